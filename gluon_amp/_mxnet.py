@@ -1,0 +1,80 @@
+"""The one place that imports MXNet, and says in one sentence why it cannot.
+
+MXNet 1.9.1 predates numpy 1.24 and Python's CUDA wheels. Before it is imported,
+`np.bool` is put back, the CUDA 11 libraries of the `[cu112]` extra are loaded,
+and `MXNET_SAFE_ACCUMULATION` is set (float16 sums in float32) unless the user
+has set it. Modules of this package take `mx` and `np` from here.
+"""
+import ctypes
+import os
+import re
+from importlib import metadata
+from pathlib import Path
+from typing import List
+
+import numpy as np
+
+# The folders of NVIDIA's wheels, a library after those that it needs.
+_CUDA_WHEELS = ("cuda_runtime", "cublas", "cuda_nvrtc", "curand", "cufft", "cusolver", "cudnn",
+                "nccl", "nvtx")
+_INSTALL = "pip install 'gluon-amp[cpu]' (or 'gluon-amp[cu112]' for NVIDIA GPUs)"
+
+
+def _installed_builds() -> List[str]:
+    """The MXNet distributions in this environment, such as ['mxnet-cu112']."""
+    names = {(d.metadata["Name"] or "").lower() for d in metadata.distributions()}
+    return sorted(n for n in names if re.fullmatch(r"mxnet(-mkl|-native|-cu\d+(mkl)?)?", n))
+
+
+def _check_environment(builds: List[str]) -> None:
+    if int(np.__version__.split(".")[0]) >= 2:
+        raise ImportError(
+            f"MXNet 1.9.1 cannot run with numpy {np.__version__}: pip install 'numpy<2'")
+    if len(builds) > 1:
+        raise ImportError(
+            f"two MXNet builds are installed over each other: {', '.join(builds)}. "
+            f"Remove both and install one: pip uninstall -y {' '.join(builds)}; {_INSTALL}")
+
+
+def _load_cuda_wheels() -> None:
+    """Loads CUDA 11 from wheels, where they are, so that only the driver has to be installed."""
+    try:
+        import nvidia  # type: ignore[import-not-found]  # a namespace that NVIDIA's wheels share
+    except ImportError:
+        return
+    for folder in _CUDA_WHEELS:
+        for root in nvidia.__path__:
+            for library in sorted(Path(root, folder, "lib").glob("lib*.so*")):
+                try:
+                    ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+                except OSError:  # one that MXNet does not need; MXNet's own import tells
+                    pass
+
+
+def _import_mxnet():
+    builds = _installed_builds()
+    _check_environment(builds)
+    if not hasattr(np, "bool"):
+        np.bool = bool  # type: ignore[attr-defined]  # numpy 1.24 took it away; MXNet reads it
+    os.environ.setdefault("MXNET_SAFE_ACCUMULATION", "1")
+    if any("cu" in build for build in builds):
+        _load_cuda_wheels()
+    try:
+        import mxnet
+    except ImportError as error:
+        if getattr(error, "name", None) not in (None, "mxnet"):
+            raise ImportError(f"MXNet needs the package {error.name}: pip install {error.name}") \
+                from error
+        raise ImportError(f"gluon_amp needs MXNet 1.9.1: {_INSTALL}") from error
+    except OSError as error:
+        if "libcuda.so" in str(error):
+            raise ImportError("this MXNet is the CUDA build, and the NVIDIA driver (libcuda.so.1) "
+                              "is not installed: install the driver, or the CPU build with "
+                              f"pip uninstall -y {' '.join(builds)}; pip install 'gluon-amp[cpu]'"
+                              ) from error
+        raise ImportError(f"MXNet does not load: {error}. Its CUDA 11 libraries come with "
+                          "pip install 'gluon-amp[cu112]'") from error
+    return mxnet
+
+
+mx = _import_mxnet()

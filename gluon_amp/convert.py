@@ -1,0 +1,206 @@
+"""`convert` and `restore`: a Gluon network to mixed precision, in place, and back."""
+import difflib
+import re
+from typing import Any, Dict, Iterable, Iterator, List, Set, Tuple, Union
+
+from . import rules
+from ._mxnet import mx
+from .converted import ConvertedBlock, State, converted_class, dtype_name, log
+from .graph import Graph
+from .policy import Policy, get_policy
+
+Block = mx.gluon.Block
+HybridBlock = mx.gluon.HybridBlock
+Parameter = mx.gluon.Parameter
+nn = mx.gluon.nn
+
+NORM_BLOCKS = (nn.basic_layers._BatchNorm, nn.LayerNorm, nn.GroupNorm, nn.InstanceNorm)
+_NORM_OPS = rules.NORM | rules.BATCH_NORM
+
+
+def convert(net: "Block", policy: Union[str, Policy] = "float16",
+            keep: Iterable[Any] = ()) -> "Block":
+    """Converts a network to mixed precision, in place, and returns it.
+
+    Parameters get the policy's type; those of norms stay float32. From then on the
+    network takes float32 or float16 inputs, and returns float32 (under "pure_float16"
+    float16). Files of `save_parameters` and `export` are float32's. Convert the
+    outermost block, before its Trainer takes a step.
+
+    Args:
+        policy: "float16" (parameters in float16, for optimizers with float32 masters),
+            "mixed_float16" (float32 parameters, cast where they are used),
+            "pure_float16", "mixed_bfloat16" (CPU only), "float32" (undoes a conversion);
+            or Apex's "O0" to "O3".
+        keep: what stays float32: blocks, classes of blocks, and regular expressions for
+            the whole name of a block (of a node, in a SymbolBlock).
+    """
+    policy = get_policy(policy)
+    if not isinstance(net, Block):
+        hint = " Use gluon_amp.convert_symbol for symbols." * isinstance(net, mx.sym.Symbol)
+        raise TypeError(f"convert takes a gluon Block.{hint} Received: {type(net).__name__}")
+    if isinstance(keep, (str, Block, type)):
+        keep = [keep]
+    kept_blocks, kept_nodes = _resolve_keep(net, list(keep))
+    types = _parameter_types(net, policy, kept_blocks, kept_nodes)
+    _check_parameters(types)
+    if policy.name == "float32":
+        return restore(net)
+
+    blocks = list(_blocks(net))
+    asleep = [b.name for b in blocks if isinstance(b, HybridBlock) and not b._active]
+    for block in blocks:
+        _swap(block, policy, block in kept_blocks, kept_nodes)
+    if asleep:
+        log.info("%s: hybridized, since mixed precision runs as a graph (gluon_amp.restore "
+                 "undoes it)", net.name)
+    _cast(types)
+    return net
+
+
+def restore(net: "Block") -> "Block":
+    """Makes a converted network float32 again, as it was before, and returns it."""
+    if not isinstance(net, Block):
+        raise TypeError(f"restore takes a gluon Block. Received: {type(net).__name__}")
+    types = {p: "float32" for b in _blocks(net) if isinstance(b, ConvertedBlock)
+             for p in b.params.values() if dtype_name(p.dtype) == "float16"}
+    _check_trainers(types)
+    for block in _blocks(net):
+        if isinstance(block, ConvertedBlock):
+            state = block._amp
+            if isinstance(block, HybridBlock):
+                block._clear_cached_op()
+                block._active = state.active
+            block.__class__ = type(block).__mro__[2]
+            del block._amp
+    _cast(types)
+    return net
+
+
+def _blocks(net: "Block") -> Iterator["Block"]:
+    """The net's blocks, each once, parents first."""
+    seen: Set[int] = set()
+    stack = [net]
+    while stack:
+        block = stack.pop()
+        if id(block) not in seen:
+            seen.add(id(block))
+            yield block
+            stack.extend(reversed(list(block._children.values())))
+
+
+def _swap(block: "Block", policy: Policy, keep: bool, kept_nodes: Set[str]) -> None:
+    hybrid = isinstance(block, HybridBlock)
+    if isinstance(block, ConvertedBlock):
+        state = State(policy, block._amp.active, keep, frozenset(kept_nodes))
+    else:
+        state = State(policy, hybrid and block._active, keep, frozenset(kept_nodes))
+        block.__class__ = converted_class(type(block))
+    block._amp = state
+    if hybrid:
+        block._clear_cached_op()
+        if not block._active:
+            block._active = True
+            block._flags = block._flags or []
+
+
+def _resolve_keep(net: "Block", keep: List[Any]) -> Tuple[Set["Block"], Set[str]]:
+    """The blocks that `keep` names, and the nodes of SymbolBlocks."""
+    blocks = list(_blocks(net))
+    nodes = {node.name for block in blocks if isinstance(block, mx.gluon.SymbolBlock)
+             for node in Graph.read(block._cached_graph[1]).nodes() if not node.is_variable}
+    kept_blocks: Set[Block] = set()
+    kept_nodes: Set[str] = set()
+    for entry in keep:
+        if isinstance(entry, Block):
+            found = {b for b in blocks if b is entry}
+            names: Set[str] = set()
+        elif isinstance(entry, type) and issubclass(entry, Block):
+            found, names = {b for b in blocks if isinstance(b, entry)}, set()
+        elif isinstance(entry, str):
+            try:
+                pattern = re.compile(entry)
+            except re.error as error:
+                raise ValueError(f"keep: {entry!r} is no regular expression: {error}") from None
+            found = {b for b in blocks if pattern.fullmatch(b.name)}
+            names = {n for n in nodes if pattern.fullmatch(n)}
+        else:
+            raise TypeError("keep takes blocks, classes of blocks and regular expressions. "
+                            f"Received: {entry!r}")
+        if not found and not names:
+            raise ValueError(_matches_nothing(entry, blocks, nodes))
+        kept_blocks |= found
+        kept_nodes |= names
+    return kept_blocks, kept_nodes
+
+
+def _matches_nothing(entry: Any, blocks: List["Block"], nodes: Set[str]) -> str:
+    if isinstance(entry, str):
+        what, near = repr(entry), [entry, sorted({b.name for b in blocks} | nodes)]
+    elif isinstance(entry, Block):
+        what, near = f"block {entry.name!r}", [entry.name, sorted({b.name for b in blocks})]
+    else:
+        what = f"class {entry.__name__}"
+        near = [entry.__name__, sorted({type(b).__name__ for b in blocks})]
+    close = difflib.get_close_matches(*near, n=5, cutoff=0.3) or near[1][:5]
+    return f"keep: {what} matches nothing in this network. Near it: {', '.join(close)}"
+
+
+def _parameter_types(net: "Block", policy: Policy, kept_blocks: Set["Block"],
+                     kept_nodes: Set[str]) -> Dict["Parameter", str]:
+    """The type of each floating parameter that hybrid blocks own.
+
+    Float32 wins where a parameter is shared. Statistics (not differentiable) and sparse
+    parameters stay float32 under every policy: MXNet computes with them in nothing else.
+    """
+    float32: Set[Parameter] = set()
+    for block in kept_blocks:
+        float32.update(block.collect_params().values())
+    owned: Dict[Parameter, None] = {}
+    for block in _blocks(net):
+        if not isinstance(block, HybridBlock):
+            continue  # a plain Block computes with its own parameters in float32
+        parameters = list(block.params.values())
+        owned.update(dict.fromkeys(parameters))
+        if isinstance(block, NORM_BLOCKS) and policy.norm == "float32" \
+                or isinstance(block, nn.basic_layers._BatchNorm):
+            float32.update(parameters)
+        elif isinstance(block, mx.gluon.SymbolBlock):
+            names = _float32_inputs(Graph.read(block._cached_graph[1]), policy, kept_nodes)
+            float32.update(p for p in parameters if p.name in names)
+        float32.update(p for p in parameters if not p._differentiable
+                       or "default" not in (p._stype, p._grad_stype)
+                       or p._stype != p._grad_stype)
+    return {p: "float32" if p in float32 else policy.parameter for p in owned
+            if dtype_name(p.dtype).startswith("float")}
+
+
+def _float32_inputs(graph: Graph, policy: Policy, kept_nodes: Set[str]) -> Set[str]:
+    norms = rules.BATCH_NORM if policy.norm == "float16" else _NORM_OPS
+    return {e.node.name for node in graph.nodes() if node.op in norms or node.name in kept_nodes
+            for e in node.inputs if e.node.is_variable}
+
+
+def _check_parameters(types: Dict["Parameter", str]) -> None:
+    double = [p.name for p in types if dtype_name(p.dtype) == "float64"]
+    if double:
+        raise ValueError("convert takes float32 and float16 parameters; cast these first, with "
+                         f"net.cast('float32'). Received float64: {', '.join(double)}")
+    _check_trainers(types)
+
+
+def _check_trainers(types: Dict["Parameter", str]) -> None:
+    """A trainer that has stepped holds momenta and float32 masters that would no longer fit."""
+    held = [p.name for p, dtype in types.items() if dtype_name(p.dtype) != dtype
+            and p._trainer is not None and any(u.states for u in p._trainer._updaters or ())]
+    if held:
+        raise ValueError("a Trainer has already stepped with these parameters, and its state "
+                         "would silently undo the change of type: convert or restore first, "
+                         f"then make a new Trainer. Received: {', '.join(held[:5])}"
+                         f"{' and more' * (len(held) > 5)}")
+
+
+def _cast(types: Dict["Parameter", str]) -> None:
+    for parameter, dtype in types.items():
+        if dtype_name(parameter.dtype) != dtype:
+            parameter.cast(dtype)

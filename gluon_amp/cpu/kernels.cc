@@ -1,0 +1,486 @@
+// float16 arithmetic for the CPU graphs that lowering.py writes.
+//
+// A float16 tensor inside such a graph is a float32 array whose values all lie
+// on the float16 grid. Each operator here rounds what it computes to that grid
+// once, ties to even, and rounds the gradients that it passes on the same way.
+// The operators:
+//
+//   _gluon_amp_widen       float16 array -> grid          (gradient: narrow)
+//   _gluon_amp_narrow      float32 array -> float16 array (gradient: widen)
+//   _gluon_amp_round       act(round(x))
+//   _gluon_amp_add         act(round(round(a) + round(b)))
+//   _gluon_amp_batch_norm  act(round(norm(round(x)) [+ residual]))
+//
+// act is "none", "relu", or "clip" between lo and hi: exact on the grid, and
+// free when a pass over the data is made anyway. MXNet hands operators of a
+// library the plain layout and reorders oneDNN's blocked arrays on both sides,
+// so what costs time is the number of passes, not the arithmetic in them.
+//
+// The file is compiled once for each instruction set (setup.py), and Python
+// loads the best one that the processor has. V is that set's vector of floats.
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#if defined(__AVX512F__) || defined(__F16C__)
+#include <immintrin.h>
+#endif
+
+#include "mxnet/lib_api.h"
+
+using mxnet::ext::MXReturnValue;
+using mxnet::ext::MXTensor;
+using mxnet::ext::OpResource;
+using mxnet::ext::kFloat16;
+using mxnet::ext::kFloat32;
+using mxnet::ext::MX_FAIL;
+using mxnet::ext::MX_SUCCESS;
+
+using Attrs = std::unordered_map<std::string, std::string>;
+using Tensors = std::vector<MXTensor>;
+using Half = uint16_t;
+
+namespace {
+
+// ---- vectors ---------------------------------------------------------------
+
+#if defined(__AVX512F__)
+
+using V = __m512;
+constexpr int64_t W = 16;
+inline V load(const float* p) { return _mm512_loadu_ps(p); }
+inline V load(const Half* p) {
+  return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+}
+inline void store(float* p, V v) { _mm512_storeu_ps(p, v); }
+inline __m256i halves(V v) { return _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT); }
+inline void store(Half* p, V v) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), halves(v)); }
+inline V grid(V v) { return _mm512_cvtph_ps(halves(v)); }
+inline V splat(float s) { return _mm512_set1_ps(s); }
+inline V larger(V a, V b) { return _mm512_max_ps(a, b); }   // b if either is NaN
+inline V smaller(V a, V b) { return _mm512_min_ps(a, b); }  // b if either is NaN
+// g where lo <= z <= hi or z is NaN, else 0
+inline V between(V g, V z, V lo, V hi) {
+  return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(z, lo, _CMP_NLT_UQ) &
+                             _mm512_cmp_ps_mask(z, hi, _CMP_NGT_UQ), g);
+}
+// g where z > 0 or z is NaN, else 0
+inline V positive(V g, V z) {
+  return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(z, _mm512_setzero_ps(), _CMP_NLE_UQ), g);
+}
+inline float total(V v) { return _mm512_reduce_add_ps(v); }
+
+#elif defined(__AVX2__) && defined(__F16C__)
+
+using V = __m256;
+constexpr int64_t W = 8;
+inline V load(const float* p) { return _mm256_loadu_ps(p); }
+inline V load(const Half* p) {
+  return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
+inline void store(float* p, V v) { _mm256_storeu_ps(p, v); }
+inline __m128i halves(V v) { return _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT); }
+inline void store(Half* p, V v) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), halves(v)); }
+inline V grid(V v) { return _mm256_cvtph_ps(halves(v)); }
+inline V splat(float s) { return _mm256_set1_ps(s); }
+inline V larger(V a, V b) { return _mm256_max_ps(a, b); }
+inline V smaller(V a, V b) { return _mm256_min_ps(a, b); }
+inline V between(V g, V z, V lo, V hi) {
+  return _mm256_and_ps(g, _mm256_and_ps(_mm256_cmp_ps(z, lo, _CMP_NLT_UQ),
+                                        _mm256_cmp_ps(z, hi, _CMP_NGT_UQ)));
+}
+inline V positive(V g, V z) {
+  return _mm256_and_ps(g, _mm256_cmp_ps(z, _mm256_setzero_ps(), _CMP_NLE_UQ));
+}
+inline float total(V v) {
+  float lanes[W], sum = 0;
+  store(lanes, v);
+  for (float lane : lanes) sum += lane;
+  return sum;
+}
+
+#else
+
+using V = float;
+constexpr int64_t W = 1;
+
+inline uint32_t bits_of(float f) { uint32_t u; std::memcpy(&u, &f, 4); return u; }
+inline float float_of(uint32_t u) { float f; std::memcpy(&f, &u, 4); return f; }
+
+inline Half half_of(float f) {
+  const uint32_t sign = bits_of(f) >> 16 & 0x8000u;
+  uint32_t u = bits_of(f) & 0x7fffffffu;
+  if (u > 0x7f800000u) return sign | 0x7e00u;             // NaN
+  if (u >= 0x47800000u) return sign | 0x7c00u;            // 2^16 and up: infinity
+  if (u < 0x38800000u)                                    // below 2^-14: subnormal.
+    return sign | (bits_of(float_of(u) + 0.5f) - bits_of(0.5f));  // adding rounds at 2^-24
+  u += 0xfffu + (u >> 13 & 1);                            // ties to even; may carry to infinity
+  return sign | (u - 0x38000000u) >> 13;
+}
+inline V load(const float* p) { return *p; }
+inline V load(const Half* p) {
+  const uint32_t u = (*p & 0x7fffu) << 13, sign = (*p & 0x8000u) << 16;
+  if (u >= 0x0f800000u) return float_of(sign | u | 0x7f800000u);  // infinity, NaN
+  return float_of(sign | bits_of(float_of(u) * 0x1p112f));        // rebias the exponent
+}
+inline void store(float* p, V v) { *p = v; }
+inline void store(Half* p, V v) { *p = half_of(v); }
+inline V grid(V v) { const Half h = half_of(v); return load(&h); }
+inline V splat(float s) { return s; }
+inline V larger(V a, V b) { return a > b ? a : b; }
+inline V smaller(V a, V b) { return a < b ? a : b; }
+inline V between(V g, V z, V lo, V hi) { return z < lo || z > hi ? 0 : g; }
+inline V positive(V g, V z) { return z <= 0 ? 0 : g; }
+inline float total(V v) { return v; }
+
+#endif
+
+// ---- loops -----------------------------------------------------------------
+
+constexpr int64_t kChunk = 4096;         // elements that a thread takes at a time
+constexpr int64_t kWorthThreads = 32768;  // below this a parallel region costs more than it gives
+
+// Calls f(i) for i = 0, W, 2W, ... < n with pointers that may be read and
+// written W wide: the last, partial vector goes through a buffer.
+template <typename T> struct Tail {
+  T buffer[W];
+  T* whole;
+  int64_t count;
+  Tail(T* p, int64_t n) : buffer(), whole(p), count(n) {
+    std::memcpy(buffer, p, n * sizeof(T));
+  }
+  void put() { std::memcpy(whole, buffer, count * sizeof(T)); }
+};
+
+template <typename T> Tail<T> tail(T* p, int64_t n) { return Tail<T>(p, n); }
+template <typename T> Tail<T> tail(const T* p, int64_t n) { return Tail<T>(const_cast<T*>(p), n); }
+
+// out[i] = f(in[i]...), one vector at a time
+template <typename F, typename O, typename... I>
+inline void apply(int64_t n, F f, O* out, const I*... in) {
+  int64_t i = 0;
+  for (; i + W <= n; i += W) store(out + i, f(load(in + i)...));
+  if (i < n) {
+    O buffer[W];
+    store(buffer, f(load(tail(in + i, n - i).buffer)...));
+    std::memcpy(out + i, buffer, (n - i) * sizeof(O));
+  }
+}
+
+// the same over all threads
+template <typename F, typename O, typename... I>
+void map(int64_t n, F f, O* out, const I*... in) {
+  if (out == nullptr) return;  // MXNet asks for no such gradient
+#pragma omp parallel for schedule(static) if (n >= kWorthThreads)
+  for (int64_t i = 0; i < n; i += kChunk)
+    apply(std::min(kChunk, n - i), f, out + i, (in + i)...);
+}
+
+// ---- activations -----------------------------------------------------------
+
+struct None {
+  V operator()(V z) const { return z; }
+  V gradient(V g, V) const { return g; }
+};
+struct Relu {
+  V operator()(V z) const { return larger(splat(0), z); }
+  V gradient(V g, V z) const { return positive(g, z); }
+};
+struct Clip {
+  V lo, hi;
+  V operator()(V z) const { return smaller(hi, larger(lo, z)); }
+  V gradient(V g, V z) const { return between(g, z, lo, hi); }
+};
+
+float number(const Attrs& attrs, const char* key, float otherwise) {
+  auto found = attrs.find(key);
+  return found == attrs.end() ? otherwise : std::stof(found->second);
+}
+
+// Calls f with the activation that the attributes name.
+template <typename F> MXReturnValue with_act(const Attrs& attrs, F f) {
+  auto found = attrs.find("act");
+  if (found == attrs.end() || found->second == "none") f(None());
+  else if (found->second == "relu") f(Relu());
+  else f(Clip{splat(number(attrs, "lo", 0)), splat(number(attrs, "hi", 0))});
+  return MX_SUCCESS;
+}
+
+float* floats(Tensors* tensors, size_t i) { return (*tensors)[i].data<float>(); }
+Half* half_data(Tensors* tensors, size_t i) { return (*tensors)[i].data<Half>(); }
+
+// ---- widen, narrow, round, add ---------------------------------------------
+
+MXReturnValue widen(const Attrs&, Tensors* in, Tensors* out, const OpResource&) {
+  map((*in)[0].size(), [](V x) { return x; }, floats(out, 0), half_data(in, 0));
+  return MX_SUCCESS;
+}
+
+MXReturnValue narrow(const Attrs&, Tensors* in, Tensors* out, const OpResource&) {
+  map((*in)[0].size(), [](V x) { return x; }, half_data(out, 0), floats(in, 0));
+  return MX_SUCCESS;
+}
+
+MXReturnValue round_forward(const Attrs& attrs, Tensors* in, Tensors* out, const OpResource&) {
+  return with_act(attrs, [&](auto act) {
+    map((*in)[0].size(), [=](V x) { return act(grid(x)); }, floats(out, 0), floats(in, 0));
+  });
+}
+
+MXReturnValue round_backward(const Attrs& attrs, Tensors* in, Tensors* out, const OpResource&) {
+  return with_act(attrs, [&](auto act) {
+    map((*in)[0].size(), [=](V g, V x) { return act.gradient(grid(g), grid(x)); },
+        floats(out, 0), floats(in, 0), floats(in, 1));
+  });
+}
+
+inline V grid_sum(V a, V b) { return grid(grid(a) + grid(b)); }
+
+MXReturnValue add_forward(const Attrs& attrs, Tensors* in, Tensors* out, const OpResource&) {
+  return with_act(attrs, [&](auto act) {
+    map((*in)[0].size(), [=](V a, V b) { return act(grid_sum(a, b)); },
+        floats(out, 0), floats(in, 0), floats(in, 1));
+  });
+}
+
+MXReturnValue add_backward(const Attrs& attrs, Tensors* in, Tensors* out, const OpResource&) {
+  const int64_t n = (*in)[0].size();
+  return with_act(attrs, [&](auto act) {
+    for (size_t side = 0; side < 2; ++side)
+      map(n, [=](V g, V a, V b) { return act.gradient(grid(g), grid_sum(a, b)); },
+          floats(out, side), floats(in, 0), floats(in, 1), floats(in, 2));
+  });
+}
+
+// ---- batch norm ------------------------------------------------------------
+//
+//   z = round((round(x) - mean) * scale + beta),  scale = gamma / sqrt(var + eps)
+//   y = act(z)  or  act(round(z + residual))
+//
+// x is (n, channels, plane). mean and var are the batch's in training, else the
+// moving ones. A channel's planes fit a core's cache, so a channel is read from
+// memory once for its statistics and its output together.
+
+struct Norm {
+  int64_t batch, channels, plane;
+  bool training, fix_gamma, residual;
+  float eps, momentum;
+
+  Norm(const Attrs& attrs, const MXTensor& x)
+      : batch(x.shape[0]), channels(x.shape[1]), plane(1),
+        training(number(attrs, "training", 0) != 0), fix_gamma(number(attrs, "fix_gamma", 1) != 0),
+        residual(number(attrs, "residual", 0) != 0), eps(number(attrs, "eps", 1e-3f)),
+        momentum(number(attrs, "momentum", 0.9f)) {
+    for (size_t i = 2; i < x.shape.size(); ++i) plane *= x.shape[i];
+  }
+  int64_t at(int64_t n, int64_t c) const { return (n * channels + c) * plane; }
+  double count() const { return static_cast<double>(batch) * plane; }
+};
+
+// sum of f(in...) over the planes of channel c, in double across vectors' sums
+template <typename F, typename... I>
+double channel_sum(const Norm& p, int64_t c, F f, const I*... in) {
+  double sum = 0;
+  for (int64_t n = 0; n < p.batch; ++n) {
+    const int64_t at = p.at(n, c);
+    V a = splat(0), b = splat(0);
+    int64_t i = 0;
+    for (; i + 2 * W <= p.plane; i += 2 * W) {
+      a = a + f(load(in + at + i)...);
+      b = b + f(load(in + at + i + W)...);
+    }
+    for (; i + W <= p.plane; i += W) a = a + f(load(in + at + i)...);
+    sum += total(a + b);
+    if (i < p.plane) {
+      float lanes[W];
+      store(lanes, f(load(tail(in + at + i, p.plane - i).buffer)...));
+      for (int64_t j = 0; j < p.plane - i; ++j) sum += lanes[j];
+    }
+  }
+  return sum;
+}
+
+template <typename F, typename... I>
+void channel_map(const Norm& p, int64_t c, F f, float* out, const I*... in) {
+  if (out == nullptr) return;
+  for (int64_t n = 0; n < p.batch; ++n)
+    apply(p.plane, f, out + p.at(n, c), (in + p.at(n, c))...);
+}
+
+// the value before the activation
+struct Affine {
+  V mean, scale, beta;
+  Affine(float m, float s, float b) : mean(splat(m)), scale(splat(s)), beta(splat(b)) {}
+  V operator()(V x) const { return grid((grid(x) - mean) * scale + beta); }
+  V operator()(V x, V residual) const { return grid((*this)(x) + residual); }
+};
+
+enum { kData, kGamma, kBeta, kMovingMean, kMovingVar, kResidual };
+enum { kOut, kMean, kInvStd, kNormOutputs };
+
+MXReturnValue norm_forward(const Attrs& attrs, Tensors* in, Tensors* out, const OpResource&) {
+  const Norm p(attrs, (*in)[kData]);
+  const float *x = floats(in, kData), *gamma = floats(in, kGamma), *beta = floats(in, kBeta);
+  float *moving_mean = floats(in, kMovingMean), *moving_var = floats(in, kMovingVar);
+  const float* residual = p.residual ? floats(in, kResidual) : nullptr;
+  float *y = floats(out, kOut), *saved_mean = floats(out, kMean), *inv_std = floats(out, kInvStd);
+  if ((*in)[kData].size() == 0) return MX_SUCCESS;
+  return with_act(attrs, [&](auto act) {
+#pragma omp parallel for schedule(static) if ((*in)[kData].size() >= kWorthThreads)
+    for (int64_t c = 0; c < p.channels; ++c) {
+      float mean = moving_mean[c], var = moving_var[c];
+      if (p.training) {
+        mean = channel_sum(p, c, [](V a) { return grid(a); }, x) / p.count();
+        const V center = splat(mean);
+        var = channel_sum(p, c, [=](V a) { V d = grid(a) - center; return d * d; }, x) / p.count();
+        moving_mean[c] = p.momentum * moving_mean[c] + (1 - p.momentum) * mean;
+        moving_var[c] = p.momentum * moving_var[c] + (1 - p.momentum) * var;
+      }
+      const float inv = 1 / std::sqrt(var + p.eps);
+      if (saved_mean) saved_mean[c] = mean;
+      if (inv_std) inv_std[c] = inv;
+      const Affine z(mean, p.fix_gamma ? inv : gamma[c] * inv, beta[c]);
+      if (residual)
+        channel_map(p, c, [=](V a, V r) { return act(z(a, r)); }, y, x, residual);
+      else
+        channel_map(p, c, [=](V a) { return act(z(a)); }, y, x);
+    }
+  });
+}
+
+// inputs: one gradient for each output, then the forward inputs, then the forward outputs
+MXReturnValue norm_backward(const Attrs& attrs, Tensors* in, Tensors* out, const OpResource&) {
+  const size_t inputs = kNormOutputs, outputs = in->size() - kNormOutputs;
+  const Norm p(attrs, (*in)[inputs + kData]);
+  const float *dy = floats(in, 0), *x = floats(in, inputs + kData);
+  const float *gamma = floats(in, inputs + kGamma), *beta = floats(in, inputs + kBeta);
+  const float* residual = p.residual ? floats(in, inputs + kResidual) : nullptr;
+  const float *mean = floats(in, outputs + kMean), *inv_std = floats(in, outputs + kInvStd);
+  float *dx = floats(out, kData), *dgamma = floats(out, kGamma), *dbeta = floats(out, kBeta);
+  float* dresidual = p.residual ? floats(out, kResidual) : nullptr;
+  for (size_t aux : {kMovingMean, kMovingVar})
+    if (floats(out, aux)) std::memset(floats(out, aux), 0, p.channels * sizeof(float));
+
+  // one body for both forms: with a residual, `more` is the one pointer r, else nothing
+  auto channel = [&](auto act, int64_t c, const auto*... more) {
+    const float inv = inv_std[c], scale = p.fix_gamma ? inv : gamma[c] * inv;
+    const Affine z(mean[c], scale, beta[c]);
+    const V center = splat(mean[c]);
+    auto gradient = [=](V g, V a, auto... r) { return act.gradient(grid(g), z(a, r...)); };
+    const double sum_g = channel_sum(p, c, gradient, dy, x, more...);
+    const double sum_gx = inv * channel_sum(
+        p, c, [=](V g, V a, auto... r) { return gradient(g, a, r...) * (grid(a) - center); },
+        dy, x, more...);
+    if (dgamma) dgamma[c] = p.fix_gamma ? 0 : sum_gx;
+    if (dbeta) dbeta[c] = sum_g;
+    // without batch statistics, mean and var are constants
+    const V mean_g = splat(p.training ? sum_g / p.count() : 0);
+    const V slope = splat(p.training ? inv * sum_gx / p.count() : 0);
+    const V s = splat(scale);
+    channel_map(p, c, [=](V g, V a, auto... r) {
+      return grid(s * (gradient(g, a, r...) - mean_g - (grid(a) - center) * slope));
+    }, dx, dy, x, more...);
+    channel_map(p, c, gradient, dresidual, dy, x, more...);
+  };
+  if ((*in)[0].size() == 0) {
+    if (dgamma) std::memset(dgamma, 0, p.channels * sizeof(float));
+    if (dbeta) std::memset(dbeta, 0, p.channels * sizeof(float));
+    return MX_SUCCESS;
+  }
+  return with_act(attrs, [&](auto act) {
+#pragma omp parallel for schedule(static) if ((*in)[0].size() >= kWorthThreads)
+    for (int64_t c = 0; c < p.channels; ++c) {
+      if (residual) channel(act, c, residual);
+      else channel(act, c);
+    }
+  });
+}
+
+// ---- registration ----------------------------------------------------------
+
+// Types: all inputs float32 but where the operator is a cast.
+template <int from, int to>
+MXReturnValue types(const Attrs&, std::vector<int>* in, std::vector<int>* out) {
+  for (int& type : *in) type = from;
+  for (int& type : *out) type = to;
+  return MX_SUCCESS;
+}
+
+template <int inputs>
+MXReturnValue one_out(const Attrs&, int* num_in, int* num_out) {
+  *num_in = inputs;
+  *num_out = 1;
+  return MX_SUCCESS;
+}
+
+using Shapes = std::vector<std::vector<unsigned int>>;
+
+MXReturnValue same_shape(const Attrs&, Shapes* in, Shapes* out) {
+  for (auto& shape : *in) {
+    if (shape.empty()) shape = (*in)[0];
+    if (shape != (*in)[0]) {
+      MX_ERROR_MSG << "the inputs differ in shape";
+      return MX_FAIL;
+    }
+  }
+  (*out)[0] = (*in)[0];
+  return MX_SUCCESS;
+}
+
+MXReturnValue norm_arity(const Attrs& attrs, int* num_in, int* num_out) {
+  *num_in = number(attrs, "residual", 0) != 0 ? kResidual + 1 : kResidual;
+  *num_out = kNormOutputs;
+  return MX_SUCCESS;
+}
+
+MXReturnValue norm_shape(const Attrs&, Shapes* in, Shapes* out) {
+  const auto x = (*in)[kData];
+  if (x.size() < 2) {
+    MX_ERROR_MSG << "batch norm needs (batch, channels, ...)";
+    return MX_FAIL;
+  }
+  for (int i = kGamma; i <= kMovingVar; ++i) (*in)[i] = {x[1]};
+  if (in->size() > kResidual) (*in)[kResidual] = x;
+  (*out)[kOut] = x;
+  (*out)[kMean] = (*out)[kInvStd] = {x[1]};
+  return MX_SUCCESS;
+}
+
+MXReturnValue norm_mutates(const Attrs&, std::vector<int>* indices) {
+  *indices = {kMovingMean, kMovingVar};
+  return MX_SUCCESS;
+}
+
+}  // namespace
+
+REGISTER_OP(_gluon_amp_widen)
+.setForward(widen, "cpu").setBackward(narrow, "cpu")
+.setParseAttrs(one_out<1>).setInferType(types<kFloat16, kFloat32>).setInferShape(same_shape);
+
+REGISTER_OP(_gluon_amp_narrow)
+.setForward(narrow, "cpu").setBackward(widen, "cpu")
+.setParseAttrs(one_out<1>).setInferType(types<kFloat32, kFloat16>).setInferShape(same_shape);
+
+REGISTER_OP(_gluon_amp_round)
+.setForward(round_forward, "cpu").setBackward(round_backward, "cpu")
+.setParseAttrs(one_out<1>).setInferType(types<kFloat32, kFloat32>).setInferShape(same_shape);
+
+REGISTER_OP(_gluon_amp_add)
+.setForward(add_forward, "cpu").setBackward(add_backward, "cpu")
+.setParseAttrs(one_out<2>).setInferType(types<kFloat32, kFloat32>).setInferShape(same_shape);
+
+REGISTER_OP(_gluon_amp_batch_norm)
+.setForward(norm_forward, "cpu").setBackward(norm_backward, "cpu")
+.setParseAttrs(norm_arity).setInferType(types<kFloat32, kFloat32>).setInferShape(norm_shape)
+.setMutateInputs(norm_mutates);
+
+MXReturnValue initialize(int version) {
+  if (version >= 10900 && version < 20000) return MX_SUCCESS;
+  MX_ERROR_MSG << "gluon_amp's kernels need MXNet 1.9, this is " << version;
+  return MX_FAIL;
+}

@@ -1,0 +1,181 @@
+"""A symbol as a Python graph: read it, walk it, rewrite it, write it back.
+
+MXNet hands out the structure of a symbol only as JSON. `Graph` is that JSON
+with references in place of indices. A tensor is an `Entry`: a node and the
+number of one of its outputs. Control flow (`foreach`, `while_loop`, `cond`)
+holds graphs of its own in `Node.subgraphs`; their variables are found by
+position, so whoever rewrites them must keep the order of their variables.
+"""
+import functools
+import json
+from typing import Any, Dict, Iterable, List, Mapping, NamedTuple, Optional, Tuple
+
+from ._mxnet import mx, np
+
+VARIABLE = "null"  # the op that MXNet's JSON gives to arguments and parameters
+
+_MXNET_VERSION = 10901  # the format of the JSON; newer readers upgrade it themselves
+_TYPE_FLAG = {name: flag for flag, name in enumerate(  # MXNet's numbers for dtypes
+    ("float32", "float64", "float16", "uint8", "int32", "int8", "int64", "bool"))}
+
+Types = Tuple[Optional[str], ...]
+
+
+class Entry(NamedTuple):
+    """One output of a node."""
+    node: "Node"
+    index: int = 0
+
+
+class Node:
+    """One operator or variable. Nodes are compared by identity."""
+    __slots__ = ("op", "name", "attrs", "inputs", "subgraphs")
+
+    def __init__(self, op: str, name: str, attrs: Optional[Mapping[str, str]] = None,
+                 inputs: Iterable[Entry] = (), subgraphs: Iterable["Graph"] = ()):
+        self.op, self.name = op, name
+        self.attrs = dict(attrs or {})
+        self.inputs = list(inputs)
+        self.subgraphs = list(subgraphs)
+
+    def __repr__(self) -> str:
+        return f"{self.op}({self.name})"
+
+    @property
+    def is_variable(self) -> bool:
+        return self.op == VARIABLE
+
+    def like(self, inputs: Iterable[Entry]) -> "Node":
+        """The same operator on other inputs."""
+        return Node(self.op, self.name, self.attrs, inputs, self.subgraphs)
+
+
+class Graph:
+    """The nodes that a list of outputs needs."""
+
+    def __init__(self, outputs: Iterable[Entry]):
+        self.outputs = list(outputs)
+
+    @classmethod
+    def read(cls, symbol: "mx.sym.Symbol") -> "Graph":
+        return cls._from_dict(json.loads(symbol.tojson(remove_amp_cast=False)))
+
+    @classmethod
+    def _from_dict(cls, data: Dict[str, Any]) -> "Graph":
+        nodes: List[Node] = []
+        for item in data["nodes"]:
+            nodes.append(Node(item["op"], item["name"], item.get("attrs"),
+                              [Entry(nodes[i[0]], i[1]) for i in item["inputs"]],
+                              [cls._from_dict(sub) for sub in item.get("subgraphs", ())]))
+        return cls(Entry(nodes[head[0]], head[1]) for head in data["heads"])
+
+    def symbol(self) -> "mx.sym.Symbol":
+        data = {**self._to_dict(), "attrs": {"mxnet_version": ["int", _MXNET_VERSION]}}
+        return mx.sym.load_json(json.dumps(data))
+
+    def _to_dict(self) -> Dict[str, Any]:
+        nodes = self.nodes()
+        number = {node: i for i, node in enumerate(nodes)}
+        items, rows = [], [0]
+        for node in nodes:
+            item: Dict[str, Any] = {
+                "op": node.op, "name": node.name, "attrs": node.attrs,
+                "inputs": [[number[e.node], e.index, 0] for e in node.inputs]}
+            if node.subgraphs:
+                item["subgraphs"] = [sub._to_dict() for sub in node.subgraphs]
+            items.append(item)
+            rows.append(rows[-1] + 1)
+        return {"nodes": items, "arg_nodes": [number[n] for n in nodes if n.is_variable],
+                "node_row_ptr": rows,
+                "heads": [[number[e.node], e.index, 0] for e in self.outputs]}
+
+    def nodes(self) -> List[Node]:
+        """All nodes, inputs first, in MXNet's own order (depth first)."""
+        order: List[Node] = []
+        done = set()
+        for output in self.outputs:
+            stack: List[Tuple[Node, int]] = [(output.node, 0)]
+            while stack:
+                node, at = stack.pop()
+                if node in done:
+                    continue
+                if at < len(node.inputs):
+                    stack.append((node, at + 1))
+                    stack.append((node.inputs[at].node, 0))
+                else:
+                    done.add(node)
+                    order.append(node)
+        return order
+
+    def variables(self) -> List[str]:
+        return [node.name for node in self.nodes() if node.is_variable]
+
+    def consumers(self) -> Dict[Entry, List[Optional[Node]]]:
+        """Who reads each entry; None stands for the graph's own output."""
+        users: Dict[Entry, List[Optional[Node]]] = {}
+        for node in self.nodes():
+            for entry in node.inputs:
+                users.setdefault(entry, []).append(node)
+        for entry in self.outputs:
+            users.setdefault(entry, []).append(None)
+        return users
+
+    def types(self, known: Mapping[str, str]) -> Dict[Entry, Optional[str]]:
+        """The dtype of every entry, from the dtypes of the variables."""
+        types: Dict[Entry, Optional[str]] = {}
+        for node in self.nodes():
+            if node.is_variable:
+                types[Entry(node)] = known.get(node.name)
+            else:
+                outputs = infer(node, tuple(types.get(e) for e in node.inputs))
+                types.update((Entry(node, i), t) for i, t in enumerate(outputs))
+        return types
+
+
+def bindings(node: Node) -> List[List[int]]:
+    """For each subgraph of a control-flow node: which of the node's inputs each of
+    the subgraph's variables stands for, in the order of `Graph.variables`."""
+    if node.op == "_foreach":  # lists the variable for each input: turn it round
+        places = [*_numbers(node, "in_data_locs"), *_numbers(node, "in_state_locs"),
+                  *_numbers(node, "remain_locs")]
+        return [sorted(range(len(places)), key=places.__getitem__)]
+    if node.op == "_while_loop":
+        return [_numbers(node, "cond_input_locs"), _numbers(node, "func_input_locs")]
+    if node.op == "_cond":
+        return [_numbers(node, f"{part}_input_locs") for part in ("cond", "then", "else")]
+    raise ValueError(f"unknown control flow {node.op}; known: _foreach, _while_loop, _cond")
+
+
+def loop_states(node: Node) -> List[Entry]:
+    """The inputs of a loop that its body computes anew in each round."""
+    if node.op == "_foreach":
+        first = len(_numbers(node, "in_data_locs"))
+        return node.inputs[first:first + len(_numbers(node, "in_state_locs"))]
+    inputs = _numbers(node, "func_input_locs")
+    return [node.inputs[inputs[i]] for i in _numbers(node, "func_var_locs")]
+
+
+def _numbers(node: Node, key: str) -> List[int]:
+    return [int(n) for n in node.attrs[key].strip("()[]").split(",") if n.strip()]
+
+
+def infer(node: Node, inputs: Types) -> Types:
+    """The dtypes of a node's outputs, as MXNet infers them; raises mx.MXNetError where
+    the operator does not take these inputs."""
+    attrs = tuple(sorted(item for item in node.attrs.items() if not item[0].startswith("__")))
+    if node.subgraphs:
+        return _infer(node.op, attrs, inputs, tuple(node.subgraphs))
+    return _cached_infer(node.op, attrs, inputs)
+
+
+def _infer(op: str, attrs: Tuple[Tuple[str, str], ...], inputs: Types,
+           subgraphs: Tuple[Graph, ...] = ()) -> Types:
+    variables = [Node(VARIABLE, f"in{i}", {} if t is None else {"__dtype__": str(_TYPE_FLAG[t])})
+                 for i, t in enumerate(inputs)]
+    node = Node(op, "op", dict(attrs), map(Entry, variables), subgraphs)
+    internals = Graph([Entry(node)]).symbol().get_internals()
+    outputs = internals.infer_type_partial()[1]
+    return tuple(None if t is None else np.dtype(t).name for t in outputs[len(set(variables)):])
+
+
+_cached_infer = functools.lru_cache(maxsize=4096)(_infer)

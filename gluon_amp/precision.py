@@ -1,0 +1,154 @@
+"""Puts the casts into a graph: the one pass behind `convert` and `convert_symbol`.
+
+    for each node, inputs first:
+        kept, or sensitive (softmax, losses, sums): cast its inputs to float32
+        matrix work (convolution, dot, RNN):        cast its inputs to float16
+        norm: run in float32, cast the result back to the type of the data
+        any other: the type of its inputs; where MXNet refuses the mixture,
+            the widest type among them, parameters and constants following
+
+MXNet has such a pass of its own (MXReducePrecisionSymbol). This one also knows
+parameters that are float16 already, goes into the bodies of loops, gives norms'
+results their type back, and leaves no amp_multicast where types are known.
+"""
+from typing import Dict, Iterable, List, Mapping, Optional, Set, Tuple
+
+from . import rules
+from ._mxnet import mx
+from .graph import Entry, Graph, Node, bindings, infer, loop_states
+from .policy import Policy
+
+KEEP = "__gluon_amp_keep__"  # the attribute of nodes that stay float32
+_WIDTH = {"float16": 1, "float32": 2, "float64": 3}
+
+
+def low_type(policy: Policy) -> str:
+    """The type that graphs are written in. bfloat16 exists only on the CPU, as another
+    grid to round to (see cpu.lowering); its graphs are float16's."""
+    return "float16" if policy.compute == "bfloat16" else policy.compute
+
+
+def insert_casts(graph: Graph, types: Mapping[str, str], policy: Policy,
+                 parameters: Iterable[str]) -> Graph:
+    """The graph with amp_cast nodes such that each node runs in the type that the policy
+    gives it, for variables of these types."""
+    casting = _Casting(policy, types, set(parameters))
+    new = casting.run(graph)
+    if policy.output == "float32":
+        new = [casting.cast(e, "float32") for e in new]
+    return Graph(new)
+
+
+class _Casting:
+    def __init__(self, policy: Policy, types: Mapping[str, str], weak: Set[str]):
+        self.policy, self.low = policy, low_type(policy)
+        self.variables, self.weak_names = types, weak
+        self.types: Dict[Entry, Optional[str]] = {}  # of new entries
+        self.weak: Set[Entry] = set()                # parameters, constants, what is made of them
+        self.casts: Dict[Tuple[Entry, str], Entry] = {}
+
+    def run(self, graph: Graph) -> List[Entry]:
+        new: Dict[Node, Node] = {}
+        back: Dict[Entry, Entry] = {}  # results of norms, cast back
+
+        def now(entry: Entry) -> Entry:
+            moved = Entry(new[entry.node], entry.index)
+            return back.get(moved, moved)
+
+        for node in graph.nodes():
+            inputs = [now(e) for e in node.inputs]
+            if node.is_variable:
+                new[node] = node
+                self.types[Entry(node)] = self.variables.get(node.name)
+                if node.name in self.weak_names:
+                    self.weak.add(Entry(node))
+                continue
+            new[node] = made = node.like(self._inputs(node, inputs))
+            if node.subgraphs:
+                made.subgraphs = self._bodies(made)
+            outputs = infer(made, tuple(self.types[e] for e in made.inputs))
+            for i, dtype in enumerate(outputs):
+                self.types[Entry(made, i)] = dtype
+                if all(e in self.weak for e in inputs):
+                    self.weak.add(Entry(made, i))
+            if node.op in rules.NORM and not _kept(node):
+                data = self.types[inputs[0]]
+                if data in _WIDTH and data != outputs[0]:
+                    back[Entry(made)] = self.cast(Entry(made), data)
+        return [now(e) for e in graph.outputs]
+
+    def cast(self, entry: Entry, dtype: str) -> Entry:
+        """The entry in this floating type; what is no float stays as it is."""
+        if self.types[entry] == dtype or self.types[entry] not in _WIDTH:
+            return entry
+        if (entry, dtype) not in self.casts:
+            index = f"_{entry.index}" if entry.index else ""
+            name = f"{entry.node.name}{index}_amp_cast_{dtype}"
+            made = Entry(Node("amp_cast", name, {"dtype": dtype}, [entry]))
+            self.casts[entry, dtype] = made
+            self.types[made] = dtype
+            if entry in self.weak:
+                self.weak.add(made)
+        return self.casts[entry, dtype]
+
+    def _inputs(self, node: Node, inputs: List[Entry]) -> List[Entry]:
+        """The node's inputs in the types that it wants."""
+        if node.op in rules.BATCH_NORM:  # any data, float32 statistics (which are not cast)
+            data = self.cast(inputs[0], "float32") if _kept(node) else inputs[0]
+            return [data, *(self.cast(e, "float32") for e in inputs[1:3]), *inputs[3:]]
+        if _kept(node):
+            return [self.cast(e, "float32") for e in inputs]
+        if _sensitive(node):
+            return [self.cast(e, self.policy.sensitive) for e in inputs]
+        if node.op in rules.NORM:
+            return [self.cast(e, self.policy.norm) for e in inputs]
+        if node.op in rules.LOW:
+            lengths = node.op == "RNN" and node.attrs.get("use_sequence_length") in ("True", "1")
+            count = len(inputs) - int(lengths)
+            return [self.cast(e, self.low) for e in inputs[:count]] + inputs[count:]
+        return self._agree(node, inputs)
+
+    def _agree(self, node: Node, inputs: List[Entry]) -> List[Entry]:
+        """The inputs as they are if MXNet takes them, else in their widest type."""
+        floats = {self.types[e] for e in inputs} & set(_WIDTH)
+        if len(floats) < 2 or node.subgraphs:
+            return inputs
+        try:
+            infer(node, tuple(self.types[e] for e in inputs))
+            return inputs
+        except mx.MXNetError:
+            strong = {self.types[e] for e in inputs if e not in self.weak} & set(_WIDTH)
+            widest = max(strong or floats, key=lambda t: _WIDTH[t or "float16"])
+            return [self.cast(e, widest or "float32") for e in inputs]
+
+    def _bodies(self, node: Node) -> List[Graph]:
+        """The graphs of a control-flow node. A loop's states keep their types, and the
+        branches of a condition return the same ones."""
+        bodies = []
+        for body, numbers in zip(node.subgraphs, bindings(node)):
+            inputs = dict(zip(body.variables(), (node.inputs[i] for i in numbers)))
+            inner = _Casting(self.policy, {n: self.types[e] or "float32" for n, e in inputs.items()},
+                             {n for n, e in inputs.items() if e in self.weak})
+            bodies.append((inner, inner.run(body)))
+        if node.op == "_cond":
+            _, (then, yes), (otherwise, no) = bodies
+            for i, (a, b) in enumerate(zip(yes, no)):
+                if then.types[a] != otherwise.types[b]:
+                    yes[i], no[i] = then.cast(a, "float32"), otherwise.cast(b, "float32")
+        else:
+            inner, outputs = bodies[-1]
+            first = int(node.attrs["num_out_data"])
+            for i, state in enumerate(loop_states(node), first):
+                outputs[i] = inner.cast(outputs[i], self.types[state] or "float32")
+        return [Graph(outputs) for _, outputs in bodies]
+
+
+def _kept(node: Node) -> bool:
+    return KEEP in node.attrs
+
+
+def _sensitive(node: Node) -> bool:
+    if node.op in rules.FLOAT32_WHEN:
+        key, values = rules.FLOAT32_WHEN[node.op]
+        return node.attrs.get(key) in values
+    return node.op in rules.FLOAT32
