@@ -192,12 +192,18 @@ def _check_parameters(types: Dict["Parameter", str]) -> None:
 def _check_trainers(types: Dict["Parameter", str]) -> None:
     """A trainer that has stepped holds momenta and float32 masters that would no longer fit."""
     held = [p.name for p, dtype in types.items() if dtype_name(p.dtype) != dtype
-            and p._trainer is not None and any(u.states for u in p._trainer._updaters or ())]
+            and p._trainer is not None and _has_stepped(p._trainer)]
     if held:
         raise ValueError("a Trainer has already stepped with these parameters, and its state "
                          "would silently undo the change of type: convert or restore first, "
                          f"then make a new Trainer. Received: {', '.join(held[:5])}"
                          f"{' and more' * (len(held) > 5)}")
+
+
+def _has_stepped(trainer: "mx.gluon.Trainer") -> bool:
+    if trainer._update_on_kvstore:
+        return trainer._kv_initialized
+    return any(updater.states for updater in trainer._updaters)
 
 
 def _cast(types: Dict["Parameter", str]) -> None:

@@ -11,7 +11,7 @@ MXNet has such a pass of its own (MXReducePrecisionSymbol). This one also knows
 parameters that are float16 already, goes into the bodies of loops, gives norms'
 results their type back, and leaves no amp_multicast where types are known.
 """
-from typing import Dict, Iterable, List, Mapping, Optional, Set, Tuple
+from typing import Collection, Dict, Iterable, List, Mapping, Optional, Set, Tuple
 
 from . import rules
 from ._mxnet import mx
@@ -29,10 +29,15 @@ def low_type(policy: Policy) -> str:
 
 
 def insert_casts(graph: Graph, types: Mapping[str, str], policy: Policy,
-                 parameters: Iterable[str]) -> Graph:
+                 parameters: Iterable[str], keep: Collection[str] = ()) -> Graph:
     """The graph with amp_cast nodes such that each node runs in the type that the policy
-    gives it, for variables of these types."""
-    casting = _Casting(policy, types, set(parameters))
+    gives it, for variables of these types.
+
+    Args:
+        parameters: the variables that are no data: they follow the activations they meet.
+        keep: nodes that stay float32, by name, besides those that hold the attribute KEEP.
+    """
+    casting = _Casting(policy, types, set(parameters), keep)
     new = casting.run(graph)
     if policy.output == "float32":
         new = [casting.cast(e, "float32") for e in new]
@@ -40,8 +45,9 @@ def insert_casts(graph: Graph, types: Mapping[str, str], policy: Policy,
 
 
 class _Casting:
-    def __init__(self, policy: Policy, types: Mapping[str, str], weak: Set[str]):
-        self.policy, self.low = policy, low_type(policy)
+    def __init__(self, policy: Policy, types: Mapping[str, str], weak: Set[str],
+                 keep: Collection[str]):
+        self.policy, self.low, self.keep = policy, low_type(policy), keep
         self.variables, self.weak_names = types, weak
         self.types: Dict[Entry, Optional[str]] = {}  # of new entries
         self.weak: Set[Entry] = set()                # parameters, constants, what is made of them
@@ -71,11 +77,14 @@ class _Casting:
                 self.types[Entry(made, i)] = dtype
                 if all(e in self.weak for e in inputs):
                     self.weak.add(Entry(made, i))
-            if node.op in rules.NORM and not _kept(node):
+            if node.op in rules.NORM and not self._kept(node):
                 data = self.types[inputs[0]]
                 if data in _WIDTH and data != outputs[0]:
                     back[Entry(made)] = self.cast(Entry(made), data)
         return [now(e) for e in graph.outputs]
+
+    def _kept(self, node: Node) -> bool:
+        return KEEP in node.attrs or node.name in self.keep
 
     def cast(self, entry: Entry, dtype: str) -> Entry:
         """The entry in this floating type; what is no float stays as it is."""
@@ -84,7 +93,9 @@ class _Casting:
         if (entry, dtype) not in self.casts:
             index = f"_{entry.index}" if entry.index else ""
             name = f"{entry.node.name}{index}_amp_cast_{dtype}"
-            made = Entry(Node("amp_cast", name, {"dtype": dtype}, [entry]))
+            # amp_cast, which export leaves out by default; it does not know float64
+            op = "Cast" if self.types[entry] == "float64" else "amp_cast"
+            made = Entry(Node(op, name, {"dtype": dtype}, [entry]))
             self.casts[entry, dtype] = made
             self.types[made] = dtype
             if entry in self.weak:
@@ -94,9 +105,9 @@ class _Casting:
     def _inputs(self, node: Node, inputs: List[Entry]) -> List[Entry]:
         """The node's inputs in the types that it wants."""
         if node.op in rules.BATCH_NORM:  # any data, float32 statistics (which are not cast)
-            data = self.cast(inputs[0], "float32") if _kept(node) else inputs[0]
+            data = self.cast(inputs[0], "float32") if self._kept(node) else inputs[0]
             return [data, *(self.cast(e, "float32") for e in inputs[1:3]), *inputs[3:]]
-        if _kept(node):
+        if self._kept(node):
             return [self.cast(e, "float32") for e in inputs]
         if _sensitive(node):
             return [self.cast(e, self.policy.sensitive) for e in inputs]
@@ -128,7 +139,7 @@ class _Casting:
         for body, numbers in zip(node.subgraphs, bindings(node)):
             inputs = dict(zip(body.variables(), (node.inputs[i] for i in numbers)))
             inner = _Casting(self.policy, {n: self.types[e] or "float32" for n, e in inputs.items()},
-                             {n for n, e in inputs.items() if e in self.weak})
+                             {n for n, e in inputs.items() if e in self.weak}, self.keep)
             bodies.append((inner, inner.run(body)))
         if node.op == "_cond":
             _, (then, yes), (otherwise, no) = bodies
@@ -141,10 +152,6 @@ class _Casting:
             for i, state in enumerate(loop_states(node), first):
                 outputs[i] = inner.cast(outputs[i], self.types[state] or "float32")
         return [Graph(outputs) for _, outputs in bodies]
-
-
-def _kept(node: Node) -> bool:
-    return KEEP in node.attrs
 
 
 def _sensitive(node: Node) -> bool:

@@ -41,7 +41,11 @@ def is_exact(node: Node) -> bool:
     return node.op in _ALWAYS or node.op in _WITH_CONSTANTS
 
 
-def on_grid(number: str) -> str:
-    """A number from a node's attributes, rounded to float16."""
+def on_grid(number: str, grid: str) -> str:
+    """A number from a node's attributes, rounded to the grid."""
     with np.errstate(over="ignore"):
-        return repr(float(np.float16(float(number))))
+        if grid == "float16":
+            return repr(float(np.float16(float(number))))
+        bits = np.float32(float(number)).view(np.uint32)
+        bits += np.uint32(0x7FFF) + (bits >> np.uint32(16) & np.uint32(1))
+        return repr(float((bits & np.uint32(0xFFFF0000)).view(np.float32)))

@@ -10,8 +10,9 @@
 //   _gluon_amp_round       act(round(x))
 //   _gluon_amp_add         act(round(round(a) + round(b)))
 //   _gluon_amp_batch_norm  act(round(norm(round(x)) [+ residual]))
+//   _gluon_amp_sgd         the optimizer's update of float16 weights with float32 masters
 //
-// act is "none", "relu", or "clip" between lo and hi: exact on the grid, and
+// The grid is float16's, or with grid="bfloat16" bfloat16's. act is "relu", "clip" between lo and hi, or none: exact on the grid, and
 // free when a pass over the data is made anyway. MXNet hands operators of a
 // library the plain layout and reorders oneDNN's blocked arrays on both sides,
 // so what costs time is the number of passes, not the arithmetic in them.
@@ -60,7 +61,7 @@ inline V load(const Half* p) {
 inline void store(float* p, V v) { _mm512_storeu_ps(p, v); }
 inline __m256i halves(V v) { return _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT); }
 inline void store(Half* p, V v) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), halves(v)); }
-inline V grid(V v) { return _mm512_cvtph_ps(halves(v)); }
+inline V half_grid(V v) { return _mm512_cvtph_ps(halves(v)); }
 inline V splat(float s) { return _mm512_set1_ps(s); }
 inline V larger(V a, V b) { return _mm512_max_ps(a, b); }   // b if either is NaN
 inline V smaller(V a, V b) { return _mm512_min_ps(a, b); }  // b if either is NaN
@@ -86,7 +87,7 @@ inline V load(const Half* p) {
 inline void store(float* p, V v) { _mm256_storeu_ps(p, v); }
 inline __m128i halves(V v) { return _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT); }
 inline void store(Half* p, V v) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), halves(v)); }
-inline V grid(V v) { return _mm256_cvtph_ps(halves(v)); }
+inline V half_grid(V v) { return _mm256_cvtph_ps(halves(v)); }
 inline V splat(float s) { return _mm256_set1_ps(s); }
 inline V larger(V a, V b) { return _mm256_max_ps(a, b); }
 inline V smaller(V a, V b) { return _mm256_min_ps(a, b); }
@@ -130,7 +131,7 @@ inline V load(const Half* p) {
 }
 inline void store(float* p, V v) { *p = v; }
 inline void store(Half* p, V v) { *p = half_of(v); }
-inline V grid(V v) { const Half h = half_of(v); return load(&h); }
+inline V half_grid(V v) { const Half h = half_of(v); return load(&h); }
 inline V splat(float s) { return s; }
 inline V larger(V a, V b) { return a > b ? a : b; }
 inline V smaller(V a, V b) { return a < b ? a : b; }
@@ -139,6 +140,22 @@ inline V positive(V g, V z) { return z <= 0 ? 0 : g; }
 inline float total(V v) { return v; }
 
 #endif
+
+#if defined(__AVX512F__) || defined(__F16C__)
+using U = uint32_t __attribute__((vector_size(4 * W)));
+inline U bits_of(V v) { return reinterpret_cast<U>(v); }
+inline V float_of(U u) { return reinterpret_cast<V>(u); }
+#endif
+
+// The upper half of a float's bits is a bfloat16: round it there, ties to even.
+inline V bfloat_grid(V v) {
+  auto u = bits_of(v);
+  auto rounded = (u + 0x7fffu + (u >> 16 & 1u)) & 0xffff0000u;
+  return v == v ? float_of(rounded) : v;
+}
+
+struct HalfGrid { V operator()(V v) const { return half_grid(v); } };
+struct BfloatGrid { V operator()(V v) const { return bfloat_grid(v); } };
 
 // ---- loops -----------------------------------------------------------------
 
@@ -202,12 +219,18 @@ float number(const Attrs& attrs, const char* key, float otherwise) {
   return found == attrs.end() ? otherwise : std::stof(found->second);
 }
 
-// Calls f with the activation that the attributes name.
-template <typename F> MXReturnValue with_act(const Attrs& attrs, F f) {
+template <typename G, typename F> void with_act(const Attrs& attrs, G grid, F f) {
   auto found = attrs.find("act");
-  if (found == attrs.end() || found->second == "none") f(None());
-  else if (found->second == "relu") f(Relu());
-  else f(Clip{splat(number(attrs, "lo", 0)), splat(number(attrs, "hi", 0))});
+  if (found == attrs.end()) f(grid, None());
+  else if (found->second == "relu") f(grid, Relu());
+  else f(grid, Clip{splat(number(attrs, "lo", 0)), splat(number(attrs, "hi", 0))});
+}
+
+// Calls f with the grid and the activation that the attributes name.
+template <typename F> MXReturnValue with(const Attrs& attrs, F f) {
+  auto found = attrs.find("grid");
+  if (found != attrs.end() && found->second == "bfloat16") with_act(attrs, BfloatGrid(), f);
+  else with_act(attrs, HalfGrid(), f);
   return MX_SUCCESS;
 }
 
@@ -227,32 +250,32 @@ MXReturnValue narrow(const Attrs&, Tensors* in, Tensors* out, const OpResource&)
 }
 
 MXReturnValue round_forward(const Attrs& attrs, Tensors* in, Tensors* out, const OpResource&) {
-  return with_act(attrs, [&](auto act) {
+  return with(attrs, [&](auto grid, auto act) {
     map((*in)[0].size(), [=](V x) { return act(grid(x)); }, floats(out, 0), floats(in, 0));
   });
 }
 
 MXReturnValue round_backward(const Attrs& attrs, Tensors* in, Tensors* out, const OpResource&) {
-  return with_act(attrs, [&](auto act) {
+  return with(attrs, [&](auto grid, auto act) {
     map((*in)[0].size(), [=](V g, V x) { return act.gradient(grid(g), grid(x)); },
         floats(out, 0), floats(in, 0), floats(in, 1));
   });
 }
 
-inline V grid_sum(V a, V b) { return grid(grid(a) + grid(b)); }
+template <typename G> V grid_sum(G grid, V a, V b) { return grid(grid(a) + grid(b)); }
 
 MXReturnValue add_forward(const Attrs& attrs, Tensors* in, Tensors* out, const OpResource&) {
-  return with_act(attrs, [&](auto act) {
-    map((*in)[0].size(), [=](V a, V b) { return act(grid_sum(a, b)); },
+  return with(attrs, [&](auto grid, auto act) {
+    map((*in)[0].size(), [=](V a, V b) { return act(grid_sum(grid, a, b)); },
         floats(out, 0), floats(in, 0), floats(in, 1));
   });
 }
 
 MXReturnValue add_backward(const Attrs& attrs, Tensors* in, Tensors* out, const OpResource&) {
   const int64_t n = (*in)[0].size();
-  return with_act(attrs, [&](auto act) {
+  return with(attrs, [&](auto grid, auto act) {
     for (size_t side = 0; side < 2; ++side)
-      map(n, [=](V g, V a, V b) { return act.gradient(grid(g), grid_sum(a, b)); },
+      map(n, [=](V g, V a, V b) { return act.gradient(grid(g), grid_sum(grid, a, b)); },
           floats(out, side), floats(in, 0), floats(in, 1), floats(in, 2));
   });
 }
@@ -313,9 +336,11 @@ void channel_map(const Norm& p, int64_t c, F f, float* out, const I*... in) {
 }
 
 // the value before the activation
-struct Affine {
+template <typename G> struct Affine {
+  G grid;
   V mean, scale, beta;
-  Affine(float m, float s, float b) : mean(splat(m)), scale(splat(s)), beta(splat(b)) {}
+  Affine(G g, float m, float s, float b)
+      : grid(g), mean(splat(m)), scale(splat(s)), beta(splat(b)) {}
   V operator()(V x) const { return grid((grid(x) - mean) * scale + beta); }
   V operator()(V x, V residual) const { return grid((*this)(x) + residual); }
 };
@@ -330,12 +355,12 @@ MXReturnValue norm_forward(const Attrs& attrs, Tensors* in, Tensors* out, const 
   const float* residual = p.residual ? floats(in, kResidual) : nullptr;
   float *y = floats(out, kOut), *saved_mean = floats(out, kMean), *inv_std = floats(out, kInvStd);
   if ((*in)[kData].size() == 0) return MX_SUCCESS;
-  return with_act(attrs, [&](auto act) {
+  return with(attrs, [&](auto grid, auto act) {
 #pragma omp parallel for schedule(static) if ((*in)[kData].size() >= kWorthThreads)
     for (int64_t c = 0; c < p.channels; ++c) {
       float mean = moving_mean[c], var = moving_var[c];
       if (p.training) {
-        mean = channel_sum(p, c, [](V a) { return grid(a); }, x) / p.count();
+        mean = channel_sum(p, c, grid, x) / p.count();
         const V center = splat(mean);
         var = channel_sum(p, c, [=](V a) { V d = grid(a) - center; return d * d; }, x) / p.count();
         moving_mean[c] = p.momentum * moving_mean[c] + (1 - p.momentum) * mean;
@@ -344,7 +369,7 @@ MXReturnValue norm_forward(const Attrs& attrs, Tensors* in, Tensors* out, const 
       const float inv = 1 / std::sqrt(var + p.eps);
       if (saved_mean) saved_mean[c] = mean;
       if (inv_std) inv_std[c] = inv;
-      const Affine z(mean, p.fix_gamma ? inv : gamma[c] * inv, beta[c]);
+      const Affine<decltype(grid)> z(grid, mean, p.fix_gamma ? inv : gamma[c] * inv, beta[c]);
       if (residual)
         channel_map(p, c, [=](V a, V r) { return act(z(a, r)); }, y, x, residual);
       else
@@ -367,9 +392,9 @@ MXReturnValue norm_backward(const Attrs& attrs, Tensors* in, Tensors* out, const
     if (floats(out, aux)) std::memset(floats(out, aux), 0, p.channels * sizeof(float));
 
   // one body for both forms: with a residual, `more` is the one pointer r, else nothing
-  auto channel = [&](auto act, int64_t c, const auto*... more) {
+  auto channel = [&](auto grid, auto act, int64_t c, const auto*... more) {
     const float inv = inv_std[c], scale = p.fix_gamma ? inv : gamma[c] * inv;
-    const Affine z(mean[c], scale, beta[c]);
+    const Affine<decltype(grid)> z(grid, mean[c], scale, beta[c]);
     const V center = splat(mean[c]);
     auto gradient = [=](V g, V a, auto... r) { return act.gradient(grid(g), z(a, r...)); };
     const double sum_g = channel_sum(p, c, gradient, dy, x, more...);
@@ -392,13 +417,69 @@ MXReturnValue norm_backward(const Attrs& attrs, Tensors* in, Tensors* out, const
     if (dbeta) std::memset(dbeta, 0, p.channels * sizeof(float));
     return MX_SUCCESS;
   }
-  return with_act(attrs, [&](auto act) {
+  return with(attrs, [&](auto grid, auto act) {
 #pragma omp parallel for schedule(static) if ((*in)[0].size() >= kWorthThreads)
     for (int64_t c = 0; c < p.channels; ++c) {
-      if (residual) channel(act, c, residual);
-      else channel(act, c);
+      if (residual) channel(grid, act, c, residual);
+      else channel(grid, act, c);
     }
   });
+}
+
+// ---- SGD -------------------------------------------------------------------
+//
+//   momentum' = momentum * m - lr * wd * master - lr * rescale * gradient
+//   master'   = master + momentum'
+//   weight    = round(master')
+//
+// with the gradient clipped first, in the order of MXNet's mp_sgd_mom_update, whose results
+// it equals bit by bit. inputs: gradient (float16), master [, momentum].
+
+MXReturnValue sgd(const Attrs& attrs, Tensors* in, Tensors* out, const OpResource&) {
+  const float lr = number(attrs, "lr", 0), rescale = number(attrs, "rescale_grad", 1);
+  const V rate = splat(lr), decay = splat(lr * number(attrs, "wd", 0));
+  const V scaled_rate = splat(lr * rescale), scale = splat(rescale);
+  const V keep = splat(number(attrs, "momentum", 0)), bound = splat(number(attrs, "clip", -1));
+  const bool clips = number(attrs, "clip", -1) >= 0, has_momentum = in->size() > 2;
+  const Half* gradient = half_data(in, 0);
+  Half* weight = half_data(out, 0);
+  float *master = floats(in, 1), *momentum = has_momentum ? floats(in, 2) : nullptr;
+
+  auto step = [=](V w, V m, V g) {
+    const V push = clips ? rate * smaller(bound, larger(-bound, scale * g)) : scaled_rate * g;
+    return keep * m - decay * w - push;
+  };
+  const int64_t n = (*in)[0].size();
+#pragma omp parallel for schedule(static) if (n >= kWorthThreads)
+  for (int64_t i = 0; i < n; i += kChunk) {
+    const int64_t count = std::min(kChunk, n - i);
+    float *w = master + i, *m = momentum + i;
+    if (has_momentum) {
+      apply(count, step, m, w, m, gradient + i);
+      apply(count, [](V a, V b) { return a + b; }, w, w, m);
+    } else {
+      apply(count, [=](V a, V g) { return a + step(a, splat(0), g); }, w, w, gradient + i);
+    }
+    apply(count, [](V a) { return a; }, weight + i, w);
+  }
+  return MX_SUCCESS;
+}
+
+MXReturnValue sgd_arity(const Attrs& attrs, int* num_in, int* num_out) {
+  *num_in = number(attrs, "momentum", 0) != 0 ? 3 : 2;
+  *num_out = 1;
+  return MX_SUCCESS;
+}
+
+MXReturnValue sgd_types(const Attrs&, std::vector<int>* in, std::vector<int>* out) {
+  for (int& type : *in) type = kFloat32;
+  (*in)[0] = (*out)[0] = kFloat16;
+  return MX_SUCCESS;
+}
+
+MXReturnValue sgd_mutates(const Attrs& attrs, std::vector<int>* indices) {
+  for (int i = 1; i < (number(attrs, "momentum", 0) != 0 ? 3 : 2); ++i) indices->push_back(i);
+  return MX_SUCCESS;
 }
 
 // ---- registration ----------------------------------------------------------
@@ -478,6 +559,11 @@ REGISTER_OP(_gluon_amp_batch_norm)
 .setForward(norm_forward, "cpu").setBackward(norm_backward, "cpu")
 .setParseAttrs(norm_arity).setInferType(types<kFloat32, kFloat32>).setInferShape(norm_shape)
 .setMutateInputs(norm_mutates);
+
+REGISTER_OP(_gluon_amp_sgd)
+.setForward(sgd, "cpu")
+.setParseAttrs(sgd_arity).setInferType(sgd_types).setInferShape(same_shape)
+.setMutateInputs(sgd_mutates);
 
 MXReturnValue initialize(int version) {
   if (version >= 10900 && version < 20000) return MX_SUCCESS;

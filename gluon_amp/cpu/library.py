@@ -11,7 +11,8 @@ from typing import Any, Sequence
 
 from numpy.core._multiarray_umath import __cpu_features__  # what the processor and kernel allow
 
-from .._mxnet import mx
+from .._mxnet import mx  # isort: skip  (before anything of mxnet)
+from mxnet._ctypes.ndarray import _imperative_invoke
 
 VARIANTS = {  # best first: name -> the processor features that it was compiled for
     "avx512": ("AVX512F", "AVX2", "F16C", "FMA3"),
@@ -61,7 +62,7 @@ def _operator(name: str) -> c_void_p:
     return handle
 
 
-def call(name: str, inputs: Sequence["mx.nd.NDArray"], out: Any = None) -> Any:
+def call(name: str, inputs: Sequence["mx.nd.NDArray"], out: Any = None, **attrs: Any) -> Any:
     """Runs one of the kernels on arrays, outside any graph."""
-    from mxnet._ctypes.ndarray import _imperative_invoke
-    return _imperative_invoke(_operator(name).value, inputs, (), (), out, False, False)
+    return _imperative_invoke(_operator(name).value, inputs, list(attrs), list(attrs.values()),
+                              out, False, False)

@@ -15,7 +15,6 @@ norm, addition and the activation behind them become one operator.
 """
 from typing import Collection, Dict, Iterable, List, Mapping, Optional, Set
 
-from .._mxnet import np
 from ..graph import Entry, Graph, Node, bindings
 from .exact import is_exact, on_grid
 from .library import load
@@ -27,16 +26,17 @@ _MOST_CONSUMERS = 8
 
 
 def lower(graph: Graph, types: Mapping[str, str], training: bool,
-          added: Collection[str] = ()) -> Graph:
+          added: Collection[str] = (), grid: str = HALF) -> Graph:
     """The graph for a CPU.
 
     Args:
         types: the dtype of each variable.
         training: whether batch norms use the batch's statistics.
         added: variables whose gradients are added to what is there (grad_req "add").
+        grid: what float16 tensors are rounded to, "float16" or "bfloat16".
     """
     load()
-    return _Lowering(graph, types, training, added, inner=False).run()
+    return _Lowering(graph, types, training, added, grid, inner=False).run()
 
 
 class _Lowering:
@@ -44,8 +44,9 @@ class _Lowering:
     variables and outputs are float32 arrays already."""
 
     def __init__(self, graph: Graph, types: Mapping[str, str], training: bool,
-                 added: Collection[str], inner: bool):
+                 added: Collection[str], grid: str, inner: bool):
         self.graph, self.training, self.added, self.inner = graph, training, added, inner
+        self.grid = grid
         self.types = graph.types(types)
         self.users = graph.consumers()
         self.outputs: Dict[Node, List[Entry]] = {}
@@ -84,7 +85,7 @@ class _Lowering:
                     self.absorbed.add(node)
             if self._is_norm(node) and node not in self.absorbed or self._is_add(node):
                 user = self._only_user(node)
-                if user and _activation(user):
+                if user and self._activation(user):
                     self.core[user] = node
                     self.absorbed.add(node)
 
@@ -102,7 +103,7 @@ class _Lowering:
 
     def _lower(self, node: Node) -> None:
         core = self.core.get(node, node)
-        act = _activation(node) if core is not node else None
+        act = self._activation(node) if core is not node else None
         if node.is_variable:
             self._variable(node)
         elif node.op in ("Cast", "amp_cast"):
@@ -114,9 +115,9 @@ class _Lowering:
         elif self._is_add(core):
             self.done[Entry(node)] = self._make("_gluon_amp_add", core, map(self._raw, core.inputs),
                                                 act or {})
-        elif _activation(node) and node.inputs[0] in self.pending and self._alone(node.inputs[0]):
+        elif self._activation(node) and node.inputs[0] in self.pending and self._alone(node.inputs[0]):
             self.done[Entry(node)] = self._make("_gluon_amp_round", node,
-                                                [self._raw(node.inputs[0])], _activation(node))
+                                                [self._raw(node.inputs[0])], self._activation(node))
         else:
             self._other(node)
 
@@ -162,7 +163,7 @@ class _Lowering:
         new = node.like(map(self._value, node.inputs))
         outputs = self.outputs[node]
         if any(map(self.half, [*node.inputs, *outputs])):
-            new.attrs = _on_grid(node.attrs)
+            new.attrs = self._constants(node.attrs)
         if node.subgraphs:
             new.subgraphs = [self._body(node, i) for i in range(len(node.subgraphs))]
         rounded = node.subgraphs or is_exact(node)
@@ -177,7 +178,7 @@ class _Lowering:
         body, inputs = node.subgraphs[which], bindings(node)[which]
         names = body.variables()
         types = {name: self.types[node.inputs[i]] or "float32" for name, i in zip(names, inputs)}
-        lowered = _Lowering(body, types, self.training, names, inner=True).run()
+        lowered = _Lowering(body, types, self.training, names, self.grid, inner=True).run()
         assert lowered.variables() == names, (node, names, lowered.variables())
         return lowered
 
@@ -214,32 +215,31 @@ class _Lowering:
             return Entry(Node("_copy", f"{node.name}_apart", {}, [entry]))
         return entry
 
+    def _activation(self, node: Node) -> Optional[Dict[str, str]]:
+        """The attributes by which our operators know this activation, if they do."""
+        if node.op == "relu" or node.op == "Activation" and node.attrs["act_type"] == "relu":
+            return {"act": "relu"}
+        if node.op == "clip":
+            lo, hi = (on_grid(node.attrs[key], self.grid) for key in ("a_min", "a_max"))
+            return {"act": "clip", "lo": lo, "hi": hi}
+        return None
+
+    def _constants(self, attrs: Mapping[str, str]) -> Dict[str, str]:
+        """A float16 operator's attributes for float32 arrays: its constants are float16's."""
+        new = dict(attrs)
+        if new.get("dtype") == HALF:
+            new["dtype"] = "float32"
+        for key in ("scalar", "a_min", "a_max"):
+            if key in new:
+                new[key] = on_grid(new[key], self.grid)
+        return new
+
     def _make(self, op: str, origin: Node, inputs: Iterable[Entry],
               attrs: Optional[Mapping[str, str]] = None) -> Entry:
         name = origin.name + op.replace("_gluon_amp", "")
-        return Entry(Node(op, name, attrs, inputs))
+        grid = {"grid": self.grid} if self.grid != HALF else {}
+        return Entry(Node(op, name, {**(attrs or {}), **grid}, inputs))
 
 
 def _flag(node: Node, name: str, otherwise: bool = False) -> bool:
     return node.attrs.get(name, str(otherwise)) in ("True", "1", "true")
-
-
-def _activation(node: Node) -> Optional[Dict[str, str]]:
-    """The attributes by which our operators know this activation, if they do."""
-    if node.op == "relu" or node.op == "Activation" and node.attrs["act_type"] == "relu":
-        return {"act": "relu"}
-    if node.op == "clip":
-        lo, hi = (on_grid(node.attrs[key]) for key in ("a_min", "a_max"))
-        return {"act": "clip", "lo": lo, "hi": hi}
-    return None
-
-
-def _on_grid(attrs: Mapping[str, str]) -> Dict[str, str]:
-    """A float16 operator's attributes for float32 arrays: its constants are float16 values."""
-    new = dict(attrs)
-    if new.get("dtype") == HALF:
-        new["dtype"] = "float32"
-    for key in ("scalar", "a_min", "a_max"):
-        if key in new:
-            new[key] = on_grid(new[key])
-    return new

@@ -1,0 +1,53 @@
+# make demo    train float32 and float16 side by side
+# make test    run all tests
+# make setup   only make .venv
+# make lint    ruff and mypy
+# make bench   step time and memory, float16 over float32
+# PYTHON=python3.10 make demo    with another Python (3.8 to 3.12)
+
+PYTHON ?= python3
+BIN := .venv/bin
+BUILT_FROM := setup.py pyproject.toml gluon_amp/cpu/kernels.cc
+
+.PHONY: demo test setup lint bench check clean
+.DELETE_ON_ERROR:
+
+demo: .venv/demo
+	$(BIN)/gluon-amp demo
+
+test: .venv/test
+	$(BIN)/pytest
+
+lint: .venv/test
+	$(BIN)/ruff check .
+	$(BIN)/mypy gluon_amp
+
+bench: .venv/test
+	$(BIN)/gluon-amp bench
+
+setup: .venv/setup
+
+check:
+	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) is not installed. Install Python 3.8 to 3.12: apt install python3 python3-venv" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(not (3, 8) <= v <= (3, 12) and "MXNet 1.9.1 needs Python 3.8 to 3.12; $(PYTHON) is %d.%d. Choose another: PYTHON=python3.11 make ..." % v)'
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { echo "$(PYTHON) cannot make virtual environments: apt install python3-venv" >&2; exit 1; }
+	@command -v $(or $(CXX),g++) >/dev/null || { echo "no C++ compiler ($(or $(CXX),g++)): apt install g++" >&2; exit 1; }
+
+.venv/setup: $(BUILT_FROM) | check
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install -q -e '.[cpu]'
+	touch $@
+
+.venv/demo: .venv/setup
+	$(BIN)/python -m pip install -q -e '.[cpu,demo]'
+	touch $@
+
+# gluoncv alone: what it asks for besides, its model zoo does not use
+.venv/test: .venv/setup
+	$(BIN)/python -m pip install -q -e '.[cpu,test]'
+	$(BIN)/python -m pip install -q 'numpy<2' pillow portalocker scipy pyyaml yacs
+	$(BIN)/python -m pip install -q --no-deps gluoncv==0.10.5.post0
+	touch $@
+
+clean:
+	rm -rf .venv build dist *.egg-info gluon_amp/cpu/*.so
