@@ -6,12 +6,12 @@ machine may be busy with other things. Where PyTorch is installed, the same nets
 there under its float16 autocast, in the same way.
 """
 import argparse
-import json
 import os
-import resource
+import re
 import subprocess
 import sys
 import time
+from pathlib import Path
 from statistics import median
 
 os.environ.setdefault("OMP_NUM_THREADS", "2")
@@ -117,12 +117,17 @@ def ratio(first, second, pairs):
 
 def peak_bytes(name, policy):
     """Memory that a process needs to train, above what it needs to import MXNet."""
-    code = ("import resource, sys; sys.path.insert(0, 'benchmarks'); import step_time as b;"
-            "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss;"
-            f"step = b.stepper(*b.NETS[{name!r}], {policy!r}); step(); step(); step();"
-            "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)")
-    return 1024 * int(subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True,
-                                     capture_output=True, text=True).stdout.split()[-1])
+    code = (f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import step_time as b;"
+            f"before = b.high_water(); step = b.stepper(*b.NETS[{name!r}], {policy!r});"
+            "step(); step(); step(); print(b.high_water() - before)")
+    return int(subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True,
+                              capture_output=True, text=True).stdout.split()[-1])
+
+
+def high_water():
+    """The most bytes that this process has had in memory."""
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(re.search(r"VmHWM:\s+(\d+)", status).group(1))
 
 
 def convert_seconds():

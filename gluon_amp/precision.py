@@ -90,6 +90,14 @@ class _Casting:
         """The entry in this floating type; what is no float stays as it is."""
         if self.types[entry] == dtype or self.types[entry] not in _WIDTH:
             return entry
+        if (entry, dtype) not in self.casts and entry.node.op in rules.CONSTANT:
+            # Made in the type at once: MXNet infers shapes backward to constants
+            # (an RNN's begin_state has an unknown batch), but not through our operators.
+            node = entry.node.like(())
+            node.attrs["dtype"] = dtype
+            self.casts[entry, dtype] = Entry(node)
+            self.types[Entry(node)] = dtype
+            self.weak.add(Entry(node))
         if (entry, dtype) not in self.casts:
             index = f"_{entry.index}" if entry.index else ""
             name = f"{entry.node.name}{index}_amp_cast_{dtype}"

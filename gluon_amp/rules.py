@@ -44,3 +44,6 @@ FLOAT32_WHEN = {
     "Activation": ("act_type", frozenset(["softrelu"])),
     "LeakyReLU": ("act_type", frozenset(["elu", "selu"])),
 }
+
+# Have a type and no inputs.
+CONSTANT = frozenset("_zeros _ones _full _arange _eye _linspace".split())

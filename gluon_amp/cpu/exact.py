@@ -23,7 +23,7 @@ _ALWAYS = frozenset("""
 """.split())
 
 # Exact because their constants are put on the grid first.
-_WITH_CONSTANTS = frozenset("clip _maximum_scalar _minimum_scalar".split())
+_WITH_CONSTANTS = frozenset("clip _full _maximum_scalar _minimum_scalar".split())
 
 # Exact when the attribute has one of these values (its default first).
 _WHEN = {

@@ -23,6 +23,10 @@ HALF = "float16"
 # MXNet adds up this many gradients with add_n, and more of them in place. Extension
 # operators are never told to add in place, so they must not meet such a sum.
 _MOST_CONSUMERS = 8
+# Operators that read and write oneDNN's blocked arrays. MXNet's static executor keeps
+# the plain copy that it makes of one for an operator of ours; a Reshape between them
+# makes that copy where the memory plan knows it, and is free on a plain array.
+_BLOCKED = frozenset("Convolution Deconvolution Pooling".split())
 
 
 def lower(graph: Graph, types: Mapping[str, str], training: bool,
@@ -196,18 +200,24 @@ class _Lowering:
         """The new entry, rounded. `ours`: one of our operators will read it."""
         if entry not in self.done:
             self.done[entry] = self._make("_gluon_amp_round", entry.node,
-                                          [self._apart(entry.node, self.pending[entry])])
+                                          [self._apart(entry.node,
+                                                       self._plain(entry, self.pending[entry]))])
         value = self.done[entry]
         return self._apart(entry.node, value, len(self.users[entry])) if ours else value
 
     def _raw(self, entry: Entry) -> Entry:
         """The new entry for an operator of ours that rounds what it reads."""
         if entry in self.pending and entry not in self.done and self._alone(entry):
-            return self._apart(entry.node, self.pending[entry])
+            return self._apart(entry.node, self._plain(entry, self.pending[entry]))
         return self._value(entry, ours=True)
 
     def _parameter(self, entry: Entry) -> Entry:
         return self._apart(entry.node, self.done[entry])
+
+    def _plain(self, entry: Entry, new: Entry) -> Entry:
+        if entry.node.op not in _BLOCKED:
+            return new
+        return Entry(Node("Reshape", f"{entry.node.name}_plain", {"shape": "(-2,)"}, [new]))
 
     def _apart(self, node: Node, entry: Entry, users: int = 1) -> Entry:
         """A copy of an entry to which MXNet may add gradients in place; else the entry."""
@@ -229,7 +239,7 @@ class _Lowering:
         new = dict(attrs)
         if new.get("dtype") == HALF:
             new["dtype"] = "float32"
-        for key in ("scalar", "a_min", "a_max"):
+        for key in ("scalar", "value", "a_min", "a_max"):
             if key in new:
                 new[key] = on_grid(new[key], self.grid)
         return new
