@@ -12,7 +12,7 @@ try:
 except ImportError:  # setuptools before 70.1
     from wheel.bdist_wheel import bdist_wheel
 
-FLAGS = ["-std=c++14", "-O3", "-fopenmp", "-ffp-contract=off"]
+FLAGS = ["-std=c++14", "-O3", "-g0", "-fopenmp", "-ffp-contract=off"]
 VARIANTS = {"portable": []}  # as in gluon_amp/cpu/library.py
 if platform.machine() in ("x86_64", "AMD64"):
     VARIANTS["avx2"] = ["-mavx2", "-mf16c", "-mfma"]

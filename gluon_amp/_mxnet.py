@@ -54,7 +54,7 @@ def _load_cuda_wheels() -> None:
 def _import_mxnet():
     builds = _installed_builds()
     _check_environment(builds)
-    if not hasattr(np, "bool"):
+    if "bool" not in vars(np):
         np.bool = bool  # type: ignore[attr-defined]  # numpy 1.24 took it away; MXNet reads it
     os.environ.setdefault("MXNET_SAFE_ACCUMULATION", "1")
     if any("cu" in build for build in builds):

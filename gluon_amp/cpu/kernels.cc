@@ -12,10 +12,11 @@
 //   _gluon_amp_batch_norm  act(round(norm(round(x)) [+ residual]))
 //   _gluon_amp_sgd         the optimizer's update of float16 weights with float32 masters
 //
-// The grid is float16's, or with grid="bfloat16" bfloat16's. act is "relu", "clip" between lo and hi, or none: exact on the grid, and
-// free when a pass over the data is made anyway. MXNet hands operators of a
-// library the plain layout and reorders oneDNN's blocked arrays on both sides,
-// so what costs time is the number of passes, not the arithmetic in them.
+// The grid is float16's, or with grid="bfloat16" bfloat16's. act is "relu", "clip"
+// (between lo and hi), "gelu", or none. MXNet hands operators of a library the plain
+// layout and reorders oneDNN's blocked arrays on both sides, so what costs time and
+// memory is the number of passes, not the arithmetic in them: an activation is made
+// in the pass before it, and batch norm takes in the addition behind it.
 //
 // The file is compiled once for each instruction set (setup.py), and Python
 // loads the best one that the processor has. V is that set's vector of floats.
@@ -213,6 +214,22 @@ struct Clip {
   V operator()(V z) const { return smaller(hi, larger(lo, z)); }
   V gradient(V g, V z) const { return between(g, z, lo, hi); }
 };
+template <typename G> struct Gelu {  // the one whose results have to be rounded
+  G grid;
+  template <typename F> static V each(V z, F f) {
+    float lanes[W];
+    store(lanes, z);
+    for (float& x : lanes) x = f(x);
+    return load(lanes);
+  }
+  static float cdf(float x) { return 0.5f * (1 + std::erf(x * 0.70710678f)); }
+  V operator()(V z) const { return grid(each(z, [](float x) { return x * cdf(x); })); }
+  V gradient(V g, V z) const {
+    return grid(g * each(z, [](float x) {
+      return cdf(x) + x * 0.39894228f * std::exp(-0.5f * x * x);
+    }));
+  }
+};
 
 float number(const Attrs& attrs, const char* key, float otherwise) {
   auto found = attrs.find(key);
@@ -223,6 +240,7 @@ template <typename G, typename F> void with_act(const Attrs& attrs, G grid, F f)
   auto found = attrs.find("act");
   if (found == attrs.end()) f(grid, None());
   else if (found->second == "relu") f(grid, Relu());
+  else if (found->second == "gelu") f(grid, Gelu<G>{grid});
   else f(grid, Clip{splat(number(attrs, "lo", 0)), splat(number(attrs, "hi", 0))});
 }
 

@@ -229,6 +229,8 @@ class _Lowering:
         """The attributes by which our operators know this activation, if they do."""
         if node.op == "relu" or node.op == "Activation" and node.attrs["act_type"] == "relu":
             return {"act": "relu"}
+        if node.op == "LeakyReLU" and node.attrs.get("act_type") == "gelu":
+            return {"act": "gelu"}
         if node.op == "clip":
             lo, hi = (on_grid(node.attrs[key], self.grid) for key in ("a_min", "a_max"))
             return {"act": "clip", "lo": lo, "hi": hi}

@@ -1,0 +1,121 @@
+"""The nets of step_time.py in PyTorch, to compare its float16 autocast on CPUs with ours.
+
+Layers, strides and biases are those of MXNet's model zoo, so the numbers of parameters are
+the same. step_time.py imports this file where PyTorch is installed.
+"""
+import torch
+from torch import nn
+
+torch.set_num_threads(2)
+
+
+def conv(inputs, outputs, kernel, stride=1, groups=1, bias=False):
+    """A convolution that keeps the size, up to its stride, and its batch norm."""
+    return [nn.Conv2d(inputs, outputs, kernel, stride, kernel // 2, groups=groups, bias=bias),
+            nn.BatchNorm2d(outputs)]
+
+
+class Residual(nn.Module):
+    """activation(body(x) + shortcut(x))"""
+
+    def __init__(self, body, shortcut=(), activation=None):
+        super().__init__()
+        self.body, self.shortcut = nn.Sequential(*body), nn.Sequential(*shortcut)
+        self.activation = activation or nn.Identity()
+
+    def forward(self, x):
+        return self.activation(self.body(x) + self.shortcut(x))
+
+
+def basic(inputs, outputs, stride):
+    return [*conv(inputs, outputs, 3, stride), nn.ReLU(), *conv(outputs, outputs, 3)]
+
+
+def bottleneck(inputs, outputs, stride):
+    """As gluon's resnet50_v1: the stride is in the first convolution, and two have biases."""
+    width = outputs // 4
+    return [*conv(inputs, width, 1, stride, bias=True), nn.ReLU(),
+            *conv(width, width, 3), nn.ReLU(),
+            *conv(width, outputs, 1, bias=True)]
+
+
+def resnet(block, depths, widths):
+    layers = [*conv(3, 64, 7, 2), nn.ReLU(), nn.MaxPool2d(3, 2, 1)]
+    inputs = 64
+    for stage, (depth, width) in enumerate(zip(depths, widths)):
+        for i in range(depth):
+            stride = 2 if stage and not i else 1
+            shortcut = conv(inputs, width, 1, stride) if inputs != width else ()
+            layers.append(Residual(block(inputs, width, stride), shortcut, nn.ReLU()))
+            inputs = width
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, 1000))
+
+
+def mobilenetv2():
+    layers = [*conv(3, 32, 3, 2), nn.ReLU6()]
+    inputs = 32
+    for expand, width, depth, first_stride in (
+            (1, 16, 1, 1), (6, 24, 2, 2), (6, 32, 3, 2), (6, 64, 4, 2),
+            (6, 96, 3, 1), (6, 160, 3, 2), (6, 320, 1, 1)):
+        for i in range(depth):
+            stride, inner = 1 if i else first_stride, inputs * expand
+            body = [*conv(inputs, inner, 1), nn.ReLU6(),
+                    *conv(inner, inner, 3, stride, groups=inner), nn.ReLU6(),
+                    *conv(inner, width, 1)]
+            layers.append(Residual(body) if stride == 1 and inputs == width
+                          else nn.Sequential(*body))
+            inputs = width
+    return nn.Sequential(*layers, *conv(inputs, 1280, 1), nn.ReLU6(), nn.AdaptiveAvgPool2d(1),
+                         nn.Conv2d(1280, 1000, 1, bias=False), nn.Flatten())
+
+
+class LSTM(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lstm = nn.LSTM(256, 256, num_layers=2)
+        self.out = nn.Linear(256, 1000)
+
+    def forward(self, x):
+        try:
+            hidden, _ = self.lstm(x)
+        except RuntimeError:  # oneDNN has no float16 LSTM for this CPU: PyTorch's own, then
+            with torch.backends.mkldnn.flags(enabled=False):
+                hidden, _ = self.lstm(x)
+        return self.out(hidden)
+
+
+def transformer():
+    return nn.TransformerEncoderLayer(256, nhead=4, dim_feedforward=1024, dropout=0,
+                                      activation="gelu", batch_first=True)
+
+
+NETS = {  # by the first word of their names in step_time.py
+    "resnet50": lambda: resnet(bottleneck, (3, 4, 6, 3), (256, 512, 1024, 2048)),
+    "resnet18": lambda: resnet(basic, (2, 2, 2, 2), (64, 128, 256, 512)),
+    "mobilenetv2": mobilenetv2,
+    "lstm": LSTM,
+    "transformer": transformer,
+}
+
+
+def stepper(name, shape, autocast):
+    """A function that trains one step."""
+    torch.manual_seed(1)
+    net = NETS[name.split()[0]]()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9)
+    data = torch.randn(shape)
+
+    def step():
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=torch.float16, enabled=autocast):
+            loss = net(data).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return step
+
+
+def steppers(name, shape):
+    """The steps in float32 and under float16 autocast."""
+    return stepper(name, shape, False), stepper(name, shape, True)

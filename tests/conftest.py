@@ -1,0 +1,25 @@
+import os
+import sys
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "2")
+sys.path.insert(0, str(Path(__file__).parent))
+
+import gluon_amp  # noqa: E402,F401  (before mxnet: it makes numpy 1.24 and later fit)
+import numpy as np  # noqa: E402
+import pytest  # noqa: E402
+from gluon_amp._mxnet import mx  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def same_numbers():
+    """Every test draws the same random numbers, and none leaves work undone in MXNet."""
+    mx.random.seed(7)
+    np.random.seed(7)
+    yield
+    mx.nd.waitall()
+
+
+@pytest.fixture()
+def rng():
+    return np.random.default_rng(7)

@@ -1,0 +1,75 @@
+"""Float16 for tests: run one lowered graph, and what numpy says it should give."""
+import numpy as np
+from gluon_amp._mxnet import mx
+from gluon_amp.cpu.lowering import lower
+from gluon_amp.graph import Graph
+
+
+def run(symbol, arrays, heads=None, training=True, grid="float16", types=None):
+    """Outputs and gradients of a symbol whose variables have the arrays' types.
+
+    The symbol is lowered as a CPU graph of those types. `heads` are the outputs'
+    gradients; without them there are none. Returns (outputs, {name: gradient}).
+    """
+    types = types or {name: array.dtype.name for name, array in arrays.items()}
+    lowered = lower(Graph.read(symbol), types, training, arrays, grid).symbol()
+    names = lowered.list_inputs()
+    values = {name: mx.nd.array(arrays[name], dtype=arrays[name].dtype) for name in names}
+    op = mx.nd.CachedOp(lowered, [("data_indices", list(range(len(names)))),
+                                  ("param_indices", [])])
+    aux = set(lowered.list_auxiliary_states())
+    for name, value in values.items():
+        if name not in aux and value.dtype in (np.float16, np.float32):
+            value.attach_grad()
+    with mx.autograd.record(train_mode=training):
+        outputs = op(*(values[name] for name in names))
+        outputs = outputs if isinstance(outputs, list) else [outputs]
+    gradients = {}
+    if heads is not None:
+        mx.autograd.backward(outputs, [mx.nd.array(h, dtype=h.dtype) for h in heads])
+        gradients = {n: v.grad.asnumpy() for n, v in values.items() if v.grad is not None}
+    mx.nd.waitall()
+    for name in aux:
+        arrays[name][...] = values[name].asnumpy()
+    return [o.asnumpy() for o in outputs], gradients
+
+
+def stock(symbol, arrays, heads):
+    """The same in float32 by MXNet itself: outputs and gradients before any rounding."""
+    values = {n: mx.nd.array(a, dtype="float32" if a.dtype == np.float16 else a.dtype)
+              for n, a in arrays.items()}
+    for value in values.values():
+        value.attach_grad()
+    names = symbol.list_inputs()
+    op = mx.nd.CachedOp(symbol, [("data_indices", list(range(len(names)))), ("param_indices", [])])
+    with mx.autograd.record():
+        outputs = op(*(values[name] for name in names))
+        outputs = outputs if isinstance(outputs, list) else [outputs]
+    mx.autograd.backward(outputs, [mx.nd.array(h, dtype="float32") for h in heads])
+    return ([o.asnumpy() for o in outputs], {n: v.grad.asnumpy() for n, v in values.items()})
+
+
+def halves(rng, *shape, scale=1.0):
+    """Random float16 values."""
+    return (rng.standard_normal(shape) * scale).astype(np.float16)
+
+
+def ulps(a, b):
+    """How many float16 steps apart two float16 arrays are; NaN equals NaN."""
+    def line(x):  # the halves in order on the integers
+        bits = x.view(np.int16).astype(np.int32)
+        return np.where(bits < 0, -(bits & 0x7FFF), bits)
+    a, b = np.asarray(a, np.float16), np.asarray(b, np.float16)
+    both_nan = np.isnan(a) & np.isnan(b)
+    return np.where(both_nan, 0, np.abs(line(a) - line(b)))
+
+
+def assert_half(actual, expected, steps=0):
+    """`actual` is float16 and within so many float16 steps of `expected`, rounded once."""
+    assert actual.dtype == np.float16, actual.dtype
+    assert actual.shape == expected.shape
+    with np.errstate(over="ignore"):
+        distance = ulps(actual, np.asarray(expected).astype(np.float16))
+    worst = distance.max(initial=0)
+    assert worst <= steps, (f"{worst} steps apart", actual.ravel()[distance.argmax()],
+                            np.ravel(expected)[distance.argmax()])
