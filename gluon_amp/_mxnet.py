@@ -22,7 +22,8 @@ _INSTALL = "pip install 'gluon-amp[cpu]' (or 'gluon-amp[cu112]' for NVIDIA GPUs)
 
 def _installed_builds() -> List[str]:
     """The MXNet distributions in this environment, such as ['mxnet-cu112']."""
-    names = {(d.metadata["Name"] or "").lower() for d in metadata.distributions()}
+    found = (distribution.metadata for distribution in metadata.distributions())
+    names = {m["Name"].lower() for m in found if "Name" in m}
     return sorted(n for n in names if re.fullmatch(r"mxnet(-mkl|-native|-cu\d+(mkl)?)?", n))
 
 
@@ -63,7 +64,9 @@ def _import_mxnet():
         import mxnet
     except ImportError as error:
         if getattr(error, "name", None) not in (None, "mxnet"):
-            raise ImportError(f"MXNet needs the package {error.name}: pip install {error.name}") \
+            # Python 3.12 has no distutils; setuptools brings it
+            package = "setuptools" if error.name == "distutils" else error.name
+            raise ImportError(f"MXNet needs the package {package}: pip install {package}") \
                 from error
         raise ImportError(f"gluon_amp needs MXNet 1.9.1: {_INSTALL}") from error
     except OSError as error:

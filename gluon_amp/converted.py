@@ -11,11 +11,11 @@ import logging
 import os
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Dict, FrozenSet, Iterable, Iterator, List, Tuple, Type
+from typing import Any, Dict, FrozenSet, Iterable, Iterator, List, Optional, Tuple, Type
 
 from ._mxnet import mx, np
 from .cpu import library, lowering
-from .graph import Graph
+from .graph import Graph, has_unknown_shape
 from .policy import Policy
 from .precision import KEEP, insert_casts
 
@@ -29,6 +29,7 @@ class State:
     active: bool  # whether it was hybridized before
     keep: bool = False  # stays float32
     keep_nodes: FrozenSet[str] = frozenset()  # of a SymbolBlock: nodes that stay float32
+    needs_shapes: Optional[bool] = None  # whether the graph holds constants of unknown shape
     ops: Dict[Any, Tuple[Any, List[Any]]] = field(default_factory=dict)
 
 
@@ -110,6 +111,7 @@ class ConvertedHybridBlock(ConvertedBlock):
 
     def _clear_cached_op(self) -> None:
         self._amp.ops.clear()
+        self._amp.needs_shapes = None
         super()._clear_cached_op()
 
     def _build_cache(self, *args: Any) -> None:
@@ -129,14 +131,19 @@ class ConvertedHybridBlock(ConvertedBlock):
         device = arrays[0].context.device_type
         added = tuple(p.name for is_data, p in self._cached_op_args
                       if not is_data and p.grad_req == "add")
-        key = (device, tuple(dtype_name(a.dtype) for a in arrays), mx.autograd.is_training(), added)
+        if self._amp.needs_shapes is None:
+            nodes = Graph.read(self._cached_graph[1]).nodes()
+            self._amp.needs_shapes = any(map(has_unknown_shape, nodes))
+        shapes = tuple(a.shape for a in arrays) if self._amp.needs_shapes else ()
+        key = (device, tuple(dtype_name(a.dtype) for a in arrays), shapes,
+               mx.autograd.is_training(), added)
         if key not in self._amp.ops:
             self._amp.ops[key] = self._make_op(*key)
         self._cached_op, self._cached_op_args = self._amp.ops[key]
         return super()._call_cached_op(*args)
 
-    def _make_op(self, device: str, dtypes: Tuple[str, ...], training: bool,
-                 added: Tuple[str, ...]) -> Tuple[Any, List[Any]]:
+    def _make_op(self, device: str, dtypes: Tuple[str, ...], shapes: Tuple[Tuple[int, ...], ...],
+                 training: bool, added: Tuple[str, ...]) -> Tuple[Any, List[Any]]:
         """The CachedOp for this case, and where its inputs come from."""
         data, clean = self._cached_graph
         graph, types = self.mixed_graph(dtypes)
@@ -146,6 +153,8 @@ class ConvertedHybridBlock(ConvertedBlock):
                 raise ValueError("policy mixed_bfloat16 runs on CPUs only; MXNet 1.9.1 has no "
                                  "bfloat16 on GPUs: use float16. Received: data on a GPU")
         else:
+            if shapes:
+                graph = graph.with_known_constants(dict(zip(names, shapes)))
             graph = lowering.lower(graph, types, training, {*names, *added},
                                    self._amp.policy.compute)
         symbol = graph.symbol()

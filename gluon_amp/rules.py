@@ -11,7 +11,7 @@ LOW = frozenset("""
     _contrib_interleaved_matmul_selfatt_qk _contrib_interleaved_matmul_selfatt_valatt
     _contrib_interleaved_matmul_encdec_qk _contrib_interleaved_matmul_encdec_valatt
     _linalg_gemm _linalg_gemm2 linalg_gemm linalg_gemm2
-    _npi_dot _npi_matmul _npi_tensordot _npi_tensordot_int_axes
+    _np_dot _npi_matmul _npi_tensordot _npi_tensordot_int_axes
 """.split())
 
 # Of these inputs of low operators, the type is their own (lengths of sequences).
@@ -26,7 +26,7 @@ NORM = frozenset("LayerNorm GroupNorm InstanceNorm L2Normalization LRN".split())
 
 # Sums of many terms, exponents and what divides by small numbers: float32.
 FLOAT32 = frozenset("""
-    softmax log_softmax softmin SoftmaxActivation masked_softmax masked_log_softmax
+    softmax log_softmax softmin SoftmaxActivation
     SoftmaxOutput LinearRegressionOutput LogisticRegressionOutput MAERegressionOutput SVMOutput
     softmax_cross_entropy smooth_l1 MakeLoss make_loss CTCLoss IdentityAttachKLSparseReg
     exp expm1 log log10 log2 log1p sinh cosh tan arcsin arccos arctanh erfinv gamma gammaln

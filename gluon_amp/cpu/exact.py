@@ -43,6 +43,8 @@ def is_exact(node: Node) -> bool:
 
 def on_grid(number: str, grid: str) -> str:
     """A number from a node's attributes, rounded to the grid."""
+    if grid == "float32":
+        return number
     with np.errstate(over="ignore"):
         if grid == "float16":
             return repr(float(np.float16(float(number))))

@@ -12,7 +12,8 @@
 //   _gluon_amp_batch_norm  act(round(norm(round(x)) [+ residual]))
 //   _gluon_amp_sgd         the optimizer's update of float16 weights with float32 masters
 //
-// The grid is float16's, or with grid="bfloat16" bfloat16's. act is "relu", "clip"
+// The grid is float16's; with grid="bfloat16" bfloat16's; with grid="float32" nothing is
+// rounded, and a graph must give MXNet's own float32 results, as tests check. act is "relu", "clip"
 // (between lo and hi), "gelu", or none. MXNet hands operators of a library the plain
 // layout and reorders oneDNN's blocked arrays on both sides, so what costs time and
 // memory is the number of passes, not the arithmetic in them: an activation is made
@@ -157,6 +158,7 @@ inline V bfloat_grid(V v) {
 
 struct HalfGrid { V operator()(V v) const { return half_grid(v); } };
 struct BfloatGrid { V operator()(V v) const { return bfloat_grid(v); } };
+struct NoGrid { V operator()(V v) const { return v; } };
 
 // ---- loops -----------------------------------------------------------------
 
@@ -247,8 +249,9 @@ template <typename G, typename F> void with_act(const Attrs& attrs, G grid, F f)
 // Calls f with the grid and the activation that the attributes name.
 template <typename F> MXReturnValue with(const Attrs& attrs, F f) {
   auto found = attrs.find("grid");
-  if (found != attrs.end() && found->second == "bfloat16") with_act(attrs, BfloatGrid(), f);
-  else with_act(attrs, HalfGrid(), f);
+  if (found == attrs.end()) with_act(attrs, HalfGrid(), f);
+  else if (found->second == "bfloat16") with_act(attrs, BfloatGrid(), f);
+  else with_act(attrs, NoGrid(), f);
   return MX_SUCCESS;
 }
 

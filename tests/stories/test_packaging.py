@@ -1,0 +1,197 @@
+"""From a checkout to a wheel to a network that trains in an environment with nothing else in it."""
+import functools
+import json
+import math
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SUPPORTED = range(8, 13)
+# Of a `make test` that runs this, and of the checkout.
+INHERITED = ("PYTHONPATH", "PYTHONHOME", "PYTHONWARNINGS", "VIRTUAL_ENV", "GLUON_AMP_ISA",
+             "MAKEFLAGS", "MFLAGS", "MAKELEVEL", "MAKEOVERRIDES", "PYTHON", "CXX")
+TRAIN = """
+import json
+import gluon_amp as amp
+from mxnet import autograd, gluon, nd
+from mxnet.gluon import nn
+
+net = nn.HybridSequential()
+net.add(nn.Conv2D(8, 3), nn.BatchNorm(), nn.Activation("relu"), nn.Dense(4))
+net.initialize()
+amp.convert(net)
+data, label = nd.random.uniform(shape=(8, 3, 8, 8)), nd.arange(8) % 4
+loss_fn = gluon.loss.SoftmaxCrossEntropyLoss()
+trainer = gluon.Trainer(net.collect_params(),
+                        amp.optimizer("sgd", learning_rate=0.1, momentum=0.9))
+losses = []
+for _ in range(3):
+    with autograd.record():
+        loss = loss_fn(net(data), label)
+    loss.backward()
+    trainer.step(8)
+    losses.append(float(loss.mean().asscalar()))
+print(json.dumps({"losses": losses, "file": amp.__file__, "version": amp.__version__,
+                  "weight": net[0].weight.data().dtype.__name__}))
+"""
+
+
+def run(*command, cwd=None, timeout=600):
+    env = {name: value for name, value in os.environ.items() if name not in INHERITED}
+    return subprocess.run([str(word) for word in command], cwd=cwd, env=env, timeout=timeout,
+                          capture_output=True, text=True)
+
+
+def output(*command, **kwargs):
+    done = run(*command, **kwargs)
+    assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    return done.stdout
+
+
+@functools.lru_cache(maxsize=None)
+def find_python(minor):
+    """A Python 3.minor that can make environments, from PATH or pyenv, or None."""
+    name = f"python3.{minor}"
+    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"), "versions")
+    for path in [shutil.which(name), *sorted(pyenv.glob(f"3.{minor}.*/bin/{name}"))]:
+        if path and run(path, "-c", "import ensurepip, venv").returncode == 0:
+            return path
+    return None
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    """What git would archive, with the changes that are not committed yet."""
+    if run("git", "rev-parse", "--git-dir", cwd=ROOT).returncode:
+        pytest.skip("this is no git checkout")
+    folder = tmp_path_factory.mktemp("source")
+    listed = output("git", "ls-files", "-z", "--cached", "--others", "--exclude-standard",
+                    cwd=ROOT)
+    for name in filter(None, listed.split("\0")):
+        if (ROOT / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, folder / name)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def built(source, tmp_path_factory):
+    """The sdist, and the wheel that is built from it."""
+    dist = tmp_path_factory.mktemp("dist")
+    output(sys.executable, "-m", "build", "--outdir", dist, source, cwd=dist)
+    (wheel,), (sdist,) = dist.glob("*.whl"), dist.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        packed = {name.partition("/")[2] for name in archive.getnames()}
+    with zipfile.ZipFile(wheel) as archive:
+        return SimpleNamespace(wheel=wheel, in_wheel=set(archive.namelist()), in_sdist=packed)
+
+
+def modules(source):
+    return {path.relative_to(source).as_posix() for path in source.glob("gluon_amp/**/*.py")}
+
+
+def train_in_new_environment(python, wheel, folder):
+    """Installs the wheel with MXNet, in a folder that is far from the checkout, and trains."""
+    output(python, "-m", "venv", folder / "env")
+    installed = folder / "env" / "bin" / "python"
+    output(installed, "-m", "pip", "install", "-q", f"{wheel}[cpu]", cwd=folder)
+    result = json.loads(output(installed, "-c", TRAIN, cwd=folder).splitlines()[-1])
+    assert Path(result["file"]).resolve().is_relative_to((folder / "env").resolve())
+    assert f"-{result['version']}-" in wheel.name
+    assert result["weight"] == "float16"
+    assert all(map(math.isfinite, result["losses"]))
+    assert result["losses"][-1] < result["losses"][0]
+
+
+# ---- the wheel and the sdist -----------------------------------------------
+
+
+def test_one_wheel_serves_every_python_3_of_a_platform(built):
+    assert re.fullmatch(r"gluon_amp-[^-]+-py3-none-linux_\w+\.whl", built.wheel.name)
+
+
+def test_the_wheel_holds_every_module_and_the_types(built, source):
+    assert modules(source)
+    assert modules(source) | {"gluon_amp/py.typed"} <= built.in_wheel
+
+
+def test_the_wheel_holds_the_kernels_for_every_instruction_set(built):
+    kernels = {name for name in built.in_wheel if name.endswith(".so")}
+    x86 = {"avx2", "avx512"} if "x86_64" in built.wheel.name else set()
+    assert kernels == {f"gluon_amp/cpu/_kernels_{name}.so" for name in {"portable", *x86}}
+
+
+def test_the_sdist_holds_all_that_a_build_needs(built, source):
+    assert modules(source) | {"gluon_amp/py.typed", "gluon_amp/cpu/kernels.cc", "setup.py",
+                              "pyproject.toml", "LICENSE", "README.md", "CHANGELOG.md"} \
+        <= built.in_sdist
+
+
+def test_nothing_that_was_compiled_here_is_in_the_sdist(built):
+    assert not [name for name in built.in_sdist if name.endswith((".so", ".o", ".pyc"))]
+
+
+def test_a_network_trains_from_the_wheel_alone(built, tmp_path):
+    train_in_new_environment(sys.executable, built.wheel, tmp_path)
+
+
+@pytest.mark.parametrize("which", ["oldest", "newest"])
+def test_the_same_wheel_trains_on_the_other_pythons(which, built, tmp_path):
+    others = [minor for minor in SUPPORTED if minor != sys.version_info[1]]
+    found = [minor for minor in others if find_python(minor)]
+    if len(found) < 1 + (which == "newest"):
+        missing = ", ".join(f"python3.{minor}" for minor in others if minor not in found)
+        pytest.skip(f"not on PATH nor in pyenv: {missing}")
+    minor = found[0] if which == "oldest" else found[-1]
+    train_in_new_environment(find_python(minor), built.wheel, tmp_path)
+
+
+# ---- make ------------------------------------------------------------------
+
+
+def make_check(**variables):
+    settings = {"PYTHON": sys.executable, **variables}
+    return run("make", "check", *(f"{name}={value}" for name, value in settings.items()),
+               cwd=ROOT, timeout=10)
+
+
+def complaint(**variables):
+    done = make_check(**variables)
+    assert done.returncode == 2, done.stdout + done.stderr
+    return done.stderr
+
+
+def test_make_is_content_with_this_machine():
+    done = make_check()
+    assert done.returncode == 0, done.stderr
+
+
+def test_make_without_python_says_which_to_install():
+    message = complaint(PYTHON="python3.99")
+    assert "python3.99 is not installed" in message
+    assert "Install Python 3.8 to 3.12: apt install python3 python3-venv" in message
+
+
+@pytest.mark.parametrize("minor", [7, 13])
+def test_make_with_a_python_that_mxnet_cannot_run_on_says_which_can(minor):
+    path = find_python(minor)
+    if path is None:
+        pytest.skip(f"not on PATH nor in pyenv: python3.{minor}")
+    message = complaint(PYTHON=path)
+    assert "MXNet 1.9.1 needs Python 3.8 to 3.12" in message
+    assert f"is 3.{minor}." in message
+    assert "PYTHON=python3.11 make" in message
+
+
+def test_make_without_a_compiler_says_what_to_install():
+    assert "no C++ compiler (no-such-compiler): apt install g++" in complaint(
+        CXX="no-such-compiler")

@@ -1,0 +1,239 @@
+"""What `import gluon_amp` says where it cannot work, and what it leaves alone where it does."""
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import gluon_amp
+from gluon_amp.cpu import library
+
+PACKAGE = Path(gluon_amp.__file__).parent
+OURS = ("MXNET_SAFE_ACCUMULATION", "GLUON_AMP_ISA", "PYTHONPATH", "PYTHONWARNINGS")
+NET = """
+import gluon_amp
+from mxnet import gluon, nd
+net = gluon.nn.Dense(2)
+net.initialize()
+gluon_amp.convert(net)
+net(nd.ones((1, 3))).wait_to_read()
+"""
+WITHOUT = """
+import sys
+class Absent:
+    def find_spec(self, name, *_):
+        if name.split(".")[0] == {0!r}:
+            raise ModuleNotFoundError("No module named " + repr(name), name=name)
+sys.modules.pop({0!r}, None)
+sys.meta_path.insert(0, Absent())
+"""
+
+
+def python(code, folder=PACKAGE.parent, *options, **variables):
+    env = {name: value for name, value in os.environ.items() if name not in OURS}
+    return subprocess.run([sys.executable, *options, "-c", code], cwd=folder, text=True,
+                          env={**env, "PYTHONPATH": str(folder), **variables},
+                          capture_output=True, timeout=120)
+
+
+def output(*args, **kwargs):
+    done = python(*args, **kwargs)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def error(name, *args, **kwargs):
+    done = python(*args, **kwargs)
+    assert done.returncode == 1, done.stdout + done.stderr
+    _, found, message = done.stderr.rpartition(f"{name}: ")
+    assert found, done.stderr
+    return message.strip()
+
+
+def import_error(code, folder=PACKAGE.parent, *options):
+    message = error("\nImportError", code, folder, *options)
+    assert "\n" not in message
+    return message
+
+
+@pytest.fixture
+def machine(tmp_path):
+    """A folder of packages with gluon_amp and numpy in it, and nothing else."""
+    installed = Path(np.__file__).parents[1]
+    for path in (PACKAGE, *installed.glob("numpy"), *installed.glob("numpy.libs")):
+        (tmp_path / path.name).symlink_to(path)
+    return tmp_path
+
+
+def install(folder, name, code=None):
+    info = folder / f"{name.replace('-', '_')}-1.9.1.dist-info"
+    info.mkdir()
+    info.joinpath("METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.9.1\n")
+    if code is not None:
+        folder.joinpath("mxnet").mkdir()
+        folder.joinpath("mxnet", "__init__.py").write_text(code)
+
+
+def on_machine(folder):
+    return import_error("import gluon_amp", folder, "-S")
+
+
+# ---- what is missing -------------------------------------------------------
+
+
+def test_without_mxnet_the_error_is_the_command_that_installs_it(machine):
+    message = on_machine(machine)
+    assert "gluon_amp needs MXNet 1.9.1" in message
+    assert "pip install 'gluon-amp[cpu]'" in message
+    assert "'gluon-amp[cu112]' for NVIDIA GPUs" in message
+
+
+def test_two_mxnet_builds_are_both_named_with_the_way_back_to_one(machine):
+    install(machine, "mxnet", code="")
+    install(machine, "mxnet-cu112")
+    message = on_machine(machine)
+    assert "two MXNet builds" in message
+    assert "mxnet, mxnet-cu112" in message
+    assert "pip uninstall -y mxnet mxnet-cu112" in message
+    assert "pip install 'gluon-amp[cpu]'" in message
+
+
+def test_packages_with_names_like_mxnet_are_no_second_build(machine):
+    install(machine, "mxnet-cu112", code="raise OSError('libcuda.so.1: cannot open')")
+    for name in ("mxnet-model-server", "gluoncv", "keras-mxnet"):
+        install(machine, name)
+    assert "two MXNet builds" not in on_machine(machine)
+
+
+def test_what_a_broken_install_left_behind_does_not_matter(machine):
+    machine.joinpath("~xnet-1.9.1.dist-info").mkdir()
+    message = import_error("import gluon_amp", machine, "-S", "-W", "error")
+    assert "gluon_amp needs MXNet 1.9.1" in message
+
+
+def test_numpy_2_is_named_with_the_command_that_replaces_it():
+    message = import_error("import numpy; numpy.__version__ = '2.0.1'; import gluon_amp")
+    assert "cannot run with numpy 2.0.1" in message
+    assert "pip install 'numpy<2'" in message
+
+
+def test_the_cuda_build_without_a_driver_says_driver_or_cpu_build(machine):
+    install(machine, "mxnet-cu112", code="raise OSError("
+            "'libcuda.so.1: cannot open shared object file: No such file or directory')")
+    message = on_machine(machine)
+    assert "the NVIDIA driver (libcuda.so.1) is not installed" in message
+    assert "install the driver" in message
+    assert "pip uninstall -y mxnet-cu112; pip install 'gluon-amp[cpu]'" in message
+
+
+def test_the_cuda_build_without_cuda_11_says_where_it_comes_from(machine):
+    install(machine, "mxnet-cu112", code="raise OSError("
+            "'libcudart.so.11.0: cannot open shared object file: No such file or directory')")
+    message = on_machine(machine)
+    assert "libcudart.so.11.0" in message
+    assert "pip install 'gluon-amp[cu112]'" in message
+
+
+@pytest.mark.parametrize(("module", "package"), [("requests", "requests"),
+                                                 ("distutils", "setuptools")])
+def test_a_package_that_mxnet_lacks_is_named(module, package):
+    message = import_error(WITHOUT.format(module) + "import gluon_amp")
+    assert message == f"MXNet needs the package {package}: pip install {package}"
+
+
+# ---- what is there ---------------------------------------------------------
+
+
+def test_mxnet_can_be_imported_after_gluon_amp():
+    assert output("import gluon_amp, mxnet as mx, numpy as np\n"
+                  "assert np.bool is bool\n"
+                  "print(mx.np.array([1, 2]).sum().item(), mx.nd.ones(3).sum().asscalar())") \
+        == "3.0 3.0"
+
+
+def test_the_import_itself_warns_of_nothing():
+    assert output("import warnings\n"
+                  "warnings.filterwarnings('ignore', module=r'(.*/)?mxnet\\b')\n"
+                  "import gluon_amp; print('quiet')", PACKAGE.parent, "-W", "error") == "quiet"
+
+
+@pytest.mark.parametrize(("users", "then"), [({}, "1"), ({"MXNET_SAFE_ACCUMULATION": "0"}, "0")])
+def test_float16_sums_are_made_in_float32_unless_the_user_says_no(users, then):
+    assert output("import gluon_amp, os; print(os.environ['MXNET_SAFE_ACCUMULATION'])",
+                  **users) == then
+
+
+def test_running_a_converted_net_rebinds_nothing_of_mxnet():
+    assert output("""
+import gluon_amp, mxnet as mx
+modules = [mx.nd, mx.nd.op, mx.nd._internal, mx.nd.contrib, mx.nd.linalg, mx.nd.image,
+           mx.sym, mx.sym.op, mx.sym._internal, mx.sym.contrib, mx.np, mx.npx]
+before = [dict(vars(module)) for module in modules]
+""" + NET + """
+from gluon_amp.cpu import library
+assert library.load.cache_info().currsize == 1  # the kernels are in MXNet now
+for module, old in zip(modules, before):
+    new = vars(module)
+    print(*(f"{module.__name__}.{name}" for name in {*old, *new}
+            if name not in old or new.get(name) is not old[name]), end="")
+""") == ""
+
+
+# ---- the kernels -----------------------------------------------------------
+
+
+@pytest.fixture
+def without_kernels(tmp_path):
+    shutil.copytree(PACKAGE, tmp_path / "gluon_amp",
+                    ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    return tmp_path
+
+
+def says_how_to_rebuild(message):
+    return "pip install --force-reinstall --no-deps gluon-amp" in message \
+        and "in a checkout: make" in message and "needs a C++ compiler" in message
+
+
+def test_an_unknown_instruction_set_gets_the_names_of_those_there_are():
+    message = error("KernelError", NET, GLUON_AMP_ISA="nonsense")
+    assert message.startswith("GLUON_AMP_ISA must be one of ")
+    assert "portable on this processor" in message
+    assert message.endswith("Received: 'nonsense'")
+
+
+def test_a_processor_without_avx_gets_the_portable_kernels_and_only_those(monkeypatch):
+    monkeypatch.delenv("GLUON_AMP_ISA", raising=False)
+    monkeypatch.setattr(library, "__cpu_features__", {})
+    assert library.choose() == "portable"
+    monkeypatch.setenv("GLUON_AMP_ISA", "avx2")
+    with pytest.raises(gluon_amp.KernelError, match=r"must be one of portable on .*'avx2'"):
+        library.choose()
+
+
+def test_the_best_instruction_set_is_taken_unless_the_user_picks_one(monkeypatch):
+    monkeypatch.delenv("GLUON_AMP_ISA", raising=False)
+    monkeypatch.setattr(library, "__cpu_features__", dict.fromkeys(
+        ["AVX512F", "AVX2", "F16C", "FMA3"], True))
+    assert library.choose() == "avx512"
+    monkeypatch.setenv("GLUON_AMP_ISA", "portable")
+    assert library.choose() == "portable"
+
+
+def test_kernels_that_are_not_there_are_named_with_the_way_to_build_them(without_kernels):
+    message = error("KernelError", NET, without_kernels)
+    assert "CPU kernels are missing" in message
+    assert f"{without_kernels}{os.sep}gluon_amp" in message
+    assert says_how_to_rebuild(message)
+
+
+def test_kernels_that_are_no_library_are_named_with_the_way_to_build_them(without_kernels):
+    for name in library.VARIANTS:
+        path = without_kernels / "gluon_amp" / "cpu" / f"_kernels_{name}.so"
+        path.write_text("a text, and no library\n" * 100)
+    message = error("KernelError", NET, without_kernels)
+    assert "CPU kernels do not load" in message
+    assert "invalid ELF header" in message
+    assert says_how_to_rebuild(message)

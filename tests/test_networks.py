@@ -1,0 +1,271 @@
+"""Networks of all kinds train in float16 as they do in float32."""
+import gluon_amp as amp
+import networks
+import numpy as np
+import pytest
+from gluon_amp._mxnet import mx
+from mxnet import autograd, gluon, nd
+
+ALL = {**networks.ZOO, **networks.OTHERS}
+
+
+def flatten(outputs):
+    if isinstance(outputs, nd.NDArray):
+        return [outputs]
+    return [array for part in outputs for array in flatten(part)]
+
+
+def train(net, inputs, steps=3, lr=1e-3):
+    """First outputs and gradients, the losses of some steps, and the last prediction."""
+    trainer = gluon.Trainer(net.collect_params(), amp.optimizer("sgd", learning_rate=lr,
+                                                                momentum=0.9))
+    losses, first, gradients = [], None, None
+    for _ in range(steps):
+        mx.random.seed(3)  # the same dropout in every step and type
+        with autograd.record():
+            outputs = flatten(net(*inputs))
+            loss = nd.add_n(*((o * o).mean().reshape(1) for o in outputs))
+        loss.backward()
+        if first is None:
+            first = [o.asnumpy() for o in outputs]
+            gradients = [p.grad().asnumpy().astype(np.float32)
+                         for p in net.collect_params().values() if p.grad_req != "null"]
+        trainer.step(1)
+        losses.append(loss.asscalar())
+    return first, gradients, losses, [o.asnumpy() for o in flatten(net(*inputs))]
+
+
+def both(make, inputs, policy="float16", **kwargs):
+    results = []
+    for name in ("float32", policy):
+        mx.random.seed(1)
+        np.random.seed(1)
+        net = make()
+        net.initialize(mx.init.Xavier(), force_reinit=False)
+        if name != "float32":
+            assert amp.convert(net, name) is net
+        else:
+            net.hybridize()
+        results.append(train(net, inputs, **kwargs))
+    return results
+
+
+def assert_alike(float32, float16, tolerance=0.02):
+    """Outputs, losses and gradients agree as far as float16 goes.
+
+    `tolerance` is that of the outputs. Deep convolutional networks with batch norms over
+    few numbers amplify any noise; that their graphs are right is tested without rounding.
+    """
+    for wide, half in zip(float32[0], float16[0]):
+        assert half.dtype == np.float32
+        np.testing.assert_allclose(half, wide, atol=tolerance * np.abs(wide).max(), rtol=tolerance)
+    np.testing.assert_allclose(float16[2][:1], float32[2][:1], rtol=2 * tolerance)
+    assert len(set(float16[2])) == len(float16[2])  # it moves
+    assert cosine(float32[1], float16[1]) > 1 - 5 * tolerance
+    assert all(np.isfinite(p).all() for p in float16[3])
+
+
+def cosine(some, others):
+    a, b = (np.concatenate([g.ravel() for g in part]).astype(np.float64) for part in (some, others))
+    return a @ b / (np.linalg.norm(a) * np.linalg.norm(b))
+
+
+NOISY = {"inceptionv3": 0.12, "resnet50_v1": 0.12, "resnet50_v2": 0.06, "mobilenet0.25": 0.06,
+         "mobilenetv2_0.25": 0.06, "mobilenetv3_small": 0.06, "resnet50_v1b": 0.12}
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_trains_as_in_float32(name, rng):
+    make, inputs = ALL[name]
+    assert_alike(*both(make, inputs(rng)), NOISY.get(name, 0.02))
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_without_rounding_the_graph_is_float32s(name, rng):
+    make, inputs = ALL[name]
+    inputs = inputs(rng)
+    net = make()
+    net.initialize(mx.init.Xavier())
+    amp.convert(net)
+    net(*inputs)
+    results = []
+    for grid in ("float32", None):
+        if grid:
+            without_rounding(net)
+        else:
+            amp.restore(net)
+            net.hybridize()
+        mx.random.seed(3)
+        with autograd.record():
+            outputs = flatten(net(*inputs))
+            loss = nd.add_n(*((o * o).mean().reshape(1) for o in outputs))
+        loss.backward()
+        results.append(([o.asnumpy() for o in outputs],
+                        [p.grad().asnumpy() for p in net.collect_params().values()
+                         if p.grad_req != "null"]))
+    (outputs, gradients), (wide_outputs, wide_gradients) = results
+    for ours, theirs in zip(outputs, wide_outputs):
+        # data enters as a true float16 array: that much is rounded
+        np.testing.assert_allclose(ours, theirs, atol=1e-4 * np.abs(theirs).max(), rtol=1e-4)
+    assert cosine(gradients, wide_gradients) > 1 - 1e-4
+
+
+def without_rounding(net):
+    """Makes a converted net run its lowered graphs on the float32 grid."""
+    import dataclasses
+    for block in [net, *net._children.values()]:
+        if hasattr(block, "_amp"):
+            block._amp.policy = dataclasses.replace(block._amp.policy, compute="float32grid")
+        for child in block._children.values():
+            without_rounding(child)
+
+
+def test_cond_runs_the_chosen_branch(rng):
+    x = networks.floats(3, 4)(rng)[0]
+    net = networks.Cond()
+    net.initialize()
+    net.hybridize()
+    wide = net(x).asnumpy()
+    np.testing.assert_allclose(amp.convert(net)(x).asnumpy(), wide, rtol=5e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", networks.GLUONCV)
+def test_gluoncv_trains_as_in_float32(name, rng):
+    gluoncv = pytest.importorskip("gluoncv", reason="gluoncv is not installed")
+    _, inputs = networks.GLUONCV[name]
+    assert_alike(*both(lambda: gluoncv.model_zoo.get_model(name, classes=10), inputs(rng)),
+                 NOISY.get(name, 0.02))
+
+
+@pytest.mark.parametrize("policy", ["mixed_float16", "pure_float16", "mixed_bfloat16"])
+@pytest.mark.parametrize("name", ["resnet18_v1", "lstm", "encoder", "arithmetic", "loop", "tied"])
+def test_other_policies_train_too(name, policy, rng):
+    make, inputs = ALL[name]
+    float32, low = both(make, inputs(rng), policy)
+    if policy == "pure_float16":
+        assert all(o.dtype == np.float16 for o in low[0])
+        low = ([o.astype(np.float32) for o in low[0]], *low[1:])
+    assert_alike(float32, low, 0.1 if policy == "mixed_bfloat16" else 0.03)
+
+
+def test_symbol_block_trains_as_in_float32(tmp_path, rng):
+    inputs = networks.images(8)(rng)
+    net = networks.exported(tmp_path)
+    twin = gluon.SymbolBlock.imports(str(tmp_path / "net-symbol.json"), ["data"],
+                                     str(tmp_path / "net-0000.params"))
+    assert_alike(train(net, inputs), train(amp.convert(twin), inputs))
+    types = {name: np.dtype(p.dtype) for name, p in twin.collect_params().items()}
+    assert {n for n, t in types.items() if t == "float32"} == {n for n in types if "batchnorm" in n}
+
+
+def test_two_devices_share_the_work(rng):
+    devices = [mx.cpu(0), mx.cpu(1)]
+    net = networks.zoo("resnet18_v1")()
+    net.initialize(mx.init.Xavier(), ctx=devices)
+    amp.convert(net)
+    trainer = gluon.Trainer(net.collect_params(), amp.optimizer("sgd", learning_rate=0.01))
+    data = gluon.utils.split_and_load(networks.images(32, 8)(rng)[0], devices)
+    for _ in range(2):
+        with autograd.record():
+            losses = [(net(x) ** 2).mean() for x in data]
+        autograd.backward(losses)
+        trainer.step(8)
+    for parameter in net.collect_params().values():
+        if parameter.grad_req != "null":
+            first, second = (d.asnumpy() for d in parameter.list_data())
+            assert np.array_equal(first, second)
+
+
+def test_an_input_may_change_its_shape_and_type(rng):
+    net = amp.convert(networks.zoo("resnet18_v1")())
+    net.initialize()
+    small, large = (nd.array(rng.standard_normal((2, 3, px, px))) for px in (32, 64))
+    for x in (small, large, small):
+        assert net(x).shape == (2, 10)
+    assert net(small.astype("float16")).dtype == np.float32
+    rounded = small.astype("float16").astype("float32")
+    assert np.array_equal(net(small.astype("float16")).asnumpy(), net(rounded).asnumpy())
+
+
+def test_training_and_prediction_differ_as_in_float32(rng):
+    x = networks.images(16, 8)(rng)[0]
+    net = amp.convert(networks.Plain())
+    net.initialize()
+    norm = net.body[1]
+    predicted = net(x).asnumpy()
+    assert not norm.running_mean.data().asnumpy().any()
+    with autograd.record():
+        trained = net(x).asnumpy()
+    assert norm.running_mean.data().asnumpy().any()
+    assert np.abs(predicted - trained).max() > 1e-3
+    with autograd.record(train_mode=False):
+        frozen = net(x)
+    frozen.backward()
+    assert net.out.weight.grad().asnumpy().any()
+
+
+def test_gradients_are_added_with_grad_req_add(rng):
+    x = networks.images(16, 8)(rng)[0]
+    net = amp.convert(networks.Plain())
+    net.initialize()
+
+    def backward():
+        with autograd.record():
+            loss = net(x).sum()
+        loss.backward()
+        return {n: p.grad().asnumpy().astype(np.float32) for n, p in net.collect_params().items()
+                if p.grad_req != "null"}
+
+    once = backward()
+    net.collect_params().setattr("grad_req", "add")
+    net.body[1].running_mean.grad_req = net.body[1].running_var.grad_req = "null"
+    net.collect_params().zero_grad()
+    backward()
+    twice = backward()
+    for name in once:
+        np.testing.assert_allclose(twice[name], 2 * once[name], rtol=2e-3, atol=1e-3)
+
+
+def test_an_inputs_gradient_is_added_too(rng):
+    net = amp.convert(networks.Plain())
+    net.initialize()
+    x = networks.images(16, 8)(rng)[0]
+    gradients = []
+    for request in ("write", "add"):
+        x.attach_grad(request)
+        for _ in range(2):
+            with autograd.record():
+                loss = net(x).sum()
+            loss.backward()
+        gradients.append(x.grad.asnumpy())
+    np.testing.assert_allclose(gradients[1], 2 * gradients[0], rtol=1e-5, atol=1e-6)
+
+
+def test_frozen_parameters_stay(rng):
+    net = amp.convert(networks.Plain())
+    net.initialize()
+    x = networks.images(16, 8)(rng)[0]
+    net(x)
+    net.body.collect_params().setattr("grad_req", "null")
+    before = net.body[0].weight.data().asnumpy()
+    train(net, [x])
+    assert np.array_equal(net.body[0].weight.data().asnumpy(), before)
+
+
+def test_parameters_start_from_the_values_of_float32(rng):
+    x = networks.images(32)(rng)[0]
+    values = []
+    for when in ("float32", "before", "after", "deferred"):
+        mx.random.seed(5)
+        np.random.seed(5)
+        net = networks.zoo("resnet18_v1", prefix="same_")()
+        if when in ("before", "deferred"):
+            amp.convert(net)
+        net.initialize(mx.init.Xavier())
+        net(x)
+        if when == "after":
+            amp.convert(net)
+        values.append({n: p.data().asnumpy().astype(np.float16)
+                       for n, p in net.collect_params().items()})
+    for other in values[1:]:
+        assert all(np.array_equal(values[0][n], other[n]) for n in values[0])
