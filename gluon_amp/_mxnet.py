@@ -8,6 +8,7 @@ has set it. Modules of this package take `mx` and `np` from here.
 import ctypes
 import os
 import re
+import sys
 from importlib import metadata
 from pathlib import Path
 from typing import List
@@ -60,6 +61,9 @@ def _import_mxnet():
     os.environ.setdefault("MXNET_SAFE_ACCUMULATION", "1")
     if any("cu" in build for build in builds):
         _load_cuda_wheels()
+    if "mxnet" not in sys.modules:  # an import that failed leaves halves of it behind
+        for name in [n for n in sys.modules if n.startswith("mxnet.")]:
+            del sys.modules[name]
     try:
         import mxnet
     except ImportError as error:

@@ -71,7 +71,7 @@ def restore(net: "Block") -> "Block":
             if isinstance(block, HybridBlock):
                 block._clear_cached_op()
                 block._active = state.active
-            block.__class__ = type(block).__mro__[2]
+            block.__class__ = type(block).__bases__[1]
             del block._amp
     _cast(types)
     return net

@@ -148,15 +148,16 @@ class ConvertedHybridBlock(ConvertedBlock):
         data, clean = self._cached_graph
         graph, types = self.mixed_graph(dtypes)
         names = [d.name for d in data]
+        bfloat = self._amp.policy.compute == "bfloat16"
         if device == "gpu":
-            if self._amp.policy.compute == "bfloat16":
+            if bfloat:
                 raise ValueError("policy mixed_bfloat16 runs on CPUs only; MXNet 1.9.1 has no "
                                  "bfloat16 on GPUs: use float16. Received: data on a GPU")
         else:
             if shapes:
                 graph = graph.with_known_constants(dict(zip(names, shapes)))
-            graph = lowering.lower(graph, types, training, {*names, *added},
-                                   self._amp.policy.compute)
+            graph = lowering.lower(graph, types, training, added={*names, *added},
+                                   **({"grid": "bfloat16"} if bfloat else {}))
         symbol = graph.symbol()
         if isinstance(clean, mx.sym.numpy._Symbol):
             symbol = symbol.as_np_ndarray()

@@ -39,7 +39,7 @@ class _WithMasters:
             super().update_multi_precision(index, weight, grad, state)
             return
         masters, inner = zip(*(s[::-1] if isinstance(self, _MASTER_LAST) else s for s in states))
-        if type(self).__mro__[2] is mx.optimizer.SGD:
+        if type(self).__bases__[1] is mx.optimizer.SGD:
             self._sgd(index if several else [index], weights, grads, masters, inner)
             return
         grads = [library.call("_gluon_amp_widen", [g]) for g in grads]
@@ -60,7 +60,7 @@ class _WithMasters:
                          momentum=self.momentum, rescale_grad=self.rescale_grad, clip=clip)
 
     def __reduce__(self) -> Any:  # the class is made at run time, so pickle finds it by its base
-        return _revive, (type(self).__mro__[2],), self.__getstate__()
+        return _revive, (type(self).__bases__[1],), self.__getstate__()
 
 
 def _slow(array: "mx.nd.NDArray") -> bool:

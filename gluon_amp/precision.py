@@ -38,10 +38,7 @@ def insert_casts(graph: Graph, types: Mapping[str, str], policy: Policy,
         keep: nodes that stay float32, by name, besides those that hold the attribute KEEP.
     """
     casting = _Casting(policy, types, set(parameters), keep)
-    new = casting.run(graph)
-    if policy.output == "float32":
-        new = [casting.cast(e, "float32") for e in new]
-    return Graph(new)
+    return Graph([casting.cast(e, policy.output) for e in casting.run(graph)])
 
 
 class _Casting:

@@ -42,14 +42,15 @@ def load() -> str:
     variant = choose()
     path = Path(__file__).with_name(f"_kernels_{variant}.so")
     rebuild = "Rebuild them with: pip install --force-reinstall --no-deps gluon-amp " \
-              "(in a checkout: make setup); that needs a C++ compiler."
+              "(in a checkout: make -B setup); that needs a C++ compiler."
     if not path.exists():
         raise KernelError(f"gluon_amp's CPU kernels are missing: {path}. {rebuild}")
     try:
         # Not mx.library.load: it rebinds the functions of mx.nd and mx.sym for everybody.
         mx.base.check_call(mx.base._LIB.MXLoadLib(c_char_p(str(path).encode()), c_uint(0)))
     except (mx.MXNetError, OSError) as error:
-        raise KernelError(f"gluon_amp's CPU kernels do not load: {path}: {error}. {rebuild}") \
+        reason = str(error).strip().splitlines()[-1]
+        raise KernelError(f"gluon_amp's CPU kernels do not load: {path}: {reason}. {rebuild}") \
             from error
     return variant
 
