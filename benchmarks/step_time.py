@@ -85,7 +85,7 @@ def stepper(make, shape, policy):
     if policy != "float32":
         amp.convert(net, policy)
     net.hybridize(static_alloc=True, static_shape=True)
-    optimizer = dict(learning_rate=0.01, momentum=0.9)
+    optimizer = {"learning_rate": 0.01, "momentum": 0.9}
     trainer = gluon.Trainer(net.collect_params(), amp.optimizer("sgd", **optimizer)
                             if policy != "float32" else mx.optimizer.SGD(**optimizer))
     data = nd.random.normal(shape=shape)
@@ -117,7 +117,8 @@ def ratio(first, second, pairs):
 
 def peak_bytes(name, policy):
     """Memory that a process needs to train, above what it needs to import MXNet."""
-    code = (f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import step_time as b;"
+    code = (f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r});"
+            "import step_time as b;"
             f"before = b.high_water(); step = b.stepper(*b.NETS[{name!r}], {policy!r});"
             "step(); step(); step(); print(b.high_water() - before)")
     return int(subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True,
@@ -165,11 +166,13 @@ def main():
             continue
         seconds, times = ratio(stepper(make, shape, "float32"),
                                stepper(make, shape, args.policy), args.pairs)
-        memory = "" if args.no_memory else "%.2f" % (
-            peak_bytes(name, args.policy) / peak_bytes(name, "float32"))
-        theirs = "" if torch_nets is None else "%.2f" % ratio(
-            *torch_nets.steppers(name, shape), max(2, args.pairs // 5))[1]
-        print(f"| {name} | {seconds * 1e3:.0f} | {times:.2f} | {memory} | {theirs} |", flush=True)
+        cells = [f"{seconds * 1e3:.0f}", f"{times:.2f}", "", ""]
+        if not args.no_memory:
+            cells[2] = f"{peak_bytes(name, args.policy) / peak_bytes(name, 'float32'):.2f}"
+        if torch_nets:
+            theirs = ratio(*torch_nets.steppers(name, shape), max(3, args.pairs // 5))
+            cells[3] = f"{theirs[1]:.1f}"
+        print(f"| {name} | {' | '.join(cells)} |", flush=True)
     if not args.only:
         print(f"\nconvert of ResNet-152 and its first forward: {convert_seconds():+.2f} s")
 

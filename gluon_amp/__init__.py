@@ -1,4 +1,5 @@
 """Mixed-precision training for Apache MXNet."""
+from . import _mxnet  # noqa: F401  (first: every other module may then import from mxnet)
 from .convert import convert, restore
 from .cpu.library import KernelError
 from .optimizer import optimizer

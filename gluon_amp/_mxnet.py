@@ -9,9 +9,10 @@ import ctypes
 import os
 import re
 import sys
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
-from typing import List
+from typing import TYPE_CHECKING, Any, List
 
 import numpy as np
 
@@ -41,19 +42,17 @@ def _check_environment(builds: List[str]) -> None:
 def _load_cuda_wheels() -> None:
     """Loads CUDA 11 from wheels, where they are, so that only the driver has to be installed."""
     try:
-        import nvidia  # type: ignore[import-not-found]  # a namespace that NVIDIA's wheels share
+        import nvidia  # a namespace that NVIDIA's wheels share
     except ImportError:
         return
     for folder in _CUDA_WHEELS:
         for root in nvidia.__path__:
             for library in sorted(Path(root, folder, "lib").glob("lib*.so*")):
-                try:
+                with suppress(OSError):  # of one that MXNet needs, its own import tells
                     ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
-                except OSError:  # one that MXNet does not need; MXNet's own import tells
-                    pass
 
 
-def _import_mxnet():
+def _import_mxnet() -> Any:
     builds = _installed_builds()
     _check_environment(builds)
     if "bool" not in vars(np):
@@ -84,4 +83,7 @@ def _import_mxnet():
     return mxnet
 
 
-mx = _import_mxnet()
+if TYPE_CHECKING:
+    import mxnet as mx
+else:
+    mx = _import_mxnet()

@@ -3,23 +3,20 @@ import difflib
 import re
 from typing import Any, Dict, Iterable, Iterator, List, Set, Tuple, Union
 
+from mxnet.gluon import Block, HybridBlock, Parameter, nn
+
 from . import rules
 from ._mxnet import mx
 from .converted import ConvertedBlock, State, converted_class, dtype_name, log
 from .graph import Graph
 from .policy import Policy, get_policy
 
-Block = mx.gluon.Block
-HybridBlock = mx.gluon.HybridBlock
-Parameter = mx.gluon.Parameter
-nn = mx.gluon.nn
-
 NORM_BLOCKS = (nn.basic_layers._BatchNorm, nn.LayerNorm, nn.GroupNorm, nn.InstanceNorm)
 _NORM_OPS = rules.NORM | rules.BATCH_NORM
 
 
-def convert(net: "Block", policy: Union[str, Policy] = "float16",
-            keep: Iterable[Any] = ()) -> "Block":
+def convert(net: Block, policy: Union[str, Policy] = "float16",
+            keep: Iterable[Any] = ()) -> Block:
     """Converts a network to mixed precision, in place, and returns it.
 
     Parameters get the policy's type; those of norms stay float32. From then on the
@@ -58,26 +55,25 @@ def convert(net: "Block", policy: Union[str, Policy] = "float16",
     return net
 
 
-def restore(net: "Block") -> "Block":
+def restore(net: Block) -> Block:
     """Makes a converted network float32 again, as it was before, and returns it."""
     if not isinstance(net, Block):
         raise TypeError(f"restore takes a gluon Block. Received: {type(net).__name__}")
-    types = {p: "float32" for b in _blocks(net) if isinstance(b, ConvertedBlock)
-             for p in b.params.values() if dtype_name(p.dtype) == "float16"}
+    converted: List[Any] = [b for b in _blocks(net) if isinstance(b, ConvertedBlock)]
+    types = {p: "float32" for block in converted for p in block.params.values()
+             if dtype_name(p.dtype) == "float16"}
     _check_trainers(types)
-    for block in _blocks(net):
-        if isinstance(block, ConvertedBlock):
-            state = block._amp
-            if isinstance(block, HybridBlock):
-                block._clear_cached_op()
-                block._active = state.active
-            block.__class__ = type(block).__bases__[1]
-            del block._amp
+    for block in converted:
+        if isinstance(block, HybridBlock):
+            block._clear_cached_op()
+            block._active = block._amp.active
+        block.__class__ = type(block).__bases__[1]
+        del block._amp
     _cast(types)
     return net
 
 
-def _blocks(net: "Block") -> Iterator["Block"]:
+def _blocks(net: Block) -> Iterator[Block]:
     """The net's blocks, each once, parents first."""
     seen: Set[int] = set()
     stack = [net]
@@ -89,7 +85,7 @@ def _blocks(net: "Block") -> Iterator["Block"]:
             stack.extend(reversed(list(block._children.values())))
 
 
-def _swap(block: "Block", policy: Policy, keep: bool, kept_nodes: Set[str]) -> None:
+def _swap(block: Any, policy: Policy, keep: bool, kept_nodes: Set[str]) -> None:
     hybrid = isinstance(block, HybridBlock)
     if isinstance(block, ConvertedBlock):
         state = State(policy, block._amp.active, keep, frozenset(kept_nodes))
@@ -104,7 +100,7 @@ def _swap(block: "Block", policy: Policy, keep: bool, kept_nodes: Set[str]) -> N
             block._flags = block._flags or []
 
 
-def _resolve_keep(net: "Block", keep: List[Any]) -> Tuple[Set["Block"], Set[str]]:
+def _resolve_keep(net: Block, keep: List[Any]) -> Tuple[Set[Block], Set[str]]:
     """The blocks that `keep` names, and the nodes of SymbolBlocks."""
     blocks = list(_blocks(net))
     nodes = {node.name for block in blocks if isinstance(block, mx.gluon.SymbolBlock)
@@ -134,20 +130,20 @@ def _resolve_keep(net: "Block", keep: List[Any]) -> Tuple[Set["Block"], Set[str]
     return kept_blocks, kept_nodes
 
 
-def _matches_nothing(entry: Any, blocks: List["Block"], nodes: Set[str]) -> str:
+def _matches_nothing(entry: Any, blocks: List[Block], nodes: Set[str]) -> str:
     if isinstance(entry, str):
-        what, near = repr(entry), [entry, sorted({b.name for b in blocks} | nodes)]
+        what, word, there = repr(entry), entry, {b.name for b in blocks} | nodes
     elif isinstance(entry, Block):
-        what, near = f"block {entry.name!r}", [entry.name, sorted({b.name for b in blocks})]
+        what, word, there = f"block {entry.name!r}", entry.name, {b.name for b in blocks}
     else:
-        what = f"class {entry.__name__}"
-        near = [entry.__name__, sorted({type(b).__name__ for b in blocks})]
-    close = difflib.get_close_matches(*near, n=5, cutoff=0.3) or near[1][:5]
+        what, word = f"class {entry.__name__}", entry.__name__
+        there = {type(b).__name__ for b in blocks}
+    close = difflib.get_close_matches(word, sorted(there), n=5, cutoff=0.3) or sorted(there)[:5]
     return f"keep: {what} matches nothing in this network. Near it: {', '.join(close)}"
 
 
-def _parameter_types(net: "Block", policy: Policy, kept_blocks: Set["Block"],
-                     kept_nodes: Set[str]) -> Dict["Parameter", str]:
+def _parameter_types(net: Block, policy: Policy, kept_blocks: Set[Block],
+                     kept_nodes: Set[str]) -> Dict[Parameter, str]:
     """The type of each floating parameter that hybrid blocks own.
 
     Float32 wins where a parameter is shared. Statistics (not differentiable) and sparse
@@ -181,7 +177,7 @@ def _float32_inputs(graph: Graph, policy: Policy, kept_nodes: Set[str]) -> Set[s
             for e in node.inputs if e.node.is_variable}
 
 
-def _check_parameters(types: Dict["Parameter", str]) -> None:
+def _check_parameters(types: Dict[Parameter, str]) -> None:
     double = [p.name for p in types if dtype_name(p.dtype) == "float64"]
     if double:
         raise ValueError("convert takes float32 and float16 parameters; cast these first, with "
@@ -189,7 +185,7 @@ def _check_parameters(types: Dict["Parameter", str]) -> None:
     _check_trainers(types)
 
 
-def _check_trainers(types: Dict["Parameter", str]) -> None:
+def _check_trainers(types: Dict[Parameter, str]) -> None:
     """A trainer that has stepped holds momenta and float32 masters that would no longer fit."""
     held = [p.name for p, dtype in types.items() if dtype_name(p.dtype) != dtype
             and p._trainer is not None and _has_stepped(p._trainer)]
@@ -200,13 +196,13 @@ def _check_trainers(types: Dict["Parameter", str]) -> None:
                          f"{' and more' * (len(held) > 5)}")
 
 
-def _has_stepped(trainer: "mx.gluon.Trainer") -> bool:
+def _has_stepped(trainer: mx.gluon.Trainer) -> bool:
     if trainer._update_on_kvstore:
         return trainer._kv_initialized
     return any(updater.states for updater in trainer._updaters)
 
 
-def _cast(types: Dict["Parameter", str]) -> None:
+def _cast(types: Dict[Parameter, str]) -> None:
     for parameter, dtype in types.items():
         if dtype_name(parameter.dtype) != dtype:
             parameter.cast(dtype)

@@ -11,7 +11,7 @@ import logging
 import os
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Dict, FrozenSet, Iterable, Iterator, List, Optional, Tuple, Type
+from typing import Any, Dict, FrozenSet, Iterable, Iterator, List, Optional, Tuple
 
 from ._mxnet import mx, np
 from .cpu import library, lowering
@@ -216,7 +216,7 @@ def _states(block: Any) -> Iterator[State]:
 
 
 @functools.lru_cache(maxsize=None)
-def converted_class(cls: Type["mx.gluon.Block"]) -> Type["mx.gluon.Block"]:
+def converted_class(cls: Any) -> Any:
     """The subclass that a block of this class gets; it goes by the same name."""
     front = ConvertedHybridBlock if issubclass(cls, mx.gluon.HybridBlock) else ConvertedBlock
     return type(cls.__name__, (front, cls),

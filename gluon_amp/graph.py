@@ -24,12 +24,12 @@ Types = Tuple[Optional[str], ...]
 class Entry(NamedTuple):
     """One output of a node."""
     node: "Node"
-    index: int = 0
+    output: int = 0
 
 
 class Node:
     """One operator or variable. Nodes are compared by identity."""
-    __slots__ = ("op", "name", "attrs", "inputs", "subgraphs")
+    __slots__ = ("attrs", "inputs", "name", "op", "subgraphs")
 
     def __init__(self, op: str, name: str, attrs: Optional[Mapping[str, str]] = None,
                  inputs: Iterable[Entry] = (), subgraphs: Iterable["Graph"] = ()):
@@ -80,14 +80,14 @@ class Graph:
         for node in nodes:
             item: Dict[str, Any] = {
                 "op": node.op, "name": node.name, "attrs": node.attrs,
-                "inputs": [[number[e.node], e.index, 0] for e in node.inputs]}
+                "inputs": [[number[e.node], e.output, 0] for e in node.inputs]}
             if node.subgraphs:
                 item["subgraphs"] = [sub._to_dict() for sub in node.subgraphs]
             items.append(item)
             rows.append(rows[-1] + 1)
         return {"nodes": items, "arg_nodes": [number[n] for n in nodes if n.is_variable],
                 "node_row_ptr": rows,
-                "heads": [[number[e.node], e.index, 0] for e in self.outputs]}
+                "heads": [[number[e.node], e.output, 0] for e in self.outputs]}
 
     def nodes(self) -> List[Node]:
         """All nodes, inputs first, in MXNet's own order (depth first)."""

@@ -5,7 +5,7 @@ MXNet computes with halves one by one there; these widen, update the masters in
 float32 and narrow with our kernels, SGD in one pass.
 """
 import functools
-from typing import Any, List, Type
+from typing import Any, List
 
 from ._mxnet import mx, np
 from .cpu import library
@@ -69,11 +69,11 @@ def _slow(array: "mx.nd.NDArray") -> bool:
 
 
 @functools.lru_cache(maxsize=None)
-def _with_masters(cls: Type["mx.optimizer.Optimizer"]) -> Type["mx.optimizer.Optimizer"]:
+def _with_masters(cls: Any) -> Any:
     return type(cls.__name__, (_WithMasters, cls),
                 {"__module__": cls.__module__, "__doc__": cls.__doc__})
 
 
-def _revive(cls: Type["mx.optimizer.Optimizer"]) -> "mx.optimizer.Optimizer":
+def _revive(cls: Any) -> Any:
     made = _with_masters(cls)
     return made.__new__(made)

@@ -55,7 +55,7 @@ class _Casting:
         back: Dict[Entry, Entry] = {}  # results of norms, cast back
 
         def now(entry: Entry) -> Entry:
-            moved = Entry(new[entry.node], entry.index)
+            moved = Entry(new[entry.node], entry.output)
             return back.get(moved, moved)
 
         for node in graph.nodes():
@@ -96,7 +96,7 @@ class _Casting:
             self.types[Entry(node)] = dtype
             self.weak.add(Entry(node))
         if (entry, dtype) not in self.casts:
-            index = f"_{entry.index}" if entry.index else ""
+            index = f"_{entry.output}" if entry.output else ""
             name = f"{entry.node.name}{index}_amp_cast_{dtype}"
             # amp_cast, which export leaves out by default; it does not know float64
             op = "Cast" if self.types[entry] == "float64" else "amp_cast"
@@ -143,8 +143,9 @@ class _Casting:
         bodies = []
         for body, numbers in zip(node.subgraphs, bindings(node)):
             inputs = dict(zip(body.variables(), (node.inputs[i] for i in numbers)))
-            inner = _Casting(self.policy, {n: self.types[e] or "float32" for n, e in inputs.items()},
-                             {n for n, e in inputs.items() if e in self.weak}, self.keep)
+            types = {name: self.types[e] or "float32" for name, e in inputs.items()}
+            weak = {name for name, e in inputs.items() if e in self.weak}
+            inner = _Casting(self.policy, types, weak, self.keep)
             bodies.append((inner, inner.run(body)))
         if node.op == "_cond":
             _, (then, yes), (otherwise, no) = bodies

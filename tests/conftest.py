@@ -5,10 +5,10 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "2")
 sys.path.insert(0, str(Path(__file__).parent))
 
-import gluon_amp  # noqa: E402,F401  (before mxnet: it makes numpy 1.24 and later fit)
-import numpy as np  # noqa: E402
-import pytest  # noqa: E402
-from gluon_amp._mxnet import mx  # noqa: E402
+import gluon_amp  # noqa: F401  (before mxnet: it makes numpy 1.24 and later fit)
+import numpy as np
+import pytest
+from gluon_amp._mxnet import mx
 
 
 @pytest.fixture(autouse=True)

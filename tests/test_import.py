@@ -5,10 +5,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import gluon_amp
 import numpy as np
 import pytest
-
-import gluon_amp
 from gluon_amp.cpu import library
 
 PACKAGE = Path(gluon_amp.__file__).parent

@@ -218,8 +218,8 @@ def test_prediction_uses_the_moving_statistics(rng):
 @pytest.mark.parametrize("clip", [None, 0.5])
 def test_sgd_equals_mxnets_bit_by_bit(momentum, clip, rng):
     import gluon_amp as amp
-    settings_ = dict(learning_rate=0.1, momentum=momentum, wd=1e-2, rescale_grad=1 / 128,
-                     clip_gradient=clip, multi_precision=True)
+    settings_ = {"learning_rate": 0.1, "momentum": momentum, "wd": 1e-2,
+                 "rescale_grad": 1 / 128, "clip_gradient": clip, "multi_precision": True}
     results = []
     for optimizer in (amp.optimizer("sgd", **settings_), mx.optimizer.SGD(**settings_)):
         generator = np.random.default_rng(1)

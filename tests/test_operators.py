@@ -179,7 +179,7 @@ def test_gradients_of_many_consumers_add_up(rng):
 
 def test_every_operator_listed_as_exact_exists():
     from gluon_amp.cpu import exact
-    known = {name for name in _all_operators()}
+    known = set(_all_operators())
     missing = {op for op in exact._ALWAYS | exact._WITH_CONSTANTS | set(exact._WHEN)
                if op not in known and not op.startswith("_gluon_amp")}
     assert not missing

@@ -9,10 +9,10 @@ from ctypes import byref, c_char_p, c_uint, c_void_p
 from pathlib import Path
 from typing import Any, Sequence
 
+from mxnet._ctypes.ndarray import _imperative_invoke
 from numpy.core._multiarray_umath import __cpu_features__  # what the processor and kernel allow
 
-from .._mxnet import mx  # isort: skip  (before anything of mxnet)
-from mxnet._ctypes.ndarray import _imperative_invoke
+from .._mxnet import mx
 
 VARIANTS = {  # best first: name -> the processor features that it was compiled for
     "avx512": ("AVX512F", "AVX2", "F16C", "FMA3"),

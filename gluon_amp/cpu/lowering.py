@@ -118,11 +118,12 @@ class _Lowering:
         elif core in self.norm:
             self._norm(self.norm[core], core, act, Entry(node))
         elif self._is_add(core):
-            self.done[Entry(node)] = self._make("_gluon_amp_add", core, map(self._raw, core.inputs),
-                                                act or {})
-        elif self._activation(node) and node.inputs[0] in self.pending and self._alone(node.inputs[0]):
+            self.done[Entry(node)] = self._make("_gluon_amp_add", core,
+                                                map(self._raw, core.inputs), act)
+        elif self._activation(node) and self._is_raw(node.inputs[0]):
             self.done[Entry(node)] = self._make("_gluon_amp_round", node,
-                                                [self._raw(node.inputs[0])], self._activation(node))
+                                                [self._raw(node.inputs[0])],
+                                                self._activation(node))
         else:
             self._other(node)
 
@@ -175,7 +176,7 @@ class _Lowering:
             new.subgraphs = [self._body(node, i) for i in range(len(node.subgraphs))]
         rounded = node.subgraphs or is_exact(node)
         for entry in outputs:
-            now = Entry(new, entry.index)
+            now = Entry(new, entry.output)
             if self.half(entry) and not rounded:
                 self.pending[entry] = now
             else:
@@ -196,8 +197,10 @@ class _Lowering:
 
     # ---- what a node reads -------------------------------------------------
 
-    def _alone(self, entry: Entry) -> bool:
-        return len(self.users[entry]) == 1
+    def _is_raw(self, entry: Entry) -> bool:
+        """Whether an operator of ours may read the entry before it is rounded."""
+        return (entry in self.pending and entry not in self.done
+                and len(self.users[entry]) == 1)
 
     def _value(self, entry: Entry, ours: bool = False) -> Entry:
         """The new entry, rounded. `ours`: one of our operators will read it."""
@@ -210,7 +213,7 @@ class _Lowering:
 
     def _raw(self, entry: Entry) -> Entry:
         """The new entry for an operator of ours that rounds what it reads."""
-        if entry in self.pending and entry not in self.done and self._alone(entry):
+        if self._is_raw(entry):
             return self._apart(entry.node, self._plain(entry, self.pending[entry]))
         return self._value(entry, ours=True)
 

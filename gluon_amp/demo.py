@@ -1,0 +1,101 @@
+"""`gluon-amp demo`: float32 and float16 side by side, on scikit-learn's digits.
+
+Both networks start from the same numbers and see the same batches. Their steps
+alternate, so that a busy machine slows both.
+"""
+import time
+from statistics import median
+from typing import Any, List, Tuple
+
+from tqdm import tqdm
+
+from ._mxnet import mx, np
+from .convert import convert
+from .optimizer import optimizer
+
+TYPES = ("float32", "float16")
+
+
+def digits() -> Tuple[Any, Any, Any, Any]:
+    """1,797 scanned digits of 8x8 pixels: training images and labels, test images and labels."""
+    try:
+        from sklearn.datasets import load_digits
+        from sklearn.model_selection import train_test_split
+    except ImportError:
+        raise SystemExit("the demo's images come with scikit-learn: pip install "
+                         "'gluon-amp[demo]'") from None
+    images, labels = load_digits(return_X_y=True)
+    images = (images / 8 - 1).reshape(-1, 1, 8, 8).astype("float32")
+    train, test, train_labels, test_labels = train_test_split(
+        images, labels.astype("float32"), test_size=0.25, random_state=0, stratify=labels)
+    return train, train_labels, test, test_labels
+
+
+def network() -> Any:
+    nn = mx.gluon.nn
+    net = nn.HybridSequential()
+    for channels, stride in ((32, 1), (64, 2), (128, 2)):
+        net.add(nn.Conv2D(channels, 3, stride, 1, use_bias=False), nn.BatchNorm(),
+                nn.Activation("relu"),
+                nn.Conv2D(channels, 3, 1, 1, use_bias=False), nn.BatchNorm(),
+                nn.Activation("relu"))
+    net.add(nn.GlobalAvgPool2D(), nn.Dense(10))
+    return net
+
+
+class _Run:
+    """One of the two: its network, its trainer, and the seconds of its steps."""
+
+    def __init__(self, dtype: str, seed: int):
+        mx.random.seed(seed)
+        np.random.seed(seed)
+        self.net = network()
+        self.net.initialize(mx.init.Xavier())
+        if dtype == "float16":
+            convert(self.net)
+        self.net.hybridize(static_alloc=True, static_shape=True)
+        self.trainer = mx.gluon.Trainer(
+            self.net.collect_params(), optimizer("sgd", learning_rate=0.1, momentum=0.9, wd=1e-4))
+        self.loss = mx.gluon.loss.SoftmaxCrossEntropyLoss()
+        self.seconds: List[float] = []
+
+    def step(self, images: Any, labels: Any) -> None:
+        start = time.perf_counter()
+        with mx.autograd.record():
+            loss = self.loss(self.net(images), labels)
+        loss.backward()
+        self.trainer.step(len(labels))
+        mx.nd.waitall()
+        self.seconds.append(time.perf_counter() - start)
+
+    def accuracy(self, images: Any, labels: Any) -> float:
+        predicted = self.net(mx.nd.array(images)).argmax(axis=1).asnumpy()
+        return float((predicted == labels).mean())
+
+    def bytes(self) -> int:
+        return sum(p.data().size * np.dtype(p.dtype).itemsize
+                   for p in self.net.collect_params().values())
+
+
+def demo(epochs: int = 8, batch: int = 64, seed: int = 1) -> None:
+    """Trains both and prints the table."""
+    images, labels, test_images, test_labels = digits()
+    runs = {dtype: _Run(dtype, seed) for dtype in TYPES}
+    steps = len(labels) // batch
+    order = np.random.RandomState(seed)
+    with tqdm(total=epochs * steps, unit="step") as bar:
+        for epoch in range(epochs):
+            bar.set_description(f"epoch {epoch + 1}/{epochs}")
+            for part in np.split(order.permutation(len(labels))[:steps * batch], steps):
+                data, target = mx.nd.array(images[part]), mx.nd.array(labels[part])
+                for run in runs.values():
+                    run.step(data, target)
+                bar.update()
+    warm = steps // 2  # the first steps compile
+    pairs = list(zip(*(run.seconds[warm:] for run in runs.values())))
+    print(f"{'dtype':8} {'test accuracy':>14} {'ms per step':>12} {'ratio':>6} "
+          f"{'parameter bytes':>16}")
+    for i, (dtype, run) in enumerate(runs.items()):
+        ratio = median(pair[i] / pair[0] for pair in pairs)
+        print(f"{dtype:8} {run.accuracy(test_images, test_labels):14.2%} "
+              f"{1e3 * median(pair[i] for pair in pairs):12.1f} {ratio:6.2f} {run.bytes():16,}")
