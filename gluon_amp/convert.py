@@ -91,7 +91,8 @@ def _swap(block: Any, policy: Policy, keep: bool, kept_nodes: Set[str]) -> None:
         state = State(policy, block._amp.active, keep, frozenset(kept_nodes))
     else:
         state = State(policy, hybrid and block._active, keep, frozenset(kept_nodes))
-        block.__class__ = converted_class(type(block))
+        cls: Any = type(block)
+        block.__class__ = converted_class(cls)
     block._amp = state
     if hybrid:
         block._clear_cached_op()
