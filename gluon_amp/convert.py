@@ -36,7 +36,7 @@ def convert(net: Block, policy: Union[str, Policy] = "float16",
     if not isinstance(net, Block):
         hint = " Use gluon_amp.convert_symbol for symbols." * isinstance(net, mx.sym.Symbol)
         raise TypeError(f"convert takes a gluon Block.{hint} Received: {type(net).__name__}")
-    if isinstance(keep, (str, Block, type)):
+    if isinstance(keep, (str, Block, type)) or not isinstance(keep, Iterable):
         keep = [keep]
     kept_blocks, kept_nodes = _resolve_keep(net, list(keep))
     types = _parameter_types(net, policy, kept_blocks, kept_nodes)
@@ -149,15 +149,17 @@ def _parameter_types(net: Block, policy: Policy, kept_blocks: Set[Block],
 
     Float32 wins where a parameter is shared. Statistics (not differentiable) and sparse
     parameters stay float32 under every policy: MXNet computes with them in nothing else.
+    So do constants: they may be ids, or beyond float16's range.
     """
     float32: Set[Parameter] = set()
     for block in kept_blocks:
         float32.update(block.collect_params().values())
     owned: Dict[Parameter, None] = {}
     for block in _blocks(net):
-        if not isinstance(block, HybridBlock):
-            continue  # a plain Block computes with its own parameters in float32
         parameters = list(block.params.values())
+        if not isinstance(block, HybridBlock):
+            float32.update(parameters)  # a plain Block computes with its own in float32
+            continue
         owned.update(dict.fromkeys(parameters))
         if isinstance(block, NORM_BLOCKS) and policy.norm == "float32" \
                 or isinstance(block, nn.basic_layers._BatchNorm):
@@ -166,6 +168,7 @@ def _parameter_types(net: Block, policy: Policy, kept_blocks: Set[Block],
             names = _float32_inputs(Graph.read(block._cached_graph[1]), policy, kept_nodes)
             float32.update(p for p in parameters if p.name in names)
         float32.update(p for p in parameters if not p._differentiable
+                       or isinstance(p, mx.gluon.Constant)
                        or "default" not in (p._stype, p._grad_stype)
                        or p._stype != p._grad_stype)
     return {p: "float32" if p in float32 else policy.parameter for p in owned

@@ -15,7 +15,7 @@ from typing import Any, Dict, FrozenSet, Iterable, Iterator, List, Optional, Tup
 
 from ._mxnet import mx, np
 from .cpu import library, lowering
-from .graph import Graph, has_unknown_shape
+from .graph import Graph, Node, has_unknown_shape
 from .policy import Policy
 from .precision import KEEP, insert_casts
 
@@ -45,9 +45,12 @@ def to_float32(array: "mx.nd.NDArray") -> "mx.nd.NDArray":
 
 
 @contextmanager
-def initialized_in_float32(parameters: Iterable["mx.gluon.Parameter"]) -> Iterator[None]:
-    """Parameters that are initialized meanwhile draw the values that float32 would."""
-    half = [p for p in parameters if p._data is None and dtype_name(p.dtype) == "float16"]
+def initialized_in_float32(parameters: Iterable["mx.gluon.Parameter"],
+                           again: bool = False) -> Iterator[None]:
+    """Parameters that are initialized meanwhile draw the values that float32 would.
+    `again`: those that have values already, too."""
+    half = [p for p in parameters
+            if dtype_name(p.dtype) == "float16" and (again or p._data is None)]
     for parameter in half:
         parameter.cast("float32")
     try:
@@ -73,9 +76,10 @@ class ConvertedBlock:
 
     _amp: State
 
-    def initialize(self, *args: Any, **kwargs: Any) -> None:
-        with initialized_in_float32(self.collect_params().values()):
-            super().initialize(*args, **kwargs)
+    def initialize(self, init: Any = None, ctx: Any = None, verbose: bool = False,
+                   force_reinit: bool = False) -> None:
+        with initialized_in_float32(self.collect_params().values(), again=force_reinit):
+            super().initialize(init or mx.init.Uniform(), ctx, verbose, force_reinit)
 
     def save_parameters(self, filename: str, deduplicate: bool = False) -> None:
         """Saves float32, which a float32 network loads too."""
@@ -191,7 +195,7 @@ class ConvertedHybridBlock(ConvertedBlock):
         graph = Graph.read(clean)
         if not remove_amp_cast:
             graph, _ = self.mixed_graph(["float32"] * len(data))
-        for node in graph.nodes():
+        for node in _nodes_within(graph):
             node.attrs.pop(KEEP, None)
             if node.is_variable and remove_amp_cast:
                 node.attrs.pop("__dtype__", None)
@@ -206,6 +210,14 @@ class ConvertedHybridBlock(ConvertedBlock):
         replace_file(f"{path}-{epoch:04d}.params", lambda p: mx.nd.save(p, arrays))
         replace_file(f"{path}-symbol.json",
                      lambda p: symbol.save(p, remove_amp_cast=remove_amp_cast))
+
+
+def _nodes_within(graph: Graph) -> Iterator[Node]:
+    """The graph's nodes and those in the bodies of its loops."""
+    for node in graph.nodes():
+        yield node
+        for body in node.subgraphs:
+            yield from _nodes_within(body)
 
 
 def _states(block: Any) -> Iterator[State]:

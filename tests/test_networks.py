@@ -246,13 +246,19 @@ def test_frozen_parameters_stay(rng):
 def test_parameters_start_from_the_values_of_float32(rng):
     x = networks.images(32)(rng)[0]
     values = []
-    for when in ("float32", "before", "after", "deferred"):
+    for when in ("float32", "before", "after", "again"):
         mx.random.seed(5)
         np.random.seed(5)
         net = networks.zoo("resnet18_v1", prefix="same_")()
-        if when in ("before", "deferred"):
+        if when == "before":
             amp.convert(net)
-        net.initialize(mx.init.Xavier())
+        if when == "again":
+            net.initialize()
+            net(x)
+            amp.convert(net)
+            mx.random.seed(5)
+            np.random.seed(5)
+        net.initialize(mx.init.Xavier(), force_reinit=when == "again")
         net(x)
         if when == "after":
             amp.convert(net)

@@ -11,6 +11,7 @@
 //   _gluon_amp_add         act(round(round(a) + round(b)))
 //   _gluon_amp_batch_norm  act(round(norm(round(x)) [+ residual]))
 //   _gluon_amp_sgd         the optimizer's update of float16 weights with float32 masters
+//   _gluon_amp_all_finite  1 if no array, float16 or float32, holds infinities or NaN, else 0
 //
 // The grid is float16's; with grid="bfloat16" bfloat16's; with grid="float32" nothing is
 // rounded, and a graph must give MXNet's own float32 results, as tests check. act is "relu", "clip"
@@ -47,6 +48,7 @@ using mxnet::ext::MX_SUCCESS;
 using Attrs = std::unordered_map<std::string, std::string>;
 using Tensors = std::vector<MXTensor>;
 using Half = uint16_t;
+using Shapes = std::vector<std::vector<unsigned int>>;
 
 namespace {
 
@@ -503,6 +505,47 @@ MXReturnValue sgd_mutates(const Attrs& attrs, std::vector<int>* indices) {
   return MX_SUCCESS;
 }
 
+// ---- are all finite? -------------------------------------------------------
+
+template <typename T> bool finite(const T* p, int64_t n, T exponent) {
+  int64_t bad = 0;  // an exponent of ones: infinity or NaN
+#pragma omp parallel for schedule(static) reduction(+ : bad) if (n >= kWorthThreads)
+  for (int64_t i = 0; i < n; ++i) bad += (p[i] & exponent) == exponent;
+  return bad == 0;
+}
+
+MXReturnValue all_finite(const Attrs&, Tensors* in, Tensors* out, const OpResource&) {
+  bool every = true;
+  for (auto& tensor : *in)
+    every = every && (tensor.dtype == kFloat16
+        ? finite<uint16_t>(tensor.data<uint16_t>(), tensor.size(), 0x7c00u)
+        : finite<uint32_t>(tensor.data<uint32_t>(), tensor.size(), 0x7f800000u));
+  floats(out, 0)[0] = every;
+  return MX_SUCCESS;
+}
+
+MXReturnValue finite_arity(const Attrs& attrs, int* num_in, int* num_out) {
+  *num_in = number(attrs, "num_arrays", 1);
+  *num_out = 1;
+  return MX_SUCCESS;
+}
+
+MXReturnValue finite_types(const Attrs&, std::vector<int>* in, std::vector<int>* out) {
+  for (int type : *in) {
+    if (type != kFloat16 && type != kFloat32) {
+      MX_ERROR_MSG << "all_finite takes float16 and float32 arrays";
+      return MX_FAIL;
+    }
+  }
+  (*out)[0] = kFloat32;
+  return MX_SUCCESS;
+}
+
+MXReturnValue finite_shape(const Attrs&, Shapes*, Shapes* out) {
+  (*out)[0] = {1};
+  return MX_SUCCESS;
+}
+
 // ---- registration ----------------------------------------------------------
 
 // Types: all inputs float32 but where the operator is a cast.
@@ -519,8 +562,6 @@ MXReturnValue one_out(const Attrs&, int* num_in, int* num_out) {
   *num_out = 1;
   return MX_SUCCESS;
 }
-
-using Shapes = std::vector<std::vector<unsigned int>>;
 
 MXReturnValue same_shape(const Attrs&, Shapes* in, Shapes* out) {
   for (auto& shape : *in) {
@@ -585,6 +626,10 @@ REGISTER_OP(_gluon_amp_sgd)
 .setForward(sgd, "cpu")
 .setParseAttrs(sgd_arity).setInferType(sgd_types).setInferShape(same_shape)
 .setMutateInputs(sgd_mutates);
+
+REGISTER_OP(_gluon_amp_all_finite)
+.setForward(all_finite, "cpu")
+.setParseAttrs(finite_arity).setInferType(finite_types).setInferShape(finite_shape);
 
 MXReturnValue initialize(int version) {
   if (version >= 10900 && version < 20000) return MX_SUCCESS;

@@ -1,0 +1,44 @@
+import numpy as np
+import pytest
+from gluon_amp._mxnet import mx
+from gluon_amp.finite import all_finite
+
+SIZES = [1, 17, 40001]
+
+
+def array(values, dtype, device=None):
+    return mx.nd.array(values, dtype=dtype, ctx=device or mx.cpu())
+
+
+def test_every_finite_half_is_finite_and_no_other_is():
+    halves = np.arange(65536, dtype=np.uint16).view(np.float16)
+    assert all_finite([array(halves[np.isfinite(halves)], "float16")])
+    for bad in halves[~np.isfinite(halves)]:
+        assert not all_finite([array([1, bad], "float16")])
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
+def test_one_bad_number_anywhere_is_found(size, dtype, bad, rng):
+    for place in {0, size // 2, size - 1}:
+        values = rng.standard_normal(size)
+        assert all_finite([array(values, dtype)])
+        values[place] = bad
+        assert not all_finite([array(np.ones(3), "float32"), array(values, dtype)])
+
+
+def test_types_and_devices_mix():
+    arrays = [array([1], "float16"), array([1e38], "float32"), array([1], "float32", mx.cpu(1)),
+              array([65504], "float16", mx.cpu(1))]
+    assert all_finite(arrays)
+    assert not all_finite([*arrays, array([np.inf], "float16", mx.cpu(1))])
+
+
+def test_nothing_is_finite():
+    assert all_finite([])
+
+
+def test_other_types_are_an_error():
+    with pytest.raises(mx.MXNetError, match="float16 and float32"):
+        all_finite([array([1], "float64")])
