@@ -11,6 +11,7 @@ MXNet has such a pass of its own (MXReducePrecisionSymbol). This one also knows
 parameters that are float16 already, goes into the bodies of loops, gives norms'
 results their type back, and leaves no amp_multicast where types are known.
 """
+from contextlib import suppress
 from typing import Collection, Dict, Iterable, List, Mapping, Optional, Set, Tuple
 
 from . import rules
@@ -129,13 +130,13 @@ class _Casting:
         floats = {self.types[e] for e in inputs} & set(_WIDTH)
         if len(floats) < 2 or node.subgraphs:
             return inputs
-        try:
-            infer(node, tuple(self.types[e] for e in inputs))
-            return inputs
-        except mx.MXNetError:
-            strong = {self.types[e] for e in inputs if e not in self.weak} & set(_WIDTH)
-            widest = max(strong or floats, key=lambda t: _WIDTH[t or "float16"])
-            return [self.cast(e, widest or "float32") for e in inputs]
+        with suppress(mx.MXNetError):
+            # None: some operators do not refuse the mixture, but do not know its type either
+            if None not in infer(node, tuple(self.types[e] for e in inputs)):
+                return inputs
+        strong = {self.types[e] for e in inputs if e not in self.weak} & set(_WIDTH)
+        widest = max(strong or floats, key=lambda t: _WIDTH[t or "float16"])
+        return [self.cast(e, widest or "float32") for e in inputs]
 
     def _bodies(self, node: Node) -> List[Graph]:
         """The graphs of a control-flow node. A loop's states keep their types, and the
@@ -147,6 +148,9 @@ class _Casting:
             weak = {name for name, e in inputs.items() if e in self.weak}
             inner = _Casting(self.policy, types, weak, self.keep)
             bodies.append((inner, inner.run(body)))
+        if node.op in ("_cond", "_while_loop"):  # the condition, which MXNet wants in float32
+            condition, outputs = bodies[0]
+            outputs[:] = [condition.cast(e, "float32") for e in outputs]
         if node.op == "_cond":
             _, (then, yes), (otherwise, no) = bodies
             for i, (a, b) in enumerate(zip(yes, no)):

@@ -670,15 +670,16 @@ def test_an_export_runs_where_gluon_amp_is_not(policy, tmp_path, x):
     np.testing.assert_allclose(np.load(str(tmp_path / "out.npy")), out, rtol=0.02, atol=0.01)
 
 
-def test_an_export_of_a_loop_with_a_kept_block_bears_no_trace_of_it(tmp_path, rng):
+@pytest.mark.parametrize("kept", [True, False])
+def test_an_export_of_a_loop_bears_no_trace_of_gluon_amp(kept, tmp_path, rng):
     net = make(networks.Loop)
-    amp.convert(net, keep=net.cell)
+    amp.convert(net, keep=[net.cell] * kept)
     net(*networks.OTHERS["loop"][1](rng))
     for remove in (False, True):
         net.export(str(tmp_path / "net"), remove_amp_cast=remove)
         text = (tmp_path / "net-symbol.json").read_text()
         assert "gluon_amp" not in text
-        assert ("amp_cast" in text) is not remove
+        assert ("amp_cast" in text) is not (remove or kept)
     inputs = networks.OTHERS["loop"][1](rng)
     wide = gluon.SymbolBlock.imports(str(tmp_path / "net-symbol.json"), ["data0", "data1"],
                                      str(tmp_path / "net-0000.params"))

@@ -178,6 +178,23 @@ def test_batch_norm_with_addition_and_activation(shape, residual, act, rng):
     np.testing.assert_allclose(gradients["x"].astype(np.float64), dx, rtol=2e-3, atol=2e-3)
 
 
+def test_batch_norm_with_relu_keeps_its_relu_before_what_follows(rng):
+    sym = mx.sym
+    names = ("x", "gamma", "beta", "mean", "var")
+    out = sym.contrib.BatchNormWithReLU(*(sym.var(n) for n in names), fix_gamma=False, eps=1e-3)
+    arrays = {"x": halves(rng, 4, 3, 5, 5), "gamma": np.ones(3, np.float32),
+              "beta": np.zeros(3, np.float32), "mean": np.zeros(3, np.float32),
+              "var": np.ones(3, np.float32), "r": halves(rng, 4, 3, 5, 5)}
+    expected = batch_norm(arrays["x"], arrays["gamma"], arrays["beta"], 1e-3, act=True)
+    residual = arrays.pop("r")
+    (y,), _ = run(out, dict(arrays))
+    assert_half(y, expected, 1)
+    (y,), _ = run(out + sym.var("r"), {**arrays, "r": residual})
+    np.testing.assert_allclose(y.astype(float), (expected + residual).astype(float), atol=4e-3)
+    (y,), _ = run(sym.clip(out, 0, 1), dict(arrays))
+    assert_half(y, np.clip(expected, 0, 1), 1)
+
+
 @pytest.mark.parametrize("settings_", [{"use_global_stats": True}, {"fix_gamma": True}])
 def test_batch_norm_with_given_statistics_and_fixed_gamma(settings_, rng):
     sym = mx.sym

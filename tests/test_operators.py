@@ -177,6 +177,17 @@ def test_gradients_of_many_consumers_add_up(rng):
     assert (gradients["x"] == 12).all()
 
 
+def test_gradients_of_a_float32_tensor_with_many_consumers_add_up():
+    x = sym.Cast(X, dtype="float32") * 1.0
+    total = sym.Cast(x, dtype="float16") * 1.0
+    for _ in range(9):
+        total = total + sym.Cast(x * 1.0, dtype="float16")
+    for half in (total, total + sym.Cast(x, dtype="float16")):
+        consumers = 10 + (half is not total)
+        _, gradients = run(half, {"x": np.ones(3, np.float16)}, [np.ones(3, np.float16)])
+        assert (gradients["x"] == consumers).all()
+
+
 def test_every_operator_listed_as_exact_exists():
     from gluon_amp.cpu import exact
     known = set(_all_operators())

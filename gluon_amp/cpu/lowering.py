@@ -82,6 +82,8 @@ class _Lowering:
 
     def _find_groups(self, nodes: List[Node]) -> None:
         for node in nodes:
+            if node.op == "_contrib_BatchNormWithReLU":
+                continue  # has its activation already
             if self._is_norm(node):
                 user = self._only_user(node)
                 # In a loop's body the residual would change the order of the variables.
@@ -147,7 +149,7 @@ class _Lowering:
         else:
             if self.types[source] != "float32":
                 value = Entry(Node("Cast", f"{node.name}_float32", {"dtype": "float32"}, [value]))
-            self.pending[target] = value
+            self.pending[target] = self._apart(node, value, len(self.users[source]))
 
     def _norm(self, norm: Node, add: Optional[Node], act: Optional[Dict[str, str]],
               target: Entry) -> None:
