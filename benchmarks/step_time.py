@@ -158,23 +158,24 @@ def main():
         import torch_nets
     except ImportError:
         torch_nets = None
-        print("PyTorch is not installed: its column stays empty (pip install 'gluon-amp[bench]')")
-    print("| network | float32 ms | float16 / float32 | peak memory | PyTorch autocast / float32 |")
-    print("| --- | --- | --- | --- | --- |")
-    for name, (make, shape) in NETS.items():
-        if args.only not in name:
-            continue
+        print("PyTorch is not installed: its table is left out (pip install 'gluon-amp[bench]')")
+    print("| network | float32 ms | float16 / float32 | peak memory |")
+    print("| --- | --- | --- | --- |")
+    nets = {name: net for name, net in NETS.items() if args.only in name}
+    for name, (make, shape) in nets.items():
         seconds, times = ratio(stepper(make, shape, "float32"),
                                stepper(make, shape, args.policy), args.pairs)
-        cells = [f"{seconds * 1e3:.0f}", f"{times:.2f}", "", ""]
+        memory = ""
         if not args.no_memory:
-            cells[2] = f"{peak_bytes(name, args.policy) / peak_bytes(name, 'float32'):.2f}"
-        if torch_nets:
-            theirs = ratio(*torch_nets.steppers(name, shape), max(3, args.pairs // 5))
-            cells[3] = f"{theirs[1]:.1f}"
-        print(f"| {name} | {' | '.join(cells)} |", flush=True)
+            memory = f"{peak_bytes(name, args.policy) / peak_bytes(name, 'float32'):.2f}"
+        print(f"| {name} | {seconds * 1e3:.0f} | {times:.2f} | {memory} |", flush=True)
     if not args.only:
         print(f"\nconvert of ResNet-152 and its first forward: {convert_seconds():+.2f} s")
+    if torch_nets:  # last: its threads spin beside MXNet's
+        print("\n| PyTorch | float32 ms | float16 autocast / float32 |\n| --- | --- | --- |")
+        for name, (_, shape) in nets.items():
+            seconds, times = ratio(*torch_nets.steppers(name, shape), max(3, args.pairs // 5))
+            print(f"| {name} | {seconds * 1e3:.0f} | {times:.1f} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -191,12 +191,13 @@ def _check_parameters(types: Dict[Parameter, str]) -> None:
 
 def _check_trainers(types: Dict[Parameter, str]) -> None:
     """A trainer that has stepped holds momenta and float32 masters that would no longer fit."""
-    held = [p.name for p, dtype in types.items() if dtype_name(p.dtype) != dtype
+    held = [p.name for p, dtype in types.items()
+            if dtype_name(p.dtype) != dtype and p.grad_req != "null"
             and p._trainer is not None and _has_stepped(p._trainer)]
     if held:
         raise ValueError("a Trainer has already stepped with these parameters, and its state "
-                         "would silently undo the change of type: convert or restore first, "
-                         f"then make a new Trainer. Received: {', '.join(held[:5])}"
+                         "would silently undo the change of type: make a new Trainer, which takes "
+                         f"its place, then convert or restore. Received: {', '.join(held[:5])}"
                          f"{' and more' * (len(held) > 5)}")
 
 

@@ -14,9 +14,6 @@ LOW = frozenset("""
     _np_dot _npi_matmul _npi_tensordot _npi_tensordot_int_axes
 """.split())
 
-# Of these inputs of low operators, the type is their own (lengths of sequences).
-NOT_CAST = {"RNN": {"use_sequence_length": -1}}
-
 # Normalizations. The batch norms take float16 data beside float32 statistics
 # themselves; the others run in float32 and hand back the type of their data.
 BATCH_NORM = frozenset("""

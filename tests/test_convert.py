@@ -467,6 +467,8 @@ def test_a_batch_norm_that_the_user_calls_works(kwargs, rng):
     wide = net(x).asnumpy()
     np.testing.assert_allclose(amp.convert(net)(x).asnumpy(), wide, atol=0.01)
     step(net, x)
+    out = net(x).asnumpy()
+    assert np.array_equal(amp.convert(net)(x).asnumpy(), out)
 
 
 # Keep

@@ -79,7 +79,7 @@ var = mx.sym.var
 # Whole networks
 
 
-@pytest.fixture(params=["resnet18_v1", "mobilenet1.0"])
+@pytest.fixture(scope="module", params=["resnet18_v1", "mobilenet1.0"])
 def image_graph(request):
     net = gluon.model_zoo.vision.get_model(request.param, classes=10)
     return mixed(net, nd.ones((1, 3, 32, 32)))
