@@ -128,13 +128,15 @@ class ConvertedHybridBlock(ConvertedBlock):
                 for parameter in parameters:
                     parameter._finish_deferred_init()
         super()._build_cache(*args)
-        # Statistics that the user's own block gives to a batch norm: float32 for MXNet, too.
+        # Statistics that the user's own block gives to a batch norm: MXNet takes float32 only.
+        # Being no longer differentiable marks them for the next `convert`.
         by_name = {p.name: p for p in parameters}
         for node in Graph.read(self._cached_graph[1]).nodes():
             for entry in node.inputs[3:] if node.op in BATCH_NORM else ():
                 statistic = by_name.get(entry.node.name)
                 if statistic is not None and dtype_name(statistic.dtype) == "float16":
                     statistic.cast("float32")
+                    statistic._differentiable = False
 
     def _call_cached_op(self, *args: Any) -> Any:
         if self._cached_op is None:
