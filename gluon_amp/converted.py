@@ -11,7 +11,7 @@ import logging
 import os
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Dict, FrozenSet, Iterable, Iterator, List, Optional, Tuple
+from typing import Any, Dict, FrozenSet, Iterable, Iterator, List, Tuple
 
 from ._mxnet import mx, np
 from .cpu import library, lowering
@@ -30,7 +30,7 @@ class State:
     active: bool  # whether it was hybridized before
     keep: bool = False  # stays float32
     keep_nodes: FrozenSet[str] = frozenset()  # of a SymbolBlock: nodes that stay float32
-    needs_shapes: Optional[bool] = None  # whether the graph holds constants of unknown shape
+    needs_shapes: bool = False  # whether the graph holds constants of unknown shape
     ops: Dict[Any, Tuple[Any, List[Any]]] = field(default_factory=dict)
 
 
@@ -116,7 +116,6 @@ class ConvertedHybridBlock(ConvertedBlock):
 
     def _clear_cached_op(self) -> None:
         self._amp.ops.clear()
-        self._amp.needs_shapes = None
         super()._clear_cached_op()
 
     def _build_cache(self, *args: Any) -> None:
@@ -131,7 +130,9 @@ class ConvertedHybridBlock(ConvertedBlock):
         # Statistics that the user's own block gives to a batch norm: MXNet takes float32 only.
         # Being no longer differentiable marks them for the next `convert`.
         by_name = {p.name: p for p in parameters}
-        for node in Graph.read(self._cached_graph[1]).nodes():
+        nodes = Graph.read(self._cached_graph[1]).nodes()
+        self._amp.needs_shapes = any(map(has_unknown_shape, nodes))
+        for node in nodes:
             for entry in node.inputs[3:] if node.op in BATCH_NORM else ():
                 statistic = by_name.get(entry.node.name)
                 if statistic is not None and dtype_name(statistic.dtype) == "float16":
@@ -145,9 +146,6 @@ class ConvertedHybridBlock(ConvertedBlock):
         device = arrays[0].context.device_type
         added = tuple(p.name for is_data, p in self._cached_op_args
                       if not is_data and p.grad_req == "add")
-        if self._amp.needs_shapes is None:
-            nodes = Graph.read(self._cached_graph[1]).nodes()
-            self._amp.needs_shapes = any(map(has_unknown_shape, nodes))
         shapes = tuple(a.shape for a in arrays) if self._amp.needs_shapes else ()
         key = (device, tuple(dtype_name(a.dtype) for a in arrays), shapes,
                mx.autograd.is_training(), added)
