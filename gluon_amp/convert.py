@@ -87,13 +87,11 @@ def _blocks(net: Block) -> Iterator[Block]:
 
 def _swap(block: Any, policy: Policy, keep: bool, kept_nodes: Set[str]) -> None:
     hybrid = isinstance(block, HybridBlock)
-    if isinstance(block, ConvertedBlock):
-        state = State(policy, block._amp.active, keep, frozenset(kept_nodes))
-    else:
-        state = State(policy, hybrid and block._active, keep, frozenset(kept_nodes))
-        cls: Any = type(block)
-        block.__class__ = converted_class(cls)
-    block._amp = state
+    converted = isinstance(block, ConvertedBlock)
+    active = block._amp.active if converted else hybrid and block._active
+    if not converted:
+        block.__class__ = converted_class(block.__class__)
+    block._amp = State(policy, active, keep, frozenset(kept_nodes))
     if hybrid:
         block._clear_cached_op()
         if not block._active:

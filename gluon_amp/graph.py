@@ -191,7 +191,7 @@ def _infer(op: str, attrs: Tuple[Tuple[str, str], ...], inputs: Types,
     node = Node(op, "op", dict(attrs), map(Entry, variables), subgraphs)
     internals = Graph([Entry(node)]).symbol().get_internals()
     outputs = internals.infer_type_partial()[1]
-    return tuple(None if t is None else np.dtype(t).name for t in outputs[len(set(variables)):])
+    return tuple(None if t is None else np.dtype(t).name for t in outputs[len(variables):])
 
 
 _cached_infer = functools.lru_cache(maxsize=4096)(_infer)

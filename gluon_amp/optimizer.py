@@ -52,7 +52,7 @@ class _WithMasters:
 
     def _sgd(self, indices: Any, weights: Any, grads: Any, masters: Any, momenta: Any) -> None:
         self._update_count(indices)
-        clip = -1 if self.clip_gradient is None else self.clip_gradient
+        clip = self.clip_gradient or -1  # to MXNet 0 is none, too
         for weight, grad, master, momentum, lr, wd in zip(
                 weights, grads, masters, momenta, self._get_lrs(indices), self._get_wds(indices)):
             state = [] if momentum is None else [momentum]

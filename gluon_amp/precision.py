@@ -88,25 +88,24 @@ class _Casting:
         """The entry in this floating type; what is no float stays as it is."""
         if self.types[entry] == dtype or self.types[entry] not in _WIDTH:
             return entry
-        if (entry, dtype) not in self.casts and entry.node.op in rules.CONSTANT:
-            # Made in the type at once: MXNet infers shapes backward to constants
-            # (an RNN's begin_state has an unknown batch), but not through our operators.
-            node = entry.node.like(())
-            node.attrs["dtype"] = dtype
-            self.casts[entry, dtype] = Entry(node)
-            self.types[Entry(node)] = dtype
-            self.weak.add(Entry(node))
         if (entry, dtype) not in self.casts:
-            index = f"_{entry.output}" if entry.output else ""
-            name = f"{entry.node.name}{index}_amp_cast_{dtype}"
-            # amp_cast, which export leaves out by default; it does not know float64
-            op = "Cast" if self.types[entry] == "float64" else "amp_cast"
-            made = Entry(Node(op, name, {"dtype": dtype}, [entry]))
-            self.casts[entry, dtype] = made
+            made = self.casts[entry, dtype] = Entry(self._cast_node(entry, dtype))
             self.types[made] = dtype
             if entry in self.weak:
                 self.weak.add(made)
         return self.casts[entry, dtype]
+
+    def _cast_node(self, entry: Entry, dtype: str) -> Node:
+        if entry.node.op in rules.CONSTANT:
+            # Made in the type at once: MXNet infers shapes backward to constants
+            # (an RNN's begin_state has an unknown batch), but not through our operators.
+            node = entry.node.like(())
+            node.attrs["dtype"] = dtype
+            return node
+        index = f"_{entry.output}" if entry.output else ""
+        # amp_cast, which export leaves out by default; it does not know float64
+        op = "Cast" if self.types[entry] == "float64" else "amp_cast"
+        return Node(op, f"{entry.node.name}{index}_amp_cast_{dtype}", {"dtype": dtype}, [entry])
 
     def _inputs(self, node: Node, inputs: List[Entry]) -> List[Entry]:
         """The node's inputs in the types that it wants."""

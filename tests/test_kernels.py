@@ -232,7 +232,7 @@ def test_prediction_uses_the_moving_statistics(rng):
 
 
 @pytest.mark.parametrize("momentum", [0, 0.9])
-@pytest.mark.parametrize("clip", [None, 0.5])
+@pytest.mark.parametrize("clip", [None, 0, 0.5])
 def test_sgd_equals_mxnets_bit_by_bit(momentum, clip, rng):
     import gluon_amp as amp
     settings_ = {"learning_rate": 0.1, "momentum": momentum, "wd": 1e-2,

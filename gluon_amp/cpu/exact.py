@@ -19,7 +19,6 @@ _ALWAYS = frozenset("""
     _lesser_equal_scalar broadcast_equal broadcast_not_equal broadcast_greater
     broadcast_greater_equal broadcast_lesser broadcast_lesser_equal logical_not
     broadcast_logical_and broadcast_logical_or broadcast_logical_xor
-    _gluon_amp_widen _gluon_amp_round _gluon_amp_add
 """.split())
 
 # Exact because their constants are put on the grid first.

@@ -110,7 +110,7 @@ class _Lowering:
 
     def _lower(self, node: Node) -> None:
         core = self.core.get(node, node)
-        act = self._activation(node) if core is not node else None
+        act = self._activation(node)
         if node.is_variable:
             self._variable(node)
         elif node.op in ("Cast", "amp_cast"):
@@ -122,10 +122,9 @@ class _Lowering:
         elif self._is_add(core):
             self.done[Entry(node)] = self._make("_gluon_amp_add", core,
                                                 map(self._raw, core.inputs), act)
-        elif self._activation(node) and self._is_raw(node.inputs[0]):
+        elif act and self._is_raw(node.inputs[0]):
             self.done[Entry(node)] = self._make("_gluon_amp_round", node,
-                                                [self._raw(node.inputs[0])],
-                                                self._activation(node))
+                                                [self._raw(node.inputs[0])], act)
         else:
             self._other(node)
 
@@ -160,7 +159,8 @@ class _Lowering:
                  "eps": norm.attrs.get("eps", "1e-3"),
                  "momentum": norm.attrs.get("momentum", "0.9"),
                  "fix_gamma": str(int(_flag(norm, "fix_gamma", True))), **(act or {})}
-        inputs = [self._raw(norm.inputs[0]), *(self._parameter(e) for e in norm.inputs[1:3]),
+        inputs = [self._raw(norm.inputs[0]),
+                  *(self._apart(e.node, self.done[e]) for e in norm.inputs[1:3]),
                   *(self.done[e] for e in norm.inputs[3:5])]
         if add is not None:
             other = next(e for e in add.inputs if e != Entry(norm))
@@ -218,9 +218,6 @@ class _Lowering:
         if self._is_raw(entry):
             return self._apart(entry.node, self._plain(entry, self.pending[entry]))
         return self._value(entry, ours=True)
-
-    def _parameter(self, entry: Entry) -> Entry:
-        return self._apart(entry.node, self.done[entry])
 
     def _plain(self, entry: Entry, new: Entry) -> Entry:
         if entry.node.op not in _BLOCKED:
