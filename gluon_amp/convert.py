@@ -7,8 +7,9 @@ from mxnet.gluon import Block, HybridBlock, Parameter, nn
 
 from . import rules
 from ._mxnet import mx
-from .converted import ConvertedBlock, State, converted_class, dtype_name, log
+from .converted import ConvertedBlock, State, converted_class, log
 from .graph import Graph
+from .halves import dtype_name
 from .policy import Policy, get_policy
 
 NORM_BLOCKS = (nn.basic_layers._BatchNorm, nn.LayerNorm, nn.GroupNorm, nn.InstanceNorm)

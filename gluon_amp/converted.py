@@ -8,14 +8,15 @@ types, train or predict mode, and gradients to be added.
 """
 import functools
 import logging
-import os
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Dict, FrozenSet, Iterable, Iterator, List, Tuple
 
-from ._mxnet import mx, np
-from .cpu import library, lowering
+from ._mxnet import mx
+from .cpu import lowering
+from .files import replace_file
 from .graph import Graph, Node, has_unknown_shape
+from .halves import dtype_name, to_float32
 from .policy import Policy
 from .precision import KEEP, insert_casts
 from .rules import BATCH_NORM
@@ -34,17 +35,6 @@ class State:
     ops: Dict[Any, Tuple[Any, List[Any]]] = field(default_factory=dict)
 
 
-def dtype_name(dtype: Any) -> str:
-    return np.dtype(dtype).name
-
-
-def to_float32(array: "mx.nd.NDArray") -> "mx.nd.NDArray":
-    """A float16 array in float32, by our kernel on a CPU (MXNet's cast is 10 times slower)."""
-    if dtype_name(array.dtype) == "float16" and array.context.device_type != "gpu":
-        return library.call("_gluon_amp_widen", [array])
-    return array.astype("float32", copy=False)
-
-
 @contextmanager
 def initialized_in_float32(parameters: Iterable["mx.gluon.Parameter"],
                            again: bool = False) -> Iterator[None]:
@@ -59,17 +49,6 @@ def initialized_in_float32(parameters: Iterable["mx.gluon.Parameter"],
     finally:
         for parameter in half:
             parameter.cast("float16")
-
-
-def replace_file(path: str, write: Any) -> None:
-    """Writes beside `path` and renames, so that a file is whole or not there."""
-    beside = f"{path}.writing"
-    try:
-        write(beside)
-        os.replace(beside, path)
-    finally:
-        if os.path.exists(beside):
-            os.remove(beside)
 
 
 class ConvertedBlock:

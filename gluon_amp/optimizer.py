@@ -1,16 +1,18 @@
 """Optimizers that keep float32 masters of float16 weights.
 
-MXNet's own do so with `multi_precision=True`. On a CPU they are slow at it, since
-MXNet computes with halves one by one there; these widen, update the masters in
+MXNet's own do so with `multi_precision=True`, but take back in silence what is written
+into a weight between two steps (`set_data`, `load_parameters`). Here masters follow. And
+on a CPU, where MXNet computes with halves one by one, these widen, update the masters in
 float32 and narrow with our kernels, SGD in one pass.
 """
 import functools
-from typing import Any, List
+from typing import Any, Dict, List
 
+from . import adamw  # noqa: F401  (registers it)
 from ._mxnet import mx, np
 from .cpu import library
+from .halves import dtype_name, follow, narrow, to_float32
 
-_REGISTRY = mx.optimizer.Optimizer.opt_registry
 _MASTER_LAST = (mx.optimizer.SGD, mx.optimizer.NAG, mx.optimizer.LARS)  # their states' order
 
 
@@ -18,37 +20,90 @@ def optimizer(name: str, **kwargs: Any) -> "mx.optimizer.Optimizer":
     """An MXNet optimizer with float32 masters for float16 parameters.
 
     Args:
-        name: a name that `gluon.Trainer` takes, such as "sgd" or "adam".
+        name: a name that `gluon.Trainer` takes, such as "sgd" or "adam"; or "adamw".
         kwargs: the optimizer's own arguments.
     """
-    cls = _REGISTRY.get(name.lower()) if isinstance(name, str) else None
+    registry = mx.optimizer.Optimizer.opt_registry
+    cls = registry.get(name.lower()) if isinstance(name, str) else None
     if cls is None:
-        raise ValueError(f"unknown optimizer. Valid: {', '.join(sorted(_REGISTRY))}. "
+        raise ValueError(f"unknown optimizer. Valid: {', '.join(sorted(registry))}. "
                          f"Received: {name!r}")
-    return _with_masters(cls)(**{"multi_precision": True, **kwargs})
+    return with_masters(cls(**{"multi_precision": True, **kwargs}))
+
+
+def with_masters(made: Any) -> Any:
+    """Gives any MXNet optimizer the ways of this room, in place, and returns it."""
+    if not isinstance(made, _WithMasters):
+        cls: Any = type(made)
+        made.__class__ = _class_with_masters(cls)
+        made.weight_types = {}
+    return made
+
+
+def check_scalable(made: Any) -> None:
+    """Refuses the one optimizer that looks at gradients before `rescale_grad`."""
+    if isinstance(made, mx.optimizer.LBSGD):
+        raise ValueError("lbsgd adds up and measures gradients before they are unscaled, so no "
+                         "loss scale fits it. Use lars or lamb. Received: lbsgd")
 
 
 class _WithMasters:
     """In front of an optimizer's class."""
 
+    weight_types: Dict[Any, str]  # of each index, when its state was made
+
+    def create_state_multi_precision(self, index: Any, weight: Any) -> Any:
+        self.weight_types[index] = dtype_name(weight.dtype)
+        if weight.dtype is np.float16 and not self.multi_precision:
+            self._check_epsilon()
+        return super().create_state_multi_precision(index, weight)
+
+    def _check_epsilon(self) -> None:
+        name = "epsilon" if hasattr(self, "epsilon") else "float_stable_eps"
+        epsilon = getattr(self, name, None)
+        if epsilon and np.float16(epsilon) == 0:
+            raise ValueError(
+                f"{name}={epsilon:g} is 0 in float16, and without multi_precision the state of "
+                "float16 weights is float16: the update would divide by 0. Leave multi_precision "
+                "at True, or give an epsilon of at least 6e-8; 1e-4 is usual. "
+                f"Received: {self._base().__name__} with multi_precision=False")
+
     def update_multi_precision(self, index: Any, weight: Any, grad: Any, state: Any) -> None:
         several = isinstance(index, (tuple, list))
-        weights: List[Any] = list(weight) if several else [weight]
-        grads, states = (list(grad), list(state)) if several else ([grad], [state])
-        if not self.multi_precision or not all(map(_slow, weights)) or not all(map(_slow, grads)):
+        indices, weights, grads, states = (list(x) if several else [x]
+                                           for x in (index, weight, grad, state))
+        self._check_types(indices, weights)
+        if not self.multi_precision or weights[0].dtype is not np.float16:
             super().update_multi_precision(index, weight, grad, state)
             return
         masters, inner = zip(*(s[::-1] if isinstance(self, _MASTER_LAST) else s for s in states))
-        if type(self).__bases__[1] is mx.optimizer.SGD:
-            self._sgd(index if several else [index], weights, grads, masters, inner)
+        on_gpu = weights[0].context.device_type == "gpu"
+        halves = all(g.dtype is np.float16 for g in grads)
+        dense = all(a.stype == "default" for a in weights + grads)
+        if self._base() is mx.optimizer.SGD and halves and dense and not on_gpu:
+            self._sgd(indices, weights, grads, masters, inner)
             return
-        grads = [library.call("_gluon_amp_widen", [g]) for g in grads]
+        for master, written in zip(masters, weights):
+            follow(master, written)
+        if halves and (on_gpu or not dense):
+            super().update_multi_precision(index, weight, grad, state)
+            return
+        grads = [to_float32(g) for g in grads]
         if several:
-            self.update(index, masters, grads, inner)
+            self.update(indices, masters, grads, inner)
         else:
             self.update(index, masters[0], grads[0], inner[0])
-        for master, narrowed in zip(masters, weights):
-            library.call("_gluon_amp_narrow", [master], out=narrowed)
+        for master, updated in zip(masters, weights):
+            narrow(master, updated)
+
+    def _check_types(self, indices: List[Any], weights: List[Any]) -> None:
+        for index, weight in zip(indices, weights):
+            now = dtype_name(weight.dtype)
+            then = self.weight_types.setdefault(index, now)
+            if now != then:
+                name = getattr(self.param_dict.get(index), "name", index)
+                raise ValueError(f"parameter {name} was {then} when its optimizer state was made "
+                                 f"and is {now} now: make a new Trainer after a cast")
 
     def _sgd(self, indices: Any, weights: Any, grads: Any, masters: Any, momenta: Any) -> None:
         self._update_count(indices)
@@ -56,24 +111,22 @@ class _WithMasters:
         for weight, grad, master, momentum, lr, wd in zip(
                 weights, grads, masters, momenta, self._get_lrs(indices), self._get_wds(indices)):
             state = [] if momentum is None else [momentum]
-            library.call("_gluon_amp_sgd", [grad, master, *state], out=weight, lr=lr, wd=wd,
-                         momentum=self.momentum, rescale_grad=self.rescale_grad, clip=clip)
+            library.call("_gluon_amp_sgd", [weight, grad, master, *state], out=weight, lr=lr,
+                         wd=wd, momentum=self.momentum, rescale_grad=self.rescale_grad, clip=clip)
+
+    def _base(self) -> Any:
+        return type(self).__bases__[1]
 
     def __reduce__(self) -> Any:  # the class is made at run time, so pickle finds it by its base
-        return _revive, (type(self).__bases__[1],), self.__getstate__()
-
-
-def _slow(array: "mx.nd.NDArray") -> bool:
-    return array.dtype is np.float16 and array.stype == "default" \
-        and array.context.device_type != "gpu"
+        return _revive, (self._base(),), self.__getstate__()
 
 
 @functools.lru_cache(maxsize=None)
-def _with_masters(cls: Any) -> Any:
+def _class_with_masters(cls: Any) -> Any:
     return type(cls.__name__, (_WithMasters, cls),
                 {"__module__": cls.__module__, "__doc__": cls.__doc__})
 
 
 def _revive(cls: Any) -> Any:
-    made = _with_masters(cls)
+    made = _class_with_masters(cls)
     return made.__new__(made)

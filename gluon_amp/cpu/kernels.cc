@@ -10,8 +10,9 @@
 //   _gluon_amp_round       act(round(x))
 //   _gluon_amp_add         act(round(round(a) + round(b)))
 //   _gluon_amp_batch_norm  act(round(norm(round(x)) [+ residual]))
+//   _gluon_amp_follow      float32 masters take over what was written into float16 weights
 //   _gluon_amp_sgd         the optimizer's update of float16 weights with float32 masters
-//   _gluon_amp_all_finite  1 if no array, float16 or float32, holds infinities or NaN, else 0
+//   _gluon_amp_squares     the sum of squares of each array, float16 or float32
 //
 // The grid is float16's; with grid="bfloat16" bfloat16's; with grid="float32" nothing is
 // rounded, and a graph must give MXNet's own float32 results, as tests check. act is "relu", "clip"
@@ -27,6 +28,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <numeric>
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -42,6 +44,7 @@ using mxnet::ext::MXTensor;
 using mxnet::ext::OpResource;
 using mxnet::ext::kFloat16;
 using mxnet::ext::kFloat32;
+using mxnet::ext::kFloat64;
 using mxnet::ext::MX_FAIL;
 using mxnet::ext::MX_SUCCESS;
 
@@ -449,24 +452,40 @@ MXReturnValue norm_backward(const Attrs& attrs, Tensors* in, Tensors* out, const
   });
 }
 
-// ---- SGD -------------------------------------------------------------------
+// ---- masters and SGD -------------------------------------------------------
 //
+// A weight is its master, rounded. Where it is not, somebody has written the weight
+// since, and the master follows.
+
+V follow(V master, V weight) { return half_grid(master) == weight ? master : weight; }
+
+MXReturnValue follow_forward(const Attrs&, Tensors* in, Tensors* out, const OpResource&) {
+  map((*in)[0].size(), follow, floats(out, 0), floats(in, 0), half_data(in, 1));
+  return MX_SUCCESS;
+}
+
+MXReturnValue follow_types(const Attrs&, std::vector<int>* in, std::vector<int>* out) {
+  *in = {kFloat32, kFloat16};
+  *out = {kFloat32};
+  return MX_SUCCESS;
+}
+
 //   momentum' = momentum * m - lr * wd * master - lr * rescale * gradient
 //   master'   = master + momentum'
-//   weight    = round(master')
+//   weight'   = round(master')
 //
 // with the gradient clipped first, in the order of MXNet's mp_sgd_mom_update, whose results
-// it equals bit by bit. inputs: gradient (float16), master [, momentum].
+// it equals bit by bit. inputs: weight and gradient (float16), master [, momentum].
 
 MXReturnValue sgd(const Attrs& attrs, Tensors* in, Tensors* out, const OpResource&) {
   const float lr = number(attrs, "lr", 0), rescale = number(attrs, "rescale_grad", 1);
   const V rate = splat(lr), decay = splat(lr * number(attrs, "wd", 0));
   const V scaled_rate = splat(lr * rescale), scale = splat(rescale);
   const V keep = splat(number(attrs, "momentum", 0)), bound = splat(number(attrs, "clip", -1));
-  const bool clips = number(attrs, "clip", -1) >= 0, has_momentum = in->size() > 2;
-  const Half* gradient = half_data(in, 0);
-  Half* weight = half_data(out, 0);
-  float *master = floats(in, 1), *momentum = has_momentum ? floats(in, 2) : nullptr;
+  const bool clips = number(attrs, "clip", -1) >= 0, has_momentum = in->size() > 3;
+  const Half *weight = half_data(in, 0), *gradient = half_data(in, 1);
+  Half* updated = half_data(out, 0);
+  float *master = floats(in, 2), *momentum = has_momentum ? floats(in, 3) : nullptr;
 
   auto step = [=](V w, V m, V g) {
     const V push = clips ? rate * smaller(bound, larger(-bound, scale * g)) : scaled_rate * g;
@@ -477,72 +496,95 @@ MXReturnValue sgd(const Attrs& attrs, Tensors* in, Tensors* out, const OpResourc
   for (int64_t i = 0; i < n; i += kChunk) {
     const int64_t count = std::min(kChunk, n - i);
     float *w = master + i, *m = momentum + i;
+    apply(count, follow, w, w, weight + i);
     if (has_momentum) {
       apply(count, step, m, w, m, gradient + i);
       apply(count, [](V a, V b) { return a + b; }, w, w, m);
     } else {
       apply(count, [=](V a, V g) { return a + step(a, splat(0), g); }, w, w, gradient + i);
     }
-    apply(count, [](V a) { return a; }, weight + i, w);
+    apply(count, [](V a) { return a; }, updated + i, w);
   }
   return MX_SUCCESS;
 }
 
 MXReturnValue sgd_arity(const Attrs& attrs, int* num_in, int* num_out) {
-  *num_in = number(attrs, "momentum", 0) != 0 ? 3 : 2;
+  *num_in = number(attrs, "momentum", 0) != 0 ? 4 : 3;
   *num_out = 1;
   return MX_SUCCESS;
 }
 
 MXReturnValue sgd_types(const Attrs&, std::vector<int>* in, std::vector<int>* out) {
   for (int& type : *in) type = kFloat32;
-  (*in)[0] = (*out)[0] = kFloat16;
+  (*in)[0] = (*in)[1] = (*out)[0] = kFloat16;
   return MX_SUCCESS;
 }
 
 MXReturnValue sgd_mutates(const Attrs& attrs, std::vector<int>* indices) {
-  for (int i = 1; i < (number(attrs, "momentum", 0) != 0 ? 3 : 2); ++i) indices->push_back(i);
+  *indices = {2};
+  if (number(attrs, "momentum", 0) != 0) indices->push_back(3);
   return MX_SUCCESS;
 }
 
-// ---- are all finite? -------------------------------------------------------
+// ---- sums of squares -------------------------------------------------------
+//
+// In float64, so that a sum is finite where all numbers are. Chunks are added in their order:
+// the sum does not depend on the number of threads.
 
-template <typename T> bool finite(const T* p, int64_t n, T exponent) {
-  int64_t bad = 0;  // an exponent of ones: infinity or NaN
-#pragma omp parallel for schedule(static) reduction(+ : bad) if (n >= kWorthThreads)
-  for (int64_t i = 0; i < n; ++i) bad += (p[i] & exponent) == exponent;
-  return bad == 0;
+template <typename T> double squares_of(const T* p, int64_t n) {
+  double sums[16] = {};  // in parallel lanes, whatever V's width
+  int64_t i = 0;
+  for (; i + 16 <= n; i += 16) {
+    float lanes[16];
+    for (int64_t j = 0; j < 16; j += W) store(lanes + j, load(p + i + j));
+    for (int j = 0; j < 16; ++j) sums[j] += double(lanes[j]) * lanes[j];
+  }
+  for (; i < n; ++i) {
+    float lanes[W];
+    store(lanes, load(tail(p + i, 1).buffer));
+    sums[0] += double(lanes[0]) * lanes[0];
+  }
+  double sum = 0;
+  for (double lane : sums) sum += lane;
+  return sum;
 }
 
-MXReturnValue all_finite(const Attrs&, Tensors* in, Tensors* out, const OpResource&) {
-  bool every = true;
+template <typename T> double sum_squares(const T* p, int64_t n) {
+  if (n <= kChunk) return squares_of(p, n);
+  std::vector<double> sums((n + kChunk - 1) / kChunk);
+#pragma omp parallel for schedule(static) if (n >= kWorthThreads)
+  for (int64_t i = 0; i < n; i += kChunk)
+    sums[i / kChunk] = squares_of(p + i, std::min(kChunk, n - i));
+  return std::accumulate(sums.begin(), sums.end(), 0.0);
+}
+
+MXReturnValue squares(const Attrs&, Tensors* in, Tensors* out, const OpResource&) {
+  double* sums = (*out)[0].data<double>();
   for (auto& tensor : *in)
-    every = every && (tensor.dtype == kFloat16
-        ? finite<uint16_t>(tensor.data<uint16_t>(), tensor.size(), 0x7c00u)
-        : finite<uint32_t>(tensor.data<uint32_t>(), tensor.size(), 0x7f800000u));
-  floats(out, 0)[0] = every;
+    *sums++ = tensor.dtype == kFloat16 ? sum_squares(tensor.data<Half>(), tensor.size())
+                                       : sum_squares(tensor.data<float>(), tensor.size());
   return MX_SUCCESS;
 }
 
-MXReturnValue finite_arity(const Attrs& attrs, int* num_in, int* num_out) {
+MXReturnValue squares_arity(const Attrs& attrs, int* num_in, int* num_out) {
   *num_in = number(attrs, "num_arrays", 1);
   *num_out = 1;
   return MX_SUCCESS;
 }
 
-MXReturnValue finite_types(const Attrs&, std::vector<int>* in, std::vector<int>* out) {
+MXReturnValue squares_types(const Attrs&, std::vector<int>* in, std::vector<int>* out) {
   for (int type : *in) {
     if (type != kFloat16 && type != kFloat32) {
-      MX_ERROR_MSG << "all_finite takes float16 and float32 arrays";
+      MX_ERROR_MSG << "squares takes float16 and float32 arrays";
       return MX_FAIL;
     }
   }
-  (*out)[0] = kFloat32;
+  (*out)[0] = kFloat64;
   return MX_SUCCESS;
 }
 
-MXReturnValue finite_shape(const Attrs&, Shapes*, Shapes* out) {
-  (*out)[0] = {1};
+MXReturnValue squares_shape(const Attrs&, Shapes* in, Shapes* out) {
+  (*out)[0] = {static_cast<unsigned int>(in->size())};
   return MX_SUCCESS;
 }
 
@@ -622,14 +664,18 @@ REGISTER_OP(_gluon_amp_batch_norm)
 .setParseAttrs(norm_arity).setInferType(types<kFloat32, kFloat32>).setInferShape(norm_shape)
 .setMutateInputs(norm_mutates);
 
+REGISTER_OP(_gluon_amp_follow)
+.setForward(follow_forward, "cpu")
+.setParseAttrs(one_out<2>).setInferType(follow_types).setInferShape(same_shape);
+
 REGISTER_OP(_gluon_amp_sgd)
 .setForward(sgd, "cpu")
 .setParseAttrs(sgd_arity).setInferType(sgd_types).setInferShape(same_shape)
 .setMutateInputs(sgd_mutates);
 
-REGISTER_OP(_gluon_amp_all_finite)
-.setForward(all_finite, "cpu")
-.setParseAttrs(finite_arity).setInferType(finite_types).setInferShape(finite_shape);
+REGISTER_OP(_gluon_amp_squares)
+.setForward(squares, "cpu")
+.setParseAttrs(squares_arity).setInferType(squares_types).setInferShape(squares_shape);
 
 MXReturnValue initialize(int version) {
   if (version >= 10900 && version < 20000) return MX_SUCCESS;

@@ -1,0 +1,100 @@
+"""What loss scaling and clipping add to a step: `make bench`.
+
+The same float32 gradients go through gluon_amp.Trainer and through `mx.contrib.amp`'s scaler
+with its `unscale` and `gluon.utils.clip_global_norm`, in turns. The optimizer does nothing,
+and what gluon.Trainer's own step takes is subtracted from both. Medians of rounds.
+"""
+import os
+import time
+from statistics import median
+
+os.environ.setdefault("OMP_NUM_THREADS", "2")
+
+import gluon_amp as amp
+from gluon_amp._mxnet import mx
+from mxnet import autograd, gluon
+from mxnet.contrib.amp.amp import scale_loss, unscale
+from mxnet.contrib.amp.loss_scaler import LossScaler
+
+
+class Nothing(mx.optimizer.Optimizer):
+    """Updates nothing."""
+
+    def create_state(self, index, weight):
+        return None
+
+    def update(self, index, weight, grad, state):
+        pass
+
+
+class Net(gluon.Block):
+    """So many parameters of one size; its output uses each."""
+
+    def __init__(self, count, size):
+        super().__init__()
+        for i in range(count):
+            self.params.get(f"p{i}", shape=(size,), init="ones")
+
+    def forward(self, x):
+        return mx.nd.add_n(*(p.data(x.context).sum() for p in self.params.values())) * x
+
+
+def step(net, devices, trainer, kind):
+    """Seconds of everything after the backward pass."""
+    with autograd.record():
+        losses = [net(mx.nd.full(1, 1e-3, ctx=d)) for d in devices]
+        if kind == "contrib":
+            with scale_loss(losses, trainer) as scaled:
+                autograd.backward(scaled)
+    if kind == "ours":
+        trainer.backward(losses)
+    elif kind == "gluon":
+        autograd.backward(losses)
+    mx.nd.waitall()
+    start = time.perf_counter()
+    if kind == "contrib":
+        trainer.allreduce_grads()
+        unscale(trainer)
+        for device in devices:
+            gluon.utils.clip_global_norm([p.grad(device) for p in trainer._params], 1.0)
+        trainer.update(1)
+    else:
+        trainer.step(1)
+    mx.nd.waitall()
+    return time.perf_counter() - start
+
+
+def measure(count, size, devices, rounds=15):
+    """Milliseconds that ours and contrib's add to a step."""
+    times = {"gluon": [], "contrib": [], "ours": []}
+    nets = {}
+    for kind in times:
+        net = Net(count, size)
+        net.initialize(ctx=devices)
+        parameters = net.collect_params()
+        if kind == "ours":
+            trainer = amp.Trainer(parameters, Nothing(), loss_scale="dynamic", clip_norm=1.0)
+        else:
+            trainer = gluon.Trainer(parameters, Nothing(), update_on_kvstore=False)
+        if kind == "contrib":  # what init_trainer does, without init's changes to all operators
+            trainer._amp_loss_scaler, trainer._amp_original_scale = LossScaler(), trainer._scale
+        nets[kind] = net, trainer
+    for _ in range(rounds):
+        for kind, (net, trainer) in nets.items():
+            times[kind].append(step(net, devices, trainer, kind))
+    base = median(times["gluon"])
+    return {kind: 1e3 * (median(t) - base) for kind, t in times.items()}
+
+
+def main():
+    print("| parameters | of size | devices | contrib.amp ms | gluon_amp ms | ratio |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    for count, size, devices in [(160, 160000, 1), (2000, 12800, 1), (160, 12800, 1), (500, 12800, 1),
+                                 (160, 160000, 2), (2000, 12800, 2)]:
+        added = measure(count, size, [mx.cpu(i) for i in range(devices)])
+        print(f"| {count} | {size} | {devices} | {added['contrib']:.1f} | {added['ours']:.1f} "
+              f"| {added['ours'] / added['contrib']:.2f} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

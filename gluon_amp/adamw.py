@@ -1,0 +1,66 @@
+"""AdamW, which MXNet 1.9.1 has the operators of, but no optimizer."""
+import os
+from typing import Any, List, Tuple
+
+from ._mxnet import mx, np
+
+
+@mx.optimizer.register
+class AdamW(mx.optimizer.Optimizer):
+    """Adam with decoupled weight decay, after Loshchilov and Hutter.
+
+        m = beta1 * m + (1 - beta1) * g
+        v = beta2 * v + (1 - beta2) * g * g
+        weight -= lr * (sqrt(1 - beta2^t) / (1 - beta1^t) * m / (sqrt(v) + epsilon) + wd * weight)
+
+    Without weight decay it is MXNet's Adam. On a GPU many parameters are updated in one call.
+
+    Args:
+        wd: the decay; the learning rate multiplies it, as in PyTorch.
+    """
+
+    def __init__(self, learning_rate: float = 0.001, beta1: float = 0.9, beta2: float = 0.999,
+                 epsilon: float = 1e-8, **kwargs: Any) -> None:
+        super().__init__(learning_rate=learning_rate, **kwargs)
+        self.beta1, self.beta2, self.epsilon = beta1, beta2, epsilon
+        # the operator takes 50 at most
+        self.aggregate_num = max(1, min(50, int(os.getenv("MXNET_OPTIMIZER_AGGREGATION_SIZE",
+                                                          "50"))))
+
+    def create_state(self, index: Any, weight: Any) -> Tuple[Any, Any]:
+        return mx.nd.zeros_like(weight), mx.nd.zeros_like(weight)
+
+    def update(self, index: Any, weight: Any, grad: Any, state: Any) -> None:
+        self._run("multi_adamw_update", *_lists(index, weight, grad, state))
+
+    def update_multi_precision(self, index: Any, weight: Any, grad: Any, state: Any) -> None:
+        indices, weights, grads, states = _lists(index, weight, grad, state)
+        if not self.multi_precision or weights[0].dtype is not np.float16:
+            self.update(index, weight, grad, state)
+            return
+        self._run("multi_mp_adamw_update", indices, weights, grads,
+                  [(mean, var, master) for master, (mean, var) in states])
+
+    def _run(self, name: str, indices: Any, weights: Any, grads: Any, states: Any) -> None:
+        self._update_count(indices)
+        lrs: List[float] = self._get_lrs(indices)
+        wds = [lr * wd for lr, wd in zip(lrs, self._get_wds(indices))]
+        for i, index in enumerate(indices):
+            t = self._index_update_count[index]
+            lrs[i] *= (1 - self.beta2 ** t) ** 0.5 / (1 - self.beta1 ** t)
+        # On a CPU the operator walks the largest array's size for every array: one at a time.
+        size = 1 if weights[0].context.device_type == "cpu" else len(weights)
+        for i in range(0, len(weights), size):
+            part = slice(i, i + size)
+            getattr(mx.nd.contrib, name)(
+                weights[part], grads[part], *zip(*states[part]), lrs=lrs[part], wds=wds[part],
+                rescale_grad=self.rescale_grad, etas=[1.0] * size, out=weights[part],
+                beta1=self.beta1, beta2=self.beta2, epsilon=self.epsilon,
+                clip_gradient=self.clip_gradient or -1)
+
+
+def _lists(index: Any, *rest: Any) -> List[List[Any]]:
+    """MXNet passes one parameter or several."""
+    if isinstance(index, (tuple, list)):
+        return [list(index), *map(list, rest)]
+    return [[index], *([one] for one in rest)]

@@ -1,0 +1,17 @@
+"""Files that are whole or not there."""
+import os
+from typing import Callable
+
+
+def replace_file(path: str, write: Callable[[str], None]) -> None:
+    """Calls `write` with a path beside this one, then renames: killed at any moment, what
+    stands at `path` is the old file or the new one."""
+    beside = f"{path}.{os.getpid()}.writing"
+    try:
+        write(beside)
+        with open(beside, "rb") as file:
+            os.fsync(file.fileno())
+        os.replace(beside, path)
+    finally:
+        if os.path.exists(beside):
+            os.remove(beside)
