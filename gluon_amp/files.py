@@ -6,7 +6,7 @@ from typing import Callable
 def replace_file(path: str, write: Callable[[str], None]) -> None:
     """Calls `write` with a path beside this one, then renames: killed at any moment, what
     stands at `path` is the old file or the new one."""
-    beside = f"{path}.{os.getpid()}.writing"
+    beside = f"{path}.writing"
     try:
         write(beside)
         with open(beside, "rb") as file:

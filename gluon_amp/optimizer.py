@@ -47,6 +47,14 @@ def check_scalable(made: Any) -> None:
                          "loss scale fits it. Use lars or lamb. Received: lbsgd")
 
 
+class _Decimal(float):
+    """MXNet takes numbers as text, and reads 0.00001 right, but 1e-05 a rounding off.
+    So scaling by a power of two stays exact."""
+
+    def __str__(self) -> str:
+        return f"{float(self):.19f}" if self > 1e-9 else super().__str__()
+
+
 class _WithMasters:
     """In front of an optimizer's class."""
 
@@ -73,6 +81,7 @@ class _WithMasters:
         indices, weights, grads, states = (list(x) if several else [x]
                                            for x in (index, weight, grad, state))
         self._check_types(indices, weights)
+        self.rescale_grad = _Decimal(self.rescale_grad)
         if not self.multi_precision or weights[0].dtype is not np.float16:
             super().update_multi_precision(index, weight, grad, state)
             return

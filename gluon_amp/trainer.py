@@ -234,6 +234,7 @@ class Trainer(mx.gluon.Trainer):
     def _check_nobody_else(self) -> None:
         names = [self._params[i].name for (i, _), weight in self._weights() if weight._fresh_grad]
         if names:
+            self._forget()
             raise RuntimeError(f"the gradients{of(names)} were written by another backward pass "
                                "after trainer.backward(): a loss.backward(), or that of another "
                                "Trainer. Their scale is not known: step before it")

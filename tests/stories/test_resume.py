@@ -1,0 +1,100 @@
+"""Train, be killed, go on in a new process: bit by bit what an unbroken run gives."""
+import os
+import pickle
+import signal
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from gluon_amp._mxnet import mx
+
+SCRIPT = """
+import pickle, sys
+import gluon_amp as amp
+import numpy as np
+from mxnet import autograd, gluon, lr_scheduler, nd
+from mxnet.gluon import nn
+import mxnet as mx
+
+folder, first, last, overflows, saves = sys.argv[1], *map(eval, sys.argv[2:6])
+mx.random.seed(5)
+net = nn.HybridSequential()
+net.add(nn.Conv2D(8, 3, in_channels=1), nn.BatchNorm(in_channels=8), nn.Activation("relu"),
+        nn.Flatten(), nn.Dense(4, in_units=8 * 16))
+net.initialize(mx.init.Xavier())
+amp.convert(net)
+trainer = amp.Trainer(
+    net.collect_params(), "adam",
+    {"learning_rate": 0.01, "lr_scheduler": lr_scheduler.FactorScheduler(3, 0.9, base_lr=0.01)},
+    loss_scale=amp.DynamicLossScale(initial=1024, growth_interval=3, maximum=4096), clip_norm=0.5)
+if first:
+    net.load_parameters(folder + "/net.params")
+    trainer.load_states(folder + "/trainer.states")
+loss_fn = gluon.loss.SoftmaxCrossEntropyLoss()
+for i in range(first, last):
+    rng = np.random.default_rng(i)
+    x, y = nd.array(rng.standard_normal((8, 1, 6, 6))), nd.array(rng.integers(0, 4, 8))
+    with autograd.record():
+        loss = loss_fn(net(x), y) * (1e8 if i in overflows else 1)
+    trainer.backward(loss)
+    assert trainer.step(8) is (i not in overflows), (i, trainer.loss_scale, trainer.overflowed)
+    if saves:
+        net.save_parameters(folder + "/net.params")
+        trainer.save_states(folder + "/trainer.states")
+        print(i, flush=True)
+net.save_parameters(folder + "/net.params")
+trainer.save_states(folder + "/trainer.states")
+"""
+
+
+def run(folder, first, last, overflows=(), saves=False):
+    folder.mkdir(exist_ok=True)
+    return subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-c", SCRIPT, str(folder), str(first), str(last),
+         repr(tuple(overflows)), str(saves)], stdout=subprocess.PIPE, text=True)
+
+
+def result(folder):
+    """Parameters, and all of the trainer's state."""
+    parameters = mx.nd.load(str(folder / "net.params"))
+    with open(folder / "trainer.states", "rb") as file:
+        states, optimizer = pickle.load(file)
+    flat = [a.asnumpy() for master, (mean, var) in
+            (s if isinstance(s[1], tuple) else (s[0], (s[0], s[1])) for s in states.values())
+            for a in (master, mean, var)]
+    return ([parameters[name].asnumpy() for name in sorted(parameters)] + flat,
+            optimizer.trainer_state, optimizer.num_update, optimizer.lr_scheduler.base_lr)
+
+
+def same(a, b):
+    return all(map(np.array_equal, a[0], b[0])) and a[1:] == b[1:]
+
+
+@pytest.mark.parametrize("overflows", [(), (9, 10), (2, 9, 10, 11, 15)],
+                         ids=["no overflow", "just before and after the cut", "many"])
+def test_ten_steps_a_new_process_and_ten_more_are_twenty(overflows, tmp_path):
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    for folder, first, last in ((whole, 0, 20), (cut, 0, 10), (cut, 10, 20)):
+        process = run(folder, first, last, overflows)
+        process.communicate()
+        assert process.returncode == 0
+    expected = result(whole)
+    assert same(result(cut), expected)
+    assert expected[1]["skipped"] == len(overflows) and expected[2] == 20 - len(overflows)
+
+
+def test_killed_while_saving_the_files_are_whole(tmp_path):
+    """They are the last step's or the one's before."""
+    for kill_after in (3, 5, 8):
+        process = run(tmp_path / "cut", 0, 10 ** 6, saves=True)
+        for line in process.stdout:
+            if int(line) >= kill_after:
+                os.kill(process.pid, signal.SIGKILL)
+                break
+        process.communicate()
+        parameters, state, updates, _ = result(tmp_path / "cut")
+        assert updates > kill_after and state["skipped"] == 0
+        assert all(np.isfinite(p).all() for p in parameters)
+    assert {p.name for p in (tmp_path / "cut").iterdir()} <= {
+        "net.params", "trainer.states", "net.params.writing", "trainer.states.writing"}

@@ -1,0 +1,346 @@
+"""amp.optimizer: float32 masters for every optimizer, masters that follow; and adamw."""
+import gluon_amp as amp
+import numpy as np
+import pytest
+from gluon_amp._mxnet import mx
+from halves import halves
+from mxnet import autograd, gluon, nd
+
+NAMES = sorted(mx.optimizer.Optimizer.opt_registry)
+ALL = [*((name, {}) for name in NAMES),
+       # not dcasgd, which in MXNet 1.9.1 fails with a momentum
+       *((name, {"momentum": 0.9}) for name in ("ccsgd", "lars", "lbsgd", "nag", "sgd")),
+       ("signum", {"momentum": 0}), ("rmsprop", {"centered": True}), ("lbsgd", {"batch_scale": 2}),
+       ("lbsgd", {"warmup_strategy": "lars"})]
+SHAPES = [(3, 7), (5, 1), (41, 1000), (2, 3)]  # 2-D for groupadagrad, and one worth threads
+MIXED = ["float16", "float32", "float16", "float32"]
+MASTER_LAST = (mx.optimizer.SGD, mx.optimizer.NAG, mx.optimizer.LARS)
+
+
+def arguments(name, kwargs=()):
+    """Some of everything that an optimizer takes."""
+    return {"learning_rate": 0.05, "wd": 0 if name == "groupadagrad" else 0.01,
+            "rescale_grad": 0.5, "clip_gradient": 1.5, **dict(kwargs)}
+
+
+def values(rng, types, scale=1.0, grid="float16"):
+    """Random arrays of these types, all rounded to `grid` first."""
+    return [nd.array((rng.standard_normal(shape) * scale).astype(grid), dtype=t)
+            for shape, t in zip(SHAPES, types)]
+
+
+def update(updater, weights, rng, gradients="float16", steps=5):
+    types = [w.dtype if gradients == "float16" else gradients for w in weights]
+    for _ in range(steps):
+        updater(list(range(len(weights))), values(rng, types, 4, gradients), weights)
+
+
+def masters(updater, weights):
+    """Float32's own are themselves."""
+    last = isinstance(updater.optimizer, MASTER_LAST)
+    return [updater.states[i][1 if last else 0].asnumpy() if w.dtype is np.float16 else w.asnumpy()
+            for i, w in enumerate(weights)]
+
+
+def train(optimizer, types, in_lists=True, gradients="float16"):
+    """Weights of these types before and after some steps, and their masters."""
+    mx.random.seed(3)  # sgld draws
+    rng = np.random.default_rng(7)
+    updater, weights = mx.optimizer.Updater(optimizer), values(rng, types)
+    updater.aggregate_updates = in_lists and updater.aggregate_updates
+    first = [w.asnumpy() for w in weights]
+    update(updater, weights, rng, gradients)
+    return first, [w.asnumpy() for w in weights], masters(updater, weights)
+
+
+def assert_as_in_float32(name, kwargs, *args):
+    _, weights, mine = train(amp.optimizer(name, **kwargs), MIXED, *args)
+    first, wide, _ = train(mx.optimizer.create(name, **kwargs), ["float32"] * 4, *args)
+    assert [w.dtype.name for w in weights] == MIXED
+    for before, exact, master, weight in zip(first, wide, mine, weights):
+        assert (exact != before).any()
+        np.testing.assert_array_equal(master, exact)
+        np.testing.assert_array_equal(weight, exact.astype(weight.dtype))
+
+
+# Float32 masters
+
+
+@pytest.mark.parametrize("in_lists", [False, True])
+@pytest.mark.parametrize(("name", "kwargs"), ALL)
+def test_float16_weights_are_those_of_float32_training_rounded(name, kwargs, in_lists):
+    assert_as_in_float32(name, arguments(name, kwargs), in_lists)
+
+
+@pytest.mark.parametrize("name", ["adam", "adamw", "lamb", "lars", "nag", "sgd"])
+def test_gradients_of_float16_weights_may_be_float32(name):
+    assert_as_in_float32(name, arguments(name), True, "float32")
+
+
+@pytest.mark.parametrize("name", ["adamw", "lamb", "lars", "sgd"])
+def test_weights_of_one_type_are_updated_in_one_call(name):
+    optimizer, calls = amp.optimizer(name), []
+    original = optimizer.update_multi_precision
+    optimizer.update_multi_precision = lambda i, *rest: (calls.append(i), original(i, *rest))
+    train(optimizer, MIXED)
+    assert calls == [(0, 2), (1, 3)] * 5
+
+
+@pytest.mark.parametrize(("name", "dtype"), [*((name, "float16") for name in NAMES),
+                                             ("adamw", "float32")])
+def test_gradients_are_only_read(name, dtype):
+    updater = mx.optimizer.Updater(amp.optimizer(name, rescale_grad=0.5, clip_gradient=0.1))
+    weight, grad = nd.ones((2, 3), dtype=dtype), nd.full((2, 3), 2, dtype=dtype)
+    updater(0, grad, weight)
+    mx.nd.waitall()  # MXNet does not wait for a write that it does not know of
+    assert (grad.asnumpy() == 2).all()
+
+
+@pytest.mark.parametrize(("name", "kwargs"), ALL)
+def test_saved_states_and_optimizer_continue_bit_by_bit(name, kwargs):
+    rng, kwargs = np.random.default_rng(7), arguments(name, kwargs)
+    updater, revived = (mx.optimizer.Updater(amp.optimizer(name, **kwargs)) for _ in range(2))
+    weights = values(rng, MIXED)
+    update(updater, weights, rng, steps=3)
+    revived.set_states(updater.get_states(dump_optimizer=True))
+    ends = []
+    for one, arrays in ((updater, weights), (revived, [w.copy() for w in weights])):
+        mx.random.seed(5)
+        update(one, arrays, np.random.default_rng(9), steps=3)
+        ends.append([*(w.asnumpy() for w in arrays), *masters(one, arrays)])
+    for mine, its in zip(*ends):
+        np.testing.assert_array_equal(mine, its)
+
+
+# Epsilon
+
+EPSILON = ["adam", "adamw", "ftml", "nadam", "rmsprop"]
+
+
+def one_step(name, dtype, **kwargs):
+    weight = nd.ones((2, 3), dtype=dtype)
+    mx.optimizer.Updater(amp.optimizer(name, learning_rate=0.1, **kwargs))(0, weight * 0.5, weight)
+    return weight.asnumpy()
+
+
+@pytest.mark.parametrize("name", EPSILON)
+def test_an_epsilon_that_is_0_in_float16_is_refused_for_float16_state(name):
+    with pytest.raises(ValueError, match=r"epsilon=1e-08 is 0 in float16.* Leave multi_precision "
+                                         r"at True, or .* 1e-4 is usual"):
+        one_step(name, "float16", multi_precision=False)
+
+
+@pytest.mark.parametrize("name", EPSILON)
+def test_an_epsilon_that_float16_has_is_accepted(name):
+    with pytest.warns(UserWarning, match="Accumulating with float16"):
+        weight = one_step(name, "float16", multi_precision=False, epsilon=1e-4)
+    assert ((weight < 1) & (weight > 0.5)).all()
+
+
+@pytest.mark.parametrize("name", EPSILON)
+def test_any_epsilon_fits_float32_state(name):
+    for weight in (one_step(name, "float16"), one_step(name, "float32", multi_precision=False)):
+        assert ((weight < 1) & (weight > 0.5)).all()
+
+
+# Masters follow what is written into their weights
+
+WRITTEN = [("sgd", {}), ("sgd", {"momentum": 0.9}), ("nag", {"momentum": 0.9}), ("adam", {}),
+           ("adamw", {"wd": 0.1}), ("lamb", {}), ("lars", {"momentum": 0.9})]
+WRITES = {
+    "a slice": lambda p: p.data().__setitem__(slice(None), 3),
+    "some elements": lambda p: p.data().__setitem__((slice(1, 3), 2), -2),
+    "set_data": lambda p: p.set_data(nd.arange(24).reshape((4, 6))),
+    "what was there": lambda p: p.set_data(p.data().copy()),
+}
+
+
+def parameter(value, dtype, **kwargs):
+    made = gluon.Parameter("weight", shape=value.shape, dtype=dtype, **kwargs)
+    made.initialize()
+    made.set_data(nd.array(value, dtype=dtype))
+    return made
+
+
+def step(trainer, grad):
+    """One step of a Trainer with one parameter, whose gradient is this."""
+    (param,) = trainer._params
+    with autograd.record():
+        loss = (param.data() * nd.array(grad, dtype=param.dtype)).sum()
+    loss.backward()
+    trainer.step(1)
+
+
+def assert_continues_from(name, kwargs, value, write):
+    """As float32 training in which just what is written is replaced, bit by bit."""
+    half, wide = (parameter(value, dtype) for dtype in ("float16", "float32"))
+    kwargs = {"learning_rate": 0.1, **kwargs}
+    trainers = [gluon.Trainer([half], amp.optimizer(name, **kwargs)),
+                gluon.Trainer([wide], mx.optimizer.create(name, **kwargs))]
+    rng = np.random.default_rng(9)
+    for moment in range(6):
+        if moment == 3:
+            before = half.data().asnumpy()
+            write(half)
+            after = half.data().asnumpy()
+            replaced = np.where(after != before, after.astype(np.float32), wide.data().asnumpy())
+            wide.set_data(nd.array(replaced))
+        grad = halves(rng, *value.shape)
+        for trainer in trainers:
+            step(trainer, grad)
+    exact = wide.data().asnumpy()
+    (master,) = masters(trainers[0]._updaters[0], [half.data()])
+    np.testing.assert_array_equal(master, exact)
+    np.testing.assert_array_equal(half.data().asnumpy(), exact.astype(np.float16))
+    return exact
+
+
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize(("name", "kwargs"), WRITTEN)
+def test_a_step_continues_from_what_somebody_wrote(name, kwargs, write, rng):
+    assert_continues_from(name, kwargs, halves(rng, 4, 6), WRITES[write])
+
+
+@pytest.mark.parametrize(("name", "kwargs"), WRITTEN[:5])  # the others' norms mix the elements
+def test_any_half_may_be_written(name, kwargs):
+    new = nd.array([np.nan, np.inf, -np.inf, -0.0, 0, 2**-24, -3 * 2**-24, 2**-14, 65504],
+                   dtype="float16")
+    end = assert_continues_from(name, kwargs, np.full(9, 2.0), lambda p: p.set_data(new))
+    assert np.array_equal(np.isfinite(end), np.isfinite(new.asnumpy()))
+
+
+@pytest.mark.parametrize("name", ["adam", "sgd"])
+@pytest.mark.parametrize(("make", "expected"), [(amp.optimizer, 5), (mx.optimizer.create, 1)])
+def test_mxnets_own_masters_take_back_what_was_written_and_these_do_not(name, make, expected):
+    weight = parameter(np.ones(3), "float16")
+    trainer = gluon.Trainer([weight], make(name, multi_precision=True))
+    step(trainer, np.zeros(3))
+    weight.set_data(nd.full(3, 5))
+    step(trainer, np.zeros(3))
+    assert (weight.data().asnumpy() == expected).all()
+
+
+def test_loaded_parameters_are_where_the_next_step_starts(tmp_path, rng):
+    file, x = str(tmp_path / "net.params"), nd.array(rng.standard_normal((8, 3)))
+    net = amp.convert(gluon.nn.Dense(4, in_units=3))
+    net.initialize(mx.init.Normal(1))
+    net.save_parameters(file)
+    start = net.weight.data().asnumpy()
+    trainer = gluon.Trainer(net.collect_params(), amp.optimizer("sgd", learning_rate=0.25))
+    for moment in range(4):
+        if moment == 3:
+            assert (net.weight.data().asnumpy() != start).all()
+            net.load_parameters(file)
+        with autograd.record():
+            loss = (net(x) ** 2).mean()
+        loss.backward()
+        trainer.step(1)
+    expected = start - net.weight.grad().asnumpy().astype(np.float32) * 0.25
+    np.testing.assert_array_equal(net.weight.data().asnumpy(), expected.astype(np.float16))
+
+
+@pytest.mark.parametrize(("old", "new"), [("float16", "float32"), ("float32", "float16")])
+@pytest.mark.parametrize("name", ["adam", "adamw", "sgd"])
+def test_a_cast_between_two_steps_asks_for_a_new_trainer(name, old, new):
+    net = gluon.Block(prefix="net_")
+    weight = net.params.get("weight", shape=(3,), dtype=old, init="ones")
+    net.initialize()
+    trainer = gluon.Trainer(net.collect_params(), amp.optimizer(name))
+    step(trainer, np.ones(3))
+    net.cast(new)
+    with pytest.raises(ValueError, match=rf"net_weight was {old} when .* and is {new} now: "
+                                         r"make a new Trainer"):
+        step(trainer, np.ones(3))
+    before = weight.data().asnumpy()
+    step(gluon.Trainer(net.collect_params(), amp.optimizer(name)), np.ones(3))
+    assert (weight.data().asnumpy() < before).all()
+
+
+# adamw
+
+# MXNet's operator computes v as beta2 * (v - g * g) + g * g, which rounds 1 / (1 - beta2) times
+# as much as the formula does: these are betas with which that is little.
+BETAS = {"beta1": 0.5, "beta2": 0.75}
+
+
+def adamw(weight, grads, rates, wd=0.0, beta1=0.9, beta2=0.999, epsilon=1e-8, rescale_grad=1.0,
+          clip_gradient=np.inf):
+    """Its docstring's formula in float64."""
+    m = v = 0.0
+    for t, (g, lr) in enumerate(zip(grads, rates), 1):
+        g = np.clip(rescale_grad * g.astype(float), -clip_gradient, clip_gradient)
+        m = beta1 * m + (1 - beta1) * g
+        v = beta2 * v + (1 - beta2) * g * g
+        rate = (1 - beta2**t) ** 0.5 / (1 - beta1**t)
+        weight = weight - lr * (rate * m / (np.sqrt(v) + epsilon) + wd * weight)
+    return weight
+
+
+def steps_of(name, kwargs, **mults):
+    """A float32 weight, 20 gradients, and the weight after them with a gluon.Trainer."""
+    rng = np.random.default_rng(3)
+    weight = rng.uniform(-1, 1, 1003).astype(np.float32)
+    grads = rng.standard_normal((20, 1003)).astype(np.float32)
+    param = parameter(weight, "float32", **mults)
+    trainer = gluon.Trainer([param], name, kwargs)
+    for grad in grads:
+        step(trainer, grad)
+    return weight, grads, param.data().asnumpy()
+
+
+def assert_float32(actual, expected):
+    """Equal but for two roundings of the weight, here below 2, in each of 20 steps."""
+    assert np.abs(expected).max() < 2
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=20 * 2 * 2**-24)
+
+
+@pytest.mark.parametrize("kwargs", [
+    {}, {"wd": 0.5}, {"clip_gradient": 0.5}, {"rescale_grad": 1 / 128}, {"epsilon": 0.1},
+    {"beta1": 0.75, "beta2": 0.625},
+    {"wd": 0.5, "clip_gradient": 0.01, "rescale_grad": 1 / 128, "epsilon": 1e-4}])
+def test_adamw_is_its_formula(kwargs):
+    kwargs = {**BETAS, **kwargs}
+    weight, grads, actual = steps_of("adamw", {"learning_rate": 0.03, **kwargs})
+    assert_float32(actual, adamw(weight, grads, [0.03] * 20, **kwargs))
+
+
+@pytest.mark.parametrize("mults", [{"lr_mult": 0.5, "wd_mult": 2.0}, {"lr_mult": 0.0},
+                                   {"wd_mult": 0.0}])
+def test_adamw_follows_schedules_and_multipliers(mults):
+    mine, its = (mx.lr_scheduler.FactorScheduler(3, 0.5, base_lr=0.04, warmup_steps=4)
+                 for _ in range(2))
+    weight, grads, actual = steps_of(
+        "adamw", {"learning_rate": 0.04, "lr_scheduler": its, "wd": 0.5, **BETAS}, **mults)
+    rates = [mine(t) * mults.get("lr_mult", 1) for t in range(1, 21)]
+    assert_float32(actual, adamw(weight, grads, rates, 0.5 * mults.get("wd_mult", 1), **BETAS))
+
+
+@pytest.mark.parametrize("kwargs", [
+    {}, {"clip_gradient": 0.5, "rescale_grad": 0.25}, {"clip_gradient": 0},
+    {"learning_rate": 0.03, "beta2": 0.75, "epsilon": 1e-3}])
+def test_adamw_without_weight_decay_is_mxnets_adam(kwargs):
+    assert_float32(*(steps_of(name, kwargs)[-1] for name in ("adamw", "adam")))
+
+
+@pytest.mark.parametrize("in_lists", [False, True])
+def test_adamw_has_the_same_masters_by_mxnets_operator_which_a_gpu_runs(in_lists):
+    kwargs = {**arguments("adamw"), "multi_precision": True}
+    ours, stock = (train(make("adamw", **kwargs), MIXED, in_lists)
+                   for make in (amp.optimizer, mx.optimizer.create))
+    for mine, its in zip(ours[1] + ours[2], stock[1] + stock[2]):
+        np.testing.assert_array_equal(mine, its)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_adamw_takes_row_sparse_gradients_as_dense_ones(dtype, rng):
+    """Every row decays and moves on, also those that a gradient has not."""
+    value, ends = halves(rng, 5, 3), []
+    for stype in ("row_sparse", "default"):
+        updater = mx.optimizer.Updater(amp.optimizer("adamw", learning_rate=0.1, wd=0.1))
+        weights = [nd.array(value, dtype=dtype) for _ in range(2)]
+        for rows in ([1, 3], [0, 3]):
+            grad = nd.sparse.row_sparse_array((value[rows], rows), shape=(5, 3), dtype=dtype)
+            updater([0, 1], [grad.tostype(stype), grad.tostype("default")], weights)
+        ends.append([w.asnumpy() for w in weights])
+        assert (ends[-1][0] != value).all()
+    np.testing.assert_array_equal(*ends)

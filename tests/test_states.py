@@ -1,0 +1,261 @@
+"""Trainer.save_states and load_states: what a file holds, and files that do not fit."""
+import pickle
+
+import gluon_amp as amp
+import numpy as np
+import pytest
+from gluon_amp._mxnet import mx
+from mxnet import autograd, gluon, nd
+from mxnet.gluon import nn
+
+NAMES = ["sgd", "nag", "adam", "adamw", "lamb", "lars", "rmsprop", "ftml", "nadam", "adagrad"]
+
+
+def make(policy="float16", width=4, **kwargs):
+    mx.random.seed(5)
+    net = nn.HybridSequential()
+    net.add(nn.Dense(width, in_units=3, activation="relu"), nn.BatchNorm(in_channels=width),
+            nn.Dense(2, in_units=width))
+    net.initialize(mx.init.Xavier(), **kwargs)
+    return amp.convert(net, policy)
+
+
+def fit(net, trainer, steps=3, overflow=False):
+    for _ in range(steps):
+        x = nd.random.normal(shape=(4, 3))
+        with autograd.record():
+            loss = net(x).square().sum() * (1e30 if overflow else 1)
+        getattr(trainer, "backward", autograd.backward)(loss)
+        trainer.step(4)
+
+
+def values(net):
+    return [p.data().asnumpy() for p in net.collect_params().values()]
+
+
+def arrays(state):
+    if isinstance(state, mx.nd.NDArray):
+        return [state.asnumpy()]
+    if isinstance(state, (list, tuple, dict)):
+        state = state.values() if isinstance(state, dict) else state
+        return [a for part in state for a in arrays(part)]
+    return []
+
+
+def everything(net, trainer):
+    """All that a step depends on."""
+    return [*values(net), *arrays(trainer._updaters[0].states), trainer.loss_scale, trainer.skipped,
+            trainer.optimizer.num_update]
+
+
+def same(a, b):
+    return len(a) == len(b) and all(map(np.array_equal, a, b))
+
+
+def of(net, name="sgd", **kwargs):
+    params = {"learning_rate": 0.01, **({"momentum": 0.9} if name in ("sgd", "nag") else {})}
+    return amp.Trainer(net.collect_params(), name, params,
+                       **{"loss_scale": amp.DynamicLossScale(growth_interval=4), **kwargs})
+
+
+@pytest.fixture()
+def path(tmp_path):
+    return str(tmp_path / "trainer.states")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_loaded_trainer_goes_on_bit_by_bit(name, path, tmp_path):
+    net = make()
+    trainer = of(net, name)
+    fit(net, trainer, 10)
+    fit(net, trainer, 1, overflow=True)
+    trainer.save_states(path)
+    net.save_parameters(str(tmp_path / "net.params"))
+    mx.random.seed(1)
+    fit(net, trainer, 1, overflow=True)
+    fit(net, trainer, 10)
+
+    other = make()
+    other.load_parameters(str(tmp_path / "net.params"))
+    resumed = of(other, name)
+    resumed.load_states(path)
+    mx.random.seed(1)
+    fit(other, resumed, 1, overflow=True)
+    fit(other, resumed, 10)
+    assert same(everything(net, trainer), everything(other, resumed))
+
+
+@pytest.mark.parametrize("name", ["sgd", "adam"])
+@pytest.mark.parametrize("policy", ["float16", "float32"])
+def test_a_file_of_gluons_trainer_loads(name, policy, path, tmp_path):
+    net = make(policy)
+    stock = gluon.Trainer(net.collect_params(), name,
+                          {"learning_rate": 0.01, "multi_precision": True})
+    fit(net, stock, 4)
+    stock.save_states(path)
+    other = make(policy)
+    trainer = of(other, name)
+    trainer.load_states(path)
+    assert same(arrays(stock._updaters[0].states), arrays(trainer._updaters[0].states))
+    assert trainer.optimizer.num_update == 4 and trainer.loss_scale == 2.0 ** 16
+    fit(other, trainer, 4)
+    other[0].weight.set_data(nd.zeros((4, 3)))  # masters follow in it, too
+    fit(other, trainer, 1)
+    assert np.abs(other[0].weight.data().asnumpy()).max() < 0.05
+
+
+def test_gluons_trainer_loads_the_file(path):
+    net = make("float32")
+    trainer = of(net, "adam")
+    fit(net, trainer, 4)
+    trainer.save_states(path)
+    stock = gluon.Trainer(make("float32").collect_params(), "adam")
+    stock.load_states(path)
+    assert same(arrays(stock._updaters[0].states), arrays(trainer._updaters[0].states))
+
+
+@pytest.mark.filterwarnings("ignore:unclosed file", "ignore:Exception ignored")  # MXNet's kvstore
+def test_states_on_the_kvstore_are_saved_too(path):
+    devices = [mx.cpu(0), mx.cpu(1)]
+
+    def trained(load=None):
+        net = make("float32", ctx=devices)
+        trainer = amp.Trainer(net.collect_params(), "adam", loss_scale=None,
+                              update_on_kvstore=True)
+        if load:
+            trainer.load_states(load)
+        with autograd.record():
+            losses = [net(nd.ones((4, 3), ctx=d)).square().sum() for d in devices]
+        trainer.backward(losses)
+        trainer.step(8)
+        return trainer
+
+    trained().save_states(path)
+    assert trained(path).optimizer.num_update == 2
+
+
+@pytest.mark.parametrize("cut", [0, 1, 100, 0.5, -1])
+def test_a_truncated_file_is_an_error_and_changes_nothing(cut, path):
+    net = make()
+    trainer = of(net)
+    fit(net, trainer, 4)
+    trainer.save_states(path)
+    with open(path, "rb") as file:
+        data = file.read()
+    with open(path, "wb") as file:
+        file.write(data[:int(len(data) * cut) if isinstance(cut, float) else cut])
+    fit(net, trainer, 2)
+    before = everything(net, trainer)
+    with pytest.raises(ValueError, match="holds no optimizer states, or is cut short"):
+        trainer.load_states(path)
+    assert same(before, everything(net, trainer))
+
+
+def check_refused(trainer, net, path, message):
+    fit(net, trainer, 2)
+    before = everything(net, trainer)
+    with pytest.raises(ValueError, match=message):
+        trainer.load_states(path)
+    assert same(before, everything(net, trainer))
+    fit(net, trainer, 2)
+
+
+@pytest.mark.parametrize("content", [
+    b"these are no states", b"\x80\x04]\x94.", pickle.dumps(({}, {})), pickle.dumps([1, 2])])
+def test_a_foreign_file_is_an_error_and_changes_nothing(content, path):
+    with open(path, "wb") as file:
+        file.write(content)
+    net = make()
+    check_refused(of(net), net, path, "holds no optimizer states")
+
+
+@pytest.mark.parametrize("saved, loading, message", [
+    ({"name": "adam"}, {}, "holds the states of Adam; this Trainer has SGD"),
+    ({"width": 5}, {}, r"does not fit .*_weight, \(4, 3\), float16"),
+    ({"policy": "float32"}, {}, "does not fit .*_weight"),
+    ({}, {"policy": "float32"}, "does not fit .*_weight, .* float32"),
+    ({"extra": True}, {}, "holds a state of parameter number 6; this Trainer has 6"),
+], ids=["optimizer", "shape", "from float32", "to float32", "more parameters"])
+def test_a_file_that_does_not_fit_is_an_error_and_changes_nothing(saved, loading, message, path):
+    def build(name="sgd", extra=False, policy="float16", width=4):
+        net = make(policy, width)
+        params = [p for p in net.collect_params().values() if p.grad_req != "null"]
+        if extra:
+            params.append(gluon.Parameter("extra", shape=(2,), init="ones"))
+            params[-1].initialize()
+        return net, amp.Trainer(params, name, loss_scale=8)
+
+    net, trainer = build(**saved)
+    if saved.get("extra"):
+        with autograd.record():
+            loss = net(nd.ones((4, 3))).sum() + trainer._params[-1].data().sum()
+        trainer.backward(loss)
+        trainer.step(4)
+    else:
+        fit(net, trainer, 2)
+    trainer.save_states(path)
+    net, trainer = build(**loading)
+    check_refused(trainer, net, path, message)
+
+
+def test_a_scale_out_of_bounds_is_an_error_and_changes_nothing(path):
+    net = make()
+    trainer = of(net)
+    fit(net, trainer)
+    trainer.save_states(path)
+    net = make()
+    check_refused(of(net, loss_scale=amp.DynamicLossScale(initial=4, maximum=8)), net, path,
+                  "scale must lie between minimum=1 and maximum=8")
+
+
+def test_a_missing_file_is_pythons_own_error(path):
+    with pytest.raises(FileNotFoundError):
+        of(make()).load_states(path)
+
+
+def test_a_failing_save_leaves_the_old_file_whole(path, tmp_path, monkeypatch):
+    net = make()
+    trainer = of(net)
+    fit(net, trainer)
+    trainer.save_states(path)
+    with open(path, "rb") as file:
+        old = file.read()
+
+    def full(self, fname):
+        with open(fname, "wb") as file:
+            file.write(b"half")
+        raise OSError("No space left on device")
+
+    fit(net, trainer)
+    monkeypatch.setattr(gluon.Trainer, "save_states", full)
+    with pytest.raises(OSError, match="No space"):
+        trainer.save_states(path)
+    with open(path, "rb") as file:
+        assert file.read() == old
+    assert [p.name for p in tmp_path.iterdir()] == ["trainer.states"]
+
+
+def test_every_device_gets_the_states(path):
+    devices = [mx.cpu(0), mx.cpu(1)]
+
+    def step(net, trainer):
+        with autograd.record():
+            losses = [net(nd.ones((4, 3), ctx=d) * (i + 1)).square().sum()
+                      for i, d in enumerate(devices)]
+        trainer.backward(losses)
+        assert trainer.step(8)
+
+    net = make(ctx=devices)
+    trainer = of(net, "adam", loss_scale=64)
+    step(net, trainer)
+    trainer.save_states(path)
+    other = make(ctx=devices)
+    for mine, theirs in zip(other.collect_params().values(), net.collect_params().values()):
+        mine.set_data(theirs.data())
+    resumed = of(other, "adam", loss_scale=64)
+    resumed.load_states(path)
+    step(net, trainer)
+    step(other, resumed)
+    for mine, theirs in zip(other.collect_params().values(), net.collect_params().values()):
+        for device in devices:
+            assert np.array_equal(mine.data(device).asnumpy(), theirs.data(device).asnumpy())
