@@ -2,7 +2,7 @@
 # make test    run all tests
 # make setup   only make .venv
 # make lint    ruff and mypy
-# make bench   step time and memory, float16 over float32
+# make bench   step time and memory, float16 over float32; what loss scaling costs
 # PYTHON=python3.10 make demo    with another Python (3.8 to 3.12)
 
 PYTHON ?= python3
@@ -23,7 +23,8 @@ lint: .venv/test
 	$(BIN)/mypy gluon_amp
 
 bench: .venv/test
-	$(BIN)/gluon-amp bench
+	$(BIN)/python -W ignore benchmarks/step_time.py
+	$(BIN)/python -W ignore benchmarks/scaler_time.py
 
 setup: .venv/setup
 

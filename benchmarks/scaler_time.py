@@ -16,6 +16,10 @@ from mxnet import autograd, gluon
 from mxnet.contrib.amp.amp import scale_loss, unscale
 from mxnet.contrib.amp.loss_scaler import LossScaler
 
+CASES = [  # parameters, of this size, on so many devices
+    (160, 160000, 1), (2000, 12800, 1), (160, 12800, 1), (500, 12800, 1), (160, 160000, 2),
+    (2000, 12800, 2)]
+
 
 class Nothing(mx.optimizer.Optimizer):
     """Updates nothing."""
@@ -89,8 +93,7 @@ def measure(count, size, devices, rounds=15):
 def main():
     print("| parameters | of size | devices | contrib.amp ms | gluon_amp ms | ratio |")
     print("| --- | --- | --- | --- | --- | --- |")
-    for count, size, devices in [(160, 160000, 1), (2000, 12800, 1), (160, 12800, 1), (500, 12800, 1),
-                                 (160, 160000, 2), (2000, 12800, 2)]:
+    for count, size, devices in CASES:
         added = measure(count, size, [mx.cpu(i) for i in range(devices)])
         print(f"| {count} | {size} | {devices} | {added['contrib']:.1f} | {added['ours']:.1f} "
               f"| {added['ours'] / added['contrib']:.2f} |", flush=True)

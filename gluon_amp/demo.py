@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 from ._mxnet import mx, np
 from .convert import convert
-from .optimizer import optimizer
+from .trainer import Trainer
 
 TYPES = ("float32", "float16")
 
@@ -54,8 +54,9 @@ class _Run:
         if dtype == "float16":
             convert(self.net)
         self.net.hybridize(static_alloc=True, static_shape=True)
-        self.trainer = mx.gluon.Trainer(
-            self.net.collect_params(), optimizer("sgd", learning_rate=0.1, momentum=0.9, wd=1e-4))
+        self.trainer = Trainer(self.net.collect_params(), "sgd",
+                               {"learning_rate": 0.1, "momentum": 0.9, "wd": 1e-4},
+                               enabled=dtype == "float16")
         self.loss = mx.gluon.loss.SoftmaxCrossEntropyLoss()
         self.seconds: List[float] = []
 
@@ -63,7 +64,7 @@ class _Run:
         start = time.perf_counter()
         with mx.autograd.record():
             loss = self.loss(self.net(images), labels)
-        loss.backward()
+        self.trainer.backward(loss)
         self.trainer.step(len(labels))
         mx.nd.waitall()
         self.seconds.append(time.perf_counter() - start)

@@ -58,10 +58,10 @@ class _Decimal(float):
 class _WithMasters:
     """In front of an optimizer's class."""
 
-    weight_types: Dict[Any, str]  # of each index, when its state was made
+    weight_types: Dict[Any, Any]  # of each index, when its state was made
 
     def create_state_multi_precision(self, index: Any, weight: Any) -> Any:
-        self.weight_types[index] = dtype_name(weight.dtype)
+        self.weight_types[index] = weight.dtype
         if weight.dtype is np.float16 and not self.multi_precision:
             self._check_epsilon()
         return super().create_state_multi_precision(index, weight)
@@ -107,12 +107,12 @@ class _WithMasters:
 
     def _check_types(self, indices: List[Any], weights: List[Any]) -> None:
         for index, weight in zip(indices, weights):
-            now = dtype_name(weight.dtype)
-            then = self.weight_types.setdefault(index, now)
-            if now != then:
+            then = self.weight_types.setdefault(index, weight.dtype)
+            if weight.dtype is not then:
                 name = getattr(self.param_dict.get(index), "name", index)
-                raise ValueError(f"parameter {name} was {then} when its optimizer state was made "
-                                 f"and is {now} now: make a new Trainer after a cast")
+                raise ValueError(f"parameter {name} was {dtype_name(then)} when its optimizer "
+                                 f"state was made and is {dtype_name(weight.dtype)} now: make a "
+                                 "new Trainer after a cast")
 
     def _sgd(self, indices: Any, weights: Any, grads: Any, masters: Any, momenta: Any) -> None:
         self._update_count(indices)

@@ -60,6 +60,18 @@ def test_narrow_rounds_ties_to_even_everywhere():
     assert same_bits(call("narrow", points), to_half(points))
 
 
+def test_a_master_follows_where_its_weight_is_not_it_rounded():
+    masters = around_every_half()
+    rounded = to_half(masters)
+    assert same_bits(call("follow", masters, rounded), masters)
+    written = np.roll(rounded, 1)
+    changed = written != rounded  # 0 and -0 are no change
+    written[5], changed[5] = np.nan, True
+    followed = np.where(changed, written.astype(np.float32), masters)
+    assert changed.mean() > 0.9
+    assert same_bits(call("follow", masters, written), followed)
+
+
 def test_round_is_narrow_then_widen():
     points = np.concatenate([around_every_half(), np.float32([np.inf, -np.inf, np.nan, 1e-45])])
     assert same_bits(call("round", points), to_half(points).astype(np.float32))

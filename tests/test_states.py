@@ -97,7 +97,8 @@ def test_a_file_of_gluons_trainer_loads(name, policy, path, tmp_path):
     trainer = of(other, name)
     trainer.load_states(path)
     assert same(arrays(stock._updaters[0].states), arrays(trainer._updaters[0].states))
-    assert trainer.optimizer.num_update == 4 and trainer.loss_scale == 2.0 ** 16
+    assert trainer.optimizer.num_update == 4
+    assert trainer.loss_scale == 2.0 ** 16
     fit(other, trainer, 4)
     other[0].weight.set_data(nd.zeros((4, 3)))  # masters follow in it, too
     fit(other, trainer, 1)
@@ -169,7 +170,7 @@ def test_a_foreign_file_is_an_error_and_changes_nothing(content, path):
     check_refused(of(net), net, path, "holds no optimizer states")
 
 
-@pytest.mark.parametrize("saved, loading, message", [
+@pytest.mark.parametrize(("saved", "loading", "message"), [
     ({"name": "adam"}, {}, "holds the states of Adam; this Trainer has SGD"),
     ({"width": 5}, {}, r"does not fit .*_weight, \(4, 3\), float16"),
     ({"policy": "float32"}, {}, "does not fit .*_weight"),

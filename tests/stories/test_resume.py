@@ -81,7 +81,8 @@ def test_ten_steps_a_new_process_and_ten_more_are_twenty(overflows, tmp_path):
         assert process.returncode == 0
     expected = result(whole)
     assert same(result(cut), expected)
-    assert expected[1]["skipped"] == len(overflows) and expected[2] == 20 - len(overflows)
+    assert expected[1]["skipped"] == len(overflows)
+    assert expected[2] == 20 - len(overflows)
 
 
 def test_killed_while_saving_the_files_are_whole(tmp_path):
@@ -94,7 +95,8 @@ def test_killed_while_saving_the_files_are_whole(tmp_path):
                 break
         process.communicate()
         parameters, state, updates, _ = result(tmp_path / "cut")
-        assert updates > kill_after and state["skipped"] == 0
+        assert updates > kill_after
+        assert state["skipped"] == 0
         assert all(np.isfinite(p).all() for p in parameters)
     assert {p.name for p in (tmp_path / "cut").iterdir()} <= {
         "net.params", "trainer.states", "net.params.writing", "trainer.states.writing"}
