@@ -10,7 +10,7 @@ and the update scales down again. Both must use one number, which these objects 
 import inspect
 import numbers
 from dataclasses import dataclass
-from typing import Any, Dict, Optional, Sequence, Union
+from typing import Any, Dict, Iterable, Optional, Union
 
 from mxnet.gluon.loss import Loss, SDMLLoss
 
@@ -23,10 +23,11 @@ class LossScaleError(RuntimeError):
 
 
 def positive(value: Any, what: str) -> float:
-    """A number above 0 and finite in float32, or an error."""
+    """A number above 0 that float32 holds, as its inverse, or an error."""
     number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    if not number or not 0 < value <= 2.0 ** 127:
-        raise ValueError(f"{what} must be a positive, finite number. Received: {value!r}")
+    if not number or not 2.0 ** -126 <= value <= 2.0 ** 126:
+        raise ValueError(f"{what} must be a positive, finite number, from 2^-126 to 2^126. "
+                         f"Received: {value!r}")
     return float(value)
 
 
@@ -51,14 +52,19 @@ class StaticLossScale:
         """
         if not (isinstance(cls, type) and issubclass(cls, Loss)):
             raise TypeError(f"scale.loss takes a class of gluon.loss. Received: {cls!r}")
+        if issubclass(cls, SDMLLoss):
+            raise TypeError(_no_weight(cls))
         weight = inspect.signature(cls).parameters.get("weight")
-        if weight is None or issubclass(cls, SDMLLoss):
-            raise TypeError(f"{cls.__name__} does not use a weight, so it cannot be scaled by one: "
-                            "use gluon_amp.Trainer, which scales gradients")
+        default = 1.0 if weight is None else weight.default
         given = kwargs.pop("weight", None)
         if given is None:
-            given = weight.default if isinstance(weight.default, numbers.Real) else 1.0
-        return cls(weight=given * self.scale, **kwargs)
+            given = default if isinstance(default, numbers.Real) else 1.0
+        try:
+            return cls(weight=given * self.scale, **kwargs)
+        except TypeError as error:
+            if weight is None:
+                raise TypeError(_no_weight(cls)) from error
+            raise
 
     def optimizer(self, name: str, rescale_grad: float = 1.0, **kwargs: Any) -> Any:
         """`gluon_amp.optimizer(name, ...)` that undoes the scale, for `gluon.Trainer`.
@@ -113,7 +119,7 @@ class DynamicLossScale:
         self.growth_interval = _count(growth_interval, "growth_interval", least=1)
         self.finite_steps = 0  # in a row, since the scale last changed
 
-    def update(self, finite: bool, parameters: Sequence[str] = ()) -> None:
+    def update(self, finite: bool, parameters: Iterable[str] = ()) -> None:
         """Takes in whether a step's gradients were finite.
 
         Args:
@@ -126,7 +132,7 @@ class DynamicLossScale:
                 self.finite_steps = 0
         elif self.scale <= self.minimum:
             raise LossScaleError(f"gradients are not finite{of(parameters)} at the smallest loss "
-                                 f"scale, {self.minimum:g}: their float16 numbers overflow "
+                                 f"scale, {self.minimum!r}: their float16 numbers overflow "
                                  "without any scaling. Keep these layers in float32 "
                                  "(convert(keep=...)), or lower the learning rate")
         else:
@@ -148,12 +154,17 @@ class DynamicLossScale:
 
     def _within(self, scale: Any, what: str) -> float:
         if not self.minimum <= positive(scale, what) <= self.maximum:
-            raise ValueError(f"{what} must lie between minimum={self.minimum:g} and "
-                             f"maximum={self.maximum:g}. Received: {scale!r}")
+            raise ValueError(f"{what} must lie between minimum={self.minimum!r} and "
+                             f"maximum={self.maximum!r}. Received: {scale!r}")
         return float(scale)
 
     def __repr__(self) -> str:
-        return f"DynamicLossScale(scale={self.scale:g}, finite_steps={self.finite_steps})"
+        return f"DynamicLossScale(scale={self.scale!r}, finite_steps={self.finite_steps})"
+
+
+def _no_weight(cls: Any) -> str:
+    return f"{cls.__name__} takes no weight, or does not use it, so it cannot be scaled by one: " \
+           "use gluon_amp.Trainer, which scales gradients"
 
 
 LossScale = Union[StaticLossScale, DynamicLossScale]
@@ -163,16 +174,17 @@ def as_loss_scale(value: Any) -> Optional[LossScale]:
     """What `loss_scale=` takes: a scale, a number, "dynamic" or None."""
     if value is None or isinstance(value, (StaticLossScale, DynamicLossScale)):
         return value
-    if value == "dynamic":
+    if isinstance(value, str) and value == "dynamic":
         return DynamicLossScale()
     if isinstance(value, numbers.Real) and not isinstance(value, bool):
-        return StaticLossScale(float(value))
+        return StaticLossScale(positive(value, "loss_scale"))
     raise ValueError('loss_scale takes "dynamic", a number, a StaticLossScale, a DynamicLossScale, '
                      f"or None for no scaling. Received: {value!r}")
 
 
-def of(parameters: Sequence[str]) -> str:
+def of(parameters: Iterable[str]) -> str:
     """ in a, b, c and 4 more, or nothing"""
+    parameters = list(parameters)
     more = f" and {len(parameters) - 5} more" if len(parameters) > 5 else ""
     return f" in {', '.join(parameters[:5])}{more}" if parameters else ""
 
@@ -180,4 +192,4 @@ def of(parameters: Sequence[str]) -> str:
 def _count(value: Any, what: str, least: int) -> int:
     if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < least:
         raise ValueError(f"{what} must be a whole number from {least} on. Received: {value!r}")
-    return value
+    return int(value)

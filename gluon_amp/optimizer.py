@@ -8,12 +8,15 @@ float32 and narrow with our kernels, SGD in one pass.
 import functools
 from typing import Any, Dict, List
 
-from . import adamw  # noqa: F401  (registers it)
+from . import adamw
 from ._mxnet import mx, np
 from .cpu import library
 from .halves import dtype_name, follow, narrow, to_float32
 
 _MASTER_LAST = (mx.optimizer.SGD, mx.optimizer.NAG, mx.optimizer.LARS)  # their states' order
+# MXNet makes float32 states for them, which it refuses beside float16 weights.
+_ONLY_WITH_MASTERS = (adamw.AdamW, mx.optimizer.RMSProp, mx.optimizer.Ftrl, mx.optimizer.AdaGrad,
+                      mx.optimizer.AdaDelta, mx.optimizer.contrib.GroupAdaGrad)
 
 
 def optimizer(name: str, **kwargs: Any) -> "mx.optimizer.Optimizer":
@@ -32,9 +35,10 @@ def optimizer(name: str, **kwargs: Any) -> "mx.optimizer.Optimizer":
 
 
 def with_masters(made: Any) -> Any:
-    """Gives any MXNet optimizer the ways of this room, in place, and returns it."""
-    if not isinstance(made, _WithMasters):
-        cls: Any = type(made)
+    """Gives an MXNet optimizer the ways of this room, in place, and returns it. One whose
+    class keeps masters in a way of its own stays as it is."""
+    cls: Any = type(made)
+    if not isinstance(made, _WithMasters) and not _has_own_masters(cls):
         made.__class__ = _class_with_masters(cls)
         made.weight_types = {}
     return made
@@ -45,6 +49,12 @@ def check_scalable(made: Any) -> None:
     if isinstance(made, mx.optimizer.LBSGD):
         raise ValueError("lbsgd adds up and measures gradients before they are unscaled, so no "
                          "loss scale fits it. Use lars or lamb. Received: lbsgd")
+
+
+def _has_own_masters(cls: Any) -> bool:
+    ours = {"create_state_multi_precision", "update_multi_precision"}
+    return any(ours & set(vars(c)) and not c.__module__.startswith(("mxnet.", "gluon_amp."))
+               for c in cls.__mro__)
 
 
 class _Decimal(float):
@@ -63,18 +73,20 @@ class _WithMasters:
     def create_state_multi_precision(self, index: Any, weight: Any) -> Any:
         self.weight_types[index] = weight.dtype
         if weight.dtype is np.float16 and not self.multi_precision:
-            self._check_epsilon()
+            self._check_without_masters()
         return super().create_state_multi_precision(index, weight)
 
-    def _check_epsilon(self) -> None:
-        name = "epsilon" if hasattr(self, "epsilon") else "float_stable_eps"
-        epsilon = getattr(self, name, None)
-        if epsilon and np.float16(epsilon) == 0:
-            raise ValueError(
-                f"{name}={epsilon:g} is 0 in float16, and without multi_precision the state of "
-                "float16 weights is float16: the update would divide by 0. Leave multi_precision "
-                "at True, or give an epsilon of at least 6e-8; 1e-4 is usual. "
-                f"Received: {self._base().__name__} with multi_precision=False")
+    def _check_without_masters(self) -> None:
+        epsilon = getattr(self, "epsilon", None)
+        if isinstance(self, _ONLY_WITH_MASTERS):
+            why = "updates float16 weights with masters only"
+        elif epsilon and np.float16(epsilon) == 0:
+            why = f"would divide by 0: without masters its state is float16, where epsilon=" \
+                  f"{epsilon:g} is 0. An epsilon of at least 6e-8 is not, 1e-4 is usual"
+        else:
+            return
+        raise ValueError(f"{self._base().__name__} {why}. Leave multi_precision at True. "
+                         "Received: multi_precision=False")
 
     def update_multi_precision(self, index: Any, weight: Any, grad: Any, state: Any) -> None:
         several = isinstance(index, (tuple, list))
@@ -82,19 +94,21 @@ class _WithMasters:
                                            for x in (index, weight, grad, state))
         self._check_types(indices, weights)
         self.rescale_grad = _Decimal(self.rescale_grad)
+        if isinstance(self, mx.optimizer.AdaDelta):  # it writes into them
+            grads = [g.copy() for g in grads]
+            grad = grads if several else grads[0]
         if not self.multi_precision or weights[0].dtype is not np.float16:
             super().update_multi_precision(index, weight, grad, state)
             return
         masters, inner = zip(*(s[::-1] if isinstance(self, _MASTER_LAST) else s for s in states))
         on_gpu = weights[0].context.device_type == "gpu"
-        halves = all(g.dtype is np.float16 for g in grads)
-        dense = all(a.stype == "default" for a in weights + grads)
-        if self._base() is mx.optimizer.SGD and halves and dense and not on_gpu:
+        halves = all(g.dtype is np.float16 and g.stype == "default" for g in grads)
+        if self._base() is mx.optimizer.SGD and halves and not on_gpu:
             self._sgd(indices, weights, grads, masters, inner)
             return
         for master, written in zip(masters, weights):
             follow(master, written)
-        if halves and (on_gpu or not dense):
+        if halves and on_gpu:
             super().update_multi_precision(index, weight, grad, state)
             return
         grads = [to_float32(g) for g in grads]
@@ -112,14 +126,14 @@ class _WithMasters:
                 name = getattr(self.param_dict.get(index), "name", index)
                 raise ValueError(f"parameter {name} was {dtype_name(then)} when its optimizer "
                                  f"state was made and is {dtype_name(weight.dtype)} now: make a "
-                                 "new Trainer after a cast")
+                                 "new Trainer, with a new optimizer, after a cast")
 
     def _sgd(self, indices: Any, weights: Any, grads: Any, masters: Any, momenta: Any) -> None:
         self._update_count(indices)
         clip = self.clip_gradient or -1  # to MXNet 0 is none, too
         for weight, grad, master, momentum, lr, wd in zip(
                 weights, grads, masters, momenta, self._get_lrs(indices), self._get_wds(indices)):
-            state = [] if momentum is None else [momentum]
+            state = [momentum] if self.momentum else []
             library.call("_gluon_amp_sgd", [weight, grad, master, *state], out=weight, lr=lr,
                          wd=wd, momentum=self.momentum, rescale_grad=self.rescale_grad, clip=clip)
 

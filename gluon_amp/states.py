@@ -3,7 +3,8 @@
 MXNet's format: a pickle of {index: state}, alone or beside the optimizer.
 """
 import pickle
-from typing import Any, Dict, Sequence, Tuple
+import re
+from typing import Any, Dict, List, Sequence, Tuple
 
 from ._mxnet import mx
 from .halves import dtype_name
@@ -33,6 +34,11 @@ def check_states(fname: str, states: Dict[Any, Any], maker: Any, mine: Any,
         maker: the file's optimizer.
         mine: the Trainer's.
     """
+    names = getattr(maker, "trainer_state", {}).get("names", ())
+    if len(names) == len(parameters) and _order(names) != _order([p.name for p in parameters]):
+        raise ValueError(f"{fname} holds the parameters in another order, {', '.join(names[:3])}, "
+                         f"than this Trainer, {', '.join(p.name for p in parameters[:3])}: names "
+                         "sort dense10 before dense9. Give the network a prefix, when saving, too")
     if type(maker).__name__ != type(mine).__name__:
         raise ValueError(f"{fname} holds the states of {type(maker).__name__}; this Trainer has "
                          f"{type(mine).__name__}")
@@ -48,6 +54,14 @@ def check_states(fname: str, states: Dict[Any, Any], maker: Any, mine: Any,
             raise ValueError(f"{fname} does not fit {parameter.name}, {parameter.shape}, "
                              f"{dtype_name(parameter.dtype)}: its state should be {expected}. "
                              f"Received: {_layout(state)}")
+
+
+def _order(names: Sequence[str]) -> List[int]:
+    """The names' numbers in the order in which people count."""
+    def natural(i: int) -> List[Any]:
+        return [(int(part), "") if part.isdigit() else (0, part)
+                for part in re.split(r"(\d+)", names[i])]
+    return sorted(range(len(names)), key=natural)
 
 
 def _layout(state: Any) -> Any:

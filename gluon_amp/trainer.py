@@ -276,6 +276,7 @@ class Trainer(mx.gluon.Trainer):
             updated = not self._overflowed
             self._forget()
             self._updated = updated
+            self._optimizer.rescale_grad = self._scale  # as given, for its next Trainer
             for e in entries:
                 e.weight._fresh_grad = False
 
@@ -334,6 +335,7 @@ class Trainer(mx.gluon.Trainer):
         A `gluon.Trainer` can read the file, too.
         """
         self._optimizer.trainer_state = {
+            "names": [p.name for p in self._params],
             "skipped": self.skipped, "skipped_in_a_row": self._skipped_in_a_row,
             "loss_scale": self._scaling.state_dict()
             if isinstance(self._scaling, DynamicLossScale) else None}

@@ -3,6 +3,7 @@ import sys
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "2")
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # waiting threads leave busy cores to others
 sys.path.insert(0, str(Path(__file__).parent))
 
 import gluon_amp  # noqa: F401  (before mxnet: it makes numpy 1.24 and later fit)

@@ -2,12 +2,12 @@ import json
 import re
 
 import gluon_amp as amp
+import hypothesis
 import numpy as np
 import pytest
 from gluon_amp import DynamicLossScale, LossScaleError, StaticLossScale
 from gluon_amp._mxnet import mx
 from gluon_amp.loss_scale import as_loss_scale
-from hypothesis import given
 from hypothesis import strategies as st
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
@@ -24,14 +24,13 @@ def message(start, value):
 
 def loss_inputs(name, rng):
     pred, other, third = (rng.standard_normal((4, 5)) for _ in range(3))
-    signs = np.sign(other)
     return [nd.array(x) for x in {
         "SigmoidBinaryCrossEntropyLoss": [pred, other > 0],
         "SoftmaxCrossEntropyLoss": [pred, [0, 4, 2, 2]],
         "KLDivLoss": [pred, np.exp(other)],
         "CTCLoss": [rng.standard_normal((2, 7, 4)), [[1, 0, -1], [2, 2, 1]]],
-        "HingeLoss": [pred, signs], "SquaredHingeLoss": [pred, signs],
-        "LogisticLoss": [pred, signs], "PoissonNLLLoss": [pred, np.abs(other // 1)],
+        "HingeLoss": [pred, np.sign(other)], "SquaredHingeLoss": [pred, np.sign(other)],
+        "LogisticLoss": [pred, np.sign(other)], "PoissonNLLLoss": [pred, np.abs(other // 1)],
         "TripletLoss": [pred, other, third], "CosineEmbeddingLoss": [pred, other, [1, -1, 1, -1]],
     }.get(name, [pred, other])]
 
@@ -57,9 +56,11 @@ def test_values_and_gradients_of_every_loss_are_multiplied_by_the_scale(name, we
             np.testing.assert_allclose(b, a * np.float32(scale), rtol=rtol)
 
 
-def test_other_arguments_reach_the_loss_and_no_weight_is_the_default_weight():
+def test_other_arguments_reach_the_loss_and_no_weight_is_the_default_of_the_class():
     loss = StaticLossScale(8).loss(gluon.loss.HuberLoss, rho=3, batch_axis=1, weight=None)
     assert (loss._rho, loss._batch_axis, loss._weight) == (3, 1, 8)
+    init = {"__init__": lambda self, weight=0.5: L2Loss.__init__(self, weight)}
+    assert StaticLossScale(8).loss(type("Half", (L2Loss,), init))._weight == 4
 
 
 def test_what_no_weight_scales_is_refused():
@@ -92,7 +93,6 @@ def test_the_optimizer_undoes_the_scale_and_keeps_masters():
     scale = StaticLossScale(128)
     assert scale.optimizer("sgd").rescale_grad == 1 / 128
     adam = scale.optimizer("Adam", rescale_grad=0.5, learning_rate=0.25)
-    assert isinstance(adam, mx.optimizer.Adam)
     assert (adam.rescale_grad, adam.lr, adam.multi_precision) == (0.5 / 128, 0.25, True)
     nag = scale.module_optimizer("nag", batch_size=32, rescale_grad=0.5, momentum=0.9)
     assert (nag.rescale_grad, nag.momentum, nag.multi_precision) == (0.5 / (128 * 32), 0.9, True)
@@ -113,7 +113,6 @@ def train(scale, name, policy="float32", weight=1.0, **settings):
     net.add(nn.Dense(16, in_units=10, activation="tanh", prefix="one_"),
             nn.BatchNorm(in_channels=16, prefix="norm_"), nn.Dense(4, in_units=16, prefix="two_"))
     net.initialize(mx.init.Xavier())
-    net.hybridize()
     amp.convert(net, policy)
     loss = scale.loss(L2Loss, weight=weight) if scale else L2Loss(weight)
     matrices_only = ".*weight" if name == "groupadagrad" else None
@@ -239,7 +238,8 @@ def model(settings, steps):
 
 
 @pytest.mark.parametrize("resumed", [False, True])
-@given(settings_and_steps())
+@hypothesis.settings(deadline=None)
+@hypothesis.given(settings_and_steps())
 def test_the_scale_backs_off_for_the_next_step_and_grows_after_finite_ones(resumed, drawn):
     settings, steps = drawn
     scale = DynamicLossScale(**settings)
@@ -258,8 +258,8 @@ def test_the_scale_backs_off_for_the_next_step_and_grows_after_finite_ones(resum
 
 
 def test_the_error_at_the_floor_names_some_parameters_and_the_way_out():
-    scale, names = DynamicLossScale(0.25, minimum=0.25), list("abcdefg")
-    for count, named in ((0, "finite at"), (5, "in a, b, c, d, e at"), (7, "d, e and 2 more at")):
+    scale, names = DynamicLossScale(0.25, minimum=0.25), list("abcdef")
+    for count, named in ((0, "finite at"), (5, "in a, b, c, d, e at"), (6, "d, e and 1 more at")):
         with pytest.raises(LossScaleError, match=rf"{named} .*, 0\.25: .*convert\(keep=\.\.\.\)"):
             scale.update(False, names[:count])
 
@@ -286,7 +286,7 @@ def test_a_state_that_does_not_fit_is_an_error_and_changes_nothing(state):
     with pytest.raises(ValueError, match="Received: "):
         scale.load_state_dict(state)
     assert scale.state_dict() == {"scale": 16.0, "finite_steps": 1}
-    assert repr(scale) == "DynamicLossScale(scale=16, finite_steps=1)"
+    assert repr(scale) == "DynamicLossScale(scale=16.0, finite_steps=1)"
 
 
 def test_loss_scale_takes_a_scale_or_a_number_or_dynamic_or_none_and_nothing_else():
@@ -295,5 +295,5 @@ def test_loss_scale_takes_a_scale_or_a_number_or_dynamic_or_none_and_nothing_els
     assert as_loss_scale(8) == as_loss_scale(np.float32(8)) == StaticLossScale(8)
     assert as_loss_scale("dynamic").state_dict() == DynamicLossScale().state_dict()
     for wrong in (0.0, "static", "128", True, [8], DynamicLossScale):
-        with pytest.raises(ValueError, match=message("(scale must be|loss_scale takes) ", wrong)):
+        with pytest.raises(ValueError, match=message("loss_scale (must be|takes) ", wrong)):
             as_loss_scale(wrong)

@@ -13,9 +13,10 @@ NAMES = ["sgd", "nag", "adam", "adamw", "lamb", "lars", "rmsprop", "ftml", "nada
 
 def make(policy="float16", width=4, **kwargs):
     mx.random.seed(5)
-    net = nn.HybridSequential()
-    net.add(nn.Dense(width, in_units=3, activation="relu"), nn.BatchNorm(in_channels=width),
-            nn.Dense(2, in_units=width))
+    net = nn.HybridSequential(prefix="net_")
+    with net.name_scope():
+        net.add(nn.Dense(width, in_units=3, activation="relu"), nn.BatchNorm(in_channels=width),
+                nn.Dense(2, in_units=width))
     net.initialize(mx.init.Xavier(), **kwargs)
     return amp.convert(net, policy)
 
@@ -199,6 +200,24 @@ def test_a_file_that_does_not_fit_is_an_error_and_changes_nothing(saved, loading
     check_refused(trainer, net, path, message)
 
 
+@pytest.mark.parametrize("names", [["dense9_", "dense10_"], ["dense99_", "dense100_"]])
+def test_layers_that_sort_in_another_order_than_when_saved_are_an_error(names, path):
+    """dense9 sorts behind dense10, and dense10 before dense11."""
+    def trained(names):
+        net = nn.HybridSequential()
+        net.add(*(nn.Dense(3, in_units=3, prefix=name) for name in names))
+        net.initialize()
+        trainer = of(net)
+        fit(net, trainer, 1)
+        return net, trainer
+
+    trained(names)[1].save_states(path)
+    net, trainer = trained(["dense11_", "dense12_"])
+    check_refused(trainer, net, path, "in another order")
+    net, trainer = trained(names)
+    trainer.load_states(path)
+
+
 def test_a_scale_out_of_bounds_is_an_error_and_changes_nothing(path):
     net = make()
     trainer = of(net)
@@ -206,7 +225,7 @@ def test_a_scale_out_of_bounds_is_an_error_and_changes_nothing(path):
     trainer.save_states(path)
     net = make()
     check_refused(of(net, loss_scale=amp.DynamicLossScale(initial=4, maximum=8)), net, path,
-                  "scale must lie between minimum=1 and maximum=8")
+                  "scale must lie between minimum=1.0 and maximum=8.0")
 
 
 def test_a_missing_file_is_pythons_own_error(path):

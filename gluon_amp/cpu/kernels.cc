@@ -24,6 +24,9 @@
 // The file is compiled once for each instruction set (setup.py), and Python
 // loads the best one that the processor has. V is that set's vector of floats.
 
+#include <locale.h>
+#include <stdlib.h>
+
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -239,8 +242,9 @@ template <typename G> struct Gelu {  // the one whose results have to be rounded
 };
 
 float number(const Attrs& attrs, const char* key, float otherwise) {
+  static const locale_t c = newlocale(LC_ALL_MASK, "C", nullptr);  // a point, whatever the user's
   auto found = attrs.find(key);
-  return found == attrs.end() ? otherwise : std::stof(found->second);
+  return found == attrs.end() ? otherwise : strtof_l(found->second.c_str(), nullptr, c);
 }
 
 template <typename G, typename F> void with_act(const Attrs& attrs, G grid, F f) {
