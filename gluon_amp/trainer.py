@@ -128,7 +128,7 @@ class Trainer(mx.gluon.Trainer):
             mx.autograd.backward(losses, retain_graph=retain_graph)
             return
         with self._scaled(losses) as scale:
-            heads = [mx.nd.ones_like(one) * scale for one in losses]
+            heads = [mx.nd.ones_like(one.as_nd_ndarray()) * scale for one in losses]
             mx.autograd.backward(losses, heads, retain_graph)
 
     def step(self, batch_size: int, ignore_stale_grad: bool = False) -> bool:
