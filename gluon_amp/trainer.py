@@ -9,7 +9,6 @@
 `coefficient` clips the norm. Nothing is ever written into a gradient: what is divided and
 clipped is the optimizer's `rescale_grad`, which multiplies in float32.
 """
-import logging
 import math
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,16 +18,11 @@ from ._mxnet import mx, np
 from .files import replace_file
 from .finite import all_finite, squares
 from .halves import to_float32
-from .loss_scale import DynamicLossScale, LossScaleError, as_loss_scale, of, positive
+from .loss_scale import as_loss_scale, of, positive
 from .optimizer import check_scalable, with_masters
 from .optimizer import optimizer as make_optimizer
+from .scaling import Scaling
 from .states import check_states, read_states
-
-log = logging.getLogger("gluon_amp")
-
-# Steps skipped in a row, before an error, where no scale can back off: as many as a
-# dynamic scale takes from its first value down to its floor.
-PATIENCE = 16
 
 
 @dataclass
@@ -71,18 +65,15 @@ class Trainer(mx.gluon.Trainer):
                  kvstore: Any = "device", compression_params: Any = None,
                  update_on_kvstore: Optional[bool] = None, loss_scale: Any = "dynamic",
                  clip_norm: Optional[float] = None, enabled: bool = True) -> None:
-        scaling = as_loss_scale(loss_scale)
-        self._scaling = scaling if enabled else None
+        scale = as_loss_scale(loss_scale)
+        self._scaling = Scaling(scale if enabled else None)
         self._max_norm = None if clip_norm is None else positive(clip_norm, "clip_norm")
         parameters = list(params.values()) if hasattr(params, "values") else params
         if not parameters:
             raise ValueError("a Trainer needs parameters. Received: none")
-        if self._scaling is not None or self._max_norm is not None:
+        if self._scaling.on or self._max_norm is not None:
             _check_kvstore(kvstore, update_on_kvstore, parameters)
             update_on_kvstore = False
-        self.skipped = 0
-        self._skipped_in_a_row = 0
-        self._overflowed: Tuple[str, ...] = ()
         self._forget()
         super().__init__(params, optimizer, optimizer_params, kvstore, compression_params,
                          update_on_kvstore)
@@ -90,7 +81,7 @@ class Trainer(mx.gluon.Trainer):
     def _init_optimizer(self, optimizer: Any, optimizer_params: Any) -> None:
         if not isinstance(optimizer, mx.optimizer.Optimizer):
             optimizer, optimizer_params = make_optimizer(optimizer, **optimizer_params), None
-        if self._scaling is not None:
+        if self._scaling.on:
             check_scalable(optimizer)
         super()._init_optimizer(with_masters(optimizer), optimizer_params)
 
@@ -105,13 +96,18 @@ class Trainer(mx.gluon.Trainer):
     @property
     def loss_scale(self) -> float:
         """The scale that the next backward pass uses; 1 without scaling."""
-        return 1.0 if self._scaling is None else self._scaling.scale
+        return self._scaling.value
+
+    @property
+    def skipped(self) -> int:
+        """How many steps were skipped."""
+        return self._scaling.skipped
 
     @property
     def overflowed(self) -> Tuple[str, ...]:
         """Names of the parameters whose gradients are not finite; after a step, were not."""
         if self._backward is None:
-            return self._overflowed
+            return self._scaling.overflowed
         entries = self._entries(ignore_stale_grad=True)
         return _not_finite(entries, squares([e.gradient for e in entries]))
 
@@ -124,7 +120,7 @@ class Trainer(mx.gluon.Trainer):
         with grad_req="add" add up.
         """
         losses = list(loss) if isinstance(loss, (list, tuple)) else [loss]
-        if self._scaling is None:
+        if not self._scaling.on:
             mx.autograd.backward(losses, retain_graph=retain_graph)
             return
         with self._scaled(losses) as scale:
@@ -194,7 +190,7 @@ class Trainer(mx.gluon.Trainer):
         if self._backward is None:
             for weight in weights.values():
                 weight._fresh_grad = False
-            backward = _Backward(self.loss_scale)
+            backward = _Backward(self._scaling.value)
         else:
             self._check_nobody_else()
             backward = self._backward
@@ -218,11 +214,11 @@ class Trainer(mx.gluon.Trainer):
     def _check_step(self, batch_size: Any, ignore_stale_grad: bool) -> None:
         positive(batch_size, "batch_size")
         self._check_backward("step()")
-        if self._scaling is not None:
+        if self._scaling.on:
             self._entries(ignore_stale_grad)
 
     def _check_backward(self, call: str) -> None:
-        if self._scaling is None:
+        if not self._scaling.on:
             return
         for _ in self._weights():
             break
@@ -258,7 +254,7 @@ class Trainer(mx.gluon.Trainer):
         return entries
 
     def _update(self, ignore_stale_grad: bool = False) -> None:
-        asked = self._scaling is not None or self._max_norm is not None \
+        asked = self._scaling.on or self._max_norm is not None \
             or self._unscaled is not None or self._coefficient is not None
         if not asked:
             super()._update(ignore_stale_grad)
@@ -266,16 +262,15 @@ class Trainer(mx.gluon.Trainer):
             return
         entries = self._entries(ignore_stale_grad)
         sums = squares([e.gradient for e in entries])
-        self._overflowed = _not_finite(entries, sums)
+        bad = _not_finite(entries, sums)
         try:
-            if self._overflowed:
-                self._skip()
+            if bad:
+                self._skip(bad)
             else:
                 self._apply(entries, sums)
         finally:
-            updated = not self._overflowed
             self._forget()
-            self._updated = updated
+            self._updated = not bad
             self._optimizer.rescale_grad = self._scale  # as given, for its next Trainer
             for e in entries:
                 e.weight._fresh_grad = False
@@ -289,34 +284,15 @@ class Trainer(mx.gluon.Trainer):
             mine = [(e.index, e.gradient, e.weight) for e in entries if e.device == device]
             if mine:
                 updater(*zip(*mine))
-        self._skipped_in_a_row = 0
-        if isinstance(self._scaling, DynamicLossScale):
-            self._scaling.update(True)
+        self._scaling.update()
 
-    def _skip(self) -> None:
-        """Nothing is updated: says why, and lets the scale back off."""
-        names, scale = self._overflowed, self.loss_scale
-        self.skipped += 1
-        self._skipped_in_a_row += 1
+    def _skip(self, names: Tuple[str, ...]) -> None:
         for parameter in self._params:
             if parameter.grad_req == "add":
                 parameter.zero_grad()
         losses = self._backward.losses if self._backward else []
         # With several workers all must decide alike, and they share gradients, not losses.
-        if not self._distributed and not all_finite([to_float32(loss) for loss in losses]):
-            reason = "the loss itself is not finite, which no loss scale causes or mends: " \
-                     "look at the data, the learning rate, and what overflows in the network"
-        elif isinstance(self._scaling, DynamicLossScale):
-            self._scaling.update(False, names)
-            log.info("step skipped: gradients not finite%s; loss scale %g -> %g", of(names), scale,
-                     self.loss_scale)
-            return
-        else:
-            reason = f"gradients are not finite{of(names)} at the loss scale {scale:g}, which is " \
-                     "static: lower it, or use loss_scale='dynamic'"
-        if self._skipped_in_a_row >= PATIENCE:
-            raise LossScaleError(f"{self._skipped_in_a_row} steps skipped in a row: {reason}")
-        log.warning("step skipped: %s", reason)
+        self._scaling.skip(names, self._distributed or all_finite(list(map(to_float32, losses))))
 
     def _gradients_scale(self) -> float:
         return 1.0 if self._unscaled is not None or not self._backward else self._backward.scale
@@ -334,11 +310,8 @@ class Trainer(mx.gluon.Trainer):
 
         A `gluon.Trainer` can read the file, too.
         """
-        self._optimizer.trainer_state = {
-            "names": [p.name for p in self._params],
-            "skipped": self.skipped, "skipped_in_a_row": self._skipped_in_a_row,
-            "loss_scale": self._scaling.state_dict()
-            if isinstance(self._scaling, DynamicLossScale) else None}
+        self._optimizer.trainer_state = {"names": [p.name for p in self._params],
+                                         **self._scaling.state()}
         replace_file(fname, super().save_states)
 
     def load_states(self, fname: str) -> None:
@@ -348,14 +321,9 @@ class Trainer(mx.gluon.Trainer):
         """
         states, optimizer = read_states(fname)
         check_states(fname, states, optimizer or self._optimizer, self._optimizer, self._params)
-        saved = getattr(optimizer, "trainer_state", {})
-        if isinstance(self._scaling, DynamicLossScale) and saved.get("loss_scale"):
-            self._scaling.load_state_dict(saved["loss_scale"])
+        self._scaling.load(getattr(optimizer, "trainer_state", {}))
         super().load_states(fname)
         with_masters(self._optimizer)
-        self.skipped = saved.get("skipped", 0)
-        self._skipped_in_a_row = saved.get("skipped_in_a_row", 0)
-        self._overflowed = ()
         self._forget()
 
 
@@ -369,7 +337,7 @@ def scale_loss(loss: Any, trainer: Trainer) -> Iterator[Any]:
     """
     if not isinstance(trainer, Trainer):
         raise TypeError(f"scale_loss takes a gluon_amp.Trainer. Received: {type(trainer).__name__}")
-    if trainer._scaling is None:
+    if not trainer._scaling.on:
         yield loss
         return
     several = isinstance(loss, (list, tuple))
