@@ -3,10 +3,13 @@ from . import _mxnet  # noqa: F401  (first: every other module may then import f
 from .convert import convert, restore
 from .cpu.library import KernelError
 from .loss_scale import DynamicLossScale, LossScaleError, StaticLossScale
+from .module import BucketingModule, Module, Speedometer
 from .optimizer import optimizer
 from .policy import Policy
+from .symbol import convert_model, convert_symbol
 from .trainer import Trainer, scale_loss
 
 __version__ = "0.1.0"
-__all__ = ["DynamicLossScale", "KernelError", "LossScaleError", "Policy", "StaticLossScale",
-           "Trainer", "convert", "optimizer", "restore", "scale_loss"]
+__all__ = ["BucketingModule", "DynamicLossScale", "KernelError", "LossScaleError", "Module",
+           "Policy", "Speedometer", "StaticLossScale", "Trainer", "convert", "convert_model",
+           "convert_symbol", "optimizer", "restore", "scale_loss"]

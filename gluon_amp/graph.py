@@ -15,8 +15,8 @@ from ._mxnet import mx, np
 VARIABLE = "null"  # the op that MXNet's JSON gives to arguments and parameters
 
 _MXNET_VERSION = 10901  # the format of the JSON; newer readers upgrade it themselves
-_TYPE_FLAG = {name: flag for flag, name in enumerate(  # MXNet's numbers for dtypes
-    ("float32", "float64", "float16", "uint8", "int32", "int8", "int64", "bool"))}
+TYPE_NAME = ("float32", "float64", "float16", "uint8", "int32", "int8", "int64", "bool")
+TYPE_FLAG = {name: flag for flag, name in enumerate(TYPE_NAME)}  # MXNet's numbers for dtypes
 
 Types = Tuple[Optional[str], ...]
 
@@ -186,7 +186,7 @@ def infer(node: Node, inputs: Types) -> Types:
 
 def _infer(op: str, attrs: Tuple[Tuple[str, str], ...], inputs: Types,
            subgraphs: Tuple[Graph, ...] = ()) -> Types:
-    variables = [Node(VARIABLE, f"in{i}", {} if t is None else {"__dtype__": str(_TYPE_FLAG[t])})
+    variables = [Node(VARIABLE, f"in{i}", {} if t is None else {"__dtype__": str(TYPE_FLAG[t])})
                  for i, t in enumerate(inputs)]
     node = Node(op, "op", dict(attrs), map(Entry, variables), subgraphs)
     internals = Graph([Entry(node)]).symbol().get_internals()

@@ -1,0 +1,170 @@
+"""How a symbol becomes executors: a CPU gets its lowered graph, a loss scale its variable.
+
+`Bindable` is the clean symbol itself, as saved and shown. Only `simple_bind` differs: what
+it binds is another graph with the same arguments, gradients and outputs. A lowered batch
+norm trains or predicts, once and for all, so on a CPU there are two executors over the same
+arrays; the second one is made when it is first needed.
+
+The loss scale s multiplies the gradient that a loss head hands down, and nothing else:
+
+    x  ->  BlockGrad(x) + (x - BlockGrad(x)) * s  ->  loss head
+"""
+import ctypes
+from typing import Any, Callable, Dict, List, Mapping, Optional
+
+from ._mxnet import mx, np
+from .cpu import lowering
+from .graph import VARIABLE, Entry, Graph, Node, has_unknown_shape
+from .halves import dtype_name
+
+SCALE = "gluon_amp_loss_scale"
+# Heads whose backward starts gradients by itself, whatever comes from above.
+LOSS_HEADS = frozenset("""
+    SoftmaxOutput LinearRegressionOutput LogisticRegressionOutput MAERegressionOutput SVMOutput
+    MakeLoss make_loss
+""".split())
+
+
+def with_loss_scale(graph: Graph) -> Graph:
+    """The graph with the scale's variable before each loss head."""
+    scale = Node(VARIABLE, SCALE)
+    for node in graph.nodes():
+        if node.op in LOSS_HEADS:
+            x = node.inputs[0]
+
+            def made(op: str, inputs: List[Entry], name: str = node.name) -> Entry:
+                return Entry(Node(op, f"{name}_{op.lower()}_scaled", {}, inputs))
+
+            blocked = made("BlockGrad", [x])
+            path = made("broadcast_mul", [made("elemwise_sub", [x, blocked]), Entry(scale)])
+            node.inputs[0] = made("elemwise_add", [blocked, path])
+    return graph
+
+
+class Bindable(mx.sym.Symbol):
+    """A symbol that binds as this module says.
+
+    Args:
+        loss_scale: gives the scale of the next forward pass; None for a graph without one.
+    """
+
+    loss_scale: Optional[Callable[[], float]] = None
+
+    @classmethod
+    def of(cls, symbol: "mx.sym.Symbol", loss_scale: Optional[Callable[[], float]]) -> "Bindable":
+        handle = mx.base.SymbolHandle()
+        mx.base.check_call(mx.base._LIB.MXSymbolCopy(symbol.handle, ctypes.byref(handle)))
+        made = cls(handle)
+        made.loss_scale = loss_scale
+        return made
+
+    def simple_bind(self, ctx: Any, grad_req: Any = "write", type_dict: Any = None,
+                    **kwargs: Any) -> Any:
+        shapes = {k: v for k, v in kwargs.items() if isinstance(v, tuple)}
+        types = self._types(type_dict or {})
+        lower = ctx.device_type != "gpu" and "float16" in types.values()
+        if not lower and self.loss_scale is None:
+            return super().simple_bind(ctx, grad_req, type_dict, **kwargs)
+        arguments = self.list_arguments()
+        requests = _requests(grad_req, arguments)
+        if self.loss_scale is not None:
+            shapes[SCALE], types[SCALE], requests[SCALE] = (1,), "float32", "null"
+
+        def graph(training: bool) -> Any:
+            made = Graph.read(self)
+            if self.loss_scale is not None:
+                made = with_loss_scale(made)
+            if lower:
+                if any(map(has_unknown_shape, made.nodes())):
+                    made = made.with_known_constants(shapes)
+                added = {name for name, request in requests.items() if request == "add"}
+                made = lowering.lower(made, types, training, added)
+            return made.symbol()
+
+        training = any(request != "null" for request in requests.values())
+        known, _, auxiliary = self.infer_shape(
+            **{k: v for k, v in shapes.items() if k != SCALE})
+        # Shapes are not inferred backward through our operators: give all of them.
+        shapes.update(zip(arguments, known))
+        shapes.update(zip(self.list_auxiliary_states(), auxiliary))
+        options = {k: v for k, v in kwargs.items() if k not in shapes}
+        if lower:  # nor do our operators guess that an array is dense
+            options["stype_dict"] = {**dict.fromkeys(shapes, "default"),
+                                     **(options.get("stype_dict") or {})}
+        executor = graph(training).simple_bind(
+            ctx, requests, {k: np.dtype(t).type for k, t in types.items()}, **options, **shapes)
+        return _Executor.of(executor, self, options, training, graph if lower else None)
+
+    def _types(self, given: Mapping[str, Any]) -> Dict[str, str]:
+        """The type of each variable; float32 where nothing says another."""
+        arguments, _, auxiliary = self.infer_type_partial(**given)
+        names = [*self.list_arguments(), *self.list_auxiliary_states()]
+        return {name: "float32" if t is None else dtype_name(t)
+                for name, t in zip(names, [*arguments, *auxiliary])}
+
+
+class _Executor(mx.executor.Executor):
+    """The executor of what is bound, with the clean symbol's arguments in their order."""
+
+    @classmethod
+    def of(cls, executor: Any, clean: Bindable, options: Dict[str, Any], training: bool,
+           graph: Optional[Callable[[bool], Any]]) -> "_Executor":
+        bound = {name: (array, grad) for name, array, grad in
+                 zip(executor._symbol.list_arguments(), executor.arg_arrays, executor.grad_arrays)}
+        auxiliary = executor.aux_dict
+        scale = bound.pop(SCALE, (None, None))[0]
+        executor.__class__ = cls
+        executor._bound_types = {name: array.dtype for name, (array, _) in bound.items()}
+        executor._clean, executor._options = clean, options
+        executor._training, executor._graph, executor._other = training, graph, None
+        executor._scale = scale
+        executor._symbol = clean
+        executor.arg_arrays = [bound[name][0] for name in clean.list_arguments()]
+        executor.grad_arrays = [bound[name][1] for name in clean.list_arguments()]
+        executor.aux_arrays = [auxiliary[name] for name in clean.list_auxiliary_states()]
+        executor._arg_dict = executor._grad_dict = executor._aux_dict = None
+        if scale is not None:
+            scale[:] = 1
+        return executor
+
+    def forward(self, is_train: bool = False, **kwargs: Any) -> Any:
+        if self._scale is not None and is_train:
+            self._scale[:] = self._clean.loss_scale()
+        if self._graph is None or bool(is_train) == self._training:
+            return super().forward(is_train, **kwargs)
+        for name, array in kwargs.items():
+            self.arg_dict[name][:] = array
+        self.outputs = self._twin().forward(is_train)
+        return self.outputs
+
+    def _twin(self) -> Any:
+        """The executor for the other mode, over the same arrays."""
+        if self._other is None:
+            symbol = self._graph(not self._training)
+            arrays = {**self.arg_dict, **({} if self._scale is None else {SCALE: self._scale})}
+            self._other = symbol.bind(self._ctx, arrays, grad_req="null",
+                                      aux_states=self.aux_dict, shared_exec=self)
+            if self._monitor_callback is not None:
+                self._other.set_monitor_callback(*self._monitor)
+        return self._other
+
+    def set_monitor_callback(self, callback: Any, monitor_all: bool = False) -> None:
+        self._monitor = callback, monitor_all
+        super().set_monitor_callback(callback, monitor_all)
+        if self._other is not None:
+            self._other.set_monitor_callback(callback, monitor_all)
+
+    def reshape(self, partial_shaping: bool = False, allow_up_sizing: bool = False,
+                **kwargs: Any) -> Any:
+        options = {**self._options, "shared_exec": self, "shared_arg_names": [
+            name for name, array in self.arg_dict.items() if name not in kwargs]}
+        return self._clean.simple_bind(self._ctx, self._grad_req, self._bound_types, **options,
+                                       **kwargs)
+
+
+def _requests(grad_req: Any, arguments: List[str]) -> Dict[str, str]:
+    if isinstance(grad_req, str):
+        return dict.fromkeys(arguments, grad_req)
+    if isinstance(grad_req, (list, tuple)):
+        return dict(zip(arguments, grad_req))
+    return {name: grad_req.get(name, "null") for name in arguments}

@@ -1,0 +1,143 @@
+"""`convert_symbol` and `convert_model`: the Symbolic API's networks in mixed precision."""
+import difflib
+import re
+from typing import Any, Dict, Iterable, List, Set, Tuple, Union
+
+from mxnet.operator import get_operator_arguments
+
+from . import rules
+from ._mxnet import mx
+from .graph import TYPE_FLAG, TYPE_NAME, Graph
+from .halves import dtype_name
+from .policy import Policy, get_policy
+from .precision import insert_casts
+
+# What operators call the inputs that are parameters.
+_PARAMETERS = frozenset("weight bias gamma beta parameters".split())
+
+
+def convert_symbol(sym: "mx.sym.Symbol", policy: Union[str, Policy] = "float16",
+                   keep: Iterable[str] = ()) -> "mx.sym.Symbol":
+    """A symbol in mixed precision: a cast behind the data, float16 in the body, norms in
+    float32, a cast before every softmax and loss.
+
+    Arguments and outputs keep their names, so that float32 checkpoints load. Parameters'
+    types stand in the symbol. It runs on GPUs with any `Module`, on CPUs with
+    `gluon_amp.Module`. What holds casts already keeps them.
+
+    Args:
+        policy: as for `gluon_amp.convert`; "mixed_bfloat16" is for Gluon only.
+        keep: regular expressions for the whole names of nodes that stay float32.
+    """
+    policy = get_policy(policy)
+    if not isinstance(sym, mx.sym.Symbol):
+        hint = " Use gluon_amp.convert for Gluon's." * isinstance(sym, mx.gluon.Block)
+        raise TypeError(f"convert_symbol takes a Symbol.{hint} Received: {type(sym).__name__}")
+    if policy.compute == "bfloat16":
+        raise ValueError("policy mixed_bfloat16 is for Gluon only: MXNet 1.9.1's symbols have no "
+                         f"bfloat16. Valid: float16, mixed_float16, pure_float16. Received: "
+                         f"{policy.name}")
+    graph = Graph.read(sym)
+    kept = _kept_nodes(graph, [keep] if isinstance(keep, str) else list(keep))
+    if policy.name == "float32":
+        return graph.symbol()
+    parameters = _parameters(graph)
+    types = _types(graph, parameters, policy, kept)
+    mixed = insert_casts(graph, types, policy, parameters, kept)
+    for node in mixed.nodes():
+        if node.op == "amp_cast":  # which saving would leave out, but not the types below
+            node.op, node.name = "Cast", node.name.replace("_amp_cast_", "_cast_")
+        if node.is_variable and types[node.name] == "float16":
+            node.attrs["__dtype__"] = str(TYPE_FLAG["float16"])
+    _keep_output_names(graph, mixed)
+    return mixed.symbol()
+
+
+def convert_model(sym: "mx.sym.Symbol", arg_params: Dict[str, Any], aux_params: Dict[str, Any],
+                  policy: Union[str, Policy] = "float16", keep: Iterable[str] = ()
+                  ) -> Tuple["mx.sym.Symbol", Dict[str, Any], Dict[str, Any]]:
+    """`convert_symbol` for a checkpoint: the symbol, and its parameters in their new types."""
+    check_parameters(sym, arg_params, aux_params)
+    converted = convert_symbol(sym, policy, keep)
+    types = declared_types(Graph.read(converted))
+
+    def cast(arrays: Dict[str, Any]) -> Dict[str, Any]:
+        return {name: a.astype(types.get(name, "float32"), copy=False) if "float" in
+                dtype_name(a.dtype) else a for name, a in arrays.items()}
+    return converted, cast(arg_params), cast(aux_params)
+
+
+def check_parameters(sym: "mx.sym.Symbol", arg_params: Dict[str, Any],
+                     aux_params: Dict[str, Any]) -> None:
+    """Lists the parameters that a checkpoint lacks, or has under other names."""
+    there = {*arg_params, *aux_params}
+    known = {*sym.list_arguments(), *sym.list_auxiliary_states()}
+    missing = sorted((_parameters(Graph.read(sym)) | set(sym.list_auxiliary_states())) - there)
+    extra = sorted(there - known)
+    if not missing and not extra:
+        return
+    said = []
+    for name in missing:
+        close = difflib.get_close_matches(name, extra, n=1)
+        said.append(f"missing {name}" + (f" (misnamed {close[0]}?)" if close else ""))
+    said += [f"unknown {name}" for name in extra]
+    raise ValueError(f"the checkpoint does not fit the symbol: {', '.join(said[:10])}"
+                     + (f" and {len(said) - 10} more" if len(said) > 10 else ""))
+
+
+def declared_types(graph: Graph) -> Dict[str, str]:
+    """The types that stand in a graph's variables."""
+    declared = {node.name: node.attrs.get("__dtype__", "-1") for node in graph.nodes()
+                if node.is_variable}
+    return {name: TYPE_NAME[int(flag)] for name, flag in declared.items() if flag != "-1"}
+
+
+def _parameters(graph: Graph) -> Set[str]:
+    """The variables that operators read as parameters, and not as data, too."""
+    parameters: Set[str] = set()
+    data: Set[str] = {e.node.name for e in graph.outputs}
+    for node in graph.nodes():
+        names = [] if node.is_variable else get_operator_arguments(node.op).names
+        for i, entry in enumerate(node.inputs):
+            if entry.node.is_variable:
+                takes = names[i] if i < len(names) else ""
+                (parameters if takes in _PARAMETERS else data).add(entry.node.name)
+    return parameters - data
+
+
+def _types(graph: Graph, parameters: Set[str], policy: Policy, kept: Set[str]) -> Dict[str, str]:
+    """The type of each variable."""
+    float32 = rules.BATCH_NORM | (rules.NORM if policy.norm == "float32" else frozenset())
+    wide = {e.node.name for node in graph.nodes() if node.op in float32 or node.name in kept
+            for e in node.inputs if e.node.is_variable}
+    types = {name: policy.parameter if name in parameters - wide else "float32"
+             for name in graph.variables()}
+    return {**types, **declared_types(graph)}
+
+
+def _kept_nodes(graph: Graph, keep: List[Any]) -> Set[str]:
+    names = {node.name for node in graph.nodes() if not node.is_variable}
+    kept: Set[str] = set()
+    for entry in keep:
+        if not isinstance(entry, str):
+            raise TypeError(f"keep takes regular expressions for names. Received: {entry!r}")
+        try:
+            found = {name for name in names if re.fullmatch(entry, name)}
+        except re.error as error:
+            raise ValueError(f"keep: {entry!r} is no regular expression: {error}") from None
+        if not found:
+            close = difflib.get_close_matches(entry, sorted(names), n=5, cutoff=0.3)
+            raise ValueError(f"keep: {entry!r} matches nothing in this symbol. Near it: "
+                             f"{', '.join(close or sorted(names)[:5])}")
+        kept |= found
+    return kept
+
+
+def _keep_output_names(before: Graph, after: Graph) -> None:
+    """A cast at an output takes the name of what it casts."""
+    for old, new in zip(before.outputs, after.outputs):
+        if new.node.name != old.node.name and new.node.inputs:
+            source = new.node.inputs[0].node
+            if source.name == old.node.name:
+                new.node.name, source.name = source.name, f"{source.name}_float16"
+
