@@ -10,7 +10,9 @@ The loss scale s multiplies the gradient that a loss head hands down, and nothin
     x  ->  BlockGrad(x) + (x - BlockGrad(x)) * s  ->  loss head
 """
 import ctypes
-from typing import Any, Callable, Dict, List, Mapping, Optional
+import os
+from contextlib import contextmanager
+from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional
 
 from ._mxnet import mx, np
 from .cpu import lowering
@@ -39,6 +41,27 @@ def with_loss_scale(graph: Graph) -> Graph:
             path = made("broadcast_mul", [made("elemwise_sub", [x, blocked]), Entry(scale)])
             node.inputs[0] = made("elemwise_add", [blocked, path])
     return graph
+
+
+@contextmanager
+def environment(name: str, value: Optional[str]) -> Iterator[None]:
+    """Sets what MXNet reads from the environment only; None leaves it."""
+    before = os.environ.get(name)
+    if value is not None:
+        os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is not None:
+            os.environ[name] = before
+        elif value is not None:
+            del os.environ[name]
+
+
+def _weights_not_cached(lower: bool) -> Any:
+    """MXNet's subgraphs for oneDNN keep the first weights that they predict with, where those
+    are no variables, as in lowered graphs they are not."""
+    return environment("MXNET_SUBGRAPH_BACKEND", "NONE" if lower else None)
 
 
 class Bindable(mx.sym.Symbol):
@@ -91,8 +114,10 @@ class Bindable(mx.sym.Symbol):
         if lower:  # nor do our operators guess that an array is dense
             options["stype_dict"] = {**dict.fromkeys(shapes, "default"),
                                      **(options.get("stype_dict") or {})}
-        executor = graph(training).simple_bind(
-            ctx, requests, {k: np.dtype(t).type for k, t in types.items()}, **options, **shapes)
+        with _weights_not_cached(lower):
+            executor = graph(training).simple_bind(
+                ctx, requests, {k: np.dtype(t).type for k, t in types.items()}, **options,
+                **shapes)
         return _Executor.of(executor, self, options, training, graph if lower else None)
 
     def _types(self, given: Mapping[str, Any]) -> Dict[str, str]:
@@ -117,7 +142,7 @@ class _Executor(mx.executor.Executor):
         executor._bound_types = {name: array.dtype for name, (array, _) in bound.items()}
         executor._clean, executor._options = clean, options
         executor._training, executor._graph, executor._other = training, graph, None
-        executor._scale = scale
+        executor._scale, executor._reshaped = scale, {}
         executor._symbol = clean
         executor.arg_arrays = [bound[name][0] for name in clean.list_arguments()]
         executor.grad_arrays = [bound[name][1] for name in clean.list_arguments()]
@@ -142,8 +167,9 @@ class _Executor(mx.executor.Executor):
         if self._other is None:
             symbol = self._graph(not self._training)
             arrays = {**self.arg_dict, **({} if self._scale is None else {SCALE: self._scale})}
-            self._other = symbol.bind(self._ctx, arrays, grad_req="null",
-                                      aux_states=self.aux_dict, shared_exec=self)
+            with _weights_not_cached(True):
+                self._other = symbol.bind(self._ctx, arrays, grad_req="null",
+                                          aux_states=self.aux_dict, shared_exec=self)
             if self._monitor_callback is not None:
                 self._other.set_monitor_callback(*self._monitor)
         return self._other
@@ -156,10 +182,14 @@ class _Executor(mx.executor.Executor):
 
     def reshape(self, partial_shaping: bool = False, allow_up_sizing: bool = False,
                 **kwargs: Any) -> Any:
-        options = {**self._options, "shared_exec": self, "shared_arg_names": [
-            name for name, array in self.arg_dict.items() if name not in kwargs]}
-        return self._clean.simple_bind(self._ctx, self._grad_req, self._bound_types, **options,
-                                       **kwargs)
+        """An executor for other shapes, over the same parameters; the one made before, if any."""
+        key = tuple(sorted(kwargs.items()))
+        if key not in self._reshaped:
+            options = {**self._options, "shared_exec": self, "shared_arg_names": [
+                name for name in self.arg_dict if name not in kwargs]}
+            self._reshaped[key] = self._clean.simple_bind(self._ctx, self._grad_req,
+                                                          self._bound_types, **options, **kwargs)
+        return self._reshaped[key]
 
 
 def _requests(grad_req: Any, arguments: List[str]) -> Dict[str, str]:

@@ -4,14 +4,12 @@ What they bind is binding.py's matter. A step is as in the Trainer: one look at 
 gradients after they are summed over devices; then an update with gradients divided by the
 scale, or none.
 """
-import os
-from contextlib import contextmanager, nullcontext
-from typing import Any, Iterator, List, Tuple
+from typing import Any, List, Tuple
 
 from mxnet.model import _update_params
 
 from ._mxnet import mx, np
-from .binding import LOSS_HEADS, Bindable
+from .binding import LOSS_HEADS, Bindable, environment
 from .files import replace_file
 from .finite import all_finite, squares
 from .graph import Graph
@@ -77,7 +75,7 @@ class _Scaled:
                              f"{name} updates on its servers: use dist_sync")
         if isinstance(optimizer, str):
             optimizer_params = {"multi_precision": True, **dict(optimizer_params)}
-        with _no_update_on_kvstore() if self._scaling.on else nullcontext():
+        with environment("MXNET_UPDATE_ON_KVSTORE", "0" if self._scaling.on else None):
             super().init_optimizer(kvstore, optimizer, optimizer_params, force_init)
         made = with_masters(self._module()._optimizer)
         if self._scaling.on:
@@ -253,18 +251,3 @@ def _sum_over_devices(kvstore: Any, names: List[str], grads: List[Any]) -> None:
         else:
             kvstore.push(name, on_devices, priority=-i)
             kvstore.pull(name, out=on_devices, priority=-i, ignore_sparse=False)
-
-
-@contextmanager
-def _no_update_on_kvstore() -> Iterator[None]:
-    """MXNet's Module asks the environment only."""
-    name = "MXNET_UPDATE_ON_KVSTORE"
-    before = os.environ.get(name)
-    os.environ[name] = "0"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before

@@ -1,0 +1,108 @@
+"""Trains a symbol with gluon_amp.Module: the flags and the log lines of MXNet's own
+image-classification example."""
+import logging
+import os
+import platform
+
+import gluon_amp as amp
+import image_data
+import mxnet as mx
+import numpy as np
+
+
+def add_arguments(parser):
+    train = parser.add_argument_group("training")
+    train.add_argument("--gpus", default="", help="such as 0 or 0,2,5; empty: the CPU")
+    train.add_argument("--kv-store", default="device")
+    train.add_argument("--batch-size", type=int, default=128)
+    train.add_argument("--num-epochs", type=int, default=80)
+    train.add_argument("--lr", type=float, default=0.1)
+    train.add_argument("--lr-factor", type=float, default=0.1)
+    train.add_argument("--lr-step-epochs", default="30,60",
+                       help="after which epochs the rate is multiplied by --lr-factor")
+    train.add_argument("--warmup-epochs", type=float, default=0)
+    train.add_argument("--optimizer", default="sgd")
+    train.add_argument("--mom", type=float, default=0.9)
+    train.add_argument("--wd", type=float, default=1e-4)
+    train.add_argument("--dtype", default="float32", choices=("float32", "float16"))
+    train.add_argument("--loss-scale", default="",
+                       help="a number or dynamic (default: dynamic for float16, else none)")
+    train.add_argument("--disp-batches", type=int, default=20, help="log every so many batches")
+    train.add_argument("--top-k", type=int, default=0, help="also log the top-k accuracy")
+    train.add_argument("--model-prefix", help="save each epoch under this name")
+    train.add_argument("--load-epoch", type=int, help="go on from --model-prefix at this epoch")
+    train.add_argument("--monitor", type=int, default=0,
+                       help="log outputs' sizes every so many batches")
+    train.add_argument("--seed", type=int, default=0)
+
+
+def devices(args):
+    if not args.gpus:
+        return [mx.cpu()]
+    found = [mx.gpu(int(i)) for i in args.gpus.split(",")]
+    if args.batch_size % len(found):
+        raise SystemExit(f"--batch-size {args.batch_size} does not divide over {len(found)} GPUs")
+    return found
+
+
+def loss_scale(args):
+    text = args.loss_scale or ("dynamic" if args.dtype == "float16" else "none")
+    if text in ("dynamic", "none"):
+        return None if text == "none" else text
+    try:
+        return float(text)
+    except ValueError:
+        raise SystemExit(f"--loss-scale takes a number, dynamic or none. Received: {text}") \
+            from None
+
+
+def schedule(args, epoch_size):
+    """The learning rate by updates, counted from the first epoch's first."""
+    steps = [int(epoch) * epoch_size for epoch in args.lr_step_epochs.split(",") if epoch]
+    warmup = int(args.warmup_epochs * epoch_size)
+    if not steps:
+        steps = [1 << 60]
+    return mx.lr_scheduler.MultiFactorScheduler(steps, args.lr_factor, args.lr,
+                                                warmup_steps=warmup)
+
+
+def fit(args, symbol, arg_params=None, aux_params=None, fixed=None):
+    """Trains, and returns the module."""
+    mx.random.seed(args.seed)
+    np.random.seed(args.seed)
+    contexts, scale = devices(args), loss_scale(args)
+    kvstore = mx.kvstore.create(args.kv_store)
+    logging.basicConfig(level=logging.INFO, force=True,
+                        format=f"%(asctime)-15s Node[{kvstore.rank}] %(message)s")
+    train, val, examples = image_data.iterators(args, kvstore.rank, kvstore.num_workers)
+    logging.info("start with arguments %s", args)
+    logging.info("gluon_amp %s, MXNet %s, Python %s", amp.__version__, mx.__version__,
+                 platform.python_version())
+    epoch_size = max(1, examples // kvstore.num_workers // args.batch_size)
+    begin = args.load_epoch or 0
+    options = {"context": contexts, "loss_scale": scale, "fixed_param_names": fixed}
+    if begin:
+        if not args.model_prefix:
+            raise SystemExit("--load-epoch needs --model-prefix")
+        states = os.path.exists(f"{args.model_prefix}-{begin:04d}.states")
+        module = amp.Module.load(args.model_prefix, begin, states, **options)
+    else:
+        module = amp.Module(symbol, **options)
+    optimizer = {"learning_rate": args.lr, "wd": args.wd, "begin_num_update": begin * epoch_size,
+                 "lr_scheduler": schedule(args, epoch_size)}
+    if args.optimizer in ("sgd", "nag", "signum", "lars", "dcasgd"):
+        optimizer["momentum"] = args.mom
+    metrics = ["accuracy"]
+    if args.top_k:
+        metrics.append(mx.metric.create("top_k_accuracy", top_k=args.top_k))
+    module.fit(
+        train, val, metrics, kvstore=kvstore if "dist" in args.kv_store else args.kv_store,
+        optimizer=args.optimizer, optimizer_params=optimizer, begin_epoch=begin,
+        num_epoch=args.num_epochs, arg_params=arg_params, aux_params=aux_params,
+        allow_missing=arg_params is not None,
+        initializer=mx.init.Xavier(rnd_type="gaussian", factor_type="in", magnitude=2),
+        batch_end_callback=amp.Speedometer(args.batch_size, args.disp_batches),
+        epoch_end_callback=mx.callback.module_checkpoint(
+            module, args.model_prefix, save_optimizer_states=True) if args.model_prefix else None,
+        monitor=mx.mon.Monitor(args.monitor) if args.monitor else None)
+    return module

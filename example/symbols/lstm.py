@@ -1,0 +1,41 @@
+"""A word-level language model as a symbol, in float32 or, by hand, in float16.
+
+Stacked LSTMs as in Zaremba, Sutskever, Vinyals: "Recurrent Neural Network Regularization"
+(2014), without their dropout. Data and labels are word ids of shape (batch, seq_len); a label
+is the word that follows. Ids are not cast: float16 counts to 2048 only. So float16 begins
+with the weight of the Embedding. The LSTM starts from zeros, which have a type, too.
+"""
+import mxnet as mx
+
+
+def get_symbol(num_classes, vocab=None, hidden=200, layers=2, seq_len=35, dtype="float32"):
+    """The network, up to its SoftmaxOutput, of shape (batch * seq_len, num_classes).
+
+    Args:
+        num_classes: how many words can come out.
+        vocab: how many words can go in; as many if None.
+        hidden: the size of the Embedding and of each LSTM.
+        layers: how many LSTMs.
+        seq_len: how many words are in a sequence.
+        dtype: "float32" or "float16".
+    """
+    if dtype not in ("float32", "float16"):
+        raise ValueError(f"unknown dtype. Valid: float32, float16. Received: {dtype!r}")
+
+    net = mx.sym.Variable("data", shape=(0, seq_len))  # 0: a batch of any size
+    net = mx.sym.Embedding(net, input_dim=vocab or num_classes, output_dim=hidden, dtype=dtype,
+                           name="embedding")
+
+    lstm = mx.rnn.FusedRNNCell(hidden, num_layers=layers, mode="lstm", prefix="lstm_")
+    net = mx.sym.SwapAxis(net, dim1=0, dim2=1, name="time_first")
+    net, _ = lstm.unroll(seq_len, net, lstm.begin_state(dtype=dtype), layout="TNC",
+                         merge_outputs=True)
+    net = mx.sym.SwapAxis(net, dim1=0, dim2=1, name="batch_first")
+    net = mx.sym.Reshape(net, shape=(-1, hidden), name="words")
+    net = mx.sym.FullyConnected(net, num_hidden=num_classes, name="fc")
+
+    if dtype == "float16":
+        net = mx.sym.Cast(net, dtype="float32")
+    label = mx.sym.Variable("softmax_label", shape=(0, seq_len))
+    label = mx.sym.Reshape(label, shape=(-1,), name="label_words")
+    return mx.sym.SoftmaxOutput(net, label, name="softmax")

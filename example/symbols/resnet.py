@@ -1,0 +1,112 @@
+"""ResNet as a symbol, in float32 or, by hand, in float16.
+
+Version 1 is He, Zhang, Ren, Sun: "Deep Residual Learning for Image Recognition" (2015);
+version 2, whose norms stand before the convolutions, "Identity Mappings in Deep Residual
+Networks" (2016) by the same. Units of three convolutions stride in the 3x3 one. Images of
+at most 32 pixels get the small form, for CIFAR, with convolutions where sizes change.
+"""
+import mxnet as mx
+
+UNITS = {18: (2, 2, 2, 2), 34: (3, 4, 6, 3), 50: (3, 4, 6, 3), 101: (3, 4, 23, 3),
+         152: (3, 8, 36, 3)}
+SMALL_UNITS = {6 * n + 2: (n, n, n) for n in (3, 5, 7, 9, 18)}
+
+
+def get_symbol(num_classes, num_layers=50, image_shape="3,224,224", version=1, dtype="float32"):
+    """The network, up to its SoftmaxOutput.
+
+    Args:
+        num_layers: 18, 34, 50, 101 or 152; for images of at most 32 pixels 20, 32, 44, 56 or 110.
+        image_shape: channels, height and width of an image.
+        version: 1 or 2.
+        dtype: "float32" or "float16".
+    """
+    small = int(image_shape.split(",")[1]) <= 32
+    stages = SMALL_UNITS if small else UNITS
+    if num_layers not in stages:
+        raise ValueError(f"unknown num_layers for images of {image_shape}. Valid: "
+                         f"{', '.join(map(str, stages))}. Received: {num_layers!r}")
+    if version not in (1, 2):
+        raise ValueError(f"unknown version. Valid: 1, 2. Received: {version!r}")
+    if dtype not in ("float32", "float16"):
+        raise ValueError(f"unknown dtype. Valid: float32, float16. Received: {dtype!r}")
+    unit = _unit_v1 if version == 1 else _unit_v2
+    bottleneck = num_layers >= 50 and not small
+    width = 16 if small else 64
+
+    net = mx.sym.Variable("data")
+    if version == 2:  # before the cast: pixels of any scale fit into float16 behind it
+        net = _norm(net, "data_bn", fix_gamma=True)
+    if dtype == "float16":
+        net = mx.sym.Cast(net, dtype="float16")
+
+    net = _conv(net, width, 3 if small else 7, 1 if small else 2, "conv0")
+    if version == 1 or not small:
+        net = _relu(_norm(net, "bn0"), "relu0")
+    if not small:
+        net = mx.sym.Pooling(net, kernel=(3, 3), stride=(2, 2), pad=(1, 1), pool_type="max",
+                             name="pool0")
+    before = width
+    for i, units in enumerate(stages[num_layers], 1):
+        filters = width * 2 ** (i - 1) * (4 if bottleneck else 1)
+        for j in range(1, units + 1):
+            stride = 2 if i > 1 and j == 1 else 1
+            net = unit(net, _convolutions(filters, stride, bottleneck), filters != before,
+                       f"stage{i}_unit{j}")
+            before = filters
+    if version == 2:
+        net = _relu(_norm(net, "bn1"), "relu1")
+    net = mx.sym.Pooling(net, kernel=(1, 1), global_pool=True, pool_type="avg", name="pool1")
+    net = mx.sym.Flatten(net, name="flatten")
+    net = mx.sym.FullyConnected(net, num_hidden=num_classes, name="fc")
+
+    if dtype == "float16":
+        net = mx.sym.Cast(net, dtype="float32")
+    return mx.sym.SoftmaxOutput(net, name="softmax")
+
+
+def _convolutions(filters, stride, bottleneck):
+    """Filters, kernel and stride of each of a unit's convolutions."""
+    if bottleneck:
+        return (filters // 4, 1, 1), (filters // 4, 3, stride), (filters, 1, 1)
+    return (filters, 3, stride), (filters, 3, 1)
+
+
+def _unit_v1(net, convolutions, project, name):
+    """Each convolution with its norm behind it; the last ReLU is behind the sum."""
+    shortcut = net
+    if project:
+        stride = max(stride for _, _, stride in convolutions)
+        shortcut = _conv(net, convolutions[-1][0], 1, stride, f"{name}_shortcut")
+        shortcut = _norm(shortcut, f"{name}_shortcut_bn")
+    for i, (filters, kernel, stride) in enumerate(convolutions, 1):
+        net = _norm(_conv(net, filters, kernel, stride, f"{name}_conv{i}"), f"{name}_bn{i}")
+        if i < len(convolutions):
+            net = _relu(net, f"{name}_relu{i}")
+    return _relu(mx.sym.elemwise_add(net, shortcut, name=f"{name}_add"), f"{name}_relu")
+
+
+def _unit_v2(net, convolutions, project, name):
+    """Norm and ReLU before each convolution; nothing is behind the sum."""
+    shortcut = net
+    for i, (filters, kernel, stride) in enumerate(convolutions, 1):
+        net = _relu(_norm(net, f"{name}_bn{i}"), f"{name}_relu{i}")
+        if i == 1 and project:
+            strides = max(stride for _, _, stride in convolutions)
+            shortcut = _conv(net, convolutions[-1][0], 1, strides, f"{name}_shortcut")
+        net = _conv(net, filters, kernel, stride, f"{name}_conv{i}")
+    return mx.sym.elemwise_add(net, shortcut, name=f"{name}_add")
+
+
+def _conv(net, filters, kernel, stride, name):
+    return mx.sym.Convolution(net, num_filter=filters, kernel=(kernel, kernel),
+                              stride=(stride, stride), pad=(kernel // 2, kernel // 2),
+                              no_bias=True, name=name)
+
+
+def _norm(net, name, fix_gamma=False):
+    return mx.sym.BatchNorm(net, eps=2e-5, momentum=0.9, fix_gamma=fix_gamma, name=name)
+
+
+def _relu(net, name):
+    return mx.sym.Activation(net, act_type="relu", name=name)

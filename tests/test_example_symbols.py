@@ -1,0 +1,210 @@
+"""The examples' networks: their sizes, and that the casts written by hand and those of
+convert_symbol make the same network."""
+import sys
+from pathlib import Path
+
+import gluon_amp as amp
+import numpy as np
+import pytest
+from gluon_amp._mxnet import mx
+from gluon_amp.graph import Graph
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "example"))
+from symbols import lstm, mobilenet, resnet
+
+BATCH = 2
+IMAGE, SMALL = (3, 64, 64), (3, 32, 32)
+NETWORKS = {
+    "resnet18": (resnet, IMAGE, {"num_layers": 18, "image_shape": "3,64,64"}),
+    "resnet18_v2": (resnet, IMAGE, {"num_layers": 18, "image_shape": "3,64,64", "version": 2}),
+    "resnet50": (resnet, IMAGE, {"num_layers": 50, "image_shape": "3,64,64"}),
+    "resnet50_v2": (resnet, IMAGE, {"num_layers": 50, "image_shape": "3,64,64", "version": 2}),
+    "resnet20": (resnet, SMALL, {"num_layers": 20, "image_shape": "3,32,32"}),
+    "resnet20_v2": (resnet, SMALL, {"num_layers": 20, "image_shape": "3,32,32", "version": 2}),
+    "mobilenet0.25": (mobilenet, IMAGE, {"multiplier": 0.25}),
+    "lstm": (lstm, (7,), {"hidden": 16, "layers": 2, "seq_len": 7}),
+    "lstm_vocab": (lstm, (7,), {"vocab": 3000, "hidden": 16, "layers": 1, "seq_len": 7}),
+}
+CLASSES = 10
+
+
+def make(name, dtype):
+    module, _, options = NETWORKS[name]
+    return module.get_symbol(CLASSES, dtype=dtype, **options)
+
+
+def shapes(symbol, data):
+    """The shapes of the parameters."""
+    known, _, _ = symbol.infer_shape(data=data)
+    return {name: shape for name, shape in zip(symbol.list_arguments(), known)
+            if name not in ("data", "softmax_label")}
+
+
+def count(symbol, data):
+    return sum(int(np.prod(shape)) for shape in shapes(symbol, data).values())
+
+
+def operators(symbol, op):
+    return [node for node in Graph.read(symbol).nodes() if node.op == op]
+
+
+# ---- the architectures
+
+@pytest.mark.parametrize(("layers", "version", "parameters"), [
+    # as published with torchvision's weights (version 1) and Gluon's model zoo (version 2)
+    (18, 1, 11_689_512), (34, 1, 21_797_672), (50, 1, 25_557_032), (101, 1, 44_549_160),
+    (152, 1, 60_192_808),
+    (18, 2, 11_687_854), (34, 2, 21_796_014), (50, 2, 25_549_486), (101, 2, 44_541_614),
+    (152, 2, 60_185_262)])
+def test_an_imagenet_resnet_has_the_published_number_of_parameters(layers, version, parameters):
+    symbol = resnet.get_symbol(1000, layers, version=version)
+    assert count(symbol, (1, 3, 224, 224)) == parameters
+    main = [n for n in operators(symbol, "Convolution") if not n.name.endswith("_shortcut")]
+    assert len(main) + 1 == layers
+
+
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("layers", [20, 32, 44, 56, 110])
+def test_a_cifar_resnet_has_the_number_of_parameters_of_its_formula(layers, version):
+    n = (layers - 2) // 6
+    first, head = 3 * 16 * 9, 64 * 10 + 10
+    wanted, before = first + head, 16
+    for filters in (16, 32, 64):
+        wanted += 9 * filters * (before + (2 * n - 1) * filters) + n * 2 * 2 * filters
+        if filters != before:
+            wanted += before * filters
+            # version 1 has a norm at the shortcut, version 2 a norm before the first convolution
+            wanted += 2 * filters if version == 1 else 2 * (before - filters)
+        before = filters
+    wanted += 2 * 16 if version == 1 else 2 * 3 + 2 * 64  # bn0; data_bn, bn1
+    symbol = resnet.get_symbol(10, layers, "3,32,32", version)
+    assert count(symbol, (1, 3, 32, 32)) == wanted
+    main = [n for n in operators(symbol, "Convolution") if not n.name.endswith("_shortcut")]
+    assert len(main) + 1 == layers
+
+
+def test_a_resnet_of_20_layers_has_270_thousand_parameters():
+    """0.27M in the paper, whose shortcuts hold none: 269,722."""
+    assert count(resnet.get_symbol(10, 20, "3,32,32"), (1, 3, 32, 32)) == 272_474
+    assert 272_474 - 269_722 == 16 * 32 + 2 * 32 + 32 * 64 + 2 * 64
+
+
+@pytest.mark.parametrize(("multiplier", "parameters"), [
+    (1.0, 4_231_976), (0.75, 2_585_560), (0.5, 1_331_592), (0.25, 470_072)])
+def test_a_mobilenet_has_the_published_number_of_parameters(multiplier, parameters):
+    assert count(mobilenet.get_symbol(1000, multiplier), (1, 3, 224, 224)) == parameters
+
+
+@pytest.mark.parametrize("layers", [1, 2, 3])
+def test_an_lstm_has_the_number_of_parameters_of_its_formula(layers):
+    vocab, hidden, classes = 1000, 24, 50
+    symbol = lstm.get_symbol(classes, vocab, hidden, layers, seq_len=5)
+    one = 4 * hidden * (hidden + hidden + 2)
+    assert count(symbol, (3, 5)) == vocab * hidden + layers * one + hidden * classes + classes
+    assert symbol.infer_shape(data=(3, 5))[1] == [(3 * 5, classes)]
+
+
+@pytest.mark.parametrize("height", [32, 33])
+def test_the_image_decides_which_resnet_it_is(height):
+    wanted = {32: [64, 8], 33: [512, 2]}[height]  # channels and size before the pooling
+    symbol = resnet.get_symbol(10, 20 if height == 32 else 18, f"3,{height},{height}")
+    inside = symbol.get_internals()[f"stage{3 if height == 32 else 4}_unit2_relu_output"]
+    assert inside.infer_shape(data=(1, 3, height, height))[1][0] == (1, *wanted, wanted[-1])
+
+
+def test_names_are_systematic():
+    names = shapes(make("resnet50", "float32"), (1, *IMAGE))
+    assert {"stage1_unit1_conv1_weight", "stage1_unit1_shortcut_weight", "stage4_unit3_bn3_gamma",
+            "conv0_weight", "fc_bias"} <= set(names)
+    assert "conv0_bias" not in names
+    names = shapes(make("mobilenet0.25", "float32"), (1, *IMAGE))
+    assert {"unit1_depthwise_conv_weight", "unit13_pointwise_bn_beta"} <= set(names)
+    assert list(shapes(make("lstm", "float32"), (1, 7))) == [
+        "embedding_weight", "lstm_parameters", "fc_weight", "fc_bias"]
+
+
+# ---- the casts
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_the_types_differ_in_the_casts_only(name):
+    wide, half = make(name, "float32"), make(name, "float16")
+    assert operators(wide, "Cast") == []
+    casts = [node.attrs["dtype"] for node in operators(half, "Cast")]
+    assert casts == ["float32"] if "lstm" in name else ["float16", "float32"]
+    assert half.list_arguments() == wide.list_arguments()
+    assert half.list_auxiliary_states() == wide.list_auxiliary_states()
+    assert half.list_outputs() == wide.list_outputs() == ["softmax_output"]
+    rest = [[(n.op, n.name, {k: v for k, v in n.attrs.items() if k != "dtype"})
+             for n in Graph.read(symbol).nodes() if n.op != "Cast"] for symbol in (wide, half)]
+    assert rest[0] == rest[1]
+
+
+def draw(rng, name, shape):
+    """Values for a parameter that keep the size of activations."""
+    scale = np.sqrt(2 / np.prod(shape[1:])) if len(shape) > 1 else 0.1
+    return mx.nd.array(scale * rng.standard_normal(shape) + name.endswith("gamma"))
+
+
+def run(symbol, name, arguments, auxiliary, data, label):
+    """Outputs in training and in prediction, all gradients, and the statistics of the norms."""
+    image = "lstm" not in name
+    module = amp.Module(symbol, context=mx.cpu())
+    module.bind([("data", data.shape)], [("softmax_label", label.shape)], inputs_need_grad=image)
+    module.init_params(arg_params=arguments, aux_params=auxiliary)
+    batch = mx.io.DataBatch([data], [label])
+    module.forward(batch, is_train=False)
+    found = {"predicted": module.get_outputs()[0].copy()}
+    mx.nd.waitall()  # MXNet's executors take up the next call's is_train while they still run
+    module.forward_backward(batch)
+    mx.nd.waitall()  # MXNet's own norms write their statistics without its engine's knowledge
+    executor = module._exec_group.execs[0]
+    found.update(trained=module.get_outputs()[0], **executor.aux_dict,
+                 **{f"{n}_grad": g for n, g in executor.grad_dict.items() if g is not None})
+    return {n: (a.dtype, a.asnumpy()) for n, a in found.items()}
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_casts_by_hand_and_convert_symbol_give_the_same_bits(name, rng):
+    wide = make(name, "float32")
+    _, size, options = NETWORKS[name]
+    words = options.get("vocab", CLASSES)
+    data = rng.integers(0, words, (BATCH, *size)) if "lstm" in name else \
+        rng.standard_normal((BATCH, *size))
+    label = rng.integers(0, CLASSES, (BATCH, *size) if "lstm" in name else BATCH)
+    data, label = mx.nd.array(data, dtype="float32"), mx.nd.array(label, dtype="float32")
+    arguments = {n: draw(rng, n, shape) for n, shape in shapes(wide, data.shape).items()}
+    _, _, states = wide.infer_shape(data=data.shape)
+    auxiliary = {n: mx.nd.full(shape, float(n.endswith("var")))
+                 for n, shape in zip(wide.list_auxiliary_states(), states)}
+
+    hand = run(make(name, "float16"), name, arguments, auxiliary, data, label)
+    converted = run(amp.convert_symbol(wide), name, arguments, auxiliary, data, label)
+    float32 = run(wide, name, arguments, auxiliary, data, label)
+    assert hand.keys() == converted.keys() == float32.keys()
+    for key, (dtype, array) in hand.items():
+        assert dtype == converted[key][0], key
+        np.testing.assert_array_equal(array, converted[key][1], err_msg=key)
+        assert np.isfinite(array).all(), key
+        assert np.any(array) or key == "data_bn_gamma_grad", key  # which is fixed
+    assert hand["fc_weight_grad"][0] is np.float16
+    assert hand["trained"][0] is np.float32
+    for key in ("predicted", "trained"):
+        np.testing.assert_allclose(hand[key][1], float32[key][1], atol=0.03, err_msg=key)
+
+
+# ---- what they refuse
+
+@pytest.mark.parametrize(("module", "bad", "message"), [
+    (resnet, {"num_layers": 20},
+     "num_layers for images of 3,224,224. Valid: 18, 34, 50, 101, 152. Received: 20"),
+    (resnet, {"num_layers": 18, "image_shape": "3,28,28"},
+     "num_layers for images of 3,28,28. Valid: 20, 32, 44, 56, 110. Received: 18"),
+    (resnet, {"version": 3}, "version. Valid: 1, 2. Received: 3"),
+    (resnet, {"dtype": "bfloat16"}, "dtype. Valid: float32, float16. Received: 'bfloat16'"),
+    (mobilenet, {"dtype": "half"}, "dtype. Valid: float32, float16. Received: 'half'"),
+    (mobilenet, {"multiplier": 0}, "multiplier. Valid: numbers above 0. Received: 0"),
+    (lstm, {"dtype": None}, "dtype. Valid: float32, float16. Received: None")])
+def test_bad_arguments_are_refused_with_the_valid_ones(module, bad, message):
+    with pytest.raises(ValueError, match="Valid") as error:
+        module.get_symbol(10, **bad)
+    assert message in str(error.value)
