@@ -28,8 +28,12 @@ def load(name):
         return mx.model.load_checkpoint(prefix, int(epoch or 0))
     try:
         net = mx.gluon.model_zoo.vision.get_model(prefix, pretrained=True)
-    except ValueError as error:
-        raise SystemExit(f"{prefix}-symbol.json does not exist, and {error}") from None
+    except ValueError:
+        raise SystemExit(f"{prefix}-symbol.json does not exist, and MXNet's model zoo has no "
+                         f"{prefix}") from None
+    except OSError as error:
+        raise SystemExit(f"{prefix}: the model zoo's file could not be downloaded "
+                         f"({type(error).__name__})") from None
     values = {name: p.data() for name, p in net.collect_params().items()}
     symbol = net(mx.sym.var("data"))
     auxiliary = symbol.list_auxiliary_states()

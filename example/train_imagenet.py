@@ -22,6 +22,7 @@ def main(arguments=None):
     module_fit.add_arguments(parser)
     image_data.add_arguments(parser)
     args = parser.parse_args(arguments)
+    image_data.image_shape(args)
     network, _, version = args.network.partition("-v")
     options = {"num_layers": args.num_layers, "image_shape": args.image_shape,
                "version": int(version or 1)} if network == "resnet" else {}

@@ -1,0 +1,187 @@
+"""The Symbolic API's scripts, as a user runs them: small images, and a small checkpoint."""
+import io
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import gluon_amp as amp  # noqa: F401  (before mxnet)
+import numpy as np
+import pytest
+from gluon_amp._mxnet import mx
+from PIL import Image
+
+EXAMPLES = Path(__file__).parents[2] / "example"
+SHARED = Path(os.environ.get("GLUON_AMP_DATA") or Path(__file__).parents[3] / "shared")
+SMALL = ["--num-layers", "20", "--image-shape", "3,32,32", "--num-classes", "4",
+         "--batch-size", "20", "--lr", "0.05", "--disp-batches", "1", "--lr-step-epochs", ""]
+
+
+def run(script, *arguments, fails=False):
+    """What the script logs."""
+    done = subprocess.run([sys.executable, "-W", "ignore", str(EXAMPLES / script), *arguments],
+                          capture_output=True, text=True, timeout=300)
+    assert (done.returncode != 0) is fails, done.stderr
+    assert fails or "Traceback" not in done.stderr, done.stderr
+    return done.stderr
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory):
+    """A RecordIO file of 40 images of 36 pixels, in four colors."""
+    path = tmp_path_factory.mktemp("images") / "images.rec"
+    record = mx.recordio.MXRecordIO(str(path), "w")
+    rng = np.random.default_rng(0)
+    for i in range(40):
+        pixels = rng.integers(0, 100, (36, 36, 3), dtype=np.uint8)
+        pixels[..., :3] += np.array([(0, 0, 0), (150, 0, 0), (0, 150, 0), (0, 0, 150)][i % 4],
+                                    np.uint8)
+        jpeg = io.BytesIO()
+        Image.fromarray(pixels).save(jpeg, "JPEG")
+        header = mx.recordio.IRHeader(0, i % 4, i, 0)
+        record.write(mx.recordio.pack(header, jpeg.getvalue()))
+    record.close()
+    return str(path)
+
+
+def train(images, *arguments, **kwargs):
+    return run("train_imagenet.py", *SMALL, "--data-train", images, "--data-val", images,
+               *arguments, **kwargs)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_train_imagenet_logs_what_mxnets_example_logs(dtype, images):
+    log = train(images, "--dtype", dtype, "--num-epochs", "2", "--top-k", "2")
+    head = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d+ Node\[0\] "
+    assert re.search(head + r"start with arguments Namespace\(.*dtype='" + dtype, log)
+    speed = r"Epoch\[1\] Batch \[0-1\]\tSpeed: \d+\.\d\d samples/sec\taccuracy=\d\.\d{6}" \
+            r"\ttop_k_accuracy_2=\d\.\d{6}"
+    scale = r"\tloss-scale=\d+\.\d+\tskipped=\d+\.\d+" if dtype == "float16" else ""
+    assert re.search(head + speed + scale + "\n", log), log
+    for line in (r"Epoch\[1\] Train-accuracy=\d\.\d{6}", r"Epoch\[1\] Time cost=\d+\.\d{3}",
+                 r"Epoch\[1\] Validation-accuracy=\d\.\d{6}"):
+        assert re.search(head + line + "\n", log), log
+
+
+def test_training_goes_on_from_a_checkpoint_as_if_unbroken(images, tmp_path):
+    options = ["--dtype", "float16", "--lr-step-epochs", "2", "--loss-scale", "64"]
+    whole, cut = str(tmp_path / "whole"), str(tmp_path / "cut")
+    train(images, *options, "--num-epochs", "3", "--model-prefix", whole)
+    train(images, *options, "--num-epochs", "1", "--model-prefix", cut)
+    train(images, *options, "--num-epochs", "3", "--model-prefix", cut, "--load-epoch", "1")
+    unbroken, resumed = (mx.nd.load(f"{p}-0003.params") for p in (whole, cut))
+    # The images come in another order in a new process, so not bit by bit.
+    assert set(unbroken) == set(resumed)
+    assert all(np.isfinite(v.asnumpy()).all() for v in resumed.values())
+    assert "_gluon_amp" not in Path(f"{cut}-symbol.json").read_text()
+
+
+def test_benchmark_needs_no_data():
+    log = run("train_imagenet.py", *SMALL, "--benchmark", "1", "--num-examples", "60",
+              "--num-epochs", "1", "--dtype", "float16", "--network", "resnet-v2")
+    assert "Epoch[0] Train-accuracy=" in log
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    (["--data-train", "nowhere.rec"], "nowhere.rec does not exist"),
+    (["--num-layers", "21"], "num_layers"),
+    (["--image-shape", "32"], "--image-shape takes channels,height,width"),
+    (["--loss-scale", "big"], "--loss-scale takes a number, dynamic or none. Received: big"),
+    (["--batch-size", "41"], "has 40 images, fewer than one batch of 41"),
+    (["--gpus", "0,1,2"], "--batch-size 20 does not divide over 3 GPUs"),
+    (["--load-epoch", "3"], "--load-epoch needs --model-prefix"),
+])
+def test_bad_arguments_are_one_line(arguments, message, images):
+    last = train(images, *arguments, fails=True).strip().splitlines()[-1]
+    assert message in last
+
+
+@pytest.mark.parametrize(("content", "message"), [
+    (lambda b: b"", "is empty"), (lambda b: b[:-5], "is cut short"),
+    (lambda b: b[:4] + b"\xff" * 4 + b[8:], "is cut short|is no RecordIO file"),
+    (lambda b: b"\x89PNG" + b, "is no RecordIO file")])
+def test_a_damaged_record_file_is_an_error_before_the_first_epoch(content, message, images,
+                                                                 tmp_path):
+    damaged = tmp_path / "damaged.rec"
+    damaged.write_bytes(content(Path(images).read_bytes()))
+    log = train(images, "--data-val", str(damaged), "--model-prefix", str(tmp_path / "net"),
+                fails=True)
+    assert re.search(message, log.strip().splitlines()[-1]), log
+    assert "Epoch[0]" not in log
+    assert list(tmp_path.iterdir()) == [damaged]
+
+
+@pytest.fixture(scope="module")
+def pretrained(tmp_path_factory):
+    """A checkpoint in which layers of the body have "fc" in their names, too."""
+    net = mx.sym.var("data")
+    for i in range(2):
+        net = mx.sym.Convolution(net, num_filter=8, kernel=(3, 3), name=f"fconv{i}")
+        net = mx.sym.BatchNorm(net, name=f"bnfc{i}")
+        net = mx.sym.Activation(net, act_type="relu", name=f"relu{i}")
+    net = mx.sym.Flatten(mx.sym.Pooling(net, global_pool=True, pool_type="avg", kernel=(1, 1)))
+    net = mx.sym.FullyConnected(net, num_hidden=16, name="fc_hidden")
+    net = mx.sym.FullyConnected(net, num_hidden=7, name="fc_old")
+    net = mx.sym.SoftmaxOutput(net, name="softmax")
+    shapes, _, auxiliary = net.infer_shape(data=(1, 3, 32, 32))
+    args = {n: mx.nd.random.normal(0, 0.3, s) for n, s in zip(net.list_arguments(), shapes)
+            if n not in ("data", "softmax_label")}
+    aux = {n: mx.nd.ones(s) for n, s in zip(net.list_auxiliary_states(), auxiliary)}
+    prefix = str(tmp_path_factory.mktemp("pretrained") / "net")
+    mx.model.save_checkpoint(prefix, 2, net, args, aux)
+    return prefix
+
+
+def fine_tune(pretrained, images, *arguments, **kwargs):
+    return run("symbolic_fine_tune.py", "--pretrained-model", pretrained, "--num-classes", "4",
+               "--image-shape", "3,32,32", "--batch-size", "20", "--data-train", images,
+               "--num-epochs", "1", *arguments, **kwargs)
+
+
+@pytest.mark.parametrize("options", [[], ["--freeze", "1"],
+                                     ["--layer-before-fullc", "fc_hidden_output"]])
+def test_fine_tuning_keeps_the_body_and_drops_exactly_the_old_head(options, pretrained, images,
+                                                                  tmp_path):
+    prefix = str(tmp_path / "tuned")
+    fine_tune(f"{pretrained},2", images, "--dtype", "float16", "--model-prefix", prefix,
+              "--bn-momentum", "0.5", "--loss-scale", "64", *options)
+    before, after = mx.nd.load(f"{pretrained}-0002.params"), mx.nd.load(f"{prefix}-0001.params")
+    assert set(before) - set(after) == {"arg:fc_old_weight", "arg:fc_old_bias"}
+    assert set(after) - set(before) == {"arg:new_fc_weight", "arg:new_fc_bias"}
+    weight = "arg:fc_hidden_weight"
+    assert after[weight].dtype == np.float16
+    same = np.array_equal(after[weight].asnumpy(), before[weight].asnumpy().astype("float16"))
+    assert same is (options[:1] == ["--freeze"])
+    assert '"momentum": "0.5"' in Path(f"{prefix}-symbol.json").read_text()
+
+
+def test_bad_checkpoints_and_heads_are_one_line(pretrained, images, tmp_path):
+    def last(*args):
+        return fine_tune(*args, fails=True).strip().splitlines()[-1]
+
+    assert "nothing-symbol.json does not exist" in last("nothing", images)
+    assert "net-0007.params does not exist" in last(f"{pretrained},7", images)
+    assert "there is no layer fc_hiden. Near it: fc_hidden" in last(
+        f"{pretrained},2", images, "--layer-before-fullc", "fc_hiden")
+    symbol, args, aux = mx.model.load_checkpoint(pretrained, 2)
+    del args["fconv1_weight"]
+    mx.model.save_checkpoint(str(tmp_path / "less"), 0, symbol, args, aux)
+    assert "less lacks parameters: fconv1_weight" in last(str(tmp_path / "less"), images)
+    headless = mx.sym.Activation(mx.sym.var("data"), act_type="relu", name="only")
+    mx.model.save_checkpoint(str(tmp_path / "headless"), 0, headless, {}, {})
+    assert "head is unknown" in last(str(tmp_path / "headless"), images)
+
+
+@pytest.mark.skipif(not (SHARED / "models").is_dir(),
+                    reason="needs efficientnet_lite0 in ../shared or $GLUON_AMP_DATA")
+def test_efficientnet_fine_tunes_on_photos_in_float16():
+    data = SHARED / "data"
+    log = run("symbolic_fine_tune.py", "--dtype", "float16", "--num-classes", "10",
+              "--pretrained-model", str(SHARED / "models" / "efficientnet_lite0"),
+              "--image-shape", "3,112,112", "--rgb-mean", "127,127,127", "--rgb-std", "128,128,128",
+              "--random-crop", "1", "--random-mirror", "1", "--bn-momentum", "0.8",
+              "--num-epochs", "2", "--lr-step-epochs", "1",
+              "--data-train", str(data / "caltech10_128_train.rec"),
+              "--data-val", str(data / "caltech10_128_test.rec"))
+    assert float(re.findall(r"Validation-accuracy=(\d\.\d+)", log)[-1]) > 0.9

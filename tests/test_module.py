@@ -1,0 +1,520 @@
+"""amp.Module and amp.BucketingModule: MXNet's own, with float16 on CPUs and loss scaling."""
+import logging
+import re
+
+import gluon_amp as amp
+import numpy as np
+import pytest
+from gluon_amp._mxnet import mx
+from mxnet import nd
+from mxnet import symbol as S
+
+OPTIMIZERS = {"sgd": ("sgd", {"learning_rate": 0.1}),
+              "momentum": ("sgd", {"learning_rate": 0.1, "momentum": 0.9}),
+              "adam": ("adam", {"learning_rate": 0.01})}
+OVERFLOW = 3e38  # a label: the output stays finite, its gradient times the scale is not
+TWO = [mx.cpu(0), mx.cpu(1)]
+
+
+def dynamic(initial=1024, **kwargs):
+    return amp.DynamicLossScale(initial, **kwargs)
+
+
+def body():
+    x = S.Convolution(S.var("data"), kernel=(3, 3), num_filter=4, name="conv")
+    x = S.BatchNorm(x, fix_gamma=False, name="bn")
+    x = S.Activation(x, act_type="relu", name="relu")
+    return S.FullyConnected(x, num_hidden=3, name="fc")
+
+
+def net(policy="float16", head=S.LinearRegressionOutput):
+    sym = head(body(), name="head")
+    return amp.convert_symbol(sym, policy) if policy else sym
+
+
+def batch(seed=0, size=6, label=None):
+    rng = np.random.default_rng(seed)
+    labels = rng.standard_normal((size, 3)) if label is None else np.full((size, 3), label)
+    return mx.io.DataBatch([nd.array(rng.standard_normal((size, 3, 6, 6)))], [nd.array(labels)])
+
+
+def bound(symbol, cls=amp.Module, size=6, bind=None, shape=(3,), **kwargs):
+    mod = cls(symbol, label_names=["head_label"], **kwargs)
+    mod.bind([("data", (size, 3, 6, 6))], [("head_label", (size, *shape))], **(bind or {}))
+    return mod
+
+
+def made(symbol, cls=amp.Module, optimizer="momentum", **kwargs):
+    mod = bound(symbol, cls, **kwargs)
+    mx.random.seed(3)
+    mod.init_params(mx.init.Xavier())
+    name, params = OPTIMIZERS[optimizer] if isinstance(optimizer, str) else optimizer
+    mod.init_optimizer(optimizer=name, optimizer_params=params)
+    return mod
+
+
+def learn(mod, data, out_grads=None):
+    mod.forward(data, is_train=True)
+    mod.backward(out_grads)
+    return mod.update()
+
+
+def train(mod, steps=10, first=0):
+    return [learn(mod, batch(seed)) for seed in range(first, first + steps)]
+
+
+def values(mod):
+    return {k: a.asnumpy().astype("float32") for part in mod.get_params() for k, a in part.items()}
+
+
+def grads(mod):
+    return {k: g.asnumpy() for k, g in mod._exec_group.execs[0].grad_dict.items() if g is not None}
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all(np.array_equal(a[k], b[k]) for k in a)
+
+
+def arrays(state):
+    if isinstance(state, nd.NDArray):
+        return [state.asnumpy()]
+    if isinstance(state, (list, tuple, dict)):
+        return [a for s in (state.values() if isinstance(state, dict) else state)
+                for a in arrays(s)]
+    return []
+
+
+def everything(mod):
+    """All that a step depends on."""
+    scale = mod._scaling.scale
+    return {**values(mod), **dict(enumerate(arrays(mod._updater.states))),
+            "scale": [mod.loss_scale, mod.skipped, getattr(scale, "finite_steps", 0),
+                      mod._scaling.in_a_row, mod._optimizer.num_update,
+                      mod._optimizer.learning_rate]}
+
+
+def check_moved_alike(mod, other, before, rel=0.03):
+    mine, theirs = values(mod), values(other)
+    for name, start in before.items():
+        move = theirs[name] - start
+        assert np.abs(mine[name] - theirs[name]).max() <= rel * np.abs(move).max() + 2e-3, name
+
+
+# ---- scaling changes nothing but what underflows
+
+@pytest.mark.parametrize("scale", [None, 1, 2.0 ** 20, 2.0 ** -6, "dynamic",
+                                   dynamic(8, growth_interval=3)])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("context", [mx.cpu(), TWO], ids=["one", "two"])
+def test_a_float32_symbol_trains_bit_by_bit_as_with_mxnets_module(scale, optimizer, context):
+    mod = made(net(None), optimizer=optimizer, context=context, loss_scale=scale)
+    stock = made(net(None), mx.mod.Module, optimizer, context=context)
+    train(mod)
+    train(stock)
+    assert same(values(mod), values(stock))
+    assert mod.skipped == 0
+
+
+@pytest.mark.parametrize("scale", [None, 1024, 1000, dynamic()])
+@pytest.mark.parametrize("head", [S.LinearRegressionOutput, S.LogisticRegressionOutput,
+                                  S.MAERegressionOutput])
+@pytest.mark.parametrize("context", [mx.cpu(), TWO], ids=["one", "two"])
+def test_float16_learns_what_float32_learns(scale, head, context):
+    mod = made(net(head=head), context=context, loss_scale=scale)
+    stock = made(net(None, head), mx.mod.Module, context=context)
+    before = values(stock)
+    mod.set_params(*stock.get_params())
+    for m in (mod, stock):
+        train(m, 5)
+    check_moved_alike(mod, stock, before)
+
+
+def test_small_gradients_underflow_without_a_scale_and_not_with_one():
+    def moved(policy, scale):
+        sym = S.LinearRegressionOutput(body(), grad_scale=1e-9, name="head")
+        mod = made(amp.convert_symbol(sym, policy), optimizer=("sgd", {"learning_rate": 1e8}),
+                   loss_scale=scale)
+        before = values(mod)
+        train(mod, 1)
+        return values(mod)["fc_bias"] - before["fc_bias"]
+
+    assert not moved("float16", None).any()
+    for scale in (2.0 ** 20, dynamic(2.0 ** 20)):
+        assert moved("float16", scale) == pytest.approx(moved("float32", None), rel=0.01)
+
+
+@pytest.mark.parametrize("policy", [None, "float16"])
+@pytest.mark.parametrize("train_mode", [True, False])
+def test_masked_logits_of_minus_infinity_stay_a_softmax(policy, train_mode):
+    sym = S.SoftmaxOutput(S.broadcast_add(S.var("data"), S.var("mask", shape=(1, 3))), name="head")
+    sym = amp.convert_symbol(sym, policy) if policy else sym
+    mod = amp.Module(sym, label_names=["head_label"], loss_scale=64)
+    mod.bind([("data", (2, 3))], [("head_label", (2,))])
+    mod.set_params({"mask": nd.array([[0, 0, -np.inf]])}, {})
+    mod.forward(mx.io.DataBatch([nd.zeros((2, 3))], [nd.zeros(2)]), is_train=train_mode)
+    assert (mod.get_outputs()[0].asnumpy() == [0.5, 0.5, 0]).all()
+
+
+# ---- overflow
+
+def test_an_overflow_is_skipped_and_the_scale_backs_off():
+    mod = made(net(), loss_scale=dynamic())
+    train(mod, 2)
+    before = everything(mod)
+    assert learn(mod, batch(label=OVERFLOW)) is False
+    assert (mod.loss_scale, mod.skipped) == (512, 1)
+    assert "fc_bias" in mod.overflowed
+    after = everything(mod)
+    for name in before.keys() - {"scale", "bn_moving_mean", "bn_moving_var"}:
+        assert np.array_equal(after[name], before[name])
+    assert learn(mod, batch()) is True
+    assert mod.overflowed == ()
+
+
+def test_an_overflow_on_one_device_is_one_skipped_step_on_all():
+    mod = made(net(), context=TWO, loss_scale=dynamic())
+    data = batch()
+    data.label[0][0] = OVERFLOW
+    assert learn(mod, data) is False
+    assert mod.skipped == 1
+    assert train(mod, 3) == [True] * 3
+    for first, second in mod._exec_group.param_arrays:
+        assert np.array_equal(first.asnumpy(), second.asnumpy())
+
+
+def test_moving_averages_of_a_skipped_step_are_seen():
+    mod = made(net(), loss_scale=dynamic())
+    train(mod, 1)
+    mod.get_params()
+    learn(mod, batch(1, label=OVERFLOW))
+    inside = mod._exec_group.execs[0].aux_dict["bn_moving_mean"].asnumpy()
+    assert np.array_equal(values(mod)["bn_moving_mean"], inside)
+
+
+def test_a_skipped_step_leaves_clean_gradients_to_add_to():
+    mod = made(net(), loss_scale=dynamic(), bind={"grad_req": "add"})
+    assert learn(mod, batch(label=OVERFLOW)) is False
+    assert not any(g.any() for g in grads(mod).values())
+    mod.forward_backward(batch())
+    once = grads(mod)
+    mod.forward_backward(batch())
+    for name, twice in grads(mod).items():
+        assert np.array_equal(twice, 2 * once[name])
+
+
+def test_an_overflow_at_the_floor_names_parameters():
+    mod = made(net(), loss_scale=dynamic(2))
+    learn(mod, batch(label=OVERFLOW))
+    before = everything(mod)
+    with pytest.raises(amp.LossScaleError, match=r"fc_weight.* smallest loss scale, 1\.0"):
+        learn(mod, batch(label=OVERFLOW))
+    assert same({**values(mod)}, {k: before[k] for k in values(mod)})
+
+
+@pytest.mark.parametrize("scale", [64, dynamic()])
+def test_nan_outputs_are_no_overflow(scale, caplog):
+    mod = made(net(), loss_scale=scale)
+    first = mod.loss_scale
+    bad = mx.io.DataBatch([nd.full((6, 3, 6, 6), np.nan)], batch().label)
+    for _ in range(15):
+        assert learn(mod, bad) is False
+    assert (mod.loss_scale, mod.skipped) == (first, 15)
+    assert [r.levelname for r in caplog.records if r.name == "gluon_amp"] == ["WARNING"] * 15
+    with pytest.raises(amp.LossScaleError, match=r"16 steps.*the loss itself is not finite"):
+        learn(mod, bad)
+
+
+# ---- what scales, and what does not
+
+@pytest.mark.parametrize("policy", [None, "float16"])
+def test_head_gradients_that_are_given_are_scaled(policy):
+    sym = amp.convert_symbol(body(), policy) if policy else body()
+    moves = []
+    for scale in (None, 64):
+        mod = amp.Module(sym, label_names=None, loss_scale=scale)
+        mod.bind([("data", (6, 3, 6, 6))])
+        mx.random.seed(3)
+        mod.init_params(mx.init.Xavier())
+        mod.init_optimizer()
+        learn(mod, batch(), [nd.ones((6, 3))])
+        moves.append(values(mod))
+    assert same(*moves)
+
+
+def test_without_a_loss_and_head_gradients_a_scale_is_an_error():
+    mod = amp.Module(amp.convert_symbol(body()), label_names=None, loss_scale=64)
+    mod.bind([("data", (6, 3, 6, 6))])
+    mod.init_params()
+    mod.forward(batch(), is_train=True)
+    with pytest.raises(ValueError, match=r"needs a loss head, or out_grads.*Received: fc"):
+        mod.backward()
+
+
+def test_a_cast_behind_the_loss_is_still_a_loss():
+    sym = S.Cast(net(), dtype="float32", name="out")
+    assert learn(made(sym, loss_scale=64), batch())
+
+
+# ---- MXNet's Module otherwise
+
+def test_predicting_between_steps_changes_nothing():
+    mod, other = made(net(), loss_scale=dynamic()), made(net(), loss_scale=dynamic())
+    for seed in range(4):
+        for size in (6, 4):
+            mod.forward(batch(seed, size), is_train=False)
+        assert learn(mod, batch(seed)) == learn(other, batch(seed))
+    assert same(everything(mod), everything(other))
+
+
+@pytest.mark.parametrize("policy", [None, "float16"])
+@pytest.mark.parametrize("scale", [None, 64])
+def test_prediction_uses_the_parameters_of_now(policy, scale):
+    mod = made(net(policy), loss_scale=scale)
+    for _ in range(2):  # a second time, too
+        train(mod, 3)
+        stock = bound(net(None), mx.mod.Module)
+        stock.set_params(*mod.get_params())
+        for m in (mod, stock):
+            m.forward(batch(9), is_train=False)
+        mine, wanted = (m.get_outputs()[0].asnumpy() for m in (mod, stock))
+        assert np.abs(mine - wanted).max() <= 0.005 * np.abs(wanted).max()
+
+
+@pytest.mark.parametrize("policy", [None, "float16"])
+def test_other_batch_sizes_train_and_go_back(policy):
+    mod = made(net(policy), loss_scale=64)
+    other = made(net(policy), cls=amp.Module if policy else mx.mod.Module)
+    for size in (6, 4, 8, 6):
+        learn(mod, batch(size, size))
+        learn(other, batch(size, size))
+        assert mod.get_outputs()[0].shape == (size, 3)
+    assert same(values(mod), values(other))
+
+
+def test_initial_values_are_those_of_float32_rounded():
+    mod, stock = made(net()), made(net(None), mx.mod.Module)
+    wanted = {k: v if k.startswith("bn") else v.astype("float16").astype("float32")
+              for k, v in values(stock).items()}
+    assert same(values(mod), wanted)
+
+
+def test_input_gradients_and_fixed_parameters():
+    mod = made(net(), bind={"inputs_need_grad": True}, fixed_param_names=["conv_weight"],
+               loss_scale=64)
+    stock = made(net(None), mx.mod.Module, bind={"inputs_need_grad": True})
+    fixed = values(mod)["conv_weight"]
+    for m in (mod, stock):
+        learn(m, batch())
+    wanted = stock.get_input_grads()[0].asnumpy()
+    assert np.abs(mod.get_input_grads()[0].asnumpy() / 64 - wanted).max() \
+        <= 0.01 * np.abs(wanted).max()
+    assert np.array_equal(values(mod)["conv_weight"], fixed)
+
+
+def test_states_are_kept_from_step_to_step():
+    sym = S.LinearRegressionOutput(body() + S.var("state", shape=(6, 3)), name="head")
+    mod = made(amp.convert_symbol(sym), state_names=["state"], loss_scale=64)
+    mod.forward(batch(), is_train=True)
+    before = mod.get_outputs()[0].asnumpy()
+    mod.set_states(value=2)
+    assert learn(mod, batch())
+    assert mod.get_outputs()[0].asnumpy() == pytest.approx(before + 2, abs=2e-3)
+    assert "state" not in values(mod)
+
+
+def test_a_monitor_sees_layers_by_their_names_also_after_another_batch_size():
+    mod = made(net(), loss_scale=64)
+    monitor = mx.mon.Monitor(1, pattern="(fc|conv).*_output|fc_weight")
+    mod.install_monitor(monitor)
+    for size in (6, 4, 6):
+        monitor.tic()
+        learn(mod, batch(size=size))
+        assert {"conv_output", "fc_output", "fc_weight"} <= {name for _, name, _ in monitor.toc()}
+
+
+def test_fit_scores_predicts_and_names_the_scale_in_mxnets_log_line(caplog):
+    rng = np.random.default_rng(1)
+    x = rng.standard_normal((60, 3, 6, 6))
+    y = (x[:, :, 0, 0]).argmax(1)
+    data = mx.io.NDArrayIter(x, y, 6, label_name="head_label")
+    caplog.set_level(logging.INFO)
+    mod = amp.Module(net(head=S.SoftmaxOutput), label_names=["head_label"],
+                     loss_scale=dynamic(2.0 ** 40, maximum=2.0 ** 40))
+    mod.fit(data, data, num_epoch=12, initializer=mx.init.Xavier(), optimizer="adam",
+            optimizer_params={"learning_rate": 0.01},
+            batch_end_callback=amp.Speedometer(6, 3))
+    lines = [r.getMessage() for r in caplog.records if "Speed" in r.getMessage()]
+    form = r"Epoch\[\d+\] Batch \[\d-\d\]\tSpeed: \S+ samples/sec\taccuracy=\d\.\d+" \
+           r"\tloss-scale=(\d+)\.0+\tskipped=(\d+)\.0+"
+    found = [re.fullmatch(form, line) for line in lines]
+    assert len(found) == 36
+    assert all(found)
+    assert int(found[-1][1]) == mod.loss_scale < 2 ** 40
+    assert int(found[-1][2]) == mod.skipped == 40 - np.log2(mod.loss_scale)
+    assert mod.score(data, "acc")[0][1] > 0.9
+    assert (mod.predict(data).asnumpy().argmax(1) == y).mean() == mod.score(data, "acc")[0][1]
+
+
+# ---- checkpoints
+
+def resumed(prefix, optimizer, **kwargs):
+    mod = amp.Module.load(prefix, 1, True, label_names=["head_label"],
+                          **{"loss_scale": "dynamic", **kwargs})
+    mod.bind([("data", (6, 3, 6, 6))], [("head_label", (6, 3))])
+    mod.init_optimizer(optimizer=optimizer[0], optimizer_params=optimizer[1])
+    return mod
+
+
+@pytest.mark.parametrize("optimizer", ["momentum", "adam", "scheduled"])
+@pytest.mark.parametrize("policy", [None, "float16"])
+@pytest.mark.parametrize("saves_before", [False, True])
+def test_a_loaded_checkpoint_goes_on_bit_by_bit(optimizer, policy, saves_before, tmp_path):
+    prefix = str(tmp_path / "net")
+    schedule = mx.lr_scheduler.FactorScheduler(4, 0.5, base_lr=0.1)
+    maker = OPTIMIZERS.get(optimizer, ("sgd", {"momentum": 0.9, "lr_scheduler": schedule}))
+    overflow = batch(label=OVERFLOW)
+    mod = made(net(policy), optimizer=maker, loss_scale=dynamic(growth_interval=4))
+    train(mod, 10)
+    if saves_before:
+        mod.save_checkpoint(prefix, 0, True)
+    assert learn(mod, overflow) is False
+    mod.save_checkpoint(prefix, 1, True)
+    other = resumed(prefix, maker, loss_scale=dynamic(growth_interval=4))
+    assert same(everything(mod), everything(other))
+    for m in (mod, other):
+        assert learn(m, overflow) is False
+        train(m, 10, first=10)
+    assert same(everything(mod), everything(other))
+
+
+def test_a_checkpoint_holds_a_symbol_for_mxnets_module(tmp_path):
+    mod = made(net(), loss_scale=64)
+    train(mod, 1)
+    mod.save_checkpoint(str(tmp_path / "net"), 1)
+    text = (tmp_path / "net-symbol.json").read_text()
+    assert "_gluon_amp" not in text
+    assert "gluon_amp_loss_scale" not in text
+    stock = mx.mod.Module.load(str(tmp_path / "net"), 1, label_names=["head_label"])
+    assert stock.symbol.tojson() == net().tojson()
+
+
+@pytest.mark.parametrize("context", [mx.cpu(), TWO], ids=["one", "two"])
+def test_a_float32_checkpoint_trains_under_a_float16_symbol(context, tmp_path):
+    prefix = str(tmp_path / "net")
+    made(net(None), mx.mod.Module).save_checkpoint(prefix, 1)
+    net().save(f"{prefix}-symbol.json")
+    mod = amp.Module.load(prefix, 1, label_names=["head_label"], context=context, loss_scale=64)
+    mod.bind([("data", (6, 3, 6, 6))], [("head_label", (6, 3))])
+    mod.init_optimizer()
+    assert learn(mod, batch())
+
+
+@pytest.mark.parametrize("kind", ["cut", "foreign", "adam", "network"])
+def test_states_that_do_not_fit_are_clear_errors_and_change_nothing(kind, tmp_path):
+    path = tmp_path / "m.states"
+    mod = made(net(), loss_scale=dynamic())
+    train(mod, 3)
+    if kind == "network":
+        donor = made(S.LinearRegressionOutput(S.FullyConnected(S.var("data"), num_hidden=3),
+                                              name="head"), loss_scale=dynamic(4))
+    else:
+        donor = made(net(), optimizer="adam" if kind == "adam" else "momentum",
+                     loss_scale=dynamic(4))
+    train(donor, 2)
+    donor.save_optimizer_states(str(path))
+    if kind in ("cut", "foreign"):
+        path.write_bytes(path.read_bytes()[:-20] if kind == "cut" else b"no states")
+    before = everything(mod)
+    with pytest.raises(ValueError, match=r"m\.states"):
+        mod.load_optimizer_states(str(path))
+    assert same(everything(mod), before)
+
+
+def test_a_failing_save_leaves_the_old_files_whole(tmp_path, monkeypatch):
+    mod = made(net(), loss_scale=dynamic())
+    mod.save_checkpoint(str(tmp_path / "net"), 1, True)
+    old = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
+    train(mod, 1)
+
+    def full(path, *args):
+        with open(path, "wb") as file:
+            file.write(b"half")
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(nd, "save", full)
+    with pytest.raises(OSError, match="No space"):
+        mod.save_checkpoint(str(tmp_path / "net"), 1, True)
+    assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == old
+
+
+# ---- buckets
+
+def words(length, seed=0):
+    rng = np.random.default_rng(seed)
+    return mx.io.DataBatch([nd.array(rng.integers(0, 20, (4, length)))],
+                           [nd.array(rng.integers(0, 3, 4))], bucket_key=length,
+                           provide_data=[("data", (4, length))],
+                           provide_label=[("softmax_label", (4,))])
+
+
+def sentences(length, policy):
+    x = S.Embedding(S.var("data"), input_dim=20, output_dim=6, name="embed")
+    x = S.FullyConnected(S.sum(x, axis=1), num_hidden=3, name="fc")
+    return amp.convert_symbol(S.SoftmaxOutput(x, name="softmax"), policy), ["data"], \
+        ["softmax_label"]
+
+
+def bucketing(policy="float16", cls=amp.BucketingModule, **kwargs):
+    mod = cls(lambda length: sentences(length, policy), default_bucket_key=9, **kwargs)
+    mod.bind(words(9).provide_data, words(9).provide_label)
+    mx.random.seed(3)
+    mod.init_params(mx.init.Xavier())
+    mod.init_optimizer(optimizer_params={"learning_rate": 0.1, "momentum": 0.9})
+    return mod
+
+
+@pytest.mark.parametrize("scale", [None, 1024, "dynamic"])
+def test_float32_buckets_train_bit_by_bit_as_with_mxnets_module(scale):
+    mod, stock = bucketing("float32", loss_scale=scale), \
+        bucketing("float32", mx.mod.BucketingModule)
+    for seed, length in enumerate((9, 5, 7, 5, 9)):
+        learn(mod, words(length, seed))
+        learn(stock, words(length, seed))
+    assert same(values(mod), values(stock))
+
+
+@pytest.mark.parametrize("policy", ["float32", "float16"])
+def test_buckets_share_parameters_scale_and_loaded_states(policy, tmp_path):
+    mod, other = (bucketing(policy, loss_scale=dynamic(growth_interval=2)) for _ in range(2))
+    for length in (9, 5, 9):
+        learn(mod, words(length))
+    mod.save_optimizer_states(str(tmp_path / "m.states"))
+    other.switch_bucket(5, words(5).provide_data, words(5).provide_label)
+    other.set_params(*mod.get_params())
+    other.load_optimizer_states(str(tmp_path / "m.states"))
+    for length in (5, 9, 7):
+        learn(mod, words(length))
+        learn(other, words(length))
+        assert same(values(mod), values(other)), length
+    assert mod.loss_scale == other.loss_scale == 2 ** 13
+
+
+@pytest.mark.parametrize("policy", ["float32", "float16"])
+def test_every_bucket_gives_out_parameters_that_were_set(policy):
+    mod = bucketing(policy)
+    learn(mod, words(5))
+    args, aux = mod.get_params()
+    mod.set_params({k: nd.full(a.shape, 7) for k, a in args.items()}, aux)
+    mod.forward(words(9), is_train=False)
+    assert all((v == 7).all() for v in values(mod).values())
+
+
+def test_a_bucketing_checkpoint_loads_with_a_loss_scale(tmp_path):
+    mod, prefix = bucketing(loss_scale=64), str(tmp_path / "net")
+    learn(mod, words(5))
+    mod.save_checkpoint(prefix, 1)
+    loaded = amp.BucketingModule.load(prefix, 1, lambda n: sentences(n, "float16"), 9,
+                                      loss_scale=64)
+    loaded.bind(words(9).provide_data, words(9).provide_label)
+    loaded.init_optimizer()
+    assert learn(loaded, words(9))

@@ -1,0 +1,316 @@
+"""convert_symbol and convert_model: where casts go, which names stay, what is refused."""
+import json
+
+import gluon_amp as amp
+import networks
+import numpy as np
+import pytest
+from gluon_amp._mxnet import mx
+from mxnet import gluon
+from mxnet import symbol as S
+
+HALF_POLICIES = ["float16", "mixed_float16", "pure_float16"]
+POLICIES = ["float32", *HALF_POLICIES]
+HEADS = {
+    "SoftmaxOutput": lambda x: S.SoftmaxOutput(x, name="head"),
+    "LinearRegressionOutput": lambda x: S.LinearRegressionOutput(x, name="head"),
+    "LogisticRegressionOutput": lambda x: S.LogisticRegressionOutput(x, name="head"),
+    "MAERegressionOutput": lambda x: S.MAERegressionOutput(x, name="head"),
+    "SVMOutput": lambda x: S.SVMOutput(x, name="head"),
+    "MakeLoss": lambda x: S.MakeLoss(S.abs(x), name="head"),
+    "softmax": lambda x: S.softmax(x, name="head"),
+    "log_softmax": lambda x: S.log_softmax(x, name="head"),
+}
+
+
+def body(classes=3):
+    x = S.Convolution(S.var("data"), kernel=(3, 3), num_filter=4, name="conv")
+    x = S.BatchNorm(x, fix_gamma=False, name="bn")
+    x = S.Activation(x, act_type="relu", name="relu")
+    return S.FullyConnected(x, num_hidden=classes, name="fc")
+
+
+def heads():
+    x = body()
+    return S.Group([S.SoftmaxOutput(x, name="softmax"), S.BlockGrad(x, name="logits"),
+                    S.LinearRegressionOutput(S.FullyConnected(x, num_hidden=1, name="fc2"),
+                                             name="linear"), x])
+
+
+def fused():
+    cell = mx.rnn.FusedRNNCell(6, num_layers=2, mode="lstm", prefix="lstm_")
+    outputs, _ = cell.unroll(4, S.swapaxes(S.var("data"), dim1=0, dim2=1), layout="TNC",
+                             merge_outputs=True)
+    outputs = S.swapaxes(outputs, dim1=0, dim2=1)
+    return S.SoftmaxOutput(S.FullyConnected(outputs, num_hidden=3, name="fc"), name="softmax")
+
+
+def unrolled():
+    words = S.Embedding(S.var("data"), input_dim=3000, output_dim=6, name="embed")
+    outputs, _ = mx.rnn.LSTMCell(5).unroll(4, words, layout="NTC", merge_outputs=True)
+    return S.SoftmaxOutput(S.FullyConnected(outputs, num_hidden=3, name="fc"), name="softmax")
+
+
+def dot():
+    projection = S.var("projection", shape=(6, 5), init=mx.init.Xavier())
+    x = S.LayerNorm(S.dot(S.var("data"), projection), name="norm")
+    return S.SoftmaxOutput(S.FullyConnected(x, num_hidden=3, name="fc"), name="softmax")
+
+
+def loop():
+    weight, bias = (S.var(f"cell_{n}", shape=s, stype="default") for n, s in
+                    (("weight", (6, 6)), ("bias", (6,))))
+
+    def step(x, state):
+        state = S.tanh(S.FullyConnected(x, weight, bias, num_hidden=6) + state * 0.5)
+        return state, state
+
+    outputs, _ = S.contrib.foreach(step, S.transpose(S.var("data"), axes=(1, 0, 2)),
+                                   S.mean(S.var("data"), axis=1))
+    outputs = S.transpose(outputs, axes=(1, 0, 2))
+    return S.SoftmaxOutput(S.FullyConnected(outputs, num_hidden=3, name="fc"), name="softmax")
+
+
+def by_hand():
+    """As in MXNet's own float16 examples."""
+    x = S.FullyConnected(S.Cast(S.var("data"), dtype="float16", name="in16"), num_hidden=4,
+                         name="fc1")
+    x = S.FullyConnected(S.Activation(x, act_type="relu", name="relu"), num_hidden=3, name="fc2")
+    return S.SoftmaxOutput(S.Cast(x, dtype="float32", name="out32"), name="softmax")
+
+
+NETWORKS = {  # and the shape of their data
+    "conv": (lambda: HEADS["SoftmaxOutput"](body()), (4, 3, 8, 8)), "heads": (heads, (4, 3, 8, 8)),
+    "fused": (fused, (4, 4, 6)), "unrolled": (unrolled, (4, 4)), "dot": (dot, (4, 6)),
+    "loop": (loop, (4, 4, 6)), "by_hand": (by_hand, (4, 6)),
+}
+
+
+def nodes(sym):
+    return [(n["op"], n["name"]) for n in json.loads(sym.tojson())["nodes"] if n["op"] != "null"]
+
+
+def types(sym):
+    """The type of every tensor, by name; float32 where MXNet leaves it open."""
+    inner = sym.get_internals()
+    return {name: np.dtype(t or "float32").name for name, t in
+            zip(inner.list_outputs(), inner.infer_type_partial(data="float32")[1])}
+
+
+def names(sym):
+    return sym.list_arguments(), sym.list_outputs(), sym.list_auxiliary_states()
+
+
+def inputs(sym, shape, rng):
+    shapes = dict(zip(sym.list_arguments(), sym.infer_shape(data=shape)[0]))
+    labels = [n for n in shapes if n.endswith("_label")]
+    data = rng.integers(0, 3000, shape) if len(shape) == 2 and "embed_weight" in shapes \
+        else rng.standard_normal(shape)
+    batch = mx.io.DataBatch([mx.nd.array(data)],
+                            [mx.nd.array(rng.integers(0, 3, shapes[n])) for n in labels])
+    return batch, [("data", shape)], [(n, shapes[n]) for n in labels]
+
+
+def trained(sym, shape, rng, values=None, module=amp.Module):
+    """Outputs of a step, and by how much it moved the parameters."""
+    batch, data, label = inputs(sym, shape, rng)
+    made = module(sym, label_names=[name for name, _ in label])
+    made.bind(data, label or None)
+    made.init_params(mx.init.Xavier())
+    if values:
+        made.set_params(*values)
+    before = {k: v.astype("float32") for k, v in made.get_params()[0].items()}
+    made.init_optimizer(optimizer_params={"learning_rate": 1.0})
+    made.forward(batch, is_train=True)
+    outputs = [o.asnumpy() for o in made.get_outputs()]
+    made.backward([mx.nd.ones(o.shape) for o in outputs] if not label else None)
+    made.update()
+    after = made.get_params()[0]
+    return outputs, {k: (after[k].astype("float32") - v).asnumpy() for k, v in before.items()}, \
+        (before, made.get_params()[1])
+
+
+def check_near(mine, theirs, rel):
+    assert np.abs(mine - theirs).max() <= rel * np.abs(theirs).max() + 1e-6
+
+
+# ---- where casts go
+
+def test_a_cast_follows_the_data_and_another_precedes_the_loss():
+    sym = amp.convert_symbol(HEADS["SoftmaxOutput"](body()))
+    assert nodes(sym) == [
+        ("Cast", "data_cast_float16"), ("Convolution", "conv"), ("BatchNorm", "bn"),
+        ("Activation", "relu"), ("FullyConnected", "fc"), ("Cast", "fc_cast_float32"),
+        ("SoftmaxOutput", "head")]
+
+
+def test_the_body_is_float16_and_the_norm_float32():
+    found = types(amp.convert_symbol(HEADS["SoftmaxOutput"](body())))
+    half = {"data_cast_float16_output", "conv_weight", "conv_bias", "conv_output", "bn_output",
+            "relu_output", "fc_weight", "fc_bias", "fc_output"}
+    assert {name for name, dtype in found.items() if dtype == "float16"} == half
+
+
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("policy", ["float16", "mixed_float16"])
+def test_every_head_computes_in_float32(head, policy):
+    sym = amp.convert_symbol(HEADS[head](body()), policy)
+    found = types(sym)
+    assert found["fc_output"] == "float16"
+    assert found["head_output"] == "float32"
+    assert nodes(sym)[-2][0] == "Cast"
+
+
+def test_each_policy_stores_parameters_in_its_type():
+    wanted = {"float32": "float32", "mixed_float16": "float32", "float16": "float16",
+              "pure_float16": "float16"}
+    for policy, dtype in wanted.items():
+        found = types(amp.convert_symbol(HEADS["SoftmaxOutput"](body()), policy))
+        assert found["conv_weight"] == found["fc_bias"] == dtype
+        assert found["bn_gamma"] == found["bn_moving_var"] == "float32"
+        assert found["head_output"] == ("float16" if policy == "pure_float16" else "float32")
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("name", NETWORKS)
+def test_arguments_and_outputs_keep_their_names_and_order(name, policy):
+    sym = NETWORKS[name][0]()
+    before = sym.tojson()
+    assert names(amp.convert_symbol(sym, policy)) == names(sym)
+    assert sym.tojson() == before
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("name", NETWORKS)
+def test_converting_twice_is_converting_once(name, policy):
+    once = amp.convert_symbol(NETWORKS[name][0](), policy)
+    assert amp.convert_symbol(once, policy).tojson() == once.tojson()
+
+
+def test_casts_that_are_there_stay_and_get_no_second_one():
+    assert nodes(amp.convert_symbol(by_hand())) == nodes(by_hand())
+
+
+@pytest.mark.parametrize("policy", HALF_POLICIES)
+@pytest.mark.parametrize("name", NETWORKS)
+def test_a_saved_symbol_loads_with_all_its_casts(name, policy, tmp_path):
+    sym = amp.convert_symbol(NETWORKS[name][0](), policy)
+    sym.save(str(tmp_path / "net.json"))
+    loaded = S.load(str(tmp_path / "net.json"))
+    assert types(loaded) == types(sym)
+    assert loaded.tojson() == sym.tojson()
+    assert "_gluon_amp" not in sym.tojson()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_mxnets_own_module_binds_the_symbol(policy):
+    module = mx.mod.Module(amp.convert_symbol(HEADS["SoftmaxOutput"](body()), policy),
+                           label_names=["head_label"])
+    module.bind([("data", (4, 3, 8, 8))], [("head_label", (4,))])
+    assert module._exec_group.execs[0].arg_dict["fc_weight"].dtype is \
+        (np.float16 if policy in ("float16", "pure_float16") else np.float32)
+
+
+# ---- keep
+
+@pytest.mark.parametrize("keep", ["fc", ["fc"], ["f.*"], ("conv|fc",)])
+def test_kept_layers_stay_float32(keep):
+    found = types(amp.convert_symbol(HEADS["SoftmaxOutput"](body()), keep=keep))
+    assert {found[n] for n in ("fc_weight", "fc_bias", "fc_output")} == {"float32"}
+    assert found["conv_output"] == ("float32" if keep == ("conv|fc",) else "float16")
+
+
+@pytest.mark.parametrize(("keep", "error", "message"), [
+    (["cnv"], ValueError, "matches nothing.*conv"),
+    (["con"], ValueError, "matches nothing"),  # whole names only
+    (["("], ValueError, "no regular expression"), ([3], TypeError, "3")])
+def test_a_bad_keep_is_a_clear_error(keep, error, message):
+    with pytest.raises(error, match=message):
+        amp.convert_symbol(body(), keep=keep)
+
+
+def test_bad_arguments_are_clear_errors():
+    with pytest.raises(TypeError, match=r"Use gluon_amp\.convert"):
+        amp.convert_symbol(gluon.nn.Dense(3))
+    with pytest.raises(TypeError, match="Received: NDArray"):
+        amp.convert_symbol(mx.nd.ones(3))
+    with pytest.raises(ValueError, match="float8"):
+        amp.convert_symbol(body(), "float8")
+    with pytest.raises(ValueError, match="Gluon only"):
+        amp.convert_symbol(body(), "mixed_bfloat16")
+
+
+# ---- checkpoints
+
+def checkpoint(rng):
+    sym = HEADS["SoftmaxOutput"](body())
+    shapes, _, aux = sym.infer_shape(data=(4, 3, 8, 8))
+    args = {n: mx.nd.array(rng.standard_normal(s)) for n, s in zip(sym.list_arguments(), shapes)
+            if n not in ("data", "head_label")}
+    return sym, args, dict(zip(sym.list_auxiliary_states(), map(mx.nd.ones, aux)))
+
+
+def test_a_checkpoint_is_rounded_once_and_left_as_it_was(rng):
+    sym, args, aux = checkpoint(rng)
+    before = {name: a.asnumpy() for name, a in args.items()}
+    converted, new, new_aux = amp.convert_model(sym, args, aux)
+    for name, value in before.items():
+        half = not name.startswith("bn")
+        assert new[name].dtype is (np.float16 if half else np.float32)
+        assert np.array_equal(new[name].asnumpy(), value.astype(new[name].dtype))
+        assert args[name].dtype is np.float32
+        assert np.array_equal(args[name].asnumpy(), value)
+    assert {a.dtype for a in new_aux.values()} == {np.float32}
+    assert types(converted) == types(amp.convert_symbol(sym))
+
+
+def test_missing_and_misnamed_parameters_are_listed(rng):
+    sym, args, aux = checkpoint(rng)
+    args["fc_wieght"], _ = args.pop("fc_weight"), aux.pop("bn_moving_var")
+    message = r"missing bn_moving_var, missing fc_weight \(misnamed fc_wieght\?\), " \
+              "unknown fc_wieght"
+    with pytest.raises(ValueError, match=message):
+        amp.convert_model(sym, args, aux)
+
+
+# ---- they run
+
+@pytest.mark.parametrize("policy", HALF_POLICIES)
+@pytest.mark.parametrize("name", sorted(set(NETWORKS) - {"loop"}))  # MXNet cannot bind it either
+def test_outputs_and_updates_are_those_of_float32_within_rounding(name, policy, rng):
+    make, shape = NETWORKS[name]
+    state = rng.bit_generator.state
+    if name == "heads":
+        make = lambda: S.Group(list(heads())[:3])  # noqa: E731
+    outputs, moved, values = trained(make(), shape, rng)
+    rng.bit_generator.state = state
+    halves, half_moved, _ = trained(amp.convert_symbol(make(), policy), shape, rng, values)
+    for mine, theirs in zip(halves, outputs):
+        check_near(mine, theirs, 0.01)
+    largest = max(np.abs(m).max() for m in moved.values())
+    for n, wanted in moved.items():
+        assert np.abs(half_moved[n] - wanted).max() <= 0.01 * largest, n
+
+
+@pytest.mark.parametrize("name", ["resnet18_v1", "resnet18_v2", "mobilenetv2_0.25", "vgg11_bn",
+                                  "squeezenet1.1"])
+def test_networks_of_the_model_zoo_convert_as_symbols(name, rng):
+    make, sample = networks.ZOO[name]
+    net, shape = make(), sample(rng)[0].shape
+    sym = net(S.var("data"))
+    converted = amp.convert_symbol(sym)
+    assert names(converted) == names(sym)
+    # (parameters carry float32 in Gluon's symbols)
+    assert "float16" in types(converted).values()
+    x = mx.nd.array(rng.standard_normal(shape))
+    net.initialize(mx.init.Xavier())
+    wanted = net(x).asnumpy()
+    params = net.collect_params()
+    args = {n: params[n].data() for n in sym.list_arguments() if n != "data"}
+    aux = {n: params[n].data() for n in sym.list_auxiliary_states()}
+    converted, args, aux = amp.convert_model(sym, args, aux)
+    module = amp.Module(converted, label_names=None)
+    module.bind([("data", shape)], for_training=False)
+    module.set_params(args, aux)
+    module.forward(mx.io.DataBatch([x]))
+    check_near(module.get_outputs()[0].asnumpy(), wanted, 0.02)
