@@ -7,7 +7,7 @@ arrays; the second one is made when it is first needed.
 
 The loss scale s multiplies the gradient that a loss head hands down, and nothing else:
 
-    x  ->  BlockGrad(x) + (x - BlockGrad(x)) * s  ->  loss head
+    x  ->  BlockGrad(x) + (c - BlockGrad(c)) * s  ->  loss head      with c = clip(x), finite
 """
 import ctypes
 import os
@@ -18,28 +18,25 @@ from ._mxnet import mx, np
 from .cpu import lowering
 from .graph import VARIABLE, Entry, Graph, Node, has_unknown_shape
 from .halves import dtype_name
+from .rules import LOSS
 
 SCALE = "gluon_amp_loss_scale"
-# Heads whose backward starts gradients by itself, whatever comes from above.
-LOSS_HEADS = frozenset("""
-    SoftmaxOutput LinearRegressionOutput LogisticRegressionOutput MAERegressionOutput SVMOutput
-    MakeLoss make_loss
-""".split())
 
 
 def with_loss_scale(graph: Graph) -> Graph:
     """The graph with the scale's variable before each loss head."""
     scale = Node(VARIABLE, SCALE)
     for node in graph.nodes():
-        if node.op in LOSS_HEADS:
+        if node.op in LOSS:
             x = node.inputs[0]
 
-            def made(op: str, inputs: List[Entry], name: str = node.name) -> Entry:
-                return Entry(Node(op, f"{name}_{op.lower()}_scaled", {}, inputs))
+            def made(op: str, *inputs: Entry, name: str = node.name, **attrs: str) -> Entry:
+                return Entry(Node(op, f"{name}_{op.lower()}_scaled", attrs, inputs))
 
-            blocked = made("BlockGrad", [x])
-            path = made("broadcast_mul", [made("elemwise_sub", [x, blocked]), Entry(scale)])
-            node.inputs[0] = made("elemwise_add", [blocked, path])
+            finite = made("clip", x, a_min="-3e38", a_max="3e38")  # a mask of -inf is no number
+            zero = made("elemwise_sub", finite, made("BlockGrad", finite))
+            node.inputs[0] = made("elemwise_add", made("BlockGrad", x),
+                                  made("broadcast_mul", zero, Entry(scale)))
     return graph
 
 
@@ -85,7 +82,8 @@ class Bindable(mx.sym.Symbol):
                     **kwargs: Any) -> Any:
         shapes = {k: v for k, v in kwargs.items() if isinstance(v, tuple)}
         types = self._types(type_dict or {})
-        lower = ctx.device_type != "gpu" and "float16" in types.values()
+        lower = ctx.device_type != "gpu" \
+            and "float16" in Graph.read(self).types(types).values()
         if not lower and self.loss_scale is None:
             return super().simple_bind(ctx, grad_req, type_dict, **kwargs)
         arguments = self.list_arguments()
@@ -142,7 +140,7 @@ class _Executor(mx.executor.Executor):
         executor._bound_types = {name: array.dtype for name, (array, _) in bound.items()}
         executor._clean, executor._options = clean, options
         executor._training, executor._graph, executor._other = training, graph, None
-        executor._scale, executor._reshaped = scale, {}
+        executor._scale, executor._reshaped, executor._monitor = scale, {}, None
         executor._symbol = clean
         executor.arg_arrays = [bound[name][0] for name in clean.list_arguments()]
         executor.grad_arrays = [bound[name][1] for name in clean.list_arguments()]
@@ -170,7 +168,7 @@ class _Executor(mx.executor.Executor):
             with _weights_not_cached(True):
                 self._other = symbol.bind(self._ctx, arrays, grad_req="null",
                                           aux_states=self.aux_dict, shared_exec=self)
-            if self._monitor_callback is not None:
+            if self._monitor is not None:
                 self._other.set_monitor_callback(*self._monitor)
         return self._other
 
@@ -189,6 +187,8 @@ class _Executor(mx.executor.Executor):
                 name for name in self.arg_dict if name not in kwargs]}
             self._reshaped[key] = self._clean.simple_bind(self._ctx, self._grad_req,
                                                           self._bound_types, **options, **kwargs)
+        if self._monitor is not None:
+            self._reshaped[key].set_monitor_callback(*self._monitor)
         return self._reshaped[key]
 
 

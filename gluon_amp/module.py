@@ -4,20 +4,21 @@ What they bind is binding.py's matter. A step is as in the Trainer: one look at 
 gradients after they are summed over devices; then an update with gradients divided by the
 scale, or none.
 """
-from typing import Any, List, Tuple
+from typing import Any, Dict, Iterable, List, Optional, Tuple
 
 from mxnet.model import _update_params
 
 from ._mxnet import mx, np
-from .binding import LOSS_HEADS, Bindable, environment
+from .binding import Bindable, environment
 from .files import replace_file
 from .finite import all_finite, squares
 from .graph import Graph
 from .halves import to_float32
 from .loss_scale import as_loss_scale
 from .optimizer import check_scalable, with_masters
+from .rules import LOSS
 from .scaling import Scaling
-from .states import read_states
+from .states import check_states, read_states
 from .symbol import check_parameters
 
 
@@ -25,10 +26,16 @@ class _Scaled:
     """In front of MXNet's classes of modules."""
 
     _scaling: Scaling
+    _states_file: Optional[str] = None  # to be loaded once there is an optimizer
+    _used_scale = 1.0  # in the last backward pass
 
     def _module(self) -> Any:
         """The module that is bound now."""
         return self
+
+    def _modules(self) -> Iterable[Any]:
+        """All that share its optimizer."""
+        return [self]
 
     @property
     def loss_scale(self) -> float:
@@ -52,15 +59,15 @@ class _Scaled:
                     **kwargs: Any) -> None:
         """Draws in float32 what float16 parameters are rounded from."""
         module = self._module()
-        if module is not None and module._arg_params:
-            types = {name: a.dtype for name, a in module._arg_params.items()}
-            module._arg_params = {n: to_float32(a) if a.dtype is np.float16 else a
-                                  for n, a in module._arg_params.items()}
+        host = (module and module._arg_params) or {}  # buckets share the dictionary
+        halves = {name: a for name, a in host.items() if a.dtype is np.float16}
+        host.update({name: to_float32(a) for name, a in halves.items()})
+        try:
             super().init_params(initializer, *args, **kwargs)
-            module._arg_params = {n: a.astype(types[n], copy=False)
-                                  for n, a in module._arg_params.items()}
-        else:
-            super().init_params(initializer, *args, **kwargs)
+        finally:
+            for name, half in halves.items():
+                host[name].astype("float16").copyto(half)
+            host.update(halves)
 
     def init_optimizer(self, kvstore: Any = "local", optimizer: Any = "sgd",
                        optimizer_params: Any = (("learning_rate", 0.01),),
@@ -69,20 +76,30 @@ class _Scaled:
         if self.optimizer_initialized and not force_init:
             super().init_optimizer(kvstore, optimizer, optimizer_params, force_init)
             return
-        name = str(getattr(kvstore, "type", kvstore))
-        if self._scaling.on and "async" in name:
+        store = str(getattr(kvstore, "type", kvstore))
+        if self._scaling.on and "async" in store:
             raise ValueError("loss scaling looks at the gradients before the update, and "
-                             f"{name} updates on its servers: use dist_sync")
+                             f"{store} updates on its servers: use dist_sync")
+        module = self._module()
+        group = module._exec_group
+        for name, weights in zip(group.param_names, group.param_arrays):
+            # of a checkpoint in another type, which a kvstore would not take
+            module._arg_params[name] = module._arg_params[name].astype(weights[0].dtype,
+                                                                         copy=False)
         if isinstance(optimizer, str):
             optimizer_params = {"multi_precision": True, **dict(optimizer_params)}
         with environment("MXNET_UPDATE_ON_KVSTORE", "0" if self._scaling.on else None):
             super().init_optimizer(kvstore, optimizer, optimizer_params, force_init)
-        made = with_masters(self._module()._optimizer)
         if self._scaling.on:
-            check_scalable(made)
+            check_scalable(module._optimizer)
+        with_masters(module._optimizer)
+        if self._states_file:
+            self.load_optimizer_states(self._states_file)
+            self._states_file = None
 
     def backward(self, out_grads: Any = None) -> None:
         """As MXNet's; head gradients that are given are scaled."""
+        self._used_scale = self._scaling.value
         if self._scaling.on:
             if out_grads is None:
                 self._check_heads()
@@ -93,11 +110,20 @@ class _Scaled:
         super().backward(out_grads)
 
     def _check_heads(self) -> None:
-        heads = [e.node for e in Graph.read(self._module()._symbol).outputs]
-        unknown = [n.name for n in heads if n.op not in LOSS_HEADS and n.op != "BlockGrad"]
-        if len(unknown) == len(heads):
-            raise ValueError("a loss scale needs a loss head, or out_grads for backward. Valid: "
-                             f"{', '.join(sorted(LOSS_HEADS))}. Received: {', '.join(unknown)}")
+        graph = Graph.read(self._module()._symbol)
+        if not any(node.op in LOSS for node in graph.nodes()):
+            raise ValueError("a loss scale needs a loss in the symbol, or out_grads for backward. "
+                             f"Valid: {', '.join(sorted(LOSS))}. Received outputs: "
+                             f"{', '.join(e.node.name for e in graph.outputs)}")
+
+    def get_input_grads(self, merge_multi_context: bool = True) -> Any:
+        """Without the scale."""
+        grads = super().get_input_grads(merge_multi_context)
+        if not self._scaling.on:
+            return grads
+        if merge_multi_context:
+            return [g / self._used_scale for g in grads]
+        return [[g / self._used_scale for g in on_devices] for on_devices in grads]
 
     def update(self) -> bool:
         """Updates, unless gradients are not finite; returns whether it did."""
@@ -106,15 +132,16 @@ class _Scaled:
             return True
         module = self._module()
         group, optimizer = module._exec_group, module._optimizer
+        self._params_dirty = module._params_dirty = True  # moving averages, even if it is skipped
         names = [name for name, grads in zip(group.param_names, group.grad_arrays)
                  if grads[0] is not None for _ in grads]
         _sum_over_devices(module._kvstore, group.param_names, group.grad_arrays)
         arrays = [g for grads in group.grad_arrays if grads[0] is not None for g in grads]
         bad = tuple(dict.fromkeys(n for n, s in zip(names, squares(arrays)) if not np.isfinite(s)))
         if bad:
-            for name, grads in zip(group.param_names, group.grad_arrays):
-                if group.grad_req[name] == "add":
-                    for grad in grads:
+            for executor in group.execs:
+                for name, grad in zip(group.arg_names, executor.grad_arrays):
+                    if grad is not None and group.grad_req[name] == "add":
                         grad[:] = 0
             shared = module._kvstore is not None and "dist" in module._kvstore.type
             outputs = [to_float32(o) for e in group.execs for o in e.outputs]
@@ -127,7 +154,6 @@ class _Scaled:
                            len(module._context), None, group.param_names)
         finally:
             optimizer.rescale_grad = rescale
-        self._params_dirty = module._params_dirty = True
         self._scaling.update()
         return True
 
@@ -146,24 +172,38 @@ class _Scaled:
         replace_file(fname, write)
 
     def load_optimizer_states(self, fname: str) -> None:
-        """Takes over what `save_optimizer_states` wrote, here or in MXNet's `Module`."""
+        """Takes over what `save_optimizer_states` wrote, here or in MXNet's `Module`: momenta,
+        masters, counters, the loss scale. Rates stay those of this module's optimizer.
+
+        A file that does not fit is an error and changes nothing.
+        """
         module = self._module()
-        _, optimizer = read_states(fname)
-        mine = type(module._optimizer).__name__
-        if optimizer is not None and type(optimizer).__name__ != mine:
-            raise ValueError(f"{fname} holds the states of {type(optimizer).__name__}; this "
-                             f"module has {mine}")
-        self._scaling.load(getattr(optimizer, "trainer_state", {}))
+        states, saved = read_states(fname)
+        mine = module._optimizer
+        if not module._update_on_kvstore:
+            check_states(fname, states, saved or mine, mine, self._weights())
+        self._scaling.load(getattr(saved, "trainer_state", {}))
+        updater = module._updater
         if module._update_on_kvstore:
             module._kvstore.load_optimizer_states(fname)
             updater = module._kvstore._updater
         else:
-            updater = module._updater
             with open(fname, "rb") as file:
                 updater.set_states(file.read())
-        if optimizer is None:
-            updater.optimizer = module._optimizer
-        module._optimizer = with_masters(updater.optimizer)
+        updater.optimizer = with_masters(saved or mine)
+        for name in ("lr", "lr_scheduler", "wd", "rescale_grad", "sym_info", "idx2name", "lr_mult",
+                     "wd_mult"):
+            setattr(updater.optimizer, name, getattr(mine, name))
+        for one in self._modules():
+            one._optimizer = updater.optimizer
+
+    def _weights(self) -> Dict[int, Tuple[str, Any]]:
+        """By the numbers that MXNet's Module gives them."""
+        module = self._module()
+        group, devices = module._exec_group, len(module._context)
+        return {i * devices + k: (name, weight)
+                for i, (name, weights) in enumerate(zip(group.param_names, group.param_arrays))
+                for k, weight in enumerate(weights)}
 
 
 class Module(_Scaled, mx.mod.Module):
@@ -189,13 +229,14 @@ class Module(_Scaled, mx.mod.Module):
         module._arg_params, module._aux_params = args, auxs
         module.params_initialized = True
         if load_optimizer_states:
-            module._preload_opt_states = f"{prefix}-{epoch:04d}.states"
+            module._states_file = f"{prefix}-{epoch:04d}.states"
         return module
 
     def save_checkpoint(self, prefix: str, epoch: int, save_optimizer_states: bool = False,
                         remove_amp_cast: bool = True) -> None:
         """Writes PREFIX-symbol.json, PREFIX-EPOCH.params and, if asked, PREFIX-EPOCH.states,
         each whole or not at all."""
+        mx.nd.waitall()  # MXNet's batch norm moves its averages without telling
         replace_file(f"{prefix}-symbol.json",
                      lambda path: self._symbol.save(path, remove_amp_cast=remove_amp_cast))
         replace_file(f"{prefix}-{epoch:04d}.params", self.save_params)
@@ -218,6 +259,42 @@ class BucketingModule(_Scaled, mx.mod.BucketingModule):
     def _module(self) -> Any:
         return self._curr_module
 
+    def _modules(self) -> Iterable[Any]:
+        return self._buckets.values()
+
+    @staticmethod
+    def load(prefix: str, epoch: int, sym_gen: Any = None, default_bucket_key: Any = None,
+             load_optimizer_states: bool = False, **kwargs: Any) -> "BucketingModule":
+        """A module from a checkpoint; arguments as for the class."""
+        module = BucketingModule(sym_gen, default_bucket_key, **kwargs)
+        symbol, data_names, label_names = module._call_sym_gen(default_bucket_key)
+        args, auxs = mx.model.load_params(prefix, epoch)
+        check_parameters(symbol, args, auxs)
+        first = mx.mod.Module(symbol, data_names, label_names, logger=module.logger,
+                              context=module._context, work_load_list=module._work_load_list,
+                              fixed_param_names=module._fixed_param_names,
+                              state_names=module._state_names)
+        first._arg_params, first._aux_params = args, auxs
+        first.params_initialized = module.params_initialized = True
+        module._buckets[default_bucket_key] = module._curr_module = first
+        if load_optimizer_states:
+            module._states_file = f"{prefix}-{epoch:04d}.states"
+        return module
+
+    def save_checkpoint(self, prefix: str, epoch: int, save_optimizer_states: bool = False,
+                        remove_amp_cast: bool = False) -> None:
+        """Writes PREFIX-EPOCH.params, PREFIX-KEY-symbol.json of each bucket, PREFIX.buckets and,
+        if asked, PREFIX-EPOCH.states, each whole or not at all."""
+        mx.nd.waitall()
+        replace_file(f"{prefix}-{epoch:04d}.params", self.save_params)
+        for key in self._buckets:
+            symbol = self._call_sym_gen(key)[0]
+            replace_file(f"{prefix}-{key}-symbol.json",
+                         lambda path, symbol=symbol: symbol.save(path, remove_amp_cast))
+        keys = mx.nd.array(list(self._buckets), dtype="int32")
+        replace_file(f"{prefix}.buckets", lambda path: mx.nd.save(path, keys))
+        if save_optimizer_states:
+            self.save_optimizer_states(f"{prefix}-{epoch:04d}.states")
 
 class Speedometer(mx.callback.Speedometer):
     """MXNet's `Speedometer`, with the loss scale and the skipped steps at the line's end."""

@@ -112,7 +112,7 @@ class _Casting:
         if node.op in rules.BATCH_NORM:  # any data, float32 statistics (which are not cast)
             data = self.cast(inputs[0], "float32") if self._kept(node) else inputs[0]
             return [data, *(self.cast(e, "float32") for e in inputs[1:3]), *inputs[3:]]
-        if self._kept(node):
+        if self._kept(node) or node.op in rules.LOSS:
             return [self.cast(e, "float32") for e in inputs]
         if _sensitive(node):
             return [self.cast(e, self.policy.sensitive) for e in inputs]

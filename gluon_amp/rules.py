@@ -36,6 +36,13 @@ FLOAT32 = frozenset("""
     _contrib_ifft _contrib_count_sketch _contrib_hawkesll Custom
 """.split())
 
+# Losses, whose backward starts gradients by itself, whatever comes from above: float32 under
+# every policy, since class numbers above 2048 are no float16 numbers.
+LOSS = frozenset("""
+    SoftmaxOutput LinearRegressionOutput LogisticRegressionOutput MAERegressionOutput SVMOutput
+    MakeLoss make_loss
+""".split())
+
 # Float32 only for these values of an attribute.
 FLOAT32_WHEN = {
     "Activation": ("act_type", frozenset(["softrelu"])),

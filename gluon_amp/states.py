@@ -4,7 +4,7 @@ MXNet's format: a pickle of {index: state}, alone or beside the optimizer.
 """
 import pickle
 import re
-from typing import Any, Dict, List, Sequence, Tuple
+from typing import Any, Dict, List, Mapping, Sequence, Tuple
 
 from ._mxnet import mx
 from .halves import dtype_name
@@ -27,33 +27,38 @@ def read_states(fname: str) -> Tuple[Dict[Any, Any], Any]:
 
 
 def check_states(fname: str, states: Dict[Any, Any], maker: Any, mine: Any,
-                 parameters: Sequence[Any]) -> None:
-    """Refuses states that are not as their optimizer makes them for these parameters.
+                 weights: Mapping[Any, Tuple[str, Any]]) -> None:
+    """Refuses states that are not as their optimizer makes them for these weights.
 
     Args:
         maker: the file's optimizer.
-        mine: the Trainer's.
+        mine: the one that is to go on.
+        weights: for each index a parameter's name and its array, or None where it has none yet.
     """
-    names = getattr(maker, "trainer_state", {}).get("names", ())
-    if len(names) == len(parameters) and _order(names) != _order([p.name for p in parameters]):
-        raise ValueError(f"{fname} holds the parameters in another order, {', '.join(names[:3])}, "
-                         f"than this Trainer, {', '.join(p.name for p in parameters[:3])}: names "
-                         "sort dense10 before dense9. Give the network a prefix, when saving, too")
     if type(maker).__name__ != type(mine).__name__:
-        raise ValueError(f"{fname} holds the states of {type(maker).__name__}; this Trainer has "
+        raise ValueError(f"{fname} holds the states of {type(maker).__name__}, not of "
                          f"{type(mine).__name__}")
     for i, state in states.items():
-        if i not in range(len(parameters)):
-            raise ValueError(f"{fname} holds a state of parameter number {i}; this Trainer has "
-                             f"{len(parameters)} parameters")
-        parameter = parameters[i]
-        if parameter._data is None:
-            continue  # not initialized yet: of unknown shape
-        expected = _layout(maker.create_state_multi_precision(i, parameter.list_data()[0]))
+        if i not in weights:
+            raise ValueError(f"{fname} holds a state of parameter number {i}; here are "
+                             f"{len(weights)} parameters")
+        name, weight = weights[i]
+        if weight is None:
+            continue
+        expected = _layout(maker.create_state_multi_precision(i, weight))
         if _layout(state) != expected:
-            raise ValueError(f"{fname} does not fit {parameter.name}, {parameter.shape}, "
-                             f"{dtype_name(parameter.dtype)}: its state should be {expected}. "
+            raise ValueError(f"{fname} does not fit {name}, {weight.shape}, "
+                             f"{dtype_name(weight.dtype)}: its state should be {expected}. "
                              f"Received: {_layout(state)}")
+
+
+def check_order(fname: str, maker: Any, names: Sequence[str]) -> None:
+    """Refuses a file whose parameters were numbered in another order."""
+    saved = getattr(maker, "trainer_state", {}).get("names", ())
+    if len(saved) == len(names) and _order(saved) != _order(names):
+        raise ValueError(f"{fname} holds the parameters in another order, {', '.join(saved[:3])}, "
+                         f"than here, {', '.join(names[:3])}: names sort dense10 before dense9. "
+                         "Give the network a prefix, when saving, too")
 
 
 def _order(names: Sequence[str]) -> List[int]:

@@ -47,8 +47,10 @@ def convert_symbol(sym: "mx.sym.Symbol", policy: Union[str, Policy] = "float16",
     for node in mixed.nodes():
         if node.op == "amp_cast":  # which saving would leave out, but not the types below
             node.op, node.name = "Cast", node.name.replace("_amp_cast_", "_cast_")
-        if node.is_variable and types[node.name] == "float16":
-            node.attrs["__dtype__"] = str(TYPE_FLAG["float16"])
+        for entry in node.inputs:  # MXNet does not infer the type of what a cast reads
+            name = entry.node.name
+            if entry.node.is_variable and (node.op == "Cast" or types[name] != "float32"):
+                entry.node.attrs["__dtype__"] = str(TYPE_FLAG[types[name]])
     _keep_output_names(graph, mixed)
     return mixed.symbol()
 
@@ -112,7 +114,8 @@ def _types(graph: Graph, parameters: Set[str], policy: Policy, kept: Set[str]) -
             for e in node.inputs if e.node.is_variable}
     types = {name: policy.parameter if name in parameters - wide else "float32"
              for name in graph.variables()}
-    return {**types, **declared_types(graph)}
+    # Gluon declares float32 for every parameter that it traces: that is no wish.
+    return {**types, **{n: t for n, t in declared_types(graph).items() if t != "float32"}}
 
 
 def _kept_nodes(graph: Graph, keep: List[Any]) -> Set[str]:

@@ -22,7 +22,7 @@ from .loss_scale import as_loss_scale, of, positive
 from .optimizer import check_scalable, with_masters
 from .optimizer import optimizer as make_optimizer
 from .scaling import Scaling
-from .states import check_states, read_states
+from .states import check_order, check_states, read_states
 
 
 @dataclass
@@ -320,7 +320,11 @@ class Trainer(mx.gluon.Trainer):
         A file that does not fit is an error and changes nothing.
         """
         states, optimizer = read_states(fname)
-        check_states(fname, states, optimizer or self._optimizer, self._optimizer, self._params)
+        maker = optimizer or self._optimizer
+        check_order(fname, maker, [p.name for p in self._params])
+        check_states(fname, states, maker, self._optimizer, {
+            i: (p.name, None if p._data is None else p.list_data()[0])
+            for i, p in enumerate(self._params)})
         self._scaling.load(getattr(optimizer, "trainer_state", {}))
         super().load_states(fname)
         with_masters(self._optimizer)

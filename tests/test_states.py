@@ -172,11 +172,11 @@ def test_a_foreign_file_is_an_error_and_changes_nothing(content, path):
 
 
 @pytest.mark.parametrize(("saved", "loading", "message"), [
-    ({"name": "adam"}, {}, "holds the states of Adam; this Trainer has SGD"),
+    ({"name": "adam"}, {}, "holds the states of Adam, not of SGD"),
     ({"width": 5}, {}, r"does not fit .*_weight, \(4, 3\), float16"),
     ({"policy": "float32"}, {}, "does not fit .*_weight"),
     ({}, {"policy": "float32"}, "does not fit .*_weight, .* float32"),
-    ({"extra": True}, {}, "holds a state of parameter number 6; this Trainer has 6"),
+    ({"extra": True}, {}, "holds a state of parameter number 6; here are 6"),
 ], ids=["optimizer", "shape", "from float32", "to float32", "more parameters"])
 def test_a_file_that_does_not_fit_is_an_error_and_changes_nothing(saved, loading, message, path):
     def build(name="sgd", extra=False, policy="float16", width=4):
