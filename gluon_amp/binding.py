@@ -69,6 +69,7 @@ class Bindable(mx.sym.Symbol):
     """
 
     loss_scale: Optional[Callable[[], float]] = None
+    has_loss: bool = False  # whether any node starts gradients by itself
 
     @classmethod
     def of(cls, symbol: "mx.sym.Symbol", loss_scale: Optional[Callable[[], float]]) -> "Bindable":
@@ -76,6 +77,7 @@ class Bindable(mx.sym.Symbol):
         mx.base.check_call(mx.base._LIB.MXSymbolCopy(symbol.handle, ctypes.byref(handle)))
         made = cls(handle)
         made.loss_scale = loss_scale
+        made.has_loss = any(node.op in LOSS for node in Graph.read(symbol).nodes())
         return made
 
     def simple_bind(self, ctx: Any, grad_req: Any = "write", type_dict: Any = None,

@@ -12,7 +12,6 @@ from ._mxnet import mx, np
 from .binding import Bindable, environment
 from .files import replace_file
 from .finite import all_finite, squares
-from .graph import Graph
 from .halves import to_float32
 from .loss_scale import as_loss_scale
 from .optimizer import check_scalable, with_masters
@@ -101,20 +100,16 @@ class _Scaled:
         """As MXNet's; head gradients that are given are scaled."""
         self._used_scale = self._scaling.value
         if self._scaling.on:
-            if out_grads is None:
-                self._check_heads()
-            else:
+            symbol = self._module()._symbol
+            if out_grads is None and not symbol.has_loss:
+                raise ValueError("a loss scale needs a loss in the symbol, or out_grads for "
+                                 f"backward. Valid: {', '.join(sorted(LOSS))}. Received outputs: "
+                                 f"{', '.join(symbol.list_outputs())}")
+            if out_grads is not None:
                 several = isinstance(out_grads, (list, tuple))
                 out_grads = [g * self._scaling.value for g in
                              (out_grads if several else [out_grads])]
         super().backward(out_grads)
-
-    def _check_heads(self) -> None:
-        graph = Graph.read(self._module()._symbol)
-        if not any(node.op in LOSS for node in graph.nodes()):
-            raise ValueError("a loss scale needs a loss in the symbol, or out_grads for backward. "
-                             f"Valid: {', '.join(sorted(LOSS))}. Received outputs: "
-                             f"{', '.join(e.node.name for e in graph.outputs)}")
 
     def get_input_grads(self, merge_multi_context: bool = True) -> Any:
         """Without the scale."""
