@@ -1,8 +1,12 @@
 """Mixed-precision training for Apache MXNet."""
-from . import _mxnet  # noqa: F401  (first: every other module may then import from mxnet)
+from . import (
+           _mxnet,  # noqa: F401  (first: every other module may then import from mxnet)
+           data,
+)
 from .convert import convert, restore
 from .cpu.library import KernelError
 from .loss_scale import DynamicLossScale, LossScaleError, StaticLossScale
+from .lr_find import lr_find
 from .module import BucketingModule, Module, Speedometer
 from .optimizer import optimizer
 from .policy import Policy
@@ -12,4 +16,4 @@ from .trainer import Trainer, scale_loss
 __version__ = "0.1.0"
 __all__ = ["BucketingModule", "DynamicLossScale", "KernelError", "LossScaleError", "Module",
            "Policy", "Speedometer", "StaticLossScale", "Trainer", "convert", "convert_model",
-           "convert_symbol", "optimizer", "restore", "scale_loss"]
+           "convert_symbol", "data", "lr_find", "optimizer", "restore", "scale_loss"]

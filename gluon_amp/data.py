@@ -1,0 +1,93 @@
+"""Casts at the edge: data to float16 before it is copied to a device, labels never.
+
+Float16 counts to 2048: a label of 2049 becomes 2048 in it.
+"""
+from typing import Any, Iterator, List
+
+from ._mxnet import mx, np
+from .halves import dtype_name, narrow
+
+_COUNTS_TO = 2048
+
+
+class Cast:
+    """A transform for Gluon's datasets and DataLoader that casts data and keeps labels.
+
+        dataset.transform(gluon_amp.data.Cast())         # of (data, label)
+        dataset.transform_first(gluon_amp.data.Cast())   # of data alone
+    """
+
+    def __init__(self, dtype: str = "float16") -> None:
+        self.dtype = _floating(dtype)
+
+    def __call__(self, data: Any, *labels: Any) -> Any:
+        for label in labels:
+            check_label(label)
+        cast = _cast(data, self.dtype)
+        return (cast, *labels) if labels else cast
+
+
+class CastIter(mx.io.DataIter):
+    """A DataIter whose data is cast, and whose labels are not.
+
+    It wraps any DataIter, one that prefetches too.
+    """
+
+    def __init__(self, data_iter: Any, dtype: str = "float16") -> None:
+        super().__init__(data_iter.batch_size)
+        self.data_iter, self.dtype = data_iter, _floating(dtype)
+
+    @property
+    def provide_data(self) -> List[Any]:
+        return [mx.io.DataDesc(d.name, d.shape, np.dtype(self.dtype).type
+                               if _is_float(d.dtype) else d.dtype, d.layout)
+                for d in self.data_iter.provide_data]
+
+    @property
+    def provide_label(self) -> Any:
+        return self.data_iter.provide_label
+
+    def reset(self) -> None:
+        self.data_iter.reset()
+
+    def next(self) -> Any:
+        batch = self.data_iter.next()
+        for label in batch.label or []:
+            check_label(label)
+        return mx.io.DataBatch([_cast(d, self.dtype) for d in batch.data], batch.label, batch.pad,
+                               batch.index, batch.bucket_key, self.provide_data,
+                               self.provide_label)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+
+def check_label(label: Any) -> None:
+    """Refuses labels that were class numbers before somebody made them float16."""
+    if dtype_name(getattr(label, "dtype", type(label))) != "float16":
+        return
+    largest = float(label.max().asscalar() if isinstance(label, mx.nd.NDArray) else np.max(label))
+    if largest > _COUNTS_TO:
+        raise ValueError(f"labels are float16, which counts to {_COUNTS_TO} only: keep them as "
+                         f"they were, float32 or int32. Received: a label of {largest:g}")
+
+
+def _floating(dtype: str) -> str:
+    if dtype not in ("float16", "float32"):
+        raise ValueError(f"dtype. Valid: float16, float32. Received: {dtype!r}")
+    return dtype
+
+
+def _is_float(dtype: Any) -> bool:
+    return dtype_name(dtype) in ("float16", "float32", "float64")
+
+
+def _cast(data: Any, dtype: str) -> Any:
+    if not _is_float(data.dtype) or dtype_name(data.dtype) == dtype:
+        return data
+    ours = isinstance(data, mx.nd.NDArray) and dtype_name(data.dtype) == "float32"
+    if ours and dtype == "float16":
+        half = mx.nd.empty(data.shape, data.context, dtype)
+        narrow(data, half)
+        return half
+    return data.astype(dtype)

@@ -1,0 +1,159 @@
+"""The learning-rate range test, after Smith (2015): which rate to train with?
+
+    for each rate, growing from `start` to `end` by the same factor:
+        one step; the loss, smoothed by an exponential moving average
+        (a step that the loss scale skips does not count, and is made again)
+        stop when the smoothed loss is 4 times its smallest value, or not finite,
+        or no loss scale fits any more
+    propose the rate at which the smoothed loss falls fastest
+
+Afterwards the network, the Trainer and the loss scale are as they were.
+"""
+import math
+import pickle
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Iterable, Iterator, List, Optional
+
+from ._mxnet import mx, np
+from .files import replace_file
+from .loss_scale import LossScaleError, positive
+from .trainer import Trainer
+
+_SMOOTHING = 0.9
+_DIVERGED = 4.0
+
+
+@dataclass(frozen=True)
+class LearningRates:
+    """What `lr_find` found.
+
+    Attributes:
+        rates: those that were tried.
+        losses: the smoothed loss at each.
+        suggestion: the rate at which the loss fell fastest; None if it did not fall.
+    """
+    rates: List[float]
+    losses: List[float]
+    suggestion: Optional[float]
+
+    def plot(self, path: str) -> None:
+        """Draws loss against rate, as PNG or SVG."""
+        from matplotlib.figure import Figure
+        figure = Figure(figsize=(7, 4.2), layout="constrained")
+        axes = figure.add_subplot()
+        axes.plot(self.rates, self.losses, color="#0072b2", linewidth=2)
+        if self.suggestion is not None:
+            at = self.losses[self.rates.index(self.suggestion)]
+            axes.plot([self.suggestion], [at], "o", color="#d55e00", markersize=8)
+            axes.annotate(f"{self.suggestion:.2g}", (self.suggestion, at), (8, 8),
+                          textcoords="offset points", color="#d55e00")
+        axes.set(xscale="log", xlabel="learning rate", ylabel="smoothed loss",
+                 ylim=(None, min(max(self.losses), 2 * self.losses[0])))
+        axes.grid(alpha=0.3)
+        replace_file(path, lambda p: figure.savefig(
+            p, format=path.rsplit(".", 1)[-1], dpi=150))
+
+
+def lr_find(net: Any, trainer: Any, loss_fn: Any, batches: Iterable[Any], start: float = 1e-6,
+            end: float = 10.0, steps: int = 100, plot: Optional[str] = None) -> LearningRates:
+    """Tries learning rates from `start` to `end`, and proposes one.
+
+    Args:
+        trainer: a gluon_amp.Trainer or a gluon.Trainer.
+        batches: pairs of data and label, over and over again if they are too few.
+        plot: where to draw loss against rate: a PNG or SVG file.
+    """
+    if positive(start, "start") >= positive(end, "end"):
+        raise ValueError(f"start must be below end. Received: start={start!r}, end={end!r}")
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 10:
+        raise ValueError(f"steps must be a whole number from 10 on. Received: {steps!r}")
+    rates: List[float] = []
+    losses: List[float] = []
+    average, best = 0.0, math.inf
+    with _as_before(net, trainer):
+        source = _endless(batches)
+        for i in range(steps):
+            rate = start * (end / start) ** (i / (steps - 1))
+            trainer.set_learning_rate(rate)
+            try:
+                loss = _step(net, trainer, loss_fn, source)
+            except LossScaleError:  # the network has diverged
+                break
+            average = _SMOOTHING * average + (1 - _SMOOTHING) * loss
+            smooth = average / (1 - _SMOOTHING ** (i + 1))
+            if not math.isfinite(smooth) or smooth > _DIVERGED * best and i >= 10:
+                break
+            best = min(best, smooth)
+            rates.append(rate)
+            losses.append(smooth)
+    found = LearningRates(rates, losses, _steepest(rates, losses))
+    if plot is not None:
+        found.plot(plot)
+    return found
+
+
+def _step(net: Any, trainer: Any, loss_fn: Any, source: Iterator[Any]) -> float:
+    """The loss before a step that was not skipped."""
+    while True:
+        data, label = next(source)
+        with mx.autograd.record():
+            loss = loss_fn(net(data), label)
+        if not isinstance(trainer, Trainer):
+            loss.backward()
+            trainer.step(data.shape[0])
+            return float(loss.mean().asscalar())
+        value = float(loss.mean().asscalar())
+        trainer.backward(loss)
+        if trainer.step(data.shape[0]) or not math.isfinite(value):
+            return value
+
+
+def _steepest(rates: List[float], losses: List[float]) -> Optional[float]:
+    if len(rates) < 3:
+        return None
+    slopes = np.gradient(np.array(losses), np.log(np.array(rates)))
+    lowest = int(np.argmin(losses))
+    if lowest < 2 or losses[0] - losses[lowest] < 0.01 * abs(losses[0]):
+        return None
+    return rates[int(np.argmin(slopes[:lowest]))]
+
+
+def _endless(batches: Iterable[Any]) -> Iterator[Any]:
+    while True:
+        empty = True
+        for batch in batches:
+            empty = False
+            yield batch
+        if empty:
+            raise ValueError("lr_find needs batches that can be gone through again, such as a "
+                             "DataLoader or a list. Received: none")
+
+
+@contextmanager
+def _as_before(net: Any, trainer: Any) -> Iterator[None]:
+    """Puts parameters, optimizer, states and loss scale back at the end."""
+    if not trainer._kv_initialized:
+        trainer._init_kvstore()
+    if trainer._update_on_kvstore:
+        raise ValueError("lr_find puts the optimizer back as it was, which it cannot on a kvstore: "
+                         "make the Trainer with update_on_kvstore=False")
+    parameters = {p: [a.copy() for a in p.list_data()] for p in net.collect_params().values()
+                  if p._data is not None}
+    optimizer = trainer._optimizer
+    attributes = pickle.dumps(optimizer.__getstate__())
+    states = [updater.get_states() for updater in trainer._updaters]
+    scaling = trainer._scaling.state() if isinstance(trainer, Trainer) else None
+    optimizer.lr_scheduler = None  # the sweep sets the rate
+    try:
+        yield
+    finally:
+        for parameter, arrays in parameters.items():
+            for array, before in zip(parameter.list_data(), arrays):
+                before.copyto(array)
+        optimizer.__dict__.update(pickle.loads(attributes))
+        for updater, before in zip(trainer._updaters, states):
+            updater.set_states(before)
+        if scaling is not None:
+            trainer._scaling.load(scaling)
+            trainer._forget()

@@ -1,0 +1,81 @@
+"""amp.data: data is cast, labels never are."""
+import gluon_amp as amp
+import numpy as np
+import pytest
+from gluon_amp._mxnet import mx
+from mxnet import gluon, nd
+
+
+def test_a_loaders_data_is_float16_and_its_labels_stay(rng):
+    x, y = rng.standard_normal((8, 3)).astype("float32"), np.arange(5000, 5008, dtype="int32")
+    for transformed in (gluon.data.ArrayDataset(x, y).transform(amp.data.Cast()),
+                        gluon.data.ArrayDataset(x, y).transform_first(amp.data.Cast())):
+        data, label = next(iter(gluon.data.DataLoader(transformed, 8)))
+        assert data.dtype == np.float16
+        assert np.array_equal(data.asnumpy(), x.astype("float16"))
+        assert label.dtype == np.int32
+        assert np.array_equal(label.asnumpy(), y)
+
+
+def test_numpy_and_mxnet_arrays_are_cast_alike(rng):
+    x = rng.standard_normal(1000).astype("float32")
+    cast = amp.data.Cast()
+    assert np.array_equal(cast(x), cast(nd.array(x)).asnumpy())
+    ids = np.arange(3000)
+    assert cast(ids) is ids
+
+
+@pytest.mark.parametrize("prefetched", [False, True])
+def test_an_iterators_data_is_float16_and_its_labels_stay(prefetched, rng):
+    x, y = rng.standard_normal((20, 3)).astype("float32"), np.arange(4000, 4020, dtype="float32")
+    plain = mx.io.NDArrayIter(x, y, 5)
+    it = amp.data.CastIter(mx.io.PrefetchingIter(plain) if prefetched else plain)
+    assert [(d.name, d.shape, d.dtype) for d in it.provide_data] == [("data", (5, 3), np.float16)]
+    assert it.provide_label[0].dtype == np.float32
+    for _ in range(2):
+        batches = list(it)
+        assert np.array_equal(np.concatenate([b.data[0].asnumpy() for b in batches]),
+                              x.astype("float16"))
+        assert np.array_equal(np.concatenate([b.label[0].asnumpy() for b in batches]), y)
+        it.reset()
+
+
+def test_a_module_takes_the_iterator(rng):
+    x, y = rng.standard_normal((20, 3)).astype("float32"), rng.integers(0, 2, 20)
+    net = mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=2, name="fc")
+    net = amp.convert_symbol(mx.sym.SoftmaxOutput(net, name="softmax"))
+    module = amp.Module(net, loss_scale=64)
+    module.fit(amp.data.CastIter(mx.io.NDArrayIter(x, y, 5)), num_epoch=1)
+    assert module.get_params()[0]["fc_weight"].dtype == np.float16
+
+
+@pytest.mark.parametrize("label", [np.array([1, 2050], "float16"), nd.array([3e4], dtype="float16"),
+                                   np.float16(4096)])
+def test_float16_labels_that_count_too_far_are_an_error(label):
+    with pytest.raises(ValueError, match=r"labels are float16, which counts to 2048 only"):
+        amp.data.Cast()(np.zeros(3, "float32"), label)
+    if isinstance(label, nd.NDArray):
+        it = amp.data.CastIter(_Batches(label))
+        with pytest.raises(ValueError, match=r"counts to 2048 only.*Received: a label of 30000"):
+            it.next()
+
+
+class _Batches(mx.io.DataIter):
+    def __init__(self, label):
+        super().__init__(1)
+        self.label = label
+        self.provide_data, self.provide_label = [mx.io.DataDesc("data", (1, 3))], []
+
+    def next(self):
+        return mx.io.DataBatch([nd.zeros((1, 3))], [self.label], 0)
+
+
+def test_small_float16_labels_and_others_pass():
+    for label in (np.array([2048], "float16"), np.array([10 ** 6], "int64"), 7, 3.5):
+        assert amp.data.Cast()(np.zeros(3, "float32"), label)[1] is label
+
+
+@pytest.mark.parametrize("make", [amp.data.Cast, lambda d: amp.data.CastIter(_Batches(None), d)])
+def test_other_types_are_refused(make):
+    with pytest.raises(ValueError, match=r"dtype. Valid: float16, float32. Received: 'int8'"):
+        make("int8")

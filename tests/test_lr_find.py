@@ -1,0 +1,121 @@
+"""amp.lr_find: proposes a rate, draws it, and leaves everything as it was."""
+import pickle
+
+import gluon_amp as amp
+import numpy as np
+import pytest
+from gluon_amp._mxnet import mx
+from mxnet import autograd, gluon, nd
+from mxnet.gluon import nn
+
+LOSS = gluon.loss.L2Loss()
+
+
+def made(policy="float16", cls=amp.Trainer, name="sgd", **kwargs):
+    mx.random.seed(2)
+    net = nn.HybridSequential()
+    net.add(nn.Dense(8, in_units=4, activation="tanh"), nn.BatchNorm(in_channels=8),
+            nn.Dense(1, in_units=8))
+    net.initialize(mx.init.Xavier())
+    amp.convert(net, policy)
+    return net, cls(net.collect_params(), name, {"learning_rate": 0.01}, **kwargs)
+
+
+@pytest.fixture()
+def batches(rng):
+    x = rng.standard_normal((10, 16, 4))
+    return [(nd.array(a), nd.array(a.sum(1, keepdims=True))) for a in x]
+
+
+def everything(net, trainer):
+    states = pickle.loads(trainer._updaters[0].get_states(dump_optimizer=True))
+    flat = [a.asnumpy() for s in states[0].values() for a in np.ravel(np.array(s, dtype=object))
+            if isinstance(a, mx.nd.NDArray)]
+    return ([p.data().asnumpy() for p in net.collect_params().values()] + flat,
+            trainer.learning_rate, trainer.optimizer.num_update,
+            getattr(trainer, "loss_scale", 1), getattr(trainer, "skipped", 0))
+
+
+def step(net, trainer, batch):
+    with autograd.record():
+        loss = LOSS(net(batch[0]), batch[1])
+    getattr(trainer, "backward", autograd.backward)(loss)
+    trainer.step(16)
+
+
+def same(a, b):
+    return all(map(np.array_equal, a[0], b[0])) and a[1:] == b[1:]
+
+
+@pytest.mark.parametrize("trained", [0, 5])
+@pytest.mark.parametrize(("cls", "name"), [(amp.Trainer, "sgd"), (amp.Trainer, "adam"),
+                                           (gluon.Trainer, "adam")])
+def test_everything_is_as_it_was_and_training_goes_on_as_without(cls, name, trained, batches):
+    policy = "float16" if cls is amp.Trainer else "float32"
+    pairs = [made(policy, cls, name) for _ in range(2)]
+    for net, trainer in pairs:
+        for batch in batches[:trained]:
+            step(net, trainer, batch)
+    found = amp.lr_find(*pairs[0], LOSS, batches)
+    assert found.rates[0] == pytest.approx(1e-6)
+    assert same(everything(*pairs[0]), everything(*pairs[1]))
+    for net, trainer in pairs:
+        for batch in batches:
+            step(net, trainer, batch)
+    assert same(everything(*pairs[0]), everything(*pairs[1]))
+
+
+def test_the_proposed_rate_learns_and_the_sweep_ends_where_it_diverges(batches):
+    found = amp.lr_find(*made(), LOSS, batches, start=1e-5, end=1e4)
+    assert found.rates[-1] < 1e4
+    assert 1e-3 < found.suggestion < 10
+    net, trainer = made()
+    trainer.set_learning_rate(found.suggestion)
+    before = sum(float(LOSS(net(x), y).mean().asscalar()) for x, y in batches)
+    for _ in range(5):
+        for batch in batches:
+            step(net, trainer, batch)
+    assert sum(float(LOSS(net(x), y).mean().asscalar()) for x, y in batches) < 0.3 * before
+
+
+def test_skipped_steps_do_not_count(batches):
+    results = [amp.lr_find(*made(loss_scale=amp.DynamicLossScale(initial=scale, maximum=2.0 ** 30)),
+                           LOSS, batches[:1], end=1e-2, steps=20)
+               for scale in (2.0 ** 6, 2.0 ** 30)]
+    assert results[0].rates == results[1].rates
+    np.testing.assert_allclose(results[0].losses, results[1].losses, rtol=0.02)
+
+
+def test_a_schedule_comes_back(batches):
+    net, _ = made()
+    schedule = mx.lr_scheduler.FactorScheduler(3, 0.5, base_lr=0.3)
+    trainer = amp.Trainer(net.collect_params(), "sgd", {"lr_scheduler": schedule})
+    amp.lr_find(net, trainer, LOSS, batches, steps=20)
+    assert trainer.learning_rate == 0.3
+    assert isinstance(trainer.optimizer.lr_scheduler, mx.lr_scheduler.FactorScheduler)
+
+
+def test_where_nothing_falls_nothing_is_proposed(batches):
+    net, trainer = made()
+    found = amp.lr_find(net, trainer, lambda out, y: (out * 0).sum() + 1, batches, steps=12)
+    assert found.suggestion is None
+
+
+@pytest.mark.parametrize("kind", ["png", "svg"])
+def test_the_plot_is_a_file_of_its_kind(kind, batches, tmp_path):
+    path = tmp_path / f"rates.{kind}"
+    amp.lr_find(*made(), LOSS, batches, plot=str(path))
+    assert {"png": b"\x89PNG", "svg": b"<?xml"}[kind] in path.read_bytes()[:10]
+    assert [p.name for p in tmp_path.iterdir()] == [path.name]
+
+
+@pytest.mark.parametrize(("kwargs", "message"), [
+    ({"start": 0}, "start must be a positive"), ({"start": 2, "end": 1}, "start must be below end"),
+    ({"steps": 5}, "steps must be a whole number from 10 on. Received: 5"),
+    ({"batches": []}, "needs batches that can be gone through again")])
+def test_bad_arguments_are_refused(kwargs, message, batches):
+    net, trainer = made()
+    before = everything(net, trainer)
+    with pytest.raises(ValueError, match=message):
+        amp.lr_find(net, trainer, LOSS, **{"batches": batches, **kwargs})
+    assert same(before, everything(net, trainer))
