@@ -42,6 +42,8 @@ def devices(args):
     found = [mx.gpu(int(i)) for i in args.gpus.split(",")]
     if args.batch_size % len(found):
         raise SystemExit(f"--batch-size {args.batch_size} does not divide over {len(found)} GPUs")
+    if max(device.device_id for device in found) >= mx.context.num_gpus():
+        raise SystemExit(f"--gpus {args.gpus}: MXNet sees {mx.context.num_gpus()} GPUs")
     return found
 
 
@@ -50,10 +52,10 @@ def loss_scale(args):
     if text in ("dynamic", "none"):
         return None if text == "none" else text
     try:
-        return float(text)
+        return amp.StaticLossScale(float(text))
     except ValueError:
-        raise SystemExit(f"--loss-scale takes a number, dynamic or none. Received: {text}") \
-            from None
+        raise SystemExit("--loss-scale takes a positive number, dynamic or none. "
+                         f"Received: {text}") from None
 
 
 def schedule(args, epoch_size):
@@ -84,6 +86,9 @@ def fit(args, symbol, arg_params=None, aux_params=None, fixed=None):
     if begin:
         if not args.model_prefix:
             raise SystemExit("--load-epoch needs --model-prefix")
+        for end in ("symbol.json", f"{begin:04d}.params"):
+            if not os.path.exists(f"{args.model_prefix}-{end}"):
+                raise SystemExit(f"{args.model_prefix}-{end} does not exist")
         states = os.path.exists(f"{args.model_prefix}-{begin:04d}.states")
         module = amp.Module.load(args.model_prefix, begin, states, **options)
     else:

@@ -1,11 +1,12 @@
 """Fine-tunes a pretrained network with the Symbolic API, in float32 or float16.
 
-    python symbolic_fine_tune.py --pretrained-model efficientnet_lite0 --dtype float16 \\
+    python symbolic_fine_tune.py --pretrained-model my_network,90 --dtype float16 \\
         --num-classes 10 --image-shape 3,112,112 --rgb-mean 127,127,127 --rgb-std 128,128,128 \\
         --bn-momentum 0.8 --data-train train.rec --data-val test.rec
 
-The old head is what lies between the last fully connected layer and the output; a new one
-takes its place. Batch norm's moving averages may lag in short trainings: --bn-momentum 0.8.
+reads my_network-symbol.json and my_network-0090.params. The old head is what lies between the
+last fully connected layer and the output; a new one takes its place. Batch norm's moving averages
+may lag in short trainings: --bn-momentum 0.8.
 """
 import argparse
 import difflib

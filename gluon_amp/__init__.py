@@ -1,8 +1,6 @@
 """Mixed-precision training for Apache MXNet."""
-from . import (
-           _mxnet,  # noqa: F401  (first: every other module may then import from mxnet)
-           data,
-)
+from . import _mxnet  # noqa: F401, I001  (first: every other module may import from mxnet)
+from . import data
 from .convert import convert, restore
 from .cpu.library import KernelError
 from .loss_scale import DynamicLossScale, LossScaleError, StaticLossScale

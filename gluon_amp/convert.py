@@ -1,6 +1,4 @@
 """`convert` and `restore`: a Gluon network to mixed precision, in place, and back."""
-import difflib
-import re
 from typing import Any, Dict, Iterable, Iterator, List, Set, Tuple, Union
 
 from mxnet.gluon import Block, HybridBlock, Parameter, nn
@@ -10,6 +8,7 @@ from ._mxnet import mx
 from .converted import ConvertedBlock, State, converted_class, log
 from .graph import Graph
 from .halves import dtype_name
+from .keep import matches_nothing, matching
 from .policy import Policy, get_policy
 
 NORM_BLOCKS = (nn.basic_layers._BatchNorm, nn.LayerNorm, nn.GroupNorm, nn.InstanceNorm)
@@ -114,12 +113,9 @@ def _resolve_keep(net: Block, keep: List[Any]) -> Tuple[Set[Block], Set[str]]:
         elif isinstance(entry, type) and issubclass(entry, Block):
             found, names = {b for b in blocks if isinstance(b, entry)}, set()
         elif isinstance(entry, str):
-            try:
-                pattern = re.compile(entry)
-            except re.error as error:
-                raise ValueError(f"keep: {entry!r} is no regular expression: {error}") from None
-            found = {b for b in blocks if pattern.fullmatch(b.name)}
-            names = {n for n in nodes if pattern.fullmatch(n)}
+            matched = matching(entry, {b.name for b in blocks})
+            found = {b for b in blocks if b.name in matched}
+            names = matching(entry, nodes)
         else:
             raise TypeError("keep takes blocks, classes of blocks and regular expressions. "
                             f"Received: {entry!r}")
@@ -138,8 +134,7 @@ def _matches_nothing(entry: Any, blocks: List[Block], nodes: Set[str]) -> str:
     else:
         what, word = f"class {entry.__name__}", entry.__name__
         there = {type(b).__name__ for b in blocks}
-    close = difflib.get_close_matches(word, sorted(there), n=5, cutoff=0.3) or sorted(there)[:5]
-    return f"keep: {what} matches nothing in this network. Near it: {', '.join(close)}"
+    return matches_nothing(what, word, there)
 
 
 def _parameter_types(net: Block, policy: Policy, kept_blocks: Set[Block],
@@ -189,7 +184,8 @@ def _check_parameters(types: Dict[Parameter, str]) -> None:
 
 
 def _check_trainers(types: Dict[Parameter, str]) -> None:
-    """A trainer that has stepped holds momenta and float32 masters that would no longer fit."""
+    """A trainer that has stepped holds momenta and float32 masters that would no longer fit.
+    Our optimizers say so themselves at the next step; MXNet's go on."""
     held = [p.name for p, dtype in types.items()
             if dtype_name(p.dtype) != dtype and p.grad_req != "null"
             and p._trainer is not None and _has_stepped(p._trainer)]
@@ -203,6 +199,8 @@ def _check_trainers(types: Dict[Parameter, str]) -> None:
 def _has_stepped(trainer: mx.gluon.Trainer) -> bool:
     if trainer._update_on_kvstore:
         return trainer._kv_initialized
+    if hasattr(trainer._optimizer, "weight_types"):
+        return False
     return any(updater.states for updater in trainer._updaters)
 
 

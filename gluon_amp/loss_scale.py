@@ -66,7 +66,7 @@ class StaticLossScale:
                 raise TypeError(_no_weight(cls)) from error
             raise
 
-    def optimizer(self, name: str, rescale_grad: float = 1.0, **kwargs: Any) -> Any:
+    def optimizer(self, name: str, *, rescale_grad: float = 1.0, **kwargs: Any) -> Any:
         """`gluon_amp.optimizer(name, ...)` that undoes the scale, for `gluon.Trainer`.
 
         Args:
@@ -74,14 +74,16 @@ class StaticLossScale:
         """
         made = make_optimizer(name, rescale_grad=rescale_grad / self.scale, **kwargs)
         check_scalable(made)
+        made.static_loss_scale = self.scale
         return made
 
     def module_optimizer(self, name: str, *, batch_size: int, rescale_grad: float = 1.0,
                          **kwargs: Any) -> Any:
-        """The same for `Module`, which does not divide by the batch size once
-        `rescale_grad` is given: 1 / (scale * batch_size), over all devices and workers."""
+        """The same for MXNet's `Module`, which does not divide by the batch size once
+        `rescale_grad` is given: 1 / (scale * batch_size), over all devices and workers. The
+        other half is the symbol's: `SoftmaxOutput(..., grad_scale=scale.scale)`."""
         size = positive(batch_size, "batch_size")
-        return self.optimizer(name, rescale_grad / size, **kwargs)
+        return self.optimizer(name, rescale_grad=rescale_grad / size, **kwargs)
 
     def unscaled(self, loss: Any) -> Any:
         """A scaled loss as it would be without, for the log."""

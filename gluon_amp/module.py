@@ -14,17 +14,16 @@ from .files import replace_file
 from .finite import all_finite, squares
 from .halves import to_float32
 from .loss_scale import as_loss_scale
-from .optimizer import check_scalable, with_masters
+from .optimizer import check_scalable, optimizer_class, with_masters
 from .rules import LOSS
-from .scaling import Scaling
+from .scaling import Scaled, Scaling
 from .states import check_states, read_states
 from .symbol import check_parameters
 
 
-class _Scaled:
+class _Module(Scaled):
     """In front of MXNet's classes of modules."""
 
-    _scaling: Scaling
     _states_file: Optional[str] = None  # to be loaded once there is an optimizer
     _used_scale = 1.0  # in the last backward pass
 
@@ -35,21 +34,6 @@ class _Scaled:
     def _modules(self) -> Iterable[Any]:
         """All that share its optimizer."""
         return [self]
-
-    @property
-    def loss_scale(self) -> float:
-        """The scale that the next forward pass uses; 1 without scaling."""
-        return self._scaling.value
-
-    @property
-    def skipped(self) -> int:
-        """How many steps were skipped."""
-        return self._scaling.skipped
-
-    @property
-    def overflowed(self) -> Any:
-        """Names of the parameters whose gradients were not finite in the last step."""
-        return self._scaling.overflowed
 
     def _bindable(self, symbol: Any) -> Bindable:
         return Bindable.of(symbol, (lambda: self._scaling.value) if self._scaling.on else None)
@@ -79,18 +63,20 @@ class _Scaled:
         if self._scaling.on and "async" in store:
             raise ValueError("loss scaling looks at the gradients before the update, and "
                              f"{store} updates on its servers: use dist_sync")
+        if self._scaling.on and isinstance(optimizer, mx.optimizer.Optimizer):
+            check_scalable(optimizer)
         module = self._module()
         group = module._exec_group
         for name, weights in zip(group.param_names, group.param_arrays):
             # of a checkpoint in another type, which a kvstore would not take
             module._arg_params[name] = module._arg_params[name].astype(weights[0].dtype,
                                                                          copy=False)
-        if isinstance(optimizer, str):
+        if not isinstance(optimizer, mx.optimizer.Optimizer):
+            if self._scaling.on and issubclass(optimizer_class(optimizer), mx.optimizer.LBSGD):
+                check_scalable(optimizer_class(optimizer)())
             optimizer_params = {"multi_precision": True, **dict(optimizer_params)}
         with environment("MXNET_UPDATE_ON_KVSTORE", "0" if self._scaling.on else None):
             super().init_optimizer(kvstore, optimizer, optimizer_params, force_init)
-        if self._scaling.on:
-            check_scalable(module._optimizer)
         with_masters(module._optimizer)
         if self._states_file:
             self.load_optimizer_states(self._states_file)
@@ -201,7 +187,7 @@ class _Scaled:
                 for k, weight in enumerate(weights)}
 
 
-class Module(_Scaled, mx.mod.Module):
+class Module(_Module, mx.mod.Module):
     """`mx.mod.Module` for symbols in mixed precision, on CPUs, too, with loss scaling.
 
     Args:
@@ -239,7 +225,7 @@ class Module(_Scaled, mx.mod.Module):
             self.save_optimizer_states(f"{prefix}-{epoch:04d}.states")
 
 
-class BucketingModule(_Scaled, mx.mod.BucketingModule):
+class BucketingModule(_Module, mx.mod.BucketingModule):
     """`mx.mod.BucketingModule` in the same way: one loss scale for all buckets."""
 
     def __init__(self, sym_gen: Any, *args: Any, loss_scale: Any = None, **kwargs: Any) -> None:
@@ -296,7 +282,7 @@ class Speedometer(mx.callback.Speedometer):
 
     def __call__(self, param: Any) -> None:
         module = (param.locals or {}).get("self")
-        if isinstance(module, _Scaled) and module._scaling.on and param.eval_metric is not None:
+        if isinstance(module, _Module) and module._scaling.on and param.eval_metric is not None:
             param = param._replace(eval_metric=_WithScale(param.eval_metric, module._scaling))
         super().__call__(param)
 

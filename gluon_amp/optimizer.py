@@ -26,12 +26,17 @@ def optimizer(name: str, **kwargs: Any) -> "mx.optimizer.Optimizer":
         name: a name that `gluon.Trainer` takes, such as "sgd" or "adam"; or "adamw".
         kwargs: the optimizer's own arguments.
     """
+    return with_masters(optimizer_class(name)(**{"multi_precision": True, **kwargs}))
+
+
+def optimizer_class(name: Any) -> Any:
+    """MXNet's class of that name, or an error that lists the names."""
     registry = mx.optimizer.Optimizer.opt_registry
     cls = registry.get(name.lower()) if isinstance(name, str) else None
     if cls is None:
         raise ValueError(f"unknown optimizer. Valid: {', '.join(sorted(registry))}. "
                          f"Received: {name!r}")
-    return with_masters(cls(**{"multi_precision": True, **kwargs}))
+    return cls
 
 
 def with_masters(made: Any) -> Any:
@@ -45,7 +50,13 @@ def with_masters(made: Any) -> Any:
 
 
 def check_scalable(made: Any) -> None:
-    """Refuses the one optimizer that looks at gradients before `rescale_grad`."""
+    """Refuses the one optimizer that looks at gradients before `rescale_grad`, and those
+    that undo a scale already."""
+    scale = getattr(made, "static_loss_scale", None)
+    if scale is not None:
+        raise ValueError(f"this optimizer is one half of the static pair of {scale:g}, for "
+                         "MXNet's own Trainer and Module: it would undo that scale, too. Give "
+                         "an optimizer of gluon_amp.optimizer, or no loss_scale")
     if isinstance(made, mx.optimizer.LBSGD):
         raise ValueError("lbsgd adds up and measures gradients before they are unscaled, so no "
                          "loss scale fits it. Use lars or lamb. Received: lbsgd")

@@ -70,8 +70,33 @@ class Scaling:
 
     def load(self, state: Dict[str, Any]) -> None:
         """What `state` gave, or nothing for a file of MXNet's; an error changes nothing."""
-        if isinstance(self.scale, DynamicLossScale) and state.get("loss_scale"):
-            self.scale.load_state_dict(state["loss_scale"])
+        saved = state.get("loss_scale")
+        if saved and isinstance(self.scale, DynamicLossScale):
+            self.scale.load_state_dict(saved)
+        elif saved:
+            log.warning("the file's dynamic loss scale, %g, is left: here loss_scale is %s. "
+                        "loss_scale='dynamic' takes it over", saved["scale"], self.scale)
         self.skipped = state.get("skipped", 0)
         self.in_a_row = state.get("skipped_in_a_row", 0)
         self.overflowed = ()
+
+
+class Scaled:
+    """In front of what keeps a `_scaling`: a Trainer, a Module."""
+
+    _scaling: Scaling
+
+    @property
+    def loss_scale(self) -> float:
+        """The scale that the next step uses; 1 without scaling."""
+        return self._scaling.value
+
+    @property
+    def skipped(self) -> int:
+        """How many steps were skipped."""
+        return self._scaling.skipped
+
+    @property
+    def overflowed(self) -> Tuple[str, ...]:
+        """Names of the parameters whose gradients were not finite in the last step."""
+        return self._scaling.overflowed

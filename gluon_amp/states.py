@@ -4,6 +4,7 @@ MXNet's format: a pickle of {index: state}, alone or beside the optimizer.
 """
 import pickle
 import re
+import warnings
 from typing import Any, Dict, List, Mapping, Sequence, Tuple
 
 from ._mxnet import mx
@@ -45,11 +46,14 @@ def check_states(fname: str, states: Dict[Any, Any], maker: Any, mine: Any,
         name, weight = weights[i]
         if weight is None:
             continue
-        expected = _layout(maker.create_state_multi_precision(i, weight))
+        with warnings.catch_warnings():  # MXNet's, of float16 weights without masters
+            warnings.simplefilter("ignore")
+            expected = _layout(maker.create_state_multi_precision(i, weight))
         if _layout(state) != expected:
             raise ValueError(f"{fname} does not fit {name}, {weight.shape}, "
                              f"{dtype_name(weight.dtype)}: its state should be {expected}. "
-                             f"Received: {_layout(state)}")
+                             f"Received: {_layout(state)}. Is it a file of a network of other "
+                             "types or sizes? Its parameters may load without its states")
 
 
 def check_order(fname: str, maker: Any, names: Sequence[str]) -> None:

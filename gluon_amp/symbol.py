@@ -1,6 +1,5 @@
 """`convert_symbol` and `convert_model`: the Symbolic API's networks in mixed precision."""
 import difflib
-import re
 from typing import Any, Dict, Iterable, List, Set, Tuple, Union
 
 from mxnet.operator import get_operator_arguments
@@ -9,6 +8,7 @@ from . import rules
 from ._mxnet import mx
 from .graph import TYPE_FLAG, TYPE_NAME, Graph
 from .halves import dtype_name
+from .keep import matches_nothing, matching
 from .policy import Policy, get_policy
 from .precision import insert_casts
 
@@ -124,14 +124,9 @@ def _kept_nodes(graph: Graph, keep: List[Any]) -> Set[str]:
     for entry in keep:
         if not isinstance(entry, str):
             raise TypeError(f"keep takes regular expressions for names. Received: {entry!r}")
-        try:
-            found = {name for name in names if re.fullmatch(entry, name)}
-        except re.error as error:
-            raise ValueError(f"keep: {entry!r} is no regular expression: {error}") from None
+        found = matching(entry, names)
         if not found:
-            close = difflib.get_close_matches(entry, sorted(names), n=5, cutoff=0.3)
-            raise ValueError(f"keep: {entry!r} matches nothing in this symbol. Near it: "
-                             f"{', '.join(close or sorted(names)[:5])}")
+            raise ValueError(matches_nothing(repr(entry), entry, names, "symbol"))
         kept |= found
     return kept
 

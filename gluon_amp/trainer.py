@@ -21,7 +21,7 @@ from .halves import to_float32
 from .loss_scale import as_loss_scale, of, positive
 from .optimizer import check_scalable, with_masters
 from .optimizer import optimizer as make_optimizer
-from .scaling import Scaling
+from .scaling import Scaled, Scaling
 from .states import check_order, check_states, read_states
 
 
@@ -43,7 +43,7 @@ class _Entry:
     gradient: Any
 
 
-class Trainer(mx.gluon.Trainer):
+class Trainer(Scaled, mx.gluon.Trainer):
     """`gluon.Trainer` with loss scaling, clipping and float32 masters.
 
         with autograd.record():
@@ -88,20 +88,10 @@ class Trainer(mx.gluon.Trainer):
     def _forget(self) -> None:
         self._backward: Optional[_Backward] = None
         self._unscaled: Optional[Dict[Tuple[int, int], Any]] = None
-        self._coefficient: Optional[float] = None
+        self._clip_once: Optional[float] = None
         self._updated = True
 
     # ---- what one asks
-
-    @property
-    def loss_scale(self) -> float:
-        """The scale that the next backward pass uses; 1 without scaling."""
-        return self._scaling.value
-
-    @property
-    def skipped(self) -> int:
-        """How many steps were skipped."""
-        return self._scaling.skipped
 
     @property
     def overflowed(self) -> Tuple[str, ...]:
@@ -162,19 +152,15 @@ class Trainer(mx.gluon.Trainer):
         return named
 
     def clip_norm(self, max_norm: float, batch_size: int = 1) -> float:
-        """Clips the next `update` to this norm over all parameters, and returns the norm
-        before, infinite or NaN if the gradients are.
-
-        Args:
-            batch_size: what `update` will divide by.
+        """Clips the next `update` to this norm, over all parameters, of the gradient divided
+        by `update`'s batch size. Returns the norm before, divided by `batch_size`; it is
+        infinite or NaN if the gradients are.
         """
-        positive(max_norm, "max_norm")
+        self._clip_once = positive(max_norm, "max_norm")
         self._check_backward("clip_norm()")
         entries = self._entries(ignore_stale_grad=True)
         factor = self._scale / positive(batch_size, "batch_size") / self._gradients_scale()
-        norm = factor * self._norm(entries, squares([e.gradient for e in entries]))
-        self._coefficient = _coefficient(max_norm, norm)
-        return norm
+        return factor * self._norm(entries, squares([e.gradient for e in entries]))
 
     # ---- how it is done
 
@@ -200,7 +186,7 @@ class Trainer(mx.gluon.Trainer):
                 backward.written.add(key)
                 weight._fresh_grad = False
         backward.losses += [loss.detach() for loss in losses]
-        self._backward, self._unscaled, self._coefficient = backward, None, None
+        self._backward, self._unscaled, self._clip_once = backward, None, None
 
     def _weights(self) -> Iterator[Tuple[Tuple[int, int], Any]]:
         trainable = [(i, p) for i, p in enumerate(self._params) if p.grad_req != "null"]
@@ -255,7 +241,7 @@ class Trainer(mx.gluon.Trainer):
 
     def _update(self, ignore_stale_grad: bool = False) -> None:
         asked = self._scaling.on or self._max_norm is not None \
-            or self._unscaled is not None or self._coefficient is not None
+            or self._unscaled is not None or self._clip_once is not None
         if not asked:
             super()._update(ignore_stale_grad)
             self._forget()
@@ -277,9 +263,11 @@ class Trainer(mx.gluon.Trainer):
 
     def _apply(self, entries: List[_Entry], sums: "np.ndarray") -> None:
         factor = self._optimizer.rescale_grad / self._gradients_scale()
-        if self._coefficient is None and self._max_norm is not None:
-            self._coefficient = _coefficient(self._max_norm, factor * self._norm(entries, sums))
-        self._optimizer.rescale_grad = factor * (self._coefficient or 1.0)
+        max_norm = self._clip_once or self._max_norm
+        if max_norm is not None:
+            norm = factor * self._norm(entries, sums)
+            factor *= max_norm / norm if norm > max_norm else 1.0
+        self._optimizer.rescale_grad = factor
         for device, updater in enumerate(self._updaters):
             mine = [(e.index, e.gradient, e.weight) for e in entries if e.device == device]
             if mine:
@@ -317,7 +305,8 @@ class Trainer(mx.gluon.Trainer):
     def load_states(self, fname: str) -> None:
         """Takes over what `save_states` wrote, here or in a `gluon.Trainer`.
 
-        A file that does not fit is an error and changes nothing.
+        A file that does not fit is an error and changes nothing. It is a pickle, as MXNet's
+        are, which may run code: load what you trust.
         """
         states, optimizer = read_states(fname)
         maker = optimizer or self._optimizer
@@ -340,7 +329,8 @@ def scale_loss(loss: Any, trainer: Trainer) -> Iterator[Any]:
             autograd.backward(scaled)
     """
     if not isinstance(trainer, Trainer):
-        raise TypeError(f"scale_loss takes a gluon_amp.Trainer. Received: {type(trainer).__name__}")
+        raise TypeError("scale_loss takes a gluon_amp.Trainer. Received: "
+                        f"{type(trainer).__module__}.{type(trainer).__name__}")
     if not trainer._scaling.on:
         yield loss
         return
@@ -371,6 +361,8 @@ def _check_kvstore(kvstore: Any, update_on_kvstore: Optional[bool], parameters: 
 
 
 def _check_losses(losses: List[Any]) -> None:
+    if not losses:
+        raise ValueError("backward takes a loss or a list of losses. Received: an empty list")
     for loss in losses:
         if not isinstance(loss, mx.nd.NDArray):
             raise TypeError("backward takes a loss or a list of losses. "
@@ -385,5 +377,3 @@ def _not_finite(entries: Iterable[_Entry], sums: "np.ndarray") -> Tuple[str, ...
     return tuple(dict.fromkeys(e.name for e, s in zip(entries, sums) if not np.isfinite(s)))
 
 
-def _coefficient(max_norm: float, norm: float) -> float:
-    return max_norm / norm if norm > max_norm else 1.0

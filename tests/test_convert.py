@@ -162,7 +162,7 @@ stock = nn.Dense(4, in_units=3)
 gluon_amp.convert(net)(mx.nd.ones((2, 3))).wait_to_read()
 gluon_amp.optimizer("sgd")
 after, registry_after = snapshot()
-assert registry == registry_after
+assert {n: c for n, c in registry_after.items() if n != "adamw"} == registry  # which it adds
 for old, new in zip(before, after):
     changed = [name for name in old if new.get(name) is not old[name]]
     changed = [n for n in changed if n not in ("__doc__", "__all__")]
@@ -366,7 +366,8 @@ def test_a_trainer_that_has_not_stepped_may_wait(devices, x):
 
 def test_a_new_trainer_lets_a_trained_net_be_restored(x):
     net = amp.convert(make())
-    step(net, x)
+    trainer = gluon.Trainer(net.collect_params(), "sgd", {"multi_precision": True})
+    train_on([mx.cpu()], net, trainer, x)
     out = net(x).asnumpy()
     with pytest.raises(ValueError, match=r"already stepped.*make a new Trainer"):
         amp.restore(net)

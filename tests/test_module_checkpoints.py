@@ -186,3 +186,13 @@ def test_a_bucketing_checkpoint_loads_with_a_loss_scale(tmp_path):
     loaded.bind(words(9).provide_data, words(9).provide_label)
     loaded.init_optimizer()
     assert learn(loaded, words(9))
+
+
+def test_a_scale_that_is_not_taken_over_is_said(caplog, tmp_path):
+    prefix = str(tmp_path / "net")
+    mod = made(net(), loss_scale="dynamic")
+    train(mod, 3)
+    mod.save_checkpoint(prefix, 1, True)
+    resumed(prefix, OPTIMIZERS["momentum"], loss_scale=None)
+    assert f"dynamic loss scale, {mod.loss_scale:g}, is left: here loss_scale is None" \
+        in caplog.text

@@ -411,7 +411,7 @@ def test_scale_loss_is_that_of_contrib_amp(batches):
     assert same(net, other)
     assert trainer.loss_scale == second.loss_scale
     stock = gluon.Trainer(make().collect_params(), "sgd")
-    with pytest.raises(TypeError, match=r"takes a gluon_amp.Trainer. Received: Trainer"), \
+    with pytest.raises(TypeError, match=r"takes a gluon_amp.Trainer. Received: mxnet.gluon"), \
             amp.scale_loss(loss, stock):
         pass
 
@@ -733,6 +733,39 @@ def test_a_cast_after_a_step_asks_for_a_new_trainer(batches):
     net.cast("float32")
     with pytest.raises(ValueError, match=r"was float16 .* make a new Trainer, .* after a cast"):
         fit(net, trainer, batches[:1])
-    with pytest.raises(ValueError, match="make a new Trainer"):
-        amp.convert(net, "float16")
     fit(net, amp.Trainer(net.collect_params(), "sgd", SGD), batches[:1])
+
+
+def test_a_net_may_be_restored_to_look_at_it_and_converted_to_go_on(batches):
+    net, other = make("float16"), make("float16")
+    trainers = [amp.Trainer(n.collect_params(), "sgd", SGD, loss_scale=64) for n in (net, other)]
+    for n, trainer in zip((net, other), trainers):
+        fit(n, trainer, batches[:3])
+    amp.restore(net)
+    x, y = batches[3]
+    with autograd.record(train_mode=False):
+        loss = LOSS(net(x), y)
+    trainers[0].backward(loss)
+    with pytest.raises(ValueError, match=r"was float16 .* is float32 now: make a new Trainer"):
+        trainers[0].step(len(y))
+    amp.convert(net)
+    for n, trainer in zip((net, other), trainers):
+        fit(n, trainer, batches[4:8])
+    assert same(net, other)
+
+
+def test_half_of_a_static_pair_is_refused_where_gradients_are_scaled():
+    params = One().collect_params()
+    for kwargs in ({"loss_scale": 128}, {}):
+        with pytest.raises(ValueError, match="one half of the static pair of 128"):
+            amp.Trainer(params, amp.StaticLossScale(128).optimizer("sgd"), **kwargs)
+    amp.Trainer(params, amp.StaticLossScale(128).optimizer("sgd"), loss_scale=None)
+
+
+def test_the_norm_is_clipped_for_the_batch_size_of_the_update():
+    net = One()
+    trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 1}, loss_scale=8)
+    trainer.backward(recorded(net, ones(2), ones(0)))
+    assert trainer.clip_norm(1) == 4
+    assert trainer.update(2)
+    assert (net.a.data().asnumpy() == 0.5).all()
