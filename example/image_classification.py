@@ -1,0 +1,321 @@
+"""Trains an image classifier with Gluon, in float32 or float16.
+
+    python image_classification.py --dataset digits --dtype float16
+    python image_classification.py --dataset cifar10 --model cifar_resnet20_v1 --dtype float16 \\
+        --batch-size 128 --epochs 60 --lr-mode cosine --warmup-epochs 2 --gpus 0
+    python image_classification.py --dataset train.rec --val test.rec --model resnet18_v1
+
+Log lines are GluonCV's, with the loss scale and the skipped steps at their ends; SAVE_DIR/log.jsonl
+holds the same for machines. Killed at any moment, `--resume` goes on behind the last whole epoch as
+if nothing had been: bit by bit, with --num-workers 0.
+"""
+import argparse
+import json
+import logging
+import math
+import os
+import resource
+import time
+
+import gluon_amp as amp
+import mxnet as mx
+import numpy as np
+from gluon_amp.files import replace_file
+from mxnet import autograd, gluon
+from mxnet.gluon import nn
+from mxnet.gluon.data.vision import transforms
+from tqdm import tqdm
+
+log = logging.getLogger("image_classification")
+SHAPES = {"digits": (1, 8, 8), "mnist": (1, 28, 28), "cifar10": (3, 32, 32)}
+CLASSES = {"digits": 10, "mnist": 10, "cifar10": 10, "caltech101": 101, "imagenet": 1000}
+
+
+def parse(arguments=None):
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--dataset", default="digits",
+        help="digits, cifar10, mnist, caltech101, imagenet, dummy, a folder of folders, or a .rec")
+    add("--val", help="validation data, where the dataset is a folder or a .rec")
+    add("--data-dir", help="where the dataset lies (default: MXNet's own place)")
+    add("--model", default="small", help="small, or a name of MXNet's or gluoncv's model zoo")
+    add("--classes", type=int, help="default: the dataset's")
+    add("--image-size", type=int, help="default: the dataset's, or 224")
+    add("--dtype", default="float32", choices=("float32", "float16"))
+    add("--policy", help="of gluon_amp.convert (default: --dtype)")
+    add("--loss-scale", default="dynamic", help="dynamic, a number or none")
+    add("--batch-size", type=int, default=64)
+    add("--epochs", type=int, default=10)
+    add("--lr", type=float, default=0.1)
+    add("--lr-mode", default="cosine", choices=("step", "cosine"))
+    add("--lr-decay-epoch", default="", help="of step: such as 30,60; a tenth from there on")
+    add("--warmup-epochs", type=float, default=0)
+    add("--wd", type=float, default=1e-4)
+    add("--momentum", type=float, default=0.9)
+    add("--label-smoothing", type=float, default=0)
+    add("--mode", default="hybrid", choices=("hybrid", "imperative"))
+    add("--gpus", default="", help="such as 0,1; empty: the CPU")
+    add("--num-workers", type=int, default=0, help="processes that load images")
+    add("--save-dir", default="runs/image_classification")
+    add("--resume", action="store_true", help="go on from the last epoch in --save-dir")
+    add("--log-interval", type=int, default=20)
+    add("--seed", type=int, default=0)
+    add("--benchmark", action="store_true", help="random images; samples/s and peak memory")
+    return parser.parse_args(arguments)
+
+
+# ---- data
+
+def datasets(args):
+    """Training and validation data: pairs of an image and a label."""
+    name, root = args.dataset, {"root": args.data_dir} if args.data_dir else {}
+    vision = gluon.data.vision
+    if args.benchmark or name == "dummy":
+        return _dummy(args), _dummy(args)
+    try:
+        if name == "digits":
+            return _digits()
+        if name in ("cifar10", "mnist"):
+            cls = vision.CIFAR10 if name == "cifar10" else vision.MNIST
+            pair = cls(train=True, **root), cls(train=False, **root)
+        elif name in ("caltech101", "imagenet"):
+            if not args.data_dir:
+                raise SystemExit(f"{name} is not downloaded by this script: --data-dir names a "
+                                 "folder with train/ and val/, of a folder for each class")
+            pair = tuple(vision.ImageFolderDataset(_existing(os.path.join(args.data_dir, part)))
+                         for part in ("train", "val"))
+        elif name.endswith(".rec"):
+            pair = tuple(vision.ImageRecordDataset(_existing(f)) for f in (name, args.val or name))
+        else:
+            pair = tuple(vision.ImageFolderDataset(_existing(f)) for f in (name, args.val or name))
+    except OSError as error:
+        raise SystemExit(f"{name} could not be downloaded ({type(error).__name__}): put its files "
+                         f"into {args.data_dir or 'a folder'} and give --data-dir") from None
+    size = args.image_size or SHAPES.get(name, (3, 224, 224))[1]
+    return (pair[0].transform_first(_transform(size, train=True)),
+            pair[1].transform_first(_transform(size, train=False)))
+
+
+def _existing(path):
+    if not os.path.exists(path):
+        raise SystemExit(f"{path} does not exist. Datasets: digits, cifar10, mnist, caltech101, "
+                         "imagenet, dummy, a folder of folders, or a .rec file")
+    return path
+
+
+def _digits():
+    from sklearn.datasets import load_digits
+    images, labels = load_digits(return_X_y=True)
+    images = (images / 8 - 1).reshape(-1, 1, 8, 8).astype("float32")
+    order = np.random.RandomState(0).permutation(len(labels))
+    train, test = order[450:], order[:450]
+    return tuple(gluon.data.ArrayDataset(images[part], labels[part].astype("int32"))
+                 for part in (train, test))
+
+
+def _dummy(args):
+    shape = SHAPES.get(args.dataset, (3, args.image_size or 224, args.image_size or 224))
+    rng = np.random.RandomState(args.seed)
+    count = 8 * args.batch_size
+    return gluon.data.ArrayDataset(rng.rand(count, *shape).astype("float32"),
+                                   rng.randint(0, _classes(args), count).astype("int32"))
+
+
+def _transform(size, train):
+    steps = [transforms.Resize(size)] if not train or size <= 32 else \
+        [transforms.RandomResizedCrop(size)]
+    steps += [transforms.RandomFlipLeftRight()] if train else []
+    return transforms.Compose([*steps, transforms.ToTensor(), transforms.Normalize(0.45, 0.25)])
+
+
+def _classes(args):
+    return args.classes or CLASSES.get(args.dataset, 10)
+
+
+class Shuffled(gluon.data.Sampler):
+    """An order of its own for each epoch, the same in every run."""
+
+    def __init__(self, length, seed):
+        self.length, self.seed, self.epoch = length, seed, 0
+
+    def __iter__(self):
+        return iter(np.random.RandomState([self.seed, self.epoch]).permutation(self.length))
+
+    def __len__(self):
+        return self.length
+
+
+# ---- network
+
+def network(args):
+    """The classifier, not initialized."""
+    classes = _classes(args)
+    if args.model == "small":
+        net = nn.HybridSequential()
+        for channels, stride in ((32, 1), (64, 2), (128, 2)):
+            net.add(nn.Conv2D(channels, 3, stride, 1, use_bias=False), nn.BatchNorm(),
+                    nn.Activation("relu"))
+        net.add(nn.GlobalAvgPool2D(), nn.Dense(classes))
+        return net
+    try:
+        return gluon.model_zoo.vision.get_model(args.model, classes=classes)
+    except ValueError:
+        pass
+    try:
+        from gluoncv.model_zoo import get_model
+    except ImportError:
+        raise SystemExit(f"MXNet's model zoo has no {args.model}; gluoncv's is not installed "
+                         "(pip install --no-deps gluoncv)") from None
+    try:
+        return get_model(args.model, classes=classes)
+    except ValueError:
+        raise SystemExit(f"neither MXNet's nor gluoncv's model zoo has {args.model}") from None
+
+
+def schedule(args, steps):
+    total, warmup = args.epochs * steps, int(args.warmup_epochs * steps)
+    if args.lr_mode == "cosine":
+        return mx.lr_scheduler.CosineScheduler(total, args.lr, warmup_steps=warmup)
+    decays = [int(e) * steps for e in args.lr_decay_epoch.split(",") if e]
+    return mx.lr_scheduler.MultiFactorScheduler(decays or [total + 1], 0.1, args.lr,
+                                                warmup_steps=warmup)
+
+
+# ---- training
+
+def train_epoch(args, net, trainer, loss_fn, loader, devices, epoch):
+    """One pass; the training accuracy and the seconds."""
+    metric, start, tic = mx.metric.Accuracy(), time.time(), time.time()
+    for i, (data, label) in enumerate(tqdm(loader, disable=None, leave=False)):
+        datas, labels = (gluon.utils.split_and_load(x, devices, even_split=False)
+                         for x in (data, label))
+        with autograd.record():
+            outputs = [net(x) for x in datas]
+            losses = [loss_fn(out, y) for out, y in zip(outputs, labels)]
+        trainer.backward(losses)
+        trainer.step(len(data))
+        metric.update(labels, outputs)
+        if (i + 1) % args.log_interval == 0:
+            speed = args.batch_size * args.log_interval / (time.time() - tic)
+            log.info("Epoch[%d] Batch [%d]\tSpeed: %f samples/sec\taccuracy=%f\tlr=%f%s", epoch, i,
+                     speed, metric.get()[1], trainer.learning_rate, scale_text(trainer))
+            tic = time.time()
+    return metric.get()[1], time.time() - start
+
+
+def scale_text(trainer):
+    return f"\tloss-scale={trainer.loss_scale:g}\tskipped={trainer.skipped}"
+
+
+def validate(net, loader, devices):
+    """Top-1 and top-5 errors."""
+    top1, top5 = mx.metric.Accuracy(), mx.metric.TopKAccuracy(5)
+    for data, label in loader:
+        datas, labels = (gluon.utils.split_and_load(x, devices, even_split=False)
+                         for x in (data, label))
+        outputs = [net(x) for x in datas]
+        top1.update(labels, outputs)
+        top5.update(labels, outputs)
+    return 1 - top1.get()[1], 1 - top5.get()[1]
+
+
+def save(args, net, trainer, epoch, lines):
+    """Parameters, states and log; last.json, written at the end, says that they belong together."""
+    folder = args.save_dir
+    net.save_parameters(os.path.join(folder, f"epoch-{epoch}.params"))
+    trainer.save_states(os.path.join(folder, f"epoch-{epoch}.states"))
+    write(os.path.join(folder, "log.jsonl"), "".join(json.dumps(x) + "\n" for x in lines))
+    write(os.path.join(folder, "last.json"), json.dumps({"epoch": epoch}))
+    for old in (f"epoch-{epoch - 1}.params", f"epoch-{epoch - 1}.states"):
+        if os.path.exists(os.path.join(folder, old)):
+            os.remove(os.path.join(folder, old))
+
+
+def write(path, text):
+    def put(beside):
+        with open(beside, "w") as file:
+            file.write(text)
+    replace_file(path, put)
+
+
+def resume(args, net, trainer):
+    """The epochs that are done, and their log."""
+    last = os.path.join(args.save_dir, "last.json")
+    if not args.resume or not os.path.exists(last):
+        return 0, []
+    with open(last) as file:
+        epoch = json.load(file)["epoch"]
+    net.load_parameters(os.path.join(args.save_dir, f"epoch-{epoch}.params"))
+    trainer.load_states(os.path.join(args.save_dir, f"epoch-{epoch}.states"))
+    with open(os.path.join(args.save_dir, "log.jsonl")) as file:
+        lines = [json.loads(line) for line in file]
+    return epoch + 1, [line for line in lines if line.get("epoch", -1) <= epoch]
+
+
+def main(arguments=None):
+    args = parse(arguments)
+    logging.basicConfig(level=logging.INFO, format="%(message)s", force=True)
+    devices = [mx.gpu(int(i)) for i in args.gpus.split(",")] if args.gpus else [mx.cpu()]
+    os.makedirs(args.save_dir, exist_ok=True)
+    log.info("%s", args)
+    mx.random.seed(args.seed)
+    np.random.seed(args.seed)
+
+    train_data, val_data = datasets(args)
+    order = Shuffled(len(train_data), args.seed)
+    loader = gluon.data.DataLoader(train_data, args.batch_size, sampler=order,
+                                   last_batch="discard", num_workers=args.num_workers)
+    val_loader = gluon.data.DataLoader(val_data, args.batch_size, num_workers=args.num_workers)
+    if not len(loader):
+        raise SystemExit(f"{len(train_data)} images make no batch of {args.batch_size}")
+
+    net = network(args)
+    net.initialize(mx.init.MSRAPrelu(), ctx=devices)
+    policy = args.policy or args.dtype
+    amp.convert(net, policy)
+    if args.mode == "hybrid":
+        net.hybridize(static_alloc=True, static_shape=True)
+    net(train_data[0][0].reshape((1, -1, *train_data[0][0].shape[1:])).as_in_context(devices[0])
+        if isinstance(train_data[0][0], mx.nd.NDArray)
+        else mx.nd.array(train_data[0][0][None], ctx=devices[0]))  # shapes of all parameters
+    scale = {"none": None, "dynamic": "dynamic"}.get(args.loss_scale) \
+        if args.loss_scale in ("none", "dynamic") else float(args.loss_scale)
+    trainer = amp.Trainer(net.collect_params(), "sgd", {
+        "lr_scheduler": schedule(args, len(loader)), "momentum": args.momentum, "wd": args.wd},
+        loss_scale=scale, enabled=policy != "float32")
+    smooth = args.label_smoothing
+    hard = gluon.loss.SoftmaxCrossEntropyLoss(sparse_label=not smooth)
+    classes = _classes(args)
+
+    def loss_fn(out, label):
+        if smooth:
+            label = label.one_hot(classes) * (1 - smooth) + smooth / classes
+        return hard(out, label)
+
+    begin, lines = resume(args, net, trainer)
+    for epoch in range(begin, args.epochs):
+        order.epoch = epoch
+        mx.random.seed(args.seed + 1 + epoch)  # of augmentation and dropout
+        accuracy, seconds = train_epoch(args, net, trainer, loss_fn, loader, devices, epoch)
+        speed = len(loader) * args.batch_size / seconds
+        top1, top5 = validate(net, val_loader, devices)
+        log.info("[Epoch %d] training: accuracy=%f", epoch, accuracy)
+        log.info("[Epoch %d] speed: %d samples/sec\ttime cost: %f", epoch, speed, seconds)
+        log.info("[Epoch %d] validation: err-top1=%f err-top5=%f%s", epoch, top1, top5,
+                 scale_text(trainer))
+        lines.append({"epoch": epoch, "accuracy": accuracy, "err_top1": top1, "err_top5": top5,
+                      "samples_per_second": speed, "seconds": seconds, "lr": trainer.learning_rate,
+                      "loss_scale": trainer.loss_scale, "skipped": trainer.skipped})
+        if args.benchmark:
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+            log.info("%.1f samples/s, peak memory %.0f MB", speed, peak)
+            continue
+        save(args, net, trainer, epoch, lines)
+        if not math.isfinite(accuracy):
+            raise SystemExit("the training accuracy is not finite")
+    return lines
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,103 @@
+"""example/image_classification.py, as a user runs it."""
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import gluon_amp  # noqa: F401  (before mxnet)
+import numpy as np
+import pytest
+from gluon_amp._mxnet import mx
+
+SCRIPT = Path(__file__).parents[2] / "example" / "image_classification.py"
+SHARED = Path(os.environ.get("GLUON_AMP_DATA") or Path(__file__).parents[3] / "shared")
+
+
+def start(folder, *arguments):
+    return subprocess.Popen([sys.executable, "-W", "ignore", str(SCRIPT), "--save-dir", str(folder),
+                             "--log-interval", "5", *arguments],
+                            stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+
+
+def run(folder, *arguments, fails=False):
+    process = start(folder, *arguments)
+    log = process.communicate()[1]
+    assert (process.returncode != 0) is fails, log
+    return log
+
+
+def result(folder, epoch):
+    """What does not depend on the clock."""
+    lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    for line in lines:
+        del line["seconds"], line["samples_per_second"]
+    return lines, {n: v.asnumpy() for n, v in
+                   mx.nd.load(str(folder / f"epoch-{epoch}.params")).items()}
+
+
+def same(a, b):
+    return a[0] == b[0] and all(np.array_equal(a[1][n], b[1][n]) for n in a[1])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_digits_are_learned_and_logged_as_gluoncv_does(dtype, tmp_path):
+    log = run(tmp_path, "--dtype", dtype, "--epochs", "2")
+    number = r"\d+\.\d{6}"
+    scale = r"\tloss-scale=\d+\tskipped=\d+"
+    assert "Namespace(dataset='digits'" in log
+    assert re.search(rf"^Epoch\[1\] Batch \[4\]\tSpeed: {number} samples/sec\taccuracy={number}"
+                     rf"\tlr={number}{scale}$", log, re.M)
+    assert re.search(rf"^\[Epoch 1\] training: accuracy={number}$", log, re.M)
+    assert re.search(rf"^\[Epoch 1\] speed: \d+ samples/sec\ttime cost: {number}$", log, re.M)
+    errors = re.search(rf"^\[Epoch 1\] validation: err-top1=({number}) err-top5={number}{scale}$",
+                       log, re.M)
+    assert float(errors[1]) < 0.1
+    lines, _ = result(tmp_path, 1)
+    assert [line["epoch"] for line in lines] == [0, 1]
+    assert lines[1]["err_top1"] == pytest.approx(float(errors[1]), abs=1e-6)
+
+
+def test_killed_at_any_moment_a_resumed_run_equals_an_unbroken_one(tmp_path):
+    options = ["--dtype", "float16", "--epochs", "4", "--label-smoothing", "0.1"]
+    run(tmp_path / "whole", *options)
+    for stop in (r"Epoch\[0\] Batch \[4\]", r"\[Epoch 0\] validation", r"Epoch\[2\] Batch \[9\]"):
+        process = start(tmp_path / "cut", *options, "--resume")
+        for line in process.stderr:
+            if re.match(stop, line):
+                os.kill(process.pid, signal.SIGKILL)
+                break
+        process.communicate()
+    run(tmp_path / "cut", *options, "--resume")
+    assert same(result(tmp_path / "whole", 3), result(tmp_path / "cut", 3))
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    (["--model", "resnet18_v1", "--dataset", "dummy", "--image-size", "32"], "samples/s, peak"),
+    (["--model", "cifar_resnet20_v1", "--dataset", "dummy", "--image-size", "32", "--mode",
+      "imperative", "--policy", "mixed_float16"], "samples/s, peak memory")])
+def test_benchmark_needs_no_data(arguments, message, tmp_path):
+    log = run(tmp_path, *arguments, "--benchmark", "--epochs", "1", "--batch-size", "4", "--dtype",
+              "float16")
+    assert message in log
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    (["--dataset", "nowhere"], "nowhere does not exist. Datasets: digits"),
+    (["--dataset", "imagenet"], "--data-dir names a folder"),
+    (["--model", "resnet19"], "neither MXNet's nor gluoncv's model zoo has resnet19"),
+    (["--batch-size", "5000"], "images make no batch of 5000")])
+def test_bad_arguments_are_one_line(arguments, message, tmp_path):
+    assert message in run(tmp_path, *arguments, fails=True).strip().splitlines()[-1]
+
+
+@pytest.mark.skipif(not (SHARED / "data").is_dir(),
+                    reason="needs cifar10 in ../shared or $GLUON_AMP_DATA")
+def test_a_record_file_trains(tmp_path):
+    data = SHARED / "data"
+    log = run(tmp_path, "--dataset", str(data / "cifar10_test.rec"), "--val",
+              str(data / "cifar10_test.rec"), "--image-size", "32", "--dtype", "float16",
+              "--epochs", "1")
+    assert "[Epoch 0] validation: err-top1=0." in log
