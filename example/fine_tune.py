@@ -1,0 +1,142 @@
+"""Fine-tunes a pretrained network with Gluon, in float32 or float16.
+
+    python fine_tune.py --pretrained resnet50_v1 --dataset FOLDER --val FOLDER --classes 10 \\
+        --dtype float16 --mean 0.485,0.456,0.406 --std 0.229,0.224,0.225
+    python fine_tune.py --pretrained cifar_resnet20_v1 --pretrained-params FILE.params ...
+    python fine_tune.py --pretrained-symbol NET-symbol.json --pretrained-params NET-0000.params ...
+
+The order matters: load, put the features into a new network, initialize the new head, convert to
+float16, make the Trainer. Takes the flags of image_classification.py besides.
+"""
+import argparse
+import logging
+
+import gluon_amp as amp
+import image_classification as recipe
+import mxnet as mx
+from gluon_amp.graph import Graph
+from mxnet import gluon
+from mxnet.gluon import nn
+from symbolic_fine_tune import layer_before_head
+
+log = logging.getLogger("fine_tune")
+
+
+def pretrained_features(args, device):
+    """The features of the pretrained network, loaded; files of either type fit."""
+    if args.pretrained_symbol:
+        graph = Graph([layer_before_head(Graph.read(mx.sym.load(args.pretrained_symbol)))])
+        features = gluon.SymbolBlock(graph.symbol(), mx.sym.var("data"))
+        features.collect_params().load(args.pretrained_params, device, ignore_extra=True,
+                                       cast_dtype=True)
+        return features
+    try:
+        if not args.pretrained_params:
+            return gluon.model_zoo.vision.get_model(args.pretrained, pretrained=True,
+                                                    ctx=device).features
+    except (ValueError, OSError) as error:
+        raise SystemExit(f"{args.pretrained} could not be had from MXNet's model zoo "
+                         f"({type(error).__name__}): --pretrained-params names a file") from None
+    saved = mx.nd.load(args.pretrained_params)
+    classes = [v.shape[0] for name, v in saved.items() if name.endswith("weight") and v.ndim == 2]
+    net = recipe.network(argparse.Namespace(model=args.pretrained, dataset="",
+                                            classes=classes[-1]))
+    if any(name.startswith("arg:") for name in saved):  # of an exported network
+        net.collect_params().load(args.pretrained_params, device, cast_dtype=True)
+    else:
+        net.load_parameters(args.pretrained_params, device, cast_dtype=True)
+    return net.features
+
+
+class Network(nn.HybridBlock):
+    """Pretrained features and a new head."""
+
+    def __init__(self, features, classes, **kwargs):
+        super().__init__(**kwargs)
+        with self.name_scope():
+            self.output = nn.Dense(classes)
+        self.features = features
+
+    def hybrid_forward(self, F, x):
+        return self.output(self.features(x))
+
+
+def set_momentum(features, momentum):
+    """Of all batch norms: in a short training the usual moving averages lag."""
+    if isinstance(features, gluon.SymbolBlock):
+        inputs, symbol = features._cached_graph
+        graph = Graph.read(symbol)
+        for node in graph.nodes():
+            if node.op == "BatchNorm":
+                node.attrs["momentum"] = str(momentum)
+        features._cached_graph = inputs, graph.symbol()
+        return
+
+    def one(block):
+        if isinstance(block, nn.BatchNorm):
+            block._kwargs["momentum"] = momentum
+    features.apply(one)
+
+
+def freeze(features, layers):
+    """The first so many layers that have parameters are not trained."""
+    names = list(dict.fromkeys(n.rsplit("_", 1)[0] for n in features.collect_params()))
+    for name, parameter in features.collect_params().items():
+        if name.rsplit("_", 1)[0] in names[:layers]:
+            parameter.grad_req = "null"
+
+
+def main(arguments=None):
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pretrained", help="a name of MXNet's or gluoncv's model zoo")
+    parser.add_argument("--pretrained-params", help="its parameters, in a file")
+    parser.add_argument("--pretrained-symbol", help="an exported network's -symbol.json")
+    parser.add_argument("--freeze", type=int, default=0, help="layers at the input to keep")
+    parser.add_argument("--head-lr-mult", type=float, default=1.0)
+    parser.add_argument("--bn-momentum", type=float)
+    recipe.add_arguments(parser)
+    parser.set_defaults(lr=0.01, epochs=3, batch_size=32, save_dir="runs/fine_tune")
+    args = parser.parse_args(arguments)
+    if not args.pretrained and not (args.pretrained_symbol and args.pretrained_params):
+        parser.error("--pretrained NAME, or --pretrained-symbol and --pretrained-params")
+    logging.basicConfig(level=logging.INFO, format="%(message)s", force=True)
+    log.info("%s", args)
+    devices = [mx.gpu(int(i)) for i in args.gpus.split(",")] if args.gpus else [mx.cpu()]
+    mx.random.seed(args.seed)
+
+    train_data, val_data = recipe.datasets(args)
+    order = recipe.Shuffled(len(train_data), args.seed)
+    loader = gluon.data.DataLoader(train_data, args.batch_size, sampler=order,
+                                   last_batch="discard", num_workers=args.num_workers)
+    val_loader = gluon.data.DataLoader(val_data, args.batch_size, num_workers=args.num_workers)
+
+    net = Network(pretrained_features(args, devices), recipe.classes_of(args))
+    if args.bn_momentum is not None:
+        set_momentum(net.features, args.bn_momentum)
+    freeze(net.features, args.freeze)
+    net.output.initialize(mx.init.Xavier(), ctx=devices)
+    net.output.collect_params().setattr("lr_mult", args.head_lr_mult)
+    net(next(iter(val_loader))[0].as_in_context(devices[0]))  # shapes of the head
+    amp.convert(net, args.policy or args.dtype)
+    net.hybridize(static_alloc=True, static_shape=True)
+    trainer = amp.Trainer(net.collect_params(), "sgd", {
+        "lr_scheduler": recipe.schedule(args, len(loader)), "momentum": args.momentum,
+        "wd": args.wd}, enabled=args.dtype == "float16")
+    loss_fn = gluon.loss.SoftmaxCrossEntropyLoss()
+
+    log.info("before: err-top1=%f err-top5=%f", *recipe.validate(net, val_loader, devices))
+    for epoch in range(args.epochs):
+        order.epoch = epoch
+        mx.random.seed(args.seed + 1 + epoch)
+        accuracy, seconds = recipe.train_epoch(args, net, trainer, loss_fn, loader, devices, epoch)
+        log.info("[Epoch %d] training: accuracy=%f", epoch, accuracy)
+        log.info("[Epoch %d] speed: %d samples/sec\ttime cost: %f", epoch,
+                 len(loader) * args.batch_size / seconds, seconds)
+        log.info("[Epoch %d] validation: err-top1=%f err-top5=%f%s", epoch,
+                 *recipe.validate(net, val_loader, devices), recipe.scale_text(trainer))
+    return net
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,103 @@
+"""example/fine_tune.py and example/lr_find.py, as a user runs them."""
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import gluon_amp as amp
+import numpy as np
+import pytest
+from gluon_amp._mxnet import mx
+from mxnet import gluon, nd
+
+EXAMPLES = Path(__file__).parents[2] / "example"
+SHARED = Path(os.environ.get("GLUON_AMP_DATA") or Path(__file__).parents[3] / "shared")
+SMALL = ["--dataset", "dummy", "--image-size", "32", "--classes", "3", "--batch-size", "4",
+         "--epochs", "1", "--dtype", "float16"]
+
+
+def run(script, *arguments, fails=False):
+    done = subprocess.run([sys.executable, "-W", "ignore", str(EXAMPLES / script), *arguments],
+                          capture_output=True, text=True, timeout=300)
+    assert (done.returncode != 0) is fails, done.stderr
+    return done.stderr + done.stdout
+
+
+@pytest.fixture(scope="module")
+def pretrained(tmp_path_factory):
+    """A small network of the model zoo: its files in both types, and exported."""
+    folder = tmp_path_factory.mktemp("pretrained")
+    net = gluon.model_zoo.vision.get_model("mobilenet0.25", classes=7)
+    net.initialize(mx.init.Xavier())
+    net.hybridize()
+    net(nd.zeros((1, 3, 32, 32)))
+    net.save_parameters(str(folder / "float32.params"))
+    net.export(str(folder / "net"))
+    arrays = mx.nd.load(str(folder / "float32.params"))
+    mx.nd.save(str(folder / "float16.params"), {n: a.astype("float16") for n, a in arrays.items()})
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["float32", "float16", "exported"])
+def test_pretrained_files_of_either_type_and_exported_ones_are_fine_tuned(kind, pretrained):
+    files = ["--pretrained-symbol", str(pretrained / "net-symbol.json"), "--pretrained-params",
+             str(pretrained / "net-0000.params")] if kind == "exported" else \
+        ["--pretrained", "mobilenet0.25", "--pretrained-params", str(pretrained / f"{kind}.params")]
+    log = run("fine_tune.py", *files, *SMALL, "--freeze", "2", "--head-lr-mult", "5",
+              "--bn-momentum", "0.5")
+    assert re.search(r"^before: err-top1=\d\.\d{6}", log, re.M)
+    assert re.search(r"^\[Epoch 0\] validation: err-top1=\d\.\d{6} .*skipped=\d+$", log, re.M)
+
+
+def test_the_parts_do_what_they_say(pretrained, monkeypatch):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    import fine_tune
+    import image_classification as recipe
+    args = recipe.argparse.Namespace(
+        pretrained_symbol=str(pretrained / "net-symbol.json"), pretrained="mobilenet0.25",
+        pretrained_params=str(pretrained / "net-0000.params"))
+    features = fine_tune.pretrained_features(args, [mx.cpu()])
+    args.pretrained_symbol, args.pretrained_params = None, str(pretrained / "float16.params")
+    other = fine_tune.pretrained_features(args, [mx.cpu()])
+    x = nd.random.normal(shape=(2, 3, 32, 32))
+    np.testing.assert_allclose(features(x).asnumpy(), other(x).asnumpy(), rtol=0.02, atol=1e-3)
+    for net in (features, other):
+        fine_tune.freeze(net, 2)
+        trained = [n for n, p in net.collect_params().items() if p.grad_req == "null"
+                   and "running" not in n]
+        assert [re.sub(r".*?((conv|batchnorm)0_)", r"\1", n) for n in trained] == [
+            "conv0_weight", "batchnorm0_gamma", "batchnorm0_beta"]
+        fine_tune.set_momentum(net, 0.5)
+        statistic = next(p for n, p in net.collect_params().items() if n.endswith("running_mean"))
+        before = statistic.data().asnumpy()
+        amp.convert(net)
+        with mx.autograd.record():
+            net(x)
+        mx.nd.waitall()
+        assert not np.allclose(statistic.data().asnumpy(), before)
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    ([], "--pretrained NAME, or --pretrained-symbol and --pretrained-params"),
+    (["--pretrained", "resnet18_v9"], "could not be had from MXNet's model zoo")])
+def test_bad_arguments_are_one_line(arguments, message):
+    assert message in run("fine_tune.py", *arguments, *SMALL, fails=True).splitlines()[-1]
+
+
+def test_lr_find_proposes_a_rate_and_draws_it(tmp_path):
+    log = run("lr_find.py", "--dtype", "float16", "--steps", "60", "--plot",
+              str(tmp_path / "rates.png"))
+    assert 1e-4 < float(re.search(r"proposed: (\S+)", log)[1]) < 1
+    assert (tmp_path / "rates.png").read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.mark.skipif(not (SHARED / "models").is_dir(),
+                    reason="needs cifar_resnet20_v1 in ../shared or $GLUON_AMP_DATA")
+def test_a_network_of_gluoncv_is_fine_tuned_on_photos():
+    log = run("fine_tune.py", "--pretrained", "cifar_resnet20_v1", "--pretrained-params",
+              str(SHARED / "models" / "cifar_resnet20_v1-0000.params"),
+              "--dataset", str(SHARED / "data" / "caltech10_128_train.rec"),
+              "--val", str(SHARED / "data" / "caltech10_128_test.rec"), "--classes", "10",
+              "--image-size", "32", "--dtype", "float16", "--bn-momentum", "0.8", "--epochs", "2")
+    assert float(re.findall(r"validation: err-top1=(\S+)", log)[-1]) < 0.5
