@@ -21,6 +21,7 @@ import gluon_amp as amp
 import mxnet as mx
 import numpy as np
 from gluon_amp.files import replace_file
+from gluon_amp.tensor_cores import matrix_layers
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
 from mxnet.gluon.data.vision import transforms
@@ -44,6 +45,7 @@ def add_arguments(parser):
         help="digits, cifar10, mnist, caltech101, imagenet, dummy, a folder of folders, or a .rec")
     add("--val", help="validation data, where the dataset is a folder or a .rec")
     add("--data-dir", help="where the dataset lies (default: MXNet's own place)")
+    add("--examples", type=int, help="how many training images to use (default: all)")
     add("--model", default="small", help="small, or a name of MXNet's or gluoncv's model zoo")
     add("--classes", type=int, help="default: the dataset's")
     add("--image-size", type=int, help="default: the dataset's, or 224")
@@ -215,6 +217,27 @@ def scale_text(trainer):
     return f"\tloss-scale={trainer.loss_scale:g}\tskipped={trainer.skipped}"
 
 
+def point_out(args, net, devices):
+    """Says what keeps a GPU's Tensor Cores from their full speed."""
+    shapes = {p.name: p.shape for p in net.collect_params().values()}
+    slow = [f"{layer.name} {layer.sizes}" for layer in
+            matrix_layers(net(mx.sym.var("data")), shapes) if not layer.fits]
+    if slow:
+        log.info("sizes that are no multiples of 8 stay off Tensor Cores: %s", ", ".join(slow))
+    if args.batch_size % (8 * len(devices)):
+        log.info("so does a batch of %g for each GPU", args.batch_size / len(devices))
+    if os.environ.get("MXNET_CUDNN_AUTOTUNE_DEFAULT") == "0":
+        log.info("MXNET_CUDNN_AUTOTUNE_DEFAULT=0: cuDNN does not look for its fastest algorithms")
+
+
+def peak_megabytes(devices):
+    """Of each GPU what is taken now (MXNet keeps what it has had); else the process's most."""
+    if devices[0].device_type == "gpu":
+        free_and_total = [mx.context.gpu_memory_info(d.device_id) for d in devices]
+        return sum(total - free for free, total in free_and_total) / 2 ** 20
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
 def validate(net, loader, devices):
     """Top-1 and top-5 errors; of fewer than five classes all are among the first five."""
     top1, top5, count = 0, 0, 0
@@ -270,6 +293,8 @@ def main(arguments=None):
     np.random.seed(args.seed)
 
     train_data, val_data = datasets(args)
+    if args.examples:
+        train_data = train_data.take(args.examples)
     order = Shuffled(len(train_data), args.seed)
     loader = gluon.data.DataLoader(train_data, args.batch_size, sampler=order,
                                    last_batch="discard", num_workers=args.num_workers)
@@ -300,6 +325,8 @@ def main(arguments=None):
             label = label.one_hot(classes) * (1 - smooth) + smooth / classes
         return hard(out, label)
 
+    if args.gpus:
+        point_out(args, net, devices)
     begin, lines = resume(args, net, trainer)
     for epoch in range(begin, args.epochs):
         order.epoch = epoch
@@ -315,8 +342,7 @@ def main(arguments=None):
                       "samples_per_second": speed, "seconds": seconds, "lr": trainer.learning_rate,
                       "loss_scale": trainer.loss_scale, "skipped": trainer.skipped})
         if args.benchmark:
-            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-            log.info("%.1f samples/s, peak memory %.0f MB", speed, peak)
+            log.info("%.1f samples/s, peak memory %.0f MB", speed, peak_megabytes(devices))
             continue
         save(args, net, trainer, epoch, lines)
         if not math.isfinite(accuracy):

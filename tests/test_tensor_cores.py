@@ -1,0 +1,61 @@
+"""Layers whose sizes keep them off Tensor Cores are found by name."""
+import logging
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+import gluon_amp as amp
+from gluon_amp._mxnet import mx
+from gluon_amp.tensor_cores import matrix_layers
+from mxnet import gluon, nd
+from mxnet.gluon import nn
+
+EXAMPLES = Path(__file__).parents[1] / "example"
+
+
+def net():
+    made = nn.HybridSequential(prefix="net_")
+    with made.name_scope():
+        made.add(nn.Conv2D(16, 3), nn.BatchNorm(), nn.Conv2D(24, 3, groups=2), nn.Flatten(),
+                 nn.Dense(10))
+    made.initialize()
+    made(nd.zeros((1, 3, 8, 8)))
+    return made
+
+
+def found(block):
+    shapes = {p.name: p.shape for p in block.collect_params().values()}
+    return {layer.name: (layer.sizes, layer.fits)
+            for layer in matrix_layers(block(mx.sym.var("data")), shapes)}
+
+
+def test_layers_and_their_channels():
+    layers = {"net_conv0_fwd": ((16, 3), False), "net_conv1_fwd": ((24, 16), True),
+              "net_dense0_fwd": ((10, 384), False)}
+    assert found(net()) == layers
+    assert found(amp.convert(net())) == layers
+
+
+def test_a_networks_of_the_model_zoo():
+    zoo = gluon.model_zoo.vision.resnet18_v1()
+    zoo.initialize()
+    zoo(nd.zeros((1, 3, 32, 32)))
+    assert [sizes for sizes, fits in found(zoo).values() if not fits] == [(64, 3)]
+
+
+def test_the_recipe_points_them_out(monkeypatch, caplog):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    import image_classification as recipe
+    caplog.set_level(logging.INFO)
+    monkeypatch.setenv("MXNET_CUDNN_AUTOTUNE_DEFAULT", "0")
+    recipe.point_out(Namespace(batch_size=20), net(), [mx.cpu(0), mx.cpu(1)])
+    assert [r.getMessage() for r in caplog.records] == [
+        "sizes that are no multiples of 8 stay off Tensor Cores: net_conv0_fwd (16, 3), "
+        "net_dense0_fwd (10, 384)",
+        "so does a batch of 10 for each GPU",
+        "MXNET_CUDNN_AUTOTUNE_DEFAULT=0: cuDNN does not look for its fastest algorithms"]
+    caplog.clear()
+    monkeypatch.delenv("MXNET_CUDNN_AUTOTUNE_DEFAULT")
+    recipe.point_out(Namespace(batch_size=16), nn.Dense(8, in_units=8), [mx.cpu()])
+    assert not caplog.records
+    assert "image_classification" in sys.modules
