@@ -112,6 +112,7 @@ class Trainer(Scaled, mx.gluon.Trainer):
         losses = list(loss) if isinstance(loss, (list, tuple)) else [loss]
         if not self._scaling.on:
             mx.autograd.backward(losses, retain_graph=retain_graph)
+            self._forget()
             return
         with self._scaled(losses) as scale:
             heads = [mx.nd.ones_like(one.as_nd_ndarray()) * scale for one in losses]
@@ -156,10 +157,11 @@ class Trainer(Scaled, mx.gluon.Trainer):
         by `update`'s batch size. Returns the norm before, divided by `batch_size`; it is
         infinite or NaN if the gradients are.
         """
-        self._clip_once = positive(max_norm, "max_norm")
+        positive(max_norm, "max_norm")
+        factor = self._scale / positive(batch_size, "batch_size") / self._gradients_scale()
         self._check_backward("clip_norm()")
         entries = self._entries(ignore_stale_grad=True)
-        factor = self._scale / positive(batch_size, "batch_size") / self._gradients_scale()
+        self._clip_once = max_norm
         return factor * self._norm(entries, squares([e.gradient for e in entries]))
 
     # ---- how it is done

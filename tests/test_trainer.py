@@ -396,6 +396,16 @@ def test_unscale_and_update_is_a_step(name, batches):
     assert same(net, other)
 
 
+def test_without_scaling_too_a_new_backward_pass_makes_unscaled_gradients_anew():
+    net = One()
+    trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 1}, loss_scale=None)
+    for x in (2, 3):
+        trainer.backward(recorded(net, ones(x), ones(x)))
+        assert (trainer.unscale()[net.a.name][0].asnumpy() == x).all()
+    trainer.update(1)
+    assert (net.a.data().asnumpy() == -2).all()
+
+
 def test_scale_loss_is_that_of_contrib_amp(batches):
     net, other = make("float16"), make("float16")
     trainer = amp.Trainer(net.collect_params(), "sgd", SGD)
