@@ -105,12 +105,7 @@ def main(arguments=None):
     devices = [mx.gpu(int(i)) for i in args.gpus.split(",")] if args.gpus else [mx.cpu()]
     mx.random.seed(args.seed)
 
-    train_data, val_data = recipe.datasets(args)
-    order = recipe.Shuffled(len(train_data), args.seed)
-    loader = gluon.data.DataLoader(train_data, args.batch_size, sampler=order,
-                                   last_batch="discard", num_workers=args.num_workers)
-    val_loader = gluon.data.DataLoader(val_data, args.batch_size, num_workers=args.num_workers)
-
+    order, loader, val_loader = recipe.loaders(args)
     net = Network(pretrained_features(args, devices), recipe.classes_of(args))
     if args.bn_momentum is not None:
         set_momentum(net.features, args.bn_momentum)
@@ -127,14 +122,7 @@ def main(arguments=None):
 
     log.info("before: err-top1=%f err-top5=%f", *recipe.validate(net, val_loader, devices))
     for epoch in range(args.epochs):
-        order.epoch = epoch
-        mx.random.seed(args.seed + 1 + epoch)
-        accuracy, seconds = recipe.train_epoch(args, net, trainer, loss_fn, loader, devices, epoch)
-        log.info("[Epoch %d] training: accuracy=%f", epoch, accuracy)
-        log.info("[Epoch %d] speed: %d samples/sec\ttime cost: %f", epoch,
-                 len(loader) * args.batch_size / seconds, seconds)
-        log.info("[Epoch %d] validation: err-top1=%f err-top5=%f%s", epoch,
-                 *recipe.validate(net, val_loader, devices), recipe.scale_text(trainer))
+        recipe.run_epoch(args, net, trainer, loss_fn, order, loader, val_loader, devices, epoch)
     return net
 
 

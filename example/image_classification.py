@@ -12,7 +12,6 @@ if nothing had been: bit by bit, with --num-workers 0.
 import argparse
 import json
 import logging
-import math
 import os
 import resource
 import time
@@ -155,6 +154,20 @@ class Shuffled(gluon.data.Sampler):
         return self.length
 
 
+def loaders(args):
+    """The order of the training data, and both loaders."""
+    train_data, val_data = datasets(args)
+    if args.examples:
+        train_data = train_data.take(args.examples)
+    order = Shuffled(len(train_data), args.seed)
+    loader = gluon.data.DataLoader(train_data, args.batch_size, sampler=order,
+                                   last_batch="discard", num_workers=args.num_workers)
+    if not len(loader):
+        raise SystemExit(f"{len(train_data)} images make no batch of {args.batch_size}")
+    return order, loader, gluon.data.DataLoader(val_data, args.batch_size,
+                                                num_workers=args.num_workers)
+
+
 # ---- network
 
 def network(args):
@@ -211,6 +224,22 @@ def train_epoch(args, net, trainer, loss_fn, loader, devices, epoch):
                      speed, metric.get()[1], trainer.learning_rate, scale_text(trainer))
             tic = time.time()
     return metric.get()[1], time.time() - start
+
+
+def run_epoch(args, net, trainer, loss_fn, order, loader, val_loader, devices, epoch):
+    """Trains one epoch, validates and logs; returns the epoch's line of the log."""
+    order.epoch = epoch
+    mx.random.seed(args.seed + 1 + epoch)  # of augmentation and dropout
+    accuracy, seconds = train_epoch(args, net, trainer, loss_fn, loader, devices, epoch)
+    speed = len(loader) * args.batch_size / seconds
+    top1, top5 = validate(net, val_loader, devices)
+    log.info("[Epoch %d] training: accuracy=%f", epoch, accuracy)
+    log.info("[Epoch %d] speed: %d samples/sec\ttime cost: %f", epoch, speed, seconds)
+    log.info("[Epoch %d] validation: err-top1=%f err-top5=%f%s", epoch, top1, top5,
+             scale_text(trainer))
+    return {"epoch": epoch, "accuracy": accuracy, "err_top1": top1, "err_top5": top5,
+            "samples_per_second": speed, "seconds": seconds, "lr": trainer.learning_rate,
+            "loss_scale": trainer.loss_scale, "skipped": trainer.skipped}
 
 
 def scale_text(trainer):
@@ -292,15 +321,7 @@ def main(arguments=None):
     mx.random.seed(args.seed)
     np.random.seed(args.seed)
 
-    train_data, val_data = datasets(args)
-    if args.examples:
-        train_data = train_data.take(args.examples)
-    order = Shuffled(len(train_data), args.seed)
-    loader = gluon.data.DataLoader(train_data, args.batch_size, sampler=order,
-                                   last_batch="discard", num_workers=args.num_workers)
-    val_loader = gluon.data.DataLoader(val_data, args.batch_size, num_workers=args.num_workers)
-    if not len(loader):
-        raise SystemExit(f"{len(train_data)} images make no batch of {args.batch_size}")
+    order, loader, val_loader = loaders(args)
 
     net = network(args)
     net.initialize(mx.init.MSRAPrelu(), ctx=devices)
@@ -308,11 +329,10 @@ def main(arguments=None):
     amp.convert(net, policy)
     if args.mode == "hybrid":
         net.hybridize(static_alloc=True, static_shape=True)
-    net(train_data[0][0].reshape((1, -1, *train_data[0][0].shape[1:])).as_in_context(devices[0])
-        if isinstance(train_data[0][0], mx.nd.NDArray)
-        else mx.nd.array(train_data[0][0][None], ctx=devices[0]))  # shapes of all parameters
-    scale = {"none": None, "dynamic": "dynamic"}.get(args.loss_scale) \
-        if args.loss_scale in ("none", "dynamic") else float(args.loss_scale)
+    net(next(iter(val_loader))[0][:1].as_in_context(devices[0]))  # shapes of all parameters
+    scale = args.loss_scale
+    if scale != "dynamic":
+        scale = None if scale == "none" else float(scale)
     trainer = amp.Trainer(net.collect_params(), "sgd", {
         "lr_scheduler": schedule(args, len(loader)), "momentum": args.momentum, "wd": args.wd},
         loss_scale=scale, enabled=policy != "float32")
@@ -329,24 +349,13 @@ def main(arguments=None):
         point_out(args, net, devices)
     begin, lines = resume(args, net, trainer)
     for epoch in range(begin, args.epochs):
-        order.epoch = epoch
-        mx.random.seed(args.seed + 1 + epoch)  # of augmentation and dropout
-        accuracy, seconds = train_epoch(args, net, trainer, loss_fn, loader, devices, epoch)
-        speed = len(loader) * args.batch_size / seconds
-        top1, top5 = validate(net, val_loader, devices)
-        log.info("[Epoch %d] training: accuracy=%f", epoch, accuracy)
-        log.info("[Epoch %d] speed: %d samples/sec\ttime cost: %f", epoch, speed, seconds)
-        log.info("[Epoch %d] validation: err-top1=%f err-top5=%f%s", epoch, top1, top5,
-                 scale_text(trainer))
-        lines.append({"epoch": epoch, "accuracy": accuracy, "err_top1": top1, "err_top5": top5,
-                      "samples_per_second": speed, "seconds": seconds, "lr": trainer.learning_rate,
-                      "loss_scale": trainer.loss_scale, "skipped": trainer.skipped})
+        line = run_epoch(args, net, trainer, loss_fn, order, loader, val_loader, devices, epoch)
+        lines.append(line)
         if args.benchmark:
-            log.info("%.1f samples/s, peak memory %.0f MB", speed, peak_megabytes(devices))
+            log.info("%.1f samples/s, peak memory %.0f MB", line["samples_per_second"],
+                     peak_megabytes(devices))
             continue
         save(args, net, trainer, epoch, lines)
-        if not math.isfinite(accuracy):
-            raise SystemExit("the training accuracy is not finite")
     return lines
 
 

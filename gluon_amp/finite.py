@@ -4,7 +4,7 @@ One look answers both: a sum of squares is finite where all its numbers are. MXN
 own `multi_all_finite` refuses float16 beside float32 arrays, looks at the first 200
 only, and on a CPU takes halves one by one.
 """
-from typing import Any, Dict, List, Sequence
+from typing import Any, Dict, Iterable, List, Sequence, Tuple
 
 from ._mxnet import mx, np
 from .cpu import library
@@ -31,6 +31,11 @@ def squares(arrays: Sequence[Any]) -> "np.ndarray":
 def all_finite(arrays: Sequence[Any]) -> bool:
     """Whether no array holds an infinity or a NaN."""
     return bool(np.isfinite(squares(arrays)).all())
+
+
+def not_finite(names: Iterable[str], sums: "np.ndarray") -> Tuple[str, ...]:
+    """The names, each once, whose sums of squares are not finite."""
+    return tuple(dict.fromkeys(name for name, s in zip(names, sums) if not np.isfinite(s)))
 
 
 def _dense(array: Any) -> Any:

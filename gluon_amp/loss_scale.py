@@ -118,7 +118,7 @@ class DynamicLossScale:
         self.backoff_factor = positive(backoff_factor, "backoff_factor")
         if self.backoff_factor >= 1:
             raise ValueError(f"backoff_factor must be below 1. Received: {backoff_factor!r}")
-        self.growth_interval = _count(growth_interval, "growth_interval", least=1)
+        self.growth_interval = whole_number(growth_interval, "growth_interval", least=1)
         self.finite_steps = 0  # in a row, since the scale last changed
 
     def update(self, finite: bool, parameters: Iterable[str] = ()) -> None:
@@ -151,7 +151,7 @@ class DynamicLossScale:
             raise ValueError("a DynamicLossScale's state has scale and finite_steps. "
                              f"Received: {state!r}")
         scale = self._within(state["scale"], "scale")
-        self.finite_steps = _count(state["finite_steps"], "finite_steps", least=0)
+        self.finite_steps = whole_number(state["finite_steps"], "finite_steps", least=0)
         self.scale = scale
 
     def _within(self, scale: Any, what: str) -> float:
@@ -191,7 +191,8 @@ def of(parameters: Iterable[str]) -> str:
     return f" in {', '.join(parameters[:5])}{more}" if parameters else ""
 
 
-def _count(value: Any, what: str, least: int) -> int:
+def whole_number(value: Any, what: str, least: int) -> int:
+    """The number, if it is whole and large enough, or an error."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < least:
         raise ValueError(f"{what} must be a whole number from {least} on. Received: {value!r}")
     return int(value)

@@ -17,7 +17,7 @@ from typing import Any, Iterable, Iterator, List, Optional
 
 from ._mxnet import mx, np
 from .files import replace_file
-from .loss_scale import LossScaleError, positive
+from .loss_scale import LossScaleError, positive, whole_number
 from .trainer import Trainer
 
 _SMOOTHING = 0.9
@@ -66,8 +66,7 @@ def lr_find(net: Any, trainer: Any, loss_fn: Any, batches: Iterable[Any], start:
     """
     if positive(start, "start") >= positive(end, "end"):
         raise ValueError(f"start must be below end. Received: start={start!r}, end={end!r}")
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 10:
-        raise ValueError(f"steps must be a whole number from 10 on. Received: {steps!r}")
+    whole_number(steps, "steps", least=10)
     rates: List[float] = []
     losses: List[float] = []
     average, best = 0.0, math.inf

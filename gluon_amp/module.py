@@ -11,7 +11,7 @@ from mxnet.model import _update_params
 from ._mxnet import mx, np
 from .binding import Bindable, environment
 from .files import replace_file
-from .finite import all_finite, squares
+from .finite import all_finite, not_finite, squares
 from .halves import to_float32
 from .loss_scale import as_loss_scale
 from .optimizer import check_scalable, optimizer_class, with_masters
@@ -63,17 +63,17 @@ class _Module(Scaled):
         if self._scaling.on and "async" in store:
             raise ValueError("loss scaling looks at the gradients before the update, and "
                              f"{store} updates on its servers: use dist_sync")
-        if self._scaling.on and isinstance(optimizer, mx.optimizer.Optimizer):
-            check_scalable(optimizer)
+        by_name = not isinstance(optimizer, mx.optimizer.Optimizer)
+        chosen = optimizer_class(optimizer) if by_name else optimizer
+        if self._scaling.on:
+            check_scalable(chosen)
         module = self._module()
         group = module._exec_group
         for name, weights in zip(group.param_names, group.param_arrays):
             # of a checkpoint in another type, which a kvstore would not take
             module._arg_params[name] = module._arg_params[name].astype(weights[0].dtype,
                                                                          copy=False)
-        if not isinstance(optimizer, mx.optimizer.Optimizer):
-            if self._scaling.on and issubclass(optimizer_class(optimizer), mx.optimizer.LBSGD):
-                check_scalable(optimizer_class(optimizer)())
+        if by_name:
             optimizer_params = {"multi_precision": True, **dict(optimizer_params)}
         with environment("MXNET_UPDATE_ON_KVSTORE", "0" if self._scaling.on else None):
             super().init_optimizer(kvstore, optimizer, optimizer_params, force_init)
@@ -114,11 +114,10 @@ class _Module(Scaled):
         module = self._module()
         group, optimizer = module._exec_group, module._optimizer
         self._params_dirty = module._params_dirty = True  # moving averages, even if it is skipped
-        names = [name for name, grads in zip(group.param_names, group.grad_arrays)
-                 if grads[0] is not None for _ in grads]
         _sum_over_devices(module._kvstore, group.param_names, group.grad_arrays)
-        arrays = [g for grads in group.grad_arrays if grads[0] is not None for g in grads]
-        bad = tuple(dict.fromkeys(n for n, s in zip(names, squares(arrays)) if not np.isfinite(s)))
+        named = [(name, g) for name, grads in zip(group.param_names, group.grad_arrays)
+                 for g in grads if g is not None]
+        bad = not_finite([name for name, _ in named], squares([g for _, g in named]))
         if bad:
             for executor in group.execs:
                 for name, grad in zip(group.arg_names, executor.grad_arrays):
@@ -169,8 +168,8 @@ class _Module(Scaled):
             module._kvstore.load_optimizer_states(fname)
             updater = module._kvstore._updater
         else:
-            with open(fname, "rb") as file:
-                updater.set_states(file.read())
+            updater.states = states
+            updater.states_synced = dict.fromkeys(states, False)
         updater.optimizer = with_masters(saved or mine)
         for name in ("lr", "lr_scheduler", "wd", "rescale_grad", "sym_info", "idx2name", "lr_mult",
                      "wd_mult"):
@@ -276,6 +275,7 @@ class BucketingModule(_Module, mx.mod.BucketingModule):
         replace_file(f"{prefix}.buckets", lambda path: mx.nd.save(path, keys))
         if save_optimizer_states:
             self.save_optimizer_states(f"{prefix}-{epoch:04d}.states")
+
 
 class Speedometer(mx.callback.Speedometer):
     """MXNet's `Speedometer`, with the loss scale and the skipped steps at the line's end."""

@@ -50,14 +50,14 @@ def with_masters(made: Any) -> Any:
 
 
 def check_scalable(made: Any) -> None:
-    """Refuses the one optimizer that looks at gradients before `rescale_grad`, and those
-    that undo a scale already."""
+    """Refuses the one optimizer, or its class, that looks at gradients before `rescale_grad`,
+    and those that undo a scale already."""
     scale = getattr(made, "static_loss_scale", None)
     if scale is not None:
         raise ValueError(f"this optimizer is one half of the static pair of {scale:g}, for "
                          "MXNet's own Trainer and Module: it would undo that scale, too. Give "
                          "an optimizer of gluon_amp.optimizer, or no loss_scale")
-    if isinstance(made, mx.optimizer.LBSGD):
+    if issubclass(made if isinstance(made, type) else type(made), mx.optimizer.LBSGD):
         raise ValueError("lbsgd adds up and measures gradients before they are unscaled, so no "
                          "loss scale fits it. Use lars or lamb. Received: lbsgd")
 

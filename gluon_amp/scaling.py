@@ -64,9 +64,9 @@ class Scaling:
 
     def state(self) -> Dict[str, Any]:
         """For files."""
-        dynamic = isinstance(self.scale, DynamicLossScale)
         return {"skipped": self.skipped, "skipped_in_a_row": self.in_a_row,
-                "loss_scale": self.scale.state_dict() if dynamic else None}  # type: ignore
+                "loss_scale": self.scale.state_dict()
+                if isinstance(self.scale, DynamicLossScale) else None}
 
     def load(self, state: Dict[str, Any]) -> None:
         """What `state` gave, or nothing for a file of MXNet's; an error changes nothing."""

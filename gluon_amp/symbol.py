@@ -138,4 +138,3 @@ def _keep_output_names(before: Graph, after: Graph) -> None:
             source = new.node.inputs[0].node
             if source.name == old.node.name:
                 new.node.name, source.name = source.name, f"{source.name}_float16"
-

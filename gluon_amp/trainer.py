@@ -12,11 +12,11 @@ clipped is the optimizer's `rescale_grad`, which multiplies in float32.
 import math
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Dict, Iterable, Iterator, List, Optional, Set, Tuple
+from typing import Any, Dict, Iterator, List, Optional, Set, Tuple
 
 from ._mxnet import mx, np
 from .files import replace_file
-from .finite import all_finite, squares
+from .finite import all_finite, not_finite, squares
 from .halves import to_float32
 from .loss_scale import as_loss_scale, of, positive
 from .optimizer import check_scalable, with_masters
@@ -99,7 +99,7 @@ class Trainer(Scaled, mx.gluon.Trainer):
         if self._backward is None:
             return self._scaling.overflowed
         entries = self._entries(ignore_stale_grad=True)
-        return _not_finite(entries, squares([e.gradient for e in entries]))
+        return not_finite([e.name for e in entries], squares([e.gradient for e in entries]))
 
     # ---- what one does
 
@@ -208,8 +208,7 @@ class Trainer(Scaled, mx.gluon.Trainer):
     def _check_backward(self, call: str) -> None:
         if not self._scaling.on:
             return
-        for _ in self._weights():
-            break
+        next(self._weights())  # or the error that there is nothing to train
         if self._backward is None:
             raise RuntimeError(f"{call} needs new gradients: call trainer.backward(loss), not "
                                "loss.backward(), before each step")
@@ -250,7 +249,7 @@ class Trainer(Scaled, mx.gluon.Trainer):
             return
         entries = self._entries(ignore_stale_grad)
         sums = squares([e.gradient for e in entries])
-        bad = _not_finite(entries, sums)
+        bad = not_finite([e.name for e in entries], sums)
         try:
             if bad:
                 self._skip(bad)
@@ -373,9 +372,3 @@ def _check_losses(losses: List[Any]) -> None:
             raise ValueError("the loss is float16, where a sum above 65504 is infinite: take it "
                              "in float32, as loss_fn(net(data).astype('float32'), label); "
                              "converted networks return float32, but under pure_float16")
-
-
-def _not_finite(entries: Iterable[_Entry], sums: "np.ndarray") -> Tuple[str, ...]:
-    return tuple(dict.fromkeys(e.name for e, s in zip(entries, sums) if not np.isfinite(s)))
-
-
