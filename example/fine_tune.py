@@ -102,7 +102,7 @@ def main(arguments=None):
         parser.error("--pretrained NAME, or --pretrained-symbol and --pretrained-params")
     logging.basicConfig(level=logging.INFO, format="%(message)s", force=True)
     log.info("%s", args)
-    devices = [mx.gpu(int(i)) for i in args.gpus.split(",")] if args.gpus else [mx.cpu()]
+    devices = recipe.devices_of(args)
     mx.random.seed(args.seed)
 
     order, loader, val_loader = recipe.loaders(args)
@@ -114,15 +114,11 @@ def main(arguments=None):
     net.output.collect_params().setattr("lr_mult", args.head_lr_mult)
     net(next(iter(val_loader))[0].as_in_context(devices[0]))  # shapes of the head
     amp.convert(net, args.policy or args.dtype)
-    net.hybridize(static_alloc=True, static_shape=True)
-    trainer = amp.Trainer(net.collect_params(), "sgd", {
-        "lr_scheduler": recipe.schedule(args, len(loader)), "momentum": args.momentum,
-        "wd": args.wd}, enabled=args.dtype == "float16")
-    loss_fn = gluon.loss.SoftmaxCrossEntropyLoss()
+    if args.mode == "hybrid":
+        net.hybridize(static_alloc=True, static_shape=True)
 
     log.info("before: err-top1=%f err-top5=%f", *recipe.validate(net, val_loader, devices))
-    for epoch in range(args.epochs):
-        recipe.run_epoch(args, net, trainer, loss_fn, order, loader, val_loader, devices, epoch)
+    recipe.fit(args, net, order, loader, val_loader, devices)
     return net
 
 

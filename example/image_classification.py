@@ -38,6 +38,10 @@ def parse(arguments=None):
     return parser.parse_args(arguments)
 
 
+def loss_scale(text):
+    return {"dynamic": text, "none": None}[text] if text in ("dynamic", "none") else float(text)
+
+
 def add_arguments(parser):
     add = parser.add_argument
     add("--dataset", default="digits",
@@ -50,7 +54,7 @@ def add_arguments(parser):
     add("--image-size", type=int, help="default: the dataset's, or 224")
     add("--dtype", default="float32", choices=("float32", "float16"))
     add("--policy", help="of gluon_amp.convert (default: --dtype)")
-    add("--loss-scale", default="dynamic", help="dynamic, a number or none")
+    add("--loss-scale", type=loss_scale, default="dynamic", help="dynamic, a number or none")
     add("--batch-size", type=int, default=64)
     add("--epochs", type=int, default=10)
     add("--lr", type=float, default=0.1)
@@ -204,6 +208,30 @@ def schedule(args, steps):
                                                 warmup_steps=warmup)
 
 
+def devices_of(args):
+    if not args.gpus:
+        return [mx.cpu()]
+    devices = [mx.gpu(int(i)) for i in args.gpus.split(",")]
+    if max(device.device_id for device in devices) >= mx.context.num_gpus():
+        raise SystemExit(f"--gpus {args.gpus}: MXNet sees {mx.context.num_gpus()} GPUs")
+    return devices
+
+
+def trainer_of(args, net, **schedule):
+    options = {"momentum": args.momentum, "wd": args.wd, **schedule}
+    return amp.Trainer(net.collect_params(), "sgd", options, loss_scale=args.loss_scale,
+                       enabled=(args.policy or args.dtype) != "float32")
+
+
+def loss_of(args):
+    """Softmax cross entropy, of smoothed labels if they are to be."""
+    smooth, classes = args.label_smoothing, classes_of(args)
+    loss = gluon.loss.SoftmaxCrossEntropyLoss(sparse_label=not smooth)
+    if not smooth:
+        return loss
+    return lambda out, label: loss(out, label.one_hot(classes) * (1 - smooth) + smooth / classes)
+
+
 # ---- training
 
 def train_epoch(args, net, trainer, loss_fn, loader, devices, epoch):
@@ -284,6 +312,7 @@ def save(args, net, trainer, epoch, lines):
     folder = args.save_dir
     net.save_parameters(os.path.join(folder, f"epoch-{epoch}.params"))
     trainer.save_states(os.path.join(folder, f"epoch-{epoch}.states"))
+    lines = [{"arguments": vars(args)}, *lines]
     write(os.path.join(folder, "log.jsonl"), "".join(json.dumps(x) + "\n" for x in lines))
     write(os.path.join(folder, "last.json"), json.dumps({"epoch": epoch}))
     for old in (f"epoch-{epoch - 1}.params", f"epoch-{epoch - 1}.states"):
@@ -309,42 +338,14 @@ def resume(args, net, trainer):
     trainer.load_states(os.path.join(args.save_dir, f"epoch-{epoch}.states"))
     with open(os.path.join(args.save_dir, "log.jsonl")) as file:
         lines = [json.loads(line) for line in file]
-    return epoch + 1, [line for line in lines if line.get("epoch", -1) <= epoch]
+    return epoch + 1, [line for line in lines if line.get("epoch", epoch + 1) <= epoch]
 
 
-def main(arguments=None):
-    args = parse(arguments)
-    logging.basicConfig(level=logging.INFO, format="%(message)s", force=True)
-    devices = [mx.gpu(int(i)) for i in args.gpus.split(",")] if args.gpus else [mx.cpu()]
+def fit(args, net, order, loader, val_loader, devices):
+    """Trains a converted network, from where --resume finds it."""
     os.makedirs(args.save_dir, exist_ok=True)
-    log.info("%s", args)
-    mx.random.seed(args.seed)
-    np.random.seed(args.seed)
-
-    order, loader, val_loader = loaders(args)
-
-    net = network(args)
-    net.initialize(mx.init.MSRAPrelu(), ctx=devices)
-    policy = args.policy or args.dtype
-    amp.convert(net, policy)
-    if args.mode == "hybrid":
-        net.hybridize(static_alloc=True, static_shape=True)
-    net(next(iter(val_loader))[0][:1].as_in_context(devices[0]))  # shapes of all parameters
-    scale = args.loss_scale
-    if scale != "dynamic":
-        scale = None if scale == "none" else float(scale)
-    trainer = amp.Trainer(net.collect_params(), "sgd", {
-        "lr_scheduler": schedule(args, len(loader)), "momentum": args.momentum, "wd": args.wd},
-        loss_scale=scale, enabled=policy != "float32")
-    smooth = args.label_smoothing
-    hard = gluon.loss.SoftmaxCrossEntropyLoss(sparse_label=not smooth)
-    classes = classes_of(args)
-
-    def loss_fn(out, label):
-        if smooth:
-            label = label.one_hot(classes) * (1 - smooth) + smooth / classes
-        return hard(out, label)
-
+    trainer = trainer_of(args, net, lr_scheduler=schedule(args, len(loader)))
+    loss_fn = loss_of(args)
     if args.gpus:
         point_out(args, net, devices)
     begin, lines = resume(args, net, trainer)
@@ -354,9 +355,27 @@ def main(arguments=None):
         if args.benchmark:
             log.info("%.1f samples/s, peak memory %.0f MB", line["samples_per_second"],
                      peak_megabytes(devices))
-            continue
-        save(args, net, trainer, epoch, lines)
+        else:
+            save(args, net, trainer, epoch, lines)
     return lines
+
+
+def main(arguments=None):
+    args = parse(arguments)
+    logging.basicConfig(level=logging.INFO, format="%(message)s", force=True)
+    devices = devices_of(args)
+    log.info("%s", args)
+    mx.random.seed(args.seed)
+    np.random.seed(args.seed)
+    order, loader, val_loader = loaders(args)
+
+    net = network(args)
+    net.initialize(mx.init.MSRAPrelu(), ctx=devices)
+    amp.convert(net, args.policy or args.dtype)
+    if args.mode == "hybrid":
+        net.hybridize(static_alloc=True, static_shape=True)
+    net(next(iter(val_loader))[0][:1].as_in_context(devices[0]))  # shapes of all parameters
+    return fit(args, net, order, loader, val_loader, devices)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ def main(arguments=None):
     parser.add_argument("--steps", type=int, default=100)
     mine, rest = parser.parse_known_args(arguments)
     args = recipe.parse(rest)
-    device = mx.gpu(int(args.gpus)) if args.gpus else mx.cpu()
+    device = recipe.devices_of(args)[0]
     mx.random.seed(args.seed)
 
     data, _ = recipe.datasets(args)
@@ -33,9 +33,7 @@ def main(arguments=None):
     amp.convert(net, args.policy or args.dtype)
     net.hybridize(static_alloc=True, static_shape=True)
     net(next(iter(loader))[0].as_in_context(device))  # shapes of all parameters
-    trainer = amp.Trainer(net.collect_params(), "sgd",
-                          {"momentum": args.momentum, "wd": args.wd})
-    loss_fn = gluon.loss.SoftmaxCrossEntropyLoss()
+    trainer, loss_fn = recipe.trainer_of(args, net), recipe.loss_of(args)
     found = amp.lr_find(net, trainer, lambda out, y: loss_fn(out, y.as_in_context(device)),
                         _OnDevice(loader, device), mine.start, mine.end, mine.steps, mine.plot)
     print(f"{len(found.rates)} rates from {found.rates[0]:g} to {found.rates[-1]:g}: {mine.plot}")
