@@ -8,10 +8,12 @@ from .lr_find import lr_find
 from .module import BucketingModule, Module, Speedometer
 from .optimizer import optimizer
 from .policy import Policy
+from .report import report
 from .symbol import convert_model, convert_symbol
 from .trainer import Trainer, scale_loss
 
 __version__ = "0.1.0"
 __all__ = ["BucketingModule", "DynamicLossScale", "KernelError", "LossScaleError", "Module",
            "Policy", "Speedometer", "StaticLossScale", "Trainer", "convert", "convert_model",
-           "convert_symbol", "data", "lr_find", "optimizer", "restore", "scale_loss"]
+           "convert_symbol", "data", "lr_find", "optimizer", "report", "restore",
+           "scale_loss"]

@@ -1,0 +1,106 @@
+"""What a training log says: runs, and their epochs."""
+import re
+from dataclasses import dataclass, field
+from operator import itemgetter
+from statistics import median
+from typing import Any, Dict, List, Optional, Tuple
+
+FLOAT32 = "float32"
+RESUMING = re.compile(r"resume(_\w+)?|load_epoch|start_epoch")  # arguments that go on with a run
+
+
+@dataclass
+class Epoch:
+    """One epoch; errors are shares from 0 to 1, None is what the log does not say."""
+    top1: Optional[float] = None
+    top5: Optional[float] = None
+    speed: Optional[float] = None  # images per second
+    seconds: Optional[float] = None
+    lr: Optional[float] = None
+    scale: Optional[float] = None  # at its end
+    skipped: Optional[float] = None  # steps of the run up to its end
+
+
+@dataclass
+class Run:
+    """One training: the arguments it was started with, as far as the log has them, and its epochs.
+
+    `trace` has the loss scale and the skipped steps whenever they changed: (epoch, batch, scale,
+    skipped). `notes` are remarks on the log: where it was resumed, what its source is.
+    """
+    name: str
+    arguments: Dict[str, Any] = field(default_factory=dict)
+    epochs: Dict[int, Epoch] = field(default_factory=dict)
+    trace: List[Tuple[int, int, float, Optional[float]]] = field(default_factory=list)
+    batches: int = 1  # the most of an epoch that were logged
+    metric: str = ""  # of training
+    notes: List[str] = field(default_factory=list)
+
+    def get(self, *names: str) -> Any:
+        """The first of these arguments that is given and not empty."""
+        return next((v for v in map(self.arguments.get, names) if v not in (None, "")), None)
+
+    def started_with(self, arguments: Dict[str, Any]) -> bool:
+        return all(self.arguments.get(key) == arguments.get(key)
+                   for key in {*self.arguments, *arguments} if not RESUMING.fullmatch(key))
+
+    def follow(self, epoch: int, batch: int, scale: Optional[float],
+               skipped: Optional[float]) -> None:
+        """Adds to the trace what is new."""
+        if scale is not None and (not self.trace or self.trace[-1][2:] != (scale, skipped)):
+            self.trace.append((epoch, batch, scale, skipped))
+
+    @property
+    def dtype(self) -> str:
+        given = self.get("policy", "dtype")
+        if given:
+            return str(given)
+        found = re.search(r"(?:float|fp)(16|32)", self.name, re.IGNORECASE)
+        return f"float{found[1]}" if found else "unknown"
+
+    @property
+    def model(self) -> str:
+        name = self.get("pretrained", "pretrained_symbol", "pretrained_model", "network", "model")
+        layers = self.get("num_layers") if "network" in self.arguments else None
+        return "" if name is None else re.split(r"[\\/]", f"{name}{layers or ''}")[-1]
+
+    @property
+    def batch_size(self) -> Optional[int]:
+        """Of all devices: GluonCV's argument, which comes with num_gpus, is of one."""
+        size, gpus = self.get("batch_size"), self.get("num_gpus")
+        if size is None:
+            found = re.search(r"bs(\d+)", self.name)
+            return int(found[1]) if found else None
+        return int(size) * max(1, gpus if isinstance(gpus, int) else 1)
+
+    @property
+    def last(self) -> Optional[Epoch]:
+        """The last epoch that was validated."""
+        return next((e for e in reversed(list(self.epochs.values())) if e.top1 is not None), None)
+
+    @property
+    def best(self) -> Optional[Tuple[int, float]]:
+        """The epoch of the lowest error, and that error."""
+        errors = [(n, e.top1) for n, e in self.epochs.items() if e.top1 is not None]
+        return min(errors, key=itemgetter(1)) if errors else None
+
+    @property
+    def speed(self) -> Optional[float]:
+        speeds = [e.speed for e in self.epochs.values() if e.speed]
+        return median(speeds) if speeds else None
+
+    @property
+    def hours(self) -> List[float]:
+        """Of training, up to the end of each epoch; empty if some epoch has no time."""
+        total, hours = 0.0, []
+        for epoch in self.epochs.values():
+            if epoch.seconds is None:
+                return []
+            total += epoch.seconds / 3600
+            hours.append(total)
+        return hours
+
+    def hours_to(self, accuracy: float) -> Optional[float]:
+        """Of training until the validation accuracy was first reached."""
+        return next((hours for hours, e in zip(self.hours, self.epochs.values())
+                     if e.top1 is not None and 1 - e.top1 >= accuracy), None)
