@@ -20,6 +20,7 @@ import gluon_amp as amp
 import mxnet as mx
 import numpy as np
 from gluon_amp.files import replace_file
+from gluon_amp.policy import APEX, POLICIES
 from gluon_amp.tensor_cores import matrix_layers
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
@@ -28,6 +29,9 @@ from tqdm import tqdm
 
 log = logging.getLogger("image_classification")
 SHAPES = {"digits": (1, 8, 8), "mnist": (1, 28, 28), "cifar10": (3, 32, 32)}
+FILES = {"cifar10": [*(f"data_batch_{i}.bin" for i in range(1, 6)), "test_batch.bin"],
+         "mnist": ["train-images-idx3-ubyte.gz", "train-labels-idx1-ubyte.gz",
+                   "t10k-images-idx3-ubyte.gz", "t10k-labels-idx1-ubyte.gz"]}
 CLASSES = {"digits": 10, "mnist": 10, "cifar10": 10, "caltech101": 101, "imagenet": 1000}
 
 
@@ -39,7 +43,13 @@ def parse(arguments=None):
 
 
 def loss_scale(text):
-    return {"dynamic": text, "none": None}[text] if text in ("dynamic", "none") else float(text)
+    if text in ("dynamic", "none"):
+        return text if text == "dynamic" else None
+    return amp.StaticLossScale(float(text)).scale
+
+
+def epochs(text):
+    return [int(epoch) for epoch in text.split(",") if epoch]
 
 
 def add_arguments(parser):
@@ -53,13 +63,13 @@ def add_arguments(parser):
     add("--classes", type=int, help="default: the dataset's")
     add("--image-size", type=int, help="default: the dataset's, or 224")
     add("--dtype", default="float32", choices=("float32", "float16"))
-    add("--policy", help="of gluon_amp.convert (default: --dtype)")
+    add("--policy", choices=[*POLICIES, *APEX], help="of gluon_amp.convert (default: --dtype)")
     add("--loss-scale", type=loss_scale, default="dynamic", help="dynamic, a number or none")
     add("--batch-size", type=int, default=64)
     add("--epochs", type=int, default=10)
     add("--lr", type=float, default=0.1)
     add("--lr-mode", default="cosine", choices=("step", "cosine"))
-    add("--lr-decay-epoch", default="", help="of step: such as 30,60; a tenth from there on")
+    add("--lr-decay-epoch", type=epochs, default="", help="of step: such as 30,60, a tenth each")
     add("--warmup-epochs", type=float, default=0)
     add("--wd", type=float, default=1e-4)
     add("--momentum", type=float, default=0.9)
@@ -101,8 +111,11 @@ def datasets(args):
         else:
             pair = tuple(vision.ImageFolderDataset(_existing(f)) for f in (name, args.val or name))
     except OSError as error:
-        raise SystemExit(f"{name} could not be downloaded ({type(error).__name__}): put its files "
-                         f"into {args.data_dir or 'a folder'} and give --data-dir") from None
+        root = args.data_dir or os.path.join(mx.base.data_dir(), "datasets", name)
+        missing = [f for f in FILES.get(name, []) if not os.path.exists(os.path.join(root, f))]
+        raise SystemExit(f"{name} could not be downloaded ({type(error).__name__}). Missing in "
+                         f"{root}: {', '.join(missing)}. --data-dir names a folder that has "
+                         "them") from None
     size = args.image_size or SHAPES.get(name, (3, 224, 224))[1]
     return (pair[0].transform_first(_transform(args, size, train=True)),
             pair[1].transform_first(_transform(args, size, train=False)))
@@ -203,7 +216,7 @@ def schedule(args, steps):
     total, warmup = args.epochs * steps, int(args.warmup_epochs * steps)
     if args.lr_mode == "cosine":
         return mx.lr_scheduler.CosineScheduler(total, args.lr, warmup_steps=warmup)
-    decays = [int(e) * steps for e in args.lr_decay_epoch.split(",") if e]
+    decays = [epoch * steps for epoch in args.lr_decay_epoch]
     return mx.lr_scheduler.MultiFactorScheduler(decays or [total + 1], 0.1, args.lr,
                                                 warmup_steps=warmup)
 
@@ -280,7 +293,7 @@ def point_out(args, net, devices):
     slow = [f"{layer.name} {layer.sizes}" for layer in
             matrix_layers(net(mx.sym.var("data")), shapes) if not layer.fits]
     if slow:
-        log.info("sizes that are no multiples of 8 stay off Tensor Cores: %s", ", ".join(slow))
+        log.info("no multiples of 8, so off Tensor Cores or slower on them: %s", ", ".join(slow))
     if args.batch_size % (8 * len(devices)):
         log.info("so does a batch of %g for each GPU", args.batch_size / len(devices))
     if os.environ.get("MXNET_CUDNN_AUTOTUNE_DEFAULT") == "0":

@@ -87,10 +87,20 @@ def test_benchmark_needs_no_data(arguments, message, tmp_path):
 @pytest.mark.parametrize(("arguments", "message"), [
     (["--dataset", "nowhere"], "nowhere does not exist. Datasets: digits"),
     (["--dataset", "imagenet"], "--data-dir names a folder"),
+    (["--policy", "float17"], "invalid choice: 'float17' (choose from 'float32', 'float16'"),
+    (["--loss-scale", "-3"], "invalid loss_scale value: '-3'"),
+    (["--gpus", "99"], "--gpus 99: MXNet sees"),
     (["--model", "resnet19"], "neither MXNet's nor gluoncv's model zoo has resnet19"),
     (["--batch-size", "5000"], "images make no batch of 5000")])
 def test_bad_arguments_are_one_line(arguments, message, tmp_path):
     assert message in run(tmp_path, *arguments, fails=True).strip().splitlines()[-1]
+
+
+def test_data_that_cannot_be_downloaded_is_named(tmp_path, monkeypatch):
+    monkeypatch.setenv("MXNET_GLUON_REPO", "http://localhost:1/")  # nobody listens there
+    (tmp_path / "train-images-idx3-ubyte.gz").write_bytes(b"damaged")
+    error = run(tmp_path / "save", "--dataset", "mnist", "--data-dir", str(tmp_path), fails=True)
+    assert f"Missing in {tmp_path}: train-labels-idx1-ubyte.gz" in error.splitlines()[-1]
 
 
 @pytest.mark.skipif(not (SHARED / "data").is_dir(),
