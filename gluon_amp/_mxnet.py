@@ -22,7 +22,7 @@ _CUDA_WHEELS = ("cuda_runtime", "cublas", "cuda_nvrtc", "curand", "cufft", "cuso
 _INSTALL = "pip install 'gluon-amp[cpu]' (or 'gluon-amp[cu112]' for NVIDIA GPUs)"
 
 
-def _installed_builds() -> List[str]:
+def installed_builds() -> List[str]:
     """The MXNet distributions in this environment, such as ['mxnet-cu112']."""
     found = (distribution.metadata for distribution in metadata.distributions())
     names = {m["Name"].lower() for m in found if "Name" in m}
@@ -53,7 +53,7 @@ def _load_cuda_wheels() -> None:
 
 
 def _import_mxnet() -> Any:
-    builds = _installed_builds()
+    builds = installed_builds()
     _check_environment(builds)
     if "bool" not in vars(np):
         np.bool = bool  # type: ignore[attr-defined]  # numpy 1.24 took it away; MXNet reads it
@@ -81,6 +81,15 @@ def _import_mxnet() -> Any:
         raise ImportError(f"MXNet does not load: {error}. Its CUDA 11 libraries come with "
                           "pip install 'gluon-amp[cu112]'") from error
     return mxnet
+
+
+def message(error: Exception) -> str:
+    """What an exception of MXNet's says, in one line: without the place in its source and
+    the condition that did not hold."""
+    lines = [line for line in str(error).splitlines()
+             if line.strip() and not line.startswith(("Traceback", "  File"))]
+    said = lines[0] if lines else type(error).__name__
+    return re.sub(r"^MXNetError: |\[[\d:]+\] \S+: |Check failed: .*?: (?=\w)", "", said)
 
 
 if TYPE_CHECKING:

@@ -41,7 +41,7 @@ def convert_symbol(sym: "mx.sym.Symbol", policy: Union[str, Policy] = "float16",
     kept = _kept_nodes(graph, [keep] if isinstance(keep, str) else list(keep))
     if policy.name == "float32":
         return graph.symbol()
-    parameters = _parameters(graph)
+    parameters = parameter_names(graph)
     types = _types(graph, parameters, policy, kept)
     mixed = insert_casts(graph, types, policy, parameters, kept)
     for node in mixed.nodes():
@@ -74,7 +74,7 @@ def check_parameters(sym: "mx.sym.Symbol", arg_params: Dict[str, Any],
     """Lists the parameters that a checkpoint lacks, or has under other names."""
     there = {*arg_params, *aux_params}
     known = {*sym.list_arguments(), *sym.list_auxiliary_states()}
-    missing = sorted((_parameters(Graph.read(sym)) | set(sym.list_auxiliary_states())) - there)
+    missing = sorted((parameter_names(Graph.read(sym)) | set(sym.list_auxiliary_states())) - there)
     extra = sorted(there - known)
     if not missing and not extra:
         return
@@ -94,7 +94,7 @@ def declared_types(graph: Graph) -> Dict[str, str]:
     return {name: TYPE_NAME[int(flag)] for name, flag in declared.items() if flag != "-1"}
 
 
-def _parameters(graph: Graph) -> Set[str]:
+def parameter_names(graph: Graph) -> Set[str]:
     """The variables that operators read as parameters, and not as data, too."""
     parameters: Set[str] = set()
     data: Set[str] = {e.node.name for e in graph.outputs}

@@ -5,6 +5,7 @@ from argparse import Namespace
 from pathlib import Path
 
 import gluon_amp as amp
+import pytest
 from gluon_amp._mxnet import mx
 from gluon_amp.tensor_cores import matrix_layers
 from mxnet import gluon, nd
@@ -43,6 +44,35 @@ def test_a_networks_of_the_model_zoo():
     assert [sizes for sizes, fits in found(zoo).values() if not fits] == [(64, 3)]
 
 
+def measured(block, *shape):
+    """The one layer of a block, for data of that shape."""
+    symbol = block(mx.sym.var("data"))
+    internals = symbol.get_internals()
+    shapes = dict(zip(internals.list_outputs(), internals.infer_shape(data=shape)[1]))
+    (layer,) = matrix_layers(symbol, shapes)
+    return layer.sizes, layer.rows, layer.multiply_adds, layer.fits
+
+
+@pytest.mark.parametrize(("block", "shape", "expected"), [
+    (lambda: nn.Conv2D(16, 3, in_channels=8), (2, 8, 6, 6),
+     ((16, 8), None, 2 * 16 * 4 * 4 * 8 * 3 * 3, True)),
+    (lambda: nn.Conv2D(16, 3, groups=2, in_channels=8), (2, 8, 6, 6),
+     ((16, 8), None, 2 * 16 * 4 * 4 * 4 * 3 * 3, True)),
+    (lambda: nn.Conv2D(16, 3, in_channels=8, layout="NHWC"), (2, 6, 6, 8),
+     ((16, 8), None, 2 * 16 * 4 * 4 * 8 * 3 * 3, True)),
+    (lambda: nn.Conv2D(16, 3, groups=16, in_channels=16), (2, 16, 6, 6),
+     ((1, 1), None, 2 * 16 * 4 * 4 * 3 * 3, False)),
+    (lambda: nn.Conv2DTranspose(8, 4, 2, 1, in_channels=16), (1, 16, 4, 4),
+     ((16, 8), None, 16 * 4 * 4 * 8 * 4 * 4, True)),
+    (lambda: nn.Dense(32, in_units=16), (8, 16), ((32, 16), 8, 8 * 32 * 16, True)),
+    (lambda: nn.Dense(32, in_units=16), (10, 16), ((32, 16), 10, 10 * 32 * 16, False)),
+    (lambda: nn.Dense(32, in_units=16, flatten=False), (2, 4, 16),
+     ((32, 16), 8, 8 * 32 * 16, True)),
+])
+def test_rows_and_multiply_adds_where_the_shapes_of_outputs_are_known(block, shape, expected):
+    assert measured(block(), *shape) == expected
+
+
 def test_the_recipe_points_them_out(monkeypatch, caplog):
     monkeypatch.syspath_prepend(str(EXAMPLES))
     import image_classification as recipe
@@ -50,7 +80,7 @@ def test_the_recipe_points_them_out(monkeypatch, caplog):
     monkeypatch.setenv("MXNET_CUDNN_AUTOTUNE_DEFAULT", "0")
     recipe.point_out(Namespace(batch_size=20), net(), [mx.cpu(0), mx.cpu(1)])
     assert [r.getMessage() for r in caplog.records] == [
-        "sizes that are no multiples of 8 stay off Tensor Cores: net_conv0_fwd (16, 3), "
+        "no multiples of 8, so off Tensor Cores or slower on them: net_conv0_fwd (16, 3), "
         "net_dense0_fwd (10, 384)",
         "so does a batch of 10 for each GPU",
         "MXNET_CUDNN_AUTOTUNE_DEFAULT=0: cuDNN does not look for its fastest algorithms"]

@@ -36,11 +36,15 @@ def choose() -> str:
     return wanted
 
 
+def path_of(variant: str) -> Path:
+    return Path(__file__).with_name(f"_kernels_{variant}.so")
+
+
 @functools.lru_cache(maxsize=None)
 def load() -> str:
     """Loads the kernels into MXNet, once, and returns the variant's name."""
     variant = choose()
-    path = Path(__file__).with_name(f"_kernels_{variant}.so")
+    path = path_of(variant)
     rebuild = "Rebuild them with: pip install --force-reinstall --no-deps gluon-amp " \
               "(in a checkout: make -B setup); that needs a C++ compiler."
     if not path.exists():

@@ -1,0 +1,283 @@
+"""`gluon-amp doctor`: what would float16 do for me here?
+
+    examine   looks at the machine, trains one float16 step on each device that MXNet could
+              use, and costs a network if one is named: a plain dict
+    describe  the same as text, conclusions first
+
+Float16 trains here if such a step succeeds on one device at least; if not, the reason is that
+of the CPU.
+"""
+import ctypes
+import os
+import platform
+import re
+from ctypes import byref
+from typing import Any, Dict, Iterable, Iterator, List, NamedTuple, Optional, Tuple
+
+from . import __version__
+from ._mxnet import installed_builds, message, mx, np
+from .convert import convert
+from .cpu import library
+from .footprint import footprint, load
+from .trainer import Trainer
+
+_DRIVER = "libcuda.so.1"
+_CODE_FOR = ((5, 0), (6, 0), (7, 0), (8, 0), (8, 6))  # in MXNet 1.9.1's CUDA builds, and no PTX
+_FEATURES = ("CUDA", "CUDNN", "NCCL", "MKLDNN", "ONEDNN", "OPENMP", "F16C", "CPU_AVX", "CPU_AVX2",
+             "INT64_TENSOR_SIZE")
+# Name: MXNet's value if it is unset, and what each value does.
+_VARIABLES: Dict[str, Tuple[str, Dict[str, str]]] = {
+    "MXNET_SAFE_ACCUMULATION": ("0", {
+        "0": "float16 sums are made in float16: expect worse results",
+        "1": "float16 sums are made in float32 (gluon_amp sets it)"}),
+    "MXNET_CUDNN_AUTOTUNE_DEFAULT": ("1", {
+        "0": "cuDNN does not look for its fastest algorithms",
+        "1": "cuDNN looks for its fastest algorithms in a limited workspace",
+        "2": "cuDNN looks for its fastest algorithms, whatever workspace they take"}),
+    "MXNET_CUDA_ALLOW_TENSOR_CORE": ("1", {
+        "0": "GPUs do not use their Tensor Cores", "1": "GPUs use their Tensor Cores"}),
+    "MXNET_FC_TRUE_FP16": ("0", {
+        "0": "fully connected layers on GPUs sum in float32",
+        "1": "fully connected layers on GPUs sum in float16: expect worse results"}),
+    "OMP_NUM_THREADS": ("half", {"half": "MXNet computes on half of the processors, on x86"}),
+    "GLUON_AMP_ISA": ("best", {"best": "the best CPU kernels that this processor can run"}),
+}
+
+
+# ---- GPUs
+
+class GPU(NamedTuple):
+    """A graphics processor; `bytes` is its memory."""
+    name: str
+    capability: Tuple[int, int]
+    bytes: int
+
+    @property
+    def served(self) -> bool:
+        """Whether MXNet's CUDA builds have code for it: of the same major version, and of no
+        higher minor one."""
+        major, minor = self.capability
+        return any(major == code[0] and minor >= code[1] for code in _CODE_FOR)
+
+    @property
+    def tensor_cores(self) -> bool:
+        """From 7.0 on, but for small ones of 7.5, which are known by name only."""
+        small = r"GTX 16|MX[45]50|\bT([456]|10|12|20)\d0\b"
+        return self.capability >= (7, 0) and not (
+            self.capability == (7, 5) and re.search(small, self.name))
+
+
+def gpus() -> List[GPU]:
+    """Those that the CUDA driver shows. OSError: there is no driver, or it fails."""
+    cuda = ctypes.CDLL(_DRIVER)
+
+    def ask(function: str, *arguments: Any) -> int:
+        """What the driver writes into its first argument."""
+        found = ctypes.c_size_t()  # or an int, in its first bytes
+        status = getattr(cuda, function)(byref(found), *arguments)
+        if status:
+            raise OSError(f"the NVIDIA driver's {function} fails with error {status}")
+        return found.value
+
+    def gpu(number: int) -> GPU:
+        device, name = ask("cuDeviceGet", number), ctypes.create_string_buffer(100)
+        cuda.cuDeviceGetName(name, len(name), device)
+        major, minor = (ask("cuDeviceGetAttribute", what, device) for what in (75, 76))
+        return GPU(name.value.decode(), (major, minor), ask("cuDeviceTotalMem_v2", device))
+
+    status = cuda.cuInit(0)
+    if status:
+        raise OSError("the NVIDIA driver shows no GPU" if status == 100 else
+                      f"the NVIDIA driver's cuInit fails with error {status}")
+    return [gpu(number) for number in range(ask("cuDeviceGetCount"))]
+
+
+def version_of_cudnn(number: int) -> str:
+    """8.5.0 for 8500."""
+    return f"{number // 1000}.{number % 1000 // 100}.{number % 100}"
+
+
+# ---- what there is
+
+def examine(model: Optional[str] = None, batch_size: int = 32,
+            image_shape: Tuple[int, ...] = (3, 224, 224)) -> Dict[str, Any]:
+    """All facts, as what JSON can hold.
+
+    Args:
+        model: a name of MXNet's model zoo, or the file of an exported symbol.
+    """
+    network = model and {"model": model, **footprint(load(model), (batch_size, *image_shape))}
+    enabled = {feature.name for feature in mx.runtime.feature_list() if feature.enabled}
+    features = [name for name in _FEATURES if name in enabled]
+    facts = {
+        "trains": False, "reason": None, "devices": [], "notes": [],
+        "gluon_amp": __version__, "python": platform.python_version(), "numpy": np.__version__,
+        "mxnet": {"version": mx.__version__, "builds": installed_builds(), "features": features},
+        "cudnn": _cudnn() if "CUDNN" in features else None,
+        **_gpus(), "kernels": _kernels(), "environment": [*_environment()], "network": network}
+    served = [mx.gpu(i) for i, gpu in enumerate(facts["gpus"]) if gpu["served"]]
+    for device in [*(served if "CUDA" in features else []), mx.cpu()]:
+        error = _error_of_a_step(device)
+        name = "cpu" if device.device_type == "cpu" else str(device)
+        facts["devices"].append({"device": name, "error": error})
+        facts["trains"] |= error is None
+    facts["reason"] = None if facts["trains"] else facts["devices"][-1]["error"]
+    facts["notes"] = [*_notes(facts)]
+    return facts
+
+
+def _gpus() -> Dict[str, Any]:
+    try:
+        found, why_none = gpus(), None
+    except OSError as error:
+        found, why_none = [], str(error)
+        if _DRIVER in why_none:
+            why_none = f"no NVIDIA driver ({_DRIVER}) is installed"
+    return {"gpus": [{"name": gpu.name, "capability": "{}.{}".format(*gpu.capability),
+                      "bytes": gpu.bytes, "served": gpu.served, "tensor_cores": gpu.tensor_cores}
+                     for gpu in found], "why_no_gpus": why_none}
+
+
+def _cudnn() -> str:
+    version = getattr(mx.base._LIB, "cudnnGetVersion", None)  # of a library that MXNet's needs
+    if version is None:
+        return "of unknown version"
+    version.restype = ctypes.c_size_t
+    return version_of_cudnn(version())
+
+
+def _kernels() -> Dict[str, Any]:
+    try:
+        variant = library.load()
+    except library.KernelError as error:
+        return {"variant": None, "instructions": [], "path": None, "error": str(error)}
+    return {"variant": variant, "instructions": list(library.VARIANTS[variant]),
+            "path": str(library.path_of(variant)), "error": None}
+
+
+def _environment() -> Iterator[Dict[str, Any]]:
+    for name, (default, meanings) in _VARIABLES.items():
+        value = os.environ.get(name) or None
+        effective = {"true": "1", "false": "0"}.get((value or default).lower(), value or default)
+        yield {"name": name, "value": value, "default": default,
+               "meaning": meanings.get(effective, "")}
+
+
+def _error_of_a_step(device: Any) -> Optional[str]:
+    """Trains one float16 layer for one step; what went wrong, if anything did."""
+    try:
+        net = mx.gluon.nn.Dense(8, in_units=8)
+        net.initialize(mx.init.One(), ctx=device)
+        convert(net)
+        trainer = Trainer(net.collect_params(), "sgd", {"learning_rate": 0.5}, loss_scale=128)
+        with mx.autograd.record():
+            loss = net(mx.nd.ones((8, 8), ctx=device)).mean()
+        trainer.backward(loss)
+        trainer.step(1)
+        weight = net.weight.data().asnumpy()
+    except Exception as error:  # whatever it is, it is the answer
+        return message(error)
+    right = 1 - 0.5 / 8  # the gradient of each weight is 1/8
+    if weight.dtype != np.float16 or (weight != right).any():
+        return f"a step gave a weight {weight.flat[0]!r} of {weight.dtype}; {right} of float16 " \
+               "would be right"
+    return None
+
+
+def _notes(facts: Dict[str, Any]) -> Iterator[str]:
+    cuda = "CUDA" in facts["mxnet"]["features"]
+    for gpu in facts["gpus"]:
+        if not gpu["served"]:
+            yield f"{gpu['name']}: its compute capability is {gpu['capability']}, and MXNet " \
+                  "1.9.1's CUDA builds have code for 5.0 to 8.x; float16 runs on the CPU"
+        elif not cuda:
+            yield f"{gpu['name']} stays unused, since this MXNet is a CPU build: pip uninstall " \
+                  f"-y {' '.join(facts['mxnet']['builds'])}; pip install 'gluon-amp[cu112]'"
+        elif not gpu["tensor_cores"]:
+            yield f"{gpu['name']} has no Tensor Cores: float16 saves memory there, not time"
+    if cuda and not facts["gpus"]:
+        yield "this MXNet is a CUDA build, and there is no GPU; float16 runs on the CPU"
+    for device in facts["devices"]:
+        if device["error"] not in (None, facts["reason"]):
+            yield f"not on {device['device']}: {device['error']}"
+
+
+# ---- as text
+
+def describe(facts: Dict[str, Any]) -> str:
+    """The facts in words, conclusions first."""
+    lines = [_conclusion(facts), *facts["notes"], "", *_aligned(_machine(facts)), "",
+             *_aligned((v["name"], v["value"] or f"unset ({v['default']})", v["meaning"])
+                       for v in facts["environment"])]
+    return "\n".join([*lines, *_network(facts["network"])])
+
+
+def _conclusion(facts: Dict[str, Any]) -> str:
+    if not facts["trains"]:
+        return f"float16 does not train here: {facts['reason']}"
+    where = []
+    for device in facts["devices"]:
+        if device["error"] is None:
+            number = re.sub(r"\D", "", device["device"])
+            gpu = facts["gpus"][int(number)] if number else None
+            where.append(f"{device['device']} ({gpu['name']}, {_tensor_cores(gpu)})" if gpu else
+                         f"the CPU ({facts['kernels']['variant']} kernels)")
+    return f"float16 trains here: on {' and '.join(where)}."
+
+
+def _machine(facts: Dict[str, Any]) -> Iterator[Tuple[str, str]]:
+    mxnet, kernels = facts["mxnet"], facts["kernels"]
+    yield "Python", f"{facts['python']}, numpy {facts['numpy']}, gluon_amp {facts['gluon_amp']}"
+    yield "MXNet", f"{mxnet['version']} ({', '.join(mxnet['builds'])}) with " \
+                   f"{', '.join(mxnet['features'])}"
+    yield "cuDNN", facts["cudnn"] or "not in this build"
+    for gpu in facts["gpus"]:
+        yield "GPU", f"{gpu['name']}, {gpu['bytes'] / 1e9:.1f} GB, compute capability " \
+                     f"{gpu['capability']}, {_tensor_cores(gpu)}"
+    if not facts["gpus"]:
+        yield "GPU", f"none: {facts['why_no_gpus']}"
+    if kernels["error"]:
+        yield "CPU kernels", "do not load"
+    else:
+        instructions = ", ".join(kernels["instructions"]) or "no vector instructions: slow"
+        yield "CPU kernels", f"{kernels['variant']} ({instructions})"
+        yield "", kernels["path"]
+
+
+def _tensor_cores(gpu: Dict[str, Any]) -> str:
+    return "Tensor Cores" if gpu["tensor_cores"] else "no Tensor Cores"
+
+
+def _network(costs: Optional[Dict[str, Any]]) -> Iterator[str]:
+    if not costs:
+        return
+    off = sorted(costs["off_tensor_cores"], key=lambda layer: -layer["share"])
+    yield ""
+    yield f"{costs['model']}, batches of {'x'.join(map(str, costs['batch']))}: {costs['layers']} " \
+          f"layers, {costs['multiply_adds'] / 1e9:.1f} billion multiply-adds forward."
+    if off:
+        yield "No multiple of 8, so off Tensor Cores or slower on them: " \
+              f"{len(off)} layer{'s' * (len(off) > 1)}, {costs['share_off']:.1%} of the work."
+        yield from _aligned([("  layer", "channels", "rows", "share"), *(
+            (f"  {layer['name']}", "{} from {}".format(*layer["sizes"]),
+             str(layer["rows"] or ""), f"{layer['share']:.1%}") for layer in off[:10])])
+        if len(off) > 10:
+            yield f"  and {len(off) - 10} more"
+    else:
+        yield "All of them fit Tensor Cores: their sizes are multiples of 8."
+    table = costs["bytes"]
+    whole, half = table["float32"]["total"], table["float16"]["total"]
+    yield ""
+    yield f"On a GPU, float16 takes {half / whole:.0%} of float32's bytes. In MB:"
+    yield f"{'':14}" + "".join(f"{kind:>13}" for kind in table["float32"])
+    for name, parts in table.items():
+        yield f"{name:14}" + "".join(f"{count / 1e6:13.1f}" for count in parts.values())
+    yield "A CPU holds activations as float32 in any case; mixed_bfloat16 is for CPUs only."
+
+
+def _aligned(rows: Iterable[Tuple[str, ...]]) -> Iterator[str]:
+    """Columns with two blanks between them."""
+    rows = list(rows)
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    for row in rows:
+        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip()

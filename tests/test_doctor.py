@@ -1,0 +1,407 @@
+"""`gluon-amp doctor`: what it finds out about the machine, and about a network."""
+import json
+import shutil
+import subprocess
+
+import gluon_amp as amp
+import pytest
+from gluon_amp import doctor
+from gluon_amp._mxnet import message, mx, np
+from gluon_amp.cpu import library
+from gluon_amp.doctor import GPU, describe, examine, gpus, version_of_cudnn
+from gluon_amp.footprint import footprint, load
+from gluon_amp.policy import POLICIES
+from mxnet import gluon, nd
+from mxnet.gluon import nn
+
+T4 = GPU("Tesla T4", (7, 5), 15_843_721_216)
+H100 = GPU("NVIDIA H100 PCIe", (9, 0), 85_028_765_696)
+P100 = GPU("Tesla P100-PCIE-16GB", (6, 0), 17_071_734_784)
+
+
+# ---- GPUs
+
+
+@pytest.mark.parametrize(("major", "minor", "served"), [
+    (3, 7, False), (5, 0, True), (5, 2, True), (6, 1, True), (7, 0, True), (7, 5, True),
+    (8, 0, True), (8, 6, True), (8, 9, True), (9, 0, False), (10, 0, False), (12, 0, False)])
+def test_gpus_that_mxnets_cuda_builds_have_code_for(major, minor, served):
+    assert GPU("", (major, minor), 0).served is served
+
+
+@pytest.mark.parametrize(("name", "capability", "cores"), [
+    ("Tesla V100-SXM2-16GB", (7, 0), True), ("Tesla T4", (7, 5), True),
+    ("NVIDIA GeForce RTX 2060", (7, 5), True), ("NVIDIA A10", (8, 6), True),
+    ("Quadro T2000", (7, 5), False), ("NVIDIA T600", (7, 5), False),
+    ("NVIDIA GeForce GTX 1660 Ti", (7, 5), False), ("NVIDIA GeForce MX450", (7, 5), False),
+    ("NVIDIA GeForce GTX 1080", (6, 1), False)])
+def test_gpus_with_tensor_cores(name, capability, cores):
+    assert GPU(name, capability, 0).tensor_cores is cores
+
+
+DRIVER = r"""
+#include <cstring>
+extern "C" {
+int cuInit(unsigned flags) { return INIT; }
+int cuDeviceGetCount(int* count) { *count = 2; return 0; }
+int cuDeviceGet(int* device, int number) { *device = 40 + number; return 0; }
+int cuDeviceGetName(char* name, int size, int device) {
+  strncpy(name, device == 40 ? "Tesla T4" : "NVIDIA H100 PCIe", size);
+  return 0;
+}
+int cuDeviceGetAttribute(int* value, int what, int device) {
+  if (what != 75 && what != 76) return 1;
+  *value = device == 40 ? (what == 75 ? 7 : 5) : (what == 75 ? 9 : 0);
+  return MEMORY && 0;
+}
+int cuDeviceTotalMem_v2(size_t* bytes, int device) {
+  *bytes = device == 40 ? 15843721216 : 85028765696;
+  return MEMORY;
+}
+}
+"""
+
+
+@pytest.fixture
+def driver(tmp_path, monkeypatch):
+    """Installs a CUDA driver with two GPUs."""
+    compiler = shutil.which("g++")
+    if compiler is None:
+        pytest.skip("no g++ to make a driver with")
+
+    def install(init=0, memory=0):
+        path = tmp_path / f"libcuda-{init}-{memory}.so"
+        path.with_suffix(".cc").write_text(DRIVER)
+        subprocess.run([compiler, "-shared", "-fPIC", f"-DINIT={init}", f"-DMEMORY={memory}",
+                        "-o", path, path.with_suffix(".cc")], check=True)
+        monkeypatch.setattr(doctor, "_DRIVER", str(path))
+    return install
+
+
+def test_gpus_are_those_that_the_driver_shows(driver):
+    driver()
+    assert gpus() == [T4, H100]
+
+
+def test_a_driver_that_fails_is_told_with_its_error(driver):
+    driver(memory=2)
+    with pytest.raises(OSError, match="cuDeviceTotalMem_v2 fails with error 2"):
+        gpus()
+    driver(init=999)
+    with pytest.raises(OSError, match="cuInit fails with error 999"):
+        gpus()
+
+
+def test_a_driver_without_a_gpu(driver):
+    driver(init=100)
+    assert examine()["why_no_gpus"] == "the NVIDIA driver shows no GPU"
+
+
+def test_no_driver(monkeypatch):
+    monkeypatch.setattr(doctor, "_DRIVER", "libcuda-of-nobody.so.1")
+    assert examine()["why_no_gpus"] == "no NVIDIA driver (libcuda-of-nobody.so.1) is installed"
+
+
+def test_the_version_of_cudnn():
+    assert [version_of_cudnn(n) for n in (7605, 8500, 8907)] == ["7.6.5", "8.5.0", "8.9.7"]
+
+
+def machine(monkeypatch, *found, cuda, error=None):
+    """The facts on a machine with these GPUs, where a step on any of them succeeds, or not."""
+    features = [f for f in mx.runtime.feature_list() if f.name not in ("CUDA", "CUDNN")]
+    features += [type("Feature", (), {"name": n, "enabled": cuda}) for n in ("CUDA", "CUDNN")]
+    step = doctor._error_of_a_step
+    monkeypatch.setattr(doctor, "gpus", lambda: list(found))
+    monkeypatch.setattr(mx.runtime, "feature_list", lambda: features)
+    monkeypatch.setattr(doctor, "_error_of_a_step",
+                        lambda device: error if device.device_type == "gpu" else step(device))
+    return examine()
+
+
+def test_a_gpu_with_a_cpu_build_is_pointed_out_with_the_way_to_use_it(monkeypatch):
+    facts = machine(monkeypatch, T4, cuda=False)
+    assert [d["device"] for d in facts["devices"]] == ["cpu"]
+    (note,) = facts["notes"]
+    assert "Tesla T4 stays unused" in note
+    assert "pip uninstall -y mxnet; pip install 'gluon-amp[cu112]'" in note
+
+
+def test_a_gpu_that_the_build_does_not_serve_is_pointed_out(monkeypatch):
+    facts = machine(monkeypatch, H100, cuda=True)
+    assert [d["device"] for d in facts["devices"]] == ["cpu"]
+    assert facts["trains"]
+    (note,) = facts["notes"]
+    assert "H100 PCIe: its compute capability is 9.0" in note
+    assert "float16 runs on the CPU" in note
+
+
+def test_served_gpus_come_first_each_under_its_own_number(monkeypatch):
+    facts = machine(monkeypatch, H100, T4, P100, cuda=True)
+    first = describe(facts).splitlines()[0]
+    assert first.startswith("float16 trains here: on gpu(1) (Tesla T4, Tensor Cores) and gpu(2) "
+                            "(Tesla P100-PCIE-16GB, no Tensor Cores) and the CPU (")
+    assert any("P100" in note and "saves memory there, not time" in note
+               for note in facts["notes"])
+
+
+def test_a_gpu_on_which_the_step_fails_leaves_the_cpu(monkeypatch):
+    facts = machine(monkeypatch, T4, cuda=True, error="out of memory")
+    assert facts["trains"]
+    assert facts["notes"] == ["not on gpu(0): out of memory"]
+    assert describe(facts).startswith("float16 trains here: on the CPU (")
+
+
+def test_the_version_of_a_cuda_builds_cudnn(monkeypatch):
+    assert machine(monkeypatch, T4, cuda=False)["cudnn"] is None
+    assert machine(monkeypatch, T4, cuda=True)["cudnn"] == "of unknown version"
+    monkeypatch.setattr(mx.base._LIB, "cudnnGetVersion", lambda: 8500, raising=False)
+    assert machine(monkeypatch, T4, cuda=True)["cudnn"] == "8.5.0"
+
+
+def test_a_cuda_build_without_a_gpu_runs_on_the_cpu(monkeypatch):
+    (note,) = machine(monkeypatch, cuda=True)["notes"]
+    assert "CUDA build, and there is no GPU" in note
+
+
+# ---- this machine
+
+
+def test_float16_trains_here_as_text_and_as_json():
+    facts = examine()
+    assert json.loads(json.dumps(facts)) == facts
+    assert facts["trains"]
+    assert facts["reason"] is None
+    assert facts["mxnet"]["version"] == "1.9.1"
+    assert facts["kernels"]["variant"] == library.load()
+    text = describe(facts)
+    assert text.startswith("float16 trains here: on ")
+    for fact in (facts["python"], facts["numpy"], facts["kernels"]["path"],
+                 f"{library.load()} kernels"):
+        assert fact in text
+
+
+def test_kernels_that_do_not_load_are_the_reason_why_float16_does_not_train(monkeypatch):
+    def fails():
+        raise amp.KernelError("gluon_amp's CPU kernels are missing: rebuild them")
+    monkeypatch.setattr(library, "load", fails)
+    monkeypatch.setattr("gluon_amp.cpu.lowering.load", fails)
+    facts = examine()
+    assert not facts["trains"]
+    assert facts["reason"] == facts["kernels"]["error"] \
+        == "gluon_amp's CPU kernels are missing: rebuild them"
+    lines = describe(facts).splitlines()
+    assert lines[0] == f"float16 does not train here: {facts['reason']}"
+    assert "CPU kernels  do not load" in lines
+
+
+def test_a_step_that_mxnet_refuses_is_told_without_its_traceback(monkeypatch):
+    def refuses(net):
+        raise mx.MXNetError('Traceback (most recent call last):\n  File "../src/operator/nn/./../'
+                            'linalg_impl.h", line 166\nMXNetError: FP16 gemm on cpu not '
+                            'implemented!')
+    monkeypatch.setattr(doctor, "convert", refuses)
+    assert examine()["reason"] == "FP16 gemm on cpu not implemented!"
+
+
+def test_a_step_that_computes_something_else_is_none(monkeypatch):
+    monkeypatch.setattr(doctor, "convert", lambda net: net)
+    assert examine()["reason"] == "a step gave a weight 0.9375 of float32; 0.9375 of float16 " \
+                                  "would be right"
+
+
+@pytest.mark.parametrize(("fails", "said"), [
+    (lambda: nd.ones((2,)) + nd.ones((3,)),
+     "operands could not be broadcast together with shapes [2] [3]"),
+    (lambda: nd.Pooling(nd.ones((1, 1, 2, 2)), kernel=(3, 3), pool_type="max"),
+     "kernel size (3) exceeds input (2 padded to 2)"),
+])
+def test_what_mxnet_says_is_told_in_a_line(fails, said):
+    with pytest.raises(mx.MXNetError) as error:
+        fails()
+    assert message(error.value) == said
+
+
+@pytest.mark.parametrize(("value", "shown", "meaning"), [
+    (None, "unset (1)", "looks for its fastest algorithms in a limited workspace"),
+    ("0", "0  ", "does not look"), ("false", "false", "does not look"),
+    ("2", "2  ", "whatever workspace"), ("7", "7", "")])
+def test_variables_are_told_with_what_they_do(monkeypatch, value, shown, meaning):
+    name = "MXNET_CUDNN_AUTOTUNE_DEFAULT"
+    monkeypatch.delenv(name, raising=False)
+    if value is not None:
+        monkeypatch.setenv(name, value)
+    facts = examine()
+    (variable,) = [v for v in facts["environment"] if v["name"] == name]
+    assert variable["value"] == value
+    assert meaning in variable["meaning"]
+    (line,) = [line for line in describe(facts).splitlines() if line.startswith(name)]
+    assert f"{name}  {shown}" in line
+    assert line.endswith(variable["meaning"])
+
+
+# ---- networks
+
+BATCH = (8, 3, 4, 4)
+
+
+def net():
+    made = nn.HybridSequential(prefix="net_")
+    with made.name_scope():
+        made.add(nn.Conv2D(16, 3, padding=1, use_bias=False, in_channels=3),
+                 nn.BatchNorm(in_channels=16), nn.Activation("relu"),
+                 nn.Dense(10, in_units=256))
+    return made
+
+
+def costs(block, batch=BATCH):
+    return footprint(block(mx.sym.var("data")), batch)
+
+
+# A weight of 16x3x3x3 and one of 10x256 with its bias; of the norm gamma and beta, and two
+# statistics.
+WEIGHTS, TRAINED_OF_NORM, STATISTICS = 432 + 2570, 32, 32
+# Of the convolution, the norm and the activation; of the dense layer; the batch.
+IMAGES, OUTPUT, DATA = 3 * 8 * 16 * 4 * 4, 8 * 10, 8 * 3 * 4 * 4
+
+
+@pytest.mark.parametrize(("policy", "parameters", "gradients", "masters", "activations"), [
+    ("float32", 4 * (WEIGHTS + TRAINED_OF_NORM + STATISTICS), 4 * (WEIGHTS + TRAINED_OF_NORM), 0,
+     4 * (IMAGES + OUTPUT)),
+    ("float16", 2 * WEIGHTS + 4 * (TRAINED_OF_NORM + STATISTICS),
+     2 * WEIGHTS + 4 * TRAINED_OF_NORM, 4 * WEIGHTS, 2 * (DATA + IMAGES + OUTPUT) + 4 * OUTPUT),
+    ("mixed_float16", 4 * (WEIGHTS + TRAINED_OF_NORM + STATISTICS),
+     4 * (WEIGHTS + TRAINED_OF_NORM), 0, 2 * (WEIGHTS + DATA + IMAGES + OUTPUT) + 4 * OUTPUT),
+    ("pure_float16", 2 * WEIGHTS + 4 * (TRAINED_OF_NORM + STATISTICS),
+     2 * WEIGHTS + 4 * TRAINED_OF_NORM, 4 * WEIGHTS, 2 * (DATA + IMAGES + OUTPUT)),
+    ("mixed_bfloat16", 4 * (WEIGHTS + TRAINED_OF_NORM + STATISTICS),
+     4 * (WEIGHTS + TRAINED_OF_NORM), 0, 4 * (IMAGES + OUTPUT)),
+])
+def test_bytes_of_a_small_network(policy, parameters, gradients, masters, activations):
+    assert costs(net())["bytes"][policy] == {
+        "parameters": parameters, "gradients": gradients, "masters": masters,
+        "activations": activations, "total": parameters + gradients + masters + activations}
+
+
+@pytest.mark.parametrize("policy", list(POLICIES))
+def test_they_are_the_bytes_that_training_takes(policy):
+    expected = costs(net())["bytes"][policy]
+    made = net()
+    made.initialize()
+    amp.convert(made, policy)
+    trainer = amp.Trainer(made.collect_params(), "sgd", {"learning_rate": 0.1}, loss_scale=1)
+    with mx.autograd.record():
+        loss = made(nd.ones(BATCH)).astype("float32").sum()
+    trainer.backward(loss)
+    trainer.step(8)
+    parameters = list(made.collect_params().values())
+    assert sum(size(p.data()) for p in parameters) == expected["parameters"]
+    assert sum(size(p.grad()) for p in parameters if p.grad_req != "null") == expected["gradients"]
+    masters = [s for s in trainer._updaters[0].states.values() if s is not None]
+    assert sum(size(a) for s in masters for a in s if a is not None) == expected["masters"]
+
+
+def size(array):
+    return array.size * np.dtype(array.dtype).itemsize
+
+
+def test_layers_that_do_not_fit_are_named_with_their_share():
+    made = nn.HybridSequential(prefix="net_")
+    with made.name_scope():
+        made.add(nn.Conv2D(16, 3, padding=1), nn.Conv2D(16, 3, padding=1), nn.Dense(10))
+    found = costs(made)
+    first, second, last = 8 * 16 * 16 * 27, 8 * 16 * 16 * 144, 8 * 10 * 256
+    assert found["layers"] == 3
+    assert found["multiply_adds"] == first + second + last
+    assert found["off_tensor_cores"] == [
+        {"name": "net_conv0_fwd", "sizes": [16, 3], "rows": None,
+         "share": pytest.approx(first / (first + second + last))},
+        {"name": "net_dense0_fwd", "sizes": [10, 256], "rows": 8,
+         "share": pytest.approx(last / (first + second + last))}]
+    assert found["share_off"] == pytest.approx((first + last) / (first + second + last))
+
+
+def test_a_batch_that_is_no_multiple_of_8_keeps_dense_layers_off():
+    made = nn.Dense(16, in_units=16)
+    assert costs(made, (16, 16))["off_tensor_cores"] == []
+    (layer,) = costs(made, (20, 16))["off_tensor_cores"]
+    assert (layer["rows"], layer["share"]) == (20, 1)
+
+
+def test_a_network_without_layers_has_no_work():
+    found = costs(nn.Activation("relu"))
+    assert (found["layers"], found["multiply_adds"], found["share_off"]) == (0, 0, 0)
+
+
+def test_the_text_has_the_costs_of_the_json():
+    facts = examine("resnet18_v1")
+    text = describe(facts)
+    assert "resnet18_v1, batches of 32x3x224x224: 21 layers, 58.1 billion multiply-adds" in text
+    assert "1 layer, 6.5% of the work" in text
+    (line,) = [line for line in text.splitlines() if "conv0_fwd" in line]
+    assert "64 from 3 " in line
+    assert line.endswith(" 6.5%")
+    for policy, parts in facts["network"]["bytes"].items():
+        row = [line.split()[1:] for line in text.splitlines() if line.startswith(f"{policy} ")]
+        assert [f"{count / 1e6:.1f}" for count in parts.values()] in row
+    # 11,689,512 parameters and 9,600 statistics
+    assert facts["network"]["bytes"]["float32"]["parameters"] == 4 * (11_689_512 + 9_600)
+
+
+def test_of_many_layers_the_ten_with_most_work_are_shown():
+    text = describe(examine("mobilenet0.25", 8, (3, 32, 32)))
+    shown = [line for line in text.splitlines() if "_fwd" in line]
+    assert len(shown) == 10
+    shares = [float(line.split()[-1].rstrip("%")) for line in shown]
+    assert shares == sorted(shares, reverse=True)
+    assert "  and 4 more" in text
+
+
+def test_layers_that_all_fit_are_said_to(tmp_path):
+    made = nn.Dense(16, in_units=16)
+    made(mx.sym.var("data")).save(str(tmp_path / "net.json"))
+    text = describe(examine(str(tmp_path / "net.json"), 8, (16,)))
+    assert "All of them fit Tensor Cores" in text
+    assert "No multiple of 8" not in text
+
+
+def test_an_exported_network_costs_what_it_did_before(tmp_path):
+    made = gluon.model_zoo.vision.squeezenet1_1(prefix="net_")
+    made.initialize()
+    made.hybridize()
+    made(nd.zeros((1, 3, 224, 224)))
+    made.export(str(tmp_path / "net"))
+    exported = footprint(load(str(tmp_path / "net-symbol.json")), (8, 3, 224, 224))
+    assert exported == costs(made, (8, 3, 224, 224))
+
+
+def test_a_symbol_with_a_loss_head_has_labels_that_are_no_parameters():
+    body = mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=8, name="fc")
+    found = footprint(mx.sym.SoftmaxOutput(body, name="softmax"), (4, 16))["bytes"]
+    assert found["float16"]["parameters"] == 2 * (8 * 16 + 8)
+    assert found["float32"]["activations"] == 4 * 2 * 4 * 8
+
+
+@pytest.mark.parametrize(("symbol", "message"), [
+    (lambda: mx.sym.FullyConnected(mx.sym.var("words"), num_hidden=8, name="fc"),
+     "must be called data. Received: one with words, fc_weight, fc_bias"),
+    (lambda: mx.sym.broadcast_add(mx.sym.var("data"), mx.sym.var("extra")), "unknown: extra"),
+    (lambda: amp.convert_symbol(net()(mx.sym.var("data"))), "in float16 already"),
+    (lambda: nn.MaxPool2D(9)(mx.sym.var("data")),
+     r"does not take a batch of \(8, 3, 4, 4\): Error in operator .*fwd: kernel size"),
+])
+def test_a_network_whose_costs_cannot_be_told(symbol, message):
+    with pytest.raises(ValueError, match=message):
+        footprint(symbol(), BATCH)
+
+
+def test_an_unknown_model_gets_the_names_of_those_there_are():
+    with pytest.raises(ValueError, match=r"NAME-symbol\.json.* alexnet, .*resnet50_v1.*"
+                                         r"Received: resnet19"):
+        load("resnet19")
+
+
+def test_a_file_that_is_no_symbol_is_named(tmp_path):
+    for content in (b"{}", b"no json", b"", b"\xff\x00"):
+        tmp_path.joinpath("net.json").write_bytes(content)
+        with pytest.raises(ValueError, match=r"cannot read this .*Received: .*net\.json"):
+            load(str(tmp_path / "net.json"))
