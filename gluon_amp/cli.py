@@ -1,22 +1,148 @@
-"""The command `gluon-amp`."""
+"""The command `gluon-amp`.
+
+A subcommand is an entry of `COMMANDS`. Its `run` imports the room that does the work, and
+returns the exit code, or None for 0. What a user can mend (a value, a file, a package that is
+missing, kernels that do not load) is told in one line on stderr, with the exit code 1; any other
+exception is a fault of this package, and shows its traceback, as `--debug` does for all.
+"""
 import argparse
-from typing import List, Optional
+import json
+import os
+import sys
+from typing import Callable, List, NamedTuple, Optional, Tuple
 
-from . import __version__
+from . import KernelError, __version__
+
+_MENDABLE = (ValueError, OSError, ImportError, KernelError)
 
 
-def main(arguments: Optional[List[str]] = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="gluon-amp", description="Mixed-precision training for Apache MXNet Gluon.")
-    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    demo = commands.add_parser("demo", help="train float32 and float16 side by side")
-    demo.add_argument("--epochs", type=int, default=8, help="passes over the images (8)")
+class _Command(NamedTuple):
+    """A subcommand: its name, a sentence for the help, lines that show its use, what adds its
+    arguments, and what runs it."""
+    name: str
+    help: str
+    examples: Tuple[str, ...]
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], Optional[int]]
+
+
+def main(arguments: Optional[List[str]] = None) -> int:
+    """Runs a subcommand, and returns the exit code."""
+    try:
+        try:
+            return _run(arguments)
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:  # nobody reads on, as in `gluon-amp doctor | head -1`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141  # as of a program that the signal ends
+    except KeyboardInterrupt:
+        return 130
+
+
+def _run(arguments: Optional[List[str]]) -> int:
+    parser = _parser()
     options = parser.parse_args(arguments)
+    if options.command is None:
+        parser.print_help(sys.stderr)
+        return 2
+    try:
+        return options.run(options) or 0
+    except _MENDABLE as error:
+        if isinstance(error, BrokenPipeError) or "debug" in options:
+            raise
+        print(f"gluon-amp {options.command}: {' '.join(str(error).split())}", file=sys.stderr)
+        return 1
 
-    from .demo import demo as run_demo
-    run_demo(epochs=options.epochs)
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="gluon-amp", description="Mixed-precision training for Apache MXNet Gluon.",
+        epilog="gluon-amp COMMAND --help tells more, with examples.")
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    for command in COMMANDS:
+        sub = commands.add_parser(
+            command.name, help=command.help, description=f"{command.help.capitalize()}.",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            epilog="\n  ".join(["examples:", *command.examples]))
+        command.add_arguments(sub)
+        sub.set_defaults(run=command.run)
+    for each in (parser, *commands.choices.values()):
+        each.add_argument("--debug", action="store_true", default=argparse.SUPPRESS,
+                          help="show the traceback of an error")
+    return parser
+
+
+def positive(text: str) -> int:
+    """The type of arguments that are whole numbers from 1 on."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number from 1 on. Received: {text!r}")
+    return int(text)
+
+
+# ---- the subcommands
+
+def _doctor_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", metavar="NAME",
+                        help="a network: of MXNet's model zoo, or an exported NAME-symbol.json")
+    parser.add_argument("--batch-size", type=positive, default=32, metavar="N", help="(32)")
+    parser.add_argument("--image-shape", type=_shape, default=(3, 224, 224), metavar="C,H,W",
+                        help="(3,224,224)")
+    parser.add_argument("--json", action="store_true", help="the same facts for machines")
+
+
+def _shape(text: str) -> Tuple[int, ...]:
+    return tuple(map(positive, text.split(",")))
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from . import doctor
+    facts = doctor.examine(options.model, options.batch_size, options.image_shape)
+    print(json.dumps(facts, indent=2) if options.json else doctor.describe(facts))
+    return 0 if facts["trains"] else 1
+
+
+def _demo_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--epochs", type=positive, default=8, help="passes over the images (8)")
+
+
+def _demo(options: argparse.Namespace) -> None:
+    from .demo import demo
+    demo(epochs=options.epochs)
+
+
+def _report_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("logs", nargs="+", metavar="LOG", help="logs of GluonCV and of MXNet's "
+                        "Module, log.jsonl of the recipes, CSV of errors by epoch")
+    parser.add_argument("-o", "--output", default="report", metavar="DIR",
+                        help="the folder to write to (report)")
+    parser.add_argument("--title", default="Training report", help="(Training report)")
+    parser.add_argument("--accuracy", type=float, metavar="SHARE", help="say how long each run "
+                        "took to reach it, such as 0.76 (default: what all runs reach)")
+
+
+def _report(options: argparse.Namespace) -> None:
+    from .report import report
+    print(report(options.logs, options.output, options.title, options.accuracy))
+
+
+COMMANDS = (
+    _Command("report", "tables and plots of training logs", (
+        "gluon-amp report float32.log float16.log -o report",
+        "gluon-amp report runs/*/log.jsonl -o report --accuracy 0.76",
+    ), _report_arguments, _report),
+    _Command("doctor", "what float16 would do here: the machine, and a network's costs", (
+        "gluon-amp doctor",
+        "gluon-amp doctor --model resnet50_v1 --batch-size 64",
+        "gluon-amp doctor --model net-symbol.json --image-shape 1,28,28 --json",
+    ), _doctor_arguments, _doctor),
+    _Command("demo", "train float32 and float16 side by side, on scanned digits", (
+        "gluon-amp demo",
+        "gluon-amp demo --epochs 2",
+    ), _demo_arguments, _demo),
+)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -22,8 +22,8 @@ def digits() -> Tuple[Any, Any, Any, Any]:
         from sklearn.datasets import load_digits
         from sklearn.model_selection import train_test_split
     except ImportError:
-        raise SystemExit("the demo's images come with scikit-learn: pip install "
-                         "'gluon-amp[demo]'") from None
+        raise ImportError("the demo's images come with scikit-learn: pip install "
+                          "'gluon-amp[demo]'") from None
     images, labels = load_digits(return_X_y=True)
     images = (images / 8 - 1).reshape(-1, 1, 8, 8).astype("float32")
     train, test, train_labels, test_labels = train_test_split(

@@ -96,7 +96,8 @@ def built(source, tmp_path_factory):
 
 
 def modules(source):
-    return {path.relative_to(source).as_posix() for path in source.glob("gluon_amp/**/*.py")}
+    return {path.relative_to(source).as_posix() for path in source.glob("gluon_amp/**/*.py")} \
+        | {"gluon_amp_command.py"}
 
 
 def train_in_new_environment(python, wheel, folder):
@@ -107,6 +108,8 @@ def train_in_new_environment(python, wheel, folder):
     result = json.loads(output(installed, "-c", TRAIN, cwd=folder).splitlines()[-1])
     assert (folder / "env").resolve() in Path(result["file"]).resolve().parents
     assert f"-{result['version']}-" in wheel.name
+    command = folder / "env" / "bin" / "gluon-amp"
+    assert output(command, "--version", cwd=folder) == f"gluon-amp {result['version']}\n"
     assert result["weight"] == "float16"
     assert all(map(math.isfinite, result["losses"]))
     assert result["losses"][-1] < result["losses"][0]
@@ -120,7 +123,6 @@ def test_one_wheel_serves_every_python_3_of_a_platform(built):
 
 
 def test_the_wheel_holds_every_module_and_the_types(built, source):
-    assert modules(source)
     assert modules(source) | {"gluon_amp/py.typed"} <= built.in_wheel
 
 
