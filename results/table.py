@@ -1,9 +1,13 @@
-"""The table of a folder of logs: python results/table.py results/fine_tune_symbolic ..."""
+"""The table of a folder of logs: python results/table.py results/fine_tune_symbolic ...
+
+Runs of one seed begin with the same weights and see the images in the same order, so they are
+compared one by one: the interval is that of the mean of their differences.
+"""
 import json
 import re
 import sys
 from pathlib import Path
-from statistics import mean, stdev, variance
+from statistics import mean, stdev
 
 from scipy.stats import t
 
@@ -18,23 +22,19 @@ def result(path):
         log.count("step skipped")
 
 
-def interval(a, b):
-    """Half the width of the 95 % interval of the difference of means, after Welch."""
-    va, vb = variance(a) / len(a), variance(b) / len(b)
-    freedom = (va + vb) ** 2 / (va ** 2 / (len(a) - 1) + vb ** 2 / (len(b) - 1))
-    return t.ppf(0.975, freedom) * (va + vb) ** 0.5
-
-
 for folder in map(Path, sys.argv[1:]):
-    print(f"\n{folder.name}\n\n| dtype | test accuracy of each seed | mean | standard deviation "
-          "| skipped steps |\n| --- | --- | --- | --- | --- |")
-    runs = {}
-    for dtype in ("float32", "float16"):
-        results = [result(path) for path in sorted(folder.glob(f"{dtype}-seed*.log"))]
-        runs[dtype] = [accuracy for accuracy, _ in results]
-        print(f"| {dtype} | {', '.join(f'{a:.2f}' for a in runs[dtype])} "
-              f"| {mean(runs[dtype]):.2f} | {stdev(runs[dtype]):.2f} "
-              f"| {', '.join(str(skipped) for _, skipped in results)} |")
-    difference = mean(runs["float16"]) - mean(runs["float32"])
-    print(f"\nfloat16 - float32: {difference:+.2f} ± {interval(*runs.values()):.2f} points "
-          "(95 % interval)")
+    kinds = {path.name.rsplit("-", 1)[0] for path in folder.glob("*-seed*.log")}
+    print(f"\n{folder.name}\n\n| runs | test accuracy of each seed | mean | standard deviation "
+          "| skipped steps | minus float32 (95 %) |\n| --- | --- | --- | --- | --- | --- |")
+    for kind in sorted(kinds, key=lambda kind: (kind != "float32", kind)):
+        results = [result(path) for path in sorted(folder.glob(f"{kind}-seed*.log"))]
+        accuracies = [accuracy for accuracy, _ in results]
+        if kind == "float32":
+            reference, difference = accuracies, ""
+        else:
+            differences = [a - b for a, b in zip(accuracies, reference)]
+            half = t.ppf(0.975, len(differences) - 1) * stdev(differences) / len(differences) ** 0.5
+            difference = f"{mean(differences):+.2f} ± {half:.2f}"
+        print(f"| {kind} | {', '.join(f'{a:.2f}' for a in accuracies)} | {mean(accuracies):.2f} "
+              f"| {stdev(accuracies):.2f} | {', '.join(str(skipped) for _, skipped in results)} "
+              f"| {difference} |")

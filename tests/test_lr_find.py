@@ -13,9 +13,10 @@ LOSS = gluon.loss.L2Loss()
 
 def made(policy="float16", cls=amp.Trainer, name="sgd", **kwargs):
     mx.random.seed(2)
-    net = nn.HybridSequential()
-    net.add(nn.Dense(8, in_units=4, activation="tanh"), nn.BatchNorm(in_channels=8),
-            nn.Dense(1, in_units=8))
+    net = nn.HybridSequential(prefix="net_")  # the Trainer sorts names: dense10 before dense9
+    with net.name_scope():
+        net.add(nn.Dense(8, in_units=4, activation="tanh"), nn.BatchNorm(in_channels=8),
+                nn.Dense(1, in_units=8))
     net.initialize(mx.init.Xavier())
     amp.convert(net, policy)
     return net, cls(net.collect_params(), name, {"learning_rate": 0.01}, **kwargs)
