@@ -2,6 +2,8 @@
 # make test    run all tests
 # make setup   only make .venv
 # make lint    ruff and mypy
+# make docs    build the documentation: docs/_build/html
+# make results   draw results/imagenet anew, byte for byte
 # make bench   step time and memory, float16 over float32; what loss scaling costs
 # PYTHON=python3.10 make demo    with another Python (3.8 to 3.12)
 
@@ -9,7 +11,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 BUILT_FROM := setup.py pyproject.toml gluon_amp/cpu/kernels.cc
 
-.PHONY: demo test setup lint bench check clean
+.PHONY: demo test setup lint docs results bench check clean
 .DELETE_ON_ERROR:
 
 demo: .venv/demo
@@ -21,6 +23,13 @@ test: .venv/test
 lint: .venv/test
 	$(BIN)/ruff check .
 	$(BIN)/mypy gluon_amp
+
+docs: .venv/docs
+	$(BIN)/python -W ignore -m sphinx -W --keep-going -n -q docs docs/_build/html
+	@echo "built docs/_build/html/index.html"
+
+results: .venv/test
+	$(BIN)/python -W ignore results/imagenet/build.py
 
 bench: .venv/test
 	$(BIN)/python -W ignore benchmarks/step_time.py
@@ -43,6 +52,10 @@ check:
 	$(BIN)/python -m pip install -q -e '.[cpu,demo]'
 	touch $@
 
+.venv/docs: .venv/setup
+	$(BIN)/python -m pip install -q -e '.[cpu,docs]'
+	touch $@
+
 # gluoncv alone: what it asks for besides, its model zoo does not use
 .venv/test: .venv/setup
 	$(BIN)/python -m pip install -q -e '.[cpu,test]'
@@ -51,4 +64,4 @@ check:
 	touch $@
 
 clean:
-	rm -rf .venv build dist *.egg-info gluon_amp/cpu/*.so
+	rm -rf .venv build dist *.egg-info gluon_amp/cpu/*.so docs/_build docs/figures

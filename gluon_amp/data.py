@@ -15,6 +15,9 @@ class Cast:
 
         dataset.transform(gluon_amp.data.Cast())         # of (data, label)
         dataset.transform_first(gluon_amp.data.Cast())   # of data alone
+
+    Args:
+        dtype: "float16" or "float32". Integers stay integers.
     """
 
     def __init__(self, dtype: str = "float16") -> None:

@@ -1,0 +1,176 @@
+"""Draws the documentation's figures, from runs of small networks. Sphinx calls `draw`.
+
+    python docs/figures.py FOLDER
+"""
+import math
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+import gluon_amp as amp
+import mxnet as mx
+import numpy as np
+from gluon_amp.demo import digits, network
+from matplotlib.figure import Figure
+from mxnet import autograd, gluon
+
+BLUE, SKY, RED, GREEN = "#0072b2", "#56b4e9", "#d55e00", "#009e73"
+RESULTS = Path(__file__).parents[1] / "results"
+LEAST, LEAST_NORMAL = 2.0 ** -24, 2.0 ** -14  # of float16: at all, and with all bits
+
+
+def draw(folder):
+    """Writes all figures as PNG files."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, figure in (("float16", what_float16_holds()), ("gradients", gradients()),
+                         ("loss_scale", life_of_a_loss_scale())):
+        figure.savefig(folder / f"{name}.png", dpi=150)
+    with tempfile.TemporaryDirectory() as reports:  # of logs that are committed
+        amp.report(sorted(RESULTS.glob("cifar10_symbolic/*.log")), reports)
+        shutil.copy(Path(reports, "validation_error.png"), folder / "cifar10.png")
+
+
+# ---- what float16 holds
+
+def what_float16_holds():
+    """The rounding error of numbers from 1e-9 to 1e7, in three types."""
+    numbers = np.logspace(-9, 7, 6001)
+    figure = Figure(figsize=(7.5, 3.8), layout="constrained")
+    axes = figure.add_subplot()
+    axes.axvspan(1e-9, LEAST / 2, color="0.82")
+    axes.axvspan(LEAST / 2, LEAST_NORMAL, color="0.92")
+    axes.axvspan(65520, 1e7, color="0.82")
+    for name, bits, least, color, style in (("bfloat16", 8, 2.0 ** -126, GREEN, ":"),
+                                            ("float16", 11, LEAST_NORMAL, RED, "-"),
+                                            ("float32", 24, 2.0 ** -126, BLUE, "--")):
+        inside = numbers[numbers < 65520] if name == "float16" else numbers
+        _, exponents = np.frexp(np.maximum(inside, least))
+        error = np.exp2(exponents - bits - 1) / inside
+        axes.plot(inside, np.minimum(error, 1), color=color, linestyle=style, linewidth=1.2,
+                  label=name)
+    for x, text in ((4e-9, "0"), (1.4e-6, "fewer bits"), (2, "all bits"), (9e5, "infinite")):
+        axes.text(x, 3, text, ha="center", va="center", color="0.2")
+    axes.set(xscale="log", yscale="log", xlim=(1e-9, 1e7), ylim=(1e-8, 10),
+             xlabel="a number", ylabel="largest relative error\nwhen it is rounded")
+    axes.legend(loc="center", bbox_to_anchor=(0.62, 0.3))
+    axes.grid(alpha=0.3)
+    return figure
+
+
+# ---- gradients of a small network
+
+def batches(size, seed=0):
+    """Batches of digits, for ever."""
+    images, labels, _, _ = digits()
+    order = np.random.RandomState(seed)
+    while True:
+        for part in np.array_split(order.permutation(len(labels)), len(labels) // size):
+            yield mx.nd.array(images[part]), mx.nd.array(labels[part])
+
+
+def new_network():
+    mx.random.seed(1)
+    np.random.seed(1)
+    net = network()
+    net.initialize(mx.init.Xavier())
+    net.hybridize()
+    return net
+
+
+def activation_gradients(steps):
+    """The gradients of all activations in float32, after so many steps."""
+    net, loss_fn = new_network(), gluon.loss.SoftmaxCrossEntropyLoss()
+    trainer = gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.05, "momentum": 0.9})
+    source = batches(64)
+    for _ in range(steps):
+        data, label = next(source)
+        with autograd.record():
+            loss = loss_fn(net(data), label)
+        loss.backward()
+        trainer.step(len(label))
+    x, label = next(source)
+    zeros = []  # added to the activations: their gradients are the activations'
+    with autograd.record():
+        for layer in net:
+            x = layer(x)
+            zeros.append(mx.nd.zeros_like(x.detach()))
+            zeros[-1].attach_grad()
+            x = x + zeros[-1]
+        loss = loss_fn(x, label)
+    loss.backward()
+    return np.abs(np.concatenate([zero.grad.asnumpy().ravel() for zero in zeros]))
+
+
+def gradients():
+    """Their histogram against float16's range, without and with a scale."""
+    found = activation_gradients(steps=600)
+    found = found[found > 0]  # behind a relu many are 0 in any type
+    bins = np.arange(-38, 18)
+    figure = Figure(figsize=(7.5, 4.8), layout="constrained")
+    panels = figure.subplots(2, 1, sharex=True, sharey=True)
+    for axes, scale in zip(panels, (1, 2.0 ** 13)):
+        scaled = found * scale
+        lost, whole = scaled <= LEAST / 2, scaled >= LEAST_NORMAL
+        for which, label, color, hatch in (
+                (lost, "0 in float16", RED, "xxxx"), (~lost & ~whole, "fewer bits", SKY, "////"),
+                (whole, "all bits", BLUE, None)):
+            axes.hist(np.log2(scaled[which]), bins, color=color, hatch=hatch, edgecolor="white",
+                      weights=np.full(which.sum(), 100 / len(found)), linewidth=0.4, label=label)
+        for edge in (-25, -14, 16):
+            axes.axvline(edge, color="0.2", linestyle="--", linewidth=1)
+        axes.set(xlim=(-38, 17), ylabel="% of gradients")
+        title = "no loss scale" if scale == 1 else f"loss scale {scale:,.0f}"
+        axes.set_title(f"{title}: {100 * lost.mean():.1f} % become 0, "
+                       f"{100 * (~lost & ~whole).mean():.1f} % have fewer bits",
+                       fontsize=10, loc="left")
+        axes.grid(alpha=0.3)
+    panels[0].legend(loc="upper right", bbox_to_anchor=(0.97, 1))
+    ticks = np.arange(-32, 17, 8)
+    panels[1].set_xticks(ticks, [f"$2^{{{t}}}$" for t in ticks])
+    panels[1].set_xlabel("gradient times scale")
+    return figure
+
+
+# ---- the life of a dynamic scale
+
+def scale_over_steps(steps):
+    """The scale and whether it updated, at each step of a float16 training."""
+    net = amp.convert(new_network())
+    loss_fn, source = gluon.loss.SoftmaxCrossEntropyLoss(), batches(64)
+    scale = amp.DynamicLossScale(initial=2.0 ** 24, maximum=2.0 ** 24, growth_interval=30)
+    trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.05, "momentum": 0.9},
+                          loss_scale=scale)
+    scales, updated = [], []
+    for _ in range(steps):
+        data, label = next(source)
+        with autograd.record():
+            loss = loss_fn(net(data), label)
+        scales.append(trainer.loss_scale)
+        trainer.backward(loss)
+        updated.append(trainer.step(len(label)))
+    return scales, updated
+
+
+def life_of_a_loss_scale():
+    scales, updated = scale_over_steps(300)
+    exponents = [math.log2(s) for s in scales]
+    figure = Figure(figsize=(7.5, 3.4), layout="constrained")
+    axes = figure.add_subplot()
+    axes.step(range(len(scales)), exponents, where="post", color=BLUE, linewidth=2,
+              label="loss scale")
+    skipped = [i for i, good in enumerate(updated) if not good]
+    axes.plot(skipped, [exponents[i] for i in skipped], "x", color=RED, markersize=8,
+              markeredgewidth=2, label="step skipped")
+    low, high = math.floor(min(exponents)), math.ceil(max(exponents))
+    ticks = range(high, low - 1, -3)
+    axes.set_yticks(list(ticks), [f"$2^{{{t}}}$" for t in ticks])
+    axes.set(xlabel="step", ylabel="loss scale", ylim=(low - 0.5, high + 0.5), xlim=(-6, 304))
+    axes.legend(loc="upper right")
+    axes.grid(alpha=0.3)
+    return figure
+
+
+if __name__ == "__main__":
+    draw(*sys.argv[1:])

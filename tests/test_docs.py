@@ -1,0 +1,244 @@
+"""README.md and docs/: their code runs, their commands exist, and Sphinx builds them."""
+import argparse
+import contextlib
+import doctest
+import importlib
+import io
+import logging
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import gluon_amp
+import pytest
+from gluon_amp._mxnet import mx
+from gluon_amp.cli import main as gluon_amp_command
+from markdown_it import MarkdownIt
+from sybil.document import Document
+from sybil.parsers.markdown import CodeBlockParser
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+COMMANDS = {"sh", "console"}
+# Not run: what commands print, and Sphinx's own.
+LANGUAGES = {"python", "output", "diff", "text", *COMMANDS}
+each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+
+
+def of_page(page):
+    """The tokens of a page, without those of Sphinx."""
+    tokens = MarkdownIt("commonmark").enable("table").parse(page.read_text())
+    return [t for token in tokens for t in [token, *(token.children or [])]
+            if not token.info.startswith("{")]
+
+
+# ---- code blocks -----------------------------------------------------------
+
+
+class Runner:
+    """Runs the blocks of a page in its namespace, one after the other.
+
+    python    is run
+    output    is what the python blocks since the last one have printed, `...` for any text
+    diff      is two scripts, of which both are run; the names of the new one stay
+    """
+
+    def __init__(self):
+        self.printed = io.StringIO()
+        self.parsers = [CodeBlockParser("python", self.python),
+                        CodeBlockParser("output", self.output), CodeBlockParser("diff", self.diff)]
+
+    def run(self, page):
+        with mx.name.NameManager():  # names such as dense0_ are counted from 0
+            for example in Document.parse(str(page), *self.parsers):
+                example.evaluate()
+
+    def python(self, example, source=None, names=None):
+        lines = "\n" * (example.line + example.parsed.line_offset)
+        code = compile(lines + (source or example.parsed), example.path, "exec")
+        with contextlib.redirect_stdout(self.printed):
+            exec(code, example.namespace if names is None else names)
+
+    def diff(self, example):
+        lines = example.parsed.splitlines()
+        assert {line[:1] for line in lines} <= set("+- ") | {""}, "a line without its mark"
+        old, new = ("\n".join("" if line[:1] in gone else line[1:] for line in lines)
+                    for gone in "+-")
+        self.python(example, old, dict(example.namespace))
+        self.python(example, new)
+
+    def output(self, example):
+        printed, self.printed = self.printed.getvalue(), io.StringIO()
+        flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+        if not doctest.OutputChecker().check_output(example.parsed, printed, flags):
+            raise AssertionError(f"{example.path}:{example.line}: it prints\n{printed}")
+
+
+@pytest.fixture()
+def same_log():
+    """A page may switch the log on."""
+    log = logging.getLogger("gluon_amp")
+    level, handlers = log.level, list(log.handlers)
+    yield
+    log.setLevel(level)
+    log.handlers[:] = handlers
+
+
+@each_page
+def test_code_runs(page, tmp_path, monkeypatch, same_log):
+    monkeypatch.chdir(tmp_path)
+    Runner().run(page)
+
+
+@each_page
+def test_every_block_has_a_language(page):
+    """So none escapes the tests."""
+    for token in of_page(page):
+        assert token.type != "code_block", f"line {token.map[0] + 1}: indented, not fenced"
+        if token.type == "fence":
+            assert token.info in LANGUAGES, f"line {token.map[0] + 1}: {token.info!r}"
+
+
+# ---- commands --------------------------------------------------------------
+
+
+class Parsed(BaseException):
+    """The script has parsed its arguments; it shall not run."""
+
+
+def parse(main, arguments, monkeypatch):
+    parse_args = argparse.ArgumentParser.parse_args
+
+    def stop(self, args=None, namespace=None):
+        parse_args(self, args, namespace)
+        raise Parsed
+
+    with monkeypatch.context() as patched:
+        patched.setattr(argparse.ArgumentParser, "parse_args", stop)
+        with pytest.raises((Parsed, SystemExit)) as raised:
+            main(arguments)
+    if raised.type is SystemExit and raised.value.code != 0:  # 0: --help
+        raise raised.value
+
+
+def check_command(line, monkeypatch):
+    """An error if a command, its script or one of its arguments does not exist."""
+    words = shlex.split(re.sub(r"^\$ ", "", line), comments=True)
+    while words and re.match(r"\w+=", words[0]):
+        del words[0]  # variables of the environment
+    if not words:
+        return
+    program, *arguments = words
+    if program == "make":
+        targets = re.findall(r"^([\w.-]+):(?!=)", (ROOT / "Makefile").read_text(), re.M)
+        assert {a for a in arguments if "=" not in a and a != "-B"} <= set(targets)
+    elif program == "pip":
+        project = (ROOT / "pyproject.toml").read_text()
+        extras = project.partition("[project.optional-dependencies]")[2].partition("\n[")[0]
+        known = re.findall(r"^([\w-]+) = \[", extras, re.M)
+        for names in re.findall(r"(?:^|\s)(?:\.|gluon-amp)\[([\w,-]+)\]", " ".join(arguments)):
+            assert set(names.split(",")) <= set(known)
+    elif program == "gluon-amp":
+        parse(gluon_amp_command, arguments, monkeypatch)
+    elif program == "python" and arguments[0].startswith("example/"):
+        script = ROOT / arguments[0]
+        assert script.exists()
+        monkeypatch.syspath_prepend(str(script.parent))
+        parse(importlib.import_module(script.stem).main, arguments[1:], monkeypatch)
+    elif program in ("python", "bash"):
+        assert (ROOT / arguments[0]).exists()
+    else:
+        assert program in ("apt", "cd"), f"nobody looks after {program}"
+
+
+def commands(page):
+    """The lines of shell blocks, and the commands with arguments in running text."""
+    for token in of_page(page):
+        if token.type == "fence" and token.info in COMMANDS:
+            yield from token.content.replace("\\\n", " ").splitlines()
+        elif token.type == "code_inline" and re.match(
+                r"(\w+=\S+ )?(make|gluon-amp|python example/\S+|pip install) \S", token.content):
+            named_only = re.fullmatch(r"gluon-amp \w+", token.content)
+            yield token.content + " --help" * bool(named_only)
+
+
+@each_page
+def test_commands_exist(page, monkeypatch, capsys):
+    for line in commands(page):
+        try:
+            check_command(line, monkeypatch)
+        except (AssertionError, SystemExit) as error:
+            pytest.fail(f"{line}: {capsys.readouterr().err or error}")
+
+
+@each_page
+def test_links_lead_somewhere(page):
+    for token in of_page(page):
+        where = (token.attrs or {}).get("href") or (token.attrs or {}).get("src") or ""
+        path = where.partition("#")[0]
+        drawn = page.parent.name == "docs" and path.startswith("figures/")  # by the build
+        assert "://" in where or drawn or (page.parent / path).exists(), where
+
+
+@pytest.mark.parametrize("line", [
+    "gluon-amp train", "gluon-amp demo --epochs many", "make tea", "pip install '.[cpu,tpu]'",
+    "python example/image_classification.py --no-such-flag", "python example/missing.py",
+    "python example/lr_find.py --stepss 3", "python missing.py", "conda install mxnet"])
+def test_a_wrong_command_is_found(line, monkeypatch, capsys):
+    with pytest.raises((AssertionError, SystemExit)):
+        check_command(line, monkeypatch)
+
+
+@pytest.mark.parametrize("page", [
+    "```python\n1 / 0\n```", "```python\nprint(2)\n```\n\n```output\n3\n```",
+    "```diff\n-x = 1\n+x = 2\n assert x == 2\n```", "```diff\nx = 1\n```"])
+def test_a_wrong_block_is_found(page, tmp_path):
+    (tmp_path / "page.md").write_text(page + "\n")
+    with pytest.raises((AssertionError, ZeroDivisionError)):
+        Runner().run(tmp_path / "page.md")
+
+
+# ---- Sphinx ----------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """What `make docs` does, into another folder."""
+    html = tmp_path_factory.mktemp("html")
+    sphinx = "-m sphinx -W --keep-going -n -q -b html".split()
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", *sphinx, "-d", str(html / "doctrees"),
+         str(ROOT / "docs"), str(html)],
+        env={**os.environ, "OMP_NUM_THREADS": "2"}, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    return html
+
+
+def test_sphinx_builds_without_a_warning(built):
+    for page in (ROOT / "docs").glob("*.md"):
+        text = (built / page.with_suffix(".html").name).read_text()
+        assert "<h1>" in text
+        assert "system-message" not in text
+
+
+def test_every_public_name_is_in_the_reference(built):
+    reference = (built / "api.html").read_text()
+    for name in gluon_amp.__all__:
+        assert re.search(rf'id="(module-)?gluon_amp\.{name}"', reference), name
+
+
+def test_examples_in_docstrings_are_code(built):
+    """An indented part of a docstring, not a quotation."""
+    reference = (built / "api.html").read_text()
+    assert "<blockquote" not in reference
+    assert len(re.findall('<div class="highlight', reference)) >= 4
+
+
+def test_the_figures_are_drawn(built):
+    used = re.findall(r"figures/([\w]+\.png)", "".join(p.read_text() for p in PAGES))
+    assert used
+    for name in used:
+        assert (built / "_images" / name).read_bytes().startswith(b"\x89PNG")
