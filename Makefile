@@ -64,4 +64,4 @@ check:
 	touch $@
 
 clean:
-	rm -rf .venv build dist *.egg-info gluon_amp/cpu/*.so docs/_build docs/figures
+	rm -rf .venv build dist *.egg-info gluon_amp/cpu/*.so docs/_build
