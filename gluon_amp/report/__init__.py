@@ -57,9 +57,9 @@ def _writer(content: bytes) -> Callable[[str], None]:
 
 
 def _reached_by_all(runs: List[Run]) -> Optional[float]:
-    """The whole percent of accuracy that every run reached once."""
+    """The whole percent of accuracy, from 1 on, that every run reached once."""
     best = [run.best[1] for run in runs if run.best]
-    return math.floor(100 * (1 - max(best)) + 1e-9) / 100 if best else None
+    return (math.floor(100 * (1 - max(best)) + 1e-9) / 100 if best and max(best) < 1 else 0) or None
 
 
 __all__ = ["Run", "read", "report"]

@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass
 from typing import Any, Dict, List, Optional, Tuple
 
-from .runs import FLOAT32, RESUMING, Run
+from .runs import FLOAT32, RESUMING, Run, plain
 
 PRECISION = {"dtype", "policy", "loss_scale"}
 PATHS = re.compile(r"rec_\w+|data_(train|val)|\w*(dir|file|path|prefix|params|states)")
@@ -28,10 +28,9 @@ class Pair:
             return None
         if self.float32.speed and self.low.speed:
             return self.low.speed / self.float32.speed
-        if self.float32.hours and self.low.hours and self.float32.epochs.keys() == \
-                self.low.epochs.keys():
-            return self.float32.hours[-1] / self.low.hours[-1]
-        return None
+        high, low = self.float32.hours, self.low.hours
+        same = self.float32.epochs.keys() == self.low.epochs.keys() and len(high) == len(low)
+        return high[-1] / low[-1] if same and high and high[-1] and low[-1] else None
 
     def explain(self) -> str:
         """How the recipes differ, in words."""
@@ -76,4 +75,4 @@ def _differences(a: Run, b: Run) -> Dict[str, Tuple[Any, Any]]:
 
 
 def _show(value: Any) -> str:
-    return "not given" if value is None else str(value)
+    return "not given" if value is None else plain(value)

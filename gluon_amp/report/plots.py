@@ -5,6 +5,7 @@ color-blind can tell it apart, and lines are named at their ends where there is 
 """
 import io
 import re
+import warnings
 from dataclasses import dataclass
 from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
@@ -13,15 +14,18 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from .compare import recipe
-from .runs import FLOAT32, Run
+from .runs import FLOAT32, Run, plain
 
 INK = "#1f2329"  # of text and axes
 PALETTE = (INK, "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
-STYLE = {"svg.hashsalt": "gluon_amp", "text.parse_math": False, "font.family": "DejaVu Sans",
-         "font.size": 10, "text.color": INK, "axes.labelcolor": INK, "axes.edgecolor": INK,
-         "xtick.color": INK, "ytick.color": INK, "axes.spines.top": False,
-         "axes.spines.right": False, "axes.grid": True, "grid.color": "#808080",
-         "grid.alpha": 0.25, "lines.linewidth": 1.8, "path.simplify": False}
+DRAWN = re.compile(r"(axes|figure|font|grid|legend|lines|path|savefig|svg|text|[xy]tick)\.")
+STYLE = {  # whatever style the caller has set
+    **{name: value for name, value in matplotlib.rcParamsDefault.items() if DRAWN.match(name)},
+    "svg.hashsalt": "gluon_amp", "text.parse_math": False, "font.family": "DejaVu Sans",
+    "font.size": 10, "text.color": INK, "axes.labelcolor": INK, "axes.edgecolor": INK,
+    "xtick.color": INK, "ytick.color": INK, "axes.spines.top": False, "axes.spines.right": False,
+    "axes.grid": True, "grid.color": "#808080", "grid.alpha": 0.25, "lines.linewidth": 1.8,
+    "path.simplify": False}
 NAMED = 8  # so many lines can be named at their ends
 LONGEST_NAME = 26
 ROOM = 0.055  # of a name, as a share of the axes' height
@@ -75,7 +79,7 @@ def _steps(run: Run, values: Sequence[Optional[float]]) -> List[Tuple[float, flo
         return []
     times = [epoch + (batch + 1) / run.batches for epoch, batch, _, _ in run.trace]
     known = [(time, value) for time, value in zip(times, values) if value is not None]
-    return [*known, (max(run.epochs) + 1, known[-1][1])] if known else []
+    return [*known, (max(max(run.epochs) + 1, known[-1][0]), known[-1][1])] if known else []
 
 
 Kind = Tuple[str, List[Run]]
@@ -94,7 +98,8 @@ def _kinds(runs: List[Run]) -> List[Kind]:
         if len(set(names)) == len(names):
             break
     else:
-        names = [of[0].name for of in groups.values()]
+        names = [of[0].name + (f" and {len(of) - 1} more" if len(of) > 1 else "")
+                 for of in groups.values()]
     return list(zip(names, groups.values()))
 
 
@@ -126,8 +131,11 @@ def _draw(chart: _Chart, kinds: List[Kind]) -> Optional[Plot]:
              for i, (label, runs) in enumerate(kinds) for run in runs if chart.points(run)]
     if not lines:
         return None
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(7.2, 4.2), layout="constrained")
+    several = len({label for _, label, *_ in lines})
+    legend = 0.0 if several <= NAMED else 0.09 * several  # its height
+    with matplotlib.rc_context(STYLE), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing from", UserWarning)
+        figure = Figure(figsize=(7.2, 4.2 + legend), layout="constrained")
         axes = figure.add_subplot()
         ends: Dict[str, _End] = {}
         for i, label, run, line in lines:
@@ -145,7 +153,7 @@ def _draw(chart: _Chart, kinds: List[Kind]) -> Optional[Plot]:
         axes.set_ylabel(chart.y)
         axes.margins(x=0.02)
         _set_scales(axes, chart, [y for *_, line in lines for _, y in line])
-        if len(ends) <= NAMED:
+        if not legend:
             _name_ends(figure, axes, list(ends.values()))
         else:
             figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=8)
@@ -154,7 +162,9 @@ def _draw(chart: _Chart, kinds: List[Kind]) -> Optional[Plot]:
 
 def _set_scales(axes: Any, chart: _Chart, values: List[float]) -> None:
     if chart.x == "epoch":
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+        low, high = axes.get_xlim()
+        axes.set_xlim(min(low, (low + high) / 2 - 0.5), max(high, (low + high) / 2 + 0.5))
     if "error" in chart.y:
         small = max(values) - min(values) < 0.1
         axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=int(small)))
@@ -164,6 +174,8 @@ def _set_scales(axes: Any, chart: _Chart, values: List[float]) -> None:
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:,g}")
     else:
         axes.set_ylim(bottom=0)
+        if chart.name == "skipped_steps":
+            axes.yaxis.set_major_locator(MaxNLocator(integer=True))
 
 
 class _End(NamedTuple):
@@ -191,8 +203,11 @@ def _name_ends(figure: Figure, axes: Any, ends: List[_End]) -> None:
 
 
 def _short(label: str) -> str:
-    label = re.sub(r"\s+", " ", label)
-    return label if len(label) <= LONGEST_NAME else label[:LONGEST_NAME - 1] + "…"
+    """With its beginning and its end; legends leave out what begins with _."""
+    label = plain(label)
+    half = LONGEST_NAME // 2
+    label = label if len(label) <= LONGEST_NAME else f"{label[:half]}…{label[1 - half:]}"
+    return f" {label}" if label.startswith("_") else label
 
 
 def _alt(chart: _Chart, lines: List[Any]) -> str:

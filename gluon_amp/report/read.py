@@ -17,26 +17,29 @@ import json
 import math
 import re
 from functools import partial
-from itertools import groupby
+from itertools import groupby, product
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, Dict, Iterable, List, Optional, Sequence
 
 from . import tables
-from .runs import Epoch, Run
+from .runs import Epoch, Run, plain
 
 LONGEST_LINE = 2 ** 16  # a file without line ends is read in pieces
 AT_ONCE = 10000  # lines
 HEADER = re.compile(rb"Namespace\((.*)\)")
-BATCH = re.compile(rb"Epoch\[(\d+)\] Batch \[(?:\d+-)?(\d+)\]\s+"
+BATCH = re.compile(rb"Epoch\[(\d{1,9})\] Batch \[(?:\d+-)?(\d{1,9})\]\s+"
                    rb"Speed: (\d+(?:\.\d+)?) samples/sec(.*)")
-RESULTS = re.compile(rb"\[Epoch (\d+)\] (training: |validation: )?(.*)|"
-                     rb"Epoch\[(\d+)\] (Train-|Validation-)?((?:\S+|Time cost)=.*)")
+RESULTS = re.compile(rb"\[Epoch (\d{1,9})\] (training: |validation: )?(.*)|"
+                     rb"Epoch\[(\d{1,9})\] (Train-|Validation-)?((?:\S+|Time cost)=.*)")
 RATE = re.compile(rb"Update\[\d+\]: Change learning rate to (\S+)")
-# What was cut off in the middle of a number must not pass for a shorter number.
+# What was cut off in the middle of a number must not pass for a shorter number, nor, where another
+# log goes on in the same line, for a longer one.
 WHOLE = re.compile(rb"\.\d{6}$|Time cost=\d+\.\d{3}$")
-VALUE = re.compile(r"([A-Za-z][\w-]*(?: cost)?)(?:=|: )([-+]?(?:\d[\d.]*(?:e[-+]?\d+)?|nan|inf))")
+VALUE = re.compile(r"([A-Za-z][\w-]*(?: cost)?)(?:=|: )"
+                   r"([-+]?(?:\d[\d.]*(?:e[-+]?\d+)?|nan|inf))(?=s?(?:[\s,;)]|$))")
 ARGUMENT = re.compile(r"""(\w+)=('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|\[[^]]*\]|\([^)]*\)|[^,]*)""")
+ENDING = r"\.(log|jsonl?|csv|txt)$"  # of a file's name: no part of a run's
 # Names of errors, and of accuracies.
 TOP1 = (("err-top1", "top1-err", "err_top1", "top1_err"), ("accuracy", "acc", "top1-acc", "val"))
 TOP5 = (("err-top5", "top5-err", "err_top5", "top5_err"), ("top_k_accuracy_5", "top5-acc"))
@@ -49,17 +52,20 @@ def read(paths: Iterable[Any]) -> List[Run]:
     for path, name in zip(paths, _names(paths)):
         if path.is_dir():
             raise ValueError(f"{path} is a folder. Give its logs, such as {path / '*.log'}")
+        if path.exists() and not path.is_file():
+            raise ValueError(f"{path} is a pipe or device, and logs are read twice. Give a file")
         runs += tables.read(path, name) if tables.is_table(path) else _Log(path, name).runs
     for i, run in enumerate(runs):
+        run.name = plain(run.name)
         same = sum(other.name == run.name for other in runs[:i])
         run.name += f" [{same + 1}]" if same else ""
     return runs
 
 
 def _names(paths: List[Path]) -> List[str]:
-    """Stems, and as much of the folders as tells them apart."""
-    for parts in range(1, 20):
-        names = ["/".join(path.with_suffix("").parts[-parts:]) for path in paths]
+    """Without endings and folders, or with as much of both as tells them apart."""
+    for ending, parts in product((ENDING, "$"), range(1, 20)):
+        names = [re.sub(ending, "", "/".join(path.parts[-parts:])) for path in paths]
         if len(set(names)) == len(set(paths)) and "log" not in names:
             break
     return [name[:-len("/log")] if name.endswith("/log") else name for name in names]
@@ -79,19 +85,18 @@ class _Log:
         batches: List[bytes] = []
         with open(path, "rb") as file:
             for count, line in enumerate(iter(partial(file.readline, LONGEST_LINE), b""), 1):
-                if b"] Batch [" in line and len(batches) < AT_ONCE:
-                    batches.append(line)
-                    continue
-                if batches:
+                batch = b"] Batch [" in line and b"Namespace(" not in line
+                if batches and not (batch and len(batches) < AT_ONCE):
                     self._batches(batches)
-                if b"] Batch [" in line:
-                    batches = [line]
+                if batch:
+                    batches.append(line)
                 elif not self._other(line) and line.strip() and not odd:
                     odd = f"line {count}: {line.decode(errors='replace').strip()!r:.80}"
+        began = bool(self.runs or batches or self.header)
         self.runs = [run for run in self.runs if run.epochs]
         if not self.runs:
             raise ValueError(f"{path} is no training log: " + (
-                f"its first odd line is {odd}" if odd else "it has no whole epoch") +
+                "it has no whole epoch" if began or not odd else f"its first odd line is {odd}") +
                 ". Known: logs of GluonCV and MXNet's Module, log.jsonl, CSV with a column epoch")
         for i, run in enumerate(self.runs):
             run.name += f" ({i + 1})" if len(self.runs) > 1 else ""
@@ -100,14 +105,15 @@ class _Log:
         """Lines of batches, one behind the other: at once, since most lines of a log are such."""
         for number, entries in groupby(BATCH.findall(b"".join(lines)), itemgetter(0)):
             self._go_to(int(number))
-            speeds = []
+            speeds, scaling = [], b""
             for _, batch, speed, tail in entries:
                 speeds.append(float(speed))
-                if b"loss-scale=" in tail:
-                    values = _values(tail)
+                at = tail.find(b"loss-scale=")
+                if at >= 0 and tail[at:] != scaling:
+                    scaling, values = tail[at:], _values(tail)
                     self.runs[-1].follow(self.number, int(batch), values.get("loss-scale"),
                                          values.get("skipped"))
-            self.intervals += len(speeds)
+            self.intervals += sum(speed > 0 for speed in speeds)
             self.inverse += sum(1 / speed for speed in speeds if speed)
             values = _values(tail)
             self.epoch.lr = values.get("lr", self.lr)
@@ -119,9 +125,14 @@ class _Log:
         """Whether the line says something."""
         if not line.endswith(b"\n") and not WHOLE.search(line) and not line.startswith(b"{"):
             return False
-        if line.startswith(b"{"):
-            return self._json(line)
-        found = RESULTS.search(line)
+        if line.startswith(b"{") and self._json(line):
+            return True
+        found = HEADER.search(line)
+        if found:
+            self.header = {name: _literal(value) for name, value in
+                           ARGUMENT.findall(found[1].decode(errors="replace"))}
+            return True
+        found = RESULTS.match(line, max(line.rfind(b"[Epoch "), line.rfind(b"Epoch["), 0))
         if found:
             number, kind, text = found.group(1, 2, 3) if found[1] else found.group(4, 5, 6)
             values = _values(text)
@@ -129,11 +140,6 @@ class _Log:
                 return False
             self._go_to(int(number))
             self._results((kind or b"").lower(), values)
-            return True
-        found = HEADER.search(line)
-        if found:
-            self.header = {name: _literal(value) for name, value in
-                           ARGUMENT.findall(found[1].decode(errors="replace"))}
             return True
         found = RATE.search(line)
         if found:
@@ -143,11 +149,11 @@ class _Log:
     def _json(self, line: bytes) -> bool:
         try:
             entry = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             return False
         if isinstance(entry.get("arguments"), dict):
             self.header = entry["arguments"]
-        elif isinstance(entry.get("epoch"), int):
+        elif type(entry.get("epoch")) is int and entry["epoch"] >= 0:
             self._go_to(entry["epoch"])
             run, values = self.runs[-1], {key: _number(value) for key, value in entry.items()}
             run.epochs[self.number] = epoch = Epoch(*(values.get(key) for key in (
@@ -204,7 +210,7 @@ def _values(text: bytes) -> Dict[str, float]:
 def _number(value: Any) -> Optional[float]:
     try:
         number = float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return None
     return number if math.isfinite(number) else None
 

@@ -1,12 +1,18 @@
 """What a training log says: runs, and their epochs."""
 import re
 from dataclasses import dataclass, field
+from itertools import accumulate
 from operator import itemgetter
 from statistics import median
 from typing import Any, Dict, List, Optional, Tuple
 
 FLOAT32 = "float32"
 RESUMING = re.compile(r"resume(_\w+)?|load_epoch|start_epoch")  # arguments that go on with a run
+
+
+def plain(value: Any) -> str:
+    """One line of text, of characters that can be printed."""
+    return "".join(c if c.isprintable() else "\ufffd" for c in " ".join(str(value).split()))
 
 
 @dataclass
@@ -47,31 +53,34 @@ class Run:
     def follow(self, epoch: int, batch: int, scale: Optional[float],
                skipped: Optional[float]) -> None:
         """Adds to the trace what is new."""
-        if scale is not None and (not self.trace or self.trace[-1][2:] != (scale, skipped)):
+        if scale and scale > 0 and (not self.trace or self.trace[-1][2:] != (scale, skipped)):
             self.trace.append((epoch, batch, scale, skipped))
 
     @property
     def dtype(self) -> str:
         given = self.get("policy", "dtype")
         if given:
-            return str(given)
-        found = re.search(r"(?:float|fp)(16|32)", self.name, re.IGNORECASE)
-        return f"float{found[1]}" if found else "unknown"
+            return plain(given)
+        found = re.search(r"(b?)(?:float|fp|(?<=b)f)(16|32)", self.name, re.IGNORECASE)
+        return f"{found[1].lower()}float{found[2]}" if found else "unknown"
 
     @property
     def model(self) -> str:
-        name = self.get("pretrained", "pretrained_symbol", "pretrained_model", "network", "model")
+        given = map(self.arguments.get, (
+            "pretrained", "pretrained_symbol", "pretrained_model", "network", "model"))
+        name = next((v for v in given if v and isinstance(v, str)), "")  # pretrained can be True
         layers = self.get("num_layers") if "network" in self.arguments else None
-        return "" if name is None else re.split(r"[\\/]", f"{name}{layers or ''}")[-1]
+        return plain(re.split(r"[\\/]", f"{name}{layers or ''}")[-1])
 
     @property
     def batch_size(self) -> Optional[int]:
         """Of all devices: GluonCV's argument, which comes with num_gpus, is of one."""
         size, gpus = self.get("batch_size"), self.get("num_gpus")
-        if size is None:
-            found = re.search(r"bs(\d+)", self.name)
+        try:
+            return int(size) * max(1, gpus if isinstance(gpus, int) else 1)
+        except (TypeError, ValueError, OverflowError):
+            found = re.search(r"bs(\d{1,9})", self.name)
             return int(found[1]) if found else None
-        return int(size) * max(1, gpus if isinstance(gpus, int) else 1)
 
     @property
     def last(self) -> Optional[Epoch]:
@@ -91,16 +100,15 @@ class Run:
 
     @property
     def hours(self) -> List[float]:
-        """Of training, up to the end of each epoch; empty if some epoch has no time."""
-        total, hours = 0.0, []
-        for epoch in self.epochs.values():
-            if epoch.seconds is None:
-                return []
-            total += epoch.seconds / 3600
-            hours.append(total)
-        return hours
+        """Of training, up to the end of each epoch but a last one without a time; empty if an
+        earlier epoch has none."""
+        seconds = [epoch.seconds for epoch in self.epochs.values()]
+        if seconds and seconds[-1] is None:  # killed between two lines
+            seconds.pop()
+        known = [s for s in seconds if s is not None]
+        return [] if len(known) < len(seconds) else [s / 3600 for s in accumulate(known)]
 
     def hours_to(self, accuracy: float) -> Optional[float]:
         """Of training until the validation accuracy was first reached."""
         return next((hours for hours, e in zip(self.hours, self.epochs.values())
-                     if e.top1 is not None and 1 - e.top1 >= accuracy), None)
+                     if e.top1 is not None and 1 - e.top1 >= accuracy - 1e-9), None)

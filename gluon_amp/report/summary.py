@@ -17,7 +17,7 @@ def rows(runs: List[Run], pairs: List[Pair], accuracy: Optional[float]) -> List[
     for run in runs:
         last, best, hours, pair = run.last, run.best, run.hours, speedups.get(id(run))
         speedup = 1.0 if id(run) in references else pair.speedup if pair else None
-        to = accuracy and run.hours_to(accuracy)
+        to = run.hours_to(accuracy) if accuracy else None
         found.append({
             "run": run.name,
             "model": run.model,

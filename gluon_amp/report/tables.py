@@ -4,10 +4,11 @@
 
 Columns left of `epoch` are arguments: each combination of their values is a run, or several, when
 what stands before the names of the quantities differs (fp32, fp16). A column `run` names them.
-Columns right of `epoch` that are no quantity are passed over. Errors and accuracies above 1 are
-percent. Lines that begin with # are remarks, and stand in the report.
+Columns right of `epoch` that are no quantity, or of training, are passed over. If an error or
+accuracy is above 1, all are percent. Lines that begin with # are remarks, and stand in the report.
 """
 import csv
+import math
 import re
 from pathlib import Path
 from typing import Dict, List, Optional, Tuple
@@ -15,10 +16,10 @@ from typing import Dict, List, Optional, Tuple
 from .runs import Epoch, Run
 
 QUANTITIES = {
-    "top5": r"(val_)?(top5_err(or)?|err(or)?_top5)",
-    "top5 accuracy": r"(val_)?(top5_acc(uracy)?|acc(uracy)?_top5)",
-    "top1": r"(val_)?(top1_err(or)?|err(or)?_top1|err(or)?)",
-    "top1 accuracy": r"(val_)?(top1_acc(uracy)?|acc(uracy)?_top1|acc(uracy)?)",
+    "top5": r"top5_err(or)?|err(or)?_top5",
+    "top5 accuracy": r"top5_acc(uracy)?|acc(uracy)?_top5",
+    "top1": r"top1_err(or)?|err(or)?_top1|err(or)?",
+    "top1 accuracy": r"top1_acc(uracy)?|acc(uracy)?_top1|acc(uracy)?",
     "speed": r"img_s|images_per_second|samples_per_second|speed",
     "seconds": r"seconds|time_cost",
     "lr": r"lr|learning_rate",
@@ -30,16 +31,20 @@ def is_table(path: Path) -> bool:
     with open(path, "rb") as file:
         for line in iter(lambda: file.readline(2 ** 16), b""):
             if line.strip() and not line.startswith(b"#"):
-                return b"epoch" in re.sub(rb'[\s"]|\xef\xbb\xbf', b"", line.lower()).split(b",")
+                cells = re.sub(rb'[\s"]|\xef\xbb\xbf', b"", line.lower()).split(b",")
+                return b"epoch" in cells[:-1]
     return False
 
 
 def read(path: Path, name: str) -> List[Run]:
-    with open(path, newline="", encoding="utf-8-sig") as file:
+    with open(path, newline="", encoding="utf-8-sig", errors="replace") as file:
         lines = list(file)
     remarks = [line[1:].strip() for line in lines if line.startswith("#")]
     reader = csv.reader(line if not line.startswith("#") else "\n" for line in lines)
-    rows = [(reader.line_num, row) for row in reader if row]
+    try:
+        rows = [(reader.line_num, row) for row in reader if any(map(str.strip, row))]
+    except csv.Error as error:
+        raise ValueError(f"{path}, line {reader.line_num}: {error}") from None
     header = [cell.strip() for cell in rows.pop(0)[1]]
     at = [cell.lower() for cell in header].index("epoch")
     columns = {i: found for i, cell in enumerate(header[at + 1:], at + 1)
@@ -51,19 +56,23 @@ def read(path: Path, name: str) -> List[Run]:
     for line, row in rows:
         if len(row) != len(header):
             raise ValueError(f"{path}, line {line}: {len(row)} cells under {len(header)} columns")
+    if not rows:
+        raise ValueError(f"{path} has no rows under its header")
+    numbers = [_epoch(row[at], f"{path}, line {line}") for line, row in rows]
+    cells = {i: [_number(row[i], f"{path}, line {line}, {header[i]}") for line, row in rows]
+             for i in columns}
+    whole = 100 if any(value is not None and value > 1 for i, (_, quantity) in columns.items()
+                       if quantity.startswith("top") for value in cells[i]) else 1
     runs: Dict[Tuple[str, ...], Run] = {}
     for i, (prefix, quantity) in columns.items():
-        values = [_number(row[i], f"{path}, line {line}, {header[i]}") for line, row in rows]
-        if quantity.startswith("top"):
-            whole = 100 if max(v for v in (*values, 0) if v is not None) > 1 else 1
-            values = [v if v is None else 1 - v / whole if "accuracy" in quantity else v / whole
-                      for v in values]
-        for (line, row), value in zip(rows, values):
-            key = (*row[:at], prefix)
-            if key not in runs:
-                runs[key] = _run(dict(zip(header, row[:at])), prefix, name, remarks)
-            number = _number(row[at], f"{path}, line {line}, epoch")
-            epoch = runs[key].epochs.setdefault(int(number or 0), Epoch())
+        for (_, row), number, value in zip(rows, numbers, cells[i]):
+            given = [cell.strip() for cell in row[:at]]
+            if (*given, prefix) not in runs:
+                arguments = dict(zip(map(str.lower, header), given))
+                runs[(*given, prefix)] = _run(arguments, prefix, name, remarks)
+            if value is not None and quantity.startswith("top"):
+                value = 1 - value / whole if "accuracy" in quantity else value / whole
+            epoch = runs[(*given, prefix)].epochs.setdefault(number, Epoch())
             setattr(epoch, quantity.split()[0], value)
     for run in runs.values():
         run.epochs = dict(sorted(run.epochs.items()))
@@ -73,7 +82,8 @@ def read(path: Path, name: str) -> List[Run]:
 def _quantity(column: str) -> Optional[Tuple[str, str]]:
     """The run's name, as far as it stands before the quantity, and the quantity."""
     for quantity, pattern in QUANTITIES.items():
-        found = re.fullmatch(rf"(?:(.+?)_)??(?:{pattern})", column, re.IGNORECASE)
+        found = re.fullmatch(r"(?!(?:.+_)?train(?:ing)?_)(?:(.+?)_)??(?:(?:val|validation|test)_)?"
+                             rf"(?:{pattern})", column, re.IGNORECASE)
         if found:
             return found[1] or "", quantity
     return None
@@ -88,10 +98,16 @@ def _run(arguments: Dict[str, str], prefix: str, name: str, remarks: List[str]) 
     return run
 
 
+def _epoch(cell: str, place: str) -> int:
+    if not re.fullmatch(r"\s*\d{1,9}(\.0*)?\s*", cell):
+        raise ValueError(f"{place}: {cell!r} is no number of an epoch")
+    return int(float(cell))
+
+
 def _number(cell: str, place: str) -> Optional[float]:
-    if not cell.strip():
-        return None
+    """None where the cell is empty, or not finite."""
     try:
-        return float(cell)
+        number = float(cell.strip() or "nan")
     except ValueError:
         raise ValueError(f"{place}: {cell!r} is not a number") from None
+    return number if math.isfinite(number) else None

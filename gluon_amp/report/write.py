@@ -7,7 +7,7 @@ from string import Template
 from typing import List, Sequence
 
 from .plots import PALETTE, Plot
-from .runs import Run
+from .runs import Run, plain
 from .summary import Row
 
 PAGE = Template("""<!DOCTYPE html>
@@ -96,7 +96,7 @@ def html_page(title: str, table: List[Row], notes: List[str], plots: List[Plot],
                           "</figcaption>\n</figure>" for plot in plots),
         arguments="\n".join(
             f"<details><summary>{escape(run.name)}</summary><dl>" + "".join(
-                f"<dt>{escape(str(key))}</dt><dd>{escape(str(value))}</dd>"
+                f"<dt>{escape(plain(key))}</dt><dd>{escape(plain(value))}</dd>"
                 for key, value in run.arguments.items()) + "</dl></details>" for run in runs))
 
 
