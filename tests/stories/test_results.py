@@ -1,0 +1,179 @@
+"""results/imagenet: rebuilt byte for byte, true to its sources, and its page in a browser."""
+import csv
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from gluon_amp.report import read
+from gluon_amp.report.plots import PALETTE
+from gluon_amp.report.write import DARK
+from PIL import Image
+
+RESULTS = Path(__file__).parents[2] / "results" / "imagenet"
+SHARED = Path(os.environ.get("GLUON_AMP_DATA") or Path(__file__).parents[3] / "shared")
+NO_SOURCES = pytest.mark.skipif(not (SHARED / "imagenet").is_dir(),
+                                reason="needs imagenet in ../shared or $GLUON_AMP_DATA")
+CHROMIUM = shutil.which("chromium")
+IN_BROWSER = pytest.mark.skipif(CHROMIUM is None, reason="needs chromium (apt install chromium)")
+
+
+def table(path):
+    lines = path.read_text().splitlines()
+    return list(csv.DictReader(line for line in lines if line[0] != "#"))
+
+
+def errors(run):
+    return [epoch.top1 for epoch in run.epochs.values()]
+
+
+# ---- the files
+
+def test_make_results_draws_what_is_committed_byte_for_byte(tmp_path):
+    versions = {"matplotlib": "3.7.5", "PIL": "10.4.0"}
+    for name, version in versions.items():
+        if __import__(name).__version__ != version:
+            pytest.skip(f"needs {name} {version}: pip install 'gluon-amp[results]'")
+    subprocess.run([sys.executable, "-W", "ignore", str(RESULTS / "build.py"), str(tmp_path)],
+                   check=True, timeout=120)
+    built = {path.relative_to(tmp_path): path for path in tmp_path.rglob("*") if path.is_file()}
+    there = {path.relative_to(RESULTS) for path in RESULTS.rglob("*")
+             if path.is_file() and path.suffix != ".pyc"}
+    committed = {path for path in there if path.parts[-1] != "build.py"
+                 and not (path.suffix == ".csv" and len(path.parts) == 1)}
+    assert built.keys() == committed
+    for name, path in built.items():
+        assert path.read_bytes() == (RESULTS / name).read_bytes(), name
+
+
+def test_published_curves_end_where_the_tutorial_says():
+    runs = read([RESULTS / "published.csv"])
+    ends = {(row["dtype"], int(row["batch_size"])): row
+            for row in table(RESULTS / "published_ends.csv")}
+    assert [float(row["top1_percent"]) for row in ends.values()] == [76.18, 76.34, 76.29]
+    assert {(run.dtype, run.batch_size) for run in runs} == ends.keys()
+    for run in runs:
+        end = ends[run.dtype, run.batch_size]
+        assert list(run.epochs) == list(range(90))
+        assert 1 - run.last.top1 == pytest.approx(float(end["top1_percent"]) / 100, abs=0.0005)
+        assert run.hours[-1] == pytest.approx(float(end["hours"]), rel=1e-3)
+        assert float(end["speedup"]) == pytest.approx(11.8 / float(end["hours"]), abs=0.01)
+
+
+def test_only_runs_of_one_recipe_have_a_speedup():
+    rows = {row["run"]: row for row in table(RESULTS / "published" / "summary.csv")}
+    assert [rows[name]["speedup"] for name in ("float32 1024", "float16 1024", "float16 2048")] == [
+        "1.00", "1.62", ""]
+    assert all("speedup" not in row for row in table(RESULTS / "gluoncv" / "summary.csv"))
+    assert "no speedup is claimed" in (RESULTS / "gluoncv" / "report.md").read_text()
+
+
+def test_every_table_says_where_it_is_from():
+    for path in RESULTS.glob("*.csv"):
+        assert path.read_text().startswith("# Source: ")
+        assert path.read_text().splitlines()[0][2:] in (RESULTS / "README.md").read_text()
+
+
+@NO_SOURCES
+def test_the_tables_are_those_of_their_sources():
+    sources = SHARED / "imagenet"
+    ours = read([RESULTS / "gluoncv.csv"])
+    theirs = read([sources / "resnet50_gluoncv_fp32_vs_fp16_per_epoch.csv"])
+    assert len(ours) == len(theirs) == 4
+    for run in theirs:
+        same, = (r for r in ours if (r.model, r.dtype) == (run.model, run.dtype))
+        assert same.epochs == run.epochs
+    ours = read([RESULTS / "published.csv"])
+    theirs = read([sources / "resnet50v1b_imagenet_fp16_fp32_digitised.csv"])
+    assert len(ours) == len(theirs) == 3
+    for run in theirs:
+        same, = (r for r in ours if (r.dtype, r.batch_size) == (run.dtype, run.batch_size))
+        assert errors(same) == errors(run)
+    theirs = {(row["hardware"], row["gpus"], row["fp32"], row["fp16_or_amp"], row["source_commit"])
+              for row in table(sources / "nvidia_rn50v15_mxnet.csv")}
+    assert {(row["hardware"].replace(" (TF32)", ""), row["gpus"], row["float32"], row["mixed"],
+             row["commit"]) for row in table(RESULTS / "nvidia.csv")} <= theirs
+
+
+@NO_SOURCES
+def test_the_table_of_gluoncv_is_what_its_logs_say():
+    rows = read([RESULTS / "gluoncv.csv"])
+    for log in read(sorted((SHARED / "imagenet" / "logs").glob("*.log"))):
+        row, = (r for r in rows if (r.model, r.dtype) == (log.model, log.dtype))
+        assert errors(row) == errors(log)
+        assert [e.speed for e in row.epochs.values()] == [e.speed for e in log.epochs.values()]
+        assert row.batch_size == log.batch_size
+        for name in ("label_smoothing", "no_wd"):
+            assert row.arguments[name] == str(log.arguments.get(name, False))
+
+
+# ---- the page in a browser
+
+def browse(page, tmp_path, *arguments):
+    done = subprocess.run(
+        [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars",
+         "--host-resolver-rules=MAP * ~NOTFOUND", f"--user-data-dir={tmp_path / 'profile'}",
+         "--window-size=1000,3000", *arguments, page.as_uri()],
+        capture_output=True, text=True, timeout=100, check=True)
+    return done.stdout
+
+
+@IN_BROWSER
+def test_the_table_is_sorted_by_clicks_on_its_head(tmp_path):
+    text = (RESULTS / "gluoncv" / "report.html").read_text()
+    page = tmp_path / "page.html"
+    page.write_text(text.replace("</body>", """<script>
+      const shown = [];
+      for (const name of ["top-1 %", "run"]) {
+        const button = [...document.querySelectorAll("th button")].find(
+          b => b.textContent === name);
+        for (let i = 0; i < 2; i++) {
+          button.click();
+          shown.push(button.parentNode.getAttribute("aria-sort"), ...[...document.querySelectorAll(
+            "tbody tr")].map(row => row.cells[button.parentNode.cellIndex].textContent));
+        }
+      }
+      document.title = shown.join(";");
+    </script></body>"""))
+    title = re.search(r"<title>(.*?)</title>", browse(page, tmp_path, "--dump-dom"))[1]
+    rows = table(RESULTS / "gluoncv" / "summary.csv")
+    expected = []
+    for column, kind in (("top-1 %", float), ("run", str)):
+        for order in ("ascending", "descending"):
+            values = sorted((row[column] for row in rows), key=kind, reverse=order[0] == "d")
+            expected += [order, *values]
+    assert title.split(";") == expected
+
+
+@IN_BROWSER
+@pytest.mark.parametrize(("dark", "colors", "paper"), [
+    (False, PALETTE, "#ffffff"), (True, DARK, "#16181d")])
+def test_plots_are_seen_without_network_in_light_and_dark(dark, colors, paper, tmp_path):
+    picture = tmp_path / "page.png"
+    browse(RESULTS / "published" / "report.html", tmp_path, f"--screenshot={picture}",
+           *["--blink-settings=preferredColorScheme=0"] * dark)
+    pixels = np.asarray(Image.open(picture).convert("RGB")).astype(int)
+
+    def count(color):
+        wanted = np.array([int(color[i:i + 2], 16) for i in (1, 3, 5)])
+        return int((abs(pixels - wanted).max(2) < 25).sum())
+
+    assert count(paper) > 0.7 * pixels.shape[0] * pixels.shape[1]
+    assert all(count(color) > 200 for color in colors[:3])
+
+
+def test_the_page_asks_for_nothing_from_elsewhere():
+    for path in RESULTS.rglob("*.html"):
+        assert not re.search(r"(src|href)=\"?[^#\"]|url\([^#]|@import|fetch\(", path.read_text())
+
+
+def test_the_script_is_imported_without_building(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["build.py", str(tmp_path / "out")])
+    spec = importlib.util.spec_from_file_location("build", RESULTS / "build.py")
+    spec.loader.exec_module(importlib.util.module_from_spec(spec))
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,422 @@
+"""gluon_amp.report.read: what logs say, and nothing else, however they were cut and joined."""
+import json
+import os
+import tracemalloc
+from pathlib import Path
+from statistics import harmonic_mean
+
+import pytest
+import training_logs as logs
+from gluon_amp.report import read
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+SHARED = Path(os.environ.get("GLUON_AMP_DATA") or Path(__file__).parents[2] / "shared")
+ERRORS = [0.9, 0.512345, 0.3]
+RECIPE = {"model": "resnet50_v1b", "dtype": "float16", "batch_size": 128, "num_gpus": 8,
+          "lr_decay_epoch": "40,60", "label_smoothing": True, "wd": 0.0001, "params": None}
+SAME_FOLDER = settings(max_examples=40, deadline=None,
+                       suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+def read_text(folder, text, name="a.log"):
+    path = folder / name
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return read([path])
+
+
+def top1(run):
+    return {number: round(epoch.top1, 9) for number, epoch in run.epochs.items()
+            if epoch.top1 is not None}
+
+
+def numbered(errors, start=0):
+    return {number: round(error, 9) for number, error in enumerate(errors, start)}
+
+
+# ---- formats
+
+@pytest.mark.parametrize("metric", ["accuracy", "top1-err"])
+@pytest.mark.parametrize("prefix", ["", "INFO:root:"])
+def test_gluoncv_logs_are_read(prefix, metric, tmp_path):
+    run, = read_text(tmp_path, logs.gluoncv(ERRORS, prefix=prefix, metric=metric, **RECIPE))
+    assert (run.name, run.dtype, run.model, run.batch_size) == (
+        "a", "float16", "resnet50_v1b", 1024)
+    assert run.arguments == RECIPE
+    assert top1(run) == numbered(ERRORS)
+    epoch = run.epochs[1]
+    assert (epoch.top5, epoch.speed, epoch.seconds, epoch.lr) == (0.128086, 1000, 100, 0.05)
+    assert run.metric == metric
+    assert run.best == (2, 0.3)
+    assert run.hours == pytest.approx([1 / 36, 2 / 36, 3 / 36])
+
+
+def test_gluoncv_logs_of_cifar_are_read(tmp_path):
+    text = "".join(f"[Epoch {n}] train=0.250000 val={1 - error:f} loss=1.500000 time: 12.500000\n"
+                   for n, error in enumerate(ERRORS))
+    run, = read_text(tmp_path, text)
+    assert top1(run) == numbered(ERRORS)
+    assert run.epochs[2].seconds == 12.5
+
+
+@pytest.mark.parametrize("prefix", ["", "INFO:root:", logs.ASCTIME])
+def test_module_logs_are_read(prefix, tmp_path):
+    text = logs.module(ERRORS, prefix=prefix, network="resnet", num_layers=50, dtype="float32",
+                       batch_size=256, gpus="0,1")
+    run, = read_text(tmp_path, f"[08:27:50] src/io/x.cc:177: 1 threads\n{text}")
+    assert (run.model, run.dtype, run.batch_size) == ("resnet50", "float32", 256)
+    assert top1(run) == numbered(ERRORS)
+    assert run.epochs[1].top5 == pytest.approx(0.128086)
+    assert (run.epochs[1].speed, run.epochs[1].seconds) == (1000, 100)
+
+
+def test_a_module_logs_learning_rate_is_where_it_changed(tmp_path):
+    text = logs.module([0.5]) + "Update[5005]: Change learning rate to 1.00000e-02\n" \
+        + logs.module([0.4], start=1)
+    run, = read_text(tmp_path, text)
+    assert [epoch.lr for epoch in run.epochs.values()] == [None, 0.01]
+
+
+def test_our_jsonl_is_read(tmp_path):
+    run, = read_text(tmp_path, logs.jsonl(ERRORS, scales=[1024, 512, 512], **RECIPE), "log.jsonl")
+    assert top1(run) == numbered(ERRORS)
+    assert run.arguments == RECIPE
+    assert [(epoch.scale, epoch.skipped) for epoch in run.epochs.values()] == [
+        (1024, 0), (512, 2), (512, 4)]
+    assert run.metric == "accuracy"
+
+
+@pytest.mark.parametrize("write", [logs.gluoncv, logs.module])
+def test_the_loss_scale_is_followed_where_it_changes(write, tmp_path):
+    text = write([0.5], tail="\tloss-scale=1024\tskipped=1") \
+        + write([0.4], start=1, tail="\tloss-scale=512\tskipped=2")
+    run, = read_text(tmp_path, text)
+    assert [(epoch, scale, skipped) for epoch, _, scale, skipped in run.trace] == [
+        (0, 1024, 1), (1, 512, 2)]
+    assert [epoch.scale for epoch in run.epochs.values()] == [1024, 512]
+
+
+@given(speeds=st.lists(st.integers(1, 10 ** 7).map(lambda n: n / 100), min_size=1, max_size=9))
+@SAME_FOLDER
+def test_an_epochs_speed_is_that_of_its_images_over_its_time(speeds, tmp_path):
+    run, = read_text(tmp_path, logs.module([0.5], speeds=speeds))
+    assert run.speed == pytest.approx(harmonic_mean(speeds))
+
+
+def test_a_speed_of_0_does_not_count(tmp_path):
+    run, = read_text(tmp_path, logs.module([0.5], speeds=[0, 100, 100]))
+    assert run.speed == 100
+
+
+# ---- cut, resumed, joined
+
+def values(run):
+    """(number of an epoch, value)"""
+    return {(number, value) for number, epoch in run.epochs.items()
+            for value in (epoch.top1, epoch.top5, epoch.seconds, epoch.speed, epoch.lr)
+            if value is not None}
+
+
+FORMATS = pytest.mark.parametrize(("write", "arguments"), [
+    (logs.gluoncv, {"tail": "\tloss-scale=1024\tskipped=12", "batches": 1}),
+    (logs.gluoncv, {"model": "a", "batches": 1}), (logs.module, {"speeds": [999]}),
+    (logs.jsonl, {"model": "a"})])
+
+
+@FORMATS
+def test_a_log_cut_anywhere_gives_no_number_that_it_did_not_have(write, arguments, tmp_path):
+    text = write([0.912345, 0.512345], **arguments).encode()
+    whole, = read_text(tmp_path, text)
+    read_cuts = 0
+    for cut in range(len(text)):
+        try:
+            run, = read_text(tmp_path, text[:cut])
+        except ValueError as error:
+            assert "is no training log" in str(error)  # noqa: PT017
+        else:
+            read_cuts += 1
+            assert values(run) <= values(whole)
+    assert read_cuts > len(text) / 4
+
+
+@FORMATS
+def test_a_log_cut_anywhere_may_be_followed_by_another_one(write, arguments, tmp_path):
+    first = write([0.912345, 0.512345], **arguments).encode()
+    second = logs.gluoncv([0.8, 0.7], prefix=logs.ASCTIME,  # its digits could go on with a number
+                          speed=2000, seconds=50, model="b", dtype="float32")
+    known, = read_text(tmp_path, first)
+    other, = read_text(tmp_path, second)
+    for cut in range(first.index(b"\n") + 1, len(first)):
+        runs = read_text(tmp_path, first[:cut] + second.encode())
+        assert values(runs[-1]) == values(other)
+        assert runs[-1].arguments == other.arguments
+        assert len(runs) <= 2
+        assert all(values(run) <= values(known) for run in runs[:-1])
+
+
+@st.composite
+def parts(draw):
+    """The epochs of a run and of its resumptions, as (first, end)."""
+    found = [(0, draw(st.integers(1, 6)))]
+    for _ in range(draw(st.integers(0, 4))):
+        first = draw(st.integers(1, found[-1][1]))
+        found.append((first, draw(st.integers(first + 1, first + 6))))
+    return found
+
+
+@given(parts=parts(), headers=st.booleans())
+@pytest.mark.parametrize("write", [logs.gluoncv, logs.module, logs.jsonl])
+@SAME_FOLDER
+def test_however_a_run_was_resumed_the_later_epochs_win(write, parts, headers, tmp_path):
+    text, expected = "", {}
+    for i, (first, end) in enumerate(parts):
+        errors = [(100 * i + n + 1) / 1000 for n in range(first, end)]
+        resumed = {"resume_epoch": first, "resume": i > 0, "start_epoch": first}
+        text += write(errors, start=first, **({**RECIPE, **resumed} if headers or not i else {}))
+        expected = {**{n: error for n, error in expected.items() if n < first},
+                    **numbered(errors, first)}
+    run, = read_text(tmp_path, text)
+    assert top1(run) == expected
+    assert list(run.epochs) == sorted(run.epochs)
+    assert run.trace == [point for point in run.trace if point[0] in run.epochs]
+
+
+def test_a_resumed_run_says_where(tmp_path):
+    run, = read_text(tmp_path, logs.gluoncv([0.9, 0.8, 0.7]) + logs.gluoncv([0.6], start=1))
+    assert run.notes == ["resumed at epoch 1"]
+    assert top1(run) == {0: 0.9, 1: 0.6}
+
+
+def test_joined_logs_of_all_formats_are_runs_of_their_own(tmp_path):
+    text = (logs.gluoncv([0.9, 0.8], **RECIPE) + logs.module([0.7, 0.6], network="vgg")
+            + logs.jsonl([0.6, 0.5], model="a") + logs.gluoncv([0.4, 0.3]))
+    runs = read_text(tmp_path, text)
+    assert [(run.name, run.last.top1) for run in runs] == [
+        ("a (1)", 0.8), ("a (2)", pytest.approx(0.6)), ("a (3)", 0.5), ("a (4)", 0.3)]
+    assert [run.model for run in runs] == ["resnet50_v1b", "vgg", "a", ""]
+
+
+def test_lines_that_were_logged_twice_count_once(tmp_path):
+    text = logs.gluoncv(ERRORS, **RECIPE)
+    run, = read_text(tmp_path, "".join(2 * line for line in text.splitlines(True)))
+    assert (top1(run), run.hours[-1], run.notes) == (numbered(ERRORS), pytest.approx(1 / 12), [])
+
+
+def test_epochs_may_be_missing_and_times_too(tmp_path):
+    untimed = logs.gluoncv([0.4], start=7).replace("\ttime cost: 100.000000", "")
+    run, = read_text(tmp_path, logs.gluoncv([0.5]) + untimed + logs.gluoncv([0.3], start=8))
+    assert top1(run) == {0: 0.5, 7: 0.4, 8: 0.3}
+    assert run.hours == []
+    assert run.hours_to(0.1) is None
+
+
+def test_a_run_killed_before_its_last_time_keeps_the_hours_before(tmp_path):
+    text = logs.gluoncv([0.5, 0.4]) + "[Epoch 2] training: accuracy=0.250000\n"
+    run, = read_text(tmp_path, text)
+    assert run.hours == pytest.approx([1 / 36, 2 / 36])
+
+
+def test_what_is_not_finite_is_not_known(tmp_path):
+    text = logs.gluoncv([0.5, float("nan"), float("inf")])
+    run, = read_text(tmp_path, text)
+    assert top1(run) == {0: 0.5}
+    assert run.best == (0, 0.5)
+    line = '{"epoch": 0, "err_top1": NaN, "lr": Infinity, "seconds": 1%s}\n' % ("0" * 400)
+    run, = read_text(tmp_path, line)
+    assert run.epochs[0].top1 is run.epochs[0].lr is run.epochs[0].seconds is None
+
+
+# ---- arguments and names
+
+@pytest.mark.parametrize(("arguments", "expected"), [
+    ({"batch_size": 64, "num_gpus": 0}, ("", 64)), ({"batch_size": "auto"}, ("", None)),
+    ({"batch_size": [1]}, ("", None)), ({"pretrained": False, "model": "vgg"}, ("vgg", None)),
+    ({"pretrained": True, "model": "models/vgg"}, ("vgg", None)),
+    ({"model": None, "network": "resnet", "num_layers": 20}, ("resnet20", None))])
+def test_the_model_and_the_batch_size_are_told_by_arguments(arguments, expected, tmp_path):
+    run, = read_text(tmp_path, logs.jsonl([0.5], **arguments))
+    assert (run.model, run.batch_size) == expected
+
+
+@pytest.mark.parametrize(("name", "dtype"), [
+    ("resnet-fp16.log", "float16"), ("Float32_2.log", "float32"), ("x_bfloat16.log", "bfloat16"),
+    ("bf16.log", "bfloat16"), ("conf16.log", "unknown")])
+def test_without_arguments_the_dtype_is_told_by_the_name(name, dtype, tmp_path):
+    assert read_text(tmp_path, logs.gluoncv([0.5]), name)[0].dtype == dtype
+
+
+@pytest.mark.parametrize(("files", "names"), [
+    (["a.log", "b.log"], ["a", "b"]), (["a/log.jsonl", "b/log.jsonl"], ["a", "b"]),
+    (["x/a.log", "y/a.log"], ["x/a", "y/a"]), (["a.log", "a.jsonl"], ["a.log", "a.jsonl"]),
+    (["lr0.1", "lr0.2"], ["lr0.1", "lr0.2"]), (["a.log", "a.log"], ["a", "a [2]"])])
+def test_runs_are_named_by_as_little_of_their_paths_as_tells_them_apart(files, names, tmp_path):
+    for name in files:
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(logs.gluoncv([0.5]))
+    assert [run.name for run in read([tmp_path / name for name in files])] == names
+
+
+# ---- what is no log
+
+@pytest.mark.parametrize(("text", "message"), [
+    ("", "it has no whole epoch"),
+    ("\n\nhello\nworld\n", "its first odd line is line 3: 'hello'"),
+    (bytes(range(256)) * 99, r"its first odd line is line 1: '\\x00"),
+    ("{\"a\":" * 9999, "its first odd line is line 1"),
+    ('{"epoch": -1, "err_top1": 0.5}', "its first odd line is line 1"),
+    ('{"epoch": true, "err_top1": 0.5}', "its first odd line is line 1"),
+    (f"[Epoch {'9' * 5000}] validation: err-top1=0.5\n", "its first odd line is line 1"),
+    ("epoch;top1_err\n0;0.5\n", "its first odd line is line 1: 'epoch;top1_err'"),
+    ("Namespace(a=1)\n[20:35:14] src/io\n", "it has no whole epoch"),
+    ("".join(logs.gluoncv([0.5]).splitlines(True)[:3]) + "Traceback\n", "it has no whole epoch")])
+def test_a_file_that_is_no_log_is_named_with_its_first_odd_line(text, message, tmp_path):
+    with pytest.raises(ValueError, match=f"a.log is no training log: {message}"):
+        read_text(tmp_path, text)
+
+
+def test_folders_pipes_and_files_that_are_not_there_are_told(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for folder in (".", tmp_path):
+        with pytest.raises(ValueError, match=r"is a folder\. Give its logs"):
+            read([folder])
+    os.mkfifo("pipe")
+    with pytest.raises(ValueError, match="pipe is a pipe or device"):
+        read(["pipe"])
+    with pytest.raises(FileNotFoundError, match=r"none\.log"):
+        read(["none.log"])
+
+
+@given(content=st.binary(max_size=300) | st.text(
+    st.sampled_from("Epoch[0] 1Batch:.=,\n\t{}\"'()Namespacevalidation#errtop"), max_size=200))
+@settings(SAME_FOLDER, max_examples=200)
+def test_any_file_is_read_or_refused_with_its_name(content, tmp_path):
+    try:
+        assert read_text(tmp_path, content)
+    except ValueError as error:
+        assert "a.log" in str(error)  # noqa: PT017
+
+
+# ---- CSV
+
+WIDE = """# Source: "a paper", its table 1
+model,batch_size,epoch,fp32_top1_err,fp32_img_s,fp16_top1_err,fp16_img_s,unc_fp16
+resnet50_v1,1024,1,0.5,100,0.6,200,0.1
+resnet50_v1,1024,0,0.9,100,0.8,220,0.1
+"""
+
+
+def test_a_wide_csv_has_a_run_for_each_name_before_the_quantities(tmp_path):
+    high, low = read_text(tmp_path, WIDE, "a.csv")
+    assert [run.dtype for run in (high, low)] == ["float32", "float16"]
+    assert (top1(high), top1(low)) == ({0: 0.9, 1: 0.5}, {0: 0.8, 1: 0.6})
+    assert list(low.epochs) == [0, 1]
+    assert (high.model, high.batch_size, low.speed) == ("resnet50_v1", 1024, 210)
+    assert high.notes == ['Source: "a paper", its table 1']
+
+
+def test_a_tidy_csv_has_a_run_for_each_combination_left_of_epoch(tmp_path):
+    text = "\ufeffRun, DType ,epoch,val_acc,Seconds\r\n" + "".join(
+        f"{name}, {dtype},{n},{accuracy},3600\r\n" for name, dtype in
+        (("a", "float32"), ("b, c", "float16")) for n, accuracy in ((0, 0.25), (1, 0.5))
+    ).replace("b, c", '"b, c"')
+    runs = read_text(tmp_path, text, "a.csv")
+    assert [(run.name, run.dtype, top1(run), run.hours) for run in runs] == [
+        ("a", "float32", {0: 0.75, 1: 0.5}, [1, 2]), ("b, c", "float16", {0: 0.75, 1: 0.5}, [1, 2])]
+
+
+def test_errors_of_training_are_no_errors(tmp_path):
+    text = "epoch,train_acc,training_top1_err,val_acc\n0,0.9,0.1,0.75\n"
+    run, = read_text(tmp_path, text, "a.csv")
+    assert top1(run) == {0: 0.25}
+
+
+def test_percent_are_shares_in_all_columns(tmp_path):
+    runs = read_text(tmp_path, "epoch,fp32_err,fp16_err\n0,1.25,0.75\n1,0.5,nan\n", "a.csv")
+    assert [top1(run) for run in runs] == [{0: 0.0125, 1: 0.005}, {0: 0.0075}]
+
+
+def test_one_is_a_share(tmp_path):
+    runs = read_text(tmp_path, "epoch,fp32_err,fp16_acc\n0,1,1\n1,0,0.0\n", "a.csv")
+    assert [top1(run) for run in runs] == [{0: 1, 1: 0}, {0: 0, 1: 1}]
+
+
+@given(errors=st.dictionaries(st.integers(0, 10 ** 6), st.floats(0, 1), min_size=1),
+       random=st.randoms())
+@SAME_FOLDER
+def test_rows_may_come_in_any_order(errors, random, tmp_path):
+    rows = [f"{epoch},{error!r}\n" for epoch, error in errors.items()]
+    random.shuffle(rows)
+    run, = read_text(tmp_path, "epoch,top1_err\n" + "".join(rows), "a.csv")
+    assert {number: epoch.top1 for number, epoch in run.epochs.items()} == errors
+    assert list(run.epochs) == sorted(errors)
+
+
+@given(cells=st.lists(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0")),
+                      min_size=1, max_size=3))
+@SAME_FOLDER
+def test_csv_of_any_text_is_read_or_refused_with_its_place(cells, tmp_path):
+    try:
+        read_text(tmp_path, "epoch,top1_err\n0,0.5\n" + ",".join(cells) + "\n", "a.csv")
+    except ValueError as error:
+        assert "a.csv, line " in str(error)  # noqa: PT017
+
+
+@pytest.mark.parametrize(("text", "message"), [
+    ("epoch,top1_err\n0,0.5\n1,half\n", "a.csv, line 3, top1_err: 'half' is not a number"),
+    ("epoch,top1_err\n\n# x\n0,0.5\n1\n", "a.csv, line 5: 1 cells under 2 columns"),
+    ("epoch,top1_err\n,0.5\n", "a.csv, line 2: '' is no number of an epoch"),
+    ("epoch,top1_err\n1.5,0.5\n", "a.csv, line 2: '1.5' is no number of an epoch"),
+    ("epoch,top1_err\n-1,0.5\n", "a.csv, line 2: '-1' is no number of an epoch"),
+    ("epoch,top1_err\n", "a.csv has no rows under its header"),
+    (f"epoch,top1_err\n0,{'1' * 200000}\n", "a.csv, line 2: field larger than field limit"),
+    ("epoch,mood\n0,1\n", r"a.csv has a column epoch, but right of it no quantity that is known")])
+def test_a_bad_cell_is_named_with_its_place(text, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        read_text(tmp_path, text, "a.csv")
+
+
+# ---- size, and the real ones
+
+def test_a_long_log_takes_no_more_memory_than_a_short_one(tmp_path):
+    with open(tmp_path / "a.log", "w") as file:
+        while file.tell() < 20 * 10 ** 6:
+            file.write(logs.gluoncv([0.5], prefix="INFO:root:", batches=20000) + "noise\n" * 10000)
+    tracemalloc.start()
+    try:
+        run, = read([tmp_path / "a.log"])
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert top1(run) == {0: 0.5}
+    assert peak < 8 * 2 ** 20
+
+
+@pytest.mark.skipif(not (SHARED / "imagenet").is_dir(),
+                    reason="needs the logs of ImageNet in ../shared or $GLUON_AMP_DATA")
+def test_the_real_logs_of_imagenet_end_as_known():
+    low, high = read(sorted((SHARED / "imagenet" / "logs").glob("*.log")))
+    assert (low.dtype, high.dtype) == ("float16", "float32")
+    for run, end, speed in ((low, 0.2234, 5000), (high, 0.2290, 2800)):
+        assert list(run.epochs) == list(range(120))
+        assert round(run.last.top1, 4) == end
+        assert run.batch_size == 1024
+        assert run.speed == pytest.approx(speed, rel=0.05)
+        assert all(None not in (e.top1, e.top5, e.speed, e.seconds, e.lr)
+                   for e in run.epochs.values())
+    csv, = (run for run in read([SHARED / "imagenet" /
+                                 "resnet50_gluoncv_fp32_vs_fp16_per_epoch.csv"])
+            if run.model == "resnet50_v1b" and run.dtype == "float16")
+    assert csv.epochs.keys() == low.epochs.keys()
+    for epoch, logged in zip(csv.epochs.values(), low.epochs.values()):
+        assert (epoch.top1, epoch.top5) == (logged.top1, logged.top5)
+
+
+def test_arguments_with_any_characters_are_read_as_text(tmp_path):
+    names = ["<script>", "a'b", 'a"b', "a, b=c", "(x)", "[y", "\\", "模型"]
+    for name in names:
+        run, = read_text(tmp_path, logs.gluoncv([0.5], model=name, wd=0.1))
+        assert run.arguments == {"model": name, "wd": 0.1}
+    run, = read_text(tmp_path, json.dumps({"arguments": {"model": "a\nb\x00\ud800"}}) + "\n"
+                     + logs.jsonl([0.5]))
+    assert run.model == "a b\ufffd\ufffd"

@@ -1,0 +1,45 @@
+"""Training logs of given errors, as GluonCV, MXNet's Module and our recipes write them."""
+import json
+
+ASCTIME = "2026-01-02 03:04:05,678 Node[0] "
+
+
+def header(prefix="", **arguments):
+    return prefix + "Namespace({})\n".format(
+        ", ".join(f"{name}={value!r}" for name, value in sorted(arguments.items())))
+
+
+def gluoncv(errors, start=0, prefix="", metric="accuracy", speed=1000, seconds=100, tail="",
+            batches=3, **arguments):
+    """With its Namespace, if there are arguments."""
+    lines = [header(prefix, **arguments)] if arguments else []
+    for epoch, error in enumerate(errors, start):
+        lines += [f"{prefix}Epoch[{epoch}] Batch [{50 * i + 49}]\tSpeed: {speed:f} samples/sec\t"
+                  f"{metric}=0.250000\tlr={0.1 / (epoch + 1):f}{tail}\n" for i in range(batches)]
+        lines += [f"{prefix}[Epoch {epoch}] training: {metric}=0.250000\n",
+                  f"{prefix}[Epoch {epoch}] speed: {speed:d} samples/sec\ttime cost: {seconds:f}\n",
+                  f"{prefix}[Epoch {epoch}] validation: err-top1={error:f} err-top5={error / 4:f}"
+                  f"{tail}\n"]
+    return "".join(lines)
+
+
+def module(errors, start=0, prefix=ASCTIME, speeds=(1000.0, 1000.0), seconds=100, tail="",
+           **arguments):
+    lines = [header(f"{prefix}start with arguments ", **arguments)] if arguments else []
+    for epoch, error in enumerate(errors, start):
+        lines += [f"{prefix}Epoch[{epoch}] Batch [{20 * i}-{20 * i + 20}]\tSpeed: {speed:.2f} "
+                  f"samples/sec\taccuracy=0.250000{tail}\n" for i, speed in enumerate(speeds)]
+        lines += [f"{prefix}Epoch[{epoch}] Train-accuracy=0.250000\n",
+                  f"{prefix}Epoch[{epoch}] Time cost={seconds:.3f}\n",
+                  f"{prefix}Epoch[{epoch}] Validation-accuracy={1 - error:f}\n",
+                  f"{prefix}Epoch[{epoch}] Validation-top_k_accuracy_5={1 - error / 4:f}\n"]
+    return "".join(lines)
+
+
+def jsonl(errors, start=0, scales=None, **arguments):
+    lines = [{"arguments": arguments}] if arguments else []
+    lines += [{"epoch": epoch, "accuracy": 0.25, "err_top1": error, "err_top5": error / 4,
+               "samples_per_second": 1000.0, "seconds": 100.0, "lr": 0.1,
+               "loss_scale": scales[epoch] if scales else 1.0, "skipped": 2 * epoch}
+              for epoch, error in enumerate(errors, start)]
+    return "".join(json.dumps(line) + "\n" for line in lines)
