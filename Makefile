@@ -34,6 +34,7 @@ results: .venv/test
 bench: .venv/test
 	$(BIN)/python -W ignore benchmarks/step_time.py
 	$(BIN)/python -W ignore benchmarks/scaler_time.py
+	$(BIN)/python -W ignore benchmarks/report_speed.py
 
 setup: .venv/setup
 
