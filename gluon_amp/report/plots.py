@@ -1,7 +1,8 @@
 """The pictures of a report: PNG and SVG of each, the same bytes from the same runs.
 
-Runs that differ only in their seed share a color. Float32 is dashed, so grey prints and the
-color-blind can tell it apart, and lines are named at their ends where there is room.
+Runs that differ only in their seed share a color. Float32 is dashed, and kinds of float16 differ
+in their dots, so that the color-blind and grey prints tell them apart. Lines are named at their
+ends where there is room.
 """
 import io
 import re
@@ -18,6 +19,8 @@ from .runs import FLOAT32, Run, plain
 
 INK = "#1f2329"  # of text and axes
 PALETTE = (INK, "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
+DASHED = (0, (4, 1.5))  # float32's line
+LOW = ("-", (0, (8, 1.2, 1.2, 1.2)), (0, (1.2, 1.2)))  # those of lower precision, in turn
 DRAWN = re.compile(r"(axes|figure|font|grid|legend|lines|path|savefig|svg|text|[xy]tick)\.")
 STYLE = {  # whatever style the caller has set
     **{name: value for name, value in matplotlib.rcParamsDefault.items() if DRAWN.match(name)},
@@ -131,6 +134,7 @@ def _draw(chart: _Chart, kinds: List[Kind]) -> Optional[Plot]:
              for i, (label, runs) in enumerate(kinds) for run in runs if chart.points(run)]
     if not lines:
         return None
+    float32 = sum(of[0].dtype == FLOAT32 for _, of in kinds)
     several = len({label for _, label, *_ in lines})
     legend = 0.0 if several <= NAMED else 0.09 * several  # its height
     with matplotlib.rc_context(STYLE), warnings.catch_warnings():
@@ -142,7 +146,7 @@ def _draw(chart: _Chart, kinds: List[Kind]) -> Optional[Plot]:
             xs, ys = zip(*line)
             dashed, color = run.dtype == FLOAT32, PALETTE[i % len(PALETTE)]
             axes.plot(xs, ys, color=color, marker="o" if len(line) == 1 else None, alpha=0.9,
-                      linestyle=(0, (4, 1.5)) if dashed else "-",
+                      linestyle=DASHED if dashed else LOW[(i - float32) % len(LOW)],
                       zorder=3 if dashed else 2,  # what is beneath shows in the gaps
                       drawstyle="steps-post" if chart.name in STEPS else None,
                       label=None if label in ends else _short(label))
