@@ -16,7 +16,9 @@ def rows(runs: List[Run], pairs: List[Pair], accuracy: Optional[float]) -> List[
     found = []
     for run in runs:
         last, best, hours, pair = run.last, run.best, run.hours, speedups.get(id(run))
-        speedup = 1.0 if id(run) in references else pair.speedup if pair else None
+        speedup = _text(1.0 if id(run) in references else pair.speedup if pair else None, ".2f")
+        if pair and pair.differences:
+            speedup = "recipes differ"
         to = run.hours_to(accuracy) if accuracy else None
         found.append({
             "run": run.name,
@@ -30,7 +32,7 @@ def rows(runs: List[Run], pairs: List[Pair], accuracy: Optional[float]) -> List[
             "best epoch": _text(best[0] if best else None, "d"),
             "images/s": _text(run.speed, ".0f" if (run.speed or 0) >= 100 else ".1f"),
             "hours": _text(hours[-1] if hours else None, ".3g"),
-            "speedup": _text(speedup, ".2f"),
+            "speedup": speedup,
             f"hours to {100 * (accuracy or 0):g} %": _text(to, ".3g")})
     return [{column: row[column] for column in found[0] if any(r[column] for r in found)}
             for row in found]
