@@ -26,7 +26,7 @@ from . import tables
 from .runs import Epoch, Run, plain
 
 LONGEST_LINE = 2 ** 16  # a file without line ends is read in pieces
-AT_ONCE = 10000  # lines
+AT_ONCE = 1000  # lines
 HEADER = re.compile(rb"Namespace\((.*)\)")
 BATCH = re.compile(rb"Epoch\[(\d{1,9})\] Batch \[(?:\d+-)?(\d{1,9})\]\s+"
                    rb"Speed: (\d+(?:\.\d+)?) samples/sec(.*)")
