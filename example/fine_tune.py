@@ -10,11 +10,14 @@ float16, make the Trainer. Takes the flags of image_classification.py besides.
 """
 import argparse
 import logging
+import os
 
+import command
 import gluon_amp as amp
 import image_classification as recipe
 import mxnet as mx
 from gluon_amp.graph import Graph
+from gluon_data import classes_of, loaders
 from mxnet import gluon
 from mxnet.gluon import nn
 from symbolic_fine_tune import layer_before_head
@@ -30,13 +33,10 @@ def pretrained_features(args, device):
         features.collect_params().load(args.pretrained_params, device, ignore_extra=True,
                                        cast_dtype=True)
         return features
-    try:
-        if not args.pretrained_params:
-            return gluon.model_zoo.vision.get_model(args.pretrained, pretrained=True,
-                                                    ctx=device).features
-    except (ValueError, OSError) as error:
-        raise SystemExit(f"{args.pretrained} could not be had from MXNet's model zoo "
-                         f"({type(error).__name__}): --pretrained-params names a file") from None
+    if not args.pretrained_params:
+        return downloaded(args.pretrained, device)
+    if not os.path.exists(args.pretrained_params):
+        raise SystemExit(f"{args.pretrained_params} does not exist")
     saved = mx.nd.load(args.pretrained_params)
     classes = [v.shape[0] for name, v in saved.items() if name.endswith("weight") and v.ndim == 2]
     net = recipe.network(argparse.Namespace(model=args.pretrained, dataset="",
@@ -46,6 +46,26 @@ def pretrained_features(args, device):
     else:
         net.load_parameters(args.pretrained_params, device, cast_dtype=True)
     return net.features
+
+
+def downloaded(name, device):
+    """From MXNet's model zoo, or else from gluoncv's."""
+    zoos = [gluon.model_zoo.vision.get_model]
+    try:
+        from gluoncv.model_zoo import get_model
+        zoos.append(get_model)
+    except ImportError:
+        pass
+    for zoo in zoos:
+        try:
+            return zoo(name, pretrained=True, ctx=device).features
+        except ValueError:  # not one of its names
+            continue
+        except (OSError, RuntimeError) as error:
+            raise SystemExit(f"{name} could not be downloaded ({type(error).__name__}): "
+                             "--pretrained-params names a file") from None
+    raise SystemExit(f"no model zoo here has {name} (gluoncv's: in the checkout, pip install "
+                     "'.[cpu,gluoncv]')")
 
 
 class Network(nn.HybridBlock):
@@ -87,8 +107,7 @@ def freeze(features, layers):
 
 
 def main(arguments=None):
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=command.Help)
     parser.add_argument("--pretrained", help="a name of MXNet's or gluoncv's model zoo")
     parser.add_argument("--pretrained-params", help="its parameters, in a file")
     parser.add_argument("--pretrained-symbol", help="an exported network's -symbol.json")
@@ -101,12 +120,13 @@ def main(arguments=None):
     if not args.pretrained and not (args.pretrained_symbol and args.pretrained_params):
         parser.error("--pretrained NAME, or --pretrained-symbol and --pretrained-params")
     logging.basicConfig(level=logging.INFO, format="%(message)s", force=True)
-    log.info("%s", args)
     devices = recipe.devices_of(args)
+    recipe.check_place(args)
+    log.info("%s", args)
     mx.random.seed(args.seed)
 
-    order, loader, val_loader = recipe.loaders(args)
-    net = Network(pretrained_features(args, devices), recipe.classes_of(args))
+    order, loader, val_loader = loaders(args)
+    net = Network(pretrained_features(args, devices), classes_of(args))
     if args.bn_momentum is not None:
         set_momentum(net.features, args.bn_momentum)
     freeze(net.features, args.freeze)
@@ -123,4 +143,4 @@ def main(arguments=None):
 
 
 if __name__ == "__main__":
-    main()
+    command.run(main)

@@ -10,6 +10,7 @@ holds the same for machines. Killed at any moment, `--resume` goes on behind the
 if nothing had been: bit by bit, with --num-workers 0.
 """
 import argparse
+import functools
 import json
 import logging
 import os
@@ -19,25 +20,22 @@ import time
 import gluon_amp as amp
 import mxnet as mx
 import numpy as np
+from command import Help, numbers, positive, run
+from gluon_amp._mxnet import message
 from gluon_amp.files import replace_file
 from gluon_amp.policy import APEX, POLICIES
 from gluon_amp.tensor_cores import matrix_layers
+from gluon_data import classes_of, loaders
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
-from mxnet.gluon.data.vision import transforms
 from tqdm import tqdm
 
 log = logging.getLogger("image_classification")
-SHAPES = {"digits": (1, 8, 8), "mnist": (1, 28, 28), "cifar10": (3, 32, 32)}
-FILES = {"cifar10": [*(f"data_batch_{i}.bin" for i in range(1, 6)), "test_batch.bin"],
-         "mnist": ["train-images-idx3-ubyte.gz", "train-labels-idx1-ubyte.gz",
-                   "t10k-images-idx3-ubyte.gz", "t10k-labels-idx1-ubyte.gz"]}
-CLASSES = {"digits": 10, "mnist": 10, "cifar10": 10, "caltech101": 101, "imagenet": 1000}
+MAY_DIFFER = ("resume", "save_dir", "log_interval", "num_workers", "gpus", "data_dir")
 
 
 def parse(arguments=None):
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=Help)
     add_arguments(parser)
     return parser.parse_args(arguments)
 
@@ -48,141 +46,38 @@ def loss_scale(text):
     return amp.StaticLossScale(float(text)).scale
 
 
-def epochs(text):
-    return [int(epoch) for epoch in text.split(",") if epoch]
-
-
 def add_arguments(parser):
-    add = parser.add_argument
+    add = functools.partial(parser.add_argument, help="default: %(default)s")
     add("--dataset", default="digits",
         help="digits, cifar10, mnist, caltech101, imagenet, dummy, a folder of folders, or a .rec")
     add("--val", help="validation data, where the dataset is a folder or a .rec")
-    add("--data-dir", help="where the dataset lies (default: MXNet's own place)")
-    add("--examples", type=int, help="how many training images to use (default: all)")
+    add("--data-dir", help="where the dataset lies, if not in MXNet's own place")
+    add("--examples", type=positive, help="how many training images to use, if not all")
     add("--model", default="small", help="small, or a name of MXNet's or gluoncv's model zoo")
-    add("--classes", type=int, help="default: the dataset's")
-    add("--image-size", type=int, help="default: the dataset's, or 224")
+    add("--classes", type=positive, help="if not the dataset's")
+    add("--image-size", type=positive, help="if not the dataset's, or 224")
     add("--dtype", default="float32", choices=("float32", "float16"))
-    add("--policy", choices=[*POLICIES, *APEX], help="of gluon_amp.convert (default: --dtype)")
+    add("--policy", choices=[*POLICIES, *APEX], help="of gluon_amp.convert, if not --dtype")
     add("--loss-scale", type=loss_scale, default="dynamic", help="dynamic, a number or none")
-    add("--batch-size", type=int, default=64)
-    add("--epochs", type=int, default=10)
+    add("--batch-size", type=positive, default=64)
+    add("--epochs", type=positive, default=10)
     add("--lr", type=float, default=0.1)
     add("--lr-mode", default="cosine", choices=("step", "cosine"))
-    add("--lr-decay-epoch", type=epochs, default="", help="of step: such as 30,60, a tenth each")
+    add("--lr-decay-epoch", type=numbers, default=[], help="of step: such as 30,60, a tenth each")
     add("--warmup-epochs", type=float, default=0)
     add("--wd", type=float, default=1e-4)
     add("--momentum", type=float, default=0.9)
     add("--label-smoothing", type=float, default=0)
     add("--mode", default="hybrid", choices=("hybrid", "imperative"))
-    add("--gpus", default="", help="such as 0,1; empty: the CPU")
+    add("--gpus", type=numbers, default=[], help="such as 0,1; none: the CPU")
     add("--num-workers", type=int, default=0, help="processes that load images")
     add("--save-dir", default="runs/image_classification")
     add("--resume", action="store_true", help="go on from the last epoch in --save-dir")
-    add("--log-interval", type=int, default=20)
+    add("--log-interval", type=positive, default=20)
     add("--seed", type=int, default=0)
     add("--mean", default="0.45", help="of pixels from 0 to 1: one number, or one each channel")
     add("--std", default="0.25")
     add("--benchmark", action="store_true", help="random images; samples/s and peak memory")
-
-
-# ---- data
-
-def datasets(args):
-    """Training and validation data: pairs of an image and a label."""
-    name, root = args.dataset, {"root": args.data_dir} if args.data_dir else {}
-    vision = gluon.data.vision
-    if args.benchmark or name == "dummy":
-        return _dummy(args), _dummy(args)
-    try:
-        if name == "digits":
-            return _digits()
-        if name in ("cifar10", "mnist"):
-            cls = vision.CIFAR10 if name == "cifar10" else vision.MNIST
-            pair = cls(train=True, **root), cls(train=False, **root)
-        elif name in ("caltech101", "imagenet"):
-            if not args.data_dir:
-                raise SystemExit(f"{name} is not downloaded by this script: --data-dir names a "
-                                 "folder with train/ and val/, of a folder for each class")
-            pair = tuple(vision.ImageFolderDataset(_existing(os.path.join(args.data_dir, part)))
-                         for part in ("train", "val"))
-        elif name.endswith(".rec"):
-            pair = tuple(vision.ImageRecordDataset(_existing(f)) for f in (name, args.val or name))
-        else:
-            pair = tuple(vision.ImageFolderDataset(_existing(f)) for f in (name, args.val or name))
-    except OSError as error:
-        root = args.data_dir or os.path.join(mx.base.data_dir(), "datasets", name)
-        missing = [f for f in FILES.get(name, []) if not os.path.exists(os.path.join(root, f))]
-        raise SystemExit(f"{name} could not be downloaded ({type(error).__name__}). Missing in "
-                         f"{root}: {', '.join(missing)}. --data-dir names a folder that has "
-                         "them") from None
-    size = args.image_size or SHAPES.get(name, (3, 224, 224))[1]
-    return (pair[0].transform_first(_transform(args, size, train=True)),
-            pair[1].transform_first(_transform(args, size, train=False)))
-
-
-def _existing(path):
-    if not os.path.exists(path):
-        raise SystemExit(f"{path} does not exist. Datasets: digits, cifar10, mnist, caltech101, "
-                         "imagenet, dummy, a folder of folders, or a .rec file")
-    return path
-
-
-def _digits():
-    from sklearn.datasets import load_digits
-    images, labels = load_digits(return_X_y=True)
-    images = (images / 8 - 1).reshape(-1, 1, 8, 8).astype("float32")
-    order = np.random.RandomState(0).permutation(len(labels))
-    train, test = order[450:], order[:450]
-    return tuple(gluon.data.ArrayDataset(images[part], labels[part].astype("int32"))
-                 for part in (train, test))
-
-
-def _dummy(args):
-    shape = SHAPES.get(args.dataset, (3, args.image_size or 224, args.image_size or 224))
-    rng = np.random.RandomState(args.seed)
-    count = 8 * args.batch_size
-    return gluon.data.ArrayDataset(rng.rand(count, *shape).astype("float32"),
-                                   rng.randint(0, classes_of(args), count).astype("int32"))
-
-
-def _transform(args, size, train):
-    steps = [transforms.Resize(size)] if not train or size <= 32 else \
-        [transforms.RandomResizedCrop(size, (0.4, 1.0))]
-    steps += [transforms.RandomFlipLeftRight()] if train else []
-    mean, std = ([float(x) for x in text.split(",")] for text in (args.mean, args.std))
-    return transforms.Compose([*steps, transforms.ToTensor(), transforms.Normalize(mean, std)])
-
-
-def classes_of(args):
-    return args.classes or CLASSES.get(args.dataset, 10)
-
-
-class Shuffled(gluon.data.Sampler):
-    """An order of its own for each epoch, the same in every run."""
-
-    def __init__(self, length, seed):
-        self.length, self.seed, self.epoch = length, seed, 0
-
-    def __iter__(self):
-        return iter(np.random.RandomState([self.seed, self.epoch]).permutation(self.length))
-
-    def __len__(self):
-        return self.length
-
-
-def loaders(args):
-    """The order of the training data, and both loaders."""
-    train_data, val_data = datasets(args)
-    if args.examples:
-        train_data = train_data.take(args.examples)
-    order = Shuffled(len(train_data), args.seed)
-    loader = gluon.data.DataLoader(train_data, args.batch_size, sampler=order,
-                                   last_batch="discard", num_workers=args.num_workers)
-    if not len(loader):
-        raise SystemExit(f"{len(train_data)} images make no batch of {args.batch_size}")
-    return order, loader, gluon.data.DataLoader(val_data, args.batch_size,
-                                                num_workers=args.num_workers)
 
 
 # ---- network
@@ -203,9 +98,10 @@ def network(args):
         pass
     try:
         from gluoncv.model_zoo import get_model
-    except ImportError:
-        raise SystemExit(f"MXNet's model zoo has no {args.model}; gluoncv's is not installed "
-                         "(pip install --no-deps gluoncv)") from None
+    except ImportError as error:
+        raise SystemExit(f"MXNet's model zoo has no {args.model}, and gluoncv's cannot be imported "
+                         f"({message(error)}): in the checkout, pip install '.[cpu,gluoncv]'") \
+            from None
     try:
         return get_model(args.model, classes=classes)
     except ValueError:
@@ -224,10 +120,9 @@ def schedule(args, steps):
 def devices_of(args):
     if not args.gpus:
         return [mx.cpu()]
-    devices = [mx.gpu(int(i)) for i in args.gpus.split(",")]
-    if max(device.device_id for device in devices) >= mx.context.num_gpus():
-        raise SystemExit(f"--gpus {args.gpus}: MXNet sees {mx.context.num_gpus()} GPUs")
-    return devices
+    if max(args.gpus) >= mx.context.num_gpus():
+        raise SystemExit(f"--gpus {max(args.gpus)}: MXNet sees {mx.context.num_gpus()} GPUs")
+    return [mx.gpu(i) for i in args.gpus]
 
 
 def trainer_of(args, net, **schedule):
@@ -237,12 +132,15 @@ def trainer_of(args, net, **schedule):
 
 
 def loss_of(args):
-    """Softmax cross entropy, of smoothed labels if they are to be."""
+    """Softmax cross entropy in float32, of smoothed labels if they are to be."""
     smooth, classes = args.label_smoothing, classes_of(args)
     loss = gluon.loss.SoftmaxCrossEntropyLoss(sparse_label=not smooth)
-    if not smooth:
-        return loss
-    return lambda out, label: loss(out, label.one_hot(classes) * (1 - smooth) + smooth / classes)
+
+    def loss_fn(out, label):
+        if smooth:
+            label = label.one_hot(classes) * (1 - smooth) + smooth / classes
+        return loss(out.astype("float32"), label)  # under pure_float16 the network's is float16
+    return loss_fn
 
 
 # ---- training
@@ -251,6 +149,9 @@ def train_epoch(args, net, trainer, loss_fn, loader, devices, epoch):
     """One pass; the training accuracy and the seconds."""
     metric, start, tic = mx.metric.Accuracy(), time.time(), time.time()
     for i, (data, label) in enumerate(tqdm(loader, disable=None, leave=False)):
+        if label.max().asscalar() >= classes_of(args):
+            raise SystemExit(f"the data has a label {label.max().asscalar():g}, and the network "
+                             f"{classes_of(args)} classes, from 0 on: --classes")
         datas, labels = (gluon.utils.split_and_load(x, devices, even_split=False)
                          for x in (data, label))
         with autograd.record():
@@ -340,23 +241,41 @@ def write(path, text):
     replace_file(path, put)
 
 
+def check_place(args):
+    """A run that is there is not written over."""
+    begun = os.path.exists(os.path.join(args.save_dir, "last.json"))
+    if begun and not args.resume and not args.benchmark:
+        raise SystemExit(f"{args.save_dir} has a run: --resume goes on with it, --save-dir names "
+                         "another place")
+    os.makedirs(args.save_dir, exist_ok=True)
+
+
 def resume(args, net, trainer):
     """The epochs that are done, and their log."""
     last = os.path.join(args.save_dir, "last.json")
-    if not args.resume or not os.path.exists(last):
+    if not args.resume:
+        return 0, []
+    if not os.path.exists(last):
+        log.info("nothing to resume in %s", args.save_dir)
         return 0, []
     with open(last) as file:
         epoch = json.load(file)["epoch"]
+    with open(os.path.join(args.save_dir, "log.jsonl")) as file:
+        begun, *lines = [json.loads(line) for line in file]
+    now = json.loads(json.dumps(vars(args)))
+    differ = [f"{name} was {value}, is {now[name]}" for name, value in begun["arguments"].items()
+              if name not in MAY_DIFFER and value != now[name]]
+    if differ:
+        raise SystemExit(f"--resume goes on with the run as it was begun: {'; '.join(differ)}")
     net.load_parameters(os.path.join(args.save_dir, f"epoch-{epoch}.params"))
     trainer.load_states(os.path.join(args.save_dir, f"epoch-{epoch}.states"))
-    with open(os.path.join(args.save_dir, "log.jsonl")) as file:
-        lines = [json.loads(line) for line in file]
-    return epoch + 1, [line for line in lines if line.get("epoch", epoch + 1) <= epoch]
+    if epoch + 1 >= args.epochs:
+        log.info("all %d epochs are done", args.epochs)
+    return epoch + 1, [line for line in lines if line["epoch"] <= epoch]
 
 
 def fit(args, net, order, loader, val_loader, devices):
     """Trains a converted network, from where --resume finds it."""
-    os.makedirs(args.save_dir, exist_ok=True)
     trainer = trainer_of(args, net, lr_scheduler=schedule(args, len(loader)))
     loss_fn = loss_of(args)
     if args.gpus:
@@ -377,6 +296,7 @@ def main(arguments=None):
     args = parse(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s", force=True)
     devices = devices_of(args)
+    check_place(args)
     log.info("%s", args)
     mx.random.seed(args.seed)
     np.random.seed(args.seed)
@@ -392,4 +312,4 @@ def main(arguments=None):
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

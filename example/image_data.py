@@ -4,6 +4,7 @@ import struct
 
 import mxnet as mx
 import numpy as np
+from command import positive
 
 _MAGIC = 0xCED7230A  # begins each record of a RecordIO file
 
@@ -13,9 +14,10 @@ def add_arguments(parser):
     data.add_argument("--data-train", help="RecordIO file of training images")
     data.add_argument("--data-val", help="RecordIO file of validation images")
     data.add_argument("--image-shape", default="3,224,224", help="channels,height,width")
-    data.add_argument("--num-classes", type=int, default=1000)
+    data.add_argument("--num-classes", type=positive, default=1000)
     data.add_argument("--num-examples", type=int,
-                      help="training images in an epoch (default: as many as the file has)")
+                      help="training images in an epoch, for the schedule, if not as many as the "
+                           "file has")
     data.add_argument("--rgb-mean", default="123.68,116.779,103.939")
     data.add_argument("--rgb-std", default="1,1,1")
     data.add_argument("--data-nthreads", type=int, default=4, help="threads that decode images")

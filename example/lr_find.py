@@ -7,15 +7,16 @@ Takes the flags of image_classification.py.
 """
 import argparse
 
+import command
 import gluon_amp as amp
 import image_classification as recipe
 import mxnet as mx
+from gluon_data import datasets
 from mxnet import gluon
 
 
 def main(arguments=None):
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=command.Help)
     parser.add_argument("--plot", default="rates.png", help="a PNG or SVG file")
     parser.add_argument("--start", type=float, default=1e-5)
     parser.add_argument("--end", type=float, default=10.0)
@@ -25,7 +26,7 @@ def main(arguments=None):
     device = recipe.devices_of(args)[0]
     mx.random.seed(args.seed)
 
-    data, _ = recipe.datasets(args)
+    data, _ = datasets(args)
     loader = gluon.data.DataLoader(data, args.batch_size, shuffle=True, last_batch="discard",
                                    num_workers=args.num_workers)
     net = recipe.network(args)
@@ -51,4 +52,4 @@ class _OnDevice:
 
 
 if __name__ == "__main__":
-    main()
+    command.run(main)

@@ -8,14 +8,16 @@ import gluon_amp as amp
 import image_data
 import mxnet as mx
 import numpy as np
+from command import numbers, positive
 
 
 def add_arguments(parser):
     train = parser.add_argument_group("training")
-    train.add_argument("--gpus", default="", help="such as 0 or 0,2,5; empty: the CPU")
+    train.add_argument("--gpus", type=numbers, default=[],
+                       help="such as 0 or 0,2,5; none: the CPU")
     train.add_argument("--kv-store", default="device")
-    train.add_argument("--batch-size", type=int, default=128)
-    train.add_argument("--num-epochs", type=int, default=80)
+    train.add_argument("--batch-size", type=positive, default=128)
+    train.add_argument("--num-epochs", type=positive, default=80)
     train.add_argument("--lr", type=float, default=0.1)
     train.add_argument("--lr-factor", type=float, default=0.1)
     train.add_argument("--lr-step-epochs", default="30,60",
@@ -27,7 +29,7 @@ def add_arguments(parser):
     train.add_argument("--dtype", default="float32", choices=("float32", "float16"))
     train.add_argument("--loss-scale", default="",
                        help="a number or dynamic (default: dynamic for float16, else none)")
-    train.add_argument("--disp-batches", type=int, default=20, help="log every so many batches")
+    train.add_argument("--disp-batches", type=positive, default=20, help="of a line of the log")
     train.add_argument("--top-k", type=int, default=0, help="also log the top-k accuracy")
     train.add_argument("--model-prefix", help="save each epoch under this name")
     train.add_argument("--load-epoch", type=int, help="go on from --model-prefix at this epoch")
@@ -39,12 +41,12 @@ def add_arguments(parser):
 def devices(args):
     if not args.gpus:
         return [mx.cpu()]
-    found = [mx.gpu(int(i)) for i in args.gpus.split(",")]
-    if args.batch_size % len(found):
-        raise SystemExit(f"--batch-size {args.batch_size} does not divide over {len(found)} GPUs")
-    if max(device.device_id for device in found) >= mx.context.num_gpus():
-        raise SystemExit(f"--gpus {args.gpus}: MXNet sees {mx.context.num_gpus()} GPUs")
-    return found
+    if args.batch_size % len(args.gpus):
+        raise SystemExit(f"--batch-size {args.batch_size} does not divide over {len(args.gpus)} "
+                         "GPUs")
+    if max(args.gpus) >= mx.context.num_gpus():
+        raise SystemExit(f"--gpus {max(args.gpus)}: MXNet sees {mx.context.num_gpus()} GPUs")
+    return [mx.gpu(i) for i in args.gpus]
 
 
 def loss_scale(args):
@@ -73,6 +75,8 @@ def fit(args, symbol, arg_params=None, aux_params=None, fixed=None):
     mx.random.seed(args.seed)
     np.random.seed(args.seed)
     contexts, scale = devices(args), loss_scale(args)
+    if args.model_prefix:
+        os.makedirs(os.path.dirname(args.model_prefix) or ".", exist_ok=True)
     kvstore = mx.kvstore.create(args.kv_store)
     logging.basicConfig(level=logging.INFO, force=True,
                         format=f"%(asctime)-15s Node[{kvstore.rank}] %(message)s")

@@ -6,20 +6,17 @@ Reads what `gluon-amp report` reads, and is short, so that a figure of your own 
 """
 import argparse
 
+import command
 from gluon_amp.report import read
 from matplotlib.figure import Figure
 
 
 def main(arguments=None):
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=command.Help)
     parser.add_argument("logs", nargs="+", help="of GluonCV, of a Module, log.jsonl, or CSV")
     parser.add_argument("-o", "--output", default="imagenet.png", help="a PNG, SVG or PDF file")
     args = parser.parse_args(arguments)
-    try:
-        runs = [run for run in read(args.logs) if run.best]
-    except (OSError, ValueError) as error:
-        raise SystemExit(str(error)) from None
+    runs = [run for run in read(args.logs) if run.best]
 
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.add_subplot()
@@ -38,7 +35,8 @@ def main(arguments=None):
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
     figure.savefig(args.output, dpi=150)
+    print(args.output)
 
 
 if __name__ == "__main__":
-    main()
+    command.run(main)

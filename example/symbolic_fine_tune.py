@@ -12,6 +12,7 @@ import argparse
 import difflib
 import os
 
+import command
 import gluon_amp as amp
 import image_data
 import module_fit
@@ -80,8 +81,7 @@ def with_new_head(symbol, num_classes, before=None, bn_momentum=None, freeze=Fal
 
 
 def main(arguments=None):
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=command.Help)
     parser.add_argument("--pretrained-model", required=True, metavar="PREFIX[,EPOCH]",
                         help="a checkpoint, or a name of the model zoo")
     parser.add_argument("--layer-before-fullc", help="found by itself where not given")
@@ -101,6 +101,8 @@ def main(arguments=None):
                      - {*arg_params, *aux_params})
     if missing:
         raise SystemExit(f"{args.pretrained_model} lacks parameters: {', '.join(missing[:10])}")
+    if args.dtype == "float32" and "float16" in {v.dtype.__name__ for v in arg_params.values()}:
+        raise SystemExit(f"{args.pretrained_model} is in float16: --dtype float16")
     symbol = amp.convert_symbol(symbol, args.dtype)
     module_fit.fit(args, symbol, {n: v for n, v in arg_params.items() if n in body},
                    {n: aux_params[n] for n in features.list_auxiliary_states()},
@@ -108,4 +110,4 @@ def main(arguments=None):
 
 
 if __name__ == "__main__":
-    main()
+    command.run(main)

@@ -9,14 +9,14 @@ The flags and the log lines are those of MXNet's own example/image-classificatio
 import argparse
 from importlib import import_module
 
+import command
 import gluon_amp  # noqa: F401  (before mxnet: newer numpys then fit it)
 import image_data
 import module_fit
 
 
 def main(arguments=None):
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=command.Help)
     parser.add_argument("--network", default="resnet", choices=("resnet", "resnet-v2", "mobilenet"))
     parser.add_argument("--num-layers", type=int, default=50, help="of a resnet")
     module_fit.add_arguments(parser)
@@ -35,4 +35,4 @@ def main(arguments=None):
 
 
 if __name__ == "__main__":
-    main()
+    command.run(main)

@@ -3,6 +3,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import gluon_amp as amp
@@ -18,8 +19,9 @@ SMALL = ["--dataset", "dummy", "--image-size", "32", "--classes", "3", "--batch-
 
 
 def run(script, *arguments, fails=False):
-    done = subprocess.run([sys.executable, "-W", "ignore", str(EXAMPLES / script), *arguments],
-                          capture_output=True, text=True, timeout=300)
+    with tempfile.TemporaryDirectory() as folder:
+        done = subprocess.run([sys.executable, "-W", "ignore", str(EXAMPLES / script), *arguments],
+                              capture_output=True, text=True, timeout=300, cwd=folder)
     assert (done.returncode != 0) is fails, done.stderr
     return done.stderr + done.stdout
 
@@ -80,7 +82,8 @@ def test_the_parts_do_what_they_say(pretrained, monkeypatch):
 
 @pytest.mark.parametrize(("arguments", "message"), [
     ([], "--pretrained NAME, or --pretrained-symbol and --pretrained-params"),
-    (["--pretrained", "resnet18_v9"], "could not be had from MXNet's model zoo")])
+    (["--pretrained", "resnet18_v1", "--pretrained-params", "nowhere"], "nowhere does not exist"),
+    (["--pretrained", "resnet18_v9"], "no model zoo here has resnet18_v9")])
 def test_bad_arguments_are_one_line(arguments, message):
     assert message in run("fine_tune.py", *arguments, *SMALL, fails=True).splitlines()[-1]
 

@@ -74,6 +74,25 @@ def test_killed_at_any_moment_a_resumed_run_equals_an_unbroken_one(tmp_path):
     assert same(result(tmp_path / "whole", 3), result(tmp_path / "cut", 3))
 
 
+def test_a_run_is_not_written_over_and_goes_on_only_as_it_was_begun(tmp_path):
+    begun = ["--epochs", "2", "--dtype", "float16"]
+    assert "nothing to resume" in run(tmp_path, *begun, "--resume")
+    before = (tmp_path / "log.jsonl").read_bytes()
+    for arguments, message in (
+            (begun, "has a run: --resume goes on with it, --save-dir names another place"),
+            ([*begun, "--resume", "--epochs", "3"], "as it was begun: epochs was 2, is 3"),
+            ([*begun, "--resume", "--lr", "1", "--seed", "5"], "lr was 0.1, is 1.0; seed was 0")):
+        assert message in run(tmp_path, *arguments, fails=True).splitlines()[-1]
+    assert "all 2 epochs are done" in run(tmp_path, *begun, "--resume", "--num-workers", "1")
+    assert (tmp_path / "log.jsonl").read_bytes() == before
+
+
+def test_every_policy_trains(tmp_path):
+    for policy in ("pure_float16", "mixed_float16", "mixed_bfloat16"):
+        log = run(tmp_path / policy, "--policy", policy, "--epochs=1", "--label-smoothing", "0.1")
+        assert float(re.search(r"validation: err-top1=(\S+)", log)[1]) < 0.3
+
+
 @pytest.mark.parametrize(("arguments", "message"), [
     (["--model", "resnet18_v1", "--dataset", "dummy", "--image-size", "32"], "samples/s, peak"),
     (["--model", "cifar_resnet20_v1", "--dataset", "dummy", "--image-size", "32", "--mode",
@@ -85,11 +104,14 @@ def test_benchmark_needs_no_data(arguments, message, tmp_path):
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
-    (["--dataset", "nowhere"], "nowhere does not exist. Datasets: digits"),
+    (["--dataset", "nowhere"], "nowhere does not exist. --dataset takes digits"),
     (["--dataset", "imagenet"], "--data-dir names a folder"),
     (["--policy", "float17"], "invalid choice: 'float17' (choose from 'float32', 'float16'"),
     (["--loss-scale", "-3"], "invalid loss_scale value: '-3'"),
     (["--gpus", "99"], "--gpus 99: MXNet sees"),
+    (["--epochs", "0"], "must be a whole number from 1 on. Received: '0'"),
+    (["--classes", "3"], "the data has a label 9, and the network 3 classes"),
+    (["--save-dir", __file__], "File exists"),
     (["--model", "resnet19"], "neither MXNet's nor gluoncv's model zoo has resnet19"),
     (["--batch-size", "5000"], "images make no batch of 5000")])
 def test_bad_arguments_are_one_line(arguments, message, tmp_path):
