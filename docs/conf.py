@@ -15,6 +15,8 @@ extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 exclude_patterns = ["_build", "figures"]
 
 html_theme = "furo"
+pygments_style = "tango"          # removed lines red, added ones green
+pygments_dark_style = "monokai"
 html_title = f"gluon_amp {version}"
 html_copy_source = False
 html_show_sourcelink = False

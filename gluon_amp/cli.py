@@ -93,7 +93,11 @@ def _doctor_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _shape(text: str) -> Tuple[int, ...]:
-    return tuple(map(positive, text.split(",")))
+    try:
+        return tuple(map(positive, text.split(",")))
+    except argparse.ArgumentTypeError:
+        raise argparse.ArgumentTypeError("must be whole numbers, such as 3,224,224. Received: "
+                                         f"{text!r}") from None
 
 
 def _doctor(options: argparse.Namespace) -> int:

@@ -109,8 +109,8 @@ def test_the_help_of_a_subcommand_has_examples_that_it_takes(name, capsys):
 @pytest.mark.parametrize(("arguments", "said"), [
     (["train"], "train"),
     (["doctor", "--batch-size", "0"], "a whole number from 1 on. Received: '0'"),
-    (["doctor", "--image-shape", "3,x"], "a whole number from 1 on. Received: 'x'"),
-    (["doctor", "--image-shape", "3,,4"], "a whole number from 1 on. Received: ''"),
+    (["doctor", "--image-shape", "3,x"], "whole numbers, such as 3,224,224. Received: '3,x'"),
+    (["doctor", "--image-shape", "3,,4"], "such as 3,224,224. Received: '3,,4'"),
     (["demo", "--epochs", "-1"], "a whole number from 1 on. Received: '-1'"),
     (["demo", "--epoch", "many"], "a whole number from 1 on. Received: 'many'")])
 def test_bad_usage_is_named(arguments, said, capsys):

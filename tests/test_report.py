@@ -82,12 +82,12 @@ def test_a_pair_of_one_recipe_has_a_speedup(tmp_path):
     assert table == [
         {"run": "a", "model": "resnet50_v1b", "batch size": "1024", "dtype": "float32",
          "epochs": "2", "top-1 %": "70.00", "top-5 %": "92.50", "best top-1 %": "70.00",
-         "best epoch": "1", "images/s": "1000", "hours": "0.0556", "speedup": "1.00",
-         "hours to 70 %": "0.0556"},
+         "best epoch": "1", "images/s": "1000", "minutes": "3.33", "speedup": "1.00",
+         "minutes to 70 %": "3.33"},
         {"run": "b", "model": "resnet50_v1b", "batch size": "1024", "dtype": "float16",
          "epochs": "2", "top-1 %": "80.00", "top-5 %": "95.00", "best top-1 %": "80.00",
-         "best epoch": "1", "images/s": "1500", "hours": "0.0444", "speedup": "1.50",
-         "hours to 70 %": "0.0444"}]
+         "best epoch": "1", "images/s": "1500", "minutes": "2.67", "speedup": "1.50",
+         "minutes to 70 %": "2.67"}]
 
 
 def test_where_recipes_differ_the_differences_stand_there_and_no_speedup():
@@ -157,6 +157,22 @@ def test_a_speedup_is_of_images_per_second_or_else_of_hours(high, low, speedup):
     assert pair.speedup == speedup
 
 
+@pytest.mark.parametrize(("seconds", "column", "shown"), [
+    (0.5, "seconds", "1"), (29.0, "seconds", "58"), (30.0, "minutes", "1"),
+    (1790.0, "minutes", "59.7"), (1800.0, "hours", "1")])
+def test_times_are_in_a_unit_that_fits_the_longest_run(seconds, column, shown):
+    runs = [made("float32", seconds=seconds), made("float16", seconds=seconds / 2)]
+    assert rows(runs, pairs(runs), None)[0][column] == shown
+    axis, = (plot for plot in plots(runs) if plot.name == "validation_error_by_hours")
+    assert f"<!-- {column} -->" in axis.svg
+
+
+def test_datasets_are_told_apart():
+    runs = [made("float32", dataset="/data/cifar10.rec"), made("float16", dataset="digits")]
+    assert [row["dataset"] for row in rows(runs, [], None)] == ["cifar10.rec", "digits"]
+    assert "dataset" not in rows(runs[:1], [], None)[0]
+
+
 def test_hours_of_different_epochs_are_no_speedup():
     pair, = pairs([made("float32", speed=None), made("float16", errors=[0.5], speed=None)])
     assert pair.speedup is None
@@ -172,15 +188,15 @@ def test_an_accuracy_that_was_just_reached_counts_as_reached(percent):
 
 def test_the_accuracy_of_the_table_is_the_whole_percent_that_all_runs_reach(tmp_path):
     _, table = report(tmp_path, logs.gluoncv([0.5, 0.2]), logs.gluoncv([0.4, 0.199, 0.9]))
-    assert [row["hours to 80 %"] for row in table] == ["0.0556", "0.0556"]
+    assert [row["minutes to 80 %"] for row in table] == ["3.33", "3.33"]
 
 
 @pytest.mark.parametrize("errors", [[1.0], [1.0, 0.999], [0.0, 0.0]])
 def test_accuracies_of_0_and_1_are_accuracies(errors, tmp_path):
     _, table = report(tmp_path, logs.gluoncv(errors, dtype="float16"))
     assert table[0]["top-1 %"] == f"{100 * (1 - errors[-1]):.2f}"
-    reached = [column for column in table[0] if column.startswith("hours to")]
-    assert reached == (["hours to 100 %"] if errors[0] == 0 else [])
+    reached = [column for column in table[0] if column.startswith("minutes to")]
+    assert reached == (["minutes to 100 %"] if errors[0] == 0 else [])
 
 
 @pytest.mark.parametrize(("arguments", "words"), [
@@ -206,7 +222,7 @@ def test_what_happened_to_runs_is_told(tmp_path):
         logs.gluoncv([0.5], start=4, model="b"),
         logs.gluoncv([0.5, 0.4, 0.3], model="c") + logs.gluoncv([0.3], start=1))
     assert Page(page.read_text()).texts["li"] == [
-        "a stops after epoch 1, of 0 to 8.", "b begins with epoch 4; hours count from there.",
+        "a stops after epoch 1, of 0 to 8.", "b begins with epoch 4; times count from there.",
         "c: resumed at epoch 1"]
 
 

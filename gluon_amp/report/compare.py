@@ -39,7 +39,7 @@ class Pair:
 
 
 def recipe(run: Run) -> Dict[str, Any]:
-    off = (None, False, 0, "", [], "none", "None", "False")
+    off: Tuple[Any, ...] = (None, False, 0, "", [], "none", "None", "False")
     on = {key: value for key, value in run.arguments.items() if value not in off}
     return {key: value for key, value in on.items()
             if key not in PRECISION and not PATHS.fullmatch(key) and not RESUMING.fullmatch(key)

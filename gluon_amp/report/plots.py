@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from .compare import recipe
-from .runs import FLOAT32, Run, plain
+from .runs import FLOAT32, Run, plain, unit_of_time
 
 INK = "#1f2329"  # of text and axes
 PALETTE = (INK, "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
@@ -53,8 +53,8 @@ class _Chart(NamedTuple):
 CHARTS = (
     _Chart("validation_error", "Validation error by epoch", "epoch", "top-1 error",
            lambda run: [(n, e.top1) for n, e in run.epochs.items() if e.top1 is not None]),
-    _Chart("validation_error_by_hours", "Validation error by hours of training",
-           "hours of training", "top-1 error",
+    _Chart("validation_error_by_hours", "Validation error by time of training",
+           "hours", "top-1 error",
            lambda run: [(hours, e.top1) for hours, e in zip(run.hours, run.epochs.values())
                         if e.top1 is not None]),
     _Chart("throughput", "Throughput", "epoch", "images per second",
@@ -130,7 +130,10 @@ NAMINGS: Sequence[Sequence[Callable[[Run], str]]] = (
 
 
 def _draw(chart: _Chart, kinds: List[Kind]) -> Optional[Plot]:
-    lines = [(i, label, run, chart.points(run))
+    unit, scale = chart.x, 1.0
+    if unit == "hours":
+        unit, scale = unit_of_time([run for _, runs in kinds for run in runs])
+    lines = [(i, label, run, [(scale * x, y) for x, y in chart.points(run)])
              for i, (label, runs) in enumerate(kinds) for run in runs if chart.points(run)]
     if not lines:
         return None
@@ -153,7 +156,7 @@ def _draw(chart: _Chart, kinds: List[Kind]) -> Optional[Plot]:
             value = f" {ys[-1]:.2%}" if "error" in chart.y and len(kinds[i][1]) == 1 else ""
             ends[label] = _End(xs[-1], ys[-1], color, _short(label) + value)
         axes.set_title(chart.title, loc="left", fontsize=11)
-        axes.set_xlabel(chart.x)
+        axes.set_xlabel(unit)
         axes.set_ylabel(chart.y)
         axes.margins(x=0.02)
         _set_scales(axes, chart, [y for *_, line in lines for _, y in line])
@@ -202,8 +205,8 @@ def _name_ends(figure: Figure, axes: Any, ends: List[_End]) -> None:
         axes.annotate(end.text, (end.x, end.y),
                       (1.05, min(place, 1 - ROOM * (len(ends) - 1 - i))), color=end.color,
                       textcoords="axes fraction", va="center", fontsize=9, annotation_clip=False,
-                      arrowprops={"arrowstyle": "-", "color": end.color, "lw": 0.6, "shrinkA": 0,
-                                  "shrinkB": 2, "relpos": (0, 0.5)})
+                      arrowprops={"arrowstyle": "-", "color": end.color, "lw": 0.8, "ls": ":",
+                                  "shrinkA": 0, "shrinkB": 2, "relpos": (0, 0.5)})
 
 
 def _short(label: str) -> str:
@@ -219,7 +222,10 @@ def _alt(chart: _Chart, lines: List[Any]) -> str:
     ends: Dict[str, List[float]] = {}
     for _, label, _, line in lines:
         ends.setdefault(label, []).append(line[-1][1])
-    form = "{:.2%}".format if "error" in chart.y else "{:,.4g}".format
+
+    def form(value: float) -> str:
+        return f"{value:.2%}" if "error" in chart.y else f"{value:,.0f}" if value >= 1000 else \
+            f"{value:.4g}"
 
     def words(label: str, values: List[float]) -> str:
         if len(values) == 1:

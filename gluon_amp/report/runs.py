@@ -108,7 +108,19 @@ class Run:
         known = [s for s in seconds if s is not None]
         return [] if len(known) < len(seconds) else [s / 3600 for s in accumulate(known)]
 
+    @property
+    def dataset(self) -> str:
+        name = self.get("dataset", "data_train", "rec_train") or ""
+        return plain(re.split(r"[\\/]", str(name))[-1])
+
     def hours_to(self, accuracy: float) -> Optional[float]:
         """Of training until the validation accuracy was first reached."""
         return next((hours for hours, e in zip(self.hours, self.epochs.values())
                      if e.top1 is not None and 1 - e.top1 >= accuracy - 1e-9), None)
+
+
+def unit_of_time(runs: List[Run]) -> Tuple[str, float]:
+    """In which the longest run is one or more, and how many of it are an hour."""
+    longest = max((run.hours[-1] for run in runs if run.hours), default=1.0)
+    return next((unit for unit in (("hours", 1.0), ("minutes", 60.0)) if longest * unit[1] >= 1),
+                ("seconds", 3600.0))

@@ -2,7 +2,7 @@
 from typing import Dict, List, Optional
 
 from .compare import Pair
-from .runs import Run
+from .runs import Run, unit_of_time
 
 SMOOTHED = ("label_smoothing", "mixup")
 Row = Dict[str, str]  # column: text, empty where the log does not say
@@ -12,6 +12,8 @@ def rows(runs: List[Run], pairs: List[Pair], accuracy: Optional[float]) -> List[
     """One row for each run. Errors and accuracies are of the last epoch, the speed is the median
     over epochs, times are of training without validation."""
     speedups = {id(pair.low): pair for pair in pairs}
+    unit, per_hour = unit_of_time(runs)
+    several = len({run.dataset for run in runs}) > 1
     references = {id(pair.float32) for pair in pairs if pair.speedup}
     found = []
     for run in runs:
@@ -23,6 +25,7 @@ def rows(runs: List[Run], pairs: List[Pair], accuracy: Optional[float]) -> List[
         found.append({
             "run": run.name,
             "model": run.model,
+            "dataset": run.dataset if several else "",
             "batch size": _text(run.batch_size, "d"),
             "dtype": run.dtype,
             "epochs": str(len(run.epochs)),
@@ -31,9 +34,10 @@ def rows(runs: List[Run], pairs: List[Pair], accuracy: Optional[float]) -> List[
             "best top-1 %": _accuracy(best[1] if best else None),
             "best epoch": _text(best[0] if best else None, "d"),
             "images/s": _text(run.speed, ".0f" if (run.speed or 0) >= 100 else ".1f"),
-            "hours": _text(hours[-1] if hours else None, ".3g"),
+            unit: _text(hours[-1] * per_hour if hours else None, ".3g"),
             "speedup": speedup,
-            f"hours to {100 * (accuracy or 0):g} %": _text(to, ".3g")})
+            f"{unit} to {100 * (accuracy or 0):g} %": _text(
+                None if to is None else to * per_hour, ".3g")})
     return [{column: row[column] for column in found[0] if any(r[column] for r in found)}
             for row in found]
 
@@ -63,7 +67,7 @@ def remarks(runs: List[Run], pairs: List[Pair]) -> List[str]:
         if isinstance(planned, int) and run.epochs and max(run.epochs) + 1 < planned:
             found.append(f"{run.name} stops after epoch {max(run.epochs)}, of 0 to {planned - 1}.")
         if run.epochs and min(run.epochs) > 0 and not run.get("load_epoch", "resume_epoch"):
-            found.append(f"{run.name} begins with epoch {min(run.epochs)}; hours count from there.")
+            found.append(f"{run.name} begins with epoch {min(run.epochs)}; times count from there.")
     sources: Dict[str, List[str]] = {}
     for run in runs:
         for note in run.notes:
@@ -71,6 +75,6 @@ def remarks(runs: List[Run], pairs: List[Pair]) -> List[str]:
     found += [note if len(names) == len(runs) else f"{', '.join(names)}: {note}"
               for note, names in sources.items()]
     if any(pair.speedup for pair in pairs):
-        found.append("Speedup: images per second, or else hours, against the float32 run of the "
+        found.append("Speedup: images per second, or else time, against the float32 run of the "
                      "same recipe. Whether both had the machine to themselves, logs do not say.")
     return found

@@ -22,10 +22,10 @@ PAGE = Template("""<!DOCTYPE html>
   :root { --paper: #16181d; --line: #3a3f4a; --shade: #20242c; $dark }
 }
 body { color: var(--color0); background: var(--paper); font: 16px/1.5 system-ui, sans-serif;
-       max-width: 62rem; margin: 2rem auto; padding: 0 1rem; }
+       max-width: 84rem; margin: 2rem auto; padding: 0 1rem; }
 .wide { overflow-x: auto; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: 0.9rem; }
-th, td { padding: 0.3rem 0.7rem; text-align: right; border-bottom: 1px solid var(--line); }
+th, td { padding: 0.3rem 0.5rem; text-align: right; border-bottom: 1px solid var(--line); }
 th.text, td.text { text-align: left; }
 th button { all: unset; cursor: pointer; font-weight: 600; }
 th button:focus-visible { outline: 2px solid var(--color1); }
@@ -75,7 +75,7 @@ for (const [column, th] of document.querySelectorAll("th").entries()) {
 </body>
 </html>
 """)
-TEXT = ("run", "model", "dtype")  # columns
+TEXT = ("run", "model", "dataset", "dtype")  # columns
 DARK = ("#e4e6ea", "#4ea8de", "#f08c4a", "#2fc79b", "#e0a3c4", "#f0b840", "#7cc8f0")  # PALETTE's
 
 
