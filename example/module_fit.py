@@ -90,9 +90,6 @@ def fit(args, symbol, arg_params=None, aux_params=None, fixed=None):
     if begin:
         if not args.model_prefix:
             raise SystemExit("--load-epoch needs --model-prefix")
-        for end in ("symbol.json", f"{begin:04d}.params"):
-            if not os.path.exists(f"{args.model_prefix}-{end}"):
-                raise SystemExit(f"{args.model_prefix}-{end} does not exist")
         states = os.path.exists(f"{args.model_prefix}-{begin:04d}.states")
         module = amp.Module.load(args.model_prefix, begin, states, **options)
     else:

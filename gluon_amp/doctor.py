@@ -252,9 +252,11 @@ def _network(costs: Optional[Dict[str, Any]]) -> Iterator[str]:
     if not costs:
         return
     off = sorted(costs["off_tensor_cores"], key=lambda layer: -layer["share"])
+    work = costs["multiply_adds"]
+    amount = f"{work / 1e9:.1f} billion" if work >= 1e9 else f"{work / 1e6:.3g} million"
     yield ""
     yield f"{costs['model']}, batches of {'x'.join(map(str, costs['batch']))}: {costs['layers']} " \
-          f"layers, {costs['multiply_adds'] / 1e9:.1f} billion multiply-adds forward."
+          f"layers, {amount} multiply-adds forward."
     if off:
         yield "No multiple of 8, so off Tensor Cores or slower on them: " \
               f"{len(off)} layer{'s' * (len(off) > 1)}, {costs['share_off']:.1%} of the work."
@@ -268,10 +270,11 @@ def _network(costs: Optional[Dict[str, Any]]) -> Iterator[str]:
     table = costs["bytes"]
     whole, half = table["float32"]["total"], table["float16"]["total"]
     yield ""
-    yield f"On a GPU, float16 takes {half / whole:.0%} of float32's bytes. In MB:"
+    unit, size = ("MB", 1e6) if whole >= 1e7 else ("kB", 1e3)
+    yield f"On a GPU, float16 takes {half / whole:.0%} of float32's bytes. In {unit}:"
     yield f"{'':14}" + "".join(f"{kind:>13}" for kind in table["float32"])
     for name, parts in table.items():
-        yield f"{name:14}" + "".join(f"{count / 1e6:13.1f}" for count in parts.values())
+        yield f"{name:14}" + "".join(f"{count / size:13.1f}" for count in parts.values())
     yield "A CPU holds activations as float32 in any case; mixed_bfloat16 is for CPUs only."
 
 

@@ -15,3 +15,10 @@ def replace_file(path: str, write: Callable[[str], None]) -> None:
     finally:
         if os.path.exists(beside):
             os.remove(beside)
+
+
+def must_exist(*paths: str) -> None:
+    """MXNet's own errors for a missing file name its C++ sources."""
+    for path in paths:
+        if not os.path.exists(path):
+            raise FileNotFoundError(f"{path} does not exist")

@@ -10,7 +10,7 @@ from mxnet.model import _update_params
 
 from ._mxnet import mx, np
 from .binding import Bindable, environment
-from .files import replace_file
+from .files import must_exist, replace_file
 from .finite import all_finite, not_finite, squares
 from .halves import to_float32
 from .loss_scale import as_loss_scale
@@ -203,6 +203,7 @@ class Module(_Module, mx.mod.Module):
     def load(prefix: str, epoch: int, load_optimizer_states: bool = False,
              **kwargs: Any) -> "Module":
         """A module from a checkpoint; arguments as for `mx.mod.Module.load`, and `loss_scale`."""
+        must_exist(f"{prefix}-symbol.json", f"{prefix}-{epoch:04d}.params")
         symbol, args, auxs = mx.model.load_checkpoint(prefix, epoch)
         check_parameters(symbol, args, auxs)
         module = Module(symbol, **kwargs)
@@ -246,6 +247,7 @@ class BucketingModule(_Module, mx.mod.BucketingModule):
     def load(prefix: str, epoch: int, sym_gen: Any = None, default_bucket_key: Any = None,
              load_optimizer_states: bool = False, **kwargs: Any) -> "BucketingModule":
         """A module from a checkpoint; arguments as for the class."""
+        must_exist(f"{prefix}-{epoch:04d}.params")
         module = BucketingModule(sym_gen, default_bucket_key, **kwargs)
         symbol, data_names, label_names = module._call_sym_gen(default_bucket_key)
         args, auxs = mx.model.load_params(prefix, epoch)

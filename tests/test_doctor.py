@@ -1,5 +1,6 @@
 """`gluon-amp doctor`: what it finds out about the machine, and about a network."""
 import json
+import re
 import shutil
 import subprocess
 
@@ -345,6 +346,12 @@ def test_the_text_has_the_costs_of_the_json():
         assert [f"{count / 1e6:.1f}" for count in parts.values()] in row
     # 11,689,512 parameters and 9,600 statistics
     assert facts["network"]["bytes"]["float32"]["parameters"] == 4 * (11_689_512 + 9_600)
+
+
+def test_a_small_network_is_told_in_units_that_fit():
+    text = describe(examine("mobilenet0.25", 1, (3, 32, 32)))
+    assert re.search(r"28 layers, \d\.?\d* million multiply-adds", text), text
+    assert "of float32's bytes. In kB:" in text
 
 
 def test_of_many_layers_the_ten_with_most_work_are_shown():

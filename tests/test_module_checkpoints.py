@@ -196,3 +196,10 @@ def test_a_scale_that_is_not_taken_over_is_said(caplog, tmp_path):
     resumed(prefix, OPTIMIZERS["momentum"], loss_scale=None)
     assert f"dynamic loss scale, {mod.loss_scale:g}, is left: here loss_scale is None" \
         in caplog.text
+
+
+def test_a_checkpoint_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"none-symbol\.json does not exist"):
+        amp.Module.load(str(tmp_path / "none"), 3)
+    with pytest.raises(FileNotFoundError, match=r"none-0003\.params does not exist"):
+        amp.BucketingModule.load(str(tmp_path / "none"), 3, lambda key: None, 10)

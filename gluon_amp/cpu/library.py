@@ -46,7 +46,7 @@ def load() -> str:
     variant = choose()
     path = path_of(variant)
     rebuild = "Rebuild them with: pip install --force-reinstall --no-deps gluon-amp " \
-              "(in a checkout: make -B setup); that needs a C++ compiler."
+              "(in a checkout: make -B setup, or run outside of it); that needs a C++ compiler."
     if not path.exists():
         raise KernelError(f"gluon_amp's CPU kernels are missing: {path}. {rebuild}")
     try:
