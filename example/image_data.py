@@ -46,8 +46,9 @@ def image_shape(args):
     return channels, height, width
 
 
-def count_records(path):
-    """How many records a RecordIO file has; an error if it is missing, empty or cut short."""
+def count_records(path, classes):
+    """How many records a RecordIO file has; an error if it is missing, empty or cut short, or if
+    a label is beyond the classes."""
     if not os.path.exists(path):
         raise SystemExit(f"{path} does not exist")
     size, count, at = os.path.getsize(path), 0, 0
@@ -56,12 +57,15 @@ def count_records(path):
     with open(path, "rb") as file:
         while at < size:
             file.seek(at)
-            header = file.read(8)
-            magic, length = struct.unpack("<II", header) if len(header) == 8 else (0, 0)
+            header = file.read(16).ljust(16, b"\0")
+            magic, length, labels, label = struct.unpack("<IIIf", header)
             if magic != _MAGIC:
                 raise SystemExit(f"{path} is no RecordIO file, or damaged: no record begins at "
                                  f"byte {at}")
             part, length = length >> 29, length & (1 << 29) - 1
+            if part in (0, 1) and labels == 0 and label >= classes:  # 0 means one, in this place
+                raise SystemExit(f"{path} has a label {label:g}, and the network {classes} "
+                                 "classes, from 0 on: --num-classes")
             at += 8 + (length + 3) // 4 * 4
             count += part in (0, 1)  # a record's only or first part
     if at > size:
@@ -77,11 +81,11 @@ def iterators(args, part=0, parts=1):
         return _Random((args.batch_size, *shape), args.num_classes, examples), None, examples
     if not args.data_train:
         raise SystemExit("--data-train FILE.rec is needed, or --benchmark 1 for random images")
-    examples = count_records(args.data_train)
+    examples = count_records(args.data_train, args.num_classes)
     if examples < args.batch_size:
         raise SystemExit(f"{args.data_train} has {examples} images, fewer than one batch of "
                          f"{args.batch_size}")
-    validated = count_records(args.data_val) if args.data_val else 0
+    validated = count_records(args.data_val, args.num_classes) if args.data_val else 0
     mean, std = ([float(x) for x in text.split(",")] for text in (args.rgb_mean, args.rgb_std))
     common = {
         "data_shape": shape, "batch_size": args.batch_size, "label_width": 1,

@@ -94,6 +94,7 @@ def test_benchmark_needs_no_data():
     (["--batch-size", "41"], "has 40 images, fewer than one batch of 41"),
     (["--gpus", "0,1,2"], "--batch-size 20 does not divide over 3 GPUs"),
     (["--load-epoch", "3"], "--load-epoch needs --model-prefix"),
+    (["--num-classes", "3"], "has a label 3, and the network 3 classes, from 0 on"),
 ])
 def test_bad_arguments_are_one_line(arguments, message, images):
     last = train(images, *arguments, fails=True).strip().splitlines()[-1]
