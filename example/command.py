@@ -3,17 +3,43 @@ import argparse
 import os
 
 from gluon_amp._mxnet import message, mx
-from gluon_amp.cli import positive
-
-__all__ = ["Help", "numbers", "positive", "run"]
 
 
 class Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
     """The docstring as it is written, and all defaults."""
 
 
+def _list_of(number, text, wanted):
+    try:
+        return [number(part) for part in text.split(",") if part]
+    except (ValueError, argparse.ArgumentTypeError):
+        raise argparse.ArgumentTypeError(f"must be {wanted}. Received: {text!r}") from None
+
+
+def positive(text):
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number from 1 on. Received: {text!r}")
+    return int(text)
+
+
+def _from_0(text):
+    return positive(text) if text.strip("0") else 0
+
+
 def numbers(text):
-    return [int(number) for number in text.split(",") if number]
+    return _list_of(_from_0, text, "whole numbers, such as 0,2")
+
+
+def decimals(text):
+    return _list_of(float, text, "numbers, such as 0.5 or 0.5,0.4,0.4")
+
+
+def devices_of(gpus):
+    if not gpus:
+        return [mx.cpu()]
+    if max(gpus) >= mx.context.num_gpus():
+        raise SystemExit(f"--gpus {max(gpus)}: MXNet sees {mx.context.num_gpus()} GPUs")
+    return [mx.gpu(i) for i in gpus]
 
 
 def run(main):

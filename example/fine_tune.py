@@ -45,6 +45,13 @@ def pretrained_features(args, device):
         net.collect_params().load(args.pretrained_params, device, cast_dtype=True)
     else:
         net.load_parameters(args.pretrained_params, device, cast_dtype=True)
+    return features_of(net, args.pretrained)
+
+
+def features_of(net, name):
+    if not hasattr(net, "features"):
+        raise SystemExit(f"{name} has no features of its own; export it, and give "
+                         "--pretrained-symbol and --pretrained-params")
     return net.features
 
 
@@ -58,7 +65,7 @@ def downloaded(name, device):
         pass
     for zoo in zoos:
         try:
-            return zoo(name, pretrained=True, ctx=device).features
+            return features_of(zoo(name, pretrained=True, ctx=device), name)
         except ValueError:  # not one of its names
             continue
         except (OSError, RuntimeError) as error:
@@ -120,7 +127,7 @@ def main(arguments=None):
     if not args.pretrained and not (args.pretrained_symbol and args.pretrained_params):
         parser.error("--pretrained NAME, or --pretrained-symbol and --pretrained-params")
     logging.basicConfig(level=logging.INFO, format="%(message)s", force=True)
-    devices = recipe.devices_of(args)
+    devices = command.devices_of(args.gpus)
     recipe.check_place(args)
     log.info("%s", args)
     mx.random.seed(args.seed)

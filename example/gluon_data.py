@@ -83,12 +83,20 @@ def _transform(args, size, train):
     steps = [transforms.Resize(size)] if not train or size <= 32 else \
         [transforms.RandomResizedCrop(size, (0.4, 1.0))]
     steps += [transforms.RandomFlipLeftRight()] if train else []
-    mean, std = ([float(x) for x in text.split(",")] for text in (args.mean, args.std))
-    return transforms.Compose([*steps, transforms.ToTensor(), transforms.Normalize(mean, std)])
+    return transforms.Compose([*steps, transforms.ToTensor(),
+                               transforms.Normalize(args.mean, args.std)])
 
 
 def classes_of(args):
     return args.classes or CLASSES.get(args.dataset, 10)
+
+
+def check_labels(args, label):
+    """Of a batch: MXNet takes what is beyond the classes without a word."""
+    largest, classes = label.max().asscalar(), classes_of(args)
+    if largest >= classes:
+        raise SystemExit(f"the data has a label {largest:g}, and the network {classes} classes, "
+                         "from 0 on: --classes")
 
 
 class Shuffled(gluon.data.Sampler):

@@ -14,18 +14,19 @@ import functools
 import json
 import logging
 import os
+import random
 import resource
 import time
 
 import gluon_amp as amp
 import mxnet as mx
 import numpy as np
-from command import Help, numbers, positive, run
+from command import Help, decimals, devices_of, numbers, positive, run
 from gluon_amp._mxnet import message
 from gluon_amp.files import replace_file
-from gluon_amp.policy import APEX, POLICIES
+from gluon_amp.policy import APEX, POLICIES, get_policy
 from gluon_amp.tensor_cores import matrix_layers
-from gluon_data import classes_of, loaders
+from gluon_data import check_labels, classes_of, loaders
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
 from tqdm import tqdm
@@ -75,8 +76,9 @@ def add_arguments(parser):
     add("--resume", action="store_true", help="go on from the last epoch in --save-dir")
     add("--log-interval", type=positive, default=20)
     add("--seed", type=int, default=0)
-    add("--mean", default="0.45", help="of pixels from 0 to 1: one number, or one each channel")
-    add("--std", default="0.25")
+    add("--mean", type=decimals, default=[0.45],
+        help="of pixels from 0 to 1: one number, or one each channel")
+    add("--std", type=decimals, default=[0.25])
     add("--benchmark", action="store_true", help="random images; samples/s and peak memory")
 
 
@@ -117,18 +119,10 @@ def schedule(args, steps):
                                                 warmup_steps=warmup)
 
 
-def devices_of(args):
-    if not args.gpus:
-        return [mx.cpu()]
-    if max(args.gpus) >= mx.context.num_gpus():
-        raise SystemExit(f"--gpus {max(args.gpus)}: MXNet sees {mx.context.num_gpus()} GPUs")
-    return [mx.gpu(i) for i in args.gpus]
-
-
 def trainer_of(args, net, **schedule):
     options = {"momentum": args.momentum, "wd": args.wd, **schedule}
     return amp.Trainer(net.collect_params(), "sgd", options, loss_scale=args.loss_scale,
-                       enabled=(args.policy or args.dtype) != "float32")
+                       enabled=get_policy(args.policy or args.dtype).name != "float32")
 
 
 def loss_of(args):
@@ -149,9 +143,7 @@ def train_epoch(args, net, trainer, loss_fn, loader, devices, epoch):
     """One pass; the training accuracy and the seconds."""
     metric, start, tic = mx.metric.Accuracy(), time.time(), time.time()
     for i, (data, label) in enumerate(tqdm(loader, disable=None, leave=False)):
-        if label.max().asscalar() >= classes_of(args):
-            raise SystemExit(f"the data has a label {label.max().asscalar():g}, and the network "
-                             f"{classes_of(args)} classes, from 0 on: --classes")
+        check_labels(args, label)
         datas, labels = (gluon.utils.split_and_load(x, devices, even_split=False)
                          for x in (data, label))
         with autograd.record():
@@ -171,7 +163,8 @@ def train_epoch(args, net, trainer, loss_fn, loader, devices, epoch):
 def run_epoch(args, net, trainer, loss_fn, order, loader, val_loader, devices, epoch):
     """Trains one epoch, validates and logs; returns the epoch's line of the log."""
     order.epoch = epoch
-    mx.random.seed(args.seed + 1 + epoch)  # of augmentation and dropout
+    mx.random.seed(args.seed + 1 + epoch)  # of dropout and MXNet's augmentation
+    random.seed(args.seed + 1 + epoch)  # of Gluon's crops
     accuracy, seconds = train_epoch(args, net, trainer, loss_fn, loader, devices, epoch)
     speed = len(loader) * args.batch_size / seconds
     top1, top5 = validate(net, val_loader, devices)
@@ -262,9 +255,10 @@ def resume(args, net, trainer):
         epoch = json.load(file)["epoch"]
     with open(os.path.join(args.save_dir, "log.jsonl")) as file:
         begun, *lines = [json.loads(line) for line in file]
-    now = json.loads(json.dumps(vars(args)))
-    differ = [f"{name} was {value}, is {now[name]}" for name, value in begun["arguments"].items()
-              if name not in MAY_DIFFER and value != now[name]]
+    was, now = begun.get("arguments", {}), json.loads(json.dumps(vars(args)))
+    differ = [f"{name} was {was.get(name, 'not there')}, is {now.get(name, 'not there')}"
+              for name in {**was, **now} if name not in MAY_DIFFER
+              and was.get(name) != now.get(name)]
     if differ:
         raise SystemExit(f"--resume goes on with the run as it was begun: {'; '.join(differ)}")
     net.load_parameters(os.path.join(args.save_dir, f"epoch-{epoch}.params"))
@@ -295,11 +289,12 @@ def fit(args, net, order, loader, val_loader, devices):
 def main(arguments=None):
     args = parse(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s", force=True)
-    devices = devices_of(args)
+    devices = devices_of(args.gpus)
     check_place(args)
     log.info("%s", args)
     mx.random.seed(args.seed)
     np.random.seed(args.seed)
+    random.seed(args.seed)
     order, loader, val_loader = loaders(args)
 
     net = network(args)

@@ -6,13 +6,13 @@
 Takes the flags of image_classification.py.
 """
 import argparse
+import random
 
 import command
 import gluon_amp as amp
 import image_classification as recipe
 import mxnet as mx
-from gluon_data import datasets
-from mxnet import gluon
+from gluon_data import check_labels, loaders
 
 
 def main(arguments=None):
@@ -20,15 +20,16 @@ def main(arguments=None):
     parser.add_argument("--plot", default="rates.png", help="a PNG or SVG file")
     parser.add_argument("--start", type=float, default=1e-5)
     parser.add_argument("--end", type=float, default=10.0)
-    parser.add_argument("--steps", type=int, default=100)
-    mine, rest = parser.parse_known_args(arguments)
-    args = recipe.parse(rest)
-    device = recipe.devices_of(args)[0]
+    parser.add_argument("--steps", type=command.positive, default=100)
+    recipe.add_arguments(parser)
+    args = parser.parse_args(arguments)
+    if len(args.gpus) > 1:
+        parser.error("--gpus: one is enough")
+    device, = command.devices_of(args.gpus)
     mx.random.seed(args.seed)
+    random.seed(args.seed)
 
-    data, _ = datasets(args)
-    loader = gluon.data.DataLoader(data, args.batch_size, shuffle=True, last_batch="discard",
-                                   num_workers=args.num_workers)
+    _, loader, _ = loaders(args)
     net = recipe.network(args)
     net.initialize(mx.init.MSRAPrelu(), ctx=device)
     amp.convert(net, args.policy or args.dtype)
@@ -36,18 +37,20 @@ def main(arguments=None):
     net(next(iter(loader))[0].as_in_context(device))  # shapes of all parameters
     trainer, loss_fn = recipe.trainer_of(args, net), recipe.loss_of(args)
     found = amp.lr_find(net, trainer, lambda out, y: loss_fn(out, y.as_in_context(device)),
-                        _OnDevice(loader, device), mine.start, mine.end, mine.steps, mine.plot)
-    print(f"{len(found.rates)} rates from {found.rates[0]:g} to {found.rates[-1]:g}: {mine.plot}")
+                        _OnDevice(args, loader, device), args.start, args.end, args.steps,
+                        args.plot)
+    print(f"{len(found.rates)} rates from {found.rates[0]:g} to {found.rates[-1]:g}: {args.plot}")
     print("proposed: " + ("none, the loss did not fall" if found.suggestion is None
                           else f"{found.suggestion:.2g}"))
 
 
 class _OnDevice:
-    def __init__(self, loader, device):
-        self.loader, self.device = loader, device
+    def __init__(self, args, loader, device):
+        self.args, self.loader, self.device = args, loader, device
 
     def __iter__(self):
         for data, label in self.loader:
+            check_labels(self.args, label)
             yield data.as_in_context(self.device), label
 
 

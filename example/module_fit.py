@@ -8,7 +8,7 @@ import gluon_amp as amp
 import image_data
 import mxnet as mx
 import numpy as np
-from command import numbers, positive
+from command import devices_of, numbers, positive
 
 
 def add_arguments(parser):
@@ -20,7 +20,7 @@ def add_arguments(parser):
     train.add_argument("--num-epochs", type=positive, default=80)
     train.add_argument("--lr", type=float, default=0.1)
     train.add_argument("--lr-factor", type=float, default=0.1)
-    train.add_argument("--lr-step-epochs", default="30,60",
+    train.add_argument("--lr-step-epochs", type=numbers, default=[30, 60],
                        help="after which epochs the rate is multiplied by --lr-factor")
     train.add_argument("--warmup-epochs", type=float, default=0)
     train.add_argument("--optimizer", default="sgd")
@@ -38,17 +38,6 @@ def add_arguments(parser):
     train.add_argument("--seed", type=int, default=0)
 
 
-def devices(args):
-    if not args.gpus:
-        return [mx.cpu()]
-    if args.batch_size % len(args.gpus):
-        raise SystemExit(f"--batch-size {args.batch_size} does not divide over {len(args.gpus)} "
-                         "GPUs")
-    if max(args.gpus) >= mx.context.num_gpus():
-        raise SystemExit(f"--gpus {max(args.gpus)}: MXNet sees {mx.context.num_gpus()} GPUs")
-    return [mx.gpu(i) for i in args.gpus]
-
-
 def loss_scale(args):
     text = args.loss_scale or ("dynamic" if args.dtype == "float16" else "none")
     if text in ("dynamic", "none"):
@@ -62,7 +51,7 @@ def loss_scale(args):
 
 def schedule(args, epoch_size):
     """The learning rate by updates, counted from the first epoch's first."""
-    steps = [int(epoch) * epoch_size for epoch in args.lr_step_epochs.split(",") if epoch]
+    steps = [epoch * epoch_size for epoch in args.lr_step_epochs]
     warmup = int(args.warmup_epochs * epoch_size)
     if not steps:
         steps = [1 << 60]
@@ -74,7 +63,10 @@ def fit(args, symbol, arg_params=None, aux_params=None, fixed=None):
     """Trains, and returns the module."""
     mx.random.seed(args.seed)
     np.random.seed(args.seed)
-    contexts, scale = devices(args), loss_scale(args)
+    if args.batch_size % max(1, len(args.gpus)):
+        raise SystemExit(f"--batch-size {args.batch_size} does not divide over {len(args.gpus)} "
+                         "GPUs")
+    contexts, scale = devices_of(args.gpus), loss_scale(args)
     if args.model_prefix:
         os.makedirs(os.path.dirname(args.model_prefix) or ".", exist_ok=True)
     kvstore = mx.kvstore.create(args.kv_store)

@@ -90,7 +90,7 @@ def main(arguments=None):
     parser.add_argument("--bn-momentum", type=float, help="of all batch norms")
     module_fit.add_arguments(parser)
     image_data.add_arguments(parser)
-    parser.set_defaults(num_epochs=3, lr=0.01, lr_step_epochs="2", batch_size=32)
+    parser.set_defaults(num_epochs=3, lr=0.01, lr_step_epochs=[2], batch_size=32)
     args = parser.parse_args(arguments)
 
     symbol, arg_params, aux_params = load(args.pretrained_model)

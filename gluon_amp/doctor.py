@@ -256,8 +256,10 @@ def _network(costs: Optional[Dict[str, Any]]) -> Iterator[str]:
     amount = f"{work / 1e9:.1f} billion" if work >= 1e9 else f"{work / 1e6:.3g} million"
     yield ""
     yield f"{costs['model']}, batches of {'x'.join(map(str, costs['batch']))}: {costs['layers']} " \
-          f"layers, {amount} multiply-adds forward."
-    if off:
+          f"layer{'s' * (costs['layers'] != 1)}, {amount} multiply-adds forward."
+    if not costs["layers"]:
+        yield "No convolution and no fully connected layer; others, such as RNN, are not counted."
+    elif off:
         yield "No multiple of 8, so off Tensor Cores or slower on them: " \
               f"{len(off)} layer{'s' * (len(off) > 1)}, {costs['share_off']:.1%} of the work."
         yield from _aligned([("  layer", "channels", "rows", "share"), *(

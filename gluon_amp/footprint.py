@@ -56,8 +56,9 @@ def footprint(symbol: "mx.sym.Symbol", batch: Tuple[int, ...]) -> Dict[str, Any]
         raise ValueError("the network is in float16 already: give the float32 one")
     parameters = parameter_names(graph) | set(symbol.list_auxiliary_states())
     data = inputs - parameters
-    layers = matrix_layers(symbol, {name: shape for name, shape in _shapes(symbol, batch).items()
-                                    if name not in data})
+    layers = matrix_layers(symbol, {  # data is an output, of nobody: it is no weight
+        f"{name}_output" if name in data else name: shape
+        for name, shape in _shapes(symbol, batch).items()})
     total = sum(layer.multiply_adds for layer in layers)
     off = [{"name": layer.name, "sizes": list(layer.sizes), "rows": layer.rows,
             "share": layer.multiply_adds / max(total, 1)} for layer in layers if not layer.fits]

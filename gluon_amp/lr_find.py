@@ -109,13 +109,13 @@ def _step(net: Any, trainer: Any, loss_fn: Any, source: Iterator[Any]) -> float:
 
 
 def _steepest(rates: List[float], losses: List[float]) -> Optional[float]:
-    if len(rates) < 3:
+    """Between where the average is one of enough losses, and the lowest."""
+    begin = min(round(1 / (1 - _SMOOTHING)), len(rates) // 3)
+    lowest = int(np.argmin(losses)) if losses else 0
+    if lowest < begin + 2 or losses[begin] - losses[lowest] < 0.01 * abs(losses[begin]):
         return None
     slopes = np.gradient(np.array(losses), np.log(np.array(rates)))
-    lowest = int(np.argmin(losses))
-    if lowest < 2 or losses[0] - losses[lowest] < 0.01 * abs(losses[0]):
-        return None
-    return rates[int(np.argmin(slopes[:lowest]))]
+    return rates[begin + int(np.argmin(slopes[begin:lowest]))]
 
 
 def _endless(batches: Iterable[Any]) -> Iterator[Any]:

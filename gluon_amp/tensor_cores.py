@@ -50,9 +50,12 @@ def matrix_layers(symbol: Any, shapes: Dict[str, Sequence[int]]) -> List[Layer]:
 
 def _layer(node: Node, weight: Sequence[int], shapes: Dict[str, Sequence[int]]) -> Layer:
     groups = int(node.attrs.get("num_group", "1"))
-    inputs = weight[-1 if node.attrs.get("layout", "").endswith("C") else 1]
-    depthwise = groups > 1 and inputs == 1
-    sizes = (weight[0] // groups, 1) if depthwise else (weight[0], inputs * groups)
+    first, second = weight[0], weight[-1 if node.attrs.get("layout", "").endswith("C") else 1]
+    sizes = first, second * groups
+    if groups > 1 and second == 1:
+        sizes = first // groups, 1
+    elif node.op == "Deconvolution":  # its weight begins with the channels of the input
+        sizes = second * groups, first
     # Each of these numbers takes part in one product for each number of a filter.
     counted = f"{node.name}_output"
     if node.op == "Deconvolution":

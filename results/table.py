@@ -24,6 +24,8 @@ def result(path):
 
 for folder in map(Path, sys.argv[1:]):
     kinds = {path.name.rsplit("-", 1)[0] for path in folder.glob("*-seed*.log")}
+    if not kinds:
+        continue
     print(f"\n{folder.name}\n\n| runs | test accuracy of each seed | mean | standard deviation "
           "| skipped steps | minus float32 (95 %) |\n| --- | --- | --- | --- | --- | --- |")
     for kind in sorted(kinds, key=lambda kind: (kind != "float32", kind)):

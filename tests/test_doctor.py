@@ -328,9 +328,19 @@ def test_a_batch_that_is_no_multiple_of_8_keeps_dense_layers_off():
     assert (layer["rows"], layer["share"]) == (20, 1)
 
 
-def test_a_network_without_layers_has_no_work():
+def test_a_network_without_layers_has_no_work(tmp_path):
     found = costs(nn.Activation("relu"))
     assert (found["layers"], found["multiply_adds"], found["share_off"]) == (0, 0, 0)
+    mx.sym.softmax(mx.sym.var("data")).save(str(tmp_path / "net-symbol.json"))
+    text = describe(examine(str(tmp_path / "net-symbol.json")))
+    assert "No convolution and no fully connected layer" in text
+    assert "fit Tensor Cores" not in text
+
+
+def test_a_transposed_convolution_may_be_the_first_layer():
+    (layer,) = (costs(nn.Conv2DTranspose(16, 4, 2, 1, in_channels=12), (8, 12, 8, 8)), )
+    assert layer["multiply_adds"] == 8 * 12 * 8 * 8 * 16 * 4 * 4
+    assert [off["sizes"] for off in layer["off_tensor_cores"]] == [[16, 12]]
 
 
 def test_the_text_has_the_costs_of_the_json():

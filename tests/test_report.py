@@ -167,6 +167,25 @@ def test_times_are_in_a_unit_that_fits_the_longest_run(seconds, column, shown):
     assert f"<!-- {column} -->" in axis.svg
 
 
+def test_other_datasets_are_other_recipes_wherever_they_lie():
+    float32 = made("float32", data_train="/a/imagenet.rec")
+    for path, differences in (("/b/imagenet.rec", set()), ("/a/cifar10.rec", {"dataset"})):
+        pair, = pairs([float32, made("float16", data_train=path)])
+        assert set(pair.differences) == differences
+        assert (pair.speedup is None) is bool(differences)
+
+
+def test_policies_by_apexs_names_are_pairs():
+    runs = [made(policy="O0"), made(policy="O2")]
+    assert [run.dtype for run in runs] == ["float32", "float16"]
+    assert pairs(runs)[0].speedup == 1
+
+
+def test_top_5_alone_is_shown():
+    run = Run("a", {}, {0: Epoch(top5=0.2), 1: Epoch(top5=0.1)})
+    assert rows([run], [], None)[0]["top-5 %"] == "90.00"
+
+
 def test_datasets_are_told_apart():
     runs = [made("float32", dataset="/data/cifar10.rec"), made("float16", dataset="digits")]
     assert [row["dataset"] for row in rows(runs, [], None)] == ["cifar10.rec", "digits"]

@@ -63,7 +63,7 @@ def measured(block, *shape):
     (lambda: nn.Conv2D(16, 3, groups=16, in_channels=16), (2, 16, 6, 6),
      ((1, 1), None, 2 * 16 * 4 * 4 * 3 * 3, False)),
     (lambda: nn.Conv2DTranspose(8, 4, 2, 1, in_channels=16), (1, 16, 4, 4),
-     ((16, 8), None, 16 * 4 * 4 * 8 * 4 * 4, True)),
+     ((8, 16), None, 16 * 4 * 4 * 8 * 4 * 4, True)),
     (lambda: nn.Dense(32, in_units=16), (8, 16), ((32, 16), 8, 8 * 32 * 16, True)),
     (lambda: nn.Dense(32, in_units=16), (10, 16), ((32, 16), 10, 10 * 32 * 16, False)),
     (lambda: nn.Dense(32, in_units=16, flatten=False), (2, 4, 16),

@@ -66,6 +66,8 @@ def _differences(a: Run, b: Run) -> Dict[str, Tuple[Any, Any]]:
     first, second = recipe(a), recipe(b)
     found = {key: (a.arguments.get(key), b.arguments.get(key)) for key in {**first, **second}
              if first.get(key) != second.get(key)}
+    if a.dataset and b.dataset and a.dataset != b.dataset:  # wherever they lie
+        found.setdefault("dataset", (a.dataset, b.dataset))
     if a.batch_size != b.batch_size:
         found.setdefault("batch_size", (a.batch_size, b.batch_size))
     if not set(first) - {"model"} or not set(second) - {"model"}:

@@ -6,6 +6,8 @@ from operator import itemgetter
 from statistics import median
 from typing import Any, Dict, List, Optional, Tuple
 
+from ..policy import APEX
+
 FLOAT32 = "float32"
 RESUMING = re.compile(r"resume(_\w+)?|load_epoch|start_epoch")  # arguments that go on with a run
 
@@ -60,7 +62,7 @@ class Run:
     def dtype(self) -> str:
         given = self.get("policy", "dtype")
         if given:
-            return plain(given)
+            return plain(APEX.get(given, given) if isinstance(given, str) else given)
         found = re.search(r"(b?)(?:float|fp|(?<=b)f)(16|32)", self.name, re.IGNORECASE)
         return f"{found[1].lower()}float{found[2]}" if found else "unknown"
 
@@ -85,7 +87,8 @@ class Run:
     @property
     def last(self) -> Optional[Epoch]:
         """The last epoch that was validated."""
-        return next((e for e in reversed(list(self.epochs.values())) if e.top1 is not None), None)
+        return next((e for e in reversed(list(self.epochs.values()))
+                     if (e.top1, e.top5) != (None, None)), None)
 
     @property
     def best(self) -> Optional[Tuple[int, float]]:

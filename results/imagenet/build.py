@@ -26,7 +26,6 @@ ResNet-50 v1b, 90 epochs, 8 V100. [Report](published/report.md)
 ![Top-1 error by epoch of float32 at batch 1024 and float16 at 1024 and 2048: the three lines fall \
 together to 23.8, 23.7 and 23.7 %](published/validation_error.png)
 
-{ends_source}
 {published_source}
 
 ## GluonCV's logs
@@ -91,13 +90,13 @@ def build(folder):
     folder.mkdir(parents=True, exist_ok=True)
     report([HERE / "published.csv"], folder / "published", "ResNet-50 v1b as published", 0.76)
     report([HERE / "gluoncv.csv"], folder / "gluoncv", "ResNet-50 in GluonCV's logs", 0.76)
-    ends, ends_source = read("published_ends.csv")
+    ends, _ = read("published_ends.csv")
     nvidia, nvidia_source = read("nvidia.csv")
     png, svg = draw_nvidia(nvidia)
     (folder / "nvidia.png").write_bytes(png)
     (folder / "nvidia.svg").write_text(svg)
     (folder / "README.md").write_text(README.format(
-        ends=table(ends), ends_source=ends_source, published_source=read("published.csv")[1],
+        ends=table(ends), published_source=read("published.csv")[1],
         gluoncv_source=read("gluoncv.csv")[1], nvidia=table(nvidia), nvidia_source=nvidia_source))
 
 

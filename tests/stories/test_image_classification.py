@@ -11,6 +11,7 @@ import gluon_amp  # noqa: F401  (before mxnet)
 import numpy as np
 import pytest
 from gluon_amp._mxnet import mx
+from PIL import Image
 
 SCRIPT = Path(__file__).parents[2] / "example" / "image_classification.py"
 SHARED = Path(os.environ.get("GLUON_AMP_DATA") or Path(__file__).parents[3] / "shared")
@@ -87,6 +88,29 @@ def test_a_run_is_not_written_over_and_goes_on_only_as_it_was_begun(tmp_path):
     assert (tmp_path / "log.jsonl").read_bytes() == before
 
 
+def test_a_run_of_another_script_is_not_gone_on_with(tmp_path):
+    run(tmp_path, "--epochs", "1")
+    log = (tmp_path / "log.jsonl").read_text().splitlines(True)
+    (tmp_path / "log.jsonl").write_text(log[0].replace('"lr"', '"rate"') + log[1])
+    error = run(tmp_path, "--epochs", "1", "--resume", fails=True).splitlines()[-1]
+    assert "rate was 0.1, is not there" in error
+    assert "lr was not there, is 0.1" in error
+
+
+def test_random_crops_are_those_of_the_seed(tmp_path):
+    rng = np.random.default_rng(0)
+    for i in range(16):
+        folder = tmp_path / "images" / "ab"[i % 2]
+        folder.mkdir(parents=True, exist_ok=True)
+        pixels = rng.integers(0, 255, (72, 72, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(folder / f"{i}.png")
+    options = ["--dataset", str(tmp_path / "images"), "--val", str(tmp_path / "images"),
+               "--image-size", "64", "--classes", "2", "--batch-size", "8", "--epochs", "1"]
+    for name in ("first", "second"):
+        run(tmp_path / name, *options)
+    assert same(result(tmp_path / "first", 0), result(tmp_path / "second", 0))
+
+
 def test_every_policy_trains(tmp_path):
     for policy in ("pure_float16", "mixed_float16", "mixed_bfloat16"):
         log = run(tmp_path / policy, "--policy", policy, "--epochs=1", "--label-smoothing", "0.1")
@@ -109,6 +133,9 @@ def test_benchmark_needs_no_data(arguments, message, tmp_path):
     (["--policy", "float17"], "invalid choice: 'float17' (choose from 'float32', 'float16'"),
     (["--loss-scale", "-3"], "invalid loss_scale value: '-3'"),
     (["--gpus", "99"], "--gpus 99: MXNet sees"),
+    (["--gpus", "0,x"], "must be whole numbers, such as 0,2. Received: '0,x'"),
+    (["--gpus=-1"], "must be whole numbers, such as 0,2. Received: '-1'"),
+    (["--mean", "a"], "must be numbers, such as 0.5 or 0.5,0.4,0.4. Received: 'a'"),
     (["--epochs", "0"], "must be a whole number from 1 on. Received: '0'"),
     (["--classes", "3"], "the data has a label 9, and the network 3 classes"),
     (["--save-dir", __file__], "File exists"),
