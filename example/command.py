@@ -3,6 +3,7 @@ import argparse
 import os
 
 from gluon_amp._mxnet import message, mx
+from gluon_amp.cli import positive
 
 
 class Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
@@ -14,12 +15,6 @@ def _list_of(number, text, wanted):
         return [number(part) for part in text.split(",") if part]
     except (ValueError, argparse.ArgumentTypeError):
         raise argparse.ArgumentTypeError(f"must be {wanted}. Received: {text!r}") from None
-
-
-def positive(text):
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number from 1 on. Received: {text!r}")
-    return int(text)
 
 
 def _from_0(text):

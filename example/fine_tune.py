@@ -10,12 +10,12 @@ float16, make the Trainer. Takes the flags of image_classification.py besides.
 """
 import argparse
 import logging
-import os
 
 import command
 import gluon_amp as amp
 import image_classification as recipe
 import mxnet as mx
+from gluon_amp.files import must_exist
 from gluon_amp.graph import Graph
 from gluon_data import classes_of, loaders
 from mxnet import gluon
@@ -35,8 +35,7 @@ def pretrained_features(args, device):
         return features
     if not args.pretrained_params:
         return downloaded(args.pretrained, device)
-    if not os.path.exists(args.pretrained_params):
-        raise SystemExit(f"{args.pretrained_params} does not exist")
+    must_exist(args.pretrained_params)
     saved = mx.nd.load(args.pretrained_params)
     classes = [v.shape[0] for name, v in saved.items() if name.endswith("weight") and v.ndim == 2]
     net = recipe.network(argparse.Namespace(model=args.pretrained, dataset="",
@@ -126,12 +125,7 @@ def main(arguments=None):
     args = parser.parse_args(arguments)
     if not args.pretrained and not (args.pretrained_symbol and args.pretrained_params):
         parser.error("--pretrained NAME, or --pretrained-symbol and --pretrained-params")
-    logging.basicConfig(level=logging.INFO, format="%(message)s", force=True)
-    devices = command.devices_of(args.gpus)
-    recipe.check_place(args)
-    log.info("%s", args)
-    mx.random.seed(args.seed)
-
+    devices = recipe.start(args)
     order, loader, val_loader = loaders(args)
     net = Network(pretrained_features(args, devices), classes_of(args))
     if args.bn_momentum is not None:

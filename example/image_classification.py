@@ -234,13 +234,20 @@ def write(path, text):
     replace_file(path, put)
 
 
-def check_place(args):
-    """A run that is there is not written over."""
+def start(args):
+    """Log, place and seeds; returns the devices. A run that is there is not written over."""
+    logging.basicConfig(level=logging.INFO, format="%(message)s", force=True)
+    devices = devices_of(args.gpus)
     begun = os.path.exists(os.path.join(args.save_dir, "last.json"))
     if begun and not args.resume and not args.benchmark:
         raise SystemExit(f"{args.save_dir} has a run: --resume goes on with it, --save-dir names "
                          "another place")
     os.makedirs(args.save_dir, exist_ok=True)
+    log.info("%s", args)
+    mx.random.seed(args.seed)
+    np.random.seed(args.seed)
+    random.seed(args.seed)
+    return devices
 
 
 def resume(args, net, trainer):
@@ -288,13 +295,7 @@ def fit(args, net, order, loader, val_loader, devices):
 
 def main(arguments=None):
     args = parse(arguments)
-    logging.basicConfig(level=logging.INFO, format="%(message)s", force=True)
-    devices = devices_of(args.gpus)
-    check_place(args)
-    log.info("%s", args)
-    mx.random.seed(args.seed)
-    np.random.seed(args.seed)
-    random.seed(args.seed)
+    devices = start(args)
     order, loader, val_loader = loaders(args)
 
     net = network(args)

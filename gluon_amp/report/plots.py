@@ -133,8 +133,9 @@ def _draw(chart: _Chart, kinds: List[Kind]) -> Optional[Plot]:
     unit, scale = chart.x, 1.0
     if unit == "hours":
         unit, scale = unit_of_time([run for _, runs in kinds for run in runs])
-    lines = [(i, label, run, [(scale * x, y) for x, y in chart.points(run)])
-             for i, (label, runs) in enumerate(kinds) for run in runs if chart.points(run)]
+    lines = [(i, label, run, [(scale * x, y) for x, y in points])
+             for i, (label, runs) in enumerate(kinds) for run in runs
+             for points in [chart.points(run)] if points]
     if not lines:
         return None
     float32 = sum(of[0].dtype == FLOAT32 for _, of in kinds)

@@ -1,7 +1,7 @@
 """What a report says in words and numbers: a row for each run, and what has to be said besides."""
 from typing import Dict, List, Optional
 
-from .compare import Pair
+from .compare import Pair, recipe
 from .runs import Run, unit_of_time
 
 SMOOTHED = ("label_smoothing", "mixup")
@@ -58,7 +58,7 @@ def remarks(runs: List[Run], pairs: List[Pair]) -> List[str]:
             found.append(f"{pair.low.name} and {pair.float32.name} are not the same recipe, and no "
                          f"speedup is claimed. They differ in: {pair.explain()}.")
     for run in runs:
-        smoothed = [name for name in SMOOTHED if run.get(name) not in (None, False, 0, "False")]
+        smoothed = [name for name in SMOOTHED if name in recipe(run)]
         if smoothed and run.metric:
             found.append(f"{run.name} was trained with {' and '.join(smoothed)}: the {run.metric} "
                          "that its log gives of training is of changed labels. It is no accuracy, "

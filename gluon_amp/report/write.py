@@ -116,16 +116,16 @@ def _inline(plot: Plot) -> str:
 
 
 def markdown(title: str, table: List[Row], notes: List[str], plots: List[Plot]) -> str:
-    lines = [f"# {_plain(title)}", ""]
-    lines += ["| " + " | ".join(map(_plain, table[0])) + " |",
+    lines = [f"# {_escaped(title)}", ""]
+    lines += ["| " + " | ".join(map(_escaped, table[0])) + " |",
               "| " + " | ".join("---" if c in TEXT else "---:" for c in table[0]) + " |"]
-    lines += ["| " + " | ".join(map(_plain, row.values())) + " |" for row in table]
-    lines += ["", *(f"- {_plain(note)}" for note in notes)]
-    lines += [f"\n![{_plain(plot.alt)}]({plot.name}.png)" for plot in plots]
+    lines += ["| " + " | ".join(map(_escaped, row.values())) + " |" for row in table]
+    lines += ["", *(f"- {_escaped(note)}" for note in notes)]
+    lines += [f"\n![{_escaped(plot.alt)}]({plot.name}.png)" for plot in plots]
     return "\n".join(lines) + "\n"
 
 
-def _plain(text: str) -> str:
+def _escaped(text: str) -> str:
     """Text that Markdown and HTML take as such."""
     return re.sub(r"([\\`*_{}\[\]<>|#&!$~])", r"\\\1", " ".join(text.split()))
 
