@@ -4,14 +4,15 @@
 # make lint    ruff and mypy
 # make docs    build the documentation: docs/_build/html
 # make results   draw results/imagenet anew, byte for byte
-# make bench   step time and memory, float16 over float32; what loss scaling costs
+# make bench   step time and memory, float16 over float32, in ten minutes
+# make bench-all   everything that is measured; goes on where it stopped (ANEW=1: starts over)
 # PYTHON=python3.10 make demo    with another Python (3.8 to 3.12)
 
 PYTHON ?= python3
 BIN := .venv/bin
-BUILT_FROM := setup.py pyproject.toml gluon_amp/cpu/kernels.cc
+BUILT_FROM := setup.py pyproject.toml $(wildcard gluon_amp/cpu/*.cc gluon_amp/cpu/*.h gluon_amp/cpu/kernels/*)
 
-.PHONY: demo test setup lint docs results bench check clean
+.PHONY: demo test setup lint docs results bench bench-all check clean
 .DELETE_ON_ERROR:
 
 demo: .venv/demo
@@ -33,8 +34,9 @@ results: .venv/test
 
 bench: .venv/test
 	$(BIN)/python -W ignore benchmarks/step_time.py
-	$(BIN)/python -W ignore benchmarks/scaler_time.py
-	$(BIN)/python -W ignore benchmarks/report_speed.py
+
+bench-all: .venv/test
+	$(BIN)/python -W ignore benchmarks/bench_all.py $(if $(ANEW),--anew)
 
 setup: .venv/setup
 

@@ -1,7 +1,8 @@
-"""Compiles kernels.cc for each instruction set; everything else is in pyproject.toml."""
+"""Compiles the engine, one library for all instruction sets; the rest is in pyproject.toml."""
 import importlib.util
 import os
 import platform
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -12,37 +13,61 @@ try:
 except ImportError:  # setuptools before 70.1
     from wheel.bdist_wheel import bdist_wheel
 
-FLAGS = ["-std=c++14", "-O3", "-g0", "-fopenmp", "-ffp-contract=off"]
+CPU = Path("gluon_amp", "cpu")
+FLAGS = ["-std=c++17", "-fopenmp", "-fPIC", "-fvisibility=hidden", "-g0", "-ffp-contract=off",
+         "-Wall", "-Wextra"]
 VARIANTS = {"portable": []}  # as in gluon_amp/cpu/library.py
 if platform.machine() in ("x86_64", "AMD64"):
     VARIANTS["avx2"] = ["-mavx2", "-mf16c", "-mfma"]
-    VARIANTS["avx512"] = ["-mavx512f", *VARIANTS["avx2"]]
+    VARIANTS["avx512"] = [*VARIANTS["avx2"], "-mavx512f", "-mavx512bw", "-mavx512vl",
+                          "-mavx512dq"]
+# As MXNet's wheels were compiled: see gluon_amp/cpu/native.h.
+AS_MXNET = [("_GLIBCXX_USE_CXX11_ABI", "0"), ("MSHADOW_USE_CBLAS", "0"), ("MSHADOW_USE_MKL", "0"),
+            ("MSHADOW_USE_CUDA", "0"), ("MSHADOW_USE_F16C", "0"), ("MXNET_USE_MKLDNN", "1")]
 
 
 def mxnet_folder() -> Path:
-    """Where MXNet's header and source are; importing it is not needed for that."""
+    """Where MXNet's headers and library are; importing it is not needed for that."""
     spec = importlib.util.find_spec("mxnet")
     if spec is None or not spec.submodule_search_locations:
-        raise SystemExit("compiling gluon_amp's kernels needs MXNet's headers: "
+        raise SystemExit("compiling gluon_amp's engine needs MXNet's headers: "
                          "pip install mxnet==1.9.1, or build with isolation")
     return Path(next(iter(spec.submodule_search_locations)))
 
 
-class BuildKernels(build_ext):
-    """The kernels are libraries for MXNet, not Python modules: no ABI in their names."""
+class BuildEngine(build_ext):
+    """The engine is a library for MXNet, not a Python module: no ABI in its name."""
 
     def get_ext_filename(self, fullname):
         return os.path.join(*fullname.split(".")) + ".so"
 
     def build_extension(self, ext):
         mxnet = mxnet_folder()
-        ext.include_dirs = [str(mxnet / "include")]
-        ext.sources = [*ext.sources, str(mxnet / "src" / "lib_api.cc")]
-        common, self.build_temp = self.build_temp, os.path.join(self.build_temp, ext.name)
-        try:
-            super().build_extension(ext)
-        finally:
-            self.build_temp = common
+        headers = []
+        for folder in (mxnet / "include", mxnet / "include" / "mkldnn"):
+            headers += ["-isystem", str(folder)]
+        depends = [str(path) for path in CPU.glob("**/*.h")]
+        jobs = [(source, "native", AS_MXNET, ["-O2", *headers]) for source in sorted(CPU.glob("*.cc"))]
+        jobs += [(source, isa, [("ISA", isa)], ["-O3", *flags])
+                 for source in sorted((CPU / "kernels").glob("*.cc"))
+                 for isa, flags in VARIANTS.items()]
+
+        def compile_one(job):
+            source, folder, macros, flags = job
+            return self.compiler.compile(
+                [str(source)], output_dir=os.path.join(self.build_temp, folder), macros=macros,
+                extra_postargs=FLAGS + flags, depends=depends)[0]
+
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            objects = list(pool.map(compile_one, jobs))
+        # One name goes out, and our own names are bound to our own code: other libraries over
+        # MXNet share the process and many of its templates.
+        exports = Path(self.build_temp, "exports")
+        exports.write_text("{ global: gluon_amp_engine; local: *; };\n")
+        self.compiler.link_shared_object(
+            objects, self.get_ext_fullpath(ext.name), target_lang="c++",
+            extra_postargs=["-fopenmp", "-Wl,-Bsymbolic", f"-Wl,--version-script={exports}",
+                            f"-L{mxnet}", "-l:libmxnet.so"])
 
 
 class AnyPython3(bdist_wheel):
@@ -53,10 +78,7 @@ class AnyPython3(bdist_wheel):
 
 
 setup(
-    ext_modules=[
-        Extension(f"gluon_amp.cpu._kernels_{name}", ["gluon_amp/cpu/kernels.cc"], language="c++",
-                  extra_compile_args=FLAGS + flags, extra_link_args=["-fopenmp"])
-        for name, flags in VARIANTS.items()
-    ],
-    cmdclass={"build_ext": BuildKernels, "bdist_wheel": AnyPython3},
+    ext_modules=[Extension("gluon_amp.cpu._engine",
+                           [str(path) for path in sorted(CPU.glob("**/*.cc"))], language="c++")],
+    cmdclass={"build_ext": BuildEngine, "bdist_wheel": AnyPython3},
 )

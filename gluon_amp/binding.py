@@ -1,9 +1,7 @@
-"""How a symbol becomes executors: a CPU gets its lowered graph, a loss scale its variable.
+"""How a symbol becomes executors: a CPU gets our operators, a loss scale its variable.
 
 `Bindable` is the clean symbol itself, as saved and shown. Only `simple_bind` differs: what
-it binds is another graph with the same arguments, gradients and outputs. A lowered batch
-norm trains or predicts, once and for all, so on a CPU there are two executors over the same
-arrays; the second one is made when it is first needed.
+it binds is another graph with the same arguments, gradients and outputs.
 
 The loss scale s multiplies the gradient that a loss head hands down, and nothing else:
 
@@ -15,8 +13,8 @@ from contextlib import contextmanager
 from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional
 
 from ._mxnet import mx, np
-from .cpu import lowering
-from .graph import VARIABLE, Entry, Graph, Node, has_unknown_shape
+from .cpu.graph import for_cpu
+from .graph import VARIABLE, Entry, Graph, Node
 from .halves import dtype_name
 from .rules import LOSS
 
@@ -55,10 +53,10 @@ def environment(name: str, value: Optional[str]) -> Iterator[None]:
             del os.environ[name]
 
 
-def _weights_not_cached(lower: bool) -> Any:
+def _weights_not_cached(ours: bool) -> Any:
     """MXNet's subgraphs for oneDNN keep the first weights that they predict with, where those
-    are no variables, as in lowered graphs they are not."""
-    return environment("MXNET_SUBGRAPH_BACKEND", "NONE" if lower else None)
+    are no variables: a float16 weight of a float32 layer is cast first."""
+    return environment("MXNET_SUBGRAPH_BACKEND", "NONE" if ours else None)
 
 
 class Bindable(mx.sym.Symbol):
@@ -82,43 +80,25 @@ class Bindable(mx.sym.Symbol):
 
     def simple_bind(self, ctx: Any, grad_req: Any = "write", type_dict: Any = None,
                     **kwargs: Any) -> Any:
-        shapes = {k: v for k, v in kwargs.items() if isinstance(v, tuple)}
         types = self._types(type_dict or {})
-        lower = ctx.device_type != "gpu" \
+        ours = ctx.device_type != "gpu" \
             and "float16" in Graph.read(self).types(types).values()
-        if not lower and self.loss_scale is None:
+        if not ours and self.loss_scale is None:
             return super().simple_bind(ctx, grad_req, type_dict, **kwargs)
-        arguments = self.list_arguments()
-        requests = _requests(grad_req, arguments)
+        requests = _requests(grad_req, self.list_arguments())
+        graph = Graph.read(self)
+        shapes = {name: shape for name, shape in kwargs.items() if isinstance(shape, tuple)}
+        options = {name: value for name, value in kwargs.items() if name not in shapes}
         if self.loss_scale is not None:
+            graph = with_loss_scale(graph)
             shapes[SCALE], types[SCALE], requests[SCALE] = (1,), "float32", "null"
-
-        def graph(training: bool) -> Any:
-            made = Graph.read(self)
-            if self.loss_scale is not None:
-                made = with_loss_scale(made)
-            if lower:
-                if any(map(has_unknown_shape, made.nodes())):
-                    made = made.with_known_constants(shapes)
-                added = {name for name, request in requests.items() if request == "add"}
-                made = lowering.lower(made, types, training, added)
-            return made.symbol()
-
-        training = any(request != "null" for request in requests.values())
-        known, _, auxiliary = self.infer_shape(
-            **{k: v for k, v in shapes.items() if k != SCALE})
-        # Shapes are not inferred backward through our operators: give all of them.
-        shapes.update(zip(arguments, known))
-        shapes.update(zip(self.list_auxiliary_states(), auxiliary))
-        options = {k: v for k, v in kwargs.items() if k not in shapes}
-        if lower:  # nor do our operators guess that an array is dense
-            options["stype_dict"] = {**dict.fromkeys(shapes, "default"),
-                                     **(options.get("stype_dict") or {})}
-        with _weights_not_cached(lower):
-            executor = graph(training).simple_bind(
+        if ours:
+            graph = for_cpu(graph, types)
+        with _weights_not_cached(ours):
+            executor = graph.symbol().simple_bind(
                 ctx, requests, {k: np.dtype(t).type for k, t in types.items()}, **options,
                 **shapes)
-        return _Executor.of(executor, self, options, training, graph if lower else None)
+        return _Executor.of(executor, self, options)
 
     def _types(self, given: Mapping[str, Any]) -> Dict[str, str]:
         """The type of each variable; float32 where nothing says another."""
@@ -132,8 +112,7 @@ class _Executor(mx.executor.Executor):
     """The executor of what is bound, with the clean symbol's arguments in their order."""
 
     @classmethod
-    def of(cls, executor: Any, clean: Bindable, options: Dict[str, Any], training: bool,
-           graph: Optional[Callable[[bool], Any]]) -> "_Executor":
+    def of(cls, executor: Any, clean: Bindable, options: Dict[str, Any]) -> "_Executor":
         bound = {name: (array, grad) for name, array, grad in
                  zip(executor._symbol.list_arguments(), executor.arg_arrays, executor.grad_arrays)}
         auxiliary = executor.aux_dict
@@ -141,7 +120,6 @@ class _Executor(mx.executor.Executor):
         executor.__class__ = cls
         executor._bound_types = {name: array.dtype for name, (array, _) in bound.items()}
         executor._clean, executor._options = clean, options
-        executor._training, executor._graph, executor._other = training, graph, None
         executor._scale, executor._reshaped, executor._monitor = scale, {}, None
         executor._symbol = clean
         executor.arg_arrays = [bound[name][0] for name in clean.list_arguments()]
@@ -155,30 +133,11 @@ class _Executor(mx.executor.Executor):
     def forward(self, is_train: bool = False, **kwargs: Any) -> Any:
         if self._scale is not None and is_train:
             self._scale[:] = self._clean.loss_scale()
-        if self._graph is None or bool(is_train) == self._training:
-            return super().forward(is_train, **kwargs)
-        for name, array in kwargs.items():
-            self.arg_dict[name][:] = array
-        self.outputs = self._twin().forward(is_train)
-        return self.outputs
-
-    def _twin(self) -> Any:
-        """The executor for the other mode, over the same arrays."""
-        if self._other is None:
-            symbol = self._graph(not self._training)
-            arrays = {**self.arg_dict, **({} if self._scale is None else {SCALE: self._scale})}
-            with _weights_not_cached(True):
-                self._other = symbol.bind(self._ctx, arrays, grad_req="null",
-                                          aux_states=self.aux_dict, shared_exec=self)
-            if self._monitor is not None:
-                self._other.set_monitor_callback(*self._monitor)
-        return self._other
+        return super().forward(is_train, **kwargs)
 
     def set_monitor_callback(self, callback: Any, monitor_all: bool = False) -> None:
         self._monitor = callback, monitor_all
         super().set_monitor_callback(callback, monitor_all)
-        if self._other is not None:
-            self._other.set_monitor_callback(callback, monitor_all)
 
     def reshape(self, partial_shaping: bool = False, allow_up_sizing: bool = False,
                 **kwargs: Any) -> Any:

@@ -3,8 +3,7 @@
 `convert` gives each block of a network a subclass of its own class, made here.
 The traced graph (`_cached_graph`, what `export` reads) stays as MXNet made it.
 Only the `CachedOp` differs: it holds that graph with the policy's casts, and on
-a CPU the lowered form of it. There is one for each combination of device, input
-types, train or predict mode, and gradients to be added.
+a CPU with our operators. There is one for each kind of device and input types.
 """
 import functools
 import logging
@@ -13,9 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any, Dict, FrozenSet, Iterable, Iterator, List, Tuple
 
 from ._mxnet import mx
-from .cpu import lowering
+from .cpu.graph import for_cpu
 from .files import replace_file
-from .graph import Graph, Node, has_unknown_shape
+from .graph import Graph, Node
 from .halves import dtype_name, to_float32
 from .policy import Policy
 from .precision import KEEP, insert_casts
@@ -31,7 +30,6 @@ class State:
     active: bool  # whether it was hybridized before
     keep: bool = False  # stays float32
     keep_nodes: FrozenSet[str] = frozenset()  # of a SymbolBlock: nodes that stay float32
-    needs_shapes: bool = False  # whether the graph holds constants of unknown shape
     ops: Dict[Any, Tuple[Any, List[Any]]] = field(default_factory=dict)
 
 
@@ -109,9 +107,7 @@ class ConvertedHybridBlock(ConvertedBlock):
         # Statistics that the user's own block gives to a batch norm: MXNet takes float32 only.
         # Being no longer differentiable marks them for the next `convert`.
         by_name = {p.name: p for p in parameters}
-        nodes = Graph.read(self._cached_graph[1]).nodes()
-        self._amp.needs_shapes = any(map(has_unknown_shape, nodes))
-        for node in nodes:
+        for node in Graph.read(self._cached_graph[1]).nodes():
             for entry in node.inputs[3:] if node.op in BATCH_NORM else ():
                 statistic = by_name.get(entry.node.name)
                 if statistic is not None and dtype_name(statistic.dtype) == "float16":
@@ -122,33 +118,24 @@ class ConvertedHybridBlock(ConvertedBlock):
         if self._cached_op is None:
             self._build_cache(*args)
         arrays = [a for a in mx.gluon.block._flatten(args, "input")[0] if a is not None]
-        device = arrays[0].context.device_type
-        added = tuple(p.name for is_data, p in self._cached_op_args
-                      if not is_data and p.grad_req == "add")
-        shapes = tuple(a.shape for a in arrays) if self._amp.needs_shapes else ()
-        key = (device, tuple(dtype_name(a.dtype) for a in arrays), shapes,
-               mx.autograd.is_training(), added)
+        key = arrays[0].context.device_type == "gpu", tuple(dtype_name(a.dtype) for a in arrays)
         if key not in self._amp.ops:
             self._amp.ops[key] = self._make_op(*key)
         self._cached_op, self._cached_op_args = self._amp.ops[key]
         return super()._call_cached_op(*args)
 
-    def _make_op(self, device: str, dtypes: Tuple[str, ...], shapes: Tuple[Tuple[int, ...], ...],
-                 training: bool, added: Tuple[str, ...]) -> Tuple[Any, List[Any]]:
+    def _make_op(self, on_gpu: bool, dtypes: Tuple[str, ...]) -> Tuple[Any, List[Any]]:
         """The CachedOp for this case, and where its inputs come from."""
         data, clean = self._cached_graph
         graph, types = self.mixed_graph(dtypes)
         names = [d.name for d in data]
         bfloat = self._amp.policy.compute == "bfloat16"
-        if device == "gpu":
+        if on_gpu:
             if bfloat:
                 raise ValueError("policy mixed_bfloat16 runs on CPUs only; MXNet 1.9.1 has no "
                                  "bfloat16 on GPUs: use float16. Received: data on a GPU")
         else:
-            if shapes:
-                graph = graph.with_known_constants(dict(zip(names, shapes)))
-            graph = lowering.lower(graph, types, training, added={*names, *added},
-                                   **({"grid": "bfloat16"} if bfloat else {}))
+            graph = for_cpu(graph, types, "bfloat16" if bfloat else "float16")
         symbol = graph.symbol()
         if isinstance(clean, mx.sym.numpy._Symbol):
             symbol = symbol.as_np_ndarray()

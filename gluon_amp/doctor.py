@@ -152,7 +152,7 @@ def _kernels() -> Dict[str, Any]:
     except library.KernelError as error:
         return {"variant": None, "instructions": [], "path": None, "error": str(error)}
     return {"variant": variant, "instructions": list(library.VARIANTS[variant]),
-            "path": str(library.path_of(variant)), "error": None}
+            "path": str(library.PATH), "error": None}
 
 
 def _environment() -> Iterator[Dict[str, Any]]:

@@ -8,7 +8,7 @@ position, so whoever rewrites them must keep the order of their variables.
 """
 import functools
 import json
-from typing import Any, Dict, Iterable, List, Mapping, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Dict, Iterable, List, Mapping, NamedTuple, Optional, Tuple
 
 from ._mxnet import mx, np
 
@@ -120,18 +120,6 @@ class Graph:
             users.setdefault(entry, []).append(None)
         return users
 
-    def with_known_constants(self, shapes: Mapping[str, Sequence[int]]) -> "Graph":
-        """The graph for inputs of these shapes, with no size left out in its constants.
-
-        An RNN's begin_state is a constant of unknown batch size, 0. MXNet infers it from
-        what reads it, but not through extension operators.
-        """
-        constants = [node for node in self.nodes() if has_unknown_shape(node)]
-        symbol = Graph([*map(Entry, constants), *self.outputs]).symbol()
-        for node, shape in zip(constants, symbol.infer_shape(**shapes)[1]):
-            node.attrs["shape"] = str(shape)
-        return self
-
     def types(self, known: Mapping[str, str]) -> Dict[Entry, Optional[str]]:
         """The dtype of every entry, from the dtypes of the variables."""
         types: Dict[Entry, Optional[str]] = {}
@@ -142,10 +130,6 @@ class Graph:
                 outputs = infer(node, tuple(types.get(e) for e in node.inputs))
                 types.update((Entry(node, i), t) for i, t in enumerate(outputs))
         return types
-
-
-def has_unknown_shape(node: Node) -> bool:
-    return not node.inputs and 0 in _numbers(node, "shape")
 
 
 def bindings(node: Node) -> List[List[int]]:

@@ -25,7 +25,7 @@ _WIDTH = {"float16": 1, "float32": 2, "float64": 3}
 
 def low_type(policy: Policy) -> str:
     """The type that graphs are written in. bfloat16 exists only on the CPU, as another
-    grid to round to (see cpu.lowering); its graphs are float16's."""
+    grid to round to (see cpu.graph); its graphs are float16's."""
     return "float16" if policy.compute == "bfloat16" else policy.compute
 
 

@@ -1,23 +1,23 @@
-"""Float16 for tests: run one lowered graph, and what numpy says it should give."""
+"""Float16 for tests: run one CPU graph, and what numpy says it should give."""
 import numpy as np
 from gluon_amp._mxnet import mx
-from gluon_amp.cpu.lowering import lower
+from gluon_amp.cpu.graph import for_cpu
 from gluon_amp.graph import Graph
 
 
 def run(symbol, arrays, heads=None, training=True, grid="float16", types=None):
     """Outputs and gradients of a symbol whose variables have the arrays' types.
 
-    The symbol is lowered as a CPU graph of those types. `heads` are the outputs'
+    The symbol runs as a CPU graph of those types. `heads` are the outputs'
     gradients; without them there are none. Returns (outputs, {name: gradient}).
     """
     types = types or {name: array.dtype.name for name, array in arrays.items()}
-    lowered = lower(Graph.read(symbol), types, training, arrays, grid).symbol()
-    names = lowered.list_inputs()
+    rewritten = for_cpu(Graph.read(symbol), types, grid).symbol()
+    names = rewritten.list_inputs()
     values = {name: mx.nd.array(arrays[name], dtype=arrays[name].dtype) for name in names}
-    op = mx.nd.CachedOp(lowered, [("data_indices", list(range(len(names)))),
+    op = mx.nd.CachedOp(rewritten, [("data_indices", list(range(len(names)))),
                                   ("param_indices", [])])
-    aux = set(lowered.list_auxiliary_states())
+    aux = set(rewritten.list_auxiliary_states())
     for name, value in values.items():
         if name not in aux and value.dtype in (np.float16, np.float32):
             value.attach_grad()

@@ -1,12 +1,12 @@
 """Networks of all kinds train in float16 as they do in float32."""
-import functools
 
 import gluon_amp as amp
 import networks
 import numpy as np
 import pytest
+from gluon_amp import converted
 from gluon_amp._mxnet import mx
-from gluon_amp.cpu import lowering
+from gluon_amp.cpu.graph import for_cpu
 from mxnet import autograd, gluon, nd
 
 ALL = {**networks.ZOO, **networks.OTHERS}
@@ -89,11 +89,12 @@ def test_without_rounding_the_graph_is_float32s(name, rng, monkeypatch):
     net = make()
     net.initialize(mx.init.Xavier())
     amp.convert(net)
-    monkeypatch.setattr(lowering, "lower", functools.partial(lowering.lower, grid="float32"))
+    monkeypatch.setattr(converted, "for_cpu", lambda graph, types, grid:
+                        for_cpu(graph, types, "float32"))
     net(*inputs)  # initializes, which draws random numbers
     results = []
-    for converted in (True, False):
-        if not converted:
+    for ours in (True, False):
+        if not ours:
             amp.restore(net)
             net.hybridize()
         mx.random.seed(3)

@@ -1,32 +1,61 @@
-"""Loads the compiled kernels, the best that this processor has.
+"""Loads the engine: the library that lets MXNet run float16 graphs on a CPU.
 
-`setup.py` compiles kernels.cc once for each entry of `VARIANTS`. They are loaded
-into MXNet when the first CPU graph is built. `GLUON_AMP_ISA` picks one by name.
+`setup.py` compiles it from the C++ files of this folder, its loops once for each entry of
+`VARIANTS`. It registers an operator for each of MXNet's (see engine.h) when gluon_amp is imported,
+before MXNet has any work to do. It rests on how MXNet 1.9.1's wheels were compiled (native.h), so
+`start` looks first, in two steps, whether this is such a one: by MXNet's version and the compiler's
+name in its library, then by what lies where in memory. Where that does not fit, nothing is
+registered; the first float16 use on a CPU says why, and all else goes on. `GLUON_AMP_ISA` picks a
+variant by name.
 """
+import ctypes
 import functools
 import os
-from ctypes import byref, c_char_p, c_uint, c_void_p
+import struct
+from ctypes import POINTER, byref, c_char_p, c_int, c_int64, c_uint, c_void_p
 from pathlib import Path
-from typing import Any, Sequence
+from typing import Any, List, Optional, Sequence
 
 from mxnet._ctypes.ndarray import _imperative_invoke
 from numpy.core._multiarray_umath import __cpu_features__  # what the processor and kernel allow
 
 from .._mxnet import mx
 
+PREFIX = "_gluon_amp_"  # of our operators' names
+
 VARIANTS = {  # best first: name -> the processor features that it was compiled for
-    "avx512": ("AVX512F", "AVX2", "F16C", "FMA3"),
+    "avx512": ("AVX512F", "AVX512BW", "AVX512VL", "AVX512DQ", "AVX2", "F16C", "FMA3"),
     "avx2": ("AVX2", "F16C", "FMA3"),
     "portable": (),
 }
+VERSION = "1.9.1"
+COMPILER = b"GCC: (GNU) 4.8.5"
+
+PATH = Path(__file__).with_name("_engine.so")
+_REBUILD = "Rebuild them with: pip install --force-reinstall --no-deps gluon-amp (in a checkout: " \
+           "make -B setup, or run outside of it); that needs a C++ compiler."
 
 
 class KernelError(RuntimeError):
-    """The compiled kernels cannot be loaded."""
+    """The engine cannot run here."""
+
+
+class _Table(ctypes.Structure):
+    """What the library offers; as in entry.cc."""
+    _fields_ = [
+        ("start", ctypes.CFUNCTYPE(c_int, c_char_p, c_int, POINTER(c_char_p))),
+        ("reason", ctypes.CFUNCTYPE(c_char_p)),
+        ("probe", ctypes.CFUNCTYPE(c_char_p, c_void_p, c_void_p, c_int64)),
+        ("inputs_fit", ctypes.CFUNCTYPE(c_int, c_char_p, c_void_p)),
+        ("map_fits", ctypes.CFUNCTYPE(c_int, c_char_p, c_int64)),
+        ("description_fits", ctypes.CFUNCTYPE(c_int, c_char_p)),
+        ("attributes", ctypes.CFUNCTYPE(c_char_p)),
+        ("use_generic_code", ctypes.CFUNCTYPE(None, c_int)),
+    ]
 
 
 def choose() -> str:
-    """The name of the variant to load."""
+    """The name of the variant to use."""
     fit = [name for name, needs in VARIANTS.items()
            if all(__cpu_features__.get(feature, False) for feature in needs)]
     wanted = os.environ.get("GLUON_AMP_ISA") or fit[0]
@@ -36,27 +65,103 @@ def choose() -> str:
     return wanted
 
 
-def path_of(variant: str) -> Path:
-    return Path(__file__).with_name(f"_kernels_{variant}.so")
+def compilers(library: Path) -> bytes:
+    """The names of the compilers that made an ELF library: its section .comment."""
+    with open(library, "rb") as file:
+        header = file.read(64)
+        if header[:5] != b"\x7fELF\x02":
+            raise KernelError(f"{library} is no 64-bit ELF library")
+        at, = struct.unpack_from("<Q", header, 40)
+        size, count, names = struct.unpack_from("<HHH", header, 58)
+        sections = []
+        for i in range(count):
+            file.seek(at + i * size)
+            section = file.read(size)
+            name, = struct.unpack_from("<I", section)
+            offset, length = struct.unpack_from("<QQ", section, 24)
+            sections.append((name, offset, length))
+        _, offset, length = sections[names]
+        file.seek(offset)
+        strings = file.read(length)
+        for name, offset, length in sections:
+            if strings[name:name + 9] == b".comment\0":
+                file.seek(offset)
+                return file.read(length)
+    return b""
+
+
+def check_mxnet(version: str, compiler: bytes) -> None:
+    """Refuses an MXNet that was not compiled as native.h assumes."""
+    if version != VERSION or COMPILER not in compiler:
+        said = compiler.decode("ascii", "replace").replace("\0", " ").strip() or "no name"
+        raise KernelError(
+            f"float16 on a CPU needs the wheel mxnet {VERSION} (or mxnet-cu112 {VERSION}), as it "
+            f"was compiled for PyPI by GCC 4.8.5. Received: MXNet {version}, compiled by {said}")
+
+
+def _operator_names() -> List[str]:
+    count, names = c_uint(), POINTER(c_char_p)()
+    mx.base.check_call(mx.base._LIB.MXListAllOpNames(byref(count), byref(names)))
+    return [names[i].decode() for i in range(count.value)]
+
+
+def table() -> _Table:
+    """The library's functions; loads it into the process."""
+    if not PATH.exists():
+        raise KernelError(f"gluon_amp's CPU kernels are missing: {PATH}. {_REBUILD}")
+    try:
+        library = ctypes.CDLL(str(PATH))
+    except OSError as error:
+        raise KernelError(f"gluon_amp's CPU kernels do not load: {error}. {_REBUILD}") from error
+    library.gluon_amp_engine.restype = POINTER(_Table)
+    return library.gluon_amp_engine().contents
+
+
+def _start() -> str:
+    variant = choose()
+    library = Path(mx.base._LIB._name)
+    check_mxnet(mx.__version__, compilers(library))
+    engine = table()
+    names = _operator_names()
+    variable = mx.sym.var("x")
+    symbol = mx.sym.negative(variable)
+    said = engine.probe(symbol.handle, variable.handle, len(names))
+    if said:
+        raise KernelError(f"this MXNet {VERSION} is laid out differently from PyPI's wheels, so "
+                          f"float16 cannot run on a CPU: {said.decode()}")
+    encoded = (c_char_p * len(names))(*(name.encode() for name in names))
+    if engine.start(variant.encode(), len(names), encoded) < 0:
+        raise KernelError(f"gluon_amp's CPU kernels do not start: {engine.reason().decode()}")
+    return variant
+
+
+_variant: Optional[str] = None
+_error: Optional[KernelError] = None
+
+
+def start() -> None:
+    """Registers the operators, once; `load` tells what came of it."""
+    global _variant, _error
+    if _variant is None:
+        try:
+            _variant, _error = _start(), None
+        except KernelError as error:
+            _error = error
+
+
+def load() -> str:
+    """The name of the variant that runs; raises KernelError where none can."""
+    if _variant is None:
+        raise _error or KernelError("gluon_amp's CPU kernels were not started")
+    return _variant
 
 
 @functools.lru_cache(maxsize=None)
-def load() -> str:
-    """Loads the kernels into MXNet, once, and returns the variant's name."""
-    variant = choose()
-    path = path_of(variant)
-    rebuild = "Rebuild them with: pip install --force-reinstall --no-deps gluon-amp " \
-              "(in a checkout: make -B setup, or run outside of it); that needs a C++ compiler."
-    if not path.exists():
-        raise KernelError(f"gluon_amp's CPU kernels are missing: {path}. {rebuild}")
-    try:
-        # Not mx.library.load: it rebinds the functions of mx.nd and mx.sym for everybody.
-        mx.base.check_call(mx.base._LIB.MXLoadLib(c_char_p(str(path).encode()), c_uint(0)))
-    except (mx.MXNetError, OSError) as error:
-        reason = str(error).strip().splitlines()[-1]
-        raise KernelError(f"gluon_amp's CPU kernels do not load: {path}: {reason}. {rebuild}") \
-            from error
-    return variant
+def has_operator(name: str) -> bool:
+    """Whether there is an operator of ours for this one of MXNet's."""
+    load()
+    handle = c_void_p()
+    return mx.base._LIB.NNGetOpHandle(c_char_p((PREFIX + name).encode()), byref(handle)) == 0
 
 
 @functools.lru_cache(maxsize=None)
@@ -68,6 +173,6 @@ def _operator(name: str) -> c_void_p:
 
 
 def call(name: str, inputs: Sequence["mx.nd.NDArray"], out: Any = None, **attrs: Any) -> Any:
-    """Runs one of the kernels on arrays, outside any graph."""
+    """Runs one of our operators on arrays, outside any graph."""
     return _imperative_invoke(_operator(name).value, inputs, list(attrs), list(attrs.values()),
                               out, False, False)

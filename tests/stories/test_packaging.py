@@ -126,14 +126,13 @@ def test_the_wheel_holds_every_module_and_the_types(built, source):
     assert modules(source) | {"gluon_amp/py.typed"} <= built.in_wheel
 
 
-def test_the_wheel_holds_the_kernels_for_every_instruction_set(built):
+def test_the_wheel_holds_one_library_with_the_kernels_for_every_instruction_set(built):
     kernels = {name for name in built.in_wheel if name.endswith(".so")}
-    x86 = {"avx2", "avx512"} if "x86_64" in built.wheel.name else set()
-    assert kernels == {f"gluon_amp/cpu/_kernels_{name}.so" for name in {"portable", *x86}}
+    assert kernels == {"gluon_amp/cpu/_engine.so"}
 
 
 def test_the_sdist_holds_all_that_a_build_needs(built, source):
-    assert modules(source) | {"gluon_amp/py.typed", "gluon_amp/cpu/kernels.cc", "setup.py",
+    assert modules(source) | {"gluon_amp/py.typed", "gluon_amp/cpu/native.h", "setup.py",
                               "pyproject.toml", "LICENSE", "README.md", "CHANGELOG.md"} \
         <= built.in_sdist
 

@@ -1,0 +1,149 @@
+// What the files of the engine share: an operator of MXNet, one call of ours, scratch memory.
+//
+// For each operator X of MXNet that has code for CPUs there is `_gluon_amp_X`. It has X's shapes,
+// types and resources. Its float16 inputs are widened to float32, X's own code runs, and what
+// comes out is rounded to float16 once. every.cc does that for all; some have code of their own.
+#pragma once
+#include "native.h"
+
+#include "kernels/kernels.h"
+
+namespace gluon_amp {
+
+using mxnet::NDArray;
+using mxnet::OpContext;
+using mxnet::OpReqType;
+using mxnet::OpStatePtr;
+using mxnet::TBlob;
+using nnvm::NodeAttrs;
+
+constexpr char kPrefix[] = "_gluon_amp_";
+
+// The code for this processor's instruction set; set when the library is loaded.
+extern const Kernels* kernels;
+
+// ---- an operator of MXNet ------------------------------------------------------
+
+struct Operator {
+  const nnvm::Op* op;  // X
+  mxnet::FCompute compute;
+  mxnet::FComputeEx compute_ex;
+  mxnet::FStatefulCompute stateful;
+  mxnet::FStatefulComputeEx stateful_ex;
+  mxnet::FCreateOpState create_state;
+  mxnet::FInferStorageType storage;
+  nnvm::FMutateInputs mutates;
+  bool pushes_its_weight;  // to MXNet's engine, to reorder it there, when it does not train
+};
+
+// What a node says of its rounding, for grids other than float16. Their tensors are float32
+// arrays, so types do not tell which are of the low type: strings with a digit for each do.
+constexpr char kGridKey[] = "__gluon_amp_grid__";
+constexpr char kInputsKey[] = "__gluon_amp_inputs__";    // 1: an input of the low type
+constexpr char kOutputsKey[] = "__gluon_amp_outputs__";  // 1: an output to be rounded
+constexpr char kReadsKey[] = "__gluon_amp_reads__";      // 1: an input to be rounded first
+
+struct Rounding {
+  Grid grid = kFloat16Grid;
+  const std::string *inputs = nullptr, *outputs = nullptr, *reads = nullptr;
+  bool reads_all = false;
+
+  Rounding() = default;
+  explicit Rounding(const NodeAttrs& attrs);
+
+  static bool one(const std::string* digits, size_t i, bool otherwise) {
+    return digits && i < digits->size() ? (*digits)[i] == '1' : otherwise;
+  }
+  bool applies(const TBlob& array) const {
+    return grid != kFloat16Grid && array.type_flag_ == mshadow::kFloat32;
+  }
+  bool rounds_input(size_t i, const TBlob& array) const {
+    return applies(array) && one(reads, i, reads_all);
+  }
+  bool rounds_output(size_t i, const TBlob& array) const {
+    return applies(array) && one(outputs, i, true);
+  }
+};
+
+// ---- one call ----------------------------------------------------------------------
+
+struct Call {
+  const Operator& of;
+  const NodeAttrs& attrs;
+  const OpContext& context;
+  const std::vector<TBlob>& in;
+  const std::vector<OpReqType>& req;
+  const std::vector<TBlob>& out;
+  Rounding rounding;
+
+  Write write(size_t i) const {
+    return req[i] == mxnet::kNullOp ? kNothing : req[i] == mxnet::kAddTo ? kAdd : kStore;
+  }
+};
+
+inline bool is_half(const TBlob& array) { return array.type_flag_ == mshadow::kFloat16; }
+inline bool is_float(const TBlob& array) { return array.type_flag_ == mshadow::kFloat32; }
+inline Half* halves(const TBlob& array) { return static_cast<Half*>(array.dptr_); }
+inline float* floats(const TBlob& array) { return static_cast<float*>(array.dptr_); }
+inline int64_t size(const TBlob& array) { return static_cast<int64_t>(array.Size()); }
+
+// Attributes as MXNet's parsers read them, whatever the user's locale.
+float number(const NodeAttrs& attrs, const char* key, float otherwise);
+bool flag(const NodeAttrs& attrs, const char* key, bool otherwise);
+std::string word(const NodeAttrs& attrs, const char* key, const char* otherwise);
+
+// ---- scratch -----------------------------------------------------------------------
+//
+// Float32 arrays for one call at a time. They own their memory, as oneDNN wants it of what it
+// writes to; they come from a pool and go back to it when the lease ends.
+
+class Lease {
+ public:
+  Lease() = default;
+  Lease(const Lease&) = delete;
+  ~Lease();
+  NDArray array(const mxnet::TShape& shape);
+  float* memory(int64_t count);
+
+ private:
+  std::vector<NDArray> held_;
+};
+
+// ---- widening and narrowing ----------------------------------------------------------
+
+// Rounds what an operator has made, plain or in oneDNN's blocks, into an array of halves.
+void narrow(const NDArray& made, const TBlob& to, Write write);
+void narrow(NDArray made, Half* to, const mxnet::TShape& shape, Write write);
+mkldnn::memory::desc in_blocks(const mxnet::TShape& shape, int block);
+int block_size();  // of oneDNN's convolutions on this processor
+
+// ---- what runs -----------------------------------------------------------------------
+
+// The generic operator: widen, run MXNet's code, round. `kept`: where a state keeps the scratch
+// that its operator may go on pointing to.
+void run(const Call& call, bool onednn, const std::vector<uint32_t>& mutated,
+         const OpStatePtr* state, std::unique_ptr<Lease>* kept);
+void run(const Call& call);  // of an operator without state
+
+// Whether MXNet would choose its code for oneDNN's arrays, for inputs without sparsity.
+bool prefers_onednn(const Operator& of, const NodeAttrs& attrs, size_t inputs, size_t outputs);
+
+// Code of its own for a call; false where it does not know the case: then the generic one runs.
+using Own = bool (*)(const Call& call);
+Own own_code(const std::string& name);
+
+bool run_convolution(const Call& call, bool backward);  // convolution.cc
+
+// ---- what the library offers to Python (library.py) ------------------------------------
+
+// Registers `_gluon_amp_X` for each of these operators that can have one. Returns how many.
+int register_operators(int count, const char** names);
+void register_training();  // training_operators.cc
+
+// How each attribute of MXNet's operators is treated: a line of its treatment and its name.
+std::string treatments();
+
+// For tests: operators with code of their own run the generic code instead.
+extern bool generic_only;
+
+}  // namespace gluon_amp

@@ -1,0 +1,114 @@
+// The one name that the library exports: a table of what Python calls (library.py).
+//
+// Before anything is registered, `probe` looks whether MXNet is laid out as native.h assumes. It
+// only reads bytes: no code runs whose layout is in doubt. Each check is a function of bytes, so
+// that a test can hand it wrong ones.
+#include <cstdio>
+#include <cstring>
+
+#include "engine.h"
+
+namespace gluon_amp {
+namespace {
+
+// Whether a node's list of inputs lies where native.h says (2): three addresses, a whole number of
+// entries apart, the first of which names the node that is its only input.
+int inputs_fit(const unsigned char* node, const void* input) {
+  const unsigned char* at[3];
+  std::memcpy(at, node + kInputs, sizeof at);
+  if (!at[0] || at[1] - at[0] != ptrdiff_t(sizeof(nnvm::NodeEntry)) || at[2] < at[1]) return 0;
+  const void* found;
+  std::memcpy(&found, at[0], sizeof found);
+  return found == input;
+}
+
+// Whether an attribute's map has the size of so many pairs of a std::function and a number, for no
+// more operators than there are (1).
+int map_fits(const unsigned char* vector, int64_t operators) {
+  const unsigned char* at[3];
+  std::memcpy(at, vector, sizeof at);
+  const int64_t bytes = at[1] - at[0], each = sizeof(std::pair<mxnet::FCompute, int>);
+  return at[0] && bytes > 0 && bytes % each == 0 && bytes / each <= 2 * operators &&
+         at[2] >= at[1];
+}
+
+// Whether the description of a oneDNN array of floats, 2 x 3 x 5 x 7, lies where native.h says (3).
+int description_fits(const unsigned char* memory) {
+  dnnl_memory_desc_t d;
+  std::memcpy(&d, memory + kDescription, sizeof d);
+  return d.ndims == 4 && d.dims[0] == 2 && d.dims[1] == 3 && d.dims[2] == 5 && d.dims[3] == 7 &&
+         d.data_type == dnnl_f32;
+}
+
+// What nnvm::Symbol consists of: its outputs.
+const unsigned char* node_of(const void* symbol) {
+  const unsigned char *entries, *node;
+  std::memcpy(&entries, symbol, sizeof entries);
+  std::memcpy(&node, entries, sizeof node);
+  return node;
+}
+
+// `symbol`: of an operator whose only input is `variable`; both made through MXNet's C API.
+// Returns what does not fit, or nothing.
+const char* probe(const void* symbol, const void* variable, int64_t operators) {
+  if (!inputs_fit(node_of(symbol), node_of(variable)))
+    return "a node's inputs lie elsewhere (std::unordered_map)";
+  const dmlc::any* map = nnvm::Op::GetAttrMap("FCompute<cpu>");
+  if (!map) return "operators have no code for CPUs";
+  const unsigned char* held;  // dmlc::any: its type, then the address of what it holds
+  std::memcpy(&held, reinterpret_cast<const unsigned char*>(map) + sizeof(void*), sizeof held);
+  if (!map_fits(held + sizeof(std::string), operators))
+    return "an operator's attributes have another size (std::function)";
+  const NDArray array(mxnet::TShape({2, 3, 5, 7}), mxnet::Context::CPU(), false,
+                      mshadow::kFloat32);
+  const auto* memory = array.GetMKLDNNData();
+  if (!memory || !description_fits(reinterpret_cast<const unsigned char*>(memory->get())))
+    return "a oneDNN array is described elsewhere";
+  return nullptr;
+}
+
+char why[512];
+
+// Registers all operators. Returns how many, or -1; then `reason` tells why.
+int start(const char* isa, int count, const char** names) {
+  try {
+    kernels = !std::strcmp(isa, "avx512") ? kernels_for_avx512()
+              : !std::strcmp(isa, "avx2") ? kernels_for_avx2()
+                                          : kernels_for_portable();
+    register_training();
+    return register_operators(count, names);
+  } catch (const std::exception& error) {
+    std::snprintf(why, sizeof why, "%s", error.what());
+    return -1;
+  }
+}
+
+const char* reason() { return why; }
+
+const char* attributes() {
+  static const std::string made = treatments();
+  return made.c_str();
+}
+
+void use_generic_code(int on) { generic_only = on; }
+
+struct Table {
+  int (*start)(const char*, int, const char**);
+  const char* (*reason)();
+  const char* (*probe)(const void*, const void*, int64_t);
+  int (*inputs_fit)(const unsigned char*, const void*);
+  int (*map_fits)(const unsigned char*, int64_t);
+  int (*description_fits)(const unsigned char*);
+  const char* (*attributes)();
+  void (*use_generic_code)(int);
+};
+
+}  // namespace
+}  // namespace gluon_amp
+
+extern "C" __attribute__((visibility("default"))) const void* gluon_amp_engine() {
+  using namespace gluon_amp;
+  static const Table table = {start, reason, probe, inputs_fit, map_fits, description_fits,
+                              attributes, use_generic_code};
+  return &table;
+}

@@ -1,0 +1,210 @@
+// The generic operator: MXNet's own float32 code for float16 arrays.
+//
+// Inputs are widened into scratch, X's code runs, and its results are rounded once. Since all
+// inputs of the low type are read before any output is written, an output may have the memory of
+// any of them. The same operator serves other grids, on float32 arrays: it then rounds what it
+// reads (sums of gradients, which MXNet makes itself, are not rounded yet) and what it writes.
+#include <locale.h>
+#include <stdlib.h>
+
+#include <cstring>
+
+#include "engine.h"
+
+namespace gluon_amp {
+
+const Kernels* kernels = nullptr;
+
+// ---- attributes ----------------------------------------------------------------
+
+float number(const NodeAttrs& attrs, const char* key, float otherwise) {
+  static const locale_t c = newlocale(LC_ALL_MASK, "C", nullptr);
+  const std::string* found = find(attrs, key);
+  return found ? strtof_l(found->c_str(), nullptr, c) : otherwise;
+}
+
+bool flag(const NodeAttrs& attrs, const char* key, bool otherwise) {
+  const std::string* found = find(attrs, key);
+  return found ? *found == "True" || *found == "true" || *found == "1" : otherwise;
+}
+
+std::string word(const NodeAttrs& attrs, const char* key, const char* otherwise) {
+  const std::string* found = find(attrs, key);
+  return found ? *found : otherwise;
+}
+
+Rounding::Rounding(const NodeAttrs& attrs) {
+  for (const auto& item : attrs.dict) {
+    if (item.first[0] != '_') continue;
+    if (item.first == kGridKey) grid = item.second == "bfloat16" ? kBfloat16Grid : kNoGrid;
+    if (item.first == kInputsKey) inputs = &item.second;
+    if (item.first == kOutputsKey) outputs = &item.second;
+    if (item.first == kReadsKey) reads = &item.second;
+  }
+}
+
+// ---- oneDNN's blocks -------------------------------------------------------------
+
+int block_size() {
+  static const int size = [] {
+    const char* most = std::getenv("DNNL_MAX_CPU_ISA");
+    const bool wide = !most || !std::strcmp(most, "ALL") || !std::strncmp(most, "AVX512_CORE", 11);
+    return wide && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                   __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq")
+               ? 16 : 8;
+  }();
+  return size;
+}
+
+mkldnn::memory::desc in_blocks(const mxnet::TShape& shape, int block) {
+  mkldnn::memory::desc made;
+  std::memset(&made.data, 0, sizeof made.data);
+  auto& d = made.data;
+  d.ndims = 4;
+  d.data_type = dnnl_f32;
+  d.format_kind = dnnl_blocked;
+  for (int k = 0; k < 4; ++k) d.dims[k] = d.padded_dims[k] = shape[k];
+  d.padded_dims[1] = (shape[1] + block - 1) / block * block;
+  auto& b = d.format_desc.blocking;
+  b.inner_nblks = 1;
+  b.inner_blks[0] = block;
+  b.inner_idxs[0] = 1;
+  b.strides[3] = block;
+  b.strides[2] = b.strides[3] * shape[3];
+  b.strides[1] = b.strides[2] * shape[2];
+  b.strides[0] = b.strides[1] * (d.padded_dims[1] / block);
+  return made;
+}
+
+void narrow(NDArray made, Half* to, const mxnet::TShape& shape, Write write) {
+  if (write == kNothing) return;
+  if (made.IsMKLDNNData()) {
+    const auto& d = description(made.GetMKLDNNData());
+    const auto& b = d.format_desc.blocking;
+    const bool blocks = d.ndims == 4 && shape.ndim() == 4 && d.format_kind == dnnl_blocked &&
+                        b.inner_nblks == 1 && b.inner_idxs[0] == 1 && d.offset0 == 0 &&
+                        (b.inner_blks[0] == 16 || b.inner_blks[0] == 8) &&
+                        b.strides[3] == b.inner_blks[0] && b.strides[2] == b.strides[3] * d.dims[3] &&
+                        b.strides[1] == b.strides[2] * d.dims[2] &&
+                        b.strides[0] == b.strides[1] * (d.padded_dims[1] / b.inner_blks[0]);
+    if (blocks) {
+      kernels->narrow_blocked(static_cast<const float*>(made.storage_handle().dptr), to,
+                              d.dims[0], d.dims[1], d.dims[2] * d.dims[3], b.inner_blks[0], write);
+      return;
+    }
+    made = made.Reorder2Default();
+  }
+  kernels->narrow(floats(made.data()), to, shape.Size(), write);
+}
+
+void narrow(const NDArray& made, const TBlob& to, Write write) {
+  narrow(made, halves(to), to.shape_, write);
+}
+
+// ---- one call ----------------------------------------------------------------------
+
+namespace {
+
+bool all_nothing(const Call& call) {
+  for (auto r : call.req)
+    if (r != mxnet::kNullOp) return false;
+  return true;
+}
+
+// Float32 results that went to scratch: to where they belong.
+void put(const float* from, float* to, int64_t n, Write write) {
+  if (write == kStore) kernels->copy(from, to, n * sizeof(float));
+  if (write == kAdd)
+    for (int64_t i = 0; i < n; ++i) to[i] += from[i];
+}
+
+}  // namespace
+
+bool prefers_onednn(const Operator& of, const NodeAttrs& attrs, size_t inputs, size_t outputs) {
+  if (!of.compute && !of.stateful) return true;
+  if (!(of.compute_ex || of.stateful_ex) || !of.storage) return false;
+  auto mode = mxnet::DispatchMode::kUndefined;
+  std::vector<int> in(inputs, mxnet::kDefaultStorage), out(outputs, mxnet::kUndefinedStorage);
+  call_theirs<bool, const NodeAttrs&, int, mxnet::DispatchMode*, std::vector<int>*,
+              std::vector<int>*>(of.storage, attrs, mshadow::cpu::kDevMask, &mode, &in, &out);
+  return mode == mxnet::DispatchMode::kFComputeEx;
+}
+
+void run(const Call& call) {
+  run(call, prefers_onednn(call.of, call.attrs, call.in.size(), call.out.size()),
+      call.of.mutates ? call.of.mutates(call.attrs) : std::vector<uint32_t>(), nullptr, nullptr);
+}
+
+void run(const Call& call, bool onednn, const std::vector<uint32_t>& mutated,
+         const OpStatePtr* state, std::unique_ptr<Lease>* kept) {
+  const Operator& of = call.of;
+  if (mutated.empty() && !state && all_nothing(call)) return;
+  auto owner = std::make_unique<Lease>();
+  Lease& lease = *owner;
+  std::vector<NDArray> in, out;
+  std::vector<OpReqType> req = call.req;
+  for (size_t i = 0; i < call.in.size(); ++i) {
+    const TBlob& from = call.in[i];
+    if (is_half(from)) {
+      in.push_back(lease.array(from.shape_));
+      kernels->widen(halves(from), floats(in[i].data()), size(from));
+    } else if (call.rounding.rounds_input(i, from)) {
+      in.push_back(lease.array(from.shape_));
+      kernels->round(call.rounding.grid, floats(from), floats(in[i].data()), size(from), kStore);
+    } else {
+      in.emplace_back(from, 0);
+    }
+  }
+  std::vector<bool> direct(call.out.size());
+  for (size_t i = 0; i < call.out.size(); ++i) {
+    const TBlob& to = call.out[i];
+    const bool rounds = call.rounding.rounds_output(i, to);
+    bool shared = false;
+    for (auto& from : call.in) shared |= from.dptr_ == to.dptr_ && to.dptr_ != nullptr;
+    direct[i] = !is_half(to) && !(is_float(to) && (onednn || shared)) &&
+                !(rounds && call.req[i] == mxnet::kAddTo);
+    if (direct[i]) {
+      out.emplace_back(to, 0);
+    } else {
+      out.push_back(lease.array(to.shape_));
+      if (req[i] != mxnet::kNullOp) req[i] = mxnet::kWriteTo;
+    }
+    if (req[i] == mxnet::kWriteInplace) req[i] = mxnet::kWriteTo;
+  }
+  OpContext context = call.context;
+  if (of.pushes_its_weight) context.is_train = true;
+  if (state && onednn) context.need_grad = true;  // an RNN then keeps no weights from an earlier call
+
+  auto blobs = [](const std::vector<NDArray>& arrays) {
+    std::vector<TBlob> made;
+    for (auto& array : arrays) made.push_back(array.data());
+    return made;
+  };
+  if (state && onednn) of.stateful_ex(*state, context, in, req, out);
+  else if (state) of.stateful(*state, context, blobs(in), req, blobs(out));
+  else if (onednn) of.compute_ex(call.attrs, context, in, req, out);
+  else of.compute(call.attrs, context, blobs(in), req, blobs(out));
+
+  for (size_t i = 0; i < call.out.size(); ++i) {
+    const TBlob& to = call.out[i];
+    const Write write = call.write(i);
+    if (write == kNothing) continue;
+    const bool rounds = call.rounding.rounds_output(i, to);
+    if (is_half(to)) {
+      narrow(out[i], to, write);
+    } else if (direct[i]) {
+      if (rounds) kernels->round(call.rounding.grid, floats(to), floats(to), size(to), kStore);
+    } else {
+      NDArray made = out[i].IsMKLDNNData() ? out[i].Reorder2Default() : out[i];
+      if (rounds)
+        kernels->round(call.rounding.grid, floats(made.data()), floats(to), size(to), write);
+      else
+        put(floats(made.data()), floats(to), size(to), write);
+    }
+  }
+  for (uint32_t i : mutated)
+    if (is_half(call.in[i])) narrow(in[i], call.in[i], kStore);
+  if (kept) *kept = std::move(owner);
+}
+
+}  // namespace gluon_amp

@@ -1,0 +1,255 @@
+// Batch norm, forward and backward, with the activation and the addition behind it.
+//
+// What is computed for one vector of elements is here; how the tensor is divided among vectors,
+// pieces and threads is in channels.h.
+#include "channels.h"
+#include "vector.h"
+
+namespace gluon_amp {
+namespace ISA {
+namespace {
+
+// ---- forward -------------------------------------------------------------------
+
+// The value before the rounding, residual and activation. Backward computes it again: the same
+// bits.
+inline V affine(V x, const Wide& of) { return (x - of.mean) * of.scale + of.beta; }
+
+// The sums of x and of its square in parts of a channel, each around a center of its own, which
+// is near the part's mean: so float32 is enough, however far the mean is from 0.
+struct Moments {
+  double center = 0, count = 0, sum = 0, squares = 0;  // of all parts, around the first's center
+
+  void add(double n, double its_center, double its_sum, double its_squares) {
+    if (count == 0) center = its_center;
+    const double move = its_center - center;
+    sum += its_sum + n * move;
+    squares += its_squares + move * (2 * its_sum + n * move);
+    count += n;
+  }
+  double mean() const { return center + sum / count; }
+  double variance() const {  // the biased one
+    const double v = (squares - sum * sum / count) / count;
+    return v < 0 ? 0 : v;
+  }
+};
+
+template <typename G> struct Forward {
+  using T = typename G::T;
+  using Total = Moments;
+
+  const BatchNorm& norm;
+  const BatchNormForward& to;
+  const T *x, *residual;
+  T* y;
+  bool add, acts;
+  V below, lo, hi;  // of the activation
+
+  // Clipping and then rounding is the same as rounding and then clipping, but for the sign of a
+  // 0 that came of rounding a small negative number: `below` lets these through a lo of 0.
+  Forward(const BatchNorm& p, const BatchNormForward& f)
+      : norm(p), to(f), x(static_cast<const T*>(f.x)), residual(static_cast<const T*>(f.residual)),
+        y(static_cast<T*>(f.y)), add(f.write == kAdd), acts(p.activation != kNoActivation) {
+    const float least = p.activation == kRelu ? 0 : p.lo;
+    lo = splat(least);
+    below = splat(least == 0 ? -G::tiny : least);
+    hi = splat(p.activation == kRelu ? INFINITY : p.hi);
+  }
+
+  bool sums() const { return norm.batch_statistics; }
+  bool maps() const { return to.write != kNothing; }
+
+  // The center of a piece is the mean of its first part. As that is an eighth of the piece or
+  // more, it cannot be farther from the piece's mean than some deviations of the piece.
+  template <typename Walk> void sum_part(const Walk& walk, typename Walk::Out* out) const {
+    const T* const from = x;
+    Sums<1, Walk::kTurns> first = {};
+    const Walk some = walk.some();
+    some([&](int64_t at, auto lanes, int turn) { first.add(turn, load(from + at, lanes)); });
+    V center[Walk::kTurns];
+    some.centers(first, center);
+    Sums<2, Walk::kTurns> sums = {};
+    walk([&](int64_t at, auto lanes, int turn) {
+      const V d = only(load(from + at, lanes) - center[turn], lanes);
+      sums.add(turn, d);
+      sums.add_product(turn, 1, d, d);
+    });
+    walk.put(out, center, sums);
+  }
+
+  void begin(int64_t, Coefficients*) const {}
+
+  void finish(int64_t c, const Moments& m, Coefficients* out) const {
+    float mean = to.moving_mean[c], var = to.moving_var[c];
+    if (norm.batch_statistics) {
+      mean = static_cast<float>(m.mean());
+      var = static_cast<float>(m.variance());
+      const float keep = norm.momentum;
+      to.moving_mean[c] = keep * to.moving_mean[c] + (1 - keep) * mean;
+      to.moving_var[c] = keep * to.moving_var[c] + (1 - keep) * var;
+    }
+    const float inverse = 1 / std::sqrt(var + norm.eps);
+    if (to.mean) to.mean[c] = mean;
+    if (to.inverse_deviation) to.inverse_deviation[c] = inverse;
+    out->mean = mean;
+    out->scale = norm.fix_gamma ? inverse : to.gamma[c] * inverse;
+    out->beta = to.beta[c];
+  }
+
+  template <typename L> void map(int64_t at, L lanes, const Wide& of) const {
+    V v = affine(load(x + at, lanes), of);
+    if (residual) v = G::round(v) + load(residual + at, lanes);
+    if (acts) v = smaller(hi, if_less(v, below, lo, v));
+    put<G>(y + at, v, add, lanes);
+  }
+};
+
+// ---- backward ------------------------------------------------------------------
+
+// Which gradients pass the activation. kByX computes the value before the activation again.
+// With a residual that would take the residual too: kByY sees it in the output. There a value
+// that was clipped to a bound cannot be told from one that lay on it; both stop the gradient.
+enum Mask { kAllPass, kByX, kByY };
+
+// Floats in their order, as integers.
+inline float float_at(int64_t place) {
+  const int32_t i = static_cast<int32_t>(place < 0 ? place ^ 0x7fffffff : place);
+  float f;
+  std::memcpy(&f, &i, 4);
+  return f;
+}
+constexpr int64_t kInfinityPlace = 0x7f800000;
+
+// The place of the last float that the grid rounds to something below the bound, or also to the
+// bound. If there is none it is a NaN's, as is the place after infinity.
+template <typename G> int64_t last_below(float bound, bool or_at) {
+  int64_t yes = -kInfinityPlace - 2, no = kInfinityPlace + 1;
+  while (no - yes > 1) {
+    const int64_t middle = (yes + no) >> 1;
+    float lanes[W];
+    store(lanes, G::round(splat(float_at(middle))), Whole());
+    (lanes[0] < bound || (or_at && lanes[0] == bound) ? yes : no) = middle;
+  }
+  return yes;
+}
+
+struct TwoSums {
+  double g = 0, gx = 0;  // of the gradient; of its product with x - mean
+  void add(double, double, double its_g, double its_gx) {
+    g += its_g;
+    gx += its_gx;
+  }
+};
+
+template <typename G, int mask> struct Backward {
+  using T = typename G::T;
+  using Total = TwoSums;
+
+  const BatchNorm& norm;
+  const BatchNormBackward& to;
+  const T *g, *x, *y;
+  T *dx, *dresidual;
+  bool add_dx, add_dresidual, two_sided;
+  V low, high;  // A gradient passes if the value before the rounding, or y, lies between them.
+
+  Backward(const BatchNorm& p, const BatchNormBackward& b)
+      : norm(p), to(b), g(static_cast<const T*>(b.gradient)), x(static_cast<const T*>(b.x)),
+        y(static_cast<const T*>(b.y)),
+        dx(b.write_dx == kNothing ? nullptr : static_cast<T*>(b.dx)),
+        dresidual(b.write_dresidual == kNothing ? nullptr : static_cast<T*>(b.dresidual)),
+        add_dx(b.write_dx == kAdd), add_dresidual(b.write_dresidual == kAdd),
+        two_sided(p.activation == kClip), low(splat(0)), high(splat(0)) {
+    if (mask == kByY && two_sided) {
+      low = G::round(splat(p.lo));
+      high = G::round(splat(p.hi));
+    } else if (mask == kByX) {
+      low = splat(float_at(two_sided ? last_below<G>(p.lo, false) : last_below<G>(0, true)));
+      if (two_sided) high = splat(float_at(last_below<G>(p.hi, true) + 1));
+    }
+  }
+
+  bool sums() const {
+    return (dx && norm.batch_statistics) || to.write_dgamma != kNothing ||
+           to.write_dbeta != kNothing;
+  }
+  bool maps() const { return dx || dresidual; }
+
+  // the gradient before the activation
+  template <typename L> V gradient(int64_t at, L lanes, V value, const Wide& of) const {
+    const V v = load(g + at, lanes);
+    if (mask == kAllPass) return v;
+    const V judge = mask == kByX ? affine(value, of) : load(y + at, lanes);
+    return two_sided ? inside(v, judge, low, high) : above(v, judge, low);
+  }
+
+  template <typename Walk> void sum_part(const Walk& walk, typename Walk::Out* out) const {
+    const Backward own = *this;
+    Sums<2, Walk::kTurns> sums = {};
+    walk([&](int64_t at, auto lanes, int turn) {
+      const Wide of = walk.wide(turn);
+      const V value = load(own.x + at, lanes), d = own.gradient(at, lanes, value, of);
+      sums.add(turn, d);
+      sums.add_product(turn, 1, d, value - of.mean);
+    });
+    V center[Walk::kTurns];
+    for (V& zero : center) zero = splat(0);
+    walk.put(out, center, sums);
+  }
+
+  void begin(int64_t c, Coefficients* out) const {
+    const float inverse = to.inverse_deviation[c];
+    *out = {to.mean[c], norm.fix_gamma ? inverse : to.gamma[c] * inverse, to.beta[c], 0, 0};
+  }
+
+  void finish(int64_t c, const TwoSums& total, Coefficients* out) const {
+    const double inverse = to.inverse_deviation[c], gx = inverse * total.gx;
+    if (to.dgamma) put(to.dgamma + c, norm.fix_gamma ? 0 : gx, to.write_dgamma);
+    if (to.dbeta) put(to.dbeta + c, total.g, to.write_dbeta);
+    if (!norm.batch_statistics) return;  // mean and deviation are constants
+    const double count = static_cast<double>(norm.batch) * norm.plane;
+    out->mean_g = static_cast<float>(total.g / count);
+    out->slope = static_cast<float>(inverse * gx / count);
+  }
+
+  // All of an element is read before any of it is written: dx and dresidual may lie on g.
+  template <typename L> void map(int64_t at, L lanes, const Wide& of) const {
+    const V value = load(x + at, lanes), d = gradient(at, lanes, value, of);
+    const V v = of.scale * (d - of.mean_g - (value - of.mean) * of.slope);
+    if (dresidual) put<G>(dresidual + at, d, add_dresidual, lanes);
+    if (dx) put<G>(dx + at, v, add_dx, lanes);
+  }
+};
+
+// ---- what kernels.h promises -----------------------------------------------------
+
+void batch_norm(const BatchNorm& p, const BatchNormForward& f) {
+  if (p.batch * p.plane == 0) return;
+  with_grid(p.grid, [&](auto grid) { over_channels(p, Forward<decltype(grid)>(p, f)); });
+}
+
+template <int mask> void backward(const BatchNorm& p, const BatchNormBackward& b) {
+  with_grid(p.grid, [&](auto grid) { over_channels(p, Backward<decltype(grid), mask>(p, b)); });
+}
+
+void batch_norm_gradient(const BatchNorm& p, const BatchNormBackward& b) {
+  if (p.batch * p.plane == 0) {
+    for (int64_t c = 0; c < p.channels; ++c) {
+      if (b.dgamma) put(b.dgamma + c, 0, b.write_dgamma);
+      if (b.dbeta) put(b.dbeta + c, 0, b.write_dbeta);
+    }
+    return;
+  }
+  if (p.activation == kNoActivation) backward<kAllPass>(p, b);
+  else if (b.y) backward<kByY>(p, b);
+  else backward<kByX>(p, b);
+}
+
+}  // namespace
+
+void add_batch_norm(Kernels* table) noexcept {
+  table->batch_norm = batch_norm;
+  table->batch_norm_gradient = batch_norm_gradient;
+}
+
+}  // namespace ISA
+}  // namespace gluon_amp

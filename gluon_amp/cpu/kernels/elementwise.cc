@@ -1,0 +1,153 @@
+// Functions of one value at a time, on halves: computed in float32, rounded once.
+#include "functions.h"
+#include "vector.h"
+
+namespace gluon_amp {
+namespace ISA {
+namespace {
+
+// ---- one input -----------------------------------------------------------------
+//
+// Each function of Unary is a type with `of`, the function, and `gradient`, what becomes of the
+// gradient g. kernels.h says whether `read` is x or y.
+
+struct ReluFunction {
+  V of(V x) const { return larger(splat(0), x); }
+  V gradient(V g, V y) const { return above(g, y, splat(0)); }
+};
+struct ClipFunction {
+  V lo, hi;
+  V of(V x) const { return smaller(hi, larger(lo, x)); }
+  V gradient(V g, V x) const { return between(g, x, lo, hi); }
+};
+struct SigmoidFunction {
+  V of(V x) const { return sigmoid(x); }
+  V gradient(V g, V y) const { return g * (y * (splat(1) - y)); }
+};
+struct TanhFunction {
+  V of(V x) const { return tanh_of(x); }
+  V gradient(V g, V y) const { return g * (splat(1) - y * y); }
+};
+struct GeluFunction {
+  V of(V x) const { return x * normal(x).below; }
+  V gradient(V g, V x) const {
+    const Normal at = normal(x);
+    return g * (at.below + x * at.density);
+  }
+};
+struct LeakyFunction {
+  V a;
+  V of(V x) const { return if_less(splat(0), x, x, a * x); }
+  V gradient(V g, V y) const { return if_less(splat(0), y, g, a * g); }
+};
+struct TimesFunction {
+  V a;
+  V of(V x) const { return x * a; }
+  V gradient(V g, V) const { return g * a; }
+};
+struct PlusFunction {
+  V a;
+  V of(V x) const { return x + a; }
+  V gradient(V g, V) const { return g; }
+};
+struct FromFunction {
+  V a;
+  V of(V x) const { return a - x; }
+  V gradient(V g, V) const { return -g; }
+};
+struct OverFunction {
+  V a;
+  V of(V x) const { return x / a; }
+  V gradient(V g, V) const { return g / a; }
+};
+
+template <typename F> void with_function(Unary f, float a, float b, F run) {
+  switch (f) {
+    case kReluOf: return run(ReluFunction{});
+    case kClipOf: return run(ClipFunction{splat(a), splat(b)});
+    case kSigmoidOf: return run(SigmoidFunction{});
+    case kTanhOf: return run(TanhFunction{});
+    case kGeluOf: return run(GeluFunction{});
+    case kLeakyOf: return run(LeakyFunction{splat(a)});
+    case kTimes: return run(TimesFunction{splat(a)});
+    case kPlus: return run(PlusFunction{splat(a)});
+    case kFromOf: return run(FromFunction{splat(a)});
+    case kOverOf: return run(OverFunction{splat(a)});
+  }
+}
+
+void unary(Unary f, const Half* x, Half* y, int64_t n, float a, float b, Write write) {
+  if (write == kNothing) return;
+  const bool add = write == kAdd;
+  with_function(f, a, b, [=](auto function) {
+    vectors(n, [=](int64_t i, auto lanes) {
+      put<HalfGrid>(y + i, function.of(load(x + i, lanes)), add, lanes);
+    });
+  });
+}
+
+void unary_gradient(Unary f, const Half* g, const Half* read, Half* d, int64_t n, float a,
+                    float b, Write write) {
+  if (write == kNothing) return;
+  const bool add = write == kAdd;
+  if (read == nullptr) read = g;  // of a function whose gradient reads nothing
+  with_function(f, a, b, [=](auto function) {
+    vectors(n, [=](int64_t i, auto lanes) {
+      put<HalfGrid>(d + i, function.gradient(load(g + i, lanes), load(read + i, lanes)), add,
+                    lanes);
+    });
+  });
+}
+
+// ---- more inputs ---------------------------------------------------------------
+
+template <typename F>
+void map_two(const Half* x, const Half* y, Half* out, int64_t n, Write write, F f) {
+  const bool add = write == kAdd;
+  vectors(n, [=](int64_t i, auto lanes) {
+    put<HalfGrid>(out + i, f(load(x + i, lanes), load(y + i, lanes)), add, lanes);
+  });
+}
+
+void binary(Binary f, const Half* x, const Half* y, Half* out, int64_t n, Write write) {
+  if (write == kNothing) return;
+  switch (f) {
+    case kSum: return map_two(x, y, out, n, write, [](V a, V b) { return a + b; });
+    case kDifference: return map_two(x, y, out, n, write, [](V a, V b) { return a - b; });
+    case kProduct: return map_two(x, y, out, n, write, [](V a, V b) { return a * b; });
+    case kQuotient: return map_two(x, y, out, n, write, [](V a, V b) { return a / b; });
+  }
+}
+
+void sum(const Half* const* in, int count, Half* out, int64_t n, Write write) {
+  if (write == kNothing) return;
+  if (count == 2) return binary(kSum, in[0], in[1], out, n, write);
+  const bool add = write == kAdd;
+  vectors(n, [=](int64_t i, auto lanes) {
+    V v = count > 0 ? load(in[0] + i, lanes) : splat(0);
+    for (int k = 1; k < count; ++k) v = v + load(in[k] + i, lanes);
+    put<HalfGrid>(out + i, v, add, lanes);
+  });
+}
+
+void dropout_gradient(const Half* g, const Half* mask, Half* d, int64_t n, float scale,
+                      Write write) {
+  if (write == kNothing) return;
+  const V factor = splat(scale);
+  map_two(g, mask, d, n, write, [=](V v, V m) {
+    return if_equal(m, splat(0), splat(0), if_equal(m, splat(1), v, v * factor));
+  });
+}
+
+}  // namespace
+
+void add_elementwise(Kernels* table) noexcept {
+  table->unary = unary;
+  table->unary_gradient = unary_gradient;
+  table->binary = binary;
+  table->sum = sum;
+  table->dropout_gradient = dropout_gradient;
+}
+
+}  // namespace ISA
+}  // namespace gluon_amp

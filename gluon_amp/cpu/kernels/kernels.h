@@ -1,0 +1,132 @@
+// What the operators ask of the code for instruction sets: loops over plain memory.
+//
+// Every file of this folder is compiled once for each instruction set, in a namespace of its own;
+// `kernels_for` hands out one set's functions. Nothing here knows MXNet. All of it is threaded by
+// OpenMP, takes any size (0 too) and pointers without alignment, and rounds ties to even.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+
+namespace gluon_amp {
+
+using Half = uint16_t;
+
+// What tensors of the low type are rounded to. float16 tensors are arrays of Half; those of the
+// other grids are arrays of float whose values lie on the grid ("none": any float).
+enum Grid { kFloat16Grid, kBfloat16Grid, kNoGrid };
+
+// What becomes of a result, with MXNet's meaning. kAdd rounds the result, adds it to what is
+// there in float32, and rounds the sum.
+enum Write { kNothing, kStore, kAdd };
+
+enum Activation { kNoActivation, kRelu, kClip };  // clip: between lo and hi, NaN stays NaN
+
+enum Unary {  // y = f(x); gradients read what is in brackets
+  kReluOf,      // max(x, 0), NaN stays NaN        [y]
+  kClipOf,      // a <= x <= b                     [x]
+  kSigmoidOf,   // 1 / (1 + exp(-x))               [y]
+  kTanhOf,      //                                 [y]
+  kGeluOf,      // x * (1 + erf(x / sqrt(2))) / 2  [x]
+  kLeakyOf,     // x > 0 ? x : a * x               [y, with a > 0]
+  kTimes,       // x * a                           [nothing: null]
+  kPlus,        // x + a                           [nothing: null]
+  kFromOf,      // a - x                           [nothing: null]
+  kOverOf,      // x / a                           [nothing: null]
+};
+
+enum Binary { kSum, kDifference, kProduct, kQuotient };
+
+// A batch norm of x as (batch, channels, plane), in this order of memory:
+//   z = round((x - mean) * gamma / sqrt(var + eps) + beta)
+//   y = activation(z), or with a residual r: activation(round(z + r))
+// mean and var are the batch's if `batch_statistics`, else the moving ones.
+struct BatchNorm {
+  int64_t batch, channels, plane;
+  float eps, momentum;
+  bool batch_statistics, fix_gamma;  // fix_gamma: gamma counts as 1, its gradient is 0
+  Grid grid;                         // of x, r, y and their gradients
+  Activation activation;
+  float lo, hi;                      // of kClip
+};
+
+struct BatchNormForward {
+  const void *x, *residual;               // residual: or null
+  const float *gamma, *beta;
+  float *moving_mean, *moving_var;        // moved if `batch_statistics`
+  void* y;  Write write;
+  float *mean, *inverse_deviation;        // written: what was used; or null
+};
+
+struct BatchNormBackward {
+  const void *gradient, *x;               // gradient: that of y
+  const void* y;                          // read where there is a residual and an activation
+  const float *gamma, *beta, *mean, *inverse_deviation;
+  void* dx;         Write write_dx;
+  void* dresidual;  Write write_dresidual;  // or null
+  float* dgamma;    Write write_dgamma;
+  float* dbeta;     Write write_dbeta;
+};
+
+// Rows of halves, normalized over `width` neighbours each, in float32, rounded once.
+struct LayerNorm {
+  int64_t rows, width;
+  float eps;
+};
+
+struct Kernels {
+  const char* name;
+
+  // ---- between types (passes.cc)
+  void (*widen)(const Half* from, float* to, int64_t n);
+  void (*narrow)(const float* from, Half* to, int64_t n, Write write);
+  // float32 arrays on a grid: `to` may be `from`
+  void (*round)(Grid grid, const float* from, float* to, int64_t n, Write write);
+  void (*copy)(const void* from, void* to, int64_t bytes);
+  // Plain (batch, channels, plane) of halves to and from oneDNN's blocks of `block` (8 or 16)
+  // channels, floats: (batch, ceil(channels / block), plane, block); what pads is written 0.
+  void (*widen_blocked)(const Half* from, float* to, int64_t batch, int64_t channels,
+                        int64_t plane, int block);
+  void (*narrow_blocked)(const float* from, Half* to, int64_t batch, int64_t channels,
+                         int64_t plane, int block, Write write);
+
+  // ---- one value at a time (elementwise.cc), all on halves, computed in float32; y may be x
+  void (*unary)(Unary f, const Half* x, Half* y, int64_t n, float a, float b, Write write);
+  // d = g * f'(...); `read` is x or y as listed above; d may be g or `read`
+  void (*unary_gradient)(Unary f, const Half* g, const Half* read, Half* d, int64_t n, float a,
+                         float b, Write write);
+  void (*binary)(Binary f, const Half* x, const Half* y, Half* out, int64_t n, Write write);
+  // the float32 sum of `count` arrays, rounded once; out may be any of them
+  void (*sum)(const Half* const* in, int count, Half* out, int64_t n, Write write);
+  // d = mask is 0: 0; mask is 1: g; else g * scale. d may be g
+  void (*dropout_gradient)(const Half* g, const Half* mask, Half* d, int64_t n, float scale,
+                           Write write);
+
+  // ---- norms (batch_norm.cc, rows.cc)
+  void (*batch_norm)(const BatchNorm&, const BatchNormForward&);
+  void (*batch_norm_gradient)(const BatchNorm&, const BatchNormBackward&);
+  // mean, deviation (sqrt(var + eps), as MXNet's LayerNorm keeps it): one for each row
+  void (*layer_norm)(const LayerNorm&, const Half* x, const float* gamma, const float* beta,
+                     Half* y, Write write, float* mean, float* deviation);
+  void (*layer_norm_gradient)(const LayerNorm&, const Half* g, const Half* x, const float* gamma,
+                              const float* mean, const float* deviation, Half* dx, Write write_dx,
+                              float* dgamma, Write write_dgamma, float* dbeta, Write write_dbeta);
+  // y = softmax(x / temperature) of each row; y may be x
+  void (*softmax)(const Half* x, Half* y, int64_t rows, int64_t width, float temperature,
+                  Write write);
+  // dx = (g - sum(g * y)) * y / temperature
+  void (*softmax_gradient)(const Half* g, const Half* y, Half* dx, int64_t rows, int64_t width,
+                           float temperature, Write write);
+
+  // ---- training (training.cc): as in today's kernels.cc, bit by bit
+  void (*follow)(float* master, const Half* weight, int64_t n);
+  void (*sgd)(Half* weight, const Half* gradient, float* master, float* momentum_or_null,
+              int64_t n, float lr, float wd, float momentum, float rescale, float clip);
+  double (*squares_of_halves)(const Half* x, int64_t n);
+  double (*squares_of_floats)(const float* x, int64_t n);
+};
+
+const Kernels* kernels_for_portable();
+const Kernels* kernels_for_avx2();
+const Kernels* kernels_for_avx512();
+
+}  // namespace gluon_amp

@@ -1,0 +1,150 @@
+// Passes between types and layouts.
+#include "transpose.h"
+#include "vector.h"
+
+namespace gluon_amp {
+namespace ISA {
+namespace {
+
+void widen(const Half* from, float* to, int64_t n) {
+  vectors(n, [=](int64_t i, auto lanes) { store(to + i, load(from + i, lanes), lanes); });
+}
+
+void narrow(const float* from, Half* to, int64_t n, Write write) {
+  if (write == kNothing) return;
+  const bool add = write == kAdd;
+  vectors(n, [=](int64_t i, auto lanes) {
+    put<HalfGrid>(to + i, load(from + i, lanes), add, lanes);
+  });
+}
+
+// float32 arrays whose values are rounded to halves
+struct HalfGridInFloats {
+  using T = float;
+  static V round(V v) { return half_grid(v); }
+  static V stored(V v) { return half_grid(v); }
+};
+
+template <typename G> void round_to(const float* from, float* to, int64_t n, bool add) {
+  vectors(n, [=](int64_t i, auto lanes) {
+    put<G>(to + i, load(from + i, lanes), add, lanes);
+  });
+}
+
+void round(Grid grid, const float* from, float* to, int64_t n, Write write) {
+  if (write == kNothing) return;
+  const bool add = write == kAdd;
+  if (grid == kFloat16Grid) round_to<HalfGridInFloats>(from, to, n, add);
+  else if (grid == kBfloat16Grid) round_to<BfloatGrid>(from, to, n, add);
+  else if (add || from != to) round_to<NoGrid>(from, to, n, add);
+}
+
+void copy(const void* from, void* to, int64_t bytes) {
+  if (from == to) return;
+  const char* source = static_cast<const char*>(from);
+  char* target = static_cast<char*>(to);
+  chunks(parts_of(bytes, 4), [=](int64_t begin, int64_t end) {  // counted in floats
+    std::memcpy(target + 4 * begin, source + 4 * begin, least(4 * end, bytes) - 4 * begin);
+  });
+}
+
+// ---- oneDNN's blocks -----------------------------------------------------------
+//
+// Both ways by tiles: W places of W channels are read, transposed in registers, and written.
+// Where the channels or places end within a tile, the tile is a partial one.
+
+struct Blocks {
+  int64_t batch, channels, plane, block;
+  int64_t tile() const { return least(W, block); }  // channels of a tile
+};
+
+// `count` channels of x, `plane` apart, to `places` rows of y, `block` apart
+template <typename L, typename K>
+inline void widen_tile(const Half* x, float* y, const Blocks& b, int64_t count, L lanes,
+                       int64_t places, K channel_lanes) {
+  V rows[W];
+  for (int64_t c = 0; c < W; ++c) rows[c] = c < count ? load(x + c * b.plane, lanes) : splat(0);
+  transpose(rows);
+  for (int64_t s = 0; s < W; ++s)
+    if (s < places) store(y + s * b.block, rows[s], channel_lanes);
+}
+
+template <typename L, typename K>
+inline void narrow_tile(const float* y, Half* x, bool add, const Blocks& b, int64_t count,
+                        L lanes, int64_t places, K channel_lanes) {
+  V rows[W];
+  for (int64_t s = 0; s < W; ++s)
+    rows[s] = s < places ? load(y + s * b.block, channel_lanes) : splat(0);
+  transpose(rows);
+  for (int64_t c = 0; c < W; ++c)
+    if (c < count) put<HalfGrid>(x + c * b.plane, rows[c], add, lanes);
+}
+
+// Calls tile(offset in the plain array, offset in the blocked array, channels, lanes of places,
+// places, lanes of channels) for every tile, over all threads. Where `overlap`, the last places
+// of a plane are done by a whole tile that does some places again.
+template <typename F> void tiles(const Blocks& b, bool overlap, F tile) {
+  constexpr int64_t kPlaces = 512;  // of a task
+  const int64_t blocks = parts_of(b.channels, b.block), parts = parts_of(b.plane, kPlaces);
+  const int64_t tasks = b.batch * blocks * parts;
+  auto work = [=](int64_t task) {
+    const int64_t part = task % parts, k = task / parts % blocks, n = task / parts / blocks;
+    const int64_t begin = part * kPlaces, end = least(begin + kPlaces, b.plane);
+    for (int64_t first = 0; first < b.block; first += b.tile()) {
+      const int64_t channel = k * b.block + first;
+      const int64_t count = most(0, least(b.tile(), b.channels - channel));
+      const int64_t plain = (n * b.channels + channel) * b.plane;
+      const int64_t blocked = (n * blocks + k) * b.plane * b.block + first;
+      auto at = [=](int64_t s, int64_t channels, auto lanes, int64_t places, auto channel_lanes) {
+        tile(plain + s, blocked + s * b.block, channels, lanes, places, channel_lanes);
+      };
+      for (int64_t s = begin; s < end; s += W) {
+        if (overlap && end - s < W && end >= W) s = end - W;
+        const int64_t left = end - s;
+        if (b.tile() < W && left < W) at(s, count, Part(left), left, Part(b.tile()));
+        else if (b.tile() < W) at(s, count, Whole(), W, Part(b.tile()));
+        else if (left < W) at(s, count, Part(left), left, Whole());
+        else if (count < W) at(s, count, Whole(), W, Whole());
+        else at(s, W, Whole(), W, Whole());
+      }
+    }
+  };
+#pragma omp parallel for schedule(static) if (b.batch * b.channels * b.plane >= kWorthThreads)
+  for (int64_t task = 0; task < tasks; ++task) run(work, task);
+}
+
+void widen_blocked(const Half* from, float* to, int64_t batch, int64_t channels, int64_t plane,
+                   int block) {
+  const Blocks b = {batch, channels, plane, block};
+  if (plane == 1 && channels % block == 0) return widen(from, to, batch * channels);
+  tiles(b, true, [=](int64_t x, int64_t y, int64_t count, auto lanes, int64_t places,
+                     auto channel_lanes) {
+    widen_tile(from + x, to + y, b, count, lanes, places, channel_lanes);
+  });
+}
+
+void narrow_blocked(const float* from, Half* to, int64_t batch, int64_t channels, int64_t plane,
+                    int block, Write write) {
+  if (write == kNothing) return;
+  const Blocks b = {batch, channels, plane, block};
+  const bool add = write == kAdd;
+  if (plane == 1 && channels % block == 0) return narrow(from, to, batch * channels, write);
+  tiles(b, !add, [=](int64_t x, int64_t y, int64_t count, auto lanes, int64_t places,
+                     auto channel_lanes) {
+    narrow_tile(from + y, to + x, add, b, count, lanes, places, channel_lanes);
+  });
+}
+
+}  // namespace
+
+void add_passes(Kernels* table) noexcept {
+  table->widen = widen;
+  table->narrow = narrow;
+  table->round = round;
+  table->copy = copy;
+  table->widen_blocked = widen_blocked;
+  table->narrow_blocked = narrow_blocked;
+}
+
+}  // namespace ISA
+}  // namespace gluon_amp

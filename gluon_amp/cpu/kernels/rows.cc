@@ -1,0 +1,200 @@
+// Layer norm and softmax: rows of halves, computed in float32, each row by one thread.
+#include "functions.h"
+#include "vector.h"
+
+namespace gluon_amp {
+namespace ISA {
+namespace {
+
+// f(row) for all rows, over all threads if that is worth it
+template <typename F> void each_row(int64_t rows, int64_t width, F f) {
+#pragma omp parallel for schedule(static) if (rows * width >= kWorthThreads)
+  for (int64_t row = 0; row < rows; ++row) run(f, row);
+}
+
+// The totals of n sums over a row: f(i, lanes, turn, &sums) adds those of one vector. In pieces,
+// so that the rounding errors of a wide row do not add up in float32.
+template <int n> struct Totals {
+  double of[n];
+};
+template <int n, typename F> inline Totals<n> row_sums(int64_t width, F f) {
+  constexpr int64_t kPiece = 1024;
+  Totals<n> totals = {};
+  for (int64_t begin = 0; begin < width; begin += kPiece) {
+    Sums<n> sums = {};
+    const int64_t length = least(kPiece, width - begin);
+    rectangle(begin, 1, 0, length, [&](int64_t i, auto lanes, int turn) {
+      f(i, lanes, turn, &sums);
+    });
+    for (int k = 0; k < n; ++k) totals.of[k] += sums.both(k);
+  }
+  return totals;
+}
+
+// The sum of f(i, lanes) over a row; f has to give 0 in lanes that are not there.
+template <typename F> inline double row_sum(int64_t width, F f) {
+  return row_sums<1>(width, [&](int64_t i, auto lanes, int turn, Sums<1>* sums) {
+    sums->add(turn, f(i, lanes));
+  }).of[0];
+}
+
+// ---- layer norm ----------------------------------------------------------------
+
+void layer_norm(const LayerNorm& p, const Half* x, const float* gamma, const float* beta, Half* y,
+                Write write, float* mean, float* deviation) {
+  if (p.width == 0) return;
+  const double count = static_cast<double>(p.width);
+  each_row(p.rows, p.width, [=](int64_t row) {
+    const Half* from = x + row * p.width;
+    Half* to = y + row * p.width;
+    const bool add = write == kAdd;
+    // Sums around the mean of the row's first part: near the whole row's, so that float32 is
+    // enough, however far the mean is from 0.
+    const int64_t some = least(p.width, most(64, p.width / 8));
+    const double near = row_sum(some, [=](int64_t i, auto lanes) {
+      return load(from + i, lanes);
+    }) / static_cast<double>(some);
+    const V center = splat(static_cast<float>(near));
+    const auto sums = row_sums<2>(p.width, [=](int64_t i, auto lanes, int turn, Sums<2>* to) {
+      const V d = only(load(from + i, lanes) - center, lanes);
+      to->add(turn, d);
+      to->add_product(turn, 1, d, d);
+    });
+    const double move = sums.of[0] / count, variance = sums.of[1] / count - move * move;
+    const float middle = static_cast<float>(static_cast<float>(near) + move);
+    const float wide = static_cast<float>(std::sqrt((variance < 0 ? 0 : variance) + p.eps));
+    if (mean) mean[row] = middle;
+    if (deviation) deviation[row] = wide;
+    if (write == kNothing) return;
+    const V shift = splat(middle), inverse = splat(1 / wide);
+    each(0, p.width, [=](int64_t i, auto lanes) {
+      const V v = (load(from + i, lanes) - shift) * inverse;
+      put<HalfGrid>(to + i, v * load(gamma + i, lanes) + load(beta + i, lanes), add, lanes);
+    });
+  });
+}
+
+// With n = (x - mean) / deviation and h = g * gamma:
+//
+//   dx = (h - average(h) - n * average(h * n)) / deviation
+//   dgamma = the rows' sum of g * n, dbeta = that of g
+//
+// Each piece of rows has sums of its own, which are added in the pieces' order.
+void layer_norm_gradient(const LayerNorm& p, const Half* g, const Half* x, const float* gamma,
+                         const float* mean, const float* deviation, Half* dx, Write write_dx,
+                         float* dgamma, Write write_dgamma, float* dbeta, Write write_dbeta) {
+  const int64_t width = p.width;
+  const bool sums = write_dgamma != kNothing || write_dbeta != kNothing;
+  if (!sums && write_dx == kNothing) return;
+  const int64_t rows = least(most(p.rows / 64, 16), 128);  // of a piece
+  const int64_t pieces = parts_of(p.rows, rows);
+  Scratch<float> memory(sums ? 2 * pieces * width : 0);
+  float* const all = memory.data;
+  auto work = [=](int64_t piece) {
+    float *of_gamma = all + 2 * piece * width, *of_beta = of_gamma + width;
+    if (sums) std::memset(of_gamma, 0, 2 * width * sizeof(float));
+    const bool add = write_dx == kAdd;
+    for (int64_t row = piece * rows; row < least((piece + 1) * rows, p.rows); ++row) {
+      const Half *grow = g + row * width, *xrow = x + row * width;
+      Half* to = dx + row * width;
+      const V shift = splat(mean[row]), inverse = splat(1 / deviation[row]);
+      const auto totals = row_sums<2>(width, [=](int64_t i, auto lanes, int turn, Sums<2>* of) {
+        const V d = load(grow + i, lanes), n = (load(xrow + i, lanes) - shift) * inverse;
+        const V h = d * load(gamma + i, lanes);
+        of->add(turn, h);
+        of->add_product(turn, 1, h, n);
+        if (!sums) return;
+        store(of_gamma + i, load(of_gamma + i, lanes) + d * n, lanes);
+        store(of_beta + i, load(of_beta + i, lanes) + d, lanes);
+      });
+      if (write_dx == kNothing) continue;
+      const V h_mean = splat(static_cast<float>(totals.of[0] / width));
+      const V hn_mean = splat(static_cast<float>(totals.of[1] / width));
+      each(0, width, [=](int64_t i, auto lanes) {
+        const V n = (load(xrow + i, lanes) - shift) * inverse;
+        const V h = load(grow + i, lanes) * load(gamma + i, lanes);
+        put<HalfGrid>(to + i, (h - h_mean - n * hn_mean) * inverse, add, lanes);
+      });
+    }
+  };
+  const bool threads = p.rows * width >= kWorthThreads;
+#pragma omp parallel for schedule(static) if (threads)
+  for (int64_t piece = 0; piece < pieces; ++piece) run(work, piece);
+  if (!sums) return;
+  auto add_up = [=](int64_t i) {
+    double of_gamma = 0, of_beta = 0;
+    for (int64_t piece = 0; piece < pieces; ++piece) {
+      of_gamma += all[2 * piece * width + i];
+      of_beta += all[2 * piece * width + width + i];
+    }
+    if (dgamma) put(dgamma + i, of_gamma, write_dgamma);
+    if (dbeta) put(dbeta + i, of_beta, write_dbeta);
+  };
+#pragma omp parallel for schedule(static) if (threads)
+  for (int64_t i = 0; i < width; ++i) run(add_up, i);
+}
+
+// ---- softmax -------------------------------------------------------------------
+
+void softmax(const Half* x, Half* y, int64_t rows, int64_t width, float temperature,
+             Write write) {
+  if (write == kNothing || width == 0) return;
+  const bool add = write == kAdd;
+  const bool scaled = temperature != 1;
+  const V sign = splat(temperature < 0 ? -1 : 1), scale = splat(std::fabs(temperature));
+  each_row(rows, width, [=](int64_t row) {
+    constexpr int64_t kKept = 4096;  // exponentials that are kept; of a wider row, made again
+    float kept[kKept + W];
+    const Half* from = x + row * width;
+    Half* to = y + row * width;
+    V high = splat(-INFINITY);
+    each(0, width, [&](int64_t i, auto lanes) {
+      high = larger(high, only(sign * load(from + i, lanes), lanes, splat(-INFINITY)));
+    });
+    const V top = splat(highest(high));
+    auto exponential = [=](int64_t i, auto lanes) {
+      const V v = sign * load(from + i, lanes) - top;
+      return exp_of(scaled ? v / scale : v);
+    };
+    const double sum = row_sum(width, [&](int64_t i, auto lanes) {
+      const V e = only(exponential(i, lanes), lanes);
+      if (width <= kKept) store(kept + i, e, Whole());
+      return e;
+    });
+    const V factor = splat(static_cast<float>(1 / sum));
+    each(0, width, [&](int64_t i, auto lanes) {
+      const V e = width <= kKept ? load(kept + i, Whole()) : exponential(i, lanes);
+      put<HalfGrid>(to + i, e * factor, add, lanes);
+    });
+  });
+}
+
+void softmax_gradient(const Half* g, const Half* y, Half* dx, int64_t rows, int64_t width,
+                      float temperature, Write write) {
+  if (write == kNothing) return;
+  const bool add = write == kAdd;
+  const V scale = splat(temperature);
+  each_row(rows, width, [=](int64_t row) {
+    const Half *grow = g + row * width, *yrow = y + row * width;
+    Half* to = dx + row * width;
+    const V average = splat(static_cast<float>(row_sum(width, [=](int64_t i, auto lanes) {
+      return load(grow + i, lanes) * load(yrow + i, lanes);
+    })));
+    each(0, width, [=](int64_t i, auto lanes) {
+      const V v = (load(grow + i, lanes) - average) * load(yrow + i, lanes) / scale;
+      put<HalfGrid>(to + i, v, add, lanes);
+    });
+  });
+}
+
+}  // namespace
+
+void add_rows(Kernels* table) noexcept {
+  table->layer_norm = layer_norm;
+  table->layer_norm_gradient = layer_norm_gradient;
+  table->softmax = softmax;
+  table->softmax_gradient = softmax_gradient;
+}
+
+}  // namespace ISA
+}  // namespace gluon_amp

@@ -1,0 +1,140 @@
+// What the optimizer and the gradient scaler need: masters, SGD, sums of squares.
+#include "vector.h"
+
+namespace gluon_amp {
+namespace ISA {
+namespace {
+
+// A weight is its master, rounded. Where it is not, somebody has written the weight since, and
+// the master follows.
+inline V followed(V master, V weight) {
+  return if_equal(half_grid(master), weight, master, weight);
+}
+
+void follow(float* master, const Half* weight, int64_t n) {
+  vectors(n, [=](int64_t i, auto lanes) {
+    store(master + i, followed(load(master + i, lanes), load(weight + i, lanes)), lanes);
+  });
+}
+
+//   momentum' = momentum * m - lr * wd * master - lr * rescale * gradient
+//   master'   = master + momentum'
+//   weight'   = round(master')
+//
+// with the gradient clipped first, in the order of MXNet's mp_sgd_mom_update, whose results
+// it equals bit by bit. m: the momentum of each weight, or null.
+void sgd(Half* weight, const Half* gradient, float* master, float* m, int64_t n, float lr,
+         float wd, float momentum, float rescale, float clip) {
+  const V rate = splat(lr), decay = splat(lr * wd), scaled_rate = splat(lr * rescale);
+  const V scale = splat(rescale), keep = splat(momentum);
+  const V most = splat(clip), least = splat(-clip);
+  const bool clips = clip >= 0;
+  vectors(n, [=](int64_t i, auto lanes) {
+    const V w = followed(load(master + i, lanes), load(weight + i, lanes));
+    const V g = load(gradient + i, lanes);
+    const V push = clips ? rate * smaller(most, larger(least, scale * g)) : scaled_rate * g;
+    const V step = keep * (m ? load(m + i, lanes) : splat(0)) - decay * w - push;
+    const V updated = w + step;
+    if (m) store(m + i, step, lanes);
+    store(master + i, updated, lanes);
+    store(weight + i, updated, lanes);
+  });
+}
+
+// ---- sums of squares -----------------------------------------------------------
+//
+// In float64, so that a sum is finite where all numbers are: in 16 sums whatever V's width.
+// The square of a float is exact in float64, so all instruction sets get the same bits.
+
+#if defined(__AVX512F__)
+struct Squares {
+  __m512d sums[2] = {_mm512_setzero_pd(), _mm512_setzero_pd()};
+  template <typename T> void add(const T* p) {
+    const V v = load(p, Whole());
+    const __m512d low = _mm512_cvtps_pd(_mm512_castps512_ps256(v));
+    const __m512d high = _mm512_cvtps_pd(_mm512_extractf32x8_ps(v, 1));
+    sums[0] = _mm512_fmadd_pd(low, low, sums[0]);
+    sums[1] = _mm512_fmadd_pd(high, high, sums[1]);
+  }
+  void put(double* to) const {
+    _mm512_storeu_pd(to, sums[0]);
+    _mm512_storeu_pd(to + 8, sums[1]);
+  }
+};
+#elif defined(__AVX2__) && defined(__F16C__)
+struct Squares {
+  __m256d sums[4] = {_mm256_setzero_pd(), _mm256_setzero_pd(), _mm256_setzero_pd(),
+                     _mm256_setzero_pd()};
+  template <typename T> void add(const T* p) {
+    for (int k = 0; k < 2; ++k) {
+      const V v = load(p + k * W, Whole());
+      const __m256d low = _mm256_cvtps_pd(_mm256_castps256_ps128(v));
+      const __m256d high = _mm256_cvtps_pd(_mm256_extractf128_ps(v, 1));
+      sums[2 * k] = _mm256_fmadd_pd(low, low, sums[2 * k]);
+      sums[2 * k + 1] = _mm256_fmadd_pd(high, high, sums[2 * k + 1]);
+    }
+  }
+  void put(double* to) const {
+    for (int k = 0; k < 4; ++k) _mm256_storeu_pd(to + 4 * k, sums[k]);
+  }
+};
+#else
+struct Squares {
+  double sums[16] = {};
+  template <typename T> void add(const T* p) {
+    for (int k = 0; k < 16; ++k) {
+      const double v = load(p + k, Whole());
+      sums[k] += v * v;
+    }
+  }
+  void put(double* to) const { std::memcpy(to, sums, sizeof sums); }
+};
+#endif
+
+template <typename T> double squares_of(const T* p, int64_t n) {
+  Squares squares;
+  int64_t i = 0;
+  for (; i + 16 <= n; i += 16) squares.add(p + i);
+  double sums[16];
+  squares.put(sums);
+  for (; i < n; ++i) {
+    T one[W] = {p[i]};
+    float lanes[W];
+    store(lanes, load(one, Whole()), Whole());
+    sums[0] += double(lanes[0]) * lanes[0];
+  }
+  double sum = 0;
+  for (double lane : sums) sum += lane;
+  return sum;
+}
+
+// Threads sum chunks; the chunks' sums are added in their order, so that the number of threads
+// does not change the result.
+template <typename T> double sum_squares(const T* p, int64_t n) {
+  if (n <= kChunk) return squares_of(p, n);
+  constexpr int64_t kAtATime = 1024;  // chunks
+  double sum = 0;
+  for (int64_t start = 0; start < n; start += kAtATime * kChunk) {
+    double sums[kAtATime];
+    const int64_t here = least(n - start, kAtATime * kChunk), count = parts_of(here, kChunk);
+    auto work = [=](int64_t k, double* to) {
+      *to = squares_of(p + start + k * kChunk, least(kChunk, here - k * kChunk));
+    };
+#pragma omp parallel for schedule(static) if (n >= kWorthThreads)
+    for (int64_t k = 0; k < count; ++k) run(work, k, sums + k);
+    for (int64_t k = 0; k < count; ++k) sum += sums[k];
+  }
+  return sum;
+}
+
+}  // namespace
+
+void add_training(Kernels* table) noexcept {
+  table->follow = follow;
+  table->sgd = sgd;
+  table->squares_of_halves = sum_squares<Half>;
+  table->squares_of_floats = sum_squares<float>;
+}
+
+}  // namespace ISA
+}  // namespace gluon_amp

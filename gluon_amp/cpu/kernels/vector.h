@@ -1,0 +1,374 @@
+// A vector of floats, V, for each instruction set, and the loops over memory made of it.
+//
+// Everything here is in an unnamed namespace: each object file has its own copy. An inline
+// function that all three instruction sets shared would be merged by the linker into one of
+// them, and a processor without AVX-512 would stop at it.
+#pragma once
+#include <omp.h>
+
+#include <cmath>
+#include <cstdlib>
+#include <cstring>
+
+#if defined(__AVX512F__) || defined(__F16C__)
+#pragma GCC diagnostic push  // GCC 12 warns of its own header wherever it is used
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#include <immintrin.h>
+#pragma GCC diagnostic pop
+#endif
+
+#include "kernels.h"
+
+namespace gluon_amp {
+namespace ISA {
+
+// Each file of kernels fills in its part of the table.
+void add_passes(Kernels* table) noexcept;
+void add_elementwise(Kernels* table) noexcept;
+void add_batch_norm(Kernels* table) noexcept;
+void add_rows(Kernels* table) noexcept;
+void add_training(Kernels* table) noexcept;
+
+namespace {
+
+inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+inline int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
+inline int64_t parts_of(int64_t n, int64_t part) { return (n + part - 1) / part; }  // rounded up
+
+// ---- vectors -----------------------------------------------------------------
+//
+// Loads and stores take what they touch as their last argument: Whole() is W elements, Part(n)
+// the first n < W; a load fills the other lanes with 0.
+
+struct Whole {};
+
+#if defined(__AVX512F__)
+
+using V = __m512;
+constexpr int64_t W = 16;
+struct Part {
+  __mmask16 mask;
+  explicit Part(int64_t n) : mask(static_cast<__mmask16>((1u << n) - 1)) {}
+};
+inline V load(const float* p, Whole) { return _mm512_loadu_ps(p); }
+inline V load(const float* p, Part part) { return _mm512_maskz_loadu_ps(part.mask, p); }
+inline V load(const Half* p, Whole) {
+  return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+}
+inline V load(const Half* p, Part part) {
+  return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(part.mask, p));
+}
+inline __m256i halves(V v) { return _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT); }
+inline void store(float* p, V v, Whole) { _mm512_storeu_ps(p, v); }
+inline void store(float* p, V v, Part part) { _mm512_mask_storeu_ps(p, part.mask, v); }
+inline void store(Half* p, V v, Whole) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), halves(v));
+}
+inline void store(Half* p, V v, Part part) { _mm256_mask_storeu_epi16(p, part.mask, halves(v)); }
+inline V half_grid(V v) { return _mm512_cvtph_ps(halves(v)); }
+inline V splat(float s) { return _mm512_set1_ps(s); }
+// v in the lanes that are there, else `otherwise`
+inline V only(V v, Part part, V otherwise = splat(0)) {
+  return _mm512_mask_mov_ps(otherwise, part.mask, v);
+}
+inline V larger(V a, V b) { return _mm512_max_ps(a, b); }   // b if either is NaN, or both are 0
+inline V smaller(V a, V b) { return _mm512_min_ps(a, b); }  // b if either is NaN, or both are 0
+// yes where a < b, else no
+inline V if_less(V a, V b, V yes, V no) {
+  return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, _CMP_LT_OQ), no, yes);
+}
+inline V if_equal(V a, V b, V yes, V no) {
+  return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, _CMP_EQ_OQ), no, yes);
+}
+// g where lo <= z <= hi or z is NaN, else 0
+inline V between(V g, V z, V lo, V hi) {
+  return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(z, lo, _CMP_NLT_UQ) &
+                             _mm512_cmp_ps_mask(z, hi, _CMP_NGT_UQ), g);
+}
+// g where lo < z < hi, else 0; a NaN is no bound, and as z it passes
+inline V inside(V g, V z, V lo, V hi) {
+  return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(z, lo, _CMP_NLE_UQ) &
+                             _mm512_cmp_ps_mask(z, hi, _CMP_NGE_UQ), g);
+}
+// g where z > lo or z is NaN, else 0
+inline V above(V g, V z, V lo) {
+  return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(z, lo, _CMP_NLE_UQ), g);
+}
+inline V magnitude(V v) { return _mm512_abs_ps(v); }
+inline float highest(V v) { return _mm512_reduce_max_ps(v); }  // of the lanes
+inline double total(V v) {                                     // their sum, in double
+  return _mm512_reduce_add_pd(
+      _mm512_add_pd(_mm512_cvtps_pd(_mm512_castps512_ps256(v)),
+                    _mm512_cvtps_pd(_mm512_extractf32x8_ps(v, 1))));
+}
+
+#elif defined(__AVX2__) && defined(__F16C__)
+
+using V = __m256;
+constexpr int64_t W = 8;
+struct Part {
+  int64_t count;
+  explicit Part(int64_t n) : count(n) {}
+};
+// to[0..n) = from[0..n), n < 8, without a call
+template <typename T> inline void copy_few(T* to, const T* from, int64_t n) {
+  if (n & 4) std::memcpy(to, from, 4 * sizeof(T)), to += 4, from += 4;
+  if (n & 2) std::memcpy(to, from, 2 * sizeof(T)), to += 2, from += 2;
+  if (n & 1) *to = *from;
+}
+inline V load(const float* p, Whole) { return _mm256_loadu_ps(p); }
+inline V load(const Half* p, Whole) {
+  return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
+template <typename T> inline V load(const T* p, Part part) {
+  T few[W] = {};
+  copy_few(few, p, part.count);
+  return load(few, Whole());
+}
+inline __m128i halves(V v) { return _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT); }
+inline void store(float* p, V v, Whole) { _mm256_storeu_ps(p, v); }
+inline void store(Half* p, V v, Whole) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), halves(v));
+}
+template <typename T> inline void store(T* p, V v, Part part) {
+  T few[W];
+  store(few, v, Whole());
+  copy_few(p, few, part.count);
+}
+inline V half_grid(V v) { return _mm256_cvtph_ps(halves(v)); }
+inline V splat(float s) { return _mm256_set1_ps(s); }
+inline V only(V v, Part part, V otherwise = splat(0)) {
+  static const int32_t masks[2 * W] = {-1, -1, -1, -1, -1, -1, -1, -1, 0, 0, 0, 0, 0, 0, 0, 0};
+  const __m256i mask =
+      _mm256_loadu_si256(reinterpret_cast<const __m256i*>(masks + W - part.count));
+  return _mm256_blendv_ps(otherwise, v, _mm256_castsi256_ps(mask));
+}
+inline V larger(V a, V b) { return _mm256_max_ps(a, b); }
+inline V smaller(V a, V b) { return _mm256_min_ps(a, b); }
+inline V if_less(V a, V b, V yes, V no) {
+  return _mm256_blendv_ps(no, yes, _mm256_cmp_ps(a, b, _CMP_LT_OQ));
+}
+inline V if_equal(V a, V b, V yes, V no) {
+  return _mm256_blendv_ps(no, yes, _mm256_cmp_ps(a, b, _CMP_EQ_OQ));
+}
+inline V between(V g, V z, V lo, V hi) {
+  return _mm256_and_ps(g, _mm256_and_ps(_mm256_cmp_ps(z, lo, _CMP_NLT_UQ),
+                                        _mm256_cmp_ps(z, hi, _CMP_NGT_UQ)));
+}
+inline V inside(V g, V z, V lo, V hi) {
+  return _mm256_and_ps(g, _mm256_and_ps(_mm256_cmp_ps(z, lo, _CMP_NLE_UQ),
+                                        _mm256_cmp_ps(z, hi, _CMP_NGE_UQ)));
+}
+inline V above(V g, V z, V lo) { return _mm256_and_ps(g, _mm256_cmp_ps(z, lo, _CMP_NLE_UQ)); }
+inline V magnitude(V v) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), v); }
+inline float highest(V v) {
+  __m128 four = _mm_max_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+  four = _mm_max_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_max_ss(four, _mm_movehdup_ps(four)));
+}
+inline double total(V v) {
+  const __m256d four = _mm256_add_pd(_mm256_cvtps_pd(_mm256_castps256_ps128(v)),
+                                     _mm256_cvtps_pd(_mm256_extractf128_ps(v, 1)));
+  const __m128d two = _mm_add_pd(_mm256_castpd256_pd128(four), _mm256_extractf128_pd(four, 1));
+  return _mm_cvtsd_f64(_mm_add_sd(two, _mm_unpackhi_pd(two, two)));
+}
+
+#else
+
+using V = float;
+constexpr int64_t W = 1;
+struct Part {  // of a vector of one element: nothing, so no loop makes one
+  explicit Part(int64_t) {}
+};
+
+inline uint32_t bits_of(float f) { uint32_t u; std::memcpy(&u, &f, 4); return u; }
+inline float float_of(uint32_t u) { float f; std::memcpy(&f, &u, 4); return f; }
+
+inline Half half_of(float f) {
+  const uint32_t sign = bits_of(f) >> 16 & 0x8000u;
+  uint32_t u = bits_of(f) & 0x7fffffffu;
+  if (u > 0x7f800000u)                                    // NaN, quiet, with its upper bits:
+    return static_cast<Half>(sign | 0x7e00u | (u >> 13 & 0x1ffu));  // as the processors do it
+  if (u >= 0x47800000u) return static_cast<Half>(sign | 0x7c00u);   // 2^16 and up: infinity
+  if (u < 0x38800000u)                                    // below 2^-14: subnormal.
+    return static_cast<Half>(                             // adding rounds at 2^-24
+        sign | (bits_of(float_of(u) + 0.5f) - bits_of(0.5f)));
+  u += 0xfffu + (u >> 13 & 1);                            // ties to even; may carry to infinity
+  return static_cast<Half>(sign | (u - 0x38000000u) >> 13);
+}
+inline V load(const float* p, Whole) { return *p; }
+inline V load(const Half* p, Whole) {
+  const uint32_t u = (*p & 0x7fffu) << 13, sign = (*p & 0x8000u) << 16;
+  if (u > 0x0f800000u) return float_of(sign | u | 0x7fc00000u);   // NaN, made quiet
+  if (u == 0x0f800000u) return float_of(sign | 0x7f800000u);      // infinity
+  return float_of(sign | bits_of(float_of(u) * 0x1p112f));        // rebias the exponent
+}
+inline void store(float* p, V v, Whole) { *p = v; }
+inline void store(Half* p, V v, Whole) { *p = half_of(v); }
+inline V half_grid(V v) { const Half h = half_of(v); return load(&h, Whole()); }
+inline V splat(float s) { return s; }
+inline V larger(V a, V b) { return a > b ? a : b; }
+inline V smaller(V a, V b) { return a < b ? a : b; }
+inline V if_less(V a, V b, V yes, V no) { return a < b ? yes : no; }
+inline V if_equal(V a, V b, V yes, V no) { return a == b ? yes : no; }
+inline V between(V g, V z, V lo, V hi) { return z < lo || z > hi ? 0 : g; }
+inline V inside(V g, V z, V lo, V hi) { return z <= lo || z >= hi ? 0 : g; }
+inline V above(V g, V z, V lo) { return z <= lo ? 0 : g; }
+inline V magnitude(V v) { return float_of(bits_of(v) & 0x7fffffffu); }
+inline V load(const float* p, Part) { return *p; }
+inline V load(const Half* p, Part) { return load(p, Whole()); }
+inline void store(float*, V, Part) {}
+inline void store(Half*, V, Part) {}
+inline V only(V v, Part, V = 0) { return v; }
+inline float highest(V v) { return v; }
+
+#endif
+
+inline V only(V v, Whole, V = splat(0)) { return v; }
+
+#if defined(__AVX512F__) || defined(__F16C__)
+using U = uint32_t __attribute__((vector_size(4 * W)));
+inline U bits_of(V v) { return (U)v; }
+inline V float_of(U u) { return (V)u; }
+#endif
+
+// ---- sums --------------------------------------------------------------------
+//
+// Sum gathers up to some thousand values: V in its lanes, but where V is one float a double.
+
+#if defined(__AVX512F__)
+using Sum = V;
+inline Sum plus_product(Sum sum, V a, V b) { return _mm512_fmadd_ps(a, b, sum); }
+#elif defined(__AVX2__) && defined(__F16C__)
+using Sum = V;
+inline Sum plus_product(Sum sum, V a, V b) { return _mm256_fmadd_ps(a, b, sum); }
+#else
+using Sum = double;
+inline double total(Sum sum) { return sum; }
+inline Sum plus_product(Sum sum, V a, V b) { return sum + static_cast<double>(a) * b; }
+#endif
+
+// n sums, each in parts that take turns, so that an addition need not wait for the last one
+template <int n, int turns = 2> struct Sums {
+  Sum part[turns][n];
+  void add(int turn, V a) { part[turn][0] = part[turn][0] + a; }
+  void add_product(int turn, int i, V a, V b) {
+    part[turn][i] = plus_product(part[turn][i], a, b);
+  }
+  double both(int i) const { return total(part[0][i] + part[1][i]); }  // of two turns
+};
+
+// ---- grids -------------------------------------------------------------------
+
+// The upper half of a float's bits is a bfloat16: round it there, ties to even.
+inline V bfloat_grid(V v) {
+  const auto u = bits_of(v);
+  return if_equal(v, v, float_of((u + 0x7fffu + (u >> 16 & 1u)) & 0xffff0000u), v);
+}
+
+// T is the type of the tensors; `stored` does what a store of V as T does not do; `tiny` is the
+// largest number that is rounded to 0.
+struct HalfGrid {
+  using T = Half;
+  static constexpr float tiny = 0x1p-25f;
+  static V round(V v) { return half_grid(v); }
+  static V stored(V v) { return v; }
+};
+struct BfloatGrid {
+  using T = float;
+  static constexpr float tiny = 0x1p-134f;
+  static V round(V v) { return bfloat_grid(v); }
+  static V stored(V v) { return bfloat_grid(v); }
+};
+struct NoGrid {
+  using T = float;
+  static constexpr float tiny = 0;
+  static V round(V v) { return v; }
+  static V stored(V v) { return v; }
+};
+
+template <typename F> inline void with_grid(Grid grid, F f) {
+  if (grid == kFloat16Grid) f(HalfGrid());
+  else if (grid == kBfloat16Grid) f(BfloatGrid());
+  else f(NoGrid());
+}
+
+// Rounds v and writes or adds it.
+template <typename G, typename L>
+inline void put(typename G::T* to, V v, bool add, L lanes) {
+  if (add) v = load(to, lanes) + G::round(v);
+  store(to, G::stored(v), lanes);
+}
+
+inline void put(float* to, double v, Write write) {
+  if (write == kStore) *to = static_cast<float>(v);
+  if (write == kAdd) *to += static_cast<float>(v);
+}
+
+// ---- loops -------------------------------------------------------------------
+
+constexpr int64_t kChunk = 4096;          // elements that a thread takes at a time
+constexpr int64_t kWorthThreads = 32768;  // below this threads cost more than they give
+
+// f(i, Whole()) for each vector of [begin, end), and f(i, Part(n)) for what is left
+template <typename F> inline void each(int64_t begin, int64_t end, F f) {
+  int64_t i = begin;
+  for (; i + W <= end; i += W) f(i, Whole());
+  if (W > 1 && i < end) f(i, Part(end - i));
+}
+
+// The same for `rows` rows of `length`, `distance` apart. The third argument of f is 0 or 1 in
+// turn: which of two sums to add to.
+template <typename F>
+inline void rectangle(int64_t first, int64_t rows, int64_t distance, int64_t length, F f) {
+  const int64_t whole = length / W * W;
+  const Part part(length - whole);
+  for (int64_t row = 0; row < rows; ++row) {
+    int64_t i = first + row * distance;
+    const int64_t end = i + whole;
+    for (; i + 2 * W <= end; i += 2 * W) {
+      f(i, Whole(), 0);
+      f(i + W, Whole(), 1);
+    }
+    if (i < end) f(i, Whole(), 0);
+    if (W > 1 && whole < length) f(end, part, 1);
+  }
+}
+
+// f(arguments...), for the bodies of parallel loops. Told that nothing is thrown, the compiler
+// leaves its apparatus for that away, and with it a symbol that the linker would merge.
+template <typename F, typename... A>
+__attribute__((nothrow)) inline void run(const F& f, A... arguments) {
+  f(arguments...);
+}
+
+// f(begin, end) for the chunks of n elements, over all threads
+template <typename F> inline void chunks(int64_t n, F f) {
+  if (n < kWorthThreads) {
+    if (n > 0) f(int64_t{0}, n);
+    return;
+  }
+#pragma omp parallel for schedule(static)
+  for (int64_t i = 0; i < n; i += kChunk) run(f, i, least(i + kChunk, n));
+}
+
+// f(i, lanes) for the vectors of n elements, over all threads
+template <typename F> inline void vectors(int64_t n, F f) {
+  chunks(n, [=](int64_t begin, int64_t end) { each(begin, end, f); });
+}
+
+// Memory for one call.
+template <typename T> struct Scratch {
+  T* data;
+  explicit Scratch(int64_t n) : data(static_cast<T*>(std::malloc((n + 1) * sizeof(T)))) {
+    if (data == nullptr) std::abort();
+  }
+  ~Scratch() { std::free(data); }
+  Scratch(const Scratch&) = delete;
+  Scratch& operator=(const Scratch&) = delete;
+};
+
+}  // namespace
+}  // namespace ISA
+}  // namespace gluon_amp

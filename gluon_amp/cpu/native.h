@@ -1,0 +1,181 @@
+// How a library of ours registers operators with the NNVM inside MXNet 1.9.1's wheels, and what
+// it assumes of their binary interface (ABI). Every such assumption stands in this file.
+//
+// MXNet's wheels (`mxnet` and `mxnet-cu112`, 1.9.1) were compiled by GCC 4.8.5, with the C++11
+// library types of that time. Four places differ from what a compiler of today makes of the same
+// headers; each has a section below. `probes.cc` looks whether a loaded MXNet is so, and library.py
+// refuses one that is not.
+//
+// Strings are the old kind, too: compile with -D_GLIBCXX_USE_CXX11_ABI=0.
+//
+// MXNet's own operators are left as they are, but for one: `add_n` sums halves by our code, float32
+// arrays by MXNet's (every.cc, replace_sum).
+#pragma once
+#include <any>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <sstream>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <dmlc/parameter.h>
+#define private public  // Op::index_, Op::GetAttrMap, Op::UpdateAttrMap, OpMap::data_
+#include <nnvm/op.h>
+#undef private
+#include <mxnet/c_api.h>
+#include <mxnet/ndarray.h>
+#include <mxnet/op_attr_types.h>
+#include <nnvm/node.h>
+#include <nnvm/op_attr_types.h>
+
+namespace gluon_amp {
+
+// ---- 1. std::function --------------------------------------------------------
+//
+// GCC 4.8's std::function calls its target with by-value arguments by value; newer ones hand over
+// references to them. Where all arguments are references (FCompute, FComputeEx, FGradient,
+// FInplaceOption, FMutateInputs) both are the same. For the others:
+//   by_value    makes a function that MXNet may call,
+//   call_theirs calls one of MXNet's.
+// Copying one of MXNet's functions to another operator is safe in any case.
+
+template <class R, class... A>
+struct ByValue {
+  static R invoke(const std::_Any_data& data, A... arguments) {
+    return (*reinterpret_cast<R (*const*)(A...)>(&data))(std::move(arguments)...);
+  }
+};
+
+// Where a std::function keeps the address of its invoker: behind 16 bytes of data and the manager.
+constexpr size_t kInvoker = 3;
+
+template <class R, class... A>
+std::function<R(A...)> by_value(R (*f)(A...)) {
+  std::function<R(A...)> made(f);
+  reinterpret_cast<void**>(&made)[kInvoker] = reinterpret_cast<void*>(&ByValue<R, A...>::invoke);
+  return made;
+}
+
+template <class R, class... A>
+R call_theirs(const std::function<R(A...)>& f, A... arguments) {
+  using Invoker = R (*)(const std::_Any_data&, A...);
+  auto invoker = reinterpret_cast<Invoker>(reinterpret_cast<void* const*>(&f)[kInvoker]);
+  return invoker(*reinterpret_cast<const std::_Any_data*>(&f), std::move(arguments)...);
+}
+
+// Op::set_attr and Op::GetAttr hand over such functions, so they are written again here.
+template <class T>
+struct Setting {
+  static inline nnvm::Op* op;
+  static inline const char* key;
+  static inline const T* value;
+
+  static void store(dmlc::any* map) {
+    if (map->empty()) {
+      nnvm::OpMap<T> made;
+      made.attr_name_ = key;
+      *map = std::move(made);
+    }
+    auto& values = nnvm::get<nnvm::OpMap<T>>(*map).data_;
+    if (values.size() <= op->index_) values.resize(op->index_ + 1, std::make_pair(T(), 0));
+    values[op->index_] = std::make_pair(*value, 10);
+  }
+};
+
+template <class T>
+void set(nnvm::Op& op, const char* key, const T& value) {
+  Setting<T>::op = &op;
+  Setting<T>::key = key;
+  Setting<T>::value = &value;
+  nnvm::Op::UpdateAttrMap(key, by_value<void, dmlc::any*>(&Setting<T>::store));
+}
+
+template <class T>
+const T* get(const nnvm::Op* op, const char* key) {
+  const dmlc::any* map = nnvm::Op::GetAttrMap(key);
+  if (!map) return nullptr;
+  const auto& values = nnvm::get<nnvm::OpMap<T>>(*map).data_;
+  return op->index_ < values.size() && values[op->index_].second ? &values[op->index_].first
+                                                                 : nullptr;
+}
+
+template <class T>
+void copy(const nnvm::Op* from, nnvm::Op& to, const char* key) {
+  const T* found = get<T>(from, key);
+  if (found) set<T>(to, key, T(*found));  // a copy, since set may move what `found` points at
+}
+
+// ---- 2. std::unordered_map ---------------------------------------------------
+//
+// It is 8 bytes shorter in GCC 4.8, so what follows NodeAttrs::dict (parsed, subgraphs, and all of
+// Node behind its attrs) lies 8 bytes before where the headers say. Walking dict works: its list
+// begins at the same place. Never insert into it, and never copy or destroy a NodeAttrs: MXNet
+// does that itself, through its C API (`annotate`).
+
+constexpr size_t kInputs = sizeof(nnvm::NodeAttrs) - 8;
+
+inline std::vector<nnvm::NodeEntry>& inputs_of(nnvm::Node* node) {
+  return *reinterpret_cast<std::vector<nnvm::NodeEntry>*>(reinterpret_cast<char*>(node) + kInputs);
+}
+
+inline const std::string* find(const nnvm::NodeAttrs& attrs, const char* key) {
+  for (const auto& item : attrs.dict)
+    if (item.first == key) return &item.second;
+  return nullptr;
+}
+
+// Gives a node attributes, by MXNet's own code. `attrs.op` is away meanwhile, since MXNet would
+// parse all attributes again, and some gradients' nodes have theirs in parsed form only.
+inline void annotate(const nnvm::ObjectPtr& node, const std::vector<const char*>& keys,
+                     const std::vector<const char*>& values) {
+  std::vector<nnvm::NodeEntry> symbol;  // what an nnvm::Symbol consists of
+  symbol.emplace_back(node, 0, 0);
+  const nnvm::Op* op = node->attrs.op;
+  node->attrs.op = nullptr;
+  NNSymbolSetAttrs(&symbol, keys.size(), const_cast<const char**>(keys.data()),
+                   const_cast<const char**>(values.data()));
+  node->attrs.op = op;
+}
+
+// ---- 3. oneDNN ---------------------------------------------------------------
+//
+// The wheel has oneDNN's headers and exports none of its C functions; the description of an array
+// lies behind the first 24 bytes of dnnl_memory.
+
+constexpr size_t kDescription = 24;
+
+inline const dnnl_memory_desc_t& description(const mkldnn::memory* memory) {
+  return *reinterpret_cast<const dnnl_memory_desc_t*>(
+      reinterpret_cast<const char*>(memory->get()) + kDescription);
+}
+
+// ---- 4. OpStatePtr -----------------------------------------------------------
+//
+// OpStatePtr::Create hands the engine a function of a RunContext by value (see 1), so it is
+// written again here. An OpStatePtr is a shared_ptr to the engine's variable and the state.
+
+struct StateLayout {
+  mxnet::engine::VarHandle var;
+  void* state;
+};
+
+inline void nothing(mxnet::RunContext) {}
+
+template <class T>
+mxnet::OpStatePtr make_state(T* state) {
+  auto deleter = [](StateLayout* p) {
+    mxnet::Engine::Get()->DeleteVariable(by_value<void, mxnet::RunContext>(&nothing),
+                                         mxnet::Context::CPU(), p->var);
+    delete static_cast<T*>(p->state);
+    delete p;
+  };
+  mxnet::OpStatePtr made;
+  *reinterpret_cast<std::shared_ptr<StateLayout>*>(&made) = std::shared_ptr<StateLayout>(
+      new StateLayout{mxnet::Engine::Get()->NewVariable(), state}, deleter);
+  return made;
+}
+
+}  // namespace gluon_amp

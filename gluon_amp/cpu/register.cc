@@ -1,0 +1,346 @@
+// Registers `_gluon_amp_X` for MXNet's operators, and gives its gradients' nodes ours.
+#include <algorithm>
+#include <cstring>
+#include <set>
+
+#include "engine.h"
+
+namespace gluon_amp {
+namespace {
+
+// ---- which attributes an operator of ours has ------------------------------------------
+//
+// Every attribute that MXNet's operators have is in one of these lists (a test compares them with
+// the registry).
+
+const char* const kCopied[] = {
+    "FInferShape", "FInferType", "FMutateInputs", "FListInputNames", "FListOutputNames",
+    "FNumVisibleOutputs", "FIgnoreInputs", "FResourceRequest", "FResourceRequestEx",
+    "TIsBackward", "TIsLayerOpBackward", "THasDeterministicOutput", "key_var_num_args"};
+
+const char* const kReplaced[] = {
+    "FCompute<cpu>", "FComputeEx<cpu>", "FStatefulCompute<cpu>", "FStatefulComputeEx<cpu>",
+    "FCreateOpState",  // X's state, made for float32 arrays
+    "FGradient",       // X's, with our operators in it
+    // any output in the place of any input, since inputs are read first; X's where in place means
+    // that nothing is to be done
+    "FInplaceOption", "FInplaceIdentity"};
+
+const char* const kLeftOut[] = {
+    // for other devices
+    "FCompute<gpu>", "FComputeEx<gpu>", "FStatefulCompute<gpu>", "FStatefulComputeEx<gpu>",
+    "FIsCUDAGraphsCompatible",
+    // halves are dense and plain, so MXNet's defaults for storage are right
+    "FInferStorageType", "TIsMKLDNN", "TExcludeMKLDNNDebug",
+    "FExecType",         // only operators that are done when they return are replaced
+    // about symbols while they are composed; ours are read from JSON
+    "FSetInputVarAttrOnCompose", "FInputGraph",
+    // quantization, fusion on GPUs, functions without gradients
+    "FQuantizedOp", "FNeedRequantize", "FQuantizable", "FAvoidQuantizeInput",
+    "FNeedCalibrateInput", "FNeedCalibrateOutput", "FNeedAsymQuantizeInput",
+    "FAvoidDequantizeOutput", "FNDArrayFunction", "TIsGhost", "TIsFusion", "TIsFusionHelper",
+    "FAccessSubgraphType", "FAccessSubgraphShape", "FAccessSubgraphStorageType",
+    "FProvideSubgraphType", "FProvideSubgraphShape", "FProvideSubgraphStorageType"};
+
+std::map<const nnvm::Op*, nnvm::Op*> ours;
+std::map<const nnvm::Op*, const nnvm::Op*> theirs;
+
+// ---- gradients -------------------------------------------------------------------------
+
+using Entries = std::vector<nnvm::NodeEntry>;
+
+bool same(const nnvm::NodeEntry& a, const nnvm::NodeEntry& b) {
+  return a.node == b.node && a.index == b.index;
+}
+
+char digit(const std::string* digits, size_t i) {
+  return Rounding::one(digits, i, true) ? '1' : '0';
+}
+
+// For a grid other than float16: which inputs of a gradient's node are to be rounded before they
+// are read (gradients of rounded outputs, which MXNet may have added up), and which of its outputs
+// are to be rounded (gradients of rounded inputs).
+void describe(const nnvm::ObjectPtr& node, const nnvm::ObjectPtr& forward, const Entries& above,
+              const Entries& made) {
+  const std::string* grid = find(forward->attrs, kGridKey);
+  if (!grid) return;
+  const std::string* inputs = find(forward->attrs, kInputsKey);
+  const std::string* outputs = find(forward->attrs, kOutputsKey);
+  std::string reads, writes;
+  for (auto& entry : inputs_of(node.get())) {
+    char rounds = '0';  // values of the forward pass are rounded already
+    for (size_t i = 0; i < above.size(); ++i)
+      if (same(entry, above[i])) rounds = digit(outputs, i);
+    reads += rounds;
+  }
+  for (size_t i = 0; i < made.size(); ++i)
+    if (made[i].node == node) {
+      if (writes.size() <= made[i].index) writes.resize(made[i].index + 1, '1');
+      writes[made[i].index] = digit(inputs, i);
+    }
+  annotate(node, {kGridKey, kReadsKey, kOutputsKey},
+           {grid->c_str(), reads.c_str(), writes.c_str()});
+}
+
+// X's gradient of a node of ours: X's own function makes it, told that the node is X's; then each
+// new node gets our operator.
+Entries gradient(const nnvm::FGradient& of_theirs, const nnvm::ObjectPtr& n,
+                 const Entries& above) {
+  const nnvm::Op* op = n->attrs.op;
+  n->attrs.op = theirs.at(op);
+  Entries made;
+  try {
+    made = of_theirs(n, above);
+  } catch (...) {
+    n->attrs.op = op;
+    throw;
+  }
+  n->attrs.op = op;
+  std::set<nnvm::Node*> seen{n.get()};
+  for (auto& entry : above) seen.insert(entry.node.get());
+  for (auto& entry : inputs_of(n.get())) seen.insert(entry.node.get());
+  std::vector<nnvm::ObjectPtr> todo;
+  for (auto& entry : made) todo.push_back(entry.node);
+  while (!todo.empty()) {
+    nnvm::ObjectPtr node = todo.back();
+    todo.pop_back();
+    if (!node || !node->attrs.op || !seen.insert(node.get()).second) continue;
+    auto found = ours.find(node->attrs.op);
+    if (found != ours.end()) {
+      node->attrs.op = found->second;
+      describe(node, n, above, made);
+    }
+    for (auto& entry : inputs_of(node.get())) todo.push_back(entry.node);
+  }
+  return made;
+}
+
+// ---- operators with state ----------------------------------------------------------------
+
+// X's state, and the scratch that it may point to until its backward pass is over: an RNN does.
+// Stateful code is not told its node's attributes, so what matters of them is kept here, too.
+struct State {
+  OpStatePtr inner;
+  std::unique_ptr<Lease> kept;
+  std::vector<uint32_t> mutated;
+  bool onednn;
+  Grid grid;
+  std::string inputs, outputs;
+
+  State(OpStatePtr x, std::vector<uint32_t> m, bool o, const Rounding& r)
+      : inner(std::move(x)), mutated(std::move(m)), onednn(o), grid(r.grid),
+        inputs(r.inputs ? *r.inputs : ""), outputs(r.outputs ? *r.outputs : "") {}
+
+  // Of a backward pass: its inputs are rounded (once more, where they are on the grid already),
+  // and its outputs are the gradients of the forward pass's inputs.
+  Rounding rounding(bool forward) const {
+    Rounding made;
+    made.grid = grid;
+    made.reads_all = !forward;
+    made.outputs = forward ? &outputs : &inputs;
+    return made;
+  }
+};
+
+std::map<const nnvm::Op*, const Operator*> with_state;  // by our operator
+
+OpStatePtr create_state(const NodeAttrs& attrs, mxnet::Context context,
+                        const mxnet::ShapeVector& shapes, const std::vector<int>& types) {
+  std::vector<int> wide(types);
+  for (int& type : wide)
+    if (type == mshadow::kFloat16) type = mshadow::kFloat32;
+  const Operator& of = *with_state.at(attrs.op);
+  OpStatePtr inner =
+      call_theirs<OpStatePtr, const NodeAttrs&, mxnet::Context, const mxnet::ShapeVector&,
+                  const std::vector<int>&>(of.create_state, attrs, context, shapes, wide);
+  const uint32_t outputs = of.op->get_num_outputs ? of.op->get_num_outputs(attrs)
+                                                  : of.op->num_outputs;
+  return make_state(new State(
+      inner, of.mutates ? of.mutates(attrs) : std::vector<uint32_t>(),
+      prefers_onednn(of, attrs, shapes.size(), outputs), Rounding(attrs)));
+}
+
+// ---- one operator ------------------------------------------------------------------------
+
+template <class T>
+T found(const nnvm::Op* op, const char* key) {
+  const T* value = get<T>(op, key);
+  return value ? *value : T();
+}
+
+Operator describe(const nnvm::Op* x) {
+  Operator of;
+  of.op = x;
+  of.compute = found<mxnet::FCompute>(x, "FCompute<cpu>");
+  of.compute_ex = found<mxnet::FComputeEx>(x, "FComputeEx<cpu>");
+  of.stateful = found<mxnet::FStatefulCompute>(x, "FStatefulCompute<cpu>");
+  of.stateful_ex = found<mxnet::FStatefulComputeEx>(x, "FStatefulComputeEx<cpu>");
+  of.create_state = found<mxnet::FCreateOpState>(x, "FCreateOpState");
+  of.storage = found<mxnet::FInferStorageType>(x, "FInferStorageType");
+  of.mutates = found<nnvm::FMutateInputs>(x, "FMutateInputs");
+  of.pushes_its_weight = x->name == "Convolution" || x->name == "Deconvolution" ||
+                         x->name == "FullyConnected";
+  return of;
+}
+
+using Places = std::vector<std::pair<int, int>>;
+
+// Any output may have the place of any input.
+Places any_place(const nnvm::Op* x, const NodeAttrs& attrs) {
+  const uint32_t inputs = x->get_num_inputs ? x->get_num_inputs(attrs) : x->num_inputs;
+  const uint32_t outputs = x->get_num_outputs ? x->get_num_outputs(attrs) : x->num_outputs;
+  Places made;
+  for (uint32_t out = 0; out < std::min(outputs, 8u); ++out)
+    for (uint32_t in = 0; inputs != nnvm::kVarg && in < std::min(inputs, 16u); ++in)
+      made.emplace_back(in, out);
+  return made;
+}
+
+void copy_all(const nnvm::Op* x, nnvm::Op& op) {
+  op.num_inputs = x->num_inputs;
+  op.num_outputs = x->num_outputs;
+  op.get_num_inputs = x->get_num_inputs;
+  op.get_num_outputs = x->get_num_outputs;
+  op.attr_parser = x->attr_parser;
+  op.arguments = x->arguments;
+  copy<mxnet::FInferShape>(x, op, "FInferShape");
+  copy<nnvm::FInferType>(x, op, "FInferType");
+  copy<nnvm::FMutateInputs>(x, op, "FMutateInputs");
+  copy<nnvm::FListInputNames>(x, op, "FListInputNames");
+  copy<nnvm::FListOutputNames>(x, op, "FListOutputNames");
+  copy<nnvm::FNumVisibleOutputs>(x, op, "FNumVisibleOutputs");
+  copy<nnvm::FIgnoreInputs>(x, op, "FIgnoreInputs");
+  copy<mxnet::FResourceRequest>(x, op, "FResourceRequest");
+  copy<mxnet::FResourceRequestEx>(x, op, "FResourceRequestEx");
+  copy<nnvm::TIsBackward>(x, op, "TIsBackward");
+  copy<mxnet::THasDeterministicOutput>(x, op, "THasDeterministicOutput");
+  copy<std::string>(x, op, "key_var_num_args");
+}
+
+// A layer norm may have float16 data beside float32 parameters, as a batch norm has; MXNet's wants
+// one type. graph.py then leaves out the casts around it.
+bool layer_norm_types(const NodeAttrs&, std::vector<int>* in, std::vector<int>* out) {
+  int &data = (*in)[0], &result = (*out)[0];
+  if (data == -1) data = result;
+  if (data == -1) return false;
+  result = data;
+  for (size_t i : {1, 2})
+    if ((*in)[i] == -1) (*in)[i] = data;
+  (*out)[1] = (*out)[2] = (*in)[1];
+  return true;
+}
+
+void register_operator(const nnvm::Op* x) {
+  nnvm::Op& op = dmlc::Registry<nnvm::Op>::Get()->__REGISTER__(kPrefix + x->name);
+  copy_all(x, op);
+  if (x->name == "LayerNorm")
+    set<nnvm::FInferType>(op, "FInferType",
+                          by_value<bool, const NodeAttrs&, std::vector<int>*, std::vector<int>*>(
+                              &layer_norm_types));
+  if (get<nnvm::FInplaceIdentity>(x, "FInplaceIdentity")) {
+    copy<nnvm::FInplaceOption>(x, op, "FInplaceOption");
+    copy<nnvm::FInplaceIdentity>(x, op, "FInplaceIdentity");
+  } else {
+    set<nnvm::FInplaceOption>(op, "FInplaceOption", nnvm::FInplaceOption(
+        [x](const NodeAttrs& attrs) { return any_place(x, attrs); }));
+  }
+  const auto* of = new Operator(describe(x));  // as long as the process
+  const Own own = own_code(x->name);
+  if (!own && (of->create_state || get<bool>(x, "TIsLayerOpBackward"))) {
+    copy<bool>(x, op, "TIsLayerOpBackward");
+    if (of->create_state) {
+      with_state[&op] = of;
+      set<mxnet::FCreateOpState>(op, "FCreateOpState",
+                                 by_value<OpStatePtr, const NodeAttrs&, mxnet::Context,
+                                          const mxnet::ShapeVector&, const std::vector<int>&>(
+                                     &create_state));
+    }
+    const bool forward = bool(of->create_state);
+    set<mxnet::FStatefulCompute>(op, "FStatefulCompute<cpu>", mxnet::FStatefulCompute(
+        [of, forward](const OpStatePtr& state, const OpContext& context,
+                      const std::vector<TBlob>& in, const std::vector<OpReqType>& req,
+                      const std::vector<TBlob>& out) {
+          State& held = state.get_state<State>();
+          static const NodeAttrs* none = new NodeAttrs();
+          run({*of, *none, context, in, req, out, held.rounding(forward)}, held.onednn,
+              forward ? held.mutated : std::vector<uint32_t>(), &held.inner,
+              forward ? &held.kept : nullptr);
+        }));
+  } else {
+    const bool has_generic = of->compute || of->compute_ex;
+    set<mxnet::FCompute>(op, "FCompute<cpu>", mxnet::FCompute(
+        [of, own, has_generic](const NodeAttrs& attrs, const OpContext& context, const std::vector<TBlob>& in,
+                  const std::vector<OpReqType>& req, const std::vector<TBlob>& out) {
+          const Call call{*of, attrs, context, in, req, out, Rounding(attrs)};
+          if (!own || (generic_only && has_generic) || !own(call)) run(call);
+        }));
+  }
+  if (const auto* g = get<nnvm::FGradient>(x, "FGradient"))
+    set<nnvm::FGradient>(op, "FGradient", nnvm::FGradient(
+        [of_theirs = nnvm::FGradient(*g)](const nnvm::ObjectPtr& n, const Entries& above) {
+          return gradient(of_theirs, n, above);
+        }));
+  ours[x] = &op;
+  theirs[&op] = x;
+}
+
+// MXNet's sum of several gradients, which takes halves one by one: for halves it gets our code.
+void replace_sum() {
+  nnvm::Op& sum = dmlc::Registry<nnvm::Op>::Get()->__REGISTER_OR_GET__("add_n");
+  static const auto plain = *get<mxnet::FCompute>(&sum, "FCompute<cpu>");
+  static const auto ex = *get<mxnet::FComputeEx>(&sum, "FComputeEx<cpu>");
+  static const auto halves_only = [](const std::vector<TBlob>& in, OpReqType req,
+                                     const TBlob& out) {
+    std::vector<const Half*> from;
+    for (auto& array : in) from.push_back(halves(array));
+    kernels->sum(from.data(), from.size(), halves(out), size(out),
+                 req == mxnet::kNullOp ? kNothing : req == mxnet::kAddTo ? kAdd : kStore);
+  };
+  set<mxnet::FCompute>(sum, "FCompute<cpu>", mxnet::FCompute(
+      [](const NodeAttrs& attrs, const OpContext& context, const std::vector<TBlob>& in,
+         const std::vector<OpReqType>& req, const std::vector<TBlob>& out) {
+        if (is_half(out[0])) halves_only(in, req[0], out[0]);
+        else plain(attrs, context, in, req, out);
+      }));
+  set<mxnet::FComputeEx>(sum, "FComputeEx<cpu>", mxnet::FComputeEx(
+      [](const NodeAttrs& attrs, const OpContext& context, const std::vector<NDArray>& in,
+         const std::vector<OpReqType>& req, const std::vector<NDArray>& out) {
+        bool dense = out[0].storage_type() == mxnet::kDefaultStorage;
+        for (auto& array : in) dense &= array.storage_type() == mxnet::kDefaultStorage;
+        if (!dense || out[0].dtype() != mshadow::kFloat16)
+          return ex(attrs, context, in, req, out);
+        std::vector<TBlob> blobs;
+        for (auto& array : in) blobs.push_back(array.data());
+        halves_only(blobs, req[0], out[0].data());
+      }));
+}
+
+bool can_be_replaced(const nnvm::Op* x) {
+  if (!std::strncmp(x->name.c_str(), kPrefix, sizeof kPrefix - 1) || ours.count(x)) return false;
+  return get<mxnet::FCompute>(x, "FCompute<cpu>") || get<mxnet::FComputeEx>(x, "FComputeEx<cpu>") ||
+         get<mxnet::FStatefulCompute>(x, "FStatefulCompute<cpu>") ||
+         get<mxnet::FStatefulComputeEx>(x, "FStatefulComputeEx<cpu>");
+}
+
+}  // namespace
+
+bool generic_only = false;
+
+std::string treatments() {
+  std::string made;
+  for (const char* key : kCopied) made += std::string("copied ") + key + "\n";
+  for (const char* key : kReplaced) made += std::string("replaced ") + key + "\n";
+  for (const char* key : kLeftOut) made += std::string("left out ") + key + "\n";
+  return made;
+}
+
+int register_operators(int count, const char** names) {
+  for (int i = 0; i < count; ++i) {
+    const nnvm::Op* x = nnvm::Op::Get(names[i]);
+    if (can_be_replaced(x)) register_operator(x);
+  }
+  replace_sum();
+  return static_cast<int>(ours.size());
+}
+
+}  // namespace gluon_amp
