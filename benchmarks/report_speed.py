@@ -1,16 +1,16 @@
-"""How fast logs are read, and in how much memory: `make bench`.
+"""How fast logs are read, and in how much memory.
 
 A log of 1 GB in a temporary folder, in the formats that GluonCV has used over time, is read once:
 lines with and without a logger's prefix, of accuracies and of errors, with a loss scale, and what
 other libraries print between them.
 """
 import argparse
-import resource
 import tempfile
 import time
 from itertools import product
 from pathlib import Path
 
+import harness
 from gluon_amp.report import read
 
 NOISE = "[20:35:14] src/io/iter_image_recordio_2.cc:170: ImageRecordIOParser2: use 31 threads\n"
@@ -30,7 +30,9 @@ def epoch(number, prefix, metric, tail, batches=5000):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--megabytes", type=int, default=1000, help="(1000)")
-    size = parser.parse_args().megabytes * 10 ** 6
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    size = args.megabytes * 10 ** 6
     formats = list(product(("", "INFO:root:"), ("accuracy", "top1-err"),
                            ("", "\tloss-scale=1024\tskipped=3")))
     with tempfile.TemporaryDirectory() as folder:
@@ -41,15 +43,16 @@ def main():
             while file.tell() < size:
                 file.write(epoch(number, *formats[number % len(formats)]))
                 number += 1
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        before = harness.high_water()
         start = time.perf_counter()
         run, = read([path])
         seconds = time.perf_counter() - start
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        peak = harness.high_water()
         assert list(run.epochs) == list(range(number))
-        print(f"report: {path.stat().st_size / 1e6:,.0f} MB, {number} epochs, read at "
-              f"{path.stat().st_size / 1e6 / seconds:.0f} MB/s; peak memory {peak / 1024:.0f} MB, "
-              f"of which {(peak - before) / 1024:.0f} MB came while reading")
+        table = harness.Table("log MB", "epochs", "MB per second", "peak memory MB",
+                              "of it while reading", as_json=args.json)
+        megabytes = path.stat().st_size / 1e6
+        table.row(megabytes, number, megabytes / seconds, peak / 1e6, (peak - before) / 1e6)
 
 
 if __name__ == "__main__":

@@ -1,16 +1,15 @@
-"""What loss scaling and clipping add to a step: `make bench`.
+"""What loss scaling and clipping add to a step.
 
 The same float32 gradients go through gluon_amp.Trainer and through `mx.contrib.amp`'s scaler
 with its `unscale` and `gluon.utils.clip_global_norm`, in turns. The optimizer does nothing,
 and what gluon.Trainer's own step takes is subtracted from both. Medians of rounds.
 """
-import os
+import argparse
 import time
 from statistics import median
 
-os.environ.setdefault("OMP_NUM_THREADS", "2")
-
 import gluon_amp as amp
+import harness
 from gluon_amp._mxnet import mx
 from mxnet import autograd, gluon
 from mxnet.contrib.amp.amp import scale_loss, unscale
@@ -91,12 +90,14 @@ def measure(count, size, devices, rounds=15):
 
 
 def main():
-    print("| parameters | of size | devices | contrib.amp ms | gluon_amp ms | ratio |")
-    print("| --- | --- | --- | --- | --- | --- |")
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", action="store_true")
+    table = harness.Table("parameters", "of size", "devices", "contrib.amp ms", "gluon_amp ms",
+                          "ratio", as_json=parser.parse_args().json)
     for count, size, devices in CASES:
         added = measure(count, size, [mx.cpu(i) for i in range(devices)])
-        print(f"| {count} | {size} | {devices} | {added['contrib']:.1f} | {added['ours']:.1f} "
-              f"| {added['ours'] / added['contrib']:.2f} |", flush=True)
+        table.row(count, size, devices, added["contrib"], added["ours"],
+                  added["ours"] / added["contrib"])
 
 
 if __name__ == "__main__":

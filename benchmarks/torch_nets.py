@@ -1,8 +1,11 @@
-"""The nets of step_time.py in PyTorch, to compare its float16 autocast on CPUs with ours.
+"""PyTorch's step under its float16 autocast on CPUs, over its float32 step.
 
-Layers, strides and biases are those of MXNet's model zoo, so the numbers of parameters are
-the same. step_time.py imports this file where PyTorch is installed.
+Five of networks.py: layers, strides and biases are those of MXNet's model zoo, so the numbers of
+parameters are the same.
 """
+import argparse
+
+import harness
 import torch
 from torch import nn
 
@@ -89,7 +92,7 @@ def transformer():
                                       activation="gelu", batch_first=True)
 
 
-NETS = {  # by the first word of their names in step_time.py
+NETS = {  # by the first word of their names in networks.py
     "resnet50": lambda: resnet(bottleneck, (3, 4, 6, 3), (256, 512, 1024, 2048)),
     "resnet18": lambda: resnet(basic, (2, 2, 2, 2), (64, 128, 256, 512)),
     "mobilenetv2": mobilenetv2,
@@ -98,12 +101,13 @@ NETS = {  # by the first word of their names in step_time.py
 }
 
 
-def stepper(name, shape, autocast):
+def stepper(name, autocast):
     """A function that trains one step."""
     torch.manual_seed(1)
     net = NETS[name.split()[0]]()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9)
-    data = torch.randn(shape)
+    data, _ = harness.NETWORKS[name].batch()
+    data = torch.randn(data.shape)
 
     def step():
         optimizer.zero_grad()
@@ -116,6 +120,19 @@ def stepper(name, shape, autocast):
     return step
 
 
-def steppers(name, shape):
-    """The steps in float32 and under float16 autocast."""
-    return stepper(name, shape, False), stepper(name, shape, True)
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", default="", help="part of a network's name")
+    parser.add_argument("--seconds", type=float, default=20, help="for a network's pairs (20)")
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    table = harness.Table("network", "float32 ms", "float16 autocast / float32", "pairs",
+                          as_json=args.json)
+    for name in harness.NETWORKS:
+        if name.split()[0] in NETS and args.only in name:
+            found = harness.ratios(stepper(name, False), stepper(name, True), budget=args.seconds)
+            table.row(name, 1e3 * found.seconds, found.median, found.pairs)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,188 @@
+"""Times pairs of steps, and finds the memory that a process needs: what all benchmarks share.
+
+Steps of two kinds alternate in one process, and what counts are the ratios of the pairs: the
+machine may be busy with other things. Memory is that of a process of its own, which is this file:
+
+    python harness.py memory NETWORK POLICY step|prediction    bytes above what importing takes
+    python harness.py seconds NETWORK POLICY COUNT             of each of so many steps
+"""
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from statistics import median
+from typing import NamedTuple
+
+os.environ.setdefault("OMP_NUM_THREADS", "2")
+
+import gluon_amp as amp
+from gluon_amp._mxnet import mx, np
+from mxnet import autograd, gluon, nd
+from networks import NETWORKS
+
+SGD = {"learning_rate": 0.001, "momentum": 0.9}
+
+
+def build(name, policy):
+    """The network with its parameters, converted and hybridized, and a batch."""
+    mx.random.seed(1)
+    np.random.seed(1)
+    network = NETWORKS[name]
+    net = network.make()
+    net.initialize(mx.init.Xavier())
+    if policy != "float32":
+        amp.convert(net, policy)
+    net.hybridize(static_alloc=True, static_shape=True)
+    return net, *network.batch()
+
+
+def stepper(name, policy):
+    """A function that trains one step and waits for it. The loss scale has found its size."""
+    net, data, target = build(name, policy)
+    loss_of = NETWORKS[name].loss
+    if policy == "float32":
+        trainer = gluon.Trainer(net.collect_params(), "sgd", SGD)
+        backward = autograd.backward
+    else:
+        trainer = amp.Trainer(net.collect_params(), "sgd", SGD)
+        backward = trainer.backward
+
+    def step():
+        with autograd.record():
+            output = net(data)
+            if policy == "pure_float16":
+                output = output.astype("float32")
+            loss = loss_of(output, target)
+        backward(loss)
+        updated = trainer.step(1)
+        nd.waitall()
+        return updated is not False
+
+    while not step():
+        pass
+    return step
+
+
+def predictor(name, policy):
+    """A function that predicts one batch and waits for it."""
+    net, data, _ = build(name, policy)
+
+    def predict():
+        net(data)
+        nd.waitall()
+
+    return predict
+
+
+MAKERS = {"step": stepper, "prediction": predictor}
+
+
+class Ratios(NamedTuple):
+    """What pairs have shown."""
+    seconds: float  # of the first, the median
+    lowest: float  # ratio of the second to the first
+    median: float
+    highest: float
+    pairs: int
+    busy: float  # the processors' time that others took in these pairs, 0 to 1
+
+
+def ratios(first, second, pairs=25, budget=20.0):
+    """Times the two in turns, until so many pairs are quiet or the seconds of the budget are over,
+    but at least 5. Others take less than a tenth of the processors in a quiet pair; where 5 are
+    quiet, the rest does not count. What is quick runs for a tenth of a second in each pair."""
+    first(), second()
+    times = max(1, int(0.1 / seconds(first)))
+    found, quiet, end = [], [], time.perf_counter() + budget
+    while len(found) < 5 or len(quiet) < pairs and time.perf_counter() < end:
+        start, before = time.perf_counter(), others_seconds()
+        took = [seconds(function, times) for function in (first, second)]
+        busy = (others_seconds() - before) / (time.perf_counter() - start) / os.cpu_count()
+        found.append((took[1] / took[0], took[0], max(0.0, busy)))
+        if busy < 0.1:
+            quiet.append(found[-1])
+    if len(quiet) >= 5:
+        found = quiet
+    shown, firsts, busy = zip(*found)
+    return Ratios(median(firsts), min(shown), median(shown), max(shown), len(shown), median(busy))
+
+
+def seconds(function, times=1):
+    """The mean of so many calls."""
+    start = time.perf_counter()
+    for _ in range(times):
+        function()
+    return (time.perf_counter() - start) / times
+
+
+def others_seconds():
+    """Processor time of all other processes; and of the hypervisor's, where this is a machine of
+    its."""
+    user, nice, system, _, _, *rest = map(int, Path("/proc/stat").read_text().split()[1:9])
+    return (user + nice + system + sum(rest)) / os.sysconf("SC_CLK_TCK") - time.process_time()
+
+
+def high_water():
+    """The most bytes that this process has had in memory."""
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(re.search(r"VmHWM:\s+(\d+)", status).group(1))
+
+
+def peak_bytes(name, policy, kind):
+    """Memory of 10 steps, or of one prediction, above what importing has taken."""
+    before = high_water()
+    function = MAKERS[kind](name, policy)
+    for _ in range(10 if kind == "step" else 1):
+        function()
+    return high_water() - before
+
+
+def child(*args, **variables):
+    """What this file prints as a process of its own, with these environment variables."""
+    command = [sys.executable, "-W", "ignore", __file__, *map(str, args)]
+    return json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True,
+                                     env={**os.environ, **variables}).stdout.splitlines()[-1])
+
+
+def memory_ratio(name, policy, kind, runs=1, **variables):
+    """The memory of a policy over float32's, medians over so many processes."""
+    needed = [median(child("memory", name, p, kind, **variables) for _ in range(runs))
+              for p in (policy, "float32")]
+    return needed[0] / needed[1]
+
+
+class Table:
+    """Prints rows as they come: Markdown, or a JSON object in each line for bench_all.py."""
+
+    def __init__(self, *columns, as_json=False):
+        self.columns, self.as_json = columns, as_json
+        if not as_json:
+            print(f"| {' | '.join(columns)} |\n|{' --- |' * len(columns)}", flush=True)
+
+    def row(self, *cells):
+        if self.as_json:
+            print(json.dumps(dict(zip(self.columns, cells))), flush=True)
+        else:
+            print(f"| {' | '.join(map(shown, cells))} |", flush=True)
+
+
+def shown(cell):
+    """Numbers from 100 on without decimals, others with three digits."""
+    if isinstance(cell, float):
+        return f"{cell:.0f}" if abs(cell) >= 100 else f"{cell:.3g}"
+    return str(cell)
+
+
+def main(what, name, policy, more):
+    if what == "memory":
+        print(peak_bytes(name, policy, more))
+    else:
+        step = stepper(name, policy)
+        print([seconds(step) for _ in range(int(more))])
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
