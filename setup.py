@@ -47,7 +47,8 @@ class BuildEngine(build_ext):
         for folder in (mxnet / "include", mxnet / "include" / "mkldnn"):
             headers += ["-isystem", str(folder)]
         depends = [str(path) for path in CPU.glob("**/*.h")]
-        jobs = [(source, "native", AS_MXNET, ["-O2", *headers]) for source in sorted(CPU.glob("*.cc"))]
+        jobs = [(source, "native", AS_MXNET, ["-O2", *headers])
+                for source in sorted(CPU.glob("*.cc"))]
         jobs += [(source, isa, [("ISA", isa)], ["-O3", *flags])
                  for source in sorted((CPU / "kernels").glob("*.cc"))
                  for isa, flags in VARIANTS.items()]

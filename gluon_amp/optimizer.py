@@ -6,6 +6,7 @@ on a CPU, where MXNet computes with halves one by one, these widen, update the m
 float32 and narrow with our kernels, SGD in one pass.
 """
 import functools
+import os
 from typing import Any, Dict, List
 
 from . import adamw
@@ -13,6 +14,7 @@ from ._mxnet import mx, np
 from .cpu import library
 from .halves import dtype_name, follow, narrow, to_float32
 
+_GROUP = "MXNET_OPTIMIZER_AGGREGATION_SIZE"
 _MASTER_LAST = (mx.optimizer.SGD, mx.optimizer.NAG, mx.optimizer.LARS)  # their states' order
 # MXNet makes float32 states for them, which it refuses beside float16 weights.
 _ONLY_WITH_MASTERS = (adamw.AdamW, mx.optimizer.RMSProp, mx.optimizer.Ftrl, mx.optimizer.AdaGrad,
@@ -46,6 +48,8 @@ def with_masters(made: Any) -> Any:
     if not isinstance(made, _WithMasters) and not _has_own_masters(cls):
         made.__class__ = _class_with_masters(cls)
         made.weight_types = {}
+        if isinstance(made, mx.optimizer.SGD) and _GROUP not in os.environ:
+            made.aggregate_num = 45  # weights in one call: MXNet's operators take 60, by itself 4
     return made
 
 
@@ -142,11 +146,12 @@ class _WithMasters:
     def _sgd(self, indices: Any, weights: Any, grads: Any, masters: Any, momenta: Any) -> None:
         self._update_count(indices)
         clip = self.clip_gradient or -1  # to MXNet 0 is none, too
-        for weight, grad, master, momentum, lr, wd in zip(
-                weights, grads, masters, momenta, self._get_lrs(indices), self._get_wds(indices)):
-            state = [momentum] if self.momentum else []
-            library.call("_gluon_amp_sgd", [weight, grad, master, *state], out=weight, lr=lr,
-                         wd=wd, momentum=self.momentum, rescale_grad=self.rescale_grad, clip=clip)
+        rates, decays = (",".join(map(str, numbers)) for numbers in
+                         (self._get_lrs(indices), self._get_wds(indices)))
+        library.call("_gluon_amp_sgd",
+                     [*weights, *grads, *masters, *(momenta if self.momentum else ())],
+                     out=list(weights), num_weights=len(weights), lrs=rates, wds=decays,
+                     momentum=self.momentum, rescale_grad=self.rescale_grad, clip=clip)
 
     def _base(self) -> Any:
         return type(self).__bases__[1]

@@ -25,6 +25,12 @@ bool in_blocks_of(int64_t channels, int64_t groups) {
   return channels % block == 0;
 }
 
+// As many floats as a piece takes, in oneDNN's blocks, too.
+mxnet::TShape room(const mxnet::TShape& shape) {
+  const int64_t block = block_size();
+  return mxnet::TShape(1, shape.Size() / shape[1] * ((shape[1] + block - 1) / block * block));
+}
+
 struct Convolution {
   const Call& call;
   const int64_t groups;
@@ -80,9 +86,8 @@ bool run_convolution(const Call& call, bool backward) {
     gradients.push_back(work.lease.array(call.out[i].shape_));
   mxnet::TShape x_shape = x.shape_, y_shape = y.shape_;
   x_shape[0] = y_shape[0] = images;
-  NDArray x_holder = work.lease.array(mxnet::TShape(1, x_shape.Size() * 2)),
-          y_holder = work.lease.array(mxnet::TShape(1, y_shape.Size() * 2)),
-          dx_holder = backward ? work.lease.array(mxnet::TShape(1, x_shape.Size() * 2)) : x_holder;
+  NDArray x_holder = work.lease.array(room(x_shape)), y_holder = work.lease.array(room(y_shape)),
+          dx_holder = backward ? work.lease.array(room(x_shape)) : x_holder;
   for (int64_t first = 0; first < batch; first += images) {
     x_shape[0] = y_shape[0] = std::min(images, batch - first);
     std::vector<NDArray> in, out;

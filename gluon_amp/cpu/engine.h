@@ -33,6 +33,7 @@ struct Operator {
   mxnet::FCreateOpState create_state;
   mxnet::FInferStorageType storage;
   nnvm::FMutateInputs mutates;
+  bool leaves_outputs;     // it does not write some outputs: they begin as zeros
   bool pushes_its_weight;  // to MXNet's engine, to reorder it there, when it does not train
 };
 
@@ -129,8 +130,11 @@ void run(const Call& call);  // of an operator without state
 bool prefers_onednn(const Operator& of, const NodeAttrs& attrs, size_t inputs, size_t outputs);
 
 // Code of its own for a call; false where it does not know the case: then the generic one runs.
-using Own = bool (*)(const Call& call);
-Own own_code(const std::string& name);
+struct OwnCode {
+  bool (*run)(const Call& call);
+  uint32_t places;  // output 0 may have the memory of so many of the first inputs
+};
+const OwnCode* own_code(const std::string& name);
 
 bool run_convolution(const Call& call, bool backward);  // convolution.cc
 

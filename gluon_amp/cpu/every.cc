@@ -167,6 +167,7 @@ void run(const Call& call, bool onednn, const std::vector<uint32_t>& mutated,
       out.emplace_back(to, 0);
     } else {
       out.push_back(lease.array(to.shape_));
+      if (of.leaves_outputs) std::memset(out[i].data().dptr_, 0, size(to) * sizeof(float));
       if (req[i] != mxnet::kNullOp) req[i] = mxnet::kWriteTo;
     }
     if (req[i] == mxnet::kWriteInplace) req[i] = mxnet::kWriteTo;

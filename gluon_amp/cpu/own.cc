@@ -214,7 +214,7 @@ bool split_gradient(const Call& call) { return joins(call, "axis"); }
 
 bool batch_norm_of(const Call& call, const TBlob& x, bool relu, BatchNorm* made) {
   const bool halves_only = call.rounding.grid == kFloat16Grid;
-  if (halves_only ? !is_half(x) : !is_float(x)) return false;
+  if ((halves_only ? !is_half(x) : !is_float(x)) || size(x) == 0) return false;
   if (!halves_only && !Rounding::one(call.rounding.inputs, 0, true)) return false;
   int axis = static_cast<int>(number(call.attrs, "axis", 1));
   if (axis < 0) axis += x.ndim();
@@ -269,11 +269,11 @@ bool layer_norm_of(const Call& call, const TBlob& x, LayerNorm* made) {
 bool layer_norm(const Call& call) {
   LayerNorm norm;
   if (!layer_norm_of(call, call.in[0], &norm) || !is_float(call.in[1]) || !is_float(call.in[2]) ||
-      call.write(1) != kStore || call.write(2) != kStore)
+      call.write(1) == kAdd || call.write(2) == kAdd)
     return false;
+  auto kept = [&](size_t i) { return call.write(i) == kStore ? floats(call.out[i]) : nullptr; };
   kernels->layer_norm(norm, halves(call.in[0]), floats(call.in[1]), floats(call.in[2]),
-                      halves(call.out[0]), call.write(0), floats(call.out[1]),
-                      floats(call.out[2]));
+                      halves(call.out[0]), call.write(0), kept(1), kept(2));
   return true;
 }
 
@@ -386,44 +386,47 @@ bool dropout_gradient(const Call& call) {  // gradient, mask
 bool convolution(const Call& call) { return run_convolution(call, false); }
 bool convolution_gradient(const Call& call) { return run_convolution(call, true); }
 
-const std::map<std::string, Own>& rows() {
-  static const std::map<std::string, Own> made = {
-      {"Convolution", convolution}, {"_backward_Convolution", convolution_gradient},
-      {"BatchNorm", batch_norm<false>}, {"_backward_BatchNorm", batch_norm_gradient<false>},
-      {"_contrib_BatchNormWithReLU", batch_norm<true>},
-      {"_backward_contrib_BatchNormWithReLU", batch_norm_gradient<true>},
-      {"relu", relu}, {"_backward_relu", relu_gradient},
-      {"sigmoid", sigmoid}, {"_backward_sigmoid", sigmoid_gradient},
-      {"tanh", tanh}, {"_backward_tanh", tanh_gradient},
-      {"Activation", activation}, {"_backward_Activation", activation_gradient},
-      {"LeakyReLU", leaky}, {"_backward_LeakyReLU", leaky_gradient},
-      {"clip", clip}, {"_backward_clip", clip_gradient},
-      {"_mul_scalar", with_scalar<kTimes, 1>}, {"_backward_mul_scalar", with_scalar<kTimes, 1>},
-      {"_div_scalar", with_scalar<kOverOf, 1>}, {"_backward_div_scalar", with_scalar<kOverOf, 1>},
-      {"_plus_scalar", with_scalar<kPlus, 1>}, {"_minus_scalar", with_scalar<kPlus, -1>},
-      {"_rminus_scalar", with_scalar<kFromOf, 1>},
-      {"elemwise_add", binary<kSum>}, {"_grad_add", binary<kSum>},
-      {"elemwise_sub", binary<kDifference>}, {"elemwise_mul", binary<kProduct>},
-      {"elemwise_div", binary<kQuotient>},
-      {"_backward_add", copies}, {"_copy", copies}, {"_backward_copy", copies},
-      {"_backward_reshape", copies},
-      {"Cast", cast}, {"_backward_cast", cast}, {"amp_cast", cast}, {"_backward_amp_cast", cast},
-      {"Embedding", as_it_is}, {"take", as_it_is}, {"transpose", as_it_is},
-      {"slice", as_it_is}, {"slice_axis", as_it_is}, {"stack", as_it_is}, {"tile", as_it_is},
-      {"SliceChannel", split}, {"_backward_SliceChannel", split_gradient},
-      {"Concat", concat}, {"_backward_Concat", concat_gradient},
-      {"LayerNorm", layer_norm}, {"_backward_LayerNorm", layer_norm_gradient},
-      {"softmax", softmax}, {"_backward_softmax", softmax_gradient},
-      {"Dropout", dropout}, {"_backward_Dropout", dropout_gradient},
+// `places`: output 0 may have the memory of so many of the first inputs.
+const std::map<std::string, OwnCode>& rows() {
+  static const std::map<std::string, OwnCode> made = {
+      {"Convolution", {convolution, 1}}, {"_backward_Convolution", {convolution_gradient, 2}},
+      {"BatchNorm", {batch_norm<false>, 1}},
+      {"_backward_BatchNorm", {batch_norm_gradient<false>, 1}},
+      {"_contrib_BatchNormWithReLU", {batch_norm<true>, 1}},
+      {"_backward_contrib_BatchNormWithReLU", {batch_norm_gradient<true>, 1}},
+      {"relu", {relu, 1}}, {"_backward_relu", {relu_gradient, 2}}, {"sigmoid", {sigmoid, 1}},
+      {"_backward_sigmoid", {sigmoid_gradient, 2}}, {"tanh", {tanh, 1}},
+      {"_backward_tanh", {tanh_gradient, 2}}, {"Activation", {activation, 1}},
+      {"_backward_Activation", {activation_gradient, 2}}, {"LeakyReLU", {leaky, 1}},
+      {"_backward_LeakyReLU", {leaky_gradient, 2}}, {"clip", {clip, 1}},
+      {"_backward_clip", {clip_gradient, 2}}, {"_mul_scalar", {with_scalar<kTimes, 1>, 1}},
+      {"_backward_mul_scalar", {with_scalar<kTimes, 1>, 1}},
+      {"_div_scalar", {with_scalar<kOverOf, 1>, 1}},
+      {"_backward_div_scalar", {with_scalar<kOverOf, 1>, 1}},
+      {"_plus_scalar", {with_scalar<kPlus, 1>, 1}},
+      {"_minus_scalar", {with_scalar<kPlus, -1>, 1}},
+      {"_rminus_scalar", {with_scalar<kFromOf, 1>, 1}}, {"elemwise_add", {binary<kSum>, 2}},
+      {"_grad_add", {binary<kSum>, 2}}, {"elemwise_sub", {binary<kDifference>, 2}},
+      {"elemwise_mul", {binary<kProduct>, 2}}, {"elemwise_div", {binary<kQuotient>, 2}},
+      {"_backward_add", {copies, 1}}, {"_copy", {copies, 1}}, {"_backward_copy", {copies, 1}},
+      {"_backward_reshape", {copies, 1}}, {"Cast", {cast, 0}}, {"_backward_cast", {cast, 0}},
+      {"amp_cast", {cast, 0}}, {"_backward_amp_cast", {cast, 0}}, {"Embedding", {as_it_is, 0}},
+      {"take", {as_it_is, 0}}, {"transpose", {as_it_is, 0}}, {"slice", {as_it_is, 0}},
+      {"slice_axis", {as_it_is, 0}}, {"stack", {as_it_is, 0}}, {"tile", {as_it_is, 0}},
+      {"SliceChannel", {split, 0}}, {"_backward_SliceChannel", {split_gradient, 0}},
+      {"Concat", {concat, 0}}, {"_backward_Concat", {concat_gradient, 0}},
+      {"LayerNorm", {layer_norm, 1}}, {"_backward_LayerNorm", {layer_norm_gradient, 1}},
+      {"softmax", {softmax, 1}}, {"_backward_softmax", {softmax_gradient, 2}},
+      {"Dropout", {dropout, 1}}, {"_backward_Dropout", {dropout_gradient, 1}},
   };
   return made;
 }
 
 }  // namespace
 
-Own own_code(const std::string& name) {
+const OwnCode* own_code(const std::string& name) {
   auto found = rows().find(name);
-  return found == rows().end() ? nullptr : found->second;
+  return found == rows().end() ? nullptr : &found->second;
 }
 
 }  // namespace gluon_amp

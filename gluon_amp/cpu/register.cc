@@ -35,6 +35,7 @@ const char* const kLeftOut[] = {
     "FExecType",         // only operators that are done when they return are replaced
     // about symbols while they are composed; ours are read from JSON
     "FSetInputVarAttrOnCompose", "FInputGraph",
+    "FListOutputNAmes",  // so misspelled that nothing reads it
     // quantization, fusion on GPUs, functions without gradients
     "FQuantizedOp", "FNeedRequantize", "FQuantizable", "FAvoidQuantizeInput",
     "FNeedCalibrateInput", "FNeedCalibrateOutput", "FNeedAsymQuantizeInput",
@@ -168,6 +169,13 @@ T found(const nnvm::Op* op, const char* key) {
   return value ? *value : T();
 }
 
+// Backward passes that leave the gradients of labels and lengths as they are: MXNet's users find the
+// zeros there that they began with.
+const std::set<std::string> kLeaveOutputs = {
+    "_backward_SoftmaxOutput", "_backward_SVMOutput", "_backward_linear_reg_out",
+    "_backward_logistic_reg_out", "_backward_mae_reg_out", "_backward_ctc_loss",
+    "_backward_SequenceMask", "_backward_SequenceLast", "_backward_SequenceReverse"};
+
 Operator describe(const nnvm::Op* x) {
   Operator of;
   of.op = x;
@@ -178,6 +186,7 @@ Operator describe(const nnvm::Op* x) {
   of.create_state = found<mxnet::FCreateOpState>(x, "FCreateOpState");
   of.storage = found<mxnet::FInferStorageType>(x, "FInferStorageType");
   of.mutates = found<nnvm::FMutateInputs>(x, "FMutateInputs");
+  of.leaves_outputs = kLeaveOutputs.count(x->name) > 0;
   of.pushes_its_weight = x->name == "Convolution" || x->name == "Deconvolution" ||
                          x->name == "FullyConnected";
   return of;
@@ -185,11 +194,14 @@ Operator describe(const nnvm::Op* x) {
 
 using Places = std::vector<std::pair<int, int>>;
 
-// Any output may have the place of any input.
-Places any_place(const nnvm::Op* x, const NodeAttrs& attrs) {
+// The generic code reads all inputs first, so any output may have the place of any input; code of
+// its own says of which.
+Places places(const nnvm::Op* x, const OwnCode* own, const NodeAttrs& attrs) {
   const uint32_t inputs = x->get_num_inputs ? x->get_num_inputs(attrs) : x->num_inputs;
   const uint32_t outputs = x->get_num_outputs ? x->get_num_outputs(attrs) : x->num_outputs;
   Places made;
+  for (uint32_t in = 0; own && in < own->places; ++in) made.emplace_back(in, 0);
+  if (own) return made;
   for (uint32_t out = 0; out < std::min(outputs, 8u); ++out)
     for (uint32_t in = 0; inputs != nnvm::kVarg && in < std::min(inputs, 16u); ++in)
       made.emplace_back(in, out);
@@ -237,15 +249,15 @@ void register_operator(const nnvm::Op* x) {
     set<nnvm::FInferType>(op, "FInferType",
                           by_value<bool, const NodeAttrs&, std::vector<int>*, std::vector<int>*>(
                               &layer_norm_types));
+  const OwnCode* own = own_code(x->name);
   if (get<nnvm::FInplaceIdentity>(x, "FInplaceIdentity")) {
     copy<nnvm::FInplaceOption>(x, op, "FInplaceOption");
     copy<nnvm::FInplaceIdentity>(x, op, "FInplaceIdentity");
   } else {
     set<nnvm::FInplaceOption>(op, "FInplaceOption", nnvm::FInplaceOption(
-        [x](const NodeAttrs& attrs) { return any_place(x, attrs); }));
+        [x, own](const NodeAttrs& attrs) { return places(x, own, attrs); }));
   }
   const auto* of = new Operator(describe(x));  // as long as the process
-  const Own own = own_code(x->name);
   if (!own && (of->create_state || get<bool>(x, "TIsLayerOpBackward"))) {
     copy<bool>(x, op, "TIsLayerOpBackward");
     if (of->create_state) {
@@ -272,7 +284,7 @@ void register_operator(const nnvm::Op* x) {
         [of, own, has_generic](const NodeAttrs& attrs, const OpContext& context, const std::vector<TBlob>& in,
                   const std::vector<OpReqType>& req, const std::vector<TBlob>& out) {
           const Call call{*of, attrs, context, in, req, out, Rounding(attrs)};
-          if (!own || (generic_only && has_generic) || !own(call)) run(call);
+          if (!own || (generic_only && has_generic) || !own->run(call)) run(call);
         }));
   }
   if (const auto* g = get<nnvm::FGradient>(x, "FGradient"))
@@ -315,8 +327,21 @@ void replace_sum() {
       }));
 }
 
+// MXNet runs these in ways of its own: they hold graphs, are not done when they return, copy
+// between devices, or find their outputs' shapes while they run.
+const char* const kNotReplaced[] = {
+    "_foreach", "_while_loop", "_cond", "_CachedOp", "_CachedOpThreadSafe",
+    "_backward_foreach", "_backward_while_loop", "_backward_cond", "_backward_CachedOp",
+    "Custom", "_CustomFunction", "_NDArray", "_Native",
+    "_backward_Custom", "_backward_CustomFunction", "_backward__NDArray", "_backward__Native",
+    "_copyto", "_CrossDeviceCopy", "_backward__CrossDeviceCopy",
+    "_contrib_boolean_mask", "_backward_contrib_boolean_mask", "_npi_delete", "_npi_unique",
+    "_npx_nonzero"};
+
 bool can_be_replaced(const nnvm::Op* x) {
   if (!std::strncmp(x->name.c_str(), kPrefix, sizeof kPrefix - 1) || ours.count(x)) return false;
+  for (const char* name : kNotReplaced)
+    if (x->name == name) return false;
   return get<mxnet::FCompute>(x, "FCompute<cpu>") || get<mxnet::FComputeEx>(x, "FComputeEx<cpu>") ||
          get<mxnet::FStatefulCompute>(x, "FStatefulCompute<cpu>") ||
          get<mxnet::FStatefulComputeEx>(x, "FStatefulComputeEx<cpu>");

@@ -1,5 +1,8 @@
 // Operators that have no counterpart in MXNet: casts of arrays outside graphs, masters that follow
 // their weights, the update of SGD, and sums of squares.
+#include <locale.h>
+#include <stdlib.h>
+
 #include <algorithm>
 
 #include "engine.h"
@@ -28,13 +31,6 @@ bool types(const NodeAttrs&, Types* in, Types* out) {
 }
 
 constexpr int kF16 = mshadow::kFloat16, kF32 = mshadow::kFloat32, kF64 = mshadow::kFloat64;
-
-bool sgd_types(const NodeAttrs&, Types* in, Types* out) {  // weight, gradient, master, momentum
-  for (size_t i = 0; i < in->size(); ++i)
-    if ((*in)[i] != (i < 2 ? kF16 : kF32)) throw dmlc::Error("sgd takes float16 weights and gradients");
-  (*out)[0] = kF16;
-  return true;
-}
 
 bool squares_types(const NodeAttrs&, Types* in, Types* out) {
   for (int type : *in)
@@ -92,13 +88,57 @@ void follow(const NodeAttrs&, const OpContext&, const std::vector<TBlob>& in,
   kernels->follow(floats(out[0]), halves(in[1]), size(in[0]));
 }
 
+// Numbers between commas, one for each weight.
+std::vector<float> numbers(const NodeAttrs& attrs, const char* key, size_t count) {
+  static const locale_t c = newlocale(LC_ALL_MASK, "C", nullptr);
+  const std::string* text = find(attrs, key);
+  const char* at = text ? text->c_str() : "";
+  std::vector<float> made;
+  while (*at && made.size() < count) {
+    char* end;
+    made.push_back(strtof_l(at, &end, c));
+    at = *end ? end + 1 : end;
+  }
+  if (made.size() != count) throw dmlc::Error(std::string(key) + " needs a number for each weight");
+  return made;
+}
+
+// All weights, then all gradients, masters, and momenta if there are any. Outputs: the weights.
 void sgd(const NodeAttrs& attrs, const OpContext&, const std::vector<TBlob>& in,
          const std::vector<OpReqType>&, const std::vector<TBlob>& out) {
-  if (out[0].dptr_ != in[0].dptr_) kernels->copy(in[0].dptr_, out[0].dptr_, 2 * size(in[0]));
-  kernels->sgd(halves(out[0]), halves(in[1]), floats(in[2]),
-               in.size() > 3 ? floats(in[3]) : nullptr, size(in[0]), number(attrs, "lr", 0),
-               number(attrs, "wd", 0), number(attrs, "momentum", 0),
-               number(attrs, "rescale_grad", 1), number(attrs, "clip", -1));
+  const size_t count = out.size();
+  const auto rates = numbers(attrs, "lrs", count), decays = numbers(attrs, "wds", count);
+  const float momentum = number(attrs, "momentum", 0), rescale = number(attrs, "rescale_grad", 1),
+              clip = number(attrs, "clip", -1);
+  for (size_t i = 0; i < count; ++i) {
+    if (out[i].dptr_ != in[i].dptr_)
+      kernels->copy(in[i].dptr_, out[i].dptr_, size(in[i]) * sizeof(Half));
+    kernels->sgd(halves(out[i]), halves(in[count + i]), floats(in[2 * count + i]),
+                 momentum ? floats(in[3 * count + i]) : nullptr, size(in[i]), rates[i], decays[i],
+                 momentum, rescale, clip);
+  }
+}
+
+uint32_t sgd_weights(const NodeAttrs& attrs) {
+  return static_cast<uint32_t>(number(attrs, "num_weights", 1));
+}
+uint32_t sgd_inputs(const NodeAttrs& attrs) {
+  return (number(attrs, "momentum", 0) != 0 ? 4 : 3) * sgd_weights(attrs);
+}
+
+bool sgd_shapes(const NodeAttrs&, Shapes* in, Shapes* out) {
+  for (size_t i = 0; i < in->size(); ++i)
+    if ((*in)[i] != (*in)[i % out->size()]) throw dmlc::Error("sgd's arrays differ in shape");
+  std::copy_n(in->begin(), out->size(), out->begin());
+  return true;
+}
+
+bool sgd_types(const NodeAttrs&, Types* in, Types* out) {
+  for (size_t i = 0; i < in->size(); ++i)
+    if ((*in)[i] != (i < 2 * out->size() ? kF16 : kF32))
+      throw dmlc::Error("sgd takes float16 weights and gradients");
+  std::fill(out->begin(), out->end(), kF16);
+  return true;
 }
 
 void squares(const NodeAttrs&, const OpContext&, const std::vector<TBlob>& in,
@@ -109,8 +149,6 @@ void squares(const NodeAttrs&, const OpContext&, const std::vector<TBlob>& in,
                              : kernels->squares_of_floats(floats(array), size(array));
 }
 
-bool has_momentum(const NodeAttrs& attrs) { return number(attrs, "momentum", 0) != 0; }
-
 }  // namespace
 
 void register_training() {
@@ -118,12 +156,13 @@ void register_training() {
   add("narrow", 1, one_shape, types<kF32, kF32, kF16>, narrow_all);
   add("round_to_grid", 1, one_shape, types<kF32, kF32, kF32>, round);
   add("follow", 2, one_shape, types<kF32, kF16, kF32>, follow);
-  nnvm::Op& update = add("sgd", 3, one_shape, sgd_types, sgd);
-  update.get_num_inputs = [](const NodeAttrs& attrs) -> uint32_t {
-    return has_momentum(attrs) ? 4 : 3;
-  };
+  nnvm::Op& update = add("sgd", 3, sgd_shapes, sgd_types, sgd);
+  update.get_num_inputs = [](const NodeAttrs& attrs) { return sgd_inputs(attrs); };
+  update.get_num_outputs = [](const NodeAttrs& attrs) { return sgd_weights(attrs); };
   set<nnvm::FMutateInputs>(update, "FMutateInputs", nnvm::FMutateInputs([](const NodeAttrs& attrs) {
-    return has_momentum(attrs) ? std::vector<uint32_t>{2, 3} : std::vector<uint32_t>{2};
+    std::vector<uint32_t> changed;  // masters and momenta
+    for (uint32_t i = 2 * sgd_weights(attrs); i < sgd_inputs(attrs); ++i) changed.push_back(i);
+    return changed;
   }));
   nnvm::Op& sums = add("squares", 1, squares_shape, squares_types, squares);
   sums.get_num_inputs = [](const NodeAttrs& attrs) {

@@ -37,6 +37,7 @@ struct Moments {
 template <typename G> struct Forward {
   using T = typename G::T;
   using Total = Moments;
+  static constexpr bool kBegins = false;
 
   const BatchNorm& norm;
   const BatchNormForward& to;
@@ -77,7 +78,7 @@ template <typename G> struct Forward {
     walk.put(out, center, sums);
   }
 
-  void begin(int64_t, Coefficients*) const {}
+  void begin(int64_t, Coefficients*) const {}  // the sums need none
 
   void finish(int64_t c, const Moments& m, Coefficients* out) const {
     float mean = to.moving_mean[c], var = to.moving_var[c];
@@ -144,6 +145,7 @@ struct TwoSums {
 template <typename G, int mask> struct Backward {
   using T = typename G::T;
   using Total = TwoSums;
+  static constexpr bool kBegins = true;
 
   const BatchNorm& norm;
   const BatchNormBackward& to;
@@ -186,7 +188,7 @@ template <typename G, int mask> struct Backward {
     const Backward own = *this;
     Sums<2, Walk::kTurns> sums = {};
     walk([&](int64_t at, auto lanes, int turn) {
-      const Wide of = walk.wide(turn);
+      const auto& of = walk.wide(turn);
       const V value = load(own.x + at, lanes), d = own.gradient(at, lanes, value, of);
       sums.add(turn, d);
       sums.add_product(turn, 1, d, value - of.mean);

@@ -2,7 +2,7 @@
 //
 // over_channels(p, job) calls, for every channel c of p:
 //
-//   job.begin(c, coefficients)           fills what job.sum_part reads of them
+//   job.begin(c, coefficients)           fills what job.sum_part reads of them, if J::kBegins
 //   job.sum_part(walk, out)              for each piece of c, if job.sums(): its sums
 //   job.finish(c, total, coefficients)   with the sums of all pieces, added in their order
 //   job.map(at, lanes, coefficients)     for each vector of c, if job.maps()
@@ -24,7 +24,6 @@ struct Coefficients {
 struct Wide {
   V mean, scale, beta, mean_g, slope;
 };
-constexpr int64_t kCoefficients = 5;
 
 inline Wide splat(const Coefficients& c) {
   return {splat(c.mean), splat(c.scale), splat(c.beta), splat(c.mean_g), splat(c.slope)};
@@ -32,110 +31,149 @@ inline Wide splat(const Coefficients& c) {
 
 // ---- channels of wide planes -----------------------------------------------------
 
-// A piece of a channel: some places of some images.
-struct PlaneWalk {
-  static constexpr int kTurns = 2;
+// A piece of a channel, some places of some images; or the same of up to `most` neighbouring
+// channels, taken image by image: what is read at a time is a longer run of memory.
+template <int most> struct PlaneWalk {
+  static constexpr int kTurns = 2 * most;  // two of each channel
   int64_t first, images, distance, length;  // `distance` elements from image to image
-  Wide of;
+  int64_t channels, plane;
+  const Wide* of;  // the coefficients of each channel
 
   template <typename F> void operator()(F f) const {
-    rectangle(first, images, distance, length, f);
+    const Part part(length % W);
+    for (int64_t n = 0; n < images; ++n)
+      for (int c = 0; c < (most == 1 ? 1 : channels); ++c)
+        each_in_turn(first + n * distance + c * plane, length, part,
+                     [&](int64_t at, auto lanes, int turn) { f(at, lanes, 2 * c + turn); });
   }
   // a first part, at least an eighth
   PlaneWalk some() const {
-    if (images >= 8) return {first, parts_of(images, 8), distance, length, of};
-    return {first, images, distance, least(length, parts_of(length, 16 * W) * 2 * W), of};
+    PlaneWalk part = *this;
+    if (images >= 8) part.images = parts_of(images, 8);
+    else part.length = least(length, parts_of(length, 16 * W) * 2 * W);
+    return part;
   }
-  const Wide& wide(int) const { return of; }
+  const Wide& wide(int turn) const { return of[turn / 2]; }
 
   struct Out {
     double count, center, sums[2];
   };
-  void centers(const Sums<1>& s, V (&center)[kTurns]) const {
-    center[0] = center[1] = splat(static_cast<float>(s.both(0) / (images * length)));
+  void centers(const Sums<1, kTurns>& s, V (&center)[kTurns]) const {
+    for (int c = 0; c < channels; ++c)
+      center[2 * c] = center[2 * c + 1] =
+          splat(static_cast<float>(s.pair(c, 0) / static_cast<double>(images * length)));
   }
-  void put(Out* out, const V (&center)[kTurns], const Sums<2>& s) const {
-    *out = {static_cast<double>(images * length), total(center[0]) / W, {s.both(0), s.both(1)}};
+  void put(Out* out, const V (&center)[kTurns], const Sums<2, kTurns>& s) const {
+    for (int c = 0; c < channels; ++c)
+      out[c] = {static_cast<double>(images * length), total(center[2 * c]) / W,
+                {s.pair(c, 0), s.pair(c, 1)}};
   }
 };
 
-// The pieces of one channel: of up to about kPiece elements, which the nearest cache holds.
+// The pieces of each channel, of up to about kPiece elements, which the nearest caches hold; and
+// the groups of channels that are taken together.
 struct Planes {
-  static constexpr int64_t kPiece = 4096;
+  static constexpr int64_t kPiece = 4096, kRun = 1024, kMost = 16;
   const BatchNorm& p;
-  int64_t across, places, images, pieces;
+  int64_t across, places, images, pieces, group = 1, groups;
 
-  explicit Planes(const BatchNorm& norm) : p(norm) {
+  Planes(const BatchNorm& norm, int64_t threads) : p(norm) {
     across = parts_of(p.plane, kPiece);
     places = parts_of(parts_of(p.plane, across), 16) * 16;
     across = parts_of(p.plane, places);
     images = most(1, kPiece / p.plane);
     pieces = parts_of(p.batch, images) * across;
+    if (2 * p.plane <= kRun)
+      group = most(1, least(least(kMost, kRun / p.plane), p.channels / (4 * threads)));
+    groups = parts_of(p.channels, group);
   }
-  PlaneWalk piece(int64_t c, int64_t i, const Wide& of) const {
+  int64_t channels_of(int64_t k) const { return least(group, p.channels - k * group); }
+  template <int most> PlaneWalk<most> piece(int64_t k, int64_t i, const Wide* of) const {
     const int64_t n = i / across * images, s = i % across * places;
-    return {(n * p.channels + c) * p.plane + s, least(images, p.batch - n),
-            p.channels * p.plane, least(places, p.plane - s), of};
+    return {(n * p.channels + k * group) * p.plane + s, least(images, p.batch - n),
+            p.channels * p.plane, least(places, p.plane - s), channels_of(k), p.plane, of};
   }
 };
 
-template <typename J> void map_piece(const J& job, const PlaneWalk& walk) {
-  const J own = job;  // a copy that no store can be thought to change
-  const Wide of = walk.of;
-  walk([=](int64_t at, auto lanes, int) { own.map(at, lanes, of); });
-}
+// One group of channels: a job's calls for it.
+template <int most, typename J> struct Group {
+  const Planes& planes;
+  const J& job;
+  int64_t k, channels;
+  Wide wide[most];
+
+  Group(const Planes& all, const J& j, int64_t index, const Coefficients* of)
+      : planes(all), job(j), k(index), channels(all.channels_of(index)) {
+    spread(of);
+  }
+  void spread(const Coefficients* of) {
+    for (int64_t c = 0; c < channels; ++c) wide[c] = splat(of[c]);
+  }
+  void sum(int64_t i, typename PlaneWalk<most>::Out* out) const {
+    job.sum_part(planes.piece<most>(k, i, wide), out);
+  }
+  void map(int64_t i) const {
+    const PlaneWalk<most> walk = planes.piece<most>(k, i, wide);
+    const J own = job;  // a copy that no store can be thought to change
+    walk([&](int64_t at, auto lanes, int turn) { own.map(at, lanes, walk.wide(turn)); });
+  }
+};
 
 // Each thread does whole channels: what it read for the sums lies in its cache for the map.
-template <typename J> void by_channels(const Planes& planes, const J& job, bool threads) {
-  auto work = [&](int64_t c) {
-    Coefficients of = {};
-    typename J::Total total;
-    job.begin(c, &of);
-    if (job.sums()) {
-      const Wide wide = splat(of);
-      for (int64_t i = 0; i < planes.pieces; ++i) {
-        PlaneWalk::Out out;
-        job.sum_part(planes.piece(c, i, wide), &out);
-        total.add(out.count, out.center, out.sums[0], out.sums[1]);
-      }
+template <int most, typename J> void by_channels(const Planes& planes, const J& job, bool threads) {
+  auto work = [&](int64_t k) {
+    Coefficients of[most] = {};
+    typename J::Total totals[most];
+    const int64_t first = k * planes.group, channels = planes.channels_of(k);
+    for (int64_t c = 0; J::kBegins && c < channels; ++c) job.begin(first + c, &of[c]);
+    Group<most, J> group(planes, job, k, of);
+    for (int64_t i = 0; job.sums() && i < planes.pieces; ++i) {
+      typename PlaneWalk<most>::Out out[most];
+      group.sum(i, out);
+      for (int64_t c = 0; c < channels; ++c)
+        totals[c].add(out[c].count, out[c].center, out[c].sums[0], out[c].sums[1]);
     }
-    job.finish(c, total, &of);
-    if (!job.maps()) return;
-    const Wide wide = splat(of);
-    for (int64_t i = 0; i < planes.pieces; ++i) map_piece(job, planes.piece(c, i, wide));
+    for (int64_t c = 0; c < channels; ++c) job.finish(first + c, totals[c], &of[c]);
+    group.spread(of);
+    for (int64_t i = 0; job.maps() && i < planes.pieces; ++i) group.map(i);
   };
 #pragma omp parallel for schedule(static) if (threads)
-  for (int64_t c = 0; c < planes.p.channels; ++c) run(work, c);
+  for (int64_t k = 0; k < planes.groups; ++k) run(work, k);
 }
 
 // Too few channels for that: all threads sum pieces, then channels, then map pieces.
-template <typename J> void by_pieces(const Planes& planes, const J& job) {
-  const int64_t channels = planes.p.channels, tasks = channels * planes.pieces;
-  const int64_t across = planes.across;
-  Scratch<PlaneWalk::Out> sums(tasks);
+template <int most, typename J> void by_pieces(const Planes& planes, const J& job) {
+  using Out = typename PlaneWalk<most>::Out;
+  const int64_t channels = planes.p.channels, tasks = planes.groups * planes.pieces;
+  const int64_t across = planes.across, groups = planes.groups, group = planes.group;
+  Scratch<Out> sums(channels * planes.pieces);  // a group's channels are neighbours
   Scratch<Coefficients> of(channels);
+  for (int64_t c = 0; c < channels; ++c) {
+    of.data[c] = {};
+    if (J::kBegins) job.begin(c, &of.data[c]);
+  }
+  auto out = [&](int64_t k, int64_t piece) {
+    return sums.data + k * group * planes.pieces + piece * planes.channels_of(k);
+  };
   // tasks in the order of memory
-  auto channel = [=](int64_t task) { return task / across % channels; };
-  auto piece = [=](int64_t task) { return task / across / channels * across + task % across; };
-  auto sum = [&](int64_t t) {
-    const int64_t c = channel(t), i = piece(t);
-    job.sum_part(planes.piece(c, i, splat(of.data[c])), &sums.data[c * planes.pieces + i]);
+  auto task_group = [=](int64_t task) { return task / across % groups; };
+  auto task_piece = [=](int64_t task) { return task / across / groups * across + task % across; };
+  auto sum = [&](int64_t task) {
+    const int64_t k = task_group(task), i = task_piece(task);
+    Group<most, J>(planes, job, k, of.data + k * group).sum(i, out(k, i));
   };
   auto finish = [&](int64_t c) {
     typename J::Total total;
-    const PlaneWalk::Out* out = sums.data + c * planes.pieces;
-    for (int64_t i = 0; job.sums() && i < planes.pieces; ++i)
-      total.add(out[i].count, out[i].center, out[i].sums[0], out[i].sums[1]);
+    for (int64_t i = 0; job.sums() && i < planes.pieces; ++i) {
+      const Out& part = out(c / group, i)[c % group];
+      total.add(part.count, part.center, part.sums[0], part.sums[1]);
+    }
     job.finish(c, total, &of.data[c]);
   };
-  auto map = [&](int64_t t) {
-    const int64_t c = channel(t);
-    map_piece(job, planes.piece(c, piece(t), splat(of.data[c])));
+  auto map = [&](int64_t task) {
+    const int64_t k = task_group(task);
+    Group<most, J>(planes, job, k, of.data + k * group).map(task_piece(task));
   };
-  for (int64_t c = 0; c < channels; ++c) {
-    of.data[c] = {};
-    job.begin(c, &of.data[c]);
-  }
 #pragma omp parallel
   {
     if (job.sums()) {
@@ -166,15 +204,8 @@ template <int vectors, typename L> struct ColumnWalk {
   const float* table;  // of coefficients
 
   template <typename F> void operator()(F f) const {
-    for (int64_t row = begin; row < end; ++row) {
-      const int64_t at = row * width + column;
-      f(at, lanes, 0);
-      if constexpr (vectors >= 4) f(at + W, lanes, 1), f(at + 2 * W, lanes, 2), f(at + 3 * W, lanes, 3);
-      if constexpr (vectors == 8) {
-        f(at + 4 * W, lanes, 4), f(at + 5 * W, lanes, 5);
-        f(at + 6 * W, lanes, 6), f(at + 7 * W, lanes, 7);
-      }
-    }
+    for (int64_t row = begin; row < end; ++row)
+      for (int k = 0; k < vectors; ++k) f(row * width + column + k * W, lanes, k);
     for (int64_t i = 0; i < vectors * W && i < rest; i += W) {
       const int64_t at = end * width + column + i;
       if (rest - i >= W) f(at, lanes, static_cast<int>(i / W));
@@ -223,19 +254,25 @@ struct Columns {
 template <typename J> void by_columns(const Columns& m, const J& job, bool threads) {
   const int64_t width = m.width, pieces = m.pieces, channels = m.p.channels;
   Scratch<Coefficients> of(channels);
-  Scratch<float> table(kCoefficients * width);      // the coefficients of each column
+  Scratch<float> table(5 * width);  // the coefficients of each column
   Scratch<float> sums(job.sums() ? 3 * pieces * width : 0);
 
   auto spread = [&](int64_t c) {  // a channel's coefficients to its columns
-    const Coefficients& from = of.data[c];
-    const float values[] = {from.mean, from.scale, from.beta, from.mean_g, from.slope};
-    for (int64_t k = 0; k < kCoefficients; ++k)
-      for (int64_t f = 0; f < m.fold; ++f)
-        for (int64_t s = 0; s < m.p.plane; ++s)
-          table.data[k * width + f * m.columns + c * m.p.plane + s] = values[k];
+    const Coefficients from = of.data[c];
+    float* const to = table.data + c * m.p.plane;
+    for (int64_t f = 0; f < m.fold; ++f)
+      for (int64_t s = 0; s < m.p.plane; ++s) {
+        float* const at = to + f * m.columns + s;
+        at[0] = from.mean;
+        at[width] = from.scale;
+        at[2 * width] = from.beta;
+        at[3 * width] = from.mean_g;
+        at[4 * width] = from.slope;
+      }
   };
   auto begin = [&](int64_t c) {
     of.data[c] = {};
+    if (!J::kBegins) return;
     job.begin(c, &of.data[c]);
     spread(c);
   };
@@ -287,7 +324,7 @@ template <typename J> void by_columns(const Columns& m, const J& job, bool threa
     const J own = job;
     for (int64_t r = row; r < least(row + kMapRows, m.rows + 1); ++r) {
       const int64_t end = least(first + kMapWidth, r < m.rows ? width : m.rest);
-      each(first, end, [=](int64_t column, auto lanes) {
+      each(first, end, [&, r](int64_t column, auto lanes) {
         const ColumnWalk<1, decltype(lanes)> walk{column, 0, 0, width, 0, lanes, coefficients};
         own.map(r * width + column, lanes, walk.wide(0));
       });
@@ -318,11 +355,13 @@ template <typename J> void over_channels(const BatchNorm& p, const J& job) {
   constexpr int64_t kNarrow = 16;  // places
   const bool threads = p.batch * p.channels * p.plane >= kWorthThreads;
   if (p.plane < kNarrow) return by_columns(Columns(p), job, threads);
-  // Whole channels, if that leaves threads idle for less than a sixth of the time.
   const int64_t available = threads && !omp_in_parallel() ? omp_get_max_threads() : 1;
-  const int64_t room = parts_of(p.channels, available) * available;
-  if (6 * p.channels >= 5 * room) by_channels(Planes(p), job, threads);
-  else by_pieces(Planes(p), job);
+  const Planes planes(p, available);
+  // Whole channels, if that leaves threads idle for less than a sixth of the time.
+  const bool whole = 6 * planes.groups >= 5 * parts_of(planes.groups, available) * available;
+  constexpr int kMost = Planes::kMost;
+  if (planes.group == 1) whole ? by_channels<1>(planes, job, threads) : by_pieces<1>(planes, job);
+  else whole ? by_channels<kMost>(planes, job, threads) : by_pieces<kMost>(planes, job);
 }
 
 }  // namespace

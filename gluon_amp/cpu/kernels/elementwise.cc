@@ -77,24 +77,24 @@ template <typename F> void with_function(Unary f, float a, float b, F run) {
 }
 
 void unary(Unary f, const Half* x, Half* y, int64_t n, float a, float b, Write write) {
-  if (write == kNothing) return;
-  const bool add = write == kAdd;
   with_function(f, a, b, [=](auto function) {
-    vectors(n, [=](int64_t i, auto lanes) {
-      put<HalfGrid>(y + i, function.of(load(x + i, lanes)), add, lanes);
+    with_add(write, [=](auto add) {
+      vectors(n, [=](int64_t i, auto lanes) {
+        put<HalfGrid>(y + i, function.of(load(x + i, lanes)), add, lanes);
+      });
     });
   });
 }
 
 void unary_gradient(Unary f, const Half* g, const Half* read, Half* d, int64_t n, float a,
                     float b, Write write) {
-  if (write == kNothing) return;
-  const bool add = write == kAdd;
   if (read == nullptr) read = g;  // of a function whose gradient reads nothing
   with_function(f, a, b, [=](auto function) {
-    vectors(n, [=](int64_t i, auto lanes) {
-      put<HalfGrid>(d + i, function.gradient(load(g + i, lanes), load(read + i, lanes)), add,
-                    lanes);
+    with_add(write, [=](auto add) {
+      vectors(n, [=](int64_t i, auto lanes) {
+        const V v = function.gradient(load(g + i, lanes), load(read + i, lanes));
+        put<HalfGrid>(d + i, v, add, lanes);
+      });
     });
   });
 }
@@ -103,14 +103,14 @@ void unary_gradient(Unary f, const Half* g, const Half* read, Half* d, int64_t n
 
 template <typename F>
 void map_two(const Half* x, const Half* y, Half* out, int64_t n, Write write, F f) {
-  const bool add = write == kAdd;
-  vectors(n, [=](int64_t i, auto lanes) {
-    put<HalfGrid>(out + i, f(load(x + i, lanes), load(y + i, lanes)), add, lanes);
+  with_add(write, [=](auto add) {
+    vectors(n, [=](int64_t i, auto lanes) {
+      put<HalfGrid>(out + i, f(load(x + i, lanes), load(y + i, lanes)), add, lanes);
+    });
   });
 }
 
 void binary(Binary f, const Half* x, const Half* y, Half* out, int64_t n, Write write) {
-  if (write == kNothing) return;
   switch (f) {
     case kSum: return map_two(x, y, out, n, write, [](V a, V b) { return a + b; });
     case kDifference: return map_two(x, y, out, n, write, [](V a, V b) { return a - b; });
@@ -132,7 +132,6 @@ void sum(const Half* const* in, int count, Half* out, int64_t n, Write write) {
 
 void dropout_gradient(const Half* g, const Half* mask, Half* d, int64_t n, float scale,
                       Write write) {
-  if (write == kNothing) return;
   const V factor = splat(scale);
   map_two(g, mask, d, n, write, [=](V v, V m) {
     return if_equal(m, splat(0), splat(0), if_equal(m, splat(1), v, v * factor));

@@ -10,11 +10,14 @@ namespace gluon_amp {
 namespace ISA {
 namespace {
 
-// The polynomial with these coefficients, the highest power's first, at x.
+// The polynomial with these coefficients, the highest power's first, at x. The even and the odd
+// powers are summed each on its own, so that the processor does both at a time.
 template <int n> inline V polynomial(const float (&coefficients)[n], V x) {
-  V sum = splat(coefficients[0]);
-  for (int i = 1; i < n; ++i) sum = sum * x + splat(coefficients[i]);
-  return sum;
+  const V square = x * x;
+  V sum = splat(coefficients[0]), other = splat(coefficients[1]);
+  for (int i = 2; i < n; i += 2) sum = sum * square + splat(coefficients[i]);
+  for (int i = 3; i < n; i += 2) other = other * square + splat(coefficients[i]);
+  return n % 2 ? sum + other * x : sum * x + other;
 }
 
 // exp(x): 0 below -87.3 (where float32 has only subnormals), infinity above 88.37.

@@ -11,10 +11,10 @@ void widen(const Half* from, float* to, int64_t n) {
 }
 
 void narrow(const float* from, Half* to, int64_t n, Write write) {
-  if (write == kNothing) return;
-  const bool add = write == kAdd;
-  vectors(n, [=](int64_t i, auto lanes) {
-    put<HalfGrid>(to + i, load(from + i, lanes), add, lanes);
+  with_add(write, [=](auto add) {
+    vectors(n, [=](int64_t i, auto lanes) {
+      put<HalfGrid>(to + i, load(from + i, lanes), add, lanes);
+    });
   });
 }
 
@@ -25,18 +25,18 @@ struct HalfGridInFloats {
   static V stored(V v) { return half_grid(v); }
 };
 
-template <typename G> void round_to(const float* from, float* to, int64_t n, bool add) {
-  vectors(n, [=](int64_t i, auto lanes) {
-    put<G>(to + i, load(from + i, lanes), add, lanes);
+template <typename G> void round_to(const float* from, float* to, int64_t n, Write write) {
+  with_add(write, [=](auto add) {
+    vectors(n, [=](int64_t i, auto lanes) {
+      put<G>(to + i, load(from + i, lanes), add, lanes);
+    });
   });
 }
 
 void round(Grid grid, const float* from, float* to, int64_t n, Write write) {
-  if (write == kNothing) return;
-  const bool add = write == kAdd;
-  if (grid == kFloat16Grid) round_to<HalfGridInFloats>(from, to, n, add);
-  else if (grid == kBfloat16Grid) round_to<BfloatGrid>(from, to, n, add);
-  else if (add || from != to) round_to<NoGrid>(from, to, n, add);
+  if (grid == kFloat16Grid) round_to<HalfGridInFloats>(from, to, n, write);
+  else if (grid == kBfloat16Grid) round_to<BfloatGrid>(from, to, n, write);
+  else if (write == kAdd || from != to) round_to<NoGrid>(from, to, n, write);
 }
 
 void copy(const void* from, void* to, int64_t bytes) {

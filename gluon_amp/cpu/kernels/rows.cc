@@ -23,10 +23,10 @@ template <int n, typename F> inline Totals<n> row_sums(int64_t width, F f) {
   for (int64_t begin = 0; begin < width; begin += kPiece) {
     Sums<n> sums = {};
     const int64_t length = least(kPiece, width - begin);
-    rectangle(begin, 1, 0, length, [&](int64_t i, auto lanes, int turn) {
+    each_in_turn(begin, length, Part(length % W), [&](int64_t i, auto lanes, int turn) {
       f(i, lanes, turn, &sums);
     });
-    for (int k = 0; k < n; ++k) totals.of[k] += sums.both(k);
+    for (int k = 0; k < n; ++k) totals.of[k] += sums.pair(0, k);
   }
   return totals;
 }

@@ -111,38 +111,51 @@ struct Part {
   int64_t count;
   explicit Part(int64_t n) : count(n) {}
 };
-// to[0..n) = from[0..n), n < 8, without a call
-template <typename T> inline void copy_few(T* to, const T* from, int64_t n) {
-  if (n & 4) std::memcpy(to, from, 4 * sizeof(T)), to += 4, from += 4;
-  if (n & 2) std::memcpy(to, from, 2 * sizeof(T)), to += 2, from += 2;
-  if (n & 1) *to = *from;
+// -1 in the first n of 8 (or of 4) lanes
+inline __m256i first_of_8(int64_t n) {
+  static const int32_t lanes[16] = {-1, -1, -1, -1, -1, -1, -1, -1};
+  return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(lanes + 8 - n));
 }
+inline __m128i first_of_4(int64_t n) { return _mm256_castsi256_si128(first_of_8(n)); }
 inline V load(const float* p, Whole) { return _mm256_loadu_ps(p); }
 inline V load(const Half* p, Whole) {
   return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
 }
-template <typename T> inline V load(const T* p, Part part) {
-  T few[W] = {};
-  copy_few(few, p, part.count);
-  return load(few, Whole());
+inline V load(const float* p, Part part) {
+  return _mm256_maskload_ps(p, first_of_8(part.count));
+}
+// Two halves at a time, as integers; then the last one, if their number is odd.
+inline V load(const Half* p, Part part) {
+  __m128i v = _mm_maskload_epi32(reinterpret_cast<const int*>(p), first_of_4(part.count / 2));
+  if (part.count & 1) {
+    static const Half lane[15] = {0, 0, 0, 0, 0, 0, 0, 0xffff};  // of the last one
+    const __m128i here = _mm_loadu_si128(reinterpret_cast<const __m128i*>(lane + 8 - part.count));
+    const __m128i last = _mm_set1_epi16(static_cast<int16_t>(p[part.count - 1]));
+    v = _mm_or_si128(v, _mm_and_si128(here, last));
+  }
+  return _mm256_cvtph_ps(v);
 }
 inline __m128i halves(V v) { return _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT); }
 inline void store(float* p, V v, Whole) { _mm256_storeu_ps(p, v); }
 inline void store(Half* p, V v, Whole) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), halves(v));
 }
-template <typename T> inline void store(T* p, V v, Part part) {
-  T few[W];
-  store(few, v, Whole());
-  copy_few(p, few, part.count);
+inline void store(float* p, V v, Part part) {
+  _mm256_maskstore_ps(p, first_of_8(part.count), v);
+}
+inline void store(Half* p, V v, Part part) {
+  const __m128i h = halves(v);
+  _mm_maskstore_epi32(reinterpret_cast<int*>(p), first_of_4(part.count / 2), h);
+  if (part.count & 1) {
+    Half lanes[W];
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(lanes), h);
+    p[part.count - 1] = lanes[part.count - 1];
+  }
 }
 inline V half_grid(V v) { return _mm256_cvtph_ps(halves(v)); }
 inline V splat(float s) { return _mm256_set1_ps(s); }
 inline V only(V v, Part part, V otherwise = splat(0)) {
-  static const int32_t masks[2 * W] = {-1, -1, -1, -1, -1, -1, -1, -1, 0, 0, 0, 0, 0, 0, 0, 0};
-  const __m256i mask =
-      _mm256_loadu_si256(reinterpret_cast<const __m256i*>(masks + W - part.count));
-  return _mm256_blendv_ps(otherwise, v, _mm256_castsi256_ps(mask));
+  return _mm256_blendv_ps(otherwise, v, _mm256_castsi256_ps(first_of_8(part.count)));
 }
 inline V larger(V a, V b) { return _mm256_max_ps(a, b); }
 inline V smaller(V a, V b) { return _mm256_min_ps(a, b); }
@@ -185,24 +198,29 @@ struct Part {  // of a vector of one element: nothing, so no loop makes one
 inline uint32_t bits_of(float f) { uint32_t u; std::memcpy(&u, &f, 4); return u; }
 inline float float_of(uint32_t u) { float f; std::memcpy(&f, &u, 4); return f; }
 
+// Both conversions compute all cases and then choose: without branches the compiler can do
+// several at a time. The comparisons are of positive integers, signed as SSE2 has them.
 inline Half half_of(float f) {
-  const uint32_t sign = bits_of(f) >> 16 & 0x8000u;
-  uint32_t u = bits_of(f) & 0x7fffffffu;
-  if (u > 0x7f800000u)                                    // NaN, quiet, with its upper bits:
-    return static_cast<Half>(sign | 0x7e00u | (u >> 13 & 0x1ffu));  // as the processors do it
-  if (u >= 0x47800000u) return static_cast<Half>(sign | 0x7c00u);   // 2^16 and up: infinity
-  if (u < 0x38800000u)                                    // below 2^-14: subnormal.
-    return static_cast<Half>(                             // adding rounds at 2^-24
-        sign | (bits_of(float_of(u) + 0.5f) - bits_of(0.5f)));
-  u += 0xfffu + (u >> 13 & 1);                            // ties to even; may carry to infinity
-  return static_cast<Half>(sign | (u - 0x38000000u) >> 13);
+  const int32_t u = static_cast<int32_t>(bits_of(f) & 0x7fffffffu);
+  const int32_t normal = (u + 0xfff + (u >> 13 & 1) - 0x38000000) >> 13;  // ties to even
+  const int32_t subnormal =  // adding 0.5 rounds at 2^-24
+      static_cast<int32_t>(bits_of(float_of(static_cast<uint32_t>(u)) + 0.5f) - bits_of(0.5f));
+  const int32_t nan = 0x7e00 | (u >> 13 & 0x1ff);  // quiet, with its upper bits
+  const int32_t small = u < 0x38800000 ? subnormal : normal;     // below 2^-14
+  const int32_t finite = u >= 0x47800000 ? 0x7c00 : small;       // 2^16 and up: infinity
+  const int32_t all = u > 0x7f800000 ? nan : finite;
+  return static_cast<Half>(all | static_cast<int32_t>(bits_of(f) >> 16 & 0x8000u));
 }
 inline V load(const float* p, Whole) { return *p; }
 inline V load(const Half* p, Whole) {
-  const uint32_t u = (*p & 0x7fffu) << 13, sign = (*p & 0x8000u) << 16;
-  if (u > 0x0f800000u) return float_of(sign | u | 0x7fc00000u);   // NaN, made quiet
-  if (u == 0x0f800000u) return float_of(sign | 0x7f800000u);      // infinity
-  return float_of(sign | bits_of(float_of(u) * 0x1p112f));        // rebias the exponent
+  const int32_t u = (*p & 0x7fff) << 13;
+  const uint32_t sign = static_cast<uint32_t>(*p & 0x8000) << 16;
+  const int32_t normal = u + 0x38000000;  // another exponent
+  const int32_t subnormal = static_cast<int32_t>(
+      bits_of(float_of(static_cast<uint32_t>(u + 0x38800000)) - 0x1p-14f));
+  const int32_t endless = (u + 0x70000000) | (u > 0x0f800000 ? 0x400000 : 0);  // NaNs made quiet
+  const int32_t finite = u < 0x00800000 ? subnormal : normal;
+  return float_of(sign | static_cast<uint32_t>(u >= 0x0f800000 ? endless : finite));
 }
 inline void store(float* p, V v, Whole) { *p = v; }
 inline void store(Half* p, V v, Whole) { *p = half_of(v); }
@@ -256,7 +274,8 @@ template <int n, int turns = 2> struct Sums {
   void add_product(int turn, int i, V a, V b) {
     part[turn][i] = plus_product(part[turn][i], a, b);
   }
-  double both(int i) const { return total(part[0][i] + part[1][i]); }  // of two turns
+  // the total of the turns 2 * k and 2 * k + 1
+  double pair(int k, int i) const { return total(part[2 * k][i] + part[2 * k + 1][i]); }
 };
 
 // ---- grids -------------------------------------------------------------------
@@ -294,9 +313,17 @@ template <typename F> inline void with_grid(Grid grid, F f) {
   else f(NoGrid());
 }
 
+// Yes or No for `add` below, where a loop of its own for each is worth its code.
+struct Yes { constexpr operator bool() const { return true; } };
+struct No { constexpr operator bool() const { return false; } };
+template <typename F> inline void with_add(Write write, F f) {
+  if (write == kAdd) f(Yes());
+  else if (write == kStore) f(No());
+}
+
 // Rounds v and writes or adds it.
-template <typename G, typename L>
-inline void put(typename G::T* to, V v, bool add, L lanes) {
+template <typename G, typename A, typename L>
+inline void put(typename G::T* to, V v, A add, L lanes) {
   if (add) v = load(to, lanes) + G::round(v);
   store(to, G::stored(v), lanes);
 }
@@ -318,22 +345,16 @@ template <typename F> inline void each(int64_t begin, int64_t end, F f) {
   if (W > 1 && i < end) f(i, Part(end - i));
 }
 
-// The same for `rows` rows of `length`, `distance` apart. The third argument of f is 0 or 1 in
-// turn: which of two sums to add to.
-template <typename F>
-inline void rectangle(int64_t first, int64_t rows, int64_t distance, int64_t length, F f) {
-  const int64_t whole = length / W * W;
-  const Part part(length - whole);
-  for (int64_t row = 0; row < rows; ++row) {
-    int64_t i = first + row * distance;
-    const int64_t end = i + whole;
-    for (; i + 2 * W <= end; i += 2 * W) {
-      f(i, Whole(), 0);
-      f(i + W, Whole(), 1);
-    }
-    if (i < end) f(i, Whole(), 0);
-    if (W > 1 && whole < length) f(end, part, 1);
+// The same; the third argument of f is 0 or 1 in turn: which of two sums to add to.
+template <typename F> inline void each_in_turn(int64_t begin, int64_t length, Part part, F f) {
+  int64_t i = begin;
+  const int64_t whole = length / W * W, end = begin + whole;
+  for (; i + 2 * W <= end; i += 2 * W) {
+    f(i, Whole(), 0);
+    f(i + W, Whole(), 1);
   }
+  if (i < end) f(i, Whole(), 0);
+  if (W > 1 && whole < length) f(end, part, 1);
 }
 
 // f(arguments...), for the bodies of parallel loops. Told that nothing is thrown, the compiler
