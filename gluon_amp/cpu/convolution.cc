@@ -4,7 +4,7 @@
 // widened once; their gradient is added up in float32 over the pieces and rounded once.
 #include <algorithm>
 
-#include "engine.h"
+#include "own.h"
 
 namespace gluon_amp {
 namespace {
@@ -62,8 +62,6 @@ struct Convolution {
   }
 };
 
-}  // namespace
-
 bool run_convolution(const Call& call, bool backward) {
   const TBlob& x = call.in[backward ? 1 : 0];
   const TBlob& y = backward ? call.in[0] : call.out[0];
@@ -114,6 +112,15 @@ bool run_convolution(const Call& call, bool backward) {
   for (size_t i = 0; i < gradients.size(); ++i)
     narrow(gradients[i], call.out[i + 1], call.write(i + 1));
   return true;
+}
+
+bool forward(const Call& call) { return run_convolution(call, false); }
+bool backward(const Call& call) { return run_convolution(call, true); }
+
+}  // namespace
+
+void add_convolution(Rows& rows) {
+  rows.insert({{"Convolution", {forward, 1}}, {"_backward_Convolution", {backward, 2}}});
 }
 
 }  // namespace gluon_amp

@@ -136,8 +136,6 @@ struct OwnCode {
 };
 const OwnCode* own_code(const std::string& name);
 
-bool run_convolution(const Call& call, bool backward);  // convolution.cc
-
 // ---- what the library offers to Python (library.py) ------------------------------------
 
 // Registers `_gluon_amp_X` for each of these operators that can have one. Returns how many.

@@ -135,7 +135,8 @@ template <int most, typename J> void by_channels(const Planes& planes, const J& 
     }
     for (int64_t c = 0; c < channels; ++c) job.finish(first + c, totals[c], &of[c]);
     group.spread(of);
-    for (int64_t i = 0; job.maps() && i < planes.pieces; ++i) group.map(i);
+    // backwards: what was read last is in the cache, even if the whole channel is not
+    for (int64_t i = planes.pieces; job.maps() && i-- > 0;) group.map(i);
   };
 #pragma omp parallel for schedule(static) if (threads)
   for (int64_t k = 0; k < planes.groups; ++k) run(work, k);

@@ -99,7 +99,7 @@ template <typename F> void tiles(const Blocks& b, bool overlap, F tile) {
         tile(plain + s, blocked + s * b.block, channels, lanes, places, channel_lanes);
       };
       for (int64_t s = begin; s < end; s += W) {
-        if (overlap && end - s < W && end >= W) s = end - W;
+        if (overlap && end - s < W && end - begin >= W) s = end - W;
         const int64_t left = end - s;
         if (b.tile() < W && left < W) at(s, count, Part(left), left, Part(b.tile()));
         else if (b.tile() < W) at(s, count, Whole(), W, Part(b.tile()));

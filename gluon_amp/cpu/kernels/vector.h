@@ -11,11 +11,15 @@
 #include <cstring>
 
 #if defined(__AVX512F__) || defined(__F16C__)
-#pragma GCC diagnostic push  // GCC 12 warns of its own header wherever it is used
+#ifdef __clang__
+#include <immintrin.h>
+#else  // GCC 12 warns of its own header wherever it is used
+#pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wuninitialized"
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #include <immintrin.h>
 #pragma GCC diagnostic pop
+#endif
 #endif
 
 #include "kernels.h"

@@ -1,0 +1,77 @@
+// Dropout.
+//
+// MXNet's code draws the mask. Its state only tells its backward pass whether anything was
+// dropped, and forgets that after the first one; here the mask tells: 1 where nothing was.
+
+#include <algorithm>
+
+#include "own.h"
+
+namespace gluon_amp {
+namespace {
+
+float scale_of(const NodeAttrs& attrs) { return 1.0f / (1.0f - number(attrs, "p", 0.5f)); }
+
+bool dropout(const Call& call) {
+  const float p = number(call.attrs, "p", 0.5f);
+  const bool drops = p > 0 && (call.context.is_train || word(call.attrs, "mode", "") == "always");
+  mxnet::ShapeVector shapes{call.in[0].shape_};
+  const std::vector<int> types{mshadow::kFloat32};
+  const OpStatePtr state =
+      call_theirs<OpStatePtr, const NodeAttrs&, mxnet::Context, const mxnet::ShapeVector&,
+                  const std::vector<int>&>(call.of.create_state, call.attrs,
+                                           call.context.run_ctx.ctx, shapes, types);
+  run(call, false, {}, &state, nullptr);
+  if (!drops && call.out.size() > 1 && call.write(1) != kNothing) {
+    const TBlob& mask = call.out[1];
+    if (is_half(mask)) std::fill_n(halves(mask), size(mask), Half(0x3c00));
+    else if (is_float(mask)) std::fill_n(floats(mask), size(mask), 1.0f);
+  }
+  return true;
+}
+
+// A mask of another shape is shared along its axes: MXNet's multiplication of arrays does it.
+bool dropout_gradient(const Call& call) {  // gradient, mask
+  const TBlob &g = call.in[0], &mask = call.in[1], &d = call.out[0];
+  const float scale = scale_of(call.attrs);
+  if (call.write(0) == kNothing) return true;
+  if (all_half(call) && g.shape_ == mask.shape_) {
+    kernels->dropout_gradient(halves(g), halves(mask), halves(d), size(d), scale, call.write(0));
+    return true;
+  }
+  // any shape and type: one value after another
+  std::vector<int64_t> stride(g.ndim());
+  int64_t step = 1;
+  for (int i = g.ndim(); i-- > 0;) {
+    stride[i] = mask.shape_[i] == 1 ? 0 : step;
+    step *= mask.shape_[i];
+  }
+  Lease lease;
+  const int64_t n = size(d);
+  float* out = lease.memory(n);
+  float* m = lease.memory(size(mask));
+  if (is_half(g)) kernels->widen(halves(g), out, n);
+  else kernels->round(call.rounding.grid, floats(g), out, n, kStore);
+  if (is_half(mask)) kernels->widen(halves(mask), m, size(mask));
+  else kernels->copy(mask.dptr_, m, size(mask) * sizeof(float));
+  for (int64_t i = 0; i < n; ++i) {
+    int64_t rest = i, at = 0;
+    for (int k = g.ndim(); k-- > 0;) {
+      at += rest % g.shape_[k] * stride[k];
+      rest /= g.shape_[k];
+    }
+    out[i] *= m[at] == 0 || m[at] == 1 ? m[at] : scale;
+  }
+  if (is_half(d)) kernels->narrow(out, halves(d), n, call.write(0));
+  else kernels->round(call.rounding.grid, out, floats(d), n, call.write(0));
+  return true;
+}
+
+}  // namespace
+
+void add_dropout(Rows& rows) {
+  rows.insert({
+      {"Dropout", {dropout, 1}}, {"_backward_Dropout", {dropout_gradient, 1}}});
+}
+
+}  // namespace gluon_amp

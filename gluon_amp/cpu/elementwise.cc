@@ -1,0 +1,102 @@
+// Operators of one value at a time that have code of their own: activations, arithmetic.
+#include "own.h"
+
+namespace gluon_amp {
+namespace {
+
+bool unary(const Call& call, Unary f, float a = 0, float b = 0) {
+  if (!all_half(call)) return false;
+  kernels->unary(f, halves(call.in[0]), halves(call.out[0]), size(call.out[0]), a, b,
+                 call.write(0));
+  return true;
+}
+
+// in[0] is the gradient; `read`: the input that holds x or y, whichever the kernel reads
+bool unary_gradient(const Call& call, Unary f, size_t read, float a = 0, float b = 0) {
+  if (!all_half(call)) return false;
+  kernels->unary_gradient(f, halves(call.in[0]), read ? halves(call.in[read]) : nullptr,
+                          halves(call.out[0]), size(call.out[0]), a, b, call.write(0));
+  return true;
+}
+
+bool relu(const Call& call) { return unary(call, kReluOf); }
+bool relu_gradient(const Call& call) { return unary_gradient(call, kReluOf, 1); }
+bool sigmoid(const Call& call) { return unary(call, kSigmoidOf); }
+bool sigmoid_gradient(const Call& call) { return unary_gradient(call, kSigmoidOf, 1); }
+bool tanh(const Call& call) { return unary(call, kTanhOf); }
+bool tanh_gradient(const Call& call) { return unary_gradient(call, kTanhOf, 1); }
+
+bool activation(const Call& call) {
+  const std::string type = word(call.attrs, "act_type", "");
+  return type == "relu"      ? relu(call)
+         : type == "sigmoid" ? sigmoid(call)
+         : type == "tanh"    ? tanh(call)
+                             : false;
+}
+
+bool activation_gradient(const Call& call) {  // of y; of y and x for all but relu
+  const std::string type = word(call.attrs, "act_type", "");
+  return type == "relu"      ? relu_gradient(call)
+         : type == "sigmoid" ? sigmoid_gradient(call)
+         : type == "tanh"    ? tanh_gradient(call)
+                             : false;
+}
+
+bool leaky(const Call& call) {
+  const std::string type = word(call.attrs, "act_type", "leaky");
+  const float slope = number(call.attrs, "slope", 0.25f);
+  if (type == "gelu") return unary(call, kGeluOf);
+  return type == "leaky" && slope > 0 && unary(call, kLeakyOf, slope);
+}
+
+bool leaky_gradient(const Call& call) {  // gradient, x, y
+  const std::string type = word(call.attrs, "act_type", "leaky");
+  const float slope = number(call.attrs, "slope", 0.25f);
+  if (call.in.size() != 3) return false;
+  if (type == "gelu") return unary_gradient(call, kGeluOf, 1);
+  return type == "leaky" && slope > 0 && unary_gradient(call, kLeakyOf, 2, slope);
+}
+
+bool clip(const Call& call) {
+  return unary(call, kClipOf, number(call.attrs, "a_min", 0), number(call.attrs, "a_max", 0));
+}
+
+bool clip_gradient(const Call& call) {
+  return unary_gradient(call, kClipOf, 1, number(call.attrs, "a_min", 0),
+                        number(call.attrs, "a_max", 0));
+}
+
+template <Unary f, int sign>
+bool with_scalar(const Call& call) {
+  return unary(call, f, sign * number(call.attrs, "scalar", 1));
+}
+
+template <Binary f>
+bool binary(const Call& call) {
+  if (!all_half(call)) return false;
+  kernels->binary(f, halves(call.in[0]), halves(call.in[1]), halves(call.out[0]),
+                  size(call.out[0]), call.write(0));
+  return true;
+}
+
+}  // namespace
+
+void add_elementwise(Rows& rows) {
+  rows.insert({
+      {"relu", {relu, 1}}, {"_backward_relu", {relu_gradient, 2}}, {"sigmoid", {sigmoid, 1}},
+      {"_backward_sigmoid", {sigmoid_gradient, 2}}, {"tanh", {tanh, 1}},
+      {"_backward_tanh", {tanh_gradient, 2}}, {"Activation", {activation, 1}},
+      {"_backward_Activation", {activation_gradient, 2}}, {"LeakyReLU", {leaky, 1}},
+      {"_backward_LeakyReLU", {leaky_gradient, 2}}, {"clip", {clip, 1}},
+      {"_backward_clip", {clip_gradient, 2}}, {"_mul_scalar", {with_scalar<kTimes, 1>, 1}},
+      {"_backward_mul_scalar", {with_scalar<kTimes, 1>, 1}},
+      {"_div_scalar", {with_scalar<kOverOf, 1>, 1}},
+      {"_backward_div_scalar", {with_scalar<kOverOf, 1>, 1}},
+      {"_plus_scalar", {with_scalar<kPlus, 1>, 1}},
+      {"_minus_scalar", {with_scalar<kPlus, -1>, 1}},
+      {"_rminus_scalar", {with_scalar<kFromOf, 1>, 1}}, {"elemwise_add", {binary<kSum>, 2}},
+      {"_grad_add", {binary<kSum>, 2}}, {"elemwise_sub", {binary<kDifference>, 2}},
+      {"elemwise_mul", {binary<kProduct>, 2}}, {"elemwise_div", {binary<kQuotient>, 2}}});
+}
+
+}  // namespace gluon_amp

@@ -1,0 +1,26 @@
+// Operators that have code of their own, since they compute little for each byte that they read.
+//
+// Each function reads an operator's attributes and calls a kernel. Where it returns false, the
+// generic operator runs: it is right for every case, and the tests hold each row against it. A file
+// for each kind of operator adds its rows.
+#pragma once
+#include <algorithm>
+
+#include "engine.h"
+
+namespace gluon_amp {
+
+using Rows = std::map<std::string, OwnCode>;
+
+void add_convolution(Rows& rows);
+void add_copies(Rows& rows);
+void add_dropout(Rows& rows);
+void add_elementwise(Rows& rows);
+void add_norms(Rows& rows);
+
+inline bool all_half(const Call& call) {
+  return std::all_of(call.in.begin(), call.in.end(), is_half) &&
+         std::all_of(call.out.begin(), call.out.end(), is_half);
+}
+
+}  // namespace gluon_amp

@@ -1,0 +1,326 @@
+"""Converted networks on a CPU: the same bits however their memory is planned and however often a
+graph is walked back; nothing outside of them changes."""
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import gluon_amp as amp
+import networks
+import numpy as np
+import pytest
+from gluon_amp._mxnet import mx
+from gluon_amp.cpu.graph import for_cpu
+from gluon_amp.graph import Graph
+from halves import assert_half, halves, run
+from mxnet import autograd, gluon, nd
+from mxnet.gluon import nn, rnn
+
+sym = mx.sym
+X = sym.var("x")
+FLAGS = [{}, {"static_alloc": True}, {"static_alloc": True, "static_shape": True},
+         {"inline_limit": 0}]
+
+
+class Residual(gluon.HybridBlock):
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        with self.name_scope():
+            self.stem, self.one, self.two = (nn.Conv2D(16, 3, padding=1) for _ in range(3))
+            self.first, self.second = nn.BatchNorm(), nn.BatchNorm()
+            self.out = nn.Dense(5)
+
+    def hybrid_forward(self, F, x):
+        x = self.stem(x)
+        h = F.relu(self.first(self.one(x)))
+        return self.out(F.relu(self.second(self.two(h)) + x))
+
+
+def plain():
+    net = nn.HybridSequential()
+    net.add(nn.Conv2D(8, 3, padding=1), nn.BatchNorm(), nn.Activation("relu"), nn.MaxPool2D(),
+            nn.Conv2D(12, 3), nn.LeakyReLU(0.1), nn.GlobalAvgPool2D(), nn.Dropout(0.3),
+            nn.Dense(4))
+    return net
+
+
+def attention_inputs(rng):
+    return [nd.array(rng.standard_normal((2, 5, 32))), nd.ones((2, 1, 5))]
+
+
+# MXNet's own Dropout forgets its mask after the first backward pass: of the attention network, all
+# is float16 here, where Dropout is ours.
+NETS = {"plain": (plain, networks.images(12), "float16"),
+        "residual": (Residual, networks.images(9), "float16"),
+        "attention": (networks.Encoder, attention_inputs, "pure_float16"),
+        "attention in parts": (networks.SelfAttention, networks.floats(5, 2, 32), "float16"),
+        "lstm": (lambda: rnn.LSTM(8, 2, input_size=6, bidirectional=True),
+                 networks.floats(5, 2, 6), "float16"),
+        "bfloat16": (Residual, networks.images(9), "mixed_bfloat16")}
+
+
+def converted(name, rng=None, **flags):
+    make, inputs, policy = NETS[name]
+    mx.random.seed(1)
+    np.random.seed(1)
+    net = make()
+    net.initialize(mx.init.Xavier())
+    amp.convert(net, policy)
+    net.hybridize(**flags)
+    inputs = inputs(rng or np.random.default_rng(7))
+    net(*inputs)
+    return net, inputs
+
+
+def trained(name, request, flags):
+    """Outputs and gradients of three steps, each walked back twice, and what batch norms have."""
+    net, inputs = converted(name, **flags)
+    parameters = [p for p in net.collect_params().values() if p.grad_req != "null"]
+    for parameter in parameters:
+        parameter.grad_req = request
+    inputs[0].attach_grad(request)
+    found = []
+    for step in range(3):
+        mx.random.seed(step)
+        with autograd.record():
+            out = net(*inputs)
+        head = nd.array(np.random.default_rng(step).standard_normal(out.shape), dtype=out.dtype)
+        found.append(out.asnumpy())
+        for retain in (True, False):
+            out.backward(head, retain_graph=retain)
+            found += [p.grad().asnumpy() for p in parameters] + [inputs[0].grad.asnumpy()]
+    return len(parameters) + 1, found + [p.data().asnumpy() for n, p in
+                                         net.collect_params().items() if "running" in n]
+
+
+@pytest.mark.parametrize("request_", ["write", "add"])
+@pytest.mark.parametrize("name", NETS)
+def test_memory_plans_change_no_bit(name, request_):
+    _, expected = trained(name, request_, FLAGS[0])
+    for flags in FLAGS[1:]:
+        _, found = trained(name, request_, flags)
+        assert len(found) == len(expected)
+        for one, other in zip(found, expected):
+            assert np.array_equal(one, other)
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_a_retained_graph_walks_back_to_the_same_bits(name):
+    count, found = trained(name, "write", {})
+    for step in range(3):
+        first = 1 + step * (1 + 2 * count)
+        once, twice = found[first:first + count], found[first + count:first + 2 * count]
+        assert any(g.any() for g in once)
+        for one, other in zip(once, twice):
+            assert np.array_equal(one, other)
+
+
+def test_gradients_that_are_asked_for_are_those_of_backward(rng):
+    net, inputs = converted("residual", rng)
+    inputs[0].attach_grad()
+    weight = net.stem.weight
+    results = []
+    for step in range(2):
+        with autograd.record():
+            loss = (net(*inputs) ** 2).sum()
+        if step == 0:
+            results.append(autograd.grad(loss, [inputs[0], weight.data()]))
+        else:
+            loss.backward()
+            results.append([inputs[0].grad, weight.grad()])
+    for one, other in zip(*results):
+        assert np.array_equal(one.asnumpy(), other.asnumpy())
+        assert one.asnumpy().any()
+
+
+SECOND = ["sigmoid", "exp", "tanh", "sin", "square", "log", "sqrt", "arctan", "reciprocal"]
+
+
+@pytest.mark.parametrize("name", SECOND)
+def test_second_derivatives_where_mxnet_has_them(name, rng):
+    """Off from float32's by the rounding of what lies between."""
+    values = rng.uniform(0.1, 0.9, (3, 4)).astype(np.float16)
+    symbol = getattr(sym, name)(X)
+    results = []
+    for dtype in ("float32", "float16"):
+        graph = symbol if dtype == "float32" else \
+            for_cpu(Graph.read(symbol), {"x": "float16"}).symbol()
+        op = nd.CachedOp(graph, [("data_indices", [0]), ("param_indices", [])])
+        x = nd.array(values, dtype=dtype)
+        x.attach_grad()
+        with autograd.record():
+            slope = autograd.grad(op(x), x, create_graph=True, retain_graph=True)[0]
+        slope.backward()
+        results.append((slope.asnumpy(), x.grad.asnumpy()))
+    for wide, half in zip(*results):
+        assert half.dtype == np.float16
+        np.testing.assert_allclose(half, wide, rtol=8e-3, atol=1e-3)
+
+
+def test_a_product_of_itself_has_the_gradients_of_its_factors(rng):
+    x = halves(rng, 5, 7)
+    head = halves(rng, 5, 7)
+    (cube,), gradients = run(X * X * X, {"x": x}, [head])
+    wide = x.astype(float)
+    square = (wide * wide).astype(np.float16).astype(float)
+    assert_half(cube, square * wide)
+    assert_close(gradients["x"], 3 * head * wide ** 2)
+
+
+def assert_close(ours, expected):
+    np.testing.assert_allclose(ours.astype(float), expected, rtol=4e-3, atol=1e-3)
+
+
+def test_two_threads_may_call_one_network(rng):
+    net, _ = converted("residual", rng)
+    inputs = [networks.images(9)(rng) for _ in range(2)]
+    expected = [net(*x).asnumpy() for x in inputs]
+    wrong, start = [], threading.Barrier(2)
+
+    def work(i):
+        start.wait()
+        for _ in range(50):
+            if not np.array_equal(net(*inputs[i]).asnumpy(), expected[i]):
+                wrong.append(i)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+# ---- what stays as it was --------------------------------------------------------------
+
+
+def test_operators_called_on_halves_outside_of_networks_are_mxnets(rng):
+    x = nd.array(halves(rng, 3, 4), dtype="float16")
+    x.attach_grad()
+    with autograd.record():
+        y = x + x * nd.exp(x)
+    assert {n["op"] for n in json.loads(autograd.get_symbol(y).tojson())["nodes"]} == \
+        {"null", "broadcast_add", "broadcast_mul", "exp"}
+    with pytest.raises(mx.MXNetError, match="dot only supports float32/float64 for CPU"):
+        nd.dot(x, x.T).asnumpy()
+
+
+def test_float32_is_what_it_is_without_gluon_amp():
+    """Bit by bit, with sums of many gradients (MXNet's add_n has our code for halves). What
+    importing gluon_amp sets in the environment, both have."""
+    digests = []
+    for imports in ("import gluon_amp", "import numpy; numpy.bool = bool"):
+        done = subprocess.run([sys.executable, "-W", "ignore", "-c", imports + FLOAT32], text=True,
+                              env={**os.environ, "MXNET_SAFE_ACCUMULATION": "1"}, timeout=120,
+                              capture_output=True, cwd=Path(amp.__file__).parents[1])
+        assert done.returncode == 0, done.stderr
+        digests.append(done.stdout.split()[-1])
+    assert digests[0] == digests[1]
+
+
+FLOAT32 = """
+import hashlib
+import sys
+import mxnet as mx
+import numpy as np
+from mxnet import autograd, gluon, nd
+assert ("gluon_amp" in sys.modules) == ("gluon_amp" in globals())
+mx.random.seed(1)
+np.random.seed(1)
+net = gluon.nn.HybridSequential()
+net.add(gluon.nn.Conv2D(16, 3, padding=1), gluon.nn.BatchNorm(), gluon.nn.Activation("relu"),
+        gluon.nn.Dropout(0.2), gluon.nn.Dense(7), gluon.nn.LayerNorm(), gluon.nn.Dense(4))
+net.initialize(mx.init.Xavier())
+net.hybridize()
+trainer = gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.1, "momentum": 0.9})
+x = nd.random.normal(shape=(8, 3, 9, 9))
+digest = hashlib.sha256()
+for _ in range(3):
+    with autograd.record():
+        out = net(x)
+        total = out
+        for k in range(12):
+            total = total + out * k
+        loss = nd.add_n(total, out, out * 2, nd.softmax(out)).sum()
+    loss.backward()
+    trainer.step(8)
+    digest.update(loss.asnumpy().tobytes())
+    for p in net.collect_params().values():
+        digest.update(p.data().asnumpy().tobytes())
+print(digest.hexdigest())
+"""
+
+
+@pytest.mark.parametrize("casts", [False, True])
+def test_no_symbol_that_is_saved_holds_our_operators(casts, tmp_path, rng):
+    net, inputs = converted("residual", rng)
+    with autograd.record():
+        net(*inputs).backward()
+    net.export(str(tmp_path / "net"), remove_amp_cast=not casts)
+    saved = (tmp_path / "net-symbol.json").read_text()
+    assert "gluon_amp" not in saved
+    assert {node["op"] for node in json.loads(saved)["nodes"]} >= {"Convolution", "BatchNorm"}
+    assert "gluon_amp" not in net._cached_graph[1].tojson()
+    net.save_parameters(str(tmp_path / "net.params"))
+    assert not [name for name in nd.load(str(tmp_path / "net.params")) if "gluon_amp" in name]
+
+
+def test_a_bound_symbol_shows_and_saves_the_users_operators(tmp_path):
+    out = sym.FullyConnected(sym.Cast(sym.var("data"), dtype="float16"), num_hidden=3, name="fc")
+    out = sym.SoftmaxOutput(sym.Cast(out, dtype="float32"), name="softmax")
+    module = amp.Module(out, context=mx.cpu())
+    module.bind([("data", (4, 5))], [("softmax_label", (4,))])
+    module.init_params()
+    module.forward(mx.io.DataBatch([nd.ones((4, 5))], [nd.zeros(4)]), is_train=True)
+    module.backward()
+    module.save_checkpoint(str(tmp_path / "net"), 1)
+    assert "gluon_amp" not in (tmp_path / "net-symbol.json").read_text()
+    assert "gluon_amp" not in module.symbol.tojson()
+
+
+# ---- sums of gradients -----------------------------------------------------------------
+
+
+def bfloat16(x):
+    bits = np.float32(x).view(np.uint32)
+    bits = bits + np.uint32(0x7FFF) + (bits >> np.uint32(16) & np.uint32(1))
+    return (bits & np.uint32(0xFFFF0000)).view(np.float32)
+
+
+FACTORS = [1, -1, 2, -2, 4, -4, 8, -8, 0.5, -0.5, 0.25]  # like readers would become one
+
+
+@pytest.mark.parametrize("readers", [2, 3, 11])
+def test_a_sum_of_gradients_is_rounded_before_it_is_read(readers, rng):
+    """MXNet sums the gradients of a tensor's readers, in float32 for bfloat16."""
+    h = X * 3
+    symbol = sym.Group([h * factor for factor in FACTORS[:readers]])
+    heads = [bfloat16(rng.integers(128, 256, 300) / 128 * 2.0 ** -rng.integers(0, 5, 300))
+             for _ in range(readers)]
+    arrays = {"x": np.ones(300, np.float16)}
+    _, gradients = run(symbol, arrays, [h.astype(np.float16) for h in heads], grid="bfloat16")
+    total = np.zeros(300, np.float32)  # exact: the heads have few bits
+    for head, factor in zip(heads, FACTORS):
+        total += head * np.float32(factor)
+    expected = bfloat16(bfloat16(total) * 3).astype(np.float16)
+    assert np.array_equal(gradients["x"], expected)
+    assert not np.array_equal(expected, bfloat16(total * 3).astype(np.float16))
+    if readers < 8:  # more than that MXNet adds one by one
+        _, gradients = run(symbol, arrays, [h.astype(np.float16) for h in heads])
+        assert_half(gradients["x"], total.astype(np.float16).astype(float) * 3)
+
+
+def test_each_seed_and_process_gives_the_same_bits():
+    """Nothing depends on where memory lies, or on what it held before."""
+    code = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n" \
+           "import gluon_amp, hashlib, test_engine_networks as nets\n" \
+           "found = nets.trained('residual', 'write', {})[1]\n" \
+           "print(hashlib.sha256(b''.join(a.tobytes() for a in found)).hexdigest())"
+    here = hashlib.sha256(b"".join(a.tobytes() for a in trained("residual", "write", {})[1]))
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], text=True, timeout=120,
+                          capture_output=True, env={**os.environ, "MALLOC_PERTURB_": "165"},
+                          cwd=Path(amp.__file__).parents[1])
+    assert done.stdout.split()[-1:] == [here.hexdigest()], done.stderr

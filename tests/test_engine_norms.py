@@ -1,0 +1,358 @@
+"""Norms and convolutions, which have code of their own: a batch norm is numpy's, moves its
+statistics in its forward pass and once; a layer norm and a convolution are the generic operator's.
+"""
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+from gluon_amp._mxnet import mx
+from gluon_amp.cpu import library
+from gluon_amp.cpu.graph import for_cpu
+from gluon_amp.graph import Graph
+from halves import assert_half, halves, run, stock
+
+sym = mx.sym
+NAMES = ("x", "gamma", "beta", "mean", "var")
+STATIC = (("static_alloc", True), ("static_shape", True))
+
+
+@contextmanager
+def generic_code():
+    mx.nd.waitall()
+    library.table().use_generic_code(1)
+    try:
+        yield
+        mx.nd.waitall()
+    finally:
+        library.table().use_generic_code(0)
+
+
+class Layer:
+    """A CPU graph with its arrays: gradients and statistics stay in them from call to call."""
+
+    def __init__(self, symbol, arrays, request="write", flags=()):
+        types = {name: array.dtype.name for name, array in arrays.items()}
+        names, auxiliary = symbol.list_inputs(), symbol.list_auxiliary_states()
+        self.op = mx.nd.CachedOp(
+            for_cpu(Graph.read(symbol), types).symbol(),
+            [("data_indices", list(range(len(names)))), ("param_indices", []), *flags])
+        self.arrays = {n: mx.nd.array(arrays[n], dtype=arrays[n].dtype) for n in names}
+        for name, array in self.arrays.items():
+            if name not in auxiliary:
+                array.attach_grad(request)
+                array.grad[:] = int(request == "add")
+
+    def __call__(self, training=True, recorded=False):
+        scope = mx.autograd.record if recorded else \
+            mx.autograd.train_mode if training else mx.autograd.predict_mode
+        with scope(training) if recorded else scope():
+            out = self.op(*self.arrays.values())
+        return out if isinstance(out, list) else [out]
+
+    def __getitem__(self, name):
+        return self.arrays[name].asnumpy()
+
+    def gradients(self):
+        return {n: a.grad.asnumpy() for n, a in self.arrays.items() if a.grad is not None}
+
+
+def assert_step(actual, expected):
+    """Within a step of float16; near 0, where float32's differences cancel, of numbers of 1/256."""
+    assert actual.dtype == np.float16
+    assert actual.shape == expected.shape
+    expected = expected.astype(np.float16)
+    step = np.spacing(np.maximum(np.abs(expected), np.float16(1 / 256)))
+    assert (np.abs(actual.astype(float) - expected) <= step).all()
+
+
+# ---- batch norm against numpy ------------------------------------------------------
+
+
+class Expected:
+    """A batch norm in float64, rounded once."""
+
+    def __init__(self, arrays, axis, eps, given=False, fixed=False):
+        self.x = arrays["x"].astype(np.float64)
+        self.axes = tuple(i for i in range(self.x.ndim) if i != axis % self.x.ndim)
+        self.shape = [1] * self.x.ndim
+        self.shape[axis] = -1
+        self.given = given
+        self.mean = arrays["mean"].astype(float) if given else self.x.mean(self.axes)
+        self.var = arrays["var"].astype(float) if given else self.x.var(self.axes)
+        self.gamma = np.ones_like(self.mean) if fixed else arrays["gamma"].astype(float)
+        self.beta, self.fixed = arrays["beta"].astype(float), fixed
+        self.inverse = 1 / np.sqrt(self.var + eps)
+        self.hat = (self.x - self.along(self.mean)) * self.along(self.inverse)
+        self.y = self.along(self.gamma) * self.hat + self.along(self.beta)
+
+    def along(self, values):
+        return values.reshape(self.shape)
+
+    def gradients(self, g):
+        g = g.astype(float)
+        scale = self.along(self.gamma * self.inverse)
+        dx = scale * g
+        if not self.given:
+            count = self.x.size / self.mean.size
+            dx = scale * (g - self.along(g.sum(self.axes) / count)
+                          - self.hat * self.along((g * self.hat).sum(self.axes) / count))
+        return dx, 0 * self.gamma if self.fixed else (g * self.hat).sum(self.axes), \
+            g.sum(self.axes)
+
+
+def norm_arrays(rng, shape, axis=1):
+    channels = shape[axis]
+    return {"x": (halves(rng, *shape) * np.float16(2) + np.float16(1)),
+            "gamma": rng.uniform(0.5, 2, channels).astype(np.float32),
+            "beta": rng.standard_normal(channels).astype(np.float32),
+            "mean": rng.standard_normal(channels).astype(np.float32),
+            "var": rng.uniform(0.5, 2, channels).astype(np.float32)}
+
+
+def norm(op=sym.BatchNorm, **settings):
+    return op(*map(sym.var, NAMES), **{"fix_gamma": False, "eps": 1e-3, "momentum": 0.75,
+                                       **settings})
+
+
+SHAPES = [((4, 3, 5, 7), 1), ((8, 17, 14, 14), 1), ((4, 5), 1), ((2, 3, 50), 1),
+          ((2, 2, 3, 4, 5), 1), ((4, 5, 7, 3), 3), ((4, 5, 7, 17), -1), ((6, 7, 3), 2),
+          ((300, 1), 1), ((1, 2, 33, 65), 1)]
+SETTINGS = [{}, {"use_global_stats": True}, {"fix_gamma": True},
+            {"fix_gamma": True, "use_global_stats": True}]
+
+
+@pytest.mark.parametrize(("shape", "axis"), SHAPES)
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("training", [True, False])
+def test_a_batch_norm_is_numpys(shape, axis, settings, training, rng):
+    arrays = norm_arrays(rng, shape, axis)
+    given = bool(settings.get("use_global_stats")) or not training
+    expected = Expected(arrays, axis, 1e-3, given, settings.get("fix_gamma"))
+    head = halves(rng, *shape)
+    for request, flags in (("write", ()), ("add", ()), ("write", STATIC), ("add", STATIC)):
+        layer = Layer(norm(axis=axis, **settings), arrays, request, flags)
+        out, = layer(training, recorded=True)
+        assert_step(out.asnumpy(), expected.y)
+        assert np.mean(out.asnumpy() != expected.y.astype(np.float16)) < 0.05
+        out.backward(mx.nd.array(head, dtype="float16"), train_mode=training)
+        base = int(request == "add")
+        found = layer.gradients()
+        for name, gradient in zip(NAMES, expected.gradients(head)):
+            scale = np.abs(gradient).max()
+            np.testing.assert_allclose(found[name], base + gradient, rtol=2e-3,
+                                       atol=2e-3 * scale + 1e-5, err_msg=name)
+            assert found[name].dtype == arrays[name].dtype
+        keep = 1 if given else 0.75
+        for name, batch in (("mean", expected.mean), ("var", expected.var)):
+            np.testing.assert_allclose(layer[name], keep * arrays[name] + (1 - keep) * batch,
+                                       rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_batch_norm_gives_its_mean_and_deviation(training, rng):
+    arrays = norm_arrays(rng, (4, 6, 5, 5))
+    expected = Expected(arrays, 1, 1e-3, not training)
+    y, mean, inverse = Layer(norm(output_mean_var=True), arrays)(training)
+    assert_step(y.asnumpy(), expected.y)
+    np.testing.assert_allclose(mean.asnumpy(), expected.mean, rtol=1e-5)
+    np.testing.assert_allclose(inverse.asnumpy(), expected.inverse, rtol=1e-5)
+
+
+@pytest.mark.parametrize("flags", [(), STATIC])
+@pytest.mark.parametrize("training", [True, False])
+def test_a_norms_mean_does_not_take_the_place_of_its_gamma(training, flags, rng):
+    arrays = norm_arrays(rng, (4, 6, 5, 5))
+    x, gamma, beta, *moving = map(sym.var, NAMES)
+    out = sym.BatchNorm(x, gamma * 1, beta * 1, *moving, fix_gamma=False, eps=1e-3,
+                        output_mean_var=True)
+    y, mean, _ = Layer(sym.Group([out[0], out[1] * 1, out[2] * 1]), arrays, "write",
+                       flags)(training)
+    expected = Expected(arrays, 1, 1e-3, not training)
+    assert_step(y.asnumpy(), expected.y)
+    np.testing.assert_allclose(mean.asnumpy(), expected.mean, rtol=1e-5)
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_a_batch_norm_with_relu_is_the_norm_and_the_relu(settings, rng):
+    arrays = norm_arrays(rng, (4, 17, 5, 5))
+    head = halves(rng, 4, 17, 5, 5)
+    results = []
+    for symbol in (norm(sym.contrib.BatchNormWithReLU, **settings), sym.relu(norm(**settings))):
+        layer = Layer(symbol, arrays)
+        out, = layer(recorded=True)
+        out.backward(mx.nd.array(head, dtype="float16"))
+        results.append([out.asnumpy(), layer["mean"], layer["var"], *layer.gradients().values()])
+    for both in zip(*results):
+        assert np.array_equal(*both)
+
+
+def test_the_generic_batch_norm_agrees(rng):
+    for shape, axis in SHAPES[:6]:
+        arrays = norm_arrays(rng, shape, axis)
+        head = halves(rng, *shape)
+        results = []
+        for generic in (False, True):
+            layer = Layer(norm(axis=axis), arrays)
+            if generic:
+                with generic_code():
+                    out, = layer(recorded=True)
+                    out.backward(mx.nd.array(head, dtype="float16"))
+            else:
+                out, = layer(recorded=True)
+                out.backward(mx.nd.array(head, dtype="float16"))
+            results.append((out.asnumpy(), layer.gradients(), layer["mean"]))
+        assert_step(results[0][0], results[1][0])
+        np.testing.assert_allclose(results[0][1]["x"], results[1][1]["x"], rtol=2e-3, atol=1e-4)
+        np.testing.assert_allclose(results[0][1]["gamma"], results[1][1]["gamma"], rtol=1e-3,
+                                   atol=1e-3)
+        np.testing.assert_allclose(results[0][2], results[1][2], rtol=1e-5, atol=1e-6)
+
+
+# ---- when statistics move ------------------------------------------------------------
+
+
+def test_statistics_move_in_the_forward_pass_and_only_once(rng):
+    arrays = norm_arrays(rng, (4, 3, 5, 5))
+    layer = Layer(norm(), arrays)
+    batch = arrays["x"].astype(float).mean((0, 2, 3))
+    moved = arrays["mean"].astype(float)
+
+    def assert_moved(times):
+        nonlocal moved
+        for _ in range(times):
+            moved = 0.75 * moved + 0.25 * batch
+        np.testing.assert_allclose(layer["mean"], moved, rtol=1e-5, atol=1e-6)
+
+    layer(training=False)
+    assert_moved(0)
+    layer(training=True)
+    assert_moved(1)
+    out, = layer(recorded=True)  # and no backward pass
+    assert_moved(1)
+    out.backward(retain_graph=True)
+    assert_moved(0)
+    first = layer.gradients()
+    out.backward()
+    assert_moved(0)
+    for name, gradient in layer.gradients().items():
+        assert np.array_equal(gradient, first[name])
+    out, = layer(training=False, recorded=True)
+    out.backward(train_mode=False)
+    assert_moved(0)
+    layer(training=False)
+    assert_moved(0)
+
+
+def test_prediction_follows_the_statistics_that_training_moved(rng):
+    arrays = norm_arrays(rng, (4, 3, 5, 5))
+    layer = Layer(norm(), arrays, flags=STATIC)
+    for _ in range(3):
+        layer(recorded=True)[0].backward()
+        now = {**arrays, "mean": layer["mean"], "var": layer["var"]}
+        assert_step(layer(training=False)[0].asnumpy(), Expected(now, 1, 1e-3, True).y)
+
+
+def test_large_means_do_not_hide_small_deviations(rng):
+    """Sums of squares around 0 would cancel in float32."""
+    arrays = norm_arrays(rng, (16, 4, 9, 9))
+    arrays["x"] = (1000 + 0.5 * rng.integers(-2, 3, arrays["x"].shape)).astype(np.float16)
+    out, = Layer(norm(eps=1e-5), arrays)()
+    assert_half(out.asnumpy(), Expected(arrays, 1, 1e-5).y, 2)
+
+
+# ---- layer norm ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(6, 8), (2, 3, 17), (1, 1), (5, 1000), (300, 130)])
+def test_a_layer_norm_is_numpys(shape, rng):
+    x = halves(rng, *shape, scale=2) + np.float16(3)
+    cast = sym.amp_cast(sym.var("x"), dtype="float32")
+    symbol = sym.LayerNorm(cast, sym.var("gamma"), sym.var("beta"))
+    symbol = sym.amp_cast(symbol, dtype="float16")
+    arrays = {"x": x, "gamma": rng.uniform(0.5, 2, shape[-1]).astype(np.float32),
+              "beta": rng.standard_normal(shape[-1]).astype(np.float32)}
+    head = halves(rng, *shape)
+    (y,), gradients = run(symbol, arrays, [head])
+    (predicted,), _ = run(symbol, arrays, training=False)
+    assert np.array_equal(y, predicted)
+    wide, g = x.astype(float), head.astype(float)
+    inverse = 1 / np.sqrt(wide.var(-1, keepdims=True) + 1e-5)
+    hat = (wide - wide.mean(-1, keepdims=True)) * inverse
+    assert_step(y, hat * arrays["gamma"] + arrays["beta"])
+    h = g * arrays["gamma"]
+    dx = inverse * (h - h.mean(-1, keepdims=True) - hat * (h * hat).mean(-1, keepdims=True))
+    np.testing.assert_allclose(gradients["x"].astype(float), dx, rtol=1e-3,
+                               atol=1e-3 * np.abs(h * inverse).max())
+    np.testing.assert_allclose(gradients["gamma"], (g * hat).sum(0) if g.ndim == 2 else
+                               (g * hat).sum((0, 1)), rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(gradients["beta"], g.reshape(-1, shape[-1]).sum(0), rtol=1e-4,
+                               atol=1e-4)
+
+
+def test_a_layer_norm_along_another_axis_is_mxnets(rng):
+    symbol = sym.LayerNorm(*map(sym.var, "xyz"), axis=1)
+    arrays = {"x": halves(rng, 4, 5, 6), "y": halves(rng, 5), "z": halves(rng, 5)}
+    head = halves(rng, 4, 5, 6)
+    (y,), gradients = run(symbol, arrays, [head])
+    (wide,), expected = stock(symbol, arrays, [head])
+    assert_half(y, wide)
+    for name, gradient in gradients.items():  # reads the mean and the deviation, rounded
+        np.testing.assert_allclose(gradient, expected[name], rtol=5e-3, atol=5e-3)
+
+
+# ---- convolutions --------------------------------------------------------------------
+
+CONVOLUTIONS = {
+    "3 x 3": ({"kernel": (3, 3), "pad": (1, 1), "num_filter": 16}, (3, 16, 9, 8), (16, 16, 3, 3)),
+    "odd channels": ({"kernel": (3, 3), "num_filter": 7}, (3, 5, 9, 8), (7, 5, 3, 3)),
+    "depthwise": ({"kernel": (3, 3), "num_filter": 32, "num_group": 32}, (2, 32, 9, 8),
+                  (32, 1, 3, 3)),
+    "groups": ({"kernel": (3, 3), "num_filter": 32, "num_group": 4}, (2, 32, 9, 8),
+               (32, 8, 3, 3)),
+    "strides and holes": ({"kernel": (3, 3), "stride": (2, 2), "dilate": (2, 2), "num_filter": 8},
+                          (2, 16, 9, 8), (8, 16, 3, 3)),
+    "1 x 1": ({"kernel": (1, 1), "num_filter": 24}, (2, 48, 5, 5), (24, 48, 1, 1)),
+    "one dimension": ({"kernel": (3,), "num_filter": 8}, (2, 16, 9), (8, 16, 3)),
+    "three dimensions": ({"kernel": (3, 3, 3), "num_filter": 8}, (2, 4, 5, 6, 7),
+                         (8, 4, 3, 3, 3)),
+    "in pieces of the batch": ({"kernel": (1, 1), "num_filter": 16}, (33, 16, 64, 64),
+                               (16, 16, 1, 1)),
+}
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+def test_a_convolution_is_the_generic_one(name, bias, rng):
+    settings, shape, weight = CONVOLUTIONS[name]
+    variables = [sym.var(n) for n in ("xyz" if bias else "xy")]
+    symbol = sym.Convolution(*variables, no_bias=not bias, **settings)
+    arrays = {"x": halves(rng, *shape), "y": halves(rng, *weight, scale=0.2)}
+    if bias:
+        arrays["z"] = halves(rng, weight[0])
+    results = []
+    head = None
+    for request, generic in (("write", False), ("write", True), ("add", False)):
+        layer = Layer(symbol, arrays, request)
+        if generic:
+            library.table().use_generic_code(1)
+        try:
+            out, = layer(recorded=True)
+            head = halves(rng, *out.shape) if head is None else head
+            out.backward(mx.nd.array(head, dtype="float16"))
+            mx.nd.waitall()
+        finally:
+            library.table().use_generic_code(0)
+        results.append((out.asnumpy(), layer.gradients()))
+    own, generic, added = results
+    assert np.array_equal(own[0], added[0])
+    assert_alike(own[0], generic[0])
+    for key, gradient in own[1].items():
+        assert_alike(gradient, generic[1][key])
+        assert_half(added[1][key], np.float32(1) + gradient.astype(np.float32))
+
+
+def assert_alike(ours, theirs):
+    """Float32 sums in another order: a step, or next to nothing beside the largest."""
+    assert ours.dtype == theirs.dtype == np.float16
+    ours, theirs = ours.astype(np.float64), theirs.astype(np.float64)
+    np.testing.assert_allclose(ours, theirs, rtol=1e-3, atol=2e-5 * np.abs(theirs).max())

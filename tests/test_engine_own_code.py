@@ -1,0 +1,317 @@
+"""Operators with code of their own give what the generic operator gives, which runs MXNet's float32
+code: to the bit where values only move, else within a step of float16."""
+import re
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+from gluon_amp._mxnet import mx
+from gluon_amp.cpu import library
+from gluon_amp.cpu.graph import for_cpu
+from gluon_amp.graph import Graph
+from halves import assert_half, halves, ulps
+
+sym = mx.sym
+X, Y, Z = (sym.var(name) for name in "xyz")
+STATIC = (("static_alloc", True), ("static_shape", True))
+
+
+@contextmanager
+def generic_code():
+    """No operator has code of its own meanwhile."""
+    mx.nd.waitall()
+    library.table().use_generic_code(1)
+    try:
+        yield
+        mx.nd.waitall()
+    finally:
+        library.table().use_generic_code(0)
+
+
+def outcome(symbol, arrays, heads=None, request="write", flags=(), training=True):
+    """Outputs, gradients and auxiliary states. Gradients are added to ones for "add"."""
+    types = {name: array.dtype.name for name, array in arrays.items()}
+    names, auxiliary = symbol.list_inputs(), symbol.list_auxiliary_states()
+    op = mx.nd.CachedOp(for_cpu(Graph.read(symbol), types).symbol(),
+                        [("data_indices", list(range(len(names)))), ("param_indices", []), *flags])
+    values = {name: mx.nd.array(arrays[name], dtype=arrays[name].dtype) for name in names}
+    gradients = {}
+    if heads is not None:
+        for name, value in values.items():
+            if name not in auxiliary and value.dtype in (np.float16, np.float32, np.float64):
+                value.attach_grad(request)
+                gradients[name] = value.grad
+                value.grad[:] = int(request == "add")
+        with mx.autograd.record(train_mode=training):
+            outputs = op(*values.values())
+        outputs = outputs if isinstance(outputs, list) else [outputs]
+        mx.autograd.backward(outputs, [mx.nd.array(h, dtype=h.dtype) for h in heads],
+                             train_mode=training)
+    else:
+        with mx.autograd.train_mode() if training else mx.autograd.predict_mode():
+            outputs = op(*values.values())
+        outputs = outputs if isinstance(outputs, list) else [outputs]
+    return ([o.asnumpy() for o in outputs], {n: g.asnumpy() for n, g in gradients.items()},
+            {n: values[n].asnumpy() for n in auxiliary})
+
+
+def heads_for(symbol, arrays, rng):
+    outputs, _, _ = outcome(symbol, arrays)
+    return [halves(rng, *o.shape).astype(o.dtype) for o in outputs]
+
+
+# ---- each row of own.cc ----------------------------------------------------------
+
+
+def unary(function):
+    return function, lambda rng, shape: {"x": with_extremes(rng, shape)}
+
+
+def binary(function):
+    return lambda x: function(x, Y), lambda rng, shape: {"x": with_extremes(rng, shape),
+                                                         "y": halves(rng, *shape, scale=3)}
+
+
+def with_extremes(rng, shape):
+    """Random halves, and some that are special. NaN is apart: see below."""
+    x = halves(rng, *shape, scale=3)
+    special = np.float16([0, -0.0, np.inf, -np.inf, 6e-8, -6e-8, 65504, -65504, 1, -1])
+    x.ravel()[:special.size] = special[:x.size]
+    return x
+
+
+def moderate(rng, shape):
+    return {"x": halves(rng, *shape, scale=3)}
+
+
+def activation(act):
+    return unary(lambda x: sym.Activation(x, act_type=act))
+
+
+def leaky(**settings):
+    return unary(lambda x: sym.LeakyReLU(x, **settings))
+
+
+# operator: (the symbol of x, arrays for a shape), steps of the result, steps of the gradient.
+# The gradient of a function that reads its result may be another step away: the results differ.
+ANY_SHAPE = {
+    "relu": (*unary(sym.relu), 0, 0),
+    "sigmoid": (*unary(sym.sigmoid), 1, 2),
+    "tanh": (*unary(sym.tanh), 1, 2),
+    "Activation": (*activation("relu"), 0, 0),
+    "Activation softrelu": (*activation("softrelu"), 0, 0),
+    "LeakyReLU": (*leaky(act_type="leaky", slope=0.1), 1, 1),
+    "LeakyReLU of slope 0": (*leaky(act_type="leaky", slope=0), 0, 0),
+    "LeakyReLU of a negative slope": (*leaky(act_type="leaky", slope=-0.5), 0, 0),
+    "LeakyReLU elu": (*leaky(act_type="elu"), 0, 0),
+    "clip": (*unary(lambda x: sym.clip(x, -0.5, 0.7)), 0, 0),
+    "_mul_scalar": (*unary(lambda x: x * 0.3), 0, 0),
+    "_div_scalar": (*unary(lambda x: x / 3), 0, 0),
+    "_plus_scalar": (*unary(lambda x: x + 0.3), 0, 0),
+    "_minus_scalar": (*unary(lambda x: x - 0.3), 0, 0),
+    "_rminus_scalar": (*unary(lambda x: 0.3 - x), 0, 0),
+    "_copy": (*unary(sym.identity), 0, 0),
+    "_backward_reshape": (*unary(lambda x: sym.reshape(x * 2, (-1,))), 0, 0),
+    "Cast": (*unary(lambda x: sym.Cast(x, dtype="float32")), 0, 0),
+    "Cast to float64": (*unary(lambda x: sym.Cast(x, dtype="float64")), 0, 0),
+    "amp_cast": (*unary(lambda x: sym.amp_cast(sym.Cast(x, dtype="float32") * 1.1,
+                                               dtype="float16")), 0, 0),
+    "elemwise_add": (*binary(lambda x, y: x + y), 0, 0),
+    "elemwise_sub": (*binary(lambda x, y: x - y), 0, 0),
+    "elemwise_mul": (*binary(lambda x, y: x * y), 0, 0),
+    "elemwise_div": (*binary(lambda x, y: x / y), 0, 0),
+    "_grad_add": (lambda x: sym.add_n(*(x * k for k in range(1, 12))),
+                  lambda rng, shape: {"x": halves(rng, *shape)}, 0, 0),
+    "transpose": (*unary(sym.transpose), 0, 0),
+    "stack": (*binary(lambda x, y: sym.stack(x, y, axis=-1)), 0, 0),
+    "softmax": (sym.softmax, moderate, 1, 2),
+    "softmax of a temperature": (lambda x: sym.softmax(x, temperature=2.5), moderate, 1, 2),
+}
+SHAPES = [(0,), (1,), (17,), (3, 5, 7), (2, 5, 3, 11), (33000,)]
+
+
+@pytest.mark.parametrize("name", ANY_SHAPE)
+def test_own_code_gives_what_the_generic_operator_gives(name, rng):
+    function, make, steps, gradient_steps = ANY_SHAPE[name]
+    with mx.util.np_shape(True):  # without it, MXNet reads 0 as "unknown"
+        for shape in SHAPES:
+            symbol = function(X)
+            arrays = make(rng, shape)
+            if shape == (0,) and ("softmax" in name or "amp_cast" in name):
+                continue  # MXNet's own code fails
+            heads = heads_for(symbol, arrays, rng)
+            for request in ("write", "add"):
+                own = outcome(symbol, arrays, heads, request)
+                with generic_code():
+                    generic = outcome(symbol, arrays, heads, request)
+                compare(own, generic, steps, gradient_steps + (request == "add"))
+
+
+def compare(own, generic, steps, gradient_steps):
+    for ours, theirs in zip(own[0], generic[0]):
+        assert_close(ours, theirs, steps)
+    assert own[1].keys() == generic[1].keys()
+    for name, gradient in own[1].items():
+        assert_close(gradient, generic[1][name], gradient_steps)
+
+
+def assert_close(ours, theirs, steps):
+    """Near 0, where a gradient is a difference, steps are those of numbers of size 1/16."""
+    assert ours.dtype == theirs.dtype
+    if ours.dtype != np.float16:
+        np.testing.assert_allclose(ours, theirs, rtol=2e-6, atol=1e-6)
+        return
+    apart = np.minimum(ulps(ours, theirs), apart_near_zero(ours, theirs))
+    assert apart.max(initial=0) <= steps, (ours[apart > steps][:3], theirs[apart > steps][:3])
+
+
+def apart_near_zero(ours, theirs):
+    with np.errstate(invalid="ignore"):
+        difference = np.abs(ours.astype(np.float64) - theirs.astype(np.float64))
+    return np.nan_to_num(difference, nan=np.inf) / 2.0 ** -14
+
+
+@pytest.mark.parametrize("name", [n for n in ANY_SHAPE if n not in ("Cast", "Cast to float64")])
+def test_results_may_lie_where_inputs_lay(name, rng):
+    """With static memory, a result takes the place of an input that nobody reads again."""
+    function, make, _, _ = ANY_SHAPE[name]
+    symbol = -function(-X)
+    arrays = make(rng, (5, 77))
+    heads = heads_for(symbol, arrays, rng)
+    for training in (True, False):
+        assert_equal(outcome(symbol, arrays, heads, "write", (), training),
+                     outcome(symbol, arrays, heads, "write", STATIC, training))
+    assert_equal(outcome(symbol, arrays, None, "write", (), False),
+                 outcome(symbol, arrays, None, "write", STATIC, False))
+
+
+def assert_equal(one, other):
+    for a, b in zip(one[0], other[0]):
+        assert np.array_equal(a, b, equal_nan=True)
+    for part in (1, 2):
+        assert one[part].keys() == other[part].keys()
+        for name, a in one[part].items():
+            assert np.array_equal(a, other[part][name], equal_nan=True), name
+
+
+def indices(rng, *shape, dtype=np.int32):
+    return rng.integers(0, 7, shape).astype(dtype)
+
+
+def fixed(*shapes, **others):
+    return lambda rng: {**{n: halves(rng, *s) for n, s in zip("xyz", shapes)}, **others}
+
+
+# operator: symbol, arrays; these only move values, or add what lands on one place
+MOVES = {
+    "slice": (sym.slice(X, begin=(1, None, 0), end=(3, 2, None)), fixed((7, 6, 5))),
+    "slice by steps": (sym.slice(X, begin=(5, 0), end=(1, None), step=(-2, 2)), fixed((7, 6, 5))),
+    "slice_axis": (sym.slice_axis(X, axis=-1, begin=1, end=3), fixed((7, 6, 5))),
+    "tile": (sym.tile(X, reps=(2, 1, 3)), fixed((3, 2, 4))),
+    "transpose": (sym.transpose(X, axes=(2, 0, 1)), fixed((7, 6, 5))),
+    **{f"Concat along {axis}": (sym.concat(X, Y, X, dim=axis), fixed((2, 3, 5), (2, 3, 5)))
+       for axis in (0, 1, 2, -1)},
+    "Concat of different widths": (sym.concat(X, Y, Z, dim=1), fixed((3, 2), (3, 5), (3, 1))),
+    "Concat of one": (sym.concat(X, dim=0), fixed((3, 2))),
+    "Concat of views": (sym.concat(-X, X * 2, dim=1) * 2, fixed((3, 4))),
+    "SliceChannel": (sym.split(X, num_outputs=3, axis=1), fixed((4, 6, 5))),
+    "SliceChannel squeezed": (sym.split(X, num_outputs=6, axis=1, squeeze_axis=True),
+                              fixed((4, 6, 5))),
+    "SliceChannel's second": (sym.split(X, num_outputs=2, axis=-1)[1] * 2, fixed((4, 6))),
+    "stack": (sym.stack(X, Y, axis=1), fixed((3, 4), (3, 4))),
+}
+GATHERS = {
+    "Embedding": sym.Embedding(X, Y, input_dim=7, output_dim=5),
+    **{f"take along {axis}": sym.take(Y, X, axis=axis, mode="clip") for axis in (0, 1)},
+    "take, wrapping": sym.take(Y, X - 9, axis=0, mode="wrap"),
+}
+
+
+@pytest.mark.parametrize("name", MOVES)
+def test_operators_that_move_values_move_every_bit(name, rng):
+    symbol, make = MOVES[name]
+    moved(symbol, make(rng), rng)
+
+
+@pytest.mark.parametrize("dtype", ["int32", "float32", "int64"])
+@pytest.mark.parametrize("name", GATHERS)
+def test_operators_that_gather_take_any_index(name, dtype, rng):
+    arrays = {"x": indices(rng, 4, 3, dtype=dtype), "y": halves(rng, 7, 7)[:, :5]}
+    forward, _, _ = outcome(GATHERS[name], arrays)
+    with generic_code():
+        assert np.array_equal(outcome(GATHERS[name], arrays)[0][0], forward[0])
+
+
+def test_an_embedding_adds_up_the_gradients_of_a_word(rng):
+    words = mx.nd.array([[0, 3, 3], [3, 1, 0]], dtype="int32")
+    weight = mx.nd.array(halves(rng, 7, 5), dtype="float16")
+    weight.attach_grad()
+    graph = for_cpu(Graph.read(GATHERS["Embedding"]), {"x": "int32", "y": "float16"}).symbol()
+    op = mx.nd.CachedOp(graph, [("data_indices", [0, 1]), ("param_indices", [])])
+    head = halves(rng, 2, 3, 5)
+    with mx.autograd.record():
+        out = op(words, weight)
+    out.backward(mx.nd.array(head, dtype="float16"))
+    expected = np.zeros((7, 5))
+    np.add.at(expected, words.asnumpy(), head.astype(np.float64))
+    assert_half(weight.grad.asnumpy(), expected, 1)
+
+
+def moved(symbol, arrays, rng):
+    heads = heads_for(symbol, arrays, rng)
+    for request in ("write", "add"):
+        for flags in ((), STATIC):
+            own = outcome(symbol, arrays, heads, request, flags)
+            with generic_code():
+                assert_equal(own, outcome(symbol, arrays, heads, request, flags))
+
+
+def test_gradients_of_results_that_are_read_back(rng):
+    """MXNet's generic sigmoid and tanh as an Activation compute their result again."""
+    arrays = {"x": halves(rng, 300, scale=3)}
+    head = halves(rng, 300)
+    slopes = {"sigmoid": lambda y: y * (1 - y), "tanh": lambda y: 1 - y * y}
+    for act, slope in slopes.items():
+        (y,), gradients, _ = outcome(sym.Activation(X, act_type=act), arrays, [head])
+        (same,), _, _ = outcome(getattr(sym, act)(X), arrays)
+        assert np.array_equal(y, same)
+        assert_half(gradients["x"], head.astype(float) * slope(y.astype(float)), 1)
+
+
+def test_gelu_is_nearer_to_the_truth_than_one_step(rng):
+    from math import erf, exp, pi, sqrt
+    arrays = {"x": halves(rng, 3000, scale=3)}
+    head = np.ones(3000, np.float16)
+    (y,), gradients, _ = outcome(sym.LeakyReLU(X, act_type="gelu"), arrays, [head])
+    x = arrays["x"].astype(float)
+    below = np.array([0.5 * (1 + erf(v / sqrt(2))) if v > -2 else below_tail(v) for v in x])
+    density = np.array([exp(-v * v / 2) / sqrt(2 * pi) for v in x])
+    assert_half(y, x * below, 1)
+    np.testing.assert_allclose(gradients["x"].astype(float), below + x * density, rtol=1e-3,
+                               atol=2e-7)
+
+
+def below_tail(v):
+    from math import erfc, sqrt
+    return 0.5 * erfc(-v / sqrt(2))
+
+
+def test_nan_stays_nan():
+    nan = {"x": np.float16([np.nan, 1])}
+    for symbol in (sym.relu(X), sym.Activation(X, act_type="relu"), sym.sigmoid(X), sym.tanh(X),
+                   sym.clip(X, -1, 1), sym.LeakyReLU(X), sym.LeakyReLU(X, act_type="gelu"), X * 2,
+                   X + X, sym.softmax(X), sym.Cast(X, dtype="float32"), sym.concat(X, X, dim=0)):
+        out = outcome(symbol, nan)[0][0]
+        assert np.isnan(out[0])
+
+
+def test_every_row_of_own_code_is_tested_here_or_with_the_operators_of_states():
+    source = "".join(path.read_text() for path in library.PATH.parent.glob("*.cc"))
+    rows = set(re.findall(r'\{"(\w+)", \{', source))
+    assert len(rows) > 50
+    here = {name.split()[0] for name in (*ANY_SHAPE, *MOVES, *GATHERS)}
+    elsewhere = {"Convolution", "BatchNorm", "_contrib_BatchNormWithReLU", "LayerNorm", "Dropout"}
+    forward = {row for row in rows if not row.startswith("_backward")}
+    assert forward <= here | elsewhere
+    gradients = {"_backward_" + re.sub("^_", "", name) for name in here | elsewhere}
+    assert rows - forward <= gradients | {"_backward_add", "_backward_cast", "_backward_reshape"}

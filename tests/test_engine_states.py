@@ -1,0 +1,343 @@
+"""Operators that keep something from their forward pass to their backward pass: recurrent layers,
+dropout, MXNet's older operators. Their results are float32's, rounded; so are their gradients."""
+from itertools import product
+
+import numpy as np
+import pytest
+from gluon_amp._mxnet import mx
+from gluon_amp.cpu.graph import for_cpu
+from gluon_amp.graph import Entry, Graph, Node
+from halves import assert_half, halves, ulps
+
+sym = mx.sym
+X, Y, Z = (sym.var(name) for name in "xyz")
+STATIC = (("static_alloc", True), ("static_shape", True))
+
+
+class Op:
+    """A graph of operators, in float16 on a CPU or in float32 by MXNet itself."""
+
+    def __init__(self, symbol, arrays, wide=False, request="write", flags=()):
+        names = symbol.list_inputs()
+        if not wide:
+            types = {name: array.dtype.name for name, array in arrays.items()}
+            symbol = for_cpu(Graph.read(symbol), types).symbol()
+        self.op = mx.nd.CachedOp(symbol, [("data_indices", list(range(len(names)))),
+                                          ("param_indices", []), *flags])
+        self.values = {}
+        for name in names:
+            array = arrays[name]
+            if wide and array.dtype == np.float16:
+                array = array.astype(np.float32)
+            self.values[name] = mx.nd.array(array, dtype=array.dtype)
+            if array.dtype in (np.float16, np.float32):
+                self.values[name].attach_grad(request)
+                self.values[name].grad[:] = int(request == "add")
+
+    def forward(self, training=True, recorded=False, seed=3):
+        mx.random.seed(seed)
+        with mx.autograd.record(training) if recorded else \
+                mx.autograd.train_mode() if training else mx.autograd.predict_mode():
+            outputs = self.op(*self.values.values())
+        return outputs if isinstance(outputs, list) else [outputs]
+
+    def numbers(self, **kwargs):
+        return [o.asnumpy() for o in self.forward(**kwargs)]
+
+    def gradients(self, heads, training=True):
+        outputs = self.forward(training, recorded=True)
+        self.backward(outputs, heads, training)
+        return self.collected()
+
+    def backward(self, outputs, heads, training=True, **kwargs):
+        mx.autograd.backward(outputs, [mx.nd.array(h, dtype=o.dtype)
+                                       for h, o in zip(heads, outputs)], train_mode=training,
+                             **kwargs)
+
+    def collected(self):
+        return {n: v.grad.asnumpy() for n, v in self.values.items() if v.grad is not None}
+
+
+def assert_all_half(ours, theirs):
+    """Float32's results, rounded once."""
+    assert len(ours) == len(theirs)
+    for one, other in zip(ours, theirs):
+        if one.dtype == np.float16:
+            assert_half(one, other)
+        else:
+            assert np.array_equal(one, other)
+
+
+def assert_gradients(ours, theirs, tolerance, base=0):
+    """Within a tolerance of the largest."""
+    assert ours.keys() == theirs.keys()
+    for name, gradient in ours.items():
+        largest = np.abs(theirs[name]).max()
+        np.testing.assert_allclose(gradient.astype(float), base + theirs[name],
+                                   atol=tolerance * largest + base * 1e-3, rtol=tolerance,
+                                   err_msg=name)
+
+
+# ---- recurrent layers ----------------------------------------------------------------
+
+GATES = {"lstm": 4, "gru": 3, "rnn_relu": 1, "rnn_tanh": 1}
+
+
+def rnn(rng, mode, layers=1, both_ways=False, projection=None, inputs=4, width=6, **settings):
+    ways = 2 if both_ways else 1
+    state = projection or width
+    size = 0
+    for layer in range(layers):
+        below = inputs if layer == 0 else state * ways
+        size += ways * GATES[mode] * width * (below + state + 2)
+        size += ways * width * (projection or 0)
+    arrays = {"x": halves(rng, 5, 3, inputs), "w": halves(rng, size, scale=0.3),
+              "h": halves(rng, layers * ways, 3, state)}
+    if mode == "lstm":
+        arrays["c"] = halves(rng, layers * ways, 3, width)
+    if projection:
+        settings["projection_size"] = projection
+    symbol = sym.RNN(*map(sym.var, arrays), state_size=width, num_layers=layers, mode=mode,
+                     bidirectional=both_ways, **settings)
+    return symbol, arrays
+
+
+@pytest.mark.parametrize("flags", [(), STATIC])
+@pytest.mark.parametrize("states", [False, True])
+@pytest.mark.parametrize(("layers", "both_ways"), [(1, False), (1, True), (2, False), (2, True)])
+@pytest.mark.parametrize("mode", GATES)
+def test_a_recurrent_layer_is_float32s(mode, layers, both_ways, states, flags, rng):
+    symbol, arrays = rnn(rng, mode, layers, both_ways, state_outputs=states)
+    wide = Op(symbol, arrays, wide=True)
+    ours = Op(symbol, arrays, flags=flags)
+    assert_all_half(ours.numbers(training=False), wide.numbers(training=False))
+    assert_all_half(ours.numbers(), wide.numbers())
+    assert len(ours.numbers()) == (1 if not states else 3 if mode == "lstm" else 2)
+    heads = [halves(rng, *o.shape) for o in wide.forward()]
+    expected = wide.gradients(heads)
+    assert_gradients(ours.gradients(heads), expected, 2e-3)  # reads its results, rounded
+    assert_gradients(Op(symbol, arrays, request="add", flags=flags).gradients(heads), expected,
+                     2e-3, base=1)
+
+
+@pytest.mark.parametrize("both_ways", [False, True])
+def test_a_projected_lstm_predicts(both_ways, rng):
+    symbol, arrays = rnn(rng, "lstm", 2, both_ways, projection=3, state_outputs=True)
+    ours = Op(symbol, arrays).numbers(training=False)
+    assert_all_half(ours, Op(symbol, arrays, wide=True).numbers(training=False))
+    with pytest.raises(mx.MXNetError, match="No training support for LSTM with projection"):
+        Op(symbol, arrays).numbers()
+
+
+LAYERS = {
+    "lstm": lambda rng: rnn(rng, "lstm", 2, True),
+    "gru": lambda rng: rnn(rng, "gru"),
+    "rnn_tanh": lambda rng: rnn(rng, "rnn_tanh"),
+    "Convolution": lambda rng: (
+        sym.Convolution(X, sym.var("w"), kernel=(3, 3), num_filter=16, no_bias=True),
+        {"x": halves(rng, 2, 16, 6, 6), "w": halves(rng, 16, 16, 3, 3, scale=0.1)}),
+    "Deconvolution": lambda rng: (
+        sym.Deconvolution(X, sym.var("w"), kernel=(3, 3), num_filter=16, no_bias=True),
+        {"x": halves(rng, 2, 16, 6, 6), "w": halves(rng, 16, 16, 3, 3, scale=0.1)}),
+    "FullyConnected": lambda rng: (
+        sym.FullyConnected(X, sym.var("w"), num_hidden=32, no_bias=True),
+        {"x": halves(rng, 16, 32), "w": halves(rng, 32, 32)}),
+}
+
+
+@pytest.mark.parametrize("flags", [(), STATIC])
+@pytest.mark.parametrize("name", LAYERS)
+def test_no_layer_keeps_weights_of_an_earlier_call(name, flags, rng):
+    """MXNet keeps rearranged weights for inference."""
+    symbol, arrays = LAYERS[name](rng)
+    ours = Op(symbol, arrays, flags=flags)
+    for training in (True, False, False, True, True, False):
+        arrays["w"] = (arrays["w"] * rng.uniform(0.5, 1.5, arrays["w"].shape)).astype(np.float16)
+        ours.values["w"][:] = mx.nd.array(arrays["w"], dtype="float16")
+        expected = Op(symbol, arrays, wide=True)
+        if training:
+            heads = [halves(rng, *o.shape) for o in expected.forward()]
+            assert_gradients(ours.gradients(heads), expected.gradients(heads), 2e-3)
+        found = ours.numbers(training=training)
+        for one, other in zip(found, expected.numbers(training=training)):
+            largest = np.abs(other).max()
+            np.testing.assert_allclose(one, other, rtol=1e-3, atol=1e-5 * largest)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_retained_graph_gives_the_same_gradients_again(name, rng):
+    symbol, arrays = LAYERS[name](rng)
+    ours = Op(symbol, arrays)
+    outputs = ours.forward(recorded=True)
+    heads = [halves(rng, *o.shape) for o in outputs]
+    ours.backward(outputs, heads, retain_graph=True)
+    first = ours.collected()
+    Op(symbol, arrays).gradients(heads)  # others use the same scratch memory meanwhile
+    ours.backward(outputs, heads)
+    for key, gradient in ours.collected().items():
+        assert np.array_equal(gradient, first[key]), key
+
+
+def test_two_forward_passes_before_their_backward_passes(rng):
+    """Each keeps its own state."""
+    symbol, arrays = rnn(rng, "lstm", 2, True)
+    heads = [halves(rng, 5, 3, 12)]
+    others = {**arrays, "x": halves(rng, 5, 3, 4)}
+    expected = [Op(symbol, a).gradients(heads) for a in (arrays, others)]
+    first, second = Op(symbol, arrays), Op(symbol, others)
+    one, two = first.forward(recorded=True), second.forward(recorded=True)
+    first.backward(one, heads)
+    second.backward(two, heads)
+    for op, gradients in zip((first, second), expected):
+        for key, gradient in op.collected().items():
+            assert np.array_equal(gradient, gradients[key])
+
+
+# ---- dropout -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("settings", [{"p": 0.5}, {"p": 0.1}, {"p": 0.0}, {"p": 0.99},
+                                      {"p": 0.3, "mode": "always"}, {"p": 0.3, "axes": (1,)},
+                                      {"p": 0.3, "axes": (0, 2)}])
+@pytest.mark.parametrize("flags", [(), STATIC])
+@pytest.mark.parametrize("training", [True, False])
+def test_dropout_drops_what_float32_drops_from_the_same_seed(settings, flags, training, rng):
+    symbol = sym.Dropout(X, **settings)
+    arrays = {"x": rng.uniform(0.5, 3, (5, 300, 4)).astype(np.float16)}
+    heads = [halves(rng, 5, 300, 4)]
+    wide, ours = Op(symbol, arrays, wide=True), Op(symbol, arrays, flags=flags)
+    expected = wide.numbers(training=training)
+    assert_all_half(ours.numbers(training=training), expected)
+    drops = settings["p"] > 0 and (training or "mode" in settings)
+    assert (expected[0] == 0).any() == drops
+    assert_half(ours.gradients(heads, training)["x"], wide.gradients(heads, training)["x"])
+    outputs = ours.forward(training, recorded=True)
+    for retain in (True, True, False):
+        ours.backward(outputs, heads, training, retain_graph=retain)
+        assert_half(ours.collected()["x"], wide.collected()["x"])
+
+
+def test_another_seed_drops_others(rng):
+    ours = Op(sym.Dropout(X), {"x": np.ones((5, 300), np.float16)})
+    assert np.array_equal(ours.numbers(seed=1)[0], ours.numbers(seed=1)[0])
+    assert not np.array_equal(ours.numbers(seed=1)[0], ours.numbers(seed=2)[0])
+
+
+# ---- older operators -----------------------------------------------------------------
+
+LENGTHS = np.float32([1, 4, 2, 3])
+BOX = np.float16([[0, 0, 0, 4, 4]])
+
+
+def images(rng):
+    return {"x": halves(rng, 2, 3, 4, 5)}
+
+
+def sequences(rng, y=LENGTHS):
+    return {"x": halves(rng, 5, 4, 3), "y": y}
+
+
+def labelled(rng):
+    return {"x": halves(rng, 4, 3), "y": np.float16([0, 1, 2, 1])}
+
+
+def targets(rng):
+    return {"x": halves(rng, 4, 3), "y": halves(rng, 4, 3)}
+
+
+# name: symbol, arrays, how far gradients may be from float32's, beside the largest; None: rounded
+OLDER = {
+    "split": (sym.split(X, num_outputs=3, axis=1), images, None),
+    "split, the second alone": (sym.split(X, num_outputs=3, axis=1)[1], images, None),
+    "split_v2": (sym.split_v2(X, indices_or_sections=(1, 2), axis=1), images, None),
+    "SwapAxis": (sym.SwapAxis(X, dim1=0, dim2=2), images, None),
+    "Pad": (sym.Pad(X, mode="reflect", pad_width=(0, 0, 0, 0, 1, 1, 2, 2)), images, None),
+    "UpSampling": (sym.UpSampling(X, scale=2, sample_type="nearest", num_args=1), images, None),
+    "SequenceMask": (sym.SequenceMask(X, Y, use_sequence_length=True, value=-1.5), sequences,
+                     None),
+    "SequenceMask by halves": (sym.SequenceMask(X, Y, use_sequence_length=True),
+                               lambda rng: sequences(rng, y=LENGTHS.astype(np.float16)), None),
+    "SequenceLast": (sym.SequenceLast(X, Y, use_sequence_length=True), sequences, None),
+    "SequenceReverse": (sym.SequenceReverse(X, Y, use_sequence_length=True), sequences, None),
+    "L2Normalization": (sym.L2Normalization(X), images, 2e-3),
+    "GroupNorm": (sym.GroupNorm(X, Y, Z, num_groups=2),
+                  lambda rng: {"x": halves(rng, 2, 4, 5), "y": halves(rng, 2),
+                               "z": halves(rng, 2)}, 5e-3),
+    "LRN": (sym.LRN(X, nsize=3), images, 2e-3),
+    "BilinearSampler": (sym.BilinearSampler(X, Y),
+                        lambda rng: {**images(rng), "y": halves(rng, 2, 2, 4, 5)}, 2e-3),
+    "SpatialTransformer": (
+        sym.SpatialTransformer(X, Y, transform_type="affine", sampler_type="bilinear",
+                               target_shape=(4, 5)),
+        lambda rng: {**images(rng), "y": halves(rng, 2, 6, scale=0.5)}, 5e-3),
+    "ROIPooling": (sym.ROIPooling(X, Y, pooled_size=(2, 2), spatial_scale=1.0),
+                   lambda rng: {"x": halves(rng, 1, 3, 8, 8), "y": BOX}, None),
+    "Correlation": (sym.Correlation(X, Y, kernel_size=1, max_displacement=2, pad_size=2),
+                    lambda rng: {"x": halves(rng, 1, 3, 6, 6), "y": halves(rng, 1, 3, 6, 6)}, 2e-3),
+    "MakeLoss": (sym.MakeLoss(X, grad_scale=3.0), images, None),
+    "CTCLoss": (sym.CTCLoss(X, Y), lambda rng: {"x": halves(rng, 5, 2, 4),
+                                                "y": np.float16([[1, 2], [2, 3]])}, 2e-3),
+    "SVMOutput": (sym.SVMOutput(X, Y), labelled, None),
+    "SoftmaxOutput": (sym.SoftmaxOutput(X, Y), labelled, 2e-3),
+    "LinearRegressionOutput": (sym.LinearRegressionOutput(X, Y), targets, None),
+    "LogisticRegressionOutput": (sym.LogisticRegressionOutput(X, Y), targets, 5e-3),
+    "MAERegressionOutput": (sym.MAERegressionOutput(X, Y), targets, None),
+    "Pooling": (sym.Pooling(X, kernel=(3, 3), stride=(2, 2), pad=(1, 1), pool_type="max"),
+                lambda rng: {"x": halves(rng, 2, 16, 7, 7)}, None),
+    "Deconvolution": (sym.Deconvolution(X, Y, kernel=(3, 3), num_filter=4, no_bias=True),
+                      lambda rng: {"x": halves(rng, 2, 3, 5, 5), "y": halves(rng, 3, 4, 3, 3)},
+                      2e-3),
+    "einsum": (Graph([Entry(Node("_npi_einsum", "op", {"subscripts": "ij,kj,k->i", "num_args": "3"},
+                                 [Entry(Node("null", n)) for n in "xyz"]))]).symbol(),
+               lambda rng: {"x": halves(rng, 3, 7), "y": halves(rng, 5, 7), "z": halves(rng, 5)},
+               2e-3),
+}
+
+
+@pytest.mark.parametrize("name", OLDER)
+def test_an_older_operator_is_float32s(name, rng):
+    symbol, make, tolerance = OLDER[name]
+    arrays = make(rng)
+    wide = Op(symbol, arrays, wide=True)
+    expected = wide.numbers()
+    heads = [halves(rng, *o.shape) for o in expected]
+    gradients = wide.gradients(heads)
+    for flags in ((), STATIC):
+        ours = Op(symbol, arrays, flags=flags)
+        assert_all_half(ours.numbers(), expected)
+        leave_nan_in_scratch()
+        found = ours.gradients(heads)
+        assert_near(found, gradients, tolerance)
+        outputs = ours.forward(recorded=True)
+        ours.backward(outputs, heads, retain_graph=True)
+        ours.backward(outputs, heads)
+        assert_near(ours.collected(), gradients, tolerance)
+        added = Op(symbol, arrays, request="add", flags=flags).gradients(heads)
+        assert_gradients(added, {n: g.astype(np.float32) for n, g in found.items()}, 1e-3, base=1)
+
+
+def assert_near(found, expected, tolerance):
+    if tolerance is not None:
+        assert_gradients(found, expected, tolerance)
+        return
+    for name, gradient in found.items():
+        rounded = expected[name].astype(gradient.dtype)
+        assert ulps(gradient, rounded).max() == 0, name
+
+
+def leave_nan_in_scratch():
+    """Scratch memory of the next calls holds NaN: an operator has to write all of its results."""
+    names = [f"x{i}" for i in range(24)]
+    for size in (3, 3, 1000, 40000):  # the smallest that fits is taken
+        nan = np.full(size, np.nan, np.float16)
+        Op(sym.add_n(*map(sym.var, names)), dict.fromkeys(names, nan)).numbers()
+
+
+def test_a_batch_of_every_mode_and_length(rng):
+    """Shapes may change from call to call."""
+    for mode, length, batch in product(GATES, (1, 7), (1, 5)):
+        symbol, arrays = rnn(rng, mode, 1, True)
+        arrays["x"] = halves(rng, length, batch, 4)
+        for name in {"h", "c"} & set(arrays):
+            arrays[name] = halves(rng, 2, batch, 6)
+        assert_all_half(Op(symbol, arrays).numbers(), Op(symbol, arrays, wide=True).numbers())

@@ -1,0 +1,141 @@
+"""Types that an operator is asked for, numbers that it draws, results that nobody reads, arrays
+that are parts of others or empty: as in float32, rounded."""
+import numpy as np
+import pytest
+from gluon_amp._mxnet import mx
+from gluon_amp.cpu.graph import for_cpu
+from gluon_amp.graph import Entry, Graph, Node
+from halves import assert_half, halves, run
+from mxnet import nd
+
+F16, F32 = np.float16, np.float32
+sym = mx.sym
+X, Y = sym.var("x"), sym.var("y")
+
+
+def wide_results(symbol, arrays):
+    """What MXNet gives in float32."""
+    values = [nd.array(arrays[n], dtype=F32 if arrays[n].dtype == F16 else arrays[n].dtype)
+              for n in symbol.list_inputs()]
+    op = nd.CachedOp(symbol, [("data_indices", list(range(len(values)))), ("param_indices", [])])
+    made = op(*values)
+    return [o.asnumpy() for o in (made if isinstance(made, list) else [made])]
+
+
+def node(op, inputs=("x",), **attributes):
+    return Graph([Entry(Node(op, "op", {k: str(v) for k, v in attributes.items()},
+                             [Entry(Node("null", name)) for name in inputs]))]).symbol()
+
+
+@pytest.mark.parametrize(("op", "settings"), [
+    ("topk", {"k": 3}), ("topk", {"k": 3, "axis": 0, "ret_typ": "both"}), ("argsort", {}),
+    ("argsort", {"axis": 0, "is_ascend": False}), ("one_hot", {"depth": 60, "on_value": 0.5}),
+    ("softmax", {}), ("log_softmax", {"axis": 0})])
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_an_operator_gives_the_type_that_it_is_asked_for(op, settings, dtype, rng):
+    x = rng.permutation(35).astype(F16).reshape(5, 7)
+    outputs, _ = run(getattr(sym, op)(X, dtype=dtype, **settings), {"x": x}, training=False)
+    expected = wide_results(getattr(sym, op)(X, dtype="float32", **settings), {"x": x})
+    assert len(outputs) == len(expected)
+    assert outputs[-1].dtype == dtype
+    for ours, theirs in zip(outputs, expected):
+        assert np.array_equal(ours, theirs.astype(ours.dtype))
+
+
+@pytest.mark.parametrize("op", ["sort", "argmax", "argmin"])
+@pytest.mark.parametrize("axis", [0, 1, None])
+def test_sorted_halves_are_sorted_floats(op, axis, rng):
+    symbol = sym.BlockGrad(getattr(sym, op)(X, axis=axis))
+    if op == "sort" and axis is None:
+        symbol = sym.BlockGrad(node("sort", axis="None"))
+    x = rng.permutation(35).astype(F16).reshape(5, 7)
+    (out,), _ = run(symbol, {"x": x}, training=False)
+    assert_half(out, wide_results(symbol, {"x": x})[0])
+
+
+DRAWN = {"uniform": {"low": -1, "high": 2}, "normal": {"loc": 1, "scale": 2},
+         "gamma": {"alpha": 2, "beta": 0.5}, "exponential": {"lam": 0.5}, "poisson": {"lam": 3},
+         "negative_binomial": {"k": 3, "p": 0.4},
+         "generalized_negative_binomial": {"mu": 2, "alpha": 0.3}}
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_numbers_drawn_in_float16_are_float32s_rounded(name, rng):
+    x = halves(rng, 40, 50)
+    settings = DRAWN[name]
+    alike = node(f"_random_{name}_like", **settings)
+    shaped = {dtype: sym.Group([node(f"_random_{name}", (), shape="(40, 50)", dtype=dtype,
+                                     **settings), X * 1]) for dtype in ("float16", "float32")}
+    for ours, theirs in ((alike, alike), (shaped["float16"], shaped["float32"])):
+        mx.random.seed(5)
+        outputs, _ = run(ours, {"x": x}, training=False)
+        mx.random.seed(5)
+        assert_half(outputs[0], wide_results(theirs, {"x": x})[0])
+        assert len(np.unique(outputs[0])) > 5
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_numbers_drawn_for_float16_parameters_are_float32s(name):
+    inputs = "xy"[:len(DRAWN[name])]
+    symbol = node(f"_sample_{name}", inputs, shape="(30,)")
+    arrays = {"x": F16([1, 2, 3]), "y": F16([0.5, 0.25, 0.75])}
+    arrays = {key: arrays[key] for key in inputs}
+    mx.random.seed(5)
+    (out,), _ = run(symbol, arrays, training=False)
+    mx.random.seed(5)
+    expected, = wide_results(symbol, arrays)
+    assert np.array_equal(out, expected.astype(out.dtype))
+    assert len(np.unique(out)) > 5
+
+
+def test_float64_stays_float64_beside_halves(rng):
+    symbol = sym.broadcast_add(sym.Cast(X, dtype="float64"), Y * 1.1)
+    arrays = {"x": halves(rng, 9), "y": rng.standard_normal(9)}
+    (out,), gradients = run(symbol, arrays, [np.ones(9)])
+    assert out.dtype == np.float64
+    assert np.array_equal(out, arrays["x"].astype(float) + arrays["y"] * 1.1)
+    assert (gradients["x"] == 1).all()
+    (out,), _ = run(sym.Cast(X, dtype="float16") * 3, {"x": arrays["y"]})
+    assert_half(out, arrays["y"].astype(F16) * F16(3))
+
+
+def test_outputs_that_nobody_reads_need_no_room(rng):
+    x = halves(rng, 4, 6)
+    parts = sym.split(X, num_outputs=3, axis=1)
+    (out,), gradients = run(parts[1] * 2, {"x": x}, [np.ones((4, 2), F16)])
+    assert np.array_equal(out, x[:, 2:4] * 2)
+    assert np.array_equal(gradients["x"], np.repeat([[0, 0, 2, 2, 0, 0]], 4, 0))
+    (value,), _ = run(sym.topk(X, k=2, ret_typ="both")[0] * 1, {"x": x})
+    assert np.array_equal(value, -np.sort(-x)[:, :2])
+    (mean,), _ = run(sym.moments(X, axes=(1,))[0] * 1, {"x": x})
+    assert_half(mean, x.astype(float).mean(1), 1)
+
+
+@pytest.mark.parametrize("op", ["exp", "relu", "negative", "softmax", "square"])
+def test_a_view_is_read_where_it_lies(op, rng):
+    types = {"x": "float16"}
+    ours = nd.CachedOp(for_cpu(Graph.read(getattr(sym, op)(X)), types).symbol(),
+                       [("data_indices", [0]), ("param_indices", [])])
+    whole = nd.array(halves(rng, 9, 7), dtype="float16")
+    assert np.array_equal(ours(whole[2:5]).asnumpy(), ours(whole[2:5].copy()).asnumpy())
+    assert np.array_equal(ours(whole[3]).asnumpy(), ours(whole[3].copy()).asnumpy())
+    assert np.array_equal(ours(whole.reshape((7, 9))).asnumpy(),
+                          ours(whole.copy().reshape((7, 9)).copy()).asnumpy())
+
+
+def test_rows_that_a_mask_chooses_are_found_as_in_float32(rng):
+    arrays = {"x": halves(rng, 4, 3), "y": np.array([1, 0, 1, 1], F32)}
+    head = halves(rng, 3, 3)
+    (out,), gradients = run(sym.contrib.boolean_mask(X * 2, Y), arrays, [head])
+    assert np.array_equal(out, arrays["x"][[0, 2, 3]] * 2)
+    assert np.array_equal(gradients["x"][[0, 2, 3]], head * 2)
+
+
+@pytest.mark.parametrize("op", ["exp", "negative", "dot", "batch_dot", "log_softmax"])
+def test_empty_arrays_give_empty_arrays(op):
+    shapes = {"dot": [(0, 4), (4, 3)], "batch_dot": [(0, 2, 4), (0, 4, 3)]}.get(op, [(0, 4)])
+    arrays = dict(zip("xy", (np.ones(shape, F16) for shape in shapes)))
+    with mx.util.np_shape(True):
+        (out,), _ = run(getattr(sym, op)(*map(sym.var, arrays)), arrays)
+    assert out.size == 0
+    assert out.dtype == F16
