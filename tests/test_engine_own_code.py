@@ -60,7 +60,7 @@ def heads_for(symbol, arrays, rng):
     return [halves(rng, *o.shape).astype(o.dtype) for o in outputs]
 
 
-# ---- each row of own.cc ----------------------------------------------------------
+# ---- each row of code of its own ----------------------------------------------------------
 
 
 def unary(function):
@@ -215,6 +215,8 @@ MOVES = {
     "Concat of one": (sym.concat(X, dim=0), fixed((3, 2))),
     "Concat of views": (sym.concat(-X, X * 2, dim=1) * 2, fixed((3, 4))),
     "SliceChannel": (sym.split(X, num_outputs=3, axis=1), fixed((4, 6, 5))),
+    **{f"SliceChannel along {axis}": (sym.split(X, num_outputs=2, axis=axis), fixed((4, 6, 8)))
+       for axis in (0, 2, -1)},
     "SliceChannel squeezed": (sym.split(X, num_outputs=6, axis=1, squeeze_axis=True),
                               fixed((4, 6, 5))),
     "SliceChannel's second": (sym.split(X, num_outputs=2, axis=-1)[1] * 2, fixed((4, 6))),

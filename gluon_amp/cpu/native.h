@@ -11,6 +11,10 @@
 // MXNet's own operators are left as they are, but for one: `add_n` sums halves by our code, float32
 // arrays by MXNet's (every.cc, replace_sum).
 #pragma once
+#if defined(__GNUC__) && !defined(__clang__)  // of MXNet's TShape, moved before it has a size
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#endif
 #include <any>
 #include <functional>
 #include <map>

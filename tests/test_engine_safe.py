@@ -1,0 +1,286 @@
+"""What the engine does on machines, and with MXNets, that differ from the developers'."""
+import ctypes
+import os
+import shutil
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import gluon_amp as amp
+import pytest
+from gluon_amp._mxnet import mx
+from gluon_amp.cpu import library
+
+PACKAGE = Path(amp.__file__).parent
+START = """
+import sys
+import gluon_amp as amp
+import numpy as np
+from mxnet import autograd, gluon, nd
+import mxnet as mx
+mx.random.seed(1)
+np.random.seed(1)
+"""
+PREDICT = START + """
+net = gluon.nn.HybridSequential()
+for _ in range(8):
+    net.add(gluon.nn.Conv2D(16, 3, padding=1, activation="relu"))
+net.initialize(mx.init.Xavier())
+amp.convert(net)
+x = nd.array(np.random.standard_normal((2, 16, 12, 12)))
+first = net(x).asnumpy()
+assert first.any()
+for _ in range(1000):
+    assert np.array_equal(net(x).asnumpy(), first)
+print("the same")
+"""
+TRAIN = """
+def main():
+    net = gluon.nn.HybridSequential()
+    net.add(gluon.nn.Conv2D(16, 3, padding=1), gluon.nn.BatchNorm(), gluon.nn.Activation("relu"),
+            gluon.nn.Conv2D(16, 3), gluon.nn.GlobalAvgPool2D(), gluon.nn.Dense(2))
+    net.initialize(mx.init.Xavier())
+    images = np.random.standard_normal((64, 3, 8, 8)).astype("float32")
+    wide = net(nd.array(images)).asnumpy()
+    amp.convert(net)
+    assert np.allclose(net(nd.array(images)).asnumpy(), wide, rtol=1e-2, atol=1e-3)
+    labels = (images.mean((1, 2, 3)) > 0).astype("float32")
+    images += 0.5 * labels[:, None, None, None]
+    data = gluon.data.DataLoader(gluon.data.ArrayDataset(images, labels), 16,
+                                 num_workers=WORKERS)
+    trainer = amp.Trainer(net.collect_params(), amp.optimizer("sgd", learning_rate=0.1,
+                                                              momentum=0.9))
+    loss = gluon.loss.SoftmaxCrossEntropyLoss()
+    totals = []
+    for epoch in range(8):
+        total = 0
+        for x, y in data:
+            x, y = x.as_in_context(mx.cpu()), y.as_in_context(mx.cpu())
+            with autograd.record():
+                batch = loss(net(x), y)
+            trainer.backward(batch)
+            trainer.step(16)
+            total += batch.mean().asscalar()
+        totals.append(total / 4)
+    assert totals[-1] < 0.8 * totals[0], totals
+    print(totals[-1])
+main()
+"""
+
+
+def python(code, folder=PACKAGE.parent, **variables):
+    """What the code prints, in a process of its own."""
+    hidden = ("GLUON_AMP_ISA", "MXNET_ENGINE_TYPE", "DNNL_MAX_CPU_ISA", "PYTHONWARNINGS")
+    env = {name: value for name, value in os.environ.items() if name not in hidden}
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], cwd=folder, text=True,
+                          env={**env, "PYTHONPATH": str(folder), **variables},
+                          capture_output=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+# ---- settings of MXNet and oneDNN --------------------------------------------------------
+
+
+def test_four_workers_predict_the_same_a_thousand_times_and_train_beside_forked_processes():
+    """MXNet rearranges weights on its workers, while the memory they were in serves others. The
+    processes that read data are forked from one in which the engine runs."""
+    said = python(PREDICT + TRAIN.replace("WORKERS", "2"), MXNET_CPU_WORKER_NTHREADS="4")
+    assert "the same" in said
+
+
+SETTINGS = {
+    "an engine without threads": {"MXNET_ENGINE_TYPE": "NaiveEngine"},
+    "an MXNet without oneDNN": {"MXNET_MKLDNN_ENABLED": "0"},
+    "a processor with AVX2": {"DNNL_MAX_CPU_ISA": "AVX2", "GLUON_AMP_ISA": "avx2"},
+    "an old processor": {"DNNL_MAX_CPU_ISA": "SSE41", "GLUON_AMP_ISA": "portable"},
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_network_learns_with(name):
+    features = [library.__cpu_features__.get(f) for f in library.VARIANTS["avx2"]]
+    if "AVX2" in name and not all(features):
+        pytest.skip("this processor has no AVX2")
+    python(START + TRAIN.replace("WORKERS", "0"), **SETTINGS[name])
+
+
+# ---- what the library shows of itself ----------------------------------------------------
+
+
+def test_the_library_shows_one_name():
+    """Others of the process might be taken for MXNet's, or MXNet's for ours."""
+    if not shutil.which("nm"):
+        pytest.skip("nm is not installed (binutils)")
+    shown = subprocess.run(["nm", "-D", "--defined-only", str(library.PATH)], text=True,
+                           capture_output=True, check=True).stdout.split()
+    assert shown[1:] == ["T", "gluon_amp_engine"]
+
+
+# ---- another MXNet -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("version", "compiler"), [
+    ("1.9.1", b"GCC: (GNU) 9.4.0\0"), ("1.9.0", b"GCC: (GNU) 4.8.5 20150623\0"),
+    ("2.0.0", b"clang version 14\0"), ("1.9.1", b"")])
+def test_another_mxnet_is_refused_in_one_sentence(version, compiler):
+    with pytest.raises(library.KernelError) as error:
+        library.check_mxnet(version, compiler)
+    assert str(error.value).startswith("float16 on a CPU needs the wheel mxnet 1.9.1")
+    assert f"Received: MXNet {version}" in str(error.value)
+    assert "\n" not in str(error.value)
+    assert "\0" not in str(error.value)
+
+
+def test_this_mxnet_is_taken():
+    names = library.compilers(Path(mx.base._LIB._name))
+    assert library.COMPILER in names
+    library.check_mxnet(mx.__version__, names)
+
+
+@pytest.mark.parametrize("content", [b"", b"\x7fELF", b"MZ" + b"\0" * 100,
+                                     b"\x7fELF\x01" + b"\0" * 100, b"GCC: (GNU) 4.8.5"])
+def test_what_is_no_library_is_refused(content, tmp_path):
+    path = tmp_path / "libmxnet.so"
+    path.write_bytes(content)
+    with pytest.raises(library.KernelError, match="is no 64-bit ELF library"):
+        library.compilers(path)
+
+
+def test_a_library_without_a_compilers_name_has_none(tmp_path):
+    """Two sections: none, and the names of sections, which has no .comment."""
+    header = bytearray(64)
+    header[:5] = b"\x7fELF\x02"
+    struct.pack_into("<Q", header, 40, 64)
+    struct.pack_into("<HHH", header, 58, 64, 2, 1)
+    sections = bytearray(128)
+    struct.pack_into("<QQ", sections, 64 + 24, 192, 8)
+    path = tmp_path / "libmxnet.so"
+    path.write_bytes(bytes(header + sections) + b"\0.text\0\0")
+    assert library.compilers(path) == b""
+
+
+class Memory:
+    """Bytes, among them addresses of other bytes."""
+
+    def __init__(self, size=4096):
+        self.bytes = ctypes.create_string_buffer(size)
+        self.address = ctypes.addressof(self.bytes)
+
+    def put(self, at, *numbers, kind=ctypes.c_int64):
+        for i, number in enumerate(numbers):
+            kind.from_buffer(self.bytes, at + i * ctypes.sizeof(kind)).value = number
+        return self
+
+
+def fits(name, memory, *arguments):
+    """One of the library's checks, of bytes and of an address or a number."""
+    address = ctypes.cast(getattr(library.table(), name), ctypes.c_void_p).value
+    check = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, *[ctypes.c_int64] * len(arguments))
+    return bool(check(address)(memory.address, *arguments))
+
+
+NODE = 0x123456  # of an operator's only input
+
+
+def test_a_nodes_inputs_are_looked_for_in_one_place():
+    entry = Memory().put(0, NODE)  # of a list of inputs: which node, which of its outputs
+    begin = entry.address
+
+    def found(at, *words, node=NODE):
+        return fits("inputs_fit", Memory().put(at, *words), node)
+
+    sizes = [(at, size) for at in range(0, 256, 8) for size in range(8, 129, 8)
+             if found(at, begin, begin + size, begin + size)]
+    assert len(sizes) == 1
+    (at, size), = sizes
+    assert not found(at, begin, begin + size, begin + size, node=NODE + 8)
+    for words in ((0, 0, 0), (begin, begin, begin), (begin, begin + 2 * size, begin + 2 * size),
+                  (begin, begin + size, begin), (begin + 8, begin + 8 + size, begin + 8 + size)):
+        assert not found(at, *words), words
+
+
+def test_an_attributes_map_has_the_size_of_its_operators():
+    begin, each = 0x10000, 40  # a std::function of 32 bytes, and a number
+
+    def found(*words, operators=700):
+        return fits("map_fits", Memory().put(0, *words), operators)
+
+    assert found(begin, begin + 700 * each, begin + 1024 * each)
+    assert not found(begin, begin + 700 * each, begin + 1024 * each, operators=300)
+    for words in ((0, 0, 0), (begin, begin, begin), (begin, begin - each, begin),
+                  (begin, begin + 700 * each + 8, begin + 1024 * each),
+                  (begin, begin + 700 * each, begin + each)):
+        assert not found(*words), words
+
+
+def test_an_arrays_description_is_looked_for_behind_24_bytes():
+    def found(at=24, dimensions=(2, 3, 5, 7), axes=4, kind=3):  # 3: floats
+        memory = Memory().put(at, axes, kind=ctypes.c_int32).put(at + 8, *dimensions)
+        return fits("description_fits", memory.put(at + 8 + 12 * 8, kind, kind=ctypes.c_int32))
+
+    assert found()
+    assert not any([found(at=16), found(at=32), found(dimensions=(2, 3, 5, 8)), found(axes=5),
+                    found(kind=1), fits("description_fits", Memory())])
+
+
+FLOAT32 = """
+from gluon_amp.cpu import library
+assert not any(name.startswith(library.PREFIX) for name in library._operator_names())
+net = gluon.nn.HybridSequential()
+net.add(gluon.nn.Dense(3, in_units=4))
+net.initialize()
+net.hybridize()
+x = nd.ones((2, 4))
+before = net(x).asnumpy()
+amp.convert(net)
+try:
+    net(x)
+except amp.KernelError as error:
+    print(error)
+graph, types = net.mixed_graph(["float32"])  # what a GPU would run
+assert any(node.op == "amp_cast" for node in graph.nodes())
+amp.restore(net)
+assert np.allclose(net(x).asnumpy(), before, rtol=1e-3, atol=1e-3)
+"""
+
+
+def test_with_another_mxnet_only_float16_on_a_cpu_does_not_run():
+    other = "import numpy; numpy.bool = bool; import mxnet; mxnet.__version__ = '1.9.9'"
+    said = python(other + START + FLOAT32)
+    assert said.startswith("float16 on a CPU needs the wheel mxnet 1.9.1")
+    assert "Received: MXNet 1.9.9, compiled by GCC: (GNU) 4.8.5" in said
+    assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize("check", ["choose", "compilers", "check_mxnet", "table"])
+def test_any_check_that_fails_is_told_at_the_first_use(check, monkeypatch):
+    def refuse(*_):
+        raise library.KernelError("not this one")
+
+    monkeypatch.setattr(library, "_variant", None)
+    monkeypatch.setattr(library, "_error", None)
+    monkeypatch.setattr(library, check, refuse)
+    library.start()  # as the import does: says nothing
+    for _ in range(2):
+        with pytest.raises(library.KernelError, match="not this one"):
+            library.load()
+
+
+def test_a_layout_that_does_not_fit_is_told_in_one_sentence(monkeypatch):
+    class Probed:
+        def probe(self, *_):
+            return b"operators have no code for CPUs"
+
+        def start(self, *_):
+            raise AssertionError("nothing may be registered")
+
+    monkeypatch.setattr(library, "_variant", None)
+    monkeypatch.setattr(library, "_error", None)
+    monkeypatch.setattr(library, "table", Probed)
+    library.start()
+    with pytest.raises(library.KernelError) as error:
+        library.load()
+    assert str(error.value) == "this MXNet 1.9.1 is laid out differently from PyPI's wheels, so " \
+        "float16 cannot run on a CPU: operators have no code for CPUs"
