@@ -9,7 +9,7 @@ from gluon_amp._mxnet import mx
 from gluon_amp.cpu import library
 from gluon_amp.cpu.graph import for_cpu
 from gluon_amp.graph import Graph
-from halves import assert_half, halves, ulps
+from halves import assert_half, halves, stock, ulps
 
 sym = mx.sym
 X, Y, Z = (sym.var(name) for name in "xyz")
@@ -296,6 +296,33 @@ def test_gelu_is_nearer_to_the_truth_than_one_step(rng):
 def below_tail(v):
     from math import erfc, sqrt
     return 0.5 * erfc(-v / sqrt(2))
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2, -1, -3])
+def test_a_softmax_along_any_axis_is_float32s(axis, rng):
+    arrays, heads = {"x": halves(rng, 3, 4, 5, scale=2)}, [halves(rng, 3, 4, 5)]
+    symbol = sym.softmax(X, axis=axis, temperature=1.5)
+    (y,), gradients, _ = outcome(symbol, arrays, heads)
+    (expected,), _ = stock(symbol, arrays, heads)
+    assert_half(y, expected, 1)
+    wide, g = y.astype(float), heads[0].astype(float)
+    slope = wide * (g - (g * wide).sum(axis, keepdims=True)) / 1.5
+    np.testing.assert_allclose(gradients["x"], slope, rtol=1e-3, atol=1e-6)
+
+
+def test_a_softmax_of_given_lengths_leaves_out_what_lies_behind(rng):
+    arrays = {"x": halves(rng, 3, 5), "y": np.int32([2, 5, 1])}
+    out, = outcome(sym.softmax(X, Y, use_length=True), arrays)[0]
+    for row, x, length in zip(out, arrays["x"], arrays["y"]):
+        powers = np.exp(x[:length].astype(float))
+        assert_half(row[:length], powers / powers.sum(), 1)
+        assert not row[length:].any()
+
+
+def test_a_sum_of_two_gradients_is_the_sum(rng):
+    x, y = (mx.nd.array(halves(rng, 33), dtype="float16") for _ in "xy")
+    total = library.call("_gluon_amp__grad_add", [x, y]).asnumpy()
+    assert np.array_equal(total, x.asnumpy() + y.asnumpy())
 
 
 def test_nan_stays_nan():
