@@ -3,6 +3,8 @@ or, on the grid "float32", nothing, and then all is as in float32."""
 import numpy as np
 import pytest
 from gluon_amp._mxnet import mx
+from gluon_amp.cpu import library
+from gluon_amp.graph import Entry, Graph, Node
 from halves import assert_half, halves, run, stock
 
 sym = mx.sym
@@ -149,6 +151,24 @@ def test_dropout_drops_the_same_on_every_grid(grid, rng):
     (wide,), wide_gradients = stock(symbol, arrays, [head])
     assert np.array_equal(y, wide)
     assert np.array_equal(gradients["x"], wide_gradients["x"])
+
+
+def test_a_gradient_that_is_added_is_rounded_before_and_after(rng):
+    """As in the body of a loop, whose variables may be on the grid themselves."""
+    x, head = (bfloat16(rng.standard_normal(200)) for _ in "xy")
+    settings = {"__gluon_amp_grid__": "bfloat16", "__gluon_amp_inputs__": "1",
+                "__gluon_amp_outputs__": "1"}
+    node = Node(library.PREFIX + "square", "op", settings, [Entry(Node("null", "x"))])
+    op = mx.nd.CachedOp(Graph([Entry(node)]).symbol(), [("data_indices", [0]),
+                                                        ("param_indices", [])])
+    values = mx.nd.array(x)
+    values.attach_grad("add")
+    values.grad[:] = 1
+    with mx.autograd.record():
+        out = op(values)
+    out.backward(mx.nd.array(head))
+    assert np.array_equal(out.asnumpy(), bfloat16(x * x))
+    assert np.array_equal(values.grad.asnumpy(), bfloat16(1 + bfloat16(2 * x * head)))
 
 
 @pytest.mark.parametrize("grid", ["bfloat16", "float16"])

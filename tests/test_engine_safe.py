@@ -26,6 +26,9 @@ PREDICT = START + """
 net = gluon.nn.HybridSequential()
 for _ in range(8):
     net.add(gluon.nn.Conv2D(16, 3, padding=1, activation="relu"))
+for _ in range(3):
+    net.add(gluon.nn.Conv2DTranspose(16, 3, padding=1), gluon.nn.Dense(16 * 144),
+            gluon.nn.HybridLambda(lambda F, x: x.reshape((0, 16, 12, 12))))
 net.initialize(mx.init.Xavier())
 amp.convert(net)
 x = nd.array(np.random.standard_normal((2, 16, 12, 12)))

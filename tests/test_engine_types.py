@@ -123,6 +123,22 @@ def test_a_view_is_read_where_it_lies(op, rng):
                           ours(whole.copy().reshape((7, 9)).copy()).asnumpy())
 
 
+@pytest.mark.parametrize("flags", [[], [("static_alloc", True), ("static_shape", True)]])
+def test_float32_results_do_not_overwrite_what_is_still_read(flags, rng):
+    """By indices or lengths that are halves; the result could take the place of the data."""
+    cases = [(sym.gather_nd(X * 2, Y * 1) * 1, np.arange(64, dtype=F16)[None, ::-1],
+              rng.standard_normal(64).astype(F32), lambda x, y: 2 * x[::-1]),
+             (sym.SequenceReverse(X * 2, Y * 1, use_sequence_length=True) * 1,
+              np.full(4, 16, F16), rng.standard_normal((16, 4)).astype(F32),
+              lambda x, y: 2 * x[::-1])]
+    for symbol, y, x, expected in cases:
+        graph = for_cpu(Graph.read(symbol), {"x": "float32", "y": "float16"}).symbol()
+        op = nd.CachedOp(graph, [("data_indices", [0, 1]), ("param_indices", []), *flags])
+        arrays = {"x": nd.array(x), "y": nd.array(y, dtype="float16")}
+        out = op(*(arrays[name] for name in graph.list_inputs()))
+        assert np.array_equal(out.asnumpy(), expected(x, y))
+
+
 def test_rows_that_a_mask_chooses_are_found_as_in_float32(rng):
     arrays = {"x": halves(rng, 4, 3), "y": np.array([1, 0, 1, 1], F32)}
     head = halves(rng, 3, 3)
