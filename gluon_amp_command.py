@@ -10,7 +10,7 @@ import sys
 def main() -> None:
     arguments = sys.argv[1:]
     try:
-        from gluon_amp.cli import main as command
+        from gluon_amp.tools.cli import main as command
     except KeyboardInterrupt:
         sys.exit(130)
     except ImportError as error:

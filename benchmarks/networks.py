@@ -7,7 +7,7 @@ import sys
 from importlib.util import find_spec
 from typing import Any, Callable, NamedTuple
 
-from gluon_amp import demo
+from gluon_amp.tools import demo
 from mxnet import gluon, nd
 from mxnet.gluon import nn, rnn
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import gluon_amp as amp
 import mxnet as mx
 import numpy as np
-from gluon_amp.demo import digits, network
+from gluon_amp.tools.demo import digits, network
 from matplotlib.figure import Figure
 from mxnet import autograd, gluon
 

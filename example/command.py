@@ -3,7 +3,7 @@ import argparse
 import os
 
 from gluon_amp._mxnet import message, mx
-from gluon_amp.cli import positive
+from gluon_amp.tools.cli import positive
 
 
 class Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):

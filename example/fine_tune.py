@@ -16,7 +16,7 @@ import gluon_amp as amp
 import image_classification as recipe
 import mxnet as mx
 from gluon_amp.files import must_exist
-from gluon_amp.graph import Graph
+from gluon_amp.graph.graph import Graph
 from gluon_data import classes_of, loaders
 from mxnet import gluon
 from mxnet.gluon import nn

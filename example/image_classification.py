@@ -25,7 +25,7 @@ from command import Help, decimals, devices_of, numbers, positive, run
 from gluon_amp._mxnet import message
 from gluon_amp.files import replace_file
 from gluon_amp.policy import APEX, POLICIES, get_policy
-from gluon_amp.tensor_cores import matrix_layers
+from gluon_amp.tools.tensor_cores import matrix_layers
 from gluon_data import check_labels, classes_of, loaders
 from mxnet import autograd, gluon
 from mxnet.gluon import nn

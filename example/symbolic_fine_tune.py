@@ -17,7 +17,7 @@ import gluon_amp as amp
 import image_data
 import module_fit
 import mxnet as mx
-from gluon_amp.graph import Entry, Graph
+from gluon_amp.graph.graph import Entry, Graph
 
 
 def load(name):

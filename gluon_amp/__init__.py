@@ -1,17 +1,17 @@
 """Mixed-precision training for Apache MXNet."""
 from . import _mxnet  # noqa: F401, I001  (first: every other module may import from mxnet)
 from . import data
-from .convert import convert, restore
+from .gluon.convert import convert, restore
 from .cpu import library
 from .cpu.library import KernelError
-from .loss_scale import DynamicLossScale, LossScaleError, StaticLossScale
-from .lr_find import lr_find
-from .module import BucketingModule, Module, Speedometer
-from .optimizer import optimizer
+from .training.loss_scale import DynamicLossScale, LossScaleError, StaticLossScale
+from .training.lr_find import lr_find
+from .symbolic.module import BucketingModule, Module, Speedometer
+from .training.optimizer import optimizer
 from .policy import Policy
 from .report import report
-from .symbol import convert_model, convert_symbol
-from .trainer import Trainer, scale_loss
+from .symbolic.convert import convert_model, convert_symbol
+from .training.trainer import Trainer, scale_loss
 
 library.start()
 

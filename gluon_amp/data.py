@@ -5,7 +5,7 @@ Float16 counts to 2048: a label of 2049 becomes 2048 in it.
 from typing import Any, Iterator, List
 
 from ._mxnet import mx, np
-from .halves import dtype_name, narrow
+from .cpu.arrays import dtype_name, narrow
 
 _COUNTS_TO = 2048
 

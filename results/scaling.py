@@ -11,7 +11,7 @@ from statistics import mean
 import gluon_amp as amp
 import mxnet as mx
 import numpy as np
-from gluon_amp.demo import digits, network
+from gluon_amp.tools.demo import digits, network
 from mxnet import autograd, gluon
 
 WEIGHTS = (1.0, 2.0 ** -12, 2.0 ** -18, 2.0 ** -24)

@@ -1,8 +1,8 @@
 """Float16 for tests: run one CPU graph, and what numpy says it should give."""
 import numpy as np
 from gluon_amp._mxnet import mx
-from gluon_amp.cpu.graph import for_cpu
-from gluon_amp.graph import Graph
+from gluon_amp.graph.build import for_cpu
+from gluon_amp.graph.graph import Graph
 
 
 def run(symbol, arrays, heads=None, training=True, grid="float16", types=None):

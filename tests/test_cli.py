@@ -7,8 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from gluon_amp import KernelError, __version__, cli
-from gluon_amp.cli import COMMANDS, main
+from gluon_amp import KernelError, __version__
+from gluon_amp.tools import cli
+from gluon_amp.tools.cli import COMMANDS, main
 
 ROOT = Path(__file__).parents[1]
 NAMES = [command.name for command in COMMANDS]
@@ -44,7 +45,7 @@ def failing(monkeypatch):
     def fail(error):
         def demo(epochs):
             raise error
-        monkeypatch.setattr("gluon_amp.demo.demo", demo)
+        monkeypatch.setattr("gluon_amp.tools.demo.demo", demo)
     return fail
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import gluon_amp
 import pytest
 from gluon_amp._mxnet import mx
-from gluon_amp.cli import main as gluon_amp_command
+from gluon_amp.tools.cli import main as gluon_amp_command
 from markdown_it import MarkdownIt
 from sybil.document import Document
 from sybil.parsers.markdown import CodeBlockParser

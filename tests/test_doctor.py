@@ -6,12 +6,12 @@ import subprocess
 
 import gluon_amp as amp
 import pytest
-from gluon_amp import doctor
 from gluon_amp._mxnet import message, mx, np
 from gluon_amp.cpu import library
-from gluon_amp.doctor import GPU, describe, examine, gpus, version_of_cudnn
-from gluon_amp.footprint import footprint, load
 from gluon_amp.policy import POLICIES
+from gluon_amp.tools import doctor
+from gluon_amp.tools.doctor import GPU, describe, examine, gpus, version_of_cudnn
+from gluon_amp.tools.footprint import footprint, load
 from mxnet import gluon, nd
 from mxnet.gluon import nn
 

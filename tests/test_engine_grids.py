@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from gluon_amp._mxnet import mx
 from gluon_amp.cpu import library
-from gluon_amp.graph import Entry, Graph, Node
+from gluon_amp.graph.graph import Entry, Graph, Node
 from halves import assert_half, halves, run, stock
 
 sym = mx.sym

@@ -13,8 +13,8 @@ import networks
 import numpy as np
 import pytest
 from gluon_amp._mxnet import mx
-from gluon_amp.cpu.graph import for_cpu
-from gluon_amp.graph import Graph
+from gluon_amp.graph.build import for_cpu
+from gluon_amp.graph.graph import Graph
 from halves import assert_half, halves, run
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn, rnn

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from gluon_amp._mxnet import mx
 from gluon_amp.cpu import library
-from gluon_amp.cpu.graph import for_cpu
-from gluon_amp.graph import Graph
+from gluon_amp.graph.build import for_cpu
+from gluon_amp.graph.graph import Graph
 from halves import assert_half, halves, run, stock
 
 sym = mx.sym

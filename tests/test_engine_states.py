@@ -5,8 +5,8 @@ from itertools import product
 import numpy as np
 import pytest
 from gluon_amp._mxnet import mx
-from gluon_amp.cpu.graph import for_cpu
-from gluon_amp.graph import Entry, Graph, Node
+from gluon_amp.graph.build import for_cpu
+from gluon_amp.graph.graph import Entry, Graph, Node
 from halves import assert_half, halves, ulps
 
 sym = mx.sym

@@ -3,8 +3,8 @@ that are parts of others or empty: as in float32, rounded."""
 import numpy as np
 import pytest
 from gluon_amp._mxnet import mx
-from gluon_amp.cpu.graph import for_cpu
-from gluon_amp.graph import Entry, Graph, Node
+from gluon_amp.graph.build import for_cpu
+from gluon_amp.graph.graph import Entry, Graph, Node
 from halves import assert_half, halves, run
 from mxnet import nd
 

@@ -7,7 +7,7 @@ import gluon_amp as amp
 import numpy as np
 import pytest
 from gluon_amp._mxnet import mx
-from gluon_amp.graph import Graph
+from gluon_amp.graph.graph import Graph
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "example"))
 from symbols import lstm, mobilenet, resnet

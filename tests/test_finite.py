@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 from gluon_amp._mxnet import mx
-from gluon_amp.finite import all_finite
+from gluon_amp.cpu.finite import all_finite
 
 SIZES = [1, 17, 40001]
 

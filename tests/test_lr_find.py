@@ -124,7 +124,7 @@ def test_bad_arguments_are_refused(kwargs, message, batches):
 
 def test_a_first_batch_that_is_hard_is_no_fall_of_the_loss():
     """The average begins with one batch: what it does at first says nothing of rates."""
-    from gluon_amp.lr_find import _steepest
+    from gluon_amp.training.lr_find import _steepest
     rates = [10 ** (i / 10) for i in range(60)]
     losses = [3.0, 2.6] + [2.5 - 0.001 * i for i in range(38)] + [2.4 - 0.1 * i for i in range(20)]
     assert rates[38] < _steepest(rates, losses) < rates[59]

@@ -4,9 +4,9 @@ import gluon_amp as amp
 import networks
 import numpy as np
 import pytest
-from gluon_amp import converted
 from gluon_amp._mxnet import mx
-from gluon_amp.cpu.graph import for_cpu
+from gluon_amp.gluon import converted
+from gluon_amp.graph.build import for_cpu
 from mxnet import autograd, gluon, nd
 
 ALL = {**networks.ZOO, **networks.OTHERS}

@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 from gluon_amp._mxnet import mx
-from gluon_amp.graph import Graph
+from gluon_amp.graph.graph import Graph
 from halves import assert_half, halves, run, stock
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -220,7 +220,7 @@ def test_gradients_of_a_float32_tensor_with_many_consumers_add_up():
 
 
 def test_every_operator_in_the_rules_exists():
-    from gluon_amp import rules
+    from gluon_amp.graph import operators as rules
     lists = rules.LOW | rules.FLOAT32 | rules.NORM | rules.BATCH_NORM | rules.CONSTANT
     assert not {*lists, *rules.FLOAT32_WHEN} - set(_all_operators())
 

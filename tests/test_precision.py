@@ -7,9 +7,9 @@ import networks
 import numpy as np
 import pytest
 from gluon_amp._mxnet import mx
-from gluon_amp.graph import Entry, Graph, bindings, loop_states
+from gluon_amp.graph.casts import insert_casts
+from gluon_amp.graph.graph import Entry, Graph, bindings, loop_states
 from gluon_amp.policy import get_policy
-from gluon_amp.precision import insert_casts
 from mxnet import gluon, nd
 from mxnet.gluon import nn
 

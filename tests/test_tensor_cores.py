@@ -7,7 +7,7 @@ from pathlib import Path
 import gluon_amp as amp
 import pytest
 from gluon_amp._mxnet import mx
-from gluon_amp.tensor_cores import matrix_layers
+from gluon_amp.tools.tensor_cores import matrix_layers
 from mxnet import gluon, nd
 from mxnet.gluon import nn
 

@@ -14,12 +14,12 @@ import re
 from ctypes import byref
 from typing import Any, Dict, Iterable, Iterator, List, NamedTuple, Optional, Tuple
 
-from . import __version__
-from ._mxnet import installed_builds, message, mx, np
-from .convert import convert
-from .cpu import library
+from .. import __version__
+from .._mxnet import installed_builds, message, mx, np
+from ..cpu import library
+from ..gluon.convert import convert
+from ..training.trainer import Trainer
 from .footprint import footprint, load
-from .trainer import Trainer
 
 _DRIVER = "libcuda.so.1"
 _CODE_FOR = ((5, 0), (6, 0), (7, 0), (8, 0), (8, 6))  # in MXNet 1.9.1's CUDA builds, and no PTX

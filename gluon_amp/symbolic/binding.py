@@ -12,11 +12,11 @@ import os
 from contextlib import contextmanager
 from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional
 
-from ._mxnet import mx, np
-from .cpu.graph import for_cpu
-from .graph import VARIABLE, Entry, Graph, Node
-from .halves import dtype_name
-from .rules import LOSS
+from .._mxnet import mx, np
+from ..cpu.arrays import dtype_name
+from ..graph.build import for_cpu
+from ..graph.graph import VARIABLE, Entry, Graph, Node
+from ..graph.operators import LOSS
 
 SCALE = "gluon_amp_loss_scale"
 

@@ -8,8 +8,8 @@ and nodes say in attributes which of them are rounded.
 from typing import Dict, List, Mapping, Set
 
 from .._mxnet import np
-from ..graph import Entry, Graph, Node, bindings
-from . import library
+from ..cpu import library
+from .graph import Entry, Graph, Node, bindings
 
 HALF = "float16"
 GRID, INPUTS, OUTPUTS = (f"__gluon_amp_{word}__" for word in ("grid", "inputs", "outputs"))

@@ -4,13 +4,13 @@ from typing import Any, Dict, Iterable, List, Set, Tuple, Union
 
 from mxnet.operator import get_operator_arguments
 
-from . import rules
-from ._mxnet import mx
-from .graph import TYPE_FLAG, TYPE_NAME, Graph
-from .halves import dtype_name
-from .keep import matches_nothing, matching
-from .policy import Policy, get_policy
-from .precision import insert_casts
+from .._mxnet import mx
+from ..cpu.arrays import dtype_name
+from ..graph import operators as rules
+from ..graph.casts import insert_casts
+from ..graph.graph import TYPE_FLAG, TYPE_NAME, Graph
+from ..graph.keep import matches_nothing, matching
+from ..policy import Policy, get_policy
 
 # What operators call the inputs that are parameters.
 _PARAMETERS = frozenset("weight bias gamma beta parameters".split())

@@ -9,10 +9,10 @@ import functools
 import os
 from typing import Any, Dict, List
 
+from .._mxnet import mx, np
+from ..cpu import library
+from ..cpu.arrays import dtype_name, follow, narrow, to_float32
 from . import adamw
-from ._mxnet import mx, np
-from .cpu import library
-from .halves import dtype_name, follow, narrow, to_float32
 
 _GROUP = "MXNET_OPTIMIZER_AGGREGATION_SIZE"
 _MASTER_LAST = (mx.optimizer.SGD, mx.optimizer.NAG, mx.optimizer.LARS)  # their states' order

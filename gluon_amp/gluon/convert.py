@@ -3,13 +3,13 @@ from typing import Any, Dict, Iterable, Iterator, List, Set, Tuple, Union
 
 from mxnet.gluon import Block, HybridBlock, Parameter, nn
 
-from . import rules
-from ._mxnet import mx
+from .._mxnet import mx
+from ..cpu.arrays import dtype_name
+from ..graph import operators as rules
+from ..graph.graph import Graph
+from ..graph.keep import matches_nothing, matching
+from ..policy import Policy, get_policy
 from .converted import ConvertedBlock, State, converted_class, log
-from .graph import Graph
-from .halves import dtype_name
-from .keep import matches_nothing, matching
-from .policy import Policy, get_policy
 
 NORM_BLOCKS = (nn.basic_layers._BatchNorm, nn.LayerNorm, nn.GroupNorm, nn.InstanceNorm)
 _NORM_OPS = rules.NORM | rules.BATCH_NORM

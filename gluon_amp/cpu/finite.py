@@ -6,8 +6,8 @@ only, and on a CPU takes halves one by one.
 """
 from typing import Any, Dict, Iterable, List, Sequence, Tuple
 
-from ._mxnet import mx, np
-from .cpu import library
+from .._mxnet import mx, np
+from . import library
 
 
 def squares(arrays: Sequence[Any]) -> "np.ndarray":

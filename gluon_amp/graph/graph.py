@@ -10,7 +10,7 @@ import functools
 import json
 from typing import Any, Dict, Iterable, List, Mapping, NamedTuple, Optional, Tuple
 
-from ._mxnet import mx, np
+from .._mxnet import mx, np
 
 VARIABLE = "null"  # the op that MXNet's JSON gives to arguments and parameters
 

@@ -14,15 +14,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Dict, Iterator, List, Optional, Set, Tuple
 
-from ._mxnet import mx, np
-from .files import replace_file
-from .finite import all_finite, not_finite, squares
-from .halves import to_float32
+from .._mxnet import mx, np
+from ..cpu.arrays import to_float32
+from ..cpu.finite import all_finite, not_finite, squares
+from ..files import replace_file
 from .loss_scale import as_loss_scale, of, positive
 from .optimizer import check_scalable, with_masters
 from .optimizer import optimizer as make_optimizer
-from .scaling import Scaled, Scaling
 from .states import check_order, check_states, read_states
+from .step import Scaled, Scaling
 
 
 @dataclass

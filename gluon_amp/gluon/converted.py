@@ -11,14 +11,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Dict, FrozenSet, Iterable, Iterator, List, Tuple
 
-from ._mxnet import mx
-from .cpu.graph import for_cpu
-from .files import replace_file
-from .graph import Graph, Node
-from .halves import dtype_name, to_float32
-from .policy import Policy
-from .precision import KEEP, insert_casts
-from .rules import BATCH_NORM
+from .._mxnet import mx
+from ..cpu.arrays import dtype_name, to_float32
+from ..files import replace_file
+from ..graph.build import for_cpu
+from ..graph.casts import KEEP, insert_casts
+from ..graph.graph import Graph, Node
+from ..graph.operators import BATCH_NORM
+from ..policy import Policy
 
 log = logging.getLogger("gluon_amp")
 

@@ -9,9 +9,9 @@ from typing import Any, List, Tuple
 
 from tqdm import tqdm
 
-from ._mxnet import mx, np
-from .convert import convert
-from .trainer import Trainer
+from .._mxnet import mx, np
+from ..gluon.convert import convert
+from ..training.trainer import Trainer
 
 TYPES = ("float32", "float16")
 

@@ -7,8 +7,8 @@ import re
 import warnings
 from typing import Any, Dict, List, Mapping, Sequence, Tuple
 
-from ._mxnet import mx
-from .halves import dtype_name
+from .._mxnet import mx
+from ..cpu.arrays import dtype_name
 
 
 def read_states(fname: str) -> Tuple[Dict[Any, Any], Any]:

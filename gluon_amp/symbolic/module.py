@@ -8,17 +8,17 @@ from typing import Any, Dict, Iterable, List, Optional, Tuple
 
 from mxnet.model import _update_params
 
-from ._mxnet import mx, np
+from .._mxnet import mx, np
+from ..cpu.arrays import to_float32
+from ..cpu.finite import all_finite, not_finite, squares
+from ..files import must_exist, replace_file
+from ..graph.operators import LOSS
+from ..training.loss_scale import as_loss_scale
+from ..training.optimizer import check_scalable, optimizer_class, with_masters
+from ..training.states import check_states, read_states
+from ..training.step import Scaled, Scaling
 from .binding import Bindable, environment
-from .files import must_exist, replace_file
-from .finite import all_finite, not_finite, squares
-from .halves import to_float32
-from .loss_scale import as_loss_scale
-from .optimizer import check_scalable, optimizer_class, with_masters
-from .rules import LOSS
-from .scaling import Scaled, Scaling
-from .states import check_states, read_states
-from .symbol import check_parameters
+from .convert import check_parameters
 
 
 class _Module(Scaled):

@@ -6,8 +6,8 @@ slower there.
 from math import prod
 from typing import Any, Dict, List, NamedTuple, Optional, Sequence
 
-from . import rules
-from .graph import Graph, Node
+from ..graph import operators as rules
+from ..graph.graph import Graph, Node
 
 MULTIPLE = 8
 

@@ -14,10 +14,10 @@ results their type back, and leaves no amp_multicast where types are known.
 from contextlib import suppress
 from typing import Collection, Dict, Iterable, List, Mapping, Optional, Set, Tuple
 
-from . import rules
-from ._mxnet import mx
+from .._mxnet import mx
+from ..policy import Policy
+from . import operators as rules
 from .graph import Entry, Graph, Node, bindings, infer, loop_states
-from .policy import Policy
 
 KEEP = "__gluon_amp_keep__"  # the attribute of nodes that stay float32
 _WIDTH = {"float16": 1, "float32": 2, "float64": 3}

@@ -4,8 +4,8 @@ By our kernels on a CPU, where MXNet takes halves one by one; by MXNet's operato
 """
 from typing import Any
 
-from ._mxnet import mx, np
-from .cpu import library
+from .._mxnet import mx, np
+from . import library
 
 
 def dtype_name(dtype: Any) -> str:

@@ -2,7 +2,7 @@
 import os
 from typing import Any, List, Tuple
 
-from ._mxnet import mx, np
+from .._mxnet import mx, np
 
 
 @mx.optimizer.register

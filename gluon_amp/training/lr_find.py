@@ -15,8 +15,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Iterable, Iterator, List, Optional
 
-from ._mxnet import mx, np
-from .files import replace_file
+from .._mxnet import mx, np
+from ..files import replace_file
 from .loss_scale import LossScaleError, positive, whole_number
 from .trainer import Trainer
 

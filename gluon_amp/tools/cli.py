@@ -11,7 +11,7 @@ import os
 import sys
 from typing import Callable, List, NamedTuple, Optional, Tuple
 
-from . import KernelError, __version__
+from .. import KernelError, __version__
 
 _MENDABLE = (ValueError, OSError, ImportError, KernelError)
 
@@ -127,7 +127,7 @@ def _report_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _report(options: argparse.Namespace) -> None:
-    from .report import report
+    from ..report import report
     print(report(options.logs, options.output, options.title, options.accuracy))
 
 

@@ -19,10 +19,10 @@ float32 arrays (see cpu.graph), and is counted so.
 from math import prod
 from typing import Any, Dict, Set, Tuple
 
-from ._mxnet import message, mx, np
-from .graph import Graph
-from .policy import POLICIES, Policy
-from .symbol import convert_symbol, declared_types, parameter_names
+from .._mxnet import message, mx, np
+from ..graph.graph import Graph
+from ..policy import POLICIES, Policy
+from ..symbolic.convert import convert_symbol, declared_types, parameter_names
 from .tensor_cores import matrix_layers
 
 _DATA = "data"  # the input of Gluon's exported networks, and of most others

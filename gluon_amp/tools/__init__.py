@@ -1,0 +1,1 @@
+"""What stands around training: the command, its doctor, the demo."""

@@ -1,0 +1,1 @@
+"""A step: scaled backward passes, checks, optimizers, states."""
