@@ -1,6 +1,7 @@
 """Mixed-precision training for Apache MXNet."""
 from . import _mxnet  # noqa: F401, I001  (first: every other module may import from mxnet)
 from . import data
+from .formats import Format
 from .gluon.convert import convert, restore
 from .cpu import library
 from .cpu.library import KernelError
@@ -16,7 +17,7 @@ from .training.trainer import Trainer, scale_loss
 library.start()
 
 __version__ = "0.1.0"
-__all__ = ["BucketingModule", "DynamicLossScale", "KernelError", "LossScaleError", "Module",
-           "Policy", "Speedometer", "StaticLossScale", "Trainer", "convert", "convert_model",
-           "convert_symbol", "data", "lr_find", "optimizer", "report", "restore",
+__all__ = ["BucketingModule", "DynamicLossScale", "Format", "KernelError", "LossScaleError",
+           "Module", "Policy", "Speedometer", "StaticLossScale", "Trainer", "convert",
+           "convert_model", "convert_symbol", "data", "lr_find", "optimizer", "report", "restore",
            "scale_loss"]

@@ -1,8 +1,10 @@
 """Float16 for tests: run one CPU graph, and what numpy says it should give."""
 import numpy as np
 from gluon_amp._mxnet import mx
-from gluon_amp.graph.build import for_cpu
-from gluon_amp.graph.graph import Graph
+from gluon_amp.formats import FORMATS, Format
+from gluon_amp.graph.build import build
+from gluon_amp.graph.graph import Entry, Graph, Node
+from gluon_amp.policy import Policy
 
 
 def run(symbol, arrays, heads=None, training=True, grid="float16", types=None):
@@ -12,7 +14,7 @@ def run(symbol, arrays, heads=None, training=True, grid="float16", types=None):
     gradients; without them there are none. Returns (outputs, {name: gradient}).
     """
     types = types or {name: array.dtype.name for name, array in arrays.items()}
-    rewritten = for_cpu(Graph.read(symbol), types, grid).symbol()
+    rewritten = on_grid(Graph.read(symbol), types, grid).symbol()
     names = rewritten.list_inputs()
     values = {name: mx.nd.array(arrays[name], dtype=arrays[name].dtype) for name in names}
     op = mx.nd.CachedOp(rewritten, [("data_indices", list(range(len(names)))),
@@ -32,6 +34,27 @@ def run(symbol, arrays, heads=None, training=True, grid="float16", types=None):
     for name in aux:
         arrays[name][...] = values[name].asnumpy()
     return [o.asnumpy() for o in outputs], gradients
+
+
+NOT_ROUNDED = Format("not_rounded", exponent=8, fraction=23, saturate=True)
+
+
+def on_grid(graph, types, grid):
+    """What a CPU runs for the graph. `grid`: "float16", another format, in which float16 tensors
+    are then computed, or "float32", which rounds nothing."""
+    if grid == "float16":
+        return build(graph, types)
+    format_ = NOT_ROUNDED if grid == "float32" else FORMATS[grid]
+    policy = Policy("test", between=format_, norm=format_, sensitive=format_)
+    low = {n: Entry(Node("amp_cast", f"{n.name}_low", {"dtype": format_.name}, [Entry(n)]))
+           for n in graph.nodes() if n.is_variable and types[n.name] == "float16"}
+    for node in graph.nodes():
+        node.inputs = [low.get(e.node, e) for e in node.inputs]
+    kinds = graph.types(types)
+    graph.outputs = [
+        Entry(Node("amp_cast", f"{e.node.name}_{e.output}_out", {"dtype": "float16"}, [e]))
+        if kinds[e] == format_.name else e for e in graph.outputs]
+    return build(graph, types, policy=policy)
 
 
 def stock(symbol, arrays, heads):

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from gluon_amp._mxnet import mx
 from gluon_amp.cpu import library
+from gluon_amp.formats import FORMATS
 from gluon_amp.graph.graph import Entry, Graph, Node
 from halves import assert_half, halves, run, stock
 
@@ -156,8 +157,9 @@ def test_dropout_drops_the_same_on_every_grid(grid, rng):
 def test_a_gradient_that_is_added_is_rounded_before_and_after(rng):
     """As in the body of a loop, whose variables may be on the grid themselves."""
     x, head = (bfloat16(rng.standard_normal(200)) for _ in "xy")
-    settings = {"__gluon_amp_grid__": "bfloat16", "__gluon_amp_inputs__": "1",
-                "__gluon_amp_outputs__": "1"}
+    grid = FORMATS["bfloat16"].for_engine
+    settings = {"__gluon_amp_inputs__": "1", "__gluon_amp_outputs__": "1", **{
+        f"__gluon_amp_{what}_grid__": grid for what in ("output", "gradient", "back")}}
     node = Node(library.PREFIX + "square", "op", settings, [Entry(Node("null", "x"))])
     op = mx.nd.CachedOp(Graph([Entry(node)]).symbol(), [("data_indices", [0]),
                                                         ("param_indices", [])])

@@ -13,7 +13,7 @@ import networks
 import numpy as np
 import pytest
 from gluon_amp._mxnet import mx
-from gluon_amp.graph.build import for_cpu
+from gluon_amp.graph.build import build
 from gluon_amp.graph.graph import Graph
 from halves import assert_half, halves, run
 from mxnet import autograd, gluon, nd
@@ -147,7 +147,7 @@ def test_second_derivatives_where_mxnet_has_them(name, rng):
     results = []
     for dtype in ("float32", "float16"):
         graph = symbol if dtype == "float32" else \
-            for_cpu(Graph.read(symbol), {"x": "float16"}).symbol()
+            build(Graph.read(symbol), {"x": "float16"}).symbol()
         op = nd.CachedOp(graph, [("data_indices", [0]), ("param_indices", [])])
         x = nd.array(values, dtype=dtype)
         x.attach_grad()

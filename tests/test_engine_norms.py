@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from gluon_amp._mxnet import mx
 from gluon_amp.cpu import library
-from gluon_amp.graph.build import for_cpu
+from gluon_amp.graph.build import build
 from gluon_amp.graph.graph import Graph
 from halves import assert_half, halves, run, stock
 
@@ -34,7 +34,7 @@ class Layer:
         types = {name: array.dtype.name for name, array in arrays.items()}
         names, auxiliary = symbol.list_inputs(), symbol.list_auxiliary_states()
         self.op = mx.nd.CachedOp(
-            for_cpu(Graph.read(symbol), types).symbol(),
+            build(Graph.read(symbol), types).symbol(),
             [("data_indices", list(range(len(names)))), ("param_indices", []), *flags])
         self.arrays = {n: mx.nd.array(arrays[n], dtype=arrays[n].dtype) for n in names}
         for name, array in self.arrays.items():

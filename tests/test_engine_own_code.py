@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from gluon_amp._mxnet import mx
 from gluon_amp.cpu import library
-from gluon_amp.graph.build import for_cpu
+from gluon_amp.graph.build import build
 from gluon_amp.graph.graph import Graph
 from halves import assert_half, halves, stock, ulps
 
@@ -32,7 +32,7 @@ def outcome(symbol, arrays, heads=None, request="write", flags=(), training=True
     """Outputs, gradients and auxiliary states. Gradients are added to ones for "add"."""
     types = {name: array.dtype.name for name, array in arrays.items()}
     names, auxiliary = symbol.list_inputs(), symbol.list_auxiliary_states()
-    op = mx.nd.CachedOp(for_cpu(Graph.read(symbol), types).symbol(),
+    op = mx.nd.CachedOp(build(Graph.read(symbol), types).symbol(),
                         [("data_indices", list(range(len(names)))), ("param_indices", []), *flags])
     values = {name: mx.nd.array(arrays[name], dtype=arrays[name].dtype) for name in names}
     gradients = {}
@@ -248,7 +248,7 @@ def test_an_embedding_adds_up_the_gradients_of_a_word(rng):
     words = mx.nd.array([[0, 3, 3], [3, 1, 0]], dtype="int32")
     weight = mx.nd.array(halves(rng, 7, 5), dtype="float16")
     weight.attach_grad()
-    graph = for_cpu(Graph.read(GATHERS["Embedding"]), {"x": "int32", "y": "float16"}).symbol()
+    graph = build(Graph.read(GATHERS["Embedding"]), {"x": "int32", "y": "float16"}).symbol()
     op = mx.nd.CachedOp(graph, [("data_indices", [0, 1]), ("param_indices", [])])
     head = halves(rng, 2, 3, 5)
     with mx.autograd.record():

@@ -5,7 +5,7 @@ from itertools import product
 import numpy as np
 import pytest
 from gluon_amp._mxnet import mx
-from gluon_amp.graph.build import for_cpu
+from gluon_amp.graph.build import build
 from gluon_amp.graph.graph import Entry, Graph, Node
 from halves import assert_half, halves, ulps
 
@@ -21,7 +21,7 @@ class Op:
         names = symbol.list_inputs()
         if not wide:
             types = {name: array.dtype.name for name, array in arrays.items()}
-            symbol = for_cpu(Graph.read(symbol), types).symbol()
+            symbol = build(Graph.read(symbol), types).symbol()
         self.op = mx.nd.CachedOp(symbol, [("data_indices", list(range(len(names)))),
                                           ("param_indices", []), *flags])
         self.values = {}

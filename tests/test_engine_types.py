@@ -3,7 +3,7 @@ that are parts of others or empty: as in float32, rounded."""
 import numpy as np
 import pytest
 from gluon_amp._mxnet import mx
-from gluon_amp.graph.build import for_cpu
+from gluon_amp.graph.build import build
 from gluon_amp.graph.graph import Entry, Graph, Node
 from halves import assert_half, halves, run
 from mxnet import nd
@@ -114,7 +114,7 @@ def test_outputs_that_nobody_reads_need_no_room(rng):
 @pytest.mark.parametrize("op", ["exp", "relu", "negative", "softmax", "square"])
 def test_a_view_is_read_where_it_lies(op, rng):
     types = {"x": "float16"}
-    ours = nd.CachedOp(for_cpu(Graph.read(getattr(sym, op)(X)), types).symbol(),
+    ours = nd.CachedOp(build(Graph.read(getattr(sym, op)(X)), types).symbol(),
                        [("data_indices", [0]), ("param_indices", [])])
     whole = nd.array(halves(rng, 9, 7), dtype="float16")
     assert np.array_equal(ours(whole[2:5]).asnumpy(), ours(whole[2:5].copy()).asnumpy())
@@ -132,7 +132,7 @@ def test_float32_results_do_not_overwrite_what_is_still_read(flags, rng):
               np.full(4, 16, F16), rng.standard_normal((16, 4)).astype(F32),
               lambda x, y: 2 * x[::-1])]
     for symbol, y, x, expected in cases:
-        graph = for_cpu(Graph.read(symbol), {"x": "float32", "y": "float16"}).symbol()
+        graph = build(Graph.read(symbol), {"x": "float32", "y": "float16"}).symbol()
         op = nd.CachedOp(graph, [("data_indices", [0, 1]), ("param_indices", []), *flags])
         arrays = {"x": nd.array(x), "y": nd.array(y, dtype="float16")}
         out = op(*(arrays[name] for name in graph.list_inputs()))

@@ -8,12 +8,14 @@ import numpy as np
 import pytest
 from gluon_amp._mxnet import mx
 from gluon_amp.cpu import library
+from gluon_amp.formats import FORMATS, Format
 from halves import assert_half, halves, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
 ALL_HALVES = np.arange(65536, dtype=np.uint16).view(np.float16)
+HALF_GRID = FORMATS["float16"].for_engine
 SIZES = [0, 1, 2, 7, 15, 16, 17, 31, 33, 4095, 4096, 4097, 32768, 100003]
 
 
@@ -74,7 +76,8 @@ def test_a_master_follows_where_its_weight_is_not_it_rounded():
 
 def test_round_is_narrow_then_widen():
     points = np.concatenate([around_every_half(), np.float32([np.inf, -np.inf, np.nan, 1e-45])])
-    assert same_bits(call("round_to_grid", points), to_half(points).astype(np.float32))
+    rounded = call("round_to_grid", points, grid=HALF_GRID)
+    assert same_bits(rounded, to_half(points).astype(np.float32))
 
 
 @pytest.mark.parametrize(("value", "expected"), [
@@ -90,7 +93,7 @@ def test_any_size(size, rng):
     half = x.astype(np.float16)
     with mx.util.np_shape(True):  # without it, MXNet reads 0 as "unknown"
         assert same_bits(call("narrow", x), half)
-        assert same_bits(call("round_to_grid", x), half.astype(np.float32))
+        assert same_bits(call("round_to_grid", x, grid=HALF_GRID), half.astype(np.float32))
         assert same_bits(call("elemwise_add", half, half), half + half)
         assert same_bits(call("widen", half), half.astype(np.float32))
 
@@ -108,7 +111,50 @@ def test_any_float_to_bfloat16(x):
     rounded = ((bits + 0x7FFF + (bits >> np.uint64(16) & np.uint64(1))) & 0xFFFF0000)
     expected = rounded.astype(np.uint32).view(np.float32)
     expected = np.where(np.isnan(x), x, expected)
-    assert same_bits(call("round_to_grid", x, grid="bfloat16"), expected)
+    assert same_bits(call("round_to_grid", x, grid=FORMATS["bfloat16"].for_engine), expected)
+
+
+@st.composite
+def formats(draw):
+    exponent = draw(st.integers(2, 8))
+    return Format("drawn", exponent, draw(st.integers(1, 23)),
+                  infinities=exponent == 8 or draw(st.booleans()), saturate=draw(st.booleans()),
+                  rounding=draw(st.sampled_from(["nearest", "zero"])))
+
+
+def boundaries(format_):
+    """Numbers of the format, the points halfway between two, and the floats beside each."""
+    mantissas = 1 + np.arange(0, 2, 2.0 ** -min(format_.fraction + 1, 5))
+    powers = 2.0 ** np.arange(max(-126, 1 - format_.bias), min(126, format_.bias + 2))
+    numbers = np.concatenate([
+        np.outer(powers, mantissas).ravel()[::7], format_.smallest * np.arange(0, 20, 0.5),
+        [format_.largest, format_.largest * (1 + 2.0 ** -(format_.fraction + 2))]])
+    with np.errstate(over="ignore"):
+        at = numbers.astype(np.float32)
+        around = np.concatenate([at, np.nextafter(at, np.float32(np.inf)),
+                                 np.nextafter(at, np.float32(-np.inf)), [np.inf, np.nan, 0]])
+    return np.concatenate([around, -around]).astype(np.float32)
+
+
+@pytest.mark.parametrize("format_", [*FORMATS.values()], ids=list(FORMATS))
+def test_the_engine_rounds_as_formats_py_says_at_every_boundary(format_):
+    x = boundaries(format_)
+    rounded = call("round_to_grid", x, grid=format_.for_engine)
+    assert same_numbers(rounded, format_.round(x))
+    assert same_numbers(call("round_to_grid", rounded, grid=format_.for_engine), rounded)
+
+
+@given(formats(), npst.arrays(np.float32, st.integers(1, 70), elements=st.floats(width=32)))
+@settings(deadline=None)
+def test_any_float_to_any_format(format_, x):
+    x = np.concatenate([x, boundaries(format_)])
+    assert same_numbers(call("round_to_grid", x, grid=format_.for_engine), format_.round(x))
+
+
+def same_numbers(a, b):
+    """All equal, signs of zero too; one NaN is as good as another."""
+    return np.array_equal(a, b, equal_nan=True) and \
+        np.array_equal(np.signbit(a[~np.isnan(a)]), np.signbit(b[~np.isnan(b)]))
 
 
 @pytest.mark.parametrize(("name", "attributes", "function"), [

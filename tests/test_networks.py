@@ -1,12 +1,11 @@
 """Networks of all kinds train in float16 as they do in float32."""
-
 import gluon_amp as amp
 import networks
 import numpy as np
 import pytest
 from gluon_amp._mxnet import mx
-from gluon_amp.gluon import converted
-from gluon_amp.graph.build import for_cpu
+from gluon_amp.policy import Policy
+from halves import NOT_ROUNDED
 from mxnet import autograd, gluon, nd
 
 ALL = {**networks.ZOO, **networks.OTHERS}
@@ -83,14 +82,12 @@ def test_trains_as_in_float32(name, rng):
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_without_rounding_the_graph_is_float32s(name, rng, monkeypatch):
+def test_without_rounding_the_graph_is_float32s(name, rng):
     make, inputs = ALL[name]
     inputs = inputs(rng)
     net = make()
     net.initialize(mx.init.Xavier())
-    amp.convert(net)
-    monkeypatch.setattr(converted, "for_cpu", lambda graph, types, grid:
-                        for_cpu(graph, types, "float32"))
+    amp.convert(net, Policy("not rounded", parameter="float16", compute=NOT_ROUNDED))
     net(*inputs)  # initializes, which draws random numbers
     results = []
     for ours in (True, False):

@@ -480,7 +480,9 @@ def test_policies_are_frozen():
     ("mixed_bfloat16", ("float32", "bfloat16", "float32", "float32", "float32"))])
 def test_a_policy_is_found_by_its_name(name, types):
     found = get_policy(name)
-    assert dataclasses.astuple(found) == (name, *types)
+    roles = found.parameter, found.between, found.norm, found.sensitive, found.output
+    assert (found.name, *(format_.name for format_ in roles)) == (name, *types)
+    assert found.product == found.gradient == found.between
     assert get_policy(found) is found
 
 

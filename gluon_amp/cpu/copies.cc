@@ -24,7 +24,6 @@ bool copies(const Call& call) {
 
 bool cast(const Call& call) {
   const TBlob &from = call.in[0], &to = call.out[0];
-  if (call.rounding.grid != kFloat16Grid) return false;
   if (is_half(from) && is_float(to) && call.write(0) == kStore)
     kernels->widen(halves(from), floats(to), size(to));
   else if (is_float(from) && is_half(to))
@@ -48,17 +47,15 @@ bool as_it_is(const Call& call) {
 }
 
 // Rows from one place to another; steps: from one row to the next.
-template <class T>
-void copy_rows(const T* from, int64_t from_step, T* to, int64_t to_step, int64_t rows,
+void copy_rows(const Half* from, int64_t from_step, Half* to, int64_t to_step, int64_t rows,
                int64_t width, Write write) {
   if (write == kNothing || from == to) return;
 #pragma omp parallel for schedule(static) if (rows * width >= 32768)
   for (int64_t i = 0; i < rows; ++i) {
-    const T* x = from + i * from_step;
-    T* y = to + i * to_step;
-    if (write == kStore) std::memcpy(y, x, width * sizeof(T));
-    else if constexpr (sizeof(T) == sizeof(Half)) kernels->sum(&x, 1, y, width, kAdd);
-    else for (int64_t k = 0; k < width; ++k) y[k] += x[k];
+    const Half* x = from + i * from_step;
+    Half* y = to + i * to_step;
+    if (write == kStore) std::memcpy(y, x, width * sizeof(Half));
+    else kernels->sum(&x, 1, y, width, kAdd);
   }
 }
 
@@ -72,54 +69,77 @@ int64_t rows_of(const Call& call, const char* key, const mxnet::TShape& whole) {
 }
 
 // All inputs side by side in the one output: a concatenation, or the gradient of a split.
-template <class T>
 void join(const Call& call, int64_t rows) {
   const int64_t step = size(call.out[0]) / rows;
-  T* to = static_cast<T*>(call.out[0].dptr_);
+  Half* to = halves(call.out[0]);
   for (auto& part : call.in) {
     const int64_t width = size(part) / rows;
-    copy_rows(static_cast<const T*>(part.dptr_), width, to, step, rows, width, call.write(0));
+    copy_rows(halves(part), width, to, step, rows, width, call.write(0));
     to += width;
   }
 }
 
 // The first input in pieces, one for each output: a split, or the gradient of a concatenation.
-template <class T>
 void part(const Call& call, int64_t rows) {
   const int64_t step = size(call.in[0]) / rows;
-  const T* from = static_cast<const T*>(call.in[0].dptr_);
+  const Half* from = halves(call.in[0]);
   for (size_t i = 0; i < call.out.size(); ++i) {
     const int64_t width = size(call.out[i]) / rows;
-    copy_rows(from, step, static_cast<T*>(call.out[i].dptr_), width, rows, width, call.write(i));
+    copy_rows(from, step, halves(call.out[i]), width, rows, width, call.write(i));
     from += width;
   }
 }
 
-// Arrays are of halves or, on another grid, of floats, all of them.
-bool in_rows(const Call& call, const TBlob& whole, const char* axis, void (*halves_code)(const Call&, int64_t),
-             void (*floats_code)(const Call&, int64_t)) {
-  if (size(whole) == 0) return true;
-  (is_half(whole) ? halves_code : floats_code)(call, rows_of(call, axis, whole.shape_));
-  for (size_t i = 0; i < call.out.size(); ++i)
-    if (call.rounding.rounds_output(i, call.out[i]) && call.write(i) != kNothing)
-      kernels->round(call.rounding.grid, floats(call.out[i]), floats(call.out[i]),
-                     size(call.out[i]), kStore);
+bool joins(const Call& call, const char* axis) {
+  if (!is_half(call.out[0])) return false;
+  if (size(call.out[0]) > 0) join(call, rows_of(call, axis, call.out[0].shape_));
+  return true;
+}
+bool parts(const Call& call, const char* axis) {
+  if (!is_half(call.in[0])) return false;
+  if (size(call.in[0]) > 0) part(call, rows_of(call, axis, call.in[0].shape_));
   return true;
 }
 
-bool joins(const Call& call, const char* axis) {
-  return in_rows(call, call.out[0], axis, join<Half>, join<float>);
-}
-bool parts(const Call& call, const char* axis) {
-  return in_rows(call, call.in[0], axis, part<Half>, part<float>);
+// Floats that are made to a float32 output, rounded if the node says so.
+void round_to(const Call& call, size_t i, const float* made) {
+  const Grid* grid = call.rounding.written(i);
+  kernels->round(grid ? *grid : Grid(), made, floats(call.out[i]), size(call.out[i]),
+                 call.write(i));
 }
 
 bool concat(const Call& call) { return all_half(call) && joins(call, "dim"); }
-bool concat_gradient(const Call& call) {  // the gradient, and the inputs, which are not read
-  return is_half(call.in[0]) && parts(call, "dim");
+bool concat_gradient(const Call& call) { return parts(call, "dim"); }  // of the first input
+// MXNet's code for these has a state, so the generic operator does not run in their place.
+bool split(const Call& call) {
+  if (is_half(call.in[0])) return parts(call, "axis");
+  const int64_t rows = rows_of(call, "axis", call.in[0].shape_);
+  const float* from = floats(call.in[0]);
+  for (size_t i = 0; i < call.out.size(); ++i) {
+    const int64_t width = size(call.out[i]) / std::max<int64_t>(rows, 1);
+    Lease lease;
+    float* part = lease.memory(size(call.out[i]));
+    for (int64_t row = 0; row < rows; ++row)
+      std::memcpy(part + row * width, from + row * (size(call.in[0]) / rows), width * sizeof(float));
+    from += width;
+    round_to(call, i, part);
+  }
+  return true;
 }
-bool split(const Call& call) { return parts(call, "axis"); }
-bool split_gradient(const Call& call) { return joins(call, "axis"); }
+bool split_gradient(const Call& call) {
+  if (is_half(call.out[0])) return joins(call, "axis");
+  const int64_t rows = rows_of(call, "axis", call.out[0].shape_), n = size(call.out[0]);
+  Lease lease;
+  float *whole = lease.memory(n), *to = whole;
+  for (auto& part : call.in) {
+    const int64_t width = size(part) / std::max<int64_t>(rows, 1);
+    for (int64_t row = 0; row < rows; ++row)
+      std::memcpy(to + row * (n / rows), floats(part) + row * width, width * sizeof(float));
+    to += width;
+  }
+  round_to(call, 0, whole);
+  return true;
+}
 
 }  // namespace
 
@@ -130,7 +150,7 @@ void add_copies(Rows& rows) {
       {"amp_cast", {cast, 0}}, {"_backward_amp_cast", {cast, 0}}, {"Embedding", {as_it_is, 0}},
       {"take", {as_it_is, 0}}, {"transpose", {as_it_is, 0}}, {"slice", {as_it_is, 0}},
       {"slice_axis", {as_it_is, 0}}, {"stack", {as_it_is, 0}}, {"tile", {as_it_is, 0}},
-      {"SliceChannel", {split, 0}}, {"_backward_SliceChannel", {split_gradient, 0}},
+      {"SliceChannel", {split, 0, true}}, {"_backward_SliceChannel", {split_gradient, 0, true}},
       {"Concat", {concat, 0}}, {"_backward_Concat", {concat_gradient, 0}}});
 }
 

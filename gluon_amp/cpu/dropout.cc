@@ -35,7 +35,7 @@ bool dropout_gradient(const Call& call) {  // gradient, mask
   const TBlob &g = call.in[0], &mask = call.in[1], &d = call.out[0];
   const float scale = scale_of(call.attrs);
   if (call.write(0) == kNothing) return true;
-  if (all_half(call) && g.shape_ == mask.shape_) {
+  if (!call.rounding.any && all_half(call) && g.shape_ == mask.shape_) {
     kernels->dropout_gradient(halves(g), halves(mask), halves(d), size(d), scale, call.write(0));
     return true;
   }
@@ -51,7 +51,8 @@ bool dropout_gradient(const Call& call) {  // gradient, mask
   float* out = lease.memory(n);
   float* m = lease.memory(size(mask));
   if (is_half(g)) kernels->widen(halves(g), out, n);
-  else kernels->round(call.rounding.grid, floats(g), out, n, kStore);
+  else kernels->copy(floats(g), out, n * sizeof(float));
+  if (const Grid* grid = call.rounding.read(0)) kernels->round(*grid, out, out, n, kStore);
   if (is_half(mask)) kernels->widen(halves(mask), m, size(mask));
   else kernels->copy(mask.dptr_, m, size(mask) * sizeof(float));
   for (int64_t i = 0; i < n; ++i) {
@@ -62,8 +63,10 @@ bool dropout_gradient(const Call& call) {  // gradient, mask
     }
     out[i] *= m[at] == 0 || m[at] == 1 ? m[at] : scale;
   }
+  const Grid* grid = call.rounding.written(0);
+  if (grid) kernels->round(*grid, out, out, n, kStore);
   if (is_half(d)) kernels->narrow(out, halves(d), n, call.write(0));
-  else kernels->round(call.rounding.grid, out, floats(d), n, call.write(0));
+  else kernels->round(grid ? *grid : Grid(), out, floats(d), n, call.write(0));
   return true;
 }
 
@@ -71,7 +74,7 @@ bool dropout_gradient(const Call& call) {  // gradient, mask
 
 void add_dropout(Rows& rows) {
   rows.insert({
-      {"Dropout", {dropout, 1}}, {"_backward_Dropout", {dropout_gradient, 1}}});
+      {"Dropout", {dropout, 1, true}}, {"_backward_Dropout", {dropout_gradient, 1, true}}});
 }
 
 }  // namespace gluon_amp

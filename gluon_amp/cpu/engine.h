@@ -37,32 +37,45 @@ struct Operator {
   bool pushes_its_weight;  // to MXNet's engine, to reorder it there, when it does not train
 };
 
-// What a node says of its rounding, for grids other than float16. Their tensors are float32
-// arrays, so types do not tell which are of the low type: strings with a digit for each do.
-constexpr char kGridKey[] = "__gluon_amp_grid__";
-constexpr char kInputsKey[] = "__gluon_amp_inputs__";    // 1: an input of the low type
+// What a node says of formats other than float16. Their tensors are float32 arrays, so types do not
+// tell which are of a low type: strings with a digit for each do. graph/build.py writes them.
+constexpr char kSetting[] = "__gluon_amp_";  // how all of them begin
+constexpr char kInputsKey[] = "__gluon_amp_inputs__";    // 1: an input of a low type
 constexpr char kOutputsKey[] = "__gluon_amp_outputs__";  // 1: an output to be rounded
-constexpr char kReadsKey[] = "__gluon_amp_reads__";      // 1: an input to be rounded first
+constexpr char kReadsKey[] = "__gluon_amp_reads__";      // p or g: an input to be rounded first
+// The grids: of outputs; of what a product reads ("p"), and of the gradient that is read ("g");
+// and of the outputs of the node's gradients.
+constexpr char kOutputGridKey[] = "__gluon_amp_output_grid__";
+constexpr char kProductGridKey[] = "__gluon_amp_product_grid__";
+constexpr char kGradientGridKey[] = "__gluon_amp_gradient_grid__";
+constexpr char kBackGridKey[] = "__gluon_amp_back_grid__";
+
+inline bool is_setting(const std::string& key) {
+  return key.compare(0, sizeof kSetting - 1, kSetting) == 0;
+}
+
+// Reads "fraction normal largest above infinity toward_zero".
+Grid grid_of(const char* text);
 
 struct Rounding {
-  Grid grid = kFloat16Grid;
+  bool any = false;  // whether the node says anything
+  Grid output, product, gradient;
   const std::string *inputs = nullptr, *outputs = nullptr, *reads = nullptr;
-  bool reads_all = false;
 
   Rounding() = default;
   explicit Rounding(const NodeAttrs& attrs);
 
-  static bool one(const std::string* digits, size_t i, bool otherwise) {
-    return digits && i < digits->size() ? (*digits)[i] == '1' : otherwise;
+  static char letter(const std::string* letters, size_t i, char otherwise) {
+    return letters && i < letters->size() ? (*letters)[i] : otherwise;
   }
-  bool applies(const TBlob& array) const {
-    return grid != kFloat16Grid && array.type_flag_ == mshadow::kFloat32;
+  // What input i is rounded to before it is read, or null.
+  const Grid* read(size_t i) const {
+    const char said = any ? letter(reads, i, '0') : '0';
+    return said == 'p' ? &product : said == 'g' ? &gradient : nullptr;
   }
-  bool rounds_input(size_t i, const TBlob& array) const {
-    return applies(array) && one(reads, i, reads_all);
-  }
-  bool rounds_output(size_t i, const TBlob& array) const {
-    return applies(array) && one(outputs, i, true);
+  // What output i is rounded to, or null.
+  const Grid* written(size_t i) const {
+    return any && letter(outputs, i, '1') == '1' ? &output : nullptr;
   }
 };
 
@@ -133,8 +146,10 @@ bool prefers_onednn(const Operator& of, const NodeAttrs& attrs, size_t inputs, s
 struct OwnCode {
   bool (*run)(const Call& call);
   uint32_t places;  // output 0 may have the memory of so many of the first inputs
+  bool rounds = false;  // it knows formats other than float16, too
 };
 const OwnCode* own_code(const std::string& name);
+std::string names_with_own_code();  // a line for each
 
 // ---- what the library offers to Python (library.py) ------------------------------------
 

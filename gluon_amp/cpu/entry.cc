@@ -90,6 +90,11 @@ const char* attributes() {
   return made.c_str();
 }
 
+const char* own_names() {
+  static const std::string made = names_with_own_code();
+  return made.c_str();
+}
+
 void use_generic_code(int on) { generic_only = on; }
 
 struct Table {
@@ -101,6 +106,7 @@ struct Table {
   int (*description_fits)(const unsigned char*);
   const char* (*attributes)();
   void (*use_generic_code)(int);
+  const char* (*own_code)();
 };
 
 }  // namespace
@@ -109,6 +115,6 @@ struct Table {
 extern "C" __attribute__((visibility("default"))) const void* gluon_amp_engine() {
   using namespace gluon_amp;
   static const Table table = {start, reason, probe, inputs_fit, map_fits, description_fits,
-                              attributes, use_generic_code};
+                              attributes, use_generic_code, own_names};
   return &table;
 }

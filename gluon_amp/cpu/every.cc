@@ -35,12 +35,30 @@ std::string word(const NodeAttrs& attrs, const char* key, const char* otherwise)
 
 Rounding::Rounding(const NodeAttrs& attrs) {
   for (const auto& item : attrs.dict) {
-    if (item.first[0] != '_') continue;
-    if (item.first == kGridKey) grid = item.second == "bfloat16" ? kBfloat16Grid : kNoGrid;
+    if (!is_setting(item.first)) continue;
+    const char* text = item.second.c_str();
     if (item.first == kInputsKey) inputs = &item.second;
     if (item.first == kOutputsKey) outputs = &item.second;
     if (item.first == kReadsKey) reads = &item.second;
+    if (item.first == kOutputGridKey) output = grid_of(text);
+    if (item.first == kProductGridKey) product = grid_of(text);
+    if (item.first == kGradientGridKey) gradient = grid_of(text);
   }
+  any = inputs || outputs || reads;
+}
+
+Grid grid_of(const char* text) {
+  static const locale_t c = newlocale(LC_ALL_MASK, "C", nullptr);
+  float numbers[6] = {23, 0x1p-126f, 0x1.fffffep127f, __builtin_inff(), __builtin_inff(), 0};
+  for (float& number : numbers) {
+    char* end;
+    const float read = strtof_l(text, &end, c);
+    if (end == text) break;
+    number = read;
+    text = end;
+  }
+  return {static_cast<int>(numbers[0]), numbers[1], numbers[2], numbers[3], numbers[4],
+          numbers[5] != 0};
 }
 
 // ---- oneDNN's blocks -------------------------------------------------------------
@@ -145,12 +163,15 @@ void run(const Call& call, bool onednn, const std::vector<uint32_t>& mutated,
   std::vector<OpReqType> req = call.req;
   for (size_t i = 0; i < call.in.size(); ++i) {
     const TBlob& from = call.in[i];
+    const Grid* grid = call.rounding.read(i);
     if (is_half(from)) {
       in.push_back(lease.array(from.shape_));
       kernels->widen(halves(from), floats(in[i].data()), size(from));
-    } else if (call.rounding.rounds_input(i, from)) {
+      if (grid)
+        kernels->round(*grid, floats(in[i].data()), floats(in[i].data()), size(from), kStore);
+    } else if (grid && is_float(from)) {
       in.push_back(lease.array(from.shape_));
-      kernels->round(call.rounding.grid, floats(from), floats(in[i].data()), size(from), kStore);
+      kernels->round(*grid, floats(from), floats(in[i].data()), size(from), kStore);
     } else {
       in.emplace_back(from, 0);
     }
@@ -158,7 +179,7 @@ void run(const Call& call, bool onednn, const std::vector<uint32_t>& mutated,
   std::vector<bool> direct(call.out.size());
   for (size_t i = 0; i < call.out.size(); ++i) {
     const TBlob& to = call.out[i];
-    const bool rounds = call.rounding.rounds_output(i, to);
+    const bool rounds = is_float(to) && call.rounding.written(i);
     bool shared = false;
     for (auto& from : call.in) shared |= from.dptr_ == to.dptr_ && to.dptr_ != nullptr;
     direct[i] = !is_half(to) && !(is_float(to) && (onednn || shared)) &&
@@ -190,17 +211,22 @@ void run(const Call& call, bool onednn, const std::vector<uint32_t>& mutated,
     const TBlob& to = call.out[i];
     const Write write = call.write(i);
     if (write == kNothing) continue;
-    const bool rounds = call.rounding.rounds_output(i, to);
-    if (is_half(to)) {
+    const Grid* grid = is_half(to) || is_float(to) ? call.rounding.written(i) : nullptr;
+    if (is_half(to) && !grid) {
       narrow(out[i], to, write);
     } else if (direct[i]) {
-      if (rounds) kernels->round(call.rounding.grid, floats(to), floats(to), size(to), kStore);
+      if (grid) kernels->round(*grid, floats(to), floats(to), size(to), kStore);
     } else {
       NDArray made = out[i].IsMKLDNNData() ? out[i].Reorder2Default() : out[i];
-      if (rounds)
-        kernels->round(call.rounding.grid, floats(made.data()), floats(to), size(to), write);
-      else
-        put(floats(made.data()), floats(to), size(to), write);
+      float* from = floats(made.data());
+      if (is_half(to)) {
+        kernels->round(*grid, from, from, size(to), kStore);
+        kernels->narrow(from, halves(to), size(to), write);
+      } else if (grid) {
+        kernels->round(*grid, from, floats(to), size(to), write);
+      } else {
+        put(from, floats(to), size(to), write);
+      }
     }
   }
   for (uint32_t i : mutated)

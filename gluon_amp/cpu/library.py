@@ -14,7 +14,7 @@ import os
 import struct
 from ctypes import POINTER, byref, c_char_p, c_int, c_int64, c_uint, c_void_p
 from pathlib import Path
-from typing import Any, List, Optional, Sequence
+from typing import Any, FrozenSet, List, Optional, Sequence
 
 from mxnet._ctypes.ndarray import _imperative_invoke
 from numpy.core._multiarray_umath import __cpu_features__  # what the processor and kernel allow
@@ -51,6 +51,7 @@ class _Table(ctypes.Structure):
         ("description_fits", ctypes.CFUNCTYPE(c_int, c_char_p)),
         ("attributes", ctypes.CFUNCTYPE(c_char_p)),
         ("use_generic_code", ctypes.CFUNCTYPE(None, c_int)),
+        ("own_code", ctypes.CFUNCTYPE(c_char_p)),
     ]
 
 
@@ -162,6 +163,12 @@ def has_operator(name: str) -> bool:
     load()
     handle = c_void_p()
     return mx.base._LIB.NNGetOpHandle(c_char_p((PREFIX + name).encode()), byref(handle)) == 0
+
+
+@functools.lru_cache(maxsize=None)
+def own_code() -> FrozenSet[str]:
+    """MXNet's operators for which the engine has code of its own."""
+    return frozenset(table().own_code().decode().split())
 
 
 @functools.lru_cache(maxsize=None)

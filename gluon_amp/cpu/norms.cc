@@ -5,9 +5,8 @@ namespace gluon_amp {
 namespace {
 
 bool batch_norm_of(const Call& call, const TBlob& x, bool relu, BatchNorm* made) {
-  const bool halves_only = call.rounding.grid == kFloat16Grid;
-  if ((halves_only ? !is_half(x) : !is_float(x)) || size(x) == 0) return false;
-  if (!halves_only && !Rounding::one(call.rounding.inputs, 0, true)) return false;
+  if (!is_half(x) && !(is_float(x) && call.rounding.any)) return false;
+  if (size(x) == 0) return false;
   int axis = static_cast<int>(number(call.attrs, "axis", 1));
   if (axis < 0) axis += x.ndim();
   int64_t outer = 1, inner = 1;
@@ -16,9 +15,54 @@ bool batch_norm_of(const Call& call, const TBlob& x, bool relu, BatchNorm* made)
   *made = {outer, x.shape_[axis], inner, number(call.attrs, "eps", 1e-3f),
            number(call.attrs, "momentum", 0.9f),
            call.context.is_train && !flag(call.attrs, "use_global_stats", false),
-           flag(call.attrs, "fix_gamma", true), call.rounding.grid,
+           flag(call.attrs, "fix_gamma", true), is_half(x),
            relu ? kRelu : kNoActivation, 0, 0};
   return true;
+}
+
+// Output 0 of a batch norm on another grid: the kernel writes to `memory`, then `round` rounds.
+struct RoundedOutput {
+  const Call& call;
+  const Grid* grid;
+  Lease lease;
+  void* memory;
+  Write write;
+
+  explicit RoundedOutput(const Call& c)
+      : call(c), grid(c.rounding.written(0)), memory(c.out[0].dptr_), write(c.write(0)) {
+    if (!grid || write != kAdd) return;
+    memory = is_half(c.out[0]) ? static_cast<void*>(lease.memory((size(c.out[0]) + 1) / 2))
+                               : lease.memory(size(c.out[0]));
+    write = kStore;
+  }
+  void round() {
+    if (!grid || call.write(0) == kNothing) return;
+    const TBlob& to = call.out[0];
+    const int64_t n = size(to);
+    if (is_float(to)) return kernels->round(*grid, static_cast<float*>(memory), floats(to), n,
+                                            call.write(0));
+    float* wide = lease.memory(n);
+    kernels->widen(static_cast<Half*>(memory), wide, n);
+    kernels->round(*grid, wide, wide, n, kStore);
+    kernels->narrow(wide, halves(to), n, call.write(0));
+  }
+};
+
+// Input 0, rounded if the node says so.
+const void* rounded_input(const Call& call, Lease* lease) {
+  const Grid* grid = call.rounding.read(0);
+  const TBlob& from = call.in[0];
+  if (!grid) return from.dptr_;
+  float* wide = lease->memory(size(from));
+  if (is_float(from)) {
+    kernels->round(*grid, floats(from), wide, size(from), kStore);
+    return wide;
+  }
+  kernels->widen(halves(from), wide, size(from));
+  kernels->round(*grid, wide, wide, size(from), kStore);
+  Half* narrowed = reinterpret_cast<Half*>(lease->memory((size(from) + 1) / 2));
+  kernels->narrow(wide, narrowed, size(from), kStore);
+  return narrowed;
 }
 
 // x, gamma, beta, moving mean, moving variance -> y, mean, 1 / deviation
@@ -29,9 +73,11 @@ bool batch_norm(const Call& call) {
   auto kept = [&](size_t i) {
     return i < call.out.size() && call.write(i) != kNothing ? floats(call.out[i]) : nullptr;
   };
+  RoundedOutput y(call);
   kernels->batch_norm(norm, {call.in[0].dptr_, nullptr, floats(call.in[1]), floats(call.in[2]),
-                             floats(call.in[3]), floats(call.in[4]), call.out[0].dptr_,
-                             call.write(0), kept(1), kept(2)});
+                             floats(call.in[3]), floats(call.in[4]), y.memory, y.write, kept(1),
+                             kept(2)});
+  y.round();
   return true;
 }
 
@@ -40,10 +86,13 @@ template <bool relu>
 bool batch_norm_gradient(const Call& call) {
   BatchNorm norm;
   if (!batch_norm_of(call, call.in[3], relu, &norm) || !is_float(call.in[4])) return false;
-  kernels->batch_norm_gradient(norm, {call.in[0].dptr_, call.in[3].dptr_, nullptr,
+  Lease lease;
+  RoundedOutput dx(call);
+  kernels->batch_norm_gradient(norm, {rounded_input(call, &lease), call.in[3].dptr_, nullptr,
       floats(call.in[4]), floats(call.in[5]), floats(call.in[1]), floats(call.in[2]),
-      call.out[0].dptr_, call.write(0), nullptr, kNothing, floats(call.out[1]), call.write(1),
+      dx.memory, dx.write, nullptr, kNothing, floats(call.out[1]), call.write(1),
       floats(call.out[2]), call.write(2)});
+  dx.round();
   return true;
 }
 
@@ -115,10 +164,10 @@ bool softmax_gradient(const Call& call) {  // gradient, y
 
 void add_norms(Rows& rows) {
   rows.insert({
-      {"BatchNorm", {batch_norm<false>, 1}},
-      {"_backward_BatchNorm", {batch_norm_gradient<false>, 1}},
-      {"_contrib_BatchNormWithReLU", {batch_norm<true>, 1}},
-      {"_backward_contrib_BatchNormWithReLU", {batch_norm_gradient<true>, 1}},
+      {"BatchNorm", {batch_norm<false>, 1, true}},
+      {"_backward_BatchNorm", {batch_norm_gradient<false>, 1, true}},
+      {"_contrib_BatchNormWithReLU", {batch_norm<true>, 1, true}},
+      {"_backward_contrib_BatchNormWithReLU", {batch_norm_gradient<true>, 1, true}},
       {"LayerNorm", {layer_norm, 1}}, {"_backward_LayerNorm", {layer_norm_gradient, 1}},
       {"softmax", {softmax, 1}}, {"_backward_softmax", {softmax_gradient, 2}}});
 }

@@ -3,7 +3,7 @@
 
 namespace gluon_amp {
 
-const OwnCode* own_code(const std::string& name) {
+const Rows& all_rows() {
   static const Rows* rows = [] {
     auto* made = new Rows;
     add_convolution(*made);
@@ -13,8 +13,18 @@ const OwnCode* own_code(const std::string& name) {
     add_norms(*made);
     return made;
   }();
-  auto found = rows->find(name);
-  return found == rows->end() ? nullptr : &found->second;
+  return *rows;
+}
+
+const OwnCode* own_code(const std::string& name) {
+  auto found = all_rows().find(name);
+  return found == all_rows().end() ? nullptr : &found->second;
+}
+
+std::string names_with_own_code() {
+  std::string made;
+  for (auto& row : all_rows()) made += row.first + "\n";
+  return made;
 }
 
 }  // namespace gluon_amp

@@ -54,33 +54,55 @@ bool same(const nnvm::NodeEntry& a, const nnvm::NodeEntry& b) {
   return a.node == b.node && a.index == b.index;
 }
 
-char digit(const std::string* digits, size_t i) {
-  return Rounding::one(digits, i, true) ? '1' : '0';
-}
+// What a node says besides its operator's own attributes goes on to the nodes of its gradient: all
+// our settings, and the forward node's name. Three of them are about inputs and outputs, which a
+// gradient has others of: it rounds gradients of rounded outputs before it reads them (MXNet may
+// have added them up), reads what a product has read in the product's format, and rounds gradients
+// of inputs of the low type.
+constexpr char kForwardKey[] = "__gluon_amp_forward__";
 
-// For a grid other than float16: which inputs of a gradient's node are to be rounded before they
-// are read (gradients of rounded outputs, which MXNet may have added up), and which of its outputs
-// are to be rounded (gradients of rounded inputs).
 void describe(const nnvm::ObjectPtr& node, const nnvm::ObjectPtr& forward, const Entries& above,
               const Entries& made) {
-  const std::string* grid = find(forward->attrs, kGridKey);
-  if (!grid) return;
-  const std::string* inputs = find(forward->attrs, kInputsKey);
-  const std::string* outputs = find(forward->attrs, kOutputsKey);
-  std::string reads, writes;
-  for (auto& entry : inputs_of(node.get())) {
-    char rounds = '0';  // values of the forward pass are rounded already
-    for (size_t i = 0; i < above.size(); ++i)
-      if (same(entry, above[i])) rounds = digit(outputs, i);
-    reads += rounds;
+  std::vector<std::string> keys, values;
+  auto say = [&](const char* key, const std::string& value) {
+    keys.push_back(key);
+    values.push_back(value);
+  };
+  const std::string *inputs = nullptr, *outputs = nullptr, *reads = nullptr;
+  for (auto& item : forward->attrs.dict) {
+    if (!is_setting(item.first)) continue;
+    if (item.first == kInputsKey) inputs = &item.second;
+    else if (item.first == kOutputsKey) outputs = &item.second;
+    else if (item.first == kReadsKey) reads = &item.second;
+    else if (item.first == kBackGridKey) say(kOutputGridKey, item.second);
+    else if (item.first != kOutputGridKey) say(item.first.c_str(), item.second);
   }
-  for (size_t i = 0; i < made.size(); ++i)
-    if (made[i].node == node) {
-      if (writes.size() <= made[i].index) writes.resize(made[i].index + 1, '1');
-      writes[made[i].index] = digit(inputs, i);
+  if (keys.empty() && !inputs && !outputs && !reads) return;
+  if (!find(forward->attrs, kForwardKey)) say(kForwardKey, forward->attrs.name);
+  if (inputs || outputs || reads) {
+    std::string back_reads, back_writes;
+    const auto& of_forward = inputs_of(forward.get());
+    for (auto& entry : inputs_of(node.get())) {
+      char rounds = '0';
+      for (size_t i = 0; i < above.size(); ++i)
+        if (same(entry, above[i]) && (reads || Rounding::letter(outputs, i, '1') == '1'))
+          rounds = 'g';
+      for (size_t i = 0; reads && i < of_forward.size(); ++i)
+        if (same(entry, of_forward[i])) rounds = Rounding::letter(reads, i, '0');
+      back_reads += rounds;
     }
-  annotate(node, {kGridKey, kReadsKey, kOutputsKey},
-           {grid->c_str(), reads.c_str(), writes.c_str()});
+    for (size_t i = 0; i < made.size(); ++i)
+      if (made[i].node == node) {
+        if (back_writes.size() <= made[i].index) back_writes.resize(made[i].index + 1, '1');
+        back_writes[made[i].index] = Rounding::letter(inputs, i, '1');
+      }
+    say(kReadsKey, back_reads);
+    say(kOutputsKey, back_writes);
+  }
+  std::vector<const char*> k, v;
+  for (auto& key : keys) k.push_back(key.c_str());
+  for (auto& value : values) v.push_back(value.c_str());
+  annotate(node, k, v);
 }
 
 // X's gradient of a node of ours: X's own function makes it, told that the node is X's; then each
@@ -124,21 +146,30 @@ struct State {
   OpStatePtr inner;
   std::unique_ptr<Lease> kept;
   std::vector<uint32_t> mutated;
-  bool onednn;
-  Grid grid;
+  bool onednn, any;
+  Grid output, back;
   std::string inputs, outputs;
 
-  State(OpStatePtr x, std::vector<uint32_t> m, bool o, const Rounding& r)
-      : inner(std::move(x)), mutated(std::move(m)), onednn(o), grid(r.grid),
-        inputs(r.inputs ? *r.inputs : ""), outputs(r.outputs ? *r.outputs : "") {}
+  State(OpStatePtr x, std::vector<uint32_t> m, bool o, const NodeAttrs& attrs)
+      : inner(std::move(x)), mutated(std::move(m)), onednn(o) {
+    const Rounding said(attrs);
+    any = said.any;
+    output = said.output;
+    back = grid_of(word(attrs, kBackGridKey, "").c_str());
+    inputs = said.inputs ? *said.inputs : "";
+    outputs = said.outputs ? *said.outputs : "";
+  }
 
   // Of a backward pass: its inputs are rounded (once more, where they are on the grid already),
   // and its outputs are the gradients of the forward pass's inputs.
   Rounding rounding(bool forward) const {
+    static const std::string all(64, 'g');
     Rounding made;
-    made.grid = grid;
-    made.reads_all = !forward;
+    made.any = any;
+    made.output = forward ? output : back;
+    made.gradient = back;
     made.outputs = forward ? &outputs : &inputs;
+    made.reads = forward ? nullptr : &all;
     return made;
   }
 };
@@ -158,7 +189,7 @@ OpStatePtr create_state(const NodeAttrs& attrs, mxnet::Context context,
                                                   : of.op->num_outputs;
   return make_state(new State(
       inner, of.mutates ? of.mutates(attrs) : std::vector<uint32_t>(),
-      prefers_onednn(of, attrs, shapes.size(), outputs), Rounding(attrs)));
+      prefers_onednn(of, attrs, shapes.size(), outputs), attrs));
 }
 
 // ---- one operator ------------------------------------------------------------------------
@@ -284,7 +315,9 @@ void register_operator(const nnvm::Op* x) {
         [of, own, has_generic](const NodeAttrs& attrs, const OpContext& context, const std::vector<TBlob>& in,
                   const std::vector<OpReqType>& req, const std::vector<TBlob>& out) {
           const Call call{*of, attrs, context, in, req, out, Rounding(attrs)};
-          if (!own || (generic_only && has_generic) || !own->run(call)) run(call);
+          const bool generic = !own || (generic_only && has_generic) ||
+                               (call.rounding.any && !own->rounds);
+          if (generic || !own->run(call)) run(call);
         }));
   }
   if (const auto* g = get<nnvm::FGradient>(x, "FGradient"))

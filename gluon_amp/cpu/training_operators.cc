@@ -41,7 +41,8 @@ bool squares_types(const NodeAttrs&, Types* in, Types* out) {
 }
 
 bool squares_shape(const NodeAttrs&, Shapes* in, Shapes* out) {
-  (*out)[0] = mxnet::TShape(1, static_cast<dim_t>(in->size()));
+  const mxnet::TShape shape(1, static_cast<dim_t>(in->size()));
+  (*out)[0] = shape;
   return true;
 }
 
@@ -76,9 +77,9 @@ void narrow_all(const NodeAttrs&, const OpContext&, const std::vector<TBlob>& in
 
 void round(const NodeAttrs& attrs, const OpContext&, const std::vector<TBlob>& in,
            const std::vector<OpReqType>&, const std::vector<TBlob>& out) {
-  const std::string grid = word(attrs, "grid", "float16");
-  kernels->round(grid == "float16" ? kFloat16Grid : grid == "bfloat16" ? kBfloat16Grid : kNoGrid,
-                 floats(in[0]), floats(out[0]), size(in[0]), kStore);
+  const std::string* grid = find(attrs, "grid");
+  kernels->round(grid ? grid_of(grid->c_str()) : Grid(), floats(in[0]), floats(out[0]), size(in[0]),
+                 kStore);
 }
 
 // The output is the master's own array.

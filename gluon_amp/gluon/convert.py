@@ -5,14 +5,14 @@ from mxnet.gluon import Block, HybridBlock, Parameter, nn
 
 from .._mxnet import mx
 from ..cpu.arrays import dtype_name
-from ..graph import operators as rules
+from ..formats import FLOAT32
+from ..graph.casts import float32_variables
 from ..graph.graph import Graph
 from ..graph.keep import matches_nothing, matching
 from ..policy import Policy, get_policy
 from .converted import ConvertedBlock, State, converted_class, log
 
 NORM_BLOCKS = (nn.basic_layers._BatchNorm, nn.LayerNorm, nn.GroupNorm, nn.InstanceNorm)
-_NORM_OPS = rules.NORM | rules.BATCH_NORM
 
 
 def convert(net: Block, policy: Union[str, Policy] = "float16",
@@ -41,7 +41,7 @@ def convert(net: Block, policy: Union[str, Policy] = "float16",
     kept_blocks, kept_nodes = _resolve_keep(net, list(keep))
     types = _parameter_types(net, policy, kept_blocks, kept_nodes)
     _check_parameters(types)
-    if policy.name == "float32":
+    if policy.is_float32:
         return restore(net)
 
     blocks = list(_blocks(net))
@@ -155,24 +155,18 @@ def _parameter_types(net: Block, policy: Policy, kept_blocks: Set[Block],
             float32.update(parameters)  # a plain Block computes with its own in float32
             continue
         owned.update(dict.fromkeys(parameters))
-        if isinstance(block, NORM_BLOCKS) and policy.norm == "float32" \
+        if isinstance(block, NORM_BLOCKS) and policy.norm == FLOAT32 \
                 or isinstance(block, nn.basic_layers._BatchNorm):
             float32.update(parameters)
         elif isinstance(block, mx.gluon.SymbolBlock):
-            names = _float32_inputs(Graph.read(block._cached_graph[1]), policy, kept_nodes)
+            names = float32_variables(Graph.read(block._cached_graph[1]), policy, kept_nodes)
             float32.update(p for p in parameters if p.name in names)
         float32.update(p for p in parameters if not p._differentiable
                        or isinstance(p, mx.gluon.Constant)
                        or "default" not in (p._stype, p._grad_stype)
                        or p._stype != p._grad_stype)
-    return {p: "float32" if p in float32 else policy.parameter for p in owned
+    return {p: "float32" if p in float32 else policy.parameter.type_name for p in owned
             if dtype_name(p.dtype).startswith("float")}
-
-
-def _float32_inputs(graph: Graph, policy: Policy, kept_nodes: Set[str]) -> Set[str]:
-    norms = rules.BATCH_NORM if policy.norm == "float16" else _NORM_OPS
-    return {e.node.name for node in graph.nodes() if node.op in norms or node.name in kept_nodes
-            for e in node.inputs if e.node.is_variable}
 
 
 def _check_parameters(types: Dict[Parameter, str]) -> None:

@@ -14,10 +14,10 @@ from typing import Any, Dict, FrozenSet, Iterable, Iterator, List, Tuple
 from .._mxnet import mx
 from ..cpu.arrays import dtype_name, to_float32
 from ..files import replace_file
-from ..graph.build import for_cpu
+from ..graph.build import build
 from ..graph.casts import KEEP, insert_casts
 from ..graph.graph import Graph, Node
-from ..graph.operators import BATCH_NORM
+from ..graph.operators import BATCH_NORMS
 from ..policy import Policy
 
 log = logging.getLogger("gluon_amp")
@@ -108,7 +108,7 @@ class ConvertedHybridBlock(ConvertedBlock):
         # Being no longer differentiable marks them for the next `convert`.
         by_name = {p.name: p for p in parameters}
         for node in Graph.read(self._cached_graph[1]).nodes():
-            for entry in node.inputs[3:] if node.op in BATCH_NORM else ():
+            for entry in node.inputs[3:] if node.op in BATCH_NORMS else ():
                 statistic = by_name.get(entry.node.name)
                 if statistic is not None and dtype_name(statistic.dtype) == "float16":
                     statistic.cast("float32")
@@ -129,14 +129,7 @@ class ConvertedHybridBlock(ConvertedBlock):
         data, clean = self._cached_graph
         graph, types = self.mixed_graph(dtypes)
         names = [d.name for d in data]
-        bfloat = self._amp.policy.compute == "bfloat16"
-        if on_gpu:
-            if bfloat:
-                raise ValueError("policy mixed_bfloat16 runs on CPUs only; MXNet 1.9.1 has no "
-                                 "bfloat16 on GPUs: use float16. Received: data on a GPU")
-        else:
-            graph = for_cpu(graph, types, "bfloat16" if bfloat else "float16")
-        symbol = graph.symbol()
+        symbol = build(graph, types, on_gpu, self._amp.policy).symbol()
         if isinstance(clean, mx.sym.numpy._Symbol):
             symbol = symbol.as_np_ndarray()
         parameters = self.collect_params()

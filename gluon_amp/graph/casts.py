@@ -4,6 +4,7 @@
         kept, or sensitive (softmax, losses, sums): cast its inputs to float32
         matrix work (convolution, dot, RNN):        cast its inputs to float16
         norm: run in float32, cast the result back to the type of the data
+        with a constant that float16 makes 0 or infinite (1e-12): cast its inputs to float32
         any other: the type of its inputs; where MXNet refuses the mixture,
             the widest type among them, parameters and constants following
 
@@ -15,37 +16,46 @@ from contextlib import suppress
 from typing import Collection, Dict, Iterable, List, Mapping, Optional, Set, Tuple
 
 from .._mxnet import mx
+from ..formats import FLOAT32
 from ..policy import Policy
-from . import operators as rules
+from . import operators
 from .graph import Entry, Graph, Node, bindings, infer, loop_states
 
 KEEP = "__gluon_amp_keep__"  # the attribute of nodes that stay float32
-_WIDTH = {"float16": 1, "float32": 2, "float64": 3}
-
-
-def low_type(policy: Policy) -> str:
-    """The type that graphs are written in. bfloat16 exists only on the CPU, as another
-    grid to round to (see cpu.graph); its graphs are float16's."""
-    return "float16" if policy.compute == "bfloat16" else policy.compute
+PRODUCT = "__gluon_amp_product__"  # of products whose inputs have a format of their own
 
 
 def insert_casts(graph: Graph, types: Mapping[str, str], policy: Policy,
                  parameters: Iterable[str], keep: Collection[str] = ()) -> Graph:
-    """The graph with amp_cast nodes such that each node runs in the type that the policy
-    gives it, for variables of these types.
+    """The graph with amp_cast nodes such that each node runs in the format that the policy
+    gives it, for variables of these types. Formats that are no types of MXNet's arrays stand
+    in it by their names; build.py knows what runs instead.
 
     Args:
         parameters: the variables that are no data: they follow the activations they meet.
         keep: nodes that stay float32, by name, besides those that hold the attribute KEEP.
     """
     casting = _Casting(policy, types, set(parameters), keep)
-    return Graph([casting.cast(e, policy.output) for e in casting.run(graph)])
+    return Graph([casting.output(e) for e in casting.run(graph)])
+
+
+def float32_variables(graph: Graph, policy: Policy, kept: Collection[str]) -> Set[str]:
+    """The variables that stay float32 since a norm or a kept node reads them."""
+    norms = operators.BATCH_NORMS | (operators.NORMS if policy.norm == FLOAT32 else frozenset())
+    return {e.node.name for node in graph.nodes() if node.op in norms or node.name in kept
+            for e in node.inputs if e.node.is_variable}
 
 
 class _Casting:
     def __init__(self, policy: Policy, types: Mapping[str, str], weak: Set[str],
                  keep: Collection[str]):
-        self.policy, self.low, self.keep = policy, low_type(policy), keep
+        self.policy, self.keep = policy, keep
+        self.between = policy.between.type_name
+        product = policy.product
+        # Where there are arrays of the format, products take and give these.
+        self.product = product.type_name if product.is_array_type else self.between
+        # from the narrowest to the widest
+        self.floats = ["float16", policy.between.type_name, "float32", "float64"]
         self.variables, self.weak_names = types, weak
         self.types: Dict[Entry, Optional[str]] = {}  # of new entries
         self.weak: Set[Entry] = set()                # parameters, constants, what is made of them
@@ -73,20 +83,37 @@ class _Casting:
             outputs = infer(made, tuple(self.types[e] for e in made.inputs))
             for i, dtype in enumerate(outputs):
                 self.types[Entry(made, i)] = dtype
-                if all(e in self.weak for e in inputs):
+                if all(e in self.weak for e in inputs) and self._fits(node):
                     self.weak.add(Entry(made, i))
-            if node.op in rules.NORM and not self._kept(node):
+            if operators.runs_in(node) == operators.NORM and not self._kept(node):
                 data = self.types[inputs[0]]
-                if data in _WIDTH and data != outputs[0]:
+                if data is not None and data in self.floats and data != outputs[0]:
                     back[Entry(made)] = self.cast(Entry(made), data)
+            if operators.runs_in(node) == operators.PRODUCT and not self._kept(node):
+                if not self.policy.product.is_array_type \
+                        and self.policy.product != self.policy.between:
+                    made.attrs[PRODUCT] = "True"
+                if self.product != self.between:
+                    for i, _ in enumerate(outputs):
+                        back[Entry(made, i)] = self.cast(Entry(made, i), self.between)
         return [now(e) for e in graph.outputs]
+
+    def _fits(self, node: Node) -> bool:
+        """Whether the narrowest format holds the node's constants: such as 1e-12 does not."""
+        return operators.holds_numbers(node, self.policy.between)
 
     def _kept(self, node: Node) -> bool:
         return KEEP in node.attrs or node.name in self.keep
 
+    def output(self, entry: Entry) -> Entry:
+        """The entry in the type that the network returns; an index above 2048 is no float16."""
+        if operators.runs_in(entry.node) == operators.FLOAT32:
+            return entry
+        return self.cast(entry, self.policy.output.type_name)
+
     def cast(self, entry: Entry, dtype: str) -> Entry:
         """The entry in this floating type; what is no float stays as it is."""
-        if self.types[entry] == dtype or self.types[entry] not in _WIDTH:
+        if self.types[entry] == dtype or self.types[entry] not in self.floats:
             return entry
         if (entry, dtype) not in self.casts:
             made = self.casts[entry, dtype] = Entry(self._cast_node(entry, dtype))
@@ -96,7 +123,7 @@ class _Casting:
         return self.casts[entry, dtype]
 
     def _cast_node(self, entry: Entry, dtype: str) -> Node:
-        if entry.node.op in rules.CONSTANT:
+        if entry.node.op in operators.CONSTANTS:
             # Made in the type at once: MXNet infers shapes backward to constants
             # (an RNN's begin_state has an unknown batch), but not through our operators.
             node = entry.node.like(())
@@ -109,32 +136,36 @@ class _Casting:
 
     def _inputs(self, node: Node, inputs: List[Entry]) -> List[Entry]:
         """The node's inputs in the types that it wants."""
-        if node.op in rules.BATCH_NORM:  # any data, float32 statistics (which are not cast)
+        runs = operators.runs_in(node)
+        if runs == operators.BATCH_NORM:  # float32 statistics, which are not cast
             data = self.cast(inputs[0], "float32") if self._kept(node) else inputs[0]
             return [data, *(self.cast(e, "float32") for e in inputs[1:3]), *inputs[3:]]
-        if self._kept(node) or node.op in rules.LOSS:
+        if self._kept(node) or runs in (operators.LOSS, operators.FLOAT32):
             return [self.cast(e, "float32") for e in inputs]
-        if _sensitive(node):
-            return [self.cast(e, self.policy.sensitive) for e in inputs]
-        if node.op in rules.NORM:
-            return [self.cast(e, self.policy.norm) for e in inputs]
-        if node.op in rules.LOW:
+        if runs == operators.SENSITIVE:
+            return [self.cast(e, self.policy.sensitive.type_name) for e in inputs]
+        if runs == operators.NORM:
+            return [self.cast(e, self.policy.norm.type_name) for e in inputs]
+        if runs == operators.PRODUCT:
             lengths = node.op == "RNN" and node.attrs.get("use_sequence_length") in ("True", "1")
             count = len(inputs) - int(lengths)
-            return [self.cast(e, self.low) for e in inputs[:count]] + inputs[count:]
+            return [self.cast(e, self.product) for e in inputs[:count]] + inputs[count:]
+        if any(self.types[e] == self.between for e in inputs) \
+                and not self._fits(node):
+            return [self.cast(e, "float32") for e in inputs]
         return self._agree(node, inputs)
 
     def _agree(self, node: Node, inputs: List[Entry]) -> List[Entry]:
         """The inputs as they are if MXNet takes them, else in their widest type."""
-        floats = {self.types[e] for e in inputs} & set(_WIDTH)
+        floats = {self.types[e] for e in inputs} & set(self.floats)
         if len(floats) < 2 or node.subgraphs:
             return inputs
         with suppress(mx.MXNetError):
             # None: some operators do not refuse the mixture, but do not know its type either
             if None not in infer(node, tuple(self.types[e] for e in inputs)):
                 return inputs
-        strong = {self.types[e] for e in inputs if e not in self.weak} & set(_WIDTH)
-        widest = max(strong or floats, key=lambda t: _WIDTH[t or "float16"])
+        strong = {self.types[e] for e in inputs if e not in self.weak} & set(self.floats)
+        widest = max(strong or floats, key=lambda t: self.floats.index(t or "float16"))
         return [self.cast(e, widest or "float32") for e in inputs]
 
     def _bodies(self, node: Node) -> List[Graph]:
@@ -161,10 +192,3 @@ class _Casting:
             for i, state in enumerate(loop_states(node), first):
                 outputs[i] = inner.cast(outputs[i], self.types[state] or "float32")
         return [Graph(outputs) for _, outputs in bodies]
-
-
-def _sensitive(node: Node) -> bool:
-    if node.op in rules.FLOAT32_WHEN:
-        key, values = rules.FLOAT32_WHEN[node.op]
-        return node.attrs.get(key) in values
-    return node.op in rules.FLOAT32

@@ -17,6 +17,7 @@ VARIABLE = "null"  # the op that MXNet's JSON gives to arguments and parameters
 _MXNET_VERSION = 10901  # the format of the JSON; newer readers upgrade it themselves
 TYPE_NAME = ("float32", "float64", "float16", "uint8", "int32", "int8", "int64", "bool")
 TYPE_FLAG = {name: flag for flag, name in enumerate(TYPE_NAME)}  # MXNet's numbers for dtypes
+CASTS = frozenset(["Cast", "amp_cast"])
 
 Types = Tuple[Optional[str], ...]
 
@@ -161,11 +162,43 @@ def _numbers(node: Node, key: str) -> List[int]:
 
 def infer(node: Node, inputs: Types) -> Types:
     """The dtypes of a node's outputs, as MXNet infers them; raises mx.MXNetError where
-    the operator does not take these inputs."""
+    the operator does not take these inputs. Of a format that MXNet has no arrays of it
+    thinks as of float16."""
+    foreign = {t for t in (*inputs, made_type(node)) if t is not None and t not in TYPE_FLAG}
+    if foreign:
+        name = foreign.pop()
+        if foreign or "float16" in inputs and node.op not in CASTS:
+            raise mx.MXNetError(f"{node.op} takes inputs of one format. Received: {inputs}")
+        inputs = tuple("float16" if t == name else t for t in inputs)
+        outputs = infer(_with_type(node, name, "float16"), inputs)
+        return tuple(name if t == "float16" else t for t in outputs)
     attrs = tuple(sorted(item for item in node.attrs.items() if not item[0].startswith("__")))
     if node.subgraphs:
         return _infer(node.op, attrs, inputs, tuple(node.subgraphs))
     return _cached_infer(node.op, attrs, inputs)
+
+
+def made_type(node: Node) -> Optional[str]:
+    """The type that a cast or a constant makes, as it stands in its attribute."""
+    made = node.attrs.get("dtype") if node.op in CASTS or not node.inputs else None
+    return None if made == "None" else made
+
+
+def _with_type(node: Node, before: str, after: str) -> Node:
+    """The node, and those in its bodies, with another name for a type."""
+    new = node.like(node.inputs)
+    if new.attrs.get("dtype") == before:
+        new.attrs["dtype"] = after
+    new.subgraphs = [_graph_with_type(body, before, after) for body in node.subgraphs]
+    return new
+
+
+def _graph_with_type(graph: Graph, before: str, after: str) -> Graph:
+    new: Dict[Node, Node] = {}
+    for node in graph.nodes():
+        new[node] = _with_type(node, before, after)
+        new[node].inputs = [Entry(new[e.node], e.output) for e in node.inputs]
+    return Graph(Entry(new[e.node], e.output) for e in graph.outputs)
 
 
 def _infer(op: str, attrs: Tuple[Tuple[str, str], ...], inputs: Types,

@@ -1,53 +1,314 @@
-"""Which operators run in what type. Names are those of MXNet's graphs.
+"""Which operator runs in what: one table of MXNet's operators, by their names in graphs.
 
-What is in no list runs in the type of its inputs, and where MXNet does not take
-a mixture, in the widest type among the activations (parameters follow them).
+A line holds an operator and what numpy's namespaces (`_np_*`, `_npi_*`, `_npx_*`) call the same.
+Operators that no line holds, such as a user's own, run in the type of their inputs, as those of
+INPUTS do: in float16 if their inputs are, and where MXNet does not take a mixture, in the widest
+type among the activations (parameters follow them).
 """
+import math
+from dataclasses import dataclass
+from typing import Dict, FrozenSet, Iterable, Tuple
 
-# The work of matrix units: inputs are cast to the low type.
-LOW = frozenset("""
-    Convolution Deconvolution FullyConnected RNN dot batch_dot
-    _contrib_DeformableConvolution _contrib_ModulatedDeformableConvolution
-    _contrib_interleaved_matmul_selfatt_qk _contrib_interleaved_matmul_selfatt_valatt
-    _contrib_interleaved_matmul_encdec_qk _contrib_interleaved_matmul_encdec_valatt
-    _linalg_gemm _linalg_gemm2 linalg_gemm linalg_gemm2
-    _np_dot _npi_matmul _npi_tensordot _npi_tensordot_int_axes
-""".split())
+from ..cpu import library
+from ..formats import Format
+from .graph import Node
 
-# Normalizations. The batch norms take float16 data beside float32 statistics
-# themselves; the others run in float32 and hand back the type of their data.
-BATCH_NORM = frozenset("""
-    BatchNorm BatchNorm_v1 _contrib_BatchNormWithReLU _contrib_SyncBatchNorm
-""".split())
-NORM = frozenset("LayerNorm GroupNorm InstanceNorm L2Normalization LRN".split())
+# What an operator runs in.
+PRODUCT = "product"        # the policy's format for products
+NORM = "norm"              # the policy's format for norms; the result gets the type of the data
+BATCH_NORM = "batch norm"  # any data, float32 statistics, by MXNet's own operator
+SENSITIVE = "sensitive"    # the policy's format for softmax, exponents, large sums
+LOSS = "loss"              # float32 under every policy; it starts gradients by itself
+FLOAT32 = "float32"        # float32 under every policy
+CONSTANT = "constant"      # no inputs: made in the type in which it is wanted
+INPUTS = "inputs"          # the type of its inputs
 
-# Sums of many terms, exponents and what divides by small numbers: float32.
-FLOAT32 = frozenset("""
-    softmax log_softmax softmin SoftmaxActivation
-    SoftmaxOutput LinearRegressionOutput LogisticRegressionOutput MAERegressionOutput SVMOutput
-    softmax_cross_entropy smooth_l1 MakeLoss make_loss CTCLoss IdentityAttachKLSparseReg
-    exp expm1 log log10 log2 log1p sinh cosh tan arcsin arccos arctanh erfinv gamma gammaln
-    square reciprocal rsqrt rcbrt _rdiv_scalar _power _power_scalar _rpower_scalar broadcast_power
-    _hypot _hypot_scalar broadcast_hypot _square_sum
-    sum mean prod nansum nanprod norm moments khatri_rao cumsum _np_sum _np_cumsum _npi_mean
-    _linalg_potrf _linalg_potri _linalg_sumlogdiag _linalg_syevd _linalg_syrk _linalg_trmm
-    _linalg_trsm _linalg_gelqf _linalg_inverse _linalg_det _linalg_slogdet
-    _contrib_MultiBoxPrior _contrib_MultiBoxTarget _contrib_MultiBoxDetection _contrib_fft
-    _contrib_ifft _contrib_count_sketch _contrib_hawkesll Custom
-""".split())
 
-# Losses, whose backward starts gradients by itself, whatever comes from above: float32 under
-# every policy, since class numbers above 2048 are no float16 numbers.
-LOSS = frozenset("""
-    SoftmaxOutput LinearRegressionOutput LogisticRegressionOutput MAERegressionOutput SVMOutput
-    MakeLoss make_loss
-""".split())
+@dataclass(frozen=True)
+class Rule:
+    """What an operator runs in, and why."""
+    runs: str
+    why: str
 
-# Float32 only for these values of an attribute.
-FLOAT32_WHEN = {
+
+_TABLE = (
+    (PRODUCT, "the work of matrix units", """
+        Convolution Convolution_v1 Deconvolution FullyConnected RNN
+        dot _np_dot
+        batch_dot _npi_matmul
+        _npi_tensordot _npi_tensordot_int_axes _npi_einsum
+        _contrib_DeformableConvolution _contrib_ModulatedDeformableConvolution
+        _contrib_interleaved_matmul_selfatt_qk _contrib_interleaved_matmul_selfatt_valatt
+        _contrib_interleaved_matmul_encdec_qk _contrib_interleaved_matmul_encdec_valatt
+        _linalg_gemm _linalg_gemm2
+    """),
+    (BATCH_NORM, "float16 data beside float32 statistics", """
+        BatchNorm BatchNorm_v1 _contrib_BatchNormWithReLU _contrib_SyncBatchNorm
+    """),
+    (NORM, "squares, sums and divisions", """
+        LayerNorm GroupNorm InstanceNorm L2Normalization LRN
+    """),
+    (LOSS, "class numbers above 2048 are no float16 numbers, and it starts the backward pass", """
+        SoftmaxOutput LinearRegressionOutput LogisticRegressionOutput MAERegressionOutput
+        SVMOutput MakeLoss make_loss
+    """),
+    (SENSITIVE, "exponents: softmax and losses", """
+        softmax log_softmax softmin SoftmaxActivation softmax_cross_entropy smooth_l1 CTCLoss
+    """),
+    (SENSITIVE, "exponents, poles, and functions that are steep", """
+        exp _npi_exp
+        expm1 _npi_expm1
+        log _npi_log
+        log10 _npi_log10
+        log2 _npi_log2
+        log1p _npi_log1p
+        sinh _npi_sinh
+        cosh _npi_cosh
+        tan _npi_tan
+        arcsin _npi_arcsin
+        arccos _npi_arccos
+        arctanh _npi_arctanh
+        erfinv gamma gammaln
+        _random_pdf_dirichlet _random_pdf_exponential _random_pdf_gamma _random_pdf_normal
+        _random_pdf_generalized_negative_binomial _random_pdf_negative_binomial
+        _random_pdf_poisson _random_pdf_uniform _contrib_hawkesll
+    """),
+    (SENSITIVE, "powers and divisions by small numbers", """
+        square _npi_square
+        reciprocal _npi_reciprocal
+        rsqrt rcbrt
+        _rdiv_scalar _npi_rtrue_divide_scalar
+        _power broadcast_power _npi_power
+        _power_scalar _npi_power_scalar
+        _rpower_scalar _npi_rpower_scalar
+        _hypot broadcast_hypot _npi_hypot
+        _hypot_scalar
+        _npi_ldexp _npi_ldexp_scalar _npi_rldexp_scalar _npi_polyval _contrib_quadratic
+    """),
+    (SENSITIVE, "sums and products of many terms", """
+        sum _np_sum
+        mean _npi_mean _npi_average
+        prod _np_prod
+        nansum nanprod
+        norm _npi_norm
+        moments _npi_std _npi_var
+        _np_cumsum _np_trace
+        khatri_rao _square_sum multi_sum_sq Correlation _contrib_fft _contrib_ifft
+        _contrib_count_sketch
+    """),
+    (SENSITIVE, "factorizations and equations", """
+        _linalg_det _linalg_gelqf _linalg_inverse _linalg_potrf _linalg_potri _linalg_slogdet
+        _linalg_sumlogdiag _linalg_syevd _linalg_syrk _linalg_trmm _linalg_trsm
+        _npi_cholesky _npi_eig _npi_eigh _npi_eigvals _npi_eigvalsh _npi_pinv
+        _npi_pinv_scalar_rcond _npi_solve _npi_svd _npi_tensorinv _npi_tensorsolve
+    """),
+    (FLOAT32, "it gives indices or counts as floats, and float16 counts to 2048", """
+        argmax _npi_argmax
+        argmin _npi_argmin
+        argmax_channel _contrib_arange_like _contrib_bipartite_matching _ravel_multi_index
+        _unravel_index _histogram _npi_bincount
+    """),
+    (FLOAT32, "places in images, to a fraction of a pixel", """
+        _contrib_MultiBoxPrior _contrib_MultiBoxTarget _contrib_MultiBoxDetection
+        _contrib_Proposal _contrib_MultiProposal _contrib_box_decode _contrib_box_encode
+        _contrib_box_iou _contrib_box_nms
+    """),
+    (FLOAT32, "the user's Python, or moving averages that only float32 has", """
+        Custom IdentityAttachKLSparseReg
+    """),
+    (CONSTANT, "made in the type in which it is wanted", """
+        _zeros _npi_zeros
+        _ones _npi_ones
+        _full _arange _npi_arange
+        _eye _npi_eye
+        _linspace _npi_logspace _npi_identity _npi_indices _npi_blackman _npi_hamming
+        _npi_hanning _zeros_without_dtype
+    """),
+    (INPUTS, "it moves values, or chooses among them", """
+        BlockGrad Cast amp_cast amp_multicast _copy _identity_with_attr_like_rhs
+        Concat _npi_concatenate _rnn_param_concat
+        Crop Embedding _contrib_SparseEmbedding Flatten Pad _npi_pad
+        Reshape _np_reshape _npx_reshape reshape_like
+        SequenceLast SequenceMask SequenceReverse SliceChannel _split_v2 SwapAxis
+        batch_take broadcast_axis broadcast_like broadcast_to _npi_broadcast_to
+        cast_storage depth_to_space space_to_depth diag _np_diag _np_diagflat _np_diagonal
+        expand_dims squeeze _np_squeeze gather_nd scatter_nd _scatter_set_nd one_hot pick
+        repeat tile reverse _npi_flip _npi_rot90 _np_roll _shuffle
+        slice slice_axis slice_like _slice_assign _slice_assign_scalar sort topk argsort
+        stack _npi_stack _npi_column_stack _npi_dstack _npi_hstack _npi_vstack
+        take transpose _np_transpose _np_moveaxis where _npi_where _npi_where_lscalar
+        _npi_where_rscalar _npi_where_scalar2 ones_like zeros_like _npi_full_like
+        _np_atleast_1d _np_atleast_2d _np_atleast_3d _np_copy _npi_share_memory
+        _npi_boolean_mask_assign_scalar _npi_boolean_mask_assign_tensor
+        _contrib_boolean_mask _npi_delete _npi_unique _npx_nonzero _npx_constraint_check
+        _npi_dsplit _npi_hsplit _npi_insert_scalar _npi_insert_slice _npi_insert_tensor
+        _npi_tril _npi_diag_indices_from _contrib_index_array _contrib_index_copy
+        _contrib_gradientmultiplier _contrib_getnnz _contrib_edge_id _sparse_retain
+        _linalg_extractdiag _linalg_extracttrian _linalg_makediag _linalg_maketrian
+        im2col shape_array size_array _copyto _CrossDeviceCopy reset_arrays
+    """),
+    (INPUTS, "a result as large as its inputs, one rounding away from it", """
+        Activation LeakyReLU hard_sigmoid softsign erf Dropout
+        relu _npx_relu
+        sigmoid _npx_sigmoid
+        tanh _npi_tanh
+        abs _npi_absolute
+        arccosh _npi_arccosh
+        arcsinh _npi_arcsinh
+        arctan _npi_arctan
+        cbrt _npi_cbrt
+        sqrt _npi_sqrt
+        sin _npi_sin
+        cos _npi_cos
+        degrees _npi_degrees
+        radians _npi_radians
+        negative _npi_negative
+        sign _npi_sign
+        ceil _npi_ceil
+        floor _npi_floor
+        fix _npi_fix
+        rint _npi_rint
+        trunc _npi_trunc
+        round _npi_around
+        clip _contrib_round_ste _contrib_sign_ste _contrib_div_sqrt_dim _npi_nan_to_num
+        max _np_max
+        min _np_min
+        elemwise_add broadcast_add _npi_add _grad_add add_n
+        elemwise_sub broadcast_sub _npi_subtract
+        elemwise_mul broadcast_mul _npi_multiply
+        elemwise_div broadcast_div _npi_true_divide _scatter_elemwise_div
+        _plus_scalar _npi_add_scalar _scatter_plus_scalar
+        _minus_scalar _npi_subtract_scalar _scatter_minus_scalar
+        _rminus_scalar _npi_rsubtract_scalar
+        _mul_scalar _npi_multiply_scalar
+        _div_scalar _npi_true_divide_scalar
+        _mod broadcast_mod _npi_mod
+        _mod_scalar _npi_mod_scalar
+        _rmod_scalar _npi_rmod_scalar
+        _maximum broadcast_maximum _maximum_scalar
+        _minimum broadcast_minimum _minimum_scalar
+        _npi_arctan2 _npi_arctan2_scalar _npi_rarctan2_scalar
+        _npi_copysign _npi_copysign_scalar _npi_rcopysign_scalar
+        _npi_diff _npi_ediff1d _npi_percentile
+    """),
+    (INPUTS, "it tells yes from no", """
+        _equal broadcast_equal _npi_equal _equal_scalar _npi_equal_scalar
+        _not_equal broadcast_not_equal _npi_not_equal _not_equal_scalar _npi_not_equal_scalar
+        _greater broadcast_greater _npi_greater _greater_scalar _npi_greater_scalar
+        _greater_equal broadcast_greater_equal _npi_greater_equal _greater_equal_scalar
+        _npi_greater_equal_scalar
+        _lesser broadcast_lesser _npi_less _lesser_scalar _npi_less_scalar
+        _lesser_equal broadcast_lesser_equal _npi_less_equal _lesser_equal_scalar
+        _npi_less_equal_scalar
+        _logical_and broadcast_logical_and _logical_and_scalar
+        _logical_or broadcast_logical_or _logical_or_scalar
+        _logical_xor broadcast_logical_xor _logical_xor_scalar
+        logical_not _npi_logical_not _np_all _np_any _npi_isfinite _npi_isinf _npi_isnan
+        _npi_isneginf _npi_isposinf _contrib_allclose all_finite multi_all_finite
+    """),
+    (INPUTS, "means of few values: pools, samples of images", """
+        Pooling Pooling_v1 ROIPooling BilinearSampler GridGenerator SpatialTransformer UpSampling
+        col2im _contrib_AdaptiveAvgPooling2D _contrib_BilinearResize2D
+        _contrib_DeformablePSROIPooling _contrib_PSROIPooling _contrib_ROIAlign
+        _contrib_RROIAlign _cvcopyMakeBorder _cvimresize _image_adjust_lighting _image_crop
+        _image_flip_left_right _image_flip_top_bottom _image_normalize _image_random_brightness
+        _image_random_color_jitter _image_random_contrast _image_random_flip_left_right
+        _image_random_flip_top_bottom _image_random_hue _image_random_lighting
+        _image_random_saturation _image_resize _image_to_tensor
+    """),
+    (INPUTS, "random numbers", """
+        _npi_bernoulli _npi_choice _npi_exponential _npi_gamma _npi_gumbel _npi_logistic
+        _npi_multinomial _npi_normal _npi_normal_n _npi_pareto _npi_powerd _npi_rayleigh
+        _npi_uniform _npi_uniform_n _npi_weibull
+        _random_exponential _random_exponential_like _random_gamma _random_gamma_like
+        _random_generalized_negative_binomial _random_generalized_negative_binomial_like
+        _random_negative_binomial _random_negative_binomial_like _random_normal
+        _random_normal_like _random_poisson _random_poisson_like _random_randint
+        _random_uniform _random_uniform_like _sample_exponential _sample_gamma
+        _sample_generalized_negative_binomial _sample_multinomial _sample_negative_binomial
+        _sample_normal _sample_poisson _sample_uniform _sample_unique_zipfian
+    """),
+    (INPUTS, "whole numbers", """
+        _npi_bitwise_and _npi_bitwise_and_scalar _npi_bitwise_not _npi_bitwise_or
+        _npi_bitwise_or_scalar _npi_bitwise_xor _npi_bitwise_xor_scalar _npi_lcm
+        _npi_lcm_scalar _contrib_dgl_adjacency _contrib_dgl_csr_neighbor_non_uniform_sample
+        _contrib_dgl_csr_neighbor_uniform_sample _contrib_dgl_graph_compact
+        _contrib_dgl_subgraph
+    """),
+    (INPUTS, "graphs in graphs: their bodies have rules of their own", """
+        _foreach _while_loop _cond _CachedOp _CachedOpThreadSafe _CustomFunction _NDArray _Native
+    """),
+    (INPUTS, "it stands in no network that is trained: quantized, or an update of weights", """
+        _contrib_calibrate_entropy _contrib_dequantize _contrib_quantize _contrib_quantize_asym
+        _contrib_quantize_v2 _contrib_quantized_act _contrib_quantized_batch_norm
+        _contrib_quantized_concat _contrib_quantized_conv _contrib_quantized_elemwise_add
+        _contrib_quantized_elemwise_mul _contrib_quantized_embedding _contrib_quantized_flatten
+        _contrib_quantized_fully_connected _contrib_quantized_pooling _contrib_quantized_rnn
+        _contrib_requantize _sg_mkldnn_conv _sg_mkldnn_fully_connected _sg_mkldnn_selfatt_qk
+        _sg_mkldnn_selfatt_valatt
+        _adamw_update _contrib_group_adagrad_update _mp_adamw_update _multi_adamw_update
+        _multi_lamb_update _multi_mp_adamw_update _multi_mp_lamb_update _sparse_adagrad_update
+        adam_update ftml_update ftrl_update lamb_update_phase1 lamb_update_phase2
+        mp_lamb_update_phase1 mp_lamb_update_phase2 mp_nag_mom_update mp_sgd_mom_update
+        mp_sgd_update multi_lars multi_mp_sgd_mom_update multi_mp_sgd_update
+        multi_sgd_mom_update multi_sgd_update nag_mom_update preloaded_multi_mp_sgd_mom_update
+        preloaded_multi_mp_sgd_update preloaded_multi_sgd_mom_update preloaded_multi_sgd_update
+        rmsprop_update rmspropalex_update sgd_mom_update sgd_update signsgd_update signum_update
+    """),
+)
+
+OPERATORS: Dict[str, Rule] = {name: Rule(runs, why) for runs, why, names in _TABLE
+                              for name in names.split()}
+
+# Sensitive only with these values of an attribute.
+_SENSITIVE_WHEN = {
     "Activation": ("act_type", frozenset(["softrelu"])),
     "LeakyReLU": ("act_type", frozenset(["elu", "selu"])),
+    "Pooling": ("pool_type", frozenset(["sum", "lp"])),
 }
 
-# Have a type and no inputs.
-CONSTANT = frozenset("_zeros _ones _full _arange _eye _linspace".split())
+# Attributes that are numbers of the type that an operator computes in.
+_NUMBERS = ("scalar", "value", "a_min", "a_max", "slope", "fill_value", "val", "constant_value")
+
+
+def names(runs: str) -> FrozenSet[str]:
+    """The operators that run in this."""
+    return frozenset(name for name, rule in OPERATORS.items() if rule.runs == runs)
+
+
+PRODUCTS, NORMS, BATCH_NORMS, LOSSES, CONSTANTS = map(names, (PRODUCT, NORM, BATCH_NORM, LOSS,
+                                                             CONSTANT))
+
+
+def runs_in(node: Node) -> str:
+    """What a node runs in: one of the words above."""
+    if node.op in _SENSITIVE_WHEN:
+        key, values = _SENSITIVE_WHEN[node.op]
+        return SENSITIVE if node.attrs.get(key) in values else INPUTS
+    return OPERATORS[node.op].runs if node.op in OPERATORS else INPUTS
+
+
+def numbers(node: Node) -> Iterable[Tuple[str, float]]:
+    """The constants in a node's attributes: the attribute's name, and the number."""
+    for key in _NUMBERS:
+        if key in node.attrs:
+            try:
+                yield key, float(node.attrs[key])
+            except ValueError:  # such as "None"
+                continue
+
+
+def holds_numbers(node: Node, format_: Format) -> bool:
+    """Whether the format holds the node's constants: none that is finite becomes infinite, and
+    none becomes 0 that is not."""
+    for _, number in numbers(node):
+        rounded = float(format_.round(number))
+        lost = number != 0 and rounded == 0 or not math.isfinite(rounded)
+        if math.isfinite(number) and lost:
+            return False
+    return True
+
+
+def has_own_code(op: str) -> bool:
+    """Whether the engine runs code of its own for an operator, and not MXNet's."""
+    return op in library.own_code()

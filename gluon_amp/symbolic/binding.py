@@ -14,9 +14,9 @@ from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional
 
 from .._mxnet import mx, np
 from ..cpu.arrays import dtype_name
-from ..graph.build import for_cpu
+from ..graph.build import build
 from ..graph.graph import VARIABLE, Entry, Graph, Node
-from ..graph.operators import LOSS
+from ..graph.operators import LOSSES
 
 SCALE = "gluon_amp_loss_scale"
 
@@ -25,7 +25,7 @@ def with_loss_scale(graph: Graph) -> Graph:
     """The graph with the scale's variable before each loss head."""
     scale = Node(VARIABLE, SCALE)
     for node in graph.nodes():
-        if node.op in LOSS:
+        if node.op in LOSSES:
             x = node.inputs[0]
 
             def made(op: str, *inputs: Entry, name: str = node.name, **attrs: str) -> Entry:
@@ -75,7 +75,7 @@ class Bindable(mx.sym.Symbol):
         mx.base.check_call(mx.base._LIB.MXSymbolCopy(symbol.handle, ctypes.byref(handle)))
         made = cls(handle)
         made.loss_scale = loss_scale
-        made.has_loss = any(node.op in LOSS for node in Graph.read(symbol).nodes())
+        made.has_loss = any(node.op in LOSSES for node in Graph.read(symbol).nodes())
         return made
 
     def simple_bind(self, ctx: Any, grad_req: Any = "write", type_dict: Any = None,
@@ -93,7 +93,7 @@ class Bindable(mx.sym.Symbol):
             graph = with_loss_scale(graph)
             shapes[SCALE], types[SCALE], requests[SCALE] = (1,), "float32", "null"
         if ours:
-            graph = for_cpu(graph, types)
+            graph = build(graph, types)
         with _weights_not_cached(ours):
             executor = graph.symbol().simple_bind(
                 ctx, requests, {k: np.dtype(t).type for k, t in types.items()}, **options,

@@ -6,8 +6,7 @@ from mxnet.operator import get_operator_arguments
 
 from .._mxnet import mx
 from ..cpu.arrays import dtype_name
-from ..graph import operators as rules
-from ..graph.casts import insert_casts
+from ..graph.casts import float32_variables, insert_casts
 from ..graph.graph import TYPE_FLAG, TYPE_NAME, Graph
 from ..graph.keep import matches_nothing, matching
 from ..policy import Policy, get_policy
@@ -33,13 +32,13 @@ def convert_symbol(sym: "mx.sym.Symbol", policy: Union[str, Policy] = "float16",
     if not isinstance(sym, mx.sym.Symbol):
         hint = " Use gluon_amp.convert for Gluon's." * isinstance(sym, mx.gluon.Block)
         raise TypeError(f"convert_symbol takes a Symbol.{hint} Received: {type(sym).__name__}")
-    if policy.compute == "bfloat16":
-        raise ValueError("policy mixed_bfloat16 is for Gluon only: MXNet 1.9.1's symbols have no "
-                         f"bfloat16. Valid: float16, mixed_float16, pure_float16. Received: "
-                         f"{policy.name}")
+    if policy.cpu_only:
+        raise ValueError(f"policy {policy.name} is for Gluon only: MXNet 1.9.1's symbols have "
+                         "float16 and float32. Valid: float16, mixed_float16, pure_float16. "
+                         f"Received: {policy.name}")
     graph = Graph.read(sym)
     kept = _kept_nodes(graph, [keep] if isinstance(keep, str) else list(keep))
-    if policy.name == "float32":
+    if policy.is_float32:
         return graph.symbol()
     parameters = parameter_names(graph)
     types = _types(graph, parameters, policy, kept)
@@ -109,10 +108,8 @@ def parameter_names(graph: Graph) -> Set[str]:
 
 def _types(graph: Graph, parameters: Set[str], policy: Policy, kept: Set[str]) -> Dict[str, str]:
     """The type of each variable."""
-    float32 = rules.BATCH_NORM | (rules.NORM if policy.norm == "float32" else frozenset())
-    wide = {e.node.name for node in graph.nodes() if node.op in float32 or node.name in kept
-            for e in node.inputs if e.node.is_variable}
-    types = {name: policy.parameter if name in parameters - wide else "float32"
+    wide = float32_variables(graph, policy, kept)
+    types = {name: policy.parameter.type_name if name in parameters - wide else "float32"
              for name in graph.variables()}
     # Gluon declares float32 for every parameter that it traces: that is no wish.
     return {**types, **{n: t for n, t in declared_types(graph).items() if t != "float32"}}

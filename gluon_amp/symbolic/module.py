@@ -12,7 +12,7 @@ from .._mxnet import mx, np
 from ..cpu.arrays import to_float32
 from ..cpu.finite import all_finite, not_finite, squares
 from ..files import must_exist, replace_file
-from ..graph.operators import LOSS
+from ..graph.operators import LOSSES
 from ..training.loss_scale import as_loss_scale
 from ..training.optimizer import check_scalable, optimizer_class, with_masters
 from ..training.states import check_states, read_states
@@ -89,7 +89,7 @@ class _Module(Scaled):
             symbol = self._module()._symbol
             if out_grads is None and not symbol.has_loss:
                 raise ValueError("a loss scale needs a loss in the symbol, or out_grads for "
-                                 f"backward. Valid: {', '.join(sorted(LOSS))}. Received outputs: "
+                                 f"backward. Valid: {', '.join(sorted(LOSSES))}. Received outputs: "
                                  f"{', '.join(symbol.list_outputs())}")
             if out_grads is not None:
                 several = isinstance(out_grads, (list, tuple))

@@ -86,7 +86,7 @@ def _shapes(symbol: "mx.sym.Symbol", batch: Tuple[int, ...]) -> Dict[str, Tuple[
 
 def _bytes(symbol: "mx.sym.Symbol", batch: Tuple[int, ...], policy: Policy,
            parameters: Set[str]) -> Dict[str, int]:
-    mixed = convert_symbol(symbol, "float32" if policy.compute == "bfloat16" else policy)
+    mixed = convert_symbol(symbol, "float32" if policy.cpu_only else policy)
     internals, declared = mixed.get_internals(), declared_types(Graph.read(mixed))
     _, types, _ = internals.infer_type(
         **{name: declared.get(name, "float32") for name in mixed.list_inputs()})

@@ -6,8 +6,8 @@ slower there.
 from math import prod
 from typing import Any, Dict, List, NamedTuple, Optional, Sequence
 
-from ..graph import operators as rules
 from ..graph.graph import Graph, Node
+from ..graph.operators import PRODUCTS
 
 MULTIPLE = 8
 
@@ -41,7 +41,7 @@ def matrix_layers(symbol: Any, shapes: Dict[str, Sequence[int]]) -> List[Layer]:
     """
     layers = []
     for node in Graph.read(symbol).nodes():
-        if node.op in rules.LOW and len(node.inputs) > 1:
+        if node.op in PRODUCTS and len(node.inputs) > 1:
             weight = shapes.get(node.inputs[1].node.name)
             if weight is not None and len(weight) > 1:
                 layers.append(_layer(node, weight, shapes))

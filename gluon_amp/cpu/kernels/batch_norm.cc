@@ -226,11 +226,11 @@ template <typename G, int mask> struct Backward {
 
 void batch_norm(const BatchNorm& p, const BatchNormForward& f) {
   if (p.batch * p.plane == 0) return;
-  with_grid(p.grid, [&](auto grid) { over_channels(p, Forward<decltype(grid)>(p, f)); });
+  with_grid(p.in_halves, [&](auto grid) { over_channels(p, Forward<decltype(grid)>(p, f)); });
 }
 
 template <int mask> void backward(const BatchNorm& p, const BatchNormBackward& b) {
-  with_grid(p.grid, [&](auto grid) { over_channels(p, Backward<decltype(grid), mask>(p, b)); });
+  with_grid(p.in_halves, [&](auto grid) { over_channels(p, Backward<decltype(grid), mask>(p, b)); });
 }
 
 void batch_norm_gradient(const BatchNorm& p, const BatchNormBackward& b) {

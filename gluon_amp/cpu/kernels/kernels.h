@@ -11,9 +11,21 @@ namespace gluon_amp {
 
 using Half = uint16_t;
 
-// What tensors of the low type are rounded to. float16 tensors are arrays of Half; those of the
-// other grids are arrays of float whose values lie on the grid ("none": any float).
-enum Grid { kFloat16Grid, kBfloat16Grid, kNoGrid };
+// A grid of numbers that float32 arrays are rounded to; as it stands here, float32's own, which
+// rounds nothing. formats.py says what the numbers are.
+struct Grid {
+  int fraction = 23;                            // bits of the fraction
+  float normal = 0x1p-126f;                     // the smallest normal number
+  float largest = 0x1.fffffep127f;              // the largest finite number
+  float above = __builtin_inff();               // what finite numbers beyond it become
+  float infinity = __builtin_inff();            // what infinities become
+  bool toward_zero = false;                     // else to nearest, ties to even
+
+  bool rounds() const {
+    return fraction < 23 || normal != 0x1p-126f || largest != 0x1.fffffep127f ||
+           infinity != __builtin_inff();
+  }
+};
 
 // What becomes of a result, with MXNet's meaning. kAdd rounds the result, adds it to what is
 // there in float32, and rounds the sum.
@@ -44,7 +56,7 @@ struct BatchNorm {
   int64_t batch, channels, plane;
   float eps, momentum;
   bool batch_statistics, fix_gamma;  // fix_gamma: gamma counts as 1, its gradient is 0
-  Grid grid;                         // of x, r, y and their gradients
+  bool in_halves;                    // x, r, y and their gradients; else they are floats
   Activation activation;
   float lo, hi;                      // of kClip
 };
@@ -80,7 +92,7 @@ struct Kernels {
   void (*widen)(const Half* from, float* to, int64_t n);
   void (*narrow)(const float* from, Half* to, int64_t n, Write write);
   // float32 arrays on a grid: `to` may be `from`
-  void (*round)(Grid grid, const float* from, float* to, int64_t n, Write write);
+  void (*round)(const Grid& grid, const float* from, float* to, int64_t n, Write write);
   void (*copy)(const void* from, void* to, int64_t bytes);
   // Plain (batch, channels, plane) of halves to and from oneDNN's blocks of `block` (8 or 16)
   // channels, floats: (batch, ceil(channels / block), plane, block); what pads is written 0.

@@ -18,25 +18,61 @@ void narrow(const float* from, Half* to, int64_t n, Write write) {
   });
 }
 
-// float32 arrays whose values are rounded to halves
-struct HalfGridInFloats {
-  using T = float;
-  static V round(V v) { return half_grid(v); }
-  static V stored(V v) { return half_grid(v); }
+// ---- other grids than float16's ---------------------------------------------------------
+
+// Rounds to one grid. A float's bits are a number in their order, so from the smallest normal number
+// on the bits to drop are rounded there. Below it all steps have one size: adding and taking away
+// a number whose last bit has that size rounds to it.
+struct OnGrid {
+  V normal, largest, above, infinity, magic, step, endless;
+  uint32_t odd, half, kept;  // whether ties look at a last bit; just less than half of it; what stays
+  int shift;                 // how many bits are dropped
+  bool toward_zero;
+
+  explicit OnGrid(const Grid& grid)
+      : normal(splat(grid.normal)), largest(splat(grid.largest)), above(splat(grid.above)),
+        infinity(splat(grid.infinity)), toward_zero(grid.toward_zero) {
+    const int drop = 23 - grid.fraction;
+    odd = drop > 0;
+    half = drop > 0 ? (1u << (drop - 1)) - 1 : 0;
+    kept = ~((1u << drop) - 1);
+    shift = drop;
+    step = splat(std::ldexp(grid.normal, -grid.fraction));
+    magic = splat(std::ldexp(grid.normal, drop));
+    endless = splat(__builtin_inff());
+  }
+
+  V operator()(V v) const {
+    const V size = magnitude(v);
+    const auto bits = bits_of(size);
+    const V near = (size + magic) - magic;
+    V small, large;
+    if (toward_zero) {
+      small = if_less(size, near, near - step, near);
+      large = float_of(bits & kept);
+    } else {
+      small = near;
+      large = float_of((bits + half + (bits >> shift & odd)) & kept);
+    }
+    V made = if_less(size, normal, small, large);
+    made = if_less(largest, made, above, made);
+    made = if_equal(size, endless, infinity, made);
+    made = float_of(bits_of(made) | (bits_of(v) & 0x80000000u));
+    return if_equal(v, v, made, v);  // a NaN stays
+  }
 };
 
-template <typename G> void round_to(const float* from, float* to, int64_t n, Write write) {
+// Writes or adds; kAdd rounds what is added, and the sum.
+void round(const Grid& grid, const float* from, float* to, int64_t n, Write write) {
+  if (!grid.rounds() && from == to && write == kStore) return;
+  const OnGrid on_grid(grid);
   with_add(write, [=](auto add) {
     vectors(n, [=](int64_t i, auto lanes) {
-      put<G>(to + i, load(from + i, lanes), add, lanes);
+      V v = on_grid(load(from + i, lanes));
+      if (add) v = on_grid(load(to + i, lanes) + v);
+      store(to + i, v, lanes);
     });
   });
-}
-
-void round(Grid grid, const float* from, float* to, int64_t n, Write write) {
-  if (grid == kFloat16Grid) round_to<HalfGridInFloats>(from, to, n, write);
-  else if (grid == kBfloat16Grid) round_to<BfloatGrid>(from, to, n, write);
-  else if (write == kAdd || from != to) round_to<NoGrid>(from, to, n, write);
 }
 
 void copy(const void* from, void* to, int64_t bytes) {

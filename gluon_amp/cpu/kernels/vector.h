@@ -284,12 +284,6 @@ template <int n, int turns = 2> struct Sums {
 
 // ---- grids -------------------------------------------------------------------
 
-// The upper half of a float's bits is a bfloat16: round it there, ties to even.
-inline V bfloat_grid(V v) {
-  const auto u = bits_of(v);
-  return if_equal(v, v, float_of((u + 0x7fffu + (u >> 16 & 1u)) & 0xffff0000u), v);
-}
-
 // T is the type of the tensors; `stored` does what a store of V as T does not do; `tiny` is the
 // largest number that is rounded to 0.
 struct HalfGrid {
@@ -298,12 +292,6 @@ struct HalfGrid {
   static V round(V v) { return half_grid(v); }
   static V stored(V v) { return v; }
 };
-struct BfloatGrid {
-  using T = float;
-  static constexpr float tiny = 0x1p-134f;
-  static V round(V v) { return bfloat_grid(v); }
-  static V stored(V v) { return bfloat_grid(v); }
-};
 struct NoGrid {
   using T = float;
   static constexpr float tiny = 0;
@@ -311,9 +299,8 @@ struct NoGrid {
   static V stored(V v) { return v; }
 };
 
-template <typename F> inline void with_grid(Grid grid, F f) {
-  if (grid == kFloat16Grid) f(HalfGrid());
-  else if (grid == kBfloat16Grid) f(BfloatGrid());
+template <typename F> inline void with_grid(bool in_halves, F f) {
+  if (in_halves) f(HalfGrid());
   else f(NoGrid());
 }
 

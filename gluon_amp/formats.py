@@ -1,0 +1,153 @@
+"""Formats of floating numbers: what they can hold, and rounding to them.
+
+float16 and float32 are types of MXNet's arrays. All other formats live in float32 arrays
+whose values are rounded to the format's numbers, which the engine does on a CPU. What this
+file says of a format is all that anybody knows of it: numpy's rounding here and the engine's
+(cpu/kernels/passes.cc) follow the same few numbers.
+"""
+from dataclasses import dataclass
+from typing import Any, Union
+
+from ._mxnet import np
+
+ROUNDINGS = ("nearest", "zero")
+
+
+@dataclass(frozen=True)
+class Format:
+    """A floating-point format.
+
+    Attributes:
+        name: how errors, logs and graphs call it.
+        exponent: bits of the exponent, 2 to 8.
+        fraction: bits of the fraction, 1 to 23, without the leading 1.
+        infinities: whether it has infinities. Without them the largest exponent holds numbers, too,
+            and one of them, the largest, is NaN: so float8_e4m3 ends at 448.
+        saturate: whether numbers beyond the largest become the largest; else they become
+            infinite or, without infinities, NaN.
+        rounding: "nearest" (ties to even) or "zero" (digits are cut off).
+    """
+    name: str
+    exponent: int
+    fraction: int
+    infinities: bool = True
+    saturate: bool = False
+    rounding: str = "nearest"
+
+    def __post_init__(self) -> None:
+        for what, least, most in (("exponent", 2, 8), ("fraction", 1, 23)):
+            bits = getattr(self, what)
+            if isinstance(bits, bool) or not isinstance(bits, int) or not least <= bits <= most:
+                raise ValueError(f"{what} must be a whole number of bits from {least} to {most}. "
+                                 f"Received: {bits!r}")
+        if self.exponent == 8 and not self.infinities:
+            raise ValueError("a format of 8 exponent bits without infinities would go beyond "
+                             "float32, whose arrays hold it. Received: exponent=8, "
+                             "infinities=False")
+        if self.rounding not in ROUNDINGS:
+            raise ValueError(f"rounding must be one of {', '.join(ROUNDINGS)}. "
+                             f"Received: {self.rounding!r}")
+        known = {"float16": (5, 10), "float32": (8, 23), "float64": (11, 52)}
+        if known.get(self.name, self._bits) != self._bits or \
+                self.name in known and not self._is_ieee:
+            raise ValueError(f"{self.name} is a type of MXNet's arrays: choose another name")
+
+    @property
+    def _bits(self) -> Any:
+        return self.exponent, self.fraction
+
+    @property
+    def _is_ieee(self) -> bool:
+        return self.infinities and not self.saturate and self.rounding == "nearest"
+
+    @property
+    def is_array_type(self) -> bool:
+        """Whether MXNet has arrays of it: float16 and float32."""
+        return self._is_ieee and self._bits in ((5, 10), (8, 23))
+
+    @property
+    def type_name(self) -> str:
+        """How a graph calls tensors of this format."""
+        if not self.is_array_type:
+            return self.name
+        return "float16" if self.exponent == 5 else "float32"
+
+    @property
+    def bias(self) -> int:
+        return 2 ** (self.exponent - 1) - 1
+
+    @property
+    def bytes(self) -> float:
+        """Of one number, in memory of its own."""
+        return (1 + self.exponent + self.fraction) / 8
+
+    @property
+    def smallest_normal(self) -> float:
+        return 2.0 ** (1 - self.bias)
+
+    @property
+    def smallest(self) -> float:
+        """The smallest number above 0."""
+        return self.smallest_normal * 2.0 ** -self.fraction
+
+    @property
+    def largest(self) -> float:
+        """The largest finite number."""
+        if self.infinities:
+            return 2.0 ** self.bias * (2 - 2.0 ** -self.fraction)
+        return 2.0 ** (self.bias + 1) * (2 - 2 * 2.0 ** -self.fraction)
+
+    @property
+    def counts_to(self) -> int:
+        """Up to this number it holds all whole numbers."""
+        return int(min(2 ** (self.fraction + 1), self.largest))
+
+    def round(self, values: Any) -> "np.ndarray":
+        """Numbers, as float32, rounded to this format."""
+        values = np.asarray(values, np.float32)
+        with np.errstate(invalid="ignore"):
+            size = np.abs(values.astype(np.float64))
+            exponent = np.frexp(size)[1] - 1
+            step = np.ldexp(self.smallest, np.maximum(exponent + self.bias - 1, 0))
+            made = (np.rint if self.rounding == "nearest" else np.floor)(size / step) * step
+            made = np.where(made > self.largest, self._above_largest, made)
+            made = np.where(np.isinf(size), self._of_infinity, made)
+            return np.copysign(made, values).astype(np.float32)
+
+    @property
+    def _above_largest(self) -> float:
+        """What finite numbers beyond the largest become."""
+        return self.largest if self.rounding == "zero" else self._of_infinity
+
+    @property
+    def _of_infinity(self) -> float:
+        if self.saturate:
+            return self.largest
+        return float("inf" if self.infinities else "nan")
+
+    @property
+    def for_engine(self) -> str:
+        """What the engine needs to know: `Grid` in cpu/kernels/kernels.h."""
+        return (f"{self.fraction} {self.smallest_normal!r} {self.largest!r} "
+                f"{self._above_largest!r} {self._of_infinity!r} {int(self.rounding == 'zero')}")
+
+
+FORMATS = {format_.name: format_ for format_ in (
+    Format("float32", exponent=8, fraction=23),
+    Format("float16", exponent=5, fraction=10),
+    Format("bfloat16", exponent=8, fraction=7),
+    Format("tf32", exponent=8, fraction=10),
+    Format("float8_e4m3", exponent=4, fraction=3, infinities=False),
+    Format("float8_e5m2", exponent=5, fraction=2),
+)}
+FLOAT32, FLOAT16 = FORMATS["float32"], FORMATS["float16"]
+
+
+def get_format(given: Union[str, Format], what: str) -> Format:
+    """The format of that name; a `Format` is returned as it is. `what`: for errors."""
+    if isinstance(given, Format):
+        return FORMATS[given.type_name] if given.is_array_type else given
+    if not isinstance(given, str) or given not in FORMATS:
+        raise ValueError(f"{what} takes a number format. Valid: {', '.join(FORMATS)}, or a "
+                         f"gluon_amp.Format. Received: {given!r}")
+    return FORMATS[given]

@@ -1,0 +1,136 @@
+"""Number formats as parts of a policy: what each role rounds, forward and backward."""
+import gluon_amp as amp
+import numpy as np
+import pytest
+from gluon_amp._mxnet import mx
+from gluon_amp.formats import FORMATS
+from gluon_amp.policy import get_policy
+from mxnet import autograd, gluon, nd
+
+E4M3, E5M2, TF32, BFLOAT16 = (FORMATS[name].round for name in
+                              ("float8_e4m3", "float8_e5m2", "tf32", "bfloat16"))
+
+
+def exact(x):
+    return x
+
+
+def dense(policy, rng):
+    """A dense layer under the policy: data, weight, head; output and both gradients."""
+    x, w, head = (rng.standard_normal(shape).astype(np.float32)
+                  for shape in ((5, 7), (3, 7), (5, 3)))
+    net = gluon.nn.Dense(3, in_units=7, use_bias=False)
+    net.initialize()
+    net.weight.set_data(nd.array(w))
+    amp.convert(net, policy)
+    data = nd.array(x)
+    data.attach_grad()
+    with autograd.record():
+        out = net(data)
+    out.backward(nd.array(head))
+    return (x, w, head), (out.asnumpy(), data.grad.asnumpy(), net.weight.grad().asnumpy())
+
+
+# policy; what rounds the inputs of products, what lies between, gradients
+ROLES = {
+    "tf32": (get_policy("tf32"), TF32, exact, TF32),
+    "bfloat16": (get_policy("mixed_bfloat16"), BFLOAT16, BFLOAT16, BFLOAT16),
+    "float8 in bfloat16": (amp.Policy("f", product="float8_e4m3", between="bfloat16",
+                                      gradient="float8_e5m2"), E4M3, BFLOAT16, E5M2),
+    "float8 in float32": (amp.Policy("f", product="float8_e4m3", gradient="float8_e5m2"),
+                          E4M3, exact, E5M2),
+    "float8 in float16": (amp.Policy("f", product="float8_e4m3", between="float16",
+                                     gradient="float8_e5m2"),
+                          E4M3, FORMATS["float16"].round, E5M2)}
+
+
+@pytest.mark.parametrize("name", ROLES)
+def test_a_product_reads_its_format_and_gives_what_lies_between(name, rng):
+    policy, product, between, gradient = ROLES[name]
+    (x, w, head), (out, dx, dw) = dense(policy, rng)
+    x, w, head = product(between(x)), product(between(w)), gradient(between(head))
+    for ours, expected in ((out, x @ w.T), (dx, head @ w), (dw, head.T @ x)):
+        np.testing.assert_allclose(ours, between(expected), rtol=2.0 ** -7, atol=1e-6)
+        assert np.mean(ours != between(expected)) < 0.5 if between is exact else \
+            np.mean(ours != between(expected)) < 0.1
+
+
+def test_gradients_have_a_format_of_their_own(rng):
+    net = gluon.nn.HybridLambda(lambda F, x: F.sigmoid(x))
+    amp.convert(net, amp.Policy("mine", compute="float16", gradient="float8_e5m2"))
+    x = nd.array(rng.standard_normal(50), dtype="float16")
+    head = nd.array(rng.standard_normal(50))
+    x.attach_grad()
+    with autograd.record():
+        y = net(x)
+    y.backward(head)
+    half = FORMATS["float16"].round
+    read = half(1 / (1 + np.exp(-x.asnumpy().astype(np.float32))))
+    expected = E5M2(E5M2(half(head.asnumpy())) * read * (1 - read))
+    assert np.mean(x.grad.asnumpy() == expected) > 0.95
+    assert np.array_equal(E5M2(x.grad.asnumpy()), x.grad.asnumpy())
+
+
+def test_an_rnn_of_several_formats_is_refused():
+    net = gluon.rnn.LSTM(4, input_size=4)
+    net.initialize()
+    amp.convert(net, amp.Policy("mine", product="float8_e4m3", between="bfloat16"))
+    with pytest.raises(ValueError, match="an RNN has one format"):
+        net(nd.ones((2, 1, 4)))
+
+
+@pytest.mark.parametrize(("roles", "said"), [
+    ({"compute": "flaot16"}, "policy mine: between takes a number format. Valid: float32, float16"),
+    ({"product": 8}, "policy mine: product takes a number format"),
+    ({"norm": "bfloat16"}, "policy mine: norm must be float32. Received: bfloat16"),
+    ({"norm": "float16", "compute": "bfloat16"}, "norm must be float32 or bfloat16"),
+    ({"parameter": "bfloat16"}, "parameter must be float32 or float16. Received: bfloat16"),
+    ({"output": "tf32"}, "output must be float32 or float16")])
+def test_a_policy_is_checked_when_it_is_made(roles, said):
+    with pytest.raises(ValueError, match=said):
+        amp.Policy("mine", **roles)
+
+
+def test_what_a_policy_does_depends_on_its_formats_and_not_on_its_name():
+    net = gluon.nn.Dense(3, in_units=4)
+    net.initialize()
+    amp.convert(net, amp.Policy("float32", parameter="float16", compute="float16"))
+    assert net.weight.dtype == "float16"
+    half = amp.Format("half", exponent=5, fraction=10)  # is float16, whatever it is called
+    amp.restore(net)
+    amp.convert(net, amp.Policy("mine", parameter=half, compute=half))
+    assert net.weight.dtype == "float16"
+
+
+@pytest.mark.parametrize(("given", "said"), [
+    (("f", 1, 3), "exponent must be a whole number of bits from 2 to 8. Received: 1"),
+    (("f", 5, 0), "fraction must be a whole number of bits from 1 to 23. Received: 0"),
+    (("f", 8, 7, False), "would go beyond float32"),
+    (("f", 5, 2, True, False, "up"), "rounding must be one of nearest, zero"),
+    (("float16", 4, 3), "float16 is a type of MXNet's arrays")])
+def test_a_format_is_checked_when_it_is_made(given, said):
+    with pytest.raises(ValueError, match=said):
+        amp.Format(*given)
+
+
+def test_a_format_knows_its_range():
+    ends = {name: (f.largest, f.smallest, f.counts_to, f.bytes) for name, f in FORMATS.items()}
+    assert ends["float16"] == (65504, 2.0 ** -24, 2048, 2)
+    assert ends["float8_e4m3"] == (448, 2.0 ** -9, 16, 1)
+    assert ends["float8_e5m2"] == (57344, 2.0 ** -16, 8, 1)
+    assert ends["bfloat16"][2:] == (256, 2)
+    assert amp.Format("e3m4", exponent=3, fraction=4).largest == 15.5
+
+
+def test_every_half_is_a_float16_and_rounds_as_numpy_says():
+    every = np.arange(2 ** 16, dtype=np.uint16).view(np.float16)
+    with np.errstate(over="ignore", invalid="ignore"):
+        x = np.concatenate([every.astype(np.float32), np.float32([65519.9, 65520, 2.0 ** -25])])
+        expected = x.astype(np.float16).astype(np.float32)
+    assert np.array_equal(FORMATS["float16"].round(x), expected, equal_nan=True)
+
+
+def test_a_gpu_has_no_arrays_of_such_formats():
+    assert [get_policy(name).cpu_only for name in ("float16", "mixed_bfloat16", "tf32")] \
+        == [False, True, True]
+    mx.nd.waitall()

@@ -1,0 +1,155 @@
+"""Each operator of MXNet has its line in the table, and runs in what the line says, whichever
+namespace calls it."""
+import re
+
+import gluon_amp as amp
+import numpy as np
+import pytest
+from gluon_amp._mxnet import mx
+from gluon_amp.cpu import library
+from gluon_amp.formats import FORMATS
+from gluon_amp.graph import operators
+from gluon_amp.graph.casts import insert_casts
+from gluon_amp.graph.graph import Entry, Graph, Node
+from gluon_amp.policy import get_policy
+from mxnet import gluon, nd
+
+sym = mx.sym
+ALL = {name for name in library._operator_names() if not name.startswith(library.PREFIX)}
+# Other names of the same operators, which no graph holds: MXNet writes the first one.
+PRIMARY = {name[len(library.PREFIX):] for name in library._operator_names()
+           if name.startswith(library.PREFIX)} & ALL
+
+
+def test_every_operator_of_mxnet_has_a_line():
+    forward = {name for name in PRIMARY if "_backward" not in name}
+    assert sorted(forward - set(operators.OPERATORS)) == []
+
+
+def test_the_table_names_no_operator_that_mxnet_does_not_have():
+    assert sorted(set(operators.OPERATORS) - ALL) == []
+
+
+def test_no_operator_stands_in_two_lines():
+    words = [name for _, _, names in operators._TABLE for name in names.split()]
+    assert len(words) == len(set(words))
+
+
+def test_operators_with_code_of_their_own_are_those_of_the_engine():
+    assert operators.has_own_code("BatchNorm")
+    assert not operators.has_own_code("Correlation")
+    assert library.own_code() <= ALL
+
+
+def types_of(symbol, policy="float16", **inputs):
+    graph = insert_casts(Graph.read(symbol), inputs or {"x": "float16"}, get_policy(policy), [])
+    types = graph.types(inputs or {"x": "float16"})
+    return {node.name: (types[node.inputs[0]], types[Entry(node)])
+            for node in graph.nodes() if node.inputs}
+
+
+# what numpy mode must compute in float32: the function, a value whose result is no float16
+NUMPY = {"exp": 12, "square": 300, "expm1": 12, "cosh": 12, "sinh": 12, "reciprocal": 1e-5,
+         "log": 3, "log2": 3, "log10": 3, "log1p": 3, "tan": 1.5, "arcsin": 0.5}
+
+
+@pytest.mark.parametrize("name", NUMPY)
+def test_numpys_functions_run_in_float32_where_nds_do(name):
+    class Net(gluon.HybridBlock):
+        def hybrid_forward(self, F, x):
+            return getattr(F.np, name)(x)
+
+    check_numpy(Net(), NUMPY[name], getattr(np, name))
+
+
+@pytest.mark.parametrize(("function", "value"), [
+    (lambda np_, v: np_.power(v, 4), 40), (lambda np_, v: v ** 4, 40), (lambda np_, v: 1 / v, 1e-5),
+    (lambda np_, v: np_.power(3, v), 12), (lambda np_, v: np_.prod(np_.stack([v, v, v, v])), 40),
+    (lambda np_, v: np_.std(np_.stack([v, -v])), 300), (lambda np_, v: np_.hypot(v, v), 60000)])
+def test_numpys_powers_and_products_run_in_float32(function, value):
+    class Net(gluon.HybridBlock):
+        def hybrid_forward(self, F, x):
+            return function(F.np, x)
+
+    check_numpy(Net(), value, lambda v: function(np, v))
+
+
+def check_numpy(net, value, function):
+    half = np.float16(value)
+    with mx.util.np_shape(True), mx.util.np_array(True):
+        amp.convert(net)
+        result = net(mx.np.array([half], dtype="float16")).asnumpy()
+    expected = function(np.float32([half]))
+    np.testing.assert_allclose(result.ravel(), expected.ravel(), rtol=1e-5)
+
+
+def test_an_index_above_2048_stays_what_it_is():
+    x = np.zeros((2, 4000), np.float16)
+    x[0, 2999], x[1, 3001] = 1, 1
+    for policy in ("float16", "pure_float16"):
+        for function in ("argmax", "argmin"):
+            class Net(gluon.HybridBlock):
+                def hybrid_forward(self, F, x, function=function):
+                    return getattr(F, function)(x if function == "argmax" else -x, axis=1)
+
+            net = Net()
+            amp.convert(net, policy)
+            assert net(nd.array(x, dtype="float16")).asnumpy().tolist() == [2999, 3001]
+
+
+@pytest.mark.parametrize("policy", ["float16", "mixed_float16", "pure_float16", "mixed_bfloat16"])
+def test_a_mask_of_minus_1e18_and_an_epsilon_of_1e_minus_12_keep_their_values(policy):
+    class Net(gluon.HybridBlock):
+        def hybrid_forward(self, F, x, mask):
+            masked = F.where(mask, x, -1e18 * F.ones_like(x))
+            return F.softmax(masked), x / (F.relu(x) * 0 + 1e-12)
+
+    net = Net()
+    amp.convert(net, policy)
+    dtype = "float32" if policy == "mixed_bfloat16" else "float16"
+    x = nd.array([[1, 2], [3, 4]], dtype=dtype)
+    mask = nd.array([[1, 0], [0, 0]], dtype=dtype)
+    soft, quotient = net(x, mask)
+    if policy != "pure_float16":  # whose softmax and results are float16
+        assert np.allclose(soft.asnumpy(), [[1, 0], [0.5, 0.5]])
+        np.testing.assert_allclose(quotient.asnumpy(), x.asnumpy().astype(np.float32) / 1e-12,
+                                   rtol=1e-2)
+
+
+def test_a_constant_that_float16_does_not_hold_makes_float32_of_its_node_on_gpus_too():
+    x = sym.var("x")
+    kinds = types_of(sym.relu((sym.relu(x) + 1e-12) * 2.0))
+    assert [v for k, v in kinds.items() if "plus" in k] == [("float32", "float32")]
+    for fits in (x + 1e-4, x * 0, x * 60000, x * float("inf"), x + 6e-8):
+        assert set(types_of(fits).values()) == {("float16", "float16"), ("float16", "float32")} \
+            or all(v[0] == "float16" for v in types_of(fits).values())
+
+
+@pytest.mark.parametrize("name", list(FORMATS))
+def test_which_constants_a_format_holds(name):
+    format_ = FORMATS[name]
+
+    def holds(number):
+        return operators.holds_numbers(Node("_mul_scalar", "n", {"scalar": repr(number)}), format_)
+
+    assert holds(0.0)
+    assert holds(1.0)
+    assert holds(format_.largest)
+    assert holds(format_.smallest)
+    assert holds(float("inf"))
+    assert holds(float("nan"))
+    if name != "float32":
+        assert not holds(format_.smallest / 4)
+    if name in ("float16", "float8_e4m3", "float8_e5m2"):
+        assert not holds(format_.largest * 2)
+
+
+def test_pools_that_sum_run_in_float32():
+    x = sym.var("x")
+    for kind, low in (("max", True), ("avg", True), ("sum", False), ("lp", False)):
+        pool = sym.Pooling(x, kernel=(2, 2), pool_type=kind, p_value=2, name="pool")
+        assert (types_of(pool)["pool"][0] == "float16") == low
+
+
+def test_the_reason_stands_beside_every_rule():
+    assert all(re.search(r"\w{3}", rule.why) for rule in operators.OPERATORS.values())
