@@ -141,6 +141,7 @@ const OwnCode* own_code(const std::string& name);
 // Registers `_gluon_amp_X` for each of these operators that can have one. Returns how many.
 int register_operators(int count, const char** names);
 void register_training();  // training_operators.cc
+void register_tensor_core();  // tensor_core.cc
 
 // How each attribute of MXNet's operators is treated: a line of its treatment and its name.
 std::string treatments();

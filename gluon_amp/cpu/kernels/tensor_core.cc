@@ -1,0 +1,300 @@
+// Products of matrices as a GPU's Tensor Cores make them, bit by bit.
+//
+// One instruction adds `block` products to a float32 number c:
+//   - a product is exact; its exponent is the sum of its factors' exponents, that of a subnormal
+//     factor being float16's smallest, -14. Zeros have none;
+//   - products and c are cut, toward zero, to multiples of 2^(largest exponent - fraction);
+//   - these are added exactly, and the sum is cut, toward zero, to float32. A zero is +0.
+// A row of a times a column of b is a chain of them: each one's result is the c of the next.
+// Infinities and NaNs behave as in any sum; a NaN is NVIDIA's, 0x7fffffff.
+//
+// Here a lane is one element of the result. a * b is exact in float32; times a power of two it is
+// the multiple to be cut, and a conversion to an integer cuts. All integers of an instruction add
+// up in 32 bits, or in two halves of 32 bits (`wide`), where a GPU keeps as many as H100 does.
+#include "vector.h"
+
+namespace gluon_amp {
+namespace ISA {
+namespace {
+
+// ---- vectors of floats, integers, and bytes for as many lanes ----------------------------
+
+constexpr int kLanes = W > 1 ? W : 4;
+constexpr int kVectors = 4;                   // of floats, to a panel
+constexpr int kPanel = kVectors * kLanes;     // columns of b side by side
+constexpr int kRows = kLanes == 16 ? 2 : 1;   // of a, at a time: as registers allow
+constexpr int64_t kDepth = 256;               // of what is packed at a time
+constexpr int64_t kColumns = 2048;
+
+using Floats = float __attribute__((vector_size(4 * kLanes)));
+using Ints = int32_t __attribute__((vector_size(4 * kLanes)));
+using Words = uint32_t __attribute__((vector_size(4 * kLanes)));
+using Bytes = uint8_t __attribute__((vector_size(kPanel)));
+using Quarter = uint8_t __attribute__((vector_size(kLanes)));  // of Bytes: one for each lane
+
+template <typename T, typename S> inline T at(const S* p) {
+  T made;
+  std::memcpy(&made, p, sizeof made);
+  return made;
+}
+template <typename T, typename S> inline void put_at(S* p, T v) { std::memcpy(p, &v, sizeof v); }
+
+// ---- packing ---------------------------------------------------------------------------
+//
+// Factors become floats, with their exponents apart in bytes: 64 for float16's smallest, -14, up to
+// 93; 0 for a zero. The sum of two is below 128 exactly if a product is zero, else its exponent
+// plus 156.
+
+constexpr int kNotZero = 128;
+constexpr int kToFloat = -29;  // from such a sum to the exponent in a float's bits
+
+inline uint8_t exponent_of(Half h) {
+  const uint8_t field = h >> 10 & 31;
+  const uint8_t least = field ? field : 1;
+  return (h & 0x7fff) ? least + 63 : 0;
+}
+
+inline bool endless(Half h) { return (h & 0x7c00) == 0x7c00; }  // an infinity or a NaN
+
+struct Packed {
+  Scratch<float> values;
+  Scratch<uint8_t> exponents;
+  Scratch<uint8_t> special;  // whether there are infinities or NaNs, for each panel or row
+
+  Packed(int64_t count, int64_t bytes, int64_t parts)
+      : values(count), exponents(count * bytes), special(parts) {}
+};
+
+// Columns [first, first + kPanel) of b, `depth` rows of it; zeros where there are no columns.
+inline bool pack_panel(HalfMatrix b, int64_t first, int64_t columns, int64_t depth, float* values,
+                       uint8_t* exponents) {
+  const int64_t here = least(kPanel, columns - first);
+  bool special = false;
+  for (int64_t k = 0; k < depth; ++k, values += kPanel, exponents += kPanel) {
+    Half row[kPanel] = {};
+    const Half* from = b.data + k * b.row + first * b.column;
+    if (b.column == 1) std::memcpy(row, from, here * sizeof(Half));
+    else for (int64_t j = 0; j < here; ++j) row[j] = from[j * b.column];
+    uint8_t any = 0;
+    for (int j = 0; j < kPanel; ++j) {
+      exponents[j] = exponent_of(row[j]);
+      any |= endless(row[j]);
+    }
+    special |= any;
+    for (int j = 0; j < kPanel; j += W) store(values + j, load(row + j, Whole()), Whole());
+  }
+  return special;
+}
+
+// kRows rows of a from `first` on, side by side; an exponent four times over, as a lane takes it.
+inline bool pack_rows(HalfMatrix a, int64_t first, int64_t rows, int64_t depth, float* values,
+                      uint8_t* exponents) {
+  bool special = false;
+  for (int r = 0; r < kRows; ++r)
+    for (int64_t k = 0; k < depth; ++k) {
+      const Half h = first + r < rows ? a.data[(first + r) * a.row + k * a.column] : Half(0);
+      const int64_t i = k * kRows + r;
+#if defined(__F16C__)
+      values[i] = _cvtsh_ss(h);
+#else
+      values[i] = load(&h, Whole());
+#endif
+      std::memset(exponents + 4 * i, exponent_of(h), 4);
+      special |= endless(h);
+    }
+  return special;
+}
+
+// ---- chains of instructions ----------------------------------------------------------------
+
+inline Floats with_exponent(Ints biased) { return (Floats)(biased << 23); }
+inline Words cut(Floats v) { return (Words)__builtin_convertvector(v, Ints); }  // toward zero
+
+// An integer, made of one or two sums, as a float: cut toward zero.
+template <bool wide> inline Floats cut_to_float(Words sum, Words half) {
+  Words sign = sum;
+  if (wide) sign ^= (half ^ sum) & ((sum - half) ^ sum);  // wrong where the sum has overflowed
+  const Words negative = (Words)((Ints)sign >> 31);
+  Words size = (sum ^ negative) - negative;
+  size &= ~(size >> 24);  // of more than 24 bits, the first that falls away: rounding is cutting
+  const Floats made = wide ? __builtin_convertvector(size, Floats)
+                           : __builtin_convertvector((Ints)size, Floats);
+  return (Floats)((Words)made | (negative & 0x80000000u));
+}
+
+// kRows rows of a times a panel of b, to `state`: kRows rows of a panel's width.
+template <bool wide>
+void chain(const TensorCore& gpu, int64_t depth, const float* a, const uint8_t* ea, const float* b,
+           const uint8_t* eb, float* state) {
+  for (int64_t begin = 0; begin < depth; begin += gpu.block) {
+    const int64_t end = least(begin + gpu.block, depth), middle = (begin + end) / 2;
+    Bytes largest[kRows] = {};
+    for (int64_t k = begin; k < end; ++k) {
+      const Bytes e = at<Bytes>(eb + k * kPanel);
+      for (int r = 0; r < kRows; ++r) {
+        const Bytes sum = e + (Bytes)(Words{} + at<uint32_t>(ea + 4 * (k * kRows + r)));
+        largest[r] = sum > largest[r] ? sum : largest[r];
+      }
+    }
+    Words sum[kRows][kVectors], half[kRows][kVectors];
+    Floats scale[kRows][kVectors];
+    for (int r = 0; r < kRows; ++r) {
+      uint8_t top[kPanel];
+      put_at(top, largest[r]);
+      for (int v = 0; v < kVectors; ++v) {
+        const Floats c = at<Floats>(state + r * kPanel + v * kLanes);
+        const Ints of_c = (Ints)c >> 23 & 255;
+        const Ints of_products =
+            __builtin_convertvector(at<Quarter>(top + v * kLanes), Ints) + kToFloat;
+        const Ints most_of_all = of_products > of_c ? of_products : of_c;
+        scale[r][v] = with_exponent(gpu.fraction + 254 - most_of_all);
+        sum[r][v] = cut(c * scale[r][v]);
+      }
+    }
+    auto add = [&](int64_t from, int64_t to) {
+      for (int64_t k = from; k < to; ++k)
+        for (int v = 0; v < kVectors; ++v) {
+          const Floats right = at<Floats>(b + k * kPanel + v * kLanes);
+          for (int r = 0; r < kRows; ++r)
+            sum[r][v] += cut(right * a[k * kRows + r] * scale[r][v]);
+        }
+    };
+    add(begin, wide ? middle : end);
+    if (wide) {
+      std::memcpy(half, sum, sizeof half);
+      add(middle, end);
+    }
+    for (int r = 0; r < kRows; ++r) {
+      uint8_t top[kPanel];
+      put_at(top, largest[r]);
+      for (int v = 0; v < kVectors; ++v) {
+        float* to = state + r * kPanel + v * kLanes;
+        const Ints field = (Ints)scale[r][v] >> 23;  // of 1 / unit
+        const Floats unit = with_exponent(254 - field);
+        const Floats made = cut_to_float<wide>(sum[r][v], half[r][v]) * unit;
+        const Ints products = __builtin_convertvector(at<Quarter>(top + v * kLanes), Ints);
+        put_at(to, products >= kNotZero ? made : at<Floats>(to));
+      }
+    }
+  }
+}
+
+constexpr uint32_t kNan = 0x7fffffff;
+inline bool is_endless(float f) { return !(f - f == 0); }
+
+// The same where infinities or NaNs are about: they take over what the chain has made.
+void chain_of_any(const TensorCore& gpu, bool wide, int64_t depth, const float* a,
+                  const uint8_t* ea, const float* b, const uint8_t* eb, float* state) {
+  float special[kRows * kPanel];
+  for (int i = 0; i < kRows * kPanel; ++i) special[i] = is_endless(state[i]) ? state[i] : 0;
+  for (int64_t k = 0; k < depth; ++k)
+    for (int i = 0; i < kRows * kPanel; ++i) {
+      const float product = a[k * kRows + i / kPanel] * b[k * kPanel + i % kPanel];
+      special[i] += is_endless(product) ? product : 0;
+    }
+  (wide ? chain<true> : chain<false>)(gpu, depth, a, ea, b, eb, state);
+  for (int i = 0; i < kRows * kPanel; ++i)
+    if (is_endless(special[i])) state[i] = special[i];
+}
+
+bool any_endless(const float* state) {
+  bool found = false;
+  for (int i = 0; i < kRows * kPanel; ++i) found |= is_endless(state[i]);
+  return found;
+}
+
+// Whether an instruction's sum needs more than 32 bits: products are below 4, c below 2.
+bool is_wide(const TensorCore& gpu) {
+  return (int64_t{4} * gpu.block + 2) << gpu.fraction > int64_t{1} << 31;
+}
+
+// ---- a product of matrices ------------------------------------------------------------------
+
+struct Tiles {  // a block of the result: panels of groups of rows
+  int64_t rows, columns, groups, panels;
+  Tiles(int64_t r, int64_t c)
+      : rows(r), columns(c), groups(parts_of(r, kRows)), panels(parts_of(c, kPanel)) {}
+  int64_t count() const { return groups * panels; }
+  int64_t floats() const { return count() * kRows * kPanel; }
+  // f(element of the tiles, row, column) for each element that is there
+  template <typename F> void each_element(F f) const {
+#pragma omp parallel for schedule(static) if (rows * columns > kWorthThreads)
+    for (int64_t i = 0; i < rows; ++i)
+      for (int64_t j = 0; j < columns; ++j)
+        run(f, ((i / kRows * panels + j / kPanel) * kRows + i % kRows) * kPanel + j % kPanel, i, j);
+  }
+};
+
+void one_block(const TensorCore& gpu, const Tiles& tiles, int64_t depth, HalfMatrix a,
+               HalfMatrix b, const float* c, float* y, int64_t y_row) {
+  const bool wide = is_wide(gpu), threads = tiles.rows * tiles.columns * depth > kWorthThreads;
+  const int64_t step = most(kDepth / gpu.block, 1) * gpu.block;
+  const int64_t split = gpu.split > 0 ? least(gpu.split, depth) : depth, packed = least(step, split);
+  Packed left(tiles.groups * kRows * packed, 4, tiles.groups),
+      right(tiles.panels * kPanel * packed, 1, tiles.panels);
+  Scratch<float> state(tiles.floats()), total(split < depth ? tiles.floats() : 0);
+  std::memset(state.data, 0, tiles.floats() * sizeof(float));
+  if (c) tiles.each_element([&](int64_t e, int64_t i, int64_t j) {
+    state.data[e] = c[i * y_row + j] + 0.0f;  // -0 becomes +0
+  });
+  for (int64_t first = 0; first < depth; first += split) {
+    if (first > 0) std::memset(state.data, 0, tiles.floats() * sizeof(float));
+    const int64_t last = least(first + split, depth);
+    for (int64_t k = first; k < last; k += step) {
+      const int64_t here = least(step, last - k);
+      const HalfMatrix a_here{a.data + k * a.column, a.row, a.column},
+          b_here{b.data + k * b.row, b.row, b.column};
+#pragma omp parallel if (threads)
+      {
+#pragma omp for schedule(static) nowait
+        for (int64_t g = 0; g < tiles.groups; ++g)
+          left.special.data[g] =
+              pack_rows(a_here, g * kRows, tiles.rows, here, left.values.data + g * kRows * packed,
+                        left.exponents.data + g * 4 * kRows * packed);
+#pragma omp for schedule(static)
+        for (int64_t p = 0; p < tiles.panels; ++p)
+          right.special.data[p] = pack_panel(b_here, p * kPanel, tiles.columns, here,
+                                             right.values.data + p * kPanel * packed,
+                                             right.exponents.data + p * kPanel * packed);
+#pragma omp for schedule(static)
+        for (int64_t t = 0; t < tiles.count(); ++t) {
+          const int64_t p = t / tiles.groups, g = t % tiles.groups;
+          float* to = state.data + (g * tiles.panels + p) * kRows * kPanel;
+          const float* av = left.values.data + g * kRows * packed;
+          const uint8_t* ae = left.exponents.data + g * 4 * kRows * packed;
+          const float* bv = right.values.data + p * kPanel * packed;
+          const uint8_t* be = right.exponents.data + p * kPanel * packed;
+          if (left.special.data[g] || right.special.data[p] || any_endless(to))
+            chain_of_any(gpu, wide, here, av, ae, bv, be, to);
+          else
+            (wide ? chain<true> : chain<false>)(gpu, here, av, ae, bv, be, to);
+        }
+      }
+    }
+    if (split < depth)
+      for (int64_t i = 0; i < tiles.floats(); ++i)
+        total.data[i] = first > 0 ? total.data[i] + state.data[i] : state.data[i];
+  }
+  const float* made = split < depth ? total.data : state.data;
+  const float nan = at<float>(&kNan);
+  tiles.each_element([=](int64_t e, int64_t i, int64_t j) {
+    y[i * y_row + j] = made[e] == made[e] ? made[e] : nan;
+  });
+}
+
+void tensor_core_product(const TensorCore& gpu, int64_t rows, int64_t columns, int64_t depth,
+                         HalfMatrix a, HalfMatrix b, const float* c, float* y) {
+  for (int64_t j = 0; j < columns; j += kColumns)
+    one_block(gpu, Tiles(rows, least(kColumns, columns - j)), depth, a,
+              HalfMatrix{b.data + j * b.column, b.row, b.column}, c ? c + j : nullptr, y + j,
+              columns);
+}
+
+}  // namespace
+
+void add_tensor_core(Kernels* table) noexcept {
+  table->tensor_core_product = tensor_core_product;
+}
+
+}  // namespace ISA
+}  // namespace gluon_amp
