@@ -30,7 +30,6 @@ using Floats = float __attribute__((vector_size(4 * kLanes)));
 using Ints = int32_t __attribute__((vector_size(4 * kLanes)));
 using Words = uint32_t __attribute__((vector_size(4 * kLanes)));
 using Bytes = uint8_t __attribute__((vector_size(kPanel)));
-using Quarter = uint8_t __attribute__((vector_size(kLanes)));  // of Bytes: one for each lane
 
 template <typename T, typename S> inline T at(const S* p) {
   T made;
@@ -38,6 +37,17 @@ template <typename T, typename S> inline T at(const S* p) {
   return made;
 }
 template <typename T, typename S> inline void put_at(S* p, T v) { std::memcpy(p, &v, sizeof v); }
+
+// Bytes, one for each lane. (Compilers take them one by one, if not told how.)
+inline Ints widened(const uint8_t* p) {
+#if defined(__AVX512F__)
+  return (Ints)_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+#elif defined(__AVX2__) && defined(__F16C__)
+  return (Ints)_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+#else
+  return Ints{p[0], p[1], p[2], p[3]};
+#endif
+}
 
 // ---- packing ---------------------------------------------------------------------------
 //
@@ -144,8 +154,7 @@ void chain(const TensorCore& gpu, int64_t depth, const float* a, const uint8_t* 
       for (int v = 0; v < kVectors; ++v) {
         const Floats c = at<Floats>(state + r * kPanel + v * kLanes);
         const Ints of_c = (Ints)c >> 23 & 255;
-        const Ints of_products =
-            __builtin_convertvector(at<Quarter>(top + v * kLanes), Ints) + kToFloat;
+        const Ints of_products = widened(top + v * kLanes) + kToFloat;
         const Ints most_of_all = of_products > of_c ? of_products : of_c;
         scale[r][v] = with_exponent(gpu.fraction + 254 - most_of_all);
         sum[r][v] = cut(c * scale[r][v]);
@@ -172,7 +181,7 @@ void chain(const TensorCore& gpu, int64_t depth, const float* a, const uint8_t* 
         const Ints field = (Ints)scale[r][v] >> 23;  // of 1 / unit
         const Floats unit = with_exponent(254 - field);
         const Floats made = cut_to_float<wide>(sum[r][v], half[r][v]) * unit;
-        const Ints products = __builtin_convertvector(at<Quarter>(top + v * kLanes), Ints);
+        const Ints products = widened(top + v * kLanes);
         put_at(to, products >= kNotZero ? made : at<Floats>(to));
       }
     }
