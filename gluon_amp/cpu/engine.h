@@ -66,6 +66,10 @@ struct Rounding {
   }
 };
 
+// What a product's node says of how it adds, where not in float32: the numbers of struct TensorCore
+// with blanks between (tensor_core_math.py). Its gradients' nodes get the same.
+constexpr char kAccumulateKey[] = "__gluon_amp_accumulate__";
+
 // ---- one call ----------------------------------------------------------------------
 
 struct Call {
@@ -135,6 +139,11 @@ struct OwnCode {
   uint32_t places;  // output 0 may have the memory of so many of the first inputs
 };
 const OwnCode* own_code(const std::string& name);
+
+// A product as a GPU's Tensor Cores make it, where its node says so (tensor_core_products.cc); null
+// for other operators. It refuses what it does not know.
+using ProductCode = void (*)(const Call& call);
+ProductCode tensor_core_code(const std::string& name);
 
 // ---- what the library offers to Python (library.py) ------------------------------------
 

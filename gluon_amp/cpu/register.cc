@@ -110,6 +110,8 @@ Entries gradient(const nnvm::FGradient& of_theirs, const nnvm::ObjectPtr& n,
     if (found != ours.end()) {
       node->attrs.op = found->second;
       describe(node, n, above, made);
+      if (const std::string* accumulate = find(n->attrs, kAccumulateKey))
+        annotate(node, {kAccumulateKey}, {accumulate->c_str()});
     }
     for (auto& entry : inputs_of(node.get())) todo.push_back(entry.node);
   }
@@ -280,11 +282,14 @@ void register_operator(const nnvm::Op* x) {
         }));
   } else {
     const bool has_generic = of->compute || of->compute_ex;
+    const ProductCode product = tensor_core_code(x->name);
     set<mxnet::FCompute>(op, "FCompute<cpu>", mxnet::FCompute(
-        [of, own, has_generic](const NodeAttrs& attrs, const OpContext& context, const std::vector<TBlob>& in,
-                  const std::vector<OpReqType>& req, const std::vector<TBlob>& out) {
+        [of, own, has_generic, product](
+            const NodeAttrs& attrs, const OpContext& context, const std::vector<TBlob>& in,
+            const std::vector<OpReqType>& req, const std::vector<TBlob>& out) {
           const Call call{*of, attrs, context, in, req, out, Rounding(attrs)};
-          if (!own || (generic_only && has_generic) || !own->run(call)) run(call);
+          if (product && find(attrs, kAccumulateKey)) product(call);
+          else if (!own || (generic_only && has_generic) || !own->run(call)) run(call);
         }));
   }
   if (const auto* g = get<nnvm::FGradient>(x, "FGradient"))

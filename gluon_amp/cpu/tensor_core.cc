@@ -38,7 +38,7 @@ void dot(const NodeAttrs& attrs, const OpContext&, const std::vector<TBlob>& in,
     kernels->tensor_core_product(
         gpu, rows, columns, depth, {halves(in[0]) + i * rows * depth, depth, 1},
         {halves(in[1]) + i * depth * columns, columns, 1}, floats(in[2]) + i * rows * columns,
-        floats(out[0]) + i * rows * columns);
+        {floats(out[0]) + i * rows * columns, columns, 1});
 }
 
 void parse_nothing(NodeAttrs*) {}

@@ -85,6 +85,11 @@ struct TensorCore {
 struct HalfMatrix {
   const Half* data;
   int64_t row, column;
+  HalfMatrix transposed() const { return {data, column, row}; }
+};
+struct FloatMatrix {
+  float* data;
+  int64_t row, column;
 };
 
 struct Kernels {
@@ -139,10 +144,10 @@ struct Kernels {
   double (*squares_of_floats)(const float* x, int64_t n);
 
   // ---- Tensor Cores (tensor_core.cc)
-  // y = c + a * b: (rows, depth) times (depth, columns), as a GPU makes it, bit by bit. c and y lie
-  // row by row; c: or null, for zeros; it may be y
+  // y = c + a * b: (rows, depth) times (depth, columns), as a GPU makes it, bit by bit. c has y's
+  // layout; null: zeros; it may be y
   void (*tensor_core_product)(const TensorCore&, int64_t rows, int64_t columns, int64_t depth,
-                              HalfMatrix a, HalfMatrix b, const float* c, float* y);
+                              HalfMatrix a, HalfMatrix b, const float* c, FloatMatrix y);
 };
 
 const Kernels* kernels_for_portable();

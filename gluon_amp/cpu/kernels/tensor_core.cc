@@ -11,6 +11,8 @@
 // Here a lane is one element of the result. a * b is exact in float32; times a power of two it is
 // the multiple to be cut, and a conversion to an integer cuts. All integers of an instruction add
 // up in 32 bits, or in two halves of 32 bits (`wide`), where a GPU keeps as many as H100 does.
+#include <utility>
+
 #include "vector.h"
 
 namespace gluon_amp {
@@ -235,7 +237,7 @@ struct Tiles {  // a block of the result: panels of groups of rows
 };
 
 void one_block(const TensorCore& gpu, const Tiles& tiles, int64_t depth, HalfMatrix a,
-               HalfMatrix b, const float* c, float* y, int64_t y_row) {
+               HalfMatrix b, const float* c, FloatMatrix y) {
   const bool wide = is_wide(gpu), threads = tiles.rows * tiles.columns * depth > kWorthThreads;
   const int64_t step = most(kDepth / gpu.block, 1) * gpu.block;
   const int64_t split = gpu.split > 0 ? least(gpu.split, depth) : depth, packed = least(step, split);
@@ -244,7 +246,7 @@ void one_block(const TensorCore& gpu, const Tiles& tiles, int64_t depth, HalfMat
   Scratch<float> state(tiles.floats()), total(split < depth ? tiles.floats() : 0);
   std::memset(state.data, 0, tiles.floats() * sizeof(float));
   if (c) tiles.each_element([&](int64_t e, int64_t i, int64_t j) {
-    state.data[e] = c[i * y_row + j] + 0.0f;  // -0 becomes +0
+    state.data[e] = c[i * y.row + j * y.column] + 0.0f;  // -0 becomes +0
   });
   for (int64_t first = 0; first < depth; first += split) {
     if (first > 0) std::memset(state.data, 0, tiles.floats() * sizeof(float));
@@ -287,16 +289,26 @@ void one_block(const TensorCore& gpu, const Tiles& tiles, int64_t depth, HalfMat
   const float* made = split < depth ? total.data : state.data;
   const float nan = at<float>(&kNan);
   tiles.each_element([=](int64_t e, int64_t i, int64_t j) {
-    y[i * y_row + j] = made[e] == made[e] ? made[e] : nan;
+    y.data[i * y.row + j * y.column] = made[e] == made[e] ? made[e] : nan;
   });
 }
 
+// Lanes are columns: of a and b, the one with less to fill up to whole panels gives them.
 void tensor_core_product(const TensorCore& gpu, int64_t rows, int64_t columns, int64_t depth,
-                         HalfMatrix a, HalfMatrix b, const float* c, float* y) {
-  for (int64_t j = 0; j < columns; j += kColumns)
+                         HalfMatrix a, HalfMatrix b, const float* c, FloatMatrix y) {
+  if (Tiles(columns, rows).floats() < Tiles(rows, columns).floats()) {
+    std::swap(rows, columns);
+    std::swap(a, b);
+    a = a.transposed();
+    b = b.transposed();
+    std::swap(y.row, y.column);
+  }
+  for (int64_t j = 0; j < columns; j += kColumns) {
+    const int64_t at = j * y.column;
     one_block(gpu, Tiles(rows, least(kColumns, columns - j)), depth, a,
-              HalfMatrix{b.data + j * b.column, b.row, b.column}, c ? c + j : nullptr, y + j,
-              columns);
+              {b.data + j * b.column, b.row, b.column}, c ? c + at : nullptr,
+              {y.data + at, y.row, y.column});
+  }
 }
 
 }  // namespace
