@@ -54,16 +54,17 @@ inline Ints widened(const uint8_t* p) {
 // ---- packing ---------------------------------------------------------------------------
 //
 // Factors become floats, with their exponents apart in bytes: 64 for float16's smallest, -14, up to
-// 93; 0 for a zero. The sum of two is below 128 exactly if a product is zero, else its exponent
-// plus 156.
+// 93; 30 for a zero. So the sum of two is that of a product's exponent and 156, or if one is zero
+// at most 123, less than any other product's.
 
-constexpr int kNotZero = 128;
-constexpr int kToFloat = -29;  // from such a sum to the exponent in a float's bits
+constexpr uint8_t kZero = 30;
+constexpr int kToFloat = -29;           // from such a sum to the exponent in a float's bits
+constexpr int kNone = 123 + kToFloat;   // the largest of a zero
 
 inline uint8_t exponent_of(Half h) {
   const uint8_t field = h >> 10 & 31;
   const uint8_t least = field ? field : 1;
-  return (h & 0x7fff) ? least + 63 : 0;
+  return (h & 0x7fff) ? least + 63 : kZero;
 }
 
 inline bool endless(Half h) { return (h & 0x7c00) == 0x7c00; }  // an infinity or a NaN
@@ -175,18 +176,15 @@ void chain(const TensorCore& gpu, int64_t depth, const float* a, const uint8_t* 
       std::memcpy(half, sum, sizeof half);
       add(middle, end);
     }
-    for (int r = 0; r < kRows; ++r) {
-      uint8_t top[kPanel];
-      put_at(top, largest[r]);
+    for (int r = 0; r < kRows; ++r)
       for (int v = 0; v < kVectors; ++v) {
         float* to = state + r * kPanel + v * kLanes;
         const Ints field = (Ints)scale[r][v] >> 23;  // of 1 / unit
         const Floats unit = with_exponent(254 - field);
         const Floats made = cut_to_float<wide>(sum[r][v], half[r][v]) * unit;
-        const Ints products = widened(top + v * kLanes);
-        put_at(to, products >= kNotZero ? made : at<Floats>(to));
+        // All products are zeros, and c is so small that its unit may be none of float32's: c stays.
+        put_at(to, field < gpu.fraction + 254 - kNone ? made : at<Floats>(to));
       }
-    }
   }
 }
 
