@@ -52,13 +52,6 @@ def tensor_core_dot(a: Any, b: Any, c: Any = None, gpu: str = "V100",
 
     Returns:
         A float32 array: MXNet's if `a` or `b` is one of MXNet's, else numpy's.
-
-    Example:
-        >>> import numpy as np
-        >>> a = np.array([2048, 1, 1, 1], "float16")
-        >>> b = np.array([2048, 0.5, 0.5, 0.5], "float16")
-        >>> float(amp.tensor_core_dot(a, b, gpu="V100")), float(amp.tensor_core_dot(a, b, gpu="A2"))
-        (4194305.0, 4194305.5)
     """
     core, split = of_gpu(gpu), check_split(split)
     given = [array for array in (a, b) if isinstance(array, mx.nd.NDArray)]
@@ -77,17 +70,20 @@ def tensor_core_dot(a: Any, b: Any, c: Any = None, gpu: str = "V100",
                          f"broadcasts. Received: {left.shape} and {right.shape}") from None
     shape = stack + (rows.shape[-2],) * (left.ndim > 1) + (columns.shape[-1],) * (right.ndim > 1)
     start = _start(c, shape)
-    full = stack + (rows.shape[-2], columns.shape[-1])
+    full = (*stack, rows.shape[-2], columns.shape[-1])
     made = _product(np.broadcast_to(rows, stack + rows.shape[-2:]),
                     np.broadcast_to(columns, stack + columns.shape[-2:]),
                     start.reshape(full), core, split).reshape(shape)
-    return mx.nd.array(made, given[0].context, "float32") if given else made[()]
+    if given:  # an NDArray has one axis at least
+        return mx.nd.array(made.reshape(shape or (1,)), given[0].context, "float32")
+    return made[()]
 
 
 def of_gpu(gpu: str) -> TensorCore:
-    """The row of `GPUS` with that name."""
-    if isinstance(gpu, str) and gpu in GPUS:
-        return GPUS[gpu]
+    """The row of `GPUS` with that name, in any case and with or without blanks."""
+    for name, core in GPUS.items():
+        if isinstance(gpu, str) and gpu.replace(" ", "").lower() == name.replace(" ", "").lower():
+            return core
     why = f"nobody has measured a {gpu} for us" if gpu in _NOT_MEASURED else "unknown GPU"
     raise ValueError(f"{why}. Valid: {', '.join(GPUS)}. Received: {gpu!r}")
 
@@ -134,7 +130,7 @@ def _product(a: "np.ndarray", b: "np.ndarray", c: "np.ndarray", core: TensorCore
              split: int) -> "np.ndarray":
     if c.size == 0 or a.shape[-1] == 0:  # MXNet has no empty arrays
         return c + np.float32(0)
-    stacks = [mx.nd.array(x.reshape((-1,) + x.shape[-2:]), mx.cpu(), x.dtype) for x in (a, b, c)]
+    stacks = [mx.nd.array(x.reshape(-1, *x.shape[-2:]), mx.cpu(), x.dtype) for x in (a, b, c)]
     made = library.call("_gluon_amp_tensor_core_dot", stacks, block=core.block,
                         fraction=core.fraction, split=split)
     return made.asnumpy().reshape(c.shape)

@@ -1,8 +1,8 @@
 """Networks' products with `accumulate` are those of a GPU's Tensor Cores, forward and backward: the
 plain rule of tensor_core_rule.py gives the same halves.
 
-A real GPU's rule shows in one of a thousand halves. So most tests are with GPUs that nobody has built:
-they keep so few bits that any other order or length of the blocks shows everywhere."""
+A real GPU's rule shows in one of a thousand halves. So most tests are with GPUs that nobody has
+built: they keep so few bits that any other order or length of the blocks shows everywhere."""
 import itertools
 
 import numpy as np
@@ -27,7 +27,7 @@ def coarse_gpus(monkeypatch):
 def outcome(symbol, arrays, gpu, split, head=None):
     """The output, and with a head gradient all gradients."""
     names = symbol.list_inputs()
-    graph = for_cpu(Graph.read(symbol), {name: "float16" for name in names})
+    graph = for_cpu(Graph.read(symbol), dict.fromkeys(names, "float16"))
     accumulate(graph, gpu, split)
     op = mx.nd.CachedOp(graph.symbol(), [("data_indices", list(range(len(names)))),
                                          ("param_indices", [])])
@@ -90,7 +90,8 @@ def test_dot_of_vectors_and_of_more_axes(gpu, split):
     rng = np.random.default_rng(2)
     a, b, head = numbers(rng, 90), numbers(rng, 90), numbers(rng, 1)
     made = outcome(sym.dot(X, Y), {"x": a, "y": b}, gpu, split, head)
-    assert_same(made, [times(a[None], b[:, None], gpu, split), times(b[:, None], head[None], gpu, split),
+    assert_same(made, [times(a[None], b[:, None], gpu, split),
+                       times(b[:, None], head[None], gpu, split),
                        times(a[:, None], head[None], gpu, split)])
     a, b = numbers(rng, 2, 3, 40), numbers(rng, 40, 4, 5)
     made = outcome(sym.dot(X, Y), {"x": a, "y": b}, gpu, split)
@@ -104,7 +105,8 @@ def test_dense(bias, flatten, gpu, split):
     rng = np.random.default_rng(3)
     x, units = numbers(rng, 6, 5, 20), 7
     rows = x.reshape(6, 100) if flatten else x.reshape(30, 20)
-    w, b, head = numbers(rng, units, rows.shape[1]), numbers(rng, units), numbers(rng, len(rows), units)
+    w, b = numbers(rng, units, rows.shape[1]), numbers(rng, units)
+    head = numbers(rng, len(rows), units)
     symbol = sym.FullyConnected(X, Y, *([Z] if bias else []), num_hidden=units, flatten=flatten,
                                 no_bias=not bias)
     shape = (6, units) if flatten else (6, 5, units)
@@ -228,9 +230,12 @@ def large_of(small, weight, places, g, *rule):
 
 
 def weight_of(large, small, g, *rule):
-    return np.concatenate([
-        times(np.swapaxes(y, 0, 1).reshape(y.shape[1], -1), of_large(x, small.shape[2:], g).T, *rule)
-        for x, y in zip(in_groups(large, g["num_group"], 1), in_groups(small, g["num_group"], 1))])
+    def of_group(x, y):
+        lines = np.swapaxes(y, 0, 1).reshape(y.shape[1], -1)
+        return times(lines, of_large(x, small.shape[2:], g).T, *rule)
+
+    groups = zip(in_groups(large, g["num_group"], 1), in_groups(small, g["num_group"], 1))
+    return np.concatenate([of_group(x, y) for x, y in groups])
 
 
 def images(matrix, batch, places):
@@ -238,13 +243,13 @@ def images(matrix, batch, places):
 
 
 GEOMETRIES = {
-    "3x3": dict(kernel=(3, 3), pad=(1, 1)),
-    "1x1": dict(kernel=(1, 1)),
-    "stride, dilation": dict(kernel=(3, 2), stride=(2, 3), dilate=(2, 1), pad=(2, 1)),
-    "groups": dict(kernel=(3, 3), pad=(1, 1), num_group=2),
-    "depthwise": dict(kernel=(3, 3), stride=(2, 2), pad=(1, 1), num_group=4),
-    "1D": dict(kernel=(5,), stride=(2,), pad=(1,)),
-    "3D": dict(kernel=(2, 3, 2), stride=(1, 2, 1), pad=(0, 1, 1)),
+    "3x3": {"kernel": (3, 3), "pad": (1, 1)},
+    "1x1": {"kernel": (1, 1)},
+    "stride, dilation": {"kernel": (3, 2), "stride": (2, 3), "dilate": (2, 1), "pad": (2, 1)},
+    "groups": {"kernel": (3, 3), "pad": (1, 1), "num_group": 2},
+    "depthwise": {"kernel": (3, 3), "stride": (2, 2), "pad": (1, 1), "num_group": 4},
+    "1D": {"kernel": (5,), "stride": (2,), "pad": (1,)},
+    "3D": {"kernel": (2, 3, 2), "stride": (1, 2, 1), "pad": (0, 1, 1)},
 }
 PLACES = {1: (17,), 2: (7, 8), 3: (4, 5, 3)}
 
@@ -295,7 +300,7 @@ def test_deconvolution_to_a_target_shape():
     x, w = numbers(rng, 2, 3, 5, 6), numbers(rng, 3, 4, 3, 3)
     symbol = sym.Deconvolution(X, Y, num_filter=4, kernel=(3, 3), stride=(2, 2),
                                target_shape=(10, 12))
-    g = dict(kernel=(3, 3), stride=(2, 2), dilate=(1, 1), pad=(1, 1), num_group=1)
+    g = {"kernel": (3, 3), "stride": (2, 2), "dilate": (1, 1), "pad": (1, 1), "num_group": 1}
     made = outcome(symbol, {"x": x, "y": w}, "V100", None)
     assert_same(made, [large_of(x, w, (10, 12), g, "V100", None)])
 

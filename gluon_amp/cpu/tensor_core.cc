@@ -1,4 +1,4 @@
-// `_gluon_amp_tensor_core_dot`: y = c + a * b for stacks of matrices, as a GPU makes it, bit by bit.
+// `_gluon_amp_tensor_core_dot`: y = c + a * b for stacks of matrices, as a GPU makes it.
 //
 // Inputs: a (stack, rows, depth) and b (stack, depth, columns), float16; c (stack, rows, columns),
 // float32. Attributes: the numbers of struct TensorCore.

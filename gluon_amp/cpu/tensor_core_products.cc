@@ -1,7 +1,7 @@
 // Products of a network's matrices as a GPU's Tensor Cores make them, forward and backward.
 //
 // Each is a chain along the axis that is summed over, in the order in which that lies in memory.
-// What follows in float32 (a factor, a bias) is done to the chain's result; then it is rounded once.
+// What follows (a factor, a bias) is done to the chain's result in float32, which is rounded once.
 #include "tensor_core.h"
 
 #include <cmath>

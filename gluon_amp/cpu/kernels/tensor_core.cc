@@ -182,7 +182,7 @@ void chain(const TensorCore& gpu, int64_t depth, const float* a, const uint8_t* 
         const Ints field = (Ints)scale[r][v] >> 23;  // of 1 / unit
         const Floats unit = with_exponent(254 - field);
         const Floats made = cut_to_float<wide>(sum[r][v], half[r][v]) * unit;
-        // All products are zeros, and c is so small that its unit may be none of float32's: c stays.
+        // Where all products are zeros and c is tiny, its unit may be none of float32's: c stays.
         put_at(to, field < gpu.fraction + 254 - kNone ? made : at<Floats>(to));
       }
   }
@@ -238,7 +238,8 @@ void one_block(const TensorCore& gpu, const Tiles& tiles, int64_t depth, HalfMat
                HalfMatrix b, const float* c, FloatMatrix y) {
   const bool wide = is_wide(gpu), threads = tiles.rows * tiles.columns * depth > kWorthThreads;
   const int64_t step = most(kDepth / gpu.block, 1) * gpu.block;
-  const int64_t split = gpu.split > 0 ? least(gpu.split, depth) : depth, packed = least(step, split);
+  const int64_t split = gpu.split > 0 ? least(gpu.split, depth) : depth;
+  const int64_t packed = least(step, split);
   Packed left(tiles.groups * kRows * packed, 4, tiles.groups),
       right(tiles.panels * kPanel * packed, 1, tiles.panels);
   Scratch<float> state(tiles.floats()), total(split < depth ? tiles.floats() : 0);
