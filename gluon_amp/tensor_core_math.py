@@ -51,7 +51,7 @@ def tensor_core_dot(a: Any, b: Any, c: Any = None, gpu: str = "V100",
             added in float32, one after the other. None: one chain.
 
     Returns:
-        A float32 array: MXNet's if `a` or `b` is one of MXNet's, else numpy's.
+        An array of float32, one of MXNet's if `a` or `b` is, else numpy's.
     """
     core, split = of_gpu(gpu), check_split(split)
     given = [array for array in (a, b) if isinstance(array, mx.nd.NDArray)]

@@ -69,15 +69,6 @@ inline uint8_t exponent_of(Half h) {
 
 inline bool endless(Half h) { return (h & 0x7c00) == 0x7c00; }  // an infinity or a NaN
 
-struct Packed {
-  Scratch<float> values;
-  Scratch<uint8_t> exponents;
-  Scratch<uint8_t> special;  // whether there are infinities or NaNs, for each panel or row
-
-  Packed(int64_t count, int64_t bytes, int64_t parts)
-      : values(count), exponents(count * bytes), special(parts) {}
-};
-
 // Columns [first, first + kPanel) of b, `depth` rows of it; zeros where there are no columns.
 inline bool pack_panel(HalfMatrix b, int64_t first, int64_t columns, int64_t depth, float* values,
                        uint8_t* exponents) {
@@ -234,59 +225,95 @@ struct Tiles {  // a block of the result: panels of groups of rows
   }
 };
 
-void one_block(const TensorCore& gpu, const Tiles& tiles, int64_t depth, HalfMatrix a,
-               HalfMatrix b, const float* c, FloatMatrix y) {
-  const bool wide = is_wide(gpu), threads = tiles.rows * tiles.columns * depth > kWorthThreads;
-  const int64_t step = most(kDepth / gpu.block, 1) * gpu.block;
-  const int64_t split = gpu.split > 0 ? least(gpu.split, depth) : depth;
-  const int64_t packed = least(step, split);
-  Packed left(tiles.groups * kRows * packed, 4, tiles.groups),
-      right(tiles.panels * kPanel * packed, 1, tiles.panels);
-  Scratch<float> state(tiles.floats()), total(split < depth ? tiles.floats() : 0);
-  std::memset(state.data, 0, tiles.floats() * sizeof(float));
-  if (c) tiles.each_element([&](int64_t e, int64_t i, int64_t j) {
-    state.data[e] = c[i * y.row + j * y.column] + 0.0f;  // -0 becomes +0
-  });
-  for (int64_t first = 0; first < depth; first += split) {
-    if (first > 0) std::memset(state.data, 0, tiles.floats() * sizeof(float));
-    const int64_t last = least(first + split, depth);
-    for (int64_t k = first; k < last; k += step) {
-      const int64_t here = least(step, last - k);
-      const HalfMatrix a_here{a.data + k * a.column, a.row, a.column},
-          b_here{b.data + k * b.row, b.row, b.column};
+// What is packed of one factor: `parts` panels or groups of rows, side by side.
+struct Packed {
+  int64_t floats, bytes;  // of a part
+  Scratch<float> values;
+  Scratch<uint8_t> exponents;
+  Scratch<uint8_t> special;  // whether a part has infinities or NaNs
+
+  Packed(int64_t parts, int64_t part, int64_t bytes_of_each)
+      : floats(part), bytes(part * bytes_of_each), values(parts * part),
+        exponents(parts * bytes), special(parts) {}
+  float* values_of(int64_t part) { return values.data + part * floats; }
+  uint8_t* exponents_of(int64_t part) { return exponents.data + part * bytes; }
+};
+
+// One block of the result, while it is being made.
+class Block {
+ public:
+  Block(const TensorCore& g, const Tiles& t, int64_t depth)
+      : gpu(g), tiles(t), wide(is_wide(g)), threads(t.rows * t.columns * depth > kWorthThreads),
+        step(least(most(kDepth / g.block, 1) * g.block, depth)),
+        left(t.groups, kRows * step, 4), right(t.panels, kPanel * step, 1), state(t.floats()) {}
+
+  void begin() { std::memset(state.data, 0, tiles.floats() * sizeof(float)); }
+  void begin(const float* c, const FloatMatrix& layout) {
+    begin();
+    float* to = state.data;
+    tiles.each_element([=](int64_t e, int64_t i, int64_t j) {
+      to[e] = c[i * layout.row + j * layout.column] + 0.0f;  // -0 becomes +0
+    });
+  }
+
+  // Goes on with the products [first, last) of all chains.
+  void go_on(HalfMatrix a, HalfMatrix b, int64_t first, int64_t last) {
+    for (int64_t k = first; k < last; k += step)
+      go_on({a.data + k * a.column, a.row, a.column}, {b.data + k * b.row, b.row, b.column},
+            least(step, last - k));
+  }
+
+  const float* results() const { return state.data; }
+
+ private:
+  void go_on(HalfMatrix a, HalfMatrix b, int64_t depth) {
 #pragma omp parallel if (threads)
-      {
+    {
 #pragma omp for schedule(static) nowait
-        for (int64_t g = 0; g < tiles.groups; ++g)
-          left.special.data[g] =
-              pack_rows(a_here, g * kRows, tiles.rows, here, left.values.data + g * kRows * packed,
-                        left.exponents.data + g * 4 * kRows * packed);
+      for (int64_t g = 0; g < tiles.groups; ++g)
+        left.special.data[g] = pack_rows(a, g * kRows, tiles.rows, depth, left.values_of(g),
+                                         left.exponents_of(g));
 #pragma omp for schedule(static)
-        for (int64_t p = 0; p < tiles.panels; ++p)
-          right.special.data[p] = pack_panel(b_here, p * kPanel, tiles.columns, here,
-                                             right.values.data + p * kPanel * packed,
-                                             right.exponents.data + p * kPanel * packed);
+      for (int64_t p = 0; p < tiles.panels; ++p)
+        right.special.data[p] = pack_panel(b, p * kPanel, tiles.columns, depth,
+                                           right.values_of(p), right.exponents_of(p));
 #pragma omp for schedule(static)
-        for (int64_t t = 0; t < tiles.count(); ++t) {
-          const int64_t p = t / tiles.groups, g = t % tiles.groups;
-          float* to = state.data + (g * tiles.panels + p) * kRows * kPanel;
-          const float* av = left.values.data + g * kRows * packed;
-          const uint8_t* ae = left.exponents.data + g * 4 * kRows * packed;
-          const float* bv = right.values.data + p * kPanel * packed;
-          const uint8_t* be = right.exponents.data + p * kPanel * packed;
-          if (left.special.data[g] || right.special.data[p] || any_endless(to))
-            chain_of_any(gpu, wide, here, av, ae, bv, be, to);
-          else
-            (wide ? chain<true> : chain<false>)(gpu, here, av, ae, bv, be, to);
-        }
+      for (int64_t t = 0; t < tiles.count(); ++t) {
+        const int64_t p = t / tiles.groups, g = t % tiles.groups;
+        float* to = state.data + (g * tiles.panels + p) * kRows * kPanel;
+        if (left.special.data[g] || right.special.data[p] || any_endless(to))
+          chain_of_any(gpu, wide, depth, left.values_of(g), left.exponents_of(g),
+                       right.values_of(p), right.exponents_of(p), to);
+        else
+          (wide ? chain<true> : chain<false>)(gpu, depth, left.values_of(g), left.exponents_of(g),
+                                              right.values_of(p), right.exponents_of(p), to);
       }
     }
-    if (split < depth)
-      for (int64_t i = 0; i < tiles.floats(); ++i)
-        total.data[i] = first > 0 ? total.data[i] + state.data[i] : state.data[i];
   }
-  const float* made = split < depth ? total.data : state.data;
-  const float nan = at<float>(&kNan);
+
+  const TensorCore& gpu;
+  const Tiles& tiles;
+  const bool wide, threads;
+  const int64_t step;
+  Packed left, right;
+  Scratch<float> state;
+};
+
+void one_block(const TensorCore& gpu, const Tiles& tiles, int64_t depth, HalfMatrix a,
+               HalfMatrix b, const float* c, FloatMatrix y) {
+  const int64_t split = gpu.split > 0 ? least(gpu.split, depth) : depth;
+  Block block(gpu, tiles, split);
+  Scratch<float> total(tiles.floats());
+  if (c) block.begin(c, y);
+  else block.begin();
+  for (int64_t first = 0; first < depth; first += split) {
+    if (first > 0) block.begin();
+    block.go_on(a, b, first, least(first + split, depth));
+    const float* piece = block.results();
+    for (int64_t i = 0; i < tiles.floats(); ++i)
+      total.data[i] = first > 0 ? total.data[i] + piece[i] : piece[i];
+  }
+  const float nan = at<float>(&kNan), *made = total.data;
   tiles.each_element([=](int64_t e, int64_t i, int64_t j) {
     y.data[i * y.row + j * y.column] = made[e] == made[e] ? made[e] : nan;
   });
