@@ -145,7 +145,7 @@ _PRODUCTS = frozenset("""
     Convolution Deconvolution FullyConnected dot batch_dot _linalg_gemm2 linalg_gemm2
     _contrib_interleaved_matmul_selfatt_qk _contrib_interleaved_matmul_selfatt_valatt
     _contrib_interleaved_matmul_encdec_qk _contrib_interleaved_matmul_encdec_valatt
-    _npx_convolution _npx_deconvolution _npx_fully_connected _npx_batch_dot
+    RNN _npx_rnn _npx_convolution _npx_deconvolution _npx_fully_connected _npx_batch_dot
 """.split())
 _OTHERS = LOW - _PRODUCTS
 

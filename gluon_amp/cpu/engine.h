@@ -145,6 +145,19 @@ const OwnCode* own_code(const std::string& name);
 using ProductCode = void (*)(const Call& call);
 ProductCode tensor_core_code(const std::string& name);
 
+// The same for a node of RNN, with its state (tensor_core_rnn.cc).
+class TensorCoreRnn {
+ public:
+  explicit TensorCoreRnn(const NodeAttrs& attrs);
+  ~TensorCoreRnn();
+  void run(const Call& call, bool forward);
+
+ private:
+  struct Layers;
+  std::unique_ptr<Layers> layers_;
+  bool dropout_;
+};
+
 // ---- what the library offers to Python (library.py) ------------------------------------
 
 // Registers `_gluon_amp_X` for each of these operators that can have one. Returns how many.

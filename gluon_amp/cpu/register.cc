@@ -129,6 +129,7 @@ struct State {
   bool onednn;
   Grid grid;
   std::string inputs, outputs;
+  std::unique_ptr<TensorCoreRnn> tensor_core;  // of an RNN that adds as a GPU does
 
   State(OpStatePtr x, std::vector<uint32_t> m, bool o, const Rounding& r)
       : inner(std::move(x)), mutated(std::move(m)), onednn(o), grid(r.grid),
@@ -158,9 +159,11 @@ OpStatePtr create_state(const NodeAttrs& attrs, mxnet::Context context,
                   const std::vector<int>&>(of.create_state, attrs, context, shapes, wide);
   const uint32_t outputs = of.op->get_num_outputs ? of.op->get_num_outputs(attrs)
                                                   : of.op->num_outputs;
-  return make_state(new State(
+  auto made = std::make_unique<State>(
       inner, of.mutates ? of.mutates(attrs) : std::vector<uint32_t>(),
-      prefers_onednn(of, attrs, shapes.size(), outputs), Rounding(attrs)));
+      prefers_onednn(of, attrs, shapes.size(), outputs), Rounding(attrs));
+  if (find(attrs, kAccumulateKey)) made->tensor_core = std::make_unique<TensorCoreRnn>(attrs);
+  return make_state(made.release());
 }
 
 // ---- one operator ------------------------------------------------------------------------
@@ -276,7 +279,9 @@ void register_operator(const nnvm::Op* x) {
                       const std::vector<TBlob>& out) {
           State& held = state.get_state<State>();
           static const NodeAttrs* none = new NodeAttrs();
-          run({*of, *none, context, in, req, out, held.rounding(forward)}, held.onednn,
+          const Call call{*of, *none, context, in, req, out, held.rounding(forward)};
+          if (held.tensor_core) return held.tensor_core->run(call, forward);
+          run(call, held.onednn,
               forward ? held.mutated : std::vector<uint32_t>(), &held.inner,
               forward ? &held.kept : nullptr);
         }));

@@ -4,11 +4,14 @@
 
 namespace gluon_amp {
 
+TensorCore tensor_core_of(const NodeAttrs& attrs);  // what a node asks for
+void check_halves(const Call& call);                // throws where an array is not float16
+
 // One call of an operator of products. Results are float32 arrays of its own until all are made,
 // since an output may have the memory of an input; `finish` rounds each once and puts it in place.
 class Products {
  public:
-  explicit Products(const Call& call);  // throws where an array is not float16
+  explicit Products(const Call& call);
 
   const TensorCore gpu;
 

@@ -9,21 +9,25 @@
 
 namespace gluon_amp {
 
-TensorCore tensor_core_of(const Call& call) {
+TensorCore tensor_core_of(const NodeAttrs& attrs) {
   long long block = 0, fraction = 0, split = 0;
-  const std::string* said = find(call.attrs, kAccumulateKey);
+  const std::string* said = find(attrs, kAccumulateKey);
   if (!said || std::sscanf(said->c_str(), "%lld %lld %lld", &block, &fraction, &split) != 3)
     throw dmlc::Error("accumulate= needs three numbers");
   return {static_cast<int>(block), static_cast<int>(fraction), split};
 }
 
-Products::Products(const Call& call) : gpu(tensor_core_of(call)), call_(call) {
+void check_halves(const Call& call) {
   bool all = true;
   for (auto& array : call.in) all &= is_half(array);
   for (auto& array : call.out) all &= is_half(array);
   if (!all)
     throw dmlc::Error(call.of.op->name + ": accumulate= takes float16 arrays, since Tensor Cores "
                       "multiply float16 numbers here");
+}
+
+Products::Products(const Call& call) : gpu(tensor_core_of(call.attrs)), call_(call) {
+  check_halves(call);
 }
 
 float* Products::result(size_t i) {
