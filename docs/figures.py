@@ -9,6 +9,7 @@ import tempfile
 from pathlib import Path
 
 import gluon_amp as amp
+import matplotlib.patches
 import mxnet as mx
 import numpy as np
 from gluon_amp.tools.demo import digits, network
@@ -25,7 +26,9 @@ def draw(folder):
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     for name, figure in (("float16", what_float16_holds()), ("gradients", gradients()),
-                         ("loss_scale", life_of_a_loss_scale())):
+                         ("loss_scale", life_of_a_loss_scale()),
+                         ("tensor_core_bits", one_instruction()),
+                         ("tensor_core_sums", long_sums())):
         figure.savefig(folder / f"{name}.png", dpi=150)
     with tempfile.TemporaryDirectory() as reports:  # of logs that are committed
         amp.report(sorted(RESULTS.glob("cifar10_symbolic/*.log")), reports)
@@ -169,6 +172,63 @@ def life_of_a_loss_scale():
     axes.set(xlabel="step", ylabel="loss scale", ylim=(low - 0.5, high + 0.5), xlim=(-6, 304))
     axes.legend(loc="upper right")
     axes.grid(alpha=0.3)
+    return figure
+
+
+# ---- Tensor Cores
+
+def one_instruction():
+    """What a V100 and an H100 keep of five numbers: the bits of each, under the largest."""
+    pairs = ((1.337, 2.75), (-0.7, 0.9), (0.013, 0.11), (0.002, 0.003))
+    largest, rows = 3, [("c = 12.3", 3, 3 - 23)]  # name, first and last bit
+    for a, b in pairs:
+        first, last = math.floor(math.log2(abs(a * b))), -20
+        last += math.floor(math.log2(abs(a))) + math.floor(math.log2(b))  # 10 bits under each
+        rows.append((f"{a} x {b}", first, last))
+    figure = Figure(figsize=(7.5, 2.9), layout="constrained")
+    axes = figure.add_subplot()
+    for row, (name, first, last) in enumerate(rows):
+        for bit in range(last, first + 1):
+            kept = "all" if bit >= largest - 23 else "H100" if bit >= largest - 25 else "none"
+            axes.add_patch(matplotlib.patches.Rectangle(
+                (largest - bit, -row - 0.4), 0.9, 0.8, linewidth=0,
+                color={"all": BLUE, "H100": SKY, "none": "0.8"}[kept]))
+        axes.text(-0.6, -row, name, ha="right", va="center")
+    for cut, name, height in ((24, "V100", 0.75), (26, "H100", 1.35)):
+        axes.plot([cut - 0.05] * 2, [-4.6, height], color="0.2", linestyle="--", linewidth=1)
+        axes.text(cut, height, f" {name} cuts here", va="top")
+    axes.set(xlim=(-8, 40), ylim=(-4.7, 1.5))
+    axes.set_axis_off()
+    return figure
+
+
+def long_sums():
+    """How many float16 results a GPU's chains change, over the length of the sum."""
+    lengths = [16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 50176]
+    ways = (("V100", None, RED, "-"), ("A100", None, GREEN, "-"), ("H100", None, BLUE, "-"),
+            ("V100", 4096, RED, ":"), ("A100", 4096, GREEN, ":"), ("H100", 4096, BLUE, ":"))
+    random = np.random.RandomState(1)
+    figure = Figure(figsize=(7.5, 3.6), layout="constrained")
+    for axes, positive in zip(figure.subplots(1, 2, sharey=True), (True, False)):
+        shares = [[] for _ in ways]
+        for length in lengths:
+            a, b = (random.randn(*s).astype("float16") for s in ((64, length), (length, 64)))
+            if positive:
+                a, b = abs(a), abs(b)
+            small = np.float32(2.0 ** -8)  # else long sums leave float16's range
+            wanted = (a.astype("float64") @ b.astype("float64") * small).astype("float16")
+            for (gpu, split, _, _), share in zip(ways, shares):
+                made = (amp.tensor_core_dot(a, b, gpu=gpu, split=split) * small).astype("float16")
+                share.append(100 * np.mean(made != wanted))
+        for (gpu, split, color, style), share in zip(ways, shares):
+            axes.plot(lengths, share, color=color, linestyle=style, linewidth=1.4,
+                      label=f"{gpu}, pieces of {split:,}" if split else f"{gpu}, one chain")
+        axes.set(xscale="log", xlabel="length of the sum")
+        axes.set_title("positive factors" if positive else "factors of both signs", fontsize=10,
+                       loc="left")
+        axes.grid(alpha=0.3)
+    figure.axes[0].set_ylabel("% of float16 results that differ\nfrom the exact sum, rounded")
+    figure.axes[0].legend(loc="upper left", fontsize=8)
     return figure
 
 

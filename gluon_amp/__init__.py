@@ -12,6 +12,7 @@ from .training.optimizer import optimizer
 from .policy import Policy
 from .report import report
 from .symbolic.convert import convert_model, convert_symbol
+from .tensor_core_math import tensor_core_dot
 from .training.trainer import Trainer, scale_loss
 
 library.start()
@@ -20,4 +21,4 @@ __version__ = "0.1.0"
 __all__ = ["BucketingModule", "DynamicLossScale", "Format", "KernelError", "LossScaleError",
            "Module", "Policy", "Speedometer", "StaticLossScale", "Trainer", "convert",
            "convert_model", "convert_symbol", "data", "lr_find", "optimizer", "report", "restore",
-           "scale_loss"]
+           "scale_loss", "tensor_core_dot"]

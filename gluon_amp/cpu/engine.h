@@ -79,6 +79,10 @@ struct Rounding {
   }
 };
 
+// What a product's node says of how it adds, where not in float32: the numbers of struct TensorCore
+// with blanks between (tensor_core_math.py). Its gradients' nodes get the same.
+constexpr char kAccumulateKey[] = "__gluon_amp_accumulate__";
+
 // ---- one call ----------------------------------------------------------------------
 
 struct Call {
@@ -151,11 +155,30 @@ struct OwnCode {
 const OwnCode* own_code(const std::string& name);
 std::string names_with_own_code();  // a line for each
 
+// A product as a GPU's Tensor Cores make it, where its node says so (tensor_core_products.cc); null
+// for other operators. It refuses what it does not know.
+using ProductCode = void (*)(const Call& call);
+ProductCode tensor_core_code(const std::string& name);
+
+// The same for a node of RNN, with its state (tensor_core_rnn.cc).
+class TensorCoreRnn {
+ public:
+  explicit TensorCoreRnn(const NodeAttrs& attrs);
+  ~TensorCoreRnn();
+  void run(const Call& call, bool forward);
+
+ private:
+  struct Layers;
+  std::unique_ptr<Layers> layers_;
+  bool dropout_;
+};
+
 // ---- what the library offers to Python (library.py) ------------------------------------
 
 // Registers `_gluon_amp_X` for each of these operators that can have one. Returns how many.
 int register_operators(int count, const char** names);
 void register_training();  // training_operators.cc
+void register_tensor_core();  // tensor_core.cc
 
 // How each attribute of MXNet's operators is treated: a line of its treatment and its name.
 std::string treatments();

@@ -76,6 +76,7 @@ int start(const char* isa, int count, const char** names) {
               : !std::strcmp(isa, "avx2") ? kernels_for_avx2()
                                           : kernels_for_portable();
     register_training();
+    register_tensor_core();
     return register_operators(count, names);
   } catch (const std::exception& error) {
     std::snprintf(why, sizeof why, "%s", error.what());

@@ -149,6 +149,7 @@ struct State {
   bool onednn, any;
   Grid output, back;
   std::string inputs, outputs;
+  std::unique_ptr<TensorCoreRnn> tensor_core;  // of an RNN that adds as a GPU does
 
   State(OpStatePtr x, std::vector<uint32_t> m, bool o, const NodeAttrs& attrs)
       : inner(std::move(x)), mutated(std::move(m)), onednn(o) {
@@ -187,9 +188,11 @@ OpStatePtr create_state(const NodeAttrs& attrs, mxnet::Context context,
                   const std::vector<int>&>(of.create_state, attrs, context, shapes, wide);
   const uint32_t outputs = of.op->get_num_outputs ? of.op->get_num_outputs(attrs)
                                                   : of.op->num_outputs;
-  return make_state(new State(
+  auto made = std::make_unique<State>(
       inner, of.mutates ? of.mutates(attrs) : std::vector<uint32_t>(),
-      prefers_onednn(of, attrs, shapes.size(), outputs), attrs));
+      prefers_onednn(of, attrs, shapes.size(), outputs), attrs);
+  if (find(attrs, kAccumulateKey)) made->tensor_core = std::make_unique<TensorCoreRnn>(attrs);
+  return make_state(made.release());
 }
 
 // ---- one operator ------------------------------------------------------------------------
@@ -305,16 +308,21 @@ void register_operator(const nnvm::Op* x) {
                       const std::vector<TBlob>& out) {
           State& held = state.get_state<State>();
           static const NodeAttrs* none = new NodeAttrs();
-          run({*of, *none, context, in, req, out, held.rounding(forward)}, held.onednn,
+          const Call call{*of, *none, context, in, req, out, held.rounding(forward)};
+          if (held.tensor_core) return held.tensor_core->run(call, forward);
+          run(call, held.onednn,
               forward ? held.mutated : std::vector<uint32_t>(), &held.inner,
               forward ? &held.kept : nullptr);
         }));
   } else {
     const bool has_generic = of->compute || of->compute_ex;
+    const ProductCode product = tensor_core_code(x->name);
     set<mxnet::FCompute>(op, "FCompute<cpu>", mxnet::FCompute(
-        [of, own, has_generic](const NodeAttrs& attrs, const OpContext& context, const std::vector<TBlob>& in,
-                  const std::vector<OpReqType>& req, const std::vector<TBlob>& out) {
+        [of, own, has_generic, product](
+            const NodeAttrs& attrs, const OpContext& context, const std::vector<TBlob>& in,
+            const std::vector<OpReqType>& req, const std::vector<TBlob>& out) {
           const Call call{*of, attrs, context, in, req, out, Rounding(attrs)};
+          if (product && find(attrs, kAccumulateKey)) return product(call);
           const bool generic = !own || (generic_only && has_generic) ||
                                (call.rounding.any && !own->rounds);
           if (generic || !own->run(call)) run(call);

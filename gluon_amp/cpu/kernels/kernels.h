@@ -85,6 +85,25 @@ struct LayerNorm {
   float eps;
 };
 
+// How a GPU's Tensor Cores add (tensor_core_math.py has the numbers of each): so many products to
+// an instruction, aligned to so many bits of fraction. `split`: how many products a chain of
+// instructions has at most; the chains' results are added in float32. 0: all in one chain.
+struct TensorCore {
+  int block, fraction;
+  int64_t split;
+};
+
+// A matrix of halves anywhere in memory: its element (i, j) is data[i * row + j * column].
+struct HalfMatrix {
+  const Half* data;
+  int64_t row, column;
+  HalfMatrix transposed() const { return {data, column, row}; }
+};
+struct FloatMatrix {
+  float* data;
+  int64_t row, column;
+};
+
 struct Kernels {
   const char* name;
 
@@ -135,6 +154,12 @@ struct Kernels {
               int64_t n, float lr, float wd, float momentum, float rescale, float clip);
   double (*squares_of_halves)(const Half* x, int64_t n);
   double (*squares_of_floats)(const float* x, int64_t n);
+
+  // ---- Tensor Cores (tensor_core.cc)
+  // y = c + a * b: (rows, depth) times (depth, columns), as a GPU makes it, bit by bit. c has y's
+  // layout; null: zeros; it may be y
+  void (*tensor_core_product)(const TensorCore&, int64_t rows, int64_t columns, int64_t depth,
+                              HalfMatrix a, HalfMatrix b, const float* c, FloatMatrix y);
 };
 
 const Kernels* kernels_for_portable();

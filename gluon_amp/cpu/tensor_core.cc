@@ -1,0 +1,60 @@
+// `_gluon_amp_tensor_core_dot`: y = c + a * b for stacks of matrices, as a GPU makes it.
+//
+// Inputs: a (stack, rows, depth) and b (stack, depth, columns), float16; c (stack, rows, columns),
+// float32. Attributes: the numbers of struct TensorCore.
+#include "engine.h"
+
+namespace gluon_amp {
+namespace {
+
+using Shapes = mxnet::ShapeVector;
+using Types = std::vector<int>;
+
+bool shapes(const NodeAttrs&, Shapes* in, Shapes* out) {
+  const auto &a = (*in)[0], &b = (*in)[1], &c = (*in)[2];
+  if (a.ndim() != 3 || b.ndim() != 3 || c.ndim() != 3 || b[0] != a[0] || b[1] != a[2] ||
+      c[0] != a[0] || c[1] != a[1] || c[2] != b[2])
+    throw dmlc::Error("tensor_core_dot takes matrices that fit");
+  (*out)[0] = c;
+  return true;
+}
+
+bool types(const NodeAttrs&, Types* in, Types* out) {
+  const int half = mshadow::kFloat16, single = mshadow::kFloat32;
+  if ((*in)[0] != half || (*in)[1] != half || (*in)[2] != single)
+    throw dmlc::Error("tensor_core_dot takes two float16 arrays and a float32 one");
+  (*out)[0] = single;
+  return true;
+}
+
+void dot(const NodeAttrs& attrs, const OpContext&, const std::vector<TBlob>& in,
+         const std::vector<OpReqType>&, const std::vector<TBlob>& out) {
+  const TensorCore gpu{static_cast<int>(number(attrs, "block", 0)),
+                       static_cast<int>(number(attrs, "fraction", 0)),
+                       static_cast<int64_t>(number(attrs, "split", 0))};
+  const int64_t stack = in[0].shape_[0], rows = in[0].shape_[1], depth = in[0].shape_[2],
+                columns = in[1].shape_[2];
+  for (int64_t i = 0; i < stack; ++i)
+    kernels->tensor_core_product(
+        gpu, rows, columns, depth, {halves(in[0]) + i * rows * depth, depth, 1},
+        {halves(in[1]) + i * depth * columns, columns, 1}, floats(in[2]) + i * rows * columns,
+        {floats(out[0]) + i * rows * columns, columns, 1});
+}
+
+void parse_nothing(NodeAttrs*) {}
+
+}  // namespace
+
+void register_tensor_core() {
+  nnvm::Op& op = dmlc::Registry<nnvm::Op>::Get()->__REGISTER__(std::string(kPrefix) +
+                                                               "tensor_core_dot");
+  op.num_inputs = 3;
+  op.num_outputs = 1;
+  op.attr_parser = by_value<void, NodeAttrs*>(&parse_nothing);
+  set<mxnet::FInferShape>(op, "FInferShape",
+                          by_value<bool, const NodeAttrs&, Shapes*, Shapes*>(&shapes));
+  set<nnvm::FInferType>(op, "FInferType", by_value<bool, const NodeAttrs&, Types*, Types*>(&types));
+  set<mxnet::FCompute>(op, "FCompute<cpu>", mxnet::FCompute(dot));
+}
+
+}  // namespace gluon_amp

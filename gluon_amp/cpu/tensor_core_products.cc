@@ -1,0 +1,330 @@
+// Products of a network's matrices as a GPU's Tensor Cores make them, forward and backward.
+//
+// Each is a chain along the axis that is summed over, in the order in which that lies in memory.
+// What follows (a factor, a bias) is done to the chain's result in float32, which is rounded once.
+#include "tensor_core.h"
+
+#include <cmath>
+#include <cstring>
+
+namespace gluon_amp {
+
+TensorCore tensor_core_of(const NodeAttrs& attrs) {
+  long long block = 0, fraction = 0, split = 0;
+  const std::string* said = find(attrs, kAccumulateKey);
+  if (!said || std::sscanf(said->c_str(), "%lld %lld %lld", &block, &fraction, &split) != 3)
+    throw dmlc::Error("accumulate= needs three numbers");
+  return {static_cast<int>(block), static_cast<int>(fraction), split};
+}
+
+void check_halves(const Call& call) {
+  bool all = true;
+  for (auto& array : call.in) all &= is_half(array);
+  for (auto& array : call.out) all &= is_half(array);
+  if (!all)
+    throw dmlc::Error(call.of.op->name + ": accumulate= takes float16 arrays, since Tensor Cores "
+                      "multiply float16 numbers here");
+}
+
+Products::Products(const Call& call) : gpu(tensor_core_of(call.attrs)), call_(call) {
+  check_halves(call);
+}
+
+float* Products::result(size_t i) {
+  const int64_t count = size(call_.out[i]);
+  made_.emplace_back(i, lease_.memory(count));
+  std::memset(made_.back().second, 0, count * sizeof(float));
+  return made_.back().second;
+}
+
+void Products::finish() {
+  for (auto& one : made_)
+    kernels->narrow(one.second, halves(call_.out[one.first]), size(call_.out[one.first]),
+                    call_.write(one.first));
+}
+
+namespace {
+
+// A matrix as an operator sees it, in memory row by row or, transposed, column by column.
+struct View {
+  int64_t rows, columns;
+  bool transposed;
+
+  HalfMatrix of(const Half* data) const {
+    return transposed ? HalfMatrix{data, 1, rows} : HalfMatrix{data, columns, 1};
+  }
+  FloatMatrix of(float* data) const {
+    return transposed ? FloatMatrix{data, 1, rows} : FloatMatrix{data, columns, 1};
+  }
+};
+
+void scale(float* x, int64_t n, float factor) {
+  if (factor != 1)
+    for (int64_t i = 0; i < n; ++i) x[i] *= factor;
+}
+
+// y = factor * a * b for stacks of matrices.
+void multiply(Products& work, int64_t stack, View a, const Half* x, View b, const Half* y, View c,
+              float* to, float factor) {
+  const int64_t in_a = a.rows * a.columns, in_b = b.rows * b.columns, in_c = c.rows * c.columns;
+#pragma omp parallel for if (stack > 1)
+  for (int64_t i = 0; i < stack; ++i)
+    work.product(a.rows, b.columns, a.columns, a.of(x + i * in_a), b.of(y + i * in_b),
+                 c.of(to + i * in_c));
+  scale(to, stack * in_c, factor);
+}
+
+// Both gradients of it: dA = dC * B^T, dB = A^T * dC.
+void multiply_gradients(Products& work, int64_t stack, View a, const Half* x, View b, const Half* y,
+                        View c, const Half* g, float factor) {
+  const View at{a.columns, a.rows, !a.transposed}, bt{b.columns, b.rows, !b.transposed};
+  if (work.wants(0)) multiply(work, stack, c, g, bt, y, a, work.result(0), factor);
+  if (work.wants(1)) multiply(work, stack, at, x, c, g, b, work.result(1), factor);
+}
+
+// ---- dense layers --------------------------------------------------------------------------
+
+struct Dense {
+  int64_t batch, in, units;
+  Dense(const TBlob& weight, const TBlob& data)
+      : batch(size(data) / weight.shape_[1]), in(weight.shape_[1]), units(weight.shape_[0]) {}
+  View x() const { return {batch, in, false}; }
+  View w() const { return {in, units, true}; }
+  View y() const { return {batch, units, false}; }
+};
+
+void dense(const Call& call) {
+  Products work(call);
+  const Dense of(call.in[1], call.in[0]);
+  float* y = work.result(0);
+  multiply(work, 1, of.x(), halves(call.in[0]), of.w(), halves(call.in[1]), of.y(), y, 1);
+  if (call.in.size() > 2) {
+    float* bias = work.floats_for(of.units);
+    kernels->widen(halves(call.in[2]), bias, of.units);
+    for (int64_t i = 0; i < of.batch * of.units; ++i) y[i] += bias[i % of.units];
+  }
+  work.finish();
+}
+
+void dense_gradient(const Call& call) {
+  Products work(call);
+  const Dense of(call.in[2], call.in[1]);
+  multiply_gradients(work, 1, of.x(), halves(call.in[1]), of.w(), halves(call.in[2]), of.y(),
+                     halves(call.in[0]), 1);
+  if (call.out.size() > 2 && work.wants(2)) {
+    float* bias = work.result(2);
+    float* row = work.floats_for(of.units);
+    for (int64_t i = 0; i < of.batch; ++i) {
+      kernels->widen(halves(call.in[0]) + i * of.units, row, of.units);
+      for (int64_t j = 0; j < of.units; ++j) bias[j] += row[j];
+    }
+  }
+  work.finish();
+}
+
+// ---- dot, batch_dot, linalg.gemm2 -------------------------------------------------------------
+
+// The last two axes of a stack, or for `dot` the axis that is summed over and all others.
+struct Pair {
+  int64_t stack;
+  View a, b;
+  View y() const { return {a.rows, b.columns, false}; }
+};
+
+View view(int64_t rows, int64_t columns, bool transposed) {
+  return transposed ? View{columns, rows, true} : View{rows, columns, false};
+}
+
+Pair pair_of_dot(const NodeAttrs& attrs, const TBlob& a, const TBlob& b) {
+  const bool ta = flag(attrs, "transpose_a", false), tb = flag(attrs, "transpose_b", false);
+  const int64_t first = a.shape_[0], last = a.shape_[a.ndim() - 1], first_b = b.shape_[0],
+                last_b = b.shape_[b.ndim() - 1];
+  if (a.ndim() == 1 && b.ndim() == 1) return {1, {1, first, false}, {first, 1, false}};
+  return {1, ta ? view(first, size(a) / first, true) : view(size(a) / last, last, false),
+          tb ? view(size(b) / last_b, last_b, true) : view(first_b, size(b) / first_b, false)};
+}
+
+Pair pair_of_stacks(const NodeAttrs& attrs, const TBlob& a, const TBlob& b) {
+  const int n = a.ndim();
+  if (number(attrs, "axis", -2) != -2 || n < 2)
+    throw dmlc::Error("accumulate=: gemm2 takes matrices in the last two axes");
+  const int64_t ra = a.shape_[n - 2], ca = a.shape_[n - 1], rb = b.shape_[n - 2],
+                cb = b.shape_[n - 1];
+  return {size(a) / (ra * ca), view(ra, ca, flag(attrs, "transpose_a", false)),
+          view(rb, cb, flag(attrs, "transpose_b", false))};
+}
+
+template <Pair (*pair)(const NodeAttrs&, const TBlob&, const TBlob&)> void dot(const Call& call) {
+  Products work(call);
+  const Pair of = pair(call.attrs, call.in[0], call.in[1]);
+  multiply(work, of.stack, of.a, halves(call.in[0]), of.b, halves(call.in[1]), of.y(),
+           work.result(0), number(call.attrs, "alpha", 1));
+  work.finish();
+}
+
+template <Pair (*pair)(const NodeAttrs&, const TBlob&, const TBlob&)>
+void dot_gradient(const Call& call) {
+  Products work(call);
+  const Pair of = pair(call.attrs, call.in[1], call.in[2]);
+  multiply_gradients(work, of.stack, of.a, halves(call.in[1]), of.b, halves(call.in[2]), of.y(),
+                     halves(call.in[0]), number(call.attrs, "alpha", 1));
+  work.finish();
+}
+
+// ---- attention ---------------------------------------------------------------------------------
+//
+// Queries, keys and values lie in arrays of (time, batch, heads, how many of them, width); weights
+// in (batch * heads, time of the queries, time of the keys).
+
+struct Heads {
+  int64_t heads, batch, queries, keys, width;
+  float factor() const { return 1 / std::sqrt(static_cast<float>(width)); }
+  int64_t stack() const { return batch * heads; }
+};
+
+// One of the `parts` in such an array: for each head, a matrix (time, width).
+struct Part {
+  int64_t parts, which;
+  int64_t offset(const Heads& of, int64_t i) const { return (i * parts + which) * of.width; }
+  int64_t row(const Heads& of) const { return of.stack() * parts * of.width; }
+};
+constexpr Part kOnly{1, 0};
+
+// to = q * k^T
+void scores(Products& work, const Heads& of, const Half* q, Part pq, const Half* k, Part pk,
+            float* to) {
+  const int64_t each = of.queries * of.keys;
+#pragma omp parallel for
+  for (int64_t i = 0; i < of.stack(); ++i)
+    work.product(of.queries, of.keys, of.width, {q + pq.offset(of, i), pq.row(of), 1},
+                 {k + pk.offset(of, i), 1, pk.row(of)}, {to + i * each, of.keys, 1});
+}
+
+// to = weights * x, or with `transposed` weights^T * x
+void mixed(Products& work, const Heads& of, const Half* weights, bool transposed, const Half* x,
+           Part px, float* to, Part pto) {
+  const int64_t each = of.queries * of.keys;
+#pragma omp parallel for
+  for (int64_t i = 0; i < of.stack(); ++i) {
+    const HalfMatrix w{weights + i * each, of.keys, 1};
+    work.product(transposed ? of.keys : of.queries, of.width, transposed ? of.queries : of.keys,
+                 transposed ? w.transposed() : w, {x + px.offset(of, i), px.row(of), 1},
+                 {to + pto.offset(of, i), pto.row(of), 1});
+  }
+}
+
+Heads heads_of(const NodeAttrs& attrs, const TBlob& q, int parts_q, const TBlob& k) {
+  const int64_t heads = static_cast<int64_t>(number(attrs, "heads", 1));
+  return {heads, q.shape_[1], q.shape_[0], k.shape_[0], q.shape_[2] / heads / parts_q};
+}
+
+void self_scores(const Call& call) {
+  Products work(call);
+  const Heads of = heads_of(call.attrs, call.in[0], 3, call.in[0]);
+  const Half* x = halves(call.in[0]);
+  float* y = work.result(0);
+  scores(work, of, x, {3, 0}, x, {3, 1}, y);
+  scale(y, size(call.out[0]), of.factor());
+  work.finish();
+}
+
+void self_scores_gradient(const Call& call) {
+  Products work(call);
+  const Heads of = heads_of(call.attrs, call.in[1], 3, call.in[1]);
+  const Half *g = halves(call.in[0]), *x = halves(call.in[1]);
+  float* dx = work.result(0);
+  mixed(work, of, g, false, x, {3, 1}, dx, {3, 0});
+  mixed(work, of, g, true, x, {3, 0}, dx, {3, 1});
+  scale(dx, size(call.out[0]), of.factor());
+  work.finish();
+}
+
+void self_values(const Call& call) {
+  Products work(call);
+  const Heads of = heads_of(call.attrs, call.in[0], 3, call.in[0]);
+  mixed(work, of, halves(call.in[1]), false, halves(call.in[0]), {3, 2}, work.result(0), kOnly);
+  work.finish();
+}
+
+void self_values_gradient(const Call& call) {
+  Products work(call);
+  const Heads of = heads_of(call.attrs, call.in[1], 3, call.in[1]);
+  const Half *g = halves(call.in[0]), *x = halves(call.in[1]), *weights = halves(call.in[2]);
+  if (work.wants(0)) mixed(work, of, weights, true, g, kOnly, work.result(0), {3, 2});
+  if (work.wants(1)) scores(work, of, g, kOnly, x, {3, 2}, work.result(1));
+  work.finish();
+}
+
+void cross_scores(const Call& call) {
+  Products work(call);
+  const Heads of = heads_of(call.attrs, call.in[0], 1, call.in[1]);
+  float* y = work.result(0);
+  scores(work, of, halves(call.in[0]), kOnly, halves(call.in[1]), {2, 0}, y);
+  scale(y, size(call.out[0]), of.factor());
+  work.finish();
+}
+
+void cross_scores_gradient(const Call& call) {
+  Products work(call);
+  const Heads of = heads_of(call.attrs, call.in[1], 1, call.in[2]);
+  const Half* g = halves(call.in[0]);
+  for (size_t i : {0, 1}) {
+    if (!work.wants(i)) continue;
+    float* to = work.result(i);
+    if (i == 0) mixed(work, of, g, false, halves(call.in[2]), {2, 0}, to, kOnly);
+    else mixed(work, of, g, true, halves(call.in[1]), kOnly, to, {2, 0});
+    scale(to, size(call.out[i]), of.factor());
+  }
+  work.finish();
+}
+
+// Keys and values, then weights; the queries are not here, so their number is the weights'.
+Heads heads_of_values(const NodeAttrs& attrs, const TBlob& kv, const TBlob& weights) {
+  const int64_t heads = static_cast<int64_t>(number(attrs, "heads", 1));
+  return {heads, kv.shape_[1], weights.shape_[1], kv.shape_[0], kv.shape_[2] / heads / 2};
+}
+
+void cross_values(const Call& call) {
+  Products work(call);
+  const Heads of = heads_of_values(call.attrs, call.in[0], call.in[1]);
+  mixed(work, of, halves(call.in[1]), false, halves(call.in[0]), {2, 1}, work.result(0), kOnly);
+  work.finish();
+}
+
+void cross_values_gradient(const Call& call) {
+  Products work(call);
+  const Heads of = heads_of_values(call.attrs, call.in[1], call.in[2]);
+  const Half *g = halves(call.in[0]), *x = halves(call.in[1]), *weights = halves(call.in[2]);
+  if (work.wants(0)) mixed(work, of, weights, true, g, kOnly, work.result(0), {2, 1});
+  if (work.wants(1)) scores(work, of, g, kOnly, x, {2, 1}, work.result(1));
+  work.finish();
+}
+
+}  // namespace
+
+ProductCode tensor_core_code(const std::string& name) {
+  static const ProductRows* rows = [] {
+    auto* made = new ProductRows{
+        {"FullyConnected", dense},
+        {"_backward_FullyConnected", dense_gradient},
+        {"dot", dot<pair_of_dot>},
+        {"_backward_dot", dot_gradient<pair_of_dot>},
+        {"batch_dot", dot<pair_of_stacks>},
+        {"_linalg_gemm2", dot<pair_of_stacks>},
+        {"_backward_linalg_gemm2", dot_gradient<pair_of_stacks>},
+        {"_contrib_interleaved_matmul_selfatt_qk", self_scores},
+        {"_backward_interleaved_matmul_selfatt_qk", self_scores_gradient},
+        {"_contrib_interleaved_matmul_selfatt_valatt", self_values},
+        {"_backward_interleaved_matmul_selfatt_valatt", self_values_gradient},
+        {"_contrib_interleaved_matmul_encdec_qk", cross_scores},
+        {"_backward_interleaved_matmul_encdec_qk", cross_scores_gradient},
+        {"_contrib_interleaved_matmul_encdec_valatt", cross_values},
+        {"_backward_interleaved_matmul_encdec_valatt", cross_values_gradient}};
+    add_tensor_core_convolutions(*made);
+    return made;
+  }();
+  auto found = rows->find(name);
+  return found == rows->end() ? nullptr : found->second;
+}
+
+}  // namespace gluon_amp

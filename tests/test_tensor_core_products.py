@@ -1,0 +1,320 @@
+"""Networks' products with `accumulate` are those of a GPU's Tensor Cores, forward and backward: the
+plain rule of tensor_core_rule.py gives the same halves.
+
+A real GPU's rule shows in one of a thousand halves. So most tests are with GPUs that nobody has
+built: they keep so few bits that any other order or length of the blocks shows everywhere."""
+import itertools
+
+import numpy as np
+import pytest
+from gluon_amp._mxnet import mx
+from gluon_amp.graph.build import for_cpu
+from gluon_amp.graph.graph import Graph
+from gluon_amp.tensor_core_math import GPUS, TensorCore, accumulate
+from tensor_core_rule import product
+
+sym = mx.sym
+X, Y, Z = (sym.var(name) for name in "xyz")
+RULES = [("coarse", None), ("coarser", 24), ("H100", None)]
+
+
+@pytest.fixture(autouse=True)
+def coarse_gpus(monkeypatch):
+    monkeypatch.setitem(GPUS, "coarse", TensorCore(block=4, fraction=9, measured=False))
+    monkeypatch.setitem(GPUS, "coarser", TensorCore(block=8, fraction=7, measured=False))
+
+
+def outcome(symbol, arrays, gpu, split, head=None):
+    """The output, and with a head gradient all gradients."""
+    names = symbol.list_inputs()
+    graph = for_cpu(Graph.read(symbol), dict.fromkeys(names, "float16"))
+    accumulate(graph, gpu, split)
+    op = mx.nd.CachedOp(graph.symbol(), [("data_indices", list(range(len(names)))),
+                                         ("param_indices", [])])
+    values = [mx.nd.array(arrays[name], dtype="float16") for name in names]
+    for value in values:
+        value.attach_grad()
+    with mx.autograd.record():
+        output = op(*values)
+    made = [output.asnumpy()]
+    if head is not None:
+        output.backward(mx.nd.array(head, dtype="float16"))
+        made += [value.grad.asnumpy() for value in values]
+    return made
+
+
+def times(a, b, gpu, split):
+    """a @ b for stacks of matrices, by the rule, in float32."""
+    rule = GPUS[gpu]
+    stack = a.shape[:-2]
+    made = np.zeros((*stack, a.shape[-2], b.shape[-1]), "float32")
+    for i in np.ndindex(*stack):
+        made[i] = product(a[i], b[i], made[i], rule.block, rule.fraction, split)
+    return made
+
+
+def turned(a):
+    return np.swapaxes(a, -1, -2)
+
+
+def assert_same(made, wanted):
+    for i, (one, other) in enumerate(zip(made, wanted)):
+        np.testing.assert_array_equal(one, other.astype("float16").reshape(one.shape), str(i))
+
+
+def numbers(rng, *shape):
+    return rng.standard_normal(shape).astype("float16")
+
+
+# ---- products of matrices
+
+@pytest.mark.parametrize(("gpu", "split"), RULES)
+@pytest.mark.parametrize(("ta", "tb"), [*itertools.product([False, True], repeat=2)])
+@pytest.mark.parametrize("operator", [sym.dot, sym.batch_dot, sym.linalg.gemm2])
+def test_matrices(operator, ta, tb, gpu, split):
+    rng = np.random.default_rng(1)
+    stack = () if operator is sym.dot else (3,)
+    a, b, head = (numbers(rng, *stack, *shape) for shape in ((5, 70), (70, 9), (5, 9)))
+    arrays = {"x": turned(a) if ta else a, "y": turned(b) if tb else b}
+    more = {"alpha": 0.3} if operator is sym.linalg.gemm2 else {}
+    alpha = np.float32(more.get("alpha", 1))
+    made = outcome(operator(X, Y, transpose_a=ta, transpose_b=tb, **more), arrays, gpu, split, head)
+    da = times(head, turned(b), gpu, split) * alpha
+    db = times(turned(a), head, gpu, split) * alpha
+    assert_same(made, [times(a, b, gpu, split) * alpha, turned(da) if ta else da,
+                       turned(db) if tb else db])
+
+
+@pytest.mark.parametrize(("gpu", "split"), RULES)
+def test_dot_of_vectors_and_of_more_axes(gpu, split):
+    rng = np.random.default_rng(2)
+    a, b, head = numbers(rng, 90), numbers(rng, 90), numbers(rng, 1)
+    made = outcome(sym.dot(X, Y), {"x": a, "y": b}, gpu, split, head)
+    assert_same(made, [times(a[None], b[:, None], gpu, split),
+                       times(b[:, None], head[None], gpu, split),
+                       times(a[:, None], head[None], gpu, split)])
+    a, b = numbers(rng, 2, 3, 40), numbers(rng, 40, 4, 5)
+    made = outcome(sym.dot(X, Y), {"x": a, "y": b}, gpu, split)
+    assert_same(made, [times(a.reshape(6, 40), b.reshape(40, 20), gpu, split)])
+
+
+@pytest.mark.parametrize(("gpu", "split"), RULES)
+@pytest.mark.parametrize("flatten", [True, False])
+@pytest.mark.parametrize("bias", [True, False])
+def test_dense(bias, flatten, gpu, split):
+    rng = np.random.default_rng(3)
+    x, units = numbers(rng, 6, 5, 20), 7
+    rows = x.reshape(6, 100) if flatten else x.reshape(30, 20)
+    w, b = numbers(rng, units, rows.shape[1]), numbers(rng, units)
+    head = numbers(rng, len(rows), units)
+    symbol = sym.FullyConnected(X, Y, *([Z] if bias else []), num_hidden=units, flatten=flatten,
+                                no_bias=not bias)
+    shape = (6, units) if flatten else (6, 5, units)
+    made = outcome(symbol, {"x": x, "y": w, "z": b}, gpu, split, head.reshape(shape))
+    wanted = [times(rows, w.T, gpu, split) + (b.astype("float32") if bias else 0),
+              times(head, w, gpu, split), times(head.T, rows, gpu, split)]
+    if bias:
+        wanted.append(head.astype("float32").sum(0))
+    assert_same(made[:3], wanted[:3])
+    for one, other in zip(made[3:], wanted[3:]):  # a sum in float32, in no order of a GPU's
+        np.testing.assert_allclose(one, other, rtol=1e-3, atol=1e-3)
+
+
+# ---- attention
+
+@pytest.mark.parametrize(("gpu", "split"), RULES)
+def test_attention_of_a_sequence_to_itself(gpu, split):
+    rng = np.random.default_rng(4)
+    time, batch, heads, width = 11, 2, 3, 20
+    x = numbers(rng, time, batch, heads, 3, width)
+    q, k, v = (x[:, :, :, i].transpose(1, 2, 0, 3) for i in range(3))
+    flat = x.reshape(time, batch, -1)
+    factor = np.float32(1) / np.sqrt(np.float32(width))
+    head = numbers(rng, batch, heads, time, time)
+    made = outcome(sym.contrib.interleaved_matmul_selfatt_qk(X, heads=heads), {"x": flat}, gpu,
+                   split, head.reshape(-1, time, time))
+    dx = np.zeros(x.shape, "float32")
+    dx[:, :, :, 0] = (times(head, k, gpu, split) * factor).transpose(2, 0, 1, 3)
+    dx[:, :, :, 1] = (times(turned(head), q, gpu, split) * factor).transpose(2, 0, 1, 3)
+    assert_same(made, [times(q, turned(k), gpu, split) * factor, dx])
+
+    weights, head = numbers(rng, batch, heads, time, time), numbers(rng, time, batch, heads, width)
+    made = outcome(sym.contrib.interleaved_matmul_selfatt_valatt(X, Y, heads=heads),
+                   {"x": flat, "y": weights.reshape(-1, time, time)}, gpu, split,
+                   head.reshape(time, batch, -1))
+    back = head.transpose(1, 2, 0, 3)
+    dx = np.zeros(x.shape, "float32")
+    dx[:, :, :, 2] = times(turned(weights), back, gpu, split).transpose(2, 0, 1, 3)
+    assert_same(made, [times(weights, v, gpu, split).transpose(2, 0, 1, 3), dx,
+                       times(back, turned(v), gpu, split)])
+
+
+@pytest.mark.parametrize(("gpu", "split"), RULES)
+def test_attention_to_another_sequence(gpu, split):
+    rng = np.random.default_rng(5)
+    time, other, batch, heads, width = 7, 11, 2, 3, 20
+    x, kv = numbers(rng, time, batch, heads, width), numbers(rng, other, batch, heads, 2, width)
+    q, k, v = (part.transpose(1, 2, 0, 3) for part in (x, kv[:, :, :, 0], kv[:, :, :, 1]))
+    factor = np.float32(1) / np.sqrt(np.float32(width))
+    head = numbers(rng, batch, heads, time, other)
+    made = outcome(sym.contrib.interleaved_matmul_encdec_qk(X, Y, heads=heads),
+                   {"x": x.reshape(time, batch, -1), "y": kv.reshape(other, batch, -1)}, gpu, split,
+                   head.reshape(-1, time, other))
+    dkv = np.zeros(kv.shape, "float32")
+    dkv[:, :, :, 0] = (times(turned(head), q, gpu, split) * factor).transpose(2, 0, 1, 3)
+    assert_same(made, [times(q, turned(k), gpu, split) * factor,
+                       (times(head, k, gpu, split) * factor).transpose(2, 0, 1, 3), dkv])
+
+    weights, head = numbers(rng, batch, heads, time, other), numbers(rng, time, batch, heads, width)
+    made = outcome(sym.contrib.interleaved_matmul_encdec_valatt(X, Y, heads=heads),
+                   {"x": kv.reshape(other, batch, -1), "y": weights.reshape(-1, time, other)}, gpu,
+                   split, head.reshape(time, batch, -1))
+    back = head.transpose(1, 2, 0, 3)
+    dkv = np.zeros(kv.shape, "float32")
+    dkv[:, :, :, 1] = times(turned(weights), back, gpu, split).transpose(2, 0, 1, 3)
+    assert_same(made, [times(weights, v, gpu, split).transpose(2, 0, 1, 3), dkv,
+                       times(back, turned(v), gpu, split)])
+
+
+# ---- convolutions
+
+def windows(x, places, start, step, along):
+    """What windows see of x (batch, channels, *places): (channels * window, batch * places).
+
+    In each axis the window's element `tap` looks, for place p, at p * step + start[tap] of x; where
+    x has nothing, at a zero.
+    """
+    made = []
+    for tap in itertools.product(*[range(len(s)) for s in start]):
+        seen = x
+        for axis, t in enumerate(tap):
+            at = np.arange(places[axis]) * step[axis] + start[axis][t]
+            inside = (at >= 0) & (at < along[axis])
+            seen = np.take(seen, np.where(inside, at, 0), axis + 2)
+            mask = inside.reshape([-1 if k == axis + 2 else 1 for k in range(x.ndim)])
+            seen = np.where(mask, seen, np.float16(0))
+        made.append(seen)
+    made = np.stack(made, 2)  # batch, channels, window, places
+    return np.moveaxis(made, 0, 2).reshape(made.shape[1] * made.shape[2], -1)
+
+
+def of_large(large, places, g):
+    start = [[t * d - p for t in range(k)] for k, d, p in zip(g["kernel"], g["dilate"], g["pad"])]
+    return windows(large, places, start, g["stride"], large.shape[2:])
+
+
+def of_small(small, places, g):
+    """The small array with zeros between its places, as far apart as the stride."""
+    far = [(n - 1) * s + 1 for n, s in zip(small.shape[2:], g["stride"])]
+    spread = np.zeros((*small.shape[:2], *far), "float16")
+    spread[(slice(None), slice(None), *(slice(None, None, s) for s in g["stride"]))] = small
+    start = [[p - t * d for t in range(k)] for k, d, p in zip(g["kernel"], g["dilate"], g["pad"])]
+    return windows(spread, places, start, [1] * len(far), far)
+
+
+def in_groups(x, groups, axis):
+    return np.split(x, groups, axis)
+
+
+def small_of(large, weight, places, g, *rule):
+    made = [times(w.reshape(len(w), -1), of_large(x, places, g), *rule) for x, w in
+            zip(in_groups(large, g["num_group"], 1), in_groups(weight, g["num_group"], 0))]
+    return images(np.concatenate(made), len(large), places)
+
+
+def large_of(small, weight, places, g, *rule):
+    made = [times(np.swapaxes(w, 0, 1).reshape(w.shape[1], -1), of_small(y, places, g), *rule)
+            for y, w in zip(in_groups(small, g["num_group"], 1),
+                            in_groups(weight, g["num_group"], 0))]
+    return images(np.concatenate(made), len(small), places)
+
+
+def weight_of(large, small, g, *rule):
+    def of_group(x, y):
+        lines = np.swapaxes(y, 0, 1).reshape(y.shape[1], -1)
+        return times(lines, of_large(x, small.shape[2:], g).T, *rule)
+
+    groups = zip(in_groups(large, g["num_group"], 1), in_groups(small, g["num_group"], 1))
+    return np.concatenate([of_group(x, y) for x, y in groups])
+
+
+def images(matrix, batch, places):
+    return np.swapaxes(matrix.reshape(len(matrix), batch, *places), 0, 1)
+
+
+GEOMETRIES = {
+    "3x3": {"kernel": (3, 3), "pad": (1, 1)},
+    "1x1": {"kernel": (1, 1)},
+    "stride, dilation": {"kernel": (3, 2), "stride": (2, 3), "dilate": (2, 1), "pad": (2, 1)},
+    "groups": {"kernel": (3, 3), "pad": (1, 1), "num_group": 2},
+    "depthwise": {"kernel": (3, 3), "stride": (2, 2), "pad": (1, 1), "num_group": 4},
+    "1D": {"kernel": (5,), "stride": (2,), "pad": (1,)},
+    "3D": {"kernel": (2, 3, 2), "stride": (1, 2, 1), "pad": (0, 1, 1)},
+}
+PLACES = {1: (17,), 2: (7, 8), 3: (4, 5, 3)}
+
+
+def geometry(name):
+    given = GEOMETRIES[name]
+    ones = (1,) * len(given["kernel"])
+    return {"stride": ones, "dilate": ones, "pad": (0,) * len(ones), "num_group": 1, **given}
+
+
+@pytest.mark.parametrize(("gpu", "split"), RULES)
+@pytest.mark.parametrize("name", GEOMETRIES)
+def test_convolution(name, gpu, split):
+    g, rng = geometry(name), np.random.default_rng(6)
+    x = numbers(rng, 2, 4, *PLACES[len(g["kernel"])])
+    w, b = numbers(rng, 8, 4 // g["num_group"], *g["kernel"]), numbers(rng, 8)
+    symbol = sym.Convolution(X, Y, Z, num_filter=8, **g)
+    arrays = {"x": x, "y": w, "z": b}
+    y = outcome(symbol, arrays, gpu, split)[0]
+    head = numbers(rng, *y.shape)
+    made = outcome(symbol, arrays, gpu, split, head)
+    bias = b.astype("float32").reshape(-1, *[1] * len(g["kernel"]))
+    assert_same(made[:3], [small_of(x, w, y.shape[2:], g, gpu, split) + bias,
+                           large_of(head, w, x.shape[2:], g, gpu, split),
+                           weight_of(x, head, g, gpu, split)])
+    others = tuple(k for k in range(y.ndim) if k != 1)
+    np.testing.assert_allclose(made[3], head.astype("float64").sum(others), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(("gpu", "split"), RULES)
+@pytest.mark.parametrize("name", [name for name in GEOMETRIES if name != "3D"])
+def test_deconvolution(name, gpu, split):
+    g, rng = geometry(name), np.random.default_rng(7)
+    x = numbers(rng, 2, 4, *PLACES[len(g["kernel"])])
+    w = numbers(rng, 4, 8 // g["num_group"], *g["kernel"])
+    symbol = sym.Deconvolution(X, Y, num_filter=8, **g)
+    arrays = {"x": x, "y": w}
+    y = outcome(symbol, arrays, gpu, split)[0]
+    head = numbers(rng, *y.shape)
+    made = outcome(symbol, arrays, gpu, split, head)
+    assert_same(made, [large_of(x, w, y.shape[2:], g, gpu, split),
+                       small_of(head, w, x.shape[2:], g, gpu, split),
+                       weight_of(head, x, g, gpu, split)])
+
+
+def test_deconvolution_to_a_target_shape():
+    rng = np.random.default_rng(8)
+    x, w = numbers(rng, 2, 3, 5, 6), numbers(rng, 3, 4, 3, 3)
+    symbol = sym.Deconvolution(X, Y, num_filter=4, kernel=(3, 3), stride=(2, 2),
+                               target_shape=(10, 12))
+    g = {"kernel": (3, 3), "stride": (2, 2), "dilate": (1, 1), "pad": (1, 1), "num_group": 1}
+    made = outcome(symbol, {"x": x, "y": w}, "V100", None)
+    assert_same(made, [large_of(x, w, (10, 12), g, "V100", None)])
+
+
+def test_a_coarse_gpu_shows():
+    rng = np.random.default_rng(9)
+    a, b = numbers(rng, 20, 70), numbers(rng, 70, 30)
+    coarse, coarser, fine = (outcome(sym.dot(X, Y), {"x": a, "y": b}, *rule)[0] for rule in RULES)
+    assert np.mean(coarse != fine) > 0.9
+    assert np.mean(coarse != coarser) > 0.9
+
+
+def test_what_has_no_code_is_refused_by_name():
+    symbol = sym.linalg.gemm(X, Y, Z, name="mine")
+    graph = for_cpu(Graph.read(symbol), dict.fromkeys("xyz", "float16"))
+    with pytest.raises(ValueError, match=r"no code for \w*gemm \(mine\).*Valid: .*Convolution"):
+        accumulate(graph, "V100")
