@@ -18,6 +18,7 @@ Kernels filled() {
   add_batch_norm(&table);
   add_rows(&table);
   add_training(&table);
+  add_updates(&table);
   return table;
 }
 
