@@ -92,6 +92,17 @@ const char* attributes() {
 
 void use_generic_code(int on) { generic_only = on; }
 
+// Whether these are dense arrays, all on the same CPU. Python asks MXNet three questions for each.
+int on_one_cpu(const NDArray* const* arrays, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) {
+    const NDArray& array = *arrays[i];
+    if (array.is_none() || array.storage_type() != mxnet::kDefaultStorage ||
+        array.ctx().dev_mask() != mxnet::Context::kCPU || array.ctx() != arrays[0]->ctx())
+      return 0;
+  }
+  return 1;
+}
+
 struct Table {
   int (*start)(const char*, int, const char**);
   const char* (*reason)();
@@ -101,6 +112,7 @@ struct Table {
   int (*description_fits)(const unsigned char*);
   const char* (*attributes)();
   void (*use_generic_code)(int);
+  int (*on_one_cpu)(const NDArray* const*, int64_t);
 };
 
 }  // namespace
@@ -109,6 +121,6 @@ struct Table {
 extern "C" __attribute__((visibility("default"))) const void* gluon_amp_engine() {
   using namespace gluon_amp;
   static const Table table = {start, reason, probe, inputs_fit, map_fits, description_fits,
-                              attributes, use_generic_code};
+                              attributes, use_generic_code, on_one_cpu};
   return &table;
 }

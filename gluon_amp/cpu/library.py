@@ -51,6 +51,7 @@ class _Table(ctypes.Structure):
         ("description_fits", ctypes.CFUNCTYPE(c_int, c_char_p)),
         ("attributes", ctypes.CFUNCTYPE(c_char_p)),
         ("use_generic_code", ctypes.CFUNCTYPE(None, c_int)),
+        ("on_one_cpu", ctypes.CFUNCTYPE(c_int, POINTER(c_void_p), c_int64)),
     ]
 
 
@@ -105,6 +106,7 @@ def _operator_names() -> List[str]:
     return [names[i].decode() for i in range(count.value)]
 
 
+@functools.lru_cache(maxsize=None)
 def table() -> _Table:
     """The library's functions; loads it into the process."""
     if not PATH.exists():
@@ -176,3 +178,10 @@ def call(name: str, inputs: Sequence["mx.nd.NDArray"], out: Any = None, **attrs:
     """Runs one of our operators on arrays, outside any graph."""
     return _imperative_invoke(_operator(name).value, inputs, list(attrs), list(attrs.values()),
                               out, False, False)
+
+
+def on_one_cpu(arrays: Sequence["mx.nd.NDArray"]) -> bool:
+    """Whether these are dense arrays, all on the same CPU."""
+    load()
+    handles = (c_void_p * len(arrays))(*[array.handle for array in arrays])
+    return bool(table().on_one_cpu(handles, len(arrays)))

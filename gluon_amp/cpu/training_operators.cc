@@ -199,10 +199,9 @@ bool update_types(const NodeAttrs&, Types* in, Types* out) {
 
 void squares(const NodeAttrs&, const OpContext&, const std::vector<TBlob>& in,
              const std::vector<OpReqType>&, const std::vector<TBlob>& out) {
-  auto* sums = static_cast<double*>(out[0].dptr_);
-  for (auto& array : in)
-    *sums++ = is_half(array) ? kernels->squares_of_halves(halves(array), size(array))
-                             : kernels->squares_of_floats(floats(array), size(array));
+  std::vector<Numbers> arrays;
+  for (auto& array : in) arrays.push_back({array.dptr_, size(array), is_half(array)});
+  kernels->squares(arrays.data(), int(arrays.size()), static_cast<double*>(out[0].dptr_));
 }
 
 }  // namespace

@@ -99,6 +99,13 @@ struct UpdateSettings {
   bool has_momentum;      // of SGD: there is a state
 };
 
+// An array of halves, or of floats.
+struct Numbers {
+  const void* data;
+  int64_t n;
+  bool half;
+};
+
 struct Kernels {
   const char* name;
 
@@ -145,8 +152,7 @@ struct Kernels {
 
   // ---- training (training.cc): masters, gradients' sizes
   void (*follow)(float* master, const Half* weight, int64_t n);
-  double (*squares_of_halves)(const Half* x, int64_t n);
-  double (*squares_of_floats)(const float* x, int64_t n);
+  void (*squares)(const Numbers* arrays, int count, double* sums);
 
   // ---- optimizers (updates.cc)
   void (*update)(Rule rule, const Update* updates, int count, const UpdateSettings& settings);

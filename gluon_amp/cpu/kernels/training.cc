@@ -97,12 +97,30 @@ template <typename T> double sum_squares(const T* p, int64_t n) {
   return sum;
 }
 
+double squares_of_array(const Numbers& array) {
+  return array.half ? sum_squares(static_cast<const Half*>(array.data), array.n)
+                    : sum_squares(static_cast<const float*>(array.data), array.n);
+}
+
+// Large arrays one after the other, each over all threads; then the small ones, each in one thread.
+void squares(const Numbers* arrays, int count, double* sums) {
+  int64_t in_small = 0;
+  for (int i = 0; i < count; ++i) {
+    if (arrays[i].n >= kWorthThreads) sums[i] = squares_of_array(arrays[i]);
+    else in_small += arrays[i].n;
+  }
+  auto work = [=](int i) {
+    if (arrays[i].n < kWorthThreads) sums[i] = squares_of_array(arrays[i]);
+  };
+#pragma omp parallel for schedule(dynamic, 8) if (in_small >= kWorthThreads)
+  for (int i = 0; i < count; ++i) run(work, i);
+}
+
 }  // namespace
 
 void add_training(Kernels* table) noexcept {
   table->follow = follow;
-  table->squares_of_halves = sum_squares<Half>;
-  table->squares_of_floats = sum_squares<float>;
+  table->squares = squares;
 }
 
 }  // namespace ISA
