@@ -14,7 +14,8 @@ from gluon_amp.training import one_pass
 from halves import halves
 
 SIZES = [1, 2, 7, 16, 33, 1003, 32769]  # the last is worth threads
-OPTIMIZERS = [("sgd", {}), ("sgd", {"momentum": 0.9}), ("nag", {"momentum": 0.9}), ("adam", {}),
+OPTIMIZERS = [("sgd", {}), ("sgd", {"momentum": 0.9}), ("nag", {"momentum": 0.9}), ("nag", {}),
+              ("adam", {}),
               ("adamw", {}), ("rmsprop", {}), ("rmsprop", {"centered": True}), ("lamb", {})]
 SETTINGS = {
     "as it comes": {},
@@ -146,8 +147,8 @@ class MyAdam(mx.optimizer.Adam):
 
 
 @pytest.mark.parametrize("optimizer", [
-    MyAdam(), mx.optimizer.NAG(), mx.optimizer.SGD(momentum=-0.5), mx.optimizer.Adamax()],
-    ids=["a user's", "nag without momentum", "a negative momentum", "adamax"])
+    MyAdam(), mx.optimizer.NAG(momentum=-0.5), mx.optimizer.SGD(momentum=-0.5),
+    mx.optimizer.Adamax()], ids=["a user's", "negative nag", "negative sgd", "adamax"])
 def test_other_optimizers_go_mxnets_way(optimizer, in_one_pass):
     optimizer.multi_precision = True
     update = mx.optimizer.Updater(amp.training.optimizer.with_masters(optimizer))

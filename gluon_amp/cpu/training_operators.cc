@@ -104,6 +104,7 @@ struct UpdateRule {
 const UpdateRule& rule_of(const NodeAttrs& attrs) {
   static const std::map<std::string, UpdateRule> rules = {
       {"sgd", {kSgd, 1, true}},
+      {"descent", {kDescent, 0, false}},
       {"nag", {kNag, 1, false}},
       {"adam", {kAdam, 2, false}},
       {"adamw", {kAdamW, 2, true}},

@@ -42,7 +42,8 @@ _BOUNDS = {name: name for name in ("lower_bound", "upper_bound", "bias_correctio
 
 ROWS: Dict[Any, List[Row]] = {
     mx.optimizer.SGD: [Row("sgd", _MOMENTUM, lambda made: made.momentum >= 0)],
-    mx.optimizer.NAG: [Row("nag", _MOMENTUM, lambda made: made.momentum > 0)],
+    mx.optimizer.NAG: [Row("nag", _MOMENTUM, lambda made: made.momentum > 0),
+                       Row("descent", {}, lambda made: made.momentum == 0)],
     mx.optimizer.Adam: [Row("adam", _MOMENTS, rate_and_decay=_adam)],
     adamw.AdamW: [Row("adamw", _MOMENTS, rate_and_decay=_adamw)],
     mx.optimizer.RMSProp: [

@@ -119,7 +119,7 @@ class _WithMasters:
         if in_float16 and halves and not on_gpu and self._one_pass(indices, weights, grads, states,
                                                                    several):
             return
-        if several and isinstance(self, _ONE_BY_ONE):
+        if several and self._base() in _ONE_BY_ONE:
             for one in zip(indices, weights, grads, states):
                 self.update_multi_precision(*one)
             return

@@ -74,7 +74,7 @@ struct LayerNorm {
 };
 
 // The optimizers that update float16 weights in one pass (LAMB in two).
-enum Rule { kSgd, kNag, kAdam, kAdamW, kRmsProp, kCenteredRmsProp, kLamb };
+enum Rule { kSgd, kDescent, kNag, kAdam, kAdamW, kRmsProp, kCenteredRmsProp, kLamb };
 
 // One weight, with its gradient and what its optimizer keeps of it.
 struct Update {

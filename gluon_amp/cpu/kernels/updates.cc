@@ -76,6 +76,19 @@ template <int momenta> struct Sgd {
   }
 };
 
+// NAG without momentum: MXNet's sgd_update, which decays a weight by a factor of its own.
+struct Descent {
+  static constexpr int states = 0;
+  V rate, keep, scaled_rate, scale;
+  Clip clip;
+  Descent(const Update& u, const UpdateSettings& all)
+      : rate(splat(u.lr)), keep(splat(1 - u.lr * u.wd)), scaled_rate(splat(u.lr * all.rescale)),
+        scale(splat(all.rescale)), clip(all.clip) {}
+  V operator()(V w, V g, V*) const {
+    return keep * w - (clip.on ? rate * clip(scale * g) : scaled_rate * g);
+  }
+};
+
 struct Nag {
   static constexpr int states = 1;
   V rate, decay, scale, momentum, ahead;
@@ -251,7 +264,8 @@ void lamb(const Update* updates, int count, const UpdateSettings& settings) {
 
 void update(Rule rule, const Update* updates, int count, const UpdateSettings& settings) {
   if (rule == kLamb) return lamb(updates, count, settings);
-  auto one = rule == kNag                ? update_one<Nag>
+  auto one = rule == kDescent            ? update_one<Descent>
+             : rule == kNag              ? update_one<Nag>
              : rule == kAdam             ? update_one<Adam>
              : rule == kAdamW            ? update_one<AdamW>
              : rule == kRmsProp          ? update_one<RmsProp>
