@@ -92,12 +92,14 @@ const char* attributes() {
 
 void use_generic_code(int on) { generic_only = on; }
 
-// Whether these are dense arrays, all on the same CPU. Python asks MXNet three questions for each.
-int on_one_cpu(const NDArray* const* arrays, int64_t count) {
+// Whether these are dense arrays, all on the same CPU, of this type (any below 0). Python would ask
+// MXNet three questions for each.
+int on_one_cpu(const NDArray* const* arrays, int64_t count, int type) {
   for (int64_t i = 0; i < count; ++i) {
     const NDArray& array = *arrays[i];
     if (array.is_none() || array.storage_type() != mxnet::kDefaultStorage ||
-        array.ctx().dev_mask() != mxnet::Context::kCPU || array.ctx() != arrays[0]->ctx())
+        array.ctx().dev_mask() != mxnet::Context::kCPU || array.ctx() != arrays[0]->ctx() ||
+        (type >= 0 && array.dtype() != type))
       return 0;
   }
   return 1;
@@ -112,7 +114,7 @@ struct Table {
   int (*description_fits)(const unsigned char*);
   const char* (*attributes)();
   void (*use_generic_code)(int);
-  int (*on_one_cpu)(const NDArray* const*, int64_t);
+  int (*on_one_cpu)(const NDArray* const*, int64_t, int);
 };
 
 }  // namespace

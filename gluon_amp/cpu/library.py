@@ -51,7 +51,7 @@ class _Table(ctypes.Structure):
         ("description_fits", ctypes.CFUNCTYPE(c_int, c_char_p)),
         ("attributes", ctypes.CFUNCTYPE(c_char_p)),
         ("use_generic_code", ctypes.CFUNCTYPE(None, c_int)),
-        ("on_one_cpu", ctypes.CFUNCTYPE(c_int, POINTER(c_void_p), c_int64)),
+        ("on_one_cpu", ctypes.CFUNCTYPE(c_int, POINTER(c_void_p), c_int64, c_int)),
     ]
 
 
@@ -180,8 +180,11 @@ def call(name: str, inputs: Sequence["mx.nd.NDArray"], out: Any = None, **attrs:
                               out, False, False)
 
 
-def on_one_cpu(arrays: Sequence["mx.nd.NDArray"]) -> bool:
-    """Whether these are dense arrays, all on the same CPU."""
-    load()
+def on_one_cpu(arrays: Sequence["mx.nd.NDArray"], dtype: Any = None) -> bool:
+    """Whether these are dense arrays, all on the same CPU, and of this type, if one is given.
+    Where the engine does not run, they count as not."""
+    if _variant is None:
+        return False
     handles = (c_void_p * len(arrays))(*[array.handle for array in arrays])
-    return bool(table().on_one_cpu(handles, len(arrays)))
+    wanted = -1 if dtype is None else mx.nd.ndarray._DTYPE_NP_TO_MX[dtype]
+    return bool(table().on_one_cpu(handles, len(arrays), wanted))

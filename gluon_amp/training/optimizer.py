@@ -10,6 +10,7 @@ import os
 from typing import Any, Dict, List
 
 from .._mxnet import mx, np
+from ..cpu import library
 from ..cpu.arrays import dtype_name, follow, narrow, to_float32
 from . import adamw, one_pass
 
@@ -111,13 +112,13 @@ class _WithMasters:
         several = isinstance(index, (tuple, list))
         indices, weights, grads, states = (list(x) if several else [x]
                                            for x in (index, weight, grad, state))
-        self._check_types(indices, weights)
+        halves_on_cpu = library.on_one_cpu([*weights, *grads], np.float16)
+        types = [np.float16 if halves_on_cpu else weight.dtype for weight in weights]
+        self._check_types(indices, types)
         self.rescale_grad = _Decimal(self.rescale_grad)
-        in_float16 = self.multi_precision and weights[0].dtype is np.float16
-        halves = all(g.dtype is np.float16 and g.stype == "default" for g in grads)
-        on_gpu = weights[0].context.device_type == "gpu"
-        if in_float16 and halves and not on_gpu and self._one_pass(indices, weights, grads, states,
-                                                                   several):
+        in_float16 = self.multi_precision and types[0] is np.float16
+        if in_float16 and halves_on_cpu and self._one_pass(indices, weights, grads, states,
+                                                           several):
             return
         if several and self._base() in _ONE_BY_ONE:
             for one in zip(indices, weights, grads, states):
@@ -132,16 +133,21 @@ class _WithMasters:
         masters, inner = self._masters(states)
         for master, written in zip(masters, weights):
             follow(master, written)
-        if halves and on_gpu:
+        if weights[0].context.device_type == "gpu" and all(
+                g.dtype is np.float16 and g.stype == "default" for g in grads):
             super().update_multi_precision(index, weight, grad, state)
-            return
+        else:
+            self._update_masters(index, masters, grads, inner)
+            for master, updated in zip(masters, weights):
+                narrow(master, updated)
+
+    def _update_masters(self, index: Any, masters: Any, grads: Any, inner: Any) -> None:
+        """MXNet's float32 update."""
         grads = [to_float32(g) for g in grads]
-        if several:
-            self.update(indices, masters, grads, inner)
+        if isinstance(index, (tuple, list)):
+            self.update(list(index), masters, grads, inner)
         else:
             self.update(index, masters[0], grads[0], inner[0])
-        for master, updated in zip(masters, weights):
-            narrow(master, updated)
 
     def _one_pass(self, indices: Any, weights: Any, grads: Any, states: Any, several: bool) -> bool:
         """Updates in one call, if that is how it goes for this optimizer."""
@@ -156,13 +162,13 @@ class _WithMasters:
         """The masters, and what else there is of each weight's state."""
         return zip(*(s[::-1] if isinstance(self, _MASTER_LAST) else s for s in states))
 
-    def _check_types(self, indices: List[Any], weights: List[Any]) -> None:
-        for index, weight in zip(indices, weights):
-            then = self.weight_types.setdefault(index, weight.dtype)
-            if weight.dtype is not then:
+    def _check_types(self, indices: List[Any], types: List[Any]) -> None:
+        for index, now in zip(indices, types):
+            then = self.weight_types.setdefault(index, now)
+            if now is not then:
                 name = getattr(self.param_dict.get(index), "name", index)
                 raise ValueError(f"parameter {name} was {dtype_name(then)} when its optimizer "
-                                 f"state was made and is {dtype_name(weight.dtype)} now: make a "
+                                 f"state was made and is {dtype_name(now)} now: make a "
                                  "new Trainer, with a new optimizer, after a cast")
 
     def _base(self) -> Any:
