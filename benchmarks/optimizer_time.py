@@ -10,7 +10,8 @@ from gluon_amp._mxnet import mx
 from mxnet import gluon, nd
 
 OPTIMIZERS = {"sgd": {"momentum": 0.9}, "nag": {"momentum": 0.9}, "adam": {}, "adamw": {},
-              "lamb": {}, "rmsprop": {}}
+              "lamb": {}, "rmsprop": {},
+              "rmsprop centered": {"centered": True}}
 
 
 def shapes():
@@ -23,7 +24,7 @@ def shapes():
 def updater(name, dtype):
     """A function that updates all weights once and waits for it."""
     make = amp.optimizer if dtype == "float16" or name == "adamw" else mx.optimizer.create
-    update = mx.optimizer.get_updater(make(name, learning_rate=1e-4, **OPTIMIZERS[name]))
+    update = mx.optimizer.get_updater(make(name.split()[0], learning_rate=1e-4, **OPTIMIZERS[name]))
     weights, gradients = ([nd.random.normal(scale=0.01, shape=shape).astype(dtype)
                            for shape in shapes()] for _ in range(2))
 

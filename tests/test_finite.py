@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 from gluon_amp._mxnet import mx
-from gluon_amp.cpu.finite import all_finite
+from gluon_amp.cpu.finite import all_finite, squares
 
 SIZES = [1, 17, 40001]
 
@@ -33,6 +33,21 @@ def test_types_and_devices_mix():
               array([65504], "float16", mx.cpu(1))]
     assert all_finite(arrays)
     assert not all_finite([*arrays, array([np.inf], "float16", mx.cpu(1))])
+
+
+def test_each_of_many_arrays_has_its_own_sum(rng):
+    sizes = [int(size) for size in 10 ** rng.uniform(0, 4.9, 300)]
+    values = [rng.standard_normal(size).astype(rng.choice(["float16", "float32"]))
+              for size in sizes]
+    expected = [np.square(v.astype(np.float64)).sum() for v in values]
+    assert max(sizes) > 32768 > min(sizes)  # worth threads, and not
+    np.testing.assert_allclose(squares([array(v, v.dtype) for v in values]), expected, rtol=1e-12)
+
+
+def test_row_sparse_arrays_count_what_they_hold():
+    sparse = mx.nd.array([[0, 0], [3, 4], [0, 0]]).tostype("row_sparse")
+    empty = mx.nd.sparse.zeros("row_sparse", (3, 2))
+    assert squares([sparse, array([2], "float16"), empty]).tolist() == [25, 4, 0]
 
 
 def test_nothing_is_finite():

@@ -98,6 +98,19 @@ const char* own_names() {
 
 void use_generic_code(int on) { generic_only = on; }
 
+// Whether these are dense arrays, all on the same CPU, of this type (any below 0). Python would ask
+// MXNet three questions for each.
+int on_one_cpu(const NDArray* const* arrays, int64_t count, int type) {
+  for (int64_t i = 0; i < count; ++i) {
+    const NDArray& array = *arrays[i];
+    if (array.is_none() || array.storage_type() != mxnet::kDefaultStorage ||
+        array.ctx().dev_mask() != mxnet::Context::kCPU || array.ctx() != arrays[0]->ctx() ||
+        (type >= 0 && array.dtype() != type))
+      return 0;
+  }
+  return 1;
+}
+
 struct Table {
   int (*start)(const char*, int, const char**);
   const char* (*reason)();
@@ -108,6 +121,7 @@ struct Table {
   const char* (*attributes)();
   void (*use_generic_code)(int);
   const char* (*own_code)();
+  int (*on_one_cpu)(const NDArray* const*, int64_t, int);
 };
 
 }  // namespace
@@ -116,6 +130,6 @@ struct Table {
 extern "C" __attribute__((visibility("default"))) const void* gluon_amp_engine() {
   using namespace gluon_amp;
   static const Table table = {start, reason, probe, inputs_fit, map_fits, description_fits,
-                              attributes, use_generic_code, own_names};
+                              attributes, use_generic_code, own_names, on_one_cpu};
   return &table;
 }

@@ -52,6 +52,7 @@ class _Table(ctypes.Structure):
         ("attributes", ctypes.CFUNCTYPE(c_char_p)),
         ("use_generic_code", ctypes.CFUNCTYPE(None, c_int)),
         ("own_code", ctypes.CFUNCTYPE(c_char_p)),
+        ("on_one_cpu", ctypes.CFUNCTYPE(c_int, POINTER(c_void_p), c_int64, c_int)),
     ]
 
 
@@ -106,6 +107,7 @@ def _operator_names() -> List[str]:
     return [names[i].decode() for i in range(count.value)]
 
 
+@functools.lru_cache(maxsize=None)
 def table() -> _Table:
     """The library's functions; loads it into the process."""
     if not PATH.exists():
@@ -183,3 +185,13 @@ def call(name: str, inputs: Sequence["mx.nd.NDArray"], out: Any = None, **attrs:
     """Runs one of our operators on arrays, outside any graph."""
     return _imperative_invoke(_operator(name).value, inputs, list(attrs), list(attrs.values()),
                               out, False, False)
+
+
+def on_one_cpu(arrays: Sequence["mx.nd.NDArray"], dtype: Any = None) -> bool:
+    """Whether these are dense arrays, all on the same CPU, and of this type, if one is given.
+    Where the engine does not run, they count as not."""
+    if _variant is None:
+        return False
+    handles = (c_void_p * len(arrays))(*[array.handle for array in arrays])
+    wanted = -1 if dtype is None else mx.nd.ndarray._DTYPE_NP_TO_MX[dtype]
+    return bool(table().on_one_cpu(handles, len(arrays), wanted))

@@ -1,5 +1,5 @@
 // Operators that have no counterpart in MXNet: casts of arrays outside graphs, masters that follow
-// their weights, the update of SGD, and sums of squares.
+// their weights, the updates of optimizers, and sums of squares.
 #include <locale.h>
 #include <stdlib.h>
 
@@ -89,65 +89,120 @@ void follow(const NodeAttrs&, const OpContext&, const std::vector<TBlob>& in,
   kernels->follow(floats(out[0]), halves(in[1]), size(in[0]));
 }
 
-// Numbers between commas, one for each weight.
-std::vector<float> numbers(const NodeAttrs& attrs, const char* key, size_t count) {
+// ---- optimizers ----------------------------------------------------------------------
+//
+// `_gluon_amp_update` updates several float16 weights by one rule. Its inputs are all weights, then
+// all gradients, all masters, and for each state that the rule has, that of all weights; its outputs
+// are the weights.
+
+struct UpdateRule {
+  Rule rule;
+  uint32_t states;  // SGD's is none where there is no momentum
+  bool lists;       // MXNet's operator takes the learning rates and decays in lists
+};
+
+const UpdateRule& rule_of(const NodeAttrs& attrs) {
+  static const std::map<std::string, UpdateRule> rules = {
+      {"sgd", {kSgd, 1, true}},
+      {"descent", {kDescent, 0, false}},
+      {"nag", {kNag, 1, false}},
+      {"adam", {kAdam, 2, false}},
+      {"adamw", {kAdamW, 2, true}},
+      {"rmsprop", {kRmsProp, 1, false}},
+      {"centered_rmsprop", {kCenteredRmsProp, 3, false}},
+      {"lamb", {kLamb, 2, true}},
+  };
+  return rules.at(word(attrs, "rule", ""));
+}
+
+bool has_momentum(const NodeAttrs& attrs) {
+  return rule_of(attrs).rule != kSgd || number(attrs, "momentum", 0) != 0;
+}
+
+uint32_t update_weights(const NodeAttrs& attrs) {
+  return static_cast<uint32_t>(number(attrs, "num_weights", 1));
+}
+uint32_t update_inputs(const NodeAttrs& attrs) {
+  return (3 + (has_momentum(attrs) ? rule_of(attrs).states : 0)) * update_weights(attrs);
+}
+
+// A number as MXNet's operators read it: theirs is not always the nearest float.
+float mxnets_number(const NodeAttrs& attrs, const char* key, float otherwise) {
+  const std::string* found = find(attrs, key);
+  return found ? dmlc::stof(*found) : otherwise;
+}
+
+// Numbers between commas, one for each weight. In lists MXNet reads them right.
+std::vector<float> numbers(const NodeAttrs& attrs, const char* key, size_t count, bool lists) {
   static const locale_t c = newlocale(LC_ALL_MASK, "C", nullptr);
   const std::string* text = find(attrs, key);
   const char* at = text ? text->c_str() : "";
   std::vector<float> made;
   while (*at && made.size() < count) {
     char* end;
-    made.push_back(strtof_l(at, &end, c));
+    made.push_back(lists ? strtof_l(at, &end, c) : dmlc::strtof(at, &end));
     at = *end ? end + 1 : end;
   }
   if (made.size() != count) throw dmlc::Error(std::string(key) + " needs a number for each weight");
   return made;
 }
 
-// All weights, then all gradients, masters, and momenta if there are any. Outputs: the weights.
-void sgd(const NodeAttrs& attrs, const OpContext&, const std::vector<TBlob>& in,
-         const std::vector<OpReqType>&, const std::vector<TBlob>& out) {
+UpdateSettings settings_of(const NodeAttrs& attrs) {
+  auto get = [&](const char* key, float otherwise) { return mxnets_number(attrs, key, otherwise); };
+  UpdateSettings made = {};
+  made.rescale = get("rescale_grad", 1);
+  made.clip = get("clip_gradient", -1);
+  made.momentum = get("momentum", 0);
+  made.beta1 = get("beta1", 0);
+  made.beta2 = get("beta2", 0);
+  made.epsilon = get("epsilon", 0);
+  made.clip_weights = get("clip_weights", -1);
+  made.lower = get("lower_bound", -1);
+  made.upper = get("upper_bound", -1);
+  made.bias_correction = flag(attrs, "bias_correction", true);
+  made.has_momentum = has_momentum(attrs);
+  return made;
+}
+
+void update(const NodeAttrs& attrs, const OpContext&, const std::vector<TBlob>& in,
+            const std::vector<OpReqType>&, const std::vector<TBlob>& out) {
   const size_t count = out.size();
-  const auto rates = numbers(attrs, "lrs", count), decays = numbers(attrs, "wds", count);
-  const float momentum = number(attrs, "momentum", 0), rescale = number(attrs, "rescale_grad", 1),
-              clip = number(attrs, "clip", -1);
+  const UpdateRule& rule = rule_of(attrs);
+  const auto rates = numbers(attrs, "lrs", count, rule.lists);
+  const auto decays = numbers(attrs, "wds", count, rule.lists);
+  const auto steps = numbers(attrs, "steps", rule.rule == kLamb ? count : 0, true);
+  std::vector<Update> updates(count);
   for (size_t i = 0; i < count; ++i) {
     if (out[i].dptr_ != in[i].dptr_)
       kernels->copy(in[i].dptr_, out[i].dptr_, size(in[i]) * sizeof(Half));
-    kernels->sgd(halves(out[i]), halves(in[count + i]), floats(in[2 * count + i]),
-                 momentum ? floats(in[3 * count + i]) : nullptr, size(in[i]), rates[i], decays[i],
-                 momentum, rescale, clip);
+    updates[i] = {halves(out[i]), halves(in[count + i]), floats(in[2 * count + i]), {},
+                  size(in[i]), rates[i], decays[i], steps.empty() ? 0 : int(steps[i])};
+    for (size_t k = 3; k * count < in.size(); ++k)
+      updates[i].states[k - 3] = floats(in[k * count + i]);
   }
+  kernels->update(rule.rule, updates.data(), int(count), settings_of(attrs));
 }
 
-uint32_t sgd_weights(const NodeAttrs& attrs) {
-  return static_cast<uint32_t>(number(attrs, "num_weights", 1));
-}
-uint32_t sgd_inputs(const NodeAttrs& attrs) {
-  return (number(attrs, "momentum", 0) != 0 ? 4 : 3) * sgd_weights(attrs);
-}
-
-bool sgd_shapes(const NodeAttrs&, Shapes* in, Shapes* out) {
+bool update_shapes(const NodeAttrs&, Shapes* in, Shapes* out) {
   for (size_t i = 0; i < in->size(); ++i)
-    if ((*in)[i] != (*in)[i % out->size()]) throw dmlc::Error("sgd's arrays differ in shape");
+    if ((*in)[i] != (*in)[i % out->size()]) throw dmlc::Error("an update's arrays differ in shape");
   std::copy_n(in->begin(), out->size(), out->begin());
   return true;
 }
 
-bool sgd_types(const NodeAttrs&, Types* in, Types* out) {
+bool update_types(const NodeAttrs&, Types* in, Types* out) {
   for (size_t i = 0; i < in->size(); ++i)
     if ((*in)[i] != (i < 2 * out->size() ? kF16 : kF32))
-      throw dmlc::Error("sgd takes float16 weights and gradients");
+      throw dmlc::Error("an update takes float16 weights and gradients, float32 masters and states");
   std::fill(out->begin(), out->end(), kF16);
   return true;
 }
 
 void squares(const NodeAttrs&, const OpContext&, const std::vector<TBlob>& in,
              const std::vector<OpReqType>&, const std::vector<TBlob>& out) {
-  auto* sums = static_cast<double*>(out[0].dptr_);
-  for (auto& array : in)
-    *sums++ = is_half(array) ? kernels->squares_of_halves(halves(array), size(array))
-                             : kernels->squares_of_floats(floats(array), size(array));
+  std::vector<Numbers> arrays;
+  for (auto& array : in) arrays.push_back({array.dptr_, size(array), is_half(array)});
+  kernels->squares(arrays.data(), int(arrays.size()), static_cast<double*>(out[0].dptr_));
 }
 
 }  // namespace
@@ -157,12 +212,12 @@ void register_training() {
   add("narrow", 1, one_shape, types<kF32, kF32, kF16>, narrow_all);
   add("round_to_grid", 1, one_shape, types<kF32, kF32, kF32>, round);
   add("follow", 2, one_shape, types<kF32, kF16, kF32>, follow);
-  nnvm::Op& update = add("sgd", 3, sgd_shapes, sgd_types, sgd);
-  update.get_num_inputs = [](const NodeAttrs& attrs) { return sgd_inputs(attrs); };
-  update.get_num_outputs = [](const NodeAttrs& attrs) { return sgd_weights(attrs); };
-  set<nnvm::FMutateInputs>(update, "FMutateInputs", nnvm::FMutateInputs([](const NodeAttrs& attrs) {
-    std::vector<uint32_t> changed;  // masters and momenta
-    for (uint32_t i = 2 * sgd_weights(attrs); i < sgd_inputs(attrs); ++i) changed.push_back(i);
+  nnvm::Op& updates = add("update", 3, update_shapes, update_types, update);
+  updates.get_num_inputs = [](const NodeAttrs& attrs) { return update_inputs(attrs); };
+  updates.get_num_outputs = [](const NodeAttrs& attrs) { return update_weights(attrs); };
+  set<nnvm::FMutateInputs>(updates, "FMutateInputs", nnvm::FMutateInputs([](const NodeAttrs& attrs) {
+    std::vector<uint32_t> changed;  // masters and states
+    for (uint32_t i = 2 * update_weights(attrs); i < update_inputs(attrs); ++i) changed.push_back(i);
     return changed;
   }));
   nnvm::Op& sums = add("squares", 1, squares_shape, squares_types, squares);

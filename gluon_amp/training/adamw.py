@@ -1,4 +1,5 @@
 """AdamW, which MXNet 1.9.1 has the operators of, but no optimizer."""
+import math
 import os
 from typing import Any, List, Tuple
 
@@ -46,8 +47,7 @@ class AdamW(mx.optimizer.Optimizer):
         lrs: List[float] = self._get_lrs(indices)
         wds = [lr * wd for lr, wd in zip(lrs, self._get_wds(indices))]
         for i, index in enumerate(indices):
-            t = self._index_update_count[index]
-            lrs[i] *= (1 - self.beta2 ** t) ** 0.5 / (1 - self.beta1 ** t)
+            lrs[i] = bias_corrected(self, lrs[i], self._index_update_count[index])
         # On a CPU the operator walks the largest array's size for every array: one at a time.
         size = 1 if weights[0].context.device_type == "cpu" else len(weights)
         for i in range(0, len(weights), size):
@@ -57,6 +57,11 @@ class AdamW(mx.optimizer.Optimizer):
                 rescale_grad=self.rescale_grad, etas=[1.0] * size, out=weights[part],
                 beta1=self.beta1, beta2=self.beta2, epsilon=self.epsilon,
                 clip_gradient=self.clip_gradient or -1)
+
+
+def bias_corrected(made: Any, lr: float, step: int) -> float:
+    """The learning rate of Adam's step: its means begin at 0, and this makes up for it."""
+    return lr * (math.sqrt(1 - made.beta2 ** step) / (1 - made.beta1 ** step))
 
 
 def _lists(index: Any, *rest: Any) -> List[List[Any]]:

@@ -3,7 +3,7 @@
 MXNet's own do so with `multi_precision=True`, but take back in silence what is written
 into a weight between two steps (`set_data`, `load_parameters`). Here masters follow. And
 on a CPU, where MXNet computes with halves one by one, these widen, update the masters in
-float32 and narrow with our kernels, SGD in one pass.
+float32 and narrow with our kernels, the usual optimizers in one pass (one_pass.py).
 """
 import functools
 import os
@@ -12,10 +12,11 @@ from typing import Any, Dict, List
 from .._mxnet import mx, np
 from ..cpu import library
 from ..cpu.arrays import dtype_name, follow, narrow, to_float32
-from . import adamw
+from . import adamw, one_pass
 
 _GROUP = "MXNET_OPTIMIZER_AGGREGATION_SIZE"
 _MASTER_LAST = (mx.optimizer.SGD, mx.optimizer.NAG, mx.optimizer.LARS)  # their states' order
+_ONE_BY_ONE = (mx.optimizer.Adam, mx.optimizer.NAG, mx.optimizer.RMSProp)  # MXNet's take no lists
 # MXNet makes float32 states for them, which it refuses beside float16 weights.
 _ONLY_WITH_MASTERS = (adamw.AdamW, mx.optimizer.RMSProp, mx.optimizer.Ftrl, mx.optimizer.AdaGrad,
                       mx.optimizer.AdaDelta, mx.optimizer.contrib.GroupAdaGrad)
@@ -48,8 +49,7 @@ def with_masters(made: Any) -> Any:
     if not isinstance(made, _WithMasters) and not _has_own_masters(cls):
         made.__class__ = _class_with_masters(cls)
         made.weight_types = {}
-        if isinstance(made, mx.optimizer.SGD) and _GROUP not in os.environ:
-            made.aggregate_num = 45  # weights in one call: MXNet's operators take 60, by itself 4
+        made._group()
     return made
 
 
@@ -85,6 +85,11 @@ class _WithMasters:
 
     weight_types: Dict[Any, Any]  # of each index, when its state was made
 
+    def _group(self) -> None:
+        """Sets how many weights come in one call. MXNet's Adam, NAG and RMSProp take one."""
+        if isinstance(self, mx.optimizer.SGD) or self._base() in one_pass.ROWS:
+            self.aggregate_num = min(one_pass.MOST, int(os.environ.get(_GROUP, one_pass.MOST)))
+
     def create_state_multi_precision(self, index: Any, weight: Any) -> Any:
         self.weight_types[index] = weight.dtype
         if weight.dtype is np.float16 and not self.multi_precision:
@@ -107,57 +112,74 @@ class _WithMasters:
         several = isinstance(index, (tuple, list))
         indices, weights, grads, states = (list(x) if several else [x]
                                            for x in (index, weight, grad, state))
-        self._check_types(indices, weights)
+        halves_on_cpu = library.on_one_cpu([*weights, *grads], np.float16)
+        types = [np.float16 if halves_on_cpu else weight.dtype for weight in weights]
+        self._check_types(indices, types)
         self.rescale_grad = _Decimal(self.rescale_grad)
+        in_float16 = self.multi_precision and types[0] is np.float16
+        if in_float16 and halves_on_cpu and self._one_pass(indices, weights, grads, states,
+                                                           several):
+            return
+        if several and self._base() in _ONE_BY_ONE:
+            for one in zip(indices, weights, grads, states):
+                self.update_multi_precision(*one)
+            return
         if isinstance(self, mx.optimizer.AdaDelta):  # it writes into them
             grads = [g.copy() for g in grads]
             grad = grads if several else grads[0]
-        if not self.multi_precision or weights[0].dtype is not np.float16:
+        if not in_float16:
             super().update_multi_precision(index, weight, grad, state)
             return
-        masters, inner = zip(*(s[::-1] if isinstance(self, _MASTER_LAST) else s for s in states))
-        on_gpu = weights[0].context.device_type == "gpu"
-        halves = all(g.dtype is np.float16 and g.stype == "default" for g in grads)
-        if self._base() is mx.optimizer.SGD and halves and not on_gpu:
-            self._sgd(indices, weights, grads, masters, inner)
-            return
+        masters, inner = self._masters(states)
         for master, written in zip(masters, weights):
             follow(master, written)
-        if halves and on_gpu:
+        if weights[0].context.device_type == "gpu" and all(
+                g.dtype is np.float16 and g.stype == "default" for g in grads):
             super().update_multi_precision(index, weight, grad, state)
-            return
+        else:
+            self._update_masters(index, masters, grads, inner)
+            for master, updated in zip(masters, weights):
+                narrow(master, updated)
+
+    def _update_masters(self, index: Any, masters: Any, grads: Any, inner: Any) -> None:
+        """MXNet's float32 update."""
         grads = [to_float32(g) for g in grads]
-        if several:
-            self.update(indices, masters, grads, inner)
+        if isinstance(index, (tuple, list)):
+            self.update(list(index), masters, grads, inner)
         else:
             self.update(index, masters[0], grads[0], inner[0])
-        for master, updated in zip(masters, weights):
-            narrow(master, updated)
 
-    def _check_types(self, indices: List[Any], weights: List[Any]) -> None:
-        for index, weight in zip(indices, weights):
-            then = self.weight_types.setdefault(index, weight.dtype)
-            if weight.dtype is not then:
+    def _one_pass(self, indices: Any, weights: Any, grads: Any, states: Any, several: bool) -> bool:
+        """Updates in one call, if that is how it goes for this optimizer."""
+        row = one_pass.row_for(self._base(), self)
+        # MXNet's LAMB adds up norms in another order where weights do not come in lists
+        if row is None or not several and isinstance(self, mx.optimizer.LAMB):
+            return False
+        one_pass.update(row, self, indices, weights, grads, *self._masters(states))
+        return True
+
+    def _masters(self, states: Any) -> Any:
+        """The masters, and what else there is of each weight's state."""
+        return zip(*(s[::-1] if isinstance(self, _MASTER_LAST) else s for s in states))
+
+    def _check_types(self, indices: List[Any], types: List[Any]) -> None:
+        for index, now in zip(indices, types):
+            then = self.weight_types.setdefault(index, now)
+            if now is not then:
                 name = getattr(self.param_dict.get(index), "name", index)
                 raise ValueError(f"parameter {name} was {dtype_name(then)} when its optimizer "
-                                 f"state was made and is {dtype_name(weight.dtype)} now: make a "
+                                 f"state was made and is {dtype_name(now)} now: make a "
                                  "new Trainer, with a new optimizer, after a cast")
-
-    def _sgd(self, indices: Any, weights: Any, grads: Any, masters: Any, momenta: Any) -> None:
-        self._update_count(indices)
-        clip = self.clip_gradient or -1  # to MXNet 0 is none, too
-        rates, decays = (",".join(map(str, numbers)) for numbers in
-                         (self._get_lrs(indices), self._get_wds(indices)))
-        library.call("_gluon_amp_sgd",
-                     [*weights, *grads, *masters, *(momenta if self.momentum else ())],
-                     out=list(weights), num_weights=len(weights), lrs=rates, wds=decays,
-                     momentum=self.momentum, rescale_grad=self.rescale_grad, clip=clip)
 
     def _base(self) -> Any:
         return type(self).__bases__[1]
 
     def __reduce__(self) -> Any:  # the class is made at run time, so pickle finds it by its base
         return _revive, (self._base(),), self.__getstate__()
+
+    def __setstate__(self, state: Any) -> None:
+        super().__setstate__(state)
+        self._group()  # an Updater goes on forever with the 0 of an older file
 
 
 @functools.lru_cache(maxsize=None)

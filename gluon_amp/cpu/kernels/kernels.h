@@ -104,6 +104,39 @@ struct FloatMatrix {
   int64_t row, column;
 };
 
+// The optimizers that update float16 weights in one pass (LAMB in two).
+enum Rule { kSgd, kDescent, kNag, kAdam, kAdamW, kRmsProp, kCenteredRmsProp, kLamb };
+
+// One weight, with its gradient and what its optimizer keeps of it.
+struct Update {
+  Half* weight;
+  const Half* gradient;
+  float* master;
+  float* states[3];  // as many as the rule has, in MXNet's order; of SGD's momentum maybe none
+  int64_t n;
+  float lr, wd;
+  int step;  // the how many-th update it is
+};
+
+// What an optimizer's weights share. Each rule reads what it needs.
+struct UpdateSettings {
+  float rescale, clip;    // of gradients; no clipping below 0
+  float momentum;         // and RMSProp's gamma2
+  float beta1, beta2;     // beta1: and RMSProp's gamma1
+  float epsilon;
+  float clip_weights;     // of RMSProp; none below 0
+  float lower, upper;     // bounds of the norms of LAMB's weights; none below 0
+  bool bias_correction;   // of LAMB
+  bool has_momentum;      // of SGD: there is a state
+};
+
+// An array of halves, or of floats.
+struct Numbers {
+  const void* data;
+  int64_t n;
+  bool half;
+};
+
 struct Kernels {
   const char* name;
 
@@ -148,12 +181,12 @@ struct Kernels {
   void (*softmax_gradient)(const Half* g, const Half* y, Half* dx, int64_t rows, int64_t width,
                            float temperature, Write write);
 
-  // ---- training (training.cc): as in today's kernels.cc, bit by bit
+  // ---- training (training.cc): masters, gradients' sizes
   void (*follow)(float* master, const Half* weight, int64_t n);
-  void (*sgd)(Half* weight, const Half* gradient, float* master, float* momentum_or_null,
-              int64_t n, float lr, float wd, float momentum, float rescale, float clip);
-  double (*squares_of_halves)(const Half* x, int64_t n);
-  double (*squares_of_floats)(const float* x, int64_t n);
+  void (*squares)(const Numbers* arrays, int count, double* sums);
+
+  // ---- optimizers (updates.cc)
+  void (*update)(Rule rule, const Update* updates, int count, const UpdateSettings& settings);
 
   // ---- Tensor Cores (tensor_core.cc)
   // y = c + a * b: (rows, depth) times (depth, columns), as a GPU makes it, bit by bit. c has y's

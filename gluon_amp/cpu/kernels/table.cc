@@ -19,6 +19,7 @@ Kernels filled() {
   add_rows(&table);
   add_training(&table);
   add_tensor_core(&table);
+  add_updates(&table);
   return table;
 }
 

@@ -1,43 +1,13 @@
-// What the optimizer and the gradient scaler need: masters, SGD, sums of squares.
-#include "vector.h"
+// What the optimizer and the gradient scaler need: masters that follow, sums of squares.
+#include "masters.h"
 
 namespace gluon_amp {
 namespace ISA {
 namespace {
 
-// A weight is its master, rounded. Where it is not, somebody has written the weight since, and
-// the master follows.
-inline V followed(V master, V weight) {
-  return if_equal(half_grid(master), weight, master, weight);
-}
-
 void follow(float* master, const Half* weight, int64_t n) {
   vectors(n, [=](int64_t i, auto lanes) {
     store(master + i, followed(load(master + i, lanes), load(weight + i, lanes)), lanes);
-  });
-}
-
-//   momentum' = momentum * m - lr * wd * master - lr * rescale * gradient
-//   master'   = master + momentum'
-//   weight'   = round(master')
-//
-// with the gradient clipped first, in the order of MXNet's mp_sgd_mom_update, whose results
-// it equals bit by bit. m: the momentum of each weight, or null.
-void sgd(Half* weight, const Half* gradient, float* master, float* m, int64_t n, float lr,
-         float wd, float momentum, float rescale, float clip) {
-  const V rate = splat(lr), decay = splat(lr * wd), scaled_rate = splat(lr * rescale);
-  const V scale = splat(rescale), keep = splat(momentum);
-  const V most = splat(clip), least = splat(-clip);
-  const bool clips = clip >= 0;
-  vectors(n, [=](int64_t i, auto lanes) {
-    const V w = followed(load(master + i, lanes), load(weight + i, lanes));
-    const V g = load(gradient + i, lanes);
-    const V push = clips ? rate * smaller(most, larger(least, scale * g)) : scaled_rate * g;
-    const V step = keep * (m ? load(m + i, lanes) : splat(0)) - decay * w - push;
-    const V updated = w + step;
-    if (m) store(m + i, step, lanes);
-    store(master + i, updated, lanes);
-    store(weight + i, updated, lanes);
   });
 }
 
@@ -127,13 +97,30 @@ template <typename T> double sum_squares(const T* p, int64_t n) {
   return sum;
 }
 
+double squares_of_array(const Numbers& array) {
+  return array.half ? sum_squares(static_cast<const Half*>(array.data), array.n)
+                    : sum_squares(static_cast<const float*>(array.data), array.n);
+}
+
+// Large arrays one after the other, each over all threads; then the small ones, each in one thread.
+void squares(const Numbers* arrays, int count, double* sums) {
+  int64_t in_small = 0;
+  for (int i = 0; i < count; ++i) {
+    if (arrays[i].n >= kWorthThreads) sums[i] = squares_of_array(arrays[i]);
+    else in_small += arrays[i].n;
+  }
+  auto work = [=](int i) {
+    if (arrays[i].n < kWorthThreads) sums[i] = squares_of_array(arrays[i]);
+  };
+#pragma omp parallel for schedule(dynamic, 8) if (in_small >= kWorthThreads)
+  for (int i = 0; i < count; ++i) run(work, i);
+}
+
 }  // namespace
 
 void add_training(Kernels* table) noexcept {
   table->follow = follow;
-  table->sgd = sgd;
-  table->squares_of_halves = sum_squares<Half>;
-  table->squares_of_floats = sum_squares<float>;
+  table->squares = squares;
 }
 
 }  // namespace ISA

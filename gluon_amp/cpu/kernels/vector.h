@@ -34,6 +34,7 @@ void add_batch_norm(Kernels* table) noexcept;
 void add_rows(Kernels* table) noexcept;
 void add_training(Kernels* table) noexcept;
 void add_tensor_core(Kernels* table) noexcept;
+void add_updates(Kernels* table) noexcept;
 
 namespace {
 

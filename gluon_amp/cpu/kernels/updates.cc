@@ -1,0 +1,283 @@
+// The updates of optimizers: float16 weights and gradients, float32 masters and states, one pass.
+//
+// Each rule computes what MXNet's float32 update makes of the widened gradient, operation by
+// operation, so that masters and states are the same bit by bit.
+#include "masters.h"
+
+namespace gluon_amp {
+namespace ISA {
+namespace {
+
+// ---- square roots --------------------------------------------------------------
+
+#if defined(__AVX512F__)
+inline V root(V v) { return _mm512_sqrt_ps(v); }
+#elif defined(__AVX2__) && defined(__F16C__)
+inline V root(V v) { return _mm256_sqrt_ps(v); }
+#else
+inline V root(V v) { return sqrtf(v); }
+#endif
+
+// mean / (root(var) + epsilon) + decay in float64, as MXNet's LAMB computes it, rounded once.
+#if defined(__AVX512F__)
+inline __m256 direction(__m256 mean, __m256 var, double epsilon, __m256 decay) {
+  const __m512d below = _mm512_sqrt_pd(_mm512_cvtps_pd(var)) + _mm512_set1_pd(epsilon);
+  return _mm512_cvtpd_ps(_mm512_cvtps_pd(mean) / below + _mm512_cvtps_pd(decay));
+}
+inline __m256 low(V v) { return _mm512_castps512_ps256(v); }
+inline __m256 high(V v) { return _mm512_extractf32x8_ps(v, 1); }
+inline V joined(__m256 a, __m256 b) {
+  return _mm512_insertf32x8(_mm512_castps256_ps512(a), b, 1);
+}
+#elif defined(__AVX2__) && defined(__F16C__)
+inline __m128 direction(__m128 mean, __m128 var, double epsilon, __m128 decay) {
+  const __m256d below = _mm256_sqrt_pd(_mm256_cvtps_pd(var)) + _mm256_set1_pd(epsilon);
+  return _mm256_cvtpd_ps(_mm256_cvtps_pd(mean) / below + _mm256_cvtps_pd(decay));
+}
+inline __m128 low(V v) { return _mm256_castps256_ps128(v); }
+inline __m128 high(V v) { return _mm256_extractf128_ps(v, 1); }
+inline V joined(__m128 a, __m128 b) { return _mm256_set_m128(b, a); }
+#else
+inline V direction(V mean, V var, double epsilon, V decay) {
+  return static_cast<float>(mean / (sqrt(static_cast<double>(var)) + epsilon) + decay);
+}
+#endif
+
+#if defined(__AVX512F__) || (defined(__AVX2__) && defined(__F16C__))
+inline V direction(V mean, V var, double epsilon, V decay) {
+  return joined(direction(low(mean), low(var), epsilon, low(decay)),
+                direction(high(mean), high(var), epsilon, high(decay)));
+}
+#endif
+
+// ---- rules -----------------------------------------------------------------------
+//
+// A rule is made for one weight. Called with some of its elements w, their gradient g and their
+// states s, it moves the states and returns the new w.
+
+struct Clip {
+  V most, least;
+  bool on;
+  explicit Clip(float bound) : most(splat(bound)), least(splat(-bound)), on(bound >= 0) {}
+  V operator()(V v) const { return on ? smaller(most, larger(least, v)) : v; }
+};
+
+template <int momenta> struct Sgd {
+  static constexpr int states = momenta;
+  V rate, decay, scaled_rate, scale, momentum;
+  Clip clip;
+  Sgd(const Update& u, const UpdateSettings& all)
+      : rate(splat(u.lr)), decay(splat(u.lr * u.wd)), scaled_rate(splat(u.lr * all.rescale)),
+        scale(splat(all.rescale)), momentum(splat(all.momentum)), clip(all.clip) {}
+  V operator()(V w, V g, V* s) const {
+    const V push = clip.on ? rate * clip(scale * g) : scaled_rate * g;
+    s[0] = momentum * (momenta ? s[0] : splat(0)) - decay * w - push;
+    return w + s[0];
+  }
+};
+
+// NAG without momentum: MXNet's sgd_update, which decays a weight by a factor of its own.
+struct Descent {
+  static constexpr int states = 0;
+  V rate, keep, scaled_rate, scale;
+  Clip clip;
+  Descent(const Update& u, const UpdateSettings& all)
+      : rate(splat(u.lr)), keep(splat(1 - u.lr * u.wd)), scaled_rate(splat(u.lr * all.rescale)),
+        scale(splat(all.rescale)), clip(all.clip) {}
+  V operator()(V w, V g, V*) const {
+    return keep * w - (clip.on ? rate * clip(scale * g) : scaled_rate * g);
+  }
+};
+
+struct Nag {
+  static constexpr int states = 1;
+  V rate, decay, scale, momentum, ahead;
+  Clip clip;
+  Nag(const Update& u, const UpdateSettings& all)
+      : rate(splat(u.lr)), decay(splat(u.wd)), scale(splat(all.rescale)),
+        momentum(splat(all.momentum)), ahead(splat(all.momentum + 1)), clip(all.clip) {}
+  V operator()(V w, V g, V* s) const {
+    const V kept = momentum * s[0], push = clip(scale * g);
+    const V updated = w - kept + ahead * (kept - rate * (push + decay * w));
+    s[0] = kept - rate * (push + decay * updated);  // MXNet decays the new weight here
+    return updated;
+  }
+};
+
+struct Adam {
+  static constexpr int states = 2;
+  V rate, decay, scale, keep1, take1, keep2, take2, epsilon;
+  Clip clip;
+  Adam(const Update& u, const UpdateSettings& all)
+      : rate(splat(u.lr)), decay(splat(u.wd)), scale(splat(all.rescale)), keep1(splat(all.beta1)),
+        take1(splat(1 - all.beta1)), keep2(splat(all.beta2)), take2(splat(1 - all.beta2)),
+        epsilon(splat(all.epsilon)), clip(all.clip) {}
+  V operator()(V w, V g, V* s) const {
+    g = clip(g * scale + w * decay);
+    s[0] = keep1 * s[0] + take1 * g;
+    s[1] = keep2 * s[1] + take2 * g * g;
+    return w - rate * s[0] / (root(s[1]) + epsilon);
+  }
+};
+
+struct AdamW {
+  static constexpr int states = 2;
+  V rate, decay, scale, keep1, keep2, epsilon;
+  Clip clip;
+  AdamW(const Update& u, const UpdateSettings& all)
+      : rate(splat(u.lr)), decay(splat(u.wd)), scale(splat(all.rescale)), keep1(splat(all.beta1)),
+        keep2(splat(all.beta2)), epsilon(splat(all.epsilon)), clip(all.clip) {}
+  V operator()(V w, V g, V* s) const {
+    g = clip(scale * g);
+    const V square = g * g;
+    s[0] = keep1 * (s[0] - g) + g;
+    s[1] = keep2 * (s[1] - square) + square;
+    return w - (rate * s[0] / (root(s[1]) + epsilon) + decay * w);
+  }
+};
+
+struct RmsProp {
+  static constexpr int states = 1;
+  V rate, decay, scale, keep, take, epsilon;
+  Clip clip, clip_weights;
+  RmsProp(const Update& u, const UpdateSettings& all)
+      : rate(splat(u.lr)), decay(splat(u.wd)), scale(splat(all.rescale)), keep(splat(all.beta1)),
+        take(splat(1 - all.beta1)), epsilon(splat(all.epsilon)), clip(all.clip),
+        clip_weights(all.clip_weights) {}
+  V operator()(V w, V g, V* s) const {
+    g = clip(scale * g + decay * w);
+    s[0] = take * (g * g) + keep * s[0];
+    return clip_weights(w - rate * (g / root(s[0] + epsilon)));
+  }
+};
+
+struct CenteredRmsProp : RmsProp {
+  static constexpr int states = 3;
+  V momentum;
+  CenteredRmsProp(const Update& u, const UpdateSettings& all)
+      : RmsProp(u, all), momentum(splat(all.momentum)) {}
+  V operator()(V w, V g, V* s) const {
+    g = clip(scale * g + decay * w);
+    s[0] = take * g * g + keep * s[0];
+    s[1] = take * g + keep * s[1];
+    s[2] = momentum * s[2] - rate * g / root(s[0] - s[1] * s[1] + epsilon);
+    return clip_weights(w + s[2]);
+  }
+};
+
+// ---- one pass ----------------------------------------------------------------------
+
+template <typename Made> void update_one(const Update& u, const UpdateSettings& settings) {
+  const Made rule(u, settings);
+  vectors(u.n, [=](int64_t i, auto lanes) {
+    V states[Made::states + 1];
+    for (int k = 0; k < Made::states; ++k) states[k] = load(u.states[k] + i, lanes);
+    const V w = followed(load(u.master + i, lanes), load(u.weight + i, lanes));
+    const V updated = rule(w, load(u.gradient + i, lanes), states);
+    for (int k = 0; k < Made::states; ++k) store(u.states[k] + i, states[k], lanes);
+    store(u.master + i, updated, lanes);
+    store(u.weight + i, updated, lanes);
+  });
+}
+
+// ---- LAMB: two passes ---------------------------------------------------------------
+//
+// The first moves the states and takes the norms of the weight and of the direction that it shall
+// go; the second goes, by a rate in the proportion of the norms. It makes the direction again of
+// the states, which takes less memory than to keep it.
+
+struct Lamb {
+  V decay, scale, keep1, take1, keep2, take2, mean_part, var_part;
+  double epsilon;
+  bool corrects;
+  Clip clip;
+  Lamb(const Update& u, const UpdateSettings& all)
+      : decay(splat(u.wd)), scale(splat(all.rescale)), keep1(splat(all.beta1)),
+        take1(splat(1 - all.beta1)), keep2(splat(all.beta2)), take2(splat(1 - all.beta2)),
+        mean_part(splat(1 - powf(all.beta1, static_cast<float>(u.step)))),
+        var_part(splat(1 - powf(all.beta2, static_cast<float>(u.step)))), epsilon(all.epsilon),
+        corrects(all.bias_correction), clip(all.clip) {}
+  void move(V g, V* mean, V* var) const {
+    g = clip(g * scale);
+    *mean = keep1 * *mean + take1 * g;
+    *var = keep2 * *var + take2 * g * g;
+  }
+  V where(V w, V mean, V var) const {
+    if (corrects) mean = mean / mean_part, var = var / var_part;
+    return direction(mean, var, epsilon, decay * w);
+  }
+};
+
+// MXNet adds up squares one after the other in float32, so that each sum waits for the last one:
+// two sums take the time of one.
+void lamb_norms(const Update& u, const UpdateSettings& settings, float* norms) {
+  const Lamb rule(u, settings);
+  float weights = 0, directions = 0;
+  for (int64_t start = 0; start < u.n; start += kChunk) {
+    const int64_t here = least(kChunk, u.n - start);
+    float squares[2][kChunk];
+    each(0, here, [&](int64_t i, auto lanes) {
+      const int64_t at = start + i;
+      V mean = load(u.states[0] + at, lanes), var = load(u.states[1] + at, lanes);
+      const V w = followed(load(u.master + at, lanes), load(u.weight + at, lanes));
+      rule.move(load(u.gradient + at, lanes), &mean, &var);
+      store(u.states[0] + at, mean, lanes);
+      store(u.states[1] + at, var, lanes);
+      const V to = rule.where(w, mean, var);
+      store(squares[0] + i, w * w, lanes);
+      store(squares[1] + i, to * to, lanes);
+    });
+    for (int64_t i = 0; i < here; ++i) {
+      weights += squares[0][i];
+      directions += squares[1][i];
+    }
+  }
+  norms[0] = sqrtf(weights);
+  norms[1] = sqrtf(directions);
+}
+
+void lamb_go(const Update& u, const UpdateSettings& settings, const float* norms) {
+  const Lamb rule(u, settings);
+  float norm = norms[0];
+  if (settings.lower >= 0 && norm < settings.lower) norm = settings.lower;
+  if (settings.upper >= 0 && norm > settings.upper) norm = settings.upper;
+  const V rate = splat(u.lr * (norm == 0 || norms[1] == 0 ? 1 : norm / norms[1]));
+  vectors(u.n, [=](int64_t i, auto lanes) {
+    const V w = followed(load(u.master + i, lanes), load(u.weight + i, lanes));
+    const V to = rule.where(w, load(u.states[0] + i, lanes), load(u.states[1] + i, lanes));
+    const V updated = w - rate * to;
+    store(u.master + i, updated, lanes);
+    store(u.weight + i, updated, lanes);
+  });
+}
+
+void lamb(const Update* updates, int count, const UpdateSettings& settings) {
+  Scratch<float> norms(2 * count);
+  float* found = norms.data;
+  int64_t all = 0;
+  for (int i = 0; i < count; ++i) all += updates[i].n;
+  auto work = [=, &settings](int i) { lamb_norms(updates[i], settings, found + 2 * i); };
+#pragma omp parallel for schedule(dynamic) if (all >= kWorthThreads)
+  for (int i = 0; i < count; ++i) run(work, i);
+  for (int i = 0; i < count; ++i) lamb_go(updates[i], settings, found + 2 * i);
+}
+
+void update(Rule rule, const Update* updates, int count, const UpdateSettings& settings) {
+  if (rule == kLamb) return lamb(updates, count, settings);
+  auto one = rule == kDescent            ? update_one<Descent>
+             : rule == kNag              ? update_one<Nag>
+             : rule == kAdam             ? update_one<Adam>
+             : rule == kAdamW            ? update_one<AdamW>
+             : rule == kRmsProp          ? update_one<RmsProp>
+             : rule == kCenteredRmsProp  ? update_one<CenteredRmsProp>
+             : settings.has_momentum     ? update_one<Sgd<1>>
+                                         : update_one<Sgd<0>>;
+  for (int i = 0; i < count; ++i) one(updates[i], settings);
+}
+
+}  // namespace
+
+void add_updates(Kernels* table) noexcept { table->update = update; }
+
+}  // namespace ISA
+}  // namespace gluon_amp

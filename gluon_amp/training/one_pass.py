@@ -1,0 +1,88 @@
+"""Optimizers that update float16 weights on a CPU in one pass over memory.
+
+The engine's operator `_gluon_amp_update` widens weights and gradients, updates the masters as
+MXNet's float32 operator would, and narrows, for several weights in one call. LAMB, which needs
+norms first, takes two passes.
+"""
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
+
+from .._mxnet import mx
+from ..cpu import library
+from . import adamw
+
+MOST = 45  # weights in one call: MXNet's own operators take 45 to 60
+_NONE_IF_0 = ("clip_gradient", "clip_weights", "lower_bound", "upper_bound")  # so MXNet has it
+_IN_LISTS = (mx.optimizer.SGD, adamw.AdamW)  # they count all of a call's weights first
+
+
+def _as_given(made: Any, lr: float, wd: float, step: int) -> Tuple[float, float]:
+    return lr, wd
+
+
+def _adam(made: Any, lr: float, wd: float, step: int) -> Tuple[float, float]:
+    return adamw.bias_corrected(made, lr, step), wd
+
+
+def _adamw(made: Any, lr: float, wd: float, step: int) -> Tuple[float, float]:
+    return adamw.bias_corrected(made, lr, step), lr * wd
+
+
+class Row(NamedTuple):
+    """How one of MXNet's optimizers goes to the engine's operator."""
+    rule: str  # the engine's name
+    settings: Dict[str, str]  # the operator's name of each -> the optimizer's
+    fits: Callable[[Any], bool] = lambda made: True
+    rate_and_decay: Callable[[Any, float, float, int], Tuple[float, float]] = _as_given
+
+
+_MOMENTUM = {"momentum": "momentum"}
+_MOMENTS = {"beta1": "beta1", "beta2": "beta2", "epsilon": "epsilon"}
+_AVERAGES = {"beta1": "gamma1", "epsilon": "epsilon", "clip_weights": "clip_weights"}
+_BOUNDS = {name: name for name in ("lower_bound", "upper_bound", "bias_correction")}
+
+ROWS: Dict[Any, List[Row]] = {
+    mx.optimizer.SGD: [Row("sgd", _MOMENTUM, lambda made: made.momentum >= 0)],
+    mx.optimizer.NAG: [Row("nag", _MOMENTUM, lambda made: made.momentum > 0),
+                       Row("descent", {}, lambda made: made.momentum == 0)],
+    mx.optimizer.Adam: [Row("adam", _MOMENTS, rate_and_decay=_adam)],
+    adamw.AdamW: [Row("adamw", _MOMENTS, rate_and_decay=_adamw)],
+    mx.optimizer.RMSProp: [
+        Row("rmsprop", _AVERAGES, lambda made: not made.centered),
+        Row("centered_rmsprop", {**_AVERAGES, "momentum": "gamma2"}, lambda made: made.centered)],
+    # MXNet sums the norms in another order where weights do not come in lists
+    mx.optimizer.LAMB: [Row("lamb", {**_MOMENTS, **_BOUNDS}, lambda made: made.aggregate_num > 1)],
+}
+
+
+def row_for(cls: Any, made: Any) -> Optional[Row]:
+    """The row of an optimizer of exactly this class of MXNet's, if there is one."""
+    return next((row for row in ROWS.get(cls, ()) if row.fits(made)), None)
+
+
+def update(row: Row, made: Any, indices: Sequence[Any], weights: Sequence[Any],
+           grads: Sequence[Any], masters: Sequence[Any], states: Sequence[Any]) -> None:
+    """Updates weights, masters and states, and the optimizer's counts, in one call."""
+    lrs: List[float] = []
+    wds: List[float] = []
+    for part in [indices] if isinstance(made, _IN_LISTS) else [[index] for index in indices]:
+        made._update_count(part)
+        lrs += made._get_lrs(part)
+        wds += made._get_wds(part)
+    steps = [made._index_update_count[index] for index in indices]
+    lrs, wds = zip(*(row.rate_and_decay(made, *numbers)  # type: ignore[assignment]
+                     for numbers in zip(lrs, wds, steps)))
+    settings = {name: getattr(made, its) for name, its in row.settings.items()}
+    settings.update(clip_gradient=made.clip_gradient, rescale_grad=made.rescale_grad)
+    for name in _NONE_IF_0:
+        if name in settings:
+            settings[name] = settings[name] or -1
+    columns = zip(*([] if state is None else [state] if isinstance(state, mx.nd.NDArray) else state
+                    for state in states))
+    library.call("_gluon_amp_update",
+                 [*weights, *grads, *masters, *(state for column in columns for state in column)],
+                 out=list(weights), rule=row.rule, num_weights=len(weights), lrs=_text(lrs),
+                 wds=_text(wds), steps=_text(steps), **settings)
+
+
+def _text(numbers: Sequence[float]) -> str:
+    return ",".join(map(str, numbers))
