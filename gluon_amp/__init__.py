@@ -4,13 +4,14 @@ from . import data
 from .gluon.convert import convert, restore
 from .cpu import library
 from .cpu.library import KernelError
-from .training.loss_scale import DynamicLossScale, LossScaleError, StaticLossScale
+from .training.loss_scale import DynamicLossScale, LossScaleError
 from .training.lr_find import lr_find
 from .symbolic.module import BucketingModule, Module, Speedometer
 from .training.optimizer import optimizer
 from .policy import Policy
 from .report import report
 from .symbolic.convert import convert_model, convert_symbol
+from .training.static_pair import StaticLossScale
 from .training.trainer import Trainer, scale_loss
 
 library.start()
