@@ -305,6 +305,18 @@ def test_a_cast_behind_the_loss_is_still_a_loss():
     assert learn(made(sym, loss_scale=64), batch())
 
 
+def test_an_optimizer_object_gets_masters_as_a_name_does():
+    def trained(optimizer, params=()):
+        mod = made(net(), optimizer=(optimizer, params), loss_scale=64)
+        train(mod, 5)
+        return mod
+
+    settings = {"learning_rate": 0.01, "rescale_grad": 1 / 6}
+    mod = trained(mx.optimizer.Adam(**settings, param_idx2name=dict(
+        enumerate(["conv_weight", "conv_bias", "bn_gamma", "bn_beta", "fc_weight", "fc_bias"]))))
+    assert same(everything(mod), everything(trained("adam", settings)))
+
+
 # ---- MXNet's Module otherwise
 
 def test_predicting_between_steps_changes_nothing():

@@ -129,3 +129,41 @@ def test_a_net_may_be_restored_to_look_at_it_and_converted_to_go_on(batches):
     for n, trainer in zip((net, other), trainers):
         fit(n, trainer, batches[4:8])
     assert same(net, other)
+
+
+# ---- optimizers that are given as objects
+
+def test_an_object_gets_masters_as_a_name_does():
+    """A float16 weight of 1 does not move by 1e-4, its master does."""
+    for optimizer in (mx.optimizer.SGD(learning_rate=1e-4), "sgd"):
+        net = One()
+        trainer = amp.Trainer(net.collect_params(), optimizer, loss_scale=64,
+                              **({"optimizer_params": {"learning_rate": 1e-4}}
+                                 if optimizer == "sgd" else {}))
+        for _ in range(300):
+            learn(net, trainer, ones(), ones())
+        np.testing.assert_allclose(net.a.data().asnumpy(), 0.97, rtol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["adam", "adamw", "rmsprop", "adadelta", "nadam", "ftrl"])
+def test_an_object_with_default_settings_trains_as_its_name_does(name, batches):
+    net, other = make("float16"), make("float16")
+    made = mx.optimizer.create(name, learning_rate=0.01)
+    fit(net, amp.Trainer(net.collect_params(), made, loss_scale=64), batches[:5])
+    fit(other, amp.Trainer(other.collect_params(), name, {"learning_rate": 0.01}, loss_scale=64),
+        batches[:5])
+    assert same(net, other)
+
+
+def test_an_object_made_without_masters_on_purpose_is_refused_where_it_needs_them():
+    net = One()
+    asked = amp.optimizer("adam", multi_precision=False)
+    trainer = amp.Trainer(net.collect_params(), asked, loss_scale=64)
+    with pytest.raises(ValueError, match=r"Adam would divide.*Received: multi_precision=False"):
+        learn(net, trainer, ones(), ones())
+    plain = amp.optimizer("sgd", multi_precision=False, learning_rate=1e-4)
+    net = One()
+    trainer = amp.Trainer(net.collect_params(), plain, loss_scale=64)
+    with pytest.warns(UserWarning, match="Accumulating with float16"):  # MXNet's
+        learn(net, trainer, ones(), ones())
+    assert (net.a.data().asnumpy() == 1).all()

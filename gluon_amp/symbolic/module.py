@@ -10,7 +10,7 @@ from .._mxnet import mx, np
 from ..cpu.arrays import to_float32
 from ..files import must_exist, replace_file
 from ..graph.operators import LOSS
-from ..training.optimizer import check_scalable, optimizer_class, with_masters
+from ..training.optimizer import check_scalable, given_optimizer, optimizer_class, with_masters
 from ..training.reduction import Reduction
 from ..training.states import check_states, read_states
 from ..training.step import Gradient, Steps
@@ -89,6 +89,8 @@ class _Module:
                                                                          copy=False)
         if by_name:
             optimizer_params = {"multi_precision": True, **dict(optimizer_params)}
+        else:
+            given_optimizer(optimizer)
         with environment("MXNET_UPDATE_ON_KVSTORE", "0" if self._steps.looking else None):
             super().init_optimizer(kvstore, optimizer, optimizer_params, force_init)
         self._steps.reduction = Reduction(module._kvstore)

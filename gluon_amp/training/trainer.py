@@ -11,7 +11,7 @@ from .._mxnet import mx, np
 from ..checks import in_names, positive_number
 from ..cpu.arrays import to_float32
 from ..files import replace_file
-from .optimizer import check_scalable, with_masters
+from .optimizer import check_scalable, given_optimizer, with_masters
 from .optimizer import optimizer as make_optimizer
 from .reduction import Reduction
 from .states import check_order, check_states, read_states
@@ -29,7 +29,9 @@ class Trainer(mx.gluon.Trainer):
     By hand: `backward`, `allreduce_grads`, then `unscale` or `clip_norm` or both, then `update`.
 
     Args:
-        optimizer: a name, as for `gluon_amp.optimizer`, or an optimizer.
+        optimizer: a name, as for `gluon_amp.optimizer`, or an optimizer. Float16 weights get
+            float32 masters with either; `gluon_amp.optimizer(name, multi_precision=False)` makes
+            one without.
         loss_scale: "dynamic", a number, a StaticLossScale, a DynamicLossScale, or None.
         clip_norm: the largest norm of the whole gradient, as the optimizer gets it:
             unscaled, and divided by the batch size.
@@ -55,7 +57,7 @@ class Trainer(mx.gluon.Trainer):
             optimizer, optimizer_params = make_optimizer(optimizer, **optimizer_params), None
         if self._steps.scaling:
             check_scalable(optimizer)
-        super()._init_optimizer(with_masters(optimizer), optimizer_params)
+        super()._init_optimizer(given_optimizer(optimizer), optimizer_params)
 
     def _init_kvstore(self) -> None:
         super()._init_kvstore()
