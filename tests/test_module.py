@@ -16,8 +16,15 @@ OVERFLOW = 3e38  # a label: the output stays finite, its gradient times the scal
 TWO = [mx.cpu(0), mx.cpu(1)]
 
 
-def dynamic(initial=1024, **kwargs):
-    return amp.DynamicLossScale(initial, **kwargs)
+def dynamic(initial=1024, maximum=2.0 ** 24, **kwargs):
+    return amp.DynamicLossScale(initial, maximum=maximum, **kwargs)
+
+
+def settled(initial):
+    """A dynamic scale that searches no more, but skips."""
+    scale = dynamic(initial, maximum=2.0 ** 40)
+    scale.settled = True
+    return scale
 
 
 def body():
@@ -400,7 +407,7 @@ def test_fit_scores_predicts_and_names_the_scale_in_mxnets_log_line(caplog):
     data = mx.io.NDArrayIter(x, y, 6, label_name="head_label")
     caplog.set_level(logging.INFO)
     mod = amp.Module(net(head=S.SoftmaxOutput), label_names=["head_label"],
-                     loss_scale=dynamic(2.0 ** 40, maximum=2.0 ** 40))
+                     loss_scale=settled(2.0 ** 40))
     mod.fit(data, data, num_epoch=12, initializer=mx.init.Xavier(), optimizer="adam",
             optimizer_params={"learning_rate": 0.01},
             batch_end_callback=amp.Speedometer(6, 3))

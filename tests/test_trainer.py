@@ -9,12 +9,12 @@ from trainers import (
     LOSS,
     SGD,
     One,
-    dynamic,
     fit,
     make,
     ones,
     recorded,
     same,
+    settled,
     some_batches,
     values,
 )
@@ -92,7 +92,7 @@ def test_several_losses_are_one_backward_pass():
 
 def test_accumulated_gradients_share_one_scale_and_a_skipped_step_leaves_them_clean():
     net = One("add")
-    scale = dynamic(initial=2.0 ** 15, growth_interval=1)
+    scale = settled(initial=2.0 ** 15, growth_interval=1)
     trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 1}, loss_scale=scale)
     for batch in (ones(), ones(), ones()):  # 3 * 2**15 is no float16
         with autograd.record():
@@ -113,8 +113,8 @@ def test_accumulated_gradients_share_one_scale_and_a_skipped_step_leaves_them_cl
 
 def test_scale_loss_is_that_of_contrib_amp(batches):
     net, other = make("float16"), make("float16")
-    trainer = amp.Trainer(net.collect_params(), "sgd", SGD)
-    second = amp.Trainer(other.collect_params(), "sgd", SGD)
+    trainer = amp.Trainer(net.collect_params(), "sgd", SGD, loss_scale=settled())
+    second = amp.Trainer(other.collect_params(), "sgd", SGD, loss_scale=settled())
     fit(net, trainer, batches)
     for i, (x, y) in enumerate(batches):
         with autograd.record():

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 from gluon_amp._mxnet import mx
 from mxnet import autograd, gluon
-from trainers import One, dynamic, learn, ones, recorded, values
+from trainers import One, dynamic, learn, ones, recorded, settled, values
 
 
 def test_an_overflow_skips_the_step_and_the_next_one_uses_the_halved_scale():
     net = One()
     trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 1},
-                          loss_scale=dynamic(initial=2.0 ** 16))
+                          loss_scale=settled(initial=2.0 ** 16))
     assert learn(net, trainer, ones(), ones()) is False  # 65536 is no float16
     assert (trainer.loss_scale, trainer.skipped) == (2.0 ** 15, 1)
     assert trainer.overflowed == (net.a.name,)
@@ -57,7 +57,7 @@ def test_learning_rate_schedules_and_update_counts_do_not_see_a_skipped_step():
     net = One()
     schedule = mx.lr_scheduler.FactorScheduler(step=1, factor=0.5, base_lr=1.0)
     trainer = amp.Trainer(net.collect_params(), "nag", {"lr_scheduler": schedule},
-                          loss_scale=dynamic(initial=2.0 ** 20))
+                          loss_scale=settled(initial=2.0 ** 20))
     for _ in range(5):
         assert not learn(net, trainer, ones(), ones())
         assert (trainer.learning_rate, trainer.optimizer.num_update) == (1.0, 0)
@@ -121,7 +121,7 @@ def test_a_static_scale_that_never_fits_is_an_error_and_one_that_mostly_does_is_
 def test_what_is_skipped_is_logged_once(caplog):
     caplog.set_level(logging.INFO, "gluon_amp")
     net = One()
-    learn(net, amp.Trainer(net.collect_params(), "sgd"), ones(), ones())
+    learn(net, amp.Trainer(net.collect_params(), "sgd", loss_scale=settled()), ones(), ones())
     assert [r.getMessage() for r in caplog.records] == [
         f"step skipped: gradients not finite in {net.a.name}; loss scale 65536 -> 32768"]
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from gluon_amp._mxnet import mx
 from mxnet import autograd
-from trainers import One, ones, recorded, values
+from trainers import One, ones, recorded, settled, values
 
 
 def test_gradients_that_another_backward_pass_wrote_are_an_error():
@@ -112,7 +112,8 @@ def test_the_kvstore_never_updates_where_gradients_are_checked(monkeypatch):
     monkeypatch.setenv("MXNET_UPDATE_ON_KVSTORE", "1")
     devices = [mx.cpu(0), mx.cpu(1)]
     net = One(devices=devices)
-    trainer = amp.Trainer(net.collect_params(), "sgd", kvstore=mx.kv.create("device"))
+    trainer = amp.Trainer(net.collect_params(), "sgd", kvstore=mx.kv.create("device"),
+                          loss_scale=settled())
     trainer.backward([recorded(net, ones(device=d), ones(device=d)) for d in devices])
     assert not trainer.step(1)
     assert all((v == 1).all() for v in values(net))

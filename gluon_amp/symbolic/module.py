@@ -24,6 +24,8 @@ class _Module:
     _steps: Steps
     _states_file: Optional[str] = None  # to be loaded once there is an optimizer
     _used_scale = 1.0  # in the last backward pass
+    # Moving averages before the last forward pass, if another may have to begin there.
+    _averages: Optional[List[Tuple[Any, Any]]] = None
 
     @property
     def loss_scale(self) -> float:
@@ -50,7 +52,8 @@ class _Module:
         return [self]
 
     def _bindable(self, symbol: Any) -> Bindable:
-        return Bindable.of(symbol, (lambda: self._steps.scale) if self._steps.scaling else None)
+        scale = (lambda: self._steps.backward_scale) if self._steps.scaling else None
+        return Bindable.of(symbol, scale)
 
     def init_params(self, initializer: Any = mx.init.Uniform(0.01), *args: Any,  # noqa: B008
                     **kwargs: Any) -> None:
@@ -99,24 +102,59 @@ class _Module:
             self.load_optimizer_states(self._states_file)
             self._states_file = None
 
+    def forward(self, data_batch: Any, is_train: Optional[bool] = None) -> None:
+        """As MXNet's."""
+        if not self._steps.searching:
+            self._averages = None
+            super().forward(data_batch, is_train)
+            return
+        group = self._module()._exec_group
+        before = [(a, a.copy()) for e in group.execs for a in e.aux_arrays]
+        super().forward(data_batch, is_train)
+        self._averages = before
+
     def backward(self, out_grads: Any = None) -> None:
-        """As MXNet's; head gradients that are given are scaled."""
-        self._used_scale = self._steps.scale
+        """As MXNet's; head gradients that are given are scaled.
+
+        Until a dynamic scale is settled, the gradients are looked at here. Where they overflow,
+        forward and backward passes at other scales find one, so that no step is lost.
+        """
         module = self._module()
-        if self._steps.scaling:
-            symbol = module._symbol
-            if out_grads is None and not symbol.has_loss:
-                raise ValueError("a loss scale needs a loss in the symbol, or out_grads for "
-                                 f"backward. Valid: {', '.join(sorted(LOSS))}. Received outputs: "
-                                 f"{', '.join(symbol.list_outputs())}")
-            if out_grads is not None:
+        group = module._exec_group
+        if self._steps.scaling and out_grads is None and not module._symbol.has_loss:
+            raise ValueError("a loss scale needs a loss in the symbol, or out_grads for "
+                             f"backward. Valid: {', '.join(sorted(LOSS))}. Received outputs: "
+                             f"{', '.join(module._symbol.list_outputs())}")
+        adding_up = self._adding_up()
+        scale = self._steps.begin(adding_up)
+        searching = self._steps.searching and self._averages is not None
+        kept = [(g, g.copy()) for g in adding_up] if searching else []
+        go_back = super().backward
+
+        def run(at: float) -> None:
+            heads = out_grads
+            if self._steps.scaling and out_grads is not None:
                 several = isinstance(out_grads, (list, tuple))
-                out_grads = [g * self._used_scale for g in
-                             (out_grads if several else [out_grads])]
-        super().backward(out_grads)
+                heads = [g * at for g in (out_grads if several else [out_grads])]
+            go_back(heads)
+
+        def again(at: float) -> None:
+            # The way back uses memory of the way there: both are gone again.
+            for average, before in self._averages or ():
+                before.copyto(average)
+            for grad, before in kept:
+                (before * (at / scale)).copyto(grad)
+            for executor in group.execs:
+                executor.forward(is_train=True)
+            run(at)
+
+        run(scale)
         pending = self._steps.pending
-        pending.scale = self._used_scale
-        pending.losses = [o for e in module._exec_group.execs for o in e.outputs]
+        pending.scale = scale
+        pending.losses = [o for e in group.execs for o in e.outputs]
+        if searching:
+            self._steps.settle(self._gradients, lambda: True, again)
+        self._used_scale = pending.scale
 
     def get_input_grads(self, merge_multi_context: bool = True) -> Any:
         """Without the scale."""
@@ -159,12 +197,16 @@ class _Module:
                                                             group.grad_arrays[i]))
                 if grad is not None]
 
-    def _clear(self) -> None:
+    def _adding_up(self) -> List[Any]:
+        """Gradients to which each backward pass adds."""
         group = self._module()._exec_group
-        for executor in group.execs:
-            for name, grad in zip(group.arg_names, executor.grad_arrays):
-                if grad is not None and group.grad_req[name] == "add":
-                    grad[:] = 0
+        return [grad for executor in group.execs
+                for name, grad in zip(group.arg_names, executor.grad_arrays)
+                if grad is not None and group.grad_req[name] == "add"]
+
+    def _clear(self) -> None:
+        for grad in self._adding_up():
+            grad[:] = 0
 
     def save_optimizer_states(self, fname: str) -> None:
         """Writes the optimizer with its masters, the loss scale and the counters."""

@@ -5,8 +5,9 @@ and the update scales down again. Both must use one number. This one is found by
 
     while gradients are finite: grow every `growth_interval` steps, up to `maximum`
     when they are not:          back off, down to `minimum`; there, an error
+    until it is settled:        a search instead, by further backward passes of the same step
 """
-from typing import Any, Dict, Iterable
+from typing import Any, Callable, Dict, Iterable
 
 from ..checks import in_names, positive_number, whole_number
 
@@ -15,10 +16,22 @@ class LossScaleError(RuntimeError):
     """No loss scale makes the gradients finite."""
 
 
+# A search goes down by this factor, then up by its halves, in at most so many backward passes.
+_LARGE_STEP = 2.0 ** 4
+_PASSES = 6
+# The scale is settled after so many finite steps in a row.
+_SETTLED_AFTER = 100
+
+
 class DynamicLossScale:
     """The largest loss scale that keeps gradients finite, found by trying.
 
     Call `update` after each step. An overflow lowers the scale for the very next step.
+
+    Attributes:
+        settled: whether so many steps have been finite in a row (100, or `growth_interval`)
+            that `search` is no longer worth a look at the gradients after each backward pass.
+            Set it to True for a scale that never searches.
 
     Args:
         initial: the scale to begin with.
@@ -45,6 +58,7 @@ class DynamicLossScale:
             raise ValueError(f"backoff_factor must be below 1. Received: {backoff_factor!r}")
         self.growth_interval = whole_number(growth_interval, "growth_interval", least=1)
         self.finite_steps = 0  # in a row, since the scale last changed
+        self.settled = False
 
     def update(self, finite: bool, parameters: Iterable[str] = ()) -> None:
         """Takes in whether a step's gradients were finite.
@@ -54,6 +68,7 @@ class DynamicLossScale:
         """
         if finite:
             self.finite_steps += 1
+            self.settled |= self.finite_steps >= min(_SETTLED_AFTER, self.growth_interval)
             if self.finite_steps >= self.growth_interval:
                 self.scale = min(self.scale * self.growth_factor, self.maximum)
                 self.finite_steps = 0
@@ -66,18 +81,61 @@ class DynamicLossScale:
             self.scale = max(self.scale * self.backoff_factor, self.minimum)
             self.finite_steps = 0
 
+    def search(self, overflows: Callable[[float], bool], added_up: int = 1) -> int:
+        """Looks for the scale of a step whose backward pass overflowed at this one: down in large
+        steps until nothing overflows, then up by halves of them.
+
+        Args:
+            overflows: goes back at a scale; whether gradients overflow there. Its last call is
+                with the scale that was found.
+            added_up: how many such gradients are still to be added up.
+
+        Returns:
+            the number of backward passes, the first included; 0 where no scale was found. Then
+            the scale is as before, or lower where the passes did not reach the minimum.
+        """
+        too_high, passes, last = self.scale, 1, self.scale
+        low = None
+        while low is None and last > self.minimum and passes < _PASSES:
+            last = max(last / _LARGE_STEP, self.minimum)
+            passes += 1
+            low = None if overflows(last) else last
+        if low is None:
+            self.scale = self.scale if last <= self.minimum else last
+            return 0
+        factor = _LARGE_STEP ** 0.5
+        while factor >= 2 and passes + 2 <= _PASSES:  # one to go up, one to come back
+            if low * factor < too_high:
+                last = low * factor
+                passes += 1
+                if overflows(last):
+                    too_high = last
+                else:
+                    low = last
+            factor **= 0.5
+        self.scale = max(low / 2 ** (added_up - 1).bit_length(), self.minimum)
+        if self.scale != last:
+            passes += 1
+            overflows(self.scale)
+        self.finite_steps = 0
+        return passes
+
     def state_dict(self) -> Dict[str, Any]:
         """What changes while training."""
-        return {"scale": self.scale, "finite_steps": self.finite_steps}
+        return {"scale": self.scale, "finite_steps": self.finite_steps, "settled": self.settled}
 
     def load_state_dict(self, state: Dict[str, Any]) -> None:
         """Takes over what `state_dict` gave; a bad one is an error and changes nothing."""
-        if not isinstance(state, dict) or set(state) != {"scale", "finite_steps"}:
-            raise ValueError("a DynamicLossScale's state has scale and finite_steps. "
+        if not isinstance(state, dict) or set(state) | {"settled"} != {
+                "scale", "finite_steps", "settled"}:
+            raise ValueError("a DynamicLossScale's state has scale, finite_steps and settled. "
                              f"Received: {state!r}")
+        settled = state.get("settled", True)  # of a state of before there was a search
+        if not isinstance(settled, bool):
+            raise ValueError(f"settled must be True or False. Received: {settled!r}")
         scale = self._within(state["scale"], "scale")
         self.finite_steps = whole_number(state["finite_steps"], "finite_steps", least=0)
-        self.scale = scale
+        self.scale, self.settled = scale, settled
 
     def _within(self, scale: Any, what: str) -> float:
         if not self.minimum <= positive_number(scale, what) <= self.maximum:

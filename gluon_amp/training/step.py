@@ -1,6 +1,8 @@
 """One step, for a Trainer and for a Module alike.
 
     backward passes   leave in `Pending` what the step has to know
+    settle            after each, while a dynamic scale is not settled: looks, and where gradients
+                      overflow goes back again at lower scales, so that the step is not lost
     take              looks at the summed gradients, once:
                         all finite   updates, with gradients * rescale_grad / scale, clipped
                         not          does not; gradients that add up become 0; the log says why
@@ -93,6 +95,8 @@ class Steps:
         self.pending = Pending()
         self.reduction = Reduction()
         self._overflowed: Tuple[str, ...] = ()
+        self._adding_at: Optional[float] = None  # the scale of gradients that add up
+        self._told = False  # what a search has found
 
     @property
     def scaling(self) -> bool:
@@ -106,8 +110,18 @@ class Steps:
 
     @property
     def scale(self) -> float:
-        """What the next backward pass multiplies gradients by."""
+        """What the next step's gradients are multiplied by."""
         return 1.0 if self.loss_scale is None else self.loss_scale.scale
+
+    @property
+    def backward_scale(self) -> float:
+        """What the next backward pass multiplies gradients by: as those before in this step."""
+        return self.scale if self.pending.scale is None else self.pending.scale
+
+    @property
+    def searching(self) -> bool:
+        """Whether `settle` is to be called after each backward pass."""
+        return isinstance(self.loss_scale, DynamicLossScale) and not self.loss_scale.settled
 
     @property
     def gradients_scale(self) -> float:
@@ -117,6 +131,51 @@ class Steps:
     def forget(self) -> None:
         """Nothing has been done since the last step."""
         self.pending = Pending()
+
+    def begin(self, adding_up: Sequence[Any]) -> float:
+        """Before a backward pass: gives its scale. Gradients that add up, and stand at another
+        scale since an earlier step, are brought to this one."""
+        scale = self.backward_scale
+        if self._adding_at is not None and self._adding_at != scale:
+            multiply(adding_up, scale / self._adding_at)
+        self._adding_at = scale
+        return scale
+
+    def settle(self, gradients: Callable[[], Sequence[Gradient]],
+               can_go_back: Callable[[], bool], go_back: Callable[[float], None]) -> None:
+        """Looks at the gradients of a backward pass at once, and goes back again at lower scales
+        where they overflow.
+
+        Args:
+            gradients: those written since the last step.
+            can_go_back: whether the pass may be made again.
+            go_back: makes it again, at a scale.
+        """
+        if not self._overflow_anywhere(gradients()):
+            return
+        assert isinstance(self.loss_scale, DynamicLossScale)
+        if self._loss_is_to_blame() or not can_go_back():
+            return
+
+        def overflows(scale: float) -> bool:
+            self.pending.scale = self._adding_at = scale
+            go_back(scale)
+            return self._overflow_anywhere(gradients())
+
+        devices = {g.place[1] for g in gradients()} if self.reduction.sums else {0}
+        passes = self.loss_scale.search(overflows, len(devices) * self.reduction.workers)
+        if passes:
+            log.log(logging.INFO if self._told else logging.WARNING,
+                    "loss scale %s found in %d backward passes", _power(self.scale), passes)
+            self._told = True
+
+    def _overflow_anywhere(self, gradients: Sequence[Gradient]) -> bool:
+        return self.reduction.any(not np.isfinite(_look(gradients)).all())
+
+    def _loss_is_to_blame(self) -> bool:
+        # With several workers all must decide alike, and they share gradients, not losses.
+        return self.reduction.workers == 1 \
+            and not all_finite([to_float32(loss) for loss in self.pending.losses])
 
     def overflowed(self, gradients: Callable[[], Sequence[Gradient]]) -> Tuple[str, ...]:
         """Names of the parameters whose newest gradients are not finite: those that wait for
@@ -177,9 +236,7 @@ class Steps:
         before, names = self.scale, self._overflowed
         self.skipped += 1
         self.skipped_in_a_row += 1
-        # With several workers all must decide alike, and they share gradients, not losses.
-        if self.reduction.workers == 1 \
-                and not all_finite([to_float32(loss) for loss in self.pending.losses]):
+        if self._loss_is_to_blame():
             reason = "the loss itself is not finite, which no loss scale causes or mends: " \
                      "look at the data, the learning rate, and what overflows in the network"
         elif isinstance(self.loss_scale, DynamicLossScale):
@@ -213,6 +270,17 @@ class Steps:
         self.skipped_in_a_row = state.get("skipped_in_a_row", 0)
         self._overflowed = ()
         self.forget()
+
+
+def multiply(arrays: Sequence[Any], factor: float) -> None:
+    """In place."""
+    for array in arrays:
+        (array * factor).copyto(array)
+
+
+def _power(scale: float) -> str:
+    fraction, exponent = math.frexp(scale)
+    return f"2^{exponent - 1}" if fraction == 0.5 else f"{scale:g}"
 
 
 def _look(gradients: Sequence[Gradient]) -> "np.ndarray":

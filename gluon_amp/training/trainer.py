@@ -11,6 +11,7 @@ from .._mxnet import mx, np
 from ..checks import in_names, positive_number
 from ..cpu.arrays import to_float32
 from ..files import replace_file
+from . import graphs
 from .optimizer import check_scalable, given_optimizer, with_masters
 from .optimizer import optimizer as make_optimizer
 from .reduction import Reduction
@@ -88,6 +89,10 @@ class Trainer(mx.gluon.Trainer):
 
         The losses stay unscaled. Calls before one step share one scale, so gradients
         with grad_req="add" add up.
+
+        Until a dynamic scale is settled, the gradients are looked at here. Where they overflow,
+        further backward passes find the scale, so that no step is lost. Arrays of your own with
+        grad_req="add" get a sum of all these passes.
         """
         losses = list(loss) if isinstance(loss, (list, tuple)) else [loss]
         if not self._steps.scaling:
@@ -95,9 +100,34 @@ class Trainer(mx.gluon.Trainer):
             self._steps.forget()
             self._steps.pending.scale = 1.0
             return
-        with self._noting_what_is_written(losses) as scale:
-            heads = [mx.nd.ones_like(one.as_nd_ndarray()) * scale for one in losses]
-            mx.autograd.backward(losses, heads, retain_graph)
+        scale = self._begin(losses)
+        searching = self._steps.searching
+        if searching and not self._kv_initialized:
+            self._init_kvstore()
+        kept = self._kept_gradients() if searching else {}
+
+        def go_back(at: float, retain: bool) -> None:
+            heads = [mx.nd.ones_like(one.as_nd_ndarray()) * at for one in losses]
+            mx.autograd.backward(losses, heads, retain)
+
+        go_back(scale, retain_graph or searching)
+        self._note(losses, scale)
+        if searching:
+            averages = [(a, a.copy()) for p in self._params if p.grad_req == "null"
+                        and p._data is not None for a in p.list_data()]
+
+            def again(at: float) -> None:
+                for gradient, before in kept.values():
+                    (before * (at / scale)).copyto(gradient)
+                go_back(at, True)
+                self._note_written()
+                for average, after_once in averages:  # MXNet's batch norms move them on the way
+                    after_once.copyto(average)
+
+            self._steps.settle(lambda: self._gradients(ignore_stale_grad=True),
+                               lambda: graphs.can_go_back_again(losses), again)
+            if not retain_graph:
+                graphs.free(losses)
 
     def step(self, batch_size: int, ignore_stale_grad: bool = False) -> bool:
         """Sums gradients over devices and updates, unless they are not finite.
@@ -148,30 +178,46 @@ class Trainer(mx.gluon.Trainer):
 
     # ---- how it is done
 
-    @contextmanager
-    def _noting_what_is_written(self, losses: List[Any]) -> Iterator[float]:
-        """Around a backward pass: gives its scale and notes which gradients it wrote.
+    def _begin(self, losses: List[Any]) -> float:
+        """Before a backward pass: gives its scale.
 
         MXNet marks the weights whose gradients a backward pass writes. The marks are taken
         off at once, so that a mark at the step tells of somebody else's backward pass.
         """
         _check_losses(losses)
         weights = dict(self._weights())
-        pending = self._steps.pending
-        if pending.scale is None:
+        if self._steps.pending.scale is None:
             for weight in weights.values():
                 weight._fresh_grad = False
         else:
             self._check_nobody_else()
-        scale = self._steps.scale if pending.scale is None else pending.scale
-        yield scale
-        for place, weight in weights.items():
-            if weight._fresh_grad:
-                pending.written.add(place)
-                weight._fresh_grad = False
+        return self._steps.begin([g for p in self._params if p.grad_req == "add"
+                                  for g in p.list_grad()])
+
+    def _note(self, losses: List[Any], scale: float) -> None:
+        """After a backward pass."""
+        pending = self._steps.pending
+        self._note_written()
         pending.scale = scale
         pending.losses += [loss.detach() for loss in losses]
         pending.unscaled = pending.max_norm = None
+
+    def _note_written(self) -> None:
+        for place, weight in self._weights():
+            if weight._fresh_grad:
+                self._steps.pending.written.add(place)
+                weight._fresh_grad = False
+
+    def _kept_gradients(self) -> Dict[Place, Tuple[Any, Any]]:
+        """Gradients that a backward pass does not simply replace, and copies of them: those that
+        add up, and those of passes before in this step."""
+        kept = {}
+        for place, _ in self._weights():
+            parameter = self._params[place[0]]
+            if parameter.grad_req == "add" or place in self._steps.pending.written:
+                gradient = parameter.list_grad()[place[1]]
+                kept[place] = gradient, gradient.copy()
+        return kept
 
     def _weights(self) -> Iterator[Tuple[Place, Any]]:
         trainable = [(i, p) for i, p in enumerate(self._params) if p.grad_req != "null"]
@@ -301,10 +347,11 @@ def scale_loss(loss: Any, trainer: Trainer) -> Iterator[Any]:
         return
     several = isinstance(loss, (list, tuple))
     losses = list(loss) if several else [loss]
-    with trainer._noting_what_is_written(losses) as scale:
-        with mx.autograd.record(mx.autograd.is_training()):
-            scaled = [one * scale for one in losses]
-        yield scaled if several else scaled[0]
+    scale = trainer._begin(losses)
+    with mx.autograd.record(mx.autograd.is_training()):
+        scaled = [one * scale for one in losses]
+    yield scaled if several else scaled[0]
+    trainer._note(losses, scale)
 
 
 def _check_kvstore(kvstore: Any, update_on_kvstore: Optional[bool], parameters: Any) -> None:
