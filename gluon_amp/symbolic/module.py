@@ -39,8 +39,8 @@ class _Module:
 
     @property
     def overflowed(self) -> Tuple[str, ...]:
-        """Names of the parameters whose newest gradients are not finite: those that wait for
-        their step, or else those of the last step."""
+        """Names of the parameters whose newest gradients are not finite. Those are the gradients
+        that wait for their step, or else those of the last step."""
         return self._steps.overflowed(self._gradients)
 
     def _module(self) -> Any:

@@ -78,8 +78,8 @@ class Trainer(mx.gluon.Trainer):
 
     @property
     def overflowed(self) -> Tuple[str, ...]:
-        """Names of the parameters whose newest gradients are not finite: those that wait for
-        their step, or else those of the last step."""
+        """Names of the parameters whose newest gradients are not finite. Those are the gradients
+        that wait for their step, or else those of the last step."""
         return self._steps.overflowed(lambda: self._gradients(ignore_stale_grad=True))
 
     # ---- what one does
