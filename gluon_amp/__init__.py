@@ -5,7 +5,7 @@ from .formats import Format
 from .gluon.convert import convert, restore
 from .cpu import library
 from .cpu.library import KernelError
-from .training.loss_scale import DynamicLossScale, LossScaleError, StaticLossScale
+from .training.loss_scale import DynamicLossScale, LossScaleError
 from .training.lr_find import lr_find
 from .symbolic.module import BucketingModule, Module, Speedometer
 from .training.optimizer import optimizer
@@ -13,6 +13,7 @@ from .policy import Policy
 from .report import report
 from .symbolic.convert import convert_model, convert_symbol
 from .tensor_core_math import tensor_core_dot
+from .training.static_pair import StaticLossScale
 from .training.trainer import Trainer, scale_loss
 
 library.start()

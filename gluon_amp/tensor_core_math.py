@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Optional
 from ._mxnet import mx, np
 from .cpu import library
 from .graph.graph import Graph
-from .graph.operators import LOW
+from .graph.operators import PRODUCTS
 
 
 class TensorCore(NamedTuple):
@@ -147,11 +147,11 @@ _PRODUCTS = frozenset("""
     _contrib_interleaved_matmul_encdec_qk _contrib_interleaved_matmul_encdec_valatt
     RNN _npx_rnn _npx_convolution _npx_deconvolution _npx_fully_connected _npx_batch_dot
 """.split())
-_OTHERS = LOW - _PRODUCTS
+_OTHERS = PRODUCTS - _PRODUCTS
 
 
 def accumulate(graph: Graph, gpu: str, split: Optional[int] = None) -> None:
-    """Lets all products of a CPU's float16 graph (`graph.build.for_cpu`) add as a GPU does.
+    """Lets all products of a CPU's float16 graph (`graph.build.build`) add as a GPU does.
 
     Their gradients do so, too. Products that stay float32 are left alone.
     """

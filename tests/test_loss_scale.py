@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from gluon_amp import DynamicLossScale, LossScaleError, StaticLossScale
 from gluon_amp._mxnet import mx
-from gluon_amp.training.loss_scale import as_loss_scale
+from gluon_amp.training.step import as_loss_scale
 from hypothesis import strategies as st
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
@@ -278,6 +278,7 @@ def test_each_argument_is_checked_and_the_error_shows_what_was_received(name, va
 
 @pytest.mark.parametrize("state", [
     None, [8.0, 1], {}, {"scale": 8.0}, {"scale": 8.0, "finite_steps": 1, "step": 1},
+    {"scale": 8.0, "finite_steps": 1, "settled": 1},
     *({"scale": 8.0, "finite_steps": value} for value in NOT_COUNTS),
     *({"scale": value, "finite_steps": 3} for value in [*NOT_POSITIVE, 3.9, 64.1])], ids=repr)
 def test_a_state_that_does_not_fit_is_an_error_and_changes_nothing(state):
@@ -285,8 +286,72 @@ def test_a_state_that_does_not_fit_is_an_error_and_changes_nothing(state):
     scale.update(True)
     with pytest.raises(ValueError, match="Received: "):
         scale.load_state_dict(state)
-    assert scale.state_dict() == {"scale": 16.0, "finite_steps": 1}
+    assert scale.state_dict() == {"scale": 16.0, "finite_steps": 1, "settled": False}
     assert repr(scale) == "DynamicLossScale(scale=16.0, finite_steps=1)"
+
+
+def test_a_state_of_before_there_was_a_search_is_settled():
+    scale = DynamicLossScale()
+    scale.load_state_dict({"scale": 8.0, "finite_steps": 3})
+    assert scale.state_dict() == {"scale": 8.0, "finite_steps": 3, "settled": True}
+
+
+# ---- the search
+
+def searched(limit, initial=2.0 ** 16, **kwargs):
+    """A scale that has searched where gradients overflow above a limit; the number of its passes,
+    and the scales at which it went back."""
+    scale, tried = DynamicLossScale(initial, **kwargs), []
+    passes = scale.search(lambda s: bool(tried.append(s)) or s > limit)
+    return scale, passes, tried
+
+
+@pytest.mark.parametrize("exponent", range(16))
+def test_a_search_finds_a_fitting_scale_in_at_most_six_passes(exponent):
+    scale, passes, tried = searched(2.0 ** exponent)
+    assert 2 <= passes <= 6
+    assert passes == 1 + len(tried)
+    assert tried[-1] == scale.scale  # what gradients stand at
+    largest = 2.0 ** exponent
+    assert scale.scale == largest if exponent >= 8 else largest / 8 <= scale.scale <= largest
+
+
+def test_a_search_goes_down_by_16_then_up_by_4_and_2():
+    assert searched(2.0 ** 11)[2] == [2.0 ** 12, 2.0 ** 8, 2.0 ** 10, 2.0 ** 11]
+    assert searched(2.0 ** 14)[2] == [2.0 ** 12, 2.0 ** 14, 2.0 ** 15, 2.0 ** 14]
+
+
+def test_where_nothing_fits_the_scale_stays_and_where_passes_ran_out_it_is_lower():
+    scale, passes, tried = searched(0.5)
+    assert (scale.scale, passes, tried[-1]) == (2.0 ** 16, 0, 1)
+    scale, passes, tried = searched(1, 2.0 ** 40, maximum=2.0 ** 40)
+    assert (scale.scale, passes, tried[-1]) == (2.0 ** 20, 0, 2.0 ** 20)
+    scale, passes, tried = searched(0.5, 1.0)
+    assert (scale.scale, passes, tried) == (1, 0, [])
+
+
+def test_gradients_that_are_still_added_up_get_room_for_the_sum():
+    for several, factor in ((1, 1), (2, 2), (3, 4), (4, 4), (5, 8)):
+        scale, tried = DynamicLossScale(), []
+        passes = scale.search(lambda s, tried=tried: bool(tried.append(s)) or s > 2.0 ** 12,
+                              several)
+        assert scale.scale == tried[-1] == 2.0 ** 12 / factor
+        assert passes == 1 + len(tried) <= 6
+
+
+@pytest.mark.parametrize(("interval", "steps"), [(2000, 100), (30, 30), (1, 1)])
+def test_a_scale_is_settled_after_so_many_finite_steps_in_a_row(interval, steps):
+    scale = DynamicLossScale(growth_interval=interval)
+    for _ in range(steps - 1):
+        scale.update(True)
+    if interval > 1:
+        scale.update(False)
+        for _ in range(steps - 1):
+            scale.update(True)
+    assert not scale.settled
+    scale.update(True)
+    scale.update(False)
+    assert scale.settled
 
 
 def test_loss_scale_takes_a_scale_or_a_number_or_dynamic_or_none_and_nothing_else():

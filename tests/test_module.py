@@ -16,8 +16,15 @@ OVERFLOW = 3e38  # a label: the output stays finite, its gradient times the scal
 TWO = [mx.cpu(0), mx.cpu(1)]
 
 
-def dynamic(initial=1024, **kwargs):
-    return amp.DynamicLossScale(initial, **kwargs)
+def dynamic(initial=1024, maximum=2.0 ** 24, **kwargs):
+    return amp.DynamicLossScale(initial, maximum=maximum, **kwargs)
+
+
+def settled(initial):
+    """A dynamic scale that searches no more, but skips."""
+    scale = dynamic(initial, maximum=2.0 ** 40)
+    scale.settled = True
+    return scale
 
 
 def body():
@@ -86,10 +93,10 @@ def arrays(state):
 
 def everything(mod):
     """All that a step depends on."""
-    scale = mod._scaling.scale
+    scale = mod._steps.loss_scale
     return {**values(mod), **dict(enumerate(arrays(mod._updater.states))),
             "scale": [mod.loss_scale, mod.skipped, getattr(scale, "finite_steps", 0),
-                      mod._scaling.in_a_row, mod._optimizer.num_update,
+                      mod._steps.skipped_in_a_row, mod._optimizer.num_update,
                       mod._optimizer.learning_rate]}
 
 
@@ -219,6 +226,61 @@ def test_nan_outputs_are_no_overflow(scale, caplog):
         learn(mod, bad)
 
 
+@pytest.mark.parametrize("scale", [64, dynamic()])
+def test_overflowed_names_the_newest_gradients_before_and_after_the_step(scale):
+    mod = made(net(), loss_scale=scale)
+    mod.forward_backward(batch(label=OVERFLOW))
+    before = mod.overflowed
+    assert "fc_bias" in before
+    assert mod.update() is False
+    assert mod.overflowed == before
+    mod.forward_backward(batch())
+    assert mod.overflowed == ()
+    assert mod.update() is True
+    assert mod.overflowed == ()
+
+
+# ---- clipping
+
+def test_clipping_is_float32s_whatever_the_scale():
+    """The update moves weights by the rate times the norm, at most."""
+    def moved(policy, optimizer=("sgd", {"learning_rate": 1}), **kwargs):
+        mod = made(net(policy), optimizer=optimizer, **kwargs)
+        before = values(mod)
+        assert learn(mod, batch(label=100))
+        return {k: v - before[k] for k, v in values(mod).items() if "moving" not in k}
+
+    def norm(move):
+        return np.sqrt(sum((m.astype("f8") ** 2).sum() for m in move.values()))
+
+    free = moved(None)
+    assert norm(free) > 10
+    for context in (mx.cpu(), TWO):
+        for scale in (None, 64, "dynamic"):
+            clipped = moved(None, loss_scale=scale, clip_norm=0.5, context=context)
+            assert norm(clipped) == pytest.approx(0.5, rel=1e-4)
+            loose = moved(None, loss_scale=scale, clip_norm=1e9, context=context)
+            assert norm(loose) > 10
+    for name, move in moved(None, clip_norm=0.5).items():
+        np.testing.assert_allclose(move, free[name] * 0.5 / norm(free), rtol=1e-3, atol=1e-6)
+    assert norm(moved("float16", loss_scale=64, clip_norm=0.5)) == pytest.approx(0.5, rel=0.01)
+
+
+def test_without_a_scale_too_clipping_looks_first_and_skips_what_is_not_finite():
+    mod = made(net(None), clip_norm=1)
+    bad = mx.io.DataBatch([nd.full((6, 3, 6, 6), np.nan)], batch().label)
+    before = values(mod)["fc_weight"]
+    assert learn(mod, bad) is False
+    assert mod.skipped == 1
+    assert np.array_equal(before, values(mod)["fc_weight"])
+
+
+@pytest.mark.parametrize("clip_norm", [0, -1, float("nan"), "1"])
+def test_a_bad_norm_is_refused(clip_norm):
+    with pytest.raises(ValueError, match="clip_norm must be a positive, finite number"):
+        amp.Module(net(), label_names=["head_label"], clip_norm=clip_norm)
+
+
 # ---- what scales, and what does not
 
 @pytest.mark.parametrize("policy", [None, "float16"])
@@ -248,6 +310,18 @@ def test_without_a_loss_and_head_gradients_a_scale_is_an_error():
 def test_a_cast_behind_the_loss_is_still_a_loss():
     sym = S.Cast(net(), dtype="float32", name="out")
     assert learn(made(sym, loss_scale=64), batch())
+
+
+def test_an_optimizer_object_gets_masters_as_a_name_does():
+    def trained(optimizer, params=()):
+        mod = made(net(), optimizer=(optimizer, params), loss_scale=64)
+        train(mod, 5)
+        return mod
+
+    settings = {"learning_rate": 0.01, "rescale_grad": 1 / 6}
+    mod = trained(mx.optimizer.Adam(**settings, param_idx2name=dict(
+        enumerate(["conv_weight", "conv_bias", "bn_gamma", "bn_beta", "fc_weight", "fc_bias"]))))
+    assert same(everything(mod), everything(trained("adam", settings)))
 
 
 # ---- MXNet's Module otherwise
@@ -333,7 +407,7 @@ def test_fit_scores_predicts_and_names_the_scale_in_mxnets_log_line(caplog):
     data = mx.io.NDArrayIter(x, y, 6, label_name="head_label")
     caplog.set_level(logging.INFO)
     mod = amp.Module(net(head=S.SoftmaxOutput), label_names=["head_label"],
-                     loss_scale=dynamic(2.0 ** 40, maximum=2.0 ** 40))
+                     loss_scale=settled(2.0 ** 40))
     mod.fit(data, data, num_epoch=12, initializer=mx.init.Xavier(), optimizer="adam",
             optimizer_params={"learning_rate": 0.01},
             batch_end_callback=amp.Speedometer(6, 3))

@@ -167,6 +167,15 @@ def test_buckets_share_parameters_scale_and_loaded_states(policy, tmp_path):
     assert mod.loss_scale == other.loss_scale == 2 ** 13
 
 
+def test_all_buckets_are_clipped():
+    mod = bucketing("float32", clip_norm=1e-3)
+    for length in (9, 5):
+        before = values(mod)
+        learn(mod, words(length))
+        moved = sum(((v - before[k]) ** 2).sum() for k, v in values(mod).items())
+        assert moved ** 0.5 < 2e-4  # learning rate 0.1, and some momentum
+
+
 @pytest.mark.parametrize("policy", ["float32", "float16"])
 def test_every_bucket_gives_out_parameters_that_were_set(policy):
     mod = bucketing(policy)

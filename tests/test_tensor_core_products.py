@@ -8,7 +8,7 @@ import itertools
 import numpy as np
 import pytest
 from gluon_amp._mxnet import mx
-from gluon_amp.graph.build import for_cpu
+from gluon_amp.graph.build import build
 from gluon_amp.graph.graph import Graph
 from gluon_amp.tensor_core_math import GPUS, TensorCore, accumulate
 from tensor_core_rule import product
@@ -27,7 +27,7 @@ def coarse_gpus(monkeypatch):
 def outcome(symbol, arrays, gpu, split, head=None):
     """The output, and with a head gradient all gradients."""
     names = symbol.list_inputs()
-    graph = for_cpu(Graph.read(symbol), dict.fromkeys(names, "float16"))
+    graph = build(Graph.read(symbol), dict.fromkeys(names, "float16"))
     accumulate(graph, gpu, split)
     op = mx.nd.CachedOp(graph.symbol(), [("data_indices", list(range(len(names)))),
                                          ("param_indices", [])])
@@ -315,6 +315,6 @@ def test_a_coarse_gpu_shows():
 
 def test_what_has_no_code_is_refused_by_name():
     symbol = sym.linalg.gemm(X, Y, Z, name="mine")
-    graph = for_cpu(Graph.read(symbol), dict.fromkeys("xyz", "float16"))
+    graph = build(Graph.read(symbol), dict.fromkeys("xyz", "float16"))
     with pytest.raises(ValueError, match=r"no code for \w*gemm \(mine\).*Valid: .*Convolution"):
         accumulate(graph, "V100")

@@ -6,7 +6,7 @@ wrong products would show everywhere, since this GPU keeps few bits."""
 import numpy as np
 import pytest
 from gluon_amp._mxnet import mx
-from gluon_amp.graph.build import for_cpu
+from gluon_amp.graph.build import build
 from gluon_amp.graph.graph import Graph
 from gluon_amp.tensor_core_math import GPUS, TensorCore, accumulate
 from halves import stock
@@ -144,7 +144,7 @@ def reference(mode, layers, directions, x, parameters, h, c, heads):
 
 
 def outcome(symbol, arrays, heads, training=True, gpu="coarse"):
-    graph = for_cpu(Graph.read(symbol), dict.fromkeys(arrays, "float16"))
+    graph = build(Graph.read(symbol), dict.fromkeys(arrays, "float16"))
     accumulate(graph, gpu)
     op = mx.nd.CachedOp(graph.symbol(), [("data_indices", list(range(len(arrays)))),
                                          ("param_indices", [])])

@@ -1,7 +1,8 @@
 """Names that `keep=` names: regular expressions for whole names."""
-import difflib
 import re
 from typing import Iterable, Set
+
+from ..checks import nearest
 
 
 def matching(pattern: str, names: Iterable[str]) -> Set[str]:
@@ -15,6 +16,5 @@ def matching(pattern: str, names: Iterable[str]) -> Set[str]:
 
 def matches_nothing(what: str, word: str, names: Iterable[str], where: str = "network") -> str:
     """An error's text, with the names that come near."""
-    there = sorted(names)
-    close = difflib.get_close_matches(word, there, n=5, cutoff=0.3) or there[:5]
-    return f"keep: {what} matches nothing in this {where}. Near it: {', '.join(close)}"
+    near = ", ".join(nearest(word, sorted(names)))
+    return f"keep: {what} matches nothing in this {where}. Near it: {near}"

@@ -1,8 +1,6 @@
 """`Module` and `BucketingModule`: MXNet's own, on any device, with loss scaling.
 
-What they bind is binding.py's matter. A step is as in the Trainer: one look at all
-gradients after they are summed over devices; then an update with gradients divided by the
-scale, or none.
+What they bind is binding.py's matter, and a step is the Trainer's (training/step.py).
 """
 from typing import Any, Dict, Iterable, List, Optional, Tuple
 
@@ -10,22 +8,40 @@ from mxnet.model import _update_params
 
 from .._mxnet import mx, np
 from ..cpu.arrays import to_float32
-from ..cpu.finite import all_finite, not_finite, squares
 from ..files import must_exist, replace_file
 from ..graph.operators import LOSSES
-from ..training.loss_scale import as_loss_scale
-from ..training.optimizer import check_scalable, optimizer_class, with_masters
+from ..training.optimizer import check_scalable, given_optimizer, optimizer_class, with_masters
+from ..training.reduction import Reduction
 from ..training.states import check_states, read_states
-from ..training.step import Scaled, Scaling
+from ..training.step import Gradient, Steps
 from .binding import Bindable, environment
 from .convert import check_parameters
 
 
-class _Module(Scaled):
+class _Module:
     """In front of MXNet's classes of modules."""
 
+    _steps: Steps
     _states_file: Optional[str] = None  # to be loaded once there is an optimizer
     _used_scale = 1.0  # in the last backward pass
+    # Moving averages before the last forward pass, if another may have to begin there.
+    _averages: Optional[List[Tuple[Any, Any]]] = None
+
+    @property
+    def loss_scale(self) -> float:
+        """The scale that the next step uses; 1 without scaling."""
+        return self._steps.scale
+
+    @property
+    def skipped(self) -> int:
+        """How many steps were skipped."""
+        return self._steps.skipped
+
+    @property
+    def overflowed(self) -> Tuple[str, ...]:
+        """Names of the parameters whose newest gradients are not finite. Those are the gradients
+        that wait for their step, or else those of the last step."""
+        return self._steps.overflowed(self._gradients)
 
     def _module(self) -> Any:
         """The module that is bound now."""
@@ -36,7 +52,8 @@ class _Module(Scaled):
         return [self]
 
     def _bindable(self, symbol: Any) -> Bindable:
-        return Bindable.of(symbol, (lambda: self._scaling.value) if self._scaling.on else None)
+        scale = (lambda: self._steps.backward_scale) if self._steps.scaling else None
+        return Bindable.of(symbol, scale)
 
     def init_params(self, initializer: Any = mx.init.Uniform(0.01), *args: Any,  # noqa: B008
                     **kwargs: Any) -> None:
@@ -60,12 +77,12 @@ class _Module(Scaled):
             super().init_optimizer(kvstore, optimizer, optimizer_params, force_init)
             return
         store = str(getattr(kvstore, "type", kvstore))
-        if self._scaling.on and "async" in store:
-            raise ValueError("loss scaling looks at the gradients before the update, and "
-                             f"{store} updates on its servers: use dist_sync")
+        if self._steps.looking and "async" in store:
+            raise ValueError("loss scaling and clip_norm look at the gradients before the update, "
+                             f"and {store} updates on its servers: use dist_sync")
         by_name = not isinstance(optimizer, mx.optimizer.Optimizer)
         chosen = optimizer_class(optimizer) if by_name else optimizer
-        if self._scaling.on:
+        if self._steps.scaling:
             check_scalable(chosen)
         module = self._module()
         group = module._exec_group
@@ -75,32 +92,74 @@ class _Module(Scaled):
                                                                          copy=False)
         if by_name:
             optimizer_params = {"multi_precision": True, **dict(optimizer_params)}
-        with environment("MXNET_UPDATE_ON_KVSTORE", "0" if self._scaling.on else None):
+        else:
+            given_optimizer(optimizer)
+        with environment("MXNET_UPDATE_ON_KVSTORE", "0" if self._steps.looking else None):
             super().init_optimizer(kvstore, optimizer, optimizer_params, force_init)
+        self._steps.reduction = Reduction(module._kvstore)
         with_masters(module._optimizer)
         if self._states_file:
             self.load_optimizer_states(self._states_file)
             self._states_file = None
 
+    def forward(self, data_batch: Any, is_train: Optional[bool] = None) -> None:
+        """As MXNet's."""
+        if not self._steps.searching:
+            self._averages = None
+            super().forward(data_batch, is_train)
+            return
+        group = self._module()._exec_group
+        before = [(a, a.copy()) for e in group.execs for a in e.aux_arrays]
+        super().forward(data_batch, is_train)
+        self._averages = before
+
     def backward(self, out_grads: Any = None) -> None:
-        """As MXNet's; head gradients that are given are scaled."""
-        self._used_scale = self._scaling.value
-        if self._scaling.on:
-            symbol = self._module()._symbol
-            if out_grads is None and not symbol.has_loss:
-                raise ValueError("a loss scale needs a loss in the symbol, or out_grads for "
-                                 f"backward. Valid: {', '.join(sorted(LOSSES))}. Received outputs: "
-                                 f"{', '.join(symbol.list_outputs())}")
-            if out_grads is not None:
+        """As MXNet's; head gradients that are given are scaled.
+
+        Until a dynamic scale is settled, the gradients are looked at here. Where they overflow,
+        forward and backward passes at other scales find one, so that no step is lost.
+        """
+        module = self._module()
+        group = module._exec_group
+        if self._steps.scaling and out_grads is None and not module._symbol.has_loss:
+            raise ValueError("a loss scale needs a loss in the symbol, or out_grads for "
+                             f"backward. Valid: {', '.join(sorted(LOSSES))}. Received outputs: "
+                             f"{', '.join(module._symbol.list_outputs())}")
+        adding_up = self._adding_up()
+        scale = self._steps.begin(adding_up)
+        searching = self._steps.searching and self._averages is not None
+        kept = [(g, g.copy()) for g in adding_up] if searching else []
+        go_back = super().backward
+
+        def run(at: float) -> None:
+            heads = out_grads
+            if self._steps.scaling and out_grads is not None:
                 several = isinstance(out_grads, (list, tuple))
-                out_grads = [g * self._scaling.value for g in
-                             (out_grads if several else [out_grads])]
-        super().backward(out_grads)
+                heads = [g * at for g in (out_grads if several else [out_grads])]
+            go_back(heads)
+
+        def again(at: float) -> None:
+            # The way back uses memory of the way there: both are gone again.
+            for average, before in self._averages or ():
+                before.copyto(average)
+            for grad, before in kept:
+                (before * (at / scale)).copyto(grad)
+            for executor in group.execs:
+                executor.forward(is_train=True)
+            run(at)
+
+        run(scale)
+        pending = self._steps.pending
+        pending.scale = scale
+        pending.losses = [o for e in group.execs for o in e.outputs]
+        if searching:
+            self._steps.settle(self._gradients, lambda: True, again)
+        self._used_scale = pending.scale
 
     def get_input_grads(self, merge_multi_context: bool = True) -> Any:
         """Without the scale."""
         grads = super().get_input_grads(merge_multi_context)
-        if not self._scaling.on:
+        if not self._steps.scaling:
             return grads
         if merge_multi_context:
             return [g / self._used_scale for g in grads]
@@ -108,39 +167,51 @@ class _Module(Scaled):
 
     def update(self) -> bool:
         """Updates, unless gradients are not finite; returns whether it did."""
-        if not self._scaling.on:
+        if not self._steps.looking:
             super().update()
+            self._steps.forget()
             return True
         module = self._module()
         group, optimizer = module._exec_group, module._optimizer
         self._params_dirty = module._params_dirty = True  # moving averages, even if it is skipped
-        _sum_over_devices(module._kvstore, group.param_names, group.grad_arrays)
-        named = [(name, g) for name, grads in zip(group.param_names, group.grad_arrays)
-                 for g in grads if g is not None]
-        bad = not_finite([name for name, _ in named], squares([g for _, g in named]))
-        if bad:
-            for executor in group.execs:
-                for name, grad in zip(group.arg_names, executor.grad_arrays):
-                    if grad is not None and group.grad_req[name] == "add":
-                        grad[:] = 0
-            shared = module._kvstore is not None and "dist" in module._kvstore.type
-            outputs = [to_float32(o) for e in group.execs for o in e.outputs]
-            self._scaling.skip(bad, shared or all_finite(outputs))
-            return False
-        rescale = optimizer.rescale_grad
-        optimizer.rescale_grad = rescale / self._scaling.value
-        try:
+        self._steps.reduction.sum((name, grads) for name, grads in
+                                  zip(group.param_names, group.grad_arrays)
+                                  if grads[0] is not None)
+        rescale_grad = optimizer.rescale_grad
+
+        def apply(factor: float) -> None:
+            optimizer.rescale_grad = factor
             _update_params(group.param_arrays, group.grad_arrays, module._updater,
                            len(module._context), None, group.param_names)
+
+        try:
+            return self._steps.take(self._gradients(), rescale_grad, apply, self._clear)
         finally:
-            optimizer.rescale_grad = rescale
-        self._scaling.update()
-        return True
+            optimizer.rescale_grad = rescale_grad
+
+    def _gradients(self) -> List[Gradient]:
+        group = self._module()._exec_group
+        return [Gradient(name, (i, device), weight, grad)
+                for i, name in enumerate(group.param_names)
+                for device, (weight, grad) in enumerate(zip(group.param_arrays[i],
+                                                            group.grad_arrays[i]))
+                if grad is not None]
+
+    def _adding_up(self) -> List[Any]:
+        """Gradients to which each backward pass adds."""
+        group = self._module()._exec_group
+        return [grad for executor in group.execs
+                for name, grad in zip(group.arg_names, executor.grad_arrays)
+                if grad is not None and group.grad_req[name] == "add"]
+
+    def _clear(self) -> None:
+        for grad in self._adding_up():
+            grad[:] = 0
 
     def save_optimizer_states(self, fname: str) -> None:
         """Writes the optimizer with its masters, the loss scale and the counters."""
         module = self._module()
-        module._optimizer.trainer_state = self._scaling.state()
+        module._optimizer.trainer_state = self._steps.state()
         if module._update_on_kvstore:
             replace_file(fname, lambda path: module._kvstore.save_optimizer_states(path, True))
             return
@@ -162,7 +233,7 @@ class _Module(Scaled):
         mine = module._optimizer
         if not module._update_on_kvstore:
             check_states(fname, states, saved or mine, mine, self._weights())
-        self._scaling.load(getattr(saved, "trainer_state", {}))
+        self._steps.load(getattr(saved, "trainer_state", {}))
         updater = module._updater
         if module._update_on_kvstore:
             module._kvstore.load_optimizer_states(fname)
@@ -192,11 +263,14 @@ class Module(_Module, mx.mod.Module):
     Args:
         symbol: such as `gluon_amp.convert_symbol` makes, or one with casts of its own.
         loss_scale: "dynamic", a number, a StaticLossScale, a DynamicLossScale, or None.
+        clip_norm: the largest norm of the whole gradient, as the optimizer gets it: unscaled,
+            and multiplied by `rescale_grad`.
         kwargs: as for `mx.mod.Module`.
     """
 
-    def __init__(self, symbol: Any, *args: Any, loss_scale: Any = None, **kwargs: Any) -> None:
-        self._scaling = Scaling(as_loss_scale(loss_scale))
+    def __init__(self, symbol: Any, *args: Any, loss_scale: Any = None,
+                 clip_norm: Optional[float] = None, **kwargs: Any) -> None:
+        self._steps = Steps(loss_scale, clip_norm)
         super().__init__(self._bindable(symbol), *args, **kwargs)
 
     @staticmethod
@@ -226,10 +300,12 @@ class Module(_Module, mx.mod.Module):
 
 
 class BucketingModule(_Module, mx.mod.BucketingModule):
-    """`mx.mod.BucketingModule` in the same way: one loss scale for all buckets."""
+    """`mx.mod.BucketingModule` in the same way: one loss scale and one
+    `clip_norm` for all buckets."""
 
-    def __init__(self, sym_gen: Any, *args: Any, loss_scale: Any = None, **kwargs: Any) -> None:
-        self._scaling = Scaling(as_loss_scale(loss_scale))
+    def __init__(self, sym_gen: Any, *args: Any, loss_scale: Any = None,
+                 clip_norm: Optional[float] = None, **kwargs: Any) -> None:
+        self._steps = Steps(loss_scale, clip_norm)
 
         def bindable(key: Any) -> Any:
             symbol, data_names, label_names = sym_gen(key)
@@ -284,30 +360,17 @@ class Speedometer(mx.callback.Speedometer):
 
     def __call__(self, param: Any) -> None:
         module = (param.locals or {}).get("self")
-        if isinstance(module, _Module) and module._scaling.on and param.eval_metric is not None:
-            param = param._replace(eval_metric=_WithScale(param.eval_metric, module._scaling))
+        if isinstance(module, _Module) and module._steps.scaling and param.eval_metric is not None:
+            param = param._replace(eval_metric=_WithScale(param.eval_metric, module))
         super().__call__(param)
 
 
 class _WithScale:
     """A metric that also names the loss scale."""
 
-    def __init__(self, metric: Any, scaling: Scaling) -> None:
-        self.scaling, self.metric, self.reset_local = scaling, metric, metric.reset_local
+    def __init__(self, metric: Any, module: _Module) -> None:
+        self.module, self.metric, self.reset_local = module, metric, metric.reset_local
 
     def get_name_value(self) -> List[Tuple[str, float]]:
-        return [*self.metric.get_name_value(), ("loss-scale", self.scaling.value),
-                ("skipped", self.scaling.skipped)]
-
-
-def _sum_over_devices(kvstore: Any, names: List[str], grads: List[Any]) -> None:
-    if kvstore is None:
-        return
-    for i, (name, on_devices) in enumerate(zip(names, grads)):
-        if on_devices[0] is None:
-            continue
-        if on_devices[0].stype == "default":
-            kvstore.pushpull(name, on_devices, priority=-i)
-        else:
-            kvstore.push(name, on_devices, priority=-i)
-            kvstore.pull(name, out=on_devices, priority=-i, ignore_sparse=False)
+        return [*self.metric.get_name_value(), ("loss-scale", self.module.loss_scale),
+                ("skipped", self.module.skipped)]

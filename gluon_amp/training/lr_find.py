@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from typing import Any, Iterable, Iterator, List, Optional
 
 from .._mxnet import mx, np
+from ..checks import positive_number, whole_number
 from ..files import replace_file
-from .loss_scale import LossScaleError, positive, whole_number
+from .loss_scale import LossScaleError
 from .trainer import Trainer
 
 _SMOOTHING = 0.9
@@ -64,7 +65,7 @@ def lr_find(net: Any, trainer: Any, loss_fn: Any, batches: Iterable[Any], start:
         batches: pairs of data and label, over and over again if they are too few.
         plot: where to draw loss against rate: a PNG or SVG file.
     """
-    if positive(start, "start") >= positive(end, "end"):
+    if positive_number(start, "start") >= positive_number(end, "end"):
         raise ValueError(f"start must be below end. Received: start={start!r}, end={end!r}")
     whole_number(steps, "steps", least=10)
     rates: List[float] = []
@@ -142,7 +143,7 @@ def _as_before(net: Any, trainer: Any) -> Iterator[None]:
     optimizer = trainer._optimizer
     attributes = pickle.dumps(optimizer.__getstate__())
     states = [updater.get_states() for updater in trainer._updaters]
-    scaling = trainer._scaling.state() if isinstance(trainer, Trainer) else None
+    steps = trainer._steps.state() if isinstance(trainer, Trainer) else None
     optimizer.lr_scheduler = None  # the sweep sets the rate
     try:
         yield
@@ -153,6 +154,5 @@ def _as_before(net: Any, trainer: Any) -> Iterator[None]:
         optimizer.__dict__.update(pickle.loads(attributes))
         for updater, before in zip(trainer._updaters, states):
             updater.set_states(before)
-        if scaling is not None:
-            trainer._scaling.load(scaling)
-            trainer._forget()
+        if steps is not None:
+            trainer._steps.load(steps)

@@ -32,6 +32,18 @@ def optimizer(name: str, **kwargs: Any) -> "mx.optimizer.Optimizer":
     return with_masters(optimizer_class(name)(**{"multi_precision": True, **kwargs}))
 
 
+def given_optimizer(made: Any) -> Any:
+    """An optimizer object that somebody gives to a Trainer or a Module, with float32 masters as
+    one that is made by name has. Returns it.
+
+    MXNet's objects do not know whether their False for `multi_precision` is the default or was
+    asked for, so theirs becomes True. One of `optimizer(name, multi_precision=False)` keeps it.
+    """
+    if not isinstance(made, _WithMasters) and not _has_own_masters(type(made)):
+        made.multi_precision = True
+    return with_masters(made)
+
+
 def optimizer_class(name: Any) -> Any:
     """MXNet's class of that name, or an error that lists the names."""
     registry = mx.optimizer.Optimizer.opt_registry

@@ -1,8 +1,29 @@
-"""A loss scale at work: which steps are skipped, why, and what becomes of the scale."""
-import logging
-from typing import Any, Dict, Optional, Tuple
+"""One step, for a Trainer and for a Module alike.
 
-from .loss_scale import DynamicLossScale, LossScale, LossScaleError, of
+    backward passes   leave in `Pending` what the step has to know
+    settle            after each, while a dynamic scale is not settled: looks, and where gradients
+                      overflow goes back again at lower scales, so that the step is not lost
+    take              looks at the summed gradients, once:
+                        all finite   updates, with gradients * rescale_grad / scale, clipped
+                        not          does not; gradients that add up become 0; the log says why
+                      tells the loss scale, and forgets what was pending
+
+Nothing is written into a gradient: what is divided and clipped is a factor, the optimizer's
+`rescale_grad`, which multiplies in float32.
+"""
+import logging
+import math
+import numbers
+from dataclasses import dataclass, field
+from typing import Any, Callable, Dict, List, Optional, Sequence, Set, Tuple, Union
+
+from .._mxnet import np
+from ..checks import in_names, positive_number
+from ..cpu.arrays import to_float32
+from ..cpu.finite import all_finite, not_finite, squares
+from .loss_scale import DynamicLossScale, LossScaleError
+from .reduction import Reduction
+from .static_pair import StaticLossScale
 
 log = logging.getLogger("gluon_amp")
 
@@ -10,93 +31,262 @@ log = logging.getLogger("gluon_amp")
 # dynamic scale takes from its first value down to its floor.
 PATIENCE = 16
 
+LossScale = Union[StaticLossScale, DynamicLossScale]
+Place = Tuple[int, int]  # a parameter's number and a device's
 
-class Scaling:
-    """What a Trainer and a Module share.
+
+def as_loss_scale(value: Any) -> Optional[LossScale]:
+    """What `loss_scale=` takes: a scale, a number, "dynamic" or None."""
+    if value is None or isinstance(value, (StaticLossScale, DynamicLossScale)):
+        return value
+    if isinstance(value, str) and value == "dynamic":
+        return DynamicLossScale()
+    if isinstance(value, numbers.Real) and not isinstance(value, bool):
+        return StaticLossScale(positive_number(value, "loss_scale"))
+    raise ValueError('loss_scale takes "dynamic", a number, a StaticLossScale, a DynamicLossScale, '
+                     f"or None for no scaling. Received: {value!r}")
+
+
+@dataclass
+class Gradient:
+    """The gradient of one parameter on one device."""
+    name: str
+    place: Place
+    weight: Any
+    array: Any
+
+
+@dataclass
+class Pending:
+    """What has been done since the last step.
 
     Attributes:
-        scale: the loss scale, or None for no scaling.
-        skipped: how many steps were.
-        overflowed: the parameters whose gradients were not finite in the last step.
+        scale: of the backward passes; None before the first.
+        losses: what they began at, without graphs.
+        written: the gradients that they wrote.
+        unscaled: float32 gradients that the update is to use instead.
+        max_norm: the norm that the next update is clipped to.
+    """
+    scale: Optional[float] = None
+    losses: List[Any] = field(default_factory=list)
+    written: Set[Place] = field(default_factory=set)
+    unscaled: Optional[Dict[Place, Any]] = None
+    max_norm: Optional[float] = None
+
+
+class Steps:
+    """The steps of a Trainer or a Module: their loss scale, and what became of them.
+
+    Attributes:
+        loss_scale: None for no scaling.
+        max_norm: what each update is clipped to; None for no clipping.
+        skipped: how many steps were skipped.
+        skipped_in_a_row: how many of them since the last update.
+        updated: whether the last step updated.
+        pending: what has been done since.
+        reduction: how gradients were summed.
     """
 
-    def __init__(self, scale: Optional[LossScale]) -> None:
-        self.scale = scale
-        self.skipped = 0
-        self.in_a_row = 0
-        self.overflowed: Tuple[str, ...] = ()
+    def __init__(self, loss_scale: Any, max_norm: Optional[float]) -> None:
+        self.loss_scale = as_loss_scale(loss_scale)
+        self.max_norm = None if max_norm is None else positive_number(max_norm, "clip_norm")
+        self.skipped = self.skipped_in_a_row = 0
+        self.updated = True
+        self.pending = Pending()
+        self.reduction = Reduction()
+        self._overflowed: Tuple[str, ...] = ()
+        self._adding_at: Optional[float] = None  # the scale of gradients that add up
+        self._told = False  # what a search has found
 
     @property
-    def on(self) -> bool:
-        return self.scale is not None
+    def scaling(self) -> bool:
+        """Whether gradients are scaled."""
+        return self.loss_scale is not None
 
     @property
-    def value(self) -> float:
-        """What gradients are multiplied by."""
-        return 1.0 if self.scale is None else self.scale.scale
+    def looking(self) -> bool:
+        """Whether gradients are looked at before each update."""
+        return self.scaling or self.max_norm is not None
 
-    def update(self) -> None:
-        """Takes in a step whose gradients were finite."""
-        self.in_a_row, self.overflowed = 0, ()
-        if isinstance(self.scale, DynamicLossScale):
-            self.scale.update(True)
+    @property
+    def scale(self) -> float:
+        """What the next step's gradients are multiplied by."""
+        return 1.0 if self.loss_scale is None else self.loss_scale.scale
 
-    def skip(self, names: Tuple[str, ...], loss_is_finite: bool) -> None:
-        """Takes in a step that was skipped. Where no scale helps, raises LossScaleError."""
-        before = self.value
+    @property
+    def backward_scale(self) -> float:
+        """What the next backward pass multiplies gradients by: as those before in this step."""
+        return self.scale if self.pending.scale is None else self.pending.scale
+
+    @property
+    def searching(self) -> bool:
+        """Whether `settle` is to be called after each backward pass."""
+        return isinstance(self.loss_scale, DynamicLossScale) and not self.loss_scale.settled
+
+    @property
+    def gradients_scale(self) -> float:
+        """What those gradients were multiplied by that the next update uses."""
+        return 1.0 if self.pending.unscaled is not None else self.pending.scale or 1.0
+
+    def forget(self) -> None:
+        """Nothing has been done since the last step."""
+        self.pending = Pending()
+
+    def begin(self, adding_up: Sequence[Any]) -> float:
+        """Before a backward pass: gives its scale. Gradients that add up, and stand at another
+        scale since an earlier step, are brought to this one."""
+        scale = self.backward_scale
+        if self._adding_at is not None and self._adding_at != scale:
+            multiply(adding_up, scale / self._adding_at)
+        self._adding_at = scale
+        return scale
+
+    def settle(self, gradients: Callable[[], Sequence[Gradient]],
+               can_go_back: Callable[[], bool], go_back: Callable[[float], None]) -> None:
+        """Looks at the gradients of a backward pass at once, and goes back again at lower scales
+        where they overflow.
+
+        Args:
+            gradients: those written since the last step.
+            can_go_back: whether the pass may be made again.
+            go_back: makes it again, at a scale.
+        """
+        if not self._overflow_anywhere(gradients()):
+            return
+        assert isinstance(self.loss_scale, DynamicLossScale)
+        if self._loss_is_to_blame() or not can_go_back():
+            return
+
+        def overflows(scale: float) -> bool:
+            self.pending.scale = self._adding_at = scale
+            go_back(scale)
+            return self._overflow_anywhere(gradients())
+
+        devices = {g.place[1] for g in gradients()} if self.reduction.sums else {0}
+        passes = self.loss_scale.search(overflows, len(devices) * self.reduction.workers)
+        if passes:
+            log.log(logging.INFO if self._told else logging.WARNING,
+                    "loss scale %s found in %d backward passes", _power(self.scale), passes)
+            self._told = True
+
+    def _overflow_anywhere(self, gradients: Sequence[Gradient]) -> bool:
+        return self.reduction.any(not np.isfinite(_look(gradients)).all())
+
+    def _loss_is_to_blame(self) -> bool:
+        # With several workers all must decide alike, and they share gradients, not losses.
+        return self.reduction.workers == 1 \
+            and not all_finite([to_float32(loss) for loss in self.pending.losses])
+
+    def overflowed(self, gradients: Callable[[], Sequence[Gradient]]) -> Tuple[str, ...]:
+        """Names of the parameters whose newest gradients are not finite: those that wait for
+        their step, or else those of the last step."""
+        if self.pending.scale is None:
+            return self._overflowed
+        waiting = gradients()
+        return _not_finite(waiting, _look(waiting))
+
+    def take(self, gradients: Sequence[Gradient], rescale_grad: float,
+             update: Callable[[float], None], clear: Callable[[], None]) -> bool:
+        """Updates, or skips the update where a gradient is not finite.
+
+        Args:
+            gradients: summed over devices and workers.
+            rescale_grad: what unscaled gradients are to be multiplied by.
+            update: makes the update with gradients multiplied by a number.
+            clear: makes those gradients 0 that add up, once some are infinite.
+        """
+        sums = _look(gradients)
+        self._overflowed = _not_finite(gradients, sums)
+        self.updated = not self._overflowed
+        try:
+            if self.updated:
+                update(self._factor(rescale_grad, gradients, sums))
+                self.skipped_in_a_row = 0
+                if isinstance(self.loss_scale, DynamicLossScale):
+                    self.loss_scale.update(True)
+            else:
+                clear()
+                self._skip()
+        finally:
+            self.forget()
+        return self.updated
+
+    def norm(self, gradients: Sequence[Gradient]) -> float:
+        """Of the whole gradient, as it is."""
+        return self._norm(gradients, _look(gradients))
+
+    def _norm(self, gradients: Sequence[Gradient], sums: "np.ndarray") -> float:
+        # Devices that have been summed hold the same gradient: it counts once.
+        each = {g.place[0] if self.reduction.sums else g.place: s
+                for g, s in zip(gradients, sums)}
+        return math.sqrt(sum(each.values()))
+
+    def _factor(self, rescale_grad: float, gradients: Sequence[Gradient],
+                sums: "np.ndarray") -> float:
+        """What the update multiplies gradients by."""
+        factor = rescale_grad / self.gradients_scale
+        max_norm = self.pending.max_norm or self.max_norm
+        if max_norm is not None:
+            norm = factor * self._norm(gradients, sums)
+            factor *= max_norm / norm if norm > max_norm else 1.0
+        return factor
+
+    def _skip(self) -> None:
+        """Counts a skipped step. Where no scale helps, raises LossScaleError."""
+        before, names = self.scale, self._overflowed
         self.skipped += 1
-        self.in_a_row += 1
-        self.overflowed = names
-        if not loss_is_finite:
+        self.skipped_in_a_row += 1
+        if self._loss_is_to_blame():
             reason = "the loss itself is not finite, which no loss scale causes or mends: " \
                      "look at the data, the learning rate, and what overflows in the network"
-        elif isinstance(self.scale, DynamicLossScale):
-            self.scale.update(False, names)
-            log.info("step skipped: gradients not finite%s; loss scale %g -> %g", of(names),
-                     before, self.value)
+        elif isinstance(self.loss_scale, DynamicLossScale):
+            self.loss_scale.update(False, names)
+            log.info("step skipped: gradients not finite%s; loss scale %g -> %g", in_names(names),
+                     before, self.scale)
             return
         else:
-            reason = f"gradients are not finite{of(names)} at the loss scale {before:g}, which " \
-                     "is static: lower it, or use loss_scale='dynamic'"
-        if self.in_a_row >= PATIENCE:
-            raise LossScaleError(f"{self.in_a_row} steps skipped in a row: {reason}")
+            reason = f"gradients are not finite{in_names(names)} at the loss scale " \
+                     f"{before:g}, which is static: lower it, or use loss_scale='dynamic'"
+        if self.skipped_in_a_row >= PATIENCE:
+            raise LossScaleError(f"{self.skipped_in_a_row} steps skipped in a row: {reason}")
         log.warning("step skipped: %s", reason)
 
     def state(self) -> Dict[str, Any]:
         """For files."""
-        return {"skipped": self.skipped, "skipped_in_a_row": self.in_a_row,
-                "loss_scale": self.scale.state_dict()
-                if isinstance(self.scale, DynamicLossScale) else None}
+        return {"skipped": self.skipped, "skipped_in_a_row": self.skipped_in_a_row,
+                "loss_scale": self.loss_scale.state_dict()
+                if isinstance(self.loss_scale, DynamicLossScale) else None}
 
     def load(self, state: Dict[str, Any]) -> None:
-        """What `state` gave, or nothing for a file of MXNet's; an error changes nothing."""
+        """Takes over what `state` gave, or nothing for a file of MXNet's, and forgets what was
+        pending; an error changes nothing."""
         saved = state.get("loss_scale")
-        if saved and isinstance(self.scale, DynamicLossScale):
-            self.scale.load_state_dict(saved)
+        if saved and isinstance(self.loss_scale, DynamicLossScale):
+            self.loss_scale.load_state_dict(saved)
         elif saved:
             log.warning("the file's dynamic loss scale, %g, is left: here loss_scale is %s. "
-                        "loss_scale='dynamic' takes it over", saved["scale"], self.scale)
+                        "loss_scale='dynamic' takes it over", saved["scale"], self.loss_scale)
         self.skipped = state.get("skipped", 0)
-        self.in_a_row = state.get("skipped_in_a_row", 0)
-        self.overflowed = ()
+        self.skipped_in_a_row = state.get("skipped_in_a_row", 0)
+        self._overflowed = ()
+        self.forget()
 
 
-class Scaled:
-    """In front of what keeps a `_scaling`: a Trainer, a Module."""
+def multiply(arrays: Sequence[Any], factor: float) -> None:
+    """In place."""
+    for array in arrays:
+        (array * factor).copyto(array)
 
-    _scaling: Scaling
 
-    @property
-    def loss_scale(self) -> float:
-        """The scale that the next step uses; 1 without scaling."""
-        return self._scaling.value
+def _power(scale: float) -> str:
+    fraction, exponent = math.frexp(scale)
+    return f"2^{exponent - 1}" if fraction == 0.5 else f"{scale:g}"
 
-    @property
-    def skipped(self) -> int:
-        """How many steps were skipped."""
-        return self._scaling.skipped
 
-    @property
-    def overflowed(self) -> Tuple[str, ...]:
-        """Names of the parameters whose gradients were not finite in the last step."""
-        return self._scaling.overflowed
+def _look(gradients: Sequence[Gradient]) -> "np.ndarray":
+    """The sum of squares of each: finite where all its numbers are."""
+    return squares([g.array for g in gradients])
+
+
+def _not_finite(gradients: Sequence[Gradient], sums: "np.ndarray") -> Tuple[str, ...]:
+    return not_finite([g.name for g in gradients], sums)

@@ -1,49 +1,25 @@
 """A Gluon Trainer that scales gradients, looks at them once, and steps or skips.
 
     backward(loss)   the gradients of scale * loss, by head gradients: the loss stays as it is
-    step(n)          sums them over the devices, then takes one sum of squares of each:
-                       all finite   update, with gradients * coefficient / (scale * n)
-                       not          no update; gradients that add up become 0
-                     and tells the scale, which the next step already uses
-
-`coefficient` clips the norm. Nothing is ever written into a gradient: what is divided and
-clipped is the optimizer's `rescale_grad`, which multiplies in float32.
+    step(n)          sums them over the devices, and takes a step (step.py), which divides
+                     by scale and n
 """
-import math
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any, Dict, Iterator, List, Optional, Set, Tuple
+from typing import Any, Dict, Iterator, List, Optional, Tuple
 
 from .._mxnet import mx, np
+from ..checks import in_names, positive_number
 from ..cpu.arrays import to_float32
-from ..cpu.finite import all_finite, not_finite, squares
 from ..files import replace_file
-from .loss_scale import as_loss_scale, of, positive
-from .optimizer import check_scalable, with_masters
+from . import graphs
+from .optimizer import check_scalable, given_optimizer, with_masters
 from .optimizer import optimizer as make_optimizer
+from .reduction import Reduction
 from .states import check_order, check_states, read_states
-from .step import Scaled, Scaling
+from .step import Gradient, Place, Steps
 
 
-@dataclass
-class _Backward:
-    """What the backward passes since the last step have done."""
-    scale: float
-    losses: List[Any] = field(default_factory=list)  # without their graphs
-    written: Set[Tuple[int, int]] = field(default_factory=set)  # gradients: parameter, device
-
-
-@dataclass
-class _Entry:
-    """One parameter on one device."""
-    index: int
-    device: int
-    name: str
-    weight: Any
-    gradient: Any
-
-
-class Trainer(Scaled, mx.gluon.Trainer):
+class Trainer(mx.gluon.Trainer):
     """`gluon.Trainer` with loss scaling, clipping and float32 masters.
 
         with autograd.record():
@@ -54,7 +30,9 @@ class Trainer(Scaled, mx.gluon.Trainer):
     By hand: `backward`, `allreduce_grads`, then `unscale` or `clip_norm` or both, then `update`.
 
     Args:
-        optimizer: a name, as for `gluon_amp.optimizer`, or an optimizer.
+        optimizer: a name, as for `gluon_amp.optimizer`, or an optimizer. Float16 weights get
+            float32 masters with either; `gluon_amp.optimizer(name, multi_precision=False)` makes
+            one without.
         loss_scale: "dynamic", a number, a StaticLossScale, a DynamicLossScale, or None.
         clip_norm: the largest norm of the whole gradient, as the optimizer gets it:
             unscaled, and divided by the batch size.
@@ -65,41 +43,44 @@ class Trainer(Scaled, mx.gluon.Trainer):
                  kvstore: Any = "device", compression_params: Any = None,
                  update_on_kvstore: Optional[bool] = None, loss_scale: Any = "dynamic",
                  clip_norm: Optional[float] = None, enabled: bool = True) -> None:
-        scale = as_loss_scale(loss_scale)
-        self._scaling = Scaling(scale if enabled else None)
-        self._max_norm = None if clip_norm is None else positive(clip_norm, "clip_norm")
+        self._steps = Steps(loss_scale if enabled else None, clip_norm)
         parameters = list(params.values()) if hasattr(params, "values") else params
         if not parameters:
             raise ValueError("a Trainer needs parameters. Received: none")
-        if self._scaling.on or self._max_norm is not None:
+        if self._steps.looking:
             _check_kvstore(kvstore, update_on_kvstore, parameters)
             update_on_kvstore = False
-        self._forget()
         super().__init__(params, optimizer, optimizer_params, kvstore, compression_params,
                          update_on_kvstore)
 
     def _init_optimizer(self, optimizer: Any, optimizer_params: Any) -> None:
         if not isinstance(optimizer, mx.optimizer.Optimizer):
             optimizer, optimizer_params = make_optimizer(optimizer, **optimizer_params), None
-        if self._scaling.on:
+        if self._steps.scaling:
             check_scalable(optimizer)
-        super()._init_optimizer(with_masters(optimizer), optimizer_params)
+        super()._init_optimizer(given_optimizer(optimizer), optimizer_params)
 
-    def _forget(self) -> None:
-        self._backward: Optional[_Backward] = None
-        self._unscaled: Optional[Dict[Tuple[int, int], Any]] = None
-        self._clip_once: Optional[float] = None
-        self._updated = True
+    def _init_kvstore(self) -> None:
+        super()._init_kvstore()
+        self._steps.reduction = Reduction(self._kvstore, flag_key=len(self._params))
 
     # ---- what one asks
 
     @property
+    def loss_scale(self) -> float:
+        """The scale that the next step uses; 1 without scaling."""
+        return self._steps.scale
+
+    @property
+    def skipped(self) -> int:
+        """How many steps were skipped."""
+        return self._steps.skipped
+
+    @property
     def overflowed(self) -> Tuple[str, ...]:
-        """Names of the parameters whose gradients are not finite; after a step, were not."""
-        if self._backward is None:
-            return self._scaling.overflowed
-        entries = self._entries(ignore_stale_grad=True)
-        return not_finite([e.name for e in entries], squares([e.gradient for e in entries]))
+        """Names of the parameters whose newest gradients are not finite. Those are the gradients
+        that wait for their step, or else those of the last step."""
+        return self._steps.overflowed(lambda: self._gradients(ignore_stale_grad=True))
 
     # ---- what one does
 
@@ -108,15 +89,45 @@ class Trainer(Scaled, mx.gluon.Trainer):
 
         The losses stay unscaled. Calls before one step share one scale, so gradients
         with grad_req="add" add up.
+
+        Until a dynamic scale is settled, the gradients are looked at here. Where they overflow,
+        further backward passes find the scale, so that no step is lost. Arrays of your own with
+        grad_req="add" get a sum of all these passes.
         """
         losses = list(loss) if isinstance(loss, (list, tuple)) else [loss]
-        if not self._scaling.on:
+        if not self._steps.scaling:
             mx.autograd.backward(losses, retain_graph=retain_graph)
-            self._forget()
+            self._steps.forget()
+            self._steps.pending.scale = 1.0
             return
-        with self._scaled(losses) as scale:
-            heads = [mx.nd.ones_like(one.as_nd_ndarray()) * scale for one in losses]
-            mx.autograd.backward(losses, heads, retain_graph)
+        scale = self._begin(losses)
+        searching = self._steps.searching
+        if searching and not self._kv_initialized:
+            self._init_kvstore()
+        kept = self._kept_gradients() if searching else {}
+
+        def go_back(at: float, retain: bool) -> None:
+            heads = [mx.nd.ones_like(one.as_nd_ndarray()) * at for one in losses]
+            mx.autograd.backward(losses, heads, retain)
+
+        go_back(scale, retain_graph or searching)
+        self._note(losses, scale)
+        if searching:
+            averages = [(a, a.copy()) for p in self._params if p.grad_req == "null"
+                        and p._data is not None for a in p.list_data()]
+
+            def again(at: float) -> None:
+                for gradient, before in kept.values():
+                    (before * (at / scale)).copyto(gradient)
+                go_back(at, True)
+                self._note_written()
+                for average, after_once in averages:  # MXNet's batch norms move them on the way
+                    after_once.copyto(average)
+
+            self._steps.settle(lambda: self._gradients(ignore_stale_grad=True),
+                               lambda: graphs.can_go_back_again(losses), again)
+            if not retain_graph:
+                graphs.free(losses)
 
     def step(self, batch_size: int, ignore_stale_grad: bool = False) -> bool:
         """Sums gradients over devices and updates, unless they are not finite.
@@ -126,13 +137,13 @@ class Trainer(Scaled, mx.gluon.Trainer):
         """
         self._check_step(batch_size, ignore_stale_grad)
         super().step(batch_size, ignore_stale_grad)
-        return self._updated
+        return self._steps.updated
 
     def update(self, batch_size: int, ignore_stale_grad: bool = False) -> bool:
         """`step` after `allreduce_grads`."""
         self._check_step(batch_size, ignore_stale_grad)
         super().update(batch_size, ignore_stale_grad)
-        return self._updated
+        return self._steps.updated
 
     def unscale(self) -> Dict[str, List[Any]]:
         """The gradients without the scale, in float32: a list over devices for each name.
@@ -141,15 +152,16 @@ class Trainer(Scaled, mx.gluon.Trainer):
         stay as they are, since small numbers would vanish there.
         """
         self._check_backward("unscale()")
-        if self._unscaled is not None:
+        pending = self._steps.pending
+        if pending.unscaled is not None:
             raise RuntimeError("unscale() was already called since the last backward(): "
                                "use the gradients that it returned")
-        scale = self._backward.scale if self._backward else 1.0
-        entries = self._entries(ignore_stale_grad=True)
-        self._unscaled = {(e.index, e.device): to_float32(e.gradient) / scale for e in entries}
+        scale = self._steps.gradients_scale
+        gradients = self._gradients(ignore_stale_grad=True)
+        pending.unscaled = {g.place: to_float32(g.array) / scale for g in gradients}
         named: Dict[str, List[Any]] = {}
-        for e in entries:
-            named.setdefault(e.name, []).append(self._unscaled[e.index, e.device])
+        for g in gradients:
+            named.setdefault(g.name, []).append(pending.unscaled[g.place])
         return named
 
     def clip_norm(self, max_norm: float, batch_size: int = 1) -> float:
@@ -157,40 +169,57 @@ class Trainer(Scaled, mx.gluon.Trainer):
         by `update`'s batch size. Returns the norm before, divided by `batch_size`; it is
         infinite or NaN if the gradients are.
         """
-        positive(max_norm, "max_norm")
-        factor = self._scale / positive(batch_size, "batch_size") / self._gradients_scale()
+        positive_number(max_norm, "max_norm")
+        factor = self._scale / positive_number(batch_size, "batch_size")
         self._check_backward("clip_norm()")
-        entries = self._entries(ignore_stale_grad=True)
-        self._clip_once = max_norm
-        return factor * self._norm(entries, squares([e.gradient for e in entries]))
+        norm = self._steps.norm(self._gradients(ignore_stale_grad=True))
+        self._steps.pending.max_norm = max_norm
+        return factor / self._steps.gradients_scale * norm
 
     # ---- how it is done
 
-    @contextmanager
-    def _scaled(self, losses: List[Any]) -> Iterator[float]:
-        """Around a backward pass: gives its scale and notes which gradients it wrote.
+    def _begin(self, losses: List[Any]) -> float:
+        """Before a backward pass: gives its scale.
 
         MXNet marks the weights whose gradients a backward pass writes. The marks are taken
         off at once, so that a mark at the step tells of somebody else's backward pass.
         """
         _check_losses(losses)
         weights = dict(self._weights())
-        if self._backward is None:
+        if self._steps.pending.scale is None:
             for weight in weights.values():
                 weight._fresh_grad = False
-            backward = _Backward(self._scaling.value)
         else:
             self._check_nobody_else()
-            backward = self._backward
-        yield backward.scale
-        for key, weight in weights.items():
-            if weight._fresh_grad:
-                backward.written.add(key)
-                weight._fresh_grad = False
-        backward.losses += [loss.detach() for loss in losses]
-        self._backward, self._unscaled, self._clip_once = backward, None, None
+        return self._steps.begin([g for p in self._params if p.grad_req == "add"
+                                  for g in p.list_grad()])
 
-    def _weights(self) -> Iterator[Tuple[Tuple[int, int], Any]]:
+    def _note(self, losses: List[Any], scale: float) -> None:
+        """After a backward pass."""
+        pending = self._steps.pending
+        self._note_written()
+        pending.scale = scale
+        pending.losses += [loss.detach() for loss in losses]
+        pending.unscaled = pending.max_norm = None
+
+    def _note_written(self) -> None:
+        for place, weight in self._weights():
+            if weight._fresh_grad:
+                self._steps.pending.written.add(place)
+                weight._fresh_grad = False
+
+    def _kept_gradients(self) -> Dict[Place, Tuple[Any, Any]]:
+        """Gradients that a backward pass does not simply replace, and copies of them: those that
+        add up, and those of passes before in this step."""
+        kept = {}
+        for place, _ in self._weights():
+            parameter = self._params[place[0]]
+            if parameter.grad_req == "add" or place in self._steps.pending.written:
+                gradient = parameter.list_grad()[place[1]]
+                kept[place] = gradient, gradient.copy()
+        return kept
+
+    def _weights(self) -> Iterator[Tuple[Place, Any]]:
         trainable = [(i, p) for i, p in enumerate(self._params) if p.grad_req != "null"]
         if not trainable:
             raise RuntimeError(f"nothing to train: all {len(self._params)} parameters of this "
@@ -200,16 +229,16 @@ class Trainer(Scaled, mx.gluon.Trainer):
                 yield (i, device), weight
 
     def _check_step(self, batch_size: Any, ignore_stale_grad: bool) -> None:
-        positive(batch_size, "batch_size")
+        positive_number(batch_size, "batch_size")
         self._check_backward("step()")
-        if self._scaling.on:
-            self._entries(ignore_stale_grad)
+        if self._steps.scaling:
+            self._gradients(ignore_stale_grad)
 
     def _check_backward(self, call: str) -> None:
-        if not self._scaling.on:
+        if not self._steps.scaling:
             return
         next(self._weights())  # or the error that there is nothing to train
-        if self._backward is None:
+        if self._steps.pending.scale is None:
             raise RuntimeError(f"{call} needs new gradients: call trainer.backward(loss), not "
                                "loss.backward(), before each step")
         self._check_nobody_else()
@@ -217,80 +246,62 @@ class Trainer(Scaled, mx.gluon.Trainer):
     def _check_nobody_else(self) -> None:
         names = [self._params[i].name for (i, _), weight in self._weights() if weight._fresh_grad]
         if names:
-            self._forget()
-            raise RuntimeError(f"the gradients{of(names)} were written by another backward pass "
-                               "after trainer.backward(): a loss.backward(), or that of another "
-                               "Trainer. Their scale is not known: step before it")
+            self._steps.forget()
+            raise RuntimeError(f"the gradients{in_names(names)} were written by another backward "
+                               "pass after trainer.backward(): a loss.backward(), or that of "
+                               "another Trainer. Their scale is not known: step before it")
 
-    def _entries(self, ignore_stale_grad: bool) -> List[_Entry]:
+    def _gradients(self, ignore_stale_grad: bool) -> List[Gradient]:
         """The gradients to use, parameter by parameter."""
-        written = self._backward.written if self._backward else \
-            {key for key, weight in self._weights() if weight._fresh_grad}
-        entries, stale = [], []
-        for (i, device), weight in self._weights():
+        pending = self._steps.pending
+        gradients, stale = [], []
+        for place, weight in self._weights():
+            i, device = place
             parameter = self._params[i]
-            if (i, device) in written:
-                gradient = (self._unscaled or {}).get((i, device), parameter.list_grad()[device])
-                entries.append(_Entry(i, device, parameter.name, weight, gradient))
+            if place in pending.written if self._steps.scaling else weight._fresh_grad:
+                array = (pending.unscaled or {}).get(place, parameter.list_grad()[device])
+                gradients.append(Gradient(parameter.name, place, weight, array))
             else:
                 stale.append(parameter.name)
-        if stale and not (ignore_stale_grad and entries):
-            raise RuntimeError(f"backward has not computed the gradients{of(stale)} since the last "
-                               "step: the loss does not depend on them. If that is meant, "
-                               "call step(batch_size, ignore_stale_grad=True)")
-        return entries
+        if stale and not (ignore_stale_grad and gradients):
+            raise RuntimeError(f"backward has not computed the gradients{in_names(stale)} since "
+                               "the last step: the loss does not depend on them. If that is "
+                               "meant, call step(batch_size, ignore_stale_grad=True)")
+        return gradients
+
+    def _allreduce_grads(self) -> None:
+        if self._update_on_kvstore:
+            super()._allreduce_grads()
+            return
+        self._steps.reduction.sum((i, p.list_grad()) for i, p in enumerate(self._params)
+                                  if p.grad_req != "null")
 
     def _update(self, ignore_stale_grad: bool = False) -> None:
-        asked = self._scaling.on or self._max_norm is not None \
-            or self._unscaled is not None or self._clip_once is not None
-        if not asked:
+        pending = self._steps.pending
+        if not self._steps.looking and pending.unscaled is None and pending.max_norm is None:
             super()._update(ignore_stale_grad)
-            self._forget()
+            self._steps.forget()
             return
-        entries = self._entries(ignore_stale_grad)
-        sums = squares([e.gradient for e in entries])
-        bad = not_finite([e.name for e in entries], sums)
+        gradients = self._gradients(ignore_stale_grad)
+
+        def apply(factor: float) -> None:
+            self._optimizer.rescale_grad = factor
+            for device, updater in enumerate(self._updaters):
+                mine = [(g.place[0], g.array, g.weight) for g in gradients if g.place[1] == device]
+                if mine:
+                    updater(*zip(*mine))
+
         try:
-            if bad:
-                self._skip(bad)
-            else:
-                self._apply(entries, sums)
+            self._steps.take(gradients, self._optimizer.rescale_grad, apply, self._clear)
         finally:
-            self._forget()
-            self._updated = not bad
             self._optimizer.rescale_grad = self._scale  # as given, for its next Trainer
-            for e in entries:
-                e.weight._fresh_grad = False
+            for g in gradients:
+                g.weight._fresh_grad = False
 
-    def _apply(self, entries: List[_Entry], sums: "np.ndarray") -> None:
-        factor = self._optimizer.rescale_grad / self._gradients_scale()
-        max_norm = self._clip_once or self._max_norm
-        if max_norm is not None:
-            norm = factor * self._norm(entries, sums)
-            factor *= max_norm / norm if norm > max_norm else 1.0
-        self._optimizer.rescale_grad = factor
-        for device, updater in enumerate(self._updaters):
-            mine = [(e.index, e.gradient, e.weight) for e in entries if e.device == device]
-            if mine:
-                updater(*zip(*mine))
-        self._scaling.update()
-
-    def _skip(self, names: Tuple[str, ...]) -> None:
+    def _clear(self) -> None:
         for parameter in self._params:
             if parameter.grad_req == "add":
                 parameter.zero_grad()
-        losses = self._backward.losses if self._backward else []
-        # With several workers all must decide alike, and they share gradients, not losses.
-        self._scaling.skip(names, self._distributed or all_finite(list(map(to_float32, losses))))
-
-    def _gradients_scale(self) -> float:
-        return 1.0 if self._unscaled is not None or not self._backward else self._backward.scale
-
-    def _norm(self, entries: List[_Entry], sums: "np.ndarray") -> float:
-        """Of the summed gradient: devices that have been summed hold the same one."""
-        each = {e.index if self._kvstore else (e.index, e.device): s
-                for e, s in zip(entries, sums)}
-        return math.sqrt(sum(each.values()))
 
     # ---- files
 
@@ -300,7 +311,7 @@ class Trainer(Scaled, mx.gluon.Trainer):
         A `gluon.Trainer` can read the file, too.
         """
         self._optimizer.trainer_state = {"names": [p.name for p in self._params],
-                                         **self._scaling.state()}
+                                         **self._steps.state()}
         replace_file(fname, super().save_states)
 
     def load_states(self, fname: str) -> None:
@@ -315,10 +326,9 @@ class Trainer(Scaled, mx.gluon.Trainer):
         check_states(fname, states, maker, self._optimizer, {
             i: (p.name, None if p._data is None else p.list_data()[0])
             for i, p in enumerate(self._params)})
-        self._scaling.load(getattr(optimizer, "trainer_state", {}))
+        self._steps.load(getattr(optimizer, "trainer_state", {}))
         super().load_states(fname)
         with_masters(self._optimizer)
-        self._forget()
 
 
 @contextmanager
@@ -332,15 +342,16 @@ def scale_loss(loss: Any, trainer: Trainer) -> Iterator[Any]:
     if not isinstance(trainer, Trainer):
         raise TypeError("scale_loss takes a gluon_amp.Trainer. Received: "
                         f"{type(trainer).__module__}.{type(trainer).__name__}")
-    if not trainer._scaling.on:
+    if not trainer._steps.scaling:
         yield loss
         return
     several = isinstance(loss, (list, tuple))
     losses = list(loss) if several else [loss]
-    with trainer._scaled(losses) as scale:
-        with mx.autograd.record(mx.autograd.is_training()):
-            scaled = [one * scale for one in losses]
-        yield scaled if several else scaled[0]
+    scale = trainer._begin(losses)
+    with mx.autograd.record(mx.autograd.is_training()):
+        scaled = [one * scale for one in losses]
+    yield scaled if several else scaled[0]
+    trainer._note(losses, scale)
 
 
 def _check_kvstore(kvstore: Any, update_on_kvstore: Optional[bool], parameters: Any) -> None:
@@ -354,11 +365,11 @@ def _check_kvstore(kvstore: Any, update_on_kvstore: Optional[bool], parameters: 
     sparse = [p.name for p in parameters if getattr(p, "_stype", "default") != "default"]
     if sparse:
         raise ValueError(f"{why}, and row_sparse weights are updated on the kvstore. "
-                         f"Received: row_sparse weights{of(sparse)}")
+                         f"Received: row_sparse weights{in_names(sparse)}")
     sparse = [p.name for p in parameters if getattr(p, "_grad_stype", "default") != "default"]
     if sparse and "dist" in name:
         raise ValueError(f"{why}, and {name} updates those that are row_sparse on its servers. "
-                         f"Received: row_sparse gradients{of(sparse)}")
+                         f"Received: row_sparse gradients{in_names(sparse)}")
 
 
 def _check_losses(losses: List[Any]) -> None:

@@ -1,0 +1,34 @@
+"""How errors are worded: what a value must be, and which names they show."""
+import difflib
+import numbers
+from typing import Any, Iterable, List, Sequence
+
+
+def positive_number(value: Any, what: str) -> float:
+    """A number above 0 that float32 holds, as its inverse, or an error."""
+    number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if not number or not 2.0 ** -126 <= value <= 2.0 ** 126:
+        raise ValueError(f"{what} must be a positive, finite number, from 2^-126 to 2^126. "
+                         f"Received: {value!r}")
+    return float(value)
+
+
+def whole_number(value: Any, what: str, least: int) -> int:
+    """The number, if it is whole and large enough, or an error."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < least:
+        raise ValueError(f"{what} must be a whole number from {least} on. Received: {value!r}")
+    return int(value)
+
+
+def in_names(names: Iterable[str]) -> str:
+    """The end of a sentence: " in a, b and 3 more", or nothing where there are no names."""
+    names = list(names)
+    if not names:
+        return ""
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return f" in {', '.join(names[:5])}{more}"
+
+
+def nearest(name: str, names: Sequence[str], most: int = 5) -> List[str]:
+    """Those of the names that look like this one; the first ones where none does."""
+    return difflib.get_close_matches(name, names, n=most, cutoff=0.3) or list(names[:most])

@@ -1,0 +1,75 @@
+"""The static loss scale, and the pair of loss and optimizer made from it."""
+import inspect
+import numbers
+from dataclasses import dataclass
+from typing import Any
+
+from mxnet.gluon.loss import Loss, SDMLLoss
+
+from ..checks import positive_number
+from .optimizer import check_scalable
+from .optimizer import optimizer as make_optimizer
+
+
+@dataclass(frozen=True)
+class StaticLossScale:
+    """A loss scale that stays, and the pair of loss and optimizer made from it.
+
+    The pair works with MXNet's own `gluon.Trainer` and `Module`. Powers of two scale
+    without any rounding.
+    """
+    scale: float
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "scale", positive_number(self.scale, "scale"))
+
+    def loss(self, cls: Any, **kwargs: Any) -> Loss:
+        """A Gluon loss of this class, whose values and gradients are scaled.
+
+        Args:
+            cls: such as `gluon.loss.SoftmaxCrossEntropyLoss`.
+            kwargs: its arguments; a `weight` among them is multiplied by the scale.
+        """
+        if not (isinstance(cls, type) and issubclass(cls, Loss)):
+            raise TypeError(f"scale.loss takes a class of gluon.loss. Received: {cls!r}")
+        if issubclass(cls, SDMLLoss):
+            raise TypeError(_no_weight(cls))
+        weight = inspect.signature(cls).parameters.get("weight")
+        default = 1.0 if weight is None else weight.default
+        given = kwargs.pop("weight", None)
+        if given is None:
+            given = default if isinstance(default, numbers.Real) else 1.0
+        try:
+            return cls(weight=given * self.scale, **kwargs)
+        except TypeError as error:
+            if weight is None:
+                raise TypeError(_no_weight(cls)) from error
+            raise
+
+    def optimizer(self, name: str, *, rescale_grad: float = 1.0, **kwargs: Any) -> Any:
+        """`gluon_amp.optimizer(name, ...)` that undoes the scale, for `gluon.Trainer`.
+
+        Args:
+            rescale_grad: multiplied by 1 / scale. (The Trainer divides by the batch size.)
+        """
+        made = make_optimizer(name, rescale_grad=rescale_grad / self.scale, **kwargs)
+        check_scalable(made)
+        made.static_loss_scale = self.scale
+        return made
+
+    def module_optimizer(self, name: str, *, batch_size: int, rescale_grad: float = 1.0,
+                         **kwargs: Any) -> Any:
+        """The same for MXNet's `Module`, which does not divide by the batch size once
+        `rescale_grad` is given: 1 / (scale * batch_size), over all devices and workers. The
+        other half is the symbol's: `SoftmaxOutput(..., grad_scale=scale.scale)`."""
+        size = positive_number(batch_size, "batch_size")
+        return self.optimizer(name, rescale_grad=rescale_grad / size, **kwargs)
+
+    def unscaled(self, loss: Any) -> Any:
+        """A scaled loss as it would be without, for the log."""
+        return loss / self.scale
+
+
+def _no_weight(cls: Any) -> str:
+    return f"{cls.__name__} takes no weight, or does not use it, so it cannot be scaled by one: " \
+           "use gluon_amp.Trainer, which scales gradients"

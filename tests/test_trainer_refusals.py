@@ -1,0 +1,155 @@
+"""amp.Trainer: errors at the call that is wrong."""
+import gluon_amp as amp
+import numpy as np
+import pytest
+from gluon_amp._mxnet import mx
+from mxnet import autograd
+from trainers import One, ones, recorded, settled, values
+
+
+def test_gradients_that_another_backward_pass_wrote_are_an_error():
+    net = One()
+    mine = amp.Trainer([net.a], "sgd", loss_scale=2)
+    other = amp.Trainer([net.b], "sgd", loss_scale=1024)
+    with autograd.record():
+        loss = net(ones(), ones())
+        again = net(ones(), ones())
+    mine.backward(loss)
+    other.backward(again)
+    with pytest.raises(RuntimeError, match=f"gradients in {net.a.name} were written by another"):
+        mine.step(1)
+    assert other.step(1)
+    with autograd.record():
+        loss = net(ones(), ones())
+    mine.backward(loss)
+    assert mine.step(1)
+
+
+def test_float16_losses_are_refused():
+    net = One()
+    trainer = amp.Trainer(net.collect_params(), "sgd")
+    loss = recorded(net, ones(), ones())
+    with autograd.record():
+        half = recorded(net, ones(), ones()).astype("float16")
+    with pytest.raises(ValueError, match=r"the loss is float16.*take it in float32"):
+        trainer.backward([loss, half])
+    with pytest.raises(TypeError, match=r"a loss or a list of losses. Received: float"):
+        trainer.backward(0.5)
+
+
+@pytest.mark.parametrize("call", [
+    lambda t: t.step(1), lambda t: t.update(1), lambda t: t.unscale(), lambda t: t.clip_norm(1)])
+def test_nothing_works_before_backward(call):
+    net = One()
+    trainer = amp.Trainer(net.collect_params(), "sgd", loss_scale=8)
+    with pytest.raises(RuntimeError, match=r"call trainer.backward\(loss\), not loss.backward\(\)"):
+        call(trainer)
+    recorded(net, ones(), ones()).backward()  # which knows no scale
+    with pytest.raises(RuntimeError, match=r"call trainer.backward\(loss\), not loss.backward\(\)"):
+        call(trainer)
+    trainer.backward(recorded(net, ones(), ones()))
+    call(trainer)
+
+
+def test_a_second_step_or_unscale_is_an_error():
+    net = One()
+    trainer = amp.Trainer(net.collect_params(), "sgd", loss_scale=8)
+    for bad in (1.0, np.inf):
+        trainer.backward(recorded(net, ones(bad), ones()))
+        trainer.unscale()
+        with pytest.raises(RuntimeError, match=r"unscale\(\) was already called"):
+            trainer.unscale()
+        trainer.step(1)
+        with pytest.raises(RuntimeError, match=r"step\(\) needs new gradients"):
+            trainer.step(1)
+
+
+def test_a_stale_gradient_is_an_error_before_anything_changed():
+    net = One()
+    trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 1}, loss_scale=8)
+    with autograd.record():
+        loss = (net.a.data().astype("float32") * 2).sum()
+    trainer.backward(loss)
+    with pytest.raises(RuntimeError, match=f"not computed the gradients in {net.b.name} since"):
+        trainer.step(1)
+    assert all((v == 1).all() for v in values(net))
+    assert trainer.step(1, ignore_stale_grad=True)
+    assert (net.a.data().asnumpy() == -1).all()
+    assert (net.b.data().asnumpy() == 1).all()
+    with autograd.record():
+        loss = ones() * 2
+        loss.attach_grad()
+        loss = loss * 2
+    trainer.backward(loss)
+    with pytest.raises(RuntimeError, match="the loss does not depend on them"):
+        trainer.step(1, ignore_stale_grad=True)
+
+
+def test_nothing_to_train_is_an_error():
+    with pytest.raises(ValueError, match=r"needs parameters. Received: none"):
+        amp.Trainer([], "sgd")
+    net = One()
+    trainer = amp.Trainer(net.collect_params(), "sgd")
+    net.collect_params().setattr("grad_req", "null")
+    with pytest.raises(RuntimeError, match="nothing to train: all 2 parameters"):
+        trainer.backward(ones())
+    with pytest.raises(RuntimeError, match="nothing to train: all 2 parameters"):
+        trainer.step(1)
+
+
+@pytest.mark.parametrize("scaling", [{"loss_scale": "dynamic"}, {"loss_scale": 2},
+                                     {"loss_scale": None, "clip_norm": 1}])
+def test_updates_on_the_kvstore_are_refused_where_gradients_are_checked(scaling):
+    devices = [mx.cpu(0), mx.cpu(1)]
+    params = One(devices=devices).collect_params()
+    with pytest.raises(ValueError, match=r"must be False or None. Received: True"):
+        amp.Trainer(params, "sgd", update_on_kvstore=True, **scaling)
+    with pytest.raises(ValueError, match="dist_async updates on its servers: use dist_sync"):
+        amp.Trainer(params, "sgd", kvstore="dist_async", **scaling)
+
+
+def test_the_kvstore_never_updates_where_gradients_are_checked(monkeypatch):
+    monkeypatch.setenv("MXNET_UPDATE_ON_KVSTORE", "1")
+    devices = [mx.cpu(0), mx.cpu(1)]
+    net = One(devices=devices)
+    trainer = amp.Trainer(net.collect_params(), "sgd", kvstore=mx.kv.create("device"),
+                          loss_scale=settled())
+    trainer.backward([recorded(net, ones(device=d), ones(device=d)) for d in devices])
+    assert not trainer.step(1)
+    assert all((v == 1).all() for v in values(net))
+
+
+@pytest.mark.parametrize(("kwargs", "message"), [
+    ({"loss_scale": "static"}, "loss_scale takes"), ({"loss_scale": 0}, "loss_scale must be a"),
+    ({"loss_scale": True}, "loss_scale takes"), ({"clip_norm": 0}, "clip_norm must be a positive"),
+    ({"clip_norm": float("nan")}, "clip_norm must be"), ({"optimizer": "sdg"}, "unknown optimizer"),
+    ({"optimizer": "lbsgd"}, "lbsgd adds up")])
+def test_bad_arguments_are_refused_when_the_trainer_is_made(kwargs, message):
+    params = One().collect_params()
+    with pytest.raises(ValueError, match=message):
+        amp.Trainer(params, **{"optimizer": "sgd", **kwargs})
+
+
+def test_a_bad_batch_size_is_refused():
+    net = One()
+    trainer = amp.Trainer(net.collect_params(), "sgd", loss_scale=8)
+    trainer.backward(recorded(net, ones(), ones()))
+    with pytest.raises(ValueError, match=r"batch_size must be a positive, finite number.*: 0"):
+        trainer.step(0)
+    assert trainer.step(1)
+
+
+def test_row_sparse_weights_are_refused():
+    net = One()
+    net.params.get("c", shape=(4, 4), stype="row_sparse", grad_stype="row_sparse")
+    net.initialize(force_reinit=True)
+    with pytest.raises(ValueError, match=r"row_sparse weights in .*c"):
+        amp.Trainer(net.collect_params(), "sgd")
+
+
+def test_half_of_a_static_pair_is_refused_where_gradients_are_scaled():
+    params = One().collect_params()
+    for kwargs in ({"loss_scale": 128}, {}):
+        with pytest.raises(ValueError, match="one half of the static pair of 128"):
+            amp.Trainer(params, amp.StaticLossScale(128).optimizer("sgd"), **kwargs)
+    amp.Trainer(params, amp.StaticLossScale(128).optimizer("sgd"), loss_scale=None)

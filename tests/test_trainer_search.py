@@ -1,0 +1,195 @@
+"""amp.Trainer finds its first scale by backward passes of the first step, which is not lost."""
+import gluon_amp as amp
+import numpy as np
+import pytest
+from gluon_amp._mxnet import mx
+from mxnet import autograd, gluon, nd
+from mxnet.gluon import nn, rnn
+from trainers import LOSS, One, dynamic, learn, ones, recorded, same, settled, values
+
+
+def messages(caplog):
+    return [r.getMessage() for r in caplog.records if r.name == "gluon_amp"]
+
+
+def test_the_first_step_is_made_at_a_scale_that_fits(caplog):
+    net = One()
+    trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 1})
+    assert learn(net, trainer, ones(30), ones(30))  # 30 * 2**16 is no float16
+    assert (trainer.loss_scale, trainer.skipped, trainer.overflowed) == (2.0 ** 11, 0, ())
+    assert (net.a.grad().asnumpy() == 30 * 2.0 ** 11).all()
+    assert all((v == -29).all() for v in values(net))
+    assert messages(caplog) == ["loss scale 2^11 found in 5 backward passes"]
+    learn(net, trainer, ones(100), ones(100))
+    assert (trainer.loss_scale, trainer.skipped) == (2.0 ** 9, 0)
+    assert len(messages(caplog)) == 1  # told once
+
+
+def test_where_the_first_scale_fits_it_stays(caplog):
+    net = One()
+    trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 1})
+    assert learn(net, trainer, ones(0.5), ones(0.5))
+    assert trainer.loss_scale == 2.0 ** 16
+    assert not messages(caplog)
+
+
+class Recurrent(gluon.HybridBlock):
+    """Everything whose second backward pass might differ from the first."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        with self.name_scope():
+            self.conv = nn.Conv2D(4, 3, in_channels=1)
+            self.norm, self.relu, self.drop = nn.BatchNorm(), nn.PReLU(), nn.Dropout(0.4)
+            self.rnn = rnn.LSTM(6, 2, layout="NTC", dropout=0.3)
+            self.layer_norm, self.out = nn.LayerNorm(), nn.Dense(3)
+
+    def hybrid_forward(self, F, x):
+        h = self.drop(self.relu(self.norm(self.conv(x))))
+        h = self.rnn(h.reshape((0, 4, -1)))
+        return self.out(self.layer_norm(h))
+
+
+@pytest.mark.parametrize("static", [None, False, True])
+@pytest.mark.parametrize("policy", ["float16", "mixed_float16", "mixed_bfloat16"])
+def test_the_step_is_bit_by_bit_one_that_began_with_that_scale(policy, static, rng):
+    x, y = nd.array(rng.standard_normal((5, 1, 6, 6))), nd.array(rng.integers(0, 3, 5))
+
+    def trained(**kwargs):
+        mx.random.seed(4)
+        net = Recurrent()
+        net.initialize(mx.init.Xavier())
+        net(x)
+        amp.convert(net, policy)
+        if static is not None:
+            net.hybridize(static_alloc=static, static_shape=static)
+        trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 1e-3}, **kwargs)
+        for _ in range(3):
+            mx.random.seed(5)
+            with autograd.record():
+                loss = LOSS(net(x), y) * (2.0 ** 110 if policy == "mixed_bfloat16" else 30)
+            trainer.backward(loss)
+            assert trainer.step(5 * (2.0 ** 110 if policy == "mixed_bfloat16" else 30))
+        return net, trainer
+
+    net, trainer = trained()
+    assert trainer.skipped == 0
+    assert trainer.loss_scale < 2.0 ** 16
+    assert same(net, trained(loss_scale=trainer.loss_scale)[0])
+
+
+def test_gradients_that_add_up_are_those_of_one_scale():
+    net = One("add")
+    trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 1},
+                          loss_scale=dynamic(initial=2.0 ** 15))
+    for x in (1, 3, 4):  # the second pass overflows, and the third
+        trainer.backward(recorded(net, ones(x), ones(x)))
+    assert (net.a.grad().asnumpy() == 8 * trainer.loss_scale).all()
+    assert trainer.step(1)
+    assert all((v == -7).all() for v in values(net))
+    assert trainer.skipped == 0
+
+
+def test_passes_over_other_parameters_in_one_step_come_to_one_scale():
+    net = One()
+    trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 1},
+                          loss_scale=dynamic(initial=2.0 ** 15))
+    with autograd.record():
+        first = (net.b.data() * 3).sum()
+    trainer.backward(first)
+    with autograd.record():
+        second = ((net.a.data() * 1).astype("float32") * 5).sum()
+    trainer.backward(second)
+    assert trainer.loss_scale == 2.0 ** 13
+    assert trainer.step(1)
+    assert (net.b.data().asnumpy() == -2).all()
+    assert (net.a.data().asnumpy() == -4).all()
+
+
+def test_several_losses_of_several_devices_decide_alike_and_leave_room_for_their_sum():
+    devices = [mx.cpu(0), mx.cpu(1), mx.cpu(2)]
+    net = One(devices=devices)
+    trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 1})
+    with autograd.record():
+        losses = [net(ones(x, device=d), ones(device=d)) for x, d in zip((1, 31, 31), devices)]
+    trainer.backward(losses)
+    assert trainer.step(1)
+    assert (trainer.loss_scale, trainer.skipped) == (2.0 ** 9, 0)
+    for device in devices:
+        assert (net.a.data(device).asnumpy() == -62).all()
+
+
+def test_where_no_scale_fits_it_is_as_ever():
+    net = One()
+    trainer = amp.Trainer(net.collect_params(), "sgd", loss_scale=dynamic(initial=4))
+    for scale in (4, 2):
+        assert trainer.loss_scale == scale
+        assert not learn(net, trainer, ones(1e5), ones())
+    with pytest.raises(amp.LossScaleError, match=f"in {net.a.name} at the smallest loss scale, 1"):
+        learn(net, trainer, ones(1e5), ones())
+    assert all((v == 1).all() for v in values(net))
+
+
+def test_a_settled_scale_does_not_search():
+    net = One()
+    trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 0},
+                          loss_scale=dynamic(initial=2.0 ** 15, growth_interval=5))
+    for _ in range(5):
+        assert learn(net, trainer, ones(), ones())
+    assert not learn(net, trainer, ones(), ones())  # 65536
+    assert learn(net, trainer, ones(), ones())
+
+
+def test_whether_it_is_settled_is_saved(tmp_path):
+    net, path = One(), str(tmp_path / "states")
+    for scale in (settled(), dynamic()):
+        amp.Trainer(net.collect_params(), "sgd", loss_scale=scale).save_states(path)
+        loaded = dynamic()
+        amp.Trainer(net.collect_params(), "sgd", loss_scale=loaded).load_states(path)
+        assert loaded.settled is scale.settled
+
+
+def test_the_graph_is_free_afterwards_unless_it_is_retained():
+    net = One()
+    trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 1})
+    for x in (0.5, 30):
+        loss = recorded(net, ones(x), ones(x))
+        trainer.backward(loss)
+        gradients = [g.asnumpy() for g in (net.a.grad(), net.b.grad())]
+        with pytest.raises(mx.MXNetError, match="not in a computational graph"):
+            trainer.backward(loss)
+        assert trainer.step(1)
+        loss = recorded(net, ones(x), ones(x))
+        trainer.backward(loss, retain_graph=True)
+        trainer.backward(loss)
+        assert all(map(np.array_equal, gradients, [net.a.grad().asnumpy(), net.b.grad().asnumpy()]))
+        assert trainer.step(1)
+
+
+def test_moving_averages_of_a_plain_float32_network_move_once():
+    """MXNet's batch norm moves them in its backward pass."""
+    def averages(**kwargs):
+        mx.random.seed(3)
+        net = nn.HybridSequential()
+        net.add(nn.Dense(4, in_units=3), nn.BatchNorm(in_channels=4))
+        net.initialize()
+        trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 1e-38}, **kwargs)
+        with autograd.record():
+            loss = net(nd.arange(12).reshape((4, 3)))[:, :2].square().sum() * 1e34
+        trainer.backward(loss)
+        assert trainer.step(1)
+        assert trainer.skipped == 0
+        return net[1].running_mean.data().asnumpy()
+
+    assert np.array_equal(averages(), averages(loss_scale=None))
+
+
+def test_what_cannot_go_back_twice_is_skipped_instead():
+    """MXNet's own dropout passes a second backward pass through."""
+    net = One()
+    trainer = amp.Trainer(net.collect_params(), "sgd", loss_scale=dynamic(initial=2.0 ** 16))
+    with autograd.record():
+        loss = nd.Dropout((net.a.data() * 1).astype("float32"), p=0.5).sum() + net.b.data().sum()
+    trainer.backward(loss)
+    assert not trainer.step(1)
+    assert (trainer.loss_scale, trainer.skipped) == (2.0 ** 15, 1)

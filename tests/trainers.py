@@ -1,0 +1,91 @@
+"""A small convolutional network, and parameters whose gradients are known, to train."""
+import gluon_amp as amp
+import numpy as np
+from gluon_amp._mxnet import mx
+from mxnet import autograd, gluon, nd
+from mxnet.gluon import nn
+
+LOSS = gluon.loss.SoftmaxCrossEntropyLoss()
+SGD = {"learning_rate": 0.1, "momentum": 0.9}
+
+
+def make(policy="float32", devices=None):
+    """A small convolutional net, with the same first values each time."""
+    mx.random.seed(3)
+    net = nn.HybridSequential()
+    net.add(nn.Conv2D(8, 3, in_channels=3), nn.BatchNorm(in_channels=8), nn.Activation("relu"),
+            nn.GlobalAvgPool2D(), nn.Dense(5, in_units=8))
+    net.initialize(mx.init.Xavier(), ctx=devices or mx.cpu())
+    net(nd.zeros((1, 3, 8, 8), ctx=(devices or [mx.cpu()])[0]))
+    return amp.convert(net, policy)
+
+
+class One(gluon.Block):
+    """Parameters whose gradients are the data: loss = sum(a * x), a in float16, b in float32."""
+
+    def __init__(self, grad_req="write", devices=None, value=1.0, size=4):
+        super().__init__()
+        for name, dtype in (("a", "float16"), ("b", "float32")):
+            self.params.get(name, shape=(size,), dtype=dtype, grad_req=grad_req,
+                            init=mx.init.Constant(value))
+        self.initialize(ctx=devices or mx.cpu())
+        self.a, self.b = (self.params.get(name) for name in "ab")
+
+    def forward(self, x, y):  # "* 1": MXNet's cast alone does not add gradients up
+        return ((self.a.data(x.context) * 1).astype("float32") * x
+                + self.b.data(x.context) * y).sum().reshape(1)
+
+
+def learn(net, trainer, *data):
+    """One step; whether it updated."""
+    with autograd.record():
+        loss = net(*data)
+    trainer.backward(loss)
+    return trainer.step(1)
+
+
+def ones(scale=1.0, size=4, device=None):
+    return nd.full(size, scale, ctx=device or mx.cpu())
+
+
+def values(net):
+    return [p.data().asnumpy() for p in net.collect_params().values()]
+
+
+def same(net, other):
+    return all(map(np.array_equal, values(net), values(other)))
+
+
+def some_batches(rng):
+    return [(nd.array(rng.standard_normal((6, 3, 8, 8))), nd.array(rng.integers(0, 5, 6)))
+            for _ in range(20)]
+
+
+def fit(net, trainer, batches):
+    losses = []
+    for x, y in batches:
+        with autograd.record():
+            loss = LOSS(net(x), y)
+        if isinstance(trainer, amp.Trainer):
+            trainer.backward(loss)
+        else:
+            loss.backward()
+        trainer.step(len(y))
+        losses.append(loss.mean().asscalar())
+    return losses
+
+
+def recorded(net, *data):
+    with autograd.record():
+        return net(*data)
+
+
+def dynamic(**kwargs):
+    return amp.DynamicLossScale(**kwargs)
+
+
+def settled(**kwargs):
+    """A dynamic scale that searches no more, but skips."""
+    scale = amp.DynamicLossScale(**kwargs)
+    scale.settled = True
+    return scale
