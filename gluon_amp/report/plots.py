@@ -220,8 +220,10 @@ def _style() -> Iterator[None]:
 
 
 def _set_scales(axes: Any, chart: Chart, lines: List[Line]) -> None:
-    values = np.concatenate([part for one in lines for part in (one.y, one.low, one.high)
-                             if part is not None])
+    values = np.concatenate([one.y for one in lines])
+    bands = np.concatenate([values, *(band for one in lines for band in (one.low, one.high)
+                                      if band is not None)])
+    room = 0.4 * np.ptp(values)  # of bands: those of two runs can be wider than all there is
     if chart.x == "epochs":
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
         axes.set_xlim(left=0)
@@ -232,6 +234,10 @@ def _set_scales(axes: Any, chart: Chart, lines: List[Line]) -> None:
         axes.set_yscale("log", base=2)
         axes.set_ylim(values.min() / 2, values.max() * 2)
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:,g}")
+    elif room:
+        low, high = max(bands.min(), values.min() - room), min(bands.max(), values.max() + room)
+        edge = 0.04 * (high - low)
+        axes.set_ylim(0 if chart.scale.from_zero else low - edge, high + edge)
     elif chart.scale.from_zero:
         axes.set_ylim(bottom=0)
     if chart.scale.whole:

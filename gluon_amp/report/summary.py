@@ -1,6 +1,6 @@
 """What a report says in words and numbers: verdicts, tables, and what has to be said besides."""
 from collections import Counter
-from statistics import median
+from statistics import mean, median
 from typing import Dict, List, NamedTuple, Optional, Sequence
 
 import numpy as np
@@ -39,23 +39,24 @@ def headline(comparisons: Sequence[Comparison], margin: float) -> List[Verdict]:
 
 
 def _verdict(comparison: Comparison, margin: float) -> str:
-    low, high = comparison.low.name, comparison.float32.name
-    found = comparison.difference
+    low, found = comparison.low.name, comparison.difference
+    high = comparison.float32.name
+    if comparison.low.model and high.startswith(f"{comparison.low.model}, "):
+        high = high[len(f"{comparison.low.model}, "):]  # the name of low has it
+    ends = [[run.final for run in group.finished if run.final is not None]
+            for group in (comparison.low, comparison.float32)]
+    apart = mean(ends[0]) - mean(ends[1]) if all(ends) else 0.0
+    ended = f"{low} ends {abs(apart):.2f} points {'below' if apart < 0 else 'above'} {high}" \
+        if all(ends) else ""
     if comparison.differences:
-        result = "" if found is None or found.p is None else (
-            f" {low} ends {abs(found.mean):.2f} points {'below' if found.mean < 0 else 'above'} "
-            f"{high}, which says nothing of the type of numbers.")
+        said = f" {ended}, which says nothing of the type of numbers." if ended else ""
         return f"{low} and {high} are not the same recipe, and nothing is claimed. They differ " \
-               f"in: {comparison.explain()}.{result}"
+               f"in: {comparison.explain()}.{said}"
+    if not ended:
+        return f"{low} and {high}: no results to compare."
     if found is None:
-        ends = [group.finished[-1].final if group.finished else None
-                for group in (comparison.low, comparison.float32)]
-        if None in ends:
-            return f"{low} and {high}: no result to compare."
-        difference = ends[0] - ends[1]  # type: ignore[operator]
-        return f"{low} ends {abs(difference):.2f} points {'below' if difference < 0 else 'above'}" \
-               f" {high}, one run each: what chance does is not known. Train both with three " \
-               "seeds or more."
+        return f"{ended}, one run against another: what chance does is not known. Train both " \
+               "with three seeds or more."
     return sentence(low, high, found, margin) + _speed(comparison)
 
 
@@ -83,9 +84,11 @@ def _outcome(comparison: Comparison, margin: float) -> str:
 def verdict_rows(comparisons: Sequence[Comparison], margin: float) -> List[Row]:
     """One row for each comparison."""
     found = []
+    several = len({comparison.low.section for comparison in comparisons}) > 1
     for comparison in comparisons:
         difference = comparison.difference
-        row = {"dataset": comparison.low.first.dataset, "runs": comparison.low.name,
+        row = {"dataset": comparison.low.first.dataset if several else "",
+               "runs": comparison.low.name,
                "against": comparison.float32.name,
                "verdict": _outcome(comparison, margin)}
         if difference:

@@ -84,7 +84,8 @@ def _table(rows: List[Row], rules: Dict[str, None], search: bool = False) -> str
 
 
 def _figure(plot: Plot, prefix: str) -> str:
-    hover = f' data-hover="{escape(json.dumps(plot.hover))}"' if plot.hover else ""
+    text = escape(json.dumps(plot.hover), quote=False).replace("'", "&#x27;")
+    hover = f" data-hover='{text}'" if plot.hover else ""
     return f"<figure{hover}>\n{_inline(plot, prefix)}\n<figcaption>{escape(plot.caption)}" \
            "</figcaption>\n</figure>"
 
@@ -119,8 +120,13 @@ def _inline(plot: Plot, prefix: str) -> str:
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     svg = re.sub(r"<!--.*?-->\n?", "", svg, flags=re.DOTALL)
     svg = re.sub(r'(id="|"#|url\(#)', rf"\g<1>{prefix}{plot.name}-", svg)
-    svg = re.sub(r"(\d\.\d{2})\d+", r"\1", svg)  # hundredths of a point are enough
+    svg = re.sub(r' d="[^"]+"', _shorter, svg)
     return svg.replace("<svg", f'<svg role="img" aria-label="{escape(plot.caption)}"', 1)
+
+
+def _shorter(path: "re.Match[str]") -> str:
+    """Hundredths of a point are enough."""
+    return re.sub(r"(\.\d\d)\d+", r"\1", path[0]).replace("\n", " ")
 
 
 # ---- Markdown
