@@ -80,8 +80,8 @@ def _files(runs: List[Run], title: str, accuracy: Optional[float],
         _name_apart(made)
     notes = remarks(groups, comparisons)
     if len(made) > MOST_SECTIONS:
-        notes.append(f"Of {len(made)} datasets the first {MOST_SECTIONS} are drawn: give the logs "
-                     "of one to see its plots.")
+        notes.append(f"Of {len(made)} datasets the first {MOST_SECTIONS} are drawn, and the tables "
+                     "of the first 20 are on the page: give the logs of one to see its plots.")
     verdicts = verdict_rows(comparisons, margin)
     files = {"report.html": html_page(title, made, verdicts, notes, groups).encode(),
              "report.md": markdown(title, made, verdicts, notes).encode(),

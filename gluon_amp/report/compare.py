@@ -190,6 +190,10 @@ def compare(found: Sequence[Group]) -> List[Comparison]:
     for group in found:
         if group.dtype == FLOAT32:
             high.setdefault((group.section, group.model), []).append(group)
+    alike: Dict[Any, List[Group]] = {}  # by recipe: most groups find theirs at once
+    for each in high.values():
+        for group in each:
+            alike.setdefault((group.section, group.model, group.items), []).append(group)
     compared: List[Comparison] = []
     taken: "Counter[int]" = Counter()
     for low in found:
@@ -197,6 +201,7 @@ def compare(found: Sequence[Group]) -> List[Comparison]:
         if low.dtype in (FLOAT32, "unknown") or not candidates:
             continue
         items = low.items
+        candidates = alike.get((low.section, low.model, items), candidates)
         nearest = min(candidates, key=lambda group: (len(group.items ^ items), taken[id(group)]))
         taken[id(nearest)] += 1
         compared.append(Comparison(nearest, low, _differences(nearest, low)))

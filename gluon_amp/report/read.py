@@ -129,16 +129,17 @@ class _Reader:
         """Lines of batches, one behind the other: at once, since most lines of a log are such."""
         for number, entries in groupby(BATCH.findall(b"".join(lines)), itemgetter(0)):
             self._go_to(int(number))
-            speeds, scaling = [], b""
+            scaling = b""
             for _, batch, before, speed, tail in entries:
-                speeds.append(float(speed))
+                rate = float(speed)
+                if rate > 0:
+                    self.intervals += 1
+                    self.inverse += 1 / rate
                 at = tail.find(b"loss-scale=")
                 if at >= 0 and tail[at:] != scaling:
                     scaling, values = tail[at:], _values(tail)
                     self.runs[-1].follow(self.number, int(batch), values.get("loss-scale"),
                                          values.get("skipped"))
-            self.intervals += sum(speed > 0 for speed in speeds)
-            self.inverse += sum(1 / speed for speed in speeds if speed)
             values = _values(before + b" " + tail)
             self.epoch.lr = values.get("lr", self.lr)
             self.epoch.scale, self.epoch.skipped = values.get("loss-scale"), values.get("skipped")
@@ -150,12 +151,12 @@ class _Reader:
             return False
         if line.startswith(b"{") and self._json(line):
             return True
-        found = HEADER.search(line)
+        found = HEADER.search(line) if b"Namespace(" in line else None
         if found:
             self.header = {name: _literal(value) for name, value in
                            ARGUMENT.findall(found[1].decode(errors="replace"))}
             return True
-        found = RATE.search(line)
+        found = RATE.search(line) if b"learning rate to" in line else None
         if found:
             self.lr = _number(found[1].decode())
             return True
@@ -182,7 +183,7 @@ class _Reader:
         return self._measured("mAP", float(found[2]) / (1 if found[1] else 100))
 
     def _segmentation(self, line: bytes) -> bool:
-        found = SEGMENTATION.search(line)
+        found = SEGMENTATION.search(line) if line.find(b"Epoch ") >= 0 else None
         if not found:
             return False
         self._go_to(int(found[1]))
@@ -276,9 +277,12 @@ class _Reader:
 
 def _values(text: bytes) -> Dict[str, float]:
     """All `name=number` and `name: number` that are numbers."""
-    found = VALUE.findall(text.decode("ascii", "replace"))
-    values = {name.lower(): _number(value) for name, value in found}
-    return {name: value for name, value in values.items() if value is not None}
+    values = {}
+    for name, value in VALUE.findall(text.decode("ascii", "replace")):
+        number = _number(value)
+        if number is not None:
+            values[name.lower()] = number
+    return values
 
 
 def _number(value: Any) -> Optional[float]:
@@ -286,7 +290,7 @@ def _number(value: Any) -> Optional[float]:
         number = float(value)
     except (TypeError, ValueError, OverflowError):
         return None
-    return number if math.isfinite(number) else None
+    return number if -math.inf < number < math.inf else None
 
 
 def _error(values: Dict[str, float], errors: Sequence[str],

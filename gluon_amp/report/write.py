@@ -15,10 +15,14 @@ from .runs import plain
 from .summary import Row, Verdict
 
 TEXT = ("run", "runs", "against", "model", "dataset", "dtype", "verdict", "paired")  # columns
-FOLDED = 20  # so many runs stand in a table that is folded
+FOLDED = 20  # a table of more rows is folded
 IN_MARKDOWN = 50  # runs
 MOST_ARGUMENTS = 60  # groups whose arguments are told
 LONGEST_VALUE = 200
+LONGEST_VERDICT = 1500
+LONGEST_CELL = 60  # of the page's tables; the CSV files have all
+MOST_ROWS, MOST_RUNS = 200, 3000  # of the page's tables
+MOST_TABLES = 20  # datasets
 CLASSES = {"the same": "same", "different": "different"}  # of outcomes: their colors
 
 
@@ -38,22 +42,24 @@ def html_page(title: str, sections: Sequence[Section], verdicts: List[Row], note
     """One file: pictures, style and script are in it."""
     several = len(sections) > 1
     body = ["<ul class=verdicts>", *(_verdict(verdict, section.title if several else "")
-                                     for section in sections for verdict in section.verdicts),
-            "</ul>"]
+                                     for section in sections[:MOST_TABLES]
+                                     for verdict in section.verdicts), "</ul>"]
     widths: Dict[str, None] = {}
     if verdicts:
-        body.append(_table(verdicts, widths))
-    for section in sections:
+        body.append(_folded("Verdicts", verdicts, _table(verdicts, widths)))
+    for section in sections[:MOST_TABLES]:
         if several:
-            body.append(f"<h2>{escape(section.title)}</h2>")
+            body.append(f"<h2>{escape(section.title[:LONGEST_VALUE])}</h2>")
         body += ["<div class=plots>", *(_figure(plot, section.prefix) for plot in section.plots),
                  "</div>", "<h2>Groups of runs</h2>" if not several else "",
-                 _table(section.groups, widths)]
-    for section in sections:
+                 _folded("Groups", section.groups, _table(section.groups, widths))]
+    left = MOST_RUNS
+    for section in sections[:MOST_TABLES]:
         name = f"Runs: {section.title}" if several else "Runs"
         folded = "" if len(section.runs) > FOLDED else " open"
         body.append(f"<details{folded}><summary>{escape(name)} ({len(section.runs)})</summary>\n"
-                    + _table(section.runs, widths, len(section.runs) > 5) + "</details>")
+                    + _table(section.runs, widths, len(section.runs) > 5, left) + "</details>")
+        left = max(0, left - len(section.runs))
     if notes:
         body += ["<h2>Notes</h2>", "<ul>", *(f"<li>{escape(note)}</li>" for note in notes), "</ul>"]
     body += ["<h2>Arguments</h2>", _arguments(groups)]
@@ -62,25 +68,41 @@ def html_page(title: str, sections: Sequence[Section], verdicts: List[Row], note
 
 
 def _verdict(verdict: Verdict, section: str) -> str:
-    name = f"{section}: " if section else ""
+    name = f"{section[:LONGEST_VALUE]}: " if section else ""
     head = f"<b>{escape(name + verdict.outcome)}</b> " if name or verdict.outcome else ""
     kind = CLASSES.get(verdict.outcome, "open")
-    return f"<li class={kind}>{head}{escape(verdict.text)}</li>"
+    text = verdict.text
+    if len(text) > LONGEST_VERDICT:
+        text = f"{text[:LONGEST_VERDICT]}…"
+    return f"<li class={kind}>{head}{escape(text)}</li>"
 
 
-def _table(rows: List[Row], rules: Dict[str, None], search: bool = False) -> str:
+def _table(rows: List[Row], rules: Dict[str, None], search: bool = False,
+           most: int = MOST_ROWS) -> str:
     """Which columns are text stands in the style, once for each such table."""
     texts = [i for i, column in enumerate(rows[0], 1) if column in TEXT]
     name = "t" + "-".join(map(str, texts))
     for i in texts:
         rules[f".{name} th:nth-child({i}), .{name} td:nth-child({i}) {{ text-align: left; }}"] = None
     head = "".join(f"<th><button>{escape(column)}</button></th>" for column in rows[0])
-    body = "\n".join("<tr>" + "".join(f"<td>{escape(text)}</td>" for text in row.values())
-                     + "</tr>" for row in rows)
+    body = "\n".join("<tr>" + "".join(f"<td>{_cut(text)}</td>" for text in row.values())
+                     + "</tr>" for row in rows[:most])
+    more = f"<p>{len(rows) - most:,} more rows: the CSV files have all.</p>" * (len(rows) > most)
     field = '<input type=search placeholder="Filter" aria-label="Filter the rows by text">\n'
     return f"<div>\n{field if search else ''}<div class=wide>\n<table class={name}>\n<thead><tr>" \
            f"{head}</tr></thead>\n<tbody>\n{body}\n</tbody>\n</table>\n</div>\n" \
-           "<p class=hint>→ The table goes on to the right.</p>\n</div>"
+           f"<p class=hint>→ The table goes on to the right.</p>{more}\n</div>"
+
+
+def _folded(name: str, rows: List[Row], table: str) -> str:
+    """A long table stands behind a line to click on."""
+    if len(rows) <= FOLDED:
+        return table
+    return f"<details><summary>{name} ({len(rows):,})</summary>\n{table}</details>"
+
+
+def _cut(text: str) -> str:
+    return escape(text if len(text) <= LONGEST_CELL else f"{text[:LONGEST_CELL - 1]}…")
 
 
 def _figure(plot: Plot, prefix: str) -> str:
