@@ -16,7 +16,7 @@ from .runs import FLOAT32, RESUMING, Run, plain
 from .verdict import Difference, Sample, paired, unpaired
 
 PRECISION = {"dtype", "policy", "loss_scale"}
-NO_RECIPE = {"seed", "claim_speed"}
+NO_RECIPE = {"seed", "claim_speed", "mlperf", "log_interval", "disp_batches"}
 PATHS = re.compile(r"rec_\w+|data_(train|val)|tensorboard|"
                    r"\w*(dir|file|path|prefix|params|states)")
 OFF: Tuple[Any, ...] = (None, False, 0, "", [], "none", "None", "False")
