@@ -257,12 +257,12 @@ def _name_ends(figure: Figure, axes: Any, lines: List[Line], looks: List[Dict[st
             axes.plot([ends[i][0], 1.05], [ends[i][1], place], color=GREY, linewidth=0.6,
                       transform=axes.transAxes, clip_on=False, in_layout=False)
         look = {**looks[i], "markevery": None}
-        axes.plot([1.06, 1.11], [place, place], transform=axes.transAxes, clip_on=False, **look,
+        axes.plot([1.06, 1.15], [place, place], transform=axes.transAxes, clip_on=False, **look,
                   in_layout=False)
         value = ""
         if lines[i].runs == 1 and chart.scale is ERROR:
             value = f" {chart.scale.write(lines[i].y[-1])}"
-        axes.annotate(_short(lines[i].name) + value, (1.13, place), xycoords="axes fraction",
+        axes.annotate(_short(lines[i].name) + value, (1.17, place), xycoords="axes fraction",
                       va="center", fontsize=8, annotation_clip=False)
 
 
