@@ -12,11 +12,12 @@ import gluon_amp as amp
 import matplotlib.patches
 import mxnet as mx
 import numpy as np
+from gluon_amp.report.colors import color
 from gluon_amp.tools.demo import digits, network
 from matplotlib.figure import Figure
 from mxnet import autograd, gluon
 
-BLUE, SKY, RED, GREEN = "#0072b2", "#56b4e9", "#d55e00", "#009e73"
+BLUE, SKY, RED = "#0072b2", "#56b4e9", "#d55e00"  # of what is no type of numbers
 RESULTS = Path(__file__).parents[1] / "results"
 LEAST, LEAST_NORMAL = 2.0 ** -24, 2.0 ** -14  # of float16: at all, and with all bits
 
@@ -45,14 +46,12 @@ def what_float16_holds():
     axes.axvspan(1e-9, LEAST / 2, color="0.82")
     axes.axvspan(LEAST / 2, LEAST_NORMAL, color="0.92")
     axes.axvspan(65520, 1e7, color="0.82")
-    for name, bits, least, color, style in (("bfloat16", 8, 2.0 ** -126, GREEN, ":"),
-                                            ("float16", 11, LEAST_NORMAL, RED, "-"),
-                                            ("float32", 24, 2.0 ** -126, BLUE, "--")):
+    for name, bits, least in (("bfloat16", 8, 2.0 ** -126), ("float16", 11, LEAST_NORMAL),
+                              ("float32", 24, 2.0 ** -126)):
         inside = numbers[numbers < 65520] if name == "float16" else numbers
         _, exponents = np.frexp(np.maximum(inside, least))
         error = np.exp2(exponents - bits - 1) / inside
-        axes.plot(inside, np.minimum(error, 1), color=color, linestyle=style, linewidth=1.2,
-                  label=name)
+        axes.plot(inside, np.minimum(error, 1), color=color(name), linewidth=1.2, label=name)
     for x, text in ((4e-9, "0"), (1.4e-6, "fewer bits"), (2, "all bits"), (9e5, "infinite")):
         axes.text(x, 3, text, ha="center", va="center", color="0.2")
     axes.set(xscale="log", yscale="log", xlim=(1e-9, 1e7), ylim=(1e-8, 10),
@@ -116,10 +115,10 @@ def gradients():
     for axes, scale in zip(panels, (1, 2.0 ** 13)):
         scaled = found * scale
         lost, whole = scaled <= LEAST / 2, scaled >= LEAST_NORMAL
-        for which, label, color, hatch in (
+        for which, label, shade, hatch in (
                 (lost, "0 in float16", RED, "xxxx"), (~lost & ~whole, "fewer bits", SKY, "////"),
                 (whole, "all bits", BLUE, None)):
-            axes.hist(np.log2(scaled[which]), bins, color=color, hatch=hatch, edgecolor="white",
+            axes.hist(np.log2(scaled[which]), bins, color=shade, hatch=hatch, edgecolor="white",
                       weights=np.full(which.sum(), 100 / len(found)), linewidth=0.4, label=label)
         for edge in (-25, -14, 16):
             axes.axvline(edge, color="0.2", linestyle="--", linewidth=1)

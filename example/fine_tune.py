@@ -138,7 +138,8 @@ def main(arguments=None):
     if args.mode == "hybrid":
         net.hybridize(static_alloc=True, static_shape=True)
 
-    log.info("before: err-top1=%f err-top5=%f", *recipe.validate(net, val_loader, devices))
+    log.info("before: err-top1=%f err-top5=%f",
+             *recipe.validate(net, val_loader, devices, recipe.loss_of(args))[:2])
     recipe.fit(args, net, order, loader, val_loader, devices)
     return net
 

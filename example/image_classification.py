@@ -6,7 +6,7 @@
     python image_classification.py --dataset train.rec --val test.rec --model resnet18_v1
 
 Log lines are GluonCV's, with the loss scale and the skipped steps at their ends; SAVE_DIR/log.jsonl
-holds the same for machines. Killed at any moment, `--resume` goes on behind the last whole epoch as
+(records.py says what is in it) holds more for machines. Killed at any moment, `--resume` goes on behind the last whole epoch as
 if nothing had been: bit by bit, with --num-workers 0.
 """
 import argparse
@@ -21,6 +21,7 @@ import time
 import gluon_amp as amp
 import mxnet as mx
 import numpy as np
+import records
 from command import Help, decimals, devices_of, numbers, positive, run
 from gluon_amp._mxnet import message
 from gluon_amp.files import replace_file
@@ -32,7 +33,8 @@ from mxnet.gluon import nn
 from tqdm import tqdm
 
 log = logging.getLogger("image_classification")
-MAY_DIFFER = ("resume", "save_dir", "log_interval", "num_workers", "gpus", "data_dir")
+MAY_DIFFER = ("resume", "save_dir", "log_interval", "num_workers", "gpus", "data_dir",
+              "tensorboard", "mlperf", "claim_speed")
 
 
 def parse(arguments=None):
@@ -79,6 +81,7 @@ def add_arguments(parser):
     add("--mean", type=decimals, default=[0.45],
         help="of pixels from 0 to 1: one number, or one each channel")
     add("--std", type=decimals, default=[0.25])
+    records.add_arguments(parser)
     add("--benchmark", action="store_true", help="random images; samples/s and peak memory")
 
 
@@ -139,9 +142,11 @@ def loss_of(args):
 
 # ---- training
 
-def train_epoch(args, net, trainer, loss_fn, loader, devices, epoch):
-    """One pass; the training accuracy and the seconds."""
+def train_epoch(args, net, trainer, loss_fn, loader, devices, epoch, record):
+    """One pass; the training accuracy, the mean loss and the seconds."""
     metric, start, tic = mx.metric.Accuracy(), time.time(), time.time()
+    total, count = 0.0, 0
+    record.start_epoch(epoch)
     for i, (data, label) in enumerate(tqdm(loader, disable=None, leave=False)):
         check_labels(args, label)
         datas, labels = (gluon.utils.split_and_load(x, devices, even_split=False)
@@ -149,30 +154,46 @@ def train_epoch(args, net, trainer, loss_fn, loader, devices, epoch):
         with autograd.record():
             outputs = [net(x) for x in datas]
             losses = [loss_fn(out, y) for out, y in zip(outputs, labels)]
+        scale, lr = trainer.loss_scale, trainer.learning_rate
         trainer.backward(losses)
-        trainer.step(len(data))
+        updated = trainer.step(len(data))
         metric.update(labels, outputs)
-        if (i + 1) % args.log_interval == 0:
+        loss = sum(float(one.sum().asscalar()) for one in losses)
+        total, count = total + loss, count + len(data)
+        shown = (i + 1) % args.log_interval == 0
+        record.add_step(
+            epoch, i, loss / len(data), updated, shown, lr=lr, loss_scale=scale,
+            skipped=trainer.skipped, gradient_norm=functools.partial(
+                norm, net, scale * len(data)))
+        if shown:
             speed = args.batch_size * args.log_interval / (time.time() - tic)
             log.info("Epoch[%d] Batch [%d]\tSpeed: %f samples/sec\taccuracy=%f\tlr=%f%s", epoch, i,
                      speed, metric.get()[1], trainer.learning_rate, scale_text(trainer))
             tic = time.time()
-    return metric.get()[1], time.time() - start
+    return metric.get()[1], total / count, time.time() - start
 
 
-def run_epoch(args, net, trainer, loss_fn, order, loader, val_loader, devices, epoch):
+def norm(net, divisor):
+    """Of the gradient that has just updated the network: summed over devices, and unscaled."""
+    return records.norm([p.list_grad()[0] for p in net.collect_params().values()
+                         if p.grad_req != "null"]) / divisor
+
+
+def run_epoch(args, net, trainer, loss_fn, order, loader, val_loader, devices, epoch, record):
     """Trains one epoch, validates and logs; returns the epoch's line of the log."""
     order.epoch = epoch
     mx.random.seed(args.seed + 1 + epoch)  # of dropout and MXNet's augmentation
     random.seed(args.seed + 1 + epoch)  # of Gluon's crops
-    accuracy, seconds = train_epoch(args, net, trainer, loss_fn, loader, devices, epoch)
+    accuracy, loss, seconds = train_epoch(args, net, trainer, loss_fn, loader, devices, epoch,
+                                          record)
     speed = len(loader) * args.batch_size / seconds
-    top1, top5 = validate(net, val_loader, devices)
+    top1, top5, validation_loss = validate(net, val_loader, devices, loss_fn)
     log.info("[Epoch %d] training: accuracy=%f", epoch, accuracy)
     log.info("[Epoch %d] speed: %d samples/sec\ttime cost: %f", epoch, speed, seconds)
     log.info("[Epoch %d] validation: err-top1=%f err-top5=%f%s", epoch, top1, top5,
              scale_text(trainer))
     return {"epoch": epoch, "accuracy": accuracy, "err_top1": top1, "err_top5": top5,
+            "loss": loss, "validation_loss": validation_loss,
             "samples_per_second": speed, "seconds": seconds, "lr": trainer.learning_rate,
             "loss_scale": trainer.loss_scale, "skipped": trainer.skipped}
 
@@ -202,25 +223,26 @@ def peak_megabytes(devices):
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
-def validate(net, loader, devices):
-    """Top-1 and top-5 errors; of fewer than five classes all are among the first five."""
-    top1, top5, count = 0, 0, 0
+def validate(net, loader, devices, loss_fn):
+    """Top-1 and top-5 errors, and the loss; of fewer than five classes all are among the first
+    five."""
+    top1, top5, count, loss = 0, 0, 0, 0.0
     for data, label in loader:
         datas, labels = (gluon.utils.split_and_load(x, devices, even_split=False)
                          for x in (data, label))
         for out, y in zip([net(x) for x in datas], labels):
             best = out.topk(k=min(5, out.shape[1]), axis=1).asnumpy() == y.asnumpy()[:, None]
             top1, top5, count = top1 + best[:, 0].sum(), top5 + best.sum(), count + len(best)
-    return 1 - top1 / count, 1 - top5 / count
+            loss += float(loss_fn(out, y).sum().asscalar())
+    return 1 - top1 / count, 1 - top5 / count, loss / count
 
 
-def save(args, net, trainer, epoch, lines):
+def save(args, net, trainer, epoch, record):
     """Parameters, states and log; last.json, written at the end, says that they belong together."""
     folder = args.save_dir
     net.save_parameters(os.path.join(folder, f"epoch-{epoch}.params"))
     trainer.save_states(os.path.join(folder, f"epoch-{epoch}.states"))
-    lines = [{"arguments": vars(args)}, *lines]
-    write(os.path.join(folder, "log.jsonl"), "".join(json.dumps(x) + "\n" for x in lines))
+    record.save()
     write(os.path.join(folder, "last.json"), json.dumps({"epoch": epoch}))
     for old in (f"epoch-{epoch - 1}.params", f"epoch-{epoch - 1}.states"):
         if os.path.exists(os.path.join(folder, old)):
@@ -260,9 +282,8 @@ def resume(args, net, trainer):
         return 0, []
     with open(last) as file:
         epoch = json.load(file)["epoch"]
-    with open(os.path.join(args.save_dir, "log.jsonl")) as file:
-        begun, *lines = [json.loads(line) for line in file]
-    was, now = begun.get("arguments", {}), json.loads(json.dumps(vars(args)))
+    was, lines = records.read(os.path.join(args.save_dir, "log.jsonl"))
+    now = json.loads(json.dumps(vars(args)))
     differ = [f"{name} was {was.get(name, 'not there')}, is {now.get(name, 'not there')}"
               for name in {**was, **now} if name not in MAY_DIFFER
               and was.get(name) != now.get(name)]
@@ -282,15 +303,19 @@ def fit(args, net, order, loader, val_loader, devices):
     if args.gpus:
         point_out(args, net, devices)
     begin, lines = resume(args, net, trainer)
+    path = None if args.benchmark else os.path.join(args.save_dir, "log.jsonl")
+    record = records.Records(args, path, lines, begin * len(loader))
     for epoch in range(begin, args.epochs):
-        line = run_epoch(args, net, trainer, loss_fn, order, loader, val_loader, devices, epoch)
-        lines.append(line)
+        line = run_epoch(args, net, trainer, loss_fn, order, loader, val_loader, devices, epoch,
+                         record)
+        record.add_epoch(line)
         if args.benchmark:
             log.info("%.1f samples/s, peak memory %.0f MB", line["samples_per_second"],
                      peak_megabytes(devices))
         else:
-            save(args, net, trainer, epoch, lines)
-    return lines
+            save(args, net, trainer, epoch, record)
+    record.end()
+    return [line for line in record.lines if "batch" not in line]
 
 
 def main(arguments=None):

@@ -8,6 +8,7 @@ import gluon_amp as amp
 import image_data
 import mxnet as mx
 import numpy as np
+import records
 from command import devices_of, numbers, positive
 
 
@@ -36,6 +37,8 @@ def add_arguments(parser):
     train.add_argument("--monitor", type=int, default=0,
                        help="log outputs' sizes every so many batches")
     train.add_argument("--seed", type=int, default=0)
+    train.add_argument("--save-dir", help="write log.jsonl there (records.py says what is in it)")
+    records.add_arguments(train)
 
 
 def loss_scale(args):
@@ -93,14 +96,35 @@ def fit(args, symbol, arg_params=None, aux_params=None, fixed=None):
     metrics = ["accuracy"]
     if args.top_k:
         metrics.append(mx.metric.create("top_k_accuracy", top_k=args.top_k))
+    record = start_record(args, begin, epoch_size)
+    callbacks = records.FitCallbacks(record, module, args.disp_batches, args.batch_size)
+    epoch_ends = [callbacks.epoch_end]
+    if args.model_prefix:
+        epoch_ends.append(mx.callback.module_checkpoint(module, args.model_prefix,
+                                                        save_optimizer_states=True))
     module.fit(
         train, val, metrics, kvstore=kvstore if "dist" in args.kv_store else args.kv_store,
         optimizer=args.optimizer, optimizer_params=optimizer, begin_epoch=begin,
         num_epoch=args.num_epochs, arg_params=arg_params, aux_params=aux_params,
         allow_missing=arg_params is not None,
         initializer=mx.init.Xavier(rnd_type="gaussian", factor_type="in", magnitude=2),
-        batch_end_callback=amp.Speedometer(args.batch_size, args.disp_batches),
-        epoch_end_callback=mx.callback.module_checkpoint(
-            module, args.model_prefix, save_optimizer_states=True) if args.model_prefix else None,
+        batch_end_callback=[callbacks.batch_end,
+                            amp.Speedometer(args.batch_size, args.disp_batches)],
+        epoch_end_callback=epoch_ends, eval_batch_end_callback=callbacks.validation_batch_end,
+        eval_end_callback=callbacks.validation_end,
         monitor=mx.mon.Monitor(args.monitor) if args.monitor else None)
+    record.end()
     return module
+
+
+def start_record(args, begin, epoch_size):
+    """The run's record; with --load-epoch behind what log.jsonl has of the epochs before."""
+    if not args.save_dir:
+        return records.Records(args, None, steps=begin * epoch_size)
+    os.makedirs(args.save_dir, exist_ok=True)
+    path, lines = os.path.join(args.save_dir, "log.jsonl"), []
+    if begin and os.path.exists(path):
+        lines = [line for line in records.read(path)[1] if line["epoch"] < begin]
+    elif os.path.exists(path):
+        raise SystemExit(f"{path} is there: --save-dir names another place, --load-epoch goes on")
+    return records.Records(args, path, lines, begin * epoch_size)

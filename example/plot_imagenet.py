@@ -8,6 +8,7 @@ import argparse
 
 import command
 from gluon_amp.report import read
+from gluon_amp.report.colors import color
 from matplotlib.figure import Figure
 
 
@@ -20,17 +21,17 @@ def main(arguments=None):
 
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.add_subplot()
-    colors = iter(["#d55e00", "#0072b2", "#009e73", "#cc79a7"] * len(runs))
+    styles = {}  # of each type and network, one for each of its runs
     for run in runs:
-        epochs, errors = zip(*[(n, 100 * epoch.top1) for n, epoch in run.epochs.items()
+        epochs, errors = zip(*[(n + 1, 100 * epoch.top1) for n, epoch in run.epochs.items()
                                if epoch.top1 is not None])
         name = ", ".join(str(part) for part in (
             run.dtype, run.batch_size and f"batch size {run.batch_size}",
             run.hours and f"{run.hours[-1]:.1f} h", f"{errors[-1]:.2f} %") if part)
-        dashed = run.dtype == "float32"
-        axes.plot(epochs, errors, "--" if dashed else "-", label=name, zorder=3 if dashed else 2,
-                  color="#1f2329" if dashed else next(colors))
-    axes.set_xlabel("epoch")
+        style = next(styles.setdefault(run.dtype, iter(["-", "--", ":", "-."] * len(runs))))
+        axes.plot(epochs, errors, style, label=name, color=color(run.dtype),
+                  linewidth=2.6 if run.dtype == "float32" else 1.4)
+    axes.set_xlabel("epochs")
     axes.set_ylabel("top-1 validation error, %")
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)

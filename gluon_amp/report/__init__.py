@@ -1,53 +1,107 @@
-"""Logs in, tables and plots out."""
+"""Logs in, a verdict, tables and plots out."""
 import math
+import re
 from pathlib import Path
-from typing import Any, Callable, Iterable, List, Optional
+from typing import Any, Callable, Dict, Iterable, List, Optional
 
 from ..files import replace_file
-from .compare import pairs
 from .read import read
 from .runs import Run
-from .summary import remarks, rows
+
+MARGIN = 0.5  # points
+MOST_SECTIONS = 4  # that are drawn
 
 
 def report(logs: Iterable[Any], folder: Any, title: str = "Training report",
-           accuracy: Optional[float] = None) -> Path:
-    """Writes report.html, report.md, summary.csv and the plots (PNG and SVG) into a folder.
+           accuracy: Optional[float] = None, margin: float = MARGIN,
+           claim_speed: bool = False) -> Path:
+    """Writes report.html, report.md, tables (CSV) and the plots (PNG and SVG) into a folder.
+
+    Runs that differ in their seed alone are one line, and float16 is compared with float32 of the
+    same recipe: is there a difference, and is it smaller than the margin?
 
     Args:
-        logs: Files: logs of GluonCV and of MXNet's Module, log.jsonl of our recipes, CSV of errors
-            by epoch (a column `epoch`, and such as fp16_top1_err, fp16_img_s).
+        logs: Files: logs of GluonCV and of MXNet's Module, log.jsonl of our recipes, TensorBoard's
+            event files, CSV of errors by epoch (a column `epoch`, and such as fp16_top1_err,
+            fp16_img_s).
         folder: Where to write; made if it is not there.
         title: Of the report.
-        accuracy: The table says how long each run took to reach it: 0.76 for 76 %. By default
-            the whole percent that all runs reach.
+        accuracy: The report says how long runs took to reach it: 0.76 for 76 %. By default
+            the whole percent that all runs of a dataset reach.
+        margin: Points within which two results are the same, as the verdict tests it.
+        claim_speed: Whether the runs had the machine to themselves, so that speeds are compared.
+            Else only those whose own arguments say so (the recipes' --claim-speed).
 
     Returns:
         The path of report.html.
     """
-    from .plots import plots  # here, since importing matplotlib takes its time
-    from .write import html_page, markdown, table_csv
-
     if accuracy is not None and not 0 < accuracy < 1:
         raise ValueError(f"accuracy is between 0 and 1. Received: {accuracy}")
+    if not 0 < margin < 100:
+        raise ValueError(f"margin is a number of points between 0 and 100. Received: {margin}")
     logs = [logs] if isinstance(logs, (str, Path)) else list(logs)
     if not logs:
         raise ValueError("report wants one log or more. Received: none")
     runs = read(logs)
-    found = pairs(runs)
-    target = _reached_by_all(runs) if accuracy is None else accuracy
-    table, notes, pictures = rows(runs, found, target), remarks(runs, found), plots(runs)
+    for run in runs if claim_speed else []:
+        run.arguments["claim_speed"] = True
+
+    files = _files(runs, title, accuracy, margin)
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    files = {"report.html": html_page(title, table, notes, pictures, runs).encode(),
-             "report.md": markdown(title, table, notes, pictures).encode(),
-             "summary.csv": table_csv(table).encode()}
-    for picture in pictures:
-        files[f"{picture.name}.png"] = picture.png
-        files[f"{picture.name}.svg"] = picture.svg.encode()
     for name, content in files.items():
         replace_file(str(folder / name), _writer(content))
     return folder / "report.html"
+
+
+def _files(runs: List[Run], title: str, accuracy: Optional[float],
+           margin: float) -> Dict[str, bytes]:
+    """The content of each file."""
+    from . import compare  # here, since importing matplotlib and scipy takes its time
+    from .plots import forest, plots
+    from .summary import group_rows, headline, remarks, run_rows, verdict_rows
+    from .write import Section, html_page, markdown, table_csv
+
+    groups = compare.groups(runs)
+    comparisons = compare.compare(groups)
+    made = []
+    for of in compare.sections(groups):
+        dataset, measure = of[0].section
+        target = _reached_by_all(of) if accuracy is None else accuracy
+        mine = [c for c in comparisons if c.low.section == of[0].section]
+        drawn = []
+        if len(made) < MOST_SECTIONS:
+            picture = forest(mine, margin)
+            by_time = bool(mine) and all(c.claims_speed for c in mine)
+            drawn = [*([picture] if picture else []), *plots(of, target, by_time)]
+        made.append(Section(dataset or measure, headline(mine, margin), group_rows(of, target),
+                            run_rows(of, target), drawn))
+    if len(made) > 1:
+        _name_apart(made)
+    notes = remarks(groups, comparisons)
+    if len(made) > MOST_SECTIONS:
+        notes.append(f"Of {len(made)} datasets the first {MOST_SECTIONS} are drawn, and the tables "
+                     "of the first 20 are on the page: give the logs of one to see its plots.")
+    verdicts = verdict_rows(comparisons, margin)
+    files = {"report.html": html_page(title, made, verdicts, notes, groups).encode(),
+             "report.md": markdown(title, made, verdicts, notes).encode(),
+             "summary.csv": table_csv([row for section in made for row in section.runs]).encode(),
+             "groups.csv": table_csv([row for section in made for row in section.groups]).encode(),
+             "verdicts.csv": table_csv(verdicts).encode()}
+    for section in made:
+        for picture in section.plots:
+            files[f"{section.prefix}{picture.name}.png"] = picture.png
+            files[f"{section.prefix}{picture.name}.svg"] = picture.svg.encode()
+    return files
+
+
+def _name_apart(made: List[Any]) -> None:
+    """Gives the plots of each section file names of their own."""
+    taken = set()
+    for i, section in enumerate(made):
+        slug = re.sub(r"[^a-z0-9]+", "_", section.title.lower()).strip("_")[:40] or "section"
+        section.prefix = f"{slug}-" if f"{slug}-" not in taken else f"{slug}_{i}-"
+        taken.add(section.prefix)
 
 
 def _writer(content: bytes) -> Callable[[str], None]:
@@ -56,9 +110,9 @@ def _writer(content: bytes) -> Callable[[str], None]:
     return write
 
 
-def _reached_by_all(runs: List[Run]) -> Optional[float]:
-    """The whole percent of accuracy, from 1 on, that every run reached once."""
-    best = [run.best[1] for run in runs if run.best]
+def _reached_by_all(groups: List[Any]) -> Optional[float]:
+    """The whole percent, from 1 on, that every run of these groups reached once."""
+    best = [run.best[1] for group in groups for run in group.runs if run.best]
     return (math.floor(100 * (1 - max(best)) + 1e-9) / 100 if best and max(best) < 1 else 0) or None
 
 

@@ -1,36 +1,112 @@
-"""Which runs may be compared: pairs of a float32 run and one of lower precision.
+"""Which runs belong together, and which may be compared.
 
-A recipe is all arguments but the precision, paths, and how a run was resumed. An option that is
-off equals one that is not there, and with it go the options named after it (mixup_alpha, where
-mixup is off). A run of lower precision is paired with the float32 run of the same network whose
-recipe differs least. Only where nothing differs is a speedup claimed.
+A recipe is all arguments but the precision, paths, the seed, and how a run was resumed. An option
+that is off equals one that is not there, and with it go the options named after it (mixup_alpha,
+where mixup is off). Runs of one recipe and one precision are a group. A group of lower precision
+is compared with the float32 group of the same network and dataset whose recipe differs least.
 """
 import re
+from collections import Counter
 from dataclasses import dataclass
-from typing import Any, Dict, List, Optional, Tuple
+from functools import cached_property
+from statistics import median
+from typing import Any, Callable, Dict, FrozenSet, List, Optional, Sequence, Tuple
 
 from .runs import FLOAT32, RESUMING, Run, plain
+from .verdict import Difference, Sample, paired, unpaired
 
 PRECISION = {"dtype", "policy", "loss_scale"}
-PATHS = re.compile(r"rec_\w+|data_(train|val)|\w*(dir|file|path|prefix|params|states)")
+NO_RECIPE = {"seed", "claim_speed", "mlperf", "log_interval", "disp_batches"}
+PATHS = re.compile(r"rec_\w+|data_(train|val)|tensorboard|"
+                   r"\w*(dir|file|path|prefix|params|states)")
+OFF: Tuple[Any, ...] = (None, False, 0, "", [], "none", "None", "False")
 
 
 @dataclass(frozen=True)
-class Pair:
-    float32: Run
-    low: Run
+class Group:
+    """Runs that differ in their seed, and in paths, alone."""
+    runs: Tuple[Run, ...]
+    name: str = ""
+
+    @property
+    def first(self) -> Run:
+        return self.runs[0]
+
+    @property
+    def dtype(self) -> str:
+        return self.first.dtype
+
+    @property
+    def model(self) -> str:
+        return self.first.model
+
+    @property
+    def section(self) -> Tuple[str, str]:
+        """Groups of one dataset and one measure share axes."""
+        return self.first.dataset, self.first.measure
+
+    @cached_property
+    def items(self) -> FrozenSet[Tuple[str, str]]:
+        """Its recipe, so that two are compared at once."""
+        parts = {**recipe(self.first), "batch_size": self.first.batch_size,
+                 "dataset": self.first.dataset}
+        return frozenset((name, repr(value)) for name, value in parts.items())
+
+    @cached_property
+    def finished(self) -> Tuple[Run, ...]:
+        """Those that were trained to the end: as planned, or else as long as the others."""
+        longest = max(run.done for run in self.runs)
+        return tuple(run for run in self.runs
+                     if run.final is not None and run.done >= (run.planned or longest))
+
+    @property
+    def speeds(self) -> List[float]:
+        return sorted(run.speed for run in self.runs if run.speed)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A group of lower precision, and the float32 group that it is compared with."""
+    float32: Group
+    low: Group
     differences: Dict[str, Tuple[Any, Any]]  # of the recipes: in float32, in low
 
     @property
+    def claims_speed(self) -> bool:
+        """Whether all logs say that the machine was theirs alone, and nothing else differs."""
+        return not self.differences and all(
+            run.arguments.get("claim_speed") is True
+            for group in (self.float32, self.low) for run in group.runs)
+
+    @property
     def speedup(self) -> Optional[float]:
-        """Of images a second, or else of the time to train; None where recipes differ."""
-        if self.differences:
+        """Of median images a second, or else of the median time to train; None where no speed is
+        claimed."""
+        if not self.claims_speed:
             return None
-        if self.float32.speed and self.low.speed:
-            return self.low.speed / self.float32.speed
-        high, low = self.float32.hours, self.low.hours
-        same = self.float32.epochs.keys() == self.low.epochs.keys() and len(high) == len(low)
-        return high[-1] / low[-1] if same and high and high[-1] and low[-1] else None
+        high, low = (_median(group.speeds) for group in (self.float32, self.low))
+        if high and low:
+            return low / high
+        high, low = (_median(_hours(group)) for group in (self.float32, self.low))
+        same = {run.done for run in self.float32.runs} == {run.done for run in self.low.runs}
+        return high / low if same and high and low else None
+
+    @cached_property
+    def difference(self) -> Optional[Difference]:
+        """In points, paired by seed where two seeds or more pair; None of one run each."""
+        pairs = self.pairs
+        if len(pairs) > 1:
+            return paired(*zip(*pairs))
+        low, high = ([run.final for run in group.finished] for group in (self.low, self.float32))
+        if len(low) < 2 or len(high) < 2:
+            return None
+        return unpaired(Sample.of(low), Sample.of(high))
+
+    @cached_property
+    def pairs(self) -> List[Tuple[float, float]]:
+        """What runs of one seed end with: low, float32. Seeds that came twice pair nothing."""
+        low, high = _by_seed(self.low), _by_seed(self.float32)
+        return [(low[seed], high[seed]) for seed in low if seed in high]
 
     def explain(self) -> str:
         """How the recipes differ, in words."""
@@ -39,41 +115,128 @@ class Pair:
 
 
 def recipe(run: Run) -> Dict[str, Any]:
-    off: Tuple[Any, ...] = (None, False, 0, "", [], "none", "None", "False")
-    on = {key: value for key, value in run.arguments.items() if value not in off}
+    on = {key: value for key, value in run.arguments.items() if value not in OFF}
     return {key: value for key, value in on.items()
-            if key not in PRECISION and not PATHS.fullmatch(key) and not RESUMING.fullmatch(key)
+            if key not in PRECISION and key not in NO_RECIPE
+            and not PATHS.fullmatch(key) and not RESUMING.fullmatch(key)
             and not (isinstance(value, str) and re.search(r"[/\\]", value))
             and not any(key.startswith(f"{other}_") and other not in on
                         for other in run.arguments)}
 
 
-def pairs(runs: List[Run]) -> List[Pair]:
-    """The pair of each run of lower precision that has one, in the order of runs."""
-    high = [run for run in runs if run.dtype == FLOAT32]
-    found: List[Pair] = []
-    for low in (run for run in runs if run.dtype not in (FLOAT32, "unknown")):
-        taken = [id(pair.float32) for pair in found]
-        candidates = [Pair(run, low, _differences(run, low)) for run in high
-                      if run.model == low.model]
-        if candidates:
-            found.append(min(candidates, key=lambda pair: (
-                len(pair.differences), taken.count(id(pair.float32)))))
-    return found
+# ---- groups
+
+def groups(runs: Sequence[Run]) -> List[Group]:
+    """Float32 first, else in the order of runs; named by what tells those of a section apart."""
+    found: Dict[Any, List[Run]] = {}
+    for run in sorted(runs, key=lambda run: run.dtype != FLOAT32):
+        parts = sorted((name, repr(value)) for name, value in recipe(run).items())
+        alone = re.sub(r"[-_ ]?seed[-_ ]?\d+( \[\d+\])?$", "", run.name)
+        name = alone if not run.arguments else ""
+        found.setdefault((run.dtype, repr(run.get("loss_scale")), run.batch_size, run.dataset,
+                          run.measure, run.model, name, *parts), []).append(run)
+    made = [Group(tuple(of)) for of in found.values()]
+    return [group for section in sections(made) for group in _named(section)]
 
 
-def _differences(a: Run, b: Run) -> Dict[str, Tuple[Any, Any]]:
+def sections(found: Sequence[Group]) -> List[List[Group]]:
+    """The groups of each dataset and measure."""
+    each: Dict[Tuple[str, str], List[Group]] = {}
+    for group in found:
+        each.setdefault(group.section, []).append(group)
+    return list(each.values())
+
+
+def _named(section: List[Group]) -> List[Group]:
+    """Under the shortest names that tell them apart."""
+    for naming in NAMINGS:
+        names = [", ".join(filter(None, (part(group.first) for part in naming)))
+                 for group in section]
+        if len(set(names)) == len(names):
+            return [Group(group.runs, name) for group, name in zip(section, names)]
+    return [Group(group.runs, group.first.name + (
+        f" and {len(group.runs) - 1} more" if len(group.runs) > 1 else "")) for group in section]
+
+
+def _dtype(run: Run) -> str:
+    return run.dtype
+
+
+def _batch(run: Run) -> str:
+    return f"batch {run.batch_size}" if run.batch_size else ""
+
+
+def _scale(run: Run) -> str:
+    scale = run.get("loss_scale")
+    if run.dtype == FLOAT32 or scale is None:
+        return ""
+    return f"scale {scale:g}" if isinstance(scale, float) else f"scale {scale}"
+
+
+def _model(run: Run) -> str:
+    return run.model
+
+
+NAMINGS: Sequence[Sequence[Callable[[Run], str]]] = (
+    (_dtype,), (_dtype, _batch), (_dtype, _scale), (_model, _dtype), (_model, _dtype, _batch),
+    (_model, _dtype, _scale))
+
+
+# ---- comparisons
+
+def compare(found: Sequence[Group]) -> List[Comparison]:
+    """That of each group of lower precision that has one, in the order of groups."""
+    high: Dict[Any, List[Group]] = {}
+    for group in found:
+        if group.dtype == FLOAT32:
+            high.setdefault((group.section, group.model), []).append(group)
+    alike: Dict[Any, List[Group]] = {}  # by recipe: most groups find theirs at once
+    for each in high.values():
+        for group in each:
+            alike.setdefault((group.section, group.model, group.items), []).append(group)
+    compared: List[Comparison] = []
+    taken: "Counter[int]" = Counter()
+    for low in found:
+        candidates = high.get((low.section, low.model))
+        if low.dtype in (FLOAT32, "unknown") or not candidates:
+            continue
+        items = low.items
+        candidates = alike.get((low.section, low.model, items), candidates)
+        nearest = min(candidates, key=lambda group: (len(group.items ^ items), taken[id(group)]))
+        taken[id(nearest)] += 1
+        compared.append(Comparison(nearest, low, _differences(nearest, low)))
+    return compared
+
+
+def _differences(high: Group, low: Group) -> Dict[str, Tuple[Any, Any]]:
+    a, b = high.first, low.first
     first, second = recipe(a), recipe(b)
     found = {key: (a.arguments.get(key), b.arguments.get(key)) for key in {**first, **second}
              if first.get(key) != second.get(key)}
-    if a.dataset and b.dataset and a.dataset != b.dataset:  # wherever they lie
-        found.setdefault("dataset", (a.dataset, b.dataset))
     if a.batch_size != b.batch_size:
         found.setdefault("batch_size", (a.batch_size, b.batch_size))
     if not set(first) - {"model"} or not set(second) - {"model"}:
         found["recipe"] = (None if set(first) - {"model"} else "not in the log",
                            None if set(second) - {"model"} else "not in the log")
+    elif not found:
+        ends = [max((run.done for run in group.finished), default=0) for group in (high, low)]
+        if 0 not in ends and ends[0] != ends[1]:
+            found["epochs"] = (ends[0], ends[1])
     return found
+
+
+def _by_seed(group: Group) -> Dict[str, float]:
+    seeds = Counter(run.seed for run in group.finished)
+    return {run.seed: run.final for run in group.finished
+            if run.seed is not None and run.final is not None and seeds[run.seed] == 1}
+
+
+def _hours(group: Group) -> List[float]:
+    return sorted(run.hours[-1] for run in group.runs if run.hours)
+
+
+def _median(values: List[float]) -> Optional[float]:
+    return median(values) if values else None
 
 
 def _show(value: Any) -> str:

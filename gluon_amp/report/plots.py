@@ -1,239 +1,363 @@
 """The pictures of a report: PNG and SVG of each, the same bytes from the same runs.
 
-Runs that differ only in their seed share a color. Float32 is dashed, and kinds of float16 differ
-in their dots, so that the color-blind and grey prints tell them apart. Lines are named at their
-ends where there is room.
+Color is the type of number, line style the network, markers tell recipes of one color and style
+apart. Float32 is drawn wider and beneath, so that it shows where lines lie on each other. Lines
+are named right of the axes, in the order of their ends.
 """
 import io
 import re
 import warnings
-from dataclasses import dataclass
-from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
+from collections import Counter
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 import matplotlib
+import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from .compare import recipe
-from .runs import FLOAT32, Run, plain, unit_of_time
+from .colors import GREY, INK, color
+from .compare import Comparison, Group
+from .curves import Line, Point, line, pool, reached
+from .runs import ACCURACY, FLOAT32, Run, plain, unit_of_time
 
-INK = "#1f2329"  # of text and axes
-PALETTE = (INK, "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
-DASHED = (0, (4, 1.5))  # float32's line
-LOW = ("-", (0, (8, 1.2, 1.2, 1.2)), (0, (1.2, 1.2)))  # those of lower precision, in turn
+STYLES = ("-", (0, (5, 1.5)), (0, (1.2, 1.2)), (0, (6, 1.2, 1.2, 1.2)))  # of networks, in turn
+MARKERS = ("", "o", "s", "^", "D", "v", "P", "X")  # of recipes
 DRAWN = re.compile(r"(axes|figure|font|grid|legend|lines|path|savefig|svg|text|[xy]tick)\.")
 STYLE = {  # whatever style the caller has set
     **{name: value for name, value in matplotlib.rcParamsDefault.items() if DRAWN.match(name)},
     "svg.hashsalt": "gluon_amp", "text.parse_math": False, "font.family": "DejaVu Sans",
-    "font.size": 10, "text.color": INK, "axes.labelcolor": INK, "axes.edgecolor": INK,
+    "font.size": 9, "text.color": INK, "axes.labelcolor": INK, "axes.edgecolor": INK,
     "xtick.color": INK, "ytick.color": INK, "axes.spines.top": False, "axes.spines.right": False,
-    "axes.grid": True, "grid.color": "#808080", "grid.alpha": 0.25, "lines.linewidth": 1.8,
+    "axes.grid": True, "grid.color": GREY, "grid.alpha": 0.25, "lines.linewidth": 1.6,
     "path.simplify": False}
-NAMED = 8  # so many lines can be named at their ends
-LONGEST_NAME = 26
-ROOM = 0.055  # of a name, as a share of the axes' height
+WIDTH, HEIGHT = 5.4, 3.5  # inches: read on a telephone, and two beside each other on a screen
+LONGEST_NAME = 24
+ROOM = 0.07  # of a name, as a share of the axes' height
+HOVERED = 100  # points of each line
+FORESTED = 20  # comparisons that are drawn
 
 
 @dataclass(frozen=True)
 class Plot:
+    """`hover` is what a page shows under the pointer: the place of the axes in the picture, and
+    the lines' values as text."""
     name: str
-    alt: str  # what it shows, in words
+    title: str
+    caption: str
     png: bytes
     svg: str
+    hover: Dict[str, Any] = field(default_factory=dict)
 
 
-class _Chart(NamedTuple):
+class Scale(NamedTuple):
+    """How values are written, and what the axis does."""
+    write: Callable[[float], str]
+    from_zero: bool = True
+    logarithmic: bool = False
+    percent: bool = False
+    whole: bool = False
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+ERROR = Scale("{:.2%}".format, from_zero=False, percent=True)
+SHARE = Scale("{:.0%}".format, percent=True)
+NUMBER = Scale(_number)
+LOSS = Scale(_number, from_zero=False)
+COUNT = Scale(_number, whole=True)
+POWERS = Scale("{:,g}".format, logarithmic=True)
+
+
+class Chart(NamedTuple):
     name: str
     title: str
     x: str
     y: str
-    points: Callable[[Run], List[Tuple[float, float]]]
+    scale: Scale
+    points: Callable[[Run], List[Point]]
+    steps: bool = False  # a value holds until the next one
+    always: bool = False  # drawn even if nothing in it varies
+
+
+# ---- what runs have for each chart; epochs count from the beginning, so epoch 0 ends at 1
+
+def _epochs(name: str) -> Callable[[Run], List[Point]]:
+    def points(run: Run) -> List[Point]:
+        values = [(n + 1, getattr(epoch, name)) for n, epoch in run.epochs.items()]
+        return [Point(n, n, value) for n, value in values if value is not None]
+    return points
+
+
+def _measured(run: Run) -> List[Point]:
+    """The error; mAP and mIoU as they are."""
+    return [point if run.measure == ACCURACY else point._replace(y=1 - point.y)
+            for point in _epochs("top1")(run)]
+
+
+def _by_hours(run: Run) -> List[Point]:
+    hours = dict(zip(run.epochs, run.hours))
+    return [Point(n, hours[n - 1], y) for n, _, y in _measured(run) if n - 1 in hours]
+
+
+def _within(run: Run, points: Sequence[Tuple[int, int, Optional[float]]]) -> List[Point]:
+    times = [(epoch + (batch + 1) / max(run.batches, batch + 1), value)
+             for epoch, batch, value in points]
+    return [Point(x, x, value) for x, value in times if value is not None]
+
+
+def _series(name: str, of_epochs: str = "") -> Callable[[Run], List[Point]]:
+    def points(run: Run) -> List[Point]:
+        found = _within(run, run.steps.get(name, []))
+        return found or (_epochs(of_epochs)(run) if of_epochs else [])
+    return points
+
+
+def _trace(column: int) -> Callable[[Run], List[Point]]:
+    """The trace up to the run's end; nothing of a run that scales nothing."""
+    def points(run: Run) -> List[Point]:
+        if all(scale == 1 for _, _, scale, _ in run.trace):
+            return []
+        found = _within(run, [(p[0], p[1], p[column]) for p in run.trace])  # type: ignore[misc]
+        end = max(run.done, found[-1].x) if found else 0
+        return [*found, Point(end, end, found[-1].y)] if found else []
+    return points
 
 
 CHARTS = (
-    _Chart("validation_error", "Validation error by epoch", "epoch", "top-1 error",
-           lambda run: [(n, e.top1) for n, e in run.epochs.items() if e.top1 is not None]),
-    _Chart("validation_error_by_hours", "Validation error by time of training",
-           "hours", "top-1 error",
-           lambda run: [(hours, e.top1) for hours, e in zip(run.hours, run.epochs.values())
-                        if e.top1 is not None]),
-    _Chart("throughput", "Throughput", "epoch", "images per second",
-           lambda run: [(n, e.speed) for n, e in run.epochs.items() if e.speed]),
-    _Chart("loss_scale", "Loss scale", "epoch", "loss scale",
-           lambda run: _steps(run, [point[2] for point in run.trace])),
-    _Chart("skipped_steps", "Skipped steps", "epoch", "steps skipped so far",
-           lambda run: _steps(run, [point[3] for point in run.trace])),
-    _Chart("learning_rate", "Learning rate", "epoch", "learning rate",
-           lambda run: [(n, e.lr) for n, e in run.epochs.items() if e.lr is not None]))
+    Chart("validation_error", "Validation error", "epochs", "top-1 error", ERROR, _measured,
+          always=True),
+    Chart("validation_error_by_hours", "Validation error by time of training", "hours",
+          "top-1 error", ERROR, _by_hours, always=True),
+    Chart("loss", "Training loss", "epochs", "loss", LOSS, _series("loss", "loss")),
+    Chart("validation_loss", "Validation loss", "epochs", "loss", LOSS,
+          _epochs("validation_loss")),
+    Chart("gradient_norm", "Norm of the gradient", "epochs", "norm", NUMBER,
+          _series("gradient_norm")),
+    Chart("throughput", "Throughput", "epochs", "images per second", NUMBER, _epochs("speed")),
+    Chart("loss_scale", "Loss scale", "epochs", "loss scale", POWERS, _trace(2), steps=True),
+    Chart("skipped_steps", "Skipped steps", "epochs", "steps skipped so far", COUNT, _trace(3),
+          steps=True),
+    Chart("learning_rate", "Learning rate", "epochs", "learning rate", NUMBER,
+          _series("lr", "lr")))
+REACHED = Chart("share_reached", "Time to accuracy", "epochs", "share of runs", SHARE,
+                _measured, steps=True)
 
 
-STEPS = ("loss_scale", "skipped_steps")
+def plots(groups: Sequence[Group], accuracy: Optional[float] = None,
+          by_time: bool = False, charts: Sequence[Chart] = CHARTS) -> List[Plot]:
+    """Of the groups of one section: those that they have something for."""
+    pooled, found = pool(groups), []
+    runs = [run for group in groups for run in group.runs]
+    for chart in charts:
+        points = {id(run): chart.points(run) for run in runs}
+        values = {point.y for each in points.values() for point in each}
+        if values and (chart.always or len(values) > 1):
+            lines = [line(name, of, points, chart.steps) for name, of in pooled]
+            found.append(_draw(_worded(chart, groups[0].first.measure), lines, runs))
+    if accuracy and charts is CHARTS and max(len(group.runs) for group in groups) > 2:
+        end = max([hours for run in runs for hours in run.hours[-1:]] if by_time else
+                  [run.done for run in runs], default=0)
+        chart = REACHED._replace(
+            title=f"{REACHED.title}: {100 * accuracy:g} %", x="hours" if by_time else "epochs")
+        lines = [reached(name, of, accuracy, by_time, end) for name, of in pooled]
+        if any(lines):
+            found.insert(1, _draw(chart, lines, runs))
+    return found
 
 
-def plots(runs: List[Run]) -> List[Plot]:
-    """Those that the runs have something for."""
-    kinds = _kinds(runs)
-    return [plot for plot in (_draw(chart, kinds) for chart in CHARTS) if plot]
+def _worded(chart: Chart, measure: str) -> Chart:
+    if chart.y != "top-1 error" or measure == ACCURACY:
+        return chart
+    return chart._replace(y=measure, title=chart.title.replace("Validation error", measure))
 
 
-def _steps(run: Run, values: Sequence[Optional[float]]) -> List[Tuple[float, float]]:
-    """The trace up to the run's end; nothing of a run that scales nothing."""
-    if all(scale == 1 for _, _, scale, _ in run.trace):
-        return []
-    times = [epoch + (batch + 1) / run.batches for epoch, batch, _, _ in run.trace]
-    known = [(time, value) for time, value in zip(times, values) if value is not None]
-    return [*known, (max(max(run.epochs) + 1, known[-1][0]), known[-1][1])] if known else []
-
-
-Kind = Tuple[str, List[Run]]
-
-
-def _kinds(runs: List[Run]) -> List[Kind]:
-    """Runs that differ in seed alone, under the shortest name that tells them from others."""
-    groups: Dict[str, List[Run]] = {}
-    for run in sorted(runs, key=lambda run: run.dtype != FLOAT32):
-        parts = {**recipe(run), "seed": None, "name": None if run.arguments else run.name}
-        groups.setdefault(repr((run.dtype, run.get("loss_scale"), run.batch_size,
-                                sorted(parts.items(), key=str))), []).append(run)
-    for namings in NAMINGS:
-        names = [", ".join(filter(None, (part(of[0]) for part in namings)))
-                 for of in groups.values()]
-        if len(set(names)) == len(names):
-            break
-    else:
-        names = [of[0].name + (f" and {len(of) - 1} more" if len(of) > 1 else "")
-                 for of in groups.values()]
-    return list(zip(names, groups.values()))
-
-
-def _dtype(run: Run) -> str:
-    return run.dtype
-
-
-def _batch(run: Run) -> str:
-    return f"batch {run.batch_size}" if run.batch_size else ""
-
-
-def _scale(run: Run) -> str:
-    scale = run.get("loss_scale")
-    if run.dtype == FLOAT32 or scale is None:
-        return ""
-    return f"scale {scale:g}" if isinstance(scale, float) else f"scale {scale}"
-
-
-def _model(run: Run) -> str:
-    return run.model
-
-
-NAMINGS: Sequence[Sequence[Callable[[Run], str]]] = (
-    (_dtype,), (_dtype, _batch), (_dtype, _scale), (_model, _dtype), (_model, _dtype, _batch))
-
-
-def _draw(chart: _Chart, kinds: List[Kind]) -> Optional[Plot]:
-    unit, scale = chart.x, 1.0
-    if unit == "hours":
-        unit, scale = unit_of_time([run for _, runs in kinds for run in runs])
-    lines = [(i, label, run, [(scale * x, y) for x, y in points])
-             for i, (label, runs) in enumerate(kinds) for run in runs
-             for points in [chart.points(run)] if points]
-    if not lines:
-        return None
-    float32 = sum(of[0].dtype == FLOAT32 for _, of in kinds)
-    several = len({label for _, label, *_ in lines})
-    legend = 0.0 if several <= NAMED else 0.09 * several  # its height
-    with matplotlib.rc_context(STYLE), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Glyph .* missing from", UserWarning)
-        figure = Figure(figsize=(7.2, 4.2 + legend), layout="constrained")
+def _draw(chart: Chart, found: Sequence[Optional[Line]], runs: Sequence[Run]) -> Plot:
+    lines = [one for one in found if one]
+    unit, factor = unit_of_time(list(runs)) if chart.x == "hours" else (chart.x, 1.0)
+    for one in lines:
+        one.x = one.x * factor
+    models = list(dict.fromkeys(one.model for one in lines))
+    marked: "Counter[Tuple[str, str]]" = Counter()
+    with _style():
+        figure = Figure(figsize=(WIDTH, HEIGHT), layout="constrained")
         axes = figure.add_subplot()
-        ends: Dict[str, _End] = {}
-        for i, label, run, line in lines:
-            xs, ys = zip(*line)
-            dashed, color = run.dtype == FLOAT32, PALETTE[i % len(PALETTE)]
-            axes.plot(xs, ys, color=color, marker="o" if len(line) == 1 else None, alpha=0.9,
-                      linestyle=DASHED if dashed else LOW[(i - float32) % len(LOW)],
-                      zorder=3 if dashed else 2,  # what is beneath shows in the gaps
-                      drawstyle="steps-post" if chart.name in STEPS else None,
-                      label=None if label in ends else _short(label))
-            value = f" {ys[-1]:.2%}" if "error" in chart.y and len(kinds[i][1]) == 1 else ""
-            ends[label] = _End(xs[-1], ys[-1], color, _short(label) + value)
-        axes.set_title(chart.title, loc="left", fontsize=11)
+        looks = []
+        for one in lines:
+            place = color(one.dtype), one.model
+            look = {"color": place[0], "linestyle": STYLES[models.index(one.model) % len(STYLES)],
+                    "marker": MARKERS[marked[place] % len(MARKERS)] or
+                    ("o" if len(one.x) == 1 else ""), "markersize": 4,
+                    "markevery": max(1, len(one.x) // 8)}
+            marked[place] += 1
+            looks.append(look)
+            beneath = one.dtype == FLOAT32
+            drawstyle = "steps-post" if chart.steps else "default"
+            axes.plot(one.x, one.y, **look, linewidth=2.6 if beneath else 1.4,
+                      zorder=2 if beneath else 3, drawstyle=drawstyle)
+            if one.low is not None and one.high is not None:
+                axes.fill_between(one.x, one.low, one.high, color=place[0], alpha=0.15, zorder=1,
+                                  linewidth=0, step="post" if chart.steps else None)
+        axes.set_title(chart.title, loc="left", fontsize=10)
         axes.set_xlabel(unit)
         axes.set_ylabel(chart.y)
         axes.margins(x=0.02)
-        _set_scales(axes, chart, [y for *_, line in lines for _, y in line])
-        if not legend:
-            _name_ends(figure, axes, list(ends.values()))
-        else:
-            figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=8)
-        return Plot(chart.name, _alt(chart, lines), *image(figure))
+        _set_scales(axes, chart, lines)
+        _name_ends(figure, axes, lines, looks, chart)
+        png, svg = image(figure)
+        return Plot(chart.name, chart.title, _caption(chart, lines), png, svg,
+                    _hover(figure, axes, chart, unit, lines))
 
 
-def _set_scales(axes: Any, chart: _Chart, values: List[float]) -> None:
-    if chart.x == "epoch":
+@contextmanager
+def _style() -> Iterator[None]:
+    with matplotlib.rc_context(STYLE), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing from", UserWarning)
+        yield
+
+
+def _set_scales(axes: Any, chart: Chart, lines: List[Line]) -> None:
+    values = np.concatenate([one.y for one in lines])
+    bands = np.concatenate([values, *(band for one in lines for band in (one.low, one.high)
+                                      if band is not None)])
+    room = 0.4 * np.ptp(values)  # of bands: those of two runs can be wider than all there is
+    if chart.x == "epochs":
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
-        low, high = axes.get_xlim()
-        axes.set_xlim(min(low, (low + high) / 2 - 0.5), max(high, (low + high) / 2 + 0.5))
-    if "error" in chart.y:
-        small = max(values) - min(values) < 0.1
+        axes.set_xlim(left=0)
+    if chart.scale.percent:
+        small = np.ptp(values) < 0.1
         axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=int(small)))
-    elif chart.name == "loss_scale":
+    if chart.scale.logarithmic:
         axes.set_yscale("log", base=2)
-        axes.set_ylim(min(values) / 2, max(values) * 2)
+        axes.set_ylim(values.min() / 2, values.max() * 2)
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:,g}")
-    else:
+    elif room:
+        low, high = max(bands.min(), values.min() - room), min(bands.max(), values.max() + room)
+        edge = 0.04 * (high - low)
+        axes.set_ylim(0 if chart.scale.from_zero else low - edge, high + edge)
+    elif chart.scale.from_zero:
         axes.set_ylim(bottom=0)
-        if chart.name == "skipped_steps":
-            axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+    if chart.scale.whole:
+        axes.yaxis.set_major_locator(MaxNLocator(integer=True))
 
 
-class _End(NamedTuple):
-    x: float
-    y: float
-    color: str
-    text: str
-
-
-def _name_ends(figure: Figure, axes: Any, ends: List[_End]) -> None:
-    """Names right of the axes, at the heights of the lines' ends, or else moved apart."""
+def _name_ends(figure: Figure, axes: Any, lines: List[Line], looks: List[Dict[str, Any]],
+               chart: Chart) -> None:
+    """Names right of the axes with a piece of their line, in the order of the lines' ends; a grey
+    leader goes to a line that ends at the right edge."""
     figure.draw_without_rendering()  # so that the transforms are those of the picture
-    heights = axes.transAxes.inverted().transform(
-        axes.transData.transform([(end.x, end.y) for end in ends]))[:, 1]
-    order = sorted(range(len(ends)), key=lambda i: heights[i])
-    places = [float(heights[i]) for i in order]
-    for i in range(1, len(places)):
-        places[i] = max(places[i], places[i - 1] + ROOM)
-    for place, (i, end) in zip(places, enumerate(ends[j] for j in order)):
-        axes.annotate(end.text, (end.x, end.y),
-                      (1.05, min(place, 1 - ROOM * (len(ends) - 1 - i))), color=end.color,
-                      textcoords="axes fraction", va="center", fontsize=9, annotation_clip=False,
-                      arrowprops={"arrowstyle": "-", "color": end.color, "lw": 0.8, "ls": ":",
-                                  "shrinkA": 0, "shrinkB": 2, "relpos": (0, 0.5)})
+    to_axes = axes.transData + axes.transAxes.inverted()
+    ends = [to_axes.transform((one.x[-1], one.y[-1])) for one in lines]
+    order = sorted(range(len(lines)), key=lambda i: ends[i][1])
+    for i, place in zip(order, _apart([float(ends[i][1]) for i in order])):
+        if ends[i][0] > 0.95:
+            axes.plot([ends[i][0], 1.05], [ends[i][1], place], color=GREY, linewidth=0.6,
+                      transform=axes.transAxes, clip_on=False, in_layout=False)
+        look = {**looks[i], "markevery": None}
+        axes.plot([1.06, 1.15], [place, place], transform=axes.transAxes, clip_on=False, **look,
+                  in_layout=False)
+        value = ""
+        if lines[i].runs == 1 and chart.scale is ERROR:
+            value = f" {chart.scale.write(lines[i].y[-1])}"
+        axes.annotate(_short(lines[i].name) + value, (1.17, place), xycoords="axes fraction",
+                      va="center", fontsize=8, annotation_clip=False)
+
+
+def _apart(heights: List[float]) -> List[float]:
+    """These heights, from the lowest, moved so far that names have room; those that touch stand
+    around the middle of where they want to be."""
+    blocks: List[List[float]] = []
+
+    def bottom(block: List[float]) -> float:
+        length = ROOM * (len(block) - 1)
+        return min(max(sum(block) / len(block) - length / 2, 0), max(1 - length, 0))
+    for height in heights:
+        blocks.append([height])
+        while len(blocks) > 1 and bottom(blocks[-2]) + ROOM * len(blocks[-2]) > bottom(blocks[-1]):
+            blocks[-2:] = [blocks[-2] + blocks[-1]]
+    return [bottom(block) + ROOM * i for block in blocks for i in range(len(block))]
 
 
 def _short(label: str) -> str:
     """With its beginning and its end; legends leave out what begins with _."""
-    label = plain(label)
-    half = LONGEST_NAME // 2
+    label, half = plain(label), LONGEST_NAME // 2
     label = label if len(label) <= LONGEST_NAME else f"{label[:half]}…{label[1 - half:]}"
     return f" {label}" if label.startswith("_") else label
 
 
-def _alt(chart: _Chart, lines: List[Any]) -> str:
-    """The ends of the lines, in words."""
-    ends: Dict[str, List[float]] = {}
-    for _, label, _, line in lines:
-        ends.setdefault(label, []).append(line[-1][1])
+def _words(chart: Chart, one: Line, i: int) -> str:
+    """A value, and how far it is sure."""
+    value = chart.scale.write(one.y[i])
+    if one.low is None or one.high is None:
+        return value
+    return f"{value} ({chart.scale.write(one.low[i])} to {chart.scale.write(one.high[i])})"
 
-    def form(value: float) -> str:
-        return f"{value:.2%}" if "error" in chart.y else f"{value:,.0f}" if value >= 1000 else \
-            f"{value:.4g}"
 
-    def words(label: str, values: List[float]) -> str:
-        if len(values) == 1:
-            return f"{label} {form(values[0])}"
-        return f"{label} ({len(values)} runs) {form(min(values))} to {form(max(values))}"
+def _caption(chart: Chart, lines: List[Line]) -> str:
+    """What the bands are, and the ends of the lines."""
+    if chart.name == REACHED.name:
+        bands = " The share of runs that had reached it by then; bands: 95 % intervals (Wilson)."
+    elif any(one.recipes > 1 for one in lines):
+        bands = " Medians; bands: from 5 to 95 % of the runs."
+    elif any(one.runs > 1 for one in lines) and chart.steps:
+        bands = " Medians; bands: from the lowest to the highest."
+    elif any(one.runs > 1 for one in lines):
+        bands = " Means; bands: 95 % intervals of the mean."
+    else:
+        bands = ""
+    ends = "; ".join(f"{one.name}{f' ({one.runs} runs)' if one.runs > 1 else ''} "
+                     f"{_words(chart, one, -1)}" for one in lines)
+    return f"{chart.title}.{bands} At the end: {ends}."
 
-    return f"{chart.title}. At the end: " + "; ".join(words(*end) for end in ends.items()) + "."
+
+def _hover(figure: Figure, axes: Any, chart: Chart, unit: str,
+           lines: List[Line]) -> Dict[str, Any]:
+    box, (low, high) = axes.get_position(), axes.get_xlim()
+
+    def points(one: Line) -> List[List[Any]]:
+        chosen = np.unique(np.linspace(0, len(one.x) - 1, min(HOVERED, len(one.x))).astype(int))
+        return [[float(f"{one.x[i]:.5g}"), _words(chart, one, i)] for i in chosen]
+    return {"left": round(box.x0, 4), "right": round(box.x1, 4), "from": round(low, 4),
+            "to": round(high, 4), "unit": unit, "steps": chart.steps,
+            "lines": [{"name": one.name, "points": points(one)} for one in lines]}
+
+
+# ---- differences
+
+def forest(comparisons: Sequence[Comparison], margin: float) -> Optional[Plot]:
+    """Each difference with its interval, and the margin within which two are the same."""
+    found = [(c, c.difference) for c in comparisons if c.difference][:FORESTED]
+    if not found:
+        return None
+    with _style():
+        figure = Figure(figsize=(WIDTH, 1.15 + 0.42 * len(found)), layout="constrained")
+        axes = figure.add_subplot()
+        axes.axvspan(-margin, margin, color=GREY, alpha=0.15, linewidth=0)
+        axes.axvline(0, color=GREY, linewidth=1)
+        for row, (comparison, difference) in enumerate(found):
+            ink = color(comparison.low.dtype)
+            for level, width in ((0.95, 1.2), (0.9, 3.5)):
+                axes.plot(difference.interval(level), (row, row), color=ink, linewidth=width,
+                          solid_capstyle="butt")
+            each = [low - high for low, high in comparison.pairs] if difference.paired else []
+            axes.plot(each, [row + 0.22] * len(each), "|", color=ink, alpha=0.6, markersize=5)
+            axes.plot([difference.mean], [row], "o" if not comparison.differences else "x",
+                      color=ink, markersize=6)
+        axes.set_yticks(range(len(found)), [_short(c.low.name) for c, _ in found])
+        axes.set_ylim(len(found) - 0.5, -0.6)
+        axes.set_title("Difference to float32", loc="left", fontsize=10)
+        axes.set_xlabel("points")
+        axes.grid(axis="y", visible=False)
+        png, svg = image(figure)
+    words = "; ".join(f"{c.low.name} {d.mean:+.2f} points ({d.interval()[0]:+.2f} to "
+                      f"{d.interval()[1]:+.2f})" for c, d in found)
+    crosses = " Crosses: recipes differ." if any(c.differences for c, _ in found) else ""
+    return Plot("differences", "Difference to float32",
+                f"Difference to float32. Lines: 95 % intervals, thick: 90 %; small strokes: single "
+                f"seeds; shaded: within {margin:g} points.{crosses} {words}.", png, svg)
 
 
 def image(figure: Figure) -> Tuple[bytes, str]:

@@ -6,8 +6,11 @@ What it says of each epoch is kept, so memory grows with epochs, not with lines:
     Namespace(...)                     the arguments of a run
     Epoch[3] Batch [99]  Speed: ...    its speed, learning rate, loss scale
     [Epoch 3] validation: ...          results, GluonCV's
+    mAP=0.7 (behind [Epoch 3])         results of detection, GluonCV's
+    Epoch 3 validation ... mIoU: 0.7   results of segmentation, GluonCV's
     Epoch[3] Validation-accuracy=...   results, Module's
     {"epoch": 3, ...}                  results, ours
+    {"epoch": 3, "batch": 19, ...}     a step, ours
 
 An epoch that comes again replaces the former one and all behind it: the run was resumed. A new run
 begins with other arguments, and with epoch 0 behind later ones.
@@ -16,32 +19,41 @@ import ast
 import json
 import math
 import re
+from collections import Counter
 from functools import partial
 from itertools import groupby, product
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, Dict, Iterable, List, Optional, Sequence
 
-from . import tables
+from . import events, tables
 from .runs import Epoch, Run, plain
 
 LONGEST_LINE = 2 ** 16  # a file without line ends is read in pieces
 AT_ONCE = 1000  # lines
 HEADER = re.compile(rb"Namespace\((.*)\)")
-BATCH = re.compile(rb"Epoch\[(\d{1,9})\] Batch \[(?:\d+-)?(\d{1,9})\]\s+"
-                   rb"Speed: (\d+(?:\.\d+)?) samples/sec(.*)")
+BATCH = re.compile(rb"Epoch[\[ ](\d{1,9})\](?: Batch \[|\[Batch )(?:\d+-)?(\d{1,9})\],?\s+"
+                   rb"((?:LR: \S+ )?)Speed: (\d+(?:\.\d+)?) samples/sec(.*)")
 RESULTS = re.compile(rb"\[Epoch (\d{1,9})\] (training: |validation: )?(.*)|"
                      rb"Epoch\[(\d{1,9})\] (Train-|Validation-)?((?:\S+|Time cost)=.*)")
-RATE = re.compile(rb"Update\[\d+\]: Change learning rate to (\S+)")
+RATE = re.compile(rb"(?:Update\[\d+\]: Change|\[Epoch \d+\] Set) learning rate to (\S+)")
+MEAN_PRECISION = re.compile(rb"(mAP)?=(\d{1,3}\.\d+)")
+SEGMENTATION = re.compile(rb"Epoch (\d{1,9}) (?:(validation) pixAcc: \S+, mIoU: (\d\.\d{3})$|"
+                          rb"iteration \d+/\d+: training loss (\d+\.\d{3})$)", re.MULTILINE)
+LOSS = ("loss", "cross-entropy")
+SECONDS = ("time cost", "time", "training cost")
+VERSION = 2  # of log.jsonl
+STEPS = ("loss", "gradient_norm", "lr")
 # What was cut off in the middle of a number must not pass for a shorter number, nor, where another
 # log goes on in the same line, for a longer one.
 WHOLE = re.compile(rb"\.\d{6}$|Time cost=\d+\.\d{3}$")
 VALUE = re.compile(r"([A-Za-z][\w-]*(?: cost)?)(?:=|: )"
                    r"([-+]?(?:\d[\d.]*(?:e[-+]?\d+)?|nan|inf))(?=s?(?:[\s,;)]|$))")
 ARGUMENT = re.compile(r"""(\w+)=('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|\[[^]]*\]|\([^)]*\)|[^,]*)""")
-ENDING = r"\.(log|jsonl?|csv|txt)$"  # of a file's name: no part of a run's
+ENDING = r"\.(log|jsonl?|csv|txt|out\.tfevents\..*)$"  # of a file's name: no part of a run's
 # Names of errors, and of accuracies.
-TOP1 = (("err-top1", "top1-err", "err_top1", "top1_err"), ("accuracy", "acc", "top1-acc", "val"))
+TOP1 = (("err-top1", "top1-err", "err_top1", "top1_err"), 
+        ("accuracy", "acc", "top1-acc", "val", "val-acc"))
 TOP5 = (("err-top5", "top5-err", "err_top5", "top5_err"), ("top_k_accuracy_5", "top5-acc"))
 
 
@@ -54,97 +66,137 @@ def read(paths: Iterable[Any]) -> List[Run]:
             raise ValueError(f"{path} is a folder. Give its logs, such as {path / '*.log'}")
         if path.exists() and not path.is_file():
             raise ValueError(f"{path} is a pipe or device, and logs are read twice. Give a file")
-        runs += tables.read(path, name) if tables.is_table(path) else _Log(path, name).runs
-    for i, run in enumerate(runs):
+        read_one = events.read if events.is_events(path) else \
+            tables.read if tables.is_table(path) else read_log
+        runs += read_one(path, name)
+    same: "Counter[str]" = Counter()
+    for run in runs:
         run.name = plain(run.name)
-        same = sum(other.name == run.name for other in runs[:i])
-        run.name += f" [{same + 1}]" if same else ""
+        same[run.name] += 1
+        run.name += f" [{same[run.name]}]" if same[run.name] > 1 else ""
     return runs
 
 
 def _names(paths: List[Path]) -> List[str]:
     """Without endings and folders, or with as much of both as tells them apart."""
+    distinct = len(set(paths))
     for ending, parts in product((ENDING, "$"), range(1, 20)):
         names = [re.sub(ending, "", "/".join(path.parts[-parts:])) for path in paths]
-        if len(set(names)) == len(set(paths)) and "log" not in names:
+        if len(set(names)) == distinct and not {"log", "events"} & set(names):
             break
+    names = [re.sub(r"/events$", "", name) for name in names]
     return [name[:-len("/log")] if name.endswith("/log") else name for name in names]
 
 
-class _Log:
-    """The runs of one file."""
+def read_log(path: Path, name: str) -> List[Run]:
+    """The runs of a log; ValueError names its first odd line where it has none."""
+    reader, waiting, odd = _Reader(name), [], ""
+    with open(path, "rb") as file:
+        for count, line in enumerate(iter(partial(file.readline, LONGEST_LINE), b""), 1):
+            batch = (b"] Batch [" in line or b"][Batch " in line) and b"Namespace(" not in line
+            if waiting and not (batch and len(waiting) < AT_ONCE):
+                reader.batches(waiting)
+                waiting = []
+            if batch:
+                waiting.append(line)
+            elif not reader.other(line) and line.strip() and not odd:
+                odd = f"line {count}: {line.decode(errors='replace').strip()!r:.80}"
+    began = bool(reader.runs or waiting or reader.header)
+    runs = [run for run in reader.runs if run.epochs]
+    if not runs:
+        raise ValueError(f"{path} is no training log: " + (
+            "it has no whole epoch" if began or not odd else f"its first odd line is {odd}") +
+            ". Known: logs of GluonCV and MXNet's Module, log.jsonl, TensorBoard's event files, "
+            "CSV with a column epoch")
+    for i, run in enumerate(runs):
+        run.name += f" ({i + 1})" if len(runs) > 1 else ""
+    return runs
 
-    def __init__(self, path: Path, name: str) -> None:
+
+class _Reader:
+    """Takes in the lines of one file, and knows the runs that they were of."""
+
+    def __init__(self, name: str) -> None:
         self.name = name
         self.runs: List[Run] = []
         self.header: Optional[Dict[str, Any]] = None  # arguments that no epoch has followed yet
         self.number, self.epoch = -1, Epoch()
         self.inverse, self.intervals = 0.0, 0  # of the speeds in the epoch's lines of batches
         self.lr: Optional[float] = None
-        odd = ""
-        batches: List[bytes] = []
-        with open(path, "rb") as file:
-            for count, line in enumerate(iter(partial(file.readline, LONGEST_LINE), b""), 1):
-                batch = b"] Batch [" in line and b"Namespace(" not in line
-                if batches and not (batch and len(batches) < AT_ONCE):
-                    self._batches(batches)
-                if batch:
-                    batches.append(line)
-                elif not self._other(line) and line.strip() and not odd:
-                    odd = f"line {count}: {line.decode(errors='replace').strip()!r:.80}"
-        began = bool(self.runs or batches or self.header)
-        self.runs = [run for run in self.runs if run.epochs]
-        if not self.runs:
-            raise ValueError(f"{path} is no training log: " + (
-                "it has no whole epoch" if began or not odd else f"its first odd line is {odd}") +
-                ". Known: logs of GluonCV and MXNet's Module, log.jsonl, CSV with a column epoch")
-        for i, run in enumerate(self.runs):
-            run.name += f" ({i + 1})" if len(self.runs) > 1 else ""
+        self.mean_ap = False  # whether COCO's is the next line
 
-    def _batches(self, lines: List[bytes]) -> None:
+    def batches(self, lines: List[bytes]) -> None:
         """Lines of batches, one behind the other: at once, since most lines of a log are such."""
         for number, entries in groupby(BATCH.findall(b"".join(lines)), itemgetter(0)):
             self._go_to(int(number))
-            speeds, scaling = [], b""
-            for _, batch, speed, tail in entries:
-                speeds.append(float(speed))
+            scaling = b""
+            for _, batch, before, speed, tail in entries:
+                rate = float(speed)
+                if rate > 0:
+                    self.intervals += 1
+                    self.inverse += 1 / rate
                 at = tail.find(b"loss-scale=")
                 if at >= 0 and tail[at:] != scaling:
                     scaling, values = tail[at:], _values(tail)
                     self.runs[-1].follow(self.number, int(batch), values.get("loss-scale"),
                                          values.get("skipped"))
-            self.intervals += sum(speed > 0 for speed in speeds)
-            self.inverse += sum(1 / speed for speed in speeds if speed)
-            values = _values(tail)
+            values = _values(before + b" " + tail)
             self.epoch.lr = values.get("lr", self.lr)
             self.epoch.scale, self.epoch.skipped = values.get("loss-scale"), values.get("skipped")
             self.runs[-1].batches = max(self.runs[-1].batches, int(batch) + 1)
-        lines.clear()
 
-    def _other(self, line: bytes) -> bool:
-        """Whether the line says something."""
+    def other(self, line: bytes) -> bool:
+        """Takes in any other line; whether it says something."""
         if not line.endswith(b"\n") and not WHOLE.search(line) and not line.startswith(b"{"):
             return False
         if line.startswith(b"{") and self._json(line):
             return True
-        found = HEADER.search(line)
+        found = HEADER.search(line) if b"Namespace(" in line else None
         if found:
             self.header = {name: _literal(value) for name, value in
                            ARGUMENT.findall(found[1].decode(errors="replace"))}
             return True
-        found = RESULTS.match(line, max(line.rfind(b"[Epoch "), line.rfind(b"Epoch["), 0))
-        if found:
-            number, kind, text = found.group(1, 2, 3) if found[1] else found.group(4, 5, 6)
-            values = _values(text)
-            if not values:
-                return False
-            self._go_to(int(number))
-            self._results((kind or b"").lower(), values)
-            return True
-        found = RATE.search(line)
+        found = RATE.search(line) if b"learning rate to" in line else None
         if found:
             self.lr = _number(found[1].decode())
-        return found is not None
+            return True
+        return self._line_of_results(line) or self._precision(line) or self._segmentation(line)
+
+    def _line_of_results(self, line: bytes) -> bool:
+        found = RESULTS.match(line, max(line.rfind(b"[Epoch "), line.rfind(b"Epoch["), 0))
+        if not found:
+            return False
+        number, kind, text = found.group(1, 2, 3) if found[1] else found.group(4, 5, 6)
+        values = _values(text)
+        if not values:
+            return False
+        self._go_to(int(number))
+        self._results((kind or b"").lower(), values)
+        return True
+
+    def _precision(self, line: bytes) -> bool:
+        """Of detection: mAP stands in a line of its own, behind those of the classes."""
+        found = MEAN_PRECISION.fullmatch(line.strip())
+        coco, self.mean_ap = self.mean_ap, b"MeanAP @" in line
+        if not self.runs or not found or not (found[1] or coco) or not line.endswith(b"\n"):
+            return False
+        return self._measured("mAP", float(found[2]) / (1 if found[1] else 100))
+
+    def _segmentation(self, line: bytes) -> bool:
+        found = SEGMENTATION.search(line) if line.find(b"Epoch ") >= 0 else None
+        if not found:
+            return False
+        self._go_to(int(found[1]))
+        if not found[2]:
+            self.epoch.loss = float(found[4])  # so far; the last one is the epoch's
+            self.runs[-1].epochs[self.number] = self.epoch
+            return True
+        return self._measured("mIoU", float(found[3]))
+
+    def _measured(self, measure: str, value: float) -> bool:
+        self.epoch.top1, self.runs[-1].measure = 1 - value, measure
+        self.runs[-1].epochs[self.number] = self.epoch
+        return True
 
     def _json(self, line: bytes) -> bool:
         try:
@@ -152,31 +204,55 @@ class _Log:
         except (ValueError, RecursionError):
             return False
         if isinstance(entry.get("arguments"), dict):
+            version = entry.get("version", 1)
+            if not isinstance(version, int) or version > VERSION:
+                raise ValueError(f"{self.name}: log.jsonl of version {version!r:.20}. Valid: 1 to "
+                                 f"{VERSION}")
             self.header = entry["arguments"]
         elif type(entry.get("epoch")) is int and entry["epoch"] >= 0:
+            values = {key: _number(value) for key, value in entry.items()}
             self._go_to(entry["epoch"])
-            run, values = self.runs[-1], {key: _number(value) for key, value in entry.items()}
-            run.epochs[self.number] = epoch = Epoch(*(values.get(key) for key in (
-                "err_top1", "err_top5", "samples_per_second", "seconds", "lr", "loss_scale",
-                "skipped")))
-            run.metric = "accuracy" if "accuracy" in entry else ""
-            run.follow(self.number, run.batches - 1, epoch.scale, epoch.skipped)
+            if "batch" in entry:
+                self._step(values)
+            else:
+                self._epoch(values, "accuracy" in entry)
         else:
             return False
         return True
+
+    def _step(self, values: Dict[str, Optional[float]]) -> None:
+        run, batch = self.runs[-1], int(values["batch"] or 0)
+        run.batches = max(run.batches, batch + 1)
+        for name in STEPS:
+            run.add_step(name, self.number, batch, values.get(name))
+        run.follow(self.number, batch, values.get("loss_scale"), values.get("skipped"))
+
+    def _epoch(self, values: Dict[str, Optional[float]], accuracy: bool) -> None:
+        run = self.runs[-1]
+        run.epochs[self.number] = epoch = Epoch(*(values.get(key) for key in (
+            "err_top1", "err_top5", "samples_per_second", "seconds", "lr", "loss_scale",
+            "skipped", "loss", "validation_loss")))
+        run.metric = "accuracy" if accuracy else ""
+        run.follow(self.number, run.batches - 1, epoch.scale, epoch.skipped)
 
     def _results(self, kind: bytes, values: Dict[str, float]) -> None:
         epoch, run = self.epoch, self.runs[-1]
         run.epochs[self.number] = epoch
         if self.inverse and epoch.speed is None:  # each line's images are as many
             epoch.speed = self.intervals / self.inverse
-        if kind.startswith(b"train") or "train" in values:
-            run.metric = run.metric or ("accuracy" if "train" in values else next(iter(values)))
-        if kind.startswith(b"validation") or "val" in values:
+        if kind.startswith(b"train") or "train" in values or "train-acc" in values:
+            named = {"train", "train-acc"} & values.keys()
+            run.metric = run.metric or ("accuracy" if named else next(iter(values)))
+        if kind.startswith(b"validation") or "val" in values or "val-acc" in values:
             top1, top5 = _error(values, *TOP1), _error(values, *TOP5)
             epoch.top1 = epoch.top1 if top1 is None else top1
             epoch.top5 = epoch.top5 if top5 is None else top5
-        epoch.seconds = values.get("time cost", values.get("time", epoch.seconds))
+        loss = next((values[name] for name in LOSS if name in values), None)
+        if loss is not None and kind.startswith(b"validation"):
+            epoch.validation_loss = loss
+        elif loss is not None:
+            epoch.loss = loss
+        epoch.seconds = next((values[name] for name in SECONDS if name in values), epoch.seconds)
         epoch.speed = values.get("speed", epoch.speed)
         if "loss-scale" in values:
             epoch.scale, epoch.skipped = values["loss-scale"], values.get("skipped")
@@ -193,18 +269,20 @@ class _Log:
             self.runs.append(Run(self.name, self.header or {}))
             self.lr = None
         elif back or self.header is not None:
-            run.notes.append(f"resumed at epoch {number}")
-            run.epochs = {n: epoch for n, epoch in run.epochs.items() if n < number}
-            run.trace = [point for point in run.trace if point[0] < number]
+            run.notes.append(f"resumed after {number} epochs")
+            run.forget_from(number)
         self.header, self.number, self.epoch = None, number, Epoch()
         self.inverse, self.intervals = 0.0, 0
 
 
 def _values(text: bytes) -> Dict[str, float]:
     """All `name=number` and `name: number` that are numbers."""
-    found = VALUE.findall(text.decode("ascii", "replace"))
-    values = {name.lower(): _number(value) for name, value in found}
-    return {name: value for name, value in values.items() if value is not None}
+    values = {}
+    for name, value in VALUE.findall(text.decode("ascii", "replace")):
+        number = _number(value)
+        if number is not None:
+            values[name.lower()] = number
+    return values
 
 
 def _number(value: Any) -> Optional[float]:
@@ -212,7 +290,7 @@ def _number(value: Any) -> Optional[float]:
         number = float(value)
     except (TypeError, ValueError, OverflowError):
         return None
-    return number if math.isfinite(number) else None
+    return number if -math.inf < number < math.inf else None
 
 
 def _error(values: Dict[str, float], errors: Sequence[str],

@@ -9,6 +9,8 @@ from typing import Any, Dict, List, Optional, Tuple
 from ..policy import APEX
 
 FLOAT32 = "float32"
+ACCURACY = "top-1"
+MOST_STEPS = 2000  # kept of each series: of longer ones, every other one goes
 RESUMING = re.compile(r"resume(_\w+)?|load_epoch|start_epoch")  # arguments that go on with a run
 
 
@@ -19,7 +21,10 @@ def plain(value: Any) -> str:
 
 @dataclass
 class Epoch:
-    """One epoch; errors are shares from 0 to 1, None is what the log does not say."""
+    """One epoch; errors are shares from 0 to 1, None is what the log does not say.
+
+    `top1` is one minus what the run measures: its accuracy, or its mAP or mIoU.
+    """
     top1: Optional[float] = None
     top5: Optional[float] = None
     speed: Optional[float] = None  # images per second
@@ -27,6 +32,8 @@ class Epoch:
     lr: Optional[float] = None
     scale: Optional[float] = None  # at its end
     skipped: Optional[float] = None  # steps of the run up to its end
+    loss: Optional[float] = None  # of training
+    validation_loss: Optional[float] = None
 
 
 @dataclass
@@ -34,14 +41,17 @@ class Run:
     """One training: the arguments it was started with, as far as the log has them, and its epochs.
 
     `trace` has the loss scale and the skipped steps whenever they changed: (epoch, batch, scale,
-    skipped). `notes` are remarks on the log: where it was resumed, what its source is.
+    skipped). `steps` has what was logged between epochs (loss, gradient_norm, lr), each as
+    (epoch, batch, value). `notes` are remarks on the log: where it was resumed, what its source is.
     """
     name: str
     arguments: Dict[str, Any] = field(default_factory=dict)
     epochs: Dict[int, Epoch] = field(default_factory=dict)
     trace: List[Tuple[int, int, float, Optional[float]]] = field(default_factory=list)
     batches: int = 1  # the most of an epoch that were logged
+    steps: Dict[str, List[Tuple[int, int, float]]] = field(default_factory=dict)
     metric: str = ""  # of training
+    measure: str = ACCURACY  # of validation, which Epoch.top1 is one minus of
     notes: List[str] = field(default_factory=list)
 
     def get(self, *names: str) -> Any:
@@ -57,6 +67,48 @@ class Run:
         """Adds to the trace what is new."""
         if scale and scale > 0 and (not self.trace or self.trace[-1][2:] != (scale, skipped)):
             self.trace.append((epoch, batch, scale, skipped))
+
+    def add_step(self, name: str, epoch: int, batch: int, value: Optional[float]) -> None:
+        """Adds to one of the series what is known."""
+        if value is None:
+            return
+        series = self.steps.setdefault(name, [])
+        series.append((epoch, batch, value))
+        if len(series) > MOST_STEPS:
+            series[:] = series[1::2]
+
+    def forget_from(self, epoch: int) -> None:
+        """Forgets this epoch and all later ones, since the run was resumed there."""
+        self.epochs = {n: e for n, e in self.epochs.items() if n < epoch}
+        self.trace = [point for point in self.trace if point[0] < epoch]
+        self.steps = {name: [point for point in series if point[0] < epoch]
+                      for name, series in self.steps.items()}
+
+    @property
+    def seed(self) -> Optional[str]:
+        """As its arguments have it, or else its name: seed3, seed-3, seed_3."""
+        given = self.get("seed")
+        if given is not None:
+            return plain(given)
+        found = re.search(r"seed[-_ ]?(\d+)", self.name, re.IGNORECASE)
+        return found[1] if found else None
+
+    @property
+    def planned(self) -> Optional[int]:
+        """How many epochs it was to train."""
+        given = self.get("num_epochs", "epochs")
+        return given if isinstance(given, int) and given > 0 else None
+
+    @property
+    def done(self) -> int:
+        """How many epochs it has trained, counted from the first of the training."""
+        return max(self.epochs) + 1 if self.epochs else 0
+
+    @property
+    def final(self) -> Optional[float]:
+        """What it measures after its last validated epoch, in percent."""
+        last = self.last
+        return None if last is None or last.top1 is None else 100 * (1 - last.top1)
 
     @property
     def dtype(self) -> str:

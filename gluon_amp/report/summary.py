@@ -1,26 +1,153 @@
-"""What a report says in words and numbers: a row for each run, and what has to be said besides."""
-from typing import Dict, List, Optional
+"""What a report says in words and numbers: verdicts, tables, and what has to be said besides."""
+from collections import Counter
+from statistics import mean, median
+from typing import Dict, List, NamedTuple, Optional, Sequence
 
-from .compare import Pair, recipe
+import numpy as np
+
+from .compare import Comparison, Group, recipe
+from .curves import reached_at
 from .runs import Run, unit_of_time
+from .verdict import outcome, p_text, sentence
 
 SMOOTHED = ("label_smoothing", "mixup")
-Row = Dict[str, str]  # column: text, empty where the log does not say
+MOST_SENTENCES = 8
+MOST_NAMES = 5  # of runs, in one remark
+Row = Dict[str, str]  # column: text, empty where the logs do not say
 
 
-def rows(runs: List[Run], pairs: List[Pair], accuracy: Optional[float]) -> List[Row]:
-    """One row for each run. Errors and accuracies are of the last epoch, the speed is the median
-    over epochs, times are of training without validation."""
-    speedups = {id(pair.low): pair for pair in pairs}
+# ---- the headline
+
+class Verdict(NamedTuple):
+    outcome: str  # in a word or two; empty where nothing was compared
+    text: str
+
+
+def headline(comparisons: Sequence[Comparison], margin: float) -> List[Verdict]:
+    """What the report claims, in sentences; of many comparisons how many came out how."""
+    found = [Verdict(_outcome(comparison, margin), _verdict(comparison, margin))
+             for comparison in comparisons[:MOST_SENTENCES]]
+    if not comparisons:
+        return [Verdict("", "Nothing is compared: that takes float32 runs, and others of lower "
+                        "precision, of one network and dataset.")]
+    if len(comparisons) > MOST_SENTENCES:
+        counts = Counter(_outcome(comparison, margin) for comparison in comparisons)
+        found.insert(0, Verdict("", f"{len(comparisons)} comparisons: " + ", ".join(
+            f"{count} {word}" for word, count in counts.most_common())
+            + f". The first {MOST_SENTENCES}:"))
+    return found
+
+
+def _verdict(comparison: Comparison, margin: float) -> str:
+    low, found = comparison.low.name, comparison.difference
+    high = comparison.float32.name
+    if comparison.low.model and high.startswith(f"{comparison.low.model}, "):
+        high = high[len(f"{comparison.low.model}, "):]  # the name of low has it
+    ends = [[run.final for run in group.finished if run.final is not None]
+            for group in (comparison.low, comparison.float32)]
+    apart = mean(ends[0]) - mean(ends[1]) if all(ends) else 0.0
+    ended = f"{low} ends {abs(apart):.2f} points {'below' if apart < 0 else 'above'} {high}" \
+        if all(ends) else ""
+    if comparison.differences:
+        said = f" {ended}, which says nothing of the type of numbers." if ended else ""
+        return f"{low} and {high} are not the same recipe, and nothing is claimed. They differ " \
+               f"in: {comparison.explain()}.{said}"
+    if not ended:
+        return f"{low} and {high}: no results to compare."
+    if found is None:
+        return f"{ended}, one run against another: what chance does is not known. Train both " \
+               "with three seeds or more."
+    return sentence(low, high, found, margin) + _speed(comparison)
+
+
+def _speed(comparison: Comparison) -> str:
+    if comparison.speedup is None:
+        return ""
+    spread = ""
+    if len(comparison.low.speeds) > 1:
+        spread = "; images per second: " + ", ".join(
+            f"{group.name} {group.speeds[0]:,.0f} to {group.speeds[-1]:,.0f}"
+            for group in (comparison.float32, comparison.low) if group.speeds)
+    return f" It trains {comparison.speedup:.2f} times as fast{spread}."
+
+
+def _outcome(comparison: Comparison, margin: float) -> str:
+    if comparison.differences:
+        return "recipes differ"
+    if comparison.difference is None:
+        return "one run each"
+    return outcome(comparison.difference, margin)
+
+
+# ---- tables
+
+def verdict_rows(comparisons: Sequence[Comparison], margin: float) -> List[Row]:
+    """One row for each comparison."""
+    found = []
+    several = len({comparison.low.section for comparison in comparisons}) > 1
+    for comparison in comparisons:
+        difference = comparison.difference
+        row = {"dataset": comparison.low.first.dataset if several else "",
+               "runs": comparison.low.name,
+               "against": comparison.float32.name,
+               "verdict": _outcome(comparison, margin)}
+        if difference:
+            low, high = difference.interval()
+            row.update({
+                "seeds": str(difference.seeds), "paired": "yes" if difference.paired else "no",
+                "difference": f"{difference.mean:+.2f}", "from": f"{low:+.2f}",
+                "to": f"{high:+.2f}",
+                "p of no difference": "" if difference.p is None else f"{difference.p:.3g}",
+                f"p within {margin:g}": p_text(difference, margin).replace("p = ", "").replace(
+                    "p < 0.001", "<0.001"),
+                "seeds needed": _text(difference.seeds_for(margin), "d")})
+        row["speedup"] = _text(comparison.speedup, ".2f")
+        found.append(row)
+    columns = [column for row in sorted(found, key=len, reverse=True)[:1] for column in row]
+    return _without_empty([{column: row.get(column, "") for column in columns} for row in found])
+
+
+def group_rows(groups: Sequence[Group], accuracy: Optional[float]) -> List[Row]:
+    """One row for each group: means over its runs."""
+    runs = [run for group in groups for run in group.runs]
+    unit, per_hour = unit_of_time(runs)
+    found = []
+    for group in groups:
+        ends = [run.final for run in group.finished if run.final is not None]
+        hours = [run.hours[-1] * per_hour for run in group.runs if run.hours]
+        when = [reached_at(run, accuracy, False) for run in group.runs] if accuracy else []
+        times = [reached_at(run, accuracy, True) for run in group.runs] if accuracy else []
+        to = sorted(at for at in when if at is not None)
+        row = {"runs": group.name, "dataset": group.first.dataset, "model": group.model,
+               "dtype": group.dtype,
+               "batch size": _text(group.first.batch_size, "d"), "n": str(len(group.runs)),
+               "epochs": str(max(run.done for run in group.runs)),
+               f"{group.first.measure} %": _text(float(np.mean(ends)) if ends else None, ".2f"),
+               "standard deviation": _text(
+                   float(np.std(ends, ddof=1)) if len(ends) > 1 else None, ".2f"),
+               "images/s": _speed_text(median(group.speeds) if group.speeds else None),
+               "slowest": _speed_text(group.speeds[0] if len(group.speeds) > 1 else None),
+               "fastest": _speed_text(group.speeds[-1] if len(group.speeds) > 1 else None),
+               unit: _text(median(hours) if hours else None, ".3g")}
+        if accuracy:
+            name = f"{100 * accuracy:g} %"
+            row[f"reach {name}"] = f"{len(to)} of {len(group.runs)}"
+            row[f"epochs to {name}"] = _text(median(to) if to else None, "g")
+            known = [at * per_hour for at in times if at is not None]
+            row[f"{unit} to {name}"] = _text(median(known) if known else None, ".3g")
+        found.append(row)
+    return _without_empty(found)
+
+
+def run_rows(groups: Sequence[Group], accuracy: Optional[float]) -> List[Row]:
+    """One row for each run. What it measures is of the last validated epoch, the speed is the
+    median over epochs, times are of training without validation."""
+    runs = [run for group in groups for run in group.runs]
     unit, per_hour = unit_of_time(runs)
     several = len({run.dataset for run in runs}) > 1
-    references = {id(pair.float32) for pair in pairs if pair.speedup}
     found = []
     for run in runs:
-        last, best, hours, pair = run.last, run.best, run.hours, speedups.get(id(run))
-        speedup = _text(1.0 if id(run) in references else pair.speedup if pair else None, ".2f")
-        if pair and pair.differences:
-            speedup = "recipes differ"
+        last, best, hours = run.last, run.best, run.hours
         to = run.hours_to(accuracy) if accuracy else None
         found.append({
             "run": run.name,
@@ -28,53 +155,82 @@ def rows(runs: List[Run], pairs: List[Pair], accuracy: Optional[float]) -> List[
             "dataset": run.dataset if several else "",
             "batch size": _text(run.batch_size, "d"),
             "dtype": run.dtype,
-            "epochs": str(len(run.epochs)),
-            "top-1 %": _accuracy(last.top1 if last else None),
+            "epochs": str(run.done),
+            f"{run.measure} %": _accuracy(last.top1 if last else None),
             "top-5 %": _accuracy(last.top5 if last else None),
-            "best top-1 %": _accuracy(best[1] if best else None),
-            "best epoch": _text(best[0] if best else None, "d"),
-            "images/s": _text(run.speed, ".0f" if (run.speed or 0) >= 100 else ".1f"),
+            "best %": _accuracy(best[1] if best else None),
+            "after epochs": _text(best[0] + 1 if best else None, "d"),
+            "skipped": _text(run.trace[-1][3] if run.trace else None, ".0f"),
+            "images/s": _speed_text(run.speed),
             unit: _text(hours[-1] * per_hour if hours else None, ".3g"),
-            "speedup": speedup,
             f"{unit} to {100 * (accuracy or 0):g} %": _text(
                 None if to is None else to * per_hour, ".3g")})
-    return [{column: row[column] for column in found[0] if any(r[column] for r in found)}
-            for row in found]
+    columns = list(dict.fromkeys(column for row in found for column in row))
+    return _without_empty([{column: row.get(column, "") for column in columns} for row in found])
+
+
+def _without_empty(found: List[Row]) -> List[Row]:
+    """Without the columns that say nothing."""
+    said = [column for column in (found[0] if found else {}) if any(row[column] for row in found)]
+    return [{column: row[column] for column in said} for row in found]
 
 
 def _accuracy(error: Optional[float]) -> str:
     return "" if error is None else f"{100 * (1 - error):.2f}"
 
 
+def _speed_text(speed: Optional[float]) -> str:
+    return _text(speed, ".0f" if (speed or 0) >= 100 else ".1f")
+
+
 def _text(value: Optional[float], form: str) -> str:
     return "" if value is None else format(value, form)
 
 
-def remarks(runs: List[Run], pairs: List[Pair]) -> List[str]:
-    """What a reader must know before comparing."""
-    found = []
-    for pair in pairs:
-        if pair.differences:
-            found.append(f"{pair.low.name} and {pair.float32.name} are not the same recipe, and no "
-                         f"speedup is claimed. They differ in: {pair.explain()}.")
+# ---- remarks
+
+def remarks(groups: Sequence[Group], comparisons: Sequence[Comparison]) -> List[str]:
+    """What a reader must know before comparing; runs of which the same is said stand together."""
+    said: Dict[str, List[str]] = {}
+    runs = [run for group in groups for run in group.runs]
     for run in runs:
-        smoothed = [name for name in SMOOTHED if name in recipe(run)]
-        if smoothed and run.metric:
-            found.append(f"{run.name} was trained with {' and '.join(smoothed)}: the {run.metric} "
-                         "that its log gives of training is of changed labels. It is no accuracy, "
-                         "and is left out.")
-        planned = run.get("num_epochs", "epochs")
-        if isinstance(planned, int) and run.epochs and max(run.epochs) + 1 < planned:
-            found.append(f"{run.name} stops after epoch {max(run.epochs)}, of 0 to {planned - 1}.")
-        if run.epochs and min(run.epochs) > 0 and not run.get("load_epoch", "resume_epoch"):
-            found.append(f"{run.name} begins with epoch {min(run.epochs)}; times count from there.")
-    sources: Dict[str, List[str]] = {}
-    for run in runs:
-        for note in run.notes:
-            sources.setdefault(note, []).append(run.name)
-    found += [note if len(names) == len(runs) else f"{', '.join(names)}: {note}"
-              for note, names in sources.items()]
-    if any(pair.speedup for pair in pairs):
-        found.append("Speedup: images per second, or else time, against the float32 run of the "
-                     "same recipe. Whether both had the machine to themselves, logs do not say.")
+        for remark in _remarks(run):
+            said.setdefault(remark, []).append(run.name)
+    found = [remark.replace("{}", _names(names, len(runs))) if "{}" in remark else
+             (remark if len(names) == len(runs) else f"{_names(names, len(runs))}: {remark}")
+             for remark, names in said.items()]
+    for group in groups:
+        missing = len(group.runs) - len(group.finished)
+        if missing:
+            found.append(f"{group.name}: {missing} of {len(group.runs)} runs did not come to "
+                         "their end, and are in no verdict.")
+    if any(comparison.speedup for comparison in comparisons):
+        found.append("Speedup: images per second, or else time, against float32, medians. All "
+                     "had the machine to themselves, as their logs or --claim-speed say.")
+    elif any(group.speeds for group in groups) and comparisons:
+        found.append("No speedup is claimed: it takes one recipe, and logs that say that the "
+                     "machine was theirs alone (--claim-speed). Times and speeds are what the "
+                     "logs have.")
     return found
+
+
+def _remarks(run: Run) -> List[str]:
+    """{} stands for the names of runs."""
+    found = []
+    smoothed = [name for name in SMOOTHED if run.arguments.get(name) and name in recipe(run)]
+    if smoothed and run.metric:
+        found.append(f"{{}} was trained with {' and '.join(smoothed)}: the {run.metric} that its "
+                     "log gives of training is of changed labels. It is no accuracy, and is left "
+                     "out.")
+    if run.planned and run.epochs and run.done < run.planned:
+        found.append(f"{{}} stops after {run.done} of {run.planned} epochs.")
+    if run.epochs and min(run.epochs) > 0 and not run.get("load_epoch", "resume_epoch"):
+        found.append(f"{{}} begins after {min(run.epochs)} epochs; times count from there.")
+    return found + [note.replace("{}", "{ }") for note in run.notes]
+
+
+def _names(names: List[str], all_runs: int) -> str:
+    if len(names) == all_runs > MOST_NAMES:
+        return "Each run"
+    more = len(names) - MOST_NAMES
+    return ", ".join(names[:MOST_NAMES]) + (f" and {more} more" if more > 0 else "")

@@ -23,6 +23,8 @@ QUANTITIES = {
     "speed": r"img_s|images_per_second|samples_per_second|speed",
     "seconds": r"seconds|time_cost",
     "lr": r"lr|learning_rate",
+    "validation_loss": r"(val|validation|test)_loss",
+    "loss": r"loss",
     "scale": r"loss_scale",
     "skipped": r"skipped"}
 
@@ -48,7 +50,7 @@ def read(path: Path, name: str) -> List[Run]:
     header = [cell.strip() for cell in rows.pop(0)[1]]
     at = [cell.lower() for cell in header].index("epoch")
     columns = {i: found for i, cell in enumerate(header[at + 1:], at + 1)
-               for found in [_quantity(cell)] if found}
+               for found in [quantity_of(cell)] if found}
     if not columns:
         raise ValueError(f"{path} has a column epoch, but right of it no quantity that is known: "
                          f"{header}. Known: top1_err, top5_err, accuracy, img_s, seconds, lr, "
@@ -79,7 +81,7 @@ def read(path: Path, name: str) -> List[Run]:
     return list(runs.values())
 
 
-def _quantity(column: str) -> Optional[Tuple[str, str]]:
+def quantity_of(column: str) -> Optional[Tuple[str, str]]:
     """The run's name, as far as it stands before the quantity, and the quantity."""
     for quantity, pattern in QUANTITIES.items():
         found = re.fullmatch(r"(?!(?:.+_)?train(?:ing)?_)(?:(.+?)_)??(?:(?:val|validation|test)_)?"

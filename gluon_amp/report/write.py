@@ -1,128 +1,185 @@
 """The files of a report: HTML, Markdown, CSV. What comes from logs is text in all of them."""
 import csv
 import io
+import json
 import re
+from dataclasses import dataclass
 from html import escape
-from string import Template
-from typing import List, Sequence
+from typing import Dict, List, Sequence
 
-from .plots import PALETTE, Plot
-from .runs import Run, plain
-from .summary import Row
+from .colors import COLORS, DARK
+from .compare import Group
+from .page import PAGE
+from .plots import Plot
+from .runs import plain
+from .summary import Row, Verdict
 
-PAGE = Template("""<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>$title</title>
-<style>
-:root { color-scheme: light dark; --paper: #fff; --line: #ccd; --shade: #f4f5f8; $light }
-@media (prefers-color-scheme: dark) {
-  :root { --paper: #16181d; --line: #3a3f4a; --shade: #20242c; $dark }
-}
-body { color: var(--color0); background: var(--paper); font: 16px/1.5 system-ui, sans-serif;
-       max-width: 84rem; margin: 2rem auto; padding: 0 1rem; }
-.wide { overflow-x: auto; }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: 0.9rem; }
-th, td { padding: 0.3rem 0.5rem; text-align: right; border-bottom: 1px solid var(--line); }
-th.text, td.text { text-align: left; }
-th button { all: unset; cursor: pointer; font-weight: 600; }
-th button:focus-visible { outline: 2px solid var(--color1); }
-th[aria-sort=ascending] button::after { content: " \\25b2"; }
-th[aria-sort=descending] button::after { content: " \\25bc"; }
-tbody tr:hover { background: var(--shade); }
-figure { margin: 2rem 0; }
-figure svg { width: 100%; height: auto; max-width: 46rem; }
-figcaption, details { font-size: 0.9rem; }
-td { white-space: nowrap; }
-li, dd { overflow-wrap: anywhere; }
-dl { display: grid; grid-template-columns: max-content auto; gap: 0 1rem; }
-dd { margin: 0; }
-</style>
-</head>
-<body>
-<h1>$title</h1>
-<div class="wide">
-<table>
-<thead><tr>$head</tr></thead>
-<tbody>
-$body
-</tbody>
-</table>
-</div>
-$notes
-$figures
-<h2>Arguments</h2>
-$arguments
-<script>
-for (const [column, th] of document.querySelectorAll("th").entries()) {
-  th.firstChild.addEventListener("click", () => {
-    const up = th.getAttribute("aria-sort") !== "ascending";
-    for (const other of document.querySelectorAll("th")) other.removeAttribute("aria-sort");
-    th.setAttribute("aria-sort", up ? "ascending" : "descending");
-    const value = row => row.cells[column].textContent;
-    const body = document.querySelector("tbody");
-    const order = (a, b) => {  // empty cells last, numbers as numbers
-      const [x, y] = [value(a), value(b)];
-      if (!x || !y) return !x - !y;
-      return (isNaN(x) || isNaN(y) ? x.localeCompare(y) : x - y) * (up ? 1 : -1);
-    };
-    body.append(...[...body.rows].sort(order));
-  });
-}
-</script>
-</body>
-</html>
-""")
-TEXT = ("run", "model", "dataset", "dtype")  # columns
-DARK = ("#e4e6ea", "#4ea8de", "#f08c4a", "#2fc79b", "#e0a3c4", "#f0b840", "#7cc8f0")  # PALETTE's
+TEXT = ("run", "runs", "against", "model", "dataset", "dtype", "verdict", "paired")  # columns
+FOLDED = 20  # a table of more rows is folded
+IN_MARKDOWN = 50  # runs
+MOST_ARGUMENTS = 60  # groups whose arguments are told
+LONGEST_VALUE = 200
+LONGEST_VERDICT = 1500
+LONGEST_CELL = 60  # of the page's tables; the CSV files have all
+MOST_ROWS, MOST_RUNS = 200, 3000  # of the page's tables
+MOST_TABLES = 20  # datasets
+CLASSES = {"the same": "same", "different": "different"}  # of outcomes: their colors
 
 
-def html_page(title: str, table: List[Row], notes: List[str], plots: List[Plot],
-              runs: List[Run]) -> str:
-    """One file: pictures and style are in it."""
-    def cell(tag: str, column: str, text: str) -> str:
-        return f"<{tag}{' class=text' if column in TEXT else ''}>{text}</{tag}>"
-
-    return PAGE.substitute(
-        title=escape(title), light=_colors(PALETTE), dark=_colors(DARK),
-        head="".join(cell("th", c, f"<button>{escape(c)}</button>") for c in table[0]),
-        body="\n".join("<tr>" + "".join(cell("td", c, escape(t)) for c, t in row.items()) + "</tr>"
-                       for row in table),
-        notes="<h2>Notes</h2>\n<ul>\n" + "\n".join(f"<li>{escape(n)}</li>" for n in notes)
-        + "\n</ul>" if notes else "",
-        figures="\n".join(f"<figure>\n{_inline(plot)}\n<figcaption>{escape(plot.alt)}"
-                          "</figcaption>\n</figure>" for plot in plots),
-        arguments="\n".join(
-            f"<details><summary>{escape(run.name)}</summary><dl>" + "".join(
-                f"<dt>{escape(plain(key))}</dt><dd>{escape(plain(value))}</dd>"
-                for key, value in run.arguments.items()) + "</dl></details>" for run in runs))
+@dataclass
+class Section:
+    """What the report says of the runs of one dataset."""
+    title: str
+    verdicts: List[Verdict]
+    groups: List[Row]
+    runs: List[Row]
+    plots: List[Plot]
+    prefix: str = ""  # of its plots' file names
 
 
-def _colors(palette: Sequence[str]) -> str:
-    return " ".join(f"--color{i}: {color};" for i, color in enumerate(palette))
+def html_page(title: str, sections: Sequence[Section], verdicts: List[Row], notes: List[str],
+              groups: Sequence[Group]) -> str:
+    """One file: pictures, style and script are in it."""
+    several = len(sections) > 1
+    body = ["<ul class=verdicts>", *(_verdict(verdict, section.title if several else "")
+                                     for section in sections[:MOST_TABLES]
+                                     for verdict in section.verdicts), "</ul>"]
+    widths: Dict[str, None] = {}
+    if verdicts:
+        body.append(_folded("Verdicts", verdicts, _table(verdicts, widths)))
+    for section in sections[:MOST_TABLES]:
+        if several:
+            body.append(f"<h2>{escape(section.title[:LONGEST_VALUE])}</h2>")
+        body += ["<div class=plots>", *(_figure(plot, section.prefix) for plot in section.plots),
+                 "</div>", "<h2>Groups of runs</h2>" if not several else "",
+                 _folded("Groups", section.groups, _table(section.groups, widths))]
+    left = MOST_RUNS
+    for section in sections[:MOST_TABLES]:
+        name = f"Runs: {section.title}" if several else "Runs"
+        folded = "" if len(section.runs) > FOLDED else " open"
+        body.append(f"<details{folded}><summary>{escape(name)} ({len(section.runs)})</summary>\n"
+                    + _table(section.runs, widths, len(section.runs) > 5, left) + "</details>")
+        left = max(0, left - len(section.runs))
+    if notes:
+        body += ["<h2>Notes</h2>", "<ul>", *(f"<li>{escape(note)}</li>" for note in notes), "</ul>"]
+    body += ["<h2>Arguments</h2>", _arguments(groups)]
+    return PAGE.substitute(title=escape(title), light=_colors(COLORS), dark=_colors(DARK),
+                           columns="\n".join(widths), body="\n".join(body))
 
 
-def _inline(plot: Plot) -> str:
+def _verdict(verdict: Verdict, section: str) -> str:
+    name = f"{section[:LONGEST_VALUE]}: " if section else ""
+    head = f"<b>{escape(name + verdict.outcome)}</b> " if name or verdict.outcome else ""
+    kind = CLASSES.get(verdict.outcome, "open")
+    text = verdict.text
+    if len(text) > LONGEST_VERDICT:
+        text = f"{text[:LONGEST_VERDICT]}…"
+    return f"<li class={kind}>{head}{escape(text)}</li>"
+
+
+def _table(rows: List[Row], rules: Dict[str, None], search: bool = False,
+           most: int = MOST_ROWS) -> str:
+    """Which columns are text stands in the style, once for each such table."""
+    texts = [i for i, column in enumerate(rows[0], 1) if column in TEXT]
+    name = "t" + "-".join(map(str, texts))
+    for i in texts:
+        rules[f".{name} th:nth-child({i}), .{name} td:nth-child({i}) {{ text-align: left; }}"] = None
+    head = "".join(f"<th><button>{escape(column)}</button></th>" for column in rows[0])
+    body = "\n".join("<tr>" + "".join(f"<td>{_cut(text)}</td>" for text in row.values())
+                     + "</tr>" for row in rows[:most])
+    more = f"<p>{len(rows) - most:,} more rows: the CSV files have all.</p>" * (len(rows) > most)
+    field = '<input type=search placeholder="Filter" aria-label="Filter the rows by text">\n'
+    return f"<div>\n{field if search else ''}<div class=wide>\n<table class={name}>\n<thead><tr>" \
+           f"{head}</tr></thead>\n<tbody>\n{body}\n</tbody>\n</table>\n</div>\n" \
+           f"<p class=hint>→ The table goes on to the right.</p>{more}\n</div>"
+
+
+def _folded(name: str, rows: List[Row], table: str) -> str:
+    """A long table stands behind a line to click on."""
+    if len(rows) <= FOLDED:
+        return table
+    return f"<details><summary>{name} ({len(rows):,})</summary>\n{table}</details>"
+
+
+def _cut(text: str) -> str:
+    return escape(text if len(text) <= LONGEST_CELL else f"{text[:LONGEST_CELL - 1]}…")
+
+
+def _figure(plot: Plot, prefix: str) -> str:
+    text = escape(json.dumps(plot.hover), quote=False).replace("'", "&#x27;")
+    hover = f" data-hover='{text}'" if plot.hover else ""
+    return f"<figure{hover}>\n{_inline(plot, prefix)}\n<figcaption>{escape(plot.caption)}" \
+           "</figcaption>\n</figure>"
+
+
+def _arguments(groups: Sequence[Group]) -> str:
+    """What all groups share, once, and then what each has of its own."""
+    each = [{plain(name): plain(value)[:LONGEST_VALUE] for name, value in
+             group.first.arguments.items()} for group in groups]
+    shared = {name: value for name, value in each[0].items()
+              if all(other.get(name) == value for other in each)}
+    parts = [("Of all groups" if len(groups) > 1 else groups[0].name, shared)]
+    for group, arguments in zip(groups[:MOST_ARGUMENTS] if len(groups) > 1 else [], each):
+        parts.append((group.name, {name: value for name, value in arguments.items()
+                                   if name not in shared}))
+    text = "\n".join(
+        f"<details><summary>{escape(name)}</summary><dl>" + "".join(
+            f"<dt>{escape(key)}</dt><dd>{escape(value)}</dd>" for key, value in of.items())
+        + "</dl></details>" for name, of in parts if of)
+    more = len(groups) - MOST_ARGUMENTS
+    return text + (f"\n<p>{more} more groups: their logs have theirs.</p>" if more > 0 else "")
+
+
+def _colors(colors: Dict[str, str]) -> str:
+    return " ".join(f"--{name}: {color};" for name, color in colors.items())
+
+
+def _inline(plot: Plot, prefix: str) -> str:
     """The SVG without its prologue, in the page's colors, with names of its own and its words."""
     svg = plot.svg[plot.svg.index("<svg"):].rstrip()
-    for i, color in enumerate(PALETTE):
-        svg = svg.replace(color, f"var(--color{i})")
+    for name, color in COLORS.items():
+        svg = svg.replace(color, f"var(--{name})")
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     svg = re.sub(r"<!--.*?-->\n?", "", svg, flags=re.DOTALL)
-    svg = re.sub(r'(id="|"#|url\(#)', rf"\g<1>{plot.name}-", svg)
-    return svg.replace("<svg", f'<svg role="img" aria-label="{escape(plot.alt)}"', 1)
+    svg = re.sub(r'(id="|"#|url\(#)', rf"\g<1>{prefix}{plot.name}-", svg)
+    svg = re.sub(r' d="[^"]+"', _shorter, svg)
+    return svg.replace("<svg", f'<svg role="img" aria-label="{escape(plot.caption)}"', 1)
 
 
-def markdown(title: str, table: List[Row], notes: List[str], plots: List[Plot]) -> str:
+def _shorter(path: "re.Match[str]") -> str:
+    """Hundredths of a point are enough."""
+    return re.sub(r"(\.\d\d)\d+", r"\1", path[0]).replace("\n", " ")
+
+
+# ---- Markdown
+
+def markdown(title: str, sections: Sequence[Section], verdicts: List[Row],
+             notes: List[str]) -> str:
+    several = len(sections) > 1
     lines = [f"# {_escaped(title)}", ""]
-    lines += ["| " + " | ".join(map(_escaped, table[0])) + " |",
-              "| " + " | ".join("---" if c in TEXT else "---:" for c in table[0]) + " |"]
-    lines += ["| " + " | ".join(map(_escaped, row.values())) + " |" for row in table]
-    lines += ["", *(f"- {_escaped(note)}" for note in notes)]
-    lines += [f"\n![{_escaped(plot.alt)}]({plot.name}.png)" for plot in plots]
-    return "\n".join(lines) + "\n"
+    for section in sections:
+        for verdict in section.verdicts:
+            name = ": ".join(filter(None, [section.title if several else "", verdict.outcome]))
+            lines.append(f"- {f'**{_escaped(name)}.** ' if name else ''}{_escaped(verdict.text)}")
+    lines += ["", *_markdown_table(verdicts)]
+    for section in sections:
+        if several:
+            lines += [f"## {_escaped(section.title)}", ""]
+        for plot in section.plots:
+            lines += [f"![{_escaped(plot.caption)}]({section.prefix}{plot.name}.png)", ""]
+        lines += _markdown_table(section.groups)
+        if 1 < len(section.groups) < len(section.runs) <= IN_MARKDOWN or len(section.groups) == 1:
+            lines += _markdown_table(section.runs)
+    lines += [f"- {_escaped(note)}" for note in notes]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _markdown_table(rows: List[Row]) -> List[str]:
+    if not rows:
+        return []
+    return ["| " + " | ".join(map(_escaped, rows[0])) + " |",
+            "| " + " | ".join("---" if column in TEXT else "---:" for column in rows[0]) + " |",
+            *("| " + " | ".join(map(_escaped, row.values())) + " |" for row in rows), ""]
 
 
 def _escaped(text: str) -> str:
@@ -130,9 +187,19 @@ def _escaped(text: str) -> str:
     return re.sub(r"([\\`*_{}\[\]<>|#&!$~])", r"\\\1", " ".join(text.split()))
 
 
-def table_csv(table: List[Row]) -> str:
+# ---- CSV
+
+def table_csv(rows: List[Row]) -> str:
+    columns = list(dict.fromkeys(column for row in rows for column in row))
     file = io.StringIO()
-    writer = csv.DictWriter(file, list(table[0]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(table)
+    writer = csv.writer(file, lineterminator="\n")
+    writer.writerow(map(_cell, columns))
+    for row in rows:
+        writer.writerow([_cell(row.get(column, "")) for column in columns])
     return file.getvalue()
+
+
+def _cell(text: str) -> str:
+    """Text that a spreadsheet does not take for a formula; numbers stay numbers."""
+    return f"'{text}" if re.match(r"[=+\-@\t\r]", text) and not re.fullmatch(
+        r"[-+]?\d+(\.\d+)?(e[-+]?\d+)?", text) else text

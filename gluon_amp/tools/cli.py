@@ -118,23 +118,29 @@ def _demo(options: argparse.Namespace) -> None:
 
 def _report_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("logs", nargs="+", metavar="LOG", help="logs of GluonCV and of MXNet's "
-                        "Module, log.jsonl of the recipes, CSV of errors by epoch")
+                        "Module, log.jsonl of the recipes, TensorBoard's event files, CSV of "
+                        "errors by epoch")
     parser.add_argument("-o", "--output", default="report", metavar="DIR",
                         help="the folder to write to (report)")
     parser.add_argument("--title", default="Training report", help="(Training report)")
     parser.add_argument("--accuracy", type=float, metavar="SHARE", help="say how long each run "
                         "took to reach it, such as 0.76 (default: what all runs reach)")
+    parser.add_argument("--margin", type=float, default=0.5, metavar="POINTS",
+                        help="results within it are the same: what the verdict tests (0.5)")
+    parser.add_argument("--claim-speed", action="store_true", help="compare speeds: each run had "
+                        "its machine to itself (else only where the logs say so)")
 
 
 def _report(options: argparse.Namespace) -> None:
     from ..report import report
-    print(report(options.logs, options.output, options.title, options.accuracy))
+    print(report(options.logs, options.output, options.title, options.accuracy, options.margin,
+                 options.claim_speed))
 
 
 COMMANDS = (
-    _Command("report", "tables and plots of training logs", (
+    _Command("report", "a verdict, tables and plots of training logs", (
         "gluon-amp report float32.log float16.log -o report",
-        "gluon-amp report runs/*/log.jsonl -o report --accuracy 0.76",
+        "gluon-amp report runs/*/log.jsonl -o report --accuracy 0.76 --margin 0.25",
     ), _report_arguments, _report),
     _Command("doctor", "what float16 would do here: the machine, and a network's costs", (
         "gluon-amp doctor",

@@ -1,0 +1,22 @@
+"""The colors of types of numbers: the same in reports, in the documentation and in scripts.
+
+`COLORS` are for white paper, `DARK` for a dark page. Both stand apart for the color-blind.
+"""
+import re
+
+INK = "#1f2329"  # of text and axes
+COLORS = {"float32": INK, "float16": "#0072b2", "float8": "#d55e00", "bfloat16": "#009e73",
+          "tf32": "#cc79a7", "other": "#e69f00"}
+DARK = {"float32": "#e4e6ea", "float16": "#4ea8de", "float8": "#f08c4a", "bfloat16": "#2fc79b",
+        "tf32": "#e0a3c4", "other": "#f0b840"}
+GREY = "#808080"  # of grids and leaders, on either paper
+
+
+def number_type(dtype: str) -> str:
+    """Of a type's or a policy's name: mixed_float16 is float16's."""
+    found = re.search(r"bfloat16|tf32|float8|float16|float32", dtype)
+    return found[0] if found else "other"
+
+
+def color(dtype: str) -> str:
+    return COLORS[number_type(dtype)]

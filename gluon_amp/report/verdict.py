@@ -1,0 +1,164 @@
+"""Whether two kinds of runs end alike: a difference of means, and what scipy says of it.
+
+All numbers are points (hundredths). Two questions are asked, and neither answers the other:
+
+- Is there a difference? The ordinary test's p: how often chance alone makes one as large.
+- Is it small? Two one-sided tests against a margin (TOST): the means are equivalent where both
+  "lower by the margin or more" and "higher by the margin or more" are refuted.
+
+A small p of the first and of the second together say: different, and by less than the margin.
+"""
+import math
+from dataclasses import dataclass
+from typing import Optional, Sequence, Tuple
+
+import numpy as np
+from scipy import stats
+
+LEVEL = 0.05  # of both tests
+POWER = 0.8  # of the number of seeds that a margin needs
+MOST_SEEDS = 100_000
+EXACT = 1e-9  # points: differences that vary by less are the same ones
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Mean of the low precision minus mean of float32.
+
+    Attributes:
+        mean: The difference.
+        error: Its standard error.
+        freedom: Degrees of freedom of Student's t.
+        spread: The standard error that one seed has: of a pair, or of one run of each kind.
+        seeds: How many of each kind; of two numbers, the lower.
+        paired: Whether run was compared with run, of one seed each.
+    """
+    mean: float
+    error: float
+    freedom: float
+    spread: float
+    seeds: int
+    paired: bool
+
+    @property
+    def p(self) -> Optional[float]:
+        """Of the ordinary test of no difference; None where nothing varies."""
+        if self.error < EXACT:
+            return None
+        return float(2 * stats.t.sf(abs(self.mean) / self.error, self.freedom))
+
+    def interval(self, level: float = 0.95) -> Tuple[float, float]:
+        if self.error < EXACT:
+            return self.mean, self.mean
+        low, high = stats.t.interval(level, self.freedom, self.mean, self.error)
+        return float(low), float(high)
+
+    def p_equivalent(self, margin: float) -> float:
+        """Of two one-sided tests: the larger of their p."""
+        if self.error < EXACT:
+            return 0.0 if abs(self.mean) < margin else 1.0
+        return float(stats.t.sf((margin - abs(self.mean)) / self.error, self.freedom))
+
+    @property
+    def smallest_margin(self) -> float:
+        """Within which these seeds show equivalence."""
+        return max(map(abs, self.interval(1 - 2 * LEVEL)))
+
+    def seeds_for(self, margin: float) -> Optional[int]:
+        """So many seeds show equivalence within the margin four times in five, if the true
+        means are equal; None: more than MOST_SEEDS."""
+        if self.spread < EXACT:
+            return 2
+        low, high = 1, MOST_SEEDS
+        if self._power(high, margin) < POWER:
+            return None
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (low, middle) if self._power(middle, margin) >= POWER else (middle, high)
+        return high
+
+    def _power(self, seeds: int, margin: float) -> float:
+        """How often so many seeds of equal means pass both one-sided tests."""
+        if seeds < 2:
+            return 0.0
+        freedom = seeds - 1 if self.paired else 2 * seeds - 2
+        distance = margin / (self.spread / math.sqrt(seeds))
+        if distance > 20:
+            return 1.0
+        return float(2 * stats.nct.sf(stats.t.ppf(1 - LEVEL, freedom), freedom, distance) - 1)
+
+
+def paired(low: Sequence[float], float32: Sequence[float]) -> Difference:
+    """Runs of one seed stand at one place of both."""
+    differences = np.subtract(low, float32)
+    spread, n = float(np.std(differences, ddof=1)), len(differences)
+    return Difference(float(np.mean(differences)), spread / math.sqrt(n), n - 1, spread, n, True)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What is left of runs in a published table."""
+    n: int
+    mean: float
+    deviation: float  # standard deviation
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> "Sample":
+        return cls(len(values), float(np.mean(values)), float(np.std(values, ddof=1)))
+
+
+def unpaired(low: Sample, float32: Sample) -> Difference:
+    """Of runs that no seed pairs: Welch's test."""
+    a, b = low.deviation ** 2 / low.n, float32.deviation ** 2 / float32.n
+    freedom = (a + b) ** 2 / (a ** 2 / (low.n - 1) + b ** 2 / (float32.n - 1)) if a + b else 1.0
+    return Difference(low.mean - float32.mean, math.sqrt(a + b), freedom,
+                      math.hypot(low.deviation, float32.deviation), min(low.n, float32.n), False)
+
+
+# ---- in words
+
+def sentence(low: str, float32: str, found: Difference, margin: float) -> str:
+    """What was found, for a reader who knows no statistics: the claim stands behind the colon."""
+    return f"{low} ends {_ends(found, float32)}: {conclusion(found, margin)}."
+
+
+def outcome(found: Difference, margin: float) -> str:
+    """The same in a word or two."""
+    different = found.p is not None and found.p < LEVEL or found.p is None and found.mean != 0
+    if found.p_equivalent(margin) < LEVEL:
+        return "different, within the margin" if different else "the same"
+    return "different" if different else "undecided"
+
+
+def conclusion(found: Difference, margin: float) -> str:
+    within, tests = f"within {margin:g} points", f"two one-sided tests, {p_text(found, margin)}"
+    word = outcome(found, margin)
+    if word == "the same":
+        return f"the same {within} ({tests})"
+    if word == "different, within the margin":
+        return f"a difference that is no chance, and equivalent {within} ({tests})"
+    seeds, kind = found.seeds_for(margin), "paired seeds" if found.paired else "seeds of each"
+    needed = f"{seeds:,} {kind} would show {margin:g}, were there no difference" if seeds else \
+        f"more than {MOST_SEEDS:,} {kind} would be needed to show {margin:g}"
+    if word == "different":
+        return f"a difference that is no chance, and not shown to be {within} ({tests})"
+    least = math.ceil(100 * found.smallest_margin) / 100  # rounded up: what these seeds do show
+    return f"the same within {least:.2f} points, not shown {within} ({tests}); {needed}"
+
+
+def _ends(found: Difference, float32: str) -> str:
+    low, high = found.interval()
+    side = "below" if found.mean < 0 else "above"
+    seeds = f"{found.seeds} {'paired seeds' if found.paired else 'seeds of each'}"
+    if found.p is None:
+        return f"{abs(found.mean):.2f} points {side} {float32} in each of {seeds}"
+    return f"{abs(found.mean):.2f} points {side} {float32} (95 % interval {low:.2f} to " \
+           f"{high:.2f}, {seeds}, {_p(found.p)})"
+
+
+def p_text(found: Difference, margin: float) -> str:
+    return _p(found.p_equivalent(margin))
+
+
+def _p(p: float) -> str:
+    return "p < 0.001" if p < 0.001 else f"p = {p:.3f}" if p < 0.1 else f"p = {p:.2f}"
