@@ -139,6 +139,20 @@ def test_a_gradient_that_is_not_finite_goes_where_it_does_in_float32(name, kwarg
     np.testing.assert_array_equal(ends[0], ends[1].astype(np.float16))
 
 
+@pytest.mark.parametrize("name", ["nag", "sgd"])
+@pytest.mark.parametrize(("first", "then"), [(0.9, 0), (0.9, 0.5), (0.5, -0.1)])
+def test_a_momentum_may_be_changed(name, first, then):
+    ends = []
+    for make, dtype in ((amp.optimizer, "float16"), (mx.optimizer.create, "float32")):
+        optimizer = make(name, learning_rate=0.125, momentum=first, wd=0.01)
+        updater, weight = mx.optimizer.Updater(optimizer), mx.nd.arange(9, dtype=dtype)
+        for momentum in (first, first, then, then):
+            optimizer.momentum = momentum
+            updater([0], [mx.nd.ones(9, dtype=dtype)], [weight])
+        ends.append(weight.asnumpy())
+    np.testing.assert_array_equal(ends[0], ends[1].astype(np.float16))
+
+
 class MyAdam(mx.optimizer.Adam):
     """Moves at half the rate."""
 

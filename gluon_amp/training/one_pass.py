@@ -31,8 +31,13 @@ class Row(NamedTuple):
     """How one of MXNet's optimizers goes to the engine's operator."""
     rule: str  # the engine's name
     settings: Dict[str, str]  # the operator's name of each -> the optimizer's
-    fits: Callable[[Any], bool] = lambda made: True
+    fits: Callable[[Any, Sequence[Any]], bool] = lambda made, states: True
     rate_and_decay: Callable[[Any, float, float, int], Tuple[float, float]] = _as_given
+    stateless: bool = False  # states that there may be rest
+
+
+def _all_there(states: Sequence[Any]) -> bool:
+    return all(state is not None for state in states)
 
 
 _MOMENTUM = {"momentum": "momentum"}
@@ -41,22 +46,28 @@ _AVERAGES = {"beta1": "gamma1", "epsilon": "epsilon", "clip_weights": "clip_weig
 _BOUNDS = {name: name for name in ("lower_bound", "upper_bound", "bias_correction")}
 
 ROWS: Dict[Any, List[Row]] = {
-    mx.optimizer.SGD: [Row("sgd", _MOMENTUM, lambda made: made.momentum >= 0)],
-    mx.optimizer.NAG: [Row("nag", _MOMENTUM, lambda made: made.momentum > 0),
-                       Row("descent", {}, lambda made: made.momentum == 0)],
+    mx.optimizer.SGD: [
+        Row("sgd", _MOMENTUM, lambda made, states: made.momentum > 0 and _all_there(states)),
+        Row("sgd", {}, lambda made, states: made.momentum == 0, stateless=True)],
+    mx.optimizer.NAG: [  # MXNet goes by the state, should the momentum be changed later
+        Row("nag", _MOMENTUM, lambda made, states: made.momentum >= 0 and _all_there(states)),
+        Row("descent", {}, lambda made, states: all(state is None for state in states),
+            stateless=True)],
     mx.optimizer.Adam: [Row("adam", _MOMENTS, rate_and_decay=_adam)],
     adamw.AdamW: [Row("adamw", _MOMENTS, rate_and_decay=_adamw)],
     mx.optimizer.RMSProp: [
-        Row("rmsprop", _AVERAGES, lambda made: not made.centered),
-        Row("centered_rmsprop", {**_AVERAGES, "momentum": "gamma2"}, lambda made: made.centered)],
+        Row("rmsprop", _AVERAGES, lambda made, states: not made.centered),
+        Row("centered_rmsprop", {**_AVERAGES, "momentum": "gamma2"},
+            lambda made, states: made.centered)],
     # MXNet sums the norms in another order where weights do not come in lists
-    mx.optimizer.LAMB: [Row("lamb", {**_MOMENTS, **_BOUNDS}, lambda made: made.aggregate_num > 1)],
+    mx.optimizer.LAMB: [Row("lamb", {**_MOMENTS, **_BOUNDS},
+                            lambda made, states: made.aggregate_num > 1)],
 }
 
 
-def row_for(cls: Any, made: Any) -> Optional[Row]:
+def row_for(cls: Any, made: Any, states: Sequence[Any]) -> Optional[Row]:
     """The row of an optimizer of exactly this class of MXNet's, if there is one."""
-    return next((row for row in ROWS.get(cls, ()) if row.fits(made)), None)
+    return next((row for row in ROWS.get(cls, ()) if row.fits(made, states)), None)
 
 
 def update(row: Row, made: Any, indices: Sequence[Any], weights: Sequence[Any],
@@ -76,10 +87,10 @@ def update(row: Row, made: Any, indices: Sequence[Any], weights: Sequence[Any],
     for name in _NONE_IF_0:
         if name in settings:
             settings[name] = settings[name] or -1
-    columns = zip(*([] if state is None else [state] if isinstance(state, mx.nd.NDArray) else state
-                    for state in states))
+    kept = () if row.stateless else \
+        zip(*([state] if isinstance(state, mx.nd.NDArray) else state for state in states))
     library.call("_gluon_amp_update",
-                 [*weights, *grads, *masters, *(state for column in columns for state in column)],
+                 [*weights, *grads, *masters, *(array for column in kept for array in column)],
                  out=list(weights), rule=row.rule, num_weights=len(weights), lrs=_text(lrs),
                  wds=_text(wds), steps=_text(steps), **settings)
 

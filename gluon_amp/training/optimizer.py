@@ -163,11 +163,12 @@ class _WithMasters:
 
     def _one_pass(self, indices: Any, weights: Any, grads: Any, states: Any, several: bool) -> bool:
         """Updates in one call, if that is how it goes for this optimizer."""
-        row = one_pass.row_for(self._base(), self)
+        masters, inner = self._masters(states)
+        row = one_pass.row_for(self._base(), self, inner)
         # MXNet's LAMB adds up norms in another order where weights do not come in lists
         if row is None or not several and isinstance(self, mx.optimizer.LAMB):
             return False
-        one_pass.update(row, self, indices, weights, grads, *self._masters(states))
+        one_pass.update(row, self, indices, weights, grads, masters, inner)
         return True
 
     def _masters(self, states: Any) -> Any:
