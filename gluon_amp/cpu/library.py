@@ -6,7 +6,7 @@ before MXNet has any work to do. It rests on how MXNet 1.9.1's wheels were compi
 `start` looks first, in two steps, whether this is such a one: by MXNet's version and the compiler's
 name in its library, then by what lies where in memory. Where that does not fit, nothing is
 registered; the first float16 use on a CPU says why, and all else goes on. `GLUON_AMP_ISA` picks a
-variant by name.
+variant by name, `GLUON_AMP_ENGINE` another library file (`make sanitize`).
 """
 import ctypes
 import functools
@@ -31,7 +31,7 @@ VARIANTS = {  # best first: name -> the processor features that it was compiled 
 VERSION = "1.9.1"
 COMPILER = b"GCC: (GNU) 4.8.5"
 
-PATH = Path(__file__).with_name("_engine.so")
+PATH = Path(os.environ.get("GLUON_AMP_ENGINE") or Path(__file__).with_name("_engine.so"))
 _REBUILD = "Rebuild them with: pip install --force-reinstall --no-deps gluon-amp (in a checkout: " \
            "make -B setup, or run outside of it); that needs a C++ compiler."
 

@@ -195,7 +195,7 @@ def compare(found: Sequence[Group]) -> List[Comparison]:
         for group in each:
             alike.setdefault((group.section, group.model, group.items), []).append(group)
     compared: List[Comparison] = []
-    taken: "Counter[int]" = Counter()
+    taken: Counter[int] = Counter()
     for low in found:
         candidates = high.get((low.section, low.model))
         if low.dtype in (FLOAT32, "unknown") or not candidates:

@@ -181,7 +181,7 @@ def _draw(chart: Chart, found: Sequence[Optional[Line]], runs: Sequence[Run]) ->
     for one in lines:
         one.x = one.x * factor
     models = list(dict.fromkeys(one.model for one in lines))
-    marked: "Counter[Tuple[str, str]]" = Counter()
+    marked: Counter[Tuple[str, str]] = Counter()
     with _style():
         figure = Figure(figsize=(WIDTH, HEIGHT), layout="constrained")
         axes = figure.add_subplot()

@@ -52,7 +52,7 @@ VALUE = re.compile(r"([A-Za-z][\w-]*(?: cost)?)(?:=|: )"
 ARGUMENT = re.compile(r"""(\w+)=('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|\[[^]]*\]|\([^)]*\)|[^,]*)""")
 ENDING = r"\.(log|jsonl?|csv|txt|out\.tfevents\..*)$"  # of a file's name: no part of a run's
 # Names of errors, and of accuracies.
-TOP1 = (("err-top1", "top1-err", "err_top1", "top1_err"), 
+TOP1 = (("err-top1", "top1-err", "err_top1", "top1_err"),
         ("accuracy", "acc", "top1-acc", "val", "val-acc"))
 TOP5 = (("err-top5", "top5-err", "err_top5", "top5_err"), ("top_k_accuracy_5", "top5-acc"))
 
@@ -69,7 +69,7 @@ def read(paths: Iterable[Any]) -> List[Run]:
         read_one = events.read if events.is_events(path) else \
             tables.read if tables.is_table(path) else read_log
         runs += read_one(path, name)
-    same: "Counter[str]" = Counter()
+    same: Counter[str] = Counter()
     for run in runs:
         run.name = plain(run.name)
         same[run.name] += 1
