@@ -188,10 +188,11 @@ void chain_of_any(const TensorCore& gpu, bool wide, int64_t depth, const float* 
   float special[kRows * kPanel];
   for (int i = 0; i < kRows * kPanel; ++i) special[i] = is_endless(state[i]) ? state[i] : 0;
   for (int64_t k = 0; k < depth; ++k)
-    for (int i = 0; i < kRows * kPanel; ++i) {
-      const float product = a[k * kRows + i / kPanel] * b[k * kPanel + i % kPanel];
-      special[i] += is_endless(product) ? product : 0;
-    }
+    for (int r = 0; r < kRows; ++r)
+      for (int j = 0; j < kPanel; ++j) {
+        const float product = a[k * kRows + r] * b[k * kPanel + j];
+        special[r * kPanel + j] += is_endless(product) ? product : 0;
+      }
   (wide ? chain<true> : chain<false>)(gpu, depth, a, ea, b, eb, state);
   for (int i = 0; i < kRows * kPanel; ++i)
     if (is_endless(special[i])) state[i] = special[i];
