@@ -26,7 +26,7 @@ constexpr int kVectors = 4;                   // of floats, to a panel
 constexpr int kPanel = kVectors * kLanes;     // columns of b side by side
 constexpr int kRows = kLanes == 16 ? 2 : 1;   // of a, at a time: as registers allow
 constexpr int64_t kDepth = 256;               // of what is packed at a time
-constexpr int64_t kColumns = 2048;
+constexpr int64_t kMostRows = 1024, kMostColumns = 2048;  // of a block of the result
 
 using Floats = float __attribute__((vector_size(4 * kLanes)));
 using Ints = int32_t __attribute__((vector_size(4 * kLanes)));
@@ -330,12 +330,13 @@ void tensor_core_product(const TensorCore& gpu, int64_t rows, int64_t columns, i
     b = b.transposed();
     std::swap(y.row, y.column);
   }
-  for (int64_t j = 0; j < columns; j += kColumns) {
-    const int64_t at = j * y.column;
-    one_block(gpu, Tiles(rows, least(kColumns, columns - j)), depth, a,
-              {b.data + j * b.column, b.row, b.column}, c ? c + at : nullptr,
-              {y.data + at, y.row, y.column});
-  }
+  for (int64_t i = 0; i < rows; i += kMostRows)
+    for (int64_t j = 0; j < columns; j += kMostColumns) {
+      const int64_t at = i * y.row + j * y.column;
+      one_block(gpu, Tiles(least(kMostRows, rows - i), least(kMostColumns, columns - j)), depth,
+                {a.data + i * a.row, a.row, a.column}, {b.data + j * b.column, b.row, b.column},
+                c ? c + at : nullptr, {y.data + at, y.row, y.column});
+    }
 }
 
 }  // namespace
