@@ -313,6 +313,22 @@ def test_a_coarse_gpu_shows():
     assert np.mean(coarse != coarser) > 0.9
 
 
+def test_a_gradient_of_a_gradient_of_a_dense_layer_is_refused():
+    graph = for_cpu(Graph.read(sym.FullyConnected(X, Y, no_bias=True, num_hidden=3)),
+                    dict.fromkeys("xy", "float16"))
+    accumulate(graph, "V100")
+    x, w = mx.nd.ones((2, 4), dtype="float16"), mx.nd.ones((3, 4), dtype="float16")
+    op = mx.nd.CachedOp(graph.symbol(), [("data_indices", [0, 1]), ("param_indices", [])])
+    x.attach_grad()
+    w.attach_grad()
+    with pytest.raises(mx.MXNetError, match="gradient of a gradient"):  # noqa: PT012
+        with mx.autograd.record():
+            dx, = mx.autograd.grad(op(x, w), [x], create_graph=True, retain_graph=True)
+        dx.backward()
+        mx.nd.waitall()
+        w.grad.asnumpy()
+
+
 def test_what_has_no_code_is_refused_by_name():
     symbol = sym.linalg.gemm(X, Y, Z, name="mine")
     graph = build(Graph.read(symbol), dict.fromkeys("xyz", "float16"))
