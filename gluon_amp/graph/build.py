@@ -12,6 +12,7 @@ from typing import Dict, List, Mapping, Set
 from ..cpu import library
 from ..formats import FLOAT16
 from ..policy import POLICIES, Policy
+from .accumulate import accumulate
 from .casts import PRODUCT
 from .graph import CASTS, TYPE_FLAG, Entry, Graph, Node, bindings
 from .operators import numbers
@@ -41,11 +42,16 @@ def build(graph: Graph, types: Mapping[str, str], on_gpu: bool = False,
     """
     if on_gpu:
         if policy.cpu_only:
-            raise ValueError(f"policy {policy.name} runs on CPUs only: on GPUs MXNet 1.9.1 has no "
-                             "arrays of its formats: use float16. Received: data on a GPU")
+            why = "a GPU adds in its own way" if policy.accumulate else \
+                "on GPUs MXNet 1.9.1 has no arrays of its formats: use float16"
+            raise ValueError(f"policy {policy.name} runs on CPUs only: {why}. Received: data on a "
+                             "GPU")
         return graph
     library.load()
-    return _Rewriting(graph, types, policy).run()
+    built = _Rewriting(graph, types, policy).run()
+    if policy.accumulate is not None:
+        accumulate(built, policy.accumulate, policy.split)
+    return built
 
 
 class _Rewriting:
