@@ -155,6 +155,7 @@ class _Module:
         if searching:
             self._steps.settle(self._gradients, lambda: True, again)
         self._used_scale = pending.scale
+        self._steps.watch(self._gradients())
 
     def get_input_grads(self, merge_multi_context: bool = True) -> Any:
         """Without the scale."""
@@ -174,6 +175,7 @@ class _Module:
         module = self._module()
         group, optimizer = module._exec_group, module._optimizer
         self._params_dirty = module._params_dirty = True  # moving averages, even if it is skipped
+        self._steps.end_watch()
         self._steps.reduction.sum((name, grads) for name, grads in
                                   zip(group.param_names, group.grad_arrays)
                                   if grads[0] is not None)

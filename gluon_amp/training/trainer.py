@@ -94,7 +94,65 @@ class Trainer(mx.gluon.Trainer):
         further backward passes find the scale, so that no step is lost. Arrays of your own with
         grad_req="add" get a sum of all these passes.
         """
-        losses = list(loss) if isinstance(loss, (list, tuple)) else [loss]
+        with mx.autograd.pause():  # what is done to gradients is no part of the graph
+            self._backward(list(loss) if isinstance(loss, (list, tuple)) else [loss], retain_graph)
+
+    def step(self, batch_size: int, ignore_stale_grad: bool = False) -> bool:
+        """Sums gradients over devices and updates, unless they are not finite.
+
+        Returns:
+            whether it updated. Learning rate schedules do not see a skipped step.
+        """
+        self._check_step(batch_size, ignore_stale_grad)
+        super().step(batch_size, ignore_stale_grad)
+        return self._steps.updated
+
+    def update(self, batch_size: int, ignore_stale_grad: bool = False) -> bool:
+        """`step` after `allreduce_grads`."""
+        self._check_step(batch_size, ignore_stale_grad)
+        super().update(batch_size, ignore_stale_grad)
+        return self._steps.updated
+
+    def unscale(self) -> Dict[str, List[Any]]:
+        """The gradients without the scale, in float32: a list over devices for each name.
+
+        `update` then uses these, with all that is changed in them. The float16 gradients
+        stay as they are, since small numbers would vanish there.
+        """
+        self._check_backward("unscale()")
+        self._steps.end_watch()
+        self._steps.check_watched()
+        pending = self._steps.pending
+        if pending.unscaled is not None:
+            raise RuntimeError("unscale() was already called since the last backward(): "
+                               "use the gradients that it returned")
+        scale = self._steps.gradients_scale
+        gradients = self._gradients(ignore_stale_grad=True)
+        pending.unscaled = {g.place: to_float32(g.array) / scale for g in gradients}
+        named: Dict[str, List[Any]] = {}
+        for g in gradients:
+            named.setdefault(g.name, []).append(pending.unscaled[g.place])
+        return named
+
+    def clip_norm(self, max_norm: float, batch_size: int = 1) -> float:
+        """Clips the next `update` to this norm, over all parameters, of the gradient divided
+        by `update`'s batch size. Returns the norm before, divided by `batch_size`; it is
+        infinite or NaN if the gradients are.
+        """
+        positive_number(max_norm, "max_norm")
+        factor = self._scale / positive_number(batch_size, "batch_size")
+        self._check_backward("clip_norm()")
+        gradients = self._gradients(ignore_stale_grad=True)
+        self._steps.end_watch()
+        self._steps.check_watched()
+        self._steps.watch(gradients)
+        norm = self._steps.norm(gradients)
+        self._steps.pending.max_norm = max_norm
+        return factor / self._steps.gradients_scale * norm
+
+    # ---- how it is done
+
+    def _backward(self, losses: List[Any], retain_graph: bool) -> None:
         if not self._steps.scaling:
             mx.autograd.backward(losses, retain_graph=retain_graph)
             self._steps.forget()
@@ -124,59 +182,10 @@ class Trainer(mx.gluon.Trainer):
                 for average, after_once in averages:  # MXNet's batch norms move them on the way
                     after_once.copyto(average)
 
-            self._steps.settle(lambda: self._gradients(ignore_stale_grad=True),
-                               lambda: graphs.can_go_back_again(losses), again)
+            self._steps.settle(self._waiting, lambda: graphs.can_go_back_again(losses), again)
             if not retain_graph:
                 graphs.free(losses)
-
-    def step(self, batch_size: int, ignore_stale_grad: bool = False) -> bool:
-        """Sums gradients over devices and updates, unless they are not finite.
-
-        Returns:
-            whether it updated. Learning rate schedules do not see a skipped step.
-        """
-        self._check_step(batch_size, ignore_stale_grad)
-        super().step(batch_size, ignore_stale_grad)
-        return self._steps.updated
-
-    def update(self, batch_size: int, ignore_stale_grad: bool = False) -> bool:
-        """`step` after `allreduce_grads`."""
-        self._check_step(batch_size, ignore_stale_grad)
-        super().update(batch_size, ignore_stale_grad)
-        return self._steps.updated
-
-    def unscale(self) -> Dict[str, List[Any]]:
-        """The gradients without the scale, in float32: a list over devices for each name.
-
-        `update` then uses these, with all that is changed in them. The float16 gradients
-        stay as they are, since small numbers would vanish there.
-        """
-        self._check_backward("unscale()")
-        pending = self._steps.pending
-        if pending.unscaled is not None:
-            raise RuntimeError("unscale() was already called since the last backward(): "
-                               "use the gradients that it returned")
-        scale = self._steps.gradients_scale
-        gradients = self._gradients(ignore_stale_grad=True)
-        pending.unscaled = {g.place: to_float32(g.array) / scale for g in gradients}
-        named: Dict[str, List[Any]] = {}
-        for g in gradients:
-            named.setdefault(g.name, []).append(pending.unscaled[g.place])
-        return named
-
-    def clip_norm(self, max_norm: float, batch_size: int = 1) -> float:
-        """Clips the next `update` to this norm, over all parameters, of the gradient divided
-        by `update`'s batch size. Returns the norm before, divided by `batch_size`; it is
-        infinite or NaN if the gradients are.
-        """
-        positive_number(max_norm, "max_norm")
-        factor = self._scale / positive_number(batch_size, "batch_size")
-        self._check_backward("clip_norm()")
-        norm = self._steps.norm(self._gradients(ignore_stale_grad=True))
-        self._steps.pending.max_norm = max_norm
-        return factor / self._steps.gradients_scale * norm
-
-    # ---- how it is done
+        self._steps.watch(self._waiting())
 
     def _begin(self, losses: List[Any]) -> float:
         """Before a backward pass: gives its scale.
@@ -233,6 +242,7 @@ class Trainer(mx.gluon.Trainer):
         self._check_backward("step()")
         if self._steps.scaling:
             self._gradients(ignore_stale_grad)
+            self._steps.end_watch()
 
     def _check_backward(self, call: str) -> None:
         if not self._steps.scaling:
@@ -269,12 +279,18 @@ class Trainer(mx.gluon.Trainer):
                                "meant, call step(batch_size, ignore_stale_grad=True)")
         return gradients
 
+    def _waiting(self) -> List[Gradient]:
+        """The gradients that wait for a step, if any."""
+        return self._gradients(ignore_stale_grad=True) if self._steps.pending.written else []
+
     def _allreduce_grads(self) -> None:
         if self._update_on_kvstore:
             super()._allreduce_grads()
             return
+        self._steps.end_watch()
         self._steps.reduction.sum((i, p.list_grad()) for i, p in enumerate(self._params)
                                   if p.grad_req != "null")
+        self._steps.watch(self._waiting())
 
     def _update(self, ignore_stale_grad: bool = False) -> None:
         pending = self._steps.pending
@@ -347,11 +363,13 @@ def scale_loss(loss: Any, trainer: Trainer) -> Iterator[Any]:
         return
     several = isinstance(loss, (list, tuple))
     losses = list(loss) if several else [loss]
-    scale = trainer._begin(losses)
+    with mx.autograd.pause():
+        scale = trainer._begin(losses)
     with mx.autograd.record(mx.autograd.is_training()):
         scaled = [one * scale for one in losses]
     yield scaled if several else scaled[0]
     trainer._note(losses, scale)
+    trainer._steps.watch(trainer._waiting())
 
 
 def _check_kvstore(kvstore: Any, update_on_kvstore: Optional[bool], parameters: Any) -> None:
