@@ -1,8 +1,8 @@
-"""Graphs that autograd has recorded, seen from their losses."""
+"""Losses, and the graphs that autograd has recorded up to them."""
 import json
 from typing import Any, List, Set
 
-from .._mxnet import mx
+from .._mxnet import mx, np
 
 # MXNet's forget what they drew once a backward pass has gone through them: a second one would
 # pass their gradients on as if nothing had been dropped.
@@ -33,3 +33,17 @@ def free(losses: List[Any]) -> None:
     with mx.autograd.record():
         heads = [loss + added.as_in_context(loss.context).astype(loss.dtype) for loss in classic]
     mx.autograd.grad(heads, [added], retain_graph=False)
+
+
+def check_losses(losses: List[Any]) -> None:
+    """Refuses what is no loss, and losses in float16."""
+    if not losses:
+        raise ValueError("backward takes a loss or a list of losses. Received: an empty list")
+    for loss in losses:
+        if not isinstance(loss, mx.nd.NDArray):
+            raise TypeError("backward takes a loss or a list of losses. "
+                            f"Received: {type(loss).__name__}")
+        if loss.dtype is np.float16:
+            raise ValueError("the loss is float16, where a sum above 65504 is infinite: take it "
+                             "in float32, as loss_fn(net(data).astype('float32'), label); "
+                             "converted networks return float32, but under pure_float16")

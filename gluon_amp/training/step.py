@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, Callable, Dict, List, Optional, Sequence, Set, Tuple, Union
 
 from .._mxnet import np
-from ..checks import in_names, positive_number
+from ..checks import in_names, positive_number, whole_number
 from ..cpu.arrays import to_float32
 from ..cpu.finite import all_finite, not_finite, squares
 from ..cpu.library import versions
@@ -295,14 +295,17 @@ class Steps:
     def load(self, state: Dict[str, Any]) -> None:
         """Takes over what `state` gave, or nothing for a file of MXNet's, and forgets what was
         pending; an error changes nothing."""
+        if not isinstance(state, dict):
+            raise ValueError(f"the state of steps is a dictionary. Received: {state!r}")
+        skipped, in_a_row = (whole_number(state.get(key, 0), key, least=0)
+                             for key in ("skipped", "skipped_in_a_row"))
         saved = state.get("loss_scale")
         if saved and isinstance(self.loss_scale, DynamicLossScale):
             self.loss_scale.load_state_dict(saved)
         elif saved:
             log.warning("the file's dynamic loss scale, %g, is left: here loss_scale is %s. "
                         "loss_scale='dynamic' takes it over", saved["scale"], self.loss_scale)
-        self.skipped = state.get("skipped", 0)
-        self.skipped_in_a_row = state.get("skipped_in_a_row", 0)
+        self.skipped, self.skipped_in_a_row = skipped, in_a_row
         self._overflowed = ()
         self.forget()
 

@@ -4,18 +4,19 @@
     step(n)          sums them over the devices, and takes a step (step.py), which divides
                      by scale and n
 """
+import copy
 from contextlib import contextmanager
 from typing import Any, Dict, Iterator, List, Optional, Tuple
 
-from .._mxnet import mx, np
+from .._mxnet import mx
 from ..checks import in_names, positive_number
 from ..cpu.arrays import to_float32
 from ..files import replace_file
 from . import graphs
 from .optimizer import check_scalable, given_optimizer, with_masters
 from .optimizer import optimizer as make_optimizer
-from .reduction import Reduction
-from .states import check_order, check_states, read_states
+from .reduction import Reduction, check_kvstore
+from .states import check_order, check_states, one_error, read_states, seal
 from .step import Gradient, Place, Steps
 
 
@@ -39,6 +40,8 @@ class Trainer(mx.gluon.Trainer):
         enabled: False is loss_scale=None: a `gluon.Trainer`, but for `clip_norm`.
     """
 
+    _optimizer: Any
+
     def __init__(self, params: Any, optimizer: Any, optimizer_params: Any = None,
                  kvstore: Any = "device", compression_params: Any = None,
                  update_on_kvstore: Optional[bool] = None, loss_scale: Any = "dynamic",
@@ -48,7 +51,7 @@ class Trainer(mx.gluon.Trainer):
         if not parameters:
             raise ValueError("a Trainer needs parameters. Received: none")
         if self._steps.looking:
-            _check_kvstore(kvstore, update_on_kvstore, parameters)
+            check_kvstore(kvstore, update_on_kvstore, parameters)
             update_on_kvstore = False
         super().__init__(params, optimizer, optimizer_params, kvstore, compression_params,
                          update_on_kvstore)
@@ -193,7 +196,7 @@ class Trainer(mx.gluon.Trainer):
         MXNet marks the weights whose gradients a backward pass writes. The marks are taken
         off at once, so that a mark at the step tells of somebody else's backward pass.
         """
-        _check_losses(losses)
+        graphs.check_losses(losses)
         weights = dict(self._weights())
         if self._steps.pending.scale is None:
             for weight in weights.values():
@@ -328,23 +331,43 @@ class Trainer(mx.gluon.Trainer):
         """
         self._optimizer.trainer_state = {"names": [p.name for p in self._params],
                                          **self._steps.state()}
-        replace_file(fname, super().save_states)
+        save = super().save_states
+
+        def write(path: str) -> None:
+            save(path)
+            seal(path)
+        replace_file(fname, write)
 
     def load_states(self, fname: str) -> None:
         """Takes over what `save_states` wrote, here or in a `gluon.Trainer`.
 
-        A file that does not fit is an error and changes nothing. It is a pickle, as MXNet's
-        are, which may run code: load what you trust.
+        A file that does not fit, or is damaged, is an error and changes nothing. It may hold
+        MXNet's optimizers, schedulers and arrays, and the classes of this Trainer's own optimizer
+        and scheduler; anything else is refused before it runs.
         """
-        states, optimizer = read_states(fname)
+        states, optimizer = read_states(fname, self._optimizer)
         maker = optimizer or self._optimizer
-        check_order(fname, maker, [p.name for p in self._params])
-        check_states(fname, states, maker, self._optimizer, {
-            i: (p.name, None if p._data is None else p.list_data()[0])
-            for i, p in enumerate(self._params)})
-        self._steps.load(getattr(optimizer, "trainer_state", {}))
-        super().load_states(fname)
-        with_masters(self._optimizer)
+        with one_error(fname):
+            check_order(fname, maker, [p.name for p in self._params])
+            check_states(fname, states, maker, self._optimizer, {
+                i: (p.name, None if p._data is None else p.list_data()[0])
+                for i, p in enumerate(self._params)})
+        if not self._kv_initialized:
+            self._init_kvstore()
+        if self._params_to_init:
+            self._init_params()
+        updaters = [self._kvstore._updater] if self._update_on_kvstore else self._updaters
+        if None in updaters:
+            raise ValueError("states that servers keep cannot be loaded: make the Trainer with "
+                             "update_on_kvstore=False")
+        with one_error(fname):
+            copies = [states, *(copy.deepcopy(states) for _ in updaters[1:])]
+            self._steps.load(getattr(optimizer, "trainer_state", {}))
+        for updater, own in zip(updaters, copies):
+            updater.states, updater.states_synced = own, dict.fromkeys(own, False)
+            updater.optimizer = maker
+        self._optimizer = with_masters(maker)
+        self._optimizer.param_dict = dict(enumerate(self._params))
 
 
 @contextmanager
@@ -370,34 +393,3 @@ def scale_loss(loss: Any, trainer: Trainer) -> Iterator[Any]:
     yield scaled if several else scaled[0]
     trainer._note(losses, scale)
     trainer._steps.watch(trainer._waiting())
-
-
-def _check_kvstore(kvstore: Any, update_on_kvstore: Optional[bool], parameters: Any) -> None:
-    """What would update the weights before anybody could look at the gradients."""
-    name = str(getattr(kvstore, "type", kvstore))
-    why = "loss scaling and clip_norm look at the gradients before the update"
-    if update_on_kvstore:
-        raise ValueError(f"{why}: update_on_kvstore must be False or None. Received: True")
-    if "async" in name:
-        raise ValueError(f"{why}, and {name} updates on its servers: use dist_sync")
-    sparse = [p.name for p in parameters if getattr(p, "_stype", "default") != "default"]
-    if sparse:
-        raise ValueError(f"{why}, and row_sparse weights are updated on the kvstore. "
-                         f"Received: row_sparse weights{in_names(sparse)}")
-    sparse = [p.name for p in parameters if getattr(p, "_grad_stype", "default") != "default"]
-    if sparse and "dist" in name:
-        raise ValueError(f"{why}, and {name} updates those that are row_sparse on its servers. "
-                         f"Received: row_sparse gradients{in_names(sparse)}")
-
-
-def _check_losses(losses: List[Any]) -> None:
-    if not losses:
-        raise ValueError("backward takes a loss or a list of losses. Received: an empty list")
-    for loss in losses:
-        if not isinstance(loss, mx.nd.NDArray):
-            raise TypeError("backward takes a loss or a list of losses. "
-                            f"Received: {type(loss).__name__}")
-        if loss.dtype is np.float16:
-            raise ValueError("the loss is float16, where a sum above 65504 is infinite: take it "
-                             "in float32, as loss_fn(net(data).astype('float32'), label); "
-                             "converted networks return float32, but under pure_float16")
