@@ -12,7 +12,8 @@ from .policy import Policy
 from .report import report
 from .symbolic.convert import convert_model, convert_symbol
 from .training.static_pair import StaticLossScale
-from .training.trainer import Trainer, scale_loss
+from .training.scale_loss import scale_loss
+from .training.trainer import Trainer
 
 library.start()
 

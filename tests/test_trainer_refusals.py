@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from gluon_amp._mxnet import mx
 from mxnet import autograd, gluon, nd
+from mxnet.gluon import nn
 from trainers import One, ones, recorded, settled, values
 
 
@@ -148,6 +149,49 @@ def test_without_a_scale_gradients_may_be_written():
             gradient *= 0.5
         assert trainer.step(1)
         assert (net.b.data().asnumpy() == 0.5).all()
+
+
+class Head(gluon.HybridBlock):
+    """A network that ends in a loss head of the Symbolic API."""
+
+    def __init__(self, head):
+        super().__init__()
+        self.head = head
+        with self.name_scope():
+            self.dense = nn.Dense(3, in_units=4)
+
+    def hybrid_forward(self, F, x, y):
+        x = self.dense(x)
+        if self.head in ("MakeLoss", "make_loss"):
+            return getattr(F, self.head)(F.square(x - y))
+        return getattr(F, self.head)(x, y)
+
+
+@pytest.mark.parametrize("how", ["float16", "plain", "hybridized", "static"])
+@pytest.mark.parametrize("scale", [64, "dynamic"])
+@pytest.mark.parametrize("head", ["SoftmaxOutput", "LinearRegressionOutput", "MakeLoss",
+                                  "LogisticRegressionOutput", "MAERegressionOutput", "make_loss"])
+def test_loss_heads_in_the_network_are_refused_at_the_first_backward_pass(head, scale, how):
+    """No scale reaches the gradients that they begin, and the update would divide by it."""
+    net = Head(head)
+    net.initialize()
+    data, label = nd.ones((2, 4)), nd.zeros(2) if head == "SoftmaxOutput" else nd.ones((2, 3))
+    net(data, label)
+    if how == "float16":
+        amp.convert(net)
+    elif how != "plain":
+        net.hybridize(static_alloc=how == "static")
+    trainer = amp.Trainer(net.collect_params(), "sgd", loss_scale=scale)
+    before = values(net)
+    loss = recorded(net, data, label)
+    with pytest.raises(ValueError, match=rf"by itself: .*{head}.* which are in "):
+        trainer.backward(loss)
+    with pytest.raises(RuntimeError, match=r"step\(\) needs new gradients"):
+        trainer.step(2)
+    assert all(map(np.array_equal, before, values(net)))
+    free = amp.Trainer(net.collect_params(), "sgd", loss_scale=None)
+    free.backward(recorded(net, data, label))
+    assert free.step(2)
 
 
 def test_nothing_to_train_is_an_error():

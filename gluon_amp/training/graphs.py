@@ -1,8 +1,12 @@
 """Losses, and the graphs that autograd has recorded up to them."""
 import json
-from typing import Any, List, Set
+from typing import Any, Callable, List, Sequence, Set
 
 from .._mxnet import mx, np
+from ..checks import in_names
+from ..cpu.finite import squares
+from ..graph.operators import LOSS
+from .step import Gradient
 
 # MXNet's forget what they drew once a backward pass has gone through them: a second one would
 # pass their gradients on as if nothing had been dropped.
@@ -22,6 +26,36 @@ def operators(losses: List[Any]) -> Set[str]:
 def can_go_back_again(losses: List[Any]) -> bool:
     """Whether a second backward pass gives the same gradients as the first."""
     return not operators(losses) & _ONCE
+
+
+def check_heads(losses: List[Any], gradients: Sequence[Gradient],
+                go_back: Callable[[float], None]) -> bool:
+    """Refuses operators on the way that begin gradients by themselves, which no loss scale
+    reaches: a backward pass that begins with zeros shows them. The gradients stay as they are.
+
+    Args:
+        go_back: makes a backward pass with this number as head gradient.
+
+    Returns:
+        whether it is sure, as it is not where that pass gives infinities or NaN.
+    """
+    kept = [g.array.copy() for g in gradients]
+    for g in gradients:
+        g.array[:] = 0
+    go_back(0.0)
+    sums = squares([g.array for g in gradients])
+    for g, before in zip(gradients, kept):
+        before.copyto(g.array)
+    begun = [g.name for g, s in zip(gradients, sums) if np.isfinite(s) and s > 0]
+    if begun:
+        seen = operators(losses) & (LOSS | {"Custom", "IdentityAttachKLSparseReg"})
+        which = ", ".join(sorted(seen)) or f"one of {', '.join(sorted(LOSS))}, or one like them"
+        raise ValueError(
+            f"an operator in the network begins gradients by itself: {which}. No loss scale "
+            f"reaches those gradients, which are{in_names(begun)}, so the update would divide them "
+            "by a scale that they never had. Take a loss of gluon.loss instead, or amp.Module, or "
+            "loss_scale=None")
+    return bool(np.isfinite(sums).all())
 
 
 def free(losses: List[Any]) -> None:

@@ -5,7 +5,6 @@
                      by scale and n
 """
 import copy
-from contextlib import contextmanager
 from typing import Any, Dict, Iterator, List, Optional, Tuple
 
 from .._mxnet import mx
@@ -41,6 +40,7 @@ class Trainer(mx.gluon.Trainer):
     """
 
     _optimizer: Any
+    _heads_checked = False  # by the first backward pass with a scale
 
     def __init__(self, params: Any, optimizer: Any, optimizer_params: Any = None,
                  kvstore: Any = "device", compression_params: Any = None,
@@ -162,33 +162,50 @@ class Trainer(mx.gluon.Trainer):
             self._steps.pending.scale = 1.0
             return
         scale = self._begin(losses)
-        searching = self._steps.searching
+        searching, checking = self._steps.searching, not self._heads_checked and scale != 1
         if searching and not self._kv_initialized:
             self._init_kvstore()
         kept = self._kept_gradients() if searching else {}
 
-        def go_back(at: float, retain: bool) -> None:
+        averages: List[Tuple[Any, Any]] = []
+
+        def go_back(at: float, retain: bool = True) -> None:
             heads = [mx.nd.ones_like(one.as_nd_ndarray()) * at for one in losses]
             mx.autograd.backward(losses, heads, retain)
+            self._note_written()
 
-        go_back(scale, retain_graph or searching)
+        def again(at: float) -> None:
+            if not averages:
+                averages.extend(self._averages())
+            for gradient, before in kept.values():
+                (before * (at / scale)).copyto(gradient)
+            go_back(at)
+
+        go_back(scale, retain_graph or searching or checking)
         self._note(losses, scale)
+        if checking:
+            averages.extend(self._averages())
+            try:
+                self._heads_checked = graphs.check_heads(losses, self._waiting(), go_back)
+            except ValueError:
+                self._steps.forget()
+                raise
         if searching:
-            averages = [(a, a.copy()) for p in self._params if p.grad_req == "null"
-                        and p._data is not None for a in p.list_data()]
-
-            def again(at: float) -> None:
-                for gradient, before in kept.values():
-                    (before * (at / scale)).copyto(gradient)
-                go_back(at, True)
-                self._note_written()
-                for average, after_once in averages:  # MXNet's batch norms move them on the way
-                    after_once.copyto(average)
-
             self._steps.settle(self._waiting, lambda: graphs.can_go_back_again(losses), again)
-            if not retain_graph:
-                graphs.free(losses)
+        if averages:
+            mx.nd.waitall()
+            for average, after_once in averages:
+                after_once.copyto(average)
+        if (searching or checking) and not retain_graph:
+            graphs.free(losses)
         self._steps.watch(self._waiting())
+
+    def _averages(self) -> List[Tuple[Any, Any]]:
+        """Moving averages, and copies of them: MXNet's batch norms move them on the way back, so
+        that further passes would move them again. Waits, since they do it without telling."""
+        mx.nd.waitall()
+        return [(a, a.copy()) for p in self._params if p.grad_req == "null" and p._data is not None
+                for a in p.list_data()]
 
     def _begin(self, losses: List[Any]) -> float:
         """Before a backward pass: gives its scale.
@@ -208,8 +225,8 @@ class Trainer(mx.gluon.Trainer):
 
     def _note(self, losses: List[Any], scale: float) -> None:
         """After a backward pass."""
-        pending = self._steps.pending
         self._note_written()
+        pending = self._steps.pending
         pending.scale = scale
         pending.losses += [loss.detach() for loss in losses]
         pending.unscaled = pending.max_norm = None
@@ -368,28 +385,3 @@ class Trainer(mx.gluon.Trainer):
             updater.optimizer = maker
         self._optimizer = with_masters(maker)
         self._optimizer.param_dict = dict(enumerate(self._params))
-
-
-@contextmanager
-def scale_loss(loss: Any, trainer: Trainer) -> Iterator[Any]:
-    """The scaled loss, or losses, whose backward pass is to run inside; for those who come
-    from `mx.contrib.amp`. `trainer.backward(loss)` does the same.
-
-        with gluon_amp.scale_loss(loss, trainer) as scaled:
-            autograd.backward(scaled)
-    """
-    if not isinstance(trainer, Trainer):
-        raise TypeError("scale_loss takes a gluon_amp.Trainer. Received: "
-                        f"{type(trainer).__module__}.{type(trainer).__name__}")
-    if not trainer._steps.scaling:
-        yield loss
-        return
-    several = isinstance(loss, (list, tuple))
-    losses = list(loss) if several else [loss]
-    with mx.autograd.pause():
-        scale = trainer._begin(losses)
-    with mx.autograd.record(mx.autograd.is_training()):
-        scaled = [one * scale for one in losses]
-    yield scaled if several else scaled[0]
-    trainer._note(losses, scale)
-    trainer._steps.watch(trainer._waiting())
