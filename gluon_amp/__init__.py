@@ -14,7 +14,8 @@ from .report import report
 from .symbolic.convert import convert_model, convert_symbol
 from .tensor_core_math import tensor_core_dot
 from .training.static_pair import StaticLossScale
-from .training.trainer import Trainer, scale_loss
+from .training.scale_loss import scale_loss
+from .training.trainer import Trainer
 
 library.start()
 

@@ -53,6 +53,7 @@ class _Table(ctypes.Structure):
         ("use_generic_code", ctypes.CFUNCTYPE(None, c_int)),
         ("own_code", ctypes.CFUNCTYPE(c_char_p)),
         ("on_one_cpu", ctypes.CFUNCTYPE(c_int, POINTER(c_void_p), c_int64, c_int)),
+        ("versions", ctypes.CFUNCTYPE(c_int, c_int, POINTER(c_void_p), c_void_p)),
     ]
 
 
@@ -135,11 +136,14 @@ def _start() -> str:
     encoded = (c_char_p * len(names))(*(name.encode() for name in names))
     if engine.start(variant.encode(), len(names), encoded) < 0:
         raise KernelError(f"gluon_amp's CPU kernels do not start: {engine.reason().decode()}")
+    global _table
+    _table = engine
     return variant
 
 
 _variant: Optional[str] = None
 _error: Optional[KernelError] = None
+_table: Optional[_Table] = None  # once it has started
 
 
 def start() -> None:
@@ -157,6 +161,17 @@ def load() -> str:
     if _variant is None:
         raise _error or KernelError("gluon_amp's CPU kernels were not started")
     return _variant
+
+
+def versions(arrays: Sequence["mx.nd.NDArray"]) -> Optional["mx.nd.NDArray"]:
+    """How often each of these arrays, of any device, has been written by all that was asked for
+    before this call; None where the engine does not run. It does not wait: who reads it does."""
+    if _table is None:
+        return None
+    into = mx.nd.empty(len(arrays), dtype="int64")
+    handles = (c_void_p * len(arrays))(*(array.handle.value for array in arrays))
+    mx.base.check_call(_table.versions(len(arrays), handles, into.handle))
+    return into
 
 
 @functools.lru_cache(maxsize=None)

@@ -3,9 +3,10 @@
 One process with one device has nothing to sum. With several devices or workers a kvstore
 of MXNet's does it; a store of any other kind is one with the same methods.
 """
-from typing import Any, Iterable, List, Tuple
+from typing import Any, Iterable, List, Optional, Tuple
 
 from .._mxnet import mx
+from ..checks import in_names
 
 
 class Reduction:
@@ -56,3 +57,21 @@ class Reduction:
             self._flag_is_there = True
         self._kvstore.pushpull(self._flag_key, array)
         return bool(array.asscalar() > 0)
+
+
+def check_kvstore(kvstore: Any, update_on_kvstore: Optional[bool], parameters: Any) -> None:
+    """Refuses what would update the weights before anybody could look at the gradients."""
+    name = str(getattr(kvstore, "type", kvstore))
+    why = "loss scaling and clip_norm look at the gradients before the update"
+    if update_on_kvstore:
+        raise ValueError(f"{why}: update_on_kvstore must be False or None. Received: True")
+    if "async" in name:
+        raise ValueError(f"{why}, and {name} updates on its servers: use dist_sync")
+    sparse = [p.name for p in parameters if getattr(p, "_stype", "default") != "default"]
+    if sparse:
+        raise ValueError(f"{why}, and row_sparse weights are updated on the kvstore. "
+                         f"Received: row_sparse weights{in_names(sparse)}")
+    sparse = [p.name for p in parameters if getattr(p, "_grad_stype", "default") != "default"]
+    if sparse and "dist" in name:
+        raise ValueError(f"{why}, and {name} updates those that are row_sparse on its servers. "
+                         f"Received: row_sparse gradients{in_names(sparse)}")
