@@ -97,7 +97,8 @@ class Comparison:
         pairs = self.pairs
         if len(pairs) > 1:
             return paired(*zip(*pairs))
-        low, high = ([run.final for run in group.finished] for group in (self.low, self.float32))
+        low, high = ([run.final for run in group.finished if run.final is not None]
+                     for group in (self.low, self.float32))
         if len(low) < 2 or len(high) < 2:
             return None
         return unpaired(Sample.of(low), Sample.of(high))
@@ -152,14 +153,14 @@ def _named(section: List[Group]) -> List[Group]:
     for naming in NAMINGS:
         names = [", ".join(filter(None, (part(group.first) for part in naming)))
                  for group in section]
-        if len(set(names)) == len(names):
+        if len(set(names)) == len(names) and all(names):
             return [Group(group.runs, name) for group, name in zip(section, names)]
     return [Group(group.runs, group.first.name + (
         f" and {len(group.runs) - 1} more" if len(group.runs) > 1 else "")) for group in section]
 
 
 def _dtype(run: Run) -> str:
-    return run.dtype
+    return "" if run.dtype == "unknown" else run.dtype
 
 
 def _batch(run: Run) -> str:
@@ -195,7 +196,7 @@ def compare(found: Sequence[Group]) -> List[Comparison]:
         for group in each:
             alike.setdefault((group.section, group.model, group.items), []).append(group)
     compared: List[Comparison] = []
-    taken: "Counter[int]" = Counter()
+    taken: Counter[int] = Counter()
     for low in found:
         candidates = high.get((low.section, low.model))
         if low.dtype in (FLOAT32, "unknown") or not candidates:
