@@ -35,7 +35,7 @@ def result(folder, epoch):
     """What does not depend on the clock."""
     lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()][1:]
     for line in lines:
-        del line["seconds"], line["samples_per_second"]
+        line.pop("seconds", None), line.pop("samples_per_second", None)
     return lines, {n: v.asnumpy() for n, v in
                    mx.nd.load(str(folder / f"epoch-{epoch}.params")).items()}
 
