@@ -105,6 +105,13 @@ def test_without_arguments_runs_of_one_name_and_several_seeds_are_one_group():
         (2, "float32"), (2, "float16")]
 
 
+def test_groups_of_several_recipes_are_named_by_what_differs():
+    runs = [made(dtype, seed=seed, wd=wd) for dtype in ("float32", "float16") for wd in (1, 2)
+            for seed in range(2)]
+    assert [group.name for group in groups(runs)] == [
+        "float32, wd 1", "float32, wd 2", "float16, wd 1", "float16, wd 2"]
+
+
 def test_runs_of_different_datasets_are_sections_of_their_own():
     runs = [made(dtype, dataset=name) for name in ("digits", "/data/cifar10.rec")
             for dtype in ("float32", "float16")]
