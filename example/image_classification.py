@@ -6,8 +6,8 @@
     python image_classification.py --dataset train.rec --val test.rec --model resnet18_v1
 
 Log lines are GluonCV's, with the loss scale and the skipped steps at their ends; SAVE_DIR/log.jsonl
-(records.py says what is in it) holds more for machines. Killed at any moment, `--resume` goes on behind the last whole epoch as
-if nothing had been: bit by bit, with --num-workers 0.
+(records.py says what is in it) holds more for machines. Killed at any moment, `--resume` goes on
+behind the last whole epoch as if nothing had been: bit by bit, with --num-workers 0.
 """
 import argparse
 import functools

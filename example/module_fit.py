@@ -113,6 +113,7 @@ def fit(args, symbol, arg_params=None, aux_params=None, fixed=None):
         epoch_end_callback=epoch_ends, eval_batch_end_callback=callbacks.validation_batch_end,
         eval_end_callback=callbacks.validation_end,
         monitor=mx.mon.Monitor(args.monitor) if args.monitor else None)
+    record.save()
     record.end()
     return module
 

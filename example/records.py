@@ -2,9 +2,9 @@
 
 log.jsonl, version 2, has one JSON object in each line:
 
-    {"version": 2, "arguments": {...}}              the flags, first
-    {"epoch": 0, "batch": 19, "loss": 2.1, ...}     a step: each --log-interval, and each skipped one
-    {"epoch": 0, "err_top1": 0.4, ...}              the end of an epoch
+    {"version": 2, "arguments": {...}}           the flags, first
+    {"epoch": 0, "batch": 19, "loss": 2.1, ...}  a step: each --log-interval, and each skipped one
+    {"epoch": 0, "err_top1": 0.4, ...}           the end of an epoch
 
 Steps have loss (the mean since the last step's line), gradient_norm (of the gradient that updates;
 null where the step was skipped), lr, loss_scale, skipped (so far), and "skip": true where it was
@@ -88,7 +88,6 @@ class Records:
 
     def end(self):
         self._say("run_stop", event="INTERVAL_END", status="success")
-        self.save()
         if self.writer:
             self.writer.close()
 

@@ -48,7 +48,7 @@ STEPS = ("loss", "gradient_norm", "lr")
 # log goes on in the same line, for a longer one.
 WHOLE = re.compile(rb"\.\d{6}$|Time cost=\d+\.\d{3}$")
 VALUE = re.compile(r"([A-Za-z][\w-]*(?: cost)?)(?:=|: )"
-                   r"([-+]?(?:\d[\d.]*(?:e[-+]?\d+)?|nan|inf))(?=s?(?:[\s,;)]|$))")
+                   r"([-+]?(?:\d[\d.]*(?:[eE][-+]?\d+)?|nan|inf))(?=s?(?:[\s,;)]|$))")
 ARGUMENT = re.compile(r"""(\w+)=('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|\[[^]]*\]|\([^)]*\)|[^,]*)""")
 ENDING = r"\.(log|jsonl?|csv|txt|out\.tfevents\..*)$"  # of a file's name: no part of a run's
 # Names of errors, and of accuracies.
@@ -90,7 +90,8 @@ def _names(paths: List[Path]) -> List[str]:
 
 def read_log(path: Path, name: str) -> List[Run]:
     """The runs of a log; ValueError names its first odd line where it has none."""
-    reader, waiting, odd = _Reader(name), [], ""
+    reader, odd = _Reader(name), ""
+    waiting: List[bytes] = []  # lines of batches
     with open(path, "rb") as file:
         for count, line in enumerate(iter(partial(file.readline, LONGEST_LINE), b""), 1):
             batch = (b"] Batch [" in line or b"][Batch " in line) and b"Namespace(" not in line
@@ -130,7 +131,8 @@ class _Reader:
         for number, entries in groupby(BATCH.findall(b"".join(lines)), itemgetter(0)):
             self._go_to(int(number))
             scaling = b""
-            for _, batch, before, speed, tail in entries:
+            for entry in entries:
+                _, batch, _, speed, tail = entry
                 rate = float(speed)
                 if rate > 0:
                     self.intervals += 1
@@ -140,7 +142,7 @@ class _Reader:
                     scaling, values = tail[at:], _values(tail)
                     self.runs[-1].follow(self.number, int(batch), values.get("loss-scale"),
                                          values.get("skipped"))
-            values = _values(before + b" " + tail)
+            values = _values(entry[2] + b" " + tail)
             self.epoch.lr = values.get("lr", self.lr)
             self.epoch.scale, self.epoch.skipped = values.get("loss-scale"), values.get("skipped")
             self.runs[-1].batches = max(self.runs[-1].batches, int(batch) + 1)

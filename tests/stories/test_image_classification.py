@@ -11,6 +11,7 @@ import gluon_amp  # noqa: F401  (before mxnet)
 import numpy as np
 import pytest
 from gluon_amp._mxnet import mx
+from gluon_amp.report import read
 from PIL import Image
 
 SCRIPT = Path(__file__).parents[2] / "example" / "image_classification.py"
@@ -34,7 +35,7 @@ def result(folder, epoch):
     """What does not depend on the clock."""
     lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()][1:]
     for line in lines:
-        del line["seconds"], line["samples_per_second"]
+        line.pop("seconds", None), line.pop("samples_per_second", None)
     return lines, {n: v.asnumpy() for n, v in
                    mx.nd.load(str(folder / f"epoch-{epoch}.params")).items()}
 
@@ -57,8 +58,56 @@ def test_digits_are_learned_and_logged_as_gluoncv_does(dtype, tmp_path):
                        log, re.M)
     assert float(errors[1]) < 0.1
     lines, _ = result(tmp_path, 1)
-    assert [line["epoch"] for line in lines] == [0, 1]
-    assert lines[1]["err_top1"] == pytest.approx(float(errors[1]), abs=1e-6)
+    epochs = [line for line in lines if "batch" not in line]
+    assert [line["epoch"] for line in epochs] == [0, 1]
+    assert epochs[1]["err_top1"] == pytest.approx(float(errors[1]), abs=1e-6)
+    assert 0 < epochs[1]["validation_loss"] < epochs[0]["validation_loss"]
+
+
+def test_log_jsonl_has_what_happened_in_steps_and_every_skipped_one(tmp_path):
+    output = run(tmp_path, "--dtype", "float16", "--epochs", "2")
+    run_read, = read([tmp_path / "log.jsonl"])
+    lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert lines[0]["version"] == 2
+    steps = [line for line in lines if "batch" in line]
+    skips = [line for line in steps if line.get("skip")]
+    assert len(skips) == output.count("step skipped") > 0
+    assert all(line["gradient_norm"] is None for line in skips)
+    good = [line for line in steps if not line.get("skip")]
+    assert [line["batch"] for line in good] == [9, 14, 19, 4, 9, 14, 19]
+    assert all(0 < line["gradient_norm"] < 100 for line in good)
+    assert {line["loss_scale"] for line in good} == {run_read.epochs[1].scale}
+    assert good[-1]["loss"] < skips[0]["loss"]
+    assert len(run_read.steps["loss"]) == len(steps)
+
+
+def test_mlperfs_lines_are_printed_where_they_are_asked_for(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", str(SCRIPT), "--save-dir", str(tmp_path), "--epochs", "1",
+         "--mlperf", "--seed", "3"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+        check=True)
+    events = [json.loads(line[len(":::MLLOG "):]) for line in done.stdout.splitlines()]
+    assert [event["key"] for event in events] == [
+        "run_start", "global_batch_size", "seed", "opt_base_learning_rate", "epoch_start",
+        "epoch_stop", "eval_accuracy", "run_stop"]
+    found = {event["key"]: event for event in events}
+    assert (found["seed"]["value"], found["global_batch_size"]["value"]) == (3, 64)
+    assert found["eval_accuracy"]["metadata"]["epoch_num"] == 0
+    accuracy = 1 - read([tmp_path / "log.jsonl"])[0].last.top1
+    assert found["eval_accuracy"]["value"] == pytest.approx(accuracy)
+    assert found["run_stop"]["metadata"]["status"] == "success"
+
+
+def test_tensorboards_files_say_what_log_jsonl_says(tmp_path):
+    pytest.importorskip("tensorboard")
+    run(tmp_path / "run", "--dtype", "float16", "--epochs", "2", "--tensorboard",
+        str(tmp_path / "events"))
+    theirs, = read((tmp_path / "events").iterdir())
+    ours, = read([tmp_path / "run" / "log.jsonl"])
+    assert theirs.trace == ours.trace
+    assert [e.top1 for e in theirs.epochs.values()] == pytest.approx(
+        [e.top1 for e in ours.epochs.values()])
+    assert len(theirs.steps["loss"]) == len(ours.steps["loss"])
 
 
 def test_killed_at_any_moment_a_resumed_run_equals_an_unbroken_one(tmp_path):
