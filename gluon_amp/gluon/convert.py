@@ -1,4 +1,6 @@
 """`convert` and `restore`: a Gluon network to mixed precision, in place, and back."""
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, Dict, Iterable, Iterator, List, Set, Tuple, Union
 
 from mxnet.gluon import Block, HybridBlock, Parameter, nn
@@ -8,9 +10,16 @@ from ..cpu.arrays import dtype_name
 from ..formats import FLOAT32
 from ..graph.casts import float32_variables
 from ..graph.graph import Graph
-from ..graph.keep import matches_nothing, matching
+from ..graph.keep import matches_nothing, matching, operator_names
 from ..policy import Policy, get_policy
-from .converted import ConvertedBlock, State, converted_class, log
+from .converted import (
+    ConvertedBlock,
+    ConvertedParameter,
+    State,
+    converted_class,
+    log,
+    restore_blocks,
+)
 
 NORM_BLOCKS = (nn.basic_layers._BatchNorm, nn.LayerNorm, nn.GroupNorm, nn.InstanceNorm)
 
@@ -34,24 +43,21 @@ def convert(net: Block, policy: Union[str, Policy] = "float16",
     """
     policy = get_policy(policy)
     if not isinstance(net, Block):
-        hint = " Use gluon_amp.convert_symbol for symbols." * isinstance(net, mx.sym.Symbol)
+        for_symbols = isinstance(net, mx.sym.Symbol)
+        hint = " Use gluon_amp.convert_symbol for symbols." if for_symbols else ""
         raise TypeError(f"convert takes a gluon Block.{hint} Received: {type(net).__name__}")
     if isinstance(keep, (str, Block, type)) or not isinstance(keep, Iterable):
         keep = [keep]
-    kept_blocks, kept_nodes = _resolve_keep(net, list(keep))
-    types = _parameter_types(net, policy, kept_blocks, kept_nodes)
-    _check_parameters(types)
-    if policy.is_float32:
-        return restore(net)
-
+    kept = _resolve_keep(net, keep)
     blocks = list(_blocks(net))
-    asleep = [b.name for b in blocks if isinstance(b, HybridBlock) and not b._active]
-    for block in blocks:
-        _swap(block, policy, block in kept_blocks, kept_nodes)
+    if policy.is_float32:
+        _check_parameters(_parameter_types(blocks, policy, kept))
+        return restore(net)
+    asleep = any(isinstance(b, HybridBlock) and not b._active for b in blocks)
+    _convert_blocks(blocks, kept, policy)
     if asleep:
         log.info("%s: hybridized, since mixed precision runs as a graph (gluon_amp.restore "
                  "undoes it)", net.name)
-    _cast(types)
     return net
 
 
@@ -63,12 +69,7 @@ def restore(net: Block) -> Block:
     types = {p: "float32" for block in converted for p in block.params.values()
              if dtype_name(p.dtype) == "float16"}
     _check_trainers(types)
-    for block in converted:
-        if isinstance(block, HybridBlock):
-            block._clear_cached_op()
-            block._active = block._amp.active
-        block.__class__ = type(block).__bases__[1]
-        del block._amp
+    restore_blocks(converted)
     _cast(types)
     return net
 
@@ -85,45 +86,80 @@ def _blocks(net: Block) -> Iterator[Block]:
             stack.extend(reversed(list(block._children.values())))
 
 
-def _swap(block: Any, policy: Policy, keep: bool, kept_nodes: Set[str]) -> None:
-    hybrid = isinstance(block, HybridBlock)
-    converted = isinstance(block, ConvertedBlock)
-    active = block._amp.active if converted else hybrid and block._active
-    if not converted:
+def _convert_blocks(blocks: List[Block], kept: "_Kept", policy: Policy) -> None:
+    """Gives blocks that are not yet converted their classes and states, and the parameters
+    of all of them their types."""
+    types = _parameter_types(blocks, policy, kept)
+    _check_parameters(types)
+    for block in blocks:
+        inside = block in kept.inside
+        _swap(block, State(policy, _was_hybridized(block), block in kept.blocks,
+                           frozenset(kept.nodes),
+                           partial(_convert_new_child, policy, kept.entries, inside)))
+    _cast(types)
+
+
+def _convert_new_child(policy: Policy, keep: Tuple[Any, ...], inside_kept: bool,
+                       child: Block) -> None:
+    """Converts a block that a converted one takes as a child later on, with what is in it, by
+    the arguments that `convert` had. Where it has a converted block in it, that stays as it is."""
+    new = [b for b in _blocks(child) if not isinstance(b, ConvertedBlock)]
+    if new:
+        kept = _resolve_keep(child, [child] if inside_kept else keep, must_match=False)
+        _convert_blocks(new, _Kept(keep, kept.blocks, kept.inside, kept.nodes), policy)
+
+
+def _was_hybridized(block: Any) -> bool:
+    if isinstance(block, ConvertedBlock):
+        return block._amp.active
+    return isinstance(block, HybridBlock) and block._active
+
+
+def _swap(block: Any, state: State) -> None:
+    if not isinstance(block, ConvertedBlock):
         block.__class__ = converted_class(block.__class__)
-    block._amp = State(policy, active, keep, frozenset(kept_nodes))
-    if hybrid:
+    block._amp = state
+    if isinstance(block, HybridBlock):
         block._clear_cached_op()
         if not block._active:
             block._active = True
             block._flags = block._flags or []
 
 
-def _resolve_keep(net: Block, keep: List[Any]) -> Tuple[Set[Block], Set[str]]:
-    """The blocks that `keep` names, and the nodes of SymbolBlocks."""
+@dataclass
+class _Kept:
+    """What stays float32."""
+    entries: Tuple[Any, ...]  # as the user named them
+    blocks: Set[Block]        # that are named
+    inside: Set[Block]        # those, and all that is in them
+    nodes: Set[str]           # of SymbolBlocks
+
+
+def _resolve_keep(net: Block, keep: Iterable[Any], must_match: bool = True) -> _Kept:
+    """Finds what `keep` names in a network."""
     blocks = list(_blocks(net))
-    nodes = {node.name for block in blocks if isinstance(block, mx.gluon.SymbolBlock)
-             for node in Graph.read(block._cached_graph[1]).nodes() if not node.is_variable}
-    kept_blocks: Set[Block] = set()
-    kept_nodes: Set[str] = set()
-    for entry in keep:
+    symbols = [b for b in blocks if isinstance(b, mx.gluon.SymbolBlock)]
+    nodes: Set[str] = set().union(
+        *(operator_names(Graph.read(b._cached_graph[1])) for b in symbols))
+    kept = _Kept(tuple(keep), set(), set(), set())
+    for entry in kept.entries:
+        names: Set[str] = set()
         if isinstance(entry, Block):
             found = {b for b in blocks if b is entry}
-            names: Set[str] = set()
         elif isinstance(entry, type) and issubclass(entry, Block):
-            found, names = {b for b in blocks if isinstance(b, entry)}, set()
+            found = {b for b in blocks if isinstance(b, entry)}
         elif isinstance(entry, str):
-            matched = matching(entry, {b.name for b in blocks})
+            matched, names = matching(entry, {b.name for b in blocks}, nodes)
             found = {b for b in blocks if b.name in matched}
-            names = matching(entry, nodes)
         else:
             raise TypeError("keep takes blocks, classes of blocks and regular expressions. "
                             f"Received: {entry!r}")
-        if not found and not names:
+        if must_match and not found and not names:
             raise ValueError(_matches_nothing(entry, blocks, nodes))
-        kept_blocks |= found
-        kept_nodes |= names
-    return kept_blocks, kept_nodes
+        kept.blocks |= found
+        kept.nodes |= names
+    kept.inside = {inner for block in kept.blocks for inner in _blocks(block)}
+    return kept
 
 
 def _matches_nothing(entry: Any, blocks: List[Block], nodes: Set[str]) -> str:
@@ -137,19 +173,19 @@ def _matches_nothing(entry: Any, blocks: List[Block], nodes: Set[str]) -> str:
     return matches_nothing(what, word, there)
 
 
-def _parameter_types(net: Block, policy: Policy, kept_blocks: Set[Block],
-                     kept_nodes: Set[str]) -> Dict[Parameter, str]:
-    """The type of each floating parameter that hybrid blocks own.
+def _parameter_types(blocks: Iterable[Block], policy: Policy,
+                     kept: _Kept) -> Dict[Parameter, str]:
+    """The type of each floating parameter that these hybrid blocks own.
 
     Float32 wins where a parameter is shared. Statistics (not differentiable) and sparse
     parameters stay float32 under every policy: MXNet computes with them in nothing else.
     So do constants: they may be ids, or beyond float16's range.
     """
     float32: Set[Parameter] = set()
-    for block in kept_blocks:
+    for block in kept.blocks:
         float32.update(block.collect_params().values())
     owned: Dict[Parameter, None] = {}
-    for block in _blocks(net):
+    for block in blocks:
         parameters = list(block.params.values())
         if not isinstance(block, HybridBlock):
             float32.update(parameters)  # a plain Block computes with its own in float32
@@ -159,7 +195,7 @@ def _parameter_types(net: Block, policy: Policy, kept_blocks: Set[Block],
                 or isinstance(block, nn.basic_layers._BatchNorm):
             float32.update(parameters)
         elif isinstance(block, mx.gluon.SymbolBlock):
-            names = float32_variables(Graph.read(block._cached_graph[1]), policy, kept_nodes)
+            names = float32_variables(Graph.read(block._cached_graph[1]), policy, kept.nodes)
             float32.update(p for p in parameters if p.name in names)
         float32.update(p for p in parameters if not p._differentiable
                        or isinstance(p, mx.gluon.Constant)
@@ -202,3 +238,5 @@ def _cast(types: Dict[Parameter, str]) -> None:
     for parameter, dtype in types.items():
         if dtype_name(parameter.dtype) != dtype:
             parameter.cast(dtype)
+        if type(parameter) in (Parameter, ConvertedParameter):
+            parameter.__class__ = ConvertedParameter if dtype == "float16" else Parameter

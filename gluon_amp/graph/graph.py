@@ -108,6 +108,15 @@ class Graph:
                     order.append(node)
         return order
 
+    def structure(self) -> List[Any]:
+        """What the graph computes, whatever its operators are called: equal for equal graphs."""
+        nodes = self.nodes()
+        number = {node: i for i, node in enumerate(nodes)}
+        return [[(n.op, n.name if n.is_variable else "", n.attrs,
+                  [(number[e.node], e.output) for e in n.inputs],
+                  [body.structure() for body in n.subgraphs]) for n in nodes],
+                [(number[e.node], e.output) for e in self.outputs]]
+
     def variables(self) -> List[str]:
         return [node.name for node in self.nodes() if node.is_variable]
 
