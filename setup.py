@@ -70,8 +70,8 @@ class BuildEngine(build_ext):
         exports.write_text("{ global: gluon_amp_engine; local: *; };\n")
         self.compiler.link_shared_object(
             objects, self.get_ext_fullpath(ext.name), target_lang="c++",
-            extra_postargs=[*SANITIZE, "-fopenmp", "-Wl,-Bsymbolic", f"-Wl,--version-script={exports}",
-                            f"-L{mxnet}", "-l:libmxnet.so"])
+            extra_postargs=[*SANITIZE, "-fopenmp", "-Wl,-Bsymbolic",
+                            f"-Wl,--version-script={exports}", f"-L{mxnet}", "-l:libmxnet.so"])
 
 
 class AnyPython3(bdist_wheel):

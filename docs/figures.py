@@ -17,7 +17,7 @@ from gluon_amp.tools.demo import digits, network
 from matplotlib.figure import Figure
 from mxnet import autograd, gluon
 
-BLUE, SKY, RED = "#0072b2", "#56b4e9", "#d55e00"  # of what is no type of numbers
+BLUE, SKY, GREEN, RED = "#0072b2", "#56b4e9", "#009e73", "#d55e00"  # of what is no type of numbers
 RESULTS = Path(__file__).parents[1] / "results"
 LEAST, LEAST_NORMAL = 2.0 ** -24, 2.0 ** -14  # of float16: at all, and with all bits
 
@@ -219,8 +219,8 @@ def long_sums():
             for (gpu, split, _, _), share in zip(ways, shares):
                 made = (amp.tensor_core_dot(a, b, gpu=gpu, split=split) * small).astype("float16")
                 share.append(100 * np.mean(made != wanted))
-        for (gpu, split, color, style), share in zip(ways, shares):
-            axes.plot(lengths, share, color=color, linestyle=style, linewidth=1.4,
+        for (gpu, split, shade, style), share in zip(ways, shares):
+            axes.plot(lengths, share, color=shade, linestyle=style, linewidth=1.4,
                       label=f"{gpu}, pieces of {split:,}" if split else f"{gpu}, one chain")
         axes.set(xscale="log", xlabel="length of the sum")
         axes.set_title("positive factors" if positive else "factors of both signs", fontsize=10,

@@ -2,9 +2,8 @@
 import re
 from typing import Any, Iterable, List, Set
 
-from .graph import Graph
-
 from ..checks import nearest
+from .graph import Graph
 
 
 def operator_names(graph: Graph) -> Set[str]:

@@ -5,7 +5,7 @@ from typing import Any, Callable, List, Sequence, Set
 from .._mxnet import mx, np
 from ..checks import in_names
 from ..cpu.finite import squares
-from ..graph.operators import LOSS
+from ..graph.operators import LOSSES
 from .step import Gradient
 
 # MXNet's forget what they drew once a backward pass has gone through them: a second one would
@@ -48,8 +48,8 @@ def check_heads(losses: List[Any], gradients: Sequence[Gradient],
         before.copyto(g.array)
     begun = [g.name for g, s in zip(gradients, sums) if np.isfinite(s) and s > 0]
     if begun:
-        seen = operators(losses) & (LOSS | {"Custom", "IdentityAttachKLSparseReg"})
-        which = ", ".join(sorted(seen)) or f"one of {', '.join(sorted(LOSS))}, or one like them"
+        seen = operators(losses) & (LOSSES | {"Custom", "IdentityAttachKLSparseReg"})
+        which = ", ".join(sorted(seen)) or f"one of {', '.join(sorted(LOSSES))}, or one like them"
         raise ValueError(
             f"an operator in the network begins gradients by itself: {which}. No loss scale "
             f"reaches those gradients, which are{in_names(begun)}, so the update would divide them "
