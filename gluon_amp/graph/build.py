@@ -20,6 +20,7 @@ HALF = "float16"
 
 # What a node says of formats to the engine: see cpu/engine.h.
 _INPUTS, _OUTPUTS, _READS = (f"__gluon_amp_{word}__" for word in ("inputs", "outputs", "reads"))
+_WATCH = "__gluon_amp_watch__"  # the node's name, where the engine counts what it computes
 _GRIDS = tuple(f"__gluon_amp_{word}_grid__" for word in ("output", "product", "gradient", "back"))
 
 # They make or move halves, MXNet's own code does that in no time, and their gradients only move
@@ -31,13 +32,14 @@ _LEFT = frozenset("""
 
 
 def build(graph: Graph, types: Mapping[str, str], on_gpu: bool = False,
-          policy: Policy = POLICIES["float16"]) -> Graph:
+          policy: Policy = POLICIES["float16"], watch: bool = False) -> Graph:
     """The graph that a device runs, with the same variables and outputs, of the same types.
 
     Args:
         graph: with its casts, as `insert_casts` makes it.
         types: the dtype of each variable.
         policy: tells what lies behind names of formats that are no types of arrays.
+        watch: whether the engine counts what each node computes (xray/counts.py reads it).
     """
     if on_gpu:
         if policy.cpu_only:
@@ -45,14 +47,15 @@ def build(graph: Graph, types: Mapping[str, str], on_gpu: bool = False,
                              "arrays of its formats: use float16. Received: data on a GPU")
         return graph
     library.load()
-    return _Rewriting(graph, types, policy).run()
+    return _Rewriting(graph, types, policy, watch).run()
 
 
 class _Rewriting:
     """One graph, or the body of a loop, from its inputs to its outputs."""
 
-    def __init__(self, graph: Graph, types: Mapping[str, str], policy: Policy):
-        self.graph, self.policy = graph, policy
+    def __init__(self, graph: Graph, types: Mapping[str, str], policy: Policy,
+                 watch: bool = False):
+        self.graph, self.policy, self.watch = graph, policy, watch
         self.rounds_halves = policy.between == policy.product != policy.gradient
         self.types = graph.types(types)
         self.count: Dict[Node, int] = {}  # of outputs
@@ -66,7 +69,18 @@ class _Rewriting:
         for node in self.graph.nodes():
             for i, entry in enumerate(self._rewritten(node)):
                 self.done[Entry(node, i)] = entry
+            if self.watch and not node.is_variable:
+                self._watch(node, self.done[Entry(node)].node)
         return Graph(self.done[e] for e in self.graph.outputs)
+
+    def _watch(self, node: Node, new: Node) -> None:
+        """Has the engine count what a node computes, if it is an operator of ours; a float32 node
+        becomes one."""
+        if new.name != node.name or node.op in _LEFT or node.subgraphs:
+            return
+        if not new.op.startswith(library.PREFIX) and library.has_operator(new.op):
+            new.op = library.PREFIX + new.op
+        new.attrs[_WATCH] = node.name
 
     def _is_half(self, entry: Entry) -> bool:
         return self.types.get(entry) == HALF
@@ -162,7 +176,7 @@ class _Rewriting:
         body, inputs = node.subgraphs[which], bindings(node)[which]
         names = body.variables()
         types = {name: self.types[node.inputs[i]] or "float32" for name, i in zip(names, inputs)}
-        rewritten = _Rewriting(body, types, self.policy).run()
+        rewritten = _Rewriting(body, types, self.policy, self.watch).run()
         assert rewritten.variables() == names, (node, names, rewritten.variables())
         return rewritten
 
