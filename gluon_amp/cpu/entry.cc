@@ -6,7 +6,7 @@
 #include <cstdio>
 #include <cstring>
 
-#include "engine.h"
+#include "watch.h"
 
 namespace gluon_amp {
 namespace {
@@ -136,6 +136,11 @@ int versions(int count, void** arrays, void* into) {
                             1, nullptr, 0, "gluon_amp_versions");
 }
 
+// Counts the numbers of an array of floats, for Python; `counts` begins as zeros.
+void count(const float* numbers, int64_t n, int half, Counts* counts) {
+  kernels->count(numbers, n, nullptr, half, counts);
+}
+
 struct Table {
   int (*start)(const char*, int, const char**);
   const char* (*reason)();
@@ -148,6 +153,9 @@ struct Table {
   const char* (*own_code)();
   int (*on_one_cpu)(const NDArray* const*, int64_t, int);
   int (*versions)(int, void**, void*);
+  int64_t (*watched)();
+  const WatchedRow* (*watched_row)(int64_t);
+  void (*count)(const float*, int64_t, int, Counts*);
 };
 
 }  // namespace
@@ -156,6 +164,7 @@ struct Table {
 extern "C" __attribute__((visibility("default"))) const void* gluon_amp_engine() {
   using namespace gluon_amp;
   static const Table table = {start, reason, probe, inputs_fit, map_fits, description_fits,
-                              attributes, use_generic_code, own_names, on_one_cpu, versions};
+                              attributes, use_generic_code, own_names, on_one_cpu, versions,
+                              watched, watched_row, count};
   return &table;
 }

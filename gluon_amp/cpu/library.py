@@ -12,7 +12,17 @@ import ctypes
 import functools
 import os
 import struct
-from ctypes import POINTER, byref, c_char_p, c_int, c_int64, c_uint, c_void_p
+from ctypes import (
+    POINTER,
+    byref,
+    c_char_p,
+    c_double,
+    c_float,
+    c_int,
+    c_int64,
+    c_uint,
+    c_void_p,
+)
 from pathlib import Path
 from typing import Any, FrozenSet, List, Optional, Sequence
 
@@ -40,6 +50,20 @@ class KernelError(RuntimeError):
     """The engine cannot run here."""
 
 
+class Counts(ctypes.Structure):
+    """Of numbers, by exponent; as in kernels/kernels.h."""
+    _fields_ = [("bins", c_int64 * 256)] + [
+        (name, c_int64) for name in ("zero", "infinite", "overflowed", "flushed")] + [
+        (name, c_double) for name in ("squares", "error_squares")]
+
+
+class WatchedRow(ctypes.Structure):
+    """What a watched node has computed; as in watch.h."""
+    _fields_ = [("name", c_char_p), ("index", c_int64), ("backward", c_int64), ("calls", c_int64),
+                ("numbers", c_int64), ("counts", Counts), ("samples", c_int64),
+                ("sample", c_float * 1024)]
+
+
 class _Table(ctypes.Structure):
     """What the library offers; as in entry.cc."""
     _fields_ = [
@@ -54,6 +78,9 @@ class _Table(ctypes.Structure):
         ("own_code", ctypes.CFUNCTYPE(c_char_p)),
         ("on_one_cpu", ctypes.CFUNCTYPE(c_int, POINTER(c_void_p), c_int64, c_int)),
         ("versions", ctypes.CFUNCTYPE(c_int, c_int, POINTER(c_void_p), c_void_p)),
+        ("watched", ctypes.CFUNCTYPE(c_int64)),
+        ("watched_row", ctypes.CFUNCTYPE(POINTER(WatchedRow), c_int64)),
+        ("count", ctypes.CFUNCTYPE(None, c_void_p, c_int64, c_int, POINTER(Counts))),
     ]
 
 

@@ -119,6 +119,8 @@ def _swap(block: Any, state: State) -> None:
     if not isinstance(block, ConvertedBlock):
         block.__class__ = converted_class(block.__class__)
     block._amp = state
+    for parameter in block.params.values():  # the Trainer asks
+        parameter.converted_by_gluon_amp = isinstance(block, HybridBlock)
     if isinstance(block, HybridBlock):
         block._clear_cached_op()
         if not block._active:

@@ -354,5 +354,7 @@ def restore_blocks(blocks: Iterable[Any]) -> None:
         if isinstance(block, mx.gluon.HybridBlock):
             block._clear_cached_op()
             block._active = block._amp.active
+        for parameter in block.params.values():
+            parameter.converted_by_gluon_amp = False
         block.__class__ = original_class(type(block))
         del block._amp

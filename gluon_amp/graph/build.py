@@ -21,6 +21,7 @@ HALF = "float16"
 
 # What a node says of formats to the engine: see cpu/engine.h.
 _INPUTS, _OUTPUTS, _READS = (f"__gluon_amp_{word}__" for word in ("inputs", "outputs", "reads"))
+_WATCH = "__gluon_amp_watch__"  # the node's name, where the engine counts what it computes
 _GRIDS = tuple(f"__gluon_amp_{word}_grid__" for word in ("output", "product", "gradient", "back"))
 
 # They make or move halves, MXNet's own code does that in no time, and their gradients only move
@@ -32,13 +33,14 @@ _LEFT = frozenset("""
 
 
 def build(graph: Graph, types: Mapping[str, str], on_gpu: bool = False,
-          policy: Policy = POLICIES["float16"]) -> Graph:
+          policy: Policy = POLICIES["float16"], watch: bool = False) -> Graph:
     """The graph that a device runs, with the same variables and outputs, of the same types.
 
     Args:
         graph: with its casts, as `insert_casts` makes it.
         types: the dtype of each variable.
         policy: tells what lies behind names of formats that are no types of arrays.
+        watch: whether the engine counts what each node computes (xray/counts.py reads it).
     """
     if on_gpu:
         if policy.cpu_only:
@@ -46,9 +48,9 @@ def build(graph: Graph, types: Mapping[str, str], on_gpu: bool = False,
                 "on GPUs MXNet 1.9.1 has no arrays of its formats: use float16"
             raise ValueError(f"policy {policy.name} runs on CPUs only: {why}. Received: data on a "
                              "GPU")
-        return graph
+        return _with_dropout_to_walk_back_twice(graph)
     library.load()
-    built = _Rewriting(graph, types, policy).run()
+    built = _Rewriting(graph, types, policy, watch).run()
     if policy.accumulate is not None:
         accumulate(built, policy.accumulate, policy.split)
     return built
@@ -57,8 +59,9 @@ def build(graph: Graph, types: Mapping[str, str], on_gpu: bool = False,
 class _Rewriting:
     """One graph, or the body of a loop, from its inputs to its outputs."""
 
-    def __init__(self, graph: Graph, types: Mapping[str, str], policy: Policy):
-        self.graph, self.policy = graph, policy
+    def __init__(self, graph: Graph, types: Mapping[str, str], policy: Policy,
+                 watch: bool = False):
+        self.graph, self.policy, self.watch = graph, policy, watch
         self.rounds_halves = policy.between == policy.product != policy.gradient
         self.types = graph.types(types)
         self.count: Dict[Node, int] = {}  # of outputs
@@ -72,7 +75,18 @@ class _Rewriting:
         for node in self.graph.nodes():
             for i, entry in enumerate(self._rewritten(node)):
                 self.done[Entry(node, i)] = entry
+            if self.watch and not node.is_variable:
+                self._watch(node, self.done[Entry(node)].node)
         return Graph(self.done[e] for e in self.graph.outputs)
+
+    def _watch(self, node: Node, new: Node) -> None:
+        """Has the engine count what a node computes, if it is an operator of ours; a float32 node
+        becomes one."""
+        if new.name != node.name or node.op in _LEFT or node.subgraphs:
+            return
+        if not new.op.startswith(library.PREFIX) and library.has_operator(new.op):
+            new.op = library.PREFIX + new.op
+        new.attrs[_WATCH] = node.name
 
     def _is_half(self, entry: Entry) -> bool:
         return self.types.get(entry) == HALF
@@ -106,7 +120,8 @@ class _Rewriting:
         rounded = any(map(self._is_rounded, entries)) or PRODUCT in node.attrs
         if rounded:
             self._say_formats(node, new)
-        if rounded or any(map(self._is_half, entries)):
+        # MXNet's own Dropout forgets its mask on the way back: a second pass would be wrong.
+        if rounded or any(map(self._is_half, entries)) or node.op == "Dropout":
             return self._ours(node, new)
         return [Entry(new, e.output) for e in outputs]
 
@@ -168,7 +183,21 @@ class _Rewriting:
         body, inputs = node.subgraphs[which], bindings(node)[which]
         names = body.variables()
         types = {name: self.types[node.inputs[i]] or "float32" for name, i in zip(names, inputs)}
-        rewritten = _Rewriting(body, types, self.policy).run()
+        rewritten = _Rewriting(body, types, self.policy, self.watch).run()
         assert rewritten.variables() == names, (node, names, rewritten.variables())
         return rewritten
 
+
+def _with_dropout_to_walk_back_twice(graph: Graph) -> Graph:
+    """The graph with x * Dropout(1) for each Dropout(x), which gives the same numbers: MXNet's own
+    forgets its mask once it has been walked back, and of ones no gradient is needed."""
+    new: Dict[Node, Node] = {}
+    for node in graph.nodes():
+        inputs = [Entry(new[e.node], e.output) for e in node.inputs]
+        new[node] = made = node if node.is_variable else node.like(inputs)
+        made.subgraphs = [_with_dropout_to_walk_back_twice(body) for body in node.subgraphs]
+        if node.op == "Dropout":
+            ones = Node("ones_like", f"{node.name}_ones", {}, inputs)
+            made.inputs = [Entry(ones)]
+            new[node] = Node("elemwise_mul", f"{node.name}_masked", {}, [*inputs, Entry(made)])
+    return Graph(Entry(new[e.node], e.output) for e in graph.outputs)

@@ -191,7 +191,9 @@ class Trainer(mx.gluon.Trainer):
                 self._steps.forget()
                 raise
         if searching:
-            self._steps.settle(self._waiting, lambda: graphs.can_go_back_again(losses), again)
+            converted = all(getattr(p, "converted_by_gluon_amp", False) for p in self._params)
+            self._steps.settle(self._waiting, lambda: graphs.can_go_back_again(
+                losses, self._waiting(), converted, lambda: again(scale)), again)
         if averages:
             mx.nd.waitall()
             for average, after_once in averages:

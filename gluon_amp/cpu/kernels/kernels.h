@@ -131,6 +131,15 @@ struct Numbers {
   bool half;
 };
 
+// How often numbers have each exponent of float32 (bin 127: from 1 to below 2; bin 0: 0 and what is
+// subnormal; bin 255: infinities and NaNs), and what rounding makes of them.
+struct Counts {
+  int64_t bins[256];
+  int64_t zero, infinite;       // of bins 0 and 255
+  int64_t overflowed, flushed;  // finite, and infinite once rounded; not 0, and 0 once rounded
+  double squares, error_squares;  // sums over finite numbers: of them, of what rounding adds to them
+};
+
 struct Kernels {
   const char* name;
 
@@ -178,6 +187,10 @@ struct Kernels {
   // ---- training (training.cc): masters, gradients' sizes
   void (*follow)(float* master, const Half* weight, int64_t n);
   void (*squares)(const Numbers* arrays, int count, double* sums);
+
+  // ---- counts (counts.cc): adds those of n numbers that are to be rounded to a grid, to halves or
+  // to neither
+  void (*count)(const float* exact, int64_t n, const Grid* grid, bool half, Counts* counts);
 
   // ---- optimizers (updates.cc)
   void (*update)(Rule rule, const Update* updates, int count, const UpdateSettings& settings);

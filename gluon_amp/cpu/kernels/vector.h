@@ -35,6 +35,10 @@ void add_rows(Kernels* table) noexcept;
 void add_training(Kernels* table) noexcept;
 void add_tensor_core(Kernels* table) noexcept;
 void add_updates(Kernels* table) noexcept;
+void add_counts(Kernels* table) noexcept;
+
+// Rounds n numbers to a grid, on this thread (passes.cc).
+void round_some(const Grid& grid, const float* from, float* to, int64_t n);
 
 namespace {
 
