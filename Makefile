@@ -3,6 +3,7 @@
 # make setup   only make .venv
 # make lint    ruff and mypy
 # make docs    build the documentation: docs/_build/html
+# make test-zoo   train networks of GluonCV, GluonNLP and GluonTS, each in a venv of its own (python3.8)
 # make results   draw results/imagenet anew, byte for byte
 # make bench   step time and memory, float16 over float32, in ten minutes
 # make bench-all   everything that is measured; goes on where it stopped (ANEW=1: starts over)
@@ -12,7 +13,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 BUILT_FROM := setup.py pyproject.toml $(wildcard gluon_amp/cpu/*.cc gluon_amp/cpu/*.h gluon_amp/cpu/kernels/*)
 
-.PHONY: demo test setup lint docs results bench bench-all check clean
+.PHONY: demo test test-zoo setup lint docs results bench bench-all check clean
 .DELETE_ON_ERROR:
 
 demo: .venv/demo
@@ -20,6 +21,9 @@ demo: .venv/demo
 
 test: .venv/test
 	$(BIN)/pytest
+
+test-zoo: .venv/setup
+	$(BIN)/python tests/zoo.py
 
 lint: .venv/test
 	$(BIN)/ruff check .
@@ -67,4 +71,4 @@ check:
 	touch $@
 
 clean:
-	rm -rf .venv build dist *.egg-info gluon_amp/cpu/*.so docs/_build
+	rm -rf .venv .zoo build dist *.egg-info gluon_amp/cpu/*.so docs/_build
