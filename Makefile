@@ -3,6 +3,7 @@
 # make setup   only make .venv
 # make lint    ruff and mypy
 # make docs    build the documentation: docs/_build/html
+# make test-zoo   train networks of GluonCV, GluonNLP and GluonTS, each in a venv of its own (python3.8)
 # make results   draw results/imagenet anew, byte for byte
 # make sanitize   the engine's tests under AddressSanitizer and UBSan, in 20 minutes
 # make bench   step time and memory, float16 over float32, in ten minutes
@@ -19,7 +20,7 @@ SANITIZED ?= tests/test_kernels.py tests/test_operators.py tests/test_engine_ope
              tests/test_engine_grids.py tests/test_formats.py tests/test_one_pass_optimizers.py \
              tests/test_networks.py
 
-.PHONY: demo test setup lint docs results sanitize bench bench-all check clean
+.PHONY: demo test test-zoo setup lint docs results sanitize bench bench-all check clean
 .DELETE_ON_ERROR:
 
 demo: .venv/demo
@@ -27,6 +28,9 @@ demo: .venv/demo
 
 test: .venv/test
 	$(BIN)/pytest
+
+test-zoo: .venv/setup
+	$(BIN)/python tests/zoo.py
 
 lint: .venv/test
 	$(BIN)/ruff check .
@@ -81,4 +85,4 @@ check:
 	touch $@
 
 clean:
-	rm -rf .venv .sanitize build dist *.egg-info gluon_amp/cpu/*.so docs/_build
+	rm -rf .venv .sanitize .zoo build dist *.egg-info gluon_amp/cpu/*.so docs/_build

@@ -5,6 +5,7 @@ from .formats import Format
 from .gluon.convert import convert, restore
 from .cpu import library
 from .cpu.library import KernelError
+from .training.estimator import BatchProcessor
 from .training.loss_scale import DynamicLossScale, LossScaleError
 from .training.lr_find import lr_find
 from .symbolic.module import BucketingModule, Module, Speedometer
@@ -20,7 +21,7 @@ from .training.trainer import Trainer
 library.start()
 
 __version__ = "0.1.0"
-__all__ = ["BucketingModule", "DynamicLossScale", "Format", "KernelError", "LossScaleError",
-           "Module", "Policy", "Speedometer", "StaticLossScale", "Trainer", "convert",
-           "convert_model", "convert_symbol", "data", "lr_find", "optimizer", "report", "restore",
-           "scale_loss", "tensor_core_dot"]
+__all__ = ["BatchProcessor", "BucketingModule", "DynamicLossScale", "Format", "KernelError",
+           "LossScaleError", "Module", "Policy", "Speedometer", "StaticLossScale", "Trainer",
+           "convert", "convert_model", "convert_symbol", "data", "lr_find", "optimizer", "report",
+           "restore", "scale_loss", "tensor_core_dot"]
