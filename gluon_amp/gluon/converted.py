@@ -220,7 +220,8 @@ class ConvertedHybridBlock(ConvertedBlock):
         mode = autograd.is_recording(), autograd.is_training()
         if mode not in state.traces:
             if state.traces:
-                self._cached_graph = ()
+                if not isinstance(self, mx.gluon.SymbolBlock):  # which is its graph
+                    self._cached_graph = ()
                 self._trace(*args)
             else:
                 self._build_cache(*args)
