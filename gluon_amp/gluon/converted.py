@@ -112,14 +112,18 @@ class ConvertedBlock:
                             "network first")
         state = {**state, "_amp": replace(self._amp, traces={})}
         if isinstance(self, mx.gluon.HybridBlock):
-            state.update(_cached_graph=(), _cached_op=None, _cached_op_args=[])
+            state.update(_cached_op=None, _cached_op_args=[])
+            if not isinstance(self, mx.gluon.SymbolBlock):  # which is its graph
+                state.update(_cached_graph=())
         return (_made_anew, (original_class(type(self)), *arguments[1:]), state, *rest)
 
     def summary(self, *inputs: Any) -> None:
         """Prints the summary of the float32 network."""
         net = copy.deepcopy(self)
         restore_blocks(_blocks_of(net))
-        net.cast("float32")
+        for parameter in net.collect_params().values():
+            if dtype_name(parameter.dtype) == "float16":
+                parameter.cast("float32")
         net.summary(*inputs)
 
     def initialize(self, init: Any = None, ctx: Any = None, verbose: bool = False,
@@ -220,7 +224,8 @@ class ConvertedHybridBlock(ConvertedBlock):
         mode = autograd.is_recording(), autograd.is_training()
         if mode not in state.traces:
             if state.traces:
-                self._cached_graph = ()
+                if not isinstance(self, mx.gluon.SymbolBlock):
+                    self._cached_graph = ()
                 self._trace(*args)
             else:
                 self._build_cache(*args)
