@@ -4,6 +4,7 @@ import json
 import pickle
 
 import gluon_amp as amp
+import networks
 import numpy as np
 import pytest
 from converting import Net, holding, make, step, types, values
@@ -276,6 +277,14 @@ def test_a_copy_of_a_plain_block_works():
     net = amp.convert(holding(nn.Dense(3, in_units=2), cls=nn.Sequential))
     twin = copy.deepcopy(net)
     assert np.array_equal(twin(nd.ones((1, 2))).asnumpy(), net(nd.ones((1, 2))).asnumpy())
+
+
+def test_a_symbol_block_trains_predicts_and_is_copied(tmp_path, x):
+    net = amp.convert(networks.exported(tmp_path))
+    step(net, x)
+    out = net(x).asnumpy()
+    assert np.array_equal(copy.deepcopy(net)(x).asnumpy(), out)
+    assert np.array_equal(pickle.loads(pickle.dumps(net))(x).asnumpy(), out)
 
 
 def test_summary_is_that_of_the_float32_network(capsys, x):

@@ -1,7 +1,7 @@
 """`convert` and `restore`: a Gluon network to mixed precision, in place, and back."""
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Dict, Iterable, Iterator, List, Set, Tuple, Union
+from typing import Any, Dict, Iterable, List, Set, Tuple, Union
 
 from mxnet.gluon import Block, HybridBlock, Parameter, nn
 
@@ -16,6 +16,7 @@ from .converted import (
     ConvertedBlock,
     ConvertedParameter,
     State,
+    blocks_in,
     converted_class,
     log,
     restore_blocks,
@@ -49,7 +50,7 @@ def convert(net: Block, policy: Union[str, Policy] = "float16",
     if isinstance(keep, (str, Block, type)) or not isinstance(keep, Iterable):
         keep = [keep]
     kept = _resolve_keep(net, keep)
-    blocks = list(_blocks(net))
+    blocks = list(blocks_in(net))
     if policy.is_float32:
         _check_parameters(_parameter_types(blocks, policy, kept))
         return restore(net)
@@ -65,25 +66,13 @@ def restore(net: Block) -> Block:
     """Makes a converted network float32 again, as it was before, and returns it."""
     if not isinstance(net, Block):
         raise TypeError(f"restore takes a gluon Block. Received: {type(net).__name__}")
-    converted: List[Any] = [b for b in _blocks(net) if isinstance(b, ConvertedBlock)]
+    converted: List[Any] = [b for b in blocks_in(net) if isinstance(b, ConvertedBlock)]
     types = {p: "float32" for block in converted for p in block.params.values()
              if dtype_name(p.dtype) == "float16"}
     _check_trainers(types)
     restore_blocks(converted)
     _cast(types)
     return net
-
-
-def _blocks(net: Block) -> Iterator[Block]:
-    """The net's blocks, each once, parents first."""
-    seen: Set[int] = set()
-    stack = [net]
-    while stack:
-        block = stack.pop()
-        if id(block) not in seen:
-            seen.add(id(block))
-            yield block
-            stack.extend(reversed(list(block._children.values())))
 
 
 def _convert_blocks(blocks: List[Block], kept: "_Kept", policy: Policy) -> None:
@@ -103,7 +92,7 @@ def _convert_new_child(policy: Policy, keep: Tuple[Any, ...], inside_kept: bool,
                        child: Block) -> None:
     """Converts a block that a converted one takes as a child later on, with what is in it, by
     the arguments that `convert` had. Where it has a converted block in it, that stays as it is."""
-    new = [b for b in _blocks(child) if not isinstance(b, ConvertedBlock)]
+    new = [b for b in blocks_in(child) if not isinstance(b, ConvertedBlock)]
     if new:
         kept = _resolve_keep(child, [child] if inside_kept else keep, must_match=False)
         _convert_blocks(new, _Kept(keep, kept.blocks, kept.inside, kept.nodes), policy)
@@ -116,6 +105,7 @@ def _was_hybridized(block: Any) -> bool:
 
 
 def _swap(block: Any, state: State) -> None:
+    """Makes a block a converted one, hybridized, that remembers this state."""
     if not isinstance(block, ConvertedBlock):
         block.__class__ = converted_class(block.__class__)
     block._amp = state
@@ -139,7 +129,7 @@ class _Kept:
 
 def _resolve_keep(net: Block, keep: Iterable[Any], must_match: bool = True) -> _Kept:
     """Finds what `keep` names in a network."""
-    blocks = list(_blocks(net))
+    blocks = list(blocks_in(net))
     symbols = [b for b in blocks if isinstance(b, mx.gluon.SymbolBlock)]
     nodes: Set[str] = set().union(
         *(operator_names(Graph.read(b._cached_graph[1])) for b in symbols))
@@ -160,11 +150,12 @@ def _resolve_keep(net: Block, keep: Iterable[Any], must_match: bool = True) -> _
             raise ValueError(_matches_nothing(entry, blocks, nodes))
         kept.blocks |= found
         kept.nodes |= names
-    kept.inside = {inner for block in kept.blocks for inner in _blocks(block)}
+    kept.inside = {inner for block in kept.blocks for inner in blocks_in(block)}
     return kept
 
 
 def _matches_nothing(entry: Any, blocks: List[Block], nodes: Set[str]) -> str:
+    """The error's text for an entry of `keep` that names nothing in the network."""
     if isinstance(entry, str):
         what, word, there = repr(entry), entry, {b.name for b in blocks} | nodes
     elif isinstance(entry, Block):
@@ -216,8 +207,9 @@ def _check_parameters(types: Dict[Parameter, str]) -> None:
 
 
 def _check_trainers(types: Dict[Parameter, str]) -> None:
-    """A trainer that has stepped holds momenta and float32 masters that would no longer fit.
-    Our optimizers say so themselves at the next step; MXNet's go on."""
+    """Refuses to change the type of a parameter whose Trainer has stepped: that Trainer holds
+    momenta and float32 masters that would no longer fit. Our optimizers find that out by
+    themselves at the next step; MXNet's go on without a word."""
     held = [p.name for p, dtype in types.items()
             if dtype_name(p.dtype) != dtype and p.grad_req != "null"
             and p._trainer is not None and _has_stepped(p._trainer)]
@@ -229,6 +221,7 @@ def _check_trainers(types: Dict[Parameter, str]) -> None:
 
 
 def _has_stepped(trainer: mx.gluon.Trainer) -> bool:
+    """Whether it holds states by which a change of type would go unnoticed."""
     if trainer._update_on_kvstore:
         return trainer._kv_initialized
     if hasattr(trainer._optimizer, "weight_types"):

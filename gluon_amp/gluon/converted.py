@@ -4,6 +4,10 @@
 The traced graph (`_cached_graph`, what `export` reads) stays as MXNet made it.
 Only the `CachedOp` differs: it holds that graph with the policy's casts, and on
 a CPU with our operators. There is one for each kind of device and input types.
+
+MXNet traces a hybridized block once. A user who never hybridized may not know that, so a
+converted block is traced again where MXNet's mode (recording, training) is another one, and
+where a block in it got a new child.
 """
 import copy
 import copyreg
@@ -11,7 +15,7 @@ import functools
 import logging
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Callable, ClassVar, Dict, FrozenSet, Iterable, Iterator, List, Tuple
+from typing import Any, Callable, ClassVar, Dict, FrozenSet, Iterable, Iterator, List, Set, Tuple
 
 from mxnet import autograd
 from mxnet.gluon.block import _BlockScope, _flatten
@@ -26,6 +30,9 @@ from ..graph.operators import BATCH_NORMS
 from ..policy import Policy
 
 log = logging.getLogger("gluon_amp")
+
+# MXNet's names for a CPU's memory that processes share, and that GPUs read
+_OTHER_CPUS = ("cpu_shared", "cpu_pinned")
 
 
 @dataclass
@@ -62,8 +69,12 @@ class State:
 @contextmanager
 def initialized_in_float32(parameters: Iterable["mx.gluon.Parameter"],
                            again: bool = False) -> Iterator[None]:
-    """Parameters that are initialized meanwhile draw the values that float32 would.
-    `again`: those that have values already, too."""
+    """Makes float16 parameters float32 for a while in which they are initialized, so that they
+    draw the same random values as a float32 network's.
+
+    Args:
+        again: also those that have values already.
+    """
     half = [p for p in parameters
             if dtype_name(p.dtype) == "float16" and (again or p._data is None)]
     for parameter in half:
@@ -84,7 +95,7 @@ class ConvertedParameter(mx.gluon.Parameter):
 
 
 class ConvertedBlock:
-    """In front of the class of any converted block."""
+    """What any converted block does before its own class does it."""
 
     _amp: State
 
@@ -96,7 +107,7 @@ class ConvertedBlock:
         before = getattr(self, name, None)
         if isinstance(before, ConvertedBlock) and not isinstance(value, ConvertedBlock) \
                 and isinstance(value, original_class(type(before))):
-            self._amp.convert_child(value)  # MXNet allows only the same class in its place
+            self._amp.convert_child(value)  # first, since MXNet compares the classes of both
         super().__setattr__(name, value)
 
     def register_child(self, block: Any, name: Any = None) -> None:
@@ -112,14 +123,18 @@ class ConvertedBlock:
                             "network first")
         state = {**state, "_amp": replace(self._amp, traces={})}
         if isinstance(self, mx.gluon.HybridBlock):
-            state.update(_cached_graph=(), _cached_op=None, _cached_op_args=[])
+            state.update(_cached_op=None, _cached_op_args=[])
+            if not isinstance(self, mx.gluon.SymbolBlock):  # which is its graph
+                state.update(_cached_graph=())
         return (_made_anew, (original_class(type(self)), *arguments[1:]), state, *rest)
 
     def summary(self, *inputs: Any) -> None:
         """Prints the summary of the float32 network."""
         net = copy.deepcopy(self)
-        restore_blocks(_blocks_of(net))
-        net.cast("float32")
+        restore_blocks(blocks_in(net))
+        for parameter in net.collect_params().values():
+            if dtype_name(parameter.dtype) == "float16":
+                parameter.cast("float32")
         net.summary(*inputs)
 
     def initialize(self, init: Any = None, ctx: Any = None, verbose: bool = False,
@@ -145,7 +160,7 @@ class ConvertedBlock:
 
 
 class ConvertedHybridBlock(ConvertedBlock):
-    """In front of the class of a converted HybridBlock."""
+    """What a converted HybridBlock does before its own class does it."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self._check_caller(args)
@@ -259,7 +274,8 @@ class ConvertedHybridBlock(ConvertedBlock):
         return graph, types
 
     def export(self, path: str, epoch: int = 0, remove_amp_cast: bool = True) -> None:
-        """Writes PATH-symbol.json and PATH-EPOCH.params, for any machine with MXNet.
+        """Writes PATH-symbol.json and PATH-EPOCH.params, for any machine with MXNet. The graph
+        is the one that ran last, in training or in prediction.
 
         Args:
             remove_amp_cast: True writes the float32 network. False writes the casts and
@@ -301,21 +317,25 @@ def _on_plain_cpu(value: Any) -> Any:
     if isinstance(value, mx.nd.NDArray) and value.context.device_type in _OTHER_CPUS:
         return value.as_in_context(mx.cpu(value.context.device_id))
     if isinstance(value, (list, tuple)):
-        return [_on_plain_cpu(v) for v in value]
+        moved = [_on_plain_cpu(v) for v in value]
+        return moved if any(a is not b for a, b in zip(moved, value)) else value
     return value
 
 
-_OTHER_CPUS = ("cpu_shared", "cpu_pinned")
-
-
-def _blocks_of(net: Any) -> Iterator[Any]:
-    yield net
-    for child in net._children.values():
-        yield from _blocks_of(child)
+def blocks_in(net: Any) -> Iterator[Any]:
+    """The net's blocks, itself among them, each once, parents first."""
+    seen: Set[int] = set()
+    stack = [net]
+    while stack:
+        block = stack.pop()
+        if id(block) not in seen:
+            seen.add(id(block))
+            yield block
+            stack.extend(reversed(list(block._children.values())))
 
 
 def _states(net: Any) -> Iterator[State]:
-    return (block._amp for block in _blocks_of(net) if isinstance(block, ConvertedBlock))
+    return (block._amp for block in blocks_in(net) if isinstance(block, ConvertedBlock))
 
 
 @functools.lru_cache(maxsize=None)

@@ -171,8 +171,8 @@ def _numbers(node: Node, key: str) -> List[int]:
 
 def infer(node: Node, inputs: Types) -> Types:
     """The dtypes of a node's outputs, as MXNet infers them; raises mx.MXNetError where
-    the operator does not take these inputs. Of a format that MXNet has no arrays of it
-    thinks as of float16."""
+    the operator does not take these inputs. A format that MXNet has no arrays of is called
+    float16 in front of MXNet, and by its own name again in the result."""
     foreign = {t for t in (*inputs, made_type(node)) if t is not None and t not in TYPE_FLAG}
     if node.subgraphs and (foreign or any(map(_makes_foreign, node.subgraphs))):
         return _body_outputs(node, inputs)
