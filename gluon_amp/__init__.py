@@ -17,11 +17,12 @@ from .tensor_core_math import tensor_core_dot
 from .training.static_pair import StaticLossScale
 from .training.scale_loss import scale_loss
 from .training.trainer import Trainer
+from .xray.view import explain, xray
 
 library.start()
 
 __version__ = "0.1.0"
 __all__ = ["BatchProcessor", "BucketingModule", "DynamicLossScale", "Format", "KernelError",
            "LossScaleError", "Module", "Policy", "Speedometer", "StaticLossScale", "Trainer",
-           "convert", "convert_model", "convert_symbol", "data", "lr_find", "optimizer", "report",
-           "restore", "scale_loss", "tensor_core_dot"]
+           "convert", "convert_model", "convert_symbol", "data", "explain", "lr_find", "optimizer",
+           "report", "restore", "scale_loss", "tensor_core_dot", "xray"]

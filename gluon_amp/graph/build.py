@@ -26,7 +26,7 @@ _GRIDS = tuple(f"__gluon_amp_{word}_grid__" for word in ("output", "product", "g
 
 # They make or move halves, MXNet's own code does that in no time, and their gradients only move
 # them back: left as they are.
-_LEFT = frozenset("""
+LEFT_ALONE = frozenset("""
     Reshape Flatten expand_dims squeeze reshape_like BlockGrad _copy _zeros _ones _full _eye
     zeros_like ones_like _npx_reshape _np_reshape _np_squeeze _foreach _while_loop _cond
 """.split())
@@ -82,7 +82,7 @@ class _Rewriting:
     def _watch(self, node: Node, new: Node) -> None:
         """Has the engine count what a node computes, if it is an operator of ours; a float32 node
         becomes one."""
-        if new.name != node.name or node.op in _LEFT or node.subgraphs:
+        if new.name != node.name or node.op in LEFT_ALONE or node.subgraphs:
             return
         if not new.op.startswith(library.PREFIX) and library.has_operator(new.op):
             new.op = library.PREFIX + new.op
@@ -131,10 +131,10 @@ class _Rewriting:
         constants = self.policy.between if any(map(self._is_rounded, outputs)) else FLOAT16
         for key, number in numbers(node):  # a GPU has them in float16, too
             new.attrs[key] = repr(float(constants.round(number)))
-        if node.op not in _LEFT and library.has_operator(node.op):
+        if node.op not in LEFT_ALONE and library.has_operator(node.op):
             new.op = library.PREFIX + node.op
         made = [Entry(new, e.output) for e in outputs]
-        if node.op not in CASTS | _LEFT and new.attrs.get("dtype") == HALF:
+        if node.op not in CASTS | LEFT_ALONE and new.attrs.get("dtype") == HALF:
             # It chooses its code by this attribute, and there is none for halves.
             new.attrs["dtype"] = "float32"
             made = [self._cast(entry, HALF) if self._is_half(old) else entry
@@ -146,7 +146,7 @@ class _Rewriting:
         policy = self.policy
         if new.attrs.get("dtype") == policy.between.name not in TYPE_FLAG:
             new.attrs["dtype"] = "float32"
-        if node.op in _LEFT:
+        if node.op in LEFT_ALONE:
             return
         if node.op == "RNN" and not policy.one_format:
             raise ValueError(f"policy {policy.name}: an RNN has one format for its products, what "
