@@ -421,3 +421,10 @@ def test_a_file_that_is_no_symbol_is_named(tmp_path):
         tmp_path.joinpath("net.json").write_bytes(content)
         with pytest.raises(ValueError, match=r"cannot read this .*Received: .*net\.json"):
             load(str(tmp_path / "net.json"))
+
+
+def test_operators_that_stay_float32_for_a_constants_sake_are_named():
+    dense = mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=8, name="dense")
+    small = dense + 1e-12
+    assert footprint(small, (8, 8))["constants"] == [small.name]
+    assert footprint(dense, (8, 8))["constants"] == []

@@ -16,6 +16,7 @@ from typing import Any, Dict, Iterable, Iterator, List, NamedTuple, Optional, Tu
 
 from .. import __version__
 from .._mxnet import installed_builds, message, mx, np
+from ..checks import in_names
 from ..cpu import library
 from ..gluon.convert import convert
 from ..training.trainer import Trainer
@@ -277,7 +278,11 @@ def _network(costs: Optional[Dict[str, Any]]) -> Iterator[str]:
     yield f"{'':14}" + "".join(f"{kind:>13}" for kind in table["float32"])
     for name, parts in table.items():
         yield f"{name:14}" + "".join(f"{count / size:13.1f}" for count in parts.values())
-    yield "A CPU holds activations as float32 in any case; mixed_bfloat16 is for CPUs only."
+    yield "mixed_bfloat16 and tf32 are for CPUs only, in float32's bytes."
+    if costs["constants"]:
+        names = costs["constants"]
+        yield ""
+        yield f"Run in float32, since float16 would make 0 or infinite a constant{in_names(names)}."
 
 
 def _aligned(rows: Iterable[Tuple[str, ...]]) -> Iterator[str]:
