@@ -19,9 +19,11 @@ def venv(package, version, requirements):
             return None
         subprocess.run([found, "-m", "venv", "--clear", str(FOLDER / package)], check=True)
         install = [str(python), "-m", "pip", "install", "-q"]
-        subprocess.run([*install, *TOOLS, *requirements[:-1]], check=True)
+        *before, last = requirements
+        subprocess.run([*install, *TOOLS, *(r for r in before if r != "--no-deps")], check=True)
         # the package itself last: some are built with what was installed before
-        subprocess.run([*install, "--no-build-isolation", requirements[-1]], check=True)
+        options = ["--no-build-isolation", *(r for r in before if r == "--no-deps")]
+        subprocess.run([*install, *options, last], check=True)
         (FOLDER / package / "installed").touch()
     return python
 

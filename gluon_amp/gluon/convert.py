@@ -32,7 +32,8 @@ def convert(net: Block, policy: Union[str, Policy] = "float16",
     Parameters get the policy's type; those of norms stay float32. From then on the
     network takes float32 or float16 inputs, and returns float32 (under "pure_float16"
     float16). Files of `save_parameters` and `export` are float32's. Convert the
-    outermost block, before its Trainer takes a step.
+    outermost block, before its Trainer takes a step. Blocks that it gets as children later
+    are converted, too.
 
     Args:
         policy: "float16" (parameters in float16, for optimizers with float32 masters),
