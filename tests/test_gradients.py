@@ -157,13 +157,11 @@ def assert_alike(found, expected, steps):
         assert np.abs(half - wide).max() <= steps * 2 ** -11 * np.abs(wide).max()
 
 
-@pytest.mark.xfail(strict=True, reason="MXNet's own PReLU runs, which overwrites what it reads")
 def test_a_prelu_that_stays_float32_has_the_right_slope_gradient():
     assert_alike(gradients("PReLU", "float16", keep=nn.PReLU)[0],
                  gradients("PReLU", "float32")[0], steps=4)
 
 
-@pytest.mark.xfail(strict=True, reason="MXNet's InstanceNorm takes float32 only")
 def test_an_instance_norm_under_pure_float16():
     assert_alike(gradients("InstanceNorm", "pure_float16")[0],
                  gradients("InstanceNorm", "float32")[0], steps=4)

@@ -120,8 +120,7 @@ class _Rewriting:
         rounded = any(map(self._is_rounded, entries)) or PRODUCT in node.attrs
         if rounded:
             self._say_formats(node, new)
-        # MXNet's own Dropout forgets its mask on the way back: a second pass would be wrong.
-        if rounded or any(map(self._is_half, entries)) or node.op == "Dropout":
+        if rounded or any(map(self._is_half, entries)) or _goes_wrong_in_float32(node):
             return self._ours(node, new)
         return [Entry(new, e.output) for e in outputs]
 
@@ -186,6 +185,13 @@ class _Rewriting:
         rewritten = _Rewriting(body, types, self.policy, self.watch).run()
         assert rewritten.variables() == names, (node, names, rewritten.variables())
         return rewritten
+
+
+def _goes_wrong_in_float32(node: Node) -> bool:
+    """Whether MXNet's own float32 code on a CPU is wrong, so that ours runs in its place: Dropout
+    forgets its mask on the way back, and PReLU writes the data's gradient over the gradient that
+    it still has to read for the slope's."""
+    return node.op == "Dropout" or node.attrs.get("act_type") == "prelu"
 
 
 def _with_dropout_to_walk_back_twice(graph: Graph) -> Graph:

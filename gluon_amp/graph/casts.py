@@ -148,7 +148,10 @@ class _Casting:
         if runs == operators.SENSITIVE:
             return [self.cast(e, self.policy.sensitive.type_name) for e in inputs]
         if runs == operators.NORM:
-            return [self.cast(e, self.policy.norm.type_name) for e in inputs]
+            wanted = self.policy.norm.type_name
+            if node.op == "InstanceNorm":  # MXNet's takes float32 only
+                wanted = "float32"
+            return [self.cast(e, wanted) for e in inputs]
         if runs == operators.PRODUCT:
             lengths = node.op == "RNN" and node.attrs.get("use_sequence_length") in ("True", "1")
             count = len(inputs) - int(lengths)
