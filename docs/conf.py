@@ -28,6 +28,7 @@ autodoc_typehints = "none"        # most are Any: MXNet has none
 autodoc_inherit_docstrings = False
 autodoc_member_order = "bysource"
 napoleon_use_ivar = True
+nitpick_ignore = [("py:class", "dataclasses.InitVar"), ("py:class", "NoneType")]  # no pages of ours
 
 
 def code_blocks(app, what, name, obj, options, lines):

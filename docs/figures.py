@@ -141,7 +141,7 @@ def scale_over_steps(steps):
     """The scale and whether it updated, at each step of a float16 training."""
     net = amp.convert(new_network())
     loss_fn, source = gluon.loss.SoftmaxCrossEntropyLoss(), batches(64)
-    scale = amp.DynamicLossScale(initial=2.0 ** 24, maximum=2.0 ** 24, growth_interval=30)
+    scale = amp.DynamicLossScale(initial=2.0 ** 24, maximum=2.0 ** 24, growth_interval=15)
     trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.05, "momentum": 0.9},
                           loss_scale=scale)
     scales, updated = [], []
