@@ -11,13 +11,14 @@ from .training.lr_find import lr_find
 from .symbolic.module import BucketingModule, Module, Speedometer
 from .training.optimizer import optimizer
 from .policy import Policy
-from .report import report
+from .report import read as read_logs, report
 from .symbolic.convert import convert_model, convert_symbol
 from .tensor_core_math import tensor_core_dot
 from .training.static_pair import StaticLossScale
 from .training.scale_loss import scale_loss
 from .training.trainer import Trainer
 from .xray.view import explain, xray
+from . import recipes
 
 library.start()
 
@@ -25,4 +26,4 @@ __version__ = "0.1.0"
 __all__ = ["BatchProcessor", "BucketingModule", "DynamicLossScale", "Format", "KernelError",
            "LossScaleError", "Module", "Policy", "Speedometer", "StaticLossScale", "Trainer",
            "convert", "convert_model", "convert_symbol", "data", "explain", "lr_find", "optimizer",
-           "report", "restore", "scale_loss", "tensor_core_dot", "xray"]
+           "read_logs", "recipes", "report", "restore", "scale_loss", "tensor_core_dot", "xray"]

@@ -12,6 +12,7 @@ import sys
 from typing import Callable, List, NamedTuple, Optional, Tuple
 
 from .. import KernelError, __version__
+from ..checks import positive
 
 _MENDABLE = (ValueError, OSError, ImportError, KernelError)
 
@@ -72,13 +73,6 @@ def _parser() -> argparse.ArgumentParser:
         each.add_argument("--debug", action="store_true", default=argparse.SUPPRESS,
                           help="show the traceback of an error")
     return parser
-
-
-def positive(text: str) -> int:
-    """The type of arguments that are whole numbers from 1 on."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number from 1 on. Received: {text!r}")
-    return int(text)
 
 
 # ---- the subcommands
