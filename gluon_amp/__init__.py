@@ -15,6 +15,7 @@ from .symbolic.convert import convert_model, convert_symbol
 from .tensor_core_math import tensor_core_dot
 from .training.static_pair import StaticLossScale
 from .training.trainer import Trainer, scale_loss
+from .xray.types import types
 from .xray.view import explain, xray
 
 library.start()
@@ -23,4 +24,4 @@ __version__ = "0.1.0"
 __all__ = ["BucketingModule", "DynamicLossScale", "Format", "KernelError", "LossScaleError",
            "Module", "Policy", "Speedometer", "StaticLossScale", "Trainer", "convert",
            "convert_model", "convert_symbol", "data", "explain", "lr_find", "optimizer", "report",
-           "restore", "scale_loss", "tensor_core_dot", "xray"]
+           "restore", "scale_loss", "tensor_core_dot", "types", "xray"]
