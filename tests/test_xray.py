@@ -53,8 +53,8 @@ def assert_counted(counts, exact):
     assert counts.overflowed == (np.isfinite(exact) & ~fits).sum()
     assert counts.flushed == ((exact != 0) & (half == 0)).sum()
     wide = exact.astype(np.float64)
-    assert counts.squares == pytest.approx((wide[np.isfinite(exact)] ** 2).sum(), rel=1e-12)
-    assert counts.error_squares == pytest.approx(((wide - half)[fits] ** 2).sum(), rel=1e-12)
+    assert counts.squares == pytest.approx((wide[np.isfinite(exact)] ** 2).sum(), rel=1e-6)
+    assert counts.error_squares == pytest.approx(((wide - half)[fits] ** 2).sum(), rel=1e-6)
 
 
 @pytest.mark.parametrize("size", [1, 3, 511, 513, 70000, 200001])
