@@ -22,17 +22,37 @@ inline uint32_t plain_bits(float f) {
   return u;
 }
 
+// Most tiles have few exponents: each is looked for in all bytes of the tile at once.
+constexpr int kFew = 40;
+
 void count_exponents(const float* exact, int64_t n, Tables* made) {
-  int64_t i = 0;
-  for (; i + 4 <= n; i += 4) {
-    uint64_t pairs[2];
-    std::memcpy(pairs, exact + i, sizeof pairs);
-    ++made->bins[0][pairs[0] >> 23 & 0xff];
-    ++made->bins[1][pairs[0] >> 55 & 0xff];
-    ++made->bins[2][pairs[1] >> 23 & 0xff];
-    ++made->bins[3][pairs[1] >> 55 & 0xff];
+  uint32_t bits[kTile];
+  std::memcpy(bits, exact, n * sizeof(float));
+  if (n == kTile) {
+    uint8_t exponents[kTile], least_one = 255, most_one = 0;
+    for (int64_t i = 0; i < kTile; ++i) exponents[i] = static_cast<uint8_t>(bits[i] >> 23);
+    for (int64_t i = 0; i < kTile; ++i) {
+      const uint8_t above_zero = exponents[i] - 1;  // 255 for 0, which is counted apart
+      least_one = above_zero < least_one ? above_zero : least_one;
+      most_one = exponents[i] > most_one ? exponents[i] : most_one;
+    }
+    auto count = [&](uint8_t exponent) {
+      constexpr int64_t kLanes = 64;
+      uint8_t lanes[kLanes] = {};
+      for (int64_t i = 0; i < kTile; i += kLanes)
+        for (int64_t k = 0; k < kLanes; ++k) lanes[k] = static_cast<uint8_t>(lanes[k] + (exponents[i + k] == exponent));
+      uint32_t all = 0;
+      for (uint8_t lane : lanes) all += lane;
+      made->bins[0][exponent] += all;
+    };
+    if (most_one - least_one <= kFew) {
+      count(0);
+      for (int exponent = least_one + 1; exponent <= most_one; ++exponent)
+        count(static_cast<uint8_t>(exponent));
+      return;
+    }
   }
-  for (; i < n; ++i) ++made->bins[0][plain_bits(exact[i]) >> 23 & 0xff];
+  for (int64_t i = 0; i < n; ++i) ++made->bins[i & 3][bits[i] >> 23 & 0xff];
 }
 
 // Any numbers, one by one.
