@@ -36,6 +36,19 @@ void take_sample(const TBlob& from, WatchedRow* row) {
   }
 }
 
+// Counts an array as it stands.
+void count_written(const TBlob& from, Counts* counts) {
+  constexpr int64_t kSome = 8192;
+  const int64_t n = size(from);
+  if (is_float(from)) return kernels->count(floats(from), n, nullptr, false, counts);
+  float some[kSome];
+  for (int64_t at = 0; at < n; at += kSome) {
+    const int64_t length = std::min(kSome, n - at);
+    kernels->widen(halves(from) + at, some, length);
+    kernels->count(some, length, nullptr, false, counts);
+  }
+}
+
 int64_t bytes(const TBlob& array) { return size(array) * (is_half(array) ? 2 : 4); }
 
 // The number that stands at place i of "0,2,-1"; -1 where there is none.
@@ -62,10 +75,7 @@ Watch::~Watch() {
     if (call_.write(i) == kNothing || !(is_half(out) || is_float(out)) || size(out) == 0) continue;
     if (!counted_[i]) {
       counted_[i] = std::make_unique<Counts>();
-      Lease lease;
-      const float* exact = is_float(out) ? floats(out) : lease.memory(size(out));
-      if (is_half(out)) kernels->widen(halves(out), const_cast<float*>(exact), size(out));
-      kernels->count(exact, size(out), nullptr, false, counted_[i].get());
+      count_written(out, counted_[i].get());
     }
     const int64_t index = inputs_ ? number_at(*inputs_, i) : static_cast<int64_t>(i);
     std::lock_guard<std::mutex> guard(lock);

@@ -11,7 +11,6 @@ from typing import Any, Dict, List
 
 from ..formats import FLOAT16
 from ..report.colors import COLORS, DARK
-from .advice import is_finite
 from .files import row
 from .tensors import Tensor
 from .view import View
@@ -45,7 +44,7 @@ def _rows(view: View, tensors: List[Tensor]) -> List[Dict[str, Any]]:
     worst = {id(t): i for i, t in enumerate(view.worst())}
     return [{"name": t.name, "op": t.op, "format": t.format.name, "worst": worst[id(t)],
              "bad": t.is_low and t.counts is not None and (
-                 not is_finite(t.counts) or t.counts.own_snr < t.low_snr),
+                 t.counts.overflowed > 0 or t.counts.own_snr < t.low_snr),
              **_drawn(t.counts), "snr": row(view, t)["snr"], "own": row(view, t)["own_snr"]}
             for t in sorted(tensors, key=lambda t: t.place)]
 

@@ -46,7 +46,7 @@ class Counts:
 
     @classmethod
     def _of(cls, counts: "library.Counts", sample: Any = None) -> "Counts":
-        bins = np.array(counts.bins, np.int64)
+        bins = np.frombuffer(counts.bins, np.int64).copy()
         nan = int(bins[255]) - counts.infinite
         bins[0] -= counts.zero
         bins[255] = 0
@@ -165,6 +165,6 @@ def read() -> Dict[Key, Counts]:
     for i in range(table.watched()):
         row = table.watched_row(i).contents
         key = Key(row.name.decode(), bool(row.backward), row.index)
-        sample = np.array(row.sample[:row.samples], np.float32)
+        sample = np.frombuffer(row.sample, np.float32, row.samples).copy()
         made[key] = Counts._of(row.counts, sample)
     return made

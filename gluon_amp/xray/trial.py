@@ -44,6 +44,11 @@ def check(net: Any, batch: Any) -> None:
     if not net._cached_graph:
         with mx.autograd.pause():
             net(*data)
+    count = len(net._cached_graph[0])
+    if count != len(data):
+        raise ValueError(f"the graph of {net.name} takes {count} arrays of data (an RNN layer's "
+                         "states are some: put it into a HybridBlock of yours). "
+                         f"Received: batches with {len(data)}")
 
 
 class Trial:

@@ -92,12 +92,14 @@ class View:
         return decibels(1.0, max(total - own, 0.0))
 
     def worst(self) -> List[Tensor]:
-        """The tensors, the worst first: not finite, then by what is left of their numbers."""
-        def order(tensor: Tensor) -> Tuple[bool, float]:
+        """The tensors, the worst first: those that overflow, then by what is left of them."""
+        def order(tensor: Tensor) -> Tuple[int, float]:
             counts = tensor.counts
             assert counts is not None
+            if not is_finite(counts):  # where infinities begin, and at the end those that follow
+                return (0, tensor.place) if counts.overflowed else (2, tensor.place)
             own = counts.own_snr if tensor.is_low else math.inf
-            return is_finite(counts), min(own, math.inf if tensor.snr is None else tensor.snr)
+            return 1, min(own, math.inf if tensor.snr is None else tensor.snr)
         return sorted((t for t in self.tensors if t.counts is not None), key=order)
 
     def save(self, folder: str) -> str:
@@ -169,7 +171,8 @@ def xray(net: Any, batches: Iterable[Any], loss_fn: Any, trainer: Any = None, st
         if trainer is not None:
             updates.step(batch, loss_fn)
     view.tensors = [t for t in tensors if t.counts is not None]
-    view.window = window(view.tensors, view.scale, lost)
+    if all(_forward_is_finite(counts) for _, counts in view.steps):
+        view.window = window(view.tensors, view.scale, lost)
     view.findings = findings(layout, view.tensors, view.scale, lost)
     if view.findings:
         _try_keeping(net, view, chosen[0], loss_fn, lost, reference)
@@ -226,7 +229,8 @@ def _note(view: View, scale: float, ran: Ran, number: int, lost: float,
         view.first_overflow = first_overflow(view.tensors, ran.counts, number, scale)
     one = [Tensor(t.key, t.kind, t.op, t.place, t.format, t.reads, ran.counts.get(t.key))
            for t in view.tensors]
-    view.windows.append(window(one, scale, lost))
+    fits = _forward_is_finite(ran.counts)
+    view.windows.append(window(one, scale, lost) if fits else None)
 
 
 def _try_keeping(net: Any, view: View, batch: Any, loss_fn: Any, lost: float,
@@ -234,7 +238,8 @@ def _try_keeping(net: Any, view: View, batch: Any, loss_fn: Any, lost: float,
     """Keeps what is found, looks again, and goes on until nothing is found."""
     names: Dict[str, None] = {}
     kept: Set[str] = set()
-    found = view.findings
+    found, scale, ran = view.findings, view.scale, Ran(0, False, view.steps[0][1])
+    tensors = view.tensors
     seed = 0 if draws(Trial(net, net._amp.policy, watch=False).clean) else None
     right = Trial(net, POLICIES["float32"]).run(batch, loss_fn, view.scale, seed) \
         if reference else None
@@ -258,6 +263,9 @@ def _try_keeping(net: Any, view: View, batch: Any, loss_fn: Any, lost: float,
         if not found:
             break
     view.keep = list(names)
+    if not _forward_is_finite(view.steps[0][1]) and _forward_is_finite(ran.counts):
+        view.window = window([t for t in tensors if t.counts], scale, lost)
+        view.notes.append("the loss scales are those of the network with these kept in float32")
     if found:
         view.notes.append("with these kept, float16 still does not suit: "
                           + ", ".join(f.node for f in found[:5]))
