@@ -5,6 +5,7 @@ from .formats import Format
 from .gluon.convert import convert, restore
 from .cpu import library
 from .cpu.library import KernelError
+from .training.horovod_store import Horovod
 from .training.loss_scale import DynamicLossScale, LossScaleError
 from .training.lr_find import lr_find
 from .symbolic.module import BucketingModule, Module, Speedometer
@@ -19,7 +20,7 @@ from .training.trainer import Trainer, scale_loss
 library.start()
 
 __version__ = "0.1.0"
-__all__ = ["BucketingModule", "DynamicLossScale", "Format", "KernelError", "LossScaleError",
-           "Module", "Policy", "Speedometer", "StaticLossScale", "Trainer", "convert",
-           "convert_model", "convert_symbol", "data", "lr_find", "optimizer", "report", "restore",
+__all__ = ["BucketingModule", "DynamicLossScale", "Format", "Horovod", "KernelError",
+           "LossScaleError", "Module", "Policy", "Speedometer", "StaticLossScale", "Trainer",
+           "convert", "convert_model", "convert_symbol", "data", "lr_find", "optimizer", "report", "restore",
            "scale_loss", "tensor_core_dot"]

@@ -42,8 +42,7 @@ def flat(arrays):
 def store_of(store):
     """ "horovod float32" is Horovod with the wire float32."""
     if store.startswith("horovod "):
-        from gluon_amp.training.horovod_store import Horovod
-        return Horovod(wire=store.split()[1])
+        return amp.Horovod(wire=store.split()[1])
     return mx.kv.create(store)
 
 
@@ -119,6 +118,77 @@ def has_another_network(store, rank, what):
     scale = 2.0 ** 8 if what == "scale" and rank else "dynamic"
     trainer = trainer_for(net, store, loss_scale=scale)
     step(net, trainer, np.random.default_rng(0))
+
+
+def some_are_infinite(store, rank, ranks, steps):
+    """Infinities, NaNs and numbers that overflow, on any rank at any step."""
+    mx.random.seed(rank)
+    net = network()
+    trainer = trainer_for(net, store, loss_scale=amp.DynamicLossScale(growth_interval=20))
+    rng = np.random.default_rng(rank)
+    told = []
+    for _ in range(steps):
+        x, y = rng.standard_normal((4, 3, 8, 8)), nd.array(rng.integers(0, 5, 4))
+        if rng.random() < 0.03:
+            x[0, 0, 0, 0] = rng.choice([np.inf, -np.inf, np.nan, 1e12, -1e12])
+        with autograd.record():
+            loss = LOSS(net(nd.array(x)), y)
+        trainer.backward(loss)
+        told.append((trainer.step(4 * ranks), trainer.loss_scale))
+    trainer.check_ranks()
+    return told, trainer.skipped, held(trainer)
+
+
+def nothing_is_finite(store, rank, loss_scale):
+    """The loss is infinite on rank 1 from the fourth step on: at which step is it an error?"""
+    net = network()
+    trainer = trainer_for(net, store, loss_scale=loss_scale)
+    rng = np.random.default_rng(rank)
+    for i in range(100):
+        x = rng.standard_normal((4, 3, 8, 8))
+        if rank == 1 and i > 2:
+            x[:] = np.inf
+        with autograd.record():
+            loss = LOSS(net(nd.array(x)), nd.zeros(4))
+        trainer.backward(loss)
+        try:
+            trainer.step(8)
+        except amp.LossScaleError:
+            return i, trainer.skipped, held(trainer)
+
+
+def learns_its_part(store, rank, ranks, steps=20):
+    """Each rank has its part of each batch; of one process, that is all."""
+    mx.random.seed(3)
+    net = nn.HybridSequential()
+    net.add(nn.Dense(16, in_units=12, activation="relu"), nn.Dense(5, in_units=16))
+    net.initialize(mx.init.Xavier())
+    amp.convert(net)
+    trainer = trainer_for(net, store, loss_scale=2.0 ** 8, clip_norm=1.0)
+    rng = np.random.default_rng(0)
+    told = []
+    for i in range(steps):
+        x, y = rng.standard_normal((8, 12)), rng.integers(0, 5, 8)
+        if i % 7 == 5:
+            x[i % 8] = np.nan
+        mine = slice(rank * 8 // ranks, (rank + 1) * 8 // ranks)
+        with autograd.record():
+            loss = LOSS(net(nd.array(x[mine])), nd.array(y[mine]))
+        trainer.backward(loss)
+        told.append(trainer.step(8))
+    return told, held(trainer)
+
+
+def sum_overflows(store, rank):
+    """Gradients of 20000 on each rank, and a scale of 1: whether they updated, and the weight."""
+    net = nn.Dense(1, in_units=2, use_bias=False)
+    net.initialize(mx.init.Zero())
+    amp.convert(net)
+    trainer = trainer_for(net, store, loss_scale=1.0)
+    with autograd.record():
+        loss = net(nd.full((1, 2), 20000)).sum()
+    trainer.backward(loss)
+    return trainer.step(40000), net.weight.data().asnumpy().tolist()
 
 
 def dies(store, rank, how, steps=3):

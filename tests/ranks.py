@@ -38,9 +38,14 @@ class Ranks:
         self.process.communicate()
         self.folder.cleanup()
 
-    def run(self, story, count, store, **arguments):
-        """Runs a story on each rank, and returns what each gave, in order: None where it died."""
+    def run(self, story, count, store, environment=None, stopped=0, **arguments):
+        """Runs a story on each rank, and returns what each gave, in order: None where it died.
+
+        Args:
+            stopped: how many ranks stop, and are ended by us.
+        """
         job = {"story": story, "count": count, "store": store, "arguments": arguments,
+               "environment": environment or {}, "stopped": stopped,
                "folder": tempfile.mkdtemp(dir=self.folder.name)}
         self.process.stdin.write(json.dumps(job) + "\n")
         self.process.stdin.flush()
@@ -61,7 +66,7 @@ def serve():
         processes, cleanup = start(job, rank_stories)
         if processes is None:  # in a fork
             return
-        waited = wait_for(processes)
+        waited = wait_for(processes, job)
         cleanup()
         answers.write(waited + "\n")
         answers.flush()
@@ -78,7 +83,7 @@ def start(job, stories):
     for environment in roles:
         pid = os.fork()
         if pid == 0:
-            os.environ.update(environment)
+            os.environ.update({**environment, **job["environment"]})
             if environment.get("DMLC_ROLE", "worker") == "worker":
                 tell(job, stories)
             else:
@@ -138,21 +143,22 @@ def horovod_roles(count):
              "HOROVOD_CROSS_SIZE": str(slot.cross_size)} for slot in slots], server.stop
 
 
-def wait_for(processes):
+def wait_for(processes, job):
     """Until the workers have ended; servers that wait for a rank that has died are killed."""
     until, left = time.monotonic() + PATIENCE, list(processes)
     codes = {}
-    workers = processes[2:] if len(processes) > 2 else processes
+    workers = processes[-job["count"]:]
     while left and time.monotonic() < until:
         left = [pid for pid in left if not has_ended(pid, codes)]
-        if any(codes.get(pid) for pid in workers) and not set(workers) & set(left):
+        running = len(set(workers) & set(left))
+        if running <= job["stopped"] and (running or any(codes[pid] for pid in workers)):
             break
         time.sleep(0.02)
     for pid in left:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
-    hanging = set(left) & set(workers)
-    return f"{len(hanging)} ranks did not end in {PATIENCE} s" if hanging else "done"
+    hanging = len(set(left) & set(workers))
+    return f"{hanging} ranks did not end in {PATIENCE} s" if hanging > job["stopped"] else "done"
 
 
 def has_ended(pid, codes):

@@ -1,6 +1,9 @@
 """Many workers, over MXNet's parameter server, on this machine."""
+import gluon_amp as amp
 import numpy as np
 import pytest
+from gluon_amp._mxnet import mx
+from mxnet.gluon import nn
 from ranks import Ranks
 
 STORES = ["dist_sync", "dist_device_sync"]
@@ -56,6 +59,37 @@ def test_ranks_that_do_not_fit_are_told_before_training(ranks, what, error):
         assert told.startswith(f"RanksDifferError: {error}")
 
 
+def agree(results):
+    """Whether all ranks took the same steps and hold the same numbers."""
+    (*told, held), *others = results
+    return all(other[:-1] == tuple(told) and same(other[-1], held) for other in others)
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_ranks_skip_together_whatever_is_infinite_on_any_of_them(ranks, store):
+    results = ranks.run("some_are_infinite", 2, store, ranks=2, steps=150)
+    told, skipped, _ = results[0]
+    assert 2 < skipped < 50
+    assert len({scale for _, scale in told}) > 2
+    assert agree(results)
+
+
+@pytest.mark.parametrize("loss_scale", ["dynamic", 1024.0])
+def test_ranks_give_up_at_the_same_step(ranks, loss_scale):
+    results = ranks.run("nothing_is_finite", 2, "dist_sync", loss_scale=loss_scale)
+    assert results[0] is not None
+    assert agree(results)
+
+
+def test_two_ranks_learn_what_one_learns_from_the_whole_batch(ranks):
+    results = ranks.run("learns_its_part", 2, "dist_sync", ranks=2)
+    ((told, held),) = ranks.run("learns_its_part", 1, "dist_sync", ranks=1)
+    assert agree(results)
+    assert results[0][0] == told
+    for two, one in zip(results[0][1], held):
+        np.testing.assert_allclose(two, one, atol=2e-3)
+
+
 @pytest.mark.parametrize("how", ["killed", "raises"])
 def test_a_rank_that_ends_makes_the_others_raise(ranks, how):
     (error, seconds), ended = ranks.run("dies", 2, "dist_sync", how=how)
@@ -63,3 +97,44 @@ def test_a_rank_that_ends_makes_the_others_raise(ranks, how):
     assert error == f"RankEndedError: rank 0 waits in vain: {reason}"
     assert seconds < 10
     assert ended == (None if how == "killed" else "RuntimeError: the data is gone")
+
+
+REFUSED = {
+    "kvstore='dist_sync' needs a scheduler and servers": {},
+    "gradient compression leaves": {"compression_params": {"type": "2bit", "threshold": 0.5}},
+    "updates on its servers: use dist_sync": {"kvstore": "dist_async"},
+}
+
+
+@pytest.mark.parametrize("error", REFUSED)
+def test_what_cannot_work_with_many_workers_is_refused_before_there_is_a_store(error):
+    net = nn.Dense(1, in_units=1)
+    net.initialize()
+    with pytest.raises(ValueError, match=error):
+        amp.Trainer(net.collect_params(), "sgd", **{"kvstore": "dist_sync", **REFUSED[error]})
+
+
+@pytest.mark.parametrize("error", REFUSED)
+def test_a_module_refuses_the_same(error):
+    arguments = dict(REFUSED[error])
+    store = arguments.pop("kvstore", "dist_sync")
+    symbol = mx.sym.SoftmaxOutput(mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=2),
+                                  name="softmax")
+    module = amp.Module(symbol, loss_scale="dynamic", **arguments)
+    module.bind([("data", (2, 3))], [("softmax_label", (2,))])
+    module.init_params()
+    with pytest.raises(ValueError, match=error):
+        module.init_optimizer(kvstore=store)
+
+
+def test_parameters_that_are_row_sparse_are_refused_with_many_workers():
+    embedding = nn.Embedding(4, 2, sparse_grad=True)
+    embedding.initialize()
+    with pytest.raises(ValueError, match="row_sparse"):
+        amp.Trainer(embedding.collect_params(), "sgd", kvstore="dist_sync")
+
+
+def test_one_process_is_alike():
+    net = nn.Dense(1, in_units=1)
+    net.initialize()
+    amp.Trainer(net.collect_params(), "sgd").check_ranks()

@@ -79,11 +79,12 @@ class _Module(RanksModule):
             super().init_optimizer(kvstore, optimizer, optimizer_params, force_init)
             return
         module = self._module()
-        kvstore = distributed.make_store(kvstore, module._compression_params)
         store = str(getattr(kvstore, "type", kvstore))
         if self._steps.looking and "async" in store:
             raise ValueError("loss scaling and clip_norm look at the gradients before the update, "
                              f"and {store} updates on its servers: use dist_sync")
+        kvstore = distributed.make_store(kvstore, module._compression_params)
+        store = str(getattr(kvstore, "type", kvstore))
         by_name = not isinstance(optimizer, mx.optimizer.Optimizer)
         chosen = optimizer_class(optimizer) if by_name else optimizer
         if self._steps.scaling:

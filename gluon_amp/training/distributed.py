@@ -10,6 +10,7 @@ from typing import Any, Dict, Iterable, List, Sequence, Tuple
 
 from .._mxnet import mx, np
 from ..cpu.arrays import dtype_name
+from .horovod_store import Horovod
 from .reduction import Reduction
 
 Named = Tuple[str, Any]  # a name, and what it holds
@@ -32,8 +33,7 @@ def make_store(kvstore: Any, compression: Any) -> Any:
     if not isinstance(kvstore, str):
         return kvstore
     if name == "horovod":
-        from . import horovod_store  # noqa: F401  (registers it)
-        return mx.kv.create(name)  # which MXNet leaves out where there is one device
+        return Horovod()  # which MXNet leaves out where there is one device
     if "DMLC_ROLE" not in os.environ:
         raise ValueError(f"kvstore={name!r} needs a scheduler and servers: start the program as "
                          "gluon-amp launch -n 2 python ... Or use kvstore='device', for one "

@@ -64,10 +64,10 @@ class Horovod(mx.kv.KVStoreBase):
 
     def broadcast(self, key: Any, value: Any, out: Any, priority: int = 0) -> None:
         """Gives rank 0's value to all ranks."""
-        for array in out if isinstance(out, (list, tuple)) else [out]:
-            if array is not value:
-                value.copyto(array)
-            self._hvd.broadcast_(array, root_rank=0, name=f"start {key}", priority=priority)
+        (array,) = _one_device([(key, out)])
+        if array is not value:
+            value.copyto(array)
+        self._hvd.broadcast_(array, root_rank=0, name=f"start {key}", priority=priority)
 
     def pushpull(self, key: Any, value: Any, out: Any = None, priority: int = 0) -> None:
         """Sums one array over all ranks, into `out` or in place."""

@@ -7,8 +7,8 @@ Horovod's (horovod_store.py).
 import os
 from typing import Any, Callable, Dict, Iterable, List, Optional, Tuple
 
-from .._mxnet import mx, np
-from .watch import Watch
+from .._mxnet import message, mx, np
+from .watch import RankEndedError, Watch
 
 _watch: Optional[Watch] = None  # one for each process
 
@@ -59,7 +59,10 @@ class Reduction:
         if not self.sums or not gradients:
             return {}
         if hasattr(self._kvstore, "sum_all"):
-            return self._kvstore.sum_all(gradients)
+            summed = self._kvstore.sum_all(gradients)
+            self.wait(lambda: [g.wait_to_read() for key, on_devices in gradients
+                               for g in summed.get(key, on_devices)])
+            return summed
         for i, (key, on_devices) in enumerate(gradients):
             if on_devices[0].stype == "default":
                 self._kvstore.pushpull(key, on_devices, priority=-i)
@@ -109,7 +112,12 @@ class Reduction:
 
     def wait(self, function: Callable[[], Any]) -> Any:
         """Runs what waits for other workers: an error, rather than for ever, where one ended."""
-        return _watch.call(function) if _watch and self._native else function()
+        if self._native:
+            return _watch.call(function) if _watch else function()
+        try:
+            return function()
+        except mx.MXNetError as error:  # of Horovod, which sees by itself that a rank has ended
+            raise RankEndedError(f"rank {self.rank} waits in vain: {message(error)}") from error
 
     def _sum_numbers(self, numbers: "np.ndarray") -> "np.ndarray":
         """The sum over workers of small whole numbers."""
