@@ -22,5 +22,5 @@ library.start()
 __version__ = "0.1.0"
 __all__ = ["BucketingModule", "DynamicLossScale", "Format", "Horovod", "KernelError",
            "LossScaleError", "Module", "Policy", "Speedometer", "StaticLossScale", "Trainer",
-           "convert", "convert_model", "convert_symbol", "data", "lr_find", "optimizer", "report", "restore",
-           "scale_loss", "tensor_core_dot"]
+           "convert", "convert_model", "convert_symbol", "data", "lr_find", "optimizer", "report",
+           "restore", "scale_loss", "tensor_core_dot"]
