@@ -64,6 +64,21 @@ def launch(command: Sequence[str], workers: int, servers: int = 1,
             _end(started + helpers)
 
 
+def launch_horovod(command: Sequence[str], workers: int,
+                   hosts: Optional[Sequence[str]] = None) -> int:
+    """Runs horovodrun, which imports MXNet: that needs this package before it, for numpy."""
+    try:
+        from horovod.runner.launch import run_commandline
+    except ImportError as error:
+        raise ImportError("Horovod is not installed: make horovod, or see docs/distributed.md. "
+                          f"Importing it said: {error}") from error
+    hosts = hosts or ["localhost"]
+    turns = [hosts[i % len(hosts)] for i in range(workers)]
+    slots = ",".join(f"{host}:{turns.count(host)}" for host in dict.fromkeys(turns))
+    sys.argv = ["horovodrun", "-np", str(workers), "-H", slots, *command]
+    return run_commandline() or 0
+
+
 def read_hosts(path: str) -> List[str]:
     """The hosts in a file, one on each line; what follows # is left."""
     with open(path) as file:
