@@ -6,6 +6,8 @@
 # make test-zoo   train networks of GluonCV, GluonNLP and GluonTS, each in a venv of its own (python3.8)
 # make results   draw results/imagenet anew, byte for byte
 # make sanitize   the engine's tests under AddressSanitizer and UBSan, in 20 minutes
+# make horovod   build Horovod for MXNet into .venv, in five minutes
+# make test-ranks   many workers, longer: 4 ranks, 500 steps, 20 starts of each kind
 # make bench   step time and memory, float16 over float32, in ten minutes
 # make bench-all   everything that is measured; goes on where it stopped (ANEW=1: starts over)
 # PYTHON=python3.10 make demo    with another Python (3.8 to 3.12)
@@ -20,7 +22,7 @@ SANITIZED ?= tests/test_kernels.py tests/test_operators.py tests/test_engine_ope
              tests/test_engine_grids.py tests/test_formats.py tests/test_one_pass_optimizers.py \
              tests/test_networks.py
 
-.PHONY: demo test test-zoo setup lint docs results sanitize bench bench-all check clean
+.PHONY: demo test test-zoo test-ranks setup lint docs results horovod sanitize bench bench-all check clean
 .DELETE_ON_ERROR:
 
 demo: .venv/demo
@@ -42,6 +44,11 @@ docs: .venv/docs
 
 results: .venv/test
 	$(BIN)/python -W ignore results/imagenet/build.py
+
+test-ranks: .venv/test
+	GLUON_AMP_RANKS=all $(BIN)/pytest tests/test_distributed.py tests/test_horovod.py
+
+horovod: .venv/horovod
 
 bench: .venv/test
 	$(BIN)/python -W ignore benchmarks/step_time.py
@@ -82,6 +89,18 @@ check:
 	$(BIN)/python -m pip install -q -e '.[cpu,test]'
 	$(BIN)/python -m pip install -q 'numpy<2' pillow portalocker scipy pyyaml yacs
 	$(BIN)/python -m pip install -q --no-deps gluoncv==0.10.5.post0
+	touch $@
+
+# Its build and its command import MXNet, which needs numpy.bool.
+.venv/horovod: .venv/setup
+	$(BIN)/python -m pip install -q 'cmake<4' wheel 'setuptools<81' packaging cloudpickle psutil pyyaml cffi
+	mkdir -p build/numpy_bool
+	echo 'import numpy; numpy.bool = bool' > build/numpy_bool/sitecustomize.py
+	PATH="$(CURDIR)/$(BIN):$$PATH" PYTHONPATH="$(CURDIR)/build/numpy_bool" \
+		HOROVOD_WITH_MXNET=1 HOROVOD_WITH_GLOO=1 HOROVOD_WITHOUT_MPI=1 \
+		HOROVOD_WITHOUT_PYTORCH=1 HOROVOD_WITHOUT_TENSORFLOW=1 \
+		$(BIN)/python -m pip install -q --no-build-isolation --no-binary horovod horovod==0.28.1
+	sed -i '2i import gluon_amp  # before MXNet, which horovodrun imports' $(BIN)/horovodrun
 	touch $@
 
 clean:

@@ -6,6 +6,7 @@ from .gluon.convert import convert, restore
 from .cpu import library
 from .cpu.library import KernelError
 from .training.estimator import BatchProcessor
+from .training.horovod_store import Horovod
 from .training.loss_scale import DynamicLossScale, LossScaleError
 from .training.lr_find import lr_find
 from .symbolic.module import BucketingModule, Module, Speedometer

@@ -10,15 +10,17 @@ from .._mxnet import mx, np
 from ..cpu.arrays import to_float32
 from ..files import must_exist, replace_file
 from ..graph.operators import LOSSES
+from ..training import distributed
 from ..training.optimizer import check_scalable, given_optimizer, optimizer_class, with_masters
 from ..training.reduction import Reduction
 from ..training.states import check_states, one_error, read_states, seal
 from ..training.step import Gradient, Steps
 from .binding import Bindable, environment
 from .convert import check_parameters
+from .ranks import RanksModule
 
 
-class _Module:
+class _Module(RanksModule):
     """In front of MXNet's classes of modules."""
 
     _steps: Steps
@@ -76,27 +78,34 @@ class _Module:
         if self.optimizer_initialized and not force_init:
             super().init_optimizer(kvstore, optimizer, optimizer_params, force_init)
             return
+        module = self._module()
         store = str(getattr(kvstore, "type", kvstore))
         if self._steps.looking and "async" in store:
             raise ValueError("loss scaling and clip_norm look at the gradients before the update, "
                              f"and {store} updates on its servers: use dist_sync")
+        kvstore = distributed.make_store(kvstore, module._compression_params)
+        store = str(getattr(kvstore, "type", kvstore))
         by_name = not isinstance(optimizer, mx.optimizer.Optimizer)
         chosen = optimizer_class(optimizer) if by_name else optimizer
         if self._steps.scaling:
             check_scalable(chosen)
-        module = self._module()
         group = module._exec_group
         for name, weights in zip(group.param_names, group.param_arrays):
             # of a checkpoint in another type, which a kvstore would not take
             module._arg_params[name] = module._arg_params[name].astype(weights[0].dtype,
                                                                          copy=False)
+        if "dist" in store:
+            kvstore = self._check_workers(kvstore)
         if by_name:
             optimizer_params = {"multi_precision": True, **dict(optimizer_params)}
         else:
             given_optimizer(optimizer)
         with environment("MXNET_UPDATE_ON_KVSTORE", "0" if self._steps.looking else None):
             super().init_optimizer(kvstore, optimizer, optimizer_params, force_init)
-        self._steps.reduction = Reduction(module._kvstore)
+        self._steps.reduction = Reduction(module._kvstore, names=True,
+                                          updates=bool(module._update_on_kvstore))
+        if self._steps.reduction.workers > 1:
+            self._begin_alike()
         with_masters(module._optimizer)
         if self._states_file:
             self.load_optimizer_states(self._states_file)
@@ -168,32 +177,39 @@ class _Module:
 
     def update(self) -> bool:
         """Updates, unless gradients are not finite; returns whether it did."""
-        if not self._steps.looking:
+        module = self._module()
+        if not self._steps.looking and not hasattr(module._kvstore, "sum_all"):
             super().update()
             self._steps.forget()
             return True
-        module = self._module()
         group, optimizer = module._exec_group, module._optimizer
         self._params_dirty = module._params_dirty = True  # moving averages, even if it is skipped
         self._steps.end_watch()
-        self._steps.reduction.sum((name, grads) for name, grads in
-                                  zip(group.param_names, group.grad_arrays)
-                                  if grads[0] is not None)
+        summed = self._steps.reduction.sum((name, grads) for name, grads in
+                                           zip(group.param_names, group.grad_arrays)
+                                           if grads[0] is not None)
+        self._steps.pending.summed = {(i, device): array for i, name in enumerate(group.param_names)
+                                      for device, array in enumerate(summed.get(name, ()))}
+        grad_arrays = [summed.get(name, grads) for name, grads in zip(group.param_names,
+                                                                      group.grad_arrays)]
         rescale_grad = optimizer.rescale_grad
 
         def apply(factor: float) -> None:
             optimizer.rescale_grad = factor
-            _update_params(group.param_arrays, group.grad_arrays, module._updater,
+            _update_params(group.param_arrays, grad_arrays, module._updater,
                            len(module._context), None, group.param_names)
 
         try:
-            return self._steps.take(self._gradients(), rescale_grad, apply, self._clear)
+            self._steps.take(self._gradients(), rescale_grad, apply, self._clear)
         finally:
             optimizer.rescale_grad = rescale_grad
+        self._check_ranks_once()
+        return self._steps.updated
 
     def _gradients(self) -> List[Gradient]:
         group = self._module()._exec_group
-        return [Gradient(name, (i, device), weight, grad)
+        summed = self._steps.pending.summed
+        return [Gradient(name, (i, device), weight, summed.get((i, device), grad))
                 for i, name in enumerate(group.param_names)
                 for device, (weight, grad) in enumerate(zip(group.param_arrays[i],
                                                             group.grad_arrays[i]))

@@ -146,6 +146,29 @@ def _report(options: argparse.Namespace) -> None:
                  options.claim_speed))
 
 
+def _launch_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("-n", "--workers", type=positive, required=True, metavar="N",
+                        help="how many times the program is started")
+    parser.add_argument("-s", "--servers", type=positive, default=1, metavar="N",
+                        help="processes that sum gradients (1)")
+    parser.add_argument("-H", "--hosts", metavar="FILE", help="a file with a host on each line: "
+                        "ssh starts the workers there, by turns, in this folder (default: here)")
+    parser.add_argument("--horovod", action="store_true", help="for kvstore='horovod': no servers; "
+                        "Horovod's own horovodrun starts the program")
+    parser.add_argument("program", nargs=argparse.REMAINDER, metavar="PROGRAM ...",
+                        help="what trains with kvstore='dist_sync' or 'dist_device_sync'")
+
+
+def _launch(options: argparse.Namespace) -> int:
+    from .launch import launch, launch_horovod, read_hosts
+    if not options.program:
+        raise ValueError("launch needs a program, such as: gluon-amp launch -n 2 python train.py")
+    hosts = read_hosts(options.hosts) if options.hosts else None
+    if options.horovod:
+        return launch_horovod(options.program, options.workers, hosts)
+    return launch(options.program, options.workers, options.servers, hosts)
+
+
 COMMANDS = (
     _Command("report", "a verdict, tables and plots of training logs", (
         "gluon-amp report float32.log float16.log -o report",
@@ -161,6 +184,11 @@ COMMANDS = (
         "gluon-amp demo",
         "gluon-amp demo --epochs 2",
     ), _demo_arguments, _demo),
+    _Command("launch", "start a program as many workers, of MXNet's parameter server or Horovod", (
+        "gluon-amp launch -n 2 python train.py --kvstore dist_sync",
+        "gluon-amp launch -n 8 -s 2 -H hosts.txt python train.py --kvstore dist_device_sync",
+        "gluon-amp launch -n 2 --horovod python train.py --kvstore horovod",
+    ), _launch_arguments, _launch),
 )
 
 

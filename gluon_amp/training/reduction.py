@@ -1,25 +1,34 @@
-"""Gradients summed over devices and workers, and yes or no agreed by all workers.
+"""Gradients summed over devices and workers, and what workers tell each other.
 
 One process with one device has nothing to sum. With several devices or workers a kvstore
-of MXNet's does it; a store of any other kind is one with the same methods.
+does it: MXNet's, or one of any other kind with the methods of `mx.kv.KVStoreBase`, such as
+Horovod's (horovod_store.py).
 """
-from typing import Any, Iterable, List, Optional, Tuple
+import os
+from typing import Any, Callable, Dict, Iterable, List, Optional, Tuple
 
-from .._mxnet import mx
+from .._mxnet import message, mx, np
 from ..checks import in_names
+from .watch import RankEndedError, Watch
+
+_watch: Optional[Watch] = None  # one for each process
 
 
 class Reduction:
     """Sums and agrees by a kvstore.
 
     Args:
-        kvstore: of MXNet's; None for one process that sums nothing.
-        flag_key: a key that no parameter has, for what workers agree on.
+        kvstore: None for one process that sums nothing.
+        names: whether parameters are known to the store by names; else by numbers.
+        updates: whether the store updates weights itself; then it can sum nothing else.
     """
 
-    def __init__(self, kvstore: Any = None, flag_key: Any = "gluon_amp_flag") -> None:
-        self._kvstore, self._flag_key = kvstore, flag_key
-        self._flag_is_there = False
+    def __init__(self, kvstore: Any = None, names: bool = False, updates: bool = False) -> None:
+        self._kvstore, self._names = kvstore, names
+        self._native = isinstance(kvstore, mx.kv.KVStore)
+        self.tells = self.workers > 1 and not updates
+        if self.tells and self._native:
+            self._watch_others()
 
     @property
     def sums(self) -> bool:
@@ -32,31 +41,105 @@ class Reduction:
         several = self.sums and "dist" in self._kvstore.type
         return self._kvstore.num_workers if several else 1
 
-    def sum(self, gradients: Iterable[Tuple[Any, List[Any]]]) -> None:
+    @property
+    def rank(self) -> int:
+        """This process's number among them."""
+        return self._kvstore.rank if self.workers > 1 else 0
+
+    def sum(self, gradients: Iterable[Tuple[Any, List[Any]]]) -> Dict[Any, List[Any]]:
         """Sums each gradient over its devices and all workers, in place.
 
         Args:
             gradients: a parameter's key in the store, and its gradient on each device.
+
+        Returns:
+            float32 sums of float16 gradients that the store keeps from being rounded, to be used
+            instead: by the parameter's key, on each device.
         """
-        if not self.sums:
-            return
+        gradients = list(gradients)
+        if not self.sums or not gradients:
+            return {}
+        if hasattr(self._kvstore, "sum_all"):
+            summed = self._kvstore.sum_all(gradients)
+            self.wait(lambda: [g.wait_to_read() for key, on_devices in gradients
+                               for g in summed.get(key, on_devices)])
+            return summed
         for i, (key, on_devices) in enumerate(gradients):
             if on_devices[0].stype == "default":
                 self._kvstore.pushpull(key, on_devices, priority=-i)
             else:
                 self._kvstore.push(key, on_devices, priority=-i)
                 self._kvstore.pull(key, out=on_devices, priority=-i, ignore_sparse=False)
+        if self.tells:
+            self.wait(lambda: [g.wait_to_read() for _, on_devices in gradients
+                               for g in on_devices])
+        return {}
 
     def any(self, flag: bool) -> bool:
         """Whether the flag is true for any worker. All workers have to ask."""
-        if self.workers == 1:
+        if not self.tells:
             return flag
-        array = mx.nd.full(1, float(flag))
-        if not self._flag_is_there:
-            self._kvstore.init(self._flag_key, mx.nd.zeros(1))
-            self._flag_is_there = True
-        self._kvstore.pushpull(self._flag_key, array)
-        return bool(array.asscalar() > 0)
+        return bool(self._sum_numbers(np.array([flag])).any())
+
+    def any_after_sum(self, flag: bool) -> bool:
+        """As `any`, for what follows from summed gradients. Nothing is exchanged where a store
+        gives the same bits to all workers: then all know the same already."""
+        return self.any(flag) if getattr(self._kvstore, "may_differ", False) else flag
+
+    def gather(self, mine: bytes) -> List[bytes]:
+        """Every worker's bytes, of one length, in the order of ranks. All have to ask."""
+        if not self.tells:
+            return [mine]
+        numbers = np.zeros((self.workers, len(mine)))
+        numbers[self.rank] = np.frombuffer(mine, np.uint8)
+        return [bytes(row) for row in self._sum_numbers(numbers).astype(np.uint8)]
+
+    def take_over(self, arrays: Iterable[Tuple[Any, List[Any]]], known: bool) -> None:
+        """Gives rank 0's arrays to all workers, in place, and waits until they are there.
+
+        Args:
+            arrays: a key of the store, and the array on each device.
+            known: whether MXNet has told its store of these keys.
+        """
+        def take() -> None:
+            for key, on_devices in arrays:
+                if known and self._native:
+                    self._kvstore.pull(key, out=on_devices)
+                else:
+                    self._kvstore.broadcast(key, on_devices[0], on_devices)
+            # Else a rank that is ahead sums gradients into what another is still to fetch.
+            mx.nd.waitall()
+        self.wait(take)
+
+    def wait(self, function: Callable[[], Any]) -> Any:
+        """Runs what waits for other workers: an error, rather than for ever, where one ended."""
+        if self._native:
+            return _watch.call(function) if _watch else function()
+        try:
+            return function()
+        except mx.MXNetError as error:  # of Horovod, which sees by itself that a rank has ended
+            raise RankEndedError(f"rank {self.rank} waits in vain: {message(error)}") from error
+
+    def _sum_numbers(self, numbers: "np.ndarray") -> "np.ndarray":
+        """The sum over workers of small whole numbers."""
+        # a store knows the size of what has a key
+        key: Any = f"gluon_amp {numbers.size}" if self._names else 2 ** 24 + numbers.size
+        array = mx.nd.array(numbers.reshape(-1), ctx=mx.cpu(), dtype="float32")
+
+        def exchange() -> "np.ndarray":
+            known = vars(self._kvstore).setdefault("_keys_of_numbers", set())
+            if self._native and key not in known:
+                self._kvstore.init(key, mx.nd.zeros(array.shape))
+                known.add(key)
+            self._kvstore.pushpull(key, array)
+            return array.asnumpy().reshape(numbers.shape)
+        return self.wait(exchange)
+
+    def _watch_others(self) -> None:
+        global _watch
+        if _watch is None:
+            reach = os.environ["DMLC_PS_ROOT_URI"], int(os.environ["DMLC_PS_ROOT_PORT"])
+            _watch = Watch(self.rank, self.workers, self.gather, reach)
 
 
 def check_kvstore(kvstore: Any, update_on_kvstore: Optional[bool], parameters: Any) -> None:

@@ -66,6 +66,8 @@ class Pending:
         losses: what they began at, without graphs.
         written: the gradients that they wrote.
         unscaled: float32 gradients that the update is to use instead.
+        summed: float32 sums over workers of float16 gradients, to be used instead of these.
+        moved: whether weights of any worker became rank 0's in between.
         max_norm: the norm that the next update is clipped to.
         watched: gradients that nobody is to write into, and how often they have been written.
         counts: gradients that were watched, how often they had been written, and how often later.
@@ -74,6 +76,8 @@ class Pending:
     losses: List[Any] = field(default_factory=list)
     written: Set[Place] = field(default_factory=set)
     unscaled: Optional[Dict[Place, Any]] = None
+    summed: Dict[Place, Any] = field(default_factory=dict)
+    moved: bool = False
     max_norm: Optional[float] = None
     watched: Optional[Tuple[Sequence[Gradient], Any]] = None
     counts: List[Tuple[Sequence[Gradient], Any, Any]] = field(default_factory=list)
@@ -185,7 +189,7 @@ class Steps:
             can_go_back: whether the pass may be made again.
             go_back: makes it again, at a scale.
         """
-        if not self._overflow_anywhere(gradients()):
+        if self.pending.moved or not self._overflow_anywhere(gradients()):
             return
         assert isinstance(self.loss_scale, DynamicLossScale)
         if self._loss_is_to_blame() or not can_go_back():
@@ -232,9 +236,16 @@ class Steps:
         sums = _look(gradients)
         self.check_watched()
         self._overflowed = _not_finite(gradients, sums)
-        self.updated = not self._overflowed
+        self.updated = not self.reduction.any_after_sum(bool(self._overflowed)) \
+            and not self.pending.moved
         try:
-            if self.updated:
+            if self.pending.moved:
+                clear()
+                self.skipped += 1
+                log.warning("step skipped: ranks had begun with other weights, which are rank 0's "
+                            "now. Where the network has seen data before the Trainer is made, no "
+                            "step is lost")
+            elif self.updated:
                 update(self._factor(rescale_grad, gradients, sums))
                 self.skipped_in_a_row = 0
                 if isinstance(self.loss_scale, DynamicLossScale):

@@ -14,12 +14,13 @@ from ..files import replace_file
 from . import graphs
 from .optimizer import check_scalable, given_optimizer, with_masters
 from .optimizer import optimizer as make_optimizer
-from .reduction import Reduction, check_kvstore
+from .ranks import RanksTrainer
+from .reduction import check_kvstore
 from .states import check_order, check_states, one_error, read_states, seal
 from .step import Gradient, Place, Steps
 
 
-class Trainer(mx.gluon.Trainer):
+class Trainer(RanksTrainer):
     """`gluon.Trainer` with loss scaling, clipping and float32 masters.
 
         with autograd.record():
@@ -63,10 +64,6 @@ class Trainer(mx.gluon.Trainer):
             check_scalable(optimizer)
         super()._init_optimizer(given_optimizer(optimizer), optimizer_params)
 
-    def _init_kvstore(self) -> None:
-        super()._init_kvstore()
-        self._steps.reduction = Reduction(self._kvstore, flag_key=len(self._params))
-
     # ---- what one asks
 
     @property
@@ -108,12 +105,14 @@ class Trainer(mx.gluon.Trainer):
         """
         self._check_step(batch_size, ignore_stale_grad)
         super().step(batch_size, ignore_stale_grad)
+        self._check_ranks_once()
         return self._steps.updated
 
     def update(self, batch_size: int, ignore_stale_grad: bool = False) -> bool:
         """`step` after `allreduce_grads`."""
         self._check_step(batch_size, ignore_stale_grad)
         super().update(batch_size, ignore_stale_grad)
+        self._check_ranks_once()
         return self._steps.updated
 
     def unscale(self) -> Dict[str, List[Any]]:
@@ -163,8 +162,8 @@ class Trainer(mx.gluon.Trainer):
             return
         scale = self._begin(losses)
         searching, checking = self._steps.searching, not self._heads_checked and scale != 1
-        if searching and not self._kv_initialized:
-            self._init_kvstore()
+        if searching:
+            self._begin_alike()
         kept = self._kept_gradients() if searching else {}
 
         averages: List[Tuple[Any, Any]] = []
@@ -291,7 +290,8 @@ class Trainer(mx.gluon.Trainer):
             i, device = place
             parameter = self._params[i]
             if place in pending.written if self._steps.scaling else weight._fresh_grad:
-                array = (pending.unscaled or {}).get(place, parameter.list_grad()[device])
+                array = pending.summed.get(place, parameter.list_grad()[device])
+                array = (pending.unscaled or {}).get(place, array)
                 gradients.append(Gradient(parameter.name, place, weight, array))
             else:
                 stale.append(parameter.name)
@@ -310,13 +310,17 @@ class Trainer(mx.gluon.Trainer):
             super()._allreduce_grads()
             return
         self._steps.end_watch()
-        self._steps.reduction.sum((i, p.list_grad()) for i, p in enumerate(self._params)
-                                  if p.grad_req != "null")
+        summed = self._steps.reduction.sum((i, p.list_grad()) for i, p in enumerate(self._params)
+                                           if p.grad_req != "null")
+        self._steps.pending.summed = {(i, device): array for i, arrays in summed.items()
+                                      for device, array in enumerate(arrays)}
         self._steps.watch(self._waiting())
 
     def _update(self, ignore_stale_grad: bool = False) -> None:
         pending = self._steps.pending
-        if not self._steps.looking and pending.unscaled is None and pending.max_norm is None:
+        plain = not (self._steps.looking or pending.unscaled or pending.max_norm
+                     or pending.summed or pending.moved)
+        if plain:
             super()._update(ignore_stale_grad)
             self._steps.forget()
             return
@@ -385,5 +389,6 @@ class Trainer(mx.gluon.Trainer):
         for updater, own in zip(updaters, copies):
             updater.states, updater.states_synced = own, dict.fromkeys(own, False)
             updater.optimizer = maker
+        self._ranks_checked = False
         self._optimizer = with_masters(maker)
         self._optimizer.param_dict = dict(enumerate(self._params))

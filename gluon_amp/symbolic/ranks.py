@@ -1,0 +1,70 @@
+"""Modules whose ranks, on one machine or many, begin alike and can be asked whether they
+still are."""
+from typing import Any, Dict, Tuple
+
+from .._mxnet import mx
+from ..checks import in_names
+from ..training import distributed
+from ..training.reduction import Reduction
+from ..training.step import Steps
+
+
+class RanksModule:
+    """What a Module does so that many workers train one network."""
+
+    _steps: Steps
+    _ranks_checked = False
+
+    def _module(self) -> Any:
+        raise NotImplementedError
+
+    def _weights(self) -> Dict[int, Tuple[str, Any]]:
+        raise NotImplementedError
+
+    def _check_workers(self, kvstore: Any) -> Any:
+        """Makes a store over many workers, before MXNet gives it parameters."""
+        group = self._module()._exec_group
+        sparse = [name for name, arrays, grads in zip(group.param_names, group.param_arrays,
+                                                      group.grad_arrays)
+                  if {a.stype for a in (arrays[0], grads[0]) if a is not None} != {"default"}]
+        if sparse and self._steps.looking:
+            raise ValueError("loss scaling and clip_norm look at the gradients before the update, "
+                             "and many workers update those on servers that are row_sparse. "
+                             f"Received: row_sparse{in_names(sparse)}")
+        kvstore = mx.kv.create(kvstore) if isinstance(kvstore, str) else kvstore
+        reduction = Reduction(kvstore, names=True)
+        distributed.check_same_network(reduction, [
+            (name, arrays[0]) for name, arrays in zip(group.param_names, group.param_arrays)])
+        distributed.agree_on_scale(reduction, self._steps.loss_scale)
+        return kvstore
+
+    def _begin_alike(self) -> None:
+        """Every rank gets rank 0's parameters and moving averages."""
+        module = self._module()
+        group, reduction = module._exec_group, self._steps.reduction
+        if reduction.tells:
+            distributed.begin_alike(reduction, [
+                (name, name, arrays) for name, arrays in zip(group.param_names,
+                                                             group.param_arrays)], True)
+        reduction.take_over([(f"statistics {name}", arrays) for name, arrays in
+                             zip(group.aux_names, group.aux_arrays)], False)
+        self._params_dirty = module._params_dirty = True
+
+    def check_ranks(self) -> None:
+        """Raises where the ranks of several machines do not hold the same weights, masters and
+        loss scale, and names the first parameter. All ranks have to call it; the first update
+        does. Moving averages are each rank's own, of the data that it has seen."""
+        module, reduction = self._module(), self._steps.reduction
+        if reduction.workers > 1 and not reduction.tells:
+            raise RuntimeError("check_ranks() needs MXNET_UPDATE_ON_KVSTORE=0")
+        distributed.compare(reduction, [
+            *((name, arrays[0]) for name, arrays in zip(module._exec_group.param_names,
+                                                        module._exec_group.param_arrays)),
+            *distributed.states_of(module._updater, {i: name for i, (name, _)
+                                                     in self._weights().items()}),
+            ("the loss scale", self._steps.state())])
+
+    def _check_ranks_once(self) -> None:
+        if self._steps.reduction.tells and not self._ranks_checked:
+            self._ranks_checked = True
+            self.check_ranks()

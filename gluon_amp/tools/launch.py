@@ -1,0 +1,176 @@
+"""Starts a program once for each worker of MXNet's parameter server, with scheduler and servers.
+
+    scheduler, servers   Python processes that import this package: MXNet runs them at its import
+    workers              the program, here or by ssh on the hosts of a file
+
+All is ended when one of them ends too early, on Ctrl-C, and when this process is killed.
+"""
+import contextlib
+import ctypes
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+from typing import Dict, List, NamedTuple, Optional, Sequence
+
+# What the others are given to say why they end, and then to write what they hold.
+_TO_SPEAK, _TO_END = 8.0, 2.0
+
+
+class _Process(NamedTuple):
+    name: str
+    popen: "subprocess.Popen[bytes]"
+
+
+def launch(command: Sequence[str], workers: int, servers: int = 1,
+           hosts: Optional[Sequence[str]] = None) -> int:
+    """Runs it all, and returns the exit code: 0 if every worker's is, else that of the first
+    that failed.
+
+    Args:
+        command: the program and its arguments.
+        hosts: where ssh starts the workers, by turns; None for here.
+    """
+    with contextlib.ExitStack() as stack:
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            stack.callback(signal.signal, number, signal.signal(number, _interrupt))
+        root = _address_for(hosts[0]) if hosts else "127.0.0.1"
+        settings = {"DMLC_PS_ROOT_URI": root, "DMLC_PS_ROOT_PORT": str(_free_port(root)),
+                    "DMLC_NUM_WORKER": str(workers), "DMLC_NUM_SERVER": str(servers)}
+        here = {**settings, "DMLC_NODE_HOST": root}
+        helper = [sys.executable, "-W", "ignore", "-c", "import gluon_amp"]
+        helpers: List[_Process] = []
+        started: List[_Process] = []
+        try:
+            helpers.append(_start("the scheduler", helper, {**here, "DMLC_ROLE": "scheduler"}))
+            for i in range(servers):
+                helpers.append(_start(f"server {i}", helper, {**here, "DMLC_ROLE": "server"}))
+            for i in range(workers):
+                if hosts:
+                    host = hosts[i % len(hosts)]
+                    name = f"worker {i} on {host}"
+                    started.append(_start(name, _by_ssh(host, command, {
+                        **settings, "DMLC_ROLE": "worker"}), {}))
+                else:
+                    started.append(_start(f"worker {i}", command, {**here, "DMLC_ROLE": "worker"}))
+            return _wait(started, helpers)
+        except KeyboardInterrupt:
+            _say("interrupted: all are ended")
+            return 130
+        finally:
+            _end(started + helpers)
+
+
+def launch_horovod(command: Sequence[str], workers: int,
+                   hosts: Optional[Sequence[str]] = None) -> int:
+    """Runs horovodrun, which imports MXNet: that needs this package before it, for numpy."""
+    try:
+        from horovod.runner.launch import run_commandline
+    except ImportError as error:
+        raise ImportError("Horovod is not installed: make horovod, or see docs/distributed.md. "
+                          f"Importing it said: {error}") from error
+    hosts = hosts or ["localhost"]
+    turns = [hosts[i % len(hosts)] for i in range(workers)]
+    slots = ",".join(f"{host}:{turns.count(host)}" for host in dict.fromkeys(turns))
+    sys.argv = ["horovodrun", "-np", str(workers), "-H", slots, *command]
+    return run_commandline() or 0
+
+
+def read_hosts(path: str) -> List[str]:
+    """The hosts in a file, one on each line; what follows # is left."""
+    with open(path) as file:
+        hosts = [line.partition("#")[0].strip() for line in file]
+    hosts = [host for host in hosts if host]
+    if not hosts or any(len(host.split()) > 1 or host.startswith("-") for host in hosts):
+        raise ValueError(f"{path} should have a host on each line, such as gpu1 or user@gpu1. "
+                         f"Received: {', '.join(hosts) or 'none'}")
+    return hosts
+
+
+def _wait(workers: List[_Process], helpers: List[_Process]) -> int:
+    """Until all workers have ended, or one process has ended too early."""
+    failed = None
+    while failed is None:
+        running = [w for w in workers if w.popen.poll() is None]
+        failed = next((p for p in workers + helpers if p.popen.poll()), None)
+        if not running and failed is None:
+            _wait_for(helpers, _TO_SPEAK)
+            return 0
+        time.sleep(0.05)
+    _say(f"{failed.name} {_how(failed.popen.returncode)}: the others are ended")
+    _wait_for(workers, _TO_SPEAK)
+    code = failed.popen.returncode
+    return 128 - code if code < 0 else code or 1
+
+
+def _wait_for(processes: List[_Process], seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end and any(p.popen.poll() is None for p in processes):
+        time.sleep(0.05)
+
+
+def _end(processes: List[_Process]) -> None:
+    """Ends each process with all that it has started: asks first."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        for process in processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.popen.pid, number)
+        if number == signal.SIGTERM:
+            _wait_for(processes, _TO_END)
+    for process in processes:
+        process.popen.wait()
+
+
+def _start(name: str, command: Sequence[str], settings: Dict[str, str]) -> _Process:
+    """Starts a process that is ended when this one is, even by SIGKILL."""
+    libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+    parent = os.getpid()
+
+    def before() -> None:
+        if libc is not None:
+            libc.prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
+            if os.getppid() != parent:
+                os._exit(1)
+
+    return _Process(name, subprocess.Popen(list(command), env={**os.environ, **settings},
+                                           start_new_session=True, preexec_fn=before))
+
+
+def _by_ssh(host: str, command: Sequence[str], settings: Dict[str, str]) -> List[str]:
+    """In the same folder there; a terminal (-tt) ends the program when the connection ends."""
+    passed = {key: value for key, value in os.environ.items()
+              if key in ("PYTHONPATH", "PATH") or key.startswith(("MXNET_", "OMP_"))}
+    words = ["cd", os.getcwd(), "&&", "exec", "env",
+             *(f"{key}={value}" for key, value in {**passed, **settings}.items()), *command]
+    return ["ssh", "-tt", "-o", "BatchMode=yes", host,
+            " ".join(word if word == "&&" else shlex.quote(word) for word in words)]
+
+
+def _free_port(host: str) -> int:
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return probe.getsockname()[1]
+
+
+def _address_for(host: str) -> str:
+    """This machine's address, as that host sees it."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host.rpartition("@")[2], 22))  # sends nothing
+        return probe.getsockname()[0]
+
+
+def _how(code: int) -> str:
+    if code < 0:
+        return f"was killed by {signal.Signals(-code).name}"
+    return f"has ended with the exit code {code}"
+
+
+def _say(text: str) -> None:
+    print(f"gluon-amp launch: {text}", file=sys.stderr, flush=True)
+
+
+def _interrupt(number: int, frame: object) -> None:
+    raise KeyboardInterrupt

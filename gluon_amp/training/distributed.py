@@ -1,0 +1,157 @@
+"""Many workers begin alike, and can be asked whether they still are.
+
+A digest stands for an array: 8 bytes, so that ranks compare whole networks by a few numbers.
+"""
+import hashlib
+import os
+import pickle
+import struct
+from typing import Any, Dict, Iterable, List, Sequence, Tuple
+
+from .._mxnet import mx, np
+from ..cpu.arrays import dtype_name
+from .horovod_store import Horovod
+from .reduction import Reduction
+
+Named = Tuple[str, Any]  # a name, and what it holds
+
+
+class RanksDifferError(RuntimeError):
+    """Ranks that should hold the same do not."""
+
+
+def make_store(kvstore: Any, compression: Any) -> Any:
+    """What `kvstore=` takes, as MXNet takes it. What cannot work with many workers is refused
+    here: once there is a store, its servers and the other workers would wait."""
+    name = str(getattr(kvstore, "type", kvstore)).lower()
+    if "dist" not in name and "horovod" not in name:
+        return kvstore
+    if compression:
+        raise ValueError(f"gradient compression leaves {name}'s workers waiting for each other "
+                         "in MXNet 1.9.1: train in float16, which halves what is sent. Received: "
+                         f"compression_params={compression!r}")
+    if not isinstance(kvstore, str):
+        return kvstore
+    if name == "horovod":
+        return Horovod()  # which MXNet leaves out where there is one device
+    if "DMLC_ROLE" not in os.environ:
+        raise ValueError(f"kvstore={name!r} needs a scheduler and servers: start the program as "
+                         "gluon-amp launch -n 2 python ... Or use kvstore='device', for one "
+                         "process")
+    return kvstore
+
+
+def check_same_network(reduction: Reduction, arrays: Iterable[Named]) -> None:
+    """Refuses to begin where ranks have other parameters, or other versions of this package:
+    the store would wait for ever for those that only some have."""
+    from .. import __version__
+    named = list(arrays)
+    layouts = [repr((a.shape, dtype_name(a.dtype))) for _, a in named]
+    digest = _digest(repr([__version__, *layouts]).encode())
+    if _alike(reduction.gather(digest)):
+        return
+    versions = reduction.gather(__version__.encode()[:16].ljust(16))
+    if not _alike(versions):
+        raise RanksDifferError("ranks have other versions of gluon_amp: " + ", ".join(
+            v.decode().strip() for v in versions))
+    counts = [int(c) for c in reduction.gather(b"%16d" % len(named))]
+    if not _alike(counts):
+        raise RanksDifferError("ranks train other networks. Parameters of rank 0, 1, ...: "
+                               + ", ".join(map(str, counts)))
+    first, ranks = _first_difference(reduction, [_digest(text.encode()) for text in layouts])
+    raise RanksDifferError(f"ranks train other networks: {named[first][0]}, here {layouts[first]}, "
+                           f"has another shape or type on {ranks} than on rank 0")
+
+
+def begin_alike(reduction: Reduction, arrays: Sequence[Tuple[Any, str, List[Any]]],
+                known: bool) -> bool:
+    """Gives rank 0's arrays to all ranks.
+
+    Args:
+        arrays: a key in the store, a name, and the array on each device.
+        known: whether MXNet has told its store of these keys.
+
+    Returns:
+        whether any rank had other ones.
+    """
+    before = digest([(name, on_devices[0]) for _, name, on_devices in arrays])
+    reduction.take_over([(key, on_devices) for key, _, on_devices in arrays], known)
+    after = digest([(name, on_devices[0]) for _, name, on_devices in arrays])
+    return reduction.any(before != after)
+
+
+def agree_on_scale(reduction: Reduction, loss_scale: Any) -> None:
+    """Gives rank 0's dynamic loss scale to all ranks; refuses other kinds beside it."""
+    if loss_scale is None:
+        kind, state = "no loss scale", {}
+    elif hasattr(loss_scale, "state_dict"):
+        kind, state = "a dynamic loss scale", loss_scale.state_dict()
+    else:
+        kind, state = f"the loss scale {loss_scale.scale:g}", {}
+    kinds = [k.decode().strip() for k in reduction.gather(kind.encode()[:40].ljust(40))]
+    if not _alike(kinds):
+        raise RanksDifferError("ranks have other loss scales. Rank 0, 1, ...: " + ", ".join(kinds))
+    if state:
+        packed = struct.pack("!dq?", state["scale"], state["finite_steps"], state["settled"])
+        scale, finite_steps, settled = struct.unpack("!dq?", reduction.gather(packed)[0])
+        loss_scale.load_state_dict({"scale": scale, "finite_steps": finite_steps,
+                                    "settled": settled})
+
+
+def compare(reduction: Reduction, held: Sequence[Named]) -> None:
+    """Raises where ranks do not hold the same, and names the first thing that differs.
+
+    Args:
+        held: names, and arrays or other things that can be pickled, alike on all ranks.
+    """
+    digests = [digest([one]) for one in held]
+    if _alike(reduction.gather(_digest(b"".join(digests)))):
+        return
+    counts = [int(c) for c in reduction.gather(b"%16d" % len(held))]
+    if not _alike(counts):
+        raise RanksDifferError("ranks have other numbers of parameters and states. Rank 0, 1, "
+                               f"...: {', '.join(map(str, counts))}")
+    first, ranks = _first_difference(reduction, digests)
+    raise RanksDifferError(f"{held[first][0]} is not the same on {ranks} as on rank 0. Has a rank "
+                           "changed it by itself, or loaded another file?")
+
+
+def digest(held: Iterable[Named]) -> bytes:
+    """8 bytes that differ where arrays or other things differ."""
+    state = hashlib.blake2b(digest_size=8)
+    for _, value in held:
+        _add(state, value)
+    return state.digest()
+
+
+def states_of(updater: Any, names: Dict[int, str]) -> List[Named]:
+    """What an optimizer holds for each parameter: masters, momenta."""
+    return [(f"the optimizer's state of {names.get(i, i)}", updater.states[i])
+            for i in sorted(updater.states)]
+
+
+def _add(state: Any, value: Any) -> None:
+    if isinstance(value, mx.nd.NDArray):
+        state.update(np.ascontiguousarray(value.asnumpy()))
+    elif isinstance(value, (list, tuple)):
+        for one in value:
+            _add(state, one)
+    else:
+        state.update(pickle.dumps(value, 4))
+
+
+def _digest(data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=8).digest()
+
+
+def _alike(values: Sequence[Any]) -> bool:
+    return all(v == values[0] for v in values)
+
+
+def _first_difference(reduction: Reduction, digests: List[bytes]) -> Tuple[int, str]:
+    """The number of the first digest that is not rank 0's everywhere, and on which ranks."""
+    everyones = [[row[i:i + 8] for i in range(0, len(row), 8)]
+                 for row in reduction.gather(b"".join(digests))]
+    first = next(i for i in range(len(digests)) if not _alike([row[i] for row in everyones]))
+    ranks = [str(rank) for rank, row in enumerate(everyones) if row[first] != everyones[0][first]]
+    return first, f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}"

@@ -1,0 +1,112 @@
+"""Horovod as a kvstore of MXNet's: `kvstore="horovod"`, as MXNet 2 has it.
+
+    Trainer, Module  ->  mx.kv.create("horovod")  ->  Horovod's ring of all processes
+
+There is no server: all processes add up together, one process for each device.
+"""
+from typing import Any, Dict, List, Sequence, Tuple
+
+from .._mxnet import mx, np
+
+
+@mx.kv.KVStoreBase.register
+class Horovod(mx.kv.KVStoreBase):
+    """Sums by Horovod.
+
+    Args:
+        wire: "float16" sums float16 gradients in float16, and a sum above 65504 is infinite.
+            "float32" sends twice as much: it sums in float32, and the update gets that sum
+            before it is rounded.
+    """
+
+    def __init__(self, wire: str = "float16") -> None:
+        if wire not in ("float16", "float32"):
+            raise ValueError(f'wire must be "float16" or "float32". Received: {wire!r}')
+        try:
+            import horovod.mxnet as hvd
+        except ImportError as error:
+            raise ImportError("kvstore='horovod' needs Horovod built for MXNet: make horovod, or "
+                              f"see docs/distributed.md. Importing it said: {error}") from error
+        hvd.init()
+        self._hvd, self.wire = hvd, wire
+
+    type = "dist_sync_horovod"
+
+    @property
+    def rank(self) -> int:
+        """This process's number."""
+        return self._hvd.rank()
+
+    @property
+    def num_workers(self) -> int:
+        """How many processes train together."""
+        return self._hvd.size()
+
+    @property
+    def may_differ(self) -> bool:
+        """Whether a sum may have other bits on other ranks: Gloo's rings give all the same."""
+        return not self._hvd.gloo_enabled()
+
+    @staticmethod
+    def is_capable(capability: str) -> bool:
+        """It updates no weights: the optimizer runs on each worker."""
+        if capability.lower() != mx.kv.KVStoreBase.OPTIMIZER:
+            raise ValueError(f"Valid: {mx.kv.KVStoreBase.OPTIMIZER}. Received: {capability}")
+        return False
+
+    def set_gradient_compression(self, compression_params: Any) -> None:
+        """Refused: float16 is what is sent."""
+        raise ValueError("kvstore='horovod' takes no gradient compression: float16 gradients are "
+                         f"sent as they are. Received: {compression_params!r}")
+
+    def init(self, key: Any, value: Any) -> None:
+        """Nothing is kept here; `Module` calls it."""
+
+    def broadcast(self, key: Any, value: Any, out: Any, priority: int = 0) -> None:
+        """Gives rank 0's value to all ranks."""
+        (array,) = _one_device([(key, out)])
+        if array is not value:
+            value.copyto(array)
+        self._hvd.broadcast_(array, root_rank=0, name=f"start {key}", priority=priority)
+
+    def pushpull(self, key: Any, value: Any, out: Any = None, priority: int = 0) -> None:
+        """Sums one array over all ranks, into `out` or in place."""
+        (value,) = _one_device([(key, value)])
+        target = value if out is None else _one_device([(key, out)])[0]
+        if target is not value:
+            value.copyto(target)
+        self._hvd.allreduce_(target, average=False, name=str(key), priority=priority)
+
+    def sum_all(self, gradients: Sequence[Tuple[Any, Any]]) -> Dict[Any, List[Any]]:
+        """Sums many gradients over all ranks in one go, in place.
+
+        Returns:
+            with wire="float32", the sums of float16 gradients, by their keys; these gradients
+            themselves stay as they are.
+        """
+        arrays = _one_device(gradients)
+        unrounded = {}
+        if self.wire == "float32":
+            for i, (key, _) in enumerate(gradients):
+                if arrays[i].dtype is np.float16:
+                    arrays[i] = arrays[i].astype("float32")
+                    unrounded[key] = [arrays[i]]
+        for dtype in sorted({np.dtype(a.dtype).name for a in arrays}):
+            group = [a for a in arrays if np.dtype(a.dtype).name == dtype]
+            self._hvd.grouped_allreduce_(group, average=False, name=f"gradients {dtype}")
+        return unrounded
+
+
+def _one_device(pairs: Sequence[Tuple[Any, Any]]) -> List[Any]:
+    """The one array of each."""
+    arrays = []
+    for key, value in pairs:
+        several = isinstance(value, (list, tuple))
+        if several and len(value) != 1:
+            raise ValueError("kvstore='horovod' has one process for each device. Received: "
+                             f"{len(value)} devices in one process ({key})")
+        arrays.append(value[0] if several else value)
+        if arrays[-1].stype != "default":
+            raise ValueError(f"kvstore='horovod' sums dense arrays. Received: {key} in "
+                             f"{arrays[-1].stype}")
+    return arrays

@@ -1,0 +1,69 @@
+"""A Gluon Trainer whose ranks, on one machine or many, begin alike and can be asked whether
+they still are."""
+from typing import Any, List, Optional
+
+from .._mxnet import mx
+from . import distributed
+from .reduction import Reduction
+from .step import Steps
+
+
+class RanksTrainer(mx.gluon.Trainer):
+    """What the Trainer does so that many workers train one network."""
+
+    _steps: Steps
+    _params_to_init: List[Any]
+    _ranks_checked = False
+
+    def __init__(self, params: Any, optimizer: Any, optimizer_params: Any, kvstore: Any,
+                 compression_params: Any, update_on_kvstore: Optional[bool]) -> None:
+        kvstore = distributed.make_store(kvstore, compression_params)
+        super().__init__(params, optimizer, optimizer_params, kvstore, compression_params,
+                         update_on_kvstore)
+        several = "dist" in str(getattr(kvstore, "type", kvstore))
+        native = isinstance(kvstore, (str, mx.kv.KVStore))
+        if several and (update_on_kvstore is False or not native) \
+                and all(p._data is not None for p in self._params):
+            self._begin_alike()
+            self._steps.forget()
+
+    def _init_kvstore(self) -> None:
+        super()._init_kvstore()
+        self._steps.reduction = Reduction(self._kvstore, updates=bool(self._update_on_kvstore))
+
+    def _begin_alike(self) -> None:
+        if not self._kv_initialized:
+            self._init_kvstore()
+        if self._params_to_init:
+            self._init_params()
+
+    def _init_params(self) -> None:
+        reduction = self._steps.reduction
+        if not reduction.tells:
+            super()._init_params()
+            return
+        there = [p for p in self._params_to_init if not p._deferred_init]
+        distributed.check_same_network(reduction, [(p.name, p.list_data()[0]) for p in there])
+        distributed.agree_on_scale(reduction, self._steps.loss_scale)
+        self._steps.pending.moved = distributed.begin_alike(
+            reduction, [(self._param2idx[p.name], p.name, p.list_data()) for p in there], False)
+        self._params_to_init = [p for p in self._params_to_init if p._deferred_init]
+
+    def check_ranks(self) -> None:
+        """Raises where the ranks of several machines do not hold the same weights, masters and
+        loss scale, and names the first parameter. All ranks have to call it; the first step
+        does. Moving averages are each rank's own, of the data that it has seen."""
+        self._begin_alike()
+        reduction = self._steps.reduction
+        if reduction.workers > 1 and not reduction.tells:
+            raise RuntimeError("check_ranks() needs update_on_kvstore=False")
+        distributed.compare(reduction, [
+            *((p.name, p.list_data()[0]) for p in self._params if p._differentiable),
+            *distributed.states_of(self._updaters[0],
+                                   {i: p.name for i, p in enumerate(self._params)}),
+            ("the loss scale", self._steps.state())])
+
+    def _check_ranks_once(self) -> None:
+        if self._steps.reduction.tells and not self._ranks_checked:
+            self._ranks_checked = True
+            self.check_ranks()

@@ -1,0 +1,179 @@
+"""Tells a rank that another one has ended, where MXNet's parameter server would wait for ever.
+
+Each rank keeps a connection to rank 0 open. A process that ends, however it ends, closes its
+connections: rank 0 sees it, and tells the others. What waits for other ranks is run by a thread
+beside the main one (`call`), so that the main one can raise.
+"""
+import atexit
+import contextlib
+import logging
+import os
+import queue
+import secrets
+import socket
+import struct
+import sys
+import threading
+import time
+from typing import Any, Callable, Dict, List, Optional
+
+# What a rank that has ended had sent may still be on its way.
+GRACE = 3.0
+_ADDRESS = struct.Struct("!4sH8s")
+
+
+class RankEndedError(RuntimeError):
+    """Another rank has ended, and this one waits for it."""
+
+
+class Watch:
+    """Runs what waits for other ranks, and raises once one of them has ended.
+
+    Args:
+        rank: this process's number.
+        workers: how many there are.
+        gather: gives every rank's bytes to every rank; rank 0 tells its address by it.
+        reach: the host and port of what all ranks can reach: it tells which of this machine's
+            addresses the others see.
+    """
+
+    def __init__(self, rank: int, workers: int, gather: Callable[[bytes], List[bytes]],
+                 reach: Any) -> None:
+        self.rank = rank
+        self.ended: Dict[int, str] = {}
+        self._since = 0.0
+        self._raised = False
+        self._lock = threading.Lock()
+        self._connections: List[socket.socket] = []
+        self._work: Any = queue.SimpleQueue()
+        if rank == 0:
+            listener = socket.create_server((_own_address(reach), 0), backlog=workers)
+            host, port = listener.getsockname()
+            token = secrets.token_bytes(8)
+            gather(_ADDRESS.pack(socket.inet_aton(host), port, token))
+            self._start(self._accept, listener, workers, token.hex())
+        else:
+            host, port, token = _ADDRESS.unpack(gather(bytes(_ADDRESS.size))[0])
+            connection = socket.create_connection((socket.inet_ntoa(host), port))
+            _keep_alive(connection)
+            connection.sendall(f"{token.hex()} {rank}\n".encode())
+            self._connections.append(connection)
+            self._start(self._listen, connection)
+        self._start(self._run)
+        os.register_at_fork(after_in_child=self._close)  # a loader's process is not this rank
+        atexit.register(self._say_goodbye, os.getpid())
+
+    def call(self, function: Callable[[], Any]) -> Any:
+        """Runs a function that waits for other ranks, and returns what it returns."""
+        done = threading.Event()
+        result: Dict[str, Any] = {}
+        self._work.put((function, result, done))
+        while not done.wait(0.25):
+            if self.ended and time.monotonic() - self._since > GRACE and not done.is_set():
+                self._raised = True
+                raise RankEndedError(f"rank {self.rank} waits in vain: " + "; ".join(
+                    f"rank {rank} {how}" for rank, how in sorted(self.ended.items())))
+        if "error" in result:
+            raise result["error"]
+        return result["value"]
+
+    # ---- threads
+
+    def _start(self, function: Callable[..., None], *args: Any) -> None:
+        threading.Thread(target=function, args=args, daemon=True).start()
+
+    def _run(self) -> None:
+        """Runs what `call` is given."""
+        while True:
+            function, result, done = self._work.get()
+            try:
+                result["value"] = function()
+            except BaseException as error:  # for the main thread
+                result["error"] = error
+            del function, result  # with them the store, which has to be freed at the end
+            done.set()
+            del done
+
+    def _accept(self, listener: socket.socket, workers: int, token: str) -> None:
+        """Of rank 0: takes the others' connections."""
+        with listener:
+            known = 0
+            while known < workers - 1:
+                connection, _ = listener.accept()
+                reader = connection.makefile("r")
+                said, _, rank = reader.readline().partition(" ")
+                if said == token:
+                    known += 1
+                    _keep_alive(connection)
+                    self._connections.append(connection)
+                    self._start(self._wait_for_end, reader, int(rank))
+                else:
+                    connection.close()
+
+    def _wait_for_end(self, reader: Any, rank: int) -> None:
+        """Of rank 0: reads until another rank's connection ends, and tells the rest."""
+        how = "has died"
+        with contextlib.suppress(OSError):
+            how = reader.readline().strip() or how
+        self._note_end(rank, how)
+        for connection in self._connections:
+            with contextlib.suppress(OSError):
+                connection.sendall(f"{rank} {how}\n".encode())
+
+    def _listen(self, connection: socket.socket) -> None:
+        """Of the others: what rank 0 tells, and its own end."""
+        how = "has died"
+        with contextlib.suppress(OSError):
+            for line in connection.makefile("r"):
+                rank, _, said = line.strip().partition(" ")
+                if int(rank) == 0:
+                    how = said
+                elif int(rank) != self.rank:
+                    self._note_end(int(rank), said)
+        self._note_end(0, how)
+
+    def _note_end(self, rank: int, how: str) -> None:
+        with self._lock:
+            if not self.ended:
+                self._since = time.monotonic()
+            self.ended.setdefault(rank, how)
+
+    # ---- the end of this rank
+
+    def _close(self) -> None:
+        for connection in self._connections:
+            connection.close()
+
+    def _say_goodbye(self, process: int) -> None:
+        """Tells how this rank ends. After an error it ends at once: MXNet would wait for the
+        others when it frees its store."""
+        if os.getpid() != process:
+            return
+        error: Optional[BaseException] = getattr(sys, "last_value", None)
+        how = f"has ended with {type(error).__name__}" if error is not None else "has ended"
+        for connection in self._connections:
+            with contextlib.suppress(OSError):
+                prefix = "0 " if self.rank == 0 else ""
+                connection.sendall(f"{prefix}{how}\n".encode())
+                connection.shutdown(socket.SHUT_RDWR)
+        if error is not None or self._raised:
+            logging.shutdown()
+            for stream in (sys.stdout, sys.stderr):
+                with contextlib.suppress(OSError, ValueError):
+                    stream.flush()
+            os._exit(1)
+
+
+def _own_address(reach: Any) -> str:
+    """This machine's address as those see it that are where `reach` is."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(reach)  # sends nothing
+        return probe.getsockname()[0]
+
+
+def _keep_alive(connection: socket.socket) -> None:
+    """The system asks every 2 seconds whether a silent machine is still there."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (("TCP_KEEPIDLE", 2), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 3)):
+        if hasattr(socket, name):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

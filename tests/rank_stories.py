@@ -1,0 +1,210 @@
+"""What ranks do in tests (ranks.py). Each story returns what the test looks at."""
+import os
+import signal
+import time
+
+import gluon_amp as amp
+import numpy as np
+from gluon_amp._mxnet import mx
+from mxnet import autograd, gluon, nd
+from mxnet.gluon import nn
+
+LOSS = gluon.loss.SoftmaxCrossEntropyLoss()
+
+
+def network(deferred=False, units=5):
+    known = {} if deferred else {"in_channels": 3}
+    net = nn.HybridSequential(prefix="net_")
+    with net.name_scope():
+        net.add(nn.Conv2D(8, 3, **known), nn.BatchNorm(in_channels=0 if deferred else 8),
+                nn.Activation("relu"), nn.GlobalAvgPool2D(),
+                nn.Dense(units, in_units=0 if deferred else 8))
+    net.initialize(mx.init.Xavier())
+    return amp.convert(net)
+
+
+def held(trainer):
+    """Weights and masters."""
+    arrays = [p.data() for p in trainer._params if p.grad_req != "null"]
+    for state in trainer._updaters[0].states.values():
+        arrays += state if isinstance(state, (list, tuple)) else [state]
+    return [a.asnumpy() for a in flat(arrays)]
+
+
+def flat(arrays):
+    for array in arrays:
+        if isinstance(array, (list, tuple)):
+            yield from flat(array)
+        elif array is not None:
+            yield array
+
+
+def store_of(store):
+    """ "horovod float32" is Horovod with the wire float32."""
+    if store.startswith("horovod "):
+        return amp.Horovod(wire=store.split()[1])
+    return mx.kv.create(store)
+
+
+def trainer_for(net, store, **kwargs):
+    return amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.1, "momentum": 0.9},
+                       kvstore=store, **kwargs)
+
+
+def step(net, trainer, rng, ranks=2):
+    x, y = nd.array(rng.standard_normal((4, 3, 8, 8))), nd.array(rng.integers(0, 5, 4))
+    with autograd.record():
+        loss = LOSS(net(x), y)
+    trainer.backward(loss)
+    return trainer.step(4 * ranks)
+
+
+def begins_with_another_seed(store, rank, deferred):
+    """What a rank holds before and after its first step."""
+    mx.random.seed(rank)
+    net = network(deferred)
+    trainer = trainer_for(net, store)
+    before = None if deferred else [p.data().asnumpy() for p in trainer._params]
+    rng = np.random.default_rng(rank)
+    stepped = [step(net, trainer, rng) for _ in range(3)]
+    trainer.check_ranks()
+    return before, stepped, held(trainer), trainer.loss_scale
+
+
+def module_begins_with_another_seed(store, rank):
+    mx.random.seed(rank)
+    rng = np.random.default_rng(rank)
+    data = mx.io.NDArrayIter(rng.standard_normal((8, 6)).astype("float32"),
+                             rng.integers(0, 3, 8), batch_size=4, label_name="softmax_label")
+    net = mx.sym.FullyConnected(mx.sym.BatchNorm(mx.sym.var("data"), name="norm"), num_hidden=3,
+                                name="dense")
+    symbol = amp.convert_symbol(mx.sym.SoftmaxOutput(net, name="softmax"))
+    module = amp.Module(symbol, loss_scale="dynamic")
+    module.bind(data.provide_data, data.provide_label)
+    module.init_params(mx.init.Uniform(0.5))
+    for array in module._exec_group.aux_arrays[0]:
+        array[:] = rank + 1
+    module.init_optimizer(kvstore=store, optimizer_params={"learning_rate": 0.1,
+                                                                     "momentum": 0.9})
+    args, statistics = module.get_params()
+    before = [a.asnumpy() for a in (*args.values(), *statistics.values())]
+    for batch in data:
+        module.forward_backward(batch)
+        module.update()
+    module.check_ranks()
+    return before, [a.asnumpy() for a in module.get_params()[0].values()], module.loss_scale
+
+
+def changes_a_weight(store, rank):
+    """One rank changes a weight by itself."""
+    net = network()
+    trainer = trainer_for(net, store)
+    rng = np.random.default_rng(0)
+    step(net, trainer, rng)
+    if rank == 1:
+        weight = net[4].weight.data()
+        weight[:] = weight * 1.5
+    trainer.check_ranks()
+
+
+def has_another_network(store, rank, what):
+    units = 5 + rank if what == "shape" else 5
+    if what == "version" and rank:
+        amp.__version__ = "9.9.9"
+    net = network(units=units)
+    if what == "count" and rank:
+        net.add(nn.Dense(5, in_units=5))
+        net.initialize()
+    scale = 2.0 ** 8 if what == "scale" and rank else "dynamic"
+    trainer = trainer_for(net, store, loss_scale=scale)
+    step(net, trainer, np.random.default_rng(0))
+
+
+def some_are_infinite(store, rank, ranks, steps):
+    """Infinities, NaNs and numbers that overflow, on any rank at any step."""
+    mx.random.seed(rank)
+    net = network()
+    trainer = trainer_for(net, store, loss_scale=amp.DynamicLossScale(growth_interval=20))
+    rng = np.random.default_rng(rank)
+    told = []
+    for _ in range(steps):
+        x, y = rng.standard_normal((4, 3, 8, 8)), nd.array(rng.integers(0, 5, 4))
+        if rng.random() < 0.03:
+            x[0, 0, 0, 0] = rng.choice([np.inf, -np.inf, np.nan, 1e12, -1e12])
+        with autograd.record():
+            loss = LOSS(net(nd.array(x)), y)
+        trainer.backward(loss)
+        told.append((trainer.step(4 * ranks), trainer.loss_scale))
+    trainer.check_ranks()
+    return told, trainer.skipped, held(trainer)
+
+
+def nothing_is_finite(store, rank, loss_scale):
+    """The loss is infinite on rank 1 from the fourth step on: at which step is it an error?"""
+    net = network()
+    trainer = trainer_for(net, store, loss_scale=loss_scale)
+    rng = np.random.default_rng(rank)
+    for i in range(100):
+        x = rng.standard_normal((4, 3, 8, 8))
+        if rank == 1 and i > 2:
+            x[:] = np.inf
+        with autograd.record():
+            loss = LOSS(net(nd.array(x)), nd.zeros(4))
+        trainer.backward(loss)
+        try:
+            trainer.step(8)
+        except amp.LossScaleError:
+            return i, trainer.skipped, held(trainer)
+
+
+def learns_its_part(store, rank, ranks, steps=20):
+    """Each rank has its part of each batch; of one process, that is all."""
+    mx.random.seed(3)
+    net = nn.HybridSequential()
+    net.add(nn.Dense(16, in_units=12, activation="relu"), nn.Dense(5, in_units=16))
+    net.initialize(mx.init.Xavier())
+    amp.convert(net)
+    trainer = trainer_for(net, store, loss_scale=2.0 ** 8, clip_norm=1.0)
+    rng = np.random.default_rng(0)
+    told = []
+    for i in range(steps):
+        x, y = rng.standard_normal((8, 12)), rng.integers(0, 5, 8)
+        if i % 7 == 5:
+            x[i % 8] = np.nan
+        mine = slice(rank * 8 // ranks, (rank + 1) * 8 // ranks)
+        with autograd.record():
+            loss = LOSS(net(nd.array(x[mine])), nd.array(y[mine]))
+        trainer.backward(loss)
+        told.append(trainer.step(8))
+    return told, held(trainer)
+
+
+def sum_overflows(store, rank):
+    """Gradients of 20000 on each rank, and a scale of 1: whether they updated, and the weight."""
+    net = nn.Dense(1, in_units=2, use_bias=False)
+    net.initialize(mx.init.Zero())
+    amp.convert(net)
+    trainer = trainer_for(net, store, loss_scale=1.0)
+    with autograd.record():
+        loss = net(nd.full((1, 2), 20000)).sum()
+    trainer.backward(loss)
+    return trainer.step(40000), net.weight.data().asnumpy().tolist()
+
+
+def dies(store, rank, how, steps=3):
+    """Rank 1 ends after some steps; the other tells after how many seconds it raised what."""
+    net = network()
+    trainer = trainer_for(net, store)
+    rng = np.random.default_rng(rank)
+    for _ in range(steps):
+        step(net, trainer, rng)
+    if rank == 1:
+        if how == "raises":
+            raise RuntimeError("the data is gone")
+        os.kill(os.getpid(), signal.SIGKILL if how == "killed" else signal.SIGSTOP)
+    began = time.monotonic()
+    try:
+        while True:
+            step(net, trainer, rng)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}", time.monotonic() - began

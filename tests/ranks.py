@@ -1,0 +1,175 @@
+"""Ranks for tests: processes on this machine that train together, each the fork of one process.
+
+    with Ranks() as ranks:
+        results = ranks.run("ends_alike", 2, store="dist_sync")   # of rank_stories.py
+
+A rank that raises gives the text of its error. No process outlives `with`.
+"""
+import contextlib
+import json
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from pathlib import Path
+
+PATIENCE = 60
+# `make test-ranks` asks for more.
+ALL = os.environ.get("GLUON_AMP_RANKS") == "all"
+RANKS, STEPS, STARTS = (4, 500, 20) if ALL else (2, 150, 1)
+
+
+class Ranks:
+    """Starts the process that is forked."""
+
+    def __enter__(self):
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+        self.process = subprocess.Popen([sys.executable, __file__], stdin=subprocess.PIPE,
+                                        stdout=subprocess.PIPE, text=True, env=env,
+                                        start_new_session=True)
+        self.folder = tempfile.TemporaryDirectory()
+        return self
+
+    def __exit__(self, *_):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.communicate()
+        self.folder.cleanup()
+
+    def run(self, story, count, store, environment=None, stopped=0, **arguments):
+        """Runs a story on each rank, and returns what each gave, in order: None where it died.
+
+        Args:
+            stopped: how many ranks stop, and are ended by us.
+        """
+        job = {"story": story, "count": count, "store": store, "arguments": arguments,
+               "environment": environment or {}, "stopped": stopped,
+               "folder": tempfile.mkdtemp(dir=self.folder.name)}
+        self.process.stdin.write(json.dumps(job) + "\n")
+        self.process.stdin.flush()
+        answer = self.process.stdout.readline().strip()
+        assert answer == "done", f"{story} on {count} ranks: {answer or 'no answer'}"
+        files = [Path(job["folder"], str(i)) for i in range(count)]
+        return [pickle.loads(f.read_bytes()) if f.exists() else None for f in files]
+
+
+def serve():
+    """Of the process that is forked: one line for each story."""
+    sys.path.insert(0, str(Path(__file__).parent))
+    import rank_stories
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    for line in sys.stdin:
+        job = json.loads(line)
+        processes, cleanup = start(job, rank_stories)
+        if processes is None:  # in a fork
+            return
+        waited = wait_for(processes, job)
+        cleanup()
+        answers.write(waited + "\n")
+        answers.flush()
+
+
+def start(job, stories):
+    """Forks the ranks. None in a fork, once its story is over."""
+    cleanup = print
+    if job["store"].startswith("horovod"):
+        roles, cleanup = horovod_roles(job["count"])
+    else:
+        roles = server_roles(job["count"])
+    processes = []
+    for environment in roles:
+        pid = os.fork()
+        if pid == 0:
+            os.environ.update({**environment, **job["environment"]})
+            if environment.get("DMLC_ROLE", "worker") == "worker":
+                tell(job, stories)
+            else:
+                from mxnet.kvstore import kvstore_server
+                with contextlib.suppress(SystemExit):
+                    kvstore_server._init_kvstore_server_module()
+            return None, None
+        processes.append(pid)
+    return processes, cleanup
+
+
+def tell(job, stories):
+    """Runs a rank's story; errors go on, as they would in a program."""
+    store = stories.store_of(job["store"])
+    path = Path(job["folder"], str(store.rank))
+
+    def keep(value):
+        path.with_suffix(".new").write_bytes(pickle.dumps(value))
+        path.with_suffix(".new").rename(path)
+
+    try:
+        keep(getattr(stories, job["story"])(store, store.rank, **job["arguments"]))
+    except Exception as error:
+        keep(f"{type(error).__name__}: {error}")
+        if os.environ.get("RANKS_TRACEBACK"):
+            traceback.print_exc()
+        raise
+
+
+def server_roles(count):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    common = {"DMLC_PS_ROOT_URI": "127.0.0.1", "DMLC_PS_ROOT_PORT": str(port),
+              "DMLC_NODE_HOST": "127.0.0.1", "DMLC_NUM_WORKER": str(count),
+              "DMLC_NUM_SERVER": "1"}
+    return [{**common, "DMLC_ROLE": role} for role in ["scheduler", "server"] + ["worker"] * count]
+
+
+def horovod_roles(count):
+    """As horovodrun starts them, with Gloo."""
+    import numpy
+    numpy.bool = bool
+    from horovod.runner.common.util.hosts import get_host_assignments, parse_hosts
+    from horovod.runner.http.http_server import RendezvousServer
+    slots = get_host_assignments(parse_hosts(f"127.0.0.1:{count}"), count)
+    server = RendezvousServer(0)
+    port = server.start()
+    server.init(slots)
+    common = {"HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1",
+              "HOROVOD_GLOO_RENDEZVOUS_PORT": str(port),
+              "HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo",
+              "HOROVOD_GLOO_IFACE": "lo", "HOROVOD_GLOO_TIMEOUT_SECONDS": "20"}
+    return [{**common, "HOROVOD_HOSTNAME": slot.hostname, "HOROVOD_RANK": str(slot.rank),
+             "HOROVOD_SIZE": str(slot.size), "HOROVOD_LOCAL_RANK": str(slot.local_rank),
+             "HOROVOD_LOCAL_SIZE": str(slot.local_size), "HOROVOD_CROSS_RANK": str(slot.cross_rank),
+             "HOROVOD_CROSS_SIZE": str(slot.cross_size)} for slot in slots], server.stop
+
+
+def wait_for(processes, job):
+    """Until the workers have ended; servers that wait for a rank that has died are killed."""
+    until, left = time.monotonic() + PATIENCE, list(processes)
+    codes = {}
+    workers = processes[-job["count"]:]
+    while left and time.monotonic() < until:
+        left = [pid for pid in left if not has_ended(pid, codes)]
+        running = len(set(workers) & set(left))
+        if running <= job["stopped"] and (running or any(codes[pid] for pid in workers)):
+            break
+        time.sleep(0.02)
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    hanging = len(set(left) & set(workers))
+    return f"{hanging} ranks did not end in {PATIENCE} s" if hanging > job["stopped"] else "done"
+
+
+def has_ended(pid, codes):
+    ended, status = os.waitpid(pid, os.WNOHANG)
+    if ended:
+        codes[pid] = status
+    return bool(ended)
+
+
+if __name__ == "__main__":
+    serve()
