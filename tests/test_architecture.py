@@ -117,7 +117,7 @@ def test_every_private_name_of_mxnets_stands_in_the_docs():
             "_flag_key", "_flag_is_there", "_heads_checked", "_used_scale", "_adding_at",
             "_overflowed", "_current",
             "_actions"}  # argparse's
-    assert sorted(used - defined - names - ours) == []
+    assert sorted(used - defined - names - ours) == [], sorted(used - defined - names - ours)
     assert sorted(names - used) == []
 
 
