@@ -169,3 +169,24 @@ def test_a_network_that_is_like_no_other_is_refused_without_a_guess():
 def test_an_option_that_a_network_does_not_take_is_named():
     with pytest.raises(ValueError, match="resnet18_v1 does not take all of last_gamma"):
         recipes.zoo_network("resnet18_v1", last_gamma=True)
+
+
+def test_batch_norm_makes_a_vgg_with_batch_norms(monkeypatch):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    recipe = importlib.import_module("image_classification")
+    plain, normed = (recipe.network(recipe.parse(["--model", "vgg11", *flags])).collect_params()
+                     for flags in ([], ["--batch-norm"]))
+    assert not [name for name in plain if "batchnorm" in name]
+    assert [name for name in normed if "batchnorm" in name]
+
+
+def test_weight_decay_spares_biases_and_norms_where_it_is_told_to(monkeypatch):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    recipe = importlib.import_module("image_classification")
+    args = recipe.parse(["--no-wd"])
+    net = recipe.network(args)
+    recipe.trainer_of(args, net)
+    spared = {name.rsplit("_", 1)[-1] for name, p in net.collect_params().items()
+              if p.wd_mult == 0}
+    assert spared == {"beta", "gamma", "bias"}
+    assert [p.wd_mult for name, p in net.collect_params(".*weight").items()] == [1.0] * 4

@@ -101,7 +101,7 @@ def _doctor(options: argparse.Namespace) -> int:
         return _types(options)
     from . import doctor
     facts = doctor.examine(options.model, options.batch_size, options.image_shape)
-    print(json.dumps(facts, indent=2) if options.json else doctor.describe(facts))
+    print(json.dumps(facts, indent=2) if options.json else doctor.fit_width(doctor.describe(facts)))
     return 0 if facts["trains"] else 1
 
 

@@ -11,6 +11,7 @@ import ctypes
 import os
 import platform
 import re
+import textwrap
 from ctypes import byref
 from typing import Any, Dict, Iterable, Iterator, List, NamedTuple, Optional, Tuple
 
@@ -213,6 +214,17 @@ def describe(facts: Dict[str, Any]) -> str:
     return "\n".join([*lines, *_network(facts["network"])])
 
 
+def fit_width(text: str, width: int = 80) -> str:
+    """Breaks lines that are longer; what follows stands under the last column of its line."""
+    lines: List[str] = []
+    for line in text.splitlines():
+        columns = [gap.end() for gap in re.finditer(r"  +", line) if gap.end() < width - 20]
+        lines += textwrap.wrap(
+            line, width, subsequent_indent=" " * (columns[-1] if columns else 2),
+            break_long_words=False, break_on_hyphens=False) if len(line) > width else [line]
+    return "\n".join(lines)
+
+
 def _conclusion(facts: Dict[str, Any]) -> str:
     if not facts["trains"]:
         return f"float16 does not train here: {facts['reason']}"
@@ -268,6 +280,10 @@ def _network(costs: Optional[Dict[str, Any]]) -> Iterator[str]:
              str(layer["rows"] or ""), f"{layer['share']:.1%}") for layer in off[:10])])
         if len(off) > 10:
             yield f"  and {len(off) - 10} more"
+        if any(list(layer["sizes"]) == [1, 1] for layer in off):
+            yield "Layers with channels \"1 from 1\" are depthwise: each channel has a filter of " \
+                  "its own, so there is no product of matrices for Tensor Cores. They are bound " \
+                  "by memory, and float16 halves its traffic."
     else:
         yield "All of them fit Tensor Cores: their sizes are multiples of 8."
     table = costs["bytes"]

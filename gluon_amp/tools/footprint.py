@@ -20,6 +20,7 @@ from math import prod
 from typing import Any, Dict, Set, Tuple
 
 from .._mxnet import message, mx, np
+from ..checks import did_you_mean
 from ..formats import FLOAT16
 from ..graph.graph import Graph
 from ..graph.operators import holds_numbers
@@ -44,7 +45,8 @@ def load(name: str) -> "mx.sym.Symbol":
     except ValueError as error:
         names = str(error).split("\n\t")[1:]
         raise ValueError("a network is an exported symbol (NAME-symbol.json), or one of MXNet's "
-                         f"model zoo: {', '.join(names)}. Received: {name}") from None
+                         f"model zoo: {', '.join(names)}. Received: {name}"
+                         f"{did_you_mean(name, names)}") from None
 
 
 def footprint(symbol: "mx.sym.Symbol", batch: Tuple[int, ...]) -> Dict[str, Any]:

@@ -202,3 +202,25 @@ def test_efficientnet_fine_tunes_on_photos_in_float16():
               "--data-train", str(data / "caltech10_128_train.rec"),
               "--data-val", str(data / "caltech10_128_test.rec"))
     assert float(re.findall(r"Validation-accuracy=(\d\.\d+)", log)[-1]) > 0.9
+
+
+def test_flags_of_mxnets_example_do_what_they_do_there(images, tmp_path):
+    prefix = str(tmp_path / "net")
+    log = train(images, "--dtype", "float16", "--num-epochs", "2", "--save-period", "2", "--loss",
+                "ce", "--initializer", "msra", "--use-imagenet-data-augmentation", "1",
+                "--warmup-epochs", "1", "--warmup-strategy", "constant", "--warmup-lr", "0.01",
+                "--model-prefix", prefix)
+    assert re.search(r"Epoch\[1\] Train-cross-entropy=\d+\.\d{6}", log)
+    assert sorted(path.name for path in tmp_path.glob("*.params")) == ["net-0002.params"]
+
+
+def test_reading_alone_is_timed(images):
+    log = train(images, "--test-io", "1")
+    assert re.search(r"Batch \[2\]\tSpeed: \d+\.\d\d samples/sec", log)
+    assert "2 batches in" in log
+    assert "Epoch[0]" not in log
+
+
+def test_gradient_compression_is_refused_with_the_reason(images):
+    last = train(images, "--gc-type", "2bit", fails=True).strip().splitlines()[-1]
+    assert "MXNet compresses no float16 gradients" in last
