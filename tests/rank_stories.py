@@ -124,7 +124,7 @@ def some_are_infinite(store, rank, ranks, steps):
     """Infinities, NaNs and numbers that overflow, on any rank at any step."""
     mx.random.seed(rank)
     net = network()
-    trainer = trainer_for(net, store, loss_scale=amp.DynamicLossScale(growth_interval=20))
+    trainer = trainer_for(net, store, loss_scale=amp.DynamicLossScale(growth_interval=4))
     rng = np.random.default_rng(rank)
     told = []
     for _ in range(steps):

@@ -1,0 +1,133 @@
+"""What sums over many workers lose in float16, by simulation: 8 to 4,096 workers.
+
+    python benchmarks/reduction_error.py
+
+The gradients are real: of a small convolutional network on scanned digits, after 0 and 3 epochs,
+a worker's batch each; where there are more workers than batches, batches are drawn again. They are
+scaled by the largest power of two at which no sum overflows, and added up in five ways:
+
+    float16 ring   each worker adds its gradient to what it gets, and rounds
+    float16 tree   in pairs, then pairs of pairs, each sum rounded
+    float32 sum    rounded once, at the end: what MXNet's server does
+    float32 wire   never rounded: what the update gets from amp.Horovod(wire="float32")
+    divided ring   each gradient divided by the number of workers first, then the float16 ring,
+                   at the scale of one worker
+
+Error: of the whole gradient, |sum - exact sum| / |exact sum|, with gradients that are float16 as
+they leave the workers. Lost: numbers that are 0 in the sum, and not in the exact one. Scale: the
+power of two.
+"""
+import math
+import sys
+
+import gluon_amp as amp
+import numpy as np
+from mxnet import autograd, gluon, nd
+from mxnet.gluon import nn
+
+NUMBERS, BATCHES, BATCH = 5000, 64, 16
+WORKERS = [8, 32, 128, 512, 1024, 4096]
+
+
+def gradients(epochs):
+    """Some numbers of the gradients of each batch, of all layers: (BATCHES, NUMBERS)."""
+    from sklearn.datasets import load_digits
+    images, labels = load_digits(return_X_y=True)
+    images = (images / 16).reshape(-1, 1, 8, 8).astype("float32")
+    net = nn.HybridSequential()
+    net.add(nn.Conv2D(16, 3, activation="relu"), nn.Conv2D(32, 3, activation="relu"),
+            nn.Dense(64, activation="relu"), nn.Dense(10))
+    net.initialize()
+    loss_fn = gluon.loss.SoftmaxCrossEntropyLoss()
+    trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.1, "momentum": 0.9},
+                          loss_scale=None)
+
+    def back(start):
+        with autograd.record():
+            loss = loss_fn(net(nd.array(images[start:start + BATCH])),
+                           nd.array(labels[start:start + BATCH]))
+        trainer.backward(loss)
+
+    back(0)
+    for _ in range(epochs):
+        for start in range(0, len(images) - BATCH, BATCH):
+            back(start)
+            trainer.step(BATCH)
+    rows = []
+    for i in range(BATCHES):
+        back(i * BATCH)
+        rows.append(np.concatenate([p.grad().asnumpy().ravel()
+                                    for p in net.collect_params().values()]))
+    chosen = np.random.RandomState(0).choice(len(rows[0]), NUMBERS, replace=False)
+    return np.array(rows)[:, chosen].astype("float64")
+
+
+def ring(rows):
+    total = np.zeros(rows.shape[1], "float16")
+    for row in rows:
+        total = total + row
+    return total
+
+
+def tree(rows):
+    while len(rows) > 1:
+        rows = rows[0::2] + rows[1::2]
+    return rows[0]
+
+
+def float32_sum(rows):
+    total = np.zeros(rows.shape[1], "float32")
+    for row in rows:
+        total += row
+    return total
+
+
+WAYS = {"float16 ring": ring, "float16 tree": tree,
+        "float32 sum": lambda rows: float32_sum(rows).astype("float16"),
+        "float32 wire": float32_sum}
+
+
+def largest_scale(rows, way):
+    """The largest power of two at which neither the gradients nor their sum overflow."""
+    scale = 2.0 ** math.floor(math.log2(65504 / np.abs(rows).max()))
+    while not np.isfinite(way((rows * scale).astype("float16"))).all():
+        scale /= 2
+    return scale
+
+
+def judge(total, exact):
+    total = total.astype("float64")
+    error = np.linalg.norm(total - exact) / np.linalg.norm(exact)
+    lost = ((total == 0) & (exact != 0)).sum() / (exact != 0).sum()
+    return error, lost
+
+
+def results(found):
+    """A row for each number of workers and way: workers, way, scale, error, lost."""
+    random = np.random.RandomState(1)
+    for workers in WORKERS:
+        rows = found[random.randint(len(found), size=workers)]
+        for name, way in WAYS.items():
+            scale = largest_scale(rows, way)
+            sent = (rows * scale).astype("float16")
+            yield (workers, name, scale, *judge(way(sent), sent.astype("float64").sum(0)))
+        scale = largest_scale(rows, lambda sent: np.zeros(1))
+        sent = (rows * scale).astype("float16")
+        total = ring((sent / np.float16(workers)).astype("float16"))
+        yield (workers, "divided ring", scale, *judge(total, sent.astype("float64").sum(0)
+                                                      / workers))
+
+
+def main():
+    np.seterr(over="ignore")
+    for epochs in (0, 3):
+        print(f"\n{epochs} epochs\n\n| workers | sum | scale | error | lost |\n"
+              "| --- | --- | --- | --- | --- |")
+        for workers, name, scale, error, lost in results(gradients(epochs)):
+            print(f"| {workers:,} | {name} | 2^{math.log2(scale):.0f} | {error:.1e} | "
+                  f"{100 * lost:.2f} % |")
+            sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()
