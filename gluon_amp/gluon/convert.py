@@ -30,7 +30,8 @@ def convert(net: Block, policy: Union[str, Policy] = "float16",
             "pure_float16", "mixed_bfloat16" (CPU only), "float32" (undoes a conversion);
             or Apex's "O0" to "O3".
         keep: what stays float32: blocks, classes of blocks, and regular expressions for
-            the whole name of a block (of a node, in a SymbolBlock).
+            the whole name of a block, or of a node: in a SymbolBlock, or in a network that
+            has run since it was last converted or hybridized.
     """
     policy = get_policy(policy)
     if not isinstance(net, Block):
@@ -100,9 +101,9 @@ def _swap(block: Any, policy: Policy, keep: bool, kept_nodes: Set[str]) -> None:
 
 
 def _resolve_keep(net: Block, keep: List[Any]) -> Tuple[Set[Block], Set[str]]:
-    """The blocks that `keep` names, and the nodes of SymbolBlocks."""
+    """The blocks that `keep` names, and the nodes: of SymbolBlocks, and of blocks that have run."""
     blocks = list(_blocks(net))
-    nodes = {node.name for block in blocks if isinstance(block, mx.gluon.SymbolBlock)
+    nodes = {node.name for block in blocks if getattr(block, "_cached_graph", None)
              for node in Graph.read(block._cached_graph[1]).nodes() if not node.is_variable}
     kept_blocks: Set[Block] = set()
     kept_nodes: Set[str] = set()
