@@ -38,8 +38,8 @@ def scaled_up_and_back(F, x):
 
 
 def squared_norm(F, x):
-    y = x * 300
-    return F.sqrt(y * y + 1) * (1 / 300)
+    y = x * 3000
+    return F.sqrt(y * y + 1) * (1 / 3000)
 
 
 def small_epsilon(F, x):
@@ -60,8 +60,8 @@ def long_sum(F, x):
 
 
 FAULTS = {
-    "an activation of 1e5": lambda F, x: F.tanh(x) * 2e4 * 5 + x,
-    "an exponent": lambda F, x: F.exp(F.relu(x) * 2 + 9),
+    "an activation of 1e5": lambda F, x: F.tanh(x * 8) * 2e4 * 5 + x,
+    "an exponent": lambda F, x: F.exp(F.relu(x) * 2 + 11),
     "a squared norm": squared_norm,
     "an epsilon of 1e-10": small_epsilon,
     "two masks of -4e4": two_masks,
@@ -190,7 +190,8 @@ def trained(name, fault, policy, keep=()):
     logging.getLogger("gluon_amp").setLevel(logging.ERROR)
     net, batches = made(name, fault, policy, keep)
     trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.01, "momentum": 0.9},
-                          loss_scale=None if policy == "float32" else "dynamic", clip_norm=1.0)
+                          clip_norm=1.0, loss_scale=None if policy == "float32" else
+                          amp.DynamicLossScale(minimum=2.0 ** -24))
     losses = []
     for step in range(STEPS):
         data, label = batches[step % len(batches)]
