@@ -112,7 +112,8 @@ bool generic_code_is_the_same(const std::string& name) {
   static const std::set<std::string> same = {
       "_mul_scalar", "_backward_mul_scalar", "_div_scalar", "_backward_div_scalar", "_plus_scalar",
       "_minus_scalar", "_rminus_scalar", "elemwise_add", "_grad_add", "elemwise_sub",
-      "elemwise_mul", "elemwise_div", "Cast", "amp_cast"};
+      "elemwise_mul", "elemwise_div", "Cast", "amp_cast",
+      "_backward_cast", "_backward_amp_cast"};
   return same.count(name) > 0;
 }
 

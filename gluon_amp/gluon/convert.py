@@ -41,7 +41,8 @@ def convert(net: Block, policy: Union[str, Policy] = "float16",
             "pure_float16", "mixed_bfloat16" (CPU only), "float32" (undoes a conversion);
             or Apex's "O0" to "O3".
         keep: what stays float32: blocks, classes of blocks, and regular expressions for
-            the whole name of a block (of a node, in a SymbolBlock).
+            the whole name of a block, or of a node: in a SymbolBlock, or in a network that
+            has run since it was last converted or hybridized.
     """
     policy = get_policy(policy)
     if not isinstance(net, Block):
@@ -125,15 +126,15 @@ class _Kept:
     entries: Tuple[Any, ...]  # as the user named them
     blocks: Set[Block]        # that are named
     inside: Set[Block]        # those, and all that is in them
-    nodes: Set[str]           # of SymbolBlocks
+    nodes: Set[str]           # of SymbolBlocks, and of blocks that have run
 
 
 def _resolve_keep(net: Block, keep: Iterable[Any], must_match: bool = True) -> _Kept:
     """Finds what `keep` names in a network."""
     blocks = list(blocks_in(net))
-    symbols = [b for b in blocks if isinstance(b, mx.gluon.SymbolBlock)]
+    with_graph = [b for b in blocks if getattr(b, "_cached_graph", None)]
     nodes: Set[str] = set().union(
-        *(operator_names(Graph.read(b._cached_graph[1])) for b in symbols))
+        *(operator_names(Graph.read(b._cached_graph[1])) for b in with_graph))
     kept = _Kept(tuple(keep), set(), set(), set())
     for entry in kept.entries:
         names: Set[str] = set()

@@ -7,7 +7,8 @@ from ..graph.operators import numbers
 from .statistics import Counts, Key
 from .tensors import Layout, Tensor
 
-_SCALES = [2.0 ** e for e in range(-8, 41)]  # that a loss scale is looked for in
+_MOST_LOST = 0.1  # of a gradient's norm, before a network is said to need something
+_SCALES = [2.0 ** e for e in range(-24, 41)]  # that a loss scale is looked for in
 
 
 @dataclass
@@ -128,7 +129,7 @@ def _lowest(tensor: Tensor, counts: Counts, lost: float) -> float:
 # ---- findings -------------------------------------------------------------------------------
 
 
-def findings(layout: Layout, tensors: List[Tensor], scale: float, lost: float) -> List[Finding]:
+def findings(layout: Layout, tensors: List[Tensor], scale: float) -> List[Finding]:
     """The nodes that are to blame, the worst first: where infinities begin, then forward tensors
     that lose their numbers, then differences that cancel, then gradients that no scale fits."""
     seen = {t.key: t for t in tensors if t.counts is not None}
@@ -141,7 +142,7 @@ def findings(layout: Layout, tensors: List[Tensor], scale: float, lost: float) -
     for tensor in forward:
         made += _cancelled(layout, seen, tensor)
     if all(t.counts is None or is_finite(t.counts) for t in forward):
-        made += _gradients(layout, seen, scale, lost)
+        made += _gradients(layout, seen, scale)
     first: Dict[str, Finding] = {}
     for finding in made:
         if finding.node in first:
@@ -218,21 +219,44 @@ def _cancelled(layout: Layout, seen: Dict[Key, Tensor], tensor: Tensor) -> List[
     return [finding]
 
 
-def _gradients(layout: Layout, seen: Dict[Key, Tensor], scale: float,
-               lost: float) -> List[Finding]:
-    """Where no loss scale fits all gradients: those that lie apart, at that end which names
-    fewer."""
-    gradients = sorted((t for t in seen.values() if t.key.backward and t.is_low and t.counts
-                        and t.counts.range), key=lambda t: t.place)
-    found = window(gradients, scale, 0.1)
+def _gradients(layout: Layout, seen: Dict[Key, Tensor], scale: float) -> List[Finding]:
+    """Where no loss scale fits all gradients: the node at which they change their size most, then
+    those that lie apart, at that end which names fewer."""
+    backward = sorted((t for t in seen.values() if t.key.backward and t.counts
+                       and t.counts.range), key=lambda t: t.place)
+    gradients = [t for t in backward if t.is_low]
+    found = window(gradients, scale, _MOST_LOST)
     if found is None or found.low <= found.high:
         return []
-    at_high = [t for t in gradients if t.counts and _lowest(t, t.counts, 0.1) * scale > found.high]
+    at_high = [t for t in gradients if t.counts
+               and _lowest(t, t.counts, _MOST_LOST) * scale > found.high]
     at_low = [t for t in gradients if t.counts
               and 2.0 ** _highest(t, t.counts) * scale < found.low]
+    made = []
+    jump = _jump(seen, backward)
+    if jump is not None:
+        made.append(_finding(layout, jump, "gradients change their size",
+                             f"no loss scale fits the gradients on both sides of {jump.name}",
+                             jump.key.node))
     if len(at_low) < len(at_high):
-        return [_finding(layout, t, "range above", f"{t.name} overflows at the loss scale "
-                         f"{found.low:g}, which {found.low_tensor} needs") for t in at_low]
-    return [_finding(layout, t, "range below", f"{t.name} needs a loss scale of "
-                     f"{_lowest(t, t.counts, 0.1) * scale:g}, and {found.high_tensor} overflows "
-                     f"above {found.high:g}") for t in at_high if t.counts]
+        return made + [_finding(layout, t, "range above", f"{t.name} overflows at the loss scale "
+                                f"{found.low:g}, which {found.low_tensor} needs") for t in at_low]
+    return made + [_finding(layout, t, "range below", f"{t.name} needs a loss scale of "
+                            f"{_lowest(t, t.counts, _MOST_LOST) * scale:g}, and "
+                            f"{found.high_tensor} overflows above {found.high:g}")
+                   for t in at_high if t.counts]
+
+
+def _jump(seen: Dict[Key, Tensor], backward: List[Tensor]) -> Optional[Tensor]:
+    """The gradient whose numbers differ most in size from those that it is computed from, if by
+    more than 2^12."""
+    best, most = None, 12
+    for tensor in backward:
+        before = [seen[key].counts.middle for key in tensor.reads
+                  if key in seen and seen[key].counts is not None]
+        before = [middle for middle in before if middle is not None]
+        if before and tensor.kind == "gradient" and tensor.counts:
+            step = min(abs(middle - (tensor.counts.middle or 0)) for middle in before)
+            if step > most:
+                best, most = tensor, step
+    return best

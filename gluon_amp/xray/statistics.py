@@ -98,6 +98,12 @@ class Counts:
         return (int(found[0]) - _BIAS, int(found[-1]) - _BIAS) if found.size else None
 
     @property
+    def middle(self) -> Optional[int]:
+        """The exponent that half of the numbers that are not 0 lie below."""
+        total = int(self.bins.sum())
+        return int(np.searchsorted(self.bins.cumsum(), (total + 1) // 2)) - _BIAS if total else None
+
+    @property
     def own_snr(self) -> float:
         """The signal-to-noise ratio, in dB, of the rounding that was made."""
         return decibels(self.squares, self.error_squares)

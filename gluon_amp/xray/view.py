@@ -25,7 +25,7 @@ from .tensors import Layout, Tensor, fill
 from .trial import Ran, Trial, check, draws, split
 
 _FIRST_SCALE = 2.0 ** 16
-_LEAST_SCALE = 2.0 ** -8
+_LEAST_SCALE = 2.0 ** -24
 _ROUNDS = 12  # of trying what to keep
 
 
@@ -173,7 +173,7 @@ def xray(net: Any, batches: Iterable[Any], loss_fn: Any, trainer: Any = None, st
     view.tensors = [t for t in tensors if t.counts is not None]
     if all(_forward_is_finite(counts) for _, counts in view.steps):
         view.window = window(view.tensors, view.scale, lost)
-    view.findings = findings(layout, view.tensors, view.scale, lost)
+    view.findings = findings(layout, view.tensors, view.scale)
     if view.findings:
         _try_keeping(net, view, chosen[0], loss_fn, lost, reference)
     view.weights = updates.weights()
@@ -257,7 +257,7 @@ def _try_keeping(net: Any, view: View, batch: Any, loss_fn: Any, lost: float,
         tensors = list(layout.tensors())
         scale, ran = _run(trial, batch, loss_fn, view.scale, seed)
         fill(tensors, ran.counts, right.counts if right else None)
-        found = findings(layout, [t for t in tensors if t.counts], scale, lost)
+        found = findings(layout, [t for t in tensors if t.counts], scale)
         known = {f.node for f in view.findings}
         view.findings += [f for f in found if f.node not in known]
         if not found:
@@ -286,7 +286,7 @@ def _keep_for(net: Any, node: str) -> Tuple[str, Set[str]]:
     """What keep= calls the block of a node, and the block's nodes; a node of the outermost block
     goes by its own name."""
     block = _owner(net, node)
-    if block is net or block._children:
+    if block is net or any(child.collect_params().keys() for child in block._children.values()):
         return re.escape(node), {node}
     names = {n.name for n in Graph.read(net._cached_graph[1]).nodes()
              if n.name.startswith(block.prefix)}
