@@ -31,9 +31,12 @@ class RanksTrainer(mx.gluon.Trainer):
         super()._init_kvstore()
         self._steps.reduction = Reduction(self._kvstore, updates=bool(self._update_on_kvstore))
 
-    def _begin_alike(self) -> None:
+    def _begin_store(self) -> None:
         if not self._kv_initialized:
             self._init_kvstore()
+
+    def _begin_alike(self) -> None:
+        self._begin_store()
         if self._params_to_init:
             self._init_params()
 
@@ -48,6 +51,18 @@ class RanksTrainer(mx.gluon.Trainer):
         self._steps.pending.moved = distributed.begin_alike(
             reduction, [(self._param2idx[p.name], p.name, p.list_data()) for p in there], False)
         self._params_to_init = [p for p in self._params_to_init if p._deferred_init]
+
+    @property
+    def workers(self) -> int:
+        """How many processes train together."""
+        self._begin_store()
+        return self._steps.reduction.workers
+
+    @property
+    def rank(self) -> int:
+        """This process's number among them, from 0 on."""
+        self._begin_store()
+        return self._steps.reduction.rank
 
     def check_ranks(self) -> None:
         """Raises where the ranks of several machines do not hold the same weights, masters and

@@ -252,9 +252,8 @@ def _jump(seen: Dict[Key, Tensor], backward: List[Tensor]) -> Optional[Tensor]:
     more than 2^12."""
     best, most = None, 12
     for tensor in backward:
-        before = [seen[key].counts.middle for key in tensor.reads
-                  if key in seen and seen[key].counts is not None]
-        before = [middle for middle in before if middle is not None]
+        counted = [seen[key].counts for key in tensor.reads if key in seen]
+        before = [counts.middle for counts in counted if counts and counts.middle is not None]
         if before and tensor.kind == "gradient" and tensor.counts:
             step = min(abs(middle - (tensor.counts.middle or 0)) for middle in before)
             if step > most:

@@ -1,21 +1,18 @@
 """The files of an X-ray: a page, a table, a line for each tensor and step, pictures."""
 import csv
 import json
-import math
 import os
 import shutil
-from typing import Any, Dict, Iterable, List, Optional
+from typing import Any, Dict, Iterable, List
 
-from ..formats import FLOAT16, Format
-from .statistics import Counts
-from .view import View
+from .table import as_number, row
 
 _COLUMNS = ("place", "tensor", "kind", "operator", "format", "numbers", "zero", "flushed",
             "subnormal", "overflowed", "not_finite", "smallest", "largest", "bits_below",
             "bits_above", "own_snr", "snr", "inherited_snr")
 
 
-def save(view: View, folder: str) -> str:
+def save(view: Any, folder: str) -> str:
     """Writes the files into a new folder: whole, or not there. Returns the path of the page."""
     if os.path.exists(folder):
         raise FileExistsError(f"{folder} exists: xray writes into a new folder")
@@ -30,7 +27,7 @@ def save(view: View, folder: str) -> str:
     return os.path.join(folder, "xray.html")
 
 
-def _write_all(view: View, folder: str) -> None:
+def _write_all(view: Any, folder: str) -> None:
     from .page import page
     _write(os.path.join(folder, "xray.html"), page(view))
     _summary(view, os.path.join(folder, "summary.csv"))
@@ -48,28 +45,7 @@ def _write(path: str, text: str) -> None:
         file.write(text)
 
 
-def row(view: View, tensor: Any, format_: Optional[Format] = None) -> Dict[str, Any]:
-    """What the table says of a tensor. `format_`: as if it had that format."""
-    counts: Counts = tensor.counts
-    asked = format_ or (tensor.format if tensor.is_low else FLOAT16)
-    shares, headroom = counts.shares(asked), counts.headroom(asked)
-    return {"place": tensor.place, "tensor": tensor.name, "kind": tensor.kind,
-            "operator": tensor.op, "format": tensor.format.name, "numbers": counts.numbers,
-            **shares,
-            "not_finite": counts.infinite + counts.nan,
-            "smallest": counts.range and counts.range[0],
-            "largest": counts.range and counts.range[1],
-            "bits_below": headroom and headroom[0], "bits_above": headroom and headroom[1],
-            "own_snr": _number(counts.own_snr if tensor.is_low else None),
-            "snr": _number(tensor.snr), "inherited_snr": _number(view.inherited(tensor))}
-
-
-def _number(value: Optional[float]) -> Optional[float]:
-    """For tables: infinities and NaN are left out."""
-    return None if value is None or not math.isfinite(value) else round(value, 1)
-
-
-def _summary(view: View, path: str) -> None:
+def _summary(view: Any, path: str) -> None:
     with open(path, "w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, _COLUMNS)
         writer.writeheader()
@@ -83,7 +59,7 @@ def _cell(value: Any) -> Any:
     return f"{value:.6g}" if isinstance(value, float) else value
 
 
-def lines(view: View) -> Iterable[Dict[str, Any]]:
+def lines(view: Any) -> Iterable[Dict[str, Any]]:
     """The first: of the run. Then one for each tensor and step; `bins` holds pairs of an exponent
     and how many numbers have it."""
     found: List[Dict[str, Any]] = [
@@ -102,6 +78,6 @@ def lines(view: View) -> Iterable[Dict[str, Any]]:
                    "kind": tensor.kind, "operator": tensor.op, "format": tensor.format.name,
                    "zero": counts.zero, "infinite": counts.infinite, "nan": counts.nan,
                    "overflowed": counts.overflowed, "flushed": counts.flushed,
-                   "own_snr": _number(counts.own_snr),
+                   "own_snr": as_number(counts.own_snr),
                    "bins": [[int(i) - 127, int(counts.bins[i])]
                             for i in counts.bins.nonzero()[0]]}

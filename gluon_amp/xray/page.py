@@ -11,14 +11,13 @@ from typing import Any, Dict, List
 
 from ..formats import FLOAT16
 from ..report.colors import COLORS, DARK
-from .files import row
+from .table import row
 from .tensors import Tensor
-from .view import View
 
 _LOW, _HIGH = -45, 24  # the exponents that are drawn; what lies beyond stands at the edges
 
 
-def page(view: View) -> str:
+def page(view: Any) -> str:
     """The whole file."""
     policy = next((t.format for t in view.tensors if t.is_low), FLOAT16)
     data = {
@@ -40,7 +39,7 @@ def page(view: View) -> str:
         dark_ink=DARK["float32"], dark_blue=DARK["float16"], dark_red=DARK["float8"])
 
 
-def _rows(view: View, tensors: List[Tensor]) -> List[Dict[str, Any]]:
+def _rows(view: Any, tensors: List[Tensor]) -> List[Dict[str, Any]]:
     worst = {id(t): i for i, t in enumerate(view.worst())}
     return [{"name": t.name, "op": t.op, "format": t.format.name, "worst": worst[id(t)],
              "bad": t.is_low and t.counts is not None and (
@@ -66,7 +65,7 @@ def _drawn(counts: Any) -> Dict[str, Any]:
             "broken": round((counts.overflowed + counts.infinite + counts.nan) / total, 5)}
 
 
-def _advice(view: View) -> str:
+def _advice(view: Any) -> str:
     parts = [f"<p class=note>{escape(note)}.</p>" for note in view.notes]
     if view.first_overflow:
         parts.append(f"<p class=bad><b>First overflow.</b> {escape(str(view.first_overflow))}</p>")
@@ -87,7 +86,7 @@ def _advice(view: View) -> str:
     return "\n".join(parts)
 
 
-def _table(view: View) -> str:
+def _table(view: Any) -> str:
     names = {"tensor": "tensor", "kind": "kind", "format": "format", "zero": "is 0",
              "flushed": "becomes 0", "subnormal": "subnormal", "overflowed": "overflows",
              "bits_below": "bits below", "bits_above": "bits above", "own_snr": "own dB",

@@ -1,7 +1,7 @@
 """PNGs of an X-ray, for papers."""
 import math
 import os
-from typing import List
+from typing import Any, List
 
 from matplotlib.figure import Figure
 
@@ -9,12 +9,11 @@ from .._mxnet import np
 from ..formats import FLOAT16
 from ..report.colors import COLORS, GREY, INK
 from .tensors import Tensor
-from .view import View
 
 _LOW, _HIGH = -40, 24
 
 
-def draw(view: View, folder: str) -> None:
+def draw(view: Any, folder: str) -> None:
     """Writes forward.png and backward.png."""
     for name, backward in (("forward", False), ("backward", True)):
         tensors = [t for t in view.tensors if t.key.backward == backward and t.counts]
