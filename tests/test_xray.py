@@ -223,6 +223,33 @@ def test_above_the_windows_high_end_a_gradient_overflows_and_at_it_none_does():
     assert "is the first that is not finite at the loss scale" in str(found)
 
 
+class Squares(gluon.HybridBlock):
+    """Its outermost block has operators of its own."""
+
+    def __init__(self):
+        super().__init__(prefix="squares_")
+        with self.name_scope():
+            self.one, self.two = nn.Dense(8), nn.Dense(4)
+
+    def hybrid_forward(self, F, x):
+        y = self.one(x) * 3000
+        return self.two(y * y * 1e-4)
+
+
+def test_a_node_of_the_outermost_block_is_kept_by_its_own_name():
+    rng = np.random.default_rng(0)
+    given = [(nd.array(rng.standard_normal((8, 5))), nd.array(rng.integers(0, 4, 8)))]
+    net = Squares()
+    net.initialize(mx.init.Xavier())
+    amp.convert(net)
+    view = amp.xray(net, given, LOSS)
+    assert view.first_overflow is not None
+    assert all(name.startswith("squares_") for name in view.keep)
+    amp.convert(net, keep=view.keep)
+    after = amp.xray(net, given, LOSS)
+    assert (after.findings, after.first_overflow) == ([], None)
+
+
 def test_explain_names_the_first_node_whose_output_is_not_finite():
     net = converted(lambda F, x: (x * 2.0 ** 14 * 8) * 2.0 ** -17)
     found = amp.explain(net, batches(1)[0], LOSS)

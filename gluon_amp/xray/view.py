@@ -152,7 +152,8 @@ def xray(net: Any, batches: Iterable[Any], loss_fn: Any, trainer: Any = None, st
     layout = _layout(trial, chosen[0])
     tensors = list(layout.tensors())
     if not any(t.is_low for t in tensors):
-        raise ValueError("the network has no float16 tensors: all of it is kept in float32")
+        raise ValueError("the network has no tensors of less than float32: all of it is kept, or "
+                         "only products round what they read")
     view = View(net.name, tensors)
     scale = float(getattr(trainer, "loss_scale", _FIRST_SCALE))
     updates = _Updates(net, trainer)
