@@ -102,7 +102,7 @@ class Format:
         """Up to this number it holds all whole numbers."""
         return int(min(2 ** (self.fraction + 1), self.largest))
 
-    def round(self, values: Any) -> "np.ndarray":
+    def round(self, values: Any) -> "np.ndarray[Any, Any]":
         """Numbers, as float32, rounded to this format."""
         values = np.asarray(values, np.float32)
         with np.errstate(invalid="ignore"):

@@ -96,7 +96,7 @@ def check_split(split: Optional[int]) -> int:
     return int(split)
 
 
-def _values(name: str, array: Any) -> "np.ndarray":
+def _values(name: str, array: Any) -> "np.ndarray[Any, Any]":
     values = array.asnumpy() if isinstance(array, mx.nd.NDArray) else np.asarray(array)
     if values.dtype != np.float16:
         raise TypeError(f"Tensor Cores multiply float16 numbers: {name} must be a float16 array. "
@@ -104,7 +104,7 @@ def _values(name: str, array: Any) -> "np.ndarray":
     return values
 
 
-def _start(c: Any, shape: Any) -> "np.ndarray":
+def _start(c: Any, shape: Any) -> "np.ndarray[Any, Any]":
     """What the chains begin with, as float32 of that shape."""
     if c is None:
         return np.zeros(shape, "float32")
@@ -124,8 +124,8 @@ def _start(c: Any, shape: Any) -> "np.ndarray":
                          f"to it. Received: {given.shape}") from None
 
 
-def _product(a: "np.ndarray", b: "np.ndarray", c: "np.ndarray", core: TensorCore,
-             split: int) -> "np.ndarray":
+def _product(a: "np.ndarray[Any, Any]", b: "np.ndarray[Any, Any]", c: "np.ndarray[Any, Any]",
+             core: TensorCore, split: int) -> "np.ndarray[Any, Any]":
     if c.size == 0 or a.shape[-1] == 0:  # MXNet has no empty arrays
         return c + np.float32(0)
     stacks = [mx.nd.array(x.reshape(-1, *x.shape[-2:]), mx.cpu(), x.dtype) for x in (a, b, c)]

@@ -10,7 +10,7 @@ from .._mxnet import mx, np
 from . import library
 
 
-def squares(arrays: Sequence[Any]) -> "np.ndarray":
+def squares(arrays: Sequence[Any]) -> "np.ndarray[Any, Any]":
     """The sum of squares of each float16 or float32 array, dense or row_sparse, on any device.
 
     Taken in float64 on a CPU, in float32 on a GPU; infinite or NaN where the array is.
@@ -35,7 +35,7 @@ def all_finite(arrays: Sequence[Any]) -> bool:
     return bool(np.isfinite(squares(arrays)).all())
 
 
-def not_finite(names: Iterable[str], sums: "np.ndarray") -> Tuple[str, ...]:
+def not_finite(names: Iterable[str], sums: "np.ndarray[Any, Any]") -> Tuple[str, ...]:
     """The names, each once, whose sums of squares are not finite."""
     return tuple(dict.fromkeys(name for name, s in zip(names, sums) if not np.isfinite(s)))
 

@@ -1,7 +1,7 @@
 """The lines of a plot: what the runs of a group have in common, and how far they spread."""
 from collections import Counter
 from dataclasses import dataclass
-from typing import Dict, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 import numpy as np
 from scipy import stats
@@ -27,10 +27,10 @@ class Line:
     dtype: str
     model: str
     runs: int
-    x: np.ndarray
-    y: np.ndarray
-    low: Optional[np.ndarray] = None
-    high: Optional[np.ndarray] = None
+    x: "np.ndarray[Any, Any]"
+    y: "np.ndarray[Any, Any]"
+    low: Optional["np.ndarray[Any, Any]"] = None
+    high: Optional["np.ndarray[Any, Any]"] = None
     recipes: int = 1  # more than one: y is a median
 
 
@@ -80,7 +80,7 @@ def line(name: str, groups: Sequence[Group], points: Dict[int, List[Point]],
     return made
 
 
-def _table(each: List[List[Point]]) -> Tuple[np.ndarray, np.ndarray]:
+def _table(each: List[List[Point]]) -> Tuple["np.ndarray[Any, Any]", "np.ndarray[Any, Any]"]:
     """x and y of each run (row) at each place (column); NaN where a run has none."""
     places = sorted({point.at for points in each for point in points})
     if len(places) > MOST_POINTS:
@@ -102,7 +102,7 @@ def _table(each: List[List[Point]]) -> Tuple[np.ndarray, np.ndarray]:
     return x / n, y / n
 
 
-def _steps(each: List[List[Point]]) -> Tuple[np.ndarray, np.ndarray]:
+def _steps(each: List[List[Point]]) -> Tuple["np.ndarray[Any, Any]", "np.ndarray[Any, Any]"]:
     """The same, of values that hold until the next one."""
     places = np.array(sorted({point.x for points in each for point in points}))
     if len(places) > MOST_POINTS:

@@ -120,13 +120,13 @@ class Reduction:
         except mx.MXNetError as error:  # of Horovod, which sees by itself that a rank has ended
             raise RankEndedError(f"rank {self.rank} waits in vain: {message(error)}") from error
 
-    def _sum_numbers(self, numbers: "np.ndarray") -> "np.ndarray":
+    def _sum_numbers(self, numbers: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
         """The sum over workers of small whole numbers."""
         # a store knows the size of what has a key
         key: Any = f"gluon_amp {numbers.size}" if self._names else 2 ** 24 + numbers.size
         array = mx.nd.array(numbers.reshape(-1), ctx=mx.cpu(), dtype="float32")
 
-        def exchange() -> "np.ndarray":
+        def exchange() -> "np.ndarray[Any, Any]":
             known = vars(self._kvstore).setdefault("_keys_of_numbers", set())
             if self._native and key not in known:
                 self._kvstore.init(key, mx.nd.zeros(array.shape))

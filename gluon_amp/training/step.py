@@ -261,14 +261,14 @@ class Steps:
         """Of the whole gradient, as it is."""
         return self._norm(gradients, _look(gradients))
 
-    def _norm(self, gradients: Sequence[Gradient], sums: "np.ndarray") -> float:
+    def _norm(self, gradients: Sequence[Gradient], sums: "np.ndarray[Any, Any]") -> float:
         # Devices that have been summed hold the same gradient: it counts once.
         each = {g.place[0] if self.reduction.sums else g.place: s
                 for g, s in zip(gradients, sums)}
         return math.sqrt(sum(each.values()))
 
     def _factor(self, rescale_grad: float, gradients: Sequence[Gradient],
-                sums: "np.ndarray") -> float:
+                sums: "np.ndarray[Any, Any]") -> float:
         """What the update multiplies gradients by."""
         factor = rescale_grad / self.gradients_scale
         max_norm = self.pending.max_norm or self.max_norm
@@ -332,10 +332,10 @@ def _power(scale: float) -> str:
     return f"2^{exponent - 1}" if fraction == 0.5 else f"{scale:g}"
 
 
-def _look(gradients: Sequence[Gradient]) -> "np.ndarray":
+def _look(gradients: Sequence[Gradient]) -> "np.ndarray[Any, Any]":
     """The sum of squares of each: finite where all its numbers are."""
     return squares([g.array for g in gradients])
 
 
-def _not_finite(gradients: Sequence[Gradient], sums: "np.ndarray") -> Tuple[str, ...]:
+def _not_finite(gradients: Sequence[Gradient], sums: "np.ndarray[Any, Any]") -> Tuple[str, ...]:
     return not_finite([g.name for g in gradients], sums)

@@ -34,7 +34,7 @@ class Counts:
         squares, error_squares: sums over finite numbers: of them, and of what rounding added.
         sample: up to 1024 numbers, evenly over the tensor, as they were written.
     """
-    bins: "np.ndarray"
+    bins: "np.ndarray[Any, Any]"
     zero: int = 0
     infinite: int = 0
     nan: int = 0
@@ -152,7 +152,7 @@ def decibels(signal: float, noise: float) -> float:
     return 10 * math.log10(signal / noise) if signal > 0 else -math.inf
 
 
-def snr(reference: "np.ndarray", found: "np.ndarray") -> float:
+def snr(reference: "np.ndarray[Any, Any]", found: "np.ndarray[Any, Any]") -> float:
     """The signal-to-noise ratio, in dB, of numbers against what they should be."""
     if len(reference) != len(found):
         return math.nan

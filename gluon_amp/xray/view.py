@@ -339,7 +339,7 @@ class _Updates:
             self.made[p.name] = self.made.get(p.name, 0) + int(changes.sum())
             self.lost[p.name] = self.lost.get(p.name, 0) + int((changes & alone).sum())
 
-    def _value(self, parameter: Any) -> "np.ndarray":
+    def _value(self, parameter: Any) -> "np.ndarray[Any, Any]":
         """A parameter's master, or itself where it has none."""
         array = parameter.data()
         if array.dtype is np.float16 and self.trainer is not None:
