@@ -3,7 +3,9 @@
 # make setup   only make .venv
 # make lint    ruff and mypy
 # make docs    build the documentation: docs/_build/html
+# make test-zoo   train networks of GluonCV, GluonNLP and GluonTS, each in a venv of its own (python3.8)
 # make results   draw results/imagenet anew, byte for byte
+# make sanitize   the engine's tests under AddressSanitizer and UBSan, in 20 minutes
 # make horovod   build Horovod for MXNet into .venv, in five minutes
 # make test-ranks   many workers, longer: 4 ranks, 500 steps, 20 starts of each kind
 # make bench   step time and memory, float16 over float32, in ten minutes
@@ -14,7 +16,13 @@ PYTHON ?= python3
 BIN := .venv/bin
 BUILT_FROM := setup.py pyproject.toml $(wildcard gluon_amp/cpu/*.cc gluon_amp/cpu/*.h gluon_amp/cpu/kernels/*)
 
-.PHONY: demo test test-ranks setup lint docs results horovod bench bench-all check clean
+# training and inference; not the tests that start processes, which would not be sanitized alike
+SANITIZED ?= tests/test_kernels.py tests/test_operators.py tests/test_engine_operators.py \
+             tests/test_engine_own_code.py tests/test_engine_norms.py tests/test_engine_types.py \
+             tests/test_engine_grids.py tests/test_formats.py tests/test_one_pass_optimizers.py \
+             tests/test_networks.py
+
+.PHONY: demo test test-zoo test-ranks setup lint docs results horovod sanitize bench bench-all check clean
 .DELETE_ON_ERROR:
 
 demo: .venv/demo
@@ -22,6 +30,9 @@ demo: .venv/demo
 
 test: .venv/test
 	$(BIN)/pytest
+
+test-zoo: .venv/setup
+	$(BIN)/python tests/zoo.py
 
 lint: .venv/test
 	$(BIN)/ruff check .
@@ -44,6 +55,13 @@ bench: .venv/test
 
 bench-all: .venv/test
 	$(BIN)/python -W ignore benchmarks/bench_all.py $(if $(ANEW),--anew)
+
+# MXNet itself is not instrumented, and keeps memory until the process ends: no look for leaks
+sanitize: .venv/test
+	GLUON_AMP_SANITIZE=1 $(BIN)/python setup.py -q build_ext --build-lib .sanitize --build-temp .sanitize/temp
+	GLUON_AMP_ENGINE=$(CURDIR)/.sanitize/gluon_amp/cpu/_engine.so \
+	LD_PRELOAD="$$($(or $(CXX),g++) -print-file-name=libasan.so) $$($(or $(CXX),g++) -print-file-name=libstdc++.so)" \
+	ASAN_OPTIONS=detect_leaks=0 OMP_NUM_THREADS=2 $(BIN)/pytest -q -p no:cacheprovider $(SANITIZED)
 
 setup: .venv/setup
 
@@ -86,4 +104,4 @@ check:
 	touch $@
 
 clean:
-	rm -rf .venv build dist *.egg-info gluon_amp/cpu/*.so docs/_build
+	rm -rf .venv .sanitize .zoo build dist *.egg-info gluon_amp/cpu/*.so docs/_build

@@ -16,6 +16,9 @@ except ImportError:  # setuptools before 70.1
 CPU = Path("gluon_amp", "cpu")
 FLAGS = ["-std=c++17", "-fopenmp", "-fPIC", "-fvisibility=hidden", "-g0", "-ffp-contract=off",
          "-Wall", "-Wextra"]
+# `make sanitize` looks with these for reads and writes out of bounds, and undefined behaviour.
+SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-g1"] \
+    if os.environ.get("GLUON_AMP_SANITIZE") else []
 VARIANTS = {"portable": []}  # as in gluon_amp/cpu/library.py
 if platform.machine() in ("x86_64", "AMD64"):
     VARIANTS["avx2"] = ["-mavx2", "-mf16c", "-mfma"]
@@ -57,7 +60,7 @@ class BuildEngine(build_ext):
             source, folder, macros, flags = job
             return self.compiler.compile(
                 [str(source)], output_dir=os.path.join(self.build_temp, folder), macros=macros,
-                extra_postargs=FLAGS + flags, depends=depends)[0]
+                extra_postargs=FLAGS + flags + SANITIZE, depends=depends)[0]
 
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             objects = list(pool.map(compile_one, jobs))
@@ -67,8 +70,8 @@ class BuildEngine(build_ext):
         exports.write_text("{ global: gluon_amp_engine; local: *; };\n")
         self.compiler.link_shared_object(
             objects, self.get_ext_fullpath(ext.name), target_lang="c++",
-            extra_postargs=["-fopenmp", "-Wl,-Bsymbolic", f"-Wl,--version-script={exports}",
-                            f"-L{mxnet}", "-l:libmxnet.so"])
+            extra_postargs=[*SANITIZE, "-fopenmp", "-Wl,-Bsymbolic",
+                            f"-Wl,--version-script={exports}", f"-L{mxnet}", "-l:libmxnet.so"])
 
 
 class AnyPython3(bdist_wheel):

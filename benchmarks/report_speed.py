@@ -1,4 +1,4 @@
-"""How fast logs are read, and in how much memory.
+"""How fast logs are read, and in how much memory; with --runs N, how long N runs take to report.
 
 A log of 1 GB in a temporary folder, in the formats that GluonCV has used over time, is read once:
 lines with and without a logger's prefix, of accuracies and of errors, with a loss scale, and what
@@ -11,7 +11,7 @@ from itertools import product
 from pathlib import Path
 
 import harness
-from gluon_amp.report import read
+from gluon_amp.report import read, report
 
 NOISE = "[20:35:14] src/io/iter_image_recordio_2.cc:170: ImageRecordIOParser2: use 31 threads\n"
 
@@ -27,11 +27,32 @@ def epoch(number, prefix, metric, tail, batches=5000):
         *[NOISE] * (batches // 50)])
 
 
+def report_of_many(args):
+    """Half float32, half float16; pairs of one recipe each, of 20 epochs."""
+    with tempfile.TemporaryDirectory() as folder:
+        for i in range(args.runs):
+            with open(Path(folder) / f"run{i}.log", "w") as file:
+                file.write(f"Namespace(batch_size=128, dtype='float{32 - 16 * (i % 2)}', "
+                           f"model='resnet50_v1b', wd={i // 2 / 1e6})\n")
+                for number in range(20):
+                    file.write(epoch(number, "", "accuracy", "", batches=4).replace(
+                        "err-top1=0.228974", f"err-top1={0.3 + (i * 7 % 97) / 1000:.6f}"))
+        start = time.perf_counter()
+        page = report(sorted(Path(folder).glob("*.log")), Path(folder) / "report")
+        table = harness.Table("runs", "seconds", "peak memory MB", "HTML MB", as_json=args.json)
+        table.row(args.runs, time.perf_counter() - start, harness.high_water() / 1e6,
+                  page.stat().st_size / 1e6)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--megabytes", type=int, default=1000, help="(1000)")
+    parser.add_argument("--runs", type=int, help="a report of so many short runs instead")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
+    if args.runs:
+        report_of_many(args)
+        return
     size = args.megabytes * 10 ** 6
     formats = list(product(("", "INFO:root:"), ("accuracy", "top1-err"),
                            ("", "\tloss-scale=1024\tskipped=3")))

@@ -24,10 +24,14 @@ html_show_sourcelink = False
 myst_heading_anchors = 3
 smartquotes_action = "D"           # quotation marks stay as they are written
 default_role = "code"             # `name` in a docstring
+# of signatures of dataclasses, which name inner rooms
+nitpick_ignore = [("py:class", name) for name in (
+    "dataclasses.InitVar", "gluon_amp.formats.Format", "NoneType")]
 autodoc_typehints = "none"        # most are Any: MXNet has none
 autodoc_inherit_docstrings = False
 autodoc_member_order = "bysource"
 napoleon_use_ivar = True
+nitpick_ignore = [("py:class", "dataclasses.InitVar"), ("py:class", "NoneType")]  # no pages of ours
 
 
 def code_blocks(app, what, name, obj, options, lines):

@@ -8,70 +8,49 @@
 The order matters: load, put the features into a new network, initialize the new head, convert to
 float16, make the Trainer. Takes the flags of image_classification.py besides.
 """
-import argparse
 import logging
+import os
 
-import command
 import gluon_amp as amp
 import image_classification as recipe
 import mxnet as mx
-from gluon_amp.files import must_exist
-from gluon_amp.graph.graph import Graph
-from gluon_data import classes_of, loaders
+from gluon_amp import recipes
 from mxnet import gluon
 from mxnet.gluon import nn
-from symbolic_fine_tune import layer_before_head
 
 log = logging.getLogger("fine_tune")
 
 
 def pretrained_features(args, device):
     """The features of the pretrained network, loaded; files of either type fit."""
+    path = args.pretrained_params
+    if path and not os.path.exists(path):
+        raise SystemExit(f"{path} does not exist")
     if args.pretrained_symbol:
-        graph = Graph([layer_before_head(Graph.read(mx.sym.load(args.pretrained_symbol)))])
-        features = gluon.SymbolBlock(graph.symbol(), mx.sym.var("data"))
-        features.collect_params().load(args.pretrained_params, device, ignore_extra=True,
-                                       cast_dtype=True)
+        symbol = recipes.without_head(mx.sym.load(args.pretrained_symbol),
+                                      bn_momentum=args.bn_momentum)
+        features = gluon.SymbolBlock(symbol, mx.sym.var("data"))
+        features.collect_params().load(path, device, ignore_extra=True, cast_dtype=True)
         return features
-    if not args.pretrained_params:
-        return downloaded(args.pretrained, device)
-    must_exist(args.pretrained_params)
-    saved = mx.nd.load(args.pretrained_params)
-    classes = [v.shape[0] for name, v in saved.items() if name.endswith("weight") and v.ndim == 2]
-    net = recipe.network(argparse.Namespace(model=args.pretrained, dataset="",
-                                            classes=classes[-1]))
-    if any(name.startswith("arg:") for name in saved):  # of an exported network
-        net.collect_params().load(args.pretrained_params, device, cast_dtype=True)
-    else:
-        net.load_parameters(args.pretrained_params, device, cast_dtype=True)
-    return features_of(net, args.pretrained)
-
-
-def features_of(net, name):
-    if not hasattr(net, "features"):
-        raise SystemExit(f"{name} has no features of its own; export it, and give "
-                         "--pretrained-symbol and --pretrained-params")
-    return net.features
-
-
-def downloaded(name, device):
-    """From MXNet's model zoo, or else from gluoncv's."""
-    zoos = [gluon.model_zoo.vision.get_model]
-    try:
-        from gluoncv.model_zoo import get_model
-        zoos.append(get_model)
-    except ImportError:
-        pass
-    for zoo in zoos:
+    if not path:
         try:
-            return features_of(zoo(name, pretrained=True, ctx=device), name)
-        except ValueError:  # not one of its names
-            continue
-        except (OSError, RuntimeError) as error:
-            raise SystemExit(f"{name} could not be downloaded ({type(error).__name__}): "
-                             "--pretrained-params names a file") from None
-    raise SystemExit(f"no model zoo here has {name} (gluoncv's: in the checkout, pip install "
-                     "'.[cpu,gluoncv]')")
+            net = recipes.zoo_network(args.pretrained, pretrained=True, ctx=device)
+        except OSError as error:
+            raise SystemExit(f"{error}: --pretrained-params names a file") from None
+    else:
+        saved = mx.nd.load(path)
+        classes = [v.shape[0] for n, v in saved.items() if n.endswith("weight") and v.ndim == 2]
+        net = recipes.zoo_network(args.pretrained, classes=classes[-1])
+        if any(name.startswith("arg:") for name in saved):  # of an exported network
+            net.collect_params().load(path, device, cast_dtype=True)
+        else:
+            net.load_parameters(path, device, cast_dtype=True)
+    if not hasattr(net, "features"):
+        raise SystemExit(f"{args.pretrained} has no features of its own; export it, and give "
+                         "--pretrained-symbol and --pretrained-params")
+    if args.bn_momentum is not None:
+        set_momentum(net.features, args.bn_momentum)
+    return net.features
 
 
 class Network(nn.HybridBlock):
@@ -89,15 +68,6 @@ class Network(nn.HybridBlock):
 
 def set_momentum(features, momentum):
     """Of all batch norms: in a short training the usual moving averages lag."""
-    if isinstance(features, gluon.SymbolBlock):
-        inputs, symbol = features._cached_graph
-        graph = Graph.read(symbol)
-        for node in graph.nodes():
-            if node.op == "BatchNorm":
-                node.attrs["momentum"] = str(momentum)
-        features._cached_graph = inputs, graph.symbol()
-        return
-
     def one(block):
         if isinstance(block, nn.BatchNorm):
             block._kwargs["momentum"] = momentum
@@ -113,23 +83,23 @@ def freeze(features, layers):
 
 
 def main(arguments=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=command.Help)
+    parser = recipes.Parser(__doc__)
     parser.add_argument("--pretrained", help="a name of MXNet's or gluoncv's model zoo")
     parser.add_argument("--pretrained-params", help="its parameters, in a file")
     parser.add_argument("--pretrained-symbol", help="an exported network's -symbol.json")
     parser.add_argument("--freeze", type=int, default=0, help="layers at the input to keep")
-    parser.add_argument("--head-lr-mult", type=float, default=1.0)
-    parser.add_argument("--bn-momentum", type=float)
+    parser.add_argument("--head-lr-mult", type=float, default=1.0,
+                        help="the new head's learning rate, as a multiple of --lr")
+    parser.add_argument("--bn-momentum", type=float,
+                        help="of batch norms' moving averages, such as 0.8, if not the network's")
     recipe.add_arguments(parser)
     parser.set_defaults(lr=0.01, epochs=3, batch_size=32, save_dir="runs/fine_tune")
     args = parser.parse_args(arguments)
     if not args.pretrained and not (args.pretrained_symbol and args.pretrained_params):
         parser.error("--pretrained NAME, or --pretrained-symbol and --pretrained-params")
     devices = recipe.start(args)
-    order, loader, val_loader = loaders(args)
-    net = Network(pretrained_features(args, devices), classes_of(args))
-    if args.bn_momentum is not None:
-        set_momentum(net.features, args.bn_momentum)
+    order, loader, val_loader = recipe.loaders(args)
+    net = Network(pretrained_features(args, devices), recipe.classes_of(args))
     freeze(net.features, args.freeze)
     net.output.initialize(mx.init.Xavier(), ctx=devices)
     net.output.collect_params().setattr("lr_mult", args.head_lr_mult)
@@ -145,4 +115,4 @@ def main(arguments=None):
 
 
 if __name__ == "__main__":
-    command.run(main)
+    recipes.run(main)

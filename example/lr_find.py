@@ -5,33 +5,30 @@
 
 Takes the flags of image_classification.py.
 """
-import argparse
 import random
 
-import command
 import gluon_amp as amp
 import image_classification as recipe
 import mxnet as mx
-from gluon_data import check_labels, loaders
+from gluon_amp import recipes
 
 
 def main(arguments=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=command.Help)
+    parser = recipes.Parser(__doc__)
     parser.add_argument("--plot", default="rates.png", help="a PNG or SVG file")
-    parser.add_argument("--start", type=float, default=1e-5)
-    parser.add_argument("--end", type=float, default=10.0)
-    parser.add_argument("--steps", type=command.positive, default=100)
+    parser.add_argument("--start", type=float, default=1e-5, help="the first rate")
+    parser.add_argument("--end", type=float, default=10.0, help="the last one")
+    parser.add_argument("--steps", type=recipes.positive, default=100, help="how many rates")
     recipe.add_arguments(parser)
     args = parser.parse_args(arguments)
     if len(args.gpus) > 1:
         parser.error("--gpus: one is enough")
-    device, = command.devices_of(args.gpus)
+    device, = recipes.devices_of(args.gpus)
     mx.random.seed(args.seed)
     random.seed(args.seed)
 
-    _, loader, _ = loaders(args)
+    _, loader, _ = recipe.loaders(args)
     net = recipe.network(args)
-    net.initialize(mx.init.MSRAPrelu(), ctx=device)
     amp.convert(net, args.policy or args.dtype)
     net.hybridize(static_alloc=True, static_shape=True)
     net(next(iter(loader))[0].as_in_context(device))  # shapes of all parameters
@@ -50,9 +47,9 @@ class _OnDevice:
 
     def __iter__(self):
         for data, label in self.loader:
-            check_labels(self.args, label)
+            recipe.check_labels(self.args, label)
             yield data.as_in_context(self.device), label
 
 
 if __name__ == "__main__":
-    command.run(main)
+    recipes.run(main)

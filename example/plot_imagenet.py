@@ -4,20 +4,19 @@
 
 Reads what `gluon-amp report` reads, and is short, so that a figure of your own can start from it.
 """
-import argparse
-
-import command
-from gluon_amp.report import read
-from gluon_amp.report.colors import color
+import gluon_amp as amp
+from gluon_amp import recipes
 from matplotlib.figure import Figure
+
+COLORS = {"float32": "#1f2329", "float16": "#0072b2"}  # of other types: matplotlib's own
 
 
 def main(arguments=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=command.Help)
+    parser = recipes.Parser(__doc__)
     parser.add_argument("logs", nargs="+", help="of GluonCV, of a Module, log.jsonl, or CSV")
     parser.add_argument("-o", "--output", default="imagenet.png", help="a PNG, SVG or PDF file")
     args = parser.parse_args(arguments)
-    runs = [run for run in read(args.logs) if run.best]
+    runs = [run for run in amp.read_logs(args.logs) if run.best]
 
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.add_subplot()
@@ -29,7 +28,7 @@ def main(arguments=None):
             run.dtype, run.batch_size and f"batch size {run.batch_size}",
             run.hours and f"{run.hours[-1]:.1f} h", f"{errors[-1]:.2f} %") if part)
         style = next(styles.setdefault(run.dtype, iter(["-", "--", ":", "-."] * len(runs))))
-        axes.plot(epochs, errors, style, label=name, color=color(run.dtype),
+        axes.plot(epochs, errors, style, label=name, color=COLORS.get(run.dtype),
                   linewidth=2.6 if run.dtype == "float32" else 1.4)
     axes.set_xlabel("epochs")
     axes.set_ylabel("top-1 validation error, %")
@@ -40,4 +39,4 @@ def main(arguments=None):
 
 
 if __name__ == "__main__":
-    command.run(main)
+    recipes.run(main)

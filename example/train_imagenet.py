@@ -6,23 +6,316 @@
 
 The flags and the log lines are those of MXNet's own example/image-classification.
 """
-import argparse
+import logging
+import os
+import platform
+import struct
+import time
 from importlib import import_module
 
-import command
-import gluon_amp  # noqa: F401  (before mxnet: newer numpys then fit it)
-import image_data
-import module_fit
+import gluon_amp as amp
+import mxnet as mx
+import numpy as np
+from gluon_amp import recipes
+
+_MAGIC = 0xCED7230A  # begins each record of a RecordIO file
+
+
+def add_arguments(parser):
+    """The flags of training and data; the second names are those of image_classification.py."""
+    positive, numbers = recipes.positive, recipes.numbers
+    add = parser.add_argument_group("training").add_argument
+    add("--gpus", type=numbers, default=[], help="such as 0 or 0,2,5; none: the CPU")
+    add("--kv-store", "--kvstore", default="device", help="how devices and workers add gradients")
+    add("--gc-type", default="none", choices=("none", "2bit"),
+        help="gradient compression: none, since MXNet has none for float16")
+    add("--batch-size", type=positive, default=128, help="of all GPUs together")
+    add("--num-epochs", "--epochs", type=positive, default=80, help="passes over the data")
+    add("--lr", type=float, default=0.1, help="the learning rate")
+    add("--lr-factor", "--lr-decay", type=float, default=0.1, help="what it is multiplied by")
+    add("--lr-step-epochs", "--lr-decay-epoch", type=numbers, default=[30, 60],
+        help="after which epochs the rate is multiplied by --lr-factor")
+    add("--warmup-epochs", type=float, default=0, help="in which the rate rises")
+    add("--warmup-lr", type=float, default=0.0, help="from which rate on")
+    add("--warmup-strategy", default="linear", choices=("linear", "constant"),
+        help="linear: it rises; constant: it stays at --warmup-lr, then jumps")
+    add("--optimizer", default="sgd", help="a name of MXNet's, or adamw")
+    add("--mom", "--momentum", type=float, default=0.9, help="of optimizers that have one")
+    add("--wd", type=float, default=1e-4, help="weight decay")
+    add("--initializer", default="default", choices=("default", "xavier", "msra", "orthogonal",
+                                                     "normal", "uniform", "one", "zero"),
+        help="of weights; default: xavier, gaussian, by inputs, of magnitude 2")
+    add("--dtype", default="float32", choices=("float32", "float16"), help="of the network")
+    add("--loss-scale", type=recipes.loss_scale,
+        help="a number, dynamic or none; if not given: dynamic for float16, else none")
+    add("--loss", default="", help="also log losses: ce, nll, or both as ce,nll")
+    add("--disp-batches", "--log-interval", type=positive, default=20,
+        help="batches of a line of the log")
+    add("--top-k", type=int, default=0, help="also log the top-k accuracy")
+    add("--model-prefix", help="save epochs under this name")
+    add("--save-period", type=positive, default=1, help="each so many epochs")
+    add("--load-epoch", type=int, help="go on from --model-prefix at this epoch")
+    add("--monitor", type=int, default=0, help="log outputs' sizes every so many batches")
+    add("--test-io", type=int, default=0, choices=(0, 1), help="1: only read the images, and "
+        "log how fast that is")
+    add("--seed", type=int, default=0, help="of all random numbers")
+    add("--save-dir", help="write log.jsonl there (docs/recipes.md says what is in it)")
+    recipes.TrainingLog.add_arguments(parser)
+    add = parser.add_argument_group("data").add_argument
+    add("--data-train", "--rec-train", help="RecordIO file of training images")
+    add("--data-train-idx", "--rec-train-idx", default="", help="its index: shuffles all images")
+    add("--data-val", "--rec-val", help="RecordIO file of validation images")
+    add("--data-val-idx", "--rec-val-idx", default="", help="its index")
+    add("--image-shape", default="3,224,224", help="channels,height,width")
+    add("--num-classes", "--classes", type=positive, default=1000, help="that labels have")
+    add("--num-examples", type=int, help="training images in an epoch, for the schedule, if not "
+        "as many as the file has")
+    add("--rgb-mean", default="123.68,116.779,103.939", help="of pixels from 0 to 255")
+    add("--rgb-std", default="1,1,1", help="the same")
+    add("--data-nthreads", "--num-data-workers", type=int, default=4,
+        help="threads that decode images")
+    add("--benchmark", type=int, default=0, choices=(0, 1), help="1: random images, no files")
+    add_augmentation(parser)
+
+
+def add_augmentation(parser):
+    augment = parser.add_argument_group("augmentation (as in MXNet's image-classification example)")
+    augment.add_argument("--use-imagenet-data-augmentation", type=int, default=0, choices=(0, 1),
+                         help="1: what ResNets on ImageNet are usually trained with")
+    for flag, kind, default in (
+            ("pad-size", int, 0), ("fill-value", int, 127), ("random-crop", int, 0),
+            ("random-mirror", int, 0), ("random-resized-crop", int, 0),
+            ("max-random-h", int, 0), ("max-random-s", int, 0), ("max-random-l", int, 0),
+            ("min-random-aspect-ratio", float, None), ("max-random-aspect-ratio", float, 0.0),
+            ("max-random-rotate-angle", int, 0), ("max-random-shear-ratio", float, 0.0),
+            ("max-random-scale", float, 1.0), ("min-random-scale", float, 1.0),
+            ("max-random-area", float, 1.0), ("min-random-area", float, 1.0),
+            ("min-crop-size", int, -1), ("max-crop-size", int, -1), ("brightness", float, 0.0),
+            ("contrast", float, 0.0), ("saturation", float, 0.0), ("pca-noise", float, 0.0)):
+        augment.add_argument(f"--{flag}", type=kind, default=default,
+                             help="of mx.io.ImageRecordIter")
+
+
+def imagenet_augmentation(args):
+    """Crops of 8 to 100 % of an image, mirrored, with other colors."""
+    if args.use_imagenet_data_augmentation:
+        args.random_resized_crop = args.random_mirror = 1
+        args.min_random_area, args.max_random_area = 0.08, 1.0
+        args.min_random_aspect_ratio, args.max_random_aspect_ratio = 3 / 4, 4 / 3
+        args.brightness = args.contrast = args.saturation = 0.4
+        args.pca_noise = 0.1
+
+
+# ---- data
+
+def image_shape(args):
+    try:
+        channels, height, width = map(int, args.image_shape.split(","))
+    except ValueError:
+        raise SystemExit("--image-shape takes channels,height,width, such as 3,224,224. "
+                         f"Received: {args.image_shape}") from None
+    return channels, height, width
+
+
+def count_records(path, classes):
+    """How many records a RecordIO file has; an error if it is missing, empty or cut short, or if
+    a label is beyond the classes."""
+    if not os.path.exists(path):
+        raise SystemExit(f"{path} does not exist")
+    size, count, at = os.path.getsize(path), 0, 0
+    if size == 0:
+        raise SystemExit(f"{path} is empty")
+    with open(path, "rb") as file:
+        while at < size:
+            file.seek(at)
+            header = file.read(16).ljust(16, b"\0")
+            magic, length, labels, label = struct.unpack("<IIIf", header)
+            if magic != _MAGIC:
+                raise SystemExit(f"{path} is no RecordIO file, or damaged: no record begins at "
+                                 f"byte {at}")
+            part, length = length >> 29, length & (1 << 29) - 1
+            if part in (0, 1) and labels == 0 and label >= classes:  # 0 means one, in this place
+                raise SystemExit(f"{path} has a label {label:g}, and the network {classes} "
+                                 "classes, from 0 on: --num-classes")
+            at += 8 + (length + 3) // 4 * 4
+            count += part in (0, 1)  # a record's only or first part
+    if at > size:
+        raise SystemExit(f"{path} is cut short: its last record ends {at - size} bytes behind it")
+    return count
+
+
+def iterators(args, part=0, parts=1):
+    """Training and validation data, and how many training images there are."""
+    shape = image_shape(args)
+    if args.benchmark:
+        examples = args.num_examples or 100 * args.batch_size
+        return _Random((args.batch_size, *shape), args.num_classes, examples), None, examples
+    if not args.data_train:
+        raise SystemExit("--data-train FILE.rec is needed, or --benchmark 1 for random images")
+    examples = count_records(args.data_train, args.num_classes)
+    if examples < args.batch_size:
+        raise SystemExit(f"{args.data_train} has {examples} images, fewer than one batch of "
+                         f"{args.batch_size}")
+    validated = count_records(args.data_val, args.num_classes) if args.data_val else 0
+    mean, std = ([float(x) for x in text.split(",")] for text in (args.rgb_mean, args.rgb_std))
+    common = {
+        "data_shape": shape, "batch_size": args.batch_size, "label_width": 1,
+        "mean_r": mean[0], "mean_g": mean[1], "mean_b": mean[2],
+        "std_r": std[0], "std_g": std[1], "std_b": std[2],
+        "preprocess_threads": args.data_nthreads, "num_parts": parts, "part_index": part}
+    train = mx.io.ImageRecordIter(
+        path_imgrec=args.data_train, path_imgidx=args.data_train_idx, shuffle=True,
+        seed=args.seed, seed_aug=args.seed,
+        rand_crop=bool(args.random_crop), rand_mirror=bool(args.random_mirror),
+        random_resized_crop=bool(args.random_resized_crop), pad=args.pad_size,
+        fill_value=args.fill_value, random_h=args.max_random_h, random_s=args.max_random_s,
+        random_l=args.max_random_l, max_aspect_ratio=args.max_random_aspect_ratio,
+        min_aspect_ratio=args.min_random_aspect_ratio,
+        max_rotate_angle=args.max_random_rotate_angle,
+        max_shear_ratio=args.max_random_shear_ratio, max_random_scale=args.max_random_scale,
+        min_random_scale=args.min_random_scale, max_random_area=args.max_random_area,
+        min_random_area=args.min_random_area, min_crop_size=args.min_crop_size,
+        max_crop_size=args.max_crop_size, brightness=args.brightness, contrast=args.contrast,
+        saturation=args.saturation, pca_noise=args.pca_noise, **common)
+    val = None
+    if validated:
+        # Module counts the padding of a last, smaller batch as images: best that there is none.
+        whole = [n for n in range(args.batch_size, args.batch_size // 2, -1) if validated % n == 0]
+        common["batch_size"] = (whole or [args.batch_size])[0]
+        val = mx.io.ImageRecordIter(path_imgrec=args.data_val, path_imgidx=args.data_val_idx,
+                                    **common)
+    return train, val, args.num_examples or examples
+
+
+class _Random(mx.io.DataIter):
+    """The same batch of random numbers, again and again."""
+
+    def __init__(self, shape, classes, examples):
+        super().__init__(shape[0])
+        self.batches, self.done = max(1, examples // shape[0]), 0
+        self.data = mx.nd.random.uniform(-1, 1, shape)
+        self.label = mx.nd.array(np.random.randint(0, classes, shape[0]))
+        self.provide_data = [mx.io.DataDesc("data", shape)]
+        self.provide_label = [mx.io.DataDesc("softmax_label", shape[:1])]
+
+    def reset(self):
+        self.done = 0
+
+    def next(self):
+        if self.done == self.batches:
+            raise StopIteration
+        self.done += 1
+        return mx.io.DataBatch([self.data], [self.label], pad=0)
+
+
+# ---- training
+
+def fit(args, symbol, arg_params=None, aux_params=None, fixed=None):
+    """Trains, and returns the module."""
+    mx.random.seed(args.seed)
+    np.random.seed(args.seed)
+    if args.batch_size % max(1, len(args.gpus)):
+        raise SystemExit(f"--batch-size {args.batch_size} does not divide over {len(args.gpus)} "
+                         "GPUs")
+    if args.gc_type != "none":
+        raise SystemExit("--gc-type: MXNet compresses no float16 gradients, and for float32 it "
+                         "does so only where the kvstore updates, which loss scaling excludes. "
+                         f"Valid: none. Received: {args.gc_type}")
+    contexts = recipes.devices_of(args.gpus)
+    scale = args.loss_scale or ("dynamic" if args.dtype == "float16" else "none")
+    imagenet_augmentation(args)
+    if args.model_prefix:
+        os.makedirs(os.path.dirname(args.model_prefix) or ".", exist_ok=True)
+    kvstore = mx.kvstore.create(args.kv_store)
+    logging.basicConfig(level=logging.INFO, force=True,
+                        format=f"%(asctime)-15s Node[{kvstore.rank}] %(message)s")
+    train, val, examples = iterators(args, kvstore.rank, kvstore.num_workers)
+    logging.info("start with arguments %s", args)
+    logging.info("gluon_amp %s, MXNet %s, Python %s", amp.__version__, mx.__version__,
+                 platform.python_version())
+    if args.test_io:
+        return test_reading(train, args)
+    epoch_size = max(1, examples // kvstore.num_workers // args.batch_size)
+    begin = args.load_epoch or 0
+    options = {"context": contexts, "loss_scale": None if scale == "none" else scale,
+               "fixed_param_names": fixed}
+    if begin:
+        if not args.model_prefix:
+            raise SystemExit("--load-epoch needs --model-prefix")
+        states = os.path.exists(f"{args.model_prefix}-{begin:04d}.states")
+        module = amp.Module.load(args.model_prefix, begin, states, **options)
+    else:
+        module = amp.Module(symbol, **options)
+    optimizer = {"learning_rate": args.lr, "wd": args.wd, "begin_num_update": begin * epoch_size,
+                 "lr_scheduler": recipes.schedule(
+                     args.lr, epoch_size, args.num_epochs, "step", args.lr_step_epochs,
+                     args.lr_factor, args.warmup_epochs, args.warmup_lr, args.warmup_strategy)}
+    if args.optimizer in ("sgd", "nag", "signum", "lars", "dcasgd"):
+        optimizer["momentum"] = args.mom
+    metrics = ["accuracy"]
+    if args.top_k:
+        metrics.append(mx.metric.create("top_k_accuracy", top_k=args.top_k))
+    metrics += [mx.metric.create(name) for name in args.loss.split(",") if name]
+    record = start_record(args, begin, epoch_size)
+    callbacks = recipes.ModuleLog(record, module, args.disp_batches, args.batch_size)
+    epoch_ends = [callbacks.epoch_end]
+    if args.model_prefix:
+        epoch_ends.append(mx.callback.module_checkpoint(
+            module, args.model_prefix, args.save_period, save_optimizer_states=True))
+    module.fit(
+        train, val, metrics, kvstore=kvstore if "dist" in args.kv_store else args.kv_store,
+        optimizer=args.optimizer, optimizer_params=optimizer, begin_epoch=begin,
+        num_epoch=args.num_epochs, arg_params=arg_params, aux_params=aux_params,
+        allow_missing=arg_params is not None,
+        initializer=initializer_of(args),
+        batch_end_callback=[callbacks.batch_end,
+                            amp.Speedometer(args.batch_size, args.disp_batches)],
+        epoch_end_callback=epoch_ends, eval_batch_end_callback=callbacks.validation_batch_end,
+        eval_end_callback=callbacks.validation_end,
+        monitor=mx.mon.Monitor(args.monitor) if args.monitor else None)
+    record.save()
+    record.end()
+    return module
+
+
+def initializer_of(args):
+    if args.initializer == "default":
+        return mx.init.Xavier(rnd_type="gaussian", factor_type="in", magnitude=2)
+    return mx.init.create({"msra": "msraprelu"}.get(args.initializer, args.initializer))
+
+
+def test_reading(train, args):
+    """Reads all images of an epoch, and logs how fast."""
+    begun, tic = time.time(), time.time()
+    for i, _ in enumerate(train, 1):
+        if i % args.disp_batches == 0:
+            logging.info("Batch [%d]\tSpeed: %.2f samples/sec", i,
+                         args.disp_batches * args.batch_size / (time.time() - tic))
+            tic = time.time()
+    logging.info("%d batches in %.3f s", i, time.time() - begun)
+
+
+def start_record(args, begin, epoch_size):
+    """The run's record; with --load-epoch behind what log.jsonl has of the epochs before."""
+    if not args.save_dir:
+        return recipes.TrainingLog(args, None, steps=begin * epoch_size)
+    os.makedirs(args.save_dir, exist_ok=True)
+    path, lines = os.path.join(args.save_dir, "log.jsonl"), []
+    if begin and os.path.exists(path):
+        lines = [line for line in recipes.read_log(path)[1] if line["epoch"] < begin]
+    elif os.path.exists(path):
+        raise SystemExit(f"{path} is there: --save-dir names another place, --load-epoch goes on")
+    return recipes.TrainingLog(args, path, lines, begin * epoch_size)
 
 
 def main(arguments=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=command.Help)
-    parser.add_argument("--network", default="resnet", choices=("resnet", "resnet-v2", "mobilenet"))
+    parser = recipes.Parser(__doc__)
+    parser.add_argument("--network", default="resnet", choices=("resnet", "resnet-v2", "mobilenet"),
+                        help="a file in symbols/")
     parser.add_argument("--num-layers", type=int, default=50, help="of a resnet")
-    module_fit.add_arguments(parser)
-    image_data.add_arguments(parser)
+    add_arguments(parser)
     args = parser.parse_args(arguments)
-    image_data.image_shape(args)
+    image_shape(args)
     network, _, version = args.network.partition("-v")
     options = {"num_layers": args.num_layers, "image_shape": args.image_shape,
                "version": int(version or 1)} if network == "resnet" else {}
@@ -31,8 +324,8 @@ def main(arguments=None):
             args.num_classes, dtype=args.dtype, **options)
     except ValueError as error:
         raise SystemExit(f"{parser.prog}: {error}") from None
-    module_fit.fit(args, symbol)
+    fit(args, symbol)
 
 
 if __name__ == "__main__":
-    command.run(main)
+    recipes.run(main)

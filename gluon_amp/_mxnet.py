@@ -10,7 +10,6 @@ import os
 import re
 import sys
 from contextlib import suppress
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, List
 
@@ -24,8 +23,9 @@ _INSTALL = "pip install 'gluon-amp[cpu]' (or 'gluon-amp[cu112]' for NVIDIA GPUs)
 
 def installed_builds() -> List[str]:
     """The MXNet distributions in this environment, such as ['mxnet-cu112']."""
-    found = (distribution.metadata for distribution in metadata.distributions())
-    names = {m["Name"].lower() for m in found if "Name" in m}
+    # by their folders' names: reading what all distributions say of themselves takes 20 ms
+    folders = (path.name for place in sys.path for path in Path(place or ".").glob("mxnet*-info"))
+    names = {folder.split("-")[0].lower().replace("_", "-") for folder in folders}
     return sorted(n for n in names if re.fullmatch(r"mxnet(-mkl|-native|-cu\d+(mkl)?)?", n))
 
 

@@ -1,4 +1,5 @@
 """How errors are worded: what a value must be, and which names they show."""
+import argparse
 import difflib
 import numbers
 from typing import Any, Iterable, List, Sequence
@@ -20,6 +21,13 @@ def whole_number(value: Any, what: str, least: int) -> int:
     return int(value)
 
 
+def positive(text: str) -> int:
+    """The type of a command's arguments that are whole numbers from 1 on."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number from 1 on. Received: {text!r}")
+    return int(text)
+
+
 def in_names(names: Iterable[str]) -> str:
     """The end of a sentence: " in a, b and 3 more", or nothing where there are no names."""
     names = list(names)
@@ -32,3 +40,10 @@ def in_names(names: Iterable[str]) -> str:
 def nearest(name: str, names: Sequence[str], most: int = 5) -> List[str]:
     """Those of the names that look like this one; the first ones where none does."""
     return difflib.get_close_matches(name, names, n=most, cutoff=0.3) or list(names[:most])
+
+
+def did_you_mean(name: str, names: Sequence[str]) -> str:
+    """The end of a message about an unknown name: ". Did you mean a or b?", or nothing where no
+    name looks like it."""
+    close = difflib.get_close_matches(name, names, n=3)
+    return f". Did you mean {' or '.join(close)}?" if close else ""

@@ -3,6 +3,7 @@ from dataclasses import InitVar, dataclass
 from typing import Any, Optional, Union
 
 from .formats import FLOAT16, FLOAT32, Format, get_format
+from .tensor_core_math import check_split, of_gpu
 
 FormatOrName = Union[str, Format]
 
@@ -22,6 +23,10 @@ class Policy:
         sensitive: the same of softmax, losses, exponents and large sums.
         output: what the network returns: float32 or float16.
         compute: sets `product` and `between`.
+        accumulate: a GPU, such as "V100": on a CPU, float16 products then add bit by bit as that
+            GPU's Tensor Cores do (`gluon_amp.tensor_core_dot`), forward and backward. None: in
+            float32.
+        split: how many terms `accumulate` adds in one chain; None: all.
     """
     name: str
     parameter: Any = "float32"
@@ -32,6 +37,8 @@ class Policy:
     product: Any = None
     between: Any = None
     gradient: Any = None
+    accumulate: Optional[str] = None
+    split: Optional[int] = None
 
     def __post_init__(self, compute: Optional[FormatOrName]) -> None:
         between = self._set("between", self.between or compute or "float32")
@@ -41,6 +48,16 @@ class Policy:
             self._one_of(role, (FLOAT32, FLOAT16))
         for role in ("norm", "sensitive"):
             self._one_of(role, (FLOAT32, between))
+        check_split(self.split)
+        if self.split is not None and self.accumulate is None:
+            raise ValueError(f"policy {self.name}: split is for accumulate=. Received: "
+                             f"split={self.split}, accumulate=None")
+        if self.accumulate is not None:
+            of_gpu(self.accumulate)
+            if not (product == self.gradient == FLOAT16):
+                raise ValueError(f"policy {self.name}: accumulate={self.accumulate!r} is for "
+                                 f"float16 products. Received: product={product.name}, "
+                                 f"gradient={self.gradient.name}")
 
     def _set(self, role: str, given: FormatOrName) -> Format:
         made = get_format(given, f"policy {self.name}: {role}")
@@ -67,9 +84,10 @@ class Policy:
 
     @property
     def cpu_only(self) -> bool:
-        """Whether a GPU has no arrays of some of its formats."""
-        return not all(f.is_array_type for f in (self.product, self.between, self.gradient)) \
-            or self.gradient != self.product
+        """Whether a GPU has no arrays of some of its formats, or adds in its own way."""
+        formats = (self.product, self.between, self.gradient)
+        return self.accumulate is not None or self.gradient != self.product \
+            or not all(format_.is_array_type for format_ in formats)
 
 
 POLICIES = {policy.name: policy for policy in (

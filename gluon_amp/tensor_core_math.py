@@ -8,8 +8,6 @@ from typing import Any, NamedTuple, Optional
 
 from ._mxnet import mx, np
 from .cpu import library
-from .graph.graph import Graph
-from .graph.operators import PRODUCTS
 
 
 class TensorCore(NamedTuple):
@@ -134,37 +132,3 @@ def _product(a: "np.ndarray", b: "np.ndarray", c: "np.ndarray", core: TensorCore
     made = library.call("_gluon_amp_tensor_core_dot", stacks, block=core.block,
                         fraction=core.fraction, split=split)
     return made.asnumpy().reshape(c.shape)
-
-
-# ---- networks
-
-ATTRIBUTE = "__gluon_amp_accumulate__"
-
-# What makes its products so (cpu/tensor_core_products.cc), and what else multiplies matrices.
-_PRODUCTS = frozenset("""
-    Convolution Deconvolution FullyConnected dot batch_dot _linalg_gemm2 linalg_gemm2
-    _contrib_interleaved_matmul_selfatt_qk _contrib_interleaved_matmul_selfatt_valatt
-    _contrib_interleaved_matmul_encdec_qk _contrib_interleaved_matmul_encdec_valatt
-    RNN _npx_rnn _npx_convolution _npx_deconvolution _npx_fully_connected _npx_batch_dot
-""".split())
-_OTHERS = PRODUCTS - _PRODUCTS
-
-
-def accumulate(graph: Graph, gpu: str, split: Optional[int] = None) -> None:
-    """Lets all products of a CPU's float16 graph (`graph.build.build`) add as a GPU does.
-
-    Their gradients do so, too. Products that stay float32 are left alone.
-    """
-    core = of_gpu(gpu)
-    said = f"{core.block} {core.fraction} {check_split(split)}"
-    for node in graph.nodes():
-        for inner in node.subgraphs:
-            accumulate(inner, gpu, split)
-        if not node.op.startswith(library.PREFIX):
-            continue
-        op = node.op[len(library.PREFIX):]
-        if op in _OTHERS:
-            raise ValueError(f"accumulate={gpu!r} has no code for {op} ({node.name}): keep it in "
-                             f"float32. Valid: {', '.join(sorted(_PRODUCTS))}")
-        if op in _PRODUCTS:
-            node.attrs[ATTRIBUTE] = said

@@ -24,3 +24,9 @@ def same_numbers():
 @pytest.fixture()
 def rng():
     return np.random.default_rng(7)
+
+
+@pytest.fixture()
+def x(rng):
+    """Four small images."""
+    return mx.nd.array(rng.standard_normal((4, 3, 8, 8)))

@@ -232,3 +232,9 @@ def test_ctrl_c_ends_it_with_130():
 def heeds_ctrl_c():
     """What a shell starts in the background does not."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def test_python_m_gluon_amp_is_the_same_command():
+    done = subprocess.run([sys.executable, "-W", "ignore", "-m", "gluon_amp", "--version"],
+                          capture_output=True, text=True, timeout=120)
+    assert done.stdout == f"gluon-amp {__version__}\n", done.stderr

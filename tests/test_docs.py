@@ -21,7 +21,7 @@ from sybil.document import Document
 from sybil.parsers.markdown import CodeBlockParser
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 COMMANDS = {"sh", "console"}
 # Not run: what commands print, and Sphinx's own.
 LANGUAGES = {"python", "output", "diff", "text", *COMMANDS}

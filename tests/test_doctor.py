@@ -10,7 +10,7 @@ from gluon_amp._mxnet import message, mx, np
 from gluon_amp.cpu import library
 from gluon_amp.policy import POLICIES
 from gluon_amp.tools import doctor
-from gluon_amp.tools.doctor import GPU, describe, examine, gpus, version_of_cudnn
+from gluon_amp.tools.doctor import GPU, describe, examine, fit_width, gpus, version_of_cudnn
 from gluon_amp.tools.footprint import footprint, load
 from mxnet import gluon, nd
 from mxnet.gluon import nn
@@ -421,3 +421,29 @@ def test_a_file_that_is_no_symbol_is_named(tmp_path):
         tmp_path.joinpath("net.json").write_bytes(content)
         with pytest.raises(ValueError, match=r"cannot read this .*Received: .*net\.json"):
             load(str(tmp_path / "net.json"))
+
+
+def test_operators_that_stay_float32_for_a_constants_sake_are_named():
+    dense = mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=8, name="dense")
+    small = dense + 1e-12
+    assert footprint(small, (8, 8))["constants"] == [small.name]
+    assert footprint(dense, (8, 8))["constants"] == []
+
+
+def test_what_is_printed_fits_80_columns_and_loses_no_word():
+    text = describe(examine("mobilenet1.0", 20))
+    fitted = fit_width(text)
+    paths = [str(library.PATH)]  # has no place to break
+    assert [line for line in fitted.splitlines()
+            if len(line) > 80 and line.strip() not in paths] == []
+    assert fitted.split() == text.split()
+    assert "depthwise: each channel has a filter" in text
+
+
+def test_a_network_without_depthwise_layers_is_told_nothing_of_them():
+    assert "depthwise" not in describe(examine("resnet18_v1", 20))
+
+
+def test_a_mistyped_network_brings_up_its_right_name():
+    with pytest.raises(ValueError, match=r"Received: resnet18v1\. Did you mean resnet18_v1"):
+        examine("resnet18v1")

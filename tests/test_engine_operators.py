@@ -124,7 +124,7 @@ NOT_HERE = {
         "_npi_(normal|uniform)(_n)?|_npi_(choice|gumbel|logistic|rayleigh|weibull|pareto|"
         "exponential|gamma|bernoulli|multinomial)",
     "has states: in another file": "RNN|Dropout",
-    "not in MXNet": "widen|narrow|round_to_grid|follow|sgd|squares",
+    "not in MXNet": "widen|narrow|round_to_grid|follow|update|squares|tensor_core_dot",
     "updates weights, outside of graphs": ".*_update(_phase[12])?|reset_arrays",
     "takes no float16, as on a GPU":
         "BatchNorm_v1|IdentityAttachKLSparseReg|InstanceNorm|Crop|_contrib_MultiBox.*|"

@@ -122,6 +122,25 @@ def test_a_format_knows_its_range():
     assert amp.Format("e3m4", exponent=3, fraction=4).largest == 15.5
 
 
+def test_products_may_add_as_a_gpu_does(rng):
+    (x, w, head), (out, dx, dw) = dense(
+        amp.Policy("v100", parameter="float16", compute="float16", accumulate="V100", split=4), rng)
+    x, w, head = (a.astype(np.float16) for a in (x, w, head))
+    for ours, (a, b) in ((out, (x, w.T)), (dx, (head, w)), (dw, (head.T, x))):
+        expected = amp.tensor_core_dot(a, b, gpu="V100", split=4)
+        assert np.array_equal(ours, expected.astype(np.float16))
+
+
+@pytest.mark.parametrize(("roles", "said"), [
+    ({"compute": "float16", "accumulate": "T4"}, "nobody has measured a T4"),
+    ({"compute": "bfloat16", "accumulate": "V100"}, "accumulate='V100' is for float16 products"),
+    ({"compute": "float16", "split": 4}, "split is for accumulate="),
+    ({"compute": "float16", "accumulate": "V100", "split": 0}, "split must be a whole number")])
+def test_what_cannot_add_as_a_gpu_does_is_refused(roles, said):
+    with pytest.raises(ValueError, match=said):
+        amp.Policy("mine", **roles)
+
+
 def test_every_half_is_a_float16_and_rounds_as_numpy_says():
     every = np.arange(2 ** 16, dtype=np.uint16).view(np.float16)
     with np.errstate(over="ignore", invalid="ignore"):

@@ -6,7 +6,7 @@ import gluon_amp as amp
 import numpy as np
 import pytest
 from gluon_amp._mxnet import mx
-from mxnet import nd
+from mxnet import gluon, nd
 from mxnet import symbol as S
 
 OPTIMIZERS = {"sgd": ("sgd", {"learning_rate": 0.1}),
@@ -279,6 +279,17 @@ def test_without_a_scale_too_clipping_looks_first_and_skips_what_is_not_finite()
 def test_a_bad_norm_is_refused(clip_norm):
     with pytest.raises(ValueError, match="clip_norm must be a positive, finite number"):
         amp.Module(net(), label_names=["head_label"], clip_norm=clip_norm)
+
+
+def test_scaled_gradients_that_somebody_writes_into_are_an_error():
+    mod = made(net(), loss_scale=64)
+    mod.forward_backward(batch())
+    before = values(mod)["fc_weight"]
+    gluon.utils.clip_global_norm([mod._exec_group.execs[0].grad_dict["bn_beta"]], 1e-3)
+    with pytest.raises(RuntimeError, match=r"in bn_beta were written between .* clip_norm="):
+        mod.update()
+    assert np.array_equal(before, values(mod)["fc_weight"])
+    assert learn(mod, batch())
 
 
 # ---- what scales, and what does not

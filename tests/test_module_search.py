@@ -65,6 +65,18 @@ def test_gradients_that_add_up_are_those_of_one_scale():
         np.testing.assert_allclose(g / scale, found[name], rtol=4e-3, atol=1e-3)
 
 
+def test_gradients_that_add_up_over_a_change_of_scale_are_of_one_scale():
+    def gradients(scale):
+        mod = made(net(None), optimizer=("sgd", {"learning_rate": 0}), loss_scale=scale,
+                   bind={"grad_req": "add"})
+        for _ in range(3):
+            assert learn(mod, batch())
+        return {k: g / mod._used_scale for k, g in grads(mod).items()}
+
+    grown, fixed = gradients(dynamic(64, growth_interval=1)), gradients(64)
+    assert same(grown, fixed)
+
+
 def test_head_gradients_and_input_gradients_follow_the_search():
     mod = amp.Module(amp.convert_symbol(body()), label_names=None, loss_scale=dynamic(HIGH))
     mod.bind([("data", (6, 3, 6, 6))], inputs_need_grad=True)

@@ -96,6 +96,75 @@ def test_the_loss_scale_is_followed_where_it_changes(write, tmp_path):
     assert [epoch.scale for epoch in run.epochs.values()] == [1024, 512]
 
 
+@pytest.mark.parametrize(("batch", "rate"), [
+    ("Speed: 45.123 samples/sec, CrossEntropy=4.100, SmoothL1=2.300", None),
+    ("LR: 1.00E-03, Speed: 45.123 samples/sec, ObjLoss=4.100, BoxCenterLoss=2.300", 0.001),
+    ("Speed: 45.123 samples/sec, LR=0.001, loss=4.100", 0.001)])
+def test_gluoncv_logs_of_detection_are_read(batch, rate, tmp_path):
+    text = logs.header(network="resnet50_v1b", dataset="voc", amp=True) + "".join(
+        f"[Epoch {n}][Batch 99], {batch}\n"
+        f"[Epoch {n}] Training cost: 120.500, CrossEntropy=3.900, SmoothL1=2.000\n"
+        f"[Epoch {n}] Validation: \naeroplane=0.8123456789\nmAP={value}\n"
+        f"[Epoch {n}] mAP {value} higher than current best 0.0 saving to x.params\n"
+        for n, value in enumerate((0.5, 0.7123456789)))
+    run, = read_text(tmp_path, text)
+    assert (run.measure, run.final) == ("mAP", pytest.approx(71.23456789))
+    assert (run.epochs[1].speed, run.epochs[1].seconds) == (pytest.approx(45.123), 120.5)
+    assert run.epochs[1].lr == rate
+
+
+def test_cocos_mean_precision_is_the_last_line_of_its_block(tmp_path):
+    text = "".join(
+        f"[Epoch {n}] Training cost: 9.500, loss=1.000\n[Epoch {n}] Validation: \n"
+        "~~~~ Summary metrics ~~~~\n=Average Precision  (AP) @[ IoU=0.50:0.95 | area=   all ] = "
+        f"0.371\nperson=52.1\n~~~~ MeanAP @ IoU=[0.50,0.95] ~~~~\n={value}\n"
+        for n, value in enumerate((30.5, 37.1)))
+    run, = read_text(tmp_path, text)
+    assert (run.measure, run.final) == ("mAP", pytest.approx(37.1))
+
+
+def test_gluoncv_logs_of_segmentation_are_read(tmp_path):
+    text = "".join(
+        f"Epoch {n} iteration 0000/0100: training loss 2.500\n"
+        f"Epoch {n} iteration 0099/0100: training loss 1.250\n"
+        f"Epoch {n} validation pixAcc: 0.900, mIoU: {value:.3f}\n"
+        for n, value in enumerate((0.5, 0.7)))
+    run, = read_text(tmp_path, text)
+    assert (run.measure, run.final, run.epochs[0].loss) == ("mIoU", pytest.approx(70), 1.25)
+
+
+def test_gluoncv_logs_of_fine_tuning_are_read(tmp_path):
+    text = "".join(f"[Epoch {n}] Train-acc: 0.512, loss: 1.234 | Val-acc: {1 - error:.3f} | "
+                   "time: 35.1\n" for n, error in enumerate((0.5, 0.25)))
+    run, = read_text(tmp_path, text)
+    assert top1(run) == {0: 0.5, 1: 0.25}
+    assert (run.epochs[1].loss, run.epochs[1].seconds, run.metric) == (1.234, 35.1, "accuracy")
+
+
+def test_steps_of_our_jsonl_are_read(tmp_path):
+    run, = read_text(tmp_path, logs.steps([0.5, 0.4], seed=3), "log.jsonl")
+    assert top1(run) == {0: 0.5, 1: 0.4}
+    assert run.seed == "3"
+    assert (run.epochs[1].loss, run.epochs[1].validation_loss) == (0.5, pytest.approx(0.6))
+    assert run.steps["loss"][:2] == [(0, 0, 2), (0, 1, 1.8)]
+    assert run.steps["gradient_norm"][0] == (0, 1, 2)  # none of the step that was skipped
+    assert run.trace[:2] == [(0, 0, 2048, 1), (0, 1, 1024, 1)]
+
+
+def test_a_later_version_of_our_jsonl_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"log.jsonl of version 3. Valid: 1 to 2"):
+        read_text(tmp_path, logs.steps([0.5]).replace('"version": 2', '"version": 3'))
+
+
+def test_a_long_series_of_steps_is_thinned_evenly_enough(tmp_path):
+    lines = [json.dumps({"epoch": 0, "batch": n, "loss": 1.0}) for n in range(10_000)]
+    run, = read_text(tmp_path, "\n".join([*lines, '{"epoch": 0, "err_top1": 0.5}', ""]))
+    series = run.steps["loss"]
+    assert 1000 < len(series) <= 2000
+    gaps = {b[1] - a[1] for a, b in zip(series, series[1:])}
+    assert (series[0][1], gaps) == (0, {8})
+
+
 @given(speeds=st.lists(st.integers(1, 10 ** 7).map(lambda n: n / 100), min_size=1, max_size=9))
 @SAME_FOLDER
 def test_an_epochs_speed_is_that_of_its_images_over_its_time(speeds, tmp_path):

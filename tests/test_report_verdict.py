@@ -59,7 +59,8 @@ def test_so_many_seeds_show_the_margin_four_times_in_five(pairs):
 
 
 @pytest.mark.parametrize(("differences", "word"), [
-    ([0.1, -0.1, 0.05, -0.05], "the same"), ([0.2, 0.21, 0.19, 0.2], "different, within the margin"),
+    ([0.1, -0.1, 0.05, -0.05], "the same"),
+    ([0.2, 0.21, 0.19, 0.2], "different, within the margin"),
     ([2.0, 2.1, 1.9, 2.0], "different"), ([3.0, -3.0, 2.0, -2.0], "undecided"),
     ([0.0, 0.0, 0.0], "the same"), ([0.25, 0.25], "different, within the margin"),
     ([5.0, 5.0], "different")])

@@ -99,6 +99,14 @@ def test_every_bit_is_the_rules(factors, accumulator, gpu, rng):
                     product(a, b, c, rule.block, rule.fraction, split))
 
 
+@each_gpu
+def test_the_engine_has_room_for_an_instructions_sum(gpu):
+    """It adds two halves of a block in 32 bits each: products are below 4, c below 2."""
+    block, fraction, _ = GPUS[gpu]
+    assert 4 * (block // 2) + 2 <= 2 ** (31 - fraction)
+    assert block % 2 == 0
+
+
 @pytest.mark.parametrize("isa", list(library.VARIANTS))
 def test_each_instruction_set_gives_the_rules_bits(isa):
     if os.environ.get("GLUON_AMP_ISA"):
@@ -173,6 +181,16 @@ def test_arrays_of_mxnet_give_arrays_of_mxnet(rng):
 def test_arrays_that_are_transposed_or_not_contiguous_are_taken_as_they_look(rng):
     a, b = ordinary(rng, 40, 6).T[:, ::2], ordinary(rng, 8, 20).T
     assert_bits(amp.tensor_core_dot(a, b), amp.tensor_core_dot(a.copy(), b.copy()))
+
+
+def test_large_matrices_are_what_their_parts_are(rng):
+    a, b = ordinary(rng, 1100, 20), ordinary(rng, 20, 2100)
+    c = rng.standard_normal((1100, 2100)).astype("float32")
+    made = amp.tensor_core_dot(a, b, c)
+    for rows in (slice(0, 3), slice(1020, 1030), slice(1098, None)):
+        for columns in (slice(0, 70), slice(2040, 2060)):
+            part = amp.tensor_core_dot(a[rows], b[:, columns], c[rows, columns])
+            assert_bits(made[rows, columns], part)
 
 
 def test_a_split_as_long_as_the_sum_is_none(rng):

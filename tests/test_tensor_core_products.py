@@ -8,9 +8,10 @@ import itertools
 import numpy as np
 import pytest
 from gluon_amp._mxnet import mx
+from gluon_amp.graph.accumulate import accumulate
 from gluon_amp.graph.build import build
 from gluon_amp.graph.graph import Graph
-from gluon_amp.tensor_core_math import GPUS, TensorCore, accumulate
+from gluon_amp.tensor_core_math import GPUS, TensorCore
 from tensor_core_rule import product
 
 sym = mx.sym
@@ -311,6 +312,22 @@ def test_a_coarse_gpu_shows():
     coarse, coarser, fine = (outcome(sym.dot(X, Y), {"x": a, "y": b}, *rule)[0] for rule in RULES)
     assert np.mean(coarse != fine) > 0.9
     assert np.mean(coarse != coarser) > 0.9
+
+
+def test_a_gradient_of_a_gradient_of_a_dense_layer_is_refused():
+    graph = build(Graph.read(sym.FullyConnected(X, Y, no_bias=True, num_hidden=3)),
+                  dict.fromkeys("xy", "float16"))
+    accumulate(graph, "V100")
+    x, w = mx.nd.ones((2, 4), dtype="float16"), mx.nd.ones((3, 4), dtype="float16")
+    op = mx.nd.CachedOp(graph.symbol(), [("data_indices", [0, 1]), ("param_indices", [])])
+    x.attach_grad()
+    w.attach_grad()
+    with pytest.raises(mx.MXNetError, match="gradient of a gradient"):  # noqa: PT012
+        with mx.autograd.record():
+            dx, = mx.autograd.grad(op(x, w), [x], create_graph=True, retain_graph=True)
+        dx.backward()
+        mx.nd.waitall()
+        w.grad.asnumpy()
 
 
 def test_what_has_no_code_is_refused_by_name():

@@ -6,9 +6,10 @@ wrong products would show everywhere, since this GPU keeps few bits."""
 import numpy as np
 import pytest
 from gluon_amp._mxnet import mx
+from gluon_amp.graph.accumulate import accumulate
 from gluon_amp.graph.build import build
 from gluon_amp.graph.graph import Graph
-from gluon_amp.tensor_core_math import GPUS, TensorCore, accumulate
+from gluon_amp.tensor_core_math import GPUS, TensorCore
 from halves import stock
 from tensor_core_rule import product
 

@@ -9,6 +9,7 @@ from trainers import (
     LOSS,
     SGD,
     One,
+    dynamic,
     fit,
     make,
     ones,
@@ -109,6 +110,25 @@ def test_accumulated_gradients_share_one_scale_and_a_skipped_step_leaves_them_cl
         trainer.backward(loss)
     assert trainer.step(1) is True
     assert all((v == -2).all() for v in values(net))
+
+
+@pytest.mark.parametrize("how", ["backward", "scale_loss"])
+def test_gradients_that_add_up_over_a_change_of_scale_are_of_one_scale(how):
+    """Of two steps without zero_grad the second uses two gradients, as in float32."""
+    net = One("add")
+    trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 1},
+                          loss_scale=dynamic(initial=64, growth_interval=1))
+    for scale, weight in ((64, 0), (128, -2), (256, -5)):
+        assert trainer.loss_scale == scale
+        with autograd.record():
+            loss = net(ones(), ones())
+            if how == "scale_loss":
+                with amp.scale_loss(loss, trainer) as scaled:
+                    autograd.backward(scaled)
+        if how == "backward":
+            trainer.backward(loss)
+        assert trainer.step(1)
+        assert all((v == weight).all() for v in values(net))
 
 
 def test_scale_loss_is_that_of_contrib_amp(batches):

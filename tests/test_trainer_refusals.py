@@ -3,7 +3,8 @@ import gluon_amp as amp
 import numpy as np
 import pytest
 from gluon_amp._mxnet import mx
-from mxnet import autograd
+from mxnet import autograd, gluon, nd
+from mxnet.gluon import nn
 from trainers import One, ones, recorded, settled, values
 
 
@@ -83,6 +84,114 @@ def test_a_stale_gradient_is_an_error_before_anything_changed():
     trainer.backward(loss)
     with pytest.raises(RuntimeError, match="the loss does not depend on them"):
         trainer.step(1, ignore_stale_grad=True)
+
+
+WRITES = {
+    # On a CPU it takes no float16.
+    "clip_global_norm": lambda grads: gluon.utils.clip_global_norm(grads[1:], 1),
+    "multiply": lambda grads: [g.__imul__(0.5) for g in grads],
+    "set": lambda grads: [g.__setitem__(slice(None), 3) for g in grads],
+    "set one": lambda grads: grads[0].__setitem__(1, 3),
+    "operator": lambda grads: nd.clip(grads[0], -1, 1, out=grads[0]),
+    "zero": lambda grads: grads[0].__setitem__(slice(None), 0),
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("ends", ["step", "update", "clip_norm", "unscale", "backward"])
+def test_scaled_gradients_that_somebody_writes_into_are_an_error(write, ends):
+    """gluon.utils.clip_global_norm would clip the scale, and the update divide by it."""
+    net = One("add" if ends == "backward" else "write")
+    trainer = amp.Trainer(net.collect_params(), "sgd", loss_scale=1024)
+    call = {"step": lambda: trainer.step(1), "update": lambda: trainer.update(1),
+            "clip_norm": lambda: trainer.clip_norm(1), "unscale": trainer.unscale,
+            "backward": lambda: (trainer.backward(recorded(net, ones(), ones())), trainer.step(1))}
+    for _ in range(2):
+        trainer.backward(recorded(net, ones(), ones()))
+        WRITES[write]([net.a.grad(), net.b.grad()])
+        with pytest.raises(RuntimeError, match="gradients in .* were written between.*"
+                                               r"scale, 1024.*trainer.clip_norm.*unscale\(\)"):
+            call[ends]()
+        assert all((v == 1).all() for v in values(net))
+    net.collect_params().zero_grad()
+    trainer.backward(recorded(net, ones(), ones()))
+    assert trainer.step(1)
+
+
+def test_after_a_sum_over_devices_too_and_what_only_reads_is_no_error():
+    devices = [mx.cpu(0), mx.cpu(1)]
+    net = One(devices=devices)
+    trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 1}, loss_scale=8)
+
+    def backward():
+        trainer.backward([recorded(net, ones(device=d), ones(device=d)) for d in devices])
+        return [g for p in (net.a, net.b) for g in p.list_grad()]
+
+    for gradient in backward():
+        assert gradient.norm().asscalar() == 16
+        assert gradient[1].asscalar() == 8
+    trainer.allreduce_grads()
+    assert trainer.clip_norm(1e9) > 0
+    assert trainer.update(1)
+    gradients = backward()
+    trainer.allreduce_grads()
+    gradients[1][:] = 0
+    with pytest.raises(RuntimeError, match=f"gradients in {net.a.name} were written between"):
+        trainer.update(1)
+
+
+def test_without_a_scale_gradients_may_be_written():
+    for kwargs in ({"loss_scale": None}, {"enabled": False}, {"loss_scale": None, "clip_norm": 9}):
+        net = One()
+        trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 1}, **kwargs)
+        trainer.backward(recorded(net, ones(), ones()))
+        for gradient in (net.a.grad(), net.b.grad()):
+            gradient *= 0.5
+        assert trainer.step(1)
+        assert (net.b.data().asnumpy() == 0.5).all()
+
+
+class Head(gluon.HybridBlock):
+    """A network that ends in a loss head of the Symbolic API."""
+
+    def __init__(self, head):
+        super().__init__()
+        self.head = head
+        with self.name_scope():
+            self.dense = nn.Dense(3, in_units=4)
+
+    def hybrid_forward(self, F, x, y):
+        x = self.dense(x)
+        if self.head in ("MakeLoss", "make_loss"):
+            return getattr(F, self.head)(F.square(x - y))
+        return getattr(F, self.head)(x, y)
+
+
+@pytest.mark.parametrize("how", ["float16", "plain", "hybridized", "static"])
+@pytest.mark.parametrize("scale", [64, "dynamic"])
+@pytest.mark.parametrize("head", ["SoftmaxOutput", "LinearRegressionOutput", "MakeLoss",
+                                  "LogisticRegressionOutput", "MAERegressionOutput", "make_loss"])
+def test_loss_heads_in_the_network_are_refused_at_the_first_backward_pass(head, scale, how):
+    """No scale reaches the gradients that they begin, and the update would divide by it."""
+    net = Head(head)
+    net.initialize()
+    data, label = nd.ones((2, 4)), nd.zeros(2) if head == "SoftmaxOutput" else nd.ones((2, 3))
+    net(data, label)
+    if how == "float16":
+        amp.convert(net)
+    elif how != "plain":
+        net.hybridize(static_alloc=how == "static")
+    trainer = amp.Trainer(net.collect_params(), "sgd", loss_scale=scale)
+    before = values(net)
+    loss = recorded(net, data, label)
+    with pytest.raises(ValueError, match=rf"by itself: .*{head}.* which are in "):
+        trainer.backward(loss)
+    with pytest.raises(RuntimeError, match=r"step\(\) needs new gradients"):
+        trainer.step(2)
+    assert all(map(np.array_equal, before, values(net)))
+    free = amp.Trainer(net.collect_params(), "sgd", loss_scale=None)
+    free.backward(recorded(net, data, label))
+    assert free.step(2)
 
 
 def test_nothing_to_train_is_an_error():

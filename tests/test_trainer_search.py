@@ -193,3 +193,38 @@ def test_what_cannot_go_back_twice_is_skipped_instead():
     trainer.backward(loss)
     assert not trainer.step(1)
     assert (trainer.loss_scale, trainer.skipped) == (2.0 ** 15, 1)
+
+
+def test_a_hybridized_network_of_mxnets_own_is_not_walked_back_again_with_its_dropout():
+    """Its second backward pass would pass gradients on as if nothing had been dropped."""
+    net = gluon.nn.HybridSequential()
+    net.add(gluon.nn.Dense(64, in_units=64, use_bias=False), gluon.nn.Dropout(0.5))
+    net.initialize(mx.init.One())
+    net.hybridize(static_alloc=True, static_shape=True)
+    trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 1.0},
+                          loss_scale=amp.DynamicLossScale(initial=2.0 ** 24))
+    x = nd.ones((2, 64))
+    x[0, 0] = 1e33  # times the scale, and summed: beyond float32
+    with mx.autograd.record():
+        loss = net(x).sum() * 1e-1
+    trainer.backward(loss)
+    assert trainer.step(1) is False
+
+
+@pytest.mark.parametrize("policy", ["float16", "mixed_float16"])
+def test_a_converted_network_is_walked_back_again_with_its_dropout(policy):
+    mx.random.seed(3)
+    net = gluon.nn.HybridSequential()
+    net.add(gluon.nn.Dropout(0.5), gluon.nn.Dense(64, in_units=64, use_bias=False))
+    net.initialize(mx.init.One())
+    amp.convert(net, policy)
+    trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 1.0})
+    x = nd.ones((2, 64)) * 100
+    x.attach_grad()
+    with mx.autograd.record():
+        y = net(x)
+        loss = (y * 10).sum()
+    trainer.backward(loss)
+    dropped = x.grad.asnumpy() == 0
+    assert 0.2 < dropped.mean() < 0.8
+    assert trainer.step(1)

@@ -43,3 +43,22 @@ def jsonl(errors, start=0, scales=None, **arguments):
                "loss_scale": scales[epoch] if scales else 1.0, "skipped": 2 * epoch}
               for epoch, error in enumerate(errors, start)]
     return "".join(json.dumps(line) + "\n" for line in lines)
+
+
+def steps(errors, dtype="float16", **arguments):
+    """log.jsonl of version 2: what each step was, one of them skipped, and the losses."""
+    lines = [{"version": 2, "arguments": {"dtype": dtype, **arguments}}]
+    scale = 1024.0 if dtype == "float16" else 1.0
+    for epoch, error in enumerate(errors):
+        for batch in range(4):
+            skip = dtype == "float16" and epoch == batch == 0
+            lines.append({"epoch": epoch, "batch": batch, "loss": 2.0 - epoch - batch / 5,
+                          "gradient_norm": None if skip else 1.0 + batch, "lr": 0.1 / (epoch + 1),
+                          "loss_scale": 2 * scale if skip else scale,
+                          "skipped": int(dtype == "float16"), **({"skip": True} if skip else {})})
+        lines.append({"epoch": epoch, "accuracy": 0.25, "err_top1": error, "err_top5": error / 4,
+                      "loss": 1.5 - epoch, "validation_loss": 1.6 - epoch,
+                      "samples_per_second": 1000.0 + epoch, "seconds": 100.0,
+                      "lr": 0.1 / (epoch + 1), "loss_scale": scale,
+                      "skipped": int(dtype == "float16") + epoch * (dtype == "float16")})
+    return "".join(json.dumps(line) + "\n" for line in lines)

@@ -6,7 +6,7 @@
 #include <cstdio>
 #include <cstring>
 
-#include "engine.h"
+#include "watch.h"
 
 namespace gluon_amp {
 namespace {
@@ -111,6 +111,36 @@ int on_one_cpu(const NDArray* const* arrays, int64_t count, int type) {
   return 1;
 }
 
+// How often arrays have been written, once all has been done that was asked for before. MXNet's
+// engine counts it; only a task of that engine sees a count that is not about to change.
+struct Versions {
+  std::vector<mxnet::Engine::VarHandle> arrays;
+  NDArray into;
+};
+
+void write_versions(void*, void* request) {
+  auto* asked = static_cast<Versions*>(request);
+  auto* to = static_cast<int64_t*>(asked->into.data().dptr_);
+  for (auto* array : asked->arrays) *to++ = static_cast<int64_t>(array->version());
+}
+
+void forget_versions(void* request) { delete static_cast<Versions*>(request); }
+
+// `arrays` are NDArrays, each once; `into` is one of as many int64 numbers on the CPU.
+int versions(int count, void** arrays, void* into) {
+  auto* request = new Versions{{}, *static_cast<NDArray*>(into)};
+  for (int i = 0; i < count; ++i)
+    request->arrays.push_back(static_cast<NDArray*>(arrays[i])->var());
+  const mxnet::Context cpu = mxnet::Context::CPU();
+  return MXEnginePushSyncND(write_versions, request, forget_versions, &cpu, arrays, count, &into,
+                            1, nullptr, 0, "gluon_amp_versions");
+}
+
+// Counts the numbers of an array of floats, for Python; `counts` begins as zeros.
+void count(const float* numbers, int64_t n, int half, Counts* counts) {
+  kernels->count(numbers, n, nullptr, half, counts);
+}
+
 struct Table {
   int (*start)(const char*, int, const char**);
   const char* (*reason)();
@@ -122,6 +152,10 @@ struct Table {
   void (*use_generic_code)(int);
   const char* (*own_code)();
   int (*on_one_cpu)(const NDArray* const*, int64_t, int);
+  int (*versions)(int, void**, void*);
+  int64_t (*watched)();
+  const WatchedRow* (*watched_row)(int64_t);
+  void (*count)(const float*, int64_t, int, Counts*);
 };
 
 }  // namespace
@@ -130,6 +164,7 @@ struct Table {
 extern "C" __attribute__((visibility("default"))) const void* gluon_amp_engine() {
   using namespace gluon_amp;
   static const Table table = {start, reason, probe, inputs_fit, map_fits, description_fits,
-                              attributes, use_generic_code, own_names, on_one_cpu};
+                              attributes, use_generic_code, own_names, on_one_cpu, versions,
+                              watched, watched_row, count};
   return &table;
 }

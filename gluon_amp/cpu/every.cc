@@ -9,7 +9,7 @@
 
 #include <cstring>
 
-#include "engine.h"
+#include "watch.h"
 
 namespace gluon_amp {
 
@@ -106,12 +106,16 @@ void narrow(NDArray made, Half* to, const mxnet::TShape& shape, Write write) {
                         b.strides[1] == b.strides[2] * d.dims[2] &&
                         b.strides[0] == b.strides[1] * (d.padded_dims[1] / b.inner_blks[0]);
     if (blocks) {
+      const int64_t stored = d.dims[0] * b.strides[0];
+      show(static_cast<const float*>(made.storage_handle().dptr), stored, stored - shape.Size(),
+           to, nullptr, true);
       kernels->narrow_blocked(static_cast<const float*>(made.storage_handle().dptr), to,
                               d.dims[0], d.dims[1], d.dims[2] * d.dims[3], b.inner_blks[0], write);
       return;
     }
     made = made.Reorder2Default();
   }
+  show(floats(made.data()), shape.Size(), 0, to, nullptr, true);
   kernels->narrow(floats(made.data()), to, shape.Size(), write);
 }
 
@@ -215,10 +219,13 @@ void run(const Call& call, bool onednn, const std::vector<uint32_t>& mutated,
     if (is_half(to) && !grid) {
       narrow(out[i], to, write);
     } else if (direct[i]) {
-      if (grid) kernels->round(*grid, floats(to), floats(to), size(to), kStore);
+      if (!grid) continue;
+      show(floats(to), size(to), 0, to.dptr_, grid, false);
+      kernels->round(*grid, floats(to), floats(to), size(to), kStore);
     } else {
       NDArray made = out[i].IsMKLDNNData() ? out[i].Reorder2Default() : out[i];
       float* from = floats(made.data());
+      if (is_half(to) || grid) show(from, size(to), 0, to.dptr_, grid, is_half(to));
       if (is_half(to)) {
         kernels->round(*grid, from, from, size(to), kStore);
         kernels->narrow(from, halves(to), size(to), write);

@@ -6,13 +6,23 @@ before MXNet has any work to do. It rests on how MXNet 1.9.1's wheels were compi
 `start` looks first, in two steps, whether this is such a one: by MXNet's version and the compiler's
 name in its library, then by what lies where in memory. Where that does not fit, nothing is
 registered; the first float16 use on a CPU says why, and all else goes on. `GLUON_AMP_ISA` picks a
-variant by name.
+variant by name, `GLUON_AMP_ENGINE` another library file (`make sanitize`).
 """
 import ctypes
 import functools
 import os
 import struct
-from ctypes import POINTER, byref, c_char_p, c_int, c_int64, c_uint, c_void_p
+from ctypes import (
+    POINTER,
+    byref,
+    c_char_p,
+    c_double,
+    c_float,
+    c_int,
+    c_int64,
+    c_uint,
+    c_void_p,
+)
 from pathlib import Path
 from typing import Any, FrozenSet, List, Optional, Sequence
 
@@ -31,13 +41,27 @@ VARIANTS = {  # best first: name -> the processor features that it was compiled 
 VERSION = "1.9.1"
 COMPILER = b"GCC: (GNU) 4.8.5"
 
-PATH = Path(__file__).with_name("_engine.so")
+PATH = Path(os.environ.get("GLUON_AMP_ENGINE") or Path(__file__).with_name("_engine.so"))
 _REBUILD = "Rebuild them with: pip install --force-reinstall --no-deps gluon-amp (in a checkout: " \
            "make -B setup, or run outside of it); that needs a C++ compiler."
 
 
 class KernelError(RuntimeError):
     """The engine cannot run here."""
+
+
+class Counts(ctypes.Structure):
+    """Of numbers, by exponent; as in kernels/kernels.h."""
+    _fields_ = [("bins", c_int64 * 256)] + [
+        (name, c_int64) for name in ("zero", "infinite", "overflowed", "flushed")] + [
+        (name, c_double) for name in ("squares", "error_squares")]
+
+
+class WatchedRow(ctypes.Structure):
+    """What a watched node has computed; as in watch.h."""
+    _fields_ = [("name", c_char_p), ("index", c_int64), ("backward", c_int64), ("calls", c_int64),
+                ("numbers", c_int64), ("counts", Counts), ("samples", c_int64),
+                ("sample", c_float * 1024)]
 
 
 class _Table(ctypes.Structure):
@@ -53,6 +77,10 @@ class _Table(ctypes.Structure):
         ("use_generic_code", ctypes.CFUNCTYPE(None, c_int)),
         ("own_code", ctypes.CFUNCTYPE(c_char_p)),
         ("on_one_cpu", ctypes.CFUNCTYPE(c_int, POINTER(c_void_p), c_int64, c_int)),
+        ("versions", ctypes.CFUNCTYPE(c_int, c_int, POINTER(c_void_p), c_void_p)),
+        ("watched", ctypes.CFUNCTYPE(c_int64)),
+        ("watched_row", ctypes.CFUNCTYPE(POINTER(WatchedRow), c_int64)),
+        ("count", ctypes.CFUNCTYPE(None, c_void_p, c_int64, c_int, POINTER(Counts))),
     ]
 
 
@@ -135,11 +163,14 @@ def _start() -> str:
     encoded = (c_char_p * len(names))(*(name.encode() for name in names))
     if engine.start(variant.encode(), len(names), encoded) < 0:
         raise KernelError(f"gluon_amp's CPU kernels do not start: {engine.reason().decode()}")
+    global _table
+    _table = engine
     return variant
 
 
 _variant: Optional[str] = None
 _error: Optional[KernelError] = None
+_table: Optional[_Table] = None  # once it has started
 
 
 def start() -> None:
@@ -157,6 +188,17 @@ def load() -> str:
     if _variant is None:
         raise _error or KernelError("gluon_amp's CPU kernels were not started")
     return _variant
+
+
+def versions(arrays: Sequence["mx.nd.NDArray"]) -> Optional["mx.nd.NDArray"]:
+    """How often each of these arrays, of any device, has been written by all that was asked for
+    before this call; None where the engine does not run. It does not wait: who reads it does."""
+    if _table is None:
+        return None
+    into = mx.nd.empty(len(arrays), dtype="int64")
+    handles = (c_void_p * len(arrays))(*(array.handle.value for array in arrays))
+    mx.base.check_call(_table.versions(len(arrays), handles, into.handle))
+    return into
 
 
 @functools.lru_cache(maxsize=None)

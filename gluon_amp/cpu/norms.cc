@@ -15,8 +15,7 @@ bool batch_norm_of(const Call& call, const TBlob& x, bool relu, BatchNorm* made)
   *made = {outer, x.shape_[axis], inner, number(call.attrs, "eps", 1e-3f),
            number(call.attrs, "momentum", 0.9f),
            call.context.is_train && !flag(call.attrs, "use_global_stats", false),
-           flag(call.attrs, "fix_gamma", true), is_half(x),
-           relu ? kRelu : kNoActivation, 0, 0};
+           flag(call.attrs, "fix_gamma", true), is_half(x), relu};
   return true;
 }
 
@@ -74,7 +73,7 @@ bool batch_norm(const Call& call) {
     return i < call.out.size() && call.write(i) != kNothing ? floats(call.out[i]) : nullptr;
   };
   RoundedOutput y(call);
-  kernels->batch_norm(norm, {call.in[0].dptr_, nullptr, floats(call.in[1]), floats(call.in[2]),
+  kernels->batch_norm(norm, {call.in[0].dptr_, floats(call.in[1]), floats(call.in[2]),
                              floats(call.in[3]), floats(call.in[4]), y.memory, y.write, kept(1),
                              kept(2)});
   y.round();
@@ -88,9 +87,9 @@ bool batch_norm_gradient(const Call& call) {
   if (!batch_norm_of(call, call.in[3], relu, &norm) || !is_float(call.in[4])) return false;
   Lease lease;
   RoundedOutput dx(call);
-  kernels->batch_norm_gradient(norm, {rounded_input(call, &lease), call.in[3].dptr_, nullptr,
+  kernels->batch_norm_gradient(norm, {rounded_input(call, &lease), call.in[3].dptr_,
       floats(call.in[4]), floats(call.in[5]), floats(call.in[1]), floats(call.in[2]),
-      dx.memory, dx.write, nullptr, kNothing, floats(call.out[1]), call.write(1),
+      dx.memory, dx.write, floats(call.out[1]), call.write(1),
       floats(call.out[2]), call.write(2)});
   dx.round();
   return true;

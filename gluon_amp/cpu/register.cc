@@ -1,9 +1,10 @@
-// Registers `_gluon_amp_X` for MXNet's operators, and gives its gradients' nodes ours.
+// Registers `_gluon_amp_X` for MXNet's operators.
 #include <algorithm>
 #include <cstring>
 #include <set>
 
-#include "engine.h"
+#include "gradients.h"
+#include "watch.h"
 
 namespace gluon_amp {
 namespace {
@@ -43,101 +44,6 @@ const char* const kLeftOut[] = {
     "FAccessSubgraphType", "FAccessSubgraphShape", "FAccessSubgraphStorageType",
     "FProvideSubgraphType", "FProvideSubgraphShape", "FProvideSubgraphStorageType"};
 
-std::map<const nnvm::Op*, nnvm::Op*> ours;
-std::map<const nnvm::Op*, const nnvm::Op*> theirs;
-
-// ---- gradients -------------------------------------------------------------------------
-
-using Entries = std::vector<nnvm::NodeEntry>;
-
-bool same(const nnvm::NodeEntry& a, const nnvm::NodeEntry& b) {
-  return a.node == b.node && a.index == b.index;
-}
-
-// What a node says besides its operator's own attributes goes on to the nodes of its gradient: all
-// our settings, and the forward node's name. Three of them are about inputs and outputs, which a
-// gradient has others of: it rounds gradients of rounded outputs before it reads them (MXNet may
-// have added them up), reads what a product has read in the product's format, and rounds gradients
-// of inputs of the low type.
-constexpr char kForwardKey[] = "__gluon_amp_forward__";
-
-void describe(const nnvm::ObjectPtr& node, const nnvm::ObjectPtr& forward, const Entries& above,
-              const Entries& made) {
-  std::vector<std::string> keys, values;
-  auto say = [&](const char* key, const std::string& value) {
-    keys.push_back(key);
-    values.push_back(value);
-  };
-  const std::string *inputs = nullptr, *outputs = nullptr, *reads = nullptr;
-  for (auto& item : forward->attrs.dict) {
-    if (!is_setting(item.first)) continue;
-    if (item.first == kInputsKey) inputs = &item.second;
-    else if (item.first == kOutputsKey) outputs = &item.second;
-    else if (item.first == kReadsKey) reads = &item.second;
-    else if (item.first == kBackGridKey) say(kOutputGridKey, item.second);
-    else if (item.first != kOutputGridKey) say(item.first.c_str(), item.second);
-  }
-  if (keys.empty() && !inputs && !outputs && !reads) return;
-  if (!find(forward->attrs, kForwardKey)) say(kForwardKey, forward->attrs.name);
-  if (inputs || outputs || reads) {
-    std::string back_reads, back_writes;
-    const auto& of_forward = inputs_of(forward.get());
-    for (auto& entry : inputs_of(node.get())) {
-      char rounds = '0';
-      for (size_t i = 0; i < above.size(); ++i)
-        if (same(entry, above[i]) && (reads || Rounding::letter(outputs, i, '1') == '1'))
-          rounds = 'g';
-      for (size_t i = 0; reads && i < of_forward.size(); ++i)
-        if (same(entry, of_forward[i])) rounds = Rounding::letter(reads, i, '0');
-      back_reads += rounds;
-    }
-    for (size_t i = 0; i < made.size(); ++i)
-      if (made[i].node == node) {
-        if (back_writes.size() <= made[i].index) back_writes.resize(made[i].index + 1, '1');
-        back_writes[made[i].index] = Rounding::letter(inputs, i, '1');
-      }
-    say(kReadsKey, back_reads);
-    say(kOutputsKey, back_writes);
-  }
-  std::vector<const char*> k, v;
-  for (auto& key : keys) k.push_back(key.c_str());
-  for (auto& value : values) v.push_back(value.c_str());
-  annotate(node, k, v);
-}
-
-// X's gradient of a node of ours: X's own function makes it, told that the node is X's; then each
-// new node gets our operator.
-Entries gradient(const nnvm::FGradient& of_theirs, const nnvm::ObjectPtr& n,
-                 const Entries& above) {
-  const nnvm::Op* op = n->attrs.op;
-  n->attrs.op = theirs.at(op);
-  Entries made;
-  try {
-    made = of_theirs(n, above);
-  } catch (...) {
-    n->attrs.op = op;
-    throw;
-  }
-  n->attrs.op = op;
-  std::set<nnvm::Node*> seen{n.get()};
-  for (auto& entry : above) seen.insert(entry.node.get());
-  for (auto& entry : inputs_of(n.get())) seen.insert(entry.node.get());
-  std::vector<nnvm::ObjectPtr> todo;
-  for (auto& entry : made) todo.push_back(entry.node);
-  while (!todo.empty()) {
-    nnvm::ObjectPtr node = todo.back();
-    todo.pop_back();
-    if (!node || !node->attrs.op || !seen.insert(node.get()).second) continue;
-    auto found = ours.find(node->attrs.op);
-    if (found != ours.end()) {
-      node->attrs.op = found->second;
-      describe(node, n, above, made);
-    }
-    for (auto& entry : inputs_of(node.get())) todo.push_back(entry.node);
-  }
-  return made;
-}
-
 // ---- operators with state ----------------------------------------------------------------
 
 // X's state, and the scratch that it may point to until its backward pass is over: an RNN does.
@@ -148,7 +54,7 @@ struct State {
   std::vector<uint32_t> mutated;
   bool onednn, any;
   Grid output, back;
-  std::string inputs, outputs;
+  std::string inputs, outputs, watched, watched_inputs;
   std::unique_ptr<TensorCoreRnn> tensor_core;  // of an RNN that adds as a GPU does
 
   State(OpStatePtr x, std::vector<uint32_t> m, bool o, const NodeAttrs& attrs)
@@ -159,6 +65,8 @@ struct State {
     back = grid_of(word(attrs, kBackGridKey, "").c_str());
     inputs = said.inputs ? *said.inputs : "";
     outputs = said.outputs ? *said.outputs : "";
+    watched = word(attrs, kWatchKey, "");
+    for (int i = 0; i < 8; ++i) watched_inputs += std::to_string(i) + ",";
   }
 
   // Of a backward pass: its inputs are rounded (once more, where they are on the grid already),
@@ -309,6 +217,8 @@ void register_operator(const nnvm::Op* x) {
           State& held = state.get_state<State>();
           static const NodeAttrs* none = new NodeAttrs();
           const Call call{*of, *none, context, in, req, out, held.rounding(forward)};
+          const Watch watch(call, held.watched.empty() ? nullptr : &held.watched,
+                            forward ? nullptr : &held.watched_inputs);
           if (held.tensor_core) return held.tensor_core->run(call, forward);
           run(call, held.onednn,
               forward ? held.mutated : std::vector<uint32_t>(), &held.inner,
@@ -318,12 +228,13 @@ void register_operator(const nnvm::Op* x) {
     const bool has_generic = of->compute || of->compute_ex;
     const ProductCode product = tensor_core_code(x->name);
     set<mxnet::FCompute>(op, "FCompute<cpu>", mxnet::FCompute(
-        [of, own, has_generic, product](
+        [of, own, has_generic, product, same = generic_code_is_the_same(x->name)](
             const NodeAttrs& attrs, const OpContext& context, const std::vector<TBlob>& in,
             const std::vector<OpReqType>& req, const std::vector<TBlob>& out) {
           const Call call{*of, attrs, context, in, req, out, Rounding(attrs)};
+          const Watch watch(call);
           if (product && find(attrs, kAccumulateKey)) return product(call);
-          const bool generic = !own || (generic_only && has_generic) ||
+          const bool generic = !own || ((generic_only || (watch && same)) && has_generic) ||
                                (call.rounding.any && !own->rounds);
           if (generic || !own->run(call)) run(call);
         }));

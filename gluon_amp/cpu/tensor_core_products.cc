@@ -122,6 +122,10 @@ void dense_gradient(const Call& call) {
   work.finish();
 }
 
+void refuse(const Call& call) {
+  throw dmlc::Error("accumulate=: " + call.of.op->name + " has no code (a gradient of a gradient)");
+}
+
 // ---- dot, batch_dot, linalg.gemm2 -------------------------------------------------------------
 
 // The last two axes of a stack, or for `dot` the axis that is summed over and all others.
@@ -307,6 +311,7 @@ ProductCode tensor_core_code(const std::string& name) {
     auto* made = new ProductRows{
         {"FullyConnected", dense},
         {"_backward_FullyConnected", dense_gradient},
+        {"_backward_backward_FullyConnected", refuse},
         {"dot", dot<pair_of_dot>},
         {"_backward_dot", dot_gradient<pair_of_dot>},
         {"batch_dot", dot<pair_of_stacks>},

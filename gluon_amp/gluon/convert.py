@@ -1,5 +1,7 @@
 """`convert` and `restore`: a Gluon network to mixed precision, in place, and back."""
-from typing import Any, Dict, Iterable, Iterator, List, Set, Tuple, Union
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Dict, Iterable, List, Set, Tuple, Union
 
 from mxnet.gluon import Block, HybridBlock, Parameter, nn
 
@@ -8,9 +10,17 @@ from ..cpu.arrays import dtype_name
 from ..formats import FLOAT32
 from ..graph.casts import float32_variables
 from ..graph.graph import Graph
-from ..graph.keep import matches_nothing, matching
+from ..graph.keep import matches_nothing, matching, operator_names
 from ..policy import Policy, get_policy
-from .converted import ConvertedBlock, State, converted_class, log
+from .converted import (
+    ConvertedBlock,
+    ConvertedParameter,
+    State,
+    blocks_in,
+    converted_class,
+    log,
+    restore_blocks,
+)
 
 NORM_BLOCKS = (nn.basic_layers._BatchNorm, nn.LayerNorm, nn.GroupNorm, nn.InstanceNorm)
 
@@ -22,7 +32,8 @@ def convert(net: Block, policy: Union[str, Policy] = "float16",
     Parameters get the policy's type; those of norms stay float32. From then on the
     network takes float32 or float16 inputs, and returns float32 (under "pure_float16"
     float16). Files of `save_parameters` and `export` are float32's. Convert the
-    outermost block, before its Trainer takes a step.
+    outermost block, before its Trainer takes a step. Blocks that it gets as children later
+    are converted, too.
 
     Args:
         policy: "float16" (parameters in float16, for optimizers with float32 masters),
@@ -30,28 +41,26 @@ def convert(net: Block, policy: Union[str, Policy] = "float16",
             "pure_float16", "mixed_bfloat16" (CPU only), "float32" (undoes a conversion);
             or Apex's "O0" to "O3".
         keep: what stays float32: blocks, classes of blocks, and regular expressions for
-            the whole name of a block (of a node, in a SymbolBlock).
+            the whole name of a block, or of a node: in a SymbolBlock, or in a network that
+            has run since it was last converted or hybridized.
     """
     policy = get_policy(policy)
     if not isinstance(net, Block):
-        hint = " Use gluon_amp.convert_symbol for symbols." * isinstance(net, mx.sym.Symbol)
+        for_symbols = isinstance(net, mx.sym.Symbol)
+        hint = " Use gluon_amp.convert_symbol for symbols." if for_symbols else ""
         raise TypeError(f"convert takes a gluon Block.{hint} Received: {type(net).__name__}")
     if isinstance(keep, (str, Block, type)) or not isinstance(keep, Iterable):
         keep = [keep]
-    kept_blocks, kept_nodes = _resolve_keep(net, list(keep))
-    types = _parameter_types(net, policy, kept_blocks, kept_nodes)
-    _check_parameters(types)
+    kept = _resolve_keep(net, keep)
+    blocks = list(blocks_in(net))
     if policy.is_float32:
+        _check_parameters(_parameter_types(blocks, policy, kept))
         return restore(net)
-
-    blocks = list(_blocks(net))
-    asleep = [b.name for b in blocks if isinstance(b, HybridBlock) and not b._active]
-    for block in blocks:
-        _swap(block, policy, block in kept_blocks, kept_nodes)
+    asleep = any(isinstance(b, HybridBlock) and not b._active for b in blocks)
+    _convert_blocks(blocks, kept, policy)
     if asleep:
         log.info("%s: hybridized, since mixed precision runs as a graph (gluon_amp.restore "
                  "undoes it)", net.name)
-    _cast(types)
     return net
 
 
@@ -59,74 +68,96 @@ def restore(net: Block) -> Block:
     """Makes a converted network float32 again, as it was before, and returns it."""
     if not isinstance(net, Block):
         raise TypeError(f"restore takes a gluon Block. Received: {type(net).__name__}")
-    converted: List[Any] = [b for b in _blocks(net) if isinstance(b, ConvertedBlock)]
+    converted: List[Any] = [b for b in blocks_in(net) if isinstance(b, ConvertedBlock)]
     types = {p: "float32" for block in converted for p in block.params.values()
              if dtype_name(p.dtype) == "float16"}
     _check_trainers(types)
-    for block in converted:
-        if isinstance(block, HybridBlock):
-            block._clear_cached_op()
-            block._active = block._amp.active
-        block.__class__ = type(block).__bases__[1]
-        del block._amp
+    restore_blocks(converted)
     _cast(types)
     return net
 
 
-def _blocks(net: Block) -> Iterator[Block]:
-    """The net's blocks, each once, parents first."""
-    seen: Set[int] = set()
-    stack = [net]
-    while stack:
-        block = stack.pop()
-        if id(block) not in seen:
-            seen.add(id(block))
-            yield block
-            stack.extend(reversed(list(block._children.values())))
+def _convert_blocks(blocks: List[Block], kept: "_Kept", policy: Policy) -> None:
+    """Gives blocks that are not yet converted their classes and states, and the parameters
+    of all of them their types."""
+    types = _parameter_types(blocks, policy, kept)
+    _check_parameters(types)
+    for block in blocks:
+        inside = block in kept.inside
+        _swap(block, State(policy, _was_hybridized(block), block in kept.blocks,
+                           frozenset(kept.nodes),
+                           partial(_convert_new_child, policy, kept.entries, inside)))
+    _cast(types)
 
 
-def _swap(block: Any, policy: Policy, keep: bool, kept_nodes: Set[str]) -> None:
-    hybrid = isinstance(block, HybridBlock)
-    converted = isinstance(block, ConvertedBlock)
-    active = block._amp.active if converted else hybrid and block._active
-    if not converted:
+def _convert_new_child(policy: Policy, keep: Tuple[Any, ...], inside_kept: bool,
+                       child: Block) -> None:
+    """Converts a block that a converted one takes as a child later on, with what is in it, by
+    the arguments that `convert` had. Where it has a converted block in it, that stays as it is."""
+    new = [b for b in blocks_in(child) if not isinstance(b, ConvertedBlock)]
+    if new:
+        kept = _resolve_keep(child, [child] if inside_kept else keep, must_match=False)
+        _convert_blocks(new, _Kept(keep, kept.blocks, kept.inside, kept.nodes), policy)
+
+
+def _was_hybridized(block: Any) -> bool:
+    if isinstance(block, ConvertedBlock):
+        return block._amp.active
+    return isinstance(block, HybridBlock) and block._active
+
+
+def _swap(block: Any, state: State) -> None:
+    """Makes a block a converted one, hybridized, that remembers this state."""
+    if not isinstance(block, ConvertedBlock):
         block.__class__ = converted_class(block.__class__)
-    block._amp = State(policy, active, keep, frozenset(kept_nodes))
-    if hybrid:
+    block._amp = state
+    for parameter in block.params.values():  # the Trainer asks
+        parameter.converted_by_gluon_amp = isinstance(block, HybridBlock)
+    if isinstance(block, HybridBlock):
         block._clear_cached_op()
         if not block._active:
             block._active = True
             block._flags = block._flags or []
 
 
-def _resolve_keep(net: Block, keep: List[Any]) -> Tuple[Set[Block], Set[str]]:
-    """The blocks that `keep` names, and the nodes of SymbolBlocks."""
-    blocks = list(_blocks(net))
-    nodes = {node.name for block in blocks if isinstance(block, mx.gluon.SymbolBlock)
-             for node in Graph.read(block._cached_graph[1]).nodes() if not node.is_variable}
-    kept_blocks: Set[Block] = set()
-    kept_nodes: Set[str] = set()
-    for entry in keep:
+@dataclass
+class _Kept:
+    """What stays float32."""
+    entries: Tuple[Any, ...]  # as the user named them
+    blocks: Set[Block]        # that are named
+    inside: Set[Block]        # those, and all that is in them
+    nodes: Set[str]           # of SymbolBlocks, and of blocks that have run
+
+
+def _resolve_keep(net: Block, keep: Iterable[Any], must_match: bool = True) -> _Kept:
+    """Finds what `keep` names in a network."""
+    blocks = list(blocks_in(net))
+    with_graph = [b for b in blocks if getattr(b, "_cached_graph", None)]
+    nodes: Set[str] = set().union(
+        *(operator_names(Graph.read(b._cached_graph[1])) for b in with_graph))
+    kept = _Kept(tuple(keep), set(), set(), set())
+    for entry in kept.entries:
+        names: Set[str] = set()
         if isinstance(entry, Block):
             found = {b for b in blocks if b is entry}
-            names: Set[str] = set()
         elif isinstance(entry, type) and issubclass(entry, Block):
-            found, names = {b for b in blocks if isinstance(b, entry)}, set()
+            found = {b for b in blocks if isinstance(b, entry)}
         elif isinstance(entry, str):
-            matched = matching(entry, {b.name for b in blocks})
+            matched, names = matching(entry, {b.name for b in blocks}, nodes)
             found = {b for b in blocks if b.name in matched}
-            names = matching(entry, nodes)
         else:
             raise TypeError("keep takes blocks, classes of blocks and regular expressions. "
                             f"Received: {entry!r}")
-        if not found and not names:
+        if must_match and not found and not names:
             raise ValueError(_matches_nothing(entry, blocks, nodes))
-        kept_blocks |= found
-        kept_nodes |= names
-    return kept_blocks, kept_nodes
+        kept.blocks |= found
+        kept.nodes |= names
+    kept.inside = {inner for block in kept.blocks for inner in blocks_in(block)}
+    return kept
 
 
 def _matches_nothing(entry: Any, blocks: List[Block], nodes: Set[str]) -> str:
+    """The error's text for an entry of `keep` that names nothing in the network."""
     if isinstance(entry, str):
         what, word, there = repr(entry), entry, {b.name for b in blocks} | nodes
     elif isinstance(entry, Block):
@@ -137,19 +168,19 @@ def _matches_nothing(entry: Any, blocks: List[Block], nodes: Set[str]) -> str:
     return matches_nothing(what, word, there)
 
 
-def _parameter_types(net: Block, policy: Policy, kept_blocks: Set[Block],
-                     kept_nodes: Set[str]) -> Dict[Parameter, str]:
-    """The type of each floating parameter that hybrid blocks own.
+def _parameter_types(blocks: Iterable[Block], policy: Policy,
+                     kept: _Kept) -> Dict[Parameter, str]:
+    """The type of each floating parameter that these hybrid blocks own.
 
     Float32 wins where a parameter is shared. Statistics (not differentiable) and sparse
     parameters stay float32 under every policy: MXNet computes with them in nothing else.
     So do constants: they may be ids, or beyond float16's range.
     """
     float32: Set[Parameter] = set()
-    for block in kept_blocks:
+    for block in kept.blocks:
         float32.update(block.collect_params().values())
     owned: Dict[Parameter, None] = {}
-    for block in _blocks(net):
+    for block in blocks:
         parameters = list(block.params.values())
         if not isinstance(block, HybridBlock):
             float32.update(parameters)  # a plain Block computes with its own in float32
@@ -159,7 +190,7 @@ def _parameter_types(net: Block, policy: Policy, kept_blocks: Set[Block],
                 or isinstance(block, nn.basic_layers._BatchNorm):
             float32.update(parameters)
         elif isinstance(block, mx.gluon.SymbolBlock):
-            names = float32_variables(Graph.read(block._cached_graph[1]), policy, kept_nodes)
+            names = float32_variables(Graph.read(block._cached_graph[1]), policy, kept.nodes)
             float32.update(p for p in parameters if p.name in names)
         float32.update(p for p in parameters if not p._differentiable
                        or isinstance(p, mx.gluon.Constant)
@@ -178,8 +209,9 @@ def _check_parameters(types: Dict[Parameter, str]) -> None:
 
 
 def _check_trainers(types: Dict[Parameter, str]) -> None:
-    """A trainer that has stepped holds momenta and float32 masters that would no longer fit.
-    Our optimizers say so themselves at the next step; MXNet's go on."""
+    """Refuses to change the type of a parameter whose Trainer has stepped: that Trainer holds
+    momenta and float32 masters that would no longer fit. Our optimizers find that out by
+    themselves at the next step; MXNet's go on without a word."""
     held = [p.name for p, dtype in types.items()
             if dtype_name(p.dtype) != dtype and p.grad_req != "null"
             and p._trainer is not None and _has_stepped(p._trainer)]
@@ -191,6 +223,7 @@ def _check_trainers(types: Dict[Parameter, str]) -> None:
 
 
 def _has_stepped(trainer: mx.gluon.Trainer) -> bool:
+    """Whether it holds states by which a change of type would go unnoticed."""
     if trainer._update_on_kvstore:
         return trainer._kv_initialized
     if hasattr(trainer._optimizer, "weight_types"):
@@ -202,3 +235,5 @@ def _cast(types: Dict[Parameter, str]) -> None:
     for parameter, dtype in types.items():
         if dtype_name(parameter.dtype) != dtype:
             parameter.cast(dtype)
+        if type(parameter) in (Parameter, ConvertedParameter):
+            parameter.__class__ = ConvertedParameter if dtype == "float16" else Parameter

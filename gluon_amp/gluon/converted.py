@@ -4,12 +4,21 @@
 The traced graph (`_cached_graph`, what `export` reads) stays as MXNet made it.
 Only the `CachedOp` differs: it holds that graph with the policy's casts, and on
 a CPU with our operators. There is one for each kind of device and input types.
+
+MXNet traces a hybridized block once. A user who never hybridized may not know that, so a
+converted block is traced again where MXNet's mode (recording, training) is another one, and
+where a block in it got a new child.
 """
+import copy
+import copyreg
 import functools
 import logging
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any, Dict, FrozenSet, Iterable, Iterator, List, Tuple
+from dataclasses import dataclass, field, replace
+from typing import Any, Callable, ClassVar, Dict, FrozenSet, Iterable, Iterator, List, Set, Tuple
+
+from mxnet import autograd
+from mxnet.gluon.block import _BlockScope, _flatten
 
 from .._mxnet import mx
 from ..cpu.arrays import dtype_name, to_float32
@@ -22,22 +31,50 @@ from ..policy import Policy
 
 log = logging.getLogger("gluon_amp")
 
+# MXNet's names for a CPU's memory that processes share, and that GPUs read
+_OTHER_CPUS = ("cpu_shared", "cpu_pinned")
+
+
+@dataclass
+class Trace:
+    """A graph that MXNet has traced, and the CachedOps that were made of it."""
+    graph: Any  # what MXNet keeps in _cached_graph: the inputs' symbols, and the outputs'
+    in_format: Any
+    out_format: Any
+    # by whether it is for a GPU, and the inputs' types: the CachedOp, and what its inputs are
+    ops: Dict[Any, Tuple[Any, List[Any]]] = field(default_factory=dict)
+
+    def is_alike(self, other: "Trace") -> bool:
+        """Whether both compute the same; names of operators may differ."""
+        return (self.in_format, self.out_format) == (other.in_format, other.out_format) \
+            and Graph.read(self.graph[1]).structure() == Graph.read(other.graph[1]).structure()
+
 
 @dataclass
 class State:
     """What a converted block remembers."""
     policy: Policy
-    active: bool  # whether it was hybridized before
-    keep: bool = False  # stays float32
-    keep_nodes: FrozenSet[str] = frozenset()  # of a SymbolBlock: nodes that stay float32
-    ops: Dict[Any, Tuple[Any, List[Any]]] = field(default_factory=dict)
+    active: bool  # whether it is hybridized once it is restored
+    keep: bool  # stays float32
+    keep_nodes: FrozenSet[str]  # of a SymbolBlock: nodes that stay float32
+    convert_child: Callable[[Any], None]  # converts a block that becomes a child later on
+    # by whether MXNet records, and whether it trains: a block may ask for either
+    traces: Dict[Tuple[bool, bool], Trace] = field(default_factory=dict)
+    children_when_traced: int = 0
+
+    # How often a converted block got a new child: all traced graphs from before are old.
+    new_children: ClassVar[int] = 0
 
 
 @contextmanager
 def initialized_in_float32(parameters: Iterable["mx.gluon.Parameter"],
                            again: bool = False) -> Iterator[None]:
-    """Parameters that are initialized meanwhile draw the values that float32 would.
-    `again`: those that have values already, too."""
+    """Makes float16 parameters float32 for a while in which they are initialized, so that they
+    draw the same random values as a float32 network's.
+
+    Args:
+        again: also those that have values already.
+    """
     half = [p for p in parameters
             if dtype_name(p.dtype) == "float16" and (again or p._data is None)]
     for parameter in half:
@@ -49,10 +86,56 @@ def initialized_in_float32(parameters: Iterable["mx.gluon.Parameter"],
             parameter.cast("float16")
 
 
+class ConvertedParameter(mx.gluon.Parameter):
+    """A float16 parameter: loads files of either type, by whichever block."""
+
+    def _load_init(self, data: Any, ctx: Any, cast_dtype: bool = True,
+                   dtype_source: str = "current") -> None:
+        super()._load_init(data, ctx, True, dtype_source)
+
+
 class ConvertedBlock:
-    """In front of the class of any converted block."""
+    """What any converted block does before its own class does it."""
 
     _amp: State
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """`type(net)(...)` makes a block that is not converted, as the class's name says."""
+        return original_class(cls)(*args, **kwargs)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        before = getattr(self, name, None)
+        if isinstance(before, ConvertedBlock) and not isinstance(value, ConvertedBlock) \
+                and isinstance(value, original_class(type(before))):
+            self._amp.convert_child(value)  # first, since MXNet compares the classes of both
+        super().__setattr__(name, value)
+
+    def register_child(self, block: Any, name: Any = None) -> None:
+        super().register_child(block, name)
+        self._amp.convert_child(block)
+        State.new_children += 1
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """For pickle and copy: without graphs, which are traced anew."""
+        make, arguments, state, *rest = super().__reduce_ex__(max(int(protocol), 2))
+        if make is not copyreg.__newobj__ or not isinstance(state, dict):
+            raise TypeError(f"{type(self).__name__} is pickled in a way of its own: restore the "
+                            "network first")
+        state = {**state, "_amp": replace(self._amp, traces={})}
+        if isinstance(self, mx.gluon.HybridBlock):
+            state.update(_cached_op=None, _cached_op_args=[])
+            if not isinstance(self, mx.gluon.SymbolBlock):  # which is its graph
+                state.update(_cached_graph=())
+        return (_made_anew, (original_class(type(self)), *arguments[1:]), state, *rest)
+
+    def summary(self, *inputs: Any) -> None:
+        """Prints the summary of the float32 network."""
+        net = copy.deepcopy(self)
+        restore_blocks(blocks_in(net))
+        for parameter in net.collect_params().values():
+            if dtype_name(parameter.dtype) == "float16":
+                parameter.cast("float32")
+        net.summary(*inputs)
 
     def initialize(self, init: Any = None, ctx: Any = None, verbose: bool = False,
                    force_reinit: bool = False) -> None:
@@ -77,33 +160,54 @@ class ConvertedBlock:
 
 
 class ConvertedHybridBlock(ConvertedBlock):
-    """In front of the class of a converted HybridBlock."""
+    """What a converted HybridBlock does before its own class does it."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self._check_caller(args)
+        args = tuple(map(_on_plain_cpu, args))
         if self._amp.keep:
             with mx.AttrScope(**{KEEP: "True"}):
                 return super().forward(*args, **kwargs)
         return super().forward(*args, **kwargs)
+
+    def _check_caller(self, args: Any) -> None:
+        """A hybridized block that is not converted traces its children into a graph of its own,
+        in which there are no casts."""
+        if not any(isinstance(a, mx.sym.Symbol) for a in args):
+            return
+        scope = getattr(_BlockScope._current, "value", None)
+        caller = getattr(scope, "_block", None)
+        if isinstance(caller, mx.gluon.HybridBlock) and caller._active \
+                and not isinstance(caller, ConvertedBlock):
+            raise RuntimeError(f"{self.name} is converted, but {caller.name}, which calls it, is "
+                               "hybridized and is not. Convert the outermost block, and name in "
+                               "keep= what stays float32")
 
     def hybridize(self, active: bool = True, *args: Any, **kwargs: Any) -> None:
         if not active:
             log.info("%s stays hybridized: float16 runs as a graph. gluon_amp.restore(net) "
                      "undoes it.", self.name)
         super().hybridize(True, *args, **kwargs)
+        for state in _states(self):
+            state.active = active
 
     def _clear_cached_op(self) -> None:
-        self._amp.ops.clear()
+        self._amp.traces.clear()
         super()._clear_cached_op()
 
     def _build_cache(self, *args: Any) -> None:
+        self._trace(*args)
+        super()._build_cache(*args)
+
+    def _trace(self, *args: Any) -> None:
+        """Has the graph in `_cached_graph`, and the parameters initialized."""
         parameters = self.collect_params().values()
+        self._get_graph(*args)
         if any(p._deferred_init for p in parameters):
-            self._get_graph(*args)
             self._deferred_infer_shape(*args)
             with initialized_in_float32(parameters):
                 for parameter in parameters:
                     parameter._finish_deferred_init()
-        super()._build_cache(*args)
         # Statistics that the user's own block gives to a batch norm: MXNet takes float32 only.
         # Being no longer differentiable marks them for the next `convert`.
         by_name = {p.name: p for p in parameters}
@@ -115,14 +219,34 @@ class ConvertedHybridBlock(ConvertedBlock):
                     statistic._differentiable = False
 
     def _call_cached_op(self, *args: Any) -> Any:
-        if self._cached_op is None:
-            self._build_cache(*args)
-        arrays = [a for a in mx.gluon.block._flatten(args, "input")[0] if a is not None]
+        trace = self._use_trace(*args)
+        arrays = [a for a in _flatten(args, "input")[0] if a is not None]
         key = arrays[0].context.device_type == "gpu", tuple(dtype_name(a.dtype) for a in arrays)
-        if key not in self._amp.ops:
-            self._amp.ops[key] = self._make_op(*key)
-        self._cached_op, self._cached_op_args = self._amp.ops[key]
+        if key not in trace.ops:
+            trace.ops[key] = self._make_op(*key)
+        self._cached_op, self._cached_op_args = trace.ops[key]
         return super()._call_cached_op(*args)
+
+    def _use_trace(self, *args: Any) -> Trace:
+        """The graph for MXNet's mode of now, traced if need be, as the block's own."""
+        state = self._amp
+        if state.traces and state.children_when_traced != State.new_children:
+            self._clear_cached_op()
+        mode = autograd.is_recording(), autograd.is_training()
+        if mode not in state.traces:
+            if state.traces:
+                if not isinstance(self, mx.gluon.SymbolBlock):  # which is its graph
+                    self._cached_graph = ()
+                self._trace(*args)
+            else:
+                self._build_cache(*args)
+                state.children_when_traced = State.new_children
+            made = Trace(self._cached_graph, self._in_format, self._out_format)
+            state.traces[mode] = next((t for t in state.traces.values() if made.is_alike(t)), made)
+        trace = state.traces[mode]
+        self._cached_graph = trace.graph
+        self._in_format, self._out_format = trace.in_format, trace.out_format
+        return trace
 
     def _make_op(self, on_gpu: bool, dtypes: Tuple[str, ...]) -> Tuple[Any, List[Any]]:
         """The CachedOp for this case, and where its inputs come from."""
@@ -150,7 +274,8 @@ class ConvertedHybridBlock(ConvertedBlock):
         return graph, types
 
     def export(self, path: str, epoch: int = 0, remove_amp_cast: bool = True) -> None:
-        """Writes PATH-symbol.json and PATH-EPOCH.params, for any machine with MXNet.
+        """Writes PATH-symbol.json and PATH-EPOCH.params, for any machine with MXNet. The graph
+        is the one that ran last, in training or in prediction.
 
         Args:
             remove_amp_cast: True writes the float32 network. False writes the casts and
@@ -187,17 +312,70 @@ def _nodes_within(graph: Graph) -> Iterator[Node]:
             yield from _nodes_within(body)
 
 
-def _states(block: Any) -> Iterator[State]:
-    if isinstance(block, ConvertedBlock):
-        yield block._amp
-    for child in block._children.values():
-        yield from _states(child)
+def _on_plain_cpu(value: Any) -> Any:
+    """Arrays from a DataLoader's workers, or in pinned memory, where a graph takes them."""
+    if isinstance(value, mx.nd.NDArray) and value.context.device_type in _OTHER_CPUS:
+        return value.as_in_context(mx.cpu(value.context.device_id))
+    if isinstance(value, (list, tuple)):
+        moved = [_on_plain_cpu(v) for v in value]
+        return moved if any(a is not b for a, b in zip(moved, value)) else value
+    return value
+
+
+def blocks_in(net: Any) -> Iterator[Any]:
+    """The net's blocks, itself among them, each once, parents first."""
+    seen: Set[int] = set()
+    stack = [net]
+    while stack:
+        block = stack.pop()
+        if id(block) not in seen:
+            seen.add(id(block))
+            yield block
+            stack.extend(reversed(list(block._children.values())))
+
+
+def _states(net: Any) -> Iterator[State]:
+    return (block._amp for block in blocks_in(net) if isinstance(block, ConvertedBlock))
 
 
 @functools.lru_cache(maxsize=None)
 def converted_class(cls: Any) -> Any:
     """The subclass that a block of this class gets; it goes by the same name."""
     front = ConvertedHybridBlock if issubclass(cls, mx.gluon.HybridBlock) else ConvertedBlock
-    return type(cls.__name__, (front, cls),
-                {"__module__": cls.__module__, "__qualname__": cls.__qualname__,
-                 "__doc__": cls.__doc__})
+    contents = {"__module__": cls.__module__, "__qualname__": cls.__qualname__,
+                "__doc__": cls.__doc__}
+    if hasattr(cls, "__getitem__"):
+        contents["__getitem__"] = _item_or_part
+    return type(cls.__name__, (front, cls), contents)
+
+
+def original_class(converted: Any) -> Any:
+    """The class of which `converted_class` made this one."""
+    return converted.__bases__[1]
+
+
+def _item_or_part(self: Any, key: Any) -> Any:
+    """A child; or, for a slice, a block with some of the children, converted as this one."""
+    found = original_class(type(self)).__getitem__(self, key)
+    if isinstance(found, mx.gluon.Block):
+        self._amp.convert_child(found)
+    return found
+
+
+def _made_anew(cls: Any, *args: Any) -> Any:
+    """An empty block of this class's converted class, which pickle and copy fill."""
+    made = cls.__new__(cls, *args)
+    made.__class__ = converted_class(cls)
+    return made
+
+
+def restore_blocks(blocks: Iterable[Any]) -> None:
+    """Gives converted blocks their classes back."""
+    for block in [b for b in blocks if isinstance(b, ConvertedBlock)]:
+        if isinstance(block, mx.gluon.HybridBlock):
+            block._clear_cached_op()
+            block._active = block._amp.active
+        for parameter in block.params.values():
+            parameter.converted_by_gluon_amp = False
+        block.__class__ = original_class(type(block))
+        del block._amp

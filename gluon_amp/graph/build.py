@@ -12,6 +12,7 @@ from typing import Dict, List, Mapping, Set
 from ..cpu import library
 from ..formats import FLOAT16
 from ..policy import POLICIES, Policy
+from .accumulate import accumulate
 from .casts import PRODUCT
 from .graph import CASTS, TYPE_FLAG, Entry, Graph, Node, bindings
 from .operators import numbers
@@ -20,39 +21,47 @@ HALF = "float16"
 
 # What a node says of formats to the engine: see cpu/engine.h.
 _INPUTS, _OUTPUTS, _READS = (f"__gluon_amp_{word}__" for word in ("inputs", "outputs", "reads"))
+_WATCH = "__gluon_amp_watch__"  # the node's name, where the engine counts what it computes
 _GRIDS = tuple(f"__gluon_amp_{word}_grid__" for word in ("output", "product", "gradient", "back"))
 
 # They make or move halves, MXNet's own code does that in no time, and their gradients only move
 # them back: left as they are.
-_LEFT = frozenset("""
+LEFT_ALONE = frozenset("""
     Reshape Flatten expand_dims squeeze reshape_like BlockGrad _copy _zeros _ones _full _eye
     zeros_like ones_like _npx_reshape _np_reshape _np_squeeze _foreach _while_loop _cond
 """.split())
 
 
 def build(graph: Graph, types: Mapping[str, str], on_gpu: bool = False,
-          policy: Policy = POLICIES["float16"]) -> Graph:
+          policy: Policy = POLICIES["float16"], watch: bool = False) -> Graph:
     """The graph that a device runs, with the same variables and outputs, of the same types.
 
     Args:
         graph: with its casts, as `insert_casts` makes it.
         types: the dtype of each variable.
         policy: tells what lies behind names of formats that are no types of arrays.
+        watch: whether the engine counts what each node computes (xray/counts.py reads it).
     """
     if on_gpu:
         if policy.cpu_only:
-            raise ValueError(f"policy {policy.name} runs on CPUs only: on GPUs MXNet 1.9.1 has no "
-                             "arrays of its formats: use float16. Received: data on a GPU")
-        return graph
+            why = "a GPU adds in its own way" if policy.accumulate else \
+                "on GPUs MXNet 1.9.1 has no arrays of its formats: use float16"
+            raise ValueError(f"policy {policy.name} runs on CPUs only: {why}. Received: data on a "
+                             "GPU")
+        return _with_dropout_to_walk_back_twice(graph)
     library.load()
-    return _Rewriting(graph, types, policy).run()
+    built = _Rewriting(graph, types, policy, watch).run()
+    if policy.accumulate is not None:
+        accumulate(built, policy.accumulate, policy.split)
+    return built
 
 
 class _Rewriting:
     """One graph, or the body of a loop, from its inputs to its outputs."""
 
-    def __init__(self, graph: Graph, types: Mapping[str, str], policy: Policy):
-        self.graph, self.policy = graph, policy
+    def __init__(self, graph: Graph, types: Mapping[str, str], policy: Policy,
+                 watch: bool = False):
+        self.graph, self.policy, self.watch = graph, policy, watch
         self.rounds_halves = policy.between == policy.product != policy.gradient
         self.types = graph.types(types)
         self.count: Dict[Node, int] = {}  # of outputs
@@ -66,7 +75,18 @@ class _Rewriting:
         for node in self.graph.nodes():
             for i, entry in enumerate(self._rewritten(node)):
                 self.done[Entry(node, i)] = entry
+            if self.watch and not node.is_variable:
+                self._watch(node, self.done[Entry(node)].node)
         return Graph(self.done[e] for e in self.graph.outputs)
+
+    def _watch(self, node: Node, new: Node) -> None:
+        """Has the engine count what a node computes, if it is an operator of ours; a float32 node
+        becomes one."""
+        if new.name != node.name or node.op in LEFT_ALONE or node.subgraphs:
+            return
+        if not new.op.startswith(library.PREFIX) and library.has_operator(new.op):
+            new.op = library.PREFIX + new.op
+        new.attrs[_WATCH] = node.name
 
     def _is_half(self, entry: Entry) -> bool:
         return self.types.get(entry) == HALF
@@ -100,7 +120,7 @@ class _Rewriting:
         rounded = any(map(self._is_rounded, entries)) or PRODUCT in node.attrs
         if rounded:
             self._say_formats(node, new)
-        if rounded or any(map(self._is_half, entries)):
+        if rounded or any(map(self._is_half, entries)) or _goes_wrong_in_float32(node):
             return self._ours(node, new)
         return [Entry(new, e.output) for e in outputs]
 
@@ -110,10 +130,10 @@ class _Rewriting:
         constants = self.policy.between if any(map(self._is_rounded, outputs)) else FLOAT16
         for key, number in numbers(node):  # a GPU has them in float16, too
             new.attrs[key] = repr(float(constants.round(number)))
-        if node.op not in _LEFT and library.has_operator(node.op):
+        if node.op not in LEFT_ALONE and library.has_operator(node.op):
             new.op = library.PREFIX + node.op
         made = [Entry(new, e.output) for e in outputs]
-        if node.op not in CASTS | _LEFT and new.attrs.get("dtype") == HALF:
+        if node.op not in CASTS | LEFT_ALONE and new.attrs.get("dtype") == HALF:
             # It chooses its code by this attribute, and there is none for halves.
             new.attrs["dtype"] = "float32"
             made = [self._cast(entry, HALF) if self._is_half(old) else entry
@@ -125,7 +145,7 @@ class _Rewriting:
         policy = self.policy
         if new.attrs.get("dtype") == policy.between.name not in TYPE_FLAG:
             new.attrs["dtype"] = "float32"
-        if node.op in _LEFT:
+        if node.op in LEFT_ALONE:
             return
         if node.op == "RNN" and not policy.one_format:
             raise ValueError(f"policy {policy.name}: an RNN has one format for its products, what "
@@ -162,7 +182,28 @@ class _Rewriting:
         body, inputs = node.subgraphs[which], bindings(node)[which]
         names = body.variables()
         types = {name: self.types[node.inputs[i]] or "float32" for name, i in zip(names, inputs)}
-        rewritten = _Rewriting(body, types, self.policy).run()
+        rewritten = _Rewriting(body, types, self.policy, self.watch).run()
         assert rewritten.variables() == names, (node, names, rewritten.variables())
         return rewritten
 
+
+def _goes_wrong_in_float32(node: Node) -> bool:
+    """Whether MXNet's own float32 code on a CPU is wrong, so that ours runs in its place: Dropout
+    forgets its mask on the way back, and PReLU writes the data's gradient over the gradient that
+    it still has to read for the slope's."""
+    return node.op == "Dropout" or node.attrs.get("act_type") == "prelu"
+
+
+def _with_dropout_to_walk_back_twice(graph: Graph) -> Graph:
+    """The graph with x * Dropout(1) for each Dropout(x), which gives the same numbers: MXNet's own
+    forgets its mask once it has been walked back, and of ones no gradient is needed."""
+    new: Dict[Node, Node] = {}
+    for node in graph.nodes():
+        inputs = [Entry(new[e.node], e.output) for e in node.inputs]
+        new[node] = made = node if node.is_variable else node.like(inputs)
+        made.subgraphs = [_with_dropout_to_walk_back_twice(body) for body in node.subgraphs]
+        if node.op == "Dropout":
+            ones = Node("ones_like", f"{node.name}_ones", {}, inputs)
+            made.inputs = [Entry(ones)]
+            new[node] = Node("elemwise_mul", f"{node.name}_masked", {}, [*inputs, Entry(made)])
+    return Graph(Entry(new[e.node], e.output) for e in graph.outputs)

@@ -47,6 +47,9 @@ def float32_variables(graph: Graph, policy: Policy, kept: Collection[str]) -> Se
 
 
 class _Casting:
+    """One graph, or the body of a loop, while its casts are put in. "Weak" are parameters,
+    constants, and what is computed of them alone: they take the type of the data they meet."""
+
     def __init__(self, policy: Policy, types: Mapping[str, str], weak: Set[str],
                  keep: Collection[str]):
         self.policy, self.keep = policy, keep
@@ -58,12 +61,12 @@ class _Casting:
         self.floats = ["float16", policy.between.type_name, "float32", "float64"]
         self.variables, self.weak_names = types, weak
         self.types: Dict[Entry, Optional[str]] = {}  # of new entries
-        self.weak: Set[Entry] = set()                # parameters, constants, what is made of them
+        self.weak: Set[Entry] = set()
         self.casts: Dict[Tuple[Entry, str], Entry] = {}
 
     def run(self, graph: Graph) -> List[Entry]:
         new: Dict[Node, Node] = {}
-        back: Dict[Entry, Entry] = {}  # results of norms, cast back
+        back: Dict[Entry, Entry] = {}  # results of norms and products, cast to what lies between
 
         def now(entry: Entry) -> Entry:
             moved = Entry(new[entry.node], entry.output)
@@ -145,7 +148,10 @@ class _Casting:
         if runs == operators.SENSITIVE:
             return [self.cast(e, self.policy.sensitive.type_name) for e in inputs]
         if runs == operators.NORM:
-            return [self.cast(e, self.policy.norm.type_name) for e in inputs]
+            wanted = self.policy.norm.type_name
+            if node.op == "InstanceNorm":  # MXNet's takes float32 only
+                wanted = "float32"
+            return [self.cast(e, wanted) for e in inputs]
         if runs == operators.PRODUCT:
             lengths = node.op == "RNN" and node.attrs.get("use_sequence_length") in ("True", "1")
             count = len(inputs) - int(lengths)

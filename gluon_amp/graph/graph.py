@@ -108,6 +108,15 @@ class Graph:
                     order.append(node)
         return order
 
+    def structure(self) -> List[Any]:
+        """What the graph computes, whatever its operators are called: equal for equal graphs."""
+        nodes = self.nodes()
+        number = {node: i for i, node in enumerate(nodes)}
+        return [[(n.op, n.name if n.is_variable else "", n.attrs,
+                  [(number[e.node], e.output) for e in n.inputs],
+                  [body.structure() for body in n.subgraphs]) for n in nodes],
+                [(number[e.node], e.output) for e in self.outputs]]
+
     def variables(self) -> List[str]:
         return [node.name for node in self.nodes() if node.is_variable]
 
@@ -162,43 +171,43 @@ def _numbers(node: Node, key: str) -> List[int]:
 
 def infer(node: Node, inputs: Types) -> Types:
     """The dtypes of a node's outputs, as MXNet infers them; raises mx.MXNetError where
-    the operator does not take these inputs. Of a format that MXNet has no arrays of it
-    thinks as of float16."""
+    the operator does not take these inputs. A format that MXNet has no arrays of is called
+    float16 in front of MXNet, and by its own name again in the result."""
     foreign = {t for t in (*inputs, made_type(node)) if t is not None and t not in TYPE_FLAG}
+    if node.subgraphs and (foreign or any(map(_makes_foreign, node.subgraphs))):
+        return _body_outputs(node, inputs)
     if foreign:
         name = foreign.pop()
         if foreign or "float16" in inputs and node.op not in CASTS:
             raise mx.MXNetError(f"{node.op} takes inputs of one format. Received: {inputs}")
         inputs = tuple("float16" if t == name else t for t in inputs)
-        outputs = infer(_with_type(node, name, "float16"), inputs)
-        return tuple(name if t == "float16" else t for t in outputs)
+        known = node.like(node.inputs)
+        if made_type(node) == name:
+            known.attrs["dtype"] = "float16"
+        return tuple(name if t == "float16" else t for t in infer(known, inputs))
     attrs = tuple(sorted(item for item in node.attrs.items() if not item[0].startswith("__")))
     if node.subgraphs:
         return _infer(node.op, attrs, inputs, tuple(node.subgraphs))
     return _cached_infer(node.op, attrs, inputs)
 
 
+def _makes_foreign(graph: Graph) -> bool:
+    """Whether a body holds casts to formats that MXNet has no arrays of."""
+    return any(made_type(node) not in (None, *TYPE_FLAG) or any(map(_makes_foreign, node.subgraphs))
+               for node in graph.nodes() if not node.is_variable)
+
+
+def _body_outputs(node: Node, inputs: Types) -> Types:
+    """The outputs of a loop or condition are those of its (last) body."""
+    body, places = node.subgraphs[-1], bindings(node)[-1]
+    types = body.types({name: inputs[i] or "float32" for name, i in zip(body.variables(), places)})
+    return tuple(types[e] for e in body.outputs)
+
+
 def made_type(node: Node) -> Optional[str]:
     """The type that a cast or a constant makes, as it stands in its attribute."""
     made = node.attrs.get("dtype") if node.op in CASTS or not node.inputs else None
     return None if made == "None" else made
-
-
-def _with_type(node: Node, before: str, after: str) -> Node:
-    """The node, and those in its bodies, with another name for a type."""
-    new = node.like(node.inputs)
-    if new.attrs.get("dtype") == before:
-        new.attrs["dtype"] = after
-    new.subgraphs = [_graph_with_type(body, before, after) for body in node.subgraphs]
-    return new
-
-
-def _graph_with_type(graph: Graph, before: str, after: str) -> Graph:
-    new: Dict[Node, Node] = {}
-    for node in graph.nodes():
-        new[node] = _with_type(node, before, after)
-        new[node].inputs = [Entry(new[e.node], e.output) for e in node.inputs]
-    return Graph(Entry(new[e.node], e.output) for e in graph.outputs)
 
 
 def _infer(op: str, attrs: Tuple[Tuple[str, str], ...], inputs: Types,

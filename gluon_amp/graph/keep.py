@@ -1,17 +1,37 @@
 """Names that `keep=` names: regular expressions for whole names."""
 import re
-from typing import Iterable, Set
+from typing import Any, Iterable, List, Set
 
 from ..checks import nearest
+from .graph import Graph
 
 
-def matching(pattern: str, names: Iterable[str]) -> Set[str]:
-    """The names that the pattern matches as a whole."""
+def operator_names(graph: Graph) -> Set[str]:
+    """The names of a graph's nodes that are operators, not variables."""
+    return {node.name for node in graph.nodes() if not node.is_variable}
+
+
+def matching(pattern: str, *groups: Set[str]) -> List[Set[str]]:
+    """The names in each group that the pattern matches as a whole."""
     try:
         compiled = re.compile(pattern)
     except re.error as error:
         raise ValueError(f"keep: {pattern!r} is no regular expression: {error}") from None
-    return {name for name in names if compiled.fullmatch(name)}
+    return [{name for name in names if compiled.fullmatch(name)} for names in groups]
+
+
+def kept_operators(graph: Graph, keep: Iterable[Any]) -> Set[str]:
+    """The names of a graph's operators that the expressions match; each has to match one."""
+    names = operator_names(graph)
+    kept: Set[str] = set()
+    for pattern in keep:
+        if not isinstance(pattern, str):
+            raise TypeError(f"keep takes regular expressions for names. Received: {pattern!r}")
+        (found,) = matching(pattern, names)
+        if not found:
+            raise ValueError(matches_nothing(repr(pattern), pattern, names, "symbol"))
+        kept |= found
+    return kept
 
 
 def matches_nothing(what: str, word: str, names: Iterable[str], where: str = "network") -> str:

@@ -64,7 +64,7 @@ def _files(runs: List[Run], title: str, accuracy: Optional[float],
 
     groups = compare.groups(runs)
     comparisons = compare.compare(groups)
-    made = []
+    made: List[Section] = []
     for of in compare.sections(groups):
         dataset, measure = of[0].section
         target = _reached_by_all(of) if accuracy is None else accuracy

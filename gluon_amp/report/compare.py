@@ -10,15 +10,17 @@ from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 from statistics import median
-from typing import Any, Callable, Dict, FrozenSet, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, FrozenSet, List, Optional, Sequence, Set, Tuple
 
 from .runs import FLOAT32, RESUMING, Run, plain
 from .verdict import Difference, Sample, paired, unpaired
 
 PRECISION = {"dtype", "policy", "loss_scale"}
-NO_RECIPE = {"seed", "claim_speed", "mlperf", "log_interval", "disp_batches"}
+NO_RECIPE = {"seed", "claim_speed", "mlperf", "log_interval", "disp_batches",
+             "save_period", "use_rec"}
 PATHS = re.compile(r"rec_\w+|data_(train|val)|tensorboard|"
                    r"\w*(dir|file|path|prefix|params|states)")
+MOST_NAMED, LONGEST_ARGUMENT = 2, 40  # arguments in a group's name
 OFF: Tuple[Any, ...] = (None, False, 0, "", [], "none", "None", "False")
 
 
@@ -97,7 +99,8 @@ class Comparison:
         pairs = self.pairs
         if len(pairs) > 1:
             return paired(*zip(*pairs))
-        low, high = ([run.final for run in group.finished] for group in (self.low, self.float32))
+        low, high = ([run.final for run in group.finished if run.final is not None]
+                     for group in (self.low, self.float32))
         if len(low) < 2 or len(high) < 2:
             return None
         return unpaired(Sample.of(low), Sample.of(high))
@@ -152,14 +155,33 @@ def _named(section: List[Group]) -> List[Group]:
     for naming in NAMINGS:
         names = [", ".join(filter(None, (part(group.first) for part in naming)))
                  for group in section]
-        if len(set(names)) == len(names):
+        if len(set(names)) == len(names) and all(names):
             return [Group(group.runs, name) for group, name in zip(section, names)]
+    names = _by_recipe(section)
+    if len(set(names)) == len(names):
+        return [Group(group.runs, name) for group, name in zip(section, names)]
     return [Group(group.runs, group.first.name + (
         f" and {len(group.runs) - 1} more" if len(group.runs) > 1 else "")) for group in section]
 
 
+def _by_recipe(section: List[Group]) -> List[str]:
+    """Named by the arguments in which they differ, if these are few: float16, wd 0.1."""
+    recipes = [recipe(group.first) for group in section]
+    known: Dict[str, Set[str]] = {}
+    for each in recipes:
+        for argument, value in each.items():
+            known.setdefault(argument, set()).add(repr(value))
+    differ = [argument for argument, values in known.items()
+              if len(values) > 1 or any(argument not in each for each in recipes)]
+    if not 0 < len(differ) <= MOST_NAMED:
+        return [""] * len(section)
+    return [", ".join([group.dtype, *(f"{argument} {_show(each.get(argument))}"[:LONGEST_ARGUMENT]
+                                      for argument in differ)])
+            for group, each in zip(section, recipes)]
+
+
 def _dtype(run: Run) -> str:
-    return run.dtype
+    return "" if run.dtype == "unknown" else run.dtype
 
 
 def _batch(run: Run) -> str:
@@ -195,7 +217,7 @@ def compare(found: Sequence[Group]) -> List[Comparison]:
         for group in each:
             alike.setdefault((group.section, group.model, group.items), []).append(group)
     compared: List[Comparison] = []
-    taken: "Counter[int]" = Counter()
+    taken: Counter[int] = Counter()
     for low in found:
         candidates = high.get((low.section, low.model))
         if low.dtype in (FLOAT32, "unknown") or not candidates:

@@ -42,7 +42,7 @@ def pool(groups: Sequence[Group]) -> List[Tuple[str, List[Group]]]:
     types = {(group.model, group.dtype) for group in groups}
     pooled: Dict[str, List[Group]] = {}
     for group in groups:
-        by_model = [group.model] if 1 < len(models) and len(types) <= MOST_LINES else []
+        by_model = [group.model] if len(models) > 1 and len(types) <= MOST_LINES else []
         pooled.setdefault(", ".join([*by_model, group.dtype]), []).append(group)
     if len(pooled) > MOST_LINES:
         pooled = {"all": list(groups)}

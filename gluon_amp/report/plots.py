@@ -99,8 +99,8 @@ def _measured(run: Run) -> List[Point]:
 
 
 def _by_hours(run: Run) -> List[Point]:
-    hours = dict(zip(run.epochs, run.hours))
-    return [Point(n, hours[n - 1], y) for n, _, y in _measured(run) if n - 1 in hours]
+    hours = {n + 1.0: at for n, at in zip(run.epochs, run.hours)}
+    return [Point(n, hours[n], y) for n, _, y in _measured(run) if n in hours]
 
 
 def _within(run: Run, points: Sequence[Tuple[int, int, Optional[float]]]) -> List[Point]:
@@ -121,7 +121,7 @@ def _trace(column: int) -> Callable[[Run], List[Point]]:
     def points(run: Run) -> List[Point]:
         if all(scale == 1 for _, _, scale, _ in run.trace):
             return []
-        found = _within(run, [(p[0], p[1], p[column]) for p in run.trace])  # type: ignore[misc]
+        found = _within(run, [(p[0], p[1], p[column]) for p in run.trace])
         end = max(run.done, found[-1].x) if found else 0
         return [*found, Point(end, end, found[-1].y)] if found else []
     return points
@@ -181,7 +181,7 @@ def _draw(chart: Chart, found: Sequence[Optional[Line]], runs: Sequence[Run]) ->
     for one in lines:
         one.x = one.x * factor
     models = list(dict.fromkeys(one.model for one in lines))
-    marked: "Counter[Tuple[str, str]]" = Counter()
+    marked: Counter[Tuple[str, str]] = Counter()
     with _style():
         figure = Figure(figsize=(WIDTH, HEIGHT), layout="constrained")
         axes = figure.add_subplot()
@@ -264,6 +264,8 @@ def _name_ends(figure: Figure, axes: Any, lines: List[Line], looks: List[Dict[st
             value = f" {chart.scale.write(lines[i].y[-1])}"
         axes.annotate(_short(lines[i].name) + value, (1.17, place), xycoords="axes fraction",
                       va="center", fontsize=8, annotation_clip=False)
+    for _ in range(2):  # room for names makes the axes smaller, which moves the names
+        figure.draw_without_rendering()
 
 
 def _apart(heights: List[float]) -> List[float]:

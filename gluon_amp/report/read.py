@@ -48,11 +48,11 @@ STEPS = ("loss", "gradient_norm", "lr")
 # log goes on in the same line, for a longer one.
 WHOLE = re.compile(rb"\.\d{6}$|Time cost=\d+\.\d{3}$")
 VALUE = re.compile(r"([A-Za-z][\w-]*(?: cost)?)(?:=|: )"
-                   r"([-+]?(?:\d[\d.]*(?:e[-+]?\d+)?|nan|inf))(?=s?(?:[\s,;)]|$))")
+                   r"([-+]?(?:\d[\d.]*(?:[eE][-+]?\d+)?|nan|inf))(?=s?(?:[\s,;)]|$))")
 ARGUMENT = re.compile(r"""(\w+)=('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|\[[^]]*\]|\([^)]*\)|[^,]*)""")
 ENDING = r"\.(log|jsonl?|csv|txt|out\.tfevents\..*)$"  # of a file's name: no part of a run's
 # Names of errors, and of accuracies.
-TOP1 = (("err-top1", "top1-err", "err_top1", "top1_err"), 
+TOP1 = (("err-top1", "top1-err", "err_top1", "top1_err"),
         ("accuracy", "acc", "top1-acc", "val", "val-acc"))
 TOP5 = (("err-top5", "top5-err", "err_top5", "top5_err"), ("top_k_accuracy_5", "top5-acc"))
 
@@ -69,7 +69,7 @@ def read(paths: Iterable[Any]) -> List[Run]:
         read_one = events.read if events.is_events(path) else \
             tables.read if tables.is_table(path) else read_log
         runs += read_one(path, name)
-    same: "Counter[str]" = Counter()
+    same: Counter[str] = Counter()
     for run in runs:
         run.name = plain(run.name)
         same[run.name] += 1
@@ -90,7 +90,8 @@ def _names(paths: List[Path]) -> List[str]:
 
 def read_log(path: Path, name: str) -> List[Run]:
     """The runs of a log; ValueError names its first odd line where it has none."""
-    reader, waiting, odd = _Reader(name), [], ""
+    reader, odd = _Reader(name), ""
+    waiting: List[bytes] = []  # lines of batches
     with open(path, "rb") as file:
         for count, line in enumerate(iter(partial(file.readline, LONGEST_LINE), b""), 1):
             batch = (b"] Batch [" in line or b"][Batch " in line) and b"Namespace(" not in line
@@ -130,7 +131,8 @@ class _Reader:
         for number, entries in groupby(BATCH.findall(b"".join(lines)), itemgetter(0)):
             self._go_to(int(number))
             scaling = b""
-            for _, batch, before, speed, tail in entries:
+            for entry in entries:
+                _, batch, _, speed, tail = entry
                 rate = float(speed)
                 if rate > 0:
                     self.intervals += 1
@@ -140,7 +142,7 @@ class _Reader:
                     scaling, values = tail[at:], _values(tail)
                     self.runs[-1].follow(self.number, int(batch), values.get("loss-scale"),
                                          values.get("skipped"))
-            values = _values(before + b" " + tail)
+            values = _values(entry[2] + b" " + tail)
             self.epoch.lr = values.get("lr", self.lr)
             self.epoch.scale, self.epoch.skipped = values.get("loss-scale"), values.get("skipped")
             self.runs[-1].batches = max(self.runs[-1].batches, int(batch) + 1)

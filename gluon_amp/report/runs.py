@@ -10,7 +10,7 @@ from ..policy import APEX
 
 FLOAT32 = "float32"
 ACCURACY = "top-1"
-MOST_STEPS = 2000  # kept of each series: of longer ones, every other one goes
+MOST_STEPS = 2000  # kept of each series, evenly
 RESUMING = re.compile(r"resume(_\w+)?|load_epoch|start_epoch")  # arguments that go on with a run
 
 
@@ -50,6 +50,7 @@ class Run:
     trace: List[Tuple[int, int, float, Optional[float]]] = field(default_factory=list)
     batches: int = 1  # the most of an epoch that were logged
     steps: Dict[str, List[Tuple[int, int, float]]] = field(default_factory=dict)
+    thinned: Dict[str, Tuple[int, int]] = field(default_factory=dict)  # seen; every how many kept
     metric: str = ""  # of training
     measure: str = ACCURACY  # of validation, which Epoch.top1 is one minus of
     notes: List[str] = field(default_factory=list)
@@ -73,9 +74,13 @@ class Run:
         if value is None:
             return
         series = self.steps.setdefault(name, [])
-        series.append((epoch, batch, value))
+        seen, every = self.thinned.get(name, (0, 1))
+        if seen % every == 0:
+            series.append((epoch, batch, value))
         if len(series) > MOST_STEPS:
-            series[:] = series[1::2]
+            series[:] = series[::2]
+            every *= 2
+        self.thinned[name] = seen + 1, every
 
     def forget_from(self, epoch: int) -> None:
         """Forgets this epoch and all later ones, since the run was resumed there."""

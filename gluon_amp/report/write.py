@@ -80,10 +80,13 @@ def _verdict(verdict: Verdict, section: str) -> str:
 def _table(rows: List[Row], rules: Dict[str, None], search: bool = False,
            most: int = MOST_ROWS) -> str:
     """Which columns are text stands in the style, once for each such table."""
+    if not rows:
+        return ""
     texts = [i for i, column in enumerate(rows[0], 1) if column in TEXT]
     name = "t" + "-".join(map(str, texts))
     for i in texts:
-        rules[f".{name} th:nth-child({i}), .{name} td:nth-child({i}) {{ text-align: left; }}"] = None
+        cells = f".{name} th:nth-child({i}), .{name} td:nth-child({i})"
+        rules[f"{cells} {{ text-align: left; }}"] = None
     head = "".join(f"<th><button>{escape(column)}</button></th>" for column in rows[0])
     body = "\n".join("<tr>" + "".join(f"<td>{_cut(text)}</td>" for text in row.values())
                      + "</tr>" for row in rows[:most])

@@ -1,6 +1,6 @@
 """`convert_symbol` and `convert_model`: the Symbolic API's networks in mixed precision."""
 import difflib
-from typing import Any, Dict, Iterable, List, Set, Tuple, Union
+from typing import Any, Dict, Iterable, Set, Tuple, Union
 
 from mxnet.operator import get_operator_arguments
 
@@ -8,7 +8,7 @@ from .._mxnet import mx
 from ..cpu.arrays import dtype_name
 from ..graph.casts import float32_variables, insert_casts
 from ..graph.graph import TYPE_FLAG, TYPE_NAME, Graph
-from ..graph.keep import matches_nothing, matching
+from ..graph.keep import kept_operators
 from ..policy import Policy, get_policy
 
 # What operators call the inputs that are parameters.
@@ -37,7 +37,7 @@ def convert_symbol(sym: "mx.sym.Symbol", policy: Union[str, Policy] = "float16",
                          "float16 and float32. Valid: float16, mixed_float16, pure_float16. "
                          f"Received: {policy.name}")
     graph = Graph.read(sym)
-    kept = _kept_nodes(graph, [keep] if isinstance(keep, str) else list(keep))
+    kept = kept_operators(graph, [keep] if isinstance(keep, str) else keep)
     if policy.is_float32:
         return graph.symbol()
     parameters = parameter_names(graph)
@@ -113,19 +113,6 @@ def _types(graph: Graph, parameters: Set[str], policy: Policy, kept: Set[str]) -
              for name in graph.variables()}
     # Gluon declares float32 for every parameter that it traces: that is no wish.
     return {**types, **{n: t for n, t in declared_types(graph).items() if t != "float32"}}
-
-
-def _kept_nodes(graph: Graph, keep: List[Any]) -> Set[str]:
-    names = {node.name for node in graph.nodes() if not node.is_variable}
-    kept: Set[str] = set()
-    for entry in keep:
-        if not isinstance(entry, str):
-            raise TypeError(f"keep takes regular expressions for names. Received: {entry!r}")
-        found = matching(entry, names)
-        if not found:
-            raise ValueError(matches_nothing(repr(entry), entry, names, "symbol"))
-        kept |= found
-    return kept
 
 
 def _keep_output_names(before: Graph, after: Graph) -> None:

@@ -13,7 +13,7 @@ from ..graph.operators import LOSSES
 from ..training import distributed
 from ..training.optimizer import check_scalable, given_optimizer, optimizer_class, with_masters
 from ..training.reduction import Reduction
-from ..training.states import check_states, read_states
+from ..training.states import check_states, one_error, read_states, seal
 from ..training.step import Gradient, Steps
 from .binding import Bindable, environment
 from .convert import check_parameters
@@ -164,6 +164,7 @@ class _Module(RanksModule):
         if searching:
             self._steps.settle(self._gradients, lambda: True, again)
         self._used_scale = pending.scale
+        self._steps.watch(self._gradients())
 
     def get_input_grads(self, merge_multi_context: bool = True) -> Any:
         """Without the scale."""
@@ -183,6 +184,7 @@ class _Module(RanksModule):
             return True
         group, optimizer = module._exec_group, module._optimizer
         self._params_dirty = module._params_dirty = True  # moving averages, even if it is skipped
+        self._steps.end_watch()
         summed = self._steps.reduction.sum((name, grads) for name, grads in
                                            zip(group.param_names, group.grad_arrays)
                                            if grads[0] is not None)
@@ -228,35 +230,36 @@ class _Module(RanksModule):
         """Writes the optimizer with its masters, the loss scale and the counters."""
         module = self._module()
         module._optimizer.trainer_state = self._steps.state()
-        if module._update_on_kvstore:
-            replace_file(fname, lambda path: module._kvstore.save_optimizer_states(path, True))
-            return
-        data = module._updater.get_states(dump_optimizer=True)
 
         def write(path: str) -> None:
-            with open(path, "wb") as file:
-                file.write(data)
+            if module._update_on_kvstore:
+                module._kvstore.save_optimizer_states(path, True)
+            else:
+                with open(path, "wb") as file:
+                    file.write(module._updater.get_states(dump_optimizer=True))
+            seal(path)
         replace_file(fname, write)
 
     def load_optimizer_states(self, fname: str) -> None:
         """Takes over what `save_optimizer_states` wrote, here or in MXNet's `Module`: momenta,
         masters, counters, the loss scale. Rates stay those of this module's optimizer.
 
-        A file that does not fit is an error and changes nothing.
+        A file that does not fit, or is damaged, is an error and changes nothing. It may hold
+        MXNet's optimizers, schedulers and arrays, and the classes of this module's own optimizer
+        and scheduler; anything else is refused before it runs.
         """
         module = self._module()
-        states, saved = read_states(fname)
         mine = module._optimizer
-        if not module._update_on_kvstore:
-            check_states(fname, states, saved or mine, mine, self._weights())
-        self._steps.load(getattr(saved, "trainer_state", {}))
-        updater = module._updater
-        if module._update_on_kvstore:
-            module._kvstore.load_optimizer_states(fname)
-            updater = module._kvstore._updater
-        else:
-            updater.states = states
-            updater.states_synced = dict.fromkeys(states, False)
+        states, saved = read_states(fname, mine)
+        updater = module._kvstore._updater if module._update_on_kvstore else module._updater
+        if updater is None:
+            raise ValueError("states that servers keep cannot be loaded: set the environment "
+                             "variable MXNET_UPDATE_ON_KVSTORE to 0")
+        with one_error(fname):
+            if not module._update_on_kvstore:
+                check_states(fname, states, saved or mine, mine, self._weights())
+            self._steps.load(getattr(saved, "trainer_state", {}))
+        updater.states, updater.states_synced = states, dict.fromkeys(states, False)
         updater.optimizer = with_masters(saved or mine)
         for name in ("lr", "lr_scheduler", "wd", "rescale_grad", "sym_info", "idx2name", "lr_mult",
                      "wd_mult"):

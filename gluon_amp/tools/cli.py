@@ -12,6 +12,7 @@ import sys
 from typing import Callable, List, NamedTuple, Optional, Tuple
 
 from .. import KernelError, __version__
+from ..checks import positive
 
 _MENDABLE = (ValueError, OSError, ImportError, KernelError)
 
@@ -74,13 +75,6 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def positive(text: str) -> int:
-    """The type of arguments that are whole numbers from 1 on."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number from 1 on. Received: {text!r}")
-    return int(text)
-
-
 # ---- the subcommands
 
 def _doctor_arguments(parser: argparse.ArgumentParser) -> None:
@@ -89,6 +83,8 @@ def _doctor_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch-size", type=positive, default=32, metavar="N", help="(32)")
     parser.add_argument("--image-shape", type=_shape, default=(3, 224, 224), metavar="C,H,W",
                         help="(3,224,224)")
+    parser.add_argument("--types", action="store_true", help="of the network: which operator runs "
+                        "in which type, and why, and nothing else")
     parser.add_argument("--json", action="store_true", help="the same facts for machines")
 
 
@@ -101,10 +97,23 @@ def _shape(text: str) -> Tuple[int, ...]:
 
 
 def _doctor(options: argparse.Namespace) -> int:
+    if options.types:
+        return _types(options)
     from . import doctor
     facts = doctor.examine(options.model, options.batch_size, options.image_shape)
-    print(json.dumps(facts, indent=2) if options.json else doctor.describe(facts))
+    print(json.dumps(facts, indent=2) if options.json else doctor.fit_width(doctor.describe(facts)))
     return 0 if facts["trains"] else 1
+
+
+def _types(options: argparse.Namespace) -> int:
+    from ..symbolic.convert import convert_symbol
+    from ..xray.types import types
+    from .footprint import load
+    if not options.model:
+        raise ValueError("--types tells of a network: name one with --model")
+    found = types(convert_symbol(load(options.model)))
+    print(json.dumps([vars(row) for row in found], indent=2) if options.json else found)
+    return 0
 
 
 def _demo_arguments(parser: argparse.ArgumentParser) -> None:
@@ -169,6 +178,7 @@ COMMANDS = (
         "gluon-amp doctor",
         "gluon-amp doctor --model resnet50_v1 --batch-size 64",
         "gluon-amp doctor --model net-symbol.json --image-shape 1,28,28 --json",
+        "gluon-amp doctor --model mobilenet1.0 --types",
     ), _doctor_arguments, _doctor),
     _Command("demo", "train float32 and float16 side by side, on scanned digits", (
         "gluon-amp demo",

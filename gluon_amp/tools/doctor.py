@@ -11,11 +11,13 @@ import ctypes
 import os
 import platform
 import re
+import textwrap
 from ctypes import byref
 from typing import Any, Dict, Iterable, Iterator, List, NamedTuple, Optional, Tuple
 
 from .. import __version__
 from .._mxnet import installed_builds, message, mx, np
+from ..checks import in_names
 from ..cpu import library
 from ..gluon.convert import convert
 from ..training.trainer import Trainer
@@ -212,6 +214,17 @@ def describe(facts: Dict[str, Any]) -> str:
     return "\n".join([*lines, *_network(facts["network"])])
 
 
+def fit_width(text: str, width: int = 80) -> str:
+    """Breaks lines that are longer; what follows stands under the last column of its line."""
+    lines: List[str] = []
+    for line in text.splitlines():
+        columns = [gap.end() for gap in re.finditer(r"  +", line) if gap.end() < width - 20]
+        lines += textwrap.wrap(
+            line, width, subsequent_indent=" " * (columns[-1] if columns else 2),
+            break_long_words=False, break_on_hyphens=False) if len(line) > width else [line]
+    return "\n".join(lines)
+
+
 def _conclusion(facts: Dict[str, Any]) -> str:
     if not facts["trains"]:
         return f"float16 does not train here: {facts['reason']}"
@@ -267,6 +280,10 @@ def _network(costs: Optional[Dict[str, Any]]) -> Iterator[str]:
              str(layer["rows"] or ""), f"{layer['share']:.1%}") for layer in off[:10])])
         if len(off) > 10:
             yield f"  and {len(off) - 10} more"
+        if any(list(layer["sizes"]) == [1, 1] for layer in off):
+            yield "Layers with channels \"1 from 1\" are depthwise: each channel has a filter of " \
+                  "its own, so there is no product of matrices for Tensor Cores. They are bound " \
+                  "by memory, and float16 halves its traffic."
     else:
         yield "All of them fit Tensor Cores: their sizes are multiples of 8."
     table = costs["bytes"]
@@ -277,7 +294,11 @@ def _network(costs: Optional[Dict[str, Any]]) -> Iterator[str]:
     yield f"{'':14}" + "".join(f"{kind:>13}" for kind in table["float32"])
     for name, parts in table.items():
         yield f"{name:14}" + "".join(f"{count / size:13.1f}" for count in parts.values())
-    yield "A CPU holds activations as float32 in any case; mixed_bfloat16 is for CPUs only."
+    yield "mixed_bfloat16 and tf32 are for CPUs only, in float32's bytes."
+    if costs["constants"]:
+        names = costs["constants"]
+        yield ""
+        yield f"Run in float32, since float16 would make 0 or infinite a constant{in_names(names)}."
 
 
 def _aligned(rows: Iterable[Tuple[str, ...]]) -> Iterator[str]:

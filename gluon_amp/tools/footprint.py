@@ -20,7 +20,10 @@ from math import prod
 from typing import Any, Dict, Set, Tuple
 
 from .._mxnet import message, mx, np
+from ..checks import did_you_mean
+from ..formats import FLOAT16
 from ..graph.graph import Graph
+from ..graph.operators import holds_numbers
 from ..policy import POLICIES, Policy
 from ..symbolic.convert import convert_symbol, declared_types, parameter_names
 from .tensor_cores import matrix_layers
@@ -42,7 +45,8 @@ def load(name: str) -> "mx.sym.Symbol":
     except ValueError as error:
         names = str(error).split("\n\t")[1:]
         raise ValueError("a network is an exported symbol (NAME-symbol.json), or one of MXNet's "
-                         f"model zoo: {', '.join(names)}. Received: {name}") from None
+                         f"model zoo: {', '.join(names)}. Received: {name}"
+                         f"{did_you_mean(name, names)}") from None
 
 
 def footprint(symbol: "mx.sym.Symbol", batch: Tuple[int, ...]) -> Dict[str, Any]:
@@ -62,7 +66,9 @@ def footprint(symbol: "mx.sym.Symbol", batch: Tuple[int, ...]) -> Dict[str, Any]
     total = sum(layer.multiply_adds for layer in layers)
     off = [{"name": layer.name, "sizes": list(layer.sizes), "rows": layer.rows,
             "share": layer.multiply_adds / max(total, 1)} for layer in layers if not layer.fits]
+    constants = [node.name for node in graph.nodes() if not holds_numbers(node, FLOAT16)]
     return {"batch": list(batch), "layers": len(layers), "multiply_adds": total,
+            "constants": constants,
             "off_tensor_cores": off, "share_off": sum(layer["share"] for layer in off),
             "bytes": {name: _bytes(symbol, batch, policy, parameters)
                       for name, policy in POLICIES.items()}}

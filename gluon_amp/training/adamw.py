@@ -49,7 +49,7 @@ class AdamW(mx.optimizer.Optimizer):
         for i, index in enumerate(indices):
             lrs[i] = bias_corrected(self, lrs[i], self._index_update_count[index])
         # On a CPU the operator walks the largest array's size for every array: one at a time.
-        size = 1 if weights[0].context.device_type == "cpu" else len(weights)
+        size = 1 if weights[0].context.device_type != "gpu" else len(weights)
         for i in range(0, len(weights), size):
             part = slice(i, i + size)
             getattr(mx.nd.contrib, name)(

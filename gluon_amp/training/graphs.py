@@ -1,8 +1,12 @@
-"""Graphs that autograd has recorded, seen from their losses."""
+"""Losses, and the graphs that autograd has recorded up to them."""
 import json
-from typing import Any, List, Set
+from typing import Any, Callable, List, Sequence, Set
 
-from .._mxnet import mx
+from .._mxnet import mx, np
+from ..checks import in_names
+from ..cpu.finite import squares
+from ..graph.operators import LOSSES
+from .step import Gradient
 
 # MXNet's forget what they drew once a backward pass has gone through them: a second one would
 # pass their gradients on as if nothing had been dropped.
@@ -19,9 +23,54 @@ def operators(losses: List[Any]) -> Set[str]:
     return found
 
 
-def can_go_back_again(losses: List[Any]) -> bool:
-    """Whether a second backward pass gives the same gradients as the first."""
-    return not operators(losses) & _ONCE
+def can_go_back_again(losses: List[Any], gradients: Sequence[Gradient], converted: bool,
+                      go_back: Callable[[], None]) -> bool:
+    """Whether a second backward pass gives the same gradients as the first.
+
+    Args:
+        converted: whether the network is a converted one, whose dropout keeps its masks.
+        go_back: makes the pass once more, at the same scale: where a hybridized network hides its
+            operators, this tells.
+    """
+    seen = operators(losses)
+    if seen & _ONCE:
+        return False
+    if converted or "_CachedOp" not in seen:
+        return True
+    before = [g.array.asnumpy() for g in gradients]
+    go_back()
+    return all(np.array_equal(a, g.array.asnumpy(), equal_nan=True)
+               for a, g in zip(before, gradients))
+
+
+def check_heads(losses: List[Any], gradients: Sequence[Gradient],
+                go_back: Callable[[float], None]) -> bool:
+    """Refuses operators on the way that begin gradients by themselves, which no loss scale
+    reaches: a backward pass that begins with zeros shows them. The gradients stay as they are.
+
+    Args:
+        go_back: makes a backward pass with this number as head gradient.
+
+    Returns:
+        whether it is sure, as it is not where that pass gives infinities or NaN.
+    """
+    kept = [g.array.copy() for g in gradients]
+    for g in gradients:
+        g.array[:] = 0
+    go_back(0.0)
+    sums = squares([g.array for g in gradients])
+    for g, before in zip(gradients, kept):
+        before.copyto(g.array)
+    begun = [g.name for g, s in zip(gradients, sums) if np.isfinite(s) and s > 0]
+    if begun:
+        seen = operators(losses) & (LOSSES | {"Custom", "IdentityAttachKLSparseReg"})
+        which = ", ".join(sorted(seen)) or f"one of {', '.join(sorted(LOSSES))}, or one like them"
+        raise ValueError(
+            f"an operator in the network begins gradients by itself: {which}. No loss scale "
+            f"reaches those gradients, which are{in_names(begun)}, so the update would divide them "
+            "by a scale that they never had. Take a loss of gluon.loss instead, or amp.Module, or "
+            "loss_scale=None")
+    return bool(np.isfinite(sums).all())
 
 
 def free(losses: List[Any]) -> None:
@@ -33,3 +82,17 @@ def free(losses: List[Any]) -> None:
     with mx.autograd.record():
         heads = [loss + added.as_in_context(loss.context).astype(loss.dtype) for loss in classic]
     mx.autograd.grad(heads, [added], retain_graph=False)
+
+
+def check_losses(losses: List[Any]) -> None:
+    """Refuses what is no loss, and losses in float16."""
+    if not losses:
+        raise ValueError("backward takes a loss or a list of losses. Received: an empty list")
+    for loss in losses:
+        if not isinstance(loss, mx.nd.NDArray):
+            raise TypeError("backward takes a loss or a list of losses. "
+                            f"Received: {type(loss).__name__}")
+        if loss.dtype is np.float16:
+            raise ValueError("the loss is float16, where a sum above 65504 is infinite: take it "
+                             "in float32, as loss_fn(net(data).astype('float32'), label); "
+                             "converted networks return float32, but under pure_float16")

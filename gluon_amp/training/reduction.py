@@ -8,6 +8,7 @@ import os
 from typing import Any, Callable, Dict, Iterable, List, Optional, Tuple
 
 from .._mxnet import message, mx, np
+from ..checks import in_names
 from .watch import RankEndedError, Watch
 
 _watch: Optional[Watch] = None  # one for each process
@@ -139,3 +140,21 @@ class Reduction:
         if _watch is None:
             reach = os.environ["DMLC_PS_ROOT_URI"], int(os.environ["DMLC_PS_ROOT_PORT"])
             _watch = Watch(self.rank, self.workers, self.gather, reach)
+
+
+def check_kvstore(kvstore: Any, update_on_kvstore: Optional[bool], parameters: Any) -> None:
+    """Refuses what would update the weights before anybody could look at the gradients."""
+    name = str(getattr(kvstore, "type", kvstore))
+    why = "loss scaling and clip_norm look at the gradients before the update"
+    if update_on_kvstore:
+        raise ValueError(f"{why}: update_on_kvstore must be False or None. Received: True")
+    if "async" in name:
+        raise ValueError(f"{why}, and {name} updates on its servers: use dist_sync")
+    sparse = [p.name for p in parameters if getattr(p, "_stype", "default") != "default"]
+    if sparse:
+        raise ValueError(f"{why}, and row_sparse weights are updated on the kvstore. "
+                         f"Received: row_sparse weights{in_names(sparse)}")
+    sparse = [p.name for p in parameters if getattr(p, "_grad_stype", "default") != "default"]
+    if sparse and "dist" in name:
+        raise ValueError(f"{why}, and {name} updates those that are row_sparse on its servers. "
+                         f"Received: row_sparse gradients{in_names(sparse)}")

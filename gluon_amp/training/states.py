@@ -1,30 +1,113 @@
 """Files of optimizer states: what one holds, and whether it fits.
 
-MXNet's format: a pickle of {index: state}, alone or beside the optimizer.
+MXNet's format: a pickle of {index: state}, alone or beside the optimizer. Behind it, where MXNet
+does not read any more, stands a checksum. A pickle may name any function to be called, so only
+those names are looked up that such states need.
 """
+import hashlib
+import io
 import pickle
 import re
+import sys
 import warnings
-from typing import Any, Dict, List, Mapping, Sequence, Tuple
+from contextlib import contextmanager
+from typing import Any, Dict, Iterator, List, Mapping, Sequence, Tuple
 
-from .._mxnet import mx
+from .._mxnet import mx, np
 from ..cpu.arrays import dtype_name
 
+_SEAL = b"\ngluon_amp sha256 "  # then 64 digits
+_MOVED = {"gluon_amp.optimizer": "gluon_amp.training.optimizer",  # in files of 0.1.0
+          "gluon_amp.adamw": "gluon_amp.training.adamw"}
+_KINDS = (mx.optimizer.Optimizer, mx.lr_scheduler.LRScheduler, mx.nd.NDArray, np.generic)
+_ATTRIBUTES = ("lr", "lr_scheduler", "wd", "rescale_grad", "num_update", "begin_num_update",
+               "_index_update_count", "clip_gradient", "multi_precision", "lr_mult", "wd_mult")
+_NAMES = frozenset("""
+    gluon_amp.training.optimizer._revive gluon_amp.training.optimizer._Decimal
+    builtins.set builtins.frozenset builtins.bytearray builtins.bytes builtins.complex
+    builtins.range builtins.slice builtins.object collections.OrderedDict collections.defaultdict
+    numpy.ndarray numpy.dtype numpy.core.multiarray._reconstruct numpy.core.multiarray.scalar
+    numpy.core.numeric._frombuffer _codecs.encode
+""".split())
 
-def read_states(fname: str) -> Tuple[Dict[Any, Any], Any]:
-    """A file's states, and its optimizer or None."""
+
+class _Unpickler(pickle.Unpickler):
+    """Looks up nothing but what states of optimizers hold.
+
+    Args:
+        mine: classes of the user's own that they may hold, by module and name.
+    """
+
+    def __init__(self, file: Any, mine: Mapping[Tuple[str, str], Any]) -> None:
+        super().__init__(file)
+        self.mine = mine
+
+    def find_class(self, module: str, name: str) -> Any:
+        module = _MOVED.get(module, module)
+        if (module, name) in self.mine:
+            return self.mine[module, name]
+        # Nothing is imported for a file.
+        found = getattr(sys.modules.get(module), name, None)
+        known = module.split(".")[0] in ("mxnet", "numpy", "gluon_amp") \
+            and isinstance(found, type) and issubclass(found, _KINDS)
+        if not known and (f"{module}.{name}" not in _NAMES or found is None):
+            raise pickle.UnpicklingError(
+                f"it names {module}.{name}, which was not called. Valid: optimizers, schedulers "
+                "and arrays of MXNet's, and the classes of the optimizer and scheduler in use")
+        return found
+
+
+def seal(path: str) -> None:
+    """Appends a checksum to a file of states."""
+    with open(path, "rb") as file:
+        digest = hashlib.sha256(file.read()).hexdigest()
+    with open(path, "ab") as file:
+        file.write(_SEAL + digest.encode())
+
+
+def read_states(fname: str, mine: Any) -> Tuple[Dict[Any, Any], Any]:
+    """A file's states, and its optimizer or None.
+
+    Args:
+        mine: the optimizer in use.
+    """
     with open(fname, "rb") as file:
         data = file.read()
+    wrong = f"{fname} holds no optimizer states, or is cut short or damaged"
+    end = len(data) - len(_SEAL) - 64
+    sealed = data[max(end, 0):].startswith(_SEAL)
+    if sealed and hashlib.sha256(data[:end]).hexdigest().encode() != data[-64:]:
+        raise ValueError(f"{wrong}: its checksum does not fit")
+    stream = io.BytesIO(data[:end] if sealed else data)
     try:
-        loaded = pickle.loads(data)
+        loaded = _Unpickler(stream, _own_classes(mine)).load()
+        if stream.read(1):
+            raise ValueError("it goes on behind its end")
     except Exception as error:  # foreign bytes may raise anything when they are unpickled
-        raise ValueError(f"{fname} holds no optimizer states, or is cut short: {error!r}") \
-            from error
+        raise ValueError(f"{wrong}: {str(error) or repr(error)}") from error
     states, optimizer = loaded if isinstance(loaded, tuple) and len(loaded) == 2 else (loaded, None)
     if not isinstance(states, dict) \
             or not isinstance(optimizer, (mx.optimizer.Optimizer, type(None))):
-        raise ValueError(f"{fname} holds no optimizer states. Received: {type(loaded).__name__}")
+        raise ValueError(f"{wrong}. Received: {type(loaded).__name__}")
     return states, optimizer
+
+
+def _own_classes(optimizer: Any) -> Dict[Tuple[str, str], Any]:
+    """Classes of the optimizer and its scheduler, by module and name. The last one of a name is
+    the user's own: ours in front of it goes by its name, too."""
+    return {(cls.__module__, cls.__qualname__): cls
+            for made in (optimizer, optimizer.lr_scheduler) for cls in type(made).__mro__}
+
+
+@contextmanager
+def one_error(fname: str) -> Iterator[None]:
+    """Whatever goes wrong with a file's contents is a ValueError that names the file."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, ValueError) and fname in str(error):
+            raise
+        raise ValueError(f"{fname} does not fit: {error}") from error
 
 
 def check_states(fname: str, states: Dict[Any, Any], maker: Any, mine: Any,
@@ -39,6 +122,9 @@ def check_states(fname: str, states: Dict[Any, Any], maker: Any, mine: Any,
     if type(maker).__name__ != type(mine).__name__:
         raise ValueError(f"{fname} holds the states of {type(maker).__name__}, not of "
                          f"{type(mine).__name__}")
+    missing = [name for name in _ATTRIBUTES if not hasattr(maker, name)]
+    if missing:
+        raise ValueError(f"{fname} holds an optimizer without {', '.join(missing)}")
     for i, state in states.items():
         if i not in weights:
             raise ValueError(f"{fname} holds a state of parameter number {i}; here are "

@@ -18,9 +18,10 @@ from dataclasses import dataclass, field
 from typing import Any, Callable, Dict, List, Optional, Sequence, Set, Tuple, Union
 
 from .._mxnet import np
-from ..checks import in_names, positive_number
+from ..checks import in_names, positive_number, whole_number
 from ..cpu.arrays import to_float32
 from ..cpu.finite import all_finite, not_finite, squares
+from ..cpu.library import versions
 from .loss_scale import DynamicLossScale, LossScaleError
 from .reduction import Reduction
 from .static_pair import StaticLossScale
@@ -68,6 +69,8 @@ class Pending:
         summed: float32 sums over workers of float16 gradients, to be used instead of these.
         moved: whether weights of any worker became rank 0's in between.
         max_norm: the norm that the next update is clipped to.
+        watched: gradients that nobody is to write into, and how often they have been written.
+        counts: gradients that were watched, how often they had been written, and how often later.
     """
     scale: Optional[float] = None
     losses: List[Any] = field(default_factory=list)
@@ -76,6 +79,8 @@ class Pending:
     summed: Dict[Place, Any] = field(default_factory=dict)
     moved: bool = False
     max_norm: Optional[float] = None
+    watched: Optional[Tuple[Sequence[Gradient], Any]] = None
+    counts: List[Tuple[Sequence[Gradient], Any, Any]] = field(default_factory=list)
 
 
 class Steps:
@@ -139,11 +144,40 @@ class Steps:
     def begin(self, adding_up: Sequence[Any]) -> float:
         """Before a backward pass: gives its scale. Gradients that add up, and stand at another
         scale since an earlier step, are brought to this one."""
+        self.end_watch()
         scale = self.backward_scale
         if self._adding_at is not None and self._adding_at != scale:
             multiply(adding_up, scale / self._adding_at)
         self._adding_at = scale
         return scale
+
+    def watch(self, gradients: Sequence[Gradient]) -> None:
+        """From here on nobody is to write into these gradients, since they are scaled."""
+        if self.scaling and gradients:
+            self.pending.watched = gradients, versions([g.array for g in gradients])
+
+    def end_watch(self) -> None:
+        """Asks how often the watched gradients have been written by now; does not wait for it."""
+        if self.pending.watched is not None and self.pending.unscaled is None:
+            gradients, before = self.pending.watched
+            after = versions([g.array for g in gradients])
+            self.pending.counts.append((gradients, before, after))
+        self.pending.watched = None
+
+    def check_watched(self) -> None:
+        """Raises an error where somebody has written into gradients."""
+        written = [g.name for gradients, before, after in self.pending.counts if before is not None
+                   for g, changed in zip(gradients, before.asnumpy() != after.asnumpy()) if changed]
+        self.pending.counts.clear()
+        if written:
+            scale = self.gradients_scale
+            self.forget()
+            raise RuntimeError(
+                f"the gradients{in_names(dict.fromkeys(written))} were written between the "
+                f"backward pass and the step. They are multiplied by the loss scale, {scale:g}, "
+                "which what has written them does not know. To clip them, call "
+                "trainer.clip_norm(max_norm, batch_size), or give clip_norm=; to change them, "
+                "change what trainer.unscale() returns")
 
     def settle(self, gradients: Callable[[], Sequence[Gradient]],
                can_go_back: Callable[[], bool], go_back: Callable[[float], None]) -> None:
@@ -200,6 +234,7 @@ class Steps:
             clear: makes those gradients 0 that add up, once some are infinite.
         """
         sums = _look(gradients)
+        self.check_watched()
         self._overflowed = _not_finite(gradients, sums)
         self.updated = not self.reduction.any_after_sum(bool(self._overflowed)) \
             and not self.pending.moved
@@ -271,14 +306,17 @@ class Steps:
     def load(self, state: Dict[str, Any]) -> None:
         """Takes over what `state` gave, or nothing for a file of MXNet's, and forgets what was
         pending; an error changes nothing."""
+        if not isinstance(state, dict):
+            raise ValueError(f"the state of steps is a dictionary. Received: {state!r}")
+        skipped, in_a_row = (whole_number(state.get(key, 0), key, least=0)
+                             for key in ("skipped", "skipped_in_a_row"))
         saved = state.get("loss_scale")
         if saved and isinstance(self.loss_scale, DynamicLossScale):
             self.loss_scale.load_state_dict(saved)
         elif saved:
             log.warning("the file's dynamic loss scale, %g, is left: here loss_scale is %s. "
                         "loss_scale='dynamic' takes it over", saved["scale"], self.loss_scale)
-        self.skipped = state.get("skipped", 0)
-        self.skipped_in_a_row = state.get("skipped_in_a_row", 0)
+        self.skipped, self.skipped_in_a_row = skipped, in_a_row
         self._overflowed = ()
         self.forget()
 

@@ -4,10 +4,10 @@
     step(n)          sums them over the devices, and takes a step (step.py), which divides
                      by scale and n
 """
-from contextlib import contextmanager
+import copy
 from typing import Any, Dict, Iterator, List, Optional, Tuple
 
-from .._mxnet import mx, np
+from .._mxnet import mx
 from ..checks import in_names, positive_number
 from ..cpu.arrays import to_float32
 from ..files import replace_file
@@ -15,7 +15,8 @@ from . import graphs
 from .optimizer import check_scalable, given_optimizer, with_masters
 from .optimizer import optimizer as make_optimizer
 from .ranks import RanksTrainer
-from .states import check_order, check_states, read_states
+from .reduction import check_kvstore
+from .states import check_order, check_states, one_error, read_states, seal
 from .step import Gradient, Place, Steps
 
 
@@ -39,6 +40,9 @@ class Trainer(RanksTrainer):
         enabled: False is loss_scale=None: a `gluon.Trainer`, but for `clip_norm`.
     """
 
+    _optimizer: Any
+    _heads_checked = False  # by the first backward pass with a scale
+
     def __init__(self, params: Any, optimizer: Any, optimizer_params: Any = None,
                  kvstore: Any = "device", compression_params: Any = None,
                  update_on_kvstore: Optional[bool] = None, loss_scale: Any = "dynamic",
@@ -48,7 +52,7 @@ class Trainer(RanksTrainer):
         if not parameters:
             raise ValueError("a Trainer needs parameters. Received: none")
         if self._steps.looking:
-            _check_kvstore(kvstore, update_on_kvstore, parameters)
+            check_kvstore(kvstore, update_on_kvstore, parameters)
             update_on_kvstore = False
         super().__init__(params, optimizer, optimizer_params, kvstore, compression_params,
                          update_on_kvstore)
@@ -90,40 +94,8 @@ class Trainer(RanksTrainer):
         further backward passes find the scale, so that no step is lost. Arrays of your own with
         grad_req="add" get a sum of all these passes.
         """
-        losses = list(loss) if isinstance(loss, (list, tuple)) else [loss]
-        if not self._steps.scaling:
-            mx.autograd.backward(losses, retain_graph=retain_graph)
-            self._steps.forget()
-            self._steps.pending.scale = 1.0
-            return
-        scale = self._begin(losses)
-        searching = self._steps.searching
-        if searching:
-            self._begin_alike()
-        kept = self._kept_gradients() if searching else {}
-
-        def go_back(at: float, retain: bool) -> None:
-            heads = [mx.nd.ones_like(one.as_nd_ndarray()) * at for one in losses]
-            mx.autograd.backward(losses, heads, retain)
-
-        go_back(scale, retain_graph or searching)
-        self._note(losses, scale)
-        if searching:
-            averages = [(a, a.copy()) for p in self._params if p.grad_req == "null"
-                        and p._data is not None for a in p.list_data()]
-
-            def again(at: float) -> None:
-                for gradient, before in kept.values():
-                    (before * (at / scale)).copyto(gradient)
-                go_back(at, True)
-                self._note_written()
-                for average, after_once in averages:  # MXNet's batch norms move them on the way
-                    after_once.copyto(average)
-
-            self._steps.settle(lambda: self._gradients(ignore_stale_grad=True),
-                               lambda: graphs.can_go_back_again(losses), again)
-            if not retain_graph:
-                graphs.free(losses)
+        with mx.autograd.pause():  # what is done to gradients is no part of the graph
+            self._backward(list(loss) if isinstance(loss, (list, tuple)) else [loss], retain_graph)
 
     def step(self, batch_size: int, ignore_stale_grad: bool = False) -> bool:
         """Sums gradients over devices and updates, unless they are not finite.
@@ -150,6 +122,8 @@ class Trainer(RanksTrainer):
         stay as they are, since small numbers would vanish there.
         """
         self._check_backward("unscale()")
+        self._steps.end_watch()
+        self._steps.check_watched()
         pending = self._steps.pending
         if pending.unscaled is not None:
             raise RuntimeError("unscale() was already called since the last backward(): "
@@ -170,11 +144,69 @@ class Trainer(RanksTrainer):
         positive_number(max_norm, "max_norm")
         factor = self._scale / positive_number(batch_size, "batch_size")
         self._check_backward("clip_norm()")
-        norm = self._steps.norm(self._gradients(ignore_stale_grad=True))
+        gradients = self._gradients(ignore_stale_grad=True)
+        self._steps.end_watch()
+        self._steps.check_watched()
+        self._steps.watch(gradients)
+        norm = self._steps.norm(gradients)
         self._steps.pending.max_norm = max_norm
         return factor / self._steps.gradients_scale * norm
 
     # ---- how it is done
+
+    def _backward(self, losses: List[Any], retain_graph: bool) -> None:
+        if not self._steps.scaling:
+            mx.autograd.backward(losses, retain_graph=retain_graph)
+            self._steps.forget()
+            self._steps.pending.scale = 1.0
+            return
+        scale = self._begin(losses)
+        searching, checking = self._steps.searching, not self._heads_checked and scale != 1
+        if searching:
+            self._begin_alike()
+        kept = self._kept_gradients() if searching else {}
+
+        averages: List[Tuple[Any, Any]] = []
+
+        def go_back(at: float, retain: bool = True) -> None:
+            heads = [mx.nd.ones_like(one.as_nd_ndarray()) * at for one in losses]
+            mx.autograd.backward(losses, heads, retain)
+            self._note_written()
+
+        def again(at: float) -> None:
+            if not averages:
+                averages.extend(self._averages())
+            for gradient, before in kept.values():
+                (before * (at / scale)).copyto(gradient)
+            go_back(at)
+
+        go_back(scale, retain_graph or searching or checking)
+        self._note(losses, scale)
+        if checking:
+            averages.extend(self._averages())
+            try:
+                self._heads_checked = graphs.check_heads(losses, self._waiting(), go_back)
+            except ValueError:
+                self._steps.forget()
+                raise
+        if searching:
+            converted = all(getattr(p, "converted_by_gluon_amp", False) for p in self._params)
+            self._steps.settle(self._waiting, lambda: graphs.can_go_back_again(
+                losses, self._waiting(), converted, lambda: again(scale)), again)
+        if averages:
+            mx.nd.waitall()
+            for average, after_once in averages:
+                after_once.copyto(average)
+        if (searching or checking) and not retain_graph:
+            graphs.free(losses)
+        self._steps.watch(self._waiting())
+
+    def _averages(self) -> List[Tuple[Any, Any]]:
+        """Moving averages, and copies of them: MXNet's batch norms move them on the way back, so
+        that further passes would move them again. Waits, since they do it without telling."""
+        mx.nd.waitall()
+        return [(a, a.copy()) for p in self._params if p.grad_req == "null" and p._data is not None
+                for a in p.list_data()]
 
     def _begin(self, losses: List[Any]) -> float:
         """Before a backward pass: gives its scale.
@@ -182,7 +214,7 @@ class Trainer(RanksTrainer):
         MXNet marks the weights whose gradients a backward pass writes. The marks are taken
         off at once, so that a mark at the step tells of somebody else's backward pass.
         """
-        _check_losses(losses)
+        graphs.check_losses(losses)
         weights = dict(self._weights())
         if self._steps.pending.scale is None:
             for weight in weights.values():
@@ -194,8 +226,8 @@ class Trainer(RanksTrainer):
 
     def _note(self, losses: List[Any], scale: float) -> None:
         """After a backward pass."""
-        pending = self._steps.pending
         self._note_written()
+        pending = self._steps.pending
         pending.scale = scale
         pending.losses += [loss.detach() for loss in losses]
         pending.unscaled = pending.max_norm = None
@@ -231,6 +263,7 @@ class Trainer(RanksTrainer):
         self._check_backward("step()")
         if self._steps.scaling:
             self._gradients(ignore_stale_grad)
+            self._steps.end_watch()
 
     def _check_backward(self, call: str) -> None:
         if not self._steps.scaling:
@@ -268,14 +301,20 @@ class Trainer(RanksTrainer):
                                "meant, call step(batch_size, ignore_stale_grad=True)")
         return gradients
 
+    def _waiting(self) -> List[Gradient]:
+        """The gradients that wait for a step, if any."""
+        return self._gradients(ignore_stale_grad=True) if self._steps.pending.written else []
+
     def _allreduce_grads(self) -> None:
         if self._update_on_kvstore:
             super()._allreduce_grads()
             return
+        self._steps.end_watch()
         summed = self._steps.reduction.sum((i, p.list_grad()) for i, p in enumerate(self._params)
                                            if p.grad_req != "null")
         self._steps.pending.summed = {(i, device): array for i, arrays in summed.items()
                                       for device, array in enumerate(arrays)}
+        self._steps.watch(self._waiting())
 
     def _update(self, ignore_stale_grad: bool = False) -> None:
         pending = self._steps.pending
@@ -315,75 +354,41 @@ class Trainer(RanksTrainer):
         """
         self._optimizer.trainer_state = {"names": [p.name for p in self._params],
                                          **self._steps.state()}
-        replace_file(fname, super().save_states)
+        save = super().save_states
+
+        def write(path: str) -> None:
+            save(path)
+            seal(path)
+        replace_file(fname, write)
 
     def load_states(self, fname: str) -> None:
         """Takes over what `save_states` wrote, here or in a `gluon.Trainer`.
 
-        A file that does not fit is an error and changes nothing. It is a pickle, as MXNet's
-        are, which may run code: load what you trust.
+        A file that does not fit, or is damaged, is an error and changes nothing. It may hold
+        MXNet's optimizers, schedulers and arrays, and the classes of this Trainer's own optimizer
+        and scheduler; anything else is refused before it runs.
         """
-        states, optimizer = read_states(fname)
+        states, optimizer = read_states(fname, self._optimizer)
         maker = optimizer or self._optimizer
-        check_order(fname, maker, [p.name for p in self._params])
-        check_states(fname, states, maker, self._optimizer, {
-            i: (p.name, None if p._data is None else p.list_data()[0])
-            for i, p in enumerate(self._params)})
-        self._steps.load(getattr(optimizer, "trainer_state", {}))
-        super().load_states(fname)
+        with one_error(fname):
+            check_order(fname, maker, [p.name for p in self._params])
+            check_states(fname, states, maker, self._optimizer, {
+                i: (p.name, None if p._data is None else p.list_data()[0])
+                for i, p in enumerate(self._params)})
+        if not self._kv_initialized:
+            self._init_kvstore()
+        if self._params_to_init:
+            self._init_params()
+        updaters = [self._kvstore._updater] if self._update_on_kvstore else self._updaters
+        if None in updaters:
+            raise ValueError("states that servers keep cannot be loaded: make the Trainer with "
+                             "update_on_kvstore=False")
+        with one_error(fname):
+            copies = [states, *(copy.deepcopy(states) for _ in updaters[1:])]
+            self._steps.load(getattr(optimizer, "trainer_state", {}))
+        for updater, own in zip(updaters, copies):
+            updater.states, updater.states_synced = own, dict.fromkeys(own, False)
+            updater.optimizer = maker
         self._ranks_checked = False
-        with_masters(self._optimizer)
-
-
-@contextmanager
-def scale_loss(loss: Any, trainer: Trainer) -> Iterator[Any]:
-    """The scaled loss, or losses, whose backward pass is to run inside; for those who come
-    from `mx.contrib.amp`. `trainer.backward(loss)` does the same.
-
-        with gluon_amp.scale_loss(loss, trainer) as scaled:
-            autograd.backward(scaled)
-    """
-    if not isinstance(trainer, Trainer):
-        raise TypeError("scale_loss takes a gluon_amp.Trainer. Received: "
-                        f"{type(trainer).__module__}.{type(trainer).__name__}")
-    if not trainer._steps.scaling:
-        yield loss
-        return
-    several = isinstance(loss, (list, tuple))
-    losses = list(loss) if several else [loss]
-    scale = trainer._begin(losses)
-    with mx.autograd.record(mx.autograd.is_training()):
-        scaled = [one * scale for one in losses]
-    yield scaled if several else scaled[0]
-    trainer._note(losses, scale)
-
-
-def _check_kvstore(kvstore: Any, update_on_kvstore: Optional[bool], parameters: Any) -> None:
-    """What would update the weights before anybody could look at the gradients."""
-    name = str(getattr(kvstore, "type", kvstore))
-    why = "loss scaling and clip_norm look at the gradients before the update"
-    if update_on_kvstore:
-        raise ValueError(f"{why}: update_on_kvstore must be False or None. Received: True")
-    if "async" in name:
-        raise ValueError(f"{why}, and {name} updates on its servers: use dist_sync")
-    sparse = [p.name for p in parameters if getattr(p, "_stype", "default") != "default"]
-    if sparse:
-        raise ValueError(f"{why}, and row_sparse weights are updated on the kvstore. "
-                         f"Received: row_sparse weights{in_names(sparse)}")
-    sparse = [p.name for p in parameters if getattr(p, "_grad_stype", "default") != "default"]
-    if sparse and "dist" in name:
-        raise ValueError(f"{why}, and {name} updates those that are row_sparse on its servers. "
-                         f"Received: row_sparse gradients{in_names(sparse)}")
-
-
-def _check_losses(losses: List[Any]) -> None:
-    if not losses:
-        raise ValueError("backward takes a loss or a list of losses. Received: an empty list")
-    for loss in losses:
-        if not isinstance(loss, mx.nd.NDArray):
-            raise TypeError("backward takes a loss or a list of losses. "
-                            f"Received: {type(loss).__name__}")
-        if loss.dtype is np.float16:
-            raise ValueError("the loss is float16, where a sum above 65504 is infinite: take it "
-                             "in float32, as loss_fn(net(data).astype('float32'), label); "
-                             "converted networks return float32, but under pure_float16")
+        self._optimizer = with_masters(maker)
+        self._optimizer.param_dict = dict(enumerate(self._params))

@@ -28,8 +28,8 @@ ResNet-50 v1b, 90 epochs, 8 V100. [Report](published/report.md)
 
 {ends}
 
-![Top-1 error by hours of float32 at batch 1024 and float16 at 1024 and 2048: float16 is there after \
-7.3 and 6.5 instead of 11.8 hours; enlarged, the last ten epochs end at 23.8, 23.7 and 23.7 \
+![Top-1 error by hours of float32 at batch 1024 and float16 at 1024 and 2048: float16 is there \
+after 7.3 and 6.5 instead of 11.8 hours; enlarged, the last ten epochs end at 23.8, 23.7 and 23.7 \
 %](published.png)
 
 {published_source}
@@ -46,16 +46,17 @@ says nothing of float16. [Report](gluoncv/report.md)
 
 ## NVIDIA's seeds
 
-ResNet-50 v1.5 in MXNet, 8 seeds of mixed precision and 8 of float32, trained for 50, 90 and 250 epochs.
-Two questions: is there a difference (Welch's test), and is it less than 0.25 points (two one-sided tests)?
-**The batches differ**: 192 images a GPU in mixed precision, 96 in float32; what is found is of both.
+ResNet-50 v1.5 in MXNet, 8 seeds of mixed precision and 8 of float32, trained for 50, 90 and 250
+epochs. Two questions: is there a difference (Welch's test), and is it less than 0.25 points (two
+one-sided tests)? **The batches differ**: 192 images a GPU in mixed precision, 96 in float32; what
+is found is of both.
 
 {seeds}
 
 {conclusions}
 
-![Difference of the means with 95 % intervals: -0.02 points at 50 epochs, -0.16 at 90, -0.02 at 250, \
-all within 0.25 points](nvidia_seeds.png)
+![Difference of the means with 95 % intervals: -0.02 points at 50 epochs, -0.16 at 90, -0.02 at \
+250, all within 0.25 points](nvidia_seeds.png)
 
 {seeds_source}
 

@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from argparse import Namespace
 from pathlib import Path
 
 import gluon_amp as amp
@@ -55,10 +56,9 @@ def test_pretrained_files_of_either_type_and_exported_ones_are_fine_tuned(kind, 
 def test_the_parts_do_what_they_say(pretrained, monkeypatch):
     monkeypatch.syspath_prepend(str(EXAMPLES))
     import fine_tune
-    import image_classification as recipe
-    args = recipe.argparse.Namespace(
+    args = Namespace(
         pretrained_symbol=str(pretrained / "net-symbol.json"), pretrained="mobilenet0.25",
-        pretrained_params=str(pretrained / "net-0000.params"))
+        pretrained_params=str(pretrained / "net-0000.params"), bn_momentum=0.5)
     features = fine_tune.pretrained_features(args, [mx.cpu()])
     args.pretrained_symbol, args.pretrained_params = None, str(pretrained / "float16.params")
     other = fine_tune.pretrained_features(args, [mx.cpu()])
@@ -70,7 +70,6 @@ def test_the_parts_do_what_they_say(pretrained, monkeypatch):
                    and "running" not in n]
         assert [re.sub(r".*?((conv|batchnorm)0_)", r"\1", n) for n in trained] == [
             "conv0_weight", "batchnorm0_gamma", "batchnorm0_beta"]
-        fine_tune.set_momentum(net, 0.5)
         statistic = next(p for n, p in net.collect_params().items() if n.endswith("running_mean"))
         before = statistic.data().asnumpy()
         amp.convert(net)
@@ -83,7 +82,7 @@ def test_the_parts_do_what_they_say(pretrained, monkeypatch):
 @pytest.mark.parametrize(("arguments", "message"), [
     ([], "--pretrained NAME, or --pretrained-symbol and --pretrained-params"),
     (["--pretrained", "resnet18_v1", "--pretrained-params", "nowhere"], "nowhere does not exist"),
-    (["--pretrained", "resnet18_v9"], "no model zoo here has resnet18_v9")])
+    (["--pretrained", "resnet18_v9"], "model zoo has resnet18_v9. Did you mean resnet18_v")])
 def test_bad_arguments_are_one_line(arguments, message):
     assert message in run("fine_tune.py", *arguments, *SMALL, fails=True).splitlines()[-1]
 

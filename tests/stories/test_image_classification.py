@@ -11,6 +11,7 @@ import gluon_amp  # noqa: F401  (before mxnet)
 import numpy as np
 import pytest
 from gluon_amp._mxnet import mx
+from gluon_amp.report import read
 from PIL import Image
 
 SCRIPT = Path(__file__).parents[2] / "example" / "image_classification.py"
@@ -34,7 +35,7 @@ def result(folder, epoch):
     """What does not depend on the clock."""
     lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()][1:]
     for line in lines:
-        del line["seconds"], line["samples_per_second"]
+        line.pop("seconds", None), line.pop("samples_per_second", None)
     return lines, {n: v.asnumpy() for n, v in
                    mx.nd.load(str(folder / f"epoch-{epoch}.params")).items()}
 
@@ -57,8 +58,54 @@ def test_digits_are_learned_and_logged_as_gluoncv_does(dtype, tmp_path):
                        log, re.M)
     assert float(errors[1]) < 0.1
     lines, _ = result(tmp_path, 1)
-    assert [line["epoch"] for line in lines] == [0, 1]
-    assert lines[1]["err_top1"] == pytest.approx(float(errors[1]), abs=1e-6)
+    epochs = [line for line in lines if "batch" not in line]
+    assert [line["epoch"] for line in epochs] == [0, 1]
+    assert epochs[1]["err_top1"] == pytest.approx(float(errors[1]), abs=1e-6)
+    assert 0 < epochs[1]["validation_loss"] < epochs[0]["validation_loss"]
+
+
+def test_log_jsonl_has_what_happened_in_steps_and_none_is_skipped_at_the_start(tmp_path):
+    output = run(tmp_path, "--dtype", "float16", "--epochs", "2")
+    run_read, = read([tmp_path / "log.jsonl"])
+    lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert lines[0]["version"] == 2
+    steps = [line for line in lines if "batch" in line]
+    assert "step skipped" not in output
+    assert not any(line.get("skip") for line in steps)
+    assert [line["batch"] for line in steps] == [4, 9, 14, 19, 4, 9, 14, 19]
+    assert all(0 < line["gradient_norm"] < 100 for line in steps)
+    assert {line["loss_scale"] for line in steps} == {run_read.epochs[1].scale}
+    assert steps[-1]["loss"] < steps[0]["loss"]
+    assert len(run_read.steps["loss"]) == len(steps)
+
+
+def test_mlperfs_lines_are_printed_where_they_are_asked_for(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", str(SCRIPT), "--save-dir", str(tmp_path), "--epochs", "1",
+         "--mlperf", "--seed", "3"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+        check=True)
+    events = [json.loads(line[len(":::MLLOG "):]) for line in done.stdout.splitlines()]
+    assert [event["key"] for event in events] == [
+        "run_start", "global_batch_size", "seed", "opt_base_learning_rate", "epoch_start",
+        "epoch_stop", "eval_accuracy", "run_stop"]
+    found = {event["key"]: event for event in events}
+    assert (found["seed"]["value"], found["global_batch_size"]["value"]) == (3, 64)
+    assert found["eval_accuracy"]["metadata"]["epoch_num"] == 0
+    accuracy = 1 - read([tmp_path / "log.jsonl"])[0].last.top1
+    assert found["eval_accuracy"]["value"] == pytest.approx(accuracy)
+    assert found["run_stop"]["metadata"]["status"] == "success"
+
+
+def test_tensorboards_files_say_what_log_jsonl_says(tmp_path):
+    pytest.importorskip("tensorboard")
+    run(tmp_path / "run", "--dtype", "float16", "--epochs", "2", "--tensorboard",
+        str(tmp_path / "events"))
+    theirs, = read((tmp_path / "events").iterdir())
+    ours, = read([tmp_path / "run" / "log.jsonl"])
+    assert theirs.trace == ours.trace
+    assert [e.top1 for e in theirs.epochs.values()] == pytest.approx(
+        [e.top1 for e in ours.epochs.values()])
+    assert len(theirs.steps["loss"]) == len(ours.steps["loss"])
 
 
 def test_killed_at_any_moment_a_resumed_run_equals_an_unbroken_one(tmp_path):
@@ -81,7 +128,7 @@ def test_a_run_is_not_written_over_and_goes_on_only_as_it_was_begun(tmp_path):
     before = (tmp_path / "log.jsonl").read_bytes()
     for arguments, message in (
             (begun, "has a run: --resume goes on with it, --save-dir names another place"),
-            ([*begun, "--resume", "--epochs", "3"], "as it was begun: epochs was 2, is 3"),
+            ([*begun, "--resume", "--epochs", "1"], "as it was begun: epochs was 2, is 1"),
             ([*begun, "--resume", "--lr", "1", "--seed", "5"], "lr was 0.1, is 1.0; seed was 0")):
         assert message in run(tmp_path, *arguments, fails=True).splitlines()[-1]
     assert "all 2 epochs are done" in run(tmp_path, *begun, "--resume", "--num-workers", "1")
@@ -131,7 +178,7 @@ def test_benchmark_needs_no_data(arguments, message, tmp_path):
     (["--dataset", "nowhere"], "nowhere does not exist. --dataset takes digits"),
     (["--dataset", "imagenet"], "--data-dir names a folder"),
     (["--policy", "float17"], "invalid choice: 'float17' (choose from 'float32', 'float16'"),
-    (["--loss-scale", "-3"], "invalid loss_scale value: '-3'"),
+    (["--loss-scale", "-3"], "takes a positive number, dynamic or none. Received: -3"),
     (["--gpus", "99"], "--gpus 99: MXNet sees"),
     (["--gpus", "0,x"], "must be whole numbers, such as 0,2. Received: '0,x'"),
     (["--gpus=-1"], "must be whole numbers, such as 0,2. Received: '-1'"),
@@ -139,7 +186,7 @@ def test_benchmark_needs_no_data(arguments, message, tmp_path):
     (["--epochs", "0"], "must be a whole number from 1 on. Received: '0'"),
     (["--classes", "3"], "the data has a label 9, and the network 3 classes"),
     (["--save-dir", __file__], "File exists"),
-    (["--model", "resnet19"], "neither MXNet's nor gluoncv's model zoo has resnet19"),
+    (["--model", "resnet19"], "gluoncv's model zoo has resnet19. Did you mean "),
     (["--batch-size", "5000"], "images make no batch of 5000")])
 def test_bad_arguments_are_one_line(arguments, message, tmp_path):
     assert message in run(tmp_path, *arguments, fails=True).strip().splitlines()[-1]
@@ -160,3 +207,40 @@ def test_a_record_file_trains(tmp_path):
               str(data / "cifar10_test.rec"), "--image-size", "32", "--dtype", "float16",
               "--epochs", "1")
     assert "[Epoch 0] validation: err-top1=0." in log
+
+
+def test_a_finished_run_goes_on_to_more_epochs(tmp_path):
+    run(tmp_path, "--dtype", "float16", "--epochs", "2")
+    log = run(tmp_path, "--dtype", "float16", "--epochs", "3", "--resume")
+    assert "the 2 epochs are done; 1 follow, at their rates in a run of 3" in log
+    lines, _ = result(tmp_path, 2)
+    assert [line["epoch"] for line in lines if "batch" not in line] == [0, 1, 2]
+    rates = [line["lr"] for line in lines if "batch" in line and line["epoch"] == 2]
+    assert 0.01 < rates[0] < 0.1  # of a cosine that ends with the third epoch
+    assert (tmp_path / "best.params").exists()
+
+
+def test_flags_of_gluoncv_do_what_they_do_there(tmp_path):
+    log = run(tmp_path / "run", "--dtype", "float16", "--epochs", "3", "--mixup", "--no-wd",
+              "--mixup-off-epoch", "1", "--save-period", "2", "--optimizer", "adam", "--lr",
+              "0.01", "--warmup-epochs", "1", "--warmup-lr", "0.001", "--crop-ratio", "0.8",
+              "--logging-file", str(tmp_path / "train.log"))
+    assert {path.name for path in (tmp_path / "run").glob("*.params")} == {
+        "epoch-1.params", "epoch-2.params", "best.params"}  # the second, the last, the best
+    assert (tmp_path / "train.log").read_text().splitlines() == [
+        line for line in log.splitlines() if not line.startswith("\r")]
+    losses = [epoch.loss for epoch in read([tmp_path / "run" / "log.jsonl"])[0].epochs.values()]
+    assert losses[1] > 2 * losses[2]  # of mixed labels, and of those of the last epoch
+    again = run(tmp_path / "again", "--epochs", "4", "--optimizer", "adam", "--resume-epoch", "3",
+                "--dtype", "float16", "--resume-params", str(tmp_path / "run" / "epoch-2.params"),
+                "--resume-states", str(tmp_path / "run" / "epoch-2.states"), "--lr", "0.01")
+    epochs = re.findall(r"\[Epoch (\d)\] validation: err-top1=(\S+)", again)
+    assert [number for number, _ in epochs] == ["3"]
+    assert float(epochs[0][1]) < 0.1
+
+
+def test_what_a_networks_flags_do_not_fit_is_one_line(tmp_path):
+    for arguments, message in (
+            (["--batch-norm", "--model", "resnet18_v1"], "--batch-norm is for a VGG"),
+            (["--last-gamma", "--model", "resnet18_v1"], "not take all of classes, last_gamma")):
+        assert message in run(tmp_path, *arguments, fails=True).strip().splitlines()[-1]

@@ -133,7 +133,8 @@ def test_the_wheel_holds_one_library_with_the_kernels_for_every_instruction_set(
 
 def test_the_sdist_holds_all_that_a_build_needs(built, source):
     assert modules(source) | {"gluon_amp/py.typed", "gluon_amp/cpu/native.h", "setup.py",
-                              "pyproject.toml", "LICENSE", "README.md", "CHANGELOG.md"} \
+                              "pyproject.toml", "LICENSE", "README.md", "CHANGELOG.md",
+                              "CONTRIBUTING.md", "CITATION.cff"} \
         <= built.in_sdist
 
 

@@ -10,9 +10,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from gluon_amp.report import read
-from gluon_amp.report.plots import PALETTE
-from gluon_amp.report.write import DARK
+from gluon_amp.report import read, report
+from gluon_amp.report.colors import COLORS, DARK
 from PIL import Image
 
 RESULTS = Path(__file__).parents[2] / "results" / "imagenet"
@@ -66,13 +65,23 @@ def test_published_curves_end_where_the_tutorial_says():
 
 
 def test_only_runs_of_one_recipe_have_a_speedup():
-    rows = {row["run"]: row for row in table(RESULTS / "published" / "summary.csv")}
-    assert [rows[name]["speedup"] for name in ("float32 1024", "float16 1024", "float16 2048")] == [
-        "1.00", "1.62", "recipes differ"]
-    gluoncv = table(RESULTS / "gluoncv" / "summary.csv")
-    assert {(row["dtype"], row["speedup"]) for row in gluoncv} == {
-        ("float32", ""), ("float16", "recipes differ")}
-    assert "no speedup is claimed" in (RESULTS / "gluoncv" / "report.md").read_text()
+    rows = {row["runs"]: row for row in table(RESULTS / "published" / "verdicts.csv")}
+    assert {name: (row["verdict"], row["speedup"]) for name, row in rows.items()} == {
+        "float16, batch 1024": ("one run each", "1.62"),
+        "float16, batch 2048": ("recipes differ", "")}
+    gluoncv = table(RESULTS / "gluoncv" / "verdicts.csv")
+    assert [row["verdict"] for row in gluoncv] == ["recipes differ"] * 2
+    assert "not the same recipe, and nothing is claimed" in (
+        RESULTS / "gluoncv" / "report.md").read_text().replace("\\", "")
+
+
+def test_nvidias_seeds_differ_at_90_epochs_only_and_stay_within_a_quarter_point():
+    text = (RESULTS / "README.md").read_text()
+    rows = re.findall(r"^\| (50|90|250) \|.*\| (\S+) \| (\S+) \| ([a-z, ]+) \|$", text, re.M)
+    assert [(epochs, p, verdict) for epochs, p, _, verdict in rows] == [
+        ("50", "0.626", "the same"), ("90", "0.003", "different, within the margin"),
+        ("250", "0.532", "the same")]
+    assert all(float(within) < 0.05 for _, _, within, _ in rows)
 
 
 def test_every_table_says_where_it_is_from():
@@ -100,6 +109,8 @@ def test_the_tables_are_those_of_their_sources():
               for row in table(sources / "nvidia_rn50v15_mxnet.csv")}
     assert {(row["hardware"].replace(" (TF32)", ""), row["gpus"], row["float32"], row["mixed"],
              row["commit"]) for row in table(RESULTS / "nvidia.csv")} <= theirs
+    assert table(RESULTS / "nvidia_seeds.csv") == table(
+        sources / "nvidia_rn50v15_mxnet_seeds.csv")
 
 
 @NO_SOURCES
@@ -130,14 +141,14 @@ def test_the_table_is_sorted_by_clicks_on_its_head(tmp_path):
     text = (RESULTS / "gluoncv" / "report.html").read_text()
     page = tmp_path / "page.html"
     page.write_text(text.replace("</body>", """<script>
-      const shown = [];
+      const shown = [], runs = [...document.querySelectorAll("table")].pop();
       for (const name of ["top-1 %", "run"]) {
-        const button = [...document.querySelectorAll("th button")].find(
+        const button = [...runs.querySelectorAll("th button")].find(
           b => b.textContent === name);
         for (let i = 0; i < 2; i++) {
           button.click();
-          shown.push(button.parentNode.getAttribute("aria-sort"), ...[...document.querySelectorAll(
-            "tbody tr")].map(row => row.cells[button.parentNode.cellIndex].textContent));
+          shown.push(button.parentNode.getAttribute("aria-sort"), ...[...runs.tBodies[0].rows].map(
+            row => row.cells[button.parentNode.cellIndex].textContent));
         }
       }
       document.title = shown.join(";");
@@ -153,8 +164,32 @@ def test_the_table_is_sorted_by_clicks_on_its_head(tmp_path):
 
 
 @IN_BROWSER
+def test_rows_are_filtered_by_text_and_the_pointer_shows_values(tmp_path):
+    logs = sorted((RESULTS.parent / "digits").glob("*.jsonl"))
+    page = report(logs, tmp_path / "out")
+    page.write_text(page.read_text().replace("</body>", """<script>
+      const field = document.querySelector("input[type=search]");
+      field.value = "FLOAT32 seed3";
+      field.dispatchEvent(new Event("input"));
+      const left = [...field.parentNode.querySelectorAll("tbody tr")].filter(row => !row.hidden);
+      const svg = document.querySelectorAll("figure[data-hover] svg")[0];
+      const box = svg.getBoundingClientRect();
+      svg.dispatchEvent(new PointerEvent("pointermove", {
+        clientX: box.left + box.width * JSON.parse(svg.parentNode.dataset.hover).right - 1,
+        clientY: box.top + box.height / 2, bubbles: true}));
+      document.title = left.map(row => row.cells[0].textContent).join(";") + "|"
+        + document.querySelector(".tip").innerText.replaceAll("\\n", ";");
+    </script></body>"""))
+    title = re.search(r"<title>(.*?)</title>", browse(page, tmp_path, "--dump-dom"))[1]
+    rows, tip = title.split("|")
+    assert rows == "float32-seed3"
+    assert re.fullmatch(r"epochs: 10\S*;float32: 1\.60% \(1\.37% to 1\.83%\);"
+                        r"float16: 1\.29% \(0\.63% to 1\.95%\);?", tip)
+
+
+@IN_BROWSER
 @pytest.mark.parametrize(("dark", "colors", "paper"), [
-    (False, PALETTE, "#ffffff"), (True, DARK, "#16181d")])
+    (False, COLORS, "#ffffff"), (True, DARK, "#16181d")])
 def test_plots_are_seen_without_network_in_light_and_dark(dark, colors, paper, tmp_path):
     picture = tmp_path / "page.png"
     browse(RESULTS / "published" / "report.html", tmp_path, f"--screenshot={picture}",
@@ -166,7 +201,7 @@ def test_plots_are_seen_without_network_in_light_and_dark(dark, colors, paper, t
         return int((abs(pixels - wanted).max(2) < 25).sum())
 
     assert count(paper) > 0.7 * pixels.shape[0] * pixels.shape[1]
-    assert all(count(color) > 200 for color in colors[:3])
+    assert all(count(color) > 200 for color in (colors["float32"], colors["float16"]))
 
 
 def test_the_page_asks_for_nothing_from_elsewhere():

@@ -1,5 +1,6 @@
 """The Symbolic API's scripts, as a user runs them: small images, and a small checkpoint."""
 import io
+import json
 import os
 import re
 import subprocess
@@ -10,6 +11,7 @@ import gluon_amp as amp  # noqa: F401  (before mxnet)
 import numpy as np
 import pytest
 from gluon_amp._mxnet import mx
+from gluon_amp.report import read
 from PIL import Image
 
 EXAMPLES = Path(__file__).parents[2] / "example"
@@ -51,8 +53,19 @@ def train(images, *arguments, **kwargs):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_train_imagenet_logs_what_mxnets_example_logs(dtype, images):
-    log = train(images, "--dtype", dtype, "--num-epochs", "2", "--top-k", "2")
+def test_train_imagenet_logs_what_mxnets_example_logs(dtype, images, tmp_path):
+    log = train(images, "--dtype", dtype, "--num-epochs", "2", "--top-k", "2", "--save-dir",
+                str(tmp_path))
+    ours, = read([tmp_path / "log.jsonl"])  # for machines, with steps and losses
+    assert ours.dtype == dtype
+    assert list(ours.epochs) == [0, 1]
+    assert all(0 < epoch.loss < 10 and epoch.validation_loss > 0 for epoch in ours.epochs.values())
+    validated = re.findall(r"Validation-accuracy=(\S+)", log)
+    assert [1 - epoch.top1 for epoch in ours.epochs.values()] == pytest.approx(
+        [float(accuracy) for accuracy in validated], abs=1e-6)
+    lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert [line["batch"] for line in lines if "batch" in line] == [0, 1, 0, 1]
+    assert sum(line.get("skip", False) for line in lines) == log.count("step skipped")
     head = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d+ Node\[0\] "
     assert re.search(head + r"start with arguments Namespace\(.*dtype='" + dtype, log)
     speed = r"Epoch\[1\] Batch \[0-1\]\tSpeed: \d+\.\d\d samples/sec\taccuracy=\d\.\d{6}" \
@@ -189,3 +202,25 @@ def test_efficientnet_fine_tunes_on_photos_in_float16():
               "--data-train", str(data / "caltech10_128_train.rec"),
               "--data-val", str(data / "caltech10_128_test.rec"))
     assert float(re.findall(r"Validation-accuracy=(\d\.\d+)", log)[-1]) > 0.9
+
+
+def test_flags_of_mxnets_example_do_what_they_do_there(images, tmp_path):
+    prefix = str(tmp_path / "net")
+    log = train(images, "--dtype", "float16", "--num-epochs", "2", "--save-period", "2", "--loss",
+                "ce", "--initializer", "msra", "--use-imagenet-data-augmentation", "1",
+                "--warmup-epochs", "1", "--warmup-strategy", "constant", "--warmup-lr", "0.01",
+                "--model-prefix", prefix)
+    assert re.search(r"Epoch\[1\] Train-cross-entropy=\d+\.\d{6}", log)
+    assert sorted(path.name for path in tmp_path.glob("*.params")) == ["net-0002.params"]
+
+
+def test_reading_alone_is_timed(images):
+    log = train(images, "--test-io", "1")
+    assert re.search(r"Batch \[2\]\tSpeed: \d+\.\d\d samples/sec", log)
+    assert "2 batches in" in log
+    assert "Epoch[0]" not in log
+
+
+def test_gradient_compression_is_refused_with_the_reason(images):
+    last = train(images, "--gc-type", "2bit", fails=True).strip().splitlines()[-1]
+    assert "MXNet compresses no float16 gradients" in last

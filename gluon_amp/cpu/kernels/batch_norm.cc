@@ -1,4 +1,4 @@
-// Batch norm, forward and backward, with the activation and the addition behind it.
+// Batch norm, forward and backward, with a relu behind it if there is one.
 //
 // What is computed for one vector of elements is here; how the tensor is divided among vectors,
 // pieces and threads is in channels.h.
@@ -11,7 +11,7 @@ namespace {
 
 // ---- forward -------------------------------------------------------------------
 
-// The value before the rounding, residual and activation. Backward computes it again: the same
+// The value before the rounding and the relu. Backward computes it again: the same
 // bits.
 inline V affine(V x, const Wide& of) { return (x - of.mean) * of.scale + of.beta; }
 
@@ -41,21 +41,16 @@ template <typename G> struct Forward {
 
   const BatchNorm& norm;
   const BatchNormForward& to;
-  const T *x, *residual;
+  const T* x;
   T* y;
-  bool add, acts;
-  V below, lo, hi;  // of the activation
+  bool add;
+  V below;
 
-  // Clipping and then rounding is the same as rounding and then clipping, but for the sign of a
-  // 0 that came of rounding a small negative number: `below` lets these through a lo of 0.
+  // A relu before the rounding is the same as one behind it, but for the sign of a 0 that came of
+  // rounding a small negative number: `below` lets these through.
   Forward(const BatchNorm& p, const BatchNormForward& f)
-      : norm(p), to(f), x(static_cast<const T*>(f.x)), residual(static_cast<const T*>(f.residual)),
-        y(static_cast<T*>(f.y)), add(f.write == kAdd), acts(p.activation != kNoActivation) {
-    const float least = p.activation == kRelu ? 0 : p.lo;
-    lo = splat(least);
-    below = splat(least == 0 ? -G::tiny : least);
-    hi = splat(p.activation == kRelu ? INFINITY : p.hi);
-  }
+      : norm(p), to(f), x(static_cast<const T*>(f.x)), y(static_cast<T*>(f.y)),
+        add(f.write == kAdd), below(splat(-G::tiny)) {}
 
   bool sums() const { return norm.batch_statistics; }
   bool maps() const { return to.write != kNothing; }
@@ -99,18 +94,12 @@ template <typename G> struct Forward {
 
   template <typename L> void map(int64_t at, L lanes, const Wide& of) const {
     V v = affine(load(x + at, lanes), of);
-    if (residual) v = G::round(v) + load(residual + at, lanes);
-    if (acts) v = smaller(hi, if_less(v, below, lo, v));
+    if (norm.relu) v = if_less(v, below, splat(0), v);
     put<G>(y + at, v, add, lanes);
   }
 };
 
 // ---- backward ------------------------------------------------------------------
-
-// Which gradients pass the activation. kByX computes the value before the activation again.
-// With a residual that would take the residual too: kByY sees it in the output. There a value
-// that was clipped to a bound cannot be told from one that lay on it; both stop the gradient.
-enum Mask { kAllPass, kByX, kByY };
 
 // Floats in their order, as integers.
 inline float float_at(int64_t place) {
@@ -121,17 +110,16 @@ inline float float_at(int64_t place) {
 }
 constexpr int64_t kInfinityPlace = 0x7f800000;
 
-// The place of the last float that the grid rounds to something below the bound, or also to the
-// bound. If there is none it is a NaN's, as is the place after infinity.
-template <typename G> int64_t last_below(float bound, bool or_at) {
-  int64_t yes = -kInfinityPlace - 2, no = kInfinityPlace + 1;
+// The last float that the grid rounds to 0 or to a number below it.
+template <typename G> float last_to_zero() {
+  int64_t yes = -kInfinityPlace, no = kInfinityPlace;
   while (no - yes > 1) {
     const int64_t middle = (yes + no) >> 1;
     float lanes[W];
     store(lanes, G::round(splat(float_at(middle))), Whole());
-    (lanes[0] < bound || (or_at && lanes[0] == bound) ? yes : no) = middle;
+    (lanes[0] <= 0 ? yes : no) = middle;
   }
-  return yes;
+  return float_at(yes);
 }
 
 struct TwoSums {
@@ -142,46 +130,33 @@ struct TwoSums {
   }
 };
 
-template <typename G, int mask> struct Backward {
+template <typename G, bool relu> struct Backward {
   using T = typename G::T;
   using Total = TwoSums;
   static constexpr bool kBegins = true;
 
   const BatchNorm& norm;
   const BatchNormBackward& to;
-  const T *g, *x, *y;
-  T *dx, *dresidual;
-  bool add_dx, add_dresidual, two_sided;
-  V low, high;  // A gradient passes if the value before the rounding, or y, lies between them.
+  const T *g, *x;
+  T* dx;
+  bool add;
+  V low;  // a gradient passes the relu if the value before the rounding lies above
 
   Backward(const BatchNorm& p, const BatchNormBackward& b)
       : norm(p), to(b), g(static_cast<const T*>(b.gradient)), x(static_cast<const T*>(b.x)),
-        y(static_cast<const T*>(b.y)),
-        dx(b.write_dx == kNothing ? nullptr : static_cast<T*>(b.dx)),
-        dresidual(b.write_dresidual == kNothing ? nullptr : static_cast<T*>(b.dresidual)),
-        add_dx(b.write_dx == kAdd), add_dresidual(b.write_dresidual == kAdd),
-        two_sided(p.activation == kClip), low(splat(0)), high(splat(0)) {
-    if (mask == kByY && two_sided) {
-      low = G::round(splat(p.lo));
-      high = G::round(splat(p.hi));
-    } else if (mask == kByX) {
-      low = splat(float_at(two_sided ? last_below<G>(p.lo, false) : last_below<G>(0, true)));
-      if (two_sided) high = splat(float_at(last_below<G>(p.hi, true) + 1));
-    }
-  }
+        dx(b.write_dx == kNothing ? nullptr : static_cast<T*>(b.dx)), add(b.write_dx == kAdd),
+        low(splat(relu ? last_to_zero<G>() : 0)) {}
 
   bool sums() const {
     return (dx && norm.batch_statistics) || to.write_dgamma != kNothing ||
            to.write_dbeta != kNothing;
   }
-  bool maps() const { return dx || dresidual; }
+  bool maps() const { return dx != nullptr; }
 
-  // the gradient before the activation
+  // the gradient before the relu
   template <typename L> V gradient(int64_t at, L lanes, V value, const Wide& of) const {
     const V v = load(g + at, lanes);
-    if (mask == kAllPass) return v;
-    const V judge = mask == kByX ? affine(value, of) : load(y + at, lanes);
-    return two_sided ? inside(v, judge, low, high) : above(v, judge, low);
+    return relu ? above(v, affine(value, of), low) : v;
   }
 
   template <typename Walk> void sum_part(const Walk& walk, typename Walk::Out* out) const {
@@ -213,12 +188,11 @@ template <typename G, int mask> struct Backward {
     out->slope = static_cast<float>(inverse * gx / count);
   }
 
-  // All of an element is read before any of it is written: dx and dresidual may lie on g.
+  // All of an element is read before it is written: dx may lie on g.
   template <typename L> void map(int64_t at, L lanes, const Wide& of) const {
     const V value = load(x + at, lanes), d = gradient(at, lanes, value, of);
     const V v = of.scale * (d - of.mean_g - (value - of.mean) * of.slope);
-    if (dresidual) put<G>(dresidual + at, d, add_dresidual, lanes);
-    if (dx) put<G>(dx + at, v, add_dx, lanes);
+    put<G>(dx + at, v, add, lanes);
   }
 };
 
@@ -229,8 +203,8 @@ void batch_norm(const BatchNorm& p, const BatchNormForward& f) {
   with_grid(p.in_halves, [&](auto grid) { over_channels(p, Forward<decltype(grid)>(p, f)); });
 }
 
-template <int mask> void backward(const BatchNorm& p, const BatchNormBackward& b) {
-  with_grid(p.in_halves, [&](auto grid) { over_channels(p, Backward<decltype(grid), mask>(p, b)); });
+template <bool relu> void backward(const BatchNorm& p, const BatchNormBackward& b) {
+  with_grid(p.in_halves, [&](auto grid) { over_channels(p, Backward<decltype(grid), relu>(p, b)); });
 }
 
 void batch_norm_gradient(const BatchNorm& p, const BatchNormBackward& b) {
@@ -241,9 +215,8 @@ void batch_norm_gradient(const BatchNorm& p, const BatchNormBackward& b) {
     }
     return;
   }
-  if (p.activation == kNoActivation) backward<kAllPass>(p, b);
-  else if (b.y) backward<kByY>(p, b);
-  else backward<kByX>(p, b);
+  if (p.relu) backward<true>(p, b);
+  else backward<false>(p, b);
 }
 
 }  // namespace

@@ -31,8 +31,6 @@ struct Grid {
 // there in float32, and rounds the sum.
 enum Write { kNothing, kStore, kAdd };
 
-enum Activation { kNoActivation, kRelu, kClip };  // clip: between lo and hi, NaN stays NaN
-
 enum Unary {  // y = f(x); gradients read what is in brackets
   kReluOf,      // max(x, 0), NaN stays NaN        [y]
   kClipOf,      // a <= x <= b                     [x]
@@ -49,20 +47,18 @@ enum Unary {  // y = f(x); gradients read what is in brackets
 enum Binary { kSum, kDifference, kProduct, kQuotient };
 
 // A batch norm of x as (batch, channels, plane), in this order of memory:
-//   z = round((x - mean) * gamma / sqrt(var + eps) + beta)
-//   y = activation(z), or with a residual r: activation(round(z + r))
+//   y = round((x - mean) * gamma / sqrt(var + eps) + beta), or the relu of that
 // mean and var are the batch's if `batch_statistics`, else the moving ones.
 struct BatchNorm {
   int64_t batch, channels, plane;
   float eps, momentum;
   bool batch_statistics, fix_gamma;  // fix_gamma: gamma counts as 1, its gradient is 0
-  bool in_halves;                    // x, r, y and their gradients; else they are floats
-  Activation activation;
-  float lo, hi;                      // of kClip
+  bool in_halves;                    // x, y and their gradients; else they are floats
+  bool relu;
 };
 
 struct BatchNormForward {
-  const void *x, *residual;               // residual: or null
+  const void* x;
   const float *gamma, *beta;
   float *moving_mean, *moving_var;        // moved if `batch_statistics`
   void* y;  Write write;
@@ -71,12 +67,10 @@ struct BatchNormForward {
 
 struct BatchNormBackward {
   const void *gradient, *x;               // gradient: that of y
-  const void* y;                          // read where there is a residual and an activation
   const float *gamma, *beta, *mean, *inverse_deviation;
-  void* dx;         Write write_dx;
-  void* dresidual;  Write write_dresidual;  // or null
-  float* dgamma;    Write write_dgamma;
-  float* dbeta;     Write write_dbeta;
+  void* dx;       Write write_dx;
+  float* dgamma;  Write write_dgamma;
+  float* dbeta;   Write write_dbeta;
 };
 
 // Rows of halves, normalized over `width` neighbours each, in float32, rounded once.
@@ -137,6 +131,15 @@ struct Numbers {
   bool half;
 };
 
+// How often numbers have each exponent of float32 (bin 127: from 1 to below 2; bin 0: 0 and what is
+// subnormal; bin 255: infinities and NaNs), and what rounding makes of them.
+struct Counts {
+  int64_t bins[256];
+  int64_t zero, infinite;       // of bins 0 and 255
+  int64_t overflowed, flushed;  // finite, and infinite once rounded; not 0, and 0 once rounded
+  double squares, error_squares;  // sums over finite numbers: of them, of what rounding adds to them
+};
+
 struct Kernels {
   const char* name;
 
@@ -184,6 +187,10 @@ struct Kernels {
   // ---- training (training.cc): masters, gradients' sizes
   void (*follow)(float* master, const Half* weight, int64_t n);
   void (*squares)(const Numbers* arrays, int count, double* sums);
+
+  // ---- counts (counts.cc): adds those of n numbers that are to be rounded to a grid, to halves or
+  // to neither
+  void (*count)(const float* exact, int64_t n, const Grid* grid, bool half, Counts* counts);
 
   // ---- optimizers (updates.cc)
   void (*update)(Rule rule, const Update* updates, int count, const UpdateSettings& settings);

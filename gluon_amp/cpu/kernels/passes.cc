@@ -173,6 +173,11 @@ void narrow_blocked(const float* from, Half* to, int64_t batch, int64_t channels
 
 }  // namespace
 
+void round_some(const Grid& grid, const float* from, float* to, int64_t n) {
+  const OnGrid on_grid(grid);
+  each(0, n, [&](int64_t i, auto lanes) { store(to + i, on_grid(load(from + i, lanes)), lanes); });
+}
+
 void add_passes(Kernels* table) noexcept {
   table->widen = widen;
   table->narrow = narrow;

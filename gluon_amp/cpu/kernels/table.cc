@@ -20,6 +20,7 @@ Kernels filled() {
   add_training(&table);
   add_tensor_core(&table);
   add_updates(&table);
+  add_counts(&table);
   return table;
 }
 

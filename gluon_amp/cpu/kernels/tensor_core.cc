@@ -15,6 +15,8 @@
 
 #include "vector.h"
 
+#define NOTHING_THROWN __attribute__((nothrow))  // for the reason that `run` has in vector.h
+
 namespace gluon_amp {
 namespace ISA {
 namespace {
@@ -26,7 +28,7 @@ constexpr int kVectors = 4;                   // of floats, to a panel
 constexpr int kPanel = kVectors * kLanes;     // columns of b side by side
 constexpr int kRows = kLanes == 16 ? 2 : 1;   // of a, at a time: as registers allow
 constexpr int64_t kDepth = 256;               // of what is packed at a time
-constexpr int64_t kColumns = 2048;
+constexpr int64_t kMostRows = 1024, kMostColumns = 2048;  // of a block of the result
 
 using Floats = float __attribute__((vector_size(4 * kLanes)));
 using Ints = int32_t __attribute__((vector_size(4 * kLanes)));
@@ -70,8 +72,8 @@ inline uint8_t exponent_of(Half h) {
 inline bool endless(Half h) { return (h & 0x7c00) == 0x7c00; }  // an infinity or a NaN
 
 // Columns [first, first + kPanel) of b, `depth` rows of it; zeros where there are no columns.
-inline bool pack_panel(HalfMatrix b, int64_t first, int64_t columns, int64_t depth, float* values,
-                       uint8_t* exponents) {
+NOTHING_THROWN bool pack_panel(HalfMatrix b, int64_t first, int64_t columns, int64_t depth,
+                               float* values, uint8_t* exponents) {
   const int64_t here = least(kPanel, columns - first);
   bool special = false;
   for (int64_t k = 0; k < depth; ++k, values += kPanel, exponents += kPanel) {
@@ -91,8 +93,8 @@ inline bool pack_panel(HalfMatrix b, int64_t first, int64_t columns, int64_t dep
 }
 
 // kRows rows of a from `first` on, side by side; an exponent four times over, as a lane takes it.
-inline bool pack_rows(HalfMatrix a, int64_t first, int64_t rows, int64_t depth, float* values,
-                      uint8_t* exponents) {
+NOTHING_THROWN bool pack_rows(HalfMatrix a, int64_t first, int64_t rows, int64_t depth,
+                              float* values, uint8_t* exponents) {
   bool special = false;
   for (int r = 0; r < kRows; ++r)
     for (int64_t k = 0; k < depth; ++k) {
@@ -126,10 +128,19 @@ template <bool wide> inline Floats cut_to_float(Words sum, Words half) {
   return (Floats)((Words)made | (negative & 0x80000000u));
 }
 
-// kRows rows of a times a panel of b, to `state`: kRows rows of a panel's width.
+// What is packed of kRows rows of a and of a panel of b.
+struct Factors {
+  const float* a;
+  const uint8_t* ea;
+  const float* b;
+  const uint8_t* eb;
+};
+
+// Their products, to `state`: kRows rows of a panel's width.
 template <bool wide>
-void chain(const TensorCore& gpu, int64_t depth, const float* a, const uint8_t* ea, const float* b,
-           const uint8_t* eb, float* state) {
+NOTHING_THROWN void chain(const TensorCore& gpu, int64_t depth, const Factors& factors,
+                          float* state) {
+  const auto [a, ea, b, eb] = factors;
   for (int64_t begin = 0; begin < depth; begin += gpu.block) {
     const int64_t end = least(begin + gpu.block, depth), middle = (begin + end) / 2;
     Bytes largest[kRows] = {};
@@ -154,12 +165,12 @@ void chain(const TensorCore& gpu, int64_t depth, const float* a, const uint8_t* 
         sum[r][v] = cut(c * scale[r][v]);
       }
     }
-    auto add = [&](int64_t from, int64_t to) {
+    auto add = [&, left = a, right = b](int64_t from, int64_t to) {
       for (int64_t k = from; k < to; ++k)
         for (int v = 0; v < kVectors; ++v) {
-          const Floats right = at<Floats>(b + k * kPanel + v * kLanes);
+          const Floats values = at<Floats>(right + k * kPanel + v * kLanes);
           for (int r = 0; r < kRows; ++r)
-            sum[r][v] += cut(right * a[k * kRows + r] * scale[r][v]);
+            sum[r][v] += cut(values * left[k * kRows + r] * scale[r][v]);
         }
     };
     add(begin, wide ? middle : end);
@@ -183,21 +194,23 @@ constexpr uint32_t kNan = 0x7fffffff;
 inline bool is_endless(float f) { return !(f - f == 0); }
 
 // The same where infinities or NaNs are about: they take over what the chain has made.
-void chain_of_any(const TensorCore& gpu, bool wide, int64_t depth, const float* a,
-                  const uint8_t* ea, const float* b, const uint8_t* eb, float* state) {
+NOTHING_THROWN void chain_of_any(const TensorCore& gpu, bool wide, int64_t depth,
+                                 const Factors& factors, float* state) {
   float special[kRows * kPanel];
   for (int i = 0; i < kRows * kPanel; ++i) special[i] = is_endless(state[i]) ? state[i] : 0;
   for (int64_t k = 0; k < depth; ++k)
-    for (int i = 0; i < kRows * kPanel; ++i) {
-      const float product = a[k * kRows + i / kPanel] * b[k * kPanel + i % kPanel];
-      special[i] += is_endless(product) ? product : 0;
-    }
-  (wide ? chain<true> : chain<false>)(gpu, depth, a, ea, b, eb, state);
+    for (int r = 0; r < kRows; ++r)
+      for (int j = 0; j < kPanel; ++j) {
+        const float product = factors.a[k * kRows + r] * factors.b[k * kPanel + j];
+        special[r * kPanel + j] += is_endless(product) ? product : 0;
+      }
+  if (wide) chain<true>(gpu, depth, factors, state);
+  else chain<false>(gpu, depth, factors, state);
   for (int i = 0; i < kRows * kPanel; ++i)
     if (is_endless(special[i])) state[i] = special[i];
 }
 
-bool any_endless(const float* state) {
+NOTHING_THROWN bool any_endless(const float* state) {
   bool found = false;
   for (int i = 0; i < kRows * kPanel; ++i) found |= is_endless(state[i]);
   return found;
@@ -281,12 +294,14 @@ class Block {
       for (int64_t t = 0; t < tiles.count(); ++t) {
         const int64_t p = t / tiles.groups, g = t % tiles.groups;
         float* to = state.data + (g * tiles.panels + p) * kRows * kPanel;
+        const Factors factors{left.values_of(g), left.exponents_of(g), right.values_of(p),
+                              right.exponents_of(p)};
         if (left.special.data[g] || right.special.data[p] || any_endless(to))
-          chain_of_any(gpu, wide, depth, left.values_of(g), left.exponents_of(g),
-                       right.values_of(p), right.exponents_of(p), to);
+          chain_of_any(gpu, wide, depth, factors, to);
+        else if (wide)
+          chain<true>(gpu, depth, factors, to);
         else
-          (wide ? chain<true> : chain<false>)(gpu, depth, left.values_of(g), left.exponents_of(g),
-                                              right.values_of(p), right.exponents_of(p), to);
+          chain<false>(gpu, depth, factors, to);
       }
     }
   }
@@ -329,12 +344,13 @@ void tensor_core_product(const TensorCore& gpu, int64_t rows, int64_t columns, i
     b = b.transposed();
     std::swap(y.row, y.column);
   }
-  for (int64_t j = 0; j < columns; j += kColumns) {
-    const int64_t at = j * y.column;
-    one_block(gpu, Tiles(rows, least(kColumns, columns - j)), depth, a,
-              {b.data + j * b.column, b.row, b.column}, c ? c + at : nullptr,
-              {y.data + at, y.row, y.column});
-  }
+  for (int64_t i = 0; i < rows; i += kMostRows)
+    for (int64_t j = 0; j < columns; j += kMostColumns) {
+      const int64_t at = i * y.row + j * y.column;
+      one_block(gpu, Tiles(least(kMostRows, rows - i), least(kMostColumns, columns - j)), depth,
+                {a.data + i * a.row, a.row, a.column}, {b.data + j * b.column, b.row, b.column},
+                c ? c + at : nullptr, {y.data + at, y.row, y.column});
+    }
 }
 
 }  // namespace

@@ -35,6 +35,10 @@ void add_rows(Kernels* table) noexcept;
 void add_training(Kernels* table) noexcept;
 void add_tensor_core(Kernels* table) noexcept;
 void add_updates(Kernels* table) noexcept;
+void add_counts(Kernels* table) noexcept;
+
+// Rounds n numbers to a grid, on this thread (passes.cc).
+void round_some(const Grid& grid, const float* from, float* to, int64_t n);
 
 namespace {
 
@@ -91,11 +95,6 @@ inline V if_equal(V a, V b, V yes, V no) {
 inline V between(V g, V z, V lo, V hi) {
   return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(z, lo, _CMP_NLT_UQ) &
                              _mm512_cmp_ps_mask(z, hi, _CMP_NGT_UQ), g);
-}
-// g where lo < z < hi, else 0; a NaN is no bound, and as z it passes
-inline V inside(V g, V z, V lo, V hi) {
-  return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(z, lo, _CMP_NLE_UQ) &
-                             _mm512_cmp_ps_mask(z, hi, _CMP_NGE_UQ), g);
 }
 // g where z > lo or z is NaN, else 0
 inline V above(V g, V z, V lo) {
@@ -175,10 +174,6 @@ inline V between(V g, V z, V lo, V hi) {
   return _mm256_and_ps(g, _mm256_and_ps(_mm256_cmp_ps(z, lo, _CMP_NLT_UQ),
                                         _mm256_cmp_ps(z, hi, _CMP_NGT_UQ)));
 }
-inline V inside(V g, V z, V lo, V hi) {
-  return _mm256_and_ps(g, _mm256_and_ps(_mm256_cmp_ps(z, lo, _CMP_NLE_UQ),
-                                        _mm256_cmp_ps(z, hi, _CMP_NGE_UQ)));
-}
 inline V above(V g, V z, V lo) { return _mm256_and_ps(g, _mm256_cmp_ps(z, lo, _CMP_NLE_UQ)); }
 inline V magnitude(V v) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), v); }
 inline float highest(V v) {
@@ -237,7 +232,6 @@ inline V smaller(V a, V b) { return a < b ? a : b; }
 inline V if_less(V a, V b, V yes, V no) { return a < b ? yes : no; }
 inline V if_equal(V a, V b, V yes, V no) { return a == b ? yes : no; }
 inline V between(V g, V z, V lo, V hi) { return z < lo || z > hi ? 0 : g; }
-inline V inside(V g, V z, V lo, V hi) { return z <= lo || z >= hi ? 0 : g; }
 inline V above(V g, V z, V lo) { return z <= lo ? 0 : g; }
 inline V magnitude(V v) { return float_of(bits_of(v) & 0x7fffffffu); }
 inline V load(const float* p, Part) { return *p; }

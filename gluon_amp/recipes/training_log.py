@@ -1,27 +1,19 @@
 """What a training writes about itself: log.jsonl, TensorBoard's event files, MLPerf's log lines.
 
-log.jsonl, version 2, has one JSON object in each line:
-
-    {"version": 2, "arguments": {...}}              the flags, first
-    {"epoch": 0, "batch": 19, "loss": 2.1, ...}     a step: each --log-interval, and each skipped one
-    {"epoch": 0, "err_top1": 0.4, ...}              the end of an epoch
-
-Steps have loss (the mean since the last step's line), gradient_norm (of the gradient that updates;
-null where the step was skipped), lr, loss_scale, skipped (so far), and "skip": true where it was
-skipped. Epochs have err_top1, err_top5, accuracy, loss, validation_loss, samples_per_second,
-seconds, lr, loss_scale, skipped. Version 1 had no version, no steps and no losses.
+docs/recipes.md says what stands in log.jsonl.
 """
 import json
 import math
-import os
 import time
+from typing import Any, Dict, Iterable, List, Optional, Tuple
 
-from gluon_amp.files import replace_file
+from ..files import replace_file
 
 VERSION = 2
 
 
-def add_arguments(parser):
+def add_arguments(parser: Any) -> None:
+    """The flags that a `TrainingLog` reads."""
     add = parser.add_argument
     add("--tensorboard", metavar="FOLDER",
         help="also write TensorBoard's event files there: pip install tensorboard, or mxboard")
@@ -30,25 +22,40 @@ def add_arguments(parser):
         help="nothing else runs on this machine: reports may compare the speed")
 
 
-class Records:
-    """Of one run: takes in its steps and epochs, and writes them where they were asked for.
+class TrainingLog:
+    """Takes in the steps and epochs of a run, and writes them where they were asked for.
 
-    `path` is that of log.jsonl, or None for none. `lines` are those of a run that is resumed, and
-    `steps` how many it had made.
+    Args:
+        args: the script's flags. `batch_size`, `seed` and `lr` are read, and those of
+            `TrainingLog.add_arguments`: `tensorboard`, `mlperf`.
+        path: of log.jsonl; None for none.
+        lines: those of a run that is resumed.
+        steps: how many steps it had made.
     """
+    add_arguments = staticmethod(add_arguments)
 
-    def __init__(self, args, path, lines=(), steps=0):
+    def __init__(self, args: Any, path: Optional[str], lines: Iterable[Dict[str, Any]] = (),
+                 steps: int = 0):
         self.args, self.path, self.lines = args, path, list(lines)
-        self.losses, self.steps = [], steps
+        self.losses: List[float] = []
+        self.steps = steps
         self.writer = _tensorboard(args.tensorboard) if args.tensorboard else None
         self._say("run_start")
         for name, key in (("batch_size", "global_batch_size"), ("seed", "seed"),
                           ("lr", "opt_base_learning_rate")):
             self._say(key, getattr(args, name), event="POINT_IN_TIME")
 
-    def add_step(self, epoch, batch, loss, updated, shown, **values):
-        """`loss` is that of the step; `shown`: whether a line of the log is due; `values` are lr,
-        loss_scale, skipped and gradient_norm, each a number or a function that gives it."""
+    def add_step(self, epoch: int, batch: int, loss: float, updated: bool, shown: bool,
+                 **values: Any) -> None:
+        """Takes in a step.
+
+        Args:
+            loss: of the step.
+            updated: whether it updated the network.
+            shown: whether a line of the log is due.
+            values: lr, loss_scale, skipped and gradient_norm, each a number or a function that
+                gives it.
+        """
         self.steps += 1
         self.losses.append(loss)
         if updated and not shown:
@@ -63,7 +70,8 @@ class Records:
         self.lines.append(line)
         self._draw("step", line, self.steps - 1)
 
-    def add_epoch(self, line):
+    def add_epoch(self, line: Dict[str, Any]) -> None:
+        """Takes in the end of an epoch."""
         self.lines.append({name: _finite(value) for name, value in line.items()})
         self._draw("epoch", line, line["epoch"])
         number = line["epoch"]
@@ -71,55 +79,66 @@ class Records:
         if "err_top1" in line:
             self._say("eval_accuracy", 1 - line["err_top1"], "POINT_IN_TIME", epoch_num=number)
 
-    def save(self):
+    def save(self) -> None:
         """Writes log.jsonl; killed at any moment, the old one or the new one is there."""
         if not self.path:
             return
         arguments = {"version": VERSION, "arguments": vars(self.args)}
 
-        def write(beside):
-            with open(beside, "w") as file:
-                file.writelines(json.dumps(line) + "\n" for line in [arguments, *self.lines])
-        replace_file(self.path, write)
+        replace_text(self.path, "".join(
+            json.dumps(line) + "\n" for line in [arguments, *self.lines]))
 
-    def start_epoch(self, number):
+    def start_epoch(self, number: int) -> None:
+        """To be called before an epoch's first step."""
         self.losses = []
         self._say("epoch_start", event="INTERVAL_START", epoch_num=number)
 
-    def end(self):
+    def end(self) -> None:
+        """To be called when the run is over."""
         self._say("run_stop", event="INTERVAL_END", status="success")
-        self.save()
         if self.writer:
             self.writer.close()
 
-    def _draw(self, place, line, at):
-        for name, value in line.items() if self.writer else ():
+    def _draw(self, place: str, line: Dict[str, Any], at: int) -> None:
+        if not self.writer:
+            return
+        for name, value in line.items():
             if name not in ("epoch", "batch", "skip") and isinstance(value, (int, float)):
                 self.writer.add_scalar(f"{place}/{name}", value, at)
 
-    def _say(self, key, value=None, event="INTERVAL_START", **metadata):
+    def _say(self, key: str, value: Any = None, event: str = "INTERVAL_START",
+             **metadata: Any) -> None:
         if self.args.mlperf:
             print(":::MLLOG " + json.dumps({
                 "namespace": "", "time_ms": int(1000 * time.time()), "event_type": event,
                 "key": key, "value": value, "metadata": {
-                    "file": os.path.basename(__file__), "lineno": 1, **metadata}}), flush=True)
+                    "file": "training_log.py", "lineno": 1, **metadata}}), flush=True)
 
 
-class FitCallbacks:
-    """Records what MXNet's Module.fit trains: its callbacks are methods of this."""
+class ModuleLog:
+    """Writes what `Module.fit` trains into a `TrainingLog`: the callbacks of `fit` are methods of
+    this.
 
-    def __init__(self, records, module, interval, batch_size):
-        self.records, self.module, self.interval = records, module, interval
+    Args:
+        interval: batches from one line of the log to the next.
+    """
+
+    def __init__(self, log: TrainingLog, module: Any, interval: int, batch_size: int):
+        self.log, self.module, self.interval = log, module, interval
         self.batch_size = batch_size
         self.scale, self.skipped = module.loss_scale, module.skipped
-        self.start()
+        self.validation: List[float] = []
+        self._start()
 
-    def start(self):
-        self.began, self.batches, self.losses, self.training = time.time(), 0, [], {}
+    def _start(self) -> None:
+        self.began, self.batches = time.time(), 0
+        self.losses: List[float] = []
+        self.training: Dict[str, float] = {}
 
-    def batch_end(self, param):
+    def batch_end(self, param: Any) -> None:
+        """fit's `batch_end_callback`."""
         if param.nbatch == 0:
-            self.records.start_epoch(param.epoch)
+            self.log.start_epoch(param.epoch)
         module, optimizer = self.module, self.module._optimizer
         scale, updated = self.scale, module.skipped == self.skipped
         self.scale, self.skipped, self.batches = module.loss_scale, module.skipped, param.nbatch + 1
@@ -128,20 +147,22 @@ class FitCallbacks:
         loss = cross_entropy(module.get_outputs()[0], param.locals["data_batch"].label[0])
         self.losses.append(loss)
         self.training = dict(param.eval_metric.get_global_name_value())
-        self.records.add_step(
+        self.log.add_step(
             param.epoch, param.nbatch, loss, updated, (param.nbatch + 1) % self.interval == 0,
-            gradient_norm=lambda: factor * norm(gradients), lr=optimizer.learning_rate,
+            gradient_norm=lambda: factor * gradient_norm(gradients), lr=optimizer.learning_rate,
             loss_scale=scale, skipped=self.skipped)
 
-    def epoch_end(self, *_):
-        """Of training; validation follows."""
+    def epoch_end(self, *_: Any) -> None:
+        """fit's `epoch_end_callback`: validation follows."""
         self.seconds, self.validation = time.time() - self.began, []
 
-    def validation_batch_end(self, param):
+    def validation_batch_end(self, param: Any) -> None:
+        """fit's `eval_batch_end_callback`."""
         self.validation.append(cross_entropy(self.module.get_outputs()[0],
                                              param.locals["eval_batch"].label[0]))
 
-    def validation_end(self, param):
+    def validation_end(self, param: Any) -> None:
+        """fit's `eval_end_callback`."""
         found = dict(param.eval_metric.get_global_name_value())
         line = {"epoch": param.epoch, "accuracy": self.training.get("accuracy"),
                 "err_top1": 1 - found["accuracy"], "loss": _mean(self.losses),
@@ -152,30 +173,38 @@ class FitCallbacks:
         top5 = found.get("top_k_accuracy_5")
         if top5 is not None:
             line["err_top5"] = 1 - top5
-        self.records.add_epoch(line)
-        self.records.save()
-        self.start()
+        self.log.add_epoch(line)
+        self.log.save()
+        self._start()
 
 
-def cross_entropy(probabilities, label):
+def cross_entropy(probabilities: Any, label: Any) -> float:
     """The mean over a batch, of a softmax's outputs."""
     likely = probabilities.astype("float32").pick(label.as_in_context(probabilities.context))
     return float(-(likely + 1e-12).log().mean().asscalar())
 
 
-def norm(gradients):
-    """Of the whole gradient."""
+def gradient_norm(gradients: Iterable[Any]) -> float:
+    """The norm of the whole gradient, given as an array of each parameter."""
     return math.sqrt(sum(float(g.astype("float32").norm().asscalar()) ** 2 for g in gradients))
 
 
-def read(path):
+def read_log(path: str) -> Tuple[Dict[str, Any], List[Dict[str, Any]]]:
     """The arguments and the lines of a log.jsonl, of either version."""
     with open(path) as file:
         begun, *lines = [json.loads(line) for line in file]
     return begun.get("arguments", {}), lines
 
 
-def _tensorboard(folder):
+def replace_text(path: str, text: str) -> None:
+    """Writes a file: killed at any moment, the old one or the new one is there."""
+    def write(beside: str) -> None:
+        with open(beside, "w") as file:
+            file.write(text)
+    replace_file(path, write)
+
+
+def _tensorboard(folder: str) -> Any:
     """TensorBoard's own writer, or else MXBoard's."""
     try:
         from tensorboard.summary import Writer
@@ -186,14 +215,14 @@ def _tensorboard(folder):
         from mxboard import SummaryWriter
         return SummaryWriter(folder)
     except ImportError:
-        raise SystemExit("--tensorboard needs a package: pip install tensorboard (or mxboard)") \
+        raise ValueError("--tensorboard needs a package: pip install tensorboard (or mxboard)") \
             from None
 
 
-def _mean(values):
+def _mean(values: List[float]) -> float:
     return sum(values) / len(values) if values else math.nan
 
 
-def _finite(value):
+def _finite(value: Any) -> Any:
     """JSON knows no others."""
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,120 @@
+// Gives the nodes of gradients our operators, and what their forward node says.
+#include "gradients.h"
+
+#include <algorithm>
+#include <set>
+
+#include "watch.h"
+
+namespace gluon_amp {
+
+std::map<const nnvm::Op*, nnvm::Op*> ours;
+std::map<const nnvm::Op*, const nnvm::Op*> theirs;
+
+namespace {
+
+bool same(const nnvm::NodeEntry& a, const nnvm::NodeEntry& b) {
+  return a.node == b.node && a.index == b.index;
+}
+
+// What a node says besides its operator's own attributes goes on to the nodes of its gradient: all
+// our settings, and the forward node's name. Three of them are about inputs and outputs, which a
+// gradient has others of: it rounds gradients of rounded outputs before it reads them (MXNet may
+// have added them up), reads what a product has read in the product's format, and rounds gradients
+// of inputs of the low type.
+constexpr char kForwardKey[] = "__gluon_amp_forward__";
+
+// For each output of a gradient's node the number of the forward node's input whose gradient it is.
+std::string inputs_of_gradients(const nnvm::ObjectPtr& node, const Entries& made) {
+  std::vector<int> inputs;
+  for (size_t i = 0; i < made.size(); ++i)
+    if (made[i].node == node) {
+      inputs.resize(std::max(inputs.size(), size_t(made[i].index) + 1), -1);
+      inputs[made[i].index] = static_cast<int>(i);
+    }
+  std::string list;
+  for (int input : inputs) list += std::to_string(input) + ",";
+  return list;
+}
+
+void describe(const nnvm::ObjectPtr& node, const nnvm::ObjectPtr& forward, const Entries& above,
+              const Entries& made) {
+  std::vector<std::string> keys, values;
+  auto say = [&](const char* key, const std::string& value) {
+    keys.push_back(key);
+    values.push_back(value);
+  };
+  const std::string *inputs = nullptr, *outputs = nullptr, *reads = nullptr;
+  for (auto& item : forward->attrs.dict) {
+    if (!is_setting(item.first)) continue;
+    if (item.first == kInputsKey) inputs = &item.second;
+    else if (item.first == kOutputsKey) outputs = &item.second;
+    else if (item.first == kReadsKey) reads = &item.second;
+    else if (item.first == kBackGridKey) say(kOutputGridKey, item.second);
+    else if (item.first != kOutputGridKey) say(item.first.c_str(), item.second);
+  }
+  if (keys.empty() && !inputs && !outputs && !reads) return;
+  if (!find(forward->attrs, kForwardKey)) say(kForwardKey, forward->attrs.name);
+  if (find(forward->attrs, kWatchKey)) say(kWatchedInputsKey, inputs_of_gradients(node, made));
+  if (inputs || outputs || reads) {
+    std::string back_reads, back_writes;
+    const auto& of_forward = inputs_of(forward.get());
+    for (auto& entry : inputs_of(node.get())) {
+      char rounds = '0';
+      for (size_t i = 0; i < above.size(); ++i)
+        if (same(entry, above[i]) && (reads || Rounding::letter(outputs, i, '1') == '1'))
+          rounds = 'g';
+      for (size_t i = 0; reads && i < of_forward.size(); ++i)
+        if (same(entry, of_forward[i])) rounds = Rounding::letter(reads, i, '0');
+      back_reads += rounds;
+    }
+    for (size_t i = 0; i < made.size(); ++i)
+      if (made[i].node == node) {
+        if (back_writes.size() <= made[i].index) back_writes.resize(made[i].index + 1, '1');
+        back_writes[made[i].index] = Rounding::letter(inputs, i, '1');
+      }
+    say(kReadsKey, back_reads);
+    say(kOutputsKey, back_writes);
+  }
+  std::vector<const char*> k, v;
+  for (auto& key : keys) k.push_back(key.c_str());
+  for (auto& value : values) v.push_back(value.c_str());
+  annotate(node, k, v);
+}
+
+}  // namespace
+
+// X's gradient of a node of ours: X's own function makes it, told that the node is X's; then each
+// new node gets our operator.
+Entries gradient(const nnvm::FGradient& of_theirs, const nnvm::ObjectPtr& n,
+                 const Entries& above) {
+  const nnvm::Op* op = n->attrs.op;
+  n->attrs.op = theirs.at(op);
+  Entries made;
+  try {
+    made = of_theirs(n, above);
+  } catch (...) {
+    n->attrs.op = op;
+    throw;
+  }
+  n->attrs.op = op;
+  std::set<nnvm::Node*> seen{n.get()};
+  for (auto& entry : above) seen.insert(entry.node.get());
+  for (auto& entry : inputs_of(n.get())) seen.insert(entry.node.get());
+  std::vector<nnvm::ObjectPtr> todo;
+  for (auto& entry : made) todo.push_back(entry.node);
+  while (!todo.empty()) {
+    nnvm::ObjectPtr node = todo.back();
+    todo.pop_back();
+    if (!node || !node->attrs.op || !seen.insert(node.get()).second) continue;
+    auto found = ours.find(node->attrs.op);
+    if (found != ours.end()) {
+      node->attrs.op = found->second;
+      describe(node, n, above, made);
+    }
+    for (auto& entry : inputs_of(node.get())) todo.push_back(entry.node);
+  }
+  return made;
+}
+
+}  // namespace gluon_amp

@@ -1,0 +1,132 @@
+// The table of what watched nodes have computed.
+#include "watch.h"
+
+#include <algorithm>
+#include <cstring>
+#include <set>
+#include <tuple>
+
+namespace gluon_amp {
+namespace {
+
+thread_local Watch* current = nullptr;
+
+using Key = std::tuple<std::string, int64_t, int64_t>;  // name, backward, index
+std::mutex lock;
+std::map<Key, std::unique_ptr<WatchedRow>> table;
+std::vector<std::pair<std::string, std::unique_ptr<WatchedRow>>> taken;
+
+void add(const Counts& from, Counts* to) {
+  for (int i = 0; i < 256; ++i) to->bins[i] += from.bins[i];
+  to->zero += from.zero;
+  to->infinite += from.infinite;
+  to->overflowed += from.overflowed;
+  to->flushed += from.flushed;
+  to->squares += from.squares;
+  to->error_squares += from.error_squares;
+}
+
+void take_sample(const TBlob& from, WatchedRow* row) {
+  const int64_t n = size(from), step = (n + kSamples - 1) / kSamples;
+  row->samples = 0;
+  for (int64_t i = 0; i < n; i += step) {
+    float* to = &row->sample[row->samples++];
+    if (is_half(from)) kernels->widen(halves(from) + i, to, 1);
+    else *to = floats(from)[i];
+  }
+}
+
+// Counts an array as it stands.
+void count_written(const TBlob& from, Counts* counts) {
+  constexpr int64_t kSome = 8192;
+  const int64_t n = size(from);
+  if (is_float(from)) return kernels->count(floats(from), n, nullptr, false, counts);
+  float some[kSome];
+  for (int64_t at = 0; at < n; at += kSome) {
+    const int64_t length = std::min(kSome, n - at);
+    kernels->widen(halves(from) + at, some, length);
+    kernels->count(some, length, nullptr, false, counts);
+  }
+}
+
+int64_t bytes(const TBlob& array) { return size(array) * (is_half(array) ? 2 : 4); }
+
+// The number that stands at place i of "0,2,-1"; -1 where there is none.
+int64_t number_at(const std::string& list, size_t i) {
+  std::istringstream read(list);
+  std::string word;
+  for (size_t k = 0; std::getline(read, word, ','); ++k)
+    if (k == i) return std::atoll(word.c_str());
+  return -1;
+}
+
+}  // namespace
+
+Watch::Watch(const Call& call, const std::string* name, const std::string* inputs)
+    : call_(call), name_(name), inputs_(inputs), counted_(name ? call.out.size() : 0) {
+  if (name_) current = this;
+}
+
+Watch::~Watch() {
+  if (!name_) return;
+  current = nullptr;
+  for (size_t i = 0; i < call_.out.size(); ++i) {
+    const TBlob& out = call_.out[i];
+    if (call_.write(i) == kNothing || !(is_half(out) || is_float(out)) || size(out) == 0) continue;
+    if (!counted_[i]) {
+      counted_[i] = std::make_unique<Counts>();
+      count_written(out, counted_[i].get());
+    }
+    const int64_t index = inputs_ ? number_at(*inputs_, i) : static_cast<int64_t>(i);
+    std::lock_guard<std::mutex> guard(lock);
+    auto& row = table[Key(*name_, inputs_ != nullptr, index)];
+    if (!row) {
+      row = std::make_unique<WatchedRow>();
+      row->index = index;
+      row->backward = inputs_ != nullptr;
+    }
+    ++row->calls;
+    row->numbers += size(out);
+    add(*counted_[i], &row->counts);
+    take_sample(out, row.get());
+  }
+}
+
+void show(const float* exact, int64_t n, int64_t padding, const void* to, const Grid* grid,
+          bool half) {
+  if (!current) return;
+  const auto& out = current->call_.out;
+  for (size_t i = 0; i < out.size(); ++i) {
+    const char *begin = static_cast<const char*>(out[i].dptr_), *at = static_cast<const char*>(to);
+    if (at < begin || at >= begin + bytes(out[i])) continue;
+    auto& counts = current->counted_[i];
+    if (!counts) counts = std::make_unique<Counts>();
+    kernels->count(exact, n, grid, half, counts.get());
+    counts->bins[0] -= padding;
+    counts->zero -= padding;
+    return;
+  }
+}
+
+bool generic_code_is_the_same(const std::string& name) {
+  static const std::set<std::string> same = {
+      "_mul_scalar", "_backward_mul_scalar", "_div_scalar", "_backward_div_scalar", "_plus_scalar",
+      "_minus_scalar", "_rminus_scalar", "elemwise_add", "_grad_add", "elemwise_sub",
+      "elemwise_mul", "elemwise_div", "Cast", "amp_cast",
+      "_backward_cast", "_backward_amp_cast"};
+  return same.count(name) > 0;
+}
+
+int64_t watched() {
+  std::lock_guard<std::mutex> guard(lock);
+  taken.clear();
+  for (auto& item : table)
+    taken.emplace_back(std::get<0>(item.first), std::move(item.second));
+  table.clear();
+  for (auto& row : taken) row.second->name = row.first.c_str();
+  return static_cast<int64_t>(taken.size());
+}
+
+const WatchedRow* watched_row(int64_t i) { return taken[i].second.get(); }
+
+}  // namespace gluon_amp

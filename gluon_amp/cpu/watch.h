@@ -1,0 +1,58 @@
+// What watched nodes have computed: counts of each output, for gluon_amp.xray.
+//
+// A node is watched where graph/build.py has given it the attribute kWatchKey: its name, which the
+// nodes of its gradient get, too. While such a node runs, a Watch stands on its thread. The code
+// that rounds shows it float32 results before they are rounded; what nobody has shown is counted as
+// it was written. At the end the counts go into one table, which Python reads and clears.
+#pragma once
+#include "engine.h"
+
+namespace gluon_amp {
+
+constexpr char kWatchKey[] = "__gluon_amp_watch__";
+// Of a gradient's node: for each of its outputs the forward node's input whose gradient it is.
+constexpr char kWatchedInputsKey[] = "__gluon_amp_watched_inputs__";
+
+class Watch {
+ public:
+  // `name`: null where the node is not watched. `inputs`: of a gradient's node, else null.
+  Watch(const Call& call, const std::string* name, const std::string* inputs);
+  Watch(const Call& call) : Watch(call, find(call.attrs, kWatchKey),
+                                  find(call.attrs, kWatchedInputsKey)) {}
+  ~Watch();
+  Watch(const Watch&) = delete;
+
+  explicit operator bool() const { return name_ != nullptr; }
+
+ private:
+  friend void show(const float*, int64_t, int64_t, const void*, const Grid*, bool);
+  const Call& call_;
+  const std::string *name_, *inputs_;
+  std::vector<std::unique_ptr<Counts>> counted_;  // of each output, where something was shown
+};
+
+// Shows the Watch of this thread, if there is one, `n` exact results, `padding` of which are zeros
+// that belong to no tensor, and which are to be rounded into the memory at `to`.
+void show(const float* exact, int64_t n, int64_t padding, const void* to, const Grid* grid,
+          bool half);
+
+// Whether the generic code gives an operator with code of its own the same bits: then a watched
+// node runs it, since it shows what it rounds.
+bool generic_code_is_the_same(const std::string& name);
+
+// What Python reads: one row for each output.
+constexpr int kSamples = 1024;
+struct WatchedRow {
+  const char* name;  // of the forward node
+  int64_t index;     // forward: of an output; backward: of the input whose gradient it is, or -1
+  int64_t backward;  // 0 or 1
+  int64_t calls, numbers;
+  Counts counts;
+  int64_t samples;
+  float sample[kSamples];  // evenly over the last call's tensor, as it was written
+};
+
+int64_t watched();  // takes all rows out of the table; returns how many
+const WatchedRow* watched_row(int64_t i);  // of those taken out last
+
+}  // namespace gluon_amp

@@ -1,0 +1,38 @@
+"""Lets the products of a CPU's graph add as a GPU's Tensor Cores do."""
+from typing import Optional
+
+from ..cpu import library
+from ..tensor_core_math import check_split, of_gpu
+from .graph import Graph
+from .operators import PRODUCTS
+
+ATTRIBUTE = "__gluon_amp_accumulate__"
+
+# What makes its products so (cpu/tensor_core_products.cc), and what else multiplies matrices.
+_WITH_CODE = frozenset("""
+    Convolution Deconvolution FullyConnected dot batch_dot _linalg_gemm2 linalg_gemm2
+    _contrib_interleaved_matmul_selfatt_qk _contrib_interleaved_matmul_selfatt_valatt
+    _contrib_interleaved_matmul_encdec_qk _contrib_interleaved_matmul_encdec_valatt
+    RNN _npx_rnn _npx_convolution _npx_deconvolution _npx_fully_connected _npx_batch_dot
+""".split())
+_OTHERS = PRODUCTS - _WITH_CODE
+
+
+def accumulate(graph: Graph, gpu: str, split: Optional[int] = None) -> None:
+    """Lets all products of a CPU's float16 graph (`graph.build.build`) add as a GPU does.
+
+    Their gradients do so, too. Products that stay float32 are left alone.
+    """
+    core = of_gpu(gpu)
+    said = f"{core.block} {core.fraction} {check_split(split)}"
+    for node in graph.nodes():
+        for inner in node.subgraphs:
+            accumulate(inner, gpu, split)
+        if not node.op.startswith(library.PREFIX):
+            continue
+        op = node.op[len(library.PREFIX):]
+        if op in _OTHERS:
+            raise ValueError(f"accumulate={gpu!r} has no code for {op} ({node.name}): keep it in "
+                             f"float32. Valid: {', '.join(sorted(_WITH_CODE))}")
+        if op in _WITH_CODE:
+            node.attrs[ATTRIBUTE] = said

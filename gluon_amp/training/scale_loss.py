@@ -1,0 +1,31 @@
+"""The context manager of `mx.contrib.amp`, for a Trainer of ours."""
+from contextlib import contextmanager
+from typing import Any, Iterator
+
+from .._mxnet import mx
+from .trainer import Trainer
+
+
+@contextmanager
+def scale_loss(loss: Any, trainer: Trainer) -> Iterator[Any]:
+    """The scaled loss, or losses, whose backward pass is to run inside; for those who come
+    from `mx.contrib.amp`. `trainer.backward(loss)` does the same.
+
+        with gluon_amp.scale_loss(loss, trainer) as scaled:
+            autograd.backward(scaled)
+    """
+    if not isinstance(trainer, Trainer):
+        raise TypeError("scale_loss takes a gluon_amp.Trainer. Received: "
+                        f"{type(trainer).__module__}.{type(trainer).__name__}")
+    if not trainer._steps.scaling:
+        yield loss
+        return
+    several = isinstance(loss, (list, tuple))
+    losses = list(loss) if several else [loss]
+    with mx.autograd.pause():
+        scale = trainer._begin(losses)
+    with mx.autograd.record(mx.autograd.is_training()):
+        scaled = [one * scale for one in losses]
+    yield scaled if several else scaled[0]
+    trainer._note(losses, scale)
+    trainer._steps.watch(trainer._waiting())

@@ -1,0 +1,1 @@
+"""What float16 does to every tensor of a network."""

@@ -1,0 +1,262 @@
+"""From counts to advice: what is wrong where, which loss scales fit, where infinities begin."""
+import math
+from dataclasses import dataclass
+from typing import Callable, Dict, Iterable, List, Mapping, NamedTuple, Optional, Tuple
+
+from ..graph.operators import numbers
+from .statistics import Counts, Key
+from .tensors import Layout, Tensor
+
+_MOST_LOST = 0.1  # of a gradient's norm, before a network is said to need something
+_SCALES = [2.0 ** e for e in range(-24, 41)]  # that a loss scale is looked for in
+
+
+@dataclass
+class Finding:
+    """A node whose tensor its format does not suit.
+
+    Attributes:
+        node: the node that is to blame.
+        tensor: its name.
+        reason: "range above", "range below", "cancellation" or "a constant".
+        detail: a sentence with figures.
+        keep: the nodes to keep in float32.
+    """
+    node: str
+    tensor: str
+    reason: str
+    detail: str
+    keep: List[str]
+
+
+@dataclass
+class Overflow:
+    """The first tensor that is not finite though all that it is computed from is.
+
+    Attributes:
+        node, tensor, op: where.
+        backward: whether in the backward pass.
+        batch: the number of the batch, from 0 on.
+        scale: the loss scale of that pass.
+        inputs: the names of what it read, and the exponents of the smallest and largest number.
+        where: the user's block, with the file and line of its code, if that can be had.
+    """
+    node: str
+    tensor: str
+    op: str
+    backward: bool
+    batch: int
+    scale: float
+    inputs: Dict[str, Optional[Tuple[int, int]]]
+    where: str = ""
+
+    def __str__(self) -> str:
+        ranges = ", ".join(f"{name} 2^{r[0]} to 2^{r[1]}" if r else f"{name} all 0"
+                           for name, r in self.inputs.items()) or "parameters and data"
+        which = f" at the loss scale {self.scale:g}" if self.backward else ""
+        where = f" ({self.where})" if self.where else ""
+        return f"batch {self.batch}: {self.tensor} ({self.op}) is the first that is not " \
+               f"finite{which}{where}. It is computed from: {ranges}"
+
+
+class Window(NamedTuple):
+    """The loss scales that fit, as powers of two, and the tensors that set the ends."""
+    low: float
+    high: float
+    low_tensor: str
+    high_tensor: str
+
+
+def is_finite(counts: Counts) -> bool:
+    """Whether a tensor has no infinity and no NaN, once it is rounded."""
+    return counts.finite and counts.overflowed == 0
+
+
+def first_overflow(tensors: Iterable[Tensor], counts: Mapping[Key, Counts], batch: int,
+                   scale: float) -> Optional[Overflow]:
+    """In one step's counts."""
+    by_key = {tensor.key: tensor for tensor in tensors}
+    for tensor in sorted(by_key.values(), key=lambda t: t.place):
+        found = counts.get(tensor.key)
+        if found is None or is_finite(found):
+            continue
+        read = {key: counts[key] for key in tensor.reads if key in counts}
+        if all(map(is_finite, read.values())):
+            inputs = {by_key[key].name: c.range for key, c in read.items() if key in by_key}
+            return Overflow(tensor.key.node, tensor.name, tensor.op, tensor.key.backward, batch,
+                            scale, inputs)
+    return None
+
+
+def window(tensors: Iterable[Tensor], scale: float, lost: float) -> Optional[Window]:
+    """The loss scales at which no gradient overflows and none loses more than this share of its
+    norm. Low is above high where there is none such; None where there are no low gradients."""
+    low, high = _SCALES[0], math.inf
+    low_tensor = high_tensor = ""
+    for tensor in tensors:
+        counts = tensor.counts
+        if not (tensor.key.backward and tensor.is_low) or counts is None or counts.range is None:
+            continue
+        most = 2.0 ** _highest(tensor, counts) * scale
+        if most < high:
+            high, high_tensor = most, tensor.name
+        least = _lowest(tensor, counts, lost) * scale
+        if least > low:
+            low, low_tensor = least, tensor.name
+    return Window(low, high, low_tensor, high_tensor) if high < math.inf else None
+
+
+def _highest(tensor: Tensor, counts: Counts) -> int:
+    """By how many powers of two a tensor may grow: overflowed numbers count as beyond."""
+    headroom = counts.headroom(tensor.format)
+    assert headroom is not None
+    return headroom[1] if is_finite(counts) else min(headroom[1], -1)
+
+
+def _lowest(tensor: Tensor, counts: Counts, lost: float) -> float:
+    """The smallest factor at which a tensor loses no more than that."""
+    factors = [2.0 ** e for e in range(-48, 49)]
+    low, high = 0, len(factors) - 1
+    while low < high:  # what is lost falls as the factor grows
+        middle = (low + high) // 2
+        if counts.lost(tensor.format, factors[middle]) <= lost:
+            high = middle
+        else:
+            low = middle + 1
+    return factors[low]
+
+
+# ---- findings -------------------------------------------------------------------------------
+
+
+def findings(layout: Layout, tensors: List[Tensor], scale: float) -> List[Finding]:
+    """The nodes that are to blame, the worst first: where infinities begin, then forward tensors
+    that lose their numbers, then differences that cancel, then gradients that no scale fits."""
+    seen = {t.key: t for t in tensors if t.counts is not None}
+    made: List[Finding] = []
+    forward = sorted((t for t in seen.values() if not t.key.backward), key=lambda t: t.place)
+    for tensor in forward:
+        made += _above(layout, seen, tensor)
+    for tensor in forward:
+        made += _below(layout, seen, tensor)
+    for tensor in forward:
+        made += _cancelled(layout, seen, tensor)
+    if all(t.counts is None or is_finite(t.counts) for t in forward):
+        made += _gradients(layout, seen, scale)
+    first: Dict[str, Finding] = {}
+    for finding in made:
+        if finding.node in first:
+            first[finding.node].keep = list(dict.fromkeys(first[finding.node].keep + finding.keep))
+        else:
+            first[finding.node] = finding
+    return list(first.values())
+
+
+def _finding(layout: Layout, tensor: Tensor, reason: str, detail: str,
+             blamed: Optional[str] = None) -> Finding:
+    blamed = blamed or layout.blamed(tensor.key)
+    if reason.startswith("range") and any(True for _ in numbers(layout.nodes[blamed])):
+        reason += ", by a constant"
+    return Finding(blamed, tensor.name, reason, detail, layout.kept_for(tensor.key))
+
+
+def _above(layout: Layout, seen: Dict[Key, Tensor], tensor: Tensor) -> List[Finding]:
+    counts = tensor.counts
+    assert counts is not None
+    if not tensor.is_low or is_finite(counts):
+        return []
+    for key in tensor.reads:
+        read = seen.get(key)
+        if read is not None and read.counts is not None and not is_finite(read.counts):
+            return []
+    begins = _where_it_begins(layout, seen, tensor, lambda t: t.counts is not None and
+                              t.counts.shares(tensor.format)["overflowed"] > 0)
+    share = counts.overflowed / counts.numbers
+    most = f"up to 2^{counts.range[1] + 1}" if counts.range else "all"
+    return [_finding(layout, tensor, "range above", f"{share:.2%} of {tensor.name} lies beyond "
+                     f"{tensor.format.largest:g}, {most}", begins)]
+
+
+def _where_it_begins(layout: Layout, seen: Dict[Key, Tensor], tensor: Tensor,
+                     lies_beyond: Callable[[Tensor], bool]) -> str:
+    """The node that makes numbers which only a later cast loses: float32 holds them between."""
+    while True:
+        before = [seen[key] for key in tensor.reads if key in seen and not seen[key].is_low
+                  and lies_beyond(seen[key])]
+        if not before:
+            return layout.blamed(tensor.key)
+        tensor = before[0]
+
+
+def _below(layout: Layout, seen: Dict[Key, Tensor], tensor: Tensor) -> List[Finding]:
+    counts = tensor.counts
+    assert counts is not None
+    if not tensor.is_low or not counts.squares or counts.own_snr >= tensor.low_snr:
+        return []
+    shares = counts.shares(tensor.format)
+    begins = _where_it_begins(layout, seen, tensor, lambda t: t.counts is not None and
+                              t.counts.lost(tensor.format) > 0.01)
+    return [_finding(layout, tensor, "range below",
+                     f"{tensor.name} is rounded to {counts.own_snr:.0f} dB: "
+                     f"{shares['flushed']:.1%} becomes 0, {shares['subnormal']:.1%} subnormal",
+                     begins)]
+
+
+def _cancelled(layout: Layout, seen: Dict[Key, Tensor], tensor: Tensor) -> List[Finding]:
+    """A tensor that is far from float32's though all that it is computed from is near."""
+    counts = tensor.counts
+    assert counts is not None
+    if tensor.snr is None or tensor.snr >= tensor.low_snr / 2 or not is_finite(counts):
+        return []
+    read = [seen[key] for key in tensor.reads if key in seen and seen[key].snr is not None]
+    if not read or any((t.snr or 0) < tensor.snr + 20 for t in read):
+        return []
+    source = min(read, key=lambda t: t.snr or 0)
+    finding = _finding(layout, tensor, "cancellation",
+                       f"{tensor.name} is at {tensor.snr:.0f} dB of float32's, though what it is "
+                       f"computed from is at {source.snr:.0f} dB or better")
+    finding.keep += [k for t in read if t.is_low for k in layout.kept_for(t.key)]
+    return [finding]
+
+
+def _gradients(layout: Layout, seen: Dict[Key, Tensor], scale: float) -> List[Finding]:
+    """Where no loss scale fits all gradients: the node at which they change their size most, then
+    those that lie apart, at that end which names fewer."""
+    backward = sorted((t for t in seen.values() if t.key.backward and t.counts
+                       and t.counts.range), key=lambda t: t.place)
+    gradients = [t for t in backward if t.is_low]
+    found = window(gradients, scale, _MOST_LOST)
+    if found is None or found.low <= found.high:
+        return []
+    at_high = [t for t in gradients if t.counts
+               and _lowest(t, t.counts, _MOST_LOST) * scale > found.high]
+    at_low = [t for t in gradients if t.counts
+              and 2.0 ** _highest(t, t.counts) * scale < found.low]
+    made = []
+    jump = _jump(seen, backward)
+    if jump is not None:
+        made.append(_finding(layout, jump, "gradients change their size",
+                             f"no loss scale fits the gradients on both sides of {jump.name}",
+                             jump.key.node))
+    if len(at_low) < len(at_high):
+        return made + [_finding(layout, t, "range above", f"{t.name} overflows at the loss scale "
+                                f"{found.low:g}, which {found.low_tensor} needs") for t in at_low]
+    return made + [_finding(layout, t, "range below", f"{t.name} needs a loss scale of "
+                            f"{_lowest(t, t.counts, _MOST_LOST) * scale:g}, and "
+                            f"{found.high_tensor} overflows above {found.high:g}")
+                   for t in at_high if t.counts]
+
+
+def _jump(seen: Dict[Key, Tensor], backward: List[Tensor]) -> Optional[Tensor]:
+    """The gradient whose numbers differ most in size from those that it is computed from, if by
+    more than 2^12."""
+    best, most = None, 12
+    for tensor in backward:
+        before = [seen[key].counts.middle for key in tensor.reads
+                  if key in seen and seen[key].counts is not None]
+        before = [middle for middle in before if middle is not None]
+        if before and tensor.kind == "gradient" and tensor.counts:
+            step = min(abs(middle - (tensor.counts.middle or 0)) for middle in before)
+            if step > most:
+                best, most = tensor, step
+    return best

@@ -1,0 +1,107 @@
+"""The files of an X-ray: a page, a table, a line for each tensor and step, pictures."""
+import csv
+import json
+import math
+import os
+import shutil
+from typing import Any, Dict, Iterable, List, Optional
+
+from ..formats import FLOAT16, Format
+from .statistics import Counts
+from .view import View
+
+_COLUMNS = ("place", "tensor", "kind", "operator", "format", "numbers", "zero", "flushed",
+            "subnormal", "overflowed", "not_finite", "smallest", "largest", "bits_below",
+            "bits_above", "own_snr", "snr", "inherited_snr")
+
+
+def save(view: View, folder: str) -> str:
+    """Writes the files into a new folder: whole, or not there. Returns the path of the page."""
+    if os.path.exists(folder):
+        raise FileExistsError(f"{folder} exists: xray writes into a new folder")
+    beside = f"{folder.rstrip(os.sep)}.writing"
+    shutil.rmtree(beside, ignore_errors=True)
+    os.makedirs(beside)
+    try:
+        _write_all(view, beside)
+        os.rename(beside, folder)
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+    return os.path.join(folder, "xray.html")
+
+
+def _write_all(view: View, folder: str) -> None:
+    from .page import page
+    _write(os.path.join(folder, "xray.html"), page(view))
+    _summary(view, os.path.join(folder, "summary.csv"))
+    _write(os.path.join(folder, "xray.jsonl"), "".join(json.dumps(line, allow_nan=False) + "\n"
+                                                     for line in lines(view)))
+    try:
+        from .pictures import draw
+    except ImportError:  # matplotlib is in the extra `results`
+        return
+    draw(view, folder)
+
+
+def _write(path: str, text: str) -> None:
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(text)
+
+
+def row(view: View, tensor: Any, format_: Optional[Format] = None) -> Dict[str, Any]:
+    """What the table says of a tensor. `format_`: as if it had that format."""
+    counts: Counts = tensor.counts
+    asked = format_ or (tensor.format if tensor.is_low else FLOAT16)
+    shares, headroom = counts.shares(asked), counts.headroom(asked)
+    return {"place": tensor.place, "tensor": tensor.name, "kind": tensor.kind,
+            "operator": tensor.op, "format": tensor.format.name, "numbers": counts.numbers,
+            **shares,
+            "not_finite": counts.infinite + counts.nan,
+            "smallest": counts.range and counts.range[0],
+            "largest": counts.range and counts.range[1],
+            "bits_below": headroom and headroom[0], "bits_above": headroom and headroom[1],
+            "own_snr": _number(counts.own_snr if tensor.is_low else None),
+            "snr": _number(tensor.snr), "inherited_snr": _number(view.inherited(tensor))}
+
+
+def _number(value: Optional[float]) -> Optional[float]:
+    """For tables: infinities and NaN are left out."""
+    return None if value is None or not math.isfinite(value) else round(value, 1)
+
+
+def _summary(view: View, path: str) -> None:
+    with open(path, "w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, _COLUMNS)
+        writer.writeheader()
+        for tensor in view.worst():
+            writer.writerow({key: _cell(value) for key, value in row(view, tensor).items()})
+
+
+def _cell(value: Any) -> Any:
+    if isinstance(value, str) and value[:1] in "=+-@":
+        return "'" + value  # a spreadsheet would take it for a formula
+    return f"{value:.6g}" if isinstance(value, float) else value
+
+
+def lines(view: View) -> Iterable[Dict[str, Any]]:
+    """The first: of the run. Then one for each tensor and step; `bins` holds pairs of an exponent
+    and how many numbers have it."""
+    found: List[Dict[str, Any]] = [
+        {"node": f.node, "tensor": f.tensor, "reason": f.reason, "detail": f.detail}
+        for f in view.findings]
+    yield {"version": 1, "network": view.name, "loss_scale": view.loss_scale, "keep": view.keep,
+           "findings": found,
+           "first_overflow": str(view.first_overflow) if view.first_overflow else None}
+    for number, (scale, counted) in enumerate(view.steps):
+        for tensor in view.tensors:
+            counts = counted.get(tensor.key)
+            if counts is None:
+                continue
+            yield {"step": number, "scale": scale, "node": tensor.key.node,
+                   "backward": tensor.key.backward, "index": tensor.key.which,
+                   "kind": tensor.kind, "operator": tensor.op, "format": tensor.format.name,
+                   "zero": counts.zero, "infinite": counts.infinite, "nan": counts.nan,
+                   "overflowed": counts.overflowed, "flushed": counts.flushed,
+                   "own_snr": _number(counts.own_snr),
+                   "bins": [[int(i) - 127, int(counts.bins[i])]
+                            for i in counts.bins.nonzero()[0]]}

@@ -1,0 +1,312 @@
+"""The page of an X-ray: it asks for nothing from elsewhere.
+
+The heat maps are drawn by the page's own script from numbers in it: a row for each tensor, a column
+for each exponent, the share of numbers as darkness. Bands tell what float16 holds.
+"""
+import json
+import math
+from html import escape
+from string import Template
+from typing import Any, Dict, List
+
+from ..formats import FLOAT16
+from ..report.colors import COLORS, DARK
+from .files import row
+from .tensors import Tensor
+from .view import View
+
+_LOW, _HIGH = -45, 24  # the exponents that are drawn; what lies beyond stands at the edges
+
+
+def page(view: View) -> str:
+    """The whole file."""
+    policy = next((t.format for t in view.tensors if t.is_low), FLOAT16)
+    data = {
+        "low": _LOW, "high": _HIGH, "format": policy.name,
+        "smallest": round(math.log2(policy.smallest)),
+        "normal": round(math.log2(policy.smallest_normal)),
+        "largest": math.floor(math.log2(policy.largest)),
+        "scale": view.scale,
+        "forward": _rows(view, [t for t in view.tensors if not t.key.backward]),
+        "backward": _rows(view, [t for t in view.tensors if t.key.backward]),
+        "weights": [_weight(w) for w in view.weights],
+        "windows": [None if w is None else [step, math.log2(w.low), math.log2(w.high)]
+                    for step, w in enumerate(view.windows)],
+        "scales": [math.log2(scale) for scale, _ in view.steps]}
+    return _PAGE.substitute(
+        title=escape(f"X-ray of {view.name}"), advice=_advice(view), table=_table(view),
+        data=json.dumps(data).replace("</", "<\\/"),
+        ink=COLORS["float32"], blue=COLORS["float16"], red=COLORS["float8"],
+        dark_ink=DARK["float32"], dark_blue=DARK["float16"], dark_red=DARK["float8"])
+
+
+def _rows(view: View, tensors: List[Tensor]) -> List[Dict[str, Any]]:
+    worst = {id(t): i for i, t in enumerate(view.worst())}
+    return [{"name": t.name, "op": t.op, "format": t.format.name, "worst": worst[id(t)],
+             "bad": t.is_low and t.counts is not None and (
+                 t.counts.overflowed > 0 or t.counts.own_snr < t.low_snr),
+             **_drawn(t.counts), "snr": row(view, t)["snr"], "own": row(view, t)["own_snr"]}
+            for t in sorted(tensors, key=lambda t: t.place)]
+
+
+def _weight(weight: Any) -> Dict[str, Any]:
+    return {"name": weight.name, **_drawn(weight.counts), "op": "weight", "format": "",
+            "worst": 0, "bad": False, "snr": None, "own": None,
+            "lost": weight.without_master}
+
+
+def _drawn(counts: Any) -> Dict[str, Any]:
+    """The shares of a tensor's numbers, from the lowest exponent that is drawn to the highest."""
+    total = max(counts.numbers, 1)
+    bins = counts.bins / total
+    inside = [float(s) for s in bins[_LOW + 127:_HIGH + 128]]
+    inside[0] += float(bins[:_LOW + 127].sum())
+    inside[-1] += float(bins[_HIGH + 128:].sum())
+    return {"bins": [round(s, 5) for s in inside], "zero": round(counts.zero / total, 5),
+            "broken": round((counts.overflowed + counts.infinite + counts.nan) / total, 5)}
+
+
+def _advice(view: View) -> str:
+    parts = [f"<p class=note>{escape(note)}.</p>" for note in view.notes]
+    if view.first_overflow:
+        parts.append(f"<p class=bad><b>First overflow.</b> {escape(str(view.first_overflow))}</p>")
+    if view.window:
+        low, high, low_tensor, high_tensor = view.window
+        word = "Loss scales that fit" if low <= high else "No loss scale fits all gradients"
+        parts.append(
+            f"<p class={'good' if low <= high else 'bad'}><b>{word}:</b> from {low:g} "
+            f"({escape(low_tensor) or 'no gradient needs more'}) to {high:g} "
+            f"({escape(high_tensor)}).</p>")
+    if view.findings:
+        parts.append("<ol>" + "".join(
+            f"<li><b>{escape(f.node)}</b>: {escape(f.reason)}. {escape(f.detail)}."
+            for f in view.findings[:10]) + "</ol>")
+        parts.append(f"<pre>{escape(view.keep_line)}</pre>")
+    else:
+        parts.append("<p class=good><b>Nothing needs to stay in float32</b> beyond what does.</p>")
+    return "\n".join(parts)
+
+
+def _table(view: View) -> str:
+    names = {"tensor": "tensor", "kind": "kind", "format": "format", "zero": "is 0",
+             "flushed": "becomes 0", "subnormal": "subnormal", "overflowed": "overflows",
+             "bits_below": "bits below", "bits_above": "bits above", "own_snr": "own dB",
+             "snr": "dB", "inherited_snr": "inherited dB"}
+    head = "".join(f"<th><button>{name}</button></th>" for name in names.values())
+    body = []
+    for tensor in view.worst():
+        cells = row(view, tensor)
+        body.append("<tr>" + "".join(f"<td>{_cell(key, cells[key])}</td>" for key in names)
+                    + "</tr>")
+    return f"<table><thead><tr>{head}</tr></thead><tbody>\n" + "\n".join(body) + "</tbody></table>"
+
+
+def _cell(key: str, value: Any) -> str:
+    if value is None:
+        return ""
+    if key in ("zero", "flushed", "subnormal", "overflowed"):
+        return f"{value:.2%}" if value else ""
+    return escape(str(value))
+
+
+_PAGE = Template("""<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>$title</title>
+<style>
+:root { color-scheme: light dark; --paper: #fff; --line: #ccd; --shade: #f4f5f8; --grey: #6b7078;
+        --ink: $ink; --blue: $blue; --red: $red; }
+@media (prefers-color-scheme: dark) {
+  :root { --paper: #16181d; --line: #3a3f4a; --shade: #20242c; --grey: #9aa0aa;
+          --ink: $dark_ink; --blue: $dark_blue; --red: $dark_red; }
+}
+body { color: var(--ink); background: var(--paper); font: 16px/1.5 system-ui, sans-serif;
+       max-width: 84rem; margin: 1.5rem auto; padding: 0 1rem; }
+h1 { font-size: 1.6rem; margin: 0 0 1rem; overflow-wrap: anywhere; }
+h2 { font-size: 1.25rem; margin: 2rem 0 0.5rem; }
+p, li { max-width: 60rem; overflow-wrap: anywhere; }
+.good, .bad, .note { border-left: 4px solid var(--blue); padding-left: 0.8rem; }
+.bad { border-color: var(--red); }
+.note { border-color: var(--grey); }
+pre { background: var(--shade); padding: 0.6rem 0.8rem; overflow-x: auto; }
+.small { color: var(--grey); font-size: 0.85rem; }
+figure { margin: 0; position: relative; }
+canvas { width: 100%; display: block; }
+.tip { position: absolute; z-index: 1; pointer-events: none; background: var(--paper);
+       border: 1px solid var(--line); border-radius: 4px; padding: 0.2rem 0.5rem; max-width: 20rem;
+       font-size: 0.8rem; overflow-wrap: anywhere; }
+.wide { overflow-x: auto; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: 0.85rem; }
+th, td { padding: 0.25rem 0.5rem; text-align: right; border-bottom: 1px solid var(--line);
+         white-space: nowrap; }
+th:nth-child(-n+3), td:nth-child(-n+3) { text-align: left; }
+th button { all: unset; cursor: pointer; font-weight: 600; }
+th button:focus-visible { outline: 2px solid var(--blue); }
+tbody tr:hover { background: var(--shade); }
+label { font-size: 0.85rem; margin-right: 1rem; }
+</style>
+</head>
+<body>
+<h1>$title</h1>
+$advice
+<h2>Exponents</h2>
+<p class=small>Each row is a tensor, each column a power of two; the darker, the more of its numbers
+lie there. Left of the lines numbers become 0, between the two on the left they have fewer digits,
+right of the last one they overflow. Gradients stand as they were, at the loss scale.
+Names in the color of warnings: their format does not hold them.</p>
+<label><input type="radio" name="order" value="place" checked> in order of computation</label>
+<label><input type="radio" name="order" value="worst"> worst first</label>
+<h3>Forward</h3><figure><canvas id="forward"></canvas></figure>
+<h3>Backward</h3><figure><canvas id="backward"></canvas></figure>
+<h3 class=weights>Weights</h3><figure class=weights><canvas id="weights"></canvas></figure>
+<h2>Loss scales that fit, by step</h2>
+<p class=small>The band: between the scale below which a gradient loses too much and the one
+above which one overflows. The line: the scale of the step.</p>
+<figure><canvas id="window"></canvas></figure>
+<h2>Tensors, the worst first</h2>
+<div class=wide>$table</div>
+<script>
+"use strict";
+const data = $data;
+const style = name => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+const count = data.high - data.low + 1;
+const cut = (context, text, width) => {
+  if (context.measureText(text).width <= width) return text;
+  while (text && context.measureText("…" + text).width > width) text = text.slice(1);
+  return "…" + text;
+};
+const canvas = (element, height) => {
+  const ratio = devicePixelRatio || 1, width = element.parentNode.clientWidth;
+  element.width = width * ratio; element.height = height * ratio;
+  element.style.height = height + "px";
+  const context = element.getContext("2d");
+  context.scale(ratio, ratio); context.font = "12px system-ui, sans-serif";
+  context.textBaseline = "middle"; context.clearRect(0, 0, width, height);
+  return [context, width];
+};
+const ticks = [-40, -32, -24, -14, -8, 0, 8, 15, 24];
+function heat(id, rows) {
+  const element = document.getElementById(id);
+  if (document.querySelector("input:checked").value === "worst")
+    rows = [...rows].sort((a, b) => a.worst - b.worst);
+  const each = rows.length > 60 ? 9 : 16, top = 20;
+  const [context, width] = canvas(element, top + rows.length * each + 4);
+  const left = each < 12 ? Math.min(150, width * 0.3) : Math.min(320, width * 0.36);
+  const extra = 26, cell = (width - left - 2 * extra) / count;
+  const x = exponent => left + extra + (exponent - data.low) * cell;
+  const ink = style("--ink"), grey = style("--grey"), red = style("--red"), blue = style("--blue");
+  context.font = (each < 12 ? 8 : 12) + "px system-ui, sans-serif";
+  rows.forEach((row, r) => {
+    const y = top + r * each;
+    context.fillStyle = row.bad ? red : row.format === "float32" ? grey : ink;
+    context.fillText(cut(context, row.name, left - 8), 0, y + each / 2);
+    const draw = (at, wide, share, color) => {
+      if (!share) return;
+      context.globalAlpha = Math.min(1, 0.12 + 1.6 * Math.sqrt(share));
+      context.fillStyle = color;
+      context.fillRect(at, y + 1, wide, each - 2);
+      context.globalAlpha = 1;
+    };
+    draw(left, extra - 5, row.zero, grey);
+    row.bins.forEach((share, i) => draw(x(data.low + i), cell + 0.3, share, blue));
+    draw(width - extra + 5, extra - 5, row.broken, red);
+  });
+  context.strokeStyle = red;
+  for (const at of [data.smallest, data.normal, data.largest + 1]) {
+    context.beginPath(); context.moveTo(x(at), top - 3);
+    context.lineTo(x(at), top + rows.length * each); context.stroke();
+  }
+  context.fillStyle = grey; context.textAlign = "center";
+  context.font = "11px system-ui, sans-serif";
+  context.fillText("0", left + (extra - 5) / 2, 8);
+  let last = -1e9;
+  for (const tick of ticks) {
+    const at = x(tick) + cell / 2;
+    if (at - last < 34 || at > width - extra - 8) continue;
+    context.fillText("2^" + tick, at, 8); last = at;
+  }
+  context.fillText("inf", width - (extra - 5) / 2, 8);
+  context.textAlign = "left";
+  const tip = document.createElement("div"); tip.className = "tip";
+  element.onpointerleave = () => tip.remove();
+  element.onpointermove = event => {
+    const box = element.getBoundingClientRect();
+    const row = rows[Math.floor((event.clientY - box.top - top) / each)];
+    if (!row) return tip.remove();
+    const exponent = Math.floor((event.clientX - box.left - left - extra) / cell) + data.low;
+    const share = row.bins[exponent - data.low];
+    const said = [`$${row.name} ($${row.op}$${row.format ? ", " + row.format : ""})`];
+    if (share !== undefined) said.push(`2^$${exponent}: $${(100 * share).toPrecision(3)} %`);
+    said.push(`0: $${(100 * row.zero).toPrecision(3)} %`);
+    if (row.broken) said.push(`not finite: $${(100 * row.broken).toPrecision(3)} %`);
+    if (row.own !== null) said.push(`rounding: $${row.own} dB`);
+    if (row.snr !== null) said.push(`against float32: $${row.snr} dB`);
+    if (row.lost !== undefined && row.lost !== null)
+      said.push(`updates lost without a master: $${(100 * row.lost).toPrecision(3)} %`);
+    tip.textContent = "";
+    for (const text of said) tip.append(text, document.createElement("br"));
+    element.parentNode.append(tip);
+    tip.style.left = Math.max(0, Math.min(event.clientX - box.left + 12,
+                                          box.width - tip.offsetWidth)) + "px";
+    tip.style.top = (event.clientY - box.top + 14) + "px";
+  };
+}
+function windows() {
+  const [context, width] = canvas(document.getElementById("window"), 170);
+  const points = data.windows.filter(Boolean), left = 40, bottom = 145, top = 10;
+  if (!points.length) return;
+  const values = points.flatMap(p => [p[1], p[2]]).concat(data.scales);
+  const least = Math.floor(Math.min(...values)) - 1, most = Math.ceil(Math.max(...values)) + 1;
+  const steps = Math.max(data.windows.length, 1), wide = (width - left - 8) / steps;
+  const y = v => bottom - (v - least) / (most - least) * (bottom - top);
+  const grey = style("--grey"), blue = style("--blue"), red = style("--red");
+  context.strokeStyle = style("--line"); context.fillStyle = grey; context.textAlign = "right";
+  const stride = Math.ceil((most - least) / 7);
+  for (let v = least; v <= most; v += stride) {
+    context.beginPath(); context.moveTo(left, y(v)); context.lineTo(width - 8, y(v));
+    context.stroke();
+    context.fillText("2^" + v, left - 5, y(v));
+  }
+  for (const [step, low, high] of points) {
+    context.globalAlpha = 0.35; context.fillStyle = low <= high ? blue : red;
+    context.fillRect(left + step * wide + 1, y(Math.max(low, high)), Math.max(wide - 2, 1),
+                     Math.max(2, Math.abs(y(low) - y(high))));
+    context.globalAlpha = 1;
+  }
+  context.strokeStyle = style("--ink"); context.lineWidth = 2; context.beginPath();
+  data.scales.forEach((scale, i) => {
+    context.lineTo(left + i * wide, y(scale)); context.lineTo(left + (i + 1) * wide, y(scale));
+  });
+  context.stroke();
+  context.fillStyle = grey; context.textAlign = "center";
+  const every = Math.max(1, Math.ceil(steps / Math.floor((width - left) / 40)));
+  for (let i = 0; i < steps; i += every) context.fillText(i, left + (i + 0.5) * wide, bottom + 12);
+}
+function draw() {
+  heat("forward", data.forward); heat("backward", data.backward);
+  if (data.weights.length) heat("weights", data.weights);
+  else for (const part of document.querySelectorAll(".weights")) part.hidden = true;
+  windows();
+}
+addEventListener("resize", draw);
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
+for (const input of document.querySelectorAll("input")) input.addEventListener("change", draw);
+draw();
+for (const table of document.querySelectorAll("table"))
+  for (const [column, th] of [...table.querySelectorAll("th")].entries())
+    th.firstChild.addEventListener("click", () => {
+      const up = th.dataset.up !== "1"; th.dataset.up = up ? "1" : "";
+      const value = row => row.cells[column].textContent.replace(" %", "").replace("%", "");
+      const order = (a, b) => {
+        const [x, y] = [value(a), value(b)];
+        if (!x || !y) return !x - !y;
+        return (isNaN(x) || isNaN(y) ? x.localeCompare(y) : x - y) * (up ? 1 : -1);
+      };
+      table.tBodies[0].append(...[...table.tBodies[0].rows].sort(order));
+    });
+</script>
+</body>
+</html>
+""")

@@ -1,0 +1,176 @@
+"""What the engine has counted of tensors, and what follows from it for any number format.
+
+A `Counts` holds how often each exponent of float32 occurs. From that come the shares that a format
+makes 0, holds less exactly, or overflows, at any loss scale, without another run.
+"""
+import ctypes
+import math
+from dataclasses import dataclass, field, replace
+from typing import Any, Dict, NamedTuple, Optional, Tuple
+
+from .._mxnet import mx, np
+from ..cpu import library
+from ..formats import FLOAT16, Format
+
+_BIAS = 127  # of bins: bin 127 holds numbers from 1 to below 2
+
+
+class Key(NamedTuple):
+    """A tensor: a node's output, or the gradient of one of its inputs: number `which`."""
+    node: str
+    backward: bool
+    which: int
+
+
+@dataclass
+class Counts:
+    """Numbers of a tensor, as they were before rounding, counted.
+
+    Attributes:
+        bins: how many numbers have each exponent of float32; bin 127 is from 1 to below 2. Bin 0
+            holds float32's own subnormal numbers, without zeros; bin 255 is empty.
+        zero, infinite, nan: how many numbers are that.
+        overflowed, flushed: how many became infinite or 0 in the type that the tensor has.
+        squares, error_squares: sums over finite numbers: of them, and of what rounding added.
+        sample: up to 1024 numbers, evenly over the tensor, as they were written.
+    """
+    bins: "np.ndarray"
+    zero: int = 0
+    infinite: int = 0
+    nan: int = 0
+    overflowed: int = 0
+    flushed: int = 0
+    squares: float = 0.0
+    error_squares: float = 0.0
+    sample: Any = field(default=None, repr=False)
+
+    @classmethod
+    def _of(cls, counts: "library.Counts", sample: Any = None) -> "Counts":
+        bins = np.frombuffer(counts.bins, np.int64).copy()
+        nan = int(bins[255]) - counts.infinite
+        bins[0] -= counts.zero
+        bins[255] = 0
+        return cls(bins, counts.zero, counts.infinite, nan, counts.overflowed, counts.flushed,
+                   counts.squares, counts.error_squares, sample)
+
+    @classmethod
+    def of_array(cls, array: Any, half: bool = False) -> "Counts":
+        """Counts the numbers of a float array. `half`: as if they were rounded to float16."""
+        numbers = np.ascontiguousarray(
+            array.asnumpy() if isinstance(array, mx.nd.NDArray) else array, np.float32)
+        counts = library.Counts()
+        library.load()
+        library.table().count(numbers.ctypes.data_as(ctypes.c_void_p), numbers.size, int(half),
+                              ctypes.byref(counts))
+        return cls._of(counts)
+
+    def __add__(self, other: "Counts") -> "Counts":
+        sums = {name: getattr(self, name) + getattr(other, name) for name in (
+            "bins", "zero", "infinite", "nan", "overflowed", "flushed", "squares",
+            "error_squares")}
+        return Counts(**sums, sample=other.sample)
+
+    def times(self, factor: float) -> "Counts":
+        """These numbers times a power of two, as far as float32 holds them."""
+        by = round(math.log2(factor))
+        if by == 0:
+            return self
+        bins = np.zeros_like(self.bins)
+        inside = np.flatnonzero(self.bins)
+        np.add.at(bins, np.clip(inside + by, 0, 254), self.bins[inside])
+        return replace(self, bins=bins, squares=self.squares * factor ** 2,
+                       error_squares=self.error_squares * factor ** 2)
+
+    @property
+    def numbers(self) -> int:
+        """How many numbers were counted."""
+        return int(self.bins.sum()) + self.zero + self.infinite + self.nan
+
+    @property
+    def finite(self) -> bool:
+        """Whether all were finite before they were rounded."""
+        return self.infinite + self.nan == 0
+
+    @property
+    def range(self) -> Optional[Tuple[int, int]]:
+        """The exponents of the smallest and the largest number that is not 0."""
+        found = np.flatnonzero(self.bins)
+        return (int(found[0]) - _BIAS, int(found[-1]) - _BIAS) if found.size else None
+
+    @property
+    def middle(self) -> Optional[int]:
+        """The exponent that half of the numbers that are not 0 lie below."""
+        total = int(self.bins.sum())
+        return int(np.searchsorted(self.bins.cumsum(), (total + 1) // 2)) - _BIAS if total else None
+
+    @property
+    def own_snr(self) -> float:
+        """The signal-to-noise ratio, in dB, of the rounding that was made."""
+        return decibels(self.squares, self.error_squares)
+
+    def shares(self, format_: Format = FLOAT16, scale: float = 1.0) -> Dict[str, float]:
+        """What a format would do to these numbers, times a power of two: the shares that are 0
+        ("zero"), that it makes 0 ("flushed"), holds with fewer digits ("subnormal"), or makes
+        infinite or the largest number ("overflowed")."""
+        exponents = np.arange(256) - _BIAS + math.log2(scale)
+        flushed = exponents < math.log2(format_.smallest) - 1
+        above = exponents > math.floor(math.log2(format_.largest))
+        subnormal = (exponents < math.log2(format_.smallest_normal)) & ~flushed
+        count = max(self.numbers, 1)
+        return {"zero": self.zero / count, "flushed": int(self.bins[flushed].sum()) / count,
+                "subnormal": int(self.bins[subnormal].sum()) / count,
+                "overflowed": (int(self.bins[above].sum()) + self.infinite + self.nan) / count}
+
+    def headroom(self, format_: Format = FLOAT16) -> Optional[Tuple[int, int]]:
+        """How many bits the format has left below the smallest number, down to its smallest
+        normal one, and above the largest. Negative where numbers lie beyond."""
+        if self.range is None:
+            return None
+        low, high = self.range
+        return (low - round(math.log2(format_.smallest_normal)),
+                math.floor(math.log2(format_.largest)) - high)
+
+    def lost(self, format_: Format = FLOAT16, scale: float = 1.0) -> float:
+        """How much of the tensor's norm, as a share, a format's small end rounds away, at a scale:
+        the error of numbers that it makes 0 or holds as subnormal ones."""
+        exponents = np.arange(256) - _BIAS + math.log2(scale)
+        squares = self.bins * (7 / 3) * 4.0 ** exponents  # of numbers spread evenly in each bin
+        smallest = math.log2(format_.smallest)
+        step = 4.0 ** smallest / 12
+        error = np.where(exponents < smallest - 1, squares, self.bins * step)
+        small = exponents < math.log2(format_.smallest_normal)
+        total = squares.sum()
+        return float(math.sqrt(error[small].sum() / total)) if total else 0.0
+
+
+def decibels(signal: float, noise: float) -> float:
+    """The ratio of two energies; infinite without noise, -infinite without a signal."""
+    if noise == 0:
+        return math.inf
+    if noise == math.inf:
+        return -math.inf
+    return 10 * math.log10(signal / noise) if signal > 0 else -math.inf
+
+
+def snr(reference: "np.ndarray", found: "np.ndarray") -> float:
+    """The signal-to-noise ratio, in dB, of numbers against what they should be."""
+    if len(reference) != len(found):
+        return math.nan
+    both = np.isfinite(reference) & np.isfinite(found)
+    if not both.all():
+        return -math.inf if np.isfinite(reference).all() else math.nan
+    right = reference.astype(np.float64)
+    return decibels(float(np.square(right).sum()), float(np.square(found - right).sum()))
+
+
+def read() -> Dict[Key, Counts]:
+    """What watched nodes have computed since the last call."""
+    mx.nd.waitall()
+    table = library.table()
+    made = {}
+    for i in range(table.watched()):
+        row = table.watched_row(i).contents
+        key = Key(row.name.decode(), bool(row.backward), row.index)
+        sample = np.frombuffer(row.sample, np.float32, row.samples).copy()
+        made[key] = Counts._of(row.counts, sample)
+    return made

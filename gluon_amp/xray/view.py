@@ -1,0 +1,360 @@
+"""`xray`: what float16 does to every tensor of a network, and what to do about it.
+
+    each step   a float16 step on copies of the parameters, counted by the engine, forward and
+                backward; the same in float32; then, with a trainer, the user's own step
+    at the end  counts become advice: a window of loss scales, findings, and a line for keep=,
+                which is tried: nodes are added until nothing is found any more
+"""
+import inspect
+import itertools
+import math
+import re
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, Dict, Iterable, List, Optional, Set, Tuple
+
+from .._mxnet import mx, np
+from ..checks import positive_number, whole_number
+from ..cpu.arrays import to_float32
+from ..formats import FORMATS
+from ..graph.graph import Graph
+from ..policy import POLICIES
+from .advice import Finding, Overflow, Window, findings, first_overflow, is_finite, window
+from .statistics import Counts, Key, decibels
+from .tensors import Layout, Tensor, fill
+from .trial import Ran, Trial, check, draws, split
+
+_FIRST_SCALE = 2.0 ** 16
+_LEAST_SCALE = 2.0 ** -24
+_ROUNDS = 12  # of trying what to keep
+
+
+@dataclass
+class Weight:
+    """A parameter: its numbers, and its updates.
+
+    Attributes:
+        counts: of its numbers, in the last step.
+        updates: of what the steps added to it; None without a trainer.
+        without_master: the share of these that would have changed nothing in float16 alone.
+    """
+    name: str
+    counts: Counts
+    updates: Optional[Counts] = None
+    without_master: Optional[float] = None
+
+
+@dataclass
+class View:
+    """What an X-ray has found.
+
+    Attributes:
+        tensors: all that were watched, in order of computation.
+        weights: the parameters.
+        window: the loss scales that fit, with the tensor that sets each end.
+        loss_scale: its (low, high); low is above high where no scale fits all gradients.
+        findings: the nodes that float16 does not suit, the worst first.
+        keep: for `convert(net, keep=view.keep)`: after it, nothing is found.
+        first_overflow: the first tensor that is not finite; None where all are.
+        losses, reference_losses: of each step; the latter in float32.
+        steps: what each step counted: its loss scale, and counts by tensor.
+        scale: the loss scale at which the counts of gradients stand: the first step's.
+        notes: what else there is to know, in sentences.
+    """
+    name: str
+    tensors: List[Tensor]
+    weights: List[Weight] = field(default_factory=list)
+    window: Optional[Window] = None
+    windows: List[Optional[Window]] = field(default_factory=list)
+    findings: List[Finding] = field(default_factory=list)
+    keep: List[str] = field(default_factory=list)
+    first_overflow: Optional[Overflow] = None
+    losses: List[float] = field(default_factory=list)
+    reference_losses: List[float] = field(default_factory=list)
+    steps: List[Tuple[float, Dict[Key, Counts]]] = field(default_factory=list)
+    scale: float = 1.0
+    notes: List[str] = field(default_factory=list)
+
+    @property
+    def loss_scale(self) -> Optional[Tuple[float, float]]:
+        return None if self.window is None else (self.window.low, self.window.high)
+
+    @property
+    def keep_line(self) -> str:
+        """To paste."""
+        return f"amp.convert(net, keep={self.keep!r})"
+
+    def inherited(self, tensor: Tensor) -> Optional[float]:
+        """A tensor's signal-to-noise ratio, in dB, without the error of its own rounding."""
+        if tensor.snr is None or tensor.counts is None:
+            return None
+        total, own = 10 ** (-tensor.snr / 10), 10 ** (-tensor.counts.own_snr / 10)
+        return decibels(1.0, max(total - own, 0.0))
+
+    def worst(self) -> List[Tensor]:
+        """The tensors, the worst first: those that overflow, then by what is left of them."""
+        def order(tensor: Tensor) -> Tuple[int, float]:
+            counts = tensor.counts
+            assert counts is not None
+            if not is_finite(counts):  # where infinities begin, and at the end those that follow
+                return (0, tensor.place) if counts.overflowed else (2, tensor.place)
+            own = counts.own_snr if tensor.is_low else math.inf
+            return 1, min(own, math.inf if tensor.snr is None else tensor.snr)
+        return sorted((t for t in self.tensors if t.counts is not None), key=order)
+
+    def save(self, folder: str) -> str:
+        """Writes xray.html, summary.csv and xray.jsonl into a new folder; with matplotlib, also
+        pictures. Returns the path of the page."""
+        from .files import save
+        return save(self, folder)
+
+    def __str__(self) -> str:
+        lines = [*self.notes]
+        if self.first_overflow:
+            lines.append(f"First overflow: {self.first_overflow}")
+        if self.window:
+            low, high = self.window.low, self.window.high
+            fits = "Loss scales that fit" if low <= high else "No loss scale fits all gradients"
+            lines.append(f"{fits}: from {low:g} ({self.window.low_tensor}) to {high:g} "
+                         f"({self.window.high_tensor})")
+        lines += [f"{f.node}: {f.reason}: {f.detail}" for f in self.findings[:10]]
+        lines.append(f"To keep in float32: {self.keep_line}" if self.keep else
+                     "Nothing needs to stay in float32 beyond what does.")
+        return "\n".join(lines)
+
+
+def xray(net: Any, batches: Iterable[Any], loss_fn: Any, trainer: Any = None, steps: int = 20,
+         reference: bool = True, lost: float = 0.01) -> View:
+    """Shows what float16 does to every tensor of a converted network, forward and backward.
+
+    Every step runs on copies of the parameters: neither they nor statistics change, unless a
+    trainer is given, whose ordinary step follows each. Networks that draw random numbers are
+    given a seed for each step, so that float32 draws the same.
+
+    Args:
+        net: a HybridBlock that `convert` has converted, on a CPU.
+        batches: tuples of arrays, data first and label last.
+        loss_fn: called with the network's output and the label.
+        trainer: takes a step on each batch; None: the weights stay.
+        steps: how many batches to look at.
+        reference: whether each step is made in float32, too, to tell errors from that.
+        lost: the share of a gradient's norm that may be rounded away at the low end of the
+            loss scales.
+    """
+    whole_number(steps, "steps", least=1)
+    positive_number(lost, "lost")
+    chosen = list(itertools.islice(iter(batches), steps))
+    if not chosen:
+        raise ValueError("xray needs at least one batch. Received: none")
+    check(net, chosen[0])
+    trial = Trial(net, net._amp.policy)
+    right = Trial(net, POLICIES["float32"]) if reference else None
+    layout = _layout(trial, chosen[0])
+    tensors = list(layout.tensors())
+    if not any(t.is_low for t in tensors):
+        raise ValueError("the network has no float16 tensors: all of it is kept in float32")
+    view = View(net.name, tensors)
+    scale = float(getattr(trainer, "loss_scale", _FIRST_SCALE))
+    updates = _Updates(net, trainer)
+    for number, batch in enumerate(chosen):
+        trial.copy()
+        seed = number if draws(trial.clean) else None
+        scale, ran = _run(trial, batch, loss_fn, scale, seed)
+        if right is not None:
+            right.copy()
+            whole = right.run(batch, loss_fn, scale, seed)
+            view.reference_losses.append(whole.loss)
+            if not math.isfinite(whole.loss):
+                view.notes.insert(0, f"batch {number}: the loss is not finite in float32 either: "
+                                  "look at the data, the learning rate and the loss first")
+        _note(view, scale, ran, number, lost, None if right is None else whole.counts)
+        if trainer is not None:
+            updates.step(batch, loss_fn)
+    view.tensors = [t for t in tensors if t.counts is not None]
+    if all(_forward_is_finite(counts) for _, counts in view.steps):
+        view.window = window(view.tensors, view.scale, lost)
+    view.findings = findings(layout, view.tensors, view.scale)
+    if view.findings:
+        _try_keeping(net, view, chosen[0], loss_fn, lost, reference)
+    view.weights = updates.weights()
+    if view.first_overflow:
+        view.first_overflow.where = _code_of(net, view.first_overflow.node)
+    return view
+
+
+def explain(net: Any, batch: Any, loss_fn: Any, loss_scale: float = 1.0) -> Optional[Overflow]:
+    """The first tensor that is not finite in a step on this batch, at this loss scale, and what
+    it is computed from; None where all are. Changes nothing."""
+    positive_number(loss_scale, "loss_scale")
+    check(net, batch)
+    trial = Trial(net, net._amp.policy)
+    ran = trial.run(batch, loss_fn, loss_scale)
+    found = first_overflow(_layout(trial, batch).tensors(), ran.counts, 0, loss_scale)
+    if found:
+        found.where = _code_of(net, found.node)
+    return found
+
+
+# ---- how it is done ---------------------------------------------------------------------------
+
+
+def _layout(trial: Trial, batch: Any) -> Layout:
+    dtypes = [np.dtype(a.dtype).name for a in split(batch)[0]]
+    graph, types = trial.graph(dtypes)
+    return Layout(graph, types, trial.policy, trial.parameters)
+
+
+def _forward_is_finite(counts: Dict[Key, Counts]) -> bool:
+    return all(is_finite(c) for key, c in counts.items() if not key.backward)
+
+
+def _run(trial: Trial, batch: Any, loss_fn: Any, scale: float, seed: Any) -> Tuple[float, Ran]:
+    """A step at this loss scale, or at lower ones where only gradients overflow at it."""
+    ran = trial.run(batch, loss_fn, scale, seed)
+    while not ran.finite and scale > _LEAST_SCALE and _forward_is_finite(ran.counts):
+        scale /= 16
+        trial.copy()
+        ran = trial.run(batch, loss_fn, scale, seed)
+    return scale, ran
+
+
+def _note(view: View, scale: float, ran: Ran, number: int, lost: float,
+          reference: Optional[Dict[Key, Counts]]) -> None:
+    if not view.steps:
+        view.scale = scale
+    fill(view.tensors, ran.counts, reference, view.scale / scale)
+    view.losses.append(ran.loss)
+    view.steps.append((scale, ran.counts))
+    if view.first_overflow is None:
+        view.first_overflow = first_overflow(view.tensors, ran.counts, number, scale)
+    one = [Tensor(t.key, t.kind, t.op, t.place, t.format, t.reads, ran.counts.get(t.key))
+           for t in view.tensors]
+    fits = _forward_is_finite(ran.counts)
+    view.windows.append(window(one, scale, lost) if fits else None)
+
+
+def _try_keeping(net: Any, view: View, batch: Any, loss_fn: Any, lost: float,
+                 reference: bool) -> None:
+    """Keeps what is found, looks again, and goes on until nothing is found."""
+    names: Dict[str, None] = {}
+    kept: Set[str] = set()
+    found, scale, ran = view.findings, view.scale, Ran(0, False, view.steps[0][1])
+    tensors = view.tensors
+    seed = 0 if draws(Trial(net, net._amp.policy, watch=False).clean) else None
+    right = Trial(net, POLICIES["float32"]).run(batch, loss_fn, view.scale, seed) \
+        if reference else None
+    for _ in range(_ROUNDS):
+        wanted = [name for finding in found for name in finding.keep]
+        new = {line: nodes for line, nodes in (_keep_for(net, n) for n in wanted)
+               if line not in names}
+        if not new:
+            break
+        for line, nodes in new.items():
+            names[line] = None
+            kept |= nodes
+        trial = Trial(net, net._amp.policy, kept)
+        layout = _layout(trial, batch)
+        tensors = list(layout.tensors())
+        scale, ran = _run(trial, batch, loss_fn, view.scale, seed)
+        fill(tensors, ran.counts, right.counts if right else None)
+        found = findings(layout, [t for t in tensors if t.counts], scale)
+        known = {f.node for f in view.findings}
+        view.findings += [f for f in found if f.node not in known]
+        if not found:
+            break
+    view.keep = list(names)
+    if not _forward_is_finite(view.steps[0][1]) and _forward_is_finite(ran.counts):
+        view.window = window([t for t in tensors if t.counts], scale, lost)
+        view.notes.append("the loss scales are those of the network with these kept in float32")
+    if found:
+        view.notes.append("with these kept, float16 still does not suit: "
+                          + ", ".join(f.node for f in found[:5]))
+
+
+def _owner(net: Any, node: str) -> Any:
+    """The innermost block whose prefix a node's name has."""
+    best, stack = net, [net]
+    while stack:
+        block = stack.pop()
+        if node.startswith(block.prefix) and len(block.prefix) > len(best.prefix):
+            best = block
+        stack += block._children.values()
+    return best
+
+
+def _keep_for(net: Any, node: str) -> Tuple[str, Set[str]]:
+    """What keep= calls the block of a node, and the block's nodes; a node of the outermost block
+    goes by its own name."""
+    block = _owner(net, node)
+    if block is net or any(child.collect_params().keys() for child in block._children.values()):
+        return re.escape(node), {node}
+    names = {n.name for n in Graph.read(net._cached_graph[1]).nodes()
+             if n.name.startswith(block.prefix)}
+    return re.escape(block.name), names | {node}
+
+
+def _code_of(net: Any, node: str) -> str:
+    """The block that a node belongs to, and where its code is."""
+    block = _owner(net, node)
+    for cls in type(block).__mro__:
+        code = vars(cls).get("hybrid_forward")
+        if code is not None:
+            with suppress(OSError, TypeError):
+                return f"block {block.name}, {inspect.getsourcefile(code)}, line " \
+                       f"{inspect.getsourcelines(code)[1]}"
+    return f"block {block.name}"
+
+
+class _Updates:
+    """The parameters, and what a trainer's steps add to them."""
+
+    def __init__(self, net: Any, trainer: Any) -> None:
+        self.net, self.trainer = net, trainer
+        self.parameters = [p for p in net.collect_params().values()
+                           if p.grad_req != "null" and p._stype == "default"]
+        self.counts: Dict[str, Counts] = {}
+        self.lost: Dict[str, int] = {}
+        self.made: Dict[str, int] = {}
+
+    def step(self, batch: Any, loss_fn: Any) -> None:
+        """The user's own step."""
+        data, label = split(batch)
+        before = {p.name: self._value(p) for p in self.parameters}
+        with mx.autograd.record():
+            loss = loss_fn(self.net(*data), *label)
+        if hasattr(self.trainer, "loss_scale"):
+            self.trainer.backward(loss)
+        else:
+            loss.backward()
+        self.trainer.step(data[0].shape[0])
+        half = FORMATS["float16"]
+        for p in self.parameters:
+            old = before[p.name]
+            update = self._value(p) - old
+            found = Counts.of_array(update)
+            self.counts[p.name] = self.counts[p.name] + found if p.name in self.counts else found
+            changes = update != 0
+            alone = half.round(half.round(old) + update) == half.round(old)
+            self.made[p.name] = self.made.get(p.name, 0) + int(changes.sum())
+            self.lost[p.name] = self.lost.get(p.name, 0) + int((changes & alone).sum())
+
+    def _value(self, parameter: Any) -> "np.ndarray":
+        """A parameter's master, or itself where it has none."""
+        array = parameter.data()
+        if array.dtype is np.float16 and self.trainer is not None:
+            optimizer, updater = self.trainer._optimizer, self.trainer._updaters[0]
+            state = updater.states.get(self.trainer._param2idx.get(parameter.name))
+            if optimizer.multi_precision and state is not None and hasattr(optimizer, "_masters"):
+                (master,), _ = optimizer._masters([state])
+                return master.asnumpy().copy()
+        return to_float32(array).asnumpy().copy()
+
+    def weights(self) -> List[Weight]:
+        """What was counted."""
+        made = []
+        for p in self.parameters:
+            steps = self.made.get(p.name)
+            share = None if steps is None else self.lost[p.name] / max(steps, 1)
+            made.append(Weight(p.name, Counts.of_array(to_float32(p.data())),
+                               self.counts.get(p.name), share))
+        return made

@@ -1,0 +1,79 @@
+"""For tests of `convert`: a small network, and what it looks like inside."""
+import subprocess
+import sys
+
+import gluon_amp as amp
+import numpy as np
+from gluon_amp._mxnet import mx
+from mxnet import autograd, gluon
+from mxnet.gluon import nn
+
+
+class Net(gluon.HybridBlock):
+    """Features with a norm, and an output."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        with self.name_scope():
+            self.features = nn.HybridSequential()
+            self.features.add(nn.Conv2D(8, 3, in_channels=3), nn.BatchNorm(in_channels=8),
+                              nn.Activation("relu"), nn.GlobalAvgPool2D())
+            self.output = nn.Dense(5, in_units=8)
+
+    def hybrid_forward(self, F, x):
+        return self.output(self.features(x))
+
+
+def make(cls=Net, **kwargs):
+    net = cls(**kwargs)
+    net.initialize(mx.init.Xavier())
+    return net
+
+
+def holding(*children, cls=nn.HybridSequential):
+    net = cls()
+    net.add(*children)
+    net.initialize(mx.init.Xavier())
+    return net
+
+
+def types(net):
+    return {name: np.dtype(p.dtype).name for name, p in net.collect_params().items()}
+
+
+def values(net):
+    """Of the parameters, by name without the net's prefix."""
+    return {name[len(net.prefix):]: p.data().asnumpy() for name, p in net.collect_params().items()}
+
+
+def rounded(arrays):
+    return {name: a.astype(np.float16).astype(np.float32) for name, a in arrays.items()}
+
+
+def step(net, x):
+    trainer = gluon.Trainer(net.collect_params(), amp.optimizer("sgd", learning_rate=0.1))
+    with autograd.record():
+        loss = (net(x) ** 2).mean()
+    loss.backward()
+    trainer.step(1)
+
+
+def mixed(net):
+    """The graph that a GPU would run, its node by name, and the types of its entries."""
+    graph, variables = net.mixed_graph(["float32"])
+    return {n.name: n for n in graph.nodes()}, graph.types(variables)
+
+
+def runs_in(net, name):
+    """The type of the first input of the only node whose name ends so."""
+    nodes, entries = mixed(net)
+    (node,) = [n for key, n in nodes.items() if key.endswith(name)]
+    return entries[node.inputs[0]]
+
+
+def run_python(code, *args):
+    start = "import numpy as np\nif 'bool' not in vars(np):\n    np.bool = bool\n"
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", start + code, *map(str, args)],
+                          capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout

@@ -1,0 +1,152 @@
+"""The house is as docs/architecture.md says: no circles, and MXNet's private names are listed."""
+import ast
+import re
+from pathlib import Path
+
+import gluon_amp
+import pytest
+from gluon_amp._mxnet import mx
+from mxnet import gluon, nd
+from mxnet.gluon import nn
+
+PACKAGE = Path(gluon_amp.__file__).parent
+DOCS = PACKAGE.parent / "docs" / "architecture.md"
+FACES = {"__init__"}  # they only hand names on
+
+
+def files():
+    return {path.relative_to(PACKAGE).with_suffix("").as_posix(): ast.parse(path.read_text())
+            for path in PACKAGE.rglob("*.py")}
+
+
+def imports(name, tree, names):
+    """The rooms that a room imports, also inside functions."""
+    folder = name.split("/")[:-1]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            base = folder[:len(folder) - node.level + 1] + (node.module or "").split(".")
+            base = [part for part in base if part]
+            for alias in node.names:
+                for target in ("/".join([*base, alias.name]), "/".join(base)):
+                    if target in names:
+                        yield target
+                        break
+
+
+def arrows():
+    trees = files()
+    return {name: set(imports(name, tree, trees)) for name, tree in trees.items()
+            if name.split("/")[-1] not in FACES}
+
+
+def circle(graph):
+    """The names on a circle, or nothing."""
+    done, path = set(), []
+
+    def visit(name):
+        if name in path:
+            return path[path.index(name):]
+        if name in done or name not in graph:
+            return []
+        path.append(name)
+        for target in sorted(graph[name]):
+            found = visit(target)
+            if found:
+                return found
+        done.add(path.pop())
+        return []
+
+    return next(filter(None, map(visit, sorted(graph))), [])
+
+
+def test_no_files_import_each_other_in_a_circle():
+    assert circle(arrows()) == []
+
+
+def test_no_folders_import_each_other_in_a_circle():
+    folders = {}
+    for name, targets in arrows().items():
+        if "/" in name:
+            folders.setdefault(name.split("/")[0], set()).update(
+                target.split("/")[0] for target in targets if "/" in target)
+    for folder, targets in folders.items():
+        targets.discard(folder)
+    assert circle(folders) == []
+
+
+def test_every_room_stands_in_the_docs():
+    text = DOCS.read_text()
+    missing = [name for name in arrows() if f"`{name.split('/')[-1]}.py`" not in text]
+    assert missing == []
+
+
+def test_no_file_is_longer_than_400_lines():
+    sources = [path for pattern in ("*.py", "*.cc", "*.h") for path in PACKAGE.rglob(pattern)]
+    assert {path.name: len(path.read_text().splitlines()) for path in sources
+            if len(path.read_text().splitlines()) > 400} == {}
+
+
+def listed():
+    """The docs' table: of what, and its private names."""
+    table = DOCS.read_text().split("## Private names of MXNet")[1]
+    rows = [line.split("|") for line in table.splitlines() if line.startswith("| `")]
+    return {row[1].strip(" `"): re.findall(r"`(_\w+)`", row[2]) for row in rows}
+
+
+def private_names_used():
+    """Private names that rooms use and that none of them defines."""
+    used, defined = set(), set()
+    for tree in files().values():
+        for node in ast.walk(tree):
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+                defined.add(node.name)
+            elif isinstance(node, ast.AnnAssign):
+                defined.add(getattr(node.target, "attr", getattr(node.target, "id", "")))
+            elif isinstance(node, ast.Attribute) and re.match("_[a-zA-Z]", node.attr):
+                used.add(node.attr)
+            elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("mxnet"):
+                used.update(a.name for a in node.names if a.name.startswith("_"))
+    return used, defined
+
+
+def test_every_private_name_of_mxnets_stands_in_the_docs():
+    used, defined = private_names_used()
+    names = {name for row in listed().values() for name in row}
+    ours = {"_replace",  # of named tuples; the others are attributes of our own objects
+            "_bound_types", "_clean", "_options", "_scale", "_reshaped", "_monitor", "_told",
+            "_flag_key", "_flag_is_there", "_heads_checked", "_used_scale", "_adding_at",
+            "_overflowed", "_current",
+            "_actions"}  # argparse's
+    assert sorted(used - defined - names - ours) == [], sorted(used - defined - names - ours)
+    assert sorted(names - used) == []
+
+
+def objects():
+    """One of each class in the table, with its initialized attributes."""
+    net = nn.Dense(2, in_units=2)
+    net.initialize()
+    net.hybridize()
+    with mx.autograd.record():
+        net(nd.ones((1, 2))).backward()
+    trainer = gluon.Trainer(net.collect_params(), "sgd")
+    trainer.step(1)
+    data = mx.sym.var("data")
+    symbol = mx.sym.SoftmaxOutput(mx.sym.FullyConnected(data, num_hidden=2), name="softmax")
+    module = mx.mod.Module(symbol)
+    bucketing = mx.mod.BucketingModule(lambda key: (symbol, ["data"], ["softmax_label"]), 1)
+    for one in (module, bucketing):
+        one.bind([("data", (1, 2))], [("softmax_label", (1,))])
+        one.init_params()
+        one.init_optimizer()
+    return {"Block": net, "HybridBlock": net, "Parameter": net.weight, "NDArray": nd.ones(1),
+            "Optimizer": trainer._optimizer, "gluon.Trainer": trainer, "Module": module,
+            "BucketingModule": bucketing, "Executor": module._exec_group.execs[0]}
+
+
+@pytest.mark.parametrize("of", listed())
+def test_mxnet_has_these_private_names(of):
+    found = objects().get(of)
+    if found is None:
+        found = eval(of, {"mx": mx, "mxnet": mx})
+    missing = [name for name in listed()[of] if not hasattr(found, name)]
+    assert not missing, f"this MXNet's {of} has no {', '.join(missing)}"

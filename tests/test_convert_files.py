@@ -1,0 +1,156 @@
+"""Files of converted networks: `save_parameters`, `load_parameters`, `export`."""
+import json
+
+import gluon_amp as amp
+import networks
+import numpy as np
+import pytest
+from converting import Net, make, rounded, run_python, step, types, values
+from gluon_amp._mxnet import mx
+from mxnet import gluon, nd
+
+
+@pytest.mark.parametrize("deduplicate", [False, True])
+def test_files_go_from_a_converted_net_to_a_float32_net(deduplicate, tmp_path):
+    net = make(networks.Tied)
+    words = nd.array(np.arange(24).reshape(4, 6))
+    net(words)
+    wide = values(net)
+    amp.convert(net)
+    path = str(tmp_path / "net.params")
+    net.save_parameters(path, deduplicate=deduplicate)
+    assert {a.dtype for a in nd.load(path).values()} == {np.float32}
+    assert len(nd.load(path)) == (4 if deduplicate else 5)
+    other = networks.Tied()
+    other.load_parameters(path)
+    assert set(types(other).values()) == {"float32"}
+    expected = rounded(wide)
+    assert all(np.array_equal(expected[n], v) for n, v in values(other).items())
+
+
+@pytest.mark.parametrize("deduplicate", [False, True])
+@pytest.mark.parametrize("initialized", [False, True])
+def test_files_go_from_a_float32_net_to_a_converted_net(initialized, deduplicate, tmp_path):
+    words = nd.array(np.arange(24).reshape(4, 6))
+    source = make(networks.Tied)
+    source(words)
+    path = str(tmp_path / "net.params")
+    source.save_parameters(path, deduplicate=deduplicate)
+    net = amp.convert(networks.Tied())
+    if initialized:
+        net.initialize()
+        net(words)
+    net.load_parameters(path)
+    assert set(types(net).values()) == {"float16"}
+    assert {v.dtype for v in values(net).values()} == {np.dtype("float16")}
+    assert all(np.array_equal(values(source)[n].astype(np.float16), v)
+               for n, v in values(net).items())
+    assert net(words).shape == (4, 6, 50)
+
+
+def test_a_file_of_a_float16_net_loads_too(tmp_path, x):
+    source = make()
+    source.cast("float16")
+    source.save_parameters(str(tmp_path / "net.params"))
+    net = amp.convert(Net())
+    net.load_parameters(str(tmp_path / "net.params"))
+    assert {n for n, t in types(net).items() if t == "float32"} \
+        == {n for n in types(net) if "batchnorm" in n}
+    assert net(x).dtype == np.float32
+
+
+def test_a_plain_block_saves_float32(tmp_path, x):
+    net = make(networks.Plain)
+    amp.convert(net)(x)
+    net.save_parameters(str(tmp_path / "net.params"))
+    assert {a.dtype for a in nd.load(str(tmp_path / "net.params")).values()} == {np.float32}
+    networks.Plain().load_parameters(str(tmp_path / "net.params"))
+
+
+def cut(path, *_):
+    with open(path, "wb") as file:
+        file.write(b"half of a file")
+    raise OSError("no space left on device")
+
+
+@pytest.mark.parametrize("write", [
+    lambda net, folder: net.save_parameters(str(folder / "net.params")),
+    lambda net, folder: net.export(str(folder / "net"))], ids=["save_parameters", "export"])
+def test_a_file_cut_in_the_middle_is_never_left(write, tmp_path, monkeypatch, x):
+    net = amp.convert(make())
+    net(x)
+    monkeypatch.setattr(mx.nd, "save", cut)
+    with pytest.raises(OSError, match="no space"):
+        write(net, tmp_path)
+    assert not list(tmp_path.iterdir())
+    monkeypatch.undo()
+    write(net, tmp_path)
+    whole = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
+    monkeypatch.setattr(mx.nd, "save", cut)
+    with pytest.raises(OSError, match="no space"):
+        write(net, tmp_path)
+    assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == whole
+
+
+LOAD = """
+import sys
+import mxnet as mx
+from mxnet import nd
+folder = sys.argv[1]
+net = mx.gluon.SymbolBlock.imports(folder + "/net-symbol.json", ["data"],
+                                   folder + "/net-0003.params")
+assert {np.dtype(p.dtype).name for p in net.collect_params().values()} == {"float32"}
+np.save(folder + "/out.npy", net(nd.array(np.load(folder + "/x.npy"))).asnumpy())
+assert "gluon_amp" not in sys.modules
+"""
+
+
+@pytest.mark.parametrize("policy", ["float16", "mixed_float16", "pure_float16"])
+def test_an_export_runs_where_gluon_amp_is_not(policy, tmp_path, x):
+    net = make()
+    amp.convert(net, policy, keep=net.output)
+    step(net, x)
+    out = net(x).asnumpy().astype(np.float32)
+    net.export(str(tmp_path / "net"), epoch=3)
+    text = (tmp_path / "net-symbol.json").read_text()
+    assert "gluon_amp" not in text
+    assert "amp_cast" not in text
+    assert {a.dtype for a in nd.load(str(tmp_path / "net-0003.params")).values()} == {np.float32}
+    np.save(str(tmp_path / "x.npy"), x.asnumpy())
+    run_python(LOAD, tmp_path)
+    np.testing.assert_allclose(np.load(str(tmp_path / "out.npy")), out, rtol=0.02, atol=0.01)
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_an_export_of_a_loop_bears_no_trace_of_gluon_amp(kept, tmp_path, rng):
+    net = make(networks.Loop)
+    amp.convert(net, keep=[net.cell] * kept)
+    net(*networks.OTHERS["loop"][1](rng))
+    for remove in (False, True):
+        net.export(str(tmp_path / "net"), remove_amp_cast=remove)
+        text = (tmp_path / "net-symbol.json").read_text()
+        assert "gluon_amp" not in text
+        assert ("amp_cast" in text) is not (remove or kept)
+    inputs = networks.OTHERS["loop"][1](rng)
+    wide = gluon.SymbolBlock.imports(str(tmp_path / "net-symbol.json"), ["data0", "data1"],
+                                     str(tmp_path / "net-0000.params"))
+    assert set(types(wide).values()) == {"float32"}
+    np.testing.assert_allclose(wide(*inputs)[0].asnumpy(), net(*inputs)[0].asnumpy(),
+                               rtol=0.02, atol=0.01)
+
+
+def test_an_export_for_gpus_keeps_the_casts(tmp_path, x):
+    net = amp.convert(make())
+    net(x)
+    net.export(str(tmp_path / "net"), remove_amp_cast=False)
+    nodes = json.loads((tmp_path / "net-symbol.json").read_text())["nodes"]
+    assert [n["op"] for n in nodes].count("amp_cast") == 2
+    assert not [n for n in nodes if "gluon_amp" in json.dumps(n)]
+    kinds = {n: a.dtype for n, a in nd.load(str(tmp_path / "net-0000.params")).items()}
+    assert {n for n, t in kinds.items() if t == np.float32} == {n for n in kinds if "norm" in n}
+
+
+def test_export_before_a_forward_pass_says_what_to_do(tmp_path):
+    with pytest.raises(RuntimeError, match="run net on data once"):
+        amp.convert(make(prefix="net_")).export(str(tmp_path / "net"))
+    assert not list(tmp_path.iterdir())

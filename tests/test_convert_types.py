@@ -1,0 +1,258 @@
+"""`convert`: which parameters and operators become float16, and which stay."""
+import gluon_amp as amp
+import networks
+import numpy as np
+import pytest
+from converting import holding, make, runs_in, step, types
+from mxnet import gluon, nd
+from mxnet.gluon import nn
+
+# Integers
+
+
+@pytest.mark.parametrize("dtype", ["int32", "int64", "float32"])
+@pytest.mark.parametrize("policy", ["float16", "mixed_float16", "pure_float16"])
+def test_ids_are_never_rounded(policy, dtype):
+    net = holding(nn.Embedding(3000, 1))
+    net[0].weight.set_data(nd.arange(3000).reshape((3000, 1)) % 1000)
+    amp.convert(net, policy)
+    ids = np.array([1, 2047, 2049, 2051, 2999])
+    out = net(nd.array(ids, dtype=dtype)).asnumpy().ravel()
+    assert np.array_equal(out, ids % 1000)
+
+
+def test_an_integer_input_may_be_an_output():
+    class Both(gluon.HybridBlock):
+        def __init__(self):
+            super().__init__()
+            self.embed = nn.Embedding(10, 4)
+
+        def hybrid_forward(self, F, ids):
+            return self.embed(ids), ids + 1
+
+    net = amp.convert(make(Both))
+    vectors, ids = net(nd.array([1, 2], dtype="int32"))
+    assert vectors.dtype == np.float32
+    assert ids.dtype == np.int32
+
+
+# Norms
+
+
+class MyNorm(nn.LayerNorm):
+    """A user's own norm."""
+
+
+NORMS = {"BatchNorm": nn.BatchNorm, "SyncBatchNorm": lambda: gluon.contrib.nn.SyncBatchNorm(
+    num_devices=1), "LayerNorm": nn.LayerNorm, "GroupNorm": lambda: nn.GroupNorm(2),
+    "InstanceNorm": nn.InstanceNorm, "MyNorm": MyNorm}
+
+
+@pytest.mark.parametrize("cls", [nn.HybridSequential, nn.Sequential])
+@pytest.mark.parametrize("name", NORMS)
+def test_norms_of_all_kinds_stay_float32(name, cls, x):
+    net = holding(nn.Conv2D(4, 3), NORMS[name](), nn.Dense(3), cls=cls)
+    amp.convert(net)
+    for _ in range(2):  # before and after the deferred initialization
+        assert {types(net[1])[n] for n in types(net[1])} == {"float32"}
+        assert set(types(net[0]).values()) | set(types(net[2]).values()) == {"float16"}
+        assert net(x).dtype == np.float32
+    step(net, x)
+    assert np.isfinite(net(x).asnumpy()).all()
+
+
+def test_norms_in_a_symbol_block_stay_float32(tmp_path, x):
+    source = holding(nn.Conv2D(4, 3, prefix="c_"), nn.BatchNorm(prefix="one_"),
+                     nn.LayerNorm(prefix="two_"), nn.GroupNorm(2, prefix="three_"),
+                     nn.InstanceNorm(prefix="four_"), nn.Dense(3, prefix="d_"))
+    source.hybridize()
+    wide = source(x).asnumpy()
+    source.export(str(tmp_path / "net"))
+    net = gluon.SymbolBlock.imports(str(tmp_path / "net-symbol.json"), ["data"],
+                                    str(tmp_path / "net-0000.params"))
+    amp.convert(net)
+    assert {n for n, t in types(net).items() if t == "float16"} \
+        == {"c_weight", "c_bias", "d_weight", "d_bias"}
+    np.testing.assert_allclose(net(x).asnumpy(), wide, atol=0.02 * np.abs(wide).max())
+
+
+class OwnBatchNorm(gluon.HybridBlock):
+    """Calls the operator itself; its statistics are only told apart by grad_req."""
+
+    def __init__(self, **kwargs):
+        super().__init__()
+        with self.name_scope():
+            self.dense = nn.Dense(4, in_units=6)
+            for name, init in (("gamma", "ones"), ("beta", "zeros")):
+                setattr(self, name, self.params.get(name, shape=(4,), init=init))
+            for name, init in (("mean", "zeros"), ("var", "ones")):
+                setattr(self, name, self.params.get(name, shape=(4,), init=init, grad_req="null",
+                                                    **kwargs))
+
+    def hybrid_forward(self, F, x, gamma, beta, mean, var):
+        return F.BatchNorm(self.dense(x), gamma, beta, mean, var, fix_gamma=False)
+
+
+@pytest.mark.parametrize("kwargs", [{"differentiable": False}, {}])
+def test_a_batch_norm_that_the_user_calls_works(kwargs, rng):
+    x = nd.array(rng.standard_normal((8, 6)))
+    net = make(OwnBatchNorm, **kwargs)
+    net.hybridize()
+    wide = net(x).asnumpy()
+    np.testing.assert_allclose(amp.convert(net)(x).asnumpy(), wide, atol=0.01)
+    step(net, x)
+    out = net(x).asnumpy()
+    assert np.array_equal(amp.convert(net)(x).asnumpy(), out)
+
+
+# Keep
+
+
+@pytest.mark.parametrize("keep", [lambda net: net.output, lambda net: [net.output],
+                                  lambda net: nn.Dense, lambda net: {nn.Dense},
+                                  lambda net: ".*dense0", lambda net: [".*conv0", "net_dense0"]])
+def test_what_is_kept_stays_float32(keep, x):
+    net = make(prefix="net_")
+    keep = keep(net)
+    amp.convert(net, keep=keep)
+    assert set(types(net.output).values()) == {"float32"}
+    net(x)
+    assert runs_in(net, "dense0_fwd") == "float32"
+    conv = "float32" if ".*conv0" in (keep if isinstance(keep, list) else []) else "float16"
+    assert runs_in(net, "conv0_fwd") == conv
+    assert types(net.features[0]) == dict.fromkeys(types(net.features[0]), conv)
+
+
+def test_a_kept_block_keeps_what_is_in_it(x):
+    net = make()
+    amp.convert(net, keep=net.features)
+    net(x)
+    assert set(types(net.features).values()) == {"float32"}
+    assert runs_in(net, "conv0_fwd") == "float32"
+    assert runs_in(net, "dense0_fwd") == "float16"
+
+
+def test_a_kept_net_computes_as_in_float32(x):
+    net = make()
+    wide = net(x).asnumpy()
+    np.testing.assert_allclose(amp.convert(net, keep=net)(x).asnumpy(), wide, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("policy", ["mixed_float16", "pure_float16"])
+def test_keep_holds_under_other_policies(policy, x):
+    net = make()
+    amp.convert(net, policy, keep=net.output)
+    net(x)
+    assert runs_in(net, "dense0_fwd") == "float32"
+    assert set(types(net.output).values()) == {"float32"}
+
+
+def test_nodes_of_a_symbol_block_are_kept_by_name(tmp_path, rng):
+    net = amp.convert(networks.exported(tmp_path), keep=".*dense0_fwd")
+    net(networks.images(8)(rng)[0])
+    kinds = types(net)
+    assert {kinds["exported_dense0_weight"], kinds["exported_dense0_bias"]} == {"float32"}
+    assert kinds["exported_conv0_weight"] == "float16"
+    assert runs_in(net, "dense0_fwd") == "float32"
+    assert runs_in(net, "conv0_fwd") == "float16"
+
+
+def test_keep_in_a_symbol_block_names_near_nodes(tmp_path):
+    with pytest.raises(ValueError, match=r"matches nothing.*exported_dense0_fwd"):
+        amp.convert(networks.exported(tmp_path), keep="exported_dense1_fwd")
+
+
+# Shared parameters
+
+
+@pytest.mark.parametrize("kept", ["embed", "out"])
+def test_a_shared_parameter_is_float32_if_one_of_its_blocks_is(kept, rng):
+    net = make(networks.Tied)
+    amp.convert(net, keep=getattr(net, kept))
+    assert net.embed.weight is net.out.weight
+    assert set(types(net.embed).values()) == {"float32"}
+    net(nd.array(rng.integers(0, 50, (4, 6))))
+    assert runs_in(net, "embedding0_fwd") == "float32"
+    assert runs_in(net, "dense1_fwd") == ("float32" if kept == "out" else "float16")
+
+
+def test_a_parameter_shared_with_a_plain_block_stays_float32():
+    class Shares(gluon.Block):
+        def __init__(self):
+            super().__init__()
+            with self.name_scope():
+                self.weight = self.params.get("weight", shape=(4, 4))
+                self.dense = nn.Dense(4, in_units=4, use_bias=False, params=self.params)
+
+        def forward(self, x):
+            return nd.dot(self.dense(x), self.weight.data())
+
+    net = amp.convert(make(Shares))
+    assert net.dense.weight is net.weight
+    assert net(nd.ones((2, 4))).dtype == np.float32
+
+
+# Parameters of other kinds
+
+
+def test_an_embedding_of_sparse_gradients_stays_float32_and_trains():
+    net = holding(nn.Embedding(50, 4, sparse_grad=True), nn.Dense(3))
+    amp.convert(net)
+    assert set(types(net[0]).values()) == {"float32"}
+    words = nd.array([[1, 2], [3, 1]])
+    net(words)
+    before = net[0].weight.data().asnumpy()
+    step(net, words)
+    changed = np.abs(net[0].weight.data().asnumpy() - before).sum(axis=1) > 0
+    assert changed.nonzero()[0].tolist() == [1, 2, 3]
+    assert net[0].weight.grad().stype == "row_sparse"
+
+
+class WithConstant(gluon.HybridBlock):
+    def __init__(self, value):
+        super().__init__()
+        with self.name_scope():
+            self.constant = self.params.get_constant("constant", nd.array(value))
+            self.embed = nn.Embedding(3000, 1)
+
+    def hybrid_forward(self, F, x, constant):
+        return F.broadcast_add(x, constant), self.embed(constant)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_constant_parameter_works(when):
+    net = WithConstant([1, 2, 3])
+    if when == "before":
+        amp.convert(net)
+    net.initialize()
+    if when == "after":
+        amp.convert(net)
+    total, _ = net(nd.ones((2, 3)))
+    assert np.array_equal(total.asnumpy(), [[2, 3, 4]] * 2)
+    amp.restore(net)
+    assert np.array_equal(net(nd.ones((2, 3)))[0].asnumpy(), [[2, 3, 4]] * 2)
+
+
+def test_a_constant_of_ids_is_never_rounded():
+    net = WithConstant([1, 2049, 2999])
+    net.initialize()
+    net.embed.weight.set_data(nd.arange(3000).reshape((3000, 1)) % 1000)
+    _, rows = amp.convert(net)(nd.ones((2, 3)))
+    assert np.array_equal(rows.asnumpy().ravel(), [1, 49, 999])
+
+
+def test_integer_parameters_keep_their_type():
+    class Looks(gluon.HybridBlock):
+        def __init__(self):
+            super().__init__()
+            with self.name_scope():
+                self.ids = self.params.get_constant("ids", nd.array([1, 2], dtype="int32"))
+                self.embed = nn.Embedding(5, 3)
+
+        def hybrid_forward(self, F, x, ids):
+            return F.broadcast_add(x, self.embed(ids))
+
+    net = amp.convert(make(Looks))
+    assert np.dtype(net.ids.dtype) == np.int32
+    assert net(nd.ones((2, 3))).shape == (2, 3)
+    assert np.dtype(amp.restore(net).ids.dtype) == np.int32

@@ -1,0 +1,75 @@
+"""MXNet's Estimator trains with a gluon_amp.Trainer."""
+import gluon_amp as amp
+import numpy as np
+import pytest
+from gluon_amp._mxnet import mx
+from mxnet import autograd, gluon, nd
+from mxnet.gluon import nn
+from mxnet.gluon.contrib.estimator import Estimator
+
+LOSS = gluon.loss.SoftmaxCrossEntropyLoss()
+
+
+def network():
+    mx.random.seed(3)
+    net = nn.HybridSequential()
+    net.add(nn.Dense(16, activation="relu", in_units=8), nn.Dense(3, in_units=16))
+    net.initialize(mx.init.Xavier())
+    return amp.convert(net)
+
+
+@pytest.fixture()
+def batches(rng):
+    x = rng.standard_normal((96, 8)).astype(np.float32)
+    data = gluon.data.ArrayDataset(nd.array(x), nd.array(x[:, :3].argmax(axis=1)))
+    return gluon.data.DataLoader(data, batch_size=16)
+
+
+def estimator(net, trainer, **kwargs):
+    made = Estimator(net, LOSS, trainer=trainer, batch_processor=amp.BatchProcessor(), **kwargs)
+    made.logger.disabled = True
+    return made
+
+
+def test_it_trains_as_a_loop_by_hand_does(batches):
+    by_hand, fitted = network(), network()
+    trainers = [amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.5, "momentum": 0.9},
+                            loss_scale=1024, clip_norm=1.0) for net in (by_hand, fitted)]
+    for _ in range(3):
+        for data, label in batches:
+            with autograd.record():
+                loss = LOSS(by_hand(data), label)
+            trainers[0].backward(loss)
+            trainers[0].step(len(data))
+    made = estimator(fitted, trainers[1])
+    made.fit(batches, val_data=batches, epochs=3)
+    for ours, its in zip(by_hand.collect_params().values(), fitted.collect_params().values()):
+        assert np.array_equal(ours.data().asnumpy(), its.data().asnumpy())
+    assert made.val_metrics[0].get()[1] > 0.8
+
+
+def test_a_scale_that_is_too_large_is_mended_without_losing_a_step(batches):
+    net = network()
+    trainer = amp.Trainer(net.collect_params(), "sgd", loss_scale=amp.DynamicLossScale(2.0 ** 24))
+    estimator(net, trainer).fit(batches, epochs=1)
+    assert trainer.skipped == 0
+    assert trainer.loss_scale < 2.0 ** 24
+    assert all(np.isfinite(p.data().asnumpy()).all() for p in net.collect_params().values())
+
+
+def test_several_devices_share_a_step(batches):
+    net = network()
+    devices = [mx.cpu(0), mx.cpu(1)]
+    net.collect_params().reset_ctx(devices)
+    trainer = amp.Trainer(net.collect_params(), "adam")
+    estimator(net, trainer, context=devices).fit(batches, epochs=1)
+    one, two = net[0].weight.list_data()
+    assert np.array_equal(one.asnumpy(), two.asnumpy())
+
+
+def test_another_trainer_is_refused(batches):
+    net = network()
+    made = estimator(net, gluon.Trainer(net.collect_params(), "sgd", {"multi_precision": True}))
+    with pytest.raises(TypeError, match=r"Valid: a gluon_amp\.Trainer\. "
+                                        r"Received: mxnet\.gluon\.trainer\.Trainer"):
+        made.fit(batches, epochs=1)

@@ -1,0 +1,192 @@
+"""The scripts in example/ are for copying: public names, one file beside them, each fact once."""
+import argparse
+import ast
+import importlib
+import json
+import re
+from pathlib import Path
+
+import gluon_amp
+import pytest
+from gluon_amp import recipes
+from gluon_amp.policy import APEX, POLICIES
+
+EXAMPLES = Path(__file__).parents[1] / "example"
+SCRIPTS = {path.stem: ast.parse(path.read_text()) for path in EXAMPLES.glob("*.py")}
+each_script = pytest.mark.parametrize("script", SCRIPTS)
+
+
+def imported(tree):
+    """Modules, and names from modules, that a script imports anywhere."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, None) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from ((node.module, alias.name) for alias in node.names)
+
+
+@each_script
+def test_only_public_names_of_gluon_amp_are_used(script):
+    for module, name in imported(SCRIPTS[script]):
+        if module.split(".")[0] == "gluon_amp":
+            assert module == "gluon_amp", module
+            assert name is None or name in gluon_amp.__all__, name
+    for node in ast.walk(SCRIPTS[script]):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            of = {"amp": gluon_amp, "recipes": recipes}.get(node.value.id)
+            assert of is None or node.attr in {*of.__all__, "__version__"}, node.attr
+
+
+def beside(script, seen=()):
+    """The other scripts that one needs, also by way of another."""
+    names = {module for module, _ in imported(SCRIPTS[script])} & set(SCRIPTS) - {script, *seen}
+    return names.union(*(beside(name, (script, *seen)) for name in names))
+
+
+@each_script
+def test_a_script_needs_at_most_one_file_beside_it(script):
+    assert len(beside(script)) <= 1
+
+
+def test_no_function_is_written_in_two_scripts():
+    functions = [node.name for tree in SCRIPTS.values() for node in tree.body
+                 if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and node.name != "main"]
+    both = {name for name in functions if functions.count(name) > 1}
+    assert both <= {"add_arguments", "fit"}  # of Gluon, and of a Module
+    for name in ("loss_scale", "schedule", "zoo_network", "small_network"):
+        assert name not in functions
+
+
+def parser_of(script, monkeypatch):
+    """The script's own parser."""
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+
+    class FoundError(Exception):
+        pass
+
+    def found(self, args=None, namespace=None):
+        raise FoundError(self)
+
+    module = importlib.import_module(script)
+    with monkeypatch.context() as patched:
+        patched.setattr(argparse.ArgumentParser, "parse_args", found)
+        with pytest.raises(FoundError) as raised:
+            module.main([])
+    return raised.value.args[0]
+
+
+@each_script
+def test_every_flag_has_a_line_of_help(script, monkeypatch):
+    parser = parser_of(script, monkeypatch)
+    assert [a.dest for a in parser._actions if not a.help] == []
+    parser.format_help()  # its % are right
+
+
+def test_every_policy_that_has_a_name_can_be_chosen(monkeypatch):
+    actions = parser_of("image_classification", monkeypatch)._actions
+    policy, = (action for action in actions if action.dest == "policy")
+    assert list(policy.choices) == [*POLICIES, *APEX]
+
+
+@pytest.mark.parametrize(("script", "theirs", "ours"), [
+    ("image_classification", "--num-epochs 3", "--epochs 3"),
+    ("image_classification", "--num-gpus 2", "--gpus 0,1"),
+    ("image_classification", "--num-gpus 0", ""),
+    ("image_classification", "--num-data-workers 4", "--num-workers 4"),
+    ("image_classification", "-j 4", "--num-workers 4"),
+    ("image_classification", "--input-size 64", "--image-size 64"),
+    ("image_classification", "--rgb-mean 51,102,153", "--mean 0.2,0.4,0.6"),
+    ("image_classification", "--rgb-std 51", "--std 0.2"),
+    ("image_classification", "--rec-train a.rec --rec-val b.rec", "--dataset a.rec --val b.rec"),
+    ("image_classification", "--save-frequency 2", "--save-period 2"),
+    ("image_classification", "--num-classes 7", "--classes 7"),
+    ("train_imagenet", "--epochs 3", "--num-epochs 3"),
+    ("train_imagenet", "--lr-decay 0.2 --lr-decay-epoch 4,5",
+     "--lr-factor 0.2 --lr-step-epochs 4,5"),
+    ("train_imagenet", "--rec-train a.rec --rec-val b.rec",
+     "--data-train a.rec --data-val b.rec"),
+    ("train_imagenet", "--momentum 0.8 --kvstore local", "--mom 0.8 --kv-store local")])
+def test_flags_have_the_names_of_gluoncv_too(script, theirs, ours, monkeypatch):
+    parser = parser_of(script, monkeypatch)
+    assert vars(parser.parse_args(theirs.split())) == vars(parser.parse_args(ours.split()))
+
+
+@pytest.mark.parametrize(("name", "text"), [
+    ("flags.json", json.dumps({"batch-size": 8, "lr_decay_epoch": [3, 4], "mixup": True,
+                               "no-wd": False, "gpus": None, "lr": 0.5, "num-epochs": 2})),
+    ("flags.yaml", "batch-size: 8\nlr_decay_epoch: [3, 4]\nmixup: true\nno-wd: false\ngpus:\n"
+                   "lr: 0.5\nnum-epochs: 2\n")])
+def test_flags_can_stand_in_a_file_and_the_command_line_counts_more(name, text, tmp_path,
+                                                                  monkeypatch):
+    (tmp_path / name).write_text(text)
+    parser = parser_of("image_classification", monkeypatch)
+    args = parser.parse_args(["--config", str(tmp_path / name), "--lr", "0.25"])
+    assert vars(args) == vars(parser.parse_args(
+        "--batch-size 8 --lr-decay-epoch 3,4 --mixup --lr 0.25 --epochs 2".split()))
+
+
+@pytest.mark.parametrize(("name", "text", "message"), [
+    ("flags.yaml", "batchsize: 8", "there is no flag --batchsize. Did you mean --batch-size"),
+    ("flags.yaml", "batch-size: 0", "--batch-size: must be a whole number from 1 on. Received"),
+    ("flags.yaml", "[1, 2]", "must hold names of flags and their values. Received: list"),
+    ("flags.yaml", "a: [", "flags.yaml is no YAML"),
+    ("flags.json", "{", "Expecting property name"),
+    ("other.yaml", "", "flags.yaml does not exist")])
+def test_a_wrong_file_of_flags_is_one_line(name, text, message, tmp_path, monkeypatch, capsys):
+    (tmp_path / name).write_text(text)
+    path = tmp_path / name.replace("other", "flags")
+    with pytest.raises(SystemExit):
+        parser_of("lr_find", monkeypatch).parse_args(["--config", str(path)])
+    assert message in capsys.readouterr().err.splitlines()[-1]
+
+
+def rates(steps, **options):
+    schedule = recipes.schedule(0.8, 10, 4, **options)
+    return [round(schedule(step), 6) for step in steps]
+
+
+def test_the_schedule_warms_up_and_falls():
+    assert rates([1, 20, 21, 31], decay_epochs=[2, 3], decay=0.5) == [0.8, 0.8, 0.4, 0.2]
+    assert rates([0, 5, 10], warmup_epochs=1, warmup_lr=0.2) == [0.2, 0.5, 0.8]
+    assert rates([0, 9, 10], warmup_epochs=1, warmup_lr=0.2, warmup_strategy="constant") == [
+        0.2, 0.2, 0.8]
+    assert rates([0, 20, 40], mode="cosine") == [0.8, 0.4, 0.0]
+
+
+@pytest.mark.parametrize(("name", "near"), [
+    ("resnet19_v1", "resnet18_v1"), ("mobilnet1.0", "mobilenet1.0"), ("vgg61", "vgg16")])
+def test_a_mistyped_network_brings_up_its_right_name(name, near):
+    with pytest.raises(ValueError, match=re.escape("Did you mean")) as raised:
+        recipes.zoo_network(name)
+    assert near in str(raised.value)
+
+
+def test_a_network_that_is_like_no_other_is_refused_without_a_guess():
+    with pytest.raises(ValueError, match=r"model zoo has zzzz$"):
+        recipes.zoo_network("zzzz")
+
+
+def test_an_option_that_a_network_does_not_take_is_named():
+    with pytest.raises(ValueError, match="resnet18_v1 does not take all of last_gamma"):
+        recipes.zoo_network("resnet18_v1", last_gamma=True)
+
+
+def test_batch_norm_makes_a_vgg_with_batch_norms(monkeypatch):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    recipe = importlib.import_module("image_classification")
+    plain, normed = (recipe.network(recipe.parse(["--model", "vgg11", *flags])).collect_params()
+                     for flags in ([], ["--batch-norm"]))
+    assert not [name for name in plain if "batchnorm" in name]
+    assert [name for name in normed if "batchnorm" in name]
+
+
+def test_weight_decay_spares_biases_and_norms_where_it_is_told_to(monkeypatch):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    recipe = importlib.import_module("image_classification")
+    args = recipe.parse(["--no-wd"])
+    net = recipe.network(args)
+    recipe.trainer_of(args, net)
+    spared = {name.rsplit("_", 1)[-1] for name, p in net.collect_params().items()
+              if p.wd_mult == 0}
+    assert spared == {"beta", "gamma", "bias"}
+    assert [p.wd_mult for name, p in net.collect_params(".*weight").items()] == [1.0] * 4

@@ -1,0 +1,104 @@
+"""TensorBoard's event files: read as they are written, and refused where they are damaged."""
+import struct
+
+import pytest
+from gluon_amp.report import read
+from gluon_amp.report.events import _masked_crc
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+# Written by tensorboard 2.21: err_top1 0.5 at step 0, 0.25 at step 1.
+REAL = bytes.fromhex(
+    "4800000000000000fe92489d091f17c1a78fc0da411a0d627261696e2e4576656e743a32522e0a2c74656e736f7262"
+    "6f6172642e73756d6d6172792e7772697465722e6576656e745f66696c655f777269746572b35e9aa2320000000000"
+    "0000241956ec096120c1a78fc0da412a270a250a086572725f746f7031420a080112002a040000003f4a0d0a090a07"
+    "7363616c61727320011822" "94d034000000000000005e33175c091724c1a78fc0da4110012a270a250a08657272"
+    "5f746f7031420a080112002a040000803e4a0d0a090a077363616c6172732001" "8fd8b427")
+
+
+def varint(number):
+    return bytes([number]) if number < 128 else bytes([number & 127 | 128]) + varint(number >> 7)
+
+
+def field(number, content):
+    """A part of a message."""
+    if isinstance(content, int):
+        return varint(number << 3) + varint(content)
+    if isinstance(content, float):
+        return varint(number << 3 | 5) + struct.pack("<f", content)
+    return varint(number << 3 | 2) + varint(len(content)) + content
+
+
+def record(message):
+    head = struct.pack("<Q", len(message))
+    return head + struct.pack("<I", _masked_crc(head)) + message + struct.pack(
+        "<I", _masked_crc(message))
+
+
+def events(**scalars):
+    """An event file of these series: tag (__ for /): {step: value}."""
+    return record(field(3, b"brain.Event:2")) + b"".join(
+        record(field(2, step) + field(5, field(1, field(1, tag.replace("__", "/").encode())
+                                               + field(2, float(value)))))
+        for tag, series in scalars.items() for step, value in series.items())
+
+
+def read_bytes(folder, content, name="events.out.tfevents.1.host"):
+    path = folder / "run-fp16" / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(content)
+    return read([path])[0]
+
+
+def test_what_tensorboard_has_written_is_read(tmp_path):
+    run = read_bytes(tmp_path, REAL)
+    assert {number: epoch.top1 for number, epoch in run.epochs.items()} == {0: 0.5, 1: 0.25}
+    assert (run.name, run.dtype) == ("run-fp16", "float16")
+
+
+@pytest.mark.parametrize("steps", [(0, 1), (1, 2), (500, 1000)])
+@pytest.mark.parametrize("tag", ["validation__accuracy", "val_acc", "epoch_accuracy", "Accuracy"])
+def test_accuracies_are_read_whatever_counts_their_steps(tag, steps, tmp_path):
+    run = read_bytes(tmp_path, events(**{tag: dict(zip(steps, (0.5, 0.75)))}))
+    assert {number: epoch.top1 for number, epoch in run.epochs.items()} == {0: 0.5, 1: 0.25}
+
+
+def test_steps_between_epochs_are_series(tmp_path):
+    run = read_bytes(tmp_path, events(
+        epoch__err_top1={0: 0.5, 1: 0.25}, epoch__validation_loss={0: 2, 1: 1.5},
+        step__loss={0: 3, 4: 2, 9: 1}, step__gradient_norm={0: 1.5}, train__accuracy={0: 0.25},
+        step__loss_scale={0: 1024, 4: 512}, step__skipped={0: 0, 4: 1}))
+    assert [epoch.validation_loss for epoch in run.epochs.values()] == [2, 1.5]
+    assert run.batches == 5
+    assert run.steps == {"loss": [(0, 0, 3), (0, 4, 2), (1, 4, 1)],
+                         "gradient_norm": [(0, 0, 1.5)]}
+    assert run.trace == [(0, 0, 1024, 0), (0, 4, 512, 1)]
+
+
+def test_a_run_that_was_killed_leaves_a_part_of_a_record_and_is_read(tmp_path):
+    whole = events(err_top1={0: 0.5, 1: 0.25})
+    assert list(read_bytes(tmp_path, whole[:-3]).epochs) == [0]
+
+
+def test_a_damaged_file_is_refused_with_its_place(tmp_path):
+    damaged = bytearray(events(err_top1={0: 0.5, 1: 0.25}))
+    damaged[31] ^= 255  # in the length of the second record
+    with pytest.raises(ValueError, match="is damaged at byte 31"):
+        read_bytes(tmp_path, bytes(damaged))
+
+
+def test_a_file_without_a_result_says_what_it_has(tmp_path):
+    with pytest.raises(ValueError, match=r"no scalar of validation by epoch.*Its tags: mood"):
+        read_bytes(tmp_path, events(mood={0: 1}))
+
+
+@given(content=st.binary(max_size=200))
+@settings(deadline=None, max_examples=100,
+          suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_bytes_in_a_record_are_read_or_refused_with_the_files_name(content, tmp_path):
+    for message in (content, field(5, content), field(5, field(1, field(1, b"acc")
+                                                               + field(8, content)))):
+        try:
+            read_bytes(tmp_path, record(b"") + record(message))
+        except ValueError as error:
+            assert "tfevents" in str(error)  # noqa: PT017
