@@ -201,7 +201,8 @@ function heat(id, rows) {
   rows.forEach((row, r) => {
     const y = top + r * each;
     context.fillStyle = row.bad ? red : row.format === "float32" ? grey : ink;
-    context.fillText(cut(context, row.name.replace(/^gradient of /, ""), left - 8), 0, y + each / 2);
+    const name = row.name.replace(/^gradient of /, "");
+    context.fillText(cut(context, name, left - 8), 0, y + each / 2);
     const draw = (at, wide, share, color) => {
       if (!share) return;
       context.globalAlpha = Math.min(1, 0.12 + 1.6 * Math.sqrt(share));
