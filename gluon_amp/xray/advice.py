@@ -252,10 +252,13 @@ def _jump(seen: Dict[Key, Tensor], backward: List[Tensor]) -> Optional[Tensor]:
     more than 2^12."""
     best, most = None, 12
     for tensor in backward:
-        counted = [seen[key].counts for key in tensor.reads if key in seen]
-        before = [counts.middle for counts in counted if counts and counts.middle is not None]
-        if before and tensor.kind == "gradient" and tensor.counts:
-            step = min(abs(middle - (tensor.counts.middle or 0)) for middle in before)
-            if step > most:
-                best, most = tensor, step
+        here = _middle(tensor)
+        before = [_middle(seen[key]) for key in tensor.reads if key in seen]
+        steps = [abs(b - here) for b in before if b is not None and here is not None]
+        if tensor.kind == "gradient" and steps and min(steps) > most:
+            best, most = tensor, min(steps)
     return best
+
+
+def _middle(tensor: Tensor) -> Optional[int]:
+    return tensor.counts.middle if tensor.counts else None

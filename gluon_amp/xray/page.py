@@ -66,7 +66,7 @@ def _drawn(counts: Any) -> Dict[str, Any]:
 
 
 def _advice(view: Any) -> str:
-    parts = [f"<p class=note>{escape(note)}.</p>" for note in view.notes]
+    parts = [f"<p class=note>{escape(note[:1].upper() + note[1:])}.</p>" for note in view.notes]
     if view.first_overflow:
         parts.append(f"<p class=bad><b>First overflow.</b> {escape(str(view.first_overflow))}</p>")
     if view.window:
@@ -158,12 +158,12 @@ Names in the color of warnings: their format does not hold them.</p>
 <label><input type="radio" name="order" value="place" checked> in order of computation</label>
 <label><input type="radio" name="order" value="worst"> worst first</label>
 <h3>Forward</h3><figure><canvas id="forward"></canvas></figure>
-<h3>Backward</h3><figure><canvas id="backward"></canvas></figure>
+<h3>Backward: gradients</h3><figure><canvas id="backward"></canvas></figure>
 <h3 class=weights>Weights</h3><figure class=weights><canvas id="weights"></canvas></figure>
-<h2>Loss scales that fit, by step</h2>
-<p class=small>The band: between the scale below which a gradient loses too much and the one
+<h2 class=fits>Loss scales that fit, by step</h2>
+<p class="small fits">The band: between the scale below which a gradient loses too much and the one
 above which one overflows. The line: the scale of the step.</p>
-<figure><canvas id="window"></canvas></figure>
+<figure class=fits><canvas id="window"></canvas></figure>
 <h2>Tensors, the worst first</h2>
 <div class=wide>$table</div>
 <script>
@@ -200,7 +200,8 @@ function heat(id, rows) {
   rows.forEach((row, r) => {
     const y = top + r * each;
     context.fillStyle = row.bad ? red : row.format === "float32" ? grey : ink;
-    context.fillText(cut(context, row.name, left - 8), 0, y + each / 2);
+    const name = row.name.replace(/^gradient of /, "");
+    context.fillText(cut(context, name, left - 8), 0, y + each / 2);
     const draw = (at, wide, share, color) => {
       if (!share) return;
       context.globalAlpha = Math.min(1, 0.12 + 1.6 * Math.sqrt(share));
@@ -223,7 +224,7 @@ function heat(id, rows) {
   let last = -1e9;
   for (const tick of ticks) {
     const at = x(tick) + cell / 2;
-    if (at - last < 34 || at > width - extra - 8) continue;
+    if (at - last < 44 || at > width - extra - 8) continue;
     context.fillText("2^" + tick, at, 8); last = at;
   }
   context.fillText("inf", width - (extra - 5) / 2, 8);
@@ -253,9 +254,12 @@ function heat(id, rows) {
   };
 }
 function windows() {
-  const [context, width] = canvas(document.getElementById("window"), 170);
   const points = data.windows.filter(Boolean), left = 40, bottom = 145, top = 10;
-  if (!points.length) return;
+  if (!points.length) {
+    for (const part of document.querySelectorAll(".fits")) part.hidden = true;
+    return;
+  }
+  const [context, width] = canvas(document.getElementById("window"), 170);
   const values = points.flatMap(p => [p[1], p[2]]).concat(data.scales);
   const least = Math.floor(Math.min(...values)) - 1, most = Math.ceil(Math.max(...values)) + 1;
   const steps = Math.max(data.windows.length, 1), wide = (width - left - 8) / steps;
