@@ -1,6 +1,9 @@
 """Float16 for tests: run one CPU graph, and what numpy says it should give."""
+from contextlib import contextmanager
+
 import numpy as np
 from gluon_amp._mxnet import mx
+from gluon_amp.cpu import library
 from gluon_amp.formats import FORMATS, Format
 from gluon_amp.graph.build import build
 from gluon_amp.graph.graph import Entry, Graph, Node
@@ -55,6 +58,18 @@ def on_grid(graph, types, grid):
         Entry(Node("amp_cast", f"{e.node.name}_{e.output}_out", {"dtype": "float16"}, [e]))
         if kinds[e] == format_.name else e for e in graph.outputs]
     return build(graph, types, policy=policy)
+
+
+@contextmanager
+def generic_code():
+    """No operator has code of its own meanwhile."""
+    mx.nd.waitall()
+    library.table().use_generic_code(1)
+    try:
+        yield
+        mx.nd.waitall()
+    finally:
+        library.table().use_generic_code(0)
 
 
 def stock(symbol, arrays, heads):

@@ -1,7 +1,6 @@
 """Norms and convolutions, which have code of their own: a batch norm is numpy's, moves its
 statistics in its forward pass and once; a layer norm and a convolution are the generic operator's.
 """
-from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -9,22 +8,11 @@ from gluon_amp._mxnet import mx
 from gluon_amp.cpu import library
 from gluon_amp.graph.build import build
 from gluon_amp.graph.graph import Graph
-from halves import assert_half, halves, run, stock
+from halves import assert_half, generic_code, halves, run, stock
 
 sym = mx.sym
 NAMES = ("x", "gamma", "beta", "mean", "var")
 STATIC = (("static_alloc", True), ("static_shape", True))
-
-
-@contextmanager
-def generic_code():
-    mx.nd.waitall()
-    library.table().use_generic_code(1)
-    try:
-        yield
-        mx.nd.waitall()
-    finally:
-        library.table().use_generic_code(0)
 
 
 class Layer:

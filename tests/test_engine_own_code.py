@@ -1,7 +1,6 @@
 """Operators with code of their own give what the generic operator gives, which runs MXNet's float32
 code: to the bit where values only move, else within a step of float16."""
 import re
-from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -9,23 +8,11 @@ from gluon_amp._mxnet import mx
 from gluon_amp.cpu import library
 from gluon_amp.graph.build import build
 from gluon_amp.graph.graph import Graph
-from halves import assert_half, halves, stock, ulps
+from halves import assert_half, generic_code, halves, stock, ulps
 
 sym = mx.sym
 X, Y, Z = (sym.var(name) for name in "xyz")
 STATIC = (("static_alloc", True), ("static_shape", True))
-
-
-@contextmanager
-def generic_code():
-    """No operator has code of its own meanwhile."""
-    mx.nd.waitall()
-    library.table().use_generic_code(1)
-    try:
-        yield
-        mx.nd.waitall()
-    finally:
-        library.table().use_generic_code(0)
 
 
 def outcome(symbol, arrays, heads=None, request="write", flags=(), training=True):

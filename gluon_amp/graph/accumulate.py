@@ -10,10 +10,9 @@ ATTRIBUTE = "__gluon_amp_accumulate__"
 
 # What makes its products so (cpu/tensor_core_products.cc), and what else multiplies matrices.
 _WITH_CODE = frozenset("""
-    Convolution Deconvolution FullyConnected dot batch_dot _linalg_gemm2 linalg_gemm2
+    Convolution Deconvolution FullyConnected dot batch_dot _linalg_gemm2 RNN
     _contrib_interleaved_matmul_selfatt_qk _contrib_interleaved_matmul_selfatt_valatt
     _contrib_interleaved_matmul_encdec_qk _contrib_interleaved_matmul_encdec_valatt
-    RNN _npx_rnn _npx_convolution _npx_deconvolution _npx_fully_connected _npx_batch_dot
 """.split())
 _OTHERS = PRODUCTS - _WITH_CODE
 

@@ -14,36 +14,19 @@ from ..training import distributed
 from ..training.optimizer import check_scalable, given_optimizer, optimizer_class, with_masters
 from ..training.reduction import Reduction
 from ..training.states import check_states, one_error, read_states, seal
-from ..training.step import Gradient, Steps
+from ..training.step import Gradient, Steps, TakesSteps
 from .binding import Bindable, environment
 from .convert import check_parameters
 from .ranks import RanksModule
 
 
-class _Module(RanksModule):
+class _Module(TakesSteps, RanksModule):
     """In front of MXNet's classes of modules."""
 
-    _steps: Steps
     _states_file: Optional[str] = None  # to be loaded once there is an optimizer
     _used_scale = 1.0  # in the last backward pass
     # Moving averages before the last forward pass, if another may have to begin there.
     _averages: Optional[List[Tuple[Any, Any]]] = None
-
-    @property
-    def loss_scale(self) -> float:
-        """The scale that the next step uses; 1 without scaling."""
-        return self._steps.scale
-
-    @property
-    def skipped(self) -> int:
-        """How many steps were skipped."""
-        return self._steps.skipped
-
-    @property
-    def overflowed(self) -> Tuple[str, ...]:
-        """Names of the parameters whose newest gradients are not finite. Those are the gradients
-        that wait for their step, or else those of the last step."""
-        return self._steps.overflowed(self._gradients)
 
     def _module(self) -> Any:
         """The module that is bound now."""

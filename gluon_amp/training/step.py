@@ -321,6 +321,29 @@ class Steps:
         self.forget()
 
 
+class TakesSteps:
+    """What a Trainer and a Module, which keep such steps, tell of them."""
+
+    _steps: Steps
+    _gradients: Callable[..., List[Gradient]]
+
+    @property
+    def loss_scale(self) -> float:
+        """The scale that the next step uses; 1 without scaling."""
+        return self._steps.scale
+
+    @property
+    def skipped(self) -> int:
+        """How many steps were skipped."""
+        return self._steps.skipped
+
+    @property
+    def overflowed(self) -> Tuple[str, ...]:
+        """Names of the parameters whose newest gradients are not finite. Those are the gradients
+        that wait for their step, or else those of the last step."""
+        return self._steps.overflowed(self._gradients)
+
+
 def multiply(arrays: Sequence[Any], factor: float) -> None:
     """In place."""
     for array in arrays:

@@ -17,10 +17,10 @@ from .optimizer import optimizer as make_optimizer
 from .ranks import RanksTrainer
 from .reduction import check_kvstore
 from .states import check_order, check_states, one_error, read_states, seal
-from .step import Gradient, Place, Steps
+from .step import Gradient, Place, Steps, TakesSteps
 
 
-class Trainer(RanksTrainer):
+class Trainer(TakesSteps, RanksTrainer):
     """`gluon.Trainer` with loss scaling, clipping and float32 masters.
 
         with autograd.record():
@@ -63,24 +63,6 @@ class Trainer(RanksTrainer):
         if self._steps.scaling:
             check_scalable(optimizer)
         super()._init_optimizer(given_optimizer(optimizer), optimizer_params)
-
-    # ---- what one asks
-
-    @property
-    def loss_scale(self) -> float:
-        """The scale that the next step uses; 1 without scaling."""
-        return self._steps.scale
-
-    @property
-    def skipped(self) -> int:
-        """How many steps were skipped."""
-        return self._steps.skipped
-
-    @property
-    def overflowed(self) -> Tuple[str, ...]:
-        """Names of the parameters whose newest gradients are not finite. Those are the gradients
-        that wait for their step, or else those of the last step."""
-        return self._steps.overflowed(lambda: self._gradients(ignore_stale_grad=True))
 
     # ---- what one does
 
@@ -282,7 +264,7 @@ class Trainer(RanksTrainer):
                                "pass after trainer.backward(): a loss.backward(), or that of "
                                "another Trainer. Their scale is not known: step before it")
 
-    def _gradients(self, ignore_stale_grad: bool) -> List[Gradient]:
+    def _gradients(self, ignore_stale_grad: bool = True) -> List[Gradient]:
         """The gradients to use, parameter by parameter."""
         pending = self._steps.pending
         gradients, stale = [], []
