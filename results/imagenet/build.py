@@ -56,7 +56,7 @@ is found is of both.
 {conclusions}
 
 ![Difference of the means with 95 % intervals: -0.02 points at 50 epochs, -0.16 at 90, -0.02 at \
-250, all within 0.25 points](nvidia_seeds.png)
+250, the 90 % intervals all within 0.25 points](nvidia_seeds.png)
 
 {seeds_source}
 
