@@ -61,6 +61,8 @@ def add_arguments(parser):
     add("--image-size", "--input-size", type=recipes.positive, help="if not the dataset's, or 224")
     add("--crop-ratio", type=float, default=1.0,
         help="validation takes this share of an image, from its middle: 0.875 for ImageNet")
+    add("--random-crop", action="store_true", help="training takes that share, too, from anywhere; "
+        "else 40 to 100 %% of an image, stretched")
     add("--dtype", default="float32", choices=("float32", "float16"), help="of the network")
     add("--policy", choices=POLICIES, help="of gluon_amp.convert, if not --dtype")
     add("--loss-scale", type=recipes.loss_scale, default="dynamic",
@@ -177,16 +179,29 @@ def _dummy(args):
 
 
 def _transform(args, size, train):
-    if train and size > 32:
+    if args.random_crop and args.crop_ratio == 1:
+        raise SystemExit("--random-crop needs a --crop-ratio below 1, such as 0.875")
+    if train and size > 32 and not args.random_crop:
         steps = [transforms.RandomResizedCrop(size, (0.4, 1.0))]
-    elif train or args.crop_ratio == 1:
+    elif args.crop_ratio == 1 or (train and not args.random_crop):
         steps = [transforms.Resize(size)]
     else:
         steps = [transforms.Resize(math.ceil(size / args.crop_ratio), keep_ratio=True),
-                 transforms.CenterCrop(size)]
+                 RandomCrop(size) if train else transforms.CenterCrop(size)]
     steps += [transforms.RandomFlipLeftRight()] if train else []
     return transforms.Compose([*steps, transforms.ToTensor(),
                                transforms.Normalize(args.mean, args.std)])
+
+
+class RandomCrop(gluon.Block):
+    """Cuts a square out of an image, at a random place."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.size = size, size
+
+    def forward(self, image):
+        return mx.image.random_crop(image, self.size)[0]
 
 
 def classes_of(args):
