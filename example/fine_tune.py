@@ -97,8 +97,8 @@ def main(arguments=None):
     args = parser.parse_args(arguments)
     if not args.pretrained and not (args.pretrained_symbol and args.pretrained_params):
         parser.error("--pretrained NAME, or --pretrained-symbol and --pretrained-params")
-    devices = recipe.start(args)
-    order, loader, val_loader = recipe.loaders(args)
+    ranks, devices = recipe.start(args)
+    order, loader, val_loader = recipe.loaders(args, ranks)
     net = Network(pretrained_features(args, devices), recipe.classes_of(args))
     freeze(net.features, args.freeze)
     net.output.initialize(mx.init.Xavier(), ctx=devices)
@@ -109,8 +109,8 @@ def main(arguments=None):
         net.hybridize(static_alloc=True, static_shape=True)
 
     log.info("before: err-top1=%f err-top5=%f",
-             *recipe.validate(net, val_loader, devices, recipe.loss_of(args))[:2])
-    recipe.fit(args, net, order, loader, val_loader, devices)
+             *recipe.validate(ranks, net, val_loader, devices, recipe.loss_of(args))[:2])
+    recipe.fit(args, ranks, net, order, loader, val_loader, devices)
     return net
 
 

@@ -30,7 +30,8 @@ log = logging.getLogger("image_classification")
 POLICIES = ("float32", "float16", "mixed_float16", "pure_float16", "mixed_bfloat16", "tf32",
             "O0", "O1", "O2", "O3")
 MAY_DIFFER = ("resume", "save_dir", "log_interval", "num_workers", "gpus", "data_dir",
-              "tensorboard", "mlperf", "claim_speed", "logging_file", "save_period")
+              "tensorboard", "mlperf", "claim_speed", "logging_file", "save_period", "kvstore",
+              "workers")
 SHAPES = {"digits": (1, 8, 8), "mnist": (1, 28, 28), "cifar10": (3, 32, 32)}
 FILES = {"cifar10": [*(f"data_batch_{i}.bin" for i in range(1, 6)), "test_batch.bin"],
          "mnist": ["train-images-idx3-ubyte.gz", "train-labels-idx1-ubyte.gz",
@@ -110,6 +111,7 @@ def add_arguments(parser):
             type=lambda text: [value / 255 for value in recipes.decimals(text)],
             help=f"--{name} of pixels from 0 to 255")
     recipes.TrainingLog.add_arguments(parser)
+    recipes.Ranks.add_arguments(parser)
     add("--benchmark", action="store_true", help="random images; samples/s and peak memory")
 
 
@@ -216,38 +218,28 @@ def check_labels(args, label):
                          "from 0 on: --classes")
 
 
-class Shuffled(gluon.data.Sampler):
-    """An order of its own for each epoch, the same in every run."""
-
-    def __init__(self, length, seed):
-        self.length, self.seed, self.epoch = length, seed, 0
-
-    def __iter__(self):
-        return iter(np.random.RandomState([self.seed, self.epoch]).permutation(self.length))
-
-    def __len__(self):
-        return self.length
-
-
-def loaders(args):
-    """The order of the training data, and both loaders."""
+def loaders(args, ranks):
+    """This rank's part of the training data, and loaders of its parts of both."""
     train_data, val_data = datasets(args)
     if args.examples:
         train_data = train_data.take(args.examples)
-    order = Shuffled(len(train_data), args.seed)
+    ranks.check_same(len(train_data), "training images")
+    ranks.check_same(len(val_data), "images to validate")
+    order = recipes.Part(len(train_data), args.seed, ranks)
     loader = gluon.data.DataLoader(train_data, args.batch_size, sampler=order,
                                    last_batch="discard", num_workers=args.num_workers)
     if not len(loader):
-        raise SystemExit(f"{len(train_data)} images make no batch of {args.batch_size}")
-    return order, loader, gluon.data.DataLoader(val_data, args.batch_size,
-                                                num_workers=args.num_workers)
+        raise SystemExit(f"{len(order)} images make no batch of {args.batch_size}")
+    val_loader = gluon.data.DataLoader(
+        val_data, args.batch_size, num_workers=args.num_workers,
+        sampler=recipes.ValidationPart(len(val_data), ranks))
+    return order, loader, val_loader
 
 
 # ---- network
 
-def network(args):
+def network(args, devices):
     """The classifier, initialized."""
-    devices = recipes.devices_of(args.gpus)
     if args.model == "small":
         net = recipes.small_network(classes_of(args))
     elif args.use_pretrained:
@@ -272,13 +264,13 @@ def schedule_of(args, steps):
                             args.lr_decay, args.warmup_epochs, args.warmup_lr)
 
 
-def trainer_of(args, net, **schedule):
+def trainer_of(args, net, kvstore="device", **schedule):
     options = {"learning_rate": args.lr, "wd": args.wd, **schedule}
     if args.optimizer in ("sgd", "nag", "signum", "lars", "dcasgd"):
         options["momentum"] = args.momentum
     if args.no_wd:
         net.collect_params(".*beta|.*gamma|.*bias").setattr("wd_mult", 0.0)
-    return amp.Trainer(net.collect_params(), args.optimizer, options,
+    return amp.Trainer(net.collect_params(), args.optimizer, options, kvstore,
                        loss_scale=None if args.loss_scale == "none" else args.loss_scale,
                        enabled=(args.policy or args.dtype) not in ("float32", "O0"))
 
@@ -300,11 +292,12 @@ def loss_of(args):
 
 # ---- training
 
-def mixup_of(args, epoch):
+def mixup_of(args, epoch, rank):
     """What makes weighted sums of two images, and of their labels; None where it is off."""
     if not args.mixup or epoch >= args.epochs - args.mixup_off_epoch:
         return None
-    rng, classes = np.random.RandomState([args.seed, epoch]), classes_of(args)
+    rng = np.random.RandomState([args.seed, epoch, rank] if rank else [args.seed, epoch])
+    classes = classes_of(args)
 
     def mix(data, label):
         share = rng.beta(args.mixup_alpha, args.mixup_alpha)
@@ -314,13 +307,14 @@ def mixup_of(args, epoch):
     return mix
 
 
-def train_epoch(args, net, trainer, loss_fn, loader, devices, epoch, record):
-    """One pass; the training accuracy, the mean loss and the seconds."""
+def train_epoch(args, ranks, net, trainer, loss_fn, loader, devices, epoch, record):
+    """One pass; the training accuracy, the mean loss and the seconds, of all ranks."""
     metric, start, tic = mx.metric.Accuracy(), time.time(), time.time()
     total, count = 0.0, 0
-    mix = mixup_of(args, epoch)
+    mix = mixup_of(args, epoch, ranks.rank)
     record.start_epoch(epoch)
-    for i, (data, label) in enumerate(tqdm(loader, disable=None, leave=False)):
+    for i, (data, label) in enumerate(
+            tqdm(loader, disable=True if ranks.rank else None, leave=False)):
         check_labels(args, label)
         data, target = mix(data, label) if mix else (data, label)
         datas, labels, targets = (gluon.utils.split_and_load(x, devices, even_split=False)
@@ -330,7 +324,7 @@ def train_epoch(args, net, trainer, loss_fn, loader, devices, epoch, record):
             losses = [loss_fn(out, y) for out, y in zip(outputs, targets)]
         scale, lr = trainer.loss_scale, trainer.learning_rate
         trainer.backward(losses)
-        updated = trainer.step(len(data))
+        updated = trainer.step(len(data) * ranks.workers)
         metric.update(labels, outputs)
         loss = sum(float(one.sum().asscalar()) for one in losses)
         total, count = total + loss, count + len(data)
@@ -338,30 +332,40 @@ def train_epoch(args, net, trainer, loss_fn, loader, devices, epoch, record):
         record.add_step(
             epoch, i, loss / len(data), updated, shown, lr=lr, loss_scale=scale,
             skipped=trainer.skipped, gradient_norm=functools.partial(
-                norm, net, scale * len(data)))
+                norm, net, scale * len(data) * ranks.workers))
         if shown:
-            speed = args.batch_size * args.log_interval / (time.time() - tic)
+            speed = args.batch_size * ranks.workers * args.log_interval / (time.time() - tic)
             log.info("Epoch[%d] Batch [%d]\tSpeed: %f samples/sec\taccuracy=%f\tlr=%f%s", epoch, i,
                      speed, metric.get()[1], trainer.learning_rate, scale_text(trainer))
             tic = time.time()
-    return metric.get()[1], total / count, time.time() - start
+    seconds = time.time() - start
+    ranks.sum_metric(metric)
+    total, count = ranks.sum(total, count)
+    return metric.get_global()[1], total / count, seconds
 
 
 def norm(net, divisor):
-    """Of the gradient that has just updated the network: summed over devices, and unscaled."""
+    """Of the gradient that has just updated the network: summed over devices and ranks, and
+    unscaled."""
     return recipes.gradient_norm([p.list_grad()[0] for p in net.collect_params().values()
                          if p.grad_req != "null"]) / divisor
 
 
-def run_epoch(args, net, trainer, loss_fn, order, loader, val_loader, devices, epoch, record):
+def run_epoch(args, ranks, net, trainer, loss_fn, order, loader, val_loader, devices, epoch,
+              record):
     """Trains one epoch, validates and logs; returns the epoch's line of the log."""
     order.epoch = epoch
-    mx.random.seed(args.seed + 1 + epoch)  # of dropout and MXNet's augmentation
-    random.seed(args.seed + 1 + epoch)  # of Gluon's crops
-    accuracy, loss, seconds = train_epoch(args, net, trainer, loss_fn, loader, devices, epoch,
-                                          record)
-    speed = len(loader) * args.batch_size / seconds
-    top1, top5, validation_loss = validate(net, val_loader, devices, loss_fn)
+    seed = args.seed + 1 + epoch + 1_000_000 * ranks.rank
+    mx.random.seed(seed)  # of dropout and MXNet's augmentation
+    random.seed(seed)  # of Gluon's crops
+    accuracy, loss, seconds = train_epoch(args, ranks, net, trainer, loss_fn, loader, devices,
+                                          epoch, record)
+    if ranks.workers > 1:
+        trainer.check_ranks()
+        ranks.average([p.list_data() for name, p in sorted(net.collect_params().items())
+                       if p.grad_req == "null" and "running_" in name])
+    speed = len(loader) * args.batch_size * ranks.workers / seconds
+    top1, top5, validation_loss = validate(ranks, net, val_loader, devices, loss_fn)
     log.info("[Epoch %d] training: accuracy=%f", epoch, accuracy)
     log.info("[Epoch %d] speed: %d samples/sec\ttime cost: %f", epoch, speed, seconds)
     log.info("[Epoch %d] validation: err-top1=%f err-top5=%f%s", epoch, top1, top5,
@@ -384,9 +388,9 @@ def peak_megabytes(devices):
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
-def validate(net, loader, devices, loss_fn):
-    """Top-1 and top-5 errors, and the loss; of fewer than five classes all are among the first
-    five."""
+def validate(ranks, net, loader, devices, loss_fn):
+    """Top-1 and top-5 errors, and the loss, over all ranks' parts; of fewer than five classes all
+    are among the first five."""
     top1, top5, count, loss = 0, 0, 0, 0.0
     for data, label in loader:
         datas, labels = (gluon.utils.split_and_load(x, devices, even_split=False)
@@ -395,6 +399,7 @@ def validate(net, loader, devices, loss_fn):
             best = out.topk(k=min(5, out.shape[1]), axis=1).asnumpy() == y.asnumpy()[:, None]
             top1, top5, count = top1 + best[:, 0].sum(), top5 + best.sum(), count + len(best)
             loss += float(loss_fn(out, y).sum().asscalar())
+    top1, top5, count, loss = ranks.sum(top1, top5, count, loss)
     return 1 - top1 / count, 1 - top5 / count, loss / count
 
 
@@ -415,11 +420,15 @@ def save(args, net, trainer, epoch, record):
 
 
 def start(args):
-    """Log, place and seeds; returns the devices. A run that is there is not written over."""
-    logging.basicConfig(level=logging.INFO, format="%(message)s", force=True)
-    if args.logging_file:
+    """Log, place and seeds; returns the ranks and this one's devices. A run that is there is not
+    written over."""
+    ranks = recipes.Ranks(args.kvstore)
+    ranks.start_log("%(message)s")
+    if args.logging_file and ranks.rank == 0:
         logging.getLogger().addHandler(logging.FileHandler(args.logging_file))
-    devices = recipes.devices_of(args.gpus)
+    devices = recipes.devices_of(ranks.devices(args.gpus))
+    if ranks.workers > 1:
+        args.workers = ranks.workers
     begun = os.path.exists(os.path.join(args.save_dir, "last.json"))
     if begun and not args.resume and not args.benchmark:
         raise SystemExit(f"{args.save_dir} has a run: --resume goes on with it, --save-dir names "
@@ -429,7 +438,7 @@ def start(args):
     mx.random.seed(args.seed)
     np.random.seed(args.seed)
     random.seed(args.seed)
-    return devices
+    return ranks, devices
 
 
 def resume(args, net, trainer):
@@ -448,6 +457,8 @@ def resume(args, net, trainer):
         epoch = json.load(file)["epoch"]
     was, lines = recipes.read_log(os.path.join(args.save_dir, "log.jsonl"))
     now = json.loads(json.dumps(vars(args)))
+    for run in (was, now):  # as many ranks as one likes go on with it, if a step is as large
+        run["batch_size"] = run.get("batch_size", 0) * run.get("workers", 1)
     if epoch + 1 == was.get("epochs") < args.epochs:
         log.info("the %d epochs are done; %d follow, at their rates in a run of %d", epoch + 1,
                  args.epochs - epoch - 1, args.epochs)
@@ -471,24 +482,25 @@ def load_states(trainer, path):
     trainer.optimizer.lr_scheduler = schedule
 
 
-def fit(args, net, order, loader, val_loader, devices):
+def fit(args, ranks, net, order, loader, val_loader, devices):
     """Trains a converted network, from where --resume finds it."""
-    trainer = trainer_of(args, net, lr_scheduler=schedule_of(args, len(loader)))
+    trainer = trainer_of(args, net, ranks.store, lr_scheduler=schedule_of(args, len(loader)))
     loss_fn = loss_of(args)
     if args.gpus:
         for hint in recipes.tensor_core_hints(net, args.batch_size, len(devices)):
             log.info("%s", hint)
     begin, lines = resume(args, net, trainer)
+    ranks.check_same(begin, "epochs that are done")
     path = None if args.benchmark else os.path.join(args.save_dir, "log.jsonl")
-    record = recipes.TrainingLog(args, path, lines, begin * len(loader))
+    record = recipes.TrainingLog(args, path, lines, begin * len(loader), not ranks.rank)
     for epoch in range(begin, args.epochs):
-        line = run_epoch(args, net, trainer, loss_fn, order, loader, val_loader, devices, epoch,
-                         record)
+        line = run_epoch(args, ranks, net, trainer, loss_fn, order, loader, val_loader, devices,
+                         epoch, record)
         record.add_epoch(line)
         if args.benchmark:
             log.info("%.1f samples/s, peak memory %.0f MB", line["samples_per_second"],
                      peak_megabytes(devices))
-        else:
+        elif ranks.rank == 0:
             save(args, net, trainer, epoch, record)
     record.end()
     return [line for line in record.lines if "batch" not in line]
@@ -496,10 +508,10 @@ def fit(args, net, order, loader, val_loader, devices):
 
 def main(arguments=None):
     args = parse(arguments)
-    devices = start(args)
-    order, loader, val_loader = loaders(args)
+    ranks, devices = start(args)
+    order, loader, val_loader = loaders(args, ranks)
 
-    net = network(args)
+    net = network(args, devices)
     amp.convert(net, args.policy or args.dtype)
     if args.mode == "hybrid":
         net.hybridize(static_alloc=True, static_shape=True)
@@ -507,7 +519,7 @@ def main(arguments=None):
     if out.shape[1] != classes_of(args):
         raise SystemExit(f"{args.model} has {out.shape[1]} classes, and the data "
                          f"{classes_of(args)}: fine_tune.py puts a new head on it")
-    return fit(args, net, order, loader, val_loader, devices)
+    return fit(args, ranks, net, order, loader, val_loader, devices)
 
 
 if __name__ == "__main__":
