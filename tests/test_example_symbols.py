@@ -226,7 +226,10 @@ def run(symbol, name, arguments, auxiliary, data, label):
     mx.nd.waitall()  # MXNet's own norms write their statistics without its engine's knowledge
     executor = module._exec_group.execs[0]
     found.update(trained=module.get_outputs()[0], **executor.aux_dict,
-                 **{f"{n}_grad": g for n, g in executor.grad_dict.items() if g is not None})
+                 **{f"{n}_grad": g.copy() for n, g in executor.grad_dict.items() if g is not None})
+    module.init_optimizer(optimizer_params={"learning_rate": 0.1})
+    module.update()
+    found.update({f"{n}_updated": a for n, a in executor.arg_dict.items() if f"{n}_grad" in found})
     return {n: (a.dtype, a.asnumpy()) for n, a in found.items()}
 
 
