@@ -26,6 +26,7 @@ def add_arguments(parser):
     add("--gpus", type=numbers, default=[], help="such as 0 or 0,2,5; none: the CPU")
     add("--gc-type", default="none", choices=("none", "2bit"),
         help="gradient compression: none, since MXNet has none for float16")
+    add("--gc-threshold", type=float, default=0.5, help="of --gc-type 2bit")
     add("--batch-size", type=positive, default=128, help="of all GPUs together")
     add("--macrobatch-size", type=positive, help="images of an update, of all ranks: gradients of "
         "several batches are added up; a multiple of --batch-size (default: one batch)")
@@ -84,7 +85,8 @@ def add_arguments(parser):
 def add_augmentation(parser):
     augment = parser.add_argument_group("augmentation (as in MXNet's image-classification example)")
     augment.add_argument("--use-imagenet-data-augmentation", type=int, default=0, choices=(0, 1),
-                         help="1: what ResNets on ImageNet are usually trained with")
+                         help="1: what ResNets on ImageNet are usually trained with, "
+                         "and --rgb-std 58.393,57.12,57.375; what is given besides counts more")
     for flag, kind, default in (
             ("pad-size", int, 0), ("fill-value", int, 127), ("random-crop", int, 0),
             ("random-mirror", int, 0), ("random-resized-crop", int, 0),
@@ -99,14 +101,20 @@ def add_augmentation(parser):
                              help="of mx.io.ImageRecordIter")
 
 
-def imagenet_augmentation(args):
-    """Crops of 8 to 100 % of an image, mirrored, with other colors."""
+# Crops of 8 to 100 % of an image, mirrored, with other colors; pixels divided by their deviation.
+IMAGENET = {"random_resized_crop": 1, "random_mirror": 1, "min_random_area": 0.08,
+            "min_random_aspect_ratio": 3 / 4, "max_random_aspect_ratio": 4 / 3,
+            "brightness": 0.4, "contrast": 0.4, "saturation": 0.4, "pca_noise": 0.1,
+            "rgb_std": "58.393,57.12,57.375"}
+
+
+def parse(parser, arguments):
+    """The flags; --use-imagenet-data-augmentation sets others, where they are not given."""
+    args = parser.parse_args(arguments)
     if args.use_imagenet_data_augmentation:
-        args.random_resized_crop = args.random_mirror = 1
-        args.min_random_area, args.max_random_area = 0.08, 1.0
-        args.min_random_aspect_ratio, args.max_random_aspect_ratio = 3 / 4, 4 / 3
-        args.brightness = args.contrast = args.saturation = 0.4
-        args.pca_noise = 0.1
+        parser.set_defaults(**IMAGENET)
+        args = parser.parse_args(arguments)
+    return args
 
 
 # ---- data
@@ -203,7 +211,6 @@ def fit(args, symbol, arg_params=None, aux_params=None, fixed=None):
                          "does so only where the kvstore updates, which loss scaling excludes. "
                          f"Valid: none. Received: {args.gc_type}")
     scale = args.loss_scale or ("dynamic" if args.dtype == "float16" else "none")
-    imagenet_augmentation(args)
     if args.model_prefix:
         os.makedirs(os.path.dirname(args.model_prefix) or ".", exist_ok=True)
     ranks = recipes.Ranks(args.kvstore, names=True)
@@ -364,7 +371,7 @@ def main(arguments=None):
     add("--batch-norm", action="store_true", default=None, help="a vgg with batch norms")
     add("--num-group", type=int, help="of a resnext's convolutions (default: 32)")
     add_arguments(parser)
-    args = parser.parse_args(arguments)
+    args = parse(parser, arguments)
     image_shape(args)
     try:
         symbol = get_symbol(args.network, args.num_classes, args.image_shape, args.dtype,

@@ -11,6 +11,7 @@ from pathlib import Path
 import gluon_amp as amp
 import numpy as np
 import pytest
+from gluon_amp import recipes
 from gluon_amp._mxnet import mx
 from gluon_amp.report import read
 from PIL import Image
@@ -270,6 +271,19 @@ def test_flags_of_mxnets_example_do_what_they_do_there(images, tmp_path):
                 "--model-prefix", prefix)
     assert re.search(r"Epoch\[1\] Train-cross-entropy=\d+\.\d{6}", log)
     assert sorted(path.name for path in tmp_path.glob("*.params")) == ["net-0002.params"]
+
+
+def test_the_augmentation_for_imagenet_leaves_what_is_given():
+    parser = recipes.Parser("")
+    train_imagenet.add_arguments(parser)
+    args = train_imagenet.parse(parser, ["--use-imagenet-data-augmentation", "1",
+                                         "--brightness", "0", "--random-mirror", "0"])
+    assert (args.brightness, args.random_mirror) == (0, 0)
+    assert (args.random_resized_crop, args.min_random_area, args.saturation) == (1, 0.08, 0.4)
+    assert args.rgb_std == "58.393,57.12,57.375"
+    args = train_imagenet.parse(parser, ["--use-imagenet-data-augmentation", "1", "--rgb-std",
+                                         "1,1,1"])
+    assert args.rgb_std == "1,1,1"
 
 
 def test_reading_alone_is_timed(images):
