@@ -108,7 +108,7 @@ IMAGENET = {"random_resized_crop": 1, "random_mirror": 1, "min_random_area": 0.0
             "rgb_std": "58.393,57.12,57.375"}
 
 
-def parse(parser, arguments):
+def parse_flags(parser, arguments):
     """The flags; --use-imagenet-data-augmentation sets others, where they are not given."""
     args = parser.parse_args(arguments)
     if args.use_imagenet_data_augmentation:
@@ -371,7 +371,7 @@ def main(arguments=None):
     add("--batch-norm", action="store_true", default=None, help="a vgg with batch norms")
     add("--num-group", type=int, help="of a resnext's convolutions (default: 32)")
     add_arguments(parser)
-    args = parse(parser, arguments)
+    args = parse_flags(parser, arguments)
     image_shape(args)
     try:
         symbol = get_symbol(args.network, args.num_classes, args.image_shape, args.dtype,

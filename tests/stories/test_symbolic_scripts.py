@@ -276,12 +276,12 @@ def test_flags_of_mxnets_example_do_what_they_do_there(images, tmp_path):
 def test_the_augmentation_for_imagenet_leaves_what_is_given():
     parser = recipes.Parser("")
     train_imagenet.add_arguments(parser)
-    args = train_imagenet.parse(parser, ["--use-imagenet-data-augmentation", "1",
+    args = train_imagenet.parse_flags(parser, ["--use-imagenet-data-augmentation", "1",
                                          "--brightness", "0", "--random-mirror", "0"])
     assert (args.brightness, args.random_mirror) == (0, 0)
     assert (args.random_resized_crop, args.min_random_area, args.saturation) == (1, 0.08, 0.4)
     assert args.rgb_std == "58.393,57.12,57.375"
-    args = train_imagenet.parse(parser, ["--use-imagenet-data-augmentation", "1", "--rgb-std",
+    args = train_imagenet.parse_flags(parser, ["--use-imagenet-data-augmentation", "1", "--rgb-std",
                                          "1,1,1"])
     assert args.rgb_std == "1,1,1"
 
