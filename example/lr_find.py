@@ -28,10 +28,9 @@ def main(arguments=None):
     mx.random.seed(args.seed)
     random.seed(args.seed)
 
-    _, loader, _ = recipe.loaders(args, ranks)
+    _, loader, _ = recipes.images.image_loaders(args, ranks)
     net = recipe.network(args, [device])
-    amp.convert(net, args.policy or args.dtype)
-    net.hybridize(static_alloc=True, static_shape=True)
+    recipe.converted(args, net)
     net(next(iter(loader))[0].as_in_context(device))  # shapes of all parameters
     trainer, loss_fn = recipe.trainer_of(args, net, ranks.store), recipe.loss_of(args)
     found = amp.lr_find(net, trainer, lambda out, y: loss_fn(out, y.as_in_context(device)),
@@ -50,7 +49,7 @@ class _OnDevice:
 
     def __iter__(self):
         for data, label in self.loader:
-            recipe.check_labels(self.args, label)
+            recipes.images.check_labels(self.args, label)
             yield data.as_in_context(self.device), label
 
 

@@ -196,13 +196,12 @@ def test_weight_decay_spares_biases_and_norms_where_it_is_told_to(monkeypatch):
 
 
 def test_random_crops_of_gluon_have_the_scale_of_validation(monkeypatch):
-    monkeypatch.syspath_prepend(str(EXAMPLES))
-    recipe = importlib.import_module("image_classification")
+    parser = parser_of("image_classification", monkeypatch)
     columns = np.broadcast_to(np.arange(60, dtype="uint8")[None, :, None], (40, 60, 3))
 
     def pixels(train, *flags):
-        args = recipe.parse([*flags, "--mean", "0", "--std", "1"])
-        image = recipe._transform(args, 35, train)(mx.nd.array(columns, dtype="uint8"))
+        args = parser.parse_args([*flags, "--mean", "0", "--std", "1"])
+        image = recipes.images._transform(args, 35, train)(mx.nd.array(columns, dtype="uint8"))
         return (255 * image.asnumpy()[0, 0]).round()
 
     flags = ["--crop-ratio", "0.875", "--random-crop"]  # 35 / 0.875 is 40: nothing is stretched
@@ -214,5 +213,5 @@ def test_random_crops_of_gluon_have_the_scale_of_validation(monkeypatch):
         np.testing.assert_array_equal(row, row[0] + np.arange(35))
         begins.add(row[0])
     assert len(begins) > 5
-    with pytest.raises(SystemExit, match="--random-crop needs a --crop-ratio below 1"):
+    with pytest.raises(ValueError, match="--random-crop needs a --crop-ratio below 1"):
         pixels(True, "--random-crop")

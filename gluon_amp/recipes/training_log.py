@@ -209,9 +209,21 @@ def gradient_norm(gradients: Iterable[Any]) -> float:
 
 def read_log(path: str) -> Tuple[Dict[str, Any], List[Dict[str, Any]]]:
     """The arguments and the lines of a log.jsonl, of either version."""
-    with open(path) as file:
-        begun, *lines = [json.loads(line) for line in file]
-    return begun.get("arguments", {}), lines
+    found = []
+    with open(path, encoding="utf-8", errors="replace") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                found.append(json.loads(line))
+            except ValueError:
+                raise ValueError(f"{path} is damaged: line {number} is no JSON") from None
+    if not found or not isinstance(found[0], dict) or any(
+            not isinstance(line, dict) or "epoch" not in line for line in found[1:]):
+        raise ValueError(f"{path} is damaged: it should hold a run's arguments, and then a line "
+                         "for each step and epoch")
+    arguments = found[0].get("arguments", {})
+    if not isinstance(arguments, dict):
+        raise ValueError(f"{path} is damaged: its first line should hold a run's arguments")
+    return arguments, found[1:]
 
 
 def replace_text(path: str, text: str) -> None:

@@ -53,10 +53,13 @@ def environment(name: str, value: Optional[str]) -> Iterator[None]:
             del os.environ[name]
 
 
-def _weights_not_cached(ours: bool) -> Any:
+@contextmanager
+def _weights_not_cached(ours: bool) -> Iterator[None]:
     """MXNet's subgraphs for oneDNN keep the first weights that they predict with, where those
-    are no variables: a float16 weight of a float32 layer is cast first."""
-    return environment("MXNET_SUBGRAPH_BACKEND", "NONE" if ours else None)
+    are no variables: a float16 weight of a float32 layer is cast first. It says no word of it."""
+    with environment("MXNET_SUBGRAPH_BACKEND", "NONE" if ours else None), \
+            environment("MXNET_SUBGRAPH_VERBOSE", "0" if ours else None):
+        yield
 
 
 class Bindable(mx.sym.Symbol):
