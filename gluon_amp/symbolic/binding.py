@@ -53,13 +53,10 @@ def environment(name: str, value: Optional[str]) -> Iterator[None]:
             del os.environ[name]
 
 
-@contextmanager
-def _weights_not_cached(ours: bool) -> Iterator[None]:
+def _weights_not_cached(ours: bool) -> Any:
     """MXNet's subgraphs for oneDNN keep the first weights that they predict with, where those
-    are no variables: a float16 weight of a float32 layer is cast first. It says no word of it."""
-    with environment("MXNET_SUBGRAPH_BACKEND", "NONE" if ours else None), \
-            environment("MXNET_SUBGRAPH_VERBOSE", "0" if ours else None):
-        yield
+    are no variables: a float16 weight of a float32 layer is cast first."""
+    return environment("MXNET_SUBGRAPH_BACKEND", "NONE" if ours else None)
 
 
 class Bindable(mx.sym.Symbol):

@@ -23,7 +23,7 @@ from gluon_amp import recipes
 from mxnet import nd
 
 folder, seen, nets = sys.argv[2], [], []
-make, order, save = recipe.network, recipes.Part.__iter__, recipe.save
+make, order, save = recipe.network, recipes.Part.__iter__, recipes.RunFolder.save
 
 def network(*args):
     nets.append(make(*args))
@@ -34,12 +34,12 @@ def indices(part):
     seen.append((part.ranks.rank, part.epoch, found))
     return iter(found)
 
-def save_and_copy(args, net, trainer, epoch, *rest):
-    save(args, net, trainer, epoch, *rest)
-    if epoch == 0:
-        shutil.copytree(args.save_dir, folder + "/cut")
+def save_and_copy(self, net, trainer, epoch, record):
+    save(self, net, trainer, epoch, record)
+    if epoch == 0 and self.ranks.rank == 0:
+        shutil.copytree(self.path, folder + "/cut")
 
-recipe.network, recipes.Part.__iter__, recipe.save = network, indices, save_and_copy
+recipe.network, recipes.Part.__iter__, recipes.RunFolder.save = network, indices, save_and_copy
 recipe.main(sys.argv[3:])
 rank = seen[-1][0]
 nets[0].save_parameters(f"{folder}/rank{rank}.params")
@@ -89,7 +89,7 @@ def test_two_ranks_train_one_network_on_parts_and_go_on_bit_by_bit(tmp_path):
         assert sorted(seen) == list(range(256))
     assert log.count("[Epoch 1] validation") == 1  # rank 1 says nothing, and saves nothing
     assert {path.name for path in whole.iterdir()} == {
-        "best.params", "epoch-1.params", "epoch-1.states", "last.json", "log.jsonl"}
+        ".lock", "best.params", "epoch-1.params", "epoch-1.states", "last.json", "log.jsonl"}
     assert len([line for line in lines_of(whole) if "batch" in line]) == 2 * 4
     err = lines_of(whole)[-1]["err_top1"]
     assert err == 1 - right(whole / "epoch-1.params") / 450  # of all images, each once
