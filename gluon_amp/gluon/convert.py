@@ -235,5 +235,7 @@ def _cast(types: Dict[Parameter, str]) -> None:
     for parameter, dtype in types.items():
         if dtype_name(parameter.dtype) != dtype:
             parameter.cast(dtype)
+            if parameter._data is not None:
+                mx.nd.waitall()  # else all parameters may be there in both types at once
         if type(parameter) in (Parameter, ConvertedParameter):
             parameter.__class__ = ConvertedParameter if dtype == "float16" else Parameter
