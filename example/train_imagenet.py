@@ -9,7 +9,6 @@ The flags and the log lines are those of MXNet's own example/image-classificatio
 import logging
 import os
 import platform
-import struct
 import time
 from importlib import import_module
 
@@ -18,15 +17,12 @@ import mxnet as mx
 import numpy as np
 from gluon_amp import recipes
 
-_MAGIC = 0xCED7230A  # begins each record of a RecordIO file
-
 
 def add_arguments(parser):
     """The flags of training and data; the second names are those of image_classification.py."""
     positive, numbers = recipes.positive, recipes.numbers
     add = parser.add_argument_group("training").add_argument
     add("--gpus", type=numbers, default=[], help="such as 0 or 0,2,5; none: the CPU")
-    add("--kv-store", "--kvstore", default="device", help="how devices and workers add gradients")
     add("--gc-type", default="none", choices=("none", "2bit"),
         help="gradient compression: none, since MXNet has none for float16")
     add("--batch-size", type=positive, default=128, help="of all GPUs together")
@@ -61,6 +57,7 @@ def add_arguments(parser):
     add("--seed", type=int, default=0, help="of all random numbers")
     add("--save-dir", help="write log.jsonl there (docs/recipes.md says what is in it)")
     recipes.TrainingLog.add_arguments(parser)
+    recipes.Ranks.add_arguments(parser)
     add = parser.add_argument_group("data").add_argument
     add("--data-train", "--rec-train", help="RecordIO file of training images")
     add("--data-train-idx", "--rec-train-idx", default="", help="its index: shuffles all images")
@@ -117,33 +114,6 @@ def image_shape(args):
     return channels, height, width
 
 
-def count_records(path, classes):
-    """How many records a RecordIO file has; an error if it is missing, empty or cut short, or if
-    a label is beyond the classes."""
-    if not os.path.exists(path):
-        raise SystemExit(f"{path} does not exist")
-    size, count, at = os.path.getsize(path), 0, 0
-    if size == 0:
-        raise SystemExit(f"{path} is empty")
-    with open(path, "rb") as file:
-        while at < size:
-            file.seek(at)
-            header = file.read(16).ljust(16, b"\0")
-            magic, length, labels, label = struct.unpack("<IIIf", header)
-            if magic != _MAGIC:
-                raise SystemExit(f"{path} is no RecordIO file, or damaged: no record begins at "
-                                 f"byte {at}")
-            part, length = length >> 29, length & (1 << 29) - 1
-            if part in (0, 1) and labels == 0 and label >= classes:  # 0 means one, in this place
-                raise SystemExit(f"{path} has a label {label:g}, and the network {classes} "
-                                 "classes, from 0 on: --num-classes")
-            at += 8 + (length + 3) // 4 * 4
-            count += part in (0, 1)  # a record's only or first part
-    if at > size:
-        raise SystemExit(f"{path} is cut short: its last record ends {at - size} bytes behind it")
-    return count
-
-
 def iterators(args, part=0, parts=1):
     """Training and validation data, and how many training images there are."""
     shape = image_shape(args)
@@ -152,11 +122,12 @@ def iterators(args, part=0, parts=1):
         return _Random((args.batch_size, *shape), args.num_classes, examples), None, examples
     if not args.data_train:
         raise SystemExit("--data-train FILE.rec is needed, or --benchmark 1 for random images")
-    examples = count_records(args.data_train, args.num_classes)
-    if examples < args.batch_size:
+    examples = len(recipes.records(args.data_train, args.num_classes))
+    if examples < args.batch_size * parts:
+        each = f" for each of {parts} ranks" if parts > 1 else ""
         raise SystemExit(f"{args.data_train} has {examples} images, fewer than one batch of "
-                         f"{args.batch_size}")
-    validated = count_records(args.data_val, args.num_classes) if args.data_val else 0
+                         f"{args.batch_size}{each}")
+    val_records = recipes.records(args.data_val, args.num_classes) if args.data_val else []
     mean, std = ([float(x) for x in text.split(",")] for text in (args.rgb_mean, args.rgb_std))
     common = {
         "data_shape": shape, "batch_size": args.batch_size, "label_width": 1,
@@ -177,13 +148,17 @@ def iterators(args, part=0, parts=1):
         min_random_area=args.min_random_area, min_crop_size=args.min_crop_size,
         max_crop_size=args.max_crop_size, brightness=args.brightness, contrast=args.contrast,
         saturation=args.saturation, pca_noise=args.pca_noise, **common)
+    if parts > 1:  # parts of a file are not alike, and all ranks make as many steps
+        train = mx.io.ResizeIter(train, examples // parts // args.batch_size, reset_internal=False)
     val = None
-    if validated:
-        # Module counts the padding of a last, smaller batch as images: best that there is none.
-        whole = [n for n in range(args.batch_size, args.batch_size // 2, -1) if validated % n == 0]
-        common["batch_size"] = (whole or [args.batch_size])[0]
-        val = mx.io.ImageRecordIter(path_imgrec=args.data_val, path_imgidx=args.data_val_idx,
-                                    **common)
+    if args.data_val:
+        mine = recipes.records_of_part(args.data_val, args.data_val_idx, val_records, part, parts)
+        if not mine:
+            raise SystemExit(f"{args.data_val} has {len(val_records)} images, and rank {part} of "
+                             f"{parts} none of them")
+        val = recipes.Unpadded(mx.io.ImageRecordIter(
+            path_imgrec=args.data_val, path_imgidx=args.data_val_idx, round_batch=False,
+            **common), mine, max(1, len(args.gpus)))
     return train, val, args.num_examples or examples
 
 
@@ -221,21 +196,21 @@ def fit(args, symbol, arg_params=None, aux_params=None, fixed=None):
         raise SystemExit("--gc-type: MXNet compresses no float16 gradients, and for float32 it "
                          "does so only where the kvstore updates, which loss scaling excludes. "
                          f"Valid: none. Received: {args.gc_type}")
-    contexts = recipes.devices_of(args.gpus)
     scale = args.loss_scale or ("dynamic" if args.dtype == "float16" else "none")
     imagenet_augmentation(args)
     if args.model_prefix:
         os.makedirs(os.path.dirname(args.model_prefix) or ".", exist_ok=True)
-    kvstore = mx.kvstore.create(args.kv_store)
-    logging.basicConfig(level=logging.INFO, force=True,
-                        format=f"%(asctime)-15s Node[{kvstore.rank}] %(message)s")
-    train, val, examples = iterators(args, kvstore.rank, kvstore.num_workers)
+    ranks = recipes.Ranks(args.kvstore, names=True)
+    contexts = recipes.devices_of(ranks.devices(args.gpus))
+    ranks.start_log(f"%(asctime)-15s Node[{ranks.rank}] %(message)s")
+    train, val, examples = iterators(args, ranks.rank, ranks.workers)
+    ranks.check_same(examples, "images")
     logging.info("start with arguments %s", args)
     logging.info("gluon_amp %s, MXNet %s, Python %s", amp.__version__, mx.__version__,
                  platform.python_version())
     if args.test_io:
         return test_reading(train, args)
-    epoch_size = max(1, examples // kvstore.num_workers // args.batch_size)
+    epoch_size = max(1, examples // ranks.workers // args.batch_size)
     begin = args.load_epoch or 0
     options = {"context": contexts, "loss_scale": None if scale == "none" else scale,
                "fixed_param_names": fixed}
@@ -256,14 +231,14 @@ def fit(args, symbol, arg_params=None, aux_params=None, fixed=None):
     if args.top_k:
         metrics.append(mx.metric.create("top_k_accuracy", top_k=args.top_k))
     metrics += [mx.metric.create(name) for name in args.loss.split(",") if name]
-    record = start_record(args, begin, epoch_size)
-    callbacks = recipes.ModuleLog(record, module, args.disp_batches, args.batch_size)
+    record = start_record(args, ranks, begin, epoch_size)
+    callbacks = recipes.ModuleLog(record, module, args.disp_batches, args.batch_size, ranks)
     epoch_ends = [callbacks.epoch_end]
-    if args.model_prefix:
+    if args.model_prefix and ranks.rank == 0:
         epoch_ends.append(mx.callback.module_checkpoint(
             module, args.model_prefix, args.save_period, save_optimizer_states=True))
     module.fit(
-        train, val, metrics, kvstore=kvstore if "dist" in args.kv_store else args.kv_store,
+        train, val, metrics, kvstore=ranks.store,
         optimizer=args.optimizer, optimizer_params=optimizer, begin_epoch=begin,
         num_epoch=args.num_epochs, arg_params=arg_params, aux_params=aux_params,
         allow_missing=arg_params is not None,
@@ -295,10 +270,10 @@ def test_reading(train, args):
     logging.info("%d batches in %.3f s", i, time.time() - begun)
 
 
-def start_record(args, begin, epoch_size):
+def start_record(args, ranks, begin, epoch_size):
     """The run's record; with --load-epoch behind what log.jsonl has of the epochs before."""
-    if not args.save_dir:
-        return recipes.TrainingLog(args, None, steps=begin * epoch_size)
+    if not args.save_dir or ranks.rank:
+        return recipes.TrainingLog(args, None, steps=begin * epoch_size, writes=not ranks.rank)
     os.makedirs(args.save_dir, exist_ok=True)
     path, lines = os.path.join(args.save_dir, "log.jsonl"), []
     if begin and os.path.exists(path):

@@ -9,6 +9,7 @@ from pathlib import Path
 import gluon_amp
 import pytest
 from gluon_amp import recipes
+from gluon_amp._mxnet import mx
 from gluon_amp.policy import APEX, POLICIES
 
 EXAMPLES = Path(__file__).parents[1] / "example"
@@ -174,7 +175,8 @@ def test_an_option_that_a_network_does_not_take_is_named():
 def test_batch_norm_makes_a_vgg_with_batch_norms(monkeypatch):
     monkeypatch.syspath_prepend(str(EXAMPLES))
     recipe = importlib.import_module("image_classification")
-    plain, normed = (recipe.network(recipe.parse(["--model", "vgg11", *flags])).collect_params()
+    plain, normed = (recipe.network(recipe.parse(["--model", "vgg11", *flags]),
+                                    [mx.cpu()]).collect_params()
                      for flags in ([], ["--batch-norm"]))
     assert not [name for name in plain if "batchnorm" in name]
     assert [name for name in normed if "batchnorm" in name]
@@ -184,7 +186,7 @@ def test_weight_decay_spares_biases_and_norms_where_it_is_told_to(monkeypatch):
     monkeypatch.syspath_prepend(str(EXAMPLES))
     recipe = importlib.import_module("image_classification")
     args = recipe.parse(["--no-wd"])
-    net = recipe.network(args)
+    net = recipe.network(args, [mx.cpu()])
     recipe.trainer_of(args, net)
     spared = {name.rsplit("_", 1)[-1] for name, p in net.collect_params().items()
               if p.wd_mult == 0}

@@ -79,7 +79,7 @@ class Reduction:
         """Whether the flag is true for any worker. All workers have to ask."""
         if not self.tells:
             return flag
-        return bool(self._sum_numbers(np.array([flag])).any())
+        return bool(self.sum_numbers(np.array([flag])).any())
 
     def any_after_sum(self, flag: bool) -> bool:
         """As `any`, for what follows from summed gradients. Nothing is exchanged where a store
@@ -92,7 +92,7 @@ class Reduction:
             return [mine]
         numbers = np.zeros((self.workers, len(mine)))
         numbers[self.rank] = np.frombuffer(mine, np.uint8)
-        return [bytes(row) for row in self._sum_numbers(numbers).astype(np.uint8)]
+        return [bytes(row) for row in self.sum_numbers(numbers).astype(np.uint8)]
 
     def take_over(self, arrays: Iterable[Tuple[Any, List[Any]]], known: bool) -> None:
         """Gives rank 0's arrays to all workers, in place, and waits until they are there.
@@ -120,8 +120,8 @@ class Reduction:
         except mx.MXNetError as error:  # of Horovod, which sees by itself that a rank has ended
             raise RankEndedError(f"rank {self.rank} waits in vain: {message(error)}") from error
 
-    def _sum_numbers(self, numbers: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
-        """The sum over workers of small whole numbers."""
+    def sum_numbers(self, numbers: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
+        """The sum over workers of an array of numbers, in float32. All have to ask."""
         # a store knows the size of what has a key
         key: Any = f"gluon_amp {numbers.size}" if self._names else 2 ** 24 + numbers.size
         array = mx.nd.array(numbers.reshape(-1), ctx=mx.cpu(), dtype="float32")

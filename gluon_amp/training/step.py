@@ -287,8 +287,8 @@ class Steps:
                      "look at the data, the learning rate, and what overflows in the network"
         elif isinstance(self.loss_scale, DynamicLossScale):
             self.loss_scale.update(False, names)
-            log.info("step skipped: gradients not finite%s; loss scale %g -> %g", in_names(names),
-                     before, self.scale)
+            log.info("step skipped: gradients not finite%s; loss scale %g -> %g",
+                     in_names(names, most=1), before, self.scale)
             return
         else:
             reason = f"gradients are not finite{in_names(names)} at the loss scale " \
