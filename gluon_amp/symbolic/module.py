@@ -275,14 +275,14 @@ class Module(_Module, mx.mod.Module):
         self._steps = Steps(loss_scale, clip_norm)
         super().__init__(self._bindable(symbol), *args, **kwargs)
 
-    @staticmethod
-    def load(prefix: str, epoch: int, load_optimizer_states: bool = False,
+    @classmethod
+    def load(cls, prefix: str, epoch: int, load_optimizer_states: bool = False,
              **kwargs: Any) -> "Module":
         """A module from a checkpoint; arguments as for `mx.mod.Module.load`, and `loss_scale`."""
         must_exist(f"{prefix}-symbol.json", f"{prefix}-{epoch:04d}.params")
         symbol, args, auxs = mx.model.load_checkpoint(prefix, epoch)
         check_parameters(symbol, args, auxs)
-        module = Module(symbol, **kwargs)
+        module = cls(symbol, **kwargs)
         module._arg_params, module._aux_params = args, auxs
         module.params_initialized = True
         if load_optimizer_states:
