@@ -4,6 +4,7 @@
 # make lint    ruff and mypy
 # make docs    build the documentation: docs/_build/html
 # make test-zoo   train networks of GluonCV, GluonNLP and GluonTS, each in a venv of its own (python3.8)
+# make test-mxnet MXNET_TESTS=FOLDER   MXNet 1.9.1's own tests (tests/python of its sources) with ours in place
 # make results   draw results/imagenet anew, byte for byte
 # make sanitize   the engine's tests under AddressSanitizer and UBSan, in 20 minutes
 # make horovod   build Horovod for MXNet into .venv, in five minutes
@@ -22,7 +23,7 @@ SANITIZED ?= tests/test_kernels.py tests/test_operators.py tests/test_engine_ope
              tests/test_engine_grids.py tests/test_formats.py tests/test_one_pass_optimizers.py \
              tests/test_networks.py
 
-.PHONY: demo test test-zoo test-ranks setup lint docs results horovod sanitize bench bench-all check clean
+.PHONY: demo test test-zoo test-mxnet test-ranks setup lint docs results horovod sanitize bench bench-all check clean
 .DELETE_ON_ERROR:
 
 demo: .venv/demo
@@ -33,6 +34,9 @@ test: .venv/test
 
 test-zoo: .venv/setup
 	$(BIN)/python tests/zoo.py
+
+test-mxnet: .venv/test
+	@MXNET_TESTS="$(MXNET_TESTS)" $(BIN)/python -W ignore tests/mxnets_tests.py
 
 lint: .venv/test
 	$(BIN)/ruff check .

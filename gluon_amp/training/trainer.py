@@ -16,7 +16,7 @@ from .optimizer import check_scalable, given_optimizer, with_masters
 from .optimizer import optimizer as make_optimizer
 from .ranks import RanksTrainer
 from .reduction import check_kvstore
-from .states import check_order, check_states, one_error, read_states, seal
+from .states import carry_counts, check_order, check_states, one_error, read_states, seal
 from .step import Gradient, Place, Steps, TakesSteps
 
 
@@ -355,7 +355,7 @@ class Trainer(TakesSteps, RanksTrainer):
         with one_error(fname):
             check_order(fname, maker, [p.name for p in self._params])
             check_states(fname, states, maker, self._optimizer, {
-                i: (p.name, None if p._data is None else p.list_data()[0])
+                i: (p.name, None if p._data is None else p._data[0])
                 for i, p in enumerate(self._params)})
         if not self._kv_initialized:
             self._init_kvstore()
@@ -366,6 +366,7 @@ class Trainer(TakesSteps, RanksTrainer):
             raise ValueError("states that servers keep cannot be loaded: make the Trainer with "
                              "update_on_kvstore=False")
         with one_error(fname):
+            carry_counts(maker, [c.device_id for c in self._contexts])
             copies = [states, *(copy.deepcopy(states) for _ in updaters[1:])]
             self._steps.load(getattr(optimizer, "trainer_state", {}))
         for updater, own in zip(updaters, copies):
