@@ -114,7 +114,7 @@ class Counts:
         infinite or the largest number ("overflowed")."""
         exponents = np.arange(256) - _BIAS + math.log2(scale)
         flushed = exponents < math.log2(format_.smallest) - 1
-        above = exponents > math.floor(math.log2(format_.largest))
+        above = _is_beyond(format_, scale)
         subnormal = (exponents < math.log2(format_.smallest_normal)) & ~flushed
         count = max(self.numbers, 1)
         return {"zero": self.zero / count, "flushed": int(self.bins[flushed].sum()) / count,
@@ -141,6 +141,33 @@ class Counts:
         small = exponents < math.log2(format_.smallest_normal)
         total = squares.sum()
         return float(math.sqrt(error[small].sum() / total)) if total else 0.0
+
+
+    def noise(self, format_: Format, scale: float = 1.0) -> float:
+        """What rounding to a format would add to these numbers, times a power of two: the noise's
+        energy over theirs. Infinite where a number lies beyond the format."""
+        if self.shares(format_, scale)["overflowed"]:
+            return math.inf
+        exponents = np.arange(256) - _BIAS + math.log2(scale)
+        steps = np.maximum(4.0 ** (exponents - format_.fraction), format_.smallest ** 2)
+        error = (self.bins * steps).sum() / 12
+        total = (self.bins * (7 / 3) * 4.0 ** exponents).sum()
+        return float(min(error / total, 1.0)) if total else 0.0
+
+    def as_in(self, format_: Format) -> "Counts":
+        """These numbers as if they were rounded to a format: what becomes 0 or infinite, and the
+        error, as far as exponents tell."""
+        count, shares = self.numbers, self.shares(format_)
+        squares = float((self.bins * (7 / 3) * 4.0 ** (np.arange(256.0) - _BIAS)).sum())
+        beyond = round(shares["overflowed"] * count) - self.infinite - self.nan
+        inside = replace(self, bins=np.where(_is_beyond(format_), 0, self.bins), infinite=0, nan=0)
+        return replace(self, overflowed=beyond, flushed=round(shares["flushed"] * count),
+                       squares=squares, error_squares=inside.noise(format_) * squares)
+
+
+def _is_beyond(format_: Format, scale: float = 1.0) -> "np.ndarray[Any, Any]":
+    """For each bin: whether its numbers, times a power of two, lie beyond a format."""
+    return np.arange(256) - _BIAS + math.log2(scale) > math.floor(math.log2(format_.largest))
 
 
 def decibels(signal: float, noise: float) -> float:

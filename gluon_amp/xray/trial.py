@@ -107,14 +107,12 @@ class Trial:
             self.ops[dtypes] = mx.nd.CachedOp(symbol, flags), order
         return self.ops[dtypes]
 
-    def run(self, batch: Any, loss_fn: Any, scale: float = 1.0, seed: Any = None) -> Ran:
+    def run(self, batch: Any, loss_fn: Any, scale: float = 1.0) -> Ran:
         """One forward and one backward pass; no update."""
         data, label = split(batch)
         op, order = self._op(tuple(dtype_name(a.dtype) for a in data))
         inputs = dict(zip(self.names, data))
         arrays = [inputs.get(name, self.arrays.get(name)) for name in order]
-        if seed is not None:
-            mx.random.seed(seed)
         read()
         with mx.autograd.record():
             loss = loss_fn(op(*arrays), *label)
@@ -129,12 +127,6 @@ class Trial:
     def gradients(self) -> List[Any]:
         """Of the parameters that train, as the last run left them."""
         return [array.grad for array in self.arrays.values() if array.grad is not None]
-
-
-def draws(graph: Graph) -> bool:
-    """Whether a graph draws random numbers."""
-    return any(node.op == "Dropout" or "random" in node.op or "sample" in node.op
-               for node in graph.nodes())
 
 
 def _converted(net: Any) -> List[Any]:

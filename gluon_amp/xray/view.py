@@ -8,21 +8,22 @@
 import inspect
 import itertools
 import math
-import re
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Dict, Iterable, List, Optional, Set, Tuple
+from typing import Any, Callable, Dict, Iterable, List, Optional, Set, Tuple
 
 from .._mxnet import mx, np
 from ..checks import positive_number, whole_number
 from ..cpu.arrays import to_float32
+from ..cpu.library import random_numbers_kept
 from ..formats import FORMATS
 from ..graph.graph import Graph
 from ..policy import POLICIES
 from .advice import Finding, Overflow, Window, findings, first_overflow, is_finite, window
+from .names import keep_for, owner
 from .statistics import Counts, Key, decibels
 from .tensors import Layout, Tensor, fill
-from .trial import Ran, Trial, check, draws, split
+from .trial import Ran, Trial, check, split
 
 _FIRST_SCALE = 2.0 ** 16
 _LEAST_SCALE = 2.0 ** -24
@@ -118,8 +119,10 @@ class View:
             lines.append(f"{fits}: from {low:g} ({self.window.low_tensor}) to {high:g} "
                          f"({self.window.high_tensor})")
         lines += [f"{f.node}: {f.reason}: {f.detail}" for f in self.findings[:10]]
-        lines.append(f"To keep in float32: {self.keep_line}" if self.keep else
-                     "Nothing needs to stay in float32 beyond what does.")
+        if self.keep:
+            lines.append(f"To keep in float32: {self.keep_line}")
+        elif not self.findings:
+            lines.append("Nothing needs to stay in float32 beyond what does.")
         return "\n".join(lines)
 
 
@@ -128,8 +131,8 @@ def xray(net: Any, batches: Iterable[Any], loss_fn: Any, trainer: Any = None, st
     """Shows what float16 does to every tensor of a converted network, forward and backward.
 
     Every step runs on copies of the parameters: neither they nor statistics change, unless a
-    trainer is given, whose ordinary step follows each. Networks that draw random numbers are
-    given a seed for each step, so that float32 draws the same.
+    trainer is given, whose ordinary step follows each. Float32 draws the same random numbers, and
+    afterwards MXNet draws those that it would have drawn anyway.
 
     Args:
         net: a HybridBlock that `convert` has converted, on a CPU.
@@ -159,11 +162,13 @@ def xray(net: Any, batches: Iterable[Any], loss_fn: Any, trainer: Any = None, st
     updates = _Updates(net, trainer)
     for number, batch in enumerate(chosen):
         trial.copy()
-        seed = number if draws(trial.clean) else None
-        scale, ran = _run(trial, batch, loss_fn, scale, seed)
+        with random_numbers_kept() as draw_again:
+            scale, ran = _run(trial, batch, loss_fn, scale, draw_again)
+            if right is not None:
+                right.copy()
+                draw_again()
+                whole = right.run(batch, loss_fn, scale)
         if right is not None:
-            right.copy()
-            whole = right.run(batch, loss_fn, scale, seed)
             view.reference_losses.append(whole.loss)
             if not math.isfinite(whole.loss):
                 view.notes.insert(0, f"batch {number}: the loss is not finite in float32 either: "
@@ -176,7 +181,8 @@ def xray(net: Any, batches: Iterable[Any], loss_fn: Any, trainer: Any = None, st
         view.window = window(view.tensors, view.scale, lost)
     view.findings = findings(layout, view.tensors, view.scale)
     if view.findings:
-        _try_keeping(net, view, chosen[0], loss_fn, lost, reference)
+        with random_numbers_kept() as draw_again:
+            _try_keeping(net, view, chosen[0], loss_fn, lost, reference, draw_again)
     view.weights = updates.weights()
     if view.first_overflow:
         view.first_overflow.where = _code_of(net, view.first_overflow.node)
@@ -189,7 +195,8 @@ def explain(net: Any, batch: Any, loss_fn: Any, loss_scale: float = 1.0) -> Opti
     positive_number(loss_scale, "loss_scale")
     check(net, batch)
     trial = Trial(net, net._amp.policy)
-    ran = trial.run(batch, loss_fn, loss_scale)
+    with random_numbers_kept():
+        ran = trial.run(batch, loss_fn, loss_scale)
     found = first_overflow(_layout(trial, batch).tensors(), ran.counts, 0, loss_scale)
     if found:
         found.where = _code_of(net, found.node)
@@ -209,13 +216,15 @@ def _forward_is_finite(counts: Dict[Key, Counts]) -> bool:
     return all(is_finite(c) for key, c in counts.items() if not key.backward)
 
 
-def _run(trial: Trial, batch: Any, loss_fn: Any, scale: float, seed: Any) -> Tuple[float, Ran]:
+def _run(trial: Trial, batch: Any, loss_fn: Any, scale: float,
+         draw_again: Callable[[], None]) -> Tuple[float, Ran]:
     """A step at this loss scale, or at lower ones where only gradients overflow at it."""
-    ran = trial.run(batch, loss_fn, scale, seed)
+    ran = trial.run(batch, loss_fn, scale)
     while not ran.finite and scale > _LEAST_SCALE and _forward_is_finite(ran.counts):
         scale /= 16
         trial.copy()
-        ran = trial.run(batch, loss_fn, scale, seed)
+        draw_again()
+        ran = trial.run(batch, loss_fn, scale)
     return scale, ran
 
 
@@ -235,19 +244,19 @@ def _note(view: View, scale: float, ran: Ran, number: int, lost: float,
 
 
 def _try_keeping(net: Any, view: View, batch: Any, loss_fn: Any, lost: float,
-                 reference: bool) -> None:
+                 reference: bool, draw_again: Callable[[], None]) -> None:
     """Keeps what is found, looks again, and goes on until nothing is found."""
     names: Dict[str, None] = {}
     kept: Set[str] = set()
     found, scale, ran = view.findings, view.scale, Ran(0, False, view.steps[0][1])
     tensors = view.tensors
-    seed = 0 if draws(Trial(net, net._amp.policy, watch=False).clean) else None
-    right = Trial(net, POLICIES["float32"]).run(batch, loss_fn, view.scale, seed) \
+    known_nodes = [n.name for n in Graph.read(net._cached_graph[1]).nodes()]
+    right = Trial(net, POLICIES["float32"]).run(batch, loss_fn, view.scale) \
         if reference else None
     for _ in range(_ROUNDS):
         wanted = [name for finding in found for name in finding.keep]
-        new = {line: nodes for line, nodes in (_keep_for(net, n) for n in wanted)
-               if line not in names}
+        new = {line: nodes for name in wanted
+               for line, nodes in keep_for(net, name, known_nodes).items() if line not in names}
         if not new:
             break
         for line, nodes in new.items():
@@ -256,7 +265,8 @@ def _try_keeping(net: Any, view: View, batch: Any, loss_fn: Any, lost: float,
         trial = Trial(net, net._amp.policy, kept)
         layout = _layout(trial, batch)
         tensors = list(layout.tensors())
-        scale, ran = _run(trial, batch, loss_fn, view.scale, seed)
+        draw_again()
+        scale, ran = _run(trial, batch, loss_fn, view.scale, draw_again)
         fill(tensors, ran.counts, right.counts if right else None)
         found = findings(layout, [t for t in tensors if t.counts], scale)
         known = {f.node for f in view.findings}
@@ -272,31 +282,9 @@ def _try_keeping(net: Any, view: View, batch: Any, loss_fn: Any, lost: float,
                           + ", ".join(f.node for f in found[:5]))
 
 
-def _owner(net: Any, node: str) -> Any:
-    """The innermost block whose prefix a node's name has."""
-    best, stack = net, [net]
-    while stack:
-        block = stack.pop()
-        if node.startswith(block.prefix) and len(block.prefix) > len(best.prefix):
-            best = block
-        stack += block._children.values()
-    return best
-
-
-def _keep_for(net: Any, node: str) -> Tuple[str, Set[str]]:
-    """What keep= calls the block of a node, and the block's nodes; a node of the outermost block
-    goes by its own name."""
-    block = _owner(net, node)
-    if block is net or any(child.collect_params().keys() for child in block._children.values()):
-        return re.escape(node), {node}
-    names = {n.name for n in Graph.read(net._cached_graph[1]).nodes()
-             if n.name.startswith(block.prefix)}
-    return re.escape(block.name), names | {node}
-
-
 def _code_of(net: Any, node: str) -> str:
     """The block that a node belongs to, and where its code is."""
-    block = _owner(net, node)
+    block = owner(net, node)
     for cls in type(block).__mro__:
         code = vars(cls).get("hybrid_forward")
         if code is not None:

@@ -1,0 +1,207 @@
+"""What a choice of float32 nodes costs and gives: its casts, its arithmetic in the low format, and
+how true its gradients are. Everything is measured once, and can be kept in a file."""
+import hashlib
+import json
+import math
+import os
+import time
+from dataclasses import dataclass
+from typing import Any, Callable, Dict, FrozenSet, List, Optional, Sequence, Tuple
+
+from .._mxnet import mx, np
+from ..files import replace_file
+from ..graph.graph import CASTS
+from ..policy import POLICIES
+from .arithmetic import multiply_adds, shapes_of
+from .statistics import decibels
+from .training import trained
+from .trial import Trial, split
+
+Nodes = FrozenSet[str]
+
+_FIRST_SCALE = 2.0 ** 16
+_LEAST_SCALE = 2.0 ** -24
+
+
+class BudgetSpent(Exception):
+    """No time, or no training run, is left."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How training is compared; see `search`."""
+    steps: int
+    seeds: int
+    seed: int
+    optimizer: str
+    optimizer_params: Tuple[Tuple[str, Any], ...]
+    fidelity_batches: int = 2
+
+
+class Measure:
+    """Measures choices of nodes that stay float32.
+
+    Args:
+        budget: seconds as a float, or training runs as an int.
+        file: where measurements are kept, and taken from by the next run.
+        say: told what was measured.
+    """
+
+    def __init__(self, net: Any, batches: Sequence[Any], loss_fn: Any, budget: Any,
+                 settings: Settings, file: Optional[str], say: Callable[[str], None]) -> None:
+        self.net, self.batches, self.loss_fn = net, batches, loss_fn
+        self.budget, self.settings, self.file, self.say = budget, settings, file, say
+        self.policy = net._amp.policy
+        self.right = Trial(net, POLICIES["float32"], watch=False)
+        self.begun, self.runs = time.monotonic(), 0
+        self.snrs: Dict[Nodes, float] = {}
+        self.losses: Dict[Tuple[str, Nodes, int], float] = {}
+        self._gradients: List[List[Any]] = []
+        data, _ = split(batches[0])
+        self.dtypes = [np.dtype(a.dtype).name for a in data]
+        self.work = multiply_adds(self.right.clean, shapes_of(self.right.names, data,
+                                                              self.right.arrays))
+        self._load()
+
+    # ---- what is known without a run
+
+    def casts(self, keep: Nodes) -> int:
+        """How many casts the graph has."""
+        graph, _ = Trial(self.net, self.policy, keep, watch=False).graph(self.dtypes)
+        return sum(node.op in CASTS for node in graph.nodes())
+
+    def share(self, keep: Nodes) -> float:
+        """The share of the arithmetic that is not taken off the low format."""
+        total = sum(self.work.values())
+        return 1.0 - sum(self.work.get(name, 0) for name in keep) / total if total else 1.0
+
+    def cost(self, keep: Nodes) -> Tuple[float, int]:
+        """To compare two choices: arithmetic in float32 first, then nodes and casts."""
+        return round(1 - self.share(keep), 9), len(keep) + self.casts(keep)
+
+    # ---- gradients
+
+    def snr(self, keep: Nodes) -> float:
+        """How true the gradients are, in dB against float32's, on the worst of some batches: the
+        mean over the parameters of noise over signal. -infinity where one is not finite."""
+        if keep not in self.snrs:
+            self._check_time()
+            self.snrs[keep] = self._measure(keep)
+            self._save()
+            self.say(f"{len(keep)} nodes in float32: gradients at {self.snrs[keep]:.1f} dB, "
+                     f"{self.share(keep):.1%} of the arithmetic low")
+        return self.snrs[keep]
+
+    def _measure(self, keep: Nodes) -> float:
+        trial = Trial(self.net, self.policy, keep, watch=False)
+        few = self.batches[:self.settings.fidelity_batches]
+        if not self._gradients:
+            self._gradients = [self._run(self.right, i) or [] for i in range(len(few))]
+        worst = math.inf
+        for i, right in enumerate(self._gradients):
+            found = self._run(trial, i)
+            worst = min(worst, -math.inf if found is None else _fidelity(right, found))
+        return worst
+
+    def _run(self, trial: Trial, which: int) -> Optional[List[Any]]:
+        """The gradients of a batch, at the highest loss scale that overflows nothing."""
+        scale = _FIRST_SCALE
+        while scale >= _LEAST_SCALE:
+            trial.copy()
+            mx.random.seed(which)
+            ran = trial.run(self.batches[which], self.loss_fn, scale)
+            if not math.isfinite(ran.loss):
+                return None
+            if ran.finite:
+                return [g.asnumpy().astype(np.float64) / scale for g in trial.gradients()]
+            scale /= 16
+        return None
+
+    # ---- training
+
+    def trains(self, keep: Nodes, bound: float) -> bool:
+        """Whether training ends at float32's loss, within this share of it or within what float32
+        cannot tell from itself."""
+        seeds = range(self.settings.seed, self.settings.seed + self.settings.seeds)
+        right = [self._trained("float32", frozenset(), seed) for seed in seeds]
+        again = [self._trained("float32, disturbed", frozenset(), seed) for seed in seeds]
+        if not all(map(math.isfinite, right)):
+            raise ValueError("training in float32 does not stay finite with this optimizer: give "
+                             "optimizer= and optimizer_params= as training has them")
+        found = [self._trained("", keep, seed) for seed in seeds]
+        whole = float(np.mean(np.abs(right)))
+        own = max(abs(a - b) for a, b in zip(again, right)) / max(whole, 1e-30)
+        apart = abs(float(np.mean(found)) - float(np.mean(right))) / max(whole, 1e-30)
+        self.say(f"trained with {self.settings.seeds} seeds: the loss is {apart:.2%} off "
+                 f"float32's, which is {own:.2%} off itself")
+        return apart <= max(bound, own)
+
+    def _trained(self, kind: str, keep: Nodes, seed: int) -> float:
+        if (kind, keep, seed) not in self.losses:
+            self._check_time()
+            if isinstance(self.budget, int) and self.runs >= self.budget:
+                raise BudgetSpent
+            self.runs += 1
+            trial = self.right if kind else Trial(self.net, self.policy, keep, watch=False)
+            s = self.settings
+            self.losses[kind, keep, seed] = trained(
+                trial, self.batches, self.loss_fn, s.steps, seed, s.optimizer,
+                dict(s.optimizer_params), kind.endswith("disturbed"))
+            self._save()
+        return self.losses[kind, keep, seed]
+
+    def _check_time(self) -> None:
+        if isinstance(self.budget, float) and time.monotonic() - self.begun > self.budget:
+            raise BudgetSpent
+
+    # ---- the file
+
+    def _fingerprint(self) -> str:
+        """Of all that measurements depend on."""
+        made = hashlib.sha256(repr((self.right.clean.structure(), self.policy, self.settings,
+                                    sorted(self.right.keep))).encode())
+        for array in self.right.arrays.values():
+            made.update(array.asnumpy().tobytes())
+        for batch in self.batches:
+            for array in batch if isinstance(batch, (list, tuple)) else [batch]:
+                made.update(array.asnumpy().tobytes())
+        return made.hexdigest()
+
+    def _load(self) -> None:
+        self._print = self._fingerprint() if self.file else ""
+        if not self.file or not os.path.exists(self.file):
+            return
+        with open(self.file, encoding="utf-8") as file:
+            try:
+                held = json.load(file)
+                known = held["fingerprint"]
+                snrs = {frozenset(k): float(v) for k, v in held["gradients"]}
+                losses = {(kind, frozenset(k), seed): float(v)
+                          for kind, k, seed, v in held["training"]}
+            except (ValueError, KeyError, TypeError):
+                raise ValueError(f"file={self.file!r} is none that search has written") from None
+        if known != self._print:
+            raise ValueError(f"file={self.file!r} is of another search: the network, its weights, "
+                             "the batches or the settings differ. Give another name")
+        self.snrs, self.losses = snrs, losses
+
+    def _save(self) -> None:
+        if not self.file:
+            return
+        held = {"fingerprint": self._print,
+                "gradients": [[sorted(k), repr(v)] for k, v in self.snrs.items()],
+                "training": [[kind, sorted(k), seed, repr(v)]
+                             for (kind, k, seed), v in self.losses.items()]}
+
+        def write(path: str) -> None:
+            with open(path, "w", encoding="utf-8") as file:
+                json.dump(held, file)
+        replace_file(self.file, write)
+
+
+def _fidelity(right: List[Any], found: List[Any]) -> float:
+    numbers = sum(g.size for g in right)
+    floor = 1e-4 * sum(float(np.square(g).sum()) for g in right) / max(numbers, 1)
+    noise = [float(np.square(b - a).mean()) / max(float(np.square(a).mean()), floor, 1e-300)
+             for a, b in zip(right, found)]
+    return decibels(1.0, float(np.mean(noise))) if noise else math.inf
