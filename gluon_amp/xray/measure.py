@@ -119,9 +119,9 @@ class Measure:
 
     # ---- training
 
-    def trains(self, keep: Nodes, bound: float) -> bool:
-        """Whether training ends at float32's loss, within this share of it or within what float32
-        cannot tell from itself."""
+    def trains(self, keep: Nodes, bound: float, begins_at: float) -> bool:
+        """Whether training ends at float32's loss, within this share of it (of a tenth of what
+        training begins at, if that is more) or within what float32 cannot tell from itself."""
         seeds = range(self.settings.seed, self.settings.seed + self.settings.seeds)
         right = [self._trained("float32", frozenset(), seed) for seed in seeds]
         again = [self._trained("float32, disturbed", frozenset(), seed) for seed in seeds]
@@ -129,9 +129,9 @@ class Measure:
             raise ValueError("training in float32 does not stay finite with this optimizer: give "
                              "optimizer= and optimizer_params= as training has them")
         found = [self._trained("", keep, seed) for seed in seeds]
-        whole = float(np.mean(np.abs(right)))
-        own = max(abs(a - b) for a, b in zip(again, right)) / max(whole, 1e-30)
-        apart = abs(float(np.mean(found)) - float(np.mean(right))) / max(whole, 1e-30)
+        whole = max(float(np.mean(np.abs(right))), 0.1 * abs(begins_at), 1e-30)
+        own = max(abs(a - b) for a, b in zip(again, right)) / whole
+        apart = abs(float(np.mean(found)) - float(np.mean(right))) / whole
         self.say(f"trained with {self.settings.seeds} seeds: the loss is {apart:.2%} off "
                  f"float32's, which is {own:.2%} off itself")
         return apart <= max(bound, own)

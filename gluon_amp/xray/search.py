@@ -94,8 +94,9 @@ def search(net: Any, batches: Iterable[Any], loss_fn: Any, budget: Union[float, 
         loss_fn: called with the network's output and the label.
         budget: seconds as a float, or training runs as an int.
         snr: how true gradients must be, in dB, against float32's: 20 is noise of a tenth.
-        loss: how far the trained loss may be off float32's, as a share of it. More is allowed where
-            two float32 trainings, whose first weights differ by 2^-12, are further apart.
+        loss: how far the trained loss may be off float32's, as a share of it, or of a tenth of what
+            training begins at, if that is more. Further is allowed where two float32 trainings
+            whose first weights differ by 2^-12 are further apart.
         steps: of each training.
         seeds: how many trainings decide.
         optimizer, optimizer_params: what trains, as for gluon.Trainer.
@@ -165,6 +166,7 @@ class _Looking:
             raise ValueError("the loss is not finite in float32 either: look at the data, the "
                              f"weights and the loss first. Received: a loss of {ran.loss}")
         variables = {**right.arrays, **dict(zip(right.names, batch))}
+        self.begins_at = ran.loss
         scores = ranked(self.layout, ran.counts, _SCALE, variables)
         if not scores:
             raise ValueError("the network has no tensors of less than float32: all of it is kept, "
@@ -177,7 +179,7 @@ class _Looking:
         while True:
             keep = self._enough()
             keep = self._joined(self._pruned(keep))
-            if self.measure.trains(keep, self.loss):
+            if self.measure.trains(keep, self.loss, self.begins_at):
                 self.verified.append(keep)
                 return
             self.failed.append(keep)
