@@ -14,13 +14,14 @@ from ..graph.graph import CASTS
 from ..policy import POLICIES
 from .arithmetic import multiply_adds, shapes_of
 from .statistics import decibels
-from .training import trained
+from .training import Place, Trained, trained
 from .trial import Trial, split
 
 Nodes = FrozenSet[str]
 
 _FIRST_SCALE = 2.0 ** 16
 _LEAST_SCALE = 2.0 ** -24
+_FIRST_PLACES = 2  # batches, at the network's weights of now
 
 
 class BudgetSpent(Exception):
@@ -35,7 +36,6 @@ class Settings:
     seed: int
     optimizer: str
     optimizer_params: Tuple[Tuple[str, Any], ...]
-    fidelity_batches: int = 2
 
 
 class Measure:
@@ -54,9 +54,11 @@ class Measure:
         self.policy = net._amp.policy
         self.right = Trial(net, POLICIES["float32"], watch=False)
         self.begun, self.runs = time.monotonic(), 0
-        self.snrs: Dict[Nodes, float] = {}
+        self.places = [Place(i) for i in range(min(len(batches), _FIRST_PLACES))]
+        self.found: Dict[Tuple[int, Nodes], float] = {}  # by place: in dB
+        self.failures: Dict[Tuple[Nodes, int], Place] = {}
         self.losses: Dict[Tuple[str, Nodes, int], float] = {}
-        self._gradients: List[List[Any]] = []
+        self._gradients: List[List[Any]] = []  # float32's, by place
         data, _ = split(batches[0])
         self.dtypes = [np.dtype(a.dtype).name for a in data]
         self.work = multiply_adds(self.right.clean, shapes_of(self.right.names, data,
@@ -82,34 +84,41 @@ class Measure:
     # ---- gradients
 
     def snr(self, keep: Nodes) -> float:
-        """How true the gradients are, in dB against float32's, on the worst of some batches: the
-        mean over the parameters of noise over signal. -infinity where one is not finite."""
-        if keep not in self.snrs:
-            self._check_time()
-            self.snrs[keep] = self._measure(keep)
-            self._save()
-            self.say(f"{len(keep)} nodes in float32: gradients at {self.snrs[keep]:.1f} dB, "
-                     f"{self.share(keep):.1%} of the arithmetic low")
-        return self.snrs[keep]
+        """How true the gradients are, in dB against float32's, at the worst of the places: the mean
+        over the parameters of noise over signal. -infinity where one is not finite."""
+        for i in range(len(self.places)):
+            if (i, keep) not in self.found:
+                self._check_time()
+                self.found[i, keep] = self._measure(i, keep)
+                if i == len(self.places) - 1:
+                    self._save()
+                    self.say(f"{len(keep)} nodes in float32: gradients at {self.known(keep):.1f} "
+                             f"dB, {self.share(keep):.1%} of the arithmetic low")
+        return self.known(keep)
 
-    def _measure(self, keep: Nodes) -> float:
-        trial = Trial(self.net, self.policy, keep, watch=False)
-        few = self.batches[:self.settings.fidelity_batches]
-        if not self._gradients:
-            self._gradients = [self._run(self.right, i) or [] for i in range(len(few))]
-        worst = math.inf
-        for i, right in enumerate(self._gradients):
-            found = self._run(trial, i)
-            worst = min(worst, -math.inf if found is None else _fidelity(right, found))
-        return worst
+    def known(self, keep: Nodes) -> float:
+        """The same as far as it is measured."""
+        return min((self.found[i, keep] for i in range(len(self.places))
+                    if (i, keep) in self.found), default=-math.inf)
 
-    def _run(self, trial: Trial, which: int) -> Optional[List[Any]]:
-        """The gradients of a batch, at the highest loss scale that overflows nothing."""
+    def choices(self) -> List[Nodes]:
+        """All that were measured, at every place."""
+        return [keep for i, keep in self.found if i == len(self.places) - 1]
+
+    def _measure(self, place: int, keep: Nodes) -> float:
+        while len(self._gradients) <= place:
+            made = self._run(self.right, self.places[len(self._gradients)])
+            self._gradients.append(made or [])
+        found = self._run(Trial(self.net, self.policy, keep, watch=False), self.places[place])
+        return -math.inf if found is None else _fidelity(self._gradients[place], found)
+
+    def _run(self, trial: Trial, place: Place) -> Optional[List[Any]]:
+        """The gradients at a place, at the highest loss scale that overflows nothing."""
         scale = _FIRST_SCALE
         while scale >= _LEAST_SCALE:
-            trial.copy()
-            mx.random.seed(which)
-            ran = trial.run(self.batches[which], self.loss_fn, scale)
+            trial.copy(place.values)
+            mx.random.seed(place.batch)
+            ran = trial.run(self.batches[place.batch], self.loss_fn, scale)
             if not math.isfinite(ran.loss):
                 return None
             if ran.finite:
@@ -136,19 +145,36 @@ class Measure:
                  f"float32's, which is {own:.2%} off itself")
         return apart <= max(bound, own)
 
+    def add_place_of_failure(self, keep: Nodes) -> bool:
+        """Gradients are measured where training with these has failed, too, from now on. Whether
+        that tells the failure."""
+        for (kind, nodes, seed), loss in list(self.losses.items()):
+            if kind or nodes != keep or math.isfinite(loss):
+                continue
+            place = self.failures.get((keep, seed)) or self._train("", keep, seed).failed
+            if place is not None and self._run(self.right, place) is not None:
+                self.places.append(place)
+                return self.snr(keep) == -math.inf
+        return False
+
     def _trained(self, kind: str, keep: Nodes, seed: int) -> float:
         if (kind, keep, seed) not in self.losses:
             self._check_time()
             if isinstance(self.budget, int) and self.runs >= self.budget:
                 raise BudgetSpent
             self.runs += 1
-            trial = self.right if kind else Trial(self.net, self.policy, keep, watch=False)
-            s = self.settings
-            self.losses[kind, keep, seed] = trained(
-                trial, self.batches, self.loss_fn, s.steps, seed, s.optimizer,
-                dict(s.optimizer_params), kind.endswith("disturbed"))
+            made = self._train(kind, keep, seed)
+            self.losses[kind, keep, seed] = made.loss
+            if made.failed is not None:
+                self.failures[keep, seed] = made.failed
             self._save()
         return self.losses[kind, keep, seed]
+
+    def _train(self, kind: str, keep: Nodes, seed: int) -> Trained:
+        trial = self.right if kind else Trial(self.net, self.policy, keep, watch=False)
+        s = self.settings
+        return trained(trial, self.batches, self.loss_fn, s.steps, seed, s.optimizer,
+                       dict(s.optimizer_params), kind.endswith("disturbed"))
 
     def _check_time(self) -> None:
         if isinstance(self.budget, float) and time.monotonic() - self.begun > self.budget:
@@ -175,7 +201,7 @@ class Measure:
             try:
                 held = json.load(file)
                 known = held["fingerprint"]
-                snrs = {frozenset(k): float(v) for k, v in held["gradients"]}
+                found = {(i, frozenset(k)): float(v) for i, k, v in held["gradients"]}
                 losses = {(kind, frozenset(k), seed): float(v)
                           for kind, k, seed, v in held["training"]}
             except (ValueError, KeyError, TypeError):
@@ -183,13 +209,13 @@ class Measure:
         if known != self._print:
             raise ValueError(f"file={self.file!r} is of another search: the network, its weights, "
                              "the batches or the settings differ. Give another name")
-        self.snrs, self.losses = snrs, losses
+        self.found, self.losses = found, losses
 
     def _save(self) -> None:
         if not self.file:
             return
         held = {"fingerprint": self._print,
-                "gradients": [[sorted(k), repr(v)] for k, v in self.snrs.items()],
+                "gradients": [[i, sorted(k), repr(v)] for (i, k), v in self.found.items()],
                 "training": [[kind, sorted(k), seed, repr(v)]
                              for (kind, k, seed), v in self.losses.items()]}
 

@@ -4,7 +4,8 @@
     bisect   how many of the worst have to be kept so that gradients are true enough
     prune    what of these can be low after all, in halves, quarters, ... and one by one
     join     nodes whose inputs cost a cast less if they are kept, too
-    verify   by training with several seeds; if the loss is off, ask for truer gradients and go on
+    verify   by training with several seeds; where it fails, gradients are measured, too, from then
+             on; if only the loss is off, they have to be truer
 
 Whatever stops it (the budget, Ctrl-C), the best so far is returned.
 """
@@ -177,8 +178,9 @@ class _Looking:
 
     def run(self) -> None:
         while True:
-            keep = self._enough()
-            keep = self._joined(self._pruned(keep))
+            keep = self._joined(self._pruned(self._enough()))
+            if keep in self.failed:  # nothing that is measured tells why
+                keep = self.all
             if self.measure.trains(keep, self.loss, self.begins_at):
                 self.verified.append(keep)
                 return
@@ -188,7 +190,8 @@ class _Looking:
                                   "float16 weights and data make that difference")
                 return
             reached = self.measure.snr(keep)
-            self.wanted = max(self.wanted, reached if math.isfinite(reached) else 0) + _TRUER
+            if not self.measure.add_place_of_failure(keep) and math.isfinite(reached):
+                self.wanted = max(self.wanted, reached) + _TRUER
 
     def _enough(self) -> Nodes:
         """The fewest of the worst groups that make gradients true enough."""
@@ -242,8 +245,8 @@ class _Looking:
 
     def result(self) -> Search:
         measure = self.measure
-        enough = [k for k, snr in measure.snrs.items()
-                  if snr >= self.wanted and k not in self.failed]
+        enough = [k for k in measure.choices()
+                  if measure.known(k) >= self.wanted and k not in self.failed]
         best = min(self.verified or enough or [self.all], key=measure.cost)
         return Search(keep_line(measure.net, best | measure.right.keep, sorted(self.all)),
                       self._choice(best), best in self.verified, self._front(), measure.runs,
@@ -251,12 +254,11 @@ class _Looking:
 
     def _choice(self, keep: Nodes) -> Choice:
         measure = self.measure
-        return Choice(keep, measure.snrs.get(keep, -math.inf), measure.casts(keep),
-                      measure.share(keep))
+        return Choice(keep, measure.known(keep), measure.casts(keep), measure.share(keep))
 
     def _front(self) -> List[Choice]:
         """The truest first."""
-        found = [self._choice(keep) for keep in self.measure.snrs]
+        found = [self._choice(keep) for keep in self.measure.choices()]
         values: List[Tuple[float, int, float]] = [(c.snr, -c.casts, c.share) for c in found]
         front = [c for c, mine in zip(found, values) if math.isfinite(c.snr) and not any(
             other != mine and all(a >= b for a, b in zip(other, mine)) for other in values)]

@@ -1,6 +1,6 @@
 """Some steps of training on copies of a network's parameters, to compare losses."""
 import math
-from typing import Any, Dict, List, Optional, Sequence
+from typing import Any, Dict, List, NamedTuple, Optional, Sequence
 
 from .._mxnet import mx, np
 from ..cpu.arrays import to_float32
@@ -10,11 +10,24 @@ _FIRST_SCALE = 2.0 ** 16
 _LEAST_SCALE = 2.0 ** -24
 
 
+class Place(NamedTuple):
+    """Where gradients can be compared: the number of a batch, and the parameters' values; None: as
+    the network has them now."""
+    batch: int
+    values: Optional[Dict[str, Any]] = None
+
+
+class Trained(NamedTuple):
+    """A training: the mean loss of the second half of its steps, infinite where a loss or gradient
+    was not finite; and where that was."""
+    loss: float
+    failed: Optional[Place] = None
+
+
 def trained(trial: Trial, batches: Sequence[Any], loss_fn: Any, steps: int, seed: int,
             optimizer: str, settings: Optional[Dict[str, Any]] = None,
-            disturbed: bool = False) -> float:
-    """Trains from the network's parameters of now, with float32 masters, and returns the mean loss
-    of the second half of the steps: infinite where a loss or gradient is not finite.
+            disturbed: bool = False) -> Trained:
+    """Trains from the network's parameters of now, with float32 masters.
 
     Args:
         trial: its copies are trained.
@@ -43,14 +56,15 @@ def trained(trial: Trial, batches: Sequence[Any], loss_fn: Any, steps: int, seed
             mx.random.seed(1000 * seed + number)
             ran = trial.run(batch, loss_fn, scale)
             if not math.isfinite(ran.loss) or scale < _LEAST_SCALE:
-                return math.inf
+                values = {**trial.arrays, **{p.name: m for p, m in zip(parameters, masters)}}
+                return Trained(math.inf, Place(which, values))
             scale = scale if ran.finite else scale / 4
         losses.append(ran.loss)
         update.optimizer.rescale_grad = 1 / (scale * split(batch)[0][0].shape[0])
         for i, (parameter, master) in enumerate(zip(parameters, masters)):
             update(i, to_float32(trial.arrays[parameter.name].grad), master)
         _round(trial, parameters, masters)
-    return float(np.mean(losses[steps // 2:]))
+    return Trained(float(np.mean(losses[steps // 2:])))
 
 
 def _round(trial: Trial, parameters: List[Any], masters: List[Any]) -> None:

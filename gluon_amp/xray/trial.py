@@ -1,5 +1,5 @@
 """A network's graph on arrays of its own: it runs, counts, and changes nothing of the user's."""
-from typing import Any, Collection, Dict, List, NamedTuple, Sequence, Tuple
+from typing import Any, Collection, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 from mxnet.gluon import HybridBlock
 
@@ -74,15 +74,15 @@ class Trial:
         self.arrays: Dict[str, Any] = {}
         self.copy()
 
-    def copy(self) -> None:
-        """Takes over the values that the network's parameters have now."""
+    def copy(self, values: Optional[Mapping[str, Any]] = None) -> None:
+        """Takes over the values that the network's parameters have now, or those given."""
         for parameter in self.parameters.values():
-            value = parameter.data()
+            value = parameter.data() if values is None else values[parameter.name]
             whole = self.policy.is_float32 or parameter.name in self.whole
             value = to_float32(value) if whole else value
             held = self.arrays.get(parameter.name)
             if held is not None:
-                value.copyto(held)
+                held[:] = value.astype(held.dtype, copy=False)
                 continue
             held = self.arrays[parameter.name] = value.copy()
             if parameter.grad_req != "null":
