@@ -2,7 +2,6 @@
 from math import prod
 from typing import Any, Dict, Mapping, Sequence
 
-from .._mxnet import mx
 from ..graph.graph import Entry, Graph
 from ..graph.operators import PRODUCTS
 
@@ -49,9 +48,3 @@ def _of(op: str, attrs: Mapping[str, str], inputs: Sequence[Shape], output: Shap
     transposed = attrs.get("transpose_a") in ("True", "1")
     return prod(output) * inputs[0][-2 if transposed and len(inputs[0]) > 1 else -1]
 
-
-def shapes_of(names: Sequence[str], data: Sequence[Any], arrays: Mapping[str, "mx.nd.NDArray"]
-              ) -> Dict[str, Shape]:
-    """Of a network's data, and of its parameters."""
-    return {**{name: array.shape for name, array in arrays.items()},
-            **{name: array.shape for name, array in zip(names, data)}}

@@ -12,10 +12,10 @@ from .._mxnet import mx, np
 from ..files import replace_file
 from ..graph.graph import CASTS
 from ..policy import POLICIES
-from .arithmetic import multiply_adds, shapes_of
+from .arithmetic import multiply_adds
 from .statistics import decibels
 from .training import Place, Trained, trained
-from .trial import Trial, split
+from .trial import Trial
 
 Nodes = FrozenSet[str]
 
@@ -53,24 +53,31 @@ class Measure:
         self.budget, self.settings, self.file, self.say = budget, settings, file, say
         self.policy = net._amp.policy
         self.right = Trial(net, POLICIES["float32"], watch=False)
+        self.right.look(batches[0])
+        self.calls = self.right.calls
         self.begun, self.runs = time.monotonic(), 0
         self.places = [Place(i) for i in range(min(len(batches), _FIRST_PLACES))]
         self.found: Dict[Tuple[int, Nodes], float] = {}  # by place: in dB
         self.failures: Dict[Tuple[Nodes, int], Place] = {}
         self.losses: Dict[Tuple[str, Nodes, int], float] = {}
         self._gradients: List[List[Any]] = []  # float32's, by place
-        data, _ = split(batches[0])
-        self.dtypes = [np.dtype(a.dtype).name for a in data]
-        self.work = multiply_adds(self.right.clean, shapes_of(self.right.names, data,
-                                                              self.right.arrays))
+        self.work: Dict[str, int] = {}
+        for call in self.calls.values():
+            shapes = {**{name: array.shape for name, array in self.right.arrays.items()},
+                      **dict(zip(call.names, call.shapes))}
+            self.work.update(multiply_adds(call.clean, shapes))
         self._load()
 
     # ---- what is known without a run
 
     def casts(self, keep: Nodes) -> int:
-        """How many casts the graph has."""
-        graph, _ = Trial(self.net, self.policy, keep, watch=False).graph(self.dtypes)
-        return sum(node.op in CASTS for node in graph.nodes())
+        """How many casts the graphs have."""
+        return sum(node.op in CASTS for graph, _ in self.trial(keep).graphs()
+                   for node in graph.nodes())
+
+    def trial(self, keep: Nodes) -> Trial:
+        """The network with these nodes in float32."""
+        return Trial(self.net, self.policy, keep, watch=False, calls=self.calls)
 
     def share(self, keep: Nodes) -> float:
         """The share of the arithmetic that is not taken off the low format."""
@@ -109,7 +116,7 @@ class Measure:
         while len(self._gradients) <= place:
             made = self._run(self.right, self.places[len(self._gradients)])
             self._gradients.append(made or [])
-        found = self._run(Trial(self.net, self.policy, keep, watch=False), self.places[place])
+        found = self._run(self.trial(keep), self.places[place])
         return -math.inf if found is None else _fidelity(self._gradients[place], found)
 
     def _run(self, trial: Trial, place: Place) -> Optional[List[Any]]:
@@ -171,7 +178,7 @@ class Measure:
         return self.losses[kind, keep, seed]
 
     def _train(self, kind: str, keep: Nodes, seed: int) -> Trained:
-        trial = self.right if kind else Trial(self.net, self.policy, keep, watch=False)
+        trial = self.right if kind else self.trial(keep)
         s = self.settings
         return trained(trial, self.batches, self.loss_fn, s.steps, seed, s.optimizer,
                        dict(s.optimizer_params), kind.endswith("disturbed"))
@@ -184,7 +191,8 @@ class Measure:
 
     def _fingerprint(self) -> str:
         """Of all that measurements depend on."""
-        made = hashlib.sha256(repr((self.right.clean.structure(), self.policy, self.settings,
+        graphs = [call.clean.structure() for call in self.calls.values()]
+        made = hashlib.sha256(repr((graphs, self.policy, self.settings,
                                     sorted(self.right.keep))).encode())
         for array in self.right.arrays.values():
             made.update(array.asnumpy().tobytes())

@@ -24,7 +24,7 @@ from .measure import BudgetSpent, Measure, Nodes, Settings
 from .names import in_groups, keep_line
 from .ranking import ranked
 from .tensors import Layout
-from .trial import Trial, check
+from .trial import Trial, check, split
 
 _MOST_BATCHES = 16
 _SCALE = 2.0 ** 16
@@ -88,7 +88,7 @@ def search(net: Any, batches: Iterable[Any], loss_fn: Any, budget: Union[float, 
     it with the best so far.
 
     Args:
-        net: a HybridBlock that `convert` has converted, on a CPU. A policy without rules,
+        net: a network that `convert` has converted, on a CPU. A policy without rules,
             `Policy("bare", "float16", "float16", norm="float16", sensitive="float16")`, leaves
             all to the search.
         batches: tuples of arrays, data first and label last; the first 16 are used.
@@ -146,9 +146,8 @@ class _Looking:
         self.verified: List[Nodes] = []
         self.failed: List[Nodes] = []
         net, batch = measure.net, measure.batches[0]
-        self.low = Trial(net, measure.policy, watch=False)
-        graph, types = self.low.graph(measure.dtypes)
-        self.layout = Layout(graph, types, measure.policy, self.low.parameters)
+        low = measure.trial(frozenset())
+        self.layout = Layout(low.graphs(), measure.policy, low.parameters)
         scores = self._scores(batch)
         groups = in_groups(net, list(scores))
         worst = {id(g): max(scores[n] for n in g) for g in groups}
@@ -160,13 +159,17 @@ class _Looking:
 
     def _scores(self, batch: Any) -> Dict[str, float]:
         """By one float32 step."""
-        right = Trial(self.measure.net, POLICIES["float32"])
+        right = Trial(self.measure.net, POLICIES["float32"], calls=self.measure.calls)
         mx.random.seed(0)
         ran = right.run(batch, self.measure.loss_fn, _SCALE)
         if not math.isfinite(ran.loss):
             raise ValueError("the loss is not finite in float32 either: look at the data, the "
                              f"weights and the loss first. Received: a loss of {ran.loss}")
-        variables = {**right.arrays, **dict(zip(right.names, batch))}
+        variables = dict(right.arrays)
+        data, _ = split(batch)
+        for call in right.calls.values():
+            if [a.shape for a in data] == call.shapes:  # the network's own
+                variables.update(zip(call.names, data))
         self.begins_at = ran.loss
         scores = ranked(self.layout, ran.counts, _SCALE, variables)
         if not scores:

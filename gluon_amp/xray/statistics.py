@@ -6,7 +6,7 @@ makes 0, holds less exactly, or overflows, at any loss scale, without another ru
 import ctypes
 import math
 from dataclasses import dataclass, field, replace
-from typing import Any, Dict, NamedTuple, Optional, Tuple
+from typing import Any, Dict, Mapping, NamedTuple, Optional, Tuple
 
 from .._mxnet import mx, np
 from ..cpu import library
@@ -188,6 +188,12 @@ def snr(reference: "np.ndarray[Any, Any]", found: "np.ndarray[Any, Any]") -> flo
         return -math.inf if np.isfinite(reference).all() else math.nan
     right = reference.astype(np.float64)
     return decibels(float(np.square(right).sum()), float(np.square(found - right).sum()))
+
+
+def at_scale(counts: Mapping[Key, Counts], factor: float) -> Dict[Key, Counts]:
+    """A step's counts with the samples of gradients multiplied, as at another loss scale."""
+    return {key: replace(c, sample=c.sample * np.float32(factor)) if key.backward else c
+            for key, c in counts.items()}
 
 
 def read() -> Dict[Key, Counts]:
