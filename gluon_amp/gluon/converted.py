@@ -266,14 +266,12 @@ class ConvertedHybridBlock(ConvertedBlock):
         self._in_format, self._out_format = trace.in_format, trace.out_format
         return trace
 
-    def _make_op(self, on_gpu: bool, dtypes: Tuple[str, ...], watch: bool = False
-                 ) -> Tuple[Any, List[Any]]:
-        """The CachedOp for this case, and where its inputs come from. `watch`: the engine counts
-        what it computes."""
+    def _make_op(self, on_gpu: bool, dtypes: Tuple[str, ...]) -> Tuple[Any, List[Any]]:
+        """The CachedOp for this case, and where its inputs come from."""
         data, clean = self._cached_graph
         graph, types = self.mixed_graph(dtypes)
         names = [d.name for d in data]
-        symbol = build(graph, types, on_gpu, self._amp.policy, watch).symbol()
+        symbol = build(graph, types, on_gpu, self._amp.policy).symbol()
         if isinstance(clean, mx.sym.numpy._Symbol):
             symbol = symbol.as_np_ndarray()
         parameters = self.collect_params()

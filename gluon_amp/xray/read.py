@@ -66,7 +66,8 @@ def read(folder: str, format_: Format) -> View:
         of_step = [replace(t, counts=counted.get(t.key)) for t in view.tensors]
         view.windows.append(window(of_step, scale, _LOST))
     view.window = window(view.tensors, view.scale, _LOST)
-    view.findings = [f for t in view.worst() for f in _findings(t)]
+    best = view.window.high / view.scale if view.window else 1.0
+    view.findings = [f for t in view.worst() for f in _findings(t, best)]
     unknown = sum(t.counts is not None and not t.counts.finite for t in view.tensors)
     if unknown:
         view.notes.append(f"of {unknown} tensors nothing is known: they read infinities that the "
@@ -74,11 +75,14 @@ def read(folder: str, format_: Format) -> View:
     return view
 
 
-def _findings(tensor: Tensor) -> List[Finding]:
-    """Of one tensor alone; gradients are at the loss scale that the run had."""
+def _findings(tensor: Tensor, factor: float) -> List[Finding]:
+    """Of one tensor alone; of a gradient at the highest loss scale that fits, which is so many
+    times the run's."""
     counts = tensor.counts
     if counts is None or not tensor.is_low or not counts.finite:
         return []
+    if tensor.key.backward:
+        counts = replace(counts.times(factor), infinite=0, nan=0).as_in(tensor.format)
     shares = counts.shares(tensor.format)
     if not is_finite(counts):
         reason, detail = "range above", f"{shares['overflowed']:.2%} of {tensor.name} lies " \

@@ -47,7 +47,7 @@ class Tensor:
     @property
     def low_snr(self) -> float:
         """In dB: rounding alone leaves far more than that in a tensor that the format suits."""
-        return 6.02 * (self.format.fraction + 1) - 26
+        return max(6.02 * (self.format.fraction + 1) - 26, 10.0)
 
 
 class Layout:

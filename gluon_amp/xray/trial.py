@@ -9,6 +9,7 @@ from typing import (
     Callable,
     Collection,
     Dict,
+    FrozenSet,
     Iterator,
     List,
     Mapping,
@@ -48,11 +49,38 @@ class Call(NamedTuple):
     shapes: List[Tuple[int, ...]]
 
     @classmethod
-    def of(cls, block: Any, arrays: Sequence[Any]) -> "Call":
+    def of(cls, net: Any, block: Any, arrays: Sequence[Any]) -> "Call":
+        """Of a block within a network. Other blocks call their data by the same names, and tensors
+        are told apart by names: they get the block's before them."""
         data, clean = block._cached_graph
-        return cls(block, Graph.read(clean), isinstance(clean, mx.sym.numpy._Symbol),
-                   [d.name for d in data], tuple(dtype_name(a.dtype) for a in arrays),
-                   [a.shape for a in arrays])
+        graph, names = Graph.read(clean), [d.name for d in data]
+        if block is not net:
+            for node in graph.nodes():
+                if node.is_variable and node.name in names:
+                    node.name = block.prefix + node.name
+            names = [block.prefix + name for name in names]
+        return cls(block, graph, isinstance(clean, mx.sym.numpy._Symbol), names,
+                   tuple(dtype_name(a.dtype) for a in arrays), [a.shape for a in arrays])
+
+    def typed(self, policy: Policy, types: Mapping[str, str], keep: Collection[str]) -> Typed:
+        """The graph with its casts, for parameters of these types."""
+        variables = {name: types[name] for name in self.clean.variables() if name in types}
+        variables.update(zip(self.names, self.dtypes))
+        return insert_casts(self.clean, variables, policy, set(types), keep), variables
+
+    def op(self, typed: Typed, policy: Policy, watch: bool, parameters: Mapping[str, Any],
+           flags: Sequence[Any] = ()) -> Tuple[Any, List[Any]]:
+        """A CachedOp of the graph with its casts, and where its inputs come from."""
+        graph, types = typed
+        symbol = build(graph, types, False, policy, watch).symbol()
+        order = symbol.list_inputs()
+        if self.numpy:
+            symbol = symbol.as_np_ndarray()
+        places = [("data_indices", [i for i, n in enumerate(order) if n in self.names]),
+                  ("param_indices", [i for i, n in enumerate(order) if n not in self.names])]
+        inputs = [(True, self.names.index(n)) if n in self.names else (False, parameters[n])
+                  for n in order]
+        return mx.nd.CachedOp(symbol, [*places, *flags]), inputs
 
 
 def split(batch: Any) -> Tuple[List[Any], List[Any]]:
@@ -84,13 +112,13 @@ def check(net: Any, batch: Any) -> None:
                          "Received: data on a GPU")
     if not any(block._cached_graph for block in hybrid):
         with mx.autograd.pause():
-            _call(net, data)
+            call(net, data)
 
 
-def _call(net: Any, data: Sequence[Any]) -> Any:
+def call(net: Any, data: Sequence[Any]) -> Any:
     try:
         return net(*data)
-    except (mx.MXNetError, TypeError) as error:
+    except (mx.MXNetError, TypeError, ValueError) as error:
         shapes = ", ".join(str(a.shape) for a in data)
         raise ValueError(f"{net.name} does not take this batch: {message(error)}. "
                          f"Received: data of {shapes}") from None
@@ -112,16 +140,27 @@ def standing_in(net: Any, make: Callable[..., Any]) -> Iterator[None]:
 
 
 class Watched:
-    """The user's own step, with the engine counting. `calls` has the graphs that ran."""
+    """The network itself, with the engine counting."""
 
-    def __init__(self) -> None:
+    def __init__(self, net: Any) -> None:
+        self.net, self.parameters, self.keep = net, net.collect_params(), _kept(net)
         self.ops: Dict[Any, Any] = {}
 
     def make(self, block: Any, key: Any, arrays: Sequence[Any]) -> Any:
+        """Stands in for a block's graph."""
         where = (block.name, key)
         if where not in self.ops:
-            self.ops[where] = block._make_op(*key, watch=True)
+            call, policy = Call.of(self.net, block, arrays), block._amp.policy
+            types = {name: dtype_name(p.dtype) for name, p in self.parameters.items()}
+            typed = call.typed(policy, types, self.keep)
+            self.ops[where] = call.op(typed, policy, True, self.parameters, block._flags)
         return self.ops[where]
+
+
+def _kept(net: Any) -> FrozenSet[str]:
+    """The nodes that `convert` was told to keep."""
+    return frozenset().union(*(block._amp.keep_nodes for block in blocks_in(net)
+                               if isinstance(block, ConvertedBlock)))
 
 
 class _Held:
@@ -152,8 +191,7 @@ class Trial:
                  calls: Optional[Mapping[str, Call]] = None):
         self.net, self.policy, self.watch = net, policy, watch
         self.parameters = net.collect_params()
-        states = [block._amp for block in blocks_in(net) if isinstance(block, ConvertedBlock)]
-        self.keep = frozenset(keep).union(*(state.keep_nodes for state in states))
+        self.keep = frozenset(keep) | _kept(net)
         self.values: Optional[Mapping[str, Any]] = None
         self.calls: Dict[str, Call] = {}
         self.arrays: Dict[str, Any] = {}
@@ -192,28 +230,17 @@ class Trial:
         return [self._typed(call) for call in self.calls.values()]
 
     def _typed(self, call: Call) -> Typed:
-        variables = set(call.clean.variables())
-        types = {name: dtype_name(array.dtype) for name, array in self.arrays.items()
-                 if name in variables}
-        types.update(zip(call.names, call.dtypes))
-        keep = () if self.policy.is_float32 else self.keep
-        return insert_casts(call.clean, types, self.policy, set(self.parameters), keep), types
+        types = {name: dtype_name(array.dtype) for name, array in self.arrays.items()}
+        return call.typed(self.policy, types, () if self.policy.is_float32 else self.keep)
 
     def make(self, block: Any, key: Any, arrays: Sequence[Any]) -> Any:
         """Stands in for a block's graph."""
         where = (block.name, key)
         if where not in self.ops:
-            call = Call.of(block, arrays)
+            call = Call.of(self.net, block, arrays)
             self._take(call)
-            graph, types = self._typed(call)
-            symbol = build(graph, types, False, self.policy, self.watch).symbol()
-            order = symbol.list_inputs()
-            if call.numpy:
-                symbol = symbol.as_np_ndarray()
-            flags = [("data_indices", list(range(len(order)))), ("param_indices", [])]
-            inputs = [(True, call.names.index(n)) if n in call.names
-                      else (False, _Held(self.arrays[n])) for n in order]
-            self.ops[where] = mx.nd.CachedOp(symbol, flags), inputs
+            held = {name: _Held(array) for name, array in self.arrays.items()}
+            self.ops[where] = call.op(self._typed(call), self.policy, self.watch, held)
         return self.ops[where]
 
     # ---- a step
@@ -230,7 +257,7 @@ class Trial:
     def look(self, batch: Any) -> None:
         """One forward pass, as training makes it, to know the graphs."""
         with mx.autograd.record(), standing_in(self.net, self.make):
-            _call(self.net, split(batch)[0])
+            call(self.net, split(batch)[0])
         mx.nd.waitall()
 
     def gradients(self) -> List[Any]:
@@ -241,7 +268,7 @@ class Trial:
 def loss_of(net: Any, batch: Any, loss_fn: Any) -> Any:
     """The loss of a batch."""
     data, label = split(batch)
-    loss = loss_fn(_call(net, data), *label)
+    loss = loss_fn(call(net, data), *label)
     if not isinstance(loss, mx.nd.NDArray):
         raise TypeError("loss_fn(output, label) is to return one array. Received: "
                         f"{type(loss).__name__}")

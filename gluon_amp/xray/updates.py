@@ -35,7 +35,7 @@ class Updates:
         self.counts: Dict[str, Counts] = {}
         self.lost: Dict[str, int] = {}
         self.made: Dict[str, int] = {}
-        self.watched = Watched()
+        self.watched = Watched(net)
 
     def step(self, batch: Any, loss_fn: Any) -> Tuple[float, Ran]:
         """The user's own step, watched: its loss scale, and what was counted."""
