@@ -18,6 +18,7 @@ from .tensor_core_math import tensor_core_dot
 from .training.static_pair import StaticLossScale
 from .training.scale_loss import scale_loss
 from .training.trainer import Trainer
+from .xray.search import search
 from .xray.types import types
 from .xray.view import explain, xray
 from . import recipes
@@ -28,5 +29,5 @@ __version__ = "0.1.0"
 __all__ = ["BatchProcessor", "BucketingModule", "DynamicLossScale", "Format", "Horovod",
            "KernelError", "LossScaleError", "Module", "Policy", "Speedometer", "StaticLossScale",
            "Trainer", "convert", "convert_model", "convert_symbol", "data", "explain", "lr_find",
-           "optimizer", "read_logs", "recipes", "report", "restore", "scale_loss",
+           "optimizer", "read_logs", "recipes", "report", "restore", "scale_loss", "search",
            "tensor_core_dot", "types", "xray"]

@@ -5,7 +5,7 @@
                      by scale and n
 """
 import copy
-from typing import Any, Dict, Iterator, List, Optional, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
 
 from .._mxnet import mx
 from ..checks import in_names, positive_number
@@ -42,6 +42,8 @@ class Trainer(TakesSteps, RanksTrainer):
 
     _optimizer: Any
     _heads_checked = False  # by the first backward pass with a scale
+    # an X-ray's: called after each backward pass with what it began with
+    after_pass: Optional[Callable[[float], None]] = None
 
     def __init__(self, params: Any, optimizer: Any, optimizer_params: Any = None,
                  kvstore: Any = "device", compression_params: Any = None,
@@ -139,6 +141,8 @@ class Trainer(TakesSteps, RanksTrainer):
     def _backward(self, losses: List[Any], retain_graph: bool) -> None:
         if not self._steps.scaling:
             mx.autograd.backward(losses, retain_graph=retain_graph)
+            if self.after_pass is not None:
+                self.after_pass(1.0)
             self._steps.forget()
             self._steps.pending.scale = 1.0
             return
@@ -153,6 +157,8 @@ class Trainer(TakesSteps, RanksTrainer):
         def go_back(at: float, retain: bool = True) -> None:
             heads = [mx.nd.ones_like(one.as_nd_ndarray()) * at for one in losses]
             mx.autograd.backward(losses, heads, retain)
+            if self.after_pass is not None:
+                self.after_pass(at)
             self._note_written()
 
         def again(at: float) -> None:
