@@ -141,6 +141,12 @@ void count(const float* numbers, int64_t n, int half, Counts* counts) {
   kernels->count(numbers, n, nullptr, half, counts);
 }
 
+const char* scales_of(int64_t id) {
+  static std::string made;
+  made = scales(id);
+  return made.c_str();
+}
+
 struct Table {
   int (*start)(const char*, int, const char**);
   const char* (*reason)();
@@ -156,6 +162,8 @@ struct Table {
   int64_t (*watched)();
   const WatchedRow* (*watched_row)(int64_t);
   void (*count)(const float*, int64_t, int, Counts*);
+  const char* (*scales)(int64_t);
+  void (*set_scales)(int64_t, const char*);
 };
 
 }  // namespace
@@ -165,6 +173,6 @@ extern "C" __attribute__((visibility("default"))) const void* gluon_amp_engine()
   using namespace gluon_amp;
   static const Table table = {start, reason, probe, inputs_fit, map_fits, description_fits,
                               attributes, use_generic_code, own_names, on_one_cpu, versions,
-                              watched, watched_row, count};
+                              watched, watched_row, count, scales_of, set_scales};
   return &table;
 }

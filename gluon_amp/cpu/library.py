@@ -81,6 +81,8 @@ class _Table(ctypes.Structure):
         ("watched", ctypes.CFUNCTYPE(c_int64)),
         ("watched_row", ctypes.CFUNCTYPE(POINTER(WatchedRow), c_int64)),
         ("count", ctypes.CFUNCTYPE(None, c_void_p, c_int64, c_int, POINTER(Counts))),
+        ("scales", ctypes.CFUNCTYPE(c_char_p, c_int64)),
+        ("set_scales", ctypes.CFUNCTYPE(None, c_int64, c_char_p)),
     ]
 
 

@@ -7,6 +7,7 @@ from mxnet.gluon import Block, HybridBlock, Parameter, nn
 
 from .._mxnet import mx
 from ..cpu.arrays import dtype_name
+from ..cpu.scales import Scales
 from ..formats import FLOAT32
 from ..graph.casts import float32_variables
 from ..graph.graph import Graph
@@ -82,11 +83,12 @@ def _convert_blocks(blocks: List[Block], kept: "_Kept", policy: Policy) -> None:
     of all of them their types."""
     types = _parameter_types(blocks, policy, kept)
     _check_parameters(types)
+    scales = Scales()
     for block in blocks:
         inside = block in kept.inside
         _swap(block, State(policy, _was_hybridized(block), block in kept.blocks,
                            frozenset(kept.nodes),
-                           partial(_convert_new_child, policy, kept.entries, inside)))
+                           partial(_convert_new_child, policy, kept.entries, inside), scales))
     _cast(types)
 
 
@@ -113,6 +115,8 @@ def _swap(block: Any, state: State) -> None:
     block._amp = state
     for parameter in block.params.values():  # the Trainer asks
         parameter.converted_by_gluon_amp = isinstance(block, HybridBlock)
+        parameter.scales_of_gluon_amp = \
+            state.scales if state.policy.scaling == "delayed" else None
     if isinstance(block, HybridBlock):
         block._clear_cached_op()
         if not block._active:
