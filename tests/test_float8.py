@@ -294,12 +294,9 @@ def test_stochastic_rounding_is_right_on_average(format_):
 
 def test_two_tensors_are_rounded_at_random_apart():
     x = nd.array(np.full((2000, 1, 1), 1 + 2.0 ** -8, np.float32))
-    net = gluon.nn.HybridLambda(lambda F, a: F.batch_dot(a, a))
-    amp.convert(net, amp.Policy("mine", product=RANDOM))
-    mx.random.seed(2)
-    assert set(net(x).asnumpy().ravel()) <= {1.0, (1 + 2.0 ** -7) ** 2}  # one tensor, one rounding
     net = gluon.nn.HybridLambda(lambda F, a, b: F.batch_dot(a, b))
     amp.convert(net, amp.Policy("mine", product=RANDOM))
+    mx.random.seed(2)
     both_down = (net(x, x.copy()).asnumpy() == 1).mean()
     assert abs(both_down - 0.25) < 0.05
 

@@ -92,10 +92,6 @@ def train(study, sums, seed):
 
 # ---- gradients of one batch
 
-def _short(name):
-    """A weight's name without its network's: stage2_conv3_weight."""
-    return name.split("_", 1)[1]
-
 
 def weight_gradients(study, seed):
     """For each layer: how long its weight gradient's sums are, and for each way to add the part of
@@ -110,15 +106,16 @@ def weight_gradients(study, seed):
         net(nd.array(x[:1]))
         if study == "cifar10":  # one that is trained
             file = nd.load(str(SHARED / "models" / "cifar_resnet20_v1-0000.params"))
-            trained = {name.split("_", 2)[2]: array for name, array in file.items()}
-            for p in net.collect_params().values():
-                p.set_data(trained[_short(p.name)].astype(p.dtype))
+            parameters = net.collect_params()
+            assert [n.split("_")[-1] for n in file] == [n.split("_")[-1] for n in parameters]
+            for parameter, array in zip(parameters.values(), file.values()):
+                parameter.set_data(array.astype(parameter.dtype))
         lengths = _lengths(net, (batch, *x.shape[1:]))
         with autograd.record():
             loss = gluon.loss.SoftmaxCrossEntropyLoss()(net(nd.array(x[:batch])),
                                                         nd.array(y[:batch]))
         autograd.backward(loss, nd.ones(batch) * 256)
-        grown[sums] = [(_short(p.name), lengths[p.name],
+        grown[sums] = [(p.name, lengths[p.name],
                         p.grad().asnumpy().astype("float64"))
                        for p in net.collect_params().values() if p.name in lengths]
     rows = []
