@@ -28,7 +28,7 @@ from tqdm import tqdm
 
 log = logging.getLogger("image_classification")
 POLICIES = ("float32", "float16", "mixed_float16", "pure_float16", "mixed_bfloat16", "tf32",
-            "O0", "O1", "O2", "O3")
+            "mixed_float8", "O0", "O1", "O2", "O3")
 MAY_DIFFER = ("resume", "save_dir", "log_interval", "num_workers", "gpus", "data_dir",
               "tensorboard", "mlperf", "claim_speed", "logging_file", "save_period")
 SHAPES = {"digits": (1, 8, 8), "mnist": (1, 28, 28), "cifar10": (3, 32, 32)}

@@ -39,8 +39,8 @@ def convert(net: Block, policy: Union[str, Policy] = "float16",
     Args:
         policy: "float16" (parameters in float16, for optimizers with float32 masters),
             "mixed_float16" (float32 parameters, cast where they are used),
-            "pure_float16", "mixed_bfloat16" (CPU only), "float32" (undoes a conversion);
-            or Apex's "O0" to "O3".
+            "pure_float16", "mixed_bfloat16", "tf32" and "mixed_float8" (CPU only), "float32"
+            (undoes a conversion); or Apex's "O0" to "O3".
         keep: what stays float32: blocks, classes of blocks, and regular expressions for
             the whole name of a block, or of a node: in a SymbolBlock, or in a network that
             has run since it was last converted or hybridized.
