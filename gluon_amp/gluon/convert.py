@@ -9,6 +9,7 @@ from mxnet.gluon import Block, HybridBlock, Parameter, nn
 
 from .._mxnet import mx
 from ..cpu.arrays import dtype_name
+from ..cpu.scales import Scales
 from ..formats import FLOAT32
 from ..graph.casts import float32_variables
 from ..graph.graph import Graph
@@ -40,8 +41,8 @@ def convert(net: Block, policy: Union[str, Policy] = "float16",
     Args:
         policy: "float16" (parameters in float16, for optimizers with float32 masters),
             "mixed_float16" (float32 parameters, cast where they are used),
-            "pure_float16", "mixed_bfloat16" (CPU only), "float32" (undoes a conversion);
-            or Apex's "O0" to "O3".
+            "pure_float16", "mixed_bfloat16", "tf32" and "mixed_float8" (CPU only), "float32"
+            (undoes a conversion); or Apex's "O0" to "O3".
         keep: what stays float32: blocks, classes of blocks, and regular expressions for
             the whole name of a block, or of a node: in a SymbolBlock, or in a network that
             has run since it was last converted or hybridized.
@@ -88,11 +89,12 @@ def _convert_blocks(blocks: List[Block], kept: "_Kept", policy: Policy) -> None:
     types = _parameter_types(blocks, policy, kept)
     _check_parameters(types)
     State.changes += 1
+    scales = Scales()
     for block in blocks:
         inside = block in kept.inside
         _swap(block, State(policy, _was_hybridized(block), block in kept.blocks,
                            frozenset(kept.nodes),
-                           partial(_convert_new_child, policy, kept.entries, inside)))
+                           partial(_convert_new_child, policy, kept.entries, inside), scales))
     _cast(types)
 
 
@@ -134,6 +136,8 @@ def _swap(block: Any, state: State) -> None:
     block._amp = state
     for parameter in block.params.values():  # the Trainer asks
         parameter.converted_by_gluon_amp = isinstance(block, HybridBlock)
+        parameter.scales_of_gluon_amp = \
+            state.scales if state.policy.scaling == "delayed" else None
     if isinstance(block, HybridBlock):
         block._clear_cached_op()
         if not block._active:

@@ -33,6 +33,7 @@ from mxnet.gluon.block import _BlockScope, _flatten
 
 from .._mxnet import mx
 from ..cpu.arrays import dtype_name, to_float32
+from ..cpu.scales import Scales
 from ..files import replace_file
 from ..graph.build import build
 from ..graph.casts import KEEP, insert_casts
@@ -70,6 +71,7 @@ class State:
     keep: bool  # stays float32
     keep_nodes: FrozenSet[str]  # of a SymbolBlock: nodes that stay float32
     convert_child: Callable[[Any], None]  # converts a block that becomes a child later on
+    scales: Scales  # of what was converted together
     # by whether MXNet records, and whether it trains: a block may ask for either
     traces: Dict[Tuple[bool, bool], Trace] = field(default_factory=dict)
     changes_when_traced: int = 0
@@ -242,7 +244,7 @@ class ConvertedHybridBlock(ConvertedBlock):
         data, clean = self._cached_graph
         graph, types = self.mixed_graph(dtypes)
         names = [d.name for d in data]
-        symbol = build(graph, types, on_gpu, self._amp.policy).symbol()
+        symbol = build(graph, types, on_gpu, self._amp.policy, scales=self._amp.scales).symbol()
         if isinstance(clean, mx.sym.numpy._Symbol):
             symbol = symbol.as_np_ndarray()
         parameters = self.collect_params()
@@ -379,5 +381,6 @@ def restore_blocks(blocks: Iterable[Any]) -> None:
             block._active = block._amp.active
         for parameter in block.params.values():
             parameter.converted_by_gluon_amp = False
+            parameter.scales_of_gluon_amp = None
         block.__class__ = original_class(type(block))
         del block._amp

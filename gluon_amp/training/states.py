@@ -194,6 +194,16 @@ def check_order(fname: str, maker: Any, names: Sequence[str]) -> None:
                          "Give the network a prefix, when saving, too")
 
 
+def histories_in(maker: Any, networks: int) -> List[str]:
+    """What so many networks remember of their float8 tensors. A file of networks that have none
+    says nothing of it: then they begin anew."""
+    found = getattr(maker, "trainer_state", {}).get("scales") or [""] * networks
+    if len(found) != networks:
+        raise ValueError(f"it holds float8 histories of {len(found)} networks; here are {networks} "
+                         "(scaling='delayed'). Convert the networks before, as when it was saved")
+    return list(found)
+
+
 def _order(names: Sequence[str]) -> List[int]:
     """The names' numbers in the order in which people count."""
     def natural(i: int) -> List[Any]:
