@@ -28,6 +28,6 @@ library.start()
 __version__ = "0.1.0"
 __all__ = ["BatchProcessor", "BucketingModule", "DynamicLossScale", "Format", "Horovod",
            "KernelError", "LossScaleError", "Module", "Policy", "Speedometer", "StaticLossScale",
-           "Trainer", "convert", "convert_model", "convert_symbol", "data", "explain", "export_onnx", "lr_find",
-           "optimizer", "read_logs", "recipes", "report", "restore", "scale_loss",
-           "tensor_core_dot", "types", "xray"]
+           "Trainer", "convert", "convert_model", "convert_symbol", "data", "explain",
+           "export_onnx", "lr_find", "optimizer", "read_logs", "recipes", "report", "restore",
+           "scale_loss", "tensor_core_dot", "types", "xray"]

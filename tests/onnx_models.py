@@ -73,7 +73,7 @@ def off_by(found, expected):
 
 
 def settle(net, data):
-    """Gives batch norms averages that are half this batch's, so that activations have usual sizes."""
+    """Gives batch norms averages that are half this batch's: activations have usual sizes."""
     def forget(block):
         if isinstance(block, mx.gluon.nn.BatchNorm):
             block._kwargs["momentum"] = 0.5

@@ -1,4 +1,7 @@
-"""`export_onnx`: what onnxruntime computes from the file is what MXNet computes."""
+"""`export_onnx`: what onnxruntime computes from the file is what MXNet computes.
+
+GLUON_AMP_ONNX=1 takes larger networks, too.
+"""
 import os
 
 import gluon_amp as amp
@@ -204,7 +207,7 @@ def test_every_operator_that_is_written_stands_in_these_tests():
 
 SMALL = ["cifar_resnet20_v1", "cifar_resnet20_v2", "mobilenetv2_0.25"]
 LARGE = ["resnet18_v1", "resnet18_v2", "resnet50_v1", "resnet50_v2", "mobilenetv2_1.0",
-         "mobilenet1.0", "vgg11", "squeezenet1.1", "densenet121"]
+         "mobilenet1.0", "vgg11"]
 NETWORKS = SMALL + LARGE * bool(os.environ.get("GLUON_AMP_ONNX"))
 
 
@@ -326,18 +329,18 @@ def test_wrong_calls_are_refused(tmp_path):
     net = nn.Dense(2)
     file = str(tmp_path / "net.onnx")
     net.initialize()
-    with pytest.raises(RuntimeError, match="run dense.* on data once before"):
+    with pytest.raises(RuntimeError, match=r"run dense\w+ on data once before"):
         amp.export_onnx(net, file, (1, 3))
     net(nd.ones((1, 3)))
-    with pytest.raises(ValueError, match="dtype must be float16 or float32. Received: 'int8'"):
+    with pytest.raises(ValueError, match=r"dtype must be float16 or float32\. Received: 'int8'"):
         amp.export_onnx(net, file, (1, 3), "int8")
     with pytest.raises(ValueError, match=r"for each input: data. Received: \(0, 3\)"):
         amp.export_onnx(net, file, (0, 3))
-    with pytest.raises(ValueError, match="a block has its own"):
+    with pytest.raises(ValueError, match="params are for symbols"):
         amp.export_onnx(net, file, (1, 3), params={})
-    with pytest.raises(TypeError, match="HybridBlock or a symbol. Received: Sequential"):
+    with pytest.raises(TypeError, match=r"HybridBlock or a symbol\. Received: Sequential"):
         amp.export_onnx(nn.Sequential(), file, (1, 3))
-    with pytest.raises(ValueError, match="missing fullyconnected.*_weight"):
+    with pytest.raises(ValueError, match=r"missing fullyconnected\w*_weight"):
         amp.export_onnx(sym.FullyConnected(x, num_hidden=2), file, (1, 3))
     amp.convert(net, "mixed_bfloat16")
     with pytest.raises(ValueError, match="mixed_bfloat16 makes no float16 network for a GPU"):

@@ -53,7 +53,8 @@ def export_onnx(net: Any, path: str, shapes: Shapes, dtype: str = "float16",
     Args:
         net: a HybridBlock, converted or not, or a symbol.
         path: of the file.
-        shapes: of the inputs: a tuple, a list of tuples, or names and tuples. The file is for these.
+        shapes: of the inputs, for which the file is: a tuple, a list of tuples, or names and
+            tuples.
         dtype: "float16" writes what a GPU runs, by the block's own policy if it is converted,
             and otherwise by the policy float16; "float32" the network without casts.
         params: a symbol's parameters: a dict, or `(arg_params, aux_params)`.
@@ -212,7 +213,7 @@ def _sizes(names: List[str], shapes: Shapes) -> Dict[str, Shape]:
     if isinstance(shapes, Mapping):
         given = {name: tuple(shape) for name, shape in shapes.items()}
     else:
-        several: Any = shapes if _are_several(shapes) else [shapes]
+        several: List[Any] = list(shapes) if _are_several(shapes) else [shapes]
         given = dict(zip(names, map(tuple, several)))
         if len(several) != len(names):
             _wrong_shapes(names, shapes)

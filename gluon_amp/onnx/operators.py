@@ -188,10 +188,7 @@ def _deconvolution(node: Operator) -> str:
 def _dense(node: Operator) -> str:
     node.ignore("no_bias")
     shape, x = node.shape(), node.input(0)
-    if node.flag("flatten", True):
-        rows = shape[0]
-    else:
-        rows = int(np.prod(shape[:-1]))
+    rows = shape[0] if node.flag("flatten", True) else int(np.prod(shape[:-1]))
     x = node.reshape(x, (rows, node.shape(1)[1])) if len(shape) != 2 else x
     made = node.add("Gemm", x, *node.x[1:], transB=1)
     return made if len(node.made_shape) == 2 else node.reshape(made, node.made_shape)

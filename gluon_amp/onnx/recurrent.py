@@ -1,19 +1,18 @@
 """MXNet's RNN operator in ONNX: one operator for each layer.
 
-MXNet keeps all parameters of all layers in one vector: first the weights of each layer and direction
-(input to hidden, then hidden to hidden), then their biases in the same order. ONNX wants the gates
-in another order, and both directions in one array.
+MXNet keeps all parameters of all layers in one vector: first the weights of each layer and
+direction (input to hidden, then hidden to hidden), then their biases in the same order. ONNX wants
+the gates in another order, and both directions in one array.
 """
-from typing import Any, List
+from typing import Any, Dict, List
 
 from .._mxnet import np
 from .writer import Operator
 
-# MXNet's mode: ONNX's operator, which of MXNet's gates each of ONNX's is, further attributes
-_KINDS = {"lstm": ("LSTM", (0, 3, 1, 2), {}),
-          "gru": ("GRU", (1, 0, 2), {"linear_before_reset": 1}),
-          "rnn_tanh": ("RNN", (0,), {"activations": ["Tanh"]}),
-          "rnn_relu": ("RNN", (0,), {"activations": ["Relu"]})}
+# MXNet's mode: ONNX's operator, and which of MXNet's gates each of ONNX's is
+_KINDS = {"lstm": ("LSTM", (0, 3, 1, 2)), "gru": ("GRU", (1, 0, 2)),
+          "rnn_tanh": ("RNN", (0,)), "rnn_relu": ("RNN", (0,))}
+_ACTIVATIONS = {"rnn_tanh": "Tanh", "rnn_relu": "Relu"}
 
 
 def recurrent(node: Operator) -> List[str]:
@@ -22,13 +21,16 @@ def recurrent(node: Operator) -> List[str]:
     for name in ("projection_size", "lstm_state_clip_min", "lstm_state_clip_max"):
         node.only(name, "None")
     node.ignore("p", "state_outputs")
-    op, order, more = _KINDS[node.text("mode")]
+    mode = node.text("mode")
+    op, order = _KINDS[mode]
     directions = 2 if node.flag("bidirectional") else 1
     layers, hidden = node.whole("num_layers"), node.whole("state_size")
     steps, batch, _ = node.shape()
-    if "activations" in more:
-        more = {"activations": more["activations"] * directions}
-    more["direction"] = ["forward", "bidirectional"][directions - 1]
+    more: Dict[str, Any] = {"direction": "bidirectional" if directions == 2 else "forward"}
+    if mode in _ACTIVATIONS:
+        more["activations"] = [_ACTIVATIONS[mode]] * directions
+    if mode == "gru":
+        more["linear_before_reset"] = 1
 
     states = [_layers_of(node, i, layers) for i in range(2, len(node))]
     weights = _weights(node, layers, directions, len(order), hidden, order)

@@ -25,8 +25,8 @@ class Row(NamedTuple):
 
     Attributes:
         write: adds its nodes, and returns the names of its outputs.
-        wide: on float16 it computes in float32 and rounds its result once, as MXNet does. Others are
-            one ONNX operator, that computes in float16 itself.
+        wide: on float16 it computes in float32 and rounds its result once, as MXNet does. Others
+            are one ONNX operator, that computes in float16 itself.
     """
     write: Callable[["Operator"], Any]
     wide: bool
