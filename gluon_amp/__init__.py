@@ -25,7 +25,7 @@ from . import recipes
 
 library.start()
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = ["BatchProcessor", "BucketingModule", "DynamicLossScale", "Format", "Horovod",
            "KernelError", "LossScaleError", "Module", "Policy", "Speedometer", "StaticLossScale",
            "Trainer", "convert", "convert_model", "convert_symbol", "data", "explain",
