@@ -23,6 +23,7 @@ from typing import (
     Iterable,
     Iterator,
     List,
+    Mapping,
     Optional,
     Set,
     Tuple,
@@ -257,12 +258,14 @@ class ConvertedHybridBlock(ConvertedBlock):
     def mixed_graph(self, dtypes: Iterable[str]) -> Tuple[Graph, Dict[str, str]]:
         """The graph that a GPU runs for inputs of these types, and its variables' types."""
         data, clean = self._cached_graph
-        parameters = self.collect_params()
-        types = {p.name: dtype_name(p.dtype) for p in parameters.values()}
+        types = {p.name: dtype_name(p.dtype) for p in self.collect_params().values()}
         types.update(zip((d.name for d in data), dtypes))
+        return self.with_casts(Graph.read(clean), types), types
+
+    def with_casts(self, clean: Graph, types: Mapping[str, str]) -> Graph:
+        """A traced graph with the policy's casts, for variables of these types."""
         keep = frozenset().union(*(state.keep_nodes for state in _states(self)))
-        graph = insert_casts(Graph.read(clean), types, self._amp.policy, parameters, keep)
-        return graph, types
+        return insert_casts(clean, types, self._amp.policy, self.collect_params(), keep)
 
     def export(self, path: str, epoch: int = 0, remove_amp_cast: bool = True) -> None:
         """Writes PATH-symbol.json and PATH-EPOCH.params, for any machine with MXNet. The graph
