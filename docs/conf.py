@@ -86,13 +86,13 @@ def read_page(app, name, text):
         source = ROOT / PUBLISHED[name]
         app.env.note_dependency(str(source))
         text[0], folder = source.read_text(), source.parent
-    text[0] = re.sub(r"\]\(([^)\s#]+)(#[^)\s]*)?\)",
-                     lambda link: f"]({_link(link[1], folder, (HERE / name).parent)}{link[2] or ''})",
-                     text[0])
+    here = (HERE / name).parent
+    text[0] = re.sub(r"\]\(([^)\s#]+)((?:#[^)\s]*)?)\)",
+                     lambda link: f"]({_link(link[1], folder, here)}{link[2]})", text[0])
     if name.startswith("tutorial/"):
         file = f"{name.rpartition('/')[2]}.ipynb"
-        text[0] = re.sub(r"(?m)^# .*\n", rf"\g<0>\n{{nb-download}}`Download this notebook <{file}>`\n",
-                         text[0], count=1)
+        download = rf"\g<0>\n{{nb-download}}`Download this notebook <{file}>`\n"
+        text[0] = re.sub(r"(?m)^# .*\n", download, text[0], count=1)
 
 
 def _link(target, folder, here):
@@ -124,6 +124,17 @@ class DarkImages(SphinxTransform):
                 image.parent.insert(image.parent.index(image) + 1, other)
 
 
+class WholeWords(SphinxTransform):
+    """Short code, such as the name of a flag, is not broken at its hyphens."""
+
+    default_priority = 400
+
+    def apply(self):
+        for code in self.document.findall(nodes.literal):
+            if len(code.astext()) <= 24 and " " not in code.astext():
+                code["classes"].append("whole")
+
+
 def darkened(path, app):
     """A picture with dark and light exchanged, and its hues as they are. Returns its path."""
     inside = path.relative_to(ROOT) if ROOT in path.parents else path.name  # a notebook's output
@@ -151,4 +162,5 @@ def setup(app):
     app.connect("autodoc-process-docstring", code_blocks, priority=100)  # before napoleon
     app.connect("source-read", read_page)
     app.add_transform(DarkImages)
+    app.add_transform(WholeWords)
     app.connect("builder-inited", draw_figures)

@@ -2,6 +2,7 @@
 import contextlib
 import io
 import logging
+import re
 from pathlib import Path
 
 import matplotlib
@@ -27,7 +28,7 @@ def run(tmp_path, monkeypatch):
         with mx.name.NameManager(), contextlib.redirect_stdout(printed):
             for token in MarkdownIt("commonmark").parse(page.read_text()):
                 if token.type == "fence" and token.info.startswith("{code-cell}"):
-                    code = "\n" * (token.map[0] + 1) + token.content
+                    code = "\n" * (token.map[0] + 1) + re.sub("(?m)^%", "# %", token.content)
                     exec(compile(code, str(page), "exec"), names)
         return names, printed.getvalue()
 
