@@ -241,6 +241,33 @@ def counts_bytes(store, rank):
     return (received_bytes() - before) / 5
 
 
+def times_steps(store, rank, dtype, ranks, steps):
+    """Seconds of a step of ResNet-18 (the median), and the bytes that a rank gets for it."""
+    mx.random.seed(1)
+    net = gluon.model_zoo.vision.resnet18_v1(classes=10)
+    net.initialize()
+    if dtype == "float16":
+        amp.convert(net)
+    net.hybridize(static_alloc=True, static_shape=True)
+    x, y = nd.random.normal(shape=(8, 3, 64, 64)), nd.zeros(8)
+    net(x)
+    trainer = trainer_for(net, store, loss_scale="dynamic" if dtype == "float16" else None)
+
+    def step():
+        began = time.monotonic()
+        with autograd.record():
+            loss = LOSS(net(x), y)
+        trainer.backward(loss)
+        trainer.step(8 * ranks)
+        nd.waitall()
+        return time.monotonic() - began
+
+    step(), step()
+    before = received_bytes()
+    seconds = [step() for _ in range(steps)]
+    return float(np.median(seconds)), (received_bytes() - before) / steps
+
+
 def received_bytes():
     """What this process has got over TCP so far, as the system counts it."""
     total = 0
@@ -317,14 +344,14 @@ def learns_its_part(store, rank, ranks, steps=20):
     return told, held(trainer)
 
 
-def sum_overflows(store, rank):
-    """Gradients of 20000 on each rank, and a scale of 1: whether they updated, and the weight."""
+def sum_overflows(store, rank, gradient):
+    """Gradients on each rank, and a scale of 1: whether they updated, and the weight."""
     net = nn.Dense(1, in_units=2, use_bias=False)
     net.initialize(mx.init.Zero())
     amp.convert(net)
     trainer = trainer_for(net, store, loss_scale=1.0)
     with autograd.record():
-        loss = net(nd.full((1, 2), 20000)).sum()
+        loss = net(nd.full((1, 2), gradient)).sum()
     trainer.backward(loss)
     return trainer.step(40000), net.weight.data().asnumpy().tolist()
 

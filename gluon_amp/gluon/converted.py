@@ -23,7 +23,7 @@ from mxnet.gluon.block import _BlockScope, _flatten
 from .._mxnet import mx
 from ..cpu.arrays import dtype_name, to_float32
 from ..files import replace_file
-from ..graph.build import build
+from ..graph.build import build, check_trains_on_cpus, devices_that_wait
 from ..graph.casts import KEEP, insert_casts
 from ..graph.graph import Graph, Node
 from ..graph.operators import BATCH_NORMS
@@ -43,6 +43,7 @@ class Trace:
     out_format: Any
     # by whether it is for a GPU, and the inputs' types: the CachedOp, and what its inputs are
     ops: Dict[Any, Tuple[Any, List[Any]]] = field(default_factory=dict)
+    devices: int = 1  # that wait for each other when it trains
 
     def is_alike(self, other: "Trace") -> bool:
         """Whether both compute the same; names of operators may differ."""
@@ -222,6 +223,8 @@ class ConvertedHybridBlock(ConvertedBlock):
         trace = self._use_trace(*args)
         arrays = [a for a in _flatten(args, "input")[0] if a is not None]
         key = arrays[0].context.device_type == "gpu", tuple(dtype_name(a.dtype) for a in arrays)
+        if autograd.is_training() and not key[0]:
+            check_trains_on_cpus(trace.devices)
         if key not in trace.ops:
             trace.ops[key] = self._make_op(*key)
         self._cached_op, self._cached_op_args = trace.ops[key]
@@ -242,6 +245,7 @@ class ConvertedHybridBlock(ConvertedBlock):
                 self._build_cache(*args)
                 state.children_when_traced = State.new_children
             made = Trace(self._cached_graph, self._in_format, self._out_format)
+            made.devices = devices_that_wait(Graph.read(self._cached_graph[1]))
             state.traces[mode] = next((t for t in state.traces.values() if made.is_alike(t)), made)
         trace = state.traces[mode]
         self._cached_graph = trace.graph
