@@ -5,6 +5,7 @@ from .formats import Format
 from .gluon.convert import convert, restore
 from .cpu import library
 from .cpu.library import KernelError
+from .training.distributed import average_statistics
 from .training.estimator import BatchProcessor
 from .training.horovod_store import Horovod
 from .training.loss_scale import DynamicLossScale, LossScaleError
@@ -29,6 +30,6 @@ library.start()
 __version__ = "0.2.0"
 __all__ = ["BatchProcessor", "BucketingModule", "DynamicLossScale", "Format", "Horovod",
            "KernelError", "LossScaleError", "Module", "Policy", "Speedometer", "StaticLossScale",
-           "Trainer", "convert", "convert_model", "convert_symbol", "data", "explain",
-           "export_onnx", "lr_find", "optimizer", "read_logs", "recipes", "report", "restore",
+           "Trainer", "average_statistics", "convert", "convert_model", "convert_symbol", "data",
+           "explain", "export_onnx", "lr_find", "optimizer", "read_logs", "recipes", "report", "restore",
            "scale_loss", "search", "tensor_core_dot", "types", "xray"]

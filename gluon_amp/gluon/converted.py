@@ -36,7 +36,7 @@ from .._mxnet import mx
 from ..cpu.arrays import dtype_name, to_float32
 from ..cpu.scales import Scales
 from ..files import replace_file
-from ..graph.build import build
+from ..graph.build import build, check_trains_on_cpus, devices_that_wait
 from ..graph.casts import KEEP, insert_casts
 from ..graph.graph import Graph, Node
 from ..graph.operators import BATCH_NORMS
@@ -57,6 +57,7 @@ class Trace:
     out_format: Any
     # by whether it is for a GPU, and the inputs' types: the CachedOp, and what its inputs are
     ops: Dict[Any, Tuple[Any, List[Any]]] = field(default_factory=dict)
+    devices: int = 1  # that wait for each other when it trains
 
     def is_alike(self, other: "Trace") -> bool:
         """Whether both compute the same; names of operators may differ."""
@@ -211,6 +212,8 @@ class ConvertedHybridBlock(ConvertedBlock):
         trace = self._use_trace(*args)
         arrays = [a for a in _flatten(args, "input")[0] if a is not None]
         key = arrays[0].context.device_type == "gpu", tuple(dtype_name(a.dtype) for a in arrays)
+        if autograd.is_training() and not key[0]:
+            check_trains_on_cpus(trace.devices)
         if self._amp.stand_in is not None:
             self._cached_op, self._cached_op_args = self._amp.stand_in(self, key, arrays)
             return super()._call_cached_op(*args)
@@ -234,6 +237,7 @@ class ConvertedHybridBlock(ConvertedBlock):
                 self._build_cache(*args)
                 state.changes_when_traced = State.changes
             made = Trace(self._cached_graph, self._in_format, self._out_format)
+            made.devices = devices_that_wait(Graph.read(self._cached_graph[1]))
             state.traces[mode] = next((t for t in state.traces.values() if made.is_alike(t)), made)
         trace = state.traces[mode]
         self._cached_graph = trace.graph
