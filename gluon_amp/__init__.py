@@ -31,5 +31,5 @@ __version__ = "0.2.0"
 __all__ = ["BatchProcessor", "BucketingModule", "DynamicLossScale", "Format", "Horovod",
            "KernelError", "LossScaleError", "Module", "Policy", "Speedometer", "StaticLossScale",
            "Trainer", "average_statistics", "convert", "convert_model", "convert_symbol", "data",
-           "explain", "export_onnx", "lr_find", "optimizer", "read_logs", "recipes", "report", "restore",
-           "scale_loss", "search", "tensor_core_dot", "types", "xray"]
+           "explain", "export_onnx", "lr_find", "optimizer", "read_logs", "recipes", "report",
+           "restore", "scale_loss", "search", "tensor_core_dot", "types", "xray"]

@@ -161,7 +161,6 @@ class Trainer(TakesSteps, RanksTrainer):
         kept = self._kept_gradients() if searching else {}
 
         averages: List[Tuple[Any, Any]] = []
-
         def go_back(at: float, retain: bool = True) -> None:
             heads = [mx.nd.ones_like(one.as_nd_ndarray()) * at for one in losses]
             mx.autograd.backward(losses, heads, retain)
