@@ -5,7 +5,7 @@ does it: MXNet's, or one of any other kind with the methods of `mx.kv.KVStoreBas
 Horovod's (horovod_store.py).
 """
 import os
-from typing import Any, Callable, Dict, Iterable, List, Optional, Tuple
+from typing import Any, Callable, Dict, Iterable, List, Optional, Sequence, Tuple
 
 from .._mxnet import message, mx, np
 from ..checks import in_names
@@ -93,6 +93,20 @@ class Reduction:
         numbers = np.zeros((self.workers, len(mine)))
         numbers[self.rank] = np.frombuffer(mine, np.uint8)
         return [bytes(row) for row in self.sum_numbers(numbers).astype(np.uint8)]
+
+    def average(self, arrays: Sequence[List[Any]]) -> None:
+        """Gives each array, on all devices of all workers, the mean over these. All have to ask.
+        """
+        means = [np.mean([a.asnumpy() for a in on_devices], axis=0, dtype="float32").ravel()
+                 for on_devices in arrays]
+        if not means:
+            return
+        mean = np.concatenate(means)
+        if self.tells:
+            mean = self.sum_numbers(mean) / self.workers
+        for on_devices, one in zip(arrays, np.split(mean, np.cumsum([m.size for m in means])[:-1])):
+            for array in on_devices:
+                array[:] = one.reshape(array.shape)
 
     def take_over(self, arrays: Iterable[Tuple[Any, List[Any]]], known: bool) -> None:
         """Gives rank 0's arrays to all workers, in place, and waits until they are there.
