@@ -2,6 +2,7 @@
 import importlib.util
 import os
 import platform
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -38,6 +39,14 @@ def mxnet_folder() -> Path:
     return Path(next(iter(spec.submodule_search_locations)))
 
 
+def check_compiler(compiler) -> None:
+    """Says in a line what is missing, before many lines say it."""
+    for command in (compiler.compiler_so, compiler.compiler_cxx):
+        if shutil.which(command[0]) is None:
+            raise SystemExit(f"compiling gluon_amp's engine needs a C++ compiler, and there is no "
+                             f"{command[0]}: apt install g++")
+
+
 class BuildEngine(build_ext):
     """The engine is a library for MXNet, not a Python module: no ABI in its name."""
 
@@ -45,6 +54,7 @@ class BuildEngine(build_ext):
         return os.path.join(*fullname.split(".")) + ".so"
 
     def build_extension(self, ext):
+        check_compiler(self.compiler)
         mxnet = mxnet_folder()
         headers = []
         for folder in (mxnet / "include", mxnet / "include" / "mkldnn"):
