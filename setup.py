@@ -9,11 +9,6 @@ from pathlib import Path
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
-try:
-    from setuptools.command.bdist_wheel import bdist_wheel
-except ImportError:  # setuptools before 70.1
-    from wheel.bdist_wheel import bdist_wheel
-
 CPU = Path("gluon_amp", "cpu")
 FLAGS = ["-std=c++17", "-fopenmp", "-fPIC", "-fvisibility=hidden", "-g0", "-ffp-contract=off",
          "-Wall", "-Wextra"]
@@ -84,15 +79,26 @@ class BuildEngine(build_ext):
                             f"-Wl,--version-script={exports}", f"-L{mxnet}", "-l:libmxnet.so"])
 
 
-class AnyPython3(bdist_wheel):
-    """One wheel for all Python versions, on this platform."""
+def wheel_command():
+    """The command that makes one wheel for all Python versions, on this platform; none where wheels
+    cannot be made, which `setup.py build_ext` does not need."""
+    try:
+        from setuptools.command.bdist_wheel import bdist_wheel
+    except ImportError:  # setuptools before 70.1
+        try:
+            from wheel.bdist_wheel import bdist_wheel
+        except ImportError:
+            return {}
 
-    def get_tag(self):
-        return ("py3", "none", super().get_tag()[2])
+    class AnyPython3(bdist_wheel):
+        def get_tag(self):
+            return ("py3", "none", super().get_tag()[2])
+
+    return {"bdist_wheel": AnyPython3}
 
 
 setup(
     ext_modules=[Extension("gluon_amp.cpu._engine",
                            [str(path) for path in sorted(CPU.glob("**/*.cc"))], language="c++")],
-    cmdclass={"build_ext": BuildEngine, "bdist_wheel": AnyPython3},
+    cmdclass={"build_ext": BuildEngine, **wheel_command()},
 )
