@@ -65,9 +65,9 @@ def devices_that_wait(graph: Graph) -> int:
 def check_trains_on_cpus(devices: int) -> None:
     """Refuses to train where devices wait for each other.
 
-    MXNet's norm blocks until the other devices have come as far. All CPUs share four scratch arrays,
-    which MXNet gives out in the order in which operators are called: those behind the norm on the
-    first device stand in line before those ahead of the norm on the second.
+    MXNet's norm blocks until the other devices have come as far. All CPUs share four scratch
+    arrays, which MXNet gives out in the order in which operators are called: those behind the norm
+    on the first device stand in line before those ahead of the norm on the second.
     """
     if devices > 1:
         raise ValueError("SyncBatchNorm over several devices waits for ever on CPUs, which share "
