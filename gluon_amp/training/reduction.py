@@ -62,7 +62,7 @@ class Reduction:
         gradients = list(gradients)
         if not self.sums or not gradients:
             return {}
-        self._lay_out([g for _, on_devices in gradients for g in on_devices])
+        self.lay_out(g for _, on_devices in gradients for g in on_devices)
         if hasattr(self._kvstore, "sum_all"):
             summed = self._kvstore.sum_all(gradients)
             self.wait(lambda: [g.wait_to_read() for key, on_devices in gradients
@@ -120,7 +120,7 @@ class Reduction:
             known: whether MXNet has told its store of these keys.
         """
         arrays = list(arrays)
-        self._lay_out([a for _, on_devices in arrays for a in on_devices])
+        self.lay_out(array for _, on_devices in arrays for array in on_devices)
 
         def take() -> None:
             for key, on_devices in arrays:
@@ -141,11 +141,11 @@ class Reduction:
         except mx.MXNetError as error:  # of Horovod, which sees by itself that a rank has ended
             raise RankEndedError(f"rank {self.rank} waits in vain: {message(error)}") from error
 
-    def _lay_out(self, arrays: Iterable[Any]) -> None:
+    def lay_out(self, arrays: Iterable[Any]) -> None:
         """Lays out float32 arrays in order, where oneDNN has them in blocks of its own: weights
         after a prediction, gradients. MXNet's servers and Horovod take only what is in order.
         """
-        if "dist" not in self._kvstore.type:
+        if not self.sums or "dist" not in self._kvstore.type:
             return
         for array in arrays:
             if array.stype == "default" and array.context.device_type == "cpu":
