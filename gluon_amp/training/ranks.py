@@ -44,6 +44,7 @@ class RanksTrainer(mx.gluon.Trainer):
         reduction = self._steps.reduction
         there = [p for p in self._params_to_init if not p._deferred_init]
         if not reduction.tells:
+            mx.nd.waitall()  # for predictions, which lay out weights
             reduction.lay_out(array for p in there for array in p.list_data())
             super()._init_params()
             return

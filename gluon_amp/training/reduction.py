@@ -120,6 +120,7 @@ class Reduction:
             known: whether MXNet has told its store of these keys.
         """
         arrays = list(arrays)
+        mx.nd.waitall()  # for predictions, which lay out weights
         self.lay_out(array for _, on_devices in arrays for array in on_devices)
 
         def take() -> None:
