@@ -7,7 +7,7 @@ other nodes stay as they are.
 Formats that MXNet has no arrays of (bfloat16, float8) are for CPUs only. Their tensors are float32
 arrays, and a node says in attributes which of its inputs and outputs are rounded, and to what.
 """
-from typing import Dict, List, Mapping, Set
+from typing import Dict, List, Mapping, Optional, Set
 
 from ..cpu import library
 from ..formats import FLOAT16
@@ -22,6 +22,7 @@ HALF = "float16"
 # What a node says of formats to the engine: see cpu/engine.h.
 _INPUTS, _OUTPUTS, _READS = (f"__gluon_amp_{word}__" for word in ("inputs", "outputs", "reads"))
 _WATCH = "__gluon_amp_watch__"  # the node's name, where the engine counts what it computes
+_SAMPLES = "?"  # before that name: samples only
 _GRIDS = tuple(f"__gluon_amp_{word}_grid__" for word in ("output", "product", "gradient", "back"))
 
 # They make or move halves, MXNet's own code does that in no time, and their gradients only move
@@ -33,14 +34,16 @@ LEFT_ALONE = frozenset("""
 
 
 def build(graph: Graph, types: Mapping[str, str], on_gpu: bool = False,
-          policy: Policy = POLICIES["float16"], watch: bool = False) -> Graph:
+          policy: Policy = POLICIES["float16"], watch: bool = False, samples: bool = False
+          ) -> Graph:
     """The graph that a device runs, with the same variables and outputs, of the same types.
 
     Args:
         graph: with its casts, as `insert_casts` makes it.
         types: the dtype of each variable.
         policy: tells what lies behind names of formats that are no types of arrays.
-        watch: whether the engine counts what each node computes (xray/counts.py reads it).
+        watch: whether the engine counts what each node computes (xray/statistics.py reads it).
+        samples: then only samples are taken of it.
     """
     if on_gpu:
         if policy.cpu_only:
@@ -50,7 +53,7 @@ def build(graph: Graph, types: Mapping[str, str], on_gpu: bool = False,
                              "GPU")
         return _with_dropout_to_walk_back_twice(graph)
     library.load()
-    built = _Rewriting(graph, types, policy, watch).run()
+    built = _Rewriting(graph, types, policy, (_SAMPLES if samples else "") if watch else None).run()
     if policy.accumulate is not None:
         accumulate(built, policy.accumulate, policy.split)
     return built
@@ -60,7 +63,7 @@ class _Rewriting:
     """One graph, or the body of a loop, from its inputs to its outputs."""
 
     def __init__(self, graph: Graph, types: Mapping[str, str], policy: Policy,
-                 watch: bool = False):
+                 watch: Optional[str] = None):
         self.graph, self.policy, self.watch = graph, policy, watch
         self.rounds_halves = policy.between == policy.product != policy.gradient
         self.types = graph.types(types)
@@ -75,7 +78,7 @@ class _Rewriting:
         for node in self.graph.nodes():
             for i, entry in enumerate(self._rewritten(node)):
                 self.done[Entry(node, i)] = entry
-            if self.watch and not node.is_variable:
+            if self.watch is not None and not node.is_variable:
                 self._watch(node, self.done[Entry(node)].node)
         return Graph(self.done[e] for e in self.graph.outputs)
 
@@ -86,7 +89,7 @@ class _Rewriting:
             return
         if not new.op.startswith(library.PREFIX) and library.has_operator(new.op):
             new.op = library.PREFIX + new.op
-        new.attrs[_WATCH] = node.name
+        new.attrs[_WATCH] = f"{self.watch}{node.name}"
 
     def _is_half(self, entry: Entry) -> bool:
         return self.types.get(entry) == HALF
