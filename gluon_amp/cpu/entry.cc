@@ -165,6 +165,12 @@ int64_t random_state(unsigned char* bytes, int back) {
   return at;
 }
 
+const char* scales_of(int64_t id) {
+  static std::string made;
+  made = scales(id);
+  return made.c_str();
+}
+
 struct Table {
   int (*start)(const char*, int, const char**);
   const char* (*reason)();
@@ -181,6 +187,8 @@ struct Table {
   const WatchedRow* (*watched_row)(int64_t);
   void (*count)(const float*, int64_t, int, Counts*);
   int64_t (*random_state)(unsigned char*, int);
+  const char* (*scales)(int64_t);
+  void (*set_scales)(int64_t, const char*);
 };
 
 }  // namespace
@@ -190,6 +198,6 @@ extern "C" __attribute__((visibility("default"))) const void* gluon_amp_engine()
   using namespace gluon_amp;
   static const Table table = {start, reason, probe, inputs_fit, map_fits, description_fits,
                               attributes, use_generic_code, own_names, on_one_cpu, versions,
-                              watched, watched_row, count, random_state};
+                              watched, watched_row, count, random_state, scales_of, set_scales};
   return &table;
 }

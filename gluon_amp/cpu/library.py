@@ -83,6 +83,8 @@ class _Table(ctypes.Structure):
         ("watched_row", ctypes.CFUNCTYPE(POINTER(WatchedRow), c_int64)),
         ("count", ctypes.CFUNCTYPE(None, c_void_p, c_int64, c_int, POINTER(Counts))),
         ("random_state", ctypes.CFUNCTYPE(c_int64, c_void_p, c_int)),
+        ("scales", ctypes.CFUNCTYPE(c_char_p, c_int64)),
+        ("set_scales", ctypes.CFUNCTYPE(None, c_int64, c_char_p)),
     ]
 
 

@@ -288,8 +288,8 @@ class Steps:
                      "(gluon_amp.explain)"
         elif isinstance(self.loss_scale, DynamicLossScale):
             self.loss_scale.update(False, names)
-            log.info("step skipped: gradients not finite%s; loss scale %g -> %g", in_names(names),
-                     before, self.scale)
+            log.info("step skipped: gradients not finite%s; loss scale %g -> %g",
+                     in_names(names, most=1), before, self.scale)
             return
         else:
             reason = f"gradients are not finite{in_names(names)} at the loss scale " \

@@ -69,10 +69,10 @@ class Call(NamedTuple):
         return insert_casts(self.clean, variables, policy, set(types), keep), variables
 
     def op(self, typed: Typed, policy: Policy, watch: bool, parameters: Mapping[str, Any],
-           samples: bool = False, flags: Sequence[Any] = ()) -> Tuple[Any, List[Any]]:
+           samples: bool = False, flags: Sequence[Any] = (), scales: Any = None) -> Tuple[Any, List[Any]]:
         """A CachedOp of the graph with its casts, and where its inputs come from."""
         graph, types = typed
-        symbol = build(graph, types, False, policy, watch, samples).symbol()
+        symbol = build(graph, types, False, policy, watch, samples, scales).symbol()
         order = symbol.list_inputs()
         if self.numpy:
             symbol = symbol.as_np_ndarray()
@@ -153,7 +153,8 @@ class Watched:
             call, policy = Call.of(self.net, block, arrays), block._amp.policy
             types = {name: dtype_name(p.dtype) for name, p in self.parameters.items()}
             typed = call.typed(policy, types, self.keep)
-            self.ops[where] = call.op(typed, policy, True, self.parameters, flags=block._flags)
+            self.ops[where] = call.op(typed, policy, True, self.parameters, flags=block._flags,
+                                      scales=block._amp.scales)
         return self.ops[where]
 
 
