@@ -165,7 +165,8 @@ def print_tables():
         rows = [row for row in done("gradients.jsonl") if row["study"] == study]
         lengths = sorted({row["length"] for row in rows}, reverse=True)
         if rows:
-            print(f"\n{study}: gradients of weights, one chain less pieces of {STUDIES[study][3]}\n")
+            print(f"\n{study}: gradients of weights, one chain less pieces of "
+                  f"{STUDIES[study][3]:,}\n")
             print("| products in a sum | layers | V100 | A100 |\n| --- | --- | --- | --- |")
         for length in lengths:
             some = [row for row in rows if row["length"] == length]
