@@ -33,7 +33,7 @@ class Line(NamedTuple):
 def lines() -> List[Line]:
     """All of them, what takes long last."""
     found = [Line("start", ["start_time.py"]), Line("loss scaling", ["scaler_time.py"]),
-             Line("report", ["report_speed.py"])]
+             Line("report", ["report_speed.py"]), Line("ranks", ["ranks_time.py"])]
     found += [Line(f"optimizer: {name}", ["optimizer_time.py", name])
               for name in optimizer_time.OPTIMIZERS]
     for name in harness.NETWORKS:

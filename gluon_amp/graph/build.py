@@ -63,6 +63,25 @@ def build(graph: Graph, types: Mapping[str, str], on_gpu: bool = False,
     return built
 
 
+def devices_that_wait(graph: Graph) -> int:
+    """How many devices wait for each other in norms of the graph when it trains."""
+    return max((int(node.attrs.get("ndev", 1)) for node in graph.nodes()
+                if node.op == "_contrib_SyncBatchNorm"), default=1)
+
+
+def check_trains_on_cpus(devices: int) -> None:
+    """Refuses to train where devices wait for each other.
+
+    MXNet's norm blocks until the other devices have come as far. All CPUs share four scratch
+    arrays, which MXNet gives out in the order in which operators are called: those behind the norm
+    on the first device stand in line before those ahead of the norm on the second.
+    """
+    if devices > 1:
+        raise ValueError("SyncBatchNorm over several devices waits for ever on CPUs, which share "
+                         "scratch memory in MXNet. Valid: num_devices=1, or GPUs. Received: "
+                         f"num_devices={devices}")
+
+
 class _Rewriting:
     """One graph, or the body of a loop, from its inputs to its outputs."""
 
