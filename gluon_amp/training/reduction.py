@@ -5,7 +5,7 @@ does it: MXNet's, or one of any other kind with the methods of `mx.kv.KVStoreBas
 Horovod's (horovod_store.py).
 """
 import os
-from typing import Any, Callable, Dict, Iterable, List, Optional, Tuple
+from typing import Any, Callable, Dict, Iterable, List, Optional, Sequence, Tuple
 
 from .._mxnet import message, mx, np
 from ..checks import in_names
@@ -79,7 +79,7 @@ class Reduction:
         """Whether the flag is true for any worker. All workers have to ask."""
         if not self.tells:
             return flag
-        return bool(self._sum_numbers(np.array([flag])).any())
+        return bool(self.sum_numbers(np.array([flag])).any())
 
     def any_after_sum(self, flag: bool) -> bool:
         """As `any`, for what follows from summed gradients. Nothing is exchanged where a store
@@ -92,7 +92,21 @@ class Reduction:
             return [mine]
         numbers = np.zeros((self.workers, len(mine)))
         numbers[self.rank] = np.frombuffer(mine, np.uint8)
-        return [bytes(row) for row in self._sum_numbers(numbers).astype(np.uint8)]
+        return [bytes(row) for row in self.sum_numbers(numbers).astype(np.uint8)]
+
+    def average(self, arrays: Sequence[List[Any]]) -> None:
+        """Gives each array, on all devices of all workers, the mean over these. All have to ask.
+        """
+        means = [np.mean([a.asnumpy() for a in on_devices], axis=0, dtype="float32").ravel()
+                 for on_devices in arrays]
+        if not means:
+            return
+        mean = np.concatenate(means)
+        if self.tells:
+            mean = self.sum_numbers(mean) / self.workers
+        for on_devices, one in zip(arrays, np.split(mean, np.cumsum([m.size for m in means])[:-1])):
+            for array in on_devices:
+                array[:] = one.reshape(array.shape)
 
     def take_over(self, arrays: Iterable[Tuple[Any, List[Any]]], known: bool) -> None:
         """Gives rank 0's arrays to all workers, in place, and waits until they are there.
@@ -120,8 +134,8 @@ class Reduction:
         except mx.MXNetError as error:  # of Horovod, which sees by itself that a rank has ended
             raise RankEndedError(f"rank {self.rank} waits in vain: {message(error)}") from error
 
-    def _sum_numbers(self, numbers: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
-        """The sum over workers of small whole numbers."""
+    def sum_numbers(self, numbers: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
+        """The sum over workers of an array of numbers, in float32. All have to ask."""
         # a store knows the size of what has a key
         key: Any = f"gluon_amp {numbers.size}" if self._names else 2 ** 24 + numbers.size
         array = mx.nd.array(numbers.reshape(-1), ctx=mx.cpu(), dtype="float32")
