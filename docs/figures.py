@@ -4,9 +4,7 @@
 """
 import json
 import math
-import shutil
 import sys
-import tempfile
 from pathlib import Path
 
 import gluon_amp as amp
@@ -19,7 +17,6 @@ from matplotlib.figure import Figure
 from mxnet import autograd, gluon
 
 BLUE, SKY, GREEN, RED = "#0072b2", "#56b4e9", "#009e73", "#d55e00"  # of what is no type of numbers
-RESULTS = Path(__file__).parents[1] / "results"
 LEAST, LEAST_NORMAL = 2.0 ** -24, 2.0 ** -14  # of float16: at all, and with all bits
 
 
@@ -34,9 +31,6 @@ def draw(folder):
                          ("tensor_core_sums", long_sums()),
                          ("tensor_core_gradients", long_gradients())):
         figure.savefig(folder / f"{name}.png", dpi=150)
-    with tempfile.TemporaryDirectory() as reports:  # of logs that are committed
-        amp.report(sorted(RESULTS.glob("cifar10_symbolic/*.log")), reports)
-        shutil.copy(Path(reports, "validation_error.png"), folder / "cifar10.png")
 
 
 # ---- what float16 holds
