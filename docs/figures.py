@@ -230,8 +230,8 @@ def long_sums():
 
 def long_gradients():
     """How much shorter a chain makes the weight gradients of ResNet-20's layers."""
-    rows = [json.loads(line) for line in
-            (RESULTS / "tensor_cores" / "gradients.jsonl").read_text().splitlines()]
+    measured = Path(__file__).parents[1] / "results" / "tensor_cores" / "gradients.jsonl"
+    rows = [json.loads(line) for line in measured.read_text().splitlines()]
     rows = [row for row in rows if row["study"] == "cifar10"]
     figure = Figure(figsize=(7.5, 3.2), layout="constrained")
     axes = figure.add_subplot()
