@@ -2,6 +2,7 @@
 import argparse
 import json
 import os
+from importlib import import_module
 from typing import Any, Callable, List, Optional, Sequence
 
 from .._mxnet import message, mx
@@ -59,7 +60,7 @@ def _read_config(path: str) -> Any:
         flags = json.loads(text)
     else:
         try:
-            import yaml  # type: ignore[import-untyped]
+            yaml = import_module("yaml")
         except ImportError:
             raise ImportError("YAML needs a package: pip install pyyaml, or write JSON into a "
                               "file that ends with .json") from None
