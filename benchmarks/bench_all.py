@@ -14,6 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import List, NamedTuple, Sequence, Tuple
 
+import formats_time
 import harness
 import optimizer_time
 import step_time
@@ -32,12 +33,13 @@ class Line(NamedTuple):
 def lines() -> List[Line]:
     """All of them, what takes long last."""
     found = [Line("start", ["start_time.py"]), Line("loss scaling", ["scaler_time.py"]),
-             Line("report", ["report_speed.py"])]
+             Line("report", ["report_speed.py"]), Line("ranks", ["ranks_time.py"])]
     found += [Line(f"optimizer: {name}", ["optimizer_time.py", name])
               for name in optimizer_time.OPTIMIZERS]
     for name in harness.NETWORKS:
         found.append(Line(name, ["step_time.py", "--only", name, "--pairs", "50", "--seconds",
                                  "120", "--columns", *step_time.COLUMNS]))
+    found += [Line(f"formats: {name}", ["formats_time.py", name]) for name in formats_time.NETWORKS]
     for isa in ISAS:
         found += [Line(f"{isa}: {name}", ["step_time.py", "--only", name, "--columns", "step",
                                           "prediction"], [("GLUON_AMP_ISA", isa)])

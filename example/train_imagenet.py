@@ -6,11 +6,12 @@
 
 The flags and the log lines are those of MXNet's own example/image-classification.
 """
+import glob
+import itertools
 import logging
 import os
 import platform
 import time
-from importlib import import_module
 
 import gluon_amp as amp
 import mxnet as mx
@@ -25,7 +26,10 @@ def add_arguments(parser):
     add("--gpus", type=numbers, default=[], help="such as 0 or 0,2,5; none: the CPU")
     add("--gc-type", default="none", choices=("none", "2bit"),
         help="gradient compression: none, since MXNet has none for float16")
+    add("--gc-threshold", type=float, default=0.5, help="of --gc-type 2bit")
     add("--batch-size", type=positive, default=128, help="of all GPUs together")
+    add("--macrobatch-size", type=positive, help="images of an update, of all ranks: gradients of "
+        "several batches are added up; a multiple of --batch-size, if not one batch")
     add("--num-epochs", "--epochs", type=positive, default=80, help="passes over the data")
     add("--lr", type=float, default=0.1, help="the learning rate")
     add("--lr-factor", "--lr-decay", type=float, default=0.1, help="what it is multiplied by")
@@ -40,7 +44,8 @@ def add_arguments(parser):
     add("--wd", type=float, default=1e-4, help="weight decay")
     add("--initializer", default="default", choices=("default", "xavier", "msra", "orthogonal",
                                                      "normal", "uniform", "one", "zero"),
-        help="of weights; default: xavier, gaussian, by inputs, of magnitude 2")
+        help="of weights; default: normal for alexnet, xavier for vgg, and for others xavier, "
+        "gaussian, by inputs, of magnitude 2")
     add("--dtype", default="float32", choices=("float32", "float16"), help="of the network")
     add("--loss-scale", type=recipes.loss_scale,
         help="a number, dynamic or none; if not given: dynamic for float16, else none")
@@ -51,6 +56,8 @@ def add_arguments(parser):
     add("--model-prefix", help="save epochs under this name")
     add("--save-period", type=positive, default=1, help="each so many epochs")
     add("--load-epoch", type=int, help="go on from --model-prefix at this epoch")
+    add("--resume", action="store_true", help="go on from the last epoch of --model-prefix, if "
+        "there is any; with a larger --num-epochs a finished run goes on, too")
     add("--monitor", type=int, default=0, help="log outputs' sizes every so many batches")
     add("--test-io", type=int, default=0, choices=(0, 1), help="1: only read the images, and "
         "log how fast that is")
@@ -78,7 +85,8 @@ def add_arguments(parser):
 def add_augmentation(parser):
     augment = parser.add_argument_group("augmentation (as in MXNet's image-classification example)")
     augment.add_argument("--use-imagenet-data-augmentation", type=int, default=0, choices=(0, 1),
-                         help="1: what ResNets on ImageNet are usually trained with")
+                         help="1: what ResNets on ImageNet are usually trained with, "
+                         "and --rgb-std 58.393,57.12,57.375; what is given besides counts more")
     for flag, kind, default in (
             ("pad-size", int, 0), ("fill-value", int, 127), ("random-crop", int, 0),
             ("random-mirror", int, 0), ("random-resized-crop", int, 0),
@@ -93,14 +101,20 @@ def add_augmentation(parser):
                              help="of mx.io.ImageRecordIter")
 
 
-def imagenet_augmentation(args):
-    """Crops of 8 to 100 % of an image, mirrored, with other colors."""
+# Crops of 8 to 100 % of an image, mirrored, with other colors; pixels divided by their deviation.
+IMAGENET = {"random_resized_crop": 1, "random_mirror": 1, "min_random_area": 0.08,
+            "min_random_aspect_ratio": 3 / 4, "max_random_aspect_ratio": 4 / 3,
+            "brightness": 0.4, "contrast": 0.4, "saturation": 0.4, "pca_noise": 0.1,
+            "rgb_std": "58.393,57.12,57.375"}
+
+
+def parse_flags(parser, arguments):
+    """The flags; --use-imagenet-data-augmentation sets others, where they are not given."""
+    args = parser.parse_args(arguments)
     if args.use_imagenet_data_augmentation:
-        args.random_resized_crop = args.random_mirror = 1
-        args.min_random_area, args.max_random_area = 0.08, 1.0
-        args.min_random_aspect_ratio, args.max_random_aspect_ratio = 3 / 4, 4 / 3
-        args.brightness = args.contrast = args.saturation = 0.4
-        args.pca_noise = 0.1
+        parser.set_defaults(**IMAGENET)
+        args = parser.parse_args(arguments)
+    return args
 
 
 # ---- data
@@ -197,12 +211,13 @@ def fit(args, symbol, arg_params=None, aux_params=None, fixed=None):
                          "does so only where the kvstore updates, which loss scaling excludes. "
                          f"Valid: none. Received: {args.gc_type}")
     scale = args.loss_scale or ("dynamic" if args.dtype == "float16" else "none")
-    imagenet_augmentation(args)
     if args.model_prefix:
         os.makedirs(os.path.dirname(args.model_prefix) or ".", exist_ok=True)
     ranks = recipes.Ranks(args.kvstore, names=True)
     contexts = recipes.devices_of(ranks.devices(args.gpus))
     ranks.start_log(f"%(asctime)-15s Node[{ranks.rank}] %(message)s")
+    per_update, begin = batches_of_update(args, ranks.workers), epoch_to_begin(args)
+    ranks.check_same(begin, "epochs that are done")
     train, val, examples = iterators(args, ranks.rank, ranks.workers)
     ranks.check_same(examples, "images")
     logging.info("start with arguments %s", args)
@@ -210,29 +225,36 @@ def fit(args, symbol, arg_params=None, aux_params=None, fixed=None):
                  platform.python_version())
     if args.test_io:
         return test_reading(train, args)
-    epoch_size = max(1, examples // ranks.workers // args.batch_size)
-    begin = args.load_epoch or 0
+    batches = max(1, examples // ranks.workers // args.batch_size)
+    if per_update > 1:  # no update has batches of two epochs
+        if batches < per_update:
+            raise SystemExit(f"--macrobatch-size {args.macrobatch_size}: an epoch has {examples} "
+                             "images, which are fewer")
+        batches = batches // per_update * per_update
+        train = mx.io.ResizeIter(train, batches, reset_internal=False)
+    epoch_size = batches // per_update
     options = {"context": contexts, "loss_scale": None if scale == "none" else scale,
-               "fixed_param_names": fixed}
+               "fixed_param_names": fixed, "batches": per_update}
     if begin:
-        if not args.model_prefix:
-            raise SystemExit("--load-epoch needs --model-prefix")
         states = os.path.exists(f"{args.model_prefix}-{begin:04d}.states")
-        module = amp.Module.load(args.model_prefix, begin, states, **options)
+        module = AddingModule.load(args.model_prefix, begin, states, **options)
     else:
-        module = amp.Module(symbol, **options)
+        module = AddingModule(symbol, **options)
     optimizer = {"learning_rate": args.lr, "wd": args.wd, "begin_num_update": begin * epoch_size,
                  "lr_scheduler": recipes.schedule(
                      args.lr, epoch_size, args.num_epochs, "step", args.lr_step_epochs,
-                     args.lr_factor, args.warmup_epochs, args.warmup_lr, args.warmup_strategy)}
+                     args.lr_factor, args.warmup_epochs, args.warmup_lr, args.warmup_strategy),
+                 "rescale_grad": 1 / (args.batch_size * ranks.workers * per_update)}
     if args.optimizer in ("sgd", "nag", "signum", "lars", "dcasgd"):
         optimizer["momentum"] = args.mom
     metrics = ["accuracy"]
     if args.top_k:
         metrics.append(mx.metric.create("top_k_accuracy", top_k=args.top_k))
     metrics += [mx.metric.create(name) for name in args.loss.split(",") if name]
-    record = start_record(args, ranks, begin, epoch_size)
-    callbacks = recipes.ModuleLog(record, module, args.disp_batches, args.batch_size, ranks)
+    record = start_record(args, ranks, begin, batches)
+    # Lines tell the norm of a gradient, which is whole after the last batch of an update.
+    interval = -(-args.disp_batches // per_update) * per_update
+    callbacks = recipes.ModuleLog(record, module, interval, args.batch_size, ranks)
     epoch_ends = [callbacks.epoch_end]
     if args.model_prefix and ranks.rank == 0:
         epoch_ends.append(mx.callback.module_checkpoint(
@@ -253,9 +275,63 @@ def fit(args, symbol, arg_params=None, aux_params=None, fixed=None):
     return module
 
 
+class AddingModule(amp.Module):
+    """A Module that updates with the sum of the gradients of some batches.
+
+    Args:
+        batches: how many make an update.
+    """
+
+    def __init__(self, *args, batches=1, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.batches, self.added = batches, 0
+
+    def bind(self, *args, **kwargs):
+        super().bind(*args, **kwargs, grad_req="add" if self.batches > 1 else "write")
+
+    def forward_backward(self, data_batch):
+        if self.added == 0 and self.batches > 1:
+            for gradient in itertools.chain(*self._exec_group.grad_arrays):
+                if gradient is not None:
+                    gradient[:] = 0
+        super().forward_backward(data_batch)
+
+    def update(self):
+        self.added = (self.added + 1) % self.batches
+        return self.added > 0 or super().update()
+
+
+def batches_of_update(args, workers):
+    """How many batches of each rank make the macrobatch."""
+    count, rest = divmod(args.macrobatch_size or args.batch_size * workers,
+                         args.batch_size * workers)
+    if rest:
+        each = f" on {workers} ranks" if workers > 1 else ""
+        raise SystemExit(f"--macrobatch-size must be a multiple of --batch-size {args.batch_size}"
+                         f"{each}. Received: {args.macrobatch_size}")
+    return count
+
+
+def epoch_to_begin(args):
+    """Where --load-epoch or --resume goes on: behind that many epochs."""
+    begin = args.load_epoch or 0
+    if (begin or args.resume) and not args.model_prefix:
+        raise SystemExit(f"--{'load-epoch' if begin else 'resume'} needs --model-prefix")
+    if args.resume and not begin:
+        saved = glob.glob(glob.escape(args.model_prefix) + "-[0-9][0-9][0-9][0-9].params")
+        begin = max((int(path[-len("0000.params"):-len(".params")]) for path in saved), default=0)
+        logging.info("--resume: %d epochs are done", begin)
+    if begin >= args.num_epochs:
+        logging.info("no epoch is left to train: --num-epochs %d", args.num_epochs)
+    return begin
+
+
 def initializer_of(args):
     if args.initializer == "default":
-        return mx.init.Xavier(rnd_type="gaussian", factor_type="in", magnitude=2)
+        # Without norms and with pixels of up to 255, larger weights diverge.
+        network = getattr(args, "network", None)
+        return {"alexnet": mx.init.Normal(), "vgg": mx.init.Xavier()}.get(
+            network, mx.init.Xavier(rnd_type="gaussian", factor_type="in", magnitude=2))
     return mx.init.create({"msra": "msraprelu"}.get(args.initializer, args.initializer))
 
 
@@ -270,33 +346,37 @@ def test_reading(train, args):
     logging.info("%d batches in %.3f s", i, time.time() - begun)
 
 
-def start_record(args, ranks, begin, epoch_size):
+def start_record(args, ranks, begin, batches):
     """The run's record; with --load-epoch behind what log.jsonl has of the epochs before."""
     if not args.save_dir or ranks.rank:
-        return recipes.TrainingLog(args, None, steps=begin * epoch_size, writes=not ranks.rank)
+        return recipes.TrainingLog(args, None, steps=begin * batches, writes=not ranks.rank)
     os.makedirs(args.save_dir, exist_ok=True)
     path, lines = os.path.join(args.save_dir, "log.jsonl"), []
     if begin and os.path.exists(path):
         lines = [line for line in recipes.read_log(path)[1] if line["epoch"] < begin]
     elif os.path.exists(path):
         raise SystemExit(f"{path} is there: --save-dir names another place, --load-epoch goes on")
-    return recipes.TrainingLog(args, path, lines, begin * epoch_size)
+    return recipes.TrainingLog(args, path, lines, begin * batches)
 
 
 def main(arguments=None):
+    from symbols import NETWORKS, get_symbol  # which symbolic_fine_tune.py does without
+
     parser = recipes.Parser(__doc__)
-    parser.add_argument("--network", default="resnet", choices=("resnet", "resnet-v2", "mobilenet"),
-                        help="a file in symbols/")
-    parser.add_argument("--num-layers", type=int, default=50, help="of a resnet")
+    add = parser.add_argument_group("network").add_argument
+    add("--network", default="resnet", choices=NETWORKS, metavar="NAME",
+        help=f"{', '.join(NETWORKS)}; resnet is resnet-v1")
+    add("--num-layers", type=int, help="of a resnet or resnext, if not 50; of a vgg, if not 16")
+    add("--multiplier", type=float, help="of a mobilenet's or mobilenetv2's filters, if not 1")
+    add("--batch-norm", action="store_true", default=None, help="a vgg with batch norms")
+    add("--num-group", type=int, help="of a resnext's convolutions, if not 32")
     add_arguments(parser)
-    args = parser.parse_args(arguments)
+    args = parse_flags(parser, arguments)
     image_shape(args)
-    network, _, version = args.network.partition("-v")
-    options = {"num_layers": args.num_layers, "image_shape": args.image_shape,
-               "version": int(version or 1)} if network == "resnet" else {}
     try:
-        symbol = import_module(f"symbols.{network}").get_symbol(
-            args.num_classes, dtype=args.dtype, **options)
+        symbol = get_symbol(args.network, args.num_classes, args.image_shape, args.dtype,
+                            num_layers=args.num_layers, multiplier=args.multiplier,
+                            batch_norm=args.batch_norm, num_group=args.num_group)
     except ValueError as error:
         raise SystemExit(f"{parser.prog}: {error}") from None
     fit(args, symbol)

@@ -1,11 +1,15 @@
 """What ranks do in tests (ranks.py). Each story returns what the test looks at."""
+import contextlib
 import os
 import signal
+import socket
+import struct
 import time
 
 import gluon_amp as amp
 import numpy as np
 from gluon_amp._mxnet import mx
+from gluon_amp.training import reduction
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
 
@@ -59,6 +63,25 @@ def step(net, trainer, rng, ranks=2):
     return trainer.step(4 * ranks)
 
 
+def has_predicted_in_float32(store, rank):
+    """oneDNN has the weights in blocks of its own by then; gradients, too."""
+    net = nn.HybridSequential()
+    net.add(nn.Conv2D(32, 3, padding=1, in_channels=16), nn.Conv2D(32, 3, padding=1),
+            nn.GlobalAvgPool2D(), nn.Dense(5))
+    net.initialize(mx.init.Xavier())
+    net.hybridize(static_alloc=True, static_shape=True)
+    x = nd.random.normal(shape=(4, 16, 16, 16))
+    net(x)
+    trainer = trainer_for(net, store)
+    for _ in range(3):
+        with autograd.record():
+            loss = LOSS(net(x), nd.zeros(4))
+        trainer.backward(loss)
+        trainer.step(8)
+    trainer.check_ranks()
+    return trainer.skipped, held(trainer)
+
+
 def begins_with_another_seed(store, rank, deferred):
     """What a rank holds before and after its first step."""
     mx.random.seed(rank)
@@ -68,10 +91,11 @@ def begins_with_another_seed(store, rank, deferred):
     rng = np.random.default_rng(rank)
     stepped = [step(net, trainer, rng) for _ in range(3)]
     trainer.check_ranks()
-    return before, stepped, held(trainer), trainer.loss_scale
+    return before, stepped, trainer.loss_scale, held(trainer)
 
 
-def module_begins_with_another_seed(store, rank):
+def module_for(rank):
+    """A Module whose parameters and moving averages are this rank's own, and its data."""
     mx.random.seed(rank)
     rng = np.random.default_rng(rank)
     data = mx.io.NDArrayIter(rng.standard_normal((8, 6)).astype("float32"),
@@ -84,27 +108,36 @@ def module_begins_with_another_seed(store, rank):
     module.init_params(mx.init.Uniform(0.5))
     for array in module._exec_group.aux_arrays[0]:
         array[:] = rank + 1
+    return module, data
+
+
+def module_begins_with_another_seed(store, rank):
+    module, data = module_for(rank)
     module.init_optimizer(kvstore=store, optimizer_params={"learning_rate": 0.1,
-                                                                     "momentum": 0.9})
+                                                           "momentum": 0.9})
     args, statistics = module.get_params()
     before = [a.asnumpy() for a in (*args.values(), *statistics.values())]
     for batch in data:
         module.forward_backward(batch)
         module.update()
     module.check_ranks()
-    return before, [a.asnumpy() for a in module.get_params()[0].values()], module.loss_scale
+    return before, module.loss_scale, [a.asnumpy() for a in module.get_params()[0].values()]
 
 
-def changes_a_weight(store, rank):
-    """One rank changes a weight by itself."""
+def changes_a_weight(store, rank, when):
+    """One rank changes a weight by itself. The first step sees it; later `check_ranks` does."""
     net = network()
     trainer = trainer_for(net, store)
     rng = np.random.default_rng(0)
-    step(net, trainer, rng)
+    if when == "later":
+        step(net, trainer, rng)
     if rank == 1:
         weight = net[4].weight.data()
         weight[:] = weight * 1.5
-    trainer.check_ranks()
+    if when == "later":
+        trainer.check_ranks()
+    else:
+        step(net, trainer, rng)
 
 
 def has_another_network(store, rank, what):
@@ -137,6 +170,158 @@ def some_are_infinite(store, rank, ranks, steps):
         told.append((trainer.step(4 * ranks), trainer.loss_scale))
     trainer.check_ranks()
     return told, trainer.skipped, held(trainer)
+
+
+def files(folder):
+    return f"{folder}/net.params", f"{folder}/trainer.states"
+
+
+def trained(net, trainer, steps, rng):
+    """Whether each step updated, the loss scale, how many were skipped, and what is held."""
+    told = []
+    for i in steps:
+        x, y = rng.standard_normal((4, 3, 8, 8)), nd.array(rng.integers(0, 5, 4))
+        if i % 4 == 2:
+            x[0, 0, 0, 0] = np.inf
+        with autograd.record():
+            loss = LOSS(net(nd.array(x)), y)
+        trainer.backward(loss)
+        told.append(trainer.step(8))
+    trainer.check_ranks()
+    return told, trainer.loss_scale, trainer.skipped, held(trainer)
+
+
+def saves_and_goes_on(store, rank, folder):
+    """Rank 0 saves after some steps; all go on."""
+    mx.random.seed(rank)
+    net = network()
+    trainer = trainer_for(net, store, loss_scale=amp.DynamicLossScale(growth_interval=2))
+    trained(net, trainer, range(5), np.random.default_rng(10 + rank))
+    if rank == 0:
+        net.save_parameters(files(folder)[0])
+        trainer.save_states(files(folder)[1])
+    return trained(net, trainer, range(5), np.random.default_rng(20 + rank))
+
+
+def resumes(store, rank, folder):
+    """What `saves_and_goes_on` does after it has saved."""
+    mx.random.seed(100 + rank)
+    net = network()
+    net.load_parameters(files(folder)[0])
+    trainer = trainer_for(net, store, loss_scale=amp.DynamicLossScale(growth_interval=2))
+    trainer.load_states(files(folder)[1])
+    return trained(net, trainer, range(5), np.random.default_rng(20 + rank))
+
+
+def averages_statistics(store, rank):
+    """Moving averages before and after."""
+    net = network()
+    trainer = trainer_for(net, store)
+    step(net, trainer, np.random.default_rng(rank))
+    averages = [net[1].running_mean.data(), net[1].running_var.data()]
+    before = [a.asnumpy() for a in averages]
+    amp.average_statistics(trainer)
+    return before, [a.asnumpy() for a in averages]
+
+
+def module_averages_statistics(store, rank):
+    module, data = module_for(rank)
+    module.init_optimizer(kvstore=store)
+    for batch in data:
+        module.forward_backward(batch)
+        module.update()
+
+    def averages():
+        return [a.asnumpy() for _, a in sorted(module.get_params()[1].items())]
+
+    before = averages()
+    amp.average_statistics(module)
+    return before, averages()
+
+
+def counts_bytes(store, rank):
+    """The bytes that a rank gets for the gradients of a step, 200,100 numbers."""
+    net = nn.Dense(100, in_units=2000)
+    net.initialize()
+    amp.convert(net)
+    trainer = trainer_for(net, store, loss_scale=1.0)
+
+    def step():
+        with autograd.record():
+            loss = net(nd.ones((1, 2000))).sum()
+        trainer.backward(loss)
+        trainer.step(2)
+        nd.waitall()
+
+    step()
+    before = received_bytes()
+    for _ in range(5):
+        step()
+    return (received_bytes() - before) / 5
+
+
+def times_steps(store, rank, dtype, ranks, steps):
+    """Seconds of a step of ResNet-18 (the median), and the bytes that a rank gets for it."""
+    mx.random.seed(1)
+    net = gluon.model_zoo.vision.resnet18_v1(classes=10)
+    net.initialize()
+    if dtype == "float16":
+        amp.convert(net)
+    net.hybridize(static_alloc=True, static_shape=True)
+    x, y = nd.random.normal(shape=(8, 3, 64, 64)), nd.zeros(8)
+    net(x)
+    trainer = trainer_for(net, store, loss_scale="dynamic" if dtype == "float16" else None,
+                          update_on_kvstore=False)
+
+    def step():
+        began = time.monotonic()
+        with autograd.record():
+            loss = LOSS(net(x), y)
+        trainer.backward(loss)
+        trainer.step(8 * ranks)
+        nd.waitall()
+        return time.monotonic() - began
+
+    step(), step()
+    before = received_bytes()
+    seconds = [step() for _ in range(steps)]
+    return float(np.median(seconds)), (received_bytes() - before) / steps
+
+
+def received_bytes():
+    """What this process has got over TCP so far, as the system counts it."""
+    total = 0
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as copy:
+            if copy.family == socket.AF_INET and copy.type == socket.SOCK_STREAM:
+                info = copy.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+                total += struct.unpack_from("Q", info, 128)[0]  # tcpi_bytes_received
+    return total
+
+
+def pauses(store, rank):
+    """Rank 1 stands still for longer than ranks may be silent, while nobody waits for it."""
+    net = network()
+    trainer = trainer_for(net, store)
+    rng = np.random.default_rng(rank)
+    step(net, trainer, rng)
+    pids = trainer._steps.reduction.gather(b"%16d" % os.getpid())
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    else:
+        watch = reduction._watch
+        wait_until(lambda: watch.ended)
+        os.kill(int(pids[1]), signal.SIGCONT)
+        wait_until(lambda: not watch.ended)
+    step(net, trainer, rng)
+    return trainer.skipped, held(trainer)
+
+
+def wait_until(true, seconds=30):
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.05)
 
 
 def nothing_is_finite(store, rank, loss_scale):
@@ -179,14 +364,14 @@ def learns_its_part(store, rank, ranks, steps=20):
     return told, held(trainer)
 
 
-def sum_overflows(store, rank):
-    """Gradients of 20000 on each rank, and a scale of 1: whether they updated, and the weight."""
+def sum_overflows(store, rank, gradient):
+    """Gradients on each rank, and a scale of 1: whether they updated, and the weight."""
     net = nn.Dense(1, in_units=2, use_bias=False)
     net.initialize(mx.init.Zero())
     amp.convert(net)
     trainer = trainer_for(net, store, loss_scale=1.0)
     with autograd.record():
-        loss = net(nd.full((1, 2), 20000)).sum()
+        loss = net(nd.full((1, 2), gradient)).sum()
     trainer.backward(loss)
     return trainer.step(40000), net.weight.data().asnumpy().tolist()
 

@@ -6,6 +6,7 @@
 A rank that raises gives the text of its error. No process outlives `with`.
 """
 import contextlib
+import importlib.util
 import json
 import os
 import pickle
@@ -18,10 +19,19 @@ import time
 import traceback
 from pathlib import Path
 
-PATIENCE = 60
+import pytest
+
+PATIENCE = 120
 # `make test-ranks` asks for more.
 ALL = os.environ.get("GLUON_AMP_RANKS") == "all"
-RANKS, STEPS, STARTS = (4, 500, 20) if ALL else (2, 150, 1)
+RANKS, STEPS, STARTS = ([2, 4], 500, 20) if ALL else ([2], 150, 2)
+
+needs_horovod = pytest.mark.skipif(importlib.util.find_spec("horovod") is None,
+                                   reason="Horovod is not installed: make horovod")
+SERVERS = ["dist_sync", "dist_device_sync"]
+WIRES = ["horovod float16", "horovod float32"]
+STORES = [*SERVERS, *(pytest.param(wire, marks=needs_horovod) for wire in WIRES)]
+EITHER = [SERVERS[0], pytest.param(WIRES[0], marks=needs_horovod)]
 
 
 class Ranks:

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import gluon_amp
+import numpy as np
 import pytest
 from gluon_amp import recipes
 from gluon_amp._mxnet import mx
@@ -192,3 +193,25 @@ def test_weight_decay_spares_biases_and_norms_where_it_is_told_to(monkeypatch):
               if p.wd_mult == 0}
     assert spared == {"beta", "gamma", "bias"}
     assert [p.wd_mult for name, p in net.collect_params(".*weight").items()] == [1.0] * 4
+
+
+def test_random_crops_of_gluon_have_the_scale_of_validation(monkeypatch):
+    parser = parser_of("image_classification", monkeypatch)
+    columns = np.broadcast_to(np.arange(60, dtype="uint8")[None, :, None], (40, 60, 3))
+
+    def pixels(train, *flags):
+        args = parser.parse_args([*flags, "--mean", "0", "--std", "1"])
+        image = recipes.images._transform(args, 35, train)(mx.nd.array(columns, dtype="uint8"))
+        return (255 * image.asnumpy()[0, 0]).round()
+
+    flags = ["--crop-ratio", "0.875", "--random-crop"]  # 35 / 0.875 is 40: nothing is stretched
+    np.testing.assert_array_equal(pixels(False, *flags), np.arange(12, 47))  # the middle
+    begins = set()
+    for _ in range(20):
+        row = pixels(True, *flags)
+        row = row if row[0] < row[-1] else row[::-1]  # mirrored
+        np.testing.assert_array_equal(row, row[0] + np.arange(35))
+        begins.add(row[0])
+    assert len(begins) > 5
+    with pytest.raises(ValueError, match="--random-crop needs a --crop-ratio below 1"):
+        pixels(True, "--random-crop")

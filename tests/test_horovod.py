@@ -1,100 +1,14 @@
-"""Many workers by Horovod, on this machine, where it is installed."""
-import importlib.util
+"""Horovod as a kvstore, where it is installed: one process; test_distributed.py has several."""
 import subprocess
 import sys
 
 import gluon_amp as amp
-import numpy as np
 import pytest
 from gluon_amp._mxnet import mx
 from mxnet.gluon import nn
-from ranks import RANKS, STARTS, STEPS, Ranks
-from test_distributed import agree, same
+from ranks import needs_horovod
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("horovod") is None,
-                                reason="Horovod is not installed: make horovod")
-WIRES = ["horovod float16", "horovod float32"]
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    with Ranks() as started:
-        yield started
-
-
-@pytest.mark.parametrize("store", WIRES)
-@pytest.mark.parametrize("deferred", [False, True])
-def test_ranks_with_other_seeds_train_as_one_from_the_first_step(ranks, store, deferred):
-    for _ in range(STARTS):
-        results = ranks.run("begins_with_another_seed", 2, store, deferred=deferred)
-        (before, stepped, held, scale), (others, other_stepped, other_held, other_scale) = results
-        if not deferred:
-            assert same(before, others)
-        assert stepped == other_stepped == [not deferred, True, True]
-        assert same(held, other_held)
-        assert scale == other_scale
-
-
-@pytest.mark.parametrize("store", WIRES)
-def test_modules_with_other_seeds_begin_with_rank_0s_weights_and_averages(ranks, store):
-    (before, held, scale), (others, other_held, other_scale) = ranks.run(
-        "module_begins_with_another_seed", 2, store)
-    assert same(before, others)
-    assert all((before[i] == 1).all() for i in (-1, -2))
-    assert same(held, other_held)
-    assert scale == other_scale
-
-
-@pytest.mark.parametrize("store", WIRES)
-def test_ranks_skip_together_whatever_is_infinite_on_any_of_them(ranks, store):
-    results = ranks.run("some_are_infinite", RANKS, store, ranks=RANKS, steps=STEPS)
-    assert 2 < results[0][1] < STEPS / 3
-    assert agree(results)
-
-
-def test_ranks_give_up_at_the_same_step(ranks):
-    results = ranks.run("nothing_is_finite", 2, "horovod", loss_scale="dynamic")
-    assert results[0] is not None
-    assert agree(results)
-
-
-@pytest.mark.parametrize("store", WIRES)
-def test_two_ranks_learn_what_one_learns_from_the_whole_batch(ranks, store):
-    results = ranks.run("learns_its_part", 2, store, ranks=2)
-    ((told, held),) = ranks.run("learns_its_part", 1, store, ranks=1)
-    assert agree(results)
-    assert results[0][0] == told
-    for two, one in zip(results[0][1], held):
-        np.testing.assert_allclose(two, one, atol=2e-3)
-
-
-def test_the_float32_wire_gives_the_update_a_sum_that_float16_cannot_hold(ranks):
-    # 4 x 20000 / 40000 * learning rate 0.1
-    results = ranks.run("sum_overflows", 4, "horovod float32")
-    assert results == [(True, [[-np.float16(0.2).item()] * 2])] * 4
-    assert ranks.run("sum_overflows", 4, "horovod float16") == [(False, [[0.0, 0.0]])] * 4
-
-
-@pytest.mark.parametrize("what", ["shape", "count", "version", "scale"])
-def test_ranks_that_do_not_fit_are_told_before_training(ranks, what):
-    for told in ranks.run("has_another_network", 2, "horovod", what=what):
-        assert told.startswith("RanksDifferError: ranks ")
-
-
-@pytest.mark.parametrize("how", ["killed", "raises"])
-def test_a_rank_that_ends_makes_the_others_raise(ranks, how):
-    (error, seconds), _ = ranks.run("dies", 2, "horovod", how=how)
-    assert error.startswith("RankEndedError: rank 0 waits in vain: Horovod has been shut down")
-    assert seconds < 10
-
-
-def test_a_rank_that_stops_makes_the_others_raise_after_gloos_time(ranks):
-    told, nothing = ranks.run("dies", 2, "horovod", {"HOROVOD_GLOO_TIMEOUT_SECONDS": "5"},
-                              stopped=1, how="stopped")
-    assert told[0].startswith("RankEndedError: rank 0 waits in vain: Horovod has been shut down")
-    assert told[1] < 15
-    assert nothing is None
-
+pytestmark = needs_horovod
 
 BESIDE = """
 import numpy

@@ -7,22 +7,28 @@ other nodes stay as they are.
 Formats that MXNet has no arrays of (bfloat16, float8) are for CPUs only. Their tensors are float32
 arrays, and a node says in attributes which of its inputs and outputs are rounded, and to what.
 """
-from typing import Dict, List, Mapping, Set
+from typing import Dict, List, Mapping, Optional, Set
 
 from ..cpu import library
+from ..cpu.scales import Scales
 from ..formats import FLOAT16
 from ..policy import POLICIES, Policy
 from .accumulate import accumulate
 from .casts import PRODUCT
 from .graph import CASTS, TYPE_FLAG, Entry, Graph, Node, bindings
-from .operators import numbers
+from .operators import factors, numbers
 
 HALF = "float16"
 
 # What a node says of formats to the engine: see cpu/engine.h.
 _INPUTS, _OUTPUTS, _READS = (f"__gluon_amp_{word}__" for word in ("inputs", "outputs", "reads"))
+_ORDERED, _SCALING = "__gluon_amp_ordered__", "__gluon_amp_scaling__"
 _WATCH = "__gluon_amp_watch__"  # the node's name, where the engine counts what it computes
+_SAMPLES = "?"  # before that name: samples only
 _GRIDS = tuple(f"__gluon_amp_{word}_grid__" for word in ("output", "product", "gradient", "back"))
+
+# Products with a state, which knows one format only.
+_OF_ONE_FORMAT = {"RNN": "an RNN", "_npi_einsum": "einsum"}
 
 # They make or move halves, MXNet's own code does that in no time, and their gradients only move
 # them back: left as they are.
@@ -33,14 +39,17 @@ LEFT_ALONE = frozenset("""
 
 
 def build(graph: Graph, types: Mapping[str, str], on_gpu: bool = False,
-          policy: Policy = POLICIES["float16"], watch: bool = False) -> Graph:
+          policy: Policy = POLICIES["float16"], watch: bool = False, samples: bool = False,
+          scales: Optional[Scales] = None) -> Graph:
     """The graph that a device runs, with the same variables and outputs, of the same types.
 
     Args:
         graph: with its casts, as `insert_casts` makes it.
         types: the dtype of each variable.
         policy: tells what lies behind names of formats that are no types of arrays.
-        watch: whether the engine counts what each node computes (xray/counts.py reads it).
+        watch: whether the engine counts what each node computes (xray/statistics.py reads it).
+        samples: then only samples are taken of it.
+        scales: what the network remembers of float8 tensors; if not given, it begins anew.
     """
     if on_gpu:
         if policy.cpu_only:
@@ -50,18 +59,38 @@ def build(graph: Graph, types: Mapping[str, str], on_gpu: bool = False,
                              "GPU")
         return _with_dropout_to_walk_back_twice(graph)
     library.load()
-    built = _Rewriting(graph, types, policy, watch).run()
+    said = (_SAMPLES if samples else "") if watch else None
+    built = _Rewriting(graph, types, policy, said, scales or Scales()).run()
     if policy.accumulate is not None:
         accumulate(built, policy.accumulate, policy.split)
     return built
+
+
+def devices_that_wait(graph: Graph) -> int:
+    """How many devices wait for each other in norms of the graph when it trains."""
+    return max((int(node.attrs.get("ndev", 1)) for node in graph.nodes()
+                if node.op == "_contrib_SyncBatchNorm"), default=1)
+
+
+def check_trains_on_cpus(devices: int) -> None:
+    """Refuses to train where devices wait for each other.
+
+    MXNet's norm blocks until the other devices have come as far. All CPUs share four scratch
+    arrays, which MXNet gives out in the order in which operators are called: those behind the norm
+    on the first device stand in line before those ahead of the norm on the second.
+    """
+    if devices > 1:
+        raise ValueError("SyncBatchNorm over several devices waits for ever on CPUs, which share "
+                         "scratch memory in MXNet. Valid: num_devices=1, or GPUs. Received: "
+                         f"num_devices={devices}")
 
 
 class _Rewriting:
     """One graph, or the body of a loop, from its inputs to its outputs."""
 
     def __init__(self, graph: Graph, types: Mapping[str, str], policy: Policy,
-                 watch: bool = False):
-        self.graph, self.policy, self.watch = graph, policy, watch
+                 watch: Optional[str], scales: Scales):
+        self.graph, self.policy, self.watch, self.scales = graph, policy, watch, scales
         self.rounds_halves = policy.between == policy.product != policy.gradient
         self.types = graph.types(types)
         self.count: Dict[Node, int] = {}  # of outputs
@@ -75,7 +104,7 @@ class _Rewriting:
         for node in self.graph.nodes():
             for i, entry in enumerate(self._rewritten(node)):
                 self.done[Entry(node, i)] = entry
-            if self.watch and not node.is_variable:
+            if self.watch is not None and not node.is_variable:
                 self._watch(node, self.done[Entry(node)].node)
         return Graph(self.done[e] for e in self.graph.outputs)
 
@@ -86,7 +115,7 @@ class _Rewriting:
             return
         if not new.op.startswith(library.PREFIX) and library.has_operator(new.op):
             new.op = library.PREFIX + new.op
-        new.attrs[_WATCH] = node.name
+        new.attrs[_WATCH] = f"{self.watch}{node.name}"
 
     def _is_half(self, entry: Entry) -> bool:
         return self.types.get(entry) == HALF
@@ -129,7 +158,7 @@ class _Rewriting:
         outputs = self._outputs(node)
         constants = self.policy.between if any(map(self._is_rounded, outputs)) else FLOAT16
         for key, number in numbers(node):  # a GPU has them in float16, too
-            new.attrs[key] = repr(float(constants.round(number)))
+            new.attrs[key] = repr(float(constants.nearest.round(number)))
         if node.op not in LEFT_ALONE and library.has_operator(node.op):
             new.op = library.PREFIX + node.op
         made = [Entry(new, e.output) for e in outputs]
@@ -147,14 +176,20 @@ class _Rewriting:
             new.attrs["dtype"] = "float32"
         if node.op in LEFT_ALONE:
             return
-        if node.op == "RNN" and not policy.one_format:
-            raise ValueError(f"policy {policy.name}: an RNN has one format for its products, what "
-                             f"lies between them, and gradients. Keep {node.name} in float32 "
-                             "(keep=), or give product, between and gradient one format")
+        if node.op in _OF_ONE_FORMAT and not policy.one_format:
+            raise ValueError(f"policy {policy.name}: {_OF_ONE_FORMAT[node.op]} has one format for "
+                             "its products, what lies between them, and gradients. Keep "
+                             f"{node.name} in float32 (keep=), or give product, between and "
+                             "gradient one format")
+        if policy.in_order:
+            new.attrs[_ORDERED] = "True"
         product = PRODUCT in node.attrs
         if product:
             del new.attrs[PRODUCT]
-            new.attrs[_READS] = "p" * len(node.inputs)
+            new.attrs[_READS] = factors(node).replace("1", "p")
+            if policy.scaling is not None:
+                new.attrs[_SCALING] = f"{policy.scaling} {self.scales.id} {policy.history} " \
+                                      f"{policy.margin} {node.name}"
         back = policy.gradient if policy.product == policy.between else policy.between
         gradient = policy.gradient if product else back
         for key, format_ in zip(_GRIDS, (policy.between, policy.product, gradient, back)):
@@ -182,7 +217,7 @@ class _Rewriting:
         body, inputs = node.subgraphs[which], bindings(node)[which]
         names = body.variables()
         types = {name: self.types[node.inputs[i]] or "float32" for name, i in zip(names, inputs)}
-        rewritten = _Rewriting(body, types, self.policy, self.watch).run()
+        rewritten = _Rewriting(body, types, self.policy, self.watch, self.scales).run()
         assert rewritten.variables() == names, (node, names, rewritten.variables())
         return rewritten
 

@@ -5,6 +5,7 @@ What is asked for stands in a script's flags, which `add_arguments` adds.
 import logging
 import math
 import os
+import random
 from typing import Any, List, Tuple
 
 from .._mxnet import mx, np
@@ -34,6 +35,8 @@ def add_arguments(parser: Any) -> None:
     add("--image-size", "--input-size", type=positive, help="if not the dataset's, or 224")
     add("--crop-ratio", type=float, default=1.0,
         help="validation takes this share of an image, from its middle: 0.875 for ImageNet")
+    add("--random-crop", action="store_true", help="training takes that share, too, from anywhere; "
+        "else 40 to 100 %% of an image, stretched")
     add("--num-workers", "--num-data-workers", "-j", type=int, default=0,
         help="processes that load images")
     add("--mean", type=decimals, default=[0.45],
@@ -156,13 +159,33 @@ def _dummy(args: Any) -> Any:
 
 def _transform(args: Any, size: int, train: bool) -> Any:
     transforms = mx.gluon.data.vision.transforms
-    if train and size > 32:
+    if args.random_crop and args.crop_ratio == 1:
+        raise ValueError("--random-crop needs a --crop-ratio below 1, such as 0.875")
+    if train and size > 32 and not args.random_crop:
         steps = [transforms.RandomResizedCrop(size, (0.4, 1.0))]
-    elif train or args.crop_ratio == 1:
+    elif args.crop_ratio == 1 or (train and not args.random_crop):
         steps = [transforms.Resize(size)]
     else:
         steps = [transforms.Resize(math.ceil(size / args.crop_ratio), keep_ratio=True),
-                 transforms.CenterCrop(size)]
-    steps += [transforms.RandomFlipLeftRight()] if train else []
+                 _RandomCrop(size) if train else transforms.CenterCrop(size)]
+    steps += [_RandomMirror()] if train else []
     return transforms.Compose([*steps, transforms.ToTensor(),
                                transforms.Normalize(args.mean, args.std)])
+
+
+class _RandomCrop(mx.gluon.Block):
+    """Cuts a square out of an image, at a random place."""
+
+    def __init__(self, size: int):
+        super().__init__()
+        self.size = size, size
+
+    def forward(self, image: Any) -> Any:
+        return mx.image.random_crop(image, self.size)[0]
+
+
+class _RandomMirror(mx.gluon.Block):
+    """Mirrors every second image; MXNet's own transform leaves out the middle of odd widths."""
+
+    def forward(self, image: Any) -> Any:
+        return image.flip(axis=1) if random.random() < 0.5 else image

@@ -14,7 +14,7 @@ from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional
 
 from .._mxnet import mx, np
 from ..cpu.arrays import dtype_name
-from ..graph.build import build
+from ..graph.build import build, check_trains_on_cpus, devices_that_wait
 from ..graph.graph import VARIABLE, Entry, Graph, Node
 from ..graph.operators import LOSSES
 
@@ -68,6 +68,7 @@ class Bindable(mx.sym.Symbol):
 
     loss_scale: Optional[Callable[[], float]] = None
     has_loss: bool = False  # whether any node starts gradients by itself
+    devices: int = 1  # that wait for each other when it trains
 
     @classmethod
     def of(cls, symbol: "mx.sym.Symbol", loss_scale: Optional[Callable[[], float]]) -> "Bindable":
@@ -75,7 +76,9 @@ class Bindable(mx.sym.Symbol):
         mx.base.check_call(mx.base._LIB.MXSymbolCopy(symbol.handle, ctypes.byref(handle)))
         made = cls(handle)
         made.loss_scale = loss_scale
-        made.has_loss = any(node.op in LOSSES for node in Graph.read(symbol).nodes())
+        graph = Graph.read(symbol)
+        made.has_loss = any(node.op in LOSSES for node in graph.nodes())
+        made.devices = devices_that_wait(graph)
         return made
 
     def simple_bind(self, ctx: Any, grad_req: Any = "write", type_dict: Any = None,
@@ -131,6 +134,8 @@ class _Executor(mx.executor.Executor):
         return executor
 
     def forward(self, is_train: bool = False, **kwargs: Any) -> Any:
+        if is_train and self._ctx.device_type != "gpu":
+            check_trains_on_cpus(self._clean.devices)
         if self._scale is not None and is_train:
             self._scale[:] = self._clean.loss_scale()
         return super().forward(is_train, **kwargs)

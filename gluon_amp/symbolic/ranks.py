@@ -50,14 +50,19 @@ class RanksModule:
                              zip(group.aux_names, group.aux_arrays)], False)
         self._params_dirty = module._params_dirty = True
 
+    def _average_statistics(self) -> None:
+        module = self._module()
+        self._check_tells("average_statistics()")
+        self._steps.reduction.average(module._exec_group.aux_arrays)
+        self._params_dirty = module._params_dirty = True
+
     def check_ranks(self) -> None:
         """Raises where the ranks of several machines do not hold the same weights, masters and
         loss scale, and names the first parameter. All ranks have to call it; the first update
         does. Moving averages are each rank's own, of the data that it has seen."""
-        module, reduction = self._module(), self._steps.reduction
-        if reduction.workers > 1 and not reduction.tells:
-            raise RuntimeError("check_ranks() needs MXNET_UPDATE_ON_KVSTORE=0")
-        distributed.compare(reduction, [
+        module = self._module()
+        self._check_tells("check_ranks()")
+        distributed.compare(self._steps.reduction, [
             *((name, arrays[0]) for name, arrays in zip(module._exec_group.param_names,
                                                         module._exec_group.param_arrays)),
             *distributed.states_of(module._updater, {i: name for i, (name, _)
@@ -68,3 +73,8 @@ class RanksModule:
         if self._steps.reduction.tells and not self._ranks_checked:
             self._ranks_checked = True
             self.check_ranks()
+
+    def _check_tells(self, call: str) -> None:
+        reduction = self._steps.reduction
+        if reduction.workers > 1 and not reduction.tells:
+            raise RuntimeError(f"{call} needs MXNET_UPDATE_ON_KVSTORE=0")

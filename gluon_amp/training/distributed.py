@@ -116,6 +116,18 @@ def compare(reduction: Reduction, held: Sequence[Named]) -> None:
                            "changed it by itself, or loaded another file?")
 
 
+def average_statistics(trainer: Any) -> None:
+    """Gives all ranks, and all devices of each, the mean of the batch norms' moving averages.
+
+    Each rank's averages are of the data that it has seen, and rank 0's are what it saves. All
+    ranks have to call this, such as before rank 0 saves or all validate.
+
+    Args:
+        trainer: a Trainer, which was given the batch norms' parameters, or a Module.
+    """
+    trainer._average_statistics()
+
+
 def digest(held: Iterable[Named]) -> bytes:
     """8 bytes that differ where arrays or other things differ."""
     state = hashlib.blake2b(digest_size=8)

@@ -76,19 +76,20 @@ class DynamicLossScale:
             raise LossScaleError(f"gradients are not finite{in_names(parameters)} at the "
                                  f"smallest loss scale, {self.minimum!r}: their float16 numbers "
                                  "overflow without any scaling. Keep these layers in float32 "
-                                 "(convert(keep=...)), or lower the learning rate")
+                                 "(convert(keep=...)), or lower the learning rate. "
+                                 "gluon_amp.explain(net, batch, loss_fn) names the first node "
+                                 "that is not finite")
         else:
             self.scale = max(self.scale * self.backoff_factor, self.minimum)
             self.finite_steps = 0
 
-    def search(self, overflows: Callable[[float], bool], added_up: int = 1) -> int:
+    def search(self, overflows: Callable[[float], bool]) -> int:
         """Looks for the scale of a step whose backward pass overflowed at this one: down in large
         steps until nothing overflows, then up by halves of them.
 
         Args:
             overflows: goes back at a scale; whether gradients overflow there. Its last call is
                 with the scale that was found.
-            added_up: how many such gradients are still to be added up.
 
         Returns:
             the number of backward passes, the first included; 0 where no scale was found. Then
@@ -113,7 +114,7 @@ class DynamicLossScale:
                 else:
                     low = last
             factor **= 0.5
-        self.scale = max(low / 2 ** (added_up - 1).bit_length(), self.minimum)
+        self.scale = low
         if self.scale != last:
             passes += 1
             overflows(self.scale)

@@ -42,10 +42,12 @@ class RanksTrainer(mx.gluon.Trainer):
 
     def _init_params(self) -> None:
         reduction = self._steps.reduction
+        there = [p for p in self._params_to_init if not p._deferred_init]
         if not reduction.tells:
+            mx.nd.waitall()  # for predictions, which lay out weights
+            reduction.lay_out(array for p in there for array in p.list_data())
             super()._init_params()
             return
-        there = [p for p in self._params_to_init if not p._deferred_init]
         distributed.check_same_network(reduction, [(p.name, p.list_data()[0]) for p in there])
         distributed.agree_on_scale(reduction, self._steps.loss_scale)
         self._steps.pending.moved = distributed.begin_alike(
@@ -64,15 +66,19 @@ class RanksTrainer(mx.gluon.Trainer):
         self._begin_store()
         return self._steps.reduction.rank
 
+    def _average_statistics(self) -> None:
+        self._begin_alike()
+        self._check_tells("average_statistics()")
+        self._steps.reduction.average([p.list_data() for p in self._params
+                                       if not p._differentiable and p._data is not None])
+
     def check_ranks(self) -> None:
         """Raises where the ranks of several machines do not hold the same weights, masters and
         loss scale, and names the first parameter. All ranks have to call it; the first step
         does. Moving averages are each rank's own, of the data that it has seen."""
         self._begin_alike()
-        reduction = self._steps.reduction
-        if reduction.workers > 1 and not reduction.tells:
-            raise RuntimeError("check_ranks() needs update_on_kvstore=False")
-        distributed.compare(reduction, [
+        self._check_tells("check_ranks()")
+        distributed.compare(self._steps.reduction, [
             *((p.name, p.list_data()[0]) for p in self._params if p._differentiable),
             *distributed.states_of(self._updaters[0],
                                    {i: p.name for i, p in enumerate(self._params)}),
@@ -82,3 +88,8 @@ class RanksTrainer(mx.gluon.Trainer):
         if self._steps.reduction.tells and not self._ranks_checked:
             self._ranks_checked = True
             self.check_ranks()
+
+    def _check_tells(self, call: str) -> None:
+        reduction = self._steps.reduction
+        if reduction.workers > 1 and not reduction.tells:
+            raise RuntimeError(f"{call} needs update_on_kvstore=False")

@@ -1,8 +1,10 @@
-"""Tells a rank that another one has ended, where MXNet's parameter server would wait for ever.
+"""Tells a rank that another one has ended or stopped, where MXNet's parameter server would wait
+for ever.
 
 Each rank keeps a connection to rank 0 open. A process that ends, however it ends, closes its
-connections: rank 0 sees it, and tells the others. What waits for other ranks is run by a thread
-beside the main one (`call`), so that the main one can raise.
+connections: rank 0 sees it, and tells the others. Both sides send an empty line each second: a
+process that stops without ending sends none. What waits for other ranks is run by a thread beside
+the main one (`call`), so that the main one can raise.
 """
 import atexit
 import contextlib
@@ -15,19 +17,24 @@ import struct
 import sys
 import threading
 import time
-from typing import Any, Callable, Dict, List, Optional
+from typing import Any, Callable, Dict, Iterator, List, Optional
+
+from ..checks import positive_number
 
 # What a rank that has ended had sent may still be on its way.
 GRACE = 3.0
+BEAT = 1.0  # seconds between two empty lines
 _ADDRESS = struct.Struct("!4sH8s")
+_HELLO = struct.Struct("!8sI")
 
 
 class RankEndedError(RuntimeError):
-    """Another rank has ended, and this one waits for it."""
+    """Another rank has ended or stopped, and this one waits for it."""
 
 
 class Watch:
-    """Runs what waits for other ranks, and raises once one of them has ended.
+    """Runs what waits for other ranks, and raises once one of them has ended, or has been silent
+    for as many seconds as the environment variable GLUON_AMP_RANK_TIMEOUT says (30).
 
     Args:
         rank: this process's number.
@@ -41,6 +48,8 @@ class Watch:
                  reach: Any) -> None:
         self.rank = rank
         self.ended: Dict[int, str] = {}
+        self._patience = max(2 * BEAT, positive_number(
+            float(os.environ.get("GLUON_AMP_RANK_TIMEOUT", "30")), "GLUON_AMP_RANK_TIMEOUT"))
         self._since = 0.0
         self._raised = False
         self._lock = threading.Lock()
@@ -51,15 +60,16 @@ class Watch:
             host, port = listener.getsockname()
             token = secrets.token_bytes(8)
             gather(_ADDRESS.pack(socket.inet_aton(host), port, token))
-            self._start(self._accept, listener, workers, token.hex())
+            self._start(self._accept, listener, workers, token)
         else:
             host, port, token = _ADDRESS.unpack(gather(bytes(_ADDRESS.size))[0])
             connection = socket.create_connection((socket.inet_ntoa(host), port))
             _keep_alive(connection)
-            connection.sendall(f"{token.hex()} {rank}\n".encode())
+            connection.sendall(_HELLO.pack(token, rank))
             self._connections.append(connection)
             self._start(self._listen, connection)
         self._start(self._run)
+        self._start(self._beat)
         os.register_at_fork(after_in_child=self._close)  # a loader's process is not this rank
         atexit.register(self._say_goodbye, os.getpid())
 
@@ -94,49 +104,93 @@ class Watch:
             done.set()
             del done
 
-    def _accept(self, listener: socket.socket, workers: int, token: str) -> None:
+    def _beat(self) -> None:
+        """Tells the others that this rank is there."""
+        while True:
+            time.sleep(BEAT)
+            self._send("")
+
+    def _send(self, line: str) -> None:
+        for connection in list(self._connections):
+            with contextlib.suppress(OSError):
+                connection.sendall(f"{line}\n".encode())
+
+    def _accept(self, listener: socket.socket, workers: int, token: bytes) -> None:
         """Of rank 0: takes the others' connections."""
         with listener:
-            known = 0
-            while known < workers - 1:
+            while len(self._connections) < workers - 1:
                 connection, _ = listener.accept()
-                reader = connection.makefile("r")
-                said, _, rank = reader.readline().partition(" ")
-                if said == token:
-                    known += 1
+                connection.settimeout(self._patience)
+                said = b""
+                with contextlib.suppress(OSError):
+                    while len(said) < _HELLO.size:
+                        said += connection.recv(_HELLO.size - len(said)) or bytes(_HELLO.size)
+                if said[:len(token)] == token:
                     _keep_alive(connection)
                     self._connections.append(connection)
-                    self._start(self._wait_for_end, reader, int(rank))
+                    self._start(self._wait_for_end, connection, _HELLO.unpack(said)[1])
                 else:
                     connection.close()
 
-    def _wait_for_end(self, reader: Any, rank: int) -> None:
+    def _wait_for_end(self, connection: socket.socket, rank: int) -> None:
         """Of rank 0: reads until another rank's connection ends, and tells the rest."""
+        def note(how: str) -> None:
+            self._note(rank, how)
+            self._send(f"{rank} {how}")
+
         how = "has died"
-        with contextlib.suppress(OSError):
-            how = reader.readline().strip() or how
-        self._note_end(rank, how)
-        for connection in self._connections:
-            with contextlib.suppress(OSError):
-                connection.sendall(f"{rank} {how}\n".encode())
+        for line in self._lines(connection, lambda: note(self._silent)):
+            how = line or how
+            if rank in self.ended:
+                note("")
+        note(how)
 
     def _listen(self, connection: socket.socket) -> None:
         """Of the others: what rank 0 tells, and its own end."""
         how = "has died"
-        with contextlib.suppress(OSError):
-            for line in connection.makefile("r"):
-                rank, _, said = line.strip().partition(" ")
+        for line in self._lines(connection, lambda: self._note(0, self._silent)):
+            self._note(0, "")
+            if line:
+                rank, _, said = line.partition(" ")
                 if int(rank) == 0:
                     how = said
                 elif int(rank) != self.rank:
-                    self._note_end(int(rank), said)
-        self._note_end(0, how)
+                    self._note(int(rank), said)
+        self._note(0, how)
 
-    def _note_end(self, rank: int, how: str) -> None:
+    @property
+    def _silent(self) -> str:
+        return f"has not been heard of for {self._patience:g} seconds"
+
+    def _lines(self, connection: socket.socket, silent: Callable[[], None]) -> Iterator[str]:
+        """The lines that come until the connection ends; calls `silent` when none comes for long.
+        """
+        connection.settimeout(self._patience)
+        rest = b""
+        while True:
+            try:
+                received = connection.recv(4096)
+            except socket.timeout:
+                silent()
+                continue
+            except OSError:
+                return
+            if not received:
+                return
+            *lines, rest = (rest + received).split(b"\n")
+            for line in lines:
+                yield line.decode().strip()
+
+    def _note(self, rank: int, how: str) -> None:
+        """That a rank has ended or is silent, and since when; or, with no words, that it is back.
+        """
         with self._lock:
-            if not self.ended:
-                self._since = time.monotonic()
-            self.ended.setdefault(rank, how)
+            if not how:
+                self.ended.pop(rank, None)
+            else:
+                if not self.ended:
+                    self._since = time.monotonic()
+                self.ended.setdefault(rank, how)
 
     # ---- the end of this rank
 
@@ -151,10 +205,9 @@ class Watch:
             return
         error: Optional[BaseException] = getattr(sys, "last_value", None)
         how = f"has ended with {type(error).__name__}" if error is not None else "has ended"
+        self._send(f"0 {how}" if self.rank == 0 else how)
         for connection in self._connections:
             with contextlib.suppress(OSError):
-                prefix = "0 " if self.rank == 0 else ""
-                connection.sendall(f"{prefix}{how}\n".encode())
                 connection.shutdown(socket.SHUT_RDWR)
         if error is not None or self._raised:
             logging.shutdown()

@@ -4,9 +4,10 @@ A `Counts` holds how often each exponent of float32 occurs. From that come the s
 makes 0, holds less exactly, or overflows, at any loss scale, without another run.
 """
 import ctypes
+import functools
 import math
 from dataclasses import dataclass, field, replace
-from typing import Any, Dict, NamedTuple, Optional, Tuple
+from typing import Any, Dict, Mapping, NamedTuple, Optional, Tuple
 
 from .._mxnet import mx, np
 from ..cpu import library
@@ -114,7 +115,7 @@ class Counts:
         infinite or the largest number ("overflowed")."""
         exponents = np.arange(256) - _BIAS + math.log2(scale)
         flushed = exponents < math.log2(format_.smallest) - 1
-        above = exponents > math.floor(math.log2(format_.largest))
+        above = _is_beyond(format_, scale)
         subnormal = (exponents < math.log2(format_.smallest_normal)) & ~flushed
         count = max(self.numbers, 1)
         return {"zero": self.zero / count, "flushed": int(self.bins[flushed].sum()) / count,
@@ -133,14 +134,51 @@ class Counts:
     def lost(self, format_: Format = FLOAT16, scale: float = 1.0) -> float:
         """How much of the tensor's norm, as a share, a format's small end rounds away, at a scale:
         the error of numbers that it makes 0 or holds as subnormal ones."""
+        return float(self.lost_at(format_, (round(math.log2(scale)),))[0])
+
+    def lost_at(self, format_: Format, powers: Tuple[int, ...]) -> "np.ndarray[Any, Any]":
+        """The same at several powers of two."""
+        error, squares = _small_end(format_, powers)
+        total = squares @ self.bins
+        return np.sqrt((error @ self.bins) / np.where(total, total, 1.0))
+
+    def noise(self, format_: Format, scale: float = 1.0) -> float:
+        """What rounding to a format would add to these numbers, times a power of two: the noise's
+        energy over theirs. Infinite where a number lies beyond the format."""
+        if self.shares(format_, scale)["overflowed"]:
+            return math.inf
         exponents = np.arange(256) - _BIAS + math.log2(scale)
-        squares = self.bins * (7 / 3) * 4.0 ** exponents  # of numbers spread evenly in each bin
-        smallest = math.log2(format_.smallest)
-        step = 4.0 ** smallest / 12
-        error = np.where(exponents < smallest - 1, squares, self.bins * step)
-        small = exponents < math.log2(format_.smallest_normal)
-        total = squares.sum()
-        return float(math.sqrt(error[small].sum() / total)) if total else 0.0
+        steps = np.maximum(4.0 ** (exponents - format_.fraction), format_.smallest ** 2)
+        error = (self.bins * steps).sum() / 12
+        total = (self.bins * (7 / 3) * 4.0 ** exponents).sum()
+        return float(min(error / total, 1.0)) if total else 0.0
+
+    def as_in(self, format_: Format) -> "Counts":
+        """These numbers as if they were rounded to a format: what becomes 0 or infinite, and the
+        error, as far as exponents tell."""
+        count, shares = self.numbers, self.shares(format_)
+        squares = float((self.bins * (7 / 3) * 4.0 ** (np.arange(256.0) - _BIAS)).sum())
+        beyond = round(shares["overflowed"] * count) - self.infinite - self.nan
+        inside = replace(self, bins=np.where(_is_beyond(format_), 0, self.bins), infinite=0, nan=0)
+        return replace(self, overflowed=beyond, flushed=round(shares["flushed"] * count),
+                       squares=squares, error_squares=inside.noise(format_) * squares)
+
+
+@functools.lru_cache(maxsize=32)
+def _small_end(format_: Format, powers: Tuple[int, ...]
+               ) -> Tuple["np.ndarray[Any, Any]", "np.ndarray[Any, Any]"]:
+    """For each of these powers of two and each bin: the energy that a format's small end takes from
+    a number in it, and the number's own; numbers lie evenly in a bin."""
+    exponents = np.arange(256.0) - _BIAS + np.array(powers, np.float64)[:, None]
+    squares = (7 / 3) * 4.0 ** exponents
+    smallest = math.log2(format_.smallest)
+    error = np.where(exponents < smallest - 1, squares, 4.0 ** smallest / 12)
+    return np.where(exponents < math.log2(format_.smallest_normal), error, 0.0), squares
+
+
+def _is_beyond(format_: Format, scale: float = 1.0) -> "np.ndarray[Any, Any]":
+    """For each bin: whether its numbers, times a power of two, lie beyond a format."""
+    return np.arange(256) - _BIAS + math.log2(scale) > math.floor(math.log2(format_.largest))
 
 
 def decibels(signal: float, noise: float) -> float:
@@ -161,6 +199,14 @@ def snr(reference: "np.ndarray[Any, Any]", found: "np.ndarray[Any, Any]") -> flo
         return -math.inf if np.isfinite(reference).all() else math.nan
     right = reference.astype(np.float64)
     return decibels(float(np.square(right).sum()), float(np.square(found - right).sum()))
+
+
+def at_scale(counts: Mapping[Key, Counts], factor: float) -> Dict[Key, Counts]:
+    """A step's counts with the samples of gradients multiplied, as at another loss scale."""
+    if factor == 1:
+        return dict(counts)
+    return {key: replace(c, sample=c.sample * np.float32(factor)) if key.backward else c
+            for key, c in counts.items()}
 
 
 def read() -> Dict[Key, Counts]:
