@@ -29,7 +29,7 @@ def add_arguments(parser):
     add("--gc-threshold", type=float, default=0.5, help="of --gc-type 2bit")
     add("--batch-size", type=positive, default=128, help="of all GPUs together")
     add("--macrobatch-size", type=positive, help="images of an update, of all ranks: gradients of "
-        "several batches are added up; a multiple of --batch-size (default: one batch)")
+        "several batches are added up; a multiple of --batch-size, if not one batch")
     add("--num-epochs", "--epochs", type=positive, default=80, help="passes over the data")
     add("--lr", type=float, default=0.1, help="the learning rate")
     add("--lr-factor", "--lr-decay", type=float, default=0.1, help="what it is multiplied by")
@@ -366,10 +366,10 @@ def main(arguments=None):
     add = parser.add_argument_group("network").add_argument
     add("--network", default="resnet", choices=NETWORKS, metavar="NAME",
         help=f"{', '.join(NETWORKS)}; resnet is resnet-v1")
-    add("--num-layers", type=int, help="of a resnet or resnext (default: 50), or vgg (16)")
-    add("--multiplier", type=float, help="of a mobilenet's or mobilenetv2's filters (default: 1)")
+    add("--num-layers", type=int, help="of a resnet or resnext, if not 50; of a vgg, if not 16")
+    add("--multiplier", type=float, help="of a mobilenet's or mobilenetv2's filters, if not 1")
     add("--batch-norm", action="store_true", default=None, help="a vgg with batch norms")
-    add("--num-group", type=int, help="of a resnext's convolutions (default: 32)")
+    add("--num-group", type=int, help="of a resnext's convolutions, if not 32")
     add_arguments(parser)
     args = parse_flags(parser, arguments)
     image_shape(args)

@@ -42,10 +42,12 @@ class RanksTrainer(mx.gluon.Trainer):
 
     def _init_params(self) -> None:
         reduction = self._steps.reduction
+        there = [p for p in self._params_to_init if not p._deferred_init]
         if not reduction.tells:
+            mx.nd.waitall()  # for predictions, which lay out weights
+            reduction.lay_out(array for p in there for array in p.list_data())
             super()._init_params()
             return
-        there = [p for p in self._params_to_init if not p._deferred_init]
         distributed.check_same_network(reduction, [(p.name, p.list_data()[0]) for p in there])
         distributed.agree_on_scale(reduction, self._steps.loss_scale)
         self._steps.pending.moved = distributed.begin_alike(

@@ -4,8 +4,11 @@ One process with one device has nothing to sum. With several devices or workers 
 does it: MXNet's, or one of any other kind with the methods of `mx.kv.KVStoreBase`, such as
 Horovod's (horovod_store.py).
 """
+import ctypes
 import os
 from typing import Any, Callable, Dict, Iterable, List, Optional, Sequence, Tuple
+
+from mxnet.base import _LIB, check_call
 
 from .._mxnet import message, mx, np
 from ..checks import in_names
@@ -59,6 +62,7 @@ class Reduction:
         gradients = list(gradients)
         if not self.sums or not gradients:
             return {}
+        self.lay_out(g for _, on_devices in gradients for g in on_devices)
         if hasattr(self._kvstore, "sum_all"):
             summed = self._kvstore.sum_all(gradients)
             self.wait(lambda: [g.wait_to_read() for key, on_devices in gradients
@@ -115,6 +119,10 @@ class Reduction:
             arrays: a key of the store, and the array on each device.
             known: whether MXNet has told its store of these keys.
         """
+        arrays = list(arrays)
+        mx.nd.waitall()  # for predictions, which lay out weights
+        self.lay_out(array for _, on_devices in arrays for array in on_devices)
+
         def take() -> None:
             for key, on_devices in arrays:
                 if known and self._native:
@@ -133,6 +141,18 @@ class Reduction:
             return function()
         except mx.MXNetError as error:  # of Horovod, which sees by itself that a rank has ended
             raise RankEndedError(f"rank {self.rank} waits in vain: {message(error)}") from error
+
+    def lay_out(self, arrays: Iterable[Any]) -> None:
+        """Lays out float32 arrays in order, where oneDNN has them in blocks of its own: weights
+        after a prediction, gradients. MXNet's servers and Horovod take only what is in order.
+        """
+        if not self.sums or "dist" not in self._kvstore.type:
+            return
+        for array in arrays:
+            if array.stype == "default" and array.context.device_type == "cpu":
+                array.wait_to_read()
+                address = ctypes.c_void_p()
+                check_call(_LIB.MXNDArrayGetData(array.handle, ctypes.byref(address)))
 
     def sum_numbers(self, numbers: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
         """The sum over workers of an array of numbers, in float32. All have to ask."""
