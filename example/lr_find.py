@@ -21,21 +21,23 @@ def main(arguments=None):
     parser.add_argument("--steps", type=recipes.positive, default=100, help="how many rates")
     recipe.add_arguments(parser)
     args = parser.parse_args(arguments)
-    if len(args.gpus) > 1:
+    if len(args.gpus) > 1 and args.kvstore != "horovod":
         parser.error("--gpus: one is enough")
-    device, = recipes.devices_of(args.gpus)
+    ranks = recipes.Ranks(args.kvstore)
+    device, = recipes.devices_of(ranks.devices(args.gpus))
     mx.random.seed(args.seed)
     random.seed(args.seed)
 
-    _, loader, _ = recipe.loaders(args)
-    net = recipe.network(args)
-    amp.convert(net, args.policy or args.dtype)
-    net.hybridize(static_alloc=True, static_shape=True)
+    _, loader, _ = recipes.images.image_loaders(args, ranks)
+    net = recipe.network(args, [device])
+    recipe.converted(args, net)
     net(next(iter(loader))[0].as_in_context(device))  # shapes of all parameters
-    trainer, loss_fn = recipe.trainer_of(args, net), recipe.loss_of(args)
+    trainer, loss_fn = recipe.trainer_of(args, net, ranks.store), recipe.loss_of(args)
     found = amp.lr_find(net, trainer, lambda out, y: loss_fn(out, y.as_in_context(device)),
                         _OnDevice(args, loader, device), args.start, args.end, args.steps,
-                        args.plot)
+                        None if ranks.rank else args.plot)
+    if ranks.rank:
+        return
     print(f"{len(found.rates)} rates from {found.rates[0]:g} to {found.rates[-1]:g}: {args.plot}")
     print("proposed: " + ("none, the loss did not fall" if found.suggestion is None
                           else f"{found.suggestion:.2g}"))
@@ -47,7 +49,7 @@ class _OnDevice:
 
     def __iter__(self):
         for data, label in self.loader:
-            recipe.check_labels(self.args, label)
+            recipes.images.check_labels(self.args, label)
             yield data.as_in_context(self.device), label
 
 

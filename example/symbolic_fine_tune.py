@@ -52,7 +52,7 @@ def main(arguments=None):
     parser.add_argument("--bn-momentum", type=float, help="of all batch norms")
     recipe.add_arguments(parser)
     parser.set_defaults(num_epochs=3, lr=0.01, lr_step_epochs=[2], batch_size=32)
-    args = parser.parse_args(arguments)
+    args = recipe.parse_flags(parser, arguments)
 
     symbol, arg_params, aux_params = load(args.pretrained_model)
     features, symbol = with_new_head(symbol, args.num_classes, args.layer_before_fullc,

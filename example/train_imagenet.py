@@ -6,19 +6,17 @@
 
 The flags and the log lines are those of MXNet's own example/image-classification.
 """
+import glob
+import itertools
 import logging
 import os
 import platform
-import struct
 import time
-from importlib import import_module
 
 import gluon_amp as amp
 import mxnet as mx
 import numpy as np
 from gluon_amp import recipes
-
-_MAGIC = 0xCED7230A  # begins each record of a RecordIO file
 
 
 def add_arguments(parser):
@@ -26,10 +24,12 @@ def add_arguments(parser):
     positive, numbers = recipes.positive, recipes.numbers
     add = parser.add_argument_group("training").add_argument
     add("--gpus", type=numbers, default=[], help="such as 0 or 0,2,5; none: the CPU")
-    add("--kv-store", "--kvstore", default="device", help="how devices and workers add gradients")
     add("--gc-type", default="none", choices=("none", "2bit"),
         help="gradient compression: none, since MXNet has none for float16")
+    add("--gc-threshold", type=float, default=0.5, help="of --gc-type 2bit")
     add("--batch-size", type=positive, default=128, help="of all GPUs together")
+    add("--macrobatch-size", type=positive, help="images of an update, of all ranks: gradients of "
+        "several batches are added up; a multiple of --batch-size, if not one batch")
     add("--num-epochs", "--epochs", type=positive, default=80, help="passes over the data")
     add("--lr", type=float, default=0.1, help="the learning rate")
     add("--lr-factor", "--lr-decay", type=float, default=0.1, help="what it is multiplied by")
@@ -44,7 +44,8 @@ def add_arguments(parser):
     add("--wd", type=float, default=1e-4, help="weight decay")
     add("--initializer", default="default", choices=("default", "xavier", "msra", "orthogonal",
                                                      "normal", "uniform", "one", "zero"),
-        help="of weights; default: xavier, gaussian, by inputs, of magnitude 2")
+        help="of weights; default: normal for alexnet, xavier for vgg, and for others xavier, "
+        "gaussian, by inputs, of magnitude 2")
     add("--dtype", default="float32", choices=("float32", "float16"), help="of the network")
     add("--loss-scale", type=recipes.loss_scale,
         help="a number, dynamic or none; if not given: dynamic for float16, else none")
@@ -55,12 +56,15 @@ def add_arguments(parser):
     add("--model-prefix", help="save epochs under this name")
     add("--save-period", type=positive, default=1, help="each so many epochs")
     add("--load-epoch", type=int, help="go on from --model-prefix at this epoch")
+    add("--resume", action="store_true", help="go on from the last epoch of --model-prefix, if "
+        "there is any; with a larger --num-epochs a finished run goes on, too")
     add("--monitor", type=int, default=0, help="log outputs' sizes every so many batches")
     add("--test-io", type=int, default=0, choices=(0, 1), help="1: only read the images, and "
         "log how fast that is")
     add("--seed", type=int, default=0, help="of all random numbers")
     add("--save-dir", help="write log.jsonl there (docs/recipes.md says what is in it)")
     recipes.TrainingLog.add_arguments(parser)
+    recipes.Ranks.add_arguments(parser)
     add = parser.add_argument_group("data").add_argument
     add("--data-train", "--rec-train", help="RecordIO file of training images")
     add("--data-train-idx", "--rec-train-idx", default="", help="its index: shuffles all images")
@@ -81,7 +85,8 @@ def add_arguments(parser):
 def add_augmentation(parser):
     augment = parser.add_argument_group("augmentation (as in MXNet's image-classification example)")
     augment.add_argument("--use-imagenet-data-augmentation", type=int, default=0, choices=(0, 1),
-                         help="1: what ResNets on ImageNet are usually trained with")
+                         help="1: what ResNets on ImageNet are usually trained with, "
+                         "and --rgb-std 58.393,57.12,57.375; what is given besides counts more")
     for flag, kind, default in (
             ("pad-size", int, 0), ("fill-value", int, 127), ("random-crop", int, 0),
             ("random-mirror", int, 0), ("random-resized-crop", int, 0),
@@ -96,14 +101,20 @@ def add_augmentation(parser):
                              help="of mx.io.ImageRecordIter")
 
 
-def imagenet_augmentation(args):
-    """Crops of 8 to 100 % of an image, mirrored, with other colors."""
+# Crops of 8 to 100 % of an image, mirrored, with other colors; pixels divided by their deviation.
+IMAGENET = {"random_resized_crop": 1, "random_mirror": 1, "min_random_area": 0.08,
+            "min_random_aspect_ratio": 3 / 4, "max_random_aspect_ratio": 4 / 3,
+            "brightness": 0.4, "contrast": 0.4, "saturation": 0.4, "pca_noise": 0.1,
+            "rgb_std": "58.393,57.12,57.375"}
+
+
+def parse_flags(parser, arguments):
+    """The flags; --use-imagenet-data-augmentation sets others, where they are not given."""
+    args = parser.parse_args(arguments)
     if args.use_imagenet_data_augmentation:
-        args.random_resized_crop = args.random_mirror = 1
-        args.min_random_area, args.max_random_area = 0.08, 1.0
-        args.min_random_aspect_ratio, args.max_random_aspect_ratio = 3 / 4, 4 / 3
-        args.brightness = args.contrast = args.saturation = 0.4
-        args.pca_noise = 0.1
+        parser.set_defaults(**IMAGENET)
+        args = parser.parse_args(arguments)
+    return args
 
 
 # ---- data
@@ -117,33 +128,6 @@ def image_shape(args):
     return channels, height, width
 
 
-def count_records(path, classes):
-    """How many records a RecordIO file has; an error if it is missing, empty or cut short, or if
-    a label is beyond the classes."""
-    if not os.path.exists(path):
-        raise SystemExit(f"{path} does not exist")
-    size, count, at = os.path.getsize(path), 0, 0
-    if size == 0:
-        raise SystemExit(f"{path} is empty")
-    with open(path, "rb") as file:
-        while at < size:
-            file.seek(at)
-            header = file.read(16).ljust(16, b"\0")
-            magic, length, labels, label = struct.unpack("<IIIf", header)
-            if magic != _MAGIC:
-                raise SystemExit(f"{path} is no RecordIO file, or damaged: no record begins at "
-                                 f"byte {at}")
-            part, length = length >> 29, length & (1 << 29) - 1
-            if part in (0, 1) and labels == 0 and label >= classes:  # 0 means one, in this place
-                raise SystemExit(f"{path} has a label {label:g}, and the network {classes} "
-                                 "classes, from 0 on: --num-classes")
-            at += 8 + (length + 3) // 4 * 4
-            count += part in (0, 1)  # a record's only or first part
-    if at > size:
-        raise SystemExit(f"{path} is cut short: its last record ends {at - size} bytes behind it")
-    return count
-
-
 def iterators(args, part=0, parts=1):
     """Training and validation data, and how many training images there are."""
     shape = image_shape(args)
@@ -152,11 +136,12 @@ def iterators(args, part=0, parts=1):
         return _Random((args.batch_size, *shape), args.num_classes, examples), None, examples
     if not args.data_train:
         raise SystemExit("--data-train FILE.rec is needed, or --benchmark 1 for random images")
-    examples = count_records(args.data_train, args.num_classes)
-    if examples < args.batch_size:
+    examples = len(recipes.records(args.data_train, args.num_classes))
+    if examples < args.batch_size * parts:
+        each = f" for each of {parts} ranks" if parts > 1 else ""
         raise SystemExit(f"{args.data_train} has {examples} images, fewer than one batch of "
-                         f"{args.batch_size}")
-    validated = count_records(args.data_val, args.num_classes) if args.data_val else 0
+                         f"{args.batch_size}{each}")
+    val_records = recipes.records(args.data_val, args.num_classes) if args.data_val else []
     mean, std = ([float(x) for x in text.split(",")] for text in (args.rgb_mean, args.rgb_std))
     common = {
         "data_shape": shape, "batch_size": args.batch_size, "label_width": 1,
@@ -177,13 +162,17 @@ def iterators(args, part=0, parts=1):
         min_random_area=args.min_random_area, min_crop_size=args.min_crop_size,
         max_crop_size=args.max_crop_size, brightness=args.brightness, contrast=args.contrast,
         saturation=args.saturation, pca_noise=args.pca_noise, **common)
+    if parts > 1:  # parts of a file are not alike, and all ranks make as many steps
+        train = mx.io.ResizeIter(train, examples // parts // args.batch_size, reset_internal=False)
     val = None
-    if validated:
-        # Module counts the padding of a last, smaller batch as images: best that there is none.
-        whole = [n for n in range(args.batch_size, args.batch_size // 2, -1) if validated % n == 0]
-        common["batch_size"] = (whole or [args.batch_size])[0]
-        val = mx.io.ImageRecordIter(path_imgrec=args.data_val, path_imgidx=args.data_val_idx,
-                                    **common)
+    if args.data_val:
+        mine = recipes.records_of_part(args.data_val, args.data_val_idx, val_records, part, parts)
+        if not mine:
+            raise SystemExit(f"{args.data_val} has {len(val_records)} images, and rank {part} of "
+                             f"{parts} none of them")
+        val = recipes.Unpadded(mx.io.ImageRecordIter(
+            path_imgrec=args.data_val, path_imgidx=args.data_val_idx, round_batch=False,
+            **common), mine, max(1, len(args.gpus)))
     return train, val, args.num_examples or examples
 
 
@@ -221,49 +210,57 @@ def fit(args, symbol, arg_params=None, aux_params=None, fixed=None):
         raise SystemExit("--gc-type: MXNet compresses no float16 gradients, and for float32 it "
                          "does so only where the kvstore updates, which loss scaling excludes. "
                          f"Valid: none. Received: {args.gc_type}")
-    contexts = recipes.devices_of(args.gpus)
     scale = args.loss_scale or ("dynamic" if args.dtype == "float16" else "none")
-    imagenet_augmentation(args)
     if args.model_prefix:
         os.makedirs(os.path.dirname(args.model_prefix) or ".", exist_ok=True)
-    kvstore = mx.kvstore.create(args.kv_store)
-    logging.basicConfig(level=logging.INFO, force=True,
-                        format=f"%(asctime)-15s Node[{kvstore.rank}] %(message)s")
-    train, val, examples = iterators(args, kvstore.rank, kvstore.num_workers)
+    ranks = recipes.Ranks(args.kvstore, names=True)
+    contexts = recipes.devices_of(ranks.devices(args.gpus))
+    ranks.start_log(f"%(asctime)-15s Node[{ranks.rank}] %(message)s")
+    per_update, begin = batches_of_update(args, ranks.workers), epoch_to_begin(args)
+    ranks.check_same(begin, "epochs that are done")
+    train, val, examples = iterators(args, ranks.rank, ranks.workers)
+    ranks.check_same(examples, "images")
     logging.info("start with arguments %s", args)
     logging.info("gluon_amp %s, MXNet %s, Python %s", amp.__version__, mx.__version__,
                  platform.python_version())
     if args.test_io:
         return test_reading(train, args)
-    epoch_size = max(1, examples // kvstore.num_workers // args.batch_size)
-    begin = args.load_epoch or 0
+    batches = max(1, examples // ranks.workers // args.batch_size)
+    if per_update > 1:  # no update has batches of two epochs
+        if batches < per_update:
+            raise SystemExit(f"--macrobatch-size {args.macrobatch_size}: an epoch has {examples} "
+                             "images, which are fewer")
+        batches = batches // per_update * per_update
+        train = mx.io.ResizeIter(train, batches, reset_internal=False)
+    epoch_size = batches // per_update
     options = {"context": contexts, "loss_scale": None if scale == "none" else scale,
-               "fixed_param_names": fixed}
+               "fixed_param_names": fixed, "batches": per_update}
     if begin:
-        if not args.model_prefix:
-            raise SystemExit("--load-epoch needs --model-prefix")
         states = os.path.exists(f"{args.model_prefix}-{begin:04d}.states")
-        module = amp.Module.load(args.model_prefix, begin, states, **options)
+        module = AddingModule.load(args.model_prefix, begin, states, **options)
     else:
-        module = amp.Module(symbol, **options)
+        module = AddingModule(symbol, **options)
     optimizer = {"learning_rate": args.lr, "wd": args.wd, "begin_num_update": begin * epoch_size,
                  "lr_scheduler": recipes.schedule(
                      args.lr, epoch_size, args.num_epochs, "step", args.lr_step_epochs,
-                     args.lr_factor, args.warmup_epochs, args.warmup_lr, args.warmup_strategy)}
+                     args.lr_factor, args.warmup_epochs, args.warmup_lr, args.warmup_strategy),
+                 "rescale_grad": 1 / (args.batch_size * ranks.workers * per_update)}
     if args.optimizer in ("sgd", "nag", "signum", "lars", "dcasgd"):
         optimizer["momentum"] = args.mom
     metrics = ["accuracy"]
     if args.top_k:
         metrics.append(mx.metric.create("top_k_accuracy", top_k=args.top_k))
     metrics += [mx.metric.create(name) for name in args.loss.split(",") if name]
-    record = start_record(args, begin, epoch_size)
-    callbacks = recipes.ModuleLog(record, module, args.disp_batches, args.batch_size)
+    record = start_record(args, ranks, begin, batches)
+    # Lines tell the norm of a gradient, which is whole after the last batch of an update.
+    interval = -(-args.disp_batches // per_update) * per_update
+    callbacks = recipes.ModuleLog(record, module, interval, args.batch_size, ranks)
     epoch_ends = [callbacks.epoch_end]
-    if args.model_prefix:
+    if args.model_prefix and ranks.rank == 0:
         epoch_ends.append(mx.callback.module_checkpoint(
             module, args.model_prefix, args.save_period, save_optimizer_states=True))
     module.fit(
-        train, val, metrics, kvstore=kvstore if "dist" in args.kv_store else args.kv_store,
+        train, val, metrics, kvstore=ranks.store,
         optimizer=args.optimizer, optimizer_params=optimizer, begin_epoch=begin,
         num_epoch=args.num_epochs, arg_params=arg_params, aux_params=aux_params,
         allow_missing=arg_params is not None,
@@ -278,9 +275,63 @@ def fit(args, symbol, arg_params=None, aux_params=None, fixed=None):
     return module
 
 
+class AddingModule(amp.Module):
+    """A Module that updates with the sum of the gradients of some batches.
+
+    Args:
+        batches: how many make an update.
+    """
+
+    def __init__(self, *args, batches=1, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.batches, self.added = batches, 0
+
+    def bind(self, *args, **kwargs):
+        super().bind(*args, **kwargs, grad_req="add" if self.batches > 1 else "write")
+
+    def forward_backward(self, data_batch):
+        if self.added == 0 and self.batches > 1:
+            for gradient in itertools.chain(*self._exec_group.grad_arrays):
+                if gradient is not None:
+                    gradient[:] = 0
+        super().forward_backward(data_batch)
+
+    def update(self):
+        self.added = (self.added + 1) % self.batches
+        return self.added > 0 or super().update()
+
+
+def batches_of_update(args, workers):
+    """How many batches of each rank make the macrobatch."""
+    count, rest = divmod(args.macrobatch_size or args.batch_size * workers,
+                         args.batch_size * workers)
+    if rest:
+        each = f" on {workers} ranks" if workers > 1 else ""
+        raise SystemExit(f"--macrobatch-size must be a multiple of --batch-size {args.batch_size}"
+                         f"{each}. Received: {args.macrobatch_size}")
+    return count
+
+
+def epoch_to_begin(args):
+    """Where --load-epoch or --resume goes on: behind that many epochs."""
+    begin = args.load_epoch or 0
+    if (begin or args.resume) and not args.model_prefix:
+        raise SystemExit(f"--{'load-epoch' if begin else 'resume'} needs --model-prefix")
+    if args.resume and not begin:
+        saved = glob.glob(glob.escape(args.model_prefix) + "-[0-9][0-9][0-9][0-9].params")
+        begin = max((int(path[-len("0000.params"):-len(".params")]) for path in saved), default=0)
+        logging.info("--resume: %d epochs are done", begin)
+    if begin >= args.num_epochs:
+        logging.info("no epoch is left to train: --num-epochs %d", args.num_epochs)
+    return begin
+
+
 def initializer_of(args):
     if args.initializer == "default":
-        return mx.init.Xavier(rnd_type="gaussian", factor_type="in", magnitude=2)
+        # Without norms and with pixels of up to 255, larger weights diverge.
+        network = getattr(args, "network", None)
+        return {"alexnet": mx.init.Normal(), "vgg": mx.init.Xavier()}.get(
+            network, mx.init.Xavier(rnd_type="gaussian", factor_type="in", magnitude=2))
     return mx.init.create({"msra": "msraprelu"}.get(args.initializer, args.initializer))
 
 
@@ -295,33 +346,37 @@ def test_reading(train, args):
     logging.info("%d batches in %.3f s", i, time.time() - begun)
 
 
-def start_record(args, begin, epoch_size):
+def start_record(args, ranks, begin, batches):
     """The run's record; with --load-epoch behind what log.jsonl has of the epochs before."""
-    if not args.save_dir:
-        return recipes.TrainingLog(args, None, steps=begin * epoch_size)
+    if not args.save_dir or ranks.rank:
+        return recipes.TrainingLog(args, None, steps=begin * batches, writes=not ranks.rank)
     os.makedirs(args.save_dir, exist_ok=True)
     path, lines = os.path.join(args.save_dir, "log.jsonl"), []
     if begin and os.path.exists(path):
         lines = [line for line in recipes.read_log(path)[1] if line["epoch"] < begin]
     elif os.path.exists(path):
         raise SystemExit(f"{path} is there: --save-dir names another place, --load-epoch goes on")
-    return recipes.TrainingLog(args, path, lines, begin * epoch_size)
+    return recipes.TrainingLog(args, path, lines, begin * batches)
 
 
 def main(arguments=None):
+    from symbols import NETWORKS, get_symbol  # which symbolic_fine_tune.py does without
+
     parser = recipes.Parser(__doc__)
-    parser.add_argument("--network", default="resnet", choices=("resnet", "resnet-v2", "mobilenet"),
-                        help="a file in symbols/")
-    parser.add_argument("--num-layers", type=int, default=50, help="of a resnet")
+    add = parser.add_argument_group("network").add_argument
+    add("--network", default="resnet", choices=NETWORKS, metavar="NAME",
+        help=f"{', '.join(NETWORKS)}; resnet is resnet-v1")
+    add("--num-layers", type=int, help="of a resnet or resnext, if not 50; of a vgg, if not 16")
+    add("--multiplier", type=float, help="of a mobilenet's or mobilenetv2's filters, if not 1")
+    add("--batch-norm", action="store_true", default=None, help="a vgg with batch norms")
+    add("--num-group", type=int, help="of a resnext's convolutions, if not 32")
     add_arguments(parser)
-    args = parser.parse_args(arguments)
+    args = parse_flags(parser, arguments)
     image_shape(args)
-    network, _, version = args.network.partition("-v")
-    options = {"num_layers": args.num_layers, "image_shape": args.image_shape,
-               "version": int(version or 1)} if network == "resnet" else {}
     try:
-        symbol = import_module(f"symbols.{network}").get_symbol(
-            args.num_classes, dtype=args.dtype, **options)
+        symbol = get_symbol(args.network, args.num_classes, args.image_shape, args.dtype,
+                            num_layers=args.num_layers, multiplier=args.multiplier,
+                            batch_norm=args.batch_norm, num_group=args.num_group)
     except ValueError as error:
         raise SystemExit(f"{parser.prog}: {error}") from None
     fit(args, symbol)

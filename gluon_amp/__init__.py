@@ -12,6 +12,7 @@ from .training.loss_scale import DynamicLossScale, LossScaleError
 from .training.lr_find import lr_find
 from .symbolic.module import BucketingModule, Module, Speedometer
 from .training.optimizer import optimizer
+from .onnx.export import export_onnx
 from .policy import Policy
 from .report import read as read_logs, report
 from .symbolic.convert import convert_model, convert_symbol
@@ -19,15 +20,16 @@ from .tensor_core_math import tensor_core_dot
 from .training.static_pair import StaticLossScale
 from .training.scale_loss import scale_loss
 from .training.trainer import Trainer
+from .xray.search import search
 from .xray.types import types
 from .xray.view import explain, xray
 from . import recipes
 
 library.start()
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = ["BatchProcessor", "BucketingModule", "DynamicLossScale", "Format", "Horovod",
            "KernelError", "LossScaleError", "Module", "Policy", "Speedometer", "StaticLossScale",
            "Trainer", "average_statistics", "convert", "convert_model", "convert_symbol", "data",
-           "explain", "lr_find", "optimizer", "read_logs", "recipes", "report", "restore",
-           "scale_loss", "tensor_core_dot", "types", "xray"]
+           "explain", "export_onnx", "lr_find", "optimizer", "read_logs", "recipes", "report",
+           "restore", "scale_loss", "search", "tensor_core_dot", "types", "xray"]

@@ -28,13 +28,13 @@ def positive(text: str) -> int:
     return int(text)
 
 
-def in_names(names: Iterable[str]) -> str:
+def in_names(names: Iterable[str], most: int = 5) -> str:
     """The end of a sentence: " in a, b and 3 more", or nothing where there are no names."""
     names = list(names)
     if not names:
         return ""
-    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    return f" in {', '.join(names[:5])}{more}"
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return f" in {', '.join(names[:most])}{more}"
 
 
 def nearest(name: str, names: Sequence[str], most: int = 5) -> List[str]:

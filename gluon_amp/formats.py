@@ -5,12 +5,12 @@ whose values are rounded to the format's numbers, which the engine does on a CPU
 file says of a format is all that anybody knows of it: numpy's rounding here and the engine's
 (cpu/kernels/passes.cc) follow the same few numbers.
 """
-from dataclasses import dataclass
-from typing import Any, Union
+from dataclasses import dataclass, replace
+from typing import Any, Optional, Union
 
 from ._mxnet import np
 
-ROUNDINGS = ("nearest", "zero")
+ROUNDINGS = ("nearest", "zero", "stochastic")  # in the engine's order (GridRounding)
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,9 @@ class Format:
             and one of them, the largest, is NaN: so float8_e4m3 ends at 448.
         saturate: whether numbers beyond the largest become the largest; else they become
             infinite or, without infinities, NaN.
-        rounding: "nearest" (ties to even) or "zero" (digits are cut off).
+        rounding: "nearest" (ties to even), "zero" (digits are cut off), or "stochastic": up or
+            down at random, up with the probability that makes the mean the number itself. In
+            networks, mx.random.seed repeats it.
     """
     name: str
     exponent: int
@@ -102,17 +104,43 @@ class Format:
         """Up to this number it holds all whole numbers."""
         return int(min(2 ** (self.fraction + 1), self.largest))
 
-    def round(self, values: Any) -> "np.ndarray[Any, Any]":
-        """Numbers, as float32, rounded to this format."""
+    def round(self, values: Any, key: Optional[int] = None) -> "np.ndarray[Any, Any]":
+        """Numbers, as float32, rounded to this format.
+
+        Args:
+            key: of stochastic rounding: 64 bits that say which random numbers it takes.
+        """
         values = np.asarray(values, np.float32)
+        if (self.rounding == "stochastic") != (key is not None):
+            raise ValueError("stochastic rounding, and only that, takes a key. Received: "
+                             f"rounding={self.rounding!r}, key={key}")
         with np.errstate(invalid="ignore"):
             size = np.abs(values.astype(np.float64))
             exponent = np.frexp(size)[1] - 1
             step = np.ldexp(self.smallest, np.maximum(exponent + self.bias - 1, 0))
-            made = (np.rint if self.rounding == "nearest" else np.floor)(size / step) * step
+            if key is not None:
+                steps = self._steps(size / step, size < self.smallest_normal, key)
+            else:
+                steps = (np.rint if self.rounding == "nearest" else np.floor)(size / step)
+            made = steps * step
             made = np.where(made > self.largest, self._above_largest, made)
             made = np.where(np.isinf(size), self._of_infinity, made)
             return np.copysign(made, values).astype(np.float32)
+
+    def _steps(self, exact: Any, small: Any, key: int) -> Any:
+        """How many steps there are to numbers that are so many, rounded at random. As many random
+        bits count as are dropped; of numbers below the smallest normal one, 23."""
+        low = np.floor(exact)
+        bits = random_bits(key, exact.size).reshape(exact.shape)
+        dropped = 23 - self.fraction
+        below = np.where(small, (bits >> np.uint32(9)) * 2.0 ** -23 + 2.0 ** -24,
+                         1 - (bits % 2 ** dropped) * 2.0 ** -dropped)
+        return low + (below <= exact - low)
+
+    @property
+    def nearest(self) -> "Format":
+        """The same numbers, with ties to even."""
+        return self if self.rounding == "nearest" else replace(self, rounding="nearest")
 
     @property
     def _above_largest(self) -> float:
@@ -129,7 +157,20 @@ class Format:
     def for_engine(self) -> str:
         """What the engine needs to know: `Grid` in cpu/kernels/kernels.h."""
         return (f"{self.fraction} {self.smallest_normal!r} {self.largest!r} "
-                f"{self._above_largest!r} {self._of_infinity!r} {int(self.rounding == 'zero')}")
+                f"{self._above_largest!r} {self._of_infinity!r} {ROUNDINGS.index(self.rounding)}")
+
+
+def random_bits(key: int, count: int) -> "np.ndarray[Any, Any]":
+    """32 random bits for each of so many numbers: a function of the key and a number's place
+    alone, so that it does not matter which thread asks. The engine has the same one."""
+    def mixed(x: Any) -> Any:
+        x = (x ^ (x >> np.uint32(16))) * np.uint32(0x7feb352d)
+        x = (x ^ (x >> np.uint32(15))) * np.uint32(0x846ca68b)
+        return x ^ (x >> np.uint32(16))
+    places = np.arange(count, dtype=np.uint64)
+    low, high = (places & np.uint64(0xffffffff)).astype(np.uint32), places >> np.uint64(32)
+    upper = (high * np.uint64(0x9e3779b9) + np.uint64(key >> 32)).astype(np.uint32)
+    return mixed(mixed(low ^ np.uint32(key & 0xffffffff)) ^ upper)
 
 
 FORMATS = {format_.name: format_ for format_ in (

@@ -6,6 +6,7 @@ from .formats import FLOAT16, FLOAT32, Format, get_format
 from .tensor_core_math import check_split, of_gpu
 
 FormatOrName = Union[str, Format]
+SCALINGS = ("delayed", "current")
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,11 @@ class Policy:
             GPU's Tensor Cores do (`gluon_amp.tensor_core_dot`), forward and backward. None: in
             float32.
         split: how many terms `accumulate` adds in one chain; None: all.
+        scaling: how each tensor is scaled that a product reads in its narrow format, so that its
+            largest number fits: by a power of two from the tensor itself ("current"), or from the
+            largest of the last `history` tensors at this place ("delayed"). None: not at all.
+        history: how many tensors of the past "delayed" looks at.
+        margin: how many powers of two the scale stays below the one that just fits.
     """
     name: str
     parameter: Any = "float32"
@@ -39,6 +45,9 @@ class Policy:
     gradient: Any = None
     accumulate: Optional[str] = None
     split: Optional[int] = None
+    scaling: Optional[str] = None
+    history: int = 16
+    margin: int = 0
 
     def __post_init__(self, compute: Optional[FormatOrName]) -> None:
         between = self._set("between", self.between or compute or "float32")
@@ -52,12 +61,29 @@ class Policy:
         if self.split is not None and self.accumulate is None:
             raise ValueError(f"policy {self.name}: split is for accumulate=. Received: "
                              f"split={self.split}, accumulate=None")
+        self._check_scaling()
         if self.accumulate is not None:
             of_gpu(self.accumulate)
             if not (product == self.gradient == FLOAT16):
                 raise ValueError(f"policy {self.name}: accumulate={self.accumulate!r} is for "
                                  f"float16 products. Received: product={product.name}, "
                                  f"gradient={self.gradient.name}")
+
+    def _check_scaling(self) -> None:
+        for what, least in (("history", 1), ("margin", 0)):
+            number = getattr(self, what)
+            if isinstance(number, bool) or not isinstance(number, int) or number < least:
+                raise ValueError(f"policy {self.name}: {what} must be a whole number from {least} "
+                                 f"on. Received: {number!r}")
+        if self.scaling is None:
+            return
+        if self.scaling not in SCALINGS:
+            raise ValueError(f"policy {self.name}: unknown scaling. Valid: None, "
+                             f"{', '.join(SCALINGS)}. Received: {self.scaling!r}")
+        if self.product.is_array_type or self.product == self.between:
+            raise ValueError(f"policy {self.name}: scaling is for products of a format of their "
+                             "own, such as product='float8_e4m3', between='bfloat16'. Received: "
+                             f"product={self.product.name}, between={self.between.name}")
 
     def _set(self, role: str, given: FormatOrName) -> Format:
         made = get_format(given, f"policy {self.name}: {role}")
@@ -83,6 +109,13 @@ class Policy:
         return self.product == self.between == self.gradient
 
     @property
+    def in_order(self) -> bool:
+        """Whether what its operators give depends on which of them ran before."""
+        return self.scaling == "delayed" or any(
+            format_.rounding == "stochastic"
+            for format_ in (self.product, self.between, self.gradient))
+
+    @property
     def cpu_only(self) -> bool:
         """Whether a GPU has no arrays of some of its formats, or adds in its own way."""
         formats = (self.product, self.between, self.gradient)
@@ -98,6 +131,8 @@ POLICIES = {policy.name: policy for policy in (
            sensitive="float16", output="float16"),
     Policy("mixed_bfloat16", compute="bfloat16"),
     Policy("tf32", product="tf32"),
+    Policy("mixed_float8", product="float8_e4m3", between="bfloat16", gradient="float8_e5m2",
+           scaling="delayed"),
 )}
 APEX = {"O0": "float32", "O1": "mixed_float16", "O2": "float16", "O3": "pure_float16"}
 

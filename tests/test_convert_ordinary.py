@@ -158,11 +158,63 @@ def test_files_load_through_a_parent_that_is_not_converted(tmp_path, x):
         assert np.array_equal(values(net)[name], value.astype(values(net)[name].dtype))
 
 
-@pytest.mark.parametrize("order", ["convert first", "hybridize first"])
+def test_files_of_a_parent_that_is_not_converted_are_float32s(tmp_path, x):
+    path = str(tmp_path / "net.params")
+    net = make(prefix="net_")
+    amp.convert(net.features)
+    amp.convert(net.output)
+    for save, load in (("save_parameters", "load_parameters"), ("save", "load")):
+        of = (lambda net: net) if save == "save_parameters" else (lambda net: net.collect_params())
+        getattr(of(net), save)(path)
+        assert {a.dtype for a in nd.load(path).values()} == {np.float32}
+        stock = Net(prefix="net_")
+        getattr(of(stock), load)(path)
+        np.testing.assert_allclose(stock(x).asnumpy(), net(x).asnumpy(), atol=0.01)
+
+
+def test_files_hold_the_weights_of_three_devices_as_they_are(tmp_path):
+    net = nn.Dense(50, in_units=50)
+    net.initialize(ctx=[mx.cpu(i) for i in range(3)])
+    amp.convert(net).save_parameters(str(tmp_path / "net.params"))
+    saved = nd.load(str(tmp_path / "net.params"))["weight"].asnumpy()
+    assert np.array_equal(saved, net.weight.data(mx.cpu(0)).asnumpy())
+
+
+def test_a_child_is_replaced_in_a_parent_that_is_not_converted(x):
+    net = make()
+    amp.convert(net.output)
+    assert new_output(net)(x).shape == (4, 3)
+    with pytest.raises(TypeError, match="Changing attribute type for output"):
+        net.output = nn.Conv2D(3, 1)
+
+
+def test_a_child_of_a_derived_class_takes_anothers_place(x):
+    class Wider(nn.Dense):
+        pass
+
+    net = amp.convert(make())
+    net.output = Wider(3, in_units=8)
+    net.output.initialize()
+    assert net(x).shape == (4, 3)
+    assert set(types(net.output).values()) == {"float16"}
+
+
+@pytest.mark.parametrize("change", [amp.restore, lambda b: amp.convert(b, "mixed_float16")])
+def test_a_part_that_is_changed_alone_takes_effect_in_a_network_that_has_run(change, x):
+    net = amp.convert(make())
+    before = net(x).asnumpy()
+    change(net.output)
+    assert set(types(net.output).values()) == {"float32"}
+    np.testing.assert_allclose(net(x).asnumpy(), before, atol=0.01)
+
+
+@pytest.mark.parametrize("order", ["convert first", "hybridize first", "run first"])
 def test_a_hybridized_parent_of_a_converted_child_says_what_to_convert(order, x):
     net = make(prefix="net_")
-    if order == "hybridize first":
+    if order != "convert first":
         net.hybridize()
+    if order == "run first":
+        net(x)
     amp.convert(net.output)
     net.hybridize()
     with pytest.raises(RuntimeError, match=r"net_dense0 is converted, but net, which calls it, "
@@ -269,8 +321,32 @@ def test_a_copy_computes_the_same_and_is_independent(used, make_copy, x):
     assert not np.array_equal(twin(x).asnumpy(), out)
     assert np.array_equal(net(x).asnumpy(), out)
     step(net, x)
+    step(twin, x)
+    assert not np.array_equal(twin(x).asnumpy(), out)
     assert type(amp.restore(twin)) is Net
     assert type(net) is not Net
+
+
+@pytest.mark.parametrize("make_copy", COPIES, ids=["deepcopy", "pickle"])
+def test_a_copy_lies_on_the_same_devices_and_has_the_gradients(make_copy):
+    devices = [mx.cpu(0), mx.cpu(1)]
+    net = nn.Dense(3, in_units=2)
+    net.initialize(ctx=devices)
+    amp.convert(net)
+    net.weight.grad_req = "add"
+
+    def backward(net):
+        with autograd.record():
+            losses = [net(nd.ones((1, 2), ctx=d)).sum() for d in devices]
+        autograd.backward(losses)
+        return [g.asnumpy() for g in net.weight.list_grad()]
+
+    backward(net)
+    twin = make_copy(net)
+    assert [a.context for a in twin.weight.list_data()] == devices
+    for mine, theirs in zip(backward(twin), backward(net)):
+        assert np.array_equal(mine, np.full((3, 2), 2))
+        assert np.array_equal(theirs, mine)
 
 
 def test_a_copy_of_a_plain_block_works():

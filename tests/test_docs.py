@@ -4,6 +4,7 @@ import contextlib
 import doctest
 import importlib
 import io
+import json
 import logging
 import os
 import re
@@ -22,10 +23,14 @@ from sybil.parsers.markdown import CodeBlockParser
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+NOTEBOOKS = sorted((ROOT / "docs" / "tutorial").glob("*.md"))  # tests/test_tutorial.py runs them
 COMMANDS = {"sh", "console"}
 # Not run: what commands print, and Sphinx's own.
-LANGUAGES = {"python", "output", "diff", "text", *COMMANDS}
-each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+LANGUAGES = {"python", "python process", "output", "diff", "text", *COMMANDS}
+with_code = pytest.mark.parametrize(
+    "page", [page for page in PAGES if "```" in page.read_text() and page.name != "index.md"],
+    ids=lambda page: page.name)
+each_page = pytest.mark.parametrize("page", PAGES + NOTEBOOKS, ids=lambda page: page.name)
 
 
 def of_page(page):
@@ -41,14 +46,17 @@ def of_page(page):
 class Runner:
     """Runs the blocks of a page in its namespace, one after the other.
 
-    python    is run
-    output    is what the python blocks since the last one have printed, `...` for any text
-    diff      is two scripts, of which both are run; the names of the new one stay
+    python           is run
+    python process   is run in a process of its own, after the page's python blocks before it
+    output           is what the blocks since the last one have printed, `...` for any text
+    diff             is two scripts, of which both are run; the names of the new one stay
     """
 
     def __init__(self):
         self.printed = io.StringIO()
+        self.ran = ""
         self.parsers = [CodeBlockParser("python", self.python),
+                        CodeBlockParser("python process", self.process),
                         CodeBlockParser("output", self.output), CodeBlockParser("diff", self.diff)]
 
     def run(self, page):
@@ -61,6 +69,14 @@ class Runner:
         code = compile(lines + (source or example.parsed), example.path, "exec")
         with contextlib.redirect_stdout(self.printed):
             exec(code, example.namespace if names is None else names)
+        self.ran += (source or example.parsed) + "\n"
+
+    def process(self, example):
+        code = (f"import contextlib, io\nwith contextlib.redirect_stdout(io.StringIO()):\n"
+                f"    exec({self.ran!r})\nexec({example.parsed!r})")
+        done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], text=True,
+                              capture_output=True, check=True, timeout=100)
+        self.printed.write(done.stdout)
 
     def diff(self, example):
         lines = example.parsed.splitlines()
@@ -87,10 +103,17 @@ def same_log():
     log.handlers[:] = handlers
 
 
-@each_page
+@with_code
 def test_code_runs(page, tmp_path, monkeypatch, same_log):
     monkeypatch.chdir(tmp_path)
     Runner().run(page)
+
+
+def test_the_first_page_shows_the_readmes_diff():
+    """Which is run there."""
+    readme, first = ([t.content for t in of_page(page) if t.info == "diff"]
+                     for page in (ROOT / "README.md", ROOT / "docs" / "index.md"))
+    assert readme == first != []
 
 
 @each_page
@@ -205,9 +228,9 @@ def test_a_wrong_block_is_found(page, tmp_path):
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
-    """What `make docs` does, into another folder."""
-    html = tmp_path_factory.mktemp("html")
-    sphinx = "-m sphinx -W --keep-going -n -q -b html".split()
+    """What `make docs` does, into another folder, without running the notebooks again."""
+    html = tmp_path_factory.mktemp("site") / "html"
+    sphinx = "-m sphinx -W --keep-going -n -q -b html -D nb_execution_mode=off".split()
     done = subprocess.run(
         [sys.executable, "-W", "ignore", *sphinx, "-d", str(html / "doctrees"),
          str(ROOT / "docs"), str(html)],
@@ -217,10 +240,40 @@ def built(tmp_path_factory):
 
 
 def test_sphinx_builds_without_a_warning(built):
-    for page in (ROOT / "docs").glob("*.md"):
-        text = (built / page.with_suffix(".html").name).read_text()
+    for page in (ROOT / "docs").rglob("*.md"):
+        text = (built / page.relative_to(ROOT / "docs").with_suffix(".html")).read_text()
         assert "<h1>" in text
         assert "system-message" not in text
+
+
+@pytest.mark.parametrize("page", NOTEBOOKS, ids=lambda page: page.stem)
+def test_a_notebook_is_downloaded_from_its_page(built, page):
+    text = (built / "tutorial" / f"{page.stem}.html").read_text()
+    file = re.search(r'href="\.\./(_downloads/\w+/[\w-]+\.ipynb)"', text)[1]
+    cells = json.loads((built / file).read_text())["cells"]
+    assert {cell["cell_type"] for cell in cells} == {"markdown", "code"}
+    assert "{nb-download}" not in page.read_text()
+
+
+def test_pages_from_elsewhere_are_pages_of_the_site(built):
+    """Links between them stay in the site, and those to scripts download these."""
+    readme = (built / "readme.html").read_text()
+    for link in ("results.html", "benchmarks.html", "imagenet.html", "contributing.html",
+                 "tutorial.html", r"_downloads/\w+/fine_tune.py"):
+        assert re.search(f'href="{link}"', readme), link
+    assert 'href="readme.html' in (built / "index.html").read_text()
+
+
+def test_every_picture_has_one_for_dark_pages(built):
+    for page in "index", "tensor_cores", "tutorial/ten_minutes", "imagenet":
+        images = re.findall(r'<img[^>]*class="([^"]*)"', (built / f"{page}.html").read_text())
+        light, dark = ([i for i in images if f"only-{which}" in i] for which in ("light", "dark"))
+        assert len(light) == len(dark) > 0, page
+
+
+@pytest.mark.parametrize("page", NOTEBOOKS, ids=lambda page: page.stem)
+def test_lines_of_notebooks_are_read_without_scrolling(page):
+    assert [line for line in page.read_text().splitlines() if len(line) > 80] == []
 
 
 def test_every_public_name_is_in_the_reference(built):
@@ -239,6 +292,7 @@ def test_examples_in_docstrings_are_code(built):
 def test_every_figure_is_drawn_by_its_script(tmp_path):
     subprocess.run([sys.executable, "-W", "ignore", str(ROOT / "docs" / "figures.py"),
                     str(tmp_path)], check=True, timeout=300)
-    used = re.findall(r"\(figures/([\w]+\.png)", "".join(p.read_text() for p in PAGES))
+    text = "".join(page.read_text() for page in PAGES + NOTEBOOKS)
+    used = re.findall(r"\((?:\.\./)?figures/([\w]+\.png)", text)
     assert {path.name for path in tmp_path.iterdir()} == set(used)
     assert {path.name for path in (ROOT / "docs" / "figures").iterdir()} == set(used)

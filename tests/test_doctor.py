@@ -103,6 +103,23 @@ def test_no_driver(monkeypatch):
     assert examine()["why_no_gpus"] == "no NVIDIA driver (libcuda-of-nobody.so.1) is installed"
 
 
+@pytest.mark.parametrize(("name", "capability", "formats"), [
+    ("Tesla P100", (6, 0), []), ("GTX 1650", (7, 5), []), ("Tesla V100", (7, 0), ["float16"]),
+    ("A100", (8, 0), ["float16", "TF32", "bfloat16"]),
+    ("RTX 4090", (8, 9), ["float16", "TF32", "bfloat16", "float8"])])
+def test_which_formats_a_gpu_multiplies(name, capability, formats):
+    assert GPU(name, capability, 0).formats == formats
+
+
+def test_tf32_is_said_where_a_gpu_has_it(monkeypatch):
+    a100 = GPU("NVIDIA A100-SXM4-40GB", (8, 0), 40 * 10 ** 9)
+    text = describe(machine(monkeypatch, a100, cuda=True))
+    assert "they have float16, TF32, bfloat16; MXNet 1.9.1 uses float16 and TF32" in text
+    assert "GPUs from A100 on round what float32 products read to TF32" in text
+    monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")
+    assert "float32 products are float32's on every GPU" in describe(examine())
+
+
 def test_the_version_of_cudnn():
     assert [version_of_cudnn(n) for n in (7605, 8500, 8907)] == ["7.6.5", "8.5.0", "8.9.7"]
 

@@ -7,8 +7,10 @@ import re
 from pathlib import Path
 
 import gluon_amp
+import numpy as np
 import pytest
 from gluon_amp import recipes
+from gluon_amp._mxnet import mx
 from gluon_amp.policy import APEX, POLICIES
 
 EXAMPLES = Path(__file__).parents[1] / "example"
@@ -174,7 +176,8 @@ def test_an_option_that_a_network_does_not_take_is_named():
 def test_batch_norm_makes_a_vgg_with_batch_norms(monkeypatch):
     monkeypatch.syspath_prepend(str(EXAMPLES))
     recipe = importlib.import_module("image_classification")
-    plain, normed = (recipe.network(recipe.parse(["--model", "vgg11", *flags])).collect_params()
+    plain, normed = (recipe.network(recipe.parse(["--model", "vgg11", *flags]),
+                                    [mx.cpu()]).collect_params()
                      for flags in ([], ["--batch-norm"]))
     assert not [name for name in plain if "batchnorm" in name]
     assert [name for name in normed if "batchnorm" in name]
@@ -184,9 +187,31 @@ def test_weight_decay_spares_biases_and_norms_where_it_is_told_to(monkeypatch):
     monkeypatch.syspath_prepend(str(EXAMPLES))
     recipe = importlib.import_module("image_classification")
     args = recipe.parse(["--no-wd"])
-    net = recipe.network(args)
+    net = recipe.network(args, [mx.cpu()])
     recipe.trainer_of(args, net)
     spared = {name.rsplit("_", 1)[-1] for name, p in net.collect_params().items()
               if p.wd_mult == 0}
     assert spared == {"beta", "gamma", "bias"}
     assert [p.wd_mult for name, p in net.collect_params(".*weight").items()] == [1.0] * 4
+
+
+def test_random_crops_of_gluon_have_the_scale_of_validation(monkeypatch):
+    parser = parser_of("image_classification", monkeypatch)
+    columns = np.broadcast_to(np.arange(60, dtype="uint8")[None, :, None], (40, 60, 3))
+
+    def pixels(train, *flags):
+        args = parser.parse_args([*flags, "--mean", "0", "--std", "1"])
+        image = recipes.images._transform(args, 35, train)(mx.nd.array(columns, dtype="uint8"))
+        return (255 * image.asnumpy()[0, 0]).round()
+
+    flags = ["--crop-ratio", "0.875", "--random-crop"]  # 35 / 0.875 is 40: nothing is stretched
+    np.testing.assert_array_equal(pixels(False, *flags), np.arange(12, 47))  # the middle
+    begins = set()
+    for _ in range(20):
+        row = pixels(True, *flags)
+        row = row if row[0] < row[-1] else row[::-1]  # mirrored
+        np.testing.assert_array_equal(row, row[0] + np.arange(35))
+        begins.add(row[0])
+    assert len(begins) > 5
+    with pytest.raises(ValueError, match="--random-crop needs a --crop-ratio below 1"):
+        pixels(True, "--random-crop")

@@ -10,10 +10,22 @@ from gluon_amp._mxnet import mx
 from gluon_amp.graph.graph import Graph
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "example"))
-from symbols import lstm, mobilenet, resnet
+import symbols
+from symbols import (
+    alexnet,
+    inception,
+    layers,
+    lstm,
+    mobilenet,
+    mobilenetv2,
+    resnet,
+    resnext,
+    squeezenet,
+    vgg,
+)
 
 BATCH = 2
-IMAGE, SMALL = (3, 64, 64), (3, 32, 32)
+IMAGE, SMALL, LARGER = (3, 64, 64), (3, 32, 32), (3, 139, 139)
 NETWORKS = {
     "resnet18": (resnet, IMAGE, {"num_layers": 18, "image_shape": "3,64,64"}),
     "resnet18_v2": (resnet, IMAGE, {"num_layers": 18, "image_shape": "3,64,64", "version": 2}),
@@ -21,7 +33,17 @@ NETWORKS = {
     "resnet50_v2": (resnet, IMAGE, {"num_layers": 50, "image_shape": "3,64,64", "version": 2}),
     "resnet20": (resnet, SMALL, {"num_layers": 20, "image_shape": "3,32,32"}),
     "resnet20_v2": (resnet, SMALL, {"num_layers": 20, "image_shape": "3,32,32", "version": 2}),
+    "resnext50": (resnext, IMAGE, {"num_layers": 50}),
     "mobilenet0.25": (mobilenet, IMAGE, {"multiplier": 0.25}),
+    "mobilenetv2_0.35": (mobilenetv2, IMAGE, {"multiplier": 0.35}),
+    "alexnet": (alexnet, IMAGE, {}),
+    "vgg11": (vgg, SMALL, {"num_layers": 11}),
+    "vgg11_bn": (vgg, IMAGE, {"num_layers": 11, "batch_norm": True}),
+    "squeezenet1.0": (squeezenet, SMALL, {"version": "1.0"}),
+    "squeezenet1.1": (squeezenet, SMALL, {}),
+    "googlenet": (inception, IMAGE, {"version": "googlenet"}),
+    "inception-bn": (inception, IMAGE, {"version": "bn"}),
+    "inception-v3": (inception, LARGER, {}),
     "lstm": (lstm, (7,), {"hidden": 16, "layers": 2, "seq_len": 7}),
     "lstm_vocab": (lstm, (7,), {"vocab": 3000, "hidden": 16, "layers": 1, "seq_len": 7}),
 }
@@ -95,6 +117,36 @@ def test_a_mobilenet_has_the_published_number_of_parameters(multiplier, paramete
     assert count(mobilenet.get_symbol(1000, multiplier), (1, 3, 224, 224)) == parameters
 
 
+@pytest.mark.parametrize(("network", "options", "parameters"), [
+    # of MXNet's model zoo
+    ("alexnet", {}, 61_100_840),
+    ("vgg", {"num_layers": 11}, 132_863_336), ("vgg", {"num_layers": 13}, 133_047_848),
+    ("vgg", {"num_layers": 16}, 138_357_544), ("vgg", {"num_layers": 19}, 143_667_240),
+    ("vgg", {"num_layers": 11, "batch_norm": True}, 132_868_840),
+    ("vgg", {"num_layers": 19, "batch_norm": True}, 143_678_248),
+    ("squeezenet1.0", {}, 1_248_424), ("squeezenet1.1", {}, 1_235_496),
+    ("inception-v3", {}, 23_834_568),
+    # of gluoncv's, and torchvision's
+    ("resnext", {}, 25_028_904), ("resnext", {"num_layers": 101}, 44_177_704),
+    ("resnext", {"num_layers": 101, "num_group": 64}, 83_455_272),
+    ("resnext", {"num_layers": 101, "group_width": 8}, 88_791_336),
+    # of Caffe's: of the second, convolutions have biases besides, one for each filter
+    ("googlenet", {}, 6_998_552), ("inception-bn", {}, 11_295_240 - 10_016),
+    # of Keras': with the moving averages, two for each channel of a norm
+    ("mobilenetv2", {}, 3_538_984 - 2 * 17_056),
+    ("mobilenetv2", {"multiplier": 0.5}, 1_987_224 - 2 * 9_272)])
+def test_a_network_has_the_published_number_of_parameters(network, options, parameters):
+    size = 299 if network == "inception-v3" else 224
+    symbol = symbols.get_symbol(network, 1000, f"3,{size},{size}", "float32", **options)
+    assert count(symbol, (1, 3, size, size)) == parameters
+
+
+@pytest.mark.parametrize("network", symbols.NETWORKS)
+def test_every_network_learns_other_classes(network):
+    symbol = symbols.get_symbol(network, 7, "3,224,224", "float16", num_layers=None)
+    assert symbol.infer_shape(data=(2, 3, 224, 224))[1] == [(2, 7)]
+
+
 @pytest.mark.parametrize("layers", [1, 2, 3])
 def test_an_lstm_has_the_number_of_parameters_of_its_formula(layers):
     vocab, hidden, classes = 1000, 24, 50
@@ -124,6 +176,20 @@ def test_names_are_systematic():
 
 
 # ---- the casts
+
+@pytest.fixture
+def smaller(monkeypatch):
+    """The large networks with a unit in each stage, or with an eighth of their filters: types do
+    not depend on either."""
+    def conv(net, filters, *args, **kwargs):
+        return layers.conv(net, max(8, filters // 8), *args, **kwargs)
+
+    for module in (alexnet, inception, vgg):
+        monkeypatch.setattr(module, "conv", conv)
+    for module in (resnet, resnext):
+        monkeypatch.setitem(module.UNITS, 50, (1, 1, 1, 1))
+    monkeypatch.setattr(layers, "HIDDEN", 32)
+
 
 @pytest.mark.parametrize("name", NETWORKS)
 def test_the_types_differ_in_the_casts_only(name):
@@ -155,16 +221,20 @@ def run(symbol, name, arguments, auxiliary, data, label):
     module.forward(batch, is_train=False)
     found = {"predicted": module.get_outputs()[0].copy()}
     mx.nd.waitall()  # MXNet's executors take up the next call's is_train while they still run
+    mx.random.seed(1)  # of dropouts
     module.forward_backward(batch)
     mx.nd.waitall()  # MXNet's own norms write their statistics without its engine's knowledge
     executor = module._exec_group.execs[0]
     found.update(trained=module.get_outputs()[0], **executor.aux_dict,
-                 **{f"{n}_grad": g for n, g in executor.grad_dict.items() if g is not None})
+                 **{f"{n}_grad": g.copy() for n, g in executor.grad_dict.items() if g is not None})
+    module.init_optimizer(optimizer_params={"learning_rate": 0.1})
+    module.update()
+    found.update({f"{n}_updated": a for n, a in executor.arg_dict.items() if f"{n}_grad" in found})
     return {n: (a.dtype, a.asnumpy()) for n, a in found.items()}
 
 
 @pytest.mark.parametrize("name", NETWORKS)
-def test_casts_by_hand_and_convert_symbol_give_the_same_bits(name, rng):
+def test_casts_by_hand_and_convert_symbol_give_the_same_bits(name, rng, smaller):
     wide = make(name, "float32")
     _, size, options = NETWORKS[name]
     words = options.get("vocab", CLASSES)
@@ -186,7 +256,8 @@ def test_casts_by_hand_and_convert_symbol_give_the_same_bits(name, rng):
         np.testing.assert_array_equal(array, converted[key][1], err_msg=key)
         assert np.isfinite(array).all(), key
         assert np.any(array) or key == "data_bn_gamma_grad", key  # which is fixed
-    assert hand["fc_weight_grad"][0] is np.float16
+    head = "conv10" if "squeeze" in name else "fc"
+    assert hand[f"{head}_weight_grad"][0] is np.float16
     assert hand["trained"][0] is np.float32
     for key in ("predicted", "trained"):
         np.testing.assert_allclose(hand[key][1], float32[key][1], atol=0.03, err_msg=key)
@@ -203,8 +274,25 @@ def test_casts_by_hand_and_convert_symbol_give_the_same_bits(name, rng):
     (resnet, {"dtype": "bfloat16"}, "dtype. Valid: float32, float16. Received: 'bfloat16'"),
     (mobilenet, {"dtype": "half"}, "dtype. Valid: float32, float16. Received: 'half'"),
     (mobilenet, {"multiplier": 0}, "multiplier. Valid: numbers above 0. Received: 0"),
+    (vgg, {"num_layers": 50}, "num_layers. Valid: 11, 13, 16, 19. Received: 50"),
+    (resnext, {"num_layers": 18}, "num_layers. Valid: 50, 101, 152. Received: 18"),
+    (squeezenet, {"version": "2"}, "version. Valid: 1.0, 1.1. Received: '2'"),
+    (inception, {"version": "v4"}, "version. Valid: googlenet, bn, v3. Received: 'v4'"),
+    (mobilenetv2, {"multiplier": -1}, "multiplier. Valid: numbers above 0. Received: -1"),
     (lstm, {"dtype": None}, "dtype. Valid: float32, float16. Received: None")])
 def test_bad_arguments_are_refused_with_the_valid_ones(module, bad, message):
     with pytest.raises(ValueError, match="Valid") as error:
         module.get_symbol(10, **bad)
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize(("network", "flags", "message"), [
+    ("alexnet", {"num_layers": 50}, "alexnet has no --num-layers. Valid: none"),
+    ("mobilenet", {"num_layers": 50}, "mobilenet has no --num-layers. Valid: --multiplier"),
+    ("resnet", {"multiplier": 0.5}, "resnet has no --multiplier. Valid: --num-layers"),
+    ("resnet", {"batch_norm": True}, "resnet has no --batch-norm. Valid: --num-layers")])
+def test_a_flag_of_another_network_is_refused(network, flags, message):
+    flags = {"num_layers": None, "multiplier": None, "batch_norm": None, **flags}
+    with pytest.raises(ValueError, match="Valid") as error:
+        symbols.get_symbol(network, 10, "3,224,224", "float32", **flags)
+    assert str(error.value) == message

@@ -212,3 +212,26 @@ def test_a_checkpoint_that_is_not_there_is_named(tmp_path):
         amp.Module.load(str(tmp_path / "none"), 3)
     with pytest.raises(FileNotFoundError, match=r"none-0003\.params does not exist"):
         amp.BucketingModule.load(str(tmp_path / "none"), 3, lambda key: None, 10)
+
+
+@pytest.mark.parametrize(("first", "then"), [(1, 2), (2, 1)])
+@pytest.mark.parametrize("mxnets", [False, True])
+def test_states_go_on_on_another_number_of_devices(mxnets, first, then, tmp_path):
+    """A kvstore of MXNet's numbers them by name, ours by parameter and device. MXNet's Module
+    saves no counts, which Adam needs."""
+    prefix, optimizer = str(tmp_path / "net"), "momentum" if mxnets else "adam"
+    symbol = S.LinearRegressionOutput(S.FullyConnected(S.var("data"), num_hidden=3, name="fc"),
+                                      name="head")  # no batch norm: each device has its own
+    kwargs = {} if mxnets else {"loss_scale": 64}
+    mod = made(symbol, mx.mod.Module if mxnets else amp.Module, optimizer, context=TWO[:first],
+               **kwargs)
+    train(mod, 3)
+    mod.save_checkpoint(prefix, 1, True)
+    other = resumed(prefix, OPTIMIZERS[optimizer], loss_scale=64, context=TWO[:then])
+    for one in (mod, other):
+        train(one, 1, first=3)
+    expected = values(mod)
+    for group in other._exec_group.param_arrays:
+        assert all(np.array_equal(group[0].asnumpy(), one.asnumpy()) for one in group)
+    for name, value in values(other).items():
+        np.testing.assert_allclose(value, expected[name], rtol=1e-5, atol=1e-6)

@@ -279,3 +279,51 @@ def test_every_device_gets_the_states(path):
     for mine, theirs in zip(other.collect_params().values(), net.collect_params().values()):
         for device in devices:
             assert np.array_equal(mine.data(device).asnumpy(), theirs.data(device).asnumpy())
+
+
+@pytest.mark.parametrize("before", [[mx.cpu(0)], [mx.cpu(1)], [mx.cpu(0), mx.cpu(1)]])
+@pytest.mark.parametrize("after", [[mx.cpu(0)], [mx.cpu(1)], [mx.cpu(0), mx.cpu(1)]])
+def test_states_go_on_on_other_devices(before, after, path):
+    def step(net, trainer):
+        devices = net[0].weight.list_ctx()
+        with autograd.record():
+            losses = [net(nd.array([[1, -2, 3]], ctx=d)).square().sum() / len(devices)
+                      for d in devices]
+        trainer.backward(losses)
+        assert trainer.step(1)
+
+    net = make(ctx=before)
+    trainer = of(net, "adam", loss_scale=64)
+    for _ in range(3):
+        step(net, trainer)
+    trainer.save_states(path)
+    other = make(ctx=after)
+    for mine, theirs in zip(other.collect_params().values(), net.collect_params().values()):
+        mine.set_data(theirs.data())
+    resumed = of(other, "adam", loss_scale=64)
+    resumed.load_states(path)
+    step(net, trainer)
+    step(other, resumed)
+    expected = net[2].weight.data().asnumpy()
+    for weight in other[2].weight.list_data():
+        assert np.array_equal(weight.asnumpy(), expected)
+
+
+def test_states_of_row_sparse_weights_are_loaded(path):
+    weight = gluon.Parameter("weight", shape=(4, 1), stype="row_sparse", grad_stype="row_sparse")
+    weight.initialize(init="ones")
+    rows = nd.arange(4)
+
+    def step(trainer):
+        with autograd.record():
+            loss = weight.row_sparse_data(rows).sum()
+        trainer.backward(loss)
+        trainer.step(1)
+
+    trainer = amp.Trainer([weight], "sgd", {"learning_rate": 0.1, "momentum": 0.5},
+                          loss_scale=None)
+    step(trainer)
+    trainer.save_states(path)
+    trainer.load_states(path)
+    step(trainer)
+    np.testing.assert_allclose(weight.row_sparse_data(rows).asnumpy(), 1 - 0.1 - 0.15, rtol=1e-6)

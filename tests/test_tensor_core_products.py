@@ -10,7 +10,7 @@ import pytest
 from gluon_amp._mxnet import mx
 from gluon_amp.graph.accumulate import accumulate
 from gluon_amp.graph.build import build
-from gluon_amp.graph.graph import Graph
+from gluon_amp.graph.graph import Entry, Graph, Node
 from gluon_amp.tensor_core_math import GPUS, TensorCore
 from tensor_core_rule import product
 
@@ -97,6 +97,53 @@ def test_dot_of_vectors_and_of_more_axes(gpu, split):
     a, b = numbers(rng, 2, 3, 40), numbers(rng, 40, 4, 5)
     made = outcome(sym.dot(X, Y), {"x": a, "y": b}, gpu, split)
     assert_same(made, [times(a.reshape(6, 40), b.reshape(40, 20), gpu, split)])
+
+
+def numpys(op, **attrs):
+    """A symbol of one of numpy's operators, of x and y."""
+    inputs = [Entry(Node("null", name)) for name in "xy"]
+    return Graph([Entry(Node(op, "mine", attrs, inputs))]).symbol()
+
+
+@pytest.mark.parametrize(("gpu", "split"), RULES)
+@pytest.mark.parametrize(("op", "attrs", "a", "b"), [
+    ("_np_dot", {}, (2, 3, 40), (40, 5)), ("_np_dot", {}, (3, 40), (40,)),
+    ("_npi_matmul", {}, (4, 40), (40, 5)), ("_npi_matmul", {}, (2, 3, 40), (40, 5)),
+    ("_npi_matmul", {}, (2, 3, 4, 40), (2, 3, 40, 5)), ("_npi_matmul", {}, (40,), (40, 5)),
+    ("_npi_tensordot_int_axes", {"axes": "2"}, (3, 4, 10), (4, 10, 2, 3)),
+    ("_npi_tensordot_int_axes", {"axes": "1"}, (3, 40), (40, 2))])
+def test_products_of_numpys_names(op, attrs, a, b, gpu, split):
+    rng = np.random.default_rng(8)
+    depth = 40
+    stack = a[:-2] if len(b) > 2 and op == "_npi_matmul" else ()
+    a, b = numbers(rng, *a), numbers(rng, *b)
+    rows, columns = a.reshape(*stack, -1, depth), b.reshape(*stack, depth, -1)
+    wanted = times(rows, columns, gpu, split)
+    axes = int(attrs.get("axes", 1))
+    shape = (a @ b).shape if op == "_npi_matmul" else np.tensordot(a, b, axes).shape
+    head = numbers(rng, *wanted.shape)
+    made = outcome(numpys(op, **attrs), {"x": a, "y": b}, gpu, split, head.reshape(shape))
+    assert_same(made, [wanted, times(head, turned(columns), gpu, split),
+                       times(turned(rows), head, gpu, split)])
+
+
+@pytest.mark.parametrize(("gpu", "split"), RULES)
+def test_what_gemm_adds_is_added_in_float32(gpu, split):
+    rng = np.random.default_rng(9)
+    a, b, c, head = (numbers(rng, 2, *shape) for shape in ((5, 70), (70, 9), (5, 9), (5, 9)))
+    symbol = sym.linalg.gemm(X, Y, Z, alpha=0.5, beta=3)
+    made = outcome(symbol, {"x": a, "y": b, "z": c}, gpu, split, head)
+    assert_same(made, [times(a, b, gpu, split) * 0.5 + 3 * c.astype("float32"),
+                       times(head, turned(b), gpu, split) * 0.5,
+                       times(turned(a), head, gpu, split) * 0.5, 3 * head.astype("float32")])
+
+
+@pytest.mark.parametrize(("op", "a", "b", "said"), [
+    ("_np_dot", (3, 4), (2, 4, 5), "np.dot takes a second array of one or two axes"),
+    ("_npi_matmul", (3, 4), (2, 4, 5), "np.matmul takes two stacks of matrices of one shape")])
+def test_other_shapes_of_numpys_products_are_refused(op, a, b, said):
+    with pytest.raises(mx.MXNetError, match=said):
+        outcome(numpys(op), {"x": np.ones(a), "y": np.ones(b)}, "V100", None)
 
 
 @pytest.mark.parametrize(("gpu", "split"), RULES)
@@ -331,7 +378,8 @@ def test_a_gradient_of_a_gradient_of_a_dense_layer_is_refused():
 
 
 def test_what_has_no_code_is_refused_by_name():
-    symbol = sym.linalg.gemm(X, Y, Z, name="mine")
+    symbol = sym.contrib.DeformableConvolution(X, Y, Z, kernel=(3, 3), num_filter=4, no_bias=True,
+                                               name="mine")
     graph = build(Graph.read(symbol), dict.fromkeys("xyz", "float16"))
-    with pytest.raises(ValueError, match=r"no code for \w*gemm \(mine\).*Valid: .*Convolution"):
+    with pytest.raises(ValueError, match=r"no code for \w*DeformableConvolution \(mine\).*Valid: "):
         accumulate(graph, "V100")

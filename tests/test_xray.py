@@ -272,6 +272,134 @@ def test_nothing_of_the_users_changes():
     assert all_bits() == before
 
 
+def training(looked_at, make=None, give=None, steps=4):
+    """A network with Dropout that was trained with an X-ray or without: all that it holds, and what
+    MXNet draws next."""
+    mx.random.seed(5)
+    np.random.seed(5)
+    net = (make or converted)()
+    given = (give or batches)(steps)
+    net(given[0][0])
+    trainer = amp.Trainer(net.collect_params(), "adam", {"learning_rate": 1e-3})
+    if looked_at:
+        view = amp.xray(net, given, LOSS, trainer, steps=steps)
+        assert all(any(k.backward and c.squares for k, c in step.items()) for _, step in view.steps)
+        scales, losses = [scale for scale, _ in view.steps], view.losses
+    else:
+        scales, losses = [], []
+        for data, label in given:
+            with autograd.record():
+                loss = LOSS(net(data), label)
+            trainer.backward(loss)
+            scales.append(trainer.loss_scale)
+            trainer.step(len(label))
+            losses.append(float(loss.mean().asscalar()))
+    weights = [p.data().asnumpy().tobytes() for p in net.collect_params().values()]
+    return scales, losses, trainer.skipped, weights, nd.random.uniform(shape=4).asnumpy().tobytes()
+
+
+def test_training_under_an_xray_has_the_same_bits_and_random_numbers():
+    assert training(True) == training(False)
+
+
+def test_an_xray_draws_no_random_numbers_of_the_users():
+    net = converted()
+    net(batches(1)[0][0])
+    mx.random.seed(6)
+    expected = nd.random.normal(shape=4).asnumpy()
+    mx.random.seed(6)
+    amp.xray(net, batches(), LOSS)
+    amp.explain(net, batches(1)[0], LOSS)
+    np.testing.assert_array_equal(nd.random.normal(shape=4).asnumpy(), expected)
+
+
+class WithOwnParameter(gluon.Block):
+    """A plain Block that multiplies by a parameter of its own."""
+
+    def __init__(self):
+        super().__init__()
+        with self.name_scope():
+            self.scale = self.params.get("scale", shape=(1,))
+            self.body = images_net()
+
+
+class Mean(gluon.Block):
+    """A plain Block between two hybrid ones, one of which it calls twice."""
+
+    def __init__(self, fault=None):
+        super().__init__(prefix="mean_")
+        with self.name_scope():
+            self.body = nn.HybridSequential()
+            self.body.add(nn.Dense(8, in_units=6, activation="relu"))
+            if fault:
+                self.body.add(nn.HybridLambda(fault, prefix="fault_"))
+            self.out = nn.Dense(4, in_units=8)
+
+    def forward(self, x):
+        return self.out((self.body(x) + self.body(x * 2)) / 2)
+
+
+def rows(count=2):
+    rng = np.random.default_rng(0)
+    return [(nd.array(rng.standard_normal((8, 6))), nd.array(rng.integers(0, 4, 8)))
+            for _ in range(count)]
+
+
+def prepared(net, keep=()):
+    mx.random.seed(1)
+    net.initialize(mx.init.Normal(0.3))
+    return amp.convert(net, keep=keep)
+
+
+def symbol_block():
+    data = sym.var("data")
+    hidden = sym.FullyConnected(data, num_hidden=8, name="hidden")
+    out = sym.FullyConnected(hidden * hidden * 1e5, num_hidden=4, name="out")
+    return gluon.SymbolBlock(out, data)
+
+
+OTHER_NETWORKS = {
+    "a plain Block": (lambda: Mean(lambda F, x: x * 3e4 * 3e2 * 1e-5), "fault"),
+    "a SymbolBlock": (symbol_block, "mulscalar"),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_NETWORKS)
+def test_other_networks_than_hybrid_blocks_are_looked_into(name):
+    make, part = OTHER_NETWORKS[name]
+    net = prepared(make())
+    view = amp.xray(net, rows(), LOSS)
+    assert part in view.findings[0].node
+    assert view.keep
+    amp.convert(net, keep=view.keep)
+    after = amp.xray(net, rows(), LOSS)
+    assert after.findings == []
+    np.testing.assert_allclose(after.losses, after.reference_losses, rtol=0.01)
+
+
+def test_an_rnn_layer_by_itself_is_looked_into():
+    net = prepared(rnn.LSTM(4, input_size=6, prefix="lstm_"))
+    given = [(nd.ones((5, 2, 6)), nd.ones((5, 2)))]
+    view = amp.xray(net, given, LOSS)
+    assert view.findings == []
+    assert any(t.op == "RNN" for t in view.tensors)
+    np.testing.assert_allclose(view.losses, view.reference_losses, rtol=0.01)
+
+
+def test_a_block_that_is_called_twice_is_counted_twice():
+    view = amp.xray(prepared(Mean()), rows(1), LOSS)
+    numbers = {t.key: t.counts.numbers for t in view.tensors}
+    assert numbers[Key("mean_dense1_fwd", False, 0)] == 8 * 4
+    assert numbers[Key("mean_dense0_fwd", False, 0)] == 2 * 8 * 8
+    assert numbers[Key("mean_dense0_fwd", True, 1)] == 2 * 8 * 6
+
+
+def test_training_of_a_plain_block_under_an_xray_has_the_same_bits():
+    def make():
+        return prepared(Mean())
+    assert training(True, make, rows) == training(False, make, rows)
+
+
 def test_with_a_trainer_training_goes_on_and_updates_are_counted():
     net = converted()
     trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 1e-4})
@@ -291,10 +419,13 @@ def test_a_loss_that_is_not_finite_in_float32_either_is_said_first():
 @pytest.mark.parametrize(("make", "given", "said"), [
     (converted, [], "at least one batch"),
     (converted, [()], "a batch is a tuple of arrays"),
+    (converted, [(nd.array([]), nd.ones(2))], "arrays that are not empty"),
+    (converted, [(nd.ones((2, 3, 12)), nd.ones(2))], r"does not take this batch.*\(2, 3, 12\)"),
     (images_net, batches(1), "gluon_amp.convert has converted"),
-    (lambda: _network("lstm")[0]._children["0"], [(nd.ones((5, 2, 6)), nd.ones(2))],
-     "takes 3 arrays of data"),
+    (lambda: prepared(images_net(), keep=nn.HybridSequential), batches(1),
+     "no tensors of less than float32"),
     (lambda: amp.convert(nn.Sequential()), batches(1), "gluon_amp.convert has converted"),
+    (lambda: amp.convert(WithOwnParameter()), batches(1), "parameters of its own.*scale"),
 ])
 def test_what_cannot_be_looked_into_is_refused(make, given, said):
     with pytest.raises((ValueError, TypeError), match=said):
@@ -320,6 +451,39 @@ def test_the_files_hold_a_page_a_table_and_a_line_for_each_tensor_and_step(tmp_p
     assert {line["step"] for line in lines[1:]} == {0, 1}
     with pytest.raises(FileExistsError, match="new folder"):
         view.save(str(tmp_path / "out"))
+
+
+def test_the_command_tells_what_another_format_would_have_done(tmp_path, capsys):
+    folder = str(tmp_path / "run")
+    amp.xray(converted(lambda F, x: x * 1e-7), batches(2), LOSS).save(folder)
+    assert main(["xray", folder]) == 0
+    assert "range below" in capsys.readouterr().out
+    for format_, found in (("bfloat16", False), ("float8_e4m3", True)):
+        assert main(["xray", folder, "--format", format_]) == 0
+        said = capsys.readouterr().out
+        assert ("range below" in said) == found
+        page = tmp_path / "run" / f"xray-{format_}.html"
+        assert str(page) in said
+        assert format_ in page.read_text()
+    assert main(["xray", folder, "--format", "float9"]) == 1
+    assert "Valid: float32, float16, bfloat16" in capsys.readouterr().err
+    assert main(["xray", str(tmp_path)]) == 1
+    assert "holds xray.jsonl" in capsys.readouterr().err
+    (tmp_path / "run" / "xray.jsonl").write_text("no")
+    assert main(["xray", folder]) == 1
+    assert "none that xray has written" in capsys.readouterr().err
+
+
+def test_what_a_format_makes_of_counts_is_what_it_makes_of_the_numbers():
+    rng = np.random.default_rng(1)
+    numbers = (rng.uniform(1, 2, 20000) * 2.0 ** rng.integers(-30, 14, 20000)).astype(np.float32)
+    counts = Counts.of_array(numbers)
+    for name in ("float16", "bfloat16", "float8_e5m2"):
+        made = counts.as_in(FORMATS[name])
+        rounded = FORMATS[name].round(numbers).astype(np.float64)
+        right = np.square(rounded - numbers).sum() / np.square(numbers.astype(np.float64)).sum()
+        assert made.error_squares / made.squares == pytest.approx(right, rel=0.15)
+        assert made.flushed == pytest.approx((rounded == 0).sum(), abs=600)
 
 
 # ---- types ----------------------------------------------------------------------------------

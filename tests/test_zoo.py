@@ -1,11 +1,12 @@
-"""Small networks of each family that GluonCV, GluonNLP and GluonTS have, in their own loops with
-the three lines of gluon_amp. `make test-zoo` installs these packages; tests of those that are not
-there are skipped."""
+"""Small networks of each family that GluonCV, GluonNLP, GluonTS and MXNet's examples have, in their
+own loops with the three lines of gluon_amp. `make test-zoo` installs these packages; tests of those
+that are not there are skipped."""
 import gluon_amp as amp
 import numpy as np
 import pytest
 from gluon_amp._mxnet import mx
 from mxnet import autograd, gluon, nd
+from mxnet.gluon import nn
 
 pytestmark = pytest.mark.filterwarnings("default")  # those of the packages
 WORDS = 40
@@ -67,10 +68,27 @@ def loop(net, losses_of, steps=12, scale="dynamic"):
     assert values[-1] < values[0]
 
 
-def test_ssd_detects(cv):
+def ssd_of_mobilenet(cv):
+    return cv.get_model("ssd_512_mobilenet1.0_custom", classes=["a", "b"], pretrained_base=False)
+
+
+def ssd_of_vgg(cv):
+    """Its features scale their inputs by a constant, and slice their stages."""
+    from gluoncv.model_zoo.ssd.ssd import SSD
+    from gluoncv.model_zoo.ssd.vgg_atrous import VGGAtrousExtractor
+
+    def features(**kwargs):
+        return VGGAtrousExtractor([1] * 5, [8] * 5, [((8, 1, 1, 0), (8, 3, 2, 1))])
+
+    return SSD(None, 128, features, None, sizes=(20, 50, 90, 110), ratios=[(1, 2, 0.5)] * 3,
+               steps=(8, 16, 32), classes=["a", "b"])
+
+
+@pytest.mark.parametrize("make", [ssd_of_mobilenet, ssd_of_vgg])
+def test_ssd_detects(make, cv):
     from gluoncv.data.transforms.presets.ssd import SSDDefaultTrainTransform
     from gluoncv.loss import SSDMultiBoxLoss
-    net = cv.get_model("ssd_512_mobilenet1.0_custom", classes=["a", "b"], pretrained_base=False)
+    net = make(cv)
     net.initialize()
     images, boxes, ids = detection(128)
     with autograd.train_mode():
@@ -97,6 +115,154 @@ def test_yolo_detects(cv):
         transform._fake_x, transform._feat_maps, transform._anchors, transform._offsets,
         boxes, ids)
     loop(net, lambda net: net(images, boxes, *targets), scale=8)
+
+
+def test_faster_rcnn_detects(cv):
+    from gluoncv.model_zoo.rcnn.faster_rcnn import FasterRCNN
+    from gluoncv.model_zoo.rcnn.rpn.rpn_target import RPNTargetGenerator
+    features, top = nn.HybridSequential(), nn.HybridSequential()
+    for width in (8, 8, 16, 16):
+        features.add(nn.Conv2D(width, 3, 2, 1), nn.BatchNorm(), nn.Activation("relu"))
+    top.add(nn.Conv2D(16, 3, 1, 1, activation="relu"))
+    net = FasterRCNN(features, top, ["a", "b"], short=96, max_size=96, roi_size=(3, 3), strides=16,
+                     rpn_channel=16, base_size=16, scales=(1, 2, 4), alloc_size=(16, 16),
+                     rpn_train_pre_nms=60, rpn_train_post_nms=30, rpn_test_pre_nms=60,
+                     rpn_test_post_nms=20, rpn_min_size=4, num_sample=16, max_num_gt=4)
+    net.initialize(mx.init.Xavier())
+    images, boxes, ids = detection(96)
+    images, boxes, ids = images[:1], boxes[:1], ids[:1]
+    with autograd.train_mode():
+        anchors = net(images, boxes, ids)[7]
+    # whether each anchor is an object's, where it is, and whether that counts
+    objects, places, counts = (nd.array(a).expand_dims(0) for a in RPNTargetGenerator(
+        num_sample=32)(boxes[0], anchors[0], 96, 96))
+    binary = gluon.loss.SigmoidBinaryCrossEntropyLoss(from_sigmoid=False)
+    huber, classes = gluon.loss.HuberLoss(rho=1 / 9), gluon.loss.SoftmaxCrossEntropyLoss()
+
+    def losses(net):
+        found, moved, _, _, _, scores, proposed, _, class_targets, box_targets, masks, _ \
+            = net(images, boxes, ids)
+        return [binary(scores, objects.expand_dims(-1), objects.expand_dims(-1) >= 0),
+                huber(proposed, places, counts), classes(found, class_targets, class_targets >= 0),
+                huber(moved, box_targets, masks)]
+
+    loop(net, losses, steps=16)
+    assert net(images)[2].shape[-1] == 4
+
+
+# MXNet's examples, written anew and small
+
+
+class WordModel(gluon.Block):
+    """The decoder has the embedding's weights."""
+
+    def __init__(self, width=16):
+        super().__init__()
+        with self.name_scope():
+            self.embed = nn.Embedding(WORDS, width)
+            self.lstm = gluon.rnn.LSTM(width, 2, dropout=0.1, input_size=width)
+            self.decode = nn.Dense(WORDS, flatten=False, in_units=width, params=self.embed.params)
+
+    def forward(self, words, state):
+        out, state = self.lstm(self.embed(words), state)
+        return self.decode(out), state
+
+
+def test_a_word_model_carries_its_state_and_is_clipped():
+    net = WordModel()
+    net.initialize(mx.init.Xavier())
+    amp.convert(net)
+    trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 2}, clip_norm=0.25)
+    state, text, losses = net.lstm.begin_state(4), words(25, 4), []
+    for i in range(24):
+        state = [s.detach() for s in state]
+        start = 8 * (i % 3)
+        with autograd.record():
+            out, state = net(text[start:start + 8], state)
+            loss = SOFTMAX(out, text[start + 1:start + 9]).mean()
+        trainer.backward(loss)
+        assert trainer.step(1)
+        losses.append(loss.asscalar())
+    assert np.mean(losses[-3:]) < np.mean(losses[:3])
+
+
+def losses_of_a_critic(policy):
+    mx.random.seed(1)
+    generator, critic = nn.HybridSequential(), nn.HybridSequential()
+    generator.add(nn.Conv2DTranspose(8, 4), nn.BatchNorm(), nn.Activation("relu"),
+                  nn.Conv2DTranspose(1, 4, 2, 1), nn.Activation("tanh"))
+    critic.add(nn.Conv2D(8, 4, 2, 1), nn.BatchNorm(), nn.LeakyReLU(0.2), nn.Conv2D(1, 4))
+    trainers = []
+    for net in (generator, critic):
+        net.initialize(mx.init.Normal(0.05))
+        amp.convert(net, policy)
+        trainers.append(amp.Trainer(net.collect_params(), "adam",
+                                    {"learning_rate": 1e-3, "beta1": 0.5}))
+    binary, losses = gluon.loss.SigmoidBinaryCrossEntropyLoss(), []
+    true = nd.tanh(nd.random.normal(shape=(8, 1, 8, 8)) + 1)
+    for _ in range(8):
+        noise = nd.random.normal(shape=(8, 6, 1, 1))
+        with autograd.record():
+            fake = generator(noise)
+            loss = binary(critic(true).reshape((8, 1)), nd.ones((8, 1))) \
+                + binary(critic(fake.detach()).reshape((8, 1)), nd.zeros((8, 1)))
+        trainers[1].backward(loss)
+        assert trainers[1].step(8)
+        with autograd.record():
+            cheat = binary(critic(generator(noise)).reshape((8, 1)), nd.ones((8, 1)))
+        trainers[0].backward(cheat)
+        assert trainers[0].step(8)
+        losses.append([loss.mean().asscalar(), cheat.mean().asscalar()])
+    return np.array(losses)
+
+
+def test_a_generator_and_its_critic_train_in_turns_as_in_float32():
+    np.testing.assert_allclose(losses_of_a_critic("float16"), losses_of_a_critic("float32"),
+                               atol=0.03)
+
+
+class Tagger(gluon.Block):
+    """A conditional random field: an LSTM gives scores of tags, a matrix those of pairs."""
+
+    def __init__(self, tags=5, width=8):
+        super().__init__()
+        self.tags = tags
+        with self.name_scope():
+            self.embed = nn.Embedding(WORDS, width)
+            self.lstm = gluon.rnn.LSTM(width, bidirectional=True, input_size=width)
+            self.score = nn.Dense(tags, flatten=False, in_units=2 * width)
+            self.follows = self.params.get("follows", shape=(tags, tags))
+
+    def forward(self, words):
+        return self.score(self.lstm(self.embed(words)))
+
+    def loss(self, words, tags):
+        """Minus the logarithm of the probability of these tags."""
+        scores, follows = self(words), self.follows.data()
+        every = scores[0]  # batch, tags: the logarithm of the sum over all ways to get there
+        taken = nd.pick(scores[0], tags[0])
+        for i in range(1, len(words)):
+            ways = every.expand_dims(2) + follows.expand_dims(0)
+            most = ways.max(axis=1, keepdims=True)
+            every = (ways - most).exp().sum(axis=1).log() + most.reshape((0, -1)) + scores[i]
+            taken = taken + nd.pick(scores[i], tags[i]) \
+                + nd.take(follows.reshape(-1), tags[i - 1] * self.tags + tags[i])
+        return every.exp().sum(axis=1).log() - taken
+
+
+def test_a_tagger_with_a_random_field_learns():
+    net = Tagger()
+    net.initialize(mx.init.Xavier())
+    amp.convert(net)
+    trainer = amp.Trainer(net.collect_params(), "adam", {"learning_rate": 0.02})
+    text, losses = words(6, 4), []
+    for _ in range(12):
+        with autograd.record():
+            loss = net.loss(text, text % 5)
+        trainer.backward(loss)
+        assert trainer.step(4)
+        losses.append(loss.mean().asscalar())
+    assert losses[-1] < losses[0] * 0.6
 
 
 # GluonNLP

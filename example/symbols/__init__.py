@@ -1,0 +1,41 @@
+"""The networks, by the names that train_imagenet.py's --network takes."""
+import inspect
+from importlib import import_module
+
+# The file of each network, and what its get_symbol is told besides.
+NETWORKS = {
+    "alexnet": ("alexnet", {}),
+    "googlenet": ("inception", {"version": "googlenet"}),
+    "inception-bn": ("inception", {"version": "bn"}),
+    "inception-v3": ("inception", {"version": "v3"}),
+    "mobilenet": ("mobilenet", {}),
+    "mobilenetv2": ("mobilenetv2", {}),
+    "resnet": ("resnet", {"version": 1}),
+    "resnet-v1": ("resnet", {"version": 1}),
+    "resnet-v2": ("resnet", {"version": 2}),
+    "resnext": ("resnext", {}),
+    "squeezenet1.0": ("squeezenet", {"version": "1.0"}),
+    "squeezenet1.1": ("squeezenet", {"version": "1.1"}),
+    "vgg": ("vgg", {}),
+}
+
+
+def get_symbol(network, num_classes, image_shape, dtype, **flags):
+    """The network of that name, up to its SoftmaxOutput.
+
+    Args:
+        image_shape: such as "3,224,224".
+        flags: num_layers, multiplier and so on, where the network has them; None: as usual.
+    """
+    file, fixed = NETWORKS[network]
+    function = import_module(f"{__name__}.{file}").get_symbol
+    taken = set(inspect.signature(function).parameters) - set(fixed)
+    given = {name: value for name, value in flags.items() if value is not None}
+    for name in given:
+        if name not in taken:
+            valid = [f"--{flag}".replace("_", "-") for flag in flags if flag in taken]
+            raise ValueError(f"{network} has no --{name.replace('_', '-')}. "
+                             f"Valid: {', '.join(valid) or 'none'}")
+    if "image_shape" in taken:
+        given["image_shape"] = image_shape
+    return function(num_classes, dtype=dtype, **fixed, **given)

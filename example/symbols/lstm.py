@@ -7,6 +7,8 @@ with the weight of the Embedding. The LSTM starts from zeros, which have a type,
 """
 import mxnet as mx
 
+from .layers import check_dtype, softmax
+
 
 def get_symbol(num_classes, vocab=None, hidden=200, layers=2, seq_len=35, dtype="float32"):
     """The network, up to its SoftmaxOutput, of shape (batch * seq_len, num_classes).
@@ -19,9 +21,7 @@ def get_symbol(num_classes, vocab=None, hidden=200, layers=2, seq_len=35, dtype=
         seq_len: how many words are in a sequence.
         dtype: "float32" or "float16".
     """
-    if dtype not in ("float32", "float16"):
-        raise ValueError(f"unknown dtype. Valid: float32, float16. Received: {dtype!r}")
-
+    check_dtype(dtype)
     net = mx.sym.Variable("data", shape=(0, seq_len))  # 0: a batch of any size
     net = mx.sym.Embedding(net, input_dim=vocab or num_classes, output_dim=hidden, dtype=dtype,
                            name="embedding")
@@ -34,8 +34,6 @@ def get_symbol(num_classes, vocab=None, hidden=200, layers=2, seq_len=35, dtype=
     net = mx.sym.Reshape(net, shape=(-1, hidden), name="words")
     net = mx.sym.FullyConnected(net, num_hidden=num_classes, name="fc")
 
-    if dtype == "float16":
-        net = mx.sym.Cast(net, dtype="float32")
     label = mx.sym.Variable("softmax_label", shape=(0, seq_len))
     label = mx.sym.Reshape(label, shape=(-1,), name="label_words")
-    return mx.sym.SoftmaxOutput(net, label, name="softmax")
+    return softmax(net, dtype, label=label)

@@ -6,6 +6,8 @@ a 1x1 convolution over the channels (pointwise).
 """
 import mxnet as mx
 
+from .layers import conv, narrow, norm, pool_all, relu, softmax
+
 # Filters and stride of each unit.
 UNITS = ((64, 1), (128, 2), (128, 1), (256, 2), (256, 1), (512, 2), *[(512, 1)] * 5, (1024, 2),
          (1024, 1))
@@ -20,36 +22,23 @@ def get_symbol(num_classes, multiplier=1.0, dtype="float32"):
     """
     if not multiplier > 0:
         raise ValueError(f"impossible multiplier. Valid: numbers above 0. Received: {multiplier!r}")
-    if dtype not in ("float32", "float16"):
-        raise ValueError(f"unknown dtype. Valid: float32, float16. Received: {dtype!r}")
-
-    net = mx.sym.Variable("data")
-    if dtype == "float16":
-        net = mx.sym.Cast(net, dtype="float16")
 
     channels = _scaled(32, multiplier)
-    net = _conv(net, channels, 3, 2, "conv0")
+    net = narrow(mx.sym.Variable("data"), dtype)
+    net = _conv_relu(net, channels, 3, 2, "conv0")
     for i, (filters, stride) in enumerate(UNITS, 1):
-        net = _conv(net, channels, 3, stride, f"unit{i}_depthwise", groups=channels)
+        net = _conv_relu(net, channels, 3, stride, f"unit{i}_depthwise", groups=channels)
         channels = _scaled(filters, multiplier)
-        net = _conv(net, channels, 1, 1, f"unit{i}_pointwise")
-    net = mx.sym.Pooling(net, kernel=(1, 1), global_pool=True, pool_type="avg", name="pool")
-    net = mx.sym.Flatten(net, name="flatten")
-    net = mx.sym.FullyConnected(net, num_hidden=num_classes, name="fc")
-
-    if dtype == "float16":
-        net = mx.sym.Cast(net, dtype="float32")
-    return mx.sym.SoftmaxOutput(net, name="softmax")
+        net = _conv_relu(net, channels, 1, 1, f"unit{i}_pointwise")
+    net = mx.sym.FullyConnected(pool_all(net, "pool"), num_hidden=num_classes, name="fc")
+    return softmax(net, dtype)
 
 
 def _scaled(filters, multiplier):
     return max(1, int(filters * multiplier))
 
 
-def _conv(net, filters, kernel, stride, name, groups=1):
+def _conv_relu(net, filters, kernel, stride, name, groups=1):
     """A convolution, its norm and its ReLU."""
-    net = mx.sym.Convolution(net, num_filter=filters, kernel=(kernel, kernel),
-                             stride=(stride, stride), pad=(kernel // 2, kernel // 2),
-                             num_group=groups, no_bias=True, name=f"{name}_conv")
-    net = mx.sym.BatchNorm(net, eps=2e-5, momentum=0.9, fix_gamma=False, name=f"{name}_bn")
-    return mx.sym.Activation(net, act_type="relu", name=f"{name}_relu")
+    net = conv(net, filters, kernel, f"{name}_conv", stride, groups=groups)
+    return relu(norm(net, f"{name}_bn"), f"{name}_relu")

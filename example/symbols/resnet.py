@@ -7,6 +7,8 @@ at most 32 pixels get the small form, for CIFAR, with convolutions where sizes c
 """
 import mxnet as mx
 
+from .layers import conv, narrow, norm, pool, pool_all, relu, softmax
+
 UNITS = {18: (2, 2, 2, 2), 34: (3, 4, 6, 3), 50: (3, 4, 6, 3), 101: (3, 4, 23, 3),
          152: (3, 8, 36, 3)}
 SMALL_UNITS = {6 * n + 2: (n, n, n) for n in (3, 5, 7, 9, 18)}
@@ -28,24 +30,19 @@ def get_symbol(num_classes, num_layers=50, image_shape="3,224,224", version=1, d
                          f"{', '.join(map(str, stages))}. Received: {num_layers!r}")
     if version not in (1, 2):
         raise ValueError(f"unknown version. Valid: 1, 2. Received: {version!r}")
-    if dtype not in ("float32", "float16"):
-        raise ValueError(f"unknown dtype. Valid: float32, float16. Received: {dtype!r}")
-    unit = _unit_v1 if version == 1 else _unit_v2
+    unit = unit_v1 if version == 1 else unit_v2
     bottleneck = num_layers >= 50 and not small
     width = 16 if small else 64
 
     net = mx.sym.Variable("data")
     if version == 2:  # before the cast: pixels of any scale fit into float16 behind it
-        net = _norm(net, "data_bn", fix_gamma=True)
-    if dtype == "float16":
-        net = mx.sym.Cast(net, dtype="float16")
-
-    net = _conv(net, width, 3 if small else 7, 1 if small else 2, "conv0")
+        net = norm(net, "data_bn", fix_gamma=True)
+    net = narrow(net, dtype)
+    net = conv(net, width, 3 if small else 7, "conv0", 1 if small else 2)
     if version == 1 or not small:
-        net = _relu(_norm(net, "bn0"), "relu0")
+        net = relu(norm(net, "bn0"), "relu0")
     if not small:
-        net = mx.sym.Pooling(net, kernel=(3, 3), stride=(2, 2), pad=(1, 1), pool_type="max",
-                             name="pool0")
+        net = pool(net, "max", 3, 2, "pool0", pad=1)
     before = width
     for i, units in enumerate(stages[num_layers], 1):
         filters = width * 2 ** (i - 1) * (4 if bottleneck else 1)
@@ -55,14 +52,9 @@ def get_symbol(num_classes, num_layers=50, image_shape="3,224,224", version=1, d
                        f"stage{i}_unit{j}")
             before = filters
     if version == 2:
-        net = _relu(_norm(net, "bn1"), "relu1")
-    net = mx.sym.Pooling(net, kernel=(1, 1), global_pool=True, pool_type="avg", name="pool1")
-    net = mx.sym.Flatten(net, name="flatten")
-    net = mx.sym.FullyConnected(net, num_hidden=num_classes, name="fc")
-
-    if dtype == "float16":
-        net = mx.sym.Cast(net, dtype="float32")
-    return mx.sym.SoftmaxOutput(net, name="softmax")
+        net = relu(norm(net, "bn1"), "relu1")
+    net = mx.sym.FullyConnected(pool_all(net, "pool1"), num_hidden=num_classes, name="fc")
+    return softmax(net, dtype)
 
 
 def _convolutions(filters, stride, bottleneck):
@@ -72,41 +64,35 @@ def _convolutions(filters, stride, bottleneck):
     return (filters, 3, stride), (filters, 3, 1)
 
 
-def _unit_v1(net, convolutions, project, name):
-    """Each convolution with its norm behind it; the last ReLU is behind the sum."""
+def unit_v1(net, convolutions, project, name, groups=1):
+    """Each convolution with its norm behind it; the last ReLU is behind the sum.
+
+    Args:
+        convolutions: filters, kernel and stride of each.
+        project: whether the shortcut needs a convolution.
+        groups: of channels, in 3x3 convolutions.
+    """
     shortcut = net
     if project:
         stride = max(stride for _, _, stride in convolutions)
-        shortcut = _conv(net, convolutions[-1][0], 1, stride, f"{name}_shortcut")
-        shortcut = _norm(shortcut, f"{name}_shortcut_bn")
+        shortcut = conv(net, convolutions[-1][0], 1, f"{name}_shortcut", stride)
+        shortcut = norm(shortcut, f"{name}_shortcut_bn")
     for i, (filters, kernel, stride) in enumerate(convolutions, 1):
-        net = _norm(_conv(net, filters, kernel, stride, f"{name}_conv{i}"), f"{name}_bn{i}")
+        net = conv(net, filters, kernel, f"{name}_conv{i}", stride,
+                   groups=groups if kernel == 3 else 1)
+        net = norm(net, f"{name}_bn{i}")
         if i < len(convolutions):
-            net = _relu(net, f"{name}_relu{i}")
-    return _relu(mx.sym.elemwise_add(net, shortcut, name=f"{name}_add"), f"{name}_relu")
+            net = relu(net, f"{name}_relu{i}")
+    return relu(mx.sym.elemwise_add(net, shortcut, name=f"{name}_add"), f"{name}_relu")
 
 
-def _unit_v2(net, convolutions, project, name):
+def unit_v2(net, convolutions, project, name):
     """Norm and ReLU before each convolution; nothing is behind the sum."""
     shortcut = net
     for i, (filters, kernel, stride) in enumerate(convolutions, 1):
-        net = _relu(_norm(net, f"{name}_bn{i}"), f"{name}_relu{i}")
+        net = relu(norm(net, f"{name}_bn{i}"), f"{name}_relu{i}")
         if i == 1 and project:
             strides = max(stride for _, _, stride in convolutions)
-            shortcut = _conv(net, convolutions[-1][0], 1, strides, f"{name}_shortcut")
-        net = _conv(net, filters, kernel, stride, f"{name}_conv{i}")
+            shortcut = conv(net, convolutions[-1][0], 1, f"{name}_shortcut", strides)
+        net = conv(net, filters, kernel, f"{name}_conv{i}", stride)
     return mx.sym.elemwise_add(net, shortcut, name=f"{name}_add")
-
-
-def _conv(net, filters, kernel, stride, name):
-    return mx.sym.Convolution(net, num_filter=filters, kernel=(kernel, kernel),
-                              stride=(stride, stride), pad=(kernel // 2, kernel // 2),
-                              no_bias=True, name=name)
-
-
-def _norm(net, name, fix_gamma=False):
-    return mx.sym.BatchNorm(net, eps=2e-5, momentum=0.9, fix_gamma=fix_gamma, name=name)
-
-
-def _relu(net, name):
-    return mx.sym.Activation(net, act_type="relu", name=name)

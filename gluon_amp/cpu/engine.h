@@ -50,20 +50,36 @@ constexpr char kProductGridKey[] = "__gluon_amp_product_grid__";
 constexpr char kGradientGridKey[] = "__gluon_amp_gradient_grid__";
 constexpr char kBackGridKey[] = "__gluon_amp_back_grid__";
 
+// Of a node that rounds stochastically, or scales: MXNet runs such nodes in the order in which they
+// were asked for, as it does all that draw from its generator of random numbers.
+constexpr char kOrderedKey[] = "__gluon_amp_ordered__";
+// Of a product whose inputs are scaled before they are rounded (scaling.cc): "id mode history margin
+// name"; and, in nodes of gradients, for each input which history it has.
+constexpr char kScalingKey[] = "__gluon_amp_scaling__";
+constexpr char kScaledKey[] = "__gluon_amp_scaled__";
+
 inline bool is_setting(const std::string& key) {
   return key.compare(0, sizeof kSetting - 1, kSetting) == 0;
 }
 
-// Reads "fraction normal largest above infinity toward_zero".
+// Reads "fraction normal largest above infinity rounding".
 Grid grid_of(const char* text);
 
 struct Rounding {
   bool any = false;  // whether the node says anything
   Grid output, product, gradient;
   const std::string *inputs = nullptr, *outputs = nullptr, *reads = nullptr;
+  const std::string *scaling = nullptr, *scaled = nullptr;
+  uint64_t key = 0;  // of stochastic rounding, for this run of the node
 
   Rounding() = default;
   explicit Rounding(const NodeAttrs& attrs);
+  bool is_stochastic() const {
+    return output.rounding == kStochastic || product.rounding == kStochastic ||
+           gradient.rounding == kStochastic;
+  }
+  // Draws the key from MXNet's generator, which such a node has asked for.
+  void draw(const OpContext& context);
 
   static char letter(const std::string* letters, size_t i, char otherwise) {
     return letters && i < letters->size() ? (*letters)[i] : otherwise;
@@ -71,13 +87,26 @@ struct Rounding {
   // What input i is rounded to before it is read, or null.
   const Grid* read(size_t i) const {
     const char said = any ? letter(reads, i, '0') : '0';
-    return said == 'p' ? &product : said == 'g' ? &gradient : nullptr;
+    return said == 'p' ? keyed(product, i) : said == 'g' ? keyed(gradient, i) : nullptr;
   }
   // What output i is rounded to, or null.
   const Grid* written(size_t i) const {
-    return any && letter(outputs, i, '1') == '1' ? &output : nullptr;
+    return any && letter(outputs, i, '1') == '1' ? keyed(output, 64 + i) : nullptr;
   }
+
+ private:
+  mutable std::list<Grid> keyed_;  // grids with keys of their own, one for each tensor
+
+  const Grid* keyed(const Grid& grid, uint64_t tensor) const;
 };
+
+// The grid for what a product reads as its input i, if its node scales it: the same numbers times a
+// power of two, by the largest of the array. Forward, it also remembers.
+Grid scaled(const Grid& grid, const Rounding& rounding, const OpContext& context, size_t i,
+            const float* numbers, int64_t n);
+// For Python: all that is remembered under an id, a line each, and the way back.
+std::string scales(int64_t id);
+void set_scales(int64_t id, const char* lines);
 
 // What a product's node says of how it adds, where not in float32: the numbers of struct TensorCore
 // with blanks between (tensor_core_math.py). Its gradients' nodes get the same.

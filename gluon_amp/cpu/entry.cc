@@ -8,6 +8,8 @@
 
 #include "watch.h"
 
+#include <mxnet/resource.h>
+
 namespace gluon_amp {
 namespace {
 
@@ -141,6 +143,34 @@ void count(const float* numbers, int64_t n, int half, Counts* counts) {
   kernels->count(numbers, n, nullptr, half, counts);
 }
 
+// The state of the random numbers that MXNet's operators draw on CPUs, for this thread: written to
+// `bytes`, or, with `back`, read from there. Returns its size; null asks for nothing else.
+int64_t random_state(unsigned char* bytes, int back) {
+  using mxnet::ResourceRequest;
+  auto* resources = mxnet::ResourceManager::Get();
+  const mxnet::Context cpu = mxnet::Context::CPU();
+  auto* one = static_cast<mshadow::Random<mshadow::cpu, float>*>(
+      resources->Request(cpu, ResourceRequest(ResourceRequest::kRandom)).ptr_);
+  auto* many = static_cast<mxnet::common::random::RandGenerator<mshadow::cpu, float>*>(
+      resources->Request(cpu, ResourceRequest(ResourceRequest::kParallelRandom)).ptr_);
+  const std::pair<void*, int64_t> parts[] = {
+      {&one->GetRndEngine(), sizeof(std::mt19937)},
+      {many->GetStates(), many->kNumRandomStates * int64_t(sizeof(std::mt19937))}};
+  int64_t at = 0;
+  for (const auto& part : parts) {
+    if (bytes && back) std::memcpy(part.first, bytes + at, part.second);
+    if (bytes && !back) std::memcpy(bytes + at, part.first, part.second);
+    at += part.second;
+  }
+  return at;
+}
+
+const char* scales_of(int64_t id) {
+  static std::string made;
+  made = scales(id);
+  return made.c_str();
+}
+
 struct Table {
   int (*start)(const char*, int, const char**);
   const char* (*reason)();
@@ -156,6 +186,9 @@ struct Table {
   int64_t (*watched)();
   const WatchedRow* (*watched_row)(int64_t);
   void (*count)(const float*, int64_t, int, Counts*);
+  int64_t (*random_state)(unsigned char*, int);
+  const char* (*scales)(int64_t);
+  void (*set_scales)(int64_t, const char*);
 };
 
 }  // namespace
@@ -165,6 +198,6 @@ extern "C" __attribute__((visibility("default"))) const void* gluon_amp_engine()
   using namespace gluon_amp;
   static const Table table = {start, reason, probe, inputs_fit, map_fits, description_fits,
                               attributes, use_generic_code, own_names, on_one_cpu, versions,
-                              watched, watched_row, count};
+                              watched, watched_row, count, random_state, scales_of, set_scales};
   return &table;
 }

@@ -40,6 +40,8 @@ Rounding::Rounding(const NodeAttrs& attrs) {
     if (item.first == kInputsKey) inputs = &item.second;
     if (item.first == kOutputsKey) outputs = &item.second;
     if (item.first == kReadsKey) reads = &item.second;
+    if (item.first == kScalingKey) scaling = &item.second;
+    if (item.first == kScaledKey) scaled = &item.second;
     if (item.first == kOutputGridKey) output = grid_of(text);
     if (item.first == kProductGridKey) product = grid_of(text);
     if (item.first == kGradientGridKey) gradient = grid_of(text);
@@ -58,7 +60,25 @@ Grid grid_of(const char* text) {
     text = end;
   }
   return {static_cast<int>(numbers[0]), numbers[1], numbers[2], numbers[3], numbers[4],
-          numbers[5] != 0};
+          static_cast<GridRounding>(static_cast<int>(numbers[5])), 0};
+}
+
+void Rounding::draw(const OpContext& context) {
+  if (!is_stochastic()) return;
+  auto* random = context.requested.back().get_random<mshadow::cpu, mshadow::default_real_t>(
+      context.get_stream<mshadow::cpu>());
+  const uint64_t high = random->GetRandInt();
+  key = high << 32 | random->GetRandInt();
+}
+
+const Grid* Rounding::keyed(const Grid& grid, uint64_t tensor) const {
+  if (grid.rounding != kStochastic) return &grid;
+  keyed_.push_back(grid);
+  uint64_t mixed = key + (tensor + 1) * 0x9e3779b97f4a7c15u;  // splitmix64
+  mixed = (mixed ^ mixed >> 30) * 0xbf58476d1ce4e5b9u;
+  mixed = (mixed ^ mixed >> 27) * 0x94d049bb133111ebu;
+  keyed_.back().key = mixed ^ mixed >> 31;
+  return &keyed_.back();
 }
 
 // ---- oneDNN's blocks -------------------------------------------------------------
@@ -168,17 +188,17 @@ void run(const Call& call, bool onednn, const std::vector<uint32_t>& mutated,
   for (size_t i = 0; i < call.in.size(); ++i) {
     const TBlob& from = call.in[i];
     const Grid* grid = call.rounding.read(i);
-    if (is_half(from)) {
-      in.push_back(lease.array(from.shape_));
-      kernels->widen(halves(from), floats(in[i].data()), size(from));
-      if (grid)
-        kernels->round(*grid, floats(in[i].data()), floats(in[i].data()), size(from), kStore);
-    } else if (grid && is_float(from)) {
-      in.push_back(lease.array(from.shape_));
-      kernels->round(*grid, floats(from), floats(in[i].data()), size(from), kStore);
-    } else {
+    if (!is_half(from) && !(grid && is_float(from))) {
       in.emplace_back(from, 0);
+      continue;
     }
+    in.push_back(lease.array(from.shape_));
+    float* wide = floats(in[i].data());
+    if (is_half(from)) kernels->widen(halves(from), wide, size(from));
+    if (!grid) continue;
+    const float* exact = is_half(from) ? wide : floats(from);
+    kernels->round(scaled(*grid, call.rounding, call.context, i, exact, size(from)), exact, wide,
+                   size(from), kStore);
   }
   std::vector<bool> direct(call.out.size());
   for (size_t i = 0; i < call.out.size(); ++i) {

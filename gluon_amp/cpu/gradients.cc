@@ -37,8 +37,9 @@ std::string inputs_of_gradients(const nnvm::ObjectPtr& node, const Entries& made
   return list;
 }
 
+// `number`: how many nodes of the gradient have been described before.
 void describe(const nnvm::ObjectPtr& node, const nnvm::ObjectPtr& forward, const Entries& above,
-              const Entries& made) {
+              const Entries& made, int number) {
   std::vector<std::string> keys, values;
   auto say = [&](const char* key, const std::string& value) {
     keys.push_back(key);
@@ -57,16 +58,19 @@ void describe(const nnvm::ObjectPtr& node, const nnvm::ObjectPtr& forward, const
   if (!find(forward->attrs, kForwardKey)) say(kForwardKey, forward->attrs.name);
   if (find(forward->attrs, kWatchKey)) say(kWatchedInputsKey, inputs_of_gradients(node, made));
   if (inputs || outputs || reads) {
-    std::string back_reads, back_writes;
+    std::string back_reads, back_writes, scaled;
     const auto& of_forward = inputs_of(forward.get());
     for (auto& entry : inputs_of(node.get())) {
       char rounds = '0';
+      std::string place = "-";
       for (size_t i = 0; i < above.size(); ++i)
         if (same(entry, above[i]) && (reads || Rounding::letter(outputs, i, '1') == '1'))
-          rounds = 'g';
+          rounds = 'g', place = "g" + std::to_string(i) + "." + std::to_string(number);
       for (size_t i = 0; reads && i < of_forward.size(); ++i)
-        if (same(entry, of_forward[i])) rounds = Rounding::letter(reads, i, '0');
+        if (same(entry, of_forward[i]))
+          rounds = Rounding::letter(reads, i, '0'), place = std::to_string(i);
       back_reads += rounds;
+      scaled += place + " ";
     }
     for (size_t i = 0; i < made.size(); ++i)
       if (made[i].node == node) {
@@ -74,6 +78,7 @@ void describe(const nnvm::ObjectPtr& node, const nnvm::ObjectPtr& forward, const
         back_writes[made[i].index] = Rounding::letter(inputs, i, '1');
       }
     say(kReadsKey, back_reads);
+    if (find(forward->attrs, kScalingKey)) say(kScaledKey, scaled);
     say(kOutputsKey, back_writes);
   }
   std::vector<const char*> k, v;
@@ -102,6 +107,7 @@ Entries gradient(const nnvm::FGradient& of_theirs, const nnvm::ObjectPtr& n,
   for (auto& entry : above) seen.insert(entry.node.get());
   for (auto& entry : inputs_of(n.get())) seen.insert(entry.node.get());
   std::vector<nnvm::ObjectPtr> todo;
+  int described = 0;
   for (auto& entry : made) todo.push_back(entry.node);
   while (!todo.empty()) {
     nnvm::ObjectPtr node = todo.back();
@@ -110,7 +116,7 @@ Entries gradient(const nnvm::FGradient& of_theirs, const nnvm::ObjectPtr& n,
     auto found = ours.find(node->attrs.op);
     if (found != ours.end()) {
       node->attrs.op = found->second;
-      describe(node, n, above, made);
+      describe(node, n, above, made, described++);
     }
     for (auto& entry : inputs_of(node.get())) todo.push_back(entry.node);
   }

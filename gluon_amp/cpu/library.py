@@ -8,6 +8,7 @@ name in its library, then by what lies where in memory. Where that does not fit,
 registered; the first float16 use on a CPU says why, and all else goes on. `GLUON_AMP_ISA` picks a
 variant by name, `GLUON_AMP_ENGINE` another library file (`make sanitize`).
 """
+import contextlib
 import ctypes
 import functools
 import os
@@ -24,7 +25,7 @@ from ctypes import (
     c_void_p,
 )
 from pathlib import Path
-from typing import Any, FrozenSet, List, Optional, Sequence
+from typing import Any, Callable, FrozenSet, Iterator, List, Optional, Sequence
 
 from mxnet._ctypes.ndarray import _imperative_invoke
 from numpy.core._multiarray_umath import __cpu_features__  # what the processor and kernel allow
@@ -81,6 +82,9 @@ class _Table(ctypes.Structure):
         ("watched", ctypes.CFUNCTYPE(c_int64)),
         ("watched_row", ctypes.CFUNCTYPE(POINTER(WatchedRow), c_int64)),
         ("count", ctypes.CFUNCTYPE(None, c_void_p, c_int64, c_int, POINTER(Counts))),
+        ("random_state", ctypes.CFUNCTYPE(c_int64, c_void_p, c_int)),
+        ("scales", ctypes.CFUNCTYPE(c_char_p, c_int64)),
+        ("set_scales", ctypes.CFUNCTYPE(None, c_int64, c_char_p)),
     ]
 
 
@@ -199,6 +203,24 @@ def versions(arrays: Sequence["mx.nd.NDArray"]) -> Optional["mx.nd.NDArray"]:
     handles = (c_void_p * len(arrays))(*(array.handle.value for array in arrays))
     mx.base.check_call(_table.versions(len(arrays), handles, into.handle))
     return into
+
+
+@contextlib.contextmanager
+def random_numbers_kept() -> Iterator[Callable[[], None]]:
+    """Puts the state of MXNet's random numbers on CPUs back at the end, as if nothing had been
+    drawn. What it gives does so at once, to draw the same numbers again."""
+    load()
+    mx.nd.waitall()
+    state = ctypes.create_string_buffer(table().random_state(None, 0))
+    table().random_state(state, 0)
+
+    def put_back() -> None:
+        mx.nd.waitall()
+        table().random_state(state, 1)
+    try:
+        yield put_back
+    finally:
+        put_back()
 
 
 @functools.lru_cache(maxsize=None)

@@ -17,6 +17,7 @@
 #endif
 #include <any>
 #include <functional>
+#include <list>
 #include <map>
 #include <memory>
 #include <mutex>

@@ -16,13 +16,14 @@ namespace {
 
 const char* const kCopied[] = {
     "FInferShape", "FInferType", "FMutateInputs", "FListInputNames", "FListOutputNames",
-    "FNumVisibleOutputs", "FIgnoreInputs", "FResourceRequest", "FResourceRequestEx",
+    "FNumVisibleOutputs", "FIgnoreInputs",
     "TIsBackward", "TIsLayerOpBackward", "THasDeterministicOutput", "key_var_num_args"};
 
 const char* const kReplaced[] = {
     "FCompute<cpu>", "FComputeEx<cpu>", "FStatefulCompute<cpu>", "FStatefulComputeEx<cpu>",
     "FCreateOpState",  // X's state, made for float32 arrays
     "FGradient",       // X's, with our operators in it
+    "FResourceRequest", "FResourceRequestEx",  // and random numbers, for nodes that want them
     // any output in the place of any input, since inputs are read first; X's where in place means
     // that nothing is to be done
     "FInplaceOption", "FInplaceIdentity"};
@@ -150,6 +151,16 @@ Places places(const nnvm::Op* x, const OwnCode* own, const NodeAttrs& attrs) {
   return made;
 }
 
+// X's resources; and MXNet's generator of random numbers, for nodes that run in order.
+std::vector<mxnet::ResourceRequest> resources(const NodeAttrs& attrs, int device,
+                                              mxnet::DispatchMode mode) {
+  const auto& of_theirs = *get<mxnet::FResourceRequestEx>(theirs.at(attrs.op), "FResourceRequestEx");
+  auto made = call_theirs<std::vector<mxnet::ResourceRequest>, const NodeAttrs&, int,
+                          mxnet::DispatchMode>(of_theirs, attrs, device, mode);
+  if (find(attrs, kOrderedKey)) made.push_back(mxnet::ResourceRequest::kRandom);
+  return made;
+}
+
 void copy_all(const nnvm::Op* x, nnvm::Op& op) {
   op.num_inputs = x->num_inputs;
   op.num_outputs = x->num_outputs;
@@ -164,8 +175,18 @@ void copy_all(const nnvm::Op* x, nnvm::Op& op) {
   copy<nnvm::FListOutputNames>(x, op, "FListOutputNames");
   copy<nnvm::FNumVisibleOutputs>(x, op, "FNumVisibleOutputs");
   copy<nnvm::FIgnoreInputs>(x, op, "FIgnoreInputs");
-  copy<mxnet::FResourceRequest>(x, op, "FResourceRequest");
-  copy<mxnet::FResourceRequestEx>(x, op, "FResourceRequestEx");
+  set<mxnet::FResourceRequest>(op, "FResourceRequest", mxnet::FResourceRequest(
+      [of_theirs = found<mxnet::FResourceRequest>(x, "FResourceRequest")](
+          const NodeAttrs& attrs) {
+        auto made = of_theirs ? of_theirs(attrs) : std::vector<mxnet::ResourceRequest>();
+        if (find(attrs, kOrderedKey)) made.push_back(mxnet::ResourceRequest::kRandom);
+        return made;
+      }));
+  if (get<mxnet::FResourceRequestEx>(x, "FResourceRequestEx"))
+    set<mxnet::FResourceRequestEx>(
+        op, "FResourceRequestEx",
+        by_value<std::vector<mxnet::ResourceRequest>, const NodeAttrs&, int, mxnet::DispatchMode>(
+            &resources));
   copy<nnvm::TIsBackward>(x, op, "TIsBackward");
   copy<mxnet::THasDeterministicOutput>(x, op, "THasDeterministicOutput");
   copy<std::string>(x, op, "key_var_num_args");
@@ -216,7 +237,8 @@ void register_operator(const nnvm::Op* x) {
                       const std::vector<TBlob>& out) {
           State& held = state.get_state<State>();
           static const NodeAttrs* none = new NodeAttrs();
-          const Call call{*of, *none, context, in, req, out, held.rounding(forward)};
+          Call call{*of, *none, context, in, req, out, held.rounding(forward)};
+          call.rounding.draw(context);
           const Watch watch(call, held.watched.empty() ? nullptr : &held.watched,
                             forward ? nullptr : &held.watched_inputs);
           if (held.tensor_core) return held.tensor_core->run(call, forward);
@@ -231,7 +253,8 @@ void register_operator(const nnvm::Op* x) {
         [of, own, has_generic, product, same = generic_code_is_the_same(x->name)](
             const NodeAttrs& attrs, const OpContext& context, const std::vector<TBlob>& in,
             const std::vector<OpReqType>& req, const std::vector<TBlob>& out) {
-          const Call call{*of, attrs, context, in, req, out, Rounding(attrs)};
+          Call call{*of, attrs, context, in, req, out, Rounding(attrs)};
+          call.rounding.draw(context);
           const Watch watch(call);
           if (product && find(attrs, kAccumulateKey)) return product(call);
           const bool generic = !own || ((generic_only || (watch && same)) && has_generic) ||

@@ -126,7 +126,7 @@ void refuse(const Call& call) {
   throw dmlc::Error("accumulate=: " + call.of.op->name + " has no code (a gradient of a gradient)");
 }
 
-// ---- dot, batch_dot, linalg.gemm2 -------------------------------------------------------------
+// ---- dot, batch_dot, linalg.gemm, np -------------------------------------------------------------
 
 // The last two axes of a stack, or for `dot` the axis that is summed over and all others.
 struct Pair {
@@ -158,6 +158,33 @@ Pair pair_of_stacks(const NodeAttrs& attrs, const TBlob& a, const TBlob& b) {
           view(rb, cb, flag(attrs, "transpose_b", false))};
 }
 
+// The first axes of b, so many, are summed over, and as many last ones of a.
+Pair pair_of_tensors(const TBlob& a, const TBlob& b, int axes) {
+  int64_t depth = 1;
+  for (int k = 0; k < axes; ++k) depth *= b.shape_[k];
+  return {1, view(size(a) / depth, depth, false), view(depth, size(b) / depth, false)};
+}
+
+Pair pair_of_tensordot(const NodeAttrs& attrs, const TBlob& a, const TBlob& b) {
+  return pair_of_tensors(a, b, static_cast<int>(number(attrs, "axes", 2)));
+}
+
+Pair pair_of_np_dot(const NodeAttrs&, const TBlob& a, const TBlob& b) {
+  if (a.ndim() < 1 || b.ndim() < 1 || b.ndim() > 2)
+    throw dmlc::Error("accumulate=: np.dot takes a second array of one or two axes, and no numbers");
+  return pair_of_tensors(a, b, 1);
+}
+
+Pair pair_of_matmul(const NodeAttrs& attrs, const TBlob& a, const TBlob& b) {
+  if (b.ndim() <= 2) return pair_of_tensors(a, b, 1);
+  bool alike = a.ndim() == b.ndim();
+  for (int k = 0; alike && k < a.ndim() - 2; ++k) alike = a.shape_[k] == b.shape_[k];
+  if (!alike)
+    throw dmlc::Error("accumulate=: np.matmul takes two stacks of matrices of one shape, or a "
+                      "second array of one or two axes");
+  return pair_of_stacks(attrs, a, b);
+}
+
 template <Pair (*pair)(const NodeAttrs&, const TBlob&, const TBlob&)> void dot(const Call& call) {
   Products work(call);
   const Pair of = pair(call.attrs, call.in[0], call.in[1]);
@@ -172,6 +199,35 @@ void dot_gradient(const Call& call) {
   const Pair of = pair(call.attrs, call.in[1], call.in[2]);
   multiply_gradients(work, of.stack, of.a, halves(call.in[1]), of.b, halves(call.in[2]), of.y(),
                      halves(call.in[0]), number(call.attrs, "alpha", 1));
+  work.finish();
+}
+
+// alpha * a * b + beta * c: what is added to the products is float32.
+void gemm(const Call& call) {
+  Products work(call);
+  const Pair of = pair_of_stacks(call.attrs, call.in[0], call.in[1]);
+  const int64_t n = size(call.out[0]);
+  const float beta = number(call.attrs, "beta", 1);
+  float* y = work.result(0);
+  multiply(work, of.stack, of.a, halves(call.in[0]), of.b, halves(call.in[1]), of.y(), y,
+           number(call.attrs, "alpha", 1));
+  float* c = work.floats_for(n);
+  kernels->widen(halves(call.in[2]), c, n);
+  for (int64_t i = 0; i < n; ++i) y[i] += beta * c[i];
+  work.finish();
+}
+
+void gemm_gradient(const Call& call) {  // gradient, a, b, c
+  Products work(call);
+  const Pair of = pair_of_stacks(call.attrs, call.in[1], call.in[2]);
+  multiply_gradients(work, of.stack, of.a, halves(call.in[1]), of.b, halves(call.in[2]), of.y(),
+                     halves(call.in[0]), number(call.attrs, "alpha", 1));
+  if (work.wants(2)) {
+    const float beta = number(call.attrs, "beta", 1);
+    float* dc = work.result(2);
+    kernels->widen(halves(call.in[0]), dc, size(call.in[0]));
+    for (int64_t i = 0; i < size(call.in[0]); ++i) dc[i] *= beta;
+  }
   work.finish();
 }
 
@@ -317,6 +373,14 @@ ProductCode tensor_core_code(const std::string& name) {
         {"batch_dot", dot<pair_of_stacks>},
         {"_linalg_gemm2", dot<pair_of_stacks>},
         {"_backward_linalg_gemm2", dot_gradient<pair_of_stacks>},
+        {"_linalg_gemm", gemm},
+        {"_backward_linalg_gemm", gemm_gradient},
+        {"_np_dot", dot<pair_of_np_dot>},
+        {"_backward_np_dot", dot_gradient<pair_of_np_dot>},
+        {"_npi_matmul", dot<pair_of_matmul>},
+        {"_backward_np_matmul", dot_gradient<pair_of_matmul>},
+        {"_npi_tensordot_int_axes", dot<pair_of_tensordot>},
+        {"_backward_npi_tensordot_int_axes", dot_gradient<pair_of_tensordot>},
         {"_contrib_interleaved_matmul_selfatt_qk", self_scores},
         {"_backward_interleaved_matmul_selfatt_qk", self_scores_gradient},
         {"_contrib_interleaved_matmul_selfatt_valatt", self_values},

@@ -77,9 +77,10 @@ void narrow_all(const NodeAttrs&, const OpContext&, const std::vector<TBlob>& in
 
 void round(const NodeAttrs& attrs, const OpContext&, const std::vector<TBlob>& in,
            const std::vector<OpReqType>&, const std::vector<TBlob>& out) {
-  const std::string* grid = find(attrs, "grid");
-  kernels->round(grid ? grid_of(grid->c_str()) : Grid(), floats(in[0]), floats(out[0]), size(in[0]),
-                 kStore);
+  const std::string* said = find(attrs, "grid");
+  Grid grid = said ? grid_of(said->c_str()) : Grid();
+  if (const std::string* key = find(attrs, "key")) grid.key = std::strtoull(key->c_str(), nullptr, 10);
+  kernels->round(grid, floats(in[0]), floats(out[0]), size(in[0]), kStore);
 }
 
 // The output is the master's own array.

@@ -1,12 +1,15 @@
 """`convert` and `restore`: a Gluon network to mixed precision, in place, and back."""
+import gc
+from collections import OrderedDict
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Dict, Iterable, List, Set, Tuple, Union
+from typing import Any, Dict, Iterable, Iterator, List, Set, Tuple, Union
 
 from mxnet.gluon import Block, HybridBlock, Parameter, nn
 
 from .._mxnet import mx
 from ..cpu.arrays import dtype_name
+from ..cpu.scales import Scales
 from ..formats import FLOAT32
 from ..graph.casts import float32_variables
 from ..graph.graph import Graph
@@ -14,13 +17,13 @@ from ..graph.keep import matches_nothing, matching, operator_names
 from ..policy import Policy, get_policy
 from .converted import (
     ConvertedBlock,
-    ConvertedParameter,
     State,
     blocks_in,
     converted_class,
     log,
     restore_blocks,
 )
+from .parameter import ConvertedParameter
 
 NORM_BLOCKS = (nn.basic_layers._BatchNorm, nn.LayerNorm, nn.GroupNorm, nn.InstanceNorm)
 
@@ -38,8 +41,8 @@ def convert(net: Block, policy: Union[str, Policy] = "float16",
     Args:
         policy: "float16" (parameters in float16, for optimizers with float32 masters),
             "mixed_float16" (float32 parameters, cast where they are used),
-            "pure_float16", "mixed_bfloat16" (CPU only), "float32" (undoes a conversion);
-            or Apex's "O0" to "O3".
+            "pure_float16", "mixed_bfloat16", "tf32" and "mixed_float8" (CPU only), "float32"
+            (undoes a conversion); or Apex's "O0" to "O3".
         keep: what stays float32: blocks, classes of blocks, and regular expressions for
             the whole name of a block, or of a node: in a SymbolBlock, or in a network that
             has run since it was last converted or hybridized.
@@ -58,6 +61,9 @@ def convert(net: Block, policy: Union[str, Policy] = "float16",
         return restore(net)
     asleep = any(isinstance(b, HybridBlock) and not b._active for b in blocks)
     _convert_blocks(blocks, kept, policy)
+    for outer in _blocks_around(net, set(blocks)):
+        if isinstance(outer, HybridBlock) and not isinstance(outer, ConvertedBlock):
+            outer._clear_cached_op()  # its graph is that of the float32 network
     if asleep:
         log.info("%s: hybridized, since mixed precision runs as a graph (gluon_amp.restore "
                  "undoes it)", net.name)
@@ -82,11 +88,13 @@ def _convert_blocks(blocks: List[Block], kept: "_Kept", policy: Policy) -> None:
     of all of them their types."""
     types = _parameter_types(blocks, policy, kept)
     _check_parameters(types)
+    State.changes += 1
+    scales = Scales()
     for block in blocks:
         inside = block in kept.inside
         _swap(block, State(policy, _was_hybridized(block), block in kept.blocks,
                            frozenset(kept.nodes),
-                           partial(_convert_new_child, policy, kept.entries, inside)))
+                           partial(_convert_new_child, policy, kept.entries, inside), scales))
     _cast(types)
 
 
@@ -98,6 +106,21 @@ def _convert_new_child(policy: Policy, keep: Tuple[Any, ...], inside_kept: bool,
     if new:
         kept = _resolve_keep(child, [child] if inside_kept else keep, must_match=False)
         _convert_blocks(new, _Kept(keep, kept.blocks, kept.inside, kept.nodes), policy)
+
+
+def _blocks_around(block: Block, seen: Set[Block]) -> Iterator[Block]:
+    """The blocks that have this one in them. Blocks know their children only, so Python's garbage
+    collector is asked who refers to it."""
+    for children in gc.get_referrers(block):
+        if not isinstance(children, OrderedDict):
+            continue
+        for holder in gc.get_referrers(children):
+            # a block, or, in older Pythons, its dictionary of attributes
+            for outer in [holder] if isinstance(holder, Block) else gc.get_referrers(holder):
+                if isinstance(outer, Block) and outer._children is children and outer not in seen:
+                    seen.add(outer)
+                    yield outer
+                    yield from _blocks_around(outer, seen)
 
 
 def _was_hybridized(block: Any) -> bool:
@@ -113,6 +136,8 @@ def _swap(block: Any, state: State) -> None:
     block._amp = state
     for parameter in block.params.values():  # the Trainer asks
         parameter.converted_by_gluon_amp = isinstance(block, HybridBlock)
+        parameter.scales_of_gluon_amp = \
+            state.scales if state.policy.scaling == "delayed" else None
     if isinstance(block, HybridBlock):
         block._clear_cached_op()
         if not block._active:
@@ -235,5 +260,7 @@ def _cast(types: Dict[Parameter, str]) -> None:
     for parameter, dtype in types.items():
         if dtype_name(parameter.dtype) != dtype:
             parameter.cast(dtype)
+            if parameter._data is not None:
+                mx.nd.waitall()  # else all parameters may be there in both types at once
         if type(parameter) in (Parameter, ConvertedParameter):
             parameter.__class__ = ConvertedParameter if dtype == "float16" else Parameter

@@ -7,27 +7,41 @@ a CPU with our operators. There is one for each kind of device and input types.
 
 MXNet traces a hybridized block once. A user who never hybridized may not know that, so a
 converted block is traced again where MXNet's mode (recording, training) is another one, and
-where a block in it got a new child.
+where a block in it got a new child, or was converted or restored by itself.
 """
 import copy
 import copyreg
 import functools
 import logging
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Callable, ClassVar, Dict, FrozenSet, Iterable, Iterator, List, Set, Tuple
+from typing import (
+    Any,
+    Callable,
+    ClassVar,
+    Dict,
+    FrozenSet,
+    Iterable,
+    Iterator,
+    List,
+    Mapping,
+    Optional,
+    Set,
+    Tuple,
+)
 
 from mxnet import autograd
 from mxnet.gluon.block import _BlockScope, _flatten
 
 from .._mxnet import mx
 from ..cpu.arrays import dtype_name, to_float32
+from ..cpu.scales import Scales
 from ..files import replace_file
 from ..graph.build import build, check_trains_on_cpus, devices_that_wait
 from ..graph.casts import KEEP, insert_casts
 from ..graph.graph import Graph, Node
 from ..graph.operators import BATCH_NORMS
 from ..policy import Policy
+from .parameter import complete_copy, initialized_in_float32
 
 log = logging.getLogger("gluon_amp")
 
@@ -59,40 +73,17 @@ class State:
     keep: bool  # stays float32
     keep_nodes: FrozenSet[str]  # of a SymbolBlock: nodes that stay float32
     convert_child: Callable[[Any], None]  # converts a block that becomes a child later on
+    scales: Scales  # of what was converted together
     # by whether MXNet records, and whether it trains: a block may ask for either
     traces: Dict[Tuple[bool, bool], Trace] = field(default_factory=dict)
-    children_when_traced: int = 0
+    changes_when_traced: int = 0
+    # an X-ray's: called with the block, what a CachedOp depends on, and its data, it gives the
+    # CachedOp that runs meanwhile, and where its inputs come from
+    stand_in: Optional[Callable[..., Tuple[Any, List[Any]]]] = None
 
-    # How often a converted block got a new child: all traced graphs from before are old.
-    new_children: ClassVar[int] = 0
-
-
-@contextmanager
-def initialized_in_float32(parameters: Iterable["mx.gluon.Parameter"],
-                           again: bool = False) -> Iterator[None]:
-    """Makes float16 parameters float32 for a while in which they are initialized, so that they
-    draw the same random values as a float32 network's.
-
-    Args:
-        again: also those that have values already.
-    """
-    half = [p for p in parameters
-            if dtype_name(p.dtype) == "float16" and (again or p._data is None)]
-    for parameter in half:
-        parameter.cast("float32")
-    try:
-        yield
-    finally:
-        for parameter in half:
-            parameter.cast("float16")
-
-
-class ConvertedParameter(mx.gluon.Parameter):
-    """A float16 parameter: loads files of either type, by whichever block."""
-
-    def _load_init(self, data: Any, ctx: Any, cast_dtype: bool = True,
-                   dtype_source: str = "current") -> None:
-        super()._load_init(data, ctx, True, dtype_source)
+    # How often a converted block got a new child, or a block was converted or restored: all
+    # traced graphs from before are old.
+    changes: ClassVar[int] = 0
 
 
 class ConvertedBlock:
@@ -104,17 +95,10 @@ class ConvertedBlock:
         """`type(net)(...)` makes a block that is not converted, as the class's name says."""
         return original_class(cls)(*args, **kwargs)
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        before = getattr(self, name, None)
-        if isinstance(before, ConvertedBlock) and not isinstance(value, ConvertedBlock) \
-                and isinstance(value, original_class(type(before))):
-            self._amp.convert_child(value)  # first, since MXNet compares the classes of both
-        super().__setattr__(name, value)
-
     def register_child(self, block: Any, name: Any = None) -> None:
         super().register_child(block, name)
         self._amp.convert_child(block)
-        State.new_children += 1
+        State.changes += 1
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """For pickle and copy: without graphs, which are traced anew."""
@@ -122,12 +106,17 @@ class ConvertedBlock:
         if make is not copyreg.__newobj__ or not isinstance(state, dict):
             raise TypeError(f"{type(self).__name__} is pickled in a way of its own: restore the "
                             "network first")
-        state = {**state, "_amp": replace(self._amp, traces={})}
+        state = {**state, "_amp": replace(self._amp, traces={}, stand_in=None)}
         if isinstance(self, mx.gluon.HybridBlock):
             state.update(_cached_op=None, _cached_op_args=[])
             if not isinstance(self, mx.gluon.SymbolBlock):  # which is its graph
                 state.update(_cached_graph=())
         return (_made_anew, (original_class(type(self)), *arguments[1:]), state, *rest)
+
+    def __setstate__(self, state: Dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        for parameter in self.params.values():
+            complete_copy(parameter)
 
     def summary(self, *inputs: Any) -> None:
         """Prints the summary of the float32 network."""
@@ -225,6 +214,9 @@ class ConvertedHybridBlock(ConvertedBlock):
         key = arrays[0].context.device_type == "gpu", tuple(dtype_name(a.dtype) for a in arrays)
         if autograd.is_training() and not key[0]:
             check_trains_on_cpus(trace.devices)
+        if self._amp.stand_in is not None:
+            self._cached_op, self._cached_op_args = self._amp.stand_in(self, key, arrays)
+            return super()._call_cached_op(*args)
         if key not in trace.ops:
             trace.ops[key] = self._make_op(*key)
         self._cached_op, self._cached_op_args = trace.ops[key]
@@ -233,7 +225,7 @@ class ConvertedHybridBlock(ConvertedBlock):
     def _use_trace(self, *args: Any) -> Trace:
         """The graph for MXNet's mode of now, traced if need be, as the block's own."""
         state = self._amp
-        if state.traces and state.children_when_traced != State.new_children:
+        if state.traces and state.changes_when_traced != State.changes:
             self._clear_cached_op()
         mode = autograd.is_recording(), autograd.is_training()
         if mode not in state.traces:
@@ -243,7 +235,7 @@ class ConvertedHybridBlock(ConvertedBlock):
                 self._trace(*args)
             else:
                 self._build_cache(*args)
-                state.children_when_traced = State.new_children
+                state.changes_when_traced = State.changes
             made = Trace(self._cached_graph, self._in_format, self._out_format)
             made.devices = devices_that_wait(Graph.read(self._cached_graph[1]))
             state.traces[mode] = next((t for t in state.traces.values() if made.is_alike(t)), made)
@@ -257,7 +249,7 @@ class ConvertedHybridBlock(ConvertedBlock):
         data, clean = self._cached_graph
         graph, types = self.mixed_graph(dtypes)
         names = [d.name for d in data]
-        symbol = build(graph, types, on_gpu, self._amp.policy).symbol()
+        symbol = build(graph, types, on_gpu, self._amp.policy, scales=self._amp.scales).symbol()
         if isinstance(clean, mx.sym.numpy._Symbol):
             symbol = symbol.as_np_ndarray()
         parameters = self.collect_params()
@@ -270,12 +262,14 @@ class ConvertedHybridBlock(ConvertedBlock):
     def mixed_graph(self, dtypes: Iterable[str]) -> Tuple[Graph, Dict[str, str]]:
         """The graph that a GPU runs for inputs of these types, and its variables' types."""
         data, clean = self._cached_graph
-        parameters = self.collect_params()
-        types = {p.name: dtype_name(p.dtype) for p in parameters.values()}
+        types = {p.name: dtype_name(p.dtype) for p in self.collect_params().values()}
         types.update(zip((d.name for d in data), dtypes))
+        return self.with_casts(Graph.read(clean), types), types
+
+    def with_casts(self, clean: Graph, types: Mapping[str, str]) -> Graph:
+        """A traced graph with the policy's casts, for variables of these types."""
         keep = frozenset().union(*(state.keep_nodes for state in _states(self)))
-        graph = insert_casts(Graph.read(clean), types, self._amp.policy, parameters, keep)
-        return graph, types
+        return insert_casts(clean, types, self._amp.policy, self.collect_params(), keep)
 
     def export(self, path: str, epoch: int = 0, remove_amp_cast: bool = True) -> None:
         """Writes PATH-symbol.json and PATH-EPOCH.params, for any machine with MXNet. The graph
@@ -302,7 +296,8 @@ class ConvertedHybridBlock(ConvertedBlock):
         for name, parameter in self.collect_params().items():
             if name in kinds:
                 array = parameter._reduce()
-                arrays[f"{kinds[name]}:{name}"] = to_float32(array) if remove_amp_cast else array
+                arrays[f"{kinds[name]}:{name}"] = to_float32(array) if remove_amp_cast \
+                    else array.astype(parameter.dtype, copy=False)
         replace_file(f"{path}-{epoch:04d}.params", lambda p: mx.nd.save(p, arrays))
         replace_file(f"{path}-symbol.json",
                      lambda p: symbol.save(p, remove_amp_cast=remove_amp_cast))
@@ -350,12 +345,23 @@ def converted_class(cls: Any) -> Any:
                 "__doc__": cls.__doc__}
     if hasattr(cls, "__getitem__"):
         contents["__getitem__"] = _item_or_part
-    return type(cls.__name__, (front, cls), contents)
+    metaclass: Any = _OfOneName
+    if type(cls) is not type:
+        metaclass = type("_OfOneName", (_OfOneName, type(cls)), {})
+    return metaclass(cls.__name__, (front, cls), contents)
+
+
+class _OfOneName(type):
+    """The class of converted classes: blocks that are not converted are instances, too, since
+    MXNet lets a child be replaced by one of its class only."""
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, original_class(cls))
 
 
 def original_class(converted: Any) -> Any:
     """The class of which `converted_class` made this one."""
-    return converted.__bases__[1]
+    return next(cls for cls in converted.__mro__ if not issubclass(cls, ConvertedBlock))
 
 
 def _item_or_part(self: Any, key: Any) -> Any:
@@ -375,11 +381,13 @@ def _made_anew(cls: Any, *args: Any) -> Any:
 
 def restore_blocks(blocks: Iterable[Any]) -> None:
     """Gives converted blocks their classes back."""
+    State.changes += 1
     for block in [b for b in blocks if isinstance(b, ConvertedBlock)]:
         if isinstance(block, mx.gluon.HybridBlock):
             block._clear_cached_op()
             block._active = block._amp.active
         for parameter in block.params.values():
             parameter.converted_by_gluon_amp = False
+            parameter.scales_of_gluon_amp = None
         block.__class__ = original_class(type(block))
         del block._amp

@@ -10,7 +10,8 @@ ATTRIBUTE = "__gluon_amp_accumulate__"
 
 # What makes its products so (cpu/tensor_core_products.cc), and what else multiplies matrices.
 _WITH_CODE = frozenset("""
-    Convolution Deconvolution FullyConnected dot batch_dot _linalg_gemm2 RNN
+    Convolution Deconvolution FullyConnected dot batch_dot _linalg_gemm _linalg_gemm2 RNN
+    _np_dot _npi_matmul _npi_tensordot_int_axes
     _contrib_interleaved_matmul_selfatt_qk _contrib_interleaved_matmul_selfatt_valatt
     _contrib_interleaved_matmul_encdec_qk _contrib_interleaved_matmul_encdec_valatt
 """.split())

@@ -7,22 +7,27 @@ other nodes stay as they are.
 Formats that MXNet has no arrays of (bfloat16, float8) are for CPUs only. Their tensors are float32
 arrays, and a node says in attributes which of its inputs and outputs are rounded, and to what.
 """
-from typing import Dict, List, Mapping, Set
+from typing import Dict, List, Mapping, Optional, Set
 
 from ..cpu import library
+from ..cpu.scales import Scales
 from ..formats import FLOAT16
 from ..policy import POLICIES, Policy
 from .accumulate import accumulate
 from .casts import PRODUCT
 from .graph import CASTS, TYPE_FLAG, Entry, Graph, Node, bindings
-from .operators import numbers
+from .operators import factors, numbers
 
 HALF = "float16"
 
 # What a node says of formats to the engine: see cpu/engine.h.
 _INPUTS, _OUTPUTS, _READS = (f"__gluon_amp_{word}__" for word in ("inputs", "outputs", "reads"))
+_ORDERED, _SCALING = "__gluon_amp_ordered__", "__gluon_amp_scaling__"
 _WATCH = "__gluon_amp_watch__"  # the node's name, where the engine counts what it computes
 _GRIDS = tuple(f"__gluon_amp_{word}_grid__" for word in ("output", "product", "gradient", "back"))
+
+# Products with a state, which knows one format only.
+_OF_ONE_FORMAT = {"RNN": "an RNN", "_npi_einsum": "einsum"}
 
 # They make or move halves, MXNet's own code does that in no time, and their gradients only move
 # them back: left as they are.
@@ -33,7 +38,8 @@ LEFT_ALONE = frozenset("""
 
 
 def build(graph: Graph, types: Mapping[str, str], on_gpu: bool = False,
-          policy: Policy = POLICIES["float16"], watch: bool = False) -> Graph:
+          policy: Policy = POLICIES["float16"], watch: bool = False,
+          scales: Optional[Scales] = None) -> Graph:
     """The graph that a device runs, with the same variables and outputs, of the same types.
 
     Args:
@@ -41,6 +47,7 @@ def build(graph: Graph, types: Mapping[str, str], on_gpu: bool = False,
         types: the dtype of each variable.
         policy: tells what lies behind names of formats that are no types of arrays.
         watch: whether the engine counts what each node computes (xray/counts.py reads it).
+        scales: what the network remembers of float8 tensors; if not given, it begins anew.
     """
     if on_gpu:
         if policy.cpu_only:
@@ -50,7 +57,7 @@ def build(graph: Graph, types: Mapping[str, str], on_gpu: bool = False,
                              "GPU")
         return _with_dropout_to_walk_back_twice(graph)
     library.load()
-    built = _Rewriting(graph, types, policy, watch).run()
+    built = _Rewriting(graph, types, policy, watch, scales or Scales()).run()
     if policy.accumulate is not None:
         accumulate(built, policy.accumulate, policy.split)
     return built
@@ -79,8 +86,8 @@ class _Rewriting:
     """One graph, or the body of a loop, from its inputs to its outputs."""
 
     def __init__(self, graph: Graph, types: Mapping[str, str], policy: Policy,
-                 watch: bool = False):
-        self.graph, self.policy, self.watch = graph, policy, watch
+                 watch: bool, scales: Scales):
+        self.graph, self.policy, self.watch, self.scales = graph, policy, watch, scales
         self.rounds_halves = policy.between == policy.product != policy.gradient
         self.types = graph.types(types)
         self.count: Dict[Node, int] = {}  # of outputs
@@ -148,7 +155,7 @@ class _Rewriting:
         outputs = self._outputs(node)
         constants = self.policy.between if any(map(self._is_rounded, outputs)) else FLOAT16
         for key, number in numbers(node):  # a GPU has them in float16, too
-            new.attrs[key] = repr(float(constants.round(number)))
+            new.attrs[key] = repr(float(constants.nearest.round(number)))
         if node.op not in LEFT_ALONE and library.has_operator(node.op):
             new.op = library.PREFIX + node.op
         made = [Entry(new, e.output) for e in outputs]
@@ -166,14 +173,20 @@ class _Rewriting:
             new.attrs["dtype"] = "float32"
         if node.op in LEFT_ALONE:
             return
-        if node.op == "RNN" and not policy.one_format:
-            raise ValueError(f"policy {policy.name}: an RNN has one format for its products, what "
-                             f"lies between them, and gradients. Keep {node.name} in float32 "
-                             "(keep=), or give product, between and gradient one format")
+        if node.op in _OF_ONE_FORMAT and not policy.one_format:
+            raise ValueError(f"policy {policy.name}: {_OF_ONE_FORMAT[node.op]} has one format for "
+                             "its products, what lies between them, and gradients. Keep "
+                             f"{node.name} in float32 (keep=), or give product, between and "
+                             "gradient one format")
+        if policy.in_order:
+            new.attrs[_ORDERED] = "True"
         product = PRODUCT in node.attrs
         if product:
             del new.attrs[PRODUCT]
-            new.attrs[_READS] = "p" * len(node.inputs)
+            new.attrs[_READS] = factors(node).replace("1", "p")
+            if policy.scaling is not None:
+                new.attrs[_SCALING] = f"{policy.scaling} {self.scales.id} {policy.history} " \
+                                      f"{policy.margin} {node.name}"
         back = policy.gradient if policy.product == policy.between else policy.between
         gradient = policy.gradient if product else back
         for key, format_ in zip(_GRIDS, (policy.between, policy.product, gradient, back)):
@@ -201,7 +214,7 @@ class _Rewriting:
         body, inputs = node.subgraphs[which], bindings(node)[which]
         names = body.variables()
         types = {name: self.types[node.inputs[i]] or "float32" for name, i in zip(names, inputs)}
-        rewritten = _Rewriting(body, types, self.policy, self.watch).run()
+        rewritten = _Rewriting(body, types, self.policy, self.watch, self.scales).run()
         assert rewritten.variables() == names, (node, names, rewritten.variables())
         return rewritten
 

@@ -280,6 +280,13 @@ PRODUCTS, NORMS, BATCH_NORMS, LOSSES, CONSTANTS = map(names, (PRODUCT, NORM, BAT
                                                              CONSTANT))
 
 
+# Of products with other inputs than factors (biases, offsets, masks): see `factors`.
+_FACTORS = {"_linalg_gemm": "110", "_contrib_DeformableConvolution": "1010",
+            "_contrib_ModulatedDeformableConvolution": "10010",
+            **dict.fromkeys(("Convolution", "Convolution_v1", "Deconvolution", "FullyConnected"),
+                            "110")}
+
+
 def runs_in(node: Node) -> str:
     """What a node runs in: one of the words above."""
     if node.op in _SENSITIVE_WHEN:
@@ -302,11 +309,17 @@ def holds_numbers(node: Node, format_: Format) -> bool:
     """Whether the format holds the node's constants: none that is finite becomes infinite, and
     none becomes 0 that is not."""
     for _, number in numbers(node):
-        rounded = float(format_.round(number))
+        rounded = float(format_.nearest.round(number))
         lost = number != 0 and rounded == 0 or not math.isfinite(rounded)
         if math.isfinite(number) and lost:
             return False
     return True
+
+
+def factors(node: Node) -> str:
+    """For each input of a product "1" where it is multiplied, and "0" where it is added, or says
+    where to look."""
+    return _FACTORS.get(node.op, "1" * len(node.inputs))[:len(node.inputs)]
 
 
 def has_own_code(op: str) -> bool:

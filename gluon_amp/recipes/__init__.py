@@ -1,11 +1,19 @@
-"""What training scripts share: a command line, networks to start from, and a log.
+"""What training scripts share: a command line, images, networks to start from, many ranks, logs.
 
 The scripts in `example/` are written with these; so can yours be.
 """
+from . import images
 from .command import Parser, decimals, devices_of, loss_scale, numbers, positive, run, schedule
 from .networks import small_network, tensor_core_hints, without_head, zoo_network
+from .progress import Progress
+from .ranks import Part, Ranks, ValidationPart
+from .record_files import Unpadded, records, records_of_part
+from .run_folder import RunFolder, hold
 from .training_log import ModuleLog, TrainingLog, gradient_norm, read_log, replace_text
+from .xray_epoch import add_xray_arguments, xray_epoch
 
-__all__ = ["ModuleLog", "Parser", "TrainingLog", "decimals", "devices_of", "gradient_norm",
-           "loss_scale", "numbers", "positive", "read_log", "replace_text", "run", "schedule",
-           "small_network", "tensor_core_hints", "without_head", "zoo_network"]
+__all__ = ["ModuleLog", "Parser", "Part", "Progress", "Ranks", "RunFolder", "TrainingLog",
+           "Unpadded", "ValidationPart", "add_xray_arguments", "decimals", "devices_of",
+           "gradient_norm", "hold", "images", "loss_scale", "numbers", "positive", "read_log",
+           "records", "records_of_part", "replace_text", "run", "schedule", "small_network",
+           "tensor_core_hints", "without_head", "xray_epoch", "zoo_network"]

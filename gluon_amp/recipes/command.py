@@ -35,6 +35,14 @@ class Parser(argparse.ArgumentParser):
             return super().parse_args(args, namespace)
         return super().parse_args([*self._from_file(found.config), *rest], namespace)
 
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """As argparse's, and names near an unknown one."""
+        try:
+            super()._check_value(action, value)
+        except argparse.ArgumentError as error:
+            hint = did_you_mean(str(value), list(map(str, action.choices or ())))
+            raise argparse.ArgumentError(action, f"{error.message}{hint}") from None
+
     def _from_file(self, path: str) -> List[str]:
         try:
             flags = _read_config(path)

@@ -8,6 +8,7 @@ import time
 from typing import Any, Dict, Iterable, List, Optional, Tuple
 
 from ..files import replace_file
+from .ranks import Ranks
 
 VERSION = 2
 
@@ -31,15 +32,17 @@ class TrainingLog:
         path: of log.jsonl; None for none.
         lines: those of a run that is resumed.
         steps: how many steps it had made.
+        writes: False for a rank that only takes in; rank 0 writes.
     """
     add_arguments = staticmethod(add_arguments)
 
     def __init__(self, args: Any, path: Optional[str], lines: Iterable[Dict[str, Any]] = (),
-                 steps: int = 0):
-        self.args, self.path, self.lines = args, path, list(lines)
+                 steps: int = 0, writes: bool = True):
+        self.args, self.path, self.lines = args, path if writes else None, list(lines)
+        self.writes = writes
         self.losses: List[float] = []
         self.steps = steps
-        self.writer = _tensorboard(args.tensorboard) if args.tensorboard else None
+        self.writer = _tensorboard(args.tensorboard) if writes and args.tensorboard else None
         self._say("run_start")
         for name, key in (("batch_size", "global_batch_size"), ("seed", "seed"),
                           ("lr", "opt_base_learning_rate")):
@@ -108,7 +111,7 @@ class TrainingLog:
 
     def _say(self, key: str, value: Any = None, event: str = "INTERVAL_START",
              **metadata: Any) -> None:
-        if self.args.mlperf:
+        if self.writes and self.args.mlperf:
             print(":::MLLOG " + json.dumps({
                 "namespace": "", "time_ms": int(1000 * time.time()), "event_type": event,
                 "key": key, "value": value, "metadata": {
@@ -121,11 +124,13 @@ class ModuleLog:
 
     Args:
         interval: batches from one line of the log to the next.
+        ranks: those that train; all have to use these callbacks.
     """
 
-    def __init__(self, log: TrainingLog, module: Any, interval: int, batch_size: int):
+    def __init__(self, log: TrainingLog, module: Any, interval: int, batch_size: int,
+                 ranks: Optional[Ranks] = None):
         self.log, self.module, self.interval = log, module, interval
-        self.batch_size = batch_size
+        self.batch_size, self.ranks = batch_size, ranks or Ranks()
         self.scale, self.skipped = module.loss_scale, module.skipped
         self.validation: List[float] = []
         self._start()
@@ -146,15 +151,22 @@ class ModuleLog:
         gradients = [grads[0] for grads in module._exec_group.grad_arrays if grads[0] is not None]
         loss = cross_entropy(module.get_outputs()[0], param.locals["data_batch"].label[0])
         self.losses.append(loss)
-        self.training = dict(param.eval_metric.get_global_name_value())
+        self.metric = param.eval_metric
         self.log.add_step(
             param.epoch, param.nbatch, loss, updated, (param.nbatch + 1) % self.interval == 0,
             gradient_norm=lambda: factor * gradient_norm(gradients), lr=optimizer.learning_rate,
             loss_scale=scale, skipped=self.skipped)
 
     def epoch_end(self, *_: Any) -> None:
-        """fit's `epoch_end_callback`: validation follows."""
+        """fit's `epoch_end_callback`: validation follows. The first of these callbacks, so that
+        others save what ranks agree on."""
         self.seconds, self.validation = time.time() - self.began, []
+        self.ranks.sum_metric(self.metric)
+        self.training = dict(self.metric.get_global_name_value())
+        if self.ranks.workers > 1:
+            self.module.check_ranks()
+            self.ranks.average(self.module._exec_group.aux_arrays)
+            self.module._params_dirty = True  # what the devices hold
 
     def validation_batch_end(self, param: Any) -> None:
         """fit's `eval_batch_end_callback`."""
@@ -163,11 +175,13 @@ class ModuleLog:
 
     def validation_end(self, param: Any) -> None:
         """fit's `eval_end_callback`."""
+        self.ranks.sum_metric(param.eval_metric)
         found = dict(param.eval_metric.get_global_name_value())
         line = {"epoch": param.epoch, "accuracy": self.training.get("accuracy"),
-                "err_top1": 1 - found["accuracy"], "loss": _mean(self.losses),
-                "validation_loss": _mean(self.validation),
-                "samples_per_second": self.batches * self.batch_size / self.seconds,
+                "err_top1": 1 - found["accuracy"], "loss": self._mean(self.losses),
+                "validation_loss": self._mean(self.validation),
+                "samples_per_second":
+                    self.batches * self.batch_size * self.ranks.workers / self.seconds,
                 "seconds": self.seconds, "lr": self.module._optimizer.learning_rate,
                 "loss_scale": self.module.loss_scale, "skipped": self.module.skipped}
         top5 = found.get("top_k_accuracy_5")
@@ -176,6 +190,10 @@ class ModuleLog:
         self.log.add_epoch(line)
         self.log.save()
         self._start()
+
+    def _mean(self, losses: List[float]) -> float:
+        total, count = self.ranks.sum(sum(losses), len(losses))
+        return total / count if count else math.nan
 
 
 def cross_entropy(probabilities: Any, label: Any) -> float:
@@ -191,9 +209,21 @@ def gradient_norm(gradients: Iterable[Any]) -> float:
 
 def read_log(path: str) -> Tuple[Dict[str, Any], List[Dict[str, Any]]]:
     """The arguments and the lines of a log.jsonl, of either version."""
-    with open(path) as file:
-        begun, *lines = [json.loads(line) for line in file]
-    return begun.get("arguments", {}), lines
+    found = []
+    with open(path, encoding="utf-8", errors="replace") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                found.append(json.loads(line))
+            except ValueError:
+                raise ValueError(f"{path} is damaged: line {number} is no JSON") from None
+    if not found or not isinstance(found[0], dict) or any(
+            not isinstance(line, dict) or "epoch" not in line for line in found[1:]):
+        raise ValueError(f"{path} is damaged: it should hold a run's arguments, and then a line "
+                         "for each step and epoch")
+    arguments = found[0].get("arguments", {})
+    if not isinstance(arguments, dict):
+        raise ValueError(f"{path} is damaged: its first line should hold a run's arguments")
+    return arguments, found[1:]
 
 
 def replace_text(path: str, text: str) -> None:

@@ -17,7 +17,7 @@ from .verdict import Difference, Sample, paired, unpaired
 
 PRECISION = {"dtype", "policy", "loss_scale"}
 NO_RECIPE = {"seed", "claim_speed", "mlperf", "log_interval", "disp_batches",
-             "save_period", "use_rec"}
+             "save_period", "use_rec", "kvstore", "kv_store"}
 PATHS = re.compile(r"rec_\w+|data_(train|val)|tensorboard|"
                    r"\w*(dir|file|path|prefix|params|states)")
 MOST_NAMED, LONGEST_ARGUMENT = 2, 40  # arguments in a group's name

@@ -13,7 +13,14 @@ from ..graph.operators import LOSSES
 from ..training import distributed
 from ..training.optimizer import check_scalable, given_optimizer, optimizer_class, with_masters
 from ..training.reduction import Reduction
-from ..training.states import check_states, one_error, read_states, seal
+from ..training.states import (
+    carry_counts,
+    check_states,
+    one_error,
+    read_states,
+    renumber,
+    seal,
+)
 from ..training.step import Gradient, Steps, TakesSteps
 from .binding import Bindable, environment
 from .convert import check_parameters
@@ -225,7 +232,8 @@ class _Module(TakesSteps, RanksModule):
 
     def load_optimizer_states(self, fname: str) -> None:
         """Takes over what `save_optimizer_states` wrote, here or in MXNet's `Module`: momenta,
-        masters, counters, the loss scale. Rates stay those of this module's optimizer.
+        masters, counters, the loss scale. Rates stay those of this module's optimizer. There may
+        have been another number of devices.
 
         A file that does not fit, or is damaged, is an error and changes nothing. It may hold
         MXNet's optimizers, schedulers and arrays, and the classes of this module's own optimizer
@@ -238,9 +246,17 @@ class _Module(TakesSteps, RanksModule):
         if updater is None:
             raise ValueError("states that servers keep cannot be loaded: set the environment "
                              "variable MXNET_UPDATE_ON_KVSTORE to 0")
+        group = module._exec_group
+        trained = [(i, name) for i, name in enumerate(group.param_names)
+                   if group.grad_arrays[i][0] is not None]
+        devices = 0 if module._update_on_kvstore else len(module._context)
         with one_error(fname):
+            states = renumber(states, trained, devices)
             if not module._update_on_kvstore:
                 check_states(fname, states, saved or mine, mine, self._weights())
+            if saved:
+                carry_counts(saved, [c.device_id for c in module._context],
+                             lambda counts: renumber(counts, trained, devices))
             self._steps.load(getattr(saved, "trainer_state", {}))
         updater.states, updater.states_synced = states, dict.fromkeys(states, False)
         updater.optimizer = with_masters(saved or mine)
@@ -275,14 +291,14 @@ class Module(_Module, mx.mod.Module):
         self._steps = Steps(loss_scale, clip_norm)
         super().__init__(self._bindable(symbol), *args, **kwargs)
 
-    @staticmethod
-    def load(prefix: str, epoch: int, load_optimizer_states: bool = False,
+    @classmethod
+    def load(cls, prefix: str, epoch: int, load_optimizer_states: bool = False,
              **kwargs: Any) -> "Module":
         """A module from a checkpoint; arguments as for `mx.mod.Module.load`, and `loss_scale`."""
         must_exist(f"{prefix}-symbol.json", f"{prefix}-{epoch:04d}.params")
         symbol, args, auxs = mx.model.load_checkpoint(prefix, epoch)
         check_parameters(symbol, args, auxs)
-        module = Module(symbol, **kwargs)
+        module = cls(symbol, **kwargs)
         module._arg_params, module._aux_params = args, auxs
         module.params_initialized = True
         if load_optimizer_states:

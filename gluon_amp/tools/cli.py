@@ -169,6 +169,21 @@ def _launch(options: argparse.Namespace) -> int:
     return launch(options.program, options.workers, options.servers, hosts)
 
 
+def _xray_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", metavar="FOLDER", help="what view.save has written")
+    parser.add_argument("--format", metavar="NAME", help="draw what this format would have done "
+                        "to the same run: xray-NAME.html in the folder")
+
+
+def _xray(options: argparse.Namespace) -> None:
+    from ..formats import get_format
+    from ..xray.read import redraw, summary
+    if options.format is None:
+        print(summary(options.folder))
+    else:
+        print(redraw(options.folder, get_format(options.format, "--format")))
+
+
 COMMANDS = (
     _Command("report", "a verdict, tables and plots of training logs", (
         "gluon-amp report float32.log float16.log -o report",
@@ -184,6 +199,10 @@ COMMANDS = (
         "gluon-amp demo",
         "gluon-amp demo --epochs 2",
     ), _demo_arguments, _demo),
+    _Command("xray", "what an X-ray has found, and what another format would have done", (
+        "gluon-amp xray FOLDER",
+        "gluon-amp xray FOLDER --format bfloat16",
+    ), _xray_arguments, _xray),
     _Command("launch", "start a program as many workers, of MXNet's parameter server or Horovod", (
         "gluon-amp launch -n 2 python train.py --kvstore dist_sync",
         "gluon-amp launch -n 8 -s 2 -H hosts.txt python train.py --kvstore dist_device_sync",

@@ -37,7 +37,11 @@ _VARIABLES: Dict[str, Tuple[str, Dict[str, str]]] = {
         "1": "cuDNN looks for its fastest algorithms in a limited workspace",
         "2": "cuDNN looks for its fastest algorithms, whatever workspace they take"}),
     "MXNET_CUDA_ALLOW_TENSOR_CORE": ("1", {
-        "0": "GPUs do not use their Tensor Cores", "1": "GPUs use their Tensor Cores"}),
+        "0": "GPUs do not use their Tensor Cores for float16",
+        "1": "GPUs use their Tensor Cores for float16"}),
+    "NVIDIA_TF32_OVERRIDE": ("on", {
+        "0": "float32 products are float32's on every GPU",
+        "on": "GPUs from A100 on round what float32 products read to TF32"}),
     "MXNET_FC_TRUE_FP16": ("0", {
         "0": "fully connected layers on GPUs sum in float32",
         "1": "fully connected layers on GPUs sum in float16: expect worse results"}),
@@ -67,6 +71,12 @@ class GPU(NamedTuple):
         small = r"GTX 16|MX[45]50|\bT([456]|10|12|20)\d0\b"
         return self.capability >= (7, 0) and not (
             self.capability == (7, 5) and re.search(small, self.name))
+
+    @property
+    def formats(self) -> List[str]:
+        """What its Tensor Cores multiply, of the formats that a `Policy` may name."""
+        since = (("float16", (7, 0)), ("TF32", (8, 0)), ("bfloat16", (8, 0)), ("float8", (8, 9)))
+        return [name for name, first in since if self.tensor_cores and self.capability >= first]
 
 
 def gpus() -> List[GPU]:
@@ -136,7 +146,8 @@ def _gpus() -> Dict[str, Any]:
         if _DRIVER in why_none:
             why_none = f"no NVIDIA driver ({_DRIVER}) is installed"
     return {"gpus": [{"name": gpu.name, "capability": "{}.{}".format(*gpu.capability),
-                      "bytes": gpu.bytes, "served": gpu.served, "tensor_cores": gpu.tensor_cores}
+                      "bytes": gpu.bytes, "served": gpu.served, "tensor_cores": gpu.tensor_cores,
+                      "formats": gpu.formats}
                      for gpu in found], "why_no_gpus": why_none}
 
 
@@ -247,6 +258,9 @@ def _machine(facts: Dict[str, Any]) -> Iterator[Tuple[str, str]]:
     for gpu in facts["gpus"]:
         yield "GPU", f"{gpu['name']}, {gpu['bytes'] / 1e9:.1f} GB, compute capability " \
                      f"{gpu['capability']}, {_tensor_cores(gpu)}"
+        if gpu["formats"]:
+            yield "", f"they have {', '.join(gpu['formats'])}; MXNet 1.9.1 uses " \
+                      f"{' and '.join(gpu['formats'][:2])}"
     if not facts["gpus"]:
         yield "GPU", f"none: {facts['why_no_gpus']}"
     if kernels["error"]:
@@ -294,7 +308,7 @@ def _network(costs: Optional[Dict[str, Any]]) -> Iterator[str]:
     yield f"{'':14}" + "".join(f"{kind:>13}" for kind in table["float32"])
     for name, parts in table.items():
         yield f"{name:14}" + "".join(f"{count / size:13.1f}" for count in parts.values())
-    yield "mixed_bfloat16 and tf32 are for CPUs only, in float32's bytes."
+    yield "mixed_bfloat16, mixed_float8, tf32 are for CPUs only, in float32's bytes."
     if costs["constants"]:
         names = costs["constants"]
         yield ""

@@ -11,6 +11,7 @@ Afterwards the network, the Trainer and the loss scale are as they were.
 """
 import math
 import pickle
+import struct
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Iterable, Iterator, List, Optional
@@ -61,7 +62,8 @@ def lr_find(net: Any, trainer: Any, loss_fn: Any, batches: Iterable[Any], start:
     """Tries learning rates from `start` to `end`, and proposes one.
 
     Args:
-        trainer: a gluon_amp.Trainer or a gluon.Trainer.
+        trainer: a gluon_amp.Trainer or a gluon.Trainer. The former may train on many ranks: each
+            gives its own batches, and all find the same.
         batches: pairs of data and label, over and over again if they are too few.
         plot: where to draw loss against rate: a PNG or SVG file.
     """
@@ -103,10 +105,16 @@ def _step(net: Any, trainer: Any, loss_fn: Any, source: Iterator[Any]) -> float:
             loss.backward()
             trainer.step(data.shape[0])
             return float(loss.mean().asscalar())
-        value = float(loss.mean().asscalar())
+        value = _mean_over_ranks(trainer, float(loss.mean().asscalar()))
         trainer.backward(loss)
-        if trainer.step(data.shape[0]) or not math.isfinite(value):
+        if trainer.step(data.shape[0] * trainer.workers) or not math.isfinite(value):
             return value
+
+
+def _mean_over_ranks(trainer: Trainer, loss: float) -> float:
+    """So that all ranks stop at the same rate, and propose the same."""
+    losses = trainer._steps.reduction.gather(struct.pack("d", loss))
+    return sum(struct.unpack("d", one)[0] for one in losses) / len(losses)
 
 
 def _steepest(rates: List[float], losses: List[float]) -> Optional[float]:

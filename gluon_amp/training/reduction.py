@@ -83,7 +83,7 @@ class Reduction:
         """Whether the flag is true for any worker. All workers have to ask."""
         if not self.tells:
             return flag
-        return bool(self._sum_numbers(np.array([flag])).any())
+        return bool(self.sum_numbers(np.array([flag])).any())
 
     def any_after_sum(self, flag: bool) -> bool:
         """As `any`, for what follows from summed gradients. Nothing is exchanged where a store
@@ -96,7 +96,7 @@ class Reduction:
             return [mine]
         numbers = np.zeros((self.workers, len(mine)))
         numbers[self.rank] = np.frombuffer(mine, np.uint8)
-        return [bytes(row) for row in self._sum_numbers(numbers).astype(np.uint8)]
+        return [bytes(row) for row in self.sum_numbers(numbers).astype(np.uint8)]
 
     def average(self, arrays: Sequence[List[Any]]) -> None:
         """Gives each array, on all devices of all workers, the mean over these. All have to ask.
@@ -107,7 +107,7 @@ class Reduction:
             return
         mean = np.concatenate(means)
         if self.tells:
-            mean = self._sum_numbers(mean) / self.workers
+            mean = self.sum_numbers(mean) / self.workers
         for on_devices, one in zip(arrays, np.split(mean, np.cumsum([m.size for m in means])[:-1])):
             for array in on_devices:
                 array[:] = one.reshape(array.shape)
@@ -154,8 +154,8 @@ class Reduction:
                 address = ctypes.c_void_p()
                 check_call(_LIB.MXNDArrayGetData(array.handle, ctypes.byref(address)))
 
-    def _sum_numbers(self, numbers: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
-        """The sum over workers, in float32."""
+    def sum_numbers(self, numbers: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
+        """The sum over workers of an array of numbers, in float32. All have to ask."""
         # a store knows the size of what has a key
         key: Any = f"gluon_amp {numbers.size}" if self._names else 2 ** 24 + numbers.size
         array = mx.nd.array(numbers.reshape(-1), ctx=mx.cpu(), dtype="float32")

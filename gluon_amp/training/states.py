@@ -4,6 +4,7 @@ MXNet's format: a pickle of {index: state}, alone or beside the optimizer. Behin
 does not read any more, stands a checksum. A pickle may name any function to be called, so only
 those names are looked up that such states need.
 """
+import copy
 import hashlib
 import io
 import pickle
@@ -11,7 +12,7 @@ import re
 import sys
 import warnings
 from contextlib import contextmanager
-from typing import Any, Dict, Iterator, List, Mapping, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Mapping, Sequence, Tuple
 
 from .._mxnet import mx, np
 from ..cpu.arrays import dtype_name
@@ -142,6 +143,48 @@ def check_states(fname: str, states: Dict[Any, Any], maker: Any, mine: Any,
                              "types or sizes? Its parameters may load without its states")
 
 
+def renumber(numbered: Dict[Any, Any], trained: Sequence[Tuple[int, str]],
+             devices: int) -> Dict[Any, Any]:
+    """What a Module's file has for each state, numbered as the states are here.
+
+    A Module's state of parameter i on device k of n is number i * n + k. All devices have the
+    same. Where a kvstore updates there is one for each parameter, by its name.
+
+    Args:
+        numbered: the states, or what is counted of each.
+        trained: number and name of each parameter that has a state.
+        devices: how many are here; 0 where a kvstore updates.
+    """
+    before = max(len(numbered) // max(len(trained), 1), 1)  # devices, when it was saved
+    if set(numbered) == {name for _, name in trained}:
+        own = {i: numbered[name] for i, name in trained}
+    elif before != devices and set(numbered) == {i * before + k for i, _ in trained
+                                                 for k in range(before)}:
+        own = {i: numbered[i * before] for i, _ in trained}
+    else:
+        return numbered
+    if not devices:
+        return {name: own[i] for i, name in trained}
+    return {i * devices + k: copy.deepcopy(own[i]) for i, _ in trained for k in range(devices)}
+
+
+def carry_counts(maker: Any, devices: Sequence[int],
+                 numbered: Callable[[Dict[Any, int]], Dict[Any, int]] = dict) -> None:
+    """Gives each device what an optimizer has counted: how often it has updated each parameter.
+    MXNet counts for each device; one that the file does not know would begin at 0, and Adam with
+    it.
+
+    Args:
+        devices: their numbers.
+        numbered: gives the counts the numbers that states have here.
+    """
+    saved = getattr(maker, "_all_index_update_counts", {0: maker._index_update_count})
+    together = {index: count for counts in saved.values() for index, count in counts.items()}
+    maker._all_index_update_counts = {
+        device: numbered({**together, **saved.get(device, {})}) for device in {0, *devices}}
+    maker._index_update_count = maker._all_index_update_counts[0]
+
+
 def check_order(fname: str, maker: Any, names: Sequence[str]) -> None:
     """Refuses a file whose parameters were numbered in another order."""
     saved = getattr(maker, "trainer_state", {}).get("names", ())
@@ -149,6 +192,16 @@ def check_order(fname: str, maker: Any, names: Sequence[str]) -> None:
         raise ValueError(f"{fname} holds the parameters in another order, {', '.join(saved[:3])}, "
                          f"than here, {', '.join(names[:3])}: names sort dense10 before dense9. "
                          "Give the network a prefix, when saving, too")
+
+
+def histories_in(maker: Any, networks: int) -> List[str]:
+    """What so many networks remember of their float8 tensors. A file of networks that have none
+    says nothing of it: then they begin anew."""
+    found = getattr(maker, "trainer_state", {}).get("scales") or [""] * networks
+    if len(found) != networks:
+        raise ValueError(f"it holds float8 histories of {len(found)} networks; here are {networks} "
+                         "(scaling='delayed'). Convert the networks before, as when it was saved")
+    return list(found)
 
 
 def _order(names: Sequence[str]) -> List[int]:

@@ -284,11 +284,12 @@ class Steps:
         self.skipped_in_a_row += 1
         if self._loss_is_to_blame():
             reason = "the loss itself is not finite, which no loss scale causes or mends: " \
-                     "look at the data, the learning rate, and what overflows in the network"
+                     "look at the data, the learning rate, and what overflows in the network " \
+                     "(gluon_amp.explain)"
         elif isinstance(self.loss_scale, DynamicLossScale):
             self.loss_scale.update(False, names)
-            log.info("step skipped: gradients not finite%s; loss scale %g -> %g", in_names(names),
-                     before, self.scale)
+            log.info("step skipped: gradients not finite%s; loss scale %g -> %g",
+                     in_names(names, most=1), before, self.scale)
             return
         else:
             reason = f"gradients are not finite{in_names(names)} at the loss scale " \
@@ -334,7 +335,8 @@ class TakesSteps:
 
     @property
     def skipped(self) -> int:
-        """How many steps were skipped."""
+        """How many steps were skipped. `gluon_amp.explain(net, batch, loss_fn, loss_scale)` tells
+        which node a batch's gradients overflow at first."""
         return self._steps.skipped
 
     @property

@@ -5,7 +5,7 @@
                      by scale and n
 """
 import copy
-from typing import Any, Dict, Iterator, List, Optional, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
 
 from .._mxnet import mx
 from ..checks import in_names, positive_number
@@ -16,7 +16,15 @@ from .optimizer import check_scalable, given_optimizer, with_masters
 from .optimizer import optimizer as make_optimizer
 from .ranks import RanksTrainer
 from .reduction import check_kvstore
-from .states import check_order, check_states, one_error, read_states, seal
+from .states import (
+    carry_counts,
+    check_order,
+    check_states,
+    histories_in,
+    one_error,
+    read_states,
+    seal,
+)
 from .step import Gradient, Place, Steps, TakesSteps
 
 
@@ -42,6 +50,8 @@ class Trainer(TakesSteps, RanksTrainer):
 
     _optimizer: Any
     _heads_checked = False  # by the first backward pass with a scale
+    # an X-ray's: called after each backward pass with what it began with
+    after_pass: Optional[Callable[[float], None]] = None
 
     def __init__(self, params: Any, optimizer: Any, optimizer_params: Any = None,
                  kvstore: Any = "device", compression_params: Any = None,
@@ -139,6 +149,8 @@ class Trainer(TakesSteps, RanksTrainer):
     def _backward(self, losses: List[Any], retain_graph: bool) -> None:
         if not self._steps.scaling:
             mx.autograd.backward(losses, retain_graph=retain_graph)
+            if self.after_pass is not None:
+                self.after_pass(1.0)
             self._steps.forget()
             self._steps.pending.scale = 1.0
             return
@@ -149,10 +161,11 @@ class Trainer(TakesSteps, RanksTrainer):
         kept = self._kept_gradients() if searching else {}
 
         averages: List[Tuple[Any, Any]] = []
-
         def go_back(at: float, retain: bool = True) -> None:
             heads = [mx.nd.ones_like(one.as_nd_ndarray()) * at for one in losses]
             mx.autograd.backward(losses, heads, retain)
+            if self.after_pass is not None:
+                self.after_pass(at)
             self._note_written()
 
         def again(at: float) -> None:
@@ -335,6 +348,7 @@ class Trainer(TakesSteps, RanksTrainer):
         A `gluon.Trainer` can read the file, too.
         """
         self._optimizer.trainer_state = {"names": [p.name for p in self._params],
+                                         "scales": [s.read() for s in self._scales()],
                                          **self._steps.state()}
         save = super().save_states
 
@@ -342,6 +356,11 @@ class Trainer(TakesSteps, RanksTrainer):
             save(path)
             seal(path)
         replace_file(fname, write)
+
+    def _scales(self) -> List[Any]:
+        """What the networks of these parameters remember of float8 tensors, in their order."""
+        found = (getattr(p, "scales_of_gluon_amp", None) for p in self._params)
+        return list({id(one): one for one in found if one is not None}.values())
 
     def load_states(self, fname: str) -> None:
         """Takes over what `save_states` wrote, here or in a `gluon.Trainer`.
@@ -354,8 +373,10 @@ class Trainer(TakesSteps, RanksTrainer):
         maker = optimizer or self._optimizer
         with one_error(fname):
             check_order(fname, maker, [p.name for p in self._params])
+            scales = self._scales()
+            histories = histories_in(maker, len(scales))
             check_states(fname, states, maker, self._optimizer, {
-                i: (p.name, None if p._data is None else p.list_data()[0])
+                i: (p.name, None if p._data is None else p._data[0])
                 for i, p in enumerate(self._params)})
         if not self._kv_initialized:
             self._init_kvstore()
@@ -366,8 +387,11 @@ class Trainer(TakesSteps, RanksTrainer):
             raise ValueError("states that servers keep cannot be loaded: make the Trainer with "
                              "update_on_kvstore=False")
         with one_error(fname):
+            carry_counts(maker, [c.device_id for c in self._contexts])
             copies = [states, *(copy.deepcopy(states) for _ in updaters[1:])]
             self._steps.load(getattr(optimizer, "trainer_state", {}))
+        for one, text in zip(scales, histories):
+            one.write(text)
         for updater, own in zip(updaters, copies):
             updater.states, updater.states_synced = own, dict.fromkeys(own, False)
             updater.optimizer = maker

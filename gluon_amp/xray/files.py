@@ -75,7 +75,8 @@ def lines(view: Any) -> Iterable[Dict[str, Any]]:
                 continue
             yield {"step": number, "scale": scale, "node": tensor.key.node,
                    "backward": tensor.key.backward, "index": tensor.key.which,
-                   "kind": tensor.kind, "operator": tensor.op, "format": tensor.format.name,
+                   "place": tensor.place, "kind": tensor.kind, "operator": tensor.op,
+                   "format": tensor.format.name,
                    "zero": counts.zero, "infinite": counts.infinite, "nan": counts.nan,
                    "overflowed": counts.overflowed, "flushed": counts.flushed,
                    "own_snr": as_number(counts.own_snr),

@@ -80,7 +80,8 @@ def _advice(view: Any) -> str:
         parts.append("<ol>" + "".join(
             f"<li><b>{escape(f.node)}</b>: {escape(f.reason)}. {escape(f.detail)}."
             for f in view.findings[:10]) + "</ol>")
-        parts.append(f"<pre>{escape(view.keep_line)}</pre>")
+        if view.keep:
+            parts.append(f"<pre>{escape(view.keep_line)}</pre>")
     else:
         parts.append("<p class=good><b>Nothing needs to stay in float32</b> beyond what does.</p>")
     return "\n".join(parts)

@@ -6,7 +6,7 @@ makes 0, holds less exactly, or overflows, at any loss scale, without another ru
 import ctypes
 import math
 from dataclasses import dataclass, field, replace
-from typing import Any, Dict, NamedTuple, Optional, Tuple
+from typing import Any, Dict, Mapping, NamedTuple, Optional, Tuple
 
 from .._mxnet import mx, np
 from ..cpu import library
@@ -114,7 +114,7 @@ class Counts:
         infinite or the largest number ("overflowed")."""
         exponents = np.arange(256) - _BIAS + math.log2(scale)
         flushed = exponents < math.log2(format_.smallest) - 1
-        above = exponents > math.floor(math.log2(format_.largest))
+        above = _is_beyond(format_, scale)
         subnormal = (exponents < math.log2(format_.smallest_normal)) & ~flushed
         count = max(self.numbers, 1)
         return {"zero": self.zero / count, "flushed": int(self.bins[flushed].sum()) / count,
@@ -143,6 +143,33 @@ class Counts:
         return float(math.sqrt(error[small].sum() / total)) if total else 0.0
 
 
+    def noise(self, format_: Format, scale: float = 1.0) -> float:
+        """What rounding to a format would add to these numbers, times a power of two: the noise's
+        energy over theirs. Infinite where a number lies beyond the format."""
+        if self.shares(format_, scale)["overflowed"]:
+            return math.inf
+        exponents = np.arange(256) - _BIAS + math.log2(scale)
+        steps = np.maximum(4.0 ** (exponents - format_.fraction), format_.smallest ** 2)
+        error = (self.bins * steps).sum() / 12
+        total = (self.bins * (7 / 3) * 4.0 ** exponents).sum()
+        return float(min(error / total, 1.0)) if total else 0.0
+
+    def as_in(self, format_: Format) -> "Counts":
+        """These numbers as if they were rounded to a format: what becomes 0 or infinite, and the
+        error, as far as exponents tell."""
+        count, shares = self.numbers, self.shares(format_)
+        squares = float((self.bins * (7 / 3) * 4.0 ** (np.arange(256.0) - _BIAS)).sum())
+        beyond = round(shares["overflowed"] * count) - self.infinite - self.nan
+        inside = replace(self, bins=np.where(_is_beyond(format_), 0, self.bins), infinite=0, nan=0)
+        return replace(self, overflowed=beyond, flushed=round(shares["flushed"] * count),
+                       squares=squares, error_squares=inside.noise(format_) * squares)
+
+
+def _is_beyond(format_: Format, scale: float = 1.0) -> "np.ndarray[Any, Any]":
+    """For each bin: whether its numbers, times a power of two, lie beyond a format."""
+    return np.arange(256) - _BIAS + math.log2(scale) > math.floor(math.log2(format_.largest))
+
+
 def decibels(signal: float, noise: float) -> float:
     """The ratio of two energies; infinite without noise, -infinite without a signal."""
     if noise == 0:
@@ -161,6 +188,12 @@ def snr(reference: "np.ndarray[Any, Any]", found: "np.ndarray[Any, Any]") -> flo
         return -math.inf if np.isfinite(reference).all() else math.nan
     right = reference.astype(np.float64)
     return decibels(float(np.square(right).sum()), float(np.square(found - right).sum()))
+
+
+def at_scale(counts: Mapping[Key, Counts], factor: float) -> Dict[Key, Counts]:
+    """A step's counts with the samples of gradients multiplied, as at another loss scale."""
+    return {key: replace(c, sample=c.sample * np.float32(factor)) if key.backward else c
+            for key, c in counts.items()}
 
 
 def read() -> Dict[Key, Counts]:

@@ -1,6 +1,6 @@
 """Which tensors a converted network's graph has, in order of computation."""
 from dataclasses import dataclass, field
-from typing import Any, Dict, Iterator, List, Mapping, Optional
+from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
 
 from ..formats import FLOAT32, FORMATS, Format
 from ..graph.build import LEFT_ALONE
@@ -47,18 +47,26 @@ class Tensor:
     @property
     def low_snr(self) -> float:
         """In dB: rounding alone leaves far more than that in a tensor that the format suits."""
-        return 6.02 * (self.format.fraction + 1) - 26
+        return max(6.02 * (self.format.fraction + 1) - 26, 10.0)
 
 
 class Layout:
-    """A graph's nodes in order, and the tensors that they make."""
+    """The nodes of graphs in order, and the tensors that they make.
 
-    def __init__(self, graph: Graph, types: Mapping[str, str], policy: Policy,
+    Args:
+        graphs: with their casts, in the order in which they run, and their variables' types.
+    """
+
+    def __init__(self, graphs: Sequence[Tuple[Graph, Mapping[str, str]]], policy: Policy,
                  parameters: Any) -> None:
-        self.nodes: Dict[str, Node] = {n.name: n for n in graph.nodes() if not n.is_variable}
+        self.nodes: Dict[str, Node] = {}
+        self.users: Dict[Entry, List[Optional[Node]]] = {}
+        self.types: Dict[Entry, Optional[str]] = {}
+        for graph, types in graphs:
+            self.nodes.update((n.name, n) for n in graph.nodes() if not n.is_variable)
+            self.users.update(graph.consumers())
+            self.types.update(graph.types(types))
         self.order = {name: i for i, name in enumerate(self.nodes)}
-        self.users = graph.consumers()
-        self.types = graph.types(types)
         self.formats = {**FORMATS, policy.between.name: policy.between}
         self.parameters = set(parameters)
 

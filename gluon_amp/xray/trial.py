@@ -1,17 +1,35 @@
-"""A network's graph on arrays of its own: it runs, counts, and changes nothing of the user's."""
-from typing import Any, Collection, Dict, List, NamedTuple, Sequence, Tuple
+"""A converted network on arrays of its own: it runs, counts, and changes nothing of the user's.
 
-from mxnet.gluon import HybridBlock
+A network is called as its user calls it. Meanwhile something stands in for the graphs of its
+hybrid blocks (`State.stand_in`): the same graphs on copies of the parameters, under any policy.
+"""
+from contextlib import contextmanager
+from typing import (
+    Any,
+    Callable,
+    Collection,
+    Dict,
+    FrozenSet,
+    Iterator,
+    List,
+    Mapping,
+    NamedTuple,
+    Optional,
+    Sequence,
+    Tuple,
+)
 
-from .._mxnet import mx
+from .._mxnet import message, mx
 from ..cpu.arrays import dtype_name, to_float32
 from ..cpu.finite import all_finite
-from ..gluon.converted import ConvertedHybridBlock
+from ..gluon.converted import ConvertedBlock, ConvertedHybridBlock, blocks_in
 from ..graph.build import build
 from ..graph.casts import float32_variables, insert_casts
 from ..graph.graph import Graph
 from ..policy import Policy
 from .statistics import Counts, Key, read
+
+Typed = Tuple[Graph, Dict[str, str]]  # a graph with its casts, and its variables' types
 
 
 class Ran(NamedTuple):
@@ -19,6 +37,50 @@ class Ran(NamedTuple):
     loss: float
     finite: bool
     counts: Dict[Key, Counts]
+
+
+class Call(NamedTuple):
+    """A hybrid block's graph as it was called: the names of its data, their types and shapes."""
+    block: Any
+    clean: Graph
+    numpy: bool
+    names: List[str]
+    dtypes: Tuple[str, ...]
+    shapes: List[Tuple[int, ...]]
+
+    @classmethod
+    def of(cls, net: Any, block: Any, arrays: Sequence[Any]) -> "Call":
+        """Of a block within a network. Other blocks call their data by the same names, and tensors
+        are told apart by names: they get the block's before them."""
+        data, clean = block._cached_graph
+        graph, names = Graph.read(clean), [d.name for d in data]
+        if block is not net:
+            for node in graph.nodes():
+                if node.is_variable and node.name in names:
+                    node.name = block.prefix + node.name
+            names = [block.prefix + name for name in names]
+        return cls(block, graph, isinstance(clean, mx.sym.numpy._Symbol), names,
+                   tuple(dtype_name(a.dtype) for a in arrays), [a.shape for a in arrays])
+
+    def typed(self, policy: Policy, types: Mapping[str, str], keep: Collection[str]) -> Typed:
+        """The graph with its casts, for parameters of these types."""
+        variables = {name: types[name] for name in self.clean.variables() if name in types}
+        variables.update(zip(self.names, self.dtypes))
+        return insert_casts(self.clean, variables, policy, set(types), keep), variables
+
+    def op(self, typed: Typed, policy: Policy, watch: bool, parameters: Mapping[str, Any],
+           flags: Sequence[Any] = ()) -> Tuple[Any, List[Any]]:
+        """A CachedOp of the graph with its casts, and where its inputs come from."""
+        graph, types = typed
+        symbol = build(graph, types, False, policy, watch).symbol()
+        order = symbol.list_inputs()
+        if self.numpy:
+            symbol = symbol.as_np_ndarray()
+        places = [("data_indices", [i for i, n in enumerate(order) if n in self.names]),
+                  ("param_indices", [i for i, n in enumerate(order) if n not in self.names])]
+        inputs = [(True, self.names.index(n)) if n in self.names else (False, parameters[n])
+                  for n in order]
+        return mx.nd.CachedOp(symbol, [*places, *flags]), inputs
 
 
 def split(batch: Any) -> Tuple[List[Any], List[Any]]:
@@ -31,118 +93,187 @@ def split(batch: Any) -> Tuple[List[Any], List[Any]]:
 
 
 def check(net: Any, batch: Any) -> None:
-    """Refuses what an X-ray cannot look into; traces the network if it has not run yet."""
-    if not isinstance(net, ConvertedHybridBlock) or not isinstance(net, HybridBlock):
-        raise TypeError("xray takes a HybridBlock that gluon_amp.convert has converted: its "
-                        f"graph is what float16 runs in. Received: {type(net).__name__}")
+    """Refuses what an X-ray cannot look into; runs the network once if it has not run yet."""
+    blocks = list(blocks_in(net)) if isinstance(net, ConvertedBlock) else []
+    hybrid = [b for b in blocks if isinstance(b, ConvertedHybridBlock)]
+    if not hybrid:
+        raise TypeError("xray takes a network that gluon_amp.convert has converted, with a "
+                        "HybridBlock in it: its graph is what float16 runs in. "
+                        f"Received: {type(net).__name__}")
     if net._amp.policy.is_float32:
         raise ValueError("the network has no float16 tensors: convert it with another policy")
+    own = [name for b in blocks if not isinstance(b, mx.gluon.HybridBlock) for name in b.params]
+    if own:
+        raise ValueError("xray looks into graphs, and a plain Block has parameters of its own: "
+                         f"move them into a HybridBlock. Received: {', '.join(own[:5])}")
     data, _ = split(batch)
     if any(array.context.device_type == "gpu" for array in data):
         raise ValueError("xray runs on CPUs, where each result is seen before it is rounded. "
                          "Received: data on a GPU")
-    if not net._cached_graph:
+    if not any(block._cached_graph for block in hybrid):
         with mx.autograd.pause():
-            net(*data)
-    count = len(net._cached_graph[0])
-    if count != len(data):
-        raise ValueError(f"the graph of {net.name} takes {count} arrays of data (an RNN layer's "
-                         "states are some: put it into a HybridBlock of yours). "
-                         f"Received: batches with {len(data)}")
+            call(net, data)
+
+
+def call(net: Any, data: Sequence[Any]) -> Any:
+    try:
+        return net(*data)
+    except (mx.MXNetError, TypeError, ValueError) as error:
+        shapes = ", ".join(str(a.shape) for a in data)
+        raise ValueError(f"{net.name} does not take this batch: {message(error)}. "
+                         f"Received: data of {shapes}") from None
+
+
+@contextmanager
+def standing_in(net: Any, make: Callable[..., Any]) -> Iterator[None]:
+    """Calls `make(block, key, arrays)` for the CachedOp of each graph that a network runs."""
+    blocks = [b for b in blocks_in(net) if isinstance(b, ConvertedHybridBlock)]
+    before = [(b._cached_op, b._cached_op_args) for b in blocks]
+    for block in blocks:
+        block._amp.stand_in = make
+    try:
+        yield
+    finally:
+        for block, ran in zip(blocks, before):
+            block._amp.stand_in = None
+            block._cached_op, block._cached_op_args = ran
+
+
+class Watched:
+    """The network itself, with the engine counting."""
+
+    def __init__(self, net: Any) -> None:
+        self.net, self.parameters, self.keep = net, net.collect_params(), _kept(net)
+        self.ops: Dict[Any, Any] = {}
+
+    def make(self, block: Any, key: Any, arrays: Sequence[Any]) -> Any:
+        """Stands in for a block's graph."""
+        where = (block.name, key)
+        if where not in self.ops:
+            call, policy = Call.of(self.net, block, arrays), block._amp.policy
+            types = {name: dtype_name(p.dtype) for name, p in self.parameters.items()}
+            typed = call.typed(policy, types, self.keep)
+            self.ops[where] = call.op(typed, policy, True, self.parameters, block._flags)
+        return self.ops[where]
+
+
+def _kept(net: Any) -> FrozenSet[str]:
+    """The nodes that `convert` was told to keep."""
+    return frozenset().union(*(block._amp.keep_nodes for block in blocks_in(net)
+                               if isinstance(block, ConvertedBlock)))
+
+
+class _Held:
+    """A copy of a parameter, as MXNet's blocks ask for it."""
+
+    def __init__(self, array: Any) -> None:
+        self.array = array
+
+    def data(self) -> Any:
+        return self.array
 
 
 class Trial:
-    """The graph of a converted network with copies of its parameters.
+    """A converted network's graphs with copies of its parameters.
+
+    Attributes:
+        calls: the graphs that have run, by their blocks' names.
+        arrays: the copies, of what these graphs read.
 
     Args:
         policy: of the numbers: the network's own, or float32 for the reference.
         keep: names of nodes that stay float32.
         watch: whether the engine counts what its nodes compute.
+        calls: of another trial, so that nothing has to run to know the graphs.
     """
 
-    def __init__(self, net: Any, policy: Policy, keep: Collection[str] = (), watch: bool = True):
-        inputs, clean = net._cached_graph
+    def __init__(self, net: Any, policy: Policy, keep: Collection[str] = (), watch: bool = True,
+                 calls: Optional[Mapping[str, Call]] = None):
         self.net, self.policy, self.watch = net, policy, watch
-        self.names = [d.name for d in inputs]
         self.parameters = net.collect_params()
-        self.clean = Graph.read(clean)
-        self.numpy = isinstance(clean, mx.sym.numpy._Symbol)
-        states = [block._amp for block in _converted(net)]
-        self.keep = frozenset(keep).union(*(state.keep_nodes for state in states))
-        self.whole = float32_variables(self.clean, policy, self.keep)
-        self.ops: Dict[Tuple[str, ...], Any] = {}
+        self.keep = frozenset(keep) | _kept(net)
+        self.values: Optional[Mapping[str, Any]] = None
+        self.calls: Dict[str, Call] = {}
         self.arrays: Dict[str, Any] = {}
-        self.copy()
+        self.whole: Dict[str, bool] = {}  # whether a parameter is float32 here
+        self.ops: Dict[Any, Any] = {}
+        for call in (calls or {}).values():
+            self._take(call)
 
-    def copy(self) -> None:
-        """Takes over the values that the network's parameters have now."""
-        for parameter in self.parameters.values():
-            value = parameter.data()
-            whole = self.policy.is_float32 or parameter.name in self.whole
-            value = to_float32(value) if whole else value
-            held = self.arrays.get(parameter.name)
-            if held is not None:
-                value.copyto(held)
-                continue
-            held = self.arrays[parameter.name] = value.copy()
-            if parameter.grad_req != "null":
-                held.attach_grad()
+    # ---- parameters
 
-    def graph(self, dtypes: Sequence[str]) -> Tuple[Graph, Dict[str, str]]:
-        """The graph with its casts, and its variables' types."""
+    def copy(self, values: Optional[Mapping[str, Any]] = None) -> None:
+        """Takes over the values that the network's parameters have now, or those given."""
+        self.values = values
+        for name, held in self.arrays.items():
+            held[:] = self._value(name).astype(held.dtype, copy=False)
+
+    def _value(self, name: str) -> Any:
+        value = self.parameters[name].data() if self.values is None else self.values[name]
+        return to_float32(value) if self.whole[name] else value
+
+    def _take(self, call: Call) -> None:
+        """Gets to know a graph, and copies the parameters that it reads."""
+        self.calls[call.block.name] = call
+        wide = float32_variables(call.clean, self.policy, self.keep)
+        for name in call.clean.variables():
+            if name in self.parameters and name not in self.arrays:
+                self.whole[name] = self.policy.is_float32 or name in wide
+                held = self.arrays[name] = self._value(name).copy()
+                if self.parameters[name].grad_req != "null":
+                    held.attach_grad()
+
+    # ---- graphs
+
+    def graphs(self) -> List[Typed]:
+        """Those that have run, with their casts."""
+        return [self._typed(call) for call in self.calls.values()]
+
+    def _typed(self, call: Call) -> Typed:
         types = {name: dtype_name(array.dtype) for name, array in self.arrays.items()}
-        types.update(zip(self.names, dtypes))
-        keep = () if self.policy.is_float32 else self.keep
-        made = insert_casts(self.clean, types, self.policy, set(self.parameters), keep)
-        return made, types
+        return call.typed(self.policy, types, () if self.policy.is_float32 else self.keep)
 
-    def _op(self, dtypes: Tuple[str, ...]) -> Any:
-        if dtypes not in self.ops:
-            graph, types = self.graph(dtypes)
-            symbol = build(graph, types, False, self.policy, self.watch).symbol()
-            order = symbol.list_inputs()
-            if self.numpy:
-                symbol = symbol.as_np_ndarray()
-            flags = [("data_indices", list(range(len(order)))), ("param_indices", [])]
-            self.ops[dtypes] = mx.nd.CachedOp(symbol, flags), order
-        return self.ops[dtypes]
+    def make(self, block: Any, key: Any, arrays: Sequence[Any]) -> Any:
+        """Stands in for a block's graph."""
+        where = (block.name, key)
+        if where not in self.ops:
+            call = Call.of(self.net, block, arrays)
+            self._take(call)
+            held = {name: _Held(array) for name, array in self.arrays.items()}
+            self.ops[where] = call.op(self._typed(call), self.policy, self.watch, held)
+        return self.ops[where]
 
-    def run(self, batch: Any, loss_fn: Any, scale: float = 1.0, seed: Any = None) -> Ran:
+    # ---- a step
+
+    def run(self, batch: Any, loss_fn: Any, scale: float = 1.0) -> Ran:
         """One forward and one backward pass; no update."""
-        data, label = split(batch)
-        op, order = self._op(tuple(dtype_name(a.dtype) for a in data))
-        inputs = dict(zip(self.names, data))
-        arrays = [inputs.get(name, self.arrays.get(name)) for name in order]
-        if seed is not None:
-            mx.random.seed(seed)
         read()
-        with mx.autograd.record():
-            loss = loss_fn(op(*arrays), *label)
-        if not isinstance(loss, mx.nd.NDArray):
-            raise TypeError("loss_fn(output, label) is to return one array. Received: "
-                            f"{type(loss).__name__}")
+        with mx.autograd.record(), standing_in(self.net, self.make):
+            loss = loss_of(self.net, batch, loss_fn)
         mx.autograd.backward([loss], [mx.nd.ones_like(loss.as_nd_ndarray()) * scale])
         counts = read()
-        mean = float(loss.astype("float32").mean().asscalar())
-        return Ran(mean, all_finite(self.gradients()), counts)
+        return Ran(mean_of(loss), all_finite(self.gradients()), counts)
+
+    def look(self, batch: Any) -> None:
+        """One forward pass, as training makes it, to know the graphs."""
+        with mx.autograd.record(), standing_in(self.net, self.make):
+            call(self.net, split(batch)[0])
+        mx.nd.waitall()
 
     def gradients(self) -> List[Any]:
         """Of the parameters that train, as the last run left them."""
         return [array.grad for array in self.arrays.values() if array.grad is not None]
 
 
-def draws(graph: Graph) -> bool:
-    """Whether a graph draws random numbers."""
-    return any(node.op == "Dropout" or "random" in node.op or "sample" in node.op
-               for node in graph.nodes())
+def loss_of(net: Any, batch: Any, loss_fn: Any) -> Any:
+    """The loss of a batch."""
+    data, label = split(batch)
+    loss = loss_fn(call(net, data), *label)
+    if not isinstance(loss, mx.nd.NDArray):
+        raise TypeError("loss_fn(output, label) is to return one array. Received: "
+                        f"{type(loss).__name__}")
+    return loss
 
 
-def _converted(net: Any) -> List[Any]:
-    found, stack = [], [net]
-    while stack:
-        block = stack.pop()
-        if hasattr(block, "_amp"):
-            found.append(block)
-        stack += block._children.values()
-    return found
-
+def mean_of(loss: Any) -> float:
+    return float(loss.astype("float32").mean().asscalar())

@@ -1,47 +1,30 @@
 """`xray`: what float16 does to every tensor of a network, and what to do about it.
 
-    each step   a float16 step on copies of the parameters, counted by the engine, forward and
-                backward; the same in float32; then, with a trainer, the user's own step
+    each step   a float32 step on copies of the parameters, then the same in float16, counted by the
+                engine, forward and backward: with a trainer, that is the user's own step
     at the end  counts become advice: a window of loss scales, findings, and a line for keep=,
                 which is tried: nodes are added until nothing is found any more
 """
 import inspect
 import itertools
 import math
-import re
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Dict, Iterable, List, Optional, Set, Tuple
+from typing import Any, Callable, Dict, Iterable, List, Optional, Set, Tuple
 
-from .._mxnet import mx, np
 from ..checks import positive_number, whole_number
-from ..cpu.arrays import to_float32
-from ..formats import FORMATS
-from ..graph.graph import Graph
+from ..cpu.library import random_numbers_kept
 from ..policy import POLICIES
 from .advice import Finding, Overflow, Window, findings, first_overflow, is_finite, window
-from .statistics import Counts, Key, decibels
+from .names import keep_for, owner
+from .statistics import Counts, Key, at_scale, decibels
 from .tensors import Layout, Tensor, fill
-from .trial import Ran, Trial, check, draws, split
+from .trial import Ran, Trial, check
+from .updates import Updates, Weight
 
 _FIRST_SCALE = 2.0 ** 16
 _LEAST_SCALE = 2.0 ** -24
 _ROUNDS = 12  # of trying what to keep
-
-
-@dataclass
-class Weight:
-    """A parameter: its numbers, and its updates.
-
-    Attributes:
-        counts: of its numbers, in the last step.
-        updates: of what the steps added to it; None without a trainer.
-        without_master: the share of these that would have changed nothing in float16 alone.
-    """
-    name: str
-    counts: Counts
-    updates: Optional[Counts] = None
-    without_master: Optional[float] = None
 
 
 @dataclass
@@ -118,8 +101,10 @@ class View:
             lines.append(f"{fits}: from {low:g} ({self.window.low_tensor}) to {high:g} "
                          f"({self.window.high_tensor})")
         lines += [f"{f.node}: {f.reason}: {f.detail}" for f in self.findings[:10]]
-        lines.append(f"To keep in float32: {self.keep_line}" if self.keep else
-                     "Nothing needs to stay in float32 beyond what does.")
+        if self.keep:
+            lines.append(f"To keep in float32: {self.keep_line}")
+        elif not self.findings:
+            lines.append("Nothing needs to stay in float32 beyond what does.")
         return "\n".join(lines)
 
 
@@ -128,11 +113,11 @@ def xray(net: Any, batches: Iterable[Any], loss_fn: Any, trainer: Any = None, st
     """Shows what float16 does to every tensor of a converted network, forward and backward.
 
     Every step runs on copies of the parameters: neither they nor statistics change, unless a
-    trainer is given, whose ordinary step follows each. Networks that draw random numbers are
-    given a seed for each step, so that float32 draws the same.
+    trainer is given: then each step is its ordinary one, with the same bits. Float32 draws the
+    same random numbers, and afterwards MXNet draws those that it would have drawn anyway.
 
     Args:
-        net: a HybridBlock that `convert` has converted, on a CPU.
+        net: a network that `convert` has converted, on a CPU.
         batches: tuples of arrays, data first and label last.
         loss_fn: called with the network's output and the label.
         trainer: takes a step on each batch; None: the weights stay.
@@ -148,35 +133,43 @@ def xray(net: Any, batches: Iterable[Any], loss_fn: Any, trainer: Any = None, st
         raise ValueError("xray needs at least one batch. Received: none")
     check(net, chosen[0])
     trial = Trial(net, net._amp.policy)
-    right = Trial(net, POLICIES["float32"]) if reference else None
-    layout = _layout(trial, chosen[0])
+    with random_numbers_kept():
+        trial.look(chosen[0])
+    right = Trial(net, POLICIES["float32"], calls=trial.calls) if reference else None
+    layout = _layout(trial)
     tensors = list(layout.tensors())
     if not any(t.is_low for t in tensors):
         raise ValueError("the network has no tensors of less than float32: all of it is kept, or "
                          "only products round what they read")
     view = View(net.name, tensors)
     scale = float(getattr(trainer, "loss_scale", _FIRST_SCALE))
-    updates = _Updates(net, trainer)
+    updates = Updates(net, trainer)
     for number, batch in enumerate(chosen):
-        trial.copy()
-        seed = number if draws(trial.clean) else None
-        scale, ran = _run(trial, batch, loss_fn, scale, seed)
+        with random_numbers_kept() as draw_again:
+            if right is not None:
+                right.copy()
+                whole = right.run(batch, loss_fn, scale)
+                draw_again()
+            at = scale
+            if trainer is None:
+                trial.copy()
+                scale, ran = _run(trial, batch, loss_fn, scale, draw_again)
+        if trainer is not None:
+            scale, ran = updates.step(batch, loss_fn)
         if right is not None:
-            right.copy()
-            whole = right.run(batch, loss_fn, scale, seed)
             view.reference_losses.append(whole.loss)
             if not math.isfinite(whole.loss):
                 view.notes.insert(0, f"batch {number}: the loss is not finite in float32 either: "
                                   "look at the data, the learning rate and the loss first")
-        _note(view, scale, ran, number, lost, None if right is None else whole.counts)
-        if trainer is not None:
-            updates.step(batch, loss_fn)
+        _note(view, scale, ran, number, lost,
+              None if right is None else at_scale(whole.counts, scale / at))
     view.tensors = [t for t in tensors if t.counts is not None]
     if all(_forward_is_finite(counts) for _, counts in view.steps):
         view.window = window(view.tensors, view.scale, lost)
     view.findings = findings(layout, view.tensors, view.scale)
     if view.findings:
-        _try_keeping(net, view, chosen[0], loss_fn, lost, reference)
+        with random_numbers_kept() as draw_again:
+            _try_keeping(trial, view, chosen[0], loss_fn, lost, reference, draw_again)
     view.weights = updates.weights()
     if view.first_overflow:
         view.first_overflow.where = _code_of(net, view.first_overflow.node)
@@ -189,8 +182,9 @@ def explain(net: Any, batch: Any, loss_fn: Any, loss_scale: float = 1.0) -> Opti
     positive_number(loss_scale, "loss_scale")
     check(net, batch)
     trial = Trial(net, net._amp.policy)
-    ran = trial.run(batch, loss_fn, loss_scale)
-    found = first_overflow(_layout(trial, batch).tensors(), ran.counts, 0, loss_scale)
+    with random_numbers_kept():
+        ran = trial.run(batch, loss_fn, loss_scale)
+    found = first_overflow(_layout(trial).tensors(), ran.counts, 0, loss_scale)
     if found:
         found.where = _code_of(net, found.node)
     return found
@@ -199,23 +193,23 @@ def explain(net: Any, batch: Any, loss_fn: Any, loss_scale: float = 1.0) -> Opti
 # ---- how it is done ---------------------------------------------------------------------------
 
 
-def _layout(trial: Trial, batch: Any) -> Layout:
-    dtypes = [np.dtype(a.dtype).name for a in split(batch)[0]]
-    graph, types = trial.graph(dtypes)
-    return Layout(graph, types, trial.policy, trial.parameters)
+def _layout(trial: Trial) -> Layout:
+    return Layout(trial.graphs(), trial.policy, trial.parameters)
 
 
 def _forward_is_finite(counts: Dict[Key, Counts]) -> bool:
     return all(is_finite(c) for key, c in counts.items() if not key.backward)
 
 
-def _run(trial: Trial, batch: Any, loss_fn: Any, scale: float, seed: Any) -> Tuple[float, Ran]:
+def _run(trial: Trial, batch: Any, loss_fn: Any, scale: float,
+         draw_again: Callable[[], None]) -> Tuple[float, Ran]:
     """A step at this loss scale, or at lower ones where only gradients overflow at it."""
-    ran = trial.run(batch, loss_fn, scale, seed)
+    ran = trial.run(batch, loss_fn, scale)
     while not ran.finite and scale > _LEAST_SCALE and _forward_is_finite(ran.counts):
         scale /= 16
         trial.copy()
-        ran = trial.run(batch, loss_fn, scale, seed)
+        draw_again()
+        ran = trial.run(batch, loss_fn, scale)
     return scale, ran
 
 
@@ -234,29 +228,31 @@ def _note(view: View, scale: float, ran: Ran, number: int, lost: float,
     view.windows.append(window(one, scale, lost) if fits else None)
 
 
-def _try_keeping(net: Any, view: View, batch: Any, loss_fn: Any, lost: float,
-                 reference: bool) -> None:
+def _try_keeping(first: Trial, view: View, batch: Any, loss_fn: Any, lost: float,
+                 reference: bool, draw_again: Callable[[], None]) -> None:
     """Keeps what is found, looks again, and goes on until nothing is found."""
+    net, calls = first.net, first.calls
     names: Dict[str, None] = {}
     kept: Set[str] = set()
     found, scale, ran = view.findings, view.scale, Ran(0, False, view.steps[0][1])
     tensors = view.tensors
-    seed = 0 if draws(Trial(net, net._amp.policy, watch=False).clean) else None
-    right = Trial(net, POLICIES["float32"]).run(batch, loss_fn, view.scale, seed) \
+    known_nodes = [n.name for call in calls.values() for n in call.clean.nodes()]
+    right = Trial(net, POLICIES["float32"], calls=calls).run(batch, loss_fn, view.scale) \
         if reference else None
     for _ in range(_ROUNDS):
         wanted = [name for finding in found for name in finding.keep]
-        new = {line: nodes for line, nodes in (_keep_for(net, n) for n in wanted)
-               if line not in names}
+        new = {line: nodes for name in wanted
+               for line, nodes in keep_for(net, name, known_nodes).items() if line not in names}
         if not new:
             break
         for line, nodes in new.items():
             names[line] = None
             kept |= nodes
-        trial = Trial(net, net._amp.policy, kept)
-        layout = _layout(trial, batch)
+        trial = Trial(net, net._amp.policy, kept, calls=calls)
+        layout = _layout(trial)
         tensors = list(layout.tensors())
-        scale, ran = _run(trial, batch, loss_fn, view.scale, seed)
+        draw_again()
+        scale, ran = _run(trial, batch, loss_fn, view.scale, draw_again)
         fill(tensors, ran.counts, right.counts if right else None)
         found = findings(layout, [t for t in tensors if t.counts], scale)
         known = {f.node for f in view.findings}
@@ -272,31 +268,9 @@ def _try_keeping(net: Any, view: View, batch: Any, loss_fn: Any, lost: float,
                           + ", ".join(f.node for f in found[:5]))
 
 
-def _owner(net: Any, node: str) -> Any:
-    """The innermost block whose prefix a node's name has."""
-    best, stack = net, [net]
-    while stack:
-        block = stack.pop()
-        if node.startswith(block.prefix) and len(block.prefix) > len(best.prefix):
-            best = block
-        stack += block._children.values()
-    return best
-
-
-def _keep_for(net: Any, node: str) -> Tuple[str, Set[str]]:
-    """What keep= calls the block of a node, and the block's nodes; a node of the outermost block
-    goes by its own name."""
-    block = _owner(net, node)
-    if block is net or any(child.collect_params().keys() for child in block._children.values()):
-        return re.escape(node), {node}
-    names = {n.name for n in Graph.read(net._cached_graph[1]).nodes()
-             if n.name.startswith(block.prefix)}
-    return re.escape(block.name), names | {node}
-
-
 def _code_of(net: Any, node: str) -> str:
     """The block that a node belongs to, and where its code is."""
-    block = _owner(net, node)
+    block = owner(net, node)
     for cls in type(block).__mro__:
         code = vars(cls).get("hybrid_forward")
         if code is not None:
@@ -304,58 +278,3 @@ def _code_of(net: Any, node: str) -> str:
                 return f"block {block.name}, {inspect.getsourcefile(code)}, line " \
                        f"{inspect.getsourcelines(code)[1]}"
     return f"block {block.name}"
-
-
-class _Updates:
-    """The parameters, and what a trainer's steps add to them."""
-
-    def __init__(self, net: Any, trainer: Any) -> None:
-        self.net, self.trainer = net, trainer
-        self.parameters = [p for p in net.collect_params().values()
-                           if p.grad_req != "null" and p._stype == "default"]
-        self.counts: Dict[str, Counts] = {}
-        self.lost: Dict[str, int] = {}
-        self.made: Dict[str, int] = {}
-
-    def step(self, batch: Any, loss_fn: Any) -> None:
-        """The user's own step."""
-        data, label = split(batch)
-        before = {p.name: self._value(p) for p in self.parameters}
-        with mx.autograd.record():
-            loss = loss_fn(self.net(*data), *label)
-        if hasattr(self.trainer, "loss_scale"):
-            self.trainer.backward(loss)
-        else:
-            loss.backward()
-        self.trainer.step(data[0].shape[0])
-        half = FORMATS["float16"]
-        for p in self.parameters:
-            old = before[p.name]
-            update = self._value(p) - old
-            found = Counts.of_array(update)
-            self.counts[p.name] = self.counts[p.name] + found if p.name in self.counts else found
-            changes = update != 0
-            alone = half.round(half.round(old) + update) == half.round(old)
-            self.made[p.name] = self.made.get(p.name, 0) + int(changes.sum())
-            self.lost[p.name] = self.lost.get(p.name, 0) + int((changes & alone).sum())
-
-    def _value(self, parameter: Any) -> "np.ndarray[Any, Any]":
-        """A parameter's master, or itself where it has none."""
-        array = parameter.data()
-        if array.dtype is np.float16 and self.trainer is not None:
-            optimizer, updater = self.trainer._optimizer, self.trainer._updaters[0]
-            state = updater.states.get(self.trainer._param2idx.get(parameter.name))
-            if optimizer.multi_precision and state is not None and hasattr(optimizer, "_masters"):
-                (master,), _ = optimizer._masters([state])
-                return master.asnumpy().copy()
-        return to_float32(array).asnumpy().copy()
-
-    def weights(self) -> List[Weight]:
-        """What was counted."""
-        made = []
-        for p in self.parameters:
-            steps = self.made.get(p.name)
-            share = None if steps is None else self.lost[p.name] / max(steps, 1)
-            made.append(Weight(p.name, Counts.of_array(to_float32(p.data())),
-                               self.counts.get(p.name), share))
-        return made

@@ -71,6 +71,7 @@ def test_log_jsonl_has_what_happened_in_steps_and_none_is_skipped_at_the_start(t
     assert lines[0]["version"] == 2
     steps = [line for line in lines if "batch" in line]
     assert "step skipped" not in output
+    assert "hybridized, since" not in output  # the script does so itself
     assert not any(line.get("skip") for line in steps)
     assert [line["batch"] for line in steps] == [4, 9, 14, 19, 4, 9, 14, 19]
     assert all(0 < line["gradient_norm"] < 100 for line in steps)
@@ -118,7 +119,9 @@ def test_killed_at_any_moment_a_resumed_run_equals_an_unbroken_one(tmp_path):
                 os.kill(process.pid, signal.SIGKILL)
                 break
         process.communicate()
-    run(tmp_path / "cut", *options, "--resume")
+    run(tmp_path / "cut", *options, "--resume", "--xray", str(tmp_path / "xray"), "--xray-steps",
+        "1")
+    assert (tmp_path / "xray" / "epoch-3" / "xray.html").exists()  # and it changes no bit
     assert same(result(tmp_path / "whole", 3), result(tmp_path / "cut", 3))
 
 
@@ -233,7 +236,8 @@ def test_flags_of_gluoncv_do_what_they_do_there(tmp_path):
     assert losses[1] > 2 * losses[2]  # of mixed labels, and of those of the last epoch
     again = run(tmp_path / "again", "--epochs", "4", "--optimizer", "adam", "--resume-epoch", "3",
                 "--dtype", "float16", "--resume-params", str(tmp_path / "run" / "epoch-2.params"),
-                "--resume-states", str(tmp_path / "run" / "epoch-2.states"), "--lr", "0.01")
+                "--resume-states", str(tmp_path / "run" / "epoch-2.states"), "--lr", "0.01",
+                "--teacher", "small", "--teacher-params", str(tmp_path / "run" / "best.params"))
     epochs = re.findall(r"\[Epoch (\d)\] validation: err-top1=(\S+)", again)
     assert [number for number, _ in epochs] == ["3"]
     assert float(epochs[0][1]) < 0.1
@@ -241,6 +245,7 @@ def test_flags_of_gluoncv_do_what_they_do_there(tmp_path):
 
 def test_what_a_networks_flags_do_not_fit_is_one_line(tmp_path):
     for arguments, message in (
+            (["--temperature", "0"], "--temperature must be above 0"),
             (["--batch-norm", "--model", "resnet18_v1"], "--batch-norm is for a VGG"),
             (["--last-gamma", "--model", "resnet18_v1"], "not take all of classes, last_gamma")):
         assert message in run(tmp_path, *arguments, fails=True).strip().splitlines()[-1]

@@ -1,20 +1,25 @@
 """The Symbolic API's scripts, as a user runs them: small images, and a small checkpoint."""
 import io
 import json
+import logging
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
-import gluon_amp as amp  # noqa: F401  (before mxnet)
+import gluon_amp as amp
 import numpy as np
 import pytest
+from gluon_amp import recipes
 from gluon_amp._mxnet import mx
 from gluon_amp.report import read
 from PIL import Image
 
 EXAMPLES = Path(__file__).parents[2] / "example"
+sys.path.insert(0, str(EXAMPLES))
+import train_imagenet  # noqa: E402
+
 SHARED = Path(os.environ.get("GLUON_AMP_DATA") or Path(__file__).parents[3] / "shared")
 SMALL = ["--num-layers", "20", "--image-shape", "3,32,32", "--num-classes", "4",
          "--batch-size", "20", "--lr", "0.05", "--disp-batches", "1", "--lr-step-epochs", ""]
@@ -90,6 +95,43 @@ def test_training_goes_on_from_a_checkpoint_as_if_unbroken(images, tmp_path):
     assert "_gluon_amp" not in Path(f"{cut}-symbol.json").read_text()
 
 
+def test_a_finished_training_goes_on_to_more_epochs(images, tmp_path):
+    options = ["--model-prefix", str(tmp_path / "net"), "--save-dir", str(tmp_path), "--resume"]
+    assert "0 epochs are done" in train(images, *options, "--num-epochs", "1")
+    log = train(images, *options, "--num-epochs", "2")
+    assert "--resume: 1 epochs are done" in log
+    assert "Epoch[1] Train-accuracy=" in log
+    assert "Epoch[0] Train-accuracy=" not in log
+    ours, = read([tmp_path / "log.jsonl"])
+    assert list(ours.epochs) == [0, 1]
+
+
+@pytest.mark.parametrize(("dtype", "scale"), [
+    ("float32", None), ("float16", 64), ("float16", "dynamic")])
+def test_a_macrobatch_trains_as_a_large_batch_does(dtype, scale, rng):
+    net = mx.sym.Convolution(mx.sym.var("data"), num_filter=8, kernel=(3, 3), name="conv")
+    net = mx.sym.FullyConnected(mx.sym.Activation(net, act_type="relu"), num_hidden=3, name="fc")
+    net = amp.convert_symbol(mx.sym.SoftmaxOutput(net, name="softmax"), dtype)
+    data = rng.standard_normal((24, 3, 6, 6)).astype("float32")
+    label = rng.integers(0, 3, 24).astype("float32")
+    shapes, _, _ = net.infer_shape(data=(1, 3, 6, 6))
+    begin = {n: mx.nd.array(0.3 * rng.standard_normal(shape)) for n, shape in
+             zip(net.list_arguments(), shapes) if n not in ("data", "softmax_label")}
+    trained = []
+    for size, batches in ((12, 1), (4, 3)):
+        module = train_imagenet.AddingModule(net, loss_scale=scale, batches=batches)
+        module.fit(mx.io.NDArrayIter(data, label, size), num_epoch=3, arg_params=begin,
+                   optimizer_params={"learning_rate": 0.1, "momentum": 0.9,
+                                     "rescale_grad": 1 / 12})
+        assert module._optimizer.num_update == 3 * 24 / 12
+        trained.append({n: w.asnumpy().astype("float32")
+                        for n, w in module.get_params()[0].items()})
+    tolerance = 1e-5 if dtype == "float32" else 4e-3
+    for name, weight in trained[0].items():
+        np.testing.assert_allclose(trained[1][name], weight, atol=tolerance, err_msg=name)
+        assert np.abs(weight - begin[name].asnumpy()).max() > 10 * tolerance, name
+
+
 def test_benchmark_needs_no_data():
     log = run("train_imagenet.py", *SMALL, "--benchmark", "1", "--num-examples", "60",
               "--num-epochs", "1", "--dtype", "float16", "--network", "resnet-v2")
@@ -99,6 +141,7 @@ def test_benchmark_needs_no_data():
 @pytest.mark.parametrize(("arguments", "message"), [
     (["--data-train", "nowhere.rec"], "nowhere.rec does not exist"),
     (["--num-layers", "21"], "num_layers"),
+    (["--macrobatch-size", "60"], "an epoch has 40 images, which are fewer"),
     (["--image-shape", "32"], "--image-shape takes channels,height,width"),
     (["--loss-scale", "big"], "takes a positive number, dynamic or none. Received: big"),
     (["--loss-scale", "0"], "takes a positive number, dynamic or none. Received: 0"),
@@ -106,12 +149,27 @@ def test_benchmark_needs_no_data():
     (["--load-epoch", "3", "--model-prefix", "nowhere"], "nowhere-symbol.json does not exist"),
     (["--batch-size", "41"], "has 40 images, fewer than one batch of 41"),
     (["--gpus", "0,1,2"], "--batch-size 20 does not divide over 3 GPUs"),
-    (["--load-epoch", "3"], "--load-epoch needs --model-prefix"),
     (["--num-classes", "3"], "has a label 3, and the network 3 classes, from 0 on"),
 ])
 def test_bad_arguments_are_one_line(arguments, message, images):
     last = train(images, *arguments, fails=True).strip().splitlines()[-1]
     assert message in last
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    (["--network", "rexnet"], "Did you mean resnet or resnext"),
+    (["--network", "mobilenet", "--num-layers", "20"],
+     "mobilenet has no --num-layers. Valid: --multiplier"),
+    (["--num-layers", "18", "--macrobatch-size", "50", "--batch-size", "20"],
+     "--macrobatch-size must be a multiple of --batch-size 20. Received: 50"),
+    (["--num-layers", "18", "--resume"], "--resume needs --model-prefix"),
+    (["--num-layers", "18", "--load-epoch", "3"], "--load-epoch needs --model-prefix")])
+def test_flags_that_do_not_fit_are_refused_before_data_is_read(arguments, message, capsys,
+                                                               monkeypatch):
+    monkeypatch.setattr(logging, "basicConfig", lambda **kwargs: None)
+    with pytest.raises(SystemExit) as error:
+        train_imagenet.main(["--data-train", "nowhere.rec", *arguments])
+    assert message in f"{error.value}{capsys.readouterr().err}"
 
 
 @pytest.mark.parametrize(("content", "message"), [
@@ -209,9 +267,23 @@ def test_flags_of_mxnets_example_do_what_they_do_there(images, tmp_path):
     log = train(images, "--dtype", "float16", "--num-epochs", "2", "--save-period", "2", "--loss",
                 "ce", "--initializer", "msra", "--use-imagenet-data-augmentation", "1",
                 "--warmup-epochs", "1", "--warmup-strategy", "constant", "--warmup-lr", "0.01",
+                "--macrobatch-size", "40",
                 "--model-prefix", prefix)
     assert re.search(r"Epoch\[1\] Train-cross-entropy=\d+\.\d{6}", log)
     assert sorted(path.name for path in tmp_path.glob("*.params")) == ["net-0002.params"]
+
+
+def test_the_augmentation_for_imagenet_leaves_what_is_given():
+    parser = recipes.Parser("")
+    train_imagenet.add_arguments(parser)
+    args = train_imagenet.parse_flags(parser, ["--use-imagenet-data-augmentation", "1",
+                                         "--brightness", "0", "--random-mirror", "0"])
+    assert (args.brightness, args.random_mirror) == (0, 0)
+    assert (args.random_resized_crop, args.min_random_area, args.saturation) == (1, 0.08, 0.4)
+    assert args.rgb_std == "58.393,57.12,57.375"
+    args = train_imagenet.parse_flags(parser, ["--use-imagenet-data-augmentation", "1", "--rgb-std",
+                                         "1,1,1"])
+    assert args.rgb_std == "1,1,1"
 
 
 def test_reading_alone_is_timed(images):

@@ -111,7 +111,7 @@ void count_part(const float* exact, const Grid* grid, bool half, int64_t begin, 
       after = rounded;
     }
     if (grid) {
-      round_some(*grid, after, rounded, n);
+      round_some(*grid, after, rounded, n, at);
       after = rounded;
     }
     count_exponents(exact + at, n, made);

@@ -11,6 +11,8 @@ namespace gluon_amp {
 
 using Half = uint16_t;
 
+enum GridRounding { kNearestEven, kTowardZero, kStochastic };
+
 // A grid of numbers that float32 arrays are rounded to; as it stands here, float32's own, which
 // rounds nothing. formats.py says what the numbers are.
 struct Grid {
@@ -19,7 +21,8 @@ struct Grid {
   float largest = 0x1.fffffep127f;              // the largest finite number
   float above = __builtin_inff();               // what finite numbers beyond it become
   float infinity = __builtin_inff();            // what infinities become
-  bool toward_zero = false;                     // else to nearest, ties to even
+  GridRounding rounding = kNearestEven;
+  uint64_t key = 0;                             // of stochastic rounding: which random bits
 
   bool rounds() const {
     return fraction < 23 || normal != 0x1p-126f || largest != 0x1.fffffep127f ||
@@ -146,8 +149,10 @@ struct Kernels {
   // ---- between types (passes.cc)
   void (*widen)(const Half* from, float* to, int64_t n);
   void (*narrow)(const float* from, Half* to, int64_t n, Write write);
-  // float32 arrays on a grid: `to` may be `from`
+  // float32 arrays on a grid: `to` may be `from`. Stochastic rounding takes for each number random
+  // bits that depend on the key and the number's place alone (formats.py: random_bits)
   void (*round)(const Grid& grid, const float* from, float* to, int64_t n, Write write);
+  float (*largest)(const float* numbers, int64_t n);  // magnitude of those that are finite, or 0
   void (*copy)(const void* from, void* to, int64_t bytes);
   // Plain (batch, channels, plane) of halves to and from oneDNN's blocks of `block` (8 or 16)
   // channels, floats: (batch, ceil(channels / block), plane, block); what pads is written 0.

@@ -37,8 +37,8 @@ void add_tensor_core(Kernels* table) noexcept;
 void add_updates(Kernels* table) noexcept;
 void add_counts(Kernels* table) noexcept;
 
-// Rounds n numbers to a grid, on this thread (passes.cc).
-void round_some(const Grid& grid, const float* from, float* to, int64_t n);
+// Rounds n numbers of an array, from place `first` on, to a grid, on this thread (passes.cc).
+void round_some(const Grid& grid, const float* from, float* to, int64_t n, int64_t first);
 
 namespace {
 

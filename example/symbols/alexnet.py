@@ -1,0 +1,30 @@
+"""AlexNet as a symbol, in float32 or, by hand, in float16.
+
+Krizhevsky, Sutskever, Hinton: "ImageNet Classification with Deep Convolutional Neural Networks"
+(2012), in the form without two halves and without response normalization of Krizhevsky: "One
+weird trick for parallelizing convolutional neural networks" (2014).
+"""
+import mxnet as mx
+
+from .layers import conv, hidden_layers, narrow, pool, relu, softmax
+
+# Filters, kernel, stride and pad of each convolution, and whether a pooling follows.
+CONVOLUTIONS = ((64, 11, 4, 2, True), (192, 5, 1, 2, True), (384, 3, 1, 1, False),
+                (256, 3, 1, 1, False), (256, 3, 1, 1, True))
+
+
+def get_symbol(num_classes, dtype="float32"):
+    """The network, up to its SoftmaxOutput, for images of 63 pixels or more, such as 224.
+
+    Args:
+        dtype: "float32" or "float16".
+    """
+    net = narrow(mx.sym.Variable("data"), dtype)
+    for i, (filters, kernel, stride, pad, pooled) in enumerate(CONVOLUTIONS, 1):
+        net = conv(net, filters, kernel, f"conv{i}", stride, pad, bias=True)
+        net = relu(net, f"relu{i}")
+        if pooled:
+            net = pool(net, "max", 3, 2, f"pool{i}")
+    net = hidden_layers(net)
+    net = mx.sym.FullyConnected(net, num_hidden=num_classes, name="fc")
+    return softmax(net, dtype)

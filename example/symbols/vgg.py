@@ -1,0 +1,37 @@
+"""VGG as a symbol, in float32 or, by hand, in float16.
+
+Simonyan, Zisserman: "Very Deep Convolutional Networks for Large-Scale Image Recognition" (2014),
+with batch norms (which came later) or without.
+"""
+import mxnet as mx
+
+from .layers import conv, hidden_layers, narrow, norm, pool, relu, softmax
+
+FILTERS = (64, 128, 256, 512, 512)  # of each stage; a pooling is behind it
+CONVOLUTIONS = {11: (1, 1, 2, 2, 2), 13: (2, 2, 2, 2, 2), 16: (2, 2, 3, 3, 3),
+                19: (2, 2, 4, 4, 4)}
+
+
+def get_symbol(num_classes, num_layers=16, batch_norm=False, dtype="float32"):
+    """The network, up to its SoftmaxOutput, for images of 32 pixels or more, such as 224.
+
+    Args:
+        num_layers: 11, 13, 16 or 19.
+        batch_norm: a batch norm behind each convolution.
+        dtype: "float32" or "float16".
+    """
+    if num_layers not in CONVOLUTIONS:
+        raise ValueError("unknown num_layers. Valid: "
+                         f"{', '.join(map(str, CONVOLUTIONS))}. Received: {num_layers!r}")
+
+    net = narrow(mx.sym.Variable("data"), dtype)
+    for i, (count, filters) in enumerate(zip(CONVOLUTIONS[num_layers], FILTERS), 1):
+        for j in range(1, count + 1):
+            net = conv(net, filters, 3, f"conv{i}_{j}", bias=True)
+            if batch_norm:
+                net = norm(net, f"bn{i}_{j}")
+            net = relu(net, f"relu{i}_{j}")
+        net = pool(net, "max", 2, 2, f"pool{i}")
+    net = hidden_layers(net)
+    net = mx.sym.FullyConnected(net, num_hidden=num_classes, name="fc")
+    return softmax(net, dtype)

@@ -1,0 +1,138 @@
+// Scales of what products read: float8 numbers times a power of two, one for each tensor.
+//
+// A number is multiplied by the scale, rounded, and divided by the scale again: the same as rounding
+// to a grid whose numbers all are divided by the scale. So the sums of a product need not know of it.
+// What lies beyond the largest number becomes the largest; infinities and NaNs stay what the format
+// makes of them, so that an overflow is seen.
+//
+// "current": the scale brings the largest number of the array into the format's last binade.
+// "delayed": the same with the largest of the last arrays at this place; of the first array, its own.
+// Only passes that train are remembered. What a product reads again for a gradient has the scale of
+// the last forward pass.
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <deque>
+
+#include "engine.h"
+
+namespace gluon_amp {
+namespace {
+
+struct Scaling {
+  long long id = 0;
+  bool delayed = false;
+  size_t history = 1;
+  int margin = 0;
+  std::string node;
+
+  explicit Scaling(const std::string& said) {
+    std::istringstream read(said);
+    std::string mode;
+    read >> mode >> id >> history >> margin;
+    delayed = mode == "delayed";
+    std::getline(read >> std::ws, node);
+  }
+};
+
+struct Memory {
+  std::deque<float> largest;  // of the last arrays, the newest at the end
+  int exponent = 0;           // of the scale that a forward pass has used
+};
+
+std::mutex lock;
+std::map<long long, std::map<std::string, Memory>> memories;  // by id, then node and input
+
+// The exponent of the scale for arrays whose largest number is so large.
+int exponent_for(const Grid& grid, float largest, int margin) {
+  if (!(largest > 0)) return 0;
+  int of_grid, of_array;
+  const float room = std::frexp(grid.largest, &of_grid), has = std::frexp(largest, &of_array);
+  const int made = of_grid - of_array - (room < has) - margin;
+  // so that both ends of the scaled grid are float32 numbers
+  return std::max(of_grid - 128, std::min(made, 126 + std::ilogb(grid.normal)));
+}
+
+Grid divided(Grid grid, int exponent) {
+  const float largest = std::ldexp(grid.largest, -exponent);
+  if (grid.infinity == grid.largest) grid.infinity = largest;
+  grid.normal = std::ldexp(grid.normal, -exponent);
+  grid.largest = grid.above = largest;
+  return grid;
+}
+
+// The i-th word of "0 g0.1 -".
+std::string word_at(const std::string& list, size_t i) {
+  std::istringstream read(list);
+  std::string word;
+  for (size_t k = 0; k <= i; ++k) read >> word;
+  return word;
+}
+
+int exponent_of(const Grid& grid, const Scaling& scaling, const std::string& place, bool again,
+                bool trains, const float* numbers, int64_t n) {
+  if (!scaling.delayed) return exponent_for(grid, kernels->largest(numbers, n), scaling.margin);
+  std::unique_lock<std::mutex> guard(lock);
+  Memory& memory = memories[scaling.id][scaling.node + " " + place];
+  if (again) return memory.exponent;
+  float most = 0;
+  for (float one : memory.largest) most = std::max(most, one);
+  if (!trains && most > 0) return exponent_for(grid, most, scaling.margin);
+  guard.unlock();
+  const float here = kernels->largest(numbers, n);
+  const int exponent = exponent_for(grid, most > 0 ? most : here, scaling.margin);
+  if (!trains) return exponent;
+  guard.lock();
+  memory.exponent = exponent;
+  memory.largest.push_back(here);
+  while (memory.largest.size() > scaling.history) memory.largest.pop_front();
+  return exponent;
+}
+
+}  // namespace
+
+Grid scaled(const Grid& grid, const Rounding& rounding, const OpContext& context, size_t i,
+            const float* numbers, int64_t n) {
+  if (!rounding.scaling) return grid;
+  const Scaling scaling(*rounding.scaling);
+  const bool backward = rounding.scaled != nullptr;
+  std::string place = backward ? word_at(*rounding.scaled, i) : std::to_string(i);
+  const bool again = backward && place[0] != 'g';
+  place += " cpu" + std::to_string(context.run_ctx.ctx.dev_id);  // each device has its own
+  const bool trains = backward || context.is_train || context.need_grad;
+  return divided(grid, exponent_of(grid, scaling, place, again, trains, numbers, n));
+}
+
+std::string scales(int64_t id) {
+  std::lock_guard<std::mutex> guard(lock);
+  std::ostringstream made;
+  for (auto& item : memories[id]) {
+    made << item.second.exponent;
+    for (float one : item.second.largest) {
+      uint32_t bits;
+      std::memcpy(&bits, &one, sizeof bits);
+      made << " " << bits;
+    }
+    made << "\t" << item.first << "\n";
+  }
+  return made.str();
+}
+
+void set_scales(int64_t id, const char* lines) {
+  std::lock_guard<std::mutex> guard(lock);
+  auto& mine = memories[id];
+  mine.clear();
+  std::istringstream read(lines);
+  std::string numbers, name;
+  while (std::getline(read, numbers, '\t') && std::getline(read, name)) {
+    std::istringstream words(numbers);
+    Memory& memory = mine[name];
+    words >> memory.exponent;
+    for (uint32_t bits; words >> bits;) {
+      memory.largest.push_back(0);
+      std::memcpy(&memory.largest.back(), &bits, sizeof bits);
+    }
+  }
+}
+
+}  // namespace gluon_amp

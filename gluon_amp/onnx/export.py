@@ -1,0 +1,287 @@
+"""`export_onnx`: a network as an ONNX file, in float32 or with the casts that a GPU runs.
+
+    trace the network in prediction, or take the symbol
+    put the casts into it (graph/casts.py), in the types that its parameters have
+    compute what depends on parameters alone; what moves numbers is all that may stand there
+    write each operator by its row (operators.py), or refuse it by name
+    compare the type and shape that ONNX infers for each tensor with MXNet's
+"""
+from dataclasses import dataclass
+from typing import Any, Callable, Dict, List, Mapping, NoReturn, Optional, Sequence, Tuple, Union
+
+from mxnet import autograd
+
+from .._mxnet import mx, np
+from ..cpu.arrays import dtype_name
+from ..files import replace_file
+from ..gluon.converted import ConvertedHybridBlock
+from ..graph.casts import float32_variables, insert_casts
+from ..graph.graph import Entry, Graph, Node
+from ..policy import get_policy
+from ..symbolic.convert import check_parameters, convert_model, declared_types
+from .operators import ROWS
+from .writer import OPSET, Writer, refuse
+
+DTYPES = ("float16", "float32")
+_IR_VERSION = 8  # of the file's format; ONNX 1.10 and all later ones read it
+
+Shape = Tuple[int, ...]
+Shapes = Union[Shape, Sequence[Shape], Mapping[str, Shape]]
+
+_HEADS = frozenset("SoftmaxOutput Softmax LinearRegressionOutput LogisticRegressionOutput "
+                   "MAERegressionOutput".split())  # they read labels, in training only
+
+
+@dataclass
+class _Network:
+    """What is exported."""
+    graph: Graph
+    types: Dict[str, str]     # of its variables
+    arrays: Dict[str, Any]    # of its parameters
+    outputs: List[str]        # their names
+
+
+def export_onnx(net: Any, path: str, shapes: Shapes, dtype: str = "float16",
+                params: Any = None) -> None:
+    """Writes a network for prediction as an ONNX file: whole, or not at all.
+
+    Inputs are float32, and so are outputs, unless the policy says otherwise. Norms, softmax
+    and all that `gluon_amp.convert` keeps in float32 is float32 in the file, too. An operator that
+    ONNX has no equal for is refused by name. Needs the package onnx:
+    `pip install 'gluon-amp[onnx]'`.
+
+    Args:
+        net: a HybridBlock, converted or not, or a symbol.
+        path: of the file.
+        shapes: of the inputs, for which the file is: a tuple, a list of tuples, or names and
+            tuples.
+        dtype: "float16" writes what a GPU runs, by the block's own policy if it is converted,
+            and otherwise by the policy float16; "float32" the network without casts.
+        params: a symbol's parameters: a dict, or `(arg_params, aux_params)`.
+    """
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype must be {' or '.join(DTYPES)}. Received: {dtype!r}")
+    onnx = _import_onnx()
+    if isinstance(net, mx.sym.Symbol):
+        network = _symbol(net, params, dtype)
+    elif isinstance(net, mx.gluon.HybridBlock):
+        if params is not None:
+            raise ValueError("params are for symbols; a block has its own. Received: "
+                             f"{type(net).__name__} and params")
+        network = _block(net, len(shapes) if _are_several(shapes) else 1, dtype)
+    else:
+        raise TypeError("export_onnx takes a HybridBlock or a symbol. Received: "
+                        f"{type(net).__name__}")
+    model = _model(onnx, network, shapes)
+    replace_file(path, lambda beside: onnx.save(model, beside))
+
+
+def _import_onnx() -> Any:
+    try:
+        import onnx
+        import onnx.checker
+        import onnx.numpy_helper
+        import onnx.shape_inference
+    except ImportError as error:
+        raise ImportError("export_onnx needs the package onnx: pip install 'gluon-amp[onnx]'") \
+            from error
+    return onnx
+
+
+# ---- the network -------------------------------------------------------------
+
+
+def _block(net: Any, count: int, dtype: str) -> _Network:
+    names = [f"data{i}" for i in range(count)] if count > 1 else ["data"]
+    parameters = net.collect_params()
+    if any(p._data is None for p in parameters.values()):
+        raise RuntimeError("export_onnx needs all parameters initialized: run "
+                           f"{net.name} on data once before")
+    with autograd.pause():
+        made = net(*(mx.sym.var(name) for name in names))
+    clean = Graph.read(mx.sym.Group(_flat(made)))
+    outputs = clean.symbol().list_outputs()
+    arrays = {p.name: p._reduce() for p in parameters.values()}
+    types = {**dict.fromkeys(names, "float32"),
+             **{name: dtype_name(array.dtype) for name, array in arrays.items()}}
+    if dtype == "float32":
+        types = {name: "float32" if t == "float16" else t for name, t in types.items()}
+        graph = clean
+    elif isinstance(net, ConvertedHybridBlock):
+        policy = net._amp.policy
+        if policy.cpu_only or policy.is_float32:
+            raise ValueError(f"policy {policy.name} makes no float16 network for a GPU. Valid: "
+                             "float16, mixed_float16, pure_float16, or dtype='float32'")
+        graph = net.with_casts(clean, types)
+    else:
+        policy = get_policy("float16")
+        wide = float32_variables(clean, policy, ())
+        types.update((p.name, "float16") for p in parameters.values()
+                     if p._differentiable and p.name not in wide and types[p.name] == "float32")
+        graph = insert_casts(clean, types, policy, parameters)
+    return _Network(graph, types, {name: _numbers(array, types[name])
+                                   for name, array in arrays.items()}, outputs)
+
+
+def _symbol(symbol: Any, params: Any, dtype: str) -> _Network:
+    arg_params, aux_params = params if isinstance(params, (tuple, list)) else (params or {}, {})
+    everything = {**arg_params, **aux_params}
+    auxiliary = set(symbol.list_auxiliary_states())
+    args = {n: a for n, a in everything.items() if n not in auxiliary}
+    aux = {n: a for n, a in everything.items() if n in auxiliary}
+    check_parameters(symbol, args, aux)
+    outputs = symbol.list_outputs()
+    if dtype == "float16":
+        symbol, args, aux = convert_model(symbol, args, aux)
+    graph = Graph.read(symbol)
+    arrays = {**args, **aux}
+    types = {**dict.fromkeys(graph.variables(), "float32"), **declared_types(graph),
+             **{name: dtype_name(array.dtype) for name, array in arrays.items()}}
+    halves = [name for name, t in types.items() if t == "float16"]
+    if dtype == "float32" and halves:
+        raise ValueError("this symbol holds float16: export the float32 symbol that it was made "
+                         f"of. Received float16: {', '.join(halves[:5])}")
+    return _Network(graph, types, {n: _numbers(a, types[n]) for n, a in arrays.items()}, outputs)
+
+
+def _numbers(array: Any, dtype: str) -> Any:
+    return array.asnumpy().astype(dtype)
+
+
+def _flat(made: Any) -> List[Any]:
+    if isinstance(made, mx.sym.Symbol):
+        return [made]
+    return [one for part in made for one in _flat(part)]
+
+
+# ---- the graph ---------------------------------------------------------------
+
+
+def _model(onnx: Any, network: _Network, shapes: Shapes) -> Any:
+    graph = network.graph
+    inputs = _inputs(graph, network.arrays)
+    sizes = _sizes(inputs, shapes)
+    found = graph.types(network.types)
+    measured = _measure(graph, {**sizes, **{n: a.shape for n, a in network.arrays.items()}})
+    constants = _constants(graph, network.arrays, found, measured)
+    writer = Writer(onnx, found, measured, constants, network.outputs)
+    for node in graph.nodes():
+        if node.is_variable:
+            if node.name in sizes:
+                writer.names[Entry(node)] = writer.unique(node.name)
+        elif Entry(node) not in constants:
+            if node.op not in ROWS:
+                refuse(node, "ONNX's file is written without a rule for this operator")
+            writer.write(node, ROWS[node.op])
+    writer.nodes += [onnx.helper.make_node("Identity", [writer.read(entry)], [name])
+                     for entry, name in zip(graph.outputs, network.outputs)]
+
+    def described(name: str, dtype: Any, shape: Shape) -> Any:
+        kind = onnx.helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
+        return onnx.helper.make_tensor_value_info(name, kind, shape)
+
+    model = onnx.helper.make_model(
+        onnx.helper.make_graph(
+            writer.nodes, "network",
+            [described(name, network.types[name], shape) for name, shape in sizes.items()],
+            [described(name, found[entry], measured[entry])
+             for name, entry in zip(network.outputs, graph.outputs)], writer.initializers),
+        opset_imports=[onnx.helper.make_opsetid("", OPSET)], ir_version=_IR_VERSION,
+        producer_name="gluon_amp")
+    _check(onnx, model, writer)
+    return model
+
+
+def _inputs(graph: Graph, arrays: Mapping[str, Any]) -> List[str]:
+    """The names of the variables that are data."""
+    data: Dict[str, None] = {}
+    for node in graph.nodes():
+        if node.is_variable:
+            continue
+        read = node.inputs[:1] if node.op in _HEADS else node.inputs
+        data.update((e.node.name, None) for e in read
+                    if e.node.is_variable and e.node.name not in arrays)
+    return [name for name in graph.variables() if name in data]
+
+
+def _are_several(shapes: Any) -> bool:
+    return isinstance(shapes, Mapping) or any(isinstance(s, (tuple, list)) for s in shapes)
+
+
+def _sizes(names: List[str], shapes: Shapes) -> Dict[str, Shape]:
+    """The shape of each input."""
+    if isinstance(shapes, Mapping):
+        given = {name: tuple(shape) for name, shape in shapes.items()}
+    else:
+        several: List[Any] = list(shapes) if _are_several(shapes) else [shapes]
+        given = dict(zip(names, map(tuple, several)))
+        if len(several) != len(names):
+            _wrong_shapes(names, shapes)
+    if set(given) != set(names) or not all(
+            isinstance(n, int) and n > 0 for shape in given.values() for n in shape):
+        _wrong_shapes(names, shapes)
+    return {name: given[name] for name in names}
+
+
+def _wrong_shapes(names: List[str], shapes: Any) -> NoReturn:
+    raise ValueError("shapes must be a tuple of sizes from 1 on for each input: "
+                     f"{', '.join(names)}. Received: {shapes!r}")
+
+
+def _measure(graph: Graph, known: Mapping[str, Shape]) -> Dict[Entry, Shape]:
+    """The shape of each tensor that somebody reads, as MXNet infers it."""
+    entries = list(graph.consumers())
+    symbol = Graph(entries).symbol()
+    there = {*symbol.list_arguments(), *symbol.list_auxiliary_states()}
+    _, shapes, _ = symbol.infer_shape_partial(**{n: s for n, s in known.items() if n in there})
+    for entry, shape in zip(entries, shapes):
+        if shape is None or 0 in shape:
+            refuse(entry.node, f"MXNet infers no shape for it. Received: {shape}")
+    return dict(zip(entries, shapes))
+
+
+# What only moves or rounds numbers: from arrays, attributes and the shape that it makes.
+_FOLDED: Dict[str, Callable[[List[Any], Node, Any, Any], Any]] = {
+    **dict.fromkeys(("Cast", "amp_cast"), lambda x, node, shape, dtype: x[0].astype(dtype)),
+    **dict.fromkeys(("Reshape", "reshape", "Flatten", "expand_dims", "squeeze"),
+                    lambda x, node, shape, dtype: x[0].reshape(shape)),
+    "_rnn_param_concat": lambda x, node, shape, dtype: np.concatenate([a.ravel() for a in x]),
+    **dict.fromkeys(("_zeros", "zeros_like"),
+                    lambda x, node, shape, dtype: np.zeros(shape, dtype)),
+    **dict.fromkeys(("_ones", "ones_like"), lambda x, node, shape, dtype: np.ones(shape, dtype)),
+}
+
+
+def _constants(graph: Graph, arrays: Mapping[str, Any], types: Mapping[Entry, Optional[str]],
+               shapes: Mapping[Entry, Shape]) -> Dict[Entry, Any]:
+    """The numbers of all that depends on parameters alone."""
+    made: Dict[Entry, Any] = {}
+    for node in graph.nodes():
+        entry = Entry(node)
+        if node.is_variable:
+            if node.name in arrays:
+                made[entry] = arrays[node.name]
+        elif node.op in _FOLDED and all(e in made for e in node.inputs):
+            made[entry] = _FOLDED[node.op]([made[e] for e in node.inputs], node, shapes[entry],
+                                           types[entry])
+    return made
+
+
+def _check(onnx: Any, model: Any, writer: Writer) -> None:
+    """ONNX must infer the type and shape of each tensor that MXNet infers."""
+    try:
+        onnx.checker.check_model(model)
+        inferred = onnx.shape_inference.infer_shapes(model, check_type=True, strict_mode=True,
+                                                     data_prop=True)
+    except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
+        raise ValueError(f"ONNX does not take the graph that export_onnx has made: {error}") \
+            from error
+    found = {info.name: info.type.tensor_type for info in inferred.graph.value_info}
+    for entry, name in writer.names.items():
+        if name not in found or entry not in writer.shapes:
+            continue
+        shape = tuple(d.dim_value for d in found[name].shape.dim)
+        dtype = onnx.helper.tensor_dtype_to_np_dtype(found[name].elem_type).name
+        if (shape, dtype) != (writer.shapes[entry], writer.types[entry]):
+            refuse(entry.node, f"it would be {dtype} {shape} there. Expected: "
+                               f"{writer.types[entry]} {writer.shapes[entry]}")

@@ -1,0 +1,394 @@
+"""How each operator of MXNet is written in ONNX: one row for each.
+
+What is not here is refused. `tests/test_onnx.py` runs every row in onnxruntime.
+"""
+from typing import Any, Callable, Dict
+
+from .._mxnet import np
+from .recurrent import recurrent
+from .writer import Operator, Row
+
+ROWS: Dict[str, Row] = {}
+Write = Callable[[Operator], Any]
+
+
+def row(*names: str, wide: bool = False) -> Callable[[Write], Write]:
+    def put(write: Write) -> Write:
+        ROWS.update(dict.fromkeys(names, Row(write, wide)))
+        return write
+    return put
+
+
+def _same(op: str) -> Write:
+    """The same operator under another name, without attributes."""
+    return lambda node: node.add(op, *node.x)
+
+
+# ---- one operator for one ----------------------------------------------------
+
+for _names, _op in {
+        "relu": "Relu", "elemwise_add _plus _Plus broadcast_add broadcast_plus": "Add",
+        "elemwise_sub broadcast_sub broadcast_minus": "Sub", "elemwise_mul broadcast_mul": "Mul",
+        "elemwise_div broadcast_div": "Div", "broadcast_maximum _maximum": "Max",
+        "broadcast_minimum _minimum": "Min", "negative": "Neg", "abs": "Abs"}.items():
+    row(*_names.split())(_same(_op))
+for _names, _op in {
+        "sigmoid": "Sigmoid", "tanh": "Tanh", "exp": "Exp", "log": "Log", "sqrt": "Sqrt",
+        "erf": "Erf", "sin": "Sin", "cos": "Cos", "softsign": "Softsign", "floor": "Floor",
+        "ceil": "Ceil", "reciprocal": "Reciprocal", "add_n ElementWiseSum": "Sum",
+        "broadcast_power _power": "Pow"}.items():
+    row(*_names.split(), wide=True)(_same(_op))
+
+
+@row("identity", "_copy", "BlockGrad", "stop_gradient", "Dropout", "LinearRegressionOutput",
+     "MAERegressionOutput")
+def _identity(node: Operator) -> str:
+    node.ignore("p", "mode", "axes", "grad_scale")
+    if node.node.op == "Dropout" and node.node.attrs.get("mode", "training") != "training":
+        node.refuse("mode must be training. Received: " + node.node.attrs["mode"])
+    return node.input(0)
+
+
+@row("LogisticRegressionOutput", wide=True)
+def _logistic(node: Operator) -> str:
+    node.ignore("grad_scale")
+    return node.add("Sigmoid", node.input(0))
+
+
+@row("Cast", "amp_cast")
+def _cast(node: Operator) -> str:
+    return node.writer.cast(node.input(0), node.text("dtype"))
+
+
+for _name, _op, _turned in (
+        ("_plus_scalar", "Add", False), ("_minus_scalar", "Sub", False),
+        ("_rminus_scalar", "Sub", True), ("_mul_scalar", "Mul", False),
+        ("_div_scalar", "Div", False), ("_rdiv_scalar", "Div", True),
+        ("_power_scalar", "Pow", False), ("_maximum_scalar", "Max", False),
+        ("_minimum_scalar", "Min", False)):
+    def _scalar(node: Operator, op: str = _op, turned: bool = _turned) -> str:
+        node.ignore("is_int")
+        both = [node.input(0), node.constant(node.number("scalar"))]
+        return node.add(op, *(reversed(both) if turned else both))
+    row(_name, wide=True)(_scalar)
+
+
+@row("square", wide=True)
+def _square(node: Operator) -> str:
+    x = node.input(0)
+    return node.add("Mul", x, x)
+
+
+@row("clip", wide=True)
+def _clip(node: Operator) -> str:
+    return node.add("Clip", node.input(0), node.constant(node.number("a_min")),
+                    node.constant(node.number("a_max")))
+
+
+@row("_contrib_div_sqrt_dim", wide=True)
+def _div_sqrt_dim(node: Operator) -> str:
+    return node.add("Div", node.input(0), node.constant(np.sqrt(node.shape()[-1])))
+
+
+# ---- activations -------------------------------------------------------------
+
+
+@row("Activation", wide=True)
+def _activation(node: Operator) -> str:
+    kinds = {"relu": "Relu", "sigmoid": "Sigmoid", "tanh": "Tanh", "softrelu": "Softplus",
+             "softsign": "Softsign"}
+    return node.add(kinds[node.text("act_type")], node.input(0))
+
+
+@row("LeakyReLU", wide=True)
+def _leaky_relu(node: Operator) -> str:
+    kind, slope = node.text("act_type", "leaky"), node.number("slope", 0.25)
+    node.ignore("lower_bound", "upper_bound")
+    x = node.input(0)
+    if kind == "prelu":
+        values = node.value(1).astype(node.dtype)
+        shape = (-1, *(1,) * (len(node.shape()) - 2)) if values.size > 1 else (1,)
+        return node.add("PRelu", x, node.constant(values.reshape(shape)))
+    if kind == "gelu":
+        grown = node.add("Erf", node.add("Div", x, node.constant(np.sqrt(2))))
+        return node.add("Mul", node.add("Mul", x, node.constant(0.5)),
+                        node.add("Add", grown, node.constant(1)))
+    if kind == "selu":
+        return node.add("Selu", x)
+    if kind not in ("leaky", "elu"):
+        node.refuse(f"act_type must be leaky, elu, selu, prelu or gelu. Received: {kind}")
+    return node.add({"leaky": "LeakyRelu", "elu": "Elu"}[kind], x, alpha=slope)
+
+
+@row("hard_sigmoid", wide=True)
+def _hard_sigmoid(node: Operator) -> str:
+    return node.add("HardSigmoid", node.input(0), alpha=node.number("alpha", 0.2),
+                    beta=node.number("beta", 0.5))
+
+
+@row("softmax", "log_softmax", wide=True)
+def _softmax(node: Operator) -> str:
+    node.only("use_length", "False", "0")
+    node.only("temperature", "None", "1", "1.0")
+    node.ignore("dtype")
+    if len(node) > 1:
+        node.refuse("lengths have no place in ONNX")
+    op = {"softmax": "Softmax", "log_softmax": "LogSoftmax"}[node.node.op]
+    return node.add(op, node.input(0), axis=node.axis())
+
+
+@row("SoftmaxOutput", "Softmax", "SoftmaxActivation", wide=True)
+def _softmax_output(node: Operator) -> str:
+    """A loss head predicts the softmax; its label is read in training only."""
+    node.ignore("grad_scale", "ignore_label", "use_ignore", "normalization", "out_grad",
+                "smooth_alpha")
+    if node.node.op == "SoftmaxActivation":
+        over_channels = node.text("mode", "instance") == "channel"
+    else:
+        over_channels = node.flag("multi_output")
+        if node.flag("preserve_shape"):
+            return node.add("Softmax", node.input(0), axis=len(node.shape()) - 1)
+    if not over_channels and len(node.shape()) != 2:
+        node.refuse("it flattens its data")
+    return node.add("Softmax", node.input(0), axis=1)
+
+
+# ---- products ----------------------------------------------------------------
+
+
+def _window(node: Operator) -> Dict[str, Any]:
+    """What convolutions and their like have in common."""
+    kernel = node.several("kernel")
+    ones, zeros = (1,) * len(kernel), (0,) * len(kernel)
+    node.only("layout", "None", {1: "NCW", 2: "NCHW", 3: "NCDHW"}[len(kernel)])
+    pad = node.several("pad", zeros)
+    return {"kernel_shape": kernel, "strides": node.several("stride", ones), "pads": pad + pad}
+
+
+@row("Convolution", "Convolution_v1")
+def _convolution(node: Operator) -> str:
+    window = _window(node)
+    node.ignore("no_bias")
+    return node.add("Conv", *node.x, **window, group=node.whole("num_group", 1),
+                    dilations=node.several("dilate", (1,) * len(window["strides"])))
+
+
+@row("Deconvolution")
+def _deconvolution(node: Operator) -> str:
+    window = _window(node)
+    ones = (1,) * len(window["strides"])
+    node.ignore("no_bias")
+    node.only("target_shape", "None", "()", "[]")
+    return node.add("ConvTranspose", *node.x, **window, group=node.whole("num_group", 1),
+                    dilations=node.several("dilate", ones),
+                    output_padding=node.several("adj", tuple(0 for _ in ones)))
+
+
+@row("FullyConnected")
+def _dense(node: Operator) -> str:
+    node.ignore("no_bias")
+    shape, x = node.shape(), node.input(0)
+    rows = shape[0] if node.flag("flatten", True) else int(np.prod(shape[:-1]))
+    x = node.reshape(x, (rows, node.shape(1)[1])) if len(shape) != 2 else x
+    made = node.add("Gemm", x, *node.x[1:], transB=1)
+    return made if len(node.made_shape) == 2 else node.reshape(made, node.made_shape)
+
+
+@row("dot", "batch_dot")
+def _dot(node: Operator) -> str:
+    node.only("forward_stype", "None")
+    dims = {"dot": 2, "batch_dot": 3}[node.node.op]
+    if len(node.shape(0)) != dims or len(node.shape(1)) != dims:
+        node.refuse(f"its arrays must have {dims} axes")
+    turned = (*range(dims - 2), dims - 1, dims - 2)
+    a, b = (node.add("Transpose", name, perm=turned) if node.flag(f"transpose_{which}") else name
+            for name, which in zip(node.x, "ab"))
+    return node.add("MatMul", a, b)
+
+
+row("RNN", wide=True)(recurrent)
+
+
+@row("Embedding", "take")
+def _embedding(node: Operator) -> str:
+    """Ids beyond the table are its first or last row, as in MXNet."""
+    node.ignore("input_dim", "output_dim", "dtype", "sparse_grad")
+    node.only("mode", "clip")
+    is_embedding = node.node.op == "Embedding"
+    data, ids = (1, 0) if is_embedding else (0, 1)
+    axis = 0 if is_embedding else node.axis(default=0)
+    whole = node.writer.cast(node.input(ids), "int64")
+    inside = node.add("Clip", whole, node.constant(0, "int64"),
+                      node.constant(node.shape(data)[axis] - 1, "int64"))
+    return node.add("Gather", node.input(data), inside, axis=axis)
+
+
+# ---- norms and pools ---------------------------------------------------------
+
+
+@row("BatchNorm", "BatchNorm_v1", wide=True)
+def _batch_norm(node: Operator) -> str:
+    node.ignore("momentum", "use_global_stats", "min_calib_range", "max_calib_range")
+    node.only("output_mean_var", "False", "0")
+    if node.axis(default=1) != 1:
+        node.refuse(f"axis must be 1. Received: {node.text('axis')}")
+    x, gamma, beta, mean, variance = node.x
+    if node.flag("fix_gamma", True):  # MXNet takes 1, whatever stands there
+        gamma = node.constant(np.ones(node.shape(1)))
+    return node.add("BatchNormalization", x, gamma, beta, mean, variance,
+                    epsilon=node.number("eps", 1e-3))
+
+
+@row("LayerNorm", wide=True)
+def _layer_norm(node: Operator) -> str:
+    node.only("output_mean_var", "False", "0")
+    if node.axis() != len(node.shape()) - 1:
+        node.refuse("axis must be the last one")
+    x, gamma, beta = node.x
+    off = node.add("Sub", x, node.add("ReduceMean", x, axes=[-1]))
+    variance = node.add("ReduceMean", node.add("Mul", off, off), axes=[-1])
+    deviation = node.add("Sqrt", node.add("Add", variance, node.constant(node.number("eps", 1e-5))))
+    return node.add("Add", node.add("Mul", node.add("Div", off, deviation), gamma), beta)
+
+
+@row("InstanceNorm", wide=True)
+def _instance_norm(node: Operator) -> str:
+    return node.add("InstanceNormalization", *node.x, epsilon=node.number("eps", 1e-3))
+
+
+@row("LRN", wide=True)
+def _lrn(node: Operator) -> str:
+    return node.add("LRN", node.input(0), alpha=node.number("alpha", 1e-4),
+                    beta=node.number("beta", 0.75), bias=node.number("knorm", 2.0),
+                    size=node.whole("nsize"))
+
+
+@row("Pooling", "Pooling_v1", wide=True)
+def _pooling(node: Operator) -> str:
+    node.ignore("p_value")
+    node.only("pool_type", "max", "avg")
+    kind = {"max": "MaxPool", "avg": "AveragePool"}[node.text("pool_type", "max")]
+    if node.flag("global_pool"):
+        node.ignore("kernel", "stride", "pad", "pooling_convention", "count_include_pad", "layout")
+        if node.text("layout") not in ("None", "NCW", "NCHW", "NCDHW"):
+            node.refuse(f"layout must have channels second. Received: {node.text('layout')}")
+        return node.add(f"Global{kind}", node.input(0))
+    window = _window(node)
+    node.only("pooling_convention", "valid", "full")
+    if kind == "AveragePool":
+        window["count_include_pad"] = int(node.flag("count_include_pad", True))
+    node.ignore("count_include_pad")
+    if node.made_shape[2:] != _valid(node.shape()[2:], window):
+        if kind == "AveragePool":
+            node.refuse("an average over less than its window has no place in ONNX: "
+                        "pooling_convention must be valid for this shape. Received: full")
+        window["ceil_mode"] = 1
+    return node.add(kind, node.input(0), **window)
+
+
+def _valid(shape: Any, window: Dict[str, Any]) -> Any:
+    """The shape that whole windows alone make."""
+    pads = [2 * pad for pad in window["pads"]]
+    return tuple((n + pad - kernel) // stride + 1 for n, pad, kernel, stride in zip(
+        shape, pads, window["kernel_shape"], window["strides"]))
+
+
+@row("_contrib_AdaptiveAvgPooling2D", wide=True)
+def _adaptive(node: Operator) -> str:
+    if node.made_shape[2:] != (1, 1):
+        node.refuse("output_size must be 1")
+    node.ignore("output_size")
+    return node.add("GlobalAveragePool", node.input(0))
+
+
+@row("mean", "sum", "sum_axis", "max", "min", wide=True)
+def _reduce(node: Operator) -> str:
+    node.only("exclude", "False", "0")
+    axes = [axis % len(node.shape()) for axis in node.several("axis", tuple(range(
+        len(node.shape()))))]
+    x, keep = node.input(0), int(node.flag("keepdims"))
+    op = {"mean": "ReduceMean", "max": "ReduceMax", "min": "ReduceMin"}.get(node.node.op)
+    if op is None:
+        made = node.add("ReduceSum", x, node.constant(axes, "int64"), keepdims=keep)
+    else:
+        made = node.add(op, x, axes=axes, keepdims=keep)
+    if len(axes) == len(node.shape()) and not keep:  # MXNet has no arrays without an axis
+        return node.reshape(made, (1,))
+    return made
+
+
+# ---- what only moves numbers -------------------------------------------------
+
+
+@row("Reshape", "reshape", "Flatten", "flatten", "expand_dims", "squeeze", "reshape_like")
+def _reshape(node: Operator) -> str:
+    """MXNet has inferred the shape; numbers keep their order in all of these."""
+    node.unread.clear()
+    return node.reshape(node.input(0), node.made_shape)
+
+
+@row("transpose")
+def _transpose(node: Operator) -> str:
+    axes = node.several("axes", tuple(reversed(range(len(node.shape())))))
+    return node.add("Transpose", node.input(0), perm=axes)
+
+
+@row("SwapAxis", "swapaxes")
+def _swap(node: Operator) -> str:
+    axes = list(range(len(node.shape())))
+    a, b = node.axis("dim1", 0), node.axis("dim2", 0)
+    axes[a], axes[b] = axes[b], axes[a]
+    return node.add("Transpose", node.input(0), perm=axes)
+
+
+@row("Concat", "concat")
+def _concat(node: Operator) -> str:
+    return node.add("Concat", *node.x, axis=node.axis("dim", 1))
+
+
+@row("stack")
+def _stack(node: Operator) -> str:
+    dims = len(node.shape()) + 1
+    axis = node.axis(default=0, dims=dims)
+    shape = (*node.shape()[:axis], 1, *node.shape()[axis:])
+    return node.add("Concat", *(node.reshape(x, shape) for x in node.x), axis=axis)
+
+
+@row("slice_axis")
+def _slice_axis(node: Operator) -> str:
+    axis = node.axis()
+    end = node.text("end")
+    size = node.shape()[axis]
+    return node.add("Slice", node.input(0), *(node.constant([n], "int64") for n in (
+        node.whole("begin"), size if end == "None" else int(end), axis)))
+
+
+@row("SliceChannel", "split")
+def _split(node: Operator) -> Any:
+    count, axis = node.whole("num_outputs"), node.axis(default=1)
+    made = node.outputs("Split", count, node.input(0), axis=axis)
+    if node.flag("squeeze_axis"):
+        axes = node.constant([axis], "int64")
+        return [node.add("Squeeze", name, axes) for name in made]
+    return made
+
+
+@row("Pad", "pad")
+def _pad(node: Operator) -> str:
+    node.only("mode", "constant", "edge", "reflect")
+    widths = node.several("pad_width")
+    pads = node.constant([*widths[::2], *widths[1::2]], "int64")
+    return node.add("Pad", node.input(0), pads, node.constant(node.number("constant_value")),
+                    mode=node.text("mode"))
+
+
+@row("UpSampling")
+def _upsampling(node: Operator) -> str:
+    node.only("sample_type", "nearest")
+    node.ignore("multi_input_mode")
+    if len(node) > 1:
+        node.refuse("several inputs have no place in ONNX")
+    scale = node.number("scale")
+    return node.add("Resize", node.input(0), "", node.constant([1, 1, scale, scale], "float32"),
+                    mode="nearest", coordinate_transformation_mode="asymmetric",
+                    nearest_mode="floor")

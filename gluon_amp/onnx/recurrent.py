@@ -1,0 +1,80 @@
+"""MXNet's RNN operator in ONNX: one operator for each layer.
+
+MXNet keeps all parameters of all layers in one vector: first the weights of each layer and
+direction (input to hidden, then hidden to hidden), then their biases in the same order. ONNX wants
+the gates in another order, and both directions in one array.
+"""
+from typing import Any, Dict, List
+
+from .._mxnet import np
+from .writer import Operator
+
+# MXNet's mode: ONNX's operator, and which of MXNet's gates each of ONNX's is
+_KINDS = {"lstm": ("LSTM", (0, 3, 1, 2)), "gru": ("GRU", (1, 0, 2)),
+          "rnn_tanh": ("RNN", (0,)), "rnn_relu": ("RNN", (0,))}
+_ACTIVATIONS = {"rnn_tanh": "Tanh", "rnn_relu": "Relu"}
+
+
+def recurrent(node: Operator) -> List[str]:
+    for name in ("use_sequence_length", "lstm_state_clip_nan"):
+        node.only(name, "False", "0")
+    for name in ("projection_size", "lstm_state_clip_min", "lstm_state_clip_max"):
+        node.only(name, "None")
+    node.ignore("p", "state_outputs")
+    mode = node.text("mode")
+    op, order = _KINDS[mode]
+    directions = 2 if node.flag("bidirectional") else 1
+    layers, hidden = node.whole("num_layers"), node.whole("state_size")
+    steps, batch, _ = node.shape()
+    more: Dict[str, Any] = {"direction": "bidirectional" if directions == 2 else "forward"}
+    if mode in _ACTIVATIONS:
+        more["activations"] = [_ACTIVATIONS[mode]] * directions
+    if mode == "gru":
+        more["linear_before_reset"] = 1
+
+    states = [_layers_of(node, i, layers) for i in range(2, len(node))]
+    weights = _weights(node, layers, directions, len(order), hidden, order)
+    x, last = node.input(0), []
+    for layer in range(layers):
+        arrays = [node.constant(array) for array in weights[layer]]
+        made = node.outputs(op, 1 + len(states), x, *arrays, "",
+                            *(state[layer] for state in states), hidden_size=hidden, **more)
+        # steps, directions, batch, hidden: the directions become parts of the last axis
+        turned = node.add("Transpose", made[0], perm=(0, 2, 1, 3))
+        x = node.reshape(turned, (steps, batch, directions * hidden))
+        last.append(made[1:])
+    return [x, *(node.add("Concat", *(made[i] for made in last), axis=0)
+                 for i in range(len(states)))]
+
+
+def _layers_of(node: Operator, i: int, layers: int) -> List[str]:
+    """A state that stands for all layers, cut into theirs."""
+    if layers == 1:
+        return [node.input(i)]
+    return node.outputs("Split", layers, node.input(i), axis=0)
+
+
+def _weights(node: Operator, layers: int, directions: int, gates: int, hidden: int,
+             order: Any) -> List[List[Any]]:
+    """Of each layer: weights of the input, weights of the state, biases of both."""
+    vector = node.value(1).ravel()
+    at = 0
+
+    def take(*shape: int) -> Any:
+        nonlocal at
+        size = int(np.prod(shape))
+        at += size
+        return vector[at - size:at].reshape((gates, hidden, *shape[1:]))[list(order)].reshape(shape)
+
+    rows, inputs = gates * hidden, node.shape()[2]
+    made: List[List[Any]] = []
+    for layer in range(layers):
+        size = inputs if layer == 0 else directions * hidden
+        pairs = [(take(rows, size), take(rows, hidden)) for _ in range(directions)]
+        made.append([np.stack(arrays) for arrays in zip(*pairs)])
+    for layer in range(layers):
+        pairs = [np.concatenate([take(rows), take(rows)]) for _ in range(directions)]
+        made[layer].append(np.stack(pairs))
+    if at != vector.size:
+        node.refuse(f"it has {vector.size} parameters. Expected: {at}")
+    return made

@@ -1,0 +1,202 @@
+"""Writes the nodes of an ONNX graph, one operator of MXNet after the other.
+
+A row of `operators.py` gets an `Operator`: the node, what it reads, and functions that add ONNX
+nodes. An attribute that no row has asked for is refused: so none is left out without a word.
+"""
+import ast
+from itertools import count, takewhile
+from typing import Any, Callable, Dict, List, Mapping, NamedTuple, NoReturn, Optional, Set, Tuple
+
+from .._mxnet import np
+from ..graph.graph import Entry, Node
+
+OPSET = 13  # what ONNX's operators mean
+
+# They say how MXNet computes, or what other attributes and shapes say, too.
+_IGNORED = frozenset("workspace cudnn_off cudnn_tune num_args num_filter num_hidden".split())
+
+
+def refuse(node: Node, why: str) -> NoReturn:
+    raise ValueError(f"export_onnx cannot export {node.name} ({node.op}): {why}")
+
+
+class Row(NamedTuple):
+    """How an operator is written.
+
+    Attributes:
+        write: adds its nodes, and returns the names of its outputs.
+        wide: on float16 it computes in float32 and rounds its result once, as MXNet does. Others
+            are one ONNX operator, that computes in float16 itself.
+    """
+    write: Callable[["Operator"], Any]
+    wide: bool
+
+
+class Writer:
+    """The nodes and constants so far, and where each tensor of MXNet's graph is found."""
+
+    def __init__(self, onnx: Any, types: Mapping[Entry, Optional[str]],
+                 shapes: Mapping[Entry, Tuple[int, ...]], constants: Mapping[Entry, Any],
+                 outputs: List[str]):
+        self.onnx, self.types, self.shapes, self.constants = onnx, types, shapes, constants
+        self.nodes: List[Any] = []
+        self.initializers: List[Any] = []
+        self.names: Dict[Entry, str] = {}
+        self._taken: Set[str] = set(outputs)
+
+    def unique(self, name: str) -> str:
+        made = next(one for one in (f"{name}_{i}" if i else name for i in count())
+                    if one not in self._taken)
+        self._taken.add(made)
+        return made
+
+    def constant(self, value: Any, name: str) -> str:
+        made = self.unique(name)
+        self.initializers.append(self.onnx.numpy_helper.from_array(np.ascontiguousarray(value)
+                                                                   .reshape(np.shape(value)), made))
+        return made
+
+    def add(self, op: str, inputs: List[str], names: List[str], **attributes: Any) -> List[str]:
+        made = [self.unique(name) for name in names]
+        self.nodes.append(self.onnx.helper.make_node(op, inputs, made, name=made[0], **attributes))
+        return made
+
+    def cast(self, name: str, dtype: str) -> str:
+        to = self.onnx.helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
+        return self.add("Cast", [name], [f"{name}_{dtype}"], to=to)[0]
+
+    def read(self, entry: Entry) -> str:
+        """The tensor's name; a constant is written down when it is first read."""
+        if entry not in self.names:
+            output = f"_{entry.output}" if entry.output else ""
+            self.names[entry] = self.constant(self.constants[entry], entry.node.name + output)
+        return self.names[entry]
+
+    def write(self, node: Node, row: Row) -> None:
+        """Adds a node of MXNet's."""
+        entries = list(takewhile(self.types.__contains__, (Entry(node, i) for i in count())))
+        halves = {"float16"} & {self.types[e] for e in (*node.inputs, *entries)}
+        widened = row.wide and bool(halves)
+        operator, before = Operator(self, node, widened), len(self.nodes)
+        made = row.write(operator)
+        made = [made] if isinstance(made, str) else made
+        if operator.unread:
+            name = min(operator.unread)
+            refuse(node, f"its attribute {name}={node.attrs[name]} has no place in ONNX")
+        for entry, name in zip(entries, made):
+            if widened and self.types[entry] == "float16":
+                name = self.cast(name, "float16")
+            number = str(entry.output) if len(made) > 1 else ""
+            self.names[entry] = self._renamed(name, f"{node.name}_output{number}", before)
+
+    def _renamed(self, old: str, name: str, first: int) -> str:
+        """The tensor under the name that MXNet has for it, if these nodes have made it."""
+        nodes = self.nodes[first:]
+        if not any(old in node.output for node in nodes):
+            return old
+        new = self.unique(name)
+        for node in nodes:
+            for names in (node.input, node.output):
+                names[:] = [new if one == old else one for one in names]
+        return new
+
+
+class Operator:
+    """A node of MXNet's that is being written."""
+
+    def __init__(self, writer: Writer, node: Node, widened: bool):
+        self.writer, self.node = writer, node
+        self.unread = {name for name in node.attrs if not name.startswith("__")} - _IGNORED
+        self._widened = widened
+
+    def __len__(self) -> int:
+        return len(self.node.inputs)
+
+    @property
+    def dtype(self) -> Any:
+        """What it computes in."""
+        return np.dtype("float32" if self._widened else self.writer.types[self.node.inputs[0]])
+
+    @property
+    def x(self) -> List[str]:
+        """The names of all that it reads."""
+        return [self.input(i) for i in range(len(self))]
+
+    def input(self, i: int) -> str:
+        entry = self.node.inputs[i]
+        name = self.writer.read(entry)
+        if self._widened and self.writer.types[entry] == "float16":
+            return self.writer.cast(name, "float32")
+        return name
+
+    def value(self, i: int) -> Any:
+        """The numbers of an input that is a parameter."""
+        entry = self.node.inputs[i]
+        if entry not in self.writer.constants:
+            self.refuse(f"its input {entry.node.name} is no parameter")
+        return self.writer.constants[entry]
+
+    def shape(self, i: int = 0) -> Tuple[int, ...]:
+        return self.writer.shapes[self.node.inputs[i]]
+
+    @property
+    def made_shape(self) -> Tuple[int, ...]:
+        return self.writer.shapes[Entry(self.node)]
+
+    def refuse(self, why: str) -> NoReturn:
+        refuse(self.node, why)
+
+    # ---- attributes
+
+    def text(self, name: str, default: str = "None") -> str:
+        self.unread.discard(name)
+        return str(self.node.attrs.get(name, default))
+
+    def flag(self, name: str, default: bool = False) -> bool:
+        return self.text(name, str(default)) in ("True", "1", "true")
+
+    def number(self, name: str, default: float = 0.0) -> float:
+        return float(self.text(name, repr(default)))
+
+    def whole(self, name: str, default: int = 0) -> int:
+        return int(self.text(name, str(default)))
+
+    def several(self, name: str, default: Tuple[int, ...] = ()) -> Tuple[Any, ...]:
+        """A tuple of whole numbers; a single one counts as a tuple of one."""
+        found = ast.literal_eval(self.text(name, "()").replace("L", ""))
+        if found is None:
+            return default
+        return (tuple(found) if isinstance(found, (tuple, list)) else (found,)) or default
+
+    def only(self, name: str, *valid: str) -> None:
+        """Refuses any other value of this attribute; the first one is the default."""
+        found = self.text(name, valid[0])
+        if found not in valid:
+            self.refuse(f"{name} must be {' or '.join(valid)}. Received: {found}")
+
+    def ignore(self, *names: str) -> None:
+        """These attributes do not change what is predicted."""
+        self.unread.difference_update(names)
+
+    def axis(self, name: str = "axis", default: int = -1, dims: Optional[int] = None) -> int:
+        found = self.whole(name, default)
+        return found % (len(self.shape()) if dims is None else dims)
+
+    # ---- nodes
+
+    def constant(self, value: Any, dtype: Any = None) -> str:
+        """A constant, of the type that the operator computes in unless another one is given."""
+        return self.writer.constant(np.asarray(value, dtype or self.dtype),
+                                    f"{self.node.name}_constant")
+
+    def add(self, op: str, *inputs: str, **attributes: Any) -> str:
+        return self.outputs(op, 1, *inputs, **attributes)[0]
+
+    def outputs(self, op: str, number: int, *inputs: str, **attributes: Any) -> List[str]:
+        """Adds an ONNX node with several outputs."""
+        end = [""] if number == 1 else [str(i) for i in range(number)]
+        return self.writer.add(op, list(inputs), [f"{self.node.name}_{op}{i}" for i in end],
+                               **attributes)
+
+    def reshape(self, name: str, shape: Tuple[int, ...]) -> str:
+        return self.add("Reshape", name, self.constant(shape, "int64"))

@@ -1,0 +1,50 @@
+"""How much arithmetic each product of a network has."""
+from math import prod
+from typing import Any, Dict, Mapping, Sequence
+
+from ..graph.graph import Entry, Graph
+from ..graph.operators import PRODUCTS
+
+Shape = Sequence[int]
+
+
+def multiply_adds(graph: Graph, shapes: Mapping[str, Shape]) -> Dict[str, int]:
+    """The multiply-adds of each product's forward pass, by its name.
+
+    Args:
+        graph: without casts.
+        shapes: of its variables.
+    """
+    products = [n for n in graph.nodes() if n.op in PRODUCTS]
+    if not products:
+        return {}
+    read = [*dict.fromkeys(e for n in products for e in (Entry(n), *n.inputs))]
+    found = dict(zip(read, _shapes(Graph(read), shapes)))
+    made = {}
+    for node in products:
+        inputs = [found[e] for e in node.inputs]
+        made[node.name] = _of(node.op, node.attrs, inputs, found[Entry(node)])
+    return made
+
+
+def _shapes(graph: Graph, shapes: Mapping[str, Shape]) -> Any:
+    symbol = graph.symbol()
+    known = {name: shapes[name] for name in symbol.list_inputs() if name in shapes}
+    _, outputs, _ = symbol.infer_shape_partial(**known)
+    return outputs
+
+
+def _of(op: str, attrs: Mapping[str, str], inputs: Sequence[Shape], output: Shape) -> int:
+    if op == "RNN":  # each number of a weight takes part once for each step and sequence
+        return prod(inputs[1]) * prod(inputs[0][:2])
+    if op == "Deconvolution":
+        return prod(inputs[0]) * prod(inputs[1]) // max(inputs[1][0], 1)
+    if op in ("Convolution", "Convolution_v1", "FullyConnected"):
+        return prod(output) * prod(inputs[1]) // max(inputs[1][0], 1)
+    if op.startswith("_contrib_interleaved"):
+        return prod(inputs[0]) * output[-1]
+    if len(inputs) < 2 or not inputs[0]:
+        return prod(output)
+    transposed = attrs.get("transpose_a") in ("True", "1")
+    return prod(output) * inputs[0][-2 if transposed and len(inputs[0]) > 1 else -1]
+

@@ -1,0 +1,72 @@
+"""Which block a node belongs to, and what `keep=` calls it."""
+import re
+from typing import Any, Collection, Dict, Iterable, List, Set
+
+
+def owners(net: Any, node: str) -> List[Any]:
+    """The blocks whose prefix a node's name has, the innermost first, the network last."""
+    found, stack = [], list(net._children.values())
+    while stack:
+        block = stack.pop()
+        if node.startswith(block.prefix):
+            found.append(block)
+        stack += block._children.values()
+    return [*sorted(found, key=lambda block: -len(block.prefix)), net]
+
+
+def owner(net: Any, node: str) -> Any:
+    """The innermost of them."""
+    return owners(net, node)[0]
+
+
+def can_be_named(net: Any, block: Any) -> bool:
+    """Whether `keep=` names this block for a node in it: not the outermost, and none whose
+    children have parameters."""
+    return block is not net and not any(child.collect_params().keys()
+                                        for child in block._children.values())
+
+
+def nodes_of(block: Any, names: Iterable[str]) -> Set[str]:
+    """Those of these nodes that are in a block."""
+    return {name for name in names if name.startswith(block.prefix)}
+
+
+def keep_for(net: Any, node: str, names: Iterable[str]) -> Dict[str, Set[str]]:
+    """What `keep=` calls the block of a node, and the block's nodes among `names`; a node of the
+    outermost block goes by its own name."""
+    block = owner(net, node)
+    if not can_be_named(net, block):
+        return {re.escape(node): {node}}
+    return {re.escape(block.name): nodes_of(block, names) | {node}}
+
+
+def in_groups(net: Any, names: Collection[str]) -> List[Set[str]]:
+    """Nodes that are kept together: those of a block that has parameters, since `keep=` decides
+    about these by the block. Any other is alone."""
+    groups: Dict[Any, Set[str]] = {}
+    for name in names:
+        groups.setdefault(_with_parameters(net, name) or name, set()).add(name)
+    return list(groups.values())
+
+
+def _with_parameters(net: Any, node: str) -> Any:
+    """The innermost block around a node that has parameters of its own, and can be named."""
+    for block in owners(net, node):
+        if block.params.keys() and can_be_named(net, block):
+            return block
+    return None
+
+
+def keep_line(net: Any, kept: Collection[str], names: Collection[str]) -> List[str]:
+    """For `keep=`: the names of blocks that are kept with all their nodes, and of other nodes.
+
+    Args:
+        kept: the nodes to keep.
+        names: all that could be.
+    """
+    made: Dict[str, None] = {}
+    for node in sorted(kept):
+        block = _with_parameters(net, node) or owner(net, node)
+        whole = can_be_named(net, block) and nodes_of(block, names) <= set(kept)
+        made[re.escape(block.name if whole else node)] = None
+    return list(made)

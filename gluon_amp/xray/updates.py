@@ -1,0 +1,97 @@
+"""A trainer's own step under an X-ray, and what it adds to the parameters."""
+from dataclasses import dataclass
+from typing import Any, Dict, List, Optional, Tuple
+
+from .._mxnet import mx, np
+from ..cpu.arrays import to_float32
+from ..formats import FORMATS
+from ..training.trainer import Trainer
+from .statistics import Counts, Key, read
+from .trial import Ran, Watched, loss_of, mean_of, split, standing_in
+
+
+@dataclass
+class Weight:
+    """A parameter: its numbers, and its updates.
+
+    Attributes:
+        counts: of its numbers, in the last step.
+        updates: of what the steps added to it; None without a trainer.
+        without_master: the share of these that would have changed nothing in float16 alone.
+    """
+    name: str
+    counts: Counts
+    updates: Optional[Counts] = None
+    without_master: Optional[float] = None
+
+
+class Updates:
+    """The parameters, and what a trainer's steps add to them."""
+
+    def __init__(self, net: Any, trainer: Any) -> None:
+        self.net, self.trainer = net, trainer
+        self.parameters = [p for p in net.collect_params().values()
+                           if p.grad_req != "null" and p._stype == "default"]
+        self.counts: Dict[str, Counts] = {}
+        self.lost: Dict[str, int] = {}
+        self.made: Dict[str, int] = {}
+        self.watched = Watched(net)
+
+    def step(self, batch: Any, loss_fn: Any) -> Tuple[float, Ran]:
+        """The user's own step, watched: its loss scale, and what was counted."""
+        before = {p.name: self._value(p) for p in self.parameters}
+        passes: List[Tuple[float, Dict[Key, Counts]]] = []
+
+        def passed(scale: float) -> None:
+            passes.append((scale, read()))
+        read()
+        with mx.autograd.record(), standing_in(self.net, self.watched.make):
+            loss = loss_of(self.net, batch, loss_fn)
+        if isinstance(self.trainer, Trainer):
+            self.trainer.after_pass = passed
+            try:
+                self.trainer.backward(loss)
+            finally:
+                self.trainer.after_pass = None
+        else:
+            loss.backward()
+            passed(1.0)
+        self.trainer.step(split(batch)[0][0].shape[0])
+        self._count(before)
+        scale, backward = [one for one in passes if one[0]][-1]  # a look at heads begins with 0
+        forward = {key: counts for key, counts in passes[0][1].items() if not key.backward}
+        counts = {**forward, **{key: c for key, c in backward.items() if key.backward}}
+        return scale, Ran(mean_of(loss), True, counts)
+
+    def _count(self, before: Dict[str, Any]) -> None:
+        half = FORMATS["float16"]
+        for p in self.parameters:
+            old = before[p.name]
+            update = self._value(p) - old
+            found = Counts.of_array(update)
+            self.counts[p.name] = self.counts[p.name] + found if p.name in self.counts else found
+            changes = update != 0
+            alone = half.round(half.round(old) + update) == half.round(old)
+            self.made[p.name] = self.made.get(p.name, 0) + int(changes.sum())
+            self.lost[p.name] = self.lost.get(p.name, 0) + int((changes & alone).sum())
+
+    def _value(self, parameter: Any) -> "np.ndarray[Any, Any]":
+        """A parameter's master, or itself where it has none."""
+        array = parameter.data()
+        if array.dtype is np.float16 and self.trainer is not None:
+            optimizer, updater = self.trainer._optimizer, self.trainer._updaters[0]
+            state = updater.states.get(self.trainer._param2idx.get(parameter.name))
+            if optimizer.multi_precision and state is not None and hasattr(optimizer, "_masters"):
+                (master,), _ = optimizer._masters([state])
+                return master.asnumpy().copy()
+        return to_float32(array).asnumpy().copy()
+
+    def weights(self) -> List[Weight]:
+        """What was counted."""
+        made = []
+        for p in self.parameters:
+            steps = self.made.get(p.name)
+            share = None if steps is None else self.lost[p.name] / max(steps, 1)
+            made.append(Weight(p.name, Counts.of_array(to_float32(p.data())),
+                               self.counts.get(p.name), share))
+        return made

@@ -1,0 +1,182 @@
+"""What a GPU's way to add does to training: `python results/tensor_cores/run.py`.
+
+Trains the same networks with float32 sums and with the sums of V100 and A100, in one chain and in
+pieces, and compares the gradients of weights of one batch. What is done stands in runs.jsonl and
+gradients.jsonl beside this file; a second call goes on where the first stopped, and at the end
+writes README.md and the picture in docs/figures.
+"""
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import gluon_amp as amp
+import mxnet as mx
+import numpy as np
+from gluon_amp.recipes import small_network, zoo_network
+from mxnet import autograd, gluon, nd
+
+HERE = Path(__file__).parent
+SHARED = Path(os.environ.get("GLUON_AMP_DATA", HERE.parent.parent.parent / "shared"))
+
+# Name: the GPU, and whether its chains are cut.
+SUMS = {"float32": (None, False), "V100": ("V100", False), "V100 in pieces": ("V100", True),
+        "A100": ("A100", False), "A100 in pieces": ("A100", True)}
+# Epochs, batch size, learning rate, products in a piece, seeds.
+STUDIES = {"digits": (6, 64, 0.1, 512, 10), "cifar10": (2, 50, 0.1, 4096, 3)}
+
+
+# ---- what is trained
+
+def digits():
+    """Training and test images and labels of scikit-learn's digits."""
+    from sklearn.datasets import load_digits
+    data = load_digits()
+    images = (data.images[:, None].astype("float32") / 16 - 0.45) / 0.25
+    order = np.random.RandomState(0).permutation(len(images))
+    images, labels = images[order], data.target[order].astype("float32")
+    return (images[:1347], labels[:1347]), (images[1347:], labels[1347:])
+
+
+def cifar10(train=1000, test=500):
+    """The first images of the two files."""
+    def first(name, count):
+        dataset = gluon.data.vision.ImageRecordDataset(str(SHARED / "data" / name))
+        pairs = [dataset[i] for i in range(count)]
+        images = np.stack([image.asnumpy() for image, _ in pairs]).transpose(0, 3, 1, 2)
+        return ((images.astype("float32") / 255 - 0.45) / 0.25,
+                np.array([label for _, label in pairs], "float32"))
+    return first("cifar10_train.rec", train), first("cifar10_test.rec", test)
+
+
+def network(study, sums):
+    gpu, cut = SUMS[sums]
+    net = small_network(10) if study == "digits" else zoo_network("cifar_resnet20_v1", classes=10)
+    net.initialize(mx.init.Xavier())
+    split = STUDIES[study][3] if cut else None
+    return amp.convert(net, amp.Policy(sums, parameter="float16", compute="float16",
+                                       accumulate=gpu, split=split))
+
+
+def train(study, sums, seed):
+    """One run: test accuracy and mean training loss of each epoch."""
+    epochs, batch, rate, _, _ = STUDIES[study]
+    mx.random.seed(seed)
+    np.random.seed(seed)
+    (x, y), (test_x, test_y) = globals()[study]()
+    net = network(study, sums)
+    loss_fn = gluon.loss.SoftmaxCrossEntropyLoss()
+    steps = epochs * (len(x) // batch)
+    trainer = amp.Trainer(net.collect_params(), "sgd", {
+        "momentum": 0.9, "wd": 1e-4,
+        "lr_scheduler": mx.lr_scheduler.CosineScheduler(steps, rate)})
+    losses, accuracy = [], []
+    for _ in range(epochs):
+        order, total = np.random.permutation(len(x)), 0.0
+        for i in range(len(x) // batch):
+            some = order[i * batch:(i + 1) * batch]
+            with autograd.record():
+                loss = loss_fn(net(nd.array(x[some])), nd.array(y[some]))
+            trainer.backward(loss)
+            trainer.step(batch)
+            total += float(loss.mean().asscalar())
+        right = [net(nd.array(test_x[i:i + 100])).asnumpy().argmax(1) == test_y[i:i + 100]
+                 for i in range(0, len(test_x), 100)]
+        losses.append(total / (len(x) // batch))
+        accuracy.append(100 * float(np.concatenate(right).mean()))
+    return {"accuracy": accuracy, "loss": losses}
+
+
+# ---- gradients of one batch
+
+
+def weight_gradients(study, seed):
+    """For each layer: how long its weight gradient's sums are, and for each way to add the part of
+    the float32 gradient by which it is too long, <g - f, f> / <f, f>, and the relative error."""
+    batch = 100
+    (x, y), _ = globals()[study]()
+    grown = {}
+    for sums in SUMS:
+        mx.random.seed(seed)
+        np.random.seed(seed)
+        net = network(study, sums)
+        net(nd.array(x[:1]))
+        if study == "cifar10":  # one that is trained
+            file = nd.load(str(SHARED / "models" / "cifar_resnet20_v1-0000.params"))
+            parameters = net.collect_params()
+            assert [n.split("_")[-1] for n in file] == [n.split("_")[-1] for n in parameters]
+            for parameter, array in zip(parameters.values(), file.values()):
+                parameter.set_data(array.astype(parameter.dtype))
+        lengths = _lengths(net, (batch, *x.shape[1:]))
+        with autograd.record():
+            loss = gluon.loss.SoftmaxCrossEntropyLoss()(net(nd.array(x[:batch])),
+                                                        nd.array(y[:batch]))
+        autograd.backward(loss, nd.ones(batch) * 256)
+        grown[sums] = [(p.name, lengths[p.name],
+                        p.grad().asnumpy().astype("float64"))
+                       for p in net.collect_params().values() if p.name in lengths]
+    rows = []
+    for i, (name, length, f) in enumerate(grown["float32"]):
+        row = {"layer": name, "length": length}
+        for sums in SUMS:
+            g = grown[sums][i][2]
+            row[sums] = [float(((g - f) * f).sum() / (f * f).sum()),
+                         float(np.linalg.norm(g - f) / np.linalg.norm(f))]
+        rows.append(row)
+    return rows
+
+
+def _lengths(net, shape):
+    """How many products each convolution's weight gradient sums, by the weight's name."""
+    inner = net(mx.sym.var("data")).get_internals()
+    _, shapes, _ = inner.infer_shape(data=shape)
+    outputs = dict(zip(inner.list_outputs(), shapes))
+    return {f"{name[:-len('_fwd_output')]}_weight": shape[0] * shape[2] * shape[3]
+            for name, shape in outputs.items() if "conv" in name and name.endswith("_fwd_output")}
+
+
+# ---- what is done, and what is left
+
+def done(file):
+    path = HERE / file
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def one(study, sums, seed):
+    """What a process of its own does: a run, or with seed -1 the gradients."""
+    start = time.time()
+    if seed < 0:
+        rows, file = weight_gradients(study, 0), "gradients.jsonl"
+        lines = [{"study": study, **row} for row in rows]
+    else:
+        lines, file = [{"study": study, "sums": sums, "seed": seed, **train(study, sums, seed),
+                        "seconds": round(time.time() - start)}], "runs.jsonl"
+    with open(HERE / file, "a") as out:
+        out.write("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", choices=STUDIES, help="one of the two")
+    parser.add_argument("--one", nargs=3, metavar=("STUDY", "SUMS", "SEED"), help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.one:
+        return one(args.one[0], args.one[1], int(args.one[2]))
+    for study in [args.only] if args.only else STUDIES:
+        runs = {(r["sums"], r["seed"]) for r in done("runs.jsonl") if r["study"] == study}
+        todo = [(sums, seed) for seed in range(STUDIES[study][4]) for sums in SUMS
+                if (sums, seed) not in runs]
+        if not any(r["study"] == study for r in done("gradients.jsonl")):
+            todo.insert(0, ("all", -1))
+        for sums, seed in todo:
+            print(study, sums, seed, flush=True)
+            subprocess.run([sys.executable, "-W", "ignore", __file__, "--one", study, sums,
+                            str(seed)], check=True)
+    return None
+
+
+if __name__ == "__main__":
+    main()

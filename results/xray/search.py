@@ -1,0 +1,206 @@
+"""Does a search find what the operators' table knows?
+
+Converts five networks with a policy without rules (norms, softmax, exponents, sums, losses: all in
+float16), lets `amp.search` find what to keep in float32, and compares that with what the rules of
+the policy float16 keep: nodes, casts, and how true the gradients are.
+
+    python results/xray/search.py [--networks NAME ...] [--budget SECONDS]
+"""
+import argparse
+import csv
+import logging
+import os
+import sys
+
+import gluon_amp as amp
+import numpy as np
+from gluon_amp._mxnet import mx
+from gluon_amp.graph.operators import NORM, SENSITIVE, runs_in
+from gluon_amp.xray.measure import Measure, Settings
+from mxnet import gluon, nd
+from mxnet.gluon import nn, rnn
+
+BARE = amp.Policy("bare", parameter="float16", compute="float16", norm="float16",
+                  sensitive="float16")
+COLUMNS = ("network", "bare_db", "bare_casts", "rules_nodes", "rules_db", "rules_casts",
+           "search_nodes", "search_db", "search_casts", "verified", "trainings", "keep")
+
+
+class Classifier(gluon.HybridBlock):
+    """A body, and the cross entropy of its output in the graph."""
+
+    def __init__(self, body):
+        super().__init__(prefix="net_")
+        with self.name_scope():
+            self.body = body()
+
+    def hybrid_forward(self, F, x, label):
+        return -F.pick(F.log_softmax(self.body(x)), label)
+
+
+class Attention(gluon.HybridBlock):
+    def __init__(self, width=32):
+        super().__init__()
+        with self.name_scope():
+            self.qkv = nn.Dense(3 * width, flatten=False)
+            self.out, self.norm = nn.Dense(width, flatten=False), nn.LayerNorm()
+        self.width = width
+
+    def hybrid_forward(self, F, x):
+        q, k, v = F.split(self.qkv(x), num_outputs=3, axis=-1)
+        weights = F.softmax(F.batch_dot(q, k, transpose_b=True) * self.width ** -0.5)
+        return self.norm(x + self.out(F.batch_dot(weights, v)))
+
+
+class RootMeanSquare(gluon.HybridBlock):
+    """A norm by hand, of numbers of some hundreds: their squares lie beyond float16."""
+
+    def hybrid_forward(self, F, x):
+        x = x * 256
+        square = F.mean(F.square(x), axis=-1, keepdims=True)
+        return F.broadcast_mul(x, F.rsqrt(square + 1))
+
+
+class Autoencoder(gluon.HybridBlock):
+    """A variational autoencoder, whose loss is a sum over its pixels, beyond float16, and a
+    divergence."""
+
+    def __init__(self, hidden=8):
+        super().__init__(prefix="net_")
+        with self.name_scope():
+            self.encode, self.decode = nn.Dense(64, activation="relu"), nn.Dense(784)
+            self.mean, self.spread = nn.Dense(hidden), nn.Dense(hidden)
+        self.hidden = hidden
+
+    def hybrid_forward(self, F, x):
+        h = self.encode(x)
+        mean, spread = self.mean(h), self.spread(h)
+        z = mean + F.exp(spread * 0.5)
+        error = F.sum(F.square(self.decode(z) - x * 60), axis=1)
+        divergence = 0.5 * F.sum(F.square(mean) + F.exp(spread) - spread - 1, axis=1)
+        return error + divergence
+
+
+class Contrast(gluon.HybridBlock):
+    """Two views of the same rows: of all pairs, those that belong together are to be near."""
+
+    def __init__(self):
+        super().__init__(prefix="net_")
+        with self.name_scope():
+            self.body = nn.HybridSequential()
+            self.body.add(nn.Dense(64, activation="relu"), nn.Dense(32))
+
+    def hybrid_forward(self, F, x, y):
+        a, b = F.L2Normalization(self.body(x)), F.L2Normalization(self.body(y))
+        alike = F.exp(F.dot(a, b, transpose_b=True) * 14)
+        right = F.sum(a * b, axis=1) * 14
+        return F.log(F.sum(alike, axis=1)) - right
+
+
+def layers(*made):
+    net = nn.HybridSequential()
+    for layer in made:
+        net.add(layer)
+    return net
+
+
+def rows(rng):
+    x = rng.standard_normal((16, 40))
+    return x, np.digitize(x[:, :8].sum(1), [-1.5, 0, 1.5])
+
+
+def sequences(rng):
+    x = rng.standard_normal((16, 10, 32))
+    return x, np.digitize(x[:, 0, :8].sum(1), [-1.5, 0, 1.5])
+
+
+def images(rng):
+    return (rng.random((16, 784)) ** 2,)
+
+
+def views(rng):
+    x = rng.standard_normal((16, 40))
+    return x, x + 0.3 * rng.standard_normal(x.shape)
+
+
+NETWORKS = {
+    "transformer": (lambda: Classifier(lambda: layers(
+        nn.Dense(32, flatten=False), Attention(), nn.GELU(), Attention(), nn.Dense(4))), sequences),
+    "norms by hand": (lambda: Classifier(lambda: layers(
+        nn.Dense(48), RootMeanSquare(), nn.Activation("relu"), nn.Dense(48), RootMeanSquare(),
+        nn.Dense(4))), rows),
+    "lstm": (lambda: Classifier(lambda: layers(
+        rnn.LSTM(32, layout="NTC", input_size=32), nn.LayerNorm(), nn.Dense(4))), sequences),
+    "autoencoder": (Autoencoder, images),
+    "contrast": (Contrast, views),
+}
+
+
+def made(name, policy):
+    """A network, initialized and converted, and its batches."""
+    make, inputs = NETWORKS[name]
+    mx.random.seed(3)
+    np.random.seed(3)
+    net = make()
+    net.initialize(mx.init.Xavier())
+    rng = np.random.default_rng(3)
+    batches = [(*map(nd.array, inputs(rng)), nd.zeros(16)) for _ in range(8)]
+    amp.convert(net, policy)
+    net(*batches[0][:-1])
+    return net, batches
+
+
+def loss_of(output, _):
+    return output
+
+
+def measured(net, batches):
+    """How true the gradients of a converted network are, and how many casts it has."""
+    settings = Settings(2, 1, 0, "adam", ())
+    measure = Measure(net, batches, loss_of, 1e9, settings, None, lambda text: None)
+    return round(measure.snr(frozenset()), 1), measure.casts(frozenset())
+
+
+def by_the_rules(name):
+    """What the policy float16 keeps: how many nodes, how true gradients are, and casts."""
+    net, batches = made(name, "float16")
+    graph, _ = net.mixed_graph(["float32"] * (len(batches[0]) - 1))
+    kept = [n for n in graph.nodes() if not n.is_variable and runs_in(n) in (NORM, SENSITIVE)]
+    return (len(kept), *measured(net, batches))
+
+
+def examine(name, budget):
+    """A row of the table."""
+    net, batches = made(name, BARE)
+    found = amp.search(net, batches, loss_of, budget=budget,
+                       optimizer_params={"learning_rate": 0.002})
+    best = found.best
+    return dict(zip(COLUMNS, (
+        name, *measured(net, batches), *by_the_rules(name), len(best.nodes), round(best.snr, 1),
+        best.casts, found.verified, found.runs, " ".join(found.keep))))
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--networks", nargs="*", default=list(NETWORKS), metavar="NAME")
+    parser.add_argument("--budget", type=float, default=300.0, metavar="SECONDS")
+    parser.add_argument("--output", metavar="CSV")
+    options = parser.parse_args()
+    logging.getLogger("gluon_amp").setLevel(logging.ERROR)
+    table = []
+    for name in options.networks:
+        table.append(examine(name, options.budget))
+        print(", ".join(f"{key} {value}" for key, value in table[-1].items()), flush=True)
+    fewer = sum(r["search_nodes"] <= r["rules_nodes"] and r["verified"] for r in table)
+    print(f"{fewer} of {len(table)}: no more nodes than by the rules, and trains as in float32")
+    if options.output:
+        with open(options.output + ".writing", "w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(table)
+        os.replace(options.output + ".writing", options.output)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

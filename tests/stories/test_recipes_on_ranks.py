@@ -1,0 +1,134 @@
+"""The recipes on two ranks of MXNet's parameter server, as a user starts them."""
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import gluon_amp
+import numpy as np
+from gluon_amp import recipes
+from gluon_amp._mxnet import mx
+from PIL import Image
+
+EXAMPLES = Path(__file__).parents[2] / "example"
+# Runs the script, and leaves what each rank has seen and held; and the run as it was after epoch 0.
+PROGRAM = """
+import shutil, sys
+sys.path.insert(0, sys.argv[1])
+import gluon_amp
+import image_classification as recipe
+from gluon_amp import recipes
+from mxnet import nd
+
+folder, seen, nets = sys.argv[2], [], []
+make, order, save = recipe.network, recipes.Part.__iter__, recipes.RunFolder.save
+
+def network(*args):
+    nets.append(make(*args))
+    return nets[-1]
+
+def indices(part):
+    found = list(order(part))
+    seen.append((part.ranks.rank, part.epoch, found))
+    return iter(found)
+
+def save_and_copy(self, net, trainer, epoch, record):
+    save(self, net, trainer, epoch, record)
+    if epoch == 0 and self.ranks.rank == 0:
+        shutil.copytree(self.path, folder + "/cut")
+
+recipe.network, recipes.Part.__iter__, recipes.RunFolder.save = network, indices, save_and_copy
+recipe.main(sys.argv[3:])
+rank = seen[-1][0]
+nets[0].save_parameters(f"{folder}/rank{rank}.params")
+nd.save(f"{folder}/rank{rank}.seen", {f"{epoch}": nd.array(found) for _, epoch, found in seen})
+nets.clear()  # and with them the store: MXNet wants it freed before the interpreter is
+"""
+OPTIONS = ["--kvstore", "dist_sync", "--dtype", "float16", "--epochs", "2", "--examples", "256",
+           "--batch-size", "32", "--log-interval", "1", "--mixup"]
+
+
+def launch(folder, save_dir, *arguments):
+    (folder / "program.py").write_text(PROGRAM)
+    python = [sys.executable, "-W", "ignore"]
+    done = subprocess.run(
+        [*python, "-m", "gluon_amp.tools.cli", "launch", "-n", "2", *python,
+         str(folder / "program.py"), str(EXAMPLES), str(folder), "--save-dir", str(save_dir),
+         *OPTIONS, *arguments], stderr=subprocess.PIPE, text=True, timeout=200,
+        env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr
+    return done.stderr
+
+
+def arrays(path):
+    return {name: array.asnumpy() for name, array in mx.nd.load(str(path)).items()}
+
+
+def lines_of(folder):
+    """What does not depend on the clock."""
+    lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()][1:]
+    for line in lines:
+        line.pop("seconds", None), line.pop("samples_per_second", None)
+    return lines
+
+
+def same(first, second):
+    return set(first) == set(second) and all(map(np.array_equal, first.values(), second.values()))
+
+
+def test_two_ranks_train_one_network_on_parts_and_go_on_bit_by_bit(tmp_path):
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    log = launch(tmp_path, whole)
+    weights = arrays(tmp_path / "rank0.params")
+    assert same(weights, arrays(tmp_path / "rank1.params"))
+    parts = [arrays(tmp_path / f"rank{rank}.seen") for rank in "01"]
+    for epoch in "01":
+        seen = np.concatenate([part[epoch] for part in parts]).astype(int)
+        assert sorted(seen) == list(range(256))
+    assert log.count("[Epoch 1] validation") == 1  # rank 1 says nothing, and saves nothing
+    assert {path.name for path in whole.iterdir()} == {
+        ".lock", "best.params", "epoch-1.params", "epoch-1.states", "last.json", "log.jsonl"}
+    assert len([line for line in lines_of(whole) if "batch" in line]) == 2 * 4
+    err = lines_of(whole)[-1]["err_top1"]
+    assert err == 1 - right(whole / "epoch-1.params") / 450  # of all images, each once
+
+    launch(tmp_path, cut, "--resume")
+    assert same(weights, arrays(tmp_path / "rank0.params"))
+    assert same(weights, arrays(tmp_path / "rank1.params"))
+    assert lines_of(cut) == lines_of(whole)
+
+
+def right(params):
+    """How many of the digits' validation images one process finds with these parameters."""
+    net = recipes.small_network(10)
+    net.load_parameters(str(params))
+    gluon_amp.convert(net)
+    from sklearn.datasets import load_digits
+    images, labels = load_digits(return_X_y=True)
+    order = np.random.RandomState(0).permutation(len(labels))[:450]
+    found = net(mx.nd.array((images[order] / 8 - 1).reshape(-1, 1, 8, 8)))
+    return int((found.asnumpy().argmax(1) == labels[order]).sum())
+
+
+def test_parts_of_a_record_file_are_validated_whole(tmp_path):
+    path = str(tmp_path / "images.rec")
+    record = mx.recordio.MXIndexedRecordIO(str(tmp_path / "images.idx"), path, "w")
+    for i in range(23):
+        png = io.BytesIO()
+        Image.fromarray(np.full((8 + i, 8 + i, 3), i, np.uint8)).save(png, "PNG")
+        record.write_idx(i, mx.recordio.pack(mx.recordio.IRHeader(0, i, i, 0), png.getvalue()))
+    record.close()
+    begins = recipes.records(path, classes=23)
+    for index in ("", str(tmp_path / "images.idx")):
+        seen = []
+        for part in range(3):
+            count = recipes.records_of_part(path, index, begins, part, 3)
+            images = recipes.Unpadded(mx.io.ImageRecordIter(
+                path_imgrec=path, path_imgidx=index, data_shape=(3, 8, 8), batch_size=5,
+                part_index=part, num_parts=3, round_batch=False), count)
+            for _ in range(2):
+                images.reset()
+                seen += [label for batch in images for label in batch.label[0].asnumpy()]
+        assert sorted(seen) == sorted(2 * list(range(23)))

@@ -1,0 +1,309 @@
+"""Float8 products: a scale for each tensor, from itself or from those before it; and rounding at
+random, which a seed repeats."""
+import copy
+
+import gluon_amp as amp
+import numpy as np
+import pytest
+from gluon_amp._mxnet import mx
+from gluon_amp.formats import FORMATS
+from mxnet import autograd, gluon, nd
+
+E4M3, E5M2 = FORMATS["float8_e4m3"], FORMATS["float8_e5m2"]
+
+
+def policy(scaling="delayed", **more):
+    return amp.Policy("mine", product="float8_e4m3", gradient="float8_e5m2", scaling=scaling,
+                      **more)
+
+
+def scaled(format_, x, largest=None):
+    """Rounded with the scale for this largest number; what is beyond becomes the largest."""
+    largest = np.abs(x).max() if largest is None else largest
+    scale = 2.0 ** np.floor(np.log2(format_.largest / largest))
+    return format_.round(np.clip(x * scale, -format_.largest, format_.largest)) / scale
+
+
+def dense(policy, w):
+    net = gluon.nn.Dense(w.shape[0], in_units=w.shape[1], use_bias=False)
+    net.initialize()
+    net.weight.set_data(nd.array(w))
+    return amp.convert(net, policy)
+
+
+def step(net, x, head):
+    """Output, and the gradients of data and weight."""
+    data = nd.array(x)
+    data.attach_grad()
+    with autograd.record():
+        out = net(data)
+    out.backward(nd.array(head))
+    return out.asnumpy(), data.grad.asnumpy(), net.weight.grad().asnumpy()
+
+
+def normal(rng, *shape, scale=1.0):
+    return (scale * rng.standard_normal(shape)).astype(np.float32)
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e-6, 1.0, 1e6])
+def test_current_scales_make_any_size_fit(scale, rng):
+    x, w, head = normal(rng, 5, 7, scale=scale), normal(rng, 3, 7), normal(rng, 5, 3, scale=scale)
+    out, dx, dw = step(dense(policy("current"), w), x, head)
+    x, w, head = scaled(E4M3, x), scaled(E4M3, w), scaled(E5M2, head)
+    np.testing.assert_allclose(out, x @ w.T, rtol=1e-5, atol=1e-6 * scale)
+    np.testing.assert_allclose(dx, head @ w, rtol=1e-5, atol=1e-6 * scale)
+    np.testing.assert_allclose(dw, head.T @ x, rtol=1e-5, atol=1e-6 * scale ** 2)
+
+
+def test_delayed_scales_come_from_the_last_tensors(rng):
+    w, sizes = normal(rng, 3, 7), [1.0, 8.0, 100.0, 0.01, 0.01, 0.01]
+    net, xs, heads = dense(policy(history=2), w), [], []
+    for size in sizes:
+        x, head = normal(rng, 5, 7, scale=size), normal(rng, 5, 3, scale=1 / size)
+        out, dx, dw = step(net, x, head)
+        before = [max(map(np.max, map(np.abs, past[-2:]))) if past else None
+                  for past in (xs, heads)]
+        xs.append(x)
+        heads.append(head)
+        x, head, quiet = scaled(E4M3, x, before[0]), scaled(E5M2, head, before[1]), scaled(E4M3, w)
+        np.testing.assert_allclose(out, x @ quiet.T, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(dx, head @ quiet, rtol=1e-5, atol=1e-6 / size)
+        np.testing.assert_allclose(dw, head.T @ x, rtol=1e-5, atol=1e-5)
+
+
+def test_predictions_use_histories_and_leave_them(rng):
+    w, x = normal(rng, 3, 7), normal(rng, 5, 7)
+    net = dense(policy(history=1), w)
+    first = net(nd.array(1000 * x)).asnumpy()  # nothing is known: by itself
+    np.testing.assert_allclose(first, scaled(E4M3, 1000 * x) @ scaled(E4M3, w).T, rtol=1e-5,
+                               atol=1e-3)
+    step(net, x, np.ones((5, 3), np.float32))
+    expected = scaled(E4M3, 1000 * x, np.abs(x).max()) @ scaled(E4M3, w).T
+    for _ in range(2):
+        np.testing.assert_allclose(net(nd.array(1000 * x)).asnumpy(), expected, rtol=1e-5,
+                                   atol=1e-3)
+
+
+@pytest.mark.parametrize("scaling", ["current", "delayed"])
+def test_what_is_infinite_stays_no_number(scaling, rng):
+    net, x = dense(policy(scaling), normal(rng, 3, 7)), normal(rng, 5, 7)
+    head = np.ones((5, 3), np.float32)
+    head[0, 0] = np.inf
+    _, dx, dw = step(net, x, head)
+    assert not np.isfinite(dx[0]).any()
+    assert not np.isfinite(dw[0]).any()
+    x[1, 1] = np.inf
+    out, _, _ = step(net, x, np.ones((5, 3), np.float32))
+    assert not np.isfinite(out[1]).any()
+    assert np.isfinite(np.delete(out, 1, 0)).all()
+
+
+def test_a_margin_leaves_room(rng):
+    w, x = normal(rng, 3, 7), normal(rng, 5, 7)
+    net = dense(policy(history=1, margin=3), w)
+    step(net, x, np.ones((5, 3), np.float32))
+    out = net(nd.array(8 * x)).asnumpy()
+    largest = 8 * np.abs(x).max()
+    expected = scaled(E4M3, 8 * x, largest) @ scaled(E4M3, w, 8 * np.abs(w).max()).T
+    np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize(("more", "said"), [
+    ({"scaling": "last"}, "unknown scaling. Valid: None, delayed, current. Received: 'last'"),
+    ({"history": 0}, "history must be a whole number from 1 on. Received: 0"),
+    ({"margin": -1}, "margin must be a whole number from 0 on. Received: -1"),
+    ({"product": "float16"}, "scaling is for products of a format of their own"),
+    ({"between": "float8_e4m3"}, "scaling is for products of a format of their own")])
+def test_a_scaling_is_checked_when_it_is_made(more, said):
+    with pytest.raises(ValueError, match=said):
+        amp.Policy("mine", **{"product": "float8_e4m3", "scaling": "delayed", **more})
+
+
+# ---- training, and going on
+
+def network(name="mixed_float8"):
+    mx.random.seed(1)
+    net = gluon.nn.HybridSequential(prefix="net_")
+    with net.name_scope():
+        net.add(gluon.nn.Conv2D(8, 3, in_channels=1), gluon.nn.Activation("relu"),
+                gluon.nn.Dense(10, in_units=8 * 36), gluon.nn.Dense(4, in_units=10))
+    net.initialize(mx.init.Xavier())
+    return amp.convert(net, name)
+
+
+def trainer_of(net):
+    return amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.05, "momentum": 0.9})
+
+
+def train(net, trainer, steps):
+    rng = np.random.default_rng(3)
+    x, y = nd.array(normal(rng, 16, 1, 8, 8)), nd.array(rng.integers(0, 4, 16))
+    losses = []
+    for _ in range(steps):
+        with autograd.record():
+            loss = gluon.loss.SoftmaxCrossEntropyLoss()(net(x), y)
+        trainer.backward(loss)
+        trainer.step(16)
+        losses.append(float(loss.mean().asscalar()))
+    return losses
+
+
+def weights(net):
+    return [p.data().asnumpy() for p in net.collect_params().values()]
+
+
+def same(a, b):
+    return all(map(np.array_equal, a, b))
+
+
+def test_float8_learns_and_is_not_bfloat16():
+    nets = [network(name) for name in ("mixed_float8", "mixed_bfloat16")]
+    losses = [train(net, trainer_of(net), 12) for net in nets]
+    assert losses[0][-1] < 0.5 * losses[0][0]
+    assert not same(*map(weights, nets))
+
+
+def test_training_resumes_bit_by_bit(tmp_path):
+    net = network()
+    trainer = trainer_of(net)
+    train(net, trainer, 5)
+    net.save_parameters(str(tmp_path / "net"))
+    trainer.save_states(str(tmp_path / "states"))
+    train(net, trainer, 5)
+
+    other = network()
+    again = trainer_of(other)
+    other.load_parameters(str(tmp_path / "net"))
+    again.load_states(str(tmp_path / "states"))
+    train(other, again, 5)
+    assert same(weights(net), weights(other))
+
+    forgetful = network()  # the histories do matter
+    anew = trainer_of(forgetful)
+    forgetful.load_parameters(str(tmp_path / "net"))
+    anew.load_states(str(tmp_path / "states"))
+    for scales in anew._scales():
+        scales.write("")
+    train(forgetful, anew, 5)
+    assert not same(weights(net), weights(forgetful))
+
+
+def test_states_with_histories_are_refused_where_there_are_none(tmp_path):
+    net = network()
+    trainer = trainer_of(net)
+    train(net, trainer, 1)
+    trainer.save_states(str(tmp_path / "states"))
+    other = trainer_of(network("mixed_bfloat16"))
+    with pytest.raises(ValueError, match="float8 histories of 1 networks; here are 0"):
+        other.load_states(str(tmp_path / "states"))
+
+
+def test_a_copy_has_histories_of_its_own(rng):
+    w, x = normal(rng, 3, 7), normal(rng, 5, 7)
+    net = dense(policy(history=2), w)
+    step(net, x, np.ones((5, 3), np.float32))
+    twin = copy.deepcopy(net)
+    assert np.array_equal(net(nd.array(9 * x)).asnumpy(), twin(nd.array(9 * x)).asnumpy())
+    step(twin, 100 * x, np.ones((5, 3), np.float32))
+    assert not np.array_equal(net(nd.array(9 * x)).asnumpy(), twin(nd.array(9 * x)).asnumpy())
+
+
+def test_products_by_two_nodes_on_the_way_back_have_histories_each(rng):
+    """dot's gradients are two more dots, which both read the gradient."""
+    net = gluon.nn.HybridLambda(lambda F, a, b: F.dot(a, b))
+    amp.convert(net, policy(history=1))
+    formats, largest = (E4M3, E4M3, E5M2), [None] * 3
+    for size in (1.0, 50.0, 3.0):
+        arrays = normal(rng, 4, 6), normal(rng, 6, 2), normal(rng, 4, 2, scale=size)
+        a, b, head = map(nd.array, arrays)
+        a.attach_grad()
+        b.attach_grad()
+        with autograd.record():
+            out = net(a, b)
+        out.backward(head)
+        read_a, read_b, g = map(scaled, formats, arrays, largest)
+        np.testing.assert_allclose(a.grad.asnumpy(), g @ read_b.T, rtol=1e-5, atol=1e-4)
+        np.testing.assert_allclose(b.grad.asnumpy(), read_a.T @ g, rtol=1e-5, atol=1e-4)
+        largest = [np.abs(x).max() for x in arrays]
+
+
+# ---- which inputs
+
+def test_a_bias_is_no_factor(rng):
+    net = gluon.nn.Dense(3, in_units=7)
+    net.initialize()
+    bias = normal(rng, 3)
+    net.weight.set_data(nd.zeros((3, 7)))
+    net.bias.set_data(nd.array(bias))
+    amp.convert(net, amp.Policy("mine", product="float8_e4m3"))
+    assert np.array_equal(net(nd.ones((1, 7))).asnumpy()[0], bias)
+
+
+def test_einsum_of_several_formats_is_refused():
+    net = gluon.nn.HybridLambda(lambda F, a, b: F.np.einsum("ij,jk->ik", a, b))
+    amp.convert(net, policy())
+    mx.npx.set_np()
+    try:
+        with pytest.raises(ValueError, match="einsum has one format"):
+            net(mx.np.ones((2, 2)), mx.np.ones((2, 2)))
+    finally:
+        mx.npx.reset_np()
+
+
+# ---- at random
+
+RANDOM = amp.Format("bfloat16_at_random", exponent=8, fraction=7, rounding="stochastic")
+
+
+def test_a_seed_repeats_training_with_stochastic_rounding():
+    def trained(seed):
+        net = network(amp.Policy("mine", compute=RANDOM))
+        mx.random.seed(seed)
+        train(net, trainer_of(net), 3)
+        return weights(net)
+    first = trained(5)
+    assert same(first, trained(5))
+    assert not same(first, trained(6))
+
+
+def read_by_a_product(format_, x):
+    """What a product reads of numbers: it multiplies them by 1."""
+    net = gluon.nn.HybridLambda(lambda F, x: F.batch_dot(x, F.ones_like(x)))
+    amp.convert(net, amp.Policy("mine", product=format_))
+    return net(nd.array(x.reshape(-1, 1, 1))).asnumpy().reshape(x.shape)
+
+
+@pytest.mark.parametrize("format_", [
+    RANDOM, amp.Format("half_at_random", 5, 10, rounding="stochastic"),
+    amp.Format("e4m3_at_random", 4, 3, infinities=False, rounding="stochastic")],
+    ids=lambda f: f.name)
+def test_stochastic_rounding_is_right_on_average(format_):
+    """The mean of n roundings lies within 5 of its standard deviations, each to a neighbor."""
+    n, tiny = 10_000, max(format_.smallest, 2.0 ** -120)  # a sum flushes float32's own subnormals
+    numbers = np.float32([1.003, -1.7, 0.3333, 1.1 * format_.smallest_normal, 2.6 * tiny,
+                          -0.3 * tiny])
+    mx.random.seed(1)
+    rounded = read_by_a_product(format_, np.repeat(numbers[:, None], n, 1)).astype(np.float64)
+    for number, row in zip(numbers.astype(np.float64), rounded):
+        exponent = max(np.floor(np.log2(abs(number))), 1 - format_.bias)
+        step = 2.0 ** (exponent - format_.fraction)
+        part = number / step - np.floor(number / step)
+        assert set(row / step - np.floor(number / step)) == {0.0, 1.0}
+        assert abs(row.mean() - number) < 5 * step * np.sqrt(part * (1 - part) / n)
+
+
+def test_two_tensors_are_rounded_at_random_apart():
+    x = nd.array(np.full((2000, 1, 1), 1 + 2.0 ** -8, np.float32))
+    net = gluon.nn.HybridLambda(lambda F, a, b: F.batch_dot(a, b))
+    amp.convert(net, amp.Policy("mine", product=RANDOM))
+    mx.random.seed(2)
+    both_down = (net(x, x.copy()).asnumpy() == 1).mean()
+    assert abs(both_down - 0.25) < 0.05
+
+
+def test_toward_zero_never_rounds_away(rng):
+    x = normal(rng, 1000)
+    cut = amp.Format("cut", exponent=5, fraction=10, rounding="zero")
+    read = read_by_a_product(cut, x)
+    assert np.array_equal(read, cut.round(x))
+    assert (np.abs(read) <= np.abs(x)).all()

@@ -1,0 +1,365 @@
+"""`export_onnx`: what onnxruntime computes from the file is what MXNet computes.
+
+GLUON_AMP_ONNX=1 takes larger networks, too.
+"""
+import os
+
+import gluon_amp as amp
+import numpy as np
+import pytest
+from gluon_amp._mxnet import mx
+from gluon_amp.onnx import export
+from gluon_amp.onnx.operators import ROWS
+from mxnet import gluon, nd, sym
+from mxnet.gluon import nn
+
+onnx = pytest.importorskip("onnx")
+pytest.importorskip("onnxruntime")
+
+from onnx_models import cut, engine_tensors, off_by, run, settle  # noqa: E402
+
+DATA = np.random.RandomState(0).normal(size=(2, 4, 6, 6)).astype(np.float32)
+x = sym.var("data")
+
+
+def rows_data(name):
+    """The data for a row's test."""
+    shapes = {"flat": (2, 4), "ids": (2, 3), "positive": (2, 4, 6, 6), "steps": (5, 2, 3),
+              "batches": (3, 4, 5), "triple": (2, 3, 4), "line": (2, 4, 9), "cube": (1, 2, 4, 5, 3)}
+    made = np.random.RandomState(1).normal(size=shapes.get(name, DATA.shape)).astype(np.float32)
+    if name == "positive":
+        made = np.abs(made) + 0.1
+    if name == "ids":  # the first and last ones lie beyond the table
+        made = np.array([[-3, 0, 5], [2, 9, 1]], np.float32)
+    return made
+
+
+def norm(op, **attributes):
+    return op(x, sym.var("gamma"), sym.var("beta"), name="op", **attributes)
+
+
+def batch_norm(**attributes):
+    return sym.BatchNorm(x, name="op", **attributes)
+
+
+def rnn(mode, layers, bidirectional, outputs):
+    states = [sym.zeros((layers * (1 + bidirectional), 2, 6))] * (2 if mode == "lstm" else 1)
+    return sym.RNN(x, sym.var("rnn_parameters"), *states, mode=mode, num_layers=layers,
+                   state_size=6, bidirectional=bidirectional, state_outputs=outputs, name="op")
+
+
+# For each operator: what it is made of, and the name of its data, if not four axes of numbers.
+CASES = {
+    **{name: (getattr(sym, name)(x),) for name in (
+        "relu sigmoid tanh exp sin cos softsign floor ceil erf negative abs square "
+        "Flatten").split()},
+    **{name: (getattr(sym, name)(x), "positive") for name in "log sqrt reciprocal".split()},
+    **{name: (getattr(sym, name)(x, x + 1),) for name in (
+        "elemwise_add elemwise_sub elemwise_mul broadcast_add broadcast_sub broadcast_mul "
+        "broadcast_maximum broadcast_minimum add_n").split()},
+    **{name: (getattr(sym, name)(x, x + 1), "positive") for name in
+       "elemwise_div broadcast_div broadcast_power".split()},
+    **{f"{name} a channel's": (getattr(sym, name)(x, sym.var("b_weight", shape=(1, 4, 1, 1))),)
+       for name in "broadcast_add broadcast_mul".split()},
+    "identity": (sym.identity(x) + 1,), "BlockGrad": (sym.BlockGrad(x) + 1,),
+    "+": (x + 0.3,), "-": (x - 0.3,), "from": (0.3 - x,), "*": (x * 0.3,), "/": (x / 0.3,),
+    "over": (0.3 / x, "positive"), "**": (x ** 1.7, "positive"),
+    "max with": (sym.maximum(x, 0.3),), "min with": (sym.minimum(x, 0.3),),
+    "clip": (sym.clip(x, -0.3, 0.6),), "Dropout": (sym.Dropout(x) + 1,),
+    "Cast": (sym.Cast(sym.Cast(x, dtype="int32"), dtype="float32"),),
+    "amp_cast": (sym.amp_cast(x, dtype="float16"),),
+    "div_sqrt_dim": (sym.contrib.div_sqrt_dim(x),),
+    **{f"Activation {kind}": (sym.Activation(x, act_type=kind),) for kind in
+       "relu sigmoid tanh softrelu softsign".split()},
+    **{f"LeakyReLU {kind}": (sym.LeakyReLU(x, act_type=kind, slope=0.1, name="op"),) for kind in
+       "leaky elu selu gelu prelu".split()},
+    "hard_sigmoid": (sym.hard_sigmoid(x),),
+    "softmax": (sym.softmax(x),), "softmax over channels": (sym.softmax(x, axis=1),),
+    "log_softmax": (sym.log_softmax(x),), "SoftmaxActivation": (sym.SoftmaxActivation(x), "flat"),
+    "SoftmaxActivation of channels": (sym.SoftmaxActivation(x, mode="channel"),),
+    "SoftmaxOutput": (sym.SoftmaxOutput(x, name="softmax"), "flat"),
+    "SoftmaxOutput of channels": (sym.SoftmaxOutput(x, multi_output=True, name="softmax"),),
+    "LinearRegressionOutput": (sym.LinearRegressionOutput(x, name="lin"),),
+    "MAERegressionOutput": (sym.MAERegressionOutput(x, name="mae"),),
+    "LogisticRegressionOutput": (sym.LogisticRegressionOutput(x, name="logistic"),),
+    "Convolution": (sym.Convolution(x, kernel=(3, 3), num_filter=5, pad=(1, 1), stride=(2, 2),
+                                    name="op"),),
+    "Convolution in groups": (sym.Convolution(x, kernel=(3, 2), num_filter=4, num_group=4,
+                                              dilate=(2, 1), no_bias=True, name="op"),),
+    "Convolution of lines": (sym.Convolution(x, kernel=(3,), num_filter=5, name="op"), "line"),
+    "Convolution of cubes": (sym.Convolution(x, kernel=(2, 2, 2), num_filter=3, name="op"), "cube"),
+    "Deconvolution": (sym.Deconvolution(x, kernel=(3, 3), num_filter=5, stride=(2, 2), pad=(1, 1),
+                                        adj=(1, 1), name="op"),),
+    "FullyConnected": (sym.FullyConnected(x, num_hidden=7, name="op"),),
+    "FullyConnected of the last axis": (sym.FullyConnected(x, num_hidden=7, flatten=False,
+                                                           no_bias=True, name="op"),),
+    "dot": (sym.dot(x, sym.var("b_weight", shape=(5, 4)), transpose_b=True), "flat"),
+    "batch_dot": (sym.batch_dot(x, x * 2, transpose_b=True), "batches"),
+    "batch_dot turned": (sym.batch_dot(x, x * 2, transpose_a=True), "batches"),
+    **{f"RNN {mode} {layers} {both}": (sym.Group(list(rnn(mode, layers, both, True))), "steps")
+       for mode in ("lstm", "gru", "rnn_tanh", "rnn_relu")
+       for layers, both in ((1, False), (2, False), (2, True))},
+    "RNN without its states": (rnn("lstm", 1, False, False), "steps"),
+    "Embedding": (sym.Embedding(x, input_dim=5, output_dim=3, name="op"), "ids"),
+    "take": (sym.take(sym.var("b_weight", shape=(5, 3)), x, axis=0), "ids"),
+    "BatchNorm": (batch_norm(fix_gamma=False),),
+    "BatchNorm with its gamma fixed": (batch_norm(eps=1e-5),),
+    "LayerNorm": (norm(sym.LayerNorm),), "InstanceNorm": (norm(sym.InstanceNorm),),
+    "LRN": (sym.LRN(x, nsize=3),),
+    "Pooling": (sym.Pooling(x, kernel=(3, 3), stride=(2, 2), pad=(1, 1), pool_type="max"),),
+    "Pooling to the end": (sym.Pooling(x, kernel=(3, 3), stride=(2, 2), pool_type="max",
+                                       pooling_convention="full"),),
+    "Pooling, mean": (sym.Pooling(x, kernel=(3, 3), pad=(1, 1), pool_type="avg"),),
+    "Pooling, mean within": (sym.Pooling(x, kernel=(3, 3), pad=(1, 1), pool_type="avg",
+                                         count_include_pad=False),),
+    "Pooling, mean, full": (sym.Pooling(x, kernel=(2, 2), stride=(2, 2), pool_type="avg",
+                                        pooling_convention="full"),),
+    "Pooling, all": (sym.Pooling(x, global_pool=True, kernel=(7, 7), pool_type="avg"),),
+    "Pooling, largest": (sym.Pooling(x, global_pool=True, pool_type="max"),),
+    "AdaptiveAvgPooling2D": (sym.contrib.AdaptiveAvgPooling2D(x, output_size=1),),
+    "mean": (sym.mean(x, axis=(2, 3), keepdims=True),), "sum": (sym.sum(x, axis=1),),
+    "mean of all": (sym.mean(x),), "max": (sym.max(x, axis=-1),), "min": (sym.min(x, axis=2),),
+    "Reshape": (sym.Reshape(x, shape=(0, -4, 2, -1, -3)),),
+    "reshape_like": (sym.reshape_like(x, sym.reshape(x, (6, 4, 2, 6))),),
+    "expand_dims": (sym.expand_dims(x, axis=1),),
+    "squeeze": (sym.squeeze(sym.expand_dims(x, axis=1)),),
+    "transpose": (sym.transpose(x, axes=(0, 2, 3, 1)),), "transpose all": (sym.transpose(x),),
+    "SwapAxis": (sym.SwapAxis(x, dim1=1, dim2=-1),), "Concat": (sym.concat(x, x * 2, dim=1),),
+    "stack": (sym.stack(x, x * 2, axis=1),),
+    "slice_axis": (sym.slice_axis(x, axis=1, begin=1, end=None),),
+    "slice_axis from the end": (sym.slice_axis(x, axis=-1, begin=-3, end=-1),),
+    "SliceChannel": (sym.Group(list(sym.SliceChannel(x, num_outputs=2, axis=1))),),
+    "SliceChannel, squeezed": (sym.SliceChannel(x, num_outputs=3, axis=1, squeeze_axis=True)[1],
+                               "triple"),
+    "Pad": (sym.Pad(x, mode="constant", constant_value=0.5, pad_width=(0, 0, 0, 0, 1, 2, 3, 0)),),
+    "Pad with its edge": (sym.Pad(x, mode="edge", pad_width=(0, 0, 0, 0, 1, 2, 3, 0)),),
+    "Pad, reflected": (sym.Pad(x, mode="reflect", pad_width=(0, 0, 0, 0, 1, 2, 3, 0)),),
+    "UpSampling": (sym.UpSampling(x, scale=2, sample_type="nearest"),),
+}
+NOT_AS_PARAMETERS = {"data", "lin_label", "mae_label", "logistic_label", "softmax_label"}
+
+
+def parameters(symbol, shape):
+    """Random ones, and variances that are positive."""
+    draw = np.random.RandomState(2)
+    arguments, _, auxiliary = symbol.infer_shape(data=shape)
+    found = [{name: nd.array(draw.normal(size=size) * 0.3 + ("var" in name) * 2)
+              for name, size in zip(names, shapes) if name not in NOT_AS_PARAMETERS}
+             for names, shapes in ((symbol.list_arguments(), arguments),
+                                   (symbol.list_auxiliary_states(), auxiliary))]
+    return tuple(found)
+
+
+def mxnets(symbol, params, data):
+    """What MXNet computes in float32, with its own operators."""
+    arrays = {**params[0], **params[1], "data": nd.array(data)}
+    executor = symbol.simple_bind(mx.cpu(), grad_req="null", data=data.shape)
+    for found in (executor.arg_dict, executor.aux_dict):
+        for name in set(found) & set(arrays):
+            found[name][:] = arrays[name]
+    return [array.asnumpy() for array in executor.forward(is_train=False)]
+
+
+def check_alone(network, data):
+    """Each operator of a float16 network, by itself, is within one rounding of our engine's.
+
+    Returns:
+        how many tensors were compared.
+    """
+    shape = {name: array.shape for name, array in data.items()}
+    model, tensors = cut(export._model(onnx, network, shape), engine_tensors(network, data))
+    if not tensors:
+        return 0
+    made = run(model, {**data, **{f"{name} as read": array for name, array in tensors.items()
+                                  if f"{name} as read" in [i.name for i in model.graph.input]}})
+    off = {name: off_by(made[name], array) for name, array in tensors.items()}
+    assert max(off.values()) <= 1, max(off, key=off.get)
+    return len(off)
+
+
+# ---- operators ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_an_operator_computes_in_onnx_what_it_computes_in_mxnet(case, tmp_path):
+    symbol, data = CASES[case][0], rows_data((*CASES[case], "")[1])
+    params = parameters(symbol, data.shape)
+    file = str(tmp_path / "one.onnx")
+    amp.export_onnx(symbol, file, data.shape, "float32", params=params)
+    found = run(file, {"data": data})
+    assert list(found) == symbol.list_outputs()
+    for one, expected in zip(found.values(), mxnets(symbol, params, data)):
+        np.testing.assert_allclose(one, expected, rtol=2e-5, atol=2e-6)
+    amp.export_onnx(symbol, file, data.shape, params=params)
+    compared = check_alone(export._symbol(symbol, params, "float16"), {"data": data})
+    assert compared or case.endswith("RegressionOutput")  # which have nothing left to compute
+
+
+def test_every_operator_that_is_written_stands_in_these_tests():
+    tested = {node.op for case in CASES.values()
+              for node in export.Graph.read(case[0]).nodes()}
+    aliases = {name for name, row in ROWS.items()
+               for other in tested if ROWS.get(other) is row}
+    assert sorted(set(ROWS) - tested - aliases) == []
+
+
+# ---- networks ----------------------------------------------------------------
+
+SMALL = ["cifar_resnet20_v1", "cifar_resnet20_v2", "mobilenetv2_0.25"]
+LARGE = ["resnet18_v1", "resnet18_v2", "resnet50_v1", "resnet50_v2", "mobilenetv2_1.0",
+         "mobilenet1.0", "vgg11"]
+NETWORKS = SMALL + LARGE * bool(os.environ.get("GLUON_AMP_ONNX"))
+
+
+def classifier(name):
+    size = 32 if name.startswith("cifar") else 64
+    mx.random.seed(1)
+    net = amp.recipes.zoo_network(name, classes=10)
+    net.initialize(mx.init.Xavier(magnitude=2))
+    data = nd.random.uniform(shape=(2, 3, size, size))
+    settle(net, data)
+    return net, data
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_a_network_in_float32_predicts_as_in_mxnet(name, tmp_path):
+    net, data = classifier(name)
+    file = str(tmp_path / "net.onnx")
+    amp.export_onnx(net, file, data.shape, "float32")
+    found, = run(file, {"data": data.asnumpy()}).values()
+    expected = net(data).asnumpy()
+    assert np.abs(found - expected).max() < 1e-5 * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_each_operator_of_a_float16_network_is_within_one_rounding(name):
+    net, data = classifier(name)
+    amp.convert(net)
+    assert check_alone(export._block(net, 1, "float16"), {"data": data.asnumpy()}) > 20
+
+
+def test_a_converted_network_and_one_that_is_not_give_the_same_file(tmp_path):
+    net, data = classifier("mobilenetv2_0.25")
+    files = [tmp_path / "before.onnx", tmp_path / "after.onnx"]
+    amp.export_onnx(net, str(files[0]), data.shape)
+    amp.convert(net)
+    amp.export_onnx(net, str(files[1]), data.shape)
+    assert files[0].read_bytes() == files[1].read_bytes()
+    assert {t.data_type for t in onnx.load(str(files[1])).graph.initializer} >= {
+        onnx.TensorProto.FLOAT16, onnx.TensorProto.FLOAT}
+
+
+def test_an_lstm_of_gluons_is_exported_with_its_embedding(tmp_path):
+    class Words(gluon.HybridBlock):
+        def __init__(self):
+            super().__init__()
+            with self.name_scope():
+                self.words = nn.Embedding(20, 6)
+                self.lstm = gluon.rnn.LSTM(8, num_layers=2, bidirectional=True)
+                self.head = nn.Dense(20, flatten=False)
+
+        def hybrid_forward(self, F, ids):
+            return self.head(self.lstm(self.words(ids)))
+
+    net = Words()
+    net.initialize(mx.init.Xavier())
+    ids = nd.array(np.arange(10).reshape(5, 2))
+    expected = net(ids).asnumpy()
+    file = str(tmp_path / "words.onnx")
+    amp.export_onnx(net, file, ids.shape, "float32")
+    found, = run(file, {"data": ids.asnumpy()}).values()
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6)
+    amp.convert(net)
+    half = net(ids).asnumpy()
+    amp.export_onnx(net, file, ids.shape)
+    found, = run(file, {"data": ids.asnumpy()}).values()
+    assert off_by(found.astype(np.float16), half.astype(np.float16)) <= 2  # two products behind
+    assert check_alone(export._block(net, 1, "float16"), {"data": ids.asnumpy()})
+
+
+def test_what_keep_names_is_float32_in_the_file(tmp_path):
+    net = nn.HybridSequential()
+    net.add(nn.Dense(4, in_units=3), nn.Dense(4, in_units=4))
+    net.initialize()
+    amp.convert(net, keep=[net[1]])
+    file = str(tmp_path / "net.onnx")
+    amp.export_onnx(net, file, (2, 3))
+    types = {t.name: t.data_type for t in onnx.load(file).graph.initializer}
+    assert types[net[0].weight.name] == onnx.TensorProto.FLOAT16
+    assert types[net[1].weight.name] == onnx.TensorProto.FLOAT
+
+
+def test_several_inputs_and_outputs_have_names_and_shapes(tmp_path):
+    class Two(gluon.HybridBlock):
+        def hybrid_forward(self, F, a, b):
+            return F.concat(a, b, dim=1), F.relu(a)
+
+    net = Two()
+    file = str(tmp_path / "two.onnx")
+    amp.export_onnx(net, file, [(2, 3), (2, 4)], "float32")
+    a, b = np.ones((2, 3), np.float32), -np.ones((2, 4), np.float32)
+    joined, positive = run(file, {"data0": a, "data1": b}).values()
+    np.testing.assert_array_equal(joined, np.hstack([a, b]))
+    np.testing.assert_array_equal(positive, a)
+
+
+# ---- refusals ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("symbol", "said"), [
+    (sym.topk(x, name="best"), r"cannot export best \(topk\)"),
+    (sym.Convolution(x, kernel=(3, 3), num_filter=2, layout="NHWC", name="op"),
+     r"op \(Convolution\): layout must be None or NCHW. Received: NHWC"),
+    (sym.softmax(x, temperature=2.0, name="op"), r"op \(softmax\): temperature"),
+    (sym.BatchNorm(x, axis=3, name="op"), r"op \(BatchNorm\): axis must be 1. Received: 3"),
+    (sym.Pooling(x, kernel=(3, 3), stride=(2, 2), pool_type="avg", pooling_convention="full",
+                 name="op"), r"op \(Pooling\): an average over less than its window"),
+    (sym.Pooling(x, kernel=(3, 3), pool_type="lp", p_value=2, name="op"), r"pool_type must be max"),
+    (sym.sum(x, axis=1, exclude=True, name="op"), r"op \(sum\): exclude"),
+])
+def test_what_onnx_has_no_equal_for_is_refused_by_name_and_no_file_is_left(symbol, said, tmp_path):
+    file = tmp_path / "net.onnx"
+    params = parameters(symbol, (1, 6, 6, 4))
+    with pytest.raises(ValueError, match=said):
+        amp.export_onnx(symbol, str(file), (1, 6, 6, 4), "float32", params=params)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_wrong_calls_are_refused(tmp_path):
+    net = nn.Dense(2)
+    file = str(tmp_path / "net.onnx")
+    net.initialize()
+    with pytest.raises(RuntimeError, match=r"run dense\w+ on data once before"):
+        amp.export_onnx(net, file, (1, 3))
+    net(nd.ones((1, 3)))
+    with pytest.raises(ValueError, match=r"dtype must be float16 or float32\. Received: 'int8'"):
+        amp.export_onnx(net, file, (1, 3), "int8")
+    with pytest.raises(ValueError, match=r"for each input: data. Received: \(0, 3\)"):
+        amp.export_onnx(net, file, (0, 3))
+    with pytest.raises(ValueError, match="params are for symbols"):
+        amp.export_onnx(net, file, (1, 3), params={})
+    with pytest.raises(TypeError, match=r"HybridBlock or a symbol\. Received: Sequential"):
+        amp.export_onnx(nn.Sequential(), file, (1, 3))
+    with pytest.raises(ValueError, match=r"missing fullyconnected\w*_weight"):
+        amp.export_onnx(sym.FullyConnected(x, num_hidden=2), file, (1, 3))
+    amp.convert(net, "mixed_bfloat16")
+    with pytest.raises(ValueError, match="mixed_bfloat16 makes no float16 network for a GPU"):
+        amp.export_onnx(net, file, (1, 3))
+    amp.export_onnx(net, file, (1, 3), "float32")
+
+
+def test_an_attribute_that_no_rule_reads_is_refused(tmp_path, monkeypatch):
+    write = ROWS["clip"].write
+    monkeypatch.setitem(ROWS, "clip", ROWS["clip"]._replace(
+        write=lambda node: (write(node), node.unread.add("a_max"))[0]))
+    with pytest.raises(ValueError, match=r"its attribute a_max=1 has no place in ONNX"):
+        amp.export_onnx(sym.clip(x, 0, 1), str(tmp_path / "a"), (1, 3), "float32")
+
+
+def test_a_tensor_of_another_shape_or_type_than_mxnets_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setitem(ROWS, "relu", ROWS["Flatten"]._replace(
+        write=lambda node: node.reshape(node.input(0), (1, 4))))
+    with pytest.raises(ValueError, match=r"it would be float32 \(1, 4\) there. Expected: float32"):
+        amp.export_onnx(sym.reshape(sym.relu(x), (-1,)), str(tmp_path / "a"), (2, 2), "float32")
+    with pytest.raises(ValueError, match="ONNX does not take the graph"):
+        amp.export_onnx(sym.relu(x), str(tmp_path / "a"), (2, 2), "float32")

@@ -1,0 +1,88 @@
+"""The tutorial's notebooks run, and end as their text says."""
+import contextlib
+import io
+import logging
+import re
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+import pytest
+from gluon_amp._mxnet import mx
+from markdown_it import MarkdownIt
+
+TUTORIAL = Path(__file__).parents[1] / "docs" / "tutorial"
+
+
+@pytest.fixture()
+def run(tmp_path, monkeypatch):
+    """Runs a notebook's cells in an empty folder. Gives its names, and what it has printed."""
+    monkeypatch.chdir(tmp_path)
+    backend = matplotlib.get_backend()
+    matplotlib.use("agg")
+    log = logging.getLogger("gluon_amp")
+    level = log.level
+
+    def run(name):
+        page, names, printed = TUTORIAL / f"{name}.md", {"__name__": "__main__"}, io.StringIO()
+        with mx.name.NameManager(), contextlib.redirect_stdout(printed):
+            for token in MarkdownIt("commonmark").parse(page.read_text()):
+                if token.type == "fence" and token.info.startswith("{code-cell}"):
+                    code = "\n" * (token.map[0] + 1) + re.sub("(?m)^%", "# %", token.content)
+                    exec(compile(code, str(page), "exec"), names)
+        return names, printed.getvalue()
+
+    yield run
+    log.setLevel(level)
+    import matplotlib.pyplot as plt
+    plt.close("all")
+    matplotlib.use(backend)
+
+
+def test_ten_minutes_train_both_types_to_the_same_accuracy(run):
+    names, _ = run("ten_minutes")
+    accuracy = names["accuracy"]
+    assert min(accuracy.values()) > 0.95
+    assert abs(accuracy["float32"] - accuracy["float16"]) < 0.02
+    assert names["trainer"].skipped == 0
+
+
+def test_fine_tuning_learns_new_digits_from_few_images(run):
+    names, _ = run("fine_tune")
+    assert len(names["few"]._dataset) == 24
+    assert names["tuned"] > 0.8  # a third is chance
+
+
+def test_the_symbolic_api_trains_and_a_softmax_in_float16_loses_small_probabilities(run):
+    names, _ = run("symbolic")
+    assert min(names["accuracy"].values()) > 0.9
+    whole, half = names["smallest"].values()
+    assert (half[whole < 2.0 ** -25] == 0).all()
+    assert np.median(names["old"] / names["alone"]) == pytest.approx(64, rel=0.01)
+    assert np.median(names["ours"] / names["alone"]) == pytest.approx(1, rel=0.01)
+
+
+def test_a_network_that_breaks_is_found_and_mended(run):
+    names, printed = run("when_it_goes_wrong")
+    assert "LossScaleError: 16 steps skipped in a row" in printed
+    assert names["view"].keep == ["net_pool"]
+    assert "net_pool_batch_dot0 (batch_dot) is the first that is not finite" in printed
+    for accuracy in "in_float32", "kept", "normalized":
+        assert names[accuracy] > 0.93
+    assert "-1e+09: [[nan nan nan nan nan]]" in printed
+    assert "gluon.Trainer: [nan nan nan]" in printed
+
+
+def test_pieces_devices_and_processes_train_one_network(run):
+    names, printed = run("workers")
+    assert names["added_up"] > 0.93
+    assert names["on_two_devices"] > 0.93
+    assert "worker 0 of 2" in printed
+    assert "worker 1 of 2" in printed
+
+
+def test_the_verdict_of_ten_seeds_is_undecided(run):
+    names, printed = run("reading_results")
+    assert names["verdict"].startswith("- **undecided.**")
+    assert "10 paired seeds, p = 0.73" in names["verdict"]
+    assert "5 seeds: mean -1.10" in printed
