@@ -42,7 +42,7 @@ test: .venv/test
 wheel: .venv/wheel
 	rm -rf build/wheel
 	$(BIN)/python -m build -q --outdir build/wheel .
-	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/auditwheel -q repair --plat $(PLATFORM) --only-plat \
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/auditwheel repair --plat $(PLATFORM) --only-plat \
 		--exclude libmxnet.so --exclude libgomp.so.1 -w build/wheel/portable build/wheel/*.whl
 	mkdir -p dist
 	mv build/wheel/*.tar.gz build/wheel/portable/*.whl dist/

@@ -2,16 +2,12 @@
 import importlib.util
 import os
 import platform
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
-
-try:
-    from setuptools.command.bdist_wheel import bdist_wheel
-except ImportError:  # setuptools before 70.1
-    from wheel.bdist_wheel import bdist_wheel
 
 CPU = Path("gluon_amp", "cpu")
 FLAGS = ["-std=c++17", "-fopenmp", "-fPIC", "-fvisibility=hidden", "-g0", "-ffp-contract=off",
@@ -38,6 +34,14 @@ def mxnet_folder() -> Path:
     return Path(next(iter(spec.submodule_search_locations)))
 
 
+def check_compiler(compiler) -> None:
+    """Says in a line what is missing, before many lines say it."""
+    for command in (compiler.compiler_so, compiler.compiler_cxx):
+        if shutil.which(command[0]) is None:
+            raise SystemExit(f"compiling gluon_amp's engine needs a C++ compiler, and there is no "
+                             f"{command[0]}: apt install g++")
+
+
 class BuildEngine(build_ext):
     """The engine is a library for MXNet, not a Python module: no ABI in its name."""
 
@@ -45,6 +49,7 @@ class BuildEngine(build_ext):
         return os.path.join(*fullname.split(".")) + ".so"
 
     def build_extension(self, ext):
+        check_compiler(self.compiler)
         mxnet = mxnet_folder()
         headers = []
         for folder in (mxnet / "include", mxnet / "include" / "mkldnn"):
@@ -74,15 +79,26 @@ class BuildEngine(build_ext):
                             f"-Wl,--version-script={exports}", f"-L{mxnet}", "-l:libmxnet.so"])
 
 
-class AnyPython3(bdist_wheel):
-    """One wheel for all Python versions, on this platform."""
+def wheel_command():
+    """The command that makes one wheel for all Python versions, on this platform; none where wheels
+    cannot be made, which `setup.py build_ext` does not need."""
+    try:
+        from setuptools.command.bdist_wheel import bdist_wheel
+    except ImportError:  # setuptools before 70.1
+        try:
+            from wheel.bdist_wheel import bdist_wheel
+        except ImportError:
+            return {}
 
-    def get_tag(self):
-        return ("py3", "none", super().get_tag()[2])
+    class AnyPython3(bdist_wheel):
+        def get_tag(self):
+            return ("py3", "none", super().get_tag()[2])
+
+    return {"bdist_wheel": AnyPython3}
 
 
 setup(
     ext_modules=[Extension("gluon_amp.cpu._engine",
                            [str(path) for path in sorted(CPU.glob("**/*.cc"))], language="c++")],
-    cmdclass={"build_ext": BuildEngine, "bdist_wheel": AnyPython3},
+    cmdclass={"build_ext": BuildEngine, **wheel_command()},
 )

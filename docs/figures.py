@@ -2,10 +2,9 @@
 
     python docs/figures.py FOLDER
 """
+import json
 import math
-import shutil
 import sys
-import tempfile
 from pathlib import Path
 
 import gluon_amp as amp
@@ -18,7 +17,6 @@ from matplotlib.figure import Figure
 from mxnet import autograd, gluon
 
 BLUE, SKY, GREEN, RED = "#0072b2", "#56b4e9", "#009e73", "#d55e00"  # of what is no type of numbers
-RESULTS = Path(__file__).parents[1] / "results"
 LEAST, LEAST_NORMAL = 2.0 ** -24, 2.0 ** -14  # of float16: at all, and with all bits
 
 
@@ -30,11 +28,9 @@ def draw(folder):
     for name, figure in (("float16", what_float16_holds()), ("gradients", gradients()),
                          ("loss_scale", life_of_a_loss_scale()),
                          ("tensor_core_bits", one_instruction()),
-                         ("tensor_core_sums", long_sums())):
+                         ("tensor_core_sums", long_sums()),
+                         ("tensor_core_gradients", long_gradients())):
         figure.savefig(folder / f"{name}.png", dpi=150)
-    with tempfile.TemporaryDirectory() as reports:  # of logs that are committed
-        amp.report(sorted(RESULTS.glob("cifar10_symbolic/*.log")), reports)
-        shutil.copy(Path(reports, "validation_error.png"), folder / "cifar10.png")
 
 
 # ---- what float16 holds
@@ -229,6 +225,28 @@ def long_sums():
         axes.grid(alpha=0.3)
     figure.axes[0].set_ylabel("% of float16 results that differ\nfrom the exact sum, rounded")
     figure.axes[0].legend(loc="upper left", fontsize=8)
+    return figure
+
+
+def long_gradients():
+    """How much shorter a chain makes the weight gradients of ResNet-20's layers."""
+    measured = Path(__file__).parents[1] / "results" / "tensor_cores" / "gradients.jsonl"
+    rows = [json.loads(line) for line in measured.read_text().splitlines()]
+    rows = [row for row in rows if row["study"] == "cifar10"]
+    figure = Figure(figsize=(7.5, 3.2), layout="constrained")
+    axes = figure.add_subplot()
+    axes.axhline(0, color="0.3", linewidth=0.8)
+    for gpu, shade, aside in (("V100", RED, 0.97), ("A100", GREEN, 1.03)):
+        axes.plot([aside * row["length"] for row in rows],
+                  [100 * (row[gpu][0] - row[f"{gpu} in pieces"][0]) for row in rows], "o",
+                  color=shade, markersize=5, alpha=0.7, label=gpu)
+    lengths = sorted({row["length"] for row in rows})
+    axes.set(xscale="log", xlabel="products in a sum", ylim=(-0.02, 0.01), xlim=(5000, 130000),
+             ylabel="% by which a weight's gradient\nis longer in one chain than in pieces")
+    axes.set_xticks(lengths, [f"{length:,}" for length in lengths])
+    axes.minorticks_off()
+    axes.grid(alpha=0.3)
+    axes.legend(loc="lower left")
     return figure
 
 

@@ -33,8 +33,11 @@ def main(arguments=None):
     recipe.converted(args, net)
     net(next(iter(loader))[0].as_in_context(device))  # shapes of all parameters
     trainer, loss_fn = recipe.trainer_of(args, net, ranks.store), recipe.loss_of(args)
+    batches = _OnDevice(args, loader, device)
+    if ranks.rank == 0:
+        recipes.xray_epoch(args, 0, net, batches, loss_fn)
     found = amp.lr_find(net, trainer, lambda out, y: loss_fn(out, y.as_in_context(device)),
-                        _OnDevice(args, loader, device), args.start, args.end, args.steps,
+                        batches, args.start, args.end, args.steps,
                         None if ranks.rank else args.plot)
     if ranks.rank:
         return

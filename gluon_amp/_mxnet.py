@@ -18,6 +18,8 @@ import numpy as np
 # The folders of NVIDIA's wheels, a library after those that it needs.
 _CUDA_WHEELS = ("cuda_runtime", "cublas", "cuda_nvrtc", "curand", "cufft", "cusolver", "cudnn",
                 "nccl", "nvtx")
+# What MXNet's wheels expect of the system, and the packages of Debian and Ubuntu that have it.
+_SYSTEM = {"libgomp": "libgomp1", "libquadmath": "libquadmath0"}
 _INSTALL = "pip install 'gluon-amp[cpu]' (or 'gluon-amp[cu112]' for NVIDIA GPUs)"
 
 
@@ -78,6 +80,10 @@ def _import_mxnet() -> Any:
                               "is not installed: install the driver, or the CPU build with "
                               f"pip uninstall -y {' '.join(builds)}; pip install 'gluon-amp[cpu]'"
                               ) from error
+        missing = next((name for name in _SYSTEM if f"{name}.so" in str(error)), None)
+        if missing is not None:
+            raise ImportError(f"MXNet needs the system's {missing}: apt install "
+                              f"{_SYSTEM[missing]}") from error
         raise ImportError(f"MXNet does not load: {error}. Its CUDA 11 libraries come with "
                           "pip install 'gluon-amp[cu112]'") from error
     return mxnet

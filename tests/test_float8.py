@@ -1,12 +1,14 @@
 """Float8 products: a scale for each tensor, from itself or from those before it; and rounding at
 random, which a seed repeats."""
 import copy
+from dataclasses import replace
 
 import gluon_amp as amp
 import numpy as np
 import pytest
 from gluon_amp._mxnet import mx
 from gluon_amp.formats import FORMATS
+from gluon_amp.policy import get_policy
 from mxnet import autograd, gluon, nd
 
 E4M3, E5M2 = FORMATS["float8_e4m3"], FORMATS["float8_e5m2"]
@@ -163,22 +165,25 @@ def test_float8_learns_and_is_not_bfloat16():
     assert not same(*map(weights, nets))
 
 
-def test_training_resumes_bit_by_bit(tmp_path):
-    net = network()
+@pytest.mark.parametrize("history", [2, 16])
+def test_training_resumes_bit_by_bit(history, tmp_path):
+    float8 = replace(get_policy("mixed_float8"), history=history)
+    net = network(float8)
     trainer = trainer_of(net)
     train(net, trainer, 5)
     net.save_parameters(str(tmp_path / "net"))
     trainer.save_states(str(tmp_path / "states"))
     train(net, trainer, 5)
 
-    other = network()
+    other = network(float8)
     again = trainer_of(other)
     other.load_parameters(str(tmp_path / "net"))
     again.load_states(str(tmp_path / "states"))
     train(other, again, 5)
     assert same(weights(net), weights(other))
+    assert [s.read() for s in trainer._scales()] == [s.read() for s in again._scales()]
 
-    forgetful = network()  # the histories do matter
+    forgetful = network(float8)  # the histories do matter
     anew = trainer_of(forgetful)
     forgetful.load_parameters(str(tmp_path / "net"))
     anew.load_states(str(tmp_path / "states"))

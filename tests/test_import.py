@@ -136,6 +136,12 @@ def test_the_cuda_build_without_cuda_11_says_where_it_comes_from(machine):
     assert "pip install 'gluon-amp[cu112]'" in message
 
 
+def test_a_library_of_the_system_that_is_missing_is_named_with_its_package(machine):
+    install(machine, "mxnet", code="raise OSError("
+            "'libgomp.so.1: cannot open shared object file: No such file or directory')")
+    assert on_machine(machine) == "MXNet needs the system's libgomp: apt install libgomp1"
+
+
 @pytest.mark.parametrize(("module", "package"), [("requests", "requests"),
                                                  ("distutils", "setuptools")])
 def test_a_package_that_mxnet_lacks_is_named(module, package):

@@ -330,15 +330,6 @@ def test_where_nothing_fits_the_scale_stays_and_where_passes_ran_out_it_is_lower
     assert (scale.scale, passes, tried) == (1, 0, [])
 
 
-def test_gradients_that_are_still_added_up_get_room_for_the_sum():
-    for several, factor in ((1, 1), (2, 2), (3, 4), (4, 4), (5, 8)):
-        scale, tried = DynamicLossScale(), []
-        passes = scale.search(lambda s, tried=tried: bool(tried.append(s)) or s > 2.0 ** 12,
-                              several)
-        assert scale.scale == tried[-1] == 2.0 ** 12 / factor
-        assert passes == 1 + len(tried) <= 6
-
-
 @pytest.mark.parametrize(("interval", "steps"), [(2000, 100), (30, 30), (1, 1)])
 def test_a_scale_is_settled_after_so_many_finite_steps_in_a_row(interval, steps):
     scale = DynamicLossScale(growth_interval=interval)

@@ -119,6 +119,23 @@ def test_several_losses_of_several_devices_decide_alike_and_leave_room_for_their
         assert (net.a.data(device).asnumpy() == -62).all()
 
 
+@pytest.mark.parametrize("passes", [1, 3])
+def test_gradients_that_fit_on_each_device_but_not_in_sum_cost_no_step(passes):
+    devices = [mx.cpu(0), mx.cpu(1)]
+    net = One(devices=devices)
+    trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 1})
+    for parameter in net.collect_params().values():
+        parameter.grad_req = "add"
+    for _ in range(passes):
+        with autograd.record():
+            losses = [net(ones(0.75, device=d), ones(device=d)) for d in devices]
+        trainer.backward(losses)
+    assert trainer.step(1)
+    assert trainer.skipped == 0
+    for device in devices:
+        assert (net.a.data(device).asnumpy() == 1 - passes * 1.5).all()
+
+
 def test_where_no_scale_fits_it_is_as_ever():
     net = One()
     trainer = amp.Trainer(net.collect_params(), "sgd", loss_scale=dynamic(initial=4))

@@ -5,6 +5,10 @@
 #include <new>
 #include <sstream>
 
+#ifndef __GLIBCXX__
+#error "gluon_amp's engine shares strings, maps and functions with MXNet: compile it with GCC's libstdc++"
+#endif
+
 #if __has_include(<sys/single_threaded.h>)
 #include <sys/single_threaded.h>
 // glibc 2.32's: whether the process has one thread. "No" costs atomic counts, and is always right.

@@ -7,7 +7,8 @@
 //
 // "current": the scale brings the largest number of the array into the format's last binade.
 // "delayed": the same with the largest of the last arrays at this place; of the first array, its own.
-// Only passes that train are remembered. What a product reads again for a gradient has the scale of
+// Only passes that train are remembered, and no tensors of zeros, which a Trainer's first step sends
+// back to look at what begins gradients by itself. What a product reads again for a gradient has the scale of
 // the last forward pass.
 #include <algorithm>
 #include <cmath>
@@ -84,7 +85,7 @@ int exponent_of(const Grid& grid, const Scaling& scaling, const std::string& pla
   if (!trains) return exponent;
   guard.lock();
   memory.exponent = exponent;
-  memory.largest.push_back(here);
+  if (here > 0) memory.largest.push_back(here);
   while (memory.largest.size() > scaling.history) memory.largest.pop_front();
   return exponent;
 }

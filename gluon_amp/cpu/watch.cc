@@ -63,8 +63,10 @@ int64_t number_at(const std::string& list, size_t i) {
 }  // namespace
 
 Watch::Watch(const Call& call, const std::string* name, const std::string* inputs)
-    : call_(call), name_(name), inputs_(inputs), counted_(name ? call.out.size() : 0) {
-  if (name_) current = this;
+    : call_(call), name_(name), inputs_(inputs),
+      samples_(name && !name->empty() && name->front() == kSamplesOnly),
+      counted_(name ? call.out.size() : 0) {
+  if (name_ && !samples_) current = this;
 }
 
 Watch::~Watch() {
@@ -73,13 +75,13 @@ Watch::~Watch() {
   for (size_t i = 0; i < call_.out.size(); ++i) {
     const TBlob& out = call_.out[i];
     if (call_.write(i) == kNothing || !(is_half(out) || is_float(out)) || size(out) == 0) continue;
-    if (!counted_[i]) {
+    if (!counted_[i] && !samples_) {
       counted_[i] = std::make_unique<Counts>();
       count_written(out, counted_[i].get());
     }
     const int64_t index = inputs_ ? number_at(*inputs_, i) : static_cast<int64_t>(i);
     std::lock_guard<std::mutex> guard(lock);
-    auto& row = table[Key(*name_, inputs_ != nullptr, index)];
+    auto& row = table[Key(name_->substr(samples_), inputs_ != nullptr, index)];
     if (!row) {
       row = std::make_unique<WatchedRow>();
       row->index = index;
@@ -87,7 +89,7 @@ Watch::~Watch() {
     }
     ++row->calls;
     row->numbers += size(out);
-    add(*counted_[i], &row->counts);
+    if (counted_[i]) add(*counted_[i], &row->counts);
     take_sample(out, row.get());
   }
 }

@@ -10,6 +10,7 @@
 namespace gluon_amp {
 
 constexpr char kWatchKey[] = "__gluon_amp_watch__";
+constexpr char kSamplesOnly = '?';  // before the name: nothing is counted, only samples are taken
 // Of a gradient's node: for each of its outputs the forward node's input whose gradient it is.
 constexpr char kWatchedInputsKey[] = "__gluon_amp_watched_inputs__";
 
@@ -28,6 +29,7 @@ class Watch {
   friend void show(const float*, int64_t, int64_t, const void*, const Grid*, bool);
   const Call& call_;
   const std::string *name_, *inputs_;
+  const bool samples_;
   std::vector<std::unique_ptr<Counts>> counted_;  // of each output, where something was shown
 };
 

@@ -24,6 +24,7 @@ HALF = "float16"
 _INPUTS, _OUTPUTS, _READS = (f"__gluon_amp_{word}__" for word in ("inputs", "outputs", "reads"))
 _ORDERED, _SCALING = "__gluon_amp_ordered__", "__gluon_amp_scaling__"
 _WATCH = "__gluon_amp_watch__"  # the node's name, where the engine counts what it computes
+_SAMPLES = "?"  # before that name: samples only
 _GRIDS = tuple(f"__gluon_amp_{word}_grid__" for word in ("output", "product", "gradient", "back"))
 
 # Products with a state, which knows one format only.
@@ -38,7 +39,7 @@ LEFT_ALONE = frozenset("""
 
 
 def build(graph: Graph, types: Mapping[str, str], on_gpu: bool = False,
-          policy: Policy = POLICIES["float16"], watch: bool = False,
+          policy: Policy = POLICIES["float16"], watch: bool = False, samples: bool = False,
           scales: Optional[Scales] = None) -> Graph:
     """The graph that a device runs, with the same variables and outputs, of the same types.
 
@@ -46,7 +47,8 @@ def build(graph: Graph, types: Mapping[str, str], on_gpu: bool = False,
         graph: with its casts, as `insert_casts` makes it.
         types: the dtype of each variable.
         policy: tells what lies behind names of formats that are no types of arrays.
-        watch: whether the engine counts what each node computes (xray/counts.py reads it).
+        watch: whether the engine counts what each node computes (xray/statistics.py reads it).
+        samples: then only samples are taken of it.
         scales: what the network remembers of float8 tensors; if not given, it begins anew.
     """
     if on_gpu:
@@ -57,7 +59,8 @@ def build(graph: Graph, types: Mapping[str, str], on_gpu: bool = False,
                              "GPU")
         return _with_dropout_to_walk_back_twice(graph)
     library.load()
-    built = _Rewriting(graph, types, policy, watch, scales or Scales()).run()
+    said = (_SAMPLES if samples else "") if watch else None
+    built = _Rewriting(graph, types, policy, said, scales or Scales()).run()
     if policy.accumulate is not None:
         accumulate(built, policy.accumulate, policy.split)
     return built
@@ -86,7 +89,7 @@ class _Rewriting:
     """One graph, or the body of a loop, from its inputs to its outputs."""
 
     def __init__(self, graph: Graph, types: Mapping[str, str], policy: Policy,
-                 watch: bool, scales: Scales):
+                 watch: Optional[str], scales: Scales):
         self.graph, self.policy, self.watch, self.scales = graph, policy, watch, scales
         self.rounds_halves = policy.between == policy.product != policy.gradient
         self.types = graph.types(types)
@@ -101,7 +104,7 @@ class _Rewriting:
         for node in self.graph.nodes():
             for i, entry in enumerate(self._rewritten(node)):
                 self.done[Entry(node, i)] = entry
-            if self.watch and not node.is_variable:
+            if self.watch is not None and not node.is_variable:
                 self._watch(node, self.done[Entry(node)].node)
         return Graph(self.done[e] for e in self.graph.outputs)
 
@@ -112,7 +115,7 @@ class _Rewriting:
             return
         if not new.op.startswith(library.PREFIX) and library.has_operator(new.op):
             new.op = library.PREFIX + new.op
-        new.attrs[_WATCH] = node.name
+        new.attrs[_WATCH] = f"{self.watch}{node.name}"
 
     def _is_half(self, entry: Entry) -> bool:
         return self.types.get(entry) == HALF

@@ -67,7 +67,7 @@ def _read_config(path: str) -> Any:
         flags = json.loads(text)
     else:
         try:
-            import yaml  # type: ignore[import-untyped]
+            import yaml
         except ImportError:
             raise ImportError("YAML needs a package: pip install pyyaml, or write JSON into a "
                               "file that ends with .json") from None

@@ -11,16 +11,9 @@ from ..cpu.arrays import to_float32
 from ..files import must_exist, replace_file
 from ..graph.operators import LOSSES
 from ..training import distributed
+from ..training import states as files
 from ..training.optimizer import check_scalable, given_optimizer, optimizer_class, with_masters
 from ..training.reduction import Reduction
-from ..training.states import (
-    carry_counts,
-    check_states,
-    one_error,
-    read_states,
-    renumber,
-    seal,
-)
 from ..training.step import Gradient, Steps, TakesSteps
 from .binding import Bindable, environment
 from .convert import check_parameters
@@ -31,6 +24,8 @@ class _Module(TakesSteps, RanksModule):
     """In front of MXNet's classes of modules."""
 
     _states_file: Optional[str] = None  # to be loaded once there is an optimizer
+    # For an updater, from the next update on: until then it has them numbered as in the file.
+    _fitting_states: Optional[Tuple[Any, Dict[Any, Any]]] = None
     _used_scale = 1.0  # in the last backward pass
     # Moving averages before the last forward pass, if another may have to begin there.
     _averages: Optional[List[Tuple[Any, Any]]] = None
@@ -168,6 +163,9 @@ class _Module(TakesSteps, RanksModule):
     def update(self) -> bool:
         """Updates, unless gradients are not finite; returns whether it did."""
         module = self._module()
+        if self._fitting_states:
+            self._give_states(*self._fitting_states)
+            self._fitting_states = None
         if not self._steps.looking and not hasattr(module._kvstore, "sum_all"):
             super().update()
             self._steps.forget()
@@ -227,7 +225,7 @@ class _Module(TakesSteps, RanksModule):
             else:
                 with open(path, "wb") as file:
                     file.write(module._updater.get_states(dump_optimizer=True))
-            seal(path)
+            files.seal(path)
         replace_file(fname, write)
 
     def load_optimizer_states(self, fname: str) -> None:
@@ -241,7 +239,7 @@ class _Module(TakesSteps, RanksModule):
         """
         module = self._module()
         mine = module._optimizer
-        states, saved = read_states(fname, mine)
+        states, saved = files.read_states(fname, mine)
         updater = module._kvstore._updater if module._update_on_kvstore else module._updater
         if updater is None:
             raise ValueError("states that servers keep cannot be loaded: set the environment "
@@ -250,21 +248,26 @@ class _Module(TakesSteps, RanksModule):
         trained = [(i, name) for i, name in enumerate(group.param_names)
                    if group.grad_arrays[i][0] is not None]
         devices = 0 if module._update_on_kvstore else len(module._context)
-        with one_error(fname):
-            states = renumber(states, trained, devices)
+        with files.one_error(fname):
+            fitting = files.renumber(states, trained, devices)
             if not module._update_on_kvstore:
-                check_states(fname, states, saved or mine, mine, self._weights())
+                files.check_states(fname, fitting, saved or mine, mine, self._weights())
             if saved:
-                carry_counts(saved, [c.device_id for c in module._context],
-                             lambda counts: renumber(counts, trained, devices))
+                files.carry_counts(saved, [c.device_id for c in module._context],
+                                   lambda counts: files.renumber(counts, trained, devices))
             self._steps.load(getattr(saved, "trainer_state", {}))
-        updater.states, updater.states_synced = states, dict.fromkeys(states, False)
+        self._give_states(updater, states)
+        self._fitting_states = updater, fitting
         updater.optimizer = with_masters(saved or mine)
         for name in ("lr", "lr_scheduler", "wd", "rescale_grad", "sym_info", "idx2name", "lr_mult",
                      "wd_mult"):
             setattr(updater.optimizer, name, getattr(mine, name))
         for one in self._modules():
             one._optimizer = updater.optimizer
+
+    @staticmethod
+    def _give_states(updater: Any, states: Dict[Any, Any]) -> None:
+        updater.states, updater.states_synced = states, dict.fromkeys(states, False)
 
     def _weights(self) -> Dict[int, Tuple[str, Any]]:
         """By the numbers that MXNet's Module gives them."""

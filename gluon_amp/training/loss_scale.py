@@ -83,14 +83,13 @@ class DynamicLossScale:
             self.scale = max(self.scale * self.backoff_factor, self.minimum)
             self.finite_steps = 0
 
-    def search(self, overflows: Callable[[float], bool], added_up: int = 1) -> int:
+    def search(self, overflows: Callable[[float], bool]) -> int:
         """Looks for the scale of a step whose backward pass overflowed at this one: down in large
         steps until nothing overflows, then up by halves of them.
 
         Args:
             overflows: goes back at a scale; whether gradients overflow there. Its last call is
                 with the scale that was found.
-            added_up: how many such gradients are still to be added up.
 
         Returns:
             the number of backward passes, the first included; 0 where no scale was found. Then
@@ -115,7 +114,7 @@ class DynamicLossScale:
                 else:
                     low = last
             factor **= 0.5
-        self.scale = max(low / 2 ** (added_up - 1).bit_length(), self.minimum)
+        self.scale = low
         if self.scale != last:
             passes += 1
             overflows(self.scale)

@@ -22,6 +22,7 @@ from ..checks import in_names, positive_number, whole_number
 from ..cpu.arrays import to_float32
 from ..cpu.finite import all_finite, not_finite, squares
 from ..cpu.library import versions
+from ..formats import FLOAT16
 from .loss_scale import DynamicLossScale, LossScaleError
 from .reduction import Reduction
 from .static_pair import StaticLossScale
@@ -200,15 +201,24 @@ class Steps:
             go_back(scale)
             return self._overflow_anywhere(gradients())
 
-        devices = {g.place[1] for g in gradients()} if self.reduction.sums else {0}
-        passes = self.loss_scale.search(overflows, len(devices) * self.reduction.workers)
+        passes = self.loss_scale.search(overflows)
         if passes:
             log.log(logging.INFO if self._told else logging.WARNING,
                     "loss scale %s found in %d backward passes", _power(self.scale), passes)
             self._told = True
 
     def _overflow_anywhere(self, gradients: Sequence[Gradient]) -> bool:
-        return self.reduction.any(not np.isfinite(_look(gradients)).all())
+        """Whether gradients overflow on any worker, or may once they are summed over devices and
+        workers."""
+        sums = _look(gradients)
+        overflow = not np.isfinite(sums).all()
+        devices = {g.place[1] for g in gradients} if self.reduction.sums else {0}
+        largest = FLOAT16.largest / (len(devices) * self.reduction.workers)
+        if largest < FLOAT16.largest:
+            overflow = overflow or any(
+                g.array.dtype is np.float16 and math.sqrt(s) > largest  # a norm is quickly seen
+                and np.abs(g.array.asnumpy()).max() > largest for g, s in zip(gradients, sums))
+        return self.reduction.any(bool(overflow))
 
     def _loss_is_to_blame(self) -> bool:
         # With several workers all must decide alike, and they share gradients, not losses.

@@ -8,6 +8,7 @@ from .statistics import Counts, Key
 from .tensors import Layout, Tensor
 
 _MOST_LOST = 0.1  # of a gradient's norm, before a network is said to need something
+_POWERS = tuple(range(-48, 49))  # of two: by which a tensor is moved to see what it loses
 _SCALES = [2.0 ** e for e in range(-24, 41)]  # that a loss scale is looked for in
 
 
@@ -115,15 +116,8 @@ def _highest(tensor: Tensor, counts: Counts) -> int:
 
 def _lowest(tensor: Tensor, counts: Counts, lost: float) -> float:
     """The smallest factor at which a tensor loses no more than that."""
-    factors = [2.0 ** e for e in range(-48, 49)]
-    low, high = 0, len(factors) - 1
-    while low < high:  # what is lost falls as the factor grows
-        middle = (low + high) // 2
-        if counts.lost(tensor.format, factors[middle]) <= lost:
-            high = middle
-        else:
-            low = middle + 1
-    return factors[low]
+    fits = counts.lost_at(tensor.format, _POWERS) <= lost  # what is lost falls as they grow
+    return 2.0 ** _POWERS[int(fits.argmax()) if fits.any() else -1]
 
 
 # ---- findings -------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ A `Counts` holds how often each exponent of float32 occurs. From that come the s
 makes 0, holds less exactly, or overflows, at any loss scale, without another run.
 """
 import ctypes
+import functools
 import math
 from dataclasses import dataclass, field, replace
 from typing import Any, Dict, Mapping, NamedTuple, Optional, Tuple
@@ -133,15 +134,13 @@ class Counts:
     def lost(self, format_: Format = FLOAT16, scale: float = 1.0) -> float:
         """How much of the tensor's norm, as a share, a format's small end rounds away, at a scale:
         the error of numbers that it makes 0 or holds as subnormal ones."""
-        exponents = np.arange(256) - _BIAS + math.log2(scale)
-        squares = self.bins * (7 / 3) * 4.0 ** exponents  # of numbers spread evenly in each bin
-        smallest = math.log2(format_.smallest)
-        step = 4.0 ** smallest / 12
-        error = np.where(exponents < smallest - 1, squares, self.bins * step)
-        small = exponents < math.log2(format_.smallest_normal)
-        total = squares.sum()
-        return float(math.sqrt(error[small].sum() / total)) if total else 0.0
+        return float(self.lost_at(format_, (round(math.log2(scale)),))[0])
 
+    def lost_at(self, format_: Format, powers: Tuple[int, ...]) -> "np.ndarray[Any, Any]":
+        """The same at several powers of two."""
+        error, squares = _small_end(format_, powers)
+        total = squares @ self.bins
+        return np.sqrt((error @ self.bins) / np.where(total, total, 1.0))
 
     def noise(self, format_: Format, scale: float = 1.0) -> float:
         """What rounding to a format would add to these numbers, times a power of two: the noise's
@@ -163,6 +162,18 @@ class Counts:
         inside = replace(self, bins=np.where(_is_beyond(format_), 0, self.bins), infinite=0, nan=0)
         return replace(self, overflowed=beyond, flushed=round(shares["flushed"] * count),
                        squares=squares, error_squares=inside.noise(format_) * squares)
+
+
+@functools.lru_cache(maxsize=32)
+def _small_end(format_: Format, powers: Tuple[int, ...]
+               ) -> Tuple["np.ndarray[Any, Any]", "np.ndarray[Any, Any]"]:
+    """For each of these powers of two and each bin: the energy that a format's small end takes from
+    a number in it, and the number's own; numbers lie evenly in a bin."""
+    exponents = np.arange(256.0) - _BIAS + np.array(powers, np.float64)[:, None]
+    squares = (7 / 3) * 4.0 ** exponents
+    smallest = math.log2(format_.smallest)
+    error = np.where(exponents < smallest - 1, squares, 4.0 ** smallest / 12)
+    return np.where(exponents < math.log2(format_.smallest_normal), error, 0.0), squares
 
 
 def _is_beyond(format_: Format, scale: float = 1.0) -> "np.ndarray[Any, Any]":
@@ -192,6 +203,8 @@ def snr(reference: "np.ndarray[Any, Any]", found: "np.ndarray[Any, Any]") -> flo
 
 def at_scale(counts: Mapping[Key, Counts], factor: float) -> Dict[Key, Counts]:
     """A step's counts with the samples of gradients multiplied, as at another loss scale."""
+    if factor == 1:
+        return dict(counts)
     return {key: replace(c, sample=c.sample * np.float32(factor)) if key.backward else c
             for key, c in counts.items()}
 

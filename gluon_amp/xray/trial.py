@@ -69,10 +69,11 @@ class Call(NamedTuple):
         return insert_casts(self.clean, variables, policy, set(types), keep), variables
 
     def op(self, typed: Typed, policy: Policy, watch: bool, parameters: Mapping[str, Any],
-           flags: Sequence[Any] = ()) -> Tuple[Any, List[Any]]:
+           samples: bool = False, flags: Sequence[Any] = (),
+           scales: Any = None) -> Tuple[Any, List[Any]]:
         """A CachedOp of the graph with its casts, and where its inputs come from."""
         graph, types = typed
-        symbol = build(graph, types, False, policy, watch).symbol()
+        symbol = build(graph, types, False, policy, watch, samples, scales).symbol()
         order = symbol.list_inputs()
         if self.numpy:
             symbol = symbol.as_np_ndarray()
@@ -153,7 +154,8 @@ class Watched:
             call, policy = Call.of(self.net, block, arrays), block._amp.policy
             types = {name: dtype_name(p.dtype) for name, p in self.parameters.items()}
             typed = call.typed(policy, types, self.keep)
-            self.ops[where] = call.op(typed, policy, True, self.parameters, block._flags)
+            self.ops[where] = call.op(typed, policy, True, self.parameters, flags=block._flags,
+                                      scales=block._amp.scales)
         return self.ops[where]
 
 
@@ -185,11 +187,12 @@ class Trial:
         keep: names of nodes that stay float32.
         watch: whether the engine counts what its nodes compute.
         calls: of another trial, so that nothing has to run to know the graphs.
+        samples: of what is watched, the engine takes samples, and counts nothing.
     """
 
     def __init__(self, net: Any, policy: Policy, keep: Collection[str] = (), watch: bool = True,
-                 calls: Optional[Mapping[str, Call]] = None):
-        self.net, self.policy, self.watch = net, policy, watch
+                 calls: Optional[Mapping[str, Call]] = None, samples: bool = False):
+        self.net, self.policy, self.watch, self.samples = net, policy, watch, samples
         self.parameters = net.collect_params()
         self.keep = frozenset(keep) | _kept(net)
         self.values: Optional[Mapping[str, Any]] = None
@@ -206,7 +209,7 @@ class Trial:
         """Takes over the values that the network's parameters have now, or those given."""
         self.values = values
         for name, held in self.arrays.items():
-            held[:] = self._value(name).astype(held.dtype, copy=False)
+            self._value(name).astype(held.dtype, copy=False).copyto(held)
 
     def _value(self, name: str) -> Any:
         value = self.parameters[name].data() if self.values is None else self.values[name]
@@ -240,7 +243,8 @@ class Trial:
             call = Call.of(self.net, block, arrays)
             self._take(call)
             held = {name: _Held(array) for name, array in self.arrays.items()}
-            self.ops[where] = call.op(self._typed(call), self.policy, self.watch, held)
+            self.ops[where] = call.op(self._typed(call), self.policy, self.watch, held,
+                                      self.samples)
         return self.ops[where]
 
     # ---- a step

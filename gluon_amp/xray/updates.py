@@ -4,7 +4,6 @@ from typing import Any, Dict, List, Optional, Tuple
 
 from .._mxnet import mx, np
 from ..cpu.arrays import to_float32
-from ..formats import FORMATS
 from ..training.trainer import Trainer
 from .statistics import Counts, Key, read
 from .trial import Ran, Watched, loss_of, mean_of, split, standing_in
@@ -36,10 +35,11 @@ class Updates:
         self.lost: Dict[str, int] = {}
         self.made: Dict[str, int] = {}
         self.watched = Watched(net)
+        self.last: Dict[str, Any] = {}  # the parameters after the last step
 
     def step(self, batch: Any, loss_fn: Any) -> Tuple[float, Ran]:
         """The user's own step, watched: its loss scale, and what was counted."""
-        before = {p.name: self._value(p) for p in self.parameters}
+        before = self.last or {p.name: self._value(p) for p in self.parameters}
         passes: List[Tuple[float, Dict[Key, Counts]]] = []
 
         def passed(scale: float) -> None:
@@ -64,14 +64,16 @@ class Updates:
         return scale, Ran(mean_of(loss), True, counts)
 
     def _count(self, before: Dict[str, Any]) -> None:
-        half = FORMATS["float16"]
         for p in self.parameters:
-            old = before[p.name]
-            update = self._value(p) - old
+            old, new = before[p.name], self._value(p)
+            self.last[p.name] = new
+            update = new - old
             found = Counts.of_array(update)
             self.counts[p.name] = self.counts[p.name] + found if p.name in self.counts else found
             changes = update != 0
-            alone = half.round(half.round(old) + update) == half.round(old)
+            with np.errstate(over="ignore"):
+                half = old.astype(np.float16)
+                alone = (half + update).astype(np.float16) == half
             self.made[p.name] = self.made.get(p.name, 0) + int(changes.sum())
             self.lost[p.name] = self.lost.get(p.name, 0) + int((changes & alone).sum())
 
@@ -83,8 +85,8 @@ class Updates:
             state = updater.states.get(self.trainer._param2idx.get(parameter.name))
             if optimizer.multi_precision and state is not None and hasattr(optimizer, "_masters"):
                 (master,), _ = optimizer._masters([state])
-                return master.asnumpy().copy()
-        return to_float32(array).asnumpy().copy()
+                return master.asnumpy()
+        return to_float32(array).asnumpy()
 
     def weights(self) -> List[Weight]:
         """What was counted."""

@@ -135,7 +135,7 @@ def xray(net: Any, batches: Iterable[Any], loss_fn: Any, trainer: Any = None, st
     trial = Trial(net, net._amp.policy)
     with random_numbers_kept():
         trial.look(chosen[0])
-    right = Trial(net, POLICIES["float32"], calls=trial.calls) if reference else None
+    right = Trial(net, POLICIES["float32"], calls=trial.calls, samples=True) if reference else None
     layout = _layout(trial)
     tensors = list(layout.tensors())
     if not any(t.is_low for t in tensors):
@@ -219,6 +219,8 @@ def _note(view: View, scale: float, ran: Ran, number: int, lost: float,
         view.scale = scale
     fill(view.tensors, ran.counts, reference, view.scale / scale)
     view.losses.append(ran.loss)
+    for counts in ran.counts.values():
+        counts.sample = None  # all steps are kept
     view.steps.append((scale, ran.counts))
     if view.first_overflow is None:
         view.first_overflow = first_overflow(view.tensors, ran.counts, number, scale)
@@ -237,8 +239,10 @@ def _try_keeping(first: Trial, view: View, batch: Any, loss_fn: Any, lost: float
     found, scale, ran = view.findings, view.scale, Ran(0, False, view.steps[0][1])
     tensors = view.tensors
     known_nodes = [n.name for call in calls.values() for n in call.clean.nodes()]
-    right = Trial(net, POLICIES["float32"], calls=calls).run(batch, loss_fn, view.scale) \
-        if reference else None
+    right = None
+    if reference:
+        whole = Trial(net, POLICIES["float32"], calls=calls, samples=True)
+        right = whole.run(batch, loss_fn, view.scale)
     for _ in range(_ROUNDS):
         wanted = [name for finding in found for name in finding.keep]
         new = {line: nodes for name in wanted

@@ -2,8 +2,8 @@
 
 Trains the same networks with float32 sums and with the sums of V100 and A100, in one chain and in
 pieces, and compares the gradients of weights of one batch. What is done stands in runs.jsonl and
-gradients.jsonl beside this file; a second call goes on where the first stopped, and at the end
-writes README.md and the picture in docs/figures.
+gradients.jsonl beside this file; a second call goes on where the first stopped. At the end it
+prints the tables of README.md (at once with --tables).
 """
 import argparse
 import json
@@ -17,6 +17,7 @@ import gluon_amp as amp
 import mxnet as mx
 import numpy as np
 from gluon_amp.recipes import small_network, zoo_network
+from gluon_amp.report.verdict import conclusion, paired
 from mxnet import autograd, gluon, nd
 
 HERE = Path(__file__).parent
@@ -138,6 +139,49 @@ def _lengths(net, shape):
             for name, shape in outputs.items() if "conv" in name and name.endswith("_fwd_output")}
 
 
+# ---- tables
+
+MARGIN = 1.0  # points of accuracy
+
+
+def print_tables():
+    for study in STUDIES:
+        runs = {(r["sums"], r["seed"]): r["accuracy"][-1] for r in done("runs.jsonl")
+                if r["study"] == study}
+        seeds = [seed for seed in range(STUDIES[study][4])
+                 if all((sums, seed) in runs for sums in SUMS)]
+        if len(seeds) > 1:
+            print(f"\n{study}: seeds {', '.join(map(str, seeds))}\n")
+            print("| sums | test accuracy of each seed | mean | minus float32 sums | |\n"
+                  "| --- | --- | --- | --- | --- |")
+            float32 = [runs["float32", seed] for seed in seeds]
+            for sums in SUMS:
+                mine = [runs[sums, seed] for seed in seeds]
+                cells = [sums, ", ".join(f"{a:.2f}" for a in mine), f"{np.mean(mine):.2f}", "", ""]
+                if sums != "float32":
+                    found = paired(mine, float32)
+                    cells[3:] = f"{found.mean:+.2f}", conclusion(found, MARGIN)
+                print(f"| {' | '.join(cells)} |")
+        rows = [row for row in done("gradients.jsonl") if row["study"] == study]
+        lengths = sorted({row["length"] for row in rows}, reverse=True)
+        if rows:
+            print(f"\n{study}: gradients of weights, one chain less pieces of "
+                  f"{STUDIES[study][3]:,}\n")
+            print("| products in a sum | layers | V100 | A100 |\n| --- | --- | --- | --- |")
+        for length in lengths:
+            some = [row for row in rows if row["length"] == length]
+            shown = [f"{1e6 * np.mean([too_long(row, gpu) for row in some]):+.0f} ± "
+                     f"{1e6 * np.std([too_long(row, gpu) for row in some]):.0f}"
+                     for gpu in ("V100", "A100")]
+            print(f"| {length:,} | {len(some)} | {shown[0]} | {shown[1]} |")
+
+
+def too_long(row, gpu):
+    """The part by which a gradient is longer in one chain than in pieces. In ResNet-20 both have
+    the same forward pass and the same gradients of data, whose sums are shorter than a piece."""
+    return row[gpu][0] - row[f"{gpu} in pieces"][0]
+
+
 # ---- what is done, and what is left
 
 def done(file):
@@ -161,11 +205,12 @@ def one(study, sums, seed):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", choices=STUDIES, help="one of the two")
+    parser.add_argument("--tables", action="store_true", help="only print what is there")
     parser.add_argument("--one", nargs=3, metavar=("STUDY", "SUMS", "SEED"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one:
         return one(args.one[0], args.one[1], int(args.one[2]))
-    for study in [args.only] if args.only else STUDIES:
+    for study in [] if args.tables else [args.only] if args.only else STUDIES:
         runs = {(r["sums"], r["seed"]) for r in done("runs.jsonl") if r["study"] == study}
         todo = [(sums, seed) for seed in range(STUDIES[study][4]) for sums in SUMS
                 if (sums, seed) not in runs]
@@ -175,6 +220,7 @@ def main():
             print(study, sums, seed, flush=True)
             subprocess.run([sys.executable, "-W", "ignore", __file__, "--one", study, sums,
                             str(seed)], check=True)
+    print_tables()
     return None
 
 
