@@ -83,21 +83,14 @@ class Ranks:
             one.global_sum_metric, one.global_num_inst = one.sum_metric, one.num_inst
 
     def average(self, arrays: Sequence[List[Any]]) -> None:
-        """Gives all ranks the mean of what their first devices hold, in place: of batch norms'
-        moving averages, so that all validate, and rank 0 saves, one network.
+        """Gives all ranks the mean of what they hold, in place: of batch norms' moving averages, so
+        that all validate, and rank 0 saves, one network.
 
         Args:
             arrays: lists over devices.
         """
-        if self.workers == 1 or not arrays:
-            return
-        flat = np.concatenate([a[0].asnumpy().astype("float32").ravel() for a in arrays])
-        mean, at = self._reduction.sum_numbers(flat) / self.workers, 0
-        for on_devices in arrays:
-            size, shape = on_devices[0].size, on_devices[0].shape
-            for array in on_devices:
-                array[:] = mean[at:at + size].reshape(shape)
-            at += size
+        if self.workers > 1:
+            self._reduction.average(arrays)
 
 
 class Part(mx.gluon.data.Sampler):
