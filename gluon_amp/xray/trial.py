@@ -69,7 +69,8 @@ class Call(NamedTuple):
         return insert_casts(self.clean, variables, policy, set(types), keep), variables
 
     def op(self, typed: Typed, policy: Policy, watch: bool, parameters: Mapping[str, Any],
-           samples: bool = False, flags: Sequence[Any] = (), scales: Any = None) -> Tuple[Any, List[Any]]:
+           samples: bool = False, flags: Sequence[Any] = (), scales: Any = None
+           ) -> Tuple[Any, List[Any]]:
         """A CachedOp of the graph with its casts, and where its inputs come from."""
         graph, types = typed
         symbol = build(graph, types, False, policy, watch, samples, scales).symbol()
