@@ -15,8 +15,10 @@ HERE = Path(__file__).parent
 ROOT = HERE.parent
 # Pages of the site whose text stands elsewhere in the project.
 PUBLISHED = {"readme": "README.md", "results": "results/README.md",
-             "imagenet": "results/imagenet/README.md", "benchmarks": "benchmarks/README.md",
-             "contributing": "CONTRIBUTING.md", "changelog": "CHANGELOG.md"}
+             "imagenet": "results/imagenet/README.md",
+             "tensor_core_results": "results/tensor_cores/README.md",
+             "benchmarks": "benchmarks/README.md", "contributing": "CONTRIBUTING.md",
+             "changelog": "CHANGELOG.md"}
 
 project = "gluon_amp"
 version = release = gluon_amp.__version__
