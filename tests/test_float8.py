@@ -1,12 +1,15 @@
 """Float8 products: a scale for each tensor, from itself or from those before it; and rounding at
 random, which a seed repeats."""
 import copy
+import pickle
 from dataclasses import replace
 
 import gluon_amp as amp
 import numpy as np
 import pytest
 from gluon_amp._mxnet import mx
+from gluon_amp.cpu import library
+from gluon_amp.cpu.scales import scales_of
 from gluon_amp.formats import FORMATS
 from gluon_amp.policy import get_policy
 from mxnet import autograd, gluon, nd
@@ -154,6 +157,10 @@ def weights(net):
     return [p.data().asnumpy() for p in net.collect_params().values()]
 
 
+def histories(net):
+    return scales_of(net.collect_params().values())
+
+
 def same(a, b):
     return all(map(np.array_equal, a, b))
 
@@ -181,13 +188,13 @@ def test_training_resumes_bit_by_bit(history, tmp_path):
     again.load_states(str(tmp_path / "states"))
     train(other, again, 5)
     assert same(weights(net), weights(other))
-    assert [s.read() for s in trainer._scales()] == [s.read() for s in again._scales()]
+    assert [s.read() for s in histories(net)] == [s.read() for s in histories(other)] != [""]
 
     forgetful = network(float8)  # the histories do matter
     anew = trainer_of(forgetful)
     forgetful.load_parameters(str(tmp_path / "net"))
     anew.load_states(str(tmp_path / "states"))
-    for scales in anew._scales():
+    for scales in histories(forgetful):
         scales.write("")
     train(forgetful, anew, 5)
     assert not same(weights(net), weights(forgetful))
@@ -211,6 +218,17 @@ def test_a_copy_has_histories_of_its_own(rng):
     assert np.array_equal(net(nd.array(9 * x)).asnumpy(), twin(nd.array(9 * x)).asnumpy())
     step(twin, 100 * x, np.ones((5, 3), np.float32))
     assert not np.array_equal(net(nd.array(9 * x)).asnumpy(), twin(nd.array(9 * x)).asnumpy())
+
+
+def test_converted_networks_are_copied_where_the_engine_does_not_run(monkeypatch):
+    """As on a machine with GPUs whose MXNet is built otherwise."""
+    def missing():
+        raise amp.KernelError("the CPU kernels are missing")
+    net = network("float16")
+    monkeypatch.setattr(library, "_table", None)
+    monkeypatch.setattr("gluon_amp.cpu.scales.table", missing)
+    for twin in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
+        assert same(weights(net), weights(twin))
 
 
 def test_products_by_two_nodes_on_the_way_back_have_histories_each(rng):

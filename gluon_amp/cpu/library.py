@@ -194,6 +194,11 @@ def load() -> str:
     return _variant
 
 
+def started() -> bool:
+    """Whether the engine runs here."""
+    return _table is not None
+
+
 def versions(arrays: Sequence["mx.nd.NDArray"]) -> Optional["mx.nd.NDArray"]:
     """How often each of these arrays, of any device, has been written by all that was asked for
     before this call; None where the engine does not run. It does not wait: who reads it does."""

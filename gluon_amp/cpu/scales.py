@@ -1,27 +1,34 @@
 """What a network remembers of its float8 tensors: the largest number of each of the last ones."""
 import itertools
-from typing import Dict
+from typing import Any, Dict, Iterable, List
 
 from .._mxnet import mx
-from .library import table
+from .library import load, started, table
 
 _numbers = itertools.count(1)
 
 
 class Scales:
-    """The histories of one network, which the engine keeps under a number (scaling.cc). A copy,
-    or what a pickle holds, has histories of its own that go on from there."""
+    """The histories of one network, which the engine keeps under a number (scaling.cc). A deep
+    copy, or what a pickle holds, has histories of its own that go on from there.
+
+    Where the engine does not run there are none: networks can be copied there all the same."""
 
     def __init__(self) -> None:
         self.id = next(_numbers)
 
     def read(self) -> str:
         """All of them as text, as it stands when all that was asked for is done."""
+        if not started():
+            return ""
         mx.nd.waitall()
         return table().scales(self.id).decode()
 
     def write(self, text: str) -> None:
         """Replaces all of them by what `read` has given."""
+        if not text and not started():
+            return
+        load()
         mx.nd.waitall()
         table().set_scales(self.id, text.encode())
 
@@ -32,7 +39,9 @@ class Scales:
         self.id = next(_numbers)
         self.write(state["histories"])
 
-    def __deepcopy__(self, memo: object) -> "Scales":
-        made = Scales()
-        made.write(self.read())
-        return made
+
+def scales_of(parameters: Iterable[Any]) -> List[Scales]:
+    """Those of the networks that have these parameters, each once, in their order. `convert` gives
+    them to parameters where the policy's scaling is "delayed"."""
+    found = (getattr(p, "scales_of_gluon_amp", None) for p in parameters)
+    return list(dict.fromkeys(one for one in found if one is not None))

@@ -10,6 +10,7 @@ from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
 from .._mxnet import mx
 from ..checks import in_names, positive_number
 from ..cpu.arrays import to_float32
+from ..cpu.scales import scales_of
 from ..files import replace_file
 from . import graphs
 from .optimizer import check_scalable, given_optimizer, with_masters
@@ -161,6 +162,7 @@ class Trainer(TakesSteps, RanksTrainer):
         kept = self._kept_gradients() if searching else {}
 
         averages: List[Tuple[Any, Any]] = []
+
         def go_back(at: float, retain: bool = True) -> None:
             heads = [mx.nd.ones_like(one.as_nd_ndarray()) * at for one in losses]
             mx.autograd.backward(losses, heads, retain)
@@ -348,7 +350,7 @@ class Trainer(TakesSteps, RanksTrainer):
         A `gluon.Trainer` can read the file, too.
         """
         self._optimizer.trainer_state = {"names": [p.name for p in self._params],
-                                         "scales": [s.read() for s in self._scales()],
+                                         "scales": [s.read() for s in scales_of(self._params)],
                                          **self._steps.state()}
         save = super().save_states
 
@@ -356,11 +358,6 @@ class Trainer(TakesSteps, RanksTrainer):
             save(path)
             seal(path)
         replace_file(fname, write)
-
-    def _scales(self) -> List[Any]:
-        """What the networks of these parameters remember of float8 tensors, in their order."""
-        found = (getattr(p, "scales_of_gluon_amp", None) for p in self._params)
-        return list({id(one): one for one in found if one is not None}.values())
 
     def load_states(self, fname: str) -> None:
         """Takes over what `save_states` wrote, here or in a `gluon.Trainer`.
@@ -373,7 +370,7 @@ class Trainer(TakesSteps, RanksTrainer):
         maker = optimizer or self._optimizer
         with one_error(fname):
             check_order(fname, maker, [p.name for p in self._params])
-            scales = self._scales()
+            scales = scales_of(self._params)
             histories = histories_in(maker, len(scales))
             check_states(fname, states, maker, self._optimizer, {
                 i: (p.name, None if p._data is None else p._data[0])
