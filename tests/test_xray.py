@@ -394,6 +394,29 @@ def test_a_block_that_is_called_twice_is_counted_twice():
     assert numbers[Key("mean_dense0_fwd", True, 1)] == 2 * 8 * 6
 
 
+class TwoParts(gluon.Block):
+    """As most of Gluon's networks: parts without a prefix, which so have one name."""
+
+    def __init__(self):
+        super().__init__(prefix="parts_")
+        with self.name_scope():
+            self.features = nn.HybridSequential(prefix="")
+            self.output = nn.HybridSequential(prefix="")
+            self.features.add(nn.Dense(6, in_units=6, activation="relu"))
+            self.output.add(nn.Dense(6, in_units=6))
+
+    def forward(self, x):
+        return self.output(self.features(x))
+
+
+def test_parts_of_one_name_are_looked_into_each():
+    net = prepared(TwoParts())
+    view = amp.xray(net, rows(1), LOSS)
+    assert {"parts_dense0_fwd", "parts_dense1_fwd"} <= {t.key.node for t in view.tensors}
+    data, label = rows(1)[0]
+    assert view.losses == [float(LOSS(net(data), label).mean().asscalar())]
+
+
 def test_training_of_a_plain_block_under_an_xray_has_the_same_bits():
     def make():
         return prepared(Mean())

@@ -149,7 +149,7 @@ class Watched:
 
     def make(self, block: Any, key: Any, arrays: Sequence[Any]) -> Any:
         """Stands in for a block's graph."""
-        where = (block.name, key)
+        where = (block, key)  # other blocks may have its name: such as all whose prefix is ""
         if where not in self.ops:
             call, policy = Call.of(self.net, block, arrays), block._amp.policy
             types = {name: dtype_name(p.dtype) for name, p in self.parameters.items()}
@@ -179,7 +179,7 @@ class Trial:
     """A converted network's graphs with copies of its parameters.
 
     Attributes:
-        calls: the graphs that have run, by their blocks' names.
+        calls: the graphs that have run, by their blocks.
         arrays: the copies, of what these graphs read.
 
     Args:
@@ -191,12 +191,12 @@ class Trial:
     """
 
     def __init__(self, net: Any, policy: Policy, keep: Collection[str] = (), watch: bool = True,
-                 calls: Optional[Mapping[str, Call]] = None, samples: bool = False):
+                 calls: Optional[Mapping[Any, Call]] = None, samples: bool = False):
         self.net, self.policy, self.watch, self.samples = net, policy, watch, samples
         self.parameters = net.collect_params()
         self.keep = frozenset(keep) | _kept(net)
         self.values: Optional[Mapping[str, Any]] = None
-        self.calls: Dict[str, Call] = {}
+        self.calls: Dict[Any, Call] = {}
         self.arrays: Dict[str, Any] = {}
         self.whole: Dict[str, bool] = {}  # whether a parameter is float32 here
         self.ops: Dict[Any, Any] = {}
@@ -217,7 +217,7 @@ class Trial:
 
     def _take(self, call: Call) -> None:
         """Gets to know a graph, and copies the parameters that it reads."""
-        self.calls[call.block.name] = call
+        self.calls[call.block] = call
         wide = float32_variables(call.clean, self.policy, self.keep)
         for name in call.clean.variables():
             if name in self.parameters and name not in self.arrays:
@@ -238,7 +238,7 @@ class Trial:
 
     def make(self, block: Any, key: Any, arrays: Sequence[Any]) -> Any:
         """Stands in for a block's graph."""
-        where = (block.name, key)
+        where = (block, key)
         if where not in self.ops:
             call = Call.of(self.net, block, arrays)
             self._take(call)
