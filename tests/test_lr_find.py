@@ -5,6 +5,7 @@ import gluon_amp as amp
 import numpy as np
 import pytest
 from gluon_amp._mxnet import mx
+from gluon_amp.cpu.scales import scales_of
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
 
@@ -33,6 +34,7 @@ def everything(net, trainer):
     flat = [a.asnumpy() for s in states[0].values() for a in np.ravel(np.array(s, dtype=object))
             if isinstance(a, mx.nd.NDArray)]
     return ([p.data().asnumpy() for p in net.collect_params().values()] + flat,
+            [s.read() for s in scales_of(trainer._params)],
             trainer.learning_rate, trainer.optimizer.num_update,
             getattr(trainer, "loss_scale", 1), getattr(trainer, "skipped", 0))
 
@@ -49,10 +51,11 @@ def same(a, b):
 
 
 @pytest.mark.parametrize("trained", [0, 5])
-@pytest.mark.parametrize(("cls", "name"), [(amp.Trainer, "sgd"), (amp.Trainer, "adam"),
-                                           (gluon.Trainer, "adam")])
-def test_everything_is_as_it_was_and_training_goes_on_as_without(cls, name, trained, batches):
-    policy = "float16" if cls is amp.Trainer else "float32"
+@pytest.mark.parametrize(("policy", "cls", "name"), [
+    ("float16", amp.Trainer, "sgd"), ("float16", amp.Trainer, "adam"),
+    ("mixed_float8", amp.Trainer, "sgd"), ("float32", gluon.Trainer, "adam")])
+def test_everything_is_as_it_was_and_training_goes_on_as_without(policy, cls, name, trained,
+                                                                 batches):
     pairs = [made(policy, cls, name) for _ in range(2)]
     for net, trainer in pairs:
         for batch in batches[:trained]:
@@ -64,6 +67,20 @@ def test_everything_is_as_it_was_and_training_goes_on_as_without(cls, name, trai
         for batch in batches:
             step(net, trainer, batch)
     assert same(everything(*pairs[0]), everything(*pairs[1]))
+
+
+@pytest.mark.parametrize("cls", [amp.Trainer, gluon.Trainer])
+def test_gradients_that_add_up_give_the_same_rates(cls, batches):
+    found = []
+    for request in ("write", "add"):
+        net, trainer = made("float32", cls)
+        for parameter in net.collect_params().values():
+            if parameter.grad_req != "null":
+                parameter.grad_req = request
+        found.append(amp.lr_find(net, trainer, LOSS, batches, steps=20))
+    assert found[0] == found[1]
+    assert not any(g.asnumpy().any() for p in trainer._params if p.grad_req != "null"
+                   for g in p.list_grad())
 
 
 def test_the_proposed_rate_learns_and_the_sweep_ends_where_it_diverges(batches):

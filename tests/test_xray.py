@@ -434,6 +434,17 @@ def test_with_a_trainer_training_goes_on_and_updates_are_counted():
     assert weights["net_batchnorm0_gamma"].counts.numbers == 16
 
 
+def test_gradients_that_add_up_are_each_steps_own():
+    losses = []
+    for request in ("write", "add"):
+        net = prepared(Mean())
+        for parameter in net.collect_params().values():
+            parameter.grad_req = request
+        trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.1})
+        losses.append(amp.xray(net, rows(3), LOSS, trainer, reference=False).losses)
+    assert losses[0] == losses[1]
+
+
 def test_a_loss_that_is_not_finite_in_float32_either_is_said_first():
     view = amp.xray(converted(), batches(1), lambda out, label: LOSS(out, label) * np.inf)
     assert "not finite in float32 either" in view.notes[0]

@@ -7,7 +7,8 @@
         or no loss scale fits any more
     propose the rate at which the smoothed loss falls fastest
 
-Afterwards the network, the Trainer and the loss scale are as they were.
+Afterwards the network, the Trainer and the loss scale are as they were. Gradients that add up
+(grad_req="add") begin at 0 for each rate, and are 0 at the end.
 """
 import math
 import pickle
@@ -18,8 +19,10 @@ from typing import Any, Iterable, Iterator, List, Optional
 
 from .._mxnet import mx, np
 from ..checks import positive_number, whole_number
+from ..cpu.scales import scales_of
 from ..files import replace_file
 from .loss_scale import LossScaleError
+from .step import clear_added
 from .trainer import Trainer
 
 _SMOOTHING = 0.9
@@ -99,6 +102,7 @@ def _step(net: Any, trainer: Any, loss_fn: Any, source: Iterator[Any]) -> float:
     """The loss before a step that was not skipped."""
     while True:
         data, label = next(source)
+        clear_added(trainer._params)
         with mx.autograd.record():
             loss = loss_fn(net(data), label)
         if not isinstance(trainer, Trainer):
@@ -140,7 +144,8 @@ def _endless(batches: Iterable[Any]) -> Iterator[Any]:
 
 @contextmanager
 def _as_before(net: Any, trainer: Any) -> Iterator[None]:
-    """Puts parameters, optimizer, states and loss scale back at the end."""
+    """Puts parameters, what is remembered of float8 tensors, optimizer, states and loss scale back
+    at the end."""
     if not trainer._kv_initialized:
         trainer._init_kvstore()
     if trainer._update_on_kvstore:
@@ -148,6 +153,7 @@ def _as_before(net: Any, trainer: Any) -> Iterator[None]:
                          "make the Trainer with update_on_kvstore=False")
     parameters = {p: [a.copy() for a in p.list_data()] for p in net.collect_params().values()
                   if p._data is not None}
+    histories = {one: one.read() for one in scales_of(parameters)}
     optimizer = trainer._optimizer
     attributes = pickle.dumps(optimizer.__getstate__())
     states = [updater.get_states() for updater in trainer._updaters]
@@ -159,6 +165,9 @@ def _as_before(net: Any, trainer: Any) -> Iterator[None]:
         for parameter, arrays in parameters.items():
             for array, before in zip(parameter.list_data(), arrays):
                 before.copyto(array)
+        for one, text in histories.items():
+            one.write(text)
+        clear_added(trainer._params)
         optimizer.__dict__.update(pickle.loads(attributes))
         for updater, before in zip(trainer._updaters, states):
             updater.set_states(before)

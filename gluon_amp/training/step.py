@@ -356,6 +356,13 @@ class TakesSteps:
         return self._steps.overflowed(self._gradients)
 
 
+def clear_added(parameters: Sequence[Any]) -> None:
+    """Makes those gradients 0 that add up."""
+    for parameter in parameters:
+        if parameter.grad_req == "add":
+            parameter.zero_grad()
+
+
 def multiply(arrays: Sequence[Any], factor: float) -> None:
     """In place."""
     for array in arrays:

@@ -26,7 +26,7 @@ from .states import (
     read_states,
     seal,
 )
-from .step import Gradient, Place, Steps, TakesSteps
+from .step import Gradient, Place, Steps, TakesSteps, clear_added
 
 
 class Trainer(TakesSteps, RanksTrainer):
@@ -331,16 +331,12 @@ class Trainer(TakesSteps, RanksTrainer):
                     updater(*zip(*mine))
 
         try:
-            self._steps.take(gradients, self._optimizer.rescale_grad, apply, self._clear)
+            self._steps.take(gradients, self._optimizer.rescale_grad, apply,
+                             lambda: clear_added(self._params))
         finally:
             self._optimizer.rescale_grad = self._scale  # as given, for its next Trainer
             for g in gradients:
                 g.weight._fresh_grad = False
-
-    def _clear(self) -> None:
-        for parameter in self._params:
-            if parameter.grad_req == "add":
-                parameter.zero_grad()
 
     # ---- files
 

@@ -4,6 +4,7 @@ from typing import Any, Dict, List, Optional, Tuple
 
 from .._mxnet import mx, np
 from ..cpu.arrays import to_float32
+from ..training.step import clear_added
 from ..training.trainer import Trainer
 from .statistics import Counts, Key, read
 from .trial import Ran, Watched, loss_of, mean_of, split, standing_in
@@ -44,6 +45,7 @@ class Updates:
 
         def passed(scale: float) -> None:
             passes.append((scale, read()))
+        clear_added(self.trainer._params)
         read()
         with mx.autograd.record(), standing_in(self.net, self.watched.make):
             loss = loss_of(self.net, batch, loss_fn)
@@ -56,7 +58,8 @@ class Updates:
         else:
             loss.backward()
             passed(1.0)
-        self.trainer.step(split(batch)[0][0].shape[0])
+        self.trainer.step(split(batch)[0][0].shape[0] * getattr(self.trainer, "workers", 1))
+        clear_added(self.trainer._params)
         self._count(before)
         scale, backward = [one for one in passes if one[0]][-1]  # a look at heads begins with 0
         forward = {key: counts for key, counts in passes[0][1].items() if not key.backward}
