@@ -112,6 +112,7 @@ def test_a_static_scale_that_never_fits_is_an_error_and_one_that_mostly_does_is_
         assert not learn(net, trainer, ones(100), ones())
         assert learn(net, trainer, ones(), ones())
     assert "which is static" in caplog.text
+    assert "gluon_amp.explain" in caplog.text
     for _ in range(15):
         assert not learn(net, trainer, ones(100), ones())
     with pytest.raises(amp.LossScaleError, match=f"16 steps .* in {net.a.name} .* static"):

@@ -303,7 +303,9 @@ class Steps:
             return
         else:
             reason = f"gradients are not finite{in_names(names)} at the loss scale " \
-                     f"{before:g}, which is static: lower it, or use loss_scale='dynamic'"
+                     f"{before:g}, which is static: lower it, or use loss_scale='dynamic'. " \
+                     "gluon_amp.explain(net, batch, loss_fn, loss_scale) names the first node " \
+                     "that is not finite"
         if self.skipped_in_a_row >= PATIENCE:
             raise LossScaleError(f"{self.skipped_in_a_row} steps skipped in a row: {reason}")
         log.warning("step skipped: %s", reason)
