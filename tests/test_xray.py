@@ -508,6 +508,14 @@ def test_the_command_tells_what_another_format_would_have_done(tmp_path, capsys)
     assert "none that xray has written" in capsys.readouterr().err
 
 
+def test_the_command_says_where_no_loss_scale_fits(tmp_path, capsys):
+    view = amp.xray(converted(), batches(1), LOSS)
+    view.window = view.window._replace(low=2 * view.window.high)
+    view.save(str(tmp_path / "run"))
+    assert main(["xray", str(tmp_path / "run")]) == 0
+    assert "No loss scale fits all gradients: from" in capsys.readouterr().out
+
+
 def test_what_a_format_makes_of_counts_is_what_it_makes_of_the_numbers():
     rng = np.random.default_rng(1)
     numbers = (rng.uniform(1, 2, 20000) * 2.0 ** rng.integers(-30, 14, 20000)).astype(np.float32)

@@ -68,6 +68,11 @@ class Window(NamedTuple):
     high_tensor: str
 
 
+def scales_that_fit(low: float, high: float) -> str:
+    """How a line about loss scales begins: "Loss scales that fit", unless none does."""
+    return "Loss scales that fit" if low <= high else "No loss scale fits all gradients"
+
+
 def is_finite(counts: Counts) -> bool:
     """Whether a tensor has no infinity and no NaN, once it is rounded."""
     return counts.finite and counts.overflowed == 0

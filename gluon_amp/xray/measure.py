@@ -15,12 +15,10 @@ from ..policy import POLICIES
 from .arithmetic import multiply_adds
 from .statistics import decibels
 from .training import Place, Trained, trained
-from .trial import Trial
+from .trial import FIRST_SCALE, LEAST_SCALE, Trial
 
 Nodes = FrozenSet[str]
 
-_FIRST_SCALE = 2.0 ** 16
-_LEAST_SCALE = 2.0 ** -24
 _FIRST_PLACES = 2  # batches, at the network's weights of now
 
 
@@ -121,8 +119,8 @@ class Measure:
 
     def _run(self, trial: Trial, place: Place) -> Optional[List[Any]]:
         """The gradients at a place, at the highest loss scale that overflows nothing."""
-        scale = _FIRST_SCALE
-        while scale >= _LEAST_SCALE:
+        scale = FIRST_SCALE
+        while scale >= LEAST_SCALE:
             trial.copy(place.values)
             mx.random.seed(place.batch)
             ran = trial.run(self.batches[place.batch], self.loss_fn, scale)

@@ -7,7 +7,7 @@ from typing import Any, Dict, List, Optional
 from .._mxnet import np
 from ..files import replace_file
 from ..formats import FLOAT16, FLOAT32, FORMATS, Format
-from .advice import Finding, is_finite, window
+from .advice import Finding, is_finite, scales_that_fit, window
 from .page import page
 from .statistics import Counts, Key
 from .tensors import Tensor
@@ -18,7 +18,7 @@ _LOST = 0.01  # of a gradient's norm, at the low end of the loss scales
 
 def redraw(folder: str, format_: Format) -> str:
     """Writes the page xray-FORMAT.html into an X-ray's folder: what the format would have done to
-    the same numbers, where they were of less than float32. Returns its path and says it all."""
+    the same numbers, where they were of less than float32. Returns what it says, and its path."""
     view = read(folder, format_)
     path = os.path.join(folder, f"xray-{format_.name}.html")
 
@@ -34,7 +34,8 @@ def summary(folder: str) -> str:
     head = _lines(folder)[0]
     said = [f"First overflow: {head['first_overflow']}"] if head["first_overflow"] else []
     if head["loss_scale"]:
-        said.append("Loss scales that fit: from {:g} to {:g}".format(*head["loss_scale"]))
+        low, high = head["loss_scale"]
+        said.append(f"{scales_that_fit(low, high)}: from {low:g} to {high:g}")
     said += [f"{f['node']}: {f['reason']}: {f['detail']}" for f in head["findings"][:10]]
     said.append(f"To keep in float32: keep={head['keep']!r}" if head["keep"] else
                 "Nothing needs to stay in float32 beyond what does.")

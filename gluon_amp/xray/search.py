@@ -24,10 +24,9 @@ from .measure import BudgetSpent, Measure, Nodes, Settings
 from .names import in_groups, keep_line
 from .ranking import ranked
 from .tensors import Layout
-from .trial import Trial, check, split
+from .trial import FIRST_SCALE, Trial, check, split
 
 _MOST_BATCHES = 16
-_SCALE = 2.0 ** 16
 _TRUER = 6.0  # dB: what is asked for beyond the last time, where training was off
 
 
@@ -161,7 +160,7 @@ class _Looking:
         """By one float32 step."""
         right = Trial(self.measure.net, POLICIES["float32"], calls=self.measure.calls)
         mx.random.seed(0)
-        ran = right.run(batch, self.measure.loss_fn, _SCALE)
+        ran = right.run(batch, self.measure.loss_fn, FIRST_SCALE)
         if not math.isfinite(ran.loss):
             raise ValueError("the loss is not finite in float32 either: look at the data, the "
                              f"weights and the loss first. Received: a loss of {ran.loss}")
@@ -171,7 +170,7 @@ class _Looking:
             if [a.shape for a in data] == call.shapes:  # the network's own
                 variables.update(zip(call.names, data))
         self.begins_at = ran.loss
-        scores = ranked(self.layout, ran.counts, _SCALE, variables)
+        scores = ranked(self.layout, ran.counts, FIRST_SCALE, variables)
         if not scores:
             raise ValueError("the network has no tensors of less than float32: all of it is kept, "
                              "or only products round what they read")

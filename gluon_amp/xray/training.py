@@ -4,10 +4,7 @@ from typing import Any, Dict, List, NamedTuple, Optional, Sequence
 
 from .._mxnet import mx, np
 from ..cpu.arrays import to_float32
-from .trial import Trial, split
-
-_FIRST_SCALE = 2.0 ** 16
-_LEAST_SCALE = 2.0 ** -24
+from .trial import FIRST_SCALE, LEAST_SCALE, Trial, split
 
 
 class Place(NamedTuple):
@@ -48,14 +45,14 @@ def trained(trial: Trial, batches: Sequence[Any], loss_fn: Any, steps: int, seed
             _round(trial, parameters, masters)
     update = mx.optimizer.get_updater(mx.optimizer.create(
         optimizer, param_dict=dict(enumerate(parameters)), **(settings or {})))
-    scale, losses = _FIRST_SCALE, []  # type: float, List[float]
+    scale, losses = FIRST_SCALE, []  # type: float, List[float]
     for number, which in enumerate(order):
         batch = batches[which]
         ran = None
         while ran is None or not ran.finite:
             mx.random.seed(1000 * seed + number)
             ran = trial.run(batch, loss_fn, scale)
-            if not math.isfinite(ran.loss) or scale < _LEAST_SCALE:
+            if not math.isfinite(ran.loss) or scale < LEAST_SCALE:
                 values = {**trial.arrays, **{p.name: m for p, m in zip(parameters, masters)}}
                 return Trained(math.inf, Place(which, values))
             scale = scale if ran.finite else scale / 4

@@ -29,6 +29,9 @@ from ..graph.graph import Graph
 from ..policy import Policy
 from .statistics import Counts, Key, read
 
+FIRST_SCALE = 2.0 ** 16  # loss scales: where looking for one that overflows nothing begins,
+LEAST_SCALE = 2.0 ** -24  # and where it ends
+
 Typed = Tuple[Graph, Dict[str, str]]  # a graph with its casts, and its variables' types
 
 

@@ -15,15 +15,22 @@ from typing import Any, Callable, Dict, Iterable, List, Optional, Set, Tuple
 from ..checks import positive_number, whole_number
 from ..cpu.library import random_numbers_kept
 from ..policy import POLICIES
-from .advice import Finding, Overflow, Window, findings, first_overflow, is_finite, window
+from .advice import (
+    Finding,
+    Overflow,
+    Window,
+    findings,
+    first_overflow,
+    is_finite,
+    scales_that_fit,
+    window,
+)
 from .names import keep_for, owner
 from .statistics import Counts, Key, at_scale, decibels
 from .tensors import Layout, Tensor, fill
-from .trial import Ran, Trial, check
+from .trial import FIRST_SCALE, LEAST_SCALE, Ran, Trial, check
 from .updates import Updates, Weight
 
-_FIRST_SCALE = 2.0 ** 16
-_LEAST_SCALE = 2.0 ** -24
 _ROUNDS = 12  # of trying what to keep
 
 
@@ -97,9 +104,8 @@ class View:
             lines.append(f"First overflow: {self.first_overflow}")
         if self.window:
             low, high = self.window.low, self.window.high
-            fits = "Loss scales that fit" if low <= high else "No loss scale fits all gradients"
-            lines.append(f"{fits}: from {low:g} ({self.window.low_tensor}) to {high:g} "
-                         f"({self.window.high_tensor})")
+            lines.append(f"{scales_that_fit(low, high)}: from {low:g} ({self.window.low_tensor}) "
+                         f"to {high:g} ({self.window.high_tensor})")
         lines += [f"{f.node}: {f.reason}: {f.detail}" for f in self.findings[:10]]
         if self.keep:
             lines.append(f"To keep in float32: {self.keep_line}")
@@ -142,7 +148,7 @@ def xray(net: Any, batches: Iterable[Any], loss_fn: Any, trainer: Any = None, st
         raise ValueError("the network has no tensors of less than float32: all of it is kept, or "
                          "only products round what they read")
     view = View(net.name, tensors)
-    scale = float(getattr(trainer, "loss_scale", _FIRST_SCALE))
+    scale = float(getattr(trainer, "loss_scale", FIRST_SCALE))
     updates = Updates(net, trainer)
     for number, batch in enumerate(chosen):
         with random_numbers_kept() as draw_again:
@@ -205,7 +211,7 @@ def _run(trial: Trial, batch: Any, loss_fn: Any, scale: float,
          draw_again: Callable[[], None]) -> Tuple[float, Ran]:
     """A step at this loss scale, or at lower ones where only gradients overflow at it."""
     ran = trial.run(batch, loss_fn, scale)
-    while not ran.finite and scale > _LEAST_SCALE and _forward_is_finite(ran.counts):
+    while not ran.finite and scale > LEAST_SCALE and _forward_is_finite(ran.counts):
         scale /= 16
         trial.copy()
         draw_again()
@@ -239,10 +245,10 @@ def _try_keeping(first: Trial, view: View, batch: Any, loss_fn: Any, lost: float
     found, scale, ran = view.findings, view.scale, Ran(0, False, view.steps[0][1])
     tensors = view.tensors
     known_nodes = [n.name for call in calls.values() for n in call.clean.nodes()]
-    right = None
+    whole = None
     if reference:
-        whole = Trial(net, POLICIES["float32"], calls=calls, samples=True)
-        right = whole.run(batch, loss_fn, view.scale)
+        right = Trial(net, POLICIES["float32"], calls=calls, samples=True)
+        whole = right.run(batch, loss_fn, view.scale)
     for _ in range(_ROUNDS):
         wanted = [name for finding in found for name in finding.keep]
         new = {line: nodes for name in wanted
@@ -257,7 +263,7 @@ def _try_keeping(first: Trial, view: View, batch: Any, loss_fn: Any, lost: float
         tensors = list(layout.tensors())
         draw_again()
         scale, ran = _run(trial, batch, loss_fn, view.scale, draw_again)
-        fill(tensors, ran.counts, right.counts if right else None)
+        fill(tensors, ran.counts, whole.counts if whole else None)
         found = findings(layout, [t for t in tensors if t.counts], scale)
         known = {f.node for f in view.findings}
         view.findings += [f for f in found if f.node not in known]
