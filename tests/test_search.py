@@ -125,6 +125,8 @@ def test_what_ends_it_early_leaves_the_best_so_far():
     ({"budget": 9.0, "batches": []}, ValueError, "at least one batch"),
     ({"budget": 9.0, "loss_fn": lambda out, label: LOSS(out, label) * np.inf}, ValueError,
      "not finite in float32 either"),
+    ({"budget": 9.0, "batches": [*batches(1), (nd.full((8, 12), np.inf), nd.zeros(8))]}, ValueError,
+     "batch 1: the loss or a gradient is not finite in float32 either"),
     ({"budget": 9.0, "net": nn.Dense(2)}, TypeError, "gluon_amp.convert has converted"),
 ])
 def test_what_cannot_be_searched_is_refused(given, error, said):

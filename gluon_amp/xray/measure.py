@@ -112,8 +112,12 @@ class Measure:
 
     def _measure(self, place: int, keep: Nodes) -> float:
         while len(self._gradients) <= place:
-            made = self._run(self.right, self.places[len(self._gradients)])
-            self._gradients.append(made or [])
+            where = self.places[len(self._gradients)]
+            made = self._run(self.right, where)
+            if made is None:
+                raise ValueError(f"batch {where.batch}: the loss or a gradient is not finite in "
+                                 "float32 either: look at the data, the weights and the loss first")
+            self._gradients.append(made)
         found = self._run(self.trial(keep), self.places[place])
         return -math.inf if found is None else _fidelity(self._gradients[place], found)
 
