@@ -3,6 +3,8 @@ import gluon_amp as amp
 import numpy as np
 import pytest
 from gluon_amp._mxnet import mx
+from gluon_amp.training.watch import patience
+from mxnet import gluon
 from mxnet.gluon import nn
 from ranks import ALL, EITHER, RANKS, STARTS, STEPS, STORES, Ranks, needs_horovod
 
@@ -230,3 +232,19 @@ def test_devices_of_one_process_get_the_mean_of_their_moving_averages():
         array[:] = i
     amp.average_statistics(trainer)
     assert [a.asnumpy().tolist() for a in net.running_mean.list_data()] == [[0.5, 0.5]] * 2
+
+
+def test_averages_of_another_trainer_are_refused():
+    net = nn.BatchNorm(in_channels=2)
+    net.initialize()
+    trainer = gluon.Trainer(net.collect_params(), "sgd")
+    with pytest.raises(TypeError, match=r"a gluon_amp Trainer or Module. Received: mxnet.*Trainer"):
+        amp.average_statistics(trainer)
+
+
+def test_a_timeout_that_is_no_number_is_named(monkeypatch):
+    monkeypatch.setenv("GLUON_AMP_RANK_TIMEOUT", "30s")
+    with pytest.raises(ValueError, match=r"GLUON_AMP_RANK_TIMEOUT must be a positive.* '30s'"):
+        patience()
+    monkeypatch.setenv("GLUON_AMP_RANK_TIMEOUT", "45")
+    assert patience() == 45

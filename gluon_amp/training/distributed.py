@@ -125,6 +125,9 @@ def average_statistics(trainer: Any) -> None:
     Args:
         trainer: a Trainer, which was given the batch norms' parameters, or a Module.
     """
+    if not hasattr(trainer, "_average_statistics"):
+        raise TypeError("average_statistics takes a gluon_amp Trainer or Module. "
+                        f"Received: {type(trainer).__module__}.{type(trainer).__name__}")
     trainer._average_statistics()
 
 

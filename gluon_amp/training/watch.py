@@ -28,6 +28,14 @@ _ADDRESS = struct.Struct("!4sH8s")
 _HELLO = struct.Struct("!8sI")
 
 
+def patience() -> float:
+    """After how many seconds of silence a rank counts as stopped."""
+    said: Any = os.environ.get("GLUON_AMP_RANK_TIMEOUT", "30")
+    with contextlib.suppress(ValueError):
+        said = float(said)
+    return max(2 * BEAT, positive_number(said, "GLUON_AMP_RANK_TIMEOUT"))
+
+
 class RankEndedError(RuntimeError):
     """Another rank has ended or stopped, and this one waits for it."""
 
@@ -48,8 +56,7 @@ class Watch:
                  reach: Any) -> None:
         self.rank = rank
         self.ended: Dict[int, str] = {}
-        self._patience = max(2 * BEAT, positive_number(
-            float(os.environ.get("GLUON_AMP_RANK_TIMEOUT", "30")), "GLUON_AMP_RANK_TIMEOUT"))
+        self._patience = patience()
         self._since = 0.0
         self._raised = False
         self._lock = threading.Lock()
