@@ -3,8 +3,9 @@ import gluon_amp as amp
 import numpy as np
 import pytest
 from gluon_amp._mxnet import mx
+from gluon_amp.training.reduction import Reduction
 from gluon_amp.training.watch import patience
-from mxnet import gluon
+from mxnet import gluon, nd
 from mxnet.gluon import nn
 from ranks import ALL, EITHER, RANKS, STARTS, STEPS, STORES, Ranks, needs_horovod
 
@@ -248,3 +249,20 @@ def test_a_timeout_that_is_no_number_is_named(monkeypatch):
         patience()
     monkeypatch.setenv("GLUON_AMP_RANK_TIMEOUT", "45")
     assert patience() == 45
+
+
+class OfTwo(mx.kv.KVStoreBase):
+    """A store like Horovod's, of which this process is one of two."""
+    type, rank, num_workers = "dist_sync_test", 0, 2
+
+    def pushpull(self, key, value, out=None, priority=0):
+        for array in value if isinstance(value, list) else [value]:
+            array.wait_to_read()
+
+
+@pytest.mark.parametrize("stype", ["default", "row_sparse"])
+def test_an_operators_own_error_is_no_other_ranks_end(stype):
+    reduction = Reduction(OfTwo())
+    failed = nd.linalg.potrf(nd.array([[-1.0]])).tostype(stype)  # of no positive matrix
+    with pytest.raises(mx.MXNetError, match="potrf"):
+        reduction.sum([(0, [failed])])

@@ -143,14 +143,16 @@ class Reduction:
             raise RankEndedError(f"rank {self.rank} waits in vain: {message(error)}") from error
 
     def lay_out(self, arrays: Iterable[Any]) -> None:
-        """Lays out float32 arrays in order, where oneDNN has them in blocks of its own: weights
-        after a prediction, gradients. MXNet's servers and Horovod take only what is in order.
+        """Before arrays go to other workers: lays out float32 arrays in order, where oneDNN has
+        them in blocks of its own: weights after a prediction, gradients. MXNet's servers and
+        Horovod take only what is in order. An error of what computes them is raised here, so that
+        `wait` does not take it for another rank's end.
         """
         if not self.sums or "dist" not in self._kvstore.type:
             return
         for array in arrays:
+            array.wait_to_read()
             if array.stype == "default" and array.context.device_type == "cpu":
-                array.wait_to_read()
                 address = ctypes.c_void_p()
                 check_call(_LIB.MXNDArrayGetData(array.handle, ctypes.byref(address)))
 
