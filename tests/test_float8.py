@@ -200,6 +200,18 @@ def test_training_resumes_bit_by_bit(history, tmp_path):
     assert not same(weights(net), weights(forgetful))
 
 
+def test_a_layer_that_is_added_later_belongs_to_the_network(tmp_path):
+    net, twin = network(), network("float32")
+    for one in (net, twin):
+        one.add(gluon.nn.Dense(4, in_units=4, prefix="net_last_"))
+        one[-1].initialize()
+    trainer = trainer_of(net)
+    train(net, trainer, 1)
+    trainer.save_states(str(tmp_path / "states"))
+    trainer_of(amp.convert(twin, "mixed_float8")).load_states(str(tmp_path / "states"))
+    assert [s.read() for s in histories(net)] == [s.read() for s in histories(twin)]
+
+
 def test_states_with_histories_are_refused_where_there_are_none(tmp_path):
     net = network()
     trainer = trainer_of(net)

@@ -60,7 +60,7 @@ def convert(net: Block, policy: Union[str, Policy] = "float16",
         _check_parameters(_parameter_types(blocks, policy, kept))
         return restore(net)
     asleep = any(isinstance(b, HybridBlock) and not b._active for b in blocks)
-    _convert_blocks(blocks, kept, policy)
+    _convert_blocks(blocks, kept, policy, Scales())
     for outer in _blocks_around(net, set(blocks)):
         if isinstance(outer, HybridBlock) and not isinstance(outer, ConvertedBlock):
             outer._clear_cached_op()  # its graph is that of the float32 network
@@ -83,29 +83,29 @@ def restore(net: Block) -> Block:
     return net
 
 
-def _convert_blocks(blocks: List[Block], kept: "_Kept", policy: Policy) -> None:
+def _convert_blocks(blocks: List[Block], kept: "_Kept", policy: Policy, scales: Scales) -> None:
     """Gives blocks that are not yet converted their classes and states, and the parameters
     of all of them their types."""
     types = _parameter_types(blocks, policy, kept)
     _check_parameters(types)
     State.changes += 1
-    scales = Scales()
     for block in blocks:
         inside = block in kept.inside
         _swap(block, State(policy, _was_hybridized(block), block in kept.blocks,
                            frozenset(kept.nodes),
-                           partial(_convert_new_child, policy, kept.entries, inside), scales))
+                           partial(_convert_new_child, policy, kept.entries, inside, scales),
+                           scales))
     _cast(types)
 
 
 def _convert_new_child(policy: Policy, keep: Tuple[Any, ...], inside_kept: bool,
-                       child: Block) -> None:
+                       scales: Scales, child: Block) -> None:
     """Converts a block that a converted one takes as a child later on, with what is in it, by
     the arguments that `convert` had. Where it has a converted block in it, that stays as it is."""
     new = [b for b in blocks_in(child) if not isinstance(b, ConvertedBlock)]
     if new:
         kept = _resolve_keep(child, [child] if inside_kept else keep, must_match=False)
-        _convert_blocks(new, _Kept(keep, kept.blocks, kept.inside, kept.nodes), policy)
+        _convert_blocks(new, _Kept(keep, kept.blocks, kept.inside, kept.nodes), policy, scales)
 
 
 def _blocks_around(block: Block, seen: Set[Block]) -> Iterator[Block]:
