@@ -2,6 +2,7 @@
 import copy
 import json
 import pickle
+import threading
 
 import gluon_amp as amp
 import networks
@@ -347,6 +348,29 @@ def test_a_copy_lies_on_the_same_devices_and_has_the_gradients(make_copy):
     for mine, theirs in zip(backward(twin), backward(net)):
         assert np.array_equal(mine, np.full((3, 2), 2))
         assert np.array_equal(theirs, mine)
+
+
+class WithLock(nn.Dense):
+    """A block with something in it that can be neither pickled nor copied."""
+
+    def __init__(self):
+        super().__init__(3, in_units=2)
+        self.lock = threading.Lock()
+
+    def __getstate__(self):
+        return {key: value for key, value in self.__dict__.items() if key != "lock"}
+
+    def __setstate__(self, state):
+        self.__dict__.update(state, lock=threading.Lock())
+
+
+@pytest.mark.parametrize("make_copy", COPIES, ids=["deepcopy", "pickle"])
+def test_a_block_that_says_itself_how_it_is_copied_is_copied_so(make_copy):
+    net = WithLock()
+    net.initialize()
+    twin = make_copy(amp.convert(net))
+    assert twin.lock is not net.lock
+    assert np.array_equal(twin(nd.ones((1, 2))).asnumpy(), net(nd.ones((1, 2))).asnumpy())
 
 
 def test_a_copy_of_a_plain_block_works():

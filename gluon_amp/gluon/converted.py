@@ -73,7 +73,7 @@ class State:
     keep: bool  # stays float32
     keep_nodes: FrozenSet[str]  # of a SymbolBlock: nodes that stay float32
     convert_child: Callable[[Any], None]  # converts a block that becomes a child later on
-    scales: Scales  # of what was converted together
+    scales: Scales  # of the network that it is part of, where that was converted as a whole
     # by whether MXNet records, and whether it trains: a block may ask for either
     traces: Dict[Tuple[bool, bool], Trace] = field(default_factory=dict)
     changes_when_traced: int = 0
@@ -114,7 +114,8 @@ class ConvertedBlock:
         return (_made_anew, (original_class(type(self)), *arguments[1:]), state, *rest)
 
     def __setstate__(self, state: Dict[str, Any]) -> None:
-        self.__dict__.update(state)
+        fill = getattr(super(), "__setstate__", self.__dict__.update)  # the user's own, or Python's
+        fill(state)
         for parameter in self.params.values():
             complete_copy(parameter)
 
