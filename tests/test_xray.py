@@ -7,6 +7,7 @@ import networks
 import numpy as np
 import pytest
 from gluon_amp._mxnet import mx
+from gluon_amp.cpu.library import random_numbers_kept
 from gluon_amp.formats import FORMATS
 from gluon_amp.graph.build import build
 from gluon_amp.graph.graph import Graph
@@ -310,6 +311,20 @@ def test_an_xray_draws_no_random_numbers_of_the_users():
     mx.random.seed(6)
     amp.xray(net, batches(), LOSS)
     amp.explain(net, batches(1)[0], LOSS)
+    np.testing.assert_array_equal(nd.random.normal(shape=4).asnumpy(), expected)
+
+
+def test_random_numbers_are_put_back_where_an_operator_has_failed():
+    mx.random.seed(6)
+    expected = nd.random.normal(shape=4).asnumpy()
+    mx.random.seed(6)
+
+    def draws_and_fails():
+        with random_numbers_kept():
+            nd.random.normal(shape=4).wait_to_read()
+            nd.linalg.potrf(nd.array([[-1.0]]))  # fails later, where somebody waits
+    with pytest.raises(mx.MXNetError, match="potrf"):
+        draws_and_fails()
     np.testing.assert_array_equal(nd.random.normal(shape=4).asnumpy(), expected)
 
 

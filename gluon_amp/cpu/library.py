@@ -220,8 +220,10 @@ def random_numbers_kept() -> Iterator[Callable[[], None]]:
     table().random_state(state, 0)
 
     def put_back() -> None:
-        mx.nd.waitall()
-        table().random_state(state, 1)
+        try:
+            mx.nd.waitall()
+        finally:  # also where an operator has failed
+            table().random_state(state, 1)
     try:
         yield put_back
     finally:
