@@ -8,8 +8,8 @@
 // "current": the scale brings the largest number of the array into the format's last binade.
 // "delayed": the same with the largest of the last arrays at this place; of the first array, its own.
 // Only passes that train are remembered, and no tensors of zeros, which a Trainer's first step sends
-// back to look at what begins gradients by itself. What a product reads again for a gradient has the scale of
-// the last forward pass.
+// back to look at what begins gradients by itself. What a product reads again for a gradient has the
+// scale of the last forward pass.
 #include <algorithm>
 #include <cmath>
 #include <cstring>

@@ -99,6 +99,7 @@ class _Rewriting:
         self.users = graph.consumers()
         self.done: Dict[Entry, Entry] = {}
         self.norms: Set[Node] = set()  # layer norms that read and write halves
+        self.named: Dict[str, int] = {}  # how many products have each name
 
     def run(self) -> Graph:
         for node in self.graph.nodes():
@@ -189,13 +190,20 @@ class _Rewriting:
             new.attrs[_READS] = factors(node).replace("1", "p")
             if policy.scaling is not None:
                 new.attrs[_SCALING] = f"{policy.scaling} {self.scales.id} {policy.history} " \
-                                      f"{policy.margin} {node.name}"
+                                      f"{policy.margin} {self._place(node)}"
         back = policy.gradient if policy.product == policy.between else policy.between
         gradient = policy.gradient if product else back
         for key, format_ in zip(_GRIDS, (policy.between, policy.product, gradient, back)):
             new.attrs[key] = format_.for_engine
         for key, entries in ((_INPUTS, node.inputs), (_OUTPUTS, self._outputs(node))):
             new.attrs[key] = "".join(str(int(self._is_rounded(e))) for e in entries)
+
+    def _place(self, node: Node) -> str:
+        """What the histories of a product's float8 tensors are called: as it is, and with a number
+        where a layer is called again, since MXNet gives all its calls one name."""
+        self.named[node.name] = self.named.get(node.name, 0) + 1
+        again = self.named[node.name]
+        return node.name if again == 1 else f"{node.name} {again}"
 
     def _stands_between_casts(self, node: Node) -> bool:
         """Whether a float32 layer norm reads what was cast from float16, and all that read it
