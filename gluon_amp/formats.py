@@ -128,8 +128,13 @@ class Format:
             return np.copysign(made, values).astype(np.float32)
 
     def _steps(self, exact: Any, small: Any, key: int) -> Any:
-        """How many steps there are to numbers that are so many, rounded at random. As many random
-        bits count as are dropped; of numbers below the smallest normal one, 23."""
+        """Rounds counts of steps to whole ones, at random.
+
+        Args:
+            exact: how many of its own steps each number is from 0.
+            small: which numbers lie below the smallest normal one: 23 random bits decide about
+                these; about others, as many bits as are dropped.
+        """
         low = np.floor(exact)
         bits = random_bits(key, exact.size).reshape(exact.shape)
         dropped = 23 - self.fraction
