@@ -11,6 +11,7 @@ from typing import Any, Dict, List
 
 from ..formats import FLOAT16
 from ..report.colors import COLORS, DARK
+from .advice import scales_that_fit
 from .table import row
 from .tensors import Tensor
 
@@ -71,9 +72,9 @@ def _advice(view: Any) -> str:
         parts.append(f"<p class=bad><b>First overflow.</b> {escape(str(view.first_overflow))}</p>")
     if view.window:
         low, high, low_tensor, high_tensor = view.window
-        word = "Loss scales that fit" if low <= high else "No loss scale fits all gradients"
         parts.append(
-            f"<p class={'good' if low <= high else 'bad'}><b>{word}:</b> from {low:g} "
+            f"<p class={'good' if low <= high else 'bad'}><b>"
+            f"{scales_that_fit(low, high)}:</b> from {low:g} "
             f"({escape(low_tensor) or 'no gradient needs more'}) to {high:g} "
             f"({escape(high_tensor)}).</p>")
     if view.findings:
