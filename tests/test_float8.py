@@ -228,6 +228,20 @@ def test_training_resumes_bit_by_bit(history, tmp_path):
     assert not same(weights(net), weights(forgetful))
 
 
+def test_histories_go_on_on_another_device(tmp_path):
+    net = network()
+    trainer = trainer_of(net)
+    train(net, trainer, 3)
+    trainer.save_states(str(tmp_path / "states"))
+    other = network()
+    other.collect_params().reset_ctx([mx.cpu(1), mx.cpu(2)])
+    trainer_of(other).load_states(str(tmp_path / "states"))
+    expected = histories(net)[0].read().splitlines()
+    found = histories(other)[0].read()
+    assert sorted(found.splitlines()) == sorted(
+        line.replace(" cpu0", f" cpu{device}") for line in expected for device in (1, 2))
+
+
 def test_a_layer_that_is_added_later_belongs_to_the_network(tmp_path):
     net, twin = network(), network("float32")
     for one in (net, twin):

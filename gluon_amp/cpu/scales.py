@@ -1,6 +1,6 @@
 """What a network remembers of its float8 tensors: the largest number of each of the last ones."""
 import itertools
-from typing import Any, Dict, Iterable, List
+from typing import Any, Dict, Iterable, List, Sequence
 
 from .._mxnet import mx
 from .library import load, started, table
@@ -45,3 +45,15 @@ def scales_of(parameters: Iterable[Any]) -> List[Scales]:
     them to parameters where the policy's scaling is "delayed"."""
     found = (getattr(p, "scales_of_gluon_amp", None) for p in parameters)
     return list(dict.fromkeys(one for one in found if one is not None))
+
+
+def for_devices(text: str, devices: Sequence[int]) -> str:
+    """Histories for CPUs of these numbers, from a text that may be of others: a device that it does
+    not know gets those of the first one."""
+    known: Dict[int, List[str]] = {}
+    for line in text.splitlines():
+        history, _, device = line.rpartition(" cpu")
+        known.setdefault(int(device), []).append(history)
+    first = known[min(known)] if known else []
+    return "".join(f"{history} cpu{device}\n" for device in sorted(set(devices))
+                   for history in known.get(device, first))

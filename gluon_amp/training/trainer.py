@@ -10,7 +10,7 @@ from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
 from .._mxnet import mx
 from ..checks import in_names, positive_number
 from ..cpu.arrays import to_float32
-from ..cpu.scales import scales_of
+from ..cpu.scales import for_devices, scales_of
 from ..files import replace_file
 from . import graphs
 from .optimizer import check_scalable, given_optimizer, with_masters
@@ -380,11 +380,12 @@ class Trainer(TakesSteps, RanksTrainer):
             raise ValueError("states that servers keep cannot be loaded: make the Trainer with "
                              "update_on_kvstore=False")
         with one_error(fname):
-            carry_counts(maker, [c.device_id for c in self._contexts])
+            devices = [c.device_id for c in self._contexts]
+            carry_counts(maker, devices)
             copies = [states, *(copy.deepcopy(states) for _ in updaters[1:])]
             self._steps.load(getattr(optimizer, "trainer_state", {}))
         for one, text in zip(scales, histories):
-            one.write(text)
+            one.write(for_devices(text, devices))
         for updater, own in zip(updaters, copies):
             updater.states, updater.states_synced = own, dict.fromkeys(own, False)
             updater.optimizer = maker
