@@ -76,8 +76,9 @@ def test_where_recipes_differ_the_differences_stand_before_any_claim():
     {"save_dir": "b"}, {"rec_train": "x"}, {"logging_file": "b.log"}, {"data_train": "y"},
     {"somewhere": "/tmp/x"}, {"loss_scale": 128.0}, {"resume_epoch": 3, "resume_params": "x"},
     {"mixup": False, "mixup_alpha": 0.2}, {"label_smoothing": 0.0}, {"no_wd": False}, {"seed": 3},
-    {"claim_speed": True}, {"tensorboard": "x"}, {"mlperf": True}])
-def test_precision_paths_seeds_resuming_and_what_is_off_are_no_differences(arguments):
+    {"claim_speed": True}, {"tensorboard": "x"}, {"mlperf": True}, {"xray": "x", "xray_steps": 2},
+    {"log_seconds": 9.0}, {"num_workers": 4}, {"data_nthreads": 2}])
+def test_precision_paths_seeds_resuming_watching_and_what_is_off_are_no_differences(arguments):
     found, = comparisons(made("float32", data_train="y"),
                          made("float16", **{"data_train": "y", **arguments}))
     assert found.differences == {}
