@@ -3,6 +3,7 @@
 GLUON_AMP_ONNX=1 takes larger networks, too.
 """
 import os
+import re
 
 import gluon_amp as amp
 import numpy as np
@@ -316,6 +317,8 @@ def test_several_inputs_and_outputs_have_names_and_shapes(tmp_path):
                  name="op"), r"op \(Pooling\): an average over less than its window"),
     (sym.Pooling(x, kernel=(3, 3), pool_type="lp", p_value=2, name="op"), r"pool_type must be max"),
     (sym.sum(x, axis=1, exclude=True, name="op"), r"op \(sum\): exclude"),
+    (sym.Activation(x, act_type="mish", name="op"),
+     r"op \(Activation\): act_type must be relu or .*Received: mish"),
 ])
 def test_what_onnx_has_no_equal_for_is_refused_by_name_and_no_file_is_left(symbol, said, tmp_path):
     file = tmp_path / "net.onnx"
@@ -334,8 +337,10 @@ def test_wrong_calls_are_refused(tmp_path):
     net(nd.ones((1, 3)))
     with pytest.raises(ValueError, match=r"dtype must be float16 or float32\. Received: 'int8'"):
         amp.export_onnx(net, file, (1, 3), "int8")
-    with pytest.raises(ValueError, match=r"for each input: data. Received: \(0, 3\)"):
-        amp.export_onnx(net, file, (0, 3))
+    for shapes in ((0, 3), 3, {"data": 3}):
+        with pytest.raises(ValueError, match=r"for each input: data.*\. Received: "
+                                             + re.escape(repr(shapes))):
+            amp.export_onnx(net, file, shapes)
     with pytest.raises(ValueError, match="params are for symbols"):
         amp.export_onnx(net, file, (1, 3), params={})
     with pytest.raises(TypeError, match=r"HybridBlock or a symbol\. Received: Sequential"):
