@@ -39,6 +39,9 @@ def pretrained_features(args, device):
     else:
         saved = mx.nd.load(path)
         classes = [v.shape[0] for n, v in saved.items() if n.endswith("weight") and v.ndim == 2]
+        if not classes:
+            raise SystemExit(f"{path} has no weight of a fully connected layer, which tells "
+                             "how many classes the network has")
         net = recipes.zoo_network(args.pretrained, classes=classes[-1])
         if any(name.startswith("arg:") for name in saved):  # of an exported network
             net.collect_params().load(path, device, cast_dtype=True)

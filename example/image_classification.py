@@ -29,17 +29,23 @@ POLICIES = ("float32", "float16", "mixed_float16", "pure_float16", "mixed_bfloat
 def parse(arguments=None):
     parser = recipes.Parser(__doc__)
     add_arguments(parser)
+    add_network_arguments(parser)
     return parser.parse_args(arguments)
 
 
-def add_arguments(parser, folder="runs/image_classification"):
-    recipes.images.add_arguments(parser)
-    add = parser.add_argument  # the second names are those of GluonCV's scripts
+def add_network_arguments(parser):
+    """Those of a network that is not given: fine_tune.py has one."""
+    add = parser.add_argument
     add("--model", default="small", help="small, or a name of MXNet's or gluoncv's model zoo")
     add("--use-pretrained", action="store_true", help="begin with the model zoo's parameters")
     add("--batch-norm", action="store_true", help="a VGG with batch norms")
     add("--last-gamma", action="store_true",
         help="the last batch norm of each residual block begins with 0 (gluoncv's networks)")
+
+
+def add_arguments(parser, folder="runs/image_classification"):
+    recipes.images.add_arguments(parser)
+    add = parser.add_argument  # the second names are those of GluonCV's scripts
     add("--teacher", metavar="MODEL", help="also learn what this network says (distillation)")
     add("--teacher-params", metavar="FILE", help="its parameters, if not the model zoo's")
     add("--temperature", type=float, default=20.0,
@@ -86,13 +92,13 @@ def add_arguments(parser, folder="runs/image_classification"):
 
 def network(args, devices):
     """The classifier, initialized."""
-    classes = recipes.images.classes_of(args)
+    classes, options = recipes.images.classes_of(args), options_of(args)
     if args.model == "small":
         net = recipes.small_network(classes)
     elif args.use_pretrained:
-        net = recipes.zoo_network(args.model, pretrained=True, ctx=devices, **options_of(args))
+        net = recipes.zoo_network(args.model, pretrained=True, ctx=devices, **options)
     else:
-        net = recipes.zoo_network(args.model, classes=classes, **options_of(args))
+        net = recipes.zoo_network(args.model, classes=classes, **options)
     if not args.use_pretrained:
         net.initialize(mx.init.MSRAPrelu(), ctx=devices)
     return net
@@ -123,6 +129,9 @@ def options_of(args):
     """What the model zoos are told besides."""
     if args.batch_norm and not args.model.startswith("vgg"):
         raise ValueError(f"--batch-norm is for a VGG. Received: --model {args.model}")
+    if args.model == "small" and (args.last_gamma or args.use_pretrained):
+        raise ValueError("--last-gamma and --use-pretrained are for a model zoo's networks. "
+                         "Received: --model small")
     return {**({"batch_norm": True} if args.batch_norm else {}),
             **({"last_gamma": True} if args.last_gamma else {})}
 
@@ -163,6 +172,9 @@ def loss_of(args):
         out = out.astype("float32")  # under pure_float16 the network's is float16
         if taught is None:
             return of_labels(out, label)
+        if taught.shape != out.shape:
+            raise ValueError(f"--teacher {args.teacher} has {taught.shape[1]} classes, and the "
+                             f"network {out.shape[1]}")
         taught = (taught.astype("float32") / hot).softmax()
         return (1 - soft) * of_labels(out, label) + soft * hot ** 2 * loss(out / hot, taught)
     return loss_fn

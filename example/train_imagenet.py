@@ -6,8 +6,8 @@
 
 The flags and the log lines are those of MXNet's own example/image-classification.
 """
+import argparse
 import glob
-import itertools
 import logging
 import os
 import platform
@@ -49,13 +49,14 @@ def add_arguments(parser):
     add("--dtype", default="float32", choices=("float32", "float16"), help="of the network")
     add("--loss-scale", type=recipes.loss_scale,
         help="a number, dynamic or none; if not given: dynamic for float16, else none")
-    add("--loss", default="", help="also log losses: ce, nll, or both as ce,nll")
+    add("--loss", default="", choices=LOSSES, metavar="NAMES",
+        help="also log losses: ce, nll, or both as ce,nll")
     add("--disp-batches", "--log-interval", type=positive, default=20,
         help="batches of a line of the log")
     add("--top-k", type=int, default=0, help="also log the top-k accuracy")
     add("--model-prefix", help="save epochs under this name")
     add("--save-period", type=positive, default=1, help="each so many epochs")
-    add("--load-epoch", type=int, help="go on from --model-prefix at this epoch")
+    add("--load-epoch", type=positive, help="go on from --model-prefix behind so many epochs")
     add("--resume", action="store_true", help="go on from the last epoch of --model-prefix, if "
         "there is any; with a larger --num-epochs a finished run goes on, too")
     add("--monitor", type=int, default=0, help="log outputs' sizes every so many batches")
@@ -74,12 +75,25 @@ def add_arguments(parser):
     add("--num-classes", "--classes", type=positive, default=1000, help="that labels have")
     add("--num-examples", type=int, help="training images in an epoch, for the schedule, if not "
         "as many as the file has")
-    add("--rgb-mean", default="123.68,116.779,103.939", help="of pixels from 0 to 255")
-    add("--rgb-std", default="1,1,1", help="the same")
+    add("--rgb-mean", type=three_numbers, default="123.68,116.779,103.939",
+        help="of pixels from 0 to 255")
+    add("--rgb-std", type=three_numbers, default="1,1,1", help="the same")
     add("--data-nthreads", "--num-data-workers", type=int, default=4,
         help="threads that decode images")
     add("--benchmark", type=int, default=0, choices=(0, 1), help="1: random images, no files")
     add_augmentation(parser)
+
+
+# What --loss takes: MXNet's names of these metrics.
+LOSSES = {"": [], "ce": ["ce"], "nll": ["nll_loss"], "ce,nll": ["ce", "nll_loss"]}
+
+
+def three_numbers(text):
+    """Of red, green and blue."""
+    if len(recipes.decimals(text)) != 3:
+        raise argparse.ArgumentTypeError("takes three numbers, of red, green and blue. "
+                                         f"Received: {text!r}")
+    return text
 
 
 def add_augmentation(parser):
@@ -236,10 +250,13 @@ def fit(args, symbol, arg_params=None, aux_params=None, fixed=None):
     options = {"context": contexts, "loss_scale": None if scale == "none" else scale,
                "fixed_param_names": fixed, "batches": per_update}
     if begin:
-        states = os.path.exists(f"{args.model_prefix}-{begin:04d}.states")
-        module = AddingModule.load(args.model_prefix, begin, states, **options)
+        states = has_states(args.model_prefix, begin)
+        if not states:
+            logging.warning("%s-%04d.states does not exist: the optimizer begins anew",
+                            args.model_prefix, begin)
+        module = recipes.AddingModule.load(args.model_prefix, begin, states, **options)
     else:
-        module = AddingModule(symbol, **options)
+        module = recipes.AddingModule(symbol, **options)
     optimizer = {"learning_rate": args.lr, "wd": args.wd, "begin_num_update": begin * epoch_size,
                  "lr_scheduler": recipes.schedule(
                      args.lr, epoch_size, args.num_epochs, "step", args.lr_step_epochs,
@@ -250,7 +267,7 @@ def fit(args, symbol, arg_params=None, aux_params=None, fixed=None):
     metrics = ["accuracy"]
     if args.top_k:
         metrics.append(mx.metric.create("top_k_accuracy", top_k=args.top_k))
-    metrics += [mx.metric.create(name) for name in args.loss.split(",") if name]
+    metrics += [mx.metric.create(name) for name in LOSSES[args.loss]]
     record = start_record(args, ranks, begin, batches)
     # Lines tell the norm of a gradient, which is whole after the last batch of an update.
     interval = -(-args.disp_batches // per_update) * per_update
@@ -275,32 +292,6 @@ def fit(args, symbol, arg_params=None, aux_params=None, fixed=None):
     return module
 
 
-class AddingModule(amp.Module):
-    """A Module that updates with the sum of the gradients of some batches.
-
-    Args:
-        batches: how many make an update.
-    """
-
-    def __init__(self, *args, batches=1, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.batches, self.added = batches, 0
-
-    def bind(self, *args, **kwargs):
-        super().bind(*args, **kwargs, grad_req="add" if self.batches > 1 else "write")
-
-    def forward_backward(self, data_batch):
-        if self.added == 0 and self.batches > 1:
-            for gradient in itertools.chain(*self._exec_group.grad_arrays):
-                if gradient is not None:
-                    gradient[:] = 0
-        super().forward_backward(data_batch)
-
-    def update(self):
-        self.added = (self.added + 1) % self.batches
-        return self.added > 0 or super().update()
-
-
 def batches_of_update(args, workers):
     """How many batches of each rank make the macrobatch."""
     count, rest = divmod(args.macrobatch_size or args.batch_size * workers,
@@ -315,15 +306,31 @@ def batches_of_update(args, workers):
 def epoch_to_begin(args):
     """Where --load-epoch or --resume goes on: behind that many epochs."""
     begin = args.load_epoch or 0
+    if begin and args.resume:
+        raise SystemExit("--load-epoch and --resume both say where to go on: give one of them")
     if (begin or args.resume) and not args.model_prefix:
         raise SystemExit(f"--{'load-epoch' if begin else 'resume'} needs --model-prefix")
-    if args.resume and not begin:
-        saved = glob.glob(glob.escape(args.model_prefix) + "-[0-9][0-9][0-9][0-9].params")
-        begin = max((int(path[-len("0000.params"):-len(".params")]) for path in saved), default=0)
+    if args.resume:
+        begin = last_whole_epoch(args.model_prefix)
         logging.info("--resume: %d epochs are done", begin)
     if begin >= args.num_epochs:
         logging.info("no epoch is left to train: --num-epochs %d", args.num_epochs)
     return begin
+
+
+def last_whole_epoch(prefix):
+    """Of those that stand under this name: an epoch's states are written behind its parameters."""
+    saved = [int(path[-len("0000.params"):-len(".params")])
+             for path in glob.glob(glob.escape(prefix) + "-[0-9][0-9][0-9][0-9].params")]
+    whole = [epoch for epoch in saved if has_states(prefix, epoch)]
+    if saved and not whole:
+        raise SystemExit(f"{prefix}-{max(saved):04d}.states does not exist, which --resume needs: "
+                         f"--load-epoch {max(saved)} goes on with a new optimizer")
+    return max(whole, default=0)
+
+
+def has_states(prefix, epoch):
+    return os.path.exists(f"{prefix}-{epoch:04d}.states")
 
 
 def initializer_of(args):

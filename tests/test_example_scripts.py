@@ -142,6 +142,37 @@ def test_a_wrong_file_of_flags_is_one_line(name, text, message, tmp_path, monkey
     assert message in capsys.readouterr().err.splitlines()[-1]
 
 
+@pytest.mark.parametrize(("script", "flags", "message"), [
+    ("lr_find", "--teacher resnet18_v1", "--teacher: the sweep begins with a new network"),
+    ("lr_find", "--resume", "--resume: the sweep begins with a new network"),
+    ("lr_find", "--resume-params a.params", "--resume-params: the sweep begins with a new"),
+    ("fine_tune", "--pretrained a --model resnet18_v1", "unrecognized arguments: --model"),
+    ("fine_tune", "--pretrained a --last-gamma", "unrecognized arguments: --last-gamma"),
+    ("train_imagenet", "--loss cross", "argument --loss: invalid choice: 'cross'"),
+    ("train_imagenet", "--load-epoch 0", "--load-epoch: must be a whole number from 1 on"),
+    ("train_imagenet", "--rgb-mean 127", "--rgb-mean: takes three numbers, of red, green and")])
+def test_a_flag_without_an_effect_is_refused(script, flags, message, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    with pytest.raises(SystemExit):
+        importlib.import_module(script).main(flags.split())
+    assert message in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_the_rate_is_looked_for_on_the_images_that_are_trained_on(monkeypatch):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    lr_find, recipe = map(importlib.import_module, ("lr_find", "image_classification"))
+    loader = [(mx.nd.arange(4).reshape((4, 1)), mx.nd.arange(4))]
+    for flags, shape in (([], (4,)), (["--mixup"], (4, 10))):
+        batches = lr_find._Batches(recipe.parse(flags), recipes.Ranks(), loader, mx.cpu())
+        (_, label), = batches
+        assert label.shape == shape
+
+
+def test_help_tells_no_default_of_pixels_to_255_that_is_of_pixels_to_1(monkeypatch):
+    text = parser_of("image_classification", monkeypatch).format_help()
+    assert re.search(r"--mean of pixels\s+from 0 to 255\n", text)
+
+
 def rates(steps, **options):
     schedule = recipes.schedule(0.8, 10, 4, **options)
     return [round(schedule(step), 6) for step in steps]

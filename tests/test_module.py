@@ -1,4 +1,4 @@
-"""amp.Module and amp.BucketingModule: MXNet's own, with float16 on CPUs and loss scaling."""
+"""amp.Module: MXNet's own, with float16 on CPUs and loss scaling, which changes nothing else."""
 import logging
 import re
 
@@ -6,106 +6,25 @@ import gluon_amp as amp
 import numpy as np
 import pytest
 from gluon_amp._mxnet import mx
-from mxnet import gluon, nd
+from modules import (
+    OPTIMIZERS,
+    TWO,
+    batch,
+    body,
+    bound,
+    check_moved_alike,
+    dynamic,
+    everything,
+    learn,
+    made,
+    net,
+    same,
+    settled,
+    train,
+    values,
+)
+from mxnet import nd
 from mxnet import symbol as S
-
-OPTIMIZERS = {"sgd": ("sgd", {"learning_rate": 0.1}),
-              "momentum": ("sgd", {"learning_rate": 0.1, "momentum": 0.9}),
-              "adam": ("adam", {"learning_rate": 0.01})}
-OVERFLOW = 3e38  # a label: the output stays finite, its gradient times the scale is not
-TWO = [mx.cpu(0), mx.cpu(1)]
-
-
-def dynamic(initial=1024, maximum=2.0 ** 24, **kwargs):
-    return amp.DynamicLossScale(initial, maximum=maximum, **kwargs)
-
-
-def settled(initial):
-    """A dynamic scale that searches no more, but skips."""
-    scale = dynamic(initial, maximum=2.0 ** 40)
-    scale.settled = True
-    return scale
-
-
-def body():
-    x = S.Convolution(S.var("data"), kernel=(3, 3), num_filter=4, name="conv")
-    x = S.BatchNorm(x, fix_gamma=False, name="bn")
-    x = S.Activation(x, act_type="relu", name="relu")
-    return S.FullyConnected(x, num_hidden=3, name="fc")
-
-
-def net(policy="float16", head=S.LinearRegressionOutput):
-    sym = head(body(), name="head")
-    return amp.convert_symbol(sym, policy) if policy else sym
-
-
-def batch(seed=0, size=6, label=None):
-    rng = np.random.default_rng(seed)
-    labels = rng.standard_normal((size, 3)) if label is None else np.full((size, 3), label)
-    return mx.io.DataBatch([nd.array(rng.standard_normal((size, 3, 6, 6)))], [nd.array(labels)])
-
-
-def bound(symbol, cls=amp.Module, size=6, bind=None, shape=(3,), **kwargs):
-    mod = cls(symbol, label_names=["head_label"], **kwargs)
-    mod.bind([("data", (size, 3, 6, 6))], [("head_label", (size, *shape))], **(bind or {}))
-    return mod
-
-
-def made(symbol, cls=amp.Module, optimizer="momentum", **kwargs):
-    mod = bound(symbol, cls, **kwargs)
-    mx.random.seed(3)
-    mod.init_params(mx.init.Xavier())
-    name, params = OPTIMIZERS[optimizer] if isinstance(optimizer, str) else optimizer
-    mod.init_optimizer(optimizer=name, optimizer_params=params)
-    return mod
-
-
-def learn(mod, data, out_grads=None):
-    mod.forward(data, is_train=True)
-    mod.backward(out_grads)
-    updated = mod.update()
-    nd.waitall()  # MXNet's batch norm writes its averages late, and its Module reads too early
-    return updated
-
-
-def train(mod, steps=10, first=0):
-    return [learn(mod, batch(seed)) for seed in range(first, first + steps)]
-
-
-def values(mod):
-    return {k: a.asnumpy().astype("float32") for part in mod.get_params() for k, a in part.items()}
-
-
-def grads(mod):
-    return {k: g.asnumpy() for k, g in mod._exec_group.execs[0].grad_dict.items() if g is not None}
-
-
-def same(a, b):
-    return a.keys() == b.keys() and all(np.array_equal(a[k], b[k]) for k in a)
-
-
-def arrays(state):
-    if isinstance(state, nd.NDArray):
-        return [state.asnumpy()]
-    parts = state.values() if isinstance(state, dict) else state or ()
-    return [a for part in parts for a in arrays(part)]
-
-
-def everything(mod):
-    """All that a step depends on."""
-    scale = mod._steps.loss_scale
-    return {**values(mod), **dict(enumerate(arrays(mod._updater.states))),
-            "scale": [mod.loss_scale, mod.skipped, getattr(scale, "finite_steps", 0),
-                      mod._steps.skipped_in_a_row, mod._optimizer.num_update,
-                      mod._optimizer.learning_rate]}
-
-
-def check_moved_alike(mod, other, before, rel=0.03):
-    mine, theirs = values(mod), values(other)
-    for name, start in before.items():
-        move = theirs[name] - start
-        assert np.abs(mine[name] - theirs[name]).max() <= rel * np.abs(move).max() + 2e-3, name
-
 
 # ---- scaling changes nothing but what underflows
 
@@ -160,136 +79,6 @@ def test_masked_logits_of_minus_infinity_stay_a_softmax(policy, train_mode):
     mod.set_params({"mask": nd.array([[0, 0, -np.inf]])}, {})
     mod.forward(mx.io.DataBatch([nd.zeros((2, 3))], [nd.zeros(2)]), is_train=train_mode)
     assert (mod.get_outputs()[0].asnumpy() == [0.5, 0.5, 0]).all()
-
-
-# ---- overflow
-
-def test_an_overflow_is_skipped_and_the_scale_backs_off():
-    mod = made(net(), loss_scale=dynamic())
-    train(mod, 2)
-    before = everything(mod)
-    assert learn(mod, batch(label=OVERFLOW)) is False
-    assert (mod.loss_scale, mod.skipped) == (512, 1)
-    assert "fc_bias" in mod.overflowed
-    after = everything(mod)
-    for name in before.keys() - {"scale", "bn_moving_mean", "bn_moving_var"}:
-        assert np.array_equal(after[name], before[name])
-    assert learn(mod, batch()) is True
-
-
-def test_an_overflow_on_one_device_is_one_skipped_step_on_all():
-    mod = made(net(), context=TWO, loss_scale=dynamic())
-    data = batch()
-    data.label[0][0] = OVERFLOW
-    assert [learn(mod, data), *train(mod, 3)] == [False, True, True, True]
-    for first, second in mod._exec_group.param_arrays:
-        assert np.array_equal(first.asnumpy(), second.asnumpy())
-
-
-def test_moving_averages_of_a_skipped_step_are_seen():
-    mod = made(net(), loss_scale=dynamic())
-    train(mod, 1)
-    mod.get_params()
-    learn(mod, batch(1, label=OVERFLOW))
-    inside = mod._exec_group.execs[0].aux_dict["bn_moving_mean"].asnumpy()
-    assert np.array_equal(values(mod)["bn_moving_mean"], inside)
-
-
-def test_a_skipped_step_leaves_clean_gradients_to_add_to():
-    mod = made(net(), loss_scale=dynamic(), bind={"grad_req": "add"})
-    assert learn(mod, batch(label=OVERFLOW)) is False
-    assert not any(g.any() for g in grads(mod).values())
-    mod.forward_backward(batch())
-    once = grads(mod)
-    mod.forward_backward(batch())
-    for name, twice in grads(mod).items():
-        assert np.array_equal(twice, 2 * once[name])
-
-
-def test_an_overflow_at_the_floor_names_parameters():
-    mod = made(net(), loss_scale=dynamic(2))
-    learn(mod, batch(label=OVERFLOW))
-    with pytest.raises(amp.LossScaleError, match=r"fc_weight.* smallest loss scale, 1\.0"):
-        learn(mod, batch(label=OVERFLOW))
-
-
-@pytest.mark.parametrize("scale", [64, dynamic()])
-def test_nan_outputs_are_no_overflow(scale, caplog):
-    mod = made(net(), loss_scale=scale)
-    first = mod.loss_scale
-    bad = mx.io.DataBatch([nd.full((6, 3, 6, 6), np.nan)], batch().label)
-    for _ in range(15):
-        assert learn(mod, bad) is False
-    assert (mod.loss_scale, mod.skipped) == (first, 15)
-    assert [r.levelname for r in caplog.records if r.name == "gluon_amp"] == ["WARNING"] * 15
-    with pytest.raises(amp.LossScaleError, match=r"16 steps.*the loss itself is not finite"):
-        learn(mod, bad)
-
-
-@pytest.mark.parametrize("scale", [64, dynamic()])
-def test_overflowed_names_the_newest_gradients_before_and_after_the_step(scale):
-    mod = made(net(), loss_scale=scale)
-    mod.forward_backward(batch(label=OVERFLOW))
-    before = mod.overflowed
-    assert "fc_bias" in before
-    assert mod.update() is False
-    assert mod.overflowed == before
-    mod.forward_backward(batch())
-    assert mod.overflowed == ()
-    assert mod.update() is True
-    assert mod.overflowed == ()
-
-
-# ---- clipping
-
-def test_clipping_is_float32s_whatever_the_scale():
-    """The update moves weights by the rate times the norm, at most."""
-    def moved(policy, optimizer=("sgd", {"learning_rate": 1}), **kwargs):
-        mod = made(net(policy), optimizer=optimizer, **kwargs)
-        before = values(mod)
-        assert learn(mod, batch(label=100))
-        return {k: v - before[k] for k, v in values(mod).items() if "moving" not in k}
-
-    def norm(move):
-        return np.sqrt(sum((m.astype("f8") ** 2).sum() for m in move.values()))
-
-    free = moved(None)
-    assert norm(free) > 10
-    for context in (mx.cpu(), TWO):
-        for scale in (None, 64, "dynamic"):
-            clipped = moved(None, loss_scale=scale, clip_norm=0.5, context=context)
-            assert norm(clipped) == pytest.approx(0.5, rel=1e-4)
-            loose = moved(None, loss_scale=scale, clip_norm=1e9, context=context)
-            assert norm(loose) > 10
-    for name, move in moved(None, clip_norm=0.5).items():
-        np.testing.assert_allclose(move, free[name] * 0.5 / norm(free), rtol=1e-3, atol=1e-6)
-    assert norm(moved("float16", loss_scale=64, clip_norm=0.5)) == pytest.approx(0.5, rel=0.01)
-
-
-def test_without_a_scale_too_clipping_looks_first_and_skips_what_is_not_finite():
-    mod = made(net(None), clip_norm=1)
-    bad = mx.io.DataBatch([nd.full((6, 3, 6, 6), np.nan)], batch().label)
-    before = values(mod)["fc_weight"]
-    assert learn(mod, bad) is False
-    assert mod.skipped == 1
-    assert np.array_equal(before, values(mod)["fc_weight"])
-
-
-@pytest.mark.parametrize("clip_norm", [0, -1, float("nan"), "1"])
-def test_a_bad_norm_is_refused(clip_norm):
-    with pytest.raises(ValueError, match="clip_norm must be a positive, finite number"):
-        amp.Module(net(), label_names=["head_label"], clip_norm=clip_norm)
-
-
-def test_scaled_gradients_that_somebody_writes_into_are_an_error():
-    mod = made(net(), loss_scale=64)
-    mod.forward_backward(batch())
-    before = values(mod)["fc_weight"]
-    gluon.utils.clip_global_norm([mod._exec_group.execs[0].grad_dict["bn_beta"]], 1e-3)
-    with pytest.raises(RuntimeError, match=r"in bn_beta were written between .* clip_norm="):
-        mod.update()
-    assert np.array_equal(before, values(mod)["fc_weight"])
-    assert learn(mod, batch())
 
 
 # ---- what scales, and what does not

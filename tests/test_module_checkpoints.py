@@ -3,9 +3,7 @@ import gluon_amp as amp
 import numpy as np
 import pytest
 from gluon_amp._mxnet import mx
-from mxnet import nd
-from mxnet import symbol as S
-from test_module import (
+from modules import (
     OPTIMIZERS,
     OVERFLOW,
     TWO,
@@ -19,6 +17,8 @@ from test_module import (
     train,
     values,
 )
+from mxnet import nd
+from mxnet import symbol as S
 
 # ---- checkpoints
 

@@ -3,9 +3,9 @@ import gluon_amp as amp
 import numpy as np
 import pytest
 from gluon_amp._mxnet import mx
+from modules import TWO, batch, body, dynamic, everything, grads, learn, made, net, same, values
 from mxnet import nd
 from mxnet import symbol as S
-from test_module import TWO, batch, body, dynamic, everything, grads, learn, made, net, same, values
 from test_module_checkpoints import bucketing, words
 
 HIGH = 2.0 ** 24

@@ -3,6 +3,7 @@
 GLUON_AMP_ONNX=1 takes larger networks, too.
 """
 import os
+import re
 
 import gluon_amp as amp
 import numpy as np
@@ -334,8 +335,10 @@ def test_wrong_calls_are_refused(tmp_path):
     net(nd.ones((1, 3)))
     with pytest.raises(ValueError, match=r"dtype must be float16 or float32\. Received: 'int8'"):
         amp.export_onnx(net, file, (1, 3), "int8")
-    with pytest.raises(ValueError, match=r"for each input: data. Received: \(0, 3\)"):
-        amp.export_onnx(net, file, (0, 3))
+    for shapes in ((0, 3), 3, {"data": 3}):
+        with pytest.raises(ValueError, match=r"for each input: data.*\. Received: "
+                                             + re.escape(repr(shapes))):
+            amp.export_onnx(net, file, shapes)
     with pytest.raises(ValueError, match="params are for symbols"):
         amp.export_onnx(net, file, (1, 3), params={})
     with pytest.raises(TypeError, match=r"HybridBlock or a symbol\. Received: Sequential"):

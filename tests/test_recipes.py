@@ -75,6 +75,21 @@ def test_a_run_that_was_killed_in_its_first_save_begins_again(tmp_path):
     assert recipes.RunFolder(flags(tmp_path), recipes.Ranks()).resume(None, None) == (0, [])
 
 
+def test_a_run_that_resumes_by_itself_begins_with_the_parameters_and_the_epoch_that_it_is_given(
+        tmp_path):
+    def network():
+        net = recipes.small_network(2)
+        net.initialize()
+        net(mx.nd.zeros((1, 1, 8, 8)))
+        return net
+
+    given, net = network(), network()
+    given.save_parameters(str(tmp_path / "given.params"))
+    values = flags(tmp_path / "run", resume_params=str(tmp_path / "given.params"), resume_epoch=3)
+    assert recipes.RunFolder(values, recipes.Ranks()).resume(net, None) == (3, [])
+    assert np.array_equal(net[0].weight.data().asnumpy(), given[0].weight.data().asnumpy())
+
+
 def test_a_step_of_a_resumed_run_is_as_large_as_before_on_as_many_ranks_as_one_likes(cut):
     message = "begun: batch_size was 8, is 16"
     for values in ({"batch_size": 16}, {"workers": 2}):
@@ -147,6 +162,22 @@ def test_what_a_teacher_says_is_learned_as_hinton_has_it(monkeypatch):
     soft = -(np.exp(log_softmax(taught / 3)) * log_softmax(out / 3)).sum(1)
     found = recipe.loss_of(args)(*map(mx.nd.array, (out, label, taught)))
     np.testing.assert_allclose(found.asnumpy(), 0.25 * hard + 0.75 * 9 * soft, rtol=1e-5)
+
+
+def test_a_teacher_of_other_classes_is_refused(monkeypatch):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    import image_classification as recipe
+    loss_fn = recipe.loss_of(recipe.parse(["--teacher", "resnet18_v1"]))
+    with pytest.raises(ValueError, match="resnet18_v1 has 1000 classes, and the network 10"):
+        loss_fn(mx.nd.ones((2, 10)), mx.nd.ones(2), mx.nd.ones((2, 1000)))
+
+
+@pytest.mark.parametrize("flags", [["--last-gamma"], ["--use-pretrained"]])
+def test_what_the_small_network_does_not_have_is_refused(flags, monkeypatch):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    import image_classification as recipe
+    with pytest.raises(ValueError, match=r"are for a model zoo's networks\. Received: .*small"):
+        recipe.network(recipe.parse(flags), [mx.cpu()])
 
 
 def test_an_index_that_is_missing_is_named(tmp_path, monkeypatch):

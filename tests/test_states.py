@@ -255,6 +255,16 @@ def test_a_failing_save_leaves_the_old_file_whole(path, tmp_path, monkeypatch):
     assert [p.name for p in tmp_path.iterdir()] == ["trainer.states"]
 
 
+def saved_and_loaded(trainer, net, other, path):
+    """A Trainer of the other network; that gets the weights of this one, and it the states."""
+    trainer.save_states(path)
+    for mine, theirs in zip(other.collect_params().values(), net.collect_params().values()):
+        mine.set_data(theirs.data())
+    resumed = of(other, "adam", loss_scale=64)
+    resumed.load_states(path)
+    return resumed
+
+
 def test_every_device_gets_the_states(path):
     devices = [mx.cpu(0), mx.cpu(1)]
 
@@ -268,12 +278,8 @@ def test_every_device_gets_the_states(path):
     net = make(ctx=devices)
     trainer = of(net, "adam", loss_scale=64)
     step(net, trainer)
-    trainer.save_states(path)
     other = make(ctx=devices)
-    for mine, theirs in zip(other.collect_params().values(), net.collect_params().values()):
-        mine.set_data(theirs.data())
-    resumed = of(other, "adam", loss_scale=64)
-    resumed.load_states(path)
+    resumed = saved_and_loaded(trainer, net, other, path)
     step(net, trainer)
     step(other, resumed)
     for mine, theirs in zip(other.collect_params().values(), net.collect_params().values()):
@@ -296,12 +302,8 @@ def test_states_go_on_on_other_devices(before, after, path):
     trainer = of(net, "adam", loss_scale=64)
     for _ in range(3):
         step(net, trainer)
-    trainer.save_states(path)
     other = make(ctx=after)
-    for mine, theirs in zip(other.collect_params().values(), net.collect_params().values()):
-        mine.set_data(theirs.data())
-    resumed = of(other, "adam", loss_scale=64)
-    resumed.load_states(path)
+    resumed = saved_and_loaded(trainer, net, other, path)
     step(net, trainer)
     step(other, resumed)
     expected = net[2].weight.data().asnumpy()

@@ -1,7 +1,16 @@
-"""Training logs of given errors, as GluonCV, MXNet's Module and our recipes write them."""
+"""Training logs of given errors, as GluonCV, MXNet's Module and our recipes write them, and what
+is read of them."""
 import json
 
+from gluon_amp.report import read
+from hypothesis import HealthCheck, settings
+
 ASCTIME = "2026-01-02 03:04:05,678 Node[0] "
+ERRORS = [0.9, 0.512345, 0.3]
+RECIPE = {"model": "resnet50_v1b", "dtype": "float16", "batch_size": 128, "num_gpus": 8,
+          "lr_decay_epoch": "40,60", "label_smoothing": True, "wd": 0.0001, "params": None}
+SAME_FOLDER = settings(max_examples=40, deadline=None,
+                       suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def header(prefix="", **arguments):
@@ -62,3 +71,18 @@ def steps(errors, dtype="float16", **arguments):
                       "lr": 0.1 / (epoch + 1), "loss_scale": scale,
                       "skipped": int(dtype == "float16") + epoch * (dtype == "float16")})
     return "".join(json.dumps(line) + "\n" for line in lines)
+
+
+def read_text(folder, text, name="a.log"):
+    path = folder / name
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return read([path])
+
+
+def top1(run):
+    return {number: round(epoch.top1, 9) for number, epoch in run.epochs.items()
+            if epoch.top1 is not None}
+
+
+def numbered(errors, start=0):
+    return {number: round(error, 9) for number, error in enumerate(errors, start)}

@@ -7,7 +7,7 @@
     compare the type and shape that ONNX infers for each tensor with MXNet's
 """
 from dataclasses import dataclass
-from typing import Any, Callable, Dict, List, Mapping, NoReturn, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple, Union
 
 from mxnet import autograd
 
@@ -206,27 +206,23 @@ def _inputs(graph: Graph, arrays: Mapping[str, Any]) -> List[str]:
 
 
 def _are_several(shapes: Any) -> bool:
-    return isinstance(shapes, Mapping) or any(isinstance(s, (tuple, list)) for s in shapes)
+    return isinstance(shapes, Mapping) or _is_list(shapes) and any(map(_is_list, shapes))
 
 
-def _sizes(names: List[str], shapes: Shapes) -> Dict[str, Shape]:
+def _is_list(value: Any) -> bool:
+    return isinstance(value, (tuple, list))
+
+
+def _sizes(names: List[str], shapes: Any) -> Dict[str, Shape]:
     """The shape of each input."""
-    if isinstance(shapes, Mapping):
-        given = {name: tuple(shape) for name, shape in shapes.items()}
-    else:
-        several: List[Any] = list(shapes) if _are_several(shapes) else [shapes]
-        given = dict(zip(names, map(tuple, several)))
-        if len(several) != len(names):
-            _wrong_shapes(names, shapes)
-    if set(given) != set(names) or not all(
-            isinstance(n, int) and n > 0 for shape in given.values() for n in shape):
-        _wrong_shapes(names, shapes)
-    return {name: given[name] for name in names}
-
-
-def _wrong_shapes(names: List[str], shapes: Any) -> NoReturn:
-    raise ValueError("shapes must be a tuple of sizes from 1 on for each input: "
-                     f"{', '.join(names)}. Received: {shapes!r}")
+    several = shapes if _are_several(shapes) else [shapes]
+    given = dict(several) if isinstance(several, Mapping) else dict(zip(names, several))
+    if len(several) != len(names) or set(given) != set(names) or not all(
+            _is_list(shape) and all(isinstance(n, int) and n > 0 for n in shape)
+            for shape in given.values()):
+        raise ValueError("shapes must be a tuple of sizes from 1 on for each input: "
+                         f"{', '.join(names)}. Received: {shapes!r}")
+    return {name: tuple(given[name]) for name in names}
 
 
 def _measure(graph: Graph, known: Mapping[str, Shape]) -> Dict[Entry, Shape]:

@@ -3,6 +3,7 @@
 The scripts in `example/` are written with these; so can yours be.
 """
 from . import images
+from .adding_module import AddingModule
 from .command import Parser, decimals, devices_of, loss_scale, numbers, positive, run, schedule
 from .networks import small_network, tensor_core_hints, without_head, zoo_network
 from .progress import Progress
@@ -12,8 +13,8 @@ from .run_folder import RunFolder, hold
 from .training_log import ModuleLog, TrainingLog, gradient_norm, read_log, replace_text
 from .xray_epoch import add_xray_arguments, xray_epoch
 
-__all__ = ["ModuleLog", "Parser", "Part", "Progress", "Ranks", "RunFolder", "TrainingLog",
-           "Unpadded", "ValidationPart", "add_xray_arguments", "decimals", "devices_of",
-           "gradient_norm", "hold", "images", "loss_scale", "numbers", "positive", "read_log",
-           "records", "records_of_part", "replace_text", "run", "schedule", "small_network",
-           "tensor_core_hints", "without_head", "xray_epoch", "zoo_network"]
+__all__ = ["AddingModule", "ModuleLog", "Parser", "Part", "Progress", "Ranks", "RunFolder",
+           "TrainingLog", "Unpadded", "ValidationPart", "add_xray_arguments", "decimals",
+           "devices_of", "gradient_norm", "hold", "images", "loss_scale", "numbers", "positive",
+           "read_log", "records", "records_of_part", "replace_text", "run", "schedule",
+           "small_network", "tensor_core_hints", "without_head", "xray_epoch", "zoo_network"]

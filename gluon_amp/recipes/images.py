@@ -2,6 +2,7 @@
 
 What is asked for stands in a script's flags, which `add_arguments` adds.
 """
+import argparse
 import logging
 import math
 import os
@@ -33,7 +34,7 @@ def add_arguments(parser: Any) -> None:
     add("--examples", type=positive, help="how many training images to use, if not all")
     add("--classes", "--num-classes", type=positive, help="if not the dataset's")
     add("--image-size", "--input-size", type=positive, help="if not the dataset's, or 224")
-    add("--crop-ratio", type=float, default=1.0,
+    add("--crop-ratio", type=_share, default=1.0,
         help="validation takes this share of an image, from its middle: 0.875 for ImageNet")
     add("--random-crop", action="store_true", help="training takes that share, too, from anywhere; "
         "else 40 to 100 %% of an image, stretched")
@@ -43,9 +44,19 @@ def add_arguments(parser: Any) -> None:
         help="of pixels from 0 to 1: one number, or one each channel")
     add("--std", type=decimals, default=[0.25], help="the same")
     for flag, name in (("--rgb-mean", "mean"), ("--rgb-std", "std")):
-        add(flag, dest=name, default=[0.45] if name == "mean" else [0.25], metavar="R,G,B",
+        add(flag, dest=name, default=argparse.SUPPRESS, metavar="R,G,B",
             type=lambda text: [value / 255 for value in decimals(text)],
             help=f"--{name} of pixels from 0 to 255")
+
+
+def _share(text: str) -> float:
+    try:
+        share = float(text)
+    except ValueError:
+        share = math.nan
+    if not 0 < share <= 1:
+        raise argparse.ArgumentTypeError(f"must be above 0, and at most 1. Received: {text!r}")
+    return share
 
 
 def image_loaders(args: Any, ranks: Ranks) -> Tuple[Part, Any, Any]:

@@ -34,7 +34,8 @@ def add_arguments(parser: Any, folder: str) -> None:
     add("--save-dir", default=folder, help="where all files of the run go")
     add("--save-period", "--save-frequency", type=positive, metavar="N",
         help="keep the parameters of each so many epochs; those of the last one are always there")
-    add("--resume", action="store_true", help="go on from the last epoch in --save-dir")
+    add("--resume", action="store_true", help="go on from the last epoch in --save-dir; "
+        "where there is none, begin")
     add("--resume-params", metavar="FILE", help="begin with these parameters")
     add("--resume-states", metavar="FILE", help="and with this state of the Trainer")
     add("--resume-epoch", type=int, default=0, help="and with this epoch, from 0 on")
@@ -99,17 +100,11 @@ class RunFolder:
         and the like say. Returns the epochs that are done, and their lines of the log."""
         args = self.args
         if not args.resume:
-            if args.resume_params:
-                must_exist(args.resume_params)
-                net.load_parameters(args.resume_params)
-            if args.resume_states:
-                must_exist(args.resume_states)
-                _load_states(trainer, args.resume_states)
-            return args.resume_epoch, []
+            return self._begin(net, trainer)
         if not os.path.exists(self._file("last.json")):
             self._check_nothing_is_there()
             log.info("nothing to resume in %s", self.path)
-            return 0, []
+            return self._begin(net, trainer)
         epoch = self._last_epoch()
         must_exist(self._file("log.jsonl"), self._file(f"epoch-{epoch}.params"),
                    self._file(f"epoch-{epoch}.states"))
@@ -124,6 +119,17 @@ class RunFolder:
         if epoch + 1 >= args.epochs:
             log.info("all %d epochs are done", args.epochs)
         return epoch + 1, [line for line in lines if line["epoch"] <= epoch]
+
+    def _begin(self, net: Any, trainer: Any) -> Tuple[int, List[Dict[str, Any]]]:
+        """Begins a run: anew, or with what `--resume-params` and the like name."""
+        args = self.args
+        if args.resume_params:
+            must_exist(args.resume_params)
+            net.load_parameters(args.resume_params)
+        if args.resume_states:
+            must_exist(args.resume_states)
+            _load_states(trainer, args.resume_states)
+        return args.resume_epoch, []
 
     def _file(self, name: str) -> str:
         return os.path.join(self.path, name)

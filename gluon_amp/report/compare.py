@@ -1,6 +1,7 @@
 """Which runs belong together, and which may be compared.
 
-A recipe is all arguments but the precision, paths, the seed, and how a run was resumed. An option
+A recipe is all arguments but the precision, paths, the seed, how a run was resumed and watched, and
+what loads its data. An option
 that is off equals one that is not there, and with it go the options named after it (mixup_alpha,
 where mixup is off). Runs of one recipe and one precision are a group. A group of lower precision
 is compared with the float32 group of the same network and dataset whose recipe differs least.
@@ -16,8 +17,9 @@ from .runs import FLOAT32, RESUMING, Run, plain
 from .verdict import Difference, Sample, paired, unpaired
 
 PRECISION = {"dtype", "policy", "loss_scale"}
-NO_RECIPE = {"seed", "claim_speed", "mlperf", "log_interval", "disp_batches",
-             "save_period", "use_rec", "kvstore", "kv_store"}
+NO_RECIPE = {"seed", "claim_speed", "mlperf", "log_interval", "log_seconds", "disp_batches",
+             "save_period", "use_rec", "kvstore", "kv_store", "num_workers", "data_nthreads",
+             "xray", "xray_steps"}
 PATHS = re.compile(r"rec_\w+|data_(train|val)|tensorboard|"
                    r"\w*(dir|file|path|prefix|params|states)")
 MOST_NAMED, LONGEST_ARGUMENT = 2, 40  # arguments in a group's name

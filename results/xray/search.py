@@ -19,6 +19,7 @@ from gluon_amp.graph.operators import NORM, SENSITIVE, runs_in
 from gluon_amp.xray.measure import Measure, Settings
 from mxnet import gluon, nd
 from mxnet.gluon import nn, rnn
+from planted import Attention
 
 BARE = amp.Policy("bare", parameter="float16", compute="float16", norm="float16",
                   sensitive="float16")
@@ -36,20 +37,6 @@ class Classifier(gluon.HybridBlock):
 
     def hybrid_forward(self, F, x, label):
         return -F.pick(F.log_softmax(self.body(x)), label)
-
-
-class Attention(gluon.HybridBlock):
-    def __init__(self, width=32):
-        super().__init__()
-        with self.name_scope():
-            self.qkv = nn.Dense(3 * width, flatten=False)
-            self.out, self.norm = nn.Dense(width, flatten=False), nn.LayerNorm()
-        self.width = width
-
-    def hybrid_forward(self, F, x):
-        q, k, v = F.split(self.qkv(x), num_outputs=3, axis=-1)
-        weights = F.softmax(F.batch_dot(q, k, transpose_b=True) * self.width ** -0.5)
-        return self.norm(x + self.out(F.batch_dot(weights, v)))
 
 
 class RootMeanSquare(gluon.HybridBlock):

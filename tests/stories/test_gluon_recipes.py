@@ -87,6 +87,14 @@ def test_bad_arguments_are_one_line(arguments, message):
     assert message in run("fine_tune.py", *arguments, *SMALL, fails=True).splitlines()[-1]
 
 
+def test_a_network_without_a_fully_connected_layer_is_refused_in_one_line(tmp_path):
+    path = str(tmp_path / "net.params")
+    mx.nd.save(path, {"arg:conv_weight": nd.ones((2, 3, 1, 1))})
+    error = run("fine_tune.py", "--pretrained", "squeezenet1.1", "--pretrained-params", path,
+                *SMALL, fails=True)
+    assert f"{path} has no weight of a fully connected layer" in error.splitlines()[-1]
+
+
 def test_lr_find_proposes_a_rate_and_draws_it(tmp_path):
     log = run("lr_find.py", "--dtype", "float16", "--steps", "60", "--plot",
               str(tmp_path / "rates.png"))

@@ -185,6 +185,7 @@ def test_benchmark_needs_no_data(arguments, message, tmp_path):
     (["--gpus", "99"], "--gpus 99: MXNet sees"),
     (["--gpus", "0,x"], "must be whole numbers, such as 0,2. Received: '0,x'"),
     (["--gpus=-1"], "must be whole numbers, such as 0,2. Received: '-1'"),
+    (["--crop-ratio", "0"], "--crop-ratio: must be above 0, and at most 1. Received: '0'"),
     (["--mean", "a"], "must be numbers, such as 0.5 or 0.5,0.4,0.4. Received: 'a'"),
     (["--epochs", "0"], "must be a whole number from 1 on. Received: '0'"),
     (["--classes", "3"], "the data has a label 9, and the network 3 classes"),

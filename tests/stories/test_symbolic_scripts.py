@@ -106,6 +106,17 @@ def test_a_finished_training_goes_on_to_more_epochs(images, tmp_path):
     assert list(ours.epochs) == [0, 1]
 
 
+def test_an_epoch_whose_save_was_cut_short_is_trained_again(tmp_path):
+    prefix = str(tmp_path / "net")
+    assert train_imagenet.last_whole_epoch(prefix) == 0
+    for name in ("0001.params", "0001.states", "0002.params"):
+        (tmp_path / f"net-{name}").write_bytes(b"")
+    assert train_imagenet.last_whole_epoch(prefix) == 1
+    (tmp_path / "net-0001.states").unlink()
+    with pytest.raises(SystemExit, match=r"net-0002\.states does not exist.*--load-epoch 2 goes"):
+        train_imagenet.last_whole_epoch(prefix)
+
+
 @pytest.mark.parametrize(("dtype", "scale"), [
     ("float32", None), ("float16", 64), ("float16", "dynamic")])
 def test_a_macrobatch_trains_as_a_large_batch_does(dtype, scale, rng):
@@ -119,7 +130,7 @@ def test_a_macrobatch_trains_as_a_large_batch_does(dtype, scale, rng):
              zip(net.list_arguments(), shapes) if n not in ("data", "softmax_label")}
     trained = []
     for size, batches in ((12, 1), (4, 3)):
-        module = train_imagenet.AddingModule(net, loss_scale=scale, batches=batches)
+        module = recipes.AddingModule(net, loss_scale=scale, batches=batches)
         module.fit(mx.io.NDArrayIter(data, label, size), num_epoch=3, arg_params=begin,
                    optimizer_params={"learning_rate": 0.1, "momentum": 0.9,
                                      "rescale_grad": 1 / 12})
@@ -163,7 +174,8 @@ def test_bad_arguments_are_one_line(arguments, message, images):
     (["--num-layers", "18", "--macrobatch-size", "50", "--batch-size", "20"],
      "--macrobatch-size must be a multiple of --batch-size 20. Received: 50"),
     (["--num-layers", "18", "--resume"], "--resume needs --model-prefix"),
-    (["--num-layers", "18", "--load-epoch", "3"], "--load-epoch needs --model-prefix")])
+    (["--num-layers", "18", "--load-epoch", "3"], "--load-epoch needs --model-prefix"),
+    (["--num-layers", "18", "--load-epoch", "3", "--resume"], "--load-epoch and --resume both")])
 def test_flags_that_do_not_fit_are_refused_before_data_is_read(arguments, message, capsys,
                                                                monkeypatch):
     monkeypatch.setattr(logging, "basicConfig", lambda **kwargs: None)
@@ -265,11 +277,12 @@ def test_efficientnet_fine_tunes_on_photos_in_float16():
 def test_flags_of_mxnets_example_do_what_they_do_there(images, tmp_path):
     prefix = str(tmp_path / "net")
     log = train(images, "--dtype", "float16", "--num-epochs", "2", "--save-period", "2", "--loss",
-                "ce", "--initializer", "msra", "--use-imagenet-data-augmentation", "1",
+                "ce,nll", "--initializer", "msra", "--use-imagenet-data-augmentation", "1",
                 "--warmup-epochs", "1", "--warmup-strategy", "constant", "--warmup-lr", "0.01",
                 "--macrobatch-size", "40",
                 "--model-prefix", prefix)
-    assert re.search(r"Epoch\[1\] Train-cross-entropy=\d+\.\d{6}", log)
+    for name in ("cross-entropy", "nll-loss"):
+        assert re.search(rf"Epoch\[1\] Train-{name}=\d+\.\d{{6}}", log)
     assert sorted(path.name for path in tmp_path.glob("*.params")) == ["net-0002.params"]
 
 

@@ -1,0 +1,103 @@
+"""A small network for amp.Module and MXNet's, and all that a step of either depends on."""
+import gluon_amp as amp
+import numpy as np
+from gluon_amp._mxnet import mx
+from mxnet import nd
+from mxnet import symbol as S
+
+OPTIMIZERS = {"sgd": ("sgd", {"learning_rate": 0.1}),
+              "momentum": ("sgd", {"learning_rate": 0.1, "momentum": 0.9}),
+              "adam": ("adam", {"learning_rate": 0.01})}
+OVERFLOW = 3e38  # a label: the output stays finite, its gradient times the scale is not
+TWO = [mx.cpu(0), mx.cpu(1)]
+
+
+def dynamic(initial=1024, maximum=2.0 ** 24, **kwargs):
+    return amp.DynamicLossScale(initial, maximum=maximum, **kwargs)
+
+
+def settled(initial):
+    """A dynamic scale that searches no more, but skips."""
+    scale = dynamic(initial, maximum=2.0 ** 40)
+    scale.settled = True
+    return scale
+
+
+def body():
+    x = S.Convolution(S.var("data"), kernel=(3, 3), num_filter=4, name="conv")
+    x = S.BatchNorm(x, fix_gamma=False, name="bn")
+    x = S.Activation(x, act_type="relu", name="relu")
+    return S.FullyConnected(x, num_hidden=3, name="fc")
+
+
+def net(policy="float16", head=S.LinearRegressionOutput):
+    sym = head(body(), name="head")
+    return amp.convert_symbol(sym, policy) if policy else sym
+
+
+def batch(seed=0, size=6, label=None):
+    rng = np.random.default_rng(seed)
+    labels = rng.standard_normal((size, 3)) if label is None else np.full((size, 3), label)
+    return mx.io.DataBatch([nd.array(rng.standard_normal((size, 3, 6, 6)))], [nd.array(labels)])
+
+
+def bound(symbol, cls=amp.Module, size=6, bind=None, shape=(3,), **kwargs):
+    mod = cls(symbol, label_names=["head_label"], **kwargs)
+    mod.bind([("data", (size, 3, 6, 6))], [("head_label", (size, *shape))], **(bind or {}))
+    return mod
+
+
+def made(symbol, cls=amp.Module, optimizer="momentum", **kwargs):
+    mod = bound(symbol, cls, **kwargs)
+    mx.random.seed(3)
+    mod.init_params(mx.init.Xavier())
+    name, params = OPTIMIZERS[optimizer] if isinstance(optimizer, str) else optimizer
+    mod.init_optimizer(optimizer=name, optimizer_params=params)
+    return mod
+
+
+def learn(mod, data, out_grads=None):
+    mod.forward(data, is_train=True)
+    mod.backward(out_grads)
+    updated = mod.update()
+    nd.waitall()  # MXNet's batch norm writes its averages late, and its Module reads too early
+    return updated
+
+
+def train(mod, steps=10, first=0):
+    return [learn(mod, batch(seed)) for seed in range(first, first + steps)]
+
+
+def values(mod):
+    return {k: a.asnumpy().astype("float32") for part in mod.get_params() for k, a in part.items()}
+
+
+def grads(mod):
+    return {k: g.asnumpy() for k, g in mod._exec_group.execs[0].grad_dict.items() if g is not None}
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all(np.array_equal(a[k], b[k]) for k in a)
+
+
+def arrays(state):
+    if isinstance(state, nd.NDArray):
+        return [state.asnumpy()]
+    parts = state.values() if isinstance(state, dict) else state or ()
+    return [a for part in parts for a in arrays(part)]
+
+
+def everything(mod):
+    """All that a step depends on."""
+    scale = mod._steps.loss_scale
+    return {**values(mod), **dict(enumerate(arrays(mod._updater.states))),
+            "scale": [mod.loss_scale, mod.skipped, getattr(scale, "finite_steps", 0),
+                      mod._steps.skipped_in_a_row, mod._optimizer.num_update,
+                      mod._optimizer.learning_rate]}
+
+
+def check_moved_alike(mod, other, before, rel=0.03):
+    mine, theirs = values(mod), values(other)
+    for name, start in before.items():
+        move = theirs[name] - start
+        assert np.abs(mine[name] - theirs[name]).max() <= rel * np.abs(move).max() + 2e-3, name

@@ -1,0 +1,228 @@
+"""The graphs that a GPU would run: which operator computes in which type."""
+import networks
+import pytest
+from gluon_amp._mxnet import mx
+from mixed_graphs import casting, computing, mixed, some
+from mxnet import gluon, nd
+from mxnet.gluon import nn
+
+var = mx.sym.var
+
+
+# Norms
+
+
+NORMS = {"LayerNorm": lambda x, g, b: mx.sym.LayerNorm(x, g, b),
+         "GroupNorm": lambda x, g, b: mx.sym.GroupNorm(x, g, b, num_groups=2),
+         "InstanceNorm": lambda x, g, b: mx.sym.InstanceNorm(x, g, b),
+         "L2Normalization": lambda x, g, b: mx.sym.L2Normalization(x),
+         "LRN": lambda x, g, b: mx.sym.LRN(x, nsize=3)}
+
+
+@pytest.mark.parametrize("parameters", ["float16", "float32"])
+@pytest.mark.parametrize("data", ["float16", "float32"])
+@pytest.mark.parametrize("op", NORMS)
+def test_norms_run_in_float32_and_return_the_type_of_their_data(op, data, parameters):
+    norm = NORMS[op](var("x"), var("g"), var("b"))
+    graph = casting(mx.sym.relu(norm), {"x": data, "g": parameters, "b": parameters}, "gb")
+    (node,) = graph.ops(op)
+    assert set(graph.inputs(node)) == {"float32"}
+    (relu,) = graph.ops("relu")
+    assert graph.inputs(relu) == [data]
+
+
+def test_a_layer_norm_between_float16_layers_returns_float16():
+    net = nn.HybridSequential()
+    net.add(nn.Dense(8), nn.LayerNorm(), nn.Dense(8))
+    graph = mixed(net, nd.ones((2, 4)))
+    (norm,) = graph.ops("LayerNorm")
+    assert graph.inputs(norm) == ["float32"] * 3
+    assert all(e.node.is_variable for e in norm.inputs[1:])
+    casts = [n.inputs[0].node.op for n in graph.ops("amp_cast")]
+    assert casts == ["null", "FullyConnected", "LayerNorm", "FullyConnected"]
+    assert [graph.inputs(n) for n in graph.ops("FullyConnected")] == [["float16"] * 3] * 2
+
+
+def test_a_norms_other_outputs_are_not_mistaken_for_its_first():
+    norm = mx.sym.LayerNorm(var("x"), var("g"), var("b"), output_mean_var=True)
+    graph = casting(mx.sym.Group([norm[0] + 1, norm[1] + 1, norm[2] + 1]),
+                    {"x": "float16", "g": "float32", "b": "float32"}, "gb")
+    first, mean, std = (graph.inputs(n) for n in graph.ops("_plus_scalar"))
+    assert (first, mean, std) == (["float16"], ["float32"], ["float32"])
+
+
+# Operators
+
+
+SENSITIVE = {
+    "softmax": lambda F, x: F.softmax(x), "log_softmax": lambda F, x: F.log_softmax(x),
+    "exp": lambda F, x: F.exp(x), "log": lambda F, x: F.log(x), "norm": lambda F, x: F.norm(x),
+    "sum": lambda F, x: F.sum(x), "mean": lambda F, x: F.mean(x, axis=1),
+    "square": lambda F, x: F.square(x), "smooth_l1": lambda F, x: F.smooth_l1(x),
+    "_power_scalar": lambda F, x: x ** 3, "_rdiv_scalar": lambda F, x: 1 / x}
+
+
+@pytest.mark.parametrize("op", SENSITIVE)
+def test_exponents_and_sums_run_in_float32(op):
+    graph = computing(SENSITIVE[op], some(2, 3))
+    (node,) = graph.ops(op)
+    assert graph.inputs(node) == ["float32"]
+    assert graph.outputs == ["float32"]
+
+
+def test_losses_run_in_float32_and_their_labels_are_not_rounded():
+    graph = computing(lambda F, x, label, w: F.SoftmaxOutput(F.dot(x, w), label), some(2, 3),
+                      some(2, dtype="float32"), w=(3, 4))
+    (node,) = graph.ops("SoftmaxOutput")
+    assert graph.inputs(node) == ["float32", "float32"]
+    assert node.inputs[1].node.is_variable
+
+
+def test_soft_relus_run_in_float32_and_others_do_not():
+    for name, dtype in (("softrelu", "float32"), ("relu", "float16"), ("tanh", "float16")):
+        graph = computing(lambda F, x, name=name: F.Activation(x, act_type=name), some(2, 3))
+        (node,) = graph.ops("Activation")
+        assert graph.inputs(node) == [dtype]
+    for name, dtype in (("selu", "float32"), ("leaky", "float16"), ("gelu", "float16")):
+        graph = computing(lambda F, x, name=name: F.LeakyReLU(x, act_type=name), some(2, 3))
+        (node,) = graph.ops("LeakyReLU")
+        assert graph.inputs(node) == [dtype]
+
+
+MATRIX = {
+    "dot": lambda s: s.dot(var("x"), var("y")),
+    "batch_dot": lambda s: s.batch_dot(var("x"), var("y")),
+    "FullyConnected": lambda s: s.FullyConnected(var("x"), var("y"), num_hidden=3, no_bias=True),
+    "Convolution": lambda s: s.Convolution(var("x"), var("y"), kernel=(3, 3), num_filter=3,
+                                           no_bias=True),
+    "Deconvolution": lambda s: s.Deconvolution(var("x"), var("y"), kernel=(3, 3), num_filter=3),
+    "_contrib_interleaved_matmul_selfatt_qk":
+        lambda s: s.contrib.interleaved_matmul_selfatt_qk(var("x"), heads=2),
+    "_contrib_interleaved_matmul_selfatt_valatt":
+        lambda s: s.contrib.interleaved_matmul_selfatt_valatt(var("x"), var("y"), heads=2),
+    "_linalg_gemm2": lambda s: s.linalg.gemm2(var("x"), var("y"))}
+
+
+@pytest.mark.parametrize("y", ["float32", "float16"])
+@pytest.mark.parametrize("x", ["float32", "float16"])
+@pytest.mark.parametrize("op", MATRIX)
+def test_matrix_work_runs_in_float16(op, x, y):
+    graph = casting(mx.sym.relu(MATRIX[op](mx.sym)), {"x": x, "y": y})
+    (node,) = graph.ops(op)
+    assert set(graph.inputs(node)) == {"float16"}
+    assert graph.inputs(graph.ops("relu")[0]) == ["float16"]
+    assert graph.outputs == ["float32"]
+
+
+def test_a_fused_rnn_runs_in_float16():
+    graph = mixed(networks.Layer(gluon.rnn.LSTM(4, 2)), nd.ones((5, 2, 3)))
+    (node,) = graph.ops("RNN")
+    assert set(graph.inputs(node)) == {"float16"}
+
+
+def test_the_lengths_of_an_rnns_sequences_are_not_cast():
+    rnn = mx.sym.RNN(data=var("x"), parameters=var("p"), state=var("h"), state_size=4, mode="gru",
+                     sequence_length=var("length"), num_layers=1, use_sequence_length=True)
+    for dtype in ("int32", "float32"):
+        graph = casting(rnn, {**dict.fromkeys("xph", "float32"), "length": dtype}, "p")
+        (node,) = graph.ops("RNN")
+        assert graph.inputs(node) == ["float16"] * 3 + [dtype]
+
+
+def test_arithmetic_of_float16_stays_float16():
+    graph = casting(var("x") * 2 + var("y"), {"x": "float16", "y": "float16"},
+                    policy="pure_float16")
+    assert not graph.ops("amp_cast")
+    assert graph.outputs == ["float16"]
+
+
+PAIRS = [lambda a, b: a + b, lambda a, b: mx.sym.broadcast_mul(a, b),
+         lambda a, b: mx.sym.concat(a, b, dim=0), lambda a, b: mx.sym.where(a > 0, a, b),
+         lambda a, b: mx.sym.broadcast_maximum(b, a), lambda a, b: mx.sym.stack(b, a)]
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_a_float32_parameter_follows_float16_activations(pair):
+    graph = casting(pair(mx.sym.relu(var("x")), var("p")), {"x": "float16", "p": "float32"}, "p",
+                    "pure_float16")
+    assert graph.outputs == ["float16"]
+    assert [n.inputs[0].node.name for n in graph.ops("amp_cast")] == ["p"]
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_what_is_made_of_parameters_follows_too(pair):
+    made = mx.sym.relu(var("p") * 2)
+    graph = casting(pair(mx.sym.relu(var("x")), made), {"x": "float16", "p": "float32"}, "p",
+                    "pure_float16")
+    assert graph.outputs == ["float16"]
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_float32_data_widens_the_float16_activations_that_it_meets(pair):
+    graph = casting(pair(mx.sym.relu(var("x")), mx.sym.relu(var("y"))),
+                    {"x": "float16", "y": "float32"})
+    assert {n.attrs["dtype"] for n in graph.ops("amp_cast")} == {"float32"}
+    assert graph.outputs == ["float32"]
+    assert graph.graph.outputs[0].node.op != "amp_cast"
+
+
+def test_a_float16_parameter_follows_float32_data():
+    graph = casting(mx.sym.broadcast_add(var("x"), var("p")), {"x": "float32", "p": "float16"}, "p")
+    assert graph.inputs(graph.ops("broadcast_add")[0]) == ["float32"] * 2
+
+
+def test_constants_follow_activations():
+    graph = casting(var("x") + mx.sym.ones((2, 3)), {"x": "float16"}, policy="pure_float16")
+    assert graph.outputs == ["float16"]
+    assert not graph.ops("amp_cast")
+    assert graph.ops("_ones")[0].attrs["dtype"] == "float16"
+
+
+@pytest.mark.parametrize("dtype", ["int32", "int64", "uint8", "int8"])
+def test_integers_are_never_cast(dtype):
+    for function in (lambda x: x + 1, mx.sym.exp, mx.sym.relu, lambda x: x.reshape((-1,)),
+                     lambda x: mx.sym.dot(x, x), mx.sym.sum, mx.sym.softmax):
+        for name in ("float16", "mixed_float16", "pure_float16"):
+            graph = casting(mx.sym.identity(var("x")), {"x": dtype}, policy=name)
+            assert not graph.ops("amp_cast", "Cast")
+            assert graph.outputs == [dtype]
+            graph = casting(function(var("x")), {"x": dtype}, policy=name)
+            assert not [n for n in graph.ops("amp_cast", "Cast") if n.inputs[0].node.is_variable]
+
+
+INDEXING = {
+    "Embedding": lambda F, i, w: F.Embedding(i, w, input_dim=9, output_dim=4),
+    "take": lambda F, i, w: F.take(w, i), "one_hot": lambda F, i, w: F.dot(F.one_hot(i, 9), w),
+    "pick": lambda F, i, w: F.pick(F.slice_axis(w, axis=0, begin=0, end=2), i),
+    "gather_nd": lambda F, i, w: F.gather_nd(w, i.reshape((1, -1)))}
+
+
+@pytest.mark.parametrize("policy", ["float16", "mixed_float16", "pure_float16"])
+@pytest.mark.parametrize("op", INDEXING)
+def test_float32_ids_are_not_cast(op, policy):
+    graph = computing(INDEXING[op], some(2, dtype="float32"), w=(9, 4), policy=policy)
+    assert not [n for n in graph.ops("amp_cast") if n.inputs[0].node.name == "data"]
+    ids = [e for n in graph.nodes for e in n.inputs if e.node.name == "data"]
+    assert [graph.types[e] for e in ids] == ["float32"]
+
+
+def test_what_is_one_cast_serves_all_its_readers():
+    x = mx.sym.relu(var("x"))
+    graph = casting(mx.sym.Group([mx.sym.exp(x), mx.sym.log(x), mx.sym.softmax(x)]),
+                    {"x": "float16"})
+    assert len(graph.ops("amp_cast")) == 1
+
+
+def test_kept_nodes_run_in_float32():
+    x = mx.sym.FullyConnected(var("x"), var("w"), num_hidden=3, no_bias=True, name="one")
+    x = mx.sym.FullyConnected(x, var("v"), num_hidden=3, no_bias=True, name="two")
+    graph = casting(x, dict.fromkeys("xwv", "float32"), "wv", keep=["two"])
+    one, two = graph.ops("FullyConnected")
+    assert (graph.inputs(one), graph.inputs(two)) == (["float16"] * 2, ["float32"] * 2)
+
+
+def test_float64_data_is_narrowed_where_it_must_be():
+    graph = casting(mx.sym.FullyConnected(var("x"), var("w"), num_hidden=3, no_bias=True),
+                    {"x": "float64", "w": "float16"}, "w")
+    assert graph.inputs(graph.ops("FullyConnected")[0]) == ["float16"] * 2
+    assert graph.outputs == ["float32"]

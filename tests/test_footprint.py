@@ -1,0 +1,219 @@
+"""What a network costs in each policy, and how `gluon-amp doctor` tells it."""
+import re
+
+import gluon_amp as amp
+import pytest
+from gluon_amp._mxnet import mx, np
+from gluon_amp.cpu import library
+from gluon_amp.policy import POLICIES
+from gluon_amp.tools.doctor import describe, examine, fit_width
+from gluon_amp.tools.footprint import footprint, load
+from mxnet import gluon, nd
+from mxnet.gluon import nn
+
+BATCH = (8, 3, 4, 4)
+
+
+def net():
+    made = nn.HybridSequential(prefix="net_")
+    with made.name_scope():
+        made.add(nn.Conv2D(16, 3, padding=1, use_bias=False, in_channels=3),
+                 nn.BatchNorm(in_channels=16), nn.Activation("relu"),
+                 nn.Dense(10, in_units=256))
+    return made
+
+
+def costs(block, batch=BATCH):
+    return footprint(block(mx.sym.var("data")), batch)
+
+
+# A weight of 16x3x3x3 and one of 10x256 with its bias; of the norm gamma and beta, and two
+# statistics.
+WEIGHTS, TRAINED_OF_NORM, STATISTICS = 432 + 2570, 32, 32
+# Of the convolution, the norm and the activation; of the dense layer; the batch.
+IMAGES, OUTPUT, DATA = 3 * 8 * 16 * 4 * 4, 8 * 10, 8 * 3 * 4 * 4
+
+
+@pytest.mark.parametrize(("policy", "parameters", "gradients", "masters", "activations"), [
+    ("float32", 4 * (WEIGHTS + TRAINED_OF_NORM + STATISTICS), 4 * (WEIGHTS + TRAINED_OF_NORM), 0,
+     4 * (IMAGES + OUTPUT)),
+    ("float16", 2 * WEIGHTS + 4 * (TRAINED_OF_NORM + STATISTICS),
+     2 * WEIGHTS + 4 * TRAINED_OF_NORM, 4 * WEIGHTS, 2 * (DATA + IMAGES + OUTPUT) + 4 * OUTPUT),
+    ("mixed_float16", 4 * (WEIGHTS + TRAINED_OF_NORM + STATISTICS),
+     4 * (WEIGHTS + TRAINED_OF_NORM), 0, 2 * (WEIGHTS + DATA + IMAGES + OUTPUT) + 4 * OUTPUT),
+    ("pure_float16", 2 * WEIGHTS + 4 * (TRAINED_OF_NORM + STATISTICS),
+     2 * WEIGHTS + 4 * TRAINED_OF_NORM, 4 * WEIGHTS, 2 * (DATA + IMAGES + OUTPUT)),
+    ("mixed_bfloat16", 4 * (WEIGHTS + TRAINED_OF_NORM + STATISTICS),
+     4 * (WEIGHTS + TRAINED_OF_NORM), 0, 4 * (IMAGES + OUTPUT)),
+])
+def test_bytes_of_a_small_network(policy, parameters, gradients, masters, activations):
+    assert costs(net())["bytes"][policy] == {
+        "parameters": parameters, "gradients": gradients, "masters": masters,
+        "activations": activations, "total": parameters + gradients + masters + activations}
+
+
+@pytest.mark.parametrize("policy", list(POLICIES))
+def test_they_are_the_bytes_that_training_takes(policy):
+    expected = costs(net())["bytes"][policy]
+    made = net()
+    made.initialize()
+    amp.convert(made, policy)
+    trainer = amp.Trainer(made.collect_params(), "sgd", {"learning_rate": 0.1}, loss_scale=1)
+    with mx.autograd.record():
+        loss = made(nd.ones(BATCH)).astype("float32").sum()
+    trainer.backward(loss)
+    trainer.step(8)
+    parameters = list(made.collect_params().values())
+    assert sum(size(p.data()) for p in parameters) == expected["parameters"]
+    assert sum(size(p.grad()) for p in parameters if p.grad_req != "null") == expected["gradients"]
+    masters = [s for s in trainer._updaters[0].states.values() if s is not None]
+    assert sum(size(a) for s in masters for a in s if a is not None) == expected["masters"]
+
+
+def size(array):
+    return array.size * np.dtype(array.dtype).itemsize
+
+
+def test_layers_that_do_not_fit_are_named_with_their_share():
+    made = nn.HybridSequential(prefix="net_")
+    with made.name_scope():
+        made.add(nn.Conv2D(16, 3, padding=1), nn.Conv2D(16, 3, padding=1), nn.Dense(10))
+    found = costs(made)
+    first, second, last = 8 * 16 * 16 * 27, 8 * 16 * 16 * 144, 8 * 10 * 256
+    assert found["layers"] == 3
+    assert found["multiply_adds"] == first + second + last
+    assert found["off_tensor_cores"] == [
+        {"name": "net_conv0_fwd", "sizes": [16, 3], "rows": None,
+         "share": pytest.approx(first / (first + second + last))},
+        {"name": "net_dense0_fwd", "sizes": [10, 256], "rows": 8,
+         "share": pytest.approx(last / (first + second + last))}]
+    assert found["share_off"] == pytest.approx((first + last) / (first + second + last))
+
+
+def test_a_batch_that_is_no_multiple_of_8_keeps_dense_layers_off():
+    made = nn.Dense(16, in_units=16)
+    assert costs(made, (16, 16))["off_tensor_cores"] == []
+    (layer,) = costs(made, (20, 16))["off_tensor_cores"]
+    assert (layer["rows"], layer["share"]) == (20, 1)
+
+
+def test_a_network_without_layers_has_no_work(tmp_path):
+    found = costs(nn.Activation("relu"))
+    assert (found["layers"], found["multiply_adds"], found["share_off"]) == (0, 0, 0)
+    mx.sym.softmax(mx.sym.var("data")).save(str(tmp_path / "net-symbol.json"))
+    text = describe(examine(str(tmp_path / "net-symbol.json")))
+    assert "No convolution and no fully connected layer" in text
+    assert "fit Tensor Cores" not in text
+
+
+def test_a_transposed_convolution_may_be_the_first_layer():
+    (layer,) = (costs(nn.Conv2DTranspose(16, 4, 2, 1, in_channels=12), (8, 12, 8, 8)), )
+    assert layer["multiply_adds"] == 8 * 12 * 8 * 8 * 16 * 4 * 4
+    assert [off["sizes"] for off in layer["off_tensor_cores"]] == [[16, 12]]
+
+
+def test_the_text_has_the_costs_of_the_json():
+    facts = examine("resnet18_v1")
+    text = describe(facts)
+    assert "resnet18_v1, batches of 32x3x224x224: 21 layers, 58.1 billion multiply-adds" in text
+    assert "1 layer, 6.5% of the work" in text
+    (line,) = [line for line in text.splitlines() if "conv0_fwd" in line]
+    assert "64 from 3 " in line
+    assert line.endswith(" 6.5%")
+    for policy, parts in facts["network"]["bytes"].items():
+        row = [line.split()[1:] for line in text.splitlines() if line.startswith(f"{policy} ")]
+        assert [f"{count / 1e6:.1f}" for count in parts.values()] in row
+    # 11,689,512 parameters and 9,600 statistics
+    assert facts["network"]["bytes"]["float32"]["parameters"] == 4 * (11_689_512 + 9_600)
+
+
+def test_a_small_network_is_told_in_units_that_fit():
+    text = describe(examine("mobilenet0.25", 1, (3, 32, 32)))
+    assert re.search(r"28 layers, \d\.?\d* million multiply-adds", text), text
+    assert "of float32's bytes. In kB:" in text
+
+
+def test_of_many_layers_the_ten_with_most_work_are_shown():
+    text = describe(examine("mobilenet0.25", 8, (3, 32, 32)))
+    shown = [line for line in text.splitlines() if "_fwd" in line]
+    assert len(shown) == 10
+    shares = [float(line.split()[-1].rstrip("%")) for line in shown]
+    assert shares == sorted(shares, reverse=True)
+    assert "  and 4 more" in text
+
+
+def test_layers_that_all_fit_are_said_to(tmp_path):
+    made = nn.Dense(16, in_units=16)
+    made(mx.sym.var("data")).save(str(tmp_path / "net.json"))
+    text = describe(examine(str(tmp_path / "net.json"), 8, (16,)))
+    assert "All of them fit Tensor Cores" in text
+    assert "No multiple of 8" not in text
+
+
+def test_an_exported_network_costs_what_it_did_before(tmp_path):
+    made = gluon.model_zoo.vision.squeezenet1_1(prefix="net_")
+    made.initialize()
+    made.hybridize()
+    made(nd.zeros((1, 3, 224, 224)))
+    made.export(str(tmp_path / "net"))
+    exported = footprint(load(str(tmp_path / "net-symbol.json")), (8, 3, 224, 224))
+    assert exported == costs(made, (8, 3, 224, 224))
+
+
+def test_a_symbol_with_a_loss_head_has_labels_that_are_no_parameters():
+    body = mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=8, name="fc")
+    found = footprint(mx.sym.SoftmaxOutput(body, name="softmax"), (4, 16))["bytes"]
+    assert found["float16"]["parameters"] == 2 * (8 * 16 + 8)
+    assert found["float32"]["activations"] == 4 * 2 * 4 * 8
+
+
+@pytest.mark.parametrize(("symbol", "message"), [
+    (lambda: mx.sym.FullyConnected(mx.sym.var("words"), num_hidden=8, name="fc"),
+     "must be called data. Received: one with words, fc_weight, fc_bias"),
+    (lambda: mx.sym.broadcast_add(mx.sym.var("data"), mx.sym.var("extra")), "unknown: extra"),
+    (lambda: amp.convert_symbol(net()(mx.sym.var("data"))), "in float16 already"),
+    (lambda: nn.MaxPool2D(9)(mx.sym.var("data")),
+     r"does not take a batch of \(8, 3, 4, 4\): Error in operator .*fwd: kernel size"),
+])
+def test_a_network_whose_costs_cannot_be_told(symbol, message):
+    with pytest.raises(ValueError, match=message):
+        footprint(symbol(), BATCH)
+
+
+def test_an_unknown_model_gets_the_names_of_those_there_are():
+    with pytest.raises(ValueError, match=r"NAME-symbol\.json.* alexnet, .*resnet50_v1.*"
+                                         r"Received: resnet19"):
+        load("resnet19")
+
+
+def test_a_file_that_is_no_symbol_is_named(tmp_path):
+    for content in (b"{}", b"no json", b"", b"\xff\x00"):
+        tmp_path.joinpath("net.json").write_bytes(content)
+        with pytest.raises(ValueError, match=r"cannot read this .*Received: .*net\.json"):
+            load(str(tmp_path / "net.json"))
+
+
+def test_operators_that_stay_float32_for_a_constants_sake_are_named():
+    dense = mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=8, name="dense")
+    small = dense + 1e-12
+    assert footprint(small, (8, 8))["constants"] == [small.name]
+    assert footprint(dense, (8, 8))["constants"] == []
+
+
+def test_what_is_printed_fits_80_columns_and_loses_no_word():
+    text = describe(examine("mobilenet1.0", 20))
+    fitted = fit_width(text)
+    paths = [str(library.PATH)]  # has no place to break
+    assert [line for line in fitted.splitlines()
+            if len(line) > 80 and line.strip() not in paths] == []
+    assert fitted.split() == text.split()
+    assert "depthwise: each channel has a filter" in text
+
+
+def test_a_network_without_depthwise_layers_is_told_nothing_of_them():
+    assert "depthwise" not in describe(examine("resnet18_v1", 20))
+
+
+def test_a_mistyped_network_brings_up_its_right_name():
+    with pytest.raises(ValueError, match=r"Received: resnet18v1\. Did you mean resnet18_v1"):
+        examine("resnet18v1")

@@ -1,0 +1,231 @@
+"""What amp.report claims of runs: only where they differ in nothing but precision."""
+import csv
+
+import pytest
+import training_logs as logs
+from gluon_amp.report.compare import compare, groups, sections
+from gluon_amp.report.plots import plots
+from gluon_amp.report.summary import group_rows, headline, remarks, verdict_rows
+from hypothesis import given
+from hypothesis import strategies as st
+from report_runs import NO_DEADLINE, Page, comparisons, made, report, seeds
+
+# ---- groups
+
+def test_runs_that_differ_in_seed_and_paths_alone_are_one_group():
+    runs = [made(dtype, seed=seed, save_dir=f"runs/{seed}", somewhere=f"/tmp/{seed}")
+            for dtype in ("float16", "float32") for seed in range(3)]
+    found = groups(runs)
+    assert [(group.name, len(group.runs)) for group in found] == [("float32", 3), ("float16", 3)]
+
+
+@pytest.mark.parametrize("arguments", [
+    {"wd": 1}, {"loss_scale": 128.0}, {"batch_size": 64}, {"model": "vgg"}, {"dtype": "bfloat16"}])
+def test_runs_that_differ_in_anything_else_are_groups_of_their_own(arguments):
+    assert len(groups([made("float16", seed=0), made(**{"dtype": "float16", **arguments})])) == 2
+
+
+def test_without_arguments_runs_of_one_name_and_several_seeds_are_one_group():
+    runs = [made(name=f"{dtype}-seed{seed}") for dtype in ("fp32", "fp16") for seed in range(2)]
+    assert [(len(group.runs), group.dtype) for group in groups(runs)] == [
+        (2, "float32"), (2, "float16")]
+
+
+def test_groups_of_several_recipes_are_named_by_what_differs():
+    runs = [made(dtype, seed=seed, wd=wd) for dtype in ("float32", "float16") for wd in (1, 2)
+            for seed in range(2)]
+    assert [group.name for group in groups(runs)] == [
+        "float32, wd 1", "float32, wd 2", "float16, wd 1", "float16, wd 2"]
+
+
+def test_runs_of_different_datasets_are_sections_of_their_own():
+    runs = [made(dtype, dataset=name) for name in ("digits", "/data/cifar10.rec")
+            for dtype in ("float32", "float16")]
+    assert [[group.first.dataset for group in section] for section in sections(groups(runs))] == [
+        ["digits"] * 2, ["cifar10.rec"] * 2]
+    assert all(c.low.first.dataset == c.float32.first.dataset for c in comparisons(*runs))
+
+
+def test_each_dataset_has_plots_and_tables_of_its_own(tmp_path):
+    page, _ = report(tmp_path, *[logs.gluoncv([0.5, 0.4 + i / 100], dtype=dtype, dataset=name)
+                                 for i, (name, dtype) in enumerate([
+                                     ("digits", "float32"), ("digits", "float16"),
+                                     ("faces", "float32"), ("faces", "float16")])])
+    names = {path.name for path in page.parent.iterdir()}
+    assert {"digits-validation_error.png", "faces-validation_error.png"} <= names
+    text = Page(page.read_text())
+    assert text.texts["h2"][:2] == ["digits", "faces"]
+    assert [row["dataset"] for row in csv.DictReader(
+        (page.parent / "verdicts.csv").read_text().splitlines())] == ["digits", "faces"]
+
+
+# ---- comparisons
+
+def test_where_recipes_differ_the_differences_stand_before_any_claim():
+    runs = [*seeds("float32", [75, 76]), *seeds("float16", [77, 78], label_smoothing=True, wd=0.2)]
+    verdict, = headline(comparisons(*runs), 0.5)
+    assert verdict.outcome == "recipes differ"
+    assert verdict.text == (
+        "float16 and float32 are not the same recipe, and nothing is claimed. They differ in: "
+        "wd (0.0001 in float32, 0.2 in float16), "
+        "label_smoothing (not given in float32, True in float16). "
+        "float16 ends 2.00 points above float32, which says nothing of the type of numbers.")
+
+
+@pytest.mark.parametrize("arguments", [
+    {"save_dir": "b"}, {"rec_train": "x"}, {"logging_file": "b.log"}, {"data_train": "y"},
+    {"somewhere": "/tmp/x"}, {"loss_scale": 128.0}, {"resume_epoch": 3, "resume_params": "x"},
+    {"mixup": False, "mixup_alpha": 0.2}, {"label_smoothing": 0.0}, {"no_wd": False}, {"seed": 3},
+    {"claim_speed": True}, {"tensorboard": "x"}, {"mlperf": True}, {"xray": "x", "xray_steps": 2},
+    {"log_seconds": 9.0}, {"num_workers": 4}, {"data_nthreads": 2}])
+def test_precision_paths_seeds_resuming_watching_and_what_is_off_are_no_differences(arguments):
+    found, = comparisons(made("float32", data_train="y"),
+                         made("float16", **{"data_train": "y", **arguments}))
+    assert found.differences == {}
+
+
+@pytest.mark.parametrize("arguments", [
+    {"batch_size": 256}, {"num_gpus": 4}, {"mixup": True}, {"lr_decay_epoch": "3,4"},
+    {"layers": [1, 2]}, {"label_smoothing": 0.1}, {"num_epochs": 3}])
+def test_everything_else_is_a_difference(arguments):
+    found, = comparisons(made("float32"), made("float16", **arguments))
+    assert set(arguments) <= set(found.differences)
+    assert found.speedup is None
+
+
+def test_other_lengths_are_a_difference_also_where_no_argument_says_so():
+    found, = comparisons(made("float32", num_epochs=None), made("float16", [0.5], num_epochs=None))
+    assert found.differences == {"epochs": (2, 1)}
+
+
+ARGUMENTS = st.dictionaries(st.sampled_from(["wd", "mixup", "mixup_alpha", "no_wd"]),
+                            st.none() | st.booleans() | st.integers(0, 2) | st.just("None"))
+
+
+@given(first=ARGUMENTS, second=ARGUMENTS)
+@NO_DEADLINE
+def test_recipes_differ_alike_whichever_of_them_is_float32(first, second):
+    one, = comparisons(made("float32", **first), made("float16", **second))
+    other, = comparisons(made("float16", **first), made("float32", **second))
+    assert {name: (b, a) for name, (a, b) in other.differences.items()} == one.differences
+
+
+@given(order=st.permutations(range(6)))
+@NO_DEADLINE
+def test_the_order_of_logs_does_not_change_what_is_compared(order):
+    runs = [made(dtype, wd=wd) for dtype in ("float32", "float16") for wd in (1, 2)]
+    runs += [made("float16", model="vgg"), made("float16", name="fp16 alone")]
+    found = comparisons(*[runs[i] for i in order])
+    assert {(runs.index(c.float32.first), runs.index(c.low.first)) for c in found} == {
+        (0, 2), (1, 3)}
+
+
+def test_without_arguments_in_the_log_nothing_is_claimed():
+    found, = comparisons(made(name="a float32"), made(name="a float16", speed=2000))
+    assert found.speedup is None
+    assert "recipe (not in the log in float32" in headline([found], 0.5)[0].text
+
+
+def test_policies_by_apexs_names_are_compared():
+    found, = comparisons(made(policy="O0"), made(policy="O2"))
+    assert (found.float32.dtype, found.low.dtype) == ("float32", "float16")
+
+
+# ---- verdicts
+
+def test_seeds_are_paired_in_whatever_order_they_come():
+    high, low = seeds("float32", [70, 80, 90]), seeds("float16", [70.1, 80.2, 90.3])
+    for runs in ([*high, *low], [*low[::-1], *high]):
+        found, = comparisons(*runs)
+        assert found.difference.paired
+        assert found.difference.mean == pytest.approx(0.2)
+        assert found.difference.seeds == 3
+        assert "(95 % interval -0.05 to 0.45, 3 paired seeds, p = 0.074)" in headline(
+            [found], 0.5)[0].text
+
+
+def test_runs_without_common_seeds_are_compared_as_two_samples():
+    high, low = seeds("float32", [70, 80, 90]), seeds("float16", [70, 80])
+    for i, run in enumerate(low):
+        run.arguments["seed"] = 100 + i
+    found, = comparisons(*high, *low)
+    assert not found.difference.paired
+    assert "2 seeds of each" in headline([found], 0.5)[0].text
+
+
+def test_one_run_against_another_is_no_evidence_and_the_report_says_so():
+    verdict, = headline(comparisons(*seeds("float32", [70]), *seeds("float16", [71])), 0.5)
+    assert verdict.outcome == "one run each"
+    assert "what chance does is not known" in verdict.text
+
+
+def test_runs_that_did_not_come_to_their_end_are_in_no_verdict():
+    runs = [*seeds("float32", [70, 80, 90]), *seeds("float16", [70, 80, 90])]
+    runs[-1].epochs.popitem()
+    found = groups(runs)
+    comparison, = compare(found)
+    assert comparison.difference.seeds == 2
+    assert any("1 of 3 runs did not come to their end" in note
+               for note in remarks(found, [comparison]))
+
+
+def test_the_margin_is_the_users():
+    found, = comparisons(*seeds("float32", [70, 80, 90]), *seeds("float16", [70.1, 80.2, 90.3]))
+    assert [headline([found], margin)[0].outcome for margin in (0.1, 0.5)] == [
+        "undecided", "the same"]
+    row, = verdict_rows([found], 0.5)
+    assert (row["verdict"], row["seeds"], row["difference"]) == ("the same", "3", "+0.20")
+
+
+def test_where_nothing_can_be_compared_the_report_says_so(tmp_path):
+    page, _ = report(tmp_path, logs.gluoncv([0.5], dtype="float16"))
+    assert "Nothing is compared" in page.read_text()
+    assert (page.parent / "verdicts.csv").read_text() == "\n"
+
+
+# ---- speed
+
+def test_speed_is_claimed_only_where_the_machine_was_theirs_alone():
+    claimed = {"claim_speed": True}
+    for high, low, speedup in ((claimed, claimed, 2), ({}, claimed, None), ({}, {}, None)):
+        found, = comparisons(made("float32", speed=100, **high), made("float16", speed=200, **low))
+        assert found.speedup == speedup
+        assert ("2.00 times as fast" in headline([found], 0.5)[0].text) is False  # one run each
+    runs = [run for dtype, speed in (("float32", 100), ("float16", 200))
+            for run in seeds(dtype, [70, 80], claim_speed=True)]
+    for run, speed in zip(runs, (100, 110, 200, 240)):
+        for epoch in run.epochs.values():
+            epoch.speed = speed
+    found, = comparisons(*runs)
+    assert "It trains 2.10 times as fast; images per second: float32 100 to 110, float16 200 to " \
+           "240." in headline([found], 0.5)[0].text
+
+
+def test_the_command_can_claim_what_logs_do_not_say(tmp_path):
+    texts = [logs.gluoncv([0.5], dtype=dtype, speed=speed, model="m", wd=1)
+             for dtype, speed in (("float32", 1000), ("float16", 1500))]
+    for claim, speedup in ((False, None), (True, "1.50")):
+        page, _ = report(tmp_path, *texts, claim_speed=claim)
+        row, = csv.DictReader((page.parent / "verdicts.csv").read_text().splitlines())
+        assert row.get("speedup") == speedup
+
+
+@pytest.mark.parametrize(("high", "low", "speedup"), [
+    ((3600, None), (1800, None), 2), ((3600, 100), (1800, 300), 3), ((0, None), (0, None), None),
+    ((None, None), (1800, None), None)])
+def test_a_speedup_is_of_images_per_second_or_else_of_hours(high, low, speedup):
+    found, = comparisons(made("float32", seconds=high[0], speed=high[1], claim_speed=True),
+                         made("float16", seconds=low[0], speed=low[1], claim_speed=True))
+    assert found.speedup == speedup
+
+
+# ---- time to accuracy
+
+def test_the_share_of_runs_that_reached_an_accuracy_is_drawn_with_its_interval():
+    found = groups(seeds("float32", [70, 80, 90]) + seeds("float16", [70, 71, 72]))
+    plot, = (plot for plot in plots(found, 0.75) if plot.name == "share_reached")
+    assert "75 %" in plot.title
+    assert "float32 (3 runs) 67% (21% to 94%); float16 (3 runs) 0% (0% to 56%)" in plot.caption
+    rows = group_rows(found, 0.75)
+    assert [row["reach 75 %"] for row in rows] == ["2 of 3", "0 of 3"]
+    assert [row["epochs to 75 %"] for row in rows] == ["2", ""]

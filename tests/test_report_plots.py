@@ -1,0 +1,127 @@
+"""amp.report's plots: what they draw, name and say in words."""
+import io
+import re
+
+import gluon_amp as amp
+import numpy as np
+import pytest
+import training_logs as logs
+from gluon_amp.report import read
+from gluon_amp.report.colors import COLORS, DARK, INK, number_type
+from gluon_amp.report.compare import groups
+from gluon_amp.report.plots import CHARTS, forest, plots
+from PIL import Image
+from report_runs import comparisons, made, seeds
+
+
+def colors_of(png):
+    pixels = np.asarray(Image.open(io.BytesIO(png)).convert("RGB"))
+    assert all((edge == 255).all() for edge in (pixels[0], pixels[-1], pixels[:, 0], pixels[:, -1]))
+    return pixels.reshape(-1, 3).astype(int)
+
+
+def seen(pixels, color):
+    wanted = np.array([int(color[i:i + 2], 16) for i in (1, 3, 5)])
+    return (abs(pixels - wanted).max(1) < 40).sum() > 50
+
+
+@pytest.mark.parametrize(("count", "epochs"), [(1, 1), (3, 5), (8, 2)])
+@pytest.mark.parametrize("name", ["m{}", "W" * 99 + "{}"])
+def test_all_groups_are_named_and_nothing_is_cut_off(count, epochs, name):
+    runs = [made(f"float{32 - 16 * (i % 2)}", np.linspace(0.9, 0.1 + i / 100, epochs),
+                 model=name.format(i)) for i in range(count)]
+    for plot in plots(groups(runs)):
+        colors_of(plot.png)
+        labels = re.findall(r"<!-- (.*?) -->", plot.svg)
+        ends = [label.split(",")[0].split("…")[-1].lstrip("Wm") for label in labels]
+        if count > 2:  # else dtypes are enough
+            assert {str(i) for i in range(count)} <= {end[:1] for end in ends}
+            assert all(name.format(i) in plot.caption for i in range(count))
+
+
+def test_more_groups_than_a_plot_can_show_are_medians_with_bands():
+    runs = [made(dtype, [0.5, 0.3 + i / 1000], wd=i + 1) for i in range(20)
+            for dtype in ("float32", "float16")]
+    plot = plots(groups(runs))[0]
+    assert plot.caption == (
+        "Validation error. Medians; bands: from 5 to 95 % of the runs. At the end: "
+        "float32: 20 recipes (20 runs) 30.95% (30.09% to 31.80%); "
+        "float16: 20 recipes (20 runs) 30.95% (30.09% to 31.80%).")
+
+
+def test_runs_that_differ_in_their_seed_are_one_line_with_a_band():
+    found = groups(seeds("float32", [70, 71, 72]) + seeds("float16", [70, 71, 72]))
+    plot = plots(found)[0]
+    assert plot.caption == (
+        "Validation error. Means; bands: 95 % intervals of the mean. At the end: "
+        "float32 (3 runs) 29.00% (26.52% to 31.48%); float16 (3 runs) 29.00% (26.52% to 31.48%).")
+
+
+def test_color_is_the_type_of_number_in_every_plot():
+    for dtype, mine in (("float32", "float32"), ("float16", "float16"),
+                        ("mixed_float16", "float16"), ("mixed_bfloat16", "bfloat16")):
+        assert number_type(dtype) == mine
+        found = groups([made(dtype, policy=dtype, speed=n, seed=n) for n in (100, 200)])
+        for plot in plots(found, charts=CHARTS[:1]):
+            pixels = colors_of(plot.png)
+            assert seen(pixels, COLORS[mine])
+            others = {name for name in COLORS if name not in (mine, "float32")}  # ink is text's
+            assert not any(seen(pixels, COLORS[name]) for name in others)
+
+
+def test_the_differences_are_drawn_with_the_margin():
+    found = comparisons(*seeds("float32", [70, 80, 90]), *seeds("float16", [70.1, 80.2, 90.3]))
+    plot = forest(found, 0.5)
+    assert "float16 +0.20 points (-0.05 to +0.45)" in plot.caption
+    assert seen(colors_of(plot.png), COLORS["float16"])
+    assert forest(comparisons(made("float32"), made("float16")), 0.5) is None
+
+
+def test_the_colors_stand_out_from_the_paper_and_from_each_other_also_for_the_color_blind():
+    def light(color):
+        part = np.array([int(color[i:i + 2], 16) / 255 for i in (1, 3, 5)])
+        return np.where(part <= 0.04045, part / 12.92, ((part + 0.055) / 1.055) ** 2.4)
+
+    def contrast(a, b):
+        a, b = sorted(0.05 + light(c) @ [0.2126, 0.7152, 0.0722] for c in (a, b))
+        return b / a
+
+    # what a viewer without middle-wave cones sees (Viénot, 1999), as a cube root of light
+    blind = np.array([[0.29275, 0.70725, 0], [0.29275, 0.70725, 0], [-0.02234, 0.02234, 1]])
+    assert DARK.keys() == COLORS.keys()
+    for palette, paper in ((COLORS, "#ffffff"), (DARK, "#16181d")):
+        colors = list(palette.values())
+        assert min(contrast(color, paper) for color in colors) > 2
+        assert min(contrast(color, paper) for color in colors[:4]) > 3
+        for i, a in enumerate(colors):
+            for b in colors[:i]:
+                assert np.linalg.norm(np.cbrt(blind @ light(a)) - np.cbrt(blind @ light(b))) > 0.1
+    assert COLORS["float32"] == INK
+    grey = [light(COLORS[name]) @ [0.2126, 0.7152, 0.0722] for name in ("float32", "float16")]
+    assert grey[1] > 5 * grey[0]  # in a grey print
+
+
+def test_time_goes_forward_in_every_chart_and_the_first_epoch_ends_at_1(tmp_path):
+    tail = "\tloss-scale={}\tskipped=1"
+    killed = logs.gluoncv([0.4], start=2, tail=tail.format(512)).splitlines(True)[:3]
+    (tmp_path / "a.log").write_text(
+        logs.gluoncv([0.6, 0.5], tail=tail.format(1024)) + "".join(killed) + "Traceback:\n")
+    (tmp_path / "b.jsonl").write_text(logs.steps([0.5, 0.4]))
+    for run in read([tmp_path / "a.log", tmp_path / "b.jsonl"]):
+        for chart in CHARTS:
+            times = [point.x for point in chart.points(run)]
+            assert times == sorted(times)
+        assert [point.x for point in CHARTS[0].points(run)] == [1, 2]
+    assert {chart.name for chart in CHARTS if chart.points(run)} == {c.name for c in CHARTS}
+
+
+def test_there_are_charts_of_what_logs_have_and_none_of_what_never_changes(tmp_path):
+    for text, names in ((logs.module([0.5, 0.4]),
+                         {"validation_error", "validation_error_by_hours"}),
+                        ("epoch,top1_err\n0,0.5\n", {"validation_error"}),
+                        ("[Epoch 0] training: accuracy=0.500000\n", set()),
+                        (logs.jsonl([0.5, 0.4], scales=[1, 1]),
+                         {"validation_error", "validation_error_by_hours"})):
+        (tmp_path / "a").write_text(text)
+        assert {plot.name for plot in plots(groups(read([tmp_path / "a"])))} == names
+        amp.report(tmp_path / "a", tmp_path / "out")
