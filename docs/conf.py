@@ -17,6 +17,7 @@ ROOT = HERE.parent
 PUBLISHED = {"readme": "README.md", "results": "results/README.md",
              "imagenet": "results/imagenet/README.md",
              "tensor_core_results": "results/tensor_cores/README.md",
+             "xray_results": "results/xray/README.md",
              "benchmarks": "benchmarks/README.md", "contributing": "CONTRIBUTING.md",
              "changelog": "CHANGELOG.md"}
 
