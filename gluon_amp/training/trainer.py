@@ -39,13 +39,17 @@ class Trainer(TakesSteps, RanksTrainer):
     By hand: `backward`, `allreduce_grads`, then `unscale` or `clip_norm` or both, then `update`.
 
     Args:
+        params, optimizer_params, compression_params, update_on_kvstore: as for `gluon.Trainer`;
+            with a loss scale or `clip_norm`, `update_on_kvstore` must not be True.
         optimizer: a name, as for `gluon_amp.optimizer`, or an optimizer. Float16 weights get
             float32 masters with either; `gluon_amp.optimizer(name, multi_precision=False)` makes
             one without.
+        kvstore: as for `gluon.Trainer`; for many workers "dist_sync", "dist_device_sync", "horovod"
+            or a `gluon_amp.Horovod`.
         loss_scale: "dynamic", a number, a StaticLossScale, a DynamicLossScale, or None.
         clip_norm: the largest norm of the whole gradient, as the optimizer gets it:
-            unscaled, and divided by the batch size.
-        enabled: False is loss_scale=None: a `gluon.Trainer`, but for `clip_norm`.
+            unscaled, and divided by the batch size. None: no clipping.
+        enabled: False is the same as loss_scale=None.
     """
 
     _optimizer: Any
@@ -85,12 +89,22 @@ class Trainer(TakesSteps, RanksTrainer):
         Until a dynamic scale is settled, the gradients are looked at here. Where they overflow,
         further backward passes find the scale, so that no step is lost. Arrays of your own with
         grad_req="add" get a sum of all these passes.
+
+        Args:
+            loss: what a loss function returned in `autograd.record()`, or a list of such, one of
+                each device.
+            retain_graph: as for `loss.backward`.
         """
         with mx.autograd.pause():  # what is done to gradients is no part of the graph
             self._backward(list(loss) if isinstance(loss, (list, tuple)) else [loss], retain_graph)
 
     def step(self, batch_size: int, ignore_stale_grad: bool = False) -> bool:
-        """Sums gradients over devices and updates, unless they are not finite.
+        """Sums gradients over devices and workers, and updates the weights, unless a gradient is
+        infinite or NaN: then the step is skipped.
+
+        Args:
+            batch_size: by which gradients are divided: the examples of all devices and workers.
+            ignore_stale_grad: whether parameters without a new gradient are passed over.
 
         Returns:
             whether it updated. Learning rate schedules do not see a skipped step.
@@ -101,7 +115,7 @@ class Trainer(TakesSteps, RanksTrainer):
         return self._steps.updated
 
     def update(self, batch_size: int, ignore_stale_grad: bool = False) -> bool:
-        """`step` after `allreduce_grads`."""
+        """The rest of a `step`, after `allreduce_grads` has summed the gradients."""
         self._check_step(batch_size, ignore_stale_grad)
         super().update(batch_size, ignore_stale_grad)
         self._check_ranks_once()

@@ -19,7 +19,8 @@ class Finding:
     Attributes:
         node: the node that is to blame.
         tensor: its name.
-        reason: "range above", "range below", "cancellation" or "a constant".
+        reason: "range above" or "range below" (numbers too large or too small for the format), with
+            ", by a constant" where one of the operator is to blame; or "cancellation".
         detail: a sentence with figures.
         keep: the nodes to keep in float32.
     """
