@@ -39,17 +39,13 @@ class Trainer(TakesSteps, RanksTrainer):
     By hand: `backward`, `allreduce_grads`, then `unscale` or `clip_norm` or both, then `update`.
 
     Args:
-        params, optimizer_params, compression_params, update_on_kvstore: as for `gluon.Trainer`;
-            with a loss scale or `clip_norm`, `update_on_kvstore` must not be True.
-        optimizer: a name, as for `gluon_amp.optimizer`, or an optimizer. Float16 weights get
-            float32 masters with either; `gluon_amp.optimizer(name, multi_precision=False)` makes
-            one without.
-        kvstore: as for `gluon.Trainer`; for many workers "dist_sync", "dist_device_sync", "horovod"
-            or a `gluon_amp.Horovod`.
+        optimizer: a name, as for `gluon_amp.optimizer`, or an optimizer. Float16 weights get masters
+            with either; `gluon_amp.optimizer(name, multi_precision=False)` makes one without.
+        kvstore: for many workers "dist_sync", "dist_device_sync", "horovod", `gluon_amp.Horovod()`.
         loss_scale: "dynamic", a number, a StaticLossScale, a DynamicLossScale, or None.
         clip_norm: the largest norm of the whole gradient, as the optimizer gets it:
             unscaled, and divided by the batch size. None: no clipping.
-        enabled: False is the same as loss_scale=None.
+        enabled: False is loss_scale=None. All other arguments are as for `gluon.Trainer`.
     """
 
     _optimizer: Any
@@ -81,7 +77,7 @@ class Trainer(TakesSteps, RanksTrainer):
     # ---- what one does
 
     def backward(self, loss: Any, retain_graph: bool = False) -> None:
-        """Computes the scaled gradients of a loss, or of several.
+        """Computes the scaled gradients of a loss, or of a list with one of each device.
 
         The losses stay unscaled. Calls before one step share one scale, so gradients
         with grad_req="add" add up.
@@ -89,22 +85,13 @@ class Trainer(TakesSteps, RanksTrainer):
         Until a dynamic scale is settled, the gradients are looked at here. Where they overflow,
         further backward passes find the scale, so that no step is lost. Arrays of your own with
         grad_req="add" get a sum of all these passes.
-
-        Args:
-            loss: what a loss function returned in `autograd.record()`, or a list of such, one of
-                each device.
-            retain_graph: as for `loss.backward`.
         """
         with mx.autograd.pause():  # what is done to gradients is no part of the graph
             self._backward(list(loss) if isinstance(loss, (list, tuple)) else [loss], retain_graph)
 
     def step(self, batch_size: int, ignore_stale_grad: bool = False) -> bool:
-        """Sums gradients over devices and workers, and updates the weights, unless a gradient is
-        infinite or NaN: then the step is skipped.
-
-        Args:
-            batch_size: by which gradients are divided: the examples of all devices and workers.
-            ignore_stale_grad: whether parameters without a new gradient are passed over.
+        """Sums gradients over devices and workers, divides by `batch_size`, which counts the
+        examples of all of them, and updates, unless a gradient is infinite or NaN.
 
         Returns:
             whether it updated. Learning rate schedules do not see a skipped step.
@@ -145,8 +132,7 @@ class Trainer(TakesSteps, RanksTrainer):
     def clip_norm(self, max_norm: float, batch_size: int = 1) -> float:
         """Clips the next `update` to this norm, over all parameters, of the gradient divided
         by `update`'s batch size. Returns the norm before, divided by `batch_size`; it is
-        infinite or NaN if the gradients are.
-        """
+        infinite or NaN if the gradients are."""
         positive_number(max_norm, "max_norm")
         factor = self._scale / positive_number(batch_size, "batch_size")
         self._check_backward("clip_norm()")
