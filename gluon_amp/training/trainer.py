@@ -39,8 +39,8 @@ class Trainer(TakesSteps, RanksTrainer):
     By hand: `backward`, `allreduce_grads`, then `unscale` or `clip_norm` or both, then `update`.
 
     Args:
-        optimizer: a name, as for `gluon_amp.optimizer`, or an optimizer. Float16 weights get masters
-            with either; `gluon_amp.optimizer(name, multi_precision=False)` makes one without.
+        optimizer: a name, as for `gluon_amp.optimizer`, or an optimizer. Float16 weights get
+            masters; `gluon_amp.optimizer(name, multi_precision=False)` makes one without.
         kvstore: for many workers "dist_sync", "dist_device_sync", "horovod", `gluon_amp.Horovod()`.
         loss_scale: "dynamic", a number, a StaticLossScale, a DynamicLossScale, or None.
         clip_norm: the largest norm of the whole gradient, as the optimizer gets it:
