@@ -471,7 +471,7 @@ def test_the_command_tells_what_another_format_would_have_done(tmp_path, capsys)
     assert "holds xray.jsonl" in capsys.readouterr().err
     (tmp_path / "run" / "xray.jsonl").write_text("no")
     assert main(["xray", folder]) == 1
-    assert "none that xray has written" in capsys.readouterr().err
+    assert "no file that xray has written" in capsys.readouterr().err
 
 
 def test_what_a_format_makes_of_counts_is_what_it_makes_of_the_numbers():

@@ -73,7 +73,7 @@ class Ranks:
         """Raises where ranks hold other numbers: they would wait for each other."""
         numbers = [int(row) for row in self._reduction.gather(b"%20d" % number)]
         if len(set(numbers)) > 1:
-            raise ValueError(f"ranks have other numbers of {what}. Rank 0, 1, ...: "
+            raise ValueError(f"ranks have different numbers of {what}. Rank 0, 1, ...: "
                              f"{', '.join(map(str, numbers))}. All must read the same files")
 
     def sum_metric(self, metric: Any) -> None:
