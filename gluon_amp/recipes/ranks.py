@@ -26,7 +26,7 @@ def add_arguments(parser: Any) -> None:
 
 
 class Ranks:
-    """The processes that train one network; one, unless the store is for many.
+    """The processes that train one network: a single one, unless the kvstore is for many.
 
     Args:
         kvstore: a name of `add_arguments`.
@@ -118,7 +118,7 @@ class Part(mx.gluon.data.Sampler):
 
 
 class ValidationPart(mx.gluon.data.Sampler):
-    """A rank's part of validation data: together the ranks have all of it, and each once."""
+    """A rank's part of validation data: together the ranks have all of it, each example once."""
 
     def __init__(self, length: int, ranks: Ranks):
         if length < ranks.workers:
