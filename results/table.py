@@ -1,7 +1,7 @@
-"""The table of a folder of logs: python results/table.py results/fine_tune_symbolic ...
+"""The table of this folder's trainings: python results/table.py results/*/
 
-Runs of one seed begin with the same weights and see the images in the same order, so they are
-compared one by one: the interval is that of the mean of their differences.
+Also draws differences.png. Runs of one seed begin with the same weights and see the images in the
+same order, so they are compared one by one, as `gluon-amp report` compares them.
 """
 import json
 import re
@@ -9,34 +9,82 @@ import sys
 from pathlib import Path
 from statistics import mean, stdev
 
-from scipy.stats import t
+from gluon_amp.report.colors import color
+from gluon_amp.report.verdict import outcome, p_text, paired
+from matplotlib.figure import Figure
+
+HERE = Path(__file__).parent
+MARGIN = 0.5  # points of accuracy
 
 
 def result(path):
     """Test accuracy after the last epoch, in percent, and how many steps were skipped."""
     log, lines = path.read_text(), path.with_suffix(".jsonl")
     if lines.exists():
-        last = json.loads(lines.read_text().splitlines()[-1])
-        return 100 * (1 - last["err_top1"]), last["skipped"]
+        ends = [line for line in map(json.loads, lines.read_text().splitlines())
+                if "err_top1" in line]
+        return 100 * (1 - ends[-1]["err_top1"]), ends[-1]["skipped"]
     return 100 * float(re.findall(r"Validation-accuracy=(\S+)", log)[-1]), \
         log.count("step skipped")
 
 
-for folder in map(Path, sys.argv[1:]):
-    kinds = {path.name.rsplit("-", 1)[0] for path in folder.glob("*-seed*.log")}
-    if not kinds:
-        continue
-    print(f"\n{folder.name}\n\n| runs | test accuracy of each seed | mean | standard deviation "
-          "| skipped steps | minus float32 (95 %) |\n| --- | --- | --- | --- | --- | --- |")
-    for kind in sorted(kinds, key=lambda kind: (kind != "float32", kind)):
-        results = [result(path) for path in sorted(folder.glob(f"{kind}-seed*.log"))]
-        accuracies = [accuracy for accuracy, _ in results]
+def results(folder):
+    """What each kind of runs ended with, by seed."""
+    found = {}
+    for path in folder.glob("*-seed*.log"):
+        kind, seed = path.stem.rsplit("-seed", 1)
+        found.setdefault(kind, {})[int(seed)] = result(path)
+    return dict(sorted(found.items(), key=lambda item: (item[0] != "float32", item[0])))
+
+
+def rows(folder):
+    """Cells of a table for each kind, and its difference to float32 with the pairs'."""
+    found = results(folder)
+    for kind, runs in found.items():
+        accuracies = [accuracy for accuracy, _ in runs.values()]
+        skipped = [skipped for _, skipped in runs.values()]
+        cells = [folder.name, kind, len(runs), f"{mean(accuracies):.2f} ± {stdev(accuracies):.2f}",
+                 f"{min(skipped)} to {max(skipped)}" if max(skipped) else 0, "", ""]
+        pairs = sorted(runs.keys() & found["float32"].keys())
         if kind == "float32":
-            reference, difference = accuracies, ""
-        else:
-            differences = [a - b for a, b in zip(accuracies, reference)]
-            half = t.ppf(0.975, len(differences) - 1) * stdev(differences) / len(differences) ** 0.5
-            difference = f"{mean(differences):+.2f} ± {half:.2f}"
-        print(f"| {kind} | {', '.join(f'{a:.2f}' for a in accuracies)} | {mean(accuracies):.2f} "
-              f"| {stdev(accuracies):.2f} | {', '.join(str(skipped) for _, skipped in results)} "
-              f"| {difference} |")
+            yield cells, kind, None, []
+            continue
+        mine, reference = ([found[k][seed][0] for seed in pairs] for k in (kind, "float32"))
+        difference = paired(mine, reference)
+        low, high = difference.interval()
+        cells[5:] = [f"{difference.mean:+.2f} ({low:+.2f} to {high:+.2f})",
+                     f"{outcome(difference, MARGIN)}, {p_text(difference, MARGIN)}; shown within "
+                     f"{difference.smallest_margin:.2f}"]
+        yield cells, kind, difference, [a - b for a, b in zip(mine, reference)]
+
+
+def draw(found, path):
+    """Differences of all pairs of seeds, their mean, and the interval that the tests go by."""
+    shown = [row for row in found if row[2]]
+    figure = Figure(figsize=(8, 0.9 + 0.55 * len(shown)), layout="constrained")
+    axes = figure.add_subplot()
+    axes.axvspan(-MARGIN, MARGIN, color="0.9")
+    axes.axvline(0, color="0.4", linewidth=0.8)
+    for y, (_, kind, difference, pairs) in enumerate(shown):
+        axes.plot(pairs, [y + 0.22] * len(pairs), "|", color=color(kind), alpha=0.5, markersize=9)
+        axes.plot(difference.interval(0.9), [y, y], color=color(kind), linewidth=3)
+        axes.plot(difference.mean, y, "o", color=color(kind), markersize=7)
+    axes.set_yticks(range(len(shown)),
+                    [f"{cells[0]}\n{kind}, {len(pairs)} seeds" for cells, kind, _, pairs in shown])
+    axes.set(ylim=(-0.5, len(shown) - 0.2), xlabel="points of test accuracy, minus float32's")
+    axes.invert_yaxis()
+    axes.grid(axis="x", alpha=0.3)
+    figure.savefig(path, dpi=150)
+
+
+def main(folders):
+    found = [row for folder in folders if any(folder.glob("*-seed*.log")) for row in rows(folder)]
+    print("| study | runs | seeds | test accuracy: mean ± standard deviation | skipped steps | "
+          f"minus float32 (95 %) | the same within {MARGIN:g} points? |\n|{' --- |' * 7}")
+    for cells, *_ in found:
+        print(f"| {' | '.join(map(str, cells))} |")
+    draw(found, HERE / "differences.png")
+
+
+if __name__ == "__main__":
+    main([Path(name) for name in sys.argv[1:]])

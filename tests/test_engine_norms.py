@@ -1,5 +1,5 @@
-"""Norms and convolutions, which have code of their own: a batch norm is numpy's, moves its
-statistics in its forward pass and once; a layer norm and a convolution are the generic operator's.
+"""Norms, convolutions and dense layers, which have code of their own: a batch norm is numpy's,
+moves its statistics in its forward pass and once; the others are the generic operator's.
 """
 
 import numpy as np
@@ -308,12 +308,22 @@ CONVOLUTIONS = {
 }
 
 
+DENSE = {
+    "few rows": ({"num_hidden": 24}, (33, 16), (24, 16)),
+    "in pieces of the rows": ({"num_hidden": 240}, (5001, 30), (240, 30)),
+    "in pieces of all axes but the last": ({"num_hidden": 64, "flatten": False}, (140, 81, 64),
+                                           (64, 64)),
+    "in pieces of the first axis": ({"num_hidden": 8}, (6001, 5, 40), (8, 200)),
+}
+
+
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("name", CONVOLUTIONS)
-def test_a_convolution_is_the_generic_one(name, bias, rng):
-    settings, shape, weight = CONVOLUTIONS[name]
+@pytest.mark.parametrize("name", [*CONVOLUTIONS, *DENSE])
+def test_a_layer_of_own_code_is_the_generic_one(name, bias, rng):
+    operator = sym.Convolution if name in CONVOLUTIONS else sym.FullyConnected
+    settings, shape, weight = {**CONVOLUTIONS, **DENSE}[name]
     variables = [sym.var(n) for n in ("xyz" if bias else "xy")]
-    symbol = sym.Convolution(*variables, no_bias=not bias, **settings)
+    symbol = operator(*variables, no_bias=not bias, **settings)
     arrays = {"x": halves(rng, *shape), "y": halves(rng, *weight, scale=0.2)}
     if bias:
         arrays["z"] = halves(rng, weight[0])

@@ -325,7 +325,8 @@ def test_every_row_of_own_code_is_tested_here_or_with_the_operators_of_states():
     rows = library.own_code()
     assert len(rows) > 50
     here = {name.split()[0] for name in (*ANY_SHAPE, *MOVES, *GATHERS)}
-    elsewhere = {"Convolution", "BatchNorm", "_contrib_BatchNormWithReLU", "LayerNorm", "Dropout"}
+    elsewhere = {"Convolution", "FullyConnected", "BatchNorm", "_contrib_BatchNormWithReLU",
+                 "LayerNorm", "Dropout"}
     forward = {row for row in rows if not row.startswith("_backward")}
     assert forward <= here | elsewhere
     gradients = {"_backward_" + re.sub("^_", "", name) for name in here | elsewhere}

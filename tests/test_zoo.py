@@ -117,7 +117,8 @@ def test_yolo_detects(cv):
     loop(net, lambda net: net(images, boxes, *targets), scale=8)
 
 
-def test_faster_rcnn_detects(cv):
+def test_faster_rcnn_detects(cv, monkeypatch):
+    monkeypatch.setattr(np, "float", float, raising=False)  # which GluonCV 0.10.5 still writes
     from gluoncv.model_zoo.rcnn.faster_rcnn import FasterRCNN
     from gluoncv.model_zoo.rcnn.rpn.rpn_target import RPNTargetGenerator
     features, top = nn.HybridSequential(), nn.HybridSequential()

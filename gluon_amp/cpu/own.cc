@@ -8,6 +8,7 @@ const Rows& all_rows() {
     auto* made = new Rows;
     add_convolution(*made);
     add_copies(*made);
+    add_dense(*made);
     add_dropout(*made);
     add_elementwise(*made);
     add_norms(*made);

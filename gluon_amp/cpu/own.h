@@ -14,6 +14,7 @@ using Rows = std::map<std::string, OwnCode>;
 
 void add_convolution(Rows& rows);
 void add_copies(Rows& rows);
+void add_dense(Rows& rows);
 void add_dropout(Rows& rows);
 void add_elementwise(Rows& rows);
 void add_norms(Rows& rows);

@@ -101,7 +101,8 @@ def _block(net: Any, count: int, dtype: str) -> _Network:
         made = net(*(mx.sym.var(name) for name in names))
     clean = Graph.read(mx.sym.Group(_flat(made)))
     outputs = clean.symbol().list_outputs()
-    arrays = {p.name: p._reduce() for p in parameters.values()}
+    # of one type, as they are: what goes to MXNet's files is float32
+    arrays = {p.name: p._reduce().astype(p.dtype) for p in parameters.values()}
     types = {**dict.fromkeys(names, "float32"),
              **{name: dtype_name(array.dtype) for name, array in arrays.items()}}
     if dtype == "float32":

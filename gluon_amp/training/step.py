@@ -22,7 +22,6 @@ from ..checks import in_names, positive_number, whole_number
 from ..cpu.arrays import to_float32
 from ..cpu.finite import all_finite, not_finite, squares
 from ..cpu.library import versions
-from ..formats import FLOAT16
 from .loss_scale import DynamicLossScale, LossScaleError
 from .reduction import Reduction
 from .static_pair import StaticLossScale
@@ -213,11 +212,13 @@ class Steps:
         sums = _look(gradients)
         overflow = not np.isfinite(sums).all()
         devices = {g.place[1] for g in gradients} if self.reduction.sums else {0}
-        largest = FLOAT16.largest / (len(devices) * self.reduction.workers)
-        if largest < FLOAT16.largest:
+        summed = len(devices) * self.reduction.workers
+        if summed > 1:
+            largest = [float(np.finfo(g.array.dtype).max) / summed for g in gradients]
             overflow = overflow or any(
-                g.array.dtype is np.float16 and math.sqrt(s) > largest  # a norm is quickly seen
-                and np.abs(g.array.asnumpy()).max() > largest for g, s in zip(gradients, sums))
+                math.sqrt(s) > most  # a norm is quickly seen
+                and np.abs(g.array.asnumpy()).max() > most
+                for g, s, most in zip(gradients, sums, largest))
         return self.reduction.any(bool(overflow))
 
     def _loss_is_to_blame(self) -> bool:

@@ -1,0 +1,134 @@
+"""Trains what this folder tells of: python results/run.py [STUDY ...]
+
+Writes results/STUDY/KIND-seedN.log and .jsonl. What is there is not trained again, so a second call
+goes on where the first stopped; remove a study's logs to train it anew. As many runs train side by
+side as there are processors, each with one thread. The data is the shared one, beside the checkout
+or in $GLUON_AMP_DATA.
+"""
+import argparse
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+from typing import Dict, NamedTuple
+
+from tqdm import tqdm
+
+HERE = Path(__file__).parent
+EXAMPLE = HERE.parent / "example"
+SHARED = Path(os.environ.get("GLUON_AMP_DATA", HERE.parent.parent / "shared")).resolve()
+TYPES = {"float32": "--dtype float32", "float16": "--dtype float16"}
+PHOTOS = "SHARED/data/caltech10_128"
+EFFICIENTNET = "SHARED/models/efficientnet_lite0"
+
+
+class Study(NamedTuple):
+    script: str
+    flags: str
+    seeds: int
+    kinds: Dict[str, str] = TYPES
+
+
+STUDIES = {
+    "digits": Study("image_classification.py", "", 30),
+    "cifar10": Study(
+        "image_classification.py",
+        "--dataset SHARED/data/cifar10_train.rec --val SHARED/data/cifar10_test.rec --classes 10 "
+        "--model cifar_resnet20_v1 --image-size 32 --examples 5000 --batch-size 100 --epochs 6 "
+        "--lr 0.1 --warmup-epochs 0.5 --log-interval 25", 30,
+        {**TYPES, "float16-static128": "--dtype float16 --loss-scale 128"}),
+    "fine_tune_resnet20": Study(
+        "fine_tune.py",
+        f"--dataset {PHOTOS}_train.rec --val {PHOTOS}_test.rec --classes 10 "
+        "--pretrained cifar_resnet20_v1 "
+        "--pretrained-params SHARED/models/cifar_resnet20_v1-0000.params --image-size 32 "
+        "--bn-momentum 0.8 --epochs 6 --log-interval 9", 30),
+    # One recipe with Gluon and with the Symbolic API: crops of 112 pixels out of photos whose
+    # shorter side is 128, mirrored; validated on the middle.
+    "fine_tune_efficientnet": Study(
+        "fine_tune.py",
+        f"--dataset {PHOTOS}_train.rec --val {PHOTOS}_test.rec --classes 10 "
+        f"--pretrained-symbol {EFFICIENTNET}-symbol.json "
+        f"--pretrained-params {EFFICIENTNET}-0000.params "
+        "--image-size 112 --crop-ratio 0.875 --random-crop --rgb-mean 127 --rgb-std 128 "
+        "--bn-momentum 0.8 --batch-size 32 --epochs 3 --lr 0.01 --lr-mode step "
+        "--lr-decay-epoch 2 --log-interval 9", 10),
+    "fine_tune_symbolic": Study(
+        "symbolic_fine_tune.py",
+        f"--data-train {PHOTOS}_train.rec --data-val {PHOTOS}_test.rec --num-classes 10 "
+        f"--pretrained-model {EFFICIENTNET} --image-shape 3,112,112 --rgb-mean 127,127,127 "
+        "--rgb-std 128,128,128 --random-crop 1 --random-mirror 1 --bn-momentum 0.8 "
+        "--initializer xavier --batch-size 32 --num-epochs 3 --lr 0.01 --lr-step-epochs 2 "
+        "--disp-batches 5", 10),
+    "cifar10_symbolic": Study(
+        "train_imagenet.py",
+        "--data-train SHARED/data/cifar10_train.rec --data-val SHARED/data/cifar10_test.rec "
+        "--num-classes 10 --network resnet --num-layers 20 --image-shape 3,32,32 "
+        "--batch-size 100 --num-epochs 6 --lr 0.1 --lr-step-epochs 4 --warmup-epochs 0.5 "
+        "--random-crop 1 --random-mirror 1 --pad-size 4 --top-k 5 --rgb-mean 125.3,123,113.9 "
+        "--rgb-std 63,62.1,66.7 --disp-batches 20", 10),
+}
+
+
+def log_of(study, kind, seed):
+    return HERE / study / f"{kind}-seed{seed}.log"
+
+
+def train(study, kind, seed):
+    """One run. Its logs appear when it has ended well; where it has not, that is an error."""
+    script, flags, _, kinds = STUDIES[study]
+    log = log_of(study, kind, seed)
+    log.parent.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=log.parent, prefix=".run") as scratch:
+        saved = Path(scratch, "saved")
+        flags = f"{kinds[kind]} {flags}".replace("SHARED", shlex.quote(str(SHARED)))
+        command = [sys.executable, "-W", "ignore", str(EXAMPLE / script), "--seed", str(seed),
+                   "--save-dir", str(saved), *shlex.split(flags)]
+        done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, text=True,
+                              stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, check=False)
+        if done.returncode:
+            raise SystemExit(f"{study} {kind} of seed {seed} failed:\n{done.stderr[-2000:]}")
+
+        def put(text, path):
+            for folder, name in ((saved, "SAVE_DIR"), (SHARED, "SHARED")):
+                text = text.replace(str(folder), name)
+            whole = Path(scratch, path.name)
+            whole.write_text(text)
+            whole.replace(path)
+
+        put((saved / "log.jsonl").read_text(), log.with_suffix(".jsonl"))
+        put(done.stderr, log)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("studies", nargs="*", metavar="STUDY",
+                        help=f"{', '.join(STUDIES)}; all where none is named")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), metavar="N",
+                        help="runs side by side (%(default)s)")
+    args = parser.parse_args()
+    unknown = set(args.studies) - set(STUDIES)
+    if unknown:
+        parser.error(f"no study {', '.join(sorted(unknown))}. Valid: {', '.join(STUDIES)}")
+    runs = [(study, kind, seed) for study in args.studies or STUDIES
+            for seed in range(STUDIES[study].seeds) for kind in STUDIES[study].kinds]
+    left = [run for run in runs if not log_of(*run).exists()]
+    with ThreadPoolExecutor(args.jobs) as pool, \
+            tqdm(total=len(runs), initial=len(runs) - len(left), unit="run") as bar:
+        futures = {pool.submit(train, *run): run for run in left}
+        try:
+            for future in as_completed(futures):
+                future.result()
+                bar.set_postfix_str(" ".join(map(str, futures[future])))
+                bar.update()
+        except BaseException:
+            for future in futures:
+                future.cancel()
+            raise
+
+
+if __name__ == "__main__":
+    main()
