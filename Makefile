@@ -3,7 +3,7 @@
 # make setup   only make .venv
 # make lint    ruff and mypy
 # make docs    build the documentation: docs/_build/html
-# make wheel   dist/: a wheel for Linux on x86-64 with glibc 2.27 or later, any Python, and the sdist
+# make wheel   dist/: a wheel for Linux on x86-64 with glibc 2.27 or later, and the sdist
 # make test-zoo   train networks of GluonCV, GluonNLP and GluonTS, each in a venv of its own (python3.8)
 # make test-mxnet MXNET_TESTS=FOLDER   MXNet 1.9.1's own tests (tests/python of its sources) with ours in place
 # make results   draw results/imagenet anew, byte for byte

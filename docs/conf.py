@@ -17,6 +17,7 @@ ROOT = HERE.parent
 PUBLISHED = {"readme": "README.md", "results": "results/README.md",
              "imagenet": "results/imagenet/README.md",
              "tensor_core_results": "results/tensor_cores/README.md",
+             "xray_results": "results/xray/README.md",
              "benchmarks": "benchmarks/README.md", "contributing": "CONTRIBUTING.md",
              "changelog": "CHANGELOG.md"}
 
@@ -60,6 +61,8 @@ for name, value in {
         "MATPLOTLIBRC": str(HERE / "_static" / "matplotlibrc")}.items():
     os.environ.setdefault(name, value)
 nitpick_ignore = [("py:class", "dataclasses.InitVar"), ("py:class", "NoneType")]  # no pages of ours
+# parts of an X-ray's view, which docs/xray.md tells of
+nitpick_ignore_regex = [("py:class", r"gluon_amp\.xray\.(tensors|updates|statistics|advice)\.\w+")]
 
 
 def code_blocks(app, what, name, obj, options, lines):

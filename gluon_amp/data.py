@@ -77,7 +77,7 @@ def check_label(label: Any) -> None:
 
 def _floating(dtype: str) -> str:
     if dtype not in ("float16", "float32"):
-        raise ValueError(f"dtype. Valid: float16, float32. Received: {dtype!r}")
+        raise ValueError(f"dtype must be float16 or float32. Received: {dtype!r}")
     return dtype
 
 

@@ -16,14 +16,16 @@ class Policy:
     Attributes:
         name: how errors and logs call it.
         parameter: what parameters are stored in: float32 or float16.
-        product: what the inputs of convolutions, dense layers and other products are.
-        between: what lies between the operators.
-        gradient: what gradients are. Where `product` differs from `between`: the gradients that
-            products read; all others are as `between`. If not given, as `product`.
+        product: what the inputs of convolutions, dense layers and other products are rounded to.
+        between: what the operators' results are rounded to.
+        gradient: what gradients are rounded to. Where `product` differs from `between`, it is for
+            the gradients that products read, and all others are as `between`. If not given, as
+            `product`.
         norm: what normalizations compute in: float32 or as `between`.
-        sensitive: the same of softmax, losses, exponents and large sums.
+        sensitive: what softmax, losses, exponents and large sums compute in: float32 or as
+            `between`.
         output: what the network returns: float32 or float16.
-        compute: sets `product` and `between`.
+        compute: sets both `product` and `between`; given instead of these.
         accumulate: a GPU, such as "V100": on a CPU, float16 products then add bit by bit as that
             GPU's Tensor Cores do (`gluon_amp.tensor_core_dot`), forward and backward. None: in
             float32.

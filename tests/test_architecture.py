@@ -76,8 +76,19 @@ def test_no_folders_import_each_other_in_a_circle():
 
 def test_every_room_stands_in_the_docs():
     text = DOCS.read_text()
-    missing = [name for name in arrows() if f"`{name.split('/')[-1]}.py`" not in text]
-    assert missing == []
+    rooms = [f"{name}.py" for name in arrows()]
+    rooms += [path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.cc")]
+    assert [name for name in rooms if f"`{name.split('/')[-1]}`" not in text] == []
+
+
+def test_folders_stand_in_the_docs_in_the_order_of_their_imports():
+    table = DOCS.read_text().partition("## The rooms")[2].partition("\n## ")[0]
+    order = re.findall(r"(?m)^\| `(\w+)/` \|", table)
+    for name, targets in arrows().items():
+        for target in targets:
+            here, there = name.split("/")[0], target.split("/")[0]
+            if "/" in name and "/" in target:
+                assert order.index(there) <= order.index(here), f"{name} imports {target}"
 
 
 def test_no_file_is_longer_than_400_lines():

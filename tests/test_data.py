@@ -77,5 +77,5 @@ def test_small_float16_labels_and_others_pass():
 
 @pytest.mark.parametrize("make", [amp.data.Cast, lambda d: amp.data.CastIter(_Batches(None), d)])
 def test_other_types_are_refused(make):
-    with pytest.raises(ValueError, match=r"dtype. Valid: float16, float32. Received: 'int8'"):
+    with pytest.raises(ValueError, match=r"dtype must be float16 or float32. Received: 'int8'"):
         make("int8")

@@ -66,10 +66,10 @@ def test_a_weight_that_one_rank_changed_is_named_on_all(ranks, store, when):
 
 
 @pytest.mark.parametrize(("what", "error"), [
-    ("shape", "ranks train other networks: net_dense0_bias"),
-    ("count", "ranks train other networks. Parameters of rank 0, 1, ...: 8, 10"),
-    ("version", f"ranks have other versions of gluon_amp: {amp.__version__}, 9.9.9"),
-    ("scale", "ranks have other loss scales. Rank 0, 1, ...: a dynamic loss scale, "
+    ("shape", "ranks train different networks: net_dense0_bias"),
+    ("count", "ranks train different networks. Parameters of rank 0, 1, ...: 8, 10"),
+    ("version", f"ranks have different versions of gluon_amp: {amp.__version__}, 9.9.9"),
+    ("scale", "ranks have different loss scales. Rank 0, 1, ...: a dynamic loss scale, "
               "the loss scale 256")])
 @pytest.mark.parametrize("store", EITHER)
 def test_ranks_that_do_not_fit_are_told_before_training(ranks, store, what, error):

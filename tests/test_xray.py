@@ -520,7 +520,7 @@ def test_the_command_tells_what_another_format_would_have_done(tmp_path, capsys)
     assert "holds xray.jsonl" in capsys.readouterr().err
     (tmp_path / "run" / "xray.jsonl").write_text("no")
     assert main(["xray", folder]) == 1
-    assert "none that xray has written" in capsys.readouterr().err
+    assert "no file that xray has written" in capsys.readouterr().err
 
 
 def test_the_command_says_where_no_loss_scale_fits(tmp_path, capsys):

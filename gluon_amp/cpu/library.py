@@ -48,7 +48,10 @@ _REBUILD = "Rebuild them with: pip install --force-reinstall --no-deps gluon-amp
 
 
 class KernelError(RuntimeError):
-    """The engine cannot run here."""
+    """The engine, which runs float16 on CPUs, does not load here; the message says why.
+
+    It is raised at the first float16 use on a CPU. All else works without the engine.
+    """
 
 
 class Counts(ctypes.Structure):

@@ -34,7 +34,7 @@ def convert(net: Block, policy: Union[str, Policy] = "float16",
 
     Parameters get the policy's type; those of norms stay float32. From then on the
     network takes float32 or float16 inputs, and returns float32 (under "pure_float16"
-    float16). Files of `save_parameters` and `export` are float32's. Convert the
+    float16). `save_parameters` and `export` write float32 files. Convert the
     outermost block, before its Trainer takes a step. Blocks that it gets as children later
     are converted, too.
 
@@ -42,10 +42,10 @@ def convert(net: Block, policy: Union[str, Policy] = "float16",
         policy: "float16" (parameters in float16, for optimizers with float32 masters),
             "mixed_float16" (float32 parameters, cast where they are used),
             "pure_float16", "mixed_bfloat16", "tf32" and "mixed_float8" (CPU only), "float32"
-            (undoes a conversion); or Apex's "O0" to "O3".
+            (undoes a conversion); or Apex's "O0" to "O3"; or a `gluon_amp.Policy` of your own.
         keep: what stays float32: blocks, classes of blocks, and regular expressions for
-            the whole name of a block, or of a node: in a SymbolBlock, or in a network that
-            has run since it was last converted or hybridized.
+            the whole name of a block, or of a node (an operator of the graph). Nodes are known in
+            a SymbolBlock, and in a network that has run since it was converted or hybridized.
     """
     policy = get_policy(policy)
     if not isinstance(net, Block):

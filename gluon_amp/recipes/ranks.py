@@ -26,7 +26,7 @@ def add_arguments(parser: Any) -> None:
 
 
 class Ranks:
-    """The processes that train one network; one, unless the store is for many.
+    """The processes that train one network: a single one, unless the kvstore is for many.
 
     Args:
         kvstore: a name of `add_arguments`.
@@ -73,7 +73,7 @@ class Ranks:
         """Raises where ranks hold other numbers: they would wait for each other."""
         numbers = [int(row) for row in self._reduction.gather(b"%20d" % number)]
         if len(set(numbers)) > 1:
-            raise ValueError(f"ranks have other numbers of {what}. Rank 0, 1, ...: "
+            raise ValueError(f"ranks have different numbers of {what}. Rank 0, 1, ...: "
                              f"{', '.join(map(str, numbers))}. All must read the same files")
 
     def sum_metric(self, metric: Any) -> None:
@@ -118,7 +118,7 @@ class Part(mx.gluon.data.Sampler):
 
 
 class ValidationPart(mx.gluon.data.Sampler):
-    """A rank's part of validation data: together the ranks have all of it, and each once."""
+    """A rank's part of validation data: together the ranks have all of it, each example once."""
 
     def __init__(self, length: int, ranks: Ranks):
         if length < ranks.workers:

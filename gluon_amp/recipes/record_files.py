@@ -14,8 +14,8 @@ _MAGIC = 0xCED7230A  # begins each record
 
 
 def records(path: str, classes: int) -> Sequence[int]:
-    """Where each record begins; an error if the file is missing, empty or cut short, or if a
-    label is beyond the classes."""
+    """The bytes at which the records of a RecordIO file begin. It is an error if the file is
+    missing, empty or cut short, or if a label is beyond the classes."""
     if not os.path.exists(path):
         raise ValueError(f"{path} does not exist")
     size, at = os.path.getsize(path), 0
@@ -43,8 +43,9 @@ def records(path: str, classes: int) -> Sequence[int]:
 
 
 def records_of_part(path: str, index: str, begins: Sequence[int], part: int, parts: int) -> int:
-    """How many records MXNet's `part_index` and `num_parts` are: it cuts the index, or else the
-    file, into parts of one length, and a record belongs where it begins."""
+    """How many records a rank reads that gives MXNet's iterators this `part_index` and `num_parts`.
+    MXNet cuts the index, or else the file, into parts of one length; a record belongs to the part
+    in which it begins."""
     if index:
         with open(index) as file:
             count = sum(1 for line in file if line.strip())

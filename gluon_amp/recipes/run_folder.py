@@ -75,7 +75,7 @@ class RunFolder:
             hold(self.path)
 
     def start_record(self, lines: List[Dict[str, Any]], steps: int) -> TrainingLog:
-        """The run's log, behind these lines and steps of before."""
+        """The run's log, which goes on behind the lines and steps of before."""
         path = self._file("log.jsonl") if self.writes else None
         return TrainingLog(self.args, path, lines, steps, writes=self.ranks.rank == 0)
 

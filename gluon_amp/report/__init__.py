@@ -41,7 +41,7 @@ def report(logs: Iterable[Any], folder: Any, title: str = "Training report",
         raise ValueError(f"margin is a number of points between 0 and 100. Received: {margin}")
     logs = [logs] if isinstance(logs, (str, Path)) else list(logs)
     if not logs:
-        raise ValueError("report wants one log or more. Received: none")
+        raise ValueError("report needs one log or more. Received: none")
     runs = read(logs)
     for run in runs if claim_speed else []:
         run.arguments["claim_speed"] = True

@@ -25,7 +25,8 @@ def convert_symbol(sym: "mx.sym.Symbol", policy: Union[str, Policy] = "float16",
     `gluon_amp.Module`. What holds casts already keeps them.
 
     Args:
-        policy: as for `gluon_amp.convert`; "mixed_bfloat16" is for Gluon only.
+        policy: as for `gluon_amp.convert`; those for CPUs only ("mixed_bfloat16", "tf32",
+            "mixed_float8") are for Gluon only.
         keep: regular expressions for the whole names of nodes that stay float32.
     """
     policy = get_policy(policy)

@@ -321,8 +321,8 @@ class Module(_Module, mx.mod.Module):
 
 
 class BucketingModule(_Module, mx.mod.BucketingModule):
-    """`mx.mod.BucketingModule` in the same way: one loss scale and one
-    `clip_norm` for all buckets."""
+    """`mx.mod.BucketingModule` in mixed precision, as `gluon_amp.Module` is: with one loss scale
+    and one `clip_norm` for all buckets."""
 
     def __init__(self, sym_gen: Any, *args: Any, loss_scale: Any = None,
                  clip_norm: Optional[float] = None, **kwargs: Any) -> None:

@@ -52,15 +52,15 @@ def check_same_network(reduction: Reduction, arrays: Iterable[Named]) -> None:
         return
     versions = reduction.gather(__version__.encode()[:16].ljust(16))
     if not _alike(versions):
-        raise RanksDifferError("ranks have other versions of gluon_amp: " + ", ".join(
+        raise RanksDifferError("ranks have different versions of gluon_amp: " + ", ".join(
             v.decode().strip() for v in versions))
     counts = [int(c) for c in reduction.gather(b"%16d" % len(named))]
     if not _alike(counts):
-        raise RanksDifferError("ranks train other networks. Parameters of rank 0, 1, ...: "
+        raise RanksDifferError("ranks train different networks. Parameters of rank 0, 1, ...: "
                                + ", ".join(map(str, counts)))
     first, ranks = _first_difference(reduction, [_digest(text.encode()) for text in layouts])
-    raise RanksDifferError(f"ranks train other networks: {named[first][0]}, here {layouts[first]}, "
-                           f"has another shape or type on {ranks} than on rank 0")
+    raise RanksDifferError(f"ranks train different networks: {named[first][0]}, here "
+                           f"{layouts[first]}, has another shape or type on {ranks} than on rank 0")
 
 
 def begin_alike(reduction: Reduction, arrays: Sequence[Tuple[Any, str, List[Any]]],
@@ -90,7 +90,8 @@ def agree_on_scale(reduction: Reduction, loss_scale: Any) -> None:
         kind, state = f"the loss scale {loss_scale.scale:g}", {}
     kinds = [k.decode().strip() for k in reduction.gather(kind.encode()[:40].ljust(40))]
     if not _alike(kinds):
-        raise RanksDifferError("ranks have other loss scales. Rank 0, 1, ...: " + ", ".join(kinds))
+        raise RanksDifferError("ranks have different loss scales. Rank 0, 1, ...: "
+                               + ", ".join(kinds))
     if state:
         packed = struct.pack("!dq?", state["scale"], state["finite_steps"], state["settled"])
         scale, finite_steps, settled = struct.unpack("!dq?", reduction.gather(packed)[0])
@@ -109,7 +110,7 @@ def compare(reduction: Reduction, held: Sequence[Named]) -> None:
         return
     counts = [int(c) for c in reduction.gather(b"%16d" % len(held))]
     if not _alike(counts):
-        raise RanksDifferError("ranks have other numbers of parameters and states. Rank 0, 1, "
+        raise RanksDifferError("ranks have different numbers of parameters and states. Rank 0, 1, "
                                f"...: {', '.join(map(str, counts))}")
     first, ranks = _first_difference(reduction, digests)
     raise RanksDifferError(f"{held[first][0]} is not the same on {ranks} as on rank 0. Has a rank "

@@ -11,7 +11,8 @@ from .._mxnet import mx, np
 
 @mx.kv.KVStoreBase.register
 class Horovod(mx.kv.KVStoreBase):
-    """Sums by Horovod.
+    """A kvstore that sums gradients by Horovod, for `Trainer(..., kvstore=)` and `Module.fit`.
+    `kvstore="horovod"` makes one with the wire "float16".
 
     Args:
         wire: "float16" sums float16 gradients in float16, and a sum above 65504 is infinite.

@@ -1,6 +1,6 @@
 """The dynamic loss scale: pure arithmetic, no arrays.
 
-Float16 gradients below 6e-8 are 0. So the loss is scaled up before the backward pass,
+Gradients below 3e-8 are 0 in float16. So the loss is scaled up before the backward pass,
 and the update scales down again. Both must use one number. This one is found by trying:
 
     while gradients are finite: grow every `growth_interval` steps, up to `maximum`

@@ -64,10 +64,17 @@ def lr_find(net: Any, trainer: Any, loss_fn: Any, batches: Iterable[Any], start:
             end: float = 10.0, steps: int = 100, plot: Optional[str] = None) -> LearningRates:
     """Tries learning rates from `start` to `end`, and proposes one.
 
+    Network, trainer and loss scale are afterwards as they were before. It ends early where the loss
+    grows without bounds.
+
     Args:
+        net: the network, whose parameters have their sizes.
         trainer: a gluon_amp.Trainer or a gluon.Trainer. The former may train on many ranks: each
             gives its own batches, and all find the same.
+        loss_fn: called with the network's output and the label.
         batches: pairs of data and label, over and over again if they are too few.
+        start, end: the first and the last learning rate.
+        steps: how many rates are tried, each for one step.
         plot: where to draw loss against rate: a PNG or SVG file.
     """
     if positive_number(start, "start") >= positive_number(end, "end"):

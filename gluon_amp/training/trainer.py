@@ -41,12 +41,12 @@ class Trainer(TakesSteps, RanksTrainer):
 
     Args:
         optimizer: a name, as for `gluon_amp.optimizer`, or an optimizer. Float16 weights get
-            float32 masters with either; `gluon_amp.optimizer(name, multi_precision=False)` makes
-            one without.
+            masters; `gluon_amp.optimizer(name, multi_precision=False)` makes one without.
+        kvstore: for many workers "dist_sync", "dist_device_sync", "horovod", `gluon_amp.Horovod()`.
         loss_scale: "dynamic", a number, a StaticLossScale, a DynamicLossScale, or None.
         clip_norm: the largest norm of the whole gradient, as the optimizer gets it:
-            unscaled, and divided by the batch size.
-        enabled: False is loss_scale=None: a `gluon.Trainer`, but for `clip_norm`.
+            unscaled, and divided by the batch size. None: no clipping.
+        enabled: False is loss_scale=None. All other arguments are as for `gluon.Trainer`.
     """
 
     _optimizer: Any
@@ -78,7 +78,7 @@ class Trainer(TakesSteps, RanksTrainer):
     # ---- what one does
 
     def backward(self, loss: Any, retain_graph: bool = False) -> None:
-        """Computes the scaled gradients of a loss, or of several.
+        """Computes the scaled gradients of a loss, or of a list with one of each device.
 
         The losses stay unscaled. Calls before one step share one scale, so gradients
         with grad_req="add" add up.
@@ -91,7 +91,8 @@ class Trainer(TakesSteps, RanksTrainer):
             self._backward(list(loss) if isinstance(loss, (list, tuple)) else [loss], retain_graph)
 
     def step(self, batch_size: int, ignore_stale_grad: bool = False) -> bool:
-        """Sums gradients over devices and updates, unless they are not finite.
+        """Sums gradients over devices and workers, divides by `batch_size`, which counts the
+        examples of all of them, and updates, unless a gradient is infinite or NaN.
 
         Returns:
             whether it updated. Learning rate schedules do not see a skipped step.
@@ -102,7 +103,7 @@ class Trainer(TakesSteps, RanksTrainer):
         return self._steps.updated
 
     def update(self, batch_size: int, ignore_stale_grad: bool = False) -> bool:
-        """`step` after `allreduce_grads`."""
+        """The rest of a `step`, after `allreduce_grads` has summed the gradients."""
         self._check_step(batch_size, ignore_stale_grad)
         super().update(batch_size, ignore_stale_grad)
         self._check_ranks_once()
@@ -132,8 +133,7 @@ class Trainer(TakesSteps, RanksTrainer):
     def clip_norm(self, max_norm: float, batch_size: int = 1) -> float:
         """Clips the next `update` to this norm, over all parameters, of the gradient divided
         by `update`'s batch size. Returns the norm before, divided by `batch_size`; it is
-        infinite or NaN if the gradients are.
-        """
+        infinite or NaN if the gradients are."""
         positive_number(max_norm, "max_norm")
         factor = self._scale / positive_number(batch_size, "batch_size")
         self._check_backward("clip_norm()")

@@ -19,7 +19,8 @@ class Finding:
     Attributes:
         node: the node that is to blame.
         tensor: its name.
-        reason: "range above", "range below", "cancellation" or "a constant".
+        reason: "range above" or "range below" (numbers too large or too small for the format), with
+            ", by a constant" where one of the operator is to blame; or "cancellation".
         detail: a sentence with figures.
         keep: the nodes to keep in float32.
     """
@@ -35,8 +36,10 @@ class Overflow:
     """The first tensor that is not finite though all that it is computed from is.
 
     Attributes:
-        node, tensor, op: where.
-        backward: whether in the backward pass.
+        node: the name of the node that has computed it.
+        tensor: its own name.
+        op: the node's operator.
+        backward: whether it is of the backward pass.
         batch: the number of the batch, from 0 on.
         scale: the loss scale of that pass.
         inputs: the names of what it read, and the exponents of the smallest and largest number.

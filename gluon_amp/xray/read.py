@@ -113,7 +113,7 @@ def _lines(folder: str) -> List[Dict[str, Any]]:
             found = [json.loads(line) for line in file]
             known: Optional[int] = found[0]["version"]
         except (ValueError, KeyError, IndexError, TypeError):
-            raise ValueError(f"{path} is none that xray has written") from None
+            raise ValueError(f"{path} is no file that xray has written") from None
     if known != 1:
         raise ValueError(f"{path} is of version {known}; this gluon_amp reads version 1")
     return found

@@ -46,7 +46,8 @@ class View:
         findings: the nodes that float16 does not suit, the worst first.
         keep: for `convert(net, keep=view.keep)`: after it, nothing is found.
         first_overflow: the first tensor that is not finite; None where all are.
-        losses, reference_losses: of each step; the latter in float32.
+        losses: of each step.
+        reference_losses: of each step in float32.
         steps: what each step counted: its loss scale, and counts by tensor.
         scale: the loss scale at which the counts of gradients stand: the first step's.
         notes: what else there is to know, in sentences.
