@@ -2,7 +2,6 @@
 import copy
 import json
 import pickle
-import threading
 
 import gluon_amp as amp
 import networks
@@ -302,81 +301,6 @@ def test_a_network_that_does_not_ask_has_one_graph(x):
 
 
 # Copies
-
-
-COPIES = [copy.deepcopy, lambda net: pickle.loads(pickle.dumps(net))]
-
-
-@pytest.mark.parametrize("make_copy", COPIES, ids=["deepcopy", "pickle"])
-@pytest.mark.parametrize("used", [False, True])
-def test_a_copy_computes_the_same_and_is_independent(used, make_copy, x):
-    net = amp.convert(make(), keep=nn.Dense)
-    if used:
-        step(net, x)
-    twin = make_copy(net)
-    assert type(twin) is type(net)
-    assert types(twin) == types(net)
-    out = net(x).asnumpy()
-    assert np.array_equal(twin(x).asnumpy(), out)
-    twin.output.weight.set_data(twin.output.weight.data() * 2)
-    assert not np.array_equal(twin(x).asnumpy(), out)
-    assert np.array_equal(net(x).asnumpy(), out)
-    step(net, x)
-    step(twin, x)
-    assert not np.array_equal(twin(x).asnumpy(), out)
-    assert type(amp.restore(twin)) is Net
-    assert type(net) is not Net
-
-
-@pytest.mark.parametrize("make_copy", COPIES, ids=["deepcopy", "pickle"])
-def test_a_copy_lies_on_the_same_devices_and_has_the_gradients(make_copy):
-    devices = [mx.cpu(0), mx.cpu(1)]
-    net = nn.Dense(3, in_units=2)
-    net.initialize(ctx=devices)
-    amp.convert(net)
-    net.weight.grad_req = "add"
-
-    def backward(net):
-        with autograd.record():
-            losses = [net(nd.ones((1, 2), ctx=d)).sum() for d in devices]
-        autograd.backward(losses)
-        return [g.asnumpy() for g in net.weight.list_grad()]
-
-    backward(net)
-    twin = make_copy(net)
-    assert [a.context for a in twin.weight.list_data()] == devices
-    for mine, theirs in zip(backward(twin), backward(net)):
-        assert np.array_equal(mine, np.full((3, 2), 2))
-        assert np.array_equal(theirs, mine)
-
-
-class WithLock(nn.Dense):
-    """A block with something in it that can be neither pickled nor copied."""
-
-    def __init__(self):
-        super().__init__(3, in_units=2)
-        self.lock = threading.Lock()
-
-    def __getstate__(self):
-        return {key: value for key, value in self.__dict__.items() if key != "lock"}
-
-    def __setstate__(self, state):
-        self.__dict__.update(state, lock=threading.Lock())
-
-
-@pytest.mark.parametrize("make_copy", COPIES, ids=["deepcopy", "pickle"])
-def test_a_block_that_says_itself_how_it_is_copied_is_copied_so(make_copy):
-    net = WithLock()
-    net.initialize()
-    twin = make_copy(amp.convert(net))
-    assert twin.lock is not net.lock
-    assert np.array_equal(twin(nd.ones((1, 2))).asnumpy(), net(nd.ones((1, 2))).asnumpy())
-
-
-def test_a_copy_of_a_plain_block_works():
-    net = amp.convert(holding(nn.Dense(3, in_units=2), cls=nn.Sequential))
-    twin = copy.deepcopy(net)
-    assert np.array_equal(twin(nd.ones((1, 2))).asnumpy(), net(nd.ones((1, 2))).asnumpy())
 
 
 def test_a_symbol_block_trains_predicts_and_is_copied(tmp_path, x):

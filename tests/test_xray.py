@@ -3,183 +3,31 @@ import csv
 import json
 
 import gluon_amp as amp
-import networks
 import numpy as np
 import pytest
 from gluon_amp._mxnet import mx
 from gluon_amp.cpu.library import random_numbers_kept
 from gluon_amp.formats import FORMATS
-from gluon_amp.graph.build import build
-from gluon_amp.graph.graph import Graph
 from gluon_amp.tools.cli import main
-from gluon_amp.xray.statistics import Counts, Key, read
-from mxnet import autograd, gluon, nd
-from mxnet.gluon import nn, rnn
+from gluon_amp.xray.statistics import Counts
+from mxnet import gluon, nd
+from mxnet.gluon import nn
+from xray_networks import (
+    LOSS,
+    Mean,
+    WithOwnParameter,
+    batches,
+    converted,
+    images_net,
+    prepared,
+    rows,
+    training,
+)
 
 sym = mx.sym
-LOSS = gluon.loss.SoftmaxCrossEntropyLoss()
-
-
-# ---- what the engine counts -----------------------------------------------------------------
-
-
-def watched(symbol, head=1.0, watch=True, **arrays):
-    """Runs a graph forward and backward: its output, its gradients, what was counted."""
-    types = {name: a.dtype.name for name, a in arrays.items()}
-    made = build(Graph.read(symbol), types, watch=watch).symbol()
-    names = made.list_inputs()
-    op = mx.nd.CachedOp(made, [("data_indices", list(range(len(names)))), ("param_indices", [])])
-    values = {name: nd.array(a, dtype=a.dtype) for name, a in arrays.items()}
-    for value in values.values():
-        value.attach_grad()
-    read()
-    with autograd.record():
-        output = op(*(values[name] for name in names))
-    output.backward(nd.ones_like(output) * head)
-    return output.asnumpy(), {n: v.grad.asnumpy() for n, v in values.items()}, read()
-
-
-def assert_counted(counts, exact):
-    """Counts are those that numpy finds in the exact float32 numbers."""
-    exact = np.asarray(exact, np.float32).ravel()
-    finite = exact[np.isfinite(exact) & (exact != 0)]
-    bins = np.bincount(np.maximum(np.frexp(finite)[1] - 1 + 127, 0), minlength=256)
-    np.testing.assert_array_equal(counts.bins, bins)
-    with np.errstate(over="ignore"):
-        half = exact.astype(np.float16).astype(np.float32)
-    fits = np.isfinite(half)
-    assert counts.zero == (exact == 0).sum()
-    assert counts.infinite == np.isinf(exact).sum()
-    assert counts.nan == np.isnan(exact).sum()
-    assert counts.overflowed == (np.isfinite(exact) & ~fits).sum()
-    assert counts.flushed == ((exact != 0) & (half == 0)).sum()
-    wide = exact.astype(np.float64)
-    assert counts.squares == pytest.approx((wide[np.isfinite(exact)] ** 2).sum(), rel=1e-6)
-    assert counts.error_squares == pytest.approx(((wide - half)[fits] ** 2).sum(), rel=1e-6)
-
-
-@pytest.mark.parametrize("size", [1, 3, 511, 513, 70000, 200001])
-def test_exponents_are_counted_before_the_rounding_forward_and_backward(size, rng):
-    x = (rng.standard_normal(size) * 2.0 ** rng.integers(-24, 13, size)).astype(np.float16)
-    x[:3] = [0, 65504, 30000][:size]
-    factor = np.float32(np.float16(3.3))
-    _, _, counts = watched(sym.var("x") * 3.3, x=x)
-    name = next(iter(counts)).node
-    assert_counted(counts[Key(name, False, 0)], x.astype(np.float32) * factor)
-    assert_counted(counts[Key(name, True, 0)], np.full(size, factor))
-    assert counts[Key(name, True, 0)].numbers == size
-
-
-def test_infinities_and_nans_are_counted_apart():
-    x = np.float16([np.inf, -np.inf, np.nan, 0, 1, 65504])
-    _, _, counts = watched(sym.var("x") * 2, x=x)
-    found = next(c for key, c in counts.items() if not key.backward)
-    assert (found.infinite, found.nan, found.zero, found.overflowed) == (2, 1, 1, 1)
-
-
-@pytest.mark.parametrize("channels", [5, 16, 24])
-def test_a_convolution_counts_its_numbers_and_no_padding(channels, rng):
-    x = rng.standard_normal((3, 16, 9, 9)).astype(np.float16)
-    w = rng.standard_normal((channels, 16, 3, 3)).astype(np.float16)
-    conv = sym.Convolution(sym.var("x"), sym.var("w"), num_filter=channels, kernel=(3, 3),
-                           no_bias=True, name="conv")
-    output, gradients, counts = watched(conv, x=x, w=w)
-    forward = counts[Key("conv", False, 0)]
-    assert forward.numbers == output.size
-    assert forward.zero == 0
-    assert forward.squares == pytest.approx((output.astype(np.float64) ** 2).sum(), rel=1e-3)
-    for which, name in enumerate("xw"):
-        found = counts[Key("conv", True, which)]
-        right = gradients[name].astype(np.float64)
-        assert found.numbers == right.size
-        assert found.squares == pytest.approx((right ** 2).sum(), rel=1e-3)
-
-
-@pytest.mark.parametrize("name", ["dense", "lstm", "attention", "images"])
-def test_watched_networks_have_the_same_bits(name):
-    def step(watch):
-        mx.random.seed(1)
-        np.random.seed(1)
-        net, inputs = _network(name)
-        data = [a.astype("float32") for a in inputs(np.random.default_rng(7))]
-        net(*data)
-        clean = Graph.read(net._cached_graph[1])
-        graph, types = net.mixed_graph(["float32"] * len(data))
-        made = build(graph, types, watch=watch).symbol()
-        values = {p.name: p.data() for p in net.collect_params().values()}
-        values.update(zip([d.name for d in net._cached_graph[0]], data))
-        names = made.list_inputs()
-        op = mx.nd.CachedOp(made, [("data_indices", list(range(len(names)))),
-                                   ("param_indices", [])])
-        mx.random.seed(3)
-        with autograd.record():
-            output = op(*(values[n] for n in names))
-            loss = sum((o ** 2).mean() for o in (output if isinstance(output, list) else [output]))
-        loss.backward()
-        assert clean.variables()
-        return [values[p.name].grad.asnumpy() for p in net.collect_params().values()
-                if p.grad_req != "null"]
-
-    for watched_one, plain in zip(step(True), step(False)):
-        assert watched_one.tobytes() == plain.tobytes()
-    assert read()
-
-
-def _network(name):
-    make, inputs = {
-        "dense": (lambda: nn.Dense(3), networks.floats(4, 5)),
-        "lstm": (lambda: in_a_block(rnn.LSTM(8, input_size=6)), networks.floats(5, 2, 6)),
-        "attention": (lambda: networks.SelfAttention(), networks.floats(5, 2, 32)),
-        "images": (lambda: images_net(), networks.images(9)),
-    }[name]
-    net = make()
-    net.initialize(mx.init.Xavier())
-    amp.convert(net)
-    return net, inputs
-
-
-def in_a_block(block):
-    net = nn.HybridSequential()
-    net.add(block)
-    return net
-
-
-def images_net(fault=None):
-    net = nn.HybridSequential(prefix="net_")
-    with net.name_scope():
-        net.add(nn.Conv2D(16, 3, padding=1), nn.BatchNorm(), nn.Activation("relu"),
-                nn.MaxPool2D(), nn.Conv2D(12, 3), nn.LeakyReLU(0.1))
-        if fault:
-            net.add(nn.HybridLambda(fault, prefix="fault_"))
-        net.add(nn.GlobalAvgPool2D(), nn.Dropout(0.2), nn.Dense(4))
-    return net
-
-
-def test_counts_tell_of_any_format():
-    counts = Counts.of_array(np.float32([0, 2.0 ** -40, 2.0 ** -20, 1, 2.0 ** 17]))
-    assert counts.shares(FORMATS["float16"]) == {
-        "zero": 0.2, "flushed": 0.2, "subnormal": 0.2, "overflowed": 0.2}
-    assert counts.shares(FORMATS["bfloat16"]) == {
-        "zero": 0.2, "flushed": 0, "subnormal": 0, "overflowed": 0}
-    assert counts.shares(FORMATS["float8_e4m3"])["flushed"] == 0.4
-    assert counts.shares(FORMATS["float16"], scale=2.0 ** -2)["overflowed"] == 0
-    assert counts.headroom(FORMATS["float16"]) == (-26, -2)
-    assert counts.range == (-40, 17)
 
 
 # ---- what is advised ------------------------------------------------------------------------
-
-
-def batches(count=2, size=12):
-    rng = np.random.default_rng(0)
-    return [(nd.array(rng.standard_normal((8, 3, size, size))), nd.array(rng.integers(0, 4, 8)))
-            for _ in range(count)]
-
-
-def converted(fault=None):
-    net = images_net(fault)
-    net.initialize(mx.init.Xavier())
-    return amp.convert(net)
 
 
 FAULTS = {
@@ -273,32 +121,6 @@ def test_nothing_of_the_users_changes():
     assert all_bits() == before
 
 
-def training(looked_at, make=None, give=None, steps=4):
-    """A network with Dropout that was trained with an X-ray or without: all that it holds, and what
-    MXNet draws next."""
-    mx.random.seed(5)
-    np.random.seed(5)
-    net = (make or converted)()
-    given = (give or batches)(steps)
-    net(given[0][0])
-    trainer = amp.Trainer(net.collect_params(), "adam", {"learning_rate": 1e-3})
-    if looked_at:
-        view = amp.xray(net, given, LOSS, trainer, steps=steps)
-        assert all(any(k.backward and c.squares for k, c in step.items()) for _, step in view.steps)
-        scales, losses = [scale for scale, _ in view.steps], view.losses
-    else:
-        scales, losses = [], []
-        for data, label in given:
-            with autograd.record():
-                loss = LOSS(net(data), label)
-            trainer.backward(loss)
-            scales.append(trainer.loss_scale)
-            trainer.step(len(label))
-            losses.append(float(loss.mean().asscalar()))
-    weights = [p.data().asnumpy().tobytes() for p in net.collect_params().values()]
-    return scales, losses, trainer.skipped, weights, nd.random.uniform(shape=4).asnumpy().tobytes()
-
-
 def test_training_under_an_xray_has_the_same_bits_and_random_numbers():
     assert training(True) == training(False)
 
@@ -326,116 +148,6 @@ def test_random_numbers_are_put_back_where_an_operator_has_failed():
     with pytest.raises(mx.MXNetError, match="potrf"):
         draws_and_fails()
     np.testing.assert_array_equal(nd.random.normal(shape=4).asnumpy(), expected)
-
-
-class WithOwnParameter(gluon.Block):
-    """A plain Block that multiplies by a parameter of its own."""
-
-    def __init__(self):
-        super().__init__()
-        with self.name_scope():
-            self.scale = self.params.get("scale", shape=(1,))
-            self.body = images_net()
-
-
-class Mean(gluon.Block):
-    """A plain Block between two hybrid ones, one of which it calls twice."""
-
-    def __init__(self, fault=None):
-        super().__init__(prefix="mean_")
-        with self.name_scope():
-            self.body = nn.HybridSequential()
-            self.body.add(nn.Dense(8, in_units=6, activation="relu"))
-            if fault:
-                self.body.add(nn.HybridLambda(fault, prefix="fault_"))
-            self.out = nn.Dense(4, in_units=8)
-
-    def forward(self, x):
-        return self.out((self.body(x) + self.body(x * 2)) / 2)
-
-
-def rows(count=2):
-    rng = np.random.default_rng(0)
-    return [(nd.array(rng.standard_normal((8, 6))), nd.array(rng.integers(0, 4, 8)))
-            for _ in range(count)]
-
-
-def prepared(net, keep=()):
-    mx.random.seed(1)
-    net.initialize(mx.init.Normal(0.3))
-    return amp.convert(net, keep=keep)
-
-
-def symbol_block():
-    data = sym.var("data")
-    hidden = sym.FullyConnected(data, num_hidden=8, name="hidden")
-    out = sym.FullyConnected(hidden * hidden * 1e5, num_hidden=4, name="out")
-    return gluon.SymbolBlock(out, data)
-
-
-OTHER_NETWORKS = {
-    "a plain Block": (lambda: Mean(lambda F, x: x * 3e4 * 3e2 * 1e-5), "fault"),
-    "a SymbolBlock": (symbol_block, "mulscalar"),
-}
-
-
-@pytest.mark.parametrize("name", OTHER_NETWORKS)
-def test_other_networks_than_hybrid_blocks_are_looked_into(name):
-    make, part = OTHER_NETWORKS[name]
-    net = prepared(make())
-    view = amp.xray(net, rows(), LOSS)
-    assert part in view.findings[0].node
-    assert view.keep
-    amp.convert(net, keep=view.keep)
-    after = amp.xray(net, rows(), LOSS)
-    assert after.findings == []
-    np.testing.assert_allclose(after.losses, after.reference_losses, rtol=0.01)
-
-
-def test_an_rnn_layer_by_itself_is_looked_into():
-    net = prepared(rnn.LSTM(4, input_size=6, prefix="lstm_"))
-    given = [(nd.ones((5, 2, 6)), nd.ones((5, 2)))]
-    view = amp.xray(net, given, LOSS)
-    assert view.findings == []
-    assert any(t.op == "RNN" for t in view.tensors)
-    np.testing.assert_allclose(view.losses, view.reference_losses, rtol=0.01)
-
-
-def test_a_block_that_is_called_twice_is_counted_twice():
-    view = amp.xray(prepared(Mean()), rows(1), LOSS)
-    numbers = {t.key: t.counts.numbers for t in view.tensors}
-    assert numbers[Key("mean_dense1_fwd", False, 0)] == 8 * 4
-    assert numbers[Key("mean_dense0_fwd", False, 0)] == 2 * 8 * 8
-    assert numbers[Key("mean_dense0_fwd", True, 1)] == 2 * 8 * 6
-
-
-class TwoParts(gluon.Block):
-    """As most of Gluon's networks: parts without a prefix, which so have one name."""
-
-    def __init__(self):
-        super().__init__(prefix="parts_")
-        with self.name_scope():
-            self.features = nn.HybridSequential(prefix="")
-            self.output = nn.HybridSequential(prefix="")
-            self.features.add(nn.Dense(6, in_units=6, activation="relu"))
-            self.output.add(nn.Dense(6, in_units=6))
-
-    def forward(self, x):
-        return self.output(self.features(x))
-
-
-def test_parts_of_one_name_are_looked_into_each():
-    net = prepared(TwoParts())
-    view = amp.xray(net, rows(1), LOSS)
-    assert {"parts_dense0_fwd", "parts_dense1_fwd"} <= {t.key.node for t in view.tensors}
-    data, label = rows(1)[0]
-    assert view.losses == [float(LOSS(net(data), label).mean().asscalar())]
-
-
-def test_training_of_a_plain_block_under_an_xray_has_the_same_bits():
-    def make():
-        return prepared(Mean())
-    assert training(True, make, rows) == training(False, make, rows)
 
 
 def test_with_a_trainer_training_goes_on_and_updates_are_counted():

@@ -1,0 +1,142 @@
+"""What the engine counts of watched tensors: exact numbers, and the bits stay as they are."""
+import gluon_amp as amp
+import networks
+import numpy as np
+import pytest
+from gluon_amp._mxnet import mx
+from gluon_amp.formats import FORMATS
+from gluon_amp.graph.build import build
+from gluon_amp.graph.graph import Graph
+from gluon_amp.xray.statistics import Counts, Key, read
+from mxnet import autograd, nd
+from mxnet.gluon import nn, rnn
+from xray_networks import images_net, in_a_block
+
+sym = mx.sym
+
+
+def watched(symbol, head=1.0, watch=True, **arrays):
+    """Runs a graph forward and backward: its output, its gradients, what was counted."""
+    types = {name: a.dtype.name for name, a in arrays.items()}
+    made = build(Graph.read(symbol), types, watch=watch).symbol()
+    names = made.list_inputs()
+    op = mx.nd.CachedOp(made, [("data_indices", list(range(len(names)))), ("param_indices", [])])
+    values = {name: nd.array(a, dtype=a.dtype) for name, a in arrays.items()}
+    for value in values.values():
+        value.attach_grad()
+    read()
+    with autograd.record():
+        output = op(*(values[name] for name in names))
+    output.backward(nd.ones_like(output) * head)
+    return output.asnumpy(), {n: v.grad.asnumpy() for n, v in values.items()}, read()
+
+
+def assert_counted(counts, exact):
+    """Counts are those that numpy finds in the exact float32 numbers."""
+    exact = np.asarray(exact, np.float32).ravel()
+    finite = exact[np.isfinite(exact) & (exact != 0)]
+    bins = np.bincount(np.maximum(np.frexp(finite)[1] - 1 + 127, 0), minlength=256)
+    np.testing.assert_array_equal(counts.bins, bins)
+    with np.errstate(over="ignore"):
+        half = exact.astype(np.float16).astype(np.float32)
+    fits = np.isfinite(half)
+    assert counts.zero == (exact == 0).sum()
+    assert counts.infinite == np.isinf(exact).sum()
+    assert counts.nan == np.isnan(exact).sum()
+    assert counts.overflowed == (np.isfinite(exact) & ~fits).sum()
+    assert counts.flushed == ((exact != 0) & (half == 0)).sum()
+    wide = exact.astype(np.float64)
+    assert counts.squares == pytest.approx((wide[np.isfinite(exact)] ** 2).sum(), rel=1e-6)
+    assert counts.error_squares == pytest.approx(((wide - half)[fits] ** 2).sum(), rel=1e-6)
+
+
+@pytest.mark.parametrize("size", [1, 3, 511, 513, 70000, 200001])
+def test_exponents_are_counted_before_the_rounding_forward_and_backward(size, rng):
+    x = (rng.standard_normal(size) * 2.0 ** rng.integers(-24, 13, size)).astype(np.float16)
+    x[:3] = [0, 65504, 30000][:size]
+    factor = np.float32(np.float16(3.3))
+    _, _, counts = watched(sym.var("x") * 3.3, x=x)
+    name = next(iter(counts)).node
+    assert_counted(counts[Key(name, False, 0)], x.astype(np.float32) * factor)
+    assert_counted(counts[Key(name, True, 0)], np.full(size, factor))
+    assert counts[Key(name, True, 0)].numbers == size
+
+
+def test_infinities_and_nans_are_counted_apart():
+    x = np.float16([np.inf, -np.inf, np.nan, 0, 1, 65504])
+    _, _, counts = watched(sym.var("x") * 2, x=x)
+    found = next(c for key, c in counts.items() if not key.backward)
+    assert (found.infinite, found.nan, found.zero, found.overflowed) == (2, 1, 1, 1)
+
+
+@pytest.mark.parametrize("channels", [5, 16, 24])
+def test_a_convolution_counts_its_numbers_and_no_padding(channels, rng):
+    x = rng.standard_normal((3, 16, 9, 9)).astype(np.float16)
+    w = rng.standard_normal((channels, 16, 3, 3)).astype(np.float16)
+    conv = sym.Convolution(sym.var("x"), sym.var("w"), num_filter=channels, kernel=(3, 3),
+                           no_bias=True, name="conv")
+    output, gradients, counts = watched(conv, x=x, w=w)
+    forward = counts[Key("conv", False, 0)]
+    assert forward.numbers == output.size
+    assert forward.zero == 0
+    assert forward.squares == pytest.approx((output.astype(np.float64) ** 2).sum(), rel=1e-3)
+    for which, name in enumerate("xw"):
+        found = counts[Key("conv", True, which)]
+        right = gradients[name].astype(np.float64)
+        assert found.numbers == right.size
+        assert found.squares == pytest.approx((right ** 2).sum(), rel=1e-3)
+
+
+@pytest.mark.parametrize("name", ["dense", "lstm", "attention", "images"])
+def test_watched_networks_have_the_same_bits(name):
+    def step(watch):
+        mx.random.seed(1)
+        np.random.seed(1)
+        net, inputs = _network(name)
+        data = [a.astype("float32") for a in inputs(np.random.default_rng(7))]
+        net(*data)
+        clean = Graph.read(net._cached_graph[1])
+        graph, types = net.mixed_graph(["float32"] * len(data))
+        made = build(graph, types, watch=watch).symbol()
+        values = {p.name: p.data() for p in net.collect_params().values()}
+        values.update(zip([d.name for d in net._cached_graph[0]], data))
+        names = made.list_inputs()
+        op = mx.nd.CachedOp(made, [("data_indices", list(range(len(names)))),
+                                   ("param_indices", [])])
+        mx.random.seed(3)
+        with autograd.record():
+            output = op(*(values[n] for n in names))
+            loss = sum((o ** 2).mean() for o in (output if isinstance(output, list) else [output]))
+        loss.backward()
+        assert clean.variables()
+        return [values[p.name].grad.asnumpy() for p in net.collect_params().values()
+                if p.grad_req != "null"]
+
+    for watched_one, plain in zip(step(True), step(False)):
+        assert watched_one.tobytes() == plain.tobytes()
+    assert read()
+
+
+def _network(name):
+    make, inputs = {
+        "dense": (lambda: nn.Dense(3), networks.floats(4, 5)),
+        "lstm": (lambda: in_a_block(rnn.LSTM(8, input_size=6)), networks.floats(5, 2, 6)),
+        "attention": (lambda: networks.SelfAttention(), networks.floats(5, 2, 32)),
+        "images": (lambda: images_net(), networks.images(9)),
+    }[name]
+    net = make()
+    net.initialize(mx.init.Xavier())
+    amp.convert(net)
+    return net, inputs
+
+
+def test_counts_tell_of_any_format():
+    counts = Counts.of_array(np.float32([0, 2.0 ** -40, 2.0 ** -20, 1, 2.0 ** 17]))
+    assert counts.shares(FORMATS["float16"]) == {
+        "zero": 0.2, "flushed": 0.2, "subnormal": 0.2, "overflowed": 0.2}
+    assert counts.shares(FORMATS["bfloat16"]) == {
+        "zero": 0.2, "flushed": 0, "subnormal": 0, "overflowed": 0}
+    assert counts.shares(FORMATS["float8_e4m3"])["flushed"] == 0.4
+    assert counts.shares(FORMATS["float16"], scale=2.0 ** -2)["overflowed"] == 0
+    assert counts.headroom(FORMATS["float16"]) == (-26, -2)
+    assert counts.range == (-40, 17)

@@ -1,0 +1,89 @@
+"""`xray` of other networks than hybrid blocks: plain Blocks, layers of an RNN, SymbolBlocks."""
+import gluon_amp as amp
+import numpy as np
+import pytest
+from gluon_amp._mxnet import mx
+from gluon_amp.xray.statistics import Key
+from mxnet import gluon, nd
+from mxnet.gluon import nn, rnn
+from xray_networks import (
+    LOSS,
+    Mean,
+    prepared,
+    rows,
+    training,
+)
+
+sym = mx.sym
+
+
+def symbol_block():
+    data = sym.var("data")
+    hidden = sym.FullyConnected(data, num_hidden=8, name="hidden")
+    out = sym.FullyConnected(hidden * hidden * 1e5, num_hidden=4, name="out")
+    return gluon.SymbolBlock(out, data)
+
+
+OTHER_NETWORKS = {
+    "a plain Block": (lambda: Mean(lambda F, x: x * 3e4 * 3e2 * 1e-5), "fault"),
+    "a SymbolBlock": (symbol_block, "mulscalar"),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_NETWORKS)
+def test_other_networks_than_hybrid_blocks_are_looked_into(name):
+    make, part = OTHER_NETWORKS[name]
+    net = prepared(make())
+    view = amp.xray(net, rows(), LOSS)
+    assert part in view.findings[0].node
+    assert view.keep
+    amp.convert(net, keep=view.keep)
+    after = amp.xray(net, rows(), LOSS)
+    assert after.findings == []
+    np.testing.assert_allclose(after.losses, after.reference_losses, rtol=0.01)
+
+
+def test_an_rnn_layer_by_itself_is_looked_into():
+    net = prepared(rnn.LSTM(4, input_size=6, prefix="lstm_"))
+    given = [(nd.ones((5, 2, 6)), nd.ones((5, 2)))]
+    view = amp.xray(net, given, LOSS)
+    assert view.findings == []
+    assert any(t.op == "RNN" for t in view.tensors)
+    np.testing.assert_allclose(view.losses, view.reference_losses, rtol=0.01)
+
+
+def test_a_block_that_is_called_twice_is_counted_twice():
+    view = amp.xray(prepared(Mean()), rows(1), LOSS)
+    numbers = {t.key: t.counts.numbers for t in view.tensors}
+    assert numbers[Key("mean_dense1_fwd", False, 0)] == 8 * 4
+    assert numbers[Key("mean_dense0_fwd", False, 0)] == 2 * 8 * 8
+    assert numbers[Key("mean_dense0_fwd", True, 1)] == 2 * 8 * 6
+
+
+class TwoParts(gluon.Block):
+    """As most of Gluon's networks: parts without a prefix, which so have one name."""
+
+    def __init__(self):
+        super().__init__(prefix="parts_")
+        with self.name_scope():
+            self.features = nn.HybridSequential(prefix="")
+            self.output = nn.HybridSequential(prefix="")
+            self.features.add(nn.Dense(6, in_units=6, activation="relu"))
+            self.output.add(nn.Dense(6, in_units=6))
+
+    def forward(self, x):
+        return self.output(self.features(x))
+
+
+def test_parts_of_one_name_are_looked_into_each():
+    net = prepared(TwoParts())
+    view = amp.xray(net, rows(1), LOSS)
+    assert {"parts_dense0_fwd", "parts_dense1_fwd"} <= {t.key.node for t in view.tensors}
+    data, label = rows(1)[0]
+    assert view.losses == [float(LOSS(net(data), label).mean().asscalar())]
+
+
+def test_training_of_a_plain_block_under_an_xray_has_the_same_bits():
+    def make():
+        return prepared(Mean())
+    assert training(True, make, rows) == training(False, make, rows)
