@@ -84,7 +84,7 @@ def demo(epochs: int = 8, batch: int = 64, seed: int = 1) -> None:
     runs = {dtype: _Run(dtype, seed) for dtype in TYPES}
     steps = len(labels) // batch
     order = np.random.RandomState(seed)
-    with tqdm(total=epochs * steps, unit="step") as bar:
+    with tqdm(total=epochs * steps, unit="step", disable=None) as bar:
         for epoch in range(epochs):
             bar.set_description(f"epoch {epoch + 1}/{epochs}")
             for part in np.split(order.permutation(len(labels))[:steps * batch], steps):
