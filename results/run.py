@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Dict, NamedTuple
 
+from gluon_amp.files import replace_file
 from tqdm import tqdm
 
 HERE = Path(__file__).parent
@@ -95,9 +96,7 @@ def train(study, kind, seed):
         def put(text, path):
             for folder, name in ((saved, "SAVE_DIR"), (SHARED, "SHARED")):
                 text = text.replace(str(folder), name)
-            whole = Path(scratch, path.name)
-            whole.write_text(text)
-            whole.replace(path)
+            replace_file(str(path), lambda beside: Path(beside).write_text(text))
 
         put((saved / "log.jsonl").read_text(), log.with_suffix(".jsonl"))
         put(done.stderr, log)

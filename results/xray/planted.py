@@ -9,12 +9,12 @@ Then the same networks without a fault: nothing may be named.
 import argparse
 import csv
 import logging
-import os
 import sys
 
 import gluon_amp as amp
 import numpy as np
 from gluon_amp._mxnet import mx
+from gluon_amp.files import replace_file
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn, rnn
 
@@ -222,6 +222,15 @@ def examine(name, fault):
     return row
 
 
+def write_csv(path, columns, rows):
+    def write(beside):
+        with open(beside, "w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, columns, lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(rows)
+    replace_file(path, write)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--networks", nargs="*", default=list(NETWORKS), metavar="NAME")
@@ -243,12 +252,8 @@ def main():
             print(f"{what}: {sum(r['found'] for r in group)} of {len(group)} judged right; "
                   f"{sum(r['trains'] for r in group)} train as in float32")
     if options.output:
-        with open(options.output + ".writing", "w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, ["network", "fault", "found", "named", "keep", "trains",
-                                           "float32", "float16", "error"])
-            writer.writeheader()
-            writer.writerows(table)
-        os.replace(options.output + ".writing", options.output)
+        write_csv(options.output, ["network", "fault", "found", "named", "keep", "trains",
+                                   "float32", "float16", "error"], table)
     return 0
 
 

@@ -7,9 +7,7 @@ the policy float16 keep: nodes, casts, and how true the gradients are.
     python results/xray/search.py [--networks NAME ...] [--budget SECONDS]
 """
 import argparse
-import csv
 import logging
-import os
 import sys
 
 import gluon_amp as amp
@@ -19,7 +17,7 @@ from gluon_amp.graph.operators import NORM, SENSITIVE, runs_in
 from gluon_amp.xray.measure import Measure, Settings
 from mxnet import gluon, nd
 from mxnet.gluon import nn, rnn
-from planted import Attention
+from planted import Attention, write_csv
 
 BARE = amp.Policy("bare", parameter="float16", compute="float16", norm="float16",
                   sensitive="float16")
@@ -181,11 +179,7 @@ def main():
     fewer = sum(r["search_nodes"] <= r["rules_nodes"] and r["verified"] for r in table)
     print(f"{fewer} of {len(table)}: no more nodes than by the rules, and trains as in float32")
     if options.output:
-        with open(options.output + ".writing", "w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(table)
-        os.replace(options.output + ".writing", options.output)
+        write_csv(options.output, COLUMNS, table)
     return 0
 
 
