@@ -1,0 +1,52 @@
+// Layers with weights, a piece of the batch at a time: what convolutions and dense layers share.
+#include "pieces.h"
+
+namespace gluon_amp {
+
+void run_in_pieces(const Call& call, bool backward, mxnet::TShape x, mxnet::TShape y, int64_t some,
+                   int64_t x_room, int64_t y_room, const Widen& widen) {
+  const int64_t all = x[0], per_x = x.Size() / all, per_y = y.Size() / all;
+  Lease lease;
+  OpContext context = call.context;
+  context.is_train = true;  // else MXNet reorders our scratch later, on its engine
+  std::vector<NDArray> params, gradients;
+  for (size_t i = backward ? 2 : 1; i < call.in.size(); ++i) {
+    params.push_back(lease.array(call.in[i].shape_));
+    kernels->widen(halves(call.in[i]), floats(params.back().data()), size(call.in[i]));
+  }
+  for (size_t i = 1; backward && i < call.out.size(); ++i)
+    gradients.push_back(lease.array(call.out[i].shape_));
+  const mxnet::TShape x_holds(1, x_room), y_holds(1, y_room);
+  NDArray x_holder = lease.array(x_holds), y_holder = lease.array(y_holds),
+          dx_holder = backward ? lease.array(x_holds) : x_holder;
+  for (int64_t first = 0; first < all; first += some) {
+    x[0] = y[0] = std::min(some, all - first);
+    auto piece = [&](NDArray& holder, const TBlob& from, int64_t per, const mxnet::TShape& shape) {
+      holder.InvalidateMKLDNNData();
+      return widen(holder, halves(from) + first * per, shape);
+    };
+    std::vector<NDArray> in, out;
+    std::vector<OpReqType> req;
+    if (backward) in.push_back(piece(y_holder, call.in[0], per_y, y));
+    in.push_back(piece(x_holder, call.in[backward ? 1 : 0], per_x, x));
+    in.insert(in.end(), params.begin(), params.end());
+    const mxnet::TShape& made = backward ? x : y;
+    NDArray& target = backward ? dx_holder : y_holder;
+    target.InvalidateMKLDNNData();
+    out.push_back(target.AsArray(made, mshadow::kFloat32));
+    req.push_back(call.write(0) == kNothing ? mxnet::kNullOp : mxnet::kWriteTo);
+    for (size_t i = 0; i < gradients.size(); ++i) {
+      out.push_back(gradients[i]);
+      req.push_back(call.write(i + 1) == kNothing ? mxnet::kNullOp
+                    : first                       ? mxnet::kAddTo
+                                                  : mxnet::kWriteTo);
+    }
+    call.of.compute_ex(call.attrs, context, in, req, out);
+    narrow(out[0], halves(call.out[0]) + first * (backward ? per_x : per_y), made, call.write(0));
+    for (size_t i = 0; i < gradients.size(); ++i) gradients[i] = out[i + 1];
+  }
+  for (size_t i = 0; i < gradients.size(); ++i)
+    narrow(gradients[i], call.out[i + 1], call.write(i + 1));
+}
+
+}  // namespace gluon_amp

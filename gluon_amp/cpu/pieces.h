@@ -1,0 +1,20 @@
+// Layers with weights, a piece of the batch at a time.
+#pragma once
+#include <functional>
+
+#include "own.h"
+
+namespace gluon_amp {
+
+// Makes float32 of the halves of a piece, in the memory of `holder`.
+using Widen = std::function<NDArray(const NDArray& holder, const Half* from,
+                                    const mxnet::TShape& shape)>;
+
+// Runs a layer's float32 code, forward or backward, on `some` of the first axis at a time. Weights
+// are widened once; their gradients are added up in float32 over the pieces and rounded once.
+// x and y: shapes of the layer's data and of its result; x_room and y_room: floats that a piece of
+// them takes.
+void run_in_pieces(const Call& call, bool backward, mxnet::TShape x, mxnet::TShape y, int64_t some,
+                   int64_t x_room, int64_t y_room, const Widen& widen);
+
+}  // namespace gluon_amp
