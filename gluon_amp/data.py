@@ -67,7 +67,8 @@ class CastIter(mx.io.DataIter):
 
 def check_label(label: Any) -> None:
     """Refuses labels that were class numbers before somebody made them float16."""
-    if dtype_name(getattr(label, "dtype", type(label))) != "float16":
+    dtype: Any = getattr(label, "dtype", type(label))
+    if dtype_name(dtype) != "float16":
         return
     largest = float(label.max().asscalar() if isinstance(label, mx.nd.NDArray) else np.max(label))
     if largest > _COUNTS_TO:

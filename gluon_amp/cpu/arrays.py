@@ -2,12 +2,14 @@
 
 By our kernels on a CPU, where MXNet takes halves one by one; by MXNet's operators on a GPU.
 """
+import functools
 from typing import Any
 
 from .._mxnet import mx, np
 from . import library
 
 
+@functools.lru_cache(maxsize=None)
 def dtype_name(dtype: Any) -> str:
     return np.dtype(dtype).name
 
@@ -17,6 +19,13 @@ def to_float32(array: "mx.nd.NDArray") -> "mx.nd.NDArray":
     if array.dtype is np.float16 and _on_cpu(array):
         return library.call("_gluon_amp_widen", [array])
     return array.astype("float32", copy=False)
+
+
+def to_float16(array: "mx.nd.NDArray") -> "mx.nd.NDArray":
+    """A float32 array in float16; a float16 array itself."""
+    if array.dtype is np.float32 and _on_cpu(array) and library.started():
+        return library.call("_gluon_amp_narrow", [array])
+    return array.astype("float16", copy=False)
 
 
 def narrow(master: "mx.nd.NDArray", weight: "mx.nd.NDArray") -> None:

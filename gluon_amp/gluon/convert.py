@@ -23,7 +23,10 @@ from .converted import (
     log,
     restore_blocks,
 )
-from .parameter import ConvertedParameter
+from .parameter import ConvertedParameter, cast
+
+# Numbers that are cast before anybody waits: else all parameters might be there in both types.
+MOST_UNDER_WAY = 2 ** 22
 
 NORM_BLOCKS = (nn.basic_layers._BatchNorm, nn.LayerNorm, nn.GroupNorm, nn.InstanceNorm)
 
@@ -257,10 +260,13 @@ def _has_stepped(trainer: mx.gluon.Trainer) -> bool:
 
 
 def _cast(types: Dict[Parameter, str]) -> None:
+    under_way = 0
     for parameter, dtype in types.items():
         if dtype_name(parameter.dtype) != dtype:
-            parameter.cast(dtype)
-            if parameter._data is not None:
-                mx.nd.waitall()  # else all parameters may be there in both types at once
+            under_way += sum(array.size for array in parameter._data or ())
+            cast(parameter, dtype)
+        if under_way > MOST_UNDER_WAY:
+            mx.nd.waitall()
+            under_way = 0
         if type(parameter) in (Parameter, ConvertedParameter):
             parameter.__class__ = ConvertedParameter if dtype == "float16" else Parameter

@@ -41,28 +41,30 @@ from ..graph.casts import KEEP, insert_casts
 from ..graph.graph import Graph, Node
 from ..graph.operators import BATCH_NORMS
 from ..policy import Policy
-from .parameter import complete_copy, initialized_in_float32
+from .parameter import cast, complete_copy, value_of
 
 log = logging.getLogger("gluon_amp")
 
 # MXNet's names for a CPU's memory that processes share, and that GPUs read
 _OTHER_CPUS = ("cpu_shared", "cpu_pinned")
 
+Op = Tuple[Any, List[Any]]  # a CachedOp, and where its inputs come from
+
 
 @dataclass
 class Trace:
     """A graph that MXNet has traced, and the CachedOps that were made of it."""
     graph: Any  # what MXNet keeps in _cached_graph: the inputs' symbols, and the outputs'
+    clean: Graph  # the same, read
     in_format: Any
     out_format: Any
-    # by whether it is for a GPU, and the inputs' types: the CachedOp, and what its inputs are
-    ops: Dict[Any, Tuple[Any, List[Any]]] = field(default_factory=dict)
+    ops: Dict[Any, Op] = field(default_factory=dict)  # by whether on a GPU, and the inputs' types
     devices: int = 1  # that wait for each other when it trains
 
     def is_alike(self, other: "Trace") -> bool:
         """Whether both compute the same; names of operators may differ."""
         return (self.in_format, self.out_format) == (other.in_format, other.out_format) \
-            and Graph.read(self.graph[1]).structure() == Graph.read(other.graph[1]).structure()
+            and self.clean.structure() == other.clean.structure()
 
 
 @dataclass
@@ -78,8 +80,8 @@ class State:
     traces: Dict[Tuple[bool, bool], Trace] = field(default_factory=dict)
     changes_when_traced: int = 0
     # an X-ray's: called with the block, what a CachedOp depends on, and its data, it gives the
-    # CachedOp that runs meanwhile, and where its inputs come from
-    stand_in: Optional[Callable[..., Tuple[Any, List[Any]]]] = None
+    # CachedOp that runs meanwhile
+    stand_in: Optional[Callable[..., Op]] = None
 
     # How often a converted block got a new child, or a block was converted or restored: all
     # traced graphs from before are old.
@@ -125,13 +127,8 @@ class ConvertedBlock:
         restore_blocks(blocks_in(net))
         for parameter in net.collect_params().values():
             if dtype_name(parameter.dtype) == "float16":
-                parameter.cast("float32")
+                cast(parameter, "float32")
         net.summary(*inputs)
-
-    def initialize(self, init: Any = None, ctx: Any = None, verbose: bool = False,
-                   force_reinit: bool = False) -> None:
-        with initialized_in_float32(self.collect_params().values(), again=force_reinit):
-            super().initialize(init or mx.init.Uniform(), ctx, verbose, force_reinit)
 
     def save_parameters(self, filename: str, deduplicate: bool = False) -> None:
         """Saves float32, which a float32 network loads too."""
@@ -186,28 +183,33 @@ class ConvertedHybridBlock(ConvertedBlock):
         self._amp.traces.clear()
         super()._clear_cached_op()
 
-    def _build_cache(self, *args: Any) -> None:
-        self._trace(*args)
-        super()._build_cache(*args)
-
-    def _trace(self, *args: Any) -> None:
+    def _trace(self, *args: Any) -> Trace:
         """Has the graph in `_cached_graph`, and the parameters initialized."""
-        parameters = self.collect_params().values()
+        parameters = dict(self.collect_params().items())
         self._get_graph(*args)
-        if any(p._deferred_init for p in parameters):
+        if any(p._deferred_init for p in parameters.values()):
             self._deferred_infer_shape(*args)
-            with initialized_in_float32(parameters):
-                for parameter in parameters:
-                    parameter._finish_deferred_init()
+            for parameter in parameters.values():
+                parameter._finish_deferred_init()
+        clean = Graph.read(self._cached_graph[1])
         # Statistics that the user's own block gives to a batch norm: MXNet takes float32 only.
         # Being no longer differentiable marks them for the next `convert`.
-        by_name = {p.name: p for p in parameters}
-        for node in Graph.read(self._cached_graph[1]).nodes():
+        for node in clean.nodes():
             for entry in node.inputs[3:] if node.op in BATCH_NORMS else ():
-                statistic = by_name.get(entry.node.name)
+                statistic = parameters.get(entry.node.name)
                 if statistic is not None and dtype_name(statistic.dtype) == "float16":
-                    statistic.cast("float32")
+                    cast(statistic, "float32")
                     statistic._differentiable = False
+        return Trace(self._cached_graph, clean, self._in_format, self._out_format,
+                     devices=devices_that_wait(clean))
+
+    def _first_trace(self, *args: Any) -> Trace:
+        made = self._trace(*args)
+        there = {*parameters_in(self), *(d.name for d in self._cached_graph[0])}
+        if self._backend or there != set(made.clean.variables()):
+            super()._build_cache(*args)  # says what is unknown or unused; a backend's own graph
+            made = self._trace(*args)
+        return made
 
     def _call_cached_op(self, *args: Any) -> Any:
         trace = self._use_trace(*args)
@@ -219,7 +221,7 @@ class ConvertedHybridBlock(ConvertedBlock):
             self._cached_op, self._cached_op_args = self._amp.stand_in(self, key, arrays)
             return super()._call_cached_op(*args)
         if key not in trace.ops:
-            trace.ops[key] = self._make_op(*key)
+            trace.ops[key] = self._make_op(trace.clean, *key)
         self._cached_op, self._cached_op_args = trace.ops[key]
         return super()._call_cached_op(*args)
 
@@ -233,44 +235,43 @@ class ConvertedHybridBlock(ConvertedBlock):
             if state.traces:
                 if not isinstance(self, mx.gluon.SymbolBlock):  # which is its graph
                     self._cached_graph = ()
-                self._trace(*args)
+                made = self._trace(*args)
             else:
-                self._build_cache(*args)
+                made = self._first_trace(*args)
                 state.changes_when_traced = State.changes
-            made = Trace(self._cached_graph, self._in_format, self._out_format)
-            made.devices = devices_that_wait(Graph.read(self._cached_graph[1]))
             state.traces[mode] = next((t for t in state.traces.values() if made.is_alike(t)), made)
         trace = state.traces[mode]
         self._cached_graph = trace.graph
         self._in_format, self._out_format = trace.in_format, trace.out_format
         return trace
 
-    def _make_op(self, on_gpu: bool, dtypes: Tuple[str, ...]) -> Tuple[Any, List[Any]]:
-        """The CachedOp for this case, and where its inputs come from."""
-        data, clean = self._cached_graph
-        graph, types = self.mixed_graph(dtypes)
+    def _make_op(self, clean: Graph, on_gpu: bool, dtypes: Tuple[str, ...]) -> Op:
+        """The CachedOp for this case."""
+        data, traced = self._cached_graph
+        graph, types = self.mixed_graph(dtypes, clean)
         names = [d.name for d in data]
         symbol = build(graph, types, on_gpu, self._amp.policy, scales=self._amp.scales).symbol()
-        if isinstance(clean, mx.sym.numpy._Symbol):
+        if isinstance(traced, mx.sym.numpy._Symbol):
             symbol = symbol.as_np_ndarray()
-        parameters = self.collect_params()
+        parameters = parameters_in(self)
         inputs = [(True, names.index(name)) if name in names else (False, parameters[name])
                   for name in symbol.list_inputs()]
         flags = [("data_indices", [i for i, (is_data, _) in enumerate(inputs) if is_data]),
                  ("param_indices", [i for i, (is_data, _) in enumerate(inputs) if not is_data])]
         return mx.nd.CachedOp(symbol, flags + list(self._flags)), inputs
 
-    def mixed_graph(self, dtypes: Iterable[str]) -> Tuple[Graph, Dict[str, str]]:
+    def mixed_graph(self, dtypes: Iterable[str],
+                    clean: Optional[Graph] = None) -> Tuple[Graph, Dict[str, str]]:
         """The graph that a GPU runs for inputs of these types, and its variables' types."""
-        data, clean = self._cached_graph
-        types = {p.name: dtype_name(p.dtype) for p in self.collect_params().values()}
+        data, traced = self._cached_graph
+        types = {name: dtype_name(p.dtype) for name, p in parameters_in(self).items()}
         types.update(zip((d.name for d in data), dtypes))
-        return self.with_casts(Graph.read(clean), types), types
+        return self.with_casts(clean or Graph.read(traced), types), types
 
     def with_casts(self, clean: Graph, types: Mapping[str, str]) -> Graph:
         """A traced graph with the policy's casts, for variables of these types."""
         keep = frozenset().union(*(state.keep_nodes for state in _states(self)))
-        return insert_casts(clean, types, self._amp.policy, self.collect_params(), keep)
+        return insert_casts(clean, types, self._amp.policy, parameters_in(self), keep)
 
     def export(self, path: str, epoch: int = 0, remove_amp_cast: bool = True) -> None:
         """Writes PATH-symbol.json and PATH-EPOCH.params, for any machine with MXNet. The graph
@@ -296,9 +297,8 @@ class ConvertedHybridBlock(ConvertedBlock):
         arrays = {}
         for name, parameter in self.collect_params().items():
             if name in kinds:
-                array = parameter._reduce()
-                arrays[f"{kinds[name]}:{name}"] = to_float32(array) if remove_amp_cast \
-                    else array.astype(parameter.dtype, copy=False)
+                arrays[f"{kinds[name]}:{name}"] = to_float32(parameter._reduce()) \
+                    if remove_amp_cast else value_of(parameter)
         replace_file(f"{path}-{epoch:04d}.params", lambda p: mx.nd.save(p, arrays))
         replace_file(f"{path}-symbol.json",
                      lambda p: symbol.save(p, remove_amp_cast=remove_amp_cast))
@@ -332,6 +332,11 @@ def blocks_in(net: Any) -> Iterator[Any]:
             seen.add(id(block))
             yield block
             stack.extend(reversed(list(block._children.values())))
+
+
+def parameters_in(net: Any) -> Dict[str, Any]:
+    """The parameters of all of a net's blocks by their names, as `collect_params` gives them."""
+    return {name: p for block in blocks_in(net) for name, p in block.params.items()}
 
 
 def _states(net: Any) -> Iterator[State]:

@@ -15,6 +15,7 @@ from .._mxnet import mx, np
 from ..cpu.arrays import dtype_name
 from ..files import replace_file
 from ..gluon.converted import ConvertedHybridBlock
+from ..gluon.parameter import value_of
 from ..graph.casts import float32_variables, insert_casts
 from ..graph.graph import Entry, Graph, Node
 from ..policy import get_policy
@@ -102,7 +103,7 @@ def _block(net: Any, count: int, dtype: str) -> _Network:
     clean = Graph.read(mx.sym.Group(_flat(made)))
     outputs = clean.symbol().list_outputs()
     # of one type, as they are: what goes to MXNet's files is float32
-    arrays = {p.name: p._reduce().astype(p.dtype) for p in parameters.values()}
+    arrays = {p.name: value_of(p) for p in parameters.values()}
     types = {**dict.fromkeys(names, "float32"),
              **{name: dtype_name(array.dtype) for name, array in arrays.items()}}
     if dtype == "float32":
