@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from html import escape
 from typing import Dict, List, Sequence
 
-from .colors import COLORS, DARK
+from .colors import COLORS
 from .compare import Group
 from .page import PAGE
 from .plots import Plot
 from .runs import plain
+from .style import SORTING, STYLE
 from .summary import Row, Verdict
 
 TEXT = ("run", "runs", "against", "model", "dataset", "dtype", "verdict", "paired")  # columns
@@ -63,7 +64,7 @@ def html_page(title: str, sections: Sequence[Section], verdicts: List[Row], note
     if notes:
         body += ["<h2>Notes</h2>", "<ul>", *(f"<li>{escape(note)}</li>" for note in notes), "</ul>"]
     body += ["<h2>Arguments</h2>", _arguments(groups)]
-    return PAGE.substitute(title=escape(title), light=_colors(COLORS), dark=_colors(DARK),
+    return PAGE.substitute(title=escape(title), style=STYLE, sorting=SORTING,
                            columns="\n".join(widths), body="\n".join(body))
 
 
@@ -131,10 +132,6 @@ def _arguments(groups: Sequence[Group]) -> str:
         + "</dl></details>" for name, of in parts if of)
     more = len(groups) - MOST_ARGUMENTS
     return text + (f"\n<p>{more} more groups: their logs have theirs.</p>" if more > 0 else "")
-
-
-def _colors(colors: Dict[str, str]) -> str:
-    return " ".join(f"--{name}: {color};" for name, color in colors.items())
 
 
 def _inline(plot: Plot, prefix: str) -> str:

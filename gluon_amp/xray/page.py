@@ -10,7 +10,7 @@ from string import Template
 from typing import Any, Dict, List
 
 from ..formats import FLOAT16
-from ..report.colors import COLORS, DARK
+from ..report.style import SORTING, STYLE
 from .advice import scales_that_fit
 from .table import row
 from .tensors import Tensor
@@ -35,9 +35,7 @@ def page(view: Any) -> str:
         "scales": [math.log2(scale) for scale, _ in view.steps]}
     return _PAGE.substitute(
         title=escape(f"X-ray of {view.name}"), advice=_advice(view), table=_table(view),
-        data=json.dumps(data).replace("</", "<\\/"),
-        ink=COLORS["float32"], blue=COLORS["float16"], red=COLORS["float8"],
-        dark_ink=DARK["float32"], dark_blue=DARK["float16"], dark_red=DARK["float8"])
+        data=json.dumps(data).replace("</", "<\\/"), style=STYLE, sorting=SORTING)
 
 
 def _rows(view: Any, tensors: List[Tensor]) -> List[Dict[str, Any]]:
@@ -117,35 +115,16 @@ _PAGE = Template("""<!DOCTYPE html>
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <title>$title</title>
 <style>
-:root { color-scheme: light dark; --paper: #fff; --line: #ccd; --shade: #f4f5f8; --grey: #6b7078;
-        --ink: $ink; --blue: $blue; --red: $red; }
-@media (prefers-color-scheme: dark) {
-  :root { --paper: #16181d; --line: #3a3f4a; --shade: #20242c; --grey: #9aa0aa;
-          --ink: $dark_ink; --blue: $dark_blue; --red: $dark_red; }
-}
-body { color: var(--ink); background: var(--paper); font: 16px/1.5 system-ui, sans-serif;
-       max-width: 84rem; margin: 1.5rem auto; padding: 0 1rem; }
-h1 { font-size: 1.6rem; margin: 0 0 1rem; overflow-wrap: anywhere; }
-h2 { font-size: 1.25rem; margin: 2rem 0 0.5rem; }
+$style
 p, li { max-width: 60rem; overflow-wrap: anywhere; }
-.good, .bad, .note { border-left: 4px solid var(--blue); padding-left: 0.8rem; }
-.bad { border-color: var(--red); }
+.good, .bad, .note { border-left: 4px solid var(--float16); padding-left: 0.8rem; }
+.bad { border-color: var(--float8); }
 .note { border-color: var(--grey); }
 pre { background: var(--shade); padding: 0.6rem 0.8rem; overflow-x: auto; }
 .small { color: var(--grey); font-size: 0.85rem; }
-figure { margin: 0; position: relative; }
 canvas { width: 100%; display: block; }
-.tip { position: absolute; z-index: 1; pointer-events: none; background: var(--paper);
-       border: 1px solid var(--line); border-radius: 4px; padding: 0.2rem 0.5rem; max-width: 20rem;
-       font-size: 0.8rem; overflow-wrap: anywhere; }
-.wide { overflow-x: auto; }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: 0.85rem; }
-th, td { padding: 0.25rem 0.5rem; text-align: right; border-bottom: 1px solid var(--line);
-         white-space: nowrap; }
+.tip { max-width: 20rem; overflow-wrap: anywhere; }
 th:nth-child(-n+3), td:nth-child(-n+3) { text-align: left; }
-th button { all: unset; cursor: pointer; font-weight: 600; }
-th button:focus-visible { outline: 2px solid var(--blue); }
-tbody tr:hover { background: var(--shade); }
 label { font-size: 0.85rem; margin-right: 1rem; }
 </style>
 </head>
@@ -197,7 +176,8 @@ function heat(id, rows) {
   const left = each < 12 ? Math.min(150, width * 0.3) : Math.min(320, width * 0.36);
   const extra = 26, cell = (width - left - 2 * extra) / count;
   const x = exponent => left + extra + (exponent - data.low) * cell;
-  const ink = style("--ink"), grey = style("--grey"), red = style("--red"), blue = style("--blue");
+  const ink = style("--float32"), blue = style("--float16"), red = style("--float8");
+  const grey = style("--grey");
   context.font = (each < 12 ? 8 : 12) + "px system-ui, sans-serif";
   rows.forEach((row, r) => {
     const y = top + r * each;
@@ -266,7 +246,7 @@ function windows() {
   const least = Math.floor(Math.min(...values)) - 1, most = Math.ceil(Math.max(...values)) + 1;
   const steps = Math.max(data.windows.length, 1), wide = (width - left - 8) / steps;
   const y = v => bottom - (v - least) / (most - least) * (bottom - top);
-  const grey = style("--grey"), blue = style("--blue"), red = style("--red");
+  const grey = style("--grey"), blue = style("--float16"), red = style("--float8");
   context.strokeStyle = style("--line"); context.fillStyle = grey; context.textAlign = "right";
   const stride = Math.ceil((most - least) / 7);
   for (let v = least; v <= most; v += stride) {
@@ -280,7 +260,7 @@ function windows() {
                      Math.max(2, Math.abs(y(low) - y(high))));
     context.globalAlpha = 1;
   }
-  context.strokeStyle = style("--ink"); context.lineWidth = 2; context.beginPath();
+  context.strokeStyle = style("--float32"); context.lineWidth = 2; context.beginPath();
   data.scales.forEach((scale, i) => {
     context.lineTo(left + i * wide, y(scale)); context.lineTo(left + (i + 1) * wide, y(scale));
   });
@@ -299,18 +279,7 @@ addEventListener("resize", draw);
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
 for (const input of document.querySelectorAll("input")) input.addEventListener("change", draw);
 draw();
-for (const table of document.querySelectorAll("table"))
-  for (const [column, th] of [...table.querySelectorAll("th")].entries())
-    th.firstChild.addEventListener("click", () => {
-      const up = th.dataset.up !== "1"; th.dataset.up = up ? "1" : "";
-      const value = row => row.cells[column].textContent.replace(" %", "").replace("%", "");
-      const order = (a, b) => {
-        const [x, y] = [value(a), value(b)];
-        if (!x || !y) return !x - !y;
-        return (isNaN(x) || isNaN(y) ? x.localeCompare(y) : x - y) * (up ? 1 : -1);
-      };
-      table.tBodies[0].append(...[...table.tBodies[0].rows].sort(order));
-    });
+$sorting
 </script>
 </body>
 </html>
