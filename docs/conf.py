@@ -55,7 +55,7 @@ nb_execution_show_tb = True
 nb_merge_streams = True
 nb_output_stderr = "remove"  # MXNet's messages; tests/test_tutorial.py sees to warnings
 for name, value in {
-        "MXNET_SUBGRAPH_VERBOSE": "0", "OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "passive",
+        "OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "passive",
         # MXNet 1.9.1 is older than what it imports
         "PYTHONWARNINGS": "ignore::DeprecationWarning,ignore::FutureWarning",
         "MATPLOTLIBRC": str(HERE / "_static" / "matplotlibrc")}.items():

@@ -2,8 +2,9 @@
 
 MXNet 1.9.1 predates numpy 1.24 and Python's CUDA wheels. Before it is imported,
 `np.bool` is put back, the CUDA 11 libraries of the `[cu112]` extra are loaded,
-and `MXNET_SAFE_ACCUMULATION` is set (float16 sums in float32) unless the user
-has set it. Modules of this package take `mx` and `np` from here.
+and unless the user has set them, `MXNET_SAFE_ACCUMULATION` is set to 1 (float16
+sums in float32) and `MXNET_SUBGRAPH_VERBOSE` to 0 (no line on stderr for each
+executor). Modules of this package take `mx` and `np` from here.
 """
 import ctypes
 import os
@@ -60,6 +61,7 @@ def _import_mxnet() -> Any:
     if "bool" not in vars(np):
         np.bool = bool  # type: ignore[attr-defined]  # numpy 1.24 took it away; MXNet reads it
     os.environ.setdefault("MXNET_SAFE_ACCUMULATION", "1")
+    os.environ.setdefault("MXNET_SUBGRAPH_VERBOSE", "0")
     if any("cu" in build for build in builds):
         _load_cuda_wheels()
     if "mxnet" not in sys.modules:  # an import that failed leaves halves of it behind

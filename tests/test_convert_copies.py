@@ -84,3 +84,39 @@ def test_a_copy_of_a_plain_block_works():
     net = amp.convert(holding(nn.Dense(3, in_units=2), cls=nn.Sequential))
     twin = copy.deepcopy(net)
     assert np.array_equal(twin(nd.ones((1, 2))).asnumpy(), net(nd.ones((1, 2))).asnumpy())
+
+
+# Parameters shared with a new block
+
+
+@pytest.mark.parametrize("new", [
+    lambda net: nn.Dense(5, in_units=8, params=net.output.params),
+    lambda net: nn.Dense(5, in_units=8, params=net.output.collect_params()),
+    lambda net: nn.Dense(5, in_units=8, params=net.output.params, dtype="float16")])
+def test_a_new_block_shares_the_parameters_of_a_converted_one(new, x):
+    net = amp.convert(make())
+    other = new(net)
+    assert other.weight is net.output.weight
+    assert types(net.output) == types(other) == dict.fromkeys(net.output.params, "float16")
+    amp.convert(other)
+    features = nd.random.normal(shape=(2, 8))
+    assert np.array_equal(other(features).asnumpy(), net.output(features).asnumpy())
+    step(other, features)
+    assert np.array_equal(other(features).asnumpy(), net.output(features).asnumpy())
+
+
+def test_a_new_block_of_another_type_is_refused_by_mxnet_as_ever():
+    net = amp.convert(make())
+    with pytest.raises(AssertionError, match="desired 'float64' vs stored 'float16'"):
+        nn.Dense(5, in_units=8, params=net.output.params, dtype="float64")
+
+
+def test_a_tied_output_of_a_converted_network_is_part_of_it(x):
+    """As language models tie their output to their embedding."""
+    net = amp.convert(make())
+    with net.name_scope():
+        net.tied = nn.Dense(5, in_units=8, params=net.output.params)
+    assert net.tied.weight is net.output.weight
+    assert types(net.tied) == types(net.output)
+    assert np.array_equal(net.tied(nd.ones((2, 8))).asnumpy(),
+                          net.output(nd.ones((2, 8))).asnumpy())

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
+from gluon_amp.tools import launch as launch_module
 from gluon_amp.tools.launch import launch, read_hosts
 
 TRAINS = """
@@ -23,7 +24,9 @@ while True:
     trainer.step(4)
     if sys.argv[1] == "ends":
         break
-    if trainer._kvstore.rank == 1:
+    if sys.argv[1] == "goes on":
+        open(f"{sys.argv[2]}/stepped", "w").close()
+    elif trainer._kvstore.rank == 1:
         os.kill(os.getpid(), 9)
 trainer.check_ranks()
 open(f"{sys.argv[2]}/{trainer._kvstore.rank}", "w").write("trained")
@@ -54,15 +57,17 @@ def launcher(tmp_path):
     assert wait_until(lambda: not left_behind(tmp_path))
 
 
-def left_behind(tmp_path):
-    """Processes that the launcher has started, or those did."""
+def left_behind(tmp_path, role=""):
+    """Processes that the launcher has started, or those did: all, or those of a role."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
-            if f"LAUNCHED_BY={tmp_path}".encode() in (folder / "environ").read_bytes():
-                found.append(int(folder.name))
+            environment = (folder / "environ").read_bytes().decode()
         except OSError:
-            pass
+            continue
+        role_fits = not role or f"DMLC_ROLE={role}" in environment
+        if f"LAUNCHED_BY={tmp_path}" in environment and role_fits:
+            found.append(int(folder.name))
     return found
 
 
@@ -88,6 +93,32 @@ def test_a_worker_that_is_killed_ends_all_with_two_sentences(launcher, tmp_path)
     assert "RankEndedError: rank 0 waits in vain: rank 1 has died" in errors
     assert "was killed by SIGKILL: the others are ended" in errors
     assert not left_behind(tmp_path)
+
+
+def test_a_server_that_stops_ends_all(launcher, tmp_path, monkeypatch):
+    monkeypatch.setenv("GLUON_AMP_RANK_TIMEOUT", "4")
+    process = launcher(TRAINS, program_arguments=["goes on", str(tmp_path)])
+    assert wait_until((tmp_path / "stepped").exists, 90)
+    server, = left_behind(tmp_path, "server")
+    os.kill(server, signal.SIGSTOP)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "launch: server 0 has not been heard of for 4 seconds: all are ended" in errors
+    assert not left_behind(tmp_path)
+
+
+def test_time_in_which_the_launcher_itself_stood_still_is_no_silence(monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr(launch_module.time, "monotonic", lambda: clock[0])
+    with subprocess.Popen(["sleep", "60"], stdout=subprocess.PIPE) as sleeps:
+        server = launch_module._Process("server 0", sleeps)
+        silence = launch_module._Silence([server])
+        clock[0] = 100.0  # a machine that slept
+        assert silence.longer_than(2) is None
+        for clock[0] in (101.0, 102.0):
+            found = silence.longer_than(2)
+        assert found is server
+        sleeps.kill()
 
 
 SLEEPS = "import sys, time, pathlib; pathlib.Path(sys.argv[1]).touch(); time.sleep(600)"

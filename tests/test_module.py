@@ -167,6 +167,12 @@ def test_initial_values_are_those_of_float32_rounded():
     assert same(values(mod), wanted)
 
 
+@pytest.mark.parametrize("policy", ["float32", "float16"])
+def test_binding_writes_nothing_to_the_terminal(policy, capfd):
+    learn(made(net(policy)), batch())
+    assert capfd.readouterr() == ("", "")
+
+
 def test_input_gradients_and_fixed_parameters():
     mod = made(net(), bind={"inputs_need_grad": True}, fixed_param_names=["conv_weight"],
                loss_scale=64)

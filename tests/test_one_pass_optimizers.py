@@ -1,5 +1,5 @@
-"""Updates of float16 weights in one pass on a CPU: bit by bit what MXNet's float32 optimizers make
-of the same gradients, for every setting, any size and all instruction sets."""
+"""Updates of float16 and float32 weights in one pass on a CPU: bit by bit what MXNet's float32
+optimizers make of the same gradients, for every setting, any size and all instruction sets."""
 import os
 import subprocess
 import sys
@@ -89,6 +89,13 @@ def assert_as_in_float32(name, settings, calls):
             np.testing.assert_array_equal(our, their)
             assert np.isfinite(our).all()
         np.testing.assert_array_equal(weight, ours[0].astype(np.float16))
+    calls.clear()
+    _, of_floats = train(amp.optimizer(name, **settings), "float32")
+    assert calls == [("_gluon_amp_update", len(SIZES))] * 4
+    for ours, theirs in zip(of_floats, stock):
+        assert len(ours) == len(theirs)
+        for our, their in zip(ours, theirs):
+            np.testing.assert_array_equal(our, their)
 
 
 def decimal(settings):

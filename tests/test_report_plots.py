@@ -115,6 +115,14 @@ def test_time_goes_forward_in_every_chart_and_the_first_epoch_ends_at_1(tmp_path
     assert {chart.name for chart in CHARTS if chart.points(run)} == {c.name for c in CHARTS}
 
 
+def test_a_scale_that_one_run_of_many_found_elsewhere_makes_no_chart_of_a_constant(tmp_path):
+    for i in range(40):
+        (tmp_path / f"{i}.jsonl").write_text(logs.jsonl(
+            [0.5, 0.4], scales=[1024 if i else 2048] * 2, dtype="float16", lr=i))
+    names = {plot.name for plot in plots(groups(read(tmp_path.glob("*.jsonl"))))}
+    assert names == {"validation_error", "validation_error_by_hours", "skipped_steps"}
+
+
 def test_there_are_charts_of_what_logs_have_and_none_of_what_never_changes(tmp_path):
     for text, names in ((logs.module([0.5, 0.4]),
                          {"validation_error", "validation_error_by_hours"}),

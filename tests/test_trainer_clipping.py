@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from gluon_amp._mxnet import mx
 from mxnet import autograd, gluon, nd
+from mxnet.gluon import nn
 from trainers import (
     LOSS,
     SGD,
@@ -22,6 +23,11 @@ from trainers import (
 @pytest.fixture()
 def batches(rng):
     return some_batches(rng)
+
+
+def recorded_loss(net, x, y):
+    with autograd.record():
+        return LOSS(net(x), y)
 
 
 @pytest.mark.parametrize("by_hand", [False, True])
@@ -141,3 +147,73 @@ def test_without_scaling_too_a_new_backward_pass_makes_unscaled_gradients_anew()
         assert (trainer.unscale()[net.a.name][0].asnumpy() == x).all()
     trainer.update(1)
     assert (net.a.data().asnumpy() == -2).all()
+
+
+@pytest.mark.parametrize("scaling", [None, 2.0 ** 10])
+def test_what_unscale_returns_may_be_clipped_with_gluons_own_function(scaling, batches):
+    x, y = batches[0]
+    net, stock = make(), make()
+    trainer = amp.Trainer(net.collect_params(), "sgd", SGD, loss_scale=scaling)
+    trainer.backward(recorded_loss(net, x, y))
+    norm = gluon.utils.clip_global_norm([g for grads in trainer.unscale().values() for g in grads],
+                                        0.1)
+    assert trainer.update(len(y))
+    recorded_loss(stock, x, y).backward()
+    grads = [p.grad() for p in stock.collect_params().values() if p.grad_req != "null"]
+    assert norm == pytest.approx(gluon.utils.clip_global_norm(grads, 0.1), rel=1e-5)
+    gluon.Trainer(stock.collect_params(), "sgd", SGD).step(len(y))
+    for mine, theirs in zip(values(net), values(stock)):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("scaling", [None, 2.0 ** 10])
+def test_gradients_that_are_clipped_after_unscale_are_an_error(scaling, batches):
+    """The update uses what unscale returned: it would not be clipped at all."""
+    x, y = batches[0]
+    net = make()
+    before = values(net)
+    trainer = amp.Trainer(net.collect_params(), "sgd", SGD, loss_scale=scaling)
+    trainer.backward(recorded_loss(net, x, y))
+    trainer.unscale()
+    gluon.utils.clip_global_norm([p.grad() for p in net.collect_params().values()
+                                  if p.grad_req != "null"], 0.1)
+    with pytest.raises(RuntimeError, match=r"written after trainer\.unscale\(\).*change that"):
+        trainer.update(len(y))
+    assert all(map(np.array_equal, values(net)[-2:], before[-2:]))
+
+
+@pytest.mark.parametrize("call", ["step", "allreduce_grads"])
+def test_unscale_before_the_sum_over_devices_is_an_error(call):
+    """Each device would take a step of its own."""
+    devices = [mx.cpu(0), mx.cpu(1)]
+    net = One(devices=devices)
+    trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 1}, loss_scale=8)
+    trainer.backward([recorded(net, ones(i, device=d), ones(device=d))
+                      for i, d in enumerate(devices)])
+    trainer.unscale()
+    with pytest.raises(RuntimeError, match=r"allreduce_grads\(\), then unscale\(\), then update"):
+        trainer.step(1) if call == "step" else trainer.allreduce_grads()
+    assert all((net.a.data(d).asnumpy() == 1).all() for d in devices)
+
+
+@pytest.mark.parametrize("scaling", [None, 1024, "dynamic"])
+@pytest.mark.parametrize("layers", ["float16", "float16 and a norm"])
+def test_gluons_clipping_of_a_converted_network_names_what_to_call(layers, scaling):
+    """MXNet says that its dot has no float16, or that float16 and float32 do not fit."""
+    net = nn.HybridSequential()
+    net.add(nn.Dense(4, in_units=5))
+    if layers != "float16":
+        net.add(nn.LayerNorm(in_channels=4))
+    net.initialize()
+    amp.convert(net)
+    trainer = amp.Trainer(net.collect_params(), "sgd", loss_scale=scaling)
+    with autograd.record():
+        loss = net(nd.ones((2, 5))).sum(axis=1)
+    trainer.backward(loss)
+    grads = [p.list_grad()[0] for p in net.collect_params().values()]
+    assert all(np.isfinite(g.asnumpy()).all() for g in grads)
+    with pytest.raises(TypeError, match=r"clip_global_norm.*trainer\.clip_norm\(.*clip_norm="):
+        gluon.utils.clip_global_norm(grads, 0.1)
+    assert trainer.step(2)
+    amp.restore(net)
+    gluon.utils.clip_global_norm([p.grad() for p in net.collect_params().values()], 0.1)

@@ -6,6 +6,7 @@
 #include <algorithm>
 
 #include "own.h"
+#include "watch.h"
 
 namespace gluon_amp {
 namespace {
@@ -30,12 +31,25 @@ bool dropout(const Call& call) {
   return true;
 }
 
+// What the gradient is before it is rounded.
+void show_scaled(const Half* g, const Half* mask, const TBlob& d, float scale) {
+  Lease lease;
+  const int64_t n = size(d);
+  float *exact = lease.memory(n), *kept = lease.memory(n);
+  kernels->widen(g, exact, n);
+  kernels->widen(mask, kept, n);
+  for (int64_t i = 0; i < n; ++i)
+    exact[i] = kept[i] == 0 ? 0 : kept[i] == 1 ? exact[i] : exact[i] * scale;
+  show(exact, n, 0, d.dptr_, nullptr, true);
+}
+
 // A mask of another shape is shared along its axes: MXNet's multiplication of arrays does it.
 bool dropout_gradient(const Call& call) {  // gradient, mask
   const TBlob &g = call.in[0], &mask = call.in[1], &d = call.out[0];
   const float scale = scale_of(call.attrs);
   if (call.write(0) == kNothing) return true;
   if (!call.rounding.any && all_half(call) && g.shape_ == mask.shape_) {
+    if (watching()) show_scaled(halves(g), halves(mask), d, scale);
     kernels->dropout_gradient(halves(g), halves(mask), halves(d), size(d), scale, call.write(0));
     return true;
   }
@@ -64,6 +78,7 @@ bool dropout_gradient(const Call& call) {  // gradient, mask
     out[i] *= m[at] == 0 || m[at] == 1 ? m[at] : scale;
   }
   const Grid* grid = call.rounding.written(0);
+  show(out, n, 0, d.dptr_, grid, is_half(d));
   if (grid) kernels->round(*grid, out, out, n, kStore);
   if (is_half(d)) kernels->narrow(out, halves(d), n, call.write(0));
   else kernels->round(grid ? *grid : Grid(), out, floats(d), n, call.write(0));

@@ -1,5 +1,6 @@
 // Norms that have code of their own: batch norm, layer norm, softmax.
 #include "own.h"
+#include "watch.h"
 
 namespace gluon_amp {
 namespace {
@@ -19,22 +20,42 @@ bool batch_norm_of(const Call& call, const TBlob& x, bool relu, BatchNorm* made)
   return true;
 }
 
-// Output 0 of a batch norm on another grid: the kernel writes to `memory`, then `round` rounds.
+// A watched batch norm of halves runs the kernel for floats, which adds up the same numbers in the
+// same order, so that results can be shown before they are rounded. The relu knows the rounding.
+bool shows_floats(const Call& call, BatchNorm* norm) {
+  if (!watching() || !norm->in_halves || norm->relu || call.rounding.any) return false;
+  norm->in_halves = false;
+  return true;
+}
+
+// Output 0 of a batch norm that is shown, or on another grid: the kernel writes to `memory`, then
+// `round` rounds.
 struct RoundedOutput {
   const Call& call;
   const Grid* grid;
+  const bool shown;
   Lease lease;
   void* memory;
   Write write;
 
-  explicit RoundedOutput(const Call& c)
-      : call(c), grid(c.rounding.written(0)), memory(c.out[0].dptr_), write(c.write(0)) {
+  RoundedOutput(const Call& c, bool shows)
+      : call(c), grid(c.rounding.written(0)), shown(shows && c.write(0) != kNothing),
+        memory(c.out[0].dptr_), write(c.write(0)) {
+    if (shown) {
+      memory = lease.memory(size(c.out[0]));
+      write = kStore;
+    }
     if (!grid || write != kAdd) return;
     memory = is_half(c.out[0]) ? static_cast<void*>(lease.memory((size(c.out[0]) + 1) / 2))
                                : lease.memory(size(c.out[0]));
     write = kStore;
   }
   void round() {
+    if (shown) {
+      show(static_cast<float*>(memory), size(call.out[0]), 0, call.out[0].dptr_, nullptr, true);
+      kernels->narrow(static_cast<float*>(memory), halves(call.out[0]), size(call.out[0]),
+                      call.write(0));
+    }
     if (!grid || call.write(0) == kNothing) return;
     const TBlob& to = call.out[0];
     const int64_t n = size(to);
@@ -46,6 +67,14 @@ struct RoundedOutput {
     kernels->narrow(wide, halves(to), n, call.write(0));
   }
 };
+
+// An array of halves as floats, if that is wanted.
+const void* widened(const TBlob& from, bool wanted, Lease* lease) {
+  if (!wanted) return from.dptr_;
+  float* wide = lease->memory(size(from));
+  kernels->widen(halves(from), wide, size(from));
+  return wide;
+}
 
 // Input 0, rounded if the node says so.
 const void* rounded_input(const Call& call, Lease* lease) {
@@ -72,8 +101,10 @@ bool batch_norm(const Call& call) {
   auto kept = [&](size_t i) {
     return i < call.out.size() && call.write(i) != kNothing ? floats(call.out[i]) : nullptr;
   };
-  RoundedOutput y(call);
-  kernels->batch_norm(norm, {call.in[0].dptr_, floats(call.in[1]), floats(call.in[2]),
+  const bool shows = shows_floats(call, &norm);
+  Lease lease;
+  RoundedOutput y(call, shows);
+  kernels->batch_norm(norm, {widened(call.in[0], shows, &lease), floats(call.in[1]), floats(call.in[2]),
                              floats(call.in[3]), floats(call.in[4]), y.memory, y.write, kept(1),
                              kept(2)});
   y.round();
@@ -85,9 +116,12 @@ template <bool relu>
 bool batch_norm_gradient(const Call& call) {
   BatchNorm norm;
   if (!batch_norm_of(call, call.in[3], relu, &norm) || !is_float(call.in[4])) return false;
+  const bool shows = shows_floats(call, &norm);
   Lease lease;
-  RoundedOutput dx(call);
-  kernels->batch_norm_gradient(norm, {rounded_input(call, &lease), call.in[3].dptr_,
+  RoundedOutput dx(call, shows);
+  kernels->batch_norm_gradient(norm, {
+      shows ? widened(call.in[0], true, &lease) : rounded_input(call, &lease),
+      widened(call.in[3], shows, &lease),
       floats(call.in[4]), floats(call.in[5]), floats(call.in[1]), floats(call.in[2]),
       dx.memory, dx.write, floats(call.out[1]), call.write(1),
       floats(call.out[2]), call.write(2)});

@@ -92,9 +92,9 @@ void follow(const NodeAttrs&, const OpContext&, const std::vector<TBlob>& in,
 
 // ---- optimizers ----------------------------------------------------------------------
 //
-// `_gluon_amp_update` updates several float16 weights by one rule. Its inputs are all weights, then
-// all gradients, all masters, and for each state that the rule has, that of all weights; its outputs
-// are the weights.
+// `_gluon_amp_update` updates several weights by one rule. Its inputs are all weights, then all
+// gradients, all masters (of float16 weights only: "masters"), and for each state that the rule has,
+// that of all weights; its outputs are the weights.
 
 struct UpdateRule {
   Rule rule;
@@ -123,8 +123,10 @@ bool has_momentum(const NodeAttrs& attrs) {
 uint32_t update_weights(const NodeAttrs& attrs) {
   return static_cast<uint32_t>(number(attrs, "num_weights", 1));
 }
+bool has_masters(const NodeAttrs& attrs) { return flag(attrs, "masters", true); }
 uint32_t update_inputs(const NodeAttrs& attrs) {
-  return (3 + (has_momentum(attrs) ? rule_of(attrs).states : 0)) * update_weights(attrs);
+  const uint32_t states = has_momentum(attrs) ? rule_of(attrs).states : 0;
+  return (2 + has_masters(attrs) + states) * update_weights(attrs);
 }
 
 // A number as MXNet's operators read it: theirs is not always the nearest float.
@@ -172,14 +174,17 @@ void update(const NodeAttrs& attrs, const OpContext&, const std::vector<TBlob>& 
   const auto rates = numbers(attrs, "lrs", count, rule.lists);
   const auto decays = numbers(attrs, "wds", count, rule.lists);
   const auto steps = numbers(attrs, "steps", rule.rule == kLamb ? count : 0, true);
+  const bool masters = has_masters(attrs);
+  const size_t first_state = masters ? 3 : 2;
   std::vector<Update> updates(count);
   for (size_t i = 0; i < count; ++i) {
     if (out[i].dptr_ != in[i].dptr_)
-      kernels->copy(in[i].dptr_, out[i].dptr_, size(in[i]) * sizeof(Half));
-    updates[i] = {halves(out[i]), halves(in[count + i]), floats(in[2 * count + i]), {},
+      kernels->copy(in[i].dptr_, out[i].dptr_, size(in[i]) * (masters ? sizeof(Half) : sizeof(float)));
+    updates[i] = {masters ? halves(out[i]) : nullptr, in[count + i].dptr_,
+                  masters ? floats(in[2 * count + i]) : floats(out[i]), {},
                   size(in[i]), rates[i], decays[i], steps.empty() ? 0 : int(steps[i])};
-    for (size_t k = 3; k * count < in.size(); ++k)
-      updates[i].states[k - 3] = floats(in[k * count + i]);
+    for (size_t k = first_state; k * count < in.size(); ++k)
+      updates[i].states[k - first_state] = floats(in[k * count + i]);
   }
   kernels->update(rule.rule, updates.data(), int(count), settings_of(attrs));
 }
@@ -191,11 +196,14 @@ bool update_shapes(const NodeAttrs&, Shapes* in, Shapes* out) {
   return true;
 }
 
-bool update_types(const NodeAttrs&, Types* in, Types* out) {
+bool update_types(const NodeAttrs& attrs, Types* in, Types* out) {
+  const bool masters = has_masters(attrs);
   for (size_t i = 0; i < in->size(); ++i)
-    if ((*in)[i] != (i < 2 * out->size() ? kF16 : kF32))
-      throw dmlc::Error("an update takes float16 weights and gradients, float32 masters and states");
-  std::fill(out->begin(), out->end(), kF16);
+    if ((*in)[i] != (masters && i < 2 * out->size() ? kF16 : kF32))
+      throw dmlc::Error(masters ? "an update takes float16 weights and gradients, float32 masters "
+                                  "and states"
+                                : "an update without masters takes float32 arrays only");
+  std::fill(out->begin(), out->end(), masters ? kF16 : kF32);
   return true;
 }
 

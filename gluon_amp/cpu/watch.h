@@ -38,9 +38,17 @@ class Watch {
 void show(const float* exact, int64_t n, int64_t padding, const void* to, const Grid* grid,
           bool half);
 
+// Whether results are counted that are shown on this thread now.
+bool watching();
+
 // Whether the generic code gives an operator with code of its own the same bits: then a watched
 // node runs it, since it shows what it rounds.
 bool generic_code_is_the_same(const std::string& name);
+
+// Whether it gives the same numbers but for the last bits of float32. A watched node then runs it
+// beside its own code, into scratch, only to show what is about to be rounded.
+bool generic_code_is_near(const std::string& name);
+void show_by_generic_code(const Call& call);
 
 // What Python reads: one row for each output.
 constexpr int kSamples = 1024;

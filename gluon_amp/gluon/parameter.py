@@ -1,5 +1,6 @@
-"""Float16 parameters of converted blocks: cast, initialized, saved, loaded and copied."""
-from typing import Any, Optional
+"""Float16 parameters of converted blocks: cast, initialized, saved, loaded, shared and copied."""
+import sys
+from typing import Any, List, Optional
 
 from .._mxnet import mx
 from ..cpu.arrays import dtype_name, to_float16, to_float32
@@ -7,10 +8,32 @@ from ..cpu.arrays import dtype_name, to_float16, to_float32
 
 class ConvertedParameter(mx.gluon.Parameter):
     """A float16 parameter: whichever block it is in, it draws the random values of a float32
-    network's, goes into files as float32, and comes from files of either type."""
+    network's, goes into files as float32, and comes from files of either type. A new block may
+    share it."""
 
     _dtype: Any
     _rounded_to: Optional[Any] = None  # its type, while it draws its values in float32
+
+    @property
+    def dtype(self) -> Any:
+        """The parameter's type. A block that is made with `params=` of a converted one expects
+        float32, and MXNet asks here whether that is so: the block then gets it as it is."""
+        asking = sys._getframe(1)
+        if asking.f_code is mx.gluon.ParameterDict.get.__code__:
+            expected = asking.f_locals["v"]
+            if dtype_name(expected) == "float32":
+                return expected
+        return self._dtype
+
+    @dtype.setter
+    def dtype(self, dtype: Any) -> None:
+        self.cast(dtype)
+
+    def grad(self, ctx: Any = None) -> Any:
+        return _as_converted(super().grad(ctx))
+
+    def list_grad(self) -> List[Any]:
+        return [_as_converted(gradient) for gradient in super().list_grad()]
 
     def _reduce(self) -> Any:
         copies = [to_float32(w.copyto(mx.cpu())) for w in self.list_data()]
@@ -24,7 +47,7 @@ class ConvertedParameter(mx.gluon.Parameter):
             self._rounded_to, self._dtype = None, self._rounded_to
 
     def _init_impl(self, data: Any, ctx_list: Any) -> None:
-        super()._init_impl(_in_type(data, dtype_name(self._rounded_to or self.dtype)), ctx_list)
+        super()._init_impl(_in_type(data, dtype_name(self._rounded_to or self._dtype)), ctx_list)
 
     def _load_init(self, data: Any, ctx: Any, cast_dtype: bool = True,
                    dtype_source: str = "current") -> None:
@@ -53,9 +76,39 @@ def value_of(parameter: Any) -> Any:
 
 
 def _in_type(array: Any, dtype: str) -> Any:
-    if type(array) is not mx.nd.NDArray:  # but numpy's
+    if isinstance(array, mx.np.ndarray):
         return array.astype(dtype)
     return to_float16(array) if dtype == "float16" else to_float32(array)
+
+
+class _ConvertedGradient:
+    """A float16 gradient, which `gluon.utils.clip_global_norm` cannot take."""
+    __slots__ = ()
+
+    @property
+    def stype(self) -> str:
+        """How it is stored: what `clip_global_norm` asks first of all."""
+        if sys._getframe(1).f_globals.get("__name__") == "mxnet.gluon.utils":
+            raise TypeError(
+                "gluon.utils.clip_global_norm computes in the gradients' own types, and those of a "
+                "converted network are float16, some of them: call trainer.clip_norm(max_norm, "
+                "batch_size) of a gluon_amp.Trainer, or give it clip_norm=, or clip what "
+                "trainer.unscale() returns")
+        return super().stype  # type: ignore[misc]
+
+
+class _Classic(_ConvertedGradient, mx.nd.NDArray):
+    __slots__ = ()
+
+
+class _Numpy(_ConvertedGradient, mx.np.ndarray):
+    __slots__ = ()
+
+
+def _as_converted(gradient: Any) -> Any:
+    if not isinstance(gradient, _ConvertedGradient) and gradient.stype == "default":
+        gradient.__class__ = _Numpy if isinstance(gradient, mx.np.ndarray) else _Classic
+    return gradient
 
 
 def complete_copy(parameter: Any) -> None:

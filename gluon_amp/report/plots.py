@@ -37,6 +37,7 @@ LONGEST_NAME = 24
 ROOM = 0.07  # of a name, as a share of the axes' height
 HOVERED = 100  # points of each line
 FORESTED = 20  # comparisons that are drawn
+CAPTIONED = 5  # of them in the words below it
 
 
 @dataclass(frozen=True)
@@ -154,9 +155,8 @@ def plots(groups: Sequence[Group], accuracy: Optional[float] = None,
     runs = [run for group in groups for run in group.runs]
     for chart in charts:
         points = {id(run): chart.points(run) for run in runs}
-        values = {point.y for each in points.values() for point in each}
-        if values and (chart.always or len(values) > 1):
-            lines = [line(name, of, points, chart.steps) for name, of in pooled]
+        lines = [line(name, of, points, chart.steps) for name, of in pooled]
+        if any(lines) and (chart.always or _varies(lines)):
             found.append(_draw(_worded(chart, groups[0].first.measure), lines, runs))
     if accuracy and charts is CHARTS and max(len(group.runs) for group in groups) > 2:
         end = max([hours for run in runs for hours in run.hours[-1:]] if by_time else
@@ -167,6 +167,11 @@ def plots(groups: Sequence[Group], accuracy: Optional[float] = None,
         if any(lines):
             found.insert(1, _draw(chart, lines, runs))
     return found
+
+
+def _varies(lines: Sequence[Optional[Line]]) -> bool:
+    drawn = [y for one in lines if one for y in (one.y, one.low, one.high) if y is not None]
+    return len(np.unique(np.concatenate(drawn))) > 1
 
 
 def _worded(chart: Chart, measure: str) -> Chart:
@@ -355,11 +360,12 @@ def forest(comparisons: Sequence[Comparison], margin: float) -> Optional[Plot]:
         axes.grid(axis="y", visible=False)
         png, svg = image(figure)
     words = "; ".join(f"{c.low.name} {d.mean:+.2f} points ({d.interval()[0]:+.2f} to "
-                      f"{d.interval()[1]:+.2f})" for c, d in found)
+                      f"{d.interval()[1]:+.2f})" for c, d in found[:CAPTIONED])
+    more = f"; and {len(found) - CAPTIONED} more" if len(found) > CAPTIONED else ""
     crosses = " Crosses: recipes differ." if any(c.differences for c, _ in found) else ""
     return Plot("differences", "Difference to float32",
                 f"Difference to float32. Lines: 95 % intervals, thick: 90 %; small strokes: single "
-                f"seeds; shaded: within {margin:g} points.{crosses} {words}.", png, svg)
+                f"seeds; shaded: within {margin:g} points.{crosses} {words}{more}.", png, svg)
 
 
 def image(figure: Figure) -> Tuple[bytes, str]:

@@ -55,8 +55,9 @@ def environment(name: str, value: Optional[str]) -> Iterator[None]:
 
 def _weights_not_cached(ours: bool) -> Any:
     """MXNet's subgraphs for oneDNN keep the first weights that they predict with, where those
-    are no variables: a float16 weight of a float32 layer is cast first."""
-    return environment("MXNET_SUBGRAPH_BACKEND", "NONE" if ours else None)
+    are no variables: a float16 weight of a float32 layer is cast first. The backend `default`
+    finds nothing to put into subgraphs, as `NONE` does, which MXNet tells at each binding."""
+    return environment("MXNET_SUBGRAPH_BACKEND", "default" if ours else None)
 
 
 class Bindable(mx.sym.Symbol):

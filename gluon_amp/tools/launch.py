@@ -3,21 +3,36 @@
     scheduler, servers   Python processes that import this package: MXNet runs them at its import
     workers              the program, here or by ssh on the hosts of a file
 
-All is ended when one of them ends too early, on Ctrl-C, and when this process is killed.
+All is ended when one of them ends too early, when the scheduler or a server stops without ending,
+on Ctrl-C, and when this process is killed. (Workers that stop are noticed by the other workers.)
 """
 import contextlib
 import ctypes
 import os
+import select
 import shlex
 import signal
 import socket
 import subprocess
 import sys
 import time
-from typing import Dict, List, NamedTuple, Optional, Sequence
+from typing import Any, Dict, List, NamedTuple, Optional, Sequence
+
+from ..training.watch import BEAT, patience
 
 # What the others are given to say why they end, and then to write what they hold.
 _TO_SPEAK, _TO_END = 8.0, 2.0
+# The scheduler and the servers: MXNet runs them while it is imported, and a thread beside it
+# prints an empty line each second.
+_HELPER = f"""
+import os, threading, time
+def beat():
+    while True:
+        os.write(1, bytes([10]))
+        time.sleep({BEAT})
+threading.Thread(target=beat, daemon=True).start()
+import gluon_amp
+"""
 
 
 class _Process(NamedTuple):
@@ -41,13 +56,16 @@ def launch(command: Sequence[str], workers: int, servers: int = 1,
         settings = {"DMLC_PS_ROOT_URI": root, "DMLC_PS_ROOT_PORT": str(_free_port(root)),
                     "DMLC_NUM_WORKER": str(workers), "DMLC_NUM_SERVER": str(servers)}
         here = {**settings, "DMLC_NODE_HOST": root}
-        helper = [sys.executable, "-W", "ignore", "-c", "import gluon_amp"]
+        helper = [sys.executable, "-W", "ignore", "-c", _HELPER]
+        seconds = patience()
         helpers: List[_Process] = []
         started: List[_Process] = []
         try:
-            helpers.append(_start("the scheduler", helper, {**here, "DMLC_ROLE": "scheduler"}))
+            helpers.append(_start("the scheduler", helper, {**here, "DMLC_ROLE": "scheduler"},
+                                  subprocess.PIPE))
             for i in range(servers):
-                helpers.append(_start(f"server {i}", helper, {**here, "DMLC_ROLE": "server"}))
+                helpers.append(_start(f"server {i}", helper, {**here, "DMLC_ROLE": "server"},
+                                      subprocess.PIPE))
             for i in range(workers):
                 if hosts:
                     host = hosts[i % len(hosts)]
@@ -56,7 +74,7 @@ def launch(command: Sequence[str], workers: int, servers: int = 1,
                         **settings, "DMLC_ROLE": "worker"}), {}))
                 else:
                     started.append(_start(f"worker {i}", command, {**here, "DMLC_ROLE": "worker"}))
-            return _wait(started, helpers)
+            return _wait(started, helpers, seconds)
         except KeyboardInterrupt:
             _say("interrupted: all are ended")
             return 130
@@ -90,20 +108,54 @@ def read_hosts(path: str) -> List[str]:
     return hosts
 
 
-def _wait(workers: List[_Process], helpers: List[_Process]) -> int:
-    """Until all workers have ended, or one process has ended too early."""
-    failed = None
-    while failed is None:
-        running = [w for w in workers if w.popen.poll() is None]
+def _wait(workers: List[_Process], helpers: List[_Process], seconds: float) -> int:
+    """Until all workers have ended, or one process has ended too early or is silent for so long."""
+    silence = _Silence(helpers)
+    while True:
+        all_ended = all(w.popen.poll() is not None for w in workers)
         failed = next((p for p in workers + helpers if p.popen.poll()), None)
-        if not running and failed is None:
+        if failed is not None:
+            _say(f"{failed.name} {_how(failed.popen.returncode)}: the others are ended")
+            if failed in workers:
+                _wait_for(workers, _TO_SPEAK)
+            code = failed.popen.returncode
+            return 128 - code if code < 0 else code
+        if all_ended:
             _wait_for(helpers, _TO_SPEAK)
             return 0
+        silent = silence.longer_than(seconds)
+        if silent is not None:
+            _say(f"{silent.name} has not been heard of for {seconds:g} seconds: all are ended")
+            return 1
         time.sleep(0.05)
-    _say(f"{failed.name} {_how(failed.popen.returncode)}: the others are ended")
-    _wait_for(workers, _TO_SPEAK)
-    code = failed.popen.returncode
-    return 128 - code if code < 0 else code or 1
+
+
+class _Silence:
+    """For how long helpers have written nothing."""
+
+    def __init__(self, helpers: List[_Process]) -> None:
+        self._seconds = dict.fromkeys(helpers, 0.0)
+        self._looked = time.monotonic()
+
+    def longer_than(self, seconds: float) -> Optional[_Process]:
+        """Listens, and returns a helper that has been silent for longer, if there is one."""
+        # Where this process itself stood still, the helpers may have, too.
+        passed = min(time.monotonic() - self._looked, BEAT)
+        self._looked = time.monotonic()
+        for helper in self._seconds:
+            if helper.popen.poll() is None:
+                self._seconds[helper] += passed
+                if _has_written(helper):
+                    self._seconds[helper] = 0.0
+                elif self._seconds[helper] > seconds:
+                    return helper
+        return None
+
+
+def _has_written(helper: _Process) -> bool:
+    """Since the last call."""
+    output: Any = helper.popen.stdout
+    return bool(select.select([output], [], [], 0)[0]) and bool(os.read(output.fileno(), 4096))
 
 
 def _wait_for(processes: List[_Process], seconds: float) -> None:
@@ -122,9 +174,12 @@ def _end(processes: List[_Process]) -> None:
             _wait_for(processes, _TO_END)
     for process in processes:
         process.popen.wait()
+        if process.popen.stdout:
+            process.popen.stdout.close()
 
 
-def _start(name: str, command: Sequence[str], settings: Dict[str, str]) -> _Process:
+def _start(name: str, command: Sequence[str], settings: Dict[str, str],
+           output: Optional[int] = None) -> _Process:
     """Starts a process that is ended when this one is, even by SIGKILL."""
     libc = ctypes.CDLL(None) if sys.platform == "linux" else None
     parent = os.getpid()
@@ -136,7 +191,8 @@ def _start(name: str, command: Sequence[str], settings: Dict[str, str]) -> _Proc
                 os._exit(1)
 
     return _Process(name, subprocess.Popen(list(command), env={**os.environ, **settings},
-                                           start_new_session=True, preexec_fn=before))
+                                           stdout=output, start_new_session=True,
+                                           preexec_fn=before))
 
 
 def _by_ssh(host: str, command: Sequence[str], settings: Dict[str, str]) -> List[str]:

@@ -1,8 +1,9 @@
-"""Optimizers that update float16 weights on a CPU in one pass over memory.
+"""Optimizers that update weights on a CPU in one pass over memory.
 
 The engine's operator `_gluon_amp_update` widens weights and gradients, updates the masters as
 MXNet's float32 operator would, and narrows, for several weights in one call. LAMB, which needs
-norms first, takes two passes.
+norms first, takes two passes. Float32 weights are their own masters: they get the bits that MXNet's
+operator would give them, which takes several times as long.
 """
 from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
@@ -72,7 +73,8 @@ def row_for(cls: Any, made: Any, states: Sequence[Any]) -> Optional[Row]:
 
 def update(row: Row, made: Any, indices: Sequence[Any], weights: Sequence[Any],
            grads: Sequence[Any], masters: Sequence[Any], states: Sequence[Any]) -> None:
-    """Updates weights, masters and states, and the optimizer's counts, in one call."""
+    """Updates weights, masters and states, and the optimizer's counts, in one call. Float32 weights
+    have no masters."""
     lrs: List[float] = []
     wds: List[float] = []
     for part in [indices] if isinstance(made, _IN_LISTS) else [[index] for index in indices]:
@@ -92,7 +94,7 @@ def update(row: Row, made: Any, indices: Sequence[Any], weights: Sequence[Any],
     library.call("_gluon_amp_update",
                  [*weights, *grads, *masters, *(array for column in kept for array in column)],
                  out=list(weights), rule=row.rule, num_weights=len(weights), lrs=_text(lrs),
-                 wds=_text(wds), steps=_text(steps), **settings)
+                 wds=_text(wds), steps=_text(steps), masters=bool(masters), **settings)
 
 
 def _text(numbers: Sequence[float]) -> str:

@@ -125,12 +125,13 @@ class _WithMasters:
         indices, weights, grads, states = (list(x) if several else [x]
                                            for x in (index, weight, grad, state))
         halves_on_cpu = library.on_one_cpu([*weights, *grads], np.float16)
+        floats_on_cpu = library.on_one_cpu([*weights, *grads], np.float32)
         types = [np.float16 if halves_on_cpu else weight.dtype for weight in weights]
         self._check_types(indices, types)
         self.rescale_grad = _Decimal(self.rescale_grad)
         in_float16 = self.multi_precision and types[0] is np.float16
-        if in_float16 and halves_on_cpu and self._one_pass(indices, weights, grads, states,
-                                                           several):
+        if (in_float16 and halves_on_cpu or floats_on_cpu) and \
+                self._one_pass(indices, weights, grads, states, several, in_float16):
             return
         if several and self._base() in _ONE_BY_ONE:
             for one in zip(indices, weights, grads, states):
@@ -161,9 +162,10 @@ class _WithMasters:
         else:
             self.update(index, masters[0], grads[0], inner[0])
 
-    def _one_pass(self, indices: Any, weights: Any, grads: Any, states: Any, several: bool) -> bool:
+    def _one_pass(self, indices: Any, weights: Any, grads: Any, states: Any, several: bool,
+                  in_float16: bool) -> bool:
         """Updates in one call, if that is how it goes for this optimizer."""
-        masters, inner = self._masters(states)
+        masters, inner = self._masters(states) if in_float16 else ((), states)
         row = one_pass.row_for(self._base(), self, inner)
         # MXNet's LAMB adds up norms in another order where weights do not come in lists
         if row is None or not several and isinstance(self, mx.optimizer.LAMB):

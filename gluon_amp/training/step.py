@@ -54,7 +54,8 @@ class Gradient:
     name: str
     place: Place
     weight: Any
-    array: Any
+    array: Any  # what the update uses: the parameter's own gradient, or what was made of it
+    own: Any = None  # that gradient, where it is watched
 
 
 @dataclass
@@ -152,17 +153,26 @@ class Steps:
         return scale
 
     def watch(self, gradients: Sequence[Gradient]) -> None:
-        """From here on nobody is to write into these gradients, since they are scaled."""
-        if self.scaling and gradients:
-            self.pending.watched = gradients, versions([g.array for g in gradients])
+        """From here on nobody is to write into these gradients: they are scaled, or the update
+        does not use them, but what `unscale` made of them."""
+        if (self.scaling or self.pending.unscaled is not None) and gradients:
+            self.pending.watched = gradients, versions([g.own for g in gradients])
 
     def end_watch(self) -> None:
         """Asks how often the watched gradients have been written by now; does not wait for it."""
-        if self.pending.watched is not None and self.pending.unscaled is None:
+        if self.pending.watched is not None:
             gradients, before = self.pending.watched
-            after = versions([g.array for g in gradients])
+            after = versions([g.own for g in gradients])
             self.pending.counts.append((gradients, before, after))
         self.pending.watched = None
+
+    def begin_sum(self, devices: int) -> None:
+        """Before gradients are summed over so many devices and all workers."""
+        self.end_watch()
+        if self.pending.unscaled is not None and devices * self.reduction.workers > 1:
+            self.forget()
+            raise RuntimeError("unscale() before the sum over devices and workers: call trainer."
+                               "allreduce_grads(), then unscale(), then update(batch_size)")
 
     def check_watched(self) -> None:
         """Raises an error where somebody has written into gradients."""
@@ -170,8 +180,12 @@ class Steps:
                    for g, changed in zip(gradients, before.asnumpy() != after.asnumpy()) if changed]
         self.pending.counts.clear()
         if written:
-            scale = self.gradients_scale
+            scale, unscaled = self.gradients_scale, self.pending.unscaled
             self.forget()
+            if unscaled is not None:
+                raise RuntimeError(f"the gradients{in_names(dict.fromkeys(written))} were written "
+                                   "after trainer.unscale(), but the update uses what that "
+                                   "returned: change that")
             raise RuntimeError(
                 f"the gradients{in_names(dict.fromkeys(written))} were written between the "
                 f"backward pass and the step. They are multiplied by the loss scale, {scale:g}, "

@@ -128,6 +128,7 @@ class Trainer(TakesSteps, RanksTrainer):
         named: Dict[str, List[Any]] = {}
         for g in gradients:
             named.setdefault(g.name, []).append(pending.unscaled[g.place])
+        self._steps.watch(gradients)
         return named
 
     def clip_norm(self, max_norm: float, batch_size: int = 1) -> float:
@@ -260,7 +261,7 @@ class Trainer(TakesSteps, RanksTrainer):
         self._check_backward("step()")
         if self._steps.scaling:
             self._gradients(ignore_stale_grad)
-            self._steps.end_watch()
+        self._steps.end_watch()
 
     def _check_backward(self, call: str) -> None:
         if not self._steps.scaling:
@@ -287,9 +288,9 @@ class Trainer(TakesSteps, RanksTrainer):
             i, device = place
             parameter = self._params[i]
             if place in pending.written if self._steps.scaling else weight._fresh_grad:
-                array = pending.summed.get(place, parameter.list_grad()[device])
-                array = (pending.unscaled or {}).get(place, array)
-                gradients.append(Gradient(parameter.name, place, weight, array))
+                own = parameter.list_grad()[device]
+                array = (pending.unscaled or {}).get(place, pending.summed.get(place, own))
+                gradients.append(Gradient(parameter.name, place, weight, array, own))
             else:
                 stale.append(parameter.name)
         if stale and not (ignore_stale_grad and gradients):
@@ -306,7 +307,7 @@ class Trainer(TakesSteps, RanksTrainer):
         if self._update_on_kvstore:
             super()._allreduce_grads()
             return
-        self._steps.end_watch()
+        self._steps.begin_sum(len(self._contexts))
         summed = self._steps.reduction.sum((i, p.list_grad()) for i, p in enumerate(self._params)
                                            if p.grad_req != "null")
         self._steps.pending.summed = {(i, device): array for i, arrays in summed.items()

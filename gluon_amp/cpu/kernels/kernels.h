@@ -101,13 +101,14 @@ struct FloatMatrix {
   int64_t row, column;
 };
 
-// The optimizers that update float16 weights in one pass (LAMB in two).
+// The optimizers that update weights in one pass (LAMB in two).
 enum Rule { kSgd, kDescent, kNag, kAdam, kAdamW, kRmsProp, kCenteredRmsProp, kLamb };
 
-// One weight, with its gradient and what its optimizer keeps of it.
+// One weight, with its gradient and what its optimizer keeps of it. A weight of floats has a gradient
+// of floats, and is its own master: `weight` is null.
 struct Update {
   Half* weight;
-  const Half* gradient;
+  const void* gradient;
   float* master;
   float* states[3];  // as many as the rule has, in MXNet's order; of SGD's momentum maybe none
   int64_t n;
