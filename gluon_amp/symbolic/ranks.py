@@ -1,19 +1,18 @@
 """Modules whose ranks, on one machine or many, begin alike and can be asked whether they
 still are."""
-from typing import Any, Dict, Tuple
+from typing import Any, Dict, List, Tuple
 
 from .._mxnet import mx
 from ..checks import in_names
 from ..training import distributed
+from ..training.ranks import ComparedRanks
 from ..training.reduction import Reduction
-from ..training.step import Steps
 
 
-class RanksModule:
+class RanksModule(ComparedRanks):
     """What a Module does so that many workers train one network."""
 
-    _steps: Steps
-    _ranks_checked = False
+    _instead = "MXNET_UPDATE_ON_KVSTORE=0"
 
     def _module(self) -> Any:
         raise NotImplementedError
@@ -51,30 +50,15 @@ class RanksModule:
         self._params_dirty = module._params_dirty = True
 
     def _average_statistics(self) -> None:
-        module = self._module()
         self._check_tells("average_statistics()")
+        module = self._module()
         self._steps.reduction.average(module._exec_group.aux_arrays)
         self._params_dirty = module._params_dirty = True
 
-    def check_ranks(self) -> None:
-        """Raises where the ranks of several machines do not hold the same weights, masters and
-        loss scale, and names the first parameter. All ranks have to call it; the first update
-        does. Moving averages are each rank's own, of the data that it has seen."""
+    def _held(self) -> List[Tuple[str, Any]]:
         module = self._module()
-        self._check_tells("check_ranks()")
-        distributed.compare(self._steps.reduction, [
-            *((name, arrays[0]) for name, arrays in zip(module._exec_group.param_names,
-                                                        module._exec_group.param_arrays)),
-            *distributed.states_of(module._updater, {i: name for i, (name, _)
-                                                     in self._weights().items()}),
-            ("the loss scale", self._steps.state())])
-
-    def _check_ranks_once(self) -> None:
-        if self._steps.reduction.tells and not self._ranks_checked:
-            self._ranks_checked = True
-            self.check_ranks()
-
-    def _check_tells(self, call: str) -> None:
-        reduction = self._steps.reduction
-        if reduction.workers > 1 and not reduction.tells:
-            raise RuntimeError(f"{call} needs MXNET_UPDATE_ON_KVSTORE=0")
+        group = module._exec_group
+        names = {i: name for i, (name, _) in self._weights().items()}
+        return [*((name, arrays[0]) for name, arrays in zip(group.param_names,
+                                                            group.param_arrays)),
+                *distributed.states_of(module._updater, names)]

@@ -1,6 +1,6 @@
 """A Gluon Trainer whose ranks, on one machine or many, begin alike and can be asked whether
 they still are."""
-from typing import Any, List, Optional
+from typing import Any, List, Optional, Tuple
 
 from .._mxnet import mx
 from . import distributed
@@ -8,12 +8,44 @@ from .reduction import Reduction
 from .step import Steps
 
 
-class RanksTrainer(mx.gluon.Trainer):
-    """What the Trainer does so that many workers train one network."""
+class ComparedRanks:
+    """What a Trainer and a Module do alike so that ranks can be asked whether they are alike."""
 
     _steps: Steps
-    _params_to_init: List[Any]
     _ranks_checked = False
+    _instead = "update_on_kvstore=False"  # how it is said that no server updates
+
+    def _make_ready(self) -> None:
+        """Does what comes before ranks can exchange anything."""
+
+    def _held(self) -> List[Tuple[str, Any]]:
+        """Names and arrays of what all ranks must hold alike."""
+        raise NotImplementedError
+
+    def check_ranks(self) -> None:
+        """Raises where the ranks of several machines do not hold the same weights, masters and
+        loss scale, and names the first parameter. All ranks have to call it; the first step or
+        update does. Moving averages are each rank's own, of the data that it has seen."""
+        self._check_tells("check_ranks()")
+        distributed.compare(self._steps.reduction,
+                            [*self._held(), ("the loss scale", self._steps.state())])
+
+    def _check_ranks_once(self) -> None:
+        if self._steps.reduction.tells and not self._ranks_checked:
+            self._ranks_checked = True
+            self.check_ranks()
+
+    def _check_tells(self, call: str) -> None:
+        self._make_ready()
+        reduction = self._steps.reduction
+        if reduction.workers > 1 and not reduction.tells:
+            raise RuntimeError(f"{call} needs {self._instead}")
+
+
+class RanksTrainer(ComparedRanks, mx.gluon.Trainer):
+    """What the Trainer does so that many workers train one network."""
+
+    _params_to_init: List[Any]
 
     def __init__(self, params: Any, optimizer: Any, optimizer_params: Any, kvstore: Any,
                  compression_params: Any, update_on_kvstore: Optional[bool]) -> None:
@@ -44,8 +76,7 @@ class RanksTrainer(mx.gluon.Trainer):
         reduction = self._steps.reduction
         there = [p for p in self._params_to_init if not p._deferred_init]
         if not reduction.tells:
-            mx.nd.waitall()  # for predictions, which lay out weights
-            reduction.lay_out(array for p in there for array in p.list_data())
+            reduction.lay_out((array for p in there for array in p.list_data()), predicted=True)
             super()._init_params()
             return
         distributed.check_same_network(reduction, [(p.name, p.list_data()[0]) for p in there])
@@ -67,29 +98,14 @@ class RanksTrainer(mx.gluon.Trainer):
         return self._steps.reduction.rank
 
     def _average_statistics(self) -> None:
-        self._begin_alike()
         self._check_tells("average_statistics()")
         self._steps.reduction.average([p.list_data() for p in self._params
                                        if not p._differentiable and p._data is not None])
 
-    def check_ranks(self) -> None:
-        """Raises where the ranks of several machines do not hold the same weights, masters and
-        loss scale, and names the first parameter. All ranks have to call it; the first step
-        does. Moving averages are each rank's own, of the data that it has seen."""
+    def _make_ready(self) -> None:
         self._begin_alike()
-        self._check_tells("check_ranks()")
-        distributed.compare(self._steps.reduction, [
-            *((p.name, p.list_data()[0]) for p in self._params if p._differentiable),
-            *distributed.states_of(self._updaters[0],
-                                   {i: p.name for i, p in enumerate(self._params)}),
-            ("the loss scale", self._steps.state())])
 
-    def _check_ranks_once(self) -> None:
-        if self._steps.reduction.tells and not self._ranks_checked:
-            self._ranks_checked = True
-            self.check_ranks()
-
-    def _check_tells(self, call: str) -> None:
-        reduction = self._steps.reduction
-        if reduction.workers > 1 and not reduction.tells:
-            raise RuntimeError(f"{call} needs update_on_kvstore=False")
+    def _held(self) -> List[Tuple[str, Any]]:
+        return [*((p.name, p.list_data()[0]) for p in self._params if p._differentiable),
+                *distributed.states_of(self._updaters[0],
+                                       {i: p.name for i, p in enumerate(self._params)})]

@@ -120,8 +120,7 @@ class Reduction:
             known: whether MXNet has told its store of these keys.
         """
         arrays = list(arrays)
-        mx.nd.waitall()  # for predictions, which lay out weights
-        self.lay_out(array for _, on_devices in arrays for array in on_devices)
+        self.lay_out((array for _, on_devices in arrays for array in on_devices), predicted=True)
 
         def take() -> None:
             for key, on_devices in arrays:
@@ -142,14 +141,19 @@ class Reduction:
         except mx.MXNetError as error:  # of Horovod, which sees by itself that a rank has ended
             raise RankEndedError(f"rank {self.rank} waits in vain: {message(error)}") from error
 
-    def lay_out(self, arrays: Iterable[Any]) -> None:
+    def lay_out(self, arrays: Iterable[Any], predicted: bool = False) -> None:
         """Before arrays go to other workers: lays out float32 arrays in order, where oneDNN has
         them in blocks of its own: weights after a prediction, gradients. MXNet's servers and
         Horovod take only what is in order. An error of what computes them is raised here, so that
         `wait` does not take it for another rank's end.
+
+        Args:
+            predicted: these are weights that predictions may still be laying out: waits for them.
         """
         if not self.sums or "dist" not in self._kvstore.type:
             return
+        if predicted:
+            mx.nd.waitall()
         for array in arrays:
             array.wait_to_read()
             if array.stype == "default" and array.context.device_type == "cpu":
