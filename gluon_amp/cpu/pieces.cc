@@ -29,7 +29,7 @@ void run_in_pieces(const Call& call, bool backward, mxnet::TShape x, mxnet::TSha
     std::vector<OpReqType> req;
     if (backward) in.push_back(piece(y_holder, call.in[0], per_y, y));
     in.push_back(piece(x_holder, call.in[backward ? 1 : 0], per_x, x));
-    in.insert(in.end(), params.begin(), params.end());
+    for (auto& param : params) in.push_back(param);
     const mxnet::TShape& made = backward ? x : y;
     NDArray& target = backward ? dx_holder : y_holder;
     target.InvalidateMKLDNNData();
