@@ -87,7 +87,7 @@ def first_overflow(tensors: Iterable[Tensor], counts: Mapping[Key, Counts], batc
     by_key = {tensor.key: tensor for tensor in tensors}
     for tensor in sorted(by_key.values(), key=lambda t: t.place):
         found = counts.get(tensor.key)
-        if found is None or is_finite(found):
+        if found is None or is_finite(found) or _came_round(tensor, counts):
             continue
         read = {key: counts[key] for key in tensor.reads if key in counts}
         if all(map(is_finite, read.values())):
@@ -95,6 +95,12 @@ def first_overflow(tensors: Iterable[Tensor], counts: Mapping[Key, Counts], batc
             return Overflow(tensor.key.node, tensor.name, tensor.op, tensor.key.backward, batch,
                             scale, inputs)
     return None
+
+
+def _came_round(tensor: Tensor, counts: Mapping[Key, Counts]) -> bool:
+    """Whether what is not finite came from the round of the loop before: counts are of all."""
+    return counts[tensor.key].overflowed == 0 and any(
+        key in counts and not is_finite(counts[key]) for key in tensor.carried)
 
 
 def window(tensors: Iterable[Tensor], scale: float, lost: float) -> Optional[Window]:
@@ -165,7 +171,8 @@ def _finding(layout: Layout, tensor: Tensor, reason: str, detail: str,
 def _above(layout: Layout, seen: Dict[Key, Tensor], tensor: Tensor) -> List[Finding]:
     counts = tensor.counts
     assert counts is not None
-    if not tensor.is_low or is_finite(counts):
+    all_counts = {key: t.counts for key, t in seen.items() if t.counts is not None}
+    if not tensor.is_low or is_finite(counts) or _came_round(tensor, all_counts):
         return []
     for key in tensor.reads:
         read = seen.get(key)
