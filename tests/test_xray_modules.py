@@ -1,8 +1,12 @@
 """`xray`, `explain` and `search` of a Module: its symbol, its batches, its losses."""
+import argparse
+import json
+
 import gluon_amp as amp
 import modules
 import numpy as np
 import pytest
+from gluon_amp import recipes
 from gluon_amp._mxnet import mx
 from gluon_amp.xray.statistics import Key
 from modules import body, dynamic
@@ -93,6 +97,28 @@ def test_symbols_with_casts_of_their_own_are_looked_into():
     view = amp.xray(ready(x), [batch()])
     types = {t.key.node: t.format.name for t in view.tensors}
     assert (types["conv"], types["fc"]) == ("float16", "float32")
+
+
+def test_training_with_an_xray_before_each_epoch_has_the_same_bits(tmp_path):
+    def trained(folder):
+        data = np.random.default_rng(0).standard_normal((24, 3, 6, 6)).astype("float32")
+        train = mx.io.NDArrayIter(data, np.arange(24) % 3, 6, shuffle=False,
+                                  label_name="head_label")
+        symbol = S.SoftmaxOutput(S.Dropout(body(), p=0.2), name="head")
+        mod = amp.Module(amp.convert_symbol(symbol), label_names=["head_label"],
+                         loss_scale="dynamic")
+        args = argparse.Namespace(xray=folder, xray_steps=2)
+        mx.random.seed(7)
+        np.random.seed(7)
+        mod.fit(recipes.XrayedIter(args, 0, mod, train) if folder else train, num_epoch=2,
+                optimizer_params={"learning_rate": 0.1})
+        return modules.values(mod)
+
+    assert modules.same(trained(None), trained(str(tmp_path)))
+    for epoch in ("epoch-0", "epoch-1"):
+        head, first, *_ = (tmp_path / epoch / "xray.jsonl").read_text().splitlines()
+        assert json.loads(head)["findings"] == []
+        assert json.loads(first)["step"] == 0
 
 
 @pytest.mark.parametrize(("make", "given", "said"), [
