@@ -179,7 +179,7 @@ int64_t random_state(unsigned char* bytes, int back) {
 }
 
 const char* scales_of(int64_t id) {
-  static std::string made;
+  static thread_local std::string made;
   made = scales(id);
   return made.c_str();
 }
@@ -203,6 +203,7 @@ struct Table {
   int64_t (*random_state)(unsigned char*, int);
   const char* (*scales)(int64_t);
   void (*set_scales)(int64_t, const char*);
+  void (*forget_scales)(int64_t);
 };
 
 }  // namespace
@@ -212,6 +213,7 @@ extern "C" __attribute__((visibility("default"))) const void* gluon_amp_engine()
   using namespace gluon_amp;
   static const Table table = {start, reason, probe, inputs_fit, map_fits, description_fits,
                               attributes, use_generic_code, own_names, on_one_cpu, versions,
-                              watched, watched_row, count, count_updates, random_state, scales_of, set_scales};
+                              watched, watched_row, count, count_updates, random_state, scales_of,
+                              set_scales, forget_scales};
   return &table;
 }

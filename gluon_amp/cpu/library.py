@@ -94,6 +94,7 @@ class _Table(ctypes.Structure):
         ("random_state", ctypes.CFUNCTYPE(c_int64, c_void_p, c_int)),
         ("scales", ctypes.CFUNCTYPE(c_char_p, c_int64)),
         ("set_scales", ctypes.CFUNCTYPE(None, c_int64, c_char_p)),
+        ("forget_scales", ctypes.CFUNCTYPE(None, c_int64)),
     ]
 
 
