@@ -1,4 +1,4 @@
-"""Float16 parameters of converted blocks: how they are initialized, saved, loaded and shared and copied."""
+"""Float16 parameters of converted blocks: initialized, saved, loaded, shared and copied."""
 import sys
 from contextlib import contextmanager
 from typing import Any, Iterable, Iterator, List
