@@ -138,10 +138,11 @@ def schedule(lr: float, steps: int, epochs: int, mode: str = "step",
             fall to 0 in `epochs`.
         warmup_strategy: `linear` rises from `warmup_lr` to `lr`; `constant` stays at `warmup_lr`.
     """
-    warmup = {"warmup_steps": int(warmup_epochs * steps), "warmup_begin_lr": warmup_lr,
+    warmup_steps = int(warmup_epochs * steps)
+    warmup = {"warmup_steps": warmup_steps, "warmup_begin_lr": warmup_lr,
               "warmup_mode": warmup_strategy}
     if mode == "cosine":
-        if warmup["warmup_steps"] >= epochs * steps:
+        if warmup_steps >= epochs * steps:
             raise ValueError(f"no epoch is left to the cosine: --warmup-epochs must be below the "
                              f"{epochs} epochs of the training. Received: {warmup_epochs:g}")
         return mx.lr_scheduler.CosineScheduler(epochs * steps, lr, **warmup)
