@@ -3,6 +3,7 @@ import importlib.util
 import os
 import platform
 import shutil
+import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -34,12 +35,28 @@ def mxnet_folder() -> Path:
     return Path(next(iter(spec.submodule_search_locations)))
 
 
+# What the engine asks of a compiler: C++17, OpenMP, and the standard library of MXNet.
+PROBE = """#include <omp.h>
+#include <optional>
+#if __cplusplus < 201703L || !defined(_OPENMP) || !defined(__GLIBCXX__)
+#error "it has not all of these"
+#endif
+"""
+
+
 def check_compiler(compiler) -> None:
     """Says in a line what is missing, before many lines say it."""
     for command in (compiler.compiler_so, compiler.compiler_cxx):
         if shutil.which(command[0]) is None:
             raise SystemExit(f"compiling gluon_amp's engine needs a C++ compiler, and there is no "
                              f"{command[0]}: apt install g++")
+    tried = subprocess.run([*compiler.compiler_so, *FLAGS, "-fsyntax-only", "-x", "c++", "-"],
+                           input=PROBE, capture_output=True, text=True)
+    if tried.returncode:
+        why = next((line for line in tried.stderr.splitlines() if "error" in line), "it fails")
+        raise SystemExit("compiling gluon_amp's engine needs a compiler with C++17, OpenMP and "
+                         "GCC's standard library: apt install g++, or for clang also its "
+                         f"libomp-dev. Received: {compiler.compiler_so[0]}, which says {why}")
 
 
 class BuildEngine(build_ext):
