@@ -11,6 +11,7 @@ the last whole epoch as if nothing had been: bit by bit, with --num-workers 0.
 """
 import functools
 import logging
+import os
 import random
 import resource
 import time
@@ -118,6 +119,8 @@ def teacher_of(args, devices):
     if not args.teacher_params:
         net = recipes.zoo_network(args.teacher, pretrained=True, ctx=devices)
     else:
+        if not os.path.exists(args.teacher_params):
+            raise SystemExit(f"{args.teacher_params} does not exist")
         classes = recipes.images.classes_of(args)
         net = recipes.small_network(classes) if args.teacher == "small" else \
             recipes.zoo_network(args.teacher, classes=classes)

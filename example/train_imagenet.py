@@ -65,6 +65,7 @@ def add_arguments(parser):
     add("--seed", type=int, default=0, help="of all random numbers")
     add("--save-dir", help="write log.jsonl there (docs/recipes.md says what is in it)")
     recipes.TrainingLog.add_arguments(parser)
+    recipes.add_xray_arguments(parser)
     recipes.Ranks.add_arguments(parser)
     add = parser.add_argument_group("data").add_argument
     add("--data-train", "--rec-train", help="RecordIO file of training images")
@@ -276,6 +277,8 @@ def fit(args, symbol, arg_params=None, aux_params=None, fixed=None):
     if args.model_prefix and ranks.rank == 0:
         epoch_ends.append(mx.callback.module_checkpoint(
             module, args.model_prefix, args.save_period, save_optimizer_states=True))
+    if args.xray and ranks.rank == 0:
+        train = recipes.XrayedIter(args, begin, module, train)
     module.fit(
         train, val, metrics, kvstore=ranks.store,
         optimizer=args.optimizer, optimizer_params=optimizer, begin_epoch=begin,

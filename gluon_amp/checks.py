@@ -2,7 +2,7 @@
 import argparse
 import difflib
 import numbers
-from typing import Any, Iterable, List, Sequence
+from typing import Any, Iterable, List, NoReturn, Sequence
 
 
 def positive_number(value: Any, what: str) -> float:
@@ -45,5 +45,26 @@ def nearest(name: str, names: Sequence[str], most: int = 5) -> List[str]:
 def did_you_mean(name: str, names: Sequence[str]) -> str:
     """The end of a message about an unknown name: ". Did you mean a or b?", or nothing where no
     name looks like it."""
-    close = difflib.get_close_matches(name, names, n=3)
+    close = difflib.get_close_matches(name, list(dict.fromkeys(names)), n=3)
     return f". Did you mean {' or '.join(close)}?" if close else ""
+
+
+class Parser(argparse.ArgumentParser):
+    """An ArgumentParser whose errors are one line, and name what is near a mistyped flag or
+    choice."""
+
+    def error(self, message: str) -> NoReturn:
+        """As argparse's, without the usage, which --help shows."""
+        start = "unrecognized arguments: "
+        if message.startswith(start):
+            flags = [flag for action in self._actions for flag in action.option_strings]
+            unknown = message[len(start):].split()[0].partition("=")[0]
+            message += did_you_mean(unknown, flags)
+        self.exit(2, f"{self.prog}: error: {message} (--help shows more)\n")
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        try:
+            super()._check_value(action, value)
+        except argparse.ArgumentError as error:
+            hint = did_you_mean(str(value), list(map(str, action.choices or ())))
+            raise argparse.ArgumentError(action, f"{error.message}{hint}") from None

@@ -94,14 +94,14 @@ def begins_with_another_seed(store, rank, deferred):
     return before, stepped, trainer.loss_scale, held(trainer)
 
 
-def module_for(rank):
+def module_for(rank, units=3):
     """A Module whose parameters and moving averages are this rank's own, and its data."""
     mx.random.seed(rank)
     rng = np.random.default_rng(rank)
     data = mx.io.NDArrayIter(rng.standard_normal((8, 6)).astype("float32"),
                              rng.integers(0, 3, 8), batch_size=4, label_name="softmax_label")
-    net = mx.sym.FullyConnected(mx.sym.BatchNorm(mx.sym.var("data"), name="norm"), num_hidden=3,
-                                name="dense")
+    net = mx.sym.FullyConnected(mx.sym.BatchNorm(mx.sym.var("data"), name="norm"),
+                                num_hidden=units, name="dense")
     symbol = amp.convert_symbol(mx.sym.SoftmaxOutput(net, name="softmax"))
     module = amp.Module(symbol, loss_scale="dynamic")
     module.bind(data.provide_data, data.provide_label)
@@ -113,8 +113,7 @@ def module_for(rank):
 
 def module_begins_with_another_seed(store, rank):
     module, data = module_for(rank)
-    module.init_optimizer(kvstore=store, optimizer_params={"learning_rate": 0.1,
-                                                           "momentum": 0.9})
+    module.init_optimizer(kvstore=store, optimizer_params={"learning_rate": 0.1, "momentum": 0.9})
     args, statistics = module.get_params()
     before = [a.asnumpy() for a in (*args.values(), *statistics.values())]
     for batch in data:
@@ -151,6 +150,12 @@ def has_another_network(store, rank, what):
     scale = 2.0 ** 8 if what == "scale" and rank else "dynamic"
     trainer = trainer_for(net, store, loss_scale=scale)
     step(net, trainer, np.random.default_rng(0))
+
+
+def module_has_another_network(store, rank, what):
+    amp.__version__ = "9.9.9" if what == "version" and rank else amp.__version__
+    module, _ = module_for(rank, units=3 + rank if what == "shape" else 3)
+    module.init_optimizer(kvstore=store)
 
 
 def some_are_infinite(store, rank, ranks, steps):

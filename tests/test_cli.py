@@ -109,7 +109,7 @@ def test_the_help_of_a_subcommand_has_examples_that_it_takes(name, capsys):
 
 
 @pytest.mark.parametrize(("arguments", "said"), [
-    (["train"], "train"),
+    (["train"], "train"), (["doctr"], "Did you mean doctor?"),
     (["doctor", "--batch-size", "0"], "a whole number from 1 on. Received: '0'"),
     (["doctor", "--image-shape", "3,x"], "whole numbers, such as 3,224,224. Received: '3,x'"),
     (["doctor", "--image-shape", "3,,4"], "such as 3,224,224. Received: '3,,4'"),
@@ -121,7 +121,8 @@ def test_bad_usage_is_named(arguments, said, capsys):
     assert end.value.code == 2
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert said in captured.err.splitlines()[-1]
+    line, = captured.err.splitlines()
+    assert said in line
 
 
 # ---- what a user can mend: one line, exit code 1

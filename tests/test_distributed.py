@@ -77,6 +77,14 @@ def test_ranks_that_do_not_fit_are_told_before_training(ranks, store, what, erro
         assert told.startswith(f"RanksDifferError: {error}")
 
 
+@pytest.mark.parametrize(("what", "error"), [
+    ("shape", "ranks train different networks: dense_weight, here "),
+    ("version", f"ranks have different versions of gluon_amp: {amp.__version__}, 9.9.9")])
+def test_modules_that_do_not_fit_are_told_before_training(ranks, what, error):
+    for told in ranks.run("module_has_another_network", 2, "dist_sync", what=what):
+        assert told.startswith(f"RanksDifferError: {error}")
+
+
 @pytest.mark.parametrize("store", STORES)
 @pytest.mark.parametrize("count", RANKS)
 def test_ranks_skip_together_whatever_is_infinite_on_any_of_them(ranks, store, count):

@@ -186,12 +186,26 @@ def test_the_schedule_warms_up_and_falls():
     assert rates([0, 20, 40], mode="cosine") == [0.8, 0.4, 0.0]
 
 
+def test_a_warmup_that_leaves_nothing_to_the_cosine_is_refused():
+    with pytest.raises(ValueError, match="must be below the 4 epochs of the training. Received: 4"):
+        rates([1], mode="cosine", warmup_epochs=4)
+
+
 @pytest.mark.parametrize(("name", "near"), [
     ("resnet19_v1", "resnet18_v1"), ("mobilnet1.0", "mobilenet1.0"), ("vgg61", "vgg16")])
 def test_a_mistyped_network_brings_up_its_right_name(name, near):
     with pytest.raises(ValueError, match=re.escape("Did you mean")) as raised:
         recipes.zoo_network(name)
-    assert near in str(raised.value)
+    guesses = str(raised.value).partition("Did you mean ")[2].rstrip("?").split(" or ")
+    assert near in guesses
+    assert len(set(guesses)) == len(guesses)
+
+
+def test_a_mistyped_flag_brings_up_its_right_name_in_one_line(monkeypatch, capsys):
+    with pytest.raises(SystemExit):
+        parser_of("image_classification", monkeypatch).parse_args(["--batchsize=8"])
+    line, = capsys.readouterr().err.splitlines()
+    assert "unrecognized arguments: --batchsize=8. Did you mean --batch-size" in line
 
 
 def test_a_network_that_is_like_no_other_is_refused_without_a_guess():

@@ -71,14 +71,6 @@ def test_gradients_have_a_format_of_their_own(rng):
     assert np.array_equal(E5M2(x.grad.asnumpy()), x.grad.asnumpy())
 
 
-def test_an_rnn_of_several_formats_is_refused():
-    net = gluon.rnn.LSTM(4, input_size=4)
-    net.initialize()
-    amp.convert(net, amp.Policy("mine", product="float8_e4m3", between="bfloat16"))
-    with pytest.raises(ValueError, match="an RNN has one format"):
-        net(nd.ones((2, 1, 4)))
-
-
 @pytest.mark.parametrize(("roles", "said"), [
     ({"compute": "flaot16"}, "policy mine: between takes a number format. Valid: float32, float16"),
     ({"product": 8}, "policy mine: product takes a number format"),

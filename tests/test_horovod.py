@@ -5,6 +5,7 @@ import sys
 import gluon_amp as amp
 import pytest
 from gluon_amp._mxnet import mx
+from gluon_amp.tools.launch import launch_horovod
 from mxnet.gluon import nn
 from ranks import needs_horovod
 
@@ -44,6 +45,17 @@ def test_horovods_library_and_ours_share_a_process_in_either_order(imports):
                          capture_output=True, text=True, timeout=90)
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout == "trained dist_sync_horovod\n"
+
+
+def test_a_program_gets_its_own_flags_whatever_horovodrun_calls_its(monkeypatch):
+    from horovod.runner import launch as horovodrun
+    told = []
+    monkeypatch.setattr(horovodrun, "_run", told.append)
+    monkeypatch.setattr(sys, "argv", [])
+    flags = ["--network", "resnet v1", "-H", "--num", "2"]
+    launch_horovod([sys.executable, "-c", "import sys; print(sys.argv[1:])", *flags], 2)
+    assert (told[0].num_proc, told[0].hosts) == (2, "localhost:2")
+    assert subprocess.check_output(told[0].command, text=True) == f"{flags}\n"
 
 
 def test_what_horovod_cannot_do_is_refused():

@@ -104,7 +104,10 @@ def test_explain_names_the_first_node_whose_output_is_not_finite():
     found = amp.explain(net, batches(1)[0], LOSS)
     assert found.node == "net_fault__mulscalar0"
     assert not found.backward
-    assert "basic_layers.py, line " in found.where
+    assert "block net_fault, " in found.where
+    assert "test_xray.py, line " in found.where  # of the lambda above
+    found = amp.explain(converted(lambda F, x: x * 2), batches(1)[0], LOSS, 2.0 ** 60)
+    assert "basic_layers.py, line " in found.where  # a layer that MXNet calls for the user
 
 
 def test_nothing_of_the_users_changes():

@@ -87,6 +87,68 @@ def test_a_convolution_counts_its_numbers_and_no_padding(channels, rng):
         assert found.squares == pytest.approx((right ** 2).sum(), rel=1e-3)
 
 
+def leaky(x, g):
+    factor = np.where(x > 0, 1, 1e-4)
+    return x * factor, g * factor
+
+
+def sigmoid(x, g):
+    y = 1 / (1 + np.exp(-x))
+    rounded = y.astype(np.float16).astype(float)
+    return y, g * rounded * (1 - rounded)
+
+
+def tanh(x, g):
+    return np.tanh(x), g * (1 - np.tanh(x).astype(np.float16).astype(float) ** 2)
+
+
+def softmax(x, g):
+    e = np.exp(x - x.max(-1, keepdims=True))
+    return e / e.sum(-1, keepdims=True), None
+
+
+def layer_norm(x, g):
+    n = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-5)
+    return n * 1e-7, None
+
+
+def batch_norm(x, g):
+    n = (x - x.mean(0)) / np.sqrt(x.var(0) + 1e-3)
+    return n * 1e-7, None
+
+
+ONES = {"gamma": np.full(40, 1e-7, np.float32), "beta": np.zeros(40, np.float32)}
+STATISTICS = {"mean": np.zeros(40, np.float32), "var": np.ones(40, np.float32)}
+OWN_CODE = {  # operators with code of their own; what they compute, and their gradients
+    "leaky relu": (lambda x, **_: sym.LeakyReLU(x, slope=1e-4, name="op"), leaky, {}),
+    "sigmoid": (lambda x, **_: sym.sigmoid(x, name="op"), sigmoid, {}),
+    "tanh": (lambda x, **_: sym.Activation(x, act_type="tanh", name="op"), tanh, {}),
+    "softmax": (lambda x, **_: sym.softmax(x, name="op"), softmax, {}),
+    "layer norm": (lambda x, gamma, beta: sym.LayerNorm(x, gamma, beta, name="op"), layer_norm,
+                   ONES),
+    "batch norm": (lambda x, **p: sym.BatchNorm(x, *p.values(), fix_gamma=False, name="op"),
+                   batch_norm, {**ONES, **STATISTICS}),
+}
+
+
+@pytest.mark.parametrize("name", OWN_CODE)
+def test_what_becomes_0_is_counted_where_an_operator_has_code_of_its_own(name, rng):
+    make, right, parameters = OWN_CODE[name]
+    x = (rng.standard_normal((50, 40)) * (3e-3 if name == "leaky relu" else 8)).astype(np.float16)
+    variables = {key: sym.var(key) for key in ["x", *parameters]}
+    output, gradients, counts = watched(make(**variables), 2.0 ** -20, x=x, **parameters)
+    exact, exact_gradient = right(x.astype(np.float64), 2.0 ** -20)
+    for found, values in ((counts[Key("op", False, 0)], exact),
+                          (counts[Key("op", True, 0)], exact_gradient)):
+        if values is not None:
+            flushed = ((values != 0) & (values.astype(np.float16) == 0)).sum()
+            assert found.flushed == flushed > 0
+            assert found.error_squares > 0
+    _, plain, _ = watched(make(**variables), 2.0 ** -20, watch=False, x=x, **parameters)
+    assert gradients["x"].tobytes() == plain["x"].tobytes()
+    assert output.dtype == np.float16
+
+
 @pytest.mark.parametrize("name", ["dense", "lstm", "attention", "images"])
 def test_watched_networks_have_the_same_bits(name):
     def step(watch):

@@ -43,6 +43,46 @@ def test_other_networks_than_hybrid_blocks_are_looked_into(name):
     np.testing.assert_allclose(after.losses, after.reference_losses, rtol=0.01)
 
 
+class Loops(gluon.HybridBlock):
+    """A loop or a condition with a fault in its body."""
+
+    def __init__(self, kind):
+        super().__init__(prefix="loops_")
+        self.kind = kind
+        with self.name_scope():
+            self.cell, self.out = nn.Dense(6, in_units=6), nn.Dense(4, in_units=6)
+
+    def fault(self, F, x):
+        large = self.cell(x) * 3e3
+        return F.tanh(large * large * 1e-6)
+
+    def hybrid_forward(self, F, x):
+        if self.kind == "foreach":
+            _, y = F.contrib.foreach(lambda row, state: (row, self.fault(F, state + row)),
+                                     F.broadcast_axis(x.expand_dims(0), axis=0, size=3), x * 1)
+        elif self.kind == "while_loop":
+            _, (_, y) = F.contrib.while_loop(
+                lambda i, y: i < 2, lambda i, y: ([], [i + 1, self.fault(F, y)]),
+                [F.zeros(1), x], max_iterations=3)
+        else:
+            y = F.contrib.cond(F.sum(x) < 1e6, lambda: self.fault(F, x), lambda: x * 1.0)
+        return self.out(y)
+
+
+@pytest.mark.parametrize("kind", ["foreach", "while_loop", "cond"])
+def test_the_bodies_of_loops_are_looked_into(kind):
+    net = prepared(Loops(kind))
+    view = amp.xray(net, rows(), LOSS)
+    assert view.findings[0].node.startswith("loops__mul")
+    assert view.findings[0].reason.startswith("range above")
+    assert "loops__mul0" in {row.node for row in amp.types(net)}
+    amp.convert(net, keep=view.keep)
+    after = amp.xray(net, rows(), LOSS)
+    np.testing.assert_allclose(after.losses, after.reference_losses, rtol=0.01)
+    if kind != "while_loop":  # MXNet's own reads gradients that nobody has written, in float32, too
+        assert (after.findings, after.first_overflow) == ([], None)
+
+
 def test_an_rnn_layer_by_itself_is_looked_into():
     net = prepared(rnn.LSTM(4, input_size=6, prefix="lstm_"))
     given = [(nd.ones((5, 2, 6)), nd.ones((5, 2)))]

@@ -13,8 +13,7 @@ constexpr int64_t kPiece = int64_t(1) << 21;  // floats of data that a piece may
 bool fits(const Call& call, const TBlob& data) {
   const std::string layout = word(call.attrs, "layout", "None");
   return data.ndim() == 4 && (layout == "None" || layout == "NCHW") && data.Size() > 0 &&
-         std::all_of(call.in.begin(), call.in.end(), is_half) &&
-         std::all_of(call.out.begin(), call.out.end(), is_half);
+         (all_half(call) || all_float(call));
 }
 
 // Whether oneDNN keeps so many channels in blocks.
@@ -30,16 +29,22 @@ int64_t room(const mxnet::TShape& shape) {
   return shape.Size() / shape[1] * ((shape[1] + block - 1) / block * block);
 }
 
-NDArray widened_images(int64_t groups, const NDArray& holder, const Half* from,
-                       const mxnet::TShape& shape) {
+NDArray widened_images(int64_t groups, const NDArray& holder, const TBlob& piece) {
+  const mxnet::TShape& shape = piece.shape_;
+  const bool blocks = in_blocks_of(shape[1], groups);
+  if (!blocks && is_float(piece)) return NDArray(piece, 0);
   NDArray made = holder.AsArray(shape, mshadow::kFloat32);
-  if (in_blocks_of(shape[1], groups)) {
-    kernels->widen_blocked(from, floats(made.data()), shape[0], shape[1], shape[2] * shape[3],
-                           block_size());
-    made.CreateMKLDNNData(in_blocks(shape, block_size()));
-  } else {
-    kernels->widen(from, floats(made.data()), shape.Size());
+  float* to = floats(made.data());
+  if (!blocks) {
+    kernels->widen(halves(piece), to, size(piece));
+    return made;
   }
+  const int64_t plane = shape[2] * shape[3];
+  if (is_half(piece))
+    kernels->widen_blocked(halves(piece), to, shape[0], shape[1], plane, block_size());
+  else
+    kernels->block_floats(floats(piece), to, shape[0], shape[1], plane, block_size());
+  made.CreateMKLDNNData(in_blocks(shape, block_size()));
   return made;
 }
 
@@ -59,8 +64,8 @@ bool run_convolution(const Call& call, bool backward) {
   mxnet::TShape x_piece = x.shape_, y_piece = y.shape_;
   x_piece[0] = y_piece[0] = images;
   run_in_pieces(call, backward, x.shape_, y.shape_, images, room(x_piece), room(y_piece),
-                [groups](const NDArray& holder, const Half* from, const mxnet::TShape& shape) {
-                  return widened_images(groups, holder, from, shape);
+                [groups](const NDArray& holder, const TBlob& piece) {
+                  return widened_images(groups, holder, piece);
                 });
   return true;
 }

@@ -22,7 +22,19 @@ bool copies(const Call& call) {
   return true;
 }
 
+// A float32 array that is rounded on its way in or out: in one pass.
+bool rounding_cast(const Call& call) {
+  const TBlob &from = call.in[0], &to = call.out[0];
+  if (!is_float(from) || !is_float(to) || call.write(0) != kStore) return false;
+  const Grid *read = call.rounding.read(0), *written = call.rounding.written(0);
+  if (read && written) return false;
+  const Grid grid = read ? *read : written ? *written : Grid();
+  kernels->round(grid, floats(from), floats(to), size(to), kStore);
+  return true;
+}
+
 bool cast(const Call& call) {
+  if (call.rounding.any) return rounding_cast(call);
   const TBlob &from = call.in[0], &to = call.out[0];
   if (is_half(from) && is_float(to) && call.write(0) == kStore)
     kernels->widen(halves(from), floats(to), size(to));
@@ -146,10 +158,11 @@ bool split_gradient(const Call& call) {
 void add_copies(Rows& rows) {
   rows.insert({
       {"_backward_add", {copies, 1}}, {"_copy", {copies, 1}}, {"_backward_copy", {copies, 1}},
-      {"_backward_reshape", {copies, 1}}, {"Cast", {cast, 0}}, {"_backward_cast", {cast, 0}},
-      {"amp_cast", {cast, 0}}, {"_backward_amp_cast", {cast, 0}}, {"Embedding", {as_it_is, 0}},
-      {"take", {as_it_is, 0}}, {"transpose", {as_it_is, 0}}, {"slice", {as_it_is, 0}},
-      {"slice_axis", {as_it_is, 0}}, {"stack", {as_it_is, 0}}, {"tile", {as_it_is, 0}},
+      {"_backward_reshape", {copies, 1}}, {"Cast", {cast, 0, true}}, {"_backward_cast", {cast, 0, true}},
+      {"amp_cast", {cast, 0, true}}, {"_backward_amp_cast", {cast, 0, true}},
+      {"Embedding", {as_it_is, 0}}, {"take", {as_it_is, 0}}, {"transpose", {as_it_is, 0}},
+      {"slice", {as_it_is, 0}}, {"slice_axis", {as_it_is, 0}}, {"stack", {as_it_is, 0}},
+      {"tile", {as_it_is, 0}},
       {"SliceChannel", {split, 0, true}}, {"_backward_SliceChannel", {split_gradient, 0, true}},
       {"Concat", {concat, 0}}, {"_backward_Concat", {concat_gradient, 0}}});
 }

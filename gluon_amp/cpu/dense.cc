@@ -6,9 +6,9 @@ namespace {
 
 constexpr int64_t kPiece = int64_t(1) << 20;  // floats of data that a piece may have: 4 MB
 
-NDArray widened_rows(const NDArray& holder, const Half* from, const mxnet::TShape& shape) {
-  NDArray made = holder.AsArray(shape, mshadow::kFloat32);
-  kernels->widen(from, floats(made.data()), shape.Size());
+NDArray widened_rows(const NDArray& holder, const TBlob& piece) {
+  NDArray made = holder.AsArray(piece.shape_, mshadow::kFloat32);
+  kernels->widen(halves(piece), floats(made.data()), size(piece));
   return made;
 }
 

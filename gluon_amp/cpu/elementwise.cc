@@ -5,6 +5,11 @@ namespace gluon_amp {
 namespace {
 
 bool unary(const Call& call, Unary f, float a = 0, float b = 0) {
+  if (all_float(call)) {
+    kernels->unary_floats(f, floats(call.in[0]), floats(call.out[0]), size(call.out[0]), a, b,
+                          call.write(0));
+    return true;
+  }
   if (!all_half(call)) return false;
   kernels->unary(f, halves(call.in[0]), halves(call.out[0]), size(call.out[0]), a, b,
                  call.write(0));
@@ -13,6 +18,11 @@ bool unary(const Call& call, Unary f, float a = 0, float b = 0) {
 
 // in[0] is the gradient; `read`: the input that holds x or y, whichever the kernel reads
 bool unary_gradient(const Call& call, Unary f, size_t read, float a = 0, float b = 0) {
+  if (all_float(call)) {
+    kernels->unary_gradient_floats(f, floats(call.in[0]), read ? floats(call.in[read]) : nullptr,
+                                   floats(call.out[0]), size(call.out[0]), a, b, call.write(0));
+    return true;
+  }
   if (!all_half(call)) return false;
   kernels->unary_gradient(f, halves(call.in[0]), read ? halves(call.in[read]) : nullptr,
                           halves(call.out[0]), size(call.out[0]), a, b, call.write(0));
@@ -73,6 +83,11 @@ bool with_scalar(const Call& call) {
 
 template <Binary f>
 bool binary(const Call& call) {
+  if (all_float(call)) {
+    kernels->binary_floats(f, floats(call.in[0]), floats(call.in[1]), floats(call.out[0]),
+                           size(call.out[0]), call.write(0));
+    return true;
+  }
   if (!all_half(call)) return false;
   kernels->binary(f, halves(call.in[0]), halves(call.in[1]), halves(call.out[0]),
                   size(call.out[0]), call.write(0));

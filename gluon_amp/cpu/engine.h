@@ -58,6 +58,9 @@ constexpr char kOrderedKey[] = "__gluon_amp_ordered__";
 constexpr char kScalingKey[] = "__gluon_amp_scaling__";
 constexpr char kScaledKey[] = "__gluon_amp_scaled__";
 
+// Of an RNN whose products have another format than what lies between: it runs RnnLoop.
+constexpr char kLoopKey[] = "__gluon_amp_loop__";
+
 inline bool is_setting(const std::string& key) {
   return key.compare(0, sizeof kSetting - 1, kSetting) == 0;
 }
@@ -94,6 +97,9 @@ struct Rounding {
     return any && letter(outputs, i, '1') == '1' ? keyed(output, 64 + i) : nullptr;
   }
 
+  // A grid with a key of its own at each call.
+  Grid keyed_anew(const Grid& grid) const { return *keyed(grid, 128 + keyed_.size()); }
+
  private:
   mutable std::list<Grid> keyed_;  // grids with keys of their own, one for each tensor
 
@@ -104,9 +110,13 @@ struct Rounding {
 // power of two, by the largest of the array. Forward, it also remembers.
 Grid scaled(const Grid& grid, const Rounding& rounding, const OpContext& context, size_t i,
             const float* numbers, int64_t n);
-// For Python: all that is remembered under an id, a line each, and the way back.
+// The same for a node that says so (kScalingKey), and names the place of each array itself.
+Grid scaled(const Grid& grid, const std::string& said, const OpContext& context,
+            const std::string& place, bool backward, const float* numbers, int64_t n);
+// For Python: all that is remembered under an id, a line each, and the way back; and its end.
 std::string scales(int64_t id);
 void set_scales(int64_t id, const char* lines);
+void forget_scales(int64_t id);
 
 // What a product's node says of how it adds, where not in float32: the numbers of struct TensorCore
 // with blanks between (tensor_core_math.py). Its gradients' nodes get the same.
@@ -158,9 +168,9 @@ class Lease {
 
 // ---- widening and narrowing ----------------------------------------------------------
 
-// Rounds what an operator has made, plain or in oneDNN's blocks, into an array of halves.
-void narrow(const NDArray& made, const TBlob& to, Write write);
-void narrow(NDArray made, Half* to, const mxnet::TShape& shape, Write write);
+// What an operator has made, plain or in oneDNN's blocks, into an array of halves, which rounds it,
+// or of floats.
+void narrow(NDArray made, const TBlob& to, Write write);
 mkldnn::memory::desc in_blocks(const mxnet::TShape& shape, int block);
 int block_size();  // of oneDNN's convolutions on this processor
 
@@ -189,17 +199,19 @@ std::string names_with_own_code();  // a line for each
 using ProductCode = void (*)(const Call& call);
 ProductCode tensor_core_code(const std::string& name);
 
-// The same for a node of RNN, with its state (tensor_core_rnn.cc).
-class TensorCoreRnn {
+// An RNN with its state as a loop of ours: one that adds as a GPU does, or whose products have
+// another format than what lies between (rnn_loop.cc).
+class RnnLoop {
  public:
-  explicit TensorCoreRnn(const NodeAttrs& attrs);
-  ~TensorCoreRnn();
+  explicit RnnLoop(const NodeAttrs& attrs);
+  ~RnnLoop();
+  static bool runs(const NodeAttrs& attrs);  // whether a node wants it
   void run(const Call& call, bool forward);
 
  private:
   struct Layers;
   std::unique_ptr<Layers> layers_;
-  bool dropout_;
+  bool drops_;
 };
 
 // ---- what the library offers to Python (library.py) ------------------------------------

@@ -150,6 +150,12 @@ void count(const float* numbers, int64_t n, int half, Counts* counts) {
   kernels->count(numbers, n, nullptr, half, counts);
 }
 
+// Counts what was added to the weights of a float array since `before`, for Python.
+void count_updates(const NDArray* weights, float* before, Updates* updates) {
+  const NDArray plain = weights->IsMKLDNNData() ? weights->Reorder2Default() : *weights;
+  kernels->count_updates(floats(plain.data()), before, size(plain.data()), updates);
+}
+
 // The state of the random numbers that MXNet's operators draw on CPUs, for this thread: written to
 // `bytes`, or, with `back`, read from there. Returns its size; null asks for nothing else.
 int64_t random_state(unsigned char* bytes, int back) {
@@ -173,7 +179,7 @@ int64_t random_state(unsigned char* bytes, int back) {
 }
 
 const char* scales_of(int64_t id) {
-  static std::string made;
+  static thread_local std::string made;
   made = scales(id);
   return made.c_str();
 }
@@ -193,9 +199,11 @@ struct Table {
   int64_t (*watched)();
   const WatchedRow* (*watched_row)(int64_t);
   void (*count)(const float*, int64_t, int, Counts*);
+  void (*count_updates)(const NDArray*, float*, Updates*);
   int64_t (*random_state)(unsigned char*, int);
   const char* (*scales)(int64_t);
   void (*set_scales)(int64_t, const char*);
+  void (*forget_scales)(int64_t);
 };
 
 }  // namespace
@@ -205,6 +213,7 @@ extern "C" __attribute__((visibility("default"))) const void* gluon_amp_engine()
   using namespace gluon_amp;
   static const Table table = {start, reason, probe, inputs_fit, map_fits, description_fits,
                               attributes, use_generic_code, own_names, on_one_cpu, versions,
-                              watched, watched_row, count, random_state, scales_of, set_scales};
+                              watched, watched_row, count, count_updates, random_state, scales_of,
+                              set_scales, forget_scales};
   return &table;
 }

@@ -114,8 +114,21 @@ mkldnn::memory::desc in_blocks(const mxnet::TShape& shape, int block) {
   return made;
 }
 
-void narrow(NDArray made, Half* to, const mxnet::TShape& shape, Write write) {
+namespace {
+
+// Float32 results that went to scratch: to where they belong.
+void put(const float* from, float* to, int64_t n, Write write) {
+  if (write == kStore) kernels->copy(from, to, n * sizeof(float));
+  if (write == kAdd)
+    for (int64_t i = 0; i < n; ++i) to[i] += from[i];
+}
+
+}  // namespace
+
+void narrow(NDArray made, const TBlob& to, Write write) {
   if (write == kNothing) return;
+  const mxnet::TShape& shape = to.shape_;
+  const bool half = is_half(to);
   if (made.IsMKLDNNData()) {
     const auto& d = description(made.GetMKLDNNData());
     const auto& b = d.format_desc.blocking;
@@ -126,21 +139,20 @@ void narrow(NDArray made, Half* to, const mxnet::TShape& shape, Write write) {
                         b.strides[1] == b.strides[2] * d.dims[2] &&
                         b.strides[0] == b.strides[1] * (d.padded_dims[1] / b.inner_blks[0]);
     if (blocks) {
-      const int64_t stored = d.dims[0] * b.strides[0];
-      show(static_cast<const float*>(made.storage_handle().dptr), stored, stored - shape.Size(),
-           to, nullptr, true);
-      kernels->narrow_blocked(static_cast<const float*>(made.storage_handle().dptr), to,
-                              d.dims[0], d.dims[1], d.dims[2] * d.dims[3], b.inner_blks[0], write);
+      const int64_t stored = d.dims[0] * b.strides[0], plane = d.dims[2] * d.dims[3];
+      const auto block = static_cast<int>(b.inner_blks[0]);
+      const auto* from = static_cast<const float*>(made.storage_handle().dptr);
+      if (half) show(from, stored, stored - size(to), to.dptr_, nullptr, true);
+      if (half) kernels->narrow_blocked(from, halves(to), d.dims[0], d.dims[1], plane, block, write);
+      else kernels->unblock_floats(from, floats(to), d.dims[0], d.dims[1], plane, block, write);
       return;
     }
     made = made.Reorder2Default();
   }
-  show(floats(made.data()), shape.Size(), 0, to, nullptr, true);
-  kernels->narrow(floats(made.data()), to, shape.Size(), write);
-}
-
-void narrow(const NDArray& made, const TBlob& to, Write write) {
-  narrow(made, halves(to), to.shape_, write);
+  const float* from = floats(made.data());
+  if (half) show(from, size(to), 0, to.dptr_, nullptr, true);
+  if (half) kernels->narrow(from, halves(to), size(to), write);
+  else put(from, floats(to), size(to), write);
 }
 
 // ---- one call ----------------------------------------------------------------------
@@ -151,13 +163,6 @@ bool all_nothing(const Call& call) {
   for (auto r : call.req)
     if (r != mxnet::kNullOp) return false;
   return true;
-}
-
-// Float32 results that went to scratch: to where they belong.
-void put(const float* from, float* to, int64_t n, Write write) {
-  if (write == kStore) kernels->copy(from, to, n * sizeof(float));
-  if (write == kAdd)
-    for (int64_t i = 0; i < n; ++i) to[i] += from[i];
 }
 
 }  // namespace
@@ -236,7 +241,7 @@ void run(const Call& call, bool onednn, const std::vector<uint32_t>& mutated,
     const Write write = call.write(i);
     if (write == kNothing) continue;
     const Grid* grid = is_half(to) || is_float(to) ? call.rounding.written(i) : nullptr;
-    if (is_half(to) && !grid) {
+    if ((is_half(to) || (is_float(to) && !direct[i])) && !grid) {
       narrow(out[i], to, write);
     } else if (direct[i]) {
       if (!grid) continue;
@@ -245,14 +250,12 @@ void run(const Call& call, bool onednn, const std::vector<uint32_t>& mutated,
     } else {
       NDArray made = out[i].IsMKLDNNData() ? out[i].Reorder2Default() : out[i];
       float* from = floats(made.data());
-      if (is_half(to) || grid) show(from, size(to), 0, to.dptr_, grid, is_half(to));
+      show(from, size(to), 0, to.dptr_, grid, is_half(to));
       if (is_half(to)) {
         kernels->round(*grid, from, from, size(to), kStore);
         kernels->narrow(from, halves(to), size(to), write);
-      } else if (grid) {
-        kernels->round(*grid, from, floats(to), size(to), write);
       } else {
-        put(from, floats(to), size(to), write);
+        kernels->round(*grid, from, floats(to), size(to), write);
       }
     }
   }

@@ -61,6 +61,11 @@ class Counts(ctypes.Structure):
         (name, c_double) for name in ("squares", "error_squares")]
 
 
+class Updates(ctypes.Structure):
+    """Of what was added to weights; as in kernels/kernels.h."""
+    _fields_ = [("counts", Counts), ("changed", c_int64), ("lost", c_int64)]
+
+
 class WatchedRow(ctypes.Structure):
     """What a watched node has computed; as in watch.h."""
     _fields_ = [("name", c_char_p), ("index", c_int64), ("backward", c_int64), ("calls", c_int64),
@@ -85,9 +90,11 @@ class _Table(ctypes.Structure):
         ("watched", ctypes.CFUNCTYPE(c_int64)),
         ("watched_row", ctypes.CFUNCTYPE(POINTER(WatchedRow), c_int64)),
         ("count", ctypes.CFUNCTYPE(None, c_void_p, c_int64, c_int, POINTER(Counts))),
+        ("count_updates", ctypes.CFUNCTYPE(None, c_void_p, c_void_p, POINTER(Updates))),
         ("random_state", ctypes.CFUNCTYPE(c_int64, c_void_p, c_int)),
         ("scales", ctypes.CFUNCTYPE(c_char_p, c_int64)),
         ("set_scales", ctypes.CFUNCTYPE(None, c_int64, c_char_p)),
+        ("forget_scales", ctypes.CFUNCTYPE(None, c_int64)),
     ]
 
 

@@ -6,7 +6,7 @@ namespace gluon_amp {
 namespace {
 
 bool batch_norm_of(const Call& call, const TBlob& x, bool relu, BatchNorm* made) {
-  if (!is_half(x) && !(is_float(x) && call.rounding.any)) return false;
+  if (!is_half(x) && !(is_float(x) && (call.rounding.any || is_reference()))) return false;
   if (size(x) == 0) return false;
   int axis = static_cast<int>(number(call.attrs, "axis", 1));
   if (axis < 0) axis += x.ndim();

@@ -6,7 +6,7 @@
 #pragma once
 #include <algorithm>
 
-#include "engine.h"
+#include "watch.h"
 
 namespace gluon_amp {
 
@@ -22,6 +22,13 @@ void add_norms(Rows& rows);
 inline bool all_half(const Call& call) {
   return std::all_of(call.in.begin(), call.in.end(), is_half) &&
          std::all_of(call.out.begin(), call.out.end(), is_half);
+}
+
+// Code for halves that runs on floats, too: in an X-ray's step in float32, which compares numbers and
+// needs not have the bits of MXNet's code.
+inline bool all_float(const Call& call) {
+  return is_reference() && std::all_of(call.in.begin(), call.in.end(), is_float) &&
+         std::all_of(call.out.begin(), call.out.end(), is_float);
 }
 
 }  // namespace gluon_amp

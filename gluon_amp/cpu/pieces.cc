@@ -2,6 +2,15 @@
 #include "pieces.h"
 
 namespace gluon_amp {
+namespace {
+
+// The numbers of an array from place `first` on, in this shape.
+TBlob part(const TBlob& whole, int64_t first, const mxnet::TShape& shape) {
+  char* at = static_cast<char*>(whole.dptr_) + first * (is_half(whole) ? sizeof(Half) : sizeof(float));
+  return TBlob(at, shape, mshadow::cpu::kDevMask, whole.type_flag_, 0);
+}
+
+}  // namespace
 
 void run_in_pieces(const Call& call, bool backward, mxnet::TShape x, mxnet::TShape y, int64_t some,
                    int64_t x_room, int64_t y_room, const Widen& widen) {
@@ -11,6 +20,10 @@ void run_in_pieces(const Call& call, bool backward, mxnet::TShape x, mxnet::TSha
   context.is_train = true;  // else MXNet reorders our scratch later, on its engine
   std::vector<NDArray> params, gradients;
   for (size_t i = backward ? 2 : 1; i < call.in.size(); ++i) {
+    if (is_float(call.in[i])) {
+      params.emplace_back(call.in[i], 0);
+      continue;
+    }
     params.push_back(lease.array(call.in[i].shape_));
     kernels->widen(halves(call.in[i]), floats(params.back().data()), size(call.in[i]));
   }
@@ -23,7 +36,7 @@ void run_in_pieces(const Call& call, bool backward, mxnet::TShape x, mxnet::TSha
     x[0] = y[0] = std::min(some, all - first);
     auto piece = [&](NDArray& holder, const TBlob& from, int64_t per, const mxnet::TShape& shape) {
       holder.InvalidateMKLDNNData();
-      return widen(holder, halves(from) + first * per, shape);
+      return widen(holder, part(from, first * per, shape));
     };
     std::vector<NDArray> in, out;
     std::vector<OpReqType> req;
@@ -42,7 +55,7 @@ void run_in_pieces(const Call& call, bool backward, mxnet::TShape x, mxnet::TSha
                                                   : mxnet::kWriteTo);
     }
     call.of.compute_ex(call.attrs, context, in, req, out);
-    narrow(out[0], halves(call.out[0]) + first * (backward ? per_x : per_y), made, call.write(0));
+    narrow(out[0], part(call.out[0], first * (backward ? per_x : per_y), made), call.write(0));
     for (size_t i = 0; i < gradients.size(); ++i) gradients[i] = out[i + 1];
   }
   for (size_t i = 0; i < gradients.size(); ++i)

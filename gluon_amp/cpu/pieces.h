@@ -6,9 +6,8 @@
 
 namespace gluon_amp {
 
-// Makes float32 of the halves of a piece, in the memory of `holder`.
-using Widen = std::function<NDArray(const NDArray& holder, const Half* from,
-                                    const mxnet::TShape& shape)>;
+// Makes float32 of a piece, halves or floats, in the memory of `holder`.
+using Widen = std::function<NDArray(const NDArray& holder, const TBlob& piece)>;
 
 // Runs a layer's float32 code, forward or backward, on `some` of the first axis at a time. Weights
 // are widened once; their gradients are added up in float32 over the pieces and rounded once.

@@ -56,13 +56,16 @@ struct State {
   bool onednn, any;
   Grid output, back;
   std::string inputs, outputs, watched, watched_inputs;
-  std::unique_ptr<TensorCoreRnn> tensor_core;  // of an RNN that adds as a GPU does
+  std::unique_ptr<RnnLoop> loop;  // of an RNN that MXNet's code does not serve
+  Grid product, gradient;         // what its products read
 
   State(OpStatePtr x, std::vector<uint32_t> m, bool o, const NodeAttrs& attrs)
       : inner(std::move(x)), mutated(std::move(m)), onednn(o) {
     const Rounding said(attrs);
     any = said.any;
     output = said.output;
+    product = said.product;
+    gradient = said.gradient;
     back = grid_of(word(attrs, kBackGridKey, "").c_str());
     inputs = said.inputs ? *said.inputs : "";
     outputs = said.outputs ? *said.outputs : "";
@@ -77,6 +80,7 @@ struct State {
     Rounding made;
     made.any = any;
     made.output = forward ? output : back;
+    made.product = forward ? product : gradient;
     made.gradient = back;
     made.outputs = forward ? &outputs : &inputs;
     made.reads = forward ? nullptr : &all;
@@ -100,7 +104,7 @@ OpStatePtr create_state(const NodeAttrs& attrs, mxnet::Context context,
   auto made = std::make_unique<State>(
       inner, of.mutates ? of.mutates(attrs) : std::vector<uint32_t>(),
       prefers_onednn(of, attrs, shapes.size(), outputs), attrs);
-  if (find(attrs, kAccumulateKey)) made->tensor_core = std::make_unique<TensorCoreRnn>(attrs);
+  if (RnnLoop::runs(attrs)) made->loop = std::make_unique<RnnLoop>(attrs);
   return make_state(made.release());
 }
 
@@ -215,7 +219,13 @@ void register_operator(const nnvm::Op* x) {
   const OwnCode* own = own_code(x->name);
   if (get<nnvm::FInplaceIdentity>(x, "FInplaceIdentity")) {
     copy<nnvm::FInplaceOption>(x, op, "FInplaceOption");
-    copy<nnvm::FInplaceIdentity>(x, op, "FInplaceIdentity");
+    // X leaves memory as it is, so others may read it, too; not so a node that rounds
+    set<nnvm::FInplaceIdentity>(op, "FInplaceIdentity", nnvm::FInplaceIdentity(
+        [of_theirs = *get<nnvm::FInplaceIdentity>(x, "FInplaceIdentity")](const NodeAttrs& attrs) {
+          std::vector<bool> made = of_theirs(attrs);
+          if (Rounding(attrs).any) made.assign(made.size(), false);
+          return made;
+        }));
   } else {
     set<nnvm::FInplaceOption>(op, "FInplaceOption", nnvm::FInplaceOption(
         [x, own](const NodeAttrs& attrs) { return places(x, own, attrs); }));
@@ -241,7 +251,7 @@ void register_operator(const nnvm::Op* x) {
           call.rounding.draw(context);
           const Watch watch(call, held.watched.empty() ? nullptr : &held.watched,
                             forward ? nullptr : &held.watched_inputs);
-          if (held.tensor_core) return held.tensor_core->run(call, forward);
+          if (held.loop) return held.loop->run(call, forward);
           run(call, held.onednn,
               forward ? held.mutated : std::vector<uint32_t>(), &held.inner,
               forward ? &held.kept : nullptr);

@@ -1,5 +1,6 @@
 """What a network remembers of its float8 tensors: the largest number of each of the last ones."""
 import itertools
+import weakref
 from typing import Any, Dict, Iterable, List, Sequence
 
 from .._mxnet import mx
@@ -12,10 +13,16 @@ class Scales:
     """The histories of one network, which the engine keeps under a number (scaling.cc). A deep
     copy, or what a pickle holds, has histories of its own that go on from there.
 
-    Where the engine does not run there are none: networks can be copied there all the same."""
+    Where the engine does not run there are none: networks can be copied there all the same.
 
-    def __init__(self) -> None:
+    Args:
+        freed: whether the engine frees the histories some time after this object is gone.
+    """
+
+    def __init__(self, freed: bool = True) -> None:
         self.id = next(_numbers)
+        if freed:
+            weakref.finalize(self, _forget, self.id).atexit = False
 
     def read(self) -> str:
         """All of them as text, as it stands when all that was asked for is done."""
@@ -36,8 +43,13 @@ class Scales:
         return {"histories": self.read()}
 
     def __setstate__(self, state: Dict[str, str]) -> None:
-        self.id = next(_numbers)
+        self.__init__()  # type: ignore[misc]
         self.write(state["histories"])
+
+
+def _forget(number: int) -> None:
+    if started():
+        table().forget_scales(number)
 
 
 def scales_of(parameters: Iterable[Any]) -> List[Scales]:

@@ -43,6 +43,7 @@ struct Memory {
 
 std::mutex lock;
 std::map<long long, std::map<std::string, Memory>> memories;  // by id, then node and input
+std::deque<long long> gone;  // the ids of networks that are gone, the newest at the end
 
 // The exponent of the scale for arrays whose largest number is so large.
 int exponent_for(const Grid& grid, float largest, int margin) {
@@ -68,6 +69,11 @@ std::string word_at(const std::string& list, size_t i) {
   std::string word;
   for (size_t k = 0; k <= i; ++k) read >> word;
   return word;
+}
+
+// Each device has histories of its own.
+std::string on_device(const std::string& place, const OpContext& context) {
+  return place + " cpu" + std::to_string(context.run_ctx.ctx.dev_id);
 }
 
 int exponent_of(const Grid& grid, const Scaling& scaling, const std::string& place, bool again,
@@ -99,15 +105,24 @@ Grid scaled(const Grid& grid, const Rounding& rounding, const OpContext& context
   const bool backward = rounding.scaled != nullptr;
   std::string place = backward ? word_at(*rounding.scaled, i) : std::to_string(i);
   const bool again = backward && place[0] != 'g';
-  place += " cpu" + std::to_string(context.run_ctx.ctx.dev_id);  // each device has its own
   const bool trains = backward || context.is_train || context.need_grad;
-  return divided(grid, exponent_of(grid, scaling, place, again, trains, numbers, n));
+  return divided(grid, exponent_of(grid, scaling, on_device(place, context), again, trains,
+                                   numbers, n));
+}
+
+Grid scaled(const Grid& grid, const std::string& said, const OpContext& context,
+            const std::string& place, bool backward, const float* numbers, int64_t n) {
+  const bool trains = backward || context.is_train || context.need_grad;
+  return divided(grid, exponent_of(grid, Scaling(said), on_device(place, context), false, trains,
+                                   numbers, n));
 }
 
 std::string scales(int64_t id) {
   std::lock_guard<std::mutex> guard(lock);
   std::ostringstream made;
-  for (auto& item : memories[id]) {
+  const auto found = memories.find(id);
+  if (found == memories.end()) return "";
+  for (auto& item : found->second) {
     made << item.second.exponent;
     for (float one : item.second.largest) {
       uint32_t bits;
@@ -117,6 +132,16 @@ std::string scales(int64_t id) {
     made << "\t" << item.first << "\n";
   }
   return made.str();
+}
+
+// A backward pass may still be on its way when its network is gone: those that went last stay.
+void forget_scales(int64_t id) {
+  constexpr size_t kLast = 64;
+  std::lock_guard<std::mutex> guard(lock);
+  gone.push_back(id);
+  if (gone.size() <= kLast) return;
+  memories.erase(gone.front());
+  gone.pop_front();
 }
 
 void set_scales(int64_t id, const char* lines) {

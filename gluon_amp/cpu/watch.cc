@@ -10,6 +10,7 @@ namespace gluon_amp {
 namespace {
 
 thread_local Watch* current = nullptr;
+thread_local bool reference = false;
 
 using Key = std::tuple<std::string, int64_t, int64_t>;  // name, backward, index
 std::mutex lock;
@@ -38,15 +39,8 @@ void take_sample(const TBlob& from, WatchedRow* row) {
 
 // Counts an array as it stands.
 void count_written(const TBlob& from, Counts* counts) {
-  constexpr int64_t kSome = 8192;
-  const int64_t n = size(from);
-  if (is_float(from)) return kernels->count(floats(from), n, nullptr, false, counts);
-  float some[kSome];
-  for (int64_t at = 0; at < n; at += kSome) {
-    const int64_t length = std::min(kSome, n - at);
-    kernels->widen(halves(from) + at, some, length);
-    kernels->count(some, length, nullptr, false, counts);
-  }
+  if (is_half(from)) kernels->count_halves(halves(from), size(from), counts);
+  else kernels->count(floats(from), size(from), nullptr, false, counts);
 }
 
 int64_t bytes(const TBlob& array) { return size(array) * (is_half(array) ? 2 : 4); }
@@ -67,11 +61,13 @@ Watch::Watch(const Call& call, const std::string* name, const std::string* input
       samples_(name && !name->empty() && name->front() == kSamplesOnly),
       counted_(name ? call.out.size() : 0) {
   if (name_ && !samples_) current = this;
+  reference = samples_;
 }
 
 Watch::~Watch() {
   if (!name_) return;
   current = nullptr;
+  reference = false;
   for (size_t i = 0; i < call_.out.size(); ++i) {
     const TBlob& out = call_.out[i];
     if (call_.write(i) == kNothing || !(is_half(out) || is_float(out)) || size(out) == 0) continue;
@@ -111,6 +107,8 @@ void show(const float* exact, int64_t n, int64_t padding, const void* to, const 
 }
 
 bool watching() { return current != nullptr; }
+
+bool is_reference() { return reference; }
 
 bool generic_code_is_the_same(const std::string& name) {
   static const std::set<std::string> same = {

@@ -23,7 +23,8 @@ class Watch {
   ~Watch();
   Watch(const Watch&) = delete;
 
-  explicit operator bool() const { return name_ != nullptr; }
+  // Whether it counts.
+  explicit operator bool() const { return name_ != nullptr && !samples_; }
 
  private:
   friend void show(const float*, int64_t, int64_t, const void*, const Grid*, bool);
@@ -40,6 +41,9 @@ void show(const float* exact, int64_t n, int64_t padding, const void* to, const 
 
 // Whether results are counted that are shown on this thread now.
 bool watching();
+
+// Whether the node that runs on this thread is of an X-ray's step in float32.
+bool is_reference();
 
 // Whether the generic code gives an operator with code of its own the same bits: then a watched
 // node runs it, since it shows what it rounds.

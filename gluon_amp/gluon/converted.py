@@ -38,7 +38,7 @@ from ..cpu.scales import Scales
 from ..files import replace_file
 from ..graph.build import build, check_trains_on_cpus, devices_that_wait
 from ..graph.casts import KEEP, insert_casts
-from ..graph.graph import Graph, Node
+from ..graph.graph import Graph
 from ..graph.operators import BATCH_NORMS
 from ..policy import Policy
 from .parameter import cast, complete_copy, value_of
@@ -287,7 +287,7 @@ class ConvertedHybridBlock(ConvertedBlock):
         graph = Graph.read(clean)
         if not remove_amp_cast:
             graph, _ = self.mixed_graph(["float32"] * len(data))
-        for node in _nodes_within(graph):
+        for node in graph.nodes_within():
             node.attrs.pop(KEEP, None)
             if node.is_variable and remove_amp_cast:
                 node.attrs.pop("__dtype__", None)
@@ -302,14 +302,6 @@ class ConvertedHybridBlock(ConvertedBlock):
         replace_file(f"{path}-{epoch:04d}.params", lambda p: mx.nd.save(p, arrays))
         replace_file(f"{path}-symbol.json",
                      lambda p: symbol.save(p, remove_amp_cast=remove_amp_cast))
-
-
-def _nodes_within(graph: Graph) -> Iterator[Node]:
-    """The graph's nodes and those in the bodies of its loops."""
-    for node in graph.nodes():
-        yield node
-        for body in node.subgraphs:
-            yield from _nodes_within(body)
 
 
 def _on_plain_cpu(value: Any) -> Any:

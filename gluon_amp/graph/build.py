@@ -23,12 +23,10 @@ HALF = "float16"
 # What a node says of formats to the engine: see cpu/engine.h.
 _INPUTS, _OUTPUTS, _READS = (f"__gluon_amp_{word}__" for word in ("inputs", "outputs", "reads"))
 _ORDERED, _SCALING = "__gluon_amp_ordered__", "__gluon_amp_scaling__"
+_LOOP = "__gluon_amp_loop__"  # of an RNN: our own loop over time, which knows several formats
 _WATCH = "__gluon_amp_watch__"  # the node's name, where the engine counts what it computes
 _SAMPLES = "?"  # before that name: samples only
 _GRIDS = tuple(f"__gluon_amp_{word}_grid__" for word in ("output", "product", "gradient", "back"))
-
-# Products with a state, which knows one format only.
-_OF_ONE_FORMAT = {"RNN": "an RNN", "_npi_einsum": "einsum"}
 
 # They make or move halves, MXNet's own code does that in no time, and their gradients only move
 # them back: left as they are.
@@ -49,7 +47,8 @@ def build(graph: Graph, types: Mapping[str, str], on_gpu: bool = False,
         policy: tells what lies behind names of formats that are no types of arrays.
         watch: whether the engine counts what each node computes (xray/statistics.py reads it).
         samples: then only samples are taken of it.
-        scales: what the network remembers of float8 tensors; if not given, it begins anew.
+        scales: what the network remembers of float8 tensors; if not given, it begins anew, and
+            the engine remembers it for ever.
     """
     if on_gpu:
         if policy.cpu_only:
@@ -60,7 +59,7 @@ def build(graph: Graph, types: Mapping[str, str], on_gpu: bool = False,
         return _with_dropout_to_walk_back_twice(graph)
     library.load()
     said = (_SAMPLES if samples else "") if watch else None
-    built = _Rewriting(graph, types, policy, said, scales or Scales()).run()
+    built = _Rewriting(graph, types, policy, said, scales or Scales(freed=False)).run()
     if policy.accumulate is not None:
         accumulate(built, policy.accumulate, policy.split)
     return built
@@ -177,11 +176,12 @@ class _Rewriting:
             new.attrs["dtype"] = "float32"
         if node.op in LEFT_ALONE:
             return
-        if node.op in _OF_ONE_FORMAT and not policy.one_format:
-            raise ValueError(f"policy {policy.name}: {_OF_ONE_FORMAT[node.op]} has one format for "
-                             "its products, what lies between them, and gradients. Keep "
-                             f"{node.name} in float32 (keep=), or give product, between and "
-                             "gradient one format")
+        if node.op == "_npi_einsum" and not policy.one_format:  # with a state that knows no more
+            raise ValueError(f"policy {policy.name}: einsum has one format for its products, what "
+                             f"lies between them, and gradients. Keep {node.name} in float32 "
+                             "(keep=), or give product, between and gradient one format")
+        if node.op == "RNN" and not policy.one_format:
+            new.attrs[_LOOP] = "True"
         if policy.in_order:
             new.attrs[_ORDERED] = "True"
         product = PRODUCT in node.attrs

@@ -8,7 +8,7 @@ position, so whoever rewrites them must keep the order of their variables.
 """
 import functools
 import json
-from typing import Any, Dict, Iterable, List, Mapping, NamedTuple, Optional, Tuple
+from typing import Any, Dict, Iterable, Iterator, List, Mapping, NamedTuple, Optional, Tuple
 
 from .._mxnet import mx, np
 
@@ -108,6 +108,13 @@ class Graph:
                     order.append(node)
         return order
 
+    def nodes_within(self) -> Iterator[Node]:
+        """The graph's nodes, each behind those in the bodies of its loops."""
+        for node in self.nodes():
+            for body in node.subgraphs:
+                yield from body.nodes_within()
+            yield node
+
     def structure(self) -> List[Any]:
         """What the graph computes, whatever its operators are called: equal for equal graphs."""
         nodes = self.nodes()
@@ -156,13 +163,18 @@ def bindings(node: Node) -> List[List[int]]:
     raise ValueError(f"unknown control flow {node.op}; known: _foreach, _while_loop, _cond")
 
 
+def state_variables(node: Node) -> List[int]:
+    """The numbers of those variables of a loop's body that the body computes anew in each round;
+    none of a condition."""
+    if node.op == "_cond":
+        return []
+    return _numbers(node, "in_state_locs" if node.op == "_foreach" else "func_var_locs")
+
+
 def loop_states(node: Node) -> List[Entry]:
     """The inputs of a loop that its body computes anew in each round."""
-    if node.op == "_foreach":
-        first = len(_numbers(node, "in_data_locs"))
-        return node.inputs[first:first + len(_numbers(node, "in_state_locs"))]
-    inputs = _numbers(node, "func_input_locs")
-    return [node.inputs[inputs[i]] for i in _numbers(node, "func_var_locs")]
+    inputs = bindings(node)[-1]
+    return [node.inputs[inputs[i]] for i in state_variables(node)]
 
 
 def _numbers(node: Node, key: str) -> List[int]:

@@ -7,8 +7,8 @@ from .graph import Graph
 
 
 def operator_names(graph: Graph) -> Set[str]:
-    """The names of a graph's nodes that are operators, not variables."""
-    return {node.name for node in graph.nodes() if not node.is_variable}
+    """The names of a graph's nodes that are operators, not variables; with those in loops."""
+    return {node.name for node in graph.nodes_within() if not node.is_variable}
 
 
 def matching(pattern: str, *groups: Set[str]) -> List[Set[str]]:

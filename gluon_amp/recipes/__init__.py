@@ -11,10 +11,10 @@ from .ranks import Part, Ranks, ValidationPart
 from .record_files import Unpadded, records, records_of_part
 from .run_folder import RunFolder, hold
 from .training_log import ModuleLog, TrainingLog, gradient_norm, read_log, replace_text
-from .xray_epoch import add_xray_arguments, xray_epoch
+from .xray_epoch import XrayedIter, add_xray_arguments, xray_epoch
 
 __all__ = ["AddingModule", "ModuleLog", "Parser", "Part", "Progress", "Ranks", "RunFolder",
-           "TrainingLog", "Unpadded", "ValidationPart", "add_xray_arguments", "decimals",
-           "devices_of", "gradient_norm", "hold", "images", "loss_scale", "numbers", "positive",
-           "read_log", "records", "records_of_part", "replace_text", "run", "schedule",
+           "TrainingLog", "Unpadded", "ValidationPart", "XrayedIter", "add_xray_arguments",
+           "decimals", "devices_of", "gradient_norm", "hold", "images", "loss_scale", "numbers",
+           "positive", "read_log", "records", "records_of_part", "replace_text", "run", "schedule",
            "small_network", "tensor_core_hints", "without_head", "xray_epoch", "zoo_network"]

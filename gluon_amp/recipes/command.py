@@ -4,6 +4,7 @@ import json
 import os
 from typing import Any, Callable, List, Optional, Sequence
 
+from .. import checks
 from .._mxnet import message, mx
 from ..checks import did_you_mean, positive
 from ..files import must_exist
@@ -14,8 +15,8 @@ class _Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpF
     """The description as it is written, and all defaults."""
 
 
-class Parser(argparse.ArgumentParser):
-    """An ArgumentParser with `--config FILE`: flags in a YAML or JSON file, by their names.
+class Parser(checks.Parser):
+    """The parser of a script, with `--config FILE`: flags in a YAML or JSON file, by their names.
 
     What stands in the command line counts more than what stands in the file.
     """
@@ -34,14 +35,6 @@ class Parser(argparse.ArgumentParser):
         if found.config is None:
             return super().parse_args(args, namespace)
         return super().parse_args([*self._from_file(found.config), *rest], namespace)
-
-    def _check_value(self, action: argparse.Action, value: Any) -> None:
-        """As argparse's, and names near an unknown one."""
-        try:
-            super()._check_value(action, value)
-        except argparse.ArgumentError as error:
-            hint = did_you_mean(str(value), list(map(str, action.choices or ())))
-            raise argparse.ArgumentError(action, f"{error.message}{hint}") from None
 
     def _from_file(self, path: str) -> List[str]:
         try:
@@ -148,6 +141,9 @@ def schedule(lr: float, steps: int, epochs: int, mode: str = "step",
     warmup = {"warmup_steps": int(warmup_epochs * steps), "warmup_begin_lr": warmup_lr,
               "warmup_mode": warmup_strategy}
     if mode == "cosine":
+        if warmup["warmup_steps"] >= epochs * steps:
+            raise ValueError(f"no epoch is left to the cosine: --warmup-epochs must be below the "
+                             f"{epochs} epochs of the training. Received: {warmup_epochs:g}")
         return mx.lr_scheduler.CosineScheduler(epochs * steps, lr, **warmup)
     after = [int(epoch * steps) for epoch in decay_epochs] or [1 << 60]
     return mx.lr_scheduler.MultiFactorScheduler(after, decay, lr, **warmup)

@@ -2,8 +2,9 @@
 import itertools
 import logging
 import os
-from typing import Any, Callable
+from typing import Any, Callable, List, Optional
 
+from .._mxnet import mx
 from ..checks import positive
 from ..xray.view import xray
 
@@ -18,8 +19,50 @@ def add_xray_arguments(parser: Any) -> None:
     add("--xray-steps", type=positive, default=3, help="how many steps")
 
 
+class XrayedIter(mx.io.DataIter):
+    """An iterator of a Module's batches that has the first of each epoch X-rayed before it hands
+    them out, as they are and in their order.
+
+    Args:
+        batches: the iterator itself.
+        epoch: the number of the first epoch.
+    """
+
+    def __init__(self, args: Any, epoch: int, module: Any, batches: Any) -> None:
+        super().__init__(batches.batch_size)
+        self.args, self.epoch, self.module, self.batches = args, epoch, module, batches
+        self.first: Optional[List[Any]] = None  # of this epoch; None before they are read
+
+    @property
+    def provide_data(self) -> Any:
+        return self.batches.provide_data
+
+    @property
+    def provide_label(self) -> Any:
+        return self.batches.provide_label
+
+    def reset(self) -> None:
+        self.batches.reset()
+        if self.first is not None:
+            self.first, self.epoch = None, self.epoch + 1
+
+    def next(self) -> Any:
+        if self.first is None:
+            self.first = [_copied(batch) for batch in
+                          itertools.islice(self.batches, self.args.xray_steps)]
+            xray_epoch(self.args, self.epoch, self.module, self.first)
+        return self.first.pop(0) if self.first else self.batches.next()
+
+
+def _copied(batch: Any) -> Any:
+    """An iterator may use the arrays of a batch again for the next."""
+    return mx.io.DataBatch([array.copy() for array in batch.data],
+                           [array.copy() for array in batch.label], batch.pad, batch.index,
+                           batch.bucket_key, batch.provide_data, batch.provide_label)
+
+
 def xray_epoch(args: Any, epoch: int, net: Any, batches: Any,
-               loss_fn: Callable[..., Any]) -> None:
+               loss_fn: Optional[Callable[..., Any]] = None) -> None:
     """X-rays an epoch's first batches before it is trained, on copies: FOLDER/epoch-0 and so on.
     To be called before the epoch's random numbers are seeded."""
     if not args.xray:

@@ -12,7 +12,7 @@ import sys
 from typing import Callable, List, NamedTuple, Optional, Tuple
 
 from .. import KernelError, __version__
-from ..checks import positive
+from ..checks import Parser, positive
 
 _MENDABLE = (ValueError, OSError, ImportError, KernelError)
 
@@ -57,7 +57,7 @@ def _run(arguments: Optional[List[str]]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="gluon-amp", description="Mixed-precision training for Apache MXNet Gluon.",
         epilog="gluon-amp COMMAND --help tells more, with examples.")
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")

@@ -93,7 +93,9 @@ def launch_horovod(command: Sequence[str], workers: int,
     hosts = hosts or ["localhost"]
     turns = [hosts[i % len(hosts)] for i in range(workers)]
     slots = ",".join(f"{host}:{turns.count(host)}" for host in dict.fromkeys(turns))
-    sys.argv = ["horovodrun", "-np", str(workers), "-H", slots, *command]
+    # As one word: horovodrun would take the program's --network for a part of its own flags' names.
+    program = f"exec {' '.join(map(shlex.quote, command))}"
+    sys.argv = ["horovodrun", "-np", str(workers), "-H", slots, "sh", "-c", program]
     return run_commandline() or 0
 
 

@@ -77,8 +77,8 @@ class DynamicLossScale:
                                  f"smallest loss scale, {self.minimum!r}: their float16 numbers "
                                  "overflow without any scaling. Keep these layers in float32 "
                                  "(convert(keep=...)), or lower the learning rate. "
-                                 "gluon_amp.explain(net, batch, loss_fn) names the first node "
-                                 "that is not finite")
+                                 f"gluon_amp.explain(net, batch, loss_fn, {self.minimum!r}) names "
+                                 "the first node that is not finite")
         else:
             self.scale = max(self.scale * self.backoff_factor, self.minimum)
             self.finite_steps = 0

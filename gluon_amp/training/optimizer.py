@@ -10,6 +10,7 @@ import os
 from typing import Any, Dict, List
 
 from .._mxnet import mx, np
+from ..checks import did_you_mean
 from ..cpu import library
 from ..cpu.arrays import dtype_name, follow, narrow, to_float32
 from . import adamw, one_pass
@@ -50,7 +51,7 @@ def optimizer_class(name: Any) -> Any:
     cls = registry.get(name.lower()) if isinstance(name, str) else None
     if cls is None:
         raise ValueError(f"unknown optimizer. Valid: {', '.join(sorted(registry))}. "
-                         f"Received: {name!r}")
+                         f"Received: {name!r}{did_you_mean(str(name), list(registry))}")
     return cls
 
 

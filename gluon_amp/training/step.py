@@ -310,7 +310,7 @@ class Steps:
         if self._loss_is_to_blame():
             reason = "the loss itself is not finite, which no loss scale causes or mends: " \
                      "look at the data, the learning rate, and what overflows in the network " \
-                     "(gluon_amp.explain)"
+                     "(gluon_amp.explain(net, batch, loss_fn))"
         elif isinstance(self.loss_scale, DynamicLossScale):
             self.loss_scale.update(False, names)
             log.info("step skipped: gradients not finite%s; loss scale %g -> %g",

@@ -8,6 +8,9 @@ from .statistics import Counts, Key
 from .tensors import Layout, Tensor
 
 _MOST_LOST = 0.1  # of a gradient's norm, before a network is said to need something
+_TRUE_ENOUGH = 46.0  # dB: for what an exponent gives; noise of half a percent
+_STEEP = frozenset("exp _npi_exp expm1 _npi_expm1 sinh _npi_sinh cosh _npi_cosh "
+                   "_power_scalar _npi_power_scalar _rpower_scalar".split())
 _POWERS = tuple(range(-48, 49))  # of two: by which a tensor is moved to see what it loses
 _SCALES = [2.0 ** e for e in range(-24, 41)]  # that a loss scale is looked for in
 
@@ -20,7 +23,9 @@ class Finding:
         node: the node that is to blame.
         tensor: its name.
         reason: "range above" or "range below" (numbers too large or too small for the format), with
-            ", by a constant" where one of the operator is to blame; or "cancellation".
+            ", by a constant" where one of the operator is to blame; "cancellation": a difference of
+            numbers that are nearly alike; "amplification": an exponent makes large errors of small
+            ones; "gradients change their size".
         detail: a sentence with figures.
         keep: the nodes to keep in float32.
     """
@@ -87,7 +92,7 @@ def first_overflow(tensors: Iterable[Tensor], counts: Mapping[Key, Counts], batc
     by_key = {tensor.key: tensor for tensor in tensors}
     for tensor in sorted(by_key.values(), key=lambda t: t.place):
         found = counts.get(tensor.key)
-        if found is None or is_finite(found):
+        if found is None or is_finite(found) or _came_round(tensor, counts):
             continue
         read = {key: counts[key] for key in tensor.reads if key in counts}
         if all(map(is_finite, read.values())):
@@ -95,6 +100,12 @@ def first_overflow(tensors: Iterable[Tensor], counts: Mapping[Key, Counts], batc
             return Overflow(tensor.key.node, tensor.name, tensor.op, tensor.key.backward, batch,
                             scale, inputs)
     return None
+
+
+def _came_round(tensor: Tensor, counts: Mapping[Key, Counts]) -> bool:
+    """Whether what is not finite came from the round of the loop before: counts are of all."""
+    return counts[tensor.key].overflowed == 0 and any(
+        key in counts and not is_finite(counts[key]) for key in tensor.carried)
 
 
 def window(tensors: Iterable[Tensor], scale: float, lost: float) -> Optional[Window]:
@@ -143,6 +154,8 @@ def findings(layout: Layout, tensors: List[Tensor], scale: float) -> List[Findin
         made += _below(layout, seen, tensor)
     for tensor in forward:
         made += _cancelled(layout, seen, tensor)
+    for tensor in forward:
+        made += _amplified(layout, seen, tensor)
     if all(t.counts is None or is_finite(t.counts) for t in forward):
         made += _gradients(layout, seen, scale)
     first: Dict[str, Finding] = {}
@@ -165,7 +178,8 @@ def _finding(layout: Layout, tensor: Tensor, reason: str, detail: str,
 def _above(layout: Layout, seen: Dict[Key, Tensor], tensor: Tensor) -> List[Finding]:
     counts = tensor.counts
     assert counts is not None
-    if not tensor.is_low or is_finite(counts):
+    all_counts = {key: t.counts for key, t in seen.items() if t.counts is not None}
+    if not tensor.is_low or is_finite(counts) or _came_round(tensor, all_counts):
         return []
     for key in tensor.reads:
         read = seen.get(key)
@@ -219,6 +233,38 @@ def _cancelled(layout: Layout, seen: Dict[Key, Tensor], tensor: Tensor) -> List[
                        f"computed from is at {source.snr:.0f} dB or better")
     finding.keep += [k for t in read if t.is_low for k in layout.kept_for(t.key)]
     return [finding]
+
+
+def _amplified(layout: Layout, seen: Dict[Key, Tensor], tensor: Tensor) -> List[Finding]:
+    """An exponent that makes large errors of small ones: what it is computed from is kept, back to
+    where float16 ends, until it is near float32's."""
+    if tensor.op not in _STEEP or tensor.snr is None or tensor.snr >= _TRUE_ENOUGH \
+            or tensor.counts is None or not is_finite(tensor.counts):
+        return []
+    low = _low_before(seen, tensor)
+    if not low:
+        return []
+    finding = _finding(layout, tensor, "amplification",
+                       f"{tensor.name} is at {tensor.snr:.0f} dB of float32's: it makes large "
+                       f"errors of the small ones of {low[0].name}", tensor.key.node)
+    finding.keep = [name for t in low for name in layout.kept_for(t.key)]
+    return [finding]
+
+
+def _low_before(seen: Dict[Key, Tensor], tensor: Tensor) -> List[Tensor]:
+    """The nearest tensors of less than float32 that a tensor is computed from."""
+    found: Dict[Key, Tensor] = {}
+    waiting, known = list(tensor.reads), set(tensor.reads)
+    while waiting:
+        one = seen.get(waiting.pop(0))
+        if one is None:
+            continue
+        if one.is_low:
+            found[one.key] = one
+            continue
+        waiting += [key for key in one.reads if key not in known]
+        known.update(one.reads)
+    return list(found.values())
 
 
 def _gradients(layout: Layout, seen: Dict[Key, Tensor], scale: float) -> List[Finding]:

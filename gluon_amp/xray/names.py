@@ -2,6 +2,8 @@
 import re
 from typing import Any, Collection, Dict, Iterable, List, Set
 
+from ..gluon.converted import ConvertedBlock, blocks_in
+
 
 def owners(net: Any, node: str) -> List[Any]:
     """The blocks whose prefix a node's name has, the innermost first, the network last."""
@@ -38,6 +40,15 @@ def keep_for(net: Any, node: str, names: Iterable[str]) -> Dict[str, Set[str]]:
     if not can_be_named(net, block):
         return {re.escape(node): {node}}
     return {re.escape(block.name): nodes_of(block, names) | {node}}
+
+
+def kept_already(net: Any) -> List[str]:
+    """What `keep=` would name, to keep what `convert` was told to keep."""
+    converted: List[Any] = [b for b in blocks_in(net) if isinstance(b, ConvertedBlock)]
+    blocks = [b for b in converted if b._amp.keep]
+    nodes = sorted({name for b in converted for name in b._amp.keep_nodes
+                    if not any(name.startswith(kept.prefix) for kept in blocks)})
+    return list(dict.fromkeys(re.escape(n) for n in [*(b.name for b in blocks), *nodes]))
 
 
 def in_groups(net: Any, names: Collection[str]) -> List[Set[str]]:

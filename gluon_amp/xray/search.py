@@ -21,6 +21,7 @@ from ..cpu.library import random_numbers_kept
 from ..graph.operators import PRODUCTS
 from ..policy import POLICIES
 from .measure import BudgetSpent, Measure, Nodes, Settings
+from .modules import looked_at
 from .names import in_groups, keep_line
 from .ranking import ranked
 from .tensors import Layout
@@ -76,7 +77,7 @@ class Search:
         return "\n".join(lines)
 
 
-def search(net: Any, batches: Iterable[Any], loss_fn: Any, budget: Union[float, int] = 60.0,
+def search(net: Any, batches: Iterable[Any], loss_fn: Any = None, budget: Union[float, int] = 60.0,
            snr: float = 20.0, loss: float = 0.01, steps: int = 30, seeds: int = 3,
            optimizer: str = "adam", optimizer_params: Optional[Dict[str, Any]] = None,
            seed: int = 0, file: Optional[str] = None, progress: bool = True) -> Search:
@@ -87,7 +88,8 @@ def search(net: Any, batches: Iterable[Any], loss_fn: Any, budget: Union[float, 
     it with the best so far.
 
     Args:
-        net: a network that `convert` has converted, on a CPU. A policy without rules,
+        net: a network that `convert` has converted, on a CPU, or a bound `gluon_amp.Module`
+            (loss_fn, batches: as for `xray`). A policy without rules,
             `Policy("bare", "float16", "float16", norm="float16", sensitive="float16")`, leaves
             all to the search.
         batches: tuples of arrays, data first and label last; the first 16 are used.
@@ -115,6 +117,7 @@ def search(net: Any, batches: Iterable[Any], loss_fn: Any, budget: Union[float, 
     if isinstance(budget, int) and budget < 3 * seeds:
         raise ValueError(f"{seeds} seeds need a budget of at least {3 * seeds} training runs: two "
                          f"in float32 and one to verify, each. Received: budget={budget}")
+    net, batches, loss_fn = looked_at(net, batches, loss_fn)
     chosen = list(itertools.islice(iter(batches), _MOST_BATCHES))
     if not chosen:
         raise ValueError("search needs at least one batch. Received: none")

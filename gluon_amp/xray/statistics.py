@@ -65,6 +65,18 @@ class Counts:
                               ctypes.byref(counts))
         return cls._of(counts)
 
+    @classmethod
+    def of_updates(cls, array: Any, before: "np.ndarray[Any, Any]") -> Tuple["Counts", int, int]:
+        """Counts what was added to a float32 array since it was `before`, which becomes what the
+        array is: the counts, how many numbers have changed, and how many of those float16 numbers
+        would have stayed what they are."""
+        library.load()
+        array.wait_to_read()
+        updates = library.Updates()
+        library.table().count_updates(array.handle, before.ctypes.data_as(ctypes.c_void_p),
+                                      ctypes.byref(updates))
+        return cls._of(updates.counts), updates.changed, updates.lost
+
     def __add__(self, other: "Counts") -> "Counts":
         sums = {name: getattr(self, name) + getattr(other, name) for name in (
             "bins", "zero", "infinite", "nan", "overflowed", "flushed", "squares",

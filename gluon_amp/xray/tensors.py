@@ -4,7 +4,8 @@ from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
 
 from ..formats import FLOAT32, FORMATS, Format
 from ..graph.build import LEFT_ALONE
-from ..graph.graph import CASTS, Entry, Graph, Node
+from ..graph.graph import CASTS, Entry, Graph, Node, bindings, state_variables
+from ..graph.operators import LOSSES
 from ..policy import Policy
 from .statistics import Counts, Key, snr
 
@@ -20,6 +21,7 @@ class Tensor:
         place: when it is computed: forward passes count up, backward passes go on counting.
         format: the format that it has.
         reads: keys of the tensors that it is computed from.
+        carried: in a loop, those that it reads of the round before.
         counts: what was counted, over all steps.
         snr: against the float32 step, in dB, the worst of the steps; None without a reference.
     """
@@ -29,6 +31,7 @@ class Tensor:
     place: int
     format: Format
     reads: List[Key] = field(repr=False, default_factory=list)
+    carried: List[Key] = field(repr=False, default_factory=list)
     counts: Optional[Counts] = field(repr=False, default=None)
     snr: Optional[float] = None
 
@@ -62,13 +65,44 @@ class Layout:
         self.nodes: Dict[str, Node] = {}
         self.users: Dict[Entry, List[Optional[Node]]] = {}
         self.types: Dict[Entry, Optional[str]] = {}
+        # Of bodies of loops: what their variables stand for, and what becomes of their outputs
+        self.outside: Dict[Node, Entry] = {}
+        self.inside: Dict[Tuple[Node, Entry], List[Node]] = {}
+        self.given: Dict[Entry, List[Entry]] = {}
+        self.carried: Dict[Node, Entry] = {}  # by the variable of a state
         for graph, types in graphs:
-            self.nodes.update((n.name, n) for n in graph.nodes() if not n.is_variable)
-            self.users.update(graph.consumers())
-            self.types.update(graph.types(types))
+            self._add(graph, types)
         self.order = {name: i for i, name in enumerate(self.nodes)}
         self.formats = {**FORMATS, policy.between.name: policy.between}
         self.parameters = set(parameters)
+
+    def _add(self, graph: Graph, types: Mapping[str, str]) -> None:
+        """A graph's nodes, each behind those of its bodies."""
+        found = graph.types(types)
+        self.types.update(found)
+        self.users.update(graph.consumers())
+        for node in graph.nodes():
+            for number, body in enumerate(node.subgraphs):
+                self._add_body(node, number, body, found)
+            if not node.is_variable:
+                self.nodes[node.name] = node
+
+    def _add_body(self, node: Node, number: int, body: Graph,
+                  types: Mapping[Entry, Optional[str]]) -> None:
+        """A loop's or a condition's body."""
+        variables = [n for n in body.nodes() if n.is_variable]
+        read = [node.inputs[i] for i in bindings(node)[number]]
+        self._add(body, {v.name: types[e] or "float32" for v, e in zip(variables, read)})
+        self.outside.update(zip(variables, read))
+        for variable, entry in zip(variables, read):
+            self.inside.setdefault((node, entry), []).append(variable)
+        if number == 0 and node.op in ("_while_loop", "_cond"):
+            return  # it only tells whether to go on, or where
+        for i, output in enumerate(body.outputs):
+            self.given.setdefault(output, []).append(Entry(node, i))
+        states = state_variables(node)
+        carried = body.outputs[len(body.outputs) - len(states):]
+        self.carried.update((variables[i], e) for i, e in zip(states, carried))
 
     def _format(self, entry: Entry) -> Optional[Format]:
         return self.formats.get(self.types.get(entry) or "")
@@ -77,13 +111,17 @@ class Layout:
         """All that may be watched."""
         last = 2 * len(self.nodes)
         for name, node in self.nodes.items():
+            if node.subgraphs:
+                continue
             outputs = [e for e in self.users if e.node is node]
             for entry in outputs:
                 format_ = self._format(entry)
                 if format_ is not None:
                     reads = [made for e in node.inputs for made in self.source(e)]
+                    carried = [made for e in node.inputs if e.node in self.carried
+                               for made in self.source(self.carried[e.node])]
                     yield Tensor(Key(name, False, entry.output), "output", node.op,
-                                 self.order[name], format_, reads)
+                                 self.order[name], format_, reads, carried)
             for i, entry in enumerate(node.inputs):
                 format_ = self._format(entry)
                 if format_ is None:
@@ -91,25 +129,39 @@ class Layout:
                 weight = self.root(entry).node.name in self.parameters
                 above = [Key(user.name, True, k) for e in outputs for user in self._readers(e)
                          for k, read in enumerate(user.inputs)
-                         if self.source(read) == self.source(e)]
+                         if set(self.source(read)) & set(self.source(e))]
                 yield Tensor(Key(name, True, i), "weight gradient" if weight else "gradient",
                              node.op, last - self.order[name], format_, above)
 
     def _readers(self, entry: Entry) -> List[Node]:
-        """The nodes that read an entry; behind those that are not watched, their readers."""
+        """The nodes that read an entry, in bodies, too; behind those that are not watched, their
+        readers."""
         found: List[Node] = []
         for user in self.users.get(entry, []):
-            if user is not None and user.op in LEFT_ALONE:
-                found += self._readers(Entry(user))
-            elif user is not None:
+            if user is None:  # an output of the graph, or of a body
+                behind = self.given.get(entry, [])
+            elif user.subgraphs:
+                behind = [Entry(variable) for variable in self.inside[user, entry]]
+            elif user.op in LEFT_ALONE:
+                behind = [Entry(user)]
+            else:
                 found.append(user)
-        return found
+                continue
+            found += [reader for one in behind for reader in self._readers(one)]
+        return list(dict.fromkeys(found))
 
     def source(self, entry: Entry) -> List[Key]:
-        """The tensor that an entry is: an output, but for nodes that are not watched."""
-        while entry.node.op in LEFT_ALONE and entry.node.inputs:
-            entry = entry.node.inputs[0]
-        return [] if entry.node.is_variable else [Key(entry.node.name, False, entry.output)]
+        """The tensor that an entry is: an output, but for nodes that are not watched. Of a
+        condition it may be that of either branch."""
+        node = entry.node
+        if node.subgraphs:
+            bodies = node.subgraphs[1:] if node.op == "_cond" else node.subgraphs[-1:]
+            return [key for body in bodies for key in self.source(body.outputs[entry.output])]
+        if node in self.outside:
+            return self.source(self.outside[node])
+        if node.op in LEFT_ALONE and node.inputs:
+            return self.source(node.inputs[0])
+        return [] if node.is_variable else [Key(node.name, False, entry.output)]
 
     def root(self, entry: Entry) -> Entry:
         """An entry without the casts behind it."""
@@ -152,10 +204,12 @@ def fill(tensors: List[Tensor], counts: Mapping[Key, Counts],
         found = counts.get(tensor.key)
         if found is None:
             continue
-        added = found.times(factor) if tensor.key.backward else found
+        # No scale reaches what a loss begins with by itself.
+        begins = tensor.key.backward and tensor.op in LOSSES
+        added = found.times(factor) if tensor.key.backward and not begins else found
         tensor.counts = added if tensor.counts is None else tensor.counts + added
         right = (reference or {}).get(tensor.key)
-        if right is not None and right.sample is not None:
+        if right is not None and right.sample is not None and not begins:
             now = snr(right.sample, found.sample)
             if now == now:  # not NaN
                 tensor.snr = now if tensor.snr is None else min(tensor.snr, now)

@@ -27,6 +27,8 @@ from ..graph.build import build
 from ..graph.casts import float32_variables, insert_casts
 from ..graph.graph import Graph
 from ..policy import Policy
+from ..symbolic.binding import SCALE, with_loss_scale
+from .modules import ModuleBlock
 from .statistics import Counts, Key, read
 
 FIRST_SCALE = 2.0 ** 16  # loss scales: where looking for one that overflows nothing begins,
@@ -76,6 +78,8 @@ class Call(NamedTuple):
            scales: Any = None) -> Tuple[Any, List[Any]]:
         """A CachedOp of the graph with its casts, and where its inputs come from."""
         graph, types = typed
+        if SCALE in parameters:
+            graph, types = with_loss_scale(graph), {**types, SCALE: "float32"}
         symbol = build(graph, types, False, policy, watch, samples, scales).symbol()
         order = symbol.list_inputs()
         if self.numpy:
@@ -203,6 +207,8 @@ class Trial:
         self.arrays: Dict[str, Any] = {}
         self.whole: Dict[str, bool] = {}  # whether a parameter is float32 here
         self.ops: Dict[Any, Any] = {}
+        # a module's heads begin gradients by themselves: this reaches them as in its own graph
+        self.scale = mx.nd.ones(1) if isinstance(net, ModuleBlock) else None
         for call in (calls or {}).values():
             self._take(call)
 
@@ -246,6 +252,8 @@ class Trial:
             call = Call.of(self.net, block, arrays)
             self._take(call)
             held = {name: _Held(array) for name, array in self.arrays.items()}
+            if self.scale is not None:
+                held[SCALE] = _Held(self.scale)
             self.ops[where] = call.op(self._typed(call), self.policy, self.watch, held,
                                       self.samples)
         return self.ops[where]
@@ -255,6 +263,8 @@ class Trial:
     def run(self, batch: Any, loss_fn: Any, scale: float = 1.0) -> Ran:
         """One forward and one backward pass; no update."""
         read()
+        if self.scale is not None:
+            self.scale[:] = scale
         with mx.autograd.record(), standing_in(self.net, self.make):
             loss = loss_of(self.net, batch, loss_fn)
         mx.autograd.backward([loss], [mx.nd.ones_like(loss.as_nd_ndarray()) * scale])

@@ -7,7 +7,7 @@ from ..formats import FLOAT16
 from ..gluon.converted import ConvertedHybridBlock
 from ..graph import operators
 from ..graph.casts import KEEP
-from ..graph.graph import CASTS, Entry, Graph, Node
+from ..graph.graph import CASTS, Entry, Graph, Node, bindings
 from ..symbolic.convert import declared_types
 
 
@@ -50,8 +50,10 @@ def types(net: Any) -> Types:
     """Which operator runs in which type, and the rule that decided.
 
     Args:
-        net: a converted HybridBlock that has run once, or what `convert_symbol` has made.
+        net: a converted HybridBlock that has run once, what `convert_symbol` has made, or a Module.
     """
+    if isinstance(net, mx.mod.BaseModule):
+        net = net.symbol
     if isinstance(net, mx.sym.Symbol):
         graph = Graph.read(net)
         declared = declared_types(graph)
@@ -71,6 +73,10 @@ def rows(graph: Graph, known: Mapping[str, str], kept: Collection[str] = ()) -> 
     found = graph.types(known)
     made = Types()
     for node in graph.nodes():
+        for body, places in zip(node.subgraphs, bindings(node) if node.subgraphs else ()):
+            inside = {name: found[node.inputs[i]] or "float32"
+                      for name, i in zip(body.variables(), places)}
+            made += rows(body, inside, kept)
         if node.is_variable or node.op in CASTS:
             continue
         inputs = tuple(found.get(e) or "unknown" for e in node.inputs)

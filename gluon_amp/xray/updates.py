@@ -36,11 +36,12 @@ class Updates:
         self.lost: Dict[str, int] = {}
         self.made: Dict[str, int] = {}
         self.watched = Watched(net)
-        self.last: Dict[str, Any] = {}  # the parameters after the last step
+        self.last: Dict[str, np.ndarray[Any, Any]] = {}  # the parameters after the last step
 
     def step(self, batch: Any, loss_fn: Any) -> Tuple[float, Ran]:
         """The user's own step, watched: its loss scale, and what was counted."""
-        before = self.last or {p.name: self._value(p) for p in self.parameters}
+        if not self.last:
+            self.last = {p.name: self._value(p).asnumpy() for p in self.parameters}
         passes: List[Tuple[float, Dict[Key, Counts]]] = []
 
         def passed(scale: float) -> None:
@@ -60,27 +61,20 @@ class Updates:
             passed(1.0)
         self.trainer.step(split(batch)[0][0].shape[0] * getattr(self.trainer, "workers", 1))
         clear_added(self.trainer._params)
-        self._count(before)
+        self._count()
         scale, backward = [one for one in passes if one[0]][-1]  # a look at heads begins with 0
         forward = {key: counts for key, counts in passes[0][1].items() if not key.backward}
         counts = {**forward, **{key: c for key, c in backward.items() if key.backward}}
         return scale, Ran(mean_of(loss), True, counts)
 
-    def _count(self, before: Dict[str, Any]) -> None:
+    def _count(self) -> None:
         for p in self.parameters:
-            old, new = before[p.name], self._value(p)
-            self.last[p.name] = new
-            update = new - old
-            found = Counts.of_array(update)
+            found, changed, lost = Counts.of_updates(self._value(p), self.last[p.name])
             self.counts[p.name] = self.counts[p.name] + found if p.name in self.counts else found
-            changes = update != 0
-            with np.errstate(over="ignore"):
-                half = old.astype(np.float16)
-                alone = (half + update).astype(np.float16) == half
-            self.made[p.name] = self.made.get(p.name, 0) + int(changes.sum())
-            self.lost[p.name] = self.lost.get(p.name, 0) + int((changes & alone).sum())
+            self.made[p.name] = self.made.get(p.name, 0) + changed
+            self.lost[p.name] = self.lost.get(p.name, 0) + lost
 
-    def _value(self, parameter: Any) -> "np.ndarray[Any, Any]":
+    def _value(self, parameter: Any) -> Any:
         """A parameter's master, or itself where it has none."""
         array = parameter.data()
         if array.dtype is np.float16 and self.trainer is not None:
@@ -88,8 +82,8 @@ class Updates:
             state = updater.states.get(self.trainer._param2idx.get(parameter.name))
             if optimizer.multi_precision and state is not None and hasattr(optimizer, "_masters"):
                 (master,), _ = optimizer._masters([state])
-                return master.asnumpy()
-        return to_float32(array).asnumpy()
+                return master
+        return to_float32(array)
 
     def weights(self) -> List[Weight]:
         """What was counted."""

@@ -9,9 +9,10 @@ import inspect
 import itertools
 import math
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Callable, Dict, Iterable, List, Optional, Set, Tuple
 
+from .._mxnet import mx
 from ..checks import positive_number, whole_number
 from ..cpu.library import random_numbers_kept
 from ..policy import POLICIES
@@ -25,10 +26,12 @@ from .advice import (
     scales_that_fit,
     window,
 )
-from .names import keep_for, owner
+from .lines import lines
+from .modules import ModuleBlock, looked_at
+from .names import keep_for, kept_already, owner
 from .statistics import Counts, Key, at_scale, decibels
 from .tensors import Layout, Tensor, fill
-from .trial import FIRST_SCALE, LEAST_SCALE, Ran, Trial, check
+from .trial import FIRST_SCALE, LEAST_SCALE, Ran, Trial, check, split
 from .updates import Updates, Weight
 
 _ROUNDS = 12  # of trying what to keep
@@ -51,6 +54,7 @@ class View:
         steps: what each step counted: its loss scale, and counts by tensor.
         scale: the loss scale at which the counts of gradients stand: the first step's.
         notes: what else there is to know, in sentences.
+        converts: how the line to paste begins.
     """
     name: str
     tensors: List[Tensor]
@@ -65,6 +69,7 @@ class View:
     steps: List[Tuple[float, Dict[Key, Counts]]] = field(default_factory=list)
     scale: float = 1.0
     notes: List[str] = field(default_factory=list)
+    converts: str = "amp.convert(net"
 
     @property
     def loss_scale(self) -> Optional[Tuple[float, float]]:
@@ -73,7 +78,7 @@ class View:
     @property
     def keep_line(self) -> str:
         """To paste."""
-        return f"amp.convert(net, keep={self.keep!r})"
+        return f"{self.converts}, keep={self.keep!r})"
 
     def inherited(self, tensor: Tensor) -> Optional[float]:
         """A tensor's signal-to-noise ratio, in dB, without the error of its own rounding."""
@@ -115,8 +120,8 @@ class View:
         return "\n".join(lines)
 
 
-def xray(net: Any, batches: Iterable[Any], loss_fn: Any, trainer: Any = None, steps: int = 20,
-         reference: bool = True, lost: float = 0.01) -> View:
+def xray(net: Any, batches: Iterable[Any], loss_fn: Any = None, trainer: Any = None,
+         steps: int = 20, reference: bool = True, lost: float = 0.01) -> View:
     """Shows what float16 does to every tensor of a converted network, forward and backward.
 
     Every step runs on copies of the parameters: neither they nor statistics change, unless a
@@ -124,9 +129,10 @@ def xray(net: Any, batches: Iterable[Any], loss_fn: Any, trainer: Any = None, st
     same random numbers, and afterwards MXNet draws those that it would have drawn anyway.
 
     Args:
-        net: a network that `convert` has converted, on a CPU.
-        batches: tuples of arrays, data first and label last.
-        loss_fn: called with the network's output and the label.
+        net: a network that `convert` has converted, on a CPU; or a bound `gluon_amp.Module`.
+        batches: tuples of arrays, data first and label last; of a Module what its iterator gives.
+        loss_fn: called with the network's output and the label; a Module needs none, since its
+            symbol ends in losses.
         trainer: takes a step on each batch; None: the weights stay.
         steps: how many batches to look at.
         reference: whether each step is made in float32, too, to tell errors from that.
@@ -135,6 +141,9 @@ def xray(net: Any, batches: Iterable[Any], loss_fn: Any, trainer: Any = None, st
     """
     whole_number(steps, "steps", least=1)
     positive_number(lost, "lost")
+    if trainer is not None and isinstance(net, mx.mod.BaseModule):
+        raise TypeError("of a Module, an X-ray makes steps on copies: trainer= is for Gluon")
+    net, batches, loss_fn = looked_at(net, batches, loss_fn)
     chosen = list(itertools.islice(iter(batches), steps))
     if not chosen:
         raise ValueError("xray needs at least one batch. Received: none")
@@ -149,6 +158,8 @@ def xray(net: Any, batches: Iterable[Any], loss_fn: Any, trainer: Any = None, st
         raise ValueError("the network has no tensors of less than float32: all of it is kept, or "
                          "only products round what they read")
     view = View(net.name, tensors)
+    if isinstance(net, ModuleBlock):
+        view.converts = "amp.convert_symbol(symbol"
     scale = float(getattr(trainer, "loss_scale", FIRST_SCALE))
     updates = Updates(net, trainer)
     for number, batch in enumerate(chosen):
@@ -179,21 +190,23 @@ def xray(net: Any, batches: Iterable[Any], loss_fn: Any, trainer: Any = None, st
             _try_keeping(trial, view, chosen[0], loss_fn, lost, reference, draw_again)
     view.weights = updates.weights()
     if view.first_overflow:
-        view.first_overflow.where = _code_of(net, view.first_overflow.node)
+        view.first_overflow.where = _code_of(trial, chosen[0], view.first_overflow.node)
     return view
 
 
-def explain(net: Any, batch: Any, loss_fn: Any, loss_scale: float = 1.0) -> Optional[Overflow]:
+def explain(net: Any, batch: Any, loss_fn: Any = None,
+            loss_scale: float = 1.0) -> Optional[Overflow]:
     """The first tensor that is not finite in a step on this batch, at this loss scale, and what
     it is computed from; None where all are. Changes nothing."""
     positive_number(loss_scale, "loss_scale")
+    net, (batch,), loss_fn = looked_at(net, [batch], loss_fn)
     check(net, batch)
     trial = Trial(net, net._amp.policy)
     with random_numbers_kept():
         ran = trial.run(batch, loss_fn, loss_scale)
     found = first_overflow(_layout(trial).tensors(), ran.counts, 0, loss_scale)
     if found:
-        found.where = _code_of(net, found.node)
+        found.where = _code_of(trial, batch, found.node)
     return found
 
 
@@ -231,8 +244,7 @@ def _note(view: View, scale: float, ran: Ran, number: int, lost: float,
     view.steps.append((scale, ran.counts))
     if view.first_overflow is None:
         view.first_overflow = first_overflow(view.tensors, ran.counts, number, scale)
-    one = [Tensor(t.key, t.kind, t.op, t.place, t.format, t.reads, ran.counts.get(t.key))
-           for t in view.tensors]
+    one = [replace(t, counts=ran.counts.get(t.key)) for t in view.tensors]
     fits = _forward_is_finite(ran.counts)
     view.windows.append(window(one, scale, lost) if fits else None)
 
@@ -245,7 +257,7 @@ def _try_keeping(first: Trial, view: View, batch: Any, loss_fn: Any, lost: float
     kept: Set[str] = set()
     found, scale, ran = view.findings, view.scale, Ran(0, False, view.steps[0][1])
     tensors = view.tensors
-    known_nodes = [n.name for call in calls.values() for n in call.clean.nodes()]
+    known_nodes = [n.name for call in calls.values() for n in call.clean.nodes_within()]
     whole = None
     if reference:
         right = Trial(net, POLICIES["float32"], calls=calls, samples=True)
@@ -270,7 +282,8 @@ def _try_keeping(first: Trial, view: View, batch: Any, loss_fn: Any, lost: float
         view.findings += [f for f in found if f.node not in known]
         if not found:
             break
-    view.keep = list(names)
+    if names:
+        view.keep = [*(name for name in kept_already(net) if name not in names), *names]
     if not _forward_is_finite(view.steps[0][1]) and _forward_is_finite(ran.counts):
         view.window = window([t for t in tensors if t.counts], scale, lost)
         view.notes.append("the loss scales are those of the network with these kept in float32")
@@ -279,9 +292,17 @@ def _try_keeping(first: Trial, view: View, batch: Any, loss_fn: Any, lost: float
                           + ", ".join(f.node for f in found[:5]))
 
 
-def _code_of(net: Any, node: str) -> str:
-    """The block that a node belongs to, and where its code is."""
+def _code_of(trial: Trial, batch: Any, node: str) -> str:
+    """The line of the user's code that made a node; if MXNet's own made it, the block that the node
+    belongs to, and where its code is."""
+    net = trial.net
+    if isinstance(net, mx.gluon.SymbolBlock):
+        return ""
+    with random_numbers_kept():
+        line = lines(net, split(batch)[0], trial.make).get(node.split("_amp_cast_")[0])
     block = owner(net, node)
+    if line:
+        return f"block {block.name}, {line}"
     for cls in type(block).__mro__:
         code = vars(cls).get("hybrid_forward")
         if code is not None:

@@ -143,10 +143,13 @@ def test_a_macrobatch_trains_as_a_large_batch_does(dtype, scale, rng):
         assert np.abs(weight - begin[name].asnumpy()).max() > 10 * tolerance, name
 
 
-def test_benchmark_needs_no_data():
+def test_benchmark_needs_no_data_and_can_be_xrayed(tmp_path):
     log = run("train_imagenet.py", *SMALL, "--benchmark", "1", "--num-examples", "60",
-              "--num-epochs", "1", "--dtype", "float16", "--network", "resnet-v2")
+              "--num-epochs", "1", "--dtype", "float16", "--network", "resnet-v2",
+              "--xray", str(tmp_path), "--xray-steps", "1")
     assert "Epoch[0] Train-accuracy=" in log
+    assert "X-ray of epoch 0: " in log
+    assert (tmp_path / "epoch-0" / "xray.html").exists()
 
 
 @pytest.mark.parametrize(("arguments", "message"), [

@@ -1,4 +1,4 @@
-// Functions of one value at a time, on halves: computed in float32, rounded once.
+// Functions of one value at a time, on halves or floats: computed in float32, rounded once.
 #include "functions.h"
 #include "vector.h"
 
@@ -76,24 +76,27 @@ template <typename F> void with_function(Unary f, float a, float b, F run) {
   }
 }
 
-void unary(Unary f, const Half* x, Half* y, int64_t n, float a, float b, Write write) {
+// G says what the arrays are of, and so what results are rounded to.
+template <typename G, typename T = typename G::T>
+void unary(Unary f, const T* x, T* y, int64_t n, float a, float b, Write write) {
   with_function(f, a, b, [=](auto function) {
     with_add(write, [=](auto add) {
       vectors(n, [=](int64_t i, auto lanes) {
-        put<HalfGrid>(y + i, function.of(load(x + i, lanes)), add, lanes);
+        put<G>(y + i, function.of(load(x + i, lanes)), add, lanes);
       });
     });
   });
 }
 
-void unary_gradient(Unary f, const Half* g, const Half* read, Half* d, int64_t n, float a,
-                    float b, Write write) {
+template <typename G, typename T = typename G::T>
+void unary_gradient(Unary f, const T* g, const T* read, T* d, int64_t n, float a, float b,
+                    Write write) {
   if (read == nullptr) read = g;  // of a function whose gradient reads nothing
   with_function(f, a, b, [=](auto function) {
     with_add(write, [=](auto add) {
       vectors(n, [=](int64_t i, auto lanes) {
         const V v = function.gradient(load(g + i, lanes), load(read + i, lanes));
-        put<HalfGrid>(d + i, v, add, lanes);
+        put<G>(d + i, v, add, lanes);
       });
     });
   });
@@ -101,27 +104,28 @@ void unary_gradient(Unary f, const Half* g, const Half* read, Half* d, int64_t n
 
 // ---- more inputs ---------------------------------------------------------------
 
-template <typename F>
-void map_two(const Half* x, const Half* y, Half* out, int64_t n, Write write, F f) {
+template <typename G, typename F, typename T = typename G::T>
+void map_two(const T* x, const T* y, T* out, int64_t n, Write write, F f) {
   with_add(write, [=](auto add) {
     vectors(n, [=](int64_t i, auto lanes) {
-      put<HalfGrid>(out + i, f(load(x + i, lanes), load(y + i, lanes)), add, lanes);
+      put<G>(out + i, f(load(x + i, lanes), load(y + i, lanes)), add, lanes);
     });
   });
 }
 
-void binary(Binary f, const Half* x, const Half* y, Half* out, int64_t n, Write write) {
+template <typename G, typename T = typename G::T>
+void binary(Binary f, const T* x, const T* y, T* out, int64_t n, Write write) {
   switch (f) {
-    case kSum: return map_two(x, y, out, n, write, [](V a, V b) { return a + b; });
-    case kDifference: return map_two(x, y, out, n, write, [](V a, V b) { return a - b; });
-    case kProduct: return map_two(x, y, out, n, write, [](V a, V b) { return a * b; });
-    case kQuotient: return map_two(x, y, out, n, write, [](V a, V b) { return a / b; });
+    case kSum: return map_two<G>(x, y, out, n, write, [](V a, V b) { return a + b; });
+    case kDifference: return map_two<G>(x, y, out, n, write, [](V a, V b) { return a - b; });
+    case kProduct: return map_two<G>(x, y, out, n, write, [](V a, V b) { return a * b; });
+    case kQuotient: return map_two<G>(x, y, out, n, write, [](V a, V b) { return a / b; });
   }
 }
 
 void sum(const Half* const* in, int count, Half* out, int64_t n, Write write) {
   if (write == kNothing) return;
-  if (count == 2) return binary(kSum, in[0], in[1], out, n, write);
+  if (count == 2) return binary<HalfGrid>(kSum, in[0], in[1], out, n, write);
   const bool add = write == kAdd;
   vectors(n, [=](int64_t i, auto lanes) {
     V v = count > 0 ? load(in[0] + i, lanes) : splat(0);
@@ -133,7 +137,7 @@ void sum(const Half* const* in, int count, Half* out, int64_t n, Write write) {
 void dropout_gradient(const Half* g, const Half* mask, Half* d, int64_t n, float scale,
                       Write write) {
   const V factor = splat(scale);
-  map_two(g, mask, d, n, write, [=](V v, V m) {
+  map_two<HalfGrid>(g, mask, d, n, write, [=](V v, V m) {
     return if_equal(m, splat(0), splat(0), if_equal(m, splat(1), v, v * factor));
   });
 }
@@ -141,9 +145,12 @@ void dropout_gradient(const Half* g, const Half* mask, Half* d, int64_t n, float
 }  // namespace
 
 void add_elementwise(Kernels* table) noexcept {
-  table->unary = unary;
-  table->unary_gradient = unary_gradient;
-  table->binary = binary;
+  table->unary = unary<HalfGrid>;
+  table->unary_gradient = unary_gradient<HalfGrid>;
+  table->binary = binary<HalfGrid>;
+  table->unary_floats = unary<NoGrid>;
+  table->unary_gradient_floats = unary_gradient<NoGrid>;
+  table->binary_floats = binary<NoGrid>;
   table->sum = sum;
   table->dropout_gradient = dropout_gradient;
 }

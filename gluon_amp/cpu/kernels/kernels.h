@@ -144,6 +144,13 @@ struct Counts {
   double squares, error_squares;  // sums over finite numbers: of them, of what rounding adds to them
 };
 
+// What was added to weights; how many of them that has changed, and how many of those it would not
+// have, had they been halves.
+struct Updates {
+  Counts counts;
+  int64_t changed, lost;
+};
+
 struct Kernels {
   const char* name;
 
@@ -194,10 +201,6 @@ struct Kernels {
   void (*follow)(float* master, const Half* weight, int64_t n);
   void (*squares)(const Numbers* arrays, int count, double* sums);
 
-  // ---- counts (counts.cc): adds those of n numbers that are to be rounded to a grid, to halves or
-  // to neither
-  void (*count)(const float* exact, int64_t n, const Grid* grid, bool half, Counts* counts);
-
   // ---- optimizers (updates.cc)
   void (*update)(Rule rule, const Update* updates, int count, const UpdateSettings& settings);
 
@@ -206,6 +209,24 @@ struct Kernels {
   // layout; null: zeros; it may be y
   void (*tensor_core_product)(const TensorCore&, int64_t rows, int64_t columns, int64_t depth,
                               HalfMatrix a, HalfMatrix b, const float* c, FloatMatrix y);
+
+  // ---- counts (counts.cc): adds those of n numbers that are to be rounded to a grid, to halves or
+  // to neither
+  void (*count)(const float* exact, int64_t n, const Grid* grid, bool half, Counts* counts);
+  void (*count_halves)(const Half* numbers, int64_t n, Counts* counts);  // as they stand
+  // counts what was added to n weights, which `before` then holds, too
+  void (*count_updates)(const float* weights, float* before, int64_t n, Updates* updates);
+
+  // ---- floats where others above have halves, in float32 alone: an X-ray's reference
+  void (*unary_floats)(Unary f, const float* x, float* y, int64_t n, float a, float b, Write write);
+  void (*unary_gradient_floats)(Unary f, const float* g, const float* read, float* d, int64_t n,
+                                float a, float b, Write write);
+  void (*binary_floats)(Binary f, const float* x, const float* y, float* out, int64_t n,
+                        Write write);
+  void (*block_floats)(const float* from, float* to, int64_t batch, int64_t channels, int64_t plane,
+                       int block);
+  void (*unblock_floats)(const float* from, float* to, int64_t batch, int64_t channels,
+                         int64_t plane, int block, Write write);
 };
 
 const Kernels* kernels_for_portable();

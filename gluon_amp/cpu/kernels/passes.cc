@@ -172,8 +172,8 @@ struct Blocks {
 };
 
 // `count` channels of x, `plane` apart, to `places` rows of y, `block` apart
-template <typename L, typename K>
-inline void widen_tile(const Half* x, float* y, const Blocks& b, int64_t count, L lanes,
+template <typename T, typename L, typename K>
+inline void widen_tile(const T* x, float* y, const Blocks& b, int64_t count, L lanes,
                        int64_t places, K channel_lanes) {
   V rows[W];
   for (int64_t c = 0; c < W; ++c) rows[c] = c < count ? load(x + c * b.plane, lanes) : splat(0);
@@ -182,15 +182,15 @@ inline void widen_tile(const Half* x, float* y, const Blocks& b, int64_t count, 
     if (s < places) store(y + s * b.block, rows[s], channel_lanes);
 }
 
-template <typename L, typename K>
-inline void narrow_tile(const float* y, Half* x, bool add, const Blocks& b, int64_t count,
+template <typename G, typename L, typename K>
+inline void narrow_tile(const float* y, typename G::T* x, bool add, const Blocks& b, int64_t count,
                         L lanes, int64_t places, K channel_lanes) {
   V rows[W];
   for (int64_t s = 0; s < W; ++s)
     rows[s] = s < places ? load(y + s * b.block, channel_lanes) : splat(0);
   transpose(rows);
   for (int64_t c = 0; c < W; ++c)
-    if (c < count) put<HalfGrid>(x + c * b.plane, rows[c], add, lanes);
+    if (c < count) put<G>(x + c * b.plane, rows[c], add, lanes);
 }
 
 // Calls tile(offset in the plain array, offset in the blocked array, channels, lanes of places,
@@ -226,26 +226,44 @@ template <typename F> void tiles(const Blocks& b, bool overlap, F tile) {
   for (int64_t task = 0; task < tasks; ++task) run(work, task);
 }
 
-void widen_blocked(const Half* from, float* to, int64_t batch, int64_t channels, int64_t plane,
-                   int block) {
-  const Blocks b = {batch, channels, plane, block};
-  if (plane == 1 && channels % block == 0) return widen(from, to, batch * channels);
+template <typename T>
+void to_blocks(const T* from, float* to, const Blocks& b) {
   tiles(b, true, [=](int64_t x, int64_t y, int64_t count, auto lanes, int64_t places,
                      auto channel_lanes) {
     widen_tile(from + x, to + y, b, count, lanes, places, channel_lanes);
   });
 }
 
+template <typename G>
+void from_blocks(const float* from, typename G::T* to, const Blocks& b, bool add) {
+  tiles(b, !add, [=](int64_t x, int64_t y, int64_t count, auto lanes, int64_t places,
+                     auto channel_lanes) {
+    narrow_tile<G>(from + y, to + x, add, b, count, lanes, places, channel_lanes);
+  });
+}
+
+void widen_blocked(const Half* from, float* to, int64_t batch, int64_t channels, int64_t plane,
+                   int block) {
+  if (plane == 1 && channels % block == 0) return widen(from, to, batch * channels);
+  to_blocks(from, to, {batch, channels, plane, block});
+}
+
 void narrow_blocked(const float* from, Half* to, int64_t batch, int64_t channels, int64_t plane,
                     int block, Write write) {
   if (write == kNothing) return;
-  const Blocks b = {batch, channels, plane, block};
-  const bool add = write == kAdd;
   if (plane == 1 && channels % block == 0) return narrow(from, to, batch * channels, write);
-  tiles(b, !add, [=](int64_t x, int64_t y, int64_t count, auto lanes, int64_t places,
-                     auto channel_lanes) {
-    narrow_tile(from + y, to + x, add, b, count, lanes, places, channel_lanes);
-  });
+  from_blocks<HalfGrid>(from, to, {batch, channels, plane, block}, write == kAdd);
+}
+
+void block_floats(const float* from, float* to, int64_t batch, int64_t channels, int64_t plane,
+                  int block) {
+  to_blocks(from, to, {batch, channels, plane, block});
+}
+
+void unblock_floats(const float* from, float* to, int64_t batch, int64_t channels, int64_t plane,
+                    int block, Write write) {
+  if (write == kNothing) return;
+  from_blocks<NoGrid>(from, to, {batch, channels, plane, block}, write == kAdd);
 }
 
 }  // namespace
@@ -265,6 +283,8 @@ void add_passes(Kernels* table) noexcept {
   table->copy = copy;
   table->widen_blocked = widen_blocked;
   table->narrow_blocked = narrow_blocked;
+  table->block_floats = block_floats;
+  table->unblock_floats = unblock_floats;
 }
 
 }  // namespace ISA

@@ -1,0 +1,71 @@
+"""Which line of the user's Python made a node: the network is traced once more, with a look at the
+stack where MXNet makes each node."""
+import linecache
+import sys
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence
+
+from .._mxnet import mx
+from ..gluon.converted import ConvertedHybridBlock, blocks_in
+from ..graph.graph import Graph
+from .trial import call, standing_in
+
+_LINE = "__gluon_amp_line__"
+_NOT_THE_USERS = ("mxnet", "gluon_amp")
+
+
+class _Lines(mx.AttrScope):
+    """MXNet asks the scope for the attributes of each node that it makes: one is the line."""
+
+    def get(self, attr: Optional[Dict[str, str]]) -> Dict[str, str]:
+        return {**super().get(attr), _LINE: _line_of_the_user()}
+
+
+def _line_of_the_user() -> str:
+    """The innermost line within the call of the network that is neither MXNet's nor ours."""
+    frame: Optional[FrameType] = sys._getframe(2)
+    while frame is not None and frame.f_code is not call.__code__:
+        if frame.f_globals.get("__name__", "").split(".")[0] not in _NOT_THE_USERS:
+            path, number = frame.f_code.co_filename, frame.f_lineno
+            text = linecache.getline(path, number).strip()
+            return f"{path}, line {number}" + (f": {text}" if text else "")
+        frame = frame.f_back
+    return ""
+
+
+def lines(net: Any, data: Sequence[Any], make: Callable[..., Any]) -> Dict[str, str]:
+    """The line that made each node, where there is one of the user's.
+
+    Args:
+        make: gives what runs in place of a block's graph, as for `standing_in`.
+    """
+    found: Dict[str, str] = {}
+
+    def look(block: Any, key: Any, arrays: Any) -> Any:
+        for node in Graph.read(block._cached_graph[1]).nodes_within():
+            found.setdefault(node.name, node.attrs.get(_LINE, ""))
+        return make(block, key, arrays)
+
+    with _traced_anew(net), _Lines(), mx.autograd.record(), standing_in(net, look):
+        call(net, data)
+    mx.nd.waitall()
+    return found
+
+
+@contextmanager
+def _traced_anew(net: Any) -> Iterator[None]:
+    """Meanwhile the network's blocks know no graphs, and trace those that they run."""
+    blocks: List[Any] = [b for b in blocks_in(net) if isinstance(b, ConvertedHybridBlock)
+                         and not isinstance(b, mx.gluon.SymbolBlock)]
+    names = ("_cached_graph", "_in_format", "_out_format", "_cached_op", "_cached_op_args")
+    before = [(b._amp.traces, [getattr(b, name, None) for name in names]) for b in blocks]
+    for block in blocks:
+        block._amp.traces, block._cached_graph = {}, ()
+    try:
+        yield
+    finally:
+        for block, (traces, values) in zip(blocks, before):
+            block._amp.traces = traces
+            for name, value in zip(names, values):
+                setattr(block, name, value)

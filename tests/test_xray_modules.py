@@ -1,0 +1,142 @@
+"""`xray`, `explain` and `search` of a Module: its symbol, its batches, its losses."""
+import argparse
+import json
+
+import gluon_amp as amp
+import modules
+import numpy as np
+import pytest
+from gluon_amp import recipes
+from gluon_amp._mxnet import mx
+from gluon_amp.xray.statistics import Key
+from modules import body, dynamic
+from mxnet import nd
+from mxnet import symbol as S
+
+
+def faulty(keep=()):
+    x = body().get_internals()["relu_output"] * 3000
+    x = S.elemwise_mul(x, x, name="squares") * 1e-7
+    x = S.SoftmaxOutput(S.FullyConnected(x, num_hidden=3, name="fc"), name="head")
+    return amp.convert_symbol(x, keep=keep)
+
+
+def batch(seed=0, size=6):
+    rng = np.random.default_rng(seed)
+    return mx.io.DataBatch([nd.array(rng.standard_normal((size, 3, 6, 6)))],
+                           [nd.array(rng.integers(0, 3, size))])
+
+
+def ready(symbol, shape=(), **kwargs):
+    mod = modules.bound(symbol, shape=shape, **kwargs)
+    mx.random.seed(3)
+    mod.init_params(mx.init.Xavier())
+    return mod
+
+
+def test_what_a_modules_xray_keeps_mends_the_fault_that_it_names():
+    view = amp.xray(ready(faulty()), [batch(0), batch(1)])
+    assert view.findings[0].node == "squares"
+    assert view.first_overflow.tensor == "squares"
+    assert view.keep_line == f"amp.convert_symbol(symbol, keep={view.keep!r})"
+    after = amp.xray(ready(faulty(view.keep)), [batch(0), batch(1)])
+    assert (after.findings, after.keep, after.first_overflow) == ([], [], None)
+    np.testing.assert_allclose(after.losses, after.reference_losses, rtol=0.01)
+
+
+def test_what_the_symbol_keeps_already_is_known_and_kept_on():
+    view = amp.xray(ready(faulty(["bn"])), [batch()])
+    types = {t.key: t.format.name for t in view.tensors}
+    assert types[Key("conv", False, 0)] == types[Key("fc", False, 0)] == "float16"
+    assert types[Key("bn", False, 0)] == types[Key("squares", False, 0)] == "float32"
+    assert (view.findings, view.keep) == ([], [])
+    view = amp.xray(ready(faulty(["fc"])), [batch()])
+    assert {"fc", "squares"} <= set(view.keep)
+
+
+def test_the_gradients_are_those_of_the_modules_own_step():
+    mod = ready(modules.net(), shape=(3,), loss_scale=64)
+    view = amp.xray(mod, [modules.batch()])
+    scale, counts = view.steps[0]
+    mod.forward(modules.batch(), is_train=True)
+    mod.backward()
+    for name, gradient in modules.grads(mod).items():
+        node, _, part = name.rpartition("_")
+        if node == "bn":
+            continue
+        found = counts[Key(node, True, 1 if part == "weight" else 2)]
+        own = np.square(gradient.astype(np.float64)).sum() * (scale / 64) ** 2
+        assert found.squares == pytest.approx(own, rel=0.02, abs=1e-3 * found.squares + 1), name
+
+
+def test_nothing_of_the_module_changes():
+    mod = modules.made(modules.net(), loss_scale=dynamic())
+    modules.learn(mod, modules.batch())
+    before = modules.everything(mod)
+    mx.random.seed(1)
+    amp.xray(mod, [modules.batch(1)])
+    assert amp.explain(mod, modules.batch(1), loss_scale=2.0 ** 40).backward
+    drawn = nd.random.uniform(shape=3).asnumpy()
+    assert modules.same(modules.everything(mod), before)
+    mx.random.seed(1)
+    np.testing.assert_array_equal(drawn, nd.random.uniform(shape=3).asnumpy())
+
+
+def test_a_search_takes_a_module():
+    best = amp.search(ready(faulty()), [batch(0), batch(1)], budget=6, seeds=2, steps=4,
+                      progress=False)
+    assert "squares" in best.keep
+    after = amp.xray(ready(faulty(best.keep)), [batch()])
+    assert after.first_overflow is None
+
+
+def test_symbols_with_casts_of_their_own_are_looked_into():
+    x = S.Cast(S.Convolution(S.Cast(S.var("data"), dtype="float16"), kernel=(3, 3), num_filter=4,
+                             name="conv"), dtype="float32")
+    x = S.SoftmaxOutput(S.FullyConnected(x * 1e5, num_hidden=3, name="fc"), name="head")
+    view = amp.xray(ready(x), [batch()])
+    types = {t.key.node: t.format.name for t in view.tensors}
+    assert (types["conv"], types["fc"]) == ("float16", "float32")
+
+
+def test_training_with_an_xray_before_each_epoch_has_the_same_bits(tmp_path):
+    def trained(folder):
+        data = np.random.default_rng(0).standard_normal((24, 3, 6, 6)).astype("float32")
+        train = mx.io.NDArrayIter(data, np.arange(24) % 3, 6, shuffle=False,
+                                  label_name="head_label")
+        symbol = S.SoftmaxOutput(S.Dropout(body(), p=0.2), name="head")
+        mod = amp.Module(amp.convert_symbol(symbol), label_names=["head_label"],
+                         loss_scale="dynamic")
+        args = argparse.Namespace(xray=folder, xray_steps=2)
+        mx.random.seed(7)
+        np.random.seed(7)
+        mod.fit(recipes.XrayedIter(args, 0, mod, train) if folder else train, num_epoch=2,
+                optimizer_params={"learning_rate": 0.1})
+        return modules.values(mod)
+
+    assert modules.same(trained(None), trained(str(tmp_path)))
+    for epoch in ("epoch-0", "epoch-1"):
+        head, first, *_ = (tmp_path / epoch / "xray.jsonl").read_text().splitlines()
+        assert json.loads(head)["findings"] == []
+        assert json.loads(first)["step"] == 0
+
+
+@pytest.mark.parametrize(("make", "given", "said"), [
+    (lambda: amp.Module(faulty(), label_names=["head_label"]), batch(), "call bind and init_par"),
+    (lambda: ready(modules.net(None), (3,)), modules.batch(), "gluon_amp.convert_symbol"),
+    (lambda: ready(faulty()), (nd.ones((6, 3, 6, 6)), nd.ones(6)), "mx.io.DataBatch"),
+    (lambda: ready(faulty()), mx.io.DataBatch([nd.ones((6, 3, 6, 6))]), "data and 1 labels"),
+    (lambda: ready(faulty()), mx.io.DataBatch([nd.ones((6, 3))], [nd.ones(6)]),
+     r"does not take this batch.*\(6, 3\)"),
+])
+def test_what_a_module_does_not_take_is_refused(make, given, said):
+    with pytest.raises((ValueError, TypeError), match=said):
+        amp.xray(make(), [given])
+
+
+def test_a_network_of_gluon_needs_its_loss_and_a_module_no_trainer():
+    with pytest.raises(TypeError, match="a Module needs none"):
+        amp.xray(amp.convert(mx.gluon.nn.Dense(2)), [(nd.ones((1, 2)), nd.ones(1))])
+    mod = ready(faulty())
+    with pytest.raises(TypeError, match="trainer= is for Gluon"):
+        amp.xray(mod, [batch()], trainer=mod)
