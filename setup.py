@@ -16,11 +16,10 @@ FLAGS = ["-std=c++17", "-fopenmp", "-fPIC", "-fvisibility=hidden", "-g0", "-ffp-
 # `make sanitize` looks with these for reads and writes out of bounds, and undefined behaviour.
 SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-g1"] \
     if os.environ.get("GLUON_AMP_SANITIZE") else []
-VARIANTS = {"portable": []}  # as in gluon_amp/cpu/library.py
-if platform.machine() in ("x86_64", "AMD64"):
-    VARIANTS["avx2"] = ["-mavx2", "-mf16c", "-mfma"]
-    VARIANTS["avx512"] = [*VARIANTS["avx2"], "-mavx512f", "-mavx512bw", "-mavx512vl",
-                          "-mavx512dq"]
+AVX2 = ["-mavx2", "-mf16c", "-mfma"]
+VARIANTS = {  # as in gluon_amp/cpu/library.py
+    "portable": [], "avx2": AVX2,
+    "avx512": [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq"]}
 # As MXNet's wheels were compiled: see gluon_amp/cpu/native.h.
 AS_MXNET = [("_GLIBCXX_USE_CXX11_ABI", "0"), ("MSHADOW_USE_CBLAS", "0"), ("MSHADOW_USE_MKL", "0"),
             ("MSHADOW_USE_CUDA", "0"), ("MSHADOW_USE_F16C", "0"), ("MXNET_USE_MKLDNN", "1")]
@@ -44,8 +43,11 @@ PROBE = """#include <omp.h>
 """
 
 
-def check_compiler(compiler) -> None:
+def check_machine(compiler) -> None:
     """Says in a line what is missing, before many lines say it."""
+    if platform.machine() not in ("x86_64", "AMD64"):
+        raise SystemExit("gluon_amp's engine is for x86-64, as are the wheels of MXNet 1.9.1 whose "
+                         f"layout it knows. Received: {platform.machine()}")
     for command in (compiler.compiler_so, compiler.compiler_cxx):
         if shutil.which(command[0]) is None:
             raise SystemExit(f"compiling gluon_amp's engine needs a C++ compiler, and there is no "
@@ -66,7 +68,7 @@ class BuildEngine(build_ext):
         return os.path.join(*fullname.split(".")) + ".so"
 
     def build_extension(self, ext):
-        check_compiler(self.compiler)
+        check_machine(self.compiler)
         mxnet = mxnet_folder()
         headers = []
         for folder in (mxnet / "include", mxnet / "include" / "mkldnn"):
