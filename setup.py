@@ -3,6 +3,7 @@ import importlib.util
 import os
 import platform
 import shutil
+import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -15,11 +16,10 @@ FLAGS = ["-std=c++17", "-fopenmp", "-fPIC", "-fvisibility=hidden", "-g0", "-ffp-
 # `make sanitize` looks with these for reads and writes out of bounds, and undefined behaviour.
 SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-g1"] \
     if os.environ.get("GLUON_AMP_SANITIZE") else []
-VARIANTS = {"portable": []}  # as in gluon_amp/cpu/library.py
-if platform.machine() in ("x86_64", "AMD64"):
-    VARIANTS["avx2"] = ["-mavx2", "-mf16c", "-mfma"]
-    VARIANTS["avx512"] = [*VARIANTS["avx2"], "-mavx512f", "-mavx512bw", "-mavx512vl",
-                          "-mavx512dq"]
+AVX2 = ["-mavx2", "-mf16c", "-mfma"]
+VARIANTS = {  # as in gluon_amp/cpu/library.py
+    "portable": [], "avx2": AVX2,
+    "avx512": [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq"]}
 # As MXNet's wheels were compiled: see gluon_amp/cpu/native.h.
 AS_MXNET = [("_GLIBCXX_USE_CXX11_ABI", "0"), ("MSHADOW_USE_CBLAS", "0"), ("MSHADOW_USE_MKL", "0"),
             ("MSHADOW_USE_CUDA", "0"), ("MSHADOW_USE_F16C", "0"), ("MXNET_USE_MKLDNN", "1")]
@@ -34,12 +34,31 @@ def mxnet_folder() -> Path:
     return Path(next(iter(spec.submodule_search_locations)))
 
 
-def check_compiler(compiler) -> None:
+# What the engine asks of a compiler: C++17, OpenMP, and the standard library of MXNet.
+PROBE = """#include <omp.h>
+#include <optional>
+#if __cplusplus < 201703L || !defined(_OPENMP) || !defined(__GLIBCXX__)
+#error "it has not all of these"
+#endif
+"""
+
+
+def check_machine(compiler) -> None:
     """Says in a line what is missing, before many lines say it."""
+    if platform.machine() not in ("x86_64", "AMD64"):
+        raise SystemExit("gluon_amp's engine is for x86-64, as are the wheels of MXNet 1.9.1 whose "
+                         f"layout it knows. Received: {platform.machine()}")
     for command in (compiler.compiler_so, compiler.compiler_cxx):
         if shutil.which(command[0]) is None:
             raise SystemExit(f"compiling gluon_amp's engine needs a C++ compiler, and there is no "
                              f"{command[0]}: apt install g++")
+    tried = subprocess.run([*compiler.compiler_so, *FLAGS, "-fsyntax-only", "-x", "c++", "-"],
+                           input=PROBE, capture_output=True, text=True)
+    if tried.returncode:
+        why = next((line for line in tried.stderr.splitlines() if "error" in line), "it fails")
+        raise SystemExit("compiling gluon_amp's engine needs a compiler with C++17, OpenMP and "
+                         "GCC's standard library: apt install g++, or for clang also its "
+                         f"libomp-dev. Received: {compiler.compiler_so[0]}, which says {why}")
 
 
 class BuildEngine(build_ext):
@@ -49,7 +68,7 @@ class BuildEngine(build_ext):
         return os.path.join(*fullname.split(".")) + ".so"
 
     def build_extension(self, ext):
-        check_compiler(self.compiler)
+        check_machine(self.compiler)
         mxnet = mxnet_folder()
         headers = []
         for folder in (mxnet / "include", mxnet / "include" / "mkldnn"):

@@ -300,6 +300,15 @@ def test_a_network_that_does_not_ask_has_one_graph(x):
     assert len({id(trace) for trace in net._amp.traces.values()}) == 1
 
 
+def test_a_first_forward_makes_one_operator_of_the_graph(x, monkeypatch):
+    made = []
+    operator = nd.CachedOp
+    monkeypatch.setattr(nd, "CachedOp", lambda *args: made.append(operator(*args)) or made[-1])
+    net = amp.convert(make())
+    net(x)
+    assert len(made) == 1
+
+
 # Copies
 
 

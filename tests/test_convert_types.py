@@ -3,7 +3,8 @@ import gluon_amp as amp
 import networks
 import numpy as np
 import pytest
-from converting import holding, make, runs_in, step, types
+from converting import holding, make, rounded, runs_in, step, types, values
+from gluon_amp._mxnet import mx
 from mxnet import gluon, nd
 from mxnet.gluon import nn
 
@@ -256,3 +257,28 @@ def test_integer_parameters_keep_their_type():
     assert np.dtype(net.ids.dtype) == np.int32
     assert net(nd.ones((2, 3))).shape == (2, 3)
     assert np.dtype(amp.restore(net).ids.dtype) == np.int32
+
+
+# First values
+
+
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("of", [lambda net: net, lambda net: net.collect_params()],
+                         ids=["network", "parameters"])
+def test_parameters_draw_a_float32_networks_values(of, again):
+    drawn = []
+    for policy in ("float32", "float16"):
+        net = nn.HybridSequential()
+        net.add(nn.Dense(4, in_units=3), nn.LayerNorm(), nn.Dense(2))  # one of unknown size
+        if again:
+            net.initialize()
+        amp.convert(net, policy)
+        net.hybridize()
+        np.random.seed(3)
+        mx.random.seed(3)
+        of(net).initialize(mx.init.Xavier(), force_reinit=again)
+        net(nd.ones((2, 3)))
+        assert np.dtype(net[2].weight.grad().dtype) == policy
+        drawn.append(values(net))
+    exact, half = drawn
+    assert all(np.array_equal(half[name], value) for name, value in rounded(exact).items())

@@ -69,21 +69,14 @@ const char* probe(const void* symbol, const void* variable, int64_t operators) {
   return nullptr;
 }
 
-const Kernels* kernels_for(const char* isa) {
-#ifdef __x86_64__  // for other processors there is but one set
-  if (!std::strcmp(isa, "avx512")) return kernels_for_avx512();
-  if (!std::strcmp(isa, "avx2")) return kernels_for_avx2();
-#endif
-  (void)isa;
-  return kernels_for_portable();
-}
-
 char why[512];
 
 // Registers all operators. Returns how many, or -1; then `reason` tells why.
 int start(const char* isa, int count, const char** names) {
   try {
-    kernels = kernels_for(isa);
+    kernels = !std::strcmp(isa, "avx512") ? kernels_for_avx512()
+              : !std::strcmp(isa, "avx2") ? kernels_for_avx2()
+                                          : kernels_for_portable();
     register_training();
     register_tensor_core();
     return register_operators(count, names);

@@ -12,7 +12,7 @@ from ..training.reduction import Reduction
 class RanksModule(ComparedRanks):
     """What a Module does so that many workers train one network."""
 
-    _instead = "MXNET_UPDATE_ON_KVSTORE=0"
+    _instead: str = "MXNET_UPDATE_ON_KVSTORE=0"
 
     def _module(self) -> Any:
         raise NotImplementedError

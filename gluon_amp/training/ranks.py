@@ -13,7 +13,7 @@ class ComparedRanks:
 
     _steps: Steps
     _ranks_checked = False
-    _instead = "update_on_kvstore=False"  # how it is said that no server updates
+    _instead: str = "update_on_kvstore=False"  # how it is said that no server updates
 
     def _make_ready(self) -> None:
         """Does what comes before ranks can exchange anything."""

@@ -205,6 +205,30 @@ def test_building_without_a_compiler_says_what_to_install(source, tmp_path):
     assert done.stderr.endswith(": apt install g++\n")
 
 
+def test_building_with_a_compiler_without_openmp_says_what_to_install(source, tmp_path):
+    compiler = tmp_path / "clang"
+    compiler.write_text("""#!/bin/sh
+        echo "<stdin>:1:10: fatal error: 'omp.h' file not found" >&2
+        exit 1""")
+    compiler.chmod(0o755)
+    done = run(sys.executable, "setup.py", "build_ext", cwd=source, CC=str(compiler))
+    assert done.returncode == 1, done.stdout
+    assert done.stderr.splitlines()[-1] == (
+        "compiling gluon_amp's engine needs a compiler with C++17, OpenMP and GCC's standard "
+        "library: apt install g++, or for clang also its libomp-dev. Received: "
+        f"{compiler}, which says <stdin>:1:10: fatal error: 'omp.h' file not found")
+
+
+def test_building_for_another_processor_is_refused(source):
+    build = "import platform, runpy, sys; platform.machine = lambda: 'aarch64'; " \
+            "sys.argv = ['setup.py', 'build_ext']; runpy.run_path('setup.py')"
+    done = run(sys.executable, "-c", build, cwd=source)
+    assert done.returncode == 1, done.stdout
+    assert done.stderr.splitlines()[-1] == (
+        "gluon_amp's engine is for x86-64, as are the wheels of MXNet 1.9.1 whose layout it knows. "
+        "Received: aarch64")
+
+
 def test_make_without_a_compiler_says_what_to_install():
     assert "no C++ compiler (no-such-compiler): apt install g++" in complaint(
         CXX="no-such-compiler")
