@@ -312,6 +312,27 @@ def test_a_sum_of_two_gradients_is_the_sum(rng):
     assert np.array_equal(total, x.asnumpy() + y.asnumpy())
 
 
+@pytest.mark.parametrize("settings", [
+    {"kernel": (3, 3), "stride": (2, 2), "pad": (1, 1), "pool_type": "max"},
+    {"kernel": (2, 2), "stride": (2, 2), "pool_type": "avg"},
+    {"kernel": (3, 3), "pool_type": "avg", "pad": (1, 1), "count_include_pad": False},
+    {"kernel": (1, 1), "global_pool": True, "pool_type": "avg"},
+    {"kernel": (2, 2), "stride": (2, 2), "pool_type": "lp", "p_value": 2},
+], ids=lambda settings: " ".join(map(str, settings.values())))
+def test_a_pooling_gives_the_same_bits_some_images_at_a_time(settings, rng):
+    symbol = sym.Pooling(X, **settings)
+    arrays = {"x": halves(rng, 5, 20, 128, 128)}  # two images are a piece: the last has one
+    heads = heads_for(symbol, arrays, rng)
+    for request, training in (("write", True), ("add", True), ("write", False)):
+        with_heads = heads if training or settings["pool_type"] == "avg" else None
+        found = outcome(symbol, arrays, with_heads, request, training=training)
+        with generic_code():
+            expected = outcome(symbol, arrays, with_heads, request, training=training)
+        assert np.array_equal(found[0][0], expected[0][0])
+        if with_heads:
+            assert np.array_equal(found[1]["x"], expected[1]["x"])
+
+
 def test_nan_stays_nan():
     nan = {"x": np.float16([np.nan, 1])}
     for symbol in (sym.relu(X), sym.Activation(X, act_type="relu"), sym.sigmoid(X), sym.tanh(X),
@@ -326,7 +347,7 @@ def test_every_row_of_own_code_is_tested_here_or_with_the_operators_of_states():
     assert len(rows) > 50
     here = {name.split()[0] for name in (*ANY_SHAPE, *MOVES, *GATHERS)}
     elsewhere = {"Convolution", "FullyConnected", "BatchNorm", "_contrib_BatchNormWithReLU",
-                 "LayerNorm", "Dropout"}
+                 "LayerNorm", "Dropout", "Pooling"}
     forward = {row for row in rows if not row.startswith("_backward")}
     assert forward <= here | elsewhere
     gradients = {"_backward_" + re.sub("^_", "", name) for name in here | elsewhere}

@@ -1,6 +1,10 @@
 """Operators that keep something from their forward pass to their backward pass: recurrent layers,
 dropout, MXNet's older operators. Their results are float32's, rounded; so are their gradients."""
+import os
+import subprocess
+import sys
 from itertools import product
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -118,6 +122,46 @@ def test_a_recurrent_layer_is_float32s(mode, layers, both_ways, states, flags, r
     assert_gradients(ours.gradients(heads), expected, 2e-3)  # reads its results, rounded
     assert_gradients(Op(symbol, arrays, request="add", flags=flags).gradients(heads), expected,
                      2e-3, base=1)
+
+
+@pytest.mark.parametrize("flags", [(), STATIC])
+@pytest.mark.parametrize("states", [False, True])
+@pytest.mark.parametrize("mode", GATES)
+def test_a_prediction_of_a_recurrent_layer_has_gradients(mode, states, flags, rng):
+    """A recorded prediction, also after one that was not, and twice over one graph."""
+    symbol, arrays = rnn(rng, mode, 2, state_outputs=states)
+    wide, ours = Op(symbol, arrays, wide=True), Op(symbol, arrays, flags=flags)
+    heads = [halves(rng, *o.shape) for o in wide.forward()]
+    expected = wide.gradients(heads, training=False)
+    assert_gradients(ours.gradients(heads, training=False), expected, 2e-3)
+    ours.numbers(training=False)
+    outputs = ours.forward(training=False, recorded=True)
+    assert_all_half([o.asnumpy() for o in outputs], wide.numbers(training=False))
+    for retain in (True, False):
+        ours.backward(outputs, heads, training=False, retain_graph=retain)
+        assert_gradients(ours.collected(), expected, 2e-3)
+
+
+PREDICTS = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import numpy as np
+from test_engine_states import Op, STATIC, rnn
+for flags in ((), STATIC):
+    op = Op(*rnn(np.random.default_rng(0), "lstm", 2), flags=flags)
+    for _ in range(3):
+        op.numbers(training=False)
+"""
+
+
+def test_a_prediction_of_a_recurrent_layer_needs_no_workspace_of_training():
+    """MXNet does not say to static graphs whether gradients are needed."""
+    command = [sys.executable, "-W", "ignore", "-c", PREDICTS, str(Path(__file__).parent)]
+    said = subprocess.run(command, env={**os.environ, "DNNL_VERBOSE": "1"}, check=True, text=True,
+                          stdout=subprocess.PIPE).stdout
+    assert ",rnn," in said
+    assert "forward_inference" in said
+    assert "forward_training" not in said
 
 
 @pytest.mark.parametrize("both_ways", [False, True])

@@ -7,6 +7,7 @@
 #include <locale.h>
 #include <stdlib.h>
 
+#include <atomic>
 #include <cstring>
 
 #include "watch.h"
@@ -224,7 +225,14 @@ void run(const Call& call, bool onednn, const std::vector<uint32_t>& mutated,
   }
   OpContext context = call.context;
   if (of.pushes_its_weight) context.is_train = true;
-  if (state && onednn) context.need_grad = true;  // an RNN then keeps no weights from an earlier call
+  if (state && onednn) {
+    // Where a CachedOp is static, MXNet leaves need_grad as it finds it in memory. An RNN decides by
+    // it whether to train, and whether its weights are new by their version: it goes by is_train,
+    // and the scratch gets another version for each call.
+    static std::atomic<size_t> calls{0};
+    context.need_grad = false;
+    for (auto& array : in) array.var()->version_ = ++calls;
+  }
 
   auto blobs = [](const std::vector<NDArray>& arrays) {
     std::vector<TBlob> made;

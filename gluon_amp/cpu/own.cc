@@ -12,6 +12,7 @@ const Rows& all_rows() {
     add_dropout(*made);
     add_elementwise(*made);
     add_norms(*made);
+    add_pooling(*made);
     return made;
   }();
   return *rows;

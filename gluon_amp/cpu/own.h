@@ -18,6 +18,7 @@ void add_dense(Rows& rows);
 void add_dropout(Rows& rows);
 void add_elementwise(Rows& rows);
 void add_norms(Rows& rows);
+void add_pooling(Rows& rows);
 
 inline bool all_half(const Call& call) {
   return std::all_of(call.in.begin(), call.in.end(), is_half) &&

@@ -50,17 +50,22 @@ const char* const kLeftOut[] = {
 // X's state, and the scratch that it may point to until its backward pass is over: an RNN does.
 // Stateful code is not told its node's attributes, so what matters of them is kept here, too.
 struct State {
+  const Operator& of;
+  const size_t inputs_count, outputs_count;
   OpStatePtr inner;
   std::unique_ptr<Lease> kept;
   std::vector<uint32_t> mutated;
   bool onednn, any;
+  bool trained = false;  // whether the last forward pass was one of training
   Grid output, back;
   std::string inputs, outputs, watched, watched_inputs;
   std::unique_ptr<RnnLoop> loop;  // of an RNN that MXNet's code does not serve
   Grid product, gradient;         // what its products read
 
-  State(OpStatePtr x, std::vector<uint32_t> m, bool o, const NodeAttrs& attrs)
-      : inner(std::move(x)), mutated(std::move(m)), onednn(o) {
+  State(const Operator& x, const NodeAttrs& attrs, OpStatePtr its, size_t in, size_t out)
+      : of(x), inputs_count(in), outputs_count(out), inner(std::move(its)),
+        mutated(x.mutates ? x.mutates(attrs) : std::vector<uint32_t>()),
+        onednn(prefers_onednn(x, attrs, in, out)) {
     const Rounding said(attrs);
     any = said.any;
     output = said.output;
@@ -86,6 +91,35 @@ struct State {
     made.reads = forward ? nullptr : &all;
     return made;
   }
+
+  void forward(const Call& call) {
+    trained = call.context.is_train;
+    // oneDNN's RNN points to scratch after a forward pass of training only
+    kept.reset();
+    gluon_amp::run(call, onednn, mutated, &inner, onednn && !trained ? nullptr : &kept);
+  }
+
+  void backward(const Call& call) {
+    if (onednn && !trained) train_again(call);
+    gluon_amp::run(call, onednn, {}, &inner, nullptr);
+  }
+
+ private:
+  // The forward pass of oneDNN's RNN once more, from what its backward pass reads: x, weights, state,
+  // y, dy; if it has outputs of states: the state and its gradient; an LSTM's cell, and the same of it.
+  void train_again(const Call& call) {
+    const bool states = outputs_count > 1, lstm = inputs_count > 3;
+    std::vector<TBlob> in(call.in.begin(), call.in.begin() + 3), out{call.in[3]};
+    if (lstm) in.push_back(call.in[states ? 7 : 5]);
+    if (states) out.push_back(call.in[5]);
+    if (states && lstm) out.push_back(call.in[8]);
+    Lease results;
+    for (TBlob& made : out) made = results.array(made.shape_).data();
+    OpContext training = call.context;
+    training.is_train = true;
+    const std::vector<OpReqType> req(out.size(), mxnet::kWriteTo);
+    forward({of, call.attrs, training, in, req, out, {}});
+  }
 };
 
 std::map<const nnvm::Op*, const Operator*> with_state;  // by our operator
@@ -101,9 +135,7 @@ OpStatePtr create_state(const NodeAttrs& attrs, mxnet::Context context,
                   const std::vector<int>&>(of.create_state, attrs, context, shapes, wide);
   const uint32_t outputs = of.op->get_num_outputs ? of.op->get_num_outputs(attrs)
                                                   : of.op->num_outputs;
-  auto made = std::make_unique<State>(
-      inner, of.mutates ? of.mutates(attrs) : std::vector<uint32_t>(),
-      prefers_onednn(of, attrs, shapes.size(), outputs), attrs);
+  auto made = std::make_unique<State>(of, attrs, inner, shapes.size(), outputs);
   if (RnnLoop::runs(attrs)) made->loop = std::make_unique<RnnLoop>(attrs);
   return make_state(made.release());
 }
@@ -252,9 +284,7 @@ void register_operator(const nnvm::Op* x) {
           const Watch watch(call, held.watched.empty() ? nullptr : &held.watched,
                             forward ? nullptr : &held.watched_inputs);
           if (held.loop) return held.loop->run(call, forward);
-          run(call, held.onednn,
-              forward ? held.mutated : std::vector<uint32_t>(), &held.inner,
-              forward ? &held.kept : nullptr);
+          forward ? held.forward(call) : held.backward(call);
         }));
   } else {
     const bool has_generic = of->compute || of->compute_ex;

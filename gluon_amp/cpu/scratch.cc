@@ -1,19 +1,22 @@
 // The pool of float32 arrays for one call at a time.
+#include <algorithm>
+
 #include "engine.h"
 
 namespace gluon_amp {
 namespace {
 
-constexpr size_t kSlack = 1024;               // oneDNN may want more than the shape says
-constexpr size_t kMost = size_t(40) << 18;  // floats that the pool keeps: 40 MB
+constexpr size_t kSlack = 1024;             // oneDNN may want more than the shape says
+constexpr size_t kMost = size_t(40) << 18;  // floats that the pool keeps and lends: 40 MB
 
 struct Pool {
   std::mutex lock;
   std::vector<NDArray> free;  // the one given back last at the end
-  size_t total = 0;
+  size_t kept = 0, lent = 0;  // floats of those, and of those in use
 
   NDArray take(size_t count) {
     const size_t need = count + kSlack;
+    std::vector<NDArray> gone;
     {
       std::lock_guard<std::mutex> guard(lock);
       size_t best = free.size();
@@ -26,11 +29,15 @@ struct Pool {
       if (best < free.size()) {
         NDArray found = free[best];
         free.erase(free.begin() + best);
-        total -= found.shape()[0];
+        kept -= found.shape()[0];
+        lent += found.shape()[0];
         found.InvalidateMKLDNNData();
         return found;
       }
+      lent += need;
+      gone = shrink();
     }
+    gone.clear();
     return NDArray(mxnet::TShape({dim_t(need)}), mxnet::Context::CPU(), false,
                    mshadow::kFloat32);
   }
@@ -39,12 +46,21 @@ struct Pool {
     std::vector<NDArray> gone;  // freed outside of the lock
     std::lock_guard<std::mutex> guard(lock);
     free.push_back(array);
-    total += array.shape()[0];
-    while (total > kMost) {
-      total -= free.front().shape()[0];
-      gone.push_back(free.front());
-      free.erase(free.begin());
-    }
+    kept += array.shape()[0];
+    lent -= array.shape()[0];
+    gone = shrink();
+  }
+
+ private:
+  // Takes out what is too much, beginning with what has not been used for longest. Half of kMost
+  // stays for other calls, however much is lent: an RNN keeps its scratch up to its backward pass.
+  std::vector<NDArray> shrink() {
+    const size_t most = kMost - std::min(lent, kMost / 2);
+    size_t many = 0;
+    for (; many < free.size() && kept > most; ++many) kept -= free[many].shape()[0];
+    const std::vector<NDArray> gone(free.begin(), free.begin() + many);
+    free.erase(free.begin(), free.begin() + many);
+    return gone;
   }
 };
 
