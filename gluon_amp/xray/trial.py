@@ -247,7 +247,7 @@ class Trial:
             self._take(call)
             held = {name: _Held(array) for name, array in self.arrays.items()}
             self.ops[where] = call.op(self._typed(call), self.policy, self.watch, held,
-                                      self.samples)
+                                      self.samples, block._flags if self.samples else ())
         return self.ops[where]
 
     # ---- a step

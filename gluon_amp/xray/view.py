@@ -26,7 +26,7 @@ from .advice import (
     window,
 )
 from .names import keep_for, owner
-from .statistics import Counts, Key, at_scale, decibels
+from .statistics import Counts, Key, at_scale, decibels, take_samples
 from .tensors import Layout, Tensor, fill
 from .trial import FIRST_SCALE, LEAST_SCALE, Ran, Trial, check
 from .updates import Updates, Weight
@@ -139,6 +139,7 @@ def xray(net: Any, batches: Iterable[Any], loss_fn: Any, trainer: Any = None, st
     if not chosen:
         raise ValueError("xray needs at least one batch. Received: none")
     check(net, chosen[0])
+    take_samples(reference)
     trial = Trial(net, net._amp.policy)
     with random_numbers_kept():
         trial.look(chosen[0])
