@@ -107,7 +107,7 @@ class Counts:
     @property
     def range(self) -> Optional[Tuple[int, int]]:
         """The exponents of the smallest and the largest number that is not 0."""
-        found = np.flatnonzero(self.bins)
+        found = self.bins.nonzero()[0]
         return (int(found[0]) - _BIAS, int(found[-1]) - _BIAS) if found.size else None
 
     @property
