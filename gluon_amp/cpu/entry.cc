@@ -190,7 +190,8 @@ struct Table {
   int (*on_one_cpu)(const NDArray* const*, int64_t, int);
   int (*versions)(int, void**, void*);
   int64_t (*watched)();
-  const WatchedRow* (*watched_row)(int64_t);
+  const WatchedRow* (*watched_rows)();
+  void (*take_samples)(int);
   void (*count)(const float*, int64_t, int, Counts*);
   void (*count_updates)(const NDArray*, float*, Updates*);
   int64_t (*random_state)(unsigned char*, int);
@@ -206,7 +207,7 @@ extern "C" __attribute__((visibility("default"))) const void* gluon_amp_engine()
   using namespace gluon_amp;
   static const Table table = {start, reason, probe, inputs_fit, map_fits, description_fits,
                               attributes, use_generic_code, own_names, on_one_cpu, versions,
-                              watched, watched_row, count, count_updates, random_state, scales_of,
-                              set_scales, forget_scales};
+                              watched, watched_rows, take_samples, count, count_updates,
+                              random_state, scales_of, set_scales, forget_scales};
   return &table;
 }

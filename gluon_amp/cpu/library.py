@@ -68,7 +68,7 @@ class Updates(ctypes.Structure):
 
 class WatchedRow(ctypes.Structure):
     """What a watched node has computed; as in watch.h."""
-    _fields_ = [("name", c_char_p), ("index", c_int64), ("backward", c_int64), ("calls", c_int64),
+    _fields_ = [("name", c_void_p), ("index", c_int64), ("backward", c_int64), ("calls", c_int64),
                 ("numbers", c_int64), ("counts", Counts), ("samples", c_int64),
                 ("sample", c_float * 1024)]
 
@@ -88,7 +88,8 @@ class _Table(ctypes.Structure):
         ("on_one_cpu", ctypes.CFUNCTYPE(c_int, POINTER(c_void_p), c_int64, c_int)),
         ("versions", ctypes.CFUNCTYPE(c_int, c_int, POINTER(c_void_p), c_void_p)),
         ("watched", ctypes.CFUNCTYPE(c_int64)),
-        ("watched_row", ctypes.CFUNCTYPE(POINTER(WatchedRow), c_int64)),
+        ("watched_rows", ctypes.CFUNCTYPE(c_void_p)),
+        ("take_samples", ctypes.CFUNCTYPE(None, c_int)),
         ("count", ctypes.CFUNCTYPE(None, c_void_p, c_int64, c_int, POINTER(Counts))),
         ("count_updates", ctypes.CFUNCTYPE(None, c_void_p, c_void_p, POINTER(Updates))),
         ("random_state", ctypes.CFUNCTYPE(c_int64, c_void_p, c_int)),

@@ -2,6 +2,7 @@
 #include "watch.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <set>
 #include <tuple>
@@ -15,7 +16,9 @@ thread_local bool reference = false;
 using Key = std::tuple<std::string, int64_t, int64_t>;  // name, backward, index
 std::mutex lock;
 std::map<Key, std::unique_ptr<WatchedRow>> table;
-std::vector<std::pair<std::string, std::unique_ptr<WatchedRow>>> taken;
+std::vector<std::string> taken_names;
+std::vector<WatchedRow> taken;
+std::atomic<bool> wants_samples{true};
 
 void add(const Counts& from, Counts* to) {
   for (int i = 0; i < 256; ++i) to->bins[i] += from.bins[i];
@@ -86,7 +89,7 @@ Watch::~Watch() {
     ++row->calls;
     row->numbers += size(out);
     if (counted_[i]) add(*counted_[i], &row->counts);
-    take_sample(out, row.get());
+    if (samples_ || wants_samples) take_sample(out, row.get());
   }
 }
 
@@ -144,14 +147,19 @@ void show_by_generic_code(const Call& call) {
 
 int64_t watched() {
   std::lock_guard<std::mutex> guard(lock);
+  taken_names.clear();
   taken.clear();
-  for (auto& item : table)
-    taken.emplace_back(std::get<0>(item.first), std::move(item.second));
+  for (auto& item : table) {
+    taken_names.push_back(std::get<0>(item.first));
+    taken.push_back(*item.second);
+  }
   table.clear();
-  for (auto& row : taken) row.second->name = row.first.c_str();
+  for (size_t i = 0; i < taken.size(); ++i) taken[i].name = taken_names[i].c_str();
   return static_cast<int64_t>(taken.size());
 }
 
-const WatchedRow* watched_row(int64_t i) { return taken[i].second.get(); }
+const WatchedRow* watched_rows() { return taken.data(); }
+
+void take_samples(int on) { wants_samples = on; }
 
 }  // namespace gluon_amp

@@ -225,6 +225,12 @@ class ConvertedHybridBlock(ConvertedBlock):
         self._cached_op, self._cached_op_args = trace.ops[key]
         return super()._call_cached_op(*args)
 
+    def free_ops(self) -> None:
+        """Lets go of what runs the graphs, with its memory; the next call makes it anew."""
+        self._cached_op = None
+        for trace in self._amp.traces.values():
+            trace.ops.clear()
+
     def _use_trace(self, *args: Any) -> Trace:
         """The graph for MXNet's mode of now, traced if need be, as the block's own."""
         state = self._amp

@@ -120,9 +120,8 @@ def window(tensors: Iterable[Tensor], scale: float, lost: float) -> Optional[Win
         most = 2.0 ** _highest(tensor, counts) * scale
         if most < high:
             high, high_tensor = most, tensor.name
-        least = _lowest(tensor, counts, lost) * scale
-        if least > low:
-            low, low_tensor = least, tensor.name
+        if counts.lost(tensor.format, low / scale) > lost:  # else its own low end is not higher
+            low, low_tensor = _lowest(tensor, counts, lost) * scale, tensor.name
     return Window(low, high, low_tensor, high_tensor) if high < math.inf else None
 
 

@@ -46,13 +46,13 @@ class Counts:
     sample: Any = field(default=None, repr=False)
 
     @classmethod
-    def _of(cls, counts: "library.Counts", sample: Any = None) -> "Counts":
+    def _of(cls, counts: "library.Counts") -> "Counts":
         bins = np.frombuffer(counts.bins, np.int64).copy()
         nan = int(bins[255]) - counts.infinite
         bins[0] -= counts.zero
         bins[255] = 0
         return cls(bins, counts.zero, counts.infinite, nan, counts.overflowed, counts.flushed,
-                   counts.squares, counts.error_squares, sample)
+                   counts.squares, counts.error_squares)
 
     @classmethod
     def of_array(cls, array: Any, half: bool = False) -> "Counts":
@@ -107,7 +107,7 @@ class Counts:
     @property
     def range(self) -> Optional[Tuple[int, int]]:
         """The exponents of the smallest and the largest number that is not 0."""
-        found = np.flatnonzero(self.bins)
+        found = self.bins.nonzero()[0]
         return (int(found[0]) - _BIAS, int(found[-1]) - _BIAS) if found.size else None
 
     @property
@@ -176,7 +176,7 @@ class Counts:
                        squares=squares, error_squares=inside.noise(format_) * squares)
 
 
-@functools.lru_cache(maxsize=32)
+@functools.lru_cache(maxsize=256)
 def _small_end(format_: Format, powers: Tuple[int, ...]
                ) -> Tuple["np.ndarray[Any, Any]", "np.ndarray[Any, Any]"]:
     """For each of these powers of two and each bin: the energy that a format's small end takes from
@@ -221,14 +221,34 @@ def at_scale(counts: Mapping[Key, Counts], factor: float) -> Dict[Key, Counts]:
             for key, c in counts.items()}
 
 
+_ROW = np.dtype(library.WatchedRow)
+
+
 def read() -> Dict[Key, Counts]:
     """What watched nodes have computed since the last call."""
     mx.nd.waitall()
     table = library.table()
-    made = {}
-    for i in range(table.watched()):
-        row = table.watched_row(i).contents
-        key = Key(row.name.decode(), bool(row.backward), row.index)
-        sample = np.frombuffer(row.sample, np.float32, row.samples).copy()
-        made[key] = Counts._of(row.counts, sample)
-    return made
+    count = table.watched()
+    if count == 0:
+        return {}
+    rows = np.frombuffer((ctypes.c_char * (_ROW.itemsize * count)).from_address(
+        table.watched_rows()), _ROW)
+    counts, samples = rows["counts"], rows["sample"].copy()
+    bins, zero, infinite = counts["bins"].copy(), counts["zero"], counts["infinite"]
+    nan = bins[:, 255] - infinite
+    bins[:, 0] -= zero
+    bins[:, 255] = 0
+    numbers = zip(zero.tolist(), infinite.tolist(), nan.tolist(), counts["overflowed"].tolist(),
+                  counts["flushed"].tolist(), counts["squares"].tolist(),
+                  counts["error_squares"].tolist())
+    keys = zip(rows["name"].tolist(), rows["backward"].tolist(), rows["index"].tolist())
+    return {Key(ctypes.string_at(name).decode(), bool(backward), index):
+            Counts(bins[i], *found, samples[i, :taken])
+            for i, ((name, backward, index), found, taken)
+            in enumerate(zip(keys, numbers, rows["samples"].tolist()))}
+
+
+def take_samples(on: bool) -> None:
+    """Whether the engine takes samples where it counts, too, from now on."""
+    library.load()
+    library.table().take_samples(on)

@@ -134,17 +134,19 @@ def call(net: Any, data: Sequence[Any]) -> Any:
 
 @contextmanager
 def standing_in(net: Any, make: Callable[..., Any]) -> Iterator[None]:
-    """Calls `make(block, key, arrays)` for the CachedOp of each graph that a network runs."""
+    """Calls `make(block, key, arrays)` for the CachedOp of each graph that a network runs. The
+    network's own, which may hold as much memory, go; it makes them anew when they are wanted."""
     blocks = [b for b in blocks_in(net) if isinstance(b, ConvertedHybridBlock)]
-    before = [(b._cached_op, b._cached_op_args) for b in blocks]
+    before = [b._cached_op_args for b in blocks]
     for block in blocks:
         block._amp.stand_in = make
+        block.free_ops()
     try:
         yield
     finally:
-        for block, ran in zip(blocks, before):
+        for block, args in zip(blocks, before):
             block._amp.stand_in = None
-            block._cached_op, block._cached_op_args = ran
+            block._cached_op, block._cached_op_args = None, args
 
 
 class Watched:
@@ -255,7 +257,7 @@ class Trial:
             if self.scale is not None:
                 held[SCALE] = _Held(self.scale)
             self.ops[where] = call.op(self._typed(call), self.policy, self.watch, held,
-                                      self.samples)
+                                      self.samples, block._flags if self.samples else ())
         return self.ops[where]
 
     # ---- a step

@@ -29,7 +29,7 @@ from .advice import (
 from .lines import lines
 from .modules import ModuleBlock, looked_at
 from .names import keep_for, kept_already, owner
-from .statistics import Counts, Key, at_scale, decibels
+from .statistics import Counts, Key, at_scale, decibels, take_samples
 from .tensors import Layout, Tensor, fill
 from .trial import FIRST_SCALE, LEAST_SCALE, Ran, Trial, check, split
 from .updates import Updates, Weight
@@ -148,6 +148,7 @@ def xray(net: Any, batches: Iterable[Any], loss_fn: Any = None, trainer: Any = N
     if not chosen:
         raise ValueError("xray needs at least one batch. Received: none")
     check(net, chosen[0])
+    take_samples(reference)
     trial = Trial(net, net._amp.policy)
     with random_numbers_kept():
         trial.look(chosen[0])

@@ -1,13 +1,15 @@
-"""What does an X-ray cost? Steps under it over plain steps, on the networks of make bench.
+"""What does an X-ray cost? Steps under it over plain steps, and memory, on the networks of make bench.
 
 Counted is the processors' time of this process, since machines are busy: that of three steps, in
 turns: plain, watched, watched with a reference in float32. Setting up is left out: it is what a
-look at one step takes.
+look at one step takes. Memory is the most that a process of its own has, above what importing
+takes: one that trains, and one that trains and then looks at four steps.
 
     python results/xray/cost.py [--networks NAME ...] [--pairs N]
 """
 import argparse
 import statistics
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -48,26 +50,56 @@ def costs(name, pairs):
     """The medians of pairs: watched, and watched with a reference, over plain."""
     net, trainer, batch, loss_of, step = prepared(name)
 
-    def look(steps, reference):
-        amp.xray(net, [batch] * steps, loss_of, trainer, steps=steps, reference=reference)
+    def steps_of(count, reference):
+        look(net, batch, loss_of, trainer, count, reference)
 
     found = {False: [], True: []}
     for _ in range(pairs):
         plain = seconds(lambda: [step() for _ in range(STEPS)])
         for reference, ratios in found.items():
-            once = seconds(lambda r=reference: look(1, r))
-            ratios.append((seconds(lambda r=reference: look(1 + STEPS, r)) - once) / plain)
+            once = seconds(lambda r=reference: steps_of(1, r))
+            ratios.append((seconds(lambda r=reference: steps_of(1 + STEPS, r)) - once) / plain)
     return [statistics.median(ratios) for ratios in found.values()]
+
+
+def look(net, batch, loss_of, trainer, steps, reference):
+    amp.xray(net, [batch] * steps, loss_of, trainer, steps=steps, reference=reference)
+
+
+def peak(name, kind):
+    """The most memory of plain steps, or of these and a look at four: "watched", "reference"."""
+    before = harness.high_water()
+    net, trainer, batch, loss_of, step = prepared(name)
+    for _ in range(4):
+        step()
+    if kind != "plain":
+        look(net, batch, loss_of, trainer, 4, kind == "reference")
+    return harness.high_water() - before
+
+
+def memory(name):
+    """The memory of both looks over that of plain steps, each in a process of its own."""
+    command = [sys.executable, "-W", "ignore", __file__, "--networks", name, "--memory-of"]
+    bytes_of = {kind: int(subprocess.run([*command, kind], check=True, stdout=subprocess.PIPE,
+                                         text=True).stdout.split()[-1])
+                for kind in ("plain", "watched", "reference")}
+    return [bytes_of[kind] / bytes_of["plain"] for kind in ("watched", "reference")]
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--networks", nargs="*", default=list(harness.NETWORKS), metavar="NAME")
     parser.add_argument("--pairs", type=int, default=3)
+    parser.add_argument("--memory-of", choices=["plain", "watched", "reference"],
+                        help="only print a network's peak in bytes, for one kind of steps")
     options = parser.parse_args()
+    if options.memory_of:
+        return print(peak(options.networks[0], options.memory_of))
     for name in options.networks:
-        watched, reference = costs(name, options.pairs)
-        print(f"{name}: {watched:.2f} steps, {reference:.2f} with a reference", flush=True)
+        watched, reference = costs(name, options.pairs) if options.pairs else (0, 0)
+        of_watched, of_reference = memory(name)
+        print(f"{name}: {watched:.2f} steps and {of_watched:.2f} of the memory; with a reference "
+              f"{reference:.2f} and {of_reference:.2f}", flush=True)
 
 
 if __name__ == "__main__":
