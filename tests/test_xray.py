@@ -36,6 +36,7 @@ FAULTS = {
     "an exponent": (lambda F, x: F.exp(x * 5), "range above"),
     "nearly nothing": (lambda F, x: x * 1e-7, "range below"),
     "a difference that cancels": (lambda F, x: (x + 3e3) - 3e3, "cancellation"),
+    "an exponent of a large number": (lambda F, x: F.exp(x + 40) * 4e-18, "amplification"),
 }
 
 
@@ -185,6 +186,8 @@ def test_a_loss_that_is_not_finite_in_float32_either_is_said_first():
     (converted, [()], "a batch is a tuple of arrays"),
     (converted, [(nd.array([]), nd.ones(2))], "arrays that are not empty"),
     (converted, [(nd.ones((2, 3, 12)), nd.ones(2))], r"does not take this batch.*\(2, 3, 12\)"),
+    (converted, [(*batches(1)[0][:1], nd.ones((2, 3)))], r"loss_fn does not take.*\(2, 3\)"),
+    (converted, batches(1)[0], r"is a list of tuples \(data, label\)"),
     (images_net, batches(1), "gluon_amp.convert has converted"),
     (lambda: prepared(images_net(), keep=nn.HybridSequential), batches(1),
      "no tensors of less than float32"),

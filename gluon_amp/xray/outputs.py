@@ -14,6 +14,7 @@ from typing import Any, Dict, Iterable, List, Mapping, Tuple
 from .._mxnet import mx
 from ..graph.build import build
 from ..graph.graph import TYPE_FLAG, VARIABLE, Entry, Graph, Node
+from ..graph.operators import BATCH_NORMS
 from ..policy import Policy
 from .statistics import Key
 from .tensors import Layout
@@ -57,10 +58,11 @@ def with_outputs(graph: Graph, types: Mapping[str, str], policy: Policy,
     """
     layout = Layout([(graph, types)], policy, parameters)
     found = graph.types(types)
-    keys = [tensor.key for tensor in layout.tensors()]
-    top = {node.name for node in graph.nodes()}
-    forward = {key for key in keys if not key.backward and key.node in top}
-    backward = {key for key in keys if key.backward and key.node in top}
+    top = {node.name: node for node in graph.nodes()}
+    keys = [tensor.key for tensor in layout.tensors() if tensor.key.node in top]
+    forward = {key for key in keys if not key.backward}
+    backward = {key for key in keys if key.backward  # a batch norm writes into its averages
+                and not (top[key.node].op in BATCH_NORMS and key.which >= 3)}
     made = WatchedGraph(Graph([]), dict(types), [], {})
     new: Dict[Node, Node] = {}
     shown: List[Tuple[Key, Entry]] = []

@@ -287,7 +287,13 @@ class Trial:
 def loss_of(net: Any, batch: Any, loss_fn: Any) -> Any:
     """The loss of a batch."""
     data, label = split(batch)
-    loss = loss_fn(call(net, data), *label)
+    output = call(net, data)
+    try:
+        loss = loss_fn(output, *label)
+    except (mx.MXNetError, TypeError) as error:
+        shapes = [getattr(a, "shape", type(a).__name__) for a in [output, *label]]
+        raise ValueError(f"loss_fn does not take this output and label: {message(error)}. batches "
+                         f"is a list of tuples (data, label). Received: {shapes}") from error
     if not isinstance(loss, mx.nd.NDArray):
         raise TypeError("loss_fn(output, label) is to return one array. Received: "
                         f"{type(loss).__name__}")
