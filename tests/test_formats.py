@@ -55,6 +55,26 @@ def test_a_product_reads_its_format_and_gives_what_lies_between(name, rng):
             np.mean(ours != between(expected)) < 0.1
 
 
+@pytest.mark.parametrize("static", [False, True])
+def test_what_a_product_reads_rounded_others_read_as_it_is(static, rng):
+    class Net(gluon.HybridBlock):
+        def __init__(self, product):
+            super().__init__()
+            self.dense = gluon.nn.Dense(3, in_units=7, flatten=False) if product else None
+
+        def hybrid_forward(self, F, x):
+            y = F.softmax(x)
+            return (self.dense(y) if self.dense else y), F.log_softmax(y)
+
+    x, made = nd.array(rng.standard_normal((5, 7))), []
+    for product in (False, True):
+        net = Net(product)
+        net.initialize()
+        net.hybridize(static_alloc=static, static_shape=static)
+        made.append(amp.convert(net, "mixed_bfloat16")(x)[1].asnumpy())
+    assert np.array_equal(*made)
+
+
 def test_gradients_have_a_format_of_their_own(rng):
     net = gluon.nn.HybridLambda(lambda F, x: F.sigmoid(x))
     amp.convert(net, amp.Policy("mine", compute="float16", gradient="float8_e5m2"))

@@ -1,5 +1,5 @@
-"""RNN, LSTM and GRU whose products have another format than what lies between: the engine's loop over
-time, against MXNet's float32 code and numpy."""
+"""RNN, LSTM and GRU whose products have another format than what lies between: the engine's loop
+over time, against MXNet's float32 code and numpy."""
 from contextlib import suppress
 
 import gluon_amp as amp
@@ -125,8 +125,8 @@ def test_dropout_between_layers_is_refused_in_training(rng):
     amp.convert(net, "tf32")
     x = nd.array(rng.standard_normal((TIME, BATCH, DATA)))
     net(x).wait_to_read()  # predictions drop nothing
-    with pytest.raises(mx.MXNetError, match="several formats: RNN with dropout.*keep="):
-        with autograd.record():
-            net(x).wait_to_read()
+    with pytest.raises(mx.MXNetError, match=r"several formats: RNN with dropout.*keep="), \
+            autograd.record():
+        net(x).wait_to_read()
     with suppress(mx.MXNetError):
         mx.nd.waitall()
