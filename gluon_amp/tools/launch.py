@@ -96,7 +96,11 @@ def launch_horovod(command: Sequence[str], workers: int,
     # As one word: horovodrun would take the program's --network for a part of its own flags' names.
     program = f"exec {' '.join(map(shlex.quote, command))}"
     sys.argv = ["horovodrun", "-np", str(workers), "-H", slots, "sh", "-c", program]
-    return run_commandline() or 0
+    try:
+        return run_commandline() or 0
+    except RuntimeError as error:  # a rank has failed and said why, or Ctrl-C
+        _say(" ".join(str(error).split()))
+        return 1
 
 
 def read_hosts(path: str) -> List[str]:
