@@ -58,6 +58,19 @@ def test_a_program_gets_its_own_flags_whatever_horovodrun_calls_its(monkeypatch)
     assert subprocess.check_output(told[0].command, text=True) == f"{flags}\n"
 
 
+def test_a_rank_that_fails_is_told_in_one_line(monkeypatch, capfd):
+    from horovod.runner import launch as horovodrun
+
+    def fails(_):
+        raise RuntimeError("one or more processes exited with non-zero status.\nExit code: 3\n")
+
+    monkeypatch.setattr(horovodrun, "_run", fails)
+    monkeypatch.setattr(sys, "argv", [])
+    assert launch_horovod(["python"], 2) == 1
+    assert capfd.readouterr().err == "gluon-amp launch: one or more processes exited with " \
+        "non-zero status. Exit code: 3\n"
+
+
 def test_what_horovod_cannot_do_is_refused():
     with pytest.raises(ValueError, match='wire must be "float16" or "float32"'):
         amp.Horovod(wire="int8")

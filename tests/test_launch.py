@@ -149,9 +149,23 @@ def test_hosts_are_read_from_a_file_and_ssh_starts_the_workers(tmp_path, monkeyp
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     hosts = read_hosts(str(tmp_path / "hosts"))
     assert hosts == ["localhost", "user@localhost"]
-    program = "import os, sys; sys.exit(os.environ['DMLC_ROLE'] != 'worker' or 4)"
+    monkeypatch.setenv("GLUON_AMP_RANK_TIMEOUT", "77")
+    program = "import os, sys; sys.exit(os.environ['DMLC_ROLE'] == 'worker' and " \
+        "os.environ['GLUON_AMP_RANK_TIMEOUT'] == '77' and 4)"
     assert launch([sys.executable, "-c", program], workers=2, hosts=hosts) == 4
     assert set((tmp_path / "asked").read_text().split()) <= set(hosts)
+
+
+def test_a_file_with_this_machine_and_others_tells_them_an_address_that_all_can_reach(monkeypatch):
+    seen_as = {"localhost": "127.0.0.1", "gpu2": "10.0.0.7"}
+    monkeypatch.setattr(launch_module, "_address_for", seen_as.get)
+    assert launch_module._address_for_all(["localhost", "gpu2"]) == "10.0.0.7"
+    assert launch_module._address_for_all(["localhost"]) == "127.0.0.1"
+
+
+def test_a_host_that_has_no_address_is_named():
+    with pytest.raises(OSError, match="the host user@::1 cannot be reached"):
+        launch([], workers=2, hosts=["user@::1"])
 
 
 @pytest.mark.parametrize("text", ["", "# nothing\n", "one two\n", "-oProxyCommand=x\n"])

@@ -52,7 +52,7 @@ def launch(command: Sequence[str], workers: int, servers: int = 1,
     with contextlib.ExitStack() as stack:
         for number in (signal.SIGTERM, signal.SIGHUP):
             stack.callback(signal.signal, number, signal.signal(number, _interrupt))
-        root = _address_for(hosts[0]) if hosts else "127.0.0.1"
+        root = _address_for_all(hosts or [])
         settings = {"DMLC_PS_ROOT_URI": root, "DMLC_PS_ROOT_PORT": str(_free_port(root)),
                     "DMLC_NUM_WORKER": str(workers), "DMLC_NUM_SERVER": str(servers)}
         here = {**settings, "DMLC_NODE_HOST": root}
@@ -96,7 +96,11 @@ def launch_horovod(command: Sequence[str], workers: int,
     # As one word: horovodrun would take the program's --network for a part of its own flags' names.
     program = f"exec {' '.join(map(shlex.quote, command))}"
     sys.argv = ["horovodrun", "-np", str(workers), "-H", slots, "sh", "-c", program]
-    return run_commandline() or 0
+    try:
+        return run_commandline() or 0
+    except RuntimeError as error:  # a rank has failed and said why, or Ctrl-C
+        _say(" ".join(str(error).split()))
+        return 1
 
 
 def read_hosts(path: str) -> List[str]:
@@ -200,7 +204,7 @@ def _start(name: str, command: Sequence[str], settings: Dict[str, str],
 def _by_ssh(host: str, command: Sequence[str], settings: Dict[str, str]) -> List[str]:
     """In the same folder there; a terminal (-tt) ends the program when the connection ends."""
     passed = {key: value for key, value in os.environ.items()
-              if key in ("PYTHONPATH", "PATH") or key.startswith(("MXNET_", "OMP_"))}
+              if key in ("PYTHONPATH", "PATH") or key.startswith(("MXNET_", "OMP_", "GLUON_AMP_"))}
     words = ["cd", os.getcwd(), "&&", "exec", "env",
              *(f"{key}={value}" for key, value in {**passed, **settings}.items()), *command]
     return ["ssh", "-tt", "-o", "BatchMode=yes", host,
@@ -213,10 +217,19 @@ def _free_port(host: str) -> int:
         return probe.getsockname()[1]
 
 
+def _address_for_all(hosts: Sequence[str]) -> str:
+    """This machine's address, as all hosts see it: the one within it, only where no other is."""
+    addresses = [_address_for(host) for host in hosts]
+    return next((a for a in addresses if not a.startswith("127.")), "127.0.0.1")
+
+
 def _address_for(host: str) -> str:
     """This machine's address, as that host sees it."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host.rpartition("@")[2], 22))  # sends nothing
+        try:
+            probe.connect((host.rpartition("@")[2], 22))  # sends nothing
+        except OSError as error:
+            raise OSError(f"the host {host} cannot be reached: {error}") from error
         return probe.getsockname()[0]
 
 
