@@ -92,6 +92,7 @@ check:
 
 # Each installs all that it needs at once: every install compiles the engine.
 define install
+@echo "installing into .venv; to compile the CPU kernels takes some minutes"
 test -x $(BIN)/python || $(PYTHON) -m venv .venv
 $(BIN)/python -m pip install -q -e '.[cpu$(EXTRA)]'
 touch .venv/setup
