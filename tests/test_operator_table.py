@@ -116,6 +116,24 @@ def test_a_mask_of_minus_1e18_and_an_epsilon_of_1e_minus_12_keep_their_values(po
                                    rtol=1e-2)
 
 
+NUMBERS = {
+    "arange": lambda F, x: F.broadcast_add(x, F.arange(start=100000, stop=100002)),
+    "linspace": lambda F, x: F.broadcast_add(x, F.linspace(start=0, stop=1e5, num=2)),
+    "full": lambda F, x: F.broadcast_add(x, F.full((2,), 1e5)),
+    "one_hot": lambda F, x: F.one_hot(F.argmax(x, axis=1), 2, on_value=1e5, off_value=-1e5) + x}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_numbers_beyond_float16_that_a_network_makes_stay_finite(name):
+    class Net(gluon.HybridBlock):
+        def hybrid_forward(self, F, x):
+            return NUMBERS[name](F, F.relu(x))
+
+    x = nd.array([[1, 2], [3, 4]])
+    expected = Net()(x).asnumpy()
+    np.testing.assert_allclose(amp.convert(Net())(x.astype("float16")).asnumpy(), expected)
+
+
 def test_a_constant_that_float16_does_not_hold_makes_float32_of_its_node_on_gpus_too():
     x = sym.var("x")
     kinds = types_of(sym.relu((sym.relu(x) + 1e-12) * 2.0))

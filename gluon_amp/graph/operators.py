@@ -268,7 +268,8 @@ _SENSITIVE_WHEN = {
 }
 
 # Attributes that are numbers of the type that an operator computes in.
-_NUMBERS = ("scalar", "value", "a_min", "a_max", "slope", "fill_value", "val", "constant_value")
+_NUMBERS = ("scalar", "value", "a_min", "a_max", "slope", "fill_value", "val", "constant_value",
+            "start", "stop", "on_value", "off_value")
 
 
 def names(runs: str) -> FrozenSet[str]:

@@ -197,7 +197,7 @@ class _Module(TakesSteps, RanksModule):
     def _gradients(self) -> List[Gradient]:
         group = self._module()._exec_group
         summed = self._steps.pending.summed
-        return [Gradient(name, (i, device), weight, summed.get((i, device), grad))
+        return [Gradient(name, (i, device), weight, summed.get((i, device), grad), grad)
                 for i, name in enumerate(group.param_names)
                 for device, (weight, grad) in enumerate(zip(group.param_arrays[i],
                                                             group.grad_arrays[i]))

@@ -55,7 +55,7 @@ class Gradient:
     place: Place
     weight: Any
     array: Any  # what the update uses: the parameter's own gradient, or what was made of it
-    own: Any = None  # that gradient, where it is watched
+    own: Any  # that gradient, which is watched
 
 
 @dataclass
