@@ -75,12 +75,14 @@ bench: .venv/test
 bench-all: .venv/test
 	$(BIN)/python -W ignore benchmarks/bench_all.py $(if $(ANEW),--anew)
 
-# MXNet itself is not instrumented, and keeps memory until the process ends: no look for leaks
+# MXNet itself is not instrumented, and keeps memory until the process ends: no look for leaks. What is
+# found goes to stderr as the process ends: pytest must neither hold it back nor catch the signal.
 sanitize: .venv/test
 	GLUON_AMP_SANITIZE=1 $(BIN)/python setup.py -q build_ext --build-lib .sanitize --build-temp .sanitize/temp
 	GLUON_AMP_ENGINE=$(CURDIR)/.sanitize/gluon_amp/cpu/_engine.so \
 	LD_PRELOAD="$$($(or $(CXX),g++) -print-file-name=libasan.so) $$($(or $(CXX),g++) -print-file-name=libstdc++.so)" \
-	ASAN_OPTIONS=detect_leaks=0 OMP_NUM_THREADS=2 $(BIN)/pytest -q -p no:cacheprovider $(SANITIZED)
+	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 OMP_NUM_THREADS=2 \
+		$(BIN)/pytest -q -s -p no:cacheprovider -p no:faulthandler $(SANITIZED)
 
 setup: .venv/setup
 
