@@ -201,6 +201,7 @@ MOVES = {
     "Concat of different widths": (sym.concat(X, Y, Z, dim=1), fixed((3, 2), (3, 5), (3, 1))),
     "Concat of one": (sym.concat(X, dim=0), fixed((3, 2))),
     "Concat of views": (sym.concat(-X, X * 2, dim=1) * 2, fixed((3, 4))),
+    "_rnn_param_concat": (sym._internal._rnn_param_concat(X, Y, X, dim=0), fixed((70,), (9,))),
     "SliceChannel": (sym.split(X, num_outputs=3, axis=1), fixed((4, 6, 5))),
     **{f"SliceChannel along {axis}": (sym.split(X, num_outputs=2, axis=axis), fixed((4, 6, 8)))
        for axis in (0, 2, -1)},

@@ -164,7 +164,8 @@ void add_copies(Rows& rows) {
       {"slice", {as_it_is, 0}}, {"slice_axis", {as_it_is, 0}}, {"stack", {as_it_is, 0}},
       {"tile", {as_it_is, 0}},
       {"SliceChannel", {split, 0, true}}, {"_backward_SliceChannel", {split_gradient, 0, true}},
-      {"Concat", {concat, 0}}, {"_backward_Concat", {concat_gradient, 0}}});
+      {"Concat", {concat, 0}}, {"_rnn_param_concat", {concat, 0}},
+      {"_backward_Concat", {concat_gradient, 0}}});
 }
 
 }  // namespace gluon_amp
