@@ -36,7 +36,7 @@ class Updates:
         self.lost: Dict[str, int] = {}
         self.made: Dict[str, int] = {}
         self.watched = Watched(net)
-        self.last: Dict[str, "np.ndarray[Any, Any]"] = {}  # the parameters after the last step
+        self.last: Dict[str, np.ndarray[Any, Any]] = {}  # the parameters after the last step
 
     def step(self, batch: Any, loss_fn: Any) -> Tuple[float, Ran]:
         """The user's own step, watched: its loss scale, and what was counted."""
