@@ -7,6 +7,7 @@ from gluon_amp._mxnet import mx
 from gluon_amp.formats import FORMATS
 from gluon_amp.graph.build import build
 from gluon_amp.graph.graph import Graph
+from gluon_amp.policy import POLICIES
 from gluon_amp.xray.statistics import Counts, Key, read
 from mxnet import autograd, nd
 from mxnet.gluon import nn, rnn
@@ -47,7 +48,7 @@ def assert_counted(counts, exact):
     assert counts.flushed == ((exact != 0) & (half == 0)).sum()
     wide = exact.astype(np.float64)
     assert counts.squares == pytest.approx((wide[np.isfinite(exact)] ** 2).sum(), rel=1e-6)
-    assert counts.error_squares == pytest.approx(((wide - half)[fits] ** 2).sum(), rel=1e-6)
+    assert counts.error_squares == pytest.approx(((wide[fits] - half[fits]) ** 2).sum(), rel=1e-6)
 
 
 @pytest.mark.parametrize("size", [1, 3, 511, 513, 70000, 200001])
@@ -60,6 +61,72 @@ def test_exponents_are_counted_before_the_rounding_forward_and_backward(size, rn
     assert_counted(counts[Key(name, False, 0)], x.astype(np.float32) * factor)
     assert_counted(counts[Key(name, True, 0)], np.full(size, factor))
     assert counts[Key(name, True, 0)].numbers == size
+
+
+def numbers_of_kinds(rng):
+    """Arrays whose exponents are near each other, far apart, change on the way, or are none."""
+    plain = rng.standard_normal(150001).astype(np.float32)
+    zeros = np.maximum(plain, 0)
+    zeros[5000:20000] = 0
+    steps = np.ldexp(plain, np.arange(plain.size) // 3000 % 7 * 9 - 30)
+    some = plain.copy()
+    some[[7, 70000, 140000]] = np.inf, np.nan, -np.inf
+    return {"plain": plain, "zeros": zeros, "steps": steps, "apart": plain ** 21, "some": some,
+            "tiny": plain * np.float32(1e-30), "subnormal": plain * np.float32(1e-39)}
+
+
+def test_numbers_are_counted_whatever_their_exponents(rng):
+    for numbers in numbers_of_kinds(rng).values():
+        assert_counted(Counts.of_array(numbers, half=True), numbers)
+
+
+def test_updates_are_counted_with_those_that_halves_would_lose(rng):
+    for added in numbers_of_kinds(rng).values():
+        before = rng.standard_normal(added.size).astype(np.float32)
+        with np.errstate(all="ignore"):
+            after = before + added * np.float32(2.0 ** -9)
+            update, half = after - before, before.astype(np.float16)
+            alone = (half + update).astype(np.float16) == half
+        held = before.copy()
+        counts, changed, lost = Counts.of_updates(nd.array(after), held)
+        assert changed == (update != 0).sum()
+        assert lost == ((update != 0) & alone).sum()
+        np.testing.assert_array_equal(held, after)
+        np.testing.assert_array_equal(counts.bins, Counts.of_array(update).bins)
+
+
+def test_the_reference_is_a_float32_step(rng):
+    x = sym.var("x")
+    same = {"kernel": (3, 3), "pad": (1, 1), "num_filter": 16}
+    made = sym.Convolution(x, no_bias=True, name="first", **same)
+    made = sym.clip(sym.BatchNorm(made, name="norm", fix_gamma=False), -1, 1)
+    made = sym.Convolution(made, num_group=16, name="deep", **same)
+    made = sym.Activation(made, act_type="relu") * made + sym.sigmoid(made) / 3
+    made = sym.Convolution(made, num_filter=5, kernel=(1, 1), no_bias=True, name="last") - 2
+    shapes, _, _ = made.infer_shape(x=(3, 4, 9, 9))
+    arrays = {name: rng.standard_normal(shape).astype(np.float32)
+              for name, shape in zip(made.list_arguments(), shapes)}
+    statistics = {"norm_moving_mean": np.zeros(16, "f"), "norm_moving_var": np.ones(16, "f")}
+
+    def step(graph):
+        names = graph.list_inputs()
+        op = mx.nd.CachedOp(graph, [("data_indices", list(range(len(names)))),
+                                    ("param_indices", [])])
+        values = {name: nd.array(a) for name, a in {**arrays, **statistics}.items()}
+        for name in arrays:
+            values[name].attach_grad()
+        with autograd.record():
+            output = op(*(values[name] for name in names))
+        output.backward()
+        return {"": output.asnumpy(), **{n: values[n].grad.asnumpy() for n in arrays},
+                **{n: values[n].asnumpy() for n in statistics}}
+
+    types = dict.fromkeys([*arrays, *statistics], "float32")
+    watched_graph = build(Graph.read(made), types, policy=POLICIES["float32"], watch=True,
+                          samples=True).symbol()
+    right, found = step(made), step(watched_graph)
+    for name, array in right.items():
+        np.testing.assert_allclose(found[name], array, rtol=1e-4, atol=1e-5 * np.abs(array).max())
 
 
 def test_infinities_and_nans_are_counted_apart():

@@ -1,4 +1,4 @@
-"""What does an X-ray cost? Steps and memory, on the networks of make bench.
+"""What does an X-ray cost? Steps and memory under it, over plain ones, of networks of make bench.
 
 Counted is the processors' time of this process, since machines are busy: that of three steps, in
 turns: plain, watched, watched with a reference in float32. Setting up is left out: it is what a
