@@ -124,9 +124,8 @@ bool generic_code_is_the_same(const std::string& name) {
 
 bool generic_code_is_near(const std::string& name) {
   static const std::set<std::string> near = {
-      "sigmoid", "_backward_sigmoid", "tanh", "_backward_tanh", "Activation",
-      "_backward_Activation", "LeakyReLU", "_backward_LeakyReLU", "LayerNorm",
-      "_backward_LayerNorm", "softmax", "_backward_softmax"};
+      "sigmoid", "_backward_sigmoid", "tanh", "_backward_tanh", "Activation", "LeakyReLU",
+      "_backward_LeakyReLU", "LayerNorm", "_backward_LayerNorm", "softmax", "_backward_softmax"};
   return near.count(name) > 0;
 }
 

@@ -42,9 +42,9 @@ def looked_at(net: Any, batches: Iterable[Any], loss_fn: Optional[Callable[..., 
                             "needs none, since its losses are in its symbol. Received: loss_fn="
                             f"None, and {type(net).__name__}")
         return Looked(net, batches, loss_fn)
-    module = _bound(net)
+    module, bucket = _bound(net), getattr(net, "_curr_bucket_key", None)
     block = block_of(module)
-    return Looked(block, (_as_tuple(module, batch) for batch in _single(batches)),
+    return Looked(block, (_as_tuple(module, bucket, batch) for batch in _single(batches)),
                   loss_fn or _loss_of_heads(Graph.read(block._cached_graph[1])))
 
 
@@ -68,13 +68,16 @@ def _single(batches: Any) -> Iterable[Any]:
     return [batches] if isinstance(batches, mx.io.DataBatch) else batches
 
 
-def _as_tuple(module: Any, batch: Any) -> Tuple[Any, ...]:
+def _as_tuple(module: Any, bucket: Any, batch: Any) -> Tuple[Any, ...]:
     """Data and labels as the block takes them, and what the loss takes: the first label."""
     if not isinstance(batch, mx.io.DataBatch):
         raise TypeError("of a Module, batches are mx.io.DataBatch, as its iterator gives them. "
                         f"Received: {type(batch).__name__}")
+    if bucket is not None and batch.bucket_key not in (None, bucket):
+        raise ValueError(f"the BucketingModule is bound to the bucket {bucket!r}, and one bucket "
+                         f"is looked into. Received: a batch of {batch.bucket_key!r}")
     data, labels = list(batch.data or []), list(batch.label or [])
-    wanted = len(module._data_names), len(module._label_names)
+    wanted = len(module.data_names), len(module.label_names)
     if (len(data), len(labels)) != wanted:
         raise ValueError(f"the Module takes {wanted[0]} arrays of data and {wanted[1]} labels. "
                          f"Received: {len(data)} and {len(labels)}")
@@ -88,7 +91,7 @@ def block_of(module: Any) -> Any:
     """The module's network with copies of its parameters, converted as its symbol is."""
     mx.nd.waitall()  # MXNet's batch norm moves its averages without telling
     values = {name: array for part in module.get_params() for name, array in part.items()}
-    inputs = [*module._data_names, *module._label_names]
+    inputs = [*module.data_names, *module.label_names]
     mixed = Graph.read(module._symbol)
     types = {**dict.fromkeys(inputs, "float32"),
              **{name: dtype_name(array.dtype) for name, array in values.items()}}

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Dict, Iterable, List, Mapping, Tuple
 
 from .._mxnet import mx
-from ..graph.build import build
+from ..graph.build import LEFT_ALONE, build
 from ..graph.graph import TYPE_FLAG, VARIABLE, Entry, Graph, Node
 from ..graph.operators import BATCH_NORMS
 from ..policy import Policy
@@ -59,7 +59,8 @@ def with_outputs(graph: Graph, types: Mapping[str, str], policy: Policy,
     layout = Layout([(graph, types)], policy, parameters)
     found = graph.types(types)
     top = {node.name: node for node in graph.nodes()}
-    keys = [tensor.key for tensor in layout.tensors() if tensor.key.node in top]
+    keys = [tensor.key for tensor in layout.tensors() if tensor.key.node in top
+            and top[tensor.key.node].op not in LEFT_ALONE]
     forward = {key for key in keys if not key.backward}
     backward = {key for key in keys if key.backward  # a batch norm writes into its averages
                 and not (top[key.node].op in BATCH_NORMS and key.which >= 3)}

@@ -141,7 +141,7 @@ class Layout:
             if user is None:  # an output of the graph, or of a body
                 behind = self.given.get(entry, [])
             elif user.subgraphs:
-                behind = [Entry(variable) for variable in self.inside[user, entry]]
+                behind = [Entry(variable) for variable in self.inside.get((user, entry), [])]
             elif user.op in LEFT_ALONE:
                 behind = [Entry(user)]
             else:
