@@ -147,6 +147,8 @@ class _Rewriting:
             new.subgraphs = [self._body(node, i) for i in range(len(node.subgraphs))]
         entries = [*node.inputs, *outputs]
         rounded = any(map(self._is_rounded, entries)) or PRODUCT in node.attrs
+        if node.op == "BatchNorm" and self.policy.cpu_only:  # ours is the faster on plain arrays
+            rounded = True
         if rounded:
             self._say_formats(node, new)
         if rounded or any(map(self._is_half, entries)) or _goes_wrong_in_float32(node):
