@@ -43,7 +43,7 @@ class _Process(NamedTuple):
 def launch(command: Sequence[str], workers: int, servers: int = 1,
            hosts: Optional[Sequence[str]] = None) -> int:
     """Runs it all, and returns the exit code: 0 if every worker's is, else that of the first
-    that failed.
+    that failed; 1 where the scheduler or a server stopped without ending, 130 after Ctrl-C.
 
     Args:
         command: the program and its arguments.
