@@ -187,7 +187,7 @@ def test_the_schedule_warms_up_and_falls():
 
 
 def test_a_warmup_that_leaves_nothing_to_the_cosine_is_refused():
-    with pytest.raises(ValueError, match="must be below the 4 epochs of the training. Received: 4"):
+    with pytest.raises(ValueError, match=r"below the 4 epochs of the training\. Received: 4"):
         rates([1], mode="cosine", warmup_epochs=4)
 
 
