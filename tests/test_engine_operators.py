@@ -3,12 +3,13 @@ gradients that float32's backward pass gives of the rounded results."""
 import re
 from ctypes import POINTER, byref, c_char_p, c_uint, c_void_p
 
+import gluon_amp as amp
 import numpy as np
 import pytest
 from gluon_amp._mxnet import mx
 from gluon_amp.cpu import library
 from halves import halves, ulps
-from mxnet import autograd, nd
+from mxnet import autograd, gluon, nd
 from mxnet._ctypes.ndarray import _imperative_invoke
 
 F16, F32, I32 = np.float16, np.float32, np.int32
@@ -272,3 +273,33 @@ def test_most_operators_are_called():
     for pattern in NOT_HERE.values():
         assert any(re.fullmatch(pattern, name) for name in OURS), pattern
     assert set(CASES) <= set(HERE)
+
+
+ELEMENTWISE = ("hard_sigmoid relu sigmoid tanh softsign abs sign sin cos exp erf square cbrt "
+               "arctan negative expm1 identity BlockGrad softmax reciprocal").split()
+
+
+@pytest.mark.parametrize("policy", ["float16", "mixed_bfloat16", "float32 nodes"])
+def test_a_gradient_that_two_operators_read_is_not_written_over(policy):
+    """In (f(x) + x) * 2 both f and the sum of gradients read the sum's."""
+    class Net(gluon.HybridBlock):
+        def hybrid_forward(self, F, x):
+            rows = F.split(x, num_outputs=len(ELEMENTWISE), axis=0)
+            return F.concat(*((getattr(F, name)(row) + row) * 2
+                              for name, row in zip(ELEMENTWISE, rows)), dim=0)
+
+    nets = [Net(), Net()]
+    if policy == "float32 nodes":
+        amp.convert(nets[1], keep=nets[1])
+    else:
+        amp.convert(nets[1], policy)
+    grads = []
+    for net in nets:
+        x = nd.array([[-3, -0.5, 0.25, 0.5, 1.5, 2.75]] * len(ELEMENTWISE))
+        x.attach_grad()
+        with autograd.record():
+            out = net(x.astype("float16") if policy == "float16" else x)
+        out.backward()
+        grads.append(x.grad.asnumpy())
+    for name, found, exact in zip(ELEMENTWISE, grads[1], grads[0]):
+        np.testing.assert_allclose(found, exact, rtol=0.02, atol=0.02, err_msg=name)

@@ -249,7 +249,9 @@ void register_operator(const nnvm::Op* x) {
                           by_value<bool, const NodeAttrs&, std::vector<int>*, std::vector<int>*>(
                               &layer_norm_types));
   const OwnCode* own = own_code(x->name);
-  if (get<nnvm::FInplaceIdentity>(x, "FInplaceIdentity")) {
+  // MXNet says of hard_sigmoid's gradient that it is the one above it, unchanged, so that both share
+  // memory even where others read that one.
+  if (get<nnvm::FInplaceIdentity>(x, "FInplaceIdentity") && x->name != "_backward_hard_sigmoid") {
     copy<nnvm::FInplaceOption>(x, op, "FInplaceOption");
     // X leaves memory as it is, so others may read it, too; not so a node that rounds
     set<nnvm::FInplaceIdentity>(op, "FInplaceIdentity", nnvm::FInplaceIdentity(

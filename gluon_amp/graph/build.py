@@ -234,9 +234,9 @@ class _Rewriting:
 
 def _goes_wrong_in_float32(node: Node) -> bool:
     """Whether MXNet's own float32 code on a CPU is wrong, so that ours runs in its place: Dropout
-    forgets its mask on the way back, and PReLU writes the data's gradient over the gradient that
-    it still has to read for the slope's."""
-    return node.op == "Dropout" or node.attrs.get("act_type") == "prelu"
+    forgets its mask on the way back; PReLU writes the data's gradient over the gradient that it
+    still has to read for the slope's; hard_sigmoid writes its own over one that others read."""
+    return node.op in ("Dropout", "hard_sigmoid") or node.attrs.get("act_type") == "prelu"
 
 
 def _with_dropout_to_walk_back_twice(graph: Graph) -> Graph:
