@@ -231,21 +231,20 @@ def read() -> Dict[Key, Counts]:
     count = table.watched()
     if count == 0:
         return {}
-    rows = np.frombuffer((ctypes.c_char * (_ROW.itemsize * count)).from_address(
+    rows: Any = np.frombuffer((ctypes.c_char * (_ROW.itemsize * count)).from_address(
         table.watched_rows()), _ROW)
     counts, samples = rows["counts"], rows["sample"].copy()
     bins, zero, infinite = counts["bins"].copy(), counts["zero"], counts["infinite"]
     nan = bins[:, 255] - infinite
     bins[:, 0] -= zero
     bins[:, 255] = 0
-    numbers = zip(zero.tolist(), infinite.tolist(), nan.tolist(), counts["overflowed"].tolist(),
+    numbers: Any = zip(zero.tolist(), infinite.tolist(), nan.tolist(), counts["overflowed"].tolist(),
                   counts["flushed"].tolist(), counts["squares"].tolist(),
-                  counts["error_squares"].tolist())
+                  counts["error_squares"].tolist(),
+                  (row[:taken] for row, taken in zip(samples, rows["samples"].tolist())))
     keys = zip(rows["name"].tolist(), rows["backward"].tolist(), rows["index"].tolist())
-    return {Key(ctypes.string_at(name).decode(), bool(backward), index):
-            Counts(bins[i], *found, samples[i, :taken])
-            for i, ((name, backward, index), found, taken)
-            in enumerate(zip(keys, numbers, rows["samples"].tolist()))}
+    return {Key(ctypes.string_at(name).decode(), bool(backward), index): Counts(of_one, *found)
+            for (name, backward, index), of_one, found in zip(keys, bins, numbers)}
 
 
 def take_samples(on: bool) -> None:
