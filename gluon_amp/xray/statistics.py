@@ -238,10 +238,10 @@ def read() -> Dict[Key, Counts]:
     nan = bins[:, 255] - infinite
     bins[:, 0] -= zero
     bins[:, 255] = 0
-    numbers: Any = zip(zero.tolist(), infinite.tolist(), nan.tolist(), counts["overflowed"].tolist(),
-                  counts["flushed"].tolist(), counts["squares"].tolist(),
-                  counts["error_squares"].tolist(),
-                  (row[:taken] for row, taken in zip(samples, rows["samples"].tolist())))
+    numbers: Any = zip(
+        zero.tolist(), infinite.tolist(), nan.tolist(), counts["overflowed"].tolist(),
+        counts["flushed"].tolist(), counts["squares"].tolist(), counts["error_squares"].tolist(),
+        (row[:taken] for row, taken in zip(samples, rows["samples"].tolist())))
     keys = zip(rows["name"].tolist(), rows["backward"].tolist(), rows["index"].tolist())
     return {Key(ctypes.string_at(name).decode(), bool(backward), index): Counts(of_one, *found)
             for (name, backward, index), of_one, found in zip(keys, bins, numbers)}
