@@ -3,7 +3,6 @@ import math
 from dataclasses import dataclass
 from typing import Callable, Dict, Iterable, List, Mapping, NamedTuple, Optional, Tuple
 
-from ..graph.graph import CASTS
 from ..graph.operators import numbers
 from .statistics import Counts, Key
 from .tensors import Layout, Tensor
@@ -225,7 +224,7 @@ def _cancelled(layout: Layout, seen: Dict[Key, Tensor], tensor: Tensor) -> List[
     assert counts is not None
     if tensor.snr is None or tensor.snr >= tensor.low_snr / 2 or not is_finite(counts):
         return []
-    read = _compared(seen, tensor)
+    read = [seen[key] for key in tensor.reads if key in seen and seen[key].snr is not None]
     if not read or any((t.snr or 0) < tensor.snr + 20 for t in read):
         return []
     source = min(read, key=lambda t: t.snr or 0)
@@ -234,18 +233,6 @@ def _cancelled(layout: Layout, seen: Dict[Key, Tensor], tensor: Tensor) -> List[
                        f"computed from is at {source.snr:.0f} dB or better")
     finding.keep += [k for t in read if t.is_low for k in layout.kept_for(t.key)]
     return [finding]
-
-
-def _compared(seen: Dict[Key, Tensor], tensor: Tensor) -> List[Tensor]:
-    """What a tensor is computed from, as far as it is in the float32 graph, which has no casts."""
-    found: List[Tensor] = []
-    for key in tensor.reads:
-        one = seen.get(key)
-        if one is not None and one.snr is None and one.op in CASTS:
-            found += _compared(seen, one)
-        elif one is not None and one.snr is not None:
-            found.append(one)
-    return found
 
 
 def _amplified(layout: Layout, seen: Dict[Key, Tensor], tensor: Tensor) -> List[Finding]:
