@@ -3,15 +3,11 @@ import math
 from dataclasses import dataclass
 from typing import Callable, Dict, Iterable, List, Mapping, NamedTuple, Optional, Tuple
 
-from ..graph.graph import CASTS
 from ..graph.operators import numbers
 from .statistics import Counts, Key
 from .tensors import Layout, Tensor
 
 _MOST_LOST = 0.1  # of a gradient's norm, before a network is said to need something
-_TRUE_ENOUGH = 46.0  # dB: for what an exponent gives; noise of half a percent
-_STEEP = frozenset("exp _npi_exp expm1 _npi_expm1 sinh _npi_sinh cosh _npi_cosh "
-                   "_power_scalar _npi_power_scalar _rpower_scalar".split())
 _POWERS = tuple(range(-48, 49))  # of two: by which a tensor is moved to see what it loses
 _SCALES = [2.0 ** e for e in range(-24, 41)]  # that a loss scale is looked for in
 
@@ -25,8 +21,7 @@ class Finding:
         tensor: its name.
         reason: "range above" or "range below" (numbers too large or too small for the format), with
             ", by a constant" where one of the operator is to blame; "cancellation": a difference of
-            numbers that are nearly alike; "amplification": an exponent makes large errors of small
-            ones; "gradients change their size".
+            numbers that are nearly alike; "gradients change their size".
         detail: a sentence with figures.
         keep: the nodes to keep in float32.
     """
@@ -154,8 +149,6 @@ def findings(layout: Layout, tensors: List[Tensor], scale: float) -> List[Findin
         made += _below(layout, seen, tensor)
     for tensor in forward:
         made += _cancelled(layout, seen, tensor)
-    for tensor in forward:
-        made += _amplified(layout, seen, tensor)
     if all(t.counts is None or is_finite(t.counts) for t in forward):
         made += _gradients(layout, seen, scale)
     first: Dict[str, Finding] = {}
@@ -224,7 +217,7 @@ def _cancelled(layout: Layout, seen: Dict[Key, Tensor], tensor: Tensor) -> List[
     assert counts is not None
     if tensor.snr is None or tensor.snr >= tensor.low_snr / 2 or not is_finite(counts):
         return []
-    read = _compared(seen, tensor)
+    read = [seen[key] for key in tensor.reads if key in seen and seen[key].snr is not None]
     if not read or any((t.snr or 0) < tensor.snr + 20 for t in read):
         return []
     source = min(read, key=lambda t: t.snr or 0)
@@ -233,50 +226,6 @@ def _cancelled(layout: Layout, seen: Dict[Key, Tensor], tensor: Tensor) -> List[
                        f"computed from is at {source.snr:.0f} dB or better")
     finding.keep += [k for t in read if t.is_low for k in layout.kept_for(t.key)]
     return [finding]
-
-
-def _compared(seen: Dict[Key, Tensor], tensor: Tensor) -> List[Tensor]:
-    """What a tensor is computed from, as far as it is in the float32 graph, which has no casts."""
-    found: List[Tensor] = []
-    for key in tensor.reads:
-        one = seen.get(key)
-        if one is not None and one.snr is None and one.op in CASTS:
-            found += _compared(seen, one)
-        elif one is not None and one.snr is not None:
-            found.append(one)
-    return found
-
-
-def _amplified(layout: Layout, seen: Dict[Key, Tensor], tensor: Tensor) -> List[Finding]:
-    """An exponent that makes large errors of small ones: what it is computed from is kept, back to
-    where float16 ends, until it is near float32's."""
-    if tensor.op not in _STEEP or tensor.snr is None or tensor.snr >= _TRUE_ENOUGH \
-            or tensor.counts is None or not is_finite(tensor.counts):
-        return []
-    low = _low_before(seen, tensor)
-    if not low:
-        return []
-    finding = _finding(layout, tensor, "amplification",
-                       f"{tensor.name} is at {tensor.snr:.0f} dB of float32's: it makes large "
-                       f"errors of the small ones of {low[0].name}", tensor.key.node)
-    finding.keep = [name for t in low for name in layout.kept_for(t.key)]
-    return [finding]
-
-
-def _low_before(seen: Dict[Key, Tensor], tensor: Tensor) -> List[Tensor]:
-    """The nearest tensors of less than float32 that a tensor is computed from."""
-    found: Dict[Key, Tensor] = {}
-    waiting, known = list(tensor.reads), set(tensor.reads)
-    while waiting:
-        one = seen.get(waiting.pop(0))
-        if one is None:
-            continue
-        if one.is_low:
-            found[one.key] = one
-            continue
-        waiting += [key for key in one.reads if key not in known]
-        known.update(one.reads)
-    return list(found.values())
 
 
 def _gradients(layout: Layout, seen: Dict[Key, Tensor], scale: float) -> List[Finding]:

@@ -1,7 +1,7 @@
 """Which line of the user's Python made a node: the network is traced once more, with a look at the
 stack where MXNet makes each node."""
+import inspect
 import linecache
-import sys
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence
@@ -24,7 +24,7 @@ class _Lines(mx.AttrScope):
 
 def _line_of_the_user() -> str:
     """The innermost line within the call of the network that is neither MXNet's nor ours."""
-    frame: Optional[FrameType] = sys._getframe(2)
+    frame: Optional[FrameType] = inspect.currentframe()
     while frame is not None and frame.f_code is not call.__code__:
         if frame.f_globals.get("__name__", "").split(".")[0] not in _NOT_THE_USERS:
             path, number = frame.f_code.co_filename, frame.f_lineno

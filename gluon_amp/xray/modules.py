@@ -42,7 +42,8 @@ def looked_at(net: Any, batches: Iterable[Any], loss_fn: Optional[Callable[..., 
                             "needs none, since its losses are in its symbol. Received: loss_fn="
                             f"None, and {type(net).__name__}")
         return Looked(net, batches, loss_fn)
-    module, bucket = _bound(net), getattr(net, "_curr_bucket_key", None)
+    module = _bound(net)
+    bucket = net._curr_bucket_key if isinstance(net, mx.mod.BucketingModule) else None
     block = block_of(module)
     return Looked(block, (_as_tuple(module, bucket, batch) for batch in _single(batches)),
                   loss_fn or _loss_of_heads(Graph.read(block._cached_graph[1])))
