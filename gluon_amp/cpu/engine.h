@@ -170,7 +170,7 @@ class Lease {
 
 // What an operator has made, plain or in oneDNN's blocks, into an array of halves, which rounds it,
 // or of floats.
-void narrow(NDArray made, const TBlob& to, Write write);
+void narrow(const NDArray& made, const TBlob& to, Write write);
 mkldnn::memory::desc in_blocks(const mxnet::TShape& shape, int block);
 int block_size();  // of oneDNN's convolutions on this processor
 

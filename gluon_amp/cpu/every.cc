@@ -126,7 +126,7 @@ void put(const float* from, float* to, int64_t n, Write write) {
 
 }  // namespace
 
-void narrow(NDArray made, const TBlob& to, Write write) {
+void narrow(const NDArray& made, const TBlob& to, Write write) {
   if (write == kNothing) return;
   const mxnet::TShape& shape = to.shape_;
   const bool half = is_half(to);
@@ -148,9 +148,9 @@ void narrow(NDArray made, const TBlob& to, Write write) {
       else kernels->unblock_floats(from, floats(to), d.dims[0], d.dims[1], plane, block, write);
       return;
     }
-    made = made.Reorder2Default();
   }
-  const float* from = floats(made.data());
+  const NDArray plain = made.IsMKLDNNData() ? made.Reorder2Default() : made;
+  const float* from = floats(plain.data());
   if (half) show(from, size(to), 0, to.dptr_, nullptr, true);
   if (half) kernels->narrow(from, halves(to), size(to), write);
   else put(from, floats(to), size(to), write);
