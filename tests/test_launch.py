@@ -44,7 +44,7 @@ def launcher(tmp_path):
                    "2", *arguments, sys.executable, "-W", "ignore", str(tmp_path / "program.py"),
                    *program_arguments]
         started.append(subprocess.Popen(command, stderr=subprocess.PIPE, text=True,
-                                        start_new_session=True,
+                                        start_new_session=True, preexec_fn=heeds_ctrl_c,
                                         env={**os.environ, "OMP_NUM_THREADS": "1",
                                              "LAUNCHED_BY": str(tmp_path)}))
         return started[-1]
@@ -55,6 +55,11 @@ def launcher(tmp_path):
             os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
     assert wait_until(lambda: not left_behind(tmp_path))
+
+
+def heeds_ctrl_c():
+    """What a shell starts in the background does not."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def left_behind(tmp_path, role=""):

@@ -16,7 +16,7 @@ def dtype_name(dtype: Any) -> str:
 
 def to_float32(array: "mx.nd.NDArray") -> "mx.nd.NDArray":
     """A float16 array in float32; a float32 array itself."""
-    if array.dtype is np.float16 and _on_cpu(array):
+    if array.dtype is np.float16 and _on_cpu(array) and library.started():
         return library.call("_gluon_amp_widen", [array])
     return array.astype("float32", copy=False)
 
