@@ -105,14 +105,14 @@ Grid scaled(const Grid& grid, const Rounding& rounding, const OpContext& context
   const bool backward = rounding.scaled != nullptr;
   std::string place = backward ? word_at(*rounding.scaled, i) : std::to_string(i);
   const bool again = backward && place[0] != 'g';
-  const bool trains = backward || context.is_train || context.need_grad;
+  const bool trains = backward || context.is_train;
   return divided(grid, exponent_of(grid, scaling, on_device(place, context), again, trains,
                                    numbers, n));
 }
 
 Grid scaled(const Grid& grid, const std::string& said, const OpContext& context,
             const std::string& place, bool backward, const float* numbers, int64_t n) {
-  const bool trains = backward || context.is_train || context.need_grad;
+  const bool trains = backward || context.is_train;
   return divided(grid, exponent_of(grid, Scaling(said), on_device(place, context), false, trains,
                                    numbers, n));
 }
