@@ -43,7 +43,7 @@ class Scales:
         return {"histories": self.read()}
 
     def __setstate__(self, state: Dict[str, str]) -> None:
-        self.__init__()  # type: ignore[misc]
+        Scales.__init__(self)
         self.write(state["histories"])
 
 
