@@ -120,6 +120,27 @@ def test_tensors_of_any_size_fit_with_scales(rng):
     assert np.array_equal(small(x * 2.0 ** -30).asnumpy(), whole * np.float32(2.0 ** -30))
 
 
+@pytest.mark.parametrize("mode", ["lstm", "gru"])
+@pytest.mark.parametrize("flags", [{}, {"static_alloc": True, "static_shape": True}],
+                         ids=["", "static"])
+def test_a_recorded_prediction_has_the_gradients_of_training(mode, flags, rng):
+    net = amp.convert(layer(mode, num_layers=2), amp.Policy("m", product="tf32", between="bfloat16"))
+    net.hybridize(**flags)
+    x = nd.array(rng.standard_normal((TIME, BATCH, DATA)))
+    weights = net.collect_params().values()
+    made = []
+    for train_mode in (True, False):
+        net(x)
+        with autograd.record(train_mode):
+            y = net(x)
+        for retain in (True, False):
+            y.backward(retain_graph=retain, train_mode=train_mode)
+            made.append([p.grad().asnumpy() for p in weights])
+    for others in made[1:]:
+        for one, other in zip(made[0], others):
+            assert one.any() and np.array_equal(one, other)
+
+
 def test_dropout_between_layers_is_refused_in_training(rng):
     net = layer("lstm", num_layers=2, dropout=0.5)
     amp.convert(net, "tf32")

@@ -45,23 +45,11 @@ bool activation(const Call& call) {
                              : false;
 }
 
-// Shows what a gradient is before it is rounded: f(g, y). oneDNN's would be of x, not of the
-// rounded y.
-template <typename F> void show_gradient(const Call& call, F f) {
-  if (!watching() || !all_half(call) || call.write(0) == kNothing) return;
-  Lease lease;
-  const int64_t n = size(call.out[0]);
-  float *g = lease.memory(n), *y = lease.memory(n);
-  kernels->widen(halves(call.in[0]), g, n);
-  kernels->widen(halves(call.in[1]), y, n);
-  for (int64_t i = 0; i < n; ++i) g[i] = f(g[i], y[i]);
-  show(g, n, 0, call.out[0].dptr_, nullptr, true);
-}
-
+// What is shown: oneDNN's own would be of x, not of the rounded y.
 bool activation_gradient(const Call& call) {  // of y; of y and x for all but relu
   const std::string type = word(call.attrs, "act_type", "");
-  if (type == "sigmoid") show_gradient(call, [](float g, float y) { return g * (y * (1 - y)); });
-  if (type == "tanh") show_gradient(call, [](float g, float y) { return g * (1 - y * y); });
+  if (type == "sigmoid") show_product(call, [](float g, float y) { return g * (y * (1 - y)); });
+  if (type == "tanh") show_product(call, [](float g, float y) { return g * (1 - y * y); });
   return type == "relu"      ? relu_gradient(call)
          : type == "sigmoid" ? sigmoid_gradient(call)
          : type == "tanh"    ? tanh_gradient(call)

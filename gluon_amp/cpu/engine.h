@@ -166,6 +166,10 @@ class Lease {
   std::vector<NDArray> held_;
 };
 
+// Held while an operator works in much scratch. Where MXNet has several workers, one runs after the
+// other: each uses all threads anyway, and scratch is not there once for each worker.
+std::mutex& turn();
+
 // ---- widening and narrowing ----------------------------------------------------------
 
 // What an operator has made, plain or in oneDNN's blocks, into an array of halves, which rounds it,

@@ -187,6 +187,7 @@ void run(const Call& call, bool onednn, const std::vector<uint32_t>& mutated,
          const OpStatePtr* state, std::unique_ptr<Lease>* kept) {
   const Operator& of = call.of;
   if (mutated.empty() && !state && all_nothing(call)) return;
+  const std::lock_guard<std::mutex> mine(turn());
   auto owner = std::make_unique<Lease>();
   Lease& lease = *owner;
   std::vector<NDArray> in, out;

@@ -15,6 +15,7 @@ TBlob part(const TBlob& whole, int64_t first, const mxnet::TShape& shape) {
 void run_in_pieces(const Call& call, bool backward, mxnet::TShape x, mxnet::TShape y, int64_t some,
                    int64_t x_room, int64_t y_room, const Widen& widen) {
   const int64_t all = x[0], per_x = x.Size() / all, per_y = y.Size() / all;
+  const std::lock_guard<std::mutex> mine(turn());
   Lease lease;
   OpContext context = call.context;
   context.is_train = true;  // else MXNet reorders our scratch later, on its engine

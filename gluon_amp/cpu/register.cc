@@ -94,18 +94,20 @@ struct State {
 
   void forward(const Call& call) {
     trained = call.context.is_train;
+    if (loop) return loop->run(call, true);
     // oneDNN's RNN points to scratch after a forward pass of training only
     kept.reset();
     gluon_amp::run(call, onednn, mutated, &inner, onednn && !trained ? nullptr : &kept);
   }
 
   void backward(const Call& call) {
-    if (onednn && !trained) train_again(call);
+    if ((onednn || loop) && !trained) train_again(call);
+    if (loop) return loop->run(call, false);
     gluon_amp::run(call, onednn, {}, &inner, nullptr);
   }
 
  private:
-  // The forward pass of oneDNN's RNN once more, from what its backward pass reads: x, weights, state,
+  // The forward pass of an RNN once more, as predictions keep nothing for a backward pass: from what its backward pass reads: x, weights, state,
   // y, dy; if it has outputs of states: the state and its gradient; an LSTM's cell, and the same of it.
   void train_again(const Call& call) {
     const bool states = outputs_count > 1, lstm = inputs_count > 3;
@@ -114,11 +116,12 @@ struct State {
     if (states) out.push_back(call.in[5]);
     if (states && lstm) out.push_back(call.in[8]);
     Lease results;
-    for (TBlob& made : out) made = results.array(made.shape_).data();
+    for (TBlob& made : out)
+      made = TBlob(results.memory(size(made)), made.shape_, mshadow::cpu::kDevMask, made.type_flag_, 0);
     OpContext training = call.context;
     training.is_train = true;
     const std::vector<OpReqType> req(out.size(), mxnet::kWriteTo);
-    forward({of, call.attrs, training, in, req, out, {}});
+    forward({of, call.attrs, training, in, req, out, rounding(true)});
   }
 };
 
@@ -285,7 +288,6 @@ void register_operator(const nnvm::Op* x) {
           call.rounding.draw(context);
           const Watch watch(call, held.watched.empty() ? nullptr : &held.watched,
                             forward ? nullptr : &held.watched_inputs);
-          if (held.loop) return held.loop->run(call, forward);
           forward ? held.forward(call) : held.backward(call);
         }));
   } else {

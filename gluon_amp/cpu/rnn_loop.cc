@@ -288,13 +288,12 @@ void RnnLoop::Layers::forward(const Call& call) {
   }
   Floats* made[] = {&x, &last_h, &last_c};
   for (size_t i = 0; i < call.out.size(); ++i) give(call, i, std::move(*made[i]));
-  if (!call.context.is_train && !call.context.need_grad) kept.clear(), inputs.clear();
+  if (!call.context.is_train) kept.clear(), inputs.clear();
 }
 
 // Data, parameters, state, output, its gradient; [state's output, its gradient]; of an lstm the
 // cell, [its output, its gradient].
 void RnnLoop::Layers::backward(const Call& call) {
-  if (kept.empty()) throw dmlc::Error("RNN's gradients need a forward pass that is recorded");
   const TBlob& data = call.in[0];
   const bool lstm = mode == "lstm", with_states = call.in.size() > (lstm ? 6 : 5);
   const Sizes of{data.shape_[0], data.shape_[1], units, gates};

@@ -85,4 +85,9 @@ float* Lease::memory(int64_t count) {
   return floats(held_.back().data());
 }
 
+std::mutex& turn() {
+  static std::mutex* made = new std::mutex;
+  return *made;
+}
+
 }  // namespace gluon_amp

@@ -49,6 +49,22 @@ bool is_reference();
 // node runs it, since it shows what it rounds.
 bool generic_code_is_the_same(const std::string& name);
 
+// For code of its own: shows what a gradient is before it is rounded, f(the one above, what the
+// forward pass has kept).
+template <class F>
+void show_product(const Call& call, F f) {
+  const TBlob& made = call.out[0];
+  if (!watching() || call.write(0) == kNothing) return;
+  if (!is_half(call.in[0]) || !is_half(call.in[1]) || !is_half(made)) return;
+  Lease lease;
+  const int64_t n = size(made);
+  float *g = lease.memory(n), *kept = lease.memory(n);
+  kernels->widen(halves(call.in[0]), g, n);
+  kernels->widen(halves(call.in[1]), kept, n);
+  for (int64_t i = 0; i < n; ++i) g[i] = f(g[i], kept[i]);
+  show(g, n, 0, made.dptr_, nullptr, true);
+}
+
 // Whether it gives the same numbers but for the last bits of float32. A watched node then runs it
 // beside its own code, into scratch, only to show what is about to be rounded.
 bool generic_code_is_near(const std::string& name);
