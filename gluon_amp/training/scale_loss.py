@@ -27,5 +27,6 @@ def scale_loss(loss: Any, trainer: Trainer) -> Iterator[Any]:
     with mx.autograd.record(mx.autograd.is_training()):
         scaled = [one * scale for one in losses]
     yield scaled if several else scaled[0]
+    trainer._note_written()
     trainer._note(losses, scale)
     trainer._steps.watch(trainer._waiting())

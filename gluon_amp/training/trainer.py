@@ -102,6 +102,11 @@ class Trainer(TakesSteps, RanksTrainer):
         self._check_ranks_once()
         return self._steps.updated
 
+    def allreduce_grads(self) -> None:
+        """Sums gradients over devices and workers, for `unscale`, `clip_norm` and `update`."""
+        super().allreduce_grads()
+        self._steps.watch(self._waiting())
+
     def update(self, batch_size: int, ignore_stale_grad: bool = False) -> bool:
         """The rest of a `step`, after `allreduce_grads` has summed the gradients."""
         self._check_step(batch_size, ignore_stale_grad)
@@ -165,7 +170,7 @@ class Trainer(TakesSteps, RanksTrainer):
         averages: List[Tuple[Any, Any]] = []
 
         def go_back(at: float, retain: bool = True) -> None:
-            heads = [mx.nd.ones_like(one.as_nd_ndarray()) * at for one in losses]
+            heads = [mx.nd.full(one.shape, at, one.context, one.dtype) for one in losses]
             mx.autograd.backward(losses, heads, retain)
             if self.after_pass is not None:
                 self.after_pass(at)
@@ -223,8 +228,7 @@ class Trainer(TakesSteps, RanksTrainer):
                                   for g in p.list_grad()])
 
     def _note(self, losses: List[Any], scale: float) -> None:
-        """After a backward pass."""
-        self._note_written()
+        """After backward passes."""
         pending = self._steps.pending
         pending.scale = scale
         pending.losses += [loss.detach() for loss in losses]
@@ -266,8 +270,8 @@ class Trainer(TakesSteps, RanksTrainer):
     def _check_backward(self, call: str) -> None:
         if not self._steps.scaling:
             return
-        next(self._weights())  # or the error that there is nothing to train
         if self._steps.pending.scale is None:
+            next(self._weights())  # or the error that there is nothing to train
             raise RuntimeError(f"{call} needs new gradients: call trainer.backward(loss), not "
                                "loss.backward(), before each step")
         self._check_nobody_else()
@@ -312,7 +316,6 @@ class Trainer(TakesSteps, RanksTrainer):
                                            if p.grad_req != "null")
         self._steps.pending.summed = {(i, device): array for i, arrays in summed.items()
                                       for device, array in enumerate(arrays)}
-        self._steps.watch(self._waiting())
 
     def _update(self, ignore_stale_grad: bool = False) -> None:
         pending = self._steps.pending
