@@ -21,7 +21,7 @@ $columns
 input[type=search] { font: inherit; font-size: 0.9rem; padding: 0.2rem 0.5rem; margin: 0.5rem 0;
                      width: min(100%, 20rem); box-sizing: border-box; }
 .plots { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 30rem), 1fr));
-         gap: 1.5rem; }
+         gap: 1.5rem; margin: 1.5rem 0; }
 figure svg { width: 100%; height: auto; display: block; max-width: 40rem; }
 figcaption, details, dl { font-size: 0.85rem; }
 figcaption { color: var(--grey); max-width: 40rem; }
