@@ -124,7 +124,8 @@ def test_tensors_of_any_size_fit_with_scales(rng):
 @pytest.mark.parametrize("flags", [{}, {"static_alloc": True, "static_shape": True}],
                          ids=["", "static"])
 def test_a_recorded_prediction_has_the_gradients_of_training(mode, flags, rng):
-    net = amp.convert(layer(mode, num_layers=2), amp.Policy("m", product="tf32", between="bfloat16"))
+    policy = amp.Policy("m", product="tf32", between="bfloat16")
+    net = amp.convert(layer(mode, num_layers=2), policy)
     net.hybridize(**flags)
     x = nd.array(rng.standard_normal((TIME, BATCH, DATA)))
     weights = net.collect_params().values()
@@ -136,9 +137,10 @@ def test_a_recorded_prediction_has_the_gradients_of_training(mode, flags, rng):
         for retain in (True, False):
             y.backward(retain_graph=retain, train_mode=train_mode)
             made.append([p.grad().asnumpy() for p in weights])
-    for others in made[1:]:
-        for one, other in zip(made[0], others):
-            assert one.any() and np.array_equal(one, other)
+    first, *others = made
+    assert all(one.any() for one in first)
+    for again in others:
+        assert all(map(np.array_equal, first, again))
 
 
 def test_dropout_between_layers_is_refused_in_training(rng):
