@@ -272,8 +272,9 @@ def main():
                   f"{sum(r['trains'] for r in group)} train as in float32; of "
                   f"{sum(not r['named after'] for r in group)} nothing is named once it is kept")
     if options.output:
-        write_csv(options.output, ["network", "fault", "found", "named", "keep", "named after", "trains",
-                                   "float32", "float16", "float32 from itself", "error"], table)
+        write_csv(options.output, ["network", "fault", "found", "named", "keep", "named after",
+                                   "trains", "float32", "float16", "float32 from itself",
+                                   "error"], table)
     return 0
 
 
