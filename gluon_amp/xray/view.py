@@ -189,7 +189,7 @@ def xray(net: Any, batches: Iterable[Any], loss_fn: Any = None, trainer: Any = N
     view.findings = findings(layout, view.tensors, view.scale)
     if view.findings:
         with random_numbers_kept() as draw_again:
-            _try_keeping(trial, view, chosen, loss_fn, lost, reference, draw_again)
+            _try_keeping(trial, right, view, chosen, loss_fn, lost, draw_again)
     view.weights = updates.weights()
     if view.first_overflow:
         view.first_overflow.where = _code_of(trial, chosen[0], view.first_overflow.node)
@@ -276,8 +276,11 @@ def _look_again(trial: Trial, right: Optional[Trial], batches: List[Any], loss_f
     layout = _layout(trial)
     again = _Again(list(layout.tensors()), 0.0, [])
     for i, batch in enumerate(batches):
-        draw_again()
-        whole = right.run(batch, loss_fn, scale) if right else None
+        whole = None
+        if right is not None:
+            draw_again()
+            right.copy()
+            whole = right.run(batch, loss_fn, scale)
         draw_again()
         at, ran = _run(trial, batch, loss_fn, scale, draw_again)
         again.scale = again.scale or at
@@ -293,15 +296,14 @@ def _look_again(trial: Trial, right: Optional[Trial], batches: List[Any], loss_f
     return again
 
 
-def _try_keeping(first: Trial, view: View, batches: List[Any], loss_fn: Any, lost: float,
-                 reference: bool, draw_again: Callable[[], None]) -> None:
+def _try_keeping(first: Trial, right: Optional[Trial], view: View, batches: List[Any],
+                 loss_fn: Any, lost: float, draw_again: Callable[[], None]) -> None:
     """Keeps what is found, looks at all batches again, and goes on until nothing is found."""
     net, calls = first.net, first.calls
     names: Dict[str, None] = {}
     kept: Set[str] = set()
     again = _Again(view.tensors, view.scale, view.findings, fits=False)
     known_nodes = [n.name for call in calls.values() for n in call.clean.nodes_within()]
-    right = Trial(net, POLICIES["float32"], calls=calls, samples=True) if reference else None
     for _ in range(_ROUNDS):
         wanted = [name for finding in again.found for name in finding.keep]
         new = {line: nodes for name in wanted
