@@ -9,7 +9,7 @@ from .statistics import Counts, Key
 from .tensors import Layout, Tensor
 
 _MOST_LOST = 0.1  # of a gradient's norm, before a network is said to need something
-_STANDS_OUT = 4  # times the worth of what products round
+_STANDS_OUT = 4  # times the worth of what three products in four round
 _POWERS = tuple(range(-48, 49))  # of two: by which a tensor is moved to see what it loses
 _SCALES = [2.0 ** e for e in range(-24, 41)]  # that a loss scale is looked for in
 
@@ -253,15 +253,15 @@ def _rounded_before(seen: Dict[Key, Tensor], tensor: Tensor) -> List[Tensor]:
 
 def _moving_the_loss(layout: Layout, forward: List[Tensor]) -> List[Finding]:
     """Tensors whose rounding moves the loss by more than rounding the loss itself would, and far
-    more than the usual product's, which no training in the format can do without."""
+    more than that of three products in four, which no training in the format does without."""
     worths = {t.key: statistics.mean(t.worths) for t in forward if t.worths}
     products = {t.key.node: worths[t.key] for t in forward if t.key in worths and t.op in PRODUCTS}
     made = []
     for tensor in sorted(forward, key=lambda t: -worths.get(t.key, 0.0)):
         worth = worths.get(tensor.key, 0.0)
-        others = [w for node, w in products.items() if node != tensor.key.node]
+        others = sorted(w for node, w in products.items() if node != tensor.key.node)
         if worth > 2.0 ** -(tensor.format.fraction + 1) \
-                and others and worth > _STANDS_OUT * statistics.median(others):
+                and others and worth > _STANDS_OUT * others[3 * len(others) // 4]:
             made.append(_finding(layout, tensor, "small errors move the loss",
                                  f"what rounding adds to {tensor.name} moves the loss by "
                                  f"{worth:.2%} from step to step"))
