@@ -249,6 +249,26 @@ def write_csv(path, columns, rows):
     replace_file(path, write)
 
 
+def show(row):
+    print(f"{row['network']:13} {row['fault']:24} found {row['found']!s:5} trains "
+          f"{row['trains']!s:5} {row.get('float32', ''):7} {row.get('float16', ''):7} "
+          f"{row['named'][:70]} | {row['keep'][:60]} | {row['named after'][:60]} "
+          f"{row.get('error', '')}", flush=True)
+
+
+def conclude(table, output):
+    planted = [row for row in table if row["fault"] != "none"]
+    healthy = [row for row in table if row["fault"] == "none"]
+    for what, group in (("planted faults", planted), ("healthy networks", healthy)):
+        if group:
+            print(f"{what}: {sum(r['found'] for r in group)} of {len(group)} judged right; "
+                  f"{sum(r['trains'] for r in group)} train as in float32; of "
+                  f"{sum(not r['named after'] for r in group)} nothing is named once it is kept")
+    if output:
+        write_csv(output, ["network", "fault", "found", "named", "keep", "named after", "trains",
+                           "float32", "float16", "float32 from itself", "error"], table)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--networks", nargs="*", default=list(NETWORKS), metavar="NAME")
@@ -258,23 +278,9 @@ def main():
     table = []
     for name in options.networks:
         for fault in options.faults:
-            row = examine(name, fault)
-            table.append(row)
-            print(f"{name:13} {row['fault']:24} found {row['found']!s:5} trains "
-                  f"{row['trains']!s:5} {row.get('float32', ''):7} {row.get('float16', ''):7} "
-                  f"{row['named'][:70]} | {row['keep'][:60]} | {row['named after'][:60]} "
-                  f"{row.get('error', '')}", flush=True)
-    planted = [row for row in table if row["fault"] != "none"]
-    healthy = [row for row in table if row["fault"] == "none"]
-    for what, group in (("planted faults", planted), ("healthy networks", healthy)):
-        if group:
-            print(f"{what}: {sum(r['found'] for r in group)} of {len(group)} judged right; "
-                  f"{sum(r['trains'] for r in group)} train as in float32; of "
-                  f"{sum(not r['named after'] for r in group)} nothing is named once it is kept")
-    if options.output:
-        write_csv(options.output, ["network", "fault", "found", "named", "keep", "named after",
-                                   "trains", "float32", "float16", "float32 from itself",
-                                   "error"], table)
+            table.append(examine(name, fault))
+            show(table[-1])
+    conclude(table, options.output)
     return 0
 
 
