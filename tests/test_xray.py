@@ -36,6 +36,7 @@ FAULTS = {
     "an exponent": (lambda F, x: F.exp(x * 5), "range above"),
     "nearly nothing": (lambda F, x: x * 1e-7, "range below"),
     "a difference that cancels": (lambda F, x: (x + 3e3) - 3e3, "cancellation"),
+    "an exponent of a large sum": (lambda F, x: F.exp((x + 300) - 300), "small errors move"),
 }
 
 
@@ -52,6 +53,24 @@ def test_a_planted_fault_is_named_first_and_what_is_kept_mends_it(fault):
     assert after.findings == []
     assert np.isfinite(after.losses).all()
     np.testing.assert_allclose(after.losses, after.reference_losses, rtol=0.01)
+
+
+def test_what_is_kept_is_tried_on_all_batches():
+    net = nn.HybridSequential(prefix="net_")
+    with net.name_scope():
+        net.add(nn.Dense(8, use_bias=False),
+                nn.HybridLambda(lambda F, x: x * 3e4 * 30 * 1e-6, prefix="always_"),
+                nn.Dense(8, use_bias=False),
+                nn.HybridLambda(lambda F, x: F.sqrt(x * x + 1), prefix="sometimes_"), nn.Dense(4))
+    mx.random.seed(1)
+    net.initialize(mx.init.Xavier())
+    amp.convert(net)
+    small, large = rows()
+    given = [small, (large[0] * 1000, large[1])]
+    view = amp.xray(net, given, LOSS)
+    assert {"net_always", "net_sometimes"} <= set(view.keep)
+    amp.convert(net, keep=view.keep)
+    assert amp.xray(net, given, LOSS).findings == []
 
 
 def test_a_healthy_network_gets_no_advice_and_a_window_of_loss_scales():

@@ -92,6 +92,52 @@ def test_an_rnn_layer_by_itself_is_looked_into():
     np.testing.assert_allclose(view.losses, view.reference_losses, rtol=0.01)
 
 
+def test_a_network_in_numpy_mode_is_looked_into():
+    mx.npx.set_np()
+    try:
+        net = prepared(nn.Dense(4, in_units=6))
+        given = [tuple(array.as_np_ndarray() for array in batch) for batch in rows()]
+        view = amp.xray(net, given, LOSS)
+    finally:
+        mx.npx.reset_np()
+    assert view.findings == []
+    np.testing.assert_allclose(view.losses, view.reference_losses, rtol=0.01)
+
+
+def test_where_what_all_products_round_moves_the_loss_none_is_named():
+    mx.random.seed(1)
+    net = gluon.model_zoo.vision.mobilenet0_25(classes=4)  # norms of 16 numbers at its end
+    net.initialize(mx.init.Xavier())
+    rng = np.random.default_rng(0)
+    batch = nd.array(rng.standard_normal((16, 3, 32, 32))), nd.array(rng.integers(0, 4, 16))
+    net(batch[0])
+    view = amp.xray(amp.convert(net), [batch], LOSS, reference=False)
+    assert max(worth for t in view.tensors for worth in t.worths) > 2.0 ** -11
+    assert view.findings == []
+
+
+class OfOneName(gluon.HybridBlock):
+    """A block and an operator that are called relu0, below gradients that vanish."""
+
+    def __init__(self):
+        super().__init__(prefix="net_")
+        with self.name_scope():
+            self.first, self.relu, self.last = nn.Dense(8), nn.Activation("relu"), nn.Dense(4)
+
+    def hybrid_forward(self, F, x):
+        y = F.relu(self.relu(self.first(x)) + 1)
+        return self.last(F.contrib.gradientmultiplier(y, scalar=1e-13))
+
+
+def test_a_block_and_an_operator_of_one_name_are_both_kept():
+    net = prepared(OfOneName())
+    view = amp.xray(net, rows(), LOSS)
+    assert "net_relu0" in view.keep
+    assert not any("still" in note for note in view.notes)
+    amp.convert(net, keep=view.keep)
+    assert amp.xray(net, rows(), LOSS).findings == []
+
+
 def test_a_block_that_is_called_twice_is_counted_twice():
     view = amp.xray(prepared(Mean()), rows(1), LOSS)
     numbers = {t.key: t.counts.numbers for t in view.tensors}

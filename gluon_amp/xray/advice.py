@@ -1,13 +1,15 @@
 """From counts to advice: what is wrong where, which loss scales fit, where infinities begin."""
 import math
+import statistics
 from dataclasses import dataclass
 from typing import Callable, Dict, Iterable, List, Mapping, NamedTuple, Optional, Tuple
 
-from ..graph.operators import numbers
+from ..graph.operators import PRODUCTS, numbers
 from .statistics import Counts, Key
 from .tensors import Layout, Tensor
 
 _MOST_LOST = 0.1  # of a gradient's norm, before a network is said to need something
+_STANDS_OUT = 4  # times the worth of what three products in four round
 _POWERS = tuple(range(-48, 49))  # of two: by which a tensor is moved to see what it loses
 _SCALES = [2.0 ** e for e in range(-24, 41)]  # that a loss scale is looked for in
 
@@ -21,7 +23,8 @@ class Finding:
         tensor: its name.
         reason: "range above" or "range below" (numbers too large or too small for the format), with
             ", by a constant" where one of the operator is to blame; "cancellation": a difference of
-            numbers that are nearly alike; "gradients change their size".
+            numbers that are nearly alike; "small errors move the loss"; "gradients change their
+            size".
         detail: a sentence with figures.
         keep: the nodes to keep in float32.
     """
@@ -139,7 +142,8 @@ def _lowest(tensor: Tensor, counts: Counts, lost: float) -> float:
 
 def findings(layout: Layout, tensors: List[Tensor], scale: float) -> List[Finding]:
     """The nodes that are to blame, the worst first: where infinities begin, then forward tensors
-    that lose their numbers, then differences that cancel, then gradients that no scale fits."""
+    that lose their numbers, then differences that cancel, then tensors on whose last digits the
+    loss hangs, then gradients that no scale fits."""
     seen = {t.key: t for t in tensors if t.counts is not None}
     made: List[Finding] = []
     forward = sorted((t for t in seen.values() if not t.key.backward), key=lambda t: t.place)
@@ -149,6 +153,8 @@ def findings(layout: Layout, tensors: List[Tensor], scale: float) -> List[Findin
         made += _below(layout, seen, tensor)
     for tensor in forward:
         made += _cancelled(layout, seen, tensor)
+    if not made:  # else gradients are not what they will be
+        made += _moving_the_loss(layout, forward)
     if all(t.counts is None or is_finite(t.counts) for t in forward):
         made += _gradients(layout, seen, scale)
     first: Dict[str, Finding] = {}
@@ -215,7 +221,8 @@ def _cancelled(layout: Layout, seen: Dict[Key, Tensor], tensor: Tensor) -> List[
     """A tensor that is far from float32's though all that it is computed from is near."""
     counts = tensor.counts
     assert counts is not None
-    if tensor.snr is None or tensor.snr >= tensor.low_snr / 2 or not is_finite(counts):
+    least = min(t.low_snr for t in seen.values())  # float32 has to be no truer than what it reads
+    if tensor.snr is None or tensor.snr >= least / 2 or not is_finite(counts):
         return []
     read = [seen[key] for key in tensor.reads if key in seen and seen[key].snr is not None]
     if not read or any((t.snr or 0) < tensor.snr + 20 for t in read):
@@ -224,8 +231,41 @@ def _cancelled(layout: Layout, seen: Dict[Key, Tensor], tensor: Tensor) -> List[
     finding = _finding(layout, tensor, "cancellation",
                        f"{tensor.name} is at {tensor.snr:.0f} dB of float32's, though what it is "
                        f"computed from is at {source.snr:.0f} dB or better")
-    finding.keep += [k for t in read if t.is_low for k in layout.kept_for(t.key)]
+    rounded = [t for t in read if t.is_low] or _rounded_before(seen, source)
+    finding.keep += [k for t in rounded for k in layout.kept_for(t.key)]
     return [finding]
+
+
+def _rounded_before(seen: Dict[Key, Tensor], tensor: Tensor) -> List[Tensor]:
+    """Of less than float32, the tensor that a float32 one has most of its error from."""
+    def truth(read: Tensor) -> float:
+        if read.snr is None:  # a cast, which no float32 graph has
+            return min((truth(seen[key]) for key in read.reads if key in seen), default=math.inf)
+        return read.snr
+
+    while not tensor.is_low:
+        read = [seen[key] for key in tensor.reads if key in seen]
+        if not read:
+            return []
+        tensor = min(read, key=truth)
+    return [tensor]
+
+
+def _moving_the_loss(layout: Layout, forward: List[Tensor]) -> List[Finding]:
+    """Tensors whose rounding moves the loss by more than rounding the loss itself would, and far
+    more than that of three products in four, which no training in the format does without."""
+    worths = {t.key: statistics.mean(t.worths) for t in forward if t.worths}
+    products = {t.key.node: worths[t.key] for t in forward if t.key in worths and t.op in PRODUCTS}
+    made = []
+    for tensor in sorted(forward, key=lambda t: -worths.get(t.key, 0.0)):
+        worth = worths.get(tensor.key, 0.0)
+        others = sorted(w for node, w in products.items() if node != tensor.key.node)
+        if worth > 2.0 ** -(tensor.format.fraction + 1) \
+                and others and worth > _STANDS_OUT * others[3 * len(others) // 4]:
+            made.append(_finding(layout, tensor, "small errors move the loss",
+                                 f"what rounding adds to {tensor.name} moves the loss by "
+                                 f"{worth:.2%} from step to step"))
+    return made
 
 
 def _gradients(layout: Layout, seen: Dict[Key, Tensor], scale: float) -> List[Finding]:

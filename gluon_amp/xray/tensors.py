@@ -22,8 +22,10 @@ class Tensor:
         format: the format that it has.
         reads: keys of the tensors that it is computed from.
         carried: in a loop, those that it reads of the round before.
+        gradients: of an output, the tensors that its gradient is the sum of.
         counts: what was counted, over all steps.
         snr: against the float32 step, in dB, the worst of the steps; None without a reference.
+        worths: by how much of the loss its own rounding moves it, of each step; see worth.py.
     """
     key: Key
     kind: str
@@ -32,8 +34,10 @@ class Tensor:
     format: Format
     reads: List[Key] = field(repr=False, default_factory=list)
     carried: List[Key] = field(repr=False, default_factory=list)
+    gradients: List[Key] = field(repr=False, default_factory=list)
     counts: Optional[Counts] = field(repr=False, default=None)
     snr: Optional[float] = None
+    worths: List[float] = field(repr=False, default_factory=list)
 
     @property
     def name(self) -> str:
@@ -114,6 +118,7 @@ class Layout:
             if node.subgraphs:
                 continue
             outputs = [e for e in self.users if e.node is node]
+            gradients = {e: self._gradients(e) for e in outputs}
             for entry in outputs:
                 format_ = self._format(entry)
                 if format_ is not None:
@@ -121,17 +126,21 @@ class Layout:
                     carried = [made for e in node.inputs if e.node in self.carried
                                for made in self.source(self.carried[e.node])]
                     yield Tensor(Key(name, False, entry.output), "output", node.op,
-                                 self.order[name], format_, reads, carried)
+                                 self.order[name], format_, reads, carried, gradients[entry])
             for i, entry in enumerate(node.inputs):
                 format_ = self._format(entry)
                 if format_ is None:
                     continue
                 weight = self.root(entry).node.name in self.parameters
-                above = [Key(user.name, True, k) for e in outputs for user in self._readers(e)
-                         for k, read in enumerate(user.inputs)
-                         if set(self.source(read)) & set(self.source(e))]
+                above = [key for e in outputs for key in gradients[e]]
                 yield Tensor(Key(name, True, i), "weight gradient" if weight else "gradient",
                              node.op, last - self.order[name], format_, above)
+
+    def _gradients(self, entry: Entry) -> List[Key]:
+        """The gradients of all inputs that read an entry."""
+        return [Key(user.name, True, k) for user in self._readers(entry)
+                for k, read in enumerate(user.inputs)
+                if set(self.source(read)) & set(self.source(entry))]
 
     def _readers(self, entry: Entry) -> List[Node]:
         """The nodes that read an entry, in bodies, too; behind those that are not watched, their

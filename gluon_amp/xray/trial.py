@@ -38,10 +38,18 @@ Typed = Tuple[Graph, Dict[str, str]]  # a graph with its casts, and its variable
 
 
 class Ran(NamedTuple):
-    """A step that was run: its loss, whether its gradients are finite, and what was counted."""
+    """A step that was run.
+
+    Attributes:
+        loss: the mean of its numbers.
+        finite: whether the gradients are.
+        counts: what was counted.
+        total: the sum of the sizes of the loss's numbers, whose sum is what gradients are of.
+    """
     loss: float
     finite: bool
     counts: Dict[Key, Counts]
+    total: float = 0.0
 
 
 class Call(NamedTuple):
@@ -271,7 +279,7 @@ class Trial:
             loss = loss_of(self.net, batch, loss_fn)
         mx.autograd.backward([loss], [mx.nd.ones_like(loss.as_nd_ndarray()) * scale])
         counts = read()
-        return Ran(mean_of(loss), all_finite(self.gradients()), counts)
+        return Ran(mean_of(loss), all_finite(self.gradients()), counts, total_of(loss))
 
     def look(self, batch: Any) -> None:
         """One forward pass, as training makes it, to know the graphs."""
@@ -301,4 +309,8 @@ def loss_of(net: Any, batch: Any, loss_fn: Any) -> Any:
 
 
 def mean_of(loss: Any) -> float:
-    return float(loss.astype("float32").mean().asscalar())
+    return float(loss.as_nd_ndarray().astype("float32").mean().asscalar())
+
+
+def total_of(loss: Any) -> float:
+    return float(loss.as_nd_ndarray().astype("float32").abs().sum().asscalar())

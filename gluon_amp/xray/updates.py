@@ -7,7 +7,7 @@ from ..cpu.arrays import to_float32
 from ..training.step import clear_added
 from ..training.trainer import Trainer
 from .statistics import Counts, Key, read
-from .trial import Ran, Watched, loss_of, mean_of, split, standing_in
+from .trial import Ran, Watched, loss_of, mean_of, split, standing_in, total_of
 
 
 @dataclass
@@ -65,7 +65,7 @@ class Updates:
         scale, backward = [one for one in passes if one[0]][-1]  # a look at heads begins with 0
         forward = {key: counts for key, counts in passes[0][1].items() if not key.backward}
         counts = {**forward, **{key: c for key, c in backward.items() if key.backward}}
-        return scale, Ran(mean_of(loss), True, counts)
+        return scale, Ran(mean_of(loss), True, counts, total_of(loss))
 
     def _count(self) -> None:
         for p in self.parameters:

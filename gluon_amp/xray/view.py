@@ -33,6 +33,7 @@ from .statistics import Counts, Key, at_scale, decibels, take_samples
 from .tensors import Layout, Tensor, fill
 from .trial import FIRST_SCALE, LEAST_SCALE, Ran, Trial, check, split
 from .updates import Updates, Weight
+from .worth import weigh
 
 _ROUNDS = 12  # of trying what to keep
 
@@ -188,7 +189,7 @@ def xray(net: Any, batches: Iterable[Any], loss_fn: Any = None, trainer: Any = N
     view.findings = findings(layout, view.tensors, view.scale)
     if view.findings:
         with random_numbers_kept() as draw_again:
-            _try_keeping(trial, view, chosen[0], loss_fn, lost, reference, draw_again)
+            _try_keeping(trial, right, view, chosen, loss_fn, lost, draw_again)
     view.weights = updates.weights()
     if view.first_overflow:
         view.first_overflow.where = _code_of(trial, chosen[0], view.first_overflow.node)
@@ -239,6 +240,7 @@ def _note(view: View, scale: float, ran: Ran, number: int, lost: float,
     if not view.steps:
         view.scale = scale
     fill(view.tensors, ran.counts, reference, view.scale / scale)
+    weigh(view.tensors, ran, scale)
     view.losses.append(ran.loss)
     for counts in ran.counts.values():
         counts.sample = None  # all steps are kept
@@ -250,47 +252,81 @@ def _note(view: View, scale: float, ran: Ran, number: int, lost: float,
     view.windows.append(window(one, scale, lost) if fits else None)
 
 
-def _try_keeping(first: Trial, view: View, batch: Any, loss_fn: Any, lost: float,
-                 reference: bool, draw_again: Callable[[], None]) -> None:
-    """Keeps what is found, looks again, and goes on until nothing is found."""
+@dataclass
+class _Again:
+    """What some batches show with more nodes kept.
+
+    Attributes:
+        tensors: with their counts, gradients at the loss scale `scale`.
+        found: what is still found.
+        fits: whether no forward tensor overflows.
+        failed: the place of the batch after which something was found, that is the last one looked
+            at; 0 where nothing was.
+    """
+    tensors: List[Tensor]
+    scale: float
+    found: List[Finding]
+    fits: bool = True
+    failed: int = 0
+
+
+def _look_again(trial: Trial, right: Optional[Trial], batches: List[Any], loss_fn: Any,
+                scale: float, draw_again: Callable[[], None]) -> _Again:
+    """Looks at batches up to the first one after which something is found."""
+    layout = _layout(trial)
+    again = _Again(list(layout.tensors()), 0.0, [])
+    for i, batch in enumerate(batches):
+        whole = None
+        if right is not None:
+            draw_again()
+            right.copy()
+            whole = right.run(batch, loss_fn, scale)
+        draw_again()
+        at, ran = _run(trial, batch, loss_fn, scale, draw_again)
+        again.scale = again.scale or at
+        fill(again.tensors, ran.counts, at_scale(whole.counts, at / scale) if whole else None,
+             again.scale / at)
+        weigh(again.tensors, ran, at)
+        scale = at
+        again.fits = again.fits and _forward_is_finite(ran.counts)
+        again.found = findings(layout, [t for t in again.tensors if t.counts], again.scale)
+        if again.found:
+            again.failed = i
+            break
+    return again
+
+
+def _try_keeping(first: Trial, right: Optional[Trial], view: View, batches: List[Any],
+                 loss_fn: Any, lost: float, draw_again: Callable[[], None]) -> None:
+    """Keeps what is found, looks at all batches again, and goes on until nothing is found."""
     net, calls = first.net, first.calls
     names: Dict[str, None] = {}
     kept: Set[str] = set()
-    found, scale, ran = view.findings, view.scale, Ran(0, False, view.steps[0][1])
-    tensors = view.tensors
+    again = _Again(view.tensors, view.scale, view.findings, fits=False)
     known_nodes = [n.name for call in calls.values() for n in call.clean.nodes_within()]
-    whole = None
-    if reference:
-        right = Trial(net, POLICIES["float32"], calls=calls, samples=True)
-        whole = right.run(batch, loss_fn, view.scale)
     for _ in range(_ROUNDS):
-        wanted = [name for finding in found for name in finding.keep]
+        wanted = [name for finding in again.found for name in finding.keep]
         new = {line: nodes for name in wanted
-               for line, nodes in keep_for(net, name, known_nodes).items() if line not in names}
+               for line, nodes in keep_for(net, name, known_nodes).items() if not nodes <= kept}
         if not new:
             break
         for line, nodes in new.items():
             names[line] = None
             kept |= nodes
         trial = Trial(net, net._amp.policy, kept, calls=calls)
-        layout = _layout(trial)
-        tensors = list(layout.tensors())
-        draw_again()
-        scale, ran = _run(trial, batch, loss_fn, view.scale, draw_again)
-        fill(tensors, ran.counts, whole.counts if whole else None)
-        found = findings(layout, [t for t in tensors if t.counts], scale)
+        again = _look_again(trial, right, batches, loss_fn, view.scale, draw_again)
+        # The batch that showed something is the first to be tried with what is kept next.
+        batches = [*batches[again.failed:], *batches[:again.failed]]
         known = {f.node for f in view.findings}
-        view.findings += [f for f in found if f.node not in known]
-        if not found:
-            break
+        view.findings += [f for f in again.found if f.node not in known]
     if names:
         view.keep = [*(name for name in kept_already(net) if name not in names), *names]
-    if not _forward_is_finite(view.steps[0][1]) and _forward_is_finite(ran.counts):
-        view.window = window([t for t in tensors if t.counts], scale, lost)
+    if again.fits and (view.window is None or view.window.low > view.window.high):
+        view.window = window([t for t in again.tensors if t.counts], again.scale, lost)
         view.notes.append("the loss scales are those of the network with these kept in float32")
-    if found:
+    if again.found:
         view.notes.append("with these kept, float16 still does not suit: "
-                          + ", ".join(f.node for f in found[:5]))
+                          + ", ".join(f.node for f in again.found[:5]))
 
 
 def _code_of(trial: Trial, batch: Any, node: str) -> str:

@@ -186,13 +186,23 @@ def made(name, fault, policy="float16", keep=()):
     return net, batches
 
 
-def trained(name, fault, policy, keep=()):
-    """The mean of the last ten losses."""
+def trained(name, fault, policy, keep=(), scale=2.0 ** 16, seed=None):
+    """The mean of the last ten losses.
+
+    Args:
+        scale: the loss scale to begin with.
+        seed: changes the first weights by up to 2^-12 of them.
+    """
     logging.getLogger("gluon_amp").setLevel(logging.ERROR)
     net, batches = made(name, fault, policy, keep)
+    if seed is not None:
+        rng = np.random.default_rng(seed)
+        for parameter in net.collect_params().values():
+            array = parameter.data()
+            array *= nd.array(1 + rng.uniform(-1, 1, array.shape) * 2.0 ** -12)
     trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.01, "momentum": 0.9},
                           clip_norm=1.0, loss_scale=None if policy == "float32" else
-                          amp.DynamicLossScale(minimum=2.0 ** -24))
+                          amp.DynamicLossScale(scale, minimum=2.0 ** -24))
     losses = []
     for step in range(STEPS):
         data, label = batches[step % len(batches)]
@@ -212,11 +222,19 @@ def examine(name, fault):
     row = {"network": name, "fault": fault or "none", "named": " ".join(first),
            "found": any("planted_" in node for node in first) if fault else not view.findings,
            "keep": " ".join(view.keep)}
+    kept, _ = made(name, FAULTS.get(fault), keep=view.keep)
+    row["named after"] = " ".join(f.node for f in amp.xray(kept, batches, LOSS, steps=2).findings)
     try:
-        losses = [trained(name, FAULTS.get(fault), policy, keep)
-                  for policy, keep in (("float32", ()), ("float16", view.keep))]
+        high = view.loss_scale[1] if view.loss_scale else 2.0 ** 16
+        losses = [trained(name, FAULTS.get(fault), "float32"),
+                  trained(name, FAULTS.get(fault), "float16", view.keep, min(high, 2.0 ** 16))]
         row["float32"], row["float16"] = (round(loss, 4) for loss in losses)
-        row["trains"] = bool(abs(losses[1] - losses[0]) <= 0.01 * abs(losses[0]) + 0.005)
+        off = abs(losses[1] - losses[0])
+        row["trains"] = bool(off <= 0.01 * abs(losses[0]) + 0.005)
+        if not row["trains"]:
+            apart = max(abs(trained(name, FAULTS.get(fault), "float32", seed=seed) - losses[0])
+                        for seed in range(4))
+            row["float32 from itself"] = round(apart, 4)
     except (amp.LossScaleError, ValueError) as error:
         row["trains"], row["error"] = False, str(error)[:90]
     return row
@@ -231,6 +249,26 @@ def write_csv(path, columns, rows):
     replace_file(path, write)
 
 
+def show(row):
+    print(f"{row['network']:13} {row['fault']:24} found {row['found']!s:5} trains "
+          f"{row['trains']!s:5} {row.get('float32', ''):7} {row.get('float16', ''):7} "
+          f"{row['named'][:70]} | {row['keep'][:60]} | {row['named after'][:60]} "
+          f"{row.get('error', '')}", flush=True)
+
+
+def conclude(table, output):
+    planted = [row for row in table if row["fault"] != "none"]
+    healthy = [row for row in table if row["fault"] == "none"]
+    for what, group in (("planted faults", planted), ("healthy networks", healthy)):
+        if group:
+            print(f"{what}: {sum(r['found'] for r in group)} of {len(group)} judged right; "
+                  f"{sum(r['trains'] for r in group)} train as in float32; of "
+                  f"{sum(not r['named after'] for r in group)} nothing is named once it is kept")
+    if output:
+        write_csv(output, ["network", "fault", "found", "named", "keep", "named after", "trains",
+                           "float32", "float16", "float32 from itself", "error"], table)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--networks", nargs="*", default=list(NETWORKS), metavar="NAME")
@@ -240,20 +278,9 @@ def main():
     table = []
     for name in options.networks:
         for fault in options.faults:
-            row = examine(name, fault)
-            table.append(row)
-            print(f"{name:13} {row['fault']:24} found {row['found']!s:5} trains "
-                  f"{row['trains']!s:5} {row.get('float32', ''):7} {row.get('float16', ''):7} "
-                  f"{row['named'][:70]} | {row['keep'][:60]} {row.get('error', '')}", flush=True)
-    planted = [row for row in table if row["fault"] != "none"]
-    healthy = [row for row in table if row["fault"] == "none"]
-    for what, group in (("planted faults", planted), ("healthy networks", healthy)):
-        if group:
-            print(f"{what}: {sum(r['found'] for r in group)} of {len(group)} judged right; "
-                  f"{sum(r['trains'] for r in group)} train as in float32")
-    if options.output:
-        write_csv(options.output, ["network", "fault", "found", "named", "keep", "trains",
-                                   "float32", "float16", "error"], table)
+            table.append(examine(name, fault))
+            show(table[-1])
+    conclude(table, options.output)
     return 0
 
 
