@@ -41,7 +41,7 @@ from ..graph.casts import KEEP, insert_casts
 from ..graph.graph import Graph
 from ..graph.operators import BATCH_NORMS
 from ..policy import Policy
-from .parameter import cast, complete_copy, value_of
+from .parameter import cast, complete_copy, follows, value_of
 
 log = logging.getLogger("gluon_amp")
 
@@ -277,7 +277,9 @@ class ConvertedHybridBlock(ConvertedBlock):
     def with_casts(self, clean: Graph, types: Mapping[str, str]) -> Graph:
         """A traced graph with the policy's casts, for variables of these types."""
         keep = frozenset().union(*(state.keep_nodes for state in _states(self)))
-        return insert_casts(clean, types, self._amp.policy, parameters_in(self), keep)
+        policy, parameters = self._amp.policy, parameters_in(self)
+        wide = [name for name, p in parameters.items() if not follows(p, policy.between)]
+        return insert_casts(clean, types, policy, parameters, keep, wide)
 
     def export(self, path: str, epoch: int = 0, remove_amp_cast: bool = True) -> None:
         """Writes PATH-symbol.json and PATH-EPOCH.params, for any machine with MXNet. The graph

@@ -2,8 +2,9 @@
 import sys
 from typing import Any, List, Optional
 
-from .._mxnet import mx
+from .._mxnet import mx, np
 from ..cpu.arrays import dtype_name, to_float16, to_float32
+from ..formats import Format
 
 
 class ConvertedParameter(mx.gluon.Parameter):
@@ -68,6 +69,17 @@ def cast(parameter: Any, dtype: str) -> None:
         if parameter._grad is not None:
             parameter._grad = [_in_type(array, dtype) for array in parameter._grad]
             mx.autograd.mark_variables(parameter._data, parameter._grad, parameter.grad_req)
+
+
+def follows(parameter: Any, format_: Format) -> bool:
+    """Whether a parameter may be cast to the type of what it meets: a constant may only if the
+    format holds its numbers, and counts as far as they do."""
+    if not isinstance(parameter, mx.gluon.Constant):
+        return True
+    values = (parameter._data or [parameter.value])[0].asnumpy().astype("float64")
+    whole = np.array_equal(values, np.rint(values))
+    counts = not whole or np.abs(values).max(initial=0) <= format_.counts_to
+    return bool(counts and format_.keeps(values))
 
 
 def value_of(parameter: Any) -> Any:
