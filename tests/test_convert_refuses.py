@@ -21,6 +21,24 @@ def test_a_symbol_is_sent_to_convert_symbol():
         amp.convert(mx.sym.var("x"))
 
 
+@pytest.mark.parametrize("ask", [
+    lambda net, x: net.hybridize(backend="MKLDNN"),
+    lambda net, x: net.optimize_for(x, backend="MKLDNN")])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_backends_graph_is_refused(ask, when, x):
+    net = make()
+    net(x)
+    calls = [lambda: ask(net, x), lambda: amp.convert(net)]
+    if when == "after":
+        calls.reverse()
+    calls[0]()
+    with pytest.raises(ValueError, match=r"no backend.*hybridize\(\) without.*'MKLDNN'"):
+        calls[1]()
+    amp.restore(net)
+    net.hybridize(clear=True)
+    amp.convert(net)(x)
+
+
 @pytest.mark.parametrize("policy", ["fp16", "Float16", None, 16])
 def test_an_unknown_policy_lists_the_valid_ones(policy):
     net = make()

@@ -136,7 +136,7 @@ def test_numbers_beyond_float16_that_a_network_makes_stay_finite(name):
 
 
 @pytest.mark.parametrize("policy", ["float16", "mixed_float16", "pure_float16"])
-@pytest.mark.parametrize("value, apply", [
+@pytest.mark.parametrize(("value", "apply"), [
     (-1e9, lambda F, x, c: F.softmax(F.where(x > 5, x, F.broadcast_mul(F.ones_like(x), c)))),
     (1e-10, lambda F, x, c: F.rsqrt(F.broadcast_add(x * 0, c)) * 1e-5),
     (4097, lambda F, x, c: F.broadcast_mul(F.ones_like(x), c) - 4096)],
