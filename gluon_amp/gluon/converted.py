@@ -17,6 +17,7 @@ from dataclasses import replace
 from typing import Any, Dict, Iterable, Iterator, Mapping, Optional, Tuple
 
 from mxnet import autograd
+from mxnet.base import NotImplementedForSymbol
 from mxnet.gluon.block import _BlockScope, _flatten
 
 from .._mxnet import mx
@@ -137,7 +138,7 @@ class ConvertedHybridBlock(ConvertedBlock):
     def _trace(self, *args: Any) -> Trace:
         """Has the graph in `_cached_graph`, and the parameters initialized."""
         parameters = dict(self.collect_params().items())
-        self._get_graph(*args)
+        self._get_symbols(*args)
         if any(p._deferred_init for p in parameters.values()):
             self._deferred_infer_shape(*args)
             for parameter in parameters.values():
@@ -153,6 +154,19 @@ class ConvertedHybridBlock(ConvertedBlock):
                     statistic._differentiable = False
         return Trace(self._cached_graph, clean, self._in_format, self._out_format,
                      devices=devices_that_wait(clean))
+
+    def _get_symbols(self, *args: Any) -> None:
+        """Traces. A network that was never hybridized may ask arrays what symbols do not know."""
+        try:
+            self._get_graph(*args)
+        except (AttributeError, TypeError, ValueError, NotImplementedForSymbol) as error:
+            if self._amp.active:
+                raise
+            raise RuntimeError(
+                f"{self.name} was never hybridized, and does not run as a graph, as converted "
+                f"networks do: {str(error).strip() or type(error).__name__}. A hybrid_forward can "
+                "ask for no shapes and values, and takes arrays only; a plain gluon.Block can and "
+                "does, and the blocks in it are converted") from error
 
     def _first_trace(self, *args: Any) -> Trace:
         made = self._trace(*args)
