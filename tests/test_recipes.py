@@ -11,6 +11,7 @@ import pytest
 from gluon_amp import recipes
 from gluon_amp._mxnet import mx
 
+PNG = b"\x89PNG"  # how an image begins
 EXAMPLES = Path(__file__).parents[1] / "example"
 
 
@@ -185,11 +186,31 @@ def test_what_the_small_network_does_not_have_is_refused(flags, monkeypatch):
         recipe.network(recipe.parse(flags), [mx.cpu()])
 
 
+@pytest.mark.parametrize(("label", "contents", "message"), [
+    (float("nan"), PNG, "has a label nan"), (-1, PNG, "has a label -1"),
+    (0.5, PNG, "has a label 0.5"),
+    (0, b"no image", "has a record at byte 36 that is no image"),
+    (0, b"", "has a record at byte 36 that is no image"),
+    (1, PNG, None)])
+def test_a_record_that_is_no_image_or_of_no_class_is_told_before_training(label, contents, message,
+                                                                         tmp_path):
+    path = str(tmp_path / "a.rec")
+    record = mx.recordio.MXRecordIO(path, "w")
+    for of, what in ((0, PNG), (label, contents)):
+        record.write(mx.recordio.pack(mx.recordio.IRHeader(0, of, 0, 0), what))
+    record.close()
+    if message is None:
+        assert list(recipes.records(path, 2)) == [0, 36]
+    else:
+        with pytest.raises(ValueError, match=f"a.rec {message}"):
+            recipes.records(path, 2)
+
+
 def test_an_index_that_is_missing_is_named(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(EXAMPLES))
     import image_classification as recipe
     record = mx.recordio.MXRecordIO(str(tmp_path / "a.rec"), "w")
-    record.write(mx.recordio.pack(mx.recordio.IRHeader(0, 1, 0, 0), b"no image"))
+    record.write(mx.recordio.pack(mx.recordio.IRHeader(0, 1, 0, 0), PNG))
     record.close()
     args = recipe.parse(["--dataset", str(tmp_path / "a.rec"), "--batch-size", "1"])
     with pytest.raises(ValueError, match=r"a.rec needs its index, a file beside it .* .idx"):
