@@ -124,7 +124,9 @@ def _as_converted(gradient: Any) -> Any:
 
 
 def complete_copy(parameter: Any) -> None:
-    """MXNet's copies of arrays lie on the first device, and have no gradients."""
+    """MXNet's copies of arrays lie on the first device, and have no gradients; those of symbols
+    forget that they are numpy's."""
+    parameter._var = None  # made anew where it is asked for
     if parameter._data is None:
         return
     parameter._data = [array.as_in_context(device)
