@@ -104,6 +104,14 @@ class Format:
         """Up to this number it holds all whole numbers."""
         return int(min(2 ** (self.fraction + 1), self.largest))
 
+    def keeps(self, numbers: Any) -> bool:
+        """Whether it holds these numbers, if coarsely: none that is finite becomes infinite, and
+        none becomes 0 that is not."""
+        numbers = np.asarray(numbers, np.float32)
+        rounded = self.nearest.round(numbers)
+        return bool((np.isfinite(rounded) & ((rounded != 0) | (numbers == 0))
+                     | ~np.isfinite(numbers)).all())
+
     def round(self, values: Any, key: Optional[int] = None) -> "np.ndarray[Any, Any]":
         """Numbers, as float32, rounded to this format.
 

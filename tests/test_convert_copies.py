@@ -36,6 +36,18 @@ def test_a_copy_computes_the_same_and_is_independent(used, make_copy, x):
 
 
 @pytest.mark.parametrize("make_copy", COPIES, ids=["deepcopy", "pickle"])
+@mx.util.use_np
+def test_a_copy_of_a_numpy_network_is_one(make_copy):
+    net = nn.Dense(3, in_units=2)
+    net.initialize()
+    x = mx.np.ones((1, 2))
+    out = amp.convert(net)(x)
+    found = make_copy(net)(x)
+    assert isinstance(found, mx.np.ndarray)
+    assert np.array_equal(found.asnumpy(), out.asnumpy())
+
+
+@pytest.mark.parametrize("make_copy", COPIES, ids=["deepcopy", "pickle"])
 def test_a_copy_lies_on_the_same_devices_and_has_the_gradients(make_copy):
     devices = [mx.cpu(0), mx.cpu(1)]
     net = nn.Dense(3, in_units=2)

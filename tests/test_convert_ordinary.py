@@ -288,6 +288,40 @@ def test_a_network_may_ask_whether_it_trains(first):
                 else out.shape == (1, 3)
 
 
+def test_a_network_may_be_called_with_a_mask_and_without():
+    class Masked(gluon.HybridBlock):
+        def __init__(self):
+            super().__init__()
+            with self.name_scope():
+                self.dense = nn.Dense(3, in_units=5)
+
+        def hybrid_forward(self, F, x, mask=None, states=None):
+            y = self.dense(x)
+            y = y if mask is None else F.broadcast_mul(y, mask)
+            return y if states is None else (y, [y + state for state in states])
+
+    x, net = nd.random.normal(shape=(4, 5)), amp.convert(make(Masked))
+    plain, mask, state = net(x), nd.array([[1, 0, 2]]), nd.ones((4, 3))
+    for _ in range(2):
+        np.testing.assert_allclose(net(x, mask).asnumpy(), (plain * mask).asnumpy(), rtol=1e-3)
+        assert np.array_equal(net(x).asnumpy(), plain.asnumpy())
+        assert np.array_equal(net(x, None).asnumpy(), plain.asnumpy())
+        out, (one, two) = net(x, None, [state, state * 2])
+        np.testing.assert_allclose((two - one).asnumpy(), state.asnumpy(), atol=4e-3)
+        np.testing.assert_allclose(out.asnumpy(), plain.asnumpy())
+
+
+def test_types_need_not_be_inferred(x):
+    net = amp.convert(make())
+    before = types(net)
+    net.infer_shape(x)
+    net.infer_type(x)
+    net(x)
+    net.infer_type(x)
+    assert types(net) == before
+    assert set(before.values()) == {"float16", "float32"}
+
+
 def test_a_network_that_does_not_ask_has_one_graph(x):
     net = amp.convert(make())
     with autograd.record():

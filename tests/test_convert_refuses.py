@@ -21,6 +21,41 @@ def test_a_symbol_is_sent_to_convert_symbol():
         amp.convert(mx.sym.var("x"))
 
 
+@pytest.mark.parametrize(("forward", "message"), [
+    (lambda F, x: x * x.shape[0], "no attribute 'shape'"),
+    (lambda F, x: x if x.sum() > 0 else -x, "bool"),
+    (lambda F, x: x * float(x.sum().asscalar()), "asscalar"),
+    (lambda F, x: F.array([1, 2, 3, 4]) + x, "array")], ids=["shape", "bool", "value", "array"])
+def test_a_network_that_is_no_graph_says_what_to_make_of_it(forward, message):
+    class Asks(gluon.HybridBlock):
+        def hybrid_forward(self, F, x):
+            return forward(F, x)
+
+    net, x = Asks(), mx.nd.ones((2, 4))
+    net(x)
+    amp.convert(net)
+    with pytest.raises(RuntimeError, match=f"never hybridized, and does not.*{message}.*plain"):
+        net(x)
+
+
+@pytest.mark.parametrize("ask", [
+    lambda net, x: net.hybridize(backend="MKLDNN"),
+    lambda net, x: net.optimize_for(x, backend="MKLDNN")])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_backends_graph_is_refused(ask, when, x):
+    net = make()
+    net(x)
+    calls = [lambda: ask(net, x), lambda: amp.convert(net)]
+    if when == "after":
+        calls.reverse()
+    calls[0]()
+    with pytest.raises(ValueError, match=r"no backend.*hybridize\(\) without.*'MKLDNN'"):
+        calls[1]()
+    amp.restore(net)
+    net.hybridize(clear=True)
+    amp.convert(net)(x)
+
+
 @pytest.mark.parametrize("policy", ["fp16", "Float16", None, 16])
 def test_an_unknown_policy_lists_the_valid_ones(policy):
     net = make()

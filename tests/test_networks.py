@@ -7,6 +7,7 @@ from gluon_amp._mxnet import mx
 from gluon_amp.policy import Policy
 from halves import NOT_ROUNDED
 from mxnet import autograd, gluon, nd
+from mxnet.gluon import nn
 
 ALL = {**networks.ZOO, **networks.OTHERS}
 
@@ -228,6 +229,33 @@ def test_an_inputs_gradient_is_added_too(rng):
             loss.backward()
         gradients.append(x.grad.asnumpy())
     np.testing.assert_allclose(gradients[1], 2 * gradients[0], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("policy", ["float16", "mixed_float16", "mixed_bfloat16"])
+@pytest.mark.parametrize(("layer", "shape"), [
+    (lambda: nn.Dense(4, in_units=3), (5, 3)),
+    (lambda: nn.Dense(512, in_units=512), (1100, 512)),  # which runs in pieces
+    (lambda: nn.Conv2D(4, 3, in_channels=3), (2, 3, 5, 5)),
+    (lambda: nn.BatchNorm(in_channels=3), (2, 3, 5, 5)),
+    (lambda: nn.LayerNorm(in_channels=3), (5, 3))],
+    ids=["dense", "large dense", "convolution", "batch norm", "layer norm"])
+def test_a_frozen_weight_leaves_the_gradient_of_the_bias(layer, shape, policy):
+    net = layer()
+    net.initialize(mx.init.Normal(0.1))
+    amp.convert(net, policy)
+    x, found = nd.random.normal(shape=shape), []
+    weight, bias = list(net.params.values())[:2]
+    for frozen in (weight, bias, None):
+        for parameter in (weight, bias):
+            parameter.grad_req = "null" if parameter is frozen else "write"
+        with autograd.record():
+            loss = nd.square(net(x)).mean()
+        loss.backward()
+        found.append([None if p is frozen else p.grad().asnumpy() for p in (weight, bias)])
+    (_, of_bias), (of_weight, _), both = found
+    assert np.array_equal(of_weight, both[0])
+    assert np.array_equal(of_bias, both[1])
+    assert np.abs(of_bias).max() > 0
 
 
 def test_frozen_parameters_stay(rng):

@@ -110,8 +110,8 @@ def test_a_mask_of_minus_1e18_and_an_epsilon_of_1e_minus_12_keep_their_values(po
     x = nd.array([[1, 2], [3, 4]], dtype=dtype)
     mask = nd.array([[1, 0], [0, 0]], dtype=dtype)
     soft, quotient = net(x, mask)
-    if policy != "pure_float16":  # whose softmax and results are float16
-        assert np.allclose(soft.asnumpy(), [[1, 0], [0.5, 0.5]])
+    assert np.allclose(soft.asnumpy(), [[1, 0], [0.5, 0.5]])
+    if policy != "pure_float16":  # whose results are float16
         np.testing.assert_allclose(quotient.asnumpy(), x.asnumpy().astype(np.float32) / 1e-12,
                                    rtol=1e-2)
 
@@ -119,6 +119,7 @@ def test_a_mask_of_minus_1e18_and_an_epsilon_of_1e_minus_12_keep_their_values(po
 NUMBERS = {
     "arange": lambda F, x: F.broadcast_add(x, F.arange(start=100000, stop=100002)),
     "linspace": lambda F, x: F.broadcast_add(x, F.linspace(start=0, stop=1e5, num=2)),
+    "counts": lambda F, x: F.broadcast_add(x, F.arange(start=4097, stop=4099)),
     "full": lambda F, x: F.broadcast_add(x, F.full((2,), 1e5)),
     "one_hot": lambda F, x: F.one_hot(F.argmax(x, axis=1), 2, on_value=1e5, off_value=-1e5) + x}
 
@@ -132,6 +133,50 @@ def test_numbers_beyond_float16_that_a_network_makes_stay_finite(name):
     x = nd.array([[1, 2], [3, 4]])
     expected = Net()(x).asnumpy()
     np.testing.assert_allclose(amp.convert(Net())(x.astype("float16")).asnumpy(), expected)
+
+
+@pytest.mark.parametrize("policy", ["float16", "mixed_float16", "pure_float16"])
+@pytest.mark.parametrize(("value", "apply"), [
+    (-1e9, lambda F, x, c: F.softmax(F.where(x > 5, x, F.broadcast_mul(F.ones_like(x), c)))),
+    (1e-10, lambda F, x, c: F.rsqrt(F.broadcast_add(x * 0, c)) * 1e-5),
+    (4097, lambda F, x, c: F.broadcast_mul(F.ones_like(x), c) - 4096)],
+    ids=["mask", "epsilon", "number"])
+def test_a_constant_parameter_that_float16_does_not_hold_keeps_its_value(value, apply, policy):
+    class Net(gluon.HybridBlock):
+        def __init__(self):
+            super().__init__()
+            with self.name_scope():
+                self.constant = self.params.get_constant("constant", nd.array([value]))
+
+        def hybrid_forward(self, F, x, constant):
+            return apply(F, F.relu(x), constant)
+
+    x = nd.array([[1, 2], [3, 4]])
+    net = Net()
+    net.initialize()
+    expected = net(x).asnumpy()
+    np.testing.assert_allclose(amp.convert(net, policy)(x.astype("float16")).asnumpy(), expected,
+                               rtol=1e-4)
+
+
+def test_a_division_by_what_is_small_keeps_its_numerator_in_pure_float16():
+    class Net(gluon.HybridBlock):
+        def hybrid_forward(self, F, x):
+            return (1e-9 / (x * 1e-3)) * 1e6
+
+    x = nd.array([1, 2], dtype="float16")
+    found = amp.convert(Net(), "pure_float16")(x).asnumpy()
+    np.testing.assert_allclose(found, [1, 0.5], rtol=1e-3)
+
+
+@mx.util.use_np
+def test_numbers_in_the_place_of_what_is_not_finite_may_be_beyond_float16():
+    class Net(gluon.HybridBlock):
+        def hybrid_forward(self, F, x):
+            return F.np.nan_to_num(x, posinf=1e6, neginf=-1e6, nan=1e9) * 1e-6
+
+    x = mx.np.array([np.inf, -np.inf, np.nan, 0], dtype="float16")
+    np.testing.assert_allclose(amp.convert(Net())(x).asnumpy(), [1, -1, 1e3, 0])
 
 
 def test_a_constant_that_float16_does_not_hold_makes_float32_of_its_node_on_gpus_too():

@@ -11,6 +11,7 @@ import pytest
 from gluon_amp import recipes
 from gluon_amp._mxnet import mx
 
+PNG = b"\x89PNG"  # how an image begins
 EXAMPLES = Path(__file__).parents[1] / "example"
 
 
@@ -41,6 +42,7 @@ def contents(folder):
 @pytest.mark.parametrize(("name", "text", "message"), [
     ("last.json", None, "last.json is missing, and there is best.params: nothing is started over"),
     ("last.json", "", "last.json is damaged: it should hold"),
+    ("last.json", "[" * 100000, "last.json is damaged: it should hold"),
     ("last.json", "[1]", "last.json is damaged: it should hold"),
     ("last.json", '{"epoch": "1"}', "last.json is damaged: it should hold"),
     ("last.json", '{"epoch": 2}', "epoch-2.params does not exist"),
@@ -48,7 +50,11 @@ def contents(folder):
     ("log.jsonl", "", "log.jsonl is damaged: it should hold a run's arguments"),
     ("log.jsonl", "\0\0", "log.jsonl is damaged: line 1 is no JSON"),
     ("log.jsonl", '{"arguments": []}', "log.jsonl is damaged: its first line"),
-    ("log.jsonl", '{"arguments": {}}\n[]', "log.jsonl is damaged: it should hold"),
+    ("log.jsonl", "[" * 100000, "log.jsonl is damaged: line 1 is no JSON"),
+    ("log.jsonl", '{"arguments": {}}\n[]', "log.jsonl is damaged: line 2 is of no step"),
+    ("log.jsonl", '{}\n{"epoch": "1"}', "log.jsonl is damaged: line 2 is of no step"),
+    ("log.jsonl", '{}\n{"epoch": 1, "err_top1": "0.4"}', "log.jsonl is damaged: line 2 is of"),
+    ("log.jsonl", '{"arguments": {"batch_size": null}}', "log.jsonl is damaged: batch_size and"),
     ("epoch-1.params", None, "epoch-1.params does not exist"),
     ("epoch-1.states", None, "epoch-1.states does not exist")])
 def test_resume_says_which_file_is_missing_or_damaged_and_leaves_all_as_it_is(name, text, message,
@@ -96,7 +102,7 @@ def test_a_step_of_a_resumed_run_is_as_large_as_before_on_as_many_ranks_as_one_l
         with pytest.raises(ValueError, match=message):
             recipes.RunFolder(flags(cut, **values), recipes.Ranks()).resume(None, None)
     folder = recipes.RunFolder(flags(cut, batch_size=4, workers=2), recipes.Ranks())
-    with pytest.raises(Exception, match="Invalid NDArray file format"):  # of the files above
+    with pytest.raises(ValueError, match=r"epoch-1.params holds other parameters, or is damaged"):
         folder.resume(recipes.small_network(2), None)
 
 
@@ -180,11 +186,31 @@ def test_what_the_small_network_does_not_have_is_refused(flags, monkeypatch):
         recipe.network(recipe.parse(flags), [mx.cpu()])
 
 
+@pytest.mark.parametrize(("label", "contents", "message"), [
+    (float("nan"), PNG, "has a label nan"), (-1, PNG, "has a label -1"),
+    (0.5, PNG, "has a label 0.5"),
+    (0, b"no image", "has a record at byte 36 that is no image"),
+    (0, b"", "has a record at byte 36 that is no image"),
+    (1, PNG, None)])
+def test_a_record_that_is_no_image_or_of_no_class_is_told_before_training(label, contents, message,
+                                                                         tmp_path):
+    path = str(tmp_path / "a.rec")
+    record = mx.recordio.MXRecordIO(path, "w")
+    for of, what in ((0, PNG), (label, contents)):
+        record.write(mx.recordio.pack(mx.recordio.IRHeader(0, of, 0, 0), what))
+    record.close()
+    if message is None:
+        assert list(recipes.records(path, 2)) == [0, 36]
+    else:
+        with pytest.raises(ValueError, match=f"a.rec {message}"):
+            recipes.records(path, 2)
+
+
 def test_an_index_that_is_missing_is_named(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(EXAMPLES))
     import image_classification as recipe
     record = mx.recordio.MXRecordIO(str(tmp_path / "a.rec"), "w")
-    record.write(mx.recordio.pack(mx.recordio.IRHeader(0, 1, 0, 0), b"no image"))
+    record.write(mx.recordio.pack(mx.recordio.IRHeader(0, 1, 0, 0), PNG))
     record.close()
     args = recipe.parse(["--dataset", str(tmp_path / "a.rec"), "--batch-size", "1"])
     with pytest.raises(ValueError, match=r"a.rec needs its index, a file beside it .* .idx"):

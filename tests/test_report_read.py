@@ -198,6 +198,7 @@ def test_runs_are_named_by_as_little_of_their_paths_as_tells_them_apart(files, n
     ("{\"a\":" * 9999, "its first odd line is line 1"),
     ('{"epoch": -1, "err_top1": 0.5}', "its first odd line is line 1"),
     ('{"epoch": true, "err_top1": 0.5}', "its first odd line is line 1"),
+    (f'{{"epoch": {"9" * 400}, "err_top1": 0.5}}', "its first odd line is line 1"),
     (f"[Epoch {'9' * 5000}] validation: err-top1=0.5\n", "its first odd line is line 1"),
     ("epoch;top1_err\n0;0.5\n", "its first odd line is line 1: 'epoch;top1_err'"),
     ("Namespace(a=1)\n[20:35:14] src/io\n", "it has no whole epoch"),

@@ -136,6 +136,17 @@ def test_gradients_that_fit_on_each_device_but_not_in_sum_cost_no_step(passes):
         assert (net.a.data(device).asnumpy() == 1 - passes * 1.5).all()
 
 
+def test_where_no_scale_fits_a_warning_says_so_once(caplog):
+    net = One()
+    trainer = amp.Trainer(net.collect_params(), "sgd")
+    for _ in range(3):
+        assert not learn(net, trainer, ones(1e5), ones())
+    said = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert len(said) == 1
+    assert said[0].startswith(f"gradients are not finite in {net.a.name} at the smallest loss")
+    assert learn(net, trainer, ones(), ones())
+
+
 def test_where_no_scale_fits_it_is_as_ever():
     net = One()
     trainer = amp.Trainer(net.collect_params(), "sgd", loss_scale=dynamic(initial=4))

@@ -3,7 +3,7 @@
 By our kernels on a CPU, where MXNet takes halves one by one; by MXNet's operators on a GPU.
 """
 import functools
-from typing import Any
+from typing import Any, Iterable
 
 from .._mxnet import mx, np
 from . import library
@@ -48,3 +48,9 @@ def follow(master: "mx.nd.NDArray", weight: "mx.nd.NDArray") -> None:
 
 def _on_cpu(array: "mx.nd.NDArray") -> bool:
     return array.context.device_type != "gpu" and array.stype == "default"
+
+
+def multiply(arrays: Iterable[Any], factor: float) -> None:
+    """In place."""
+    for array in arrays:
+        (array * factor).copyto(array)

@@ -35,6 +35,13 @@ struct Operator {
   nnvm::FMutateInputs mutates;
   bool leaves_outputs;     // it does not write some outputs: they begin as zeros
   bool pushes_its_weight;  // to MXNet's engine, to reorder it there, when it does not train
+  bool forgets_bias;       // oneDNN's code: its gradient (2) comes with the weight's (1), or not at all
+
+  // What its code is to be asked for where the caller asks for `req`; `req[1]` goes to scratch.
+  void ask(std::vector<OpReqType>& req) const {
+    if (forgets_bias && req.size() > 2 && req[2] != mxnet::kNullOp && req[1] == mxnet::kNullOp)
+      req[1] = req[2];
+  }
 };
 
 // What a node says of formats other than float16. Their tensors are float32 arrays, so types do not

@@ -240,6 +240,7 @@ void run(const Call& call, bool onednn, const std::vector<uint32_t>& mutated,
     for (auto& array : arrays) made.push_back(array.data());
     return made;
   };
+  if (onednn) of.ask(req);
   if (state && onednn) of.stateful_ex(*state, context, in, req, out);
   else if (state) of.stateful(*state, context, blobs(in), req, blobs(out));
   else if (onednn) of.compute_ex(call.attrs, context, in, req, out);

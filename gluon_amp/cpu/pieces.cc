@@ -55,6 +55,7 @@ void run_in_pieces(const Call& call, bool backward, mxnet::TShape x, mxnet::TSha
                     : first                       ? mxnet::kAddTo
                                                   : mxnet::kWriteTo);
     }
+    call.of.ask(req);
     call.of.compute_ex(call.attrs, context, in, req, out);
     narrow(out[0], part(call.out[0], first * (backward ? per_x : per_y), made), call.write(0));
     for (size_t i = 0; i < gradients.size(); ++i) gradients[i] = out[i + 1];

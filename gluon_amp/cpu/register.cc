@@ -171,6 +171,7 @@ Operator describe(const nnvm::Op* x) {
   of.leaves_outputs = kLeaveOutputs.count(x->name) > 0;
   of.pushes_its_weight = x->name == "Convolution" || x->name == "Deconvolution" ||
                          x->name == "FullyConnected";
+  of.forgets_bias = x->name == "_backward_FullyConnected";
   return of;
 }
 

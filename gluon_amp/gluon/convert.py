@@ -15,15 +15,9 @@ from ..graph.casts import float32_variables
 from ..graph.graph import Graph
 from ..graph.keep import matches_nothing, matching, operator_names
 from ..policy import Policy, get_policy
-from .converted import (
-    ConvertedBlock,
-    State,
-    blocks_in,
-    converted_class,
-    log,
-    restore_blocks,
-)
+from .converted import ConvertedBlock, check_backend, converted_class, log, restore_blocks
 from .parameter import ConvertedParameter, cast
+from .state import State, blocks_in
 
 # Numbers that are cast before anybody waits: else all parameters might be there in both types.
 MOST_UNDER_WAY = 2 ** 22
@@ -62,6 +56,9 @@ def convert(net: Block, policy: Union[str, Policy] = "float16",
     if policy.is_float32:
         _check_parameters(_parameter_types(blocks, policy, kept))
         return restore(net)
+    for block in blocks:
+        if isinstance(block, HybridBlock):
+            check_backend(block._backend)
     asleep = any(isinstance(b, HybridBlock) and not b._active for b in blocks)
     _convert_blocks(blocks, kept, policy, Scales())
     for outer in _blocks_around(net, set(blocks)):

@@ -6,87 +6,34 @@ Only the `CachedOp` differs: it holds that graph with the policy's casts, and on
 a CPU with our operators. There is one for each kind of device and input types.
 
 MXNet traces a hybridized block once. A user who never hybridized may not know that, so a
-converted block is traced again where MXNet's mode (recording, training) is another one, and
-where a block in it got a new child, or was converted or restored by itself.
+converted block is traced again where MXNet's mode (recording, training) or the number of arguments
+is another one, and where a block in it got a new child, or was converted or restored by itself.
 """
 import copy
 import copyreg
 import functools
 import logging
-from dataclasses import dataclass, field, replace
-from typing import (
-    Any,
-    Callable,
-    ClassVar,
-    Dict,
-    FrozenSet,
-    Iterable,
-    Iterator,
-    List,
-    Mapping,
-    Optional,
-    Set,
-    Tuple,
-)
+from dataclasses import replace
+from typing import Any, Dict, Iterable, Iterator, Mapping, Optional, Tuple
 
 from mxnet import autograd
+from mxnet.base import NotImplementedForSymbol
 from mxnet.gluon.block import _BlockScope, _flatten
 
 from .._mxnet import mx
 from ..cpu.arrays import dtype_name, to_float32
-from ..cpu.scales import Scales
 from ..files import replace_file
 from ..graph.build import build, check_trains_on_cpus, devices_that_wait
 from ..graph.casts import KEEP, insert_casts
 from ..graph.graph import Graph
 from ..graph.operators import BATCH_NORMS
-from ..policy import Policy
-from .parameter import cast, complete_copy, value_of
+from .parameter import cast, complete_copy, follows, value_of
+from .state import Op, State, Trace, blocks_in, parameters_in
 
 log = logging.getLogger("gluon_amp")
 
 # MXNet's names for a CPU's memory that processes share, and that GPUs read
 _OTHER_CPUS = ("cpu_shared", "cpu_pinned")
-
-Op = Tuple[Any, List[Any]]  # a CachedOp, and where its inputs come from
-
-
-@dataclass
-class Trace:
-    """A graph that MXNet has traced, and the CachedOps that were made of it."""
-    graph: Any  # what MXNet keeps in _cached_graph: the inputs' symbols, and the outputs'
-    clean: Graph  # the same, read
-    in_format: Any
-    out_format: Any
-    ops: Dict[Any, Op] = field(default_factory=dict)  # by whether on a GPU, and the inputs' types
-    devices: int = 1  # that wait for each other when it trains
-
-    def is_alike(self, other: "Trace") -> bool:
-        """Whether both compute the same; names of operators may differ."""
-        return (self.in_format, self.out_format) == (other.in_format, other.out_format) \
-            and self.clean.structure() == other.clean.structure()
-
-
-@dataclass
-class State:
-    """What a converted block remembers."""
-    policy: Policy
-    active: bool  # whether it is hybridized once it is restored
-    keep: bool  # stays float32
-    keep_nodes: FrozenSet[str]  # of a SymbolBlock: nodes that stay float32
-    convert_child: Callable[[Any], None]  # converts a block that becomes a child later on
-    scales: Scales  # of the network that it is part of, where that was converted as a whole
-    # by whether MXNet records, and whether it trains: a block may ask for either
-    traces: Dict[Tuple[bool, bool], Trace] = field(default_factory=dict)
-    changes_when_traced: int = 0
-    # an X-ray's: called with the block, what a CachedOp depends on, and its data, it gives the
-    # CachedOp that runs meanwhile
-    stand_in: Optional[Callable[..., Op]] = None
-
-    # How often a converted block got a new child, or a block was converted or restored: all
-    # traced graphs from before are old.
-    changes: ClassVar[int] = 0
-
 
 class ConvertedBlock:
     """What any converted block does before its own class does it."""
@@ -171,13 +118,18 @@ class ConvertedHybridBlock(ConvertedBlock):
                                "hybridized and is not. Convert the outermost block, and name in "
                                "keep= what stays float32")
 
-    def hybridize(self, active: bool = True, *args: Any, **kwargs: Any) -> None:
+    def hybridize(self, active: bool = True, backend: Any = None, *args: Any,
+                  **kwargs: Any) -> None:
+        check_backend(backend)
         if not active:
             log.info("%s stays hybridized: float16 runs as a graph. gluon_amp.restore(net) "
                      "undoes it.", self.name)
-        super().hybridize(True, *args, **kwargs)
+        super().hybridize(True, None, *args, **kwargs)
         for state in _states(self):
             state.active = active
+
+    def infer_type(self, *args: Any) -> None:
+        """Nothing is to be inferred: `convert` gave the parameters their types."""
 
     def _clear_cached_op(self) -> None:
         self._amp.traces.clear()
@@ -186,7 +138,7 @@ class ConvertedHybridBlock(ConvertedBlock):
     def _trace(self, *args: Any) -> Trace:
         """Has the graph in `_cached_graph`, and the parameters initialized."""
         parameters = dict(self.collect_params().items())
-        self._get_graph(*args)
+        self._get_symbols(*args)
         if any(p._deferred_init for p in parameters.values()):
             self._deferred_infer_shape(*args)
             for parameter in parameters.values():
@@ -203,11 +155,24 @@ class ConvertedHybridBlock(ConvertedBlock):
         return Trace(self._cached_graph, clean, self._in_format, self._out_format,
                      devices=devices_that_wait(clean))
 
+    def _get_symbols(self, *args: Any) -> None:
+        """Traces. A network that was never hybridized may ask arrays what symbols do not know."""
+        try:
+            self._get_graph(*args)
+        except (AttributeError, TypeError, ValueError, NotImplementedForSymbol) as error:
+            if self._amp.active:
+                raise
+            raise RuntimeError(
+                f"{self.name} was never hybridized, and does not run as a graph, as converted "
+                f"networks do: {str(error).strip() or type(error).__name__}. A hybrid_forward can "
+                "ask for no shapes and values, and takes arrays only; a plain gluon.Block can and "
+                "does, and the blocks in it are converted") from error
+
     def _first_trace(self, *args: Any) -> Trace:
         made = self._trace(*args)
         there = {*parameters_in(self), *(d.name for d in self._cached_graph[0])}
-        if self._backend or there != set(made.clean.variables()):
-            super()._build_cache(*args)  # says what is unknown or unused; a backend's own graph
+        if there != set(made.clean.variables()):
+            super()._build_cache(*args)  # says what is unknown or unused
             made = self._trace(*args)
         return made
 
@@ -236,7 +201,7 @@ class ConvertedHybridBlock(ConvertedBlock):
         state = self._amp
         if state.traces and state.changes_when_traced != State.changes:
             self._clear_cached_op()
-        mode = autograd.is_recording(), autograd.is_training()
+        mode = autograd.is_recording(), autograd.is_training(), str(_flatten(args, "input")[1])
         if mode not in state.traces:
             if state.traces:
                 if not isinstance(self, mx.gluon.SymbolBlock):  # which is its graph
@@ -277,7 +242,9 @@ class ConvertedHybridBlock(ConvertedBlock):
     def with_casts(self, clean: Graph, types: Mapping[str, str]) -> Graph:
         """A traced graph with the policy's casts, for variables of these types."""
         keep = frozenset().union(*(state.keep_nodes for state in _states(self)))
-        return insert_casts(clean, types, self._amp.policy, parameters_in(self), keep)
+        policy, parameters = self._amp.policy, parameters_in(self)
+        wide = [name for name, p in parameters.items() if not follows(p, policy.between)]
+        return insert_casts(clean, types, policy, parameters, keep, wide)
 
     def export(self, path: str, epoch: int = 0, remove_amp_cast: bool = True) -> None:
         """Writes PATH-symbol.json and PATH-EPOCH.params, for any machine with MXNet. The graph
@@ -310,6 +277,13 @@ class ConvertedHybridBlock(ConvertedBlock):
                      lambda p: symbol.save(p, remove_amp_cast=remove_amp_cast))
 
 
+def check_backend(backend: Any) -> None:
+    """Refuses what would take parts of a float32 graph for its own."""
+    if backend:
+        raise ValueError("a converted network runs a graph of its own, which no backend of MXNet's "
+                         f"takes over. Valid: hybridize() without backend=. Received: {backend!r}")
+
+
 def _on_plain_cpu(value: Any) -> Any:
     """Arrays from a DataLoader's workers, or in pinned memory, where a graph takes them."""
     if isinstance(value, mx.nd.NDArray) and value.context.device_type in _OTHER_CPUS:
@@ -318,23 +292,6 @@ def _on_plain_cpu(value: Any) -> Any:
         moved = [_on_plain_cpu(v) for v in value]
         return moved if any(a is not b for a, b in zip(moved, value)) else value
     return value
-
-
-def blocks_in(net: Any) -> Iterator[Any]:
-    """The net's blocks, itself among them, each once, parents first."""
-    seen: Set[int] = set()
-    stack = [net]
-    while stack:
-        block = stack.pop()
-        if id(block) not in seen:
-            seen.add(id(block))
-            yield block
-            stack.extend(reversed(list(block._children.values())))
-
-
-def parameters_in(net: Any) -> Dict[str, Any]:
-    """The parameters of all of a net's blocks by their names, as `collect_params` gives them."""
-    return {name: p for block in blocks_in(net) for name, p in block.params.items()}
 
 
 def _states(net: Any) -> Iterator[State]:

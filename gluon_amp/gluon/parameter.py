@@ -2,8 +2,9 @@
 import sys
 from typing import Any, List, Optional
 
-from .._mxnet import mx
+from .._mxnet import mx, np
 from ..cpu.arrays import dtype_name, to_float16, to_float32
+from ..formats import Format
 
 
 class ConvertedParameter(mx.gluon.Parameter):
@@ -70,6 +71,17 @@ def cast(parameter: Any, dtype: str) -> None:
             mx.autograd.mark_variables(parameter._data, parameter._grad, parameter.grad_req)
 
 
+def follows(parameter: Any, format_: Format) -> bool:
+    """Whether a parameter may be cast to the type of what it meets: a constant may only if the
+    format holds its numbers, and counts as far as they do."""
+    if not isinstance(parameter, mx.gluon.Constant):
+        return True
+    values = (parameter._data or [parameter.value])[0].asnumpy().astype("float64")
+    whole = np.array_equal(values, np.rint(values))
+    counts = not whole or np.abs(values).max(initial=0) <= format_.counts_to
+    return bool(counts and format_.keeps(values))
+
+
 def value_of(parameter: Any) -> Any:
     """A parameter's value on a CPU, the mean over devices, in the parameter's own type."""
     return parameter._reduce().astype(parameter.dtype, copy=False)
@@ -112,7 +124,9 @@ def _as_converted(gradient: Any) -> Any:
 
 
 def complete_copy(parameter: Any) -> None:
-    """MXNet's copies of arrays lie on the first device, and have no gradients."""
+    """MXNet's copies of arrays lie on the first device, and have no gradients; those of symbols
+    forget that they are numpy's."""
+    parameter._var = None  # made anew where it is asked for
     if parameter._data is None:
         return
     parameter._data = [array.as_in_context(device)

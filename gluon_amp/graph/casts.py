@@ -26,7 +26,8 @@ PRODUCT = "__gluon_amp_product__"  # of products whose inputs have a format of t
 
 
 def insert_casts(graph: Graph, types: Mapping[str, str], policy: Policy,
-                 parameters: Iterable[str], keep: Collection[str] = ()) -> Graph:
+                 parameters: Iterable[str], keep: Collection[str] = (),
+                 wide: Collection[str] = ()) -> Graph:
     """The graph with amp_cast nodes such that each node runs in the format that the policy
     gives it, for variables of these types. Formats that are no types of MXNet's arrays stand
     in it by their names; build.py knows what runs instead.
@@ -34,8 +35,9 @@ def insert_casts(graph: Graph, types: Mapping[str, str], policy: Policy,
     Args:
         parameters: the variables that are no data: they follow the activations they meet.
         keep: nodes that stay float32, by name, besides those that hold the attribute KEEP.
+        wide: variables that are float32 for the sake of their numbers, and follow nobody.
     """
-    casting = _Casting(policy, types, set(parameters), keep)
+    casting = _Casting(policy, types, set(parameters) - set(wide), keep, set(wide))
     return Graph([casting.output(e) for e in casting.run(graph)])
 
 
@@ -51,7 +53,7 @@ class _Casting:
     constants, and what is computed of them alone: they take the type of the data they meet."""
 
     def __init__(self, policy: Policy, types: Mapping[str, str], weak: Set[str],
-                 keep: Collection[str]):
+                 keep: Collection[str], wide: Set[str]):
         self.policy, self.keep = policy, keep
         self.between = policy.between.type_name
         product = policy.product
@@ -59,9 +61,10 @@ class _Casting:
         self.product = product.type_name if product.is_array_type else self.between
         # from the narrowest to the widest
         self.floats = ["float16", policy.between.type_name, "float32", "float64"]
-        self.variables, self.weak_names = types, weak
+        self.variables, self.weak_names, self.wide_names = types, weak, wide
         self.types: Dict[Entry, Optional[str]] = {}  # of new entries
         self.weak: Set[Entry] = set()
+        self.wide: Set[Entry] = set()  # float32 for the sake of constants
         self.casts: Dict[Tuple[Entry, str], Entry] = {}
 
     def run(self, graph: Graph) -> List[Entry]:
@@ -79,6 +82,8 @@ class _Casting:
                 self.types[Entry(node)] = self.variables.get(node.name)
                 if node.name in self.weak_names:
                     self.weak.add(Entry(node))
+                if node.name in self.wide_names:
+                    self.wide.add(Entry(node))
                 continue
             new[node] = made = node.like(self._inputs(node, inputs))
             if node.subgraphs:
@@ -86,7 +91,9 @@ class _Casting:
             outputs = infer(made, tuple(self.types[e] for e in made.inputs))
             for i, dtype in enumerate(outputs):
                 self.types[Entry(made, i)] = dtype
-                if all(e in self.weak for e in inputs) and self._fits(node):
+                if dtype == "float32" and self._widens(node, inputs):
+                    self.wide.add(Entry(made, i))
+                elif all(e in self.weak for e in inputs) and self._fits(node):
                     self.weak.add(Entry(made, i))
             if operators.runs_in(node) == operators.NORM and not self._kept(node):
                 data = self.types[inputs[0]]
@@ -104,6 +111,11 @@ class _Casting:
     def _fits(self, node: Node) -> bool:
         """Whether the narrowest format holds the node's constants: such as 1e-12 does not."""
         return operators.holds_numbers(node, self.policy.between)
+
+    def _widens(self, node: Node, inputs: List[Entry]) -> bool:
+        """Whether a node's result stays float32 for the sake of a constant, in it or before it."""
+        return not self._fits(node) or any(e in self.wide for e in inputs) \
+            and operators.runs_in(node) == operators.INPUTS
 
     def _kept(self, node: Node) -> bool:
         return KEEP in node.attrs or node.name in self.keep
@@ -146,7 +158,9 @@ class _Casting:
         if self._kept(node) or runs in (operators.LOSS, operators.FLOAT32):
             return [self.cast(e, "float32") for e in inputs]
         if runs == operators.SENSITIVE:
-            return [self.cast(e, self.policy.sensitive.type_name) for e in inputs]
+            wide = not self._fits(node) or any(e in self.wide for e in inputs)
+            wanted = "float32" if wide else self.policy.sensitive.type_name
+            return [self.cast(e, wanted) for e in inputs]
         if runs == operators.NORM:
             wanted = self.policy.norm.type_name
             if node.op == "InstanceNorm":  # MXNet's takes float32 only
@@ -182,7 +196,8 @@ class _Casting:
             inputs = dict(zip(body.variables(), (node.inputs[i] for i in numbers)))
             types = {name: self.types[e] or "float32" for name, e in inputs.items()}
             weak = {name for name, e in inputs.items() if e in self.weak}
-            inner = _Casting(self.policy, types, weak, self.keep)
+            wide = {name for name, e in inputs.items() if e in self.wide}
+            inner = _Casting(self.policy, types, weak, self.keep, wide)
             bodies.append((inner, inner.run(body)))
         if node.op in ("_cond", "_while_loop"):  # the condition, which MXNet wants in float32
             condition, outputs = bodies[0]

@@ -5,7 +5,6 @@ Operators that no line holds, such as a user's own, run in the type of their inp
 INPUTS do: in float16 if their inputs are, and where MXNet does not take a mixture, in the widest
 type among the activations (parameters follow them).
 """
-import math
 from dataclasses import dataclass
 from typing import Dict, FrozenSet, Iterable, Tuple
 
@@ -269,7 +268,8 @@ _SENSITIVE_WHEN = {
 
 # Attributes that are numbers of the type that an operator computes in.
 _NUMBERS = ("scalar", "value", "a_min", "a_max", "slope", "fill_value", "val", "constant_value",
-            "start", "stop", "on_value", "off_value")
+            "start", "stop", "on_value", "off_value", "nan", "posinf", "neginf")
+_COUNTING = ("_arange", "_npi_arange")
 
 
 def names(runs: str) -> FrozenSet[str]:
@@ -307,14 +307,12 @@ def numbers(node: Node) -> Iterable[Tuple[str, float]]:
 
 
 def holds_numbers(node: Node, format_: Format) -> bool:
-    """Whether the format holds the node's constants: none that is finite becomes infinite, and
-    none becomes 0 that is not."""
-    for _, number in numbers(node):
-        rounded = float(format_.nearest.round(number))
-        lost = number != 0 and rounded == 0 or not math.isfinite(rounded)
-        if math.isfinite(number) and lost:
-            return False
-    return True
+    """Whether the format holds the node's constants: none that is finite becomes infinite, none
+    becomes 0 that is not, and what counts does not count too far."""
+    constants = [number for _, number in numbers(node)]
+    if node.op in _COUNTING and max(map(abs, constants), default=0) > format_.counts_to:
+        return False
+    return format_.keeps(constants)
 
 
 def factors(node: Node) -> str:

@@ -11,11 +11,14 @@ from typing import Any, Sequence
 from .._mxnet import mx
 
 _MAGIC = 0xCED7230A  # begins each record
+# What begins images that OpenCV reads: JPEG, PNG, BMP, WebP, TIFF, JPEG 2000, PNM, EXR, HDR, Sun.
+_IMAGES = (b"\xff\xd8", b"\x89PNG", b"BM", b"RIFF", b"II*\0", b"MM\0*", b"\0\0\0\x0cjP", b"P1",
+           b"P2", b"P3", b"P4", b"P5", b"P6", b"v/1\x01", b"#?R", b"\x59\xa6\x6a\x95")
 
 
 def records(path: str, classes: int) -> Sequence[int]:
     """The bytes at which the records of a RecordIO file begin. It is an error if the file is
-    missing, empty or cut short, or if a label is beyond the classes."""
+    missing, empty or cut short, if a record holds no image, or if a label is no class."""
     if not os.path.exists(path):
         raise ValueError(f"{path} does not exist")
     size, at = os.path.getsize(path), 0
@@ -25,17 +28,22 @@ def records(path: str, classes: int) -> Sequence[int]:
     with open(path, "rb") as file:
         while at < size:
             file.seek(at)
-            header = file.read(16).ljust(16, b"\0")
-            magic, length, labels, label = struct.unpack("<IIIf", header)
+            header = file.read(64).ljust(64, b"\0")
+            magic, length, labels, label = struct.unpack("<IIIf", header[:16])
             if magic != _MAGIC:
                 raise ValueError(f"{path} is no RecordIO file, or damaged: no record begins at "
                                  f"byte {at}")
             part, length = length >> 29, length & (1 << 29) - 1
             if part in (0, 1):  # a record's only or first part
                 begins.append(at)
-                if labels == 0 and label >= classes:  # 0 means one, in this place
+                one_label = labels == 0  # so it says
+                if one_label and not (0 <= label < classes and label == int(label)):
                     raise ValueError(f"{path} has a label {label:g}, and the network {classes} "
                                      "classes, from 0 on: --num-classes")
+                image = header[32 + 4 * labels:] if length > 24 else b""
+                if labels <= 4 and at + 8 + length <= size and not image.startswith(_IMAGES):
+                    raise ValueError(f"{path} has a record at byte {at} that is no image of a kind "
+                                     "that MXNet reads")
             at += 8 + (length + 3) // 4 * 4
     if at > size:
         raise ValueError(f"{path} is cut short: its last record ends {at - size} bytes behind it")

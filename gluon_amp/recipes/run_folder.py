@@ -15,6 +15,7 @@ import logging
 import os
 from typing import Any, Dict, List, Tuple
 
+from .._mxnet import message, mx
 from ..checks import positive
 from ..files import must_exist
 from .ranks import Ranks
@@ -87,8 +88,8 @@ class RunFolder:
         trainer.save_states(self._file(f"epoch-{epoch}.states"))
         record.save()
         replace_text(self._file("last.json"), json.dumps({"epoch": epoch}))
-        errors = [line["err_top1"] for line in record.lines if "batch" not in line]
-        if errors[-1] == min(errors):
+        errors = [line["err_top1"] for line in record.lines if line.get("err_top1") is not None]
+        if errors and errors[-1] == min(errors):
             net.save_parameters(self._file("best.params"))
         kept = self.args.save_period and epoch % self.args.save_period == 0
         for old in (f"epoch-{epoch - 1}.params", f"epoch-{epoch - 1}.states"):
@@ -114,7 +115,7 @@ class RunFolder:
         if epoch not in done:
             raise ValueError(f"{self._file('log.jsonl')} has no end of epoch {epoch}, which "
                              f"{self._file('last.json')} names: one of them is of another run")
-        net.load_parameters(self._file(f"epoch-{epoch}.params"))
+        _load_parameters(net, self._file(f"epoch-{epoch}.params"))
         _load_states(trainer, self._file(f"epoch-{epoch}.states"))
         if epoch + 1 >= args.epochs:
             log.info("all %d epochs are done", args.epochs)
@@ -125,7 +126,7 @@ class RunFolder:
         args = self.args
         if args.resume_params:
             must_exist(args.resume_params)
-            net.load_parameters(args.resume_params)
+            _load_parameters(net, args.resume_params)
         if args.resume_states:
             must_exist(args.resume_states)
             _load_states(trainer, args.resume_states)
@@ -151,7 +152,7 @@ class RunFolder:
                 epoch = json.load(file)["epoch"]
             if isinstance(epoch, bool) or not isinstance(epoch, int) or epoch < 0:
                 raise ValueError
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             raise ValueError(f'{path} is damaged: it should hold {{"epoch": 3}}, with the number '
                              "of the last whole epoch") from None
         return epoch
@@ -160,7 +161,11 @@ class RunFolder:
         """`--resume` goes on with the run as it was begun; a finished one may get more epochs."""
         args, now = self.args, json.loads(json.dumps(vars(self.args)))
         for run in (was, now):  # as many ranks as one likes go on with it, if a step is as large
-            run["batch_size"] = run.get("batch_size", 0) * run.get("workers", 1)
+            sizes = run.get("batch_size", 0), run.get("workers", 1)
+            if any(type(size) is not int for size in sizes):
+                raise ValueError(f"{self._file('log.jsonl')} is damaged: batch_size and workers "
+                                 f"should be whole numbers. Received: {sizes}")
+            run["batch_size"] = sizes[0] * sizes[1]
         if epoch + 1 == was.get("epochs") < args.epochs:
             log.info("the %d epochs are done; %d follow, at their rates in a run of %d",
                      epoch + 1, args.epochs - epoch - 1, args.epochs)
@@ -171,6 +176,14 @@ class RunFolder:
         if differ:
             raise ValueError("--resume goes on with the run as it was begun: "
                              f"{'; '.join(differ)}")
+
+
+def _load_parameters(net: Any, path: str) -> None:
+    try:
+        net.load_parameters(path)
+    except (mx.MXNetError, AssertionError, ValueError) as error:  # which name no file
+        raise ValueError(f"{path} holds other parameters, or is damaged: {message(error)}") \
+            from None
 
 
 def _load_states(trainer: Any, path: str) -> None:

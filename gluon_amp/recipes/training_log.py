@@ -214,16 +214,25 @@ def read_log(path: str) -> Tuple[Dict[str, Any], List[Dict[str, Any]]]:
         for number, line in enumerate(file, 1):
             try:
                 found.append(json.loads(line))
-            except ValueError:
+            except (ValueError, RecursionError):
                 raise ValueError(f"{path} is damaged: line {number} is no JSON") from None
-    if not found or not isinstance(found[0], dict) or any(
-            not isinstance(line, dict) or "epoch" not in line for line in found[1:]):
+    if not found or not isinstance(found[0], dict):
         raise ValueError(f"{path} is damaged: it should hold a run's arguments, and then a line "
                          "for each step and epoch")
+    for number, line in enumerate(found[1:], 2):
+        if not _is_step_or_epoch(line):
+            raise ValueError(f"{path} is damaged: line {number} is of no step and no epoch")
     arguments = found[0].get("arguments", {})
     if not isinstance(arguments, dict):
         raise ValueError(f"{path} is damaged: its first line should hold a run's arguments")
     return arguments, found[1:]
+
+
+def _is_step_or_epoch(line: Any) -> bool:
+    if not isinstance(line, dict):
+        return False
+    epoch, error = line.get("epoch"), line.get("err_top1")
+    return type(epoch) is int and (error is None or type(error) in (int, float))
 
 
 def replace_text(path: str, text: str) -> None:

@@ -211,7 +211,7 @@ class _Reader:
                 raise ValueError(f"{self.name}: log.jsonl of version {version!r:.20}. Valid: 1 to "
                                  f"{VERSION}")
             self.header = entry["arguments"]
-        elif type(entry.get("epoch")) is int and entry["epoch"] >= 0:
+        elif type(entry.get("epoch")) is int and 0 <= entry["epoch"] < 10 ** 9:
             values = {key: _number(value) for key, value in entry.items()}
             self._go_to(entry["epoch"])
             if "batch" in entry:

@@ -312,7 +312,7 @@ def _network(costs: Optional[Dict[str, Any]]) -> Iterator[str]:
     if costs["constants"]:
         names = costs["constants"]
         yield ""
-        yield f"Run in float32, since float16 would make 0 or infinite a constant{in_names(names)}."
+        yield f"Run in float32, since float16 does not hold a constant{in_names(names)}."
 
 
 def _aligned(rows: Iterable[Tuple[str, ...]]) -> Iterator[str]:

@@ -73,15 +73,18 @@ class DynamicLossScale:
                 self.scale = min(self.scale * self.growth_factor, self.maximum)
                 self.finite_steps = 0
         elif self.scale <= self.minimum:
-            raise LossScaleError(f"gradients are not finite{in_names(parameters)} at the "
-                                 f"smallest loss scale, {self.minimum!r}: their float16 numbers "
-                                 "overflow without any scaling. Keep these layers in float32 "
-                                 "(convert(keep=...)), or lower the learning rate. "
-                                 f"gluon_amp.explain(net, batch, loss_fn, {self.minimum!r}) names "
-                                 "the first node that is not finite")
+            raise LossScaleError(self.nothing_fits(parameters))
         else:
             self.scale = max(self.scale * self.backoff_factor, self.minimum)
             self.finite_steps = 0
+
+    def nothing_fits(self, parameters: Iterable[str]) -> str:
+        """What is said where the gradients of these parameters overflow at the smallest scale."""
+        return f"gradients are not finite{in_names(parameters)} at the smallest loss scale, " \
+               f"{self.minimum!r}: their float16 numbers overflow without any scaling. Keep " \
+               "these layers in float32 (convert(keep=...)), or lower the learning rate. " \
+               f"gluon_amp.explain(net, batch, loss_fn, {self.minimum!r}) names the first node " \
+               "that is not finite"
 
     def search(self, overflows: Callable[[float], bool]) -> int:
         """Looks for the scale of a step whose backward pass overflowed at this one: down in large

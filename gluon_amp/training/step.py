@@ -19,7 +19,7 @@ from typing import Any, Callable, Dict, List, Optional, Sequence, Set, Tuple, Un
 
 from .._mxnet import np
 from ..checks import in_names, positive_number, whole_number
-from ..cpu.arrays import to_float32
+from ..cpu.arrays import multiply, to_float32
 from ..cpu.finite import all_finite, not_finite, squares
 from ..cpu.library import versions
 from .loss_scale import DynamicLossScale, LossScaleError
@@ -106,7 +106,7 @@ class Steps:
         self.reduction = Reduction()
         self._overflowed: Tuple[str, ...] = ()
         self._adding_at: Optional[float] = None  # the scale of gradients that add up
-        self._told = False  # what a search has found
+        self._told: Set[str] = set()  # what warnings have said of searches
 
     @property
     def scaling(self) -> bool:
@@ -214,11 +214,17 @@ class Steps:
             go_back(scale)
             return self._overflow_anywhere(gradients())
 
-        passes = self.loss_scale.search(overflows)
+        before, passes = self.scale, self.loss_scale.search(overflows)
         if passes:
-            log.log(logging.INFO if self._told else logging.WARNING,
-                    "loss scale %s found in %d backward passes", _power(self.scale), passes)
-            self._told = True
+            found = _power(self.scale)
+            self._tell("found", f"loss scale {found} found in {passes} backward passes")
+        elif self.scale == before:  # and all were tried
+            names = self.overflowed(gradients)
+            self._tell("nothing fits", self.loss_scale.nothing_fits(names))
+
+    def _tell(self, what: str, text: str) -> None:
+        log.log(logging.INFO if what in self._told else logging.WARNING, text)
+        self._told.add(what)
 
     def _overflow_anywhere(self, gradients: Sequence[Gradient]) -> bool:
         """Whether gradients overflow on any worker, or may once they are summed over devices and
@@ -378,12 +384,6 @@ def clear_added(parameters: Sequence[Any]) -> None:
     for parameter in parameters:
         if parameter.grad_req == "add":
             parameter.zero_grad()
-
-
-def multiply(arrays: Sequence[Any], factor: float) -> None:
-    """In place."""
-    for array in arrays:
-        (array * factor).copyto(array)
 
 
 def _power(scale: float) -> str:

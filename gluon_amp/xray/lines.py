@@ -7,7 +7,8 @@ from types import FrameType
 from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence
 
 from .._mxnet import mx
-from ..gluon.converted import ConvertedHybridBlock, blocks_in
+from ..gluon.converted import ConvertedHybridBlock
+from ..gluon.state import blocks_in
 from ..graph.graph import Graph
 from .trial import call, standing_in
 

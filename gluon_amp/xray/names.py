@@ -2,7 +2,8 @@
 import re
 from typing import Any, Collection, Dict, Iterable, List, Set
 
-from ..gluon.converted import ConvertedBlock, blocks_in
+from ..gluon.converted import ConvertedBlock
+from ..gluon.state import blocks_in
 
 
 def owners(net: Any, node: str) -> List[Any]:

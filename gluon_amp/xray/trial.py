@@ -22,7 +22,8 @@ from typing import (
 from .._mxnet import message, mx
 from ..cpu.arrays import dtype_name, to_float32
 from ..cpu.finite import all_finite
-from ..gluon.converted import ConvertedBlock, ConvertedHybridBlock, blocks_in
+from ..gluon.converted import ConvertedBlock, ConvertedHybridBlock
+from ..gluon.state import blocks_in
 from ..graph.build import build
 from ..graph.casts import float32_variables, insert_casts
 from ..graph.graph import Graph
