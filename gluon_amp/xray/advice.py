@@ -4,6 +4,7 @@ import statistics
 from dataclasses import dataclass
 from typing import Callable, Dict, Iterable, List, Mapping, NamedTuple, Optional, Tuple
 
+from ..graph.graph import CASTS
 from ..graph.operators import PRODUCTS, numbers
 from .statistics import Counts, Key
 from .tensors import Layout, Tensor
@@ -221,9 +222,10 @@ def _cancelled(layout: Layout, seen: Dict[Key, Tensor], tensor: Tensor) -> List[
     """A tensor that is far from float32's though all that it is computed from is near."""
     counts = tensor.counts
     assert counts is not None
-    least = min(t.low_snr for t in seen.values())  # float32 has to be no truer than what it reads
-    if tensor.snr is None or tensor.snr >= least / 2 or not is_finite(counts):
+    if tensor.snr is None or tensor.snr >= tensor.low_snr / 2 or not is_finite(counts):
         return []
+    if tensor.snr >= min(t.low_snr for t in seen.values()) / 2:
+        return []  # a float32 tensor that is as true as its inputs, of less than that, allow
     read = [seen[key] for key in tensor.reads if key in seen and seen[key].snr is not None]
     if not read or any((t.snr or 0) < tensor.snr + 20 for t in read):
         return []
@@ -239,9 +241,9 @@ def _cancelled(layout: Layout, seen: Dict[Key, Tensor], tensor: Tensor) -> List[
 def _rounded_before(seen: Dict[Key, Tensor], tensor: Tensor) -> List[Tensor]:
     """Of less than float32, the tensor that a float32 one has most of its error from."""
     def truth(read: Tensor) -> float:
-        if read.snr is None:  # a cast, which no float32 graph has
+        if read.op in CASTS:  # no float32 graph has it
             return min((truth(seen[key]) for key in read.reads if key in seen), default=math.inf)
-        return read.snr
+        return math.inf if read.snr is None else read.snr
 
     while not tensor.is_low:
         read = [seen[key] for key in tensor.reads if key in seen]
