@@ -107,8 +107,9 @@ struct State {
   }
 
  private:
-  // The forward pass of an RNN once more, as predictions keep nothing for a backward pass: from what its backward pass reads: x, weights, state,
-  // y, dy; if it has outputs of states: the state and its gradient; an LSTM's cell, and the same of it.
+  // The forward pass of an RNN once more, since predictions keep nothing for a backward pass. What
+  // that reads: x, weights, state, y, dy; if it has outputs of states: the state and its gradient;
+  // an LSTM's cell, and the same of it.
   void train_again(const Call& call) {
     const bool states = outputs_count > 1, lstm = inputs_count > 3;
     std::vector<TBlob> in(call.in.begin(), call.in.begin() + 3), out{call.in[3]};
