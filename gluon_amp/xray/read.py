@@ -13,8 +13,6 @@ from .statistics import Counts, Key
 from .tensors import Tensor
 from .view import View
 
-_LOST = 0.01  # of a gradient's norm, at the low end of the loss scales
-
 
 def redraw(folder: str, format_: Format) -> str:
     """Writes the page xray-FORMAT.html into an X-ray's folder: what the format would have done to
@@ -63,10 +61,7 @@ def read(folder: str, format_: Format) -> View:
         tensor.counts = added if tensor.counts is None else tensor.counts + added
     view.tensors = sorted(tensors.values(), key=lambda t: t.place)
     view.scale = view.steps[0][0] if view.steps else 1.0
-    for scale, counted in view.steps:
-        of_step = [replace(t, counts=counted.get(t.key)) for t in view.tensors]
-        view.windows.append(window(of_step, scale, _LOST))
-    view.window = window(view.tensors, view.scale, _LOST)
+    view.window = window(view.tensors, view.scale, view.lost)
     best = view.window.high / view.scale if view.window else 1.0
     view.findings = [f for t in view.worst() for f in _findings(t, best)]
     unknown = sum(t.counts is not None and not t.counts.finite for t in view.tensors)

@@ -56,12 +56,12 @@ class View:
         scale: the loss scale at which the counts of gradients stand: the first step's.
         notes: what else there is to know, in sentences.
         converts: how the line to paste begins.
+        lost: the share of a gradient's norm that may be rounded away at the low end of a window.
     """
     name: str
     tensors: List[Tensor]
     weights: List[Weight] = field(default_factory=list)
     window: Optional[Window] = None
-    windows: List[Optional[Window]] = field(default_factory=list)
     findings: List[Finding] = field(default_factory=list)
     keep: List[str] = field(default_factory=list)
     first_overflow: Optional[Overflow] = None
@@ -71,6 +71,14 @@ class View:
     scale: float = 1.0
     notes: List[str] = field(default_factory=list)
     converts: str = "amp.convert(net"
+    lost: float = 0.01
+
+    @property
+    def windows(self) -> List[Optional[Window]]:
+        """The loss scales that fit each step; None where its forward tensors overflow."""
+        return [window([replace(t, counts=counts.get(t.key)) for t in self.tensors], scale,
+                       self.lost) if _forward_is_finite(counts) else None
+                for scale, counts in self.steps]
 
     @property
     def loss_scale(self) -> Optional[Tuple[float, float]]:
@@ -159,7 +167,7 @@ def xray(net: Any, batches: Iterable[Any], loss_fn: Any = None, trainer: Any = N
     if not any(t.is_low for t in tensors):
         raise ValueError("the network has no tensors of less than float32: all of it is kept, or "
                          "only products round what they read")
-    view = View(net.name, tensors)
+    view = View(net.name, tensors, lost=lost)
     if isinstance(net, ModuleBlock):
         view.converts = "amp.convert_symbol(symbol"
     scale = float(getattr(trainer, "loss_scale", FIRST_SCALE))
@@ -181,7 +189,7 @@ def xray(net: Any, batches: Iterable[Any], loss_fn: Any = None, trainer: Any = N
             if not math.isfinite(whole.loss):
                 view.notes.insert(0, f"batch {number}: the loss is not finite in float32 either: "
                                   "look at the data, the learning rate and the loss first")
-        _note(view, scale, ran, number, lost,
+        _note(view, scale, ran, number,
               None if right is None else at_scale(whole.counts, scale / at))
     view.tensors = [t for t in tensors if t.counts is not None]
     if all(_forward_is_finite(counts) for _, counts in view.steps):
@@ -189,7 +197,7 @@ def xray(net: Any, batches: Iterable[Any], loss_fn: Any = None, trainer: Any = N
     view.findings = findings(layout, view.tensors, view.scale)
     if view.findings:
         with random_numbers_kept() as draw_again:
-            _try_keeping(trial, right, view, chosen, loss_fn, lost, draw_again)
+            _try_keeping(trial, right, view, chosen, loss_fn, draw_again)
     view.weights = updates.weights()
     if view.first_overflow:
         view.first_overflow.where = _code_of(trial, chosen[0], view.first_overflow.node)
@@ -235,7 +243,7 @@ def _run(trial: Trial, batch: Any, loss_fn: Any, scale: float,
     return scale, ran
 
 
-def _note(view: View, scale: float, ran: Ran, number: int, lost: float,
+def _note(view: View, scale: float, ran: Ran, number: int,
           reference: Optional[Dict[Key, Counts]]) -> None:
     if not view.steps:
         view.scale = scale
@@ -247,9 +255,6 @@ def _note(view: View, scale: float, ran: Ran, number: int, lost: float,
     view.steps.append((scale, ran.counts))
     if view.first_overflow is None:
         view.first_overflow = first_overflow(view.tensors, ran.counts, number, scale)
-    one = [replace(t, counts=ran.counts.get(t.key)) for t in view.tensors]
-    fits = _forward_is_finite(ran.counts)
-    view.windows.append(window(one, scale, lost) if fits else None)
 
 
 @dataclass
@@ -297,7 +302,7 @@ def _look_again(trial: Trial, right: Optional[Trial], batches: List[Any], loss_f
 
 
 def _try_keeping(first: Trial, right: Optional[Trial], view: View, batches: List[Any],
-                 loss_fn: Any, lost: float, draw_again: Callable[[], None]) -> None:
+                 loss_fn: Any, draw_again: Callable[[], None]) -> None:
     """Keeps what is found, looks at all batches again, and goes on until nothing is found."""
     net, calls = first.net, first.calls
     names: Dict[str, None] = {}
@@ -322,7 +327,7 @@ def _try_keeping(first: Trial, right: Optional[Trial], view: View, batches: List
     if names:
         view.keep = [*(name for name in kept_already(net) if name not in names), *names]
     if again.fits and (view.window is None or view.window.low > view.window.high):
-        view.window = window([t for t in again.tensors if t.counts], again.scale, lost)
+        view.window = window([t for t in again.tensors if t.counts], again.scale, view.lost)
         view.notes.append("the loss scales are those of the network with these kept in float32")
     if again.found:
         view.notes.append("with these kept, float16 still does not suit: "
