@@ -1,4 +1,5 @@
 """Losses, and the graphs that autograd has recorded up to them."""
+import functools
 import json
 from typing import Any, Callable, List, Sequence, Set
 
@@ -75,13 +76,19 @@ def check_heads(losses: List[Any], gradients: Sequence[Gradient],
 
 def free(losses: List[Any]) -> None:
     """Frees graphs that were retained, as a backward pass does that retains none. Gradients
-    stay as they are: this pass computes only that of an array added for it."""
-    classic = [loss.as_nd_ndarray() for loss in losses]
-    added = mx.nd.zeros(1, ctx=classic[0].context)
-    added.attach_grad()
+    stay as they are: this pass computes only those of arrays added for it."""
+    added = [mx.nd.zeros(1, loss.context, loss.dtype) for loss in losses]
+    for one in added:
+        one.attach_grad()
     with mx.autograd.record():
-        heads = [loss + added.as_in_context(loss.context).astype(loss.dtype) for loss in classic]
-    mx.autograd.grad(heads, [added], retain_graph=False)
+        heads = [loss.as_nd_ndarray() + one for loss, one in zip(losses, added)]
+    mx.autograd.grad(heads, added, retain_graph=False)
+
+
+@functools.lru_cache(maxsize=16)
+def head(shape: Any, context: Any, dtype: Any, number: float) -> Any:
+    """What a backward pass begins with at a loss of this shape: so many times 1."""
+    return mx.nd.full(shape, number, context, dtype)
 
 
 def check_losses(losses: List[Any]) -> None:

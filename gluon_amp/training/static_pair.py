@@ -1,12 +1,13 @@
-"""The static loss scale, and the pair of loss and optimizer made from it."""
+"""The static loss scale, its pair of loss and optimizer, and what `loss_scale=` takes."""
 import inspect
 import numbers
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Optional, Union
 
 from mxnet.gluon.loss import Loss, SDMLLoss
 
 from ..checks import positive_number
+from .loss_scale import DynamicLossScale
 from .optimizer import check_scalable
 from .optimizer import optimizer as make_optimizer
 
@@ -68,6 +69,21 @@ class StaticLossScale:
     def unscaled(self, loss: Any) -> Any:
         """A scaled loss as it would be without, for the log."""
         return loss / self.scale
+
+
+LossScale = Union[StaticLossScale, DynamicLossScale]
+
+
+def as_loss_scale(value: Any) -> Optional[LossScale]:
+    """What `loss_scale=` takes: a scale, a number, "dynamic" or None."""
+    if value is None or isinstance(value, (StaticLossScale, DynamicLossScale)):
+        return value
+    if isinstance(value, str) and value == "dynamic":
+        return DynamicLossScale()
+    if isinstance(value, numbers.Real) and not isinstance(value, bool):
+        return StaticLossScale(positive_number(value, "loss_scale"))
+    raise ValueError('loss_scale takes "dynamic", a number, a StaticLossScale, a DynamicLossScale, '
+                     f"or None for no scaling. Received: {value!r}")
 
 
 def _no_weight(cls: Any) -> str:

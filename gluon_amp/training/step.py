@@ -13,18 +13,17 @@ Nothing is written into a gradient: what is divided and clipped is a factor, the
 """
 import logging
 import math
-import numbers
 from dataclasses import dataclass, field
-from typing import Any, Callable, Dict, List, Optional, Sequence, Set, Tuple, Union
+from typing import Any, Callable, Dict, List, Optional, Sequence, Set, Tuple
 
 from .._mxnet import np
 from ..checks import in_names, positive_number, whole_number
 from ..cpu.arrays import multiply, to_float32
 from ..cpu.finite import all_finite, not_finite, squares
-from ..cpu.library import versions
+from ..cpu.library import started, versions
 from .loss_scale import DynamicLossScale, LossScaleError
 from .reduction import Reduction
-from .static_pair import StaticLossScale
+from .static_pair import as_loss_scale
 
 log = logging.getLogger("gluon_amp")
 
@@ -32,20 +31,7 @@ log = logging.getLogger("gluon_amp")
 # dynamic scale takes from its first value down to its floor.
 PATIENCE = 16
 
-LossScale = Union[StaticLossScale, DynamicLossScale]
 Place = Tuple[int, int]  # a parameter's number and a device's
-
-
-def as_loss_scale(value: Any) -> Optional[LossScale]:
-    """What `loss_scale=` takes: a scale, a number, "dynamic" or None."""
-    if value is None or isinstance(value, (StaticLossScale, DynamicLossScale)):
-        return value
-    if isinstance(value, str) and value == "dynamic":
-        return DynamicLossScale()
-    if isinstance(value, numbers.Real) and not isinstance(value, bool):
-        return StaticLossScale(positive_number(value, "loss_scale"))
-    raise ValueError('loss_scale takes "dynamic", a number, a StaticLossScale, a DynamicLossScale, '
-                     f"or None for no scaling. Received: {value!r}")
 
 
 @dataclass
@@ -72,6 +58,7 @@ class Pending:
         max_norm: the norm that the next update is clipped to.
         watched: gradients that nobody is to write into, and how often they have been written.
         counts: gradients that were watched, how often they had been written, and how often later.
+        seen: gradients as `settle` has seen them, and their sums of squares.
     """
     scale: Optional[float] = None
     losses: List[Any] = field(default_factory=list)
@@ -82,6 +69,7 @@ class Pending:
     max_norm: Optional[float] = None
     watched: Optional[Tuple[Sequence[Gradient], Any]] = None
     counts: List[Tuple[Sequence[Gradient], Any, Any]] = field(default_factory=list)
+    seen: Optional[Tuple[Sequence[Gradient], "np.ndarray[Any, Any]"]] = None
 
 
 class Steps:
@@ -146,6 +134,7 @@ class Steps:
         """Before a backward pass: gives its scale. Gradients that add up, and stand at another
         scale since an earlier step, are brought to this one."""
         self.end_watch()
+        self.pending.seen = None
         scale = self.backward_scale
         if self._adding_at is not None and self._adding_at != scale:
             multiply(adding_up, scale / self._adding_at)
@@ -239,6 +228,9 @@ class Steps:
                 math.sqrt(s) > most  # a norm is quickly seen
                 and np.abs(g.array.asnumpy()).max() > most
                 for g, s, most in zip(gradients, sums, largest))
+        # Only what is not summed later stays so; who writes into it is told where the engine runs.
+        stays = started() and self.reduction.workers == len({g.place[1] for g in gradients}) == 1
+        self.pending.seen = (gradients, sums) if stays and not overflow else None
         return self.reduction.any(bool(overflow))
 
     def _loss_is_to_blame(self) -> bool:
@@ -264,7 +256,7 @@ class Steps:
             update: makes the update with gradients multiplied by a number.
             clear: makes those gradients 0 that add up, once some are infinite.
         """
-        sums = _look(gradients)
+        sums = self._sums(gradients)
         self.check_watched()
         self._overflowed = _not_finite(gradients, sums)
         self.updated = not self.reduction.any_after_sum(bool(self._overflowed)) \
@@ -288,9 +280,15 @@ class Steps:
             self.forget()
         return self.updated
 
+    def _sums(self, gradients: Sequence[Gradient]) -> "np.ndarray[Any, Any]":
+        """The sum of squares of each, by another look where `settle` has not seen them."""
+        seen, sums = self.pending.seen or ((), None)
+        same = [id(g.array) for g in seen] == [id(g.array) for g in gradients]
+        return _look(gradients) if sums is None or not same else sums
+
     def norm(self, gradients: Sequence[Gradient]) -> float:
         """Of the whole gradient, as it is."""
-        return self._norm(gradients, _look(gradients))
+        return self._norm(gradients, self._sums(gradients))
 
     def _norm(self, gradients: Sequence[Gradient], sums: "np.ndarray[Any, Any]") -> float:
         # Devices that have been summed hold the same gradient: it counts once.

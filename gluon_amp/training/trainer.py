@@ -170,7 +170,7 @@ class Trainer(TakesSteps, RanksTrainer):
         averages: List[Tuple[Any, Any]] = []
 
         def go_back(at: float, retain: bool = True) -> None:
-            heads = [mx.nd.full(one.shape, at, one.context, one.dtype) for one in losses]
+            heads = [graphs.head(one.shape, one.context, one.dtype, at) for one in losses]
             mx.autograd.backward(losses, heads, retain)
             if self.after_pass is not None:
                 self.after_pass(at)
