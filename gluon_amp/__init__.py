@@ -1,8 +1,5 @@
 """Mixed-precision training for Apache MXNet."""
-from importlib import import_module  # noqa: I001
-from typing import Any
-
-from . import _mxnet  # noqa: F401  (first of ours: every other module may import from mxnet)
+from . import _mxnet  # noqa: F401, I001  (first: every other module may import from mxnet)
 from . import data
 from .formats import Format
 from .gluon.convert import convert, restore
@@ -26,6 +23,7 @@ from .training.trainer import Trainer
 from .xray.search import search
 from .xray.types import types
 from .xray.view import explain, xray
+from . import recipes
 
 library.start()
 
@@ -35,9 +33,3 @@ __all__ = ["BatchProcessor", "BucketingModule", "DynamicLossScale", "Format", "H
            "Trainer", "average_statistics", "convert", "convert_model", "convert_symbol", "data",
            "explain", "export_onnx", "lr_find", "optimizer", "read_logs", "recipes", "report",
            "restore", "scale_loss", "search", "tensor_core_dot", "types", "xray"]
-
-
-def __getattr__(name: str) -> Any:  # scripts alone need recipes: a fifth of what importing takes
-    if name == "recipes":
-        return import_module(".recipes", __name__)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
