@@ -1,4 +1,4 @@
-"""Other faults than planted.py's, in other networks, none of which the X-ray was made with.
+"""Other faults than planted.py's, in other networks. Some of them helped to mend the X-ray.
 
     python results/xray/elsewhere.py [--output CSV]
 """
