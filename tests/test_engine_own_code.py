@@ -196,6 +196,9 @@ MOVES = {
     "slice_axis": (sym.slice_axis(X, axis=-1, begin=1, end=3), fixed((7, 6, 5))),
     "tile": (sym.tile(X, reps=(2, 1, 3)), fixed((3, 2, 4))),
     "transpose": (sym.transpose(X, axes=(2, 0, 1)), fixed((7, 6, 5))),
+    **{f"transpose by {axes}": (sym.transpose(X, axes=axes), fixed((3, 2, 35, 1, 40)))
+       for axes in ((0, 2, 1, 3, 4), (4, 3, 0, 1, 2), (0, 4, 3, 2, 1), (3, 0, 1, 2, 4),
+                    (2, 4, 0, 3, 1))},
     **{f"Concat along {axis}": (sym.concat(X, Y, X, dim=axis), fixed((2, 3, 5), (2, 3, 5)))
        for axis in (0, 1, 2, -1)},
     "Concat of different widths": (sym.concat(X, Y, Z, dim=1), fixed((3, 2), (3, 5), (3, 1))),

@@ -262,3 +262,12 @@ def test_half_of_a_static_pair_is_refused_where_gradients_are_scaled():
         with pytest.raises(ValueError, match="one half of the static pair of 128"):
             amp.Trainer(params, amp.StaticLossScale(128).optimizer("sgd"), **kwargs)
     amp.Trainer(params, amp.StaticLossScale(128).optimizer("sgd"), loss_scale=None)
+
+
+def test_gradients_of_weights_that_were_moved_since_are_not_waiting_any_more():
+    net = One()
+    trainer = amp.Trainer(net.collect_params(), "sgd", loss_scale=8)
+    trainer.backward(recorded(net, ones(), ones()))
+    net.collect_params().reset_ctx(mx.cpu(1))
+    with pytest.raises(RuntimeError, match="has not computed the gradients"):
+        trainer.step(1)

@@ -51,6 +51,11 @@ bool dropout_gradient(const Call& call) {  // gradient, mask
     kernels->dropout_gradient(halves(g), halves(mask), halves(d), size(d), scale, call.write(0));
     return true;
   }
+  if (!call.rounding.any && is_float(g) && is_float(mask) && is_float(d) &&
+      g.shape_ == mask.shape_) {
+    kernels->binary_floats(kProduct, floats(g), floats(mask), floats(d), size(d), call.write(0));
+    return true;
+  }
   // any shape and type: one value after another
   std::vector<int64_t> stride(g.ndim());
   int64_t step = 1;

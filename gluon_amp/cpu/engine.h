@@ -155,6 +155,7 @@ inline int64_t size(const TBlob& array) { return static_cast<int64_t>(array.Size
 float number(const NodeAttrs& attrs, const char* key, float otherwise);
 bool flag(const NodeAttrs& attrs, const char* key, bool otherwise);
 std::string word(const NodeAttrs& attrs, const char* key, const char* otherwise);
+std::vector<int64_t> numbers(const NodeAttrs& attrs, const char* key);  // of "(2, 3)"
 
 // ---- scratch -----------------------------------------------------------------------
 //

@@ -34,6 +34,18 @@ std::string word(const NodeAttrs& attrs, const char* key, const char* otherwise)
   return found ? *found : otherwise;
 }
 
+std::vector<int64_t> numbers(const NodeAttrs& attrs, const char* key) {
+  std::vector<int64_t> made;
+  const std::string* text = find(attrs, key);
+  for (const char* at = text ? text->c_str() : ""; *at;) {
+    char* end;
+    const long long value = std::strtoll(at, &end, 10);
+    if (end != at) made.push_back(value);
+    at = end == at ? at + 1 : end;
+  }
+  return made;
+}
+
 Rounding::Rounding(const NodeAttrs& attrs) {
   for (const auto& item : attrs.dict) {
     if (!is_setting(item.first)) continue;

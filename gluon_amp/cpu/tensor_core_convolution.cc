@@ -21,19 +21,6 @@ constexpr int64_t kGathered = int64_t(1) << 22;  // halves at a time: 8 MB
 
 using Three = std::vector<int64_t>;  // depth, height, width; with ones in front if there are fewer
 
-// "(2, 3)" as an attribute has it
-std::vector<int64_t> numbers(const NodeAttrs& attrs, const char* key) {
-  std::vector<int64_t> made;
-  const std::string* text = find(attrs, key);
-  for (const char* at = text ? text->c_str() : ""; *at;) {
-    char* end;
-    const long long value = std::strtoll(at, &end, 10);
-    if (end != at) made.push_back(value);
-    at = end == at ? at + 1 : end;
-  }
-  return made;
-}
-
 Three three(std::vector<int64_t> given, size_t dims, int64_t otherwise) {
   if (given.empty()) given.assign(dims, otherwise);
   if (given.size() != dims) throw dmlc::Error("accumulate=: a window needs a number for each axis");

@@ -177,8 +177,9 @@ class ConvertedHybridBlock(ConvertedBlock):
         return made
 
     def _call_cached_op(self, *args: Any) -> Any:
-        trace = self._use_trace(*args)
-        arrays = [a for a in _flatten(args, "input")[0] if a is not None]
+        given, structure = _flatten(args, "input")
+        trace = self._use_trace(str(structure), *args)
+        arrays = [a for a in given if a is not None]
         key = arrays[0].context.device_type == "gpu", tuple(dtype_name(a.dtype) for a in arrays)
         if autograd.is_training() and not key[0]:
             check_trains_on_cpus(trace.devices)
@@ -196,12 +197,12 @@ class ConvertedHybridBlock(ConvertedBlock):
         for trace in self._amp.traces.values():
             trace.ops.clear()
 
-    def _use_trace(self, *args: Any) -> Trace:
+    def _use_trace(self, structure: str, *args: Any) -> Trace:
         """The graph for MXNet's mode of now, traced if need be, as the block's own."""
         state = self._amp
         if state.traces and state.changes_when_traced != State.changes:
             self._clear_cached_op()
-        mode = autograd.is_recording(), autograd.is_training(), str(_flatten(args, "input")[1])
+        mode = autograd.is_recording(), autograd.is_training(), structure
         if mode not in state.traces:
             if state.traces:
                 if not isinstance(self, mx.gluon.SymbolBlock):  # which is its graph

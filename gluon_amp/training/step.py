@@ -52,6 +52,7 @@ class Pending:
         scale: of the backward passes; None before the first.
         losses: what they began at, without graphs.
         written: the gradients that they wrote.
+        stale: names of those that the last of them left alone, as all before it.
         unscaled: float32 gradients that the update is to use instead.
         summed: float32 sums over workers of float16 gradients, to be used instead of these.
         moved: whether weights of any worker became rank 0's in between.
@@ -62,7 +63,8 @@ class Pending:
     """
     scale: Optional[float] = None
     losses: List[Any] = field(default_factory=list)
-    written: Set[Place] = field(default_factory=set)
+    written: Dict[Place, Gradient] = field(default_factory=dict)
+    stale: List[str] = field(default_factory=list)
     unscaled: Optional[Dict[Place, Any]] = None
     summed: Dict[Place, Any] = field(default_factory=dict)
     moved: bool = False

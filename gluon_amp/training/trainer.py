@@ -4,32 +4,21 @@
     step(n)          sums them over the devices, and takes a step (step.py), which divides
                      by scale and n
 """
-import copy
+from dataclasses import replace
 from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
 
 from .._mxnet import mx
 from ..checks import in_names, positive_number
 from ..cpu.arrays import to_float32
-from ..cpu.scales import for_devices, scales_of
-from ..files import replace_file
 from . import graphs
-from .optimizer import check_scalable, given_optimizer, with_masters
+from .optimizer import check_scalable, given_optimizer
 from .optimizer import optimizer as make_optimizer
-from .ranks import RanksTrainer
 from .reduction import check_kvstore
-from .states import (
-    carry_counts,
-    check_order,
-    check_states,
-    histories_in,
-    one_error,
-    read_states,
-    seal,
-)
 from .step import Gradient, Place, Steps, TakesSteps, clear_added
+from .trainer_files import TrainerFiles
 
 
-class Trainer(TakesSteps, RanksTrainer):
+class Trainer(TakesSteps, TrainerFiles):
     """`gluon.Trainer` with loss scaling, clipping and float32 masters.
 
         with autograd.record():
@@ -235,10 +224,24 @@ class Trainer(TakesSteps, RanksTrainer):
         pending.unscaled = pending.max_norm = None
 
     def _note_written(self) -> None:
+        pending = self._steps.pending
+        pending.written, pending.stale = self._written(pending.written)
+        for gradient in pending.written.values():
+            gradient.weight._fresh_grad = False
+
+    def _written(self, known: Dict[Place, Gradient]) -> Tuple[Dict[Place, Gradient], List[str]]:
+        """The gradients that are known to be written, or marked so; and the names of the others."""
+        written, stale = {}, []
         for place, weight in self._weights():
+            parameter = self._params[place[0]]
             if weight._fresh_grad:
-                self._steps.pending.written.add(place)
-                weight._fresh_grad = False
+                own = parameter.list_grad()[place[1]]
+                written[place] = Gradient(parameter.name, place, weight, own, own)
+            elif place in known:
+                written[place] = known[place]
+            else:
+                stale.append(parameter.name)
+        return written, stale
 
     def _kept_gradients(self) -> Dict[Place, Tuple[Any, Any]]:
         """Gradients that a backward pass does not simply replace, and copies of them: those that
@@ -277,7 +280,12 @@ class Trainer(TakesSteps, RanksTrainer):
         self._check_nobody_else()
 
     def _check_nobody_else(self) -> None:
-        names = [self._params[i].name for (i, _), weight in self._weights() if weight._fresh_grad]
+        names, pending = [], self._steps.pending
+        for place, weight in self._weights():
+            if weight._fresh_grad:
+                names.append(self._params[place[0]].name)
+            elif place in pending.written and pending.written[place].weight is not weight:
+                pending.stale.append(pending.written.pop(place).name)  # cast or moved since
         if names:
             self._steps.forget()
             raise RuntimeError(f"the gradients{in_names(names)} were written by another backward "
@@ -287,16 +295,11 @@ class Trainer(TakesSteps, RanksTrainer):
     def _gradients(self, ignore_stale_grad: bool = True) -> List[Gradient]:
         """The gradients to use, parameter by parameter."""
         pending = self._steps.pending
-        gradients, stale = [], []
-        for place, weight in self._weights():
-            i, device = place
-            parameter = self._params[i]
-            if place in pending.written if self._steps.scaling else weight._fresh_grad:
-                own = parameter.list_grad()[device]
-                array = (pending.unscaled or {}).get(place, pending.summed.get(place, own))
-                gradients.append(Gradient(parameter.name, place, weight, array, own))
-            else:
-                stale.append(parameter.name)
+        written, stale = (pending.written, pending.stale) if self._steps.scaling \
+            else self._written({})
+        instead = {**pending.summed, **(pending.unscaled or {})}
+        gradients = [replace(g, array=instead[place]) if place in instead else g
+                     for place, g in written.items()]
         if stale and not (ignore_stale_grad and gradients):
             raise RuntimeError(f"backward has not computed the gradients{in_names(stale)} since "
                                "the last step: the loss does not depend on them. If that is "
@@ -341,58 +344,3 @@ class Trainer(TakesSteps, RanksTrainer):
             self._optimizer.rescale_grad = self._scale  # as given, for its next Trainer
             for g in gradients:
                 g.weight._fresh_grad = False
-
-    # ---- files
-
-    def save_states(self, fname: str) -> None:
-        """Writes the optimizer with its masters, the loss scale and the counters.
-
-        A `gluon.Trainer` can read the file, too.
-        """
-        self._optimizer.trainer_state = {"names": [p.name for p in self._params],
-                                         "scales": [s.read() for s in scales_of(self._params)],
-                                         **self._steps.state()}
-        save = super().save_states
-
-        def write(path: str) -> None:
-            save(path)
-            seal(path)
-        replace_file(fname, write)
-
-    def load_states(self, fname: str) -> None:
-        """Takes over what `save_states` wrote, here or in a `gluon.Trainer`.
-
-        A file that does not fit, or is damaged, is an error and changes nothing. It may hold
-        MXNet's optimizers, schedulers and arrays, and the classes of this Trainer's own optimizer
-        and scheduler; anything else is refused before it runs.
-        """
-        states, optimizer = read_states(fname, self._optimizer)
-        maker = optimizer or self._optimizer
-        with one_error(fname):
-            check_order(fname, maker, [p.name for p in self._params])
-            scales = scales_of(self._params)
-            histories = histories_in(maker, len(scales))
-            check_states(fname, states, maker, self._optimizer, {
-                i: (p.name, None if p._data is None else p._data[0])
-                for i, p in enumerate(self._params)})
-        if not self._kv_initialized:
-            self._init_kvstore()
-        if self._params_to_init:
-            self._init_params()
-        updaters = [self._kvstore._updater] if self._update_on_kvstore else self._updaters
-        if None in updaters:
-            raise ValueError("states that servers keep cannot be loaded: make the Trainer with "
-                             "update_on_kvstore=False")
-        with one_error(fname):
-            devices = [c.device_id for c in self._contexts]
-            carry_counts(maker, devices)
-            copies = [states, *(copy.deepcopy(states) for _ in updaters[1:])]
-            self._steps.load(getattr(optimizer, "trainer_state", {}))
-        for one, text in zip(scales, histories):
-            one.write(for_devices(text, devices))
-        for updater, own in zip(updaters, copies):
-            updater.states, updater.states_synced = own, dict.fromkeys(own, False)
-            updater.optimizer = maker
-        self._ranks_checked = False
-        self._optimizer = with_masters(maker)
-        self._optimizer.param_dict = dict(enumerate(self._params))

@@ -78,10 +78,11 @@ class Counts:
         return cls._of(updates.counts), updates.changed, updates.lost
 
     def __add__(self, other: "Counts") -> "Counts":
-        sums = {name: getattr(self, name) + getattr(other, name) for name in (
-            "bins", "zero", "infinite", "nan", "overflowed", "flushed", "squares",
-            "error_squares")}
-        return Counts(**sums, sample=other.sample)
+        return Counts(self.bins + other.bins, self.zero + other.zero,
+                      self.infinite + other.infinite, self.nan + other.nan,
+                      self.overflowed + other.overflowed, self.flushed + other.flushed,
+                      self.squares + other.squares, self.error_squares + other.error_squares,
+                      other.sample)
 
     def times(self, factor: float) -> "Counts":
         """These numbers times a power of two, as far as float32 holds them."""

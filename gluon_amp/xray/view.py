@@ -173,24 +173,25 @@ def xray(net: Any, batches: Iterable[Any], loss_fn: Any = None, trainer: Any = N
     scale = float(getattr(trainer, "loss_scale", FIRST_SCALE))
     updates = Updates(net, trainer)
     for number, batch in enumerate(chosen):
-        with random_numbers_kept() as draw_again:
-            if right is not None:
-                right.copy()
-                whole = right.run(batch, loss_fn, scale)
-                draw_again()
-            at = scale
-            if trainer is None:
-                trial.copy()
-                scale, ran = _run(trial, batch, loss_fn, scale, draw_again)
+        whole, at = None, scale
+        if trainer is None or right is not None:
+            with random_numbers_kept() as draw_again:
+                if right is not None:
+                    right.copy()
+                    whole = right.run(batch, loss_fn, scale)
+                    draw_again()
+                if trainer is None:
+                    trial.copy()
+                    scale, ran = _run(trial, batch, loss_fn, scale, draw_again)
         if trainer is not None:
             scale, ran = updates.step(batch, loss_fn)
-        if right is not None:
+        if whole is not None:
             view.reference_losses.append(whole.loss)
             if not math.isfinite(whole.loss):
                 view.notes.insert(0, f"batch {number}: the loss is not finite in float32 either: "
                                   "look at the data, the learning rate and the loss first")
         _note(view, scale, ran, number,
-              None if right is None else at_scale(whole.counts, scale / at))
+              None if whole is None else at_scale(whole.counts, scale / at))
     view.tensors = [t for t in tensors if t.counts is not None]
     if all(_forward_is_finite(counts) for _, counts in view.steps):
         view.window = window(view.tensors, view.scale, lost)
