@@ -3,6 +3,7 @@ import csv
 
 import pytest
 import training_logs as logs
+from gluon_amp.report import read
 from gluon_amp.report.compare import compare, groups, sections
 from gluon_amp.report.plots import plots
 from gluon_amp.report.summary import group_rows, headline, remarks, verdict_rows
@@ -153,10 +154,46 @@ def test_runs_without_common_seeds_are_compared_as_two_samples():
     assert "2 seeds of each" in headline([found], 0.5)[0].text
 
 
+def test_where_most_runs_would_be_left_out_of_pairs_all_are_compared_and_else_that_is_told():
+    high = seeds("float32", [70, 80, 90, 71, 81, 91])
+    for first, is_paired, said in ((4, False, 0), (3, True, 1), (0, True, 0)):
+        low = seeds("float16", [70, 80, 90, 71, 81, 91])
+        for i, run in enumerate(low):
+            run.arguments["seed"] = first + i
+        comparison, = comparisons(*high, *low)
+        assert comparison.difference.paired is is_paired
+        assert comparison.difference.seeds == (6 - first if is_paired else 6)
+        notes = [note for note in remarks([], [comparison]) if "6 runs have no partner" in note]
+        assert len(notes) == said
+
+
+def test_a_run_that_two_files_tell_of_counts_once(tmp_path):
+    ends = ((0.3, 0.31, 0.29), (0.301, 0.312, 0.295))
+    for dtype, errors in zip(("float32", "float16"), ends):
+        for seed, error in enumerate(errors):
+            arguments = {"model": "net", "dtype": dtype, "seed": seed}
+            (tmp_path / f"{dtype}{seed}.log").write_text(logs.gluoncv([0.9, error], **arguments))
+            (tmp_path / f"{dtype}{seed}.jsonl").write_text(logs.jsonl([0.9, error], **arguments))
+    found = groups(read(sorted(tmp_path.iterdir())))
+    comparison, = compare(found)
+    assert [len(group.runs) for group in found] == [3, 3]
+    assert (comparison.difference.paired, comparison.difference.seeds) == (True, 3)
+    assert any("it counts once" in note for note in remarks(found, [comparison]))
+
+
+def test_a_run_whose_last_epoch_was_not_validated_is_in_no_verdict():
+    runs = [*seeds("float32", [70, 80, 90]), *seeds("float16", [70, 80, 90])]
+    runs[-1].epochs[1].top1 = None
+    comparison, = comparisons(*runs)
+    assert comparison.difference.seeds == 2
+
+
 def test_one_run_against_another_is_no_evidence_and_the_report_says_so():
     verdict, = headline(comparisons(*seeds("float32", [70]), *seeds("float16", [71])), 0.5)
-    assert verdict.outcome == "one run each"
-    assert "what chance does is not known" in verdict.text
+    assert verdict.outcome == "too few runs"
+    assert "There is one finished run of float16 and of float32" in verdict.text
+    verdict, = headline(comparisons(*seeds("float32", [70]), *seeds("float16", [71, 72])), 0.5)
+    assert "one finished run of float32: what chance does is not known" in verdict.text
 
 
 def test_runs_that_did_not_come_to_their_end_are_in_no_verdict():
@@ -190,7 +227,7 @@ def test_speed_is_claimed_only_where_the_machine_was_theirs_alone():
     for high, low, speedup in ((claimed, claimed, 2), ({}, claimed, None), ({}, {}, None)):
         found, = comparisons(made("float32", speed=100, **high), made("float16", speed=200, **low))
         assert found.speedup == speedup
-        assert ("2.00 times as fast" in headline([found], 0.5)[0].text) is False  # one run each
+        assert ("2.00 times as fast" in headline([found], 0.5)[0].text) is False  # single runs
     runs = [run for dtype, speed in (("float32", 100), ("float16", 200))
             for run in seeds(dtype, [70, 80], claim_speed=True)]
     for run, speed in zip(runs, (100, 110, 200, 240)):

@@ -55,8 +55,10 @@ def _verdict(comparison: Comparison, margin: float) -> str:
     if not ended:
         return f"{low} and {high}: no results to compare."
     if found is None:
-        return f"{ended}, one run against another: what chance does is not known. Train both " \
-               "with three seeds or more."
+        few = [group.name for group in (comparison.low, comparison.float32)
+               if len(group.finished) < 2]
+        return f"{ended}. There is one finished run of {' and of '.join(few)}: what chance does " \
+               "is not known. Train both with three seeds or more."
     return sentence(low, high, found, margin) + _speed(comparison)
 
 
@@ -75,7 +77,7 @@ def _outcome(comparison: Comparison, margin: float) -> str:
     if comparison.differences:
         return "recipes differ"
     if comparison.difference is None:
-        return "one run each"
+        return "too few runs"
     return outcome(comparison.difference, margin)
 
 
@@ -204,6 +206,11 @@ def remarks(groups: Sequence[Group], comparisons: Sequence[Comparison]) -> List[
         if missing:
             found.append(f"{group.name}: {missing} of {len(group.runs)} runs did not come to "
                          "their end, and are in no verdict.")
+    for comparison in comparisons:
+        if comparison.without_partner:
+            found.append(f"{comparison.low.name} and {comparison.float32.name}: pairs of one seed "
+                         f"are compared; {comparison.without_partner} runs have no partner, and "
+                         "are in no verdict.")
     if any(comparison.speedup for comparison in comparisons):
         found.append("Speedup: images per second, or else time, against float32, medians. All "
                      "had the machine to themselves, as their logs or --claim-speed say.")
@@ -219,13 +226,13 @@ def _remarks(run: Run) -> List[str]:
     found = []
     smoothed = [name for name in SMOOTHED if run.arguments.get(name) and name in recipe(run)]
     if smoothed and run.metric:
-        found.append(f"{{}} was trained with {' and '.join(smoothed)}: the {run.metric} that its "
+        found.append(f"{{}}: trained with {' and '.join(smoothed)}: the {run.metric} that its "
                      "log gives of training is of changed labels. It is no accuracy, and is left "
                      "out.")
     if run.planned and run.epochs and run.done < run.planned:
-        found.append(f"{{}} stops after {run.done} of {run.planned} epochs.")
+        found.append(f"{{}}: stopped after {run.done} of {run.planned} epochs.")
     if run.epochs and min(run.epochs) > 0 and not run.get("load_epoch", "resume_epoch"):
-        found.append(f"{{}} begins after {min(run.epochs)} epochs; times count from there.")
+        found.append(f"{{}}: begun after {min(run.epochs)} epochs; times count from there.")
     return found + [note.replace("{}", "{ }") for note in run.notes]
 
 
