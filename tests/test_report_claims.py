@@ -37,6 +37,8 @@ def test_groups_of_several_recipes_are_named_by_what_differs():
             for seed in range(2)]
     assert [group.name for group in groups(runs)] == [
         "float32, wd 1", "float32, wd 2", "float16, wd 1", "float16, wd 2"]
+    runs += [made(dtype, wd=wd, model="net") for dtype in ("float32", "float16") for wd in (1, 2)]
+    assert "net, float16, wd 2" in [group.name for group in groups(runs)]
 
 
 def test_runs_of_different_datasets_are_sections_of_their_own():
@@ -186,6 +188,17 @@ def test_a_run_whose_last_epoch_was_not_validated_is_in_no_verdict():
     runs[-1].epochs[1].top1 = None
     comparison, = comparisons(*runs)
     assert comparison.difference.seeds == 2
+
+
+def test_of_many_comparisons_those_that_differ_are_told_first_and_how_many_chance_finds():
+    runs = []
+    for wd in range(1, 7):
+        runs += seeds("float32", [70, 70.1, 70.2], wd=wd)
+        runs += seeds("float16", [60, 60.2, 60.1] if wd == 6 else [70.1, 70, 70.2], wd=wd)
+    first, second, *others = headline(comparisons(*runs), 0.5)
+    assert first.text == ("6 comparisons: 5 the same, 1 different. Of 6 tests chance alone finds "
+                          "0.3 different. The first 5:")
+    assert (second.outcome, len(others)) == ("different", 4)
 
 
 def test_one_run_against_another_is_no_evidence_and_the_report_says_so():

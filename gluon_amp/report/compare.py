@@ -199,18 +199,21 @@ def _named(section: List[Group]) -> List[Group]:
 
 
 def _by_recipe(section: List[Group]) -> List[str]:
-    """Named by the arguments in which they differ, if these are few: float16, wd 0.1."""
+    """Named by the arguments in which they differ, if these are few: resnet18, float16, wd 0.1."""
     recipes = [recipe(group.first) for group in section]
     known: Dict[str, Set[str]] = {}
     for each in recipes:
         for argument, value in each.items():
             known.setdefault(argument, set()).add(repr(value))
     differ = [argument for argument, values in known.items()
-              if len(values) > 1 or any(argument not in each for each in recipes)]
+              if argument not in ("model", "network")
+              and (len(values) > 1 or any(argument not in each for each in recipes))]
     if not 0 < len(differ) <= MOST_NAMED:
         return [""] * len(section)
-    return [", ".join([group.dtype, *(f"{argument} {_show(each.get(argument))}"[:LONGEST_ARGUMENT]
-                                      for argument in differ)])
+    several = len({group.model for group in section}) > 1
+    return [", ".join([*[group.model] * several, group.dtype,
+                       *(f"{argument} {_show(each.get(argument))}"[:LONGEST_ARGUMENT]
+                         for argument in differ)])
             for group, each in zip(section, recipes)]
 
 

@@ -8,10 +8,12 @@ import numpy as np
 from .compare import Comparison, Group, recipe
 from .curves import reached_at
 from .runs import Run, unit_of_time
-from .verdict import outcome, p_text, sentence
+from .verdict import LEVEL, outcome, p_text, sentence
 
 SMOOTHED = ("label_smoothing", "mixup")
-MOST_SENTENCES = 8
+MOST_SENTENCES = 5
+OUTCOMES = ("different", "different, within the margin", "undecided", "the same", "too few runs",
+            "recipes differ")  # in the order in which they are told, where there are many
 MOST_NAMES = 5  # of runs, in one remark
 Row = Dict[str, str]  # column: text, empty where the logs do not say
 
@@ -24,17 +26,26 @@ class Verdict(NamedTuple):
 
 
 def headline(comparisons: Sequence[Comparison], margin: float) -> List[Verdict]:
-    """What the report claims, in sentences; of many comparisons how many came out how."""
-    found = [Verdict(_outcome(comparison, margin), _verdict(comparison, margin))
+    """What the report claims, in sentences; of many comparisons how many came out how, and those
+    that differ first."""
+    outcomes = {id(comparison): _outcome(comparison, margin) for comparison in comparisons}
+    if len(comparisons) > MOST_SENTENCES:
+        comparisons = sorted(comparisons, key=lambda comparison: OUTCOMES.index(
+            outcomes[id(comparison)]))
+    found = [Verdict(outcomes[id(comparison)], _verdict(comparison, margin))
              for comparison in comparisons[:MOST_SENTENCES]]
     if not comparisons:
         return [Verdict("", "Nothing is compared: that takes float32 runs, and others of lower "
                         "precision, of one network and dataset.")]
     if len(comparisons) > MOST_SENTENCES:
-        counts = Counter(_outcome(comparison, margin) for comparison in comparisons)
+        counts = Counter(outcomes.values())
+        tested = sum(comparison.difference is not None and not comparison.differences
+                     for comparison in comparisons)
+        chance = f" Of {tested} tests chance alone finds {tested * LEVEL:.2g} different." \
+            if tested else ""
         found.insert(0, Verdict("", f"{len(comparisons)} comparisons: " + ", ".join(
             f"{count} {word}" for word, count in counts.most_common())
-            + f". The first {MOST_SENTENCES}:"))
+            + f".{chance} The first {MOST_SENTENCES}:"))
     return found
 
 
