@@ -48,6 +48,15 @@ def test_names_that_are_too_long_keep_something_of_each_of_their_parts():
         assert len(short) <= longest
 
 
+def test_a_run_that_diverged_does_not_make_the_losses_of_others_flat():
+    runs = [made(dtype, seed=seed) for dtype in ("float32", "float16") for seed in range(2)]
+    for run in runs:
+        for n, epoch in run.epochs.items():
+            epoch.loss = 1e9 * (n + 1) if run is runs[-1] else 2.0 - n
+    plot, = [plot for plot in plots(groups(runs[:2] + runs[3:])) if plot.name == "loss"]
+    assert re.search(r"<!-- 1e\+0\d -->", plot.svg)
+
+
 def test_more_groups_than_a_plot_can_show_are_medians_with_bands():
     runs = [made(dtype, [0.5, 0.3 + i / 1000], wd=i + 1) for i in range(20)
             for dtype in ("float32", "float16")]

@@ -132,9 +132,10 @@ def test_steps_of_our_jsonl_are_read(tmp_path):
     assert run.trace[:2] == [(0, 0, 2048, 1), (0, 1, 1024, 1)]
 
 
-def test_a_later_version_of_our_jsonl_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"log.jsonl of version 3. Valid: 1 to 2"):
-        read_text(tmp_path, logs.steps([0.5]).replace('"version": 2', '"version": 3'))
+@pytest.mark.parametrize("version", ["3", "0", "-1", '"2"', "true"])
+def test_another_version_of_our_jsonl_is_refused(version, tmp_path):
+    with pytest.raises(ValueError, match=r"a\.log: log.jsonl of version .* Valid: 1 to 2"):
+        read_text(tmp_path, logs.steps([0.5]).replace('"version": 2', f'"version": {version}'))
 
 
 def test_a_long_series_of_steps_is_thinned_evenly_enough(tmp_path):

@@ -58,17 +58,24 @@ def test_epochs_that_a_log_counts_from_1_are_as_many_as_were_trained(write, tmp_
     assert list(resumed.epochs) == [1, 2]
 
 
-@pytest.mark.parametrize("error", [-0.5, 1.5, 25.3, 1e308])
+@pytest.mark.parametrize("error", [-0.5, 1.5, 25.3])
 def test_what_is_no_share_is_refused(error, tmp_path):
     with pytest.raises(ValueError, match=r"a\.log: epoch 1 has an error of .* Valid: shares"):
         read_text(tmp_path, logs.jsonl([0.5, error]))
 
 
 def test_what_cannot_be_measured_is_not_known(tmp_path):
-    text = logs.jsonl([0.5, 0.4]).replace("100.0", "-3").replace("1000.0", "-7")
+    text = logs.jsonl([0.5, 0.4]).replace("1000.0", "-7").replace("100.0", "-3")
+    text = text.replace('"lr": 0.1', '"lr": 1e300')
     run, = read_text(tmp_path, text.replace("0.4", "true"))
-    assert [(epoch.seconds, epoch.speed) for epoch in run.epochs.values()] == [(None, None)] * 2
+    assert [(epoch.seconds, epoch.speed, epoch.lr) for epoch in run.epochs.values()] == [
+        (None, None, None)] * 2
     assert run.epochs[1].top1 is None
+
+
+def test_a_file_that_begins_with_a_byte_order_mark_is_read_from_its_first_line(tmp_path):
+    run, = read_text(tmp_path, "\ufeff" + logs.jsonl([0.5], dtype="float16"))
+    assert run.dtype == "float16"
 
 
 # ---- CSV

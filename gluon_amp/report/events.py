@@ -21,7 +21,7 @@ import struct
 from pathlib import Path
 from typing import Any, Dict, Iterator, List, Optional, Tuple
 
-from .runs import Epoch, Run
+from .runs import Epoch, Run, measurable
 from .tables import VALIDATION, quantity_of
 
 LONGEST_RECORD = 2 ** 26  # a longer one is a length that was written over
@@ -56,7 +56,7 @@ def read(path: Path, name: str) -> List[Run]:
                 raise ValueError(f"{path}: {tag} is of training, as the folder's name says. Give "
                                  "the file of validation")
         series = scalars[tag]
-        values = {step: value_of(value) for step, value in series.items() if math.isfinite(value)}
+        values = {step: value_of(value) for step, value in series.items() if measurable(value)}
         by_step = quantity in STEPS and not tag.startswith("epoch")
         (of_steps if by_step else of_epochs).setdefault(quantity, {}).update(values)
     steps = sorted({step for name, series in of_epochs.items() for step in series

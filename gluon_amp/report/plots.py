@@ -34,6 +34,7 @@ STYLE = {  # whatever style the caller has set
     "path.simplify": False}
 WIDTH, HEIGHT = 5.4, 3.5  # inches: read on a telephone, and two beside each other on a screen
 LONGEST_NAME, LONGEST_ROW = 24, 34  # of a line, and of a difference
+FAR_APART, FAR = ("loss", "validation_loss", "gradient_norm"), 1000  # charts; of lines
 ROOM = 0.07  # of a name, as a share of the axes' height
 HOVERED = 100  # points of each line
 FORESTED = 20  # comparisons that are drawn
@@ -239,6 +240,11 @@ def _set_scales(axes: Any, chart: Chart, lines: List[Line]) -> None:
         axes.set_yscale("log", base=2)
         axes.set_ylim(values.min() / 2, values.max() * 2)
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:,g}")
+    elif chart.name in FAR_APART and values.min() > 0 and max(
+            np.median(one.y) for one in lines) > FAR * min(one.y.max() for one in lines):
+        axes.set_yscale("log")  # one that diverged does not make the others flat
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        axes.set_ylim(values.min() / 2, values.max() * 2)
     elif room:
         low, high = max(bands.min(), values.min() - room), min(bands.max(), values.max() + room)
         edge = 0.04 * (high - low)

@@ -16,8 +16,8 @@ An epoch that comes again replaces the former one and all behind it: the run was
 begins with other arguments, and with epoch 0 behind later ones.
 """
 import ast
+import codecs
 import json
-import math
 import re
 from collections import Counter
 from functools import partial
@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, Dict, Iterable, List, Optional, Sequence
 
 from . import events, tables
-from .runs import Epoch, Run, plain
+from .runs import Epoch, Run, measurable, plain
 
 LONGEST_LINE = 2 ** 16  # a file without line ends is read in pieces
 AT_ONCE = 1000  # lines
@@ -118,10 +118,11 @@ def _names(paths: List[Path]) -> List[str]:
 
 def read_log(path: Path, name: str) -> List[Run]:
     """The runs of a log; ValueError names its first odd line where it has none."""
-    reader, odd = _Reader(name), ""
+    reader, odd = _Reader(path, name), ""
     waiting: List[bytes] = []  # lines of batches
     with open(path, "rb") as file:
         for count, line in enumerate(iter(partial(file.readline, LONGEST_LINE), b""), 1):
+            line = line[3:] if count == 1 and line.startswith(codecs.BOM_UTF8) else line
             batch = (b"] Batch [" in line or b"][Batch " in line) and b"Namespace(" not in line
             if waiting and not (batch and len(waiting) < AT_ONCE):
                 reader.batches(waiting)
@@ -147,8 +148,8 @@ def read_log(path: Path, name: str) -> List[Run]:
 class _Reader:
     """Takes in the lines of one file, and knows the runs that they were of."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, path: Path, name: str) -> None:
+        self.path, self.name = path, name
         self.runs: List[Run] = []
         self.header: Optional[Dict[str, Any]] = None  # arguments that no epoch has followed yet
         self.number, self.epoch = -1, Epoch()
@@ -252,8 +253,8 @@ class _Reader:
             return False
         if isinstance(entry.get("arguments"), dict):
             version = entry.get("version", 1)
-            if not isinstance(version, int) or version > VERSION:
-                raise ValueError(f"{self.name}: log.jsonl of version {version!r:.20}. Valid: 1 to "
+            if type(version) is not int or not 1 <= version <= VERSION:
+                raise ValueError(f"{self.path}: log.jsonl of version {version!r:.20}. Valid: 1 to "
                                  f"{VERSION}")
             self.header = entry["arguments"]
         elif type(entry.get("epoch")) is int and 0 <= entry["epoch"] < 10 ** 9:
@@ -339,7 +340,7 @@ def _number(value: Any) -> Optional[float]:
         number = float(value)
     except (TypeError, ValueError, OverflowError):
         return None
-    return number if -math.inf < number < math.inf else None
+    return number if measurable(number) else None
 
 
 def _error(values: Dict[str, float], errors: Sequence[str],

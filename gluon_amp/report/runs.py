@@ -15,6 +15,11 @@ RESUMING = re.compile(r"resume(_\w+)?|(load|start|begin)_epoch")  # arguments th
 OFF: Tuple[Any, ...] = (None, False, 0, "", [], "none", "None", "False")  # values of arguments
 
 
+def measurable(number: float) -> bool:
+    """Whether it is finite, and sums of its squares are, too: no loss or norm is a larger one."""
+    return abs(number) < 1e100
+
+
 def plain(value: Any) -> str:
     """One line of text, of characters that can be printed."""
     return "".join(c if c.isprintable() else "\ufffd" for c in " ".join(str(value).split()))

@@ -10,12 +10,11 @@ two that say different things of it are refused. Epochs count from 0 or from 1. 
 accuracy is above 1, all are percent. Lines that begin with # are remarks, and stand in the report.
 """
 import csv
-import math
 import re
 from pathlib import Path
 from typing import Dict, List, Optional, Tuple
 
-from .runs import Epoch, Run
+from .runs import Epoch, Run, measurable
 
 QUANTITIES = {
     "top5": r"top5_err(or)?|err(or)?_top5",
@@ -130,9 +129,9 @@ def _epoch(cell: str, place: str) -> int:
 
 
 def _number(cell: str, place: str) -> Optional[float]:
-    """None where the cell is empty, or not finite."""
+    """None where the cell is empty, or of what cannot be measured, such as inf."""
     try:
         number = float(cell.strip() or "nan")
     except ValueError:
         raise ValueError(f"{place}: {cell!r} is not a number") from None
-    return number if math.isfinite(number) else None
+    return number if measurable(number) else None
