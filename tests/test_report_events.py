@@ -117,6 +117,13 @@ def test_one_of_several_curves_of_mxboard_is_named_by_its_folder(tmp_path):
     assert [epoch.top1 for epoch in read([path])[0].epochs.values()] == [0.5, 0.25]
 
 
+@pytest.mark.parametrize("tag", [1, 7])  # TensorBoard's, MXBoard's
+def test_arguments_are_read_from_a_text(tag, tmp_path):
+    text = field(tag, b"arguments") + field(8, field(8, b'{"dtype": "bfloat16", "seed": 3}'))
+    run = read_bytes(tmp_path, events(epoch__err_top1={0: 0.5}) + record(field(5, field(1, text))))
+    assert (run.dtype, run.seed) == ("bfloat16", "3")
+
+
 def test_a_resumed_run_is_one_run_of_several_files(tmp_path):
     folder = tmp_path / "float16-a"
     folder.mkdir()

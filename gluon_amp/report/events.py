@@ -3,7 +3,8 @@
 A file is a row of records: a length, its checksum, a message, its checksum. Of the messages
 (protocol buffers) only these parts are read, and numbered so in their definition:
 
-    Event: 2 step, 5 summary       Summary: 1 values      Value: 1 tag, 2 number, 8 tensor
+    Event: 2 step, 5 summary       Summary: 1 values
+    Value: 1 tag, 2 number, 7 what MXBoard's texts have in place of a tag, 8 tensor
     TensorProto: 4 bytes, 5 floats, 6 doubles, 8 strings
 
 What a scalar is stands in its tag: epoch/err_top1, validation/accuracy, val_loss, loss, lr,
@@ -80,7 +81,9 @@ def read(path: Path, name: str) -> List[Run]:
 
 def continues(run: Run, former: Run) -> bool:
     """Whether a file of the same folder goes on with the run that was resumed."""
-    return 0 < min(run.epochs) <= former.done and former.started_with(run.arguments)
+    def which(one: Run) -> Tuple[Any, ...]:  # a resumed run may train more epochs
+        return one.dtype, one.seed, one.model, one.dataset
+    return 0 < min(run.epochs) <= former.done and which(run) == which(former)
 
 
 def _plain(tag: str) -> str:
@@ -141,7 +144,7 @@ def _scalars(path: Path) -> Tuple[Dict[str, Series], Dict[str, Any]]:
             if field != 1 or not isinstance(value, bytes):
                 continue
             parts = dict(_fields(value))
-            tag = parts.get(1)
+            tag = parts.get(1, parts.get(7))
             name = tag.decode(errors="replace") if isinstance(tag, bytes) else ""
             number, text = _value(parts)
             if number is not None:

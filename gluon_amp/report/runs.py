@@ -113,8 +113,10 @@ class Run:
         """Takes in the epochs of the same run, resumed."""
         first = min(later.epochs)
         self.forget_from(first)
+        self.arguments.update(later.arguments)
         self.epochs.update(later.epochs)
-        self.trace += later.trace
+        for point in later.trace:
+            self.follow(*point)
         for name, series in later.steps.items():
             self.steps[name] = self.steps.get(name, []) + series
         self.batches = max(self.batches, later.batches)
