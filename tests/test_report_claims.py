@@ -126,7 +126,9 @@ def test_the_order_of_logs_does_not_change_what_is_compared(order):
 def test_without_arguments_in_the_log_nothing_is_claimed():
     found, = comparisons(made(name="a float32"), made(name="a float16", speed=2000))
     assert found.speedup is None
-    assert "recipe (not in the log in float32" in headline([found], 0.5)[0].text
+    verdict, = headline([found], 0.5)
+    assert verdict.outcome == "recipe not known"
+    assert "are the same recipe is not in their logs, and nothing is claimed" in verdict.text
 
 
 def test_policies_by_apexs_names_are_compared():
@@ -153,7 +155,8 @@ def test_runs_without_common_seeds_are_compared_as_two_samples():
         run.arguments["seed"] = 100 + i
     found, = comparisons(*high, *low)
     assert not found.difference.paired
-    assert "2 seeds of each" in headline([found], 0.5)[0].text
+    assert ", 2 and 3 seeds, p" in headline([found], 0.5)[0].text
+    assert verdict_rows([found], 0.5)[0]["seeds"] == "2 and 3"
 
 
 def test_where_most_runs_would_be_left_out_of_pairs_all_are_compared_and_else_that_is_told():

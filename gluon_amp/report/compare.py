@@ -23,6 +23,7 @@ NO_RECIPE = {"seed", "claim_speed", "mlperf", "log_interval", "log_seconds", "di
 PATHS = re.compile(r"rec_\w+|data_(train|val)|tensorboard|"
                    r"\w*(dir|file|path|prefix|params|states)")
 TWICE = "two files or more have the same results of the same seed; it counts once"
+NOT_LOGGED = "not in the log"
 MOST_NAMED, LONGEST_ARGUMENT = 2, 40  # arguments in a group's name
 
 
@@ -75,6 +76,11 @@ class Comparison:
     float32: Group
     low: Group
     differences: Dict[str, Tuple[Any, Any]]  # of the recipes: in float32, in low
+
+    @property
+    def recipe_unknown(self) -> bool:
+        """Whether no log says how its runs were trained; what it says is alike."""
+        return self.differences == {"recipe": (NOT_LOGGED, NOT_LOGGED)}
 
     @property
     def claims_speed(self) -> bool:
@@ -275,8 +281,8 @@ def _differences(high: Group, low: Group) -> Dict[str, Tuple[Any, Any]]:
     if a.batch_size != b.batch_size:
         found.setdefault("batch_size", (a.batch_size, b.batch_size))
     if not set(first) - {"model"} or not set(second) - {"model"}:
-        found["recipe"] = (None if set(first) - {"model"} else "not in the log",
-                           None if set(second) - {"model"} else "not in the log")
+        found["recipe"] = (None if set(first) - {"model"} else NOT_LOGGED,
+                           None if set(second) - {"model"} else NOT_LOGGED)
     elif not found:
         ends = [max((run.validated for run in group.finished), default=0) for group in (high, low)]
         if 0 not in ends and ends[0] != ends[1]:

@@ -12,8 +12,9 @@ from .verdict import LEVEL, outcome, p_text, sentence
 
 SMOOTHED = ("label_smoothing", "mixup")
 MOST_SENTENCES = 5
+# In the order in which they are told, where there are many.
 OUTCOMES = ("different", "different, within the margin", "undecided", "the same", "too few runs",
-            "recipes differ")  # in the order in which they are told, where there are many
+            "recipes differ", "recipe not known")
 MOST_NAMES = 5  # of runs, in one remark
 Row = Dict[str, str]  # column: text, empty where the logs do not say
 
@@ -59,6 +60,10 @@ def _verdict(comparison: Comparison, margin: float) -> str:
     apart = mean(ends[0]) - mean(ends[1]) if all(ends) else 0.0
     ended = f"{low} ends {abs(apart):.2f} points {'below' if apart < 0 else 'above'} {high}" \
         if all(ends) else ""
+    if comparison.recipe_unknown:
+        said = f" {ended}, which says nothing of the type of numbers." if ended else ""
+        return f"Whether {low} and {high} are the same recipe is not in their logs, and nothing " \
+               f"is claimed.{said}"
     if comparison.differences:
         said = f" {ended}, which says nothing of the type of numbers." if ended else ""
         return f"{low} and {high} are not the same recipe, and nothing is claimed. They differ " \
@@ -86,7 +91,7 @@ def _speed(comparison: Comparison) -> str:
 
 def _outcome(comparison: Comparison, margin: float) -> str:
     if comparison.differences:
-        return "recipes differ"
+        return "recipe not known" if comparison.recipe_unknown else "recipes differ"
     if comparison.difference is None:
         return "too few runs"
     return outcome(comparison.difference, margin)
@@ -107,7 +112,7 @@ def verdict_rows(comparisons: Sequence[Comparison], margin: float) -> List[Row]:
         if difference:
             low, high = difference.interval()
             row.update({
-                "seeds": str(difference.seeds), "paired": "yes" if difference.paired else "no",
+                "seeds": difference.counted, "paired": "yes" if difference.paired else "no",
                 "difference": f"{difference.mean:+.2f}", "from": f"{low:+.2f}",
                 "to": f"{high:+.2f}",
                 "p of no difference": "" if difference.p is None else f"{difference.p:.3g}",
