@@ -133,8 +133,9 @@ def group_rows(groups: Sequence[Group], accuracy: Optional[float]) -> List[Row]:
     for group in groups:
         ends = [run.final for run in group.finished if run.final is not None]
         hours = [run.hours[-1] * per_hour for run in group.runs if run.hours]
-        when = [reached_at(run, accuracy, False) for run in group.runs] if accuracy else []
-        times = [reached_at(run, accuracy, True) for run in group.runs] if accuracy else []
+        tried = group.finished or group.runs
+        when = [reached_at(run, accuracy, False) for run in tried] if accuracy else []
+        times = [reached_at(run, accuracy, True) for run in tried] if accuracy else []
         to = sorted(at for at in when if at is not None)
         row = {"runs": group.name, "dataset": group.first.dataset, "model": group.model,
                "dtype": group.dtype,
@@ -149,7 +150,7 @@ def group_rows(groups: Sequence[Group], accuracy: Optional[float]) -> List[Row]:
                unit: _text(median(hours) if hours else None, ".3g")}
         if accuracy:
             name = f"{100 * accuracy:g} %"
-            row[f"reach {name}"] = f"{len(to)} of {len(group.runs)}"
+            row[f"reach {name}"] = f"{len(to)} of {len(tried)}"
             row[f"epochs to {name}"] = _text(median(to) if to else None, "g")
             known = [at * per_hour for at in times if at is not None]
             row[f"{unit} to {name}"] = _text(median(known) if known else None, ".3g")
