@@ -3,7 +3,7 @@ import csv
 
 import pytest
 import training_logs as logs
-from gluon_amp.report import read
+from gluon_amp.report import _files, read
 from gluon_amp.report.compare import compare, groups, sections
 from gluon_amp.report.plots import plots
 from gluon_amp.report.summary import group_rows, headline, remarks, verdict_rows
@@ -63,6 +63,14 @@ def test_each_dataset_has_plots_and_tables_of_its_own(tmp_path):
 
 
 # ---- comparisons
+
+def test_two_measures_of_one_dataset_are_told_apart(tmp_path):
+    runs = [made(dataset="voc"), made(dataset="voc")]
+    runs[1].measure = "mAP"
+    files = _files(runs, "title", None, 0.5)
+    assert {line for line in files["report.md"].decode().splitlines() if line[:3] == "## "} == {
+        "## voc, top-1", "## voc, mAP"}
+
 
 def test_where_recipes_differ_the_differences_stand_before_any_claim():
     runs = [*seeds("float32", [75, 76]), *seeds("float16", [77, 78], label_smoothing=True, wd=0.2)]

@@ -48,6 +48,14 @@ def test_train_horovods_log_is_read(tmp_path):
     assert (last.seconds, last.speed, last.top5) == (12.5, 1234.5, pytest.approx(0.1))
 
 
+def test_a_log_with_a_carriage_return_in_each_line_is_read(tmp_path):
+    for text in ("Epoch 0 iteration 0099/0100: training loss 1.250\n"
+                 "Epoch 0 validation pixAcc: 0.900, mIoU: 0.500\n",
+                 logs.gluoncv([0.5]), logs.module([0.5]), "[Epoch 0] Validation: \nmAP=0.5\n"):
+        run, = read_text(tmp_path, text.replace("\n", "\r\n"))
+        assert top1(run) == {0: 0.5}
+
+
 # ---- what counts, and what cannot be
 
 @pytest.mark.parametrize("write", [logs.gluoncv, logs.jsonl])

@@ -65,8 +65,11 @@ def _files(runs: List[Run], title: str, accuracy: Optional[float],
     groups = compare.groups(runs)
     comparisons = compare.compare(groups)
     made: List[Section] = []
+    datasets = [of[0].section[0] for of in compare.sections(groups)]
     for of in compare.sections(groups):
         dataset, measure = of[0].section
+        if dataset and datasets.count(dataset) > 1:
+            dataset = f"{dataset}, {measure}"
         target = _reached_by_most(of) if accuracy is None else accuracy
         mine = [c for c in comparisons if c.low.section == of[0].section]
         drawn = []

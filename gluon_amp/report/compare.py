@@ -168,7 +168,8 @@ def _each_once(runs: List[Run]) -> List[Run]:
     for run in runs:
         results = tuple((n, round(epoch.top1, 5)) for n, epoch in run.epochs.items()
                         if epoch.top1 is not None)
-        key = (run.seed, results) if len(results) > 1 else id(run)
+        few = not results or len(results) == 1 and run.seed is None  # may be alike by chance
+        key = id(run) if few else (run.seed, results)
         first = known.setdefault(key, run)
         if first is not run:
             known[key] = best = run if _told(run) > _told(first) else first

@@ -37,13 +37,13 @@ BATCH = re.compile(rb"Epoch[\[ ](\d{1,9})\](?: Batch \[|\[Batch )(?:\d+-)?(\d{1,
 RESULTS = re.compile(rb"\[Epoch (\d{1,9})\] (training: |validation: )?(.*)|"
                      rb"Epoch\[(\d{1,9})\] (Train-|Validation-)?((?:\S+|Time cost)=.*)")
 WORKER = re.compile(rb"Epoch\[(\d{1,9})\](?: Rank\[0\](?: Batch\[\d+\])?)?\t"
-                    rb"(Validation-.*|Time cost=.*|Speed: [\d.]+ samples/sec$)", re.MULTILINE)
+                    rb"(Validation-.*|Time cost=.*|Speed: [\d.]+ samples/sec\r?$)", re.MULTILINE)
 RATE = re.compile(rb"(?:Update\[\d+\]: Change|\[Epoch \d+\] Set) learning rate to (\S+)")
 MEAN_PRECISION = re.compile(rb"(mAP)?=(\d{1,3}(?:\.\d+)?(?:e-\d+)?)")
 MEAN_PRECISIONS = {b"MeanAP @": "mAP", b"Mean AP for bbox": "box mAP",
                    b"Mean AP for segm": "mask mAP"}  # COCO's: what stands above them
-SEGMENTATION = re.compile(rb"Epoch (\d{1,9}) (?:(validation) pixAcc: \S+, mIoU: (\d\.\d{3})$|"
-                          rb"iteration \d+/\d+: training loss (\d+\.\d{3})$)", re.MULTILINE)
+SEGMENTATION = re.compile(rb"Epoch (\d{1,9}) (?:(validation) pixAcc: \S+, mIoU: (\d\.\d{3})\r?$|"
+                          rb"iteration \d+/\d+: training loss (\d+\.\d{3})\r?$)", re.MULTILINE)
 LOSS = ("loss", "cross-entropy")
 SECONDS = ("time cost", "time", "training cost")
 VERSION = 2  # of log.jsonl
