@@ -248,19 +248,19 @@ def replace_text(path: str, text: str) -> None:
 
 def _tensorboard(folder: str) -> Any:
     """TensorBoard's own writer, or else MXBoard's."""
-    try:
-        return _EventFile(folder)
-    except ImportError:
-        pass
-    try:
-        from mxboard import SummaryWriter
-        return SummaryWriter(folder)
-    except ImportError:
-        raise ValueError("--tensorboard needs a package: pip install tensorboard (or mxboard)") \
-            from None
-    except TypeError as error:  # MXBoard 0.1.0 with protobuf 4 and later
-        raise ValueError("mxboard does not work with this protobuf: pip install tensorboard. It "
-                         f"says: {str(error).splitlines()[0]}") from None
+    failed = []
+    for writer in (_EventFile, _mxboard):
+        try:
+            return writer(folder)
+        except (ImportError, TypeError) as error:  # TypeError: older than the protobuf beside it
+            failed.append(str(error).splitlines()[0])
+    raise ValueError("--tensorboard needs a package: pip install tensorboard (or mxboard). "
+                     f"{'; '.join(failed)}")
+
+
+def _mxboard(folder: str) -> Any:
+    from mxboard import SummaryWriter
+    return SummaryWriter(folder)
 
 
 class _EventFile:
