@@ -181,7 +181,7 @@ def test_where_most_runs_would_be_left_out_of_pairs_all_are_compared_and_else_th
 
 
 def test_a_run_that_two_files_tell_of_counts_once(tmp_path):
-    ends = ((0.3, 0.31, 0.29), (0.301, 0.312, 0.295))
+    ends = ((0.3, 0.31, 0.2900000499), (0.301, 0.3120005, 0.29512345))
     for dtype, errors in zip(("float32", "float16"), ends):
         for seed, error in enumerate(errors):
             arguments = {"model": "net", "dtype": dtype, "seed": seed}
@@ -199,6 +199,10 @@ def test_a_run_whose_last_epoch_was_not_validated_is_in_no_verdict():
     runs[-1].epochs[1].top1 = None
     comparison, = comparisons(*runs)
     assert comparison.difference.seeds == 2
+    for run in runs:  # which are validated every second epoch alone
+        run.epochs[1].top1 = None
+    comparison, = comparisons(*runs)
+    assert comparison.difference.seeds == 3
 
 
 def test_of_many_comparisons_those_that_differ_are_told_first_and_how_many_chance_finds():

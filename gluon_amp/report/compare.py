@@ -61,9 +61,10 @@ class Group:
     def finished(self) -> Tuple[Run, ...]:
         """Those that were trained and validated to the end: as planned, or else as the others."""
         longest = max(run.done for run in self.runs)
-        last = max(run.validated for run in self.runs)
-        return tuple(run for run in self.runs if run.final is not None
-                     and run.done >= (run.planned or longest) and run.validated == last)
+        trained = [run for run in self.runs
+                   if run.final is not None and run.done >= (run.planned or longest)]
+        behind = [run.done - run.validated for run in trained]  # not 0 if every tenth is validated
+        return tuple(run for run, epochs in zip(trained, behind) if epochs == min(behind))
 
     @property
     def speeds(self) -> List[float]:
@@ -166,7 +167,7 @@ def _each_once(runs: List[Run]) -> List[Run]:
     files may tell of one. Of these the one stays that tells most."""
     known: Dict[Any, Run] = {}
     for run in runs:
-        results = tuple((n, round(epoch.top1, 5)) for n, epoch in run.epochs.items()
+        results = tuple((n, f"{epoch.top1:f}") for n, epoch in run.epochs.items()  # as in logs
                         if epoch.top1 is not None)
         few = not results or len(results) == 1 and run.seed is None  # may be alike by chance
         key = id(run) if few else (run.seed, results)
