@@ -8,7 +8,8 @@ import gluon_amp as amp
 from gluon_amp import recipes
 from matplotlib.figure import Figure
 
-COLORS = {"float32": "#1f2329", "float16": "#0072b2"}  # of other types: matplotlib's own
+COLORS = {"float32": "#1f2329", "bfloat16": "#009e73", "float16": "#0072b2", "float8": "#d55e00",
+          "tf32": "#cc79a7", "": "#e69f00"}  # by what is in the type's name, as in reports
 
 
 def main(arguments=None):
@@ -17,6 +18,8 @@ def main(arguments=None):
     parser.add_argument("-o", "--output", default="imagenet.png", help="a PNG, SVG or PDF file")
     args = parser.parse_args(arguments)
     runs = [run for run in amp.read_logs(args.logs) if run.best]
+    if not runs:
+        parser.error("the logs have no results of validation")
 
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.add_subplot()
@@ -28,10 +31,11 @@ def main(arguments=None):
             run.dtype, run.batch_size and f"batch size {run.batch_size}",
             run.hours and f"{run.hours[-1]:.1f} h", f"{errors[-1]:.2f} %") if part)
         style = next(styles.setdefault(run.dtype, iter(["-", "--", ":", "-."] * len(runs))))
-        axes.plot(epochs, errors, style, label=name, color=COLORS.get(run.dtype),
+        color = next(color for part, color in COLORS.items() if part in run.dtype)
+        axes.plot(epochs, errors, style, label=name, color=color,
                   linewidth=2.6 if run.dtype == "float32" else 1.4)
     axes.set_xlabel("epochs")
-    axes.set_ylabel("top-1 validation error, %")
+    axes.set_ylabel(f"{', '.join(sorted({run.measure for run in runs}))} validation error, %")
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
     figure.savefig(args.output, dpi=150)

@@ -219,3 +219,13 @@ def test_an_index_that_is_missing_is_named(tmp_path, monkeypatch):
     (tmp_path / "a.rec").write_bytes(whole[:-4])
     with pytest.raises(ValueError, match=r"a.rec is cut short"):
         recipes.images.image_loaders(args, recipes.Ranks())
+
+
+def test_without_a_package_that_writes_tensorboards_files_a_line_says_why(tmp_path, monkeypatch):
+    (tmp_path / "mxboard.py").write_text("raise TypeError('older than this protobuf')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    args = Namespace(tensorboard=str(tmp_path / "events"), mlperf=False, batch_size=1,
+                     seed=0, lr=0.1)
+    with pytest.raises(ValueError, match=r"pip install tensorboard.*older than this protobuf"):
+        recipes.TrainingLog(args, None)

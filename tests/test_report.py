@@ -9,7 +9,7 @@ import matplotlib
 import numpy as np
 import pytest
 import training_logs as logs
-from gluon_amp.report import Run
+from gluon_amp.report import Run, _reached_by_most
 from gluon_amp.report.compare import groups
 from gluon_amp.report.plots import CHARTS, plots
 from gluon_amp.report.runs import Epoch, plain
@@ -62,6 +62,13 @@ def test_the_accuracy_of_the_table_is_the_whole_percent_that_all_runs_reach(tmp_
     assert [row["minutes to 80 %"] for row in table] == ["3.33", "3.33"]
 
 
+def test_one_run_in_ten_that_diverged_and_one_that_was_cut_do_not_set_that_accuracy():
+    runs = [made(errors=[0.5, 0.2], seed=seed) for seed in range(9)]
+    diverged, cut = made(errors=[0.9, 0.9], seed=9), made(errors=[0.7], seed=10)
+    assert _reached_by_most(groups([*runs, diverged, cut])) == 0.8
+    assert _reached_by_most(groups([*runs[1:], diverged])) == 0.1
+
+
 @pytest.mark.parametrize("errors", [[1.0], [1.0, 0.999], [0.0, 0.0]])
 def test_accuracies_of_0_and_1_are_accuracies(errors, tmp_path):
     _, table = report(tmp_path, logs.gluoncv(errors, dtype="float16"))
@@ -76,7 +83,7 @@ def test_accuracies_of_0_and_1_are_accuracies(errors, tmp_path):
 def test_training_on_changed_labels_has_no_accuracy_and_the_report_says_so(
         arguments, words, tmp_path):
     page, _ = report(tmp_path, logs.gluoncv([0.5], model="net", **arguments))
-    said = f"a was trained with {words}: the accuracy that its log gives of training is of changed"
+    said = f"a: trained with {words}: the accuracy that its log gives of training is of changed"
     assert said in " ".join(Page(page.read_text()).texts["li"])
     assert said in (page.parent / "report.md").read_text().replace("\\", "")
 
@@ -94,7 +101,7 @@ def test_what_happened_to_runs_is_told(tmp_path):
     assert Page(page.read_text()).texts["li"] == [
         "Nothing is compared: that takes float32 runs, and others of lower precision, of one "
         "network and dataset.",
-        "a stops after 2 of 9 epochs.", "b begins after 4 epochs; times count from there.",
+        "a: stopped after 2 of 9 epochs.", "b: begun after 4 epochs; times count from there.",
         "c: resumed after 1 epochs", "a: 1 of 1 runs did not come to their end, and are in no "
         "verdict."]
 

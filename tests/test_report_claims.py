@@ -3,6 +3,7 @@ import csv
 
 import pytest
 import training_logs as logs
+from gluon_amp.report import _files, read
 from gluon_amp.report.compare import compare, groups, sections
 from gluon_amp.report.plots import plots
 from gluon_amp.report.summary import group_rows, headline, remarks, verdict_rows
@@ -36,6 +37,8 @@ def test_groups_of_several_recipes_are_named_by_what_differs():
             for seed in range(2)]
     assert [group.name for group in groups(runs)] == [
         "float32, wd 1", "float32, wd 2", "float16, wd 1", "float16, wd 2"]
+    runs += [made(dtype, wd=wd, model="net") for dtype in ("float32", "float16") for wd in (1, 2)]
+    assert "net, float16, wd 2" in [group.name for group in groups(runs)]
 
 
 def test_runs_of_different_datasets_are_sections_of_their_own():
@@ -60,6 +63,14 @@ def test_each_dataset_has_plots_and_tables_of_its_own(tmp_path):
 
 
 # ---- comparisons
+
+def test_two_measures_of_one_dataset_are_told_apart(tmp_path):
+    runs = [made(dataset="voc"), made(dataset="voc")]
+    runs[1].measure = "mAP"
+    files = _files(runs, "title", None, 0.5)
+    assert {line for line in files["report.md"].decode().splitlines() if line[:3] == "## "} == {
+        "## voc, top-1", "## voc, mAP"}
+
 
 def test_where_recipes_differ_the_differences_stand_before_any_claim():
     runs = [*seeds("float32", [75, 76]), *seeds("float16", [77, 78], label_smoothing=True, wd=0.2)]
@@ -123,7 +134,9 @@ def test_the_order_of_logs_does_not_change_what_is_compared(order):
 def test_without_arguments_in_the_log_nothing_is_claimed():
     found, = comparisons(made(name="a float32"), made(name="a float16", speed=2000))
     assert found.speedup is None
-    assert "recipe (not in the log in float32" in headline([found], 0.5)[0].text
+    verdict, = headline([found], 0.5)
+    assert verdict.outcome == "recipe not known"
+    assert "are the same recipe is not in their logs, and nothing is claimed" in verdict.text
 
 
 def test_policies_by_apexs_names_are_compared():
@@ -150,13 +163,65 @@ def test_runs_without_common_seeds_are_compared_as_two_samples():
         run.arguments["seed"] = 100 + i
     found, = comparisons(*high, *low)
     assert not found.difference.paired
-    assert "2 seeds of each" in headline([found], 0.5)[0].text
+    assert ", 2 and 3 seeds, p" in headline([found], 0.5)[0].text
+    assert verdict_rows([found], 0.5)[0]["seeds"] == "2 and 3"
+
+
+def test_where_most_runs_would_be_left_out_of_pairs_all_are_compared_and_else_that_is_told():
+    high = seeds("float32", [70, 80, 90, 71, 81, 91])
+    for first, is_paired, said in ((4, False, 0), (3, True, 1), (0, True, 0)):
+        low = seeds("float16", [70, 80, 90, 71, 81, 91])
+        for i, run in enumerate(low):
+            run.arguments["seed"] = first + i
+        comparison, = comparisons(*high, *low)
+        assert comparison.difference.paired is is_paired
+        assert comparison.difference.seeds == (6 - first if is_paired else 6)
+        notes = [note for note in remarks([], [comparison]) if "6 runs have no partner" in note]
+        assert len(notes) == said
+
+
+def test_a_run_that_two_files_tell_of_counts_once(tmp_path):
+    ends = ((0.3, 0.31, 0.2900000499), (0.301, 0.3120005, 0.29512345))
+    for dtype, errors in zip(("float32", "float16"), ends):
+        for seed, error in enumerate(errors):
+            arguments = {"model": "net", "dtype": dtype, "seed": seed}
+            (tmp_path / f"{dtype}{seed}.log").write_text(logs.gluoncv([0.9, error], **arguments))
+            (tmp_path / f"{dtype}{seed}.jsonl").write_text(logs.jsonl([0.9, error], **arguments))
+    found = groups(read(sorted(tmp_path.iterdir())))
+    comparison, = compare(found)
+    assert [len(group.runs) for group in found] == [3, 3]
+    assert (comparison.difference.paired, comparison.difference.seeds) == (True, 3)
+    assert any("it counts once" in note for note in remarks(found, [comparison]))
+
+
+def test_a_run_whose_last_epoch_was_not_validated_is_in_no_verdict():
+    runs = [*seeds("float32", [70, 80, 90]), *seeds("float16", [70, 80, 90])]
+    runs[-1].epochs[1].top1 = None
+    comparison, = comparisons(*runs)
+    assert comparison.difference.seeds == 2
+    for run in runs:  # which are validated every second epoch alone
+        run.epochs[1].top1 = None
+    comparison, = comparisons(*runs)
+    assert comparison.difference.seeds == 3
+
+
+def test_of_many_comparisons_those_that_differ_are_told_first_and_how_many_chance_finds():
+    runs = []
+    for wd in range(1, 7):
+        runs += seeds("float32", [70, 70.1, 70.2], wd=wd)
+        runs += seeds("float16", [60, 60.2, 60.1] if wd == 6 else [70.1, 70, 70.2], wd=wd)
+    first, second, *others = headline(comparisons(*runs), 0.5)
+    assert first.text == ("6 comparisons: 5 the same, 1 different. Of 6 tests chance alone finds "
+                          "0.3 different. The first 5:")
+    assert (second.outcome, len(others)) == ("different", 4)
 
 
 def test_one_run_against_another_is_no_evidence_and_the_report_says_so():
     verdict, = headline(comparisons(*seeds("float32", [70]), *seeds("float16", [71])), 0.5)
-    assert verdict.outcome == "one run each"
-    assert "what chance does is not known" in verdict.text
+    assert verdict.outcome == "too few runs"
+    assert "There is one finished run of float16 and of float32" in verdict.text
+    verdict, = headline(comparisons(*seeds("float32", [70]), *seeds("float16", [71, 72])), 0.5)
+    assert "one finished run of float32: what chance does is not known" in verdict.text
 
 
 def test_runs_that_did_not_come_to_their_end_are_in_no_verdict():
@@ -190,7 +255,7 @@ def test_speed_is_claimed_only_where_the_machine_was_theirs_alone():
     for high, low, speedup in ((claimed, claimed, 2), ({}, claimed, None), ({}, {}, None)):
         found, = comparisons(made("float32", speed=100, **high), made("float16", speed=200, **low))
         assert found.speedup == speedup
-        assert ("2.00 times as fast" in headline([found], 0.5)[0].text) is False  # one run each
+        assert ("2.00 times as fast" in headline([found], 0.5)[0].text) is False  # single runs
     runs = [run for dtype, speed in (("float32", 100), ("float16", 200))
             for run in seeds(dtype, [70, 80], claim_speed=True)]
     for run, speed in zip(runs, (100, 110, 200, 240)):
@@ -222,7 +287,8 @@ def test_a_speedup_is_of_images_per_second_or_else_of_hours(high, low, speedup):
 # ---- time to accuracy
 
 def test_the_share_of_runs_that_reached_an_accuracy_is_drawn_with_its_interval():
-    found = groups(seeds("float32", [70, 80, 90]) + seeds("float16", [70, 71, 72]))
+    killed = made("float16", [0.9], seed=3, num_epochs=2)  # who knows what it would have reached
+    found = groups([*seeds("float32", [70, 80, 90]), *seeds("float16", [70, 71, 72]), killed])
     plot, = (plot for plot in plots(found, 0.75) if plot.name == "share_reached")
     assert "75 %" in plot.title
     assert "float32 (3 runs) 67% (21% to 94%); float16 (3 runs) 0% (0% to 56%)" in plot.caption

@@ -92,6 +92,55 @@ def test_a_file_without_a_result_says_what_it_has(tmp_path):
         read_bytes(tmp_path, events(mood={0: 1}))
 
 
+@pytest.mark.parametrize(("tags", "scalars"), [
+    (("val_acc", "acc"), (0.5, 0.9)), (("Accuracy__val", "Accuracy__train"), (0.5, 0.9)),
+    (("eval_accuracy", "accuracy"), (0.5, 0.9))])
+def test_an_accuracy_of_training_is_not_taken_for_that_of_validation(tags, scalars, tmp_path):
+    run = read_bytes(tmp_path, events(**{tag: {0: value} for tag, value in zip(tags, scalars)}))
+    assert run.epochs[0].top1 == 0.5
+
+
+def test_a_file_in_a_folder_of_training_is_refused(tmp_path):
+    path = tmp_path / "train" / "events.out.tfevents.1.host"
+    path.parent.mkdir()
+    path.write_bytes(events(epoch_accuracy={0: 0.5}))
+    with pytest.raises(ValueError, match="epoch_accuracy is of training, as the folder's name"):
+        read([path])
+    path.write_bytes(events(epoch__err_top1={0: 0.5}))
+    assert read([path])[0].epochs[0].top1 == 0.5
+
+
+def test_one_of_several_curves_of_mxboard_is_named_by_its_folder(tmp_path):
+    path = tmp_path / "valid_acc" / "events.out.tfevents.1.host"
+    path.parent.mkdir()
+    path.write_bytes(events(accuracy_curves={0: 0.5, 1: 0.75}))
+    assert [epoch.top1 for epoch in read([path])[0].epochs.values()] == [0.5, 0.25]
+
+
+@pytest.mark.parametrize("tag", [1, 7])  # TensorBoard's, MXBoard's
+def test_arguments_are_read_from_a_text(tag, tmp_path):
+    text = field(tag, b"arguments") + field(8, field(8, b'{"dtype": "bfloat16", "seed": 3}'))
+    run = read_bytes(tmp_path, events(epoch__err_top1={0: 0.5}) + record(field(5, field(1, text))))
+    assert (run.dtype, run.seed) == ("bfloat16", "3")
+
+
+def test_a_resumed_run_is_one_run_of_several_files(tmp_path):
+    folder = tmp_path / "float16-a"
+    folder.mkdir()
+    parts = [{0: 0.5, 1: 0.4, 2: 0.9}, {2: 0.3, 3: 0.2}, {0: 0.6, 1: 0.5}]
+    for i, part in enumerate(parts):
+        (folder / f"events.out.tfevents.{i}.host").write_bytes(events(epoch__err_top1=part))
+    run, other = read(sorted(folder.iterdir()))
+    assert [epoch.top1 for epoch in run.epochs.values()] == pytest.approx([0.5, 0.4, 0.3, 0.2])
+    assert (run.name, run.notes) == ("float16-a", ["resumed after 2 epochs"])
+    assert list(other.epochs) == [0, 1]
+
+
+def test_where_steps_count_no_epochs_the_report_says_so(tmp_path):
+    run = read_bytes(tmp_path, events(val_acc={500: 0.5, 1000: 0.75}))
+    assert run.notes == ["its 2 results stand at steps 500 to 1,000; each is taken for an epoch"]
+
+
 @given(content=st.binary(max_size=200))
 @settings(deadline=None, max_examples=100,
           suppress_health_check=[HealthCheck.function_scoped_fixture])

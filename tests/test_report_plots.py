@@ -9,7 +9,7 @@ import training_logs as logs
 from gluon_amp.report import read
 from gluon_amp.report.colors import COLORS, DARK, INK, number_type
 from gluon_amp.report.compare import groups
-from gluon_amp.report.plots import CHARTS, forest, plots
+from gluon_amp.report.plots import CHARTS, _short, forest, plots
 from PIL import Image
 from report_runs import comparisons, made, seeds
 
@@ -37,6 +37,24 @@ def test_all_groups_are_named_and_nothing_is_cut_off(count, epochs, name):
         if count > 2:  # else dtypes are enough
             assert {str(i) for i in range(count)} <= {end[:1] for end in ends}
             assert all(name.format(i) in plot.caption for i in range(count))
+
+
+def test_names_that_are_too_long_keep_something_of_each_of_their_parts():
+    for name, longest, short in (
+            ("mobilenet_v2_1.0_long, float16", 24, "mobilene…0_long, float16"),
+            ("mobilenet_v2_1.0_long, float16, wd 0.01", 34, "mobilene….0_long, float16, wd 0.01"),
+            ("float16", 24, "float16"), ("W" * 99 + "3", 24, "W" * 12 + "…" + "W" * 10 + "3")):
+        assert _short(name, longest) == short
+        assert len(short) <= longest
+
+
+def test_a_run_that_diverged_does_not_make_the_losses_of_others_flat():
+    runs = [made(dtype, seed=seed) for dtype in ("float32", "float16") for seed in range(2)]
+    for run in runs:
+        for n, epoch in run.epochs.items():
+            epoch.loss = 1e9 * (n + 1) if run is runs[-1] else 2.0 - n
+    plot, = [plot for plot in plots(groups(runs[:2] + runs[3:])) if plot.name == "loss"]
+    assert re.search(r"<!-- 1e\+0\d -->", plot.svg)
 
 
 def test_more_groups_than_a_plot_can_show_are_medians_with_bands():

@@ -42,7 +42,10 @@ class TrainingLog:
         self.writes = writes
         self.losses: List[float] = []
         self.steps = steps
-        self.writer = _tensorboard(args.tensorboard) if writes and args.tensorboard else None
+        self.writer = None
+        if writes and args.tensorboard:
+            self.writer = _tensorboard(args.tensorboard)
+            self.writer.add_text("arguments", json.dumps(vars(args)))
         self._say("run_start")
         for name, key in (("batch_size", "global_batch_size"), ("seed", "seed"),
                           ("lr", "opt_base_learning_rate")):
@@ -245,17 +248,45 @@ def replace_text(path: str, text: str) -> None:
 
 def _tensorboard(folder: str) -> Any:
     """TensorBoard's own writer, or else MXBoard's."""
-    try:
-        from tensorboard.summary import Writer
-        return Writer(folder)
-    except ImportError:
-        pass
-    try:
-        from mxboard import SummaryWriter
-        return SummaryWriter(folder)
-    except ImportError:
-        raise ValueError("--tensorboard needs a package: pip install tensorboard (or mxboard)") \
-            from None
+    failed = []
+    for writer in (_EventFile, _mxboard):
+        try:
+            return writer(folder)
+        except (ImportError, TypeError) as error:  # TypeError: older than the protobuf beside it
+            failed.append(str(error).splitlines()[0])
+    raise ValueError("--tensorboard needs a package: pip install tensorboard (or mxboard). "
+                     f"{'; '.join(failed)}")
+
+
+def _mxboard(folder: str) -> Any:
+    from mxboard import SummaryWriter
+    return SummaryWriter(folder)
+
+
+class _EventFile:
+    """What TensorBoard's own `summary.Writer` does, and texts."""
+
+    def __init__(self, folder: str):
+        from tensorboard.compat.proto import event_pb2, summary_pb2, tensor_pb2
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+        self.event, self.summary, self.tensor = event_pb2.Event, summary_pb2, tensor_pb2.TensorProto
+        self.file = EventFileWriter(folder)
+
+    def add_scalar(self, tag: str, value: float, step: int) -> None:
+        self._add(step, tag=tag, simple_value=value)
+
+    def add_text(self, tag: str, text: str) -> None:
+        kind = self.summary.SummaryMetadata.PluginData(plugin_name="text")
+        self._add(0, tag=tag, metadata=self.summary.SummaryMetadata(plugin_data=kind),
+                  tensor=self.tensor(dtype="DT_STRING", string_val=[text.encode()]))
+
+    def _add(self, step: int, **value: Any) -> None:
+        values = [self.summary.Summary.Value(**value)]
+        self.file.add_event(self.event(step=step, wall_time=time.time(),
+                                       summary=self.summary.Summary(value=values)))
+
+    def close(self) -> None:
+        self.file.close()
 
 
 def _mean(values: List[float]) -> float:

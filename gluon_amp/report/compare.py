@@ -13,17 +13,18 @@ from functools import cached_property
 from statistics import median
 from typing import Any, Callable, Dict, FrozenSet, List, Optional, Sequence, Set, Tuple
 
-from .runs import FLOAT32, RESUMING, Run, plain
+from .runs import FLOAT32, OFF, RESUMING, Run, plain
 from .verdict import Difference, Sample, paired, unpaired
 
-PRECISION = {"dtype", "policy", "loss_scale"}
+PRECISION = {"dtype", "policy", "loss_scale", "amp"}
 NO_RECIPE = {"seed", "claim_speed", "mlperf", "log_interval", "log_seconds", "disp_batches",
              "save_period", "use_rec", "kvstore", "kv_store", "num_workers", "data_nthreads",
              "xray", "xray_steps"}
 PATHS = re.compile(r"rec_\w+|data_(train|val)|tensorboard|"
                    r"\w*(dir|file|path|prefix|params|states)")
+TWICE = "two files or more have the same results of the same seed; it counts once"
+NOT_LOGGED = "not in the log"
 MOST_NAMED, LONGEST_ARGUMENT = 2, 40  # arguments in a group's name
-OFF: Tuple[Any, ...] = (None, False, 0, "", [], "none", "None", "False")
 
 
 @dataclass(frozen=True)
@@ -58,10 +59,12 @@ class Group:
 
     @cached_property
     def finished(self) -> Tuple[Run, ...]:
-        """Those that were trained to the end: as planned, or else as long as the others."""
+        """Those that were trained and validated to the end: as planned, or else as the others."""
         longest = max(run.done for run in self.runs)
-        return tuple(run for run in self.runs
-                     if run.final is not None and run.done >= (run.planned or longest))
+        trained = [run for run in self.runs
+                   if run.final is not None and run.done >= (run.planned or longest)]
+        behind = [run.done - run.validated for run in trained]  # not 0 if every tenth is validated
+        return tuple(run for run, epochs in zip(trained, behind) if epochs == min(behind))
 
     @property
     def speeds(self) -> List[float]:
@@ -74,6 +77,11 @@ class Comparison:
     float32: Group
     low: Group
     differences: Dict[str, Tuple[Any, Any]]  # of the recipes: in float32, in low
+
+    @property
+    def recipe_unknown(self) -> bool:
+        """Whether no log says how its runs were trained; what it says is alike."""
+        return self.differences == {"recipe": (NOT_LOGGED, NOT_LOGGED)}
 
     @property
     def claims_speed(self) -> bool:
@@ -97,15 +105,23 @@ class Comparison:
 
     @cached_property
     def difference(self) -> Optional[Difference]:
-        """In points, paired by seed where two seeds or more pair; None of one run each."""
-        pairs = self.pairs
-        if len(pairs) > 1:
-            return paired(*zip(*pairs))
+        """In points: paired by seed, or of two samples where most runs would be left out of the
+        pairs; None if one of them is a single run."""
         low, high = ([run.final for run in group.finished if run.final is not None]
                      for group in (self.low, self.float32))
+        pairs = self.pairs
+        if len(pairs) > 1 and 4 * len(pairs) >= len(low) + len(high):
+            return paired(*zip(*pairs))
         if len(low) < 2 or len(high) < 2:
             return None
         return unpaired(Sample.of(low), Sample.of(high))
+
+    @property
+    def without_partner(self) -> int:
+        """How many finished runs are in no pair, where pairs are compared."""
+        if self.difference is None or not self.difference.paired:
+            return 0
+        return len(self.low.finished) + len(self.float32.finished) - 2 * len(self.pairs)
 
     @cached_property
     def pairs(self) -> List[Tuple[float, float]]:
@@ -132,16 +148,40 @@ def recipe(run: Run) -> Dict[str, Any]:
 # ---- groups
 
 def groups(runs: Sequence[Run]) -> List[Group]:
-    """Float32 first, else in the order of runs; named by what tells those of a section apart."""
+    """Float32 first, else in the order of runs; named by what tells those of a section apart. What
+    was read twice of one run (its log and its log.jsonl, or a copy) counts once."""
     found: Dict[Any, List[Run]] = {}
     for run in sorted(runs, key=lambda run: run.dtype != FLOAT32):
         parts = sorted((name, repr(value)) for name, value in recipe(run).items())
         alone = re.sub(r"[-_ ]?seed[-_ ]?\d+( \[\d+\])?$", "", run.name)
         name = alone if not run.arguments else ""
-        found.setdefault((run.dtype, repr(run.get("loss_scale")), run.batch_size, run.dataset,
-                          run.measure, run.model, name, *parts), []).append(run)
-    made = [Group(tuple(of)) for of in found.values()]
+        found.setdefault((run.dtype, bool(run.get("amp")), repr(run.get("loss_scale")),
+                          run.batch_size, run.dataset, run.measure, run.model, name, *parts),
+                         []).append(run)
+    made = [Group(tuple(_each_once(of))) for of in found.values()]
     return [group for section in sections(made) for group in _named(section)]
+
+
+def _each_once(runs: List[Run]) -> List[Run]:
+    """Without those whose seed and results another has: a training gives no two such runs, but two
+    files may tell of one. Of these the one stays that tells most."""
+    known: Dict[Any, Run] = {}
+    for run in runs:
+        results = tuple((n, f"{epoch.top1:f}") for n, epoch in run.epochs.items()  # as in logs
+                        if epoch.top1 is not None)
+        few = not results or len(results) == 1 and run.seed is None  # may be alike by chance
+        key = id(run) if few else (run.seed, results)
+        first = known.setdefault(key, run)
+        if first is not run:
+            known[key] = best = run if _told(run) > _told(first) else first
+            if TWICE not in best.notes:
+                best.notes.append(TWICE)
+    return list(known.values())
+
+
+def _told(run: Run) -> int:
+    return len(run.steps) + sum(value is not None for epoch in run.epochs.values()
+                                for value in vars(epoch).values())
 
 
 def sections(found: Sequence[Group]) -> List[List[Group]]:
@@ -167,18 +207,21 @@ def _named(section: List[Group]) -> List[Group]:
 
 
 def _by_recipe(section: List[Group]) -> List[str]:
-    """Named by the arguments in which they differ, if these are few: float16, wd 0.1."""
+    """Named by the arguments in which they differ, if these are few: resnet18, float16, wd 0.1."""
     recipes = [recipe(group.first) for group in section]
     known: Dict[str, Set[str]] = {}
     for each in recipes:
         for argument, value in each.items():
             known.setdefault(argument, set()).add(repr(value))
     differ = [argument for argument, values in known.items()
-              if len(values) > 1 or any(argument not in each for each in recipes)]
+              if argument not in ("model", "network")
+              and (len(values) > 1 or any(argument not in each for each in recipes))]
     if not 0 < len(differ) <= MOST_NAMED:
         return [""] * len(section)
-    return [", ".join([group.dtype, *(f"{argument} {_show(each.get(argument))}"[:LONGEST_ARGUMENT]
-                                      for argument in differ)])
+    several = len({group.model for group in section}) > 1
+    return [", ".join([*[group.model] * several, group.dtype,
+                       *(f"{argument} {_show(each.get(argument))}"[:LONGEST_ARGUMENT]
+                         for argument in differ)])
             for group, each in zip(section, recipes)]
 
 
@@ -240,10 +283,10 @@ def _differences(high: Group, low: Group) -> Dict[str, Tuple[Any, Any]]:
     if a.batch_size != b.batch_size:
         found.setdefault("batch_size", (a.batch_size, b.batch_size))
     if not set(first) - {"model"} or not set(second) - {"model"}:
-        found["recipe"] = (None if set(first) - {"model"} else "not in the log",
-                           None if set(second) - {"model"} else "not in the log")
+        found["recipe"] = (None if set(first) - {"model"} else NOT_LOGGED,
+                           None if set(second) - {"model"} else NOT_LOGGED)
     elif not found:
-        ends = [max((run.done for run in group.finished), default=0) for group in (high, low)]
+        ends = [max((run.validated for run in group.finished), default=0) for group in (high, low)]
         if 0 not in ends and ends[0] != ends[1]:
             found["epochs"] = (ends[0], ends[1])
     return found

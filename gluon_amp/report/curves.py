@@ -121,8 +121,9 @@ def _steps(each: List[List[Point]]) -> Tuple["np.ndarray[Any, Any]", "np.ndarray
 
 def reached(name: str, groups: Sequence[Group], accuracy: float, by_time: bool,
             end: float) -> Optional[Line]:
-    """The share of runs that have reached an accuracy by then, with its 95 % interval (Wilson)."""
-    runs = [run for group in groups for run in group.runs if run.best]
+    """The share of runs that have reached an accuracy by then, with its 95 % interval (Wilson): of
+    those that came to their end, since one that was killed might have reached it."""
+    runs = [run for group in groups for run in group.finished or group.runs if run.best]
     if not runs:
         return None
     when = Counter(at for at in (reached_at(run, accuracy, by_time) for run in runs)

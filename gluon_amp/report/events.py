@@ -3,11 +3,17 @@
 A file is a row of records: a length, its checksum, a message, its checksum. Of the messages
 (protocol buffers) only these parts are read, and numbered so in their definition:
 
-    Event: 2 step, 5 summary       Summary: 1 values      Value: 1 tag, 2 number, 8 tensor
+    Event: 2 step, 5 summary       Summary: 1 values
+    Value: 1 tag, 2 number, 7 what MXBoard's texts have in place of a tag, 8 tensor
     TensorProto: 4 bytes, 5 floats, 6 doubles, 8 strings
 
 What a scalar is stands in its tag: epoch/err_top1, validation/accuracy, val_loss, loss, lr,
-gradient_norm, loss_scale, skipped. A text with the tag `arguments` holds JSON.
+gradient_norm, loss_scale, skipped; also Accuracy/val and Loss/train, and what stands in the name
+of the folder that MXBoard makes for each of several curves. A text with the tag `arguments` holds
+JSON.
+
+A run that was resumed has several files in one folder: a later one that begins where the former
+has come to goes on with it.
 """
 import json
 import math
@@ -16,8 +22,8 @@ import struct
 from pathlib import Path
 from typing import Any, Dict, Iterator, List, Optional, Tuple
 
-from .runs import Epoch, Run
-from .tables import quantity_of
+from .runs import Epoch, Run, measurable
+from .tables import VALIDATION, quantity_of
 
 LONGEST_RECORD = 2 ** 26  # a longer one is a length that was written over
 STEPS = {"loss": "loss", "lr": "lr", "scale": "scale", "skipped": "skipped",
@@ -39,12 +45,19 @@ def read(path: Path, name: str) -> List[Run]:
     run = Run(name, arguments)
     of_epochs: Dict[str, Series] = {}
     of_steps: Dict[str, Series] = {}
-    for tag, series in scalars.items():
-        known = _known(tag)
-        if known is None:
-            continue
-        quantity, value_of = known
-        values = {step: value_of(value) for step, value in series.items() if math.isfinite(value)}
+    known = {tag: of for tag, of in ((tag, _known(tag)) for tag in scalars) if of}
+    if not known and len(scalars) == 1:
+        known = {tag: of for tag in scalars for of in [_known(path.parent.name)] if of}
+    validated = {of[0] for tag, of in known.items() if VALIDATION.search(_plain(tag))}
+    for tag, (quantity, value_of) in known.items():
+        if quantity in ("top1", "top5") and not VALIDATION.search(_plain(tag)):
+            if quantity in validated:  # acc is of training where there is a val_acc
+                continue
+            if re.fullmatch("train(ing)?", path.parent.name) and value_of is not float:
+                raise ValueError(f"{path}: {tag} is of training, as the folder's name says. Give "
+                                 "the file of validation")
+        series = scalars[tag]
+        values = {step: value_of(value) for step, value in series.items() if measurable(value)}
         by_step = quantity in STEPS and not tag.startswith("epoch")
         (of_steps if by_step else of_epochs).setdefault(quantity, {}).update(values)
     steps = sorted({step for name, series in of_epochs.items() for step in series
@@ -54,6 +67,9 @@ def read(path: Path, name: str) -> List[Run]:
                          "validation/accuracy, val_acc and the like. Its tags: "
                          f"{', '.join(scalars) or 'none':.200}")
     numbers = _epoch_numbers(steps)
+    if max(steps) > len(steps) and list(numbers.values()) == list(range(len(steps))):
+        run.notes.append(f"its {len(steps)} results stand at steps {steps[0]:,} to {steps[-1]:,}; "
+                         "each is taken for an epoch")
     for quantity, series in of_epochs.items():
         for step, value in series.items():
             if step in numbers:
@@ -63,9 +79,22 @@ def read(path: Path, name: str) -> List[Run]:
     return [run]
 
 
+def continues(run: Run, former: Run) -> bool:
+    """Whether a file of the same folder goes on with the run that was resumed."""
+    def which(one: Run) -> Tuple[Any, ...]:  # a resumed run may train more epochs
+        return one.dtype, one.seed, one.model, one.dataset
+    return 0 < min(run.epochs) <= former.done and which(run) == which(former)
+
+
+def _plain(tag: str) -> str:
+    """Of Accuracy/val: val_accuracy."""
+    name = re.sub(r"\W+", "_", tag.lower())
+    return re.sub(r"^(.+)_(train|training|val|valid|validation|test|eval)$", r"\2_\1", name)
+
+
 def _known(tag: str) -> Optional[Tuple[str, Any]]:
     """Which quantity a tag names, and how its value becomes ours."""
-    name = re.sub(r"\W+", "_", tag.lower())
+    name = _plain(tag)
     if re.search(r"grad(ient)?_norm$", name):
         return "gradient_norm", float
     if re.search(r"train(ing)?_loss$", name):
@@ -115,7 +144,7 @@ def _scalars(path: Path) -> Tuple[Dict[str, Series], Dict[str, Any]]:
             if field != 1 or not isinstance(value, bytes):
                 continue
             parts = dict(_fields(value))
-            tag = parts.get(1)
+            tag = parts.get(1, parts.get(7))
             name = tag.decode(errors="replace") if isinstance(tag, bytes) else ""
             number, text = _value(parts)
             if number is not None:

@@ -33,7 +33,8 @@ STYLE = {  # whatever style the caller has set
     "axes.grid": True, "grid.color": GREY, "grid.alpha": 0.25, "lines.linewidth": 1.6,
     "path.simplify": False}
 WIDTH, HEIGHT = 5.4, 3.5  # inches: read on a telephone, and two beside each other on a screen
-LONGEST_NAME = 24
+LONGEST_NAME, LONGEST_ROW = 24, 34  # of a line, and of a difference
+FAR_APART, FAR = ("loss", "validation_loss", "gradient_norm"), 1000  # charts; of lines
 ROOM = 0.07  # of a name, as a share of the axes' height
 HOVERED = 100  # points of each line
 FORESTED = 20  # comparisons that are drawn
@@ -239,6 +240,11 @@ def _set_scales(axes: Any, chart: Chart, lines: List[Line]) -> None:
         axes.set_yscale("log", base=2)
         axes.set_ylim(values.min() / 2, values.max() * 2)
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:,g}")
+    elif chart.name in FAR_APART and values.min() > 0 and max(
+            np.median(one.y) for one in lines) > FAR * min(one.y.max() for one in lines):
+        axes.set_yscale("log")  # one that diverged does not make the others flat
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        axes.set_ylim(values.min() / 2, values.max() * 2)
     elif room:
         low, high = max(bands.min(), values.min() - room), min(bands.max(), values.max() + room)
         edge = 0.04 * (high - low)
@@ -267,7 +273,8 @@ def _name_ends(figure: Figure, axes: Any, lines: List[Line], looks: List[Dict[st
         value = ""
         if lines[i].runs == 1 and chart.scale is ERROR:
             value = f" {chart.scale.write(lines[i].y[-1])}"
-        axes.annotate(_short(lines[i].name) + value, (1.17, place), xycoords="axes fraction",
+        name = re.sub(r": \d+ recipes$", "", lines[i].name)  # the caption has it
+        axes.annotate(_short(name) + value, (1.17, place), xycoords="axes fraction",
                       va="center", fontsize=8, annotation_clip=False)
     for _ in range(2):  # room for names makes the axes smaller, which moves the names
         figure.draw_without_rendering()
@@ -288,11 +295,20 @@ def _apart(heights: List[float]) -> List[float]:
     return [bottom(block) + ROOM * i for block in blocks for i in range(len(block))]
 
 
-def _short(label: str) -> str:
-    """With its beginning and its end; legends leave out what begins with _."""
-    label, half = plain(label), LONGEST_NAME // 2
-    label = label if len(label) <= LONGEST_NAME else f"{label[:half]}…{label[1 - half:]}"
+def _short(label: str, longest: int = LONGEST_NAME) -> str:
+    """The longest of its parts with their beginnings and ends alone, so that all parts are there;
+    legends leave out what begins with _."""
+    parts = plain(label).split(", ")
+    lengths = [len(part) for part in parts]
+    while sum(lengths) + 2 * len(parts) - 2 > longest and max(lengths) > 6:
+        lengths[lengths.index(max(lengths))] -= 1
+    label = _cut(", ".join(map(_cut, parts, lengths)), longest)
     return f" {label}" if label.startswith("_") else label
+
+
+def _cut(text: str, longest: int) -> str:
+    half = longest // 2
+    return text if len(text) <= longest else f"{text[:longest - half]}…{text[1 - half:]}"
 
 
 def _words(chart: Chart, one: Line, i: int) -> str:
@@ -353,7 +369,8 @@ def forest(comparisons: Sequence[Comparison], margin: float) -> Optional[Plot]:
             axes.plot(each, [row + 0.22] * len(each), "|", color=ink, alpha=0.6, markersize=5)
             axes.plot([difference.mean], [row], "o" if not comparison.differences else "x",
                       color=ink, markersize=6)
-        axes.set_yticks(range(len(found)), [_short(c.low.name) for c, _ in found])
+        axes.set_yticks(range(len(found)), [_short(c.low.name, LONGEST_ROW) for c, _ in found],
+                       fontsize=8)
         axes.set_ylim(len(found) - 0.5, -0.6)
         axes.set_title("Difference to float32", loc="left", fontsize=10)
         axes.set_xlabel("points")

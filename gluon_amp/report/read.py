@@ -16,8 +16,8 @@ An epoch that comes again replaces the former one and all behind it: the run was
 begins with other arguments, and with epoch 0 behind later ones.
 """
 import ast
+import codecs
 import json
-import math
 import re
 from collections import Counter
 from functools import partial
@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, Dict, Iterable, List, Optional, Sequence
 
 from . import events, tables
-from .runs import Epoch, Run, plain
+from .runs import Epoch, Run, measurable, plain
 
 LONGEST_LINE = 2 ** 16  # a file without line ends is read in pieces
 AT_ONCE = 1000  # lines
@@ -36,10 +36,14 @@ BATCH = re.compile(rb"Epoch[\[ ](\d{1,9})\](?: Batch \[|\[Batch )(?:\d+-)?(\d{1,
                    rb"((?:LR: \S+ )?)Speed: (\d+(?:\.\d+)?) samples/sec(.*)")
 RESULTS = re.compile(rb"\[Epoch (\d{1,9})\] (training: |validation: )?(.*)|"
                      rb"Epoch\[(\d{1,9})\] (Train-|Validation-)?((?:\S+|Time cost)=.*)")
+WORKER = re.compile(rb"Epoch\[(\d{1,9})\](?: Rank\[0\](?: Batch\[\d+\])?)?\t"
+                    rb"(Validation-.*|Time cost=.*|Speed: [\d.]+ samples/sec\r?$)", re.MULTILINE)
 RATE = re.compile(rb"(?:Update\[\d+\]: Change|\[Epoch \d+\] Set) learning rate to (\S+)")
-MEAN_PRECISION = re.compile(rb"(mAP)?=(\d{1,3}\.\d+)")
-SEGMENTATION = re.compile(rb"Epoch (\d{1,9}) (?:(validation) pixAcc: \S+, mIoU: (\d\.\d{3})$|"
-                          rb"iteration \d+/\d+: training loss (\d+\.\d{3})$)", re.MULTILINE)
+MEAN_PRECISION = re.compile(rb"(mAP)?=(\d{1,3}(?:\.\d+)?(?:e-\d+)?)")
+MEAN_PRECISIONS = {b"MeanAP @": "mAP", b"Mean AP for bbox": "box mAP",
+                   b"Mean AP for segm": "mask mAP"}  # COCO's: what stands above them
+SEGMENTATION = re.compile(rb"Epoch (\d{1,9}) (?:(validation) pixAcc: \S+, mIoU: (\d\.\d{3})\r?$|"
+                          rb"iteration \d+/\d+: training loss (\d+\.\d{3})\r?$)", re.MULTILINE)
 LOSS = ("loss", "cross-entropy")
 SECONDS = ("time cost", "time", "training cost")
 VERSION = 2  # of log.jsonl
@@ -53,14 +57,17 @@ ARGUMENT = re.compile(r"""(\w+)=('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|\[[^]]*\]|\
 ENDING = r"\.(log|jsonl?|csv|txt|out\.tfevents\..*)$"  # of a file's name: no part of a run's
 # Names of errors, and of accuracies.
 TOP1 = (("err-top1", "top1-err", "err_top1", "top1_err"),
-        ("accuracy", "acc", "top1-acc", "val", "val-acc"))
-TOP5 = (("err-top5", "top5-err", "err_top5", "top5_err"), ("top_k_accuracy_5", "top5-acc"))
+        ("accuracy", "acc", "top1-acc", "val", "val-acc", "acc-top1"))
+TOP5 = (("err-top5", "top5-err", "err_top5", "top5_err"),
+        ("top_k_accuracy_5", "top5-acc", "acc-top5"))
+PERCENT = ("acc-top1", "acc-top5")  # as GluonCV's train_recognizer.py logs them
 
 
 def read(paths: Iterable[Any]) -> List[Run]:
     """All runs of these files; ValueError names a file that is no log, and its first odd line."""
     paths = [Path(path) for path in paths]
     runs: List[Run] = []
+    folder: Optional[Path] = None  # of the last run, if it is of TensorBoard's files
     for path, name in zip(paths, _names(paths)):
         if path.is_dir():
             raise ValueError(f"{path} is a folder. Give its logs, such as {path / '*.log'}")
@@ -68,7 +75,15 @@ def read(paths: Iterable[Any]) -> List[Run]:
             raise ValueError(f"{path} is a pipe or device, and logs are read twice. Give a file")
         read_one = events.read if events.is_events(path) else \
             tables.read if tables.is_table(path) else read_log
-        runs += read_one(path, name)
+        found = read_one(path, name)
+        for run in found:
+            _check(run, path)
+        same_folder = read_one is events.read and path.parent == folder
+        folder = path.parent if read_one is events.read else None
+        if same_folder and events.continues(found[0], runs[-1]):
+            runs[-1].go_on(found[0])
+        else:
+            runs += found
     same: Counter[str] = Counter()
     for run in runs:
         run.name = plain(run.name)
@@ -77,9 +92,22 @@ def read(paths: Iterable[Any]) -> List[Run]:
     return runs
 
 
+def _check(run: Run, path: Path) -> None:
+    """Errors are shares; what cannot be measured is not known."""
+    for number, epoch in run.epochs.items():
+        for error in (epoch.top1, epoch.top5):
+            if error is not None and not -1e-6 <= error <= 1 + 1e-6:
+                raise ValueError(f"{path}: epoch {number} has an error of {error:g} (an accuracy "
+                                 f"of {1 - error:g}). Valid: shares from 0 to 1")
+        if epoch.seconds is not None and epoch.seconds < 0:  # somebody set the clock
+            epoch.seconds = None
+        if epoch.speed is not None and epoch.speed <= 0:
+            epoch.speed = None
+
+
 def _names(paths: List[Path]) -> List[str]:
     """Without endings and folders, or with as much of both as tells them apart."""
-    distinct = len(set(paths))
+    distinct = len({path.parent if ".out.tfevents." in path.name else path for path in paths})
     for ending, parts in product((ENDING, "$"), range(1, 20)):
         names = [re.sub(ending, "", "/".join(path.parts[-parts:])) for path in paths]
         if len(set(names)) == distinct and not {"log", "events"} & set(names):
@@ -90,10 +118,11 @@ def _names(paths: List[Path]) -> List[str]:
 
 def read_log(path: Path, name: str) -> List[Run]:
     """The runs of a log; ValueError names its first odd line where it has none."""
-    reader, odd = _Reader(name), ""
+    reader, odd = _Reader(path, name), ""
     waiting: List[bytes] = []  # lines of batches
     with open(path, "rb") as file:
         for count, line in enumerate(iter(partial(file.readline, LONGEST_LINE), b""), 1):
+            line = line[3:] if count == 1 and line.startswith(codecs.BOM_UTF8) else line
             batch = (b"] Batch [" in line or b"][Batch " in line) and b"Namespace(" not in line
             if waiting and not (batch and len(waiting) < AT_ONCE):
                 reader.batches(waiting)
@@ -110,6 +139,8 @@ def read_log(path: Path, name: str) -> List[Run]:
             ". Known: logs of GluonCV and MXNet's Module, log.jsonl, TensorBoard's event files, "
             "CSV with a column epoch")
     for i, run in enumerate(runs):
+        if run.counts_from_1:
+            run.count_from_0()
         run.name += f" ({i + 1})" if len(runs) > 1 else ""
     return runs
 
@@ -117,14 +148,14 @@ def read_log(path: Path, name: str) -> List[Run]:
 class _Reader:
     """Takes in the lines of one file, and knows the runs that they were of."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, path: Path, name: str) -> None:
+        self.path, self.name = path, name
         self.runs: List[Run] = []
         self.header: Optional[Dict[str, Any]] = None  # arguments that no epoch has followed yet
         self.number, self.epoch = -1, Epoch()
         self.inverse, self.intervals = 0.0, 0  # of the speeds in the epoch's lines of batches
         self.lr: Optional[float] = None
-        self.mean_ap = False  # whether COCO's is the next line
+        self.mean_ap = ""  # COCO's that the next line has
 
     def batches(self, lines: List[bytes]) -> None:
         """Lines of batches, one behind the other: at once, since most lines of a log are such."""
@@ -162,7 +193,8 @@ class _Reader:
         if found:
             self.lr = _number(found[1].decode())
             return True
-        return self._line_of_results(line) or self._precision(line) or self._segmentation(line)
+        return self._line_of_results(line) or self._precision(line) or \
+            self._segmentation(line) or self._worker(line)
 
     def _line_of_results(self, line: bytes) -> bool:
         found = RESULTS.match(line, max(line.rfind(b"[Epoch "), line.rfind(b"Epoch["), 0))
@@ -170,6 +202,9 @@ class _Reader:
             return False
         number, kind, text = found.group(1, 2, 3) if found[1] else found.group(4, 5, 6)
         values = _values(text)
+        if not values and text.strip() == b"Validation:":  # of detection: what follows is its
+            self._go_to(int(number))
+            return True
         if not values:
             return False
         self._go_to(int(number))
@@ -179,10 +214,21 @@ class _Reader:
     def _precision(self, line: bytes) -> bool:
         """Of detection: mAP stands in a line of its own, behind those of the classes."""
         found = MEAN_PRECISION.fullmatch(line.strip())
-        coco, self.mean_ap = self.mean_ap, b"MeanAP @" in line
+        coco = self.mean_ap
+        self.mean_ap = next((name for mark, name in MEAN_PRECISIONS.items() if mark in line), "")
         if not self.runs or not found or not (found[1] or coco) or not line.endswith(b"\n"):
             return False
-        return self._measured("mAP", float(found[2]) / (1 if found[1] else 100))
+        return self._measured(coco or "mAP", float(found[2]) / (1 if found[1] else 100))
+
+    def _worker(self, line: bytes) -> bool:
+        """Of GluonCV's train_horovod.py, where rank 0 logs."""
+        found = WORKER.search(line) if b"Epoch[" in line else None
+        if not found:
+            return False
+        kind = b"validation" if found[2].startswith(b"Validation-") else b""
+        self._go_to(int(found[1]))
+        self._results(kind, _values(found[2].replace(b"Validation-", b"")))
+        return True
 
     def _segmentation(self, line: bytes) -> bool:
         found = SEGMENTATION.search(line) if line.find(b"Epoch ") >= 0 else None
@@ -207,8 +253,8 @@ class _Reader:
             return False
         if isinstance(entry.get("arguments"), dict):
             version = entry.get("version", 1)
-            if not isinstance(version, int) or version > VERSION:
-                raise ValueError(f"{self.name}: log.jsonl of version {version!r:.20}. Valid: 1 to "
+            if type(version) is not int or not 1 <= version <= VERSION:
+                raise ValueError(f"{self.path}: log.jsonl of version {version!r:.20}. Valid: 1 to "
                                  f"{VERSION}")
             self.header = entry["arguments"]
         elif type(entry.get("epoch")) is int and 0 <= entry["epoch"] < 10 ** 9:
@@ -283,16 +329,18 @@ def _values(text: bytes) -> Dict[str, float]:
     for name, value in VALUE.findall(text.decode("ascii", "replace")):
         number = _number(value)
         if number is not None:
-            values[name.lower()] = number
+            values[name.lower()] = number / 100 if name in PERCENT else number
     return values
 
 
 def _number(value: Any) -> Optional[float]:
+    if isinstance(value, bool):
+        return None
     try:
         number = float(value)
     except (TypeError, ValueError, OverflowError):
         return None
-    return number if -math.inf < number < math.inf else None
+    return number if measurable(number) else None
 
 
 def _error(values: Dict[str, float], errors: Sequence[str],

@@ -11,7 +11,13 @@ from ..policy import APEX
 FLOAT32 = "float32"
 ACCURACY = "top-1"
 MOST_STEPS = 2000  # kept of each series, evenly
-RESUMING = re.compile(r"resume(_\w+)?|load_epoch|start_epoch")  # arguments that go on with a run
+RESUMING = re.compile(r"resume(_\w+)?|(load|start|begin)_epoch")  # arguments that go on with a run
+OFF: Tuple[Any, ...] = (None, False, 0, "", [], "none", "None", "False")  # values of arguments
+
+
+def measurable(number: float) -> bool:
+    """Whether it is finite, and sums of its squares are, too: no loss or norm is a larger one."""
+    return abs(number) < 1e100
 
 
 def plain(value: Any) -> str:
@@ -63,6 +69,20 @@ class Run:
         return all(self.arguments.get(key) == arguments.get(key)
                    for key in {*self.arguments, *arguments} if not RESUMING.fullmatch(key))
 
+    @property
+    def counts_from_1(self) -> bool:
+        """Whether its log, which begins with its arguments, calls the first epoch 1."""
+        resumed = any(self.arguments.get(name) not in OFF for name in self.arguments
+                      if RESUMING.fullmatch(name))
+        return bool(self.arguments and self.epochs) and min(self.epochs) == 1 and not resumed
+
+    def count_from_0(self) -> None:
+        """Makes the epoch that its log calls 1 epoch 0, as it is in other logs."""
+        self.epochs = {n - 1: epoch for n, epoch in self.epochs.items()}
+        self.trace = [(n - 1, batch, scale, skipped) for n, batch, scale, skipped in self.trace]
+        self.steps = {name: [(n - 1, batch, value) for n, batch, value in series]
+                      for name, series in self.steps.items()}
+
     def follow(self, epoch: int, batch: int, scale: Optional[float],
                skipped: Optional[float]) -> None:
         """Adds to the trace what is new."""
@@ -89,6 +109,19 @@ class Run:
         self.steps = {name: [point for point in series if point[0] < epoch]
                       for name, series in self.steps.items()}
 
+    def go_on(self, later: "Run") -> None:
+        """Takes in the epochs of the same run, resumed."""
+        first = min(later.epochs)
+        self.forget_from(first)
+        self.arguments.update(later.arguments)
+        self.epochs.update(later.epochs)
+        for point in later.trace:
+            self.follow(*point)
+        for name, series in later.steps.items():
+            self.steps[name] = self.steps.get(name, []) + series
+        self.batches = max(self.batches, later.batches)
+        self.notes.append(f"resumed after {first} epochs")
+
     @property
     def seed(self) -> Optional[str]:
         """As its arguments have it, or else its name: seed3, seed-3, seed_3."""
@@ -102,6 +135,8 @@ class Run:
     def planned(self) -> Optional[int]:
         """How many epochs it was to train."""
         given = self.get("num_epochs", "epochs")
+        if isinstance(given, str) and re.fullmatch(r"\d{1,9}", given):  # GluonCV's R-CNNs
+            given = int(given)
         return given if isinstance(given, int) and given > 0 else None
 
     @property
@@ -110,14 +145,21 @@ class Run:
         return max(self.epochs) + 1 if self.epochs else 0
 
     @property
+    def validated(self) -> int:
+        """How many epochs it had trained when it was last validated."""
+        return max((n + 1 for n, epoch in self.epochs.items() if epoch.top1 is not None), default=0)
+
+    @property
     def final(self) -> Optional[float]:
         """What it measures after its last validated epoch, in percent."""
-        last = self.last
+        last = self.epochs.get(self.validated - 1)
         return None if last is None or last.top1 is None else 100 * (1 - last.top1)
 
     @property
     def dtype(self) -> str:
-        given = self.get("policy", "dtype")
+        given, amp = self.get("policy", "dtype"), self.arguments.get("amp")
+        if isinstance(amp, bool) and given in (None, FLOAT32):  # MXNet's own AMP, by GluonCV's flag
+            return "float16" if amp else FLOAT32
         if given:
             return plain(APEX.get(given, given) if isinstance(given, str) else given)
         found = re.search(r"(b?)(?:float|fp|(?<=b)f)(16|32)", self.name, re.IGNORECASE)

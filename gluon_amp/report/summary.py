@@ -8,10 +8,13 @@ import numpy as np
 from .compare import Comparison, Group, recipe
 from .curves import reached_at
 from .runs import Run, unit_of_time
-from .verdict import outcome, p_text, sentence
+from .verdict import LEVEL, outcome, p_text, sentence
 
 SMOOTHED = ("label_smoothing", "mixup")
-MOST_SENTENCES = 8
+MOST_SENTENCES = 5
+# In the order in which they are told, where there are many.
+OUTCOMES = ("different", "different, within the margin", "undecided", "the same", "too few runs",
+            "recipes differ", "recipe not known")
 MOST_NAMES = 5  # of runs, in one remark
 Row = Dict[str, str]  # column: text, empty where the logs do not say
 
@@ -24,17 +27,26 @@ class Verdict(NamedTuple):
 
 
 def headline(comparisons: Sequence[Comparison], margin: float) -> List[Verdict]:
-    """What the report claims, in sentences; of many comparisons how many came out how."""
-    found = [Verdict(_outcome(comparison, margin), _verdict(comparison, margin))
+    """What the report claims, in sentences; of many comparisons how many came out how, and those
+    that differ first."""
+    outcomes = {id(comparison): _outcome(comparison, margin) for comparison in comparisons}
+    if len(comparisons) > MOST_SENTENCES:
+        comparisons = sorted(comparisons, key=lambda comparison: OUTCOMES.index(
+            outcomes[id(comparison)]))
+    found = [Verdict(outcomes[id(comparison)], _verdict(comparison, margin))
              for comparison in comparisons[:MOST_SENTENCES]]
     if not comparisons:
         return [Verdict("", "Nothing is compared: that takes float32 runs, and others of lower "
                         "precision, of one network and dataset.")]
     if len(comparisons) > MOST_SENTENCES:
-        counts = Counter(_outcome(comparison, margin) for comparison in comparisons)
+        counts = Counter(outcomes.values())
+        tested = sum(comparison.difference is not None and not comparison.differences
+                     for comparison in comparisons)
+        chance = f" Of {tested} tests chance alone finds {tested * LEVEL:.2g} different." \
+            if tested else ""
         found.insert(0, Verdict("", f"{len(comparisons)} comparisons: " + ", ".join(
             f"{count} {word}" for word, count in counts.most_common())
-            + f". The first {MOST_SENTENCES}:"))
+            + f".{chance} The first {MOST_SENTENCES}:"))
     return found
 
 
@@ -48,6 +60,10 @@ def _verdict(comparison: Comparison, margin: float) -> str:
     apart = mean(ends[0]) - mean(ends[1]) if all(ends) else 0.0
     ended = f"{low} ends {abs(apart):.2f} points {'below' if apart < 0 else 'above'} {high}" \
         if all(ends) else ""
+    if comparison.recipe_unknown:
+        said = f" {ended}, which says nothing of the type of numbers." if ended else ""
+        return f"Whether {low} and {high} are the same recipe is not in their logs, and nothing " \
+               f"is claimed.{said}"
     if comparison.differences:
         said = f" {ended}, which says nothing of the type of numbers." if ended else ""
         return f"{low} and {high} are not the same recipe, and nothing is claimed. They differ " \
@@ -55,8 +71,10 @@ def _verdict(comparison: Comparison, margin: float) -> str:
     if not ended:
         return f"{low} and {high}: no results to compare."
     if found is None:
-        return f"{ended}, one run against another: what chance does is not known. Train both " \
-               "with three seeds or more."
+        few = [group.name for group in (comparison.low, comparison.float32)
+               if len(group.finished) < 2]
+        return f"{ended}. There is one finished run of {' and of '.join(few)}: what chance does " \
+               "is not known. Train both with three seeds or more."
     return sentence(low, high, found, margin) + _speed(comparison)
 
 
@@ -73,9 +91,9 @@ def _speed(comparison: Comparison) -> str:
 
 def _outcome(comparison: Comparison, margin: float) -> str:
     if comparison.differences:
-        return "recipes differ"
+        return "recipe not known" if comparison.recipe_unknown else "recipes differ"
     if comparison.difference is None:
-        return "one run each"
+        return "too few runs"
     return outcome(comparison.difference, margin)
 
 
@@ -94,7 +112,7 @@ def verdict_rows(comparisons: Sequence[Comparison], margin: float) -> List[Row]:
         if difference:
             low, high = difference.interval()
             row.update({
-                "seeds": str(difference.seeds), "paired": "yes" if difference.paired else "no",
+                "seeds": difference.counted, "paired": "yes" if difference.paired else "no",
                 "difference": f"{difference.mean:+.2f}", "from": f"{low:+.2f}",
                 "to": f"{high:+.2f}",
                 "p of no difference": "" if difference.p is None else f"{difference.p:.3g}",
@@ -115,8 +133,9 @@ def group_rows(groups: Sequence[Group], accuracy: Optional[float]) -> List[Row]:
     for group in groups:
         ends = [run.final for run in group.finished if run.final is not None]
         hours = [run.hours[-1] * per_hour for run in group.runs if run.hours]
-        when = [reached_at(run, accuracy, False) for run in group.runs] if accuracy else []
-        times = [reached_at(run, accuracy, True) for run in group.runs] if accuracy else []
+        tried = group.finished or group.runs
+        when = [reached_at(run, accuracy, False) for run in tried] if accuracy else []
+        times = [reached_at(run, accuracy, True) for run in tried] if accuracy else []
         to = sorted(at for at in when if at is not None)
         row = {"runs": group.name, "dataset": group.first.dataset, "model": group.model,
                "dtype": group.dtype,
@@ -131,7 +150,7 @@ def group_rows(groups: Sequence[Group], accuracy: Optional[float]) -> List[Row]:
                unit: _text(median(hours) if hours else None, ".3g")}
         if accuracy:
             name = f"{100 * accuracy:g} %"
-            row[f"reach {name}"] = f"{len(to)} of {len(group.runs)}"
+            row[f"reach {name}"] = f"{len(to)} of {len(tried)}"
             row[f"epochs to {name}"] = _text(median(to) if to else None, "g")
             known = [at * per_hour for at in times if at is not None]
             row[f"{unit} to {name}"] = _text(median(known) if known else None, ".3g")
@@ -204,6 +223,11 @@ def remarks(groups: Sequence[Group], comparisons: Sequence[Comparison]) -> List[
         if missing:
             found.append(f"{group.name}: {missing} of {len(group.runs)} runs did not come to "
                          "their end, and are in no verdict.")
+    for comparison in comparisons:
+        if comparison.without_partner:
+            found.append(f"{comparison.low.name} and {comparison.float32.name}: pairs of one seed "
+                         f"are compared; {comparison.without_partner} runs have no partner, and "
+                         "are in no verdict.")
     if any(comparison.speedup for comparison in comparisons):
         found.append("Speedup: images per second, or else time, against float32, medians. All "
                      "had the machine to themselves, as their logs or --claim-speed say.")
@@ -219,13 +243,13 @@ def _remarks(run: Run) -> List[str]:
     found = []
     smoothed = [name for name in SMOOTHED if run.arguments.get(name) and name in recipe(run)]
     if smoothed and run.metric:
-        found.append(f"{{}} was trained with {' and '.join(smoothed)}: the {run.metric} that its "
+        found.append(f"{{}}: trained with {' and '.join(smoothed)}: the {run.metric} that its "
                      "log gives of training is of changed labels. It is no accuracy, and is left "
                      "out.")
     if run.planned and run.epochs and run.done < run.planned:
-        found.append(f"{{}} stops after {run.done} of {run.planned} epochs.")
+        found.append(f"{{}}: stopped after {run.done} of {run.planned} epochs.")
     if run.epochs and min(run.epochs) > 0 and not run.get("load_epoch", "resume_epoch"):
-        found.append(f"{{}} begins after {min(run.epochs)} epochs; times count from there.")
+        found.append(f"{{}}: begun after {min(run.epochs)} epochs; times count from there.")
     return found + [note.replace("{}", "{ }") for note in run.notes]
 
 

@@ -4,16 +4,17 @@
 
 Columns left of `epoch` are arguments: each combination of their values is a run, or several, when
 what stands before the names of the quantities differs (fp32, fp16). A column `run` names them.
-Columns right of `epoch` that are no quantity, or of training, are passed over. If an error or
+Columns right of `epoch` that are no quantity, or errors of training, are passed over: `acc` is of
+training where there is a `val_acc`. An epoch may have several rows, each with some of its cells;
+two that say different things of it are refused. Epochs count from 0 or from 1. If an error or
 accuracy is above 1, all are percent. Lines that begin with # are remarks, and stand in the report.
 """
 import csv
-import math
 import re
 from pathlib import Path
 from typing import Dict, List, Optional, Tuple
 
-from .runs import Epoch, Run
+from .runs import Epoch, Run, measurable
 
 QUANTITIES = {
     "top5": r"top5_err(or)?|err(or)?_top5",
@@ -23,10 +24,11 @@ QUANTITIES = {
     "speed": r"img_s|images_per_second|samples_per_second|speed",
     "seconds": r"seconds|time_cost",
     "lr": r"lr|learning_rate",
-    "validation_loss": r"(val|validation|test)_loss",
-    "loss": r"loss",
+    "validation_loss": r"(val|valid|validation|test|eval)_loss",
+    "loss": r"(?:train(?:ing)?_)?loss",
     "scale": r"loss_scale",
     "skipped": r"skipped"}
+VALIDATION = re.compile(r"(^|_)(val|valid|validation|test|eval)_", re.IGNORECASE)
 
 
 def is_table(path: Path) -> bool:
@@ -49,8 +51,7 @@ def read(path: Path, name: str) -> List[Run]:
         raise ValueError(f"{path}, line {reader.line_num}: {error}") from None
     header = [cell.strip() for cell in rows.pop(0)[1]]
     at = [cell.lower() for cell in header].index("epoch")
-    columns = {i: found for i, cell in enumerate(header[at + 1:], at + 1)
-               for found in [quantity_of(cell)] if found}
+    columns = _columns(header, at)
     if not columns:
         raise ValueError(f"{path} has a column epoch, but right of it no quantity that is known: "
                          f"{header}. Known: top1_err, top5_err, accuracy, img_s, seconds, lr, "
@@ -61,31 +62,52 @@ def read(path: Path, name: str) -> List[Run]:
     if not rows:
         raise ValueError(f"{path} has no rows under its header")
     numbers = [_epoch(row[at], f"{path}, line {line}") for line, row in rows]
+    if min(numbers) == 1:
+        numbers = [number - 1 for number in numbers]
     cells = {i: [_number(row[i], f"{path}, line {line}, {header[i]}") for line, row in rows]
              for i in columns}
     whole = 100 if any(value is not None and value > 1 for i, (_, quantity) in columns.items()
                        if quantity.startswith("top") for value in cells[i]) else 1
     runs: Dict[Tuple[str, ...], Run] = {}
     for i, (prefix, quantity) in columns.items():
-        for (_, row), number, value in zip(rows, numbers, cells[i]):
+        for (line, row), number, value in zip(rows, numbers, cells[i]):
             given = [cell.strip() for cell in row[:at]]
             if (*given, prefix) not in runs:
                 arguments = dict(zip(map(str.lower, header), given))
                 runs[(*given, prefix)] = _run(arguments, prefix, name, remarks)
             if value is not None and quantity.startswith("top"):
                 value = 1 - value / whole if "accuracy" in quantity else value / whole
+                if not 0 <= value <= 1:
+                    raise ValueError(f"{path}, line {line}: {header[i]} {row[i].strip()} is no "
+                                     "share and no percentage")
             epoch = runs[(*given, prefix)].epochs.setdefault(number, Epoch())
-            setattr(epoch, quantity.split()[0], value)
+            known = getattr(epoch, quantity.split()[0])
+            if None not in (known, value) and known != value:
+                raise ValueError(f"{path}, line {line}: epoch {row[at].strip()} has another "
+                                 f"{header[i]} than a line before. What tells runs apart stands "
+                                 "left of the column epoch")
+            setattr(epoch, quantity.split()[0], known if value is None else value)
     for run in runs.values():
         run.epochs = dict(sorted(run.epochs.items()))
     return list(runs.values())
 
 
+def _columns(header: List[str], at: int) -> Dict[int, Tuple[str, str]]:
+    """The columns right of `epoch` that are quantities: (the run's name, which one). Where one is
+    there with and without `val_`, the latter is of training."""
+    found = {i: quantity_of(cell) for i, cell in enumerate(header[at + 1:], at + 1)}
+    columns = {i: of for i, of in found.items() if of}
+    validated = {of for i, of in columns.items() if VALIDATION.search(header[i])}
+    return {i: of for i, of in columns.items() if not (
+        of[1].startswith("top") and of in validated and not VALIDATION.search(header[i]))}
+
+
 def quantity_of(column: str) -> Optional[Tuple[str, str]]:
     """The run's name, as far as it stands before the quantity, and the quantity."""
     for quantity, pattern in QUANTITIES.items():
-        found = re.fullmatch(r"(?!(?:.+_)?train(?:ing)?_)(?:(.+?)_)??(?:(?:val|validation|test)_)?"
-                             rf"(?:{pattern})", column, re.IGNORECASE)
+        found = re.fullmatch(r"(?!(?:.+_)?train(?:ing)?_(?!loss$))(?:(.+?)_)??"
+                             rf"(?:(?:val|valid|validation|test|eval)_)?(?:{pattern})", column,
+                             re.IGNORECASE)
         if found:
             return found[1] or "", quantity
     return None
@@ -107,9 +129,9 @@ def _epoch(cell: str, place: str) -> int:
 
 
 def _number(cell: str, place: str) -> Optional[float]:
-    """None where the cell is empty, or not finite."""
+    """None where the cell is empty, or of what cannot be measured, such as inf."""
     try:
         number = float(cell.strip() or "nan")
     except ValueError:
         raise ValueError(f"{place}: {cell!r} is not a number") from None
-    return number if math.isfinite(number) else None
+    return number if measurable(number) else None

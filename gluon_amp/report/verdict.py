@@ -32,6 +32,7 @@ class Difference:
         spread: The standard error that one seed has: of a pair, or of one run of each kind.
         seeds: How many of each kind; of two numbers, the lower.
         paired: Whether run was compared with run, of one seed each.
+        runs: Of two samples, how many runs of each: low precision, float32.
     """
     mean: float
     error: float
@@ -39,6 +40,13 @@ class Difference:
     spread: float
     seeds: int
     paired: bool
+    runs: Tuple[int, int] = (0, 0)
+
+    @property
+    def counted(self) -> str:
+        """How many seeds: 8, or of two samples of different sizes 8 and 10."""
+        low, float32 = self.runs
+        return f"{low} and {float32}" if low != float32 else str(self.seeds)
 
     @property
     def p(self) -> Optional[float]:
@@ -112,7 +120,8 @@ def unpaired(low: Sample, float32: Sample) -> Difference:
     a, b = low.deviation ** 2 / low.n, float32.deviation ** 2 / float32.n
     freedom = (a + b) ** 2 / (a ** 2 / (low.n - 1) + b ** 2 / (float32.n - 1)) if a + b else 1.0
     return Difference(low.mean - float32.mean, math.sqrt(a + b), freedom,
-                      math.hypot(low.deviation, float32.deviation), min(low.n, float32.n), False)
+                      math.hypot(low.deviation, float32.deviation), min(low.n, float32.n), False,
+                      (low.n, float32.n))
 
 
 # ---- in words
@@ -149,7 +158,8 @@ def conclusion(found: Difference, margin: float) -> str:
 def _ends(found: Difference, float32: str) -> str:
     low, high = found.interval()
     side = "below" if found.mean < 0 else "above"
-    seeds = f"{found.seeds} {'paired seeds' if found.paired else 'seeds of each'}"
+    seeds = f"{found.counted} {'paired seeds' if found.paired else 'seeds of each'}"
+    seeds = f"{found.counted} seeds" if " and " in found.counted else seeds
     if found.p is None:
         return f"{abs(found.mean):.2f} points {side} {float32} in each of {seeds}"
     return f"{abs(found.mean):.2f} points {side} {float32} (95 % interval {low:.2f} to " \

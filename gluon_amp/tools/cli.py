@@ -133,7 +133,7 @@ def _report_arguments(parser: argparse.ArgumentParser) -> None:
                         help="the folder to write to (report)")
     parser.add_argument("--title", default="Training report", help="(Training report)")
     parser.add_argument("--accuracy", type=float, metavar="SHARE", help="say how long each run "
-                        "took to reach it, such as 0.76 (default: what all runs reach)")
+                        "took to reach it, such as 0.76 (default: what nine in ten reach)")
     parser.add_argument("--margin", type=float, default=0.5, metavar="POINTS",
                         help="results within it are the same: what the verdict tests (0.5)")
     parser.add_argument("--claim-speed", action="store_true", help="compare speeds: each run had "

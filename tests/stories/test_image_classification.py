@@ -99,10 +99,12 @@ def test_mlperfs_lines_are_printed_where_they_are_asked_for(tmp_path):
 
 def test_tensorboards_files_say_what_log_jsonl_says(tmp_path):
     pytest.importorskip("tensorboard")
-    run(tmp_path / "run", "--dtype", "float16", "--epochs", "2", "--tensorboard",
-        str(tmp_path / "events"))
-    theirs, = read((tmp_path / "events").iterdir())
+    for epochs in "2", "3":  # of the resumed run there are two files
+        run(tmp_path / "run", "--dtype", "float16", "--epochs", epochs, "--resume",
+            "--tensorboard", str(tmp_path / "events"))
+    theirs, = read(sorted((tmp_path / "events").iterdir()))
     ours, = read([tmp_path / "run" / "log.jsonl"])
+    assert (theirs.dtype, theirs.seed, theirs.model) == (ours.dtype, ours.seed, ours.model)
     assert theirs.trace == ours.trace
     assert [e.top1 for e in theirs.epochs.values()] == pytest.approx(
         [e.top1 for e in ours.epochs.values()])
