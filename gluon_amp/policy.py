@@ -17,10 +17,11 @@ class Policy:
         name: how errors and logs call it.
         parameter: what parameters are stored in: float32 or float16.
         product: what the inputs of convolutions, dense layers and other products are rounded to.
+            Where it and `gradient` are float16, products give float16 arrays, as on a GPU.
         between: what the operators' results are rounded to.
-        gradient: what gradients are rounded to. Where `product` differs from `between`, it is for
-            the gradients that products read, and all others are as `between`. If not given, as
-            `product`.
+        gradient: what gradients are rounded to. Where `product` differs from `between`, or both
+            are float32, it is for the gradients that products read, and all others are as
+            `between`. If not given, as `product`.
         norm: what normalizations compute in: float32 or as `between`.
         sensitive: what softmax, losses, exponents and large sums compute in: float32 or as
             `between`.
@@ -54,7 +55,11 @@ class Policy:
     def __post_init__(self, compute: Optional[FormatOrName]) -> None:
         between = self._set("between", self.between or compute or "float32")
         product = self._set("product", self.product or compute or between)
-        self._set("gradient", self.gradient or product)
+        gradient = self._set("gradient", self.gradient or product)
+        if self.gradient_everywhere and between == FLOAT16 and not FLOAT16.holds(gradient):
+            raise ValueError(f"policy {self.name}: gradients of float16 arrays are float16 "
+                             "numbers. Valid: a format whose numbers float16 has, such as "
+                             f"float8_e5m2. Received: gradient={gradient.name}, product=between=float16")
         for role in ("parameter", "output"):
             self._one_of(role, (FLOAT32, FLOAT16))
         for role in ("norm", "sensitive"):
@@ -109,6 +114,18 @@ class Policy:
     def one_format(self) -> bool:
         """Whether products, what lies between them, and gradients have one format."""
         return self.product == self.between == self.gradient
+
+    @property
+    def gradient_everywhere(self) -> bool:
+        """Whether all gradients have its format; else those alone that products read."""
+        return self.product == self.between != FLOAT32
+
+    @property
+    def products_round(self) -> bool:
+        """Whether products round what they read, in arrays of `between`. If not, casts make arrays
+        of what they read, or what lies between has the format already."""
+        return not self.gradient_everywhere and (
+            self.gradient != self.product or not self.product.is_array_type)
 
     @property
     def in_order(self) -> bool:

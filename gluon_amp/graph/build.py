@@ -9,6 +9,7 @@ arrays, and a node says in attributes which of its inputs and outputs are rounde
 """
 from typing import Dict, List, Mapping, Optional, Set
 
+from .._mxnet import np
 from ..cpu import library
 from ..cpu.scales import Scales
 from ..formats import FLOAT16
@@ -90,7 +91,7 @@ class _Rewriting:
     def __init__(self, graph: Graph, types: Mapping[str, str], policy: Policy,
                  watch: Optional[str], scales: Scales):
         self.graph, self.policy, self.watch, self.scales = graph, policy, watch, scales
-        self.rounds_halves = policy.between == policy.product != policy.gradient
+        self.rounds_halves = policy.gradient_everywhere and policy.gradient != policy.between
         self.types = graph.types(types)
         self.count: Dict[Node, int] = {}  # of outputs
         for entry in self.types:
@@ -159,8 +160,8 @@ class _Rewriting:
         """Gives a node of low type our operator, and its constants."""
         outputs = self._outputs(node)
         constants = self.policy.between if any(map(self._is_rounded, outputs)) else FLOAT16
-        for key, number in numbers(node):  # a GPU has them in float16, too
-            new.attrs[key] = repr(float(constants.nearest.round(number)))
+        for key, number in numbers(node):  # as a GPU has them: made float32, then float16
+            new.attrs[key] = repr(float(constants.nearest.round(np.float32(number))))
         if node.op not in LEFT_ALONE and library.has_operator(node.op):
             new.op = library.PREFIX + node.op
         made = [Entry(new, e.output) for e in outputs]
@@ -193,7 +194,7 @@ class _Rewriting:
             if policy.scaling is not None:
                 new.attrs[_SCALING] = f"{policy.scaling} {self.scales.id} {policy.history} " \
                                       f"{policy.margin} {self._place(node)}"
-        back = policy.gradient if policy.product == policy.between else policy.between
+        back = policy.gradient if policy.gradient_everywhere else policy.between
         gradient = policy.gradient if product else back
         for key, format_ in zip(_GRIDS, (policy.between, policy.product, gradient, back)):
             new.attrs[key] = format_.for_engine
