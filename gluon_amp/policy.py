@@ -59,7 +59,8 @@ class Policy:
         if self.gradient_everywhere and between == FLOAT16 and not FLOAT16.holds(gradient):
             raise ValueError(f"policy {self.name}: gradients of float16 arrays are float16 "
                              "numbers. Valid: a format whose numbers float16 has, such as "
-                             f"float8_e5m2. Received: gradient={gradient.name}, product=between=float16")
+                             f"float8_e5m2. Received: gradient={gradient.name}, product=float16, "
+                             "between=float16")
         for role in ("parameter", "output"):
             self._one_of(role, (FLOAT32, FLOAT16))
         for role in ("norm", "sensitive"):

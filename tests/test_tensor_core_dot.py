@@ -178,6 +178,27 @@ def test_arrays_of_mxnet_give_arrays_of_mxnet(rng):
     assert amp.tensor_core_dot(vector, vector, mx.nd.ones(1)).shape == (1,)
 
 
+def test_arrays_of_mxnets_numpy_give_such_arrays(rng):
+    a, b = ordinary(rng, 3, 9), ordinary(rng, 9)
+    with mx.util.np_shape(True):
+        made = amp.tensor_core_dot(mx.np.array(a, dtype="float16"), b)
+        inner = amp.tensor_core_dot(mx.np.array(b, dtype="float16"), b)
+        assert type(made) is type(inner) is mx.np.ndarray
+        assert inner.shape == ()
+        assert_bits(made.asnumpy(), amp.tensor_core_dot(a, b))
+
+
+def test_a_sum_of_nothing_is_what_was_there():
+    c = np.float32([[1, -0.0], [np.nan, np.inf]])
+    made = amp.tensor_core_dot(np.zeros((2, 0), "float16"), np.zeros((0, 2), "float16"), c)
+    assert_bits(made, c + np.float32(0))
+
+
+def test_a_split_may_be_any_whole_number(rng):
+    a, b = ordinary(rng, 5, 100), ordinary(rng, 100, 5)
+    assert_bits(amp.tensor_core_dot(a, b, split=10 ** 40), amp.tensor_core_dot(a, b))
+
+
 def test_arrays_that_are_transposed_or_not_contiguous_are_taken_as_they_look(rng):
     a, b = ordinary(rng, 40, 6).T[:, ::2], ordinary(rng, 8, 20).T
     assert_bits(amp.tensor_core_dot(a, b), amp.tensor_core_dot(a.copy(), b.copy()))
@@ -218,6 +239,7 @@ def test_names_of_gpus_may_be_written_in_other_ways(rng):
 
 @pytest.mark.parametrize(("arguments", "error", "said"), [
     ({"gpu": "T4"}, ValueError, "nobody has measured a T4.*Valid: V100, A2, .*H100.*'T4'"),
+    ({"gpu": "t4"}, ValueError, "nobody has measured a t4"),
     ({"gpu": "K80"}, ValueError, "unknown GPU. Valid: V100, A2, .*Received: 'K80'"),
     ({"gpu": None}, ValueError, "unknown GPU. Valid: .*Received: None"),
     ({"split": 0}, ValueError, "split must be a whole number of products.*Received: 0"),
@@ -231,6 +253,7 @@ def test_names_of_gpus_may_be_written_in_other_ways(rng):
      r"stacks of the same shape.*Received: \(2, 3, 4\) and \(3, 4, 5\)"),
     ({"c": np.ones((5, 3), "float32")}, ValueError, r"\(3, 5\).*Received: \(5, 3\)"),
     ({"c": 0.1}, TypeError, "c must hold float32 numbers. Received: float64"),
+    ({"c": 1j}, TypeError, "c must hold float32 numbers. Received: complex128"),
     ({"c": 1e300}, TypeError, "c must hold float32 numbers"),
 ])
 def test_what_cannot_be_right_is_refused(arguments, error, said):
