@@ -15,7 +15,12 @@ _WITH_CODE = frozenset("""
     _contrib_interleaved_matmul_selfatt_qk _contrib_interleaved_matmul_selfatt_valatt
     _contrib_interleaved_matmul_encdec_qk _contrib_interleaved_matmul_encdec_valatt
 """.split())
-_OTHERS = PRODUCTS - _WITH_CODE
+_OTHERS = PRODUCTS - _WITH_CODE | frozenset("""
+    _linalg_syrk _linalg_trmm khatri_rao Correlation SpatialTransformer
+""".split())
+# These do with this value of an attribute.
+_OTHERS_WHEN = {"UpSampling": ("sample_type", "bilinear"),  # a deconvolution
+                "GridGenerator": ("transform_type", "affine")}
 
 
 def accumulate(graph: Graph, gpu: str, split: Optional[int] = None) -> None:
@@ -31,8 +36,9 @@ def accumulate(graph: Graph, gpu: str, split: Optional[int] = None) -> None:
         if not node.op.startswith(library.PREFIX):
             continue
         op = node.op[len(library.PREFIX):]
-        if op in _OTHERS:
+        key, value = _OTHERS_WHEN.get(op, ("", ""))
+        if op in _OTHERS or key and node.attrs.get(key) == value:
             raise ValueError(f"accumulate={gpu!r} has no code for {op} ({node.name}): keep it in "
-                             f"float32. Valid: {', '.join(sorted(_WITH_CODE))}")
+                             f"float32 (keep=). Valid: {', '.join(sorted(_WITH_CODE))}")
         if op in _WITH_CODE:
             node.attrs[ATTRIBUTE] = said
