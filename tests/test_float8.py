@@ -156,7 +156,7 @@ def test_a_scaling_is_checked_when_it_is_made(more, said):
 
 def network(name="mixed_float8"):
     mx.random.seed(1)
-    net = gluon.nn.HybridSequential(prefix="net_")
+    net = gluon.nn.HybridSequential()  # MXNet numbers its prefix anew each time
     with net.name_scope():
         net.add(gluon.nn.Conv2D(8, 3, in_channels=1), gluon.nn.Activation("relu"),
                 gluon.nn.Dense(10, in_units=8 * 36), gluon.nn.Dense(4, in_units=10))
@@ -245,13 +245,42 @@ def test_histories_go_on_on_another_device(tmp_path):
 def test_a_layer_that_is_added_later_belongs_to_the_network(tmp_path):
     net, twin = network(), network("float32")
     for one in (net, twin):
-        one.add(gluon.nn.Dense(4, in_units=4, prefix="net_last_"))
+        one.add(gluon.nn.Dense(4, in_units=4))
         one[-1].initialize()
-    trainer = trainer_of(net)
+    trainer, other = trainer_of(net), trainer_of(amp.convert(twin, "mixed_float8"))
     train(net, trainer, 1)
     trainer.save_states(str(tmp_path / "states"))
-    trainer_of(amp.convert(twin, "mixed_float8")).load_states(str(tmp_path / "states"))
-    assert [s.read() for s in histories(net)] == [s.read() for s in histories(twin)]
+    other.load_states(str(tmp_path / "states"))
+    trained = histories(net)[0].read()
+    assert histories(twin)[0].read() == trained
+    train(twin, other, 1)  # goes on with these, and adds none under other names
+    assert len(histories(twin)[0].read().splitlines()) == len(trained.splitlines())
+
+
+class Step(gluon.HybridBlock):
+    """Multiplies by a weight before a loop, and in each of its rounds."""
+
+    def __init__(self):
+        super().__init__()
+        with self.name_scope():
+            self.weight = self.params.get("weight", shape=(3, 3), init=mx.init.One())
+
+    def hybrid_forward(self, F, x, weight):
+        first = F.dot(1024 * x, weight, name="product")
+        return first, F.contrib.foreach(
+            lambda x, states: (F.dot(x, weight, name="product"), states),
+            F.expand_dims(x, 0), [F.zeros((1,))])[0]
+
+
+def test_a_loops_products_have_histories_of_their_own():
+    net = Step()
+    net.initialize()
+    amp.convert(net, policy(history=1))
+    x = nd.array(2.0 ** -np.arange(9.0).reshape(3, 3))
+    for _ in range(3):
+        with autograd.record():
+            outside, inside = net(x)
+    assert np.array_equal(outside.asnumpy(), 1024 * inside[0].asnumpy())
 
 
 def test_states_with_histories_are_refused_where_there_are_none(tmp_path):

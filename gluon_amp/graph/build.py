@@ -7,7 +7,7 @@ other nodes stay as they are.
 Formats that MXNet has no arrays of (bfloat16, float8) are for CPUs only. Their tensors are float32
 arrays, and a node says in attributes which of its inputs and outputs are rounded, and to what.
 """
-from typing import Dict, List, Mapping, Optional, Set
+from typing import Callable, Dict, List, Mapping, Optional, Set
 
 from .._mxnet import np
 from ..cpu import library
@@ -39,7 +39,7 @@ LEFT_ALONE = frozenset("""
 
 def build(graph: Graph, types: Mapping[str, str], on_gpu: bool = False,
           policy: Policy = POLICIES["float16"], watch: bool = False, samples: bool = False,
-          scales: Optional[Scales] = None) -> Graph:
+          scales: Optional[Scales] = None, place: Callable[[str], str] = str) -> Graph:
     """The graph that a device runs, with the same variables and outputs, of the same types.
 
     Args:
@@ -50,6 +50,7 @@ def build(graph: Graph, types: Mapping[str, str], on_gpu: bool = False,
         samples: then only samples are taken of it.
         scales: what the network remembers of float8 tensors; if not given, it begins anew, and
             the engine remembers it for ever.
+        place: gives for a node's name what its histories are called there.
     """
     if on_gpu:
         if policy.cpu_only:
@@ -60,7 +61,7 @@ def build(graph: Graph, types: Mapping[str, str], on_gpu: bool = False,
         return _with_dropout_to_walk_back_twice(graph)
     library.load()
     said = (_SAMPLES if samples else "") if watch else None
-    built = _Rewriting(graph, types, policy, said, scales or Scales(freed=False)).run()
+    built = _Rewriting(graph, types, policy, said, scales or Scales(freed=False), place).run()
     if policy.accumulate is not None:
         accumulate(built, policy.accumulate, policy.split)
     return built
@@ -89,8 +90,10 @@ class _Rewriting:
     """One graph, or the body of a loop, from its inputs to its outputs."""
 
     def __init__(self, graph: Graph, types: Mapping[str, str], policy: Policy,
-                 watch: Optional[str], scales: Scales):
-        self.graph, self.policy, self.watch, self.scales = graph, policy, watch, scales
+                 watch: Optional[str], scales: Scales, place: Callable[[str], str],
+                 named: Optional[Dict[str, int]] = None):
+        self.graph, self.policy, self.watch = graph, policy, watch
+        self.scales, self.place = scales, place
         self.rounds_halves = policy.gradient_everywhere and policy.gradient != policy.between
         self.types = graph.types(types)
         self.count: Dict[Node, int] = {}  # of outputs
@@ -99,7 +102,8 @@ class _Rewriting:
         self.users = graph.consumers()
         self.done: Dict[Entry, Entry] = {}
         self.norms: Set[Node] = set()  # layer norms that read and write halves
-        self.named: Dict[str, int] = {}  # how many products have each name
+        # how many products have each name, in bodies of loops too
+        self.named: Dict[str, int] = {} if named is None else named
 
     def run(self) -> Graph:
         for node in self.graph.nodes():
@@ -206,7 +210,8 @@ class _Rewriting:
         where a layer is called again, since MXNet gives all its calls one name."""
         self.named[node.name] = self.named.get(node.name, 0) + 1
         again = self.named[node.name]
-        return node.name if again == 1 else f"{node.name} {again}"
+        place = self.place(node.name)
+        return place if again == 1 else f"{place} {again}"
 
     def _stands_between_casts(self, node: Node) -> bool:
         """Whether a float32 layer norm reads what was cast from float16, and all that read it
@@ -228,7 +233,8 @@ class _Rewriting:
         body, inputs = node.subgraphs[which], bindings(node)[which]
         names = body.variables()
         types = {name: self.types[node.inputs[i]] or "float32" for name, i in zip(names, inputs)}
-        rewritten = _Rewriting(body, types, self.policy, self.watch, self.scales).run()
+        rewritten = _Rewriting(body, types, self.policy, self.watch, self.scales, self.place,
+                               self.named).run()
         assert rewritten.variables() == names, (node, names, rewritten.variables())
         return rewritten
 
