@@ -2,10 +2,11 @@
 //
 // Each is a chain along the axis that is summed over, in the order in which that lies in memory.
 // What follows (a factor, a bias) is done to the chain's result in float32, which is rounded once.
-#include "tensor_core.h"
-
 #include <cmath>
 #include <cstring>
+
+#include "tensor_core.h"
+#include "watch.h"
 
 namespace gluon_amp {
 
@@ -18,12 +19,11 @@ TensorCore tensor_core_of(const NodeAttrs& attrs) {
 }
 
 void check_halves(const Call& call) {
-  bool all = true;
-  for (auto& array : call.in) all &= is_half(array);
-  for (auto& array : call.out) all &= is_half(array);
-  if (!all)
-    throw dmlc::Error(call.of.op->name + ": accumulate= takes float16 arrays, since Tensor Cores "
-                      "multiply float16 numbers here");
+  for (auto* arrays : {&call.in, &call.out})
+    for (auto& array : *arrays)
+      if (!is_half(array))
+        throw dmlc::Error(call.of.op->name + ": accumulate= takes float16 arrays, since Tensor "
+                          "Cores multiply float16 numbers here");
 }
 
 Products::Products(const Call& call) : gpu(tensor_core_of(call.attrs)), call_(call) {
@@ -33,14 +33,15 @@ Products::Products(const Call& call) : gpu(tensor_core_of(call.attrs)), call_(ca
 float* Products::result(size_t i) {
   const int64_t count = size(call_.out[i]);
   made_.emplace_back(i, lease_.memory(count));
-  std::memset(made_.back().second, 0, count * sizeof(float));
-  return made_.back().second;
+  return static_cast<float*>(std::memset(made_.back().second, 0, count * sizeof(float)));
 }
 
 void Products::finish() {
-  for (auto& one : made_)
-    kernels->narrow(one.second, halves(call_.out[one.first]), size(call_.out[one.first]),
-                    call_.write(one.first));
+  for (auto& one : made_) {
+    const TBlob& to = call_.out[one.first];
+    show(one.second, size(to), 0, to.dptr_, nullptr, true);
+    kernels->narrow(one.second, halves(to), size(to), call_.write(one.first));
+  }
 }
 
 namespace {

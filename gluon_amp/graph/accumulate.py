@@ -7,6 +7,7 @@ from .graph import Graph
 from .operators import PRODUCTS
 
 ATTRIBUTE = "__gluon_amp_accumulate__"
+ONLY_COUNTED = "__gluon_amp_only_counted__"  # of float32 nodes that are ours for an X-ray's sake
 
 # What makes its products so (cpu/tensor_core_products.cc), and what else multiplies matrices.
 _WITH_CODE = frozenset("""
@@ -33,7 +34,7 @@ def accumulate(graph: Graph, gpu: str, split: Optional[int] = None) -> None:
     for node in graph.nodes():
         for inner in node.subgraphs:
             accumulate(inner, gpu, split)
-        if not node.op.startswith(library.PREFIX):
+        if not node.op.startswith(library.PREFIX) or ONLY_COUNTED in node.attrs:
             continue
         op = node.op[len(library.PREFIX):]
         key, value = _OTHERS_WHEN.get(op, ("", ""))

@@ -14,7 +14,7 @@ from ..cpu import library
 from ..cpu.scales import Scales
 from ..formats import FLOAT16
 from ..policy import POLICIES, Policy
-from .accumulate import accumulate
+from .accumulate import ONLY_COUNTED, accumulate
 from .casts import PRODUCT
 from .graph import CASTS, TYPE_FLAG, Entry, Graph, Node, bindings
 from .operators import factors, numbers
@@ -120,6 +120,7 @@ class _Rewriting:
             return
         if not new.op.startswith(library.PREFIX) and library.has_operator(new.op):
             new.op = library.PREFIX + new.op
+            new.attrs[ONLY_COUNTED] = "True"
         new.attrs[_WATCH] = f"{self.watch}{node.name}"
 
     def _is_half(self, entry: Entry) -> bool:
