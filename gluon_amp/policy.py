@@ -138,8 +138,13 @@ class Policy:
     @property
     def cpu_only(self) -> bool:
         """Whether a GPU has no arrays of some of its formats, or adds in its own way."""
+        return self.accumulate is not None or self.has_other_formats
+
+    @property
+    def has_other_formats(self) -> bool:
+        """Whether MXNet has no arrays of some of its formats."""
         formats = (self.product, self.between, self.gradient)
-        return self.accumulate is not None or self.gradient != self.product \
+        return self.gradient != self.product \
             or not all(format_.is_array_type for format_ in formats)
 
 

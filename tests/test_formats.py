@@ -156,6 +156,17 @@ def test_a_format_knows_its_range():
     assert amp.Format("e3m4", exponent=3, fraction=4).largest == 15.5
 
 
+@pytest.mark.parametrize("policy", ["mixed_float8", "tf32", "mixed_bfloat16", amp.Policy(
+    "mine", compute="float16", gradient="float8_e5m2")], ids=["float8", "tf32", "bfloat16", "own"])
+def test_other_formats_are_not_exported_as_casts(policy, tmp_path):
+    net = gluon.nn.Dense(3, in_units=4)
+    net.initialize()
+    amp.convert(net, policy)(nd.ones((2, 4)))
+    with pytest.raises(ValueError, match="no other formats than float16 and float32"):
+        net.export(str(tmp_path / "net"), remove_amp_cast=False)
+    net.export(str(tmp_path / "net"))
+
+
 def test_float64_numbers_are_rounded_once():
     """Made float32 first, the number would be a tie."""
     above = 1 + 2.0 ** -8 + 2.0 ** -40

@@ -264,10 +264,16 @@ class ConvertedHybridBlock(ConvertedBlock):
 
         Args:
             remove_amp_cast: True writes the float32 network. False writes the casts and
-                the parameters in the types they have: float16, for a GPU.
+                the parameters in the types they have: float16, for a GPU, which adds in its own
+                way. It is refused under policies of other formats.
         """
         if not self._cached_graph or not self._cached_op_args:
             raise RuntimeError(f"export needs the graph: run {self.name} on data once before")
+        policy = self._amp.policy
+        if not remove_amp_cast and policy.has_other_formats:
+            raise ValueError("MXNet's files have no other formats than float16 and float32. Valid "
+                             f"under policy {policy.name}: remove_amp_cast=True, which writes the "
+                             "float32 network")
         data, clean = self._cached_graph
         graph = Graph.read(clean)
         if not remove_amp_cast:
