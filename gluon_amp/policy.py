@@ -27,9 +27,9 @@ class Policy:
             `between`.
         output: what the network returns: float32 or float16.
         compute: sets both `product` and `between`; given instead of these.
-        accumulate: a GPU, such as "V100": on a CPU, float16 products then add bit by bit as that
-            GPU's Tensor Cores do (`gluon_amp.tensor_core_dot`), forward and backward. None: in
-            float32.
+        accumulate: a GPU, such as "V100": on a CPU, float16 products then add by the rule of that
+            GPU's Tensor Cores (`gluon_amp.tensor_core_dot`), forward and backward, in the order
+            that docs/tensor_cores.md tells; a GPU's libraries may choose another. None: in float32.
         split: how many terms `accumulate` adds in one chain; None: all.
         scaling: how each tensor is scaled that a product reads in its narrow format, so that its
             largest number fits: by a power of two from the tensor itself ("current"), or from the

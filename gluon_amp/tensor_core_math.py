@@ -34,10 +34,11 @@ def tensor_core_dot(a: Any, b: Any, c: Any = None, gpu: str = "V100",
                     split: Optional[int] = None) -> Any:
     """The product of two float16 matrices or vectors as a GPU's Tensor Cores make it.
 
-    Every bit is that GPU's, on any CPU. Gradients do not go back through it; those of a network do,
-    whose policy has `accumulate=`. Each element of the result is a chain of instructions
-    along K, the length that both arguments share: the first adds the first block of products to
-    `c`, the next adds the second block to what came out of the first, and so on.
+    Each element of the result is a chain of instructions along K, the length that both arguments
+    share: the first adds the first block of products to `c`, the next adds the second block to
+    what came out of the first, and so on. An instruction gives the bits that were measured on that
+    GPU; docs/tensor_cores.md tells what of it nobody has measured. Gradients do not go back
+    through this function; in a network they do, whose policy has `accumulate=`.
 
     Args:
         a, b: float16 arrays of MXNet or numpy, with the shapes that `numpy.matmul` takes:
