@@ -213,3 +213,51 @@ def test_a_gpu_has_no_arrays_of_such_formats():
     assert [get_policy(name).cpu_only for name in ("float16", "mixed_bfloat16", "tf32")] \
         == [False, True, True]
     mx.nd.waitall()
+
+
+# ---- at random, and toward zero
+
+RANDOM = amp.Format("bfloat16_at_random", exponent=8, fraction=7, rounding="stochastic")
+
+
+def read_by_a_product(format_, x):
+    """What a product reads of numbers: it multiplies them by 1."""
+    net = gluon.nn.HybridLambda(lambda F, x: F.batch_dot(x, F.ones_like(x)))
+    amp.convert(net, amp.Policy("mine", product=format_))
+    return net(nd.array(x.reshape(-1, 1, 1))).asnumpy().reshape(x.shape)
+
+
+@pytest.mark.parametrize("format_", [
+    RANDOM, amp.Format("half_at_random", 5, 10, rounding="stochastic"),
+    amp.Format("e4m3_at_random", 4, 3, infinities=False, rounding="stochastic")],
+    ids=lambda f: f.name)
+def test_stochastic_rounding_is_right_on_average(format_):
+    """The mean of n roundings lies within 5 of its standard deviations, each to a neighbor."""
+    n, tiny = 10_000, max(format_.smallest, 2.0 ** -120)  # a sum flushes float32's own subnormals
+    numbers = np.float32([1.003, -1.7, 0.3333, 1.1 * format_.smallest_normal, 2.6 * tiny,
+                          -0.3 * tiny])
+    mx.random.seed(1)
+    rounded = read_by_a_product(format_, np.repeat(numbers[:, None], n, 1)).astype(np.float64)
+    for number, row in zip(numbers.astype(np.float64), rounded):
+        exponent = max(np.floor(np.log2(abs(number))), 1 - format_.bias)
+        step = 2.0 ** (exponent - format_.fraction)
+        part = number / step - np.floor(number / step)
+        assert set(row / step - np.floor(number / step)) == {0.0, 1.0}
+        assert abs(row.mean() - number) < 5 * step * np.sqrt(part * (1 - part) / n)
+
+
+def test_two_tensors_are_rounded_at_random_apart():
+    x = nd.array(np.full((2000, 1, 1), 1 + 2.0 ** -8, np.float32))
+    net = gluon.nn.HybridLambda(lambda F, a, b: F.batch_dot(a, b))
+    amp.convert(net, amp.Policy("mine", product=RANDOM))
+    mx.random.seed(2)
+    both_down = (net(x, x.copy()).asnumpy() == 1).mean()
+    assert abs(both_down - 0.25) < 0.05
+
+
+def test_toward_zero_never_rounds_away(rng):
+    x = rng.standard_normal(1000).astype(np.float32)
+    cut = amp.Format("cut", exponent=5, fraction=10, rounding="zero")
+    read = read_by_a_product(cut, x)
+    assert np.array_equal(read, cut.round(x))
+    assert (np.abs(read) <= np.abs(x)).all()
