@@ -109,6 +109,41 @@ def test_gradients_have_a_format_of_their_own(rng):
     assert np.array_equal(E5M2(x.grad.asnumpy()), x.grad.asnumpy())
 
 
+def test_what_an_operator_reads_again_does_not_get_the_gradients_format(rng):
+    net = gluon.nn.HybridLambda(lambda F, x: F.L2Normalization(x))
+    amp.convert(net, amp.Policy("mine", compute="bfloat16", norm="bfloat16",
+                                gradient="float8_e5m2"))
+    x, head = (rng.standard_normal((40, 3)).astype(np.float32) for _ in "xg")
+    data = nd.array(x)
+    data.attach_grad()
+    with autograd.record():
+        y = net(data)
+    y.backward(nd.array(head))
+    length = np.linalg.norm(BFLOAT16(x), axis=1, keepdims=True)
+    y, g = BFLOAT16(BFLOAT16(x) / length), E5M2(head)
+    expected = E5M2((g - y * (g * y).sum(1, keepdims=True)) / BFLOAT16(length))
+    assert np.mean(data.grad.asnumpy() == expected) > 0.95
+
+
+@pytest.mark.parametrize(("op", "shapes"), [
+    ("Convolution_v1", [(1, 2, 6, 6), (3, 2, 3, 3)]),
+    ("DeformableConvolution", [(1, 2, 6, 6), (1, 18, 4, 4), (3, 2, 3, 3)])])
+def test_products_that_would_not_be_rounded_are_refused(op, shapes):
+    def forward(F, *arrays):
+        return getattr(F if op == "Convolution_v1" else F.contrib, op)(
+            *arrays, kernel=(3, 3), num_filter=3, no_bias=True)
+
+    arrays = [nd.random.normal(shape=shape) for shape in shapes]
+    net = gluon.nn.HybridLambda(forward)
+    exact = net(*arrays).asnumpy()
+    for policy in ("tf32", "mixed_float8"):
+        amp.convert(net, policy)
+        with pytest.raises(ValueError, match=f"{op} has one format.*keep="):
+            net(*arrays)
+    amp.convert(net, "mixed_bfloat16")
+    np.testing.assert_allclose(net(*arrays).asnumpy(), exact, atol=0.02 * np.abs(exact).max())
+
+
 @pytest.mark.parametrize(("roles", "said"), [
     ({"compute": "flaot16"}, "policy mine: between takes a number format. Valid: float32, float16"),
     ({"product": 8}, "policy mine: product takes a number format"),

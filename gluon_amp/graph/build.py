@@ -29,6 +29,11 @@ _WATCH = "__gluon_amp_watch__"  # the node's name, where the engine counts what 
 _SAMPLES = "?"  # before that name: samples only
 _GRIDS = tuple(f"__gluon_amp_{word}_grid__" for word in ("output", "product", "gradient", "back"))
 
+# Products with a state, to which the engine can give one format only: how users call them.
+_OF_ONE_FORMAT = {"_npi_einsum": "einsum", "Convolution_v1": "Convolution_v1",
+                  "_contrib_DeformableConvolution": "DeformableConvolution",
+                  "_contrib_ModulatedDeformableConvolution": "ModulatedDeformableConvolution"}
+
 # They make or move halves, MXNet's own code does that in no time, and their gradients only move
 # them back: left as they are.
 LEFT_ALONE = frozenset("""
@@ -184,10 +189,11 @@ class _Rewriting:
             new.attrs["dtype"] = "float32"
         if node.op in LEFT_ALONE:
             return
-        if node.op == "_npi_einsum" and not policy.one_format:  # with a state that knows no more
-            raise ValueError(f"policy {policy.name}: einsum has one format for its products, what "
-                             f"lies between them, and gradients. Keep {node.name} in float32 "
-                             "(keep=), or give product, between and gradient one format")
+        if node.op in _OF_ONE_FORMAT and PRODUCT in node.attrs:
+            raise ValueError(f"policy {policy.name}: {_OF_ONE_FORMAT[node.op]} has one format for "
+                             "its products, what lies between them, and gradients. Keep "
+                             f"{node.name} in float32 (keep=), or give product, between and "
+                             "gradient one format")
         if node.op == "RNN" and not policy.one_format:
             new.attrs[_LOOP] = "True"
         if policy.in_order:
