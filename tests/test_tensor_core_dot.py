@@ -260,3 +260,33 @@ def test_what_cannot_be_right_is_refused(arguments, error, said):
     given = {"a": np.ones((3, 4), "float16"), "b": np.ones((4, 5), "float16"), **arguments}
     with pytest.raises(error, match=said):
         amp.tensor_core_dot(**given)
+
+
+# ---- networks whose arrays are empty
+
+@pytest.mark.parametrize("policy", ["mixed_float8", amp.Policy(
+    "gpu", "float16", "float16", accumulate="V100")], ids=["mixed_float8", "as a GPU"])
+@pytest.mark.parametrize(("op", "a", "b", "shape"), [
+    ("dot", (3, 0), (0, 4), (3, 4)), ("dot", (0, 3), (3, 4), (0, 4)),
+    ("dot", (2, 3, 0), (0,), (2, 3)),
+    ("matmul", (2, 3, 0), (2, 0, 4), (2, 3, 4)), ("matmul", (0, 3, 5), (0, 5, 4), (0, 3, 4)),
+    ("fully_connected", (0, 3), (4, 3), (0, 4)),
+    ("convolution", (0, 3, 5, 5), (4, 3, 3, 3), (0, 4, 3, 3))])
+def test_sums_of_nothing_are_0_in_networks(op, a, b, shape, policy):
+    more = {"fully_connected": {"num_hidden": 4, "no_bias": True},
+            "convolution": {"num_filter": 4, "kernel": (3, 3), "no_bias": True}}.get(op, {})
+    mx.npx.set_np()
+    try:
+        net = mx.gluon.nn.HybridLambda(
+            lambda F, x, w: getattr(F.npx if more else F.np, op)(x, w, **more))
+        amp.convert(net, policy)
+        x, w = mx.np.ones(a), mx.np.ones(b)
+        w.attach_grad()
+        with mx.autograd.record():
+            y = net(x, w)
+        y.backward()
+        assert y.shape == shape
+        assert not y.asnumpy().any()
+        assert not w.grad.asnumpy().any()
+    finally:
+        mx.npx.reset_np()
