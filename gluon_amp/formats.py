@@ -8,8 +8,9 @@ file says of a format is all that anybody knows of it: numpy's rounding here and
 from dataclasses import dataclass, replace
 from typing import Any, Optional, Union
 
-from ._mxnet import np
+from ._mxnet import mx, np
 
+_TYPES_OF_NO_FORMAT = frozenset("uint8 int8 int32 int64 bool None".split())  # in MXNet
 ROUNDINGS = ("nearest", "zero", "stochastic")  # in the engine's order (GridRounding)
 
 
@@ -37,11 +38,20 @@ class Format:
     rounding: str = "nearest"
 
     def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not self.name:
+            raise ValueError(f"a format's name must be a string. Received: {self.name!r}")
+        if self.name in _TYPES_OF_NO_FORMAT:
+            raise ValueError(f"{self.name} is a type of MXNet's arrays: choose another name")
+        for what in ("infinities", "saturate"):
+            if not isinstance(getattr(self, what), bool):
+                raise ValueError(f"{what} must be True or False. Received: {getattr(self, what)!r}")
         for what, least, most in (("exponent", 2, 8), ("fraction", 1, 23)):
             bits = getattr(self, what)
-            if isinstance(bits, bool) or not isinstance(bits, int) or not least <= bits <= most:
+            if isinstance(bits, bool) or not isinstance(bits, (int, np.integer)) \
+                    or not least <= bits <= most:
                 raise ValueError(f"{what} must be a whole number of bits from {least} to {most}. "
                                  f"Received: {bits!r}")
+            object.__setattr__(self, what, int(bits))
         if self.exponent == 8 and not self.infinities:
             raise ValueError("a format of 8 exponent bits without infinities would go beyond "
                              "float32, whose arrays hold it. Received: exponent=8, "
@@ -104,6 +114,11 @@ class Format:
         """Up to this number it holds all whole numbers."""
         return int(min(2 ** (self.fraction + 1), self.largest))
 
+    def holds(self, other: "Format") -> bool:
+        """Whether it has all finite numbers of the other format."""
+        return self.fraction >= other.fraction and self.largest >= other.largest \
+            and self.smallest <= other.smallest
+
     def keeps(self, numbers: Any) -> bool:
         """Whether it holds these numbers, if coarsely: none that is finite becomes infinite, and
         none becomes 0 that is not."""
@@ -113,16 +128,23 @@ class Format:
                      | ~np.isfinite(numbers)).all())
 
     def round(self, values: Any, key: Optional[int] = None) -> "np.ndarray[Any, Any]":
-        """Numbers, as float32, rounded to this format.
+        """Numbers rounded to this format, once, as an array of float32.
 
         Args:
+            values: numbers, or an array of numpy or MXNet: floats, or whole numbers up to 2^53.
+                Stochastic rounding takes them as float32.
             key: of stochastic rounding: 64 bits that say which random numbers it takes.
         """
-        values = np.asarray(values, np.float32)
         if (self.rounding == "stochastic") != (key is not None):
             raise ValueError("stochastic rounding, and only that, takes a key. Received: "
                              f"rounding={self.rounding!r}, key={key}")
-        with np.errstate(invalid="ignore"):
+        if key is not None and (not isinstance(key, (int, np.integer)) or not 0 <= key < 2 ** 64):
+            raise ValueError(f"key must be a whole number of 64 bits. Received: {key!r}")
+        given = values.asnumpy() if isinstance(values, mx.nd.NDArray) else np.asarray(values)
+        if given.dtype.kind not in "fiub" or given.dtype.itemsize > 8:
+            raise TypeError(f"round takes numbers of 64 bits at most. Received: {given.dtype}")
+        with np.errstate(over="ignore", invalid="ignore"):
+            values = given if key is None else given.astype(np.float32)
             size = np.abs(values.astype(np.float64))
             exponent = np.frexp(size)[1] - 1
             step = np.ldexp(self.smallest, np.maximum(exponent + self.bias - 1, 0))

@@ -17,18 +17,19 @@ class Policy:
         name: how errors and logs call it.
         parameter: what parameters are stored in: float32 or float16.
         product: what the inputs of convolutions, dense layers and other products are rounded to.
+            Where it and `gradient` are float16, products give float16 arrays, as on a GPU.
         between: what the operators' results are rounded to.
-        gradient: what gradients are rounded to. Where `product` differs from `between`, it is for
-            the gradients that products read, and all others are as `between`. If not given, as
-            `product`.
+        gradient: what gradients are rounded to. Where `product` differs from `between`, or both
+            are float32, it is for the gradients that products read, and all others are as
+            `between`. If not given, as `product`.
         norm: what normalizations compute in: float32 or as `between`.
         sensitive: what softmax, losses, exponents and large sums compute in: float32 or as
             `between`.
         output: what the network returns: float32 or float16.
         compute: sets both `product` and `between`; given instead of these.
-        accumulate: a GPU, such as "V100": on a CPU, float16 products then add bit by bit as that
-            GPU's Tensor Cores do (`gluon_amp.tensor_core_dot`), forward and backward. None: in
-            float32.
+        accumulate: a GPU, such as "V100": on a CPU, float16 products then add by the rule of that
+            GPU's Tensor Cores (`gluon_amp.tensor_core_dot`), forward and backward, in the order
+            that docs/tensor_cores.md tells; a GPU's libraries may choose another. None: in float32.
         split: how many terms `accumulate` adds in one chain; None: all.
         scaling: how each tensor is scaled that a product reads in its narrow format, so that its
             largest number fits: by a power of two from the tensor itself ("current"), or from the
@@ -54,7 +55,12 @@ class Policy:
     def __post_init__(self, compute: Optional[FormatOrName]) -> None:
         between = self._set("between", self.between or compute or "float32")
         product = self._set("product", self.product or compute or between)
-        self._set("gradient", self.gradient or product)
+        gradient = self._set("gradient", self.gradient or product)
+        if self.gradient_everywhere and between == FLOAT16 and not FLOAT16.holds(gradient):
+            raise ValueError(f"policy {self.name}: gradients of float16 arrays are float16 "
+                             "numbers. Valid: a format whose numbers float16 has, such as "
+                             f"float8_e5m2. Received: gradient={gradient.name}, product=float16, "
+                             "between=float16")
         for role in ("parameter", "output"):
             self._one_of(role, (FLOAT32, FLOAT16))
         for role in ("norm", "sensitive"):
@@ -111,6 +117,18 @@ class Policy:
         return self.product == self.between == self.gradient
 
     @property
+    def gradient_everywhere(self) -> bool:
+        """Whether all gradients have its format; else those alone that products read."""
+        return self.product == self.between != FLOAT32
+
+    @property
+    def products_round(self) -> bool:
+        """Whether products round what they read, in arrays of `between`. If not, casts make arrays
+        of what they read, or what lies between has the format already."""
+        return not self.gradient_everywhere and (
+            self.gradient != self.product or not self.product.is_array_type)
+
+    @property
     def in_order(self) -> bool:
         """Whether what its operators give depends on which of them ran before."""
         return self.scaling == "delayed" or any(
@@ -120,8 +138,13 @@ class Policy:
     @property
     def cpu_only(self) -> bool:
         """Whether a GPU has no arrays of some of its formats, or adds in its own way."""
+        return self.accumulate is not None or self.has_other_formats
+
+    @property
+    def has_other_formats(self) -> bool:
+        """Whether MXNet has no arrays of some of its formats."""
         formats = (self.product, self.between, self.gradient)
-        return self.accumulate is not None or self.gradient != self.product \
+        return self.gradient != self.product \
             or not all(format_.is_array_type for format_ in formats)
 
 

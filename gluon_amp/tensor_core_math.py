@@ -26,6 +26,7 @@ GPUS = {
     "Ada": TensorCore(block=8, fraction=24, measured=True),
     "H100": TensorCore(block=16, fraction=25, measured=True),
 }
+_NAN = np.array(0x7fffffff, "uint32").view("float32")  # an NVIDIA GPU's
 _NOT_MEASURED = ("T4",)  # known by name; nobody's measurements are here
 
 
@@ -33,9 +34,11 @@ def tensor_core_dot(a: Any, b: Any, c: Any = None, gpu: str = "V100",
                     split: Optional[int] = None) -> Any:
     """The product of two float16 matrices or vectors as a GPU's Tensor Cores make it.
 
-    Every bit is that GPU's, on any CPU. Each element of the result is a chain of instructions
-    along K, the length that both arguments share: the first adds the first block of products to
-    `c`, the next adds the second block to what came out of the first, and so on.
+    Each element of the result is a chain of instructions along K, the length that both arguments
+    share: the first adds the first block of products to `c`, the next adds the second block to
+    what came out of the first, and so on. An instruction gives the bits that were measured on that
+    GPU; docs/tensor_cores.md tells what of it nobody has measured. Gradients do not go back
+    through this function; in a network they do, whose policy has `accumulate=`.
 
     Args:
         a, b: float16 arrays of MXNet or numpy, with the shapes that `numpy.matmul` takes:
@@ -49,7 +52,7 @@ def tensor_core_dot(a: Any, b: Any, c: Any = None, gpu: str = "V100",
             added in float32, one after the other. None: one chain.
 
     Returns:
-        An array of float32, one of MXNet's if `a` or `b` is, else numpy's.
+        An array of float32, one of MXNet's, of its kind, if `a` or `b` is, else numpy's.
     """
     core, split = of_gpu(gpu), check_split(split)
     given = [array for array in (a, b) if isinstance(array, mx.nd.NDArray)]
@@ -72,9 +75,12 @@ def tensor_core_dot(a: Any, b: Any, c: Any = None, gpu: str = "V100",
     made = _product(np.broadcast_to(rows, stack + rows.shape[-2:]),
                     np.broadcast_to(columns, stack + columns.shape[-2:]),
                     start.reshape(full), core, split).reshape(shape)
-    if given:  # an NDArray has one axis at least
-        return mx.nd.array(made.reshape(shape or (1,)), given[0].context, "float32")
-    return made[()]
+    if not given:
+        return made[()]
+    if shape == () and not mx.util.is_np_shape():  # MXNet's arrays then have one axis at least
+        made = made.reshape(1)
+    make = mx.np.array if isinstance(given[0], mx.np.ndarray) else mx.nd.array
+    return make(made, dtype="float32", ctx=given[0].context)
 
 
 def of_gpu(gpu: str) -> TensorCore:
@@ -82,7 +88,8 @@ def of_gpu(gpu: str) -> TensorCore:
     for name, core in GPUS.items():
         if isinstance(gpu, str) and gpu.replace(" ", "").lower() == name.replace(" ", "").lower():
             return core
-    why = f"nobody has measured a {gpu} for us" if gpu in _NOT_MEASURED else "unknown GPU"
+    known = isinstance(gpu, str) and gpu.upper() in _NOT_MEASURED
+    why = f"nobody has measured a {gpu} for us" if known else "unknown GPU"
     raise ValueError(f"{why}. Valid: {', '.join(GPUS)}. Received: {gpu!r}")
 
 
@@ -109,6 +116,8 @@ def _start(c: Any, shape: Any) -> "np.ndarray[Any, Any]":
     if c is None:
         return np.zeros(shape, "float32")
     given = c.asnumpy() if isinstance(c, mx.nd.NDArray) else np.asarray(c)
+    if given.dtype.kind not in "fiub":
+        raise TypeError(f"c must hold float32 numbers. Received: {given.dtype}")
     with np.errstate(over="ignore", invalid="ignore"):
         values = given.astype("float32")
         same = (values == given) | (given != given)
@@ -126,9 +135,10 @@ def _start(c: Any, shape: Any) -> "np.ndarray[Any, Any]":
 
 def _product(a: "np.ndarray[Any, Any]", b: "np.ndarray[Any, Any]", c: "np.ndarray[Any, Any]",
              core: TensorCore, split: int) -> "np.ndarray[Any, Any]":
-    if c.size == 0 or a.shape[-1] == 0:  # MXNet has no empty arrays
-        return c + np.float32(0)
+    depth = a.shape[-1]
+    if c.size == 0 or depth == 0:  # MXNet has no empty arrays
+        return np.where(np.isnan(c), _NAN, c + np.float32(0))
     stacks = [mx.nd.array(x.reshape(-1, *x.shape[-2:]), mx.cpu(), x.dtype) for x in (a, b, c)]
     made = library.call("_gluon_amp_tensor_core_dot", stacks, block=core.block,
-                        fraction=core.fraction, split=split)
+                        fraction=core.fraction, split=min(split, depth))
     return made.asnumpy().reshape(c.shape)

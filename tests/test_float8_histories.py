@@ -1,4 +1,4 @@
-"""How long the engine remembers a network's float8 tensors."""
+"""How long the engine remembers a network's float8 tensors, and which of them together."""
 import gc
 
 import gluon_amp as amp
@@ -40,3 +40,29 @@ def test_a_backward_pass_may_outlive_its_network(rng):
         gradients.append(weight.grad.asnumpy())
     assert gradients[0].any()
     assert np.array_equal(*gradients)
+
+
+class Step(gluon.HybridBlock):
+    """Multiplies by a weight before a loop, and in each of its rounds."""
+
+    def __init__(self):
+        super().__init__()
+        with self.name_scope():
+            self.weight = self.params.get("weight", shape=(3, 3), init=mx.init.One())
+
+    def hybrid_forward(self, F, x, weight):
+        first = F.dot(1024 * x, weight, name="product")
+        return first, F.contrib.foreach(
+            lambda x, states: (F.dot(x, weight, name="product"), states),
+            F.expand_dims(x, 0), [F.zeros((1,))])[0]
+
+
+def test_a_loops_products_have_histories_of_their_own():
+    net = Step()
+    net.initialize()
+    amp.convert(net, amp.Policy("mine", product="float8_e4m3", scaling="delayed", history=1))
+    x = nd.array(2.0 ** -np.arange(9.0).reshape(3, 3))
+    for _ in range(3):
+        with autograd.record():
+            outside, inside = net(x)
+    assert np.array_equal(outside.asnumpy(), 1024 * inside[0].asnumpy())

@@ -178,6 +178,27 @@ def test_arrays_of_mxnet_give_arrays_of_mxnet(rng):
     assert amp.tensor_core_dot(vector, vector, mx.nd.ones(1)).shape == (1,)
 
 
+def test_arrays_of_mxnets_numpy_give_such_arrays(rng):
+    a, b = ordinary(rng, 3, 9), ordinary(rng, 9)
+    with mx.util.np_shape(True):
+        made = amp.tensor_core_dot(mx.np.array(a, dtype="float16"), b)
+        inner = amp.tensor_core_dot(mx.np.array(b, dtype="float16"), b)
+        assert type(made) is type(inner) is mx.np.ndarray
+        assert inner.shape == ()
+        assert_bits(made.asnumpy(), amp.tensor_core_dot(a, b))
+
+
+def test_a_sum_of_nothing_is_what_was_there():
+    c = np.float32([[1, -0.0], [np.nan, np.inf]])
+    made = amp.tensor_core_dot(np.zeros((2, 0), "float16"), np.zeros((0, 2), "float16"), c)
+    assert_bits(made, c + np.float32(0))
+
+
+def test_a_split_may_be_any_whole_number(rng):
+    a, b = ordinary(rng, 5, 100), ordinary(rng, 100, 5)
+    assert_bits(amp.tensor_core_dot(a, b, split=10 ** 40), amp.tensor_core_dot(a, b))
+
+
 def test_arrays_that_are_transposed_or_not_contiguous_are_taken_as_they_look(rng):
     a, b = ordinary(rng, 40, 6).T[:, ::2], ordinary(rng, 8, 20).T
     assert_bits(amp.tensor_core_dot(a, b), amp.tensor_core_dot(a.copy(), b.copy()))
@@ -218,6 +239,7 @@ def test_names_of_gpus_may_be_written_in_other_ways(rng):
 
 @pytest.mark.parametrize(("arguments", "error", "said"), [
     ({"gpu": "T4"}, ValueError, "nobody has measured a T4.*Valid: V100, A2, .*H100.*'T4'"),
+    ({"gpu": "t4"}, ValueError, "nobody has measured a t4"),
     ({"gpu": "K80"}, ValueError, "unknown GPU. Valid: V100, A2, .*Received: 'K80'"),
     ({"gpu": None}, ValueError, "unknown GPU. Valid: .*Received: None"),
     ({"split": 0}, ValueError, "split must be a whole number of products.*Received: 0"),
@@ -231,9 +253,40 @@ def test_names_of_gpus_may_be_written_in_other_ways(rng):
      r"stacks of the same shape.*Received: \(2, 3, 4\) and \(3, 4, 5\)"),
     ({"c": np.ones((5, 3), "float32")}, ValueError, r"\(3, 5\).*Received: \(5, 3\)"),
     ({"c": 0.1}, TypeError, "c must hold float32 numbers. Received: float64"),
+    ({"c": 1j}, TypeError, "c must hold float32 numbers. Received: complex128"),
     ({"c": 1e300}, TypeError, "c must hold float32 numbers"),
 ])
 def test_what_cannot_be_right_is_refused(arguments, error, said):
     given = {"a": np.ones((3, 4), "float16"), "b": np.ones((4, 5), "float16"), **arguments}
     with pytest.raises(error, match=said):
         amp.tensor_core_dot(**given)
+
+
+# ---- networks whose arrays are empty
+
+@pytest.mark.parametrize("policy", ["mixed_float8", amp.Policy(
+    "gpu", "float16", "float16", accumulate="V100")], ids=["mixed_float8", "as a GPU"])
+@pytest.mark.parametrize(("op", "a", "b", "shape"), [
+    ("dot", (3, 0), (0, 4), (3, 4)), ("dot", (0, 3), (3, 4), (0, 4)),
+    ("dot", (2, 3, 0), (0,), (2, 3)),
+    ("matmul", (2, 3, 0), (2, 0, 4), (2, 3, 4)), ("matmul", (0, 3, 5), (0, 5, 4), (0, 3, 4)),
+    ("fully_connected", (0, 3), (4, 3), (0, 4)),
+    ("convolution", (0, 3, 5, 5), (4, 3, 3, 3), (0, 4, 3, 3))])
+def test_sums_of_nothing_are_0_in_networks(op, a, b, shape, policy):
+    more = {"fully_connected": {"num_hidden": 4, "no_bias": True},
+            "convolution": {"num_filter": 4, "kernel": (3, 3), "no_bias": True}}.get(op, {})
+    mx.npx.set_np()
+    try:
+        net = mx.gluon.nn.HybridLambda(
+            lambda F, x, w: getattr(F.npx if more else F.np, op)(x, w, **more))
+        amp.convert(net, policy)
+        x, w = mx.np.ones(a), mx.np.ones(b)
+        w.attach_grad()
+        with mx.autograd.record():
+            y = net(x, w)
+        y.backward()
+        assert y.shape == shape
+        assert not y.asnumpy().any()
+        assert not w.grad.asnumpy().any()
+    finally:
+        mx.npx.reset_np()

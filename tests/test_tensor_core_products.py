@@ -377,9 +377,24 @@ def test_a_gradient_of_a_gradient_of_a_dense_layer_is_refused():
         w.grad.asnumpy()
 
 
-def test_what_has_no_code_is_refused_by_name():
-    symbol = sym.contrib.DeformableConvolution(X, Y, Z, kernel=(3, 3), num_filter=4, no_bias=True,
-                                               name="mine")
+@pytest.mark.parametrize("symbol", [
+    sym.contrib.DeformableConvolution(X, Y, Z, kernel=(3, 3), num_filter=4, no_bias=True,
+                                      name="mine"),
+    sym.linalg.syrk(X, name="mine"), sym.linalg.trmm(X, Y, name="mine"),
+    sym.Correlation(X, Y, name="mine"), sym.khatri_rao(X, Y, name="mine"),
+    sym.UpSampling(X, Y, scale=2, sample_type="bilinear", num_filter=3, name="mine"),
+    sym.GridGenerator(X, transform_type="affine", target_shape=(4, 4), name="mine"),
+    sym.SpatialTransformer(X, Y, target_shape=(4, 4), transform_type="affine",
+                           sampler_type="bilinear", name="mine")],
+    ids=lambda symbol: Graph.read(symbol).outputs[0].node.op)
+def test_what_has_no_code_is_refused_by_name(symbol):
+    op = Graph.read(symbol).outputs[0].node.op
     graph = build(Graph.read(symbol), dict.fromkeys("xyz", "float16"))
-    with pytest.raises(ValueError, match=r"no code for \w*DeformableConvolution \(mine\).*Valid: "):
+    with pytest.raises(ValueError, match=rf"no code for {op} \(mine\).*keep=.*Valid: "):
         accumulate(graph, "V100")
+
+
+def test_what_multiplies_no_matrices_runs():
+    for symbol in (sym.UpSampling(X, scale=2, sample_type="nearest"),
+                   sym.GridGenerator(X, transform_type="warp")):
+        accumulate(build(Graph.read(symbol), {"x": "float16"}), "V100")

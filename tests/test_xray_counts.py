@@ -7,7 +7,7 @@ from gluon_amp._mxnet import mx
 from gluon_amp.formats import FORMATS
 from gluon_amp.graph.build import build
 from gluon_amp.graph.graph import Graph
-from gluon_amp.policy import POLICIES
+from gluon_amp.policy import POLICIES, Policy
 from gluon_amp.xray.statistics import Counts, Key, read
 from mxnet import autograd, nd
 from mxnet.gluon import nn, rnn
@@ -271,3 +271,27 @@ def test_counts_tell_of_any_format():
     assert counts.shares(FORMATS["float16"], scale=2.0 ** -2)["overflowed"] == 0
     assert counts.headroom(FORMATS["float16"]) == (-26, -2)
     assert counts.range == (-40, 17)
+
+
+GPU = Policy("gpu", "float16", "float16", accumulate="V100")
+
+
+def test_what_becomes_0_is_counted_where_products_add_as_a_gpu_does(rng):
+    symbol = sym.dot(sym.var("x"), sym.var("y"), name="op")
+    graph = build(Graph.read(symbol), dict.fromkeys("xy", "float16"), policy=GPU, watch=True)
+    op = mx.nd.CachedOp(graph.symbol(), [("data_indices", [0, 1]), ("param_indices", [])])
+    output = op(nd.array(rng.standard_normal((60, 9)), dtype="float16"),
+                nd.array(1e-7 * rng.standard_normal((9, 5)), dtype="float16")).asnumpy()
+    counts = read()[Key("op", False, 0)]
+    assert counts.zero == 0
+    assert counts.flushed == (output == 0).sum() > 0
+
+
+def test_an_x_ray_takes_networks_that_add_as_a_gpu_does_and_keep_layers(rng):
+    net = nn.HybridSequential()
+    net.add(nn.Dense(4, in_units=3), nn.Dense(2, in_units=4))
+    net.initialize()
+    amp.convert(net, GPU, keep=net[0])
+    view = amp.xray(net, [(mx.nd.array(rng.standard_normal((5, 3))), mx.nd.zeros((5, 2)))],
+                    mx.gluon.loss.L2Loss())
+    assert any(row.name == f"{net[1].name}_fwd" for row in view.tensors)

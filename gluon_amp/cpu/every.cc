@@ -219,6 +219,8 @@ void run(const Call& call, bool onednn, const std::vector<uint32_t>& mutated,
     kernels->round(scaled(*grid, call.rounding, call.context, i, exact, size(from)), exact, wide,
                    size(from), kStore);
   }
+  bool empty = false;  // MXNet's code then leaves some gradients as they are
+  for (auto& from : call.in) empty |= size(from) == 0;
   std::vector<bool> direct(call.out.size());
   for (size_t i = 0; i < call.out.size(); ++i) {
     const TBlob& to = call.out[i];
@@ -229,9 +231,11 @@ void run(const Call& call, bool onednn, const std::vector<uint32_t>& mutated,
                 !(rounds && call.req[i] == mxnet::kAddTo);
     if (direct[i]) {
       out.emplace_back(to, 0);
+      if (empty && call.write(i) == kStore && is_float(to))
+        std::memset(to.dptr_, 0, size(to) * sizeof(float));
     } else {
       out.push_back(lease.array(to.shape_));
-      if (of.leaves_outputs) std::memset(out[i].data().dptr_, 0, size(to) * sizeof(float));
+      if (of.leaves_outputs || empty) std::memset(out[i].data().dptr_, 0, size(to) * sizeof(float));
       if (req[i] != mxnet::kNullOp) req[i] = mxnet::kWriteTo;
     }
     if (req[i] == mxnet::kWriteInplace) req[i] = mxnet::kWriteTo;

@@ -78,17 +78,18 @@ struct State {
     for (int i = 0; i < 8; ++i) watched_inputs += std::to_string(i) + ",";
   }
 
-  // Of a backward pass: its inputs are rounded (once more, where they are on the grid already),
-  // and its outputs are the gradients of the forward pass's inputs.
+  // Of a backward pass: its first input is the gradient that is rounded (an RNN's stands among
+  // others, which are on the same grid), and its outputs are the gradients of the forward pass's
+  // inputs.
   Rounding rounding(bool forward) const {
-    static const std::string all(64, 'g');
+    static const std::string all(64, 'g'), first(1, 'g');
     Rounding made;
     made.any = any;
     made.output = forward ? output : back;
     made.product = forward ? product : gradient;
     made.gradient = back;
     made.outputs = forward ? &outputs : &inputs;
-    made.reads = forward ? nullptr : &all;
+    made.reads = forward ? nullptr : of.op->name == "RNN" ? &all : &first;
     return made;
   }
 

@@ -12,10 +12,11 @@
 //   rnn    h' = relu(s) or tanh(s)
 //   lstm   i, f, g, o of s;  c' = f * c + i * g;  h' = o * tanh(c')
 //   gru    r, z of s;  n = tanh(x * Wx + bx + r * (h * Wh + bh));  h' = (1 - z) * n + z * h
-#include "tensor_core.h"
-
 #include <cmath>
 #include <cstring>
+
+#include "tensor_core.h"
+#include "watch.h"
 
 namespace gluon_amp {
 namespace {
@@ -159,6 +160,7 @@ struct RnnLoop::Layers {
     if (call.write(i) == kNothing) return;
     const Grid* written = call.rounding.written(i);
     const Grid grid = written ? *written : Grid();
+    show(made.data(), size(to), 0, to.dptr_, written, !is_float(to));
     if (is_float(to)) return kernels->round(grid, made.data(), floats(to), size(to), call.write(i));
     kernels->round(grid, made.data(), made.data(), size(to), kStore);
     kernels->narrow(made.data(), halves(to), size(to), call.write(i));

@@ -9,11 +9,12 @@
 // "delayed": the same with the largest of the last arrays at this place; of the first array, its own.
 // Only passes that train are remembered, and no tensors of zeros, which a Trainer's first step sends
 // back to look at what begins gradients by itself. What a product reads again for a gradient has the
-// scale of the last forward pass.
+// scale of the last forward pass, be it one of training or a prediction that was recorded.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <deque>
+#include <set>
 
 #include "engine.h"
 
@@ -38,11 +39,15 @@ struct Scaling {
 
 struct Memory {
   std::deque<float> largest;  // of the last arrays, the newest at the end
-  int exponent = 0;           // of the scale that a forward pass has used
+  int exponent = 0;           // of the scale that a forward pass of training has used
+  int to_read_again = 0;      // the same, or that of a prediction's, whose backward pass may come
 };
 
 std::mutex lock;
 std::map<long long, std::map<std::string, Memory>> memories;  // by id, then node and input
+// Nodes whose forward pass of training has no backward pass yet: predictions in between leave alone
+// what that one reads again.
+std::map<long long, std::set<std::string>> waiting;
 std::deque<long long> gone;  // the ids of networks that are gone, the newest at the end
 
 // The exponent of the scale for arrays whose largest number is so large.
@@ -71,25 +76,33 @@ std::string word_at(const std::string& list, size_t i) {
   return word;
 }
 
-// Each device has histories of its own.
-std::string on_device(const std::string& place, const OpContext& context) {
-  return place + " cpu" + std::to_string(context.run_ctx.ctx.dev_id);
-}
-
-int exponent_of(const Grid& grid, const Scaling& scaling, const std::string& place, bool again,
-                bool trains, const float* numbers, int64_t n) {
+// `again`: in a backward pass, what the forward pass has read. Each device has histories of its own.
+int exponent_of(const Grid& grid, const Scaling& scaling, const OpContext& context,
+                const std::string& place, bool backward, bool again, const float* numbers,
+                int64_t n) {
   if (!scaling.delayed) return exponent_for(grid, kernels->largest(numbers, n), scaling.margin);
+  const std::string device = " cpu" + std::to_string(context.run_ctx.ctx.dev_id);
+  const bool trains = backward || context.is_train;
   std::unique_lock<std::mutex> guard(lock);
-  Memory& memory = memories[scaling.id][scaling.node + " " + place];
-  if (again) return memory.exponent;
+  Memory& memory = memories[scaling.id][scaling.node + " " + place + device];
+  auto& waits = waiting[scaling.id];
+  if (backward) waits.erase(scaling.node + device);
+  else if (trains) waits.insert(scaling.node + device);
+  if (again) return memory.to_read_again;
+  const bool remembers = trains || !waits.count(scaling.node + device);
   float most = 0;
   for (float one : memory.largest) most = std::max(most, one);
-  if (!trains && most > 0) return exponent_for(grid, most, scaling.margin);
+  if (!trains && most > 0) {
+    const int exponent = exponent_for(grid, most, scaling.margin);
+    if (remembers) memory.to_read_again = exponent;
+    return exponent;
+  }
   guard.unlock();
   const float here = kernels->largest(numbers, n);
   const int exponent = exponent_for(grid, most > 0 ? most : here, scaling.margin);
-  if (!trains) return exponent;
   guard.lock();
+  if (remembers) memory.to_read_again = exponent;
+  if (!trains) return exponent;
   memory.exponent = exponent;
   if (here > 0) memory.largest.push_back(here);
   while (memory.largest.size() > scaling.history) memory.largest.pop_front();
@@ -105,16 +118,13 @@ Grid scaled(const Grid& grid, const Rounding& rounding, const OpContext& context
   const bool backward = rounding.scaled != nullptr;
   std::string place = backward ? word_at(*rounding.scaled, i) : std::to_string(i);
   const bool again = backward && place[0] != 'g';
-  const bool trains = backward || context.is_train;
-  return divided(grid, exponent_of(grid, scaling, on_device(place, context), again, trains,
-                                   numbers, n));
+  return divided(grid, exponent_of(grid, scaling, context, place, backward, again, numbers, n));
 }
 
 Grid scaled(const Grid& grid, const std::string& said, const OpContext& context,
             const std::string& place, bool backward, const float* numbers, int64_t n) {
-  const bool trains = backward || context.is_train;
-  return divided(grid, exponent_of(grid, Scaling(said), on_device(place, context), false, trains,
-                                   numbers, n));
+  return divided(grid, exponent_of(grid, Scaling(said), context, place, backward, false, numbers,
+                                   n));
 }
 
 std::string scales(int64_t id) {
@@ -141,6 +151,7 @@ void forget_scales(int64_t id) {
   gone.push_back(id);
   if (gone.size() <= kLast) return;
   memories.erase(gone.front());
+  waiting.erase(gone.front());
   gone.pop_front();
 }
 
@@ -148,12 +159,14 @@ void set_scales(int64_t id, const char* lines) {
   std::lock_guard<std::mutex> guard(lock);
   auto& mine = memories[id];
   mine.clear();
+  waiting.erase(id);
   std::istringstream read(lines);
   std::string numbers, name;
   while (std::getline(read, numbers, '\t') && std::getline(read, name)) {
     std::istringstream words(numbers);
     Memory& memory = mine[name];
     words >> memory.exponent;
+    memory.to_read_again = memory.exponent;
     for (uint32_t bits; words >> bits;) {
       memory.largest.push_back(0);
       std::memcpy(&memory.largest.back(), &bits, sizeof bits);

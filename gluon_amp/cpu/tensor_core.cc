@@ -31,7 +31,7 @@ void dot(const NodeAttrs& attrs, const OpContext&, const std::vector<TBlob>& in,
          const std::vector<OpReqType>&, const std::vector<TBlob>& out) {
   const TensorCore gpu{static_cast<int>(number(attrs, "block", 0)),
                        static_cast<int>(number(attrs, "fraction", 0)),
-                       static_cast<int64_t>(number(attrs, "split", 0))};
+                       std::stoll(word(attrs, "split", "0"))};
   const int64_t stack = in[0].shape_[0], rows = in[0].shape_[1], depth = in[0].shape_[2],
                 columns = in[1].shape_[2];
   for (int64_t i = 0; i < stack; ++i)

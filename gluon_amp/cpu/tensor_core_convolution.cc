@@ -166,7 +166,7 @@ void make_weight(Products& work, const Geometry& g, const Half* large, const Hal
   const Windows windows(g, true);
   const int64_t taps = g.taps(), plane = g.small.plane(), depth = g.small.batch * plane,
                 in = g.large_channels(), out = g.small_channels();
-  const int64_t most = std::min(std::max<int64_t>(1, kGathered / (depth * taps)), in);
+  const int64_t most = std::min(std::max<int64_t>(1, kGathered / (depth * taps + 1)), in);
   Half* gathered = work.halves_for(most * taps * depth);
   Half* lines = work.halves_for(out * depth);  // small, with its channels first
   for (int64_t group = 0; group < g.groups; ++group) {

@@ -2,10 +2,11 @@
 //
 // Each is a chain along the axis that is summed over, in the order in which that lies in memory.
 // What follows (a factor, a bias) is done to the chain's result in float32, which is rounded once.
-#include "tensor_core.h"
-
 #include <cmath>
 #include <cstring>
+
+#include "tensor_core.h"
+#include "watch.h"
 
 namespace gluon_amp {
 
@@ -18,12 +19,11 @@ TensorCore tensor_core_of(const NodeAttrs& attrs) {
 }
 
 void check_halves(const Call& call) {
-  bool all = true;
-  for (auto& array : call.in) all &= is_half(array);
-  for (auto& array : call.out) all &= is_half(array);
-  if (!all)
-    throw dmlc::Error(call.of.op->name + ": accumulate= takes float16 arrays, since Tensor Cores "
-                      "multiply float16 numbers here");
+  for (auto* arrays : {&call.in, &call.out})
+    for (auto& array : *arrays)
+      if (!is_half(array))
+        throw dmlc::Error(call.of.op->name + ": accumulate= takes float16 arrays, since Tensor "
+                          "Cores multiply float16 numbers here");
 }
 
 Products::Products(const Call& call) : gpu(tensor_core_of(call.attrs)), call_(call) {
@@ -33,17 +33,21 @@ Products::Products(const Call& call) : gpu(tensor_core_of(call.attrs)), call_(ca
 float* Products::result(size_t i) {
   const int64_t count = size(call_.out[i]);
   made_.emplace_back(i, lease_.memory(count));
-  std::memset(made_.back().second, 0, count * sizeof(float));
-  return made_.back().second;
+  return static_cast<float*>(std::memset(made_.back().second, 0, count * sizeof(float)));
 }
 
 void Products::finish() {
-  for (auto& one : made_)
-    kernels->narrow(one.second, halves(call_.out[one.first]), size(call_.out[one.first]),
-                    call_.write(one.first));
+  for (auto& one : made_) {
+    const TBlob& to = call_.out[one.first];
+    show(one.second, size(to), 0, to.dptr_, nullptr, true);
+    kernels->narrow(one.second, halves(to), size(to), call_.write(one.first));
+  }
 }
 
 namespace {
+
+// How many places axes [begin, end) have, which may be none.
+int64_t part(const TBlob& x, int begin, int end) { return x.shape_.ProdShape(begin, end); }
 
 // A matrix as an operator sees it, in memory row by row or, transposed, column by column.
 struct View {
@@ -59,8 +63,7 @@ struct View {
 };
 
 void scale(float* x, int64_t n, float factor) {
-  if (factor != 1)
-    for (int64_t i = 0; i < n; ++i) x[i] *= factor;
+  for (int64_t i = 0; factor != 1 && i < n; ++i) x[i] *= factor;
 }
 
 // y = factor * a * b for stacks of matrices.
@@ -86,8 +89,9 @@ void multiply_gradients(Products& work, int64_t stack, View a, const Half* x, Vi
 
 struct Dense {
   int64_t batch, in, units;
-  Dense(const TBlob& weight, const TBlob& data)
-      : batch(size(data) / weight.shape_[1]), in(weight.shape_[1]), units(weight.shape_[0]) {}
+  Dense(const NodeAttrs& attrs, const TBlob& weight, const TBlob& data)
+      : batch(part(data, 0, flag(attrs, "flatten", true) ? 1 : data.ndim() - 1)),
+        in(weight.shape_[1]), units(weight.shape_[0]) {}
   View x() const { return {batch, in, false}; }
   View w() const { return {in, units, true}; }
   View y() const { return {batch, units, false}; }
@@ -95,7 +99,7 @@ struct Dense {
 
 void dense(const Call& call) {
   Products work(call);
-  const Dense of(call.in[1], call.in[0]);
+  const Dense of(call.attrs, call.in[1], call.in[0]);
   float* y = work.result(0);
   multiply(work, 1, of.x(), halves(call.in[0]), of.w(), halves(call.in[1]), of.y(), y, 1);
   if (call.in.size() > 2) {
@@ -108,12 +112,11 @@ void dense(const Call& call) {
 
 void dense_gradient(const Call& call) {
   Products work(call);
-  const Dense of(call.in[2], call.in[1]);
+  const Dense of(call.attrs, call.in[2], call.in[1]);
   multiply_gradients(work, 1, of.x(), halves(call.in[1]), of.w(), halves(call.in[2]), of.y(),
                      halves(call.in[0]), 1);
   if (call.out.size() > 2 && work.wants(2)) {
-    float* bias = work.result(2);
-    float* row = work.floats_for(of.units);
+    float *bias = work.result(2), *row = work.floats_for(of.units);
     for (int64_t i = 0; i < of.batch; ++i) {
       kernels->widen(halves(call.in[0]) + i * of.units, row, of.units);
       for (int64_t j = 0; j < of.units; ++j) bias[j] += row[j];
@@ -141,11 +144,11 @@ View view(int64_t rows, int64_t columns, bool transposed) {
 
 Pair pair_of_dot(const NodeAttrs& attrs, const TBlob& a, const TBlob& b) {
   const bool ta = flag(attrs, "transpose_a", false), tb = flag(attrs, "transpose_b", false);
-  const int64_t first = a.shape_[0], last = a.shape_[a.ndim() - 1], first_b = b.shape_[0],
-                last_b = b.shape_[b.ndim() - 1];
-  if (a.ndim() == 1 && b.ndim() == 1) return {1, {1, first, false}, {first, 1, false}};
-  return {1, ta ? view(first, size(a) / first, true) : view(size(a) / last, last, false),
-          tb ? view(size(b) / last_b, last_b, true) : view(first_b, size(b) / first_b, false)};
+  const int na = a.ndim(), nb = b.ndim();
+  if (na == 1 && nb == 1) return {1, {1, a.shape_[0], false}, {a.shape_[0], 1, false}};
+  const int end_a = ta ? 1 : na - 1, end_b = tb ? nb - 1 : 1;
+  return {1, view(part(a, 0, end_a), part(a, end_a, na), ta),
+          view(part(b, 0, end_b), part(b, end_b, nb), tb)};
 }
 
 Pair pair_of_stacks(const NodeAttrs& attrs, const TBlob& a, const TBlob& b) {
@@ -154,15 +157,15 @@ Pair pair_of_stacks(const NodeAttrs& attrs, const TBlob& a, const TBlob& b) {
     throw dmlc::Error("accumulate=: gemm2 takes matrices in the last two axes");
   const int64_t ra = a.shape_[n - 2], ca = a.shape_[n - 1], rb = b.shape_[n - 2],
                 cb = b.shape_[n - 1];
-  return {size(a) / (ra * ca), view(ra, ca, flag(attrs, "transpose_a", false)),
+  return {part(a, 0, n - 2), view(ra, ca, flag(attrs, "transpose_a", false)),
           view(rb, cb, flag(attrs, "transpose_b", false))};
 }
 
 // The first axes of b, so many, are summed over, and as many last ones of a.
 Pair pair_of_tensors(const TBlob& a, const TBlob& b, int axes) {
-  int64_t depth = 1;
-  for (int k = 0; k < axes; ++k) depth *= b.shape_[k];
-  return {1, view(size(a) / depth, depth, false), view(depth, size(b) / depth, false)};
+  const int64_t depth = part(b, 0, axes);
+  return {1, view(part(a, 0, a.ndim() - axes), depth, false),
+          view(depth, part(b, axes, b.ndim()), false)};
 }
 
 Pair pair_of_tensordot(const NodeAttrs& attrs, const TBlob& a, const TBlob& b) {
@@ -208,10 +211,9 @@ void gemm(const Call& call) {
   const Pair of = pair_of_stacks(call.attrs, call.in[0], call.in[1]);
   const int64_t n = size(call.out[0]);
   const float beta = number(call.attrs, "beta", 1);
-  float* y = work.result(0);
+  float *y = work.result(0), *c = work.floats_for(n);
   multiply(work, of.stack, of.a, halves(call.in[0]), of.b, halves(call.in[1]), of.y(), y,
            number(call.attrs, "alpha", 1));
-  float* c = work.floats_for(n);
   kernels->widen(halves(call.in[2]), c, n);
   for (int64_t i = 0; i < n; ++i) y[i] += beta * c[i];
   work.finish();
@@ -223,10 +225,9 @@ void gemm_gradient(const Call& call) {  // gradient, a, b, c
   multiply_gradients(work, of.stack, of.a, halves(call.in[1]), of.b, halves(call.in[2]), of.y(),
                      halves(call.in[0]), number(call.attrs, "alpha", 1));
   if (work.wants(2)) {
-    const float beta = number(call.attrs, "beta", 1);
     float* dc = work.result(2);
     kernels->widen(halves(call.in[0]), dc, size(call.in[0]));
-    for (int64_t i = 0; i < size(call.in[0]); ++i) dc[i] *= beta;
+    scale(dc, size(call.in[0]), number(call.attrs, "beta", 1));
   }
   work.finish();
 }

@@ -17,7 +17,7 @@ from ..graph.keep import matches_nothing, matching, operator_names
 from ..policy import Policy, get_policy
 from .converted import ConvertedBlock, check_backend, converted_class, log, restore_blocks
 from .parameter import ConvertedParameter, cast
-from .state import State, blocks_in
+from .state import State, blocks_in, paths_in
 
 # Numbers that are cast before anybody waits: else all parameters might be there in both types.
 MOST_UNDER_WAY = 2 ** 22
@@ -60,7 +60,7 @@ def convert(net: Block, policy: Union[str, Policy] = "float16",
         if isinstance(block, HybridBlock):
             check_backend(block._backend)
     asleep = any(isinstance(b, HybridBlock) and not b._active for b in blocks)
-    _convert_blocks(blocks, kept, policy, Scales())
+    _convert_blocks(blocks, kept, policy, Scales(), paths_in(net))
     for outer in _blocks_around(net, set(blocks)):
         if isinstance(outer, HybridBlock) and not isinstance(outer, ConvertedBlock):
             outer._clear_cached_op()  # its graph is that of the float32 network
@@ -83,7 +83,8 @@ def restore(net: Block) -> Block:
     return net
 
 
-def _convert_blocks(blocks: List[Block], kept: "_Kept", policy: Policy, scales: Scales) -> None:
+def _convert_blocks(blocks: List[Block], kept: "_Kept", policy: Policy, scales: Scales,
+                    paths: Dict[Block, str]) -> None:
     """Gives blocks that are not yet converted their classes and states, and the parameters
     of all of them their types."""
     types = _parameter_types(blocks, policy, kept)
@@ -94,18 +95,20 @@ def _convert_blocks(blocks: List[Block], kept: "_Kept", policy: Policy, scales: 
         _swap(block, State(policy, _was_hybridized(block), block in kept.blocks,
                            frozenset(kept.nodes),
                            partial(_convert_new_child, policy, kept.entries, inside, scales),
-                           scales))
+                           scales, paths[block]))
     _cast(types)
 
 
 def _convert_new_child(policy: Policy, keep: Tuple[Any, ...], inside_kept: bool,
-                       scales: Scales, child: Block) -> None:
+                       scales: Scales, child: Block, path: str) -> None:
     """Converts a block that a converted one takes as a child later on, with what is in it, by
-    the arguments that `convert` had. Where it has a converted block in it, that stays as it is."""
+    the arguments that `convert` had; `path` says where it is then. Where it has a
+    converted block in it, that stays as it is."""
     new = [b for b in blocks_in(child) if not isinstance(b, ConvertedBlock)]
     if new:
         kept = _resolve_keep(child, [child] if inside_kept else keep, must_match=False)
-        _convert_blocks(new, _Kept(keep, kept.blocks, kept.inside, kept.nodes), policy, scales)
+        _convert_blocks(new, _Kept(keep, kept.blocks, kept.inside, kept.nodes), policy, scales,
+                        paths_in(child, path))
 
 
 def _blocks_around(block: Block, seen: Set[Block]) -> Iterator[Block]:

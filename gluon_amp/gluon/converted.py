@@ -46,7 +46,8 @@ class ConvertedBlock:
 
     def register_child(self, block: Any, name: Any = None) -> None:
         super().register_child(block, name)
-        self._amp.convert_child(block)
+        key = next(key for key, child in self._children.items() if child is block)
+        self._amp.convert_child(block, f"{self._amp.path}.{key}")
         State.changes += 1
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -222,7 +223,8 @@ class ConvertedHybridBlock(ConvertedBlock):
         data, traced = self._cached_graph
         graph, types = self.mixed_graph(dtypes, clean)
         names = [d.name for d in data]
-        symbol = build(graph, types, on_gpu, self._amp.policy, scales=self._amp.scales).symbol()
+        symbol = build(graph, types, on_gpu, self._amp.policy, scales=self._amp.scales,
+                       place=self.place).symbol()
         if isinstance(traced, mx.sym.numpy._Symbol):
             symbol = symbol.as_np_ndarray()
         parameters = parameters_in(self)
@@ -231,6 +233,16 @@ class ConvertedHybridBlock(ConvertedBlock):
         flags = [("data_indices", [i for i, (is_data, _) in enumerate(inputs) if is_data]),
                  ("param_indices", [i for i, (is_data, _) in enumerate(inputs) if not is_data])]
         return mx.nd.CachedOp(symbol, flags + list(self._flags)), inputs
+
+    def place(self, node: str) -> str:
+        """Where in the converted network a node of this block's graph is: the innermost block with
+        whose prefix its name begins, and the rest. So it is called in each process, whatever
+        numbers MXNet has put into blocks' prefixes."""
+        around = [b for b in blocks_in(self) if isinstance(b, ConvertedBlock)
+                  and node.startswith(b.prefix)]
+        inner = max(around, key=lambda b: len(b.prefix), default=self)
+        rest = node[len(inner.prefix):] if inner in around else node
+        return f"{inner._amp.path}/{rest}"
 
     def mixed_graph(self, dtypes: Iterable[str],
                     clean: Optional[Graph] = None) -> Tuple[Graph, Dict[str, str]]:
@@ -253,10 +265,16 @@ class ConvertedHybridBlock(ConvertedBlock):
 
         Args:
             remove_amp_cast: True writes the float32 network. False writes the casts and
-                the parameters in the types they have: float16, for a GPU.
+                the parameters in the types they have: float16, for a GPU, which adds in its own
+                way. It is refused under policies of other formats.
         """
         if not self._cached_graph or not self._cached_op_args:
             raise RuntimeError(f"export needs the graph: run {self.name} on data once before")
+        policy = self._amp.policy
+        if not remove_amp_cast and policy.has_other_formats:
+            raise ValueError("MXNet's files have no other formats than float16 and float32. Valid "
+                             f"under policy {policy.name}: remove_amp_cast=True, which writes the "
+                             "float32 network")
         data, clean = self._cached_graph
         graph = Graph.read(clean)
         if not remove_amp_cast:
@@ -330,7 +348,7 @@ def _item_or_part(self: Any, key: Any) -> Any:
     """A child; or, for a slice, a block with some of the children, converted as this one."""
     found = original_class(type(self)).__getitem__(self, key)
     if isinstance(found, mx.gluon.Block):
-        self._amp.convert_child(found)
+        self._amp.convert_child(found, self._amp.path)
     return found
 
 

@@ -32,8 +32,9 @@ class State:
     active: bool  # whether it is hybridized once it is restored
     keep: bool  # stays float32
     keep_nodes: FrozenSet[str]  # of a SymbolBlock: nodes that stay float32
-    convert_child: Callable[[Any], None]  # converts a block that becomes a child later on
+    convert_child: Callable[[Any, str], None]  # converts a block that becomes a child at this place
     scales: Scales  # of the network that it is part of, where that was converted as a whole
+    path: str  # where it is in that network, such as ".body.0"
     # by whether MXNet records, whether it trains, and how the arguments are nested: a block may
     # ask for any of them
     traces: Dict[Tuple[bool, bool, str], Trace] = field(default_factory=dict)
@@ -57,6 +58,20 @@ def blocks_in(net: Any) -> Iterator[Any]:
             seen.add(id(block))
             yield block
             stack.extend(reversed(list(block._children.values())))
+
+
+def paths_in(net: Any, path: str = "") -> Dict[Any, str]:
+    """Where each block in a net is, which is at this place itself; the first place, if several."""
+    made: Dict[Any, str] = {}
+
+    def walk(block: Any, path: str) -> None:
+        if block not in made:
+            made[block] = path
+            for name, child in block._children.items():
+                walk(child, f"{path}.{name}")
+
+    walk(net, path)
+    return made
 
 
 def parameters_in(net: Any) -> Dict[str, Any]:

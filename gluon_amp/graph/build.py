@@ -7,13 +7,14 @@ other nodes stay as they are.
 Formats that MXNet has no arrays of (bfloat16, float8) are for CPUs only. Their tensors are float32
 arrays, and a node says in attributes which of its inputs and outputs are rounded, and to what.
 """
-from typing import Dict, List, Mapping, Optional, Set
+from typing import Callable, Dict, List, Mapping, Optional, Set
 
+from .._mxnet import np
 from ..cpu import library
 from ..cpu.scales import Scales
 from ..formats import FLOAT16
 from ..policy import POLICIES, Policy
-from .accumulate import accumulate
+from .accumulate import ONLY_COUNTED, accumulate
 from .casts import PRODUCT
 from .graph import CASTS, TYPE_FLAG, Entry, Graph, Node, bindings
 from .operators import factors, numbers
@@ -28,6 +29,11 @@ _WATCH = "__gluon_amp_watch__"  # the node's name, where the engine counts what 
 _SAMPLES = "?"  # before that name: samples only
 _GRIDS = tuple(f"__gluon_amp_{word}_grid__" for word in ("output", "product", "gradient", "back"))
 
+# Products with a state, to which the engine can give one format only: how users call them.
+_OF_ONE_FORMAT = {"_npi_einsum": "einsum", "Convolution_v1": "Convolution_v1",
+                  "_contrib_DeformableConvolution": "DeformableConvolution",
+                  "_contrib_ModulatedDeformableConvolution": "ModulatedDeformableConvolution"}
+
 # They make or move halves, MXNet's own code does that in no time, and their gradients only move
 # them back: left as they are.
 LEFT_ALONE = frozenset("""
@@ -38,7 +44,7 @@ LEFT_ALONE = frozenset("""
 
 def build(graph: Graph, types: Mapping[str, str], on_gpu: bool = False,
           policy: Policy = POLICIES["float16"], watch: bool = False, samples: bool = False,
-          scales: Optional[Scales] = None) -> Graph:
+          scales: Optional[Scales] = None, place: Callable[[str], str] = str) -> Graph:
     """The graph that a device runs, with the same variables and outputs, of the same types.
 
     Args:
@@ -49,6 +55,7 @@ def build(graph: Graph, types: Mapping[str, str], on_gpu: bool = False,
         samples: then only samples are taken of it.
         scales: what the network remembers of float8 tensors; if not given, it begins anew, and
             the engine remembers it for ever.
+        place: gives for a node's name what its histories are called there.
     """
     if on_gpu:
         if policy.cpu_only:
@@ -59,7 +66,7 @@ def build(graph: Graph, types: Mapping[str, str], on_gpu: bool = False,
         return _with_dropout_to_walk_back_twice(graph)
     library.load()
     said = (_SAMPLES if samples else "") if watch else None
-    built = _Rewriting(graph, types, policy, said, scales or Scales(freed=False)).run()
+    built = _Rewriting(graph, types, policy, said, scales or Scales(freed=False), place).run()
     if policy.accumulate is not None:
         accumulate(built, policy.accumulate, policy.split)
     return built
@@ -88,9 +95,11 @@ class _Rewriting:
     """One graph, or the body of a loop, from its inputs to its outputs."""
 
     def __init__(self, graph: Graph, types: Mapping[str, str], policy: Policy,
-                 watch: Optional[str], scales: Scales):
-        self.graph, self.policy, self.watch, self.scales = graph, policy, watch, scales
-        self.rounds_halves = policy.between == policy.product != policy.gradient
+                 watch: Optional[str], scales: Scales, place: Callable[[str], str],
+                 named: Optional[Dict[str, int]] = None):
+        self.graph, self.policy, self.watch = graph, policy, watch
+        self.scales, self.place = scales, place
+        self.rounds_halves = policy.gradient_everywhere and policy.gradient != policy.between
         self.types = graph.types(types)
         self.count: Dict[Node, int] = {}  # of outputs
         for entry in self.types:
@@ -98,7 +107,8 @@ class _Rewriting:
         self.users = graph.consumers()
         self.done: Dict[Entry, Entry] = {}
         self.norms: Set[Node] = set()  # layer norms that read and write halves
-        self.named: Dict[str, int] = {}  # how many products have each name
+        # how many products have each name, in bodies of loops too
+        self.named: Dict[str, int] = {} if named is None else named
 
     def run(self) -> Graph:
         for node in self.graph.nodes():
@@ -115,6 +125,7 @@ class _Rewriting:
             return
         if not new.op.startswith(library.PREFIX) and library.has_operator(new.op):
             new.op = library.PREFIX + new.op
+            new.attrs[ONLY_COUNTED] = "True"
         new.attrs[_WATCH] = f"{self.watch}{node.name}"
 
     def _is_half(self, entry: Entry) -> bool:
@@ -159,8 +170,8 @@ class _Rewriting:
         """Gives a node of low type our operator, and its constants."""
         outputs = self._outputs(node)
         constants = self.policy.between if any(map(self._is_rounded, outputs)) else FLOAT16
-        for key, number in numbers(node):  # a GPU has them in float16, too
-            new.attrs[key] = repr(float(constants.nearest.round(number)))
+        for key, number in numbers(node):  # as a GPU has them: made float32, then float16
+            new.attrs[key] = repr(float(constants.nearest.round(np.float32(number))))
         if node.op not in LEFT_ALONE and library.has_operator(node.op):
             new.op = library.PREFIX + node.op
         made = [Entry(new, e.output) for e in outputs]
@@ -178,10 +189,11 @@ class _Rewriting:
             new.attrs["dtype"] = "float32"
         if node.op in LEFT_ALONE:
             return
-        if node.op == "_npi_einsum" and not policy.one_format:  # with a state that knows no more
-            raise ValueError(f"policy {policy.name}: einsum has one format for its products, what "
-                             f"lies between them, and gradients. Keep {node.name} in float32 "
-                             "(keep=), or give product, between and gradient one format")
+        if node.op in _OF_ONE_FORMAT and PRODUCT in node.attrs:
+            raise ValueError(f"policy {policy.name}: {_OF_ONE_FORMAT[node.op]} has one format for "
+                             "its products, what lies between them, and gradients. Keep "
+                             f"{node.name} in float32 (keep=), or give product, between and "
+                             "gradient one format")
         if node.op == "RNN" and not policy.one_format:
             new.attrs[_LOOP] = "True"
         if policy.in_order:
@@ -193,7 +205,7 @@ class _Rewriting:
             if policy.scaling is not None:
                 new.attrs[_SCALING] = f"{policy.scaling} {self.scales.id} {policy.history} " \
                                       f"{policy.margin} {self._place(node)}"
-        back = policy.gradient if policy.product == policy.between else policy.between
+        back = policy.gradient if policy.gradient_everywhere else policy.between
         gradient = policy.gradient if product else back
         for key, format_ in zip(_GRIDS, (policy.between, policy.product, gradient, back)):
             new.attrs[key] = format_.for_engine
@@ -205,7 +217,8 @@ class _Rewriting:
         where a layer is called again, since MXNet gives all its calls one name."""
         self.named[node.name] = self.named.get(node.name, 0) + 1
         again = self.named[node.name]
-        return node.name if again == 1 else f"{node.name} {again}"
+        place = self.place(node.name)
+        return place if again == 1 else f"{place} {again}"
 
     def _stands_between_casts(self, node: Node) -> bool:
         """Whether a float32 layer norm reads what was cast from float16, and all that read it
@@ -227,7 +240,8 @@ class _Rewriting:
         body, inputs = node.subgraphs[which], bindings(node)[which]
         names = body.variables()
         types = {name: self.types[node.inputs[i]] or "float32" for name, i in zip(names, inputs)}
-        rewritten = _Rewriting(body, types, self.policy, self.watch, self.scales).run()
+        rewritten = _Rewriting(body, types, self.policy, self.watch, self.scales, self.place,
+                               self.named).run()
         assert rewritten.variables() == names, (node, names, rewritten.variables())
         return rewritten
 

@@ -56,9 +56,8 @@ class _Casting:
                  keep: Collection[str], wide: Set[str]):
         self.policy, self.keep = policy, keep
         self.between = policy.between.type_name
-        product = policy.product
-        # Where there are arrays of the format, products take and give these.
-        self.product = product.type_name if product.is_array_type else self.between
+        # Where products do not round what they read, casts make arrays of their format.
+        self.product = self.between if policy.products_round else policy.product.type_name
         # from the narrowest to the widest
         self.floats = ["float16", policy.between.type_name, "float32", "float64"]
         self.variables, self.weak_names, self.wide_names = types, weak, wide
@@ -100,8 +99,7 @@ class _Casting:
                 if data is not None and data in self.floats and data != outputs[0]:
                     back[Entry(made)] = self.cast(Entry(made), data)
             if operators.runs_in(node) == operators.PRODUCT and not self._kept(node):
-                if not self.policy.product.is_array_type \
-                        and self.policy.product != self.policy.between:
+                if self.policy.products_round:
                     made.attrs[PRODUCT] = "True"
                 if self.product != self.between:
                     for i, _ in enumerate(outputs):

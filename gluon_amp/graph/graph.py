@@ -188,9 +188,11 @@ def infer(node: Node, inputs: Types) -> Types:
     foreign = {t for t in (*inputs, made_type(node)) if t is not None and t not in TYPE_FLAG}
     if node.subgraphs and (foreign or any(map(_makes_foreign, node.subgraphs))):
         return _body_outputs(node, inputs)
+    if foreign and node.op in CASTS:
+        return (made_type(node),)
     if foreign:
         name = foreign.pop()
-        if foreign or "float16" in inputs and node.op not in CASTS:
+        if foreign or "float16" in inputs:
             raise mx.MXNetError(f"{node.op} takes inputs of one format. Received: {inputs}")
         inputs = tuple("float16" if t == name else t for t in inputs)
         known = node.like(node.inputs)

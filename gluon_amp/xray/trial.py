@@ -84,12 +84,12 @@ class Call(NamedTuple):
 
     def op(self, typed: Typed, policy: Policy, watch: bool, parameters: Mapping[str, Any],
            samples: bool = False, flags: Sequence[Any] = (),
-           scales: Any = None) -> Tuple[Any, List[Any]]:
+           scales: Any = None, place: Callable[[str], str] = str) -> Tuple[Any, List[Any]]:
         """A CachedOp of the graph with its casts, and where its inputs come from."""
         graph, types = typed
         if SCALE in parameters:
             graph, types = with_loss_scale(graph), {**types, SCALE: "float32"}
-        symbol = build(graph, types, False, policy, watch, samples, scales).symbol()
+        symbol = build(graph, types, False, policy, watch, samples, scales, place).symbol()
         order = symbol.list_inputs()
         if self.numpy:
             symbol = symbol.as_np_ndarray()
@@ -173,7 +173,7 @@ class Watched:
             types = {name: dtype_name(p.dtype) for name, p in self.parameters.items()}
             typed = call.typed(policy, types, self.keep)
             self.ops[where] = call.op(typed, policy, True, self.parameters, flags=block._flags,
-                                      scales=block._amp.scales)
+                                      scales=block._amp.scales, place=block.place)
         return self.ops[where]
 
 

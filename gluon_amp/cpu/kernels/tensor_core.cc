@@ -316,12 +316,12 @@ class Block {
 
 void one_block(const TensorCore& gpu, const Tiles& tiles, int64_t depth, HalfMatrix a,
                HalfMatrix b, const float* c, FloatMatrix y) {
-  const int64_t split = gpu.split > 0 ? least(gpu.split, depth) : depth;
+  const int64_t split = most(gpu.split > 0 ? least(gpu.split, depth) : depth, 1);
   Block block(gpu, tiles, split);
   Scratch<float> total(tiles.floats());
   if (c) block.begin(c, y);
   else block.begin();
-  for (int64_t first = 0; first < depth; first += split) {
+  for (int64_t first = 0; first == 0 || first < depth; first += split) {
     if (first > 0) block.begin();
     block.go_on(a, b, first, least(first + split, depth));
     const float* piece = block.results();
