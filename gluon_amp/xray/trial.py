@@ -29,6 +29,7 @@ from ..graph.casts import float32_variables, insert_casts
 from ..graph.graph import Graph
 from ..policy import Policy
 from ..symbolic.binding import SCALE, with_loss_scale
+from .heads import HeadLosses
 from .modules import ModuleBlock
 from .statistics import Counts, Key, read
 
@@ -278,9 +279,11 @@ class Trial:
             self.scale[:] = scale
         with mx.autograd.record(), standing_in(self.net, self.make):
             loss = loss_of(self.net, batch, loss_fn)
-        mx.autograd.backward([loss], [mx.nd.ones_like(loss.as_nd_ndarray()) * scale])
+        begins_with = 1.0 if isinstance(loss_fn, HeadLosses) else scale
+        mx.autograd.backward([loss], [mx.nd.ones_like(loss.as_nd_ndarray()) * begins_with])
         counts = read()
-        return Ran(mean_of(loss), all_finite(self.gradients()), counts, total_of(loss))
+        total = loss_fn.total(counts) if isinstance(loss_fn, HeadLosses) else total_of(loss)
+        return Ran(mean_of(loss), all_finite(self.gradients()), counts, total)
 
     def look(self, batch: Any) -> None:
         """One forward pass, as training makes it, to know the graphs."""
