@@ -2,7 +2,7 @@
 import math
 import statistics
 from dataclasses import dataclass
-from typing import Callable, Dict, Iterable, List, Mapping, NamedTuple, Optional, Tuple
+from typing import Any, Callable, Dict, Iterable, List, Mapping, NamedTuple, Optional, Tuple
 
 from ..graph.graph import CASTS
 from ..graph.operators import PRODUCTS, numbers
@@ -41,13 +41,15 @@ class Overflow:
     """The first tensor that is not finite though all that it is computed from is.
 
     Attributes:
-        node: the name of the node that has computed it.
+        node: the name of the node that has computed it; or of the data or the parameter that was
+            not finite before anything was computed.
         tensor: its own name.
-        op: the node's operator.
+        op: the node's operator; "" of data and parameters.
         backward: whether it is of the backward pass.
         batch: the number of the batch, from 0 on.
         scale: the loss scale of that pass.
-        inputs: the names of what it read, and the exponents of the smallest and largest number.
+        inputs: the names of what it read, with parameters and data, and the exponents of the
+            smallest and the largest number.
         where: the user's block, with the file and line of its code, if that can be had.
     """
     node: str
@@ -60,8 +62,11 @@ class Overflow:
     where: str = ""
 
     def __str__(self) -> str:
+        if not self.op:
+            return f"batch {self.batch}: {self.node} is not finite before anything is computed"
         ranges = ", ".join(f"{name} 2^{r[0]} to 2^{r[1]}" if r else f"{name} all 0"
-                           for name, r in self.inputs.items()) or "parameters and data"
+                           for name, r in self.inputs.items())
+        ranges = ranges or ("the loss" if self.backward else "parameters and data")
         which = f" at the loss scale {self.scale:g}" if self.backward else ""
         where = f" ({self.where})" if self.where else ""
         return f"batch {self.batch}: {self.tensor} ({self.op}) is the first that is not " \
@@ -87,18 +92,31 @@ def is_finite(counts: Counts) -> bool:
 
 
 def first_overflow(tensors: Iterable[Tensor], counts: Mapping[Key, Counts], batch: int,
-                   scale: float) -> Optional[Overflow]:
-    """In one step's counts."""
+                   scale: float, arrays: Optional[Mapping[str, Any]] = None) -> Optional[Overflow]:
+    """In one step's counts.
+
+    Args:
+        arrays: the data and parameters that are known, by name.
+    """
     by_key = {tensor.key: tensor for tensor in tensors}
     for tensor in sorted(by_key.values(), key=lambda t: t.place):
         found = counts.get(tensor.key)
         if found is None or is_finite(found) or _came_round(tensor, counts):
             continue
-        read = {key: counts[key] for key in tensor.reads if key in counts}
-        if all(map(is_finite, read.values())):
-            inputs = {by_key[key].name: c.range for key, c in read.items() if key in by_key}
-            return Overflow(tensor.key.node, tensor.name, tensor.op, tensor.key.backward, batch,
-                            scale, inputs)
+        if not all(is_finite(counts[key]) for key in tensor.reads if key in counts):
+            continue
+        given = {name: Counts.of_array(arrays[name]) for name in tensor.variables
+                 if arrays and name in arrays}
+        for name, held in given.items():
+            if not held.finite:
+                return Overflow(name, name, "", False, batch, scale, {})
+        output = by_key.get(Key(tensor.key.node, False, 0))
+        reads = dict.fromkeys(tensor.reads + (output.reads if output else []))
+        inputs = {by_key[key].name: counts[key].range for key in reads
+                  if key in counts and key in by_key}
+        inputs.update((name, held.range) for name, held in given.items())
+        return Overflow(tensor.key.node, tensor.name, tensor.op, tensor.key.backward, batch,
+                        scale, inputs)
     return None
 
 

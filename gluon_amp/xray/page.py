@@ -81,7 +81,7 @@ def _advice(view: Any) -> str:
             for f in view.findings[:10]) + "</ol>")
         if view.keep:
             parts.append(f"<pre>{escape(view.keep_line)}</pre>")
-    else:
+    elif view.tensors:
         parts.append("<p class=good><b>Nothing needs to stay in float32</b> beyond what does.</p>")
     return "\n".join(parts)
 

@@ -3,7 +3,7 @@
 A network is called as its user calls it. Meanwhile something stands in for the graphs of its
 hybrid blocks (`State.stand_in`): the same graphs on copies of the parameters, under any policy.
 """
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import (
     Any,
     Callable,
@@ -22,6 +22,7 @@ from typing import (
 from .._mxnet import message, mx
 from ..cpu.arrays import dtype_name, to_float32
 from ..cpu.finite import all_finite
+from ..cpu.library import random_numbers_kept
 from ..gluon.converted import ConvertedBlock, ConvertedHybridBlock
 from ..gluon.state import blocks_in
 from ..graph.build import build
@@ -104,10 +105,19 @@ class Call(NamedTuple):
 def split(batch: Any) -> Tuple[List[Any], List[Any]]:
     """A batch as what the network takes, and what the loss takes besides its output."""
     parts = list(batch) if isinstance(batch, (list, tuple)) else [batch]
-    if not parts or not all(isinstance(part, mx.nd.NDArray) and part.size for part in parts):
-        raise ValueError("a batch is a tuple of arrays that are not empty: data, and label last. "
+    if not parts or not all(isinstance(array, mx.nd.NDArray) and array.size
+                            for array in arrays_of(parts)):
+        raise ValueError("a batch is a tuple of arrays that are not empty: data, and label last, "
+                         "which may be a list of arrays. "
                          f"Received: {[getattr(p, 'shape', type(p).__name__) for p in parts]}")
     return (parts, []) if len(parts) == 1 else (parts[:-1], parts[-1:])
+
+
+def arrays_of(parts: Sequence[Any]) -> List[Any]:
+    """What is in a batch; several labels are a list at its end."""
+    *first, last = parts
+    several = bool(first) and isinstance(last, (list, tuple)) and len(last) > 0
+    return [*first, *(last if several else [last])]
 
 
 def check(net: Any, batch: Any) -> None:
@@ -128,9 +138,29 @@ def check(net: Any, batch: Any) -> None:
     if any(array.context.device_type == "gpu" for array in data):
         raise ValueError("xray runs on CPUs, where each result is seen before it is rounded. "
                          "Received: data on a GPU")
-    if not any(block._cached_graph for block in hybrid):
-        with mx.autograd.pause():
-            call(net, data)
+    waiting = any(p._deferred_init for p in net.collect_params().values())
+    if waiting or not any(block._cached_graph for block in hybrid):
+        _call_first(net, data, waiting)
+
+
+def _call_first(net: Any, data: Sequence[Any], waiting: bool) -> None:
+    """Makes what the user's first call would make: graphs, and the parameters where some wait for
+    the data's shapes. No operator of a hybrid network runs: it might draw random numbers."""
+    def stop(block: Any, key: Any, arrays: Any) -> Any:
+        raise _Traced
+
+    with ExitStack() as stack:
+        stack.enter_context(mx.autograd.pause())
+        if isinstance(net, ConvertedHybridBlock):
+            stack.enter_context(suppress(_Traced))
+            stack.enter_context(standing_in(net, stop))
+        elif not waiting:
+            stack.enter_context(random_numbers_kept())
+        call(net, data)
+
+
+class _Traced(Exception):
+    """Ends a call of a network that has its graph."""
 
 
 def call(net: Any, data: Sequence[Any]) -> Any:
@@ -270,6 +300,11 @@ class Trial:
                                       self.samples, block._flags if self.samples else ())
         return self.ops[where]
 
+    def given(self, batch: Any, arrays: Mapping[str, Any]) -> Dict[str, Any]:
+        """These arrays, and the data that the network's own graph reads, by name."""
+        own = self.calls.get(self.net)
+        return {**arrays, **(dict(zip(own.names, split(batch)[0])) if own else {})}
+
     # ---- a step
 
     def run(self, batch: Any, loss_fn: Any, scale: float = 1.0) -> Ran:
@@ -280,7 +315,11 @@ class Trial:
         with mx.autograd.record(), standing_in(self.net, self.make):
             loss = loss_of(self.net, batch, loss_fn)
         begins_with = 1.0 if isinstance(loss_fn, HeadLosses) else scale
-        mx.autograd.backward([loss], [mx.nd.ones_like(loss.as_nd_ndarray()) * begins_with])
+        try:
+            mx.autograd.backward([loss], [mx.nd.ones_like(loss.as_nd_ndarray()) * begins_with])
+        except mx.MXNetError as error:
+            raise ValueError("no gradients come from the loss that loss_fn returned: "
+                             f"{message(error)}") from error
         counts = read()
         total = loss_fn.total(counts) if isinstance(loss_fn, HeadLosses) else total_of(loss)
         return Ran(mean_of(loss), all_finite(self.gradients()), counts, total)

@@ -4,6 +4,7 @@ from typing import Any, Dict, List, Optional, Tuple
 
 from .._mxnet import mx, np
 from ..cpu.arrays import to_float32
+from ..training.optimizer import master_in
 from ..training.step import clear_added
 from ..training.trainer import Trainer
 from .statistics import Counts, Key, read
@@ -17,7 +18,8 @@ class Weight:
     Attributes:
         counts: of its numbers, in the last step.
         updates: of what the steps added to it; None without a trainer.
-        without_master: the share of these that would have changed nothing in float16 alone.
+        without_master: the share of these that would have changed nothing in float16 alone; None
+            without a trainer, and of a float16 parameter without a master: it has lost them.
     """
     name: str
     counts: Counts
@@ -76,21 +78,28 @@ class Updates:
 
     def _value(self, parameter: Any) -> Any:
         """A parameter's master, or itself where it has none."""
-        array = parameter.data()
-        if array.dtype is np.float16 and self.trainer is not None:
-            optimizer, updater = self.trainer._optimizer, self.trainer._updaters[0]
-            state = updater.states.get(self.trainer._param2idx.get(parameter.name))
-            if optimizer.multi_precision and state is not None and hasattr(optimizer, "_masters"):
-                (master,), _ = optimizer._masters([state])
-                return master
-        return to_float32(array)
+        master = self._master(parameter)
+        return to_float32(parameter.data()) if master is None else master
+
+    def _master(self, parameter: Any) -> Any:
+        if parameter.data().dtype is not np.float16 or self.trainer is None:
+            return None
+        state = self.trainer._updaters[0].states.get(
+            self.trainer._param2idx.get(parameter.name))
+        return master_in(self.trainer._optimizer, state)
+
+    def _keeps_all(self, parameter: Any) -> bool:
+        """Whether what is added to a parameter stays: float16 alone loses some of it."""
+        return parameter.data().dtype is not np.float16 or self._master(parameter) is not None
 
     def weights(self) -> List[Weight]:
         """What was counted."""
         made = []
         for p in self.parameters:
             steps = self.made.get(p.name)
-            share = None if steps is None else self.lost[p.name] / max(steps, 1)
+            share = None
+            if steps is not None and self._keeps_all(p):
+                share = self.lost[p.name] / max(steps, 1)
             made.append(Weight(p.name, Counts.of_array(to_float32(p.data())),
                                self.counts.get(p.name), share))
         return made

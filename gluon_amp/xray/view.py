@@ -10,12 +10,13 @@ import itertools
 import math
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, Callable, Dict, Iterable, List, Optional, Set, Tuple
+from typing import Any, Callable, Dict, Iterable, List, Mapping, Optional, Set, Tuple
 
 from .._mxnet import mx
 from ..checks import positive_number, whole_number
 from ..cpu.library import random_numbers_kept
 from ..policy import POLICIES
+from ..training.trainer import Trainer
 from .advice import (
     Finding,
     Overflow,
@@ -124,7 +125,7 @@ class View:
         lines += [f"{f.node}: {f.reason}: {f.detail}" for f in self.findings[:10]]
         if self.keep:
             lines.append(f"To keep in float32: {self.keep_line}")
-        elif not self.findings:
+        elif self.tensors and not self.findings:
             lines.append("Nothing needs to stay in float32 beyond what does.")
         return "\n".join(lines)
 
@@ -139,7 +140,8 @@ def xray(net: Any, batches: Iterable[Any], loss_fn: Any = None, trainer: Any = N
 
     Args:
         net: a network that `convert` has converted, on a CPU; or a bound `gluon_amp.Module`.
-        batches: tuples of arrays, data first and label last; of a Module what its iterator gives.
+        batches: tuples of arrays, data first and label last; several labels are a list there. Of a
+            Module what its iterator gives.
         loss_fn: called with the network's output and the label; a Module needs none, since its
             symbol ends in losses.
         trainer: takes a step on each batch; None: the weights stay.
@@ -149,9 +151,10 @@ def xray(net: Any, batches: Iterable[Any], loss_fn: Any = None, trainer: Any = N
             loss scales.
     """
     whole_number(steps, "steps", least=1)
-    positive_number(lost, "lost")
-    if trainer is not None and isinstance(net, mx.mod.BaseModule):
-        raise TypeError("of a Module, an X-ray makes steps on copies: trainer= is for Gluon")
+    if positive_number(lost, "lost") >= 1:
+        raise ValueError(f"lost is a share of a gradient's norm, below 1. Received: {lost}")
+    if trainer is not None:
+        _check_trainer(trainer, net)
     net, batches, loss_fn = looked_at(net, batches, loss_fn)
     chosen = list(itertools.islice(iter(batches), steps))
     if not chosen:
@@ -172,6 +175,7 @@ def xray(net: Any, batches: Iterable[Any], loss_fn: Any = None, trainer: Any = N
         view.converts = "amp.convert_symbol(symbol"
     scale = float(getattr(trainer, "loss_scale", FIRST_SCALE))
     updates = Updates(net, trainer)
+    sound: List[int] = []  # the batches whose data is finite, and the parameters with it
     for number, batch in enumerate(chosen):
         with random_numbers_kept() as draw_again:
             if right is not None:
@@ -189,18 +193,20 @@ def xray(net: Any, batches: Iterable[Any], loss_fn: Any = None, trainer: Any = N
             if not math.isfinite(whole.loss):
                 view.notes.insert(0, f"batch {number}: the loss is not finite in float32 either: "
                                   "look at the data, the learning rate and the loss first")
-        _note(view, scale, ran, number,
-              None if right is None else at_scale(whole.counts, scale / at))
+        known = trial.given(batch, (right or trial).arrays if right or trainer is None else {})
+        if _note(view, scale, ran, number, known,
+                 None if right is None else at_scale(whole.counts, scale / at)):
+            sound.append(number)
     view.tensors = [t for t in tensors if t.counts is not None]
-    if all(_forward_is_finite(counts) for _, counts in view.steps):
+    if all(_forward_is_finite(view.steps[number][1]) for number in sound):
         view.window = window(view.tensors, view.scale, lost)
     view.findings = findings(layout, view.tensors, view.scale)
     if view.findings:
         with random_numbers_kept() as draw_again:
-            _try_keeping(trial, right, view, chosen, loss_fn, draw_again)
+            _try_keeping(trial, right, view, [chosen[i] for i in sound], loss_fn, draw_again)
     view.weights = updates.weights()
     if view.first_overflow:
-        view.first_overflow.where = _code_of(trial, chosen[0], view.first_overflow.node)
+        view.first_overflow.where = _where(trial, chosen[0], layout, view.first_overflow)
     return view
 
 
@@ -214,13 +220,29 @@ def explain(net: Any, batch: Any, loss_fn: Any = None,
     trial = Trial(net, net._amp.policy)
     with random_numbers_kept():
         ran = trial.run(batch, loss_fn, loss_scale)
-    found = first_overflow(_layout(trial).tensors(), ran.counts, 0, loss_scale)
+    layout = _layout(trial)
+    found = first_overflow(layout.tensors(), ran.counts, 0, loss_scale,
+                           trial.given(batch, trial.arrays))
     if found:
-        found.where = _code_of(trial, batch, found.node)
+        found.where = _where(trial, batch, layout, found)
     return found
 
 
 # ---- how it is done ---------------------------------------------------------------------------
+
+
+def _check_trainer(trainer: Any, net: Any) -> None:
+    if isinstance(net, mx.mod.BaseModule):
+        raise TypeError("of a Module, an X-ray makes steps on copies: trainer= is for Gluon")
+    if not isinstance(trainer, mx.gluon.Trainer):
+        raise TypeError("trainer is a gluon_amp.Trainer, or MXNet's. "
+                        f"Received: {type(trainer).__name__}")
+    own = {id(p) for p in net.collect_params().values()} if hasattr(net, "collect_params") else ()
+    if not any(id(parameter) in own for parameter in trainer._params):
+        raise ValueError("the trainer has none of the network's parameters")
+    if isinstance(trainer, Trainer) and trainer._steps.pending.scale is not None:
+        raise ValueError("gradients wait for the trainer's step: take it before the X-ray, each "
+                         "look of which is a step")
 
 
 def _layout(trial: Trial) -> Layout:
@@ -243,18 +265,25 @@ def _run(trial: Trial, batch: Any, loss_fn: Any, scale: float,
     return scale, ran
 
 
-def _note(view: View, scale: float, ran: Ran, number: int,
-          reference: Optional[Dict[Key, Counts]]) -> None:
+def _note(view: View, scale: float, ran: Ran, number: int, known: Mapping[str, Any],
+          reference: Optional[Mapping[Key, Counts]]) -> bool:
+    """Notes a step. Whether its counts tell of the format: not where data or parameters, those
+    that are known, were not finite to begin with."""
     if not view.steps:
         view.scale = scale
-    fill(view.tensors, ran.counts, reference, view.scale / scale)
-    weigh(view.tensors, ran, scale)
+    overflow = first_overflow(view.tensors, ran.counts, number, scale, known)
+    view.first_overflow = view.first_overflow or overflow
+    sound = overflow is None or overflow.op != ""
+    if sound:
+        fill(view.tensors, ran.counts, reference, view.scale / scale)
+        weigh(view.tensors, ran, scale)
+    else:
+        view.notes.append(f"{overflow}: no advice is from this batch")
     view.losses.append(ran.loss)
     for counts in ran.counts.values():
         counts.sample = None  # all steps are kept
     view.steps.append((scale, ran.counts))
-    if view.first_overflow is None:
-        view.first_overflow = first_overflow(view.tensors, ran.counts, number, scale)
+    return sound
 
 
 @dataclass
@@ -332,6 +361,14 @@ def _try_keeping(first: Trial, right: Optional[Trial], view: View, batches: List
     if again.found:
         view.notes.append("with these kept, float16 still does not suit: "
                           + ", ".join(f.node for f in again.found[:5]))
+
+
+def _where(trial: Trial, batch: Any, layout: Layout, found: Overflow) -> str:
+    """The code of the node that has overflowed; of a cast of data, of what reads it."""
+    if not found.op:
+        return ""
+    node = found.node if found.backward else layout.blamed(Key(found.node, False, 0))
+    return _code_of(trial, batch, node)
 
 
 def _code_of(trial: Trial, batch: Any, node: str) -> str:
