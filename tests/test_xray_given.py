@@ -1,9 +1,14 @@
 """What an X-ray makes of what it is given: data and weights that are no numbers, batches with
 several labels, networks that have not run, trainers of any kind."""
+import csv
+import json
+
 import gluon_amp as amp
 import numpy as np
 import pytest
 from gluon_amp._mxnet import mx
+from gluon_amp.formats import FORMATS
+from gluon_amp.xray.read import read
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
 from xray_networks import LOSS, rows
@@ -142,6 +147,38 @@ def test_updates_that_mxnets_own_masters_get_are_counted(optimizer):
     with pytest.warns(UserWarning, match="float16 in optimizer"):
         alone = shares(amp.optimizer("adam", multi_precision=False, epsilon=1e-4))
     assert alone == [None] * 4  # float16 alone has lost them already
+
+
+def test_weights_and_updates_are_in_the_files_and_told_in_another_format(tmp_path):
+    net = two_layers()
+    net(rows(1)[0][0])
+    net[0].weight.set_data(net[0].weight.data() * 2.0 ** -16)  # too small for float16
+    trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 1e-6}, loss_scale=64)
+    view = amp.xray(net, rows(1), LOSS, trainer)
+    view.save(str(tmp_path / "xray"))
+    with open(tmp_path / "xray" / "summary.csv", encoding="utf-8") as file:
+        table = {(row["tensor"], row["kind"]): row for row in csv.DictReader(file)}
+    lines = [json.loads(line)
+             for line in (tmp_path / "xray" / "xray.jsonl").read_text().splitlines()]
+    held = {(line["parameter"], line["kind"]): line for line in lines if "parameter" in line}
+    for weight, parameter in zip(view.weights, net.collect_params().values()):
+        now = parameter.data().asnumpy().astype(np.float32)
+        row, line = table[weight.name, "weight"], held[weight.name, "weight"]
+        assert row["format"] == "float16"
+        small = (now != 0) & (np.abs(now) < 2.0 ** -14)
+        assert float(row["subnormal"]) + float(row["flushed"]) == pytest.approx(small.mean())
+        exponents = np.floor(np.log2(np.abs(now[now != 0])))
+        assert dict(line["bins"]) == dict(zip(*np.unique(exponents, return_counts=True)))
+        assert line["zero"] == (now == 0).sum()
+        row, line = table[weight.name, "update"], held[weight.name, "update"]
+        assert line["zero"] + sum(n for _, n in line["bins"]) == now.size == int(row["numbers"])
+        assert float(row["without_master"]) == pytest.approx(line["without_master"], rel=1e-4)
+    for name, found in (("bfloat16", False), ("float8_e4m3", True)):
+        again = read(str(tmp_path / "xray"), FORMATS[name])
+        assert [w.updates.numbers for w in again.weights] == [
+            w.updates.numbers for w in view.weights]
+        below = {f.node for f in again.findings if f.reason == "range below"}
+        assert ("net_first_weight" in below) == found
 
 
 def waiting_trainer(net):

@@ -169,7 +169,8 @@ def test_parts_of_one_name_are_looked_into_each():
     assert view.losses == [float(LOSS(net(data), label).mean().asscalar())]
 
 
-def test_training_of_a_plain_block_under_an_xray_has_the_same_bits():
+@pytest.mark.parametrize("net", [Mean, lambda: Loops("foreach")])
+def test_training_of_blocks_and_loops_under_an_xray_has_the_same_bits(net):
     def make():
-        return prepared(Mean())
+        return prepared(net())
     assert training(True, make, rows) == training(False, make, rows)

@@ -80,6 +80,11 @@ class Window(NamedTuple):
     low_tensor: str
     high_tensor: str
 
+    def __str__(self) -> str:
+        return f"{scales_that_fit(self.low, self.high)}: from {self.low:g} " \
+               f"({self.low_tensor or 'no gradient needs more'}) to {self.high:g} " \
+               f"({self.high_tensor})"
+
 
 def scales_that_fit(low: float, high: float) -> str:
     """How a line about loss scales begins: "Loss scales that fit", unless none does."""

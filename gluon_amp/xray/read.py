@@ -11,6 +11,7 @@ from .advice import Finding, is_finite, scales_that_fit, window
 from .page import page
 from .statistics import Counts, Key
 from .tensors import Tensor
+from .updates import Weight
 from .view import View
 
 
@@ -47,6 +48,9 @@ def read(folder: str, format_: Format) -> View:
     tensors: Dict[Key, Tensor] = {}
     view = View(f"{head['network']}, as if in {format_.name}", [])
     for line in lines:
+        if line["kind"] in ("weight", "update"):
+            _read_weight(view.weights, line, format_)
+            continue
         key = Key(line["node"], line["backward"], line["index"])
         was = FORMATS.get(line["format"], FLOAT16)
         given = format_ if was != FLOAT32 else FLOAT32
@@ -64,11 +68,22 @@ def read(folder: str, format_: Format) -> View:
     view.window = window(view.tensors, view.scale, view.lost)
     best = view.window.high / view.scale if view.window else 1.0
     view.findings = [f for t in view.worst() for f in _findings(t, best)]
+    view.findings += [f for w in view.weights for f in _findings(Tensor(
+        Key(w.name, False, 0), "weight", "", 0, w.format, counts=w.counts), best)]
     unknown = sum(t.counts is not None and not t.counts.finite for t in view.tensors)
     if unknown:
         view.notes.append(f"of {unknown} tensors nothing is known: they read infinities that the "
                           "run itself made")
     return view
+
+
+def _read_weight(weights: List[Weight], line: Dict[str, Any], format_: Format) -> None:
+    """A parameter as it would have been in a format; or its updates, which are of float32."""
+    if line["kind"] == "update":
+        weights[-1].updates = _counts(line)
+        return
+    given = FLOAT32 if line["format"] == FLOAT32.name else format_
+    weights.append(Weight(line["parameter"], _counts(line).as_in(given), format=given))
 
 
 def _findings(tensor: Tensor, factor: float) -> List[Finding]:

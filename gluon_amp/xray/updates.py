@@ -4,6 +4,7 @@ from typing import Any, Dict, List, Optional, Tuple
 
 from .._mxnet import mx, np
 from ..cpu.arrays import to_float32
+from ..formats import FLOAT16, FLOAT32, Format
 from ..training.optimizer import master_in
 from ..training.step import clear_added
 from ..training.trainer import Trainer
@@ -20,11 +21,13 @@ class Weight:
         updates: of what the steps added to it; None without a trainer.
         without_master: the share of these that would have changed nothing in float16 alone; None
             without a trainer, and of a float16 parameter without a master: it has lost them.
+        format: the format that the parameter has.
     """
     name: str
     counts: Counts
     updates: Optional[Counts] = None
     without_master: Optional[float] = None
+    format: Format = FLOAT32
 
 
 class Updates:
@@ -100,6 +103,7 @@ class Updates:
             share = None
             if steps is not None and self._keeps_all(p):
                 share = self.lost[p.name] / max(steps, 1)
+            format_ = FLOAT16 if p.data().dtype is np.float16 else FLOAT32
             made.append(Weight(p.name, Counts.of_array(to_float32(p.data())),
-                               self.counts.get(p.name), share))
+                               self.counts.get(p.name), share, format_))
         return made

@@ -24,7 +24,6 @@ from .advice import (
     findings,
     first_overflow,
     is_finite,
-    scales_that_fit,
     window,
 )
 from .lines import lines
@@ -119,9 +118,7 @@ class View:
         if self.first_overflow:
             lines.append(f"First overflow: {self.first_overflow}")
         if self.window:
-            low, high = self.window.low, self.window.high
-            lines.append(f"{scales_that_fit(low, high)}: from {low:g} ({self.window.low_tensor}) "
-                         f"to {high:g} ({self.window.high_tensor})")
+            lines.append(str(self.window))
         lines += [f"{f.node}: {f.reason}: {f.detail}" for f in self.findings[:10]]
         if self.keep:
             lines.append(f"To keep in float32: {self.keep_line}")
