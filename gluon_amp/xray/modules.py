@@ -23,7 +23,13 @@ Types = Dict[str, str]
 
 
 class ModuleBlock(mx.gluon.SymbolBlock):
-    """A module's symbol, of data and labels."""
+    """A module's symbol, of data and labels.
+
+    Attributes:
+        module: the module itself.
+    """
+
+    module: Any
 
 
 class Looked(NamedTuple):
@@ -42,17 +48,18 @@ def looked_at(net: Any, batches: Iterable[Any], loss_fn: Optional[Callable[..., 
                             "needs none, since its losses are in its symbol. Received: loss_fn="
                             f"None, and {type(net).__name__}")
         return Looked(net, batches, loss_fn)
-    module = _bound(net)
+    module = bound_module(net)
     bucket = net._curr_bucket_key if isinstance(net, mx.mod.BucketingModule) else None
     clean, policy, kept = _as_converted(module)
     if loss_fn is None:
         loss_fn = HeadLosses(clean)
         clean.outputs += loss_fn.labels
     block = _block_of(module, clean, policy, kept)
+    block.module = net
     return Looked(block, (_as_tuple(module, bucket, batch) for batch in _single(batches)), loss_fn)
 
 
-def _bound(module: Any) -> Any:
+def bound_module(module: Any) -> Any:
     """The MXNet Module that holds a symbol: of a BucketingModule, the one that is bound now."""
     module = getattr(module, "_curr_module", module)
     if not isinstance(module, mx.mod.Module) or not (module.binded and module.params_initialized):

@@ -66,18 +66,19 @@ class Updates:
             passed(1.0)
         self.trainer.step(split(batch)[0][0].shape[0] * getattr(self.trainer, "workers", 1))
         clear_added(self.trainer._params)
-        self._count()
+        for p in self.parameters:
+            self.count(p.name, self._value(p))
         scale, backward = [one for one in passes if one[0]][-1]  # a look at heads begins with 0
         forward = {key: counts for key, counts in passes[0][1].items() if not key.backward}
         counts = {**forward, **{key: c for key, c in backward.items() if key.backward}}
         return scale, Ran(mean_of(loss), True, counts, total_of(loss))
 
-    def _count(self) -> None:
-        for p in self.parameters:
-            found, changed, lost = Counts.of_updates(self._value(p), self.last[p.name])
-            self.counts[p.name] = self.counts[p.name] + found if p.name in self.counts else found
-            self.made[p.name] = self.made.get(p.name, 0) + changed
-            self.lost[p.name] = self.lost.get(p.name, 0) + lost
+    def count(self, name: str, value: Any) -> None:
+        """Counts what was added to a parameter since it was what `last` has."""
+        found, changed, lost = Counts.of_updates(value, self.last[name])
+        self.counts[name] = self.counts[name] + found if name in self.counts else found
+        self.made[name] = self.made.get(name, 0) + changed
+        self.lost[name] = self.lost.get(name, 0) + lost
 
     def _value(self, parameter: Any) -> Any:
         """A parameter's master, or itself where it has none."""

@@ -27,6 +27,7 @@ from .advice import (
     window,
 )
 from .lines import lines
+from .module_updates import ModuleUpdates
 from .modules import ModuleBlock, looked_at
 from .names import keep_for, kept_already, owner
 from .statistics import Counts, Key, at_scale, decibels, take_samples
@@ -171,7 +172,7 @@ def xray(net: Any, batches: Iterable[Any], loss_fn: Any = None, trainer: Any = N
     if isinstance(net, ModuleBlock):
         view.converts = "amp.convert_symbol(symbol"
     scale = float(getattr(trainer, "loss_scale", FIRST_SCALE))
-    updates = Updates(net, trainer)
+    updates = ModuleUpdates(net) if isinstance(net, ModuleBlock) else Updates(net, trainer)
     sound: List[int] = []  # the batches whose data is finite, and the parameters with it
     for number, batch in enumerate(chosen):
         with random_numbers_kept() as draw_again:
@@ -183,6 +184,8 @@ def xray(net: Any, batches: Iterable[Any], loss_fn: Any = None, trainer: Any = N
             if trainer is None:
                 trial.copy()
                 scale, ran = _run(trial, batch, loss_fn, scale, draw_again)
+                if isinstance(updates, ModuleUpdates) and ran.finite:
+                    updates.look(trial, scale)
         if trainer is not None:
             scale, ran = updates.step(batch, loss_fn)
         if right is not None:
