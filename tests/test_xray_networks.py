@@ -174,3 +174,32 @@ def test_training_of_blocks_and_loops_under_an_xray_has_the_same_bits(net):
     def make():
         return prepared(net())
     assert training(True, make, rows) == training(False, make, rows)
+
+
+class Distances(nn.HybridBlock):
+    """Squared distances of rows far from 0, as sums and products: one term comes from a product
+    in float16, by a cast."""
+
+    def __init__(self):
+        super().__init__(prefix="far_")
+        with self.name_scope():
+            self.first, self.out = nn.Dense(12), nn.Dense(4)
+
+    def hybrid_forward(self, F, x):
+        rows = self.first(x) + 30
+        lengths = F.sum(rows * rows, axis=1, keepdims=True)
+        apart = F.broadcast_add(lengths, F.transpose(lengths)) \
+            - 2 * F.dot(rows, rows, transpose_b=True)
+        return self.out(F.exp(F.relu(apart) * -0.05))
+
+
+def test_what_cancels_is_followed_through_casts_to_where_it_was_rounded():
+    net = prepared(Distances())
+    view = amp.xray(net, rows(), LOSS)
+    assert (view.findings[0].node, view.findings[0].reason) == ("far__minus0", "cancellation")
+    assert {"far_dot0", "far__mul0"} <= set(view.keep)
+    assert not any("still does not suit" in note for note in view.notes)
+    amp.convert(net, keep=view.keep)
+    after = amp.xray(net, rows(), LOSS)
+    assert after.findings == []
+    np.testing.assert_allclose(after.losses, after.reference_losses, rtol=1e-3)

@@ -6,7 +6,7 @@ from typing import Any, Callable, Dict, Iterable, List, Mapping, NamedTuple, Opt
 
 from ..graph.graph import CASTS
 from ..graph.operators import PRODUCTS, numbers
-from .statistics import Counts, Key
+from .statistics import Counts, Key, decibels
 from .tensors import Layout, Tensor
 
 _MOST_LOST = 0.1  # of a gradient's norm, before a network is said to need something
@@ -249,30 +249,44 @@ def _cancelled(layout: Layout, seen: Dict[Key, Tensor], tensor: Tensor) -> List[
         return []
     if tensor.snr >= min(t.low_snr for t in seen.values()) / 2:
         return []  # a float32 tensor that is as true as its inputs, of less than that, allow
-    read = [seen[key] for key in tensor.reads if key in seen and seen[key].snr is not None]
-    if not read or any((t.snr or 0) < tensor.snr + 20 for t in read):
+    read = [t for t in (seen[key] for key in tensor.reads if key in seen)
+            if t.snr is not None or t.op in CASTS]
+    if not read or any(_truth(seen, t) < tensor.snr + 20 for t in read):
         return []
-    source = min(read, key=lambda t: t.snr or 0)
+    source = min(read, key=lambda t: _truth(seen, t))
     finding = _finding(layout, tensor, "cancellation",
                        f"{tensor.name} is at {tensor.snr:.0f} dB of float32's, though what it is "
-                       f"computed from is at {source.snr:.0f} dB or better")
-    rounded = [t for t in read if t.is_low] or _rounded_before(seen, source)
+                       f"computed from is at {_truth(seen, source):.0f} dB or better")
+    made = [_before_cast(seen, t) for t in read]
+    rounded = [t for t in made if t.is_low] or _rounded_before(seen, source)
     finding.keep += [k for t in rounded for k in layout.kept_for(t.key)]
     return [finding]
 
 
+def _truth(seen: Dict[Key, Tensor], tensor: Tensor) -> float:
+    """How near a tensor is to float32's, in dB. No float32 graph has casts: one is as near as what
+    it casts, but for its own rounding."""
+    if tensor.op not in CASTS:
+        return math.inf if tensor.snr is None else tensor.snr
+    noises = [10 ** (-_truth(seen, seen[key]) / 10) for key in tensor.reads if key in seen]
+    own = 10 ** (-tensor.counts.own_snr / 10) if tensor.counts else 0.0
+    return decibels(1.0, sum(noises) + own)
+
+
+def _before_cast(seen: Dict[Key, Tensor], tensor: Tensor) -> Tensor:
+    """What a cast to float32 casts; any other tensor is itself."""
+    while tensor.op in CASTS and not tensor.is_low and tensor.reads and tensor.reads[0] in seen:
+        tensor = seen[tensor.reads[0]]
+    return tensor
+
+
 def _rounded_before(seen: Dict[Key, Tensor], tensor: Tensor) -> List[Tensor]:
     """Of less than float32, the tensor that a float32 one has most of its error from."""
-    def truth(read: Tensor) -> float:
-        if read.op in CASTS:  # no float32 graph has it
-            return min((truth(seen[key]) for key in read.reads if key in seen), default=math.inf)
-        return math.inf if read.snr is None else read.snr
-
     while not tensor.is_low:
         read = [seen[key] for key in tensor.reads if key in seen]
         if not read:
             return []
-        tensor = min(read, key=truth)
+        tensor = min(read, key=lambda t: _truth(seen, t))
     return [tensor]
 
 
