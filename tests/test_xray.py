@@ -195,8 +195,9 @@ def test_gradients_that_add_up_are_each_steps_own():
 
 
 def test_a_loss_that_is_not_finite_in_float32_either_is_said_first():
-    view = amp.xray(converted(), batches(1), lambda out, label: LOSS(out, label) * np.inf)
-    assert "not finite in float32 either" in view.notes[0]
+    view = amp.xray(converted(), batches(2), lambda out, label: LOSS(out, label) * np.inf)
+    for number in range(2):
+        assert f"batch {number}: the loss is not finite in float32 either" in view.notes[number]
 
 
 @pytest.mark.parametrize(("make", "given", "said"), [

@@ -92,15 +92,16 @@ def test_an_rnn_layer_by_itself_is_looked_into():
     np.testing.assert_allclose(view.losses, view.reference_losses, rtol=0.01)
 
 
-def test_a_network_in_numpy_mode_is_looked_into():
+def test_a_network_in_numpy_mode_is_looked_into_and_searched():
     mx.npx.set_np()
     try:
         net = prepared(nn.Dense(4, in_units=6))
         given = [tuple(array.as_np_ndarray() for array in batch) for batch in rows()]
         view = amp.xray(net, given, LOSS)
+        best = amp.search(net, given, LOSS, budget=3, seeds=1, steps=2, progress=False)
     finally:
         mx.npx.reset_np()
-    assert view.findings == []
+    assert (view.findings, best.keep, best.verified) == ([], [], True)
     np.testing.assert_allclose(view.losses, view.reference_losses, rtol=0.01)
 
 

@@ -260,7 +260,8 @@ class Trial:
         """Takes over the values that the network's parameters have now, or those given."""
         self.values = values
         for name, held in self.arrays.items():
-            self._value(name).astype(held.dtype, copy=False).copyto(held)
+            value = self._value(name).as_nd_ndarray()
+            value.astype(held.dtype, copy=False).copyto(held.as_nd_ndarray())
 
     def _value(self, name: str) -> Any:
         value = self.parameters[name].data() if self.values is None else self.values[name]

@@ -173,6 +173,7 @@ def xray(net: Any, batches: Iterable[Any], loss_fn: Any = None, trainer: Any = N
         view.converts = "amp.convert_symbol(symbol"
     scale = float(getattr(trainer, "loss_scale", FIRST_SCALE))
     updates = ModuleUpdates(net) if isinstance(net, ModuleBlock) else Updates(net, trainer)
+    hopeless: List[str] = []
     sound: List[int] = []  # the batches whose data is finite, and the parameters with it
     for number, batch in enumerate(chosen):
         with random_numbers_kept() as draw_again:
@@ -191,12 +192,13 @@ def xray(net: Any, batches: Iterable[Any], loss_fn: Any = None, trainer: Any = N
         if right is not None:
             view.reference_losses.append(whole.loss)
             if not math.isfinite(whole.loss):
-                view.notes.insert(0, f"batch {number}: the loss is not finite in float32 either: "
-                                  "look at the data, the learning rate and the loss first")
+                hopeless.append(f"batch {number}: the loss is not finite in float32 either: look "
+                                "at the data, the learning rate and the loss first")
         known = trial.given(batch, (right or trial).arrays if right or trainer is None else {})
         if _note(view, scale, ran, number, known,
                  None if right is None else at_scale(whole.counts, scale / at)):
             sound.append(number)
+    view.notes[:0] = hopeless
     view.tensors = [t for t in tensors if t.counts is not None]
     if all(_forward_is_finite(view.steps[number][1]) for number in sound):
         view.window = window(view.tensors, view.scale, lost)
