@@ -178,3 +178,24 @@ def test_what_the_modules_own_step_would_add_is_counted(before, clip_norm):
 def test_a_module_without_an_optimizer_has_no_updates():
     view = amp.xray(ready(faulty()), [batch()])
     assert {(w.updates, w.without_master) for w in view.weights} == {(None, None)}
+
+
+@pytest.mark.parametrize("keep", [(), "cell"])
+def test_a_loop_in_a_symbol_is_looked_into_with_the_casts_in_its_body(keep):
+    def step(row, states):
+        return row, [S.tanh(S.FullyConnected(
+            states[0] + row, S.var("cell_weight", shape=(3, 3)), S.var("cell_bias", shape=(3,)),
+            num_hidden=3, name="cell"), name="tanh")]
+
+    rows = S.reshape(S.FullyConnected(S.var("data"), num_hidden=6, name="first"), (2, 6, 3))
+    _, (state,) = S.contrib.foreach(step, rows, [S.zeros((6, 3))])
+    symbol = amp.convert_symbol(S.SoftmaxOutput(state, name="head"), keep=keep)
+    mod = ready(symbol)
+    view = amp.xray(mod, [batch()])
+    formats = {t.key.node: t.format.name for t in view.tensors if not t.key.backward}
+    assert formats["first"] == "float16"
+    assert formats["cell"] == ("float32" if keep else "float16")
+    mod.forward(batch(), is_train=False)
+    shown = mod.get_outputs()[0].asnumpy()
+    wanted = -np.log(shown[np.arange(6), batch().label[0].asnumpy().astype(int)]).mean()
+    assert view.losses == [pytest.approx(wanted, rel=1e-3)]

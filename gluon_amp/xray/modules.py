@@ -7,13 +7,24 @@ knows which losses these are. The labels that the heads compare with are outputs
 """
 import itertools
 import re
-from typing import Any, Callable, Dict, Iterable, NamedTuple, Optional, Set, Tuple
+from typing import (
+    Any,
+    Callable,
+    Dict,
+    Iterable,
+    Iterator,
+    Mapping,
+    NamedTuple,
+    Optional,
+    Set,
+    Tuple,
+)
 
 from .._mxnet import mx
 from ..cpu.arrays import dtype_name, to_float32
 from ..gluon.convert import convert
 from ..graph.casts import insert_casts
-from ..graph.graph import CASTS, TYPE_FLAG, Entry, Graph
+from ..graph.graph import CASTS, TYPE_FLAG, Entry, Graph, Node, bindings
 from ..policy import Policy
 from ..symbolic.convert import parameter_names
 from .heads import HeadLosses
@@ -138,8 +149,7 @@ def without_casts(graph: Graph, types: Types) -> Graph:
             new[Entry(node)] = new[node.inputs[0]]
             continue
         made = node.like(new[e] for e in node.inputs)
-        made.subgraphs = [without_casts(body, dict.fromkeys(body.variables(), "float32"))
-                          for body in node.subgraphs]
+        made.subgraphs = [without_casts(body, inside) for body, inside in _bodies(node, found)]
         if made.attrs.get("dtype") == "float16":
             made.attrs["dtype"] = "float32"
         if made.attrs.get("__dtype__") == str(TYPE_FLAG["float16"]):
@@ -196,7 +206,19 @@ def _kept(clean: Graph, types: Types, policy: Policy, wanted: Dict[str, Tuple[An
 
 
 def _input_types(graph: Graph, types: Types) -> Dict[str, Tuple[Any, ...]]:
-    """The types that each node reads, in order of computation."""
+    """The types that each node reads, in order of computation, with the nodes of loops."""
     found = graph.types(types)
-    return {node.name: tuple(found[e] for e in node.inputs) for node in graph.nodes()
-            if not node.is_variable and node.op not in CASTS}
+    read: Dict[str, Tuple[Any, ...]] = {}
+    for node in graph.nodes():
+        for body, inside in _bodies(node, found):
+            read.update(_input_types(body, inside))
+        if not node.is_variable and node.op not in CASTS:
+            read[node.name] = tuple(found[e] for e in node.inputs)
+    return read
+
+
+def _bodies(node: Node, found: Mapping[Entry, Optional[str]]) -> Iterator[Tuple[Graph, Types]]:
+    """The bodies of a loop, and the types of their variables."""
+    for body, places in zip(node.subgraphs, bindings(node) if node.subgraphs else ()):
+        yield body, {name: found[node.inputs[i]] or "float32"
+                     for name, i in zip(body.variables(), places)}
