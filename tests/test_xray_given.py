@@ -181,6 +181,25 @@ def test_weights_and_updates_are_in_the_files_and_told_in_another_format(tmp_pat
         assert ("net_first_weight" in below) == found
 
 
+def test_a_trainers_steps_are_given_the_batch_size_that_the_user_gives():
+    def weights(batch_size):
+        net = two_layers()
+        net(rows(1)[0][0])
+        trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.1}, loss_scale=64)
+        if batch_size:
+            amp.xray(net, rows(1), LOSS, trainer, batch_size=batch_size)
+        else:
+            with autograd.record():
+                loss = LOSS(net(rows(1)[0][0]), rows(1)[0][1])
+            trainer.backward(loss)
+            trainer.step(2)
+        return [p.data().asnumpy().tobytes() for p in net.collect_params().values()]
+
+    assert weights(2) == weights(None) != weights(8)
+    with pytest.raises(ValueError, match="batch_size must be a whole number"):
+        weights(-1)
+
+
 def waiting_trainer(net):
     trainer = amp.Trainer(net.collect_params(), "sgd")
     with autograd.record():

@@ -30,11 +30,26 @@ class Weight:
     format: Format = FLOAT32
 
 
+def check_trainer(trainer: Any, net: Any) -> None:
+    """Refuses what can take no step of a network."""
+    if isinstance(net, mx.mod.BaseModule):
+        raise TypeError("of a Module, an X-ray makes steps on copies: trainer= is for Gluon")
+    if not isinstance(trainer, mx.gluon.Trainer):
+        raise TypeError("trainer is a gluon_amp.Trainer, or MXNet's. "
+                        f"Received: {type(trainer).__name__}")
+    own = {id(p) for p in net.collect_params().values()} if hasattr(net, "collect_params") else ()
+    if not any(id(parameter) in own for parameter in trainer._params):
+        raise ValueError("the trainer has none of the network's parameters")
+    if isinstance(trainer, Trainer) and trainer._steps.pending.scale is not None:
+        raise ValueError("gradients wait for the trainer's step: take it before the X-ray, each "
+                         "look of which is a step")
+
+
 class Updates:
     """The parameters, and what a trainer's steps add to them."""
 
-    def __init__(self, net: Any, trainer: Any) -> None:
-        self.net, self.trainer = net, trainer
+    def __init__(self, net: Any, trainer: Any, batch_size: Optional[int] = None) -> None:
+        self.net, self.trainer, self.batch_size = net, trainer, batch_size
         self.parameters = [p for p in net.collect_params().values()
                            if p.grad_req != "null" and p._stype == "default"]
         self.counts: Dict[str, Counts] = {}
@@ -64,7 +79,8 @@ class Updates:
         else:
             loss.backward()
             passed(1.0)
-        self.trainer.step(split(batch)[0][0].shape[0] * getattr(self.trainer, "workers", 1))
+        workers = getattr(self.trainer, "workers", 1)
+        self.trainer.step(self.batch_size or split(batch)[0][0].shape[0] * workers)
         clear_added(self.trainer._params)
         for p in self.parameters:
             self.count(p.name, self._value(p))

@@ -16,7 +16,6 @@ from .._mxnet import mx
 from ..checks import positive_number, whole_number
 from ..cpu.library import random_numbers_kept
 from ..policy import POLICIES
-from ..training.trainer import Trainer
 from .advice import (
     Finding,
     Overflow,
@@ -33,7 +32,7 @@ from .names import keep_for, kept_already, owner
 from .statistics import Counts, Key, at_scale, decibels, take_samples
 from .tensors import Layout, Tensor, fill
 from .trial import FIRST_SCALE, LEAST_SCALE, Ran, Trial, check, split
-from .updates import Updates, Weight
+from .updates import Updates, Weight, check_trainer
 from .worth import weigh
 
 _ROUNDS = 12  # of trying what to keep
@@ -129,7 +128,8 @@ class View:
 
 
 def xray(net: Any, batches: Iterable[Any], loss_fn: Any = None, trainer: Any = None,
-         steps: int = 20, reference: bool = True, lost: float = 0.01) -> View:
+         steps: int = 20, reference: bool = True, lost: float = 0.01,
+         batch_size: Optional[int] = None) -> View:
     """Shows what float16 does to every tensor of a converted network, forward and backward.
 
     Every step runs on copies of the parameters: neither they nor statistics change, unless a
@@ -147,12 +147,16 @@ def xray(net: Any, batches: Iterable[Any], loss_fn: Any = None, trainer: Any = N
         reference: whether each step is made in float32, too, to tell errors from that.
         lost: the share of a gradient's norm that may be rounded away at the low end of the
             loss scales.
+        batch_size: what the trainer's steps are given; None: the length of the first array, on
+            each worker.
     """
     whole_number(steps, "steps", least=1)
+    if batch_size is not None:
+        whole_number(batch_size, "batch_size", least=1)
     if positive_number(lost, "lost") >= 1:
         raise ValueError(f"lost is a share of a gradient's norm, below 1. Received: {lost}")
     if trainer is not None:
-        _check_trainer(trainer, net)
+        check_trainer(trainer, net)
     net, batches, loss_fn = looked_at(net, batches, loss_fn)
     chosen = list(itertools.islice(iter(batches), steps))
     if not chosen:
@@ -172,7 +176,8 @@ def xray(net: Any, batches: Iterable[Any], loss_fn: Any = None, trainer: Any = N
     if isinstance(net, ModuleBlock):
         view.converts = "amp.convert_symbol(symbol"
     scale = float(getattr(trainer, "loss_scale", FIRST_SCALE))
-    updates = ModuleUpdates(net) if isinstance(net, ModuleBlock) else Updates(net, trainer)
+    updates = ModuleUpdates(net) if isinstance(net, ModuleBlock) \
+        else Updates(net, trainer, batch_size)
     hopeless: List[str] = []
     sound: List[int] = []  # the batches whose data is finite, and the parameters with it
     for number, batch in enumerate(chosen):
@@ -231,20 +236,6 @@ def explain(net: Any, batch: Any, loss_fn: Any = None,
 
 
 # ---- how it is done ---------------------------------------------------------------------------
-
-
-def _check_trainer(trainer: Any, net: Any) -> None:
-    if isinstance(net, mx.mod.BaseModule):
-        raise TypeError("of a Module, an X-ray makes steps on copies: trainer= is for Gluon")
-    if not isinstance(trainer, mx.gluon.Trainer):
-        raise TypeError("trainer is a gluon_amp.Trainer, or MXNet's. "
-                        f"Received: {type(trainer).__name__}")
-    own = {id(p) for p in net.collect_params().values()} if hasattr(net, "collect_params") else ()
-    if not any(id(parameter) in own for parameter in trainer._params):
-        raise ValueError("the trainer has none of the network's parameters")
-    if isinstance(trainer, Trainer) and trainer._steps.pending.scale is not None:
-        raise ValueError("gradients wait for the trainer's step: take it before the X-ray, each "
-                         "look of which is a step")
 
 
 def _layout(trial: Trial) -> Layout:
