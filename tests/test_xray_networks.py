@@ -204,3 +204,34 @@ def test_what_cancels_is_followed_through_casts_to_where_it_was_rounded():
     after = amp.xray(net, rows(), LOSS)
     assert after.findings == []
     np.testing.assert_allclose(after.losses, after.reference_losses, rtol=1e-3)
+
+
+class MayBeLeftOut(nn.HybridBlock):
+    """Its second argument may be left out."""
+
+    def __init__(self):
+        super().__init__(prefix="part_")
+        with self.name_scope():
+            self.cell = nn.Dense(6, in_units=6)
+
+    def hybrid_forward(self, F, x, y=None):
+        return self.cell(x) if y is None else F.tanh(self.cell(x)) * 3e4 * 30 * y
+
+
+class InTwoWays(gluon.Block):
+    def __init__(self):
+        super().__init__(prefix="ways_")
+        with self.name_scope():
+            self.part, self.out = MayBeLeftOut(), nn.Dense(4, in_units=6)
+
+    def forward(self, x):
+        return self.out(self.part(x, x) * 1e-5 + self.part(x))
+
+
+def test_all_graphs_of_a_block_are_looked_into_and_what_follows_is_not_blamed():
+    net = prepared(InTwoWays())
+    view = amp.xray(net, rows(), LOSS)
+    assert [f.node for f in view.findings] == ["ways_part__mulscalar1"]
+    amp.convert(net, keep=view.keep)
+    after = amp.xray(net, rows(), LOSS)
+    assert (after.findings, after.first_overflow) == ([], None)

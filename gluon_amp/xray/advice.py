@@ -204,6 +204,8 @@ def _above(layout: Layout, seen: Dict[Key, Tensor], tensor: Tensor) -> List[Find
     all_counts = {key: t.counts for key, t in seen.items() if t.counts is not None}
     if not tensor.is_low or is_finite(counts) or _came_round(tensor, all_counts):
         return []
+    if tensor.op in CASTS and not counts.overflowed:
+        return []  # what it casts was not finite, such as what a plain Block hands on
     for key in tensor.reads:
         read = seen.get(key)
         if read is not None and read.counts is not None and not is_finite(read.counts):

@@ -189,6 +189,12 @@ def standing_in(net: Any, make: Callable[..., Any]) -> Iterator[None]:
             block._cached_op, block._cached_op_args = None, args
 
 
+def _which(block: Any, key: Any) -> Tuple[Any, Any, str]:
+    """Tells a graph from others: those of other blocks, which may have the same name (such as all
+    whose prefix is ""), and those of calls with other arguments."""
+    return block, key, str(block._in_format)
+
+
 class Watched:
     """The network itself, with the engine counting."""
 
@@ -198,7 +204,7 @@ class Watched:
 
     def make(self, block: Any, key: Any, arrays: Sequence[Any]) -> Any:
         """Stands in for a block's graph."""
-        where = (block, key)  # other blocks may have its name: such as all whose prefix is ""
+        where = _which(block, key)
         if where not in self.ops:
             call, policy = Call.of(self.net, block, arrays), block._amp.policy
             types = {name: dtype_name(p.dtype) for name, p in self.parameters.items()}
@@ -228,7 +234,7 @@ class Trial:
     """A converted network's graphs with copies of its parameters.
 
     Attributes:
-        calls: the graphs that have run, by their blocks.
+        calls: the graphs that have run, by what `_which` says.
         arrays: the copies, of what these graphs read.
 
     Args:
@@ -251,8 +257,8 @@ class Trial:
         self.ops: Dict[Any, Any] = {}
         # a module's heads begin gradients by themselves: this reaches them as in its own graph
         self.scale = mx.nd.ones(1) if isinstance(net, ModuleBlock) else None
-        for call in (calls or {}).values():
-            self._take(call)
+        for which, call in (calls or {}).items():
+            self._take(which, call)
 
     # ---- parameters
 
@@ -267,9 +273,9 @@ class Trial:
         value = self.parameters[name].data() if self.values is None else self.values[name]
         return to_float32(value) if self.whole[name] else value
 
-    def _take(self, call: Call) -> None:
+    def _take(self, which: Any, call: Call) -> None:
         """Gets to know a graph, and copies the parameters that it reads."""
-        self.calls[call.block] = call
+        self.calls[which] = call
         wide = float32_variables(call.clean, self.policy, self.keep)
         for name in call.clean.variables():
             if name in self.parameters and name not in self.arrays:
@@ -290,10 +296,10 @@ class Trial:
 
     def make(self, block: Any, key: Any, arrays: Sequence[Any]) -> Any:
         """Stands in for a block's graph."""
-        where = (block, key)
+        where = _which(block, key)
         if where not in self.ops:
             call = Call.of(self.net, block, arrays)
-            self._take(call)
+            self._take(where, call)
             held = {name: _Held(array) for name, array in self.arrays.items()}
             if self.scale is not None:
                 held[SCALE] = _Held(self.scale)
@@ -303,7 +309,7 @@ class Trial:
 
     def given(self, batch: Any, arrays: Mapping[str, Any]) -> Dict[str, Any]:
         """These arrays, and the data that the network's own graph reads, by name."""
-        own = self.calls.get(self.net)
+        own = next((call for call in self.calls.values() if call.block is self.net), None)
         return {**arrays, **(dict(zip(own.names, split(batch)[0])) if own else {})}
 
     # ---- a step
