@@ -60,6 +60,14 @@ def test_advice_comes_from_the_batches_whose_data_is_finite(tmp_path):
     assert "Batch 1: data is not finite" in (tmp_path / "xray" / "xray.html").read_text()
 
 
+def test_another_format_is_not_told_of_a_batch_that_was_left_out(tmp_path):
+    for name, given in (("all", [spoiled(), *rows(1)]), ("sound", rows(1))):
+        amp.xray(two_layers(), given, LOSS).save(str(tmp_path / name))
+    seen, right = (read(str(tmp_path / name), FORMATS["bfloat16"]) for name in ("all", "sound"))
+    assert (seen.findings, seen.notes) == ([], [])
+    assert seen.window.high == right.window.high > 2.0 ** 100
+
+
 def test_of_an_overflow_data_and_parameters_have_ranges_too():
     net = two_layers()
     net(rows(1)[0][0])

@@ -36,8 +36,10 @@ def summary(folder: str) -> str:
         low, high = head["loss_scale"]
         said.append(f"{scales_that_fit(low, high)}: from {low:g} to {high:g}")
     said += [f"{f['node']}: {f['reason']}: {f['detail']}" for f in head["findings"][:10]]
-    said.append(f"To keep in float32: keep={head['keep']!r}" if head["keep"] else
-                "Nothing needs to stay in float32 beyond what does.")
+    if head["keep"]:
+        said.append(f"To keep in float32: keep={head['keep']!r}")
+    elif head["loss_scale"] or not head["first_overflow"]:
+        said.append("Nothing needs to stay in float32 beyond what does.")
     return "\n".join(said)
 
 
@@ -46,7 +48,8 @@ def read(folder: str, format_: Format) -> View:
     not add up from tensor to tensor, and nothing follows from an infinity."""
     head, *lines = _lines(folder)
     tensors: Dict[Key, Tensor] = {}
-    view = View(f"{head['network']}, as if in {format_.name}", [])
+    view = View(f"{head['network']}, as if in {format_.name}", [],
+                left_out=head.get("left_out", []))
     for line in lines:
         if line["kind"] in ("weight", "update"):
             _read_weight(view.weights, line, format_)
@@ -58,6 +61,8 @@ def read(folder: str, format_: Format) -> View:
         if line["step"] == len(view.steps):
             view.steps.append((line["scale"], {}))
         view.steps[line["step"]][1][key] = counts
+        if line["step"] in view.left_out:
+            continue
         tensor = tensors.setdefault(key, Tensor(key, line["kind"], line["operator"],
                                                 line["place"], given))
         factor = view.steps[0][0] / line["scale"] if key.backward else 1.0
@@ -65,7 +70,8 @@ def read(folder: str, format_: Format) -> View:
         tensor.counts = added if tensor.counts is None else tensor.counts + added
     view.tensors = sorted(tensors.values(), key=lambda t: t.place)
     view.scale = view.steps[0][0] if view.steps else 1.0
-    view.window = window(view.tensors, view.scale, view.lost)
+    view.window = window([t for t in view.tensors if t.counts and t.counts.finite], view.scale,
+                         view.lost)
     best = view.window.high / view.scale if view.window else 1.0
     view.findings = [f for t in view.worst() for f in _findings(t, best)]
     view.findings += [f for w in view.weights for f in _findings(Tensor(

@@ -54,6 +54,8 @@ class View:
         reference_losses: of each step in float32.
         steps: what each step counted: its loss scale, and counts by tensor.
         scale: the loss scale at which the counts of gradients stand: the first step's.
+        left_out: the numbers of the batches whose data, or parameters, were not finite to begin
+            with: no advice is from them.
         notes: what else there is to know, in sentences.
         converts: how the line to paste begins.
         lost: the share of a gradient's norm that may be rounded away at the low end of a window.
@@ -69,6 +71,7 @@ class View:
     reference_losses: List[float] = field(default_factory=list)
     steps: List[Tuple[float, Dict[Key, Counts]]] = field(default_factory=list)
     scale: float = 1.0
+    left_out: List[int] = field(default_factory=list)
     notes: List[str] = field(default_factory=list)
     converts: str = "amp.convert(net"
     lost: float = 0.01
@@ -179,7 +182,6 @@ def xray(net: Any, batches: Iterable[Any], loss_fn: Any = None, trainer: Any = N
     updates = ModuleUpdates(net) if isinstance(net, ModuleBlock) \
         else Updates(net, trainer, batch_size)
     hopeless: List[str] = []
-    sound: List[int] = []  # the batches whose data is finite, and the parameters with it
     for number, batch in enumerate(chosen):
         with random_numbers_kept() as draw_again:
             if right is not None:
@@ -200,9 +202,9 @@ def xray(net: Any, batches: Iterable[Any], loss_fn: Any = None, trainer: Any = N
                 hopeless.append(f"batch {number}: the loss is not finite in float32 either: look "
                                 "at the data, the learning rate and the loss first")
         known = trial.given(batch, (right or trial).arrays if right or trainer is None else {})
-        if _note(view, scale, ran, number, known,
-                 None if right is None else at_scale(whole.counts, scale / at)):
-            sound.append(number)
+        _note(view, scale, ran, number, known,
+              None if right is None else at_scale(whole.counts, scale / at))
+    sound = [number for number in range(len(chosen)) if number not in view.left_out]
     view.notes[:0] = hopeless
     view.tensors = [t for t in tensors if t.counts is not None]
     if all(_forward_is_finite(view.steps[number][1]) for number in sound):
@@ -259,24 +261,23 @@ def _run(trial: Trial, batch: Any, loss_fn: Any, scale: float,
 
 
 def _note(view: View, scale: float, ran: Ran, number: int, known: Mapping[str, Any],
-          reference: Optional[Mapping[Key, Counts]]) -> bool:
-    """Notes a step. Whether its counts tell of the format: not where data or parameters, those
-    that are known, were not finite to begin with."""
+          reference: Optional[Mapping[Key, Counts]]) -> None:
+    """Notes a step. Its counts tell nothing of the format where data or parameters, of those that
+    are known, were not finite to begin with."""
     if not view.steps:
         view.scale = scale
     overflow = first_overflow(view.tensors, ran.counts, number, scale, known)
     view.first_overflow = view.first_overflow or overflow
-    sound = overflow is None or overflow.op != ""
-    if sound:
+    if overflow is not None and not overflow.op:
+        view.left_out.append(number)
+        view.notes.append(f"{overflow}: no advice is from this batch")
+    else:
         fill(view.tensors, ran.counts, reference, view.scale / scale)
         weigh(view.tensors, ran, scale)
-    else:
-        view.notes.append(f"{overflow}: no advice is from this batch")
     view.losses.append(ran.loss)
     for counts in ran.counts.values():
         counts.sample = None  # all steps are kept
     view.steps.append((scale, ran.counts))
-    return sound
 
 
 @dataclass
