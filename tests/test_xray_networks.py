@@ -235,3 +235,22 @@ def test_all_graphs_of_a_block_are_looked_into_and_what_follows_is_not_blamed():
     amp.convert(net, keep=view.keep)
     after = amp.xray(net, rows(), LOSS)
     assert (after.findings, after.first_overflow) == ([], None)
+
+
+class Sparse(nn.HybridBlock):
+    def __init__(self):
+        super().__init__(prefix="sparse_")
+        with self.name_scope():
+            self.table, self.out = nn.Embedding(9, 6, sparse_grad=True), nn.Dense(4, in_units=6)
+
+    def hybrid_forward(self, F, x):
+        return self.out(self.table(x.abs()).mean(axis=1))
+
+
+def test_training_with_sparse_gradients_under_an_xray_has_the_same_bits():
+    def make():
+        return prepared(Sparse())
+
+    view = amp.xray(make(), rows(), LOSS)
+    assert any(t.op == "Embedding" and t.kind == "weight gradient" for t in view.tensors)
+    assert training(True, make, rows) == training(False, make, rows)

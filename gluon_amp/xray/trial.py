@@ -299,6 +299,8 @@ class Trial:
         where = _which(block, key)
         if where not in self.ops:
             call = Call.of(self.net, block, arrays)
+            for node in call.clean.nodes_within():
+                node.attrs.pop("sparse_grad", None)  # the copies have dense gradients
             self._take(where, call)
             held = {name: _Held(array) for name, array in self.arrays.items()}
             if self.scale is not None:
@@ -325,6 +327,8 @@ class Trial:
         try:
             mx.autograd.backward([loss], [mx.nd.ones_like(loss.as_nd_ndarray()) * begins_with])
         except mx.MXNetError as error:
+            if "graph" not in str(error):
+                raise
             raise ValueError("no gradients come from the loss that loss_fn returned: "
                              f"{message(error)}") from error
         counts = read()
