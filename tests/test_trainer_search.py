@@ -256,3 +256,45 @@ def test_a_converted_network_is_walked_back_again_with_its_dropout(policy):
     dropped = x.grad.asnumpy() == 0
     assert 0.2 < dropped.mean() < 0.8
     assert trainer.step(1)
+
+
+class Looping(nn.HybridBlock):
+    """MXNet's loops forget their rounds once a backward pass has gone through them."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind = kind
+        with self.name_scope():
+            self.cell = nn.Dense(3, in_units=3)
+
+    def hybrid_forward(self, F, x):
+        def body(row, state):
+            return row, F.tanh(self.cell(state + row))
+
+        if self.kind == "foreach":
+            return F.contrib.foreach(body, F.stack(x, x), self.cell(x))[1]
+        return F.contrib.cond(F.sum(x) > 0, lambda: self.cell(x), lambda: x * 1)
+
+
+@pytest.mark.parametrize("kind", ["foreach", "cond"])
+@pytest.mark.parametrize(("initial", "factor"), [(2.0 ** 24, 1), (1, 2.0 ** 20)])
+def test_networks_with_loops_train_and_skip_steps_until_the_scale_fits(kind, initial, factor):
+    def trained(loss_scale):
+        net = Looping(kind)
+        net.initialize(mx.init.Constant(0.1))
+        amp.convert(net)
+        trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.1 / factor},
+                              loss_scale=loss_scale)
+        updated = 0
+        while updated < 3:
+            with autograd.record():
+                loss = net(nd.ones((2, 3))).square().sum() * factor
+            trainer.backward(loss)
+            updated += trainer.step(2)
+        return [p.data().asnumpy() for p in net.collect_params().values()], trainer.skipped
+
+    weights, skipped = trained(amp.DynamicLossScale(initial, minimum=2.0 ** -30))
+    right, _ = trained(16 / factor)
+    assert skipped > 0
+    for a, b in zip(weights, right):
+        np.testing.assert_allclose(a, b, rtol=2e-3)

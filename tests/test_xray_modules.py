@@ -140,3 +140,62 @@ def test_a_network_of_gluon_needs_its_loss_and_a_module_no_trainer():
     mod = ready(faulty())
     with pytest.raises(TypeError, match="trainer= is for Gluon"):
         amp.xray(mod, [batch()], trainer=mod)
+
+
+def masters(mod):
+    """The float32 numbers of each parameter: masters come last in the states of SGD."""
+    found, group = {}, mod._exec_group
+    for i, (name, (weight,)) in enumerate(zip(group.param_names, group.param_arrays)):
+        has_master = i in mod._updater.states and weight.dtype == np.float16
+        array = mod._updater.states[i][-1] if has_master else weight
+        found[name] = array.asnumpy().astype(np.float32)
+    return found
+
+
+@pytest.mark.parametrize("clip_norm", [None, 1e-3])
+@pytest.mark.parametrize("before", [0, 2])
+def test_what_the_modules_own_step_would_add_is_counted(before, clip_norm):
+    scale = amp.xray(ready(modules.net(), shape=(3,)), [modules.batch(5)]).steps[0][0]
+    mod = modules.made(modules.net(), loss_scale=scale, clip_norm=clip_norm)
+    modules.train(mod, before)
+    everything = modules.everything(mod)
+    view = amp.xray(mod, [modules.batch(5)])
+    assert modules.same(modules.everything(mod), everything)
+    old = masters(mod)
+    modules.learn(mod, modules.batch(5))
+    assert len(view.weights) == len(old)
+    for weight in view.weights:
+        was, added = old[weight.name], masters(mod)[weight.name] - old[weight.name]
+        exponents = np.frexp(np.abs(added[added != 0]))[1] + 126
+        np.testing.assert_array_equal(weight.updates.bins,
+                                      np.bincount(exponents, minlength=256), weight.name)
+        half = was.astype(np.float16)
+        lost = (half.astype(np.float32) + added).astype(np.float16) == half
+        assert weight.without_master == pytest.approx((lost & (added != 0)).sum()
+                                                      / max((added != 0).sum(), 1))
+
+
+def test_a_module_without_an_optimizer_has_no_updates():
+    view = amp.xray(ready(faulty()), [batch()])
+    assert {(w.updates, w.without_master) for w in view.weights} == {(None, None)}
+
+
+@pytest.mark.parametrize("keep", [(), "cell"])
+def test_a_loop_in_a_symbol_is_looked_into_with_the_casts_in_its_body(keep):
+    def step(row, states):
+        return row, [S.tanh(S.FullyConnected(
+            states[0] + row, S.var("cell_weight", shape=(3, 3)), S.var("cell_bias", shape=(3,)),
+            num_hidden=3, name="cell"), name="tanh")]
+
+    rows = S.reshape(S.FullyConnected(S.var("data"), num_hidden=6, name="first"), (2, 6, 3))
+    _, (state,) = S.contrib.foreach(step, rows, [S.zeros((6, 3))])
+    symbol = amp.convert_symbol(S.SoftmaxOutput(state, name="head"), keep=keep)
+    mod = ready(symbol)
+    view = amp.xray(mod, [batch()])
+    formats = {t.key.node: t.format.name for t in view.tensors if not t.key.backward}
+    assert formats["first"] == "float16"
+    assert formats["cell"] == ("float32" if keep else "float16")
+    mod.forward(batch(), is_train=False)
+    shown = mod.get_outputs()[0].asnumpy()
+    wanted = -np.log(shown[np.arange(6), batch().label[0].asnumpy().astype(int)]).mean()
+    assert view.losses == [pytest.approx(wanted, rel=1e-3)]

@@ -92,15 +92,16 @@ def test_an_rnn_layer_by_itself_is_looked_into():
     np.testing.assert_allclose(view.losses, view.reference_losses, rtol=0.01)
 
 
-def test_a_network_in_numpy_mode_is_looked_into():
+def test_a_network_in_numpy_mode_is_looked_into_and_searched():
     mx.npx.set_np()
     try:
         net = prepared(nn.Dense(4, in_units=6))
         given = [tuple(array.as_np_ndarray() for array in batch) for batch in rows()]
         view = amp.xray(net, given, LOSS)
+        best = amp.search(net, given, LOSS, budget=3, seeds=1, steps=2, progress=False)
     finally:
         mx.npx.reset_np()
-    assert view.findings == []
+    assert (view.findings, best.keep, best.verified) == ([], [], True)
     np.testing.assert_allclose(view.losses, view.reference_losses, rtol=0.01)
 
 
@@ -169,7 +170,87 @@ def test_parts_of_one_name_are_looked_into_each():
     assert view.losses == [float(LOSS(net(data), label).mean().asscalar())]
 
 
-def test_training_of_a_plain_block_under_an_xray_has_the_same_bits():
+@pytest.mark.parametrize("net", [Mean, lambda: Loops("foreach")])
+def test_training_of_blocks_and_loops_under_an_xray_has_the_same_bits(net):
     def make():
-        return prepared(Mean())
+        return prepared(net())
+    assert training(True, make, rows) == training(False, make, rows)
+
+
+class Distances(nn.HybridBlock):
+    """Squared distances of rows far from 0, as sums and products: one term comes from a product
+    in float16, by a cast."""
+
+    def __init__(self):
+        super().__init__(prefix="far_")
+        with self.name_scope():
+            self.first, self.out = nn.Dense(12), nn.Dense(4)
+
+    def hybrid_forward(self, F, x):
+        rows = self.first(x) + 30
+        lengths = F.sum(rows * rows, axis=1, keepdims=True)
+        apart = F.broadcast_add(lengths, F.transpose(lengths)) \
+            - 2 * F.dot(rows, rows, transpose_b=True)
+        return self.out(F.exp(F.relu(apart) * -0.05))
+
+
+def test_what_cancels_is_followed_through_casts_to_where_it_was_rounded():
+    net = prepared(Distances())
+    view = amp.xray(net, rows(), LOSS)
+    assert (view.findings[0].node, view.findings[0].reason) == ("far__minus0", "cancellation")
+    assert {"far_dot0", "far__mul0"} <= set(view.keep)
+    assert not any("still does not suit" in note for note in view.notes)
+    amp.convert(net, keep=view.keep)
+    after = amp.xray(net, rows(), LOSS)
+    assert after.findings == []
+    np.testing.assert_allclose(after.losses, after.reference_losses, rtol=1e-3)
+
+
+class MayBeLeftOut(nn.HybridBlock):
+    """Its second argument may be left out."""
+
+    def __init__(self):
+        super().__init__(prefix="part_")
+        with self.name_scope():
+            self.cell = nn.Dense(6, in_units=6)
+
+    def hybrid_forward(self, F, x, y=None):
+        return self.cell(x) if y is None else F.tanh(self.cell(x)) * 3e4 * 30 * y
+
+
+class InTwoWays(gluon.Block):
+    def __init__(self):
+        super().__init__(prefix="ways_")
+        with self.name_scope():
+            self.part, self.out = MayBeLeftOut(), nn.Dense(4, in_units=6)
+
+    def forward(self, x):
+        return self.out(self.part(x, x) * 1e-5 + self.part(x))
+
+
+def test_all_graphs_of_a_block_are_looked_into_and_what_follows_is_not_blamed():
+    net = prepared(InTwoWays())
+    view = amp.xray(net, rows(), LOSS)
+    assert [f.node for f in view.findings] == ["ways_part__mulscalar1"]
+    amp.convert(net, keep=view.keep)
+    after = amp.xray(net, rows(), LOSS)
+    assert (after.findings, after.first_overflow) == ([], None)
+
+
+class Sparse(nn.HybridBlock):
+    def __init__(self):
+        super().__init__(prefix="sparse_")
+        with self.name_scope():
+            self.table, self.out = nn.Embedding(9, 6, sparse_grad=True), nn.Dense(4, in_units=6)
+
+    def hybrid_forward(self, F, x):
+        return self.out(self.table(x.abs()).mean(axis=1))
+
+
+def test_training_with_sparse_gradients_under_an_xray_has_the_same_bits():
+    def make():
+        return prepared(Sparse())
+
+    view = amp.xray(make(), rows(), LOSS)
+    assert any(t.op == "Embedding" and t.kind == "weight gradient" for t in view.tensors)
     assert training(True, make, rows) == training(False, make, rows)

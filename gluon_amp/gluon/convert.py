@@ -157,12 +157,17 @@ class _Kept:
     nodes: Set[str]           # of SymbolBlocks, and of blocks that have run
 
 
+def _graphs(block: Any) -> List[Graph]:
+    """Those that a block has run, if it was converted; otherwise the last one."""
+    last = getattr(block, "_cached_graph", None)
+    traced = block._amp.traces.values() if isinstance(block, ConvertedBlock) else ()
+    return [trace.clean for trace in traced] or ([Graph.read(last[1])] if last else [])
+
+
 def _resolve_keep(net: Block, keep: Iterable[Any], must_match: bool = True) -> _Kept:
     """Finds what `keep` names in a network."""
     blocks = list(blocks_in(net))
-    with_graph = [b for b in blocks if getattr(b, "_cached_graph", None)]
-    nodes: Set[str] = set().union(
-        *(operator_names(Graph.read(b._cached_graph[1])) for b in with_graph))
+    nodes: Set[str] = set().union(*(operator_names(g) for b in blocks for g in _graphs(b)))
     kept = _Kept(tuple(keep), set(), set(), set())
     for entry in kept.entries:
         names: Set[str] = set()

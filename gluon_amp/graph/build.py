@@ -120,8 +120,9 @@ class _Rewriting:
 
     def _watch(self, node: Node, new: Node) -> None:
         """Has the engine count what a node computes, if it is an operator of ours; a float32 node
-        becomes one."""
-        if new.name != node.name or node.op in LEFT_ALONE or node.subgraphs:
+        becomes one, but for those with sparse gradients, which ours do not have."""
+        if new.name != node.name or node.op in LEFT_ALONE or node.subgraphs \
+                or node.attrs.get("sparse_grad") in ("True", "1"):
             return
         if not new.op.startswith(library.PREFIX) and library.has_operator(new.op):
             new.op = library.PREFIX + new.op

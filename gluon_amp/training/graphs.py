@@ -1,7 +1,7 @@
 """Losses, and the graphs that autograd has recorded up to them."""
 import functools
 import json
-from typing import Any, Callable, List, Sequence, Set
+from typing import Any, Callable, List, Optional, Sequence, Set
 
 from .._mxnet import mx, np
 from ..checks import in_names
@@ -12,6 +12,8 @@ from .step import Gradient
 # MXNet's forget what they drew once a backward pass has gone through them: a second one would
 # pass their gradients on as if nothing had been dropped.
 _ONCE = frozenset(["Dropout"])
+# What `foreach`, `while_loop` and `cond` say then: they have no rounds any more.
+_FORGOTTEN = "We didn't record the computation"
 
 
 def operators(losses: List[Any]) -> Set[str]:
@@ -25,27 +27,35 @@ def operators(losses: List[Any]) -> Set[str]:
 
 
 def can_go_back_again(losses: List[Any], gradients: Sequence[Gradient], converted: bool,
-                      go_back: Callable[[], None]) -> bool:
+                      repeats: Optional[bool], go_back: Callable[[], None]) -> bool:
     """Whether a second backward pass gives the same gradients as the first.
 
     Args:
         converted: whether the network is a converted one, whose dropout keeps its masks.
+        repeats: whether a second pass went through the graph before; None: nobody has tried.
         go_back: makes the pass once more, at the same scale: where a hybridized network hides its
             operators, this tells.
     """
     seen = operators(losses)
-    if seen & _ONCE:
+    if seen & _ONCE or repeats is False:
         return False
-    if converted or "_CachedOp" not in seen:
+    if repeats and (converted or "_CachedOp" not in seen):
         return True
     before = [g.array.asnumpy() for g in gradients]
-    go_back()
+    try:
+        go_back()
+    except mx.MXNetError as error:
+        if _FORGOTTEN not in str(error):
+            raise
+        for g, values in zip(gradients, before):
+            g.array[:] = values
+        return False
     return all(np.array_equal(a, g.array.asnumpy(), equal_nan=True)
                for a, g in zip(before, gradients))
 
 
 def check_heads(losses: List[Any], gradients: Sequence[Gradient],
-                go_back: Callable[[float], None]) -> bool:
+                go_back: Callable[[float], None]) -> Optional[bool]:
     """Refuses operators on the way that begin gradients by themselves, which no loss scale
     reaches: a backward pass that begins with zeros shows them. The gradients stay as they are.
 
@@ -53,15 +63,22 @@ def check_heads(losses: List[Any], gradients: Sequence[Gradient],
         go_back: makes a backward pass with this number as head gradient.
 
     Returns:
-        whether it is sure, as it is not where that pass gives infinities or NaN.
+        whether it is sure, as it is not where that pass gives infinities or NaN; None where no
+        second pass goes through the graph, so that nothing can tell.
     """
     kept = [g.array.copy() for g in gradients]
     for g in gradients:
         g.array[:] = 0
-    go_back(0.0)
-    sums = squares([g.array for g in gradients])
-    for g, before in zip(gradients, kept):
-        before.copyto(g.array)
+    try:
+        go_back(0.0)
+        sums = squares([g.array for g in gradients])
+    except mx.MXNetError as error:
+        if _FORGOTTEN not in str(error):
+            raise
+        return None
+    finally:
+        for g, before in zip(gradients, kept):
+            before.copyto(g.array)
     begun = [g.name for g, s in zip(gradients, sums) if np.isfinite(s) and s > 0]
     if begun:
         seen = operators(losses) & (LOSSES | {"Custom", "IdentityAttachKLSparseReg"})

@@ -66,6 +66,21 @@ def with_masters(made: Any) -> Any:
     return made
 
 
+def _split(made: Any, states: Any) -> Any:
+    """The masters in states of float16 weights, and what else each state holds. Which comes first
+    is a habit of MXNet's optimizers."""
+    return zip(*(s[::-1] if isinstance(made, _MASTER_LAST) else s for s in states))
+
+
+def master_in(made: Any, state: Any) -> Any:
+    """The master that an optimizer, of ours or of MXNet's, has in the state of a float16 weight;
+    None where it has none, or keeps it in a way of its own."""
+    if not made.multi_precision or state is None or _has_own_masters(type(made)):
+        return None
+    (master,), _ = _split(made, [state])
+    return master
+
+
 def check_scalable(made: Any) -> None:
     """Refuses the one optimizer, or its class, that looks at gradients before `rescale_grad`,
     and those that undo a scale already."""
@@ -175,8 +190,7 @@ class _WithMasters:
         return True
 
     def _masters(self, states: Any) -> Any:
-        """The masters, and what else there is of each weight's state."""
-        return zip(*(s[::-1] if isinstance(self, _MASTER_LAST) else s for s in states))
+        return _split(self, states)
 
     def _check_types(self, indices: List[Any], types: List[Any]) -> None:
         for index, now in zip(indices, types):

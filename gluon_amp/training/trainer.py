@@ -40,8 +40,8 @@ class Trainer(TakesSteps, TrainerFiles):
 
     _optimizer: Any
     _heads_checked = False  # by the first backward pass with a scale
-    # an X-ray's: called after each backward pass with what it began with
-    after_pass: Optional[Callable[[float], None]] = None
+    _repeats: Optional[bool] = None  # whether that went through the graph a second time
+    after_pass: Optional[Callable[[float], None]] = None  # an X-ray's: told what each began with
 
     def __init__(self, params: Any, optimizer: Any, optimizer_params: Any = None,
                  kvstore: Any = "device", compression_params: Any = None,
@@ -155,15 +155,16 @@ class Trainer(TakesSteps, TrainerFiles):
         if searching:
             self._begin_alike()
         kept = self._kept_gradients() if searching else {}
-
         averages: List[Tuple[Any, Any]] = []
 
         def go_back(at: float, retain: bool = True) -> None:
             heads = [graphs.head(one.shape, one.context, one.dtype, at) for one in losses]
-            mx.autograd.backward(losses, heads, retain)
+            try:
+                mx.autograd.backward(losses, heads, retain)
+            finally:
+                self._note_written()
             if self.after_pass is not None:
                 self.after_pass(at)
-            self._note_written()
 
         def again(at: float) -> None:
             if not averages:
@@ -177,14 +178,15 @@ class Trainer(TakesSteps, TrainerFiles):
         if checking:
             averages.extend(self._averages())
             try:
-                self._heads_checked = graphs.check_heads(losses, self._waiting(), go_back)
+                sure = graphs.check_heads(losses, self._waiting(), go_back)
+                self._heads_checked, self._repeats = sure is not False, sure is not None
             except ValueError:
                 self._steps.forget()
                 raise
         if searching:
             converted = all(getattr(p, "converted_by_gluon_amp", False) for p in self._params)
             self._steps.settle(self._waiting, lambda: graphs.can_go_back_again(
-                losses, self._waiting(), converted, lambda: again(scale)), again)
+                losses, self._waiting(), converted, self._repeats, lambda: again(scale)), again)
         if averages:
             mx.nd.waitall()
             for average, after_once in averages:

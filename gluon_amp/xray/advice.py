@@ -2,11 +2,11 @@
 import math
 import statistics
 from dataclasses import dataclass
-from typing import Callable, Dict, Iterable, List, Mapping, NamedTuple, Optional, Tuple
+from typing import Any, Callable, Dict, Iterable, List, Mapping, NamedTuple, Optional, Tuple
 
 from ..graph.graph import CASTS
 from ..graph.operators import PRODUCTS, numbers
-from .statistics import Counts, Key
+from .statistics import Counts, Key, decibels
 from .tensors import Layout, Tensor
 
 _MOST_LOST = 0.1  # of a gradient's norm, before a network is said to need something
@@ -41,13 +41,15 @@ class Overflow:
     """The first tensor that is not finite though all that it is computed from is.
 
     Attributes:
-        node: the name of the node that has computed it.
+        node: the name of the node that has computed it; or of the data or the parameter that was
+            not finite before anything was computed.
         tensor: its own name.
-        op: the node's operator.
+        op: the node's operator; "" of data and parameters.
         backward: whether it is of the backward pass.
         batch: the number of the batch, from 0 on.
         scale: the loss scale of that pass.
-        inputs: the names of what it read, and the exponents of the smallest and largest number.
+        inputs: the names of what it read, with parameters and data, and the exponents of the
+            smallest and the largest number.
         where: the user's block, with the file and line of its code, if that can be had.
     """
     node: str
@@ -60,8 +62,11 @@ class Overflow:
     where: str = ""
 
     def __str__(self) -> str:
+        if not self.op:
+            return f"batch {self.batch}: {self.node} is not finite before anything is computed"
         ranges = ", ".join(f"{name} 2^{r[0]} to 2^{r[1]}" if r else f"{name} all 0"
-                           for name, r in self.inputs.items()) or "parameters and data"
+                           for name, r in self.inputs.items())
+        ranges = ranges or ("the loss" if self.backward else "parameters and data")
         which = f" at the loss scale {self.scale:g}" if self.backward else ""
         where = f" ({self.where})" if self.where else ""
         return f"batch {self.batch}: {self.tensor} ({self.op}) is the first that is not " \
@@ -75,6 +80,11 @@ class Window(NamedTuple):
     low_tensor: str
     high_tensor: str
 
+    def __str__(self) -> str:
+        return f"{scales_that_fit(self.low, self.high)}: from {self.low:g} " \
+               f"({self.low_tensor or 'no gradient needs more'}) to {self.high:g} " \
+               f"({self.high_tensor})"
+
 
 def scales_that_fit(low: float, high: float) -> str:
     """How a line about loss scales begins: "Loss scales that fit", unless none does."""
@@ -87,18 +97,31 @@ def is_finite(counts: Counts) -> bool:
 
 
 def first_overflow(tensors: Iterable[Tensor], counts: Mapping[Key, Counts], batch: int,
-                   scale: float) -> Optional[Overflow]:
-    """In one step's counts."""
+                   scale: float, arrays: Optional[Mapping[str, Any]] = None) -> Optional[Overflow]:
+    """In one step's counts.
+
+    Args:
+        arrays: the data and parameters that are known, by name.
+    """
     by_key = {tensor.key: tensor for tensor in tensors}
     for tensor in sorted(by_key.values(), key=lambda t: t.place):
         found = counts.get(tensor.key)
         if found is None or is_finite(found) or _came_round(tensor, counts):
             continue
-        read = {key: counts[key] for key in tensor.reads if key in counts}
-        if all(map(is_finite, read.values())):
-            inputs = {by_key[key].name: c.range for key, c in read.items() if key in by_key}
-            return Overflow(tensor.key.node, tensor.name, tensor.op, tensor.key.backward, batch,
-                            scale, inputs)
+        if not all(is_finite(counts[key]) for key in tensor.reads if key in counts):
+            continue
+        given = {name: Counts.of_array(arrays[name]) for name in tensor.variables
+                 if arrays and name in arrays}
+        for name, held in given.items():
+            if not held.finite:
+                return Overflow(name, name, "", False, batch, scale, {})
+        output = by_key.get(Key(tensor.key.node, False, 0))
+        reads = dict.fromkeys(tensor.reads + (output.reads if output else []))
+        inputs = {by_key[key].name: counts[key].range for key in reads
+                  if key in counts and key in by_key}
+        inputs.update((name, held.range) for name, held in given.items())
+        return Overflow(tensor.key.node, tensor.name, tensor.op, tensor.key.backward, batch,
+                        scale, inputs)
     return None
 
 
@@ -181,6 +204,8 @@ def _above(layout: Layout, seen: Dict[Key, Tensor], tensor: Tensor) -> List[Find
     all_counts = {key: t.counts for key, t in seen.items() if t.counts is not None}
     if not tensor.is_low or is_finite(counts) or _came_round(tensor, all_counts):
         return []
+    if tensor.op in CASTS and not counts.overflowed:
+        return []  # what it casts was not finite, such as what a plain Block hands on
     for key in tensor.reads:
         read = seen.get(key)
         if read is not None and read.counts is not None and not is_finite(read.counts):
@@ -226,30 +251,44 @@ def _cancelled(layout: Layout, seen: Dict[Key, Tensor], tensor: Tensor) -> List[
         return []
     if tensor.snr >= min(t.low_snr for t in seen.values()) / 2:
         return []  # a float32 tensor that is as true as its inputs, of less than that, allow
-    read = [seen[key] for key in tensor.reads if key in seen and seen[key].snr is not None]
-    if not read or any((t.snr or 0) < tensor.snr + 20 for t in read):
+    read = [t for t in (seen[key] for key in tensor.reads if key in seen)
+            if t.snr is not None or t.op in CASTS]
+    if not read or any(_truth(seen, t) < tensor.snr + 20 for t in read):
         return []
-    source = min(read, key=lambda t: t.snr or 0)
+    source = min(read, key=lambda t: _truth(seen, t))
     finding = _finding(layout, tensor, "cancellation",
                        f"{tensor.name} is at {tensor.snr:.0f} dB of float32's, though what it is "
-                       f"computed from is at {source.snr:.0f} dB or better")
-    rounded = [t for t in read if t.is_low] or _rounded_before(seen, source)
+                       f"computed from is at {_truth(seen, source):.0f} dB or better")
+    made = [_before_cast(seen, t) for t in read]
+    rounded = [t for t in made if t.is_low] or _rounded_before(seen, source)
     finding.keep += [k for t in rounded for k in layout.kept_for(t.key)]
     return [finding]
 
 
+def _truth(seen: Dict[Key, Tensor], tensor: Tensor) -> float:
+    """How near a tensor is to float32's, in dB. No float32 graph has casts: one is as near as what
+    it casts, but for its own rounding."""
+    if tensor.op not in CASTS:
+        return math.inf if tensor.snr is None else tensor.snr
+    noises = [10 ** (-_truth(seen, seen[key]) / 10) for key in tensor.reads if key in seen]
+    own = 10 ** (-tensor.counts.own_snr / 10) if tensor.counts else 0.0
+    return decibels(1.0, sum(noises) + own)
+
+
+def _before_cast(seen: Dict[Key, Tensor], tensor: Tensor) -> Tensor:
+    """What a cast to float32 casts; any other tensor is itself."""
+    while tensor.op in CASTS and not tensor.is_low and tensor.reads and tensor.reads[0] in seen:
+        tensor = seen[tensor.reads[0]]
+    return tensor
+
+
 def _rounded_before(seen: Dict[Key, Tensor], tensor: Tensor) -> List[Tensor]:
     """Of less than float32, the tensor that a float32 one has most of its error from."""
-    def truth(read: Tensor) -> float:
-        if read.op in CASTS:  # no float32 graph has it
-            return min((truth(seen[key]) for key in read.reads if key in seen), default=math.inf)
-        return math.inf if read.snr is None else read.snr
-
     while not tensor.is_low:
         read = [seen[key] for key in tensor.reads if key in seen]
         if not read:
             return []
-        tensor = min(read, key=truth)
+        tensor = min(read, key=lambda t: _truth(seen, t))
     return [tensor]
 
 

@@ -5,11 +5,11 @@ import os
 import shutil
 from typing import Any, Dict, Iterable, List
 
-from .table import as_number, row
+from .table import as_number, row, rows_of_weights
 
 _COLUMNS = ("place", "tensor", "kind", "operator", "format", "numbers", "zero", "flushed",
             "subnormal", "overflowed", "not_finite", "smallest", "largest", "bits_below",
-            "bits_above", "own_snr", "snr", "inherited_snr")
+            "bits_above", "own_snr", "snr", "inherited_snr", "without_master")
 
 
 def save(view: Any, folder: str) -> str:
@@ -49,8 +49,8 @@ def _summary(view: Any, path: str) -> None:
     with open(path, "w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, _COLUMNS)
         writer.writeheader()
-        for tensor in view.worst():
-            writer.writerow({key: _cell(value) for key, value in row(view, tensor).items()})
+        for line in (*(row(view, tensor) for tensor in view.worst()), *rows_of_weights(view)):
+            writer.writerow({key: _cell(value) for key, value in line.items()})
 
 
 def _cell(value: Any) -> Any:
@@ -60,13 +60,14 @@ def _cell(value: Any) -> Any:
 
 
 def lines(view: Any) -> Iterable[Dict[str, Any]]:
-    """The first: of the run. Then one for each tensor and step; `bins` holds pairs of an exponent
-    and how many numbers have it."""
+    """The first: of the run. Then one for each tensor and step, and at the end one for each
+    parameter, and one for what all steps added to it; `bins` holds pairs of an exponent and how
+    many numbers have it."""
     found: List[Dict[str, Any]] = [
         {"node": f.node, "tensor": f.tensor, "reason": f.reason, "detail": f.detail}
         for f in view.findings]
     yield {"version": 1, "network": view.name, "loss_scale": view.loss_scale, "keep": view.keep,
-           "findings": found,
+           "findings": found, "left_out": view.left_out,
            "first_overflow": str(view.first_overflow) if view.first_overflow else None}
     for number, (scale, counted) in enumerate(view.steps):
         for tensor in view.tensors:
@@ -76,9 +77,17 @@ def lines(view: Any) -> Iterable[Dict[str, Any]]:
             yield {"step": number, "scale": scale, "node": tensor.key.node,
                    "backward": tensor.key.backward, "index": tensor.key.which,
                    "place": tensor.place, "kind": tensor.kind, "operator": tensor.op,
-                   "format": tensor.format.name,
-                   "zero": counts.zero, "infinite": counts.infinite, "nan": counts.nan,
-                   "overflowed": counts.overflowed, "flushed": counts.flushed,
-                   "own_snr": as_number(counts.own_snr),
-                   "bins": [[int(i) - 127, int(counts.bins[i])]
-                            for i in counts.bins.nonzero()[0]]}
+                   "format": tensor.format.name, "overflowed": counts.overflowed,
+                   "flushed": counts.flushed, "own_snr": as_number(counts.own_snr),
+                   **_histogram(counts)}
+    for weight in view.weights:
+        yield {"kind": "weight", "parameter": weight.name, "format": weight.format.name,
+               **_histogram(weight.counts)}
+        if weight.updates is not None:
+            yield {"kind": "update", "parameter": weight.name,
+                   "without_master": weight.without_master, **_histogram(weight.updates)}
+
+
+def _histogram(counts: Any) -> Dict[str, Any]:
+    return {"zero": counts.zero, "infinite": counts.infinite, "nan": counts.nan,
+            "bins": [[int(i) - 127, int(counts.bins[i])] for i in counts.bins.nonzero()[0]]}

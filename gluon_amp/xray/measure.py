@@ -15,7 +15,7 @@ from ..policy import POLICIES
 from .arithmetic import multiply_adds
 from .statistics import decibels
 from .training import Place, Trained, trained
-from .trial import FIRST_SCALE, LEAST_SCALE, Trial
+from .trial import FIRST_SCALE, LEAST_SCALE, Trial, arrays_of
 
 Nodes = FrozenSet[str]
 
@@ -199,7 +199,7 @@ class Measure:
         for array in self.right.arrays.values():
             made.update(array.asnumpy().tobytes())
         for batch in self.batches:
-            for array in batch if isinstance(batch, (list, tuple)) else [batch]:
+            for array in arrays_of(batch if isinstance(batch, (list, tuple)) else [batch]):
                 made.update(array.asnumpy().tobytes())
         return made.hexdigest()
 

@@ -2,28 +2,45 @@
 
 It becomes a SymbolBlock: the module's symbol without its casts, copies of its parameters, and
 `keep=` such that `convert` puts the same casts back. Its data and labels are the block's inputs.
-Its losses begin gradients by themselves, at the loss scale (symbolic/binding.py), so what the
-block is trained with is its own outputs.
+Its losses begin gradients by themselves, at the loss scale (symbolic/binding.py): heads.py
+knows which losses these are. The labels that the heads compare with are outputs of the block, too.
 """
 import itertools
 import re
-from typing import Any, Callable, Dict, Iterable, NamedTuple, Optional, Set, Tuple
+from typing import (
+    Any,
+    Callable,
+    Dict,
+    Iterable,
+    Iterator,
+    Mapping,
+    NamedTuple,
+    Optional,
+    Set,
+    Tuple,
+)
 
 from .._mxnet import mx
 from ..cpu.arrays import dtype_name, to_float32
 from ..gluon.convert import convert
 from ..graph.casts import insert_casts
-from ..graph.graph import CASTS, TYPE_FLAG, Entry, Graph
-from ..graph.operators import LOSSES
+from ..graph.graph import CASTS, TYPE_FLAG, Entry, Graph, Node, bindings
 from ..policy import Policy
 from ..symbolic.convert import parameter_names
+from .heads import HeadLosses
 
 _MOVED_BY_CASTS = ("float16", "float32")
 Types = Dict[str, str]
 
 
 class ModuleBlock(mx.gluon.SymbolBlock):
-    """A module's symbol, of data and labels."""
+    """A module's symbol, of data and labels.
+
+    Attributes:
+        module: the module itself.
+    """
+
+    module: Any
 
 
 class Looked(NamedTuple):
@@ -42,14 +59,18 @@ def looked_at(net: Any, batches: Iterable[Any], loss_fn: Optional[Callable[..., 
                             "needs none, since its losses are in its symbol. Received: loss_fn="
                             f"None, and {type(net).__name__}")
         return Looked(net, batches, loss_fn)
-    module = _bound(net)
+    module = bound_module(net)
     bucket = net._curr_bucket_key if isinstance(net, mx.mod.BucketingModule) else None
-    block = block_of(module)
-    return Looked(block, (_as_tuple(module, bucket, batch) for batch in _single(batches)),
-                  loss_fn or _loss_of_heads(Graph.read(block._cached_graph[1])))
+    clean, policy, kept = _as_converted(module)
+    if loss_fn is None:
+        loss_fn = HeadLosses(clean)
+        clean.outputs += loss_fn.labels
+    block = _block_of(module, clean, policy, kept)
+    block.module = net
+    return Looked(block, (_as_tuple(module, bucket, batch) for batch in _single(batches)), loss_fn)
 
 
-def _bound(module: Any) -> Any:
+def bound_module(module: Any) -> Any:
     """The MXNet Module that holds a symbol: of a BucketingModule, the one that is bound now."""
     module = getattr(module, "_curr_module", module)
     if not isinstance(module, mx.mod.Module) or not (module.binded and module.params_initialized):
@@ -70,7 +91,8 @@ def _single(batches: Any) -> Iterable[Any]:
 
 
 def _as_tuple(module: Any, bucket: Any, batch: Any) -> Tuple[Any, ...]:
-    """Data and labels as the block takes them, and what the loss takes: the first label."""
+    """Data and labels as the block takes them, and what a loss of the user's own takes: the first
+    label."""
     if not isinstance(batch, mx.io.DataBatch):
         raise TypeError("of a Module, batches are mx.io.DataBatch, as its iterator gives them. "
                         f"Received: {type(batch).__name__}")
@@ -88,20 +110,24 @@ def _as_tuple(module: Any, bucket: Any, batch: Any) -> Tuple[Any, ...]:
 # ---- the block --------------------------------------------------------------------------------
 
 
-def block_of(module: Any) -> Any:
+def _as_converted(module: Any) -> Tuple[Graph, Policy, Set[str]]:
+    """A module's float32 graph, and what gives it the casts of the module's symbol: a policy, and
+    the nodes to keep."""
+    mixed = Graph.read(module._symbol)
+    types = dict.fromkeys([*module.data_names, *module.label_names], "float32")
+    executor = module._exec_group.execs[0]
+    for name, array in [*executor.arg_dict.items(), *executor.aux_dict.items()]:
+        types[name] = dtype_name(array.dtype)
+    clean = without_casts(mixed, types)
+    return clean, *_how_it_was_converted(mixed, clean, types)
+
+
+def _block_of(module: Any, clean: Graph, policy: Policy, kept: Set[str]) -> Any:
     """The module's network with copies of its parameters, converted as its symbol is."""
     mx.nd.waitall()  # MXNet's batch norm moves its averages without telling
     values = {name: array for part in module.get_params() for name, array in part.items()}
     inputs = [*module.data_names, *module.label_names]
-    mixed = Graph.read(module._symbol)
-    types = {**dict.fromkeys(inputs, "float32"),
-             **{name: dtype_name(array.dtype) for name, array in values.items()}}
-    for name, array in module._exec_group.execs[0].arg_dict.items():
-        types[name] = dtype_name(array.dtype)
-    clean = without_casts(mixed, types)
-    policy, kept = _how_it_was_converted(mixed, clean, types)
-    symbol = clean.symbol()
-    block = ModuleBlock(symbol, [mx.sym.var(name) for name in inputs])
+    block = ModuleBlock(clean.symbol(), [mx.sym.var(name) for name in inputs])
     for name, parameter in block.collect_params().items():
         value = to_float32(values[name])
         parameter.shape = value.shape
@@ -123,8 +149,7 @@ def without_casts(graph: Graph, types: Types) -> Graph:
             new[Entry(node)] = new[node.inputs[0]]
             continue
         made = node.like(new[e] for e in node.inputs)
-        made.subgraphs = [without_casts(body, dict.fromkeys(body.variables(), "float32"))
-                          for body in node.subgraphs]
+        made.subgraphs = [without_casts(body, inside) for body, inside in _bodies(node, found)]
         if made.attrs.get("dtype") == "float16":
             made.attrs["dtype"] = "float32"
         if made.attrs.get("__dtype__") == str(TYPE_FLAG["float16"]):
@@ -132,11 +157,18 @@ def without_casts(graph: Graph, types: Types) -> Graph:
         for entry in found:
             if entry.node is node:
                 new[entry] = Entry(made, entry.output)
-    for entry in graph.outputs:  # a cast had been given the name of the output that it casts
+    before = _names_without_casts(graph)
+    for entry in graph.outputs:
         made = new[entry].node
-        if entry.node.op in CASTS and made.name == f"{entry.node.name}_float16":
-            made.name = entry.node.name
+        made.name = before.get(made.name, made.name)
     return Graph(new[entry] for entry in graph.outputs)
+
+
+def _names_without_casts(graph: Graph) -> Dict[str, str]:
+    """The names that outputs had before a cast was given them, by those that they have now."""
+    casts = [entry.node for entry in graph.outputs if entry.node.op in CASTS]
+    return {f"{cast.name}_float16": cast.name for cast in casts
+            if cast.inputs[0].node.name == f"{cast.name}_float16"}
 
 
 def _how_it_was_converted(mixed: Graph, clean: Graph, types: Types) -> Tuple[Policy, Set[str]]:
@@ -145,9 +177,10 @@ def _how_it_was_converted(mixed: Graph, clean: Graph, types: Types) -> Tuple[Pol
     if "float16" not in found.values():
         raise ValueError("the Module has no float16 tensors: give its symbol to "
                          "gluon_amp.convert_symbol")
+    names = _names_without_casts(mixed)
     parameter = "float16" if "float16" in map(types.get, parameter_names(clean)) else "float32"
     output = "float16" if "float16" in {found[e] for e in mixed.outputs} else "float32"
-    wanted = _input_types(mixed, types)
+    wanted = {names.get(name, name): read for name, read in _input_types(mixed, types).items()}
     for norm, sensitive in itertools.product(("float32", "float16"), repeat=2):
         policy = Policy("as its symbol", parameter, "float16", norm, sensitive, output)
         kept = _kept(clean, types, policy, wanted)
@@ -173,41 +206,19 @@ def _kept(clean: Graph, types: Types, policy: Policy, wanted: Dict[str, Tuple[An
 
 
 def _input_types(graph: Graph, types: Types) -> Dict[str, Tuple[Any, ...]]:
-    """The types that each node reads, in order of computation."""
+    """The types that each node reads, in order of computation, with the nodes of loops."""
     found = graph.types(types)
-    return {node.name: tuple(found[e] for e in node.inputs) for node in graph.nodes()
-            if not node.is_variable and node.op not in CASTS}
+    read: Dict[str, Tuple[Any, ...]] = {}
+    for node in graph.nodes():
+        for body, inside in _bodies(node, found):
+            read.update(_input_types(body, inside))
+        if not node.is_variable and node.op not in CASTS:
+            read[node.name] = tuple(found[e] for e in node.inputs)
+    return read
 
 
-# ---- its loss ---------------------------------------------------------------------------------
-
-
-def _loss_of_heads(graph: Graph) -> Callable[..., Any]:
-    """What the heads stand for, to be shown: a head gives predictions, and begins its gradient by
-    itself. The cross entropy of a SoftmaxOutput, half the square that a regression is off; of any
-    other head the mean of its output."""
-    heads = [entry.node for entry in graph.outputs]
-    if not any(head.op in LOSSES for head in heads):
-        raise ValueError("a Module is looked into with the losses in its symbol. Valid: "
-                         f"{', '.join(sorted(LOSSES))}. Received outputs: "
-                         f"{', '.join(head.name for head in heads)}")
-
-    def loss_fn(output: Any, label: Any) -> Any:
-        outputs = output if isinstance(output, (list, tuple)) else [output]
-        loss = _shown(heads[0], outputs[0], label)
-        for head, other in zip(heads[1:], outputs[1:]):
-            if head.op in LOSSES:  # so that it begins its gradient
-                loss = loss + 0 * other.astype("float32").sum()
-        return loss
-    return loss_fn
-
-
-def _shown(head: Any, output: Any, label: Any) -> Any:
-    """The loss of one head."""
-    axis = 1 if head.attrs.get("multi_output") in ("True", "1") else output.ndim - 1
-    if head.op == "SoftmaxOutput" \
-            and label.shape == output.shape[:axis] + output.shape[axis + 1:]:
-        return -(output.pick(label, axis=axis) + 1e-30).log()
-    if "Regression" in head.op and label.size == output.size:
-        return (output - label.reshape(output.shape)).square() / 2
-    return output.astype("float32")
+def _bodies(node: Node, found: Mapping[Entry, Optional[str]]) -> Iterator[Tuple[Graph, Types]]:
+    """The bodies of a loop, and the types of their variables."""
+    for body, places in zip(node.subgraphs, bindings(node) if node.subgraphs else ()):
+        yield body, {name: found[node.inputs[i]] or "float32"
+                     for name, i in zip(body.variables(), places)}

@@ -7,11 +7,10 @@ import json
 import math
 from html import escape
 from string import Template
-from typing import Any, Dict, List
+from typing import Any, Dict, Iterable, List
 
 from ..formats import FLOAT16
 from ..report.style import SORTING, STYLE
-from .advice import scales_that_fit
 from .table import row
 from .tensors import Tensor
 
@@ -29,7 +28,7 @@ def page(view: Any) -> str:
         "scale": view.scale,
         "forward": _rows(view, [t for t in view.tensors if not t.key.backward]),
         "backward": _rows(view, [t for t in view.tensors if t.key.backward]),
-        "weights": [_weight(w) for w in view.weights],
+        "weights": [row for w in view.weights for row in _weight_rows(w)],
         "windows": [None if w is None else [step, math.log2(w.low), math.log2(w.high)]
                     for step, w in enumerate(view.windows)],
         "scales": [math.log2(scale) for scale, _ in view.steps]}
@@ -47,10 +46,12 @@ def _rows(view: Any, tensors: List[Tensor]) -> List[Dict[str, Any]]:
             for t in sorted(tensors, key=lambda t: t.place)]
 
 
-def _weight(weight: Any) -> Dict[str, Any]:
-    return {"name": weight.name, **_drawn(weight.counts), "op": "weight", "format": "",
-            "worst": 0, "bad": False, "snr": None, "own": None,
-            "lost": weight.without_master}
+def _weight_rows(weight: Any) -> Iterable[Dict[str, Any]]:
+    """A parameter, and what the steps added to it."""
+    for name, counts in ((weight.name, weight.counts), (f"{weight.name}, added", weight.updates)):
+        if counts is not None:
+            yield {"name": name, **_drawn(counts), "op": "weight", "format": "", "worst": 0,
+                   "bad": False, "snr": None, "own": None, "lost": weight.without_master}
 
 
 def _drawn(counts: Any) -> Dict[str, Any]:
@@ -69,19 +70,16 @@ def _advice(view: Any) -> str:
     if view.first_overflow:
         parts.append(f"<p class=bad><b>First overflow.</b> {escape(str(view.first_overflow))}</p>")
     if view.window:
-        low, high, low_tensor, high_tensor = view.window
-        parts.append(
-            f"<p class={'good' if low <= high else 'bad'}><b>"
-            f"{scales_that_fit(low, high)}:</b> from {low:g} "
-            f"({escape(low_tensor) or 'no gradient needs more'}) to {high:g} "
-            f"({escape(high_tensor)}).</p>")
+        head, tail = str(view.window).split(":", 1)
+        parts.append(f"<p class={'good' if view.window.low <= view.window.high else 'bad'}>"
+                     f"<b>{head}:</b>{escape(tail)}.</p>")
     if view.findings:
         parts.append("<ol>" + "".join(
             f"<li><b>{escape(f.node)}</b>: {escape(f.reason)}. {escape(f.detail)}."
             for f in view.findings[:10]) + "</ol>")
         if view.keep:
             parts.append(f"<pre>{escape(view.keep_line)}</pre>")
-    else:
+    elif view.tensors:
         parts.append("<p class=good><b>Nothing needs to stay in float32</b> beyond what does.</p>")
     return "\n".join(parts)
 

@@ -11,6 +11,7 @@ from .advice import Finding, is_finite, scales_that_fit, window
 from .page import page
 from .statistics import Counts, Key
 from .tensors import Tensor
+from .updates import Weight
 from .view import View
 
 
@@ -35,8 +36,10 @@ def summary(folder: str) -> str:
         low, high = head["loss_scale"]
         said.append(f"{scales_that_fit(low, high)}: from {low:g} to {high:g}")
     said += [f"{f['node']}: {f['reason']}: {f['detail']}" for f in head["findings"][:10]]
-    said.append(f"To keep in float32: keep={head['keep']!r}" if head["keep"] else
-                "Nothing needs to stay in float32 beyond what does.")
+    if head["keep"]:
+        said.append(f"To keep in float32: keep={head['keep']!r}")
+    elif head["loss_scale"] or not head["first_overflow"]:
+        said.append("Nothing needs to stay in float32 beyond what does.")
     return "\n".join(said)
 
 
@@ -45,8 +48,12 @@ def read(folder: str, format_: Format) -> View:
     not add up from tensor to tensor, and nothing follows from an infinity."""
     head, *lines = _lines(folder)
     tensors: Dict[Key, Tensor] = {}
-    view = View(f"{head['network']}, as if in {format_.name}", [])
+    view = View(f"{head['network']}, as if in {format_.name}", [],
+                left_out=head.get("left_out", []))
     for line in lines:
+        if line["kind"] in ("weight", "update"):
+            _read_weight(view.weights, line, format_)
+            continue
         key = Key(line["node"], line["backward"], line["index"])
         was = FORMATS.get(line["format"], FLOAT16)
         given = format_ if was != FLOAT32 else FLOAT32
@@ -54,6 +61,8 @@ def read(folder: str, format_: Format) -> View:
         if line["step"] == len(view.steps):
             view.steps.append((line["scale"], {}))
         view.steps[line["step"]][1][key] = counts
+        if line["step"] in view.left_out:
+            continue
         tensor = tensors.setdefault(key, Tensor(key, line["kind"], line["operator"],
                                                 line["place"], given))
         factor = view.steps[0][0] / line["scale"] if key.backward else 1.0
@@ -61,14 +70,26 @@ def read(folder: str, format_: Format) -> View:
         tensor.counts = added if tensor.counts is None else tensor.counts + added
     view.tensors = sorted(tensors.values(), key=lambda t: t.place)
     view.scale = view.steps[0][0] if view.steps else 1.0
-    view.window = window(view.tensors, view.scale, view.lost)
+    view.window = window([t for t in view.tensors if t.counts and t.counts.finite], view.scale,
+                         view.lost)
     best = view.window.high / view.scale if view.window else 1.0
     view.findings = [f for t in view.worst() for f in _findings(t, best)]
+    view.findings += [f for w in view.weights for f in _findings(Tensor(
+        Key(w.name, False, 0), "weight", "", 0, w.format, counts=w.counts), best)]
     unknown = sum(t.counts is not None and not t.counts.finite for t in view.tensors)
     if unknown:
         view.notes.append(f"of {unknown} tensors nothing is known: they read infinities that the "
                           "run itself made")
     return view
+
+
+def _read_weight(weights: List[Weight], line: Dict[str, Any], format_: Format) -> None:
+    """A parameter as it would have been in a format; or its updates, which are of float32."""
+    if line["kind"] == "update":
+        weights[-1].updates = _counts(line)
+        return
+    given = FLOAT32 if line["format"] == FLOAT32.name else format_
+    weights.append(Weight(line["parameter"], _counts(line).as_in(given), format=given))
 
 
 def _findings(tensor: Tensor, factor: float) -> List[Finding]:

@@ -25,7 +25,7 @@ from .modules import looked_at
 from .names import in_groups, keep_line
 from .ranking import ranked
 from .tensors import Layout
-from .trial import FIRST_SCALE, Trial, check, split
+from .trial import FIRST_SCALE, Trial, check
 
 _MOST_BATCHES = 16
 _TRUER = 6.0  # dB: what is asked for beyond the last time, where training was off
@@ -88,11 +88,11 @@ def search(net: Any, batches: Iterable[Any], loss_fn: Any = None, budget: Union[
     it with the best so far.
 
     Args:
-        net: a network that `convert` has converted, on a CPU, or a bound `gluon_amp.Module`
-            (loss_fn, batches: as for `xray`). A policy without rules,
+        net: a network that `convert` has converted, on a CPU, or a bound `gluon_amp.Module`. A
+            policy without rules,
             `Policy("bare", "float16", "float16", norm="float16", sensitive="float16")`, leaves
             all to the search.
-        batches: tuples of arrays, data first and label last; the first 16 are used.
+        batches: as for `xray`; the first 16 are used.
         loss_fn: called with the network's output and the label.
         budget: seconds as a float, or training runs as an int.
         snr: how true gradients must be, in dB, against float32's: 20 is noise of a tenth.
@@ -111,6 +111,7 @@ def search(net: Any, batches: Iterable[Any], loss_fn: Any = None, budget: Union[
                         f"Received: {budget!r}")
     positive_number(budget, "budget")
     positive_number(loss, "loss")
+    positive_number(snr, "snr")
     settings = Settings(whole_number(steps, "steps", least=2),
                         whole_number(seeds, "seeds", least=1), whole_number(seed, "seed", least=0),
                         optimizer, tuple(sorted((optimizer_params or {}).items())))
@@ -167,13 +168,8 @@ class _Looking:
         if not math.isfinite(ran.loss):
             raise ValueError("the loss is not finite in float32 either: look at the data, the "
                              f"weights and the loss first. Received: a loss of {ran.loss}")
-        variables = dict(right.arrays)
-        data, _ = split(batch)
-        for call in right.calls.values():
-            if [a.shape for a in data] == call.shapes:  # the network's own
-                variables.update(zip(call.names, data))
         self.begins_at = ran.loss
-        scores = ranked(self.layout, ran.counts, FIRST_SCALE, variables)
+        scores = ranked(self.layout, ran.counts, FIRST_SCALE, right.given(batch, right.arrays))
         if not scores:
             raise ValueError("the network has no tensors of less than float32: all of it is kept, "
                              "or only products round what they read")

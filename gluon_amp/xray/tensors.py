@@ -21,6 +21,7 @@ class Tensor:
         place: when it is computed: forward passes count up, backward passes go on counting.
         format: the format that it has.
         reads: keys of the tensors that it is computed from.
+        variables: names of the data and parameters that its node reads.
         carried: in a loop, those that it reads of the round before.
         gradients: of an output, the tensors that its gradient is the sum of.
         counts: what was counted, over all steps.
@@ -38,6 +39,7 @@ class Tensor:
     counts: Optional[Counts] = field(repr=False, default=None)
     snr: Optional[float] = None
     worths: List[float] = field(repr=False, default_factory=list)
+    variables: List[str] = field(repr=False, default_factory=list)
 
     @property
     def name(self) -> str:
@@ -119,6 +121,7 @@ class Layout:
                 continue
             outputs = [e for e in self.users if e.node is node]
             gradients = {e: self._gradients(e) for e in outputs}
+            variables = [name for e in node.inputs for name in self._variable(e)]
             for entry in outputs:
                 format_ = self._format(entry)
                 if format_ is not None:
@@ -126,7 +129,8 @@ class Layout:
                     carried = [made for e in node.inputs if e.node in self.carried
                                for made in self.source(self.carried[e.node])]
                     yield Tensor(Key(name, False, entry.output), "output", node.op,
-                                 self.order[name], format_, reads, carried, gradients[entry])
+                                 self.order[name], format_, reads, carried, gradients[entry],
+                                 variables=variables)
             for i, entry in enumerate(node.inputs):
                 format_ = self._format(entry)
                 if format_ is None:
@@ -134,7 +138,8 @@ class Layout:
                 weight = self.root(entry).node.name in self.parameters
                 above = [key for e in outputs for key in gradients[e]]
                 yield Tensor(Key(name, True, i), "weight gradient" if weight else "gradient",
-                             node.op, last - self.order[name], format_, above)
+                             node.op, last - self.order[name], format_, above,
+                             variables=variables)
 
     def _gradients(self, entry: Entry) -> List[Key]:
         """The gradients of all inputs that read an entry."""
@@ -171,6 +176,15 @@ class Layout:
         if node.op in LEFT_ALONE and node.inputs:
             return self.source(node.inputs[0])
         return [] if node.is_variable else [Key(node.name, False, entry.output)]
+
+    def _variable(self, entry: Entry) -> List[str]:
+        """The name of the variable that an entry is, if it is one."""
+        node = entry.node
+        if node in self.outside:
+            return self._variable(self.outside[node])
+        if node.op in LEFT_ALONE and node.inputs and not node.subgraphs:
+            return self._variable(node.inputs[0])
+        return [node.name] if node.is_variable else []
 
     def root(self, entry: Entry) -> Entry:
         """An entry without the casts behind it."""

@@ -37,7 +37,7 @@ def trained(trial: Trial, batches: Sequence[Any], loss_fn: Any, steps: int, seed
     order = rng.integers(0, len(batches), steps)
     parameters = [p for p in trial.parameters.values()
                   if trial.arrays[p.name].grad is not None]
-    masters = [to_float32(p.data()).copy() for p in parameters]
+    masters = [to_float32(p.data()).as_nd_ndarray().copy() for p in parameters]
     if disturbed:
         for master in masters:
             factor = 1 + 2.0 ** -12 * rng.uniform(-1, 1, master.shape)
@@ -59,7 +59,7 @@ def trained(trial: Trial, batches: Sequence[Any], loss_fn: Any, steps: int, seed
         losses.append(ran.loss)
         update.optimizer.rescale_grad = 1 / (scale * split(batch)[0][0].shape[0])
         for i, (parameter, master) in enumerate(zip(parameters, masters)):
-            update(i, to_float32(trial.arrays[parameter.name].grad), master)
+            update(i, to_float32(trial.arrays[parameter.name].grad).as_nd_ndarray(), master)
         _round(trial, parameters, masters)
     return Trained(float(np.mean(losses[steps // 2:])))
 
@@ -67,5 +67,5 @@ def trained(trial: Trial, batches: Sequence[Any], loss_fn: Any, steps: int, seed
 def _round(trial: Trial, parameters: List[Any], masters: List[Any]) -> None:
     """The copies become what their masters are."""
     for parameter, master in zip(parameters, masters):
-        array = trial.arrays[parameter.name]
+        array = trial.arrays[parameter.name].as_nd_ndarray()
         array[:] = master.astype(array.dtype)

@@ -3,7 +3,7 @@
 A network is called as its user calls it. Meanwhile something stands in for the graphs of its
 hybrid blocks (`State.stand_in`): the same graphs on copies of the parameters, under any policy.
 """
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import (
     Any,
     Callable,
@@ -22,6 +22,7 @@ from typing import (
 from .._mxnet import message, mx
 from ..cpu.arrays import dtype_name, to_float32
 from ..cpu.finite import all_finite
+from ..cpu.library import random_numbers_kept
 from ..gluon.converted import ConvertedBlock, ConvertedHybridBlock
 from ..gluon.state import blocks_in
 from ..graph.build import build
@@ -29,6 +30,7 @@ from ..graph.casts import float32_variables, insert_casts
 from ..graph.graph import Graph
 from ..policy import Policy
 from ..symbolic.binding import SCALE, with_loss_scale
+from .heads import HeadLosses
 from .modules import ModuleBlock
 from .statistics import Counts, Key, read
 
@@ -103,10 +105,19 @@ class Call(NamedTuple):
 def split(batch: Any) -> Tuple[List[Any], List[Any]]:
     """A batch as what the network takes, and what the loss takes besides its output."""
     parts = list(batch) if isinstance(batch, (list, tuple)) else [batch]
-    if not parts or not all(isinstance(part, mx.nd.NDArray) and part.size for part in parts):
-        raise ValueError("a batch is a tuple of arrays that are not empty: data, and label last. "
+    if not parts or not all(isinstance(array, mx.nd.NDArray) and array.size
+                            for array in arrays_of(parts)):
+        raise ValueError("a batch is a tuple of arrays that are not empty: data, and label last, "
+                         "which may be a list of arrays. "
                          f"Received: {[getattr(p, 'shape', type(p).__name__) for p in parts]}")
     return (parts, []) if len(parts) == 1 else (parts[:-1], parts[-1:])
+
+
+def arrays_of(parts: Sequence[Any]) -> List[Any]:
+    """What is in a batch; several labels are a list at its end."""
+    *first, last = parts
+    several = bool(first) and isinstance(last, (list, tuple)) and len(last) > 0
+    return [*first, *(last if several else [last])]
 
 
 def check(net: Any, batch: Any) -> None:
@@ -127,9 +138,29 @@ def check(net: Any, batch: Any) -> None:
     if any(array.context.device_type == "gpu" for array in data):
         raise ValueError("xray runs on CPUs, where each result is seen before it is rounded. "
                          "Received: data on a GPU")
-    if not any(block._cached_graph for block in hybrid):
-        with mx.autograd.pause():
-            call(net, data)
+    waiting = any(p._deferred_init for p in net.collect_params().values())
+    if waiting or not any(block._cached_graph for block in hybrid):
+        _call_first(net, data, waiting)
+
+
+def _call_first(net: Any, data: Sequence[Any], waiting: bool) -> None:
+    """Makes what the user's first call would make: graphs, and the parameters where some wait for
+    the data's shapes. No operator of a hybrid network runs: it might draw random numbers."""
+    def stop(block: Any, key: Any, arrays: Any) -> Any:
+        raise _Traced
+
+    with ExitStack() as stack:
+        stack.enter_context(mx.autograd.pause())
+        if isinstance(net, ConvertedHybridBlock):
+            stack.enter_context(suppress(_Traced))
+            stack.enter_context(standing_in(net, stop))
+        elif not waiting:
+            stack.enter_context(random_numbers_kept())
+        call(net, data)
+
+
+class _Traced(Exception):
+    """Ends a call of a network that has its graph."""
 
 
 def call(net: Any, data: Sequence[Any]) -> Any:
@@ -158,6 +189,12 @@ def standing_in(net: Any, make: Callable[..., Any]) -> Iterator[None]:
             block._cached_op, block._cached_op_args = None, args
 
 
+def _which(block: Any, key: Any) -> Tuple[Any, Any, str]:
+    """Tells a graph from others: those of other blocks, which may have the same name (such as all
+    whose prefix is ""), and those of calls with other arguments."""
+    return block, key, str(block._in_format)
+
+
 class Watched:
     """The network itself, with the engine counting."""
 
@@ -167,7 +204,7 @@ class Watched:
 
     def make(self, block: Any, key: Any, arrays: Sequence[Any]) -> Any:
         """Stands in for a block's graph."""
-        where = (block, key)  # other blocks may have its name: such as all whose prefix is ""
+        where = _which(block, key)
         if where not in self.ops:
             call, policy = Call.of(self.net, block, arrays), block._amp.policy
             types = {name: dtype_name(p.dtype) for name, p in self.parameters.items()}
@@ -197,7 +234,7 @@ class Trial:
     """A converted network's graphs with copies of its parameters.
 
     Attributes:
-        calls: the graphs that have run, by their blocks.
+        calls: the graphs that have run, by what `_which` says.
         arrays: the copies, of what these graphs read.
 
     Args:
@@ -220,8 +257,8 @@ class Trial:
         self.ops: Dict[Any, Any] = {}
         # a module's heads begin gradients by themselves: this reaches them as in its own graph
         self.scale = mx.nd.ones(1) if isinstance(net, ModuleBlock) else None
-        for call in (calls or {}).values():
-            self._take(call)
+        for which, call in (calls or {}).items():
+            self._take(which, call)
 
     # ---- parameters
 
@@ -229,15 +266,16 @@ class Trial:
         """Takes over the values that the network's parameters have now, or those given."""
         self.values = values
         for name, held in self.arrays.items():
-            self._value(name).astype(held.dtype, copy=False).copyto(held)
+            value = self._value(name).as_nd_ndarray()
+            value.astype(held.dtype, copy=False).copyto(held.as_nd_ndarray())
 
     def _value(self, name: str) -> Any:
         value = self.parameters[name].data() if self.values is None else self.values[name]
         return to_float32(value) if self.whole[name] else value
 
-    def _take(self, call: Call) -> None:
+    def _take(self, which: Any, call: Call) -> None:
         """Gets to know a graph, and copies the parameters that it reads."""
-        self.calls[call.block] = call
+        self.calls[which] = call
         wide = float32_variables(call.clean, self.policy, self.keep)
         for name in call.clean.variables():
             if name in self.parameters and name not in self.arrays:
@@ -258,16 +296,23 @@ class Trial:
 
     def make(self, block: Any, key: Any, arrays: Sequence[Any]) -> Any:
         """Stands in for a block's graph."""
-        where = (block, key)
+        where = _which(block, key)
         if where not in self.ops:
             call = Call.of(self.net, block, arrays)
-            self._take(call)
+            for node in call.clean.nodes_within():
+                node.attrs.pop("sparse_grad", None)  # the copies have dense gradients
+            self._take(where, call)
             held = {name: _Held(array) for name, array in self.arrays.items()}
             if self.scale is not None:
                 held[SCALE] = _Held(self.scale)
             self.ops[where] = call.op(self._typed(call), self.policy, self.watch, held,
                                       self.samples, block._flags if self.samples else ())
         return self.ops[where]
+
+    def given(self, batch: Any, arrays: Mapping[str, Any]) -> Dict[str, Any]:
+        """These arrays, and the data that the network's own graph reads, by name."""
+        own = next((call for call in self.calls.values() if call.block is self.net), None)
+        return {**arrays, **(dict(zip(own.names, split(batch)[0])) if own else {})}
 
     # ---- a step
 
@@ -278,9 +323,17 @@ class Trial:
             self.scale[:] = scale
         with mx.autograd.record(), standing_in(self.net, self.make):
             loss = loss_of(self.net, batch, loss_fn)
-        mx.autograd.backward([loss], [mx.nd.ones_like(loss.as_nd_ndarray()) * scale])
+        begins_with = 1.0 if isinstance(loss_fn, HeadLosses) else scale
+        try:
+            mx.autograd.backward([loss], [mx.nd.ones_like(loss.as_nd_ndarray()) * begins_with])
+        except mx.MXNetError as error:
+            if "graph" not in str(error):
+                raise
+            raise ValueError("no gradients come from the loss that loss_fn returned: "
+                             f"{message(error)}") from error
         counts = read()
-        return Ran(mean_of(loss), all_finite(self.gradients()), counts, total_of(loss))
+        total = loss_fn.total(counts) if isinstance(loss_fn, HeadLosses) else total_of(loss)
+        return Ran(mean_of(loss), all_finite(self.gradients()), counts, total)
 
     def look(self, batch: Any) -> None:
         """One forward pass, as training makes it, to know the graphs."""

@@ -4,6 +4,8 @@ from typing import Any, Dict, List, Optional, Tuple
 
 from .._mxnet import mx, np
 from ..cpu.arrays import to_float32
+from ..formats import FLOAT16, FLOAT32, Format
+from ..training.optimizer import master_in
 from ..training.step import clear_added
 from ..training.trainer import Trainer
 from .statistics import Counts, Key, read
@@ -17,19 +19,37 @@ class Weight:
     Attributes:
         counts: of its numbers, in the last step.
         updates: of what the steps added to it; None without a trainer.
-        without_master: the share of these that would have changed nothing in float16 alone.
+        without_master: the share of these that would have changed nothing in float16 alone; None
+            without a trainer, and of a float16 parameter without a master: it has lost them.
+        format: the format that the parameter has.
     """
     name: str
     counts: Counts
     updates: Optional[Counts] = None
     without_master: Optional[float] = None
+    format: Format = FLOAT32
+
+
+def check_trainer(trainer: Any, net: Any) -> None:
+    """Refuses what can take no step of a network."""
+    if isinstance(net, mx.mod.BaseModule):
+        raise TypeError("of a Module, an X-ray makes steps on copies: trainer= is for Gluon")
+    if not isinstance(trainer, mx.gluon.Trainer):
+        raise TypeError("trainer is a gluon_amp.Trainer, or MXNet's. "
+                        f"Received: {type(trainer).__name__}")
+    own = {id(p) for p in net.collect_params().values()} if hasattr(net, "collect_params") else ()
+    if not any(id(parameter) in own for parameter in trainer._params):
+        raise ValueError("the trainer has none of the network's parameters")
+    if isinstance(trainer, Trainer) and trainer._steps.pending.scale is not None:
+        raise ValueError("gradients wait for the trainer's step: take it before the X-ray, each "
+                         "look of which is a step")
 
 
 class Updates:
     """The parameters, and what a trainer's steps add to them."""
 
-    def __init__(self, net: Any, trainer: Any) -> None:
-        self.net, self.trainer = net, trainer
+    def __init__(self, net: Any, trainer: Any, batch_size: Optional[int] = None) -> None:
+        self.net, self.trainer, self.batch_size = net, trainer, batch_size
         self.parameters = [p for p in net.collect_params().values()
                            if p.grad_req != "null" and p._stype == "default"]
         self.counts: Dict[str, Counts] = {}
@@ -59,38 +79,48 @@ class Updates:
         else:
             loss.backward()
             passed(1.0)
-        self.trainer.step(split(batch)[0][0].shape[0] * getattr(self.trainer, "workers", 1))
+        workers = getattr(self.trainer, "workers", 1)
+        self.trainer.step(self.batch_size or split(batch)[0][0].shape[0] * workers)
         clear_added(self.trainer._params)
-        self._count()
+        for p in self.parameters:
+            self.count(p.name, self._value(p))
         scale, backward = [one for one in passes if one[0]][-1]  # a look at heads begins with 0
         forward = {key: counts for key, counts in passes[0][1].items() if not key.backward}
         counts = {**forward, **{key: c for key, c in backward.items() if key.backward}}
         return scale, Ran(mean_of(loss), True, counts, total_of(loss))
 
-    def _count(self) -> None:
-        for p in self.parameters:
-            found, changed, lost = Counts.of_updates(self._value(p), self.last[p.name])
-            self.counts[p.name] = self.counts[p.name] + found if p.name in self.counts else found
-            self.made[p.name] = self.made.get(p.name, 0) + changed
-            self.lost[p.name] = self.lost.get(p.name, 0) + lost
+    def count(self, name: str, value: Any) -> None:
+        """Counts what was added to a parameter since it was what `last` has."""
+        found, changed, lost = Counts.of_updates(value, self.last[name])
+        self.counts[name] = self.counts[name] + found if name in self.counts else found
+        self.made[name] = self.made.get(name, 0) + changed
+        self.lost[name] = self.lost.get(name, 0) + lost
 
     def _value(self, parameter: Any) -> Any:
         """A parameter's master, or itself where it has none."""
-        array = parameter.data()
-        if array.dtype is np.float16 and self.trainer is not None:
-            optimizer, updater = self.trainer._optimizer, self.trainer._updaters[0]
-            state = updater.states.get(self.trainer._param2idx.get(parameter.name))
-            if optimizer.multi_precision and state is not None and hasattr(optimizer, "_masters"):
-                (master,), _ = optimizer._masters([state])
-                return master
-        return to_float32(array)
+        master = self._master(parameter)
+        return to_float32(parameter.data()) if master is None else master
+
+    def _master(self, parameter: Any) -> Any:
+        if parameter.data().dtype is not np.float16 or self.trainer is None:
+            return None
+        state = self.trainer._updaters[0].states.get(
+            self.trainer._param2idx.get(parameter.name))
+        return master_in(self.trainer._optimizer, state)
+
+    def _keeps_all(self, parameter: Any) -> bool:
+        """Whether what is added to a parameter stays: float16 alone loses some of it."""
+        return parameter.data().dtype is not np.float16 or self._master(parameter) is not None
 
     def weights(self) -> List[Weight]:
         """What was counted."""
         made = []
         for p in self.parameters:
             steps = self.made.get(p.name)
-            share = None if steps is None else self.lost[p.name] / max(steps, 1)
+            share = None
+            if steps is not None and self._keeps_all(p):
+                share = self.lost[p.name] / max(steps, 1)
+            format_ = FLOAT16 if p.data().dtype is np.float16 else FLOAT32
             made.append(Weight(p.name, Counts.of_array(to_float32(p.data())),
-                               self.counts.get(p.name), share))
+                               self.counts.get(p.name), share, format_))
         return made

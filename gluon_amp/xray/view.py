@@ -10,7 +10,7 @@ import itertools
 import math
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, Callable, Dict, Iterable, List, Optional, Set, Tuple
+from typing import Any, Callable, Dict, Iterable, List, Mapping, Optional, Set, Tuple
 
 from .._mxnet import mx
 from ..checks import positive_number, whole_number
@@ -23,16 +23,16 @@ from .advice import (
     findings,
     first_overflow,
     is_finite,
-    scales_that_fit,
     window,
 )
 from .lines import lines
+from .module_updates import ModuleUpdates
 from .modules import ModuleBlock, looked_at
 from .names import keep_for, kept_already, owner
 from .statistics import Counts, Key, at_scale, decibels, take_samples
 from .tensors import Layout, Tensor, fill
 from .trial import FIRST_SCALE, LEAST_SCALE, Ran, Trial, check, split
-from .updates import Updates, Weight
+from .updates import Updates, Weight, check_trainer
 from .worth import weigh
 
 _ROUNDS = 12  # of trying what to keep
@@ -54,6 +54,8 @@ class View:
         reference_losses: of each step in float32.
         steps: what each step counted: its loss scale, and counts by tensor.
         scale: the loss scale at which the counts of gradients stand: the first step's.
+        left_out: the numbers of the batches whose data, or parameters, were not finite to begin
+            with: no advice is from them.
         notes: what else there is to know, in sentences.
         converts: how the line to paste begins.
         lost: the share of a gradient's norm that may be rounded away at the low end of a window.
@@ -69,6 +71,7 @@ class View:
     reference_losses: List[float] = field(default_factory=list)
     steps: List[Tuple[float, Dict[Key, Counts]]] = field(default_factory=list)
     scale: float = 1.0
+    left_out: List[int] = field(default_factory=list)
     notes: List[str] = field(default_factory=list)
     converts: str = "amp.convert(net"
     lost: float = 0.01
@@ -118,19 +121,18 @@ class View:
         if self.first_overflow:
             lines.append(f"First overflow: {self.first_overflow}")
         if self.window:
-            low, high = self.window.low, self.window.high
-            lines.append(f"{scales_that_fit(low, high)}: from {low:g} ({self.window.low_tensor}) "
-                         f"to {high:g} ({self.window.high_tensor})")
+            lines.append(str(self.window))
         lines += [f"{f.node}: {f.reason}: {f.detail}" for f in self.findings[:10]]
         if self.keep:
             lines.append(f"To keep in float32: {self.keep_line}")
-        elif not self.findings:
+        elif self.tensors and not self.findings:
             lines.append("Nothing needs to stay in float32 beyond what does.")
         return "\n".join(lines)
 
 
 def xray(net: Any, batches: Iterable[Any], loss_fn: Any = None, trainer: Any = None,
-         steps: int = 20, reference: bool = True, lost: float = 0.01) -> View:
+         steps: int = 20, reference: bool = True, lost: float = 0.01,
+         batch_size: Optional[int] = None) -> View:
     """Shows what float16 does to every tensor of a converted network, forward and backward.
 
     Every step runs on copies of the parameters: neither they nor statistics change, unless a
@@ -139,7 +141,8 @@ def xray(net: Any, batches: Iterable[Any], loss_fn: Any = None, trainer: Any = N
 
     Args:
         net: a network that `convert` has converted, on a CPU; or a bound `gluon_amp.Module`.
-        batches: tuples of arrays, data first and label last; of a Module what its iterator gives.
+        batches: tuples of arrays, data first and label last; several labels are a list there. Of a
+            Module what its iterator gives.
         loss_fn: called with the network's output and the label; a Module needs none, since its
             symbol ends in losses.
         trainer: takes a step on each batch; None: the weights stay.
@@ -147,11 +150,16 @@ def xray(net: Any, batches: Iterable[Any], loss_fn: Any = None, trainer: Any = N
         reference: whether each step is made in float32, too, to tell errors from that.
         lost: the share of a gradient's norm that may be rounded away at the low end of the
             loss scales.
+        batch_size: what the trainer's steps are given; None: the length of the first array, on
+            each worker.
     """
     whole_number(steps, "steps", least=1)
-    positive_number(lost, "lost")
-    if trainer is not None and isinstance(net, mx.mod.BaseModule):
-        raise TypeError("of a Module, an X-ray makes steps on copies: trainer= is for Gluon")
+    if batch_size is not None:
+        whole_number(batch_size, "batch_size", least=1)
+    if positive_number(lost, "lost") >= 1:
+        raise ValueError(f"lost is a share of a gradient's norm, below 1. Received: {lost}")
+    if trainer is not None:
+        check_trainer(trainer, net)
     net, batches, loss_fn = looked_at(net, batches, loss_fn)
     chosen = list(itertools.islice(iter(batches), steps))
     if not chosen:
@@ -171,7 +179,9 @@ def xray(net: Any, batches: Iterable[Any], loss_fn: Any = None, trainer: Any = N
     if isinstance(net, ModuleBlock):
         view.converts = "amp.convert_symbol(symbol"
     scale = float(getattr(trainer, "loss_scale", FIRST_SCALE))
-    updates = Updates(net, trainer)
+    updates = ModuleUpdates(net) if isinstance(net, ModuleBlock) \
+        else Updates(net, trainer, batch_size)
+    hopeless: List[str] = []
     for number, batch in enumerate(chosen):
         whole, at = None, scale
         if trainer is None or right is not None:
@@ -183,25 +193,30 @@ def xray(net: Any, batches: Iterable[Any], loss_fn: Any = None, trainer: Any = N
                 if trainer is None:
                     trial.copy()
                     scale, ran = _run(trial, batch, loss_fn, scale, draw_again)
+                    if isinstance(updates, ModuleUpdates) and ran.finite:
+                        updates.look(trial, scale)
         if trainer is not None:
             scale, ran = updates.step(batch, loss_fn)
         if whole is not None:
             view.reference_losses.append(whole.loss)
             if not math.isfinite(whole.loss):
-                view.notes.insert(0, f"batch {number}: the loss is not finite in float32 either: "
-                                  "look at the data, the learning rate and the loss first")
-        _note(view, scale, ran, number,
+                hopeless.append(f"batch {number}: the loss is not finite in float32 either: look "
+                                "at the data, the learning rate and the loss first")
+        known = trial.given(batch, (right or trial).arrays if right or trainer is None else {})
+        _note(view, scale, ran, number, known,
               None if whole is None else at_scale(whole.counts, scale / at))
+    sound = [number for number in range(len(chosen)) if number not in view.left_out]
+    view.notes[:0] = hopeless
     view.tensors = [t for t in tensors if t.counts is not None]
-    if all(_forward_is_finite(counts) for _, counts in view.steps):
+    if all(_forward_is_finite(view.steps[number][1]) for number in sound):
         view.window = window(view.tensors, view.scale, lost)
     view.findings = findings(layout, view.tensors, view.scale)
     if view.findings:
         with random_numbers_kept() as draw_again:
-            _try_keeping(trial, right, view, chosen, loss_fn, draw_again)
+            _try_keeping(trial, right, view, [chosen[i] for i in sound], loss_fn, draw_again)
     view.weights = updates.weights()
     if view.first_overflow:
-        view.first_overflow.where = _code_of(trial, chosen[0], view.first_overflow.node)
+        view.first_overflow.where = _where(trial, chosen[0], layout, view.first_overflow)
     return view
 
 
@@ -215,9 +230,11 @@ def explain(net: Any, batch: Any, loss_fn: Any = None,
     trial = Trial(net, net._amp.policy)
     with random_numbers_kept():
         ran = trial.run(batch, loss_fn, loss_scale)
-    found = first_overflow(_layout(trial).tensors(), ran.counts, 0, loss_scale)
+    layout = _layout(trial)
+    found = first_overflow(layout.tensors(), ran.counts, 0, loss_scale,
+                           trial.given(batch, trial.arrays))
     if found:
-        found.where = _code_of(trial, batch, found.node)
+        found.where = _where(trial, batch, layout, found)
     return found
 
 
@@ -244,18 +261,24 @@ def _run(trial: Trial, batch: Any, loss_fn: Any, scale: float,
     return scale, ran
 
 
-def _note(view: View, scale: float, ran: Ran, number: int,
-          reference: Optional[Dict[Key, Counts]]) -> None:
+def _note(view: View, scale: float, ran: Ran, number: int, known: Mapping[str, Any],
+          reference: Optional[Mapping[Key, Counts]]) -> None:
+    """Notes a step. Its counts tell nothing of the format where data or parameters, of those that
+    are known, were not finite to begin with."""
     if not view.steps:
         view.scale = scale
-    fill(view.tensors, ran.counts, reference, view.scale / scale)
-    weigh(view.tensors, ran, scale)
+    overflow = first_overflow(view.tensors, ran.counts, number, scale, known)
+    view.first_overflow = view.first_overflow or overflow
+    if overflow is not None and not overflow.op:
+        view.left_out.append(number)
+        view.notes.append(f"{overflow}: no advice is from this batch")
+    else:
+        fill(view.tensors, ran.counts, reference, view.scale / scale)
+        weigh(view.tensors, ran, scale)
     view.losses.append(ran.loss)
     for counts in ran.counts.values():
         counts.sample = None  # all steps are kept
     view.steps.append((scale, ran.counts))
-    if view.first_overflow is None:
-        view.first_overflow = first_overflow(view.tensors, ran.counts, number, scale)
 
 
 @dataclass
@@ -333,6 +356,14 @@ def _try_keeping(first: Trial, right: Optional[Trial], view: View, batches: List
     if again.found:
         view.notes.append("with these kept, float16 still does not suit: "
                           + ", ".join(f.node for f in again.found[:5]))
+
+
+def _where(trial: Trial, batch: Any, layout: Layout, found: Overflow) -> str:
+    """The code of the node that has overflowed; of a cast of data, of what reads it."""
+    if not found.op:
+        return ""
+    node = found.node if found.backward else layout.blamed(Key(found.node, False, 0))
+    return _code_of(trial, batch, node)
 
 
 def _code_of(trial: Trial, batch: Any, node: str) -> str:

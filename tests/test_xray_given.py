@@ -1,0 +1,237 @@
+"""What an X-ray makes of what it is given: data and weights that are no numbers, batches with
+several labels, networks that have not run, trainers of any kind."""
+import csv
+import json
+
+import gluon_amp as amp
+import numpy as np
+import pytest
+from gluon_amp._mxnet import mx
+from gluon_amp.formats import FORMATS
+from gluon_amp.xray.read import read
+from mxnet import autograd, gluon, nd
+from mxnet.gluon import nn
+from xray_networks import LOSS, rows
+
+
+def two_layers(fault=None):
+    net = nn.HybridSequential(prefix="net_")
+    with net.name_scope():
+        net.add(nn.Dense(8, activation="relu", prefix="first_"))
+        if fault:
+            net.add(nn.HybridLambda(fault, prefix="fault_"))
+        net.add(nn.Dense(4, prefix="second_"))
+    mx.random.seed(1)
+    net.initialize(mx.init.Normal(0.3))
+    return amp.convert(net)
+
+
+def spoiled(number=np.nan):
+    data, label = rows(1)[0]
+    data[1, 2] = number
+    return data, label
+
+
+@pytest.mark.parametrize("number", [np.nan, np.inf])
+def test_data_that_is_not_finite_is_named_and_is_no_reason_to_keep_anything(number):
+    net = two_layers()
+    view = amp.xray(net, [spoiled(number)], LOSS)
+    assert str(view.first_overflow) == "batch 0: data is not finite before anything is computed"
+    assert (view.findings, view.keep, view.window) == ([], [], None)
+    assert "Nothing needs" not in str(view)
+    assert amp.explain(net, spoiled(number), LOSS).node == "data"
+
+
+def test_a_weight_that_is_not_finite_is_named():
+    net = two_layers()
+    net(rows(1)[0][0])
+    net[1].bias.set_data(nd.array([0, 1, np.inf, 0]))
+    for found in (amp.xray(net, rows(1), LOSS).first_overflow, amp.explain(net, rows(1)[0], LOSS)):
+        assert (found.node, found.op) == ("net_second_bias", "")
+
+
+def test_advice_comes_from_the_batches_whose_data_is_finite(tmp_path):
+    right = amp.xray(two_layers(lambda F, x: x * 1e6), rows(2), LOSS)
+    view = amp.xray(two_layers(lambda F, x: x * 1e6), [rows(2)[0], spoiled(), rows(2)[1]], LOSS)
+    assert (view.findings, view.keep, view.window) == (right.findings, right.keep, right.window)
+    assert view.findings
+    assert any("batch 1: data is not finite" in note for note in view.notes)
+    view.save(str(tmp_path / "xray"))
+    assert "Batch 1: data is not finite" in (tmp_path / "xray" / "xray.html").read_text()
+
+
+def test_another_format_is_not_told_of_a_batch_that_was_left_out(tmp_path):
+    for name, given in (("all", [spoiled(), *rows(1)]), ("sound", rows(1))):
+        amp.xray(two_layers(), given, LOSS).save(str(tmp_path / name))
+    seen, right = (read(str(tmp_path / name), FORMATS["bfloat16"]) for name in ("all", "sound"))
+    assert (seen.findings, seen.notes) == ([], [])
+    assert seen.window.high == right.window.high > 2.0 ** 100
+
+
+def test_of_an_overflow_data_and_parameters_have_ranges_too():
+    net = two_layers()
+    net(rows(1)[0][0])
+    net[1].weight.set_data(nd.full((4, 8), 2.0 ** 15))
+    found = amp.explain(net, rows(1)[0], LOSS)
+    assert found.inputs["net_second_weight"] == (15, 15)
+    assert found.inputs["net_second_bias"] is None  # all 0
+    data, label = rows(1)[0]
+    found = amp.explain(two_layers(), (nd.full(data.shape, 2.0 ** 20), label), LOSS)
+    assert found.inputs == {"data": (20, 20)}
+    assert "block net_first" in found.where  # which reads what a cast has made infinite
+    found = amp.explain(two_layers(), rows(1)[0], LOSS, 2.0 ** 40)
+    assert found.backward
+    assert "net_second_fwd 2^" in str(found)
+
+
+class Noisy(nn.HybridBlock):
+    """Adds noise, in prediction, too."""
+
+    def __init__(self):
+        super().__init__()
+        with self.name_scope():
+            self.one, self.two = nn.Dense(8), nn.Dense(4)
+
+    def hybrid_forward(self, F, x):
+        hidden = self.one(x)
+        return self.two(hidden + F.random.normal_like(hidden))
+
+
+def of_a_symbol():
+    x = mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=4, name="fc")
+    return gluon.SymbolBlock(mx.sym.tanh(x), [mx.sym.var("data")])
+
+
+@pytest.mark.parametrize("make", [Noisy, of_a_symbol])
+def test_a_network_that_has_not_run_trains_with_the_same_bits_after_it(make):
+    def trained(looked_at):
+        mx.random.seed(4)
+        net = make()
+        net.initialize(mx.init.Normal(0.3))
+        amp.convert(net)
+        if looked_at:
+            amp.xray(net, rows(2), LOSS)
+        trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.1}, loss_scale=64)
+        for data, label in rows(2):
+            with autograd.record():
+                loss = LOSS(net(data), label)
+            trainer.backward(loss)
+            trainer.step(len(label))
+        weights = [p.data().asnumpy().tobytes() for p in net.collect_params().values()]
+        return weights, nd.random.uniform(shape=3).asnumpy().tobytes()
+
+    assert trained(True) == trained(False)
+
+
+def test_several_labels_are_a_list_at_the_end_of_a_batch():
+    def loss_fn(out, labels):
+        classes, numbers = labels
+        return LOSS(out, classes) + (out - numbers).square().mean(axis=1)
+
+    data, label = rows(1)[0]
+    net = two_layers()
+    view = amp.xray(net, [(data, [label, nd.ones((8, 4))])], loss_fn)
+    with autograd.pause():
+        loss = loss_fn(net(data), [label, nd.ones((8, 4))])
+    assert view.losses == [pytest.approx(float(loss.mean().asscalar()))]
+    best = amp.search(net, [(data, [label, nd.ones((8, 4))])], loss_fn, budget=3, seeds=1, steps=3,
+                      progress=False)
+    assert best.verified
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "nag", "adam"])
+def test_updates_that_mxnets_own_masters_get_are_counted(optimizer):
+    def shares(made):
+        net = two_layers()
+        net(rows(1)[0][0])
+        trainer = gluon.Trainer(net.collect_params(), made)
+        return [w.without_master for w in amp.xray(net, rows(2), LOSS, trainer).weights]
+
+    settings = {"learning_rate": 1e-3, **({} if optimizer == "adam" else {"momentum": 0.9})}
+    theirs = mx.optimizer.create(optimizer, multi_precision=True, **settings)
+    ours = shares(amp.optimizer(optimizer, **settings))
+    assert ours[0] > 0
+    assert shares(theirs) == pytest.approx(ours)
+    with pytest.warns(UserWarning, match="float16 in optimizer"):
+        alone = shares(amp.optimizer("adam", multi_precision=False, epsilon=1e-4))
+    assert alone == [None] * 4  # float16 alone has lost them already
+
+
+def test_weights_and_updates_are_in_the_files_and_told_in_another_format(tmp_path):
+    net = two_layers()
+    net(rows(1)[0][0])
+    net[0].weight.set_data(net[0].weight.data() * 2.0 ** -16)  # too small for float16
+    trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 1e-6}, loss_scale=64)
+    view = amp.xray(net, rows(1), LOSS, trainer)
+    view.save(str(tmp_path / "xray"))
+    with open(tmp_path / "xray" / "summary.csv", encoding="utf-8") as file:
+        table = {(row["tensor"], row["kind"]): row for row in csv.DictReader(file)}
+    lines = [json.loads(line)
+             for line in (tmp_path / "xray" / "xray.jsonl").read_text().splitlines()]
+    held = {(line["parameter"], line["kind"]): line for line in lines if "parameter" in line}
+    for weight, parameter in zip(view.weights, net.collect_params().values()):
+        now = parameter.data().asnumpy().astype(np.float32)
+        row, line = table[weight.name, "weight"], held[weight.name, "weight"]
+        assert row["format"] == "float16"
+        small = (now != 0) & (np.abs(now) < 2.0 ** -14)
+        assert float(row["subnormal"]) + float(row["flushed"]) == pytest.approx(small.mean())
+        exponents = np.floor(np.log2(np.abs(now[now != 0])))
+        assert dict(line["bins"]) == dict(zip(*np.unique(exponents, return_counts=True)))
+        assert line["zero"] == (now == 0).sum()
+        row, line = table[weight.name, "update"], held[weight.name, "update"]
+        assert line["zero"] + sum(n for _, n in line["bins"]) == now.size == int(row["numbers"])
+        assert float(row["without_master"]) == pytest.approx(line["without_master"], rel=1e-4)
+    for name, found in (("bfloat16", False), ("float8_e4m3", True)):
+        again = read(str(tmp_path / "xray"), FORMATS[name])
+        assert [w.updates.numbers for w in again.weights] == [
+            w.updates.numbers for w in view.weights]
+        below = {f.node for f in again.findings if f.reason == "range below"}
+        assert ("net_first_weight" in below) == found
+
+
+def test_a_trainers_steps_are_given_the_batch_size_that_the_user_gives():
+    def weights(batch_size):
+        net = two_layers()
+        net(rows(1)[0][0])
+        trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.1}, loss_scale=64)
+        if batch_size:
+            amp.xray(net, rows(1), LOSS, trainer, batch_size=batch_size)
+        else:
+            with autograd.record():
+                loss = LOSS(net(rows(1)[0][0]), rows(1)[0][1])
+            trainer.backward(loss)
+            trainer.step(2)
+        return [p.data().asnumpy().tobytes() for p in net.collect_params().values()]
+
+    assert weights(2) == weights(None) != weights(8)
+    with pytest.raises(ValueError, match="batch_size must be a whole number"):
+        weights(-1)
+
+
+def waiting_trainer(net):
+    trainer = amp.Trainer(net.collect_params(), "sgd")
+    with autograd.record():
+        loss = LOSS(net(rows(1)[0][0]), rows(1)[0][1])
+    trainer.backward(loss)
+    return trainer
+
+
+@pytest.mark.parametrize(("make", "said"), [
+    (lambda net: "sgd", "a gluon_amp.Trainer, or MXNet's. Received: str"),
+    (lambda net: amp.Trainer(two_layers().collect_params(), "sgd"), "none of the network's para"),
+    (waiting_trainer, "gradients wait for the trainer's step"),
+])
+def test_a_trainer_that_cannot_take_a_step_is_refused(make, said):
+    net = two_layers()
+    net(rows(1)[0][0])
+    with pytest.raises((TypeError, ValueError), match=said):
+        amp.xray(net, rows(1), LOSS, make(net))
+
+
+def test_what_is_no_loss_and_no_share_is_refused():
+    with pytest.raises(ValueError, match="no gradients come from the loss"):
+        amp.xray(two_layers(), rows(1), lambda out, label: label)
+    with pytest.raises(ValueError, match=r"below 1\. Received: 1"):
+        amp.xray(two_layers(), rows(1), LOSS, lost=1)
+    with pytest.raises(ValueError, match="snr must be"):
+        amp.search(two_layers(), rows(1), LOSS, snr=float("nan"))
