@@ -39,7 +39,7 @@ STUDIES = {
         "image_classification.py",
         "--dataset SHARED/data/cifar10_train.rec --val SHARED/data/cifar10_test.rec --classes 10 "
         "--model cifar_resnet20_v1 --image-size 32 --examples 5000 --batch-size 100 --epochs 6 "
-        "--lr 0.1 --warmup-epochs 0.5 --log-interval 25", 30,
+        "--lr 0.1 --warmup-epochs 0.5 --log-interval 25", 10,
         {**TYPES, "float16-static128": "--dtype float16 --loss-scale 128"}),
     "fine_tune_resnet20": Study(
         "fine_tune.py",
