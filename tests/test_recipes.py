@@ -178,6 +178,28 @@ def test_a_teacher_of_other_classes_is_refused(monkeypatch):
         loss_fn(mx.nd.ones((2, 10)), mx.nd.ones(2), mx.nd.ones((2, 1000)))
 
 
+def test_a_checkpoint_of_another_network_or_type_is_not_gone_on_with(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    from symbols import get_symbol
+
+    def network(dtype, **flags):
+        return get_symbol("resnet-v1", 10, "3,32,32", dtype, **flags)
+
+    prefix = str(tmp_path / "net")
+    network("float16", num_layers=20).save(f"{prefix}-symbol.json")
+    recipes.check_network(network("float16", num_layers=20), (3, 32, 32), prefix)
+    for other in (network("float32", num_layers=20), network("float16", num_layers=32)):
+        with pytest.raises(ValueError, match=r"net-symbol.json is of another network, or of "):
+            recipes.check_network(other, (3, 32, 32), prefix)
+
+
+def test_images_that_are_too_small_for_a_network_are_one_line(monkeypatch):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    from symbols import get_symbol
+    with pytest.raises(ValueError, match=r"does not take --image-shape 3,48,48: .*exceeds"):
+        recipes.check_network(get_symbol("alexnet", 10, "3,48,48", "float16"), (3, 48, 48))
+
+
 @pytest.mark.parametrize("flags", [["--last-gamma"], ["--use-pretrained"]])
 def test_what_the_small_network_does_not_have_is_refused(flags, monkeypatch):
     monkeypatch.syspath_prepend(str(EXAMPLES))

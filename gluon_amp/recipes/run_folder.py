@@ -18,6 +18,7 @@ from typing import Any, Dict, List, Tuple
 from .._mxnet import message, mx
 from ..checks import positive
 from ..files import must_exist
+from .command import whole
 from .ranks import Ranks
 from .training_log import TrainingLog, read_log, replace_text
 
@@ -39,7 +40,7 @@ def add_arguments(parser: Any, folder: str) -> None:
         "where there is none, begin")
     add("--resume-params", metavar="FILE", help="begin with these parameters")
     add("--resume-states", metavar="FILE", help="and with this state of the Trainer")
-    add("--resume-epoch", type=int, default=0, help="and with this epoch, from 0 on")
+    add("--resume-epoch", type=whole, default=0, help="and with this epoch, from 0 on")
 
 
 def hold(folder: str) -> None:
