@@ -328,6 +328,8 @@ def fit(args, ranks, folder, net, order, loader, val_loader, devices):
             log.info("%s", hint)
     begin, lines = folder.resume(net, trainer)
     ranks.check_same(begin, "epochs that are done")
+    if not args.resume_states and trainer.optimizer.num_update == 0:  # else the states know
+        trainer.optimizer.begin_num_update = trainer.optimizer.num_update = begin * len(loader)
     record = folder.start_record(lines, begin * len(loader))
     for epoch in range(begin, args.epochs):
         line = run_epoch(args, ranks, net, teacher, trainer, loss_fn, order, loader, val_loader,

@@ -221,6 +221,9 @@ def fit(args, symbol, arg_params=None, aux_params=None, fixed=None):
         raise SystemExit("--gc-type: MXNet compresses no float16 gradients, and for float32 it "
                          "does so only where the kvstore updates, which loss scaling excludes. "
                          f"Valid: none. Received: {args.gc_type}")
+    if args.top_k and not 2 <= args.top_k <= args.num_classes:
+        raise SystemExit(f"--top-k must be from 2 to --num-classes {args.num_classes}, or 0 for "
+                         f"none. Received: {args.top_k}")
     scale = args.loss_scale or ("dynamic" if args.dtype == "float16" else "none")
     if args.model_prefix:
         os.makedirs(os.path.dirname(args.model_prefix) or ".", exist_ok=True)

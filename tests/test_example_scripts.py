@@ -190,6 +190,15 @@ def test_a_number_that_makes_no_sense_is_one_line(script, flags, message, monkey
     assert message in capsys.readouterr().err.splitlines()[-1]
 
 
+@pytest.mark.parametrize(("flags", "message"), [
+    ("--top-k 50 --num-classes 10", "--top-k must be from 2 to --num-classes 10, or 0 for none"),
+    ("--image-shape 3,-32,32", "--image-shape takes channels,height,width, such as 3,224,224")])
+def test_impossible_sizes_are_one_line(flags, message, monkeypatch):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    with pytest.raises(SystemExit, match=message):
+        importlib.import_module("train_imagenet").main(["--network", "alexnet", *flags.split()])
+
+
 @pytest.mark.parametrize(("optimizer", "momentum"), [
     ("sgd", 0.8), ("SGD", 0.8), ("lbsgd", 0.8), ("nag", 0.8), ("adam", None), ("adamw", None)])
 def test_the_momentum_reaches_every_optimizer_that_has_one(optimizer, momentum, monkeypatch):

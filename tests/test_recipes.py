@@ -243,6 +243,33 @@ def test_an_index_that_is_missing_is_named(tmp_path, monkeypatch):
         recipes.images.image_loaders(args, recipes.Ranks())
 
 
+@pytest.mark.parametrize("loss", [2.0, float("nan"), float("inf"), None])
+def test_an_epoch_whose_predictions_are_not_finite_is_told(loss, caplog):
+    args = Namespace(tensorboard=None, mlperf=False, batch_size=1, seed=0, lr=0.1)
+    recipes.TrainingLog(args, None).add_epoch({"epoch": 3, "validation_loss": loss})
+    told = "epoch 3: the network's predictions are not finite" in caplog.text
+    assert told == (loss not in (2.0, None))
+
+
+def test_epochs_that_are_skipped_count_for_the_learning_rate(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    import image_classification as recipe
+    monkeypatch.chdir(tmp_path)
+    line, = recipe.main(["--examples", "16", "--batch-size", "8", "--epochs", "4", "--lr", "0.8",
+                         "--resume-epoch", "3", "--lr-mode", "step", "--lr-decay-epoch", "2"])
+    assert line["epoch"] == 3
+    assert line["lr"] == pytest.approx(0.08)
+
+
+def test_a_run_that_begins_behind_its_last_epoch_is_refused(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    import image_classification as recipe
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=r"--resume-epoch 4 leaves none of the 4 epochs"):
+        recipe.main(["--examples", "16", "--batch-size", "8", "--epochs", "4", "--resume-epoch",
+                     "4"])
+
+
 def test_without_a_package_that_writes_tensorboards_files_a_line_says_why(tmp_path, monkeypatch):
     (tmp_path / "mxboard.py").write_text("raise TypeError('older than this protobuf')")
     monkeypatch.syspath_prepend(tmp_path)

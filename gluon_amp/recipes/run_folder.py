@@ -125,6 +125,9 @@ class RunFolder:
     def _begin(self, net: Any, trainer: Any) -> Tuple[int, List[Dict[str, Any]]]:
         """Begins a run: anew, or with what `--resume-params` and the like name."""
         args = self.args
+        if args.resume_epoch >= args.epochs:
+            raise ValueError(f"--resume-epoch {args.resume_epoch} leaves none of the {args.epochs} "
+                             "epochs to train: --epochs counts those before it, too")
         if args.resume_params:
             must_exist(args.resume_params)
             _load_parameters(net, args.resume_params)
