@@ -49,9 +49,10 @@ def add_arguments(parser, folder="runs/image_classification"):
     add = parser.add_argument  # the second names are those of GluonCV's scripts
     add("--teacher", metavar="MODEL", help="also learn what this network says (distillation)")
     add("--teacher-params", metavar="FILE", help="its parameters, if not the model zoo's")
-    add("--temperature", type=float, default=20.0,
+    add("--temperature", type=recipes.above_0, default=20.0,
         help="by which both networks' outputs are divided before they are compared")
-    add("--hard-weight", type=float, default=0.5, help="of the labels; the teacher has the rest")
+    add("--hard-weight", type=recipes.share, default=0.5,
+        help="of the labels; the teacher has the rest")
     add("--dtype", default="float32", choices=("float32", "float16"), help="of the network")
     add("--policy", choices=POLICIES, help="of gluon_amp.convert, if not --dtype")
     add("--loss-scale", type=recipes.loss_scale, default="dynamic",
@@ -60,26 +61,29 @@ def add_arguments(parser, folder="runs/image_classification"):
     add("--epochs", "--num-epochs", type=recipes.positive, default=10,
         help="passes over the data; with --resume a finished run goes on to more")
     add("--optimizer", default="sgd", help="a name of MXNet's, or adamw")
-    add("--lr", type=float, default=0.1, help="the learning rate")
+    add("--lr", type=recipes.decimal, default=0.1, help="the learning rate")
     add("--lr-mode", default="cosine", choices=("step", "cosine"), help="how it falls")
     add("--lr-decay-epoch", type=recipes.numbers, default=[],
-        help="of step: after which epochs, such as 30,60")
-    add("--lr-decay", type=float, default=0.1, help="of step: by which factor")
-    add("--warmup-epochs", type=float, default=0, help="in which the rate rises")
-    add("--warmup-lr", type=float, default=0.0, help="from which rate on")
-    add("--wd", type=float, default=1e-4, help="weight decay")
+        help="of step: after which epochs, such as 30,60; none: it stays as it is")
+    add("--lr-decay", type=recipes.decimal, default=0.1, help="of step: by which factor")
+    add("--warmup-epochs", type=recipes.decimal, default=0, help="in which the rate rises")
+    add("--warmup-lr", type=recipes.decimal, default=0.0, help="from which rate on")
+    add("--wd", type=recipes.decimal, default=1e-4, help="weight decay")
     add("--no-wd", action="store_true", help="none for biases, and for batch norms' parameters")
-    add("--momentum", type=float, default=0.9, help="of optimizers that have one")
-    add("--label-smoothing", type=float, default=0, help="the share of all classes in a label")
+    add("--momentum", type=recipes.share, default=0.9, help="of optimizers that have one")
+    add("--label-smoothing", type=recipes.share, default=0,
+        help="the share of all classes in a label")
     add("--mixup", action="store_true", help="train on weighted sums of two images and labels")
-    add("--mixup-alpha", type=float, default=0.2, help="of the beta distribution of the weights")
-    add("--mixup-off-epoch", type=int, default=0, help="so many epochs at the end without mixup")
+    add("--mixup-alpha", type=recipes.above_0, default=0.2,
+        help="of the beta distribution of the weights")
+    add("--mixup-off-epoch", type=recipes.whole, default=0,
+        help="so many epochs at the end without mixup")
     add("--mode", default="hybrid", choices=("hybrid", "imperative"), help="how the network runs")
     add("--gpus", type=recipes.numbers, default=[], help="such as 0,1; none: the CPU")
     add("--num-gpus", dest="gpus", metavar="N", default=[],
         type=lambda text: list(range(recipes.positive(text) if text != "0" else 0)),
         help="the first N GPUs")
-    add("--seed", type=int, default=0, help="of all random numbers")
+    add("--seed", type=recipes.whole, default=0, help="of all random numbers")
     add("--benchmark", action="store_true", help="random images; samples/s and peak memory")
     add("--logging-file", metavar="FILE", help="also write the log there")
     recipes.Progress.add_arguments(parser)
@@ -145,9 +149,8 @@ def schedule_of(args, steps):
 
 
 def trainer_of(args, net, kvstore="device", **schedule):
-    options = {"learning_rate": args.lr, "wd": args.wd, **schedule}
-    if args.optimizer in ("sgd", "nag", "signum", "lars", "dcasgd"):
-        options["momentum"] = args.momentum
+    options = {"learning_rate": args.lr, "wd": args.wd, **schedule,
+               **recipes.momentum_of(args.optimizer, args.momentum)}
     if args.no_wd:
         net.collect_params(".*beta|.*gamma|.*bias").setattr("wd_mult", 0.0)
     return amp.Trainer(net.collect_params(), args.optimizer, options, kvstore,
@@ -325,6 +328,8 @@ def fit(args, ranks, folder, net, order, loader, val_loader, devices):
             log.info("%s", hint)
     begin, lines = folder.resume(net, trainer)
     ranks.check_same(begin, "epochs that are done")
+    if not args.resume_states and trainer.optimizer.num_update == 0:  # else the states know
+        trainer.optimizer.begin_num_update = trainer.optimizer.num_update = begin * len(loader)
     record = folder.start_record(lines, begin * len(loader))
     for epoch in range(begin, args.epochs):
         line = run_epoch(args, ranks, net, teacher, trainer, loss_fn, order, loader, val_loader,

@@ -49,7 +49,7 @@ def main(arguments=None):
     parser.add_argument("--layer-before-fullc", help="found by itself where not given")
     parser.add_argument("--freeze", type=int, default=0, choices=(0, 1),
                         help="1: train the new head only")
-    parser.add_argument("--bn-momentum", type=float, help="of all batch norms")
+    parser.add_argument("--bn-momentum", type=recipes.share, help="of all batch norms")
     recipe.add_arguments(parser)
     parser.set_defaults(num_epochs=3, lr=0.01, lr_step_epochs=[2], batch_size=32)
     args = recipe.parse_flags(parser, arguments)

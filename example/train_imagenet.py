@@ -6,7 +6,6 @@
 
 The flags and the log lines are those of MXNet's own example/image-classification.
 """
-import argparse
 import glob
 import logging
 import os
@@ -31,17 +30,19 @@ def add_arguments(parser):
     add("--macrobatch-size", type=positive, help="images of an update, of all ranks: gradients of "
         "several batches are added up; a multiple of --batch-size, if not one batch")
     add("--num-epochs", "--epochs", type=positive, default=80, help="passes over the data")
-    add("--lr", type=float, default=0.1, help="the learning rate")
-    add("--lr-factor", "--lr-decay", type=float, default=0.1, help="what it is multiplied by")
+    add("--lr", type=recipes.decimal, default=0.1, help="the learning rate")
+    add("--lr-factor", "--lr-decay", type=recipes.decimal, default=0.1,
+        help="what it is multiplied by")
     add("--lr-step-epochs", "--lr-decay-epoch", type=numbers, default=[30, 60],
         help="after which epochs the rate is multiplied by --lr-factor")
-    add("--warmup-epochs", type=float, default=0, help="in which the rate rises")
-    add("--warmup-lr", type=float, default=0.0, help="from which rate on")
+    add("--warmup-epochs", type=recipes.decimal, default=0, help="in which the rate rises")
+    add("--warmup-lr", type=recipes.decimal, default=0.0, help="from which rate on")
     add("--warmup-strategy", default="linear", choices=("linear", "constant"),
         help="linear: it rises; constant: it stays at --warmup-lr, then jumps")
     add("--optimizer", default="sgd", help="a name of MXNet's, or adamw")
-    add("--mom", "--momentum", type=float, default=0.9, help="of optimizers that have one")
-    add("--wd", type=float, default=1e-4, help="weight decay")
+    add("--mom", "--momentum", type=recipes.share, default=0.9,
+        help="of optimizers that have one")
+    add("--wd", type=recipes.decimal, default=1e-4, help="weight decay")
     add("--initializer", default="default", choices=("default", "xavier", "msra", "orthogonal",
                                                      "normal", "uniform", "one", "zero"),
         help="of weights; default: normal for alexnet, xavier for vgg, and for others xavier, "
@@ -53,16 +54,17 @@ def add_arguments(parser):
         help="also log losses: ce, nll, or both as ce,nll")
     add("--disp-batches", "--log-interval", type=positive, default=20,
         help="batches of a line of the log")
-    add("--top-k", type=int, default=0, help="also log the top-k accuracy")
+    add("--top-k", type=recipes.whole, default=0, help="also log the top-k accuracy")
     add("--model-prefix", help="save epochs under this name")
     add("--save-period", type=positive, default=1, help="each so many epochs")
     add("--load-epoch", type=positive, help="go on from --model-prefix behind so many epochs")
     add("--resume", action="store_true", help="go on from the last epoch of --model-prefix, if "
         "there is any; with a larger --num-epochs a finished run goes on, too")
-    add("--monitor", type=int, default=0, help="log outputs' sizes every so many batches")
+    add("--monitor", type=recipes.whole, default=0,
+        help="log outputs' sizes every so many batches")
     add("--test-io", type=int, default=0, choices=(0, 1), help="1: only read the images, and "
         "log how fast that is")
-    add("--seed", type=int, default=0, help="of all random numbers")
+    add("--seed", type=recipes.whole, default=0, help="of all random numbers")
     add("--save-dir", help="write log.jsonl there (docs/recipes.md says what is in it)")
     recipes.TrainingLog.add_arguments(parser)
     recipes.add_xray_arguments(parser)
@@ -74,12 +76,12 @@ def add_arguments(parser):
     add("--data-val-idx", "--rec-val-idx", default="", help="its index")
     add("--image-shape", default="3,224,224", help="channels,height,width")
     add("--num-classes", "--classes", type=positive, default=1000, help="that labels have")
-    add("--num-examples", type=int, help="training images in an epoch, for the schedule, if not "
-        "as many as the file has")
-    add("--rgb-mean", type=three_numbers, default="123.68,116.779,103.939",
+    add("--num-examples", type=positive, help="training images in an epoch, for the schedule, "
+        "if not as many as the file has")
+    add("--rgb-mean", type=recipes.images.three_numbers, default="123.68,116.779,103.939",
         help="of pixels from 0 to 255")
-    add("--rgb-std", type=three_numbers, default="1,1,1", help="the same")
-    add("--data-nthreads", "--num-data-workers", type=int, default=4,
+    add("--rgb-std", type=recipes.images.three_deviations, default="1,1,1", help="the same")
+    add("--data-nthreads", "--num-data-workers", type=positive, default=4,
         help="threads that decode images")
     add("--benchmark", type=int, default=0, choices=(0, 1), help="1: random images, no files")
     add_augmentation(parser)
@@ -87,14 +89,6 @@ def add_arguments(parser):
 
 # What --loss takes: MXNet's names of these metrics.
 LOSSES = {"": [], "ce": ["ce"], "nll": ["nll_loss"], "ce,nll": ["ce", "nll_loss"]}
-
-
-def three_numbers(text):
-    """Of red, green and blue."""
-    if len(recipes.decimals(text)) != 3:
-        raise argparse.ArgumentTypeError("takes three numbers, of red, green and blue. "
-                                         f"Received: {text!r}")
-    return text
 
 
 def add_augmentation(parser):
@@ -137,6 +131,8 @@ def parse_flags(parser, arguments):
 def image_shape(args):
     try:
         channels, height, width = map(int, args.image_shape.split(","))
+        if min(channels, height, width) < 1:
+            raise ValueError
     except ValueError:
         raise SystemExit("--image-shape takes channels,height,width, such as 3,224,224. "
                          f"Received: {args.image_shape}") from None
@@ -225,6 +221,9 @@ def fit(args, symbol, arg_params=None, aux_params=None, fixed=None):
         raise SystemExit("--gc-type: MXNet compresses no float16 gradients, and for float32 it "
                          "does so only where the kvstore updates, which loss scaling excludes. "
                          f"Valid: none. Received: {args.gc_type}")
+    if args.top_k and not 2 <= args.top_k <= args.num_classes:
+        raise SystemExit(f"--top-k must be from 2 to --num-classes {args.num_classes}, or 0 for "
+                         f"none. Received: {args.top_k}")
     scale = args.loss_scale or ("dynamic" if args.dtype == "float16" else "none")
     if args.model_prefix:
         os.makedirs(os.path.dirname(args.model_prefix) or ".", exist_ok=True)
@@ -248,6 +247,7 @@ def fit(args, symbol, arg_params=None, aux_params=None, fixed=None):
         batches = batches // per_update * per_update
         train = mx.io.ResizeIter(train, batches, reset_internal=False)
     epoch_size = batches // per_update
+    recipes.check_network(symbol, image_shape(args), args.model_prefix if begin else None)
     options = {"context": contexts, "loss_scale": None if scale == "none" else scale,
                "fixed_param_names": fixed, "batches": per_update}
     if begin:
@@ -262,9 +262,8 @@ def fit(args, symbol, arg_params=None, aux_params=None, fixed=None):
                  "lr_scheduler": recipes.schedule(
                      args.lr, epoch_size, args.num_epochs, "step", args.lr_step_epochs,
                      args.lr_factor, args.warmup_epochs, args.warmup_lr, args.warmup_strategy),
-                 "rescale_grad": 1 / (args.batch_size * ranks.workers * per_update)}
-    if args.optimizer in ("sgd", "nag", "signum", "lars", "dcasgd"):
-        optimizer["momentum"] = args.mom
+                 "rescale_grad": 1 / (args.batch_size * ranks.workers * per_update),
+                 **recipes.momentum_of(args.optimizer, args.mom)}
     metrics = ["accuracy"]
     if args.top_k:
         metrics.append(mx.metric.create("top_k_accuracy", top_k=args.top_k))

@@ -133,6 +133,7 @@ def test_flags_can_stand_in_a_file_and_the_command_line_counts_more(name, text, 
     ("flags.yaml", "[1, 2]", "must hold names of flags and their values. Received: list"),
     ("flags.yaml", "a: [", "flags.yaml is no YAML"),
     ("flags.json", "{", "Expecting property name"),
+    ("flags.yaml", "config: other.yaml", "--config is written in full, and in the command line"),
     ("other.yaml", "", "flags.yaml does not exist")])
 def test_a_wrong_file_of_flags_is_one_line(name, text, message, tmp_path, monkeypatch, capsys):
     (tmp_path / name).write_text(text)
@@ -143,6 +144,7 @@ def test_a_wrong_file_of_flags_is_one_line(name, text, message, tmp_path, monkey
 
 
 @pytest.mark.parametrize(("script", "flags", "message"), [
+    ("image_classification", "--conf /dev/null", "--config is written in full, and in the"),
     ("lr_find", "--teacher resnet18_v1", "--teacher: the sweep begins with a new network"),
     ("lr_find", "--resume", "--resume: the sweep begins with a new network"),
     ("lr_find", "--resume-params a.params", "--resume-params: the sweep begins with a new"),
@@ -156,6 +158,55 @@ def test_a_flag_without_an_effect_is_refused(script, flags, message, monkeypatch
     with pytest.raises(SystemExit):
         importlib.import_module(script).main(flags.split())
     assert message in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(("flags", "message"), [
+    ("--use-rec", "--use-rec needs --rec-train FILE.rec. Received: --dataset digits"),
+    ("--rec-val a.rec", "digits has images of its own to validate. Received: --val a.rec"),
+    ("--crop-ratio 0.875 --random-crop --rgb-mean 1", "the images of digits are used as they are, "
+     "without --crop-ratio, --random-crop, --mean"),
+    ("--input-size 64", "the images of digits are used as they are, without --image-size")])
+def test_a_flag_that_the_dataset_would_pass_over_is_refused(flags, message, monkeypatch):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    recipe = importlib.import_module("image_classification")
+    with pytest.raises(ValueError, match=re.escape(message)):
+        recipes.images.image_loaders(recipe.parse(flags.split()), recipes.Ranks())
+
+
+@pytest.mark.parametrize(("script", "flags", "message"), [
+    ("image_classification", "--lr nan", "must be a finite number from 0 on. Received: 'nan'"),
+    ("image_classification", "--label-smoothing 2", "must be a number from 0 to 1"),
+    ("image_classification", "--mixup-alpha 0", "must be a finite number above 0"),
+    ("image_classification", "--resume-epoch -1", "must be a whole number from 0 on"),
+    ("image_classification", "--rgb-std 58,0,57", "must be above 0. Received: '58,0,57'"),
+    ("fine_tune", "--freeze -1", "must be a whole number from 0 on. Received: '-1'"),
+    ("train_imagenet", "--rgb-std 58,0,57", "must be above 0. Received: '58,0,57'"),
+    ("train_imagenet", "--num-examples -5", "must be a whole number from 1 on. Received: '-5'"),
+    ("train_imagenet", "--momentum 9", "must be a number from 0 to 1. Received: '9'")])
+def test_a_number_that_makes_no_sense_is_one_line(script, flags, message, monkeypatch, capsys):
+    parser = parser_of(script, monkeypatch)
+    with pytest.raises(SystemExit):
+        parser.parse_args(flags.split())
+    assert message in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(("flags", "message"), [
+    ("--top-k 50 --num-classes 10", "--top-k must be from 2 to --num-classes 10, or 0 for none"),
+    ("--image-shape 3,-32,32", "--image-shape takes channels,height,width, such as 3,224,224")])
+def test_impossible_sizes_are_one_line(flags, message, monkeypatch):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    with pytest.raises(SystemExit, match=message):
+        importlib.import_module("train_imagenet").main(["--network", "alexnet", *flags.split()])
+
+
+@pytest.mark.parametrize(("optimizer", "momentum"), [
+    ("sgd", 0.8), ("SGD", 0.8), ("lbsgd", 0.8), ("nag", 0.8), ("adam", None), ("adamw", None)])
+def test_the_momentum_reaches_every_optimizer_that_has_one(optimizer, momentum, monkeypatch):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    recipe = importlib.import_module("image_classification")
+    args = recipe.parse(["--optimizer", optimizer, "--momentum", "0.8"])
+    trainer = recipe.trainer_of(args, recipe.network(args, [mx.cpu()]))
+    assert getattr(trainer.optimizer, "momentum", None) == momentum
 
 
 def test_the_rate_is_looked_for_on_the_images_that_are_trained_on(monkeypatch):
@@ -184,6 +235,11 @@ def test_the_schedule_warms_up_and_falls():
     assert rates([0, 9, 10], warmup_epochs=1, warmup_lr=0.2, warmup_strategy="constant") == [
         0.2, 0.2, 0.8]
     assert rates([0, 20, 40], mode="cosine") == [0.8, 0.4, 0.0]
+
+
+def test_epochs_of_steps_are_refused_where_the_rate_falls_as_a_cosine():
+    with pytest.raises(ValueError, match=r"--lr-decay-epoch is for --lr-mode step\. Received: --"):
+        rates([1], mode="cosine", decay_epochs=[2])
 
 
 def test_a_warmup_that_leaves_nothing_to_the_cosine_is_refused():

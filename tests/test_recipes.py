@@ -178,6 +178,28 @@ def test_a_teacher_of_other_classes_is_refused(monkeypatch):
         loss_fn(mx.nd.ones((2, 10)), mx.nd.ones(2), mx.nd.ones((2, 1000)))
 
 
+def test_a_checkpoint_of_another_network_or_type_is_not_gone_on_with(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    from symbols import get_symbol
+
+    def network(dtype, **flags):
+        return get_symbol("resnet-v1", 10, "3,32,32", dtype, **flags)
+
+    prefix = str(tmp_path / "net")
+    network("float16", num_layers=20).save(f"{prefix}-symbol.json")
+    recipes.check_network(network("float16", num_layers=20), (3, 32, 32), prefix)
+    for other in (network("float32", num_layers=20), network("float16", num_layers=32)):
+        with pytest.raises(ValueError, match=r"net-symbol.json is of another network, or of "):
+            recipes.check_network(other, (3, 32, 32), prefix)
+
+
+def test_images_that_are_too_small_for_a_network_are_one_line(monkeypatch):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    from symbols import get_symbol
+    with pytest.raises(ValueError, match=r"does not take --image-shape 3,48,48: .*exceeds"):
+        recipes.check_network(get_symbol("alexnet", 10, "3,48,48", "float16"), (3, 48, 48))
+
+
 @pytest.mark.parametrize("flags", [["--last-gamma"], ["--use-pretrained"]])
 def test_what_the_small_network_does_not_have_is_refused(flags, monkeypatch):
     monkeypatch.syspath_prepend(str(EXAMPLES))
@@ -219,6 +241,33 @@ def test_an_index_that_is_missing_is_named(tmp_path, monkeypatch):
     (tmp_path / "a.rec").write_bytes(whole[:-4])
     with pytest.raises(ValueError, match=r"a.rec is cut short"):
         recipes.images.image_loaders(args, recipes.Ranks())
+
+
+@pytest.mark.parametrize("loss", [2.0, float("nan"), float("inf"), None])
+def test_an_epoch_whose_predictions_are_not_finite_is_told(loss, caplog):
+    args = Namespace(tensorboard=None, mlperf=False, batch_size=1, seed=0, lr=0.1)
+    recipes.TrainingLog(args, None).add_epoch({"epoch": 3, "validation_loss": loss})
+    told = "epoch 3: the network's predictions are not finite" in caplog.text
+    assert told == (loss not in (2.0, None))
+
+
+def test_epochs_that_are_skipped_count_for_the_learning_rate(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    import image_classification as recipe
+    monkeypatch.chdir(tmp_path)
+    line, = recipe.main(["--examples", "16", "--batch-size", "8", "--epochs", "4", "--lr", "0.8",
+                         "--resume-epoch", "3", "--lr-mode", "step", "--lr-decay-epoch", "2"])
+    assert line["epoch"] == 3
+    assert line["lr"] == pytest.approx(0.08)
+
+
+def test_a_run_that_begins_behind_its_last_epoch_is_refused(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    import image_classification as recipe
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=r"--resume-epoch 4 leaves none of the 4 epochs"):
+        recipe.main(["--examples", "16", "--batch-size", "8", "--epochs", "4", "--resume-epoch",
+                     "4"])
 
 
 def test_without_a_package_that_writes_tensorboards_files_a_line_says_why(tmp_path, monkeypatch):

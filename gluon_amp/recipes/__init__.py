@@ -4,8 +4,28 @@ The scripts in `example/` are written with these; so can yours be.
 """
 from . import images
 from .adding_module import AddingModule
-from .command import Parser, decimals, devices_of, loss_scale, numbers, positive, run, schedule
-from .networks import small_network, tensor_core_hints, without_head, zoo_network
+from .command import (
+    Parser,
+    above_0,
+    decimal,
+    decimals,
+    devices_of,
+    loss_scale,
+    momentum_of,
+    numbers,
+    positive,
+    run,
+    schedule,
+    share,
+    whole,
+)
+from .networks import (
+    check_network,
+    small_network,
+    tensor_core_hints,
+    without_head,
+    zoo_network,
+)
 from .progress import Progress
 from .ranks import Part, Ranks, ValidationPart
 from .record_files import Unpadded, records, records_of_part
@@ -14,7 +34,9 @@ from .training_log import ModuleLog, TrainingLog, gradient_norm, read_log, repla
 from .xray_epoch import XrayedIter, add_xray_arguments, xray_epoch
 
 __all__ = ["AddingModule", "ModuleLog", "Parser", "Part", "Progress", "Ranks", "RunFolder",
-           "TrainingLog", "Unpadded", "ValidationPart", "XrayedIter", "add_xray_arguments",
-           "decimals", "devices_of", "gradient_norm", "hold", "images", "loss_scale", "numbers",
-           "positive", "read_log", "records", "records_of_part", "replace_text", "run", "schedule",
-           "small_network", "tensor_core_hints", "without_head", "xray_epoch", "zoo_network"]
+           "TrainingLog", "Unpadded", "ValidationPart", "XrayedIter", "above_0",
+           "add_xray_arguments", "check_network", "decimal", "decimals", "devices_of",
+           "gradient_norm", "hold", "images", "loss_scale", "momentum_of", "numbers", "positive",
+           "read_log", "records", "records_of_part", "replace_text", "run", "schedule", "share",
+           "small_network", "tensor_core_hints", "whole", "without_head", "xray_epoch",
+           "zoo_network"]

@@ -1,13 +1,17 @@
 """The command line of a training script: its flags, its devices, its schedule, its errors."""
 import argparse
+import inspect
 import json
+import math
 import os
-from typing import Any, Callable, List, Optional, Sequence
+import sys
+from typing import Any, Callable, Dict, List, Optional, Sequence
 
 from .. import checks
 from .._mxnet import message, mx
 from ..checks import did_you_mean, positive
 from ..files import must_exist
+from ..training.optimizer import optimizer_class
 from ..training.static_pair import StaticLossScale
 
 
@@ -32,9 +36,11 @@ class Parser(checks.Parser):
         first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
         first.add_argument("--config")
         found, rest = first.parse_known_args(args)
-        if found.config is None:
-            return super().parse_args(args, namespace)
-        return super().parse_args([*self._from_file(found.config), *rest], namespace)
+        words = args if found.config is None else [*self._from_file(found.config), *rest]
+        flags = super().parse_args(words, namespace)
+        if hasattr(flags, "config"):  # which argparse took in, and nobody has read
+            self.error("--config is written in full, and in the command line")
+        return flags
 
     def _from_file(self, path: str) -> List[str]:
         try:
@@ -105,6 +111,38 @@ def decimals(text: str) -> List[float]:
     return _list_of(float, text, "numbers, such as 0.5 or 0.5,0.4,0.4")
 
 
+def whole(text: str) -> int:
+    """A whole number from 0 on."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"must be a whole number from 0 on. Received: {text!r}")
+    return int(text)
+
+
+def decimal(text: str) -> float:
+    """A finite number from 0 on."""
+    return _in_range(text, 0, math.inf, "must be a finite number from 0 on")
+
+
+def share(text: str) -> float:
+    """A number from 0 to 1."""
+    return _in_range(text, 0, 1, "must be a number from 0 to 1")
+
+
+def above_0(text: str) -> float:
+    """A finite number above 0."""
+    return _in_range(text, sys.float_info.min, math.inf, "must be a finite number above 0")
+
+
+def _in_range(text: str, least: float, most: float, wanted: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not (least <= number <= most and math.isfinite(number)):
+        raise argparse.ArgumentTypeError(f"{wanted}. Received: {text!r}")
+    return number
+
+
 def loss_scale(text: str) -> Any:
     """`dynamic`, `none`, or a number: what `Trainer` and `Module` take, with None for `none`."""
     if text in ("dynamic", "none"):
@@ -127,6 +165,12 @@ def devices_of(gpus: Sequence[int]) -> List[Any]:
     return [mx.gpu(i) for i in gpus]
 
 
+def momentum_of(optimizer: str, momentum: float) -> Dict[str, float]:
+    """What an optimizer of that name is told of a momentum: nothing, if it has none."""
+    cls = optimizer_class(optimizer)
+    return {"momentum": momentum} if "momentum" in inspect.signature(cls).parameters else {}
+
+
 def schedule(lr: float, steps: int, epochs: int, mode: str = "step",
              decay_epochs: Sequence[float] = (), decay: float = 0.1, warmup_epochs: float = 0,
              warmup_lr: float = 0.0, warmup_strategy: str = "linear") -> Any:
@@ -142,6 +186,8 @@ def schedule(lr: float, steps: int, epochs: int, mode: str = "step",
     warmup = {"warmup_steps": warmup_steps, "warmup_begin_lr": warmup_lr,
               "warmup_mode": warmup_strategy}
     if mode == "cosine":
+        if decay_epochs:
+            raise ValueError("--lr-decay-epoch is for --lr-mode step. Received: --lr-mode cosine")
         if warmup_steps >= epochs * steps:
             raise ValueError(f"no epoch is left to the cosine: --warmup-epochs must be below the "
                              f"{epochs} epochs of the training. Received: {warmup_epochs:g}")

@@ -3,14 +3,15 @@
 What is asked for stands in a script's flags, which `add_arguments` adds.
 """
 import argparse
+import functools
 import logging
 import math
 import os
 import random
-from typing import Any, List, Tuple
+from typing import Any, Callable, List, Tuple
 
 from .._mxnet import mx, np
-from .command import decimals, positive
+from .command import decimals, positive, whole
 from .ranks import Part, Ranks, ValidationPart
 from .record_files import records
 
@@ -38,15 +39,40 @@ def add_arguments(parser: Any) -> None:
         help="validation takes this share of an image, from its middle: 0.875 for ImageNet")
     add("--random-crop", action="store_true", help="training takes that share, too, from anywhere; "
         "else 40 to 100 %% of an image, stretched")
-    add("--num-workers", "--num-data-workers", "-j", type=int, default=0,
+    add("--num-workers", "--num-data-workers", "-j", type=whole, default=0,
         help="processes that load images")
     add("--mean", type=decimals, default=[0.45],
         help="of pixels from 0 to 1: one number, or one each channel")
-    add("--std", type=decimals, default=[0.25], help="the same")
+    add("--std", type=_deviations, default=[0.25], help="the same")
     for flag, name in (("--rgb-mean", "mean"), ("--rgb-std", "std")):
         add(flag, dest=name, default=argparse.SUPPRESS, metavar="R,G,B",
-            type=lambda text: [value / 255 for value in decimals(text)],
+            type=functools.partial(_of_255, decimals if name == "mean" else _deviations),
             help=f"--{name} of pixels from 0 to 255")
+
+
+def three_numbers(text: str) -> str:
+    """The type of a flag that has a number each for red, green and blue: the text as it is."""
+    if len(decimals(text)) != 3:
+        raise argparse.ArgumentTypeError("takes three numbers, of red, green and blue. "
+                                         f"Received: {text!r}")
+    return text
+
+
+def three_deviations(text: str) -> str:
+    """The same for numbers that something is divided by."""
+    _deviations(three_numbers(text))
+    return text
+
+
+def _deviations(text: str) -> List[float]:
+    values = decimals(text)
+    if not all(value > 0 for value in values):
+        raise argparse.ArgumentTypeError(f"must be above 0. Received: {text!r}")
+    return values
+
+
+def _of_255(kind: Callable[[str], List[float]], text: str) -> List[float]:
+    return [value / 255 for value in kind(text)]
 
 
 def _share(text: str) -> float:
@@ -61,6 +87,7 @@ def _share(text: str) -> float:
 
 def image_loaders(args: Any, ranks: Ranks) -> Tuple[Part, Any, Any]:
     """This rank's part of the training data, and loaders of its parts of both."""
+    _check_effects(args)
     train_data, val_data = _datasets(args)
     if args.examples:
         train_data = train_data.take(args.examples)
@@ -87,6 +114,26 @@ def check_labels(args: Any, label: Any) -> None:
     if largest >= classes:
         raise ValueError(f"the data has a label {largest:g}, and the network {classes} classes, "
                          "from 0 on: --classes")
+
+
+def _check_effects(args: Any) -> None:
+    """A flag that the dataset would pass over is an error."""
+    if args.benchmark:
+        return
+    name = args.dataset
+    if args.use_rec and not name.endswith(".rec"):
+        raise ValueError(f"--use-rec needs --rec-train FILE.rec. Received: --dataset {name}")
+    if args.val and (name in CLASSES or name == "dummy"):
+        raise ValueError(f"--val is for a folder or a .rec file: {name} has images of its own to "
+                         f"validate. Received: --val {args.val}")
+    ready = {"digits": {"image_size": None}, "dummy": {}}.get(name)
+    if ready is not None:
+        usual = {"crop_ratio": 1.0, "random_crop": False, "mean": [0.45], "std": [0.25], **ready}
+        given = [f"--{flag.replace('_', '-')}" for flag, value in usual.items()
+                 if getattr(args, flag) != value]
+        if given:
+            raise ValueError(f"the images of {name} are used as they are, without "
+                             f"{', '.join(given)}")
 
 
 # ---- datasets: pairs of an image and a label

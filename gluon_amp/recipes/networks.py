@@ -1,9 +1,10 @@
 """Networks to start from: a small one, those of model zoos, pretrained ones without heads."""
 import os
-from typing import Any, List, Optional
+from typing import Any, List, Optional, Sequence
 
 from .._mxnet import message, mx
 from ..checks import did_you_mean, nearest
+from ..files import must_exist
 from ..graph.graph import Entry, Graph
 from ..tools.tensor_cores import matrix_layers
 
@@ -53,6 +54,34 @@ def _from_zoo(get_model: Any, name: str, options: Any) -> Any:
         if not options.get("pretrained"):
             raise
         raise OSError(f"{name} could not be downloaded ({type(error).__name__})") from None
+
+
+def check_network(symbol: "mx.sym.Symbol", image: Sequence[int],
+                  prefix: Optional[str] = None) -> None:
+    """It is an error if a network does not take images of this shape, or if the checkpoint that
+    it goes on from is of another network or of another type."""
+    try:
+        asked = _signature(symbol, image)
+    except mx.MXNetError as error:
+        shape = ",".join(map(str, image))
+        raise ValueError(f"the network does not take --image-shape {shape}: "
+                         f"{message(error)}") from None
+    if prefix is None:
+        return
+    must_exist(f"{prefix}-symbol.json")
+    try:
+        saved = _signature(mx.sym.load(f"{prefix}-symbol.json"), image)
+    except mx.MXNetError:
+        saved = None
+    if saved != asked:
+        raise ValueError(f"{prefix}-symbol.json is of another network, or of another --dtype, than "
+                         "the flags ask for: give those that the training was begun with")
+
+
+def _signature(symbol: Any, image: Sequence[int]) -> Any:
+    """Names, shapes and types of what a network learns and gives."""
+    return (symbol.list_arguments(), symbol.infer_shape(data=(1, *image)),
+            symbol.infer_type(data="float32"))
 
 
 def without_head(symbol: "mx.sym.Symbol", layer: Optional[str] = None,

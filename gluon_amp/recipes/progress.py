@@ -5,13 +5,14 @@ import time
 from typing import Any, Iterator, Tuple
 
 from ..checks import positive
+from .command import decimal
 
 
 def add_arguments(parser: Any) -> None:
     """The flags that a `Progress` reads."""
     add = parser.add_argument
     add("--log-interval", type=positive, default=20, help="batches of a line of the log")
-    add("--log-seconds", type=float, default=60.0,
+    add("--log-seconds", type=decimal, default=60.0,
         help="seconds after which there is a line in any case; in the text, not in log.jsonl")
 
 

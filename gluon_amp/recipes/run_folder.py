@@ -18,6 +18,7 @@ from typing import Any, Dict, List, Tuple
 from .._mxnet import message, mx
 from ..checks import positive
 from ..files import must_exist
+from .command import whole
 from .ranks import Ranks
 from .training_log import TrainingLog, read_log, replace_text
 
@@ -39,7 +40,7 @@ def add_arguments(parser: Any, folder: str) -> None:
         "where there is none, begin")
     add("--resume-params", metavar="FILE", help="begin with these parameters")
     add("--resume-states", metavar="FILE", help="and with this state of the Trainer")
-    add("--resume-epoch", type=int, default=0, help="and with this epoch, from 0 on")
+    add("--resume-epoch", type=whole, default=0, help="and with this epoch, from 0 on")
 
 
 def hold(folder: str) -> None:
@@ -124,6 +125,9 @@ class RunFolder:
     def _begin(self, net: Any, trainer: Any) -> Tuple[int, List[Dict[str, Any]]]:
         """Begins a run: anew, or with what `--resume-params` and the like name."""
         args = self.args
+        if args.resume_epoch >= args.epochs:
+            raise ValueError(f"--resume-epoch {args.resume_epoch} leaves none of the {args.epochs} "
+                             "epochs to train: --epochs counts those before it, too")
         if args.resume_params:
             must_exist(args.resume_params)
             _load_parameters(net, args.resume_params)

@@ -3,6 +3,7 @@
 docs/recipes.md says what stands in log.jsonl.
 """
 import json
+import logging
 import math
 import time
 from typing import Any, Dict, Iterable, List, Optional, Tuple
@@ -11,6 +12,7 @@ from ..files import replace_file
 from .ranks import Ranks
 
 VERSION = 2
+log = logging.getLogger("gluon_amp.recipes")
 
 
 def add_arguments(parser: Any) -> None:
@@ -77,7 +79,12 @@ class TrainingLog:
         self._draw("step", line, self.steps - 1)
 
     def add_epoch(self, line: Dict[str, Any]) -> None:
-        """Takes in the end of an epoch."""
+        """Takes in the end of an epoch; warns where the network predicted infinities or NaNs."""
+        if self.writes and not math.isfinite(line.get("validation_loss") or 0):
+            log.warning("epoch %d: the network's predictions are not finite. They use the batch "
+                        "norms' moving averages, which lag behind in the first steps: a deep "
+                        "float16 network may then pass 65504, until it has trained more steps",
+                        line["epoch"])
         self.lines.append({name: _finite(value) for name, value in line.items()})
         self._draw("epoch", line, line["epoch"])
         number = line["epoch"]

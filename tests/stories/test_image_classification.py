@@ -229,7 +229,7 @@ def test_a_finished_run_goes_on_to_more_epochs(tmp_path):
 def test_flags_of_gluoncv_do_what_they_do_there(tmp_path):
     log = run(tmp_path / "run", "--dtype", "float16", "--epochs", "3", "--mixup", "--no-wd",
               "--mixup-off-epoch", "1", "--save-period", "2", "--optimizer", "adam", "--lr",
-              "0.01", "--warmup-epochs", "1", "--warmup-lr", "0.001", "--crop-ratio", "0.8",
+              "0.01", "--warmup-epochs", "1", "--warmup-lr", "0.001",
               "--logging-file", str(tmp_path / "train.log"))
     assert {path.name for path in (tmp_path / "run").glob("*.params")} == {
         "epoch-1.params", "epoch-2.params", "best.params"}  # the second, the last, the best
@@ -248,7 +248,7 @@ def test_flags_of_gluoncv_do_what_they_do_there(tmp_path):
 
 def test_what_a_networks_flags_do_not_fit_is_one_line(tmp_path):
     for arguments, message in (
-            (["--temperature", "0"], "--temperature must be above 0"),
+            (["--temperature", "0"], "--temperature: must be a finite number above 0"),
             (["--batch-norm", "--model", "resnet18_v1"], "--batch-norm is for a VGG"),
             (["--last-gamma", "--model", "resnet18_v1"], "not take all of classes, last_gamma")):
         assert message in run(tmp_path, *arguments, fails=True).strip().splitlines()[-1]
