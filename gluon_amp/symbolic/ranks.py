@@ -2,7 +2,6 @@
 still are."""
 from typing import Any, Dict, List, Tuple
 
-from .._mxnet import mx
 from ..checks import in_names
 from ..training import distributed
 from ..training.ranks import ComparedRanks
@@ -30,10 +29,11 @@ class RanksModule(ComparedRanks):
             raise ValueError("loss scaling and clip_norm look at the gradients before the update, "
                              "and many workers update those on servers that are row_sparse. "
                              f"Received: row_sparse{in_names(sparse)}")
-        kvstore = mx.kv.create(kvstore) if isinstance(kvstore, str) else kvstore
+        kvstore = distributed.store_for_module(kvstore)
         reduction = Reduction(kvstore, names=True)
         distributed.check_same_network(reduction, [
-            (name, arrays[0]) for name, arrays in zip(group.param_names, group.param_arrays)])
+            (name, arrays[0], grads[0] is not None) for name, arrays, grads in
+            zip(group.param_names, group.param_arrays, group.grad_arrays)])
         distributed.agree_on_scale(reduction, self._steps.loss_scale)
         return kvstore
 

@@ -2,9 +2,11 @@
 
 A digest stands for an array: 8 bytes, so that ranks compare whole networks by a few numbers.
 """
+import atexit
 import hashlib
 import os
 import pickle
+import re
 import struct
 from typing import Any, Dict, Iterable, List, Sequence, Tuple
 
@@ -14,6 +16,12 @@ from .horovod_store import Horovod
 from .reduction import Reduction
 
 Named = Tuple[str, Any]  # a name, and what it holds
+
+
+_OF_A_WORKER = ("DMLC_ROLE", "DMLC_PS_ROOT_URI", "DMLC_PS_ROOT_PORT", "DMLC_NUM_WORKER",
+                "DMLC_NUM_SERVER")
+_stores: Dict[str, Any] = {}  # of MXNet's servers, by name
+atexit.register(_stores.clear)
 
 
 class RanksDifferError(RuntimeError):
@@ -34,20 +42,66 @@ def make_store(kvstore: Any, compression: Any) -> Any:
         return kvstore
     if name == "horovod":
         return Horovod()  # which MXNet leaves out where there is one device
-    if "DMLC_ROLE" not in os.environ:
+    if not all(variable in os.environ for variable in _OF_A_WORKER):
         raise ValueError(f"kvstore={name!r} needs a scheduler and servers: start the program as "
                          "gluon-amp launch -n 2 python ... Or use kvstore='device', for one "
                          "process")
     return kvstore
 
 
-def check_same_network(reduction: Reduction, arrays: Iterable[Named]) -> None:
+def updates_on_ranks(kvstore: Any, parameters: Any) -> bool:
+    """Whether the ranks update, rather than MXNet's servers, where the user says neither: so that
+    ranks begin alike and can be compared, with or without a loss scale."""
+    name = str(getattr(kvstore, "type", kvstore)).lower()
+    several = parameters.values() if hasattr(parameters, "values") else parameters
+    dense = all(p._stype == p._grad_stype == "default" for p in several
+                if isinstance(p, mx.gluon.Parameter))
+    return "dist" in name and "async" not in name and dense \
+        and "MXNET_UPDATE_ON_KVSTORE" not in os.environ
+
+
+def shared_store(kvstore: Any) -> Any:
+    """The store of MXNet's servers with this name: the same for all Trainers of a process, since
+    another one would have the servers mix up what belongs to each. Anything else as it is."""
+    if not isinstance(kvstore, str) or "dist" not in kvstore:
+        return kvstore
+    if _stores and kvstore not in _stores:
+        raise ValueError(f"a process has one store of MXNet's servers, here {next(iter(_stores))}. "
+                         f"Received: kvstore={kvstore!r}")
+    if kvstore not in _stores:
+        _stores[kvstore] = mx.kv.create(kvstore)
+    return _stores[kvstore]
+
+
+def store_for_module(kvstore: Any) -> Any:
+    """The store of a Module over many workers: of MXNet's servers there is one for each process."""
+    kvstore = shared_store(kvstore)
+    if isinstance(kvstore, str):
+        return mx.kv.create(kvstore)
+    if isinstance(kvstore, mx.kv.KVStore):
+        if vars(kvstore).get("_used_by"):
+            raise ValueError(f"MXNet's servers know a Module's parameters by their names: with "
+                             f"kvstore={kvstore.type!r} a process has one Module, whose "
+                             "init_optimizer is called once, and no Trainer. kvstore='horovod' "
+                             "takes several")
+        vars(kvstore)["_used_by"] = "a Module"
+    return kvstore
+
+
+def check_same_network(reduction: Reduction, arrays: Iterable[Tuple[str, Any, bool]]) -> None:
     """Refuses to begin where ranks have other parameters, or other versions of this package:
-    the store would wait for ever for those that only some have."""
+    the store would wait for ever for those that only some have.
+
+    Args:
+        arrays: a parameter's name, its array, and whether it is trained.
+    """
     from .. import __version__
     named = list(arrays)
-    layouts = [repr((a.shape, dtype_name(a.dtype))) for _, a in named]
-    digest = _digest(repr([__version__, *layouts]).encode())
+    layouts = [f"{a.shape} {dtype_name(a.dtype)} {'trained' if trained else 'frozen'}"
+               for _, a, trained in named]
+    # Names may differ, since MXNet counts blocks, but must not sort differently: 10 before 9.
+    order = sorted(range(len(named)), key=lambda i: _with_numbers(named[i][0]))
+    digest = _digest(repr([__version__, *layouts, order]).encode())
     if _alike(reduction.gather(digest)):
         return
     versions = reduction.gather(__version__.encode()[:16].ljust(16))
@@ -58,9 +112,17 @@ def check_same_network(reduction: Reduction, arrays: Iterable[Named]) -> None:
     if not _alike(counts):
         raise RanksDifferError("ranks train different networks. Parameters of rank 0, 1, ...: "
                                + ", ".join(map(str, counts)))
-    first, ranks = _first_difference(reduction, [_digest(text.encode()) for text in layouts])
+    digests = [_digest(text.encode()) for text in layouts]
+    if _alike(reduction.gather(b"".join(digests))):
+        raise RanksDifferError(
+            "ranks have their parameters in different orders. Here: "
+            f"{', '.join(name for name, _, _ in named[:4])}, ... MXNet sorts them by names, in "
+            "which it counts the blocks that a process has made: make as many of them on all "
+            "ranks before this network, or give the network a prefix")
+    first, ranks = _first_difference(reduction, digests)
     raise RanksDifferError(f"ranks train different networks: {named[first][0]}, here "
-                           f"{layouts[first]}, has another shape or type on {ranks} than on rank 0")
+                           f"{layouts[first]}, has another shape or type on {ranks} than on rank "
+                           "0, or is frozen on some of them only")
 
 
 def begin_alike(reduction: Reduction, arrays: Sequence[Tuple[Any, str, List[Any]]],
@@ -158,6 +220,11 @@ def _add(state: Any, value: Any) -> None:
 
 def _digest(data: bytes) -> bytes:
     return hashlib.blake2b(data, digest_size=8).digest()
+
+
+def _with_numbers(name: str) -> List[Any]:
+    """By what names sort as one counts: 9 before 10."""
+    return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", name)]
 
 
 def _alike(values: Sequence[Any]) -> bool:

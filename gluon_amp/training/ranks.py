@@ -1,11 +1,11 @@
 """A Gluon Trainer whose ranks, on one machine or many, begin alike and can be asked whether
 they still are."""
-from typing import Any, List, Optional, Tuple
+from typing import Any, Callable, Dict, List, Optional, Tuple
 
 from .._mxnet import mx
 from . import distributed
 from .reduction import Reduction
-from .step import Steps
+from .step import Gradient, Pending, Steps
 
 
 class ComparedRanks:
@@ -46,10 +46,15 @@ class RanksTrainer(ComparedRanks, mx.gluon.Trainer):
     """What the Trainer does so that many workers train one network."""
 
     _params_to_init: List[Any]
+    _kvstore_params: Dict[str, Any]
+    _gradients: Callable[..., List[Gradient]]
+    _summed: Optional[Pending] = None  # the step whose gradients have been summed
 
     def __init__(self, params: Any, optimizer: Any, optimizer_params: Any, kvstore: Any,
                  compression_params: Any, update_on_kvstore: Optional[bool]) -> None:
         kvstore = distributed.make_store(kvstore, compression_params)
+        if update_on_kvstore is None and distributed.updates_on_ranks(kvstore, params):
+            update_on_kvstore = False
         super().__init__(params, optimizer, optimizer_params, kvstore, compression_params,
                          update_on_kvstore)
         several = "dist" in str(getattr(kvstore, "type", kvstore))
@@ -60,6 +65,7 @@ class RanksTrainer(ComparedRanks, mx.gluon.Trainer):
             self._steps.forget()
 
     def _init_kvstore(self) -> None:
+        self._kvstore_params["kvstore"] = distributed.shared_store(self._kvstore_params["kvstore"])
         super()._init_kvstore()
         self._steps.reduction = Reduction(self._kvstore, updates=bool(self._update_on_kvstore))
 
@@ -79,11 +85,59 @@ class RanksTrainer(ComparedRanks, mx.gluon.Trainer):
             reduction.lay_out((array for p in there for array in p.list_data()), predicted=True)
             super()._init_params()
             return
-        distributed.check_same_network(reduction, [(p.name, p.list_data()[0]) for p in there])
+        distributed.check_same_network(reduction, [
+            (p.name, p.list_data()[0], p.grad_req != "null") for p in there])
         distributed.agree_on_scale(reduction, self._steps.loss_scale)
         self._steps.pending.moved = distributed.begin_alike(
             reduction, [(self._param2idx[p.name], p.name, p.list_data()) for p in there], False)
         self._params_to_init = [p for p in self._params_to_init if p._deferred_init]
+
+    def _begin_sum(self) -> None:
+        """Before gradients are summed over devices and workers; they are summed once."""
+        steps = self._steps
+        several = steps.reduction.sums and len(self._contexts) * steps.reduction.workers > 1
+        if several and steps.scaling and self._summed is steps.pending:
+            steps.forget()
+            raise RuntimeError("the gradients have been summed since the last backward(), by "
+                               "allreduce_grads(): call update(batch_size), not step(), after it")
+        steps.begin_sum(len(self._contexts))
+        self._summed = steps.pending
+
+    def _check_sum(self) -> None:
+        """Refuses to update with this rank's own gradients."""
+        if self._steps.reduction.tells and self._summed is not self._steps.pending:
+            raise RuntimeError("update() before the sum over workers: call trainer."
+                               "allreduce_grads(), then update(batch_size), or step(batch_size)")
+
+    def _reach_alike(self) -> None:
+        """Where the losses of some ranks reach a parameter, the others' gradients of it count, as
+        zeros: else only some ranks would update it, with what was left in the others."""
+        reached, anywhere = self._reached()
+        for i in set(anywhere) - set(reached):
+            parameter = self._params[i]
+            parameter.zero_grad()
+            for device, (weight, own) in enumerate(zip(parameter.list_data(),
+                                                       parameter.list_grad())):
+                weight._fresh_grad = not self._steps.scaling
+                self._steps.pending.written[i, device] = Gradient(parameter.name, (i, device),
+                                                                  weight, own, own)
+
+    def _check_reached(self) -> None:
+        """As that, once it is too late: what was left is in the sum."""
+        reached, anywhere = self._reached()
+        if self._steps.reduction.any(reached != anywhere):
+            raise distributed.RanksDifferError(
+                "the losses of some ranks reach parameters that those of others do not, and what "
+                "these held is in the sum: call step(batch_size, ignore_stale_grad=True), which "
+                "counts their gradients as zeros")
+
+    def _reached(self) -> Tuple[List[int], List[int]]:
+        """The numbers of the parameters with new gradients, here and on any rank."""
+        reached = {g.place[0] for g in self._gradients()}
+        if not self._steps.reduction.tells:
+            return sorted(reached), sorted(reached)
+        rows = self._steps.reduction.gather(bytes(i in reached for i in range(len(self._params))))
+        return sorted(reached), [i for i, flags in enumerate(zip(*rows)) if any(flags)]
 
     @property
     def workers(self) -> int:

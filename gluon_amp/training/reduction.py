@@ -29,9 +29,11 @@ class Reduction:
     def __init__(self, kvstore: Any = None, names: bool = False, updates: bool = False) -> None:
         self._kvstore, self._names = kvstore, names
         self._native = isinstance(kvstore, mx.kv.KVStore)
+        self._first_key = 0
         self.tells = self.workers > 1 and not updates
         if self.tells and self._native:
             self._watch_others()
+            self._first_key = self._own_keys()
 
     @property
     def sums(self) -> bool:
@@ -62,13 +64,15 @@ class Reduction:
         gradients = list(gradients)
         if not self.sums or not gradients:
             return {}
+        what = f"the sum of {len(gradients)} gradients"
         self.lay_out(g for _, on_devices in gradients for g in on_devices)
         if hasattr(self._kvstore, "sum_all"):
             summed = self._kvstore.sum_all(gradients)
             self.wait(lambda: [g.wait_to_read() for key, on_devices in gradients
-                               for g in summed.get(key, on_devices)])
+                               for g in summed.get(key, on_devices)], what)
             return summed
-        for i, (key, on_devices) in enumerate(gradients):
+        for i, (number, on_devices) in enumerate(gradients):
+            key = self._key(number)
             if on_devices[0].stype == "default":
                 self._kvstore.pushpull(key, on_devices, priority=-i)
             else:
@@ -76,14 +80,14 @@ class Reduction:
                 self._kvstore.pull(key, out=on_devices, priority=-i, ignore_sparse=False)
         if self.tells:
             self.wait(lambda: [g.wait_to_read() for _, on_devices in gradients
-                               for g in on_devices])
+                               for g in on_devices], what)
         return {}
 
     def any(self, flag: bool) -> bool:
         """Whether the flag is true for any worker. All workers have to ask."""
         if not self.tells:
             return flag
-        return bool(self.sum_numbers(np.array([flag])).any())
+        return bool(self.sum_numbers(np.array([flag]), "a flag of each rank").any())
 
     def any_after_sum(self, flag: bool) -> bool:
         """As `any`, for what follows from summed gradients. Nothing is exchanged where a store
@@ -96,7 +100,8 @@ class Reduction:
             return [mine]
         numbers = np.zeros((self.workers, len(mine)))
         numbers[self.rank] = np.frombuffer(mine, np.uint8)
-        return [bytes(row) for row in self.sum_numbers(numbers).astype(np.uint8)]
+        sums = self.sum_numbers(numbers, f"{len(mine)} bytes of each rank, to compare them")
+        return [bytes(row) for row in sums.astype(np.uint8)]
 
     def average(self, arrays: Sequence[List[Any]]) -> None:
         """Gives each array, on all devices of all workers, the mean over these. All have to ask.
@@ -107,7 +112,7 @@ class Reduction:
             return
         mean = np.concatenate(means)
         if self.tells:
-            mean = self.sum_numbers(mean) / self.workers
+            mean = self.sum_numbers(mean, "the mean of moving averages") / self.workers
         for on_devices, one in zip(arrays, np.split(mean, np.cumsum([m.size for m in means])[:-1])):
             for array in on_devices:
                 array[:] = one.reshape(array.shape)
@@ -123,19 +128,21 @@ class Reduction:
         self.lay_out((array for _, on_devices in arrays for array in on_devices), predicted=True)
 
         def take() -> None:
-            for key, on_devices in arrays:
+            for number, on_devices in arrays:
+                key = self._key(number)
                 if known and self._native:
                     self._kvstore.pull(key, out=on_devices)
                 else:
                     self._kvstore.broadcast(key, on_devices[0], on_devices)
             # Else a rank that is ahead sums gradients into what another is still to fetch.
             mx.nd.waitall()
-        self.wait(take)
+        self.wait(take, f"{len(arrays)} arrays of rank 0")
 
-    def wait(self, function: Callable[[], Any]) -> Any:
-        """Runs what waits for other workers: an error, rather than for ever, where one ended."""
+    def wait(self, function: Callable[[], Any], what: str) -> Any:
+        """Runs what waits for other workers: an error, rather than for ever, where one ended or
+        waits for something else."""
         if self._native:
-            return _watch.call(function) if _watch else function()
+            return _watch.call(function, what) if _watch else function()
         try:
             return function()
         except mx.MXNetError as error:  # of Horovod, which sees by itself that a rank has ended
@@ -160,10 +167,11 @@ class Reduction:
                 address = ctypes.c_void_p()
                 check_call(_LIB.MXNDArrayGetData(array.handle, ctypes.byref(address)))
 
-    def sum_numbers(self, numbers: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
-        """The sum over workers of an array of numbers, in float32. All have to ask."""
+    def sum_numbers(self, numbers: "np.ndarray[Any, Any]", what: str) -> "np.ndarray[Any, Any]":
+        """The sum over workers of an array of numbers, in float32. All have to ask; `what` says
+        for what."""
         # a store knows the size of what has a key
-        key: Any = f"gluon_amp {numbers.size}" if self._names else 2 ** 24 + numbers.size
+        key: Any = f"gluon_amp {numbers.size}" if self._names else 2 ** 30 + numbers.size
         array = mx.nd.array(numbers.reshape(-1), ctx=mx.cpu(), dtype="float32")
 
         def exchange() -> "np.ndarray[Any, Any]":
@@ -173,7 +181,23 @@ class Reduction:
                 known.add(key)
             self._kvstore.pushpull(key, array)
             return array.asnumpy().reshape(numbers.shape)
-        return self.wait(exchange)
+        return self.wait(exchange, what)
+
+    def _key(self, key: Any) -> Any:
+        return key if self._names else self._first_key + key
+
+    def _own_keys(self) -> int:
+        """From which number on a Trainer's parameters are known to MXNet's servers, which serve
+        all Trainers of a process."""
+        if self._names:
+            return 0
+        store = vars(self._kvstore)
+        if store.get("_used_by") == "a Module":
+            raise ValueError(f"kvstore={self._kvstore.type!r} is in use by a Module of this "
+                             "process: its servers do not take a Trainer, too")
+        store["_used_by"] = "Trainers"
+        store["_trainers"] = store.get("_trainers", -1) + 1
+        return store["_trainers"] << 16
 
     def _watch_others(self) -> None:
         global _watch

@@ -87,6 +87,8 @@ class Trainer(TakesSteps, TrainerFiles):
             whether it updated. Learning rate schedules do not see a skipped step.
         """
         self._check_step(batch_size, ignore_stale_grad)
+        if ignore_stale_grad:
+            self._reach_alike()
         super().step(batch_size, ignore_stale_grad)
         self._check_ranks_once()
         return self._steps.updated
@@ -99,6 +101,8 @@ class Trainer(TakesSteps, TrainerFiles):
     def update(self, batch_size: int, ignore_stale_grad: bool = False) -> bool:
         """The rest of a `step`, after `allreduce_grads` has summed the gradients."""
         self._check_step(batch_size, ignore_stale_grad)
+        if ignore_stale_grad:
+            self._check_reached()
         super().update(batch_size, ignore_stale_grad)
         self._check_ranks_once()
         return self._steps.updated
@@ -209,6 +213,7 @@ class Trainer(TakesSteps, TrainerFiles):
         off at once, so that a mark at the step tells of somebody else's backward pass.
         """
         graphs.check_losses(losses)
+        self._summed = None
         weights = dict(self._weights())
         if self._steps.pending.scale is None:
             for weight in weights.values():
@@ -316,13 +321,14 @@ class Trainer(TakesSteps, TrainerFiles):
         if self._update_on_kvstore:
             super()._allreduce_grads()
             return
-        self._steps.begin_sum(len(self._contexts))
+        self._begin_sum()
         summed = self._steps.reduction.sum((i, p.list_grad()) for i, p in enumerate(self._params)
                                            if p.grad_req != "null")
         self._steps.pending.summed = {(i, device): array for i, arrays in summed.items()
                                       for device, array in enumerate(arrays)}
 
     def _update(self, ignore_stale_grad: bool = False) -> None:
+        self._check_sum()
         pending = self._steps.pending
         plain = not (self._steps.looking or pending.unscaled or pending.max_norm
                      or pending.summed or pending.moved)

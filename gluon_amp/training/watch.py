@@ -5,9 +5,13 @@ Each rank keeps a connection to rank 0 open. A process that ends, however it end
 connections: rank 0 sees it, and tells the others. Both sides send an empty line each second: a
 process that stops without ending sends none. What waits for other ranks is run by a thread beside
 the main one (`call`), so that the main one can raise.
+
+With each of its lines a rank tells rank 0 what it has last waited for: where two wait for different
+things (one makes another step while the other averages statistics), both would wait for ever.
 """
 import atexit
 import contextlib
+import json
 import logging
 import os
 import queue
@@ -17,7 +21,7 @@ import struct
 import sys
 import threading
 import time
-from typing import Any, Callable, Dict, Iterator, List, Optional
+from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
 
 from ..checks import positive_number
 
@@ -26,6 +30,7 @@ GRACE = 3.0
 BEAT = 1.0  # seconds between two empty lines
 _ADDRESS = struct.Struct("!4sH8s")
 _HELLO = struct.Struct("!8sI")
+_DIED, _ENDED = "has died", "has ended"
 
 
 def patience() -> float:
@@ -37,7 +42,7 @@ def patience() -> float:
 
 
 class RankEndedError(RuntimeError):
-    """Another rank has ended or stopped, and this one waits for it."""
+    """Another rank has ended or stopped, or makes other calls, and this one waits for it."""
 
 
 class Watch:
@@ -54,11 +59,12 @@ class Watch:
 
     def __init__(self, rank: int, workers: int, gather: Callable[[bytes], List[bytes]],
                  reach: Any) -> None:
-        self.rank = rank
+        self.rank, self._workers = rank, workers
+        self._waits: List[Tuple[int, str]] = []  # the last two, numbered
         self.ended: Dict[int, str] = {}
         self._patience = patience()
         self._since = 0.0
-        self._raised = False
+        self._raised = self._leaving = False
         self._lock = threading.Lock()
         self._connections: List[socket.socket] = []
         self._work: Any = queue.SimpleQueue()
@@ -80,8 +86,14 @@ class Watch:
         os.register_at_fork(after_in_child=self._close)  # a loader's process is not this rank
         atexit.register(self._say_goodbye, os.getpid())
 
-    def call(self, function: Callable[[], Any]) -> Any:
-        """Runs a function that waits for other ranks, and returns what it returns."""
+    def call(self, function: Callable[[], Any], what: str) -> Any:
+        """Runs a function that waits for other ranks, and returns what it returns.
+
+        Args:
+            what: what it waits for, as all ranks call it.
+        """
+        number = self._waits[-1][0] + 1 if self._waits else 0
+        self._waits = [*self._waits[-1:], (number, what)]
         done = threading.Event()
         result: Dict[str, Any] = {}
         self._work.put((function, result, done))
@@ -115,7 +127,7 @@ class Watch:
         """Tells the others that this rank is there."""
         while True:
             time.sleep(BEAT)
-            self._send("")
+            self._send(json.dumps(self._waits) if self.rank and not self._leaving else "")
 
     def _send(self, line: str) -> None:
         for connection in list(self._connections):
@@ -145,25 +157,42 @@ class Watch:
             self._note(rank, how)
             self._send(f"{rank} {how}")
 
-        how = "has died"
+        how = _DIED
         for line in self._lines(connection, lambda: note(self._silent)):
-            how = line or how
-            if rank in self.ended:
+            if how == _DIED and self.ended.get(rank) == self._silent:
                 note("")
+            if line.startswith("["):
+                self._compare(rank, dict(json.loads(line)))
+            elif line:
+                how = line
+                note(how)
         note(how)
+
+    def _compare(self, rank: int, theirs: Dict[int, str]) -> None:
+        """Of rank 0: whether another rank has waited for the same things, in the same order."""
+        for number, what in self._waits:
+            if theirs.get(number, what) != what and rank not in self.ended:
+                self._note(rank, f"waits for {theirs[number]}, and rank 0 for {what}: all ranks "
+                                 "must make the same calls, and as many steps")
+                self._send(f"0 waits for {what}, and rank {rank} for {theirs[number]}: all ranks "
+                           "must make the same calls, and as many steps")
 
     def _listen(self, connection: socket.socket) -> None:
         """Of the others: what rank 0 tells, and its own end."""
-        how = "has died"
+        how = _DIED
         for line in self._lines(connection, lambda: self._note(0, self._silent)):
-            self._note(0, "")
+            if how == _DIED:
+                self._note(0, "")
             if line:
                 rank, _, said = line.partition(" ")
                 if int(rank) == 0:
                     how = said
+                    self._note(0, how)
                 elif int(rank) != self.rank:
                     self._note(int(rank), said)
-        self._note(0, how)
+        everyone = range(self._workers) if how == _ENDED else [0]  # rank 0 ends well as the last
+        for other in set(everyone) - {self.rank}:
+            self._note(other, how)
 
     @property
     def _silent(self) -> str:
@@ -197,7 +226,8 @@ class Watch:
             else:
                 if not self.ended:
                     self._since = time.monotonic()
-                self.ended.setdefault(rank, how)
+                if self.ended.get(rank, _ENDED) == _ENDED:
+                    self.ended[rank] = how
 
     # ---- the end of this rank
 
@@ -205,18 +235,41 @@ class Watch:
         for connection in self._connections:
             connection.close()
 
+    def _send_end(self, how: str) -> None:
+        self._send(f"0 {how}" if self.rank == 0 else how)
+
+    def _wait_for_others(self) -> str:
+        """Until all have ended. Returns how this one ends where another has failed."""
+        while True:
+            with self._lock:
+                ended = dict(self.ended)
+            for rank, how in ended.items():
+                if how != _ENDED:
+                    return f"{_ENDED} before the others: rank {rank} {how}"
+            if len(ended) == self._workers - 1:
+                return ""
+            time.sleep(0.05)
+
     def _say_goodbye(self, process: int) -> None:
-        """Tells how this rank ends. After an error it ends at once: MXNet would wait for the
-        others when it frees its store."""
+        """Tells how this rank ends. MXNet waits for the others when it frees its store: after an
+        error, here or on another rank, this one ends at once."""
         if os.getpid() != process:
             return
         error: Optional[BaseException] = getattr(sys, "last_value", None)
-        how = f"has ended with {type(error).__name__}" if error is not None else "has ended"
-        self._send(f"0 {how}" if self.rank == 0 else how)
+        failed = error is not None or self._raised
+        how = f"{_ENDED} with {type(error).__name__}" if error is not None else _ENDED
+        self._leaving = True
+        self._send_end(how)
+        if not failed:
+            how = self._wait_for_others()
+            if how:
+                print(f"rank {self.rank} {how}", file=sys.stderr)
+                self._send_end(how)
+                failed = True
         for connection in self._connections:
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
-        if error is not None or self._raised:
+        if failed:
             logging.shutdown()
             for stream in (sys.stdout, sys.stderr):
                 with contextlib.suppress(OSError, ValueError):
