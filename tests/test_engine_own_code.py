@@ -235,19 +235,35 @@ def test_operators_that_gather_take_any_index(name, dtype, rng):
         assert np.array_equal(outcome(GATHERS[name], arrays)[0][0], forward[0])
 
 
-def test_an_embedding_adds_up_the_gradients_of_a_word(rng):
-    words = mx.nd.array([[0, 3, 3], [3, 1, 0]], dtype="int32")
-    weight = mx.nd.array(halves(rng, 7, 5), dtype="float16")
-    weight.attach_grad()
-    graph = build(Graph.read(GATHERS["Embedding"]), {"x": "int32", "y": "float16"}).symbol()
+def embedding_gradient(words, weight, head, request):
+    graph = build(Graph.read(GATHERS["Embedding"]),
+                  {"x": str(words.dtype), "y": "float16"}).symbol()
     op = mx.nd.CachedOp(graph, [("data_indices", [0, 1]), ("param_indices", [])])
-    head = halves(rng, 2, 3, 5)
+    weight = mx.nd.array(weight, dtype="float16")
+    weight.attach_grad(request)
+    weight.grad[:] = 0.1
     with mx.autograd.record():
-        out = op(words, weight)
+        out = op(mx.nd.array(words, dtype=words.dtype), weight)
     out.backward(mx.nd.array(head, dtype="float16"))
+    return weight.grad.asnumpy()
+
+
+def test_an_embedding_adds_up_the_gradients_of_a_word(rng):
+    words = np.array([[0, 3, 3], [3, 1, 0]], "int32")
+    head = halves(rng, 2, 3, 5)
     expected = np.zeros((7, 5))
-    np.add.at(expected, words.asnumpy(), head.astype(np.float64))
-    assert_half(weight.grad.asnumpy(), expected, 1)
+    np.add.at(expected, words, head.astype(np.float64))
+    assert_half(embedding_gradient(words, halves(rng, 7, 5), head, "write"), expected, 1)
+
+
+@pytest.mark.parametrize("dtype", ["int32", "float32", "int64", "float64"])
+@pytest.mark.parametrize("request_", ["write", "add"])
+def test_the_gradient_of_an_embedding_is_the_generic_operators(dtype, request_, rng):
+    words = rng.integers(-2, 9, (50, 3)).astype(dtype)  # beyond both ends, too
+    weight, head = halves(rng, 7, 5), halves(rng, 50, 3, 5)
+    found = embedding_gradient(words, weight, head, request_)
+    with generic_code():
+        assert np.array_equal(found, embedding_gradient(words, weight, head, request_))
 
 
 def moved(symbol, arrays, rng):

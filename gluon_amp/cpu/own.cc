@@ -11,6 +11,7 @@ const Rows& all_rows() {
     add_dense(*made);
     add_dropout(*made);
     add_elementwise(*made);
+    add_embedding(*made);
     add_norms(*made);
     add_pooling(*made);
     return made;

@@ -17,6 +17,7 @@ void add_copies(Rows& rows);
 void add_dense(Rows& rows);
 void add_dropout(Rows& rows);
 void add_elementwise(Rows& rows);
+void add_embedding(Rows& rows);
 void add_norms(Rows& rows);
 void add_pooling(Rows& rows);
 

@@ -118,7 +118,7 @@ bool generic_code_is_the_same(const std::string& name) {
       "_mul_scalar", "_backward_mul_scalar", "_div_scalar", "_backward_div_scalar", "_plus_scalar",
       "_minus_scalar", "_rminus_scalar", "elemwise_add", "_grad_add", "elemwise_sub",
       "elemwise_mul", "elemwise_div", "Cast", "amp_cast",
-      "_backward_cast", "_backward_amp_cast"};
+      "_backward_cast", "_backward_amp_cast", "_backward_Embedding"};
   return same.count(name) > 0;
 }
 

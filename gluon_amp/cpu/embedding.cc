@@ -1,0 +1,64 @@
+// The gradient of an Embedding's weight: few rows get something, of very many.
+#include <algorithm>
+#include <numeric>
+
+#include "own.h"
+
+namespace gluon_amp {
+namespace {
+
+// The rows that were looked up, beyond the ends the first and the last; empty for types of indices
+// that have no code here.
+std::vector<int64_t> looked_up(const TBlob& data, int64_t rows) {
+  std::vector<int64_t> made(size(data));
+  const auto read = [&](auto* from) {
+    std::transform(from, from + made.size(), made.begin(), [=](auto index) {
+      return std::clamp<int64_t>(static_cast<int64_t>(index), 0, rows - 1);
+    });
+  };
+  if (is_float(data)) read(floats(data));
+  else if (data.type_flag_ == mshadow::kInt32) read(static_cast<int32_t*>(data.dptr_));
+  else if (data.type_flag_ == mshadow::kInt64) read(static_cast<int64_t*>(data.dptr_));
+  else made.clear();
+  return made;
+}
+
+// The generic code widens and rounds all rows. Here each that was looked up is summed in float32, in
+// the order of the data, and rounded.
+bool embedding_gradient(const Call& call) {  // gradient, data
+  const TBlob &g = call.in[0], &weight = call.out[1];
+  if (!is_half(g) || !is_half(weight) || call.write(0) != kNothing || size(g) == 0) return false;
+  const int64_t width = weight.shape_[weight.ndim() - 1];
+  const std::vector<int64_t> row = looked_up(call.in[1], size(weight) / width);
+  if (row.empty()) return false;
+  std::vector<int64_t> order(row.size()), first;
+  std::iota(order.begin(), order.end(), 0);
+  std::stable_sort(order.begin(), order.end(), [&](auto a, auto b) { return row[a] < row[b]; });
+  for (size_t i = 0; i < order.size(); ++i)
+    if (i == 0 || row[order[i]] != row[order[i - 1]]) first.push_back(i);
+  first.push_back(order.size());
+  Lease lease;
+  float* const sums = lease.memory((first.size() - 1) * width);
+  float* const added = lease.memory(row.size() * width);
+  kernels->widen(halves(g), added, size(g));
+  if (call.write(1) == kStore) std::fill_n(halves(weight), size(weight), Half(0));
+#pragma omp parallel for schedule(static) if (size(g) >= 32768)
+  for (size_t i = 0; i < first.size() - 1; ++i) {
+    float* const sum = sums + i * width;
+    std::fill_n(sum, width, 0.0f);
+    for (int64_t k = first[i]; k < first[i + 1]; ++k)
+      for (int64_t j = 0; j < width; ++j) sum[j] += added[order[k] * width + j];
+  }
+  for (size_t i = 0; i < first.size() - 1; ++i)
+    kernels->narrow(sums + i * width, halves(weight) + row[order[first[i]]] * width, width,
+                    call.write(1));
+  return true;
+}
+
+}  // namespace
+
+void add_embedding(Rows& rows) {
+  rows.insert({{"_backward_Embedding", {embedding_gradient, 0}}});
+}
+
+}  // namespace gluon_amp
