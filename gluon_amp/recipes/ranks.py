@@ -43,7 +43,7 @@ class Ranks:
     def __init__(self, kvstore: str = "device", names: bool = False):
         self.store: Any = kvstore
         if kvstore in MANY:
-            # For a Module: in float32, too, ranks update, not a server, so that they can be compared.
+            # For a Module: in float32, too, ranks update and no server, so they can be compared.
             os.environ.setdefault("MXNET_UPDATE_ON_KVSTORE", "0")
             store = distributed.make_store(kvstore, None)
             self.store = mx.kv.create(store) if isinstance(store, str) else store
