@@ -4,6 +4,7 @@ Each reads its own part of the data. What was counted in the parts is summed; on
 saves.
 """
 import logging
+import os
 import struct
 from typing import Any, Iterator, List, Sequence
 
@@ -42,6 +43,8 @@ class Ranks:
     def __init__(self, kvstore: str = "device", names: bool = False):
         self.store: Any = kvstore
         if kvstore in MANY:
+            # For a Module: in float32, too, ranks update and no server, so they can be compared.
+            os.environ.setdefault("MXNET_UPDATE_ON_KVSTORE", "0")
             store = distributed.make_store(kvstore, None)
             self.store = mx.kv.create(store) if isinstance(store, str) else store
         self._reduction = Reduction(self.store if kvstore in MANY else None, names)

@@ -100,6 +100,13 @@ def test_two_ranks_train_one_network_on_parts_and_go_on_bit_by_bit(tmp_path):
     assert lines_of(cut) == lines_of(whole)
 
 
+def test_two_ranks_train_in_float32_too(tmp_path):
+    log = launch(tmp_path, tmp_path / "run", "--dtype", "float32", "--epochs", "1",
+                 "--examples", "128")
+    assert same(*(arrays(tmp_path / f"rank{rank}.params") for rank in "01"))
+    assert "skipped=0" in log.splitlines()[-1]
+
+
 def right(params):
     """How many of the digits' validation images one process finds with these parameters."""
     net = recipes.small_network(10)
