@@ -1,7 +1,7 @@
 """Ranks for tests: processes on this machine that train together, each the fork of one process.
 
-    with Ranks() as ranks:
-        results = ranks.run("ends_alike", 2, store="dist_sync")   # of rank_stories.py
+    with Ranks() as ranks:  # stories of rank_stories.py and rank_mistakes.py
+        results = ranks.run("ends_alike", 2, store="dist_sync")
 
 A rank that raises gives the text of its error. No process outlives `with`.
 """
@@ -71,7 +71,10 @@ class Ranks:
 def serve():
     """Of the process that is forked: one line for each story."""
     sys.path.insert(0, str(Path(__file__).parent))
+    import rank_mistakes
     import rank_stories
+    vars(rank_stories).update({name: story for name, story in vars(rank_mistakes).items()
+                               if not hasattr(rank_stories, name)})
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     for line in sys.stdin:

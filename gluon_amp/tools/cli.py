@@ -161,6 +161,8 @@ def _launch_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _launch(options: argparse.Namespace) -> int:
     from .launch import launch, launch_horovod, read_hosts
+    if options.program[:1] == ["--"]:
+        del options.program[0]
     if not options.program:
         raise ValueError("launch needs a program, such as: gluon-amp launch -n 2 python train.py")
     hosts = read_hosts(options.hosts) if options.hosts else None

@@ -1,0 +1,63 @@
+"""Ranks that do not do alike are told so, or counted right: none trains apart or waits for ever."""
+import numpy as np
+import pytest
+from ranks import EITHER, Ranks
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    with Ranks() as started:
+        yield started
+
+
+def agree(results):
+    return all(np.array_equal(a, b) for result in results for a, b in zip(results[0], result))
+
+
+@pytest.mark.parametrize(("story", "error"), [
+    ("freezes_a_layer", "is frozen on some of them only"),
+    ("has_made_more_blocks", "give the network a prefix")])
+def test_networks_that_only_look_alike_are_told_before_training(ranks, story, error):
+    for told in ranks.run(story, 2, "dist_sync"):
+        assert told.startswith("RanksDifferError: ranks ")
+        assert told.endswith(error)
+
+
+@pytest.mark.parametrize("store", EITHER)
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_rank_whose_loss_does_not_reach_a_parameter_adds_nothing(ranks, store, enabled):
+    results = ranks.run("loss_reaches_less", 2, store, enabled=enabled)
+    assert agree([weights for weights, _, _ in results])
+    _, moved, of_rank_0 = results[0]
+    np.testing.assert_allclose(moved, of_rank_0, atol=1e-4)
+
+
+def test_what_is_left_of_a_step_before_is_not_summed_by_hand(ranks):
+    for told in ranks.run("loss_reaches_less", 2, "dist_sync", enabled=True, by_hand=True):
+        assert told.startswith("RanksDifferError: the losses of some ranks reach parameters")
+
+
+@pytest.mark.parametrize(("times", "error"), [(0, "update() before the sum over workers"),
+                                              (2, "the gradients have been summed")])
+def test_gradients_are_summed_once(ranks, times, error):
+    for told in ranks.run("sums_wrongly", 2, "dist_sync", times=times):
+        assert told.startswith(f"RuntimeError: {error}")
+
+
+def test_ranks_that_wait_for_different_things_are_told(ranks):
+    for told in ranks.run("makes_other_calls", 2, "dist_sync"):
+        assert "for the mean of moving averages" in told
+        assert told.endswith("all ranks must make the same calls, and as many steps")
+
+
+def test_a_rank_that_ends_well_before_the_others_does_not_stay(ranks):
+    told, _ = ranks.run("ends_early", 2, "dist_sync")
+    assert told == "RankEndedError: rank 0 waits in vain: rank 1 has ended"
+
+
+def test_two_trainers_of_a_process_share_the_servers(ranks):
+    assert agree(ranks.run("has_two_trainers", 2, "dist_sync"))
+
+
+def test_without_a_scale_ranks_begin_alike_too(ranks):
+    assert agree(ranks.run("trains_without_scale", 2, "dist_sync"))
