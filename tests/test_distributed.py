@@ -206,6 +206,15 @@ def test_what_cannot_work_with_many_workers_is_refused_before_there_is_a_store(e
         amp.Trainer(net.collect_params(), "sgd", **{"kvstore": "dist_sync", **REFUSED[error]})
 
 
+def test_launched_workers_that_each_train_alone_are_told(monkeypatch, caplog):
+    for name, value in {"DMLC_ROLE": "worker", "DMLC_NUM_WORKER": "2"}.items():
+        monkeypatch.setenv(name, value)
+    net = nn.Dense(1, in_units=1)
+    net.initialize()
+    amp.Trainer(net.collect_params(), "sgd")
+    assert "2 workers were launched, but kvstore='device' sums gradients of this one" in caplog.text
+
+
 @pytest.mark.parametrize("error", REFUSED)
 def test_a_module_refuses_the_same(error):
     arguments = dict(REFUSED[error])

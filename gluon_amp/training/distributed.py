@@ -4,6 +4,7 @@ A digest stands for an array: 8 bytes, so that ranks compare whole networks by a
 """
 import atexit
 import hashlib
+import logging
 import os
 import pickle
 import re
@@ -14,6 +15,8 @@ from .._mxnet import mx, np
 from ..cpu.arrays import dtype_name
 from .horovod_store import Horovod
 from .reduction import Reduction
+
+log = logging.getLogger("gluon_amp")
 
 Named = Tuple[str, Any]  # a name, and what it holds
 
@@ -33,6 +36,11 @@ def make_store(kvstore: Any, compression: Any) -> Any:
     here: once there is a store, its servers and the other workers would wait."""
     name = str(getattr(kvstore, "type", kvstore)).lower()
     if "dist" not in name and "horovod" not in name:
+        workers = os.environ.get("DMLC_NUM_WORKER", "1")
+        if os.environ.get("DMLC_ROLE") == "worker" and workers != "1":
+            log.warning("%s workers were launched, but kvstore=%r sums gradients of this one "
+                        "alone: each trains a network of its own. kvstore='dist_sync' trains one",
+                        workers, name)
         return kvstore
     if compression:
         raise ValueError(f"gradient compression leaves {name}'s workers waiting for each other "
