@@ -271,3 +271,11 @@ def test_gradients_of_weights_that_were_moved_since_are_not_waiting_any_more():
     net.collect_params().reset_ctx(mx.cpu(1))
     with pytest.raises(RuntimeError, match="has not computed the gradients"):
         trainer.step(1)
+
+
+def test_horovods_own_optimizer_is_refused_where_steps_may_be_skipped():
+    theirs = type("DistributedOptimizer", (mx.optimizer.SGD,), {"__module__": "horovod.mxnet"})
+    params = One().collect_params()
+    with pytest.raises(ValueError, match="give the plain optimizer, and kvstore='horovod'"):
+        amp.Trainer(params, theirs())
+    amp.Trainer(params, theirs(), loss_scale=None)

@@ -83,7 +83,7 @@ def master_in(made: Any, state: Any) -> Any:
 
 def check_scalable(made: Any) -> None:
     """Refuses the one optimizer, or its class, that looks at gradients before `rescale_grad`,
-    and those that undo a scale already."""
+    those that undo a scale already, and Horovod's."""
     scale = getattr(made, "static_loss_scale", None)
     if scale is not None:
         raise ValueError(f"this optimizer is one half of the static pair of {scale:g}, for "
@@ -92,6 +92,10 @@ def check_scalable(made: Any) -> None:
     if issubclass(made if isinstance(made, type) else type(made), mx.optimizer.LBSGD):
         raise ValueError("lbsgd adds up and measures gradients before they are unscaled, so no "
                          "loss scale fits it. Use lars or lamb. Received: lbsgd")
+    if type(made).__module__.partition(".")[0] == "horovod":
+        raise ValueError("Horovod's DistributedOptimizer sums gradients within the update, which "
+                         "this Trainer may skip, so that other ranks would wait: give the plain "
+                         "optimizer, and kvstore='horovod'")
 
 
 def _has_own_masters(cls: Any) -> bool:
