@@ -1,6 +1,7 @@
 """What the training scripts share: folders of runs, progress, distillation."""
 import io
 import json
+import logging
 import os
 import sys
 from argparse import Namespace
@@ -255,6 +256,7 @@ def test_epochs_that_are_skipped_count_for_the_learning_rate(monkeypatch, tmp_pa
     monkeypatch.syspath_prepend(str(EXAMPLES))
     import image_classification as recipe
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(logging, "basicConfig", lambda **kwargs: None)  # it is the process's
     line, = recipe.main(["--examples", "16", "--batch-size", "8", "--epochs", "4", "--lr", "0.8",
                          "--resume-epoch", "3", "--lr-mode", "step", "--lr-decay-epoch", "2"])
     assert line["epoch"] == 3
@@ -265,6 +267,7 @@ def test_a_run_that_begins_behind_its_last_epoch_is_refused(monkeypatch, tmp_pat
     monkeypatch.syspath_prepend(str(EXAMPLES))
     import image_classification as recipe
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(logging, "basicConfig", lambda **kwargs: None)  # it is the process's
     with pytest.raises(ValueError, match=r"--resume-epoch 4 leaves none of the 4 epochs"):
         recipe.main(["--examples", "16", "--batch-size", "8", "--epochs", "4", "--resume-epoch",
                      "4"])
