@@ -163,7 +163,7 @@ class _WithMasters:
         if not in_float16:
             super().update_multi_precision(index, weight, grad, state)
             return
-        masters, inner = self._masters(states)
+        masters, inner = _split(self, states)
         for master, written in zip(masters, weights):
             follow(master, written)
         if weights[0].context.device_type == "gpu" and all(
@@ -185,16 +185,13 @@ class _WithMasters:
     def _one_pass(self, indices: Any, weights: Any, grads: Any, states: Any, several: bool,
                   in_float16: bool) -> bool:
         """Updates in one call, if that is how it goes for this optimizer."""
-        masters, inner = self._masters(states) if in_float16 else ((), states)
+        masters, inner = _split(self, states) if in_float16 else ((), states)
         row = one_pass.row_for(self._base(), self, inner)
         # MXNet's LAMB adds up norms in another order where weights do not come in lists
         if row is None or not several and isinstance(self, mx.optimizer.LAMB):
             return False
         one_pass.update(row, self, indices, weights, grads, masters, inner)
         return True
-
-    def _masters(self, states: Any) -> Any:
-        return _split(self, states)
 
     def _check_types(self, indices: List[Any], types: List[Any]) -> None:
         for index, now in zip(indices, types):

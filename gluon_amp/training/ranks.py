@@ -48,6 +48,7 @@ class RanksTrainer(ComparedRanks, mx.gluon.Trainer):
     _params_to_init: List[Any]
     _kvstore_params: Dict[str, Any]
     _gradients: Callable[..., List[Gradient]]
+    _note_written: Callable[[], None]
     _summed: Optional[Pending] = None  # the step whose gradients have been summed
 
     def __init__(self, params: Any, optimizer: Any, optimizer_params: Any, kvstore: Any,
@@ -114,13 +115,11 @@ class RanksTrainer(ComparedRanks, mx.gluon.Trainer):
         zeros: else only some ranks would update it, with what was left in the others."""
         reached, anywhere = self._reached()
         for i in set(anywhere) - set(reached):
-            parameter = self._params[i]
-            parameter.zero_grad()
-            for device, (weight, own) in enumerate(zip(parameter.list_data(),
-                                                       parameter.list_grad())):
-                weight._fresh_grad = not self._steps.scaling
-                self._steps.pending.written[i, device] = Gradient(parameter.name, (i, device),
-                                                                  weight, own, own)
+            self._params[i].zero_grad()
+            for weight in self._params[i].list_data():
+                weight._fresh_grad = True
+        if self._steps.scaling:
+            self._note_written()
 
     def _check_reached(self) -> None:
         """As that, once it is too late: what was left is in the sum."""
