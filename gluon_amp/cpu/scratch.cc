@@ -7,7 +7,7 @@ namespace gluon_amp {
 namespace {
 
 constexpr size_t kSlack = 1024;             // oneDNN may want more than the shape says
-constexpr size_t kMost = size_t(40) << 18;  // floats that the pool keeps and lends: 40 MB
+constexpr size_t kMost = size_t(24) << 18;  // floats that the pool keeps and lends: 24 MB
 
 struct Pool {
   std::mutex lock;
