@@ -138,6 +138,17 @@ int versions(int count, void** arrays, void* into) {
                             1, nullptr, 0, "gluon_amp_versions");
 }
 
+// Whether backward passes have written the gradients of these weights, which MXNet marks for it, since
+// the marks were taken off; with `take_off` they are now.
+void marks(void** weights, int64_t count, int take_off, unsigned char* marked) {
+  for (int64_t i = 0; i < count; ++i) {
+    int one = 0;
+    MXNDArrayGetGradState(weights[i], &one);
+    marked[i] = one != 0;
+    if (one && take_off) MXNDArraySetGradState(weights[i], 0);
+  }
+}
+
 // Counts the numbers of an array of floats, for Python; `counts` begins as zeros.
 void count(const float* numbers, int64_t n, int half, Counts* counts) {
   kernels->count(numbers, n, nullptr, half, counts);
@@ -189,6 +200,7 @@ struct Table {
   const char* (*own_code)();
   int (*on_one_cpu)(const NDArray* const*, int64_t, int);
   int (*versions)(int, void**, void*);
+  void (*marks)(void**, int64_t, int, unsigned char*);
   int64_t (*watched)();
   const WatchedRow* (*watched_rows)();
   void (*take_samples)(int);
@@ -207,7 +219,7 @@ extern "C" __attribute__((visibility("default"))) const void* gluon_amp_engine()
   using namespace gluon_amp;
   static const Table table = {start, reason, probe, inputs_fit, map_fits, description_fits,
                               attributes, use_generic_code, own_names, on_one_cpu, versions,
-                              watched, watched_rows, take_samples, count, count_updates,
+                              marks, watched, watched_rows, take_samples, count, count_updates,
                               random_state, scales_of, set_scales, forget_scales};
   return &table;
 }

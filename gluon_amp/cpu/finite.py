@@ -37,7 +37,10 @@ def all_finite(arrays: Sequence[Any]) -> bool:
 
 def not_finite(names: Iterable[str], sums: "np.ndarray[Any, Any]") -> Tuple[str, ...]:
     """The names, each once, whose sums of squares are not finite."""
-    return tuple(dict.fromkeys(name for name, s in zip(names, sums) if not np.isfinite(s)))
+    finite = np.isfinite(sums)
+    if finite.all():
+        return ()
+    return tuple(dict.fromkeys(name for name, is_finite in zip(names, finite) if not is_finite))
 
 
 def _dense(array: Any) -> Any:

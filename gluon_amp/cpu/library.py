@@ -87,6 +87,7 @@ class _Table(ctypes.Structure):
         ("own_code", ctypes.CFUNCTYPE(c_char_p)),
         ("on_one_cpu", ctypes.CFUNCTYPE(c_int, POINTER(c_void_p), c_int64, c_int)),
         ("versions", ctypes.CFUNCTYPE(c_int, c_int, POINTER(c_void_p), c_void_p)),
+        ("marks", ctypes.CFUNCTYPE(None, POINTER(c_void_p), c_int64, c_int, c_char_p)),
         ("watched", ctypes.CFUNCTYPE(c_int64)),
         ("watched_rows", ctypes.CFUNCTYPE(c_void_p)),
         ("take_samples", ctypes.CFUNCTYPE(None, c_int)),
@@ -216,9 +217,25 @@ def versions(arrays: Sequence["mx.nd.NDArray"]) -> Optional["mx.nd.NDArray"]:
     if _table is None:
         return None
     into = mx.nd.empty(len(arrays), dtype="int64")
-    handles = (c_void_p * len(arrays))(*(array.handle.value for array in arrays))
-    mx.base.check_call(_table.versions(len(arrays), handles, into.handle))
+    mx.base.check_call(_table.versions(len(arrays), _handles(arrays), into.handle))
     return into
+
+
+def marks(weights: Sequence["mx.nd.NDArray"], take_off: bool = False) -> Sequence[int]:
+    """Whether backward passes have written each of these weights' gradients, which MXNet marks for
+    it, since the marks were taken off, as they are now if asked for."""
+    if _table is None:
+        marked = [weight._fresh_grad for weight in weights]
+        for weight in weights if take_off else ():
+            weight._fresh_grad = False
+        return marked
+    into = ctypes.create_string_buffer(len(weights))
+    _table.marks(_handles(weights), len(weights), take_off, into)
+    return into.raw
+
+
+def _handles(arrays: Sequence["mx.nd.NDArray"]) -> Any:
+    return (c_void_p * len(arrays))(*[array.handle.value for array in arrays])
 
 
 @contextlib.contextmanager
@@ -274,6 +291,5 @@ def on_one_cpu(arrays: Sequence["mx.nd.NDArray"], dtype: Any = None) -> bool:
     Where the engine does not run, they count as not."""
     if _variant is None:
         return False
-    handles = (c_void_p * len(arrays))(*[array.handle for array in arrays])
     wanted = -1 if dtype is None else mx.nd.ndarray._DTYPE_NP_TO_MX[dtype]
-    return bool(table().on_one_cpu(handles, len(arrays), wanted))
+    return bool(table().on_one_cpu(_handles(arrays), len(arrays), wanted))

@@ -144,8 +144,10 @@ class _WithMasters:
         several = isinstance(index, (tuple, list))
         indices, weights, grads, states = (list(x) if several else [x]
                                            for x in (index, weight, grad, state))
-        halves_on_cpu = library.on_one_cpu([*weights, *grads], np.float16)
-        floats_on_cpu = library.on_one_cpu([*weights, *grads], np.float32)
+        has_row = self._base() in one_pass.ROWS
+        halves_on_cpu = has_row and library.on_one_cpu([*weights, *grads], np.float16)
+        floats_on_cpu = has_row and not halves_on_cpu \
+            and library.on_one_cpu([*weights, *grads], np.float32)
         types = [np.float16 if halves_on_cpu else weight.dtype for weight in weights]
         self._check_types(indices, types)
         self.rescale_grad = _Decimal(self.rescale_grad)

@@ -61,8 +61,10 @@ class Reduction:
             float32 sums of float16 gradients that the store keeps from being rounded, to be used
             instead: by the parameter's key, on each device.
         """
+        if not self.sums:
+            return {}
         gradients = list(gradients)
-        if not self.sums or not gradients:
+        if not gradients:
             return {}
         what = f"the sum of {len(gradients)} gradients"
         self.lay_out(g for _, on_devices in gradients for g in on_devices)

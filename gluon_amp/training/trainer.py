@@ -10,6 +10,7 @@ from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
 from .._mxnet import mx
 from ..checks import in_names, positive_number
 from ..cpu.arrays import to_float32
+from ..cpu.library import marks
 from . import graphs
 from .optimizer import check_scalable, given_optimizer
 from .optimizer import optimizer as make_optimizer
@@ -214,10 +215,9 @@ class Trainer(TakesSteps, TrainerFiles):
         """
         graphs.check_losses(losses)
         self._summed = None
-        weights = dict(self._weights())
+        weights = [weight for _, weight in self._weights()]
         if self._steps.pending.scale is None:
-            for weight in weights.values():
-                weight._fresh_grad = False
+            marks(weights, take_off=True)
         else:
             self._check_nobody_else()
         return self._steps.begin([g for p in self._params if p.grad_req == "add"
@@ -232,16 +232,17 @@ class Trainer(TakesSteps, TrainerFiles):
 
     def _note_written(self) -> None:
         pending = self._steps.pending
-        pending.written, pending.stale = self._written(pending.written)
-        for gradient in pending.written.values():
-            gradient.weight._fresh_grad = False
+        pending.written, pending.stale = self._written(pending.written, take_off=True)
 
-    def _written(self, known: Dict[Place, Gradient]) -> Tuple[Dict[Place, Gradient], List[str]]:
+    def _written(self, known: Dict[Place, Gradient],
+                 take_off: bool = False) -> Tuple[Dict[Place, Gradient], List[str]]:
         """The gradients that are known to be written, or marked so; and the names of the others."""
         written, stale = {}, []
-        for place, weight in self._weights():
+        weights = list(self._weights())
+        marked = marks([weight for _, weight in weights], take_off)
+        for (place, weight), is_marked in zip(weights, marked):
             parameter = self._params[place[0]]
-            if weight._fresh_grad:
+            if is_marked:
                 own = parameter.list_grad()[place[1]]
                 written[place] = Gradient(parameter.name, place, weight, own, own)
             elif place in known:
@@ -288,8 +289,9 @@ class Trainer(TakesSteps, TrainerFiles):
 
     def _check_nobody_else(self) -> None:
         names, pending = [], self._steps.pending
-        for place, weight in self._weights():
-            if weight._fresh_grad:
+        weights = list(self._weights())
+        for (place, weight), is_marked in zip(weights, marks([weight for _, weight in weights])):
+            if is_marked:
                 names.append(self._params[place[0]].name)
             elif place in pending.written and pending.written[place].weight is not weight:
                 pending.stale.append(pending.written.pop(place).name)  # cast or moved since
@@ -350,5 +352,4 @@ class Trainer(TakesSteps, TrainerFiles):
                              lambda: clear_added(self._params))
         finally:
             self._optimizer.rescale_grad = self._scale  # as given, for its next Trainer
-            for g in gradients:
-                g.weight._fresh_grad = False
+            marks([g.weight for g in gradients], take_off=True)
