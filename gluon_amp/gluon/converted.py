@@ -185,11 +185,12 @@ class ConvertedHybridBlock(ConvertedBlock):
         if autograd.is_training() and not key[0]:
             check_trains_on_cpus(trace.devices)
         if self._amp.stand_in is not None:
-            self._cached_op, self._cached_op_args = self._amp.stand_in(self, key, arrays)
-            return super()._call_cached_op(*args)
-        if key not in trace.ops:
-            trace.ops[key] = self._make_op(trace.clean, *key)
-        self._cached_op, self._cached_op_args = trace.ops[key]
+            op, inputs = self._amp.stand_in(self, key, arrays)
+        elif key in trace.ops:
+            op, inputs = trace.ops[key]
+        else:
+            op, inputs = trace.ops[key] = self._make_op(trace.clean, *key)
+        vars(self).update(_cached_op=op, _cached_op_args=inputs)
         return super()._call_cached_op(*args)
 
     def free_ops(self) -> None:
@@ -214,8 +215,9 @@ class ConvertedHybridBlock(ConvertedBlock):
                 state.changes_when_traced = State.changes
             state.traces[mode] = next((t for t in state.traces.values() if made.is_alike(t)), made)
         trace = state.traces[mode]
-        self._cached_graph = trace.graph
-        self._in_format, self._out_format = trace.in_format, trace.out_format
+        # past __setattr__, in which MXNet looks for blocks and parameters: several microseconds
+        vars(self).update(_cached_graph=trace.graph, _in_format=trace.in_format,
+                          _out_format=trace.out_format)
         return trace
 
     def _make_op(self, clean: Graph, on_gpu: bool, dtypes: Tuple[str, ...]) -> Op:
