@@ -121,6 +121,9 @@ _TABLE = (
     (FLOAT32, "the user's Python, or moving averages that only float32 has", """
         Custom _NDArray _Native IdentityAttachKLSparseReg
     """),
+    (FLOAT32, "MXNet has no float16 code for it", """
+        _npi_around
+    """),
     (CONSTANT, "made in the type in which it is wanted", """
         _zeros _npi_zeros
         _ones _npi_ones
@@ -173,7 +176,7 @@ _TABLE = (
         fix _npi_fix
         rint _npi_rint
         trunc _npi_trunc
-        round _npi_around
+        round
         clip _contrib_round_ste _contrib_sign_ste _contrib_div_sqrt_dim _npi_nan_to_num
         max _np_max
         min _np_min
@@ -276,7 +279,8 @@ _WHEN = {
 
 # Attributes that are numbers of the type that an operator computes in.
 _NUMBERS = ("scalar", "value", "a_min", "a_max", "slope", "fill_value", "val", "constant_value",
-            "start", "stop", "on_value", "off_value", "nan", "posinf", "neginf")
+            "start", "stop", "on_value", "off_value", "nan", "posinf", "neginf",
+            "to_begin_scalar", "to_end_scalar")
 _COUNTING = ("_arange", "_npi_arange", "_linspace")
 _DIVISIONS = ("_div_scalar", "_npi_true_divide_scalar")
 _RANGE = ("low", "high", "loc", "scale")  # of random numbers
