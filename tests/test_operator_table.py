@@ -64,7 +64,8 @@ def test_numpys_functions_run_in_float32_where_nds_do(name):
 
 
 @pytest.mark.parametrize(("function", "value"), [
-    (lambda np_, v: np_.around(v), 2.5), (lambda np_, v: np_.power(v, 4), 40), (lambda np_, v: v ** 4, 40), (lambda np_, v: 1 / v, 1e-5),
+    (lambda np_, v: np_.around(v), 2.5),
+    (lambda np_, v: np_.power(v, 4), 40), (lambda np_, v: v ** 4, 40), (lambda np_, v: 1 / v, 1e-5),
     (lambda np_, v: np_.power(3, v), 12), (lambda np_, v: np_.prod(np_.stack([v, v, v, v])), 40),
     (lambda np_, v: np_.std(np_.stack([v, -v])), 300), (lambda np_, v: np_.hypot(v, v), 60000)])
 def test_numpys_powers_and_products_run_in_float32(function, value):

@@ -166,7 +166,7 @@ class _Module(TakesSteps, RanksModule):
         if self._fitting_states:
             self._give_states(*self._fitting_states)
             self._fitting_states = None
-        if not self._steps.looking and not hasattr(module._kvstore, "sum_all"):
+        if not self._steps.looking and not self._steps.reduction.sums_at_once:
             super().update()
             self._steps.forget()
             return True
