@@ -23,8 +23,6 @@ from gluon_amp import recipes
 from mxnet import autograd, gluon
 
 log = logging.getLogger("image_classification")
-POLICIES = ("float32", "float16", "mixed_float16", "pure_float16", "mixed_bfloat16", "tf32",
-            "mixed_float8", "O0", "O1", "O2", "O3")
 
 
 def parse(arguments=None):
@@ -54,7 +52,7 @@ def add_arguments(parser, folder="runs/image_classification"):
     add("--hard-weight", type=recipes.share, default=0.5,
         help="of the labels; the teacher has the rest")
     add("--dtype", default="float32", choices=("float32", "float16"), help="of the network")
-    add("--policy", choices=POLICIES, help="of gluon_amp.convert, if not --dtype")
+    add("--policy", choices=recipes.POLICIES, help="of gluon_amp.convert, if not --dtype")
     add("--loss-scale", type=recipes.loss_scale, default="dynamic",
         help="dynamic, a number or none")
     add("--batch-size", type=recipes.positive, default=64, help="of all GPUs of a process together")

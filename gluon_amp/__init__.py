@@ -23,11 +23,11 @@ from .training.trainer import Trainer
 from .xray.search import search
 from .xray.types import types
 from .xray.view import explain, xray
+from .version import __version__  # noqa: F401
 from . import recipes
 
 library.start()
 
-__version__ = "0.2.0"
 __all__ = ["BatchProcessor", "BucketingModule", "DynamicLossScale", "Format", "Horovod",
            "KernelError", "LossScaleError", "Module", "Policy", "Speedometer", "StaticLossScale",
            "Trainer", "average_statistics", "convert", "convert_model", "convert_symbol", "data",

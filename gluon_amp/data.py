@@ -6,8 +6,7 @@ from typing import Any, Iterator, List
 
 from ._mxnet import mx, np
 from .cpu.arrays import dtype_name, narrow
-
-_COUNTS_TO = 2048
+from .formats import FLOAT16
 
 
 class Cast:
@@ -71,9 +70,9 @@ def check_label(label: Any) -> None:
     if dtype_name(dtype) != "float16":
         return
     largest = float(label.max().asscalar() if isinstance(label, mx.nd.NDArray) else np.max(label))
-    if largest > _COUNTS_TO:
-        raise ValueError(f"labels are float16, which counts to {_COUNTS_TO} only: keep them as "
-                         f"they were, float32 or int32. Received: a label of {largest:g}")
+    if largest > FLOAT16.counts_to:
+        raise ValueError(f"labels are float16, which counts to {FLOAT16.counts_to} only: keep them "
+                         f"as they were, float32 or int32. Received: a label of {largest:g}")
 
 
 def _floating(dtype: str) -> str:

@@ -17,6 +17,14 @@ def replace_file(path: str, write: Callable[[str], None]) -> None:
             os.remove(beside)
 
 
+def replace_text(path: str, text: str) -> None:
+    """Writes a file of text: killed at any moment, the old one or the new one is there."""
+    def write(beside: str) -> None:
+        with open(beside, "w", encoding="utf-8") as file:
+            file.write(text)
+    replace_file(path, write)
+
+
 def must_exist(*paths: str) -> None:
     """MXNet's own errors for a missing file name its C++ sources."""
     for path in paths:

@@ -2,6 +2,7 @@
 from dataclasses import InitVar, dataclass
 from typing import Any, Optional, Union
 
+from .checks import whole_number
 from .formats import FLOAT16, FLOAT32, Format, get_format
 from .tensor_core_math import check_split, of_gpu
 
@@ -26,7 +27,7 @@ class Policy:
         sensitive: what softmax, losses, exponents and large sums compute in: float32 or as
             `between`.
         output: what the network returns: float32 or float16.
-        compute: sets both `product` and `between`; given instead of these.
+        compute: sets both `product` and `between`; it is given instead of these.
         accumulate: a GPU, such as "V100": on a CPU, float16 products then add by the rule of that
             GPU's Tensor Cores (`gluon_amp.tensor_core_dot`), forward and backward, in the order
             that docs/tensor_cores.md tells; a GPU's libraries may choose another. None: in float32.
@@ -53,9 +54,13 @@ class Policy:
     margin: int = 0
 
     def __post_init__(self, compute: Optional[FormatOrName]) -> None:
-        between = self._set("between", self.between or compute or "float32")
-        product = self._set("product", self.product or compute or between)
-        gradient = self._set("gradient", self.gradient or product)
+        if not isinstance(self.name, str) or not self.name:
+            raise ValueError(f"a policy's name must be a string. Received: {self.name!r}")
+        if compute is not None:
+            self._take_compute(compute)
+        between = self._set("between", "float32" if self.between is None else self.between)
+        product = self._set("product", between if self.product is None else self.product)
+        gradient = self._set("gradient", product if self.gradient is None else self.gradient)
         if self.gradient_everywhere and between == FLOAT16 and not FLOAT16.holds(gradient):
             raise ValueError(f"policy {self.name}: gradients of float16 arrays are float16 "
                              "numbers. Valid: a format whose numbers float16 has, such as "
@@ -77,17 +82,30 @@ class Policy:
                                  f"float16 products. Received: product={product.name}, "
                                  f"gradient={self.gradient.name}")
 
+    def _take_compute(self, compute: FormatOrName) -> None:
+        """Sets the two roles that `compute` stands for."""
+        given = [f"{role}={getattr(self, role)!r}" for role in ("product", "between")
+                 if getattr(self, role) is not None]
+        if given:
+            raise ValueError(f"policy {self.name}: compute sets product and between. Valid: "
+                             f"compute, or these two. Received: compute={compute!r}, "
+                             f"{', '.join(given)}")
+        for role in ("product", "between"):
+            object.__setattr__(self, role, get_format(compute, f"policy {self.name}: compute"))
+
     def _check_scaling(self) -> None:
-        for what, least in (("history", 1), ("margin", 0)):
-            number = getattr(self, what)
-            if isinstance(number, bool) or not isinstance(number, int) or number < least:
-                raise ValueError(f"policy {self.name}: {what} must be a whole number from {least} "
-                                 f"on. Received: {number!r}")
-        if self.scaling is None:
-            return
-        if self.scaling not in SCALINGS:
+        if self.scaling is not None and self.scaling not in SCALINGS:
             raise ValueError(f"policy {self.name}: unknown scaling. Valid: None, "
                              f"{', '.join(SCALINGS)}. Received: {self.scaling!r}")
+        for what, least, usual, of in (("history", 1, 16, ("delayed",)),
+                                       ("margin", 0, 0, SCALINGS)):
+            number = whole_number(getattr(self, what), f"policy {self.name}: {what}", least)
+            if number != usual and self.scaling not in of:
+                raise ValueError(f"policy {self.name}: {what} is for scaling={' or '.join(of)}. "
+                                 f"Received: {what}={number}, scaling={self.scaling}")
+            object.__setattr__(self, what, number)
+        if self.scaling is None:
+            return
         if self.product.is_array_type or self.product == self.between:
             raise ValueError(f"policy {self.name}: scaling is for products of a format of their "
                              "own, such as product='float8_e4m3', between='bfloat16'. Received: "
@@ -159,7 +177,10 @@ POLICIES = {policy.name: policy for policy in (
     Policy("mixed_float8", product="float8_e4m3", between="bfloat16", gradient="float8_e5m2",
            scaling="delayed"),
 )}
+FLOAT16_ON_GPUS = [name for name, policy in POLICIES.items()
+                   if not (policy.cpu_only or policy.is_float32)]
 APEX = {"O0": "float32", "O1": "mixed_float16", "O2": "float16", "O3": "pure_float16"}
+NAMES = (*POLICIES, *APEX)
 
 
 def get_policy(policy: Union[str, Policy]) -> Policy:
@@ -168,6 +189,6 @@ def get_policy(policy: Union[str, Policy]) -> Policy:
         return policy
     name = APEX.get(policy, policy) if isinstance(policy, str) else None
     if name not in POLICIES:
-        raise ValueError(f"unknown policy. Valid: {', '.join([*POLICIES, *APEX])}, or a "
+        raise ValueError(f"unknown policy. Valid: {', '.join(NAMES)}, or a "
                          f"gluon_amp.Policy. Received: {policy!r}")
     return POLICIES[name]

@@ -7,20 +7,16 @@ or in $GLUON_AMP_DATA.
 """
 import argparse
 import os
-import shlex
-import subprocess
-import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Dict, NamedTuple
 
-from gluon_amp.files import replace_file
+import study
+from gluon_amp.files import replace_text
 from tqdm import tqdm
 
 HERE = Path(__file__).parent
-EXAMPLE = HERE.parent / "example"
-SHARED = Path(os.environ.get("GLUON_AMP_DATA", HERE.parent.parent / "shared")).resolve()
 TYPES = {"float32": "--dtype float32", "float16": "--dtype float16"}
 PHOTOS = "SHARED/data/caltech10_128"
 EFFICIENTNET = "SHARED/models/efficientnet_lite0"
@@ -74,32 +70,26 @@ STUDIES = {
 }
 
 
-def log_of(study, kind, seed):
-    return HERE / study / f"{kind}-seed{seed}.log"
+def log_of(name, kind, seed):
+    return HERE / name / f"{kind}-seed{seed}.log"
 
 
-def train(study, kind, seed):
+def train(name, kind, seed):
     """One run. Its logs appear when it has ended well; where it has not, that is an error."""
-    script, flags, _, kinds = STUDIES[study]
-    log = log_of(study, kind, seed)
+    script, flags, _, kinds = STUDIES[name]
+    log = log_of(name, kind, seed)
     log.parent.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(dir=log.parent, prefix=".run") as scratch:
         saved = Path(scratch, "saved")
-        flags = f"{kinds[kind]} {flags}".replace("SHARED", shlex.quote(str(SHARED)))
-        command = [sys.executable, "-W", "ignore", str(EXAMPLE / script), "--seed", str(seed),
-                   "--save-dir", str(saved), *shlex.split(flags)]
-        done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, text=True,
-                              stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, check=False)
-        if done.returncode:
-            raise SystemExit(f"{study} {kind} of seed {seed} failed:\n{done.stderr[-2000:]}")
+        said = study.train(script, f"--seed {seed} {kinds[kind]} {flags}", saved)
 
         def put(text, path):
-            for folder, name in ((saved, "SAVE_DIR"), (SHARED, "SHARED")):
-                text = text.replace(str(folder), name)
-            replace_file(str(path), lambda beside: Path(beside).write_text(text))
+            for folder, word in ((saved, "SAVE_DIR"), (study.SHARED, "SHARED")):
+                text = text.replace(str(folder), word)
+            replace_text(str(path), text)
 
         put((saved / "log.jsonl").read_text(), log.with_suffix(".jsonl"))
-        put(done.stderr, log)
+        put(said, log)
 
 
 def main():
@@ -112,8 +102,8 @@ def main():
     unknown = set(args.studies) - set(STUDIES)
     if unknown:
         parser.error(f"no study {', '.join(sorted(unknown))}. Valid: {', '.join(STUDIES)}")
-    runs = [(study, kind, seed) for study in args.studies or STUDIES
-            for seed in range(STUDIES[study].seeds) for kind in STUDIES[study].kinds]
+    runs = [(name, kind, seed) for name in args.studies or STUDIES
+            for seed in range(STUDIES[name].seeds) for kind in STUDIES[name].kinds]
     left = [run for run in runs if not log_of(*run).exists()]
     with ThreadPoolExecutor(args.jobs) as pool, \
             tqdm(total=len(runs), initial=len(runs) - len(left), unit="run") as bar:

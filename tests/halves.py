@@ -5,9 +5,14 @@ import numpy as np
 from gluon_amp._mxnet import mx
 from gluon_amp.cpu import library
 from gluon_amp.formats import FORMATS, Format
-from gluon_amp.graph.build import build
+from gluon_amp.graph.build import build, cached_op
 from gluon_amp.graph.graph import Entry, Graph, Node
 from gluon_amp.policy import Policy
+
+
+def as_function(symbol, flags=()):
+    """A symbol as a function of the arrays of its variables, in their order."""
+    return cached_op(symbol, symbol.list_inputs(), {}, flags)[0]
 
 
 def run(symbol, arrays, heads=None, training=True, grid="float16", types=None):
@@ -20,8 +25,7 @@ def run(symbol, arrays, heads=None, training=True, grid="float16", types=None):
     rewritten = on_grid(Graph.read(symbol), types, grid).symbol()
     names = rewritten.list_inputs()
     values = {name: mx.nd.array(arrays[name], dtype=arrays[name].dtype) for name in names}
-    op = mx.nd.CachedOp(rewritten, [("data_indices", list(range(len(names)))),
-                                  ("param_indices", [])])
+    op = as_function(rewritten)
     aux = set(rewritten.list_auxiliary_states())
     for name, value in values.items():
         if name not in aux and value.dtype in (np.float16, np.float32):
@@ -79,7 +83,7 @@ def stock(symbol, arrays, heads):
     for value in values.values():
         value.attach_grad()
     names = symbol.list_inputs()
-    op = mx.nd.CachedOp(symbol, [("data_indices", list(range(len(names)))), ("param_indices", [])])
+    op = as_function(symbol)
     with mx.autograd.record():
         outputs = op(*(values[name] for name in names))
         outputs = outputs if isinstance(outputs, list) else [outputs]

@@ -9,7 +9,7 @@ import time
 import gluon_amp as amp
 import numpy as np
 from gluon_amp._mxnet import mx
-from gluon_amp.training import reduction
+from gluon_amp.training import distributed, reduction
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
 
@@ -142,7 +142,7 @@ def changes_a_weight(store, rank, when):
 def has_another_network(store, rank, what):
     units = 5 + rank if what == "shape" else 5
     if what == "version" and rank:
-        amp.__version__ = "9.9.9"
+        distributed.__version__ = "9.9.9"
     net = network(units=units)
     if what == "count" and rank:
         net.add(nn.Dense(5, in_units=5))
@@ -153,7 +153,7 @@ def has_another_network(store, rank, what):
 
 
 def module_has_another_network(store, rank, what):
-    amp.__version__ = "9.9.9" if what == "version" and rank else amp.__version__
+    distributed.__version__ = "9.9.9" if what == "version" and rank else amp.__version__
     module, _ = module_for(rank, units=3 + rank if what == "shape" else 3)
     module.init_optimizer(kvstore=store)
 

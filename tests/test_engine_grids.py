@@ -6,7 +6,7 @@ from gluon_amp._mxnet import mx
 from gluon_amp.cpu import library
 from gluon_amp.formats import FORMATS
 from gluon_amp.graph.graph import Entry, Graph, Node
-from halves import assert_half, halves, run, stock
+from halves import as_function, assert_half, halves, run, stock
 
 sym = mx.sym
 X, Y, Z = (sym.var(name) for name in "xyz")
@@ -161,8 +161,7 @@ def test_a_gradient_that_is_added_is_rounded_before_and_after(rng):
     settings = {"__gluon_amp_inputs__": "1", "__gluon_amp_outputs__": "1", **{
         f"__gluon_amp_{what}_grid__": grid for what in ("output", "gradient", "back")}}
     node = Node(library.PREFIX + "square", "op", settings, [Entry(Node("null", "x"))])
-    op = mx.nd.CachedOp(Graph([Entry(node)]).symbol(), [("data_indices", [0]),
-                                                        ("param_indices", [])])
+    op = as_function(Graph([Entry(node)]).symbol())
     values = mx.nd.array(x)
     values.attach_grad("add")
     values.grad[:] = 1

@@ -8,7 +8,7 @@ from gluon_amp._mxnet import mx
 from gluon_amp.cpu import library
 from gluon_amp.graph.build import build
 from gluon_amp.graph.graph import Graph
-from halves import assert_half, generic_code, halves, run, stock
+from halves import as_function, assert_half, generic_code, halves, run, stock
 
 sym = mx.sym
 NAMES = ("x", "gamma", "beta", "mean", "var")
@@ -21,9 +21,7 @@ class Layer:
     def __init__(self, symbol, arrays, request="write", flags=()):
         types = {name: array.dtype.name for name, array in arrays.items()}
         names, auxiliary = symbol.list_inputs(), symbol.list_auxiliary_states()
-        self.op = mx.nd.CachedOp(
-            build(Graph.read(symbol), types).symbol(),
-            [("data_indices", list(range(len(names)))), ("param_indices", []), *flags])
+        self.op = as_function(build(Graph.read(symbol), types).symbol(), flags)
         self.arrays = {n: mx.nd.array(arrays[n], dtype=arrays[n].dtype) for n in names}
         for name, array in self.arrays.items():
             if name not in auxiliary:

@@ -8,7 +8,7 @@ from gluon_amp._mxnet import mx
 from gluon_amp.cpu import library
 from gluon_amp.graph.build import build
 from gluon_amp.graph.graph import Graph
-from halves import assert_half, generic_code, halves, stock, ulps
+from halves import as_function, assert_half, generic_code, halves, stock, ulps
 
 sym = mx.sym
 X, Y, Z = (sym.var(name) for name in "xyz")
@@ -19,8 +19,7 @@ def outcome(symbol, arrays, heads=None, request="write", flags=(), training=True
     """Outputs, gradients and auxiliary states. Gradients are added to ones for "add"."""
     types = {name: array.dtype.name for name, array in arrays.items()}
     names, auxiliary = symbol.list_inputs(), symbol.list_auxiliary_states()
-    op = mx.nd.CachedOp(build(Graph.read(symbol), types).symbol(),
-                        [("data_indices", list(range(len(names)))), ("param_indices", []), *flags])
+    op = as_function(build(Graph.read(symbol), types).symbol(), flags)
     values = {name: mx.nd.array(arrays[name], dtype=arrays[name].dtype) for name in names}
     gradients = {}
     if heads is not None:
@@ -238,7 +237,7 @@ def test_operators_that_gather_take_any_index(name, dtype, rng):
 def embedding_gradient(words, weight, head, request):
     graph = build(Graph.read(GATHERS["Embedding"]),
                   {"x": str(words.dtype), "y": "float16"}).symbol()
-    op = mx.nd.CachedOp(graph, [("data_indices", [0, 1]), ("param_indices", [])])
+    op = as_function(graph)
     weight = mx.nd.array(weight, dtype="float16")
     weight.attach_grad(request)
     weight.grad[:] = 0.1

@@ -11,7 +11,7 @@ import pytest
 from gluon_amp._mxnet import mx
 from gluon_amp.graph.build import build
 from gluon_amp.graph.graph import Entry, Graph, Node
-from halves import assert_half, halves, ulps
+from halves import as_function, assert_half, halves, ulps
 
 sym = mx.sym
 X, Y, Z = (sym.var(name) for name in "xyz")
@@ -26,8 +26,7 @@ class Op:
         if not wide:
             types = {name: array.dtype.name for name, array in arrays.items()}
             symbol = build(Graph.read(symbol), types).symbol()
-        self.op = mx.nd.CachedOp(symbol, [("data_indices", list(range(len(names)))),
-                                          ("param_indices", []), *flags])
+        self.op = as_function(symbol, flags)
         self.values = {}
         for name in names:
             array = arrays[name]

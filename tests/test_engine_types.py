@@ -5,7 +5,7 @@ import pytest
 from gluon_amp._mxnet import mx
 from gluon_amp.graph.build import build
 from gluon_amp.graph.graph import Entry, Graph, Node
-from halves import assert_half, halves, run
+from halves import as_function, assert_half, halves, run
 from mxnet import nd
 
 F16, F32 = np.float16, np.float32
@@ -17,7 +17,7 @@ def wide_results(symbol, arrays):
     """What MXNet gives in float32."""
     values = [nd.array(arrays[n], dtype=F32 if arrays[n].dtype == F16 else arrays[n].dtype)
               for n in symbol.list_inputs()]
-    op = nd.CachedOp(symbol, [("data_indices", list(range(len(values)))), ("param_indices", [])])
+    op = as_function(symbol)
     made = op(*values)
     return [o.asnumpy() for o in (made if isinstance(made, list) else [made])]
 
@@ -114,8 +114,7 @@ def test_outputs_that_nobody_reads_need_no_room(rng):
 @pytest.mark.parametrize("op", ["exp", "relu", "negative", "softmax", "square"])
 def test_a_view_is_read_where_it_lies(op, rng):
     types = {"x": "float16"}
-    ours = nd.CachedOp(build(Graph.read(getattr(sym, op)(X)), types).symbol(),
-                       [("data_indices", [0]), ("param_indices", [])])
+    ours = as_function(build(Graph.read(getattr(sym, op)(X)), types).symbol())
     whole = nd.array(halves(rng, 9, 7), dtype="float16")
     assert np.array_equal(ours(whole[2:5]).asnumpy(), ours(whole[2:5].copy()).asnumpy())
     assert np.array_equal(ours(whole[3]).asnumpy(), ours(whole[3].copy()).asnumpy())
@@ -133,7 +132,7 @@ def test_float32_results_do_not_overwrite_what_is_still_read(flags, rng):
               lambda x, y: 2 * x[::-1])]
     for symbol, y, x, expected in cases:
         graph = build(Graph.read(symbol), {"x": "float32", "y": "float16"}).symbol()
-        op = nd.CachedOp(graph, [("data_indices", [0, 1]), ("param_indices", []), *flags])
+        op = as_function(graph, flags)
         arrays = {"x": nd.array(x), "y": nd.array(y, dtype="float16")}
         out = op(*(arrays[name] for name in graph.list_inputs()))
         assert np.array_equal(out.asnumpy(), expected(x, y))

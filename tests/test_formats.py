@@ -145,7 +145,18 @@ def test_products_that_would_not_be_rounded_are_refused(op, shapes):
 
 
 @pytest.mark.parametrize(("roles", "said"), [
-    ({"compute": "flaot16"}, "policy mine: between takes a number format. Valid: float32, float16"),
+    ({"compute": "flaot16"}, "policy mine: compute takes a number format. Valid: float32, float16"),
+    ({"compute": ""}, "policy mine: compute takes a number format.*Received: ''"),
+    ({"between": ""}, "policy mine: between takes a number format.*Received: ''"),
+    ({"product": 0}, "policy mine: product takes a number format.*Received: 0"),
+    ({"gradient": False}, "policy mine: gradient takes a number format.*Received: False"),
+    ({"norm": None}, "policy mine: norm takes a number format.*Received: None"),
+    ({"compute": "float16", "between": "bfloat16"},
+     "compute sets product and between. Valid: compute, or these two. Received: "
+     "compute='float16', between='bfloat16'"),
+    ({"history": 4}, "history is for scaling=delayed. Received: history=4, scaling=None"),
+    ({"margin": 1}, "margin is for scaling=delayed or current. Received: margin=1, scaling=None"),
+    ({"product": "float8_e4m3", "scaling": "current", "history": 4}, "history is for scaling=dela"),
     ({"product": 8}, "policy mine: product takes a number format"),
     ({"norm": "bfloat16"}, "policy mine: norm must be float32. Received: bfloat16"),
     ({"norm": "float16", "compute": "bfloat16"}, "norm must be float32 or bfloat16"),
@@ -155,6 +166,12 @@ def test_products_that_would_not_be_rounded_are_refused(op, shapes):
 def test_a_policy_is_checked_when_it_is_made(roles, said):
     with pytest.raises(ValueError, match=said):
         amp.Policy("mine", **roles)
+
+
+@pytest.mark.parametrize("name", ["", None, 8, ["mine"]])
+def test_a_policy_has_a_name(name):
+    with pytest.raises(ValueError, match="a policy's name must be a string"):
+        amp.Policy(name, compute="float16")
 
 
 def test_what_a_policy_does_depends_on_its_formats_and_not_on_its_name():

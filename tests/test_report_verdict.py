@@ -23,7 +23,7 @@ def test_pairs_are_judged_as_scipy_judges_them():
 
 
 def test_runs_that_no_seed_pairs_are_judged_as_scipy_judges_them():
-    found = unpaired(Sample.of(FLOAT16), Sample.of(FLOAT32[:6]))
+    found = unpaired(Sample.from_values(FLOAT16), Sample.from_values(FLOAT32[:6]))
     assert found.p == pytest.approx(stats.ttest_ind(FLOAT16, FLOAT32[:6], equal_var=False).pvalue)
     lower = stats.ttest_ind(np.add(FLOAT16, 0.5), FLOAT32[:6], equal_var=False,
                             alternative="greater").pvalue
@@ -53,7 +53,7 @@ def test_so_many_seeds_show_the_margin_four_times_in_five(pairs):
     def shown():
         low, high = random.normal(0, deviation, (2, seeds))
         found = paired(low, np.zeros(seeds)) if pairs else unpaired(
-            Sample.of(low), Sample.of(high))
+            Sample.from_values(low), Sample.from_values(high))
         return found.p_equivalent(0.5) < 0.05
     assert 0.77 < np.mean([shown() for _ in range(2000)]) < 0.85
 

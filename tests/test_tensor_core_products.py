@@ -12,6 +12,7 @@ from gluon_amp.graph.accumulate import accumulate
 from gluon_amp.graph.build import build
 from gluon_amp.graph.graph import Entry, Graph, Node
 from gluon_amp.tensor_core_math import GPUS, TensorCore
+from halves import as_function
 from tensor_core_rule import product
 
 sym = mx.sym
@@ -30,8 +31,7 @@ def outcome(symbol, arrays, gpu, split, head=None):
     names = symbol.list_inputs()
     graph = build(Graph.read(symbol), dict.fromkeys(names, "float16"))
     accumulate(graph, gpu, split)
-    op = mx.nd.CachedOp(graph.symbol(), [("data_indices", list(range(len(names)))),
-                                         ("param_indices", [])])
+    op = as_function(graph.symbol())
     values = [mx.nd.array(arrays[name], dtype="float16") for name in names]
     for value in values:
         value.attach_grad()
@@ -366,7 +366,7 @@ def test_a_gradient_of_a_gradient_of_a_dense_layer_is_refused():
                   dict.fromkeys("xy", "float16"))
     accumulate(graph, "V100")
     x, w = mx.nd.ones((2, 4), dtype="float16"), mx.nd.ones((3, 4), dtype="float16")
-    op = mx.nd.CachedOp(graph.symbol(), [("data_indices", [0, 1]), ("param_indices", [])])
+    op = as_function(graph.symbol())
     x.attach_grad()
     w.attach_grad()
     with pytest.raises(mx.MXNetError, match="gradient of a gradient"):  # noqa: PT012

@@ -9,6 +9,7 @@ from gluon_amp.graph.build import build
 from gluon_amp.graph.graph import Graph
 from gluon_amp.policy import POLICIES, Policy
 from gluon_amp.xray.statistics import Counts, Key, read
+from halves import as_function
 from mxnet import autograd, nd
 from mxnet.gluon import nn, rnn
 from xray_networks import images_net, in_a_block
@@ -21,7 +22,7 @@ def watched(symbol, head=1.0, watch=True, **arrays):
     types = {name: a.dtype.name for name, a in arrays.items()}
     made = build(Graph.read(symbol), types, watch=watch).symbol()
     names = made.list_inputs()
-    op = mx.nd.CachedOp(made, [("data_indices", list(range(len(names)))), ("param_indices", [])])
+    op = as_function(made)
     values = {name: nd.array(a, dtype=a.dtype) for name, a in arrays.items()}
     for value in values.values():
         value.attach_grad()
@@ -110,8 +111,7 @@ def test_the_reference_is_a_float32_step(rng):
 
     def step(graph):
         names = graph.list_inputs()
-        op = mx.nd.CachedOp(graph, [("data_indices", list(range(len(names)))),
-                                    ("param_indices", [])])
+        op = as_function(graph)
         values = {name: nd.array(a) for name, a in {**arrays, **statistics}.items()}
         for name in arrays:
             values[name].attach_grad()
@@ -232,8 +232,7 @@ def test_watched_networks_have_the_same_bits(name):
         values = {p.name: p.data() for p in net.collect_params().values()}
         values.update(zip([d.name for d in net._cached_graph[0]], data))
         names = made.list_inputs()
-        op = mx.nd.CachedOp(made, [("data_indices", list(range(len(names)))),
-                                   ("param_indices", [])])
+        op = as_function(made)
         mx.random.seed(3)
         with autograd.record():
             output = op(*(values[n] for n in names))
@@ -279,7 +278,7 @@ GPU = Policy("gpu", "float16", "float16", accumulate="V100")
 def test_what_becomes_0_is_counted_where_products_add_as_a_gpu_does(rng):
     symbol = sym.dot(sym.var("x"), sym.var("y"), name="op")
     graph = build(Graph.read(symbol), dict.fromkeys("xy", "float16"), policy=GPU, watch=True)
-    op = mx.nd.CachedOp(graph.symbol(), [("data_indices", [0, 1]), ("param_indices", [])])
+    op = as_function(graph.symbol())
     output = op(nd.array(rng.standard_normal((60, 9)), dtype="float16"),
                 nd.array(1e-7 * rng.standard_normal((9, 5)), dtype="float16")).asnumpy()
     counts = read()[Key("op", False, 0)]

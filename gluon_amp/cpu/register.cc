@@ -235,7 +235,7 @@ void copy_all(const nnvm::Op* x, nnvm::Op& op) {
 }
 
 // A layer norm may have float16 data beside float32 parameters, as a batch norm has; MXNet's wants
-// one type. graph.py then leaves out the casts around it.
+// one type. graph/build.py then leaves out the casts around it.
 bool layer_norm_types(const NodeAttrs&, std::vector<int>* in, std::vector<int>* out) {
   int &data = (*in)[0], &result = (*out)[0];
   if (data == -1) data = result;

@@ -249,10 +249,10 @@ def _check_trainers(types: Dict[Parameter, str]) -> None:
             if dtype_name(p.dtype) != dtype and p.grad_req != "null"
             and p._trainer is not None and _has_stepped(p._trainer)]
     if held:
+        names = f"{', '.join(held[:5])}{' and more' if len(held) > 5 else ''}"
         raise ValueError("a Trainer has already stepped with these parameters, and its state "
                          "would silently undo the change of type: make a new Trainer, which takes "
-                         f"its place, then convert or restore. Received: {', '.join(held[:5])}"
-                         f"{' and more' * (len(held) > 5)}")
+                         f"its place, then convert or restore. Received: {names}")
 
 
 def _has_stepped(trainer: mx.gluon.Trainer) -> bool:

@@ -23,7 +23,7 @@ from mxnet.gluon.block import _BlockScope, _flatten
 from .._mxnet import mx
 from ..cpu.arrays import dtype_name, to_float32
 from ..files import replace_file
-from ..graph.build import build, check_trains_on_cpus, devices_that_wait
+from ..graph.build import build, cached_op, check_trains_on_cpus, devices_that_wait
 from ..graph.casts import KEEP, insert_casts
 from ..graph.graph import Graph
 from ..graph.operators import BATCH_NORMS
@@ -229,12 +229,7 @@ class ConvertedHybridBlock(ConvertedBlock):
                        place=self.place).symbol()
         if isinstance(traced, mx.sym.numpy._Symbol):
             symbol = symbol.as_np_ndarray()
-        parameters = parameters_in(self)
-        inputs = [(True, names.index(name)) if name in names else (False, parameters[name])
-                  for name in symbol.list_inputs()]
-        flags = [("data_indices", [i for i, (is_data, _) in enumerate(inputs) if is_data]),
-                 ("param_indices", [i for i, (is_data, _) in enumerate(inputs) if not is_data])]
-        return mx.nd.CachedOp(symbol, flags + list(self._flags)), inputs
+        return cached_op(symbol, names, parameters_in(self), self._flags)
 
     def place(self, node: str) -> str:
         """Where in the converted network a node of this block's graph is: the innermost block with

@@ -7,9 +7,9 @@ other nodes stay as they are.
 Formats that MXNet has no arrays of (bfloat16, float8) are for CPUs only. Their tensors are float32
 arrays, and a node says in attributes which of its inputs and outputs are rounded, and to what.
 """
-from typing import Callable, Dict, List, Mapping, Optional, Set
+from typing import Any, Callable, Dict, Iterable, List, Mapping, Optional, Sequence, Set, Tuple
 
-from .._mxnet import np
+from .._mxnet import mx, np
 from ..cpu import library
 from ..cpu.scales import Scales
 from ..formats import FLOAT16
@@ -70,6 +70,23 @@ def build(graph: Graph, types: Mapping[str, str], on_gpu: bool = False,
     if policy.accumulate is not None:
         accumulate(built, policy.accumulate, policy.split)
     return built
+
+
+def cached_op(symbol: "mx.sym.Symbol", data: Sequence[str], parameters: Mapping[str, Any],
+              flags: Iterable[Any] = ()) -> Tuple[Any, List[Any]]:
+    """MXNet's CachedOp of what a device runs, and where each of its inputs comes from: True and a
+    number among the data, or False and a parameter.
+
+    Args:
+        data: the names of the data, in the order in which it is given.
+        parameters: of the other variables, by name.
+        flags: of MXNet, such as ("static_alloc", True).
+    """
+    inputs = [(True, data.index(name)) if name in data else (False, parameters[name])
+              for name in symbol.list_inputs()]
+    places = [("data_indices", [i for i, (is_data, _) in enumerate(inputs) if is_data]),
+              ("param_indices", [i for i, (is_data, _) in enumerate(inputs) if not is_data])]
+    return mx.nd.CachedOp(symbol, [*places, *flags]), inputs
 
 
 def devices_that_wait(graph: Graph) -> int:
@@ -186,7 +203,7 @@ class _Rewriting:
     def _say_formats(self, node: Node, new: Node) -> None:
         """Tells the engine which inputs and outputs of a node it rounds, and to what."""
         policy = self.policy
-        if new.attrs.get("dtype") == policy.between.name not in TYPE_FLAG:
+        if new.attrs.get("dtype") == policy.between.type_name not in TYPE_FLAG:
             new.attrs["dtype"] = "float32"
         if node.op in LEFT_ALONE:
             return

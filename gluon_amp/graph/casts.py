@@ -64,6 +64,7 @@ class _Casting:
         self.types: Dict[Entry, Optional[str]] = {}  # of new entries
         self.weak: Set[Entry] = set()
         self.wide: Set[Entry] = set()  # float32 for the sake of constants
+        self.exact: Set[Entry] = set()  # indices and counts, and what is computed of them alone
         self.casts: Dict[Tuple[Entry, str], Entry] = {}
 
     def run(self, graph: Graph) -> List[Entry]:
@@ -85,12 +86,15 @@ class _Casting:
                     self.wide.add(Entry(node))
                 continue
             new[node] = made = node.like(self._inputs(node, inputs))
+            exact: List[bool] = []  # whether each output is of indices, where there are bodies
             if node.subgraphs:
-                made.subgraphs = self._bodies(made)
+                made.subgraphs, exact = self._bodies(made)
             outputs = infer(made, tuple(self.types[e] for e in made.inputs))
             for i, dtype in enumerate(outputs):
                 self.types[Entry(made, i)] = dtype
-                if dtype == "float32" and self._widens(node, inputs):
+                if exact[i] if exact else self._is_exact(node, inputs):
+                    self.exact.add(Entry(made, i))
+                elif dtype == "float32" and self._widens(node, inputs):
                     self.wide.add(Entry(made, i))
                 elif all(e in self.weak for e in inputs) and self._fits(node):
                     self.weak.add(Entry(made, i))
@@ -115,12 +119,20 @@ class _Casting:
         return not self._fits(node) or any(e in self.wide for e in inputs) \
             and operators.runs_in(node) == operators.INPUTS
 
+    def _is_exact(self, node: Node, inputs: List[Entry]) -> bool:
+        """Whether a node gives indices or counts, or something of such and constants alone."""
+        runs = operators.runs_in(node)
+        known = [e in self.exact or e.node.op in operators.CONSTANTS for e in inputs
+                 if self.types[e] in self.floats]
+        return runs == operators.INDICES or runs == operators.INPUTS and all(known) \
+            and any(e in self.exact for e in inputs)
+
     def _kept(self, node: Node) -> bool:
         return KEEP in node.attrs or node.name in self.keep
 
     def output(self, entry: Entry) -> Entry:
         """The entry in the type that the network returns; an index above 2048 is no float16."""
-        if operators.runs_in(entry.node) == operators.FLOAT32:
+        if operators.runs_in(entry.node) == operators.FLOAT32 or entry in self.exact:
             return entry
         return self.cast(entry, self.policy.output.type_name)
 
@@ -153,7 +165,8 @@ class _Casting:
         if runs == operators.BATCH_NORM:  # float32 statistics, which are not cast
             data = self.cast(inputs[0], "float32") if self._kept(node) else inputs[0]
             return [data, *(self.cast(e, "float32") for e in inputs[1:3]), *inputs[3:]]
-        if self._kept(node) or runs in (operators.LOSS, operators.FLOAT32):
+        if self._kept(node) or runs in (
+                operators.LOSS, operators.FLOAT32, operators.INDICES):
             return [self.cast(e, "float32") for e in inputs]
         if runs == operators.SENSITIVE:
             wide = not self._fits(node) or any(e in self.wide for e in inputs)
@@ -186,9 +199,9 @@ class _Casting:
         widest = max(strong or floats, key=lambda t: self.floats.index(t or "float16"))
         return [self.cast(e, widest or "float32") for e in inputs]
 
-    def _bodies(self, node: Node) -> List[Graph]:
-        """The graphs of a control-flow node. A loop's states keep their types, and the
-        branches of a condition return the same ones."""
+    def _bodies(self, node: Node) -> Tuple[List[Graph], List[bool]]:
+        """The graphs of a control-flow node, and whether its outputs are indices. A loop's states
+        keep their types, and the branches of a condition return the same ones."""
         bodies = []
         for body, numbers in zip(node.subgraphs, bindings(node)):
             inputs = dict(zip(body.variables(), (node.inputs[i] for i in numbers)))
@@ -210,4 +223,5 @@ class _Casting:
             first = int(node.attrs["num_out_data"])
             for i, state in enumerate(loop_states(node), first):
                 outputs[i] = inner.cast(outputs[i], self.types[state] or "float32")
-        return [Graph(outputs) for _, outputs in bodies]
+        inner, outputs = bodies[-1]
+        return [Graph(outputs) for _, outputs in bodies], [e in inner.exact for e in outputs]

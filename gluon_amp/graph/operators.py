@@ -6,9 +6,9 @@ INPUTS do: in float16 if their inputs are, and where MXNet does not take a mixtu
 type among the activations (parameters follow them).
 """
 from dataclasses import dataclass
-from typing import Dict, FrozenSet, Iterable, Tuple
+from typing import Dict, FrozenSet, Iterable, List, Tuple
 
-from ..cpu import library
+from .._mxnet import np
 from ..formats import Format
 from .graph import Node
 
@@ -19,6 +19,7 @@ BATCH_NORM = "batch norm"  # any data, float32 statistics, by MXNet's own operat
 SENSITIVE = "sensitive"    # the policy's format for softmax, exponents, large sums
 LOSS = "loss"              # float32 under every policy; it starts gradients by itself
 FLOAT32 = "float32"        # float32 under every policy
+INDICES = "indices"        # the same; and so stays what only moves or changes its results
 CONSTANT = "constant"      # no inputs: made in the type in which it is wanted
 INPUTS = "inputs"          # the type of its inputs
 
@@ -57,6 +58,7 @@ _TABLE = (
     (SENSITIVE, "exponents, poles, and functions that are steep", """
         exp _npi_exp
         expm1 _npi_expm1
+        degrees _npi_degrees
         log _npi_log
         log10 _npi_log10
         log2 _npi_log2
@@ -101,26 +103,33 @@ _TABLE = (
         _npi_cholesky _npi_eig _npi_eigh _npi_eigvals _npi_eigvalsh _npi_pinv
         _npi_pinv_scalar_rcond _npi_solve _npi_svd _npi_tensorinv _npi_tensorsolve
     """),
-    (FLOAT32, "it gives indices or counts as floats, and float16 counts to 2048", """
+    (INDICES, "it gives indices or counts as floats, and float16 counts to 2048", """
         argmax _npi_argmax
         argmin _npi_argmin
-        argmax_channel _contrib_arange_like _contrib_bipartite_matching _ravel_multi_index
-        _unravel_index _histogram _npi_bincount
+        argmax_channel argsort _contrib_arange_like _contrib_bipartite_matching
+        _ravel_multi_index _unravel_index _histogram _npi_bincount _npi_indices
+        _random_poisson _random_poisson_like _sample_poisson _random_negative_binomial
+        _random_negative_binomial_like _sample_negative_binomial
+        _random_generalized_negative_binomial _random_generalized_negative_binomial_like
+        _sample_generalized_negative_binomial
     """),
-    (FLOAT32, "places in images, to a fraction of a pixel", """
+    (INDICES, "places in images, to a fraction of a pixel", """
         _contrib_MultiBoxPrior _contrib_MultiBoxTarget _contrib_MultiBoxDetection
         _contrib_Proposal _contrib_MultiProposal _contrib_box_decode _contrib_box_encode
         _contrib_box_iou _contrib_box_nms
     """),
     (FLOAT32, "the user's Python, or moving averages that only float32 has", """
-        Custom IdentityAttachKLSparseReg
+        Custom _NDArray _Native IdentityAttachKLSparseReg
+    """),
+    (FLOAT32, "MXNet has no float16 code for it", """
+        _npi_around
     """),
     (CONSTANT, "made in the type in which it is wanted", """
         _zeros _npi_zeros
         _ones _npi_ones
         _full _arange _npi_arange
         _eye _npi_eye
-        _linspace _npi_logspace _npi_identity _npi_indices _npi_blackman _npi_hamming
+        _linspace _npi_logspace _npi_identity _npi_blackman _npi_hamming
         _npi_hanning _zeros_without_dtype
     """),
     (INPUTS, "it moves values, or chooses among them", """
@@ -133,7 +142,7 @@ _TABLE = (
         cast_storage depth_to_space space_to_depth diag _np_diag _np_diagflat _np_diagonal
         expand_dims squeeze _np_squeeze gather_nd scatter_nd _scatter_set_nd one_hot pick
         repeat tile reverse _npi_flip _npi_rot90 _np_roll _shuffle
-        slice slice_axis slice_like _slice_assign _slice_assign_scalar sort topk argsort
+        slice slice_axis slice_like _slice_assign _slice_assign_scalar sort topk
         stack _npi_stack _npi_column_stack _npi_dstack _npi_hstack _npi_vstack
         take transpose _np_transpose _np_moveaxis where _npi_where _npi_where_lscalar
         _npi_where_rscalar _npi_where_scalar2 ones_like zeros_like _npi_full_like
@@ -159,7 +168,6 @@ _TABLE = (
         sqrt _npi_sqrt
         sin _npi_sin
         cos _npi_cos
-        degrees _npi_degrees
         radians _npi_radians
         negative _npi_negative
         sign _npi_sign
@@ -168,10 +176,20 @@ _TABLE = (
         fix _npi_fix
         rint _npi_rint
         trunc _npi_trunc
-        round _npi_around
+        round
         clip _contrib_round_ste _contrib_sign_ste _contrib_div_sqrt_dim _npi_nan_to_num
         max _np_max
         min _np_min
+        _mod broadcast_mod _npi_mod
+        _mod_scalar _npi_mod_scalar
+        _rmod_scalar _npi_rmod_scalar
+        _maximum broadcast_maximum _maximum_scalar
+        _minimum broadcast_minimum _minimum_scalar
+        _npi_arctan2 _npi_arctan2_scalar _npi_rarctan2_scalar
+        _npi_copysign _npi_copysign_scalar _npi_rcopysign_scalar
+        _npi_diff _npi_ediff1d _npi_percentile
+    """),
+    (INPUTS, "one sum, product or quotient, as wide as its terms: else all would be float32", """
         elemwise_add broadcast_add _npi_add _grad_add add_n
         elemwise_sub broadcast_sub _npi_subtract
         elemwise_mul broadcast_mul _npi_multiply
@@ -181,14 +199,6 @@ _TABLE = (
         _rminus_scalar _npi_rsubtract_scalar
         _mul_scalar _npi_multiply_scalar
         _div_scalar _npi_true_divide_scalar
-        _mod broadcast_mod _npi_mod
-        _mod_scalar _npi_mod_scalar
-        _rmod_scalar _npi_rmod_scalar
-        _maximum broadcast_maximum _maximum_scalar
-        _minimum broadcast_minimum _minimum_scalar
-        _npi_arctan2 _npi_arctan2_scalar _npi_rarctan2_scalar
-        _npi_copysign _npi_copysign_scalar _npi_rcopysign_scalar
-        _npi_diff _npi_ediff1d _npi_percentile
     """),
     (INPUTS, "it tells yes from no", """
         _equal broadcast_equal _npi_equal _equal_scalar _npi_equal_scalar
@@ -206,7 +216,7 @@ _TABLE = (
         _npi_isneginf _npi_isposinf _contrib_allclose all_finite multi_all_finite
     """),
     (INPUTS, "means of few values: pools, samples of images", """
-        Pooling Pooling_v1 ROIPooling BilinearSampler GridGenerator SpatialTransformer UpSampling
+        Pooling Pooling_v1 ROIPooling BilinearSampler SpatialTransformer UpSampling
         col2im _contrib_AdaptiveAvgPooling2D _contrib_BilinearResize2D
         _contrib_DeformablePSROIPooling _contrib_PSROIPooling _contrib_ROIAlign
         _contrib_RROIAlign _cvcopyMakeBorder _cvimresize _image_adjust_lighting _image_crop
@@ -215,17 +225,17 @@ _TABLE = (
         _image_random_flip_top_bottom _image_random_hue _image_random_lighting
         _image_random_saturation _image_resize _image_to_tensor
     """),
+    (INPUTS, "places from -1 to 1, each to 1/4096 of an image or nearer", """
+        GridGenerator
+    """),
     (INPUTS, "random numbers", """
         _npi_bernoulli _npi_choice _npi_exponential _npi_gamma _npi_gumbel _npi_logistic
         _npi_multinomial _npi_normal _npi_normal_n _npi_pareto _npi_powerd _npi_rayleigh
         _npi_uniform _npi_uniform_n _npi_weibull
         _random_exponential _random_exponential_like _random_gamma _random_gamma_like
-        _random_generalized_negative_binomial _random_generalized_negative_binomial_like
-        _random_negative_binomial _random_negative_binomial_like _random_normal
-        _random_normal_like _random_poisson _random_poisson_like _random_randint
-        _random_uniform _random_uniform_like _sample_exponential _sample_gamma
-        _sample_generalized_negative_binomial _sample_multinomial _sample_negative_binomial
-        _sample_normal _sample_poisson _sample_uniform _sample_unique_zipfian
+        _random_normal _random_normal_like _random_randint _random_uniform _random_uniform_like
+        _sample_exponential _sample_gamma _sample_multinomial _sample_normal _sample_uniform
+        _sample_unique_zipfian
     """),
     (INPUTS, "whole numbers", """
         _npi_bitwise_and _npi_bitwise_and_scalar _npi_bitwise_not _npi_bitwise_or
@@ -235,7 +245,7 @@ _TABLE = (
         _contrib_dgl_subgraph
     """),
     (INPUTS, "graphs in graphs: their bodies have rules of their own", """
-        _foreach _while_loop _cond _CachedOp _CachedOpThreadSafe _CustomFunction _NDArray _Native
+        _foreach _while_loop _cond _CachedOp _CachedOpThreadSafe _CustomFunction
     """),
     (INPUTS, "it stands in no network that is trained: quantized, or an update of weights", """
         _contrib_calibrate_entropy _contrib_dequantize _contrib_quantize _contrib_quantize_asym
@@ -259,17 +269,21 @@ _TABLE = (
 OPERATORS: Dict[str, Rule] = {name: Rule(runs, why) for runs, why, names in _TABLE
                               for name in names.split()}
 
-# Sensitive only with these values of an attribute.
-_SENSITIVE_WHEN = {
-    "Activation": ("act_type", frozenset(["softrelu"])),
-    "LeakyReLU": ("act_type", frozenset(["elu", "selu"])),
-    "Pooling": ("pool_type", frozenset(["sum", "lp"])),
+# What an operator runs in where an attribute has one of these values; None: it is not given.
+_WHEN = {
+    "Activation": ("act_type", ("softrelu",), SENSITIVE),
+    "LeakyReLU": ("act_type", ("elu", "selu"), SENSITIVE),
+    "Pooling": ("pool_type", ("sum", "lp"), SENSITIVE),
+    "topk": ("ret_typ", (None, "indices", "both"), INDICES),
 }
 
 # Attributes that are numbers of the type that an operator computes in.
 _NUMBERS = ("scalar", "value", "a_min", "a_max", "slope", "fill_value", "val", "constant_value",
-            "start", "stop", "on_value", "off_value", "nan", "posinf", "neginf")
-_COUNTING = ("_arange", "_npi_arange")
+            "start", "stop", "on_value", "off_value", "nan", "posinf", "neginf",
+            "to_begin_scalar", "to_end_scalar")
+_COUNTING = ("_arange", "_npi_arange", "_linspace")
+_DIVISIONS = ("_div_scalar", "_npi_true_divide_scalar")
+_RANGE = ("low", "high", "loc", "scale")  # of random numbers
 
 
 def names(runs: str) -> FrozenSet[str]:
@@ -290,9 +304,9 @@ _FACTORS = {"_linalg_gemm": "110", "_contrib_DeformableConvolution": "1010",
 
 def runs_in(node: Node) -> str:
     """What a node runs in: one of the words above."""
-    if node.op in _SENSITIVE_WHEN:
-        key, values = _SENSITIVE_WHEN[node.op]
-        return SENSITIVE if node.attrs.get(key) in values else INPUTS
+    key, values, runs = _WHEN.get(node.op, ("", (), ""))
+    if node.attrs.get(key) in values:
+        return runs
     return OPERATORS[node.op].runs if node.op in OPERATORS else INPUTS
 
 
@@ -306,10 +320,23 @@ def numbers(node: Node) -> Iterable[Tuple[str, float]]:
                 continue
 
 
+def _made_of_numbers(node: Node) -> List[float]:
+    """What a node makes of its constants before it meets its inputs: the factor that a division
+    multiplies by, the ends of a logarithmic range, those of random numbers."""
+    found = [number for _, number in numbers(node)]
+    if node.op in _DIVISIONS:
+        return [1 / number for number in found if number]
+    if node.op == "_npi_logspace":
+        return [float(np.power(float(node.attrs.get("base", 10)), number)) for number in found]
+    if node.op.startswith("_random_") or not node.inputs:
+        return [float(node.attrs[key]) for key in _RANGE if node.attrs.get(key, "None") != "None"]
+    return []
+
+
 def holds_numbers(node: Node, format_: Format) -> bool:
     """Whether the format holds the node's constants: none that is finite becomes infinite, none
     becomes 0 that is not, and what counts does not count too far."""
-    constants = [number for _, number in numbers(node)]
+    constants = [number for _, number in numbers(node)] + _made_of_numbers(node)
     if node.op in _COUNTING and max(map(abs, constants), default=0) > format_.counts_to:
         return False
     return format_.keeps(constants)
@@ -319,8 +346,3 @@ def factors(node: Node) -> str:
     """For each input of a product "1" where it is multiplied, and "0" where it is added, or says
     where to look."""
     return _FACTORS.get(node.op, "1" * len(node.inputs))[:len(node.inputs)]
-
-
-def has_own_code(op: str) -> bool:
-    """Whether the engine runs code of its own for an operator, and not MXNet's."""
-    return op in library.own_code()

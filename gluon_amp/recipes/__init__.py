@@ -2,6 +2,8 @@
 
 The scripts in `example/` are written with these; so can yours be.
 """
+from ..files import replace_text
+from ..policy import NAMES as POLICIES
 from . import images
 from .adding_module import AddingModule
 from .command import (
@@ -30,11 +32,11 @@ from .progress import Progress
 from .ranks import Part, Ranks, ValidationPart
 from .record_files import Unpadded, records, records_of_part
 from .run_folder import RunFolder, hold
-from .training_log import ModuleLog, TrainingLog, gradient_norm, read_log, replace_text
+from .training_log import ModuleLog, TrainingLog, gradient_norm, read_log
 from .xray_epoch import XrayedIter, add_xray_arguments, xray_epoch
 
-__all__ = ["AddingModule", "ModuleLog", "Parser", "Part", "Progress", "Ranks", "RunFolder",
-           "TrainingLog", "Unpadded", "ValidationPart", "XrayedIter", "above_0",
+__all__ = ["POLICIES", "AddingModule", "ModuleLog", "Parser", "Part", "Progress", "Ranks",
+           "RunFolder", "TrainingLog", "Unpadded", "ValidationPart", "XrayedIter", "above_0",
            "add_xray_arguments", "check_network", "decimal", "decimals", "devices_of",
            "gradient_norm", "hold", "images", "loss_scale", "momentum_of", "numbers", "positive",
            "read_log", "records", "records_of_part", "replace_text", "run", "schedule", "share",

@@ -120,20 +120,21 @@ def whole(text: str) -> int:
 
 def decimal(text: str) -> float:
     """A finite number from 0 on."""
-    return _in_range(text, 0, math.inf, "must be a finite number from 0 on")
+    return in_range(text, 0, math.inf, "must be a finite number from 0 on")
 
 
 def share(text: str) -> float:
     """A number from 0 to 1."""
-    return _in_range(text, 0, 1, "must be a number from 0 to 1")
+    return in_range(text, 0, 1, "must be a number from 0 to 1")
 
 
 def above_0(text: str) -> float:
     """A finite number above 0."""
-    return _in_range(text, sys.float_info.min, math.inf, "must be a finite number above 0")
+    return in_range(text, sys.float_info.min, math.inf, "must be a finite number above 0")
 
 
-def _in_range(text: str, least: float, most: float, wanted: str) -> float:
+def in_range(text: str, least: float, most: float, wanted: str) -> float:
+    """A finite number from `least` to `most`, or an error that says what is wanted."""
     try:
         number = float(text)
     except ValueError:
@@ -166,7 +167,7 @@ def devices_of(gpus: Sequence[int]) -> List[Any]:
 
 
 def momentum_of(optimizer: str, momentum: float) -> Dict[str, float]:
-    """What an optimizer of that name is told of a momentum: nothing, if it has none."""
+    """The argument `momentum` for an optimizer of that name; nothing, if it takes none."""
     cls = optimizer_class(optimizer)
     return {"momentum": momentum} if "momentum" in inspect.signature(cls).parameters else {}
 

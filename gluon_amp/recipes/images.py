@@ -8,10 +8,11 @@ import logging
 import math
 import os
 import random
+import sys
 from typing import Any, Callable, List, Tuple
 
 from .._mxnet import mx, np
-from .command import decimals, positive, whole
+from .command import decimals, in_range, positive, whole
 from .ranks import Part, Ranks, ValidationPart
 from .record_files import records
 
@@ -59,7 +60,7 @@ def three_numbers(text: str) -> str:
 
 
 def three_deviations(text: str) -> str:
-    """The same for numbers that something is divided by."""
+    """The same for three numbers that something is divided by: they must be above 0."""
     _deviations(three_numbers(text))
     return text
 
@@ -76,13 +77,7 @@ def _of_255(kind: Callable[[str], List[float]], text: str) -> List[float]:
 
 
 def _share(text: str) -> float:
-    try:
-        share = float(text)
-    except ValueError:
-        share = math.nan
-    if not 0 < share <= 1:
-        raise argparse.ArgumentTypeError(f"must be above 0, and at most 1. Received: {text!r}")
-    return share
+    return in_range(text, sys.float_info.min, 1, "must be above 0, and at most 1")
 
 
 def image_loaders(args: Any, ranks: Ranks) -> Tuple[Part, Any, Any]:
@@ -109,7 +104,7 @@ def classes_of(args: Any) -> int:
 
 
 def check_labels(args: Any, label: Any) -> None:
-    """Of a batch: MXNet takes what is beyond the classes without a word."""
+    """Refuses a batch that has a label beyond the classes: MXNet takes it without a word."""
     largest, classes = label.max().asscalar(), classes_of(args)
     if largest >= classes:
         raise ValueError(f"the data has a label {largest:g}, and the network {classes} classes, "

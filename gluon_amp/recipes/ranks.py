@@ -73,7 +73,8 @@ class Ranks:
         return [sum(column) for column in zip(*map(layout.unpack, rows))]
 
     def check_same(self, number: int, what: str) -> None:
-        """Raises where ranks hold other numbers: they would wait for each other."""
+        """Raises an error where ranks hold different numbers, since they would wait for each other.
+        """
         numbers = [int(row) for row in self._reduction.gather(b"%20d" % number)]
         if len(set(numbers)) > 1:
             raise ValueError(f"ranks have different numbers of {what}. Rank 0, 1, ...: "

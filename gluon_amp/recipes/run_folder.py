@@ -17,10 +17,10 @@ from typing import Any, Dict, List, Tuple
 
 from .._mxnet import message, mx
 from ..checks import positive
-from ..files import must_exist
+from ..files import must_exist, replace_text
 from .command import whole
 from .ranks import Ranks
-from .training_log import TrainingLog, read_log, replace_text
+from .training_log import TrainingLog, read_log
 
 log = logging.getLogger("gluon_amp.recipes")
 
@@ -191,7 +191,8 @@ def _load_parameters(net: Any, path: str) -> None:
 
 
 def _load_states(trainer: Any, path: str) -> None:
-    """The schedule is that of this run, which may have more epochs than the one before."""
+    """Loads states, but keeps this run's own schedule, which may have more epochs than the one
+    before."""
     schedule = trainer.optimizer.lr_scheduler
     trainer.load_states(path)
     trainer.optimizer.lr_scheduler = schedule

@@ -8,7 +8,7 @@ import math
 import time
 from typing import Any, Dict, Iterable, List, Optional, Tuple
 
-from ..files import replace_file
+from ..files import replace_text
 from .ranks import Ranks
 
 VERSION = 2
@@ -213,7 +213,7 @@ def cross_entropy(probabilities: Any, label: Any) -> float:
 
 
 def gradient_norm(gradients: Iterable[Any]) -> float:
-    """The norm of the whole gradient, given as an array of each parameter."""
+    """The norm of the whole gradient, which is given as the arrays of all parameters."""
     return math.sqrt(sum(float(g.astype("float32").norm().asscalar()) ** 2 for g in gradients))
 
 
@@ -243,14 +243,6 @@ def _is_step_or_epoch(line: Any) -> bool:
         return False
     epoch, error = line.get("epoch"), line.get("err_top1")
     return type(epoch) is int and (error is None or type(error) in (int, float))
-
-
-def replace_text(path: str, text: str) -> None:
-    """Writes a file: killed at any moment, the old one or the new one is there."""
-    def write(beside: str) -> None:
-        with open(beside, "w") as file:
-            file.write(text)
-    replace_file(path, write)
 
 
 def _tensorboard(folder: str) -> Any:
@@ -301,5 +293,5 @@ def _mean(values: List[float]) -> float:
 
 
 def _finite(value: Any) -> Any:
-    """JSON knows no others."""
+    """The value; None for a number that is not finite, which JSON cannot hold."""
     return None if isinstance(value, float) and not math.isfinite(value) else value

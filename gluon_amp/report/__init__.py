@@ -114,8 +114,8 @@ def _writer(content: bytes) -> Callable[[str], None]:
 
 
 def _reached_by_most(groups: Sequence[Any]) -> Optional[float]:
-    """The whole percent, from 1 on, that the finished runs of these groups reached once: all but
-    one in ten, so that one that diverged does not make it chance's."""
+    """The highest whole percent of accuracy that nine in ten of these groups' finished runs have
+    reached. If all had to, it would hang on a single run that diverged."""
     finished = [run for group in groups for run in group.finished]
     runs = finished or [run for group in groups for run in group.runs]
     best = sorted(run.best[1] for run in runs if run.best)

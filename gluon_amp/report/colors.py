@@ -13,7 +13,7 @@ GREY = "#808080"  # of grids and leaders, on either paper
 
 
 def number_type(dtype: str) -> str:
-    """Of a type's or a policy's name: mixed_float16 is float16's."""
+    """The type of number in the name of a type or of a policy: float16 in mixed_float16."""
     found = re.search(r"bfloat16|tf32|float8|float16|float32", dtype)
     return found[0] if found else "other"
 

@@ -1,10 +1,10 @@
 """Which runs belong together, and which may be compared.
 
 A recipe is all arguments but the precision, paths, the seed, how a run was resumed and watched, and
-what loads its data. An option
-that is off equals one that is not there, and with it go the options named after it (mixup_alpha,
-where mixup is off). Runs of one recipe and one precision are a group. A group of lower precision
-is compared with the float32 group of the same network and dataset whose recipe differs least.
+what loads its data. An option that is off equals one that is not there, and with it go the options
+named after it (mixup_alpha, where mixup is off). Runs of one recipe and one precision are a group.
+A group of lower precision is compared with the float32 group of the same network and dataset whose
+recipe differs least.
 """
 import re
 from collections import Counter
@@ -47,19 +47,20 @@ class Group:
 
     @property
     def section(self) -> Tuple[str, str]:
-        """Groups of one dataset and one measure share axes."""
+        """Its dataset and its measure: groups with the same of both are drawn together."""
         return self.first.dataset, self.first.measure
 
     @cached_property
     def items(self) -> FrozenSet[Tuple[str, str]]:
-        """Its recipe, so that two are compared at once."""
+        """Its recipe, in a form that is quickly compared with another's."""
         parts = {**recipe(self.first), "batch_size": self.first.batch_size,
                  "dataset": self.first.dataset}
         return frozenset((name, repr(value)) for name, value in parts.items())
 
     @cached_property
     def finished(self) -> Tuple[Run, ...]:
-        """Those that were trained and validated to the end: as planned, or else as the others."""
+        """The runs that were trained and validated to the end: for as many epochs as planned, or
+        else as many as the longest of them."""
         longest = max(run.done for run in self.runs)
         trained = [run for run in self.runs
                    if run.final is not None and run.done >= (run.planned or longest)]
@@ -80,7 +81,7 @@ class Comparison:
 
     @property
     def recipe_unknown(self) -> bool:
-        """Whether no log says how its runs were trained; what it says is alike."""
+        """Whether neither side's logs say how runs were trained; what they do say is alike."""
         return self.differences == {"recipe": (NOT_LOGGED, NOT_LOGGED)}
 
     @property
@@ -92,8 +93,8 @@ class Comparison:
 
     @property
     def speedup(self) -> Optional[float]:
-        """Of median images a second, or else of the median time to train; None where no speed is
-        claimed."""
+        """How many times as fast the lower precision trains, by median images a second or else by
+        the median time to train; None where no speed is claimed."""
         if not self.claims_speed:
             return None
         high, low = (_median(group.speeds) for group in (self.float32, self.low))
@@ -105,8 +106,9 @@ class Comparison:
 
     @cached_property
     def difference(self) -> Optional[Difference]:
-        """In points: paired by seed, or of two samples where most runs would be left out of the
-        pairs; None if one of them is a single run."""
+        """Low precision minus float32, in points of what is measured: of pairs with one seed, or,
+        where most runs would be in no pair, of two samples. None if one of the groups has a single
+        run."""
         low, high = ([run.final for run in group.finished if run.final is not None]
                      for group in (self.low, self.float32))
         pairs = self.pairs
@@ -114,7 +116,7 @@ class Comparison:
             return paired(*zip(*pairs))
         if len(low) < 2 or len(high) < 2:
             return None
-        return unpaired(Sample.of(low), Sample.of(high))
+        return unpaired(Sample.from_values(low), Sample.from_values(high))
 
     @property
     def without_partner(self) -> int:
@@ -125,7 +127,7 @@ class Comparison:
 
     @cached_property
     def pairs(self) -> List[Tuple[float, float]]:
-        """What runs of one seed end with: low, float32. Seeds that came twice pair nothing."""
+        """For each seed that both groups have once, what its two runs end with: low, float32."""
         low, high = _by_seed(self.low), _by_seed(self.float32)
         return [(low[seed], high[seed]) for seed in low if seed in high]
 
@@ -148,8 +150,9 @@ def recipe(run: Run) -> Dict[str, Any]:
 # ---- groups
 
 def groups(runs: Sequence[Run]) -> List[Group]:
-    """Float32 first, else in the order of runs; named by what tells those of a section apart. What
-    was read twice of one run (its log and its log.jsonl, or a copy) counts once."""
+    """The groups of these runs, float32's first and else in the order of the runs, named by what
+    tells those of a section apart. Where two files tell of one run (its log and its log.jsonl, or a
+    copy), it counts once."""
     found: Dict[Any, List[Run]] = {}
     for run in sorted(runs, key=lambda run: run.dtype != FLOAT32):
         parts = sorted((name, repr(value)) for name, value in recipe(run).items())
@@ -163,8 +166,8 @@ def groups(runs: Sequence[Run]) -> List[Group]:
 
 
 def _each_once(runs: List[Run]) -> List[Run]:
-    """Without those whose seed and results another has: a training gives no two such runs, but two
-    files may tell of one. Of these the one stays that tells most."""
+    """The runs, each once. No two trainings of one seed give the same results, but two files may
+    tell of one training: of these the one stays that tells most."""
     known: Dict[Any, Run] = {}
     for run in runs:
         results = tuple((n, f"{epoch.top1:f}") for n, epoch in run.epochs.items()  # as in logs
@@ -193,7 +196,7 @@ def sections(found: Sequence[Group]) -> List[List[Group]]:
 
 
 def _named(section: List[Group]) -> List[Group]:
-    """Under the shortest names that tell them apart."""
+    """The groups, with the shortest names that tell them apart."""
     for naming in NAMINGS:
         names = [", ".join(filter(None, (part(group.first) for part in naming)))
                  for group in section]
@@ -207,7 +210,8 @@ def _named(section: List[Group]) -> List[Group]:
 
 
 def _by_recipe(section: List[Group]) -> List[str]:
-    """Named by the arguments in which they differ, if these are few: resnet18, float16, wd 0.1."""
+    """Names made of the arguments in which the groups differ, if these are few: resnet18, float16,
+    wd 0.1."""
     recipes = [recipe(group.first) for group in section]
     known: Dict[str, Set[str]] = {}
     for each in recipes:
@@ -219,7 +223,7 @@ def _by_recipe(section: List[Group]) -> List[str]:
     if not 0 < len(differ) <= MOST_NAMED:
         return [""] * len(section)
     several = len({group.model for group in section}) > 1
-    return [", ".join([*[group.model] * several, group.dtype,
+    return [", ".join([*([group.model] if several else []), group.dtype,
                        *(f"{argument} {_show(each.get(argument))}"[:LONGEST_ARGUMENT]
                          for argument in differ)])
             for group, each in zip(section, recipes)]
@@ -252,7 +256,8 @@ NAMINGS: Sequence[Sequence[Callable[[Run], str]]] = (
 # ---- comparisons
 
 def compare(found: Sequence[Group]) -> List[Comparison]:
-    """That of each group of lower precision that has one, in the order of groups."""
+    """A comparison for each group of lower precision for which there is a float32 group, in the
+    order of the groups."""
     high: Dict[Any, List[Group]] = {}
     for group in found:
         if group.dtype == FLOAT32:

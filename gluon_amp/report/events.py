@@ -45,12 +45,12 @@ def read(path: Path, name: str) -> List[Run]:
     run = Run(name, arguments)
     of_epochs: Dict[str, Series] = {}
     of_steps: Dict[str, Series] = {}
-    known = {tag: of for tag, of in ((tag, _known(tag)) for tag in scalars) if of}
+    known = _all_known({tag: tag for tag in scalars})
     if not known and len(scalars) == 1:
-        known = {tag: of for tag in scalars for of in [_known(path.parent.name)] if of}
-    validated = {of[0] for tag, of in known.items() if VALIDATION.search(_plain(tag))}
+        known = _all_known(dict.fromkeys(scalars, path.parent.name))
+    validated = {of[0] for tag, of in known.items() if VALIDATION.search(_as_column(tag))}
     for tag, (quantity, value_of) in known.items():
-        if quantity in ("top1", "top5") and not VALIDATION.search(_plain(tag)):
+        if quantity in ("top1", "top5") and not VALIDATION.search(_as_column(tag)):
             if quantity in validated:  # acc is of training where there is a val_acc
                 continue
             if re.fullmatch("train(ing)?", path.parent.name) and value_of is not float:
@@ -86,15 +86,21 @@ def continues(run: Run, former: Run) -> bool:
     return 0 < min(run.epochs) <= former.done and which(run) == which(former)
 
 
-def _plain(tag: str) -> str:
-    """Of Accuracy/val: val_accuracy."""
+def _all_known(names: Dict[str, str]) -> Dict[str, Tuple[str, Any]]:
+    """For each tag whose name is that of a quantity, what `_known` says of the name."""
+    found = {tag: _known(name) for tag, name in names.items()}
+    return {tag: of for tag, of in found.items() if of}
+
+
+def _as_column(tag: str) -> str:
+    """How a table would call what this tag is of: Accuracy/val is val_accuracy."""
     name = re.sub(r"\W+", "_", tag.lower())
     return re.sub(r"^(.+)_(train|training|val|valid|validation|test|eval)$", r"\2_\1", name)
 
 
 def _known(tag: str) -> Optional[Tuple[str, Any]]:
     """Which quantity a tag names, and how its value becomes ours."""
-    name = _plain(tag)
+    name = _as_column(tag)
     if re.search(r"grad(ient)?_norm$", name):
         return "gradient_norm", float
     if re.search(r"train(ing)?_loss$", name):
@@ -107,7 +113,8 @@ def _known(tag: str) -> Optional[Tuple[str, Any]]:
 
 
 def _epoch_numbers(steps: List[int]) -> Dict[int, int]:
-    """Steps that count epochs are theirs; others stand in their order."""
+    """The number of the epoch at each step: where steps count one by one, they are epochs; else
+    the first step is epoch 0, the second epoch 1, and so on."""
     begin = steps[0] if steps[0] in (0, 1) else 0
     if steps == list(range(steps[0], steps[0] + len(steps))):
         return {step: step - begin if begin else step for step in steps}
@@ -175,7 +182,7 @@ def _arguments(text: bytes) -> Dict[str, Any]:
 
 
 def _records(path: Path) -> Iterator[bytes]:
-    """Those that are whole: a run that was killed leaves a part of one at the end."""
+    """The file's records that are whole: a run that was killed leaves a part of one at the end."""
     with open(path, "rb") as file:
         while True:
             head = file.read(12)

@@ -95,7 +95,7 @@ def _epochs(name: str) -> Callable[[Run], List[Point]]:
 
 
 def _measured(run: Run) -> List[Point]:
-    """The error; mAP and mIoU as they are."""
+    """The error after each epoch; mAP and mIoU, where these are measured, as they are."""
     return [point if run.measure == ACCURACY else point._replace(y=1 - point.y)
             for point in _epochs("top1")(run)]
 
@@ -119,7 +119,8 @@ def _series(name: str, of_epochs: str = "") -> Callable[[Run], List[Point]]:
 
 
 def _trace(column: int) -> Callable[[Run], List[Point]]:
-    """The trace up to the run's end; nothing of a run that scales nothing."""
+    """The loss scale or the skipped steps, up to the run's end; nothing of a run without a scale.
+    """
     def points(run: Run) -> List[Point]:
         if all(scale == 1 for _, _, scale, _ in run.trace):
             return []
@@ -151,7 +152,7 @@ REACHED = Chart("share_reached", "Time to accuracy", "epochs", "share of runs", 
 
 def plots(groups: Sequence[Group], accuracy: Optional[float] = None,
           by_time: bool = False, charts: Sequence[Chart] = CHARTS) -> List[Plot]:
-    """Of the groups of one section: those that they have something for."""
+    """Draws the groups of one section: those of the charts for which they have something."""
     pooled, found = pool(groups), []
     runs = [run for group in groups for run in group.runs]
     for chart in charts:
@@ -263,7 +264,7 @@ def _name_ends(figure: Figure, axes: Any, lines: List[Line], looks: List[Dict[st
     to_axes = axes.transData + axes.transAxes.inverted()
     ends = [to_axes.transform((one.x[-1], one.y[-1])) for one in lines]
     order = sorted(range(len(lines)), key=lambda i: ends[i][1])
-    for i, place in zip(order, _apart([float(ends[i][1]) for i in order])):
+    for i, place in zip(order, _with_room([float(ends[i][1]) for i in order])):
         if ends[i][0] > 0.95:
             axes.plot([ends[i][0], 1.05], [ends[i][1], place], color=GREY, linewidth=0.6,
                       transform=axes.transAxes, clip_on=False, in_layout=False)
@@ -280,7 +281,7 @@ def _name_ends(figure: Figure, axes: Any, lines: List[Line], looks: List[Dict[st
         figure.draw_without_rendering()
 
 
-def _apart(heights: List[float]) -> List[float]:
+def _with_room(heights: List[float]) -> List[float]:
     """These heights, from the lowest, moved so far that names have room; those that touch stand
     around the middle of where they want to be."""
     blocks: List[List[float]] = []
@@ -296,8 +297,8 @@ def _apart(heights: List[float]) -> List[float]:
 
 
 def _short(label: str, longest: int = LONGEST_NAME) -> str:
-    """The longest of its parts with their beginnings and ends alone, so that all parts are there;
-    legends leave out what begins with _."""
+    """The label, cut where it is too long: the longest of its parts lose their middles, so that all
+    parts are there. (Legends leave out what begins with _.)"""
     parts = plain(label).split(", ")
     lengths = [len(part) for part in parts]
     while sum(lengths) + 2 * len(parts) - 2 > longest and max(lengths) > 6:

@@ -61,6 +61,8 @@ TOP1 = (("err-top1", "top1-err", "err_top1", "top1_err"),
 TOP5 = (("err-top5", "top5-err", "err_top5", "top5_err"),
         ("top_k_accuracy_5", "top5-acc", "acc-top5"))
 PERCENT = ("acc-top1", "acc-top5")  # as GluonCV's train_recognizer.py logs them
+# Of each format that is no log of lines: what tells whether a file has it, and what reads one.
+READERS = ((events.is_events, events.read), (tables.is_table, tables.read))
 
 
 def read(paths: Iterable[Any]) -> List[Run]:
@@ -73,8 +75,7 @@ def read(paths: Iterable[Any]) -> List[Run]:
             raise ValueError(f"{path} is a folder. Give its logs, such as {path / '*.log'}")
         if path.exists() and not path.is_file():
             raise ValueError(f"{path} is a pipe or device, and logs are read twice. Give a file")
-        read_one = events.read if events.is_events(path) else \
-            tables.read if tables.is_table(path) else read_log
+        read_one = next((read_ for fits, read_ in READERS if fits(path)), read_log)
         found = read_one(path, name)
         for run in found:
             _check(run, path)
@@ -93,7 +94,7 @@ def read(paths: Iterable[Any]) -> List[Run]:
 
 
 def _check(run: Run, path: Path) -> None:
-    """Errors are shares; what cannot be measured is not known."""
+    """Refuses an error that is no share. A time or a speed that cannot be is not known."""
     for number, epoch in run.epochs.items():
         for error in (epoch.top1, epoch.top5):
             if error is not None and not -1e-6 <= error <= 1 + 1e-6:
@@ -106,7 +107,8 @@ def _check(run: Run, path: Path) -> None:
 
 
 def _names(paths: List[Path]) -> List[str]:
-    """Without endings and folders, or with as much of both as tells them apart."""
+    """A name for each file: the last part of its path without the ending, or with as much more as
+    tells the files apart."""
     distinct = len({path.parent if ".out.tfevents." in path.name else path for path in paths})
     for ending, parts in product((ENDING, "$"), range(1, 20)):
         names = [re.sub(ending, "", "/".join(path.parts[-parts:])) for path in paths]
@@ -212,7 +214,7 @@ class _Reader:
         return True
 
     def _precision(self, line: bytes) -> bool:
-        """Of detection: mAP stands in a line of its own, behind those of the classes."""
+        """A line of detection: mAP stands in one of its own, behind those of the classes."""
         found = MEAN_PRECISION.fullmatch(line.strip())
         coco = self.mean_ap
         self.mean_ap = next((name for mark, name in MEAN_PRECISIONS.items() if mark in line), "")
@@ -221,7 +223,7 @@ class _Reader:
         return self._measured(coco or "mAP", float(found[2]) / (1 if found[1] else 100))
 
     def _worker(self, line: bytes) -> bool:
-        """Of GluonCV's train_horovod.py, where rank 0 logs."""
+        """A line of GluonCV's train_horovod.py, where rank 0 logs."""
         found = WORKER.search(line) if b"Epoch[" in line else None
         if not found:
             return False

@@ -16,7 +16,8 @@ OFF: Tuple[Any, ...] = (None, False, 0, "", [], "none", "None", "False")  # valu
 
 
 def measurable(number: float) -> bool:
-    """Whether it is finite, and sums of its squares are, too: no loss or norm is a larger one."""
+    """Whether a number is finite, and not so large that sums of squares would not be. No loss and
+    no norm is."""
     return abs(number) < 1e100
 
 
@@ -124,7 +125,7 @@ class Run:
 
     @property
     def seed(self) -> Optional[str]:
-        """As its arguments have it, or else its name: seed3, seed-3, seed_3."""
+        """The seed in its arguments, or else in its name: seed3, seed-3, seed_3."""
         given = self.get("seed")
         if given is not None:
             return plain(given)
@@ -175,7 +176,8 @@ class Run:
 
     @property
     def batch_size(self) -> Optional[int]:
-        """Of all devices: GluonCV's argument, which comes with num_gpus, is of one."""
+        """Of all devices together. GluonCV's argument, which comes with num_gpus, is that of one.
+        """
         size, gpus = self.get("batch_size"), self.get("num_gpus")
         try:
             return int(size) * max(1, gpus if isinstance(gpus, int) else 1)
@@ -202,8 +204,8 @@ class Run:
 
     @property
     def hours(self) -> List[float]:
-        """Of training, up to the end of each epoch but a last one without a time; empty if an
-        earlier epoch has none."""
+        """How long it had trained at the end of each epoch. A last epoch whose time the log does
+        not have is left out; where an earlier one's is missing, there are none."""
         seconds = [epoch.seconds for epoch in self.epochs.values()]
         if seconds and seconds[-1] is None:  # killed between two lines
             seconds.pop()
@@ -216,13 +218,14 @@ class Run:
         return plain(re.split(r"[\\/]", str(name))[-1])
 
     def hours_to(self, accuracy: float) -> Optional[float]:
-        """Of training until the validation accuracy was first reached."""
+        """After how many hours of training this validation accuracy was first reached."""
         return next((hours for hours, e in zip(self.hours, self.epochs.values())
                      if e.top1 is not None and 1 - e.top1 >= accuracy - 1e-9), None)
 
 
 def unit_of_time(runs: List[Run]) -> Tuple[str, float]:
-    """In which the longest run is one or more, and how many of it are an hour."""
+    """The unit, of hours, minutes and seconds, in which the longest run takes one or more; and how
+    many of it make an hour."""
     longest = max((run.hours[-1] for run in runs if run.hours), default=1.0)
     return next((unit for unit in (("hours", 1.0), ("minutes", 60.0)) if longest * unit[1] >= 1),
                 ("seconds", 3600.0))

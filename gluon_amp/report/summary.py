@@ -27,8 +27,8 @@ class Verdict(NamedTuple):
 
 
 def headline(comparisons: Sequence[Comparison], margin: float) -> List[Verdict]:
-    """What the report claims, in sentences; of many comparisons how many came out how, and those
-    that differ first."""
+    """What the report claims, in sentences. Where there are many comparisons, the first sentence
+    counts how they came out, and those that differ come next."""
     outcomes = {id(comparison): _outcome(comparison, margin) for comparison in comparisons}
     if len(comparisons) > MOST_SENTENCES:
         comparisons = sorted(comparisons, key=lambda comparison: OUTCOMES.index(
@@ -189,7 +189,7 @@ def run_rows(groups: Sequence[Group], accuracy: Optional[float]) -> List[Row]:
 
 
 def _without_empty(found: List[Row]) -> List[Row]:
-    """Without the columns that say nothing."""
+    """The rows, without the columns that say nothing."""
     said = [column for column in (found[0] if found else {}) if any(row[column] for row in found)]
     return [{column: row[column] for column in said} for row in found]
 
@@ -239,7 +239,7 @@ def remarks(groups: Sequence[Group], comparisons: Sequence[Comparison]) -> List[
 
 
 def _remarks(run: Run) -> List[str]:
-    """{} stands for the names of runs."""
+    """What has to be said of a run; {} stands for the names of runs."""
     found = []
     smoothed = [name for name in SMOOTHED if run.arguments.get(name) and name in recipe(run)]
     if smoothed and run.metric:

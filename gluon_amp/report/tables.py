@@ -93,8 +93,8 @@ def read(path: Path, name: str) -> List[Run]:
 
 
 def _columns(header: List[str], at: int) -> Dict[int, Tuple[str, str]]:
-    """The columns right of `epoch` that are quantities: (the run's name, which one). Where one is
-    there with and without `val_`, the latter is of training."""
+    """The columns right of `epoch` that are quantities: the run's name, and which quantity. Where
+    there is both `val_acc` and `acc`, `acc` is of training and is left out."""
     found = {i: quantity_of(cell) for i, cell in enumerate(header[at + 1:], at + 1)}
     columns = {i: of for i, of in found.items() if of}
     validated = {of for i, of in columns.items() if VALIDATION.search(header[i])}
@@ -129,7 +129,8 @@ def _epoch(cell: str, place: str) -> int:
 
 
 def _number(cell: str, place: str) -> Optional[float]:
-    """None where the cell is empty, or of what cannot be measured, such as inf."""
+    """The number in a cell; None where it is empty, or holds what cannot be measured, such as inf.
+    """
     try:
         number = float(cell.strip() or "nan")
     except ValueError:

@@ -50,7 +50,7 @@ class Difference:
 
     @property
     def p(self) -> Optional[float]:
-        """Of the ordinary test of no difference; None where nothing varies."""
+        """The p of the ordinary test of no difference; None where nothing varies."""
         if self.error < EXACT:
             return None
         return float(2 * stats.t.sf(abs(self.mean) / self.error, self.freedom))
@@ -62,19 +62,19 @@ class Difference:
         return float(low), float(high)
 
     def p_equivalent(self, margin: float) -> float:
-        """Of two one-sided tests: the larger of their p."""
+        """The p of equivalence within the margin: the larger one of two one-sided tests."""
         if self.error < EXACT:
             return 0.0 if abs(self.mean) < margin else 1.0
         return float(stats.t.sf((margin - abs(self.mean)) / self.error, self.freedom))
 
     @property
     def smallest_margin(self) -> float:
-        """Within which these seeds show equivalence."""
+        """The smallest margin within which these seeds show equivalence."""
         return max(map(abs, self.interval(1 - 2 * LEVEL)))
 
     def seeds_for(self, margin: float) -> Optional[int]:
-        """So many seeds show equivalence within the margin four times in five, if the true
-        means are equal; None: more than MOST_SEEDS."""
+        """How many seeds show equivalence within the margin four times in five, if the true means
+        are equal; None: more than MOST_SEEDS."""
         if self.spread < EXACT:
             return 2
         low, high = 1, MOST_SEEDS
@@ -97,7 +97,7 @@ class Difference:
 
 
 def paired(low: Sequence[float], float32: Sequence[float]) -> Difference:
-    """Runs of one seed stand at one place of both."""
+    """The difference of pairs: runs of one seed stand at one place of both."""
     differences = np.subtract(low, float32)
     spread, n = float(np.std(differences, ddof=1)), len(differences)
     return Difference(float(np.mean(differences)), spread / math.sqrt(n), n - 1, spread, n, True)
@@ -105,18 +105,18 @@ def paired(low: Sequence[float], float32: Sequence[float]) -> Difference:
 
 @dataclass(frozen=True)
 class Sample:
-    """What is left of runs in a published table."""
+    """What a published table tells of some runs."""
     n: int
     mean: float
     deviation: float  # standard deviation
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> "Sample":
+    def from_values(cls, values: Sequence[float]) -> "Sample":
         return cls(len(values), float(np.mean(values)), float(np.std(values, ddof=1)))
 
 
 def unpaired(low: Sample, float32: Sample) -> Difference:
-    """Of runs that no seed pairs: Welch's test."""
+    """The difference of runs that no seed pairs, by Welch's test."""
     a, b = low.deviation ** 2 / low.n, float32.deviation ** 2 / float32.n
     freedom = (a + b) ** 2 / (a ** 2 / (low.n - 1) + b ** 2 / (float32.n - 1)) if a + b else 1.0
     return Difference(low.mean - float32.mean, math.sqrt(a + b), freedom,

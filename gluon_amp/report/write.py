@@ -80,7 +80,8 @@ def _verdict(verdict: Verdict, section: str) -> str:
 
 def _table(rows: List[Row], rules: Dict[str, None], search: bool = False,
            most: int = MOST_ROWS) -> str:
-    """Which columns are text stands in the style, once for each such table."""
+    """A table. Which of its columns are text stands in the page's style, once for all such tables.
+    """
     if not rows:
         return ""
     texts = [i for i, column in enumerate(rows[0], 1) if column in TEXT]
@@ -91,7 +92,8 @@ def _table(rows: List[Row], rules: Dict[str, None], search: bool = False,
     head = "".join(f"<th><button>{escape(column)}</button></th>" for column in rows[0])
     body = "\n".join("<tr>" + "".join(f"<td>{_cut(text)}</td>" for text in row.values())
                      + "</tr>" for row in rows[:most])
-    more = f"<p>{len(rows) - most:,} more rows: the CSV files have all.</p>" * (len(rows) > most)
+    more = f"<p>{len(rows) - most:,} more rows: the CSV files have all.</p>" \
+        if len(rows) > most else ""
     field = '<input type=search placeholder="Filter" aria-label="Filter the rows by text">\n'
     return f"<div>\n{field if search else ''}<div class=wide>\n<table class={name}>\n<thead><tr>" \
            f"{head}</tr></thead>\n<tbody>\n{body}\n</tbody>\n</table>\n</div>\n" \

@@ -72,7 +72,8 @@ class Bindable(mx.sym.Symbol):
     devices: int = 1  # that wait for each other when it trains
 
     @classmethod
-    def of(cls, symbol: "mx.sym.Symbol", loss_scale: Optional[Callable[[], float]]) -> "Bindable":
+    def from_symbol(cls, symbol: "mx.sym.Symbol",
+                    loss_scale: Optional[Callable[[], float]]) -> "Bindable":
         handle = mx.base.SymbolHandle()
         mx.base.check_call(mx.base._LIB.MXSymbolCopy(symbol.handle, ctypes.byref(handle)))
         made = cls(handle)
@@ -102,7 +103,7 @@ class Bindable(mx.sym.Symbol):
             executor = graph.symbol().simple_bind(
                 ctx, requests, {k: np.dtype(t).type for k, t in types.items()}, **options,
                 **shapes)
-        return _Executor.of(executor, self, options)
+        return _Executor.from_bound(executor, self, options)
 
     def _types(self, given: Mapping[str, Any]) -> Dict[str, str]:
         """The type of each variable; float32 where nothing says another."""
@@ -116,7 +117,8 @@ class _Executor(mx.executor.Executor):
     """The executor of what is bound, with the clean symbol's arguments in their order."""
 
     @classmethod
-    def of(cls, executor: Any, clean: Bindable, options: Dict[str, Any]) -> "_Executor":
+    def from_bound(cls, executor: Any, clean: Bindable,
+                   options: Dict[str, Any]) -> "_Executor":
         bound = {name: (array, grad) for name, array, grad in
                  zip(executor._symbol.list_arguments(), executor.arg_arrays, executor.grad_arrays)}
         auxiliary = executor.aux_dict

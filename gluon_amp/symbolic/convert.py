@@ -9,7 +9,7 @@ from ..cpu.arrays import dtype_name
 from ..graph.casts import float32_variables, insert_casts
 from ..graph.graph import TYPE_FLAG, TYPE_NAME, Graph
 from ..graph.keep import kept_operators
-from ..policy import Policy, get_policy
+from ..policy import FLOAT16_ON_GPUS, Policy, get_policy
 
 # What operators call the inputs that are parameters.
 _PARAMETERS = frozenset("weight bias gamma beta parameters".split())
@@ -31,11 +31,11 @@ def convert_symbol(sym: "mx.sym.Symbol", policy: Union[str, Policy] = "float16",
     """
     policy = get_policy(policy)
     if not isinstance(sym, mx.sym.Symbol):
-        hint = " Use gluon_amp.convert for Gluon's." * isinstance(sym, mx.gluon.Block)
+        hint = " Use gluon_amp.convert for Gluon's." if isinstance(sym, mx.gluon.Block) else ""
         raise TypeError(f"convert_symbol takes a Symbol.{hint} Received: {type(sym).__name__}")
     if policy.cpu_only:
         raise ValueError(f"policy {policy.name} is for Gluon only: MXNet 1.9.1's symbols have "
-                         "float16 and float32. Valid: float16, mixed_float16, pure_float16. "
+                         f"float16 and float32. Valid: {', '.join(FLOAT16_ON_GPUS)}. "
                          f"Received: {policy.name}")
     graph = Graph.read(sym)
     kept = kept_operators(graph, [keep] if isinstance(keep, str) else keep)

@@ -2,7 +2,7 @@
 
 What they bind is binding.py's matter, and a step is the Trainer's (training/step.py).
 """
-from typing import Any, Dict, Iterable, List, Optional, Tuple
+from typing import Any, Callable, Dict, Iterable, List, Optional, Tuple
 
 from mxnet.model import _update_params
 
@@ -13,8 +13,10 @@ from ..graph.operators import LOSSES
 from ..training import distributed
 from ..training import states as files
 from ..training.optimizer import check_scalable, given_optimizer, optimizer_class, with_masters
+from ..training.pending import Gradient
 from ..training.reduction import Reduction
-from ..training.step import Gradient, Steps, TakesSteps
+from ..training.static_pair import GivenLossScale
+from ..training.step import Steps, TakesSteps
 from .binding import Bindable, environment
 from .convert import check_parameters
 from .ranks import RanksModule
@@ -28,19 +30,19 @@ class _Module(TakesSteps, RanksModule):
     _fitting_states: Optional[Tuple[Any, Dict[Any, Any]]] = None
     _used_scale = 1.0  # in the last backward pass
     # Moving averages before the last forward pass, if another may have to begin there.
-    _averages: Optional[List[Tuple[Any, Any]]] = None
+    _averages: Optional[List[Tuple["mx.nd.NDArray", "mx.nd.NDArray"]]] = None
 
-    def _module(self) -> Any:
+    def _module(self) -> "mx.mod.Module":
         """The module that is bound now."""
         return self
 
-    def _modules(self) -> Iterable[Any]:
+    def _modules(self) -> Iterable["mx.mod.Module"]:
         """All that share its optimizer."""
         return [self]
 
-    def _bindable(self, symbol: Any) -> Bindable:
+    def _bindable(self, symbol: "mx.sym.Symbol") -> Bindable:
         scale = (lambda: self._steps.backward_scale) if self._steps.scaling else None
-        return Bindable.of(symbol, scale)
+        return Bindable.from_symbol(symbol, scale)
 
     def init_params(self, initializer: Any = mx.init.Uniform(0.01), *args: Any,  # noqa: B008
                     **kwargs: Any) -> None:
@@ -96,7 +98,7 @@ class _Module(TakesSteps, RanksModule):
             self.load_optimizer_states(self._states_file)
             self._states_file = None
 
-    def forward(self, data_batch: Any, is_train: Optional[bool] = None) -> None:
+    def forward(self, data_batch: "mx.io.DataBatch", is_train: Optional[bool] = None) -> None:
         """As MXNet's."""
         if not self._steps.searching:
             self._averages = None
@@ -143,12 +145,10 @@ class _Module(TakesSteps, RanksModule):
             run(at)
 
         run(scale)
-        pending = self._steps.pending
-        pending.scale = scale
-        pending.losses = [o for e in group.execs for o in e.outputs]
+        self._steps.note(scale, [o for e in group.execs for o in e.outputs])
         if searching:
             self._steps.settle(self._gradients, lambda: True, again)
-        self._used_scale = pending.scale
+        self._used_scale = self._steps.backward_scale
         self._steps.watch(self._gradients())
 
     def get_input_grads(self, merge_multi_context: bool = True) -> Any:
@@ -166,20 +166,20 @@ class _Module(TakesSteps, RanksModule):
         if self._fitting_states:
             self._give_states(*self._fitting_states)
             self._fitting_states = None
-        if not self._steps.looking and not hasattr(module._kvstore, "sum_all"):
+        if not self._steps.looking and not self._steps.reduction.sums_at_once:
             super().update()
             self._steps.forget()
             return True
         group, optimizer = module._exec_group, module._optimizer
         self._params_dirty = module._params_dirty = True  # moving averages, even if it is skipped
         self._steps.end_watch()
-        summed = self._steps.reduction.sum((name, grads) for name, grads in
-                                           zip(group.param_names, group.grad_arrays)
-                                           if grads[0] is not None)
-        self._steps.pending.summed = {(i, device): array for i, name in enumerate(group.param_names)
-                                      for device, array in enumerate(summed.get(name, ()))}
-        grad_arrays = [summed.get(name, grads) for name, grads in zip(group.param_names,
-                                                                      group.grad_arrays)]
+        self._steps.sum((i, name, grads) for i, (name, grads) in
+                        enumerate(zip(group.param_names, group.grad_arrays))
+                        if grads[0] is not None)
+        gradients = self._gradients()
+        used = {g.place: g.array for g in gradients}
+        grad_arrays = [[used.get((i, device)) for device in range(len(grads))]
+                       for i, grads in enumerate(group.grad_arrays)]
         rescale_grad = optimizer.rescale_grad
 
         def apply(factor: float) -> None:
@@ -188,7 +188,7 @@ class _Module(TakesSteps, RanksModule):
                            len(module._context), None, group.param_names)
 
         try:
-            self._steps.take(self._gradients(), rescale_grad, apply, self._clear)
+            self._steps.take(gradients, rescale_grad, apply, self._clear)
         finally:
             optimizer.rescale_grad = rescale_grad
         self._check_ranks_once()
@@ -196,14 +196,14 @@ class _Module(TakesSteps, RanksModule):
 
     def _gradients(self) -> List[Gradient]:
         group = self._module()._exec_group
-        summed = self._steps.pending.summed
-        return [Gradient(name, (i, device), weight, summed.get((i, device), grad), grad)
+        instead = self._steps.instead
+        return [Gradient(name, (i, device), weight, instead.get((i, device), grad), grad)
                 for i, name in enumerate(group.param_names)
                 for device, (weight, grad) in enumerate(zip(group.param_arrays[i],
                                                             group.grad_arrays[i]))
                 if grad is not None]
 
-    def _adding_up(self) -> List[Any]:
+    def _adding_up(self) -> List["mx.nd.NDArray"]:
         """Gradients to which each backward pass adds."""
         group = self._module()._exec_group
         return [grad for executor in group.execs
@@ -269,7 +269,7 @@ class _Module(TakesSteps, RanksModule):
     def _give_states(updater: Any, states: Dict[Any, Any]) -> None:
         updater.states, updater.states_synced = states, dict.fromkeys(states, False)
 
-    def _weights(self) -> Dict[int, Tuple[str, Any]]:
+    def _weights(self) -> Dict[int, Tuple[str, "mx.nd.NDArray"]]:
         """By the numbers that MXNet's Module gives them."""
         module = self._module()
         group, devices = module._exec_group, len(module._context)
@@ -289,7 +289,7 @@ class Module(_Module, mx.mod.Module):
         kwargs: as for `mx.mod.Module`.
     """
 
-    def __init__(self, symbol: Any, *args: Any, loss_scale: Any = None,
+    def __init__(self, symbol: "mx.sym.Symbol", *args: Any, loss_scale: GivenLossScale = None,
                  clip_norm: Optional[float] = None, **kwargs: Any) -> None:
         self._steps = Steps(loss_scale, clip_norm)
         super().__init__(self._bindable(symbol), *args, **kwargs)
@@ -324,7 +324,8 @@ class BucketingModule(_Module, mx.mod.BucketingModule):
     """`mx.mod.BucketingModule` in mixed precision, as `gluon_amp.Module` is: with one loss scale
     and one `clip_norm` for all buckets."""
 
-    def __init__(self, sym_gen: Any, *args: Any, loss_scale: Any = None,
+    def __init__(self, sym_gen: Callable[[Any], Any], *args: Any,
+                 loss_scale: GivenLossScale = None,
                  clip_norm: Optional[float] = None, **kwargs: Any) -> None:
         self._steps = Steps(loss_scale, clip_norm)
 
@@ -334,10 +335,10 @@ class BucketingModule(_Module, mx.mod.BucketingModule):
 
         super().__init__(bindable, *args, **kwargs)
 
-    def _module(self) -> Any:
+    def _module(self) -> "mx.mod.Module":
         return self._curr_module
 
-    def _modules(self) -> Iterable[Any]:
+    def _modules(self) -> Iterable["mx.mod.Module"]:
         return self._buckets.values()
 
     @staticmethod

@@ -11,8 +11,9 @@ import os
 import sys
 from typing import Callable, List, NamedTuple, Optional, Tuple
 
-from .. import KernelError, __version__
 from ..checks import Parser, positive
+from ..cpu.library import KernelError
+from ..version import __version__
 
 _MENDABLE = (ValueError, OSError, ImportError, KernelError)
 

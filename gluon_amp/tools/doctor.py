@@ -15,12 +15,13 @@ import textwrap
 from ctypes import byref
 from typing import Any, Dict, Iterable, Iterator, List, NamedTuple, Optional, Tuple
 
-from .. import __version__
 from .._mxnet import installed_builds, message, mx, np
 from ..checks import in_names
 from ..cpu import library
 from ..gluon.convert import convert
+from ..policy import POLICIES
 from ..training.trainer import Trainer
+from ..version import __version__
 from .footprint import footprint, load
 
 _DRIVER = "libcuda.so.1"
@@ -283,12 +284,13 @@ def _network(costs: Optional[Dict[str, Any]]) -> Iterator[str]:
     amount = f"{work / 1e9:.1f} billion" if work >= 1e9 else f"{work / 1e6:.3g} million"
     yield ""
     yield f"{costs['model']}, batches of {'x'.join(map(str, costs['batch']))}: {costs['layers']} " \
-          f"layer{'s' * (costs['layers'] != 1)}, {amount} multiply-adds forward."
+          f"{'layer' if costs['layers'] == 1 else 'layers'}, {amount} multiply-adds forward."
     if not costs["layers"]:
         yield "No convolution and no fully connected layer; others, such as RNN, are not counted."
     elif off:
         yield "No multiple of 8, so off Tensor Cores or slower on them: " \
-              f"{len(off)} layer{'s' * (len(off) > 1)}, {costs['share_off']:.1%} of the work."
+              f"{len(off)} {'layers' if len(off) > 1 else 'layer'}, {costs['share_off']:.1%} of " \
+              "the work."
         yield from _aligned([("  layer", "channels", "rows", "share"), *(
             (f"  {layer['name']}", "{} from {}".format(*layer["sizes"]),
              str(layer["rows"] or ""), f"{layer['share']:.1%}") for layer in off[:10])])
@@ -308,7 +310,8 @@ def _network(costs: Optional[Dict[str, Any]]) -> Iterator[str]:
     yield f"{'':14}" + "".join(f"{kind:>13}" for kind in table["float32"])
     for name, parts in table.items():
         yield f"{name:14}" + "".join(f"{count / size:13.1f}" for count in parts.values())
-    yield "mixed_bfloat16, mixed_float8, tf32 are for CPUs only, in float32's bytes."
+    only = [name for name, policy in POLICIES.items() if policy.cpu_only]
+    yield f"{', '.join(sorted(only))} are for CPUs only, in float32's bytes."
     if costs["constants"]:
         names = costs["constants"]
         yield ""

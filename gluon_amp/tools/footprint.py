@@ -13,8 +13,8 @@ Types and shapes are those that MXNet infers for the graph of `convert_symbol`, 
 place of others. Not counted are the batch itself, gradients of activations, momenta, and what
 operators keep for themselves (workspaces, masks of dropout, statistics of the batch).
 
-float16 counts two bytes, on a CPU as on a GPU. mixed_bfloat16, which is for CPUs only, rounds
-float32 arrays (see cpu.graph), and is counted so.
+float16 counts two bytes, on a CPU as on a GPU. Policies of other formats, which are for CPUs only,
+round float32 arrays (see graph/build.py), and are counted so.
 """
 from math import prod
 from typing import Any, Dict, Set, Tuple

@@ -7,14 +7,15 @@ import hashlib
 import logging
 import os
 import pickle
-import re
 import struct
 from typing import Any, Dict, Iterable, List, Sequence, Tuple
 
 from .._mxnet import mx, np
 from ..cpu.arrays import dtype_name
+from ..version import __version__
 from .horovod_store import Horovod
 from .reduction import Reduction
+from .states import order_of
 
 log = logging.getLogger("gluon_amp")
 
@@ -103,12 +104,11 @@ def check_same_network(reduction: Reduction, arrays: Iterable[Tuple[str, Any, bo
     Args:
         arrays: a parameter's name, its array, and whether it is trained.
     """
-    from .. import __version__
     named = list(arrays)
     layouts = [f"{a.shape} {dtype_name(a.dtype)} {'trained' if trained else 'frozen'}"
                for _, a, trained in named]
     # Names may differ, since MXNet counts blocks, but must not sort differently: 10 before 9.
-    order = sorted(range(len(named)), key=lambda i: _with_numbers(named[i][0]))
+    order = order_of([name for name, _, _ in named])
     digest = _digest(repr([__version__, *layouts, order]).encode())
     if _alike(reduction.gather(digest)):
         return
@@ -230,11 +230,6 @@ def _digest(data: bytes) -> bytes:
     return hashlib.blake2b(data, digest_size=8).digest()
 
 
-def _with_numbers(name: str) -> List[Any]:
-    """By what names sort as one counts: 9 before 10."""
-    return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", name)]
-
-
 def _alike(values: Sequence[Any]) -> bool:
     return all(v == values[0] for v in values)
 
@@ -245,4 +240,4 @@ def _first_difference(reduction: Reduction, digests: List[bytes]) -> Tuple[int, 
                  for row in reduction.gather(b"".join(digests))]
     first = next(i for i in range(len(digests)) if not _alike([row[i] for row in everyones]))
     ranks = [str(rank) for rank, row in enumerate(everyones) if row[first] != everyones[0][first]]
-    return first, f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}"
+    return first, f"{'ranks' if len(ranks) > 1 else 'rank'} {', '.join(ranks)}"

@@ -7,7 +7,7 @@ from .._mxnet import mx, np
 from ..checks import in_names
 from ..cpu.finite import squares
 from ..graph.operators import LOSSES
-from .step import Gradient
+from .pending import Gradient
 
 # MXNet's forget what they drew once a backward pass has gone through them: a second one would
 # pass their gradients on as if nothing had been dropped.

@@ -34,7 +34,7 @@ class Row(NamedTuple):
     settings: Dict[str, str]  # the operator's name of each -> the optimizer's
     fits: Callable[[Any, Sequence[Any]], bool] = lambda made, states: True
     rate_and_decay: Callable[[Any, float, float, int], Tuple[float, float]] = _as_given
-    stateless: bool = False  # states that there may be rest
+    stateless: bool = False  # states, where there are any, stay as they are
 
 
 def _all_there(states: Sequence[Any]) -> bool:

@@ -4,8 +4,9 @@ from typing import Any, Callable, Dict, List, Optional, Tuple
 
 from .._mxnet import mx
 from . import distributed
+from .pending import Gradient
 from .reduction import Reduction
-from .step import Gradient, Pending, Steps
+from .step import Steps
 
 
 class ComparedRanks:
@@ -45,11 +46,10 @@ class ComparedRanks:
 class RanksTrainer(ComparedRanks, mx.gluon.Trainer):
     """What the Trainer does so that many workers train one network."""
 
-    _params_to_init: List[Any]
+    _params_to_init: List["mx.gluon.Parameter"]
     _kvstore_params: Dict[str, Any]
     _gradients: Callable[..., List[Gradient]]
     _note_written: Callable[[], None]
-    _summed: Optional[Pending] = None  # the step whose gradients have been summed
 
     def __init__(self, params: Any, optimizer: Any, optimizer_params: Any, kvstore: Any,
                  compression_params: Any, update_on_kvstore: Optional[bool]) -> None:
@@ -97,16 +97,16 @@ class RanksTrainer(ComparedRanks, mx.gluon.Trainer):
         """Before gradients are summed over devices and workers; they are summed once."""
         steps = self._steps
         several = steps.reduction.sums and len(self._contexts) * steps.reduction.workers > 1
-        if several and steps.scaling and self._summed is steps.pending:
+        if several and steps.scaling and steps.pending.are_summed:
             steps.forget()
             raise RuntimeError("the gradients have been summed since the last backward(), by "
                                "allreduce_grads(): call update(batch_size), not step(), after it")
         steps.begin_sum(len(self._contexts))
-        self._summed = steps.pending
+        steps.pending.are_summed = True
 
     def _check_sum(self) -> None:
         """Refuses to update with this rank's own gradients."""
-        if self._steps.reduction.tells and self._summed is not self._steps.pending:
+        if self._steps.reduction.tells and not self._steps.pending.are_summed:
             raise RuntimeError("update() before the sum over workers: call trainer."
                                "allreduce_grads(), then update(batch_size), or step(batch_size)")
 

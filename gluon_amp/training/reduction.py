@@ -41,6 +41,11 @@ class Reduction:
         return self._kvstore is not None
 
     @property
+    def sums_at_once(self) -> bool:
+        """Whether the store sums all gradients in one call, and may leave them as they are."""
+        return hasattr(self._kvstore, "sum_all")
+
+    @property
     def workers(self) -> int:
         """How many processes train together."""
         several = self.sums and "dist" in self._kvstore.type
@@ -68,7 +73,7 @@ class Reduction:
             return {}
         what = f"the sum of {len(gradients)} gradients"
         self.lay_out(g for _, on_devices in gradients for g in on_devices)
-        if hasattr(self._kvstore, "sum_all"):
+        if self.sums_at_once:
             summed = self._kvstore.sum_all(gradients)
             self.wait(lambda: [g.wait_to_read() for key, on_devices in gradients
                                for g in summed.get(key, on_devices)], what)

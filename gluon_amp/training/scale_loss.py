@@ -28,5 +28,5 @@ def scale_loss(loss: Any, trainer: Trainer) -> Iterator[Any]:
         scaled = [one * scale for one in losses]
     yield scaled if several else scaled[0]
     trainer._note_written()
-    trainer._note(losses, scale)
+    trainer._steps.note(scale, [one.detach() for one in losses])
     trainer._steps.watch(trainer._waiting())

@@ -188,7 +188,7 @@ def carry_counts(maker: Any, devices: Sequence[int],
 def check_order(fname: str, maker: Any, names: Sequence[str]) -> None:
     """Refuses a file whose parameters were numbered in another order."""
     saved = getattr(maker, "trainer_state", {}).get("names", ())
-    if len(saved) == len(names) and _order(saved) != _order(names):
+    if len(saved) == len(names) and order_of(saved) != order_of(names):
         raise ValueError(f"{fname} holds the parameters in another order, {', '.join(saved[:3])}, "
                          f"than here, {', '.join(names[:3])}: names sort dense10 before dense9. "
                          "Give the network a prefix, when saving, too")
@@ -204,12 +204,11 @@ def histories_in(maker: Any, networks: int) -> List[str]:
     return list(found)
 
 
-def _order(names: Sequence[str]) -> List[int]:
-    """The names' numbers in the order in which people count."""
-    def natural(i: int) -> List[Any]:
-        return [(int(part), "") if part.isdigit() else (0, part)
-                for part in re.split(r"(\d+)", names[i])]
-    return sorted(range(len(names)), key=natural)
+def order_of(names: Sequence[str]) -> List[int]:
+    """The names' numbers in the order in which people count: dense9 before dense10."""
+    def parts(i: int) -> List[Any]:
+        return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", names[i])]
+    return sorted(range(len(names)), key=parts)
 
 
 def _layout(state: Any) -> Any:

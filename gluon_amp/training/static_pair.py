@@ -72,9 +72,10 @@ class StaticLossScale:
 
 
 LossScale = Union[StaticLossScale, DynamicLossScale]
+GivenLossScale = Union[LossScale, float, str, None]  # what `as_loss_scale` takes
 
 
-def as_loss_scale(value: Any) -> Optional[LossScale]:
+def as_loss_scale(value: GivenLossScale) -> Optional[LossScale]:
     """What `loss_scale=` takes: a scale, a number, "dynamic" or None."""
     if value is None or isinstance(value, (StaticLossScale, DynamicLossScale)):
         return value

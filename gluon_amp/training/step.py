@@ -13,66 +13,23 @@ Nothing is written into a gradient: what is divided and clipped is a factor, the
 """
 import logging
 import math
-from dataclasses import dataclass, field
-from typing import Any, Callable, Dict, List, Optional, Sequence, Set, Tuple
+from typing import Any, Callable, Dict, Iterable, List, Optional, Sequence, Set, Tuple
 
-from .._mxnet import np
+from .._mxnet import mx, np
 from ..checks import in_names, positive_number, whole_number
 from ..cpu.arrays import multiply, to_float32
 from ..cpu.finite import all_finite, not_finite, squares
 from ..cpu.library import started, versions
 from .loss_scale import DynamicLossScale, LossScaleError
+from .pending import Gradient, Pending, Place
 from .reduction import Reduction
-from .static_pair import as_loss_scale
+from .static_pair import GivenLossScale, as_loss_scale
 
 log = logging.getLogger("gluon_amp")
 
 # Steps skipped in a row, before an error, where no scale can back off: as many as a
 # dynamic scale takes from its first value down to its floor.
 PATIENCE = 16
-
-Place = Tuple[int, int]  # a parameter's number and a device's
-
-
-@dataclass
-class Gradient:
-    """The gradient of one parameter on one device."""
-    name: str
-    place: Place
-    weight: Any
-    array: Any  # what the update uses: the parameter's own gradient, or what was made of it
-    own: Any  # that gradient, which is watched
-
-
-@dataclass
-class Pending:
-    """What has been done since the last step.
-
-    Attributes:
-        scale: of the backward passes; None before the first.
-        losses: what they began at, without graphs.
-        written: the gradients that they wrote.
-        stale: names of those that the last of them left alone, as all before it.
-        unscaled: float32 gradients that the update is to use instead.
-        summed: float32 sums over workers of float16 gradients, to be used instead of these.
-        moved: whether weights of any worker became rank 0's in between.
-        max_norm: the norm that the next update is clipped to.
-        watched: gradients that nobody is to write into, and how often they have been written.
-        counts: gradients that were watched, how often they had been written, and how often later.
-        seen: gradients as `settle` has seen them, and their sums of squares.
-    """
-    scale: Optional[float] = None
-    losses: List[Any] = field(default_factory=list)
-    written: Dict[Place, Gradient] = field(default_factory=dict)
-    stale: List[str] = field(default_factory=list)
-    unscaled: Optional[Dict[Place, Any]] = None
-    summed: Dict[Place, Any] = field(default_factory=dict)
-    moved: bool = False
-    max_norm: Optional[float] = None
-    watched: Optional[Tuple[Sequence[Gradient], Any]] = None
-    counts: List[Tuple[Sequence[Gradient], Any, Any]] = field(default_factory=list)
-    seen: Optional[Tuple[Sequence[Gradient], "np.ndarray[Any, Any]"]] = None
-
 
 class Steps:
     """The steps of a Trainer or a Module: their loss scale, and what became of them.
@@ -87,7 +44,7 @@ class Steps:
         reduction: how gradients were summed.
     """
 
-    def __init__(self, loss_scale: Any, max_norm: Optional[float]) -> None:
+    def __init__(self, loss_scale: GivenLossScale, max_norm: Optional[float]) -> None:
         self.loss_scale = as_loss_scale(loss_scale)
         self.max_norm = None if max_norm is None else positive_number(max_norm, "clip_norm")
         self.skipped = self.skipped_in_a_row = 0
@@ -128,11 +85,21 @@ class Steps:
         """What those gradients were multiplied by that the next update uses."""
         return 1.0 if self.pending.unscaled is not None else self.pending.scale or 1.0
 
+    @property
+    def begun(self) -> bool:
+        """Whether there has been a backward pass since the last step."""
+        return self.pending.scale is not None
+
+    @property
+    def instead(self) -> Dict[Place, "mx.nd.NDArray"]:
+        """What the update uses in the place of parameters' own gradients."""
+        return {**self.pending.summed, **(self.pending.unscaled or {})}
+
     def forget(self) -> None:
         """Nothing has been done since the last step."""
         self.pending = Pending()
 
-    def begin(self, adding_up: Sequence[Any]) -> float:
+    def begin(self, adding_up: Sequence["mx.nd.NDArray"]) -> float:
         """Before a backward pass: gives its scale. Gradients that add up, and stand at another
         scale since an earlier step, are brought to this one."""
         self.end_watch()
@@ -142,6 +109,12 @@ class Steps:
             multiply(adding_up, scale / self._adding_at)
         self._adding_at = scale
         return scale
+
+    def note(self, scale: float, losses: Sequence["mx.nd.NDArray"]) -> None:
+        """After a backward pass that began at these losses, with this scale."""
+        self.pending.scale = scale
+        self.pending.losses += losses
+        self.pending.unscaled = self.pending.max_norm = None
 
     def watch(self, gradients: Sequence[Gradient]) -> None:
         """From here on nobody is to write into these gradients: they are scaled, or the update
@@ -164,6 +137,17 @@ class Steps:
             self.forget()
             raise RuntimeError("unscale() before the sum over devices and workers: call trainer."
                                "allreduce_grads(), then unscale(), then update(batch_size)")
+
+    def sum(self, gradients: Iterable[Tuple[int, Any, List["mx.nd.NDArray"]]]) -> None:
+        """Sums gradients over devices and workers.
+
+        Args:
+            gradients: a parameter's number, its key in the store, its gradient on each device.
+        """
+        several = list(gradients)
+        summed = self.reduction.sum((key, on_devices) for _, key, on_devices in several)
+        self.pending.summed = {(i, device): array for i, key, _ in several
+                               for device, array in enumerate(summed.get(key, ()))}
 
     def check_watched(self) -> None:
         """Raises an error where somebody has written into gradients."""
@@ -243,7 +227,7 @@ class Steps:
     def overflowed(self, gradients: Callable[[], Sequence[Gradient]]) -> Tuple[str, ...]:
         """Names of the parameters whose newest gradients are not finite: those that wait for
         their step, or else those of the last step."""
-        if self.pending.scale is None:
+        if not self.begun:
             return self._overflowed
         waiting = gradients()
         return _not_finite(waiting, _look(waiting))
@@ -379,7 +363,7 @@ class TakesSteps:
         return self._steps.overflowed(self._gradients)
 
 
-def clear_added(parameters: Sequence[Any]) -> None:
+def clear_added(parameters: Sequence["mx.gluon.Parameter"]) -> None:
     """Makes those gradients 0 that add up."""
     for parameter in parameters:
         if parameter.grad_req == "add":

@@ -5,7 +5,7 @@
                      by scale and n
 """
 from dataclasses import replace
-from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple, Union
 
 from .._mxnet import mx
 from ..checks import in_names, positive_number
@@ -14,8 +14,10 @@ from ..cpu.library import marks
 from . import graphs
 from .optimizer import check_scalable, given_optimizer
 from .optimizer import optimizer as make_optimizer
+from .pending import Gradient, Place
 from .reduction import check_kvstore
-from .step import Gradient, Place, Steps, TakesSteps, clear_added
+from .static_pair import GivenLossScale
+from .step import Steps, TakesSteps, clear_added
 from .trainer_files import TrainerFiles
 
 
@@ -39,14 +41,18 @@ class Trainer(TakesSteps, TrainerFiles):
         enabled: False is loss_scale=None. All other arguments are as for `gluon.Trainer`.
     """
 
-    _optimizer: Any
+    _optimizer: "mx.optimizer.Optimizer"
     _heads_checked = False  # by the first backward pass with a scale
     _repeats: Optional[bool] = None  # whether that went through the graph a second time
-    after_pass: Optional[Callable[[float], None]] = None  # an X-ray's: told what each began with
+    # What an X-ray has called after each backward pass, with the scale at which that began.
+    after_pass: Optional[Callable[[float], None]] = None
 
-    def __init__(self, params: Any, optimizer: Any, optimizer_params: Any = None,
-                 kvstore: Any = "device", compression_params: Any = None,
-                 update_on_kvstore: Optional[bool] = None, loss_scale: Any = "dynamic",
+    def __init__(self, params: Union["mx.gluon.ParameterDict", Sequence["mx.gluon.Parameter"]],
+                 optimizer: Union[str, "mx.optimizer.Optimizer"],
+                 optimizer_params: Optional[Dict[str, Any]] = None,
+                 kvstore: Union[str, "mx.kv.KVStoreBase", None] = "device",
+                 compression_params: Optional[Dict[str, Any]] = None,
+                 update_on_kvstore: Optional[bool] = None, loss_scale: GivenLossScale = "dynamic",
                  clip_norm: Optional[float] = None, enabled: bool = True) -> None:
         self._steps = Steps(loss_scale if enabled else None, clip_norm)
         parameters = list(params.values()) if hasattr(params, "values") else params
@@ -67,7 +73,8 @@ class Trainer(TakesSteps, TrainerFiles):
 
     # ---- what one does
 
-    def backward(self, loss: Any, retain_graph: bool = False) -> None:
+    def backward(self, loss: Union["mx.nd.NDArray", Sequence["mx.nd.NDArray"]],
+                 retain_graph: bool = False) -> None:
         """Computes the scaled gradients of a loss, or of a list with one of each device.
 
         The losses stay unscaled. Calls before one step share one scale, so gradients
@@ -108,7 +115,7 @@ class Trainer(TakesSteps, TrainerFiles):
         self._check_ranks_once()
         return self._steps.updated
 
-    def unscale(self) -> Dict[str, List[Any]]:
+    def unscale(self) -> Dict[str, List["mx.nd.NDArray"]]:
         """The gradients without the scale, in float32: a list over devices for each name.
 
         `update` then uses these, with all that is changed in them. The float16 gradients
@@ -124,7 +131,7 @@ class Trainer(TakesSteps, TrainerFiles):
         scale = self._steps.gradients_scale
         gradients = self._gradients(ignore_stale_grad=True)
         pending.unscaled = {g.place: to_float32(g.array) / scale for g in gradients}
-        named: Dict[str, List[Any]] = {}
+        named: Dict[str, List[mx.nd.NDArray]] = {}
         for g in gradients:
             named.setdefault(g.name, []).append(pending.unscaled[g.place])
         self._steps.watch(gradients)
@@ -147,20 +154,20 @@ class Trainer(TakesSteps, TrainerFiles):
 
     # ---- how it is done
 
-    def _backward(self, losses: List[Any], retain_graph: bool) -> None:
+    def _backward(self, losses: List["mx.nd.NDArray"], retain_graph: bool) -> None:
         if not self._steps.scaling:
             mx.autograd.backward(losses, retain_graph=retain_graph)
             if self.after_pass is not None:
                 self.after_pass(1.0)
             self._steps.forget()
-            self._steps.pending.scale = 1.0
+            self._steps.note(1.0, [])
             return
         scale = self._begin(losses)
         searching, checking = self._steps.searching, not self._heads_checked and scale != 1
         if searching:
             self._begin_alike()
         kept = self._kept_gradients() if searching else {}
-        averages: List[Tuple[Any, Any]] = []
+        averages: List[Tuple[mx.nd.NDArray, mx.nd.NDArray]] = []
 
         def go_back(at: float, retain: bool = True) -> None:
             heads = [graphs.head(one.shape, one.context, one.dtype, at) for one in losses]
@@ -179,7 +186,7 @@ class Trainer(TakesSteps, TrainerFiles):
             go_back(at)
 
         go_back(scale, retain_graph or searching or checking)
-        self._note(losses, scale)
+        self._steps.note(scale, [loss.detach() for loss in losses])
         if checking:
             averages.extend(self._averages())
             try:
@@ -200,35 +207,28 @@ class Trainer(TakesSteps, TrainerFiles):
             graphs.free(losses)
         self._steps.watch(self._waiting())
 
-    def _averages(self) -> List[Tuple[Any, Any]]:
+    def _averages(self) -> List[Tuple["mx.nd.NDArray", "mx.nd.NDArray"]]:
         """Moving averages, and copies of them: MXNet's batch norms move them on the way back, so
         that further passes would move them again. Waits, since they do it without telling."""
         mx.nd.waitall()
         return [(a, a.copy()) for p in self._params if p.grad_req == "null" and p._data is not None
                 for a in p.list_data()]
 
-    def _begin(self, losses: List[Any]) -> float:
+    def _begin(self, losses: List["mx.nd.NDArray"]) -> float:
         """Before a backward pass: gives its scale.
 
         MXNet marks the weights whose gradients a backward pass writes. The marks are taken
         off at once, so that a mark at the step tells of somebody else's backward pass.
         """
         graphs.check_losses(losses)
-        self._summed = None
+        self._steps.pending.are_summed = False
         weights = [weight for _, weight in self._weights()]
-        if self._steps.pending.scale is None:
+        if not self._steps.begun:
             marks(weights, take_off=True)
         else:
             self._check_nobody_else()
         return self._steps.begin([g for p in self._params if p.grad_req == "add"
                                   for g in p.list_grad()])
-
-    def _note(self, losses: List[Any], scale: float) -> None:
-        """After backward passes."""
-        pending = self._steps.pending
-        pending.scale = scale
-        pending.losses += [loss.detach() for loss in losses]
-        pending.unscaled = pending.max_norm = None
 
     def _note_written(self) -> None:
         pending = self._steps.pending
@@ -251,7 +251,7 @@ class Trainer(TakesSteps, TrainerFiles):
                 stale.append(parameter.name)
         return written, stale
 
-    def _kept_gradients(self) -> Dict[Place, Tuple[Any, Any]]:
+    def _kept_gradients(self) -> Dict[Place, Tuple["mx.nd.NDArray", "mx.nd.NDArray"]]:
         """Gradients that a backward pass does not simply replace, and copies of them: those that
         add up, and those of passes before in this step."""
         kept = {}
@@ -262,7 +262,7 @@ class Trainer(TakesSteps, TrainerFiles):
                 kept[place] = gradient, gradient.copy()
         return kept
 
-    def _weights(self) -> Iterator[Tuple[Place, Any]]:
+    def _weights(self) -> Iterator[Tuple[Place, "mx.nd.NDArray"]]:
         trainable = [(i, p) for i, p in enumerate(self._params) if p.grad_req != "null"]
         if not trainable:
             raise RuntimeError(f"nothing to train: all {len(self._params)} parameters of this "
@@ -281,7 +281,7 @@ class Trainer(TakesSteps, TrainerFiles):
     def _check_backward(self, call: str) -> None:
         if not self._steps.scaling:
             return
-        if self._steps.pending.scale is None:
+        if not self._steps.begun:
             next(self._weights())  # or the error that there is nothing to train
             raise RuntimeError(f"{call} needs new gradients: call trainer.backward(loss), not "
                                "loss.backward(), before each step")
@@ -306,7 +306,7 @@ class Trainer(TakesSteps, TrainerFiles):
         pending = self._steps.pending
         written, stale = (pending.written, pending.stale) if self._steps.scaling \
             else self._written({})
-        instead = {**pending.summed, **(pending.unscaled or {})}
+        instead = self._steps.instead
         gradients = [replace(g, array=instead[place]) if place in instead else g
                      for place, g in written.items()]
         if stale and not (ignore_stale_grad and gradients):
@@ -324,16 +324,14 @@ class Trainer(TakesSteps, TrainerFiles):
             super()._allreduce_grads()
             return
         self._begin_sum()
-        summed = self._steps.reduction.sum((i, p.list_grad()) for i, p in enumerate(self._params)
-                                           if p.grad_req != "null")
-        self._steps.pending.summed = {(i, device): array for i, arrays in summed.items()
-                                      for device, array in enumerate(arrays)}
+        self._steps.sum((i, i, p.list_grad()) for i, p in enumerate(self._params)
+                        if p.grad_req != "null")
 
     def _update(self, ignore_stale_grad: bool = False) -> None:
         self._check_sum()
         pending = self._steps.pending
-        plain = not (self._steps.looking or pending.unscaled or pending.max_norm
-                     or pending.summed or pending.moved)
+        plain = not (self._steps.looking or self._steps.instead or pending.max_norm
+                     or pending.moved)
         if plain:
             super()._update(ignore_stale_grad)
             self._steps.forget()

@@ -60,8 +60,8 @@ def _cell(value: Any) -> Any:
 
 
 def lines(view: Any) -> Iterable[Dict[str, Any]]:
-    """The first: of the run. Then one for each tensor and step, and at the end one for each
-    parameter, and one for what all steps added to it; `bins` holds pairs of an exponent and how
+    """The lines of xray.jsonl: one of the run; one for each tensor and step; then one for each
+    parameter, and one for what all steps added to it. `bins` holds pairs of an exponent and how
     many numbers have it."""
     found: List[Dict[str, Any]] = [
         {"node": f.node, "tensor": f.tensor, "reason": f.reason, "detail": f.detail}

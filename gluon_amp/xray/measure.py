@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Callable, Dict, FrozenSet, List, Optional, Sequence, Tuple
 
 from .._mxnet import mx, np
-from ..files import replace_file
+from ..files import replace_text
 from ..graph.graph import CASTS
 from ..policy import POLICIES
 from .arithmetic import multiply_adds
@@ -102,7 +102,7 @@ class Measure:
         return self.known(keep)
 
     def known(self, keep: Nodes) -> float:
-        """The same as far as it is measured."""
+        """The same, at the worst of the places where it has been measured."""
         return min((self.found[i, keep] for i in range(len(self.places))
                     if (i, keep) in self.found), default=-math.inf)
 
@@ -192,7 +192,7 @@ class Measure:
     # ---- the file
 
     def _fingerprint(self) -> str:
-        """Of all that measurements depend on."""
+        """A digest of all that measurements depend on."""
         graphs = [call.clean.structure() for call in self.calls.values()]
         made = hashlib.sha256(repr((graphs, self.policy, self.settings,
                                     sorted(self.right.keep))).encode())
@@ -228,11 +228,7 @@ class Measure:
                 "gradients": [[i, sorted(k), repr(v)] for (i, k), v in self.found.items()],
                 "training": [[kind, sorted(k), seed, repr(v)]
                              for (kind, k, seed), v in self.losses.items()]}
-
-        def write(path: str) -> None:
-            with open(path, "w", encoding="utf-8") as file:
-                json.dump(held, file)
-        replace_file(self.file, write)
+        replace_text(self.file, json.dumps(held))
 
 
 def _fidelity(right: List[Any], found: List[Any]) -> float:

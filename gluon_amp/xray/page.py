@@ -18,7 +18,7 @@ _LOW, _HIGH = -45, 24  # the exponents that are drawn; what lies beyond stands a
 
 
 def page(view: Any) -> str:
-    """The whole file."""
+    """The text of xray.html."""
     policy = next((t.format for t in view.tensors if t.is_low), FLOAT16)
     data = {
         "low": _LOW, "high": _HIGH, "format": policy.name,

@@ -69,7 +69,7 @@ def _dependence(layout: Layout, counts: Mapping[Key, Counts]) -> Dict[Key, float
 
 def _of_cast(layout: Layout, tensor: Tensor, counts: Mapping[Key, Counts],
              variables: Mapping[str, Any]) -> Any:
-    """A cast is in no float32 graph: what it would cast."""
+    """The counts of what a cast casts, since no float32 graph has casts."""
     if tensor.key.backward:
         return None
     entry = layout.root(layout.nodes[tensor.key.node].inputs[0]) \

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any, Dict, List, Optional
 
 from .._mxnet import np
-from ..files import replace_file
+from ..files import replace_text
 from ..formats import FLOAT16, FLOAT32, FORMATS, Format
 from .advice import Finding, is_finite, scales_that_fit, window
 from .page import page
@@ -20,11 +20,7 @@ def redraw(folder: str, format_: Format) -> str:
     the same numbers, where they were of less than float32. Returns what it says, and its path."""
     view = read(folder, format_)
     path = os.path.join(folder, f"xray-{format_.name}.html")
-
-    def write(beside: str) -> None:
-        with open(beside, "w", encoding="utf-8") as file:
-            file.write(page(view))
-    replace_file(path, write)
+    replace_text(path, page(view))
     return f"{view}\n{path}"
 
 

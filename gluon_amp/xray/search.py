@@ -161,7 +161,7 @@ class _Looking:
         self.all = frozenset(scores)
 
     def _scores(self, batch: Any) -> Dict[str, float]:
-        """By one float32 step."""
+        """A score for each node, from one float32 step."""
         right = Trial(self.measure.net, POLICIES["float32"], calls=self.measure.calls)
         mx.random.seed(0)
         ran = right.run(batch, self.measure.loss_fn, FIRST_SCALE)
@@ -208,8 +208,8 @@ class _Looking:
         return _union(self.groups[:low])
 
     def _pruned(self, keep: Nodes) -> Nodes:
-        """Without the groups that can be low after all: those that cost arithmetic first, then
-        those of the lowest score."""
+        """The groups, without those that can be low after all: those that cost arithmetic are tried
+        first, then those of the lowest score."""
         held = [g for g in reversed(self.groups) if g <= keep]
         size = max(len(held) // 2, 1)
         while held:
@@ -230,7 +230,7 @@ class _Looking:
             and self.measure.snr(new) >= self.wanted
 
     def _joined(self, keep: Nodes) -> Nodes:
-        """With nodes, but no products, that save a cast where they are kept, too."""
+        """These nodes with others, but no products, that save a cast if they are kept, too."""
         nodes = self.layout.nodes
         for _ in range(len(nodes)):
             makers = {self.layout.root(e).node.name for name in keep for e in nodes[name].inputs}
@@ -258,7 +258,7 @@ class _Looking:
         return Choice(keep, measure.known(keep), measure.casts(keep), measure.share(keep))
 
     def _front(self) -> List[Choice]:
-        """The truest first."""
+        """The choices that no other one beats, the truest first."""
         found = [self._choice(keep) for keep in self.measure.choices()]
         values: List[Tuple[float, int, float]] = [(c.snr, -c.casts, c.share) for c in found]
         front = [c for c, mine in zip(found, values) if math.isfinite(c.snr) and not any(

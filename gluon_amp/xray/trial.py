@@ -25,7 +25,7 @@ from ..cpu.finite import all_finite
 from ..cpu.library import random_numbers_kept
 from ..gluon.converted import ConvertedBlock, ConvertedHybridBlock
 from ..gluon.state import blocks_in
-from ..graph.build import build
+from ..graph.build import build, cached_op
 from ..graph.casts import float32_variables, insert_casts
 from ..graph.graph import Graph
 from ..policy import Policy
@@ -65,9 +65,9 @@ class Call(NamedTuple):
     shapes: List[Tuple[int, ...]]
 
     @classmethod
-    def of(cls, net: Any, block: Any, arrays: Sequence[Any]) -> "Call":
-        """Of a block within a network. Other blocks call their data by the same names, and tensors
-        are told apart by names: they get the block's before them."""
+    def from_block(cls, net: Any, block: Any, arrays: Sequence[Any]) -> "Call":
+        """The call of a block within a network. Other blocks call their data by the same names, and
+        tensors are told apart by names: they get the block's before them."""
         data, clean = block._cached_graph
         graph, names = Graph.read(clean), [d.name for d in data]
         if block is not net:
@@ -92,14 +92,9 @@ class Call(NamedTuple):
         if SCALE in parameters:
             graph, types = with_loss_scale(graph), {**types, SCALE: "float32"}
         symbol = build(graph, types, False, policy, watch, samples, scales, place).symbol()
-        order = symbol.list_inputs()
         if self.numpy:
             symbol = symbol.as_np_ndarray()
-        places = [("data_indices", [i for i, n in enumerate(order) if n in self.names]),
-                  ("param_indices", [i for i, n in enumerate(order) if n not in self.names])]
-        inputs = [(True, self.names.index(n)) if n in self.names else (False, parameters[n])
-                  for n in order]
-        return mx.nd.CachedOp(symbol, [*places, *flags]), inputs
+        return cached_op(symbol, self.names, parameters, flags)
 
 
 def split(batch: Any) -> Tuple[List[Any], List[Any]]:
@@ -206,7 +201,7 @@ class Watched:
         """Stands in for a block's graph."""
         where = _which(block, key)
         if where not in self.ops:
-            call, policy = Call.of(self.net, block, arrays), block._amp.policy
+            call, policy = Call.from_block(self.net, block, arrays), block._amp.policy
             types = {name: dtype_name(p.dtype) for name, p in self.parameters.items()}
             typed = call.typed(policy, types, self.keep)
             self.ops[where] = call.op(typed, policy, True, self.parameters, flags=block._flags,
@@ -287,7 +282,7 @@ class Trial:
     # ---- graphs
 
     def graphs(self) -> List[Typed]:
-        """Those that have run, with their casts."""
+        """The graphs that have run, with their casts."""
         return [self._typed(call) for call in self.calls.values()]
 
     def _typed(self, call: Call) -> Typed:
@@ -298,7 +293,7 @@ class Trial:
         """Stands in for a block's graph."""
         where = _which(block, key)
         if where not in self.ops:
-            call = Call.of(self.net, block, arrays)
+            call = Call.from_block(self.net, block, arrays)
             for node in call.clean.nodes_within():
                 node.attrs.pop("sparse_grad", None)  # the copies have dense gradients
             self._take(where, call)
@@ -342,7 +337,7 @@ class Trial:
         mx.nd.waitall()
 
     def gradients(self) -> List[Any]:
-        """Of the parameters that train, as the last run left them."""
+        """The gradients of the parameters that train, as the last run left them."""
         return [array.grad for array in self.arrays.values() if array.grad is not None]
 
 

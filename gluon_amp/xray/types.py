@@ -3,7 +3,7 @@ from dataclasses import dataclass
 from typing import Any, Collection, List, Mapping, Optional, Sequence, Tuple
 
 from .._mxnet import mx
-from ..formats import FLOAT16
+from ..formats import FLOAT16, Format
 from ..gluon.converted import ConvertedHybridBlock
 from ..graph import operators
 from ..graph.casts import KEEP
@@ -65,28 +65,31 @@ def types(net: Any) -> Types:
     if not net._cached_graph:
         raise RuntimeError(f"types needs the graph: run {net.name} on data once before")
     graph, known = net.mixed_graph(["float32"] * len(net._cached_graph[0]))
-    return rows(graph, known, net._amp.keep_nodes)
+    return rows(graph, known, net._amp.keep_nodes, net._amp.policy.between)
 
 
-def rows(graph: Graph, known: Mapping[str, str], kept: Collection[str] = ()) -> Types:
-    """Of a graph with its casts, and its variables' types."""
+def rows(graph: Graph, known: Mapping[str, str], kept: Collection[str] = (),
+         between: Format = FLOAT16) -> Types:
+    """The rows of a graph with its casts, for its variables' types; `between` is the format of what
+    lies between operators."""
     found = graph.types(known)
     made = Types()
     for node in graph.nodes():
         for body, places in zip(node.subgraphs, bindings(node) if node.subgraphs else ()):
             inside = {name: found[node.inputs[i]] or "float32"
                       for name, i in zip(body.variables(), places)}
-            made += rows(body, inside, kept)
+            made += rows(body, inside, kept, between)
         if node.is_variable or node.op in CASTS:
             continue
         inputs = tuple(found.get(e) or "unknown" for e in node.inputs)
         output = found.get(Entry(node)) or "unknown"
         casts = sum(e.node.op in CASTS for e in node.inputs)
-        made.append(Row(node.name, node.op, inputs, output, _rule(node, inputs, kept), casts))
+        rule = _rule(node, inputs, kept, between)
+        made.append(Row(node.name, node.op, inputs, output, rule, casts))
     return made
 
 
-def _rule(node: Node, inputs: Sequence[str], kept: Collection[str]) -> str:
+def _rule(node: Node, inputs: Sequence[str], kept: Collection[str], between: Format) -> str:
     if KEEP in node.attrs or node.name in kept:
         return "kept by keep="
     rule: Optional[operators.Rule] = operators.OPERATORS.get(node.op)
@@ -94,9 +97,9 @@ def _rule(node: Node, inputs: Sequence[str], kept: Collection[str]) -> str:
     if rule is None:
         return "the type of its inputs: no rule knows it"
     if runs == operators.INPUTS:
-        if "float32" in inputs and not operators.holds_numbers(node, FLOAT16):
+        if "float32" in inputs and not operators.holds_numbers(node, between):
             numbers = ", ".join(f"{number:g}" for _, number in operators.numbers(node))
-            return f"float32, since float16 does not hold its constant {numbers}"
+            return f"float32, since {between.name} does not hold its constant {numbers}"
         return f"the type of its inputs: {rule.why}"
     if runs != rule.runs:  # sensitive with these attributes only
         return f"{runs}, with these attributes"
@@ -104,7 +107,7 @@ def _rule(node: Node, inputs: Sequence[str], kept: Collection[str]) -> str:
 
 
 def _short(inputs: Sequence[str]) -> str:
-    """float16 x3, float32."""
+    """Types in short: float16 x3, float32."""
     said: List[List[Any]] = []
     for one in inputs:
         if said and said[-1][0] == one:

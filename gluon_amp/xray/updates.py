@@ -40,7 +40,7 @@ def check_trainer(trainer: Any, net: Any) -> None:
     own = {id(p) for p in net.collect_params().values()} if hasattr(net, "collect_params") else ()
     if not any(id(parameter) in own for parameter in trainer._params):
         raise ValueError("the trainer has none of the network's parameters")
-    if isinstance(trainer, Trainer) and trainer._steps.pending.scale is not None:
+    if isinstance(trainer, Trainer) and trainer._steps.begun:
         raise ValueError("gradients wait for the trainer's step: take it before the X-ray, each "
                          "look of which is a step")
 

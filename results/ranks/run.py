@@ -5,24 +5,18 @@ are together as large as the one of a single process. What is done stands in run
 file; a second call goes on where the first stopped. At the end it prints the tables of README.md
 (at once with --tables).
 """
-import argparse
-import json
-import os
-import shlex
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import NamedTuple
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import numpy as np
+import study
 from gluon_amp.report.verdict import conclusion, paired
 
-HERE = Path(__file__).parent
-SHARED = Path(os.environ.get("GLUON_AMP_DATA", HERE.parent.parent.parent / "shared")).resolve()
-SCRIPT = HERE.parent.parent / "example" / "image_classification.py"
-RUNS = HERE / "runs.jsonl"
+RUNS = Path(__file__).with_name("runs.jsonl")
 RANKS = (1, 2, 4)
 
 
@@ -44,65 +38,49 @@ STUDIES = {
 
 def train(name, ranks, seed):
     """One run; returns its line of runs.jsonl."""
-    study, start = STUDIES[name], time.time()
-    python = [sys.executable, "-W", "ignore"]
-    launcher = [*python, "-m", "gluon_amp.tools.cli", "launch", "-n", str(ranks)]
+    flags, batch, begun = STUDIES[name].flags, STUDIES[name].batch // ranks, time.time()
+    flags = f"--dtype float16 --seed {seed} --batch-size {batch} {flags}"
+    launcher = []
+    if ranks > 1:
+        launcher = [*study.PYTHON, "-m", "gluon_amp.tools.cli", "launch", "-n", str(ranks)]
+        flags += " --kvstore dist_sync"
     with tempfile.TemporaryDirectory() as folder:
-        command = [*python, str(SCRIPT), "--dtype", "float16", "--seed", str(seed), "--save-dir",
-                   folder, "--batch-size", str(study.batch // ranks),
-                   *shlex.split(study.flags.replace("SHARED", shlex.quote(str(SHARED))))]
-        if ranks > 1:
-            command = [*launcher, *command, "--kvstore", "dist_sync"]
-        subprocess.run(command, check=True, stderr=subprocess.DEVNULL,
-                       env={**os.environ, "OMP_NUM_THREADS": "1"})
-        lines = [json.loads(line) for line in Path(folder, "log.jsonl").read_text().splitlines()]
-    epochs = [line for line in lines if "err_top1" in line]
+        study.train("image_classification.py", flags, folder, launcher)
+        epochs = [line for line in study.lines(Path(folder, "log.jsonl")) if "err_top1" in line]
     return {"study": name, "ranks": ranks, "seed": seed,
             "accuracy": [round(100 - 100 * line["err_top1"], 4) for line in epochs],
-            "skipped": epochs[-1]["skipped"], "seconds": round(time.time() - start)}
-
-
-def done():
-    return [json.loads(line) for line in RUNS.read_text().splitlines()] if RUNS.exists() else []
+            "skipped": epochs[-1]["skipped"], "seconds": round(time.time() - begun)}
 
 
 def print_table(name):
     """Of the seeds that all numbers of ranks have been trained with."""
-    runs = {(run["ranks"], run["seed"]): run for run in done() if run["study"] == name}
+    runs = {(run["ranks"], run["seed"]): run for run in study.lines(RUNS) if run["study"] == name}
     seeds = sorted({seed for _, seed in runs if all((ranks, seed) in runs for ranks in RANKS)})
     if len(seeds) < 2:
         return
-    study = STUDIES[name]
+    whole, margin = STUDIES[name].batch, STUDIES[name].margin
     print(f"\n{name}, seeds {', '.join(map(str, seeds))}\n\n| ranks | batch of each | test "
           "accuracy of each seed | mean | skipped steps | minus 1 rank | |\n|" + " --- |" * 7)
     alone = [runs[1, seed]["accuracy"][-1] for seed in seeds]
     for ranks in RANKS:
         mine = [runs[ranks, seed]["accuracy"][-1] for seed in seeds]
         skipped = sum(runs[ranks, seed]["skipped"] for seed in seeds)
-        cells = [ranks, study.batch // ranks, ", ".join(f"{a:.2f}" for a in mine),
+        cells = [ranks, whole // ranks, ", ".join(f"{a:.2f}" for a in mine),
                  f"{np.mean(mine):.2f} ± {np.std(mine, ddof=1):.2f}", skipped, "", ""]
         if ranks > 1:
             found = paired(mine, alone)
             low, high = found.interval()
             cells[5:] = [f"{found.mean:+.2f} ({low:+.2f} to {high:+.2f})",
-                         conclusion(found, study.margin)]
+                         conclusion(found, margin)]
         print(f"| {' | '.join(map(str, cells))} |")
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", choices=STUDIES, help="one of the two")
-    parser.add_argument("--tables", action="store_true", help="only print what is there")
-    args = parser.parse_args()
-    for name in [] if args.tables else [args.only] if args.only else STUDIES:
-        trained = {(run["ranks"], run["seed"]) for run in done() if run["study"] == name}
-        for seed in range(STUDIES[name].seeds):
-            for ranks in RANKS:
-                if (ranks, seed) not in trained:
-                    print(f"{name}: {ranks} ranks, seed {seed}", flush=True)
-                    line = train(name, ranks, seed)
-                    with open(RUNS, "a") as file:
-                        file.write(json.dumps(line) + "\n")
+    args = study.parser(__doc__, STUDIES).parse_args()
+    for line in study.left(RUNS, [
+            {"study": name, "ranks": ranks, "seed": seed} for name in study.chosen(args, STUDIES)
+            for seed in range(STUDIES[name].seeds) for ranks in RANKS]):
+        study.add(RUNS, train(line["study"], line["ranks"], line["seed"]))
     for name in STUDIES:
         print_table(name)
 

@@ -6,22 +6,22 @@ gradients.jsonl beside this file; a second call goes on where the first stopped.
 prints the tables of README.md (at once with --tables).
 """
 import argparse
-import json
-import os
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import gluon_amp as amp
 import mxnet as mx
 import numpy as np
+import study as shared
 from gluon_amp.recipes import small_network, zoo_network
 from gluon_amp.report.verdict import conclusion, paired
 from mxnet import autograd, gluon, nd
 
-HERE = Path(__file__).parent
-SHARED = Path(os.environ.get("GLUON_AMP_DATA", HERE.parent.parent.parent / "shared"))
+RUNS = Path(__file__).with_name("runs.jsonl")
+GRADIENTS = Path(__file__).with_name("gradients.jsonl")
 
 # Name: the GPU, and whether its chains are cut.
 SUMS = {"float32": (None, False), "V100": ("V100", False), "V100 in pieces": ("V100", True),
@@ -45,7 +45,7 @@ def digits():
 def cifar10(train=1000, test=500):
     """The first images of the two files."""
     def first(name, count):
-        dataset = gluon.data.vision.ImageRecordDataset(str(SHARED / "data" / name))
+        dataset = gluon.data.vision.ImageRecordDataset(str(shared.SHARED / "data" / name))
         pairs = [dataset[i] for i in range(count)]
         images = np.stack([image.asnumpy() for image, _ in pairs]).transpose(0, 3, 1, 2)
         return ((images.astype("float32") / 255 - 0.45) / 0.25,
@@ -106,7 +106,7 @@ def weight_gradients(study, seed):
         net = network(study, sums)
         net(nd.array(x[:1]))
         if study == "cifar10":  # one that is trained
-            file = nd.load(str(SHARED / "models" / "cifar_resnet20_v1-0000.params"))
+            file = nd.load(str(shared.SHARED / "models" / "cifar_resnet20_v1-0000.params"))
             parameters = net.collect_params()
             assert [n.split("_")[-1] for n in file] == [n.split("_")[-1] for n in parameters]
             for parameter, array in zip(parameters.values(), file.values()):
@@ -146,7 +146,7 @@ MARGIN = 1.0  # points of accuracy
 
 def print_tables():
     for study in STUDIES:
-        runs = {(r["sums"], r["seed"]): r["accuracy"][-1] for r in done("runs.jsonl")
+        runs = {(r["sums"], r["seed"]): r["accuracy"][-1] for r in shared.lines(RUNS)
                 if r["study"] == study}
         seeds = [seed for seed in range(STUDIES[study][4])
                  if all((sums, seed) in runs for sums in SUMS)]
@@ -162,7 +162,7 @@ def print_tables():
                     found = paired(mine, float32)
                     cells[3:] = f"{found.mean:+.2f}", conclusion(found, MARGIN)
                 print(f"| {' | '.join(cells)} |")
-        rows = [row for row in done("gradients.jsonl") if row["study"] == study]
+        rows = [row for row in shared.lines(GRADIENTS) if row["study"] == study]
         lengths = sorted({row["length"] for row in rows}, reverse=True)
         if rows:
             print(f"\n{study}: gradients of weights, one chain less pieces of "
@@ -184,44 +184,35 @@ def too_long(row, gpu):
 
 # ---- what is done, and what is left
 
-def done(file):
-    path = HERE / file
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
 def one(study, sums, seed):
     """What a process of its own does: a run, or with seed -1 the gradients."""
     start = time.time()
     if seed < 0:
-        rows, file = weight_gradients(study, 0), "gradients.jsonl"
-        lines = [{"study": study, **row} for row in rows]
+        shared.add(GRADIENTS, *({"study": study, **row} for row in weight_gradients(study, 0)))
     else:
-        lines, file = [{"study": study, "sums": sums, "seed": seed, **train(study, sums, seed),
-                        "seconds": round(time.time() - start)}], "runs.jsonl"
-    with open(HERE / file, "a") as out:
-        out.write("".join(json.dumps(line) + "\n" for line in lines))
+        run = {"study": study, "sums": sums, "seed": seed, **train(study, sums, seed)}
+        shared.add(RUNS, {**run, "seconds": round(time.time() - start)})
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", choices=STUDIES, help="one of the two")
-    parser.add_argument("--tables", action="store_true", help="only print what is there")
+    parser = shared.parser(__doc__, STUDIES)
     parser.add_argument("--one", nargs=3, metavar=("STUDY", "SUMS", "SEED"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one:
         return one(args.one[0], args.one[1], int(args.one[2]))
-    for study in [] if args.tables else [args.only] if args.only else STUDIES:
-        runs = {(r["sums"], r["seed"]) for r in done("runs.jsonl") if r["study"] == study}
-        todo = [(sums, seed) for seed in range(STUDIES[study][4]) for sums in SUMS
-                if (sums, seed) not in runs]
-        if not any(r["study"] == study for r in done("gradients.jsonl")):
-            todo.insert(0, ("all", -1))
-        for sums, seed in todo:
-            print(study, sums, seed, flush=True)
-            subprocess.run([sys.executable, "-W", "ignore", __file__, "--one", study, sums,
-                            str(seed)], check=True)
+    for study in shared.chosen(args, STUDIES):
+        for _ in shared.left(GRADIENTS, [{"study": study}]):
+            alone(study, "all", -1)
+        for line in shared.left(RUNS, [{"study": study, "sums": sums, "seed": seed}
+                                       for seed in range(STUDIES[study][4]) for sums in SUMS]):
+            alone(**line)
     print_tables()
     return None
+
+
+def alone(study, sums, seed):
+    """In a process of its own."""
+    subprocess.run([*shared.PYTHON, __file__, "--one", study, sums, str(seed)], check=True)
 
 
 if __name__ == "__main__":
