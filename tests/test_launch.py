@@ -100,6 +100,27 @@ def test_a_worker_that_is_killed_ends_all_with_two_sentences(launcher, tmp_path)
     assert not left_behind(tmp_path)
 
 
+ENDS_EARLY = """
+import os, sys
+try:
+    os.mkdir(sys.argv[1])
+except FileExistsError:
+    import gluon_amp as amp
+    from mxnet import gluon
+    net = gluon.nn.Dense(2, in_units=3)
+    net.initialize()
+    amp.Trainer(net.collect_params(), "sgd", kvstore="dist_sync")
+"""
+
+
+def test_a_worker_that_ends_before_it_has_a_store_is_not_waited_for(launcher, tmp_path):
+    process = launcher(ENDS_EARLY, program_arguments=[str(tmp_path / "one ended")])
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "RankEndedError: this worker waits in vain to make its store: worker" in errors
+    assert "has ended with the exit code 0 before it made its own" in errors
+
+
 def test_a_server_that_stops_ends_all(launcher, tmp_path, monkeypatch):
     monkeypatch.setenv("GLUON_AMP_RANK_TIMEOUT", "4")
     process = launcher(TRAINS, program_arguments=["goes on", str(tmp_path)])

@@ -18,6 +18,7 @@ import sys
 import time
 from typing import Any, Dict, List, NamedTuple, Optional, Sequence
 
+from ..training.roll_call import ADDRESS, RollCall
 from ..training.watch import BEAT, patience
 
 # What the others are given to say why they end, and then to write what they hold.
@@ -53,8 +54,10 @@ def launch(command: Sequence[str], workers: int, servers: int = 1,
         for number in (signal.SIGTERM, signal.SIGHUP):
             stack.callback(signal.signal, number, signal.signal(number, _interrupt))
         root = _address_for_all(hosts or [])
+        roll_call = stack.enter_context(contextlib.closing(RollCall(root, workers)))
         settings = {"DMLC_PS_ROOT_URI": root, "DMLC_PS_ROOT_PORT": str(_free_port(root)),
-                    "DMLC_NUM_WORKER": str(workers), "DMLC_NUM_SERVER": str(servers)}
+                    "DMLC_NUM_WORKER": str(workers), "DMLC_NUM_SERVER": str(servers),
+                    ADDRESS: roll_call.address}
         here = {**settings, "DMLC_NODE_HOST": root}
         helper = [sys.executable, "-W", "ignore", "-c", _HELPER]
         seconds = patience()
@@ -74,7 +77,7 @@ def launch(command: Sequence[str], workers: int, servers: int = 1,
                         **settings, "DMLC_ROLE": "worker"}), {}))
                 else:
                     started.append(_start(f"worker {i}", command, {**here, "DMLC_ROLE": "worker"}))
-            return _wait(started, helpers, seconds)
+            return _wait(started, helpers, seconds, roll_call)
         except KeyboardInterrupt:
             _say("interrupted: all are ended")
             return 130
@@ -114,11 +117,14 @@ def read_hosts(path: str) -> List[str]:
     return hosts
 
 
-def _wait(workers: List[_Process], helpers: List[_Process], seconds: float) -> int:
+def _wait(workers: List[_Process], helpers: List[_Process], seconds: float,
+          roll_call: RollCall) -> int:
     """Until all workers have ended, or one process has ended too early or is silent for so long."""
     silence = _Silence(helpers)
     while True:
-        all_ended = all(w.popen.poll() is not None for w in workers)
+        ended = [w for w in workers if w.popen.poll() is not None]
+        all_ended = len(ended) == len(workers)
+        roll_call.look(f"{ended[0].name} {_how(ended[0].popen.returncode)}" if ended else "")
         failed = next((p for p in workers + helpers if p.popen.poll()), None)
         if failed is not None:
             _say(f"{failed.name} {_how(failed.popen.returncode)}: the others are ended")
