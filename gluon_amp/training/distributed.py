@@ -2,7 +2,6 @@
 
 A digest stands for an array: 8 bytes, so that ranks compare whole networks by a few numbers.
 """
-import atexit
 import hashlib
 import logging
 import os
@@ -13,7 +12,6 @@ from typing import Any, Dict, Iterable, List, Sequence, Tuple
 
 from .._mxnet import mx, np
 from ..cpu.arrays import dtype_name
-from . import roll_call
 from .horovod_store import Horovod
 from .reduction import Reduction
 from .servers import servers
@@ -26,8 +24,6 @@ Named = Tuple[str, Any]  # a name, and what it holds
 _OF_A_WORKER = ("DMLC_ROLE", "DMLC_PS_ROOT_URI", "DMLC_PS_ROOT_PORT", "DMLC_NUM_WORKER",
                 "DMLC_NUM_SERVER")
 _NAMED = ("lr", "wd", "rescale_grad")  # settings of optimizers that have names of their own here
-_stores: Dict[str, Any] = {}  # of MXNet's servers, by name
-atexit.register(_stores.clear)
 
 
 class RanksDifferError(RuntimeError):
@@ -73,15 +69,11 @@ def updates_on_ranks(kvstore: Any, dense: bool) -> bool:
 
 
 def shared_store(kvstore: Any) -> Any:
-    """The store of MXNet's servers with this name: the same for all Trainers of a process. Makes it
-    once the other workers are about to. Anything else as it is."""
-    if not isinstance(kvstore, str) or "dist" not in kvstore:
-        return kvstore
-    servers.check_kind(kvstore)
-    if kvstore not in _stores:
-        roll_call.answer()
-        _stores[kvstore] = mx.kv.create(kvstore)
-    return _stores[kvstore]
+    """The store of MXNet's servers, which is the same for all Trainers of a process. Anything else
+    as it is."""
+    native = isinstance(kvstore, (str, mx.kv.KVStore))
+    several = "dist" in str(getattr(kvstore, "type", kvstore))
+    return servers.store(kvstore) if native and several else kvstore
 
 
 def check_same_network(reduction: Reduction, arrays: Iterable[Tuple[str, Any, bool]]) -> None:

@@ -1,8 +1,10 @@
 """What this process has told MXNet's servers. They know keys, and nothing of stores, Trainers or
 Modules: whatever a process trains shares them."""
+import atexit
 from typing import Any, Set
 
 from .._mxnet import mx
+from . import roll_call
 
 
 class Servers:
@@ -14,16 +16,31 @@ class Servers:
 
     def __init__(self) -> None:
         self.numbers: Set[Any] = set()
-        self._kind = ""
+        self._store: Any = None
         self._trainers = self._modules = 0
         self._update = False
 
-    def check_kind(self, kind: str) -> None:
-        """Refuses a second kind of store, such as `dist_device_sync` beside `dist_sync`."""
-        if self._kind and kind != self._kind:
-            raise ValueError(f"a process has one store of MXNet's servers, here {self._kind}. "
-                             f"Received: kvstore={kind!r}")
-        self._kind = kind
+    def store(self, kvstore: Any) -> Any:
+        """The one store that this process has of MXNet's servers: beside a second one they would
+        wait for ever. Where it is named first, makes it, once the other workers are about to.
+
+        Args:
+            kvstore: a store, or the name of one.
+        """
+        kind = str(getattr(kvstore, "type", kvstore))
+        if self._store is None:
+            if isinstance(kvstore, str):
+                roll_call.answer()
+                kvstore = mx.kv.create(kvstore)
+            self._store = kvstore
+        elif kind != self._store.type or kvstore not in (kind, self._store):
+            raise ValueError(f"a process has one store of MXNet's servers, here {self._store.type}:"
+                             f" give it, or its name. Received: another one, {kind}")
+        return self._store
+
+    def free(self) -> None:
+        """Forgets the store, which MXNet wants freed before the interpreter ends."""
+        self._store = None
 
     def take_trainer(self, kvstore: Any, update: bool) -> int:
         """The number of a new Trainer, from 1 on. Refuses it where its parameters would be mixed
@@ -55,3 +72,4 @@ class Servers:
 
 
 servers = Servers()
+atexit.register(servers.free)
