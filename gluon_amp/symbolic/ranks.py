@@ -53,7 +53,7 @@ class RanksModule(ComparedRanks):
         return not hasattr(module._kvstore, "sum_all") \
             and (module._update_on_kvstore or self._steps.reduction.workers == 1)
 
-    def update(self) -> None:
+    def update(self) -> Any:
         """As MXNet's; where servers update, waits for them, but for no rank that has ended."""
         if self._steps.reduction.workers == 1:
             super().update()
