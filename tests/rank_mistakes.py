@@ -179,7 +179,7 @@ def begins_where_servers_update(store, rank):
     rng = np.random.default_rng(rank)
     for _ in range(2):
         backward(net, trainer, rng)
-        trainer.step(8)
+        trainer.step(4 * trainer.workers)
         held += weights(trainer)
     with pytest.raises(ValueError, match="MXNet's servers update the weights of one Trainer"):
         trainer_for(network(), store)

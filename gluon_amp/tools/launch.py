@@ -1,6 +1,6 @@
 """Starts a program once for each worker of MXNet's parameter server, with scheduler and servers.
 
-    scheduler, servers   Python processes that import this package: MXNet runs them at its import
+    scheduler, servers   Python processes that import this package, and run MXNet's code
     workers              the program, here or by ssh on the hosts of a file
 
 All is ended when one of them ends too early, when the scheduler or a server stops without ending,
@@ -23,8 +23,9 @@ from ..training.watch import BEAT, patience
 
 # What the others are given to say why they end, and then to write what they hold.
 _TO_SPEAK, _TO_END = 8.0, 2.0
-# The scheduler and the servers: MXNet runs them while it is imported, and a thread beside it
-# prints an empty line each second.
+# The scheduler and the servers. MXNet would run them while it is imported: here they run after it,
+# so that servers can be given this package's optimizers. A thread beside them prints an empty line
+# each second.
 _HELPER = f"""
 import os, threading, time
 def beat():
@@ -32,7 +33,11 @@ def beat():
         os.write(1, bytes([10]))
         time.sleep({BEAT})
 threading.Thread(target=beat, daemon=True).start()
+role = os.environ.pop("DMLC_ROLE")
 import gluon_amp
+from mxnet.kvstore import kvstore_server
+os.environ["DMLC_ROLE"] = role
+kvstore_server._init_kvstore_server_module()
 """
 
 

@@ -87,13 +87,12 @@ class RanksTrainer(ComparedRanks, mx.gluon.Trainer):
         """Makes a store of MXNet's servers. If these are to update, they do nothing else once they
         have the optimizer: ranks compare their networks, begin alike and begin to watch each other
         before that."""
-        config = self._kvstore_params
-        store = config["kvstore"] = distributed.shared_store(config["kvstore"])
-        native = isinstance(store, mx.kv.KVStore) and "dist" in store.type
-        if self._met or not native or config["update_on_kvstore"] is False \
-                or "async" in store.type:
+        if self._met or not self._servers_update():
             return
         self._met = True
+        store = self._kvstore_params["kvstore"]
+        if "async" in store.type:
+            return
         reduction = Reduction(store)
         there = [(i, p) for i, p in enumerate(self._params) if p._data is not None]
         if reduction.tells:
@@ -103,6 +102,21 @@ class RanksTrainer(ComparedRanks, mx.gluon.Trainer):
             distributed.begin_alike(reduction, [
                 (_BEFORE_UPDATES + i, p.name, p.list_data()) for i, p in there
                 if p._stype == "default"], False)
+
+    def _servers_update(self) -> bool:
+        """Whether MXNet's servers are to update weights."""
+        config = self._kvstore_params
+        store = config["kvstore"] = distributed.shared_store(config["kvstore"])
+        return isinstance(store, mx.kv.KVStore) and "dist" in store.type \
+            and config["update_on_kvstore"] is not False
+
+    def _ranks(self) -> Reduction:
+        """By what this rank and the others know each other."""
+        if self._kv_initialized or not self._servers_update():
+            self._begin_store()
+            return self._steps.reduction
+        self._meet()  # the optimizer, which cannot change any more on servers, waits for a step
+        return Reduction(self._kvstore_params["kvstore"], updates=True)
 
     def _begin_store(self) -> None:
         if not self._kv_initialized:
@@ -198,14 +212,12 @@ class RanksTrainer(ComparedRanks, mx.gluon.Trainer):
     @property
     def workers(self) -> int:
         """How many processes train together."""
-        self._begin_store()
-        return self._steps.reduction.workers
+        return self._ranks().workers
 
     @property
     def rank(self) -> int:
         """This process's number among them, from 0 on."""
-        self._begin_store()
-        return self._steps.reduction.rank
+        return self._ranks().rank
 
     def _average_statistics(self) -> None:
         self._check_tells("average_statistics()")
