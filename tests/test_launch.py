@@ -116,7 +116,7 @@ except FileExistsError:
 
 def test_a_worker_that_ends_before_it_has_a_store_is_not_waited_for(launcher, tmp_path):
     process = launcher(ENDS_EARLY, program_arguments=[str(tmp_path / "one ended")])
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=90)
     assert process.returncode == 1
     assert "RankEndedError: this worker waits in vain to make its store: worker" in errors
     assert "has ended with the exit code 0 before it made its own" in errors
