@@ -151,9 +151,7 @@ def trainer_of(args, net, kvstore="device", **schedule):
                **recipes.momentum_of(args.optimizer, args.momentum)}
     if args.no_wd:
         net.collect_params(".*beta|.*gamma|.*bias").setattr("wd_mult", 0.0)
-    many = not isinstance(kvstore, str)  # then ranks update, not a server: they can be compared
     return amp.Trainer(net.collect_params(), args.optimizer, options, kvstore,
-                       update_on_kvstore=False if many else None,
                        loss_scale=None if args.loss_scale == "none" else args.loss_scale,
                        enabled=(args.policy or args.dtype) not in ("float32", "O0"))
 

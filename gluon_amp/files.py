@@ -1,20 +1,44 @@
 """Files that are whole or not there."""
+import contextlib
+import fcntl
 import os
-from typing import Callable
+from typing import Callable, Iterator
 
 
 def replace_file(path: str, write: Callable[[str], None]) -> None:
     """Calls `write` with a path beside this one, then renames: killed at any moment, what
-    stands at `path` is the old file or the new one."""
+    stands at `path` is the old file or the new one. Processes that write the same file, such as
+    ranks that all save, do it one after the other."""
     beside = f"{path}.writing"
+    with _one_at_a_time(beside):
+        try:
+            write(beside)
+            with open(beside, "rb") as file:
+                os.fsync(file.fileno())
+            os.replace(beside, path)
+        finally:
+            if os.path.exists(beside):
+                os.remove(beside)
+
+
+@contextlib.contextmanager
+def _one_at_a_time(path: str) -> Iterator[None]:
+    """Makes a file, and holds its lock. Who had the lock before has renamed or removed its file:
+    then there is another one to make."""
+    while True:
+        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(file, fcntl.LOCK_EX)
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(file), os.stat(path)):
+                break
+        os.close(file)
     try:
-        write(beside)
-        with open(beside, "rb") as file:
-            os.fsync(file.fileno())
-        os.replace(beside, path)
+        yield
     finally:
-        if os.path.exists(beside):
-            os.remove(beside)
+        with contextlib.suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_UN)  # also for processes that were forked meanwhile
+        os.close(file)
 
 
 def replace_text(path: str, text: str) -> None:

@@ -1,9 +1,13 @@
 """What ranks do in tests (ranks.py) that they should not, or not alike."""
+import os
+import signal
 import sys
 
 import gluon_amp as amp
 import numpy as np
+import pytest
 from gluon_amp._mxnet import mx
+from gluon_amp.training import distributed, watch
 from mxnet import autograd, nd
 from mxnet.gluon import nn
 
@@ -76,6 +80,7 @@ def sums_wrongly(store, rank, times):
 
 def makes_other_calls(store, rank):
     """Rank 1 is through with its data, and averages, while rank 0 makes another step."""
+    watch.GRACE = 0.5
     net = network()
     trainer = trainer_for(net, store)
     rng = np.random.default_rng(rank)
@@ -86,6 +91,7 @@ def makes_other_calls(store, rank):
 
 
 def ends_early(store, rank):
+    watch.GRACE = 0.5
     net = network()
     trainer = trainer_for(net, store)
     rng = np.random.default_rng(rank)
@@ -119,3 +125,103 @@ def trains_without_scale(store, rank):
     trainer.step(8)
     trainer.check_ranks()
     return before
+
+
+def module_for(rank, store):
+    """A float32 Module without a loss scale, and a batch of this rank's own."""
+    mx.random.seed(rank)
+    net = mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=3, name="dense")
+    module = amp.Module(mx.sym.SoftmaxOutput(net, name="softmax"))
+    module.bind([("data", (4, 6))], [("softmax_label", (4,))])
+    module.init_params(mx.init.Uniform(0.5))
+    module.init_optimizer(kvstore=store)
+    rng = np.random.default_rng(rank)
+    return module, mx.io.DataBatch([nd.array(rng.standard_normal((4, 6)))], [nd.zeros(4)])
+
+
+def module_trains_without_scale(store, rank):
+    """What weights are before the first update; then tries what the servers would mix up."""
+    module, batch = module_for(rank, store)
+    before = [array.asnumpy() for array in module.get_params()[0].values()]
+    module.forward_backward(batch)
+    module.update()
+    module.check_ranks()
+    with pytest.raises(ValueError, match=r"a process has one Module, whose init_optimizer is "
+                                         r"called once, and no Trainer\. kvstore='horovod' takes"):
+        module_for(rank, store)
+    with pytest.raises(ValueError, match="in use by a Module of this process"):
+        trainer_for(network(), "dist_sync")
+    with pytest.raises(ValueError, match="one store of MXNet's servers, here dist_sync: give it"):
+        trainer_for(network(), "dist_device_sync")
+    return before
+
+
+def dies_while_servers_update(store, rank):
+    """What a rank is told once the other has died."""
+    watch.GRACE = 0.5
+    module, batch = module_for(rank, store)
+    while True:
+        module.forward_backward(batch)
+        module.update()
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def begins_where_servers_update(store, rank):
+    """What ranks with different seeds hold before and after steps that servers make; and what a
+    second Trainer is told."""
+    mx.random.seed(rank)
+    net = nn.Dense(4, in_units=4)
+    net.initialize()
+    trainer = amp.Trainer(net.collect_params(), "sgd", kvstore=store, enabled=False,
+                          update_on_kvstore=True)
+    held = weights(trainer)
+    rng = np.random.default_rng(rank)
+    for _ in range(2):
+        backward(net, trainer, rng)
+        trainer.step(4 * trainer.workers)
+        held += weights(trainer)
+    with pytest.raises(ValueError, match="MXNet's servers update the weights of one Trainer"):
+        trainer_for(network(), store)
+    return held
+
+
+def has_settings_of_its_own(store, rank):
+    """What a rank is told whose learning rate is its own, and then its batch size. A smaller last
+    batch on all ranks is fine."""
+    net = network()
+    trainer = trainer_for(net, store)
+    rng = np.random.default_rng(rank)
+    told = []
+    for rate, batch_size in ((0.01, 8), (0.01, 4), (0.01 + rank, 4), (0.01, 8 + rank)):
+        trainer.set_learning_rate(rate)
+        try:
+            trainer.check_ranks()
+            backward(net, trainer, rng)
+            trainer.step(batch_size)
+        except distributed.RanksDifferError as error:
+            told.append(str(error))
+    return told
+
+
+def adds_up(store, rank, ranks, devices=1, passes=1, steps=3):
+    """Each rank has its part of each batch, on so many devices, in so many backward passes."""
+    mx.random.seed(3)
+    net = nn.HybridSequential()
+    net.add(nn.Dense(8, in_units=4, activation="relu"), nn.Dense(4, in_units=8))
+    contexts = [mx.cpu(i) for i in range(devices)]
+    net.initialize(mx.init.Xavier(), ctx=contexts)
+    amp.convert(net)
+    net.collect_params().setattr("grad_req", "add" if passes > 1 else "write")
+    trainer = trainer_for(net, store)
+    rng = np.random.default_rng(0)
+    for _ in range(steps):
+        batch = rng.standard_normal((16, 4)).reshape(ranks, passes, devices, -1, 4)[rank]
+        for part in batch:
+            with autograd.record():
+                losses = [net(nd.array(x, ctx)).square().sum() for x, ctx in zip(part, contexts)]
+            trainer.backward(losses)
+        trainer.step(16)
+        net.collect_params().zero_grad()
+    trainer.check_ranks()
+    return weights(trainer)

@@ -16,7 +16,8 @@ import gluon_amp as amp
 from mxnet import autograd, gluon, nd
 net = gluon.nn.Dense(2, in_units=3)
 net.initialize()
-trainer = amp.Trainer(net.collect_params(), "sgd", kvstore="dist_sync")
+on_servers = {"enabled": False, "update_on_kvstore": True} if sys.argv[1] == "dies" else {}
+trainer = amp.Trainer(net.collect_params(), "sgd", kvstore="dist_sync", **on_servers)
 while True:
     with autograd.record():
         loss = net(nd.ones((2, 3))).sum()
@@ -26,10 +27,10 @@ while True:
         break
     if sys.argv[1] == "goes on":
         open(f"{sys.argv[2]}/stepped", "w").close()
-    elif trainer._kvstore.rank == 1:
+    elif trainer.rank == 1:
         os.kill(os.getpid(), 9)
 trainer.check_ranks()
-open(f"{sys.argv[2]}/{trainer._kvstore.rank}", "w").write("trained")
+open(f"{sys.argv[2]}/{trainer.rank}", "w").write("trained")
 """
 
 
@@ -98,6 +99,27 @@ def test_a_worker_that_is_killed_ends_all_with_two_sentences(launcher, tmp_path)
     assert "RankEndedError: rank 0 waits in vain: rank 1 has died" in errors
     assert "was killed by SIGKILL: the others are ended" in errors
     assert not left_behind(tmp_path)
+
+
+ENDS_EARLY = """
+import os, sys
+try:
+    os.mkdir(sys.argv[1])
+except FileExistsError:
+    import gluon_amp as amp
+    from mxnet import gluon
+    net = gluon.nn.Dense(2, in_units=3)
+    net.initialize()
+    amp.Trainer(net.collect_params(), "sgd", kvstore="dist_sync")
+"""
+
+
+def test_a_worker_that_ends_before_it_has_a_store_is_not_waited_for(launcher, tmp_path):
+    process = launcher(ENDS_EARLY, program_arguments=[str(tmp_path / "one ended")])
+    _, errors = process.communicate(timeout=90)
+    assert process.returncode == 1
+    assert "RankEndedError: this worker waits in vain to make its store: worker" in errors
+    assert "has ended with the exit code 0 before it made its own" in errors
 
 
 def test_a_server_that_stops_ends_all(launcher, tmp_path, monkeypatch):

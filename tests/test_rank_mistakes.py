@@ -44,8 +44,9 @@ def test_gradients_are_summed_once(ranks, times, error):
         assert told.startswith(f"RuntimeError: {error}")
 
 
-def test_ranks_that_wait_for_different_things_are_told(ranks):
-    for told in ranks.run("makes_other_calls", 2, "dist_sync"):
+@pytest.mark.parametrize("store", EITHER)
+def test_ranks_that_wait_for_different_things_are_told(ranks, store):
+    for told in ranks.run("makes_other_calls", 2, store):
         assert "for the mean of moving averages" in told
         assert told.endswith("all ranks must make the same calls, and as many steps")
 
@@ -59,5 +60,29 @@ def test_two_trainers_of_a_process_share_the_servers(ranks):
     assert agree(ranks.run("has_two_trainers", 2, "dist_sync"))
 
 
-def test_without_a_scale_ranks_begin_alike_too(ranks):
-    assert agree(ranks.run("trains_without_scale", 2, "dist_sync"))
+@pytest.mark.parametrize("story", ["trains_without_scale", "module_trains_without_scale"])
+def test_without_a_scale_ranks_begin_alike_too(ranks, story):
+    assert agree(ranks.run(story, 2, "dist_sync", {"MXNET_UPDATE_ON_KVSTORE": "0"}))
+
+
+def test_ranks_whose_weights_servers_update_begin_alike_and_are_watched(ranks):
+    assert agree(ranks.run("begins_where_servers_update", 2, "dist_sync"))
+    told, _ = ranks.run("dies_while_servers_update", 2, "dist_sync",
+                        {"MXNET_UPDATE_ON_KVSTORE": "1"})
+    assert told == "RankEndedError: rank 0 waits in vain: rank 1 has died"
+
+
+def test_a_learning_rate_or_batch_size_of_ones_own_is_named(ranks):
+    told, _ = results = ranks.run("has_settings_of_its_own", 2, "dist_sync")
+    assert results == [told] * 2
+    rate, size = told
+    assert rate.startswith("the learning rate is not the same on rank 1 as on rank 0")
+    assert size.startswith("ranks divide by different batch sizes. Rank 0, 1, ...: 8, 9. Give ")
+
+
+def test_gradients_add_up_over_passes_devices_and_ranks(ranks):
+    several = ranks.run("adds_up", 2, "dist_sync", ranks=2, devices=2, passes=2)
+    assert agree(several)
+    (one,) = ranks.run("adds_up", 1, "dist_sync", ranks=1)
+    for a, b in zip(several[0], one):
+        np.testing.assert_allclose(a, b, atol=2e-3)

@@ -14,7 +14,7 @@ import copyreg
 import functools
 import logging
 from dataclasses import replace
-from typing import Any, Dict, Iterable, Iterator, Mapping, Optional, Tuple
+from typing import Any, Dict, Iterable, Iterator, List, Mapping, Optional, Tuple
 
 from mxnet import autograd
 from mxnet.base import NotImplementedForSymbol
@@ -97,6 +97,8 @@ class ConvertedBlock:
 
 class ConvertedHybridBlock(ConvertedBlock):
     """What a converted HybridBlock does before its own class does it."""
+
+    _cached_op_args: List[Any]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self._check_caller(args)

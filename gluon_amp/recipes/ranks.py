@@ -43,10 +43,8 @@ class Ranks:
     def __init__(self, kvstore: str = "device", names: bool = False):
         self.store: Any = kvstore
         if kvstore in MANY:
-            # For a Module: in float32, too, ranks update and no server, so they can be compared.
-            os.environ.setdefault("MXNET_UPDATE_ON_KVSTORE", "0")
-            store = distributed.make_store(kvstore, None)
-            self.store = mx.kv.create(store) if isinstance(store, str) else store
+            os.environ["MXNET_UPDATE_ON_KVSTORE"] = "0"  # servers that update tell ranks nothing
+            self.store = distributed.shared_store(distributed.make_store(kvstore, None))
         self._reduction = Reduction(self.store if kvstore in MANY else None, names)
         self.rank, self.workers = self._reduction.rank, self._reduction.workers
         self._by_horovod = kvstore == "horovod"

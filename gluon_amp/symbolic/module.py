@@ -14,7 +14,6 @@ from ..training import distributed
 from ..training import states as files
 from ..training.optimizer import check_scalable, given_optimizer, optimizer_class, with_masters
 from ..training.pending import Gradient
-from ..training.reduction import Reduction
 from ..training.static_pair import GivenLossScale
 from ..training.step import Steps, TakesSteps
 from .binding import Bindable, environment
@@ -87,12 +86,10 @@ class _Module(TakesSteps, RanksModule):
             optimizer_params = {"multi_precision": True, **dict(optimizer_params)}
         else:
             given_optimizer(optimizer)
-        with environment("MXNET_UPDATE_ON_KVSTORE", "0" if self._steps.looking else None):
+        here = self._steps.looking or distributed.updates_on_ranks(kvstore, not self._sparse())
+        with environment("MXNET_UPDATE_ON_KVSTORE", "0" if here else None):
             super().init_optimizer(kvstore, optimizer, optimizer_params, force_init)
-        self._steps.reduction = Reduction(module._kvstore, names=True,
-                                          updates=bool(module._update_on_kvstore))
-        if self._steps.reduction.workers > 1:
-            self._begin_alike()
+        self._begin_alike()
         with_masters(module._optimizer)
         if self._states_file:
             self.load_optimizer_states(self._states_file)
@@ -166,7 +163,7 @@ class _Module(TakesSteps, RanksModule):
         if self._fitting_states:
             self._give_states(*self._fitting_states)
             self._fitting_states = None
-        if not self._steps.looking and not self._steps.reduction.sums_at_once:
+        if not self._steps.looking and self._mxnet_updates():
             super().update()
             self._steps.forget()
             return True
@@ -188,7 +185,11 @@ class _Module(TakesSteps, RanksModule):
                            len(module._context), None, group.param_names)
 
         try:
-            self._steps.take(gradients, rescale_grad, apply, self._clear)
+            if self._steps.looking:
+                self._steps.take(gradients, rescale_grad, apply, self._clear)
+            else:
+                apply(rescale_grad)
+                self._steps.forget()
         finally:
             optimizer.rescale_grad = rescale_grad
         self._check_ranks_once()

@@ -1,6 +1,6 @@
 """Starts a program once for each worker of MXNet's parameter server, with scheduler and servers.
 
-    scheduler, servers   Python processes that import this package: MXNet runs them at its import
+    scheduler, servers   Python processes that import this package, and run MXNet's code
     workers              the program, here or by ssh on the hosts of a file
 
 All is ended when one of them ends too early, when the scheduler or a server stops without ending,
@@ -18,12 +18,14 @@ import sys
 import time
 from typing import Any, Dict, List, NamedTuple, Optional, Sequence
 
+from ..training.roll_call import ADDRESS, RollCall
 from ..training.watch import BEAT, patience
 
 # What the others are given to say why they end, and then to write what they hold.
 _TO_SPEAK, _TO_END = 8.0, 2.0
-# The scheduler and the servers: MXNet runs them while it is imported, and a thread beside it
-# prints an empty line each second.
+# The scheduler and the servers. MXNet would run them while it is imported: here they run after it,
+# so that servers can be given this package's optimizers. A thread beside them prints an empty line
+# each second.
 _HELPER = f"""
 import os, threading, time
 def beat():
@@ -31,7 +33,11 @@ def beat():
         os.write(1, bytes([10]))
         time.sleep({BEAT})
 threading.Thread(target=beat, daemon=True).start()
+role = os.environ.pop("DMLC_ROLE")
 import gluon_amp
+from mxnet.kvstore import kvstore_server
+os.environ["DMLC_ROLE"] = role
+kvstore_server._init_kvstore_server_module()
 """
 
 
@@ -53,8 +59,10 @@ def launch(command: Sequence[str], workers: int, servers: int = 1,
         for number in (signal.SIGTERM, signal.SIGHUP):
             stack.callback(signal.signal, number, signal.signal(number, _interrupt))
         root = _address_for_all(hosts or [])
+        roll_call = stack.enter_context(contextlib.closing(RollCall(root, workers)))
         settings = {"DMLC_PS_ROOT_URI": root, "DMLC_PS_ROOT_PORT": str(_free_port(root)),
-                    "DMLC_NUM_WORKER": str(workers), "DMLC_NUM_SERVER": str(servers)}
+                    "DMLC_NUM_WORKER": str(workers), "DMLC_NUM_SERVER": str(servers),
+                    ADDRESS: roll_call.address}
         here = {**settings, "DMLC_NODE_HOST": root}
         helper = [sys.executable, "-W", "ignore", "-c", _HELPER]
         seconds = patience()
@@ -74,7 +82,7 @@ def launch(command: Sequence[str], workers: int, servers: int = 1,
                         **settings, "DMLC_ROLE": "worker"}), {}))
                 else:
                     started.append(_start(f"worker {i}", command, {**here, "DMLC_ROLE": "worker"}))
-            return _wait(started, helpers, seconds)
+            return _wait(started, helpers, seconds, roll_call)
         except KeyboardInterrupt:
             _say("interrupted: all are ended")
             return 130
@@ -114,11 +122,14 @@ def read_hosts(path: str) -> List[str]:
     return hosts
 
 
-def _wait(workers: List[_Process], helpers: List[_Process], seconds: float) -> int:
+def _wait(workers: List[_Process], helpers: List[_Process], seconds: float,
+          roll_call: RollCall) -> int:
     """Until all workers have ended, or one process has ended too early or is silent for so long."""
     silence = _Silence(helpers)
     while True:
-        all_ended = all(w.popen.poll() is not None for w in workers)
+        ended = [w for w in workers if w.popen.poll() is not None]
+        all_ended = len(ended) == len(workers)
+        roll_call.look(f"{ended[0].name} {_how(ended[0].popen.returncode)}" if ended else "")
         failed = next((p for p in workers + helpers if p.popen.poll()), None)
         if failed is not None:
             _say(f"{failed.name} {_how(failed.popen.returncode)}: the others are ended")

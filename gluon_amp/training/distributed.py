@@ -2,7 +2,6 @@
 
 A digest stands for an array: 8 bytes, so that ranks compare whole networks by a few numbers.
 """
-import atexit
 import hashlib
 import logging
 import os
@@ -15,6 +14,7 @@ from ..cpu.arrays import dtype_name
 from ..version import __version__
 from .horovod_store import Horovod
 from .reduction import Reduction
+from .servers import servers
 from .states import order_of
 
 log = logging.getLogger("gluon_amp")
@@ -24,8 +24,7 @@ Named = Tuple[str, Any]  # a name, and what it holds
 
 _OF_A_WORKER = ("DMLC_ROLE", "DMLC_PS_ROOT_URI", "DMLC_PS_ROOT_PORT", "DMLC_NUM_WORKER",
                 "DMLC_NUM_SERVER")
-_stores: Dict[str, Any] = {}  # of MXNet's servers, by name
-atexit.register(_stores.clear)
+_NAMED = ("lr", "wd", "rescale_grad")  # settings of optimizers that have names of their own here
 
 
 class RanksDifferError(RuntimeError):
@@ -55,46 +54,27 @@ def make_store(kvstore: Any, compression: Any) -> Any:
         raise ValueError(f"kvstore={name!r} needs a scheduler and servers: start the program as "
                          "gluon-amp launch -n 2 python ... Or use kvstore='device', for one "
                          "process")
-    return kvstore
+    return name
 
 
-def updates_on_ranks(kvstore: Any, parameters: Any) -> bool:
+def updates_on_ranks(kvstore: Any, dense: bool) -> bool:
     """Whether the ranks update, rather than MXNet's servers, where the user says neither: so that
-    ranks begin alike and can be compared, with or without a loss scale."""
+    ranks begin alike and can be compared, with or without a loss scale.
+
+    Args:
+        dense: whether no parameter and no gradient is row_sparse.
+    """
     name = str(getattr(kvstore, "type", kvstore)).lower()
-    several = parameters.values() if hasattr(parameters, "values") else parameters
-    dense = all(p._stype == p._grad_stype == "default" for p in several
-                if isinstance(p, mx.gluon.Parameter))
     return "dist" in name and "async" not in name and dense \
-        and "MXNET_UPDATE_ON_KVSTORE" not in os.environ
+        and not int(os.environ.get("MXNET_UPDATE_ON_KVSTORE", "0"))
 
 
 def shared_store(kvstore: Any) -> Any:
-    """The store of MXNet's servers with this name: the same for all Trainers of a process, since
-    another one would have the servers mix up what belongs to each. Anything else as it is."""
-    if not isinstance(kvstore, str) or "dist" not in kvstore:
-        return kvstore
-    if _stores and kvstore not in _stores:
-        raise ValueError(f"a process has one store of MXNet's servers, here {next(iter(_stores))}. "
-                         f"Received: kvstore={kvstore!r}")
-    if kvstore not in _stores:
-        _stores[kvstore] = mx.kv.create(kvstore)
-    return _stores[kvstore]
-
-
-def store_for_module(kvstore: Any) -> Any:
-    """The store of a Module over many workers: of MXNet's servers there is one for each process."""
-    kvstore = shared_store(kvstore)
-    if isinstance(kvstore, str):
-        return mx.kv.create(kvstore)
-    if isinstance(kvstore, mx.kv.KVStore):
-        if vars(kvstore).get("_used_by"):
-            raise ValueError(f"MXNet's servers know a Module's parameters by their names: with "
-                             f"kvstore={kvstore.type!r} a process has one Module, whose "
-                             "init_optimizer is called once, and no Trainer. kvstore='horovod' "
-                             "takes several")
-        vars(kvstore)["_used_by"] = "a Module"
-    return kvstore
+    """The store of MXNet's servers, which is the same for all Trainers of a process. Anything else
+    as it is."""
+    native = isinstance(kvstore, (str, mx.kv.KVStore))
+    several = "dist" in str(getattr(kvstore, "type", kvstore))
+    return servers.store(kvstore) if native and several else kvstore
 
 
 def check_same_network(reduction: Reduction, arrays: Iterable[Tuple[str, Any, bool]]) -> None:
@@ -208,6 +188,17 @@ def digest(held: Iterable[Named]) -> bytes:
     for _, value in held:
         _add(state, value)
     return state.digest()
+
+
+def settings_of(optimizer: Any) -> List[Named]:
+    """An optimizer's kind and numbers, in as many parts for each kind."""
+    others = {name: float(value) for name, value in vars(optimizer).items()
+              if isinstance(value, (int, float)) and name not in _NAMED and name != "aggregate_num"}
+    return [("the optimizer", type(optimizer).__name__),
+            ("the learning rate", float(optimizer.learning_rate)),
+            ("the weight decay", float(optimizer.wd)),
+            ("the gradients' factor, one over the batch size,", float(optimizer.rescale_grad)),
+            ("one of the optimizer's settings", sorted(others.items()))]
 
 
 def states_of(updater: Any, names: Dict[int, str]) -> List[Named]:

@@ -78,8 +78,13 @@ class Horovod(mx.kv.KVStoreBase):
             value.copyto(target)
         self._hvd.allreduce_(target, average=False, name=str(key), priority=priority)
 
-    def sum_all(self, gradients: Sequence[Tuple[Any, Any]]) -> Dict[Any, List[Any]]:
+    def sum_all(self, gradients: Sequence[Tuple[Any, Any]],
+                owner: str = "") -> Dict[Any, List[Any]]:
         """Sums many gradients over all ranks in one go, in place.
+
+        Args:
+            gradients: their keys, and the arrays.
+            owner: whose they are: ranks sum what has the same owner.
 
         Returns:
             with wire="float32", the sums of float16 gradients, by their keys; these gradients
@@ -94,7 +99,8 @@ class Horovod(mx.kv.KVStoreBase):
                     unrounded[key] = [arrays[i]]
         for dtype in sorted({np.dtype(a.dtype).name for a in arrays}):
             group = [a for a in arrays if np.dtype(a.dtype).name == dtype]
-            self._hvd.grouped_allreduce_(group, average=False, name=f"gradients {dtype}")
+            name = f"gradients {dtype} {owner}"
+            self._hvd.grouped_allreduce_(group, average=False, name=name)
         return unrounded
 
 

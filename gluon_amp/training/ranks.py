@@ -1,5 +1,6 @@
 """A Gluon Trainer whose ranks, on one machine or many, begin alike and can be asked whether
 they still are."""
+import struct
 from typing import Any, Callable, Dict, List, Optional, Tuple
 
 from .._mxnet import mx
@@ -7,6 +8,8 @@ from . import distributed
 from .pending import Gradient
 from .reduction import Reduction
 from .step import Steps
+
+_BEFORE_UPDATES = 2 ** 29  # from here on keys of weights that servers have only once
 
 
 class ComparedRanks:
@@ -20,13 +23,14 @@ class ComparedRanks:
         """Does what comes before ranks can exchange anything."""
 
     def _held(self) -> List[Tuple[str, Any]]:
-        """Names and arrays of what all ranks must hold alike."""
+        """What all ranks must hold alike, and what it is called."""
         raise NotImplementedError
 
     def check_ranks(self) -> None:
-        """Raises where the ranks of several machines do not hold the same weights, masters and
-        loss scale, and names the first parameter. All ranks have to call it; the first step or
-        update does. Moving averages are each rank's own, of the data that it has seen."""
+        """Raises where the ranks of several machines do not hold the same optimizer, weights,
+        masters and loss scale, and names the first that differs. All ranks have to call it; the
+        first step or update does. Moving averages are each rank's own, of the data that it has
+        seen."""
         self._check_tells("check_ranks()")
         distributed.compare(self._steps.reduction,
                             [*self._held(), ("the loss scale", self._steps.state())])
@@ -50,25 +54,69 @@ class RanksTrainer(ComparedRanks, mx.gluon.Trainer):
     _kvstore_params: Dict[str, Any]
     _gradients: Callable[..., List[Gradient]]
     _note_written: Callable[[], None]
+    _met = False  # whether ranks have begun alike where servers update
+    _factor: Optional[float] = None  # of the last step: one over its batch size
 
     def __init__(self, params: Any, optimizer: Any, optimizer_params: Any, kvstore: Any,
                  compression_params: Any, update_on_kvstore: Optional[bool]) -> None:
         kvstore = distributed.make_store(kvstore, compression_params)
-        if update_on_kvstore is None and distributed.updates_on_ranks(kvstore, params):
+        several = params.values() if hasattr(params, "values") else params
+        dense = all(p._stype == p._grad_stype == "default" for p in several
+                    if isinstance(p, mx.gluon.Parameter))
+        if update_on_kvstore is None and distributed.updates_on_ranks(kvstore, dense):
             update_on_kvstore = False
         super().__init__(params, optimizer, optimizer_params, kvstore, compression_params,
                          update_on_kvstore)
-        several = "dist" in str(getattr(kvstore, "type", kvstore))
-        native = isinstance(kvstore, (str, mx.kv.KVStore))
-        if several and (update_on_kvstore is False or not native) \
+        if "dist" in str(getattr(kvstore, "type", kvstore)) \
                 and all(p._data is not None for p in self._params):
-            self._begin_alike()
-            self._steps.forget()
+            if update_on_kvstore is False or not isinstance(kvstore, (str, mx.kv.KVStore)):
+                self._begin_alike()
+                self._steps.forget()
+            else:
+                self._meet()
 
     def _init_kvstore(self) -> None:
-        self._kvstore_params["kvstore"] = distributed.shared_store(self._kvstore_params["kvstore"])
+        self._meet()
         super()._init_kvstore()
-        self._steps.reduction = Reduction(self._kvstore, updates=bool(self._update_on_kvstore))
+        reduction = self._steps.reduction = Reduction(self._kvstore,
+                                                      updates=bool(self._update_on_kvstore))
+        if reduction.tells:
+            reduction.belongs_to_trainer()
+
+    def _meet(self) -> None:
+        """Makes a store of MXNet's servers. If these are to update, they do nothing else once they
+        have the optimizer: ranks compare their networks, begin alike and begin to watch each other
+        before that."""
+        if self._met or not self._servers_update():
+            return
+        self._met = True
+        store = self._kvstore_params["kvstore"]
+        if "async" in store.type:
+            return
+        reduction = Reduction(store)
+        there = [(i, p) for i, p in enumerate(self._params) if p._data is not None]
+        if reduction.tells:
+            reduction.belongs_to_trainer(servers_update=True)
+            distributed.check_same_network(reduction, [
+                (p.name, p._data[0], p.grad_req != "null") for _, p in there])
+            distributed.begin_alike(reduction, [
+                (_BEFORE_UPDATES + i, p.name, p.list_data()) for i, p in there
+                if p._stype == "default"], False)
+
+    def _servers_update(self) -> bool:
+        """Whether MXNet's servers are to update weights."""
+        config = self._kvstore_params
+        store = config["kvstore"] = distributed.shared_store(config["kvstore"])
+        return isinstance(store, mx.kv.KVStore) and "dist" in store.type \
+            and config["update_on_kvstore"] is not False
+
+    def _ranks(self) -> Reduction:
+        """By what this rank and the others know each other."""
+        if self._kv_initialized or not self._servers_update():
+            self._begin_store()
+            return self._steps.reduction
+        self._meet()  # the optimizer, which cannot change any more on servers, waits for a step
+        return Reduction(self._kvstore_params["kvstore"], updates=True)
 
     def _begin_store(self) -> None:
         if not self._kv_initialized:
@@ -104,11 +152,34 @@ class RanksTrainer(ComparedRanks, mx.gluon.Trainer):
         steps.begin_sum(len(self._contexts))
         steps.pending.are_summed = True
 
+    def _update_on_servers(self) -> None:
+        """Gives servers the gradients, and takes the weights."""
+        trained = [p for p in self._params if p.grad_req != "null"]
+        self._steps.reduction.lay_out(g for p in trained for g in p.list_grad())
+        super()._allreduce_grads()
+        if self._steps.reduction.workers > 1:
+            self._steps.reduction.wait(lambda: [w.wait_to_read() for p in trained for w in p._data],
+                                       f"the servers' update of {len(trained)} weights")
+
     def _check_sum(self) -> None:
-        """Refuses to update with this rank's own gradients."""
-        if self._steps.reduction.tells and not self._steps.pending.are_summed:
+        """Refuses to update with this rank's own gradients, or with another rank's batch size."""
+        reduction = self._steps.reduction
+        if not reduction.tells:
+            return
+        if not self._steps.pending.are_summed:
             raise RuntimeError("update() before the sum over workers: call trainer."
                                "allreduce_grads(), then update(batch_size), or step(batch_size)")
+        factor = self._optimizer.rescale_grad
+        if factor != self._factor:
+            # Where another rank keeps its own, it does not ask: the watch tells that they differ.
+            self._factor = factor
+            factors = [struct.unpack("d", one)[0] for one in reduction.gather(
+                struct.pack("d", factor), "all ranks' batch sizes, since step() got a new one")]
+            if len(set(factors)) > 1:
+                sizes = ", ".join(f"{self._scale / one:g}" for one in factors)
+                raise distributed.RanksDifferError(
+                    f"ranks divide by different batch sizes. Rank 0, 1, ...: {sizes}. Give step() "
+                    "the number of examples of all ranks together, the same on all")
 
     def _reach_alike(self) -> None:
         """Where the losses of some ranks reach a parameter, the others' gradients of it count, as
@@ -141,14 +212,12 @@ class RanksTrainer(ComparedRanks, mx.gluon.Trainer):
     @property
     def workers(self) -> int:
         """How many processes train together."""
-        self._begin_store()
-        return self._steps.reduction.workers
+        return self._ranks().workers
 
     @property
     def rank(self) -> int:
         """This process's number among them, from 0 on."""
-        self._begin_store()
-        return self._steps.reduction.rank
+        return self._ranks().rank
 
     def _average_statistics(self) -> None:
         self._check_tells("average_statistics()")
@@ -159,6 +228,7 @@ class RanksTrainer(ComparedRanks, mx.gluon.Trainer):
         self._begin_alike()
 
     def _held(self) -> List[Tuple[str, Any]]:
-        return [*((p.name, p.list_data()[0]) for p in self._params if p._differentiable),
+        return [*distributed.settings_of(self._optimizer),
+                *((p.name, p.list_data()[0]) for p in self._params if p._differentiable),
                 *distributed.states_of(self._updaters[0],
                                        {i: p.name for i, p in enumerate(self._params)})]

@@ -12,9 +12,13 @@ from mxnet.base import _LIB, check_call
 
 from .._mxnet import message, mx, np
 from ..checks import in_names
+from .servers import servers
 from .watch import RankEndedError, Watch
 
 _watch: Optional[Watch] = None  # one for each process
+# Where all ranks can reach a host: the scheduler of MXNet's servers, what Horovod's ranks met at.
+_MEETING_PLACES = (("DMLC_PS_ROOT_URI", "DMLC_PS_ROOT_PORT"),
+                   ("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT"))
 
 
 class Reduction:
@@ -29,11 +33,10 @@ class Reduction:
     def __init__(self, kvstore: Any = None, names: bool = False, updates: bool = False) -> None:
         self._kvstore, self._names = kvstore, names
         self._native = isinstance(kvstore, mx.kv.KVStore)
-        self._first_key = 0
+        self._first_key, self.owner = 0, ""  # whose gradients these are
         self.tells = self.workers > 1 and not updates
-        if self.tells and self._native:
+        if self.tells:
             self._watch_others()
-            self._first_key = self._own_keys()
 
     @property
     def sums(self) -> bool:
@@ -56,6 +59,14 @@ class Reduction:
         """This process's number among them."""
         return self._kvstore.rank if self.workers > 1 else 0
 
+    def belongs_to_trainer(self, servers_update: bool = False) -> None:
+        """Says that gradients of one more Trainer of this process are summed here: each has keys
+        of its own."""
+        number = servers.take_trainer(self._kvstore, servers_update)
+        self.owner = f"Trainer {number}"
+        if self._native:
+            self._first_key = (number - 1) << 16
+
     def sum(self, gradients: Iterable[Tuple[Any, List[Any]]]) -> Dict[Any, List[Any]]:
         """Sums each gradient over its devices and all workers, in place.
 
@@ -71,10 +82,10 @@ class Reduction:
         gradients = list(gradients)
         if not gradients:
             return {}
-        what = f"the sum of {len(gradients)} gradients"
+        what = f"the sum of {len(gradients)} gradients of {self.owner}"
         self.lay_out(g for _, on_devices in gradients for g in on_devices)
         if self.sums_at_once:
-            summed = self._kvstore.sum_all(gradients)
+            summed = self._kvstore.sum_all(gradients, self.owner)
             self.wait(lambda: [g.wait_to_read() for key, on_devices in gradients
                                for g in summed.get(key, on_devices)], what)
             return summed
@@ -101,13 +112,15 @@ class Reduction:
         gives the same bits to all workers: then all know the same already."""
         return self.any(flag) if getattr(self._kvstore, "may_differ", False) else flag
 
-    def gather(self, mine: bytes) -> List[bytes]:
-        """Every worker's bytes, of one length, in the order of ranks. All have to ask."""
+    def gather(self, mine: bytes, what: str = "") -> List[bytes]:
+        """Every worker's bytes, of one length, in the order of ranks. All have to ask; `what` says
+        for what."""
         if not self.tells:
             return [mine]
         numbers = np.zeros((self.workers, len(mine)))
         numbers[self.rank] = np.frombuffer(mine, np.uint8)
-        sums = self.sum_numbers(numbers, f"{len(mine)} bytes of each rank, to compare them")
+        what = what or f"{len(mine)} bytes of each rank, to compare them"
+        sums = self.sum_numbers(numbers, what)
         return [bytes(row) for row in sums.astype(np.uint8)]
 
     def average(self, arrays: Sequence[List[Any]]) -> None:
@@ -148,11 +161,12 @@ class Reduction:
     def wait(self, function: Callable[[], Any], what: str) -> Any:
         """Runs what waits for other workers: an error, rather than for ever, where one ended or
         waits for something else."""
-        if self._native:
-            return _watch.call(function, what) if _watch else function()
         try:
-            return function()
-        except mx.MXNetError as error:  # of Horovod, which sees by itself that a rank has ended
+            return _watch.call(function, what) if _watch else function()
+        except mx.MXNetError as error:
+            if self._native:
+                raise
+            # Horovod sees by itself that a rank has ended
             raise RankEndedError(f"rank {self.rank} waits in vain: {message(error)}") from error
 
     def lay_out(self, arrays: Iterable[Any], predicted: bool = False) -> None:
@@ -182,10 +196,9 @@ class Reduction:
         array = mx.nd.array(numbers.reshape(-1), ctx=mx.cpu(), dtype="float32")
 
         def exchange() -> "np.ndarray[Any, Any]":
-            known = vars(self._kvstore).setdefault("_keys_of_numbers", set())
-            if self._native and key not in known:
+            if self._native and key not in servers.numbers:
                 self._kvstore.init(key, mx.nd.zeros(array.shape))
-                known.add(key)
+                servers.numbers.add(key)
             self._kvstore.pushpull(key, array)
             return array.asnumpy().reshape(numbers.shape)
         return self.wait(exchange, what)
@@ -193,24 +206,11 @@ class Reduction:
     def _key(self, key: Any) -> Any:
         return key if self._names else self._first_key + key
 
-    def _own_keys(self) -> int:
-        """From which number on a Trainer's parameters are known to MXNet's servers, which serve
-        all Trainers of a process."""
-        if self._names:
-            return 0
-        store = vars(self._kvstore)
-        if store.get("_used_by") == "a Module":
-            raise ValueError(f"kvstore={self._kvstore.type!r} is in use by a Module of this "
-                             "process: its servers do not take a Trainer, too")
-        store["_used_by"] = "Trainers"
-        store["_trainers"] = store.get("_trainers", -1) + 1
-        return store["_trainers"] << 16
-
     def _watch_others(self) -> None:
         global _watch
-        if _watch is None:
-            reach = os.environ["DMLC_PS_ROOT_URI"], int(os.environ["DMLC_PS_ROOT_PORT"])
-            _watch = Watch(self.rank, self.workers, self.gather, reach)
+        host, port = map(os.environ.get, _MEETING_PLACES[not self._native])
+        if _watch is None and host and port:
+            _watch = Watch(self.rank, self.workers, self.gather, (host, int(port)))
 
 
 def check_kvstore(kvstore: Any, update_on_kvstore: Optional[bool], parameters: Any) -> None:

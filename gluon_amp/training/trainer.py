@@ -321,7 +321,7 @@ class Trainer(TakesSteps, TrainerFiles):
 
     def _allreduce_grads(self) -> None:
         if self._update_on_kvstore:
-            super()._allreduce_grads()
+            self._update_on_servers()
             return
         self._begin_sum()
         self._steps.sum((i, i, p.list_grad()) for i, p in enumerate(self._params)

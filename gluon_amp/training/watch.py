@@ -1,5 +1,5 @@
-"""Tells a rank that another one has ended or stopped, where MXNet's parameter server would wait
-for ever.
+"""Tells a rank that another one has ended, has stopped or makes other calls, where MXNet's
+parameter server and Horovod would wait for ever.
 
 Each rank keeps a connection to rank 0 open. A process that ends, however it ends, closes its
 connections: rank 0 sees it, and tells the others. Both sides send an empty line each second: a
@@ -25,7 +25,7 @@ from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
 
 from ..checks import positive_number
 
-# What a rank that has ended had sent may still be on its way.
+# Seconds in which what a rank had sent before it ended may arrive.
 GRACE = 3.0
 BEAT = 1.0  # seconds between two empty lines
 _ADDRESS = struct.Struct("!4sH8s")
@@ -65,7 +65,7 @@ class Watch:
         self._patience = patience()
         self._since = 0.0
         self._raised = self._leaving = False
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()  # what is done, and who has ended
         self._connections: List[socket.socket] = []
         self._work: Any = queue.SimpleQueue()
         if rank == 0:
@@ -94,14 +94,17 @@ class Watch:
         """
         number = self._waits[-1][0] + 1 if self._waits else 0
         self._waits = [*self._waits[-1:], (number, what)]
-        done = threading.Event()
+        began = time.monotonic()
         result: Dict[str, Any] = {}
-        self._work.put((function, result, done))
-        while not done.wait(0.25):
-            if self.ended and time.monotonic() - self._since > GRACE and not done.is_set():
-                self._raised = True
-                raise RankEndedError(f"rank {self.rank} waits in vain: " + "; ".join(
-                    f"rank {rank} {how}" for rank, how in sorted(self.ended.items())))
+        self._work.put((function, result))
+        with self._changed:
+            while not result:
+                left = max(self._since, began) + GRACE - time.monotonic() if self.ended else None
+                if left is not None and left <= 0:
+                    self._raised = True
+                    raise RankEndedError(f"rank {self.rank} waits in vain: " + "; ".join(
+                        f"rank {rank} {how}" for rank, how in sorted(self.ended.items())))
+                self._changed.wait(left)
         if "error" in result:
             raise result["error"]
         return result["value"]
@@ -114,14 +117,15 @@ class Watch:
     def _run(self) -> None:
         """Runs what `call` is given."""
         while True:
-            function, result, done = self._work.get()
+            function, result = self._work.get()
             try:
-                result["value"] = function()
+                found = {"value": function()}
             except BaseException as error:  # for the main thread
-                result["error"] = error
-            del function, result  # with them the store, which has to be freed at the end
-            done.set()
-            del done
+                found = {"error": error}
+            with self._changed:
+                result.update(found)
+                self._changed.notify_all()
+            del function, result, found  # with them the store, which has to be freed at the end
 
     def _beat(self) -> None:
         """Tells the others that this rank is there."""
@@ -220,7 +224,7 @@ class Watch:
     def _note(self, rank: int, how: str) -> None:
         """That a rank has ended or is silent, and since when; or, with no words, that it is back.
         """
-        with self._lock:
+        with self._changed:
             if not how:
                 self.ended.pop(rank, None)
             else:
@@ -228,6 +232,7 @@ class Watch:
                     self._since = time.monotonic()
                 if self.ended.get(rank, _ENDED) == _ENDED:
                     self.ended[rank] = how
+            self._changed.notify_all()
 
     # ---- the end of this rank
 
@@ -240,15 +245,14 @@ class Watch:
 
     def _wait_for_others(self) -> str:
         """Until all have ended. Returns how this one ends where another has failed."""
-        while True:
-            with self._lock:
-                ended = dict(self.ended)
-            for rank, how in ended.items():
-                if how != _ENDED:
-                    return f"{_ENDED} before the others: rank {rank} {how}"
-            if len(ended) == self._workers - 1:
-                return ""
-            time.sleep(0.05)
+        with self._changed:
+            while True:
+                for rank, how in self.ended.items():
+                    if how != _ENDED:
+                        return f"{_ENDED} before the others: rank {rank} {how}"
+                if len(self.ended) == self._workers - 1:
+                    return ""
+                self._changed.wait()
 
     def _say_goodbye(self, process: int) -> None:
         """Tells how this rank ends. MXNet waits for the others when it frees its store: after an

@@ -1,0 +1,25 @@
+"""Files are whole or not there."""
+import threading
+from pathlib import Path
+
+from gluon_amp.files import replace_file
+
+
+def test_several_that_write_one_file_each_leave_it_whole(tmp_path):
+    path, failed = tmp_path / "trainer.states", []
+
+    def save(text):
+        try:
+            for _ in range(10):
+                replace_file(str(path), lambda beside: Path(beside).write_text(text))
+        except OSError as error:
+            failed.append(error)
+
+    texts = [str(rank) * 100_000 for rank in range(4)]
+    threads = [threading.Thread(target=save, args=(text,)) for text in texts]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        assert not path.exists() or path.read_text() in texts
+    assert not failed
+    assert list(tmp_path.iterdir()) == [path]
