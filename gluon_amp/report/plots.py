@@ -21,6 +21,7 @@ from .colors import GREY, INK, color
 from .compare import Comparison, Group
 from .curves import Line, Point, line, pool, reached
 from .runs import ACCURACY, FLOAT32, Run, plain, unit_of_time
+from .verdict import in_points
 
 STYLES = ("-", (0, (5, 1.5)), (0, (1.2, 1.2)), (0, (6, 1.2, 1.2, 1.2)))  # of networks, in turn
 MARKERS = ("", "o", "s", "^", "D", "v", "P", "X")  # of recipes
@@ -382,7 +383,7 @@ def forest(comparisons: Sequence[Comparison], margin: float) -> Optional[Plot]:
     crosses = " Crosses: recipes differ." if any(c.differences for c, _ in found) else ""
     return Plot("differences", "Difference to float32",
                 f"Difference to float32. Lines: 95 % intervals, thick: 90 %; small strokes: single "
-                f"seeds; shaded: within {margin:g} points.{crosses} {words}{more}.", png, svg)
+                f"seeds; shaded: within {in_points(margin)}.{crosses} {words}{more}.", png, svg)
 
 
 def image(figure: Figure) -> Tuple[bytes, str]:
