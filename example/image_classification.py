@@ -60,7 +60,8 @@ def add_arguments(parser, folder="runs/image_classification"):
         help="passes over the data; with --resume a finished run goes on to more")
     add("--optimizer", default="sgd", help="a name of MXNet's, or adamw")
     add("--lr", type=recipes.decimal, default=0.1, help="the learning rate")
-    add("--lr-mode", default="cosine", choices=("step", "cosine"), help="how it falls")
+    add("--lr-mode", choices=("step", "cosine"),
+        help="how it falls; if not given: step with --lr-decay-epoch, else cosine")
     add("--lr-decay-epoch", type=recipes.numbers, default=[],
         help="of step: after which epochs, such as 30,60; none: it stays as it is")
     add("--lr-decay", type=recipes.decimal, default=0.1, help="of step: by which factor")
@@ -69,8 +70,8 @@ def add_arguments(parser, folder="runs/image_classification"):
     add("--wd", type=recipes.decimal, default=1e-4, help="weight decay")
     add("--no-wd", action="store_true", help="none for biases, and for batch norms' parameters")
     add("--momentum", type=recipes.share, default=0.9, help="of optimizers that have one")
-    add("--label-smoothing", type=recipes.share, default=0,
-        help="the share of all classes in a label")
+    add("--label-smoothing", type=recipes.share, default=0, nargs="?", const=0.1, metavar="SHARE",
+        help="the share of all classes in a label; 0.1 where the flag has no number")
     add("--mixup", action="store_true", help="train on weighted sums of two images and labels")
     add("--mixup-alpha", type=recipes.above_0, default=0.2,
         help="of the beta distribution of the weights")
@@ -301,6 +302,7 @@ def validate(ranks, net, loader, devices, loss_fn):
 
 def start(args):
     """Ranks and this one's devices, log and seeds."""
+    args.lr_mode = args.lr_mode or ("step" if args.lr_decay_epoch else "cosine")
     ranks = recipes.Ranks(args.kvstore)
     ranks.start_log("%(message)s")
     if args.logging_file and ranks.rank == 0:
@@ -310,6 +312,9 @@ def start(args):
         args.workers = ranks.workers
     folder = recipes.RunFolder(args, ranks, writes=not args.benchmark)
     log.info("%s", args)
+    if len(devices) > 1:
+        log.info("each of the %d GPUs gets %g images of a batch: --batch-size is of all",
+                 len(devices), args.batch_size / len(devices))
     mx.random.seed(args.seed)
     np.random.seed(args.seed)
     random.seed(args.seed)

@@ -44,7 +44,7 @@ def rows(folder):
         accuracies = [accuracy for accuracy, _ in runs.values()]
         skipped = [skipped for _, skipped in runs.values()]
         cells = [folder.name, kind, len(runs), f"{mean(accuracies):.2f} ± {stdev(accuracies):.2f}",
-                 f"{min(skipped)} to {max(skipped)}" if max(skipped) else 0, "", ""]
+                 " to ".join(map(str, sorted({min(skipped), max(skipped)}))), "", ""]
         pairs = sorted(runs.keys() & found["float32"].keys())
         if kind == "float32":
             yield cells, kind, None, []
@@ -53,9 +53,16 @@ def rows(folder):
         difference = paired(mine, reference)
         low, high = difference.interval()
         cells[5:] = [f"{difference.mean:+.2f} ({low:+.2f} to {high:+.2f})",
-                     f"{outcome(difference, MARGIN)}, {p_text(difference, MARGIN)}; shown within "
-                     f"{difference.smallest_margin:.2f}"]
+                     f"{answer(difference)}; shown within {difference.shown_within}"]
         yield cells, kind, difference, [a - b for a, b in zip(mine, reference)]
+
+
+def answer(difference):
+    """The verdict, with the p of the test that it rests on."""
+    word = outcome(difference, MARGIN)
+    if word == "different":
+        return f"no: more than chance, p = {difference.p:.3f}"
+    return f"{word}, {p_text(difference, MARGIN)}"
 
 
 def draw(found, path):

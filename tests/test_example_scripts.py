@@ -102,6 +102,8 @@ def test_every_policy_that_has_a_name_can_be_chosen(monkeypatch):
     ("image_classification", "--rec-train a.rec --rec-val b.rec", "--dataset a.rec --val b.rec"),
     ("image_classification", "--save-frequency 2", "--save-period 2"),
     ("image_classification", "--num-classes 7", "--classes 7"),
+    ("image_classification", "--label-smoothing --last-gamma",
+     "--last-gamma --label-smoothing 0.1"),
     ("train_imagenet", "--epochs 3", "--num-epochs 3"),
     ("train_imagenet", "--lr-decay 0.2 --lr-decay-epoch 4,5",
      "--lr-factor 0.2 --lr-step-epochs 4,5"),
@@ -111,6 +113,17 @@ def test_every_policy_that_has_a_name_can_be_chosen(monkeypatch):
 def test_flags_have_the_names_of_gluoncv_too(script, theirs, ours, monkeypatch):
     parser = parser_of(script, monkeypatch)
     assert vars(parser.parse_args(theirs.split())) == vars(parser.parse_args(ours.split()))
+
+
+@pytest.mark.parametrize("command", [
+    "--rec-train /rec/train.rec --rec-train-idx /rec/train.idx --rec-val /rec/val.rec "
+    "--rec-val-idx /rec/val.idx --model resnet50_v1b --mode hybrid --lr 0.4 --lr-mode cosine "
+    "--num-epochs 120 --batch-size 128 --num-gpus 8 -j 60 --warmup-epochs 5 --dtype float16 "
+    "--use-rec --last-gamma --no-wd --label-smoothing --save-dir params --logging-file best.log",
+    "--num-epochs 240 --mode hybrid --num-gpus 2 -j 8 --batch-size 64 --wd 0.0001 --lr 0.1 "
+    "--lr-decay 0.1 --lr-decay-epoch 80,160 --model cifar_resnet20_v1"])
+def test_commands_that_gluoncv_publishes_are_understood(command, monkeypatch):
+    parser_of("image_classification", monkeypatch).parse_args(command.split())
 
 
 @pytest.mark.parametrize(("name", "text"), [
@@ -165,7 +178,8 @@ def test_a_flag_without_an_effect_is_refused(script, flags, message, monkeypatch
     ("--rec-val a.rec", "digits has images of its own to validate. Received: --val a.rec"),
     ("--crop-ratio 0.875 --random-crop --rgb-mean 1", "the images of digits are used as they are, "
      "without --crop-ratio, --random-crop, --mean"),
-    ("--input-size 64", "the images of digits are used as they are, without --image-size")])
+    ("--input-size 64", "the images of digits are used as they are, without --image-size"),
+    ("--rec-train-idx a.idx", "--rec-train-idx is for a .rec file. Received: digits")])
 def test_a_flag_that_the_dataset_would_pass_over_is_refused(flags, message, monkeypatch):
     monkeypatch.syspath_prepend(str(EXAMPLES))
     recipe = importlib.import_module("image_classification")

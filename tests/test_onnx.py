@@ -15,7 +15,7 @@ from mxnet import gluon, nd, sym
 from mxnet.gluon import nn
 
 onnx = pytest.importorskip("onnx")
-pytest.importorskip("onnxruntime")
+onnxruntime = pytest.importorskip("onnxruntime")
 
 from onnx_models import cut, engine_tensors, off_by, run, settle  # noqa: E402
 
@@ -324,6 +324,28 @@ def test_what_onnx_has_no_equal_for_is_refused_by_name_and_no_file_is_left(symbo
     with pytest.raises(ValueError, match=said):
         amp.export_onnx(symbol, str(file), (1, 6, 6, 4), "float32", params=params)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_networks_in_numpy_mode_are_exported_or_refused_by_name(tmp_path):
+    mx.npx.set_np()
+    try:
+        net = nn.HybridSequential()
+        net.add(nn.Dense(8, activation="relu"), nn.Dense(3))
+        net.initialize()
+        data = mx.np.random.normal(size=(4, 5))
+        net(data)
+        expected = amp.convert(net)(data).asnumpy()
+        amp.export_onnx(net, str(tmp_path / "net.onnx"), (4, 5))
+        net.add(nn.HybridLambda(lambda F, x: F.np.tanh(x)))
+        with pytest.raises(ValueError, match=r"cannot export .* \(_npi_tanh\)"):
+            amp.export_onnx(net, str(tmp_path / "no.onnx"), (4, 5))
+        data = data.asnumpy()
+    finally:
+        mx.npx.reset_np()
+    session = onnxruntime.InferenceSession(str(tmp_path / "net.onnx"))
+    np.testing.assert_allclose(session.run(None, {"data": data})[0], expected, rtol=2 ** -9,
+                               atol=2 ** -9)
+    assert len(list(tmp_path.iterdir())) == 1
 
 
 def test_wrong_calls_are_refused(tmp_path):

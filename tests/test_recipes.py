@@ -238,6 +238,9 @@ def test_an_index_that_is_missing_is_named(tmp_path, monkeypatch):
     args = recipe.parse(["--dataset", str(tmp_path / "a.rec"), "--batch-size", "1"])
     with pytest.raises(ValueError, match=r"a.rec needs its index, a file beside it .* .idx"):
         recipes.images.image_loaders(args, recipes.Ranks())
+    args.rec_train_idx = "b.idx"
+    with pytest.raises(ValueError, match=r"Valid: .*a\.idx\. Received: b\.idx"):
+        recipes.images.image_loaders(args, recipes.Ranks())
     whole = (tmp_path / "a.rec").read_bytes()
     (tmp_path / "a.rec").write_bytes(whole[:-4])
     with pytest.raises(ValueError, match=r"a.rec is cut short"):
@@ -258,7 +261,7 @@ def test_epochs_that_are_skipped_count_for_the_learning_rate(monkeypatch, tmp_pa
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(logging, "basicConfig", lambda **kwargs: None)  # it is the process's
     line, = recipe.main(["--examples", "16", "--batch-size", "8", "--epochs", "4", "--lr", "0.8",
-                         "--resume-epoch", "3", "--lr-mode", "step", "--lr-decay-epoch", "2"])
+                         "--resume-epoch", "3", "--lr-decay-epoch", "2"])
     assert line["epoch"] == 3
     assert line["lr"] == pytest.approx(0.08)
 

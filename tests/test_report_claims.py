@@ -1,5 +1,6 @@
 """What amp.report claims of runs: only where they differ in nothing but precision."""
 import csv
+import json
 
 import pytest
 import training_logs as logs
@@ -230,7 +231,7 @@ def test_runs_that_did_not_come_to_their_end_are_in_no_verdict():
     found = groups(runs)
     comparison, = compare(found)
     assert comparison.difference.seeds == 2
-    assert any("1 of 3 runs did not come to their end" in note
+    assert any("1 of 3 runs did not come to its end" in note
                for note in remarks(found, [comparison]))
 
 
@@ -295,3 +296,30 @@ def test_the_share_of_runs_that_reached_an_accuracy_is_drawn_with_its_interval()
     rows = group_rows(found, 0.75)
     assert [row["reach 75 %"] for row in rows] == ["2 of 3", "0 of 3"]
     assert [row["epochs to 75 %"] for row in rows] == ["2", ""]
+
+
+def test_a_run_that_diverged_is_not_left_out_because_no_seed_pairs_it():
+    ends = [90.0, 91.0, 90.5, 89.5]
+    for more, is_paired, verdict in (90.7, True, "the same"), (10.0, False, "undecided"):
+        found = comparisons(*seeds("float32", ends), *seeds("float16", [*ends, more]))
+        assert found[0].difference.paired == is_paired
+        assert verdict_rows(found, 0.5)[0]["verdict"] == verdict
+
+
+def test_notes_name_the_dataset_where_there_are_several():
+    runs = [made(dtype, dataset=name, seed=seed) for name in ("digits", "faces")
+            for dtype in ("float32", "float16") for seed in range(3)]
+    del runs[-1].epochs[1]
+    found = groups(runs)
+    assert "faces: float16: 1 of 3 runs did not come to its end, and is in no verdict." in remarks(
+        found, compare(found))
+
+
+def test_losses_that_are_not_finite_are_told(tmp_path):
+    ends = [{"epoch": n, "err_top1": 0.5, "loss": loss} for n, loss in enumerate(
+        [2.0, float("nan"), float("inf")])]
+    (tmp_path / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in [
+        {"version": 2, "arguments": {"epochs": 3}}, *ends]))
+    run, = read([tmp_path / "log.jsonl"])
+    assert remarks(groups([run]), []) == [
+        f"{run.name}: the loss is not finite in 2 of 3 epochs, first in epoch 2."]

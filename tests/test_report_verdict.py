@@ -44,6 +44,12 @@ def test_the_smallest_margin_is_where_equivalence_begins():
     assert found.p_equivalent(found.smallest_margin) == pytest.approx(0.05)
 
 
+@pytest.mark.parametrize("last", np.linspace(50, 54, 9))
+def test_the_margin_that_is_told_is_one_that_the_seeds_show(last):
+    found = paired([*FLOAT16[:-1], last], FLOAT32)
+    assert found.p_equivalent(float(found.shown_within)) <= 0.05
+
+
 @pytest.mark.parametrize("pairs", [True, False])
 def test_so_many_seeds_show_the_margin_four_times_in_five(pairs):
     random = np.random.default_rng(0)

@@ -98,9 +98,11 @@ def _block(net: Any, count: int, dtype: str) -> _Network:
     if any(p._data is None for p in parameters.values()):
         raise RuntimeError("export_onnx needs all parameters initialized: run "
                            f"{net.name} on data once before")
+    numpy_mode = mx.util.is_np_array()
+    data = [mx.sym.var(name) for name in names]
     with autograd.pause():
-        made = net(*(mx.sym.var(name) for name in names))
-    clean = Graph.read(mx.sym.Group(_flat(made)))
+        made = _flat(net(*(x.as_np_ndarray() if numpy_mode else x for x in data)))
+    clean = Graph.read(mx.sym.Group([x.as_nd_ndarray() if numpy_mode else x for x in made]))
     outputs = clean.symbol().list_outputs()
     # of one type, as they are: what goes to MXNet's files is float32
     arrays = {p.name: value_of(p) for p in parameters.values()}

@@ -32,6 +32,8 @@ def add_arguments(parser: Any) -> None:
     add("--dataset", "--rec-train", default="digits", help=_TAKEN)
     add("--val", "--rec-val", help="validation data, where the dataset is a folder or a .rec")
     add("--use-rec", action="store_true", help="the dataset is a .rec: it is known by its name")
+    add("--rec-train-idx", metavar="FILE", help="its index, which lies beside it")
+    add("--rec-val-idx", metavar="FILE", help="that of the validation data")
     add("--data-dir", help="where the dataset lies, if not in MXNet's own place")
     add("--examples", type=positive, help="how many training images to use, if not all")
     add("--classes", "--num-classes", type=positive, help="if not the dataset's")
@@ -118,6 +120,9 @@ def _check_effects(args: Any) -> None:
     name = args.dataset
     if args.use_rec and not name.endswith(".rec"):
         raise ValueError(f"--use-rec needs --rec-train FILE.rec. Received: --dataset {name}")
+    for flag, file in (("--rec-train-idx", name), ("--rec-val-idx", args.val or "")):
+        if getattr(args, flag[2:].replace("-", "_")) and not file.endswith(".rec"):
+            raise ValueError(f"{flag} is for a .rec file. Received: {file or 'no --rec-val'}")
     if args.val and (name in CLASSES or name == "dummy"):
         raise ValueError(f"--val is for a folder or a .rec file: {name} has images of its own to "
                          f"validate. Received: --val {args.val}")
@@ -176,9 +181,13 @@ def _files(args: Any) -> List[Any]:
         log.warning("no --val: what is called validation is of the training data")
     if not args.dataset.endswith(".rec"):
         return [vision.ImageFolderDataset(path) for path in paths]
-    for path in dict.fromkeys(paths):
+    for path, index in {paths[1]: args.rec_val_idx, paths[0]: args.rec_train_idx}.items():
         records(path, classes_of(args))
-        if not os.path.exists(f"{os.path.splitext(path)[0]}.idx"):
+        beside = f"{os.path.splitext(path)[0]}.idx"
+        if index and os.path.abspath(index) != os.path.abspath(beside):
+            raise ValueError(f"MXNet reads the index that lies beside {path}. Valid: {beside}. "
+                             f"Received: {index}")
+        if not os.path.exists(beside):
             raise ValueError(f"{path} needs its index, a file beside it that ends with .idx")
     return [vision.ImageRecordDataset(path) for path in paths]
 

@@ -67,6 +67,10 @@ class Group:
         behind = [run.done - run.validated for run in trained]  # not 0 if every tenth is validated
         return tuple(run for run, epochs in zip(trained, behind) if epochs == min(behind))
 
+    def named(self, several: bool) -> str:
+        """Its name, with that of its section where there are several."""
+        return f"{self.first.dataset or self.first.measure}: {self.name}" if several else self.name
+
     @property
     def speeds(self) -> List[float]:
         return sorted(run.speed for run in self.runs if run.speed)
@@ -107,12 +111,14 @@ class Comparison:
     @cached_property
     def difference(self) -> Optional[Difference]:
         """Low precision minus float32, in points of what is measured: of pairs with one seed, or,
-        where most runs would be in no pair, of two samples. None if one of the groups has a single
-        run."""
+        where pairs would leave out most runs, or one that diverged, of two samples. None if one of
+        the groups has a single run."""
         low, high = ([run.final for run in group.finished if run.final is not None]
                      for group in (self.low, self.float32))
         pairs = self.pairs
-        if len(pairs) > 1 and 4 * len(pairs) >= len(low) + len(high):
+        if len(pairs) > 1 and 4 * len(pairs) >= len(low) + len(high) and not any(
+                _far(end, [pair[i] for pair in pairs]) for i, ends in enumerate((low, high))
+                for end in ends):
             return paired(*zip(*pairs))
         if len(low) < 2 or len(high) < 2:
             return None
@@ -301,6 +307,12 @@ def _by_seed(group: Group) -> Dict[str, float]:
     seeds = Counter(run.seed for run in group.finished)
     return {run.seed: run.final for run in group.finished
             if run.seed is not None and run.final is not None and seeds[run.seed] == 1}
+
+
+def _far(end: float, others: Sequence[float]) -> bool:
+    """Whether it lies further from all of the others than these lie from each other."""
+    apart = max(others) - min(others)
+    return not min(others) - apart <= end <= max(others) + apart
 
 
 def _hours(group: Group) -> List[float]:

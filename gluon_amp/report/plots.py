@@ -21,6 +21,7 @@ from .colors import GREY, INK, color
 from .compare import Comparison, Group
 from .curves import Line, Point, line, pool, reached
 from .runs import ACCURACY, FLOAT32, Run, plain, unit_of_time
+from .verdict import in_points
 
 STYLES = ("-", (0, (5, 1.5)), (0, (1.2, 1.2)), (0, (6, 1.2, 1.2, 1.2)))  # of networks, in turn
 MARKERS = ("", "o", "s", "^", "D", "v", "P", "X")  # of recipes
@@ -187,6 +188,8 @@ def _draw(chart: Chart, found: Sequence[Optional[Line]], runs: Sequence[Run]) ->
     unit, factor = unit_of_time(list(runs)) if chart.x == "hours" else (chart.x, 1.0)
     for one in lines:
         one.x = one.x * factor
+        if chart.scale.percent and one.low is not None and one.high is not None:
+            one.low, one.high = np.clip((one.low, one.high), 0, 1)  # no error is below 0 %
     models = list(dict.fromkeys(one.model for one in lines))
     marked: Counter[Tuple[str, str]] = Counter()
     with _style():
@@ -230,7 +233,8 @@ def _set_scales(axes: Any, chart: Chart, lines: List[Line]) -> None:
     values = np.concatenate([one.y for one in lines])
     bands = np.concatenate([values, *(band for one in lines for band in (one.low, one.high)
                                       if band is not None)])
-    room = 0.4 * np.ptp(values)  # of bands: those of two runs can be wider than all there is
+    # of bands: those of two runs can be wider than all there is; those of steps are what there is
+    room = np.ptp(bands) if chart.steps else 0.4 * np.ptp(values)
     if chart.x == "epochs":
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
         axes.set_xlim(left=0)
@@ -253,7 +257,7 @@ def _set_scales(axes: Any, chart: Chart, lines: List[Line]) -> None:
     elif chart.scale.from_zero:
         axes.set_ylim(bottom=0)
     if chart.scale.whole:
-        axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.yaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
 
 
 def _name_ends(figure: Figure, axes: Any, lines: List[Line], looks: List[Dict[str, Any]],
@@ -383,7 +387,7 @@ def forest(comparisons: Sequence[Comparison], margin: float) -> Optional[Plot]:
     crosses = " Crosses: recipes differ." if any(c.differences for c, _ in found) else ""
     return Plot("differences", "Difference to float32",
                 f"Difference to float32. Lines: 95 % intervals, thick: 90 %; small strokes: single "
-                f"seeds; shaded: within {margin:g} points.{crosses} {words}{more}.", png, svg)
+                f"seeds; shaded: within {in_points(margin)}.{crosses} {words}{more}.", png, svg)
 
 
 def image(figure: Figure) -> Tuple[bytes, str]:

@@ -265,7 +265,7 @@ class _Reader:
             if "batch" in entry:
                 self._step(values)
             else:
-                self._epoch(values, "accuracy" in entry)
+                self._epoch(values, entry)
         else:
             return False
         return True
@@ -277,12 +277,14 @@ class _Reader:
             run.add_step(name, self.number, batch, values.get(name))
         run.follow(self.number, batch, values.get("loss_scale"), values.get("skipped"))
 
-    def _epoch(self, values: Dict[str, Optional[float]], accuracy: bool) -> None:
+    def _epoch(self, values: Dict[str, Optional[float]], entry: Dict[str, Any]) -> None:
         run = self.runs[-1]
         run.epochs[self.number] = epoch = Epoch(*(values.get(key) for key in (
             "err_top1", "err_top5", "samples_per_second", "seconds", "lr", "loss_scale",
             "skipped", "loss", "validation_loss")))
-        run.metric = "accuracy" if accuracy else ""
+        epoch.finite = None not in [values[name] for name in ("loss", "validation_loss")
+                                    if isinstance(entry.get(name), float)]
+        run.metric = "accuracy" if "accuracy" in entry else ""
         run.follow(self.number, run.batches - 1, epoch.scale, epoch.skipped)
 
     def _results(self, kind: bytes, values: Dict[str, float]) -> None:

@@ -218,16 +218,19 @@ def remarks(groups: Sequence[Group], comparisons: Sequence[Comparison]) -> List[
     found = [remark.replace("{}", _names(names, len(runs))) if "{}" in remark else
              (remark if len(names) == len(runs) else f"{_names(names, len(runs))}: {remark}")
              for remark, names in said.items()]
+    several = len({group.section for group in groups}) > 1
     for group in groups:
         missing = len(group.runs) - len(group.finished)
         if missing:
-            found.append(f"{group.name}: {missing} of {len(group.runs)} runs did not come to "
-                         "their end, and are in no verdict.")
+            found.append(f"{group.named(several)}: {missing} of {len(group.runs)} runs did not "
+                         f"come to {_one(missing, 'its', 'their')} end, and "
+                         f"{_one(missing, 'is', 'are')} in no verdict.")
     for comparison in comparisons:
-        if comparison.without_partner:
-            found.append(f"{comparison.low.name} and {comparison.float32.name}: pairs of one seed "
-                         f"are compared; {comparison.without_partner} runs have no partner, and "
-                         "are in no verdict.")
+        left = comparison.without_partner
+        if left:
+            found.append(f"{comparison.low.named(several)} and {comparison.float32.name}: pairs "
+                         f"of one seed are compared; {left} {_one(left, 'run has', 'runs have')} "
+                         f"no partner, and {_one(left, 'is', 'are')} in no verdict.")
     if any(comparison.speedup for comparison in comparisons):
         found.append("Speedup: images per second, or else time, against float32, medians. All "
                      "had the machine to themselves, as their logs or --claim-speed say.")
@@ -238,6 +241,10 @@ def remarks(groups: Sequence[Group], comparisons: Sequence[Comparison]) -> List[
     return found
 
 
+def _one(count: int, singular: str, plural: str) -> str:
+    return singular if count == 1 else plural
+
+
 def _remarks(run: Run) -> List[str]:
     """What has to be said of a run; {} stands for the names of runs."""
     found = []
@@ -246,6 +253,10 @@ def _remarks(run: Run) -> List[str]:
         found.append(f"{{}}: trained with {' and '.join(smoothed)}: the {run.metric} that its "
                      "log gives of training is of changed labels. It is no accuracy, and is left "
                      "out.")
+    lost = [number for number, epoch in run.epochs.items() if not epoch.finite]
+    if lost:
+        found.append(f"{{}}: the loss is not finite in {len(lost)} of {len(run.epochs)} epochs, "
+                     f"first in epoch {lost[0] + 1}.")
     if run.planned and run.epochs and run.done < run.planned:
         found.append(f"{{}}: stopped after {run.done} of {run.planned} epochs.")
     if run.epochs and min(run.epochs) > 0 and not run.get("load_epoch", "resume_epoch"):

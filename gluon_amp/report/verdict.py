@@ -72,6 +72,11 @@ class Difference:
         """The smallest margin within which these seeds show equivalence."""
         return max(map(abs, self.interval(1 - 2 * LEVEL)))
 
+    @property
+    def shown_within(self) -> str:
+        """The same in hundredths, rounded up: less is not shown."""
+        return f"{math.ceil(100 * self.smallest_margin) / 100:.2f}"
+
     def seeds_for(self, margin: float) -> Optional[int]:
         """How many seeds show equivalence within the margin four times in five, if the true means
         are equal; None: more than MOST_SEEDS."""
@@ -140,7 +145,8 @@ def outcome(found: Difference, margin: float) -> str:
 
 
 def conclusion(found: Difference, margin: float) -> str:
-    within, tests = f"within {margin:g} points", f"two one-sided tests, {p_text(found, margin)}"
+    within = f"within {in_points(margin)}"
+    tests = f"two one-sided tests, {p_text(found, margin)}"
     word = outcome(found, margin)
     if word == "the same":
         return f"the same {within} ({tests})"
@@ -151,8 +157,7 @@ def conclusion(found: Difference, margin: float) -> str:
         f"more than {MOST_SEEDS:,} {kind} would be needed to show {margin:g}"
     if word == "different":
         return f"a difference that is no chance, and not shown to be {within} ({tests})"
-    least = math.ceil(100 * found.smallest_margin) / 100  # rounded up: what these seeds do show
-    return f"the same within {least:.2f} points, not shown {within} ({tests}); {needed}"
+    return f"the same within {found.shown_within} points, not shown {within} ({tests}); {needed}"
 
 
 def _ends(found: Difference, float32: str) -> str:
@@ -164,6 +169,10 @@ def _ends(found: Difference, float32: str) -> str:
         return f"{abs(found.mean):.2f} points {side} {float32} in each of {seeds}"
     return f"{abs(found.mean):.2f} points {side} {float32} (95 % interval {low:.2f} to " \
            f"{high:.2f}, {seeds}, {_p(found.p)})"
+
+
+def in_points(margin: float) -> str:
+    return f"{margin:g} {'point' if margin == 1 else 'points'}"
 
 
 def p_text(found: Difference, margin: float) -> str:

@@ -124,9 +124,10 @@ def _arguments(groups: Sequence[Group]) -> str:
              group.first.arguments.items()} for group in groups]
     shared = {name: value for name, value in each[0].items()
               if all(other.get(name) == value for other in each)}
+    several = len({group.section for group in groups}) > 1
     parts = [("Of all groups" if len(groups) > 1 else groups[0].name, shared)]
     for group, arguments in zip(groups[:MOST_ARGUMENTS] if len(groups) > 1 else [], each):
-        parts.append((group.name, {name: value for name, value in arguments.items()
+        parts.append((group.named(several), {name: value for name, value in arguments.items()
                                    if name not in shared}))
     text = "\n".join(
         f"<details><summary>{escape(name)}</summary><dl>" + "".join(

@@ -154,10 +154,14 @@ def seeds_table(rows, found):
         low, high = difference.interval()
         made.append({"epochs": row["epochs"], "float32": row["float32_mean"],
                      "mixed": row["mixed_mean"], "difference": f"{difference.mean:+.3f}",
-                     "from": f"{low:+.3f}", "to": f"{high:+.3f}", "p": f"{difference.p:.3f}",
-                     f"p within {MARGIN}": f"{difference.p_equivalent(MARGIN):.3f}",
+                     "from": f"{low:+.3f}", "to": f"{high:+.3f}", "p": _p(difference.p),
+                     f"p within {MARGIN}": _p(difference.p_equivalent(MARGIN)),
                      "verdict": outcome(difference, MARGIN)})
     return table(made)
+
+
+def _p(p):
+    return "<0.001" if p < 0.001 else f"{p:.3f}"
 
 
 def draw_seeds(found):
