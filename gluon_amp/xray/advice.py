@@ -1,13 +1,13 @@
 """From counts to advice: what is wrong where, which loss scales fit, where infinities begin."""
 import math
 import statistics
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Callable, Dict, Iterable, List, Mapping, NamedTuple, Optional, Tuple
 
 from ..graph.graph import CASTS
 from ..graph.operators import PRODUCTS, numbers
 from .statistics import Counts, Key, decibels
-from .tensors import Layout, Tensor
+from .tensors import Layout, Tensor, counted_reads
 
 _MOST_LOST = 0.1  # of a gradient's norm, before a network is said to need something
 _STANDS_OUT = 4  # times the worth of what three products in four round
@@ -104,11 +104,14 @@ def first_overflow(tensors: Iterable[Tensor], counts: Mapping[Key, Counts], batc
         arrays: the data and parameters that are known, by name.
     """
     by_key = {tensor.key: tensor for tensor in tensors}
+    reads_of: Dict[Key, List[Key]] = {}
     for tensor in sorted(by_key.values(), key=lambda t: t.place):
         found = counts.get(tensor.key)
         if found is None or is_finite(found) or _came_round(tensor, counts):
             continue
-        if not all(is_finite(counts[key]) for key in tensor.reads if key in counts):
+        reads_of = reads_of or counted_reads(by_key.values(), counts)
+        reads = reads_of[tensor.key]
+        if not all(is_finite(counts[key]) for key in reads):
             continue
         given = {name: Counts.of_array(arrays[name]) for name in tensor.variables
                  if arrays and name in arrays}
@@ -116,9 +119,8 @@ def first_overflow(tensors: Iterable[Tensor], counts: Mapping[Key, Counts], batc
             if not held.finite:
                 return Overflow(name, name, "", False, batch, scale, {})
         output = by_key.get(Key(tensor.key.node, False, 0))
-        reads = dict.fromkeys(tensor.reads + (output.reads if output else []))
-        inputs = {by_key[key].name: counts[key].range for key in reads
-                  if key in counts and key in by_key}
+        reads = dict.fromkeys(reads + (reads_of[output.key] if output else []))
+        inputs = {by_key[key].name: counts[key].range for key in reads if key in by_key}
         inputs.update((name, held.range) for name, held in given.items())
         return Overflow(tensor.key.node, tensor.name, tensor.op, tensor.key.backward, batch,
                         scale, inputs)
@@ -168,7 +170,9 @@ def findings(layout: Layout, tensors: List[Tensor], scale: float) -> List[Findin
     """The nodes that are to blame, the worst first: where infinities begin, then forward tensors
     that lose their numbers, then differences that cancel, then tensors on whose last digits the
     loss hangs, then gradients that no scale fits."""
-    seen = {t.key: t for t in tensors if t.counts is not None}
+    held = {t.key for t in tensors if t.counts is not None}
+    reads = counted_reads(tensors, held)
+    seen = {t.key: replace(t, reads=reads[t.key]) for t in tensors if t.key in held}
     made: List[Finding] = []
     forward = sorted((t for t in seen.values() if not t.key.backward), key=lambda t: t.place)
     for tensor in forward:

@@ -67,7 +67,7 @@ def lines(view: Any) -> Iterable[Dict[str, Any]]:
         {"node": f.node, "tensor": f.tensor, "reason": f.reason, "detail": f.detail}
         for f in view.findings]
     yield {"version": 1, "network": view.name, "loss_scale": view.loss_scale, "keep": view.keep,
-           "findings": found, "left_out": view.left_out,
+           "findings": found, "left_out": view.left_out, "lost": view.lost,
            "first_overflow": str(view.first_overflow) if view.first_overflow else None}
     for number, (scale, counted) in enumerate(view.steps):
         for tensor in view.tensors:

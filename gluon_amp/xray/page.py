@@ -156,7 +156,8 @@ const cut = (context, text, width) => {
   return "…" + text;
 };
 const canvas = (element, height) => {
-  const ratio = devicePixelRatio || 1, width = element.parentNode.clientWidth;
+  const width = element.parentNode.clientWidth;
+  const ratio = Math.min(devicePixelRatio || 1, 16000 / height);  // browsers draw no more pixels
   element.width = width * ratio; element.height = height * ratio;
   element.style.height = height + "px";
   const context = element.getContext("2d");

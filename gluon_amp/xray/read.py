@@ -49,7 +49,7 @@ def read(folder: str, format_: Format) -> View:
     head, *lines = _lines(folder)
     tensors: Dict[Key, Tensor] = {}
     view = View(f"{head['network']}, as if in {format_.name}", [],
-                left_out=head.get("left_out", []))
+                left_out=head.get("left_out", []), lost=head.get("lost", 0.01))
     for line in lines:
         if line["kind"] in ("weight", "update"):
             _read_weight(view.weights, line, format_)

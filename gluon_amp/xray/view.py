@@ -165,7 +165,7 @@ def xray(net: Any, batches: Iterable[Any], loss_fn: Any = None, trainer: Any = N
     if not chosen:
         raise ValueError("xray needs at least one batch. Received: none")
     check(net, chosen[0])
-    take_samples(reference)
+    take_samples(True)
     trial = Trial(net, net._amp.policy)
     with random_numbers_kept():
         trial.look(chosen[0])
@@ -210,7 +210,7 @@ def xray(net: Any, batches: Iterable[Any], loss_fn: Any = None, trainer: Any = N
     view.tensors = [t for t in tensors if t.counts is not None]
     if all(_forward_is_finite(view.steps[number][1]) for number in sound):
         view.window = window(view.tensors, view.scale, lost)
-    view.findings = findings(layout, view.tensors, view.scale)
+    view.findings = findings(layout, tensors, view.scale)
     if view.findings:
         with random_numbers_kept() as draw_again:
             _try_keeping(trial, right, view, [chosen[i] for i in sound], loss_fn, draw_again)
@@ -318,7 +318,7 @@ def _look_again(trial: Trial, right: Optional[Trial], batches: List[Any], loss_f
         weigh(again.tensors, ran, at)
         scale = at
         again.fits = again.fits and _forward_is_finite(ran.counts)
-        again.found = findings(layout, [t for t in again.tensors if t.counts], again.scale)
+        again.found = findings(layout, again.tensors, again.scale)
         if again.found:
             again.failed = i
             break
