@@ -97,7 +97,7 @@ def test_it_goes_on_from_its_file_and_gives_the_same(tmp_path, capsys):
     assert (again.keep, again.verified, again.runs) == (first.keep, True, 0)
     with pytest.raises(ValueError, match="another search"):
         amp.search(network(), batches(), LOSS, budget=120.0, file=file, **QUICK)
-    with pytest.raises(ValueError, match="another search: .*the loss"):
+    with pytest.raises(ValueError, match=r"another search: .*the loss"):
         amp.search(net, batches(), lambda out, label: LOSS(out, label) * 2, budget=120.0, file=file,
                    **QUICK)
     (tmp_path / "search.json").write_text("{")

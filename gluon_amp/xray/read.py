@@ -7,7 +7,8 @@ from typing import Any, Dict, List, Optional
 from .._mxnet import np
 from ..files import replace_file
 from ..formats import FLOAT16, FLOAT32, FORMATS, Format
-from .advice import Finding, is_finite, scales_that_fit, window
+from .advice import Finding, scales_that_fit, window
+from .overflow import is_finite
 from .page import page
 from .statistics import Counts, Key
 from .tensors import Tensor
