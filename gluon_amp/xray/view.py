@@ -198,6 +198,11 @@ def xray(net: Any, batches: Iterable[Any], loss_fn: Any = None, trainer: Any = N
         known = trial.given(batch, (right or trial).arrays if right or trainer is None else {})
         _note(view, scale, ran, number, known,
               None if whole is None else at_scale(whole.counts, scale / at))
+        if updates.gave_up:
+            view.notes.append(f"batch {number} is the last that was looked at: the trainer has "
+                              f"given up: {updates.gave_up}")
+            chosen = chosen[:number + 1]
+            break
     sound = [number for number in range(len(chosen)) if number not in view.left_out]
     view.notes[:0] = hopeless
     view.tensors = [t for t in tensors if t.counts is not None]
