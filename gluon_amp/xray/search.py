@@ -25,7 +25,7 @@ from .modules import looked_at
 from .names import in_groups, keep_line
 from .ranking import ranked
 from .tensors import Layout
-from .trial import FIRST_SCALE, Trial, check
+from .trial import FIRST_SCALE, Trial, check, first_of
 
 _MOST_BATCHES = 16
 _TRUER = 6.0  # dB: what is asked for beyond the last time, where training was off
@@ -120,9 +120,7 @@ def search(net: Any, batches: Iterable[Any], loss_fn: Any = None, budget: Union[
         raise ValueError(f"{seeds} seeds need a budget of at least {3 * seeds} training runs: two "
                          f"in float32 and one to verify, each. Received: budget={budget}")
     net, batches, loss_fn = looked_at(net, batches, loss_fn)
-    chosen = list(itertools.islice(iter(batches), _MOST_BATCHES))
-    if not chosen:
-        raise ValueError("search needs at least one batch. Received: none")
+    chosen = first_of(batches, _MOST_BATCHES, "search")
     check(net, chosen[0])
 
     def say(text: str) -> None:

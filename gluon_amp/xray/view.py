@@ -6,11 +6,11 @@
                 which is tried: nodes are added until nothing is found any more
 """
 import inspect
-import itertools
 import math
+import os
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, Callable, Dict, Iterable, List, Mapping, Optional, Set, Tuple
+from typing import Any, Callable, Dict, Iterable, List, Mapping, Optional, Set, Tuple, Union
 
 from .._mxnet import mx
 from ..checks import positive_number, whole_number
@@ -24,7 +24,7 @@ from .names import keep_for, kept_already, owner
 from .overflow import Overflow, first_overflow, goes_forward, is_finite
 from .statistics import Counts, Key, at_scale, decibels, take_samples
 from .tensors import Layout, Tensor, fill
-from .trial import FIRST_SCALE, LEAST_SCALE, Ran, Trial, check, split
+from .trial import FIRST_SCALE, LEAST_SCALE, Ran, Trial, check, first_of, split
 from .updates import Updates, Weight, check_trainer
 from .worth import weigh
 
@@ -103,7 +103,7 @@ class View:
             return 1, min(own, math.inf if tensor.snr is None else tensor.snr)
         return sorted((t for t in self.tensors if t.counts is not None), key=order)
 
-    def save(self, folder: str) -> str:
+    def save(self, folder: Union[str, "os.PathLike[str]"]) -> str:
         """Writes xray.html, summary.csv and xray.jsonl into a new folder; with matplotlib, also
         pictures. Returns the path of the page."""
         from .files import save
@@ -154,9 +154,7 @@ def xray(net: Any, batches: Iterable[Any], loss_fn: Any = None, trainer: Any = N
     if trainer is not None:
         check_trainer(trainer, net)
     net, batches, loss_fn = looked_at(net, batches, loss_fn)
-    chosen = list(itertools.islice(iter(batches), steps))
-    if not chosen:
-        raise ValueError("xray needs at least one batch. Received: none")
+    chosen = first_of(batches, steps, "xray")
     check(net, chosen[0])
     take_samples(True)
     trial = Trial(net, net._amp.policy)
