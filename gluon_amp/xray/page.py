@@ -75,7 +75,7 @@ def _advice(view: Any) -> str:
                      f"<b>{head}:</b>{escape(tail)}.</p>")
     if view.findings:
         parts.append("<ol>" + "".join(
-            f"<li><b>{escape(f.node)}</b>: {escape(f.reason)}. {escape(f.detail)}."
+            f"<li><b>{escape(f.node)}</b>: {escape(f.reason)}: {escape(f.detail)}."
             for f in view.findings[:10]) + "</ol>")
         if view.keep:
             parts.append(f"<pre>{escape(view.keep_line)}</pre>")

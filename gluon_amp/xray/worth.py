@@ -2,15 +2,16 @@
 
 To first order the loss moves by each number's error times its gradient. Errors of a rounding are
 independent of each other, so their squares add up. The histograms of a step hold the squares of
-errors and those of gradients; samples tell whether large errors meet large gradients: those of a
-mask are large, and their gradients 0.
+errors and those of gradients. Samples tell where large errors do not meet large gradients: those
+of a mask are large, and their gradients 0. (Products, whose worths are the measure for all others,
+are taken as if they met by chance.)
 """
 import math
 from typing import Iterable, List
 
 from .._mxnet import np
 from ..formats import Format
-from ..graph.operators import LOSSES
+from ..graph.operators import LOSSES, PRODUCTS
 from .statistics import Counts
 from .tensors import Tensor
 from .trial import Ran
@@ -29,7 +30,8 @@ def weigh(tensors: Iterable[Tensor], ran: Ran, scale: float) -> None:
             continue
         gradients = [(key, ran.counts[key]) for key in tensor.gradients if key in ran.counts]
         squares = sum(g.squares / (1.0 if key in begin else scale) ** 2 for key, g in gradients)
-        meet = _meet(tensor.format, found, [g for _, g in gradients])
+        meet = 1.0 if tensor.op in PRODUCTS else \
+            min(_meet(tensor.format, found, [g for _, g in gradients]), 1.0)
         moved = math.sqrt(_expected(found, squares) * meet) / ran.total
         if math.isfinite(moved):
             tensor.worths.append(moved)
