@@ -94,8 +94,8 @@ def first_overflow(tensors: Iterable[Tensor], counts: Mapping[Key, Counts], batc
             if not held.finite:
                 return Overflow(name, name, "", False, batch, scale, {})
         output = by_key.get(Key(tensor.key.node, False, 0))
-        reads = dict.fromkeys(reads + (reads_of[output.key] if output else []))
-        inputs = {by_key[key].name: counts[key].range for key in reads if key in by_key}
+        all_reads = dict.fromkeys(reads + (reads_of[output.key] if output else []))
+        inputs = {by_key[key].name: counts[key].range for key in all_reads if key in by_key}
         inputs.update((name, held.range) for name, held in given.items())
         return Overflow(tensor.key.node, tensor.name, tensor.op, tensor.key.backward, batch,
                         scale, inputs)
