@@ -63,7 +63,8 @@ for name, value in {
     os.environ.setdefault(name, value)
 nitpick_ignore = [("py:class", "dataclasses.InitVar"), ("py:class", "NoneType")]  # no pages of ours
 # parts of an X-ray's view, which docs/xray.md tells of
-nitpick_ignore_regex = [("py:class", r"gluon_amp\.xray\.(tensors|updates|statistics|advice)\.\w+")]
+nitpick_ignore_regex = [
+    ("py:class", r"gluon_amp\.xray\.(tensors|updates|statistics|advice|overflow)\.\w+")]
 
 
 def code_blocks(app, what, name, obj, options, lines):

@@ -63,9 +63,11 @@ def test_products_are_kept_where_nothing_else_makes_gradients_true_enough():
     assert found.keep[:1] == ["net_dense0"]
 
 
-def test_no_choice_of_the_front_is_beaten_by_another():
-    front = amp.search(network(root_mean_square), batches(), LOSS, budget=120.0, **QUICK).front
-    values = [(c.snr, -c.casts, c.share) for c in front]
+def test_no_choice_of_the_front_is_beaten_by_another_and_the_best_is_one_of_them():
+    found = amp.search(network(root_mean_square), batches(), LOSS, budget=120.0, **QUICK)
+    front = found.front
+    assert found.best in front
+    values = [(c.snr, -c.casts, c.share, -len(c.nodes)) for c in front]
     assert len(front) > 1
     for mine in values:
         assert not any(other != mine and all(a >= b for a, b in zip(other, mine))
@@ -95,6 +97,9 @@ def test_it_goes_on_from_its_file_and_gives_the_same(tmp_path, capsys):
     assert (again.keep, again.verified, again.runs) == (first.keep, True, 0)
     with pytest.raises(ValueError, match="another search"):
         amp.search(network(), batches(), LOSS, budget=120.0, file=file, **QUICK)
+    with pytest.raises(ValueError, match=r"another search: .*the loss"):
+        amp.search(net, batches(), lambda out, label: LOSS(out, label) * 2, budget=120.0, file=file,
+                   **QUICK)
     (tmp_path / "search.json").write_text("{")
     with pytest.raises(ValueError, match="none that search has written"):
         amp.search(net, batches(), LOSS, budget=120.0, file=file, **QUICK)

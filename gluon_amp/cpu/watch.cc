@@ -30,10 +30,14 @@ void add(const Counts& from, Counts* to) {
   to->error_squares += from.error_squares;
 }
 
+// One number of each part of an array; which one differs from part to part, since an array whose
+// parts are as long as its rows would show one column. Arrays of one size show the same places.
 void take_sample(const TBlob& from, WatchedRow* row) {
   const int64_t n = size(from), step = (n + kSamples - 1) / kSamples;
   row->samples = 0;
-  for (int64_t i = 0; i < n; i += step) {
+  for (int64_t begin = 0; begin < n; begin += step) {
+    const uint32_t mixed = static_cast<uint32_t>(row->samples) * 2654435761u >> 8;
+    const int64_t i = begin + mixed % std::min(step, n - begin);
     float* to = &row->sample[row->samples++];
     if (is_half(from)) kernels->widen(halves(from) + i, to, 1);
     else *to = floats(from)[i];

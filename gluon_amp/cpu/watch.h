@@ -79,7 +79,7 @@ struct WatchedRow {
   int64_t calls, numbers;
   Counts counts;
   int64_t samples;
-  float sample[kSamples];  // evenly over the last call's tensor, as it was written
+  float sample[kSamples];  // of the last call's tensor, one of each part, as it was written
 };
 
 int64_t watched();  // takes all rows out of the table; returns how many

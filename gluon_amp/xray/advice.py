@@ -1,13 +1,14 @@
-"""From counts to advice: what is wrong where, which loss scales fit, where infinities begin."""
+"""From counts to advice: what is wrong where, and which loss scales fit."""
 import math
 import statistics
-from dataclasses import dataclass
-from typing import Any, Callable, Dict, Iterable, List, Mapping, NamedTuple, Optional, Tuple
+from dataclasses import dataclass, replace
+from typing import Callable, Dict, Iterable, List, NamedTuple, Optional
 
 from ..graph.graph import CASTS
 from ..graph.operators import PRODUCTS, numbers
+from .overflow import came_round, is_finite, unsound
 from .statistics import Counts, Key, decibels
-from .tensors import Layout, Tensor
+from .tensors import Layout, Tensor, counted_reads
 
 _MOST_LOST = 0.1  # of a gradient's norm, before a network is said to need something
 _STANDS_OUT = 4  # times the worth of what three products in four round
@@ -36,43 +37,6 @@ class Finding:
     keep: List[str]
 
 
-@dataclass
-class Overflow:
-    """The first tensor that is not finite though all that it is computed from is.
-
-    Attributes:
-        node: the name of the node that has computed it; or of the data or the parameter that was
-            not finite before anything was computed.
-        tensor: its own name.
-        op: the node's operator; "" of data and parameters.
-        backward: whether it is of the backward pass.
-        batch: the number of the batch, from 0 on.
-        scale: the loss scale of that pass.
-        inputs: the names of what it read, with parameters and data, and the exponents of the
-            smallest and the largest number.
-        where: the user's block, with the file and line of its code, if that can be had.
-    """
-    node: str
-    tensor: str
-    op: str
-    backward: bool
-    batch: int
-    scale: float
-    inputs: Dict[str, Optional[Tuple[int, int]]]
-    where: str = ""
-
-    def __str__(self) -> str:
-        if not self.op:
-            return f"batch {self.batch}: {self.node} is not finite before anything is computed"
-        ranges = ", ".join(f"{name} 2^{r[0]} to 2^{r[1]}" if r else f"{name} all 0"
-                           for name, r in self.inputs.items())
-        ranges = ranges or ("the loss" if self.backward else "parameters and data")
-        which = f" at the loss scale {self.scale:g}" if self.backward else ""
-        where = f" ({self.where})" if self.where else ""
-        return f"batch {self.batch}: {self.tensor} ({self.op}) is the first that is not " \
-               f"finite{which}{where}. It is computed from: {ranges}"
-
-
 class Window(NamedTuple):
     """The loss scales that fit, as powers of two, and the tensors that set the ends."""
     low: float
@@ -89,46 +53,6 @@ class Window(NamedTuple):
 def scales_that_fit(low: float, high: float) -> str:
     """How a line about loss scales begins: "Loss scales that fit", unless none does."""
     return "Loss scales that fit" if low <= high else "No loss scale fits all gradients"
-
-
-def is_finite(counts: Counts) -> bool:
-    """Whether a tensor has no infinity and no NaN, once it is rounded."""
-    return counts.finite and counts.overflowed == 0
-
-
-def first_overflow(tensors: Iterable[Tensor], counts: Mapping[Key, Counts], batch: int,
-                   scale: float, arrays: Optional[Mapping[str, Any]] = None) -> Optional[Overflow]:
-    """In one step's counts.
-
-    Args:
-        arrays: the data and parameters that are known, by name.
-    """
-    by_key = {tensor.key: tensor for tensor in tensors}
-    for tensor in sorted(by_key.values(), key=lambda t: t.place):
-        found = counts.get(tensor.key)
-        if found is None or is_finite(found) or _came_round(tensor, counts):
-            continue
-        if not all(is_finite(counts[key]) for key in tensor.reads if key in counts):
-            continue
-        given = {name: Counts.of_array(arrays[name]) for name in tensor.variables
-                 if arrays and name in arrays}
-        for name, held in given.items():
-            if not held.finite:
-                return Overflow(name, name, "", False, batch, scale, {})
-        output = by_key.get(Key(tensor.key.node, False, 0))
-        reads = dict.fromkeys(tensor.reads + (output.reads if output else []))
-        inputs = {by_key[key].name: counts[key].range for key in reads
-                  if key in counts and key in by_key}
-        inputs.update((name, held.range) for name, held in given.items())
-        return Overflow(tensor.key.node, tensor.name, tensor.op, tensor.key.backward, batch,
-                        scale, inputs)
-    return None
-
-
-def _came_round(tensor: Tensor, counts: Mapping[Key, Counts]) -> bool:
-    """Whether what is not finite came from the round of the loop before: counts are of all."""
-    return counts[tensor.key].overflowed == 0 and any(
-        key in counts and not is_finite(counts[key]) for key in tensor.carried)
 
 
 def window(tensors: Iterable[Tensor], scale: float, lost: float) -> Optional[Window]:
@@ -168,18 +92,23 @@ def findings(layout: Layout, tensors: List[Tensor], scale: float) -> List[Findin
     """The nodes that are to blame, the worst first: where infinities begin, then forward tensors
     that lose their numbers, then differences that cancel, then tensors on whose last digits the
     loss hangs, then gradients that no scale fits."""
-    seen = {t.key: t for t in tensors if t.counts is not None}
+    held = {t.key for t in tensors if t.counts is not None}
+    reads = counted_reads(tensors, held)
+    seen = {t.key: replace(t, reads=reads[t.key]) for t in tensors if t.key in held}
     made: List[Finding] = []
     forward = sorted((t for t in seen.values() if not t.key.backward), key=lambda t: t.place)
+    counts = {key: t.counts for key, t in seen.items() if t.counts is not None}
+    broken = {t.key for t in unsound(tensors, counts)}
     for tensor in forward:
-        made += _above(layout, seen, tensor)
+        if tensor.key in broken or tensor.snr == -math.inf:
+            made += _above(layout, seen, counts, tensor)
     for tensor in forward:
         made += _below(layout, seen, tensor)
     for tensor in forward:
         made += _cancelled(layout, seen, tensor)
     if not made:  # else gradients are not what they will be
         made += _moving_the_loss(layout, forward)
-    if all(t.counts is None or is_finite(t.counts) for t in forward):
+    if all(key.backward for key in broken):
         made += _gradients(layout, seen, scale)
     first: Dict[str, Finding] = {}
     for finding in made:
@@ -198,24 +127,56 @@ def _finding(layout: Layout, tensor: Tensor, reason: str, detail: str,
     return Finding(blamed, tensor.name, reason, detail, layout.kept_for(tensor.key))
 
 
-def _above(layout: Layout, seen: Dict[Key, Tensor], tensor: Tensor) -> List[Finding]:
+def _above(layout: Layout, seen: Dict[Key, Tensor], all_counts: Dict[Key, Counts],
+           tensor: Tensor) -> List[Finding]:
     counts = tensor.counts
     assert counts is not None
-    all_counts = {key: t.counts for key, t in seen.items() if t.counts is not None}
-    if not tensor.is_low or is_finite(counts) or _came_round(tensor, all_counts):
+    if is_finite(counts) or came_round(tensor, all_counts):
         return []
     if tensor.op in CASTS and not counts.overflowed:
         return []  # what it casts was not finite, such as what a plain Block hands on
-    for key in tensor.reads:
-        read = seen.get(key)
-        if read is not None and read.counts is not None and not is_finite(read.counts):
-            return []
+    if not all(is_finite(all_counts[key]) for key in tensor.reads if key in all_counts):
+        return []
+    if not counts.overflowed:
+        return _of_zeros(layout, seen, tensor)
     begins = _where_it_begins(layout, seen, tensor, lambda t: t.counts is not None and
                               t.counts.shares(tensor.format)["overflowed"] > 0)
     share = counts.overflowed / counts.numbers
     most = f"up to 2^{counts.range[1] + 1}" if counts.range else "all"
     return [_finding(layout, tensor, "range above", f"{share:.2%} of {tensor.name} lies beyond "
                      f"{tensor.format.largest:g}, {most}", begins)]
+
+
+def _of_zeros(layout: Layout, seen: Dict[Key, Tensor], tensor: Tensor) -> List[Finding]:
+    """A tensor whose infinities no rounding has made: what it is computed from became 0, which a
+    logarithm or a quotient does not take."""
+    rounded = _lows_behind(seen, tensor)
+    lost = [t for t in rounded if t.counts is not None and t.counts.flushed]
+    made = [_finding(layout, t, "range below", f"{t.counts.flushed / t.counts.numbers:.2%} of "
+                     f"{t.name} becomes 0, and {tensor.name} is not finite")
+            for t in lost if t.counts is not None]
+    if made or not (rounded or tensor.is_low):
+        return made
+    finding = _finding(layout, tensor, "cancellation", f"{tensor.name} is not finite, though what "
+                       "it is computed from is")
+    nodes = [k for t in rounded for k in layout.kept_for(t.key)]
+    finding.keep = [*(finding.keep if tensor.is_low else []), *nodes]
+    return [finding]
+
+
+def _lows_behind(seen: Dict[Key, Tensor], tensor: Tensor) -> List[Tensor]:
+    """The nearest tensors of less than float32 that a tensor is computed from."""
+    found: Dict[Key, Tensor] = {}
+    known, left = set(), list(tensor.reads)
+    while left:
+        key = left.pop()
+        if key in seen and key not in known:
+            known.add(key)
+            if seen[key].is_low:
+                found[key] = seen[key]
+            else:
+                left += seen[key].reads
+    return list(found.values())
 
 
 def _where_it_begins(layout: Layout, seen: Dict[Key, Tensor], tensor: Tensor,

@@ -3,7 +3,7 @@ import csv
 import json
 import os
 import shutil
-from typing import Any, Dict, Iterable, List
+from typing import Any, Dict, Iterable, List, Union
 
 from .table import as_number, row, rows_of_weights
 
@@ -12,8 +12,9 @@ _COLUMNS = ("place", "tensor", "kind", "operator", "format", "numbers", "zero", 
             "bits_above", "own_snr", "snr", "inherited_snr", "without_master")
 
 
-def save(view: Any, folder: str) -> str:
+def save(view: Any, folder: Union[str, "os.PathLike[str]"]) -> str:
     """Writes the files into a new folder: whole, or not there. Returns the path of the page."""
+    folder = os.fspath(folder)
     if os.path.exists(folder):
         raise FileExistsError(f"{folder} exists: xray writes into a new folder")
     beside = f"{folder.rstrip(os.sep)}.writing"
@@ -67,7 +68,7 @@ def lines(view: Any) -> Iterable[Dict[str, Any]]:
         {"node": f.node, "tensor": f.tensor, "reason": f.reason, "detail": f.detail}
         for f in view.findings]
     yield {"version": 1, "network": view.name, "loss_scale": view.loss_scale, "keep": view.keep,
-           "findings": found, "left_out": view.left_out,
+           "findings": found, "left_out": view.left_out, "lost": view.lost,
            "first_overflow": str(view.first_overflow) if view.first_overflow else None}
     for number, (scale, counted) in enumerate(view.steps):
         for tensor in view.tensors:

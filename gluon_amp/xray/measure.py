@@ -59,19 +59,21 @@ class Measure:
         self.failures: Dict[Tuple[Nodes, int], Place] = {}
         self.losses: Dict[Tuple[str, Nodes, int], float] = {}
         self._gradients: List[List[Any]] = []  # float32's, by place
+        self._casts: Dict[Nodes, int] = {}
         self.work: Dict[str, int] = {}
         for call in self.calls.values():
             shapes = {**{name: array.shape for name, array in self.right.arrays.items()},
                       **dict(zip(call.names, call.shapes))}
             self.work.update(multiply_adds(call.clean, shapes))
-        self._load()
 
     # ---- what is known without a run
 
     def casts(self, keep: Nodes) -> int:
         """How many casts the graphs have."""
-        return sum(node.op in CASTS for graph, _ in self.trial(keep).graphs()
-                   for node in graph.nodes())
+        if keep not in self._casts:
+            self._casts[keep] = sum(node.op in CASTS for graph, _ in self.trial(keep).graphs()
+                                    for node in graph.nodes())
+        return self._casts[keep]
 
     def trial(self, keep: Nodes) -> Trial:
         """The network with these nodes in float32."""
@@ -203,29 +205,35 @@ class Measure:
                 made.update(array.asnumpy().tobytes())
         return made.hexdigest()
 
-    def _load(self) -> None:
-        self._print = self._fingerprint() if self.file else ""
+    def load(self, begins_at: float) -> None:
+        """Takes over what the file holds.
+
+        Args:
+            begins_at: the loss in float32, which tells a loss function from another.
+        """
+        self._print, self._begins_at = self._fingerprint() if self.file else "", begins_at
         if not self.file or not os.path.exists(self.file):
             return
         with open(self.file, encoding="utf-8") as file:
             try:
                 held = json.load(file)
-                known = held["fingerprint"]
+                known, began_at = held["fingerprint"], float(held["begins_at"])
                 found = {(i, frozenset(k)): float(v) for i, k, v in held["gradients"]}
                 losses = {(kind, frozenset(k), seed): float(v)
                           for kind, k, seed, v in held["training"]}
             except (ValueError, KeyError, TypeError):
                 raise ValueError(f"file={self.file!r} is none that search has written") from None
-        if known != self._print:
+        if known != self._print or not math.isclose(began_at, begins_at, rel_tol=1e-3):
             raise ValueError(f"file={self.file!r} is of another search: the network, its weights, "
-                             "the batches or the settings differ. Give another name")
+                             "the batches, the loss or the settings differ. Give another name")
         self.found, self.losses = found, losses
 
     def _save(self) -> None:
         if not self.file:
             return
-        held = {"fingerprint": self._print,
-                "gradients": [[i, sorted(k), repr(v)] for (i, k), v in self.found.items()],
+        held = {"fingerprint": self._print, "begins_at": self._begins_at,
+                "gradients": [[i, sorted(k), repr(v)] for (i, k), v in self.found.items()
+                              if i < _FIRST_PLACES],  # others are where this run has failed
                 "training": [[kind, sorted(k), seed, repr(v)]
                              for (kind, k, seed), v in self.losses.items()]}
         replace_text(self.file, json.dumps(held))

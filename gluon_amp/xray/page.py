@@ -75,7 +75,7 @@ def _advice(view: Any) -> str:
                      f"<b>{head}:</b>{escape(tail)}.</p>")
     if view.findings:
         parts.append("<ol>" + "".join(
-            f"<li><b>{escape(f.node)}</b>: {escape(f.reason)}. {escape(f.detail)}."
+            f"<li><b>{escape(f.node)}</b>: {escape(f.reason)}: {escape(f.detail)}."
             for f in view.findings[:10]) + "</ol>")
         if view.keep:
             parts.append(f"<pre>{escape(view.keep_line)}</pre>")
@@ -156,7 +156,8 @@ const cut = (context, text, width) => {
   return "…" + text;
 };
 const canvas = (element, height) => {
-  const ratio = devicePixelRatio || 1, width = element.parentNode.clientWidth;
+  const width = element.parentNode.clientWidth;
+  const ratio = Math.min(devicePixelRatio || 1, 16000 / height);  // browsers draw no more pixels
   element.width = width * ratio; element.height = height * ratio;
   element.style.height = height + "px";
   const context = element.getContext("2d");

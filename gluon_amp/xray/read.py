@@ -7,7 +7,8 @@ from typing import Any, Dict, List, Optional
 from .._mxnet import np
 from ..files import replace_text
 from ..formats import FLOAT16, FLOAT32, FORMATS, Format
-from .advice import Finding, is_finite, scales_that_fit, window
+from .advice import Finding, scales_that_fit, window
+from .overflow import is_finite
 from .page import page
 from .statistics import Counts, Key
 from .tensors import Tensor
@@ -45,7 +46,7 @@ def read(folder: str, format_: Format) -> View:
     head, *lines = _lines(folder)
     tensors: Dict[Key, Tensor] = {}
     view = View(f"{head['network']}, as if in {format_.name}", [],
-                left_out=head.get("left_out", []))
+                left_out=head.get("left_out", []), lost=head.get("lost", 0.01))
     for line in lines:
         if line["kind"] in ("weight", "update"):
             _read_weight(view.weights, line, format_)

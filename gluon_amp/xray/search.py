@@ -25,7 +25,7 @@ from .modules import looked_at
 from .names import in_groups, keep_line
 from .ranking import ranked
 from .tensors import Layout
-from .trial import FIRST_SCALE, Trial, check
+from .trial import FIRST_SCALE, Trial, check, first_of
 
 _MOST_BATCHES = 16
 _TRUER = 6.0  # dB: what is asked for beyond the last time, where training was off
@@ -55,7 +55,8 @@ class Search:
         keep: for `convert(net, policy, keep=best.keep)`, in a network that has run.
         best: the choice that this is.
         verified: whether training with it was as in float32.
-        front: all choices that no other beats in all of gradients, casts and arithmetic.
+        front: the choices that no other beats in all of gradients, casts, arithmetic and number of
+            nodes, without those that failed in training. The best is one of them.
         runs: how many trainings were made.
         notes: what else there is to know, in sentences.
     """
@@ -119,9 +120,7 @@ def search(net: Any, batches: Iterable[Any], loss_fn: Any = None, budget: Union[
         raise ValueError(f"{seeds} seeds need a budget of at least {3 * seeds} training runs: two "
                          f"in float32 and one to verify, each. Received: budget={budget}")
     net, batches, loss_fn = looked_at(net, batches, loss_fn)
-    chosen = list(itertools.islice(iter(batches), _MOST_BATCHES))
-    if not chosen:
-        raise ValueError("search needs at least one batch. Received: none")
+    chosen = first_of(batches, _MOST_BATCHES, "search")
     check(net, chosen[0])
 
     def say(text: str) -> None:
@@ -169,6 +168,7 @@ class _Looking:
             raise ValueError("the loss is not finite in float32 either: look at the data, the "
                              f"weights and the loss first. Received: a loss of {ran.loss}")
         self.begins_at = ran.loss
+        self.measure.load(ran.loss)
         scores = ranked(self.layout, ran.counts, FIRST_SCALE, right.given(batch, right.arrays))
         if not scores:
             raise ValueError("the network has no tensors of less than float32: all of it is kept, "
@@ -180,8 +180,8 @@ class _Looking:
     def run(self) -> None:
         while True:
             keep = self._joined(self._pruned(self._enough()))
-            if keep in self.failed:  # nothing that is measured tells why
-                keep = self.all
+            # Of those that were looked at on the way, one may cost as little, and be truer.
+            keep = self.all if keep in self.failed else self._cheapest()
             if self.measure.trains(keep, self.loss, self.begins_at):
                 self.verified.append(keep)
                 return
@@ -246,22 +246,30 @@ class _Looking:
 
     def result(self) -> Search:
         measure = self.measure
+        best = self.verified[0] if self.verified else self._cheapest()
+        return Search(keep_line(measure.net, best | measure.right.keep, sorted(self.all)),
+                      self._choice(best), best in self.verified, self._front(best), measure.runs,
+                      self.notes)
+
+    def _cheapest(self) -> Nodes:
+        """Of what is true enough and has not failed in training, what costs least; of several such
+        the truest. All nodes where there is none."""
+        measure = self.measure
         enough = [k for k in measure.choices()
                   if measure.known(k) >= self.wanted and k not in self.failed]
-        best = min(self.verified or enough or [self.all], key=measure.cost)
-        return Search(keep_line(measure.net, best | measure.right.keep, sorted(self.all)),
-                      self._choice(best), best in self.verified, self._front(), measure.runs,
-                      self.notes)
+        return min(enough or [self.all], key=lambda k: (measure.cost(k), -measure.known(k)))
 
     def _choice(self, keep: Nodes) -> Choice:
         measure = self.measure
         return Choice(keep, measure.known(keep), measure.casts(keep), measure.share(keep))
 
-    def _front(self) -> List[Choice]:
+    def _front(self, best: Nodes) -> List[Choice]:
         """The choices that no other one beats, the truest first."""
-        found = [self._choice(keep) for keep in self.measure.choices()]
-        values: List[Tuple[float, int, float]] = [(c.snr, -c.casts, c.share) for c in found]
-        front = [c for c, mine in zip(found, values) if math.isfinite(c.snr) and not any(
+        held = [k for k in self.measure.choices() if k == best or k not in self.failed]
+        found = [self._choice(keep) for keep in held if self.measure.known(keep) > -math.inf]
+        values: List[Tuple[float, int, float, int]] = [
+            (c.snr, -c.casts, c.share, -len(c.nodes)) for c in found]
+        front = [c for c, mine in zip(found, values) if not any(
             other != mine and all(a >= b for a, b in zip(other, mine)) for other in values)]
         return sorted(front, key=lambda c: (-c.snr, c.casts))
 

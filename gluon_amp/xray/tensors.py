@@ -1,6 +1,17 @@
 """Which tensors a converted network's graph has, in order of computation."""
 from dataclasses import dataclass, field
-from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
+from typing import (
+    Any,
+    Container,
+    Dict,
+    Iterable,
+    Iterator,
+    List,
+    Mapping,
+    Optional,
+    Sequence,
+    Tuple,
+)
 
 from ..formats import FLOAT32, FORMATS, Format
 from ..graph.build import LEFT_ALONE
@@ -209,15 +220,27 @@ class Layout:
         return list(dict.fromkeys(found))
 
     def blamed(self, key: Key) -> str:
-        """The node that a tensor is laid to: of a cast, what it casts."""
+        """The node that a tensor is laid to: of a cast, what it casts; of a cast's gradient, the
+        node that has made it."""
         node = self.nodes[key.node]
-        if node.op not in CASTS or key.backward:
+        if node.op not in CASTS:
             return key.node
         maker = self.root(Entry(node)).node
-        if not maker.is_variable:
-            return maker.name
-        readers = self._readers(Entry(node))
-        return readers[0].name if readers else key.node
+        readers = [n.name for n in self._readers(Entry(node)) if n.op not in CASTS]
+        if maker.is_variable or key.backward and readers:
+            return readers[0] if readers else key.node
+        return str(maker.name)
+
+
+def counted_reads(tensors: Iterable[Tensor], counted: Container[Key]) -> Dict[Key, List[Key]]:
+    """What each tensor is computed from, of what was counted. What was not, such as the gradients
+    of a sum, which are its own, stands for what it is computed from itself."""
+    found: Dict[Key, List[Key]] = {}
+    for tensor in sorted(tensors, key=lambda t: t.place):
+        found[tensor.key] = list(dict.fromkeys(
+            key for read in tensor.reads
+            for key in ([read] if read in counted else found.get(read, []))))
+    return found
 
 
 def fill(tensors: List[Tensor], counts: Mapping[Key, Counts],

@@ -3,6 +3,7 @@
 A network is called as its user calls it. Meanwhile something stands in for the graphs of its
 hybrid blocks (`State.stand_in`): the same graphs on copies of the parameters, under any policy.
 """
+import itertools
 from contextlib import ExitStack, contextmanager, suppress
 from typing import (
     Any,
@@ -106,6 +107,18 @@ def split(batch: Any) -> Tuple[List[Any], List[Any]]:
                          "which may be a list of arrays. "
                          f"Received: {[getattr(p, 'shape', type(p).__name__) for p in parts]}")
     return (parts, []) if len(parts) == 1 else (parts[:-1], parts[-1:])
+
+
+def first_of(batches: Any, count: int, who: str) -> List[Any]:
+    """The first batches, so many at most."""
+    try:
+        found = list(itertools.islice(iter(batches), count))
+    except TypeError:
+        raise TypeError("batches is a list of tuples (data, label), or anything that gives such. "
+                        f"Received: {type(batches).__name__}") from None
+    if not found:
+        raise ValueError(f"{who} needs at least one batch. Received: none")
+    return found
 
 
 def arrays_of(parts: Sequence[Any]) -> List[Any]:

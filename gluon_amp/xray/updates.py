@@ -5,6 +5,7 @@ from typing import Any, Dict, List, Optional, Tuple
 from .._mxnet import mx, np
 from ..cpu.arrays import to_float32
 from ..formats import FLOAT16, FLOAT32, Format
+from ..training.loss_scale import LossScaleError
 from ..training.optimizer import master_in
 from ..training.step import clear_added
 from ..training.trainer import Trainer
@@ -46,7 +47,11 @@ def check_trainer(trainer: Any, net: Any) -> None:
 
 
 class Updates:
-    """The parameters, and what a trainer's steps add to them."""
+    """The parameters, and what a trainer's steps add to them.
+
+    Attributes:
+        gave_up: what the trainer said when it took no step any more; "" until then.
+    """
 
     def __init__(self, net: Any, trainer: Any, batch_size: Optional[int] = None) -> None:
         self.net, self.trainer, self.batch_size = net, trainer, batch_size
@@ -56,6 +61,7 @@ class Updates:
         self.lost: Dict[str, int] = {}
         self.made: Dict[str, int] = {}
         self.watched = Watched(net)
+        self.gave_up = ""
         self.last: Dict[str, np.ndarray[Any, Any]] = {}  # the parameters after the last step
 
     def step(self, batch: Any, loss_fn: Any) -> Tuple[float, Ran]:
@@ -80,7 +86,10 @@ class Updates:
             loss.backward()
             passed(1.0)
         workers = getattr(self.trainer, "workers", 1)
-        self.trainer.step(self.batch_size or split(batch)[0][0].shape[0] * workers)
+        try:
+            self.trainer.step(self.batch_size or split(batch)[0][0].shape[0] * workers)
+        except LossScaleError as error:
+            self.gave_up = str(error)
         clear_added(self.trainer._params)
         for p in self.parameters:
             self.count(p.name, self._value(p))

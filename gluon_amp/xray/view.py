@@ -6,32 +6,25 @@
                 which is tried: nodes are added until nothing is found any more
 """
 import inspect
-import itertools
 import math
+import os
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, Callable, Dict, Iterable, List, Mapping, Optional, Set, Tuple
+from typing import Any, Callable, Dict, Iterable, List, Mapping, Optional, Set, Tuple, Union
 
 from .._mxnet import mx
 from ..checks import positive_number, whole_number
 from ..cpu.library import random_numbers_kept
 from ..policy import POLICIES
-from .advice import (
-    Finding,
-    Overflow,
-    Window,
-    findings,
-    first_overflow,
-    is_finite,
-    window,
-)
+from .advice import Finding, Window, findings, window
 from .lines import lines
 from .module_updates import ModuleUpdates
 from .modules import ModuleBlock, looked_at
 from .names import keep_for, kept_already, owner
+from .overflow import Overflow, first_overflow, goes_forward, is_finite
 from .statistics import Counts, Key, at_scale, decibels, take_samples
 from .tensors import Layout, Tensor, fill
-from .trial import FIRST_SCALE, LEAST_SCALE, Ran, Trial, check, split
+from .trial import FIRST_SCALE, LEAST_SCALE, Ran, Trial, check, first_of, split
 from .updates import Updates, Weight, check_trainer
 from .worth import weigh
 
@@ -80,7 +73,7 @@ class View:
     def windows(self) -> List[Optional[Window]]:
         """The loss scales that fit each step; None where its forward tensors overflow."""
         return [window([replace(t, counts=counts.get(t.key)) for t in self.tensors], scale,
-                       self.lost) if _forward_is_finite(counts) else None
+                       self.lost) if goes_forward(self.tensors, counts) else None
                 for scale, counts in self.steps]
 
     @property
@@ -110,7 +103,7 @@ class View:
             return 1, min(own, math.inf if tensor.snr is None else tensor.snr)
         return sorted((t for t in self.tensors if t.counts is not None), key=order)
 
-    def save(self, folder: str) -> str:
+    def save(self, folder: Union[str, "os.PathLike[str]"]) -> str:
         """Writes xray.html, summary.csv and xray.jsonl into a new folder; with matplotlib, also
         pictures. Returns the path of the page."""
         from .files import save
@@ -161,11 +154,9 @@ def xray(net: Any, batches: Iterable[Any], loss_fn: Any = None, trainer: Any = N
     if trainer is not None:
         check_trainer(trainer, net)
     net, batches, loss_fn = looked_at(net, batches, loss_fn)
-    chosen = list(itertools.islice(iter(batches), steps))
-    if not chosen:
-        raise ValueError("xray needs at least one batch. Received: none")
+    chosen = first_of(batches, steps, "xray")
     check(net, chosen[0])
-    take_samples(reference)
+    take_samples(True)
     trial = Trial(net, net._amp.policy)
     with random_numbers_kept():
         trial.look(chosen[0])
@@ -192,7 +183,7 @@ def xray(net: Any, batches: Iterable[Any], loss_fn: Any = None, trainer: Any = N
                     draw_again()
                 if trainer is None:
                     trial.copy()
-                    scale, ran = _run(trial, batch, loss_fn, scale, draw_again)
+                    scale, ran = _run(trial, tensors, batch, loss_fn, scale, draw_again)
                     if isinstance(updates, ModuleUpdates) and ran.finite:
                         updates.look(trial, scale)
         if trainer is not None:
@@ -205,12 +196,17 @@ def xray(net: Any, batches: Iterable[Any], loss_fn: Any = None, trainer: Any = N
         known = trial.given(batch, (right or trial).arrays if right or trainer is None else {})
         _note(view, scale, ran, number, known,
               None if whole is None else at_scale(whole.counts, scale / at))
+        if updates.gave_up:
+            view.notes.append(f"batch {number} is the last that was looked at: the trainer has "
+                              f"given up: {updates.gave_up}")
+            chosen = chosen[:number + 1]
+            break
     sound = [number for number in range(len(chosen)) if number not in view.left_out]
     view.notes[:0] = hopeless
     view.tensors = [t for t in tensors if t.counts is not None]
-    if all(_forward_is_finite(view.steps[number][1]) for number in sound):
+    if all(goes_forward(tensors, view.steps[number][1]) for number in sound):
         view.window = window(view.tensors, view.scale, lost)
-    view.findings = findings(layout, view.tensors, view.scale)
+    view.findings = findings(layout, tensors, view.scale)
     if view.findings:
         with random_numbers_kept() as draw_again:
             _try_keeping(trial, right, view, [chosen[i] for i in sound], loss_fn, draw_again)
@@ -245,15 +241,11 @@ def _layout(trial: Trial) -> Layout:
     return Layout(trial.graphs(), trial.policy, trial.parameters)
 
 
-def _forward_is_finite(counts: Dict[Key, Counts]) -> bool:
-    return all(is_finite(c) for key, c in counts.items() if not key.backward)
-
-
-def _run(trial: Trial, batch: Any, loss_fn: Any, scale: float,
+def _run(trial: Trial, tensors: List[Tensor], batch: Any, loss_fn: Any, scale: float,
          draw_again: Callable[[], None]) -> Tuple[float, Ran]:
     """A step at this loss scale, or at lower ones where only gradients overflow at it."""
     ran = trial.run(batch, loss_fn, scale)
-    while not ran.finite and scale > LEAST_SCALE and _forward_is_finite(ran.counts):
+    while not ran.finite and scale > LEAST_SCALE and goes_forward(tensors, ran.counts):
         scale /= 16
         trial.copy()
         draw_again()
@@ -311,14 +303,14 @@ def _look_again(trial: Trial, right: Optional[Trial], batches: List[Any], loss_f
             right.copy()
             whole = right.run(batch, loss_fn, scale)
         draw_again()
-        at, ran = _run(trial, batch, loss_fn, scale, draw_again)
+        at, ran = _run(trial, again.tensors, batch, loss_fn, scale, draw_again)
         again.scale = again.scale or at
         fill(again.tensors, ran.counts, at_scale(whole.counts, at / scale) if whole else None,
              again.scale / at)
         weigh(again.tensors, ran, at)
         scale = at
-        again.fits = again.fits and _forward_is_finite(ran.counts)
-        again.found = findings(layout, [t for t in again.tensors if t.counts], again.scale)
+        again.fits = again.fits and goes_forward(again.tensors, ran.counts)
+        again.found = findings(layout, again.tensors, again.scale)
         if again.found:
             again.failed = i
             break

@@ -1,33 +1,57 @@
 """What a tensor's rounding is worth: by how much of the loss its own errors move it.
 
 To first order the loss moves by each number's error times its gradient. Errors of a rounding are
-independent of each other, so their squares add up: the histograms of a step hold all that it takes.
+independent of each other, so their squares add up. The histograms of a step hold the squares of
+errors and those of gradients. Samples tell where large errors do not meet large gradients: those
+of a mask are large, and their gradients 0. (Products, whose worths are the measure for all others,
+are taken as if they met by chance.)
 """
 import math
-from typing import Iterable
+from typing import Iterable, List
 
-from ..graph.operators import LOSSES
+from .._mxnet import np
+from ..formats import Format
+from ..graph.operators import LOSSES, PRODUCTS
 from .statistics import Counts
 from .tensors import Tensor
 from .trial import Ran
 
 
 def weigh(tensors: Iterable[Tensor], ran: Ran, scale: float) -> None:
-    """Adds to each forward tensor that is rounded what this was worth in a step at a loss scale."""
+    """Adds to each forward tensor that is rounded, and that there is a sample of, what this was
+    worth in a step at a loss scale."""
     tensors = list(tensors)
     # No scale reaches what a loss begins with by itself.
     begin = {t.key for t in tensors if t.key.backward and t.op in LOSSES}
     for tensor in tensors:
         found = ran.counts.get(tensor.key)
-        if tensor.key.backward or not tensor.is_low or found is None or not ran.total:
+        if tensor.key.backward or not tensor.is_low or found is None or not ran.total \
+                or not len(found.sample):
             continue
-        squares = sum(ran.counts[key].squares / (1.0 if key in begin else scale) ** 2
-                      for key in tensor.gradients if key in ran.counts)
-        moved = _expected(found, squares) / ran.total
+        gradients = [(key, ran.counts[key]) for key in tensor.gradients if key in ran.counts]
+        squares = sum(g.squares / (1.0 if key in begin else scale) ** 2 for key, g in gradients)
+        meet = 1.0 if tensor.op in PRODUCTS else \
+            min(_meet(tensor.format, found, [g for _, g in gradients]), 1.0)
+        moved = math.sqrt(_expected(found, squares) * meet) / ran.total
         if math.isfinite(moved):
             tensor.worths.append(moved)
 
 
 def _expected(found: Counts, gradient_squares: float) -> float:
-    """How far the sum of errors times gradients is expected to lie from 0."""
-    return math.sqrt(found.error_squares * gradient_squares / max(found.numbers, 1))
+    """The square of how far the sum of errors times gradients is expected to lie from 0, if large
+    errors meet large gradients by chance only."""
+    return found.error_squares * gradient_squares / max(found.numbers, 1)
+
+
+def _meet(format_: Format, found: Counts, gradients: List[Counts]) -> float:
+    """How much more, or less, they meet than by chance, as the samples tell."""
+    size = np.abs(found.sample.astype(np.float64))
+    squares = sum(np.square(g.sample.astype(np.float64)) for g in gradients
+                  if len(g.sample) == len(size))
+    with np.errstate(invalid="ignore", over="ignore"):
+        errors = np.square(np.maximum(np.ldexp(1.0, np.frexp(size)[1] - 1 - format_.fraction),
+                                      format_.smallest))
+        known = np.isfinite(size) & np.isfinite(squares)
+        both = np.sum(errors * known) * np.sum(squares * known)
+    return float(known.sum() * np.sum(np.where(known, errors * squares, 0.0)) / both) \
+        if both > 0 and math.isfinite(both) else 1.0

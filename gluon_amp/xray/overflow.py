@@ -1,0 +1,108 @@
+"""Where infinities begin."""
+from dataclasses import dataclass
+from typing import Any, Dict, Iterable, List, Mapping, Optional, Tuple
+
+from .statistics import Counts, Key
+from .tensors import Tensor, counted_reads
+
+
+@dataclass
+class Overflow:
+    """The first tensor that is not finite though all that it is computed from is.
+
+    Attributes:
+        node: the name of the node that has computed it; or of the data or the parameter that was
+            not finite before anything was computed.
+        tensor: its own name.
+        op: the node's operator; "" of data and parameters.
+        backward: whether it is of the backward pass.
+        batch: the number of the batch, from 0 on.
+        scale: the loss scale of that pass.
+        inputs: the names of what it read, with parameters and data, and the exponents of the
+            smallest and the largest number.
+        where: the user's block, with the file and line of its code, if that can be had.
+    """
+    node: str
+    tensor: str
+    op: str
+    backward: bool
+    batch: int
+    scale: float
+    inputs: Dict[str, Optional[Tuple[int, int]]]
+    where: str = ""
+
+    def __str__(self) -> str:
+        if not self.op:
+            return f"batch {self.batch}: {self.node} is not finite before anything is computed"
+        ranges = ", ".join(f"{name} 2^{r[0]} to 2^{r[1]}" if r else f"{name} all 0"
+                           for name, r in self.inputs.items())
+        ranges = ranges or ("the loss" if self.backward else "parameters and data")
+        which = f" at the loss scale {self.scale:g}" if self.backward else ""
+        where = f" ({self.where})" if self.where else ""
+        return f"batch {self.batch}: {self.tensor} ({self.op}) is the first that is not " \
+               f"finite{which}{where}. It is computed from: {ranges}"
+
+
+def is_finite(counts: Counts) -> bool:
+    """Whether a tensor has no infinity and no NaN, once it is rounded."""
+    return counts.finite and counts.overflowed == 0
+
+
+def unsound(tensors: Iterable[Tensor], counts: Mapping[Key, Counts]) -> List[Tensor]:
+    """The tensors that are not finite, in order of computation, but for infinities that come to
+    nothing: no rounding has made them, and whoever reads them makes numbers of them, as a softmax
+    does of those that a mask holds."""
+    tensors = sorted(tensors, key=lambda t: t.place)
+    found = [t for t in tensors if t.key in counts and not is_finite(counts[t.key])]
+    if not found:
+        return []
+    reads, readers = counted_reads(tensors, counts), {}  # type: Any, Dict[Key, List[Key]]
+    for tensor in tensors:
+        for key in reads[tensor.key] if tensor.key in counts and not tensor.key.backward else ():
+            readers.setdefault(key, []).append(tensor.key)
+    made: Dict[Key, Tensor] = {}
+    for tensor in reversed(found):
+        held, behind = counts[tensor.key], readers.get(tensor.key, [])
+        if held.overflowed or held.nan or not behind or any(key in made for key in behind):
+            made[tensor.key] = tensor
+    return list(made.values())[::-1]
+
+
+def goes_forward(tensors: Iterable[Tensor], counts: Mapping[Key, Counts]) -> bool:
+    """Whether nothing breaks before the loss."""
+    return all(t.key.backward for t in unsound(tensors, counts))
+
+
+def first_overflow(tensors: Iterable[Tensor], counts: Mapping[Key, Counts], batch: int,
+                   scale: float, arrays: Optional[Mapping[str, Any]] = None) -> Optional[Overflow]:
+    """In one step's counts.
+
+    Args:
+        arrays: the data and parameters that are known, by name.
+    """
+    by_key = {tensor.key: tensor for tensor in tensors}
+    broken = unsound(by_key.values(), counts)
+    keys = {tensor.key for tensor in broken}
+    reads_of = counted_reads(by_key.values(), counts) if broken else {}
+    for tensor in broken:
+        reads = reads_of[tensor.key]
+        if came_round(tensor, counts) or not keys.isdisjoint(reads):
+            continue
+        given = {name: Counts.of_array(arrays[name]) for name in tensor.variables
+                 if arrays and name in arrays}
+        for name, held in given.items():
+            if not held.finite:
+                return Overflow(name, name, "", False, batch, scale, {})
+        output = by_key.get(Key(tensor.key.node, False, 0))
+        all_reads = dict.fromkeys(reads + (reads_of[output.key] if output else []))
+        inputs = {by_key[key].name: counts[key].range for key in all_reads if key in by_key}
+        inputs.update((name, held.range) for name, held in given.items())
+        return Overflow(tensor.key.node, tensor.name, tensor.op, tensor.key.backward, batch,
+                        scale, inputs)
+    return None
+
+
+def came_round(tensor: Tensor, counts: Mapping[Key, Counts]) -> bool:
+    """Whether what is not finite came from the round of the loop before: counts are of all."""
+    return counts[tensor.key].overflowed == 0 and any(
+        key in counts and not is_finite(counts[key]) for key in tensor.carried)

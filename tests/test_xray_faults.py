@@ -1,0 +1,134 @@
+"""Faults that an X-ray names, and what looks like one and is none: masks, zeros, branches."""
+import json
+
+import gluon_amp as amp
+import numpy as np
+import pytest
+from gluon_amp._mxnet import mx
+from gluon_amp.formats import FLOAT16
+from gluon_amp.xray.files import lines
+from gluon_amp.xray.read import read
+from mxnet import gluon, nd
+from mxnet.gluon import nn
+
+LOSS = gluon.loss.SoftmaxCrossEntropyLoss()
+
+
+def batches(*shape):
+    rng = np.random.default_rng(1)
+    return [(nd.array(rng.standard_normal((8, *shape))), nd.arange(8) % 4) for _ in range(2)]
+
+
+def converted(forward, *layers):
+    """A network that is called as forward(F, x, *layers)."""
+    class Net(gluon.HybridBlock):
+        def __init__(self):
+            super().__init__(prefix="net_")
+            for i, layer in enumerate(layers):
+                self.register_child(layer, str(i))
+
+        def hybrid_forward(self, F, x):
+            return forward(F, x, *layers)
+    mx.random.seed(1)
+    net = Net()
+    net.initialize(mx.init.Xavier())
+    return amp.convert(net)
+
+
+def layers(*units, flatten=True):
+    return [nn.Dense(u, flatten=flatten, prefix=f"net_dense{i}_") for i, u in enumerate(units)]
+
+
+def added(F, scores, later):
+    return F.broadcast_add(scores, later * -1e4)
+
+
+def put(F, scores, later):
+    endless = F.ones_like(scores) * -np.inf
+    return F.where(F.broadcast_add(later, F.zeros_like(scores)), endless, scores)
+
+
+@pytest.mark.parametrize("mask", [added, put])
+def test_the_mask_of_attention_is_no_fault(mask):
+    """What it rounds has no gradients; its infinities come to nothing in the softmax."""
+    def forward(F, x, qkv, out):
+        q, k, v = F.split(qkv(x), num_outputs=3, axis=-1)
+        place = F.arange(0, 12)
+        later = F.broadcast_greater(F.reshape(place, (1, 1, -1)), F.reshape(place, (1, -1, 1)))
+        scores = mask(F, F.batch_dot(q, k, transpose_b=True) * 0.25, later)
+        return out(F.batch_dot(F.softmax(scores), v))
+    net = converted(forward, *layers(48, flatten=False), nn.Dense(4))
+    view = amp.xray(net, batches(12, 16), LOSS)
+    assert (view.findings, view.keep, view.first_overflow) == ([], [], None)
+    assert view.window.low <= view.window.high
+    assert amp.explain(net, batches(12, 16)[0], LOSS) is None
+
+
+def test_rows_that_a_mask_hides_wholly_are_a_fault_of_the_mask():
+    def forward(F, x, dense, out):
+        h = dense(x)
+        return out(F.softmax(F.where(h > 100, h, F.ones_like(h) * -np.inf)))
+    net = converted(forward, *layers(8, 4))
+    assert "where" in amp.explain(net, batches(6)[0], LOSS).node \
+        or "mulscalar" in amp.explain(net, batches(6)[0], LOSS).node
+
+
+def test_zeros_that_a_logarithm_does_not_take_are_laid_to_who_makes_them():
+    def forward(F, x, dense, out):
+        p = F.sigmoid(dense(x)) * 1e-3
+        return out(F.log(p * p * p) * 0.1)
+    net = converted(forward, *layers(8, 4))
+    view = amp.xray(net, batches(6), LOSS)
+    assert view.first_overflow.op == "log"
+    assert view.findings[0].node == "net__mul1"
+    assert view.findings[0].reason == "range below"
+    amp.convert(net, keep=view.keep)
+    assert amp.xray(net, batches(6), LOSS).findings == []
+
+
+def test_differences_of_0_that_a_logarithm_does_not_take_are_kept_with_what_they_are_of():
+    def forward(F, x, dense, out):
+        return out(F.log(1 - F.sigmoid(F.relu(dense(x)) * 2 + 9)) * 0.1)
+    net = converted(forward, *layers(8, 4))
+    view = amp.xray(net, batches(6), LOSS)
+    assert view.findings[0].reason == "cancellation"
+    amp.convert(net, keep=view.keep)
+    assert amp.xray(net, batches(6), LOSS).findings == []
+
+
+def test_a_gradient_that_a_cast_rounds_is_laid_to_the_node_that_made_it():
+    def forward(F, x, dense, out, side):
+        return out(dense(x)) + F.contrib.gradientmultiplier(side(x), scalar=1e-12)
+    net = converted(forward, *layers(8, 4, 4))
+    net(batches(6)[0][0])
+    view = amp.xray(net, batches(6), LOSS)
+    assert view.findings[0].node == "net_gradientmultiplier0"
+    assert {finding.node for finding in view.findings} <= {row.node for row in amp.types(net)}
+
+
+def test_what_follows_an_infinity_behind_a_norm_is_not_blamed():
+    def forward(F, x, dense, norm, out):
+        return out(F.relu(norm(dense(x * F.ones_like(x) * 1e5))))
+    dense, out = layers(8, 4)
+    net = converted(forward, dense, nn.LayerNorm(in_channels=8, prefix="net_norm_"), out)
+    assert [finding.node for finding in amp.xray(net, batches(6), LOSS).findings] == [
+        "net__mulscalar0"]
+
+
+def test_where_the_trainer_gives_up_there_is_advice_all_the_same():
+    def forward(F, x, dense, out):
+        h = dense(x) * 2.0 ** 12
+        return out(h * h * 2.0 ** -24)
+    net = converted(forward, *layers(8, 4))
+    trainer = amp.Trainer(net.collect_params(), "sgd", loss_scale="dynamic")
+    view = amp.xray(net, batches(6) * 10, LOSS, trainer)
+    assert "the trainer has given up" in str(view)
+    assert len(view.steps) < 20
+    assert view.findings[0].node == "net__mul0"
+
+
+def test_a_folder_remembers_what_may_be_lost(tmp_path):
+    net = converted(lambda F, x, dense, out: out(dense(x)), *layers(8, 4))
+    view = amp.xray(net, batches(6), LOSS, steps=1, lost=0.25)
+    (tmp_path / "xray.jsonl").write_text("\n".join(map(json.dumps, lines(view))))
+    assert read(str(tmp_path), FLOAT16).lost == 0.25
