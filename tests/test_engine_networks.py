@@ -194,6 +194,56 @@ def test_two_threads_may_call_one_network(rng):
     assert not wrong
 
 
+def recorded(net, x):
+    with autograd.record():
+        return net(x)
+
+
+class ByMode(gluon.HybridBlock):
+    """Has one graph in training and another one in prediction."""
+
+    def __init__(self):
+        super().__init__()
+        self.out = nn.Dense(8, in_units=8)
+
+    def hybrid_forward(self, F, x):
+        return self.out(x) if autograd.is_training() else self.out(x) * 2
+
+
+def test_threads_may_train_and_predict_with_one_network():
+    """In any mode and of any type, before a graph for it was made, too."""
+    x = nd.ones((2, 8))
+    calls = [(lambda net: net(x), 2), (lambda net: recorded(net, x), 1), (lambda net: net(x.astype("float16")), 2)]
+    wrong = []
+
+    def work(net, once, start, call, factor):
+        start.wait()
+        for _ in range(20):
+            try:
+                if not np.array_equal(call(net).asnumpy(), once * factor):
+                    wrong.append("another result")
+            except Exception as error:  # noqa: BLE001
+                wrong.append(error)
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for _ in range(8):
+            net = ByMode()
+            net.initialize(mx.init.Xavier())
+            amp.convert(net, "pure_float16")
+            once, start = net(x).asnumpy() / 2, threading.Barrier(len(calls))
+            threads = [threading.Thread(target=work, args=(net, once, start, *call))
+                       for call in calls]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+    finally:
+        sys.setswitchinterval(before)
+    assert not wrong
+
+
 # ---- what stays as it was --------------------------------------------------------------
 
 

@@ -48,6 +48,27 @@ def types_of(symbol, policy="float16", **inputs):
             for node in graph.nodes() if node.inputs}
 
 
+PLACES = {
+    "insert": lambda np_, x: np_.insert(x, slice(2049, 2053), 7, axis=0),
+    "insert's stop": lambda np_, x: np_.insert(x, slice(0, 2053, 1026), 7, axis=0),
+    "delete": lambda np_, x: np_.delete(x, slice(2049, 2053), axis=0),
+}
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_places_in_an_array_are_no_float16_numbers(name):
+    class Net(gluon.HybridBlock):
+        def hybrid_forward(self, F, x):
+            return PLACES[name](F.np, x)
+
+    x = np.arange(2100, dtype="float32").reshape(-1, 1) % 64
+    with mx.util.np_array(True), mx.util.np_shape(True):
+        net = amp.convert(Net(), "pure_float16")
+        found = net(mx.np.array(x, dtype="float16")).asnumpy()
+    expected = PLACES[name](np, x)
+    assert np.array_equal(found, expected)
+
+
 # what numpy mode must compute in float32: the function, a value whose result is no float16
 NUMPY = {"exp": 12, "square": 300, "expm1": 12, "cosh": 12, "sinh": 12, "reciprocal": 1e-5,
          "log": 3, "log2": 3, "log10": 3, "log1p": 3, "tan": 1.5, "arcsin": 0.5}

@@ -268,8 +268,9 @@ _SENSITIVE_WHEN = {
 
 # Attributes that are numbers of the type that an operator computes in.
 _NUMBERS = ("scalar", "value", "a_min", "a_max", "slope", "fill_value", "val", "constant_value",
-            "start", "stop", "on_value", "off_value", "nan", "posinf", "neginf")
+            "on_value", "off_value", "nan", "posinf", "neginf")
 _COUNTING = ("_arange", "_npi_arange")
+_FROM_TO = (*_COUNTING, "_linspace", "_npi_logspace")  # of others, "start" and "stop" are places
 
 
 def names(runs: str) -> FrozenSet[str]:
@@ -298,7 +299,7 @@ def runs_in(node: Node) -> str:
 
 def numbers(node: Node) -> Iterable[Tuple[str, float]]:
     """The constants in a node's attributes: the attribute's name, and the number."""
-    for key in _NUMBERS:
+    for key in (*_NUMBERS, "start", "stop") if node.op in _FROM_TO else _NUMBERS:
         if key in node.attrs:
             try:
                 yield key, float(node.attrs[key])
