@@ -194,6 +194,43 @@ def test_two_threads_may_call_one_network(rng):
     assert not wrong
 
 
+class ByMode(gluon.HybridBlock):
+    """Has one graph in training and another one in prediction."""
+
+    def __init__(self):
+        super().__init__()
+        self.out = nn.Dense(8, in_units=8)
+
+    def hybrid_forward(self, F, x):
+        return self.out(x) if autograd.is_training() else self.out(x) * 2
+
+
+def trained_on(net, x):
+    with autograd.record():
+        return net(x)
+
+
+@pytest.mark.parametrize("other", [trained_on, lambda net, x: net(x.astype("float16"))],
+                         ids=["in training", "on another type"])
+def test_a_thread_may_call_a_network_while_another_one_calls_it(other, monkeypatch):
+    """In another mode, or on data of another type: then it runs another graph."""
+    net, x = ByMode(), nd.ones((2, 8))
+    net.initialize(mx.init.Xavier())
+    amp.convert(net)
+    expected, weight = net(x).asnumpy(), net.out.weight
+    take, here = weight.data, threading.current_thread()
+
+    def data(*args):
+        if threading.current_thread() is here:
+            thread = threading.Thread(target=other, args=(net, x))
+            thread.start()
+            thread.join()
+        return take(*args)
+
+    monkeypatch.setattr(weight, "data", data)
+    assert np.array_equal(net(x).asnumpy(), expected)
+
+
 # ---- what stays as it was --------------------------------------------------------------
 
 

@@ -91,6 +91,7 @@ ANY_SHAPE = {
     "LeakyReLU of a negative slope": (*leaky(act_type="leaky", slope=-0.5), 0, 0),
     "LeakyReLU elu": (*leaky(act_type="elu"), 0, 0),
     "clip": (*unary(lambda x: sym.clip(x, -0.5, 0.7)), 0, 0),
+    "clip between crossed bounds": (*unary(lambda x: sym.clip(x, 1, -1)), 0, 0),
     "_mul_scalar": (*unary(lambda x: x * 0.3), 0, 0),
     "_div_scalar": (*unary(lambda x: x / 3), 0, 0),
     "_plus_scalar": (*unary(lambda x: x + 0.3), 0, 0),

@@ -164,6 +164,44 @@ def test_a_library_without_a_compilers_name_has_none(tmp_path):
     assert library.compilers(path) == b""
 
 
+def elf(size=64, sections=0, each=64, names=0, more=b""):
+    """A 64-bit ELF library's header, which says where its sections are, and what follows it."""
+    header = bytearray(64)
+    header[:5] = b"\x7fELF\x02"
+    struct.pack_into("<Q", header, 40, size)
+    struct.pack_into("<HHH", header, 58, each, sections, names)
+    return bytes(header) + more
+
+
+@pytest.mark.parametrize("content", [
+    b"\x7fELF\x02", elf(), elf(sections=3), elf(size=2 ** 63), elf(size=2 ** 63, sections=1),
+    elf(sections=1, each=8, more=b"\0" * 64), elf(sections=1, names=7, more=b"\0" * 64),
+    elf(sections=1, more=b"\xff" * 64)],
+    ids=["five bytes", "no sections", "sections behind the end", "sections nowhere",
+         "a section nowhere", "small sections", "names in no section", "a section of ones"])
+def test_a_library_that_does_not_tell_its_compiler_has_none(content, tmp_path):
+    """A stripped one, or a part of one: the import goes on; float16 is refused by a sentence."""
+    path = tmp_path / "libmxnet.so"
+    path.write_bytes(content)
+    assert library.compilers(path) == b""
+    with pytest.raises(library.KernelError, match="compiled by no name"):
+        library.check_mxnet("1.9.1", library.compilers(path))
+
+
+def test_a_library_of_another_version_is_refused(monkeypatch):
+    """In a checkout whose Python files are newer than what was compiled."""
+    grown = type("_Table", (library._Table,), {"_fields_": [("more", ctypes.c_void_p)]})
+    monkeypatch.setattr(library, "_Table", grown)
+    with pytest.raises(library.KernelError, match=r"are of another version.* Rebuild them with"):
+        library.table.__wrapped__()
+
+
+def test_a_library_that_is_not_ours_is_refused(monkeypatch):
+    monkeypatch.setattr(library, "PATH", Path(mx.base._LIB._name))
+    with pytest.raises(library.KernelError, match=r"kernels are not in .*libmxnet"):
+        library.table.__wrapped__()
+
+
 class Memory:
     """Bytes, among them addresses of other bytes."""
 

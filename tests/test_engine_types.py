@@ -123,19 +123,21 @@ def test_a_view_is_read_where_it_lies(op, rng):
 
 
 @pytest.mark.parametrize("flags", [[], [("static_alloc", True), ("static_shape", True)]])
-def test_float32_results_do_not_overwrite_what_is_still_read(flags, rng):
+@pytest.mark.parametrize("dtype", ["float32", "float64", "int32", "int64", "uint8"])
+def test_results_of_other_types_do_not_overwrite_what_is_still_read(dtype, flags, rng):
     """By indices or lengths that are halves; the result could take the place of the data."""
-    cases = [(sym.gather_nd(X * 2, Y * 1) * 1, np.arange(64, dtype=F16)[None, ::-1],
-              rng.standard_normal(64).astype(F32), lambda x, y: 2 * x[::-1]),
-             (sym.SequenceReverse(X * 2, Y * 1, use_sequence_length=True) * 1,
-              np.full(4, 16, F16), rng.standard_normal((16, 4)).astype(F32),
-              lambda x, y: 2 * x[::-1])]
-    for symbol, y, x, expected in cases:
-        graph = build(Graph.read(symbol), {"x": "float32", "y": "float16"}).symbol()
+    backward = np.arange(64, dtype=F16)[::-1]
+    cases = [(sym.gather_nd(X * 2, Y * 1) * 1, backward[None], 64),
+             (sym.take(X * 2, Y * 1) * 1, backward, 64),
+             (sym.SequenceReverse(X * 2, Y * 1, use_sequence_length=True) * 1, np.full(4, 16, F16),
+              (16, 4))]
+    for symbol, y, shape in cases:
+        x = rng.integers(0, 100, shape).astype(dtype)
+        graph = build(Graph.read(symbol), {"x": dtype, "y": "float16"}).symbol()
         op = as_function(graph, flags)
-        arrays = {"x": nd.array(x), "y": nd.array(y, dtype="float16")}
+        arrays = {"x": nd.array(x, dtype=dtype), "y": nd.array(y, dtype="float16")}
         out = op(*(arrays[name] for name in graph.list_inputs()))
-        assert np.array_equal(out.asnumpy(), expected(x, y))
+        assert np.array_equal(out.asnumpy(), 2 * x[::-1])
 
 
 def test_rows_that_a_mask_chooses_are_found_as_in_float32(rng):

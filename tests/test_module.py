@@ -227,3 +227,31 @@ def test_fit_scores_predicts_and_names_the_scale_in_mxnets_log_line(caplog):
     assert int(found[-1][2]) == mod.skipped == 40 - np.log2(mod.loss_scale)
     assert mod.score(data, "acc")[0][1] > 0.9
     assert (mod.predict(data).asnumpy().argmax(1) == y).mean() == mod.score(data, "acc")[0][1]
+
+
+# ---- MXNet's ways to save memory
+
+@pytest.mark.parametrize("asked", ["for all", "by marks"])
+def test_what_runs_again_in_the_backward_pass_draws_no_mask_and_moves_no_statistics(
+        asked, monkeypatch):
+    """MXNet knows by their names which operators must not."""
+    if asked == "for all":
+        monkeypatch.setenv("MXNET_BACKWARD_DO_MIRROR", "1")
+    with mx.AttrScope(**({} if asked == "for all" else {"force_mirroring": "True"})):
+        dropped, normed = (S.Cast(S.var(name), dtype="float16") for name in "xy")
+        dropped = S.tanh(S.Dropout(S.sigmoid(dropped)))
+        normed = S.tanh(S.BatchNorm(normed, fix_gamma=False))
+        out = S.Group([S.MakeLoss(S.Cast(s, dtype="float32")) for s in (dropped, normed)])
+    mod = amp.Module(out, ["x", "y"], None)
+    mod.bind([("x", (50, 40)), ("y", (50, 4))], inputs_need_grad=True)
+    mod.init_params()
+    executor, = mod._exec_group.execs
+    mod.forward(mx.io.DataBatch([nd.ones((50, 40)), nd.arange(200).reshape((50, 4))], None), True)
+    kept = mod.get_outputs()[0].asnumpy() != 0
+    statistics = [array.asnumpy() for array in executor.aux_arrays]
+    mod.backward()
+    assert np.array_equal(mod.get_input_grads()[0].asnumpy() != 0, kept)
+    assert 0.4 < kept.mean() < 0.6
+    for before, array in zip(statistics, executor.aux_arrays):
+        assert np.array_equal(before, array.asnumpy())
+    assert np.abs(statistics[0]).max() > 1

@@ -9,6 +9,7 @@ from gluon_amp._mxnet import mx
 from gluon_amp.cpu import library
 from gluon_amp.formats import FORMATS
 from gluon_amp.graph import operators
+from gluon_amp.graph.build import build
 from gluon_amp.graph.casts import insert_casts
 from gluon_amp.graph.graph import Entry, Graph, Node
 from gluon_amp.policy import get_policy
@@ -46,6 +47,19 @@ def types_of(symbol, policy="float16", **inputs):
     types = graph.types(inputs or {"x": "float16"})
     return {node.name: (types[node.inputs[0]], types[Entry(node)])
             for node in graph.nodes() if node.inputs}
+
+
+def test_places_in_an_array_are_no_float16_numbers():
+    places = {"start": "2049", "stop": "2053", "step": "1", "axis": "0"}
+    inputs = [Entry(Node("null", name)) for name in "xy"]
+    graph = Graph([Entry(Node("_npi_insert_slice", "n", places, inputs))])
+    x, y = np.arange(2100, dtype="float16").reshape(-1, 1) % 64, np.full((4, 1), 7, "float16")
+    with mx.util.np_shape(True):
+        made = build(graph, {"x": "float16", "y": "float16"}).symbol()
+        executor = made.bind(mx.cpu(), [nd.array(a, dtype="float16") for a in (x, y)],
+                             grad_req="null")
+        found, = executor.forward()
+    assert np.array_equal(found.asnumpy(), np.insert(x, slice(2049, 2053), y, axis=0))
 
 
 # what numpy mode must compute in float32: the function, a value whose result is no float16

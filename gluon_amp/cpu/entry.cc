@@ -189,6 +189,7 @@ const char* scales_of(int64_t id) {
 }
 
 struct Table {
+  int64_t size;  // tells a library of another version
   int (*start)(const char*, int, const char**);
   const char* (*reason)();
   const char* (*probe)(const void*, const void*, int64_t);
@@ -217,9 +218,10 @@ struct Table {
 
 extern "C" __attribute__((visibility("default"))) const void* gluon_amp_engine() {
   using namespace gluon_amp;
-  static const Table table = {start, reason, probe, inputs_fit, map_fits, description_fits,
-                              attributes, use_generic_code, own_names, on_one_cpu, versions,
-                              marks, watched, watched_rows, take_samples, count, count_updates,
+  static const Table table = {sizeof(Table), start, reason, probe, inputs_fit, map_fits,
+                              description_fits, attributes, use_generic_code, own_names, on_one_cpu,
+                              versions, marks, watched, watched_rows, take_samples, count,
+                              count_updates,
                               random_state, scales_of, set_scales, forget_scales};
   return &table;
 }

@@ -7,6 +7,7 @@
 #include <locale.h>
 #include <stdlib.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstring>
 
@@ -178,6 +179,27 @@ bool all_nothing(const Call& call) {
   return true;
 }
 
+// Whether X itself writes to the output's memory: to what is no scratch of ours.
+bool is_direct(const Call& call, size_t i, bool onednn) {
+  const TBlob& to = call.out[i];
+  const bool rounds = is_float(to) && call.rounding.written(i);
+  return !is_half(to) && !(is_float(to) && onednn) && !(rounds && call.req[i] == mxnet::kAddTo);
+}
+
+// Whether X may write to an input before it has read all of it: a result has the input's place.
+bool overwritten(const Call& call, const TBlob& from, const std::vector<bool>& direct) {
+  for (size_t i = 0; i < direct.size(); ++i)
+    if (direct[i] && from.dptr_ && from.dptr_ == call.out[i].dptr_) return true;
+  return false;
+}
+
+TBlob copy_of(const TBlob& from, Lease* lease) {
+  const auto bytes = size(from) * static_cast<int64_t>(mshadow::mshadow_sizeof(from.type_flag_));
+  float* memory = lease->memory((bytes + 3) / 4);
+  kernels->copy(from.dptr_, memory, bytes);
+  return TBlob(memory, from.shape_, mshadow::cpu::kDevMask, from.type_flag_, 0);
+}
+
 }  // namespace
 
 bool prefers_onednn(const Operator& of, const NodeAttrs& attrs, size_t inputs, size_t outputs) {
@@ -204,11 +226,15 @@ void run(const Call& call, bool onednn, const std::vector<uint32_t>& mutated,
   Lease& lease = *owner;
   std::vector<NDArray> in, out;
   std::vector<OpReqType> req = call.req;
+  std::vector<bool> direct;
+  for (size_t i = 0; i < call.out.size(); ++i) direct.push_back(is_direct(call, i, onednn));
   for (size_t i = 0; i < call.in.size(); ++i) {
     const TBlob& from = call.in[i];
     const Grid* grid = call.rounding.read(i);
     if (!is_half(from) && !(grid && is_float(from))) {
-      in.emplace_back(from, 0);
+      const bool copied = overwritten(call, from, direct) &&
+                          !std::count(mutated.begin(), mutated.end(), i);
+      in.emplace_back(copied ? copy_of(from, &lease) : from, 0);
       continue;
     }
     in.push_back(lease.array(from.shape_));
@@ -221,17 +247,11 @@ void run(const Call& call, bool onednn, const std::vector<uint32_t>& mutated,
   }
   bool empty = false;  // MXNet's code then leaves some gradients as they are
   for (auto& from : call.in) empty |= size(from) == 0;
-  std::vector<bool> direct(call.out.size());
   for (size_t i = 0; i < call.out.size(); ++i) {
     const TBlob& to = call.out[i];
-    const bool rounds = is_float(to) && call.rounding.written(i);
-    bool shared = false;
-    for (auto& from : call.in) shared |= from.dptr_ == to.dptr_ && to.dptr_ != nullptr;
-    direct[i] = !is_half(to) && !(is_float(to) && (onednn || shared)) &&
-                !(rounds && call.req[i] == mxnet::kAddTo);
     if (direct[i]) {
       out.emplace_back(to, 0);
-      if (empty && call.write(i) == kStore && is_float(to))
+      if ((of.leaves_outputs || empty) && call.write(i) == kStore && is_float(to))
         std::memset(to.dptr_, 0, size(to) * sizeof(float));
     } else {
       out.push_back(lease.array(to.shape_));

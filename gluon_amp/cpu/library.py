@@ -25,7 +25,7 @@ from ctypes import (
     c_void_p,
 )
 from pathlib import Path
-from typing import Any, Callable, FrozenSet, Iterator, List, Optional, Sequence
+from typing import Any, BinaryIO, Callable, FrozenSet, Iterator, List, Optional, Sequence
 
 from mxnet._ctypes.ndarray import _imperative_invoke
 from numpy.core._multiarray_umath import __cpu_features__  # what the processor and kernel allow
@@ -76,6 +76,7 @@ class WatchedRow(ctypes.Structure):
 class _Table(ctypes.Structure):
     """What the library offers; as in entry.cc."""
     _fields_ = [
+        ("size", c_int64),  # of this structure
         ("start", ctypes.CFUNCTYPE(c_int, c_char_p, c_int, POINTER(c_char_p))),
         ("reason", ctypes.CFUNCTYPE(c_char_p)),
         ("probe", ctypes.CFUNCTYPE(c_char_p, c_void_p, c_void_p, c_int64)),
@@ -112,27 +113,35 @@ def choose() -> str:
 
 
 def compilers(library: Path) -> bytes:
-    """The names of the compilers that made an ELF library: its section .comment."""
-    with open(library, "rb") as file:
-        header = file.read(64)
-        if header[:5] != b"\x7fELF\x02":
-            raise KernelError(f"{library} is no 64-bit ELF library")
-        at, = struct.unpack_from("<Q", header, 40)
-        size, count, names = struct.unpack_from("<HHH", header, 58)
-        sections = []
-        for i in range(count):
-            file.seek(at + i * size)
-            section = file.read(size)
-            name, = struct.unpack_from("<I", section)
-            offset, length = struct.unpack_from("<QQ", section, 24)
-            sections.append((name, offset, length))
-        _, offset, length = sections[names]
-        file.seek(offset)
-        strings = file.read(length)
-        for name, offset, length in sections:
-            if strings[name:name + 9] == b".comment\0":
-                file.seek(offset)
-                return file.read(length)
+    """The names of the compilers that made an ELF library: its section .comment; nothing where
+    there is no such section, or no telling where it is."""
+    try:
+        with open(library, "rb") as file:
+            return _comment(file, library)
+    except (struct.error, IndexError, ValueError, OSError, OverflowError, MemoryError):
+        return b""
+
+
+def _comment(file: BinaryIO, library: Path) -> bytes:
+    header = file.read(64)
+    if header[:5] != b"\x7fELF\x02":
+        raise KernelError(f"{library} is no 64-bit ELF library")
+    at, = struct.unpack_from("<Q", header, 40)
+    size, count, names = struct.unpack_from("<HHH", header, 58)
+    sections = []
+    for i in range(count):
+        file.seek(at + i * size)
+        section = file.read(size)
+        name, = struct.unpack_from("<I", section)
+        offset, length = struct.unpack_from("<QQ", section, 24)
+        sections.append((name, offset, length))
+    _, offset, length = sections[names]
+    file.seek(offset)
+    strings = file.read(length)
+    for name, offset, length in sections:
+        if strings[name:name + 9] == b".comment\0":
+            file.seek(offset)
+            return file.read(length)
     return b""
 
 
@@ -160,8 +169,13 @@ def table() -> _Table:
         library = ctypes.CDLL(str(PATH))
     except OSError as error:
         raise KernelError(f"gluon_amp's CPU kernels do not load: {error}. {_REBUILD}") from error
+    if not hasattr(library, "gluon_amp_engine"):
+        raise KernelError(f"gluon_amp's CPU kernels are not in {PATH}. {_REBUILD}")
     library.gluon_amp_engine.restype = POINTER(_Table)
-    return library.gluon_amp_engine().contents
+    made: _Table = library.gluon_amp_engine().contents
+    if made.size != ctypes.sizeof(_Table):
+        raise KernelError(f"gluon_amp's CPU kernels are of another version: {PATH}. {_REBUILD}")
+    return made
 
 
 def _start() -> str:

@@ -51,11 +51,11 @@ const char* const kLeftOut[] = {
 // Stateful code is not told its node's attributes, so what matters of them is kept here, too.
 struct State {
   const Operator& of;
-  const size_t inputs_count, outputs_count;
+  const size_t outputs_count;
   OpStatePtr inner;
   std::unique_ptr<Lease> kept;
   std::vector<uint32_t> mutated;
-  bool onednn, any;
+  bool onednn, any, lstm, lengths;
   bool trained = false;  // whether the last forward pass was one of training
   Grid output, back;
   std::string inputs, outputs, watched, watched_inputs;
@@ -63,9 +63,10 @@ struct State {
   Grid product, gradient;         // what its products read
 
   State(const Operator& x, const NodeAttrs& attrs, OpStatePtr its, size_t in, size_t out)
-      : of(x), inputs_count(in), outputs_count(out), inner(std::move(its)),
+      : of(x), outputs_count(out), inner(std::move(its)),
         mutated(x.mutates ? x.mutates(attrs) : std::vector<uint32_t>()),
-        onednn(prefers_onednn(x, attrs, in, out)) {
+        onednn(prefers_onednn(x, attrs, in, out)), lstm(word(attrs, "mode", "") == "lstm"),
+        lengths(flag(attrs, "use_sequence_length", false)) {
     const Rounding said(attrs);
     any = said.any;
     output = said.output;
@@ -110,11 +111,12 @@ struct State {
  private:
   // The forward pass of an RNN once more, since predictions keep nothing for a backward pass. What
   // that reads: x, weights, state, y, dy; if it has outputs of states: the state and its gradient;
-  // an LSTM's cell, and the same of it.
+  // an LSTM's cell, and the same of it; lengths of sequences, if it has them.
   void train_again(const Call& call) {
-    const bool states = outputs_count > 1, lstm = inputs_count > 3;
+    const bool states = outputs_count > 1;
     std::vector<TBlob> in(call.in.begin(), call.in.begin() + 3), out{call.in[3]};
     if (lstm) in.push_back(call.in[states ? 7 : 5]);
+    if (lengths) in.push_back(call.in.back());
     if (states) out.push_back(call.in[5]);
     if (states && lstm) out.push_back(call.in[8]);
     Lease results;
@@ -153,12 +155,13 @@ T found(const nnvm::Op* op, const char* key) {
   return value ? *value : T();
 }
 
-// Backward passes that leave the gradients of labels and lengths as they are: MXNet's users find the
-// zeros there that they began with.
+// Backward passes that leave the gradients of labels and lengths as they are, or of numbers that no
+// sum has read: MXNet's users find the zeros there that they began with.
 const std::set<std::string> kLeaveOutputs = {
     "_backward_SoftmaxOutput", "_backward_SVMOutput", "_backward_linear_reg_out",
     "_backward_logistic_reg_out", "_backward_mae_reg_out", "_backward_ctc_loss",
-    "_backward_SequenceMask", "_backward_SequenceLast", "_backward_SequenceReverse"};
+    "_backward_SequenceMask", "_backward_SequenceLast", "_backward_SequenceReverse",
+    "_backward_npi_einsum"};
 
 Operator describe(const nnvm::Op* x) {
   Operator of;

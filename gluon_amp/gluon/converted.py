@@ -13,12 +13,13 @@ import copy
 import copyreg
 import functools
 import logging
+import threading
 from dataclasses import replace
 from typing import Any, Dict, Iterable, Iterator, List, Mapping, Optional, Tuple
 
 from mxnet import autograd
 from mxnet.base import NotImplementedForSymbol
-from mxnet.gluon.block import _BlockScope, _flatten
+from mxnet.gluon.block import _BlockScope, _flatten, _regroup
 
 from .._mxnet import mx
 from ..cpu.arrays import dtype_name, to_float32
@@ -34,6 +35,10 @@ log = logging.getLogger("gluon_amp")
 
 # MXNet's names for a CPU's memory that processes share, and that GPUs read
 _OTHER_CPUS = ("cpu_shared", "cpu_pinned")
+
+# Held while a block is traced and its CachedOp chosen, of which it keeps the last one: threads may
+# call one block at once.
+_CHOOSING = threading.RLock()
 
 class ConvertedBlock:
     """What any converted block does before its own class does it."""
@@ -181,19 +186,27 @@ class ConvertedHybridBlock(ConvertedBlock):
 
     def _call_cached_op(self, *args: Any) -> Any:
         given, structure = _flatten(args, "input")
-        trace = self._use_trace(str(structure), *args)
         arrays = [a for a in given if a is not None]
+        with _CHOOSING:
+            op, inputs = self._op_for(structure, arrays, args)
+            vars(self).update(_cached_op=op, _cached_op_args=inputs)
+            out_format = self._out_format
+            if self._callback:
+                return super()._call_cached_op(*args)
+        out = op(*(arrays[i] if is_data else i.data() for is_data, i in inputs))
+        return _regroup(out if isinstance(out, list) else [out], out_format)
+
+    def _op_for(self, structure: Any, arrays: List[Any], args: Any) -> Op:
+        """The CachedOp for MXNet's mode of now, and for arguments so nested, of these arrays."""
+        trace = self._use_trace(str(structure), *args)
         key = arrays[0].context.device_type == "gpu", tuple(dtype_name(a.dtype) for a in arrays)
         if autograd.is_training() and not key[0]:
             check_trains_on_cpus(trace.devices)
         if self._amp.stand_in is not None:
-            op, inputs = self._amp.stand_in(self, key, arrays)
-        elif key in trace.ops:
-            op, inputs = trace.ops[key]
-        else:
-            op, inputs = trace.ops[key] = self._make_op(trace.clean, *key)
-        vars(self).update(_cached_op=op, _cached_op_args=inputs)
-        return super()._call_cached_op(*args)
+            return self._amp.stand_in(self, key, arrays)
+        if key not in trace.ops:
+            trace.ops[key] = self._make_op(trace.clean, *key)
+        return trace.ops[key]
 
     def free_ops(self) -> None:
         """Lets go of what runs the graphs, with its memory; the next call makes it anew."""

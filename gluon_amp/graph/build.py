@@ -17,7 +17,7 @@ from ..policy import POLICIES, Policy
 from .accumulate import ONLY_COUNTED, accumulate
 from .casts import PRODUCT
 from .graph import CASTS, TYPE_FLAG, Entry, Graph, Node, bindings
-from .operators import factors, numbers
+from .operators import BATCH_NORMS, factors, numbers
 
 HALF = "float16"
 
@@ -33,6 +33,10 @@ _GRIDS = tuple(f"__gluon_amp_{word}_grid__" for word in ("output", "product", "g
 _OF_ONE_FORMAT = {"_npi_einsum": "einsum", "Convolution_v1": "Convolution_v1",
                   "_contrib_DeformableConvolution": "DeformableConvolution",
                   "_contrib_ModulatedDeformableConvolution": "ModulatedDeformableConvolution"}
+
+# They draw a mask or move statistics: MXNet shall not run them again in the backward pass, which it
+# does with operators that a user marks, to save memory.
+_RUN_ONCE = frozenset(["Dropout", *BATCH_NORMS])
 
 # They make or move halves, MXNet's own code does that in no time, and their gradients only move
 # them back: left as they are.
@@ -192,6 +196,8 @@ class _Rewriting:
             new.attrs[key] = repr(float(constants.nearest.round(np.float32(number))))
         if node.op not in LEFT_ALONE and library.has_operator(node.op):
             new.op = library.PREFIX + node.op
+        if node.op in _RUN_ONCE:
+            new.attrs.pop("__force_mirroring__", None)
         made = [Entry(new, e.output) for e in outputs]
         if node.op not in CASTS | LEFT_ALONE and new.attrs.get("dtype") == HALF:
             # It chooses its code by this attribute, and there is none for halves.

@@ -279,11 +279,11 @@ class _Reader:
 
     def _epoch(self, values: Dict[str, Optional[float]], entry: Dict[str, Any]) -> None:
         run = self.runs[-1]
-        finite = None not in [values[name] for name in ("loss", "validation_loss")
-                              if isinstance(entry.get(name), float)]
-        run.epochs[self.number] = epoch = Epoch(*[values.get(key) for key in (
+        run.epochs[self.number] = epoch = Epoch(*(values.get(key) for key in (
             "err_top1", "err_top5", "samples_per_second", "seconds", "lr", "loss_scale",
-            "skipped", "loss", "validation_loss")], finite=finite)
+            "skipped", "loss", "validation_loss")))
+        epoch.finite = None not in [values[name] for name in ("loss", "validation_loss")
+                                    if isinstance(entry.get(name), float)]
         run.metric = "accuracy" if "accuracy" in entry else ""
         run.follow(self.number, run.batches - 1, epoch.scale, epoch.skipped)
 

@@ -41,7 +41,8 @@ class Epoch:
     skipped: Optional[float] = None  # steps of the run up to its end
     loss: Optional[float] = None  # of training
     validation_loss: Optional[float] = None
-    finite: bool = True  # whether the log says of no loss that it is infinite or NaN
+    # whether the log says of no loss that it is infinite or NaN
+    finite: bool = field(default=True, init=False)
 
 
 @dataclass

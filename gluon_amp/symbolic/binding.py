@@ -53,11 +53,19 @@ def environment(name: str, value: Optional[str]) -> Iterator[None]:
             del os.environ[name]
 
 
-def _weights_not_cached(ours: bool) -> Any:
-    """MXNet's subgraphs for oneDNN keep the first weights that they predict with, where those
+@contextmanager
+def _bound_as_built(ours: bool) -> Iterator[None]:
+    """Keeps MXNet from what it does with graphs while it binds them, where operators are ours.
+
+    MXNet's subgraphs for oneDNN keep the first weights that they predict with, where those
     are no variables: a float16 weight of a float32 layer is cast first. The backend `default`
-    finds nothing to put into subgraphs, as `NONE` does, which MXNet tells at each binding."""
-    return environment("MXNET_SUBGRAPH_BACKEND", "default" if ours else None)
+    finds nothing to put into subgraphs, as `NONE` does, which MXNet tells at each binding. And to
+    save memory, MXNet may run operators again in the backward pass, but not those that draw a mask
+    or move statistics, which it knows by their names.
+    """
+    with environment("MXNET_SUBGRAPH_BACKEND", "default" if ours else None), \
+            environment("MXNET_BACKWARD_DO_MIRROR", "0" if ours else None):
+        yield
 
 
 class Bindable(mx.sym.Symbol):
@@ -99,7 +107,7 @@ class Bindable(mx.sym.Symbol):
             shapes[SCALE], types[SCALE], requests[SCALE] = (1,), "float32", "null"
         if ours:
             graph = build(graph, types)
-        with _weights_not_cached(ours):
+        with _bound_as_built(ours):
             executor = graph.symbol().simple_bind(
                 ctx, requests, {k: np.dtype(t).type for k, t in types.items()}, **options,
                 **shapes)

@@ -17,7 +17,7 @@ struct ReluFunction {
 };
 struct ClipFunction {
   V lo, hi;
-  V of(V x) const { return smaller(hi, larger(lo, x)); }
+  V of(V x) const { return if_less(hi, x, hi, larger(lo, x)); }  // as MXNet, if lo > hi
   V gradient(V g, V x) const { return between(g, x, lo, hi); }
 };
 struct SigmoidFunction {
