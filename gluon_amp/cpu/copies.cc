@@ -52,7 +52,7 @@ bool as_it_is(const Call& call) {
   std::vector<OpReqType> req = call.req;
   for (size_t i = 0; i < call.out.size(); ++i) {
     if (req[i] == mxnet::kWriteInplace) req[i] = mxnet::kWriteTo;
-    if (!is_half(call.out[i])) return false;
+    if (!is_half(call.out[i]) || req[i] == mxnet::kAddTo) return false;  // some of it never adds
     for (auto& from : call.in)
       if (from.dptr_ == call.out[i].dptr_) return false;
   }
