@@ -1,10 +1,10 @@
-// Poolings, some images at a time, so that their float32 scratch stays small.
+// Poolings, some images at a time, so that their float32 scratch stays in the cache.
 #include "pieces.h"
 
 namespace gluon_amp {
 namespace {
 
-constexpr int64_t kPiece = int64_t(1) << 21;  // floats of scratch that a piece may have: 8 MB
+constexpr int64_t kPiece = int64_t(1) << 18;  // floats of scratch that a piece may have: 1 MB
 
 // Some images of an array, whose first axis is the batch.
 TBlob images_of(const TBlob& all, int64_t first, int64_t count) {
