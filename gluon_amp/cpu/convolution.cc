@@ -1,4 +1,5 @@
-// Convolutions, some images at a time, so that their float32 scratch stays in the cache.
+// Convolutions and deconvolutions, some images at a time, so that their float32 scratch stays in the
+// cache.
 //
 // Data goes straight from plain halves into oneDNN's blocks of channels and back.
 #include <algorithm>
@@ -77,7 +78,8 @@ bool backward(const Call& call) { return run_convolution(call, true); }
 }  // namespace
 
 void add_convolution(Rows& rows) {
-  rows.insert({{"Convolution", {forward, 1}}, {"_backward_Convolution", {backward, 2}}});
+  rows.insert({{"Convolution", {forward, 1}}, {"_backward_Convolution", {backward, 2}},
+               {"Deconvolution", {forward, 1}}, {"_backward_Deconvolution", {backward, 2}}});
 }
 
 }  // namespace gluon_amp
