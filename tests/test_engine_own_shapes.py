@@ -7,8 +7,19 @@ import pytest
 from gluon_amp._mxnet import mx
 from gluon_amp.cpu import library
 from halves import generic_code, halves
-from test_engine_own_code import (ANY_SHAPE, GATHERS, MOVES, X, Y, Z, compare, fixed, heads_for,
-                                  moved, outcome)
+from test_engine_own_code import (
+    ANY_SHAPE,
+    GATHERS,
+    MOVES,
+    X,
+    Y,
+    Z,
+    compare,
+    fixed,
+    heads_for,
+    moved,
+    outcome,
+)
 
 sym = mx.sym
 
@@ -22,9 +33,8 @@ ARITHMETIC = {
 }
 # a channel's numbers, a row's, a mask's; both larger somewhere; few and short rows; one for all
 PAIRS = [((2, 17, 5, 7), (2, 17, 1, 1)), ((2, 17, 5, 7), (1, 17, 1, 1)),
-         ((6, 8, 9, 9), (1, 1, 9, 9)), ((3, 1, 20), (1, 4, 20)), ((1, 9), (9, 1)), ((70, 3), (70, 1)),
-         ((3, 5, 7), (1, 1, 1)),
-         ((4, 1), (4, 1)), ((3, 5, 7), (3, 5, 7)), ((2, 1500), (2, 1)), ((260, 1030), (1, 1030))]
+         ((6, 8, 9, 9), (1, 1, 9, 9)), ((3, 1, 20), (1, 4, 20)), ((1, 9), (9, 1)),
+         ((70, 3), (70, 1)), ((3, 5, 7), (1, 1, 1)), ((4, 1), (4, 1)), ((3, 5, 7), (3, 5, 7)), ((2, 1500), (2, 1)), ((260, 1030), (1, 1030))]
 
 
 @pytest.mark.parametrize("name", ARITHMETIC)
