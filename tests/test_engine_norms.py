@@ -299,6 +299,10 @@ CONVOLUTIONS = {
                           (2, 16, 9, 8), (8, 16, 3, 3)),
     "1 x 1": ({"kernel": (1, 1), "num_filter": 24}, (2, 48, 5, 5), (24, 48, 1, 1)),
     "one dimension": ({"kernel": (3,), "num_filter": 8}, (2, 16, 9), (8, 16, 3)),
+    "one dimension of more channels": ({"kernel": (3,), "num_filter": 32}, (2, 48, 19),
+                                       (32, 48, 3)),
+    "three dimensions of more channels": ({"kernel": (3, 3, 3), "num_filter": 16}, (2, 32, 5, 6, 7),
+                                          (16, 32, 3, 3, 3)),
     "three dimensions": ({"kernel": (3, 3, 3), "num_filter": 8}, (2, 4, 5, 6, 7),
                          (8, 4, 3, 3, 3)),
     "in pieces of the batch": ({"kernel": (1, 1), "num_filter": 16}, (33, 16, 64, 64),
@@ -306,8 +310,21 @@ CONVOLUTIONS = {
 }
 
 
+DECONVOLUTIONS = {
+    "a deconvolution": ({"kernel": (4, 4), "stride": (2, 2), "pad": (1, 1), "num_filter": 16},
+                        (3, 32, 9, 8), (32, 16, 4, 4)),
+    "a deconvolution of odd channels": ({"kernel": (3, 3), "num_filter": 5}, (3, 7, 9, 8),
+                                        (7, 5, 3, 3)),
+    "a deconvolution in groups": ({"kernel": (2, 2), "stride": (2, 2), "num_filter": 32,
+                                   "num_group": 2}, (3, 32, 5, 5), (32, 16, 2, 2)),
+    "a deconvolution in pieces": ({"kernel": (2, 2), "stride": (2, 2), "num_filter": 16},
+                                  (9, 16, 64, 64), (16, 16, 2, 2)),
+}
+
+
 DENSE = {
     "few rows": ({"num_hidden": 24}, (33, 16), (24, 16)),
+    "few rows in pieces of the weight": ({"num_hidden": 1001}, (9, 700), (1001, 700)),
     "in pieces of the rows": ({"num_hidden": 240}, (5001, 30), (240, 30)),
     "in pieces of all axes but the last": ({"num_hidden": 64, "flatten": False}, (140, 81, 64),
                                            (64, 64)),
@@ -316,15 +333,16 @@ DENSE = {
 
 
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("name", [*CONVOLUTIONS, *DENSE])
+@pytest.mark.parametrize("name", [*CONVOLUTIONS, *DECONVOLUTIONS, *DENSE])
 def test_a_layer_of_own_code_is_the_generic_one(name, bias, rng):
-    operator = sym.Convolution if name in CONVOLUTIONS else sym.FullyConnected
-    settings, shape, weight = {**CONVOLUTIONS, **DENSE}[name]
+    operator = sym.Convolution if name in CONVOLUTIONS else \
+        sym.Deconvolution if name in DECONVOLUTIONS else sym.FullyConnected
+    settings, shape, weight = {**CONVOLUTIONS, **DECONVOLUTIONS, **DENSE}[name]
     variables = [sym.var(n) for n in ("xyz" if bias else "xy")]
     symbol = operator(*variables, no_bias=not bias, **settings)
     arrays = {"x": halves(rng, *shape), "y": halves(rng, *weight, scale=0.2)}
     if bias:
-        arrays["z"] = halves(rng, weight[0])
+        arrays["z"] = halves(rng, settings.get("num_filter", weight[0]))
     results = []
     head = None
     for request, generic in (("write", False), ("write", True), ("add", False)):

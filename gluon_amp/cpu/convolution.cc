@@ -1,4 +1,5 @@
-// Convolutions, some images at a time, so that their float32 scratch stays in the cache.
+// Convolutions and deconvolutions, some images at a time, so that their float32 scratch stays in the
+// cache.
 //
 // Data goes straight from plain halves into oneDNN's blocks of channels and back.
 #include <algorithm>
@@ -12,7 +13,8 @@ constexpr int64_t kPiece = int64_t(1) << 21;  // floats of data that a piece may
 
 bool fits(const Call& call, const TBlob& data) {
   const std::string layout = word(call.attrs, "layout", "None");
-  return data.ndim() == 4 && (layout == "None" || layout == "NCHW") && data.Size() > 0 &&
+  return data.ndim() >= 3 && data.ndim() <= 5 && data.Size() > 0 &&
+         (layout == "None" || layout.compare(0, 2, "NC") == 0) &&
          (all_half(call) || all_float(call));
 }
 
@@ -39,7 +41,7 @@ NDArray widened_images(int64_t groups, const NDArray& holder, const TBlob& piece
     kernels->widen(halves(piece), to, size(piece));
     return made;
   }
-  const int64_t plane = shape[2] * shape[3];
+  const int64_t plane = size(piece) / (shape[0] * shape[1]);
   if (is_half(piece))
     kernels->widen_blocked(halves(piece), to, shape[0], shape[1], plane, block_size());
   else
@@ -52,7 +54,7 @@ bool run_convolution(const Call& call, bool backward) {
   const TBlob& x = call.in[backward ? 1 : 0];
   const TBlob& y = backward ? call.in[0] : call.out[0];
   const TBlob& weight = call.in[backward ? 2 : 1];
-  if (!fits(call, x) || y.ndim() != 4 || y.Size() == 0 || !call.of.compute_ex) return false;
+  if (!fits(call, x) || y.Size() == 0 || !call.of.compute_ex) return false;
   const int64_t batch = x.shape_[0], per_x = size(x) / batch, per_y = size(y) / batch;
   int64_t images = kPiece / ((backward ? 2 : 1) * per_x + per_y);
   // oneDNN rearranges the weights for each piece: a piece has more data than there are weights
@@ -76,7 +78,8 @@ bool backward(const Call& call) { return run_convolution(call, true); }
 }  // namespace
 
 void add_convolution(Rows& rows) {
-  rows.insert({{"Convolution", {forward, 1}}, {"_backward_Convolution", {backward, 2}}});
+  rows.insert({{"Convolution", {forward, 1}}, {"_backward_Convolution", {backward, 2}},
+               {"Deconvolution", {forward, 1}}, {"_backward_Deconvolution", {backward, 2}}});
 }
 
 }  // namespace gluon_amp

@@ -1,6 +1,7 @@
 // Operators that move values and have code of their own: copies, casts, splits, concatenations.
 #include <algorithm>
 #include <cstring>
+#include <numeric>
 
 #include "own.h"
 
@@ -51,7 +52,7 @@ bool as_it_is(const Call& call) {
   std::vector<OpReqType> req = call.req;
   for (size_t i = 0; i < call.out.size(); ++i) {
     if (req[i] == mxnet::kWriteInplace) req[i] = mxnet::kWriteTo;
-    if (!is_half(call.out[i])) return false;
+    if (!is_half(call.out[i]) || req[i] == mxnet::kAddTo) return false;  // some of it never adds
     for (auto& from : call.in)
       if (from.dptr_ == call.out[i].dptr_) return false;
   }
@@ -86,11 +87,12 @@ constexpr int64_t kSquare = 32;
 
 // The numbers from `begin` to `end` of one axis, each with its row: as it is, or read in squares,
 // which stay in the cache.
-void copy_transposed(const Half* from, Half* to, const Axis& axis, int64_t begin, int64_t end,
+template <class T>
+void copy_transposed(const T* from, T* to, const Axis& axis, int64_t begin, int64_t end,
                      const Axis& row) {
   if (row.from == 1) {
     for (int64_t i = begin; i < end; ++i)
-      std::memcpy(to + i * axis.to, from + i * axis.from, row.size * sizeof(Half));
+      std::memcpy(to + i * axis.to, from + i * axis.from, row.size * sizeof(T));
     return;
   }
   for (int64_t at = 0; at < row.size; at += kSquare)
@@ -99,15 +101,13 @@ void copy_transposed(const Half* from, Half* to, const Axis& axis, int64_t begin
         to[i * axis.to + k] = from[i * axis.from + k * row.from];
 }
 
-// MXNet's code takes up to nine times as long.
-bool transpose(const Call& call) {
-  const TBlob& in = call.in[0];
-  if (!all_half(call) || call.write(0) != kStore || in.dptr_ == call.out[0].dptr_)
-    return as_it_is(call);
-  if (size(in) == 0) return true;
-  std::vector<int64_t> order = numbers(call.attrs, "axes");
-  for (int i = order.empty() ? in.ndim() : 0; i-- > 0;) order.push_back(i);
-  std::vector<Axis> axes = transposed_axes(in.shape_, order);
+// All numbers of an array of this shape, with its axes in this order.
+template <class T>
+void copy_transposed(const T* all, T* made, const mxnet::TShape& shape,
+                     const std::vector<int64_t>& order) {
+  const auto n = static_cast<int64_t>(shape.Size());
+  if (n == 0) return;
+  std::vector<Axis> axes = transposed_axes(shape, order);
   const Axis row = axes.back();
   axes.pop_back();
   Axis square{1, 0, 0};  // the other axis of squares: the one before, or what was rows
@@ -118,11 +118,11 @@ bool transpose(const Call& call) {
     axes.erase(found);
   }
   const int64_t squares = (square.size + kSquare - 1) / kSquare;
-  const int64_t count = size(in) / row.size / square.size * squares;
-#pragma omp parallel for schedule(static) if (size(in) >= 32768)
+  const int64_t count = n / row.size / square.size * squares;
+#pragma omp parallel for schedule(static) if (n >= 32768)
   for (int64_t which = 0; which < count; ++which) {
-    const Half* from = halves(in);
-    Half* to = halves(call.out[0]);
+    const T* from = all;
+    T* to = made;
     int64_t rest = which / squares;
     for (size_t i = axes.size(); i-- > 0; rest /= axes[i].size) {
       from += rest % axes[i].size * axes[i].from;
@@ -131,6 +131,16 @@ bool transpose(const Call& call) {
     const int64_t begin = which % squares * kSquare;
     copy_transposed(from, to, square, begin, std::min(begin + kSquare, square.size), row);
   }
+}
+
+// MXNet's code takes up to nine times as long.
+bool transpose(const Call& call) {
+  const TBlob& in = call.in[0];
+  if (!all_half(call) || call.write(0) != kStore || in.dptr_ == call.out[0].dptr_)
+    return as_it_is(call);
+  std::vector<int64_t> order = numbers(call.attrs, "axes");
+  for (int i = order.empty() ? in.ndim() : 0; i-- > 0;) order.push_back(i);
+  copy_transposed(halves(in), halves(call.out[0]), in.shape_, order);
   return true;
 }
 
@@ -189,13 +199,6 @@ bool parts(const Call& call, const char* axis) {
   return true;
 }
 
-// Floats that are made to a float32 output, rounded if the node says so.
-void round_to(const Call& call, size_t i, const float* made) {
-  const Grid* grid = call.rounding.written(i);
-  kernels->round(grid ? *grid : Grid(), made, floats(call.out[i]), size(call.out[i]),
-                 call.write(i));
-}
-
 bool concat(const Call& call) { return all_half(call) && joins(call, "dim"); }
 bool concat_gradient(const Call& call) { return parts(call, "dim"); }  // of the first input
 // MXNet's code for these has a state, so the generic operator does not run in their place.
@@ -229,6 +232,53 @@ bool split_gradient(const Call& call) {
   return true;
 }
 
+template <class T>
+void swap_axes(const TBlob& x, T* to, const std::vector<int64_t>& order) {
+  copy_transposed(static_cast<const T*>(x.dptr_), to, x.shape_, order);
+}
+
+// Of whole numbers, or float64: in a network that is looked into.
+void swap_other_axes(const Call& call, const std::vector<int64_t>& order) {
+  const TBlob &x = call.in[0], &y = call.out[0];
+  const size_t bytes = mshadow::mshadow_sizeof(x.type_flag_);
+  if (call.write(0) == kAdd) {
+    std::vector<double> made(size(y));
+    swap_axes(x, made.data(), order);
+    auto* const to = static_cast<double*>(y.dptr_);
+    for (size_t i = 0; i < made.size(); ++i) to[i] += made[i];
+  } else if (bytes == 1) {
+    swap_axes(x, static_cast<uint8_t*>(y.dptr_), order);
+  } else if (bytes == 4) {
+    swap_axes(x, static_cast<uint32_t*>(y.dptr_), order);
+  } else {
+    swap_axes(x, static_cast<uint64_t*>(y.dptr_), order);
+  }
+}
+
+// Nor does the generic operator run in its place: MXNet's code has a state.
+bool swap_axes(const Call& call) {
+  const TBlob &x = call.in[0], &y = call.out[0];
+  if (call.write(0) == kNothing) return true;
+  std::vector<int64_t> order(x.ndim());
+  std::iota(order.begin(), order.end(), 0);
+  auto axis = [&](const char* key) {
+    const auto said = static_cast<int64_t>(number(call.attrs, key, 0));
+    return said < 0 ? said + x.ndim() : said;
+  };
+  std::swap(order[axis("dim1")], order[axis("dim2")]);
+  if (is_half(x)) {
+    made_in_halves(call, [&](Half* to) { swap_axes(x, to, order); });
+  } else if (is_float(x)) {
+    Lease lease;
+    float* const made = lease.memory(size(y));
+    swap_axes(x, made, order);
+    round_to(call, 0, made);
+  } else {
+    swap_other_axes(call, order);
+  }
+  return true;
+}
+
 }  // namespace
 
 void add_copies(Rows& rows) {
@@ -238,7 +288,13 @@ void add_copies(Rows& rows) {
       {"amp_cast", {cast, 0, true}}, {"_backward_amp_cast", {cast, 0, true}},
       {"Embedding", {as_it_is, 0}}, {"take", {as_it_is, 0}}, {"transpose", {transpose, 0}},
       {"slice", {as_it_is, 0}}, {"slice_axis", {as_it_is, 0}}, {"stack", {as_it_is, 0}},
-      {"tile", {as_it_is, 0}},
+      {"tile", {as_it_is, 0}}, {"_backward_slice", {as_it_is, 0}},
+      {"_backward_slice_axis", {as_it_is, 0}}, {"_backward_stack", {as_it_is, 0}},
+      {"reverse", {as_it_is, 0}}, {"_backward_reverse", {as_it_is, 0}}, {"repeat", {as_it_is, 0}},
+      {"broadcast_to", {as_it_is, 0}}, {"broadcast_axis", {as_it_is, 0}},
+      {"broadcast_like", {as_it_is, 0}}, {"depth_to_space", {as_it_is, 0}},
+      {"space_to_depth", {as_it_is, 0}}, {"gather_nd", {as_it_is, 0}},
+      {"SwapAxis", {swap_axes, 0, true}}, {"_backward_SwapAxis", {swap_axes, 0, true}},
       {"SliceChannel", {split, 0, true}}, {"_backward_SliceChannel", {split_gradient, 0, true}},
       {"Concat", {concat, 0}}, {"_rnn_param_concat", {concat, 0}},
       {"_backward_Concat", {concat_gradient, 0}}});

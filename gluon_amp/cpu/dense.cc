@@ -1,5 +1,7 @@
-// Dense layers of many rows, some rows at a time, so that their float32 scratch stays small.
+// Dense layers: of many rows some rows at a time, of few rows and large weights some of the weights, so
+// that float32 scratch stays small, and in the cache.
 #include "pieces.h"
+#include "watch.h"
 
 namespace gluon_amp {
 namespace {
@@ -29,8 +31,71 @@ bool run_dense(const Call& call, bool backward) {
   return true;
 }
 
-bool forward(const Call& call) { return run_dense(call, false); }
-bool backward(const Call& call) { return run_dense(call, true); }
+constexpr int64_t kWeights = int64_t(1) << 18;  // floats of a piece of the weight: 1 MB
+constexpr int64_t kFewRows = 64;
+
+// Some outputs of the layer at a time. Each has a row of the weight, and a column of y.
+bool run_by_outputs(const Call& call, bool backward) {
+  const size_t first_param = backward ? 2 : 1;
+  const TBlob &x = call.in[first_param - 1], &weight = call.in[first_param];
+  if (!all_half(call) || !call.of.compute_ex || size(x) == 0 || size(weight) == 0) return false;
+  const int64_t high = weight.shape_[0], wide = weight.shape_[1], rows = size(x) / wide;
+  const int64_t pieces = size(weight) / kWeights;
+  if (rows > kFewRows || pieces < 2 || high < pieces) return false;
+  const int64_t some = (high + pieces - 1) / pieces;
+  const std::lock_guard<std::mutex> mine(turn());
+  Lease lease;
+  OpContext context = call.context;
+  context.is_train = true;  // else MXNet reorders our scratch later, on its engine
+  const NDArray all_x = widened_rows(lease.array({rows, wide}), part(x, 0, {rows, wide}));
+  NDArray dx = backward ? lease.array({rows, wide}) : all_x;
+  for (int64_t first = 0; first < high; first += some) {
+    const int64_t n = std::min(some, high - first);
+    Lease own;
+    NDArray y = own.array({rows, n});
+    // of the weight, and of the bias
+    const auto piece = [=](const TBlob& all, bool weights) {
+      return weights ? part(all, first * wide, {n, wide}) : part(all, first, mxnet::TShape(1, n));
+    };
+    std::vector<NDArray> in;
+    if (backward) in.push_back(y);
+    in.push_back(all_x);
+    for (size_t i = first_param; i < call.in.size(); ++i) {
+      const TBlob some_of = piece(call.in[i], i == first_param);
+      in.push_back(widened_rows(own.array(some_of.shape_), some_of));
+    }
+    std::vector<OpReqType> req{mxnet::kWriteTo};
+    float* const columns = floats(y.data());
+    if (!backward) {
+      std::vector<NDArray> out{y};
+      call.of.compute_ex(call.attrs, context, in, req, out);
+      const NDArray made = out[0].IsMKLDNNData() ? out[0].Reorder2Default() : out[0];
+      const auto* from = static_cast<const float*>(made.data().dptr_);
+      show(from, rows * n, 0, call.out[0].dptr_, nullptr, true);
+      for (int64_t i = 0; i < rows; ++i)
+        kernels->narrow(from + i * n, halves(call.out[0]) + i * high + first, n, call.write(0));
+      continue;
+    }
+    for (int64_t i = 0; i < rows; ++i)
+      kernels->widen(halves(call.in[0]) + i * high + first, columns + i * n, n);
+    std::vector<NDArray> out{dx};
+    req[0] = call.write(0) == kNothing ? mxnet::kNullOp : first ? mxnet::kAddTo : mxnet::kWriteTo;
+    for (size_t i = 1; i < call.out.size(); ++i) {
+      out.push_back(own.array(piece(call.out[i], i == 1).shape_));
+      req.push_back(call.write(i) == kNothing ? mxnet::kNullOp : mxnet::kWriteTo);
+    }
+    call.of.ask(req);
+    call.of.compute_ex(call.attrs, context, in, req, out);
+    dx = out[0];
+    for (size_t i = 1; i < call.out.size(); ++i)
+      narrow(out[i], piece(call.out[i], i == 1), call.write(i));
+  }
+  if (backward) narrow(dx, part(call.out[0], 0, {rows, wide}), call.write(0));
+  return true;
+}
+
+bool forward(const Call& call) { return run_by_outputs(call, false) || run_dense(call, false); }
+bool backward(const Call& call) { return run_by_outputs(call, true) || run_dense(call, true); }
 
 }  // namespace
 

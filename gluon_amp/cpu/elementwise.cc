@@ -1,5 +1,6 @@
-// Operators of one value at a time that have code of their own: activations, arithmetic.
-#include "own.h"
+// Operators of one value at a time that have code of their own: activations, arithmetic. Others run
+// the generic code for some values at a time.
+#include "pieces.h"
 #include "watch.h"
 
 namespace gluon_amp {
@@ -98,9 +99,43 @@ bool binary(const Call& call) {
   return true;
 }
 
+bool product_gradient(const Call& call) {  // gradient, x, y
+  if (!all_half(call)) return false;
+  kernels->product_gradient(halves(call.in[0]), halves(call.in[1]), halves(call.in[2]),
+                            halves(call.out[0]), call.write(0), halves(call.out[1]),
+                            call.write(1), size(call.in[0]));
+  return true;
+}
+
+// The generic code, so that its float32 scratch stays in the cache.
+bool some_at_a_time(const Call& call) {
+  constexpr int64_t kPiece = int64_t(1) << 16;
+  const int64_t n = size(call.out[0]);
+  const auto differs = [n](const TBlob& array) { return size(array) != n; };
+  if (n <= kPiece || std::any_of(call.in.begin(), call.in.end(), differs) ||
+      std::any_of(call.out.begin(), call.out.end(), differs))
+    return false;
+  for (int64_t first = 0; first < n; first += kPiece) {
+    const mxnet::TShape shape(1, std::min(kPiece, n - first));
+    std::vector<TBlob> in, out;
+    for (auto& array : call.in) in.push_back(part(array, first, shape));
+    for (auto& array : call.out) out.push_back(part(array, first, shape));
+    run({call.of, call.attrs, call.context, in, call.req, out, {}});
+  }
+  return true;
+}
+
 }  // namespace
 
 void add_elementwise(Rows& rows) {
+  for (const char* name : {
+           "abs", "_backward_abs", "sign", "round", "rint", "ceil", "floor", "trunc", "fix",
+           "negative", "sqrt", "_backward_sqrt", "square", "_backward_square", "hard_sigmoid",
+           "_backward_hard_sigmoid", "softsign", "_backward_softsign", "_maximum_scalar",
+           "_backward_maximum_scalar", "_minimum_scalar", "_backward_minimum_scalar", "_maximum",
+           "_backward_maximum", "_minimum", "_backward_minimum", "_backward_sub", "_backward_div",
+           "where", "_backward_where"})
+    rows.insert({name, {some_at_a_time, kAnyPlace}});
   rows.insert({
       {"relu", {relu, 1}}, {"_backward_relu", {relu_gradient, 2}}, {"sigmoid", {sigmoid, 1}},
       {"_backward_sigmoid", {sigmoid_gradient, 2}}, {"tanh", {tanh, 1}},
@@ -115,7 +150,8 @@ void add_elementwise(Rows& rows) {
       {"_minus_scalar", {with_scalar<kPlus, -1>, 1}},
       {"_rminus_scalar", {with_scalar<kFromOf, 1>, 1}}, {"elemwise_add", {binary<kSum>, 2}},
       {"_grad_add", {binary<kSum>, 2}}, {"elemwise_sub", {binary<kDifference>, 2}},
-      {"elemwise_mul", {binary<kProduct>, 2}}, {"elemwise_div", {binary<kQuotient>, 2}}});
+      {"elemwise_mul", {binary<kProduct>, 2}},
+      {"_backward_mul", {product_gradient, kAnyPlace}}, {"elemwise_div", {binary<kQuotient>, 2}}});
 }
 
 }  // namespace gluon_amp

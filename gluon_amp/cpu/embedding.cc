@@ -1,4 +1,4 @@
-// The gradient of an Embedding's weight: few rows get something, of very many.
+// The gradient of what an Embedding or a take looks up: few rows get something, of very many.
 #include <algorithm>
 #include <numeric>
 
@@ -25,11 +25,12 @@ std::vector<int64_t> looked_up(const TBlob& data, int64_t rows) {
 
 // The generic code widens and rounds all rows. Here each that was looked up is summed in float32, in
 // the order of the data, and rounded.
-bool embedding_gradient(const Call& call) {  // gradient, data
-  const TBlob &g = call.in[0], &weight = call.out[1];
-  if (!is_half(g) || !is_half(weight) || call.write(0) != kNothing || size(g) == 0) return false;
-  const int64_t width = weight.shape_[weight.ndim() - 1];
-  const std::vector<int64_t> row = looked_up(call.in[1], size(weight) / width);
+bool add_rows(const Call& call, size_t of_weight) {  // gradient, data
+  const TBlob &g = call.in[0], &weight = call.out[of_weight];
+  if (!is_half(g) || !is_half(weight) || call.write(1 - of_weight) != kNothing || size(g) == 0)
+    return false;
+  const int64_t width = size(weight) / weight.shape_[0];
+  const std::vector<int64_t> row = looked_up(call.in[1], weight.shape_[0]);
   if (row.empty()) return false;
   std::vector<int64_t> order(row.size()), first;
   std::iota(order.begin(), order.end(), 0);
@@ -41,7 +42,7 @@ bool embedding_gradient(const Call& call) {  // gradient, data
   float* const sums = lease.memory((first.size() - 1) * width);
   float* const added = lease.memory(row.size() * width);
   kernels->widen(halves(g), added, size(g));
-  if (call.write(1) == kStore) std::fill_n(halves(weight), size(weight), Half(0));
+  if (call.write(of_weight) == kStore) std::fill_n(halves(weight), size(weight), Half(0));
 #pragma omp parallel for schedule(static) if (size(g) >= 32768)
   for (size_t i = 0; i < first.size() - 1; ++i) {
     float* const sum = sums + i * width;
@@ -51,14 +52,21 @@ bool embedding_gradient(const Call& call) {  // gradient, data
   }
   for (size_t i = 0; i < first.size() - 1; ++i)
     kernels->narrow(sums + i * width, halves(weight) + row[order[first[i]]] * width, width,
-                    call.write(1));
+                    call.write(of_weight));
   return true;
+}
+
+bool embedding_gradient(const Call& call) { return add_rows(call, 1); }
+
+bool take_gradient(const Call& call) {
+  return number(call.attrs, "axis", 0) == 0 && word(call.attrs, "mode", "clip") == "clip" &&
+         add_rows(call, 0);
 }
 
 }  // namespace
 
 void add_embedding(Rows& rows) {
-  rows.insert({{"_backward_Embedding", {embedding_gradient, 0}}});
+  rows.insert({{"_backward_Embedding", {embedding_gradient, 0}}, {"_backward_take", {take_gradient, 0}}});
 }
 
 }  // namespace gluon_amp

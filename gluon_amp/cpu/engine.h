@@ -198,9 +198,10 @@ void run(const Call& call);  // of an operator without state
 bool prefers_onednn(const Operator& of, const NodeAttrs& attrs, size_t inputs, size_t outputs);
 
 // Code of its own for a call; false where it does not know the case: then the generic one runs.
+constexpr uint32_t kAnyPlace = ~0u;  // any output may have the memory of any input
 struct OwnCode {
   bool (*run)(const Call& call);
-  uint32_t places;  // output 0 may have the memory of so many of the first inputs
+  uint32_t places;  // output 0 may have the memory of so many of the first inputs, or kAnyPlace
   bool rounds = false;  // it knows formats other than float16, too
 };
 const OwnCode* own_code(const std::string& name);

@@ -112,19 +112,19 @@ mkldnn::memory::desc in_blocks(const mxnet::TShape& shape, int block) {
   mkldnn::memory::desc made;
   std::memset(&made.data, 0, sizeof made.data);
   auto& d = made.data;
-  d.ndims = 4;
+  d.ndims = shape.ndim();
   d.data_type = dnnl_f32;
   d.format_kind = dnnl_blocked;
-  for (int k = 0; k < 4; ++k) d.dims[k] = d.padded_dims[k] = shape[k];
+  for (int k = 0; k < d.ndims; ++k) d.dims[k] = d.padded_dims[k] = shape[k];
   d.padded_dims[1] = (shape[1] + block - 1) / block * block;
   auto& b = d.format_desc.blocking;
   b.inner_nblks = 1;
   b.inner_blks[0] = block;
   b.inner_idxs[0] = 1;
-  b.strides[3] = block;
-  b.strides[2] = b.strides[3] * shape[3];
-  b.strides[1] = b.strides[2] * shape[2];
-  b.strides[0] = b.strides[1] * (d.padded_dims[1] / block);
+  dnnl_dim_t stride = block;
+  for (int k = d.ndims; k-- > 2; stride *= shape[k]) b.strides[k] = stride;
+  b.strides[1] = stride;
+  b.strides[0] = stride * (d.padded_dims[1] / block);
   return made;
 }
 
@@ -146,15 +146,17 @@ void narrow(const NDArray& made, const TBlob& to, Write write) {
   if (made.IsMKLDNNData()) {
     const auto& d = description(made.GetMKLDNNData());
     const auto& b = d.format_desc.blocking;
-    const bool blocks = d.ndims == 4 && shape.ndim() == 4 && d.format_kind == dnnl_blocked &&
-                        b.inner_nblks == 1 && b.inner_idxs[0] == 1 && d.offset0 == 0 &&
-                        (b.inner_blks[0] == 16 || b.inner_blks[0] == 8) &&
-                        b.strides[3] == b.inner_blks[0] && b.strides[2] == b.strides[3] * d.dims[3] &&
-                        b.strides[1] == b.strides[2] * d.dims[2] &&
-                        b.strides[0] == b.strides[1] * (d.padded_dims[1] / b.inner_blks[0]);
+    const auto block = static_cast<int>(b.inner_blks[0]);
+    bool blocks = d.ndims >= 3 && d.ndims == shape.ndim() && d.format_kind == dnnl_blocked &&
+                  b.inner_nblks == 1 && b.inner_idxs[0] == 1 && d.offset0 == 0 &&
+                  (block == 16 || block == 8);
     if (blocks) {
-      const int64_t stored = d.dims[0] * b.strides[0], plane = d.dims[2] * d.dims[3];
-      const auto block = static_cast<int>(b.inner_blks[0]);
+      const mkldnn::memory::desc expected = in_blocks(shape, block);
+      const auto& strides = expected.data.format_desc.blocking.strides;
+      blocks = std::equal(strides, strides + d.ndims, b.strides);
+    }
+    if (blocks) {
+      const int64_t stored = d.dims[0] * b.strides[0], plane = b.strides[1] / block;
       const auto* from = static_cast<const float*>(made.storage_handle().dptr);
       if (half) show(from, stored, stored - size(to), to.dptr_, nullptr, true);
       if (half) kernels->narrow_blocked(from, halves(to), d.dims[0], d.dims[1], plane, block, write);

@@ -6,6 +6,7 @@ namespace gluon_amp {
 const Rows& all_rows() {
   static const Rows* rows = [] {
     auto* made = new Rows;
+    add_broadcast(*made);
     add_convolution(*made);
     add_copies(*made);
     add_dense(*made);
@@ -13,6 +14,7 @@ const Rows& all_rows() {
     add_elementwise(*made);
     add_embedding(*made);
     add_norms(*made);
+    add_pad(*made);
     add_pooling(*made);
     return made;
   }();

@@ -12,6 +12,7 @@ namespace gluon_amp {
 
 using Rows = std::map<std::string, OwnCode>;
 
+void add_broadcast(Rows& rows);
 void add_convolution(Rows& rows);
 void add_copies(Rows& rows);
 void add_dense(Rows& rows);
@@ -19,6 +20,7 @@ void add_dropout(Rows& rows);
 void add_elementwise(Rows& rows);
 void add_embedding(Rows& rows);
 void add_norms(Rows& rows);
+void add_pad(Rows& rows);
 void add_pooling(Rows& rows);
 
 inline bool all_half(const Call& call) {
@@ -31,6 +33,25 @@ inline bool all_half(const Call& call) {
 inline bool all_float(const Call& call) {
   return is_reference() && std::all_of(call.in.begin(), call.in.end(), is_float) &&
          std::all_of(call.out.begin(), call.out.end(), is_float);
+}
+
+// Floats that are made to a float32 output, rounded if the node says so.
+inline void round_to(const Call& call, size_t i, const float* made) {
+  const Grid* grid = call.rounding.written(i);
+  kernels->round(grid ? *grid : Grid(), made, floats(call.out[i]), size(call.out[i]),
+                 call.write(i));
+}
+
+// Halves that make(to) writes to output 0, or adds to what is there.
+template <class F>
+void made_in_halves(const Call& call, F make) {
+  const TBlob& to = call.out[0];
+  if (call.write(0) == kStore) return make(halves(to));
+  Lease lease;
+  Half* const made = reinterpret_cast<Half*>(lease.memory((size(to) + 1) / 2));
+  make(made);
+  const Half* const added = made;
+  kernels->sum(&added, 1, halves(to), size(to), call.write(0));
 }
 
 }  // namespace gluon_amp

@@ -2,15 +2,12 @@
 #include "pieces.h"
 
 namespace gluon_amp {
-namespace {
 
-// The numbers of an array from place `first` on, in this shape.
 TBlob part(const TBlob& whole, int64_t first, const mxnet::TShape& shape) {
-  char* at = static_cast<char*>(whole.dptr_) + first * (is_half(whole) ? sizeof(Half) : sizeof(float));
-  return TBlob(at, shape, mshadow::cpu::kDevMask, whole.type_flag_, 0);
+  const auto bytes = static_cast<int64_t>(mshadow::mshadow_sizeof(whole.type_flag_));
+  return TBlob(static_cast<char*>(whole.dptr_) + first * bytes, shape, mshadow::cpu::kDevMask,
+               whole.type_flag_, 0);
 }
-
-}  // namespace
 
 void run_in_pieces(const Call& call, bool backward, mxnet::TShape x, mxnet::TShape y, int64_t some,
                    int64_t x_room, int64_t y_room, const Widen& widen) {

@@ -1,10 +1,13 @@
-// Layers with weights, a piece of the batch at a time.
+// Arrays a piece at a time; layers with weights, a piece of the batch at a time.
 #pragma once
 #include <functional>
 
 #include "own.h"
 
 namespace gluon_amp {
+
+// The numbers of an array from place `first` on, in this shape.
+TBlob part(const TBlob& whole, int64_t first, const mxnet::TShape& shape);
 
 // Makes float32 of a piece, halves or floats, in the memory of `holder`.
 using Widen = std::function<NDArray(const NDArray& holder, const TBlob& piece)>;

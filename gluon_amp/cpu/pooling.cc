@@ -1,18 +1,17 @@
-// Poolings, some images at a time, so that their float32 scratch stays small.
-#include "own.h"
+// Poolings, some images at a time, so that their float32 scratch stays in the cache.
+#include "pieces.h"
 
 namespace gluon_amp {
 namespace {
 
-constexpr int64_t kPiece = int64_t(1) << 21;  // floats of scratch that a piece may have: 8 MB
+constexpr int64_t kPiece = int64_t(1) << 18;  // floats of scratch that a piece may have: 1 MB
 
 // Some images of an array, whose first axis is the batch.
 TBlob images_of(const TBlob& all, int64_t first, int64_t count) {
   mxnet::TShape shape = all.shape_;
-  const int64_t bytes = size(all) / shape[0] * mshadow::mshadow_sizeof(all.type_flag_);
+  const int64_t image = size(all) / shape[0];
   shape[0] = count;
-  return TBlob(static_cast<char*>(all.dptr_) + first * bytes, shape, all.dev_mask(), all.type_flag_,
-               all.dev_id());
+  return part(all, first * image, shape);
 }
 
 // A maximum's places, which the backward pass reads, lie by pieces: so both passes have the same.

@@ -188,8 +188,9 @@ Places places(const nnvm::Op* x, const OwnCode* own, const NodeAttrs& attrs) {
   const uint32_t inputs = x->get_num_inputs ? x->get_num_inputs(attrs) : x->num_inputs;
   const uint32_t outputs = x->get_num_outputs ? x->get_num_outputs(attrs) : x->num_outputs;
   Places made;
-  for (uint32_t in = 0; own && in < own->places; ++in) made.emplace_back(in, 0);
-  if (own) return made;
+  const bool any = !own || own->places == kAnyPlace;
+  for (uint32_t in = 0; !any && in < own->places; ++in) made.emplace_back(in, 0);
+  if (!any) return made;
   for (uint32_t out = 0; out < std::min(outputs, 8u); ++out)
     for (uint32_t in = 0; inputs != nnvm::kVarg && in < std::min(inputs, 16u); ++in)
       made.emplace_back(in, out);

@@ -122,7 +122,9 @@ bool generic_code_is_the_same(const std::string& name) {
       "_mul_scalar", "_backward_mul_scalar", "_div_scalar", "_backward_div_scalar", "_plus_scalar",
       "_minus_scalar", "_rminus_scalar", "elemwise_add", "_grad_add", "elemwise_sub",
       "elemwise_mul", "elemwise_div", "Cast", "amp_cast",
-      "_backward_cast", "_backward_amp_cast", "_backward_Embedding"};
+      "_backward_cast", "_backward_amp_cast", "_backward_Embedding", "_backward_mul",
+      "broadcast_add", "broadcast_sub", "broadcast_mul", "broadcast_div", "_npi_add",
+      "_npi_subtract", "_npi_multiply", "_npi_true_divide"};
   return same.count(name) > 0;
 }
 

@@ -123,6 +123,15 @@ void binary(Binary f, const T* x, const T* y, T* out, int64_t n, Write write) {
   }
 }
 
+void product_gradient(const Half* g, const Half* x, const Half* y, Half* dx, Write write_dx,
+                      Half* dy, Write write_dy, int64_t n) {
+  vectors(n, [=](int64_t i, auto lanes) {
+    const V d = load(g + i, lanes), a = load(x + i, lanes), b = load(y + i, lanes);
+    if (write_dx != kNothing) put<HalfGrid>(dx + i, d * b, write_dx == kAdd, lanes);
+    if (write_dy != kNothing) put<HalfGrid>(dy + i, d * a, write_dy == kAdd, lanes);
+  });
+}
+
 void sum(const Half* const* in, int count, Half* out, int64_t n, Write write) {
   if (write == kNothing) return;
   if (count == 2) return binary<HalfGrid>(kSum, in[0], in[1], out, n, write);
@@ -151,6 +160,7 @@ void add_elementwise(Kernels* table) noexcept {
   table->unary_floats = unary<NoGrid>;
   table->unary_gradient_floats = unary_gradient<NoGrid>;
   table->binary_floats = binary<NoGrid>;
+  table->product_gradient = product_gradient;
   table->sum = sum;
   table->dropout_gradient = dropout_gradient;
 }

@@ -175,6 +175,9 @@ struct Kernels {
   void (*unary_gradient)(Unary f, const Half* g, const Half* read, Half* d, int64_t n, float a,
                          float b, Write write);
   void (*binary)(Binary f, const Half* x, const Half* y, Half* out, int64_t n, Write write);
+  // dx = g * y, dy = g * x; both may be any of the inputs
+  void (*product_gradient)(const Half* g, const Half* x, const Half* y, Half* dx, Write write_dx,
+                           Half* dy, Write write_dy, int64_t n);
   // the float32 sum of `count` arrays, rounded once; out may be any of them
   void (*sum)(const Half* const* in, int count, Half* out, int64_t n, Write write);
   // d = mask is 0: 0; mask is 1: g; else g * scale. d may be g
@@ -196,6 +199,10 @@ struct Kernels {
   // dx = (g - sum(g * y)) * y / temperature
   void (*softmax_gradient)(const Half* g, const Half* y, Half* dx, int64_t rows, int64_t width,
                            float temperature, Write write);
+
+  // ---- sums of products g * x, or of g where x is null (rows.cc)
+  double (*dot)(const Half* g, const Half* x, int64_t n);
+  void (*add_products)(const Half* g, const Half* x, float* sums, int64_t n);  // to each sum its own
 
   // ---- training (training.cc): masters, gradients' sizes
   void (*follow)(float* master, const Half* weight, int64_t n);

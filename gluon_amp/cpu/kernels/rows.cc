@@ -1,4 +1,4 @@
-// Layer norm and softmax: rows of halves, computed in float32, each row by one thread.
+// Layer norm, softmax and sums: rows of halves, computed in float32, each row by one thread.
 #include "functions.h"
 #include "vector.h"
 
@@ -187,6 +187,22 @@ void softmax_gradient(const Half* g, const Half* y, Half* dx, int64_t rows, int6
   });
 }
 
+// ---- sums of products ------------------------------------------------------------
+
+double dot(const Half* g, const Half* x, int64_t n) {
+  return row_sum(n, [=](int64_t i, auto lanes) {
+    const V v = load(g + i, lanes);
+    return x == nullptr ? v : v * load(x + i, lanes);
+  });
+}
+
+void add_products(const Half* g, const Half* x, float* sums, int64_t n) {
+  each(0, n, [=](int64_t i, auto lanes) {
+    const V v = load(g + i, lanes);
+    store(sums + i, load(sums + i, lanes) + (x == nullptr ? v : v * load(x + i, lanes)), lanes);
+  });
+}
+
 }  // namespace
 
 void add_rows(Kernels* table) noexcept {
@@ -194,6 +210,8 @@ void add_rows(Kernels* table) noexcept {
   table->layer_norm_gradient = layer_norm_gradient;
   table->softmax = softmax;
   table->softmax_gradient = softmax_gradient;
+  table->dot = dot;
+  table->add_products = add_products;
 }
 
 }  // namespace ISA

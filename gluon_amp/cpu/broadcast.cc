@@ -1,0 +1,195 @@
+// Arithmetic between arrays of different shapes, as in the product of a squeeze-excitation, and the
+// sums that are its gradients. MXNet's code looks for the place of each number anew.
+#include "own.h"
+#include "watch.h"
+
+namespace gluon_amp {
+namespace {
+
+// Neighbouring axes of an array, as one: how many numbers, and how far apart those lie in two arrays
+// that are read along; 0 where one number serves them all.
+struct Run {
+  int64_t size, steps[2];
+};
+
+// The axes of `whole`, from the last to the first, for two arrays whose axes are as long, or 1, or
+// are not there.
+std::vector<Run> runs_of(const TBlob& x, const TBlob& y, const TBlob& whole) {
+  std::vector<Run> made;
+  const TBlob* const arrays[] = {&x, &y};
+  int64_t steps[2] = {1, 1};
+  for (int i = 1; i <= whole.ndim(); ++i) {
+    Run run{whole.shape_[whole.ndim() - i], {0, 0}};
+    if (run.size == 1) continue;
+    for (int k : {0, 1}) {
+      const mxnet::TShape& shape = arrays[k]->shape_;
+      if (i > shape.ndim() || shape[shape.ndim() - i] == 1) continue;
+      run.steps[k] = steps[k];
+      steps[k] *= run.size;
+    }
+    if (!made.empty() && !made.back().steps[0] == !run.steps[0] &&
+        !made.back().steps[1] == !run.steps[1])
+      made.back().size *= run.size;
+    else
+      made.push_back(run);
+  }
+  if (made.empty()) made.push_back({1, {1, 1}});
+  return made;
+}
+
+// Where number `i` lies in array k.
+int64_t place(const std::vector<Run>& runs, int64_t i, int k) {
+  int64_t at = 0;
+  for (const Run& run : runs) {
+    at += i % run.size * run.steps[k];
+    i /= run.size;
+  }
+  return at;
+}
+
+// Whether rows are long enough for a kernel's call for each.
+bool pays(const std::vector<Run>& runs) { return runs.size() == 1 || runs.front().size >= 8; }
+
+// One row, of which one number of x or of y serves all.
+void map_row(Binary f, bool one_x, const Half* x, const Half* y, Half* to, int64_t n, Write write) {
+  float a;
+  kernels->widen(one_x ? x : y, &a, 1);
+  const Unary with_number = f == kProduct             ? kTimes
+                            : f == kQuotient          ? kOverOf
+                            : f == kDifference && one_x ? kFromOf
+                                                        : kPlus;
+  if (f == kDifference && !one_x) a = -a;
+  kernels->unary(with_number, one_x ? y : x, to, n, a, 0, write);
+}
+
+bool map_rows(Binary f, const TBlob& x, const TBlob& y, const TBlob& to, Write write) {
+  if (size(to) == 0 || write == kNothing) return true;
+  std::vector<Run> runs = runs_of(x, y, to);
+  if (!pays(runs)) return false;
+  const Run row = runs.front();
+  runs.erase(runs.begin());
+  const int64_t rows = size(to) / row.size;
+  const bool one_x = row.steps[0] == 0, one_y = row.steps[1] == 0;
+  if (f == kQuotient && one_x) return false;
+#pragma omp parallel for schedule(static) if (rows > 1 && size(to) >= 32768)
+  for (int64_t i = 0; i < rows; ++i) {
+    const Half *from_x = halves(x) + place(runs, i, 0), *from_y = halves(y) + place(runs, i, 1);
+    Half* made = halves(to) + i * row.size;
+    if (one_x || one_y) map_row(f, one_x, from_x, from_y, made, row.size, write);
+    else kernels->binary(f, from_x, from_y, made, row.size, write);
+  }
+  return true;
+}
+
+template <Binary f>
+bool broadcast(const Call& call) {
+  return all_half(call) && map_rows(f, call.in[0], call.in[1], call.out[0], call.write(0));
+}
+
+// The sums of g, or of g * x where there is an x as large, over the axes that `to` does not have.
+class Sums {
+ public:
+  Sums(const TBlob& g, const TBlob* x, const TBlob& to)
+      : g_(halves(g)), x_(x ? halves(*x) : nullptr), n_(size(to)) {
+    const std::vector<Run> runs = runs_of(to, g, g);
+    row_ = runs.front();
+    for (size_t i = 1; i < runs.size(); ++i)
+      (runs[i].steps[0] ? kept_ : gone_).push_back(runs[i]);
+    for (const Run& run : gone_) repeats_ *= run.size;
+  }
+
+  void write(float sign, const TBlob& to, Write write) const {
+    Lease lease;
+    float* const sums = lease.memory(n_);
+    const bool along = row_.steps[0] == 0;  // a row has one sum; else each of its columns has
+    const int64_t tasks = along ? n_ : n_ / row_.size * strips();
+#pragma omp parallel for schedule(static) if (n_ > 1 && repeats_ * n_ * (along ? row_.size : 1) >= 32768)
+    for (int64_t i = 0; i < tasks; ++i) along ? sum_rows(i, sums) : sum_columns(i, sums);
+    if (sign < 0)
+      for (int64_t i = 0; i < n_; ++i) sums[i] = 0 - sums[i];
+    show(sums, n_, 0, to.dptr_, nullptr, true);
+    kernels->narrow(sums, halves(to), n_, write);
+  }
+
+ private:
+  static constexpr int64_t kStrip = 1024;  // columns
+  static constexpr int64_t kRows = 256;    // whose sum is in float32
+
+  int64_t strips() const { return (row_.size + kStrip - 1) / kStrip; }
+
+  void sum_rows(int64_t i, float* sums) const {
+    const int64_t first = place(kept_, i, 1);
+    double sum = 0;
+    for (int64_t k = 0; k < repeats_; ++k) {
+      const int64_t at = first + place(gone_, k, 1);
+      sum += kernels->dot(g_ + at, x_ ? x_ + at : nullptr, row_.size);
+    }
+    sums[place(kept_, i, 0)] = static_cast<float>(sum);
+  }
+
+  void sum_columns(int64_t i, float* sums) const {
+    const int64_t column = i % strips() * kStrip, width = std::min(kStrip, row_.size - column);
+    const int64_t first = place(kept_, i / strips(), 1) + column;
+    float* const to = sums + place(kept_, i / strips(), 0) + column;
+    double total[kStrip] = {};
+    float part[kStrip] = {};
+    for (int64_t k = 0; k < repeats_; ++k) {
+      const int64_t at = first + place(gone_, k, 1);
+      kernels->add_products(g_ + at, x_ ? x_ + at : nullptr, part, width);
+      if ((k + 1) % kRows != 0 && k + 1 < repeats_) continue;
+      for (int64_t j = 0; j < width; ++j) {
+        total[j] += part[j];
+        part[j] = 0;
+      }
+    }
+    for (int64_t j = 0; j < width; ++j) to[j] = static_cast<float>(total[j]);
+  }
+
+  const Half *g_, *x_;
+  const int64_t n_;
+  Run row_;
+  std::vector<Run> kept_, gone_;
+  int64_t repeats_ = 1;
+};
+
+// The gradients of x and y. Sums come first and x's at the end, since it may lie where the one above
+// it does.
+template <Binary f>
+bool gradient(const Call& call) {  // gradient; of a product x and y, too
+  const TBlob& g = call.in[0];
+  if (!all_half(call) || size(g) == 0) return false;
+  const auto whole = [&](int i) { return size(call.out[i]) == size(g); };
+  if ((!whole(0) && !whole(1)) || !pays(runs_of(call.out[whole(0) ? 1 : 0], g, g))) return false;
+  const auto sign = [](int i) { return f == kDifference && i == 1 ? -1.0f : 1.0f; };
+  const auto factor = [&](int i) { return f == kProduct ? &call.in[2 - i] : nullptr; };
+  for (int i : {1, 0})
+    if (!whole(i) && call.write(i) != kNothing)
+      Sums(g, factor(i), call.out[i]).write(sign(i), call.out[i], call.write(i));
+  for (int i : {1, 0}) {
+    if (!whole(i)) continue;
+    const TBlob& to = call.out[i];
+    if (factor(i)) map_rows(kProduct, g, *factor(i), to, call.write(i));
+    else kernels->unary(kTimes, halves(g), halves(to), size(g), sign(i), 0, call.write(i));
+  }
+  return true;
+}
+
+}  // namespace
+
+void add_broadcast(Rows& rows) {
+  rows.insert({
+      {"broadcast_add", {broadcast<kSum>, 2}}, {"_backward_broadcast_add", {gradient<kSum>, 1}},
+      {"broadcast_sub", {broadcast<kDifference>, 2}},
+      {"_backward_broadcast_sub", {gradient<kDifference>, 1}},
+      {"broadcast_mul", {broadcast<kProduct>, 2}},
+      {"_backward_broadcast_mul", {gradient<kProduct>, 1}},
+      {"broadcast_div", {broadcast<kQuotient>, 2}},
+      {"_npi_add", {broadcast<kSum>, 2}}, {"_backward_npi_broadcast_add", {gradient<kSum>, 1}},
+      {"_npi_subtract", {broadcast<kDifference>, 2}},
+      {"_backward_npi_broadcast_sub", {gradient<kDifference>, 1}},
+      {"_npi_multiply", {broadcast<kProduct>, 2}},
+      {"_backward_npi_broadcast_mul", {gradient<kProduct>, 1}},
+      {"_npi_true_divide", {broadcast<kQuotient>, 2}}});
+}
+
+}  // namespace gluon_amp

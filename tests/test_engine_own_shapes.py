@@ -1,0 +1,137 @@
+"""Operators with code of their own for arrays of several shapes, or for some values at a time, give
+what the generic operator gives."""
+import re
+
+import numpy as np
+import pytest
+from gluon_amp._mxnet import mx
+from gluon_amp.cpu import library
+from halves import generic_code, halves
+from test_engine_own_code import (
+    ANY_SHAPE,
+    GATHERS,
+    MOVES,
+    X,
+    Y,
+    Z,
+    compare,
+    fixed,
+    heads_for,
+    moved,
+    outcome,
+)
+
+sym = mx.sym
+
+ARITHMETIC = {
+    "broadcast_add": sym.broadcast_add, "broadcast_sub": sym.broadcast_sub,
+    "broadcast_mul": sym.broadcast_mul, "broadcast_div": sym.broadcast_div,
+    "_npi_add": lambda x, y: x.as_np_ndarray() + y.as_np_ndarray(),
+    "_npi_subtract": lambda x, y: x.as_np_ndarray() - y.as_np_ndarray(),
+    "_npi_multiply": lambda x, y: x.as_np_ndarray() * y.as_np_ndarray(),
+    "_npi_true_divide": lambda x, y: x.as_np_ndarray() / y.as_np_ndarray(),
+}
+# a channel's numbers, a row's, a mask's; both larger somewhere; few and short rows; one for all
+PAIRS = [((2, 17, 5, 7), (2, 17, 1, 1)), ((2, 17, 5, 7), (1, 17, 1, 1)),
+         ((6, 8, 9, 9), (1, 1, 9, 9)), ((3, 1, 20), (1, 4, 20)), ((1, 9), (9, 1)),
+         ((70, 3), (70, 1)), ((3, 5, 7), (1, 1, 1)), ((4, 1), (4, 1)), ((3, 5, 7), (3, 5, 7)),
+         ((2, 1500), (2, 1)), ((260, 1030), (1, 1030))]
+
+
+@pytest.mark.parametrize("name", ARITHMETIC)
+def test_arithmetic_between_shapes_is_the_generic_operators(name, rng):
+    symbol = ARITHMETIC[name](X, Y)
+    with mx.util.np_shape("npi" in name):
+        for shapes in PAIRS:
+            for one, other in (shapes, shapes[::-1])[:1 if "npi" in name else 2]:
+                arrays = {"x": halves(rng, *one, scale=3), "y": halves(rng, *other) + np.float16(2)}
+                heads = heads_for(symbol, arrays, rng)
+                for request in ("write", "add")[:1 if "npi" in name else 2]:
+                    own = outcome(symbol, arrays, heads, request)
+                    with generic_code():
+                        generic = outcome(symbol, arrays, heads, request)
+                    assert np.array_equal(own[0][0], generic[0][0], equal_nan=True)
+                    compare(own, generic, 0, 1 + (request == "add"))
+
+
+def test_sums_of_very_many_numbers_are_exact(rng):
+    """One half's rounding, though float32's errors of so many terms would add up."""
+    arrays = {"x": halves(rng, 30_000, 8), "y": halves(rng, 1, 8)}
+    head = np.full((30_000, 8), 0.01, np.float16)
+    _, gradients, _ = outcome(sym.broadcast_add(X, Y), arrays, [head])
+    assert np.array_equal(gradients["y"], head.astype(np.float64).sum(0, keepdims=True)
+                          .astype(np.float16))
+
+
+# as many numbers as several pieces have
+MANY = 150_001
+ONE_AT_A_TIME = {
+    **{name: getattr(sym, name)(X) for name in (
+        "abs", "sign", "round", "rint", "ceil", "floor", "trunc", "fix", "negative", "sqrt",
+        "square", "hard_sigmoid", "softsign")},
+    "_maximum_scalar": sym.maximum(X, 0.3), "_minimum_scalar": sym.minimum(X, 0.3),
+    "_maximum": sym.maximum(X, Y), "_minimum": sym.minimum(X, Y),
+    "elemwise_sub": X - Y, "elemwise_div": X / Y, "elemwise_mul": X * Y,
+    "elemwise_mul of itself": X * X, "where": sym.where(Y, X, Z),
+}
+
+
+@pytest.mark.parametrize("name", ONE_AT_A_TIME)
+def test_some_values_at_a_time_give_the_same_bits(name, rng):
+    symbol = ONE_AT_A_TIME[name]
+    y = halves(rng, MANY)
+    y[::3] = 1 if name == "elemwise_div" else 0
+    arrays = {"x": halves(rng, MANY), "y": y, "z": halves(rng, MANY)}
+    moved(symbol, {n: arrays[n] for n in symbol.list_inputs()}, rng)
+
+
+MORE_MOVES = {
+    **{f"SwapAxis {a} {b}": (sym.swapaxes(X, a, b), fixed((7, 3, 35, 40)))
+       for a, b in ((1, 2), (0, 3), (3, 2), (1, 1))},
+    **{f"Pad {mode} of {len(shape)} axes": (
+        sym.Pad(X, mode=mode, constant_value=0.3, pad_width=width), fixed(shape))
+       for mode in ("constant", "edge", "reflect")
+       for shape, width in (((2, 3, 5, 7), (0, 0, 0, 0, 1, 3, 4, 2)),
+                            ((2, 3, 4, 5, 40), (0, 0, 0, 0, 1, 2, 0, 3, 4, 0)))},
+    "reverse": (sym.reverse(X, axis=1), fixed((3, 40))),
+    "repeat": (sym.repeat(X, repeats=3, axis=1), fixed((3, 4))),
+    "broadcast_to": (sym.broadcast_to(X, shape=(3, 4, 5)), fixed((3, 1, 5))),
+    "broadcast_axis": (sym.broadcast_axis(X, axis=0, size=4), fixed((1, 3, 5))),
+    "broadcast_like": (sym.broadcast_like(X, Y), fixed((1, 5), (3, 5))),
+    "depth_to_space": (sym.depth_to_space(X, block_size=2), fixed((2, 8, 3, 5))),
+    "space_to_depth": (sym.space_to_depth(X, block_size=2), fixed((2, 3, 4, 6))),
+    "gather_nd": (sym.gather_nd(X, sym.cast(Y, "int32")),
+                  lambda rng: {"x": halves(rng, 5, 6), "y": np.int32([[0, 1, 1], [2, 5, 2]])}),
+}
+
+
+@pytest.mark.parametrize("name", MORE_MOVES)
+def test_more_operators_that_move_values_move_every_bit(name, rng):
+    symbol, make = MORE_MOVES[name]
+    moved(symbol, make(rng), rng)
+
+
+@pytest.mark.parametrize("settings", [{}, {"axis": 1}, {"mode": "wrap"}], ids=str)
+@pytest.mark.parametrize("request_", ["write", "add"])
+def test_the_gradient_of_a_take_is_the_generic_operators(settings, request_, rng):
+    symbol = sym.take(X, sym.BlockGrad(Y), **settings)
+    arrays = {"x": halves(rng, 7, 5, 3), "y": rng.integers(-2, 9, (50, 3)).astype("float32")}
+    heads = heads_for(symbol, arrays, rng)
+    own = outcome(symbol, arrays, heads, request_)
+    with generic_code():
+        compare(own, outcome(symbol, arrays, heads, request_), 0, 0)
+
+
+def test_every_row_of_own_code_is_tested():
+    rows = library.own_code()
+    assert len(rows) > 50
+    here = {name.split()[0] for name in (*ANY_SHAPE, *MOVES, *GATHERS, *ARITHMETIC, *MORE_MOVES,
+                                         *ONE_AT_A_TIME)}
+    elsewhere = {"Convolution", "Deconvolution", "FullyConnected", "BatchNorm",
+                 "_contrib_BatchNormWithReLU", "LayerNorm", "Dropout", "Pooling"}
+    forward = {row for row in rows if not row.startswith("_backward")}
+    assert forward <= here | elsewhere
+    gradients = {"_backward_" + re.sub("^(elemwise)?_", "", name) for name in here | elsewhere}
+    gradients |= {name.replace("npi_", "npi_broadcast_").replace("subtract", "sub")
+                  .replace("multiply", "mul") for name in gradients}
+    assert rows - forward <= gradients | {"_backward_add", "_backward_cast", "_backward_reshape"}
