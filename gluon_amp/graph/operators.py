@@ -112,6 +112,7 @@ _TABLE = (
         _contrib_Proposal _contrib_MultiProposal _contrib_box_decode _contrib_box_encode
         _contrib_box_iou _contrib_box_nms
     """),
+    (FLOAT32, "MXNet takes no float16 of it", "_npi_around"),
     (FLOAT32, "the user's Python, or moving averages that only float32 has", """
         Custom IdentityAttachKLSparseReg
     """),
@@ -168,7 +169,7 @@ _TABLE = (
         fix _npi_fix
         rint _npi_rint
         trunc _npi_trunc
-        round _npi_around
+        round
         clip _contrib_round_ste _contrib_sign_ste _contrib_div_sqrt_dim _npi_nan_to_num
         max _np_max
         min _np_min
