@@ -49,6 +49,17 @@ def types_of(symbol, policy="float16", **inputs):
             for node in graph.nodes() if node.inputs}
 
 
+@pytest.mark.parametrize("policy", ["float16", "pure_float16"])
+def test_numpys_round_which_takes_no_float16_runs_in_float32(policy):
+    class Net(gluon.HybridBlock):
+        def hybrid_forward(self, F, x):
+            return F.np.round(x * 2)
+
+    with mx.util.np_shape(True), mx.util.np_array(True):
+        out = amp.convert(Net(), policy)(mx.np.array([0.3, 1.7], dtype="float16"))
+    assert np.array_equal(out.asnumpy(), [1, 3])
+
+
 def test_places_in_an_array_are_no_float16_numbers():
     places = {"start": "2049", "stop": "2053", "step": "1", "axis": "0"}
     inputs = [Entry(Node("null", name)) for name in "xy"]
