@@ -40,7 +40,7 @@ class Epoch:
     skipped: Optional[float] = None  # steps of the run up to its end
     loss: Optional[float] = None  # of training
     validation_loss: Optional[float] = None
-    finite: bool = True  # whether the log says of no loss that it is infinite or NaN
+    finite: bool = field(default=True, init=False)  # the log tells of no infinite or NaN loss
 
 
 @dataclass
