@@ -127,6 +127,13 @@ def test_where_the_trainer_gives_up_there_is_advice_all_the_same():
     assert view.findings[0].node == "net__mul0"
 
 
+def test_what_gives_no_batches_is_refused():
+    net = converted(lambda F, x, dense, out: out(dense(x)), *layers(8, 4))
+    for look in (amp.xray, amp.search):
+        with pytest.raises(TypeError, match=r"list of tuples \(data, label\).*Received: NoneType"):
+            look(net, None, LOSS)
+
+
 def test_a_folder_remembers_what_may_be_lost(tmp_path):
     net = converted(lambda F, x, dense, out: out(dense(x)), *layers(8, 4))
     view = amp.xray(net, batches(6), LOSS, steps=1, lost=0.25)

@@ -112,10 +112,11 @@ def split(batch: Any) -> Tuple[List[Any], List[Any]]:
 def first_of(batches: Any, count: int, who: str) -> List[Any]:
     """The first batches, so many at most."""
     try:
-        found = list(itertools.islice(iter(batches), count))
+        given = iter(batches)
     except TypeError:
         raise TypeError("batches is a list of tuples (data, label), or anything that gives such. "
                         f"Received: {type(batches).__name__}") from None
+    found = list(itertools.islice(given, count))
     if not found:
         raise ValueError(f"{who} needs at least one batch. Received: none")
     return found
