@@ -16,9 +16,10 @@ def replace_file(path: str, write: Callable[[str], None]) -> None:
             with open(beside, "rb") as file:
                 os.fsync(file.fileno())
             os.replace(beside, path)
-        finally:
-            if os.path.exists(beside):
+        except BaseException:
+            with contextlib.suppress(FileNotFoundError):
                 os.remove(beside)
+            raise
 
 
 @contextlib.contextmanager
