@@ -204,7 +204,6 @@ struct Table {
   void (*marks)(void**, int64_t, int, unsigned char*);
   int64_t (*watched)();
   const WatchedRow* (*watched_rows)();
-  void (*take_samples)(int);
   void (*count)(const float*, int64_t, int, Counts*);
   void (*count_updates)(const NDArray*, float*, Updates*);
   int64_t (*random_state)(unsigned char*, int);
@@ -220,7 +219,7 @@ extern "C" __attribute__((visibility("default"))) const void* gluon_amp_engine()
   using namespace gluon_amp;
   static const Table table = {sizeof(Table), start, reason, probe, inputs_fit, map_fits,
                               description_fits, attributes, use_generic_code, own_names, on_one_cpu,
-                              versions, marks, watched, watched_rows, take_samples, count,
+                              versions, marks, watched, watched_rows, count,
                               count_updates,
                               random_state, scales_of, set_scales, forget_scales};
   return &table;

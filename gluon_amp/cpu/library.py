@@ -91,7 +91,6 @@ class _Table(ctypes.Structure):
         ("marks", ctypes.CFUNCTYPE(None, POINTER(c_void_p), c_int64, c_int, c_char_p)),
         ("watched", ctypes.CFUNCTYPE(c_int64)),
         ("watched_rows", ctypes.CFUNCTYPE(c_void_p)),
-        ("take_samples", ctypes.CFUNCTYPE(None, c_int)),
         ("count", ctypes.CFUNCTYPE(None, c_void_p, c_int64, c_int, POINTER(Counts))),
         ("count_updates", ctypes.CFUNCTYPE(None, c_void_p, c_void_p, POINTER(Updates))),
         ("random_state", ctypes.CFUNCTYPE(c_int64, c_void_p, c_int)),

@@ -2,7 +2,6 @@
 #include "watch.h"
 
 #include <algorithm>
-#include <atomic>
 #include <cstring>
 #include <set>
 #include <tuple>
@@ -18,7 +17,6 @@ std::mutex lock;
 std::map<Key, std::unique_ptr<WatchedRow>> table;
 std::vector<std::string> taken_names;
 std::vector<WatchedRow> taken;
-std::atomic<bool> wants_samples{true};
 
 void add(const Counts& from, Counts* to) {
   for (int i = 0; i < 256; ++i) to->bins[i] += from.bins[i];
@@ -34,14 +32,15 @@ void add(const Counts& from, Counts* to) {
 // parts are as long as its rows would show one column. Arrays of one size show the same places.
 void take_sample(const TBlob& from, WatchedRow* row) {
   const int64_t n = size(from), step = (n + kSamples - 1) / kSamples;
+  Half found[kSamples];
   row->samples = 0;
   for (int64_t begin = 0; begin < n; begin += step) {
     const uint32_t mixed = static_cast<uint32_t>(row->samples) * 2654435761u >> 8;
     const int64_t i = begin + mixed % std::min(step, n - begin);
-    float* to = &row->sample[row->samples++];
-    if (is_half(from)) kernels->widen(halves(from) + i, to, 1);
-    else *to = floats(from)[i];
+    if (is_half(from)) found[row->samples++] = halves(from)[i];
+    else row->sample[row->samples++] = floats(from)[i];
   }
+  if (is_half(from)) kernels->widen(found, row->sample, row->samples);
 }
 
 // Counts an array as it stands.
@@ -93,7 +92,7 @@ Watch::~Watch() {
     ++row->calls;
     row->numbers += size(out);
     if (counted_[i]) add(*counted_[i], &row->counts);
-    if (samples_ || wants_samples) take_sample(out, row.get());
+    take_sample(out, row.get());
   }
 }
 
@@ -164,7 +163,5 @@ int64_t watched() {
 }
 
 const WatchedRow* watched_rows() { return taken.data(); }
-
-void take_samples(int on) { wants_samples = on; }
 
 }  // namespace gluon_amp

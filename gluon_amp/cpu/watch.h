@@ -84,6 +84,5 @@ struct WatchedRow {
 
 int64_t watched();  // takes all rows out of the table; returns how many
 const WatchedRow* watched_rows();  // those taken out last, beside each other
-void take_samples(int on);  // whether samples are taken where numbers are counted
 
 }  // namespace gluon_amp

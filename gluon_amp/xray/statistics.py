@@ -246,9 +246,3 @@ def read() -> Dict[Key, Counts]:
     keys = zip(rows["name"].tolist(), rows["backward"].tolist(), rows["index"].tolist())
     return {Key(ctypes.string_at(name).decode(), bool(backward), index): Counts(*found)
             for (name, backward, index), found in zip(keys, zip(*columns))}
-
-
-def take_samples(on: bool) -> None:
-    """Whether the engine takes samples where it counts, too, from now on."""
-    library.load()
-    library.table().take_samples(on)

@@ -22,7 +22,7 @@ from .module_updates import ModuleUpdates
 from .modules import ModuleBlock, looked_at
 from .names import keep_for, kept_already, owner
 from .overflow import Overflow, first_overflow, goes_forward, is_finite
-from .statistics import Counts, Key, at_scale, decibels, take_samples
+from .statistics import Counts, Key, at_scale, decibels
 from .tensors import Layout, Tensor, fill
 from .trial import FIRST_SCALE, LEAST_SCALE, Ran, Trial, check, first_of, split
 from .updates import Updates, Weight, check_trainer
@@ -156,7 +156,6 @@ def xray(net: Any, batches: Iterable[Any], loss_fn: Any = None, trainer: Any = N
     net, batches, loss_fn = looked_at(net, batches, loss_fn)
     chosen = first_of(batches, steps, "xray")
     check(net, chosen[0])
-    take_samples(True)
     trial = Trial(net, net._amp.policy)
     with random_numbers_kept():
         trial.look(chosen[0])
