@@ -35,8 +35,8 @@ void take_sample(const TBlob& from, WatchedRow* row) {
   Half found[kSamples];
   row->samples = 0;
   for (int64_t begin = 0; begin < n; begin += step) {
-    const uint32_t mixed = static_cast<uint32_t>(row->samples) * 2654435761u >> 8;
-    const int64_t i = begin + mixed % std::min(step, n - begin);
+    const int64_t mixed = static_cast<uint32_t>(row->samples) * 2654435761u >> 8;  // of 24 bits
+    const int64_t i = begin + (mixed * std::min(step, n - begin) >> 24);
     if (is_half(from)) found[row->samples++] = halves(from)[i];
     else row->sample[row->samples++] = floats(from)[i];
   }

@@ -30,9 +30,10 @@ def weigh(tensors: Iterable[Tensor], ran: Ran, scale: float) -> None:
             continue
         gradients = [(key, ran.counts[key]) for key in tensor.gradients if key in ran.counts]
         squares = sum(g.squares / (1.0 if key in begin else scale) ** 2 for key, g in gradients)
-        meet = 1.0 if tensor.op in PRODUCTS else \
-            min(_meet(tensor.format, found, [g for _, g in gradients]), 1.0)
-        moved = math.sqrt(_expected(found, squares) * meet) / ran.total
+        moved = math.sqrt(_expected(found, squares)) / ran.total
+        # half of what may be named at all: less needs no closer look
+        if tensor.op not in PRODUCTS and moved > 2.0 ** -(tensor.format.fraction + 2):
+            moved *= math.sqrt(min(_meet(tensor.format, found, [g for _, g in gradients]), 1.0))
         if math.isfinite(moved):
             tensor.worths.append(moved)
 
