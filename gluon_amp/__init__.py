@@ -5,7 +5,7 @@ from .formats import Format
 from .gluon.convert import convert, restore
 from .cpu import library
 from .cpu.library import KernelError
-from .training.distributed import average_statistics
+from .training.distributed import RanksDifferError, average_statistics
 from .training.estimator import BatchProcessor
 from .training.horovod_store import Horovod
 from .training.loss_scale import DynamicLossScale, LossScaleError
@@ -20,6 +20,7 @@ from .tensor_core_math import tensor_core_dot
 from .training.static_pair import StaticLossScale
 from .training.scale_loss import scale_loss
 from .training.trainer import Trainer
+from .training.watch import RankEndedError
 from .xray.search import search
 from .xray.types import types
 from .xray.view import explain, xray
@@ -29,7 +30,8 @@ from . import recipes
 library.start()
 
 __all__ = ["BatchProcessor", "BucketingModule", "DynamicLossScale", "Format", "Horovod",
-           "KernelError", "LossScaleError", "Module", "Policy", "Speedometer", "StaticLossScale",
-           "Trainer", "average_statistics", "convert", "convert_model", "convert_symbol", "data",
-           "explain", "export_onnx", "lr_find", "optimizer", "read_logs", "recipes", "report",
-           "restore", "scale_loss", "search", "tensor_core_dot", "types", "xray"]
+           "KernelError", "LossScaleError", "Module", "Policy", "RankEndedError",
+           "RanksDifferError", "Speedometer", "StaticLossScale", "Trainer", "average_statistics",
+           "convert", "convert_model", "convert_symbol", "data", "explain", "export_onnx",
+           "lr_find", "optimizer", "read_logs", "recipes", "report", "restore", "scale_loss",
+           "search", "tensor_core_dot", "types", "xray"]
