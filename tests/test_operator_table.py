@@ -127,11 +127,11 @@ CLASSES = {
 }
 
 
-@pytest.mark.parametrize("policy", ["float16", "pure_float16", "mixed_bfloat16"])
-@pytest.mark.parametrize("name", CLASSES)
+# The output of linspace is a number, and no index: under pure_float16 it is float16.
+@pytest.mark.parametrize("name, policy", [
+    (name, policy) for name in CLASSES for policy in ("float16", "pure_float16", "mixed_bfloat16")
+    if (name, policy) != ("linspace", "pure_float16")])
 def test_a_class_above_2048_stays_what_it_is(name, policy):
-    if name == "linspace" and policy == "pure_float16":
-        pytest.skip("a number, and no index: its output is float16, as the policy says")
     x = np.zeros((2, 4000), np.float16)
     x[0, 2999], x[1, 3001] = 1, 1
 

@@ -118,7 +118,6 @@ _TABLE = (
         _contrib_Proposal _contrib_MultiProposal _contrib_box_decode _contrib_box_encode
         _contrib_box_iou _contrib_box_nms
     """),
-    (FLOAT32, "MXNet takes no float16 of it", "_npi_around"),
     (FLOAT32, "the user's Python, or moving averages that only float32 has", """
         Custom _NDArray _Native IdentityAttachKLSparseReg
     """),
