@@ -128,7 +128,7 @@ CLASSES = {
 
 
 # The output of linspace is a number, and no index: under pure_float16 it is float16.
-@pytest.mark.parametrize("name, policy", [
+@pytest.mark.parametrize(("name", "policy"), [
     (name, policy) for name in CLASSES for policy in ("float16", "pure_float16", "mixed_bfloat16")
     if (name, policy) != ("linspace", "pure_float16")])
 def test_a_class_above_2048_stays_what_it_is(name, policy):
