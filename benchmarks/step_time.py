@@ -70,8 +70,8 @@ def main():
     parser.add_argument("--only", default="", help="part of a network's name")
     parser.add_argument("--pairs", type=int, default=25,
                         help="where others leave the processors alone (25)")
-    parser.add_argument("--seconds", type=float, default=20,
-                        help="when to stop, after 5 pairs; predictions have a quarter (20)")
+    parser.add_argument("--seconds", type=float, default=12,
+                        help="when to stop, after 5 pairs; predictions have a quarter (12)")
     parser.add_argument("--columns", nargs="+", choices=COLUMNS, metavar="COLUMN",
                         default=[c for c in COLUMNS if c != "workers-memory"],
                         help=f"of {', '.join(COLUMNS)}; by itself, all but the last")
