@@ -154,7 +154,7 @@ def trainer_of(args, net, kvstore="device", **schedule):
         net.collect_params(".*beta|.*gamma|.*bias").setattr("wd_mult", 0.0)
     return amp.Trainer(net.collect_params(), args.optimizer, options, kvstore,
                        loss_scale=None if args.loss_scale == "none" else args.loss_scale,
-                       enabled=(args.policy or args.dtype) not in ("float32", "O0"))
+                       enabled=not recipes.is_float32(args.policy or args.dtype))
 
 
 def loss_of(args):

@@ -12,6 +12,7 @@ from .command import (
     decimal,
     decimals,
     devices_of,
+    is_float32,
     loss_scale,
     momentum_of,
     numbers,
@@ -38,7 +39,7 @@ from .xray_epoch import XrayedIter, add_xray_arguments, xray_epoch
 __all__ = ["POLICIES", "AddingModule", "ModuleLog", "Parser", "Part", "Progress", "Ranks",
            "RunFolder", "TrainingLog", "Unpadded", "ValidationPart", "XrayedIter", "above_0",
            "add_xray_arguments", "check_network", "decimal", "decimals", "devices_of",
-           "gradient_norm", "hold", "images", "loss_scale", "momentum_of", "numbers", "positive",
-           "read_log", "records", "records_of_part", "replace_text", "run", "schedule", "share",
-           "small_network", "tensor_core_hints", "whole", "without_head", "xray_epoch",
+           "gradient_norm", "hold", "images", "is_float32", "loss_scale", "momentum_of", "numbers",
+           "positive", "read_log", "records", "records_of_part", "replace_text", "run", "schedule",
+           "share", "small_network", "tensor_core_hints", "whole", "without_head", "xray_epoch",
            "zoo_network"]

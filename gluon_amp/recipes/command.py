@@ -11,6 +11,7 @@ from .. import checks
 from .._mxnet import message, mx
 from ..checks import did_you_mean, positive
 from ..files import must_exist
+from ..policy import get_policy
 from ..training.optimizer import optimizer_class
 from ..training.static_pair import StaticLossScale
 
@@ -164,6 +165,11 @@ def devices_of(gpus: Sequence[int]) -> List[Any]:
     if max(gpus) >= mx.context.num_gpus():
         raise ValueError(f"--gpus {max(gpus)}: MXNet sees {mx.context.num_gpus()} GPUs")
     return [mx.gpu(i) for i in gpus]
+
+
+def is_float32(policy: str) -> bool:
+    """Whether a policy of this name changes nothing."""
+    return get_policy(policy).is_float32
 
 
 def momentum_of(optimizer: str, momentum: float) -> Dict[str, float]:
