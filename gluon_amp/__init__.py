@@ -24,7 +24,7 @@ from .training.watch import RankEndedError
 from .xray.search import search
 from .xray.types import types
 from .xray.view import explain, xray
-from .version import __version__  # noqa: F401
+from .version import __version__ as __version__
 from . import recipes
 
 library.start()

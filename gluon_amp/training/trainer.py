@@ -222,9 +222,8 @@ class Trainer(TakesSteps, TrainerFiles):
         """
         graphs.check_losses(losses)
         self._steps.pending.are_summed = False
-        weights = [weight for _, weight in self._weights()]
         if not self._steps.begun:
-            marks(weights, take_off=True)
+            self._marked(take_off=True)
         else:
             self._check_nobody_else()
         return self._steps.begin([g for p in self._params if p.grad_req == "add"
@@ -238,9 +237,7 @@ class Trainer(TakesSteps, TrainerFiles):
                  take_off: bool = False) -> Tuple[Dict[Place, Gradient], List[str]]:
         """The gradients that are known to be written, or marked so; and the names of the others."""
         written, stale = {}, []
-        weights = list(self._weights())
-        marked = marks([weight for _, weight in weights], take_off)
-        for (place, weight), is_marked in zip(weights, marked):
+        for place, weight, is_marked in self._marked(take_off):
             parameter = self._params[place[0]]
             if is_marked:
                 own = parameter.list_grad()[place[1]]
@@ -250,6 +247,12 @@ class Trainer(TakesSteps, TrainerFiles):
             else:
                 stale.append(parameter.name)
         return written, stale
+
+    def _marked(self, take_off: bool = False) -> List[Tuple[Place, Any, int]]:
+        """The weights, and whether each has a mark of MXNet's."""
+        weights = list(self._weights())
+        marked = marks([weight for _, weight in weights], take_off)
+        return [(place, weight, mark) for (place, weight), mark in zip(weights, marked)]
 
     def _kept_gradients(self) -> Dict[Place, Tuple["mx.nd.NDArray", "mx.nd.NDArray"]]:
         """Gradients that a backward pass does not simply replace, and copies of them: those that
@@ -289,8 +292,7 @@ class Trainer(TakesSteps, TrainerFiles):
 
     def _check_nobody_else(self) -> None:
         names, pending = [], self._steps.pending
-        weights = list(self._weights())
-        for (place, weight), is_marked in zip(weights, marks([weight for _, weight in weights])):
+        for place, weight, is_marked in self._marked():
             if is_marked:
                 names.append(self._params[place[0]].name)
             elif place in pending.written and pending.written[place].weight is not weight:
