@@ -1,6 +1,7 @@
 import numpy as np
 import pytest
 from gluon_amp._mxnet import mx
+from gluon_amp.cpu import library
 from gluon_amp.cpu.finite import all_finite, squares
 
 SIZES = [1, 17, 40001]
@@ -57,3 +58,19 @@ def test_nothing_is_finite():
 def test_other_types_are_an_error():
     with pytest.raises(mx.MXNetError, match="float16 and float32"):
         all_finite([array([1], "float64")])
+
+
+@pytest.mark.parametrize("runs", [True, False])
+def test_marks_of_new_gradients_are_mxnets_with_and_without_the_engine(runs, monkeypatch):
+    if not runs:
+        monkeypatch.setattr(library, "_table", None)
+    weights = [mx.nd.ones(3) for _ in range(3)]
+    for weight in weights:
+        weight.attach_grad()
+    with mx.autograd.record():
+        loss = (weights[0] * weights[2]).sum()
+    loss.backward()
+    assert list(map(bool, library.marks(weights))) == [True, False, True]
+    assert list(map(bool, library.marks(weights, take_off=True))) == [True, False, True]
+    assert not any(library.marks(weights))
+    assert not any(weight._fresh_grad for weight in weights)
