@@ -24,6 +24,9 @@ SANITIZED ?= tests/test_kernels.py tests/test_operators.py tests/test_engine_ope
              tests/test_engine_grids.py tests/test_formats.py tests/test_one_pass_optimizers.py \
              tests/test_networks.py
 
+# What was compiled for .venv is not compiled again for a wheel.
+export GLUON_AMP_OBJECTS ?= $(CURDIR)/build/objects
+
 # What the wheel promises of the machine. auditwheel refuses to write it where the engine asks for more.
 PLATFORM := manylinux_2_27_x86_64
 

@@ -1,4 +1,5 @@
 """Compiles the engine, one library for all instruction sets; the rest is in pyproject.toml."""
+import hashlib
 import importlib.util
 import os
 import platform
@@ -17,6 +18,7 @@ FLAGS = ["-std=c++17", "-fopenmp", "-fPIC", "-fvisibility=hidden", "-g0", "-ffp-
 # at the values of bools, since MXNet leaves some of its OpContext uninitialized, which we copy.
 SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize=bool", "-fno-sanitize-recover=undefined",
             "-g1"] if os.environ.get("GLUON_AMP_SANITIZE") else []
+KEPT = os.environ.get("GLUON_AMP_OBJECTS")
 AVX2 = ["-mavx2", "-mf16c", "-mfma"]
 VARIANTS = {  # as in gluon_amp/cpu/library.py
     "portable": [], "avx2": AVX2,
@@ -62,8 +64,22 @@ def check_machine(compiler) -> None:
                          f"libomp-dev. Received: {compiler.compiler_so[0]}, which says {why}")
 
 
+def keep(made: str, kept: Path) -> None:
+    """Copies an object to where it is kept, whole or not at all, in place of the one before."""
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    new = kept.with_suffix(f".{os.getpid()}")
+    shutil.copy(made, new)
+    for old in kept.parent.glob(f"{kept.name.rpartition('-')[0]}-*.o"):
+        old.unlink()
+    new.replace(kept)
+
+
 class BuildEngine(build_ext):
-    """The engine is a library for MXNet, not a Python module: no ABI in its name."""
+    """The engine is a library for MXNet, not a Python module: no ABI in its name.
+
+    The folder $GLUON_AMP_OBJECTS keeps the objects, each under the digest of all that it was
+    compiled from: what has not changed is not compiled again.
+    """
 
     def get_ext_filename(self, fullname):
         return os.path.join(*fullname.split(".")) + ".so"
@@ -74,7 +90,12 @@ class BuildEngine(build_ext):
         headers = []
         for folder in (mxnet / "include", mxnet / "include" / "mkldnn"):
             headers += ["-isystem", str(folder)]
-        depends = [str(path) for path in CPU.glob("**/*.h")]
+        ours = sorted(CPU.glob("**/*.h"))
+        depends = [str(path) for path in ours]
+        shared = hashlib.sha256(repr((self.compiler.compiler_so, FLAGS, SANITIZE)).encode())
+        shared.update(subprocess.check_output([self.compiler.compiler_so[0], "--version"]))
+        for path in (*ours, mxnet / "libinfo.py"):
+            shared.update(path.name.encode() + path.read_bytes())
         jobs = [(source, "native", AS_MXNET, ["-O2", *headers])
                 for source in sorted(CPU.glob("*.cc"))]
         jobs += [(source, isa, [("ISA", isa)], ["-O3", *flags])
@@ -83,9 +104,18 @@ class BuildEngine(build_ext):
 
         def compile_one(job):
             source, folder, macros, flags = job
-            return self.compiler.compile(
+            digest = shared.copy()
+            digest.update(repr((macros, [flag for flag in flags if flag not in headers])).encode())
+            digest.update(source.read_bytes())
+            kept = KEPT and Path(KEPT, f"{folder}-{source.stem}-{digest.hexdigest()}.o")
+            if kept and kept.exists():
+                return str(kept)
+            made = self.compiler.compile(
                 [str(source)], output_dir=os.path.join(self.build_temp, folder), macros=macros,
                 extra_postargs=FLAGS + flags + SANITIZE, depends=depends)[0]
+            if kept:
+                keep(made, kept)
+            return made
 
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             objects = list(pool.map(compile_one, jobs))
