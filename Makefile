@@ -36,9 +36,10 @@ PLATFORM := manylinux_2_27_x86_64
 demo: .venv/demo
 	$(BIN)/gluon-amp demo
 
-# two files at a time; threads that wait must not take the processor from the other process
+# two files at a time, in the order of tests/conftest.py; threads that wait must not take the
+# processor from the other process
 test: .venv/test
-	OMP_WAIT_POLICY=passive $(BIN)/pytest -n 2 --dist loadfile
+	OMP_WAIT_POLICY=passive $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 # MXNet's wheel brings libmxnet.so and loads the system's libgomp: a second one in ours would be a second
 # OpenMP runtime in the process, with threads of its own. In dist/ stand whole files only.

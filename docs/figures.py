@@ -18,6 +18,8 @@ from mxnet import autograd, gluon
 
 BLUE, SKY, GREEN, RED = "#0072b2", "#56b4e9", "#009e73", "#d55e00"  # of what is no type of numbers
 LEAST, LEAST_NORMAL = 2.0 ** -24, 2.0 ** -14  # of float16: at all, and with all bits
+STEPS, STEPS_OF_SCALE = 600, 300  # of the trainings
+LENGTHS = [16, 64, 256, 1024, 2048, 4096, 12544, 25088, 50176]  # of Tensor Cores' sums
 
 
 def draw(folder):
@@ -104,7 +106,7 @@ def activation_gradients(steps):
 
 def gradients():
     """Their histogram against float16's range, without and with a scale."""
-    found = activation_gradients(steps=600)
+    found = activation_gradients(STEPS)
     found = found[found > 0]  # behind a relu many are 0 in any type
     bins = np.arange(-38, 18)
     figure = Figure(figsize=(7.5, 4.8), layout="constrained")
@@ -153,7 +155,7 @@ def scale_over_steps(steps):
 
 
 def life_of_a_loss_scale():
-    scales, updated = scale_over_steps(300)
+    scales, updated = scale_over_steps(STEPS_OF_SCALE)
     exponents = [math.log2(s) for s in scales]
     figure = Figure(figsize=(7.5, 3.4), layout="constrained")
     axes = figure.add_subplot()
@@ -200,14 +202,13 @@ def one_instruction():
 
 def long_sums():
     """How many float16 results a GPU's chains change, over the length of the sum."""
-    lengths = [16, 64, 256, 1024, 2048, 4096, 12544, 25088, 50176]
     ways = (("V100", None, RED, "-"), ("A100", None, GREEN, "-"), ("H100", None, BLUE, "-"),
             ("V100", 4096, RED, ":"), ("A100", 4096, GREEN, ":"), ("H100", 4096, BLUE, ":"))
     random = np.random.RandomState(1)
     figure = Figure(figsize=(7.5, 3.6), layout="constrained")
     for axes, positive in zip(figure.subplots(1, 2, sharey=True), (True, False)):
         shares = [[] for _ in ways]
-        for length in lengths:
+        for length in LENGTHS:
             a, b = (random.randn(*s).astype("float16") for s in ((48, length), (length, 48)))
             if positive:
                 a, b = abs(a), abs(b)
@@ -217,7 +218,7 @@ def long_sums():
                 made = (amp.tensor_core_dot(a, b, gpu=gpu, split=split) * small).astype("float16")
                 share.append(100 * np.mean(made != wanted))
         for (gpu, split, shade, style), share in zip(ways, shares):
-            axes.plot(lengths, share, color=shade, linestyle=style, linewidth=1.4,
+            axes.plot(LENGTHS, share, color=shade, linestyle=style, linewidth=1.4,
                       label=f"{gpu}, pieces of {split:,}" if split else f"{gpu}, one chain")
         axes.set(xscale="log", xlabel="length of the sum")
         axes.set_title("positive factors" if positive else "factors of both signs", fontsize=10,

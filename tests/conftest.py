@@ -1,5 +1,6 @@
 import os
 import sys
+from collections import Counter
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "2")
@@ -10,6 +11,18 @@ import gluon_amp  # noqa: F401  (before mxnet: it makes numpy 1.24 and later fit
 import numpy as np
 import pytest
 from gluon_amp._mxnet import mx
+
+# Beside the stories: files of few tests that take long.
+LONG = ("test_docs", "test_tutorial", "test_launch", "test_distributed", "test_horovod",
+        "test_rank_mistakes", "test_networks", "test_zoo", "test_xray")
+
+
+def pytest_collection_modifyitems(items):
+    """Long files first: where two processes take file by file, neither waits for the last one."""
+    tests = Counter(item.path for item in items)
+    items.sort(key=lambda item: (
+        item.path.name != "test_packaging.py", "stories" not in item.path.parts,
+        item.path.stem not in LONG, -tests[item.path], item.path))
 
 
 @pytest.fixture(autouse=True)

@@ -1,8 +1,6 @@
 """example/fine_tune.py and example/lr_find.py, as a user runs them."""
 import os
 import re
-import subprocess
-import sys
 import tempfile
 from argparse import Namespace
 from pathlib import Path
@@ -10,21 +8,22 @@ from pathlib import Path
 import gluon_amp as amp
 import numpy as np
 import pytest
+import scripts
 from gluon_amp._mxnet import mx
 from mxnet import gluon, nd
+from scripts import EXAMPLES
 
-EXAMPLES = Path(__file__).parents[2] / "example"
 SHARED = Path(os.environ.get("GLUON_AMP_DATA") or Path(__file__).parents[3] / "shared")
 SMALL = ["--dataset", "dummy", "--image-size", "32", "--classes", "3", "--batch-size", "4",
          "--epochs", "1", "--dtype", "float16"]
 
 
-def run(script, *arguments, fails=False):
+def run(script, *arguments, fails=False, **options):
     with tempfile.TemporaryDirectory() as folder:
-        done = subprocess.run([sys.executable, "-W", "ignore", str(EXAMPLES / script), *arguments],
-                              capture_output=True, text=True, timeout=300, cwd=folder)
-    assert (done.returncode != 0) is fails, done.stderr
-    return done.stderr + done.stdout
+        process = scripts.start(EXAMPLES / script, *arguments, cwd=folder, **options)
+        out, err = process.communicate()
+    assert (process.returncode != 0) is fails, err
+    return err + out
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +47,7 @@ def test_pretrained_files_of_either_type_and_exported_ones_are_fine_tuned(kind, 
              str(pretrained / "net-0000.params")] if kind == "exported" else \
         ["--pretrained", "mobilenet0.25", "--pretrained-params", str(pretrained / f"{kind}.params")]
     log = run("fine_tune.py", *files, *SMALL, "--freeze", "2", "--head-lr-mult", "5",
-              "--bn-momentum", "0.5")
+              "--bn-momentum", "0.5", new_process=kind == "exported")
     assert re.search(r"^before: err-top1=\d\.\d{6}", log, re.M)
     assert re.search(r"^\[Epoch 0\] validation: err-top1=\d\.\d{6} .*skipped=\d+$", log, re.M)
 
@@ -97,7 +96,7 @@ def test_a_network_without_a_fully_connected_layer_is_refused_in_one_line(tmp_pa
 
 def test_lr_find_proposes_a_rate_and_draws_it(tmp_path):
     log = run("lr_find.py", "--dtype", "float16", "--steps", "60", "--plot",
-              str(tmp_path / "rates.png"))
+              str(tmp_path / "rates.png"), new_process=True)
     assert 1e-4 < float(re.search(r"proposed: (\S+)", log)[1]) < 1
     assert (tmp_path / "rates.png").read_bytes()[:4] == b"\x89PNG"
 

@@ -3,29 +3,27 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import gluon_amp  # noqa: F401  (before mxnet)
 import numpy as np
 import pytest
+import scripts
 from gluon_amp._mxnet import mx
 from gluon_amp.report import read
 from PIL import Image
+from scripts import EXAMPLES
 
-SCRIPT = Path(__file__).parents[2] / "example" / "image_classification.py"
 SHARED = Path(os.environ.get("GLUON_AMP_DATA") or Path(__file__).parents[3] / "shared")
 
 
-def start(folder, *arguments):
-    return subprocess.Popen([sys.executable, "-W", "ignore", str(SCRIPT), "--save-dir", str(folder),
-                             "--log-interval", "5", *arguments],
-                            stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+def start(folder, *arguments, **options):
+    return scripts.start(EXAMPLES / "image_classification.py", "--save-dir", folder,
+                         "--log-interval", "5", *arguments, **options)
 
 
-def run(folder, *arguments, fails=False):
-    process = start(folder, *arguments)
+def run(folder, *arguments, fails=False, **options):
+    process = start(folder, *arguments, **options)
     log = process.communicate()[1]
     assert (process.returncode != 0) is fails, log
     return log
@@ -46,7 +44,7 @@ def same(a, b):
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_digits_are_learned_and_logged_as_gluoncv_does(dtype, tmp_path):
-    log = run(tmp_path, "--dtype", dtype, "--epochs", "2")
+    log = run(tmp_path, "--dtype", dtype, "--epochs", "2", new_process=dtype == "float16")
     number = r"\d+\.\d{6}"
     scale = r"\tloss-scale=\d+\tskipped=\d+"
     assert "Namespace(dataset='digits'" in log
@@ -81,11 +79,8 @@ def test_log_jsonl_has_what_happened_in_steps_and_none_is_skipped_at_the_start(t
 
 
 def test_mlperfs_lines_are_printed_where_they_are_asked_for(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(SCRIPT), "--save-dir", str(tmp_path), "--epochs", "1",
-         "--mlperf", "--seed", "3"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
-        check=True)
-    events = [json.loads(line[len(":::MLLOG "):]) for line in done.stdout.splitlines()]
+    printed, _ = start(tmp_path, "--epochs", "1", "--mlperf", "--seed", "3").communicate()
+    events = [json.loads(line[len(":::MLLOG "):]) for line in printed.splitlines()]
     assert [event["key"] for event in events] == [
         "run_start", "global_batch_size", "seed", "opt_base_learning_rate", "epoch_start",
         "epoch_stop", "eval_accuracy", "run_stop"]

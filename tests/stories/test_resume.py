@@ -2,11 +2,10 @@
 import os
 import pickle
 import signal
-import subprocess
-import sys
 
 import numpy as np
 import pytest
+import scripts
 from gluon_amp._mxnet import mx
 
 SCRIPT = """
@@ -42,17 +41,17 @@ for i in range(first, last):
     if saves:
         net.save_parameters(folder + "/net.params")
         trainer.save_states(folder + "/trainer.states")
-        print(i, flush=True)
+        print(i, file=sys.stderr, flush=True)
 net.save_parameters(folder + "/net.params")
 trainer.save_states(folder + "/trainer.states")
 """
 
 
-def run(folder, first, last, overflows=(), saves=False):
+def run(folder, first, last, overflows=(), saves=False, **options):
     folder.mkdir(exist_ok=True)
-    return subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-c", SCRIPT, str(folder), str(first), str(last),
-         repr(tuple(overflows)), str(saves)], stdout=subprocess.PIPE, text=True)
+    script = folder.with_name("script.py")
+    script.write_text(SCRIPT)
+    return scripts.start(script, folder, first, last, repr(tuple(overflows)), saves, **options)
 
 
 def result(folder):
@@ -76,7 +75,7 @@ def same(a, b):
 def test_ten_steps_a_new_process_and_ten_more_are_twenty(overflows, tmp_path):
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     for folder, first, last in ((whole, 0, 20), (cut, 0, 10), (cut, 10, 20)):
-        process = run(folder, first, last, overflows)
+        process = run(folder, first, last, overflows, new_process=len(overflows) > 2)
         process.communicate()
         assert process.returncode == 0
     expected = result(whole)
@@ -89,8 +88,8 @@ def test_killed_while_saving_the_files_are_whole(tmp_path):
     """They are the last step's or the one's before."""
     for kill_after in (3, 5, 8):
         process = run(tmp_path / "cut", 0, 10 ** 6, saves=True)
-        for line in process.stdout:
-            if int(line) >= kill_after:
+        for line in process.stderr:
+            if line.strip().isdigit() and int(line) >= kill_after:
                 os.kill(process.pid, signal.SIGKILL)
                 break
         process.communicate()

@@ -1,0 +1,95 @@
+"""Scripts as a user runs them, each in the fork of one process that has imported what they import.
+
+    process = start(EXAMPLES / "image_classification.py", "--epochs", "2")
+    out, err = process.communicate()
+
+For most of what the tests let them do, the imports would take longer than all the rest. Each script
+is also run in a new process of its own somewhere: `new_process=True`.
+"""
+import atexit
+import contextlib
+import importlib
+import json
+import os
+import runpy
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+EXAMPLES = Path(__file__).parents[1] / "example"
+
+
+class Fork:
+    """A script that runs, with what tests use of subprocess.Popen."""
+
+    def __init__(self, server, job, folder):
+        self._server, self._out = server, Path(job["out"])
+        os.mkfifo(job["err"])
+        server.stdin.write(json.dumps(job) + "\n")
+        server.stdin.flush()
+        self.pid, self.returncode = int(server.stdout.readline()), None
+        self.stderr = open(job["err"])  # noqa: SIM115  (communicate closes it)
+        self._folder = folder
+
+    def communicate(self):
+        """Waits for its end. Returns what it wrote to stdout, and the rest of stderr."""
+        with self.stderr, self._folder:
+            err = self.stderr.read()
+            self.returncode = int(self._server.stdout.readline())
+            return self._out.read_text(), err
+
+
+_servers = []
+
+
+def start(script, *arguments, cwd=None, new_process=False):
+    """Starts a script with arguments; one at a time, and each with `communicate` in the end."""
+    arguments = [str(script), *map(str, arguments)]
+    if new_process:
+        return subprocess.Popen([sys.executable, "-W", "ignore", *arguments], cwd=cwd, text=True,
+                                stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    if not _servers:
+        _servers.append(subprocess.Popen(
+            [sys.executable, "-W", "ignore", __file__], text=True, stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE))
+        atexit.register(_servers[0].communicate)  # which closes its stdin: it ends
+    folder = tempfile.TemporaryDirectory()
+    job = {"arguments": arguments, "cwd": str(cwd or os.getcwd()), "environment": dict(os.environ),
+           "out": f"{folder.name}/out", "err": f"{folder.name}/err"}
+    return Fork(_servers[0], job, folder)
+
+
+def serve():
+    """Forks a process for each line; tells its id, and how it ended."""
+    for name in ("gluon_amp.recipes", "matplotlib.figure", "gluoncv.model_zoo", "sklearn.datasets"):
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+    for line in sys.stdin:
+        pid = os.fork()
+        if pid == 0:
+            become(json.loads(line))
+            return
+        print(pid, flush=True)
+        _, status = os.waitpid(pid, 0)
+        print(-os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status),
+              flush=True)
+
+
+def become(job):
+    """Runs the script, as `python script` would. What it raises goes on."""
+    for number, path, flags in ((0, os.devnull, os.O_RDONLY), (1, job["out"], os.O_CREAT),
+                                (2, job["err"], 0)):
+        file = os.open(path, flags | (os.O_WRONLY if number else 0), 0o600)
+        os.dup2(file, number)
+        os.close(file)
+    os.chdir(job["cwd"])
+    os.environ.clear()
+    os.environ.update(job["environment"])
+    sys.argv = job["arguments"]
+    sys.path[0] = str(Path(sys.argv[0]).parent)
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    serve()
