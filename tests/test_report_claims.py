@@ -50,6 +50,18 @@ def test_runs_of_different_datasets_are_sections_of_their_own():
     assert all(c.low.first.dataset == c.float32.first.dataset for c in comparisons(*runs))
 
 
+def test_datasets_whose_files_have_one_name_are_told_apart_by_their_folders(tmp_path):
+    def datasets(*paths):
+        for i, path in enumerate(paths):
+            (tmp_path / f"{i}.log").write_text(logs.jsonl([0.5], dtype="float16", data_train=path))
+        return [run.dataset for run in read([tmp_path / f"{i}.log" for i in range(len(paths))])]
+
+    assert datasets("/data/cifar10/train.rec", "../cifar100/train.rec", "/data/digits/") == [
+        "cifar10/train.rec", "cifar100/train.rec", "digits"]
+    assert datasets("/scratch/1/imagenet/train.rec", "/scratch/2/imagenet/train.rec") == [
+        "train.rec"] * 2  # of one dataset: its path is another one on each machine
+
+
 def test_each_dataset_has_plots_and_tables_of_its_own(tmp_path):
     page, _ = report(tmp_path, *[logs.gluoncv([0.5, 0.4 + i / 100], dtype=dtype, dataset=name)
                                  for i, (name, dtype) in enumerate([

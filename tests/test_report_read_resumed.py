@@ -7,10 +7,10 @@ from training_logs import ERRORS, RECIPE, SAME_FOLDER, numbered, read_text, top1
 
 
 def values(run):
-    """(number of an epoch, value)"""
+    """(number of an epoch, value), and the loss scale whenever it changed."""
     return {(number, value) for number, epoch in run.epochs.items()
-            for value in (epoch.top1, epoch.top5, epoch.seconds, epoch.speed, epoch.lr)
-            if value is not None}
+            for value in (epoch.top1, epoch.top5, epoch.seconds, epoch.speed, epoch.lr, epoch.scale)
+            if value is not None} | {(number, scale) for number, _, scale, _ in run.trace}
 
 
 FORMATS = pytest.mark.parametrize(("write", "arguments"), [

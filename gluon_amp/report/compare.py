@@ -9,7 +9,7 @@ recipe differs least.
 import re
 from collections import Counter
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from statistics import median
 from typing import Any, Callable, Dict, FrozenSet, List, Optional, Sequence, Set, Tuple
 
@@ -37,15 +37,15 @@ class Group:
     def first(self) -> Run:
         return self.runs[0]
 
-    @property
+    @cached_property
     def dtype(self) -> str:
         return self.first.dtype
 
-    @property
+    @cached_property
     def model(self) -> str:
         return self.first.model
 
-    @property
+    @cached_property
     def section(self) -> Tuple[str, str]:
         """Its dataset and its measure: groups with the same of both are drawn together."""
         return self.first.dataset, self.first.measure
@@ -145,12 +145,16 @@ class Comparison:
 
 def recipe(run: Run) -> Dict[str, Any]:
     on = {key: value for key, value in run.arguments.items() if value not in OFF}
+    options_of_off = tuple(f"{key}_" for key in run.arguments if key not in on)
     return {key: value for key, value in on.items()
-            if key not in PRECISION and key not in NO_RECIPE
-            and not PATHS.fullmatch(key) and not RESUMING.fullmatch(key)
-            and not (isinstance(value, str) and re.search(r"[/\\]", value))
-            and not any(key.startswith(f"{other}_") and other not in on
-                        for other in run.arguments)}
+            if not _is_of_no_recipe(key) and not key.startswith(options_of_off)
+            and not (isinstance(value, str) and ("/" in value or "\\" in value))}
+
+
+@lru_cache(maxsize=1000)
+def _is_of_no_recipe(key: str) -> bool:
+    return bool(key in PRECISION or key in NO_RECIPE or PATHS.fullmatch(key)
+                or RESUMING.fullmatch(key))
 
 
 # ---- groups
@@ -204,7 +208,7 @@ def sections(found: Sequence[Group]) -> List[List[Group]]:
 def _named(section: List[Group]) -> List[Group]:
     """The groups, with the shortest names that tell them apart."""
     for naming in NAMINGS:
-        names = [", ".join(filter(None, (part(group.first) for part in naming)))
+        names = [", ".join(filter(None, (part(group) for part in naming)))
                  for group in section]
         if len(set(names)) == len(names) and all(names):
             return [Group(group.runs, name) for group, name in zip(section, names)]
@@ -235,26 +239,27 @@ def _by_recipe(section: List[Group]) -> List[str]:
             for group, each in zip(section, recipes)]
 
 
-def _dtype(run: Run) -> str:
-    return "" if run.dtype == "unknown" else run.dtype
+def _dtype(group: Group) -> str:
+    return "" if group.dtype == "unknown" else group.dtype
 
 
-def _batch(run: Run) -> str:
-    return f"batch {run.batch_size}" if run.batch_size else ""
+def _batch(group: Group) -> str:
+    size = group.first.batch_size
+    return f"batch {size}" if size else ""
 
 
-def _scale(run: Run) -> str:
-    scale = run.get("loss_scale")
-    if run.dtype == FLOAT32 or scale is None:
+def _scale(group: Group) -> str:
+    scale = group.first.get("loss_scale")
+    if group.dtype == FLOAT32 or scale is None:
         return ""
     return f"scale {scale:g}" if isinstance(scale, float) else f"scale {scale}"
 
 
-def _model(run: Run) -> str:
-    return run.model
+def _model(group: Group) -> str:
+    return group.model
 
 
-NAMINGS: Sequence[Sequence[Callable[[Run], str]]] = (
+NAMINGS: Sequence[Sequence[Callable[[Group], str]]] = (
     (_dtype,), (_dtype, _batch), (_dtype, _scale), (_model, _dtype), (_model, _dtype, _batch),
     (_model, _dtype, _scale))
 

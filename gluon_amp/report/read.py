@@ -20,11 +20,11 @@ import codecs
 import json
 import re
 from collections import Counter
-from functools import partial
+from functools import lru_cache, partial
 from itertools import groupby, product
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, Dict, Iterable, List, Optional, Sequence
+from typing import Any, Dict, Iterable, List, Optional, Sequence, Set
 
 from . import events, tables
 from .runs import Epoch, Run, measurable, plain
@@ -85,6 +85,7 @@ def read(paths: Iterable[Any]) -> List[Run]:
             runs[-1].go_on(found[0])
         else:
             runs += found
+    _tell_datasets_apart(runs)
     same: Counter[str] = Counter()
     for run in runs:
         run.name = plain(run.name)
@@ -104,6 +105,18 @@ def _check(run: Run, path: Path) -> None:
             epoch.seconds = None
         if epoch.speed is not None and epoch.speed <= 0:
             epoch.speed = None
+
+
+def _tell_datasets_apart(runs: List[Run]) -> None:
+    """cifar10/train.rec and cifar100/train.rec are two datasets; train.rec of folders that have one
+    name is one, since each machine has its own path to it."""
+    folders: Dict[str, Set[str]] = {}
+    for run in runs:
+        if len(run.dataset_path) > 1:
+            folders.setdefault(run.dataset, set()).add(run.dataset_path[-2])
+    several = {name for name, of in folders.items() if len(of) > 1}
+    for run in runs:
+        run.folders = int(run.dataset in several)
 
 
 def _names(paths: List[Path]) -> List[str]:
@@ -130,7 +143,8 @@ def read_log(path: Path, name: str) -> List[Run]:
                 reader.batches(waiting)
                 waiting = []
             if batch:
-                waiting.append(line)
+                if line.endswith(b"\n"):  # else it was cut, maybe in the middle of a number
+                    waiting.append(line)
             elif not reader.other(line) and line.strip() and not odd:
                 odd = f"line {count}: {line.decode(errors='replace').strip()!r:.80}"
     began = bool(reader.runs or waiting or reader.header)
@@ -292,19 +306,18 @@ class _Reader:
         run.epochs[self.number] = epoch
         if self.inverse and epoch.speed is None:  # each line's images are as many
             epoch.speed = self.intervals / self.inverse
-        if kind.startswith(b"train") or "train" in values or "train-acc" in values:
-            named = {"train", "train-acc"} & values.keys()
+        named = "train" in values or "train-acc" in values
+        if named or kind.startswith(b"train"):
             run.metric = run.metric or ("accuracy" if named else next(iter(values)))
-        if kind.startswith(b"validation") or "val" in values or "val-acc" in values:
-            top1, top5 = _error(values, *TOP1), _error(values, *TOP5)
-            epoch.top1 = epoch.top1 if top1 is None else top1
-            epoch.top5 = epoch.top5 if top5 is None else top5
-        loss = next((values[name] for name in LOSS if name in values), None)
-        if loss is not None and kind.startswith(b"validation"):
-            epoch.validation_loss = loss
-        elif loss is not None:
-            epoch.loss = loss
-        epoch.seconds = next((values[name] for name in SECONDS if name in values), epoch.seconds)
+        validated = kind.startswith(b"validation")
+        if validated or "val" in values or "val-acc" in values:
+            epoch.top1 = _error(values, *TOP1, epoch.top1)
+            epoch.top5 = _error(values, *TOP5, epoch.top5)
+        if validated:
+            epoch.validation_loss = _first(values, LOSS, epoch.validation_loss)
+        else:
+            epoch.loss = _first(values, LOSS, epoch.loss)
+        epoch.seconds = _first(values, SECONDS, epoch.seconds)
         epoch.speed = values.get("speed", epoch.speed)
         if "loss-scale" in values:
             epoch.scale, epoch.skipped = values["loss-scale"], values.get("skipped")
@@ -347,12 +360,22 @@ def _number(value: Any) -> Optional[float]:
     return number if measurable(number) else None
 
 
-def _error(values: Dict[str, float], errors: Sequence[str],
-           accuracies: Sequence[str]) -> Optional[float]:
-    return next((values[name] for name in errors if name in values),
-                next((1 - values[name] for name in accuracies if name in values), None))
+def _first(values: Dict[str, float], names: Sequence[str],
+           known: Optional[float]) -> Optional[float]:
+    """The value of the first of these names that is there, or else what is known."""
+    for name in names:
+        if name in values:
+            return values[name]
+    return known
 
 
+def _error(values: Dict[str, float], errors: Sequence[str], accuracies: Sequence[str],
+           known: Optional[float]) -> Optional[float]:
+    accuracy = _first(values, accuracies, None)
+    return _first(values, errors, known if accuracy is None else 1 - accuracy)
+
+
+@lru_cache(maxsize=10_000)  # runs have most of their arguments in common
 def _literal(text: str) -> Any:
     try:
         return ast.literal_eval(text)

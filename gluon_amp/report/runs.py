@@ -23,7 +23,9 @@ def measurable(number: float) -> bool:
 
 def plain(value: Any) -> str:
     """One line of text, of characters that can be printed."""
-    return "".join(c if c.isprintable() else "\ufffd" for c in " ".join(str(value).split()))
+    text = " ".join(str(value).split())
+    return text if text.isprintable() else "".join(
+        c if c.isprintable() else "\ufffd" for c in text)
 
 
 @dataclass
@@ -62,6 +64,7 @@ class Run:
     thinned: Dict[str, Tuple[int, int]] = field(default_factory=dict)  # seen; every how many kept
     metric: str = ""  # of training
     measure: str = ACCURACY  # of validation, which Epoch.top1 is one minus of
+    folders: int = 0  # that stand in the dataset's name, where another one's file has its name
     notes: List[str] = field(default_factory=list)
 
     def get(self, *names: str) -> Any:
@@ -216,8 +219,13 @@ class Run:
 
     @property
     def dataset(self) -> str:
+        return plain("/".join(self.dataset_path[-1 - self.folders:]))
+
+    @property
+    def dataset_path(self) -> List[str]:
+        """The folders that its dataset is in, and its name."""
         name = self.get("dataset", "data_train", "rec_train") or ""
-        return plain(re.split(r"[\\/]", str(name))[-1])
+        return [part for part in re.split(r"[\\/]", str(name)) if part not in ("", ".", "..")]
 
     def hours_to(self, accuracy: float) -> Optional[float]:
         """After how many hours of training this validation accuracy was first reached."""
