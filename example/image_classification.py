@@ -259,8 +259,7 @@ def run_epoch(args, ranks, net, teacher, trainer, loss_fn, order, loader, val_lo
                                           devices, epoch, record)
     if ranks.workers > 1:
         trainer.check_ranks()
-        ranks.average([p.list_data() for name, p in sorted(net.collect_params().items())
-                       if p.grad_req == "null" and "running_" in name])
+        amp.average_statistics(trainer)
     speed = len(loader) * args.batch_size * ranks.workers / seconds
     top1, top5, validation_loss = validate(ranks, net, val_loader, devices, loss_fn)
     log.info("[Epoch %d] training: accuracy=%f", epoch, accuracy)

@@ -30,8 +30,7 @@ def network(deferred=False, units=5):
 def held(trainer):
     """Weights and masters."""
     arrays = [p.data() for p in trainer._params if p.grad_req != "null"]
-    for state in trainer._updaters[0].states.values():
-        arrays += state if isinstance(state, (list, tuple)) else [state]
+    arrays += trainer._updaters[0].states.values()
     return [a.asnumpy() for a in flat(arrays)]
 
 
@@ -177,10 +176,6 @@ def some_are_infinite(store, rank, ranks, steps):
     return told, trainer.skipped, held(trainer)
 
 
-def files(folder):
-    return f"{folder}/net.params", f"{folder}/trainer.states"
-
-
 def trained(net, trainer, steps, rng):
     """Whether each step updated, the loss scale, how many were skipped, and what is held."""
     told = []
@@ -203,8 +198,8 @@ def saves_and_goes_on(store, rank, folder):
     trainer = trainer_for(net, store, loss_scale=amp.DynamicLossScale(growth_interval=2))
     trained(net, trainer, range(5), np.random.default_rng(10 + rank))
     if rank == 0:
-        net.save_parameters(files(folder)[0])
-        trainer.save_states(files(folder)[1])
+        net.save_parameters(f"{folder}/net.params")
+        trainer.save_states(f"{folder}/trainer.states")
     return trained(net, trainer, range(5), np.random.default_rng(20 + rank))
 
 
@@ -212,18 +207,23 @@ def resumes(store, rank, folder):
     """What `saves_and_goes_on` does after it has saved."""
     mx.random.seed(100 + rank)
     net = network()
-    net.load_parameters(files(folder)[0])
+    net.load_parameters(f"{folder}/net.params")
     trainer = trainer_for(net, store, loss_scale=amp.DynamicLossScale(growth_interval=2))
-    trainer.load_states(files(folder)[1])
+    trainer.load_states(f"{folder}/trainer.states")
     return trained(net, trainer, range(5), np.random.default_rng(20 + rank))
 
 
-def averages_statistics(store, rank):
-    """Moving averages before and after."""
+def averages_statistics(store, rank, symbol=False):
+    """Moving averages before and after, of a network or of a SymbolBlock with its symbol."""
     net = network()
+    if symbol:
+        x = mx.sym.var("data")
+        net = gluon.SymbolBlock(net(x), x)
+        net.initialize()
+        amp.convert(net)(nd.zeros((1, 3, 8, 8)))
     trainer = trainer_for(net, store)
     step(net, trainer, np.random.default_rng(rank))
-    averages = [net[1].running_mean.data(), net[1].running_var.data()]
+    averages = [p.data() for name, p in sorted(net.collect_params().items()) if "running" in name]
     before = [a.asnumpy() for a in averages]
     amp.average_statistics(trainer)
     return before, [a.asnumpy() for a in averages]

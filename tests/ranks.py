@@ -149,6 +149,11 @@ def horovod_roles(count):
     server = RendezvousServer(0)
     port = server.start()
     server.init(slots)
+
+    def stop():
+        server.stop()
+        server._httpd.server_close()
+
     common = {"HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1",
               "HOROVOD_GLOO_RENDEZVOUS_PORT": str(port),
               "HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo",
@@ -156,7 +161,7 @@ def horovod_roles(count):
     return [{**common, "HOROVOD_HOSTNAME": slot.hostname, "HOROVOD_RANK": str(slot.rank),
              "HOROVOD_SIZE": str(slot.size), "HOROVOD_LOCAL_RANK": str(slot.local_rank),
              "HOROVOD_LOCAL_SIZE": str(slot.local_size), "HOROVOD_CROSS_RANK": str(slot.cross_rank),
-             "HOROVOD_CROSS_SIZE": str(slot.cross_size)} for slot in slots], server.stop
+             "HOROVOD_CROSS_SIZE": str(slot.cross_size)} for slot in slots], stop
 
 
 def wait_for(processes, job):

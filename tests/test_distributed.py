@@ -125,9 +125,11 @@ def test_all_go_on_from_what_rank_0_saved(ranks, store, count, tmp_path):
 
 
 @pytest.mark.parametrize("store", EITHER)
-@pytest.mark.parametrize("story", ["averages_statistics", "module_averages_statistics"])
-def test_moving_averages_can_be_averaged_over_ranks(ranks, store, story):
-    results = ranks.run(story, 2, store)
+@pytest.mark.parametrize(("story", "arguments"), [
+    ("averages_statistics", {}), ("averages_statistics", {"symbol": True}),
+    ("module_averages_statistics", {})])
+def test_moving_averages_can_be_averaged_over_ranks(ranks, store, story, arguments):
+    results = ranks.run(story, 2, store, **arguments)
     (mine, mean), (other, other_mean) = results
     assert not same(mine, other)
     assert same(mean, other_mean)

@@ -6,8 +6,10 @@ import gluon_amp as amp
 import pytest
 from gluon_amp._mxnet import mx
 from gluon_amp.tools.launch import launch_horovod
+from gluon_amp.training.roll_call import answer_horovod
+from gluon_amp.training.watch import RankEndedError
 from mxnet.gluon import nn
-from ranks import needs_horovod
+from ranks import horovod_roles, needs_horovod
 
 pytestmark = needs_horovod
 
@@ -69,6 +71,17 @@ def test_a_rank_that_fails_is_told_in_one_line(monkeypatch, capfd):
     assert launch_horovod(["python"], 2) == 1
     assert capfd.readouterr().err == "gluon-amp launch: one or more processes exited with " \
         "non-zero status. Exit code: 3\n"
+
+
+@pytest.mark.parametrize(("rank", "other"), ["01", "10"])
+def test_a_rank_that_never_comes_to_the_start_is_named(monkeypatch, rank, other):
+    roles, stop = horovod_roles(2)
+    for name, value in {**roles[int(rank)], "GLUON_AMP_START_TIMEOUT": "0.2"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(RankEndedError, match=f"rank {rank} waits in vain to make its store: rank "
+                       rf"{other} has not come within 0.2 seconds \(GLUON_AMP_START_TIMEOUT\): "):
+        answer_horovod()
+    stop()
 
 
 def test_what_horovod_cannot_do_is_refused():

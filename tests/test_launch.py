@@ -1,14 +1,18 @@
 """`gluon-amp launch`: it starts workers, and leaves no process behind."""
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from gluon_amp.tools import launch as launch_module
 from gluon_amp.tools.launch import launch, read_hosts
+from gluon_amp.training import roll_call
+from gluon_amp.training.watch import RankEndedError
 
 TRAINS = """
 import os, sys, time
@@ -120,6 +124,19 @@ def test_a_worker_that_ends_before_it_has_a_store_is_not_waited_for(launcher, tm
     assert process.returncode == 1
     assert "RankEndedError: this worker waits in vain to make its store: worker" in errors
     assert "has ended with the exit code 0 before it made its own" in errors
+
+
+def test_a_worker_that_never_comes_is_named(monkeypatch):
+    monkeypatch.setenv("GLUON_AMP_START_TIMEOUT", "0.5")
+    workers = ["worker 0", "worker 1 on gpu2"]
+    with contextlib.closing(roll_call.RollCall("127.0.0.1", workers)) as launcher, \
+            ThreadPoolExecutor() as pool:
+        monkeypatch.setenv(roll_call.ADDRESS, launcher.address_for(0))
+        told = pool.submit(roll_call.answer)
+        assert wait_until(lambda: launcher.look() or told.done())
+    with pytest.raises(RankEndedError, match=r"this worker waits in vain to make its store: worker "
+                       r"1 on gpu2 has not come within 0.5 seconds \(GLUON_AMP_START_TIMEOUT\): "):
+        told.result()
 
 
 def test_a_server_that_stops_ends_all(launcher, tmp_path, monkeypatch):

@@ -84,16 +84,6 @@ class Ranks:
             one.sum_metric, one.num_inst = self.sum(one.global_sum_metric, one.global_num_inst)
             one.global_sum_metric, one.global_num_inst = one.sum_metric, one.num_inst
 
-    def average(self, arrays: Sequence[List[Any]]) -> None:
-        """Gives all ranks the mean of what they hold, in place: of batch norms' moving averages, so
-        that all validate, and rank 0 saves, one network.
-
-        Args:
-            arrays: lists over devices.
-        """
-        if self.workers > 1:
-            self._reduction.average(arrays)
-
 
 class Part(mx.gluon.data.Sampler):
     """A rank's part of training data: all ranks have as many, and none has another's.

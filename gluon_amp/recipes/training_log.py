@@ -9,6 +9,7 @@ import time
 from typing import Any, Dict, Iterable, List, Optional, Tuple
 
 from ..files import replace_text
+from ..training.distributed import average_statistics
 from .ranks import Ranks
 
 VERSION = 2
@@ -175,8 +176,7 @@ class ModuleLog:
         self.training = dict(self.metric.get_global_name_value())
         if self.ranks.workers > 1:
             self.module.check_ranks()
-            self.ranks.average(self.module._exec_group.aux_arrays)
-            self.module._params_dirty = True  # what the devices hold
+            average_statistics(self.module)
 
     def validation_batch_end(self, param: Any) -> None:
         """fit's `eval_batch_end_callback`."""

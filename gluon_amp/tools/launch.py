@@ -59,10 +59,11 @@ def launch(command: Sequence[str], workers: int, servers: int = 1,
         for number in (signal.SIGTERM, signal.SIGHUP):
             stack.callback(signal.signal, number, signal.signal(number, _interrupt))
         root = _address_for_all(hosts or [])
-        roll_call = stack.enter_context(contextlib.closing(RollCall(root, workers)))
+        where = [hosts[i % len(hosts)] for i in range(workers)] if hosts else [""] * workers
+        names = [f"worker {i} on {host}" if host else f"worker {i}" for i, host in enumerate(where)]
+        roll_call = stack.enter_context(contextlib.closing(RollCall(root, names)))
         settings = {"DMLC_PS_ROOT_URI": root, "DMLC_PS_ROOT_PORT": str(_free_port(root)),
-                    "DMLC_NUM_WORKER": str(workers), "DMLC_NUM_SERVER": str(servers),
-                    ADDRESS: roll_call.address}
+                    "DMLC_NUM_WORKER": str(workers), "DMLC_NUM_SERVER": str(servers)}
         here = {**settings, "DMLC_NODE_HOST": root}
         helper = [sys.executable, "-W", "ignore", "-c", _HELPER]
         seconds = patience()
@@ -74,14 +75,12 @@ def launch(command: Sequence[str], workers: int, servers: int = 1,
             for i in range(servers):
                 helpers.append(_start(f"server {i}", helper, {**here, "DMLC_ROLE": "server"},
                                       subprocess.PIPE))
-            for i in range(workers):
-                if hosts:
-                    host = hosts[i % len(hosts)]
-                    name = f"worker {i} on {host}"
-                    started.append(_start(name, _by_ssh(host, command, {
-                        **settings, "DMLC_ROLE": "worker"}), {}))
+            for i, (name, host) in enumerate(zip(names, where)):
+                its = {"DMLC_ROLE": "worker", ADDRESS: roll_call.address_for(i)}
+                if host:
+                    started.append(_start(name, _by_ssh(host, command, {**settings, **its}), {}))
                 else:
-                    started.append(_start(f"worker {i}", command, {**here, "DMLC_ROLE": "worker"}))
+                    started.append(_start(name, command, {**here, **its}))
             return _wait(started, helpers, seconds, roll_call)
         except KeyboardInterrupt:
             _say("interrupted: all are ended")

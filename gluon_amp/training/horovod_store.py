@@ -7,6 +7,7 @@ There is no server: all processes add up together, one process for each device.
 from typing import Any, Dict, List, Sequence, Tuple
 
 from .._mxnet import mx, np
+from . import roll_call
 
 
 @mx.kv.KVStoreBase.register
@@ -28,6 +29,8 @@ class Horovod(mx.kv.KVStoreBase):
         except ImportError as error:
             raise ImportError("kvstore='horovod' needs Horovod built for MXNet: make horovod, or "
                               f"see docs/distributed.md. Importing it said: {error}") from error
+        if not hvd.is_initialized():
+            roll_call.answer_horovod()
         hvd.init()
         self._hvd, self.wire = hvd, wire
 

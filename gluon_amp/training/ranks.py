@@ -10,6 +10,7 @@ from .reduction import Reduction
 from .step import Steps
 
 _BEFORE_UPDATES = 2 ** 29  # from here on keys of weights that servers have only once
+_AVERAGES = ("running_mean", "running_var", "moving_mean", "moving_var")
 
 
 class ComparedRanks:
@@ -222,13 +223,21 @@ class RanksTrainer(ComparedRanks, mx.gluon.Trainer):
     def _average_statistics(self) -> None:
         self._check_tells("average_statistics()")
         self._steps.reduction.average([p.list_data() for p in self._params
-                                       if not p._differentiable and p._data is not None])
+                                       if _is_average(p) and p._data is not None])
 
     def _make_ready(self) -> None:
         self._begin_alike()
 
     def _held(self) -> List[Tuple[str, Any]]:
         return [*distributed.settings_of(self._optimizer),
-                *((p.name, p.list_data()[0]) for p in self._params if p._differentiable),
+                *((p.name, p.list_data()[0]) for p in self._params if not _is_average(p)),
                 *distributed.states_of(self._updaters[0],
                                        {i: p.name for i, p in enumerate(self._params)})]
+
+
+def _is_average(parameter: "mx.gluon.Parameter") -> bool:
+    """Whether it is a batch norm's moving average, which is each rank's own. A SymbolBlock's are
+    known by their names alone."""
+    if parameter._differentiable:
+        return parameter.grad_req == "null" and parameter.name.endswith(_AVERAGES)
+    return not isinstance(parameter, mx.gluon.Constant)

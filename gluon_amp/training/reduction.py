@@ -126,6 +126,7 @@ class Reduction:
     def average(self, arrays: Sequence[List[Any]]) -> None:
         """Gives each array, on all devices of all workers, the mean over these. All have to ask.
         """
+        mx.nd.waitall()  # batch norms move their averages without telling
         means = [np.mean([a.asnumpy() for a in on_devices], axis=0, dtype="float32").ravel()
                  for on_devices in arrays]
         if not means:

@@ -1,18 +1,30 @@
-"""A store of MXNet's servers waits for all workers, for ever where one has ended before. So those
-that `gluon-amp launch` starts ask it first.
+"""All workers come before any of them makes its store. A store waits for all, and says nothing
+where one has ended before or never comes: MXNet's servers wait for ever, Horovod ends the process.
 
-    worker     `answer`: connects to the launcher before it makes its store, and waits for a line
-    launcher   `RollCall.look`: tells all to go on once each has come, or who has ended instead
+    MXNet's servers    the launcher calls the roll, of those that `gluon-amp launch` has started:
+      worker             `answer` tells it that this one has come, and waits for a line
+      launcher           `RollCall.look` tells all to go on, who has ended or who has not come
+    Horovod            `answer_horovod`: each rank writes its number where they all can read it,
+                       and rank 0 "all", once it has found every number
 """
 import contextlib
+import http.client
+import math
 import os
 import socket
-from typing import List
+import time
+from typing import Dict, Sequence
 
-from .watch import RankEndedError
+from .watch import RankEndedError, seconds_of
 
 ADDRESS = "GLUON_AMP_LAUNCHER"  # in the environment of the workers
 _GO_ON = b"go on\n"
+_POLL = 0.05  # seconds between two questions
+
+
+def patience() -> float:
+    """For how many seconds workers wait for others to begin."""
+    return seconds_of("GLUON_AMP_START_TIMEOUT", 300.0)
 
 
 class RollCall:
@@ -20,15 +32,20 @@ class RollCall:
 
     Args:
         host: an address of this machine that all workers can reach.
-        workers: how many there are.
+        workers: their names.
     """
 
-    def __init__(self, host: str, workers: int) -> None:
-        self._listener = socket.create_server((host, 0), backlog=workers)
+    def __init__(self, host: str, workers: Sequence[str]) -> None:
+        self._workers, self._patience = workers, patience()
+        self._listener = socket.create_server((host, 0), backlog=len(workers))
         self._listener.setblocking(False)
-        self._workers, self._all_came = workers, False
-        self._waiting: List[socket.socket] = []
-        self.address = "{}:{}".format(*self._listener.getsockname())
+        self._waiting: Dict[str, socket.socket] = {}  # by their numbers
+        self._until = math.inf  # for so long others may come
+        self._all_came = False
+
+    def address_for(self, worker: int) -> str:
+        """Where this worker finds the launcher, and its number."""
+        return "{}:{}:{}".format(*self._listener.getsockname(), worker)
 
     def look(self, ended: str = "") -> None:
         """Takes those that have come, and answers them if it is time.
@@ -38,32 +55,87 @@ class RollCall:
         """
         with contextlib.suppress(BlockingIOError):
             while True:
-                self._waiting.append(self._listener.accept()[0])
-        self._all_came = self._all_came or len(self._waiting) >= self._workers
-        if self._all_came or ended:
-            answer = _GO_ON if self._all_came else f"{ended} before it made its own\n".encode()
-            for worker in self._waiting:
-                with worker, contextlib.suppress(OSError):
-                    worker.sendall(answer)
-            self._waiting.clear()
+                self._take(self._listener.accept()[0])
+        self._all_came = self._all_came or len(self._waiting) >= len(self._workers)
+        if self._all_came:
+            self._answer(_GO_ON)
+        elif ended:
+            self._answer(f"{ended} before it made its own\n".encode())
+        elif time.monotonic() > self._until:
+            missing = [name for i, name in enumerate(self._workers) if str(i) not in self._waiting]
+            self._answer(f"{_have_not_come(missing, self._patience)}\n".encode())
+
+    def _take(self, worker: socket.socket) -> None:
+        worker.settimeout(1)  # it says at once who it is
+        with contextlib.suppress(OSError):
+            self._waiting[worker.recv(32).decode().strip()] = worker
+            self._until = min(self._until, time.monotonic() + self._patience)
+
+    def _answer(self, answer: bytes) -> None:
+        for worker in self._waiting.values():
+            with worker, contextlib.suppress(OSError):
+                worker.sendall(answer)
+        self._waiting.clear()
 
     def close(self) -> None:
         """Ends it: who waits is told that the launcher has ended."""
-        for one in [self._listener, *self._waiting]:
+        for one in [self._listener, *self._waiting.values()]:
             one.close()
 
 
 def answer() -> None:
     """Of a worker that a launcher has started: waits until all others are about to make their
-    stores, too; raises where one has ended."""
+    stores, too; raises where one has ended or does not come."""
     if ADDRESS not in os.environ:
         return
-    host, _, port = os.environ[ADDRESS].rpartition(":")
+    host, port, number = os.environ[ADDRESS].rsplit(":", 2)
     try:
         with socket.create_connection((host, int(port))) as connection:
+            connection.sendall(f"{number}\n".encode())
             told = connection.makefile("rb").readline()
     except OSError as error:
         raise OSError(f"the launcher at {host}:{port} cannot be reached: {error}") from error
     if told != _GO_ON:
         raise RankEndedError("this worker waits in vain to make its store: "
                              + (told.decode().strip() or "the launcher has ended"))
+
+
+def answer_horovod() -> None:
+    """Of a rank that horovodrun has started with Gloo: waits until all others are about to begin,
+    too; raises where one does not come. (Elastic ranks come and go as they like.)"""
+    host, port, rank, size = (os.environ.get(f"HOROVOD_{name}", "") for name in (
+        "GLOO_RENDEZVOUS_ADDR", "GLOO_RENDEZVOUS_PORT", "RANK", "SIZE"))
+    if not (host and port and rank and size) or "HOROVOD_ELASTIC" in os.environ:
+        return
+
+    def ask(method: str, key: str) -> bool:
+        """Writes a key, or tells whether it is written."""
+        connection = http.client.HTTPConnection(host, int(port), timeout=30)
+        with contextlib.closing(connection), contextlib.suppress(OSError,
+                                                                 http.client.HTTPException):
+            connection.request(method, f"/gluon_amp_start/{key}", "come")
+            return connection.getresponse().status == http.client.OK
+        return False
+
+    seconds = patience()
+    end = time.monotonic() + seconds
+    others = [str(other) for other in range(int(size)) if str(other) != rank]
+    questions = [("GET", other) for other in others] + [("PUT", "all")] if rank == "0" \
+        else [("GET", "all")]
+    for question in [("PUT", rank), *questions]:
+        while not ask(*question):
+            if time.monotonic() > end:
+                missing = [f"rank {other}" for other in others if not ask("GET", other)]
+                if not missing:
+                    return
+                raise RankEndedError(f"rank {rank} waits in vain to make its store: "
+                                     + _have_not_come(missing, seconds))
+            time.sleep(_POLL)
+
+
+def _have_not_come(names: Sequence[str], seconds: float) -> str:
+    """The sentence about workers that have not come."""
+    listed = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+    has, it = ("have", "they") if len(names) > 1 else ("has", "it")
+    return f"{listed} {has} not come within {seconds:g} seconds (GLUON_AMP_START_TIMEOUT): look " \
+        f"at what {it} printed last"

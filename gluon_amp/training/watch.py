@@ -35,10 +35,15 @@ _DIED, _ENDED = "has died", "has ended"
 
 def patience() -> float:
     """After how many seconds of silence a rank counts as stopped."""
-    said: Any = os.environ.get("GLUON_AMP_RANK_TIMEOUT", "30")
+    return max(2 * BEAT, seconds_of("GLUON_AMP_RANK_TIMEOUT", 30.0))
+
+
+def seconds_of(variable: str, default: float) -> float:
+    """What this environment variable says, if it is set."""
+    said: Any = os.environ.get(variable, default)
     with contextlib.suppress(ValueError):
         said = float(said)
-    return max(2 * BEAT, positive_number(said, "GLUON_AMP_RANK_TIMEOUT"))
+    return positive_number(said, variable)
 
 
 class RankEndedError(RuntimeError):
