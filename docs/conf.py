@@ -94,12 +94,21 @@ def read_page(app, name, text):
         app.env.note_dependency(str(source))
         text[0], folder = source.read_text(), source.parent
     here = (HERE / name).parent
+    text[0] = re.sub(r'<picture>.*?srcset="(.*?)".*?src="(.*?)" alt="(.*?)".*?</picture>',
+                     _both_widths, text[0], flags=re.S)
     text[0] = re.sub(r"\]\(([^)\s#]+)((?:#[^)\s]*)?)\)",
                      lambda link: f"]({_link(link[1], folder, here)}{link[2]})", text[0])
     if name.startswith("tutorial/"):
         file = f"{name.rpartition('/')[2]}.ipynb"
         download = rf"\g<0>\n{{nb-download}}`Download this notebook <{file}>`\n"
         text[0] = re.sub(r"(?m)^# .*\n", download, text[0], count=1)
+
+
+def _both_widths(picture):
+    """The two drawings of a picture, of which site.css shows one."""
+    narrow, wide, alt = (" ".join(part.split()) for part in picture.groups())
+    return "\n\n".join(f":::{{container}} {width}\n![{alt}]({path})\n:::"
+                       for width, path in (("wide", wide), ("narrow", narrow)))
 
 
 def _link(target, folder, here):

@@ -201,9 +201,11 @@ def test_commands_exist(page, monkeypatch, capsys):
 @each_page
 def test_links_lead_somewhere(page):
     for token in of_page(page):
-        where = (token.attrs or {}).get("href") or (token.attrs or {}).get("src") or ""
-        path = where.partition("#")[0]
-        assert "://" in where or (page.parent / path).exists(), where
+        links = [(token.attrs or {}).get(name, "") for name in ("href", "src")]
+        if token.type == "html_block":
+            links += re.findall(r'(?:src|srcset|href)="(.*?)"', token.content)
+        for where in links:
+            assert "://" in where or (page.parent / where.partition("#")[0]).exists(), where
 
 
 @pytest.mark.parametrize("line", [
@@ -270,6 +272,8 @@ def test_every_picture_has_one_for_dark_pages(built):
         images = re.findall(r'<img[^>]*class="([^"]*)"', (built / f"{page}.html").read_text())
         light, dark = ([i for i in images if f"only-{which}" in i] for which in ("light", "dark"))
         assert len(light) == len(dark) > 0, page
+    text = (built / "index.html").read_text()
+    assert re.search(r'<div class="narrow[^>]*>\s*<p><img alt="Top-1[^>]*published_narrow', text)
 
 
 @pytest.mark.parametrize("page", NOTEBOOKS, ids=lambda page: page.stem)

@@ -28,9 +28,12 @@ ResNet-50 v1b, 90 epochs, 8 V100. [Report](published/report.md)
 
 {ends}
 
-![Top-1 error by hours of float32 at batch 1024 and float16 at 1024 and 2048: float16 is there \
-after 7.3 and 6.5 instead of 11.8 hours; enlarged, the last ten epochs end at 23.8, 23.7 and 23.7 \
-%](published.png)
+<picture>
+<source media="(max-width: 600px)" srcset="published_narrow.png">
+<img src="published.png" alt="Top-1 error by hours of float32 at batch 1024 and float16 at 1024 \
+and 2048: float16 is there after 7.3 and 6.5 instead of 11.8 hours; enlarged, the last ten epochs \
+end at 23.8, 23.7 and 23.7 %">
+</picture>
 
 {published_source}
 
@@ -85,32 +88,35 @@ def table(rows):
         rows[0], ["---"] * len(rows[0]), *(row.values() for row in rows))])
 
 
-def draw_published(runs):
+def draw_published(runs, narrow=False):
     """Error by hours: float16 is there sooner; and the last ten epochs by epoch, enlarged: that is
-    where the runs could differ."""
+    where the runs could differ. For narrow screens the two stand one above the other."""
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(7.2, 4.2), layout="constrained")
-        axes = figure.add_subplot()
-        inset = axes.inset_axes([0.46, 0.5, 0.53, 0.42])
+        figure = Figure(figsize=(3.6, 4.6) if narrow else (7.2, 4.2), layout="constrained")
+        if narrow:
+            axes, last = figure.subplots(2, 1, height_ratios=(3, 2))
+        else:
+            axes = figure.add_subplot()
+            last = axes.inset_axes([0.46, 0.5, 0.53, 0.42])
         for run in runs:
             epochs, hours = [number + 1 for number in run.epochs], run.hours
             errors = [epoch.top1 for epoch in run.epochs.values()]
             beneath = run.dtype == "float32"
-            for place, x, start in ((axes, hours, 0), (inset, epochs, -10)):
+            for place, x, start in ((axes, hours, 0), (last, epochs, -10)):
                 place.plot(x[start:], errors[start:], color=color(run.dtype),
                            linewidth=2.6 if beneath else 1.4, zorder=2 if beneath else 3,
                            linestyle="-" if run.batch_size == 1024 else (0, (4, 1.5)),
                            label=f"{run.dtype}, batch {run.batch_size:,}: {errors[-1]:.1%} "
                                  f"after {hours[-1]:.1f} h")
-        inset.set_title("the last ten epochs, by epoch", loc="left", fontsize=9)
-        for place in (axes, inset):
-            place.yaxis.set_major_formatter(PercentFormatter(1, decimals=int(place is inset)))
+        last.set_title("the last ten epochs, by epoch", loc="left", fontsize=9)
+        for place in (axes, last):
+            place.yaxis.set_major_formatter(PercentFormatter(1, decimals=int(place is last)))
         axes.set_ylim(0, 1)
         axes.set_xlabel("hours of training")
         axes.set_ylabel("top-1 error")
-        axes.set_title("ResNet-50 v1b on ImageNet, 8 V100 (AWS p3.16xlarge)", loc="left",
-                       fontsize=11)
-        axes.legend(frameon=False, loc="lower left", fontsize=8)
+        axes.set_title("ResNet-50 v1b on ImageNet, 8 V100" + " (AWS p3.16xlarge)" * (not narrow),
+                       loc="left", fontsize=9.5 if narrow else 11)
+        axes.legend(frameon=False, loc="upper right" if narrow else "lower left", fontsize=8)
         return image(figure)
 
 
@@ -196,7 +202,9 @@ def build(folder):
     nvidia, nvidia_source = read_table("nvidia.csv")
     seeds, seeds_source = read_table("nvidia_seeds.csv")
     found = differences(seeds)
-    for name, (png, svg) in (("published", draw_published(read([HERE / "published.csv"]))),
+    published = read([HERE / "published.csv"])
+    for name, (png, svg) in (("published", draw_published(published)),
+                             ("published_narrow", draw_published(published, narrow=True)),
                              ("nvidia", draw_nvidia(nvidia)), ("nvidia_seeds", draw_seeds(found))):
         (folder / f"{name}.png").write_bytes(png)
         (folder / f"{name}.svg").write_text(svg)
