@@ -120,7 +120,8 @@ class Comparison:
         if len(pairs) > 1 and 4 * len(pairs) >= len(low) + len(high) and not any(
                 _far(end, [pair[i] for pair in pairs]) for i, ends in enumerate((low, high))
                 for end in ends):
-            return paired(*zip(*pairs), step=self._step)
+            lows, highs = zip(*pairs)
+            return paired(lows, highs, self._step)
         if len(low) < 2 or len(high) < 2:
             return None
         return unpaired(Sample.from_values(low), Sample.from_values(high), self._step)
