@@ -18,7 +18,7 @@ def flatten(outputs):
     return [array for part in outputs for array in flatten(part)]
 
 
-def train(net, inputs, steps=3, lr=1e-3):
+def train(net, inputs, steps=2, lr=1e-3):
     """First outputs and gradients, the losses of some steps, and the last prediction."""
     trainer = gluon.Trainer(net.collect_params(), amp.optimizer("sgd", learning_rate=lr,
                                                                 momentum=0.9))

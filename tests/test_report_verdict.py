@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from gluon_amp.report.verdict import Difference, Sample, outcome, paired, sentence, unpaired
+from report_runs import comparisons, seeds
 from scipy import stats
 
 NVIDIA = Path(__file__).parents[1] / "results" / "imagenet" / "nvidia_seeds.csv"
@@ -74,6 +75,22 @@ def test_the_four_outcomes(differences, word):
     found = paired(differences, np.zeros(len(differences)))
     assert outcome(found, 0.5) == word
     assert sentence("float16", "float32", found, 0.5)
+
+
+@pytest.mark.parametrize(("apart", "seeds_of_each", "word"), [
+    (0.0, 2, "undecided"), (0.5, 2, "undecided"), (0.0, 6, "the same")])
+@pytest.mark.parametrize("same_seeds", [True, False])
+def test_two_seeds_that_end_alike_to_the_image_are_no_proof(same_seeds, apart, seeds_of_each, word):
+    """Of 200 images one is worth half a point: two pairs are often as far apart by chance."""
+    ends = [98.5, 98.0, *[98.5] * 4][:seeds_of_each] if same_seeds else [98.5] * seeds_of_each
+    runs = seeds("float32", [*ends, 98.0][:seeds_of_each])
+    low = seeds("float16", np.add([*ends, 98.0][:seeds_of_each], apart))
+    for run in low if not same_seeds else []:
+        run.arguments["seed"] += 100
+        run.epochs[0].top1 = 0.895  # so one image shows what it is worth
+    found, = comparisons(*runs, *low)
+    assert found.difference.paired is same_seeds
+    assert outcome(found.difference, 0.6) == word
 
 
 def test_nvidias_seeds_differ_at_90_epochs_and_are_equivalent_within_a_quarter_point_at_all():

@@ -23,6 +23,7 @@ NO_RECIPE = {"seed", "claim_speed", "mlperf", "log_interval", "log_seconds", "di
 PATHS = re.compile(r"rec_\w+|data_(train|val)|tensorboard|"
                    r"\w*(dir|file|path|prefix|params|states)")
 TWICE = "two files or more have the same results of the same seed; it counts once"
+ROUNDED = 2e-6  # logs round results so
 NOT_LOGGED = "not in the log"
 MOST_NAMED, LONGEST_ARGUMENT = 2, 40  # arguments in a group's name
 
@@ -119,10 +120,19 @@ class Comparison:
         if len(pairs) > 1 and 4 * len(pairs) >= len(low) + len(high) and not any(
                 _far(end, [pair[i] for pair in pairs]) for i, ends in enumerate((low, high))
                 for end in ends):
-            return paired(*zip(*pairs))
+            lows, highs = zip(*pairs)
+            return paired(lows, highs, self._step)
         if len(low) < 2 or len(high) < 2:
             return None
-        return unpaired(Sample.from_values(low), Sample.from_values(high))
+        return unpaired(Sample.from_values(low), Sample.from_values(high), self._step)
+
+    @property
+    def _step(self) -> float:
+        """What one image is worth, in points: the smallest distance between two results."""
+        results = sorted({epoch.top1 for group in (self.low, self.float32) for run in group.runs
+                          for epoch in run.epochs.values() if epoch.top1 is not None})
+        return 100 * min((b - a for a, b in zip(results, results[1:]) if b - a > ROUNDED),
+                         default=0.0)
 
     @property
     def without_partner(self) -> int:

@@ -281,8 +281,7 @@ def _name_ends(figure: Figure, axes: Any, lines: List[Line], looks: List[Dict[st
         name = re.sub(r": \d+ recipes$", "", lines[i].name)  # the caption has it
         axes.annotate(_short(name) + value, (1.17, place), xycoords="axes fraction",
                       va="center", fontsize=8, annotation_clip=False)
-    for _ in range(2):  # room for names makes the axes smaller, which moves the names
-        figure.draw_without_rendering()
+    figure.draw_without_rendering()  # room for names makes the axes smaller, which moves the names
 
 
 def _with_room(heights: List[float]) -> List[float]:
@@ -392,6 +391,8 @@ def forest(comparisons: Sequence[Comparison], margin: float) -> Optional[Plot]:
 
 def image(figure: Figure) -> Tuple[bytes, str]:
     png, svg = io.BytesIO(), io.StringIO()
+    figure.draw_without_rendering()
+    figure.set_layout_engine(None)  # all has its place: looking for it takes longer than drawing
     figure.savefig(png, format="png", dpi=150, metadata={"Software": None})
     figure.savefig(svg, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     return png.getvalue(), svg.getvalue()

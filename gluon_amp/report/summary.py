@@ -8,7 +8,7 @@ import numpy as np
 from .compare import Comparison, Group, recipe
 from .curves import reached_at
 from .runs import Run, unit_of_time
-from .verdict import LEVEL, outcome, p_text, sentence
+from .verdict import LEVEL, from_float32, outcome, p_text, sentence
 
 SMOOTHED = ("label_smoothing", "mixup")
 MOST_SENTENCES = 5
@@ -58,8 +58,7 @@ def _verdict(comparison: Comparison, margin: float) -> str:
     ends = [[run.final for run in group.finished if run.final is not None]
             for group in (comparison.low, comparison.float32)]
     apart = mean(ends[0]) - mean(ends[1]) if all(ends) else 0.0
-    ended = f"{low} ends {abs(apart):.2f} points {'below' if apart < 0 else 'above'} {high}" \
-        if all(ends) else ""
+    ended = f"{low} ends {from_float32(apart, high)}" if all(ends) else ""
     if comparison.recipe_unknown:
         said = f" {ended}, which says nothing of the type of numbers." if ended else ""
         return f"Whether {low} and {high} are the same recipe is not in their logs, and nothing " \

@@ -9,7 +9,7 @@ All numbers are points (hundredths). Two questions are asked, and neither answer
 A small p of the first and of the second together say: different, and by less than the margin.
 """
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Optional, Sequence, Tuple
 
 import numpy as np
@@ -101,10 +101,16 @@ class Difference:
         return float(2 * stats.nct.sf(stats.t.ppf(1 - LEVEL, freedom), freedom, distance) - 1)
 
 
-def paired(low: Sequence[float], float32: Sequence[float]) -> Difference:
-    """The difference of pairs: runs of one seed stand at one place of both."""
+def paired(low: Sequence[float], float32: Sequence[float], step: float = 0.0) -> Difference:
+    """The difference of pairs: runs of one seed stand at one place of both.
+
+    Args:
+        step: What one image is worth. Where no difference varies, since images are too few to show
+            it, it is taken for the spread: two seeds that end alike by chance are no proof.
+    """
     differences = np.subtract(low, float32)
     spread, n = float(np.std(differences, ddof=1)), len(differences)
+    spread = step if spread < EXACT else spread
     return Difference(float(np.mean(differences)), spread / math.sqrt(n), n - 1, spread, n, True)
 
 
@@ -120,8 +126,10 @@ class Sample:
         return cls(len(values), float(np.mean(values)), float(np.std(values, ddof=1)))
 
 
-def unpaired(low: Sample, float32: Sample) -> Difference:
-    """The difference of runs that no seed pairs, by Welch's test."""
+def unpaired(low: Sample, float32: Sample, step: float = 0.0) -> Difference:
+    """The difference of runs that no seed pairs, by Welch's test; `step` as of pairs."""
+    if max(low.deviation, float32.deviation) < EXACT:
+        low, float32 = replace(low, deviation=step), replace(float32, deviation=step)
     a, b = low.deviation ** 2 / low.n, float32.deviation ** 2 / float32.n
     freedom = (a + b) ** 2 / (a ** 2 / (low.n - 1) + b ** 2 / (float32.n - 1)) if a + b else 1.0
     return Difference(low.mean - float32.mean, math.sqrt(a + b), freedom,
@@ -162,13 +170,19 @@ def conclusion(found: Difference, margin: float) -> str:
 
 def _ends(found: Difference, float32: str) -> str:
     low, high = found.interval()
-    side = "below" if found.mean < 0 else "above"
     seeds = f"{found.counted} {'paired seeds' if found.paired else 'seeds of each'}"
     seeds = f"{found.counted} seeds" if " and " in found.counted else seeds
     if found.p is None:
-        return f"{abs(found.mean):.2f} points {side} {float32} in each of {seeds}"
-    return f"{abs(found.mean):.2f} points {side} {float32} (95 % interval {low:.2f} to " \
-           f"{high:.2f}, {seeds}, {_p(found.p)})"
+        return f"{from_float32(found.mean, float32)} in each of {seeds}"
+    return f"{from_float32(found.mean, float32)} (95 % interval {low:.2f} to {high:.2f}, " \
+           f"{seeds}, {_p(found.p)})"
+
+
+def from_float32(points: float, float32: str) -> str:
+    """0.17 points below float32"""
+    distance = f"{abs(points):.2f}"
+    side = "from" if float(distance) == 0 else "below" if points < 0 else "above"
+    return f"{distance} points {side} {float32}"
 
 
 def in_points(margin: float) -> str:
