@@ -196,7 +196,7 @@ def test_the_float16_wire_sends_half_the_bytes(ranks):
 REFUSED = {
     "kvstore='dist_sync' needs a scheduler and servers": {},
     "gradient compression leaves": {"compression_params": {"type": "2bit", "threshold": 0.5}},
-    "updates on its servers: use dist_sync": {"kvstore": "dist_async"},
+    "dist_async updates on its servers: use dist_sync": {"kvstore": "DIST_ASYNC"},
 }
 
 

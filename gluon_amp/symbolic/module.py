@@ -14,6 +14,8 @@ from ..training import distributed
 from ..training import states as files
 from ..training.optimizer import check_scalable, given_optimizer, optimizer_class, with_masters
 from ..training.pending import Gradient
+from ..training.reduction import check_not_async
+from ..training.servers import kind_of
 from ..training.static_pair import GivenLossScale
 from ..training.step import Steps, TakesSteps
 from .binding import Bindable, environment
@@ -65,12 +67,9 @@ class _Module(TakesSteps, RanksModule):
             super().init_optimizer(kvstore, optimizer, optimizer_params, force_init)
             return
         module = self._module()
-        store = str(getattr(kvstore, "type", kvstore))
-        if self._steps.looking and "async" in store:
-            raise ValueError("loss scaling and clip_norm look at the gradients before the update, "
-                             f"and {store} updates on its servers: use dist_sync")
+        if self._steps.looking:
+            check_not_async(kvstore)
         kvstore = distributed.make_store(kvstore, module._compression_params)
-        store = str(getattr(kvstore, "type", kvstore))
         by_name = not isinstance(optimizer, mx.optimizer.Optimizer)
         chosen = optimizer_class(optimizer) if by_name else optimizer
         if self._steps.scaling:
@@ -80,7 +79,7 @@ class _Module(TakesSteps, RanksModule):
             # of a checkpoint in another type, which a kvstore would not take
             module._arg_params[name] = module._arg_params[name].astype(weights[0].dtype,
                                                                          copy=False)
-        if "dist" in store:
+        if "dist" in kind_of(kvstore):
             kvstore = self._check_workers(kvstore)
         if by_name:
             optimizer_params = {"multi_precision": True, **dict(optimizer_params)}

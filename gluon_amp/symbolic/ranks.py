@@ -5,7 +5,7 @@ from typing import Any, Dict, List, Tuple
 from ..checks import in_names
 from ..training import distributed
 from ..training.ranks import ComparedRanks
-from ..training.reduction import Reduction
+from ..training.reduction import LOOKS_FIRST, Reduction
 from ..training.servers import servers
 
 
@@ -26,9 +26,8 @@ class RanksModule(ComparedRanks):
         group = self._module()._exec_group
         sparse = self._sparse()
         if sparse and self._steps.looking:
-            raise ValueError("loss scaling and clip_norm look at the gradients before the update, "
-                             "and many workers update those on servers that are row_sparse. "
-                             f"Received: row_sparse{in_names(sparse)}")
+            raise ValueError(f"{LOOKS_FIRST}, and many workers update those on servers that are "
+                             f"row_sparse. Received: row_sparse{in_names(sparse)}")
         kvstore = distributed.shared_store(kvstore)
         self._number = servers.take_module(kvstore)
         if "async" in kvstore.type:

@@ -65,15 +65,15 @@ def launch(command: Sequence[str], workers: int, servers: int = 1,
         settings = {"DMLC_PS_ROOT_URI": root, "DMLC_PS_ROOT_PORT": str(_free_port(root)),
                     "DMLC_NUM_WORKER": str(workers), "DMLC_NUM_SERVER": str(servers)}
         here = {**settings, "DMLC_NODE_HOST": root}
-        helper = [sys.executable, "-W", "ignore", "-c", _HELPER]
+        run_helper = [sys.executable, "-W", "ignore", "-c", _HELPER]
         seconds = patience()
         helpers: List[_Process] = []
         started: List[_Process] = []
         try:
-            helpers.append(_start("the scheduler", helper, {**here, "DMLC_ROLE": "scheduler"},
+            helpers.append(_start("the scheduler", run_helper, {**here, "DMLC_ROLE": "scheduler"},
                                   subprocess.PIPE))
             for i in range(servers):
-                helpers.append(_start(f"server {i}", helper, {**here, "DMLC_ROLE": "server"},
+                helpers.append(_start(f"server {i}", run_helper, {**here, "DMLC_ROLE": "server"},
                                       subprocess.PIPE))
             for i, (name, host) in enumerate(zip(names, where)):
                 its = {"DMLC_ROLE": "worker", ADDRESS: roll_call.address_for(i)}

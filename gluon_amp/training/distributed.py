@@ -14,7 +14,7 @@ from ..cpu.arrays import dtype_name
 from ..version import __version__
 from .horovod_store import Horovod
 from .reduction import Reduction
-from .servers import servers
+from .servers import kind_of, servers
 from .states import order_of
 
 log = logging.getLogger("gluon_amp")
@@ -22,9 +22,10 @@ log = logging.getLogger("gluon_amp")
 Named = Tuple[str, Any]  # a name, and what it holds
 
 
-_OF_A_WORKER = ("DMLC_ROLE", "DMLC_PS_ROOT_URI", "DMLC_PS_ROOT_PORT", "DMLC_NUM_WORKER",
-                "DMLC_NUM_SERVER")
-_NAMED = ("lr", "wd", "rescale_grad")  # settings of optimizers that have names of their own here
+_WORKERS_VARIABLES = ("DMLC_ROLE", "DMLC_PS_ROOT_URI", "DMLC_PS_ROOT_PORT", "DMLC_NUM_WORKER",
+                      "DMLC_NUM_SERVER")
+# Not among an optimizer's other settings: these have names in words, or change no weight.
+_NOT_AMONG_OTHERS = ("lr", "wd", "rescale_grad", "aggregate_num")
 
 
 class RanksDifferError(RuntimeError):
@@ -34,7 +35,7 @@ class RanksDifferError(RuntimeError):
 def make_store(kvstore: Any, compression: Any) -> Any:
     """What `kvstore=` takes, as MXNet takes it. What cannot work with many workers is refused
     here: once there is a store, its servers and the other workers would wait."""
-    name = str(getattr(kvstore, "type", kvstore)).lower()
+    name = kind_of(kvstore)
     if "dist" not in name and "horovod" not in name:
         workers = os.environ.get("DMLC_NUM_WORKER", "1")
         if os.environ.get("DMLC_ROLE") == "worker" and workers != "1":
@@ -50,7 +51,7 @@ def make_store(kvstore: Any, compression: Any) -> Any:
         return kvstore
     if name == "horovod":
         return Horovod()  # which MXNet leaves out where there is one device
-    if not all(variable in os.environ for variable in _OF_A_WORKER):
+    if not all(variable in os.environ for variable in _WORKERS_VARIABLES):
         raise ValueError(f"kvstore={name!r} needs a scheduler and servers: start the program as "
                          "gluon-amp launch -n 2 python ... Or use kvstore='device', for one "
                          "process")
@@ -64,7 +65,7 @@ def updates_on_ranks(kvstore: Any, dense: bool) -> bool:
     Args:
         dense: whether no parameter and no gradient is row_sparse.
     """
-    name = str(getattr(kvstore, "type", kvstore)).lower()
+    name = kind_of(kvstore)
     return "dist" in name and "async" not in name and dense \
         and not int(os.environ.get("MXNET_UPDATE_ON_KVSTORE", "0"))
 
@@ -73,8 +74,7 @@ def shared_store(kvstore: Any) -> Any:
     """The store of MXNet's servers, which is the same for all Trainers of a process. Anything else
     as it is."""
     native = isinstance(kvstore, (str, mx.kv.KVStore))
-    several = "dist" in str(getattr(kvstore, "type", kvstore))
-    return servers.store(kvstore) if native and several else kvstore
+    return servers.store(kvstore) if native and "dist" in kind_of(kvstore) else kvstore
 
 
 def check_same_network(reduction: Reduction, arrays: Iterable[Tuple[str, Any, bool]]) -> None:
@@ -89,8 +89,8 @@ def check_same_network(reduction: Reduction, arrays: Iterable[Tuple[str, Any, bo
                for _, a, trained in named]
     # Names may differ, since MXNet counts blocks, but must not sort differently: 10 before 9.
     order = order_of([name for name, _, _ in named])
-    digest = _digest(repr([__version__, *layouts, order]).encode())
-    if _alike(reduction.gather(digest)):
+    everything = _digest_of_bytes(repr([__version__, *layouts, order]).encode())
+    if _alike(reduction.gather(everything)):
         return
     versions = reduction.gather(__version__.encode()[:16].ljust(16))
     if not _alike(versions):
@@ -100,7 +100,7 @@ def check_same_network(reduction: Reduction, arrays: Iterable[Tuple[str, Any, bo
     if not _alike(counts):
         raise RanksDifferError("ranks train different networks. Parameters of rank 0, 1, ...: "
                                + ", ".join(map(str, counts)))
-    digests = [_digest(text.encode()) for text in layouts]
+    digests = [_digest_of_bytes(text.encode()) for text in layouts]
     if _alike(reduction.gather(b"".join(digests))):
         raise RanksDifferError(
             "ranks have their parameters in different orders. Here: "
@@ -156,7 +156,7 @@ def compare(reduction: Reduction, held: Sequence[Named]) -> None:
         held: names, and arrays or other things that can be pickled, alike on all ranks.
     """
     digests = [digest([one]) for one in held]
-    if _alike(reduction.gather(_digest(b"".join(digests)))):
+    if _alike(reduction.gather(_digest_of_bytes(b"".join(digests)))):
         return
     counts = [int(c) for c in reduction.gather(b"%16d" % len(held))]
     if not _alike(counts):
@@ -191,9 +191,9 @@ def digest(held: Iterable[Named]) -> bytes:
 
 
 def settings_of(optimizer: Any) -> List[Named]:
-    """An optimizer's kind and numbers, in as many parts for each kind."""
+    """An optimizer's kind and its numbers, in five entries whatever its kind."""
     others = {name: float(value) for name, value in vars(optimizer).items()
-              if isinstance(value, (int, float)) and name not in _NAMED and name != "aggregate_num"}
+              if isinstance(value, (int, float)) and name not in _NOT_AMONG_OTHERS}
     return [("the optimizer", type(optimizer).__name__),
             ("the learning rate", float(optimizer.learning_rate)),
             ("the weight decay", float(optimizer.wd)),
@@ -217,7 +217,7 @@ def _add(state: Any, value: Any) -> None:
         state.update(pickle.dumps(value, 4))
 
 
-def _digest(data: bytes) -> bytes:
+def _digest_of_bytes(data: bytes) -> bytes:
     return hashlib.blake2b(data, digest_size=8).digest()
 
 

@@ -7,6 +7,7 @@ from .._mxnet import mx
 from . import distributed
 from .pending import Gradient
 from .reduction import Reduction
+from .servers import kind_of
 from .step import Steps
 
 _BEFORE_UPDATES = 2 ** 29  # from here on keys of weights that servers have only once
@@ -68,8 +69,7 @@ class RanksTrainer(ComparedRanks, mx.gluon.Trainer):
             update_on_kvstore = False
         super().__init__(params, optimizer, optimizer_params, kvstore, compression_params,
                          update_on_kvstore)
-        if "dist" in str(getattr(kvstore, "type", kvstore)) \
-                and all(p._data is not None for p in self._params):
+        if "dist" in kind_of(kvstore) and all(p._data is not None for p in self._params):
             if update_on_kvstore is False or not isinstance(kvstore, (str, mx.kv.KVStore)):
                 self._begin_alike()
                 self._steps.forget()

@@ -12,13 +12,14 @@ from mxnet.base import _LIB, check_call
 
 from .._mxnet import message, mx, np
 from ..checks import in_names
-from .servers import servers
+from .roll_call import HOROVOD_MEETS_AT
+from .servers import kind_of, servers
 from .watch import RankEndedError, Watch
 
 _watch: Optional[Watch] = None  # one for each process
-# Where all ranks can reach a host: the scheduler of MXNet's servers, what Horovod's ranks met at.
-_MEETING_PLACES = (("DMLC_PS_ROOT_URI", "DMLC_PS_ROOT_PORT"),
-                   ("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT"))
+_SCHEDULER_IS_AT = ("DMLC_PS_ROOT_URI", "DMLC_PS_ROOT_PORT")  # of MXNet's servers
+# Why a step with a loss scale or clip_norm refuses what others update.
+LOOKS_FIRST = "loss scaling and clip_norm look at the gradients before the update"
 
 
 class Reduction:
@@ -28,12 +29,17 @@ class Reduction:
         kvstore: None for one process that sums nothing.
         names: whether parameters are known to the store by names; else by numbers.
         updates: whether the store updates weights itself; then it can sum nothing else.
+
+    Attributes:
+        tells: whether ranks can tell each other something: there are several, and no servers
+            that update.
+        owner: whose gradients these are, such as "Trainer 1": the same on all ranks.
     """
 
     def __init__(self, kvstore: Any = None, names: bool = False, updates: bool = False) -> None:
         self._kvstore, self._names = kvstore, names
         self._native = isinstance(kvstore, mx.kv.KVStore)
-        self._first_key, self.owner = 0, ""  # whose gradients these are
+        self._first_key, self.owner = 0, ""
         self.tells = self.workers > 1 and not updates
         if self.tells:
             self._watch_others()
@@ -209,24 +215,30 @@ class Reduction:
 
     def _watch_others(self) -> None:
         global _watch
-        host, port = map(os.environ.get, _MEETING_PLACES[not self._native])
+        place = _SCHEDULER_IS_AT if self._native else HOROVOD_MEETS_AT
+        host, port = map(os.environ.get, place)  # which all ranks can reach
         if _watch is None and host and port:
             _watch = Watch(self.rank, self.workers, self.gather, (host, int(port)))
 
 
 def check_kvstore(kvstore: Any, update_on_kvstore: Optional[bool], parameters: Any) -> None:
     """Refuses what would update the weights before anybody could look at the gradients."""
-    name = str(getattr(kvstore, "type", kvstore))
-    why = "loss scaling and clip_norm look at the gradients before the update"
     if update_on_kvstore:
-        raise ValueError(f"{why}: update_on_kvstore must be False or None. Received: True")
-    if "async" in name:
-        raise ValueError(f"{why}, and {name} updates on its servers: use dist_sync")
+        raise ValueError(f"{LOOKS_FIRST}: update_on_kvstore must be False or None. Received: True")
+    check_not_async(kvstore)
+    name = kind_of(kvstore)
     sparse = [p.name for p in parameters if getattr(p, "_stype", "default") != "default"]
     if sparse:
-        raise ValueError(f"{why}, and row_sparse weights are updated on the kvstore. "
+        raise ValueError(f"{LOOKS_FIRST}, and row_sparse weights are updated on the kvstore. "
                          f"Received: row_sparse weights{in_names(sparse)}")
     sparse = [p.name for p in parameters if getattr(p, "_grad_stype", "default") != "default"]
     if sparse and "dist" in name:
-        raise ValueError(f"{why}, and {name} updates those that are row_sparse on its servers. "
-                         f"Received: row_sparse gradients{in_names(sparse)}")
+        raise ValueError(f"{LOOKS_FIRST}, and {name} updates those that are row_sparse on its "
+                         f"servers. Received: row_sparse gradients{in_names(sparse)}")
+
+
+def check_not_async(kvstore: Any) -> None:
+    """Refuses servers that update the weights with each rank's gradients as they come."""
+    name = kind_of(kvstore)
+    if "async" in name:
+        raise ValueError(f"{LOOKS_FIRST}, and {name} updates on its servers: use dist_sync")

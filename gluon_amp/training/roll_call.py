@@ -18,6 +18,8 @@ from typing import Dict, Sequence
 from .watch import RankEndedError, seconds_of
 
 ADDRESS = "GLUON_AMP_LAUNCHER"  # in the environment of the workers
+# In the environment of the ranks that horovodrun has started with Gloo: where they meet.
+HOROVOD_MEETS_AT = ("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT")
 _GO_ON = b"go on\n"
 _POLL = 0.05  # seconds between two questions
 
@@ -103,8 +105,8 @@ def answer() -> None:
 def answer_horovod() -> None:
     """Of a rank that horovodrun has started with Gloo: waits until all others are about to begin,
     too; raises where one does not come. (Elastic ranks come and go as they like.)"""
-    host, port, rank, size = (os.environ.get(f"HOROVOD_{name}", "") for name in (
-        "GLOO_RENDEZVOUS_ADDR", "GLOO_RENDEZVOUS_PORT", "RANK", "SIZE"))
+    host, port, rank, size = (os.environ.get(name, "") for name in (
+        *HOROVOD_MEETS_AT, "HOROVOD_RANK", "HOROVOD_SIZE"))
     if not (host and port and rank and size) or "HOROVOD_ELASTIC" in os.environ:
         return
 

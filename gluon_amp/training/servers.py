@@ -7,6 +7,11 @@ from .._mxnet import mx
 from . import roll_call
 
 
+def kind_of(kvstore: Any) -> str:
+    """A store's type, or the name of one that is still to be made, in small letters."""
+    return str(getattr(kvstore, "type", kvstore)).lower()
+
+
 class Servers:
     """What MXNet's servers know from this process.
 
@@ -21,13 +26,14 @@ class Servers:
         self._update = False
 
     def store(self, kvstore: Any) -> Any:
-        """The one store that this process has of MXNet's servers: beside a second one they would
-        wait for ever. Where it is named first, makes it, once the other workers are about to.
+        """The one store that this process has of MXNet's servers, which would wait for ever with a
+        second one. The first that is given by its name is made here, once all other workers are
+        about to make theirs.
 
         Args:
             kvstore: a store, or the name of one.
         """
-        kind = str(getattr(kvstore, "type", kvstore))
+        kind = kind_of(kvstore)
         if self._store is None:
             if isinstance(kvstore, str):
                 roll_call.answer()
