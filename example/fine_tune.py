@@ -99,7 +99,8 @@ def main(arguments=None):
     parser.set_defaults(lr=0.01, epochs=3, batch_size=32)
     args = parser.parse_args(arguments)
     if not args.pretrained and not (args.pretrained_symbol and args.pretrained_params):
-        parser.error("--pretrained NAME, or --pretrained-symbol and --pretrained-params")
+        parser.error("give the network: --pretrained NAME, or --pretrained-symbol NET-symbol.json "
+                     "--pretrained-params NET-0000.params")
     ranks, devices, folder = recipe.start(args)
     order, loader, val_loader = recipes.images.image_loaders(args, ranks)
     net = Network(pretrained_features(args, devices), recipes.images.classes_of(args))
