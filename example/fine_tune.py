@@ -10,6 +10,7 @@ float16, make the Trainer. Takes the flags of image_classification.py besides.
 """
 import logging
 import os
+import warnings
 
 import image_classification as recipe
 import mxnet as mx
@@ -28,7 +29,9 @@ def pretrained_features(args, device):
     if args.pretrained_symbol:
         symbol = recipes.without_head(mx.sym.load(args.pretrained_symbol),
                                       bn_momentum=args.bn_momentum)
-        features = gluon.SymbolBlock(symbol, mx.sym.var("data"))
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Cannot decide type")  # of the data: float32 is right
+            features = gluon.SymbolBlock(symbol, mx.sym.var("data"))
         features.collect_params().load(path, device, ignore_extra=True, cast_dtype=True)
         return features
     if not path:
