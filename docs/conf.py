@@ -133,6 +133,8 @@ class DarkImages(SphinxTransform):
         for image in list(self.document.findall(nodes.image)):
             path = Path(self.env.relfn2path(image["uri"])[1])
             if path.suffix == ".png" and path.exists():
+                with Image.open(path) as file:
+                    image["classes"] += ["small"] * (file.width <= 820)  # its type is large
                 other = image.deepcopy()
                 other["uri"] = "/" + os.path.relpath(darkened(path, self.app), self.app.srcdir)
                 other["classes"].append("only-dark")

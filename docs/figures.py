@@ -17,6 +17,7 @@ from matplotlib.figure import Figure
 from mxnet import autograd, gluon
 
 BLUE, SKY, GREEN, RED = "#0072b2", "#56b4e9", "#009e73", "#d55e00"  # of what is no type of numbers
+WIDTH = 5.4  # inches: read on a telephone
 LEAST, LEAST_NORMAL = 2.0 ** -24, 2.0 ** -14  # of float16: at all, and with all bits
 STEPS, STEPS_OF_SCALE = 600, 300  # of the trainings
 LENGTHS = [16, 64, 256, 1024, 2048, 4096, 12544, 25088, 50176]  # of Tensor Cores' sums
@@ -40,7 +41,7 @@ def draw(folder):
 def what_float16_holds():
     """The rounding error of numbers from 1e-9 to 1e7, in three types."""
     numbers = np.logspace(-9, 7, 6001)
-    figure = Figure(figsize=(7.5, 3.8), layout="constrained")
+    figure = Figure(figsize=(WIDTH, 3.8), layout="constrained")
     axes = figure.add_subplot()
     axes.axvspan(1e-9, LEAST / 2, color="0.82")
     axes.axvspan(LEAST / 2, LEAST_NORMAL, color="0.92")
@@ -109,7 +110,7 @@ def gradients():
     found = activation_gradients(STEPS)
     found = found[found > 0]  # behind a relu many are 0 in any type
     bins = np.arange(-38, 18)
-    figure = Figure(figsize=(7.5, 4.8), layout="constrained")
+    figure = Figure(figsize=(WIDTH, 4.8), layout="constrained")
     panels = figure.subplots(2, 1, sharex=True, sharey=True)
     for axes, scale in zip(panels, (1, 2.0 ** 13)):
         scaled = found * scale
@@ -157,7 +158,7 @@ def scale_over_steps(steps):
 def life_of_a_loss_scale():
     scales, updated = scale_over_steps(STEPS_OF_SCALE)
     exponents = [math.log2(s) for s in scales]
-    figure = Figure(figsize=(7.5, 3.4), layout="constrained")
+    figure = Figure(figsize=(WIDTH, 3.4), layout="constrained")
     axes = figure.add_subplot()
     axes.step(range(len(scales)), exponents, where="post", color=BLUE, linewidth=2,
               label="loss scale")
@@ -183,7 +184,7 @@ def one_instruction():
         first, last = math.floor(math.log2(abs(a * b))), -20
         last += math.floor(math.log2(abs(a))) + math.floor(math.log2(b))  # 10 bits under each
         rows.append((f"{a} x {b}", first, last))
-    figure = Figure(figsize=(7.5, 2.9), layout="constrained")
+    figure = Figure(figsize=(WIDTH, 2.9), layout="constrained")
     axes = figure.add_subplot()
     for row, (name, first, last) in enumerate(rows):
         for bit in range(last, first + 1):
@@ -195,7 +196,7 @@ def one_instruction():
     for cut, name, side in ((24, "V100", "right"), (26, "H100", "left")):
         axes.plot([cut - 0.05] * 2, [-4.6, 1.35], color="0.2", linestyle="--", linewidth=1)
         axes.text(cut, 1.35, f" {name} cuts here ", va="top", ha=side)
-    axes.set(xlim=(-8, 40), ylim=(-4.7, 1.5))
+    axes.set(xlim=(-11, 40), ylim=(-4.7, 1.5))
     axes.set_axis_off()
     return figure
 
@@ -205,7 +206,7 @@ def long_sums():
     ways = (("V100", None, RED, "-"), ("A100", None, GREEN, "-"), ("H100", None, BLUE, "-"),
             ("V100", 4096, RED, ":"), ("A100", 4096, GREEN, ":"), ("H100", 4096, BLUE, ":"))
     random = np.random.RandomState(1)
-    figure = Figure(figsize=(7.5, 3.6), layout="constrained")
+    figure = Figure(figsize=(WIDTH, 4.2), layout="constrained")
     for axes, positive in zip(figure.subplots(1, 2, sharey=True), (True, False)):
         shares = [[] for _ in ways]
         for length in LENGTHS:
@@ -225,7 +226,8 @@ def long_sums():
                        loc="left")
         axes.grid(alpha=0.3)
     figure.axes[0].set_ylabel("% of float16 results that differ\nfrom the exact sum, rounded")
-    figure.axes[0].legend(loc="upper left", fontsize=8)
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside upper center",
+                  ncols=2, fontsize=9, frameon=False)
     return figure
 
 
@@ -234,7 +236,7 @@ def long_gradients():
     measured = Path(__file__).parents[1] / "results" / "tensor_cores" / "gradients.jsonl"
     rows = [json.loads(line) for line in measured.read_text().splitlines()]
     rows = [row for row in rows if row["study"] == "cifar10"]
-    figure = Figure(figsize=(7.5, 3.2), layout="constrained")
+    figure = Figure(figsize=(WIDTH, 3.2), layout="constrained")
     axes = figure.add_subplot()
     axes.axhline(0, color="0.3", linewidth=0.8)
     for gpu, shade, aside in (("V100", RED, 0.97), ("A100", GREEN, 1.03)):

@@ -10,6 +10,7 @@ float16, make the Trainer. Takes the flags of image_classification.py besides.
 """
 import logging
 import os
+import warnings
 
 import image_classification as recipe
 import mxnet as mx
@@ -28,7 +29,9 @@ def pretrained_features(args, device):
     if args.pretrained_symbol:
         symbol = recipes.without_head(mx.sym.load(args.pretrained_symbol),
                                       bn_momentum=args.bn_momentum)
-        features = gluon.SymbolBlock(symbol, mx.sym.var("data"))
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Cannot decide type")  # of the data: float32 is right
+            features = gluon.SymbolBlock(symbol, mx.sym.var("data"))
         features.collect_params().load(path, device, ignore_extra=True, cast_dtype=True)
         return features
     if not path:
@@ -99,7 +102,8 @@ def main(arguments=None):
     parser.set_defaults(lr=0.01, epochs=3, batch_size=32)
     args = parser.parse_args(arguments)
     if not args.pretrained and not (args.pretrained_symbol and args.pretrained_params):
-        parser.error("--pretrained NAME, or --pretrained-symbol and --pretrained-params")
+        parser.error("give the network: --pretrained NAME, or --pretrained-symbol NET-symbol.json "
+                     "--pretrained-params NET-0000.params")
     ranks, devices, folder = recipe.start(args)
     order, loader, val_loader = recipes.images.image_loaders(args, ranks)
     net = Network(pretrained_features(args, devices), recipes.images.classes_of(args))

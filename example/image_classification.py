@@ -78,10 +78,7 @@ def add_arguments(parser, folder="runs/image_classification"):
     add("--mixup-off-epoch", type=recipes.whole, default=0,
         help="so many epochs at the end without mixup")
     add("--mode", default="hybrid", choices=("hybrid", "imperative"), help="how the network runs")
-    add("--gpus", type=recipes.numbers, default=[], help="such as 0,1; none: the CPU")
-    add("--num-gpus", dest="gpus", metavar="N", default=[],
-        type=lambda text: list(range(recipes.positive(text) if text != "0" else 0)),
-        help="the first N GPUs")
+    recipes.add_gpus(parser)
     add("--seed", type=recipes.whole, default=0, help="of all random numbers")
     add("--benchmark", action="store_true", help="random images; samples/s and peak memory")
     add("--logging-file", metavar="FILE", help="also write the log there")

@@ -6,6 +6,7 @@
 
 The flags and the log lines are those of MXNet's own example/image-classification.
 """
+import argparse
 import glob
 import logging
 import os
@@ -21,8 +22,9 @@ from gluon_amp import recipes
 def add_arguments(parser):
     """The flags of training and data; the second names are those of image_classification.py."""
     positive, numbers = recipes.positive, recipes.numbers
-    add = parser.add_argument_group("training").add_argument
-    add("--gpus", type=numbers, default=[], help="such as 0 or 0,2,5; none: the CPU")
+    training = parser.add_argument_group("training")
+    recipes.add_gpus(training)
+    add = training.add_argument
     add("--gc-type", default="none", choices=("none", "2bit"),
         help="gradient compression: none, since MXNet has none for float16")
     add("--gc-threshold", type=float, default=0.5, help="of --gc-type 2bit")
@@ -74,14 +76,17 @@ def add_arguments(parser):
     add("--data-train-idx", "--rec-train-idx", default="", help="its index: shuffles all images")
     add("--data-val", "--rec-val", help="RecordIO file of validation images")
     add("--data-val-idx", "--rec-val-idx", default="", help="its index")
+    add("--use-rec", action="store_true", help="images are in RecordIO files: they always are")
     add("--image-shape", default="3,224,224", help="channels,height,width")
+    add("--input-size", dest="image_shape", metavar="N", default=argparse.SUPPRESS,
+        type=lambda text: "3,{0},{0}".format(positive(text)), help="--image-shape 3,N,N")
     add("--num-classes", "--classes", type=positive, default=1000, help="that labels have")
     add("--num-examples", type=positive, help="training images in an epoch, for the schedule, "
         "if not as many as the file has")
     add("--rgb-mean", type=recipes.images.three_numbers, default="123.68,116.779,103.939",
         help="of pixels from 0 to 255")
     add("--rgb-std", type=recipes.images.three_deviations, default="1,1,1", help="the same")
-    add("--data-nthreads", "--num-data-workers", type=positive, default=4,
+    add("--data-nthreads", "--num-data-workers", "-j", type=positive, default=4,
         help="threads that decode images")
     add("--benchmark", type=int, default=0, choices=(0, 1), help="1: random images, no files")
     add_augmentation(parser)
@@ -314,7 +319,7 @@ def epoch_to_begin(args):
         raise SystemExit(f"--{'load-epoch' if begin else 'resume'} needs --model-prefix")
     if args.resume:
         begin = last_whole_epoch(args.model_prefix)
-        logging.info("--resume: %d epochs are done", begin)
+        logging.info("--resume: epochs done: %d", begin)
     if begin >= args.num_epochs:
         logging.info("no epoch is left to train: --num-epochs %d", args.num_epochs)
     return begin

@@ -28,6 +28,11 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def counted(number: int, what: str) -> str:
+    """Such as "1 epoch", "2 epochs"."""
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
 def in_names(names: Iterable[str], most: int = 5) -> str:
     """The end of a sentence: " in a, b and 3 more", or nothing where there are no names."""
     names = list(names)

@@ -68,7 +68,7 @@ def answer(difference):
 def draw(found, path):
     """Differences of all pairs of seeds, their mean, and the interval that the tests go by."""
     shown = [row for row in found if row[2]]
-    figure = Figure(figsize=(8, 0.9 + 0.55 * len(shown)), layout="constrained")
+    figure = Figure(figsize=(5.4, 0.9 + 0.55 * len(shown)), layout="constrained")
     axes = figure.add_subplot()
     axes.axvspan(-MARGIN, MARGIN, color="0.9")
     axes.axvline(0, color="0.4", linewidth=0.8)

@@ -134,11 +134,12 @@ class Parsed(BaseException):
 
 
 def parse(main, arguments, monkeypatch):
+    """Returns the parser, or None after --help."""
     parse_args = argparse.ArgumentParser.parse_args
 
     def stop(self, args=None, namespace=None):
         parse_args(self, args, namespace)
-        raise Parsed
+        raise Parsed(self)
 
     with monkeypatch.context() as patched:
         patched.setattr(argparse.ArgumentParser, "parse_args", stop)
@@ -146,6 +147,7 @@ def parse(main, arguments, monkeypatch):
             main(arguments)
     if raised.type is SystemExit and raised.value.code != 0:  # 0: --help
         raise raised.value
+    return raised.value.args[0] if raised.type is Parsed else None
 
 
 def check_command(line, monkeypatch):
@@ -196,6 +198,24 @@ def test_commands_exist(page, monkeypatch, capsys):
             check_command(line, monkeypatch)
         except (AssertionError, SystemExit) as error:
             pytest.fail(f"{line}: {capsys.readouterr().err or error}")
+
+
+def test_the_scripts_have_the_flags_of_the_table(monkeypatch):
+    """Its first two columns are MXNet's and GluonCV's; "both", "all" and "the same" mean these."""
+    monkeypatch.syspath_prepend(str(ROOT / "example"))
+    table = re.findall(r"(?m)^\| (?:`--.* )?\|.*\|.*\|.*\|$",
+                       (ROOT / "docs" / "recipes.md").read_text())
+    assert len(table) > 25
+    for row in table:
+        *others, symbolic, gluon = row.split("|")[1:-1]
+        for script, cell in (("train_imagenet", symbolic), ("image_classification", gluon)):
+            named = re.search(r"(\w+)\.py: (.*)", cell)
+            script, cell = named.groups() if named else (script, cell)
+            needed = ["--pretrained-model", "net"] if script == "symbolic_fine_tune" else []
+            parser = parse(importlib.import_module(script).main, needed, monkeypatch)
+            as_theirs = " ".join(others) if re.search("both|all|the same", cell) else ""
+            for flag in re.findall(r"--?[a-z][\w-]*(?=[` ])", f"{cell} {as_theirs}"):
+                assert flag in parser._option_string_actions, (script, row)
 
 
 @each_page

@@ -102,7 +102,7 @@ def test_what_happened_to_runs_is_told(tmp_path):
         "Nothing is compared: that takes float32 runs, and others of lower precision, of one "
         "network and dataset.",
         "a: stopped after 2 of 9 epochs.", "b: begun after 4 epochs; times count from there.",
-        "c: resumed after 1 epochs", "a: 1 of 1 runs did not come to its end, and is in no "
+        "c: resumed after 1 epoch", "a: 1 of 1 runs did not come to its end, and is in no "
         "verdict."]
 
 

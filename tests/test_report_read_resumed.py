@@ -79,7 +79,7 @@ def test_however_a_run_was_resumed_the_later_epochs_win(write, parts, headers, t
 
 def test_a_resumed_run_says_where(tmp_path):
     run, = read_text(tmp_path, logs.gluoncv([0.9, 0.8, 0.7]) + logs.gluoncv([0.6], start=1))
-    assert run.notes == ["resumed after 1 epochs"]
+    assert run.notes == ["resumed after 1 epoch"]
     assert top1(run) == {0: 0.9, 1: 0.6}
 
 

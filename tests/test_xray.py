@@ -255,7 +255,7 @@ def test_the_command_tells_what_another_format_would_have_done(tmp_path, capsys)
     assert main(["xray", folder, "--format", "float9"]) == 1
     assert "Valid: float32, float16, bfloat16" in capsys.readouterr().err
     assert main(["xray", str(tmp_path)]) == 1
-    assert "holds xray.jsonl" in capsys.readouterr().err
+    assert f"holds xray.jsonl, as {folder} does" in capsys.readouterr().err
     (tmp_path / "run" / "xray.jsonl").write_text("no")
     assert main(["xray", folder]) == 1
     assert "no file that xray has written" in capsys.readouterr().err

@@ -9,6 +9,7 @@ from .adding_module import AddingModule
 from .command import (
     Parser,
     above_0,
+    add_gpus,
     decimal,
     decimals,
     devices_of,
@@ -38,7 +39,7 @@ from .xray_epoch import XrayedIter, add_xray_arguments, xray_epoch
 
 __all__ = ["POLICIES", "AddingModule", "ModuleLog", "Parser", "Part", "Progress", "Ranks",
            "RunFolder", "TrainingLog", "Unpadded", "ValidationPart", "XrayedIter", "above_0",
-           "add_xray_arguments", "check_network", "decimal", "decimals", "devices_of",
+           "add_gpus", "add_xray_arguments", "check_network", "decimal", "decimals", "devices_of",
            "gradient_norm", "hold", "images", "is_float32", "loss_scale", "momentum_of", "numbers",
            "positive", "read_log", "records", "records_of_part", "replace_text", "run", "schedule",
            "share", "small_network", "tensor_core_hints", "whole", "without_head", "xray_epoch",

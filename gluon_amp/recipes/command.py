@@ -156,6 +156,14 @@ def loss_scale(text: str) -> Any:
                                          f"Received: {text}") from None
 
 
+def add_gpus(parser: Any) -> None:
+    """`--gpus 0,1`, and GluonCV's `--num-gpus 2` for the same."""
+    add = parser.add_argument
+    add("--gpus", type=numbers, default=[], help="such as 0 or 0,2,5; none: the CPU")
+    add("--num-gpus", dest="gpus", metavar="N", default=argparse.SUPPRESS,
+        type=lambda text: list(range(whole(text))), help="the first N GPUs")
+
+
 # ---- what flags say
 
 def devices_of(gpus: Sequence[int]) -> List[Any]:

@@ -119,7 +119,7 @@ class RunFolder:
         _load_parameters(net, self._file(f"epoch-{epoch}.params"))
         _load_states(trainer, self._file(f"epoch-{epoch}.states"))
         if epoch + 1 >= args.epochs:
-            log.info("all %d epochs are done", args.epochs)
+            log.info("no epoch is left to train; a number above --epochs %d goes on", args.epochs)
         return epoch + 1, [line for line in lines if line["epoch"] <= epoch]
 
     def _begin(self, net: Any, trainer: Any) -> Tuple[int, List[Dict[str, Any]]]:
@@ -171,7 +171,7 @@ class RunFolder:
                                  f"should be whole numbers. Received: {sizes}")
             run["batch_size"] = sizes[0] * sizes[1]
         if epoch + 1 == was.get("epochs") < args.epochs:
-            log.info("the %d epochs are done; %d follow, at their rates in a run of %d",
+            log.info("epochs done: %d; to follow: %d, at their rates in a run of %d",
                      epoch + 1, args.epochs - epoch - 1, args.epochs)
             was["epochs"] = args.epochs
         differ = [f"{name} was {was.get(name, 'not there')}, is {now.get(name, 'not there')}"

@@ -26,6 +26,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any, Dict, Iterable, List, Optional, Sequence, Set
 
+from ..checks import counted
 from . import events, tables
 from .runs import Epoch, Run, measurable, plain
 
@@ -334,7 +335,7 @@ class _Reader:
             self.runs.append(Run(self.name, self.header or {}))
             self.lr = None
         elif back or self.header is not None:
-            run.notes.append(f"resumed after {number} epochs")
+            run.notes.append(f"resumed after {counted(number, 'epoch')}")
             run.forget_from(number)
         self.header, self.number, self.epoch = None, number, Epoch()
         self.inverse, self.intervals = 0.0, 0

@@ -6,6 +6,7 @@ from operator import itemgetter
 from statistics import median
 from typing import Any, Dict, List, Optional, Tuple
 
+from ..checks import counted
 from ..policy import APEX
 
 FLOAT32 = "float32"
@@ -126,7 +127,7 @@ class Run:
         for name, series in later.steps.items():
             self.steps[name] = self.steps.get(name, []) + series
         self.batches = max(self.batches, later.batches)
-        self.notes.append(f"resumed after {first} epochs")
+        self.notes.append(f"resumed after {counted(first, 'epoch')}")
 
     @property
     def seed(self) -> Optional[str]:

@@ -5,6 +5,7 @@ from typing import Dict, List, NamedTuple, Optional, Sequence
 
 import numpy as np
 
+from ..checks import counted
 from .compare import Comparison, Group, recipe
 from .curves import reached_at
 from .runs import Run, unit_of_time
@@ -259,7 +260,8 @@ def _remarks(run: Run) -> List[str]:
     if run.planned and run.epochs and run.done < run.planned:
         found.append(f"{{}}: stopped after {run.done} of {run.planned} epochs.")
     if run.epochs and min(run.epochs) > 0 and not run.get("load_epoch", "resume_epoch"):
-        found.append(f"{{}}: begun after {min(run.epochs)} epochs; times count from there.")
+        found.append(f"{{}}: begun after {counted(min(run.epochs), 'epoch')}; times count "
+                     "from there.")
     return found + [note.replace("{}", "{ }") for note in run.notes]
 
 

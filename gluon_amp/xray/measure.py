@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Callable, Dict, FrozenSet, List, Optional, Sequence, Tuple
 
 from .._mxnet import mx, np
+from ..checks import counted
 from ..files import replace_text
 from ..graph.graph import CASTS
 from ..policy import POLICIES
@@ -99,8 +100,9 @@ class Measure:
                 self.found[i, keep] = self._measure(i, keep)
                 if i == len(self.places) - 1:
                     self._save()
-                    self.say(f"{len(keep)} nodes in float32: gradients at {self.known(keep):.1f} "
-                             f"dB, {self.share(keep):.1%} of the arithmetic low")
+                    self.say(f"{counted(len(keep), 'node')} in float32: gradients at "
+                             f"{self.known(keep):.1f} dB, {self.share(keep):.1%} of the "
+                             "arithmetic low")
         return self.known(keep)
 
     def known(self, keep: Nodes) -> float:
@@ -152,8 +154,8 @@ class Measure:
         whole = max(float(np.mean(np.abs(right))), 0.1 * abs(begins_at), 1e-30)
         own = max(abs(a - b) for a, b in zip(again, right)) / whole
         apart = abs(float(np.mean(found)) - float(np.mean(right))) / whole
-        self.say(f"trained with {self.settings.seeds} seeds: the loss is {apart:.2%} off "
-                 f"float32's, which is {own:.2%} off itself")
+        self.say(f"trained with {counted(self.settings.seeds, 'seed')}: the loss is "
+                 f"{apart:.2%} off float32's, which is {own:.2%} off itself")
         return apart <= max(bound, own)
 
     def add_place_of_failure(self, keep: Nodes) -> bool:

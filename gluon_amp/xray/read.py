@@ -1,4 +1,5 @@
 """Reads an X-ray's folder, as it was or as another format would have made it."""
+import glob
 import json
 import os
 from dataclasses import replace
@@ -120,7 +121,9 @@ def _counts(line: Dict[str, Any]) -> Counts:
 def _lines(folder: str) -> List[Dict[str, Any]]:
     path = os.path.join(folder, "xray.jsonl")
     if not os.path.exists(path):
-        raise FileNotFoundError(f"an X-ray's folder holds xray.jsonl. Received: {folder}")
+        inside = sorted(glob.glob(os.path.join(glob.escape(folder), "*", "xray.jsonl")))
+        such = f", as {os.path.dirname(inside[0])} does" if inside else ""
+        raise FileNotFoundError(f"an X-ray's folder holds xray.jsonl{such}. Received: {folder}")
     with open(path, encoding="utf-8") as file:
         try:
             found = [json.loads(line) for line in file]

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, Dict, FrozenSet, Iterable, List, Optional, Tuple, Union
 
 from .._mxnet import mx
-from ..checks import positive_number, whole_number
+from ..checks import counted, positive_number, whole_number
 from ..cpu.library import random_numbers_kept
 from ..graph.operators import PRODUCTS
 from ..policy import POLICIES
@@ -70,7 +70,7 @@ class Search:
     def __str__(self) -> str:
         best = self.best
         said = "trains as in float32" if self.verified else "has not been trained with"
-        lines = [f"{len(best.nodes)} nodes in float32: gradients at {best.snr:.1f} dB, "
+        lines = [f"{counted(len(best.nodes), 'node')} in float32: gradients at {best.snr:.1f} dB, "
                  f"{best.casts} casts, {best.share:.1%} of the arithmetic low; {said}",
                  f"keep={self.keep!r}", *self.notes, "",
                  "gradients dB   casts   arithmetic low   nodes in float32"]
@@ -117,7 +117,7 @@ def search(net: Any, batches: Iterable[Any], loss_fn: Any = None, budget: Union[
                         whole_number(seeds, "seeds", least=1), whole_number(seed, "seed", least=0),
                         optimizer, tuple(sorted((optimizer_params or {}).items())))
     if isinstance(budget, int) and budget < 3 * seeds:
-        raise ValueError(f"{seeds} seeds need a budget of at least {3 * seeds} training runs: two "
+        raise ValueError(f"seeds={seeds} needs a budget of at least {3 * seeds} training runs: two "
                          f"in float32 and one to verify, each. Received: budget={budget}")
     net, batches, loss_fn = looked_at(net, batches, loss_fn)
     chosen = first_of(batches, _MOST_BATCHES, "search")

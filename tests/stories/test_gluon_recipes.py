@@ -79,7 +79,7 @@ def test_the_parts_do_what_they_say(pretrained, monkeypatch):
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
-    ([], "--pretrained NAME, or --pretrained-symbol and --pretrained-params"),
+    ([], "give the network: --pretrained NAME, or --pretrained-symbol"),
     (["--pretrained", "resnet18_v1", "--pretrained-params", "nowhere"], "nowhere does not exist"),
     (["--pretrained", "resnet18_v9"], "model zoo has resnet18_v9. Did you mean resnet18_v")])
 def test_bad_arguments_are_one_line(arguments, message):

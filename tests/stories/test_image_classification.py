@@ -131,7 +131,7 @@ def test_a_run_is_not_written_over_and_goes_on_only_as_it_was_begun(tmp_path):
             ([*begun, "--resume", "--epochs", "1"], "as it was begun: epochs was 2, is 1"),
             ([*begun, "--resume", "--lr", "1", "--seed", "5"], "lr was 0.1, is 1.0; seed was 0")):
         assert message in run(tmp_path, *arguments, fails=True).splitlines()[-1]
-    assert "all 2 epochs are done" in run(tmp_path, *begun, "--resume", "--num-workers", "1")
+    assert "above --epochs 2 goes on" in run(tmp_path, *begun, "--resume", "--num-workers", "1")
     assert (tmp_path / "log.jsonl").read_bytes() == before
 
 
@@ -213,7 +213,7 @@ def test_a_record_file_trains(tmp_path):
 def test_a_finished_run_goes_on_to_more_epochs(tmp_path):
     run(tmp_path, "--dtype", "float16", "--epochs", "2")
     log = run(tmp_path, "--dtype", "float16", "--epochs", "3", "--resume")
-    assert "the 2 epochs are done; 1 follow, at their rates in a run of 3" in log
+    assert "epochs done: 2; to follow: 1, at their rates in a run of 3" in log
     lines, _ = result(tmp_path, 2)
     assert [line["epoch"] for line in lines if "batch" not in line] == [0, 1, 2]
     rates = [line["lr"] for line in lines if "batch" in line and line["epoch"] == 2]

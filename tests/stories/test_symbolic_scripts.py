@@ -97,9 +97,9 @@ def test_training_goes_on_from_a_checkpoint_as_if_unbroken(images, tmp_path):
 
 def test_a_finished_training_goes_on_to_more_epochs(images, tmp_path):
     options = ["--model-prefix", str(tmp_path / "net"), "--save-dir", str(tmp_path), "--resume"]
-    assert "0 epochs are done" in train(images, *options, "--num-epochs", "1")
+    assert "--resume: epochs done: 0" in train(images, *options, "--num-epochs", "1")
     log = train(images, *options, "--num-epochs", "2")
-    assert "--resume: 1 epochs are done" in log
+    assert "--resume: epochs done: 1" in log
     assert "Epoch[1] Train-accuracy=" in log
     assert "Epoch[0] Train-accuracy=" not in log
     ours, = read([tmp_path / "log.jsonl"])
