@@ -1,8 +1,9 @@
-"""What other formats cost on a CPU, beside float16: `python formats_time.py [NETWORK ...]`.
+"""What other formats cost on a CPU beside float16, and Tensor Cores' sums beside float32:
+`python formats_time.py [NETWORK ...]`, and with `--sums`.
 
-Steps of all policies take turns, and what counts is their processor time, which others on the
-machine change little; each ratio is the median of the turns. Formats without arrays of their own
-are rounded in float32 arrays: twice the bytes, and a pass for each rounding.
+A policy's steps and the other's take turns, and what counts is their processor time, which others
+on the machine change little; each ratio is the median of the turns. Formats without arrays of their
+own are rounded in float32 arrays: twice the bytes, and a pass for each rounding.
 """
 import argparse
 import time
@@ -10,11 +11,17 @@ from statistics import median
 
 import gluon_amp as amp
 import harness
+from gluon_amp.policy import get_policy
+from gluon_amp.tensor_core_math import GPUS
 
 NETWORKS = ("resnet18 64px b32", "transformer 256", "demo")
-POLICIES = ("float32", "tf32", "mixed_bfloat16", "mixed_float8", amp.Policy(
+FORMATS = ("float32", "tf32", "mixed_bfloat16", "mixed_float8", amp.Policy(
     "mixed_float8, current", product="float8_e4m3", between="bfloat16", gradient="float8_e5m2",
     scaling="current"))
+SUMS = [amp.Policy(f"{gpu} in pieces of {split}" if split else gpu, parameter="float16",
+                   compute="float16", accumulate=gpu, split=split)
+        for gpu, rule in GPUS.items() if rule.measured for split in (None, 512, 4096)]
+SUMS_NETWORK = NETWORKS[0]
 
 
 def processor_ms(step):
@@ -25,18 +32,21 @@ def processor_ms(step):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("networks", nargs="*", default=NETWORKS)
+    parser.add_argument("networks", nargs="*")
+    parser.add_argument("--sums", action="store_true", help="of Tensor Cores, beside float32")
     parser.add_argument("--turns", type=int, default=10)
     parser.add_argument("--json", action="store_true", help="for bench_all.py")
     args = parser.parse_args()
-    table = harness.Table("network", "policy", "float16 ms", "lowest", "policy / float16",
+    policies, base = (SUMS, "float32") if args.sums else (FORMATS, "float16")
+    table = harness.Table("network", "policy", f"{base} ms", "lowest", f"policy / {base}",
                           "highest", as_json=args.json)
-    for name in args.networks:
-        half, *steps = [harness.stepper(name, policy) for policy in ("float16", *POLICIES)]
-        turns = [[processor_ms(step) for step in (half, *steps)] for _ in range(args.turns)]
-        for i, policy in enumerate(POLICIES, 1):
-            ratios = [turn[i] / turn[0] for turn in turns]
-            table.row(name, getattr(policy, "name", policy), median(turn[0] for turn in turns),
+    for name in args.networks or ([SUMS_NETWORK] if args.sums else NETWORKS):
+        beside = harness.stepper(name, base)
+        for policy in policies:
+            step = harness.stepper(name, policy)
+            turns = [(processor_ms(beside), processor_ms(step)) for _ in range(args.turns)]
+            ratios = [ms / base_ms for base_ms, ms in turns]
+            table.row(name, get_policy(policy).name, median(base_ms for base_ms, _ in turns),
                       min(ratios), median(ratios), max(ratios))
 
 

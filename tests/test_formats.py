@@ -144,6 +144,41 @@ def test_products_that_would_not_be_rounded_are_refused(op, shapes):
     np.testing.assert_allclose(net(*arrays).asnumpy(), exact, atol=0.02 * np.abs(exact).max())
 
 
+@pytest.mark.parametrize("policy", ["mixed_float8", amp.Policy("gpu", "float16", "float16",
+                                                               accumulate="V100")],
+                         ids=["float8", "as a GPU"])
+@pytest.mark.parametrize(("block", "shape", "said"), [
+    (lambda: gluon.rnn.LSTM(5, projection_size=3), (3, 2, 4),
+     "no code for RNNs with projection_size.*keep=.*Received: projection_size=3"),
+    (lambda: gluon.rnn.LSTM(5, state_clip_min=-1, state_clip_max=1), (3, 2, 4),
+     "no code for RNNs with lstm_state_clip_min"),
+    (lambda: gluon.rnn.LSTM(5, use_sequence_length=True), (3, 2, 4), "with use_sequence_length"),
+    (lambda: gluon.rnn.LSTM(5, num_layers=2, dropout=0.5), (3, 2, 4),
+     "training of RNNs with dropout between their layers.*keep=.*Received: dropout=0.5"),
+    (lambda: gluon.nn.Conv2D(4, 3, layout="NHWC"), (2, 8, 8, 3),
+     "no Convolution with channels behind places. Valid: layout NCW, .*Received: NHWC"),
+    (lambda: gluon.nn.Conv2DTranspose(4, 3, layout="NHWC"), (2, 8, 8, 3),
+     "no Deconvolution with channels behind places.*Received: NHWC")])
+def test_what_has_no_code_is_refused_by_the_call_and_not_when_results_are_read(block, shape, said,
+                                                                               policy):
+    net = block()
+    net.initialize()
+    amp.convert(net, policy)
+    lengths = {"sequence_length": nd.ones(2)} if "sequence" in said else {}
+    with autograd.record(), pytest.raises(ValueError, match=said):
+        net(nd.ones(shape), **lengths)
+
+
+def test_dropout_between_layers_of_an_rnn_is_no_matter_for_predictions():
+    net = gluon.rnn.LSTM(5, num_layers=2, dropout=0.5)
+    net.initialize()
+    amp.convert(net, "tf32")
+    expected = net(nd.ones((3, 2, 4))).asnumpy()
+    with autograd.record(), pytest.raises(ValueError, match="no code for the training of RNNs"):
+        net(nd.ones((3, 2, 4)))
+    assert np.array_equal(net(nd.ones((3, 2, 4))).asnumpy(), expected)
+
+
 @pytest.mark.parametrize(("roles", "said"), [
     ({"compute": "flaot16"}, "policy mine: compute takes a number format. Valid: float32, float16"),
     ({"compute": ""}, "policy mine: compute takes a number format.*Received: ''"),

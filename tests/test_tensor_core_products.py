@@ -139,11 +139,14 @@ def test_what_gemm_adds_is_added_in_float32(gpu, split):
 
 
 @pytest.mark.parametrize(("op", "a", "b", "said"), [
-    ("_np_dot", (3, 4), (2, 4, 5), "np.dot takes a second array of one or two axes"),
-    ("_npi_matmul", (3, 4), (2, 4, 5), "np.matmul takes two stacks of matrices of one shape")])
-def test_other_shapes_of_numpys_products_are_refused(op, a, b, said):
-    with pytest.raises(mx.MXNetError, match=said):
-        outcome(numpys(op), {"x": np.ones(a), "y": np.ones(b)}, "V100", None)
+    ("_np_dot", (3, 4), (2, 4, 5), "for np.dot a second array of one or two axes. Received:"),
+    ("_npi_matmul", (3, 4), (2, 4, 5), "for np.matmul two stacks of one shape, or a second array")])
+def test_other_shapes_of_numpys_products_are_refused_at_the_call(op, a, b, said):
+    graph = build(Graph.read(numpys(op)), dict.fromkeys("xy", "float16"))
+    accumulate(graph, "V100")
+    x, y = (mx.nd.ones(shape, dtype="float16") for shape in (a, b))
+    with pytest.raises(mx.MXNetError, match=rf"{said}.*\[3,4\] and \[2,4,5\]"):
+        as_function(graph.symbol())(x, y)
 
 
 @pytest.mark.parametrize(("gpu", "split"), RULES)
@@ -369,18 +372,17 @@ def test_a_gradient_of_a_gradient_of_a_dense_layer_is_refused():
     op = as_function(graph.symbol())
     x.attach_grad()
     w.attach_grad()
-    with pytest.raises(mx.MXNetError, match="gradient of a gradient"):  # noqa: PT012
-        with mx.autograd.record():
-            dx, = mx.autograd.grad(op(x, w), [x], create_graph=True, retain_graph=True)
-        dx.backward()
-        mx.nd.waitall()
-        w.grad.asnumpy()
+    with mx.autograd.record():
+        y = op(x, w)
+        with pytest.raises(mx.MXNetError, match="gradient of a dense layer's gradient"):
+            mx.autograd.grad(y, [x], create_graph=True, retain_graph=True)
 
 
 @pytest.mark.parametrize("symbol", [
     sym.contrib.DeformableConvolution(X, Y, Z, kernel=(3, 3), num_filter=4, no_bias=True,
                                       name="mine"),
     sym.linalg.syrk(X, name="mine"), sym.linalg.trmm(X, Y, name="mine"),
+    sym.linalg.gemm2(X, Y, axis=0, name="mine"),
     sym.Correlation(X, Y, name="mine"), sym.khatri_rao(X, Y, name="mine"),
     sym.UpSampling(X, Y, scale=2, sample_type="bilinear", num_filter=3, name="mine"),
     sym.GridGenerator(X, transform_type="affine", target_shape=(4, 4), name="mine"),
@@ -390,7 +392,7 @@ def test_a_gradient_of_a_gradient_of_a_dense_layer_is_refused():
 def test_what_has_no_code_is_refused_by_name(symbol):
     op = Graph.read(symbol).outputs[0].node.op
     graph = build(Graph.read(symbol), dict.fromkeys("xyz", "float16"))
-    with pytest.raises(ValueError, match=rf"no code for {op} \(mine\).*keep=.*Valid: "):
+    with pytest.raises(ValueError, match=rf"no code for .*{op[-5:]} \(mine\).*keep=.*Valid: "):
         accumulate(graph, "V100")
 
 

@@ -78,8 +78,9 @@ int start(const char* isa, int count, const char** names) {
               : !std::strcmp(isa, "avx2") ? kernels_for_avx2()
                                           : kernels_for_portable();
     register_training();
+    const int made = register_operators(count, names);
     register_tensor_core();
-    return register_operators(count, names);
+    return made;
   } catch (const std::exception& error) {
     std::snprintf(why, sizeof why, "%s", error.what());
     return -1;

@@ -114,6 +114,10 @@ Entries gradient(const nnvm::FGradient& of_theirs, const nnvm::ObjectPtr& n,
     todo.pop_back();
     if (!node || !node->attrs.op || !seen.insert(node.get()).second) continue;
     auto found = ours.find(node->attrs.op);
+    if (node->attrs.op->name == "_backward_backward_FullyConnected" &&
+        find(n->attrs, kAccumulateKey))
+      throw dmlc::Error("accumulate= has no code for a gradient of a dense layer's gradient. Valid: "
+                        "keep the layer in float32 (keep=)");
     if (found != ours.end()) {
       node->attrs.op = found->second;
       describe(node, n, above, made, described++);

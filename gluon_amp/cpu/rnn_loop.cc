@@ -355,12 +355,6 @@ bool RnnLoop::runs(const NodeAttrs& attrs) {
 }
 
 RnnLoop::RnnLoop(const NodeAttrs& attrs) : layers_(new Layers()) {
-  const std::string where = find(attrs, kAccumulateKey) ? "accumulate=" : "a policy of several formats";
-  for (const char* key : {"projection_size", "lstm_state_clip_min", "lstm_state_clip_max"})
-    if (word(attrs, key, "None") != "None")
-      throw dmlc::Error(where + ": RNN with " + key + " has no code: keep it in float32 (keep=)");
-  if (flag(attrs, "use_sequence_length", false))
-    throw dmlc::Error(where + ": RNN with use_sequence_length has no code: keep it in float32 (keep=)");
   Layers& made = *layers_;
   made.mode = word(attrs, "mode", "");
   made.units = static_cast<int64_t>(number(attrs, "state_size", 0));

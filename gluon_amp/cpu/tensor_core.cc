@@ -1,8 +1,14 @@
+// What MXNet's registry knows of products as a GPU makes them: the operator of
+// `amp.tensor_core_dot`, and of which shapes numpy's products have no such code.
+//
 // `_gluon_amp_tensor_core_dot`: y = c + a * b for stacks of matrices, as a GPU makes it.
 //
 // Inputs: a (stack, rows, depth) and b (stack, depth, columns), float16; c (stack, rows, columns),
 // float32. Attributes: the numbers of struct TensorCore.
-#include "engine.h"
+#include <algorithm>
+#include <sstream>
+
+#include "gradients.h"
 
 namespace gluon_amp {
 namespace {
@@ -43,6 +49,25 @@ void dot(const NodeAttrs& attrs, const OpContext&, const std::vector<TBlob>& in,
 
 void parse_nothing(NodeAttrs*) {}
 
+bool has_code(const std::string& of, const mxnet::TShape& a, const mxnet::TShape& b) {
+  if (b.ndim() <= 2) return a.ndim() > 0 && b.ndim() > 0;
+  return of == "_npi_matmul" && a.ndim() == b.ndim() &&
+         std::equal(a.begin(), a.end() - 2, b.begin());
+}
+
+// np.dot and np.matmul: other shapes are refused where they become known, before anything runs.
+bool shapes_with_code(const NodeAttrs& attrs, Shapes* in, Shapes* out) {
+  const nnvm::Op* x = theirs.at(attrs.op);
+  const bool known = call_theirs<bool, const NodeAttrs&, Shapes*, Shapes*>(
+      *get<mxnet::FInferShape>(x, "FInferShape"), attrs, in, out);
+  if (!known || !find(attrs, kAccumulateKey) || has_code(x->name, (*in)[0], (*in)[1])) return known;
+  std::ostringstream said;
+  said << "accumulate=: valid are "
+       << (x->name == "_np_dot" ? "for np.dot" : "for np.matmul two stacks of one shape, or")
+       << " a second array of one or two axes. Received: " << (*in)[0] << " and " << (*in)[1];
+  throw dmlc::Error(said.str());
+}
+
 }  // namespace
 
 void register_tensor_core() {
@@ -55,6 +80,9 @@ void register_tensor_core() {
                           by_value<bool, const NodeAttrs&, Shapes*, Shapes*>(&shapes));
   set<nnvm::FInferType>(op, "FInferType", by_value<bool, const NodeAttrs&, Types*, Types*>(&types));
   set<mxnet::FCompute>(op, "FCompute<cpu>", mxnet::FCompute(dot));
+  for (const char* name : {"_np_dot", "_npi_matmul"})
+    set<mxnet::FInferShape>(*ours.at(nnvm::Op::Get(name)), "FInferShape",
+                            by_value<bool, const NodeAttrs&, Shapes*, Shapes*>(&shapes_with_code));
 }
 
 }  // namespace gluon_amp

@@ -50,10 +50,6 @@ struct Geometry {
   Geometry(const NodeAttrs& attrs, const TBlob& l, const TBlob& s)
       : large(l), small(s), groups(static_cast<int64_t>(number(attrs, "num_group", 1))) {
     const size_t dims = l.ndim() - 2;
-    const std::string layout = word(attrs, "layout", "None");
-    if (layout != "None" && layout != "NCW" && layout != "NCHW" && layout != "NCDHW")
-      throw dmlc::Error("accumulate= takes convolutions with channels before places. Received: " +
-                        layout);
     window = three(numbers(attrs, "kernel"), dims, 1);
     stride = three(numbers(attrs, "stride"), dims, 1);
     dilate = three(numbers(attrs, "dilate"), dims, 1);

@@ -24,10 +24,11 @@ from mxnet.gluon.block import _BlockScope, _flatten, _regroup
 from .._mxnet import mx
 from ..cpu.arrays import dtype_name, to_float32
 from ..files import replace_file
-from ..graph.build import build, cached_op, check_trains_on_cpus, devices_that_wait
+from ..graph.build import build, cached_op
 from ..graph.casts import KEEP, insert_casts
 from ..graph.graph import Graph
 from ..graph.operators import BATCH_NORMS
+from ..graph.refusals import check_trains_on_cpus, devices_that_wait, dropout_in_loops
 from .parameter import cast, complete_copy, follows, value_of
 from .state import Op, State, Trace, blocks_in, parameters_in
 
@@ -205,7 +206,9 @@ class ConvertedHybridBlock(ConvertedBlock):
         if self._amp.stand_in is not None:
             return self._amp.stand_in(self, key, arrays)
         if key not in trace.ops:
-            trace.ops[key] = self._make_op(trace.clean, *key)
+            trace.ops[key], trace.untrainable[key] = self._make_op(trace.clean, *key)
+        if trace.untrainable[key] and autograd.is_training():
+            raise ValueError(trace.untrainable[key])
         return trace.ops[key]
 
     def free_ops(self) -> None:
@@ -235,16 +238,18 @@ class ConvertedHybridBlock(ConvertedBlock):
                           _out_format=trace.out_format)
         return trace
 
-    def _make_op(self, clean: Graph, on_gpu: bool, dtypes: Tuple[str, ...]) -> Op:
-        """The CachedOp for this case."""
+    def _make_op(self, clean: Graph, on_gpu: bool, dtypes: Tuple[str, ...]) -> Tuple[Op, str]:
+        """The CachedOp for this case, and why it only predicts, if so."""
         data, traced = self._cached_graph
         graph, types = self.mixed_graph(dtypes, clean)
         names = [d.name for d in data]
-        symbol = build(graph, types, on_gpu, self._amp.policy, scales=self._amp.scales,
-                       place=self.place).symbol()
+        policy = self._amp.policy
+        built = build(graph, types, on_gpu, policy, scales=self._amp.scales, place=self.place)
+        symbol = built.symbol()
         if isinstance(traced, mx.sym.numpy._Symbol):
             symbol = symbol.as_np_ndarray()
-        return cached_op(symbol, names, parameters_in(self), self._flags)
+        return (cached_op(symbol, names, parameters_in(self), self._flags),
+                dropout_in_loops(built, policy.name))
 
     def place(self, node: str) -> str:
         """Where in the converted network a node of this block's graph is: the innermost block with

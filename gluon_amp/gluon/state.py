@@ -17,6 +17,7 @@ class Trace:
     in_format: Any
     out_format: Any
     ops: Dict[Any, Op] = field(default_factory=dict)  # by whether on a GPU, and the inputs' types
+    untrainable: Dict[Any, str] = field(default_factory=dict)  # likewise, why; "" if it trains
     devices: int = 1  # that wait for each other when it trains
 
     def is_alike(self, other: "Trace") -> bool:

@@ -41,5 +41,9 @@ def accumulate(graph: Graph, gpu: str, split: Optional[int] = None) -> None:
         if op in _OTHERS or key and node.attrs.get(key) == value:
             raise ValueError(f"accumulate={gpu!r} has no code for {op} ({node.name}): keep it in "
                              f"float32 (keep=). Valid: {', '.join(sorted(_WITH_CODE))}")
+        if op == "_linalg_gemm2" and node.attrs.get("axis", "-2") != "-2":
+            raise ValueError(f"accumulate={gpu!r} has no code for a gemm2 ({node.name}) over other "
+                             "axes than the last two: keep it in float32 (keep=). Valid: axis=-2. "
+                             f"Received: axis={node.attrs['axis']}")
         if op in _WITH_CODE:
             node.attrs[ATTRIBUTE] = said

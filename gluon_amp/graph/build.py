@@ -18,21 +18,16 @@ from .accumulate import ONLY_COUNTED, accumulate
 from .casts import PRODUCT
 from .graph import CASTS, TYPE_FLAG, Entry, Graph, Node, bindings
 from .operators import BATCH_NORMS, factors, numbers
+from .refusals import LOOP, check_formats, check_layout, check_loops
 
 HALF = "float16"
 
 # What a node says of formats to the engine: see cpu/engine.h.
 _INPUTS, _OUTPUTS, _READS = (f"__gluon_amp_{word}__" for word in ("inputs", "outputs", "reads"))
 _ORDERED, _SCALING = "__gluon_amp_ordered__", "__gluon_amp_scaling__"
-_LOOP = "__gluon_amp_loop__"  # of an RNN: our own loop over time, which knows several formats
 _WATCH = "__gluon_amp_watch__"  # the node's name, where the engine counts what it computes
 _SAMPLES = "?"  # before that name: samples only
 _GRIDS = tuple(f"__gluon_amp_{word}_grid__" for word in ("output", "product", "gradient", "back"))
-
-# Products with a state, to which the engine can give one format only: how users call them.
-_OF_ONE_FORMAT = {"_npi_einsum": "einsum", "Convolution_v1": "Convolution_v1",
-                  "_contrib_DeformableConvolution": "DeformableConvolution",
-                  "_contrib_ModulatedDeformableConvolution": "ModulatedDeformableConvolution"}
 
 # They draw a mask or move statistics: MXNet shall not run them again in the backward pass, which it
 # does with operators that a user marks, to save memory.
@@ -73,6 +68,7 @@ def build(graph: Graph, types: Mapping[str, str], on_gpu: bool = False,
     built = _Rewriting(graph, types, policy, said, scales or Scales(freed=False), place).run()
     if policy.accumulate is not None:
         accumulate(built, policy.accumulate, policy.split)
+    check_loops(built, policy.name)
     return built
 
 
@@ -91,25 +87,6 @@ def cached_op(symbol: "mx.sym.Symbol", data: Sequence[str], parameters: Mapping[
     places = [("data_indices", [i for i, (is_data, _) in enumerate(inputs) if is_data]),
               ("param_indices", [i for i, (is_data, _) in enumerate(inputs) if not is_data])]
     return mx.nd.CachedOp(symbol, [*places, *flags]), inputs
-
-
-def devices_that_wait(graph: Graph) -> int:
-    """How many devices wait for each other in norms of the graph when it trains."""
-    return max((int(node.attrs.get("ndev", 1)) for node in graph.nodes()
-                if node.op == "_contrib_SyncBatchNorm"), default=1)
-
-
-def check_trains_on_cpus(devices: int) -> None:
-    """Refuses to train where devices wait for each other.
-
-    MXNet's norm blocks until the other devices have come as far. All CPUs share four scratch
-    arrays, which MXNet gives out in the order in which operators are called: those behind the norm
-    on the first device stand in line before those ahead of the norm on the second.
-    """
-    if devices > 1:
-        raise ValueError("SyncBatchNorm over several devices waits for ever on CPUs, which share "
-                         "scratch memory in MXNet. Valid: num_devices=1, or GPUs. Received: "
-                         f"num_devices={devices}")
 
 
 class _Rewriting:
@@ -190,6 +167,7 @@ class _Rewriting:
 
     def _ours(self, node: Node, new: Node) -> List[Entry]:
         """Gives a node of low type our operator, and its constants."""
+        check_layout(node)
         outputs = self._outputs(node)
         constants = self.policy.between if any(map(self._is_rounded, outputs)) else FLOAT16
         for key, number in numbers(node):  # as a GPU has them: made float32, then float16
@@ -213,13 +191,10 @@ class _Rewriting:
             new.attrs["dtype"] = "float32"
         if node.op in LEFT_ALONE:
             return
-        if node.op in _OF_ONE_FORMAT and PRODUCT in node.attrs:
-            raise ValueError(f"policy {policy.name}: {_OF_ONE_FORMAT[node.op]} has one format for "
-                             "its products, what lies between them, and gradients. Keep "
-                             f"{node.name} in float32 (keep=), or give product, between and "
-                             "gradient one format")
+        if PRODUCT in node.attrs:
+            check_formats(node, policy.name)
         if node.op == "RNN" and not policy.one_format:
-            new.attrs[_LOOP] = "True"
+            new.attrs[LOOP] = "True"
         if policy.in_order:
             new.attrs[_ORDERED] = "True"
         product = PRODUCT in node.attrs

@@ -14,9 +14,10 @@ from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional
 
 from .._mxnet import mx, np
 from ..cpu.arrays import dtype_name
-from ..graph.build import build, check_trains_on_cpus, devices_that_wait
+from ..graph.build import build
 from ..graph.graph import VARIABLE, Entry, Graph, Node
 from ..graph.operators import LOSSES
+from ..graph.refusals import check_trains_on_cpus, devices_that_wait
 
 SCALE = "gluon_amp_loss_scale"
 
