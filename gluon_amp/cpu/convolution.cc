@@ -12,42 +12,8 @@ namespace {
 constexpr int64_t kPiece = int64_t(1) << 21;  // floats of data that a piece may have: 8 MB
 
 bool fits(const Call& call, const TBlob& data) {
-  const std::string layout = word(call.attrs, "layout", "None");
-  return data.ndim() >= 3 && data.ndim() <= 5 && data.Size() > 0 &&
-         (layout == "None" || layout.compare(0, 2, "NC") == 0) &&
+  return data.ndim() >= 3 && data.ndim() <= 5 && data.Size() > 0 && has_channels_first(call) &&
          (all_half(call) || all_float(call));
-}
-
-// Whether oneDNN keeps so many channels in blocks.
-bool in_blocks_of(int64_t channels, int64_t groups) {
-  const int block = block_size();
-  if (groups > 1 && groups != channels) return channels / groups % block == 0;
-  return channels % block == 0;
-}
-
-// As many floats as a piece takes, in oneDNN's blocks, too.
-int64_t room(const mxnet::TShape& shape) {
-  const int64_t block = block_size();
-  return shape.Size() / shape[1] * ((shape[1] + block - 1) / block * block);
-}
-
-NDArray widened_images(int64_t groups, const NDArray& holder, const TBlob& piece) {
-  const mxnet::TShape& shape = piece.shape_;
-  const bool blocks = in_blocks_of(shape[1], groups);
-  if (!blocks && is_float(piece)) return NDArray(piece, 0);
-  NDArray made = holder.AsArray(shape, mshadow::kFloat32);
-  float* to = floats(made.data());
-  if (!blocks) {
-    kernels->widen(halves(piece), to, size(piece));
-    return made;
-  }
-  const int64_t plane = size(piece) / (shape[0] * shape[1]);
-  if (is_half(piece))
-    kernels->widen_blocked(halves(piece), to, shape[0], shape[1], plane, block_size());
-  else
-    kernels->block_floats(floats(piece), to, shape[0], shape[1], plane, block_size());
-  made.CreateMKLDNNData(in_blocks(shape, block_size()));
-  return made;
 }
 
 bool run_convolution(const Call& call, bool backward) {

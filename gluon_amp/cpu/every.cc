@@ -195,6 +195,13 @@ bool overwritten(const Call& call, const TBlob& from, const std::vector<bool>& d
   return false;
 }
 
+// What oneDNN's RNN makes of its inputs: it copies its weights, and has pointers to the rest of the
+// forward pass, so that the backward pass reads gradients alone: of y, and of its two states.
+constexpr size_t kWeightsOfRnn = 1;
+bool is_read(const Operator& of, size_t i) {
+  return of.op->name != "_backward_RNN" || i == 4 || i == 6 || i == 9;
+}
+
 TBlob copy_of(const TBlob& from, Lease* lease) {
   const auto bytes = size(from) * static_cast<int64_t>(mshadow::mshadow_sizeof(from.type_flag_));
   float* memory = lease->memory((bytes + 3) / 4);
@@ -225,7 +232,7 @@ void run(const Call& call, bool onednn, const std::vector<uint32_t>& mutated,
   if (mutated.empty() && !state && all_nothing(call)) return;
   const std::lock_guard<std::mutex> mine(turn());
   auto owner = std::make_unique<Lease>();
-  Lease& lease = *owner;
+  Lease &lease = *owner, brief;
   std::vector<NDArray> in, out;
   std::vector<OpReqType> req = call.req;
   std::vector<bool> direct;
@@ -239,7 +246,12 @@ void run(const Call& call, bool onednn, const std::vector<uint32_t>& mutated,
       in.emplace_back(copied ? copy_of(from, &lease) : from, 0);
       continue;
     }
-    in.push_back(lease.array(from.shape_));
+    if (state && onednn && is_half(from) && !is_read(of, i)) {
+      in.emplace_back(TBlob(from.dptr_, from.shape_, mshadow::cpu::kDevMask, mshadow::kFloat32, 0), 0);
+      continue;
+    }
+    const bool copied = state && onednn && i == kWeightsOfRnn;
+    in.push_back((copied ? brief : lease).array(from.shape_));
     float* wide = floats(in[i].data());
     if (is_half(from)) kernels->widen(halves(from), wide, size(from));
     if (!grid) continue;

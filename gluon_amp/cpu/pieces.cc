@@ -9,6 +9,41 @@ TBlob part(const TBlob& whole, int64_t first, const mxnet::TShape& shape) {
                whole.type_flag_, 0);
 }
 
+bool has_channels_first(const Call& call) {
+  const std::string layout = word(call.attrs, "layout", "None");
+  return layout == "None" || layout.compare(0, 2, "NC") == 0;
+}
+
+bool in_blocks_of(int64_t channels, int64_t groups) {
+  const int block = block_size();
+  if (groups > 1 && groups != channels) return channels / groups % block == 0;
+  return channels % block == 0;
+}
+
+int64_t room(const mxnet::TShape& shape) {
+  const int64_t block = block_size();
+  return shape.Size() / shape[1] * ((shape[1] + block - 1) / block * block);
+}
+
+NDArray widened_images(int64_t groups, const NDArray& holder, const TBlob& piece) {
+  const mxnet::TShape& shape = piece.shape_;
+  const bool blocks = in_blocks_of(shape[1], groups);
+  if (!blocks && is_float(piece)) return NDArray(piece, 0);
+  NDArray made = holder.AsArray(shape, mshadow::kFloat32);
+  float* to = floats(made.data());
+  if (!blocks) {
+    kernels->widen(halves(piece), to, size(piece));
+    return made;
+  }
+  const int64_t plane = size(piece) / (shape[0] * shape[1]);
+  if (is_half(piece))
+    kernels->widen_blocked(halves(piece), to, shape[0], shape[1], plane, block_size());
+  else
+    kernels->block_floats(floats(piece), to, shape[0], shape[1], plane, block_size());
+  made.CreateMKLDNNData(in_blocks(shape, block_size()));
+  return made;
+}
+
 void run_in_pieces(const Call& call, bool backward, mxnet::TShape x, mxnet::TShape y, int64_t some,
                    int64_t x_room, int64_t y_room, const Widen& widen) {
   const int64_t all = x[0], per_x = x.Size() / all, per_y = y.Size() / all;

@@ -9,6 +9,21 @@ namespace gluon_amp {
 // The numbers of an array from place `first` on, in this shape.
 TBlob part(const TBlob& whole, int64_t first, const mxnet::TShape& shape);
 
+// ---- images, whose second axis has the channels
+
+bool has_channels_first(const Call& call);
+
+// Whether oneDNN keeps so many channels in blocks.
+bool in_blocks_of(int64_t channels, int64_t groups);
+
+// As many floats as a piece takes, in oneDNN's blocks, too.
+int64_t room(const mxnet::TShape& shape);
+
+// Float32 of a piece in the memory of `holder`, in blocks where oneDNN keeps its channels so.
+NDArray widened_images(int64_t groups, const NDArray& holder, const TBlob& piece);
+
+// ---- a piece at a time
+
 // Makes float32 of a piece, halves or floats, in the memory of `holder`.
 using Widen = std::function<NDArray(const NDArray& holder, const TBlob& piece)>;
 

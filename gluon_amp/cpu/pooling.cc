@@ -1,4 +1,6 @@
 // Poolings, some images at a time, so that their float32 scratch stays in the cache.
+//
+// Averages go straight from plain halves into oneDNN's blocks of channels and back.
 #include "pieces.h"
 
 namespace gluon_amp {
@@ -14,12 +16,38 @@ TBlob images_of(const TBlob& all, int64_t first, int64_t count) {
   return part(all, first * image, shape);
 }
 
+bool fits(const TBlob& x, const TBlob& y) {
+  return is_half(x) && x.ndim() >= 3 && size(x) > 0 && size(y) > 0;
+}
+
+// How many images are a piece.
+int64_t images_in_a_piece(const TBlob& x, const TBlob& y) {
+  const int64_t batch = x.shape_[0];
+  return std::max<int64_t>(1, std::min(batch, kPiece / (2 * (size(x) + size(y)) / batch)));
+}
+
+// oneDNN takes ten times as long for few places in plain arrays. A maximum has a second output, its
+// places, and is left to the other way.
+bool run_average_in_blocks(const Call& call) {
+  const TBlob &x = call.in[0], &y = call.out[0];
+  if (!fits(x, y) || call.out.size() > 1 || x.ndim() > 5 || !has_channels_first(call) ||
+      !in_blocks_of(x.shape_[1], 1) ||
+      !prefers_onednn(call.of, call.attrs, call.in.size(), call.out.size()))
+    return false;
+  mxnet::TShape x_piece = x.shape_, y_piece = y.shape_;
+  x_piece[0] = y_piece[0] = images_in_a_piece(x, y);
+  run_in_pieces(call, false, x.shape_, y.shape_, x_piece[0], room(x_piece), room(y_piece),
+                [](const NDArray& holder, const TBlob& piece) {
+                  return widened_images(1, holder, piece);
+                });
+  return true;
+}
+
 // A maximum's places, which the backward pass reads, lie by pieces: so both passes have the same.
 bool run_pooling(const Call& call, const TBlob& x, const TBlob& y) {
-  if (!is_half(x) || x.ndim() < 3 || size(x) == 0 || size(y) == 0) return false;
-  const int64_t batch = x.shape_[0];
-  const int64_t some = std::max<int64_t>(1, kPiece / (2 * (size(x) + size(y)) / batch));
-  if (some >= batch) return false;
+  if (!fits(x, y)) return false;
+  const int64_t batch = x.shape_[0], some = images_in_a_piece(x, y);
+  if (some == batch) return false;
   for (int64_t first = 0; first < batch; first += some) {
     const int64_t count = std::min(some, batch - first);
     std::vector<TBlob> in, out;
@@ -30,7 +58,9 @@ bool run_pooling(const Call& call, const TBlob& x, const TBlob& y) {
   return true;
 }
 
-bool forward(const Call& call) { return run_pooling(call, call.in[0], call.out[0]); }
+bool forward(const Call& call) {
+  return run_average_in_blocks(call) || run_pooling(call, call.in[0], call.out[0]);
+}
 bool backward(const Call& call) { return run_pooling(call, call.out[0], call.in[0]); }
 
 }  // namespace

@@ -194,14 +194,16 @@ class ConvertedHybridBlock(ConvertedBlock):
             out_format = self._out_format
             if self._callback:
                 return super()._call_cached_op(*args)
-        out = op(*(arrays[i] if is_data else i.data() for is_data, i in inputs))
+        out = op(*[arrays[i] if is_data else i.data() for is_data, i in inputs])
         return _regroup(out if isinstance(out, list) else [out], out_format)
 
     def _op_for(self, structure: Any, arrays: List[Any], args: Any) -> Op:
         """The CachedOp for MXNet's mode of now, and for arguments so nested, of these arrays."""
         trace = self._use_trace(str(structure), *args)
-        key = arrays[0].context.device_type == "gpu", tuple(dtype_name(a.dtype) for a in arrays)
-        if autograd.is_training() and not key[0]:
+        # MXNet's `forward` has made the first array's device the current one
+        on_gpu = mx.context.current_context().device_type == "gpu"
+        key = on_gpu, tuple([dtype_name(a.dtype) for a in arrays])
+        if trace.devices > 1 and autograd.is_training() and not on_gpu:
             check_trains_on_cpus(trace.devices)
         if self._amp.stand_in is not None:
             return self._amp.stand_in(self, key, arrays)

@@ -142,15 +142,18 @@ class _WithMasters:
 
     def update_multi_precision(self, index: Any, weight: Any, grad: Any, state: Any) -> None:
         several = isinstance(index, (tuple, list))
-        indices, weights, grads, states = (list(x) if several else [x]
-                                           for x in (index, weight, grad, state))
+        if several:
+            indices, weights, grads, states = map(list, (index, weight, grad, state))
+        else:
+            indices, weights, grads, states = [index], [weight], [grad], [state]
         has_row = self._base() in one_pass.ROWS
         halves_on_cpu = has_row and library.on_one_cpu([*weights, *grads], np.float16)
         floats_on_cpu = has_row and not halves_on_cpu \
             and library.on_one_cpu([*weights, *grads], np.float32)
         types = [np.float16 if halves_on_cpu else weight.dtype for weight in weights]
         self._check_types(indices, types)
-        self.rescale_grad = _Decimal(self.rescale_grad)
+        if type(self.rescale_grad) is not _Decimal:
+            self.rescale_grad = _Decimal(self.rescale_grad)
         in_float16 = self.multi_precision and types[0] is np.float16
         if (in_float16 and halves_on_cpu or floats_on_cpu) and \
                 self._one_pass(indices, weights, grads, states, several, in_float16):

@@ -144,6 +144,8 @@ class Steps:
         Args:
             gradients: a parameter's number, its key in the store, its gradient on each device.
         """
+        if not self.reduction.sums:
+            return
         several = list(gradients)
         summed = self.reduction.sum((key, on_devices) for _, key, on_devices in several)
         self.pending.summed = {(i, device): array for i, key, _ in several
@@ -151,8 +153,9 @@ class Steps:
 
     def check_watched(self) -> None:
         """Raises an error where somebody has written into gradients."""
-        written = [g.name for gradients, before, after in self.pending.counts if before is not None
-                   for g, changed in zip(gradients, before.asnumpy() != after.asnumpy()) if changed]
+        written = [gradients[i].name for gradients, before, after in self.pending.counts
+                   if before is not None
+                   for i in np.flatnonzero(before.asnumpy() != after.asnumpy())]
         self.pending.counts.clear()
         if written:
             scale, unscaled = self.gradients_scale, self.pending.unscaled
@@ -268,19 +271,21 @@ class Steps:
 
     def _sums(self, gradients: Sequence[Gradient]) -> "np.ndarray[Any, Any]":
         """The sum of squares of each, by another look where `settle` has not seen them."""
-        seen, sums = self.pending.seen or ((), None)
+        if self.pending.seen is None:
+            return _look(gradients)
+        seen, sums = self.pending.seen
         same = [id(g.array) for g in seen] == [id(g.array) for g in gradients]
-        return _look(gradients) if sums is None or not same else sums
+        return sums if same else _look(gradients)
 
     def norm(self, gradients: Sequence[Gradient]) -> float:
         """Of the whole gradient, as it is."""
         return self._norm(gradients, self._sums(gradients))
 
     def _norm(self, gradients: Sequence[Gradient], sums: "np.ndarray[Any, Any]") -> float:
-        # Devices that have been summed hold the same gradient: it counts once.
-        each = {g.place[0] if self.reduction.sums else g.place: s
-                for g, s in zip(gradients, sums)}
-        return math.sqrt(sum(each.values()))
+        counted = sums.tolist()
+        if self.reduction.sums:  # devices hold the same gradient: it counts once
+            counted = {g.place[0]: s for g, s in zip(gradients, counted)}.values()
+        return math.sqrt(sum(counted))
 
     def _factor(self, rescale_grad: float, gradients: Sequence[Gradient],
                 sums: "np.ndarray[Any, Any]") -> float:

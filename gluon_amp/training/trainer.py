@@ -293,9 +293,10 @@ class Trainer(TakesSteps, TrainerFiles):
     def _check_nobody_else(self) -> None:
         names, pending = [], self._steps.pending
         for place, weight, is_marked in self._marked():
+            known = pending.written.get(place)
             if is_marked:
                 names.append(self._params[place[0]].name)
-            elif place in pending.written and pending.written[place].weight is not weight:
+            elif known is not None and known.weight is not weight:
                 pending.stale.append(pending.written.pop(place).name)  # cast or moved since
         if names:
             self._steps.forget()
@@ -310,7 +311,7 @@ class Trainer(TakesSteps, TrainerFiles):
             else self._written({})
         instead = self._steps.instead
         gradients = [replace(g, array=instead[place]) if place in instead else g
-                     for place, g in written.items()]
+                     for place, g in written.items()] if instead else list(written.values())
         if stale and not (ignore_stale_grad and gradients):
             raise RuntimeError(f"backward has not computed the gradients{in_names(stale)} since "
                                "the last step: the loss does not depend on them. If that is "
