@@ -378,5 +378,5 @@ def loss_of(net: Any, batch: Any, loss_fn: Any) -> Any:
 
 def mean_and_total(loss: Any) -> Tuple[float, float]:
     """Of a loss's numbers: their mean, and the sum of their sizes."""
-    numbers = loss.asnumpy().astype(np.float64)
-    return float(numbers.mean()), float(np.abs(numbers).sum())
+    loss = loss.as_nd_ndarray().astype("float32", copy=False)
+    return float(loss.mean().asscalar()), float(np.abs(loss.asnumpy()).sum(dtype=np.float64))
