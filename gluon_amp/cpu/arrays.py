@@ -28,6 +28,11 @@ def to_float16(array: "mx.nd.NDArray") -> "mx.nd.NDArray":
     return array.astype("float16", copy=False)
 
 
+def widen(array: "mx.nd.NDArray", into: "mx.nd.NDArray") -> None:
+    """Copies a float16 array into a float32 array, both on a CPU."""
+    library.call("_gluon_amp_widen", [array], out=into)
+
+
 def narrow(master: "mx.nd.NDArray", weight: "mx.nd.NDArray") -> None:
     """Rounds a master into its float16 weight."""
     if _on_cpu(weight):

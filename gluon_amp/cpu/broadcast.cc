@@ -1,7 +1,6 @@
 // Arithmetic between arrays of different shapes, as in the product of a squeeze-excitation, and the
 // sums that are its gradients. MXNet's code looks for the place of each number anew.
 #include "own.h"
-#include "watch.h"
 
 namespace gluon_amp {
 namespace {
@@ -50,18 +49,31 @@ int64_t place(const std::vector<Run>& runs, int64_t i, int k) {
 // Whether rows are long enough for a kernel's call for each.
 bool pays(const std::vector<Run>& runs) { return runs.size() == 1 || runs.front().size >= 8; }
 
+const auto& unary_of(const Half*) { return kernels->unary; }
+const auto& unary_of(const float*) { return kernels->unary_floats; }
+const auto& binary_of(const Half*) { return kernels->binary; }
+const auto& binary_of(const float*) { return kernels->binary_floats; }
+
+float wide(Half number) {
+  float made;
+  kernels->widen(&number, &made, 1);
+  return made;
+}
+float wide(float number) { return number; }
+
 // One row, of which one number of x or of y serves all.
-void map_row(Binary f, bool one_x, const Half* x, const Half* y, Half* to, int64_t n, Write write) {
-  float a;
-  kernels->widen(one_x ? x : y, &a, 1);
+template <class T>
+void map_row(Binary f, bool one_x, const T* x, const T* y, T* to, int64_t n, Write write) {
+  float a = wide(one_x ? *x : *y);
   const Unary with_number = f == kProduct             ? kTimes
                             : f == kQuotient          ? kOverOf
                             : f == kDifference && one_x ? kFromOf
                                                         : kPlus;
   if (f == kDifference && !one_x) a = -a;
-  kernels->unary(with_number, one_x ? y : x, to, n, a, 0, write);
+  unary_of(x)(with_number, one_x ? y : x, to, n, a, 0, write);
 }
 
+template <class T>
 bool map_rows(Binary f, const TBlob& x, const TBlob& y, const TBlob& to, Write write) {
   if (size(to) == 0 || write == kNothing) return true;
   std::vector<Run> runs = runs_of(x, y, to);
@@ -73,17 +85,21 @@ bool map_rows(Binary f, const TBlob& x, const TBlob& y, const TBlob& to, Write w
   if (f == kQuotient && one_x) return false;
 #pragma omp parallel for schedule(static) if (rows > 1 && size(to) >= 32768)
   for (int64_t i = 0; i < rows; ++i) {
-    const Half *from_x = halves(x) + place(runs, i, 0), *from_y = halves(y) + place(runs, i, 1);
-    Half* made = halves(to) + i * row.size;
+    const T* from_x = static_cast<T*>(x.dptr_) + place(runs, i, 0);
+    const T* from_y = static_cast<T*>(y.dptr_) + place(runs, i, 1);
+    T* made = static_cast<T*>(to.dptr_) + i * row.size;
     if (one_x || one_y) map_row(f, one_x, from_x, from_y, made, row.size, write);
-    else kernels->binary(f, from_x, from_y, made, row.size, write);
+    else binary_of(from_x)(f, from_x, from_y, made, row.size, write);
   }
   return true;
 }
 
 template <Binary f>
 bool broadcast(const Call& call) {
-  return all_half(call) && map_rows(f, call.in[0], call.in[1], call.out[0], call.write(0));
+  const TBlob &x = call.in[0], &y = call.in[1], &to = call.out[0];
+  return all_half(call)    ? map_rows<Half>(f, x, y, to, call.write(0))
+         : all_float(call) ? map_rows<float>(f, x, y, to, call.write(0))
+                           : false;
 }
 
 // The sums of g, or of g * x where there is an x as large, over the axes that `to` does not have.
@@ -107,8 +123,7 @@ class Sums {
     for (int64_t i = 0; i < tasks; ++i) along ? sum_rows(i, sums) : sum_columns(i, sums);
     if (sign < 0)
       for (int64_t i = 0; i < n_; ++i) sums[i] = 0 - sums[i];
-    show(sums, n_, 0, to.dptr_, nullptr, true);
-    kernels->narrow(sums, halves(to), n_, write);
+    narrow(sums, to, write);
   }
 
  private:
@@ -168,7 +183,7 @@ bool gradient(const Call& call) {  // gradient; of a product x and y, too
   for (int i : {1, 0}) {
     if (!whole(i)) continue;
     const TBlob& to = call.out[i];
-    if (factor(i)) map_rows(kProduct, g, *factor(i), to, call.write(i));
+    if (factor(i)) map_rows<Half>(kProduct, g, *factor(i), to, call.write(i));
     else kernels->unary(kTimes, halves(g), halves(to), size(g), sign(i), 0, call.write(i));
   }
   return true;
@@ -178,18 +193,19 @@ bool gradient(const Call& call) {  // gradient; of a product x and y, too
 
 void add_broadcast(Rows& rows) {
   rows.insert({
-      {"broadcast_add", {broadcast<kSum>, 2}}, {"_backward_broadcast_add", {gradient<kSum>, 1}},
-      {"broadcast_sub", {broadcast<kDifference>, 2}},
+      {"broadcast_add", {broadcast<kSum>, 2, kFloats}},
+      {"_backward_broadcast_add", {gradient<kSum>, 1}},
+      {"broadcast_sub", {broadcast<kDifference>, 2, kFloats}},
       {"_backward_broadcast_sub", {gradient<kDifference>, 1}},
-      {"broadcast_mul", {broadcast<kProduct>, 2}},
+      {"broadcast_mul", {broadcast<kProduct>, 2, kFloats}},
       {"_backward_broadcast_mul", {gradient<kProduct>, 1}},
-      {"broadcast_div", {broadcast<kQuotient>, 2}},
-      {"_npi_add", {broadcast<kSum>, 2}}, {"_backward_npi_broadcast_add", {gradient<kSum>, 1}},
-      {"_npi_subtract", {broadcast<kDifference>, 2}},
+      {"broadcast_div", {broadcast<kQuotient>, 2, kFloats}},
+      {"_npi_add", {broadcast<kSum>, 2, kFloats}}, {"_backward_npi_broadcast_add", {gradient<kSum>, 1}},
+      {"_npi_subtract", {broadcast<kDifference>, 2, kFloats}},
       {"_backward_npi_broadcast_sub", {gradient<kDifference>, 1}},
-      {"_npi_multiply", {broadcast<kProduct>, 2}},
+      {"_npi_multiply", {broadcast<kProduct>, 2, kFloats}},
       {"_backward_npi_broadcast_mul", {gradient<kProduct>, 1}},
-      {"_npi_true_divide", {broadcast<kQuotient>, 2}}});
+      {"_npi_true_divide", {broadcast<kQuotient>, 2, kFloats}}});
 }
 
 }  // namespace gluon_amp

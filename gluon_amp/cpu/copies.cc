@@ -40,8 +40,8 @@ bool cast(const Call& call) {
   const TBlob &from = call.in[0], &to = call.out[0];
   if (is_half(from) && is_float(to) && call.write(0) == kStore)
     kernels->widen(halves(from), floats(to), size(to));
-  else if (is_float(from) && is_half(to))
-    kernels->narrow(floats(from), halves(to), size(to), call.write(0));
+  else if (is_float(from) && is_half(to) && call.write(0) != kNothing)
+    narrow(floats(from), to, call.write(0));
   else
     return call.write(0) == kNothing;
   return true;
@@ -284,8 +284,8 @@ bool swap_axes(const Call& call) {
 void add_copies(Rows& rows) {
   rows.insert({
       {"_backward_add", {copies, 1}}, {"_copy", {copies, 1}}, {"_backward_copy", {copies, 1}},
-      {"_backward_reshape", {copies, 1}}, {"Cast", {cast, 0, true}}, {"_backward_cast", {cast, 0, true}},
-      {"amp_cast", {cast, 0, true}}, {"_backward_amp_cast", {cast, 0, true}},
+      {"_backward_reshape", {copies, 1}}, {"Cast", {cast, 0, kGrids}}, {"_backward_cast", {cast, 0, kGrids}},
+      {"amp_cast", {cast, 0, kGrids}}, {"_backward_amp_cast", {cast, 0, kGrids}},
       {"Embedding", {as_it_is, 0}}, {"take", {as_it_is, 0}}, {"transpose", {transpose, 0}},
       {"slice", {as_it_is, 0}}, {"slice_axis", {as_it_is, 0}}, {"stack", {as_it_is, 0}},
       {"tile", {as_it_is, 0}}, {"_backward_slice", {as_it_is, 0}},
@@ -294,8 +294,8 @@ void add_copies(Rows& rows) {
       {"broadcast_to", {as_it_is, 0}}, {"broadcast_axis", {as_it_is, 0}},
       {"broadcast_like", {as_it_is, 0}}, {"depth_to_space", {as_it_is, 0}},
       {"space_to_depth", {as_it_is, 0}}, {"gather_nd", {as_it_is, 0}},
-      {"SwapAxis", {swap_axes, 0, true}}, {"_backward_SwapAxis", {swap_axes, 0, true}},
-      {"SliceChannel", {split, 0, true}}, {"_backward_SliceChannel", {split_gradient, 0, true}},
+      {"SwapAxis", {swap_axes, 0, kGrids}}, {"_backward_SwapAxis", {swap_axes, 0, kGrids}},
+      {"SliceChannel", {split, 0, kGrids}}, {"_backward_SliceChannel", {split_gradient, 0, kGrids}},
       {"Concat", {concat, 0}}, {"_rnn_param_concat", {concat, 0}},
       {"_backward_Concat", {concat_gradient, 0}}});
 }

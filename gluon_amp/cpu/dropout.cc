@@ -39,15 +39,25 @@ bool dropout(const Call& call) {
   return true;
 }
 
+// What it is before it is rounded.
+void show_gradient(const TBlob& g, const TBlob& mask, const TBlob& d, float scale) {
+  Lease lease;
+  const int64_t n = size(d);
+  float *exact = lease.memory(n), *kept = lease.memory(n);
+  kernels->widen(halves(g), exact, n);
+  kernels->widen(halves(mask), kept, n);
+  for (int64_t i = 0; i < n; ++i)
+    exact[i] = kept[i] == 0 ? 0 : kept[i] == 1 ? exact[i] : exact[i] * scale;
+  show(exact, n, 0, d.dptr_, nullptr, true);
+}
+
 // A mask of another shape is shared along its axes: MXNet's multiplication of arrays does it.
 bool dropout_gradient(const Call& call) {  // gradient, mask
   const TBlob &g = call.in[0], &mask = call.in[1], &d = call.out[0];
   const float scale = scale_of(call.attrs);
   if (call.write(0) == kNothing) return true;
   if (!call.rounding.any && all_half(call) && g.shape_ == mask.shape_) {
-    show_product(call, [scale](float g, float mask) {
-      return mask == 0 ? 0 : mask == 1 ? g : g * scale;
-    });
+    if (watching()) show_gradient(g, mask, d, scale);
     kernels->dropout_gradient(halves(g), halves(mask), halves(d), size(d), scale, call.write(0));
     return true;
   }
@@ -92,7 +102,7 @@ bool dropout_gradient(const Call& call) {  // gradient, mask
 
 void add_dropout(Rows& rows) {
   rows.insert({
-      {"Dropout", {dropout, 1, true}}, {"_backward_Dropout", {dropout_gradient, 1, true}}});
+      {"Dropout", {dropout, 1, kGrids}}, {"_backward_Dropout", {dropout_gradient, 1, kGrids}}});
 }
 
 }  // namespace gluon_amp

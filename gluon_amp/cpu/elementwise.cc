@@ -1,7 +1,6 @@
 // Operators of one value at a time that have code of their own: activations, arithmetic. Others run
 // the generic code for some values at a time.
 #include "pieces.h"
-#include "watch.h"
 
 namespace gluon_amp {
 namespace {
@@ -46,11 +45,8 @@ bool activation(const Call& call) {
                              : false;
 }
 
-// What is shown: oneDNN's own would be of x, not of the rounded y.
 bool activation_gradient(const Call& call) {  // of y; of y and x for all but relu
   const std::string type = word(call.attrs, "act_type", "");
-  if (type == "sigmoid") show_product(call, [](float g, float y) { return g * (y * (1 - y)); });
-  if (type == "tanh") show_product(call, [](float g, float y) { return g * (1 - y * y); });
   return type == "relu"      ? relu_gradient(call)
          : type == "sigmoid" ? sigmoid_gradient(call)
          : type == "tanh"    ? tanh_gradient(call)
@@ -100,6 +96,12 @@ bool binary(const Call& call) {
 }
 
 bool product_gradient(const Call& call) {  // gradient, x, y
+  if (all_float(call)) {
+    kernels->product_gradient_floats(floats(call.in[0]), floats(call.in[1]), floats(call.in[2]),
+                                     floats(call.out[0]), call.write(0), floats(call.out[1]),
+                                     call.write(1), size(call.in[0]));
+    return true;
+  }
   if (!all_half(call)) return false;
   kernels->product_gradient(halves(call.in[0]), halves(call.in[1]), halves(call.in[2]),
                             halves(call.out[0]), call.write(0), halves(call.out[1]),
@@ -137,21 +139,24 @@ void add_elementwise(Rows& rows) {
            "where", "_backward_where"})
     rows.insert({name, {some_at_a_time, kAnyPlace}});
   rows.insert({
-      {"relu", {relu, 1}}, {"_backward_relu", {relu_gradient, 2}}, {"sigmoid", {sigmoid, 1}},
-      {"_backward_sigmoid", {sigmoid_gradient, 2}}, {"tanh", {tanh, 1}},
-      {"_backward_tanh", {tanh_gradient, 2}}, {"Activation", {activation, 1}},
-      {"_backward_Activation", {activation_gradient, 2}}, {"LeakyReLU", {leaky, 1}},
-      {"_backward_LeakyReLU", {leaky_gradient, 2}}, {"clip", {clip, 1}},
-      {"_backward_clip", {clip_gradient, 2}}, {"_mul_scalar", {with_scalar<kTimes, 1>, 1}},
-      {"_backward_mul_scalar", {with_scalar<kTimes, 1>, 1}},
-      {"_div_scalar", {with_scalar<kOverOf, 1>, 1}},
-      {"_backward_div_scalar", {with_scalar<kOverOf, 1>, 1}},
-      {"_plus_scalar", {with_scalar<kPlus, 1>, 1}},
-      {"_minus_scalar", {with_scalar<kPlus, -1>, 1}},
-      {"_rminus_scalar", {with_scalar<kFromOf, 1>, 1}}, {"elemwise_add", {binary<kSum>, 2}},
-      {"_grad_add", {binary<kSum>, 2}}, {"elemwise_sub", {binary<kDifference>, 2}},
-      {"elemwise_mul", {binary<kProduct>, 2}},
-      {"_backward_mul", {product_gradient, kAnyPlace}}, {"elemwise_div", {binary<kQuotient>, 2}}});
+      {"relu", {relu, 1}}, {"_backward_relu", {relu_gradient, 2}}, {"sigmoid", {sigmoid, 1, kFloats}},
+      {"_backward_sigmoid", {sigmoid_gradient, 2, kFloats}}, {"tanh", {tanh, 1, kFloats}},
+      {"_backward_tanh", {tanh_gradient, 2, kFloats}}, {"Activation", {activation, 1, kFloats}},
+      {"_backward_Activation", {activation_gradient, 2, kFloats}},
+      {"LeakyReLU", {leaky, 1, kFloats}}, {"_backward_LeakyReLU", {leaky_gradient, 2, kFloats}},
+      {"clip", {clip, 1}}, {"_backward_clip", {clip_gradient, 2}},
+      {"_mul_scalar", {with_scalar<kTimes, 1>, 1, kFloats}},
+      {"_backward_mul_scalar", {with_scalar<kTimes, 1>, 1, kFloats}},
+      {"_div_scalar", {with_scalar<kOverOf, 1>, 1, kFloats}},
+      {"_backward_div_scalar", {with_scalar<kOverOf, 1>, 1, kFloats}},
+      {"_plus_scalar", {with_scalar<kPlus, 1>, 1, kFloats}},
+      {"_minus_scalar", {with_scalar<kPlus, -1>, 1, kFloats}},
+      {"_rminus_scalar", {with_scalar<kFromOf, 1>, 1, kFloats}},
+      {"elemwise_add", {binary<kSum>, 2, kFloats}}, {"_grad_add", {binary<kSum>, 2, kFloats}},
+      {"elemwise_sub", {binary<kDifference>, 2, kFloats}},
+      {"elemwise_mul", {binary<kProduct>, 2, kFloats}},
+      {"_backward_mul", {product_gradient, kAnyPlace, kFloats}},
+      {"elemwise_div", {binary<kQuotient>, 2, kFloats}}});
 }
 
 }  // namespace gluon_amp

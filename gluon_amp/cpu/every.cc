@@ -166,8 +166,7 @@ void narrow(const NDArray& made, const TBlob& to, Write write) {
   }
   const NDArray plain = made.IsMKLDNNData() ? made.Reorder2Default() : made;
   const float* from = floats(plain.data());
-  if (half) show(from, size(to), 0, to.dptr_, nullptr, true);
-  if (half) kernels->narrow(from, halves(to), size(to), write);
+  if (half) narrow(from, to, write);
   else put(from, floats(to), size(to), write);
 }
 

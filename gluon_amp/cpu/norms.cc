@@ -6,7 +6,7 @@ namespace gluon_amp {
 namespace {
 
 bool batch_norm_of(const Call& call, const TBlob& x, bool relu, BatchNorm* made) {
-  if (!is_half(x) && !(is_float(x) && (call.rounding.any || is_reference()))) return false;
+  if (!is_half(x) && !(is_float(x) && (call.rounding.any || takes_floats()))) return false;
   if (size(x) == 0) return false;
   int axis = static_cast<int>(number(call.attrs, "axis", 1));
   if (axis < 0) axis += x.ndim();
@@ -20,42 +20,22 @@ bool batch_norm_of(const Call& call, const TBlob& x, bool relu, BatchNorm* made)
   return true;
 }
 
-// A watched batch norm of halves runs the kernel for floats, which adds up the same numbers in the
-// same order, so that results can be shown before they are rounded. The relu knows the rounding.
-bool shows_floats(const Call& call, BatchNorm* norm) {
-  if (!watching() || !norm->in_halves || norm->relu || call.rounding.any) return false;
-  norm->in_halves = false;
-  return true;
-}
-
-// Output 0 of a batch norm that is shown, or on another grid: the kernel writes to `memory`, then
-// `round` rounds.
+// Output 0 of a batch norm on another grid: the kernel writes to `memory`, then `round` rounds.
 struct RoundedOutput {
   const Call& call;
   const Grid* grid;
-  const bool shown;
   Lease lease;
   void* memory;
   Write write;
 
-  RoundedOutput(const Call& c, bool shows)
-      : call(c), grid(c.rounding.written(0)), shown(shows && c.write(0) != kNothing),
-        memory(c.out[0].dptr_), write(c.write(0)) {
-    if (shown) {
-      memory = lease.memory(size(c.out[0]));
-      write = kStore;
-    }
+  RoundedOutput(const Call& c)
+      : call(c), grid(c.rounding.written(0)), memory(c.out[0].dptr_), write(c.write(0)) {
     if (!grid || write != kAdd) return;
     memory = is_half(c.out[0]) ? static_cast<void*>(lease.memory((size(c.out[0]) + 1) / 2))
                                : lease.memory(size(c.out[0]));
     write = kStore;
   }
   void round() {
-    if (shown) {
-      show(static_cast<float*>(memory), size(call.out[0]), 0, call.out[0].dptr_, nullptr, true);
-      kernels->narrow(static_cast<float*>(memory), halves(call.out[0]), size(call.out[0]),
-                      call.write(0));
-    }
     if (!grid || call.write(0) == kNothing) return;
     const TBlob& to = call.out[0];
     const int64_t n = size(to);
@@ -67,14 +47,6 @@ struct RoundedOutput {
     kernels->narrow(wide, halves(to), n, call.write(0));
   }
 };
-
-// An array of halves as floats, if that is wanted.
-const void* widened(const TBlob& from, bool wanted, Lease* lease) {
-  if (!wanted) return from.dptr_;
-  float* wide = lease->memory(size(from));
-  kernels->widen(halves(from), wide, size(from));
-  return wide;
-}
 
 // Input 0, rounded if the node says so.
 const void* rounded_input(const Call& call, Lease* lease) {
@@ -101,10 +73,8 @@ bool batch_norm(const Call& call) {
   auto kept = [&](size_t i) {
     return i < call.out.size() && call.write(i) != kNothing ? floats(call.out[i]) : nullptr;
   };
-  const bool shows = shows_floats(call, &norm);
-  Lease lease;
-  RoundedOutput y(call, shows);
-  kernels->batch_norm(norm, {widened(call.in[0], shows, &lease), floats(call.in[1]), floats(call.in[2]),
+  RoundedOutput y(call);
+  kernels->batch_norm(norm, {call.in[0].dptr_, floats(call.in[1]), floats(call.in[2]),
                              floats(call.in[3]), floats(call.in[4]), y.memory, y.write, kept(1),
                              kept(2)});
   y.round();
@@ -116,12 +86,10 @@ template <bool relu>
 bool batch_norm_gradient(const Call& call) {
   BatchNorm norm;
   if (!batch_norm_of(call, call.in[3], relu, &norm) || !is_float(call.in[4])) return false;
-  const bool shows = shows_floats(call, &norm);
   Lease lease;
-  RoundedOutput dx(call, shows);
+  RoundedOutput dx(call);
   kernels->batch_norm_gradient(norm, {
-      shows ? widened(call.in[0], true, &lease) : rounded_input(call, &lease),
-      widened(call.in[3], shows, &lease),
+      rounded_input(call, &lease), call.in[3].dptr_,
       floats(call.in[4]), floats(call.in[5]), floats(call.in[1]), floats(call.in[2]),
       dx.memory, dx.write, floats(call.out[1]), call.write(1),
       floats(call.out[2]), call.write(2)});
@@ -129,10 +97,11 @@ bool batch_norm_gradient(const Call& call) {
   return true;
 }
 
-// Of halves with float32 parameters, over the last axis.
+// Of halves, or floats, with float32 parameters, over the last axis.
 bool layer_norm_of(const Call& call, const TBlob& x, LayerNorm* made) {
   const int axis = static_cast<int>(number(call.attrs, "axis", -1));
-  if (!is_half(x) || x.ndim() == 0 || (axis != -1 && axis != x.ndim() - 1)) return false;
+  if (!is_half(x) && !(is_float(x) && takes_floats())) return false;
+  if (x.ndim() == 0 || (axis != -1 && axis != x.ndim() - 1)) return false;
   const int64_t width = x.shape_[x.ndim() - 1];
   if (width == 0) return false;
   *made = {size(x) / width, width, number(call.attrs, "eps", 1e-5f)};
@@ -146,21 +115,32 @@ bool layer_norm(const Call& call) {
       call.write(1) == kAdd || call.write(2) == kAdd)
     return false;
   auto kept = [&](size_t i) { return call.write(i) == kStore ? floats(call.out[i]) : nullptr; };
-  kernels->layer_norm(norm, halves(call.in[0]), floats(call.in[1]), floats(call.in[2]),
-                      halves(call.out[0]), call.write(0), kept(1), kept(2));
+  if (is_half(call.in[0]))
+    kernels->layer_norm(norm, halves(call.in[0]), floats(call.in[1]), floats(call.in[2]),
+                        halves(call.out[0]), call.write(0), kept(1), kept(2));
+  else
+    kernels->layer_norm_floats(norm, floats(call.in[0]), floats(call.in[1]), floats(call.in[2]),
+                               floats(call.out[0]), call.write(0), kept(1), kept(2));
   return true;
 }
 
 // gradient, x, gamma, mean, deviation
 bool layer_norm_gradient(const Call& call) {
   LayerNorm norm;
-  if (!layer_norm_of(call, call.in[1], &norm) || !is_half(call.in[0]) || !is_float(call.in[2]) ||
-      !is_float(call.in[3]) || !is_half(call.out[0]) || !is_float(call.out[1]))
+  const TBlob &g = call.in[0], &x = call.in[1], &dx = call.out[0];
+  if (!layer_norm_of(call, x, &norm) || g.type_flag_ != x.type_flag_ || !is_float(call.in[2]) ||
+      !is_float(call.in[3]) || dx.type_flag_ != x.type_flag_ || !is_float(call.out[1]))
     return false;
-  kernels->layer_norm_gradient(norm, halves(call.in[0]), halves(call.in[1]), floats(call.in[2]),
-                               floats(call.in[3]), floats(call.in[4]), halves(call.out[0]),
-                               call.write(0), floats(call.out[1]), call.write(1),
-                               floats(call.out[2]), call.write(2));
+  const float *gamma = floats(call.in[2]), *mean = floats(call.in[3]),
+              *deviation = floats(call.in[4]);
+  float *dgamma = floats(call.out[1]), *dbeta = floats(call.out[2]);
+  const Write write = call.write(0), of_gamma = call.write(1), of_beta = call.write(2);
+  if (is_half(x))
+    kernels->layer_norm_gradient(norm, halves(g), halves(x), gamma, mean, deviation, halves(dx),
+                                 write, dgamma, of_gamma, dbeta, of_beta);
+  else
+    kernels->layer_norm_gradient_floats(norm, floats(g), floats(x), gamma, mean, deviation,
+                                        floats(dx), write, dgamma, of_gamma, dbeta, of_beta);
   return true;
 }
 
@@ -178,18 +158,30 @@ float temperature(const Call& call) {
 }
 
 bool softmax(const Call& call) {
-  if (!all_half(call) || call.in.size() != 1 || !last_axis(call, call.in[0])) return false;
-  const int64_t width = call.in[0].shape_[call.in[0].ndim() - 1];
-  kernels->softmax(halves(call.in[0]), halves(call.out[0]), size(call.in[0]) / width, width,
-                   temperature(call), call.write(0));
+  const TBlob &x = call.in[0], &y = call.out[0];
+  if (call.in.size() != 1 || !last_axis(call, x)) return false;
+  const int64_t width = x.shape_[x.ndim() - 1], rows = size(x) / width;
+  if (all_half(call))
+    kernels->softmax(halves(x), halves(y), rows, width, temperature(call), call.write(0));
+  else if (all_float(call))
+    kernels->softmax_floats(floats(x), floats(y), rows, width, temperature(call), call.write(0));
+  else
+    return false;
   return true;
 }
 
 bool softmax_gradient(const Call& call) {  // gradient, y
-  if (!all_half(call) || call.in.size() != 2 || !last_axis(call, call.in[0])) return false;
-  const int64_t width = call.in[0].shape_[call.in[0].ndim() - 1];
-  kernels->softmax_gradient(halves(call.in[0]), halves(call.in[1]), halves(call.out[0]),
-                            size(call.in[0]) / width, width, temperature(call), call.write(0));
+  const TBlob &g = call.in[0], &y = call.in[1], &dx = call.out[0];
+  if (call.in.size() != 2 || !last_axis(call, g)) return false;
+  const int64_t width = g.shape_[g.ndim() - 1], rows = size(g) / width;
+  if (all_half(call))
+    kernels->softmax_gradient(halves(g), halves(y), halves(dx), rows, width, temperature(call),
+                              call.write(0));
+  else if (all_float(call))
+    kernels->softmax_gradient_floats(floats(g), floats(y), floats(dx), rows, width,
+                                     temperature(call), call.write(0));
+  else
+    return false;
   return true;
 }
 
@@ -197,12 +189,13 @@ bool softmax_gradient(const Call& call) {  // gradient, y
 
 void add_norms(Rows& rows) {
   rows.insert({
-      {"BatchNorm", {batch_norm<false>, 1, true}},
-      {"_backward_BatchNorm", {batch_norm_gradient<false>, 1, true}},
-      {"_contrib_BatchNormWithReLU", {batch_norm<true>, 1, true}},
-      {"_backward_contrib_BatchNormWithReLU", {batch_norm_gradient<true>, 1, true}},
-      {"LayerNorm", {layer_norm, 1}}, {"_backward_LayerNorm", {layer_norm_gradient, 1}},
-      {"softmax", {softmax, 1}}, {"_backward_softmax", {softmax_gradient, 2}}});
+      {"BatchNorm", {batch_norm<false>, 1, kGrids | kFloats}},
+      {"_backward_BatchNorm", {batch_norm_gradient<false>, 1, kGrids | kFloats}},
+      {"_contrib_BatchNormWithReLU", {batch_norm<true>, 1, kGrids}},  // its relu is of halves
+      {"_backward_contrib_BatchNormWithReLU", {batch_norm_gradient<true>, 1, kGrids}},
+      {"LayerNorm", {layer_norm, 1, kFloats}},
+      {"_backward_LayerNorm", {layer_norm_gradient, 1, kFloats}},
+      {"softmax", {softmax, 1, kFloats}}, {"_backward_softmax", {softmax_gradient, 2, kFloats}}});
 }
 
 }  // namespace gluon_amp

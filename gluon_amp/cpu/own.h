@@ -28,10 +28,10 @@ inline bool all_half(const Call& call) {
          std::all_of(call.out.begin(), call.out.end(), is_half);
 }
 
-// Code for halves that runs on floats, too: in an X-ray's step in float32, which compares numbers and
+// Code for halves that runs on floats, too. In an X-ray's step in float32, which compares numbers, it
 // needs not have the bits of MXNet's code.
 inline bool all_float(const Call& call) {
-  return is_reference() && std::all_of(call.in.begin(), call.in.end(), is_float) &&
+  return takes_floats() && std::all_of(call.in.begin(), call.in.end(), is_float) &&
          std::all_of(call.out.begin(), call.out.end(), is_float);
 }
 

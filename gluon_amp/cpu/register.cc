@@ -301,17 +301,16 @@ void register_operator(const nnvm::Op* x) {
     const bool has_generic = of->compute || of->compute_ex;
     const ProductCode product = tensor_core_code(x->name);
     set<mxnet::FCompute>(op, "FCompute<cpu>", mxnet::FCompute(
-        [of, own, has_generic, product, same = generic_code_is_the_same(x->name),
-         near = generic_code_is_near(x->name)](
+        [of, own, has_generic, product](
             const NodeAttrs& attrs, const OpContext& context, const std::vector<TBlob>& in,
             const std::vector<OpReqType>& req, const std::vector<TBlob>& out) {
           Call call{*of, attrs, context, in, req, out, Rounding(attrs)};
           call.rounding.draw(context);
           const Watch watch(call);
           if (product && find(attrs, kAccumulateKey)) return product(call);
-          const bool generic = !own || ((generic_only || (watch && same)) && has_generic) ||
-                               (call.rounding.any && !own->rounds);
-          if (!generic && near && watching()) show_by_generic_code(call);
+          const bool generic = !own || (generic_only && has_generic) ||
+                               (call.rounding.any && !(own->knows & kGrids));
+          if (!generic && watch && own->knows & kFloats && show_own_code(call, *own)) return;
           if (generic || !own->run(call)) run(call);
         }));
   }

@@ -3,14 +3,13 @@
 
 #include <algorithm>
 #include <cstring>
-#include <set>
 #include <tuple>
 
 namespace gluon_amp {
 namespace {
 
 thread_local Watch* current = nullptr;
-thread_local bool reference = false;
+thread_local bool floats_too = false;
 
 using Key = std::tuple<std::string, int64_t, int64_t>;  // name, backward, index
 std::mutex lock;
@@ -67,13 +66,13 @@ Watch::Watch(const Call& call, const std::string* name, const std::string* input
       samples_(name && !name->empty() && name->front() == kSamplesOnly),
       counted_(name ? call.out.size() : 0) {
   if (name_ && !samples_) current = this;
-  reference = samples_;
+  floats_too = samples_;
 }
 
 Watch::~Watch() {
   if (!name_) return;
   current = nullptr;
-  reference = false;
+  floats_too = false;
   for (size_t i = 0; i < call_.out.size(); ++i) {
     const TBlob& out = call_.out[i];
     if (call_.write(i) == kNothing || !(is_half(out) || is_float(out)) || size(out) == 0) continue;
@@ -114,39 +113,34 @@ void show(const float* exact, int64_t n, int64_t padding, const void* to, const 
 
 bool watching() { return current != nullptr; }
 
-bool is_reference() { return reference; }
+bool takes_floats() { return floats_too; }
 
-bool generic_code_is_the_same(const std::string& name) {
-  static const std::set<std::string> same = {
-      "_mul_scalar", "_backward_mul_scalar", "_div_scalar", "_backward_div_scalar", "_plus_scalar",
-      "_minus_scalar", "_rminus_scalar", "elemwise_add", "_grad_add", "elemwise_sub",
-      "elemwise_mul", "elemwise_div", "Cast", "amp_cast",
-      "_backward_cast", "_backward_amp_cast", "_backward_Embedding", "_backward_mul",
-      "broadcast_add", "broadcast_sub", "broadcast_mul", "broadcast_div", "_npi_add",
-      "_npi_subtract", "_npi_multiply", "_npi_true_divide"};
-  return same.count(name) > 0;
-}
-
-bool generic_code_is_near(const std::string& name) {
-  static const std::set<std::string> near = {
-      "sigmoid", "_backward_sigmoid", "tanh", "_backward_tanh", "Activation", "LeakyReLU",
-      "_backward_LeakyReLU", "LayerNorm", "_backward_LayerNorm", "softmax", "_backward_softmax"};
-  return near.count(name) > 0;
-}
-
-void show_by_generic_code(const Call& call) {
-  if (call.rounding.any || word(call.attrs, "act_type", "") == "relu") return;  // relu is exact
+bool show_own_code(const Call& call, const OwnCode& own) {
+  if (call.rounding.any || word(call.attrs, "act_type", "") == "relu" ||  // relu is exact
+      std::none_of(call.out.begin(), call.out.end(), is_half))
+    return false;
   Lease lease;
-  std::vector<TBlob> out;
-  std::vector<OpReqType> req;
-  for (size_t i = 0; i < call.out.size(); ++i) {
-    out.push_back(lease.array(call.out[i].shape_).data());
-    req.push_back(call.write(i) == kNothing ? mxnet::kNullOp : mxnet::kWriteTo);
+  auto wide = [&](const TBlob& array) {
+    return is_half(array) ? lease.array(array.shape_).data() : array;
+  };
+  std::vector<TBlob> in, out;
+  std::vector<OpReqType> req = call.req;
+  for (auto& from : call.in) {
+    in.push_back(wide(from));
+    if (is_half(from)) kernels->widen(halves(from), floats(in.back()), size(from));
   }
-  run({call.of, call.attrs, call.context, call.in, req, out, Rounding()});
-  for (size_t i = 0; i < out.size(); ++i)
-    if (is_half(call.out[i]) && call.write(i) != kNothing)
-      show(floats(out[i]), size(out[i]), 0, call.out[i].dptr_, nullptr, true);
+  for (size_t i = 0; i < call.out.size(); ++i) {
+    out.push_back(wide(call.out[i]));
+    if (is_half(call.out[i]) && call.write(i) == kAdd) req[i] = mxnet::kWriteTo;
+  }
+  floats_too = true;
+  const bool ran = own.run({call.of, call.attrs, call.context, in, req, out, Rounding()});
+  floats_too = false;
+  for (size_t i = 0; ran && i < out.size(); ++i) {
+    const TBlob& to = call.out[i];
+    if (is_half(to) && call.write(i) != kNothing) narrow(floats(out[i]), to, call.write(i));
+  }
+  return ran;
 }
 
 int64_t watched() {

@@ -39,36 +39,22 @@ class Watch {
 void show(const float* exact, int64_t n, int64_t padding, const void* to, const Grid* grid,
           bool half);
 
+// Shows floats, and rounds them to halves.
+inline void narrow(const float* exact, const TBlob& to, Write write) {
+  show(exact, size(to), 0, to.dptr_, nullptr, true);
+  kernels->narrow(exact, halves(to), size(to), write);
+}
+
 // Whether results are counted that are shown on this thread now.
 bool watching();
 
-// Whether the node that runs on this thread is of an X-ray's step in float32.
-bool is_reference();
+// Whether code of its own for halves is to take floats: in an X-ray's step in float32, and in
+// show_own_code.
+bool takes_floats();
 
-// Whether the generic code gives an operator with code of its own the same bits: then a watched
-// node runs it, since it shows what it rounds.
-bool generic_code_is_the_same(const std::string& name);
-
-// For code of its own: shows what a gradient is before it is rounded, f(the one above, what the
-// forward pass has kept).
-template <class F>
-void show_product(const Call& call, F f) {
-  const TBlob& made = call.out[0];
-  if (!watching() || call.write(0) == kNothing) return;
-  if (!is_half(call.in[0]) || !is_half(call.in[1]) || !is_half(made)) return;
-  Lease lease;
-  const int64_t n = size(made);
-  float *g = lease.memory(n), *kept = lease.memory(n);
-  kernels->widen(halves(call.in[0]), g, n);
-  kernels->widen(halves(call.in[1]), kept, n);
-  for (int64_t i = 0; i < n; ++i) g[i] = f(g[i], kept[i]);
-  show(g, n, 0, made.dptr_, nullptr, true);
-}
-
-// Whether it gives the same numbers but for the last bits of float32. A watched node then runs it
-// beside its own code, into scratch, only to show what is about to be rounded.
-bool generic_code_is_near(const std::string& name);
-void show_by_generic_code(const Call& call);
+// Runs a watched operator's code of its own on floats (kFloats): it makes the same numbers from them
+// as from halves, and they are shown before they are rounded. False where it does not know the case.
+bool show_own_code(const Call& call, const OwnCode& own);
 
 // What Python reads: one row for each output.
 constexpr int kSamples = 1024;

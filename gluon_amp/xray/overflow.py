@@ -1,6 +1,6 @@
 """Where infinities begin."""
 from dataclasses import dataclass
-from typing import Any, Dict, Iterable, List, Mapping, Optional, Tuple
+from typing import Any, Collection, Dict, List, Mapping, Optional, Tuple
 
 from .statistics import Counts, Key
 from .tensors import Tensor, counted_reads
@@ -48,14 +48,14 @@ def is_finite(counts: Counts) -> bool:
     return counts.finite and counts.overflowed == 0
 
 
-def unsound(tensors: Iterable[Tensor], counts: Mapping[Key, Counts]) -> List[Tensor]:
+def unsound(tensors: Collection[Tensor], counts: Mapping[Key, Counts]) -> List[Tensor]:
     """The tensors that are not finite, in order of computation, but for infinities that come to
     nothing: no rounding has made them, and whoever reads them makes numbers of them, as a softmax
     does of those that a mask holds."""
-    tensors = sorted(tensors, key=lambda t: t.place)
     found = [t for t in tensors if t.key in counts and not is_finite(counts[t.key])]
     if not found:
         return []
+    found, tensors = (sorted(some, key=lambda t: t.place) for some in (found, tensors))
     reads, readers = counted_reads(tensors, counts), {}  # type: Any, Dict[Key, List[Key]]
     for tensor in tensors:
         for key in reads[tensor.key] if tensor.key in counts and not tensor.key.backward else ():
@@ -68,22 +68,24 @@ def unsound(tensors: Iterable[Tensor], counts: Mapping[Key, Counts]) -> List[Ten
     return list(made.values())[::-1]
 
 
-def goes_forward(tensors: Iterable[Tensor], counts: Mapping[Key, Counts]) -> bool:
+def goes_forward(tensors: Collection[Tensor], counts: Mapping[Key, Counts]) -> bool:
     """Whether nothing breaks before the loss."""
     return all(t.key.backward for t in unsound(tensors, counts))
 
 
-def first_overflow(tensors: Iterable[Tensor], counts: Mapping[Key, Counts], batch: int,
+def first_overflow(tensors: Collection[Tensor], counts: Mapping[Key, Counts], batch: int,
                    scale: float, arrays: Optional[Mapping[str, Any]] = None) -> Optional[Overflow]:
     """In one step's counts.
 
     Args:
         arrays: the data and parameters that are known, by name.
     """
+    broken = unsound(tensors, counts)
+    if not broken:
+        return None
     by_key = {tensor.key: tensor for tensor in tensors}
-    broken = unsound(by_key.values(), counts)
     keys = {tensor.key for tensor in broken}
-    reads_of = counted_reads(by_key.values(), counts) if broken else {}
+    reads_of = counted_reads(by_key.values(), counts)
     for tensor in broken:
         reads = reads_of[tensor.key]
         if came_round(tensor, counts) or not keys.isdisjoint(reads):

@@ -46,7 +46,8 @@ class Counts:
     sample: Any = field(default=None, repr=False)
 
     @classmethod
-    def _of(cls, counts: "library.Counts") -> "Counts":
+    def of_engine(cls, counts: "library.Counts") -> "Counts":
+        """What the engine has counted into a structure."""
         bins = np.frombuffer(counts.bins, np.int64).copy()
         nan = int(bins[255]) - counts.infinite
         bins[0] -= counts.zero
@@ -63,19 +64,7 @@ class Counts:
         library.load()
         library.table().count(numbers.ctypes.data_as(ctypes.c_void_p), numbers.size, int(half),
                               ctypes.byref(counts))
-        return cls._of(counts)
-
-    @classmethod
-    def of_updates(cls, array: Any, before: "np.ndarray[Any, Any]") -> Tuple["Counts", int, int]:
-        """Counts what was added to a float32 array since it was `before`, which becomes what the
-        array is: the counts, how many numbers have changed, and how many of those float16 numbers
-        would have stayed what they are."""
-        library.load()
-        array.wait_to_read()
-        updates = library.Updates()
-        library.table().count_updates(array.handle, before.ctypes.data_as(ctypes.c_void_p),
-                                      ctypes.byref(updates))
-        return cls._of(updates.counts), updates.changed, updates.lost
+        return cls.of_engine(counts)
 
     def __add__(self, other: "Counts") -> "Counts":
         return Counts(self.bins + other.bins, self.zero + other.zero,
@@ -212,6 +201,15 @@ def snr(reference: "np.ndarray[Any, Any]", found: "np.ndarray[Any, Any]") -> flo
         return -math.inf if np.isfinite(reference).all() else math.nan
     right = reference.astype(np.float64)
     return decibels(float(np.square(right).sum()), float(np.square(found - right).sum()))
+
+
+def count_updates(array: Any, before: "np.ndarray[Any, Any]", into: "library.Updates") -> None:
+    """Adds to `into` what was added to a float32 array since it was `before`, which becomes what
+    the array is: the counts, how many numbers have changed, and how many of those float16 numbers
+    would have stayed what they are."""
+    library.load()
+    array.wait_to_read()
+    library.table().count_updates(array.handle, before.ctypes.data, ctypes.byref(into))
 
 
 def at_scale(counts: Mapping[Key, Counts], factor: float) -> Dict[Key, Counts]:

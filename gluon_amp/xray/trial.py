@@ -20,8 +20,8 @@ from typing import (
     Tuple,
 )
 
-from .._mxnet import message, mx
-from ..cpu.arrays import dtype_name, to_float32
+from .._mxnet import message, mx, np
+from ..cpu.arrays import dtype_name, to_float32, widen
 from ..cpu.finite import all_finite
 from ..cpu.library import random_numbers_kept
 from ..gluon.converted import ConvertedBlock, ConvertedHybridBlock
@@ -46,7 +46,7 @@ class Ran(NamedTuple):
 
     Attributes:
         loss: the mean of its numbers.
-        finite: whether the gradients are.
+        finite: whether the gradients are; of a step of which only samples are taken, nobody asks.
         counts: what was counted.
         total: the sum of the sizes of the loss's numbers, whose sum is what gradients are of.
     """
@@ -195,7 +195,7 @@ def standing_in(net: Any, make: Callable[..., Any]) -> Iterator[None]:
     finally:
         for block, args in zip(blocks, before):
             block._amp.stand_in = None
-            block._cached_op, block._cached_op_args = None, args
+            vars(block).update(_cached_op=None, _cached_op_args=args)
 
 
 def _which(block: Any, key: Any) -> Tuple[Any, Any, str]:
@@ -275,12 +275,14 @@ class Trial:
         """Takes over the values that the network's parameters have now, or those given."""
         self.values = values
         for name, held in self.arrays.items():
-            value = self._value(name).as_nd_ndarray()
-            value.astype(held.dtype, copy=False).copyto(held.as_nd_ndarray())
+            value, to = self._given(name).as_nd_ndarray(), held.as_nd_ndarray()
+            if value.dtype is np.float16 and to.dtype is np.float32:
+                widen(value, to)
+            else:
+                value.astype(to.dtype, copy=False).copyto(to)
 
-    def _value(self, name: str) -> Any:
-        value = self.parameters[name].data() if self.values is None else self.values[name]
-        return to_float32(value) if self.whole[name] else value
+    def _given(self, name: str) -> Any:
+        return self.parameters[name].data() if self.values is None else self.values[name]
 
     def _take(self, which: Any, call: Call) -> None:
         """Gets to know a graph, and copies the parameters that it reads."""
@@ -289,7 +291,8 @@ class Trial:
         for name in call.clean.variables():
             if name in self.parameters and name not in self.arrays:
                 self.whole[name] = self.policy.is_float32 or name in wide
-                held = self.arrays[name] = self._value(name).copy()
+                value = self._given(name)
+                held = self.arrays[name] = (to_float32(value) if self.whole[name] else value).copy()
                 if self.parameters[name].grad_req != "null":
                     held.attach_grad()
 
@@ -341,8 +344,10 @@ class Trial:
             raise ValueError("no gradients come from the loss that loss_fn returned: "
                              f"{message(error)}") from error
         counts = read()
-        total = loss_fn.total(counts) if isinstance(loss_fn, HeadLosses) else total_of(loss)
-        return Ran(mean_of(loss), all_finite(self.gradients()), counts, total)
+        mean, total = mean_and_total(loss)
+        if isinstance(loss_fn, HeadLosses):
+            total = loss_fn.total(counts)
+        return Ran(mean, self.samples or all_finite(self.gradients()), counts, total)
 
     def look(self, batch: Any) -> None:
         """One forward pass, as training makes it, to know the graphs."""
@@ -371,9 +376,7 @@ def loss_of(net: Any, batch: Any, loss_fn: Any) -> Any:
     return loss
 
 
-def mean_of(loss: Any) -> float:
-    return float(loss.as_nd_ndarray().astype("float32").mean().asscalar())
-
-
-def total_of(loss: Any) -> float:
-    return float(loss.as_nd_ndarray().astype("float32").abs().sum().asscalar())
+def mean_and_total(loss: Any) -> Tuple[float, float]:
+    """Of a loss's numbers: their mean, and the sum of their sizes."""
+    loss = loss.as_nd_ndarray().astype("float32", copy=False)
+    return float(loss.mean().asscalar()), float(np.abs(loss.asnumpy()).sum(dtype=np.float64))

@@ -3,14 +3,15 @@ from dataclasses import dataclass
 from typing import Any, Dict, List, Optional, Tuple
 
 from .._mxnet import mx, np
+from ..cpu import library
 from ..cpu.arrays import to_float32
 from ..formats import FLOAT16, FLOAT32, Format
 from ..training.loss_scale import LossScaleError
 from ..training.optimizer import master_in
 from ..training.step import clear_added
 from ..training.trainer import Trainer
-from .statistics import Counts, Key, read
-from .trial import Ran, Watched, loss_of, mean_of, split, standing_in, total_of
+from .statistics import Counts, Key, count_updates, read
+from .trial import Ran, Watched, loss_of, mean_and_total, split, standing_in
 
 
 @dataclass
@@ -57,9 +58,7 @@ class Updates:
         self.net, self.trainer, self.batch_size = net, trainer, batch_size
         self.parameters = [p for p in net.collect_params().values()
                            if p.grad_req != "null" and p._stype == "default"]
-        self.counts: Dict[str, Counts] = {}
-        self.lost: Dict[str, int] = {}
-        self.made: Dict[str, int] = {}
+        self.added: Dict[str, library.Updates] = {}  # to each parameter, by all steps
         self.watched = Watched(net)
         self.gave_up = ""
         self.last: Dict[str, np.ndarray[Any, Any]] = {}  # the parameters after the last step
@@ -96,14 +95,12 @@ class Updates:
         scale, backward = [one for one in passes if one[0]][-1]  # a look at heads begins with 0
         forward = {key: counts for key, counts in passes[0][1].items() if not key.backward}
         counts = {**forward, **{key: c for key, c in backward.items() if key.backward}}
-        return scale, Ran(mean_of(loss), True, counts, total_of(loss))
+        mean, total = mean_and_total(loss)
+        return scale, Ran(mean, True, counts, total)
 
     def count(self, name: str, value: Any) -> None:
         """Counts what was added to a parameter since it was what `last` has."""
-        found, changed, lost = Counts.of_updates(value, self.last[name])
-        self.counts[name] = self.counts[name] + found if name in self.counts else found
-        self.made[name] = self.made.get(name, 0) + changed
-        self.lost[name] = self.lost.get(name, 0) + lost
+        count_updates(value, self.last[name], self.added.setdefault(name, library.Updates()))
 
     def _value(self, parameter: Any) -> Any:
         """A parameter's master, or itself where it has none."""
@@ -125,11 +122,11 @@ class Updates:
         """What was counted."""
         made = []
         for p in self.parameters:
-            steps = self.made.get(p.name)
-            share = None
-            if steps is not None and self._keeps_all(p):
-                share = self.lost[p.name] / max(steps, 1)
+            added, counts, share = self.added.get(p.name), None, None
+            if added is not None:
+                counts = Counts.of_engine(added.counts)
+                share = added.lost / max(added.changed, 1) if self._keeps_all(p) else None
             format_ = FLOAT16 if p.data().dtype is np.float16 else FLOAT32
-            made.append(Weight(p.name, Counts.of_array(to_float32(p.data())),
-                               self.counts.get(p.name), share, format_))
+            made.append(Weight(p.name, Counts.of_array(to_float32(p.data())), counts, share,
+                               format_))
         return made

@@ -179,8 +179,8 @@ def xray(net: Any, batches: Iterable[Any], loss_fn: Any = None, trainer: Any = N
                 if right is not None:
                     right.copy()
                     whole = right.run(batch, loss_fn, scale)
-                    draw_again()
                 if trainer is None:
+                    draw_again()
                     trial.copy()
                     scale, ran = _run(trial, tensors, batch, loss_fn, scale, draw_again)
                     if isinstance(updates, ModuleUpdates) and ran.finite:
@@ -226,7 +226,7 @@ def explain(net: Any, batch: Any, loss_fn: Any = None,
     with random_numbers_kept():
         ran = trial.run(batch, loss_fn, loss_scale)
     layout = _layout(trial)
-    found = first_overflow(layout.tensors(), ran.counts, 0, loss_scale,
+    found = first_overflow(list(layout.tensors()), ran.counts, 0, loss_scale,
                            trial.given(batch, trial.arrays))
     if found:
         found.where = _where(trial, batch, layout, found)

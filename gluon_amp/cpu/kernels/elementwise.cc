@@ -123,12 +123,13 @@ void binary(Binary f, const T* x, const T* y, T* out, int64_t n, Write write) {
   }
 }
 
-void product_gradient(const Half* g, const Half* x, const Half* y, Half* dx, Write write_dx,
-                      Half* dy, Write write_dy, int64_t n) {
+template <typename G, typename T = typename G::T>
+void product_gradient(const T* g, const T* x, const T* y, T* dx, Write write_dx, T* dy,
+                      Write write_dy, int64_t n) {
   vectors(n, [=](int64_t i, auto lanes) {
     const V d = load(g + i, lanes), a = load(x + i, lanes), b = load(y + i, lanes);
-    if (write_dx != kNothing) put<HalfGrid>(dx + i, d * b, write_dx == kAdd, lanes);
-    if (write_dy != kNothing) put<HalfGrid>(dy + i, d * a, write_dy == kAdd, lanes);
+    if (write_dx != kNothing) put<G>(dx + i, d * b, write_dx == kAdd, lanes);
+    if (write_dy != kNothing) put<G>(dy + i, d * a, write_dy == kAdd, lanes);
   });
 }
 
@@ -160,7 +161,8 @@ void add_elementwise(Kernels* table) noexcept {
   table->unary_floats = unary<NoGrid>;
   table->unary_gradient_floats = unary_gradient<NoGrid>;
   table->binary_floats = binary<NoGrid>;
-  table->product_gradient = product_gradient;
+  table->product_gradient = product_gradient<HalfGrid>;
+  table->product_gradient_floats = product_gradient<NoGrid>;
   table->sum = sum;
   table->dropout_gradient = dropout_gradient;
 }

@@ -224,7 +224,8 @@ struct Kernels {
   // counts what was added to n weights, which `before` then holds, too
   void (*count_updates)(const float* weights, float* before, int64_t n, Updates* updates);
 
-  // ---- floats where others above have halves, in float32 alone: an X-ray's reference
+  // ---- floats where others above have halves, in float32 alone: for an X-ray, which shows what is
+  // about to be rounded, and makes a step in float32
   void (*unary_floats)(Unary f, const float* x, float* y, int64_t n, float a, float b, Write write);
   void (*unary_gradient_floats)(Unary f, const float* g, const float* read, float* d, int64_t n,
                                 float a, float b, Write write);
@@ -234,6 +235,18 @@ struct Kernels {
                        int block);
   void (*unblock_floats)(const float* from, float* to, int64_t batch, int64_t channels,
                          int64_t plane, int block, Write write);
+  void (*product_gradient_floats)(const float* g, const float* x, const float* y, float* dx,
+                                  Write write_dx, float* dy, Write write_dy, int64_t n);
+  void (*layer_norm_floats)(const LayerNorm&, const float* x, const float* gamma, const float* beta,
+                            float* y, Write write, float* mean, float* deviation);
+  void (*layer_norm_gradient_floats)(const LayerNorm&, const float* g, const float* x,
+                                     const float* gamma, const float* mean, const float* deviation,
+                                     float* dx, Write write_dx, float* dgamma, Write write_dgamma,
+                                     float* dbeta, Write write_dbeta);
+  void (*softmax_floats)(const float* x, float* y, int64_t rows, int64_t width, float temperature,
+                         Write write);
+  void (*softmax_gradient_floats)(const float* g, const float* y, float* dx, int64_t rows,
+                                  int64_t width, float temperature, Write write);
 };
 
 const Kernels* kernels_for_portable();

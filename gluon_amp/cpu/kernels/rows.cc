@@ -1,4 +1,4 @@
-// Layer norm, softmax and sums: rows of halves, computed in float32, each row by one thread.
+// Layer norm, softmax and sums: rows of halves or floats, computed in float32, each row by one thread.
 #include "functions.h"
 #include "vector.h"
 
@@ -40,13 +40,14 @@ template <typename F> inline double row_sum(int64_t width, F f) {
 
 // ---- layer norm ----------------------------------------------------------------
 
-void layer_norm(const LayerNorm& p, const Half* x, const float* gamma, const float* beta, Half* y,
+template <typename G, typename T = typename G::T>
+void layer_norm(const LayerNorm& p, const T* x, const float* gamma, const float* beta, T* y,
                 Write write, float* mean, float* deviation) {
   if (p.width == 0) return;
   const double count = static_cast<double>(p.width);
   each_row(p.rows, p.width, [=](int64_t row) {
-    const Half* from = x + row * p.width;
-    Half* to = y + row * p.width;
+    const T* from = x + row * p.width;
+    T* to = y + row * p.width;
     const bool add = write == kAdd;
     // Sums around the mean of the row's first part: near the whole row's, so that float32 is
     // enough, however far the mean is from 0.
@@ -69,7 +70,7 @@ void layer_norm(const LayerNorm& p, const Half* x, const float* gamma, const flo
     const V shift = splat(middle), inverse = splat(1 / wide);
     each(0, p.width, [=](int64_t i, auto lanes) {
       const V v = (load(from + i, lanes) - shift) * inverse;
-      put<HalfGrid>(to + i, v * load(gamma + i, lanes) + load(beta + i, lanes), add, lanes);
+      put<G>(to + i, v * load(gamma + i, lanes) + load(beta + i, lanes), add, lanes);
     });
   });
 }
@@ -80,8 +81,9 @@ void layer_norm(const LayerNorm& p, const Half* x, const float* gamma, const flo
 //   dgamma = the rows' sum of g * n, dbeta = that of g
 //
 // Each piece of rows has sums of its own, which are added in the pieces' order.
-void layer_norm_gradient(const LayerNorm& p, const Half* g, const Half* x, const float* gamma,
-                         const float* mean, const float* deviation, Half* dx, Write write_dx,
+template <typename G, typename T = typename G::T>
+void layer_norm_gradient(const LayerNorm& p, const T* g, const T* x, const float* gamma,
+                         const float* mean, const float* deviation, T* dx, Write write_dx,
                          float* dgamma, Write write_dgamma, float* dbeta, Write write_dbeta) {
   const int64_t width = p.width;
   const bool sums = write_dgamma != kNothing || write_dbeta != kNothing;
@@ -95,8 +97,8 @@ void layer_norm_gradient(const LayerNorm& p, const Half* g, const Half* x, const
     if (sums) std::memset(of_gamma, 0, 2 * width * sizeof(float));
     const bool add = write_dx == kAdd;
     for (int64_t row = piece * rows; row < least((piece + 1) * rows, p.rows); ++row) {
-      const Half *grow = g + row * width, *xrow = x + row * width;
-      Half* to = dx + row * width;
+      const T *grow = g + row * width, *xrow = x + row * width;
+      T* to = dx + row * width;
       const V shift = splat(mean[row]), inverse = splat(1 / deviation[row]);
       const auto totals = row_sums<2>(width, [=](int64_t i, auto lanes, int turn, Sums<2>* of) {
         const V d = load(grow + i, lanes), n = (load(xrow + i, lanes) - shift) * inverse;
@@ -113,7 +115,7 @@ void layer_norm_gradient(const LayerNorm& p, const Half* g, const Half* x, const
       each(0, width, [=](int64_t i, auto lanes) {
         const V n = (load(xrow + i, lanes) - shift) * inverse;
         const V h = load(grow + i, lanes) * load(gamma + i, lanes);
-        put<HalfGrid>(to + i, (h - h_mean - n * hn_mean) * inverse, add, lanes);
+        put<G>(to + i, (h - h_mean - n * hn_mean) * inverse, add, lanes);
       });
     }
   };
@@ -136,7 +138,8 @@ void layer_norm_gradient(const LayerNorm& p, const Half* g, const Half* x, const
 
 // ---- softmax -------------------------------------------------------------------
 
-void softmax(const Half* x, Half* y, int64_t rows, int64_t width, float temperature,
+template <typename G, typename T = typename G::T>
+void softmax(const T* x, T* y, int64_t rows, int64_t width, float temperature,
              Write write) {
   if (write == kNothing || width == 0) return;
   const bool add = write == kAdd;
@@ -145,8 +148,8 @@ void softmax(const Half* x, Half* y, int64_t rows, int64_t width, float temperat
   each_row(rows, width, [=](int64_t row) {
     constexpr int64_t kKept = 4096;  // exponentials that are kept; of a wider row, made again
     float kept[kKept + W];
-    const Half* from = x + row * width;
-    Half* to = y + row * width;
+    const T* from = x + row * width;
+    T* to = y + row * width;
     V high = splat(-INFINITY);
     each(0, width, [&](int64_t i, auto lanes) {
       high = larger(high, only(sign * load(from + i, lanes), lanes, splat(-INFINITY)));
@@ -164,25 +167,26 @@ void softmax(const Half* x, Half* y, int64_t rows, int64_t width, float temperat
     const V factor = splat(static_cast<float>(1 / sum));
     each(0, width, [&](int64_t i, auto lanes) {
       const V e = width <= kKept ? load(kept + i, Whole()) : exponential(i, lanes);
-      put<HalfGrid>(to + i, e * factor, add, lanes);
+      put<G>(to + i, e * factor, add, lanes);
     });
   });
 }
 
-void softmax_gradient(const Half* g, const Half* y, Half* dx, int64_t rows, int64_t width,
+template <typename G, typename T = typename G::T>
+void softmax_gradient(const T* g, const T* y, T* dx, int64_t rows, int64_t width,
                       float temperature, Write write) {
   if (write == kNothing) return;
   const bool add = write == kAdd;
   const V scale = splat(temperature);
   each_row(rows, width, [=](int64_t row) {
-    const Half *grow = g + row * width, *yrow = y + row * width;
-    Half* to = dx + row * width;
+    const T *grow = g + row * width, *yrow = y + row * width;
+    T* to = dx + row * width;
     const V average = splat(static_cast<float>(row_sum(width, [=](int64_t i, auto lanes) {
       return load(grow + i, lanes) * load(yrow + i, lanes);
     })));
     each(0, width, [=](int64_t i, auto lanes) {
       const V v = (load(grow + i, lanes) - average) * load(yrow + i, lanes) / scale;
-      put<HalfGrid>(to + i, v, add, lanes);
+      put<G>(to + i, v, add, lanes);
     });
   });
 }
@@ -206,10 +210,14 @@ void add_products(const Half* g, const Half* x, float* sums, int64_t n) {
 }  // namespace
 
 void add_rows(Kernels* table) noexcept {
-  table->layer_norm = layer_norm;
-  table->layer_norm_gradient = layer_norm_gradient;
-  table->softmax = softmax;
-  table->softmax_gradient = softmax_gradient;
+  table->layer_norm = layer_norm<HalfGrid>;
+  table->layer_norm_gradient = layer_norm_gradient<HalfGrid>;
+  table->softmax = softmax<HalfGrid>;
+  table->softmax_gradient = softmax_gradient<HalfGrid>;
+  table->layer_norm_floats = layer_norm<NoGrid>;
+  table->layer_norm_gradient_floats = layer_norm_gradient<NoGrid>;
+  table->softmax_floats = softmax<NoGrid>;
+  table->softmax_gradient_floats = softmax_gradient<NoGrid>;
   table->dot = dot;
   table->add_products = add_products;
 }
