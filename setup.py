@@ -122,6 +122,7 @@ class BuildEngine(build_ext):
         # One name goes out, and our own names are bound to our own code: other libraries over
         # MXNet share the process and many of its templates.
         exports = Path(self.build_temp, "exports")
+        exports.parent.mkdir(parents=True, exist_ok=True)  # where nothing was compiled
         exports.write_text("{ global: gluon_amp_engine; local: *; };\n")
         self.compiler.link_shared_object(
             objects, self.get_ext_fullpath(ext.name), target_lang="c++",

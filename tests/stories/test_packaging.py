@@ -239,6 +239,8 @@ done""")
 
     assert compiled() == ["one.cc", *["three.cc"] * 3, "two.cc"]  # for three instruction sets
     assert len(list((tmp_path / "objects").iterdir())) == 5
+    shutil.rmtree(tmp_path / "build")
+    assert compiled() == []
     (cpu / "two.cc").write_text("// changed")
     assert compiled() == ["two.cc"]
     (cpu / "header.h").write_text("// changed")

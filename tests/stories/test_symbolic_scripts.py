@@ -271,10 +271,10 @@ def test_efficientnet_fine_tunes_on_photos_in_float16():
               "--pretrained-model", str(SHARED / "models" / "efficientnet_lite0"),
               "--image-shape", "3,112,112", "--rgb-mean", "127,127,127", "--rgb-std", "128,128,128",
               "--random-crop", "1", "--random-mirror", "1", "--bn-momentum", "0.8",
-              "--num-epochs", "2", "--lr-step-epochs", "1",
+              "--num-epochs", "1", "--lr-step-epochs", "",
               "--data-train", str(data / "caltech10_128_train.rec"),
               "--data-val", str(data / "caltech10_128_test.rec"))
-    assert float(re.findall(r"Validation-accuracy=(\d\.\d+)", log)[-1]) > 0.9
+    assert float(re.findall(r"Validation-accuracy=(\d\.\d+)", log)[-1]) > 0.85  # of ten classes
 
 
 def test_flags_of_mxnets_example_do_what_they_do_there(images, tmp_path):
