@@ -115,6 +115,22 @@ def test_what_follows_an_infinity_behind_a_norm_is_not_blamed():
         "net__mulscalar0"]
 
 
+def test_numbers_that_grow_from_layer_to_layer_are_kept_all_the_way():
+    def forward(F, x, inner, out):
+        x = inner(x)
+        for _ in range(22):
+            x = x * 4
+        return out(x * 2.0 ** -44)
+    net = converted(forward, *layers(8, 4))
+    view = amp.xray(net, batches(8), LOSS)
+    assert view.findings[0].reason == "range above, by a constant"
+    assert not any("does not suit" in note for note in view.notes)
+    amp.convert(net, keep=view.keep)
+    again = amp.xray(net, batches(8), LOSS)
+    assert not again.findings
+    np.testing.assert_allclose(again.losses, again.reference_losses, rtol=0.01)
+
+
 def test_where_the_trainer_gives_up_there_is_advice_all_the_same():
     def forward(F, x, dense, out):
         h = dense(x) * 2.0 ** 12

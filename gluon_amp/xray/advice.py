@@ -102,6 +102,10 @@ def findings(layout: Layout, tensors: List[Tensor], scale: float) -> List[Findin
     for tensor in forward:
         if tensor.key in broken or tensor.snr == -math.inf:
             made += _above(layout, seen, counts, tensor)
+    if made:  # where numbers grow from layer to layer, all from one on are to be kept
+        behind = [t.key for t in forward if t.beyond and t.key in broken]
+        nodes = [name for key in behind for name in layout.kept_for(key)]
+        made[0].keep = list(dict.fromkeys(made[0].keep + nodes))
     for tensor in forward:
         made += _below(layout, seen, tensor)
     for tensor in forward:
@@ -289,9 +293,10 @@ def _gradients(layout: Layout, seen: Dict[Key, Tensor], scale: float) -> List[Fi
         made.append(_finding(layout, jump, "gradients change their size",
                              f"no loss scale fits the gradients on both sides of {jump.name}",
                              jump.key.node))
-    if len(at_low) < len(at_high):
+    if not at_high or len(at_low) < len(at_high):
+        why = f"which {found.low_tensor} needs" if at_high else "the smallest of all"
         return made + [_finding(layout, t, "range above", f"{t.name} overflows at the loss scale "
-                                f"{found.low:g}, which {found.low_tensor} needs") for t in at_low]
+                                f"{found.low:g}, {why}") for t in at_low]
     return made + [_finding(layout, t, "range below", f"{t.name} needs a loss scale of "
                             f"{_lowest(t, t.counts, _MOST_LOST) * scale:g}, and "
                             f"{found.high_tensor} overflows above {found.high:g}")

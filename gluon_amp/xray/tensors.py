@@ -13,6 +13,7 @@ from typing import (
     Tuple,
 )
 
+from .._mxnet import np
 from ..formats import FLOAT32, FORMATS, Format
 from ..graph.build import LEFT_ALONE
 from ..graph.graph import CASTS, Entry, Graph, Node, bindings, state_variables
@@ -37,6 +38,7 @@ class Tensor:
         gradients: of an output, the tensors that its gradient is the sum of.
         counts: what was counted, over all steps.
         snr: against the float32 step, in dB, the worst of the steps; None without a reference.
+        beyond: whether the float32 step has numbers in it that its format does not hold.
         worths: by how much of the loss its own rounding moves it, of each step; see worth.py.
     """
     key: Key
@@ -49,6 +51,7 @@ class Tensor:
     gradients: List[Key] = field(repr=False, default_factory=list)
     counts: Optional[Counts] = field(repr=False, default=None)
     snr: Optional[float] = None
+    beyond: bool = False
     worths: List[float] = field(repr=False, default_factory=list)
     variables: List[str] = field(repr=False, default_factory=list)
 
@@ -256,6 +259,7 @@ def fill(tensors: List[Tensor], counts: Mapping[Key, Counts],
         tensor.counts = added if tensor.counts is None else tensor.counts + added
         right = (reference or {}).get(tensor.key)
         if right is not None and right.sample is not None and not begins:
+            tensor.beyond |= bool((np.abs(right.sample) > tensor.format.largest).any())
             now = snr(right.sample, found.sample)
             if now == now:  # not NaN
                 tensor.snr = now if tensor.snr is None else min(tensor.snr, now)
