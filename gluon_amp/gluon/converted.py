@@ -215,7 +215,7 @@ class ConvertedHybridBlock(ConvertedBlock):
 
     def free_ops(self) -> None:
         """Lets go of what runs the graphs, with its memory; the next call makes it anew."""
-        vars(self)["_cached_op"] = None
+        self._cached_op = None
         for trace in self._amp.traces.values():
             trace.ops.clear()
 

@@ -195,7 +195,7 @@ def standing_in(net: Any, make: Callable[..., Any]) -> Iterator[None]:
     finally:
         for block, args in zip(blocks, before):
             block._amp.stand_in = None
-            vars(block).update(_cached_op=None, _cached_op_args=args)
+            block._cached_op, block._cached_op_args = None, args
 
 
 def _which(block: Any, key: Any) -> Tuple[Any, Any, str]:
