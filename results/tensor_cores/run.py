@@ -152,7 +152,7 @@ def _lengths(net, shape):
 
 # ---- tables
 
-MARGIN = 1.0  # points of accuracy
+MARGIN = 0.5  # points of accuracy
 
 
 def print_tables():
@@ -162,16 +162,18 @@ def print_tables():
         seeds = [seed for seed in range(STUDIES[study][4])
                  if all((sums, seed) in runs for sums in SUMS)]
         if len(seeds) > 1:
-            print(f"\n{study}: seeds {', '.join(map(str, seeds))}\n")
-            print("| sums | test accuracy of each seed | mean | minus float32 sums | |\n"
-                  "| --- | --- | --- | --- | --- |")
+            print(f"\n{study}: {len(seeds)} seeds\n")
+            print("| sums | test accuracy: mean ± deviation | minus float32 sums (95 %) | |\n"
+                  "| --- | --- | --- | --- |")
             float32 = [runs["float32", seed] for seed in seeds]
             for sums in SUMS:
                 mine = [runs[sums, seed] for seed in seeds]
-                cells = [sums, ", ".join(f"{a:.2f}" for a in mine), f"{np.mean(mine):.2f}", "", ""]
+                cells = [sums, f"{np.mean(mine):.2f} ± {np.std(mine, ddof=1):.2f}", "", ""]
                 if sums != "float32":
                     found = paired(mine, float32)
-                    cells[3:] = f"{found.mean:+.2f}", conclusion(found, MARGIN)
+                    low, high = found.interval()
+                    cells[2:] = (f"{found.mean:+.2f} ({low:+.2f} to {high:+.2f})",
+                                 conclusion(found, MARGIN))
                 print(f"| {' | '.join(cells)} |")
         rows = [row for row in shared.lines(GRADIENTS) if row["study"] == study]
         lengths = sorted({row["length"] for row in rows}, reverse=True)
