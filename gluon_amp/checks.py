@@ -33,13 +33,16 @@ def counted(number: int, what: str) -> str:
     return f"{number} {what}{'' if number == 1 else 's'}"
 
 
+def listed(names: Sequence[str], most: int = 5) -> str:
+    """Such as "a, b and 3 more"."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
 def in_names(names: Iterable[str], most: int = 5) -> str:
     """The end of a sentence: " in a, b and 3 more", or nothing where there are no names."""
     names = list(names)
-    if not names:
-        return ""
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return f" in {', '.join(names[:most])}{more}"
+    return f" in {listed(names, most)}" if names else ""
 
 
 def nearest(name: str, names: Sequence[str], most: int = 5) -> List[str]:

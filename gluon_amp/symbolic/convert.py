@@ -5,6 +5,7 @@ from typing import Any, Dict, Iterable, Set, Tuple, Union
 from mxnet.operator import get_operator_arguments
 
 from .._mxnet import mx
+from ..checks import listed
 from ..cpu.arrays import dtype_name
 from ..graph.casts import float32_variables, insert_casts
 from ..graph.graph import TYPE_FLAG, TYPE_NAME, Graph
@@ -83,8 +84,7 @@ def check_parameters(sym: "mx.sym.Symbol", arg_params: Dict[str, Any],
         close = difflib.get_close_matches(name, extra, n=1)
         said.append(f"missing {name}" + (f" (misnamed {close[0]}?)" if close else ""))
     said += [f"unknown {name}" for name in extra]
-    raise ValueError(f"the checkpoint does not fit the symbol: {', '.join(said[:10])}"
-                     + (f" and {len(said) - 10} more" if len(said) > 10 else ""))
+    raise ValueError(f"the checkpoint does not fit the symbol: {listed(said, most=10)}")
 
 
 def declared_types(graph: Graph) -> Dict[str, str]:

@@ -16,7 +16,7 @@ from ctypes import byref
 from typing import Any, Dict, Iterable, Iterator, List, NamedTuple, Optional, Tuple
 
 from .._mxnet import installed_builds, message, mx, np
-from ..checks import in_names
+from ..checks import counted, in_names
 from ..cpu import library
 from ..gluon.convert import convert
 from ..policy import POLICIES
@@ -283,13 +283,13 @@ def _network(costs: Optional[Dict[str, Any]]) -> Iterator[str]:
     work = costs["multiply_adds"]
     amount = f"{work / 1e9:.1f} billion" if work >= 1e9 else f"{work / 1e6:.3g} million"
     yield ""
-    yield f"{costs['model']}, batches of {'x'.join(map(str, costs['batch']))}: {costs['layers']} " \
-          f"{'layer' if costs['layers'] == 1 else 'layers'}, {amount} multiply-adds forward."
+    yield f"{costs['model']}, batches of {'x'.join(map(str, costs['batch']))}: " \
+          f"{counted(costs['layers'], 'layer')}, {amount} multiply-adds forward."
     if not costs["layers"]:
         yield "No convolution and no fully connected layer; others, such as RNN, are not counted."
     elif off:
         yield "No multiple of 8, so off Tensor Cores or slower on them: " \
-              f"{len(off)} {'layers' if len(off) > 1 else 'layer'}, {costs['share_off']:.1%} of " \
+              f"{counted(len(off), 'layer')}, {costs['share_off']:.1%} of " \
               "the work."
         yield from _aligned([("  layer", "channels", "rows", "share"), *(
             (f"  {layer['name']}", "{} from {}".format(*layer["sizes"]),

@@ -15,6 +15,7 @@ import socket
 import time
 from typing import Dict, Sequence
 
+from ..checks import listed
 from .watch import RankEndedError, seconds_of
 
 ADDRESS = "GLUON_AMP_LAUNCHER"  # in the environment of the workers
@@ -137,7 +138,6 @@ def answer_horovod() -> None:
 
 def _have_not_come(names: Sequence[str], seconds: float) -> str:
     """The sentence about workers that have not come."""
-    listed = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
     has, it = ("have", "they") if len(names) > 1 else ("has", "it")
-    return f"{listed} {has} not come within {seconds:g} seconds (GLUON_AMP_START_TIMEOUT): look " \
-        f"at what {it} printed last"
+    return f"{listed(names)} {has} not come within {seconds:g} seconds " \
+           f"(GLUON_AMP_START_TIMEOUT): look at what {it} printed last"
