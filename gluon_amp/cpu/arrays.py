@@ -28,9 +28,12 @@ def to_float16(array: "mx.nd.NDArray") -> "mx.nd.NDArray":
     return array.astype("float16", copy=False)
 
 
-def widen(array: "mx.nd.NDArray", into: "mx.nd.NDArray") -> None:
-    """Copies a float16 array into a float32 array, both on a CPU."""
-    library.call("_gluon_amp_widen", [array], out=into)
+def copy_into(held: "mx.nd.NDArray", array: "mx.nd.NDArray") -> None:
+    """Copies an array into one that is there, in the type that this has."""
+    if array.dtype is np.float16 and held.dtype is np.float32 and _on_cpu(array):
+        library.call("_gluon_amp_widen", [array], out=held)
+    else:
+        array.astype(held.dtype, copy=False).copyto(held)
 
 
 def narrow(master: "mx.nd.NDArray", weight: "mx.nd.NDArray") -> None:

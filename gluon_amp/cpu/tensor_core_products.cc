@@ -37,11 +37,7 @@ float* Products::result(size_t i) {
 }
 
 void Products::finish() {
-  for (auto& one : made_) {
-    const TBlob& to = call_.out[one.first];
-    show(one.second, size(to), 0, to.dptr_, nullptr, true);
-    kernels->narrow(one.second, halves(to), size(to), call_.write(one.first));
-  }
+  for (auto& one : made_) narrow(one.second, call_.out[one.first], call_.write(one.first));
 }
 
 namespace {

@@ -21,7 +21,7 @@ from typing import (
 )
 
 from .._mxnet import message, mx, np
-from ..cpu.arrays import dtype_name, to_float32, widen
+from ..cpu.arrays import copy_into, dtype_name, to_float32
 from ..cpu.finite import all_finite
 from ..cpu.library import random_numbers_kept
 from ..gluon.converted import ConvertedBlock, ConvertedHybridBlock
@@ -275,11 +275,7 @@ class Trial:
         """Takes over the values that the network's parameters have now, or those given."""
         self.values = values
         for name, held in self.arrays.items():
-            value, to = self._given(name).as_nd_ndarray(), held.as_nd_ndarray()
-            if value.dtype is np.float16 and to.dtype is np.float32:
-                widen(value, to)
-            else:
-                value.astype(to.dtype, copy=False).copyto(to)
+            copy_into(held.as_nd_ndarray(), self._given(name).as_nd_ndarray())
 
     def _given(self, name: str) -> Any:
         return self.parameters[name].data() if self.values is None else self.values[name]
