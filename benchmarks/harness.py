@@ -12,6 +12,7 @@ import re
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
@@ -148,10 +149,16 @@ def child(*args, **variables):
 
 
 def memory_ratio(name, policy, kind, runs=1, **variables):
-    """The memory of a policy over float32's, medians over so many processes."""
-    needed = [median(child("memory", name, p, kind, **variables) for _ in range(runs))
-              for p in (policy, "float32")]
-    return needed[0] / needed[1]
+    """The memory of a policy over float32's, medians over so many processes, which run side by
+    side: what a process needs does not depend on its speed."""
+    variables.setdefault("OMP_WAIT_POLICY", "passive")
+
+    def needed(policy):
+        return median(child("memory", name, policy, kind, **variables) for _ in range(runs))
+
+    with ThreadPoolExecutor(2) as pool:
+        low, float32 = pool.map(needed, (policy, "float32"))
+    return low / float32
 
 
 class Table:
