@@ -5,6 +5,7 @@ processes the import of MXNet alone differs by more. The conversions are made in
 counts is the median of the differences.
 """
 import argparse
+import gc
 import os
 import subprocess
 import sys
@@ -44,6 +45,7 @@ def first_forward(policy):
     net.initialize()
     data = nd.zeros((1, 3, 64, 64))
     net.hybridize()
+    gc.collect()  # the networks before this one, which would else be freed while it is timed
 
     def forward():
         if policy != "float32":
