@@ -1,6 +1,7 @@
 // The gradient of what an Embedding or a take looks up: few rows get something, of very many.
 #include <algorithm>
 #include <numeric>
+#include <tuple>
 
 #include "own.h"
 
@@ -34,7 +35,8 @@ bool add_rows(const Call& call, size_t of_weight) {  // gradient, data
   if (row.empty()) return false;
   std::vector<int64_t> order(row.size()), first;
   std::iota(order.begin(), order.end(), 0);
-  std::stable_sort(order.begin(), order.end(), [&](auto a, auto b) { return row[a] < row[b]; });
+  std::sort(order.begin(), order.end(),
+            [&](auto a, auto b) { return std::tie(row[a], a) < std::tie(row[b], b); });
   for (size_t i = 0; i < order.size(); ++i)
     if (i == 0 || row[order[i]] != row[order[i - 1]]) first.push_back(i);
   first.push_back(order.size());
