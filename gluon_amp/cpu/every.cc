@@ -265,10 +265,10 @@ void run(const Call& call, bool onednn, const std::vector<uint32_t>& mutated,
     if (direct[i]) {
       out.emplace_back(to, 0);
       if ((of.leaves_outputs || empty) && call.write(i) == kStore && is_float(to))
-        std::memset(to.dptr_, 0, size(to) * sizeof(float));
+        std::fill_n(floats(to), size(to), 0.0f);
     } else {
       out.push_back(lease.array(to.shape_));
-      if (of.leaves_outputs || empty) std::memset(out[i].data().dptr_, 0, size(to) * sizeof(float));
+      if (of.leaves_outputs || empty) std::fill_n(floats(out[i].data()), size(to), 0.0f);
       if (req[i] != mxnet::kNullOp) req[i] = mxnet::kWriteTo;
     }
     if (req[i] == mxnet::kWriteInplace) req[i] = mxnet::kWriteTo;
