@@ -35,21 +35,25 @@ inline V larger_one(V first, V second) { return larger(second, first); }
 
 // One image of one channel. Each of its rows is widened into as many rows as the stride, whose
 // numbers are so far apart, with room for what pads. So the windows' numbers from one row are
-// neighbours, and so are those results. These are kept for as many rows as a window has.
+// neighbours, and so are those results, which are kept as long as windows reach them. Some rows are
+// widened before one is read: a processor that has just written numbers waits before it reads some
+// of them beside others.
 struct Image {
+  static constexpr int64_t kRows = 8;
   const MaxPool& p;
-  const int64_t wide, length;  // of rows of results, and of numbers, in whole vectors
+  const int64_t wide, length, kept;  // of rows of results, and of numbers; how many results are kept
   Scratch<float> memory;
   float *const rows, *const results;
 
   explicit Image(const MaxPool& pool)
       : p(pool), wide(parts_of(p.out_width, W) * W),
         length(wide + p.width + p.pad_width + p.kernel_width + 2 * W),
-        memory(2 * length + p.kernel_height * wide), rows(memory.data), results(rows + 2 * length) {
-    for (int64_t i = 0; i < 2 * length; ++i) rows[i] = kLowest;
+        kept(p.kernel_height + kRows), memory(2 * kRows * length + kept * wide),
+        rows(memory.data), results(rows + 2 * kRows * length) {
+    for (int64_t i = 0; i < 2 * kRows * length; ++i) rows[i] = kLowest;
   }
 
-  void widen(const Half* from) const {
+  void widen(const Half* from, float* to) const {
     const V lowest = splat(kLowest);
     auto numbers = [=](int64_t i) {
       const int64_t n = p.width - i;
@@ -57,11 +61,11 @@ struct Image {
       return n > 0 ? only(load(from + i, Part(n)), Part(n), lowest) : lowest;
     };
     if (p.stride_width == 1) {
-      for (int64_t i = 0; i < p.width; i += W) store(rows + p.pad_width + i, numbers(i), Whole());
+      for (int64_t i = 0; i < p.width; i += W) store(to + p.pad_width + i, numbers(i), Whole());
       return;
     }
-    float* const even = rows + p.pad_width % 2 * length + p.pad_width / 2;
-    float* const odd = rows + (p.pad_width + 1) % 2 * length + (p.pad_width + 1) / 2;
+    float* const even = to + p.pad_width % 2 * length + p.pad_width / 2;
+    float* const odd = to + (p.pad_width + 1) % 2 * length + (p.pad_width + 1) / 2;
     for (int64_t i = 0; i < p.width; i += 2 * W) {
       V a, b;
       divide(numbers(i), numbers(i + W), &a, &b);
@@ -70,36 +74,43 @@ struct Image {
     }
   }
 
-  void pool_row(float* to) const {
+  void pool_row(const float* from, float* to) const {
     for (int64_t i = 0; i < wide; i += W) {
       V found = splat(kLowest);
       for (int64_t k = 0; k < p.kernel_width; ++k) {
         const int64_t at = p.stride_width == 1 ? k : (k & 1) * length + (k >> 1);
-        found = larger_one(found, load(rows + at + i, Whole()));
+        found = larger_one(found, load(from + at + i, Whole()));
       }
       store(to + i, found, Whole());
     }
   }
 
   template <typename A> void pool(const Half* x, Half* y, A add) const {
-    int64_t done = 0;  // rows of x
-    for (int64_t row = 0; row < p.out_height; ++row) {
-      const int64_t top = row * p.stride_height - p.pad_height, begin = most(top, 0);
-      const int64_t end = least(top + p.kernel_height, p.height);
-      for (done = most(done, begin); done < end; ++done) {
-        widen(x + done * p.width);
-        pool_row(results + done % p.kernel_height * wide);
+    int64_t row = 0;  // of y
+    for (int64_t first = 0; first < p.height; first += kRows) {
+      const int64_t done = least(first + kRows, p.height);
+      for (int64_t k = first; k < done; ++k)
+        widen(x + k * p.width, rows + (k - first) * 2 * length);
+      for (int64_t k = first; k < done; ++k)
+        pool_row(rows + (k - first) * 2 * length, results + k % kept * wide);
+      for (; row < p.out_height; ++row) {
+        const int64_t top = row * p.stride_height - p.pad_height;
+        const int64_t end = least(top + p.kernel_height, p.height);
+        if (end > done) break;
+        put_row(most(top, 0), end, y + row * p.out_width, add);
       }
-      const int64_t oldest = begin % p.kernel_height;
-      each(0, p.out_width, [&](int64_t i, auto lanes) {
-        V found = splat(kLowest);
-        for (int64_t k = begin, at = oldest; k < end; ++k) {
-          found = larger_one(found, load(results + at * wide + i, lanes));
-          if (++at == p.kernel_height) at = 0;
-        }
-        put<HalfGrid>(y + row * p.out_width + i, found, add, lanes);
-      });
     }
+  }
+
+  template <typename A> void put_row(int64_t begin, int64_t end, Half* to, A add) const {
+    each(0, p.out_width, [&](int64_t i, auto lanes) {
+      V found = splat(kLowest);
+      for (int64_t k = begin, at = begin % kept; k < end; ++k) {
+        found = larger_one(found, load(results + at * wide + i, lanes));
+        if (++at == kept) at = 0;
+      }
+      put<HalfGrid>(to + i, found, add, lanes);
+    });
   }
 };
 
