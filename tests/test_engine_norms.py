@@ -365,6 +365,19 @@ def test_a_layer_of_own_code_is_the_generic_one(name, bias, rng):
         assert_half(added[1][key], np.float32(1) + gradient.astype(np.float32))
 
 
+@pytest.mark.parametrize("shape", [(513, 64), (7, 73, 64)])
+def test_a_dense_layer_that_predicts_in_two_pieces_is_the_generic_one(shape, rng):
+    symbol = sym.FullyConnected(*map(sym.var, "xyz"), num_hidden=256, flatten=False)
+    arrays = {"x": halves(rng, *shape), "y": halves(rng, 256, 64, scale=0.2), "z": halves(rng, 256)}
+    (own,), _ = run(symbol, arrays, training=False)
+    library.table().use_generic_code(1)
+    try:
+        (generic,), _ = run(symbol, arrays, training=False)
+    finally:
+        library.table().use_generic_code(0)
+    assert_alike(own, generic)
+
+
 def assert_alike(ours, theirs):
     """Float32 sums in another order: a step, or next to nothing beside the largest."""
     assert ours.dtype == theirs.dtype == np.float16

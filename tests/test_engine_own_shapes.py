@@ -122,6 +122,26 @@ def test_the_gradient_of_a_take_is_the_generic_operators(settings, request_, rng
         compare(own, outcome(symbol, arrays, heads, request_), 0, 0)
 
 
+MAXIMA = [{"kernel": (3, 3), "stride": (2, 2), "pad": (1, 1)}, {"kernel": (2, 2), "stride": (2, 2)},
+          {"kernel": (3, 3), "pad": (1, 1)}, {"kernel": (5, 4), "stride": (2, 2), "pad": (2, 3)},
+          {"kernel": (2, 3), "stride": (3, 1), "pad": (0, 1)}, {"kernel": (3, 1), "stride": (1, 2)},
+          {"kernel": (3, 3), "stride": (2, 2), "pooling_convention": "full"},
+          {"kernel": (4, 4), "stride": (3, 3), "pad": (1, 1), "pooling_convention": "full"}]
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 7, 9), (2, 16, 33, 34), (1, 17, 20, 65)], ids=str)
+@pytest.mark.parametrize("settings", MAXIMA, ids=str)
+def test_predicted_maxima_have_the_generic_operators_bits(settings, shape, rng):
+    """Many are equal, of 0 and -0 the first counts, and NaN does not."""
+    x = rng.choice(np.float16([-0.0, 0, 1, -1, np.inf, -np.inf, np.nan, 65504]), shape)
+    x[:, ::2] = halves(rng, *x[:, ::2].shape)
+    symbol = sym.Pooling(X, pool_type="max", **settings)
+    (own,), _, _ = outcome(symbol, {"x": x}, training=False)
+    with generic_code():
+        (generic,), _, _ = outcome(symbol, {"x": x}, training=False)
+    assert np.array_equal(own.view(np.int16), generic.view(np.int16))
+
+
 def test_every_row_of_own_code_is_tested():
     rows = library.own_code()
     assert len(rows) > 50

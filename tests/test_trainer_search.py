@@ -3,6 +3,7 @@ import gluon_amp as amp
 import numpy as np
 import pytest
 from gluon_amp._mxnet import mx
+from gluon_amp.cpu import library
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn, rnn
 from trainers import LOSS, One, dynamic, learn, ones, recorded, same, settled, values
@@ -177,7 +178,10 @@ def test_whether_it_is_settled_is_saved(tmp_path):
         assert loaded.settled is scale.settled
 
 
-def test_the_graph_is_free_afterwards_unless_it_is_retained():
+@pytest.mark.parametrize("engine", [True, False])
+def test_the_graph_is_free_afterwards_unless_it_is_retained(engine, monkeypatch):
+    if not engine:
+        monkeypatch.setattr(library, "_table", None)
     net = One()
     trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 1})
     for x in (0.5, 30):
@@ -192,6 +196,22 @@ def test_the_graph_is_free_afterwards_unless_it_is_retained():
         trainer.backward(loss)
         assert all(map(np.array_equal, gradients, [net.a.grad().asnumpy(), net.b.grad().asnumpy()]))
         assert trainer.step(1)
+
+
+def test_what_a_graph_held_is_free_though_its_outputs_are_kept():
+    """So that the next forward pass finds a static network's memory."""
+    net = nn.Dense(4, in_units=3)
+    net.initialize()
+    trainer = amp.Trainer(net.collect_params(), "sgd")
+    for _ in range(2):
+        with autograd.record():
+            outputs = net(nd.ones((2, 3)))
+            loss = outputs.square().sum()
+        trainer.backward(loss)
+        for one in (outputs, loss):
+            with pytest.raises(mx.MXNetError, match="not in a computational graph"):
+                one.backward()
+        assert trainer.step(2)
 
 
 def test_moving_averages_of_a_plain_float32_network_move_once():

@@ -7,6 +7,7 @@ namespace gluon_amp {
 namespace {
 
 constexpr int64_t kPiece = int64_t(1) << 20;  // floats of data that a piece may have: 4 MB
+constexpr int64_t kHalf = int64_t(1) << 16;  // of half of a prediction's, if that is to be a piece
 
 NDArray widened_rows(const NDArray& holder, const TBlob& piece) {
   NDArray made = holder.AsArray(piece.shape_, mshadow::kFloat32);
@@ -23,6 +24,11 @@ bool run_dense(const Call& call, bool backward) {
   // oneDNN may rearrange the weight for each piece: a piece has more data than there are weights
   int64_t some = std::max(kPiece / ((backward ? 2 : 1) * per_x + per_y),
                           2 * size(weight) / (per_x + per_y));
+  // predictions keep nothing, so that their memory is mostly scratch
+  const int64_t half = (rows + 1) / 2;
+  if (some >= rows && !call.context.is_train &&
+      half * (per_x + per_y) >= std::max(kHalf, 4 * size(weight)))
+    some = half;
   if (some >= rows) return false;
   const int64_t pieces = (rows + some - 1) / some;
   some = (rows + pieces - 1) / pieces;

@@ -5,9 +5,11 @@
 // that a test can hand it wrong ones.
 #include <cstdio>
 #include <cstring>
+#include <set>
 
 #include "watch.h"
 
+#include <mxnet/imperative.h>
 #include <mxnet/resource.h>
 
 namespace gluon_amp {
@@ -119,19 +121,25 @@ int on_one_cpu(const NDArray* const* arrays, int64_t count, int type) {
 struct Versions {
   std::vector<mxnet::Engine::VarHandle> arrays;
   NDArray into;
+  bool since;
 };
 
 void write_versions(void*, void* request) {
   auto* asked = static_cast<Versions*>(request);
   auto* to = static_cast<int64_t*>(asked->into.data().dptr_);
-  for (auto* array : asked->arrays) *to++ = static_cast<int64_t>(array->version());
+  for (auto* array : asked->arrays) {
+    const auto now = static_cast<int64_t>(array->version());
+    *to = asked->since ? now - *to : now;
+    ++to;
+  }
 }
 
 void forget_versions(void* request) { delete static_cast<Versions*>(request); }
 
-// `arrays` are NDArrays, each once; `into` is one of as many int64 numbers on the CPU.
-int versions(int count, void** arrays, void* into) {
-  auto* request = new Versions{{}, *static_cast<NDArray*>(into)};
+// `arrays` are NDArrays, each once; `into` is one of as many int64 numbers on the CPU. `since`: counts
+// from the numbers on that are there.
+int versions(int count, void** arrays, void* into, int since) {
+  auto* request = new Versions{{}, *static_cast<NDArray*>(into), since != 0};
   for (int i = 0; i < count; ++i)
     request->arrays.push_back(static_cast<NDArray*>(arrays[i])->var());
   const mxnet::Context cpu = mxnet::Context::CPU();
@@ -147,6 +155,26 @@ void marks(void** weights, int64_t count, int take_off, unsigned char* marked) {
     MXNDArrayGetGradState(weights[i], &one);
     marked[i] = one != 0;
     if (one && take_off) MXNDArraySetGradState(weights[i], 0);
+  }
+}
+
+// Frees the graphs that autograd has recorded up to these arrays, as a backward pass of MXNet's does
+// that retains none.
+void free_graphs(void** arrays, int64_t count) {
+  std::vector<nnvm::ObjectPtr> nodes;
+  std::set<const nnvm::Node*> seen{nullptr};
+  auto add = [&](const nnvm::NodeEntry& entry) {
+    if (seen.insert(entry.node.get()).second) nodes.push_back(entry.node);
+  };
+  for (int64_t i = 0; i < count; ++i) add(static_cast<NDArray*>(arrays[i])->entry_);
+  for (size_t i = 0; i < nodes.size(); ++i)
+    for (const auto& entry : inputs_of(nodes[i].get())) add(entry);
+  for (const auto& node : nodes) {
+    dmlc::any& info = info_of(node.get());
+    const bool variable =
+        !info.empty() && dmlc::get<mxnet::Imperative::AGInfo>(info).grad_req != mxnet::kNullOp;
+    if (!variable) info.clear();
+    inputs_of(node.get()).clear();
   }
 }
 
@@ -201,8 +229,9 @@ struct Table {
   void (*use_generic_code)(int);
   const char* (*own_code)();
   int (*on_one_cpu)(const NDArray* const*, int64_t, int);
-  int (*versions)(int, void**, void*);
+  int (*versions)(int, void**, void*, int);
   void (*marks)(void**, int64_t, int, unsigned char*);
+  void (*free_graphs)(void**, int64_t);
   int64_t (*watched)();
   const WatchedRow* (*watched_rows)();
   void (*count)(const float*, int64_t, int, Counts*);
@@ -220,7 +249,7 @@ extern "C" __attribute__((visibility("default"))) const void* gluon_amp_engine()
   using namespace gluon_amp;
   static const Table table = {sizeof(Table), start, reason, probe, inputs_fit, map_fits,
                               description_fits, attributes, use_generic_code, own_names, on_one_cpu,
-                              versions, marks, watched, watched_rows, count,
+                              versions, marks, free_graphs, watched, watched_rows, count,
                               count_updates,
                               random_state, scales_of, set_scales, forget_scales};
   return &table;

@@ -87,8 +87,9 @@ class _Table(ctypes.Structure):
         ("use_generic_code", ctypes.CFUNCTYPE(None, c_int)),
         ("own_code", ctypes.CFUNCTYPE(c_char_p)),
         ("on_one_cpu", ctypes.CFUNCTYPE(c_int, POINTER(c_void_p), c_int64, c_int)),
-        ("versions", ctypes.CFUNCTYPE(c_int, c_int, POINTER(c_void_p), c_void_p)),
+        ("versions", ctypes.CFUNCTYPE(c_int, c_int, POINTER(c_void_p), c_void_p, c_int)),
         ("marks", ctypes.CFUNCTYPE(None, POINTER(c_void_p), c_int64, c_int, c_char_p)),
+        ("free_graphs", ctypes.CFUNCTYPE(None, POINTER(c_void_p), c_int64)),
         ("watched", ctypes.CFUNCTYPE(c_int64)),
         ("watched_rows", ctypes.CFUNCTYPE(c_void_p)),
         ("count", ctypes.CFUNCTYPE(None, c_void_p, c_int64, c_int, POINTER(Counts))),
@@ -224,13 +225,19 @@ def started() -> bool:
     return _table is not None
 
 
-def versions(arrays: Sequence["mx.nd.NDArray"]) -> Optional["mx.nd.NDArray"]:
+def versions(arrays: Sequence["mx.nd.NDArray"],
+             since: Optional["mx.nd.NDArray"] = None) -> Optional["mx.nd.NDArray"]:
     """How often each of these arrays, of any device, has been written by all that was asked for
-    before this call; None where the engine does not run. It does not wait: who reads it does."""
+    before this call; None where the engine does not run. It does not wait: who reads it does.
+
+    Args:
+        since: what an earlier call gave: it is written to, and then counts from that call on.
+    """
     if _table is None:
         return None
-    into = mx.nd.empty(len(arrays), dtype="int64")
-    mx.base.check_call(_table.versions(len(arrays), _handles(arrays), into.handle))
+    into = mx.nd.empty(len(arrays), dtype="int64") if since is None else since
+    mx.base.check_call(_table.versions(len(arrays), _handles(arrays), into.handle,
+                                       since is not None))
     return into
 
 
@@ -245,6 +252,15 @@ def marks(weights: Sequence["mx.nd.NDArray"], take_off: bool = False) -> Sequenc
     into = ctypes.create_string_buffer(len(weights))
     _table.marks(_handles(weights), len(weights), take_off, into)
     return into.raw
+
+
+def free_graphs(arrays: Sequence["mx.nd.NDArray"]) -> bool:
+    """Frees the graphs that autograd has recorded up to these arrays, as a backward pass does that
+    retains none. False where the engine does not run."""
+    if _table is None:
+        return False
+    _table.free_graphs(_handles(arrays), len(arrays))
+    return True
 
 
 def _handles(arrays: Sequence["mx.nd.NDArray"]) -> Any:

@@ -27,11 +27,11 @@
 #include <vector>
 
 #include <dmlc/parameter.h>
-#define private public  // Op::index_, Op::GetAttrMap, Op::UpdateAttrMap, OpMap::data_
+#define private public  // Op::index_, Op::GetAttrMap, Op::UpdateAttrMap, OpMap::data_; NDArray::entry_
 #include <nnvm/op.h>
+#include <mxnet/ndarray.h>
 #undef private
 #include <mxnet/c_api.h>
-#include <mxnet/ndarray.h>
 #include <mxnet/op_attr_types.h>
 #include <nnvm/node.h>
 #include <nnvm/op_attr_types.h>
@@ -124,6 +124,12 @@ constexpr size_t kInputs = sizeof(nnvm::NodeAttrs) - 8;
 
 inline std::vector<nnvm::NodeEntry>& inputs_of(nnvm::Node* node) {
   return *reinterpret_cast<std::vector<nnvm::NodeEntry>*>(reinterpret_cast<char*>(node) + kInputs);
+}
+
+// What autograd knows of a node: behind its inputs and control_deps.
+inline dmlc::any& info_of(nnvm::Node* node) {
+  return *reinterpret_cast<dmlc::any*>(reinterpret_cast<char*>(&inputs_of(node)) +
+                                       2 * sizeof(std::vector<nnvm::NodeEntry>));
 }
 
 inline const std::string* find(const nnvm::NodeAttrs& attrs, const char* key) {

@@ -58,8 +58,27 @@ bool run_pooling(const Call& call, const TBlob& x, const TBlob& y) {
   return true;
 }
 
+// Predictions of maxima, which are halves as they stand. Training also wants their places.
+bool run_maximum(const Call& call) {
+  const TBlob &x = call.in[0], &y = call.out[0];
+  if (!fits(x, y) || !is_half(y) || x.ndim() != 4 || call.context.is_train ||
+      !has_channels_first(call) || word(call.attrs, "pool_type", "max") != "max" ||
+      flag(call.attrs, "global_pool", false) || x.shape_[3] < 8)  // vectors would be half empty
+    return false;
+  auto two = [&](const char* key, int64_t otherwise) {
+    const std::vector<int64_t> said = numbers(call.attrs, key);
+    return said.size() == 2 ? said : std::vector<int64_t>(2, otherwise);
+  };
+  const auto kernel = two("kernel", 0), stride = two("stride", 1), pad = two("pad", 0);
+  if (kernel[0] < 1 || kernel[1] < 1 || stride[0] < 1 || stride[1] < 1 || stride[1] > 2) return false;
+  kernels->max_pool({x.shape_[0] * x.shape_[1], x.shape_[2], x.shape_[3], y.shape_[2], y.shape_[3],
+                     kernel[0], kernel[1], stride[0], stride[1], pad[0], pad[1]},
+                    halves(x), halves(y), call.write(0));
+  return true;
+}
+
 bool forward(const Call& call) {
-  return run_average_in_blocks(call) || run_pooling(call, call.in[0], call.out[0]);
+  return run_maximum(call) || run_average_in_blocks(call) || run_pooling(call, call.in[0], call.out[0]);
 }
 bool backward(const Call& call) { return run_pooling(call, call.out[0], call.in[0]); }
 

@@ -6,6 +6,7 @@ from typing import Any, Callable, List, Optional, Sequence, Set
 from .._mxnet import mx, np
 from ..checks import in_names
 from ..cpu.finite import squares
+from ..cpu.library import free_graphs
 from ..graph.operators import LOSSES
 from .pending import Gradient
 
@@ -93,7 +94,9 @@ def check_heads(losses: List[Any], gradients: Sequence[Gradient],
 
 def free(losses: List[Any]) -> None:
     """Frees graphs that were retained, as a backward pass does that retains none. Gradients
-    stay as they are: this pass computes only those of arrays added for it."""
+    stay as they are: without the engine, a pass computes only those of arrays added for it."""
+    if free_graphs(losses):
+        return
     added = [mx.nd.zeros(1, loss.context, loss.dtype) for loss in losses]
     for one in added:
         one.attach_grad()

@@ -150,7 +150,8 @@ class _WithMasters:
         halves_on_cpu = has_row and library.on_one_cpu([*weights, *grads], np.float16)
         floats_on_cpu = has_row and not halves_on_cpu \
             and library.on_one_cpu([*weights, *grads], np.float32)
-        types = [np.float16 if halves_on_cpu else weight.dtype for weight in weights]
+        known = np.float16 if halves_on_cpu else np.float32 if floats_on_cpu else None
+        types = [known or weight.dtype for weight in weights]
         self._check_types(indices, types)
         if type(self.rescale_grad) is not _Decimal:
             self.rescale_grad = _Decimal(self.rescale_grad)

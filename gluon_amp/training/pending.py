@@ -32,8 +32,7 @@ class Pending:
         moved: whether weights of any worker became rank 0's in between.
         max_norm: the norm that the next update is clipped to.
         watched: gradients that nobody is to write into, and how often they have been written.
-        counts: of gradients that were watched: how often they had been written when that began,
-            and when it ended.
+        counts: of gradients that were watched: how often they have been written meanwhile.
         seen: gradients as `settle` has seen them, and their sums of squares.
     """
     scale: Optional[float] = None
@@ -46,5 +45,5 @@ class Pending:
     moved: bool = False
     max_norm: Optional[float] = None
     watched: Optional[Tuple[Sequence[Gradient], Optional["mx.nd.NDArray"]]] = None
-    counts: List[Tuple[Sequence[Gradient], Any, Any]] = field(default_factory=list)
+    counts: List[Tuple[Sequence[Gradient], Any]] = field(default_factory=list)
     seen: Optional[Tuple[Sequence[Gradient], "np.ndarray[Any, Any]"]] = None

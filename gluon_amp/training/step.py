@@ -126,8 +126,9 @@ class Steps:
         """Asks how often the watched gradients have been written by now; does not wait for it."""
         if self.pending.watched is not None:
             gradients, before = self.pending.watched
-            after = versions([g.own for g in gradients])
-            self.pending.counts.append((gradients, before, after))
+            if before is not None:
+                written = versions([g.own for g in gradients], since=before)
+                self.pending.counts.append((gradients, written))
         self.pending.watched = None
 
     def begin_sum(self, devices: int) -> None:
@@ -153,9 +154,8 @@ class Steps:
 
     def check_watched(self) -> None:
         """Raises an error where somebody has written into gradients."""
-        written = [gradients[i].name for gradients, before, after in self.pending.counts
-                   if before is not None
-                   for i in np.flatnonzero(before.asnumpy() != after.asnumpy())]
+        written = [g.name for gradients, counts in self.pending.counts
+                   for g, count in zip(gradients, counts.asnumpy().tolist()) if count]
         self.pending.counts.clear()
         if written:
             scale, unscaled = self.gradients_scale, self.pending.unscaled
@@ -208,7 +208,7 @@ class Steps:
         """Whether gradients overflow on any worker, or may once they are summed over devices and
         workers."""
         sums = _look(gradients)
-        overflow = not np.isfinite(sums).all()
+        overflow = bool(_not_finite(gradients, sums))
         devices = {g.place[1] for g in gradients} if self.reduction.sums else {0}
         summed = len(devices) * self.reduction.workers
         if summed > 1:
@@ -220,7 +220,7 @@ class Steps:
         # Only what is not summed later stays so; who writes into it is told where the engine runs.
         stays = started() and self.reduction.workers == len({g.place[1] for g in gradients}) == 1
         self.pending.seen = (gradients, sums) if stays and not overflow else None
-        return self.reduction.any(bool(overflow))
+        return self.reduction.any(overflow)
 
     def _loss_is_to_blame(self) -> bool:
         # With several workers all must decide alike, and they share gradients, not losses.

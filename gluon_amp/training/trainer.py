@@ -5,7 +5,7 @@
                      by scale and n
 """
 from dataclasses import replace
-from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, Union
 
 from .._mxnet import mx
 from ..checks import in_names, positive_number
@@ -250,7 +250,7 @@ class Trainer(TakesSteps, TrainerFiles):
 
     def _marked(self, take_off: bool = False) -> List[Tuple[Place, Any, int]]:
         """The weights, and whether each has a mark of MXNet's."""
-        weights = list(self._weights())
+        weights = self._weights()
         marked = marks([weight for _, weight in weights], take_off)
         return [(place, weight, mark) for (place, weight), mark in zip(weights, marked)]
 
@@ -265,14 +265,13 @@ class Trainer(TakesSteps, TrainerFiles):
                 kept[place] = gradient, gradient.copy()
         return kept
 
-    def _weights(self) -> Iterator[Tuple[Place, "mx.nd.NDArray"]]:
-        trainable = [(i, p) for i, p in enumerate(self._params) if p.grad_req != "null"]
-        if not trainable:
+    def _weights(self) -> List[Tuple[Place, "mx.nd.NDArray"]]:
+        weights = [((i, device), weight) for i, p in enumerate(self._params)
+                   if p.grad_req != "null" for device, weight in enumerate(p.list_data())]
+        if not weights:
             raise RuntimeError(f"nothing to train: all {len(self._params)} parameters of this "
                                "Trainer have grad_req='null'")
-        for i, parameter in trainable:
-            for device, weight in enumerate(parameter.list_data()):
-                yield (i, device), weight
+        return weights
 
     def _check_step(self, batch_size: Any, ignore_stale_grad: bool) -> None:
         positive_number(batch_size, "batch_size")
@@ -285,7 +284,7 @@ class Trainer(TakesSteps, TrainerFiles):
         if not self._steps.scaling:
             return
         if not self._steps.begun:
-            next(self._weights())  # or the error that there is nothing to train
+            self._weights()  # or the error that there is nothing to train
             raise RuntimeError(f"{call} needs new gradients: call trainer.backward(loss), not "
                                "loss.backward(), before each step")
         self._check_nobody_else()

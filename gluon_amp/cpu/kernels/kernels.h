@@ -82,6 +82,12 @@ struct LayerNorm {
   float eps;
 };
 
+// Windows over so many images of one channel. The stride between columns is 1 or 2.
+struct MaxPool {
+  int64_t images, height, width, out_height, out_width;
+  int64_t kernel_height, kernel_width, stride_height, stride_width, pad_height, pad_width;
+};
+
 // How a GPU's Tensor Cores add (tensor_core_math.py has the numbers of each): so many products to
 // an instruction, aligned to so many bits of fraction. `split`: how many products a chain of
 // instructions has at most; the chains' results are added in float32. 0: all in one chain.
@@ -199,6 +205,9 @@ struct Kernels {
   // dx = (g - sum(g * y)) * y / temperature
   void (*softmax_gradient)(const Half* g, const Half* y, Half* dx, int64_t rows, int64_t width,
                            float temperature, Write write);
+
+  // ---- windows (pooling.cc)
+  void (*max_pool)(const MaxPool&, const Half* x, Half* y, Write write);
 
   // ---- sums of products g * x, or of g where x is null (rows.cc)
   double (*dot)(const Half* g, const Half* x, int64_t n);

@@ -17,6 +17,7 @@ Kernels filled() {
   add_elementwise(&table);
   add_batch_norm(&table);
   add_rows(&table);
+  add_pooling(&table);
   add_training(&table);
   add_tensor_core(&table);
   add_updates(&table);

@@ -32,6 +32,7 @@ void add_passes(Kernels* table) noexcept;
 void add_elementwise(Kernels* table) noexcept;
 void add_batch_norm(Kernels* table) noexcept;
 void add_rows(Kernels* table) noexcept;
+void add_pooling(Kernels* table) noexcept;
 void add_training(Kernels* table) noexcept;
 void add_tensor_core(Kernels* table) noexcept;
 void add_updates(Kernels* table) noexcept;
