@@ -2,8 +2,9 @@
 
 Counted is the processors' time of this process, since machines are busy: that of three steps, in
 turns: plain, watched, watched with a reference in float32. Setting up is left out: it is what a
-look at one step takes. Memory is the most that a process of its own has, above what importing
-takes: one that trains, and one that trains and then looks at four steps.
+look at one step takes, and of plain steps the first one after a look. Memory is the most that a
+process of its own has, above what importing takes: one that trains, and one that trains and then
+looks at four steps.
 
     python results/xray/cost.py [--networks NAME ...] [--pairs N]
 """
@@ -55,6 +56,7 @@ def costs(name, pairs):
 
     found = {False: [], True: []}
     for _ in range(pairs):
+        step()  # a look lets go of the network's own graphs, and this makes them anew
         plain = seconds(lambda: [step() for _ in range(STEPS)])
         for reference, ratios in found.items():
             once = seconds(lambda r=reference: steps_of(1, r))
