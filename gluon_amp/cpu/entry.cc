@@ -150,6 +150,27 @@ void marks(void** weights, int64_t count, int take_off, unsigned char* marked) {
   }
 }
 
+// Copies CPU arrays into others of their type, or halves into floats, when nothing that was asked for
+// before is still to be done. False where one is of another kind: then nothing is copied.
+int copy_all(const NDArray* const* from, const NDArray* const* to, int64_t count) {
+  const auto fits = [](const NDArray& x, const NDArray& y) {
+    for (const NDArray* array : {&x, &y})
+      if (array->is_none() || array->storage_type() != mxnet::kDefaultStorage ||
+          array->ctx().dev_mask() != mxnet::Context::kCPU || array->IsMKLDNNData())
+        return false;
+    return size(x.data()) == size(y.data()) &&
+           (x.dtype() == y.dtype() || (is_half(x.data()) && is_float(y.data())));
+  };
+  for (int64_t i = 0; i < count; ++i)
+    if (!fits(*from[i], *to[i])) return 0;
+  for (int64_t i = 0; i < count; ++i) {
+    const TBlob &x = from[i]->data(), &y = to[i]->data();
+    if (x.type_flag_ != y.type_flag_) kernels->widen(halves(x), floats(y), size(x));
+    else kernels->copy(x.dptr_, y.dptr_, size(x) * int64_t(mshadow::mshadow_sizeof(x.type_flag_)));
+  }
+  return 1;
+}
+
 // Counts the numbers of an array of floats, for Python; `counts` begins as zeros.
 void count(const float* numbers, int64_t n, int half, Counts* counts) {
   kernels->count(numbers, n, nullptr, half, counts);
@@ -203,6 +224,7 @@ struct Table {
   int (*on_one_cpu)(const NDArray* const*, int64_t, int);
   int (*versions)(int, void**, void*);
   void (*marks)(void**, int64_t, int, unsigned char*);
+  int (*copy_all)(const NDArray* const*, const NDArray* const*, int64_t);
   int64_t (*watched)();
   const WatchedRow* (*watched_rows)();
   void (*count)(const float*, int64_t, int, Counts*);
@@ -220,8 +242,7 @@ extern "C" __attribute__((visibility("default"))) const void* gluon_amp_engine()
   using namespace gluon_amp;
   static const Table table = {sizeof(Table), start, reason, probe, inputs_fit, map_fits,
                               description_fits, attributes, use_generic_code, own_names, on_one_cpu,
-                              versions, marks, watched, watched_rows, count,
-                              count_updates,
-                              random_state, scales_of, set_scales, forget_scales};
+                              versions, marks, copy_all, watched, watched_rows, count,
+                              count_updates, random_state, scales_of, set_scales, forget_scales};
   return &table;
 }

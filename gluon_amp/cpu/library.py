@@ -89,6 +89,7 @@ class _Table(ctypes.Structure):
         ("on_one_cpu", ctypes.CFUNCTYPE(c_int, POINTER(c_void_p), c_int64, c_int)),
         ("versions", ctypes.CFUNCTYPE(c_int, c_int, POINTER(c_void_p), c_void_p)),
         ("marks", ctypes.CFUNCTYPE(None, POINTER(c_void_p), c_int64, c_int, c_char_p)),
+        ("copy_all", ctypes.CFUNCTYPE(c_int, POINTER(c_void_p), POINTER(c_void_p), c_int64)),
         ("watched", ctypes.CFUNCTYPE(c_int64)),
         ("watched_rows", ctypes.CFUNCTYPE(c_void_p)),
         ("count", ctypes.CFUNCTYPE(None, c_void_p, c_int64, c_int, POINTER(Counts))),
@@ -245,6 +246,14 @@ def marks(weights: Sequence["mx.nd.NDArray"], take_off: bool = False) -> Sequenc
     into = ctypes.create_string_buffer(len(weights))
     _table.marks(_handles(weights), len(weights), take_off, into)
     return into.raw
+
+
+def copy_all(arrays: Sequence["mx.nd.NDArray"], into: Sequence["mx.nd.NDArray"]) -> bool:
+    """Copies arrays into others of their type, or float16 ones into float32 ones, when all has been
+    done that was asked for. False where it cannot: then nothing is copied."""
+    mx.nd.waitall()
+    return _table is not None and bool(
+        _table.copy_all(_handles(arrays), _handles(into), len(arrays)))
 
 
 def _handles(arrays: Sequence["mx.nd.NDArray"]) -> Any:

@@ -195,7 +195,8 @@ def standing_in(net: Any, make: Callable[..., Any]) -> Iterator[None]:
     finally:
         for block, args in zip(blocks, before):
             block._amp.stand_in = None
-            block._cached_op, block._cached_op_args = None, args
+            if block._cached_op is not None:  # MXNet's blocks look long at what they are given
+                block._cached_op, block._cached_op_args = None, args
 
 
 def _which(block: Any, key: Any) -> Tuple[Any, Any, str]:
@@ -274,8 +275,8 @@ class Trial:
     def copy(self, values: Optional[Mapping[str, Any]] = None) -> None:
         """Takes over the values that the network's parameters have now, or those given."""
         self.values = values
-        for name, held in self.arrays.items():
-            copy_into(held.as_nd_ndarray(), self._given(name).as_nd_ndarray())
+        copy_into([held.as_nd_ndarray() for held in self.arrays.values()],
+                  [self._given(name).as_nd_ndarray() for name in self.arrays])
 
     def _given(self, name: str) -> Any:
         return self.parameters[name].data() if self.values is None else self.values[name]
