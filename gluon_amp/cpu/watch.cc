@@ -1,6 +1,8 @@
 // The table of what watched nodes have computed.
 #include "watch.h"
 
+#include <omp.h>
+
 #include <algorithm>
 #include <cstring>
 #include <tuple>
@@ -95,23 +97,31 @@ Watch::~Watch() {
   }
 }
 
-void show(const float* exact, int64_t n, int64_t padding, const void* to, const Grid* grid,
-          bool half) {
-  if (!current) return;
+Counts* counts_of(const void* to) {
+  if (!current) return nullptr;
   const auto& out = current->call_.out;
   for (size_t i = 0; i < out.size(); ++i) {
     const char *begin = static_cast<const char*>(out[i].dptr_), *at = static_cast<const char*>(to);
     if (at < begin || at >= begin + bytes(out[i])) continue;
     auto& counts = current->counted_[i];
     if (!counts) counts = std::make_unique<Counts>();
-    kernels->count(exact, n, grid, half, counts.get());
-    counts->bins[0] -= padding;
-    counts->zero -= padding;
-    return;
+    return counts.get();
   }
+  return nullptr;
+}
+
+void show(const float* exact, int64_t n, int64_t padding, const void* to, const Grid* grid,
+          bool half) {
+  Counts* const counts = counts_of(to);
+  if (!counts) return;
+  kernels->count(exact, n, grid, half, counts);
+  counts->bins[0] -= padding;
+  counts->zero -= padding;
 }
 
 bool watching() { return current != nullptr; }
+
+int64_t shown_at_a_time() { return omp_get_max_threads() * int64_t(1) << 16; }
 
 bool takes_floats() { return floats_too; }
 
