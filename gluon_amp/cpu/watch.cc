@@ -7,6 +7,8 @@
 #include <cstring>
 #include <tuple>
 
+#include "pieces.h"
+
 namespace gluon_amp {
 namespace {
 
@@ -54,11 +56,10 @@ int64_t bytes(const TBlob& array) { return size(array) * (is_half(array) ? 2 : 4
 
 // The number that stands at place i of "0,2,-1"; -1 where there is none.
 int64_t number_at(const std::string& list, size_t i) {
-  std::istringstream read(list);
-  std::string word;
-  for (size_t k = 0; std::getline(read, word, ','); ++k)
-    if (k == i) return std::atoll(word.c_str());
-  return -1;
+  const char* at = list.c_str();
+  for (; i > 0 && at; --i)
+    if ((at = std::strchr(at, ','))) ++at;
+  return at && *at ? std::atoll(at) : -1;
 }
 
 }  // namespace
@@ -129,6 +130,10 @@ bool show_own_code(const Call& call, const OwnCode& own) {
   if (call.rounding.any || word(call.attrs, "act_type", "") == "relu" ||  // relu is exact
       std::none_of(call.out.begin(), call.out.end(), is_half))
     return false;
+  if ((own.knows & kNumbers) == kNumbers &&
+      some_numbers_at_a_time(call, shown_at_a_time(),
+                             [&](const Call& piece) { return show_own_code(piece, own); }))
+    return true;
   Lease lease;
   auto wide = [&](const TBlob& array) {
     return is_half(array) ? lease.array(array.shape_).data() : array;

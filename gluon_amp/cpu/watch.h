@@ -66,7 +66,8 @@ inline void narrow(const float* exact, const TBlob& to, Write write) {
 bool takes_floats();
 
 // Runs a watched operator's code of its own on floats (kFloats): it makes the same numbers from them
-// as from halves, and they are shown before they are rounded. False where it does not know the case.
+// as from halves, and they are shown before they are rounded; where it makes each number by itself
+// (kNumbers), some at a time. False where it does not know the case.
 bool show_own_code(const Call& call, const OwnCode& own);
 
 // What Python reads: one row for each output.

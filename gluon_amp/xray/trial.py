@@ -265,6 +265,7 @@ class Trial:
         self.arrays: Dict[str, Any] = {}
         self.whole: Dict[str, bool] = {}  # whether a parameter is float32 here
         self.ops: Dict[Any, Any] = {}
+        self.runs = False  # whether the copies have gradients
         # a module's heads begin gradients by themselves: this reaches them as in its own graph
         self.scale = mx.nd.ones(1) if isinstance(net, ModuleBlock) else None
         for which, call in (calls or {}).items():
@@ -290,8 +291,13 @@ class Trial:
                 self.whole[name] = self.policy.is_float32 or name in wide
                 value = self._given(name)
                 held = self.arrays[name] = (to_float32(value) if self.whole[name] else value).copy()
-                if self.parameters[name].grad_req != "null":
-                    held.attach_grad()
+                if self.runs:
+                    self._attach(name)
+
+    def _attach(self, name: str) -> None:
+        """Gives a copy a gradient, if its parameter trains."""
+        if self.parameters[name].grad_req != "null":
+            self.arrays[name].attach_grad()
 
     # ---- graphs
 
@@ -328,6 +334,10 @@ class Trial:
     def run(self, batch: Any, loss_fn: Any, scale: float = 1.0) -> Ran:
         """One forward and one backward pass; no update."""
         read()
+        if not self.runs:
+            self.runs = True
+            for name in self.arrays:
+                self._attach(name)
         if self.scale is not None:
             self.scale[:] = scale
         with mx.autograd.record(), standing_in(self.net, self.make):
