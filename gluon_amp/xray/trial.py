@@ -290,7 +290,7 @@ class Trial:
             if name in self.parameters and name not in self.arrays:
                 self.whole[name] = self.policy.is_float32 or name in wide
                 value = self._given(name)
-                held = self.arrays[name] = (to_float32(value) if self.whole[name] else value).copy()
+                self.arrays[name] = (to_float32(value) if self.whole[name] else value).copy()
                 if self.runs:
                     self._attach(name)
 
