@@ -210,6 +210,8 @@ def xray(net: Any, batches: Iterable[Any], loss_fn: Any = None, trainer: Any = N
         view.window = window(view.tensors, view.scale, lost)
     view.findings = findings(layout, tensors, view.scale)
     if view.findings:
+        if isinstance(updates, Updates):
+            updates.watched.ops.clear()  # its steps are over: their memory is for those that follow
         with random_numbers_kept() as draw_again:
             _try_keeping(trial, right, view, [chosen[i] for i in sound], loss_fn, draw_again)
     view.weights = updates.weights()
