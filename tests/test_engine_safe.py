@@ -238,7 +238,9 @@ def test_a_nodes_inputs_are_looked_for_in_one_place():
     (at, size), = sizes
     assert not found(at, begin, begin + size, begin + size, node=NODE + 8)
     for words in ((0, 0, 0), (begin, begin, begin), (begin, begin + 2 * size, begin + 2 * size),
-                  (begin, begin + size, begin), (begin + 8, begin + 8 + size, begin + 8 + size)):
+                  (begin, begin + size, begin), (begin + 8, begin + 8 + size, begin + 8 + size),
+                  (begin, begin + size, begin + size, begin),
+                  (begin, begin + size, begin + size, 0, 0, 0, begin)):
         assert not found(at, *words), words
 
 

@@ -139,9 +139,9 @@ def test_infinities_and_nans_are_counted_apart():
     assert (found.infinite, found.nan, found.zero, found.overflowed) == (2, 1, 1, 1)
 
 
-@pytest.mark.parametrize("channels", [5, 16, 24])
-def test_a_convolution_counts_its_numbers_and_no_padding(channels, rng):
-    x = rng.standard_normal((3, 16, 9, 9)).astype(np.float16)
+@pytest.mark.parametrize(("channels", "side"), [(5, 9), (16, 9), (24, 9), (24, 120), (40, 50)])
+def test_a_convolution_counts_its_numbers_and_no_padding(channels, side, rng):
+    x = rng.standard_normal((3, 16, side, side)).astype(np.float16)
     w = rng.standard_normal((channels, 16, 3, 3)).astype(np.float16)
     conv = sym.Convolution(sym.var("x"), sym.var("w"), num_filter=channels, kernel=(3, 3),
                            no_bias=True, name="conv")
@@ -219,6 +219,38 @@ def test_what_becomes_0_is_counted_where_an_operator_has_code_of_its_own(name, r
     _, plain, _ = watched(make(**variables), 2.0 ** -20, watch=False, x=x, **parameters)
     assert gradients["x"].tobytes() == plain["x"].tobytes()
     assert output.dtype == np.float16
+
+
+@pytest.mark.parametrize("shape", [(64, 24), (3, 5, 3, 3), (9, 40, 7, 7), (4, 3, 40, 40),
+                                   (2, 70, 33, 33), (1, 1, 700, 700)])
+def test_a_batch_norm_counts_what_it_rounds(shape, rng):
+    """That is what it makes of the same numbers in float32."""
+    norm = sym.BatchNorm(sym.var("x"), fix_gamma=False, name="op")
+    x = (rng.standard_normal(shape) * 3 + 1).astype(np.float16)
+    values = {"op_gamma": rng.standard_normal(shape[1]), "op_beta": rng.standard_normal(shape[1]),
+              "op_moving_mean": np.zeros(shape[1]), "op_moving_var": np.ones(shape[1])}
+    values = {name: array.astype(np.float32) for name, array in values.items()}
+    head = rng.standard_normal(shape).astype(np.float16)
+
+    def step(dtype, **how):
+        arrays = {"x": nd.array(x, dtype=dtype), **{n: nd.array(a) for n, a in values.items()}}
+        for array in arrays.values():
+            array.attach_grad()
+        types = {name: np.dtype(array.dtype).name for name, array in arrays.items()}
+        made = build(Graph.read(norm), types, **how).symbol()
+        with autograd.record():
+            output = as_function(made)(*(arrays[name] for name in made.list_inputs()))
+        output.backward(nd.array(head, dtype=dtype))
+        return output.asnumpy(), arrays["x"].grad.asnumpy()
+
+    exact = step("float32", policy=POLICIES["float32"], watch=True, samples=True)
+    plain = step("float16")
+    read()
+    for found, right in zip(step("float16", watch=True), plain):
+        np.testing.assert_array_equal(found, right)
+    counts = read()
+    for which, right in enumerate(exact):
+        assert_counted(counts[Key("op", bool(which), 0)], right)
 
 
 @pytest.mark.parametrize("name", ["dense", "lstm", "attention", "images"])

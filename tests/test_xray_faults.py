@@ -131,6 +131,25 @@ def test_numbers_that_grow_from_layer_to_layer_are_kept_all_the_way():
     np.testing.assert_allclose(again.losses, again.reference_losses, rtol=0.01)
 
 
+def test_gradients_that_grow_from_layer_to_layer_are_kept_all_the_way():
+    """They overflow at the smallest loss scale, and no other gradient needs a larger one."""
+    def forward(F, x, inner, out):
+        x = inner(x)
+        for _ in range(4):
+            x = F.contrib.gradientmultiplier(x, scalar=64)
+        return out(x)
+
+    def large(output, label):
+        return LOSS(output, label) * 2.0 ** 30
+    net = converted(forward, *layers(8, 4))
+    view = amp.xray(net, batches(8), large)
+    assert "range above, by a constant" in {finding.reason for finding in view.findings}
+    amp.convert(net, keep=view.keep)
+    again = amp.xray(net, batches(8), large)
+    assert not again.findings
+    np.testing.assert_allclose(again.losses, again.reference_losses, rtol=0.01)
+
+
 def test_where_the_trainer_gives_up_there_is_advice_all_the_same():
     def forward(F, x, dense, out):
         h = dense(x) * 2.0 ** 12

@@ -3,7 +3,7 @@
 By our kernels on a CPU, where MXNet takes halves one by one; by MXNet's operators on a GPU.
 """
 import functools
-from typing import Any, Iterable
+from typing import Any, Iterable, Sequence
 
 from .._mxnet import mx, np
 from . import library
@@ -28,12 +28,11 @@ def to_float16(array: "mx.nd.NDArray") -> "mx.nd.NDArray":
     return array.astype("float16", copy=False)
 
 
-def copy_into(held: "mx.nd.NDArray", array: "mx.nd.NDArray") -> None:
-    """Copies an array into one that is there, in the type that this has."""
-    if array.dtype is np.float16 and held.dtype is np.float32 and _on_cpu(array):
-        library.call("_gluon_amp_widen", [array], out=held)
-    else:
-        array.astype(held.dtype, copy=False).copyto(held)
+def copy_into(held: Sequence["mx.nd.NDArray"], arrays: Sequence["mx.nd.NDArray"]) -> None:
+    """Copies arrays into some that are there, in the types that these have."""
+    if not library.copy_all(arrays, held):
+        for to, array in zip(held, arrays):
+            array.astype(to.dtype, copy=False).copyto(to)
 
 
 def narrow(master: "mx.nd.NDArray", weight: "mx.nd.NDArray") -> None:

@@ -111,20 +111,10 @@ bool product_gradient(const Call& call) {  // gradient, x, y
 
 // The generic code, so that its float32 scratch stays in the cache.
 bool some_at_a_time(const Call& call) {
-  constexpr int64_t kPiece = int64_t(1) << 16;
-  const int64_t n = size(call.out[0]);
-  const auto differs = [n](const TBlob& array) { return size(array) != n; };
-  if (n <= kPiece || std::any_of(call.in.begin(), call.in.end(), differs) ||
-      std::any_of(call.out.begin(), call.out.end(), differs))
-    return false;
-  for (int64_t first = 0; first < n; first += kPiece) {
-    const mxnet::TShape shape(1, std::min(kPiece, n - first));
-    std::vector<TBlob> in, out;
-    for (auto& array : call.in) in.push_back(part(array, first, shape));
-    for (auto& array : call.out) out.push_back(part(array, first, shape));
-    run({call.of, call.attrs, call.context, in, call.req, out, {}});
-  }
-  return true;
+  return some_numbers_at_a_time(call, int64_t(1) << 16, [](const Call& piece) {
+    run(piece);
+    return true;
+  });
 }
 
 }  // namespace
@@ -139,24 +129,24 @@ void add_elementwise(Rows& rows) {
            "where", "_backward_where"})
     rows.insert({name, {some_at_a_time, kAnyPlace}});
   rows.insert({
-      {"relu", {relu, 1}}, {"_backward_relu", {relu_gradient, 2}}, {"sigmoid", {sigmoid, 1, kFloats}},
-      {"_backward_sigmoid", {sigmoid_gradient, 2, kFloats}}, {"tanh", {tanh, 1, kFloats}},
-      {"_backward_tanh", {tanh_gradient, 2, kFloats}}, {"Activation", {activation, 1, kFloats}},
-      {"_backward_Activation", {activation_gradient, 2, kFloats}},
-      {"LeakyReLU", {leaky, 1, kFloats}}, {"_backward_LeakyReLU", {leaky_gradient, 2, kFloats}},
+      {"relu", {relu, 1}}, {"_backward_relu", {relu_gradient, 2}}, {"sigmoid", {sigmoid, 1, kNumbers}},
+      {"_backward_sigmoid", {sigmoid_gradient, 2, kNumbers}}, {"tanh", {tanh, 1, kNumbers}},
+      {"_backward_tanh", {tanh_gradient, 2, kNumbers}}, {"Activation", {activation, 1, kNumbers}},
+      {"_backward_Activation", {activation_gradient, 2, kNumbers}},
+      {"LeakyReLU", {leaky, 1, kNumbers}}, {"_backward_LeakyReLU", {leaky_gradient, 2, kNumbers}},
       {"clip", {clip, 1}}, {"_backward_clip", {clip_gradient, 2}},
-      {"_mul_scalar", {with_scalar<kTimes, 1>, 1, kFloats}},
-      {"_backward_mul_scalar", {with_scalar<kTimes, 1>, 1, kFloats}},
-      {"_div_scalar", {with_scalar<kOverOf, 1>, 1, kFloats}},
-      {"_backward_div_scalar", {with_scalar<kOverOf, 1>, 1, kFloats}},
-      {"_plus_scalar", {with_scalar<kPlus, 1>, 1, kFloats}},
-      {"_minus_scalar", {with_scalar<kPlus, -1>, 1, kFloats}},
-      {"_rminus_scalar", {with_scalar<kFromOf, 1>, 1, kFloats}},
-      {"elemwise_add", {binary<kSum>, 2, kFloats}}, {"_grad_add", {binary<kSum>, 2, kFloats}},
-      {"elemwise_sub", {binary<kDifference>, 2, kFloats}},
-      {"elemwise_mul", {binary<kProduct>, 2, kFloats}},
-      {"_backward_mul", {product_gradient, kAnyPlace, kFloats}},
-      {"elemwise_div", {binary<kQuotient>, 2, kFloats}}});
+      {"_mul_scalar", {with_scalar<kTimes, 1>, 1, kNumbers}},
+      {"_backward_mul_scalar", {with_scalar<kTimes, 1>, 1, kNumbers}},
+      {"_div_scalar", {with_scalar<kOverOf, 1>, 1, kNumbers}},
+      {"_backward_div_scalar", {with_scalar<kOverOf, 1>, 1, kNumbers}},
+      {"_plus_scalar", {with_scalar<kPlus, 1>, 1, kNumbers}},
+      {"_minus_scalar", {with_scalar<kPlus, -1>, 1, kNumbers}},
+      {"_rminus_scalar", {with_scalar<kFromOf, 1>, 1, kNumbers}},
+      {"elemwise_add", {binary<kSum>, 2, kNumbers}}, {"_grad_add", {binary<kSum>, 2, kNumbers}},
+      {"elemwise_sub", {binary<kDifference>, 2, kNumbers}},
+      {"elemwise_mul", {binary<kProduct>, 2, kNumbers}},
+      {"_backward_mul", {product_gradient, kAnyPlace, kNumbers}},
+      {"elemwise_div", {binary<kQuotient>, 2, kNumbers}}});
 }
 
 }  // namespace gluon_amp

@@ -202,9 +202,9 @@ constexpr uint32_t kAnyPlace = ~0u;  // any output may have the memory of any in
 struct OwnCode {
   bool (*run)(const Call& call);
   uint32_t places;  // output 0 may have the memory of so many of the first inputs, or kAnyPlace
-  int knows = 0;  // kGrids: formats other than float16; kFloats: see show_own_code in watch.h
+  int knows = 0;  // kGrids: formats other than float16; others: see show_own_code in watch.h
 };
-constexpr int kGrids = 1, kFloats = 2;
+constexpr int kGrids = 1, kFloats = 2, kNumbers = 4 | kFloats;
 const OwnCode* own_code(const std::string& name);
 std::string names_with_own_code();  // a line for each
 

@@ -16,11 +16,13 @@ namespace gluon_amp {
 namespace {
 
 // Whether a node's list of inputs lies where native.h says (2): three addresses, a whole number of
-// entries apart, the first of which names the node that is its only input.
+// entries apart, the first of which names the node that is its only input. Behind them is what a
+// symbol's node has none of: control_deps, and what autograd knows.
 int inputs_fit(const unsigned char* node, const void* input) {
-  const unsigned char* at[3];
+  const unsigned char* at[7];
   std::memcpy(at, node + kInputs, sizeof at);
   if (!at[0] || at[1] - at[0] != ptrdiff_t(sizeof(nnvm::NodeEntry)) || at[2] < at[1]) return 0;
+  if (at[3] || at[4] || at[5] || at[6]) return 0;
   const void* found;
   std::memcpy(&found, at[0], sizeof found);
   return found == input;
@@ -178,6 +180,27 @@ void free_graphs(void** arrays, int64_t count) {
   }
 }
 
+// Copies CPU arrays into others of their type, or halves into floats, when nothing that was asked for
+// before is still to be done. False where one is of another kind: then nothing is copied.
+int copy_all(const NDArray* const* from, const NDArray* const* to, int64_t count) {
+  const auto fits = [](const NDArray& x, const NDArray& y) {
+    for (const NDArray* array : {&x, &y})
+      if (array->is_none() || array->storage_type() != mxnet::kDefaultStorage ||
+          array->ctx().dev_mask() != mxnet::Context::kCPU || array->IsMKLDNNData())
+        return false;
+    return size(x.data()) == size(y.data()) &&
+           (x.dtype() == y.dtype() || (is_half(x.data()) && is_float(y.data())));
+  };
+  for (int64_t i = 0; i < count; ++i)
+    if (!fits(*from[i], *to[i])) return 0;
+  for (int64_t i = 0; i < count; ++i) {
+    const TBlob &x = from[i]->data(), &y = to[i]->data();
+    if (x.type_flag_ != y.type_flag_) kernels->widen(halves(x), floats(y), size(x));
+    else kernels->copy(x.dptr_, y.dptr_, size(x) * int64_t(mshadow::mshadow_sizeof(x.type_flag_)));
+  }
+  return 1;
+}
+
 // Counts the numbers of an array of floats, for Python; `counts` begins as zeros.
 void count(const float* numbers, int64_t n, int half, Counts* counts) {
   kernels->count(numbers, n, nullptr, half, counts);
@@ -232,6 +255,7 @@ struct Table {
   int (*versions)(int, void**, void*, int);
   void (*marks)(void**, int64_t, int, unsigned char*);
   void (*free_graphs)(void**, int64_t);
+  int (*copy_all)(const NDArray* const*, const NDArray* const*, int64_t);
   int64_t (*watched)();
   const WatchedRow* (*watched_rows)();
   void (*count)(const float*, int64_t, int, Counts*);
@@ -249,8 +273,8 @@ extern "C" __attribute__((visibility("default"))) const void* gluon_amp_engine()
   using namespace gluon_amp;
   static const Table table = {sizeof(Table), start, reason, probe, inputs_fit, map_fits,
                               description_fits, attributes, use_generic_code, own_names, on_one_cpu,
-                              versions, marks, free_graphs, watched, watched_rows, count,
-                              count_updates,
-                              random_state, scales_of, set_scales, forget_scales};
+                              versions, marks, free_graphs, copy_all, watched, watched_rows,
+                              count, count_updates, random_state, scales_of, set_scales,
+                              forget_scales};
   return &table;
 }

@@ -140,7 +140,7 @@ void put(const float* from, float* to, int64_t n, Write write) {
 }  // namespace
 
 void narrow(const NDArray& made, const TBlob& to, Write write) {
-  if (write == kNothing) return;
+  if (write == kNothing || size(to) == 0) return;
   const mxnet::TShape& shape = to.shape_;
   const bool half = is_half(to);
   if (made.IsMKLDNNData()) {
@@ -156,11 +156,25 @@ void narrow(const NDArray& made, const TBlob& to, Write write) {
       blocks = std::equal(strides, strides + d.ndims, b.strides);
     }
     if (blocks) {
-      const int64_t stored = d.dims[0] * b.strides[0], plane = b.strides[1] / block;
+      const int64_t batch = d.dims[0], channels = d.dims[1], plane = b.strides[1] / block;
       const auto* from = static_cast<const float*>(made.storage_handle().dptr);
-      if (half) show(from, stored, stored - size(to), to.dptr_, nullptr, true);
-      if (half) kernels->narrow_blocked(from, halves(to), d.dims[0], d.dims[1], plane, block, write);
-      else kernels->unblock_floats(from, floats(to), d.dims[0], d.dims[1], plane, block, write);
+      if (!half) {
+        kernels->unblock_floats(from, floats(to), batch, channels, plane, block, write);
+        return;
+      }
+      // Of a watched node, some images or some of an image's channels at a time.
+      const int64_t stored = b.strides[0], most = watching() ? shown_at_a_time() : batch * stored;
+      const int64_t images = std::max<int64_t>(1, most / stored);
+      const int64_t some = std::max<int64_t>(1, most / b.strides[1]) * block;
+      for (int64_t n = 0; n < batch; n += images)
+        for (int64_t c = 0; c < channels; c += some) {
+          const int64_t many = std::min(images, batch - n), wide = std::min(some, channels - c);
+          const int64_t count = many * ((wide + block - 1) / block) * b.strides[1];
+          const float* const exact = from + n * stored + c * plane;
+          Half* const rounded = halves(to) + (n * channels + c) * plane;
+          show(exact, count, count - many * wide * plane, rounded, nullptr, true);
+          kernels->narrow_blocked(exact, rounded, many, wide, plane, block, write);
+        }
       return;
     }
   }

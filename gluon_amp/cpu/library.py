@@ -90,6 +90,7 @@ class _Table(ctypes.Structure):
         ("versions", ctypes.CFUNCTYPE(c_int, c_int, POINTER(c_void_p), c_void_p, c_int)),
         ("marks", ctypes.CFUNCTYPE(None, POINTER(c_void_p), c_int64, c_int, c_char_p)),
         ("free_graphs", ctypes.CFUNCTYPE(None, POINTER(c_void_p), c_int64)),
+        ("copy_all", ctypes.CFUNCTYPE(c_int, POINTER(c_void_p), POINTER(c_void_p), c_int64)),
         ("watched", ctypes.CFUNCTYPE(c_int64)),
         ("watched_rows", ctypes.CFUNCTYPE(c_void_p)),
         ("count", ctypes.CFUNCTYPE(None, c_void_p, c_int64, c_int, POINTER(Counts))),
@@ -261,6 +262,14 @@ def free_graphs(arrays: Sequence["mx.nd.NDArray"]) -> bool:
         return False
     _table.free_graphs(_handles(arrays), len(arrays))
     return True
+
+
+def copy_all(arrays: Sequence["mx.nd.NDArray"], into: Sequence["mx.nd.NDArray"]) -> bool:
+    """Copies arrays into others of their type, or float16 ones into float32 ones, when all has been
+    done that was asked for. False where it cannot: then nothing is copied."""
+    mx.nd.waitall()
+    return _table is not None and bool(
+        _table.copy_all(_handles(arrays), _handles(into), len(arrays)))
 
 
 def _handles(arrays: Sequence["mx.nd.NDArray"]) -> Any:

@@ -48,6 +48,12 @@ struct RoundedOutput {
   }
 };
 
+// What a watched output 0 of halves is counted into as it is made; null where it is no such, and where
+// there is a relu behind it, which is of halves.
+Counts* counts_as_made(const Call& call, bool relu) {
+  return is_half(call.out[0]) && !call.rounding.any && !relu ? counts_of(call.out[0].dptr_) : nullptr;
+}
+
 // Input 0, rounded if the node says so.
 const void* rounded_input(const Call& call, Lease* lease) {
   const Grid* grid = call.rounding.read(0);
@@ -76,7 +82,7 @@ bool batch_norm(const Call& call) {
   RoundedOutput y(call);
   kernels->batch_norm(norm, {call.in[0].dptr_, floats(call.in[1]), floats(call.in[2]),
                              floats(call.in[3]), floats(call.in[4]), y.memory, y.write, kept(1),
-                             kept(2)});
+                             kept(2), counts_as_made(call, relu)});
   y.round();
   return true;
 }
@@ -92,7 +98,7 @@ bool batch_norm_gradient(const Call& call) {
       rounded_input(call, &lease), call.in[3].dptr_,
       floats(call.in[4]), floats(call.in[5]), floats(call.in[1]), floats(call.in[2]),
       dx.memory, dx.write, floats(call.out[1]), call.write(1),
-      floats(call.out[2]), call.write(2)});
+      floats(call.out[2]), call.write(2), counts_as_made(call, relu)});
   dx.round();
   return true;
 }
@@ -189,8 +195,8 @@ bool softmax_gradient(const Call& call) {  // gradient, y
 
 void add_norms(Rows& rows) {
   rows.insert({
-      {"BatchNorm", {batch_norm<false>, 1, kGrids | kFloats}},
-      {"_backward_BatchNorm", {batch_norm_gradient<false>, 1, kGrids | kFloats}},
+      {"BatchNorm", {batch_norm<false>, 1, kGrids}},
+      {"_backward_BatchNorm", {batch_norm_gradient<false>, 1, kGrids}},
       {"_contrib_BatchNormWithReLU", {batch_norm<true>, 1, kGrids}},  // its relu is of halves
       {"_backward_contrib_BatchNormWithReLU", {batch_norm_gradient<true>, 1, kGrids}},
       {"LayerNorm", {layer_norm, 1, kFloats}},

@@ -9,6 +9,25 @@ namespace gluon_amp {
 // The numbers of an array from place `first` on, in this shape.
 TBlob part(const TBlob& whole, int64_t first, const mxnet::TShape& shape);
 
+// f(call) for so many numbers of all arrays at a time, as long as it returns true. False where it does
+// not, where the arrays are not of one size, or where there are no more numbers than that.
+template <class F>
+bool some_numbers_at_a_time(const Call& call, int64_t some, F f) {
+  const int64_t n = size(call.out[0]);
+  const auto differs = [n](const TBlob& array) { return size(array) != n; };
+  if (n <= some || std::any_of(call.in.begin(), call.in.end(), differs) ||
+      std::any_of(call.out.begin(), call.out.end(), differs))
+    return false;
+  for (int64_t first = 0; first < n; first += some) {
+    const mxnet::TShape shape(1, std::min(some, n - first));
+    std::vector<TBlob> in, out;
+    for (auto& array : call.in) in.push_back(part(array, first, shape));
+    for (auto& array : call.out) out.push_back(part(array, first, shape));
+    if (!f({call.of, call.attrs, call.context, in, call.req, out, {}})) return false;
+  }
+  return true;
+}
+
 // ---- images, whose second axis has the channels
 
 bool has_channels_first(const Call& call);

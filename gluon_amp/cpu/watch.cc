@@ -1,9 +1,13 @@
 // The table of what watched nodes have computed.
 #include "watch.h"
 
+#include <omp.h>
+
 #include <algorithm>
 #include <cstring>
 #include <tuple>
+
+#include "pieces.h"
 
 namespace gluon_amp {
 namespace {
@@ -52,11 +56,10 @@ int64_t bytes(const TBlob& array) { return size(array) * (is_half(array) ? 2 : 4
 
 // The number that stands at place i of "0,2,-1"; -1 where there is none.
 int64_t number_at(const std::string& list, size_t i) {
-  std::istringstream read(list);
-  std::string word;
-  for (size_t k = 0; std::getline(read, word, ','); ++k)
-    if (k == i) return std::atoll(word.c_str());
-  return -1;
+  const char* at = list.c_str();
+  for (; i > 0 && at; --i)
+    if ((at = std::strchr(at, ','))) ++at;
+  return at && *at ? std::atoll(at) : -1;
 }
 
 }  // namespace
@@ -95,23 +98,31 @@ Watch::~Watch() {
   }
 }
 
-void show(const float* exact, int64_t n, int64_t padding, const void* to, const Grid* grid,
-          bool half) {
-  if (!current) return;
+Counts* counts_of(const void* to) {
+  if (!current) return nullptr;
   const auto& out = current->call_.out;
   for (size_t i = 0; i < out.size(); ++i) {
     const char *begin = static_cast<const char*>(out[i].dptr_), *at = static_cast<const char*>(to);
     if (at < begin || at >= begin + bytes(out[i])) continue;
     auto& counts = current->counted_[i];
     if (!counts) counts = std::make_unique<Counts>();
-    kernels->count(exact, n, grid, half, counts.get());
-    counts->bins[0] -= padding;
-    counts->zero -= padding;
-    return;
+    return counts.get();
   }
+  return nullptr;
+}
+
+void show(const float* exact, int64_t n, int64_t padding, const void* to, const Grid* grid,
+          bool half) {
+  Counts* const counts = counts_of(to);
+  if (!counts) return;
+  kernels->count(exact, n, grid, half, counts);
+  counts->bins[0] -= padding;
+  counts->zero -= padding;
 }
 
 bool watching() { return current != nullptr; }
+
+int64_t shown_at_a_time() { return omp_get_max_threads() * int64_t(1) << 16; }
 
 bool takes_floats() { return floats_too; }
 
@@ -119,6 +130,10 @@ bool show_own_code(const Call& call, const OwnCode& own) {
   if (call.rounding.any || word(call.attrs, "act_type", "") == "relu" ||  // relu is exact
       std::none_of(call.out.begin(), call.out.end(), is_half))
     return false;
+  if ((own.knows & kNumbers) == kNumbers &&
+      some_numbers_at_a_time(call, shown_at_a_time(),
+                             [&](const Call& piece) { return show_own_code(piece, own); }))
+    return true;
   Lease lease;
   auto wide = [&](const TBlob& array) {
     return is_half(array) ? lease.array(array.shape_).data() : array;

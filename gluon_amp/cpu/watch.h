@@ -5,6 +5,8 @@
 // that rounds shows it float32 results before they are rounded; what nobody has shown is counted as
 // it was written. At the end the counts go into one table, which Python reads and clears.
 #pragma once
+#include <algorithm>
+
 #include "engine.h"
 
 namespace gluon_amp {
@@ -27,33 +29,45 @@ class Watch {
   explicit operator bool() const { return name_ != nullptr && !samples_; }
 
  private:
-  friend void show(const float*, int64_t, int64_t, const void*, const Grid*, bool);
+  friend Counts* counts_of(const void*);
   const Call& call_;
   const std::string *name_, *inputs_;
   const bool samples_;
   std::vector<std::unique_ptr<Counts>> counted_;  // of each output, where something was shown
 };
 
+// What the Watch of this thread, if there is one, has counted of the output whose memory `to` lies in:
+// for code that counts what it rounds. Else null.
+Counts* counts_of(const void* to);
+
 // Shows the Watch of this thread, if there is one, `n` exact results, `padding` of which are zeros
 // that belong to no tensor, and which are to be rounded into the memory at `to`.
 void show(const float* exact, int64_t n, int64_t padding, const void* to, const Grid* grid,
           bool half);
 
-// Shows floats, and rounds them to halves.
-inline void narrow(const float* exact, const TBlob& to, Write write) {
-  show(exact, size(to), 0, to.dptr_, nullptr, true);
-  kernels->narrow(exact, halves(to), size(to), write);
-}
-
 // Whether results are counted that are shown on this thread now.
 bool watching();
+
+// How many numbers all threads show and round, so that the nearest caches hold them meanwhile.
+int64_t shown_at_a_time();
+
+// Shows floats, and rounds them to halves.
+inline void narrow(const float* exact, const TBlob& to, Write write) {
+  const int64_t all = size(to), some = watching() ? shown_at_a_time() : all;
+  for (int64_t first = 0; first < all; first += some) {
+    const int64_t n = std::min(some, all - first);
+    show(exact + first, n, 0, halves(to) + first, nullptr, true);
+    kernels->narrow(exact + first, halves(to) + first, n, write);
+  }
+}
 
 // Whether code of its own for halves is to take floats: in an X-ray's step in float32, and in
 // show_own_code.
 bool takes_floats();
 
 // Runs a watched operator's code of its own on floats (kFloats): it makes the same numbers from them
-// as from halves, and they are shown before they are rounded. False where it does not know the case.
+// as from halves, and they are shown before they are rounded; where it makes each number by itself
+// (kNumbers), some at a time. False where it does not know the case.
 bool show_own_code(const Call& call, const OwnCode& own);
 
 // What Python reads: one row for each output.

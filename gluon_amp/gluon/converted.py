@@ -215,7 +215,8 @@ class ConvertedHybridBlock(ConvertedBlock):
 
     def free_ops(self) -> None:
         """Lets go of what runs the graphs, with its memory; the next call makes it anew."""
-        self._cached_op = None
+        if self._cached_op is not None:
+            self._cached_op = None
         for trace in self._amp.traces.values():
             trace.ops.clear()
 

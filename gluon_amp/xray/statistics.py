@@ -7,7 +7,7 @@ import ctypes
 import functools
 import math
 from dataclasses import dataclass, field, replace
-from typing import Any, Dict, Mapping, NamedTuple, Optional, Tuple
+from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 from .._mxnet import mx, np
 from ..cpu import library
@@ -192,15 +192,21 @@ def decibels(signal: float, noise: float) -> float:
     return 10 * math.log10(signal / noise) if signal > 0 else -math.inf
 
 
-def snr(reference: "np.ndarray[Any, Any]", found: "np.ndarray[Any, Any]") -> float:
-    """The signal-to-noise ratio, in dB, of numbers against what they should be."""
-    if len(reference) != len(found):
-        return math.nan
-    both = np.isfinite(reference) & np.isfinite(found)
-    if not both.all():
-        return -math.inf if np.isfinite(reference).all() else math.nan
-    right = reference.astype(np.float64)
-    return decibels(float(np.square(right).sum()), float(np.square(found - right).sum()))
+def compared(references: Sequence["np.ndarray[Any, Any]"],
+             found: Sequence["np.ndarray[Any, Any]"]) -> List[Tuple[float, float]]:
+    """Of samples against what each should be, none of them empty: the largest size of these, and
+    the signal-to-noise ratio in dB; NaN where these are not finite. All in one pass."""
+    if not references:
+        return []
+    begins = np.cumsum([0, *(len(one) for one in references[:-1])])
+    right = np.concatenate(references).astype(np.float64)
+    with np.errstate(invalid="ignore"):
+        largest = np.fmax.reduceat(np.abs(right), begins).tolist()
+        signals, noises = (np.add.reduceat(np.square(part), begins).tolist()
+                           for part in (right, np.concatenate(found) - right))
+    return [(size, decibels(signal, noise if math.isfinite(noise) else math.inf)
+             if math.isfinite(signal) else math.nan)
+            for size, signal, noise in zip(largest, signals, noises)]
 
 
 def count_updates(array: Any, before: "np.ndarray[Any, Any]", into: "library.Updates") -> None:

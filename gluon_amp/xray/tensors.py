@@ -13,13 +13,12 @@ from typing import (
     Tuple,
 )
 
-from .._mxnet import np
 from ..formats import FLOAT32, FORMATS, Format
 from ..graph.build import LEFT_ALONE
 from ..graph.graph import CASTS, Entry, Graph, Node, bindings, state_variables
 from ..graph.operators import LOSSES
 from ..policy import Policy
-from .statistics import Counts, Key, snr
+from .statistics import Counts, Key, compared
 
 
 @dataclass
@@ -249,6 +248,7 @@ def counted_reads(tensors: Iterable[Tensor], counted: Container[Key]) -> Dict[Ke
 def fill(tensors: List[Tensor], counts: Mapping[Key, Counts],
          reference: Optional[Mapping[Key, Counts]], factor: float = 1.0) -> None:
     """Adds what a step has counted to the tensors; gradients multiplied by a power of two."""
+    pairs: List[Tuple[Tensor, Any, Any]] = []
     for tensor in tensors:
         found = counts.get(tensor.key)
         if found is None:
@@ -258,9 +258,11 @@ def fill(tensors: List[Tensor], counts: Mapping[Key, Counts],
         added = found.times(factor) if tensor.key.backward and not begins else found
         tensor.counts = added if tensor.counts is None else tensor.counts + added
         right = (reference or {}).get(tensor.key)
-        if right is not None and right.sample is not None and not begins:
-            tensor.beyond |= bool((np.abs(right.sample) > tensor.format.largest).any())
-            now = snr(right.sample, found.sample)
-            if now == now:  # not NaN
-                tensor.snr = now if tensor.snr is None else min(tensor.snr, now)
-
+        if right is not None and right.sample is not None and not begins \
+                and 0 < len(right.sample) == len(found.sample):
+            pairs.append((tensor, right.sample, found.sample))
+    for (tensor, _, _), (largest, now) in zip(pairs, compared([right for _, right, _ in pairs],
+                                                              [found for _, _, found in pairs])):
+        tensor.beyond |= largest > tensor.format.largest
+        if now == now:  # not NaN
+            tensor.snr = now if tensor.snr is None else min(tensor.snr, now)

@@ -35,8 +35,8 @@ def trained(trial: Trial, batches: Sequence[Any], loss_fn: Any, steps: int, seed
     trial.copy()
     rng = np.random.default_rng(seed)
     order = rng.integers(0, len(batches), steps)
-    parameters = [p for p in trial.parameters.values()
-                  if trial.arrays[p.name].grad is not None]
+    parameters = [p for name, p in trial.parameters.items()
+                  if name in trial.arrays and p.grad_req != "null"]
     masters = [to_float32(p.data()).as_nd_ndarray().copy() for p in parameters]
     if disturbed:
         for master in masters:

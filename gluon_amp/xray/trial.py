@@ -195,7 +195,8 @@ def standing_in(net: Any, make: Callable[..., Any]) -> Iterator[None]:
     finally:
         for block, args in zip(blocks, before):
             block._amp.stand_in = None
-            block._cached_op, block._cached_op_args = None, args
+            if block._cached_op is not None:  # MXNet's blocks look long at what they are given
+                block._cached_op, block._cached_op_args = None, args
 
 
 def _which(block: Any, key: Any) -> Tuple[Any, Any, str]:
@@ -264,6 +265,7 @@ class Trial:
         self.arrays: Dict[str, Any] = {}
         self.whole: Dict[str, bool] = {}  # whether a parameter is float32 here
         self.ops: Dict[Any, Any] = {}
+        self.runs = False  # whether the copies have gradients
         # a module's heads begin gradients by themselves: this reaches them as in its own graph
         self.scale = mx.nd.ones(1) if isinstance(net, ModuleBlock) else None
         for which, call in (calls or {}).items():
@@ -274,8 +276,8 @@ class Trial:
     def copy(self, values: Optional[Mapping[str, Any]] = None) -> None:
         """Takes over the values that the network's parameters have now, or those given."""
         self.values = values
-        for name, held in self.arrays.items():
-            copy_into(held.as_nd_ndarray(), self._given(name).as_nd_ndarray())
+        copy_into([held.as_nd_ndarray() for held in self.arrays.values()],
+                  [self._given(name).as_nd_ndarray() for name in self.arrays])
 
     def _given(self, name: str) -> Any:
         return self.parameters[name].data() if self.values is None else self.values[name]
@@ -288,9 +290,14 @@ class Trial:
             if name in self.parameters and name not in self.arrays:
                 self.whole[name] = self.policy.is_float32 or name in wide
                 value = self._given(name)
-                held = self.arrays[name] = (to_float32(value) if self.whole[name] else value).copy()
-                if self.parameters[name].grad_req != "null":
-                    held.attach_grad()
+                self.arrays[name] = (to_float32(value) if self.whole[name] else value).copy()
+                if self.runs:
+                    self._attach(name)
+
+    def _attach(self, name: str) -> None:
+        """Gives a copy a gradient, if its parameter trains."""
+        if self.parameters[name].grad_req != "null":
+            self.arrays[name].attach_grad()
 
     # ---- graphs
 
@@ -327,6 +334,10 @@ class Trial:
     def run(self, batch: Any, loss_fn: Any, scale: float = 1.0) -> Ran:
         """One forward and one backward pass; no update."""
         read()
+        if not self.runs:
+            self.runs = True
+            for name in self.arrays:
+                self._attach(name)
         if self.scale is not None:
             self.scale[:] = scale
         with mx.autograd.record(), standing_in(self.net, self.make):

@@ -161,6 +161,9 @@ def xray(net: Any, batches: Iterable[Any], loss_fn: Any = None, trainer: Any = N
         trial.look(chosen[0])
     right = Trial(net, POLICIES["float32"], calls=trial.calls, samples=True) if reference else None
     layout = _layout(trial)
+    if trainer is not None:  # whose steps are looked at: nothing runs on these copies
+        trial.arrays.clear()
+        trial.ops.clear()
     tensors = list(layout.tensors())
     if not any(t.is_low for t in tensors):
         raise ValueError("the network has no tensors of less than float32: all of it is kept, or "
@@ -207,10 +210,13 @@ def xray(net: Any, batches: Iterable[Any], loss_fn: Any = None, trainer: Any = N
         view.window = window(view.tensors, view.scale, lost)
     view.findings = findings(layout, tensors, view.scale)
     if view.findings:
+        if isinstance(updates, Updates):
+            updates.watched.ops.clear()  # its steps are over: their memory is for those that follow
         with random_numbers_kept() as draw_again:
             _try_keeping(trial, right, view, [chosen[i] for i in sound], loss_fn, draw_again)
     view.weights = updates.weights()
     if view.first_overflow:
+        trial = Trial(net, net._amp.policy, calls=trial.calls)
         view.first_overflow.where = _where(trial, chosen[0], layout, view.first_overflow)
     return view
 

@@ -1,9 +1,10 @@
 """What does an X-ray cost? Steps and memory under it, over plain ones, of networks of make bench.
 
-Counted is the processors' time of this process, since machines are busy: that of three steps, in
-turns: plain, watched, watched with a reference in float32. Setting up is left out: it is what a
-look at one step takes. Memory is the most that a process of its own has, above what importing
-takes: one that trains, and one that trains and then looks at four steps.
+Counted is the processors' time of this process, since machines are busy: that of some steps in
+turns: plain, watched, watched with a reference in float32. A step is timed from one call of the
+loss to the next. What is set up is left out: the first step of each kind, and what is before and
+after. Memory is the most that a process of its own has, above what importing takes: one that
+trains, and one that trains and then looks at four steps.
 
     python results/xray/cost.py [--networks NAME ...] [--pairs N]
 """
@@ -19,7 +20,7 @@ import gluon_amp as amp
 import harness
 from mxnet import autograd, nd
 
-STEPS = 3
+STEPS = 4
 
 
 def prepared(name):
@@ -28,37 +29,46 @@ def prepared(name):
     trainer = amp.Trainer(net.collect_params(), "sgd", harness.SGD)
     loss_of = harness.NETWORKS[name].loss
 
-    def step():
-        with autograd.record():
-            loss = loss_of(net(data), target)
-        trainer.backward(loss)
-        trainer.step(len(data))
-        nd.waitall()
-
-    step()
-    step()
-    return net, trainer, (data, target), loss_of, step
+    for _ in range(2):
+        step(net, trainer, (data, target), loss_of)
+    return net, trainer, (data, target), loss_of
 
 
-def seconds(function):
-    begun = time.process_time()
-    function()
-    return time.process_time() - begun
+def step(net, trainer, batch, loss_of):
+    data, target = batch
+    with autograd.record():
+        loss = loss_of(net(data), target)
+    trainer.backward(loss)
+    trainer.step(len(data))
+    nd.waitall()
 
 
 def costs(name, pairs):
     """The medians of pairs: watched, and watched with a reference, over plain."""
-    net, trainer, batch, loss_of, step = prepared(name)
+    net, trainer, batch, loss_of = prepared(name)
+    calls = []
 
-    def steps_of(count, reference):
-        look(net, batch, loss_of, trainer, count, reference)
+    def timed_loss(*given):
+        calls.append(time.process_time())
+        return loss_of(*given)
+
+    def plain():
+        for _ in range(STEPS + 2):
+            step(net, trainer, batch, timed_loss)
+
+    def seconds(function, passes):
+        """Of a step, the median; it has so many passes."""
+        calls.clear()
+        function()
+        begun = calls[passes::passes][:STEPS + 1]
+        return statistics.median(b - a for a, b in zip(begun, begun[1:]))
 
     found = {False: [], True: []}
     for _ in range(pairs):
-        plain = seconds(lambda: [step() for _ in range(STEPS)])
+        alone = seconds(plain, 1)
         for reference, ratios in found.items():
-            once = seconds(lambda r=reference: steps_of(1, r))
-            ratios.append((seconds(lambda r=reference: steps_of(1 + STEPS, r)) - once) / plain)
+            ratios.append(seconds(lambda r=reference: look(net, batch, timed_loss, trainer,
+                                                           STEPS + 2, r), 1 + reference) / alone)
     return [statistics.median(ratios) for ratios in found.values()]
 
 
@@ -69,9 +79,9 @@ def look(net, batch, loss_of, trainer, steps, reference):
 def peak(name, kind):
     """The most memory of plain steps, or of these and a look at four: "watched", "reference"."""
     before = harness.high_water()
-    net, trainer, batch, loss_of, step = prepared(name)
+    net, trainer, batch, loss_of = prepared(name)
     for _ in range(4):
-        step()
+        step(net, trainer, batch, loss_of)
     if kind != "plain":
         look(net, batch, loss_of, trainer, 4, kind == "reference")
     return harness.high_water() - before

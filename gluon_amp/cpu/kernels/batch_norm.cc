@@ -34,8 +34,9 @@ struct Moments {
   }
 };
 
-template <typename G> struct Forward {
+template <typename G, typename S> struct Forward {
   using T = typename G::T;
+  using Shows = S;
   using Total = Moments;
   static constexpr bool kBegins = false;
 
@@ -52,6 +53,7 @@ template <typename G> struct Forward {
       : norm(p), to(f), x(static_cast<const T*>(f.x)), y(static_cast<T*>(f.y)),
         add(f.write == kAdd), below(splat(-G::tiny)) {}
 
+  Counts* counts() const { return to.counts; }
   bool sums() const { return norm.batch_statistics; }
   bool maps() const { return to.write != kNothing; }
 
@@ -92,9 +94,10 @@ template <typename G> struct Forward {
     out->beta = to.beta[c];
   }
 
-  template <typename L> void map(int64_t at, L lanes, const Wide& of) const {
+  template <typename L> void map(int64_t at, L lanes, const Wide& of, S* shown) const {
     V v = affine(load(x + at, lanes), of);
     if (norm.relu) v = if_less(v, below, splat(0), v);
+    (*shown)(v, lanes);
     put<G>(y + at, v, add, lanes);
   }
 };
@@ -130,8 +133,9 @@ struct TwoSums {
   }
 };
 
-template <typename G, bool relu> struct Backward {
+template <typename G, typename S, bool relu> struct Backward {
   using T = typename G::T;
+  using Shows = S;
   using Total = TwoSums;
   static constexpr bool kBegins = true;
 
@@ -147,6 +151,7 @@ template <typename G, bool relu> struct Backward {
         dx(b.write_dx == kNothing ? nullptr : static_cast<T*>(b.dx)), add(b.write_dx == kAdd),
         low(splat(relu ? last_to_zero<G>() : 0)) {}
 
+  Counts* counts() const { return to.counts; }
   bool sums() const {
     return (dx && norm.batch_statistics) || to.write_dgamma != kNothing ||
            to.write_dbeta != kNothing;
@@ -189,9 +194,10 @@ template <typename G, bool relu> struct Backward {
   }
 
   // All of an element is read before it is written: dx may lie on g.
-  template <typename L> void map(int64_t at, L lanes, const Wide& of) const {
+  template <typename L> void map(int64_t at, L lanes, const Wide& of, S* shown) const {
     const V value = load(x + at, lanes), d = gradient(at, lanes, value, of);
     const V v = of.scale * (d - of.mean_g - (value - of.mean) * of.slope);
+    (*shown)(v, lanes);
     put<G>(dx + at, v, add, lanes);
   }
 };
@@ -200,11 +206,17 @@ template <typename G, bool relu> struct Backward {
 
 void batch_norm(const BatchNorm& p, const BatchNormForward& f) {
   if (p.batch * p.plane == 0) return;
-  with_grid(p.in_halves, [&](auto grid) { over_channels(p, Forward<decltype(grid)>(p, f)); });
+  if (f.counts) return over_channels(p, Forward<HalfGrid, Shown>(p, f));
+  with_grid(p.in_halves, [&](auto grid) {
+    over_channels(p, Forward<decltype(grid), NotShown>(p, f));
+  });
 }
 
 template <bool relu> void backward(const BatchNorm& p, const BatchNormBackward& b) {
-  with_grid(p.in_halves, [&](auto grid) { over_channels(p, Backward<decltype(grid), relu>(p, b)); });
+  if (b.counts) return over_channels(p, Backward<HalfGrid, Shown, relu>(p, b));
+  with_grid(p.in_halves, [&](auto grid) {
+    over_channels(p, Backward<decltype(grid), NotShown, relu>(p, b));
+  });
 }
 
 void batch_norm_gradient(const BatchNorm& p, const BatchNormBackward& b) {

@@ -5,13 +5,15 @@
 //   job.begin(c, coefficients)           fills what job.sum_part reads of them, if J::kBegins
 //   job.sum_part(walk, out)              for each piece of c, if job.sums(): its sums
 //   job.finish(c, total, coefficients)   with the sums of all pieces, added in their order
-//   job.map(at, lanes, coefficients)     for each vector of c, if job.maps()
+//   job.map(at, lanes, coefficients, shown)     for each vector of c, if job.maps()
+//
+// `shown` is a J::Shows of job.counts(), one for each thread's part.
 //
 // A walk calls f(at, lanes, turn) for all vectors of a piece; a turn's sums are kept apart.
 //
 // The pieces depend on the shape alone, so that the number of threads changes no bit.
 #pragma once
-#include "vector.h"
+#include "counts.h"
 
 namespace gluon_amp {
 namespace ISA {
@@ -112,10 +114,10 @@ template <int most, typename J> struct Group {
   void sum(int64_t i, typename PlaneWalk<most>::Out* out) const {
     job.sum_part(planes.piece<most>(k, i, wide), out);
   }
-  void map(int64_t i) const {
+  void map(int64_t i, typename J::Shows* shown) const {
     const PlaneWalk<most> walk = planes.piece<most>(k, i, wide);
     const J own = job;  // a copy that no store can be thought to change
-    walk([&](int64_t at, auto lanes, int turn) { own.map(at, lanes, walk.wide(turn)); });
+    walk([&](int64_t at, auto lanes, int turn) { own.map(at, lanes, walk.wide(turn), shown); });
   }
 };
 
@@ -136,7 +138,8 @@ template <int most, typename J> void by_channels(const Planes& planes, const J& 
     for (int64_t c = 0; c < channels; ++c) job.finish(first + c, totals[c], &of[c]);
     group.spread(of);
     // backwards: what was read last is in the cache, even if the whole channel is not
-    for (int64_t i = planes.pieces; job.maps() && i-- > 0;) group.map(i);
+    typename J::Shows shown(job.counts());
+    for (int64_t i = planes.pieces; job.maps() && i-- > 0;) group.map(i, &shown);
   };
 #pragma omp parallel for schedule(static) if (threads)
   for (int64_t k = 0; k < planes.groups; ++k) run(work, k);
@@ -173,7 +176,8 @@ template <int most, typename J> void by_pieces(const Planes& planes, const J& jo
   };
   auto map = [&](int64_t task) {
     const int64_t k = task_group(task);
-    Group<most, J>(planes, job, k, of.data + k * group).map(task_piece(task));
+    typename J::Shows shown(job.counts());
+    Group<most, J>(planes, job, k, of.data + k * group).map(task_piece(task), &shown);
   };
 #pragma omp parallel
   {
@@ -323,11 +327,12 @@ template <typename J> void by_columns(const Columns& m, const J& job, bool threa
     const int64_t row = task / map_blocks * kMapRows, first = task % map_blocks * kMapWidth;
     const float* const coefficients = table.data;
     const J own = job;
+    typename J::Shows shown(job.counts());
     for (int64_t r = row; r < least(row + kMapRows, m.rows + 1); ++r) {
       const int64_t end = least(first + kMapWidth, r < m.rows ? width : m.rest);
       each(first, end, [&, r](int64_t column, auto lanes) {
         const ColumnWalk<1, decltype(lanes)> walk{column, 0, 0, width, 0, lanes, coefficients};
-        own.map(r * width + column, lanes, walk.wide(0));
+        own.map(r * width + column, lanes, walk.wide(0), &shown);
       });
     }
   };

@@ -49,6 +49,15 @@ enum Unary {  // y = f(x); gradients read what is in brackets
 
 enum Binary { kSum, kDifference, kProduct, kQuotient };
 
+// How often numbers have each exponent of float32 (bin 127: from 1 to below 2; bin 0: 0 and what is
+// subnormal; bin 255: infinities and NaNs), and what rounding makes of them.
+struct Counts {
+  int64_t bins[256];
+  int64_t zero, infinite;       // of bins 0 and 255
+  int64_t overflowed, flushed;  // finite, and infinite once rounded; not 0, and 0 once rounded
+  double squares, error_squares;  // sums over finite numbers: of them, of what rounding adds to them
+};
+
 // A batch norm of x as (batch, channels, plane), in this order of memory:
 //   y = round((x - mean) * gamma / sqrt(var + eps) + beta), or the relu of that
 // mean and var are the batch's if `batch_statistics`, else the moving ones.
@@ -66,6 +75,7 @@ struct BatchNormForward {
   float *moving_mean, *moving_var;        // moved if `batch_statistics`
   void* y;  Write write;
   float *mean, *inverse_deviation;        // written: what was used; or null
+  Counts* counts;                         // of halves: of y before it is rounded; or null
 };
 
 struct BatchNormBackward {
@@ -74,6 +84,7 @@ struct BatchNormBackward {
   void* dx;       Write write_dx;
   float* dgamma;  Write write_dgamma;
   float* dbeta;   Write write_dbeta;
+  Counts* counts;                         // of halves: of dx before it is rounded; or null
 };
 
 // Rows of halves, normalized over `width` neighbours each, in float32, rounded once.
@@ -139,15 +150,6 @@ struct Numbers {
   const void* data;
   int64_t n;
   bool half;
-};
-
-// How often numbers have each exponent of float32 (bin 127: from 1 to below 2; bin 0: 0 and what is
-// subnormal; bin 255: infinities and NaNs), and what rounding makes of them.
-struct Counts {
-  int64_t bins[256];
-  int64_t zero, infinite;       // of bins 0 and 255
-  int64_t overflowed, flushed;  // finite, and infinite once rounded; not 0, and 0 once rounded
-  double squares, error_squares;  // sums over finite numbers: of them, of what rounding adds to them
 };
 
 // What was added to weights; how many of them that has changed, and how many of those it would not

@@ -62,6 +62,7 @@ struct Part {
   __mmask16 mask;
   explicit Part(int64_t n) : mask(static_cast<__mmask16>((1u << n) - 1)) {}
 };
+inline int64_t count_of(Part part) { return __builtin_popcount(part.mask); }
 inline V load(const float* p, Whole) { return _mm512_loadu_ps(p); }
 inline V load(const float* p, Part part) { return _mm512_maskz_loadu_ps(part.mask, p); }
 inline V load(const Half* p, Whole) {
@@ -103,6 +104,9 @@ inline V above(V g, V z, V lo) {
 }
 inline V magnitude(V v) { return _mm512_abs_ps(v); }
 inline float highest(V v) { return _mm512_reduce_max_ps(v); }  // of the lanes
+inline int zeros_in(V v) {                                     // how many of them are 0
+  return __builtin_popcount(_mm512_cmp_ps_mask(v, splat(0), _CMP_EQ_OQ));
+}
 inline double total(V v) {                                     // their sum, in double
   return _mm512_reduce_add_pd(
       _mm512_add_pd(_mm512_cvtps_pd(_mm512_castps512_ps256(v)),
@@ -117,6 +121,7 @@ struct Part {
   int64_t count;
   explicit Part(int64_t n) : count(n) {}
 };
+inline int64_t count_of(Part part) { return part.count; }
 // -1 in the first n of 8 (or of 4) lanes
 inline __m256i first_of_8(int64_t n) {
   static const int32_t lanes[16] = {-1, -1, -1, -1, -1, -1, -1, -1};
@@ -182,6 +187,9 @@ inline float highest(V v) {
   four = _mm_max_ps(four, _mm_movehl_ps(four, four));
   return _mm_cvtss_f32(_mm_max_ss(four, _mm_movehdup_ps(four)));
 }
+inline int zeros_in(V v) {
+  return __builtin_popcount(_mm256_movemask_ps(_mm256_cmp_ps(v, splat(0), _CMP_EQ_OQ)));
+}
 inline double total(V v) {
   const __m256d four = _mm256_add_pd(_mm256_cvtps_pd(_mm256_castps256_ps128(v)),
                                      _mm256_cvtps_pd(_mm256_extractf128_ps(v, 1)));
@@ -196,6 +204,7 @@ constexpr int64_t W = 1;
 struct Part {  // of a vector of one element: nothing, so no loop makes one
   explicit Part(int64_t) {}
 };
+inline int64_t count_of(Part) { return 0; }
 
 inline uint32_t bits_of(float f) { uint32_t u; std::memcpy(&u, &f, 4); return u; }
 inline float float_of(uint32_t u) { float f; std::memcpy(&f, &u, 4); return f; }
@@ -241,10 +250,12 @@ inline void store(float*, V, Part) {}
 inline void store(Half*, V, Part) {}
 inline V only(V v, Part, V = 0) { return v; }
 inline float highest(V v) { return v; }
+inline int zeros_in(V v) { return v == 0; }
 
 #endif
 
 inline V only(V v, Whole, V = splat(0)) { return v; }
+inline int64_t count_of(Whole) { return W; }
 
 #if defined(__AVX512F__) || defined(__F16C__)
 using U = uint32_t __attribute__((vector_size(4 * W)));

@@ -1,0 +1,266 @@
+// Counts of numbers by exponent, and of what rounding makes of them: a tile at a time.
+#pragma once
+#include "vector.h"
+
+namespace gluon_amp {
+namespace ISA {
+namespace {
+
+#if defined(__AVX512F__) || defined(__F16C__)
+constexpr int64_t kVectors = 32;  // of a tile
+#else
+constexpr int64_t kVectors = 512;
+#endif
+constexpr int64_t kTile = kVectors * W;  // numbers that stay in the first cache
+
+// Four tables take turns: numbers beside each other often have one exponent, and a processor waits
+// for a number in memory that it has just written.
+struct Tables {
+  uint32_t bins[4][256] = {};
+  int64_t zero = 0, infinite = 0, overflowed = 0, flushed = 0;
+  double squares = 0, error_squares = 0;
+};
+
+inline uint32_t plain_bits(float f) {
+  uint32_t u;
+  std::memcpy(&u, &f, 4);
+  return u;
+}
+
+inline uint32_t exponent_of(float f) { return plain_bits(f) >> 23 & 0xff; }
+
+// The exponents of a vector, one by one.
+inline void count_exponents(V v, Tables* made) {
+  float numbers[W];
+  store(numbers, v, Whole());
+  for (int64_t i = 0; i < W; ++i) ++made->bins[i & 3][exponent_of(numbers[i])];
+}
+
+// ---- what numbers are rounded to -------------------------------------------------------------
+
+struct Unchanged {
+  static constexpr bool kChanges = false;
+  template <typename L> V operator()(V v, int64_t, L) const { return v; }
+};
+struct ToHalf {
+  static constexpr bool kChanges = true;
+  template <typename L> V operator()(V v, int64_t, L) const { return half_grid(v); }
+};
+
+// ---- exponents, 32 of them at a time -----------------------------------------------------------
+
+#if defined(__AVX512F__) || defined(__F16C__)
+
+// In each lane the bit of a number's exponent, modulo 32.
+#if defined(__AVX512F__)
+inline U exponent_bits(V v) {
+  return (U)_mm512_rolv_epi32(_mm512_set1_epi32(1), (__m512i)(bits_of(v) >> 23));
+}
+inline U parity(U a, U b, U c) {
+  return (U)_mm512_ternarylogic_epi32((__m512i)a, (__m512i)b, (__m512i)c, 0x96);
+}
+inline U majority(U a, U b, U c) {
+  return (U)_mm512_ternarylogic_epi32((__m512i)a, (__m512i)b, (__m512i)c, 0xe8);
+}
+#else
+inline U exponent_bits(V v) { return (U{} + 1) << (bits_of(v) >> 23 & 31); }
+inline U parity(U a, U b, U c) { return a ^ b ^ c; }
+inline U majority(U a, U b, U c) { return (a & b) | (c & (a ^ b)); }
+#endif
+
+// How often each of a word's 32 bits was set, in binary, beside each other: bit b of level k counts
+// 2^k words of its lane with bit b. So a few operations of logic count a whole vector.
+struct Slices {
+  static constexpr int kLevels = 14;
+  static constexpr int64_t kTiles = 511;  // that they have room for: 2^14 > 511 * kVectors
+  U level[kLevels] = {};
+
+  // Adds the words one(first) to one(first + 2^k - 1); returns what level k has to add.
+  template <int k, typename F> inline U carry(const F& one, int64_t first) {
+    if constexpr (k == 0) {
+      return one(first);
+    } else {
+      const U a = carry<k - 1>(one, first), b = carry<k - 1>(one, first + (1 << (k - 1)));
+      const U both = majority(level[k - 1], a, b);
+      level[k - 1] = parity(level[k - 1], a, b);
+      return both;
+    }
+  }
+
+  template <typename F> void add_tile(const F& one) {
+    static_assert(kVectors == 1 << 5, "one carry for each tile");
+    U more = carry<5>(one, 0);
+    for (int k = 5; k < kLevels; ++k) {
+      const U both = level[k] & more;
+      level[k] ^= more;
+      more = both;
+    }
+  }
+
+  uint32_t of_bit(int bit) const {
+    U sums = {};
+    for (int k = 0; k < kLevels; ++k) sums += (level[k] >> bit & 1) << k;
+    uint32_t total = 0;
+    for (int64_t lane = 0; lane < W; ++lane) total += sums[lane];
+    return total;
+  }
+};
+
+// Tiles, the exponents of whose numbers but zeros lie within 32.
+struct Run {
+  Tables* made;
+  uint32_t lowest = 255, highest = 0;
+  int64_t zero = 0, tiles = 0;
+  Slices slices;
+
+  explicit Run(Tables* to) : made(to) {}
+
+  // Of a tile: its smallest number but zeros, its largest, and its zeros.
+  template <typename T> void add_tile(const T* tile, float small, float large, int64_t zeros) {
+    const uint32_t low = exponent_of(small), high = exponent_of(large);
+    if (high - low >= 32) {
+      for (int64_t i = 0; i < kTile; i += W) count_exponents(load(tile + i, Whole()), made);
+      return;
+    }
+    if (most(high, highest) - least(low, lowest) >= 32 || tiles == Slices::kTiles) finish();
+    lowest = static_cast<uint32_t>(least(low, lowest));
+    highest = static_cast<uint32_t>(most(high, highest));
+    slices.add_tile([=](int64_t i) { return exponent_bits(load(tile + i * W, Whole())); });
+    zero += zeros;
+    ++tiles;
+  }
+
+  // Adds all to the tables.
+  void finish() {
+    if (tiles == 0) return;
+    made->bins[0][0] += static_cast<uint32_t>(zero);
+    made->bins[0][(lowest + 31) & ~31u] -= static_cast<uint32_t>(zero);  // they have bit 0, too
+    for (uint32_t e = lowest; e < lowest + 32; ++e) made->bins[0][e] += slices.of_bit(e % 32);
+    *this = Run(made);
+  }
+};
+
+#else
+
+struct Run {
+  Tables* made;
+  explicit Run(Tables* to) : made(to) {}
+  template <typename T> void add_tile(const T* tile, float, float, int64_t) {
+    for (int64_t i = 0; i < kTile; ++i) ++made->bins[i & 3][exponent_of(load(tile + i, Whole()))];
+  }
+  void finish() {}
+};
+
+#endif
+
+// ---- tiles ---------------------------------------------------------------------------------------
+
+// Any numbers, one by one.
+template <typename T, typename R>
+void count_carefully(const T* numbers, R round, int64_t n, Tables* made) {
+  float exact[kTile], rounded[kTile];
+  each(0, n, [&](int64_t i, auto lanes) {
+    const V v = load(numbers + i, lanes);
+    store(exact + i, v, lanes);
+    store(rounded + i, round(v, i, lanes), lanes);
+  });
+  for (int64_t i = 0; i < n; ++i) {
+    const uint32_t size = plain_bits(exact[i]) & 0x7fffffffu;
+    const uint32_t after = plain_bits(rounded[i]) & 0x7fffffffu;
+    const bool finite = size < 0x7f800000u, stays = after < 0x7f800000u;
+    ++made->bins[i & 3][size >> 23];
+    made->zero += size == 0;
+    made->infinite += size == 0x7f800000u;
+    made->overflowed += finite && !stays;
+    made->flushed += size != 0 && after == 0;
+    const double v = finite ? exact[i] : 0;
+    const double e = finite && stays ? static_cast<double>(exact[i]) - rounded[i] : 0;
+    made->squares += v * v;
+    made->error_squares += e * e;
+  }
+}
+
+// A tile whose squares float32 holds: all are finite and below 2^62 then, before and after rounding.
+// False where it does not: nothing is counted then.
+template <typename T, typename R> bool count_tile(const T* numbers, R round, Run* run) {
+  Sums<2> sums = {};
+  const V none = splat(0), endless = splat(__builtin_inff());
+  V large = none, small = endless;
+  int64_t zero = 0, zero_after = 0;
+  const auto look = [&](int64_t i, int turn) {
+    const V v = load(numbers + i, Whole()), size = magnitude(v);
+    sums.add_product(turn, 0, v, v);
+    large = larger(size, large);
+    small = smaller(if_equal(v, none, endless, size), small);
+    zero += zeros_in(v);
+    if (!R::kChanges) return;
+    const V r = round(v, i, Whole()), e = v - r;
+    sums.add_product(turn, 1, e, e);
+    zero_after += zeros_in(r);
+  };
+  for (int64_t i = 0; i < kTile; i += 2 * W) {
+    look(i, 0);
+    look(i + W, 1);
+  }
+  const double squares = sums.pair(0, 0), errors = sums.pair(0, 1);
+  const bool held = squares > 1e-25 && squares < 1e37 && errors < 1e37;
+  if (!held && zero < kTile) return false;
+  Tables* made = run->made;
+  made->zero += zero;
+  if (R::kChanges) made->flushed += zero_after - zero;
+  made->squares += squares;
+  made->error_squares += errors;
+  if (zero == kTile) made->bins[0][0] += kTile;
+  else run->add_tile(numbers, -highest(-small), highest(large), zero);
+  return true;
+}
+
+void add(const Tables& from, Counts* to) {
+  for (int i = 0; i < 256; ++i)
+    for (auto& bins : from.bins) to->bins[i] += bins[i];
+  to->zero += from.zero;
+  to->infinite += from.infinite;
+  to->overflowed += from.overflowed;
+  to->flushed += from.flushed;
+  to->squares += from.squares;
+  to->error_squares += from.error_squares;
+}
+
+// Counts numbers that are about to be rounded to halves, as a thread computes them.
+class Shown {
+ public:
+  explicit Shown(Counts* to) : to_(to) {}
+  Shown(const Shown&) = delete;
+  ~Shown() {
+    count_carefully(tile_, ToHalf(), held_, &made_);
+    run_.finish();
+#pragma omp critical(gluon_amp_counts)
+    add(made_, to_);
+  }
+
+  template <typename L> void operator()(V v, L lanes) {
+    store(tile_ + held_, v, Whole());
+    held_ += count_of(lanes);
+    if (held_ < kTile) return;
+    if (!count_tile(tile_, ToHalf(), &run_)) count_carefully(tile_, ToHalf(), kTile, &made_);
+    held_ -= kTile;
+    store(tile_, load(tile_ + kTile, Whole()), Whole());
+  }
+
+ private:
+  Counts* to_;
+  Tables made_;
+  Run run_{&made_};
+  int64_t held_ = 0;
+  float tile_[kTile + W];
+};
+
+// Counts nothing.
+struct NotShown {
+  explicit NotShown(Counts*) {}
+  template <typename L> void operator()(V, L) const {}
+};
+
+}  // namespace
+}  // namespace ISA
+}  // namespace gluon_amp
