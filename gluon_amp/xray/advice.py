@@ -6,7 +6,7 @@ from typing import Callable, Dict, Iterable, List, NamedTuple, Optional
 
 from ..graph.graph import CASTS
 from ..graph.operators import PRODUCTS, numbers
-from .overflow import came_round, is_finite, unsound
+from .overflow import beginnings, is_finite, unsound
 from .statistics import Counts, Key, decibels
 from .tensors import Layout, Tensor, counted_reads
 
@@ -99,9 +99,10 @@ def findings(layout: Layout, tensors: List[Tensor], scale: float) -> List[Findin
     forward = sorted((t for t in seen.values() if not t.key.backward), key=lambda t: t.place)
     counts = {key: t.counts for key, t in seen.items() if t.counts is not None}
     broken = {t.key for t in unsound(tensors, counts)}
-    for tensor in forward:
+    endless = [t for t in forward if not is_finite(counts[t.key])]
+    for tensor in beginnings(endless, reads, counts):
         if tensor.key in broken or tensor.snr == -math.inf:
-            made += _above(layout, seen, counts, tensor)
+            made += _above(layout, seen, tensor)
     if made:  # where numbers grow from layer to layer, all from one on are to be kept
         behind = [t.key for t in forward if t.beyond and t.key in broken]
         nodes = [name for key in behind for name in layout.kept_for(key)]
@@ -131,16 +132,11 @@ def _finding(layout: Layout, tensor: Tensor, reason: str, detail: str,
     return Finding(blamed, tensor.name, reason, detail, layout.kept_for(tensor.key))
 
 
-def _above(layout: Layout, seen: Dict[Key, Tensor], all_counts: Dict[Key, Counts],
-           tensor: Tensor) -> List[Finding]:
+def _above(layout: Layout, seen: Dict[Key, Tensor], tensor: Tensor) -> List[Finding]:
     counts = tensor.counts
     assert counts is not None
-    if is_finite(counts) or came_round(tensor, all_counts):
-        return []
     if tensor.op in CASTS and not counts.overflowed:
         return []  # what it casts was not finite, such as what a plain Block hands on
-    if not all(is_finite(all_counts[key]) for key in tensor.reads if key in all_counts):
-        return []
     if not counts.overflowed:
         return _of_zeros(layout, seen, tensor)
     begins = _where_it_begins(layout, seen, tensor, lambda t: t.counts is not None and
@@ -186,12 +182,14 @@ def _lows_behind(seen: Dict[Key, Tensor], tensor: Tensor) -> List[Tensor]:
 def _where_it_begins(layout: Layout, seen: Dict[Key, Tensor], tensor: Tensor,
                      lies_beyond: Callable[[Tensor], bool]) -> str:
     """The node that makes numbers which only a later cast loses: float32 holds them between."""
+    known = {tensor.key}
     while True:
-        before = [seen[key] for key in tensor.reads if key in seen and not seen[key].is_low
-                  and lies_beyond(seen[key])]
+        before = [seen[key] for key in tensor.reads + tensor.carried if key in seen
+                  and key not in known and not seen[key].is_low and lies_beyond(seen[key])]
         if not before:
             return layout.blamed(tensor.key)
         tensor = before[0]
+        known.add(tensor.key)
 
 
 def _below(layout: Layout, seen: Dict[Key, Tensor], tensor: Tensor) -> List[Finding]:
@@ -249,11 +247,13 @@ def _before_cast(seen: Dict[Key, Tensor], tensor: Tensor) -> Tensor:
 
 def _rounded_before(seen: Dict[Key, Tensor], tensor: Tensor) -> List[Tensor]:
     """Of less than float32, the tensor that a float32 one has most of its error from."""
+    known = {tensor.key}
     while not tensor.is_low:
-        read = [seen[key] for key in tensor.reads if key in seen]
+        read = [seen[key] for key in tensor.reads if key in seen and key not in known]
         if not read:
             return []
         tensor = min(read, key=lambda t: _truth(seen, t))
+        known.add(tensor.key)
     return [tensor]
 
 

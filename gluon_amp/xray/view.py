@@ -350,11 +350,11 @@ def _try_keeping(first: Trial, right: Optional[Trial], view: View, batches: List
 
 
 def _where(trial: Trial, batch: Any, layout: Layout, found: Overflow) -> str:
-    """The code of the node that has overflowed; of a cast of data, of what reads it."""
+    """The code of the node that has overflowed; of a cast of data, of what reads it; of the gradient
+    that a cast rounds, of what makes it."""
     if not found.op:
         return ""
-    node = found.node if found.backward else layout.blamed(Key(found.node, False, 0))
-    return _code_of(trial, batch, node)
+    return _code_of(trial, batch, layout.blamed(Key(found.node, found.backward, 0)))
 
 
 def _code_of(trial: Trial, batch: Any, node: str) -> str:
@@ -371,6 +371,7 @@ def _code_of(trial: Trial, batch: Any, node: str) -> str:
     for cls in type(block).__mro__:
         code = vars(cls).get("hybrid_forward")
         if code is not None:
+            code = inspect.unwrap(code)  # of a class with use_np
             with suppress(OSError, TypeError):
                 return f"block {block.name}, {inspect.getsourcefile(code)}, line " \
                        f"{inspect.getsourcelines(code)[1]}"
