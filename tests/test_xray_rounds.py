@@ -56,8 +56,8 @@ def made(fault, kind, keep=()):
 
 
 @pytest.mark.parametrize("kind", ["calls", "foreach"])
-@pytest.mark.parametrize("fault, named", [(grows, "mulscalar"),
-                                          (grows_behind_a_reshape, "batch_dot")])
+@pytest.mark.parametrize(("fault", "named"), [(grows, "mulscalar"),
+                                              (grows_behind_a_reshape, "batch_dot")])
 def test_what_grows_from_round_to_round_is_named_with_its_line(fault, kind, named):
     view = amp.xray(made(fault, kind), rows(), LOSS)
     assert named in view.findings[0].node

@@ -5,14 +5,19 @@ from dataclasses import dataclass, replace
 from typing import Callable, Dict, Iterable, List, NamedTuple, Optional
 
 from ..graph.graph import CASTS
-from ..graph.operators import PRODUCTS, numbers
+from ..graph.operators import numbers
 from .overflow import beginnings, is_finite, unsound
 from .statistics import Counts, Key, decibels
 from .tensors import Layout, Tensor, counted_reads
 
 _MOST_LOST = 0.1  # of a gradient's norm, before a network is said to need something
 _STANDS_OUT = 4  # times the worth of what three products in four round
+_SUMS = frozenset("""elemwise_add elemwise_sub broadcast_add broadcast_sub add_n _plus_scalar
+    _minus_scalar _rminus_scalar _npi_add _npi_subtract _npi_add_scalar _npi_subtract_scalar
+    _npi_rsubtract_scalar""".split())
 _POWERS = tuple(range(-48, 49))  # of two: by which a tensor is moved to see what it loses
+# What a DynamicLossScale goes down to, 1, and three bits: gradients grow from batch to batch.
+_LEAST_SCALE = 8.0
 _SCALES = [2.0 ** e for e in range(-24, 41)]  # that a loss scale is looked for in
 
 
@@ -43,6 +48,11 @@ class Window(NamedTuple):
     high: float
     low_tensor: str
     high_tensor: str
+
+    @property
+    def fits(self) -> bool:
+        """Whether training comes to such a scale."""
+        return max(self.low, _LEAST_SCALE) <= self.high
 
     def __str__(self) -> str:
         return f"{scales_that_fit(self.low, self.high)}: from {self.low:g} " \
@@ -218,6 +228,8 @@ def _cancelled(layout: Layout, seen: Dict[Key, Tensor], tensor: Tensor) -> List[
             if t.snr is not None or t.op in CASTS]
     if not read or any(_truth(seen, t) < tensor.snr + 20 for t in read):
         return []
+    if _is_made_good(layout, seen, tensor):
+        return []
     source = min(read, key=lambda t: _truth(seen, t))
     finding = _finding(layout, tensor, "cancellation",
                        f"{tensor.name} is at {tensor.snr:.0f} dB of float32's, though what it is "
@@ -226,6 +238,15 @@ def _cancelled(layout: Layout, seen: Dict[Key, Tensor], tensor: Tensor) -> List[
     rounded = [t for t in made if t.is_low] or _rounded_before(seen, source)
     finding.keep += [k for t in rounded for k in layout.kept_for(t.key)]
     return [finding]
+
+
+def _is_made_good(layout: Layout, seen: Dict[Key, Tensor], tensor: Tensor) -> bool:
+    """Whether a tensor is read by sums alone that are near float32's, so that neither they nor
+    gradients depend on its digits: such as the difference in x + BlockGrad(round(x) - x)."""
+    behind = [t for t in seen.values() if tensor.key in t.reads and not t.key.backward]
+    return bool(behind) and not layout.is_output(tensor.key) and all(
+        _is_made_good(layout, seen, t) if t.op in CASTS else
+        t.op in _SUMS and t.snr is not None and t.snr >= t.low_snr / 2 for t in behind)
 
 
 def _truth(seen: Dict[Key, Tensor], tensor: Tensor) -> float:
@@ -261,7 +282,7 @@ def _moving_the_loss(layout: Layout, forward: List[Tensor]) -> List[Finding]:
     """Tensors whose rounding moves the loss by more than rounding the loss itself would, and far
     more than that of three products in four, which no training in the format does without."""
     worths = {t.key: statistics.mean(t.worths) for t in forward if t.worths}
-    products = {t.key.node: worths[t.key] for t in forward if t.key in worths and t.op in PRODUCTS}
+    products = {t.key.node: statistics.mean(t.by_chance) for t in forward if t.by_chance}
     made = []
     for tensor in sorted(forward, key=lambda t: -worths.get(t.key, 0.0)):
         worth = worths.get(tensor.key, 0.0)
@@ -275,28 +296,37 @@ def _moving_the_loss(layout: Layout, forward: List[Tensor]) -> List[Finding]:
 
 
 def _gradients(layout: Layout, seen: Dict[Key, Tensor], scale: float) -> List[Finding]:
-    """Where no loss scale fits all gradients: the node at which they change their size most, then
-    those that lie apart, at that end which names fewer."""
+    """Where no loss scale that training comes to fits all gradients: the node at which they change
+    their size most, then those that lie apart, at that end which names fewer. (Where most are too
+    large, none lies apart: a lower scale is what they need.)"""
     backward = sorted((t for t in seen.values() if t.key.backward and t.counts
                        and t.counts.range), key=lambda t: t.place)
     gradients = [t for t in backward if t.is_low]
     found = window(gradients, scale, _MOST_LOST)
-    if found is None or found.low <= found.high:
+    if found is None or found.fits:
         return []
+
+    def too_large_for(wanted: float) -> List[Tensor]:
+        return [t for t in gradients if t.counts and 2.0 ** _highest(t, t.counts) * scale < wanted]
+    wanted, why = max(found.low, _LEAST_SCALE), "and training's goes down to 1"
+    few = found.high < _LEAST_SCALE and 2 * len(too_large_for(wanted)) <= len(gradients)
+    if found.low <= found.high and not few:
+        return []
+    if not few:
+        wanted = found.low
+        why = f"which {found.low_tensor} needs" if found.low_tensor else "the smallest of all"
+    at_low = too_large_for(wanted)
     at_high = [t for t in gradients if t.counts
                and _lowest(t, t.counts, _MOST_LOST) * scale > found.high]
-    at_low = [t for t in gradients if t.counts
-              and 2.0 ** _highest(t, t.counts) * scale < found.low]
     made = []
     jump = _jump(seen, backward)
     if jump is not None:
         made.append(_finding(layout, jump, "gradients change their size",
                              f"no loss scale fits the gradients on both sides of {jump.name}",
                              jump.key.node))
-    if not at_high or len(at_low) < len(at_high):
-        why = f"which {found.low_tensor} needs" if at_high else "the smallest of all"
+    if few or not at_high or len(at_low) < len(at_high):
         return made + [_finding(layout, t, "range above", f"{t.name} overflows at the loss scale "
-                                f"{found.low:g}, {why}") for t in at_low]
+                                f"{wanted:g}, {why}") for t in at_low]
     return made + [_finding(layout, t, "range below", f"{t.name} needs a loss scale of "
                             f"{_lowest(t, t.counts, _MOST_LOST) * scale:g}, and "
                             f"{found.high_tensor} overflows above {found.high:g}")

@@ -25,6 +25,8 @@ class _Lines(Dict[str, str]):
 
 
 class _Scope(mx.AttrScope):
+    _attr: Dict[str, str]
+
     def __enter__(self) -> "_Scope":
         super().__enter__()
         self._attr = _Lines(self._attr).copy()  # never empty, which MXNet would pass by

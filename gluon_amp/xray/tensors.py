@@ -40,6 +40,7 @@ class Tensor:
         snr: against the float32 step, in dB, the worst of the steps; None without a reference.
         beyond: whether the float32 step has numbers in it that its format does not hold.
         worths: by how much of the loss its own rounding moves it, of each step; see worth.py.
+        by_chance: of products, the same if large errors met large gradients by chance only.
     """
     key: Key
     kind: str
@@ -53,6 +54,7 @@ class Tensor:
     snr: Optional[float] = None
     beyond: bool = False
     worths: List[float] = field(repr=False, default_factory=list)
+    by_chance: List[float] = field(repr=False, default_factory=list)
     variables: List[str] = field(repr=False, default_factory=list)
 
     @property
@@ -222,6 +224,11 @@ class Layout:
         while entry.node.op in CASTS:
             entry = entry.node.inputs[0]
         return entry
+
+    def is_output(self, key: Key) -> bool:
+        """Whether a tensor is an output of its graph."""
+        return any(None in self.users.get(Entry(node, key.which), []) for node in
+                   self.alike[key.node])
 
     def kept_for(self, key: Key) -> List[str]:
         """The nodes that are to stay float32 so that this tensor is float32."""

@@ -341,7 +341,7 @@ def _try_keeping(first: Trial, right: Optional[Trial], view: View, batches: List
         view.findings += [f for f in again.found if f.node not in known]
     if names:
         view.keep = [*(name for name in kept_already(net) if name not in names), *names]
-    if again.fits and (view.window is None or view.window.low > view.window.high):
+    if again.fits and (view.window is None or not view.window.fits):
         view.window = window([t for t in again.tensors if t.counts], again.scale, view.lost)
         view.notes.append("the loss scales are those of the network with these kept in float32")
     if again.found:
@@ -350,7 +350,7 @@ def _try_keeping(first: Trial, right: Optional[Trial], view: View, batches: List
 
 
 def _where(trial: Trial, batch: Any, layout: Layout, found: Overflow) -> str:
-    """The code of the node that has overflowed; of a cast of data, of what reads it; of the gradient
+    """The code of the node that has overflowed; of a cast of data, of what reads it; of a gradient
     that a cast rounds, of what makes it."""
     if not found.op:
         return ""
