@@ -48,7 +48,7 @@ class View:
         steps: what each step counted: its loss scale, and counts by tensor.
         scale: the loss scale at which the counts of gradients stand: the first step's.
         left_out: the numbers of the batches whose data, or parameters, were not finite to begin
-            with: no advice is from them.
+            with, or whose loss is not finite in float32 either: no advice is from them.
         notes: what else there is to know, in sentences.
         converts: how the line to paste begins.
         lost: the share of a gradient's norm that may be rounded away at the low end of a window.
@@ -191,10 +191,14 @@ def xray(net: Any, batches: Iterable[Any], loss_fn: Any = None, trainer: Any = N
             view.reference_losses.append(whole.loss)
             if not math.isfinite(whole.loss):
                 hopeless.append(f"batch {number}: the loss is not finite in float32 either: look "
-                                "at the data, the learning rate and the loss first")
+                                "at the data, the learning rate and the loss first. No advice is "
+                                "from this batch")
+                view.left_out.append(number)
         known = trial.given(batch, (right or trial).arrays if right or trainer is None else {})
         _note(view, scale, ran, number, known,
               None if whole is None else at_scale(whole.counts, scale / at))
+        if trainer is None and number in view.left_out:
+            scale = at  # no lower one has helped
         if updates.gave_up:
             view.notes.append(f"batch {number} is the last that was looked at: the trainer has "
                               f"given up: {updates.gave_up}")
@@ -261,9 +265,9 @@ def _note(view: View, scale: float, ran: Ran, number: int, known: Mapping[str, A
     overflow = first_overflow(view.tensors, ran.counts, number, scale, known)
     view.first_overflow = view.first_overflow or overflow
     if overflow is not None and not overflow.op:
-        view.left_out.append(number)
+        view.left_out = list(dict.fromkeys([*view.left_out, number]))
         view.notes.append(f"{overflow}: no advice is from this batch")
-    else:
+    if number not in view.left_out:
         fill(view.tensors, ran.counts, reference, view.scale / scale)
         weigh(view.tensors, ran, scale)
     view.losses.append(ran.loss)
