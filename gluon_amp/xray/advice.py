@@ -289,9 +289,10 @@ def _moving_the_loss(layout: Layout, forward: List[Tensor]) -> List[Finding]:
         others = sorted(w for node, w in products.items() if node != tensor.key.node)
         if worth > 2.0 ** -(tensor.format.fraction + 1) \
                 and others and worth > _STANDS_OUT * others[3 * len(others) // 4]:
+            share = f"{worth:.2%}" if worth < 1 else "as much as it is"
             made.append(_finding(layout, tensor, "small errors move the loss",
-                                 f"what rounding adds to {tensor.name} moves the loss by "
-                                 f"{worth:.2%} from step to step"))
+                                 f"what rounding adds to {tensor.name} moves the loss by {share} "
+                                 "from step to step"))
     return made
 
 
