@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Callable, Dict, Iterable, List, NamedTuple, Optional
 
 from ..graph.graph import CASTS
-from ..graph.operators import numbers
+from ..graph.operators import LOSSES, numbers
 from .overflow import beginnings, is_finite, unsound
 from .statistics import Counts, Key, decibels
 from .tensors import Layout, Tensor, counted_reads
@@ -340,7 +340,9 @@ def _jump(seen: Dict[Key, Tensor], backward: List[Tensor]) -> Optional[Tensor]:
     best, most = None, 12
     for tensor in backward:
         here = _middle(tensor)
-        before = [_middle(seen[key]) for key in tensor.reads if key in seen]
+        # What a loss begins by itself knows no loss scale.
+        before = [_middle(seen[key]) for key in tensor.reads
+                  if key in seen and seen[key].op not in LOSSES]
         steps = [abs(b - here) for b in before if b is not None and here is not None]
         if tensor.kind == "gradient" and steps and min(steps) > most:
             best, most = tensor, min(steps)
