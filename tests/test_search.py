@@ -103,6 +103,9 @@ def test_it_goes_on_from_its_file_and_gives_the_same(tmp_path, capsys):
     (tmp_path / "search.json").write_text("{")
     with pytest.raises(ValueError, match="none that search has written"):
         amp.search(net, batches(), LOSS, budget=120.0, file=file, **QUICK)
+    for wrong in (str(tmp_path), str(tmp_path / "missing" / "search.json")):
+        with pytest.raises(ValueError, match="in a folder that exists"):
+            amp.search(net, batches(), LOSS, budget=120.0, file=wrong, **QUICK)
 
 
 def test_what_ends_it_early_leaves_the_best_so_far():

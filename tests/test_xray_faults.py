@@ -174,3 +174,51 @@ def test_a_folder_remembers_what_may_be_lost(tmp_path):
     view = amp.xray(net, batches(6), LOSS, steps=1, lost=0.25)
     (tmp_path / "xray.jsonl").write_text("\n".join(map(json.dumps, lines(view))))
     assert read(str(tmp_path), FLOAT16).lost == 0.25
+
+
+def test_gradients_that_no_scale_of_training_holds_are_named():
+    """Of rows of zeros, whose norm the epsilon hides forward, and does not backward."""
+    def forward(F, x, dense, out):
+        h = F.relu(dense(x))
+        return out(F.broadcast_div(h, F.sqrt(F.sum(h * h, axis=1, keepdims=True) + 1e-10)))
+    given = [(nd.concat(data[:7], nd.zeros((1, 6)), dim=0), label) for data, label in batches(6)]
+    view = amp.xray(converted(forward, *layers(8, 4)), given, LOSS)
+    assert view.findings[0].node == "net_broadcast_div0"
+    assert "training's goes down to 1" in view.findings[0].detail
+    assert view.window.high > 100  # of the network with what is kept
+    again = converted(forward, *layers(8, 4))
+    again(given[0][0])
+    assert not amp.xray(amp.convert(again, keep=view.keep), given, LOSS).findings
+
+
+def test_where_all_gradients_are_too_large_the_loss_scale_is_the_matter():
+    net = converted(lambda F, x, dense, out: out(dense(x)), *layers(8, 4))
+    view = amp.xray(net, batches(6), lambda out, label: LOSS(out, label) * 2e6)
+    assert (view.findings, view.keep) == ([], [])
+    assert view.window.high < 1
+
+
+def test_a_quantizer_that_is_passed_straight_through_is_no_fault():
+    def forward(F, x, dense, out):
+        h = dense(x)
+        return out(h + F.BlockGrad(F.round(h * 16) / 16 - h))
+    assert amp.xray(converted(forward, *layers(8, 4)), batches(6), LOSS).findings == []
+
+
+def test_zeros_are_not_rounded_whatever_is_behind_them():
+    """Gradients are large where a product is 0: the mean of a row that is masked wholly."""
+    class Net(gluon.HybridBlock):
+        def __init__(self):
+            super().__init__(prefix="net_")
+            self.dense, self.out = nn.Dense(8, flatten=False), nn.Dense(4)
+
+        def hybrid_forward(self, F, x, mask):
+            h = F.batch_dot(mask.expand_dims(1), self.dense(x))
+            return self.out(F.broadcast_div(h, mask.sum(axis=1).reshape((-1, 1, 1)) + 1e-2))
+    mx.random.seed(1)
+    net = Net()
+    net.initialize(mx.init.Xavier())
+    masks = nd.array(np.random.default_rng(0).random((8, 5)) < 0.5)
+    masks[3] = 0
+    given = [(data, masks, label) for data, label in batches(5, 6)]
+    assert amp.xray(amp.convert(net), given, LOSS).findings == []

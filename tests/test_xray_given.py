@@ -235,3 +235,28 @@ def test_what_is_no_loss_and_no_share_is_refused():
         amp.xray(two_layers(), rows(1), LOSS, lost=1)
     with pytest.raises(ValueError, match="snr must be"):
         amp.search(two_layers(), rows(1), LOSS, snr=float("nan"))
+
+
+def test_a_batch_whose_loss_is_not_finite_in_float32_either_gives_no_advice(tmp_path):
+    net = two_layers(lambda F, x: F.exp(x * 20) * 1e-5)
+    given = [(rows(1)[0][0] * size, rows(1)[0][1]) for size in (0.1, 100)]
+    view = amp.xray(net, given, LOSS)
+    assert (view.findings, view.keep, view.left_out) == ([], [], [1])
+    assert "batch 1: the loss is not finite in float32 either" in view.notes[0]
+    assert view.window.low <= view.window.high
+    alone = amp.xray(net, given[1:], LOSS)
+    assert (alone.findings, alone.keep, alone.window) == ([], [], None)
+    assert "Nothing needs" not in str(alone)
+    alone.save(str(tmp_path / "xray"))
+
+
+def test_a_batch_without_a_finite_loss_leaves_the_loss_scale_as_it_was():
+    def loss_fn(out, label):
+        return LOSS(out, label) * (np.nan if label[0].asscalar() == 3 else 1)
+    data, label = rows(1)[0]
+    first = label.copy()
+    label[0], first[0] = 0, 3
+    view = amp.xray(two_layers(), [(data, first), (data, label)], loss_fn)
+    right = amp.xray(two_layers(), [(data, label)], loss_fn)
+    assert (view.left_out, view.loss_scale) == ([0], right.loss_scale)
+    assert view.steps[1][0] == right.steps[0][0]

@@ -5,14 +5,19 @@ from dataclasses import dataclass, replace
 from typing import Callable, Dict, Iterable, List, NamedTuple, Optional
 
 from ..graph.graph import CASTS
-from ..graph.operators import PRODUCTS, numbers
-from .overflow import came_round, is_finite, unsound
+from ..graph.operators import LOSSES, numbers
+from .overflow import beginnings, is_finite, unsound
 from .statistics import Counts, Key, decibels
 from .tensors import Layout, Tensor, counted_reads
 
 _MOST_LOST = 0.1  # of a gradient's norm, before a network is said to need something
 _STANDS_OUT = 4  # times the worth of what three products in four round
+_SUMS = frozenset("""elemwise_add elemwise_sub broadcast_add broadcast_sub add_n _plus_scalar
+    _minus_scalar _rminus_scalar _npi_add _npi_subtract _npi_add_scalar _npi_subtract_scalar
+    _npi_rsubtract_scalar""".split())
 _POWERS = tuple(range(-48, 49))  # of two: by which a tensor is moved to see what it loses
+# What a DynamicLossScale goes down to, 1, and three bits: gradients grow from batch to batch.
+_LEAST_SCALE = 8.0
 _SCALES = [2.0 ** e for e in range(-24, 41)]  # that a loss scale is looked for in
 
 
@@ -43,6 +48,11 @@ class Window(NamedTuple):
     high: float
     low_tensor: str
     high_tensor: str
+
+    @property
+    def fits(self) -> bool:
+        """Whether training comes to such a scale."""
+        return max(self.low, _LEAST_SCALE) <= self.high
 
     def __str__(self) -> str:
         return f"{scales_that_fit(self.low, self.high)}: from {self.low:g} " \
@@ -99,9 +109,10 @@ def findings(layout: Layout, tensors: List[Tensor], scale: float) -> List[Findin
     forward = sorted((t for t in seen.values() if not t.key.backward), key=lambda t: t.place)
     counts = {key: t.counts for key, t in seen.items() if t.counts is not None}
     broken = {t.key for t in unsound(tensors, counts)}
-    for tensor in forward:
+    endless = [t for t in forward if not is_finite(counts[t.key])]
+    for tensor in beginnings(endless, reads, counts):
         if tensor.key in broken or tensor.snr == -math.inf:
-            made += _above(layout, seen, counts, tensor)
+            made += _above(layout, seen, tensor)
     if made:  # where numbers grow from layer to layer, all from one on are to be kept
         behind = [t.key for t in forward if t.beyond and t.key in broken]
         nodes = [name for key in behind for name in layout.kept_for(key)]
@@ -131,16 +142,11 @@ def _finding(layout: Layout, tensor: Tensor, reason: str, detail: str,
     return Finding(blamed, tensor.name, reason, detail, layout.kept_for(tensor.key))
 
 
-def _above(layout: Layout, seen: Dict[Key, Tensor], all_counts: Dict[Key, Counts],
-           tensor: Tensor) -> List[Finding]:
+def _above(layout: Layout, seen: Dict[Key, Tensor], tensor: Tensor) -> List[Finding]:
     counts = tensor.counts
     assert counts is not None
-    if is_finite(counts) or came_round(tensor, all_counts):
-        return []
     if tensor.op in CASTS and not counts.overflowed:
         return []  # what it casts was not finite, such as what a plain Block hands on
-    if not all(is_finite(all_counts[key]) for key in tensor.reads if key in all_counts):
-        return []
     if not counts.overflowed:
         return _of_zeros(layout, seen, tensor)
     begins = _where_it_begins(layout, seen, tensor, lambda t: t.counts is not None and
@@ -186,12 +192,14 @@ def _lows_behind(seen: Dict[Key, Tensor], tensor: Tensor) -> List[Tensor]:
 def _where_it_begins(layout: Layout, seen: Dict[Key, Tensor], tensor: Tensor,
                      lies_beyond: Callable[[Tensor], bool]) -> str:
     """The node that makes numbers which only a later cast loses: float32 holds them between."""
+    known = {tensor.key}
     while True:
-        before = [seen[key] for key in tensor.reads if key in seen and not seen[key].is_low
-                  and lies_beyond(seen[key])]
+        before = [seen[key] for key in tensor.reads + tensor.carried if key in seen
+                  and key not in known and not seen[key].is_low and lies_beyond(seen[key])]
         if not before:
             return layout.blamed(tensor.key)
         tensor = before[0]
+        known.add(tensor.key)
 
 
 def _below(layout: Layout, seen: Dict[Key, Tensor], tensor: Tensor) -> List[Finding]:
@@ -220,6 +228,8 @@ def _cancelled(layout: Layout, seen: Dict[Key, Tensor], tensor: Tensor) -> List[
             if t.snr is not None or t.op in CASTS]
     if not read or any(_truth(seen, t) < tensor.snr + 20 for t in read):
         return []
+    if _is_made_good(layout, seen, tensor):
+        return []
     source = min(read, key=lambda t: _truth(seen, t))
     finding = _finding(layout, tensor, "cancellation",
                        f"{tensor.name} is at {tensor.snr:.0f} dB of float32's, though what it is "
@@ -228,6 +238,15 @@ def _cancelled(layout: Layout, seen: Dict[Key, Tensor], tensor: Tensor) -> List[
     rounded = [t for t in made if t.is_low] or _rounded_before(seen, source)
     finding.keep += [k for t in rounded for k in layout.kept_for(t.key)]
     return [finding]
+
+
+def _is_made_good(layout: Layout, seen: Dict[Key, Tensor], tensor: Tensor) -> bool:
+    """Whether a tensor is read by sums alone that are near float32's, so that neither they nor
+    gradients depend on its digits: such as the difference in x + BlockGrad(round(x) - x)."""
+    behind = [t for t in seen.values() if tensor.key in t.reads and not t.key.backward]
+    return bool(behind) and not layout.is_output(tensor.key) and all(
+        _is_made_good(layout, seen, t) if t.op in CASTS else
+        t.op in _SUMS and t.snr is not None and t.snr >= t.low_snr / 2 for t in behind)
 
 
 def _truth(seen: Dict[Key, Tensor], tensor: Tensor) -> float:
@@ -249,11 +268,13 @@ def _before_cast(seen: Dict[Key, Tensor], tensor: Tensor) -> Tensor:
 
 def _rounded_before(seen: Dict[Key, Tensor], tensor: Tensor) -> List[Tensor]:
     """Of less than float32, the tensor that a float32 one has most of its error from."""
+    known = {tensor.key}
     while not tensor.is_low:
-        read = [seen[key] for key in tensor.reads if key in seen]
+        read = [seen[key] for key in tensor.reads if key in seen and key not in known]
         if not read:
             return []
         tensor = min(read, key=lambda t: _truth(seen, t))
+        known.add(tensor.key)
     return [tensor]
 
 
@@ -261,42 +282,52 @@ def _moving_the_loss(layout: Layout, forward: List[Tensor]) -> List[Finding]:
     """Tensors whose rounding moves the loss by more than rounding the loss itself would, and far
     more than that of three products in four, which no training in the format does without."""
     worths = {t.key: statistics.mean(t.worths) for t in forward if t.worths}
-    products = {t.key.node: worths[t.key] for t in forward if t.key in worths and t.op in PRODUCTS}
+    products = {t.key.node: statistics.mean(t.by_chance) for t in forward if t.by_chance}
     made = []
     for tensor in sorted(forward, key=lambda t: -worths.get(t.key, 0.0)):
         worth = worths.get(tensor.key, 0.0)
         others = sorted(w for node, w in products.items() if node != tensor.key.node)
         if worth > 2.0 ** -(tensor.format.fraction + 1) \
                 and others and worth > _STANDS_OUT * others[3 * len(others) // 4]:
+            share = f"{worth:.2%}" if worth < 1 else "as much as it is"
             made.append(_finding(layout, tensor, "small errors move the loss",
-                                 f"what rounding adds to {tensor.name} moves the loss by "
-                                 f"{worth:.2%} from step to step"))
+                                 f"what rounding adds to {tensor.name} moves the loss by {share} "
+                                 "from step to step"))
     return made
 
 
 def _gradients(layout: Layout, seen: Dict[Key, Tensor], scale: float) -> List[Finding]:
-    """Where no loss scale fits all gradients: the node at which they change their size most, then
-    those that lie apart, at that end which names fewer."""
+    """Where no loss scale that training comes to fits all gradients: the node at which they change
+    their size most, then those that lie apart, at that end which names fewer. (Where most are too
+    large, none lies apart: a lower scale is what they need.)"""
     backward = sorted((t for t in seen.values() if t.key.backward and t.counts
                        and t.counts.range), key=lambda t: t.place)
     gradients = [t for t in backward if t.is_low]
     found = window(gradients, scale, _MOST_LOST)
-    if found is None or found.low <= found.high:
+    if found is None or found.fits:
         return []
+
+    def too_large_for(wanted: float) -> List[Tensor]:
+        return [t for t in gradients if t.counts and 2.0 ** _highest(t, t.counts) * scale < wanted]
+    wanted, why = max(found.low, _LEAST_SCALE), "and training's goes down to 1"
+    few = found.high < _LEAST_SCALE and 2 * len(too_large_for(wanted)) <= len(gradients)
+    if found.low <= found.high and not few:
+        return []
+    if not few:
+        wanted = found.low
+        why = f"which {found.low_tensor} needs" if found.low_tensor else "the smallest of all"
+    at_low = too_large_for(wanted)
     at_high = [t for t in gradients if t.counts
                and _lowest(t, t.counts, _MOST_LOST) * scale > found.high]
-    at_low = [t for t in gradients if t.counts
-              and 2.0 ** _highest(t, t.counts) * scale < found.low]
     made = []
     jump = _jump(seen, backward)
     if jump is not None:
         made.append(_finding(layout, jump, "gradients change their size",
                              f"no loss scale fits the gradients on both sides of {jump.name}",
                              jump.key.node))
-    if not at_high or len(at_low) < len(at_high):
-        why = f"which {found.low_tensor} needs" if at_high else "the smallest of all"
+    if few or not at_high or len(at_low) < len(at_high):
         return made + [_finding(layout, t, "range above", f"{t.name} overflows at the loss scale "
-                                f"{found.low:g}, {why}") for t in at_low]
+                                f"{wanted:g}, {why}") for t in at_low]
     return made + [_finding(layout, t, "range below", f"{t.name} needs a loss scale of "
                             f"{_lowest(t, t.counts, _MOST_LOST) * scale:g}, and "
                             f"{found.high_tensor} overflows above {found.high:g}")
@@ -309,7 +340,9 @@ def _jump(seen: Dict[Key, Tensor], backward: List[Tensor]) -> Optional[Tensor]:
     best, most = None, 12
     for tensor in backward:
         here = _middle(tensor)
-        before = [_middle(seen[key]) for key in tensor.reads if key in seen]
+        # What a loss begins by itself knows no loss scale.
+        before = [_middle(seen[key]) for key in tensor.reads
+                  if key in seen and seen[key].op not in LOSSES]
         steps = [abs(b - here) for b in before if b is not None and here is not None]
         if tensor.kind == "gradient" and steps and min(steps) > most:
             best, most = tensor, min(steps)

@@ -16,11 +16,21 @@ _LINE = "__gluon_amp_line__"
 _NOT_THE_USERS = ("mxnet", "gluon_amp")
 
 
-class _Lines(mx.AttrScope):
-    """MXNet asks the scope for the attributes of each node that it makes: one is the line."""
+class _Lines(Dict[str, str]):
+    """The attributes that MXNet's scopes give to each node that is made: they copy theirs, and a
+    scope within another one, such as a loop's, begins with a copy. One of these is the line."""
 
-    def get(self, attr: Optional[Dict[str, str]]) -> Dict[str, str]:
-        return {**super().get(attr), _LINE: _line_of_the_user()}
+    def copy(self) -> "_Lines":
+        return _Lines(self, **{_LINE: _line_of_the_user()})
+
+
+class _Scope(mx.AttrScope):
+    _attr: Dict[str, str]
+
+    def __enter__(self) -> "_Scope":
+        super().__enter__()
+        self._attr = _Lines(self._attr).copy()  # never empty, which MXNet would pass by
+        return self
 
 
 def _line_of_the_user() -> str:
@@ -48,7 +58,7 @@ def lines(net: Any, data: Sequence[Any], make: Callable[..., Any]) -> Dict[str, 
             found.setdefault(node.name, node.attrs.get(_LINE, ""))
         return make(block, key, arrays)
 
-    with _traced_anew(net), _Lines(), mx.autograd.record(), standing_in(net, look):
+    with _traced_anew(net), _Scope(), mx.autograd.record(), standing_in(net, look):
         call(net, data)
     mx.nd.waitall()
     return found

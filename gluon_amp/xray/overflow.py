@@ -1,6 +1,6 @@
 """Where infinities begin."""
 from dataclasses import dataclass
-from typing import Any, Collection, Dict, List, Mapping, Optional, Tuple
+from typing import Any, Collection, Dict, List, Mapping, Optional, Set, Tuple
 
 from .statistics import Counts, Key
 from .tensors import Tensor, counted_reads
@@ -84,27 +84,54 @@ def first_overflow(tensors: Collection[Tensor], counts: Mapping[Key, Counts], ba
     if not broken:
         return None
     by_key = {tensor.key: tensor for tensor in tensors}
-    keys = {tensor.key for tensor in broken}
     reads_of = counted_reads(by_key.values(), counts)
-    for tensor in broken:
-        reads = reads_of[tensor.key]
-        if came_round(tensor, counts) or not keys.isdisjoint(reads):
+    tensor = beginnings(broken, reads_of, counts)[0]
+    given = {name: Counts.of_array(arrays[name]) for name in tensor.variables
+             if arrays and name in arrays}
+    for name, held in given.items():
+        if not held.finite:
+            return Overflow(name, name, "", False, batch, scale, {})
+    output = by_key.get(Key(tensor.key.node, False, 0))
+    all_reads = dict.fromkeys(reads_of[tensor.key] + (reads_of[output.key] if output else []))
+    inputs = {by_key[key].name: counts[key].range for key in all_reads if key in by_key}
+    inputs.update((name, held.range) for name, held in given.items())
+    return Overflow(tensor.key.node, tensor.name, tensor.op, tensor.key.backward, batch, scale,
+                    inputs)
+
+
+def beginnings(broken: Collection[Tensor], reads: Mapping[Key, List[Key]],
+               counts: Mapping[Key, Counts]) -> List[Tensor]:
+    """Of tensors that are not finite, those that are computed from no other of these, in order.
+    Loops, and blocks that are called several times, go round in circles, since counts are of all
+    rounds: of a circle it is one that rounding has made infinite, if there is such, and of these
+    the one that has read the fewest infinities."""
+    def order(tensor: Tensor) -> Tuple[bool, float, int]:
+        held = counts[tensor.key]
+        return not held.overflowed, (held.infinite + held.nan) / held.numbers, tensor.place
+    left = {t.key: t for t in sorted(broken, key=order)}
+    before = {key: [k for k in reads[key] + t.carried if k in left] for key, t in left.items()}
+    behind: Dict[Key, List[Key]] = {key: [] for key in left}
+    for key, found in before.items():
+        for read in found:
+            behind[read].append(key)
+    made = [t for key, t in left.items() if not before[key]]
+    follow = _reached([t.key for t in made], behind)
+    for key, tensor in left.items():
+        if key in follow or not before[key]:
             continue
-        given = {name: Counts.of_array(arrays[name]) for name in tensor.variables
-                 if arrays and name in arrays}
-        for name, held in given.items():
-            if not held.finite:
-                return Overflow(name, name, "", False, batch, scale, {})
-        output = by_key.get(Key(tensor.key.node, False, 0))
-        all_reads = dict.fromkeys(reads + (reads_of[output.key] if output else []))
-        inputs = {by_key[key].name: counts[key].range for key in all_reads if key in by_key}
-        inputs.update((name, held.range) for name, held in given.items())
-        return Overflow(tensor.key.node, tensor.name, tensor.op, tensor.key.backward, batch,
-                        scale, inputs)
-    return None
+        round_ = _reached([key], behind)
+        if round_ >= _reached([key], before):
+            made.append(tensor)
+            follow |= round_
+    return sorted(made, key=lambda t: t.place)
 
 
-def came_round(tensor: Tensor, counts: Mapping[Key, Counts]) -> bool:
-    """Whether what is not finite came from the round of the loop before: counts are of all."""
-    return counts[tensor.key].overflowed == 0 and any(
-        key in counts and not is_finite(counts[key]) for key in tensor.carried)
+def _reached(keys: List[Key], ways: Mapping[Key, List[Key]]) -> Set[Key]:
+    """All that is reached from some keys, by one step or more."""
+    found: Set[Key] = set()
+    left = list(keys)
+    while left:
+        new = [key for key in ways[left.pop()] if key not in found]
+        found.update(new)
+        left += new
+    return found

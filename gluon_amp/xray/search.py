@@ -11,6 +11,7 @@ Whatever stops it (the budget, Ctrl-C), the best so far is returned.
 """
 import itertools
 import math
+import os
 import sys
 from dataclasses import dataclass, field
 from typing import Any, Dict, FrozenSet, Iterable, List, Optional, Tuple, Union
@@ -119,6 +120,10 @@ def search(net: Any, batches: Iterable[Any], loss_fn: Any = None, budget: Union[
     if isinstance(budget, int) and budget < 3 * seeds:
         raise ValueError(f"seeds={seeds} needs a budget of at least {3 * seeds} training runs: two "
                          f"in float32 and one to verify, each. Received: budget={budget}")
+    if file is not None and (os.path.isdir(file)
+                             or not os.path.isdir(os.path.dirname(os.path.abspath(file)))):
+        raise ValueError("file is one that measurements can be kept in, in a folder that exists. "
+                         f"Received: {file!r}")
     net, batches, loss_fn = looked_at(net, batches, loss_fn)
     chosen = first_of(batches, _MOST_BATCHES, "search")
     check(net, chosen[0])

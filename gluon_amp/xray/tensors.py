@@ -39,6 +39,7 @@ class Tensor:
         snr: against the float32 step, in dB, the worst of the steps; None without a reference.
         beyond: whether the float32 step has numbers in it that its format does not hold.
         worths: by how much of the loss its own rounding moves it, of each step; see worth.py.
+        by_chance: of products, the same if large errors met large gradients by chance only.
     """
     key: Key
     kind: str
@@ -52,6 +53,7 @@ class Tensor:
     snr: Optional[float] = None
     beyond: bool = False
     worths: List[float] = field(repr=False, default_factory=list)
+    by_chance: List[float] = field(repr=False, default_factory=list)
     variables: List[str] = field(repr=False, default_factory=list)
 
     @property
@@ -60,6 +62,12 @@ class Tensor:
         if not self.key.backward:
             return self.key.node + (f"[{self.key.which}]" if self.key.which else "")
         return f"gradient of {self.key.node}'s input {self.key.which}"
+
+    def join(self, other: "Tensor") -> None:
+        """Takes over what another one of its name is computed from and goes to."""
+        for name in ("reads", "carried", "gradients", "variables"):
+            setattr(self, name, list(dict.fromkeys(getattr(self, name) + getattr(other, name))))
+        self.format = other.format if other.is_low else self.format
 
     @property
     def is_low(self) -> bool:
@@ -82,6 +90,7 @@ class Layout:
     def __init__(self, graphs: Sequence[Tuple[Graph, Mapping[str, str]]], policy: Policy,
                  parameters: Any) -> None:
         self.nodes: Dict[str, Node] = {}
+        self.alike: Dict[str, List[Node]] = {}  # of one name: those of a block called several times
         self.users: Dict[Entry, List[Optional[Node]]] = {}
         self.types: Dict[Entry, Optional[str]] = {}
         # Of bodies of loops: what their variables stand for, and what becomes of their outputs
@@ -105,6 +114,7 @@ class Layout:
                 self._add_body(node, number, body, found)
             if not node.is_variable:
                 self.nodes[node.name] = node
+                self.alike.setdefault(node.name, []).append(node)
 
     def _add_body(self, node: Node, number: int, body: Graph,
                   types: Mapping[Entry, Optional[str]]) -> None:
@@ -126,33 +136,36 @@ class Layout:
     def _format(self, entry: Entry) -> Optional[Format]:
         return self.formats.get(self.types.get(entry) or "")
 
-    def tensors(self) -> Iterator[Tensor]:
-        """All that may be watched."""
-        last = 2 * len(self.nodes)
-        for name, node in self.nodes.items():
-            if node.subgraphs:
+    def tensors(self) -> List[Tensor]:
+        """All that may be watched. Nodes of one name are counted as one."""
+        made: Dict[Key, Tensor] = {}
+        for nodes in self.alike.values():
+            for tensor in (t for node in nodes for t in self._tensors_of(node)):
+                made.setdefault(tensor.key, tensor).join(tensor)
+        return list(made.values())
+
+    def _tensors_of(self, node: Node) -> Iterator[Tensor]:
+        if node.subgraphs:
+            return
+        last, name = 2 * len(self.nodes), node.name
+        outputs = [e for e in self.users if e.node is node]
+        gradients = {e: self._gradients(e) for e in outputs}
+        variables = [variable for e in node.inputs for variable in self._variable(e)]
+        for entry in outputs:
+            format_ = self._format(entry)
+            if format_ is not None:
+                reads = [made for e in node.inputs for made in self.source(e)]
+                carried = [made for e in node.inputs for made in self._carried(e)]
+                yield Tensor(Key(name, False, entry.output), "output", node.op, self.order[name],
+                             format_, reads, carried, gradients[entry], variables=variables)
+        for i, entry in enumerate(node.inputs):
+            format_ = self._format(entry)
+            if format_ is None:
                 continue
-            outputs = [e for e in self.users if e.node is node]
-            gradients = {e: self._gradients(e) for e in outputs}
-            variables = [name for e in node.inputs for name in self._variable(e)]
-            for entry in outputs:
-                format_ = self._format(entry)
-                if format_ is not None:
-                    reads = [made for e in node.inputs for made in self.source(e)]
-                    carried = [made for e in node.inputs if e.node in self.carried
-                               for made in self.source(self.carried[e.node])]
-                    yield Tensor(Key(name, False, entry.output), "output", node.op,
-                                 self.order[name], format_, reads, carried, gradients[entry],
-                                 variables=variables)
-            for i, entry in enumerate(node.inputs):
-                format_ = self._format(entry)
-                if format_ is None:
-                    continue
-                weight = self.root(entry).node.name in self.parameters
-                above = [key for e in outputs for key in gradients[e]]
-                yield Tensor(Key(name, True, i), "weight gradient" if weight else "gradient",
-                             node.op, last - self.order[name], format_, above,
-                             variables=variables)
+            weight = self.root(entry).node.name in self.parameters
+            above = [key for e in outputs for key in gradients[e]]
+            yield Tensor(Key(name, True, i), "weight gradient" if weight else "gradient",
+                         node.op, last - self.order[name], format_, above, variables=variables)
 
     def _gradients(self, entry: Entry) -> List[Key]:
         """The gradients of all inputs that read an entry."""
@@ -199,22 +212,34 @@ class Layout:
             return self._variable(node.inputs[0])
         return [node.name] if node.is_variable else []
 
+    def _carried(self, entry: Entry) -> List[Key]:
+        """In a loop, the tensor that an entry is of the round before."""
+        while entry.node.op in LEFT_ALONE and entry.node.inputs and not entry.node.subgraphs:
+            entry = entry.node.inputs[0]
+        return self.source(self.carried[entry.node]) if entry.node in self.carried else []
+
     def root(self, entry: Entry) -> Entry:
         """An entry without the casts behind it."""
         while entry.node.op in CASTS:
             entry = entry.node.inputs[0]
         return entry
 
+    def is_output(self, key: Key) -> bool:
+        """Whether a tensor is an output of its graph."""
+        return any(None in self.users.get(Entry(node, key.which), []) for node in
+                   self.alike[key.node])
+
     def kept_for(self, key: Key) -> List[str]:
         """The nodes that are to stay float32 so that this tensor is float32."""
-        node = self.nodes[key.node]
-        if key.backward:
-            maker = self.root(node.inputs[key.which]).node
-            nodes = [node] if maker.is_variable else [node, maker]
-        elif node.op in CASTS:  # what reads it
-            nodes = self._readers(Entry(node))
-        else:
-            nodes = [node]
+        nodes: List[Node] = []
+        for node in self.alike[key.node]:
+            if key.backward:
+                maker = self.root(node.inputs[key.which]).node
+                nodes += [node] if maker.is_variable else [node, maker]
+            elif node.op in CASTS:  # what reads it
+                nodes += self._readers(Entry(node))
+            else:
+                nodes.append(node)
         found: List[str] = []
         for one in nodes:
             behind = self._readers(Entry(one)) if one.op in CASTS else [one]

@@ -48,7 +48,7 @@ class View:
         steps: what each step counted: its loss scale, and counts by tensor.
         scale: the loss scale at which the counts of gradients stand: the first step's.
         left_out: the numbers of the batches whose data, or parameters, were not finite to begin
-            with: no advice is from them.
+            with, or whose loss is not finite in float32 either: no advice is from them.
         notes: what else there is to know, in sentences.
         converts: how the line to paste begins.
         lost: the share of a gradient's norm that may be rounded away at the low end of a window.
@@ -194,10 +194,14 @@ def xray(net: Any, batches: Iterable[Any], loss_fn: Any = None, trainer: Any = N
             view.reference_losses.append(whole.loss)
             if not math.isfinite(whole.loss):
                 hopeless.append(f"batch {number}: the loss is not finite in float32 either: look "
-                                "at the data, the learning rate and the loss first")
+                                "at the data, the learning rate and the loss first. No advice is "
+                                "from this batch")
+                view.left_out.append(number)
         known = trial.given(batch, (right or trial).arrays if right or trainer is None else {})
         _note(view, scale, ran, number, known,
               None if whole is None else at_scale(whole.counts, scale / at))
+        if trainer is None and number in view.left_out:
+            scale = at  # no lower one has helped
         if updates.gave_up:
             view.notes.append(f"batch {number} is the last that was looked at: the trainer has "
                               f"given up: {updates.gave_up}")
@@ -267,9 +271,9 @@ def _note(view: View, scale: float, ran: Ran, number: int, known: Mapping[str, A
     overflow = first_overflow(view.tensors, ran.counts, number, scale, known)
     view.first_overflow = view.first_overflow or overflow
     if overflow is not None and not overflow.op:
-        view.left_out.append(number)
+        view.left_out = list(dict.fromkeys([*view.left_out, number]))
         view.notes.append(f"{overflow}: no advice is from this batch")
-    else:
+    if number not in view.left_out:
         fill(view.tensors, ran.counts, reference, view.scale / scale)
         weigh(view.tensors, ran, scale)
     view.losses.append(ran.loss)
@@ -347,7 +351,7 @@ def _try_keeping(first: Trial, right: Optional[Trial], view: View, batches: List
         view.findings += [f for f in again.found if f.node not in known]
     if names:
         view.keep = [*(name for name in kept_already(net) if name not in names), *names]
-    if again.fits and (view.window is None or view.window.low > view.window.high):
+    if again.fits and (view.window is None or not view.window.fits):
         view.window = window([t for t in again.tensors if t.counts], again.scale, view.lost)
         view.notes.append("the loss scales are those of the network with these kept in float32")
     if again.found:
@@ -356,11 +360,11 @@ def _try_keeping(first: Trial, right: Optional[Trial], view: View, batches: List
 
 
 def _where(trial: Trial, batch: Any, layout: Layout, found: Overflow) -> str:
-    """The code of the node that has overflowed; of a cast of data, of what reads it."""
+    """The code of the node that has overflowed; of a cast of data, of what reads it; of a gradient
+    that a cast rounds, of what makes it."""
     if not found.op:
         return ""
-    node = found.node if found.backward else layout.blamed(Key(found.node, False, 0))
-    return _code_of(trial, batch, node)
+    return _code_of(trial, batch, layout.blamed(Key(found.node, found.backward, 0)))
 
 
 def _code_of(trial: Trial, batch: Any, node: str) -> str:
@@ -377,6 +381,7 @@ def _code_of(trial: Trial, batch: Any, node: str) -> str:
     for cls in type(block).__mro__:
         code = vars(cls).get("hybrid_forward")
         if code is not None:
+            code = inspect.unwrap(code)  # of a class with use_np
             with suppress(OSError, TypeError):
                 return f"block {block.name}, {inspect.getsourcefile(code)}, line " \
                        f"{inspect.getsourcelines(code)[1]}"

@@ -3,8 +3,8 @@
 To first order the loss moves by each number's error times its gradient. Errors of a rounding are
 independent of each other, so their squares add up. The histograms of a step hold the squares of
 errors and those of gradients. Samples tell where large errors do not meet large gradients: those
-of a mask are large, and their gradients 0. (Products, whose worths are the measure for all others,
-are taken as if they met by chance.)
+of a mask are large, and their gradients 0. (As a measure for all others, products are taken as if
+they met by chance.)
 """
 import math
 from typing import Iterable, List
@@ -31,11 +31,14 @@ def weigh(tensors: Iterable[Tensor], ran: Ran, scale: float) -> None:
         gradients = [(key, ran.counts[key]) for key in tensor.gradients if key in ran.counts]
         squares = sum(g.squares / (1.0 if key in begin else scale) ** 2 for key, g in gradients)
         moved = math.sqrt(_expected(found, squares)) / ran.total
+        if not math.isfinite(moved):
+            continue
+        if tensor.op in PRODUCTS:
+            tensor.by_chance.append(moved)
         # half of what may be named at all: less needs no closer look
-        if tensor.op not in PRODUCTS and moved > 2.0 ** -(tensor.format.fraction + 2):
+        if moved > 2.0 ** -(tensor.format.fraction + 2):
             moved *= math.sqrt(min(_meet(tensor.format, found, [g for _, g in gradients]), 1.0))
-        if math.isfinite(moved):
-            tensor.worths.append(moved)
+        tensor.worths.append(moved)
 
 
 def _expected(found: Counts, gradient_squares: float) -> float:
@@ -51,7 +54,7 @@ def _meet(format_: Format, found: Counts, gradients: List[Counts]) -> float:
                   if len(g.sample) == len(size))
     with np.errstate(invalid="ignore", over="ignore"):
         errors = np.square(np.maximum(np.ldexp(1.0, np.frexp(size)[1] - 1 - format_.fraction),
-                                      format_.smallest))
+                                      format_.smallest)) * (size > 0)
         known = np.isfinite(size) & np.isfinite(squares)
         both = np.sum(errors * known) * np.sum(squares * known)
     return float(known.sum() * np.sum(np.where(known, errors * squares, 0.0)) / both) \
