@@ -29,13 +29,6 @@ inline uint32_t plain_bits(float f) {
 
 inline uint32_t exponent_of(float f) { return plain_bits(f) >> 23 & 0xff; }
 
-// The exponents of a vector, one by one.
-inline void count_exponents(V v, Tables* made) {
-  float numbers[W];
-  store(numbers, v, Whole());
-  for (int64_t i = 0; i < W; ++i) ++made->bins[i & 3][exponent_of(numbers[i])];
-}
-
 // ---- what numbers are rounded to -------------------------------------------------------------
 
 struct Unchanged {
@@ -50,6 +43,13 @@ struct ToHalf {
 // ---- exponents, 32 of them at a time -----------------------------------------------------------
 
 #if defined(__AVX512F__) || defined(__F16C__)
+
+// The exponents of a vector, one by one.
+inline void count_exponents(V v, Tables* made) {
+  float numbers[W];
+  store(numbers, v, Whole());
+  for (int64_t i = 0; i < W; ++i) ++made->bins[i & 3][exponent_of(numbers[i])];
+}
 
 // In each lane the bit of a number's exponent, modulo 32.
 #if defined(__AVX512F__)
