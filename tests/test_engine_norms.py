@@ -325,6 +325,7 @@ DECONVOLUTIONS = {
 DENSE = {
     "few rows": ({"num_hidden": 24}, (33, 16), (24, 16)),
     "few rows in pieces of the weight": ({"num_hidden": 1001}, (9, 700), (1001, 700)),
+    "more rows in pieces of the weight": ({"num_hidden": 1001}, (200, 700), (1001, 700)),
     "in pieces of the rows": ({"num_hidden": 240}, (5001, 30), (240, 30)),
     "in pieces of all axes but the last": ({"num_hidden": 64, "flatten": False}, (140, 81, 64),
                                            (64, 64)),

@@ -38,7 +38,7 @@ bool run_dense(const Call& call, bool backward) {
 }
 
 constexpr int64_t kWeights = int64_t(1) << 18;  // floats of a piece of the weight: 1 MB
-constexpr int64_t kFewRows = 64;
+constexpr int64_t kFewRows = 256;
 
 // Some outputs of the layer at a time. Each has a row of the weight, and a column of y.
 bool run_by_outputs(const Call& call, bool backward) {
