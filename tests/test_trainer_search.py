@@ -1,4 +1,8 @@
 """amp.Trainer finds its first scale by backward passes of the first step, which is not lost."""
+import gc
+import os
+from pathlib import Path
+
 import gluon_amp as amp
 import numpy as np
 import pytest
@@ -196,6 +200,40 @@ def test_the_graph_is_free_afterwards_unless_it_is_retained(engine, monkeypatch)
         trainer.backward(loss)
         assert all(map(np.array_equal, gradients, [net.a.grad().asnumpy(), net.b.grad().asnumpy()]))
         assert trainer.step(1)
+
+
+class Exponent(gluon.HybridBlock):
+    def __init__(self):
+        super().__init__()
+        self.a = self.params.get("a", shape=(1,), init="ones")
+
+    def hybrid_forward(self, F, x, a):
+        return F.exp(F.broadcast_mul(x, a))
+
+
+def test_a_network_whose_scale_was_looked_for_leaves_no_memory_behind(caplog):
+    def train():
+        net = Exponent()
+        net.initialize()
+        amp.convert(net).hybridize(static_alloc=True, static_shape=True)
+        trainer = amp.Trainer(net.collect_params(), "sgd")
+        with autograd.record():
+            loss = net(nd.full(2 ** 23, 1e-4)).sum()
+        trainer.backward(loss)
+        assert trainer.step(1)
+
+    def megabytes():
+        """What is left of it in this process's memory."""
+        train()
+        nd.waitall()
+        gc.collect()
+        nd.waitall()
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE") / 2 ** 20
+
+    before = megabytes()  # what is kept for ever, too
+    assert max(megabytes() for _ in range(2)) < before + 8  # an array of it has 16
+    assert "found" in caplog.text
 
 
 def test_what_a_graph_held_is_free_though_its_outputs_are_kept():

@@ -23,7 +23,9 @@ def operators(losses: List[Any]) -> Set[str]:
     found = set()
     for loss in losses:
         symbol = mx.autograd.get_symbol(loss.as_nd_ndarray())
-        found |= {node["op"] for node in json.loads(symbol.tojson())["nodes"]}
+        # where it may remove casts, MXNet makes a copy, which it never frees, nor what hangs on it
+        made = json.loads(symbol.tojson(remove_amp_cast=False))
+        found |= {node["op"] for node in made["nodes"]}
     return found
 
 
