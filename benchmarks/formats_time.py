@@ -9,10 +9,10 @@ import argparse
 import time
 from statistics import median
 
-import gluon_amp as amp
 import harness
 from gluon_amp.policy import get_policy
 from gluon_amp.tensor_core_math import GPUS
+from harness import amp
 
 NETWORKS = ("resnet18 64px b32", "transformer 256", "demo")
 FORMATS = ("float32", "tf32", "mixed_bfloat16", "mixed_float8", amp.Policy(

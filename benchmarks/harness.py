@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
-os.environ.setdefault("OMP_NUM_THREADS", "2")
+os.environ.setdefault("OMP_NUM_THREADS", "2")  # before MXNet is imported: import this file first
 
 import gluon_amp as amp
 from gluon_amp._mxnet import mx, np

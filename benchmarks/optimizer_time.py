@@ -4,9 +4,9 @@ The weights and gradients are of ResNet-50's shapes; updates of the two types al
 """
 import argparse
 
-import gluon_amp as amp
 import harness
 from gluon_amp._mxnet import mx
+from harness import amp
 from mxnet import gluon, nd
 
 OPTIMIZERS = {"sgd": {"momentum": 0.9}, "nag": {"momentum": 0.9}, "adam": {}, "adamw": {},

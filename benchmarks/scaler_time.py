@@ -8,9 +8,9 @@ import argparse
 import time
 from statistics import median
 
-import gluon_amp as amp
 import harness
 from gluon_amp._mxnet import mx
+from harness import amp
 from mxnet import autograd, gluon
 from mxnet.contrib.amp.amp import scale_loss, unscale
 from mxnet.contrib.amp.loss_scaler import LossScaler

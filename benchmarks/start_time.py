@@ -12,8 +12,8 @@ import sys
 from pathlib import Path
 from statistics import median
 
-import gluon_amp as amp
 import harness
+from harness import amp
 from mxnet import gluon, nd
 
 # MXNet 1.9.1 reads np.bool, which numpy 1.24 took away.

@@ -12,8 +12,8 @@ import datetime
 import subprocess
 from pathlib import Path
 
-import gluon_amp as amp
 import harness
+from harness import amp
 
 COLUMNS = {  # what can be measured, and the columns that it fills
     "step": ("float32 ms", "lowest", "float16 / float32", "highest", "pairs", "busy"),
