@@ -37,6 +37,43 @@ def test_an_integer_input_may_be_an_output():
     assert ids.dtype == np.int32
 
 
+# Numbers beyond float16
+
+
+def with_a_large_bias(largest):
+    net = holding(nn.Dense(4, in_units=3), nn.Dense(2, in_units=4))
+    net[0].bias.set_data(nd.array([0, 1, -largest, 2]))
+    return net
+
+
+@pytest.mark.parametrize("policy", ["float16", "pure_float16"])
+def test_a_parameter_that_float16_cannot_hold_stays_float32_and_is_named(policy, caplog):
+    net = amp.convert(with_a_large_bias(65520), policy)
+    assert net[0].bias.data().asnumpy()[2] == -65520
+    assert "dense0_bias (up to 65520)" in caplog.text.replace(net[0].prefix, "dense0_")
+    assert [net[i].weight.dtype for i in (0, 1)] == ["float16"] * 2
+    amp.convert(net, keep=[nn.Dense])
+    assert np.isfinite(net(nd.ones((1, 3))).asnumpy()).all()
+
+
+@pytest.mark.parametrize("largest", [65519, float("inf"), float("nan")])
+def test_a_parameter_that_loses_nothing_becomes_float16(largest, caplog):
+    net = amp.convert(with_a_large_bias(largest))
+    assert net[0].bias.dtype == "float16"
+    assert "stay float32" not in caplog.text
+
+
+def test_numbers_beyond_float16_are_not_loaded_into_float16(tmp_path):
+    path = str(tmp_path / "net.params")
+    with_a_large_bias(1e5).save_parameters(path)
+    net = amp.convert(with_a_large_bias(3))
+    for load in (lambda: net.load_parameters(path),
+                 lambda: net[0].bias.set_data(nd.array([0, 1e5, 0, 0]))):
+        with pytest.raises(ValueError, match=r"bias is float16.*Received: up to 100000"):
+            load()
+    assert net[0].bias.data().asnumpy()[2] == -3
+
+
 # Norms
 
 

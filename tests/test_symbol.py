@@ -273,6 +273,21 @@ def test_missing_and_misnamed_parameters_are_listed(rng):
         amp.convert_model(sym, args, aux)
 
 
+def test_a_checkpoint_that_float16_cannot_hold_is_refused(rng, tmp_path):
+    sym, args, aux = checkpoint(rng)
+    args["fc_weight"][0] = 1e5
+    with pytest.raises(ValueError, match=r"keep=.*Received: fc_weight \(up to 100000\)"):
+        amp.convert_model(sym, args, aux)
+    amp.convert_model(sym, args, aux, keep="fc")
+    mod = amp.Module(amp.convert_symbol(sym), label_names=["head_label"])
+    mod.bind([("data", (4, 3, 8, 8))], [("head_label", (4,))])
+    with pytest.raises(ValueError, match="Received: fc_weight"):
+        mod.init_params(arg_params=args, aux_params=aux)
+    mx.model.save_checkpoint(str(tmp_path / "net"), 1, mod.symbol, args, aux)
+    with pytest.raises(ValueError, match="Received: fc_weight"):
+        amp.Module.load(str(tmp_path / "net"), 1)
+
+
 # ---- they run
 
 @pytest.mark.parametrize("policy", HALF_POLICIES)

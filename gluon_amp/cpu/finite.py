@@ -10,6 +10,7 @@ from typing import Any, Dict, Iterable, List, Sequence, Tuple
 from .._mxnet import mx, np
 from . import library
 
+ROUNDED_TO_INFINITY = 65520.0  # by float16, and all that is larger; its largest number is 65504
 
 def squares(arrays: Sequence[Any]) -> "np.ndarray[Any, Any]":
     """The sum of squares of each float16 or float32 array, dense or row_sparse, on any device.
@@ -29,6 +30,17 @@ def squares(arrays: Sequence[Any]) -> "np.ndarray[Any, Any]":
     for group, answer in asked:
         sums[group] = answer.asnumpy()  # waits only here
     return sums
+
+
+def beyond_float16(arrays: Sequence[Any]) -> "np.ndarray[Any, Any]":
+    """Of each float32 array the largest number, by size, that is finite and would be infinite in
+    float16; 0 where there is none."""
+    found = np.zeros(len(arrays))
+    for i in np.flatnonzero(~(squares(arrays) < ROUNDED_TO_INFINITY ** 2)):
+        sizes = np.abs(arrays[i].asnumpy())
+        largest = sizes[np.isfinite(sizes)].max(initial=0)
+        found[i] = largest if largest >= ROUNDED_TO_INFINITY else 0
+    return found
 
 
 def all_finite(arrays: Sequence[Any]) -> bool:

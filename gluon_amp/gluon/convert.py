@@ -8,7 +8,9 @@ from typing import Any, Dict, Iterable, Iterator, List, Set, Tuple, Union
 from mxnet.gluon import Block, HybridBlock, Parameter, nn
 
 from .._mxnet import mx
+from ..checks import listed
 from ..cpu.arrays import dtype_name
+from ..cpu.finite import beyond_float16
 from ..cpu.scales import Scales
 from ..formats import FLOAT32
 from ..graph.casts import float32_variables
@@ -29,7 +31,8 @@ def convert(net: Block, policy: Union[str, Policy] = "float16",
             keep: Iterable[Any] = ()) -> Block:
     """Converts a network to mixed precision, in place, and returns it.
 
-    Parameters get the policy's type; those of norms stay float32. From then on the
+    Parameters get the policy's type; those of norms stay float32, and so do those with numbers that
+    float16 cannot hold, which the log names. From then on the
     network takes float32 or float16 inputs, and returns float32 (under "pure_float16"
     float16). `save_parameters` and `export` write float32 files. Convert the
     outermost block, before its Trainer takes a step. Blocks that it gets as children later
@@ -229,8 +232,22 @@ def _parameter_types(blocks: Iterable[Block], policy: Policy,
                        or isinstance(p, mx.gluon.Constant)
                        or "default" not in (p._stype, p._grad_stype)
                        or p._stype != p._grad_stype)
-    return {p: "float32" if p in float32 else policy.parameter.type_name for p in owned
-            if dtype_name(p.dtype).startswith("float")}
+    types = {p: "float32" if p in float32 else policy.parameter.type_name for p in owned
+             if dtype_name(p.dtype).startswith("float")}
+    return {**types, **dict.fromkeys(_beyond_float16(types), "float32")}
+
+
+def _beyond_float16(types: Dict[Parameter, str]) -> List[Parameter]:
+    """Those that would lose numbers for ever if they became float16; the log names them."""
+    cast = [p for p, dtype in types.items() if dtype == "float16" and p._data
+            and dtype_name(p.dtype) == "float32"]
+    largest = beyond_float16([p._data[0] for p in cast])
+    found = {p: size for p, size in zip(cast, largest) if size}
+    if found:
+        log.warning("these parameters stay float32, since float16 ends at 65504: %s. What reads them "
+                    "in float16 finds infinities: keep= leaves it in float32, too",
+                    listed([f"{p.name} (up to {size:.6g})" for p, size in found.items()]))
+    return list(found)
 
 
 def _check_parameters(types: Dict[Parameter, str]) -> None:

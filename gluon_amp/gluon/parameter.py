@@ -4,6 +4,7 @@ from typing import Any, List, Optional
 
 from .._mxnet import mx, np
 from ..cpu.arrays import dtype_name, to_float16, to_float32
+from ..cpu.finite import beyond_float16
 from ..formats import Format
 
 
@@ -52,7 +53,20 @@ class ConvertedParameter(mx.gluon.Parameter):
 
     def _load_init(self, data: Any, ctx: Any, cast_dtype: bool = True,
                    dtype_source: str = "current") -> None:
+        self._check_range(data)
         super()._load_init(data, ctx, True, dtype_source)
+
+    def set_data(self, data: Any) -> None:
+        self._check_range(data)
+        super().set_data(data)
+
+    def _check_range(self, data: Any) -> None:
+        if isinstance(data, mx.nd.NDArray) and dtype_name(data.dtype) == "float32":
+            largest, = beyond_float16([data])
+            if largest:
+                raise ValueError(f"{self.name} is float16, which ends at 65504; it stays as it is. "
+                                 "Parameters with larger numbers stay float32 where they are loaded "
+                                 f"before gluon_amp.convert. Received: up to {largest:.6g}")
 
 
 def cast(parameter: Any, dtype: str) -> None:

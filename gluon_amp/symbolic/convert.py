@@ -7,6 +7,7 @@ from mxnet.operator import get_operator_arguments
 from .._mxnet import mx
 from ..checks import listed
 from ..cpu.arrays import dtype_name
+from ..cpu.finite import beyond_float16
 from ..graph.casts import float32_variables, insert_casts
 from ..graph.graph import TYPE_FLAG, TYPE_NAME, Graph
 from ..graph.keep import kept_operators
@@ -60,8 +61,8 @@ def convert_model(sym: "mx.sym.Symbol", arg_params: Dict[str, Any], aux_params: 
                   policy: Union[str, Policy] = "float16", keep: Iterable[str] = ()
                   ) -> Tuple["mx.sym.Symbol", Dict[str, Any], Dict[str, Any]]:
     """`convert_symbol` for a checkpoint: the symbol, and its parameters in their new types."""
-    check_parameters(sym, arg_params, aux_params)
     converted = convert_symbol(sym, policy, keep)
+    check_parameters(converted, arg_params, aux_params)
     types = declared_types(Graph.read(converted))
 
     def cast(arrays: Dict[str, Any]) -> Dict[str, Any]:
@@ -72,12 +73,14 @@ def convert_model(sym: "mx.sym.Symbol", arg_params: Dict[str, Any], aux_params: 
 
 def check_parameters(sym: "mx.sym.Symbol", arg_params: Dict[str, Any],
                      aux_params: Dict[str, Any]) -> None:
-    """Lists the parameters that a checkpoint lacks, or has under other names."""
+    """Lists the parameters that a checkpoint lacks, has under other names, or has with numbers that
+    are too large."""
     there = {*arg_params, *aux_params}
     known = {*sym.list_arguments(), *sym.list_auxiliary_states()}
     missing = sorted((parameter_names(Graph.read(sym)) | set(sym.list_auxiliary_states())) - there)
     extra = sorted(there - known)
     if not missing and not extra:
+        check_range(declared_types(Graph.read(sym)), arg_params)
         return
     said = []
     for name in missing:
@@ -85,6 +88,18 @@ def check_parameters(sym: "mx.sym.Symbol", arg_params: Dict[str, Any],
         said.append(f"missing {name}" + (f" (misnamed {close[0]}?)" if close else ""))
     said += [f"unknown {name}" for name in extra]
     raise ValueError(f"the checkpoint does not fit the symbol: {listed(said, most=10)}")
+
+
+def check_range(types: Dict[str, str], arrays: Dict[str, Any]) -> None:
+    """Refuses float32 arrays that are to be float16 and hold numbers beyond it."""
+    names = [name for name, array in arrays.items()
+             if types.get(name) == "float16" and dtype_name(array.dtype) == "float32"]
+    found = {name: size for name, size in
+             zip(names, beyond_float16([arrays[name] for name in names])) if size}
+    if found:
+        received = listed([f"{name} (up to {size:.6g})" for name, size in found.items()])
+        raise ValueError("float16 ends at 65504, and these parameters go beyond it: keep= leaves "
+                         f"the nodes that read them in float32. Received: {received}")
 
 
 def declared_types(graph: Graph) -> Dict[str, str]:

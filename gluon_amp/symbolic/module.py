@@ -19,7 +19,7 @@ from ..training.servers import kind_of
 from ..training.static_pair import GivenLossScale
 from ..training.step import Steps, TakesSteps
 from .binding import Bindable, environment
-from .convert import check_parameters
+from .convert import check_parameters, check_range
 from .ranks import RanksModule
 
 
@@ -45,15 +45,16 @@ class _Module(TakesSteps, RanksModule):
         scale = (lambda: self._steps.backward_scale) if self._steps.scaling else None
         return Bindable.from_symbol(symbol, scale)
 
-    def init_params(self, initializer: Any = mx.init.Uniform(0.01), *args: Any,  # noqa: B008
-                    **kwargs: Any) -> None:
+    def init_params(self, initializer: Any = mx.init.Uniform(0.01),  # noqa: B008
+                    arg_params: Any = None, *args: Any, **kwargs: Any) -> None:
         """Draws in float32 what float16 parameters are rounded from."""
         module = self._module()
         host = (module and module._arg_params) or {}  # buckets share the dictionary
         halves = {name: a for name, a in host.items() if a.dtype is np.float16}
+        check_range(dict.fromkeys(halves, "float16"), arg_params or {})
         host.update({name: to_float32(a) for name, a in halves.items()})
         try:
-            super().init_params(initializer, *args, **kwargs)
+            super().init_params(initializer, arg_params, *args, **kwargs)
         finally:
             for name, half in halves.items():
                 host[name].astype("float16").copyto(half)
