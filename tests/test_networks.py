@@ -82,6 +82,11 @@ def test_trains_as_in_float32(name, rng):
     assert_alike(*both(make, inputs(rng)), NOISY.get(name, 0.02))
 
 
+# With AVX2 alone, MXNet's float32 is this far from float64 itself (0.0022, without dropout; the
+# unrounded graph 0.0007).
+FAR = {"inceptionv3": 3e-3}
+
+
 @pytest.mark.parametrize("name", ALL)
 def test_without_rounding_the_graph_is_float32s(name, rng):
     make, inputs = ALL[name]
@@ -104,10 +109,11 @@ def test_without_rounding_the_graph_is_float32s(name, rng):
                         [p.grad().asnumpy() for p in net.collect_params().values()
                          if p.grad_req != "null"]))
     (outputs, gradients), (wide_outputs, wide_gradients) = results
+    far = FAR.get(name, 1e-3)
     for ours, theirs in zip(outputs, wide_outputs):
-        np.testing.assert_allclose(ours, theirs, atol=1e-4 * np.abs(theirs).max(), rtol=1e-4)
+        np.testing.assert_allclose(ours, theirs, atol=far / 10 * np.abs(theirs).max(), rtol=1e-4)
     # a float32 sum in another order flips a relu here and there
-    assert cosine(gradients, wide_gradients) > 1 - 1e-3
+    assert cosine(gradients, wide_gradients) > 1 - far
 
 
 def test_cond_runs_the_chosen_branch(rng):
