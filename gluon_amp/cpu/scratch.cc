@@ -1,5 +1,8 @@
 // The pool of float32 arrays for one call at a time.
+#include <malloc.h>
+
 #include <algorithm>
+#include <atomic>
 
 #include "engine.h"
 
@@ -7,6 +10,7 @@ namespace gluon_amp {
 namespace {
 
 constexpr size_t kSlack = 1024;             // oneDNN may want more than the shape says
+constexpr size_t kMostDropped = size_t(128) << 18;
 constexpr size_t kMost = size_t(24) << 18;  // floats that the pool keeps and lends: 24 MB
 
 struct Pool {
@@ -37,21 +41,37 @@ struct Pool {
       lent += need;
       gone = shrink();
     }
-    gone.clear();
+    drop(&gone);
     return NDArray(mxnet::TShape({dim_t(need)}), mxnet::Context::CPU(), false,
                    mshadow::kFloat32);
   }
 
   void give(const NDArray& array) {
-    std::vector<NDArray> gone;  // freed outside of the lock
-    std::lock_guard<std::mutex> guard(lock);
-    free.push_back(array);
-    kept += array.shape()[0];
-    lent -= array.shape()[0];
-    gone = shrink();
+    std::vector<NDArray> gone;
+    {
+      std::lock_guard<std::mutex> guard(lock);
+      free.push_back(array);
+      kept += array.shape()[0];
+      lent -= array.shape()[0];
+      gone = shrink();
+    }
+    drop(&gone);
   }
 
  private:
+  // Frees arrays, outside of the lock. glibc has a heap for each of MXNet's workers and keeps what is
+  // free between arrays: from time to time it is told to give that back.
+  void drop(std::vector<NDArray>* gone) {
+    size_t floats = 0;
+    for (const NDArray& array : *gone) floats += array.shape()[0];
+    gone->clear();
+    if ((dropped += floats) < kMostDropped) return;
+    dropped = 0;
+    malloc_trim(0);
+  }
+
+  std::atomic<size_t> dropped{0};  // floats, since glibc was told
+
   // Takes out what is too much, beginning with what has not been used for longest. Half of kMost
   // stays for other calls, however much is lent: an RNN keeps its scratch up to its backward pass.
   std::vector<NDArray> shrink() {
