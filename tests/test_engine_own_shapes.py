@@ -2,6 +2,7 @@
 what the generic operator gives."""
 import re
 
+import gluon_amp as amp
 import numpy as np
 import pytest
 from gluon_amp._mxnet import mx
@@ -155,3 +156,28 @@ def test_every_row_of_own_code_is_tested():
     gradients |= {name.replace("npi_", "npi_broadcast_").replace("subtract", "sub")
                   .replace("multiply", "mul") for name in gradients}
     assert rows - forward <= gradients | {"_backward_add", "_backward_cast", "_backward_reshape"}
+
+
+def test_a_deconvolution_to_one_channel_has_gradients():
+    """With AVX2 alone MXNet's float32 has none, so the oracle has a second channel of weights 0."""
+    rng = np.random.default_rng(1)
+    data, head = rng.standard_normal((4, 16, 5, 5)), rng.standard_normal((4, 1, 10, 10))
+    weight = rng.standard_normal((16, 1, 4, 4))
+
+    def gradients(channels, dtype):
+        x, w = (mx.nd.array(a, dtype="float16").astype(dtype)
+                for a in (data, np.pad(weight, ((0, 0), (0, channels - 1), (0, 0), (0, 0)))))
+        net = amp.convert(mx.gluon.nn.Conv2DTranspose(channels, 4, 2, 1, in_channels=16,
+                                                      use_bias=False))
+        if dtype == "float32":
+            amp.restore(net)
+        net.initialize()
+        net.weight.set_data(w)
+        x.attach_grad()
+        with mx.autograd.record():
+            y = net(x)
+        y.backward(mx.nd.array(np.repeat(head, channels, 1), dtype=y.dtype))
+        return x.grad.asnumpy(), net.weight.grad().asnumpy()[:, :1]
+
+    for ours, theirs in zip(gradients(1, "float16"), gradients(2, "float32")):
+        np.testing.assert_allclose(ours, theirs, rtol=2e-3, atol=2e-3 * np.abs(theirs).max())

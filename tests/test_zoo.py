@@ -191,7 +191,7 @@ def losses_of_a_critic(policy):
     mx.random.seed(1)
     generator, critic = nn.HybridSequential(), nn.HybridSequential()
     generator.add(nn.Conv2DTranspose(8, 4), nn.BatchNorm(), nn.Activation("relu"),
-                  nn.Conv2DTranspose(1, 4, 2, 1), nn.Activation("tanh"))
+                  nn.Conv2DTranspose(2, 4, 2, 1), nn.Activation("tanh"))
     critic.add(nn.Conv2D(8, 4, 2, 1), nn.BatchNorm(), nn.LeakyReLU(0.2), nn.Conv2D(1, 4))
     trainers = []
     for net in (generator, critic):
@@ -200,7 +200,7 @@ def losses_of_a_critic(policy):
         trainers.append(amp.Trainer(net.collect_params(), "adam",
                                     {"learning_rate": 1e-3, "beta1": 0.5}))
     binary, losses = gluon.loss.SigmoidBinaryCrossEntropyLoss(), []
-    true = nd.tanh(nd.random.normal(shape=(8, 1, 8, 8)) + 1)
+    true = nd.tanh(nd.random.normal(shape=(8, 2, 8, 8)) + 1)
     for _ in range(8):
         noise = nd.random.normal(shape=(8, 6, 1, 1))
         with autograd.record():
