@@ -40,6 +40,7 @@ class Tensor:
         beyond: whether the float32 step has numbers in it that its format does not hold.
         worths: by how much of the loss its own rounding moves it, of each step; see worth.py.
         by_chance: of products, the same if large errors met large gradients by chance only.
+        largest: the exponent of the largest number of each step; see outliers.py.
     """
     key: Key
     kind: str
@@ -54,6 +55,7 @@ class Tensor:
     beyond: bool = False
     worths: List[float] = field(repr=False, default_factory=list)
     by_chance: List[float] = field(repr=False, default_factory=list)
+    largest: List[int] = field(repr=False, default_factory=list)
     variables: List[str] = field(repr=False, default_factory=list)
 
     @property
