@@ -144,8 +144,8 @@ def findings(layout: Layout, tensors: List[Tensor], scale: float) -> List[Findin
         made += _cancelled(layout, seen, tensor)
     if not made:  # else gradients are not what they will be
         made += _moving_the_loss(layout, forward)
-    if all(key.backward for key in broken):
-        made += _gradients(layout, seen, scale)
+        if all(key.backward for key in broken):
+            made += _gradients(layout, seen, scale)
     first: Dict[str, Finding] = {}
     for finding in made:
         if finding.node in first:
