@@ -3,6 +3,8 @@ import gluon_amp as amp
 import numpy as np
 import pytest
 from gluon_amp._mxnet import mx
+from gluon_amp.xray.tensors import Layout
+from gluon_amp.xray.trial import Trial
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
 from test_xray_faults import converted, layers
@@ -92,3 +94,28 @@ def test_an_overflow_that_hangs_on_random_numbers_is_explained():
     for seed in range(8):
         mx.random.seed(seed)
         assert amp.explain(net, rows()[0], LOSS).node == "net__mulscalar0"
+
+
+def test_gradients_that_are_not_finite_in_float32_either_are_said_to_be_so():
+    """A square root of 0 passes an infinite gradient on."""
+    def forward(F, x, dense, out):
+        return out(F.sqrt(dense(x) * 0))
+    view = amp.xray(converted(forward, *layers(8, 4)), rows(), LOSS)
+    assert str(view).startswith("batch 0: gradients are not finite in float32 either")
+    assert (view.findings, view.keep, view.left_out) == ([], [], [0, 1])
+
+
+def test_what_to_keep_is_never_a_cast():
+    """Of a loop's body that ends in one, behind which there is another."""
+    def forward(F, x, inner, out):
+        _, state = F.contrib.foreach(lambda row, state: (row, F.tanh(inner(state + row))),
+                                     F.expand_dims(x, axis=0), x)
+        return out(state)
+    net = converted(forward, nn.Dense(6, in_units=6, prefix="net_inner_"), *layers(4))
+    trial = Trial(net, net._amp.policy)
+    net(rows()[0][0])
+    trial.look(rows()[0])
+    layout = Layout(trial.graphs(), trial.policy, trial.parameters)
+    kept = {name for tensor in layout.tensors() for name in layout.kept_for(tensor.key)}
+    assert kept
+    assert not [name for name in kept if "amp_cast" in name]

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Callable, Dict, Iterable, List, Mapping, Optional, Set, Tuple, Union
 
 from ..checks import positive_number, whole_number
+from ..cpu.finite import all_finite
 from ..cpu.library import random_numbers_kept
 from ..policy import POLICIES
 from .advice import Finding, Window, findings, left_in_format, window
@@ -191,8 +192,9 @@ def xray(net: Any, batches: Iterable[Any], loss_fn: Any = None, trainer: Any = N
             scale, ran = updates.step(batch, loss_fn)
         if whole is not None:
             view.reference_losses.append(whole.loss)
-            if not math.isfinite(whole.loss):
-                hopeless.append(f"batch {number}: the loss is not finite in float32 either: look "
+            what = _not_finite_in_float32(right, whole, ran, batch, loss_fn)
+            if what:
+                hopeless.append(f"batch {number}: {what} not finite in float32 either: look "
                                 "at the data, the learning rate and the loss first. No advice is "
                                 "from this batch")
                 view.left_out.append(number)
@@ -267,6 +269,18 @@ def _run(trial: Trial, tensors: List[Tensor], batch: Any, loss_fn: Any, scale: f
         draw_again()
         ran = trial.run(batch, loss_fn, scale)
     return scale, ran
+
+
+def _not_finite_in_float32(right: Any, whole: Ran, ran: Ran, batch: Any, loss_fn: Any) -> str:
+    """What is not finite in float32, either; "" where nothing is."""
+    if not math.isfinite(whole.loss):
+        return "the loss is"
+    if ran.finite or all_finite(right.gradients()):
+        return ""
+    with random_numbers_kept():
+        right.copy()
+        right.run(batch, loss_fn)  # without a loss scale
+    return "" if all_finite(right.gradients()) else "gradients are"
 
 
 def _note(view: View, scale: float, ran: Ran, number: int, known: Mapping[str, Any],
