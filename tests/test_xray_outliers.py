@@ -119,3 +119,13 @@ def test_what_to_keep_is_never_a_cast():
     kept = {name for tensor in layout.tensors() for name in layout.kept_for(tensor.key)}
     assert kept
     assert not [name for name in kept if "amp_cast" in name]
+
+
+def test_gradients_that_a_fault_forward_has_made_keep_nothing():
+    """A norm of rows that cancellation made 0 has large gradients; of what they are it has not."""
+    def forward(F, x, dense, out):
+        return out(F.L2Normalization((dense(x) * 0.03 + 700) - 700))
+    net = converted(forward, *layers(8, 4))
+    view = amp.xray(net, rows(), LOSS)
+    assert [finding.reason for finding in view.findings] == ["cancellation"]
+    assert not any("dense" in name for name in view.keep)
