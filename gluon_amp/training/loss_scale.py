@@ -82,9 +82,10 @@ class DynamicLossScale:
         """What is said where the gradients of these parameters overflow at the smallest scale."""
         return f"gradients are not finite{in_names(parameters)} at the smallest loss scale, " \
                f"{self.minimum!r}: their float16 numbers overflow without any scaling. Keep " \
-               "these layers in float32 (convert(keep=...)), or lower the learning rate. " \
+               "these layers in float32 (convert(keep=...)), lower the learning rate, or give " \
+               "DynamicLossScale a lower minimum. " \
                f"gluon_amp.explain(net, batch, loss_fn, {self.minimum!r}) names the first node " \
-               "that is not finite"
+               "that is not finite, and gluon_amp.xray(net, [batch], loss_fn) what to keep"
 
     def search(self, overflows: Callable[[float], bool]) -> int:
         """Looks for the scale of a step whose backward pass overflowed at this one: down in large

@@ -184,7 +184,11 @@ class Steps:
         if self.pending.moved or not self._overflow_anywhere(gradients()):
             return
         assert isinstance(self.loss_scale, DynamicLossScale)
-        if self._loss_is_to_blame() or not can_go_back():
+        if self._loss_is_to_blame():
+            return
+        if not can_go_back():
+            self._tell("no second pass", "no second backward pass goes through this graph (a loop, "
+                       "or MXNet's own Dropout): steps are skipped until the loss scale fits")
             return
 
         def overflows(scale: float) -> bool:

@@ -6,6 +6,7 @@ from typing import Callable, Dict, Iterable, List, NamedTuple, Optional
 
 from ..graph.graph import CASTS
 from ..graph.operators import LOSSES, numbers
+from .outliers import varies_by
 from .overflow import beginnings, is_finite, unsound
 from .statistics import Counts, Key, decibels
 from .tensors import Layout, Tensor, counted_reads
@@ -54,6 +55,14 @@ class Window(NamedTuple):
         """Whether training comes to such a scale."""
         return max(self.low, _LEAST_SCALE) <= self.high
 
+    @property
+    def notes(self) -> List[str]:
+        """What to do where scales fit that training does not come to by itself."""
+        if self.fits or self.low > self.high:
+            return []
+        return ["loss_scale='dynamic' goes down to 1, and these gradients need less: give "
+                f"amp.DynamicLossScale({self.high:g}, minimum={_SCALES[0]:g})"]
+
     def __str__(self) -> str:
         return f"{scales_that_fit(self.low, self.high)}: from {self.low:g} " \
                f"({self.low_tensor or 'no gradient needs more'}) to {self.high:g} " \
@@ -95,6 +104,16 @@ def _lowest(tensor: Tensor, counts: Counts, lost: float) -> float:
     return 2.0 ** _POWERS[int(fits.argmax()) if fits.any() else -1]
 
 
+def left_in_format(before: Iterable[Tensor], after: Iterable[Tensor]) -> List[str]:
+    """What there is to say where little is left in the format once nodes are kept."""
+    count, left = (sum(t.is_low and not t.key.backward for t in some) for some in (before, after))
+    if 4 * left >= count:
+        return []
+    return [f"with these kept, {left or 'none'} of {count} tensors of the forward pass are less "
+            "than float32: norms between the layers would keep numbers small, and bfloat16 has "
+            "float32's range"]
+
+
 # ---- findings -------------------------------------------------------------------------------
 
 
@@ -118,13 +137,15 @@ def findings(layout: Layout, tensors: List[Tensor], scale: float) -> List[Findin
         nodes = [name for key in behind for name in layout.kept_for(key)]
         made[0].keep = list(dict.fromkeys(made[0].keep + nodes))
     for tensor in forward:
+        made += _nearly_above(layout, seen, tensor)
+    for tensor in forward:
         made += _below(layout, seen, tensor)
     for tensor in forward:
         made += _cancelled(layout, seen, tensor)
     if not made:  # else gradients are not what they will be
         made += _moving_the_loss(layout, forward)
-    if all(key.backward for key in broken):
-        made += _gradients(layout, seen, scale)
+        if all(key.backward for key in broken):
+            made += _gradients(layout, seen, scale)
     first: Dict[str, Finding] = {}
     for finding in made:
         if finding.node in first:
@@ -155,6 +176,19 @@ def _above(layout: Layout, seen: Dict[Key, Tensor], tensor: Tensor) -> List[Find
     most = f"up to 2^{counts.range[1] + 1}" if counts.range else "all"
     return [_finding(layout, tensor, "range above", f"{share:.2%} of {tensor.name} lies beyond "
                      f"{tensor.format.largest:g}, {most}", begins)]
+
+
+def _nearly_above(layout: Layout, seen: Dict[Key, Tensor], tensor: Tensor) -> List[Finding]:
+    """A tensor that has overflowed in no batch so far, but may in the next."""
+    by, counts = varies_by(tensor), tensor.counts
+    if by is None or counts is None or not is_finite(counts):
+        return []
+    most = max(tensor.largest)
+    begins = _where_it_begins(layout, seen, tensor, lambda t: t.counts is not None
+                              and t.counts.range is not None and t.counts.range[1] >= most)
+    return [_finding(layout, tensor, "range above", f"{tensor.name} goes up to 2^{most + 1} in one "
+                     f"batch, and to 2^{most + 1 - by} in half of them: another may lie beyond "
+                     f"{tensor.format.largest:g}", begins)]
 
 
 def _of_zeros(layout: Layout, seen: Dict[Key, Tensor], tensor: Tensor) -> List[Finding]:

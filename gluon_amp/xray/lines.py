@@ -2,15 +2,20 @@
 stack where MXNet makes each node."""
 import inspect
 import linecache
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence
 
 from .._mxnet import mx
+from ..cpu.library import random_numbers_kept
 from ..gluon.converted import ConvertedHybridBlock
 from ..gluon.state import blocks_in
 from ..graph.graph import Graph
-from .trial import call, standing_in
+from .names import owner
+from .overflow import Overflow
+from .statistics import Key
+from .tensors import Layout
+from .trial import Trial, call, split, standing_in
 
 _LINE = "__gluon_amp_line__"
 _NOT_THE_USERS = ("mxnet", "gluon_amp")
@@ -80,3 +85,32 @@ def _traced_anew(net: Any) -> Iterator[None]:
             block._amp.traces = traces
             for name, value in zip(names, values):
                 setattr(block, name, value)
+
+
+def where(trial: Trial, batch: Any, layout: Layout, found: Overflow) -> str:
+    """The code of the node that has overflowed; of a cast of data, of what reads it; of a gradient
+    that a cast rounds, of what makes it."""
+    if not found.op:
+        return ""
+    return _code_of(trial, batch, layout.blamed(Key(found.node, found.backward, 0)))
+
+
+def _code_of(trial: Trial, batch: Any, node: str) -> str:
+    """The line of the user's code that made a node; if MXNet's own made it, the block that the node
+    belongs to, and where its code is."""
+    net = trial.net
+    if isinstance(net, mx.gluon.SymbolBlock):
+        return ""
+    with random_numbers_kept():
+        line = lines(net, split(batch)[0], trial.make).get(node.split("_amp_cast_")[0])
+    block = owner(net, node)
+    if line:
+        return f"block {block.name}, {line}"
+    for cls in type(block).__mro__:
+        code = vars(cls).get("hybrid_forward")
+        if code is not None:
+            code = inspect.unwrap(code)  # of a class with use_np
+            with suppress(OSError, TypeError):
+                return f"block {block.name}, {inspect.getsourcefile(code)}, line " \
+                       f"{inspect.getsourcelines(code)[1]}"
+    return f"block {block.name}"

@@ -40,6 +40,7 @@ class Tensor:
         beyond: whether the float32 step has numbers in it that its format does not hold.
         worths: by how much of the loss its own rounding moves it, of each step; see worth.py.
         by_chance: of products, the same if large errors met large gradients by chance only.
+        largest: the exponent of the largest number of each step; see outliers.py.
     """
     key: Key
     kind: str
@@ -54,6 +55,7 @@ class Tensor:
     beyond: bool = False
     worths: List[float] = field(repr=False, default_factory=list)
     by_chance: List[float] = field(repr=False, default_factory=list)
+    largest: List[int] = field(repr=False, default_factory=list)
     variables: List[str] = field(repr=False, default_factory=list)
 
     @property
@@ -236,15 +238,15 @@ class Layout:
             if key.backward:
                 maker = self.root(node.inputs[key.which]).node
                 nodes += [node] if maker.is_variable else [node, maker]
-            elif node.op in CASTS:  # what reads it
-                nodes += self._readers(Entry(node))
             else:
                 nodes.append(node)
-        found: List[str] = []
-        for one in nodes:
-            behind = self._readers(Entry(one)) if one.op in CASTS else [one]
-            found += [n.name for n in behind]
-        return list(dict.fromkeys(found))
+        return list(dict.fromkeys(n.name for one in nodes for n in self._but_casts(one)))
+
+    def _but_casts(self, node: Node) -> List[Node]:
+        """A node; of a cast, what reads it."""
+        if node.op not in CASTS:
+            return [node]
+        return [n for reader in self._readers(Entry(node)) for n in self._but_casts(reader)]
 
     def blamed(self, key: Key) -> str:
         """The node that a tensor is laid to: of a cast, what it casts; of a cast's gradient, the

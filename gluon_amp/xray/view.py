@@ -5,30 +5,30 @@
     at the end  counts become advice: a window of loss scales, findings, and a line for keep=,
                 which is tried: nodes are added until nothing is found any more
 """
-import inspect
 import math
 import os
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Callable, Dict, Iterable, List, Mapping, Optional, Set, Tuple, Union
 
-from .._mxnet import mx
 from ..checks import positive_number, whole_number
+from ..cpu.finite import all_finite
 from ..cpu.library import random_numbers_kept
 from ..policy import POLICIES
-from .advice import Finding, Window, findings, window
-from .lines import lines
+from .advice import Finding, Window, findings, left_in_format, window
+from .lines import where
 from .module_updates import ModuleUpdates
 from .modules import ModuleBlock, looked_at
-from .names import keep_for, kept_already, owner
+from .names import keep_for, kept_already
+from .outliers import note
 from .overflow import Overflow, first_overflow, goes_forward, is_finite
 from .statistics import Counts, Key, at_scale, decibels
 from .tensors import Layout, Tensor, fill
-from .trial import FIRST_SCALE, LEAST_SCALE, Ran, Trial, check, first_of, split
+from .trial import FIRST_SCALE, LEAST_SCALE, Ran, Trial, check, first_of
 from .updates import Updates, Weight, check_trainer
 from .worth import weigh
 
 _ROUNDS = 12  # of trying what to keep
+_DRAWS = 16  # of random numbers, to find an overflow that hangs on them
 
 
 @dataclass
@@ -192,8 +192,9 @@ def xray(net: Any, batches: Iterable[Any], loss_fn: Any = None, trainer: Any = N
             scale, ran = updates.step(batch, loss_fn)
         if whole is not None:
             view.reference_losses.append(whole.loss)
-            if not math.isfinite(whole.loss):
-                hopeless.append(f"batch {number}: the loss is not finite in float32 either: look "
+            what = _not_finite_in_float32(right, whole, ran, batch, loss_fn)
+            if what:
+                hopeless.append(f"batch {number}: {what} not finite in float32 either: look "
                                 "at the data, the learning rate and the loss first. No advice is "
                                 "from this batch")
                 view.left_out.append(number)
@@ -213,33 +214,44 @@ def xray(net: Any, batches: Iterable[Any], loss_fn: Any = None, trainer: Any = N
     if all(goes_forward(tensors, view.steps[number][1]) for number in sound):
         view.window = window(view.tensors, view.scale, lost)
     view.findings = findings(layout, tensors, view.scale)
+    at_first = view.window
     if view.findings:
         if isinstance(updates, Updates):
             updates.watched.ops.clear()  # its steps are over: their memory is for those that follow
         with random_numbers_kept() as draw_again:
             _try_keeping(trial, right, view, [chosen[i] for i in sound], loss_fn, draw_again)
+    if at_first and view.keep and all(f.tensor.startswith("gradient") for f in view.findings):
+        view.notes += [f"or with nothing kept: {note}" for note in at_first.notes]
+    view.notes += view.window.notes if view.window else []
     view.weights = updates.weights()
     if view.first_overflow:
         trial = Trial(net, net._amp.policy, calls=trial.calls)
-        view.first_overflow.where = _where(trial, chosen[0], layout, view.first_overflow)
+        view.first_overflow.where = where(trial, chosen[0], layout, view.first_overflow)
     return view
 
 
 def explain(net: Any, batch: Any, loss_fn: Any = None,
             loss_scale: float = 1.0) -> Optional[Overflow]:
     """The first tensor that is not finite in a step on this batch, at this loss scale, and what
-    it is computed from; None where all are. Changes nothing."""
+    it is computed from; None where all are. A network that draws random numbers is tried with
+    several draws. Changes nothing."""
     positive_number(loss_scale, "loss_scale")
     net, (batch,), loss_fn = looked_at(net, [batch], loss_fn)
     check(net, batch)
     trial = Trial(net, net._amp.policy)
+    found, losses = None, set()  # type: Optional[Overflow], Set[float]
     with random_numbers_kept():
-        ran = trial.run(batch, loss_fn, loss_scale)
-    layout = _layout(trial)
-    found = first_overflow(list(layout.tensors()), ran.counts, 0, loss_scale,
-                           trial.given(batch, trial.arrays))
+        while found is None and len(losses) < _DRAWS:
+            trial.copy()
+            ran = trial.run(batch, loss_fn, loss_scale)
+            layout = _layout(trial)
+            found = first_overflow(layout.tensors(), ran.counts, 0, loss_scale,
+                                   trial.given(batch, trial.arrays))
+            if ran.loss in losses:  # nothing is random
+                break
+            losses.add(ran.loss)
     if found:
-        found.where = _where(trial, batch, layout, found)
+        found.where = where(trial, batch, layout, found)
     return found
 
 
@@ -262,6 +274,18 @@ def _run(trial: Trial, tensors: List[Tensor], batch: Any, loss_fn: Any, scale: f
     return scale, ran
 
 
+def _not_finite_in_float32(right: Any, whole: Ran, ran: Ran, batch: Any, loss_fn: Any) -> str:
+    """What is not finite in float32, either; "" where nothing is."""
+    if not math.isfinite(whole.loss):
+        return "the loss is"
+    if ran.finite or all_finite(right.gradients()):
+        return ""
+    with random_numbers_kept():
+        right.copy()
+        right.run(batch, loss_fn)  # without a loss scale
+    return "" if all_finite(right.gradients()) else "gradients are"
+
+
 def _note(view: View, scale: float, ran: Ran, number: int, known: Mapping[str, Any],
           reference: Optional[Mapping[Key, Counts]]) -> None:
     """Notes a step. Its counts tell nothing of the format where data or parameters, of those that
@@ -276,6 +300,7 @@ def _note(view: View, scale: float, ran: Ran, number: int, known: Mapping[str, A
     if number not in view.left_out:
         fill(view.tensors, ran.counts, reference, view.scale / scale)
         weigh(view.tensors, ran, scale)
+        note(view.tensors, ran.counts)
     view.losses.append(ran.loss)
     for counts in ran.counts.values():
         counts.sample = None  # all steps are kept
@@ -317,6 +342,7 @@ def _look_again(trial: Trial, right: Optional[Trial], batches: List[Any], loss_f
         fill(again.tensors, ran.counts, at_scale(whole.counts, at / scale) if whole else None,
              again.scale / at)
         weigh(again.tensors, ran, at)
+        note(again.tensors, ran.counts)
         scale = at
         again.fits = again.fits and goes_forward(again.tensors, ran.counts)
         again.found = findings(layout, again.tensors, again.scale)
@@ -353,36 +379,9 @@ def _try_keeping(first: Trial, right: Optional[Trial], view: View, batches: List
         view.keep = [*(name for name in kept_already(net) if name not in names), *names]
     if again.fits and (view.window is None or not view.window.fits):
         view.window = window([t for t in again.tensors if t.counts], again.scale, view.lost)
-        view.notes.append("the loss scales are those of the network with these kept in float32")
+        if view.window:
+            view.notes.append("the loss scales are those of the network with these kept in float32")
+    view.notes += left_in_format(view.tensors, again.tensors)
     if again.found:
         view.notes.append("with these kept, float16 still does not suit: "
                           + ", ".join(f.node for f in again.found[:5]))
-
-
-def _where(trial: Trial, batch: Any, layout: Layout, found: Overflow) -> str:
-    """The code of the node that has overflowed; of a cast of data, of what reads it; of a gradient
-    that a cast rounds, of what makes it."""
-    if not found.op:
-        return ""
-    return _code_of(trial, batch, layout.blamed(Key(found.node, found.backward, 0)))
-
-
-def _code_of(trial: Trial, batch: Any, node: str) -> str:
-    """The line of the user's code that made a node; if MXNet's own made it, the block that the node
-    belongs to, and where its code is."""
-    net = trial.net
-    if isinstance(net, mx.gluon.SymbolBlock):
-        return ""
-    with random_numbers_kept():
-        line = lines(net, split(batch)[0], trial.make).get(node.split("_amp_cast_")[0])
-    block = owner(net, node)
-    if line:
-        return f"block {block.name}, {line}"
-    for cls in type(block).__mro__:
-        code = vars(cls).get("hybrid_forward")
-        if code is not None:
-            code = inspect.unwrap(code)  # of a class with use_np
-            with suppress(OSError, TypeError):
-                return f"block {block.name}, {inspect.getsourcefile(code)}, line " \
-                       f"{inspect.getsourcelines(code)[1]}"
-    return f"block {block.name}"

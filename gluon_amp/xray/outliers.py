@@ -1,0 +1,51 @@
+"""Forward tensors whose largest numbers differ so much from batch to batch that they may lie beyond
+the format in batches that nobody has looked at."""
+import math
+import statistics
+from typing import Iterable, Mapping, Optional
+
+from .._mxnet import np
+from .statistics import Counts, Key
+from .tensors import Tensor
+
+_BITS = 4  # below a format's end: smaller numbers are no matter
+_BIN_OF_1 = 127
+
+
+def note(tensors: Iterable[Tensor], counts: Mapping[Key, Counts]) -> None:
+    """Adds to each forward tensor of a format that ends in infinities how large its largest number
+    was in a step. Numbers without gradients do not count: those of a mask are as large as it says,
+    in whichever batch has one."""
+    for tensor in tensors:
+        found, format_ = counts.get(tensor.key), tensor.format
+        if tensor.key.backward or found is None or not tensor.is_low \
+                or format_.saturate or not format_.infinities:
+            continue
+        least = _last_exponent(tensor) - _BITS
+        inside = np.flatnonzero(found.bins[_BIN_OF_1 + least + 1:])
+        if not inside.size:
+            tensor.largest.append(least)
+        elif not _is_masked(tensor, counts, 2.0 ** least):
+            tensor.largest.append(least + 1 + int(inside[-1]))
+
+
+def _last_exponent(tensor: Tensor) -> int:
+    return math.floor(math.log2(tensor.format.largest))
+
+
+def _is_masked(tensor: Tensor, counts: Mapping[Key, Counts], least: float) -> bool:
+    """Whether the sample has numbers of that size, none of which has a gradient."""
+    large = np.abs(counts[tensor.key].sample) >= least
+    gradients = [counts[key].sample for key in tensor.gradients if key in counts]
+    return bool(large.any()) and bool(gradients) and not any(
+        len(g) == len(large) and g[large].any() for g in gradients)
+
+
+def varies_by(tensor: Tensor) -> Optional[int]:
+    """By how many bits the largest number of all batches is above that of half of them, if there is
+    less room than that above it."""
+    if len(tensor.largest) < 2:
+        return None
+    most = max(tensor.largest)
+    by = most - statistics.median_low(tensor.largest)
+    return by if _last_exponent(tensor) - most < by else None
