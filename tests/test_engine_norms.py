@@ -307,6 +307,10 @@ CONVOLUTIONS = {
                          (8, 4, 3, 3, 3)),
     "in pieces of the batch": ({"kernel": (1, 1), "num_filter": 16}, (33, 16, 64, 64),
                                (16, 16, 1, 1)),
+    "in pieces of the channels": ({"kernel": (3, 3), "pad": (1, 1), "num_filter": 264},
+                                  (3, 250, 5, 4), (264, 250, 3, 3)),
+    "one dimension in pieces of the channels": ({"kernel": (9,), "num_filter": 264}, (2, 250, 20),
+                                                (264, 250, 9)),
 }
 
 
@@ -319,6 +323,9 @@ DECONVOLUTIONS = {
                                    "num_group": 2}, (3, 32, 5, 5), (32, 16, 2, 2)),
     "a deconvolution in pieces": ({"kernel": (2, 2), "stride": (2, 2), "num_filter": 16},
                                   (9, 16, 64, 64), (16, 16, 2, 2)),
+    "a deconvolution in pieces of the channels": (
+        {"kernel": (4, 4), "stride": (2, 2), "pad": (1, 1), "num_filter": 210}, (2, 200, 3, 4),
+        (200, 210, 4, 4)),
 }
 
 
@@ -326,6 +333,7 @@ DENSE = {
     "few rows": ({"num_hidden": 24}, (33, 16), (24, 16)),
     "few rows in pieces of the weight": ({"num_hidden": 1001}, (9, 700), (1001, 700)),
     "more rows in pieces of the weight": ({"num_hidden": 1001}, (200, 700), (1001, 700)),
+    "over a vocabulary": ({"num_hidden": 7001}, (300, 40), (7001, 40)),
     "in pieces of the rows": ({"num_hidden": 240}, (5001, 30), (240, 30)),
     "in pieces of all axes but the last": ({"num_hidden": 64, "flatten": False}, (140, 81, 64),
                                            (64, 64)),

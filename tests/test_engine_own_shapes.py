@@ -101,6 +101,14 @@ MORE_MOVES = {
     "broadcast_like": (sym.broadcast_like(X, Y), fixed((1, 5), (3, 5))),
     "depth_to_space": (sym.depth_to_space(X, block_size=2), fixed((2, 8, 3, 5))),
     "space_to_depth": (sym.space_to_depth(X, block_size=2), fixed((2, 3, 4, 6))),
+    **{f"slice_axis along {axis}": (sym.slice_axis(X, axis=axis, begin=begin, end=end),
+                                    fixed((4, 6, 40)))
+       for axis, begin, end in ((0, 1, 3), (1, -5, None), (-1, 0, 30), (2, 7, -1))},
+    **{f"UpSampling by {scale}": (sym.UpSampling(X, scale=scale, sample_type="nearest",
+                                                 num_args=1), fixed((3, 5, 20, 31)))
+       for scale in (1, 2, 3)},
+    "UpSampling of two": (sym.UpSampling(X, Y, scale=2, sample_type="nearest", num_args=2),
+                          fixed((2, 3, 6, 8), (2, 3, 12, 16))),
     "gather_nd": (sym.gather_nd(X, sym.cast(Y, "int32")),
                   lambda rng: {"x": halves(rng, 5, 6), "y": np.int32([[0, 1, 1], [2, 5, 2]])}),
 }
@@ -121,6 +129,32 @@ def test_the_gradient_of_a_take_is_the_generic_operators(settings, request_, rng
     own = outcome(symbol, arrays, heads, request_)
     with generic_code():
         compare(own, outcome(symbol, arrays, heads, request_), 0, 0)
+
+
+IMAGES, MATRICES = (3, 40, 40, 41), (20, 70, 64)
+# as many numbers as several pieces have
+SOME_AT_A_TIME = {
+    "LRN": (sym.LRN(X, nsize=5), [IMAGES]),
+    "batch_dot": (sym.batch_dot(X, Y), [MATRICES, (20, 64, 90)]),
+    "batch_dot transposed": (sym.batch_dot(X, Y, transpose_a=True, transpose_b=True),
+                             [MATRICES, (20, 90, 70)]),
+    "_contrib_BilinearResize2D": (sym.contrib.BilinearResize2D(X, height=57, width=30), [IMAGES]),
+    "_contrib_BilinearResize2D like": (sym.contrib.BilinearResize2D(X, Y, mode="like"),
+                                       [IMAGES, (3, 2, 30, 57)]),
+    "_contrib_AdaptiveAvgPooling2D": (sym.contrib.AdaptiveAvgPooling2D(X, output_size=4), [IMAGES]),
+}
+
+
+@pytest.mark.parametrize("name", SOME_AT_A_TIME)
+def test_some_of_a_batch_at_a_time_gives_what_all_of_it_gives(name, rng):
+    """MXNet's threads add the gradients of a resized image in any order."""
+    symbol, shapes = SOME_AT_A_TIME[name]
+    arrays = {n: halves(rng, *shape, scale=0.5) for n, shape in zip("xy", shapes)}
+    heads = heads_for(symbol, arrays, rng)
+    for request in ("write", "add"):
+        own = outcome(symbol, arrays, heads, request)
+        with generic_code():
+            compare(own, outcome(symbol, arrays, heads, request), 0, 1)
 
 
 MAXIMA = [{"kernel": (3, 3), "stride": (2, 2), "pad": (1, 1)}, {"kernel": (2, 2), "stride": (2, 2)},
@@ -147,7 +181,7 @@ def test_every_row_of_own_code_is_tested():
     rows = library.own_code()
     assert len(rows) > 50
     here = {name.split()[0] for name in (*ANY_SHAPE, *MOVES, *GATHERS, *ARITHMETIC, *MORE_MOVES,
-                                         *ONE_AT_A_TIME)}
+                                         *ONE_AT_A_TIME, *SOME_AT_A_TIME)}
     elsewhere = {"Convolution", "Deconvolution", "FullyConnected", "BatchNorm",
                  "_contrib_BatchNormWithReLU", "LayerNorm", "Dropout", "Pooling"}
     forward = {row for row in rows if not row.startswith("_backward")}

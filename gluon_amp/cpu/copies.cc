@@ -177,6 +177,34 @@ void join(const Call& call, int64_t rows) {
   }
 }
 
+// Part of an axis, and the gradient of that: zeros around.
+bool slice_axis(const Call& call, const TBlob& whole, const TBlob& some, bool backward) {
+  if (!all_half(call) || size(some) == 0 || call.in[0].dptr_ == call.out[0].dptr_) return false;
+  const int64_t rows = rows_of(call, "axis", whole.shape_), step = size(whole) / rows;
+  const int64_t width = size(some) / rows, axis = number(call.attrs, "axis", 0);
+  const int64_t long_axis = whole.shape_[axis < 0 ? axis + whole.ndim() : axis];
+  const auto begin = static_cast<int64_t>(number(call.attrs, "begin", 0));
+  const int64_t first = (begin < 0 ? begin + long_axis : begin) * (step / long_axis);
+  Half* const to = halves(call.out[0]);
+  if (!backward) {
+    copy_rows(halves(whole) + first, step, to, width, rows, width, call.write(0));
+    return true;
+  }
+  if (call.write(0) == kStore)
+    for (int64_t i = 0; i < rows; ++i) {
+      std::fill_n(to + i * step, first, Half(0));
+      std::fill_n(to + i * step + first + width, step - first - width, Half(0));
+    }
+  copy_rows(halves(some), width, to + first, step, rows, width, call.write(0));
+  return true;
+}
+bool slice_axis(const Call& call) {
+  return slice_axis(call, call.in[0], call.out[0], false) || as_it_is(call);
+}
+bool slice_axis_gradient(const Call& call) {
+  return slice_axis(call, call.out[0], call.in[0], true) || as_it_is(call);
+}
+
 // The first input in pieces, one for each output: a split, or the gradient of a concatenation.
 void part(const Call& call, int64_t rows) {
   const int64_t step = size(call.in[0]) / rows;
@@ -287,9 +315,9 @@ void add_copies(Rows& rows) {
       {"_backward_reshape", {copies, 1}}, {"Cast", {cast, 0, kGrids}}, {"_backward_cast", {cast, 0, kGrids}},
       {"amp_cast", {cast, 0, kGrids}}, {"_backward_amp_cast", {cast, 0, kGrids}},
       {"Embedding", {as_it_is, 0}}, {"take", {as_it_is, 0}}, {"transpose", {transpose, 0}},
-      {"slice", {as_it_is, 0}}, {"slice_axis", {as_it_is, 0}}, {"stack", {as_it_is, 0}},
+      {"slice", {as_it_is, 0}}, {"slice_axis", {slice_axis, 0}}, {"stack", {as_it_is, 0}},
       {"tile", {as_it_is, 0}}, {"_backward_slice", {as_it_is, 0}},
-      {"_backward_slice_axis", {as_it_is, 0}}, {"_backward_stack", {as_it_is, 0}},
+      {"_backward_slice_axis", {slice_axis_gradient, 0}}, {"_backward_stack", {as_it_is, 0}},
       {"reverse", {as_it_is, 0}}, {"_backward_reverse", {as_it_is, 0}}, {"repeat", {as_it_is, 0}},
       {"broadcast_to", {as_it_is, 0}}, {"broadcast_axis", {as_it_is, 0}},
       {"broadcast_like", {as_it_is, 0}}, {"depth_to_space", {as_it_is, 0}},

@@ -1,5 +1,5 @@
-// Dense layers: of many rows some rows at a time, of few rows and large weights some of the weights, so
-// that float32 scratch stays small, and in the cache.
+// Dense layers: of many rows some rows at a time, of few rows and large weights, or of many more outputs
+// than inputs, some of the weights, so that float32 scratch stays small, and in the cache.
 #include "pieces.h"
 #include "watch.h"
 
@@ -46,8 +46,11 @@ bool run_by_outputs(const Call& call, bool backward) {
   const TBlob &x = call.in[first_param - 1], &weight = call.in[first_param];
   if (!all_half(call) || !call.of.compute_ex || size(x) == 0 || size(weight) == 0) return false;
   const int64_t high = weight.shape_[0], wide = weight.shape_[1], rows = size(x) / wide;
-  const int64_t pieces = size(weight) / kWeights;
-  if (rows > kFewRows || pieces < 2 || high < pieces) return false;
+  // many rows: where the result is large beside what all pieces read, as over a vocabulary
+  const bool few = rows <= kFewRows;
+  if (!few && (high < 4 * wide || size(x) > kPiece)) return false;
+  const int64_t pieces = few ? size(weight) / kWeights : (size(weight) + rows * high) / kPiece;
+  if (pieces < 2 || high < pieces) return false;
   const int64_t some = (high + pieces - 1) / pieces;
   const std::lock_guard<std::mutex> mine(turn());
   Lease lease;

@@ -13,6 +13,7 @@ const Rows& all_rows() {
     add_dropout(*made);
     add_elementwise(*made);
     add_embedding(*made);
+    add_images(*made);
     add_norms(*made);
     add_pad(*made);
     add_pooling(*made);

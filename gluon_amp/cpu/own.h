@@ -19,6 +19,7 @@ void add_dense(Rows& rows);
 void add_dropout(Rows& rows);
 void add_elementwise(Rows& rows);
 void add_embedding(Rows& rows);
+void add_images(Rows& rows);
 void add_norms(Rows& rows);
 void add_pad(Rows& rows);
 void add_pooling(Rows& rows);

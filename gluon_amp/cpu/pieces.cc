@@ -9,6 +9,28 @@ TBlob part(const TBlob& whole, int64_t first, const mxnet::TShape& shape) {
                whole.type_flag_, 0);
 }
 
+bool run_some_images(const Call& call, int64_t some) {
+  const int64_t batch = call.in[0].ndim() > 0 ? call.in[0].shape_[0] : 0;
+  const auto differs = [batch](const TBlob& array) {
+    return array.ndim() == 0 || array.shape_[0] != batch;
+  };
+  if (some >= batch || std::any_of(call.in.begin(), call.in.end(), differs) ||
+      std::any_of(call.out.begin(), call.out.end(), differs))
+    return false;
+  for (int64_t first = 0; first < batch; first += some) {
+    const auto images = [&](const TBlob& all) {
+      mxnet::TShape shape = all.shape_;
+      shape[0] = std::min(some, batch - first);
+      return part(all, first * (size(all) / batch), shape);
+    };
+    std::vector<TBlob> in, out;
+    std::transform(call.in.begin(), call.in.end(), std::back_inserter(in), images);
+    std::transform(call.out.begin(), call.out.end(), std::back_inserter(out), images);
+    run({call.of, call.attrs, call.context, in, call.req, out, {}});
+  }
+  return true;
+}
+
 bool has_channels_first(const Call& call) {
   const std::string layout = word(call.attrs, "layout", "None");
   return layout == "None" || layout.compare(0, 2, "NC") == 0;

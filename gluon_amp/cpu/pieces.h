@@ -28,6 +28,10 @@ bool some_numbers_at_a_time(const Call& call, int64_t some, F f) {
   return true;
 }
 
+// Runs the generic code for so many of the first axis of all arrays at a time. False where their first
+// axes differ, or are no longer than that.
+bool run_some_images(const Call& call, int64_t some);
+
 // ---- images, whose second axis has the channels
 
 bool has_channels_first(const Call& call);

@@ -8,14 +8,6 @@ namespace {
 
 constexpr int64_t kPiece = int64_t(1) << 18;  // floats of scratch that a piece may have: 1 MB
 
-// Some images of an array, whose first axis is the batch.
-TBlob images_of(const TBlob& all, int64_t first, int64_t count) {
-  mxnet::TShape shape = all.shape_;
-  const int64_t image = size(all) / shape[0];
-  shape[0] = count;
-  return part(all, first * image, shape);
-}
-
 bool fits(const TBlob& x, const TBlob& y) {
   return is_half(x) && x.ndim() >= 3 && size(x) > 0 && size(y) > 0;
 }
@@ -45,17 +37,7 @@ bool run_average_in_blocks(const Call& call) {
 
 // A maximum's places, which the backward pass reads, lie by pieces: so both passes have the same.
 bool run_pooling(const Call& call, const TBlob& x, const TBlob& y) {
-  if (!fits(x, y)) return false;
-  const int64_t batch = x.shape_[0], some = images_in_a_piece(x, y);
-  if (some == batch) return false;
-  for (int64_t first = 0; first < batch; first += some) {
-    const int64_t count = std::min(some, batch - first);
-    std::vector<TBlob> in, out;
-    for (auto& array : call.in) in.push_back(images_of(array, first, count));
-    for (auto& array : call.out) out.push_back(images_of(array, first, count));
-    run({call.of, call.attrs, call.context, in, call.req, out, {}});
-  }
-  return true;
+  return fits(x, y) && run_some_images(call, images_in_a_piece(x, y));
 }
 
 // Predictions of maxima, which are halves as they stand. Training also wants their places.
