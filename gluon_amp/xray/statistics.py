@@ -278,13 +278,13 @@ def both_ways(forward: Counted, backward: Counted) -> Counted:
     """The tensors of one's forward pass, and those of the other's backward pass."""
     if forward is backward:
         return forward
-    parts = [(one, [row for key, row in one.rows.items() if key.backward == back])
+    parts = [(one, [key for key in one if key.backward == back])
              for one, back in ((forward, False), (backward, True))]
-    keys = [key for one, rows in parts for key in one.rows if one.rows[key] in rows]
-    columns = (np.concatenate([vars(one.all)[name][rows] for one, rows in parts])
-               for name in vars(forward.all))
-    return Counted({key: row for row, key in enumerate(keys)}, Counts(*columns),
-                   [one.samples[row] for one, rows in parts for row in rows])
+    columns = (np.concatenate([vars(one.all)[name][[one.rows[key] for key in keys]]
+                               for one, keys in parts]) for name in vars(forward.all))
+    found = [(key, one.sample(key)) for one, keys in parts for key in keys]
+    return Counted({key: row for row, (key, _) in enumerate(found)}, Counts(*columns),
+                   [sample for _, sample in found])
 
 
 def added_up(steps: Sequence[Tuple[float, Counted]], stay: Collection[Key] = ()) -> Counted:
@@ -293,7 +293,7 @@ def added_up(steps: Sequence[Tuple[float, Counted]], stay: Collection[Key] = ())
     rows = {key: row for row, key in enumerate(dict.fromkeys(
         key for _, counted in steps for key in counted))}
     total: Any = {name: np.zeros((len(rows), *column.shape[1:]), column.dtype)
-             for name, column in vars(steps[0][1].all).items()}
+                  for name, column in vars(steps[0][1].all).items()}
     for factor, counted in steps:
         for moves in (False, True):
             keys = [key for key in counted if (key.backward and key not in stay) == moves]
