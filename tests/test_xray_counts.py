@@ -9,7 +9,7 @@ from gluon_amp.formats import FORMATS
 from gluon_amp.graph.build import build
 from gluon_amp.graph.graph import Graph
 from gluon_amp.policy import POLICIES, Policy
-from gluon_amp.xray.statistics import Counts, Key, count_updates, read
+from gluon_amp.xray.statistics import Counts, Key, read
 from halves import as_function
 from mxnet import autograd, nd
 from mxnet.gluon import nn, rnn
@@ -91,7 +91,7 @@ def test_updates_are_counted_with_those_that_halves_would_lose(rng):
             alone = (half + update).astype(np.float16) == half
         held = before.copy()
         added = library.Updates()
-        count_updates(nd.array(after), held, added)
+        library.count_updates([nd.array(after)], [held], [added])
         counts, changed, lost = Counts.of_engine(added.counts), added.changed, added.lost
         assert changed == (update != 0).sum()
         assert lost == ((update != 0) & alone).sum()

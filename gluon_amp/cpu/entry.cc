@@ -206,10 +206,13 @@ void count(const float* numbers, int64_t n, int half, Counts* counts) {
   kernels->count(numbers, n, nullptr, half, counts);
 }
 
-// Counts what was added to the weights of a float array since `before`, for Python.
-void count_updates(const NDArray* weights, float* before, Updates* updates) {
-  const NDArray plain = weights->IsMKLDNNData() ? weights->Reorder2Default() : *weights;
-  kernels->count_updates(floats(plain.data()), before, size(plain.data()), updates);
+// Counts what was added to the weights of each of `n` float arrays since its `before`, for Python.
+void count_updates(const NDArray* const* weights, float* const* before, int64_t n,
+                   Updates* const* updates) {
+  for (int64_t i = 0; i < n; ++i) {
+    const NDArray plain = weights[i]->IsMKLDNNData() ? weights[i]->Reorder2Default() : *weights[i];
+    kernels->count_updates(floats(plain.data()), before[i], size(plain.data()), updates[i]);
+  }
 }
 
 // The state of the random numbers that MXNet's operators draw on CPUs, for this thread: written to
@@ -259,7 +262,7 @@ struct Table {
   int64_t (*watched)();
   const WatchedRow* (*watched_rows)();
   void (*count)(const float*, int64_t, int, Counts*);
-  void (*count_updates)(const NDArray*, float*, Updates*);
+  void (*count_updates)(const NDArray* const*, float* const*, int64_t, Updates* const*);
   int64_t (*random_state)(unsigned char*, int);
   const char* (*scales)(int64_t);
   void (*set_scales)(int64_t, const char*);

@@ -30,7 +30,7 @@ from typing import Any, BinaryIO, Callable, FrozenSet, Iterator, List, Optional,
 from mxnet._ctypes.ndarray import _imperative_invoke
 from numpy.core._multiarray_umath import __cpu_features__  # what the processor and kernel allow
 
-from .._mxnet import mx
+from .._mxnet import mx, np
 
 PREFIX = "_gluon_amp_"  # of our operators' names
 
@@ -94,7 +94,8 @@ class _Table(ctypes.Structure):
         ("watched", ctypes.CFUNCTYPE(c_int64)),
         ("watched_rows", ctypes.CFUNCTYPE(c_void_p)),
         ("count", ctypes.CFUNCTYPE(None, c_void_p, c_int64, c_int, POINTER(Counts))),
-        ("count_updates", ctypes.CFUNCTYPE(None, c_void_p, c_void_p, POINTER(Updates))),
+        ("count_updates", ctypes.CFUNCTYPE(None, POINTER(c_void_p), POINTER(c_void_p), c_int64,
+                                           POINTER(c_void_p))),
         ("random_state", ctypes.CFUNCTYPE(c_int64, c_void_p, c_int)),
         ("scales", ctypes.CFUNCTYPE(c_char_p, c_int64)),
         ("set_scales", ctypes.CFUNCTYPE(None, c_int64, c_char_p)),
@@ -270,6 +271,18 @@ def copy_all(arrays: Sequence["mx.nd.NDArray"], into: Sequence["mx.nd.NDArray"])
     mx.nd.waitall()
     return _table is not None and bool(
         _table.copy_all(_handles(arrays), _handles(into), len(arrays)))
+
+
+def count_updates(arrays: Sequence["mx.nd.NDArray"], before: Sequence["np.ndarray[Any, Any]"],
+                  into: Sequence[Updates]) -> None:
+    """Adds to each of `into` what was added to a float32 array since it was `before`, which becomes
+    what the array is: the counts, how many numbers have changed, and how many of those float16
+    numbers would have stayed what they are."""
+    load()
+    mx.nd.waitall()
+    addresses = c_void_p * len(arrays)
+    table().count_updates(_handles(arrays), addresses(*(b.ctypes.data for b in before)),
+                          len(arrays), addresses(*map(ctypes.addressof, into)))
 
 
 def _handles(arrays: Sequence["mx.nd.NDArray"]) -> Any:

@@ -17,9 +17,9 @@ thread_local bool floats_too = false;
 
 using Key = std::tuple<std::string, int64_t, int64_t>;  // name, backward, index
 std::mutex lock;
-std::map<Key, std::unique_ptr<WatchedRow>> table;
-std::vector<std::string> taken_names;
-std::vector<WatchedRow> taken;
+std::map<Key, size_t> places;  // of rows
+std::vector<WatchedRow> rows, taken;  // both keep their memory
+std::map<Key, size_t> taken_places;  // with the names
 
 void add(const Counts& from, Counts* to) {
   for (int i = 0; i < 256; ++i) to->bins[i] += from.bins[i];
@@ -85,16 +85,18 @@ Watch::~Watch() {
     }
     const int64_t index = inputs_ ? number_at(*inputs_, i) : static_cast<int64_t>(i);
     std::lock_guard<std::mutex> guard(lock);
-    auto& row = table[Key(name_->substr(samples_), inputs_ != nullptr, index)];
-    if (!row) {
-      row = std::make_unique<WatchedRow>();
-      row->index = index;
-      row->backward = inputs_ != nullptr;
+    const auto place = places.emplace(Key(name_->substr(samples_), inputs_ != nullptr, index),
+                                      rows.size());
+    if (place.second) {
+      rows.emplace_back();
+      rows.back().index = index;
+      rows.back().backward = inputs_ != nullptr;
     }
-    ++row->calls;
-    row->numbers += size(out);
-    if (counted_[i]) add(*counted_[i], &row->counts);
-    take_sample(out, row.get());
+    WatchedRow& row = rows[place.first->second];
+    ++row.calls;
+    row.numbers += size(out);
+    if (counted_[i]) add(*counted_[i], &row.counts);
+    take_sample(out, &row);
   }
 }
 
@@ -160,14 +162,11 @@ bool show_own_code(const Call& call, const OwnCode& own) {
 
 int64_t watched() {
   std::lock_guard<std::mutex> guard(lock);
-  taken_names.clear();
-  taken.clear();
-  for (auto& item : table) {
-    taken_names.push_back(std::get<0>(item.first));
-    taken.push_back(*item.second);
-  }
-  table.clear();
-  for (size_t i = 0; i < taken.size(); ++i) taken[i].name = taken_names[i].c_str();
+  taken.swap(rows);
+  taken_places.swap(places);
+  rows.clear();
+  places.clear();
+  for (auto& place : taken_places) taken[place.second].name = std::get<0>(place.first).c_str();
   return static_cast<int64_t>(taken.size());
 }
 

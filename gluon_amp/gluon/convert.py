@@ -244,8 +244,8 @@ def _beyond_float16(types: Dict[Parameter, str]) -> List[Parameter]:
     largest = beyond_float16([p._data[0] for p in cast])
     found = {p: size for p, size in zip(cast, largest) if size}
     if found:
-        log.warning("these parameters stay float32, since float16 ends at 65504: %s. What reads them "
-                    "in float16 finds infinities: keep= leaves it in float32, too",
+        log.warning("these parameters stay float32, since float16 ends at 65504: %s. What reads "
+                    "them in float16 finds infinities: keep= leaves it in float32, too",
                     listed([f"{p.name} (up to {size:.6g})" for p, size in found.items()]))
     return list(found)
 

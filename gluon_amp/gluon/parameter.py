@@ -65,8 +65,9 @@ class ConvertedParameter(mx.gluon.Parameter):
             largest, = beyond_float16([data])
             if largest:
                 raise ValueError(f"{self.name} is float16, which ends at 65504; it stays as it is. "
-                                 "Parameters with larger numbers stay float32 where they are loaded "
-                                 f"before gluon_amp.convert. Received: up to {largest:.6g}")
+                                 "Parameters with larger numbers stay float32 where they are "
+                                 "loaded before gluon_amp.convert. Received: up to "
+                                 f"{largest:.6g}")
 
 
 def cast(parameter: Any, dtype: str) -> None:

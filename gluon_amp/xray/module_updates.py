@@ -44,8 +44,9 @@ class ModuleUpdates(Updates):
         optimizer.rescale_grad *= self._clipped(gradients, optimizer.rescale_grad / scale) / scale
         updater(list(indices), gradients, list(weights))
         for name, index, weight in made:
-            master = self.masters[name] = _master(updater, index, weight)
-            self.count(name, to_float32(weight if master is None else master))
+            self.masters[name] = _master(updater, index, weight)
+        self.count({name: to_float32(weight if self.masters[name] is None else self.masters[name])
+                    for name, _, weight in made})
 
     def _weights(self) -> List[Tuple[str, Any, Any]]:
         """Each parameter that trains: its name, its number for the updater, and a copy."""

@@ -2,17 +2,17 @@
 the format in batches that nobody has looked at."""
 import math
 import statistics
-from typing import Iterable, Mapping, Optional
+from typing import Iterable, Optional
 
 from .._mxnet import np
-from .statistics import Counts, Key
+from .statistics import Counted
 from .tensors import Tensor
 
 _BITS = 4  # below a format's end: smaller numbers are no matter
 _BIN_OF_1 = 127
 
 
-def note(tensors: Iterable[Tensor], counts: Mapping[Key, Counts]) -> None:
+def note(tensors: Iterable[Tensor], counts: Counted) -> None:
     """Adds to each forward tensor of a format that ends in infinities how large its largest number
     was in a step. Numbers without gradients do not count: those of a mask are as large as it says,
     in whichever batch has one."""
@@ -33,10 +33,10 @@ def _last_exponent(tensor: Tensor) -> int:
     return math.floor(math.log2(tensor.format.largest))
 
 
-def _is_masked(tensor: Tensor, counts: Mapping[Key, Counts], least: float) -> bool:
+def _is_masked(tensor: Tensor, counts: Counted, least: float) -> bool:
     """Whether the sample has numbers of that size, none of which has a gradient."""
-    large = np.abs(counts[tensor.key].sample) >= least
-    gradients = [counts[key].sample for key in tensor.gradients if key in counts]
+    large = np.abs(counts.sample(tensor.key)) >= least
+    gradients = [counts.sample(key) for key in tensor.gradients if key in counts]
     return bool(large.any()) and bool(gradients) and not any(
         len(g) == len(large) and g[large].any() for g in gradients)
 

@@ -2,7 +2,7 @@
 from dataclasses import dataclass
 from typing import Any, Collection, Dict, List, Mapping, Optional, Set, Tuple
 
-from .statistics import Counts, Key
+from .statistics import Counted, Counts, Key
 from .tensors import Tensor, counted_reads
 
 
@@ -52,7 +52,9 @@ def unsound(tensors: Collection[Tensor], counts: Mapping[Key, Counts]) -> List[T
     """The tensors that are not finite, in order of computation, but for infinities that come to
     nothing: no rounding has made them, and whoever reads them makes numbers of them, as a softmax
     does of those that a mask holds."""
-    found = [t for t in tensors if t.key in counts and not is_finite(counts[t.key])]
+    broken = counts.broken() if isinstance(counts, Counted) else {
+        key for key, held in counts.items() if not is_finite(held)}
+    found = [t for t in tensors if t.key in broken] if broken else []
     if not found:
         return []
     found, tensors = (sorted(some, key=lambda t: t.place) for some in (found, tensors))

@@ -7,13 +7,13 @@ import math
 from typing import Any, Dict, List, Mapping
 
 from .advice import window
-from .statistics import Counts, Key
+from .statistics import Counted, Counts, Key
 from .tensors import Layout, Tensor, fill
 
 _HIGHEST_SCALE = 2.0 ** 24
 
 
-def ranked(layout: Layout, counts: Mapping[Key, Counts], scale: float,
+def ranked(layout: Layout, counts: Counted, scale: float,
            variables: Mapping[str, Any]) -> Dict[str, float]:
     """A score for each node that may stay float32, the worst first; infinite where numbers lie
     beyond the format.
@@ -24,7 +24,7 @@ def ranked(layout: Layout, counts: Mapping[Key, Counts], scale: float,
         variables: the arrays that the graph reads, by name.
     """
     tensors = [t for t in layout.tensors() if t.is_low]
-    fill(tensors, counts, None)
+    fill(tensors, [(scale, counts)], scale)
     fits = window([t for t in tensors if t.counts], scale, 0.01)
     factor = (min(fits.high, _HIGHEST_SCALE) if fits else scale) / scale
     depends = _dependence(layout, counts)

@@ -6,8 +6,20 @@ makes 0, holds less exactly, or overflows, at any loss scale, without another ru
 import ctypes
 import functools
 import math
-from dataclasses import dataclass, field, replace
-from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
+from dataclasses import dataclass, replace
+from typing import (
+    Any,
+    Collection,
+    Dict,
+    Iterator,
+    List,
+    Mapping,
+    NamedTuple,
+    Optional,
+    Sequence,
+    Set,
+    Tuple,
+)
 
 from .._mxnet import mx, np
 from ..cpu import library
@@ -33,7 +45,6 @@ class Counts:
         zero, infinite, nan: how many numbers are that.
         overflowed, flushed: how many became infinite or 0 in the type that the tensor has.
         squares, error_squares: sums over finite numbers: of them, and of what rounding added.
-        sample: up to 1024 numbers, evenly over the tensor, as they were written.
     """
     bins: "np.ndarray[Any, Any]"
     zero: int = 0
@@ -43,7 +54,6 @@ class Counts:
     flushed: int = 0
     squares: float = 0.0
     error_squares: float = 0.0
-    sample: Any = field(default=None, repr=False)
 
     @classmethod
     def of_engine(cls, counts: "library.Counts") -> "Counts":
@@ -70,8 +80,7 @@ class Counts:
         return Counts(self.bins + other.bins, self.zero + other.zero,
                       self.infinite + other.infinite, self.nan + other.nan,
                       self.overflowed + other.overflowed, self.flushed + other.flushed,
-                      self.squares + other.squares, self.error_squares + other.error_squares,
-                      other.sample)
+                      self.squares + other.squares, self.error_squares + other.error_squares)
 
     def times(self, factor: float) -> "Counts":
         """These numbers times a power of two, as far as float32 holds them."""
@@ -79,8 +88,8 @@ class Counts:
         if by == 0:
             return self
         bins = np.zeros_like(self.bins)
-        inside = np.flatnonzero(self.bins)
-        np.add.at(bins, np.clip(inside + by, 0, 254), self.bins[inside])
+        into: Any = (..., np.clip(np.arange(256) + by, 0, 254))
+        np.add.at(bins, into, self.bins)
         return replace(self, bins=bins, squares=self.squares * factor ** 2,
                        error_squares=self.error_squares * factor ** 2)
 
@@ -209,44 +218,109 @@ def compared(references: Sequence["np.ndarray[Any, Any]"],
             for size, signal, noise in zip(largest, signals, noises)]
 
 
-def count_updates(array: Any, before: "np.ndarray[Any, Any]", into: "library.Updates") -> None:
-    """Adds to `into` what was added to a float32 array since it was `before`, which becomes what
-    the array is: the counts, how many numbers have changed, and how many of those float16 numbers
-    would have stayed what they are."""
-    library.load()
-    array.wait_to_read()
-    library.table().count_updates(array.handle, before.ctypes.data, ctypes.byref(into))
+Sample = Any  # an array
 
 
-def at_scale(counts: Mapping[Key, Counts], factor: float) -> Dict[Key, Counts]:
-    """A step's counts with the samples of gradients multiplied, as at another loss scale."""
+class Counted(Mapping[Key, Counts]):
+    """What was counted of many tensors, a row for each: its `Counts` is made when it is asked for.
+
+    Attributes:
+        rows: where each tensor's row is, in their order.
+        all: a `Counts` whose attributes are arrays, with these rows.
+        samples: of each row up to 1024 numbers, evenly over the tensor, as they were written.
+    """
+
+    def __init__(self, rows: Dict[Key, int], all_: Any,
+                 samples: Sequence[Sample] = ()) -> None:
+        self.rows, self.all, self.samples = rows, all_, samples
+
+    def __getitem__(self, key: Key) -> Counts:
+        row = self.rows[key]
+        bins, *columns = vars(self.all).values()
+        return Counts(bins[row], *(column[row].item() for column in columns))
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.rows
+
+    def __iter__(self) -> Iterator[Key]:
+        return iter(self.rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def numbers(self) -> "np.ndarray[Any, Any]":
+        """How many numbers of each were counted."""
+        return self.all.bins.sum(axis=1) + self.all.zero + self.all.infinite + self.all.nan
+
+    def sample(self, key: Key) -> Sample:
+        """A tensor's; empty where there is none."""
+        return self.samples[self.rows[key]] if key in self.rows else _NO_SAMPLE
+
+    def broken(self) -> Set[Key]:
+        """The tensors that are not finite once they are rounded."""
+        found = (self.all.infinite + self.all.nan + self.all.overflowed).tolist()
+        return {key for key, count in zip(self.rows, found) if count}
+
+
+_NO_SAMPLE = np.zeros(0, np.float32)
+
+
+def at_scale(counted: Counted, factor: float) -> Counted:
+    """A step with its samples of gradients multiplied, as at another loss scale."""
     if factor == 1:
-        return dict(counts)
-    return {key: replace(c, sample=c.sample * np.float32(factor)) if key.backward else c
-            for key, c in counts.items()}
+        return counted
+    return Counted(counted.rows, counted.all, [
+        sample * np.float32(factor) if key.backward else sample
+        for key, sample in zip(counted.rows, counted.samples)])
 
 
-_ROW = np.dtype(library.WatchedRow)
+def both_ways(forward: Counted, backward: Counted) -> Counted:
+    """The tensors of one's forward pass, and those of the other's backward pass."""
+    if forward is backward:
+        return forward
+    parts = [(one, [key for key in one if key.backward == back])
+             for one, back in ((forward, False), (backward, True))]
+    columns = (np.concatenate([vars(one.all)[name][[one.rows[key] for key in keys]]
+                               for one, keys in parts]) for name in vars(forward.all))
+    found = [(key, one.sample(key)) for one, keys in parts for key in keys]
+    return Counted({key: row for row, (key, _) in enumerate(found)}, Counts(*columns),
+                   [sample for _, sample in found])
 
 
-def read() -> Dict[Key, Counts]:
+def added_up(steps: Sequence[Tuple[float, Counted]], stay: Collection[Key] = ()) -> Counted:
+    """All that steps, at least one, have counted, each with a factor for its gradients but those
+    that stay."""
+    rows = {key: row for row, key in enumerate(dict.fromkeys(
+        key for _, counted in steps for key in counted))}
+    total: Any = {name: np.zeros((len(rows), *column.shape[1:]), column.dtype)
+                  for name, column in vars(steps[0][1].all).items()}
+    for factor, counted in steps:
+        for moves in (False, True):
+            keys = [key for key in counted if (key.backward and key not in stay) == moves]
+            which, into = [counted.rows[key] for key in keys], [rows[key] for key in keys]
+            part = Counts(*(column[which] for column in vars(counted.all).values()))
+            for name, column in vars(part.times(factor if moves else 1.0)).items():
+                total[name][into] += column
+    return Counted(rows, Counts(**total))
+
+
+_ROW: Any = np.dtype(library.WatchedRow)
+
+
+def read() -> Counted:
     """What watched nodes have computed since the last call."""
     mx.nd.waitall()
     table = library.table()
     count = table.watched()
-    if count == 0:
-        return {}
-    rows: Any = np.frombuffer((ctypes.c_char * (_ROW.itemsize * count)).from_address(
-        table.watched_rows()), _ROW)
-    counts, samples = rows["counts"], rows["sample"].copy()
-    bins, zero, infinite = counts["bins"].copy(), counts["zero"], counts["infinite"]
+    taken: Any = np.frombuffer((ctypes.c_char * (_ROW.itemsize * count)).from_address(
+        table.watched_rows()), _ROW) if count else np.zeros(0, _ROW)
+    bins, zero, infinite, *others = (taken["counts"][name].copy()
+                                   for name in _ROW["counts"].names)
     nan = bins[:, 255] - infinite
     bins[:, 0] -= zero
     bins[:, 255] = 0
-    each = (zero, infinite, nan, counts["overflowed"], counts["flushed"], counts["squares"],
-            counts["error_squares"])
-    taken = [sample[:n] for sample, n in zip(samples, rows["samples"].tolist())]
-    columns: Any = (bins, *(column.tolist() for column in each), taken)
-    keys = zip(rows["name"].tolist(), rows["backward"].tolist(), rows["index"].tolist())
-    return {Key(ctypes.string_at(name).decode(), bool(backward), index): Counts(*found)
-            for (name, backward, index), found in zip(keys, zip(*columns))}
+    keys = zip(taken["name"].tolist(), taken["backward"].tolist(), taken["index"].tolist())
+    rows = {Key(ctypes.string_at(name).decode(), bool(backward), index): row
+            for row, (name, backward, index) in enumerate(keys)}
+    samples = [sample[:n] for sample, n in zip(taken["sample"].copy(), taken["samples"].tolist())]
+    return Counted(rows, Counts(bins, zero, infinite, nan, *others), samples)

@@ -18,7 +18,7 @@ from ..graph.build import LEFT_ALONE
 from ..graph.graph import CASTS, Entry, Graph, Node, bindings, state_variables
 from ..graph.operators import LOSSES
 from ..policy import Policy
-from .statistics import Counts, Key, compared
+from .statistics import Counted, Counts, Key, added_up, compared
 
 
 @dataclass
@@ -272,24 +272,29 @@ def counted_reads(tensors: Iterable[Tensor], counted: Container[Key]) -> Dict[Ke
     return found
 
 
-def fill(tensors: List[Tensor], counts: Mapping[Key, Counts],
-         reference: Optional[Mapping[Key, Counts]], factor: float = 1.0) -> None:
-    """Adds what a step has counted to the tensors; gradients multiplied by a power of two."""
-    pairs: List[Tuple[Tensor, Any, Any]] = []
+def fill(tensors: List[Tensor], steps: Sequence[Tuple[float, Any]], scale: float) -> None:
+    """Gives the tensors what steps, each at its loss scale, have counted: gradients as they would
+    be at this scale. No scale reaches what a loss begins with by itself."""
+    begin = {t.key for t in tensors if _begins(t)}
+    total: Mapping[Key, Counts] = {}
+    if steps:
+        total = added_up([(scale / at, counted) for at, counted in steps], begin)
     for tensor in tensors:
-        found = counts.get(tensor.key)
-        if found is None:
-            continue
-        # No scale reaches what a loss begins with by itself.
-        begins = tensor.key.backward and tensor.op in LOSSES
-        added = found.times(factor) if tensor.key.backward and not begins else found
-        tensor.counts = added if tensor.counts is None else tensor.counts + added
-        right = (reference or {}).get(tensor.key)
-        if right is not None and right.sample is not None and not begins \
-                and 0 < len(right.sample) == len(found.sample):
-            pairs.append((tensor, right.sample, found.sample))
-    for (tensor, _, _), (largest, now) in zip(pairs, compared([right for _, right, _ in pairs],
-                                                              [found for _, _, found in pairs])):
+        tensor.counts = total.get(tensor.key)
+
+
+def compare(tensors: List[Tensor], found: Counted, right: Counted) -> None:
+    """Notes how far a step is from the same one in float32."""
+    pairs = [(tensor, right.sample(tensor.key), found.sample(tensor.key)) for tensor in tensors
+             if not _begins(tensor)]
+    pairs = [one for one in pairs if 0 < len(one[1]) == len(one[2])]
+    for (tensor, _, _), (largest, now) in zip(pairs, compared([one for _, one, _ in pairs],
+                                                              [one for _, _, one in pairs])):
         tensor.beyond |= largest > tensor.format.largest
         if now == now:  # not NaN
             tensor.snr = now if tensor.snr is None else min(tensor.snr, now)
+
+
+def _begins(tensor: Tensor) -> bool:
+    """Whether it is the gradient that a loss begins with."""
+    return tensor.key.backward and tensor.op in LOSSES

@@ -33,7 +33,7 @@ from ..policy import Policy
 from ..symbolic.binding import SCALE, with_loss_scale
 from .heads import HeadLosses
 from .modules import ModuleBlock
-from .statistics import Counts, Key, read
+from .statistics import Counted, read
 
 FIRST_SCALE = 2.0 ** 16  # loss scales: where looking for one that overflows nothing begins,
 LEAST_SCALE = 2.0 ** -24  # and where it ends
@@ -52,7 +52,7 @@ class Ran(NamedTuple):
     """
     loss: float
     finite: bool
-    counts: Dict[Key, Counts]
+    counts: Counted
     total: float = 0.0
 
 

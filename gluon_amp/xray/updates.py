@@ -1,6 +1,7 @@
 """A trainer's own step under an X-ray, and what it adds to the parameters."""
+from collections import defaultdict
 from dataclasses import dataclass
-from typing import Any, Dict, List, Optional, Tuple
+from typing import Any, Dict, List, Mapping, Optional, Tuple
 
 from .._mxnet import mx, np
 from ..cpu import library
@@ -10,7 +11,7 @@ from ..training.loss_scale import LossScaleError
 from ..training.optimizer import master_in
 from ..training.step import clear_added
 from ..training.trainer import Trainer
-from .statistics import Counts, Key, count_updates, read
+from .statistics import Counted, Counts, both_ways, read
 from .trial import Ran, Watched, loss_of, mean_and_total, split, standing_in
 
 
@@ -58,7 +59,7 @@ class Updates:
         self.net, self.trainer, self.batch_size = net, trainer, batch_size
         self.parameters = [p for p in net.collect_params().values()
                            if p.grad_req != "null" and p._stype == "default"]
-        self.added: Dict[str, library.Updates] = {}  # to each parameter, by all steps
+        self.added: Dict[str, library.Updates] = defaultdict(library.Updates)  # by all steps
         self.watched = Watched(net)
         self.gave_up = ""
         self.last: Dict[str, np.ndarray[Any, Any]] = {}  # the parameters after the last step
@@ -67,7 +68,7 @@ class Updates:
         """The user's own step, watched: its loss scale, and what was counted."""
         if not self.last:
             self.last = {p.name: self._value(p).asnumpy() for p in self.parameters}
-        passes: List[Tuple[float, Dict[Key, Counts]]] = []
+        passes: List[Tuple[float, Counted]] = []
 
         def passed(scale: float) -> None:
             passes.append((scale, read()))
@@ -90,17 +91,15 @@ class Updates:
         except LossScaleError as error:
             self.gave_up = str(error)
         clear_added(self.trainer._params)
-        for p in self.parameters:
-            self.count(p.name, self._value(p))
+        self.count({p.name: self._value(p) for p in self.parameters})
         scale, backward = [one for one in passes if one[0]][-1]  # a look at heads begins with 0
-        forward = {key: counts for key, counts in passes[0][1].items() if not key.backward}
-        counts = {**forward, **{key: c for key, c in backward.items() if key.backward}}
         mean, total = mean_and_total(loss)
-        return scale, Ran(mean, True, counts, total)
+        return scale, Ran(mean, True, both_ways(passes[0][1], backward), total)
 
-    def count(self, name: str, value: Any) -> None:
-        """Counts what was added to a parameter since it was what `last` has."""
-        count_updates(value, self.last[name], self.added.setdefault(name, library.Updates()))
+    def count(self, values: Mapping[str, Any]) -> None:
+        """Counts what was added to parameters since they were what `last` has."""
+        library.count_updates([*values.values()], [self.last[name] for name in values],
+                              [self.added[name] for name in values])
 
     def _value(self, parameter: Any) -> Any:
         """A parameter's master, or itself where it has none."""

@@ -21,8 +21,8 @@ from .modules import ModuleBlock, looked_at
 from .names import keep_for, kept_already
 from .outliers import note
 from .overflow import Overflow, first_overflow, goes_forward, is_finite
-from .statistics import Counts, Key, at_scale, decibels
-from .tensors import Layout, Tensor, fill
+from .statistics import Counted, Counts, Key, at_scale, decibels
+from .tensors import Layout, Tensor, compare, fill
 from .trial import FIRST_SCALE, LEAST_SCALE, Ran, Trial, check, first_of
 from .updates import Updates, Weight, check_trainer
 from .worth import weigh
@@ -62,7 +62,7 @@ class View:
     first_overflow: Optional[Overflow] = None
     losses: List[float] = field(default_factory=list)
     reference_losses: List[float] = field(default_factory=list)
-    steps: List[Tuple[float, Dict[Key, Counts]]] = field(default_factory=list)
+    steps: List[Tuple[float, Mapping[Key, Counts]]] = field(default_factory=list)
     scale: float = 1.0
     left_out: List[int] = field(default_factory=list)
     notes: List[str] = field(default_factory=list)
@@ -209,6 +209,7 @@ def xray(net: Any, batches: Iterable[Any], loss_fn: Any = None, trainer: Any = N
             chosen = chosen[:number + 1]
             break
     sound = [number for number in range(len(chosen)) if number not in view.left_out]
+    fill(tensors, [view.steps[number] for number in sound], view.scale)
     view.notes[:0] = hopeless
     view.tensors = [t for t in tensors if t.counts is not None]
     if all(goes_forward(tensors, view.steps[number][1]) for number in sound):
@@ -287,7 +288,7 @@ def _not_finite_in_float32(right: Any, whole: Ran, ran: Ran, batch: Any, loss_fn
 
 
 def _note(view: View, scale: float, ran: Ran, number: int, known: Mapping[str, Any],
-          reference: Optional[Mapping[Key, Counts]]) -> None:
+          reference: Optional[Counted]) -> None:
     """Notes a step. Its counts tell nothing of the format where data or parameters, of those that
     are known, were not finite to begin with."""
     if not view.steps:
@@ -298,13 +299,17 @@ def _note(view: View, scale: float, ran: Ran, number: int, known: Mapping[str, A
         view.left_out = list(dict.fromkeys([*view.left_out, number]))
         view.notes.append(f"{overflow}: no advice is from this batch")
     if number not in view.left_out:
-        fill(view.tensors, ran.counts, reference, view.scale / scale)
+        if reference is not None:
+            compare(view.tensors, ran.counts, reference)
         weigh(view.tensors, ran, scale)
         note(view.tensors, ran.counts)
     view.losses.append(ran.loss)
-    for counts in ran.counts.values():
-        counts.sample = None  # all steps are kept
-    view.steps.append((scale, ran.counts))
+    view.steps.append((scale, _without_samples(ran.counts)))
+
+
+def _without_samples(counted: Counted) -> Counted:
+    """What is kept of each step."""
+    return Counted(counted.rows, counted.all)
 
 
 @dataclass
@@ -329,7 +334,7 @@ def _look_again(trial: Trial, right: Optional[Trial], batches: List[Any], loss_f
                 scale: float, draw_again: Callable[[], None]) -> _Again:
     """Looks at batches up to the first one after which something is found."""
     layout = _layout(trial)
-    again = _Again(list(layout.tensors()), 0.0, [])
+    again, steps = _Again(list(layout.tensors()), 0.0, []), []
     for i, batch in enumerate(batches):
         whole = None
         if right is not None:
@@ -339,10 +344,12 @@ def _look_again(trial: Trial, right: Optional[Trial], batches: List[Any], loss_f
         draw_again()
         at, ran = _run(trial, again.tensors, batch, loss_fn, scale, draw_again)
         again.scale = again.scale or at
-        fill(again.tensors, ran.counts, at_scale(whole.counts, at / scale) if whole else None,
-             again.scale / at)
+        if whole is not None:
+            compare(again.tensors, ran.counts, at_scale(whole.counts, at / scale))
         weigh(again.tensors, ran, at)
         note(again.tensors, ran.counts)
+        steps.append((at, _without_samples(ran.counts)))
+        fill(again.tensors, steps, again.scale)
         scale = at
         again.fits = again.fits and goes_forward(again.tensors, ran.counts)
         again.found = findings(layout, again.tensors, again.scale)

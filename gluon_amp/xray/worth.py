@@ -12,7 +12,7 @@ from typing import Iterable, List
 from .._mxnet import np
 from ..formats import Format
 from ..graph.operators import LOSSES, PRODUCTS
-from .statistics import Counts
+from .statistics import Sample
 from .tensors import Tensor
 from .trial import Ran
 
@@ -20,38 +20,41 @@ from .trial import Ran
 def weigh(tensors: Iterable[Tensor], ran: Ran, scale: float) -> None:
     """Adds to each forward tensor that is rounded, and that there is a sample of, what this was
     worth in a step at a loss scale."""
-    tensors = list(tensors)
+    tensors, counted = list(tensors), ran.counts
     # No scale reaches what a loss begins with by itself.
     begin = {t.key for t in tensors if t.key.backward and t.op in LOSSES}
+    squares = [s / (1.0 if key in begin else scale) ** 2
+               for key, s in zip(counted, counted.all.squares.tolist())]
+    errors, numbers = counted.all.error_squares.tolist(), counted.numbers().tolist()
     for tensor in tensors:
-        found = ran.counts.get(tensor.key)
-        if tensor.key.backward or not tensor.is_low or found is None or not ran.total \
-                or not len(found.sample):
+        row = counted.rows.get(tensor.key)
+        if tensor.key.backward or not tensor.is_low or row is None or not ran.total \
+                or not len(counted.samples[row]):
             continue
-        gradients = [(key, ran.counts[key]) for key in tensor.gradients if key in ran.counts]
-        squares = sum(g.squares / (1.0 if key in begin else scale) ** 2 for key, g in gradients)
-        moved = math.sqrt(_expected(found, squares)) / ran.total
+        gradients = [counted.rows[key] for key in tensor.gradients if key in counted.rows]
+        moved = math.sqrt(_expected(errors[row], sum(squares[g] for g in gradients),
+                                    numbers[row])) / ran.total
         if not math.isfinite(moved):
             continue
         if tensor.op in PRODUCTS:
             tensor.by_chance.append(moved)
         # half of what may be named at all: less needs no closer look
         if moved > 2.0 ** -(tensor.format.fraction + 2):
-            moved *= math.sqrt(min(_meet(tensor.format, found, [g for _, g in gradients]), 1.0))
+            moved *= math.sqrt(min(_meet(tensor.format, counted.samples[row],
+                                         [counted.samples[g] for g in gradients]), 1.0))
         tensor.worths.append(moved)
 
 
-def _expected(found: Counts, gradient_squares: float) -> float:
+def _expected(error_squares: float, gradient_squares: float, numbers: int) -> float:
     """The square of how far the sum of errors times gradients is expected to lie from 0, if large
     errors meet large gradients by chance only."""
-    return found.error_squares * gradient_squares / max(found.numbers, 1)
+    return error_squares * gradient_squares / max(numbers, 1)
 
 
-def _meet(format_: Format, found: Counts, gradients: List[Counts]) -> float:
+def _meet(format_: Format, sample: Sample, gradients: List[Sample]) -> float:
     """How much more, or less, they meet than by chance, as the samples tell."""
-    size = np.abs(found.sample.astype(np.float64))
-    squares = sum(np.square(g.sample.astype(np.float64)) for g in gradients
-                  if len(g.sample) == len(size))
+    size = np.abs(sample.astype(np.float64))
+    squares = sum(np.square(g.astype(np.float64)) for g in gradients if len(g) == len(size))
     with np.errstate(invalid="ignore", over="ignore"):
         errors = np.square(np.maximum(np.ldexp(1.0, np.frexp(size)[1] - 1 - format_.fraction),
                                       format_.smallest)) * (size > 0)

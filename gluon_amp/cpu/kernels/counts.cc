@@ -9,20 +9,32 @@ constexpr int64_t kPart = 65536;  // numbers that a thread takes at a time
 
 struct Rounded {  // these, in the order of the numbers
   static constexpr bool kChanges = true;
+  static constexpr float tiny = __builtin_inff();
   const float* numbers;
   template <typename L> V operator()(V, int64_t i, L lanes) const {
     return load(numbers + i, lanes);
   }
 };
 
-// `round(at)`: what the numbers from there on are rounded to.
+// A tile of n numbers and zeros.
+template <typename T, typename R> bool count_padded(const T* numbers, R round, int64_t n, Run* run) {
+  T tile[kTile] = {};
+  std::memcpy(tile, numbers, n * sizeof(T));
+  if (!count_tile(tile, round, run)) return false;
+  run->made->zero -= kTile - n;
+  run->made->bins[0][0] -= static_cast<uint32_t>(kTile - n);
+  return true;
+}
+
+// `round(at, n)`: what the n numbers from there on are rounded to; behind them are zeros.
 template <typename T, typename F>
 void count_part(const T* numbers, F round, int64_t begin, int64_t end, Tables* made) {
   Run run(made);
   for (int64_t at = begin; at < end; at += kTile) {
     const int64_t n = least(kTile, end - at);
     const auto rounded = round(at, n);
-    if (n == kTile && count_tile(numbers + at, rounded, &run)) continue;
+    if (n == kTile ? count_tile(numbers + at, rounded, &run)
+                   : n > kTile / 8 && count_padded(numbers + at, rounded, n, &run)) continue;
     count_carefully(numbers + at, rounded, n, made);
   }
   run.finish();
@@ -52,6 +64,7 @@ void count(const float* exact, int64_t n, const Grid* grid, bool half, Counts* c
           from = rounded;
         }
         round_some(*grid, from, rounded, some, at);
+        std::memset(rounded + some, 0, (kTile - some) * sizeof(float));
         return Rounded{rounded};
       }, begin, end, made);
     } else if (half) {

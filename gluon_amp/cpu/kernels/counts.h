@@ -6,12 +6,8 @@ namespace gluon_amp {
 namespace ISA {
 namespace {
 
-#if defined(__AVX512F__) || defined(__F16C__)
-constexpr int64_t kVectors = 32;  // of a tile
-#else
-constexpr int64_t kVectors = 512;
-#endif
-constexpr int64_t kTile = kVectors * W;  // numbers that stay in the first cache
+constexpr int64_t kTile = 1024;  // numbers that stay in the first cache
+constexpr int64_t kVectors = kTile / W;
 
 // Four tables take turns: numbers beside each other often have one exponent, and a processor waits
 // for a number in memory that it has just written.
@@ -31,12 +27,15 @@ inline uint32_t exponent_of(float f) { return plain_bits(f) >> 23 & 0xff; }
 
 // ---- what numbers are rounded to -------------------------------------------------------------
 
+// `tiny`: the largest size that may become 0.
 struct Unchanged {
   static constexpr bool kChanges = false;
+  static constexpr float tiny = 0;
   template <typename L> V operator()(V v, int64_t, L) const { return v; }
 };
 struct ToHalf {
   static constexpr bool kChanges = true;
+  static constexpr float tiny = HalfGrid::tiny;
   template <typename L> V operator()(V v, int64_t, L) const { return half_grid(v); }
 };
 
@@ -71,26 +70,29 @@ inline U majority(U a, U b, U c) { return (a & b) | (c & (a ^ b)); }
 // How often each of a word's 32 bits was set, in binary, beside each other: bit b of level k counts
 // 2^k words of its lane with bit b. So a few operations of logic count a whole vector.
 struct Slices {
-  static constexpr int kLevels = 14;
-  static constexpr int64_t kTiles = 511;  // that they have room for: 2^14 > 511 * kVectors
+  static constexpr int kLevels = 14, kOfTile = W == 8 ? 7 : 6;  // a tile's last carry is of this one
+  static constexpr int64_t kTiles = (1 << kLevels) / kVectors - 1;  // that they have room for
+  static_assert(kVectors == 1 << kOfTile, "one carry for each tile");
   U level[kLevels] = {};
 
-  // Adds the words one(first) to one(first + 2^k - 1); returns what level k has to add.
-  template <int k, typename F> inline U carry(const F& one, int64_t first) {
+  // Adds the words one(first) to one(first + 2^k - 1) to levels; returns what level k has to add.
+  template <int k, typename F> static inline U carry(const F& one, int64_t first, U* to) {
     if constexpr (k == 0) {
       return one(first);
     } else {
-      const U a = carry<k - 1>(one, first), b = carry<k - 1>(one, first + (1 << (k - 1)));
-      const U both = majority(level[k - 1], a, b);
-      level[k - 1] = parity(level[k - 1], a, b);
+      const U a = carry<k - 1>(one, first, to), b = carry<k - 1>(one, first + (1 << (k - 1)), to);
+      const U both = majority(to[k - 1], a, b);
+      to[k - 1] = parity(to[k - 1], a, b);
       return both;
     }
   }
 
   template <typename F> void add_tile(const F& one) {
-    static_assert(kVectors == 1 << 5, "one carry for each tile");
-    U more = carry<5>(one, 0);
-    for (int k = 5; k < kLevels; ++k) {
+    U low[kOfTile];  // in registers: `one` may read any memory
+    for (int k = 0; k < kOfTile; ++k) low[k] = level[k];
+    U more = carry<kOfTile>(one, 0, low);
+    for (int k = 0; k < kOfTile; ++k) level[k] = low[k];
+    for (int k = kOfTile; k < kLevels; ++k) {
       const U both = level[k] & more;
       level[k] ^= more;
       more = both;
@@ -180,44 +182,68 @@ void count_carefully(const T* numbers, R round, int64_t n, Tables* made) {
   }
 }
 
+// How many of a tile are 0; `small` becomes the smallest size of the others.
+template <typename T> int64_t zeros_of(const T* tile, float* small) {
+  const V none = splat(0), endless = splat(__builtin_inff());
+  V least = endless;
+  int64_t zero = 0;
+  for (int64_t i = 0; i < kTile; i += W) {
+    const V v = load(tile + i, Whole());
+    zero += zeros_in(v);
+    least = smaller(if_equal(v, none, endless, magnitude(v)), least);
+  }
+  *small = -highest(-least);
+  return zero;
+}
+
 // A tile whose squares float32 holds: all are finite and below 2^62 then, before and after rounding.
 // False where it does not: nothing is counted then.
 template <typename T, typename R> bool count_tile(const T* numbers, R round, Run* run) {
   Sums<2> sums = {};
-  const V none = splat(0), endless = splat(__builtin_inff());
-  V large = none, small = endless;
-  int64_t zero = 0, zero_after = 0;
+  V largest = splat(0), smallest = splat(__builtin_inff());
   const auto look = [&](int64_t i, int turn) {
     const V v = load(numbers + i, Whole()), size = magnitude(v);
     sums.add_product(turn, 0, v, v);
-    large = larger(size, large);
-    small = smaller(if_equal(v, none, endless, size), small);
-    zero += zeros_in(v);
+    largest = larger(size, largest);
+    smallest = smaller(size, smallest);
     if (!R::kChanges) return;
-    const V r = round(v, i, Whole()), e = v - r;
+    const V e = v - round(v, i, Whole());
     sums.add_product(turn, 1, e, e);
-    zero_after += zeros_in(r);
   };
   for (int64_t i = 0; i < kTile; i += 2 * W) {
     look(i, 0);
     look(i + W, 1);
   }
   const double squares = sums.pair(0, 0), errors = sums.pair(0, 1);
-  const bool held = squares > 1e-25 && squares < 1e37 && errors < 1e37;
-  if (!held && zero < kTile) return false;
+  const float large = highest(largest);
   Tables* made = run->made;
+  if (squares == 0 && large == 0) {
+    made->zero += kTile;
+    made->bins[0][0] += kTile;
+    return true;
+  }
+  if (!(squares > 1e-25 && squares < 1e37 && errors < 1e37)) return false;
+  float small = -highest(-smallest);
+  const int64_t zero = small == 0 ? zeros_of(numbers, &small) : 0;
+  if (R::kChanges && small <= R::tiny) {
+    int64_t zero_after = 0;
+    for (int64_t i = 0; i < kTile; i += W)
+      zero_after += zeros_in(round(load(numbers + i, Whole()), i, Whole()));
+    made->flushed += zero_after - zero;
+  }
   made->zero += zero;
-  if (R::kChanges) made->flushed += zero_after - zero;
   made->squares += squares;
   made->error_squares += errors;
-  if (zero == kTile) made->bins[0][0] += kTile;
-  else run->add_tile(numbers, -highest(-small), highest(large), zero);
+  run->add_tile(numbers, small, large, zero);
   return true;
 }
 
 void add(const Tables& from, Counts* to) {
-  for (int i = 0; i < 256; ++i)
-    for (auto& bins : from.bins) to->bins[i] += bins[i];
+  for (int i = 0; i < 256; ++i) {
+    uint32_t numbers = 0;  // what was taken off one of them may stand in another
+    for (auto& bins : from.bins) numbers += bins[i];
+    to->bins[i] += numbers;
+  }
   to->zero += from.zero;
   to->infinite += from.infinite;
   to->overflowed += from.overflowed;
