@@ -1,5 +1,5 @@
-// Convolutions and deconvolutions, some images at a time, or where there is more weight than data some
-// channels at a time, so that their float32 scratch stays in the cache.
+// Convolutions and deconvolutions, some images at a time; deconvolutions of more weight than data, some
+// channels at a time: so that their float32 scratch stays in the cache.
 //
 // Data goes straight from plain halves into oneDNN's blocks of channels and back.
 #include <algorithm>
@@ -83,14 +83,13 @@ struct Some {
   }
 };
 
-// Forward some of the outputs at a time, backward some of the inputs: so each piece has sums of its own.
+// Of a deconvolution: forward some of the outputs at a time, backward some of the inputs: so each piece has sums of its own.
 // MXNet's code goes by its arrays' shapes, not by num_filter.
 bool run_by_channels(const Call& call, bool backward) {
   const TBlob &x = call.in[backward ? 1 : 0], &y = backward ? call.in[0] : call.out[0];
   const TBlob &weight = call.in[backward ? 2 : 1], &whole = backward ? y : x, &some_of = backward ? x : y;
-  const bool transposed = call.of.op->name.find("Deconvolution") != std::string::npos;
   if (!fits(call, x) || !all_half(call) || y.Size() == 0 || !call.of.compute_ex ||
-      groups_of(call) != 1 || (transposed && x.ndim() != 4))
+      groups_of(call) != 1 || x.ndim() != 4)
     return false;
   const int64_t pieces = size(weight) / kWeights, channels = some_of.shape_[1], block = block_size();
   if (pieces < 2 || room(whole.shape_) > kWhole) return false;
@@ -104,7 +103,7 @@ bool run_by_channels(const Call& call, bool backward) {
   const NDArray read = widened_images(1, lease.array(mxnet::TShape(1, room(whole.shape_))), whole);
   for (int64_t first = 0; first < channels; first += most) {
     const Some of_data{1, first, std::min(most, channels - first)};
-    const Some of_weight{transposed == backward ? 0 : 1, first, of_data.count};
+    const Some of_weight{backward ? 0 : 1, first, of_data.count};
     const Some of_bias{0, first, of_data.count};
     Lease own;
     const auto wide = [&](const Some& some, const TBlob& all) {
@@ -130,15 +129,19 @@ bool run_by_channels(const Call& call, bool backward) {
   return true;
 }
 
-bool forward(const Call& call) { return run_by_channels(call, false) || run_by_images(call, false); }
-bool backward(const Call& call) { return run_by_channels(call, true) || run_by_images(call, true); }
+bool forward(const Call& call) { return run_by_images(call, false); }
+bool backward(const Call& call) { return run_by_images(call, true); }
+
+bool deconvolution(const Call& call) {
+  return run_by_channels(call, false) || run_by_images(call, false);
+}
 
 // oneDNN has no gradient of the data of a deconvolution from blocks of channels to one: there MXNet
 // stops in float32 ("could not create a primitive descriptor"). MXNet's other code does it.
 bool deconvolution_backward(const Call& call) {
   const TBlob &x = call.in[1], &y = call.in[0];
   const bool to_one = fits(call, x) && y.shape_[1] == 1 && in_blocks_of(x.shape_[1], 1);
-  if (!to_one) return backward(call);
+  if (!to_one) return run_by_channels(call, true) || run_by_images(call, true);
   run(call, false, {}, nullptr, nullptr);
   return true;
 }
@@ -147,7 +150,8 @@ bool deconvolution_backward(const Call& call) {
 
 void add_convolution(Rows& rows) {
   rows.insert({{"Convolution", {forward, 1}}, {"_backward_Convolution", {backward, 2}},
-               {"Deconvolution", {forward, 1}}, {"_backward_Deconvolution", {deconvolution_backward, 2}}});
+               {"Deconvolution", {deconvolution, 1}},
+               {"_backward_Deconvolution", {deconvolution_backward, 2}}});
 }
 
 }  // namespace gluon_amp

@@ -77,8 +77,8 @@ bool upsample_gradient(const Call& call) {
 }  // namespace
 
 void add_images(Rows& rows) {
-  for (const char* name : {"LRN", "_backward_LRN", "batch_dot", "_backward_batch_dot",
-                           "_contrib_BilinearResize2D", "_backward_contrib_BilinearResize2D",
+  for (const char* name : {"LRN", "_backward_LRN", "batch_dot", "_contrib_BilinearResize2D",
+                           "_backward_contrib_BilinearResize2D",
                            "_contrib_AdaptiveAvgPooling2D", "_backward_contrib_AdaptiveAvgPooling2D"})
     rows.insert({name, {some_at_a_time, kAnyPlace}});
   rows.insert({{"UpSampling", {upsample, 0}}, {"_backward_UpSampling", {upsample_gradient, 0}}});
