@@ -83,8 +83,8 @@ struct Some {
   }
 };
 
-// Of a deconvolution: forward some of the outputs at a time, backward some of the inputs: so each piece has sums of its own.
-// MXNet's code goes by its arrays' shapes, not by num_filter.
+// Of a deconvolution: forward some of the outputs at a time, backward some of the inputs, so that each
+// piece has sums of its own. MXNet's code goes by its arrays' shapes, not by num_filter.
 bool run_by_channels(const Call& call, bool backward) {
   const TBlob &x = call.in[backward ? 1 : 0], &y = backward ? call.in[0] : call.out[0];
   const TBlob &weight = call.in[backward ? 2 : 1], &whole = backward ? y : x, &some_of = backward ? x : y;

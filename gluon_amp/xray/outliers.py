@@ -9,7 +9,6 @@ from .statistics import Counted
 from .tensors import Tensor
 
 _BITS = 4  # below a format's end: smaller numbers are no matter
-_BIN_OF_1 = 127
 
 
 def note(tensors: Iterable[Tensor], counts: Counted) -> None:
@@ -22,11 +21,11 @@ def note(tensors: Iterable[Tensor], counts: Counted) -> None:
                 or format_.saturate or not format_.infinities:
             continue
         least = _last_exponent(tensor) - _BITS
-        inside = np.flatnonzero(found.bins[_BIN_OF_1 + least + 1:])
-        if not inside.size:
+        highest = found.range[1] if found.range else least
+        if highest <= least:
             tensor.largest.append(least)
         elif not _is_masked(tensor, counts, 2.0 ** least):
-            tensor.largest.append(least + 1 + int(inside[-1]))
+            tensor.largest.append(highest)
 
 
 def _last_exponent(tensor: Tensor) -> int:

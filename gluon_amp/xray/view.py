@@ -222,7 +222,7 @@ def xray(net: Any, batches: Iterable[Any], loss_fn: Any = None, trainer: Any = N
         with random_numbers_kept() as draw_again:
             _try_keeping(trial, right, view, [chosen[i] for i in sound], loss_fn, draw_again)
     if at_first and view.keep and all(f.tensor.startswith("gradient") for f in view.findings):
-        view.notes += [f"or with nothing kept: {note}" for note in at_first.notes]
+        view.notes += [f"or with nothing kept: {said}" for said in at_first.notes]
     view.notes += view.window.notes if view.window else []
     view.weights = updates.weights()
     if view.first_overflow:
