@@ -83,6 +83,34 @@ def python(code, folder=PACKAGE.parent, **variables):
     return done.stdout
 
 
+ADD = START + """
+import os
+import threading
+
+def threads():
+    return set(os.listdir("/proc/self/task"))
+
+def watch():
+    while not done.is_set():
+        seen.update(threads())
+
+seen, done = set(), threading.Event()
+x, y = nd.ones((1, 4000000), dtype="float16"), nd.ones((1, 4000000), dtype="float16")
+net = amp.convert(gluon.nn.HybridLambda(lambda F, x, y: F.broadcast_add(x, y)))
+net.hybridize()
+net(x, y).wait_to_read()
+sampler = threading.Thread(target=watch)
+sampler.start()
+known = threads()
+for _ in range(20):
+    net(x, y).wait_to_read()
+done.set()
+sampler.join()
+assert seen <= known, seen - known
+print("none")
+"""
+
+
 # ---- settings of MXNet and oneDNN --------------------------------------------------------
 
 
@@ -110,6 +138,11 @@ def test_a_network_learns_with(name):
 
 
 # ---- what the library shows of itself ----------------------------------------------------
+
+
+def test_an_operator_begins_no_threads_of_its_own():
+    """OpenMP has some that wait; new ones wait milliseconds for a core, and end with the call."""
+    assert python(ADD, OMP_NUM_THREADS="2") == "none\n"
 
 
 def test_the_library_shows_one_name():

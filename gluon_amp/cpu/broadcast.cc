@@ -83,14 +83,13 @@ bool map_rows(Binary f, const TBlob& x, const TBlob& y, const TBlob& to, Write w
   const int64_t rows = size(to) / row.size;
   const bool one_x = row.steps[0] == 0, one_y = row.steps[1] == 0;
   if (f == kQuotient && one_x) return false;
-#pragma omp parallel for schedule(static) if (rows > 1 && size(to) >= 32768)
-  for (int64_t i = 0; i < rows; ++i) {
+  for_all(rows, size(to), [&](int64_t i) {
     const T* from_x = static_cast<T*>(x.dptr_) + place(runs, i, 0);
     const T* from_y = static_cast<T*>(y.dptr_) + place(runs, i, 1);
     T* made = static_cast<T*>(to.dptr_) + i * row.size;
     if (one_x || one_y) map_row(f, one_x, from_x, from_y, made, row.size, write);
     else binary_of(from_x)(f, from_x, from_y, made, row.size, write);
-  }
+  });
   return true;
 }
 
@@ -119,8 +118,8 @@ class Sums {
     float* const sums = lease.memory(n_);
     const bool along = row_.steps[0] == 0;  // a row has one sum; else each of its columns has
     const int64_t tasks = along ? n_ : n_ / row_.size * strips();
-#pragma omp parallel for schedule(static) if (n_ > 1 && repeats_ * n_ * (along ? row_.size : 1) >= 32768)
-    for (int64_t i = 0; i < tasks; ++i) along ? sum_rows(i, sums) : sum_columns(i, sums);
+    for_all(tasks, repeats_ * n_ * (along ? row_.size : 1),
+            [&](int64_t i) { along ? sum_rows(i, sums) : sum_columns(i, sums); });
     if (sign < 0)
       for (int64_t i = 0; i < n_; ++i) sums[i] = 0 - sums[i];
     narrow(sums, to, write);

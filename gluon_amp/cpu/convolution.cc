@@ -63,8 +63,9 @@ struct Some {
   template <class F>
   void each_row(const TBlob& all, F f) const {
     const int64_t rows = all.shape_.ProdShape(0, axis), step = size(all) / rows;
-#pragma omp parallel for schedule(static) if (rows > 1 && !watching() && rows * width(all) >= 32768)
-    for (int64_t i = 0; i < rows; ++i) f(i * width(all), i * step + first * (width(all) / count));
+    for_all(rows, watching() ? 0 : rows * width(all), [&](int64_t i) {
+      f(i * width(all), i * step + first * (width(all) / count));
+    });
   }
   NDArray widened(const NDArray& holder, const TBlob& all) const {
     float* const to = floats(holder.data());

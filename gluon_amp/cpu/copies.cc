@@ -119,8 +119,7 @@ void copy_transposed(const T* all, T* made, const mxnet::TShape& shape,
   }
   const int64_t squares = (square.size + kSquare - 1) / kSquare;
   const int64_t count = n / row.size / square.size * squares;
-#pragma omp parallel for schedule(static) if (n >= 32768)
-  for (int64_t which = 0; which < count; ++which) {
+  for_all(count, n, [&](int64_t which) {
     const T* from = all;
     T* to = made;
     int64_t rest = which / squares;
@@ -130,7 +129,7 @@ void copy_transposed(const T* all, T* made, const mxnet::TShape& shape,
     }
     const int64_t begin = which % squares * kSquare;
     copy_transposed(from, to, square, begin, std::min(begin + kSquare, square.size), row);
-  }
+  });
 }
 
 // MXNet's code takes up to nine times as long.
@@ -148,13 +147,12 @@ bool transpose(const Call& call) {
 void copy_rows(const Half* from, int64_t from_step, Half* to, int64_t to_step, int64_t rows,
                int64_t width, Write write) {
   if (write == kNothing || from == to) return;
-#pragma omp parallel for schedule(static) if (rows * width >= 32768)
-  for (int64_t i = 0; i < rows; ++i) {
+  for_all(rows, rows * width, [&](int64_t i) {
     const Half* x = from + i * from_step;
     Half* y = to + i * to_step;
     if (write == kStore) std::memcpy(y, x, width * sizeof(Half));
     else kernels->sum(&x, 1, y, width, kAdd);
-  }
+  });
 }
 
 // How many rows a concatenation consists of: the product of the sizes before its axis.

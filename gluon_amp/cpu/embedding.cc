@@ -45,13 +45,12 @@ bool add_rows(const Call& call, size_t of_weight) {  // gradient, data
   float* const added = lease.memory(row.size() * width);
   kernels->widen(halves(g), added, size(g));
   if (call.write(of_weight) == kStore) std::fill_n(halves(weight), size(weight), Half(0));
-#pragma omp parallel for schedule(static) if (size(g) >= 32768)
-  for (size_t i = 0; i < first.size() - 1; ++i) {
+  for_all(first.size() - 1, size(g), [&](int64_t i) {
     float* const sum = sums + i * width;
     std::fill_n(sum, width, 0.0f);
     for (int64_t k = first[i]; k < first[i + 1]; ++k)
       for (int64_t j = 0; j < width; ++j) sum[j] += added[order[k] * width + j];
-  }
+  });
   for (size_t i = 0; i < first.size() - 1; ++i)
     kernels->narrow(sums + i * width, halves(weight) + row[order[first[i]]] * width, width,
                     call.write(of_weight));

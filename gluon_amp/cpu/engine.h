@@ -157,6 +157,19 @@ bool flag(const NodeAttrs& attrs, const char* key, bool otherwise);
 std::string word(const NodeAttrs& attrs, const char* key, const char* otherwise);
 std::vector<int64_t> numbers(const NodeAttrs& attrs, const char* key);  // of "(2, 3)"
 
+// f(i) for all i below n, which take so many numbers, by all threads if that is worth it. If not, there
+// is no region of OpenMP: from one of a single thread, each parallel loop in f would begin threads anew,
+// and they wait milliseconds for a core.
+template <class F>
+void for_all(int64_t n, int64_t numbers, F f) {
+  if (n < 2 || numbers < kWorthThreads) {
+    for (int64_t i = 0; i < n; ++i) f(i);
+    return;
+  }
+#pragma omp parallel for schedule(static)
+  for (int64_t i = 0; i < n; ++i) f(i);
+}
+
 // ---- scratch -----------------------------------------------------------------------
 //
 // Float32 arrays for one call at a time. They own their memory, as oneDNN wants it of what it

@@ -37,12 +37,11 @@ bool upsample(const Call& call) {
   const Half* const x = halves(call.in[0]);
   const int64_t wide = s.width * s.scale;
   made_in_halves(call, [&](Half* y) {
-#pragma omp parallel for schedule(static) if (s.rows * wide >= 32768)
-    for (int64_t i = 0; i < s.rows; ++i) {
+    for_all(s.rows, s.rows * wide, [&](int64_t i) {
       Half* const to = y + i * s.scale * wide;
       for (int64_t k = 0; k < s.width; ++k) std::fill_n(to + k * s.scale, s.scale, x[i * s.width + k]);
       for (int64_t k = 1; k < s.scale; ++k) std::copy_n(to, wide, to + k * wide);
-    }
+    });
   });
   return true;
 }
@@ -57,8 +56,7 @@ bool upsample_gradient(const Call& call) {
   float* const sums = lease.memory(size(dx));
   const int64_t parts = std::min<int64_t>(s.rows, 64);
   float* const memory = lease.memory(parts * wide);
-#pragma omp parallel for schedule(static) if (s.rows * wide >= 32768)
-  for (int64_t p = 0; p < parts; ++p) {
+  for_all(parts, s.rows * wide, [&](int64_t p) {
     float* const row = memory + p * wide;
     for (int64_t i = s.rows * p / parts; i < s.rows * (p + 1) / parts; ++i) {
       float* const sum = sums + i * s.width;
@@ -69,7 +67,7 @@ bool upsample_gradient(const Call& call) {
           for (int64_t q = 0; q < s.scale; ++q) sum[j] += row[j * s.scale + q];
       }
     }
-  }
+  });
   narrow(sums, dx, call.write(0));
   return true;
 }

@@ -46,20 +46,19 @@ Padding padding_of(const Call& call, const mxnet::TShape& x) {
 template <class T>
 void pad(const Padding& p, const T* x, T* y, T constant) {
   const int64_t wide = p.place_of.size(), high = p.row_of.size();
-#pragma omp parallel for schedule(static) if (p.planes * high * wide >= 32768)
-  for (int64_t i = 0; i < p.planes * high; ++i) {
+  for_all(p.planes * high, p.planes * high * wide, [&](int64_t i) {
     const int64_t row = p.row_of[i % high];
     T* const to = y + i * wide;
     if (row < 0) {
       std::fill_n(to, wide, constant);
-      continue;
+      return;
     }
     const T* const from = x + (i / high * p.rows + row) * p.width;
     const auto repeat = [&](int64_t at) { return p.place_of[at] < 0 ? constant : from[p.place_of[at]]; };
     for (int64_t at = 0; at < p.before; ++at) to[at] = repeat(at);
     std::copy_n(from, p.width, to + p.before);
     for (int64_t at = p.before + p.width; at < wide; ++at) to[at] = repeat(at);
-  }
+  });
 }
 
 // Adds to each number the gradients of its repetitions, in their order. `row(first, memory)` gives those
@@ -67,8 +66,7 @@ void pad(const Padding& p, const T* x, T* y, T constant) {
 template <class T, class F>
 void add_up(const Padding& p, bool more, T* sums, F row) {
   const int64_t wide = p.place_of.size(), high = p.row_of.size();
-#pragma omp parallel for schedule(static) if (p.planes * high * wide >= 32768)
-  for (int64_t plane = 0; plane < p.planes; ++plane) {
+  for_all(p.planes, p.planes * high * wide, [&](int64_t plane) {
     std::vector<T> memory(wide);
     T* const own = sums + plane * p.rows * p.width;
     if (!more) std::fill_n(own, p.rows * p.width, T(0));
@@ -81,7 +79,7 @@ void add_up(const Padding& p, bool more, T* sums, F row) {
       for (int64_t at = 0; at < p.width; ++at) to[at] += from[p.before + at];
       for (int64_t at = p.before + p.width; at < wide; ++at) add(at);
     }
-  }
+  });
 }
 
 bool forward(const Call& call) {

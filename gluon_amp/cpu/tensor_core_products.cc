@@ -66,10 +66,10 @@ void scale(float* x, int64_t n, float factor) {
 void multiply(Products& work, int64_t stack, View a, const Half* x, View b, const Half* y, View c,
               float* to, float factor) {
   const int64_t in_a = a.rows * a.columns, in_b = b.rows * b.columns, in_c = c.rows * c.columns;
-#pragma omp parallel for if (stack > 1)
-  for (int64_t i = 0; i < stack; ++i)
+  for_all(stack, kWorthThreads, [&](int64_t i) {
     work.product(a.rows, b.columns, a.columns, a.of(x + i * in_a), b.of(y + i * in_b),
                  c.of(to + i * in_c));
+  });
   scale(to, stack * in_c, factor);
 }
 

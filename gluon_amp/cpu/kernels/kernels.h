@@ -11,6 +11,8 @@ namespace gluon_amp {
 
 using Half = uint16_t;
 
+constexpr int64_t kWorthThreads = 32768;  // for fewer numbers threads cost more than they give
+
 enum GridRounding { kNearestEven, kTowardZero, kStochastic };
 
 // A grid of numbers that float32 arrays are rounded to; as it stands here, float32's own, which

@@ -335,7 +335,6 @@ inline void put(float* to, double v, Write write) {
 // ---- loops -------------------------------------------------------------------
 
 constexpr int64_t kChunk = 4096;          // elements that a thread takes at a time
-constexpr int64_t kWorthThreads = 32768;  // below this threads cost more than they give
 
 // f(i, Whole()) for each vector of [begin, end), and f(i, Part(n)) for what is left
 template <typename F> inline void each(int64_t begin, int64_t end, F f) {
