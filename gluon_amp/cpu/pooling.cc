@@ -1,6 +1,7 @@
-// Poolings, some images at a time, so that their float32 scratch stays in the cache.
+// Poolings, some images at a time, so that their float32 scratch stays in the cache: both passes have
+// the same pieces, since the places of maxima, which the backward pass reads, lie by pieces.
 //
-// Averages go straight from plain halves into oneDNN's blocks of channels and back.
+// Where oneDNN keeps the channels in blocks, data goes straight from plain halves into those and back.
 #include "pieces.h"
 
 namespace gluon_amp {
@@ -18,24 +19,41 @@ int64_t images_in_a_piece(const TBlob& x, const TBlob& y) {
   return std::max<int64_t>(1, std::min(batch, kPiece / (2 * (size(x) + size(y)) / batch)));
 }
 
-// oneDNN takes ten times as long for few places in plain arrays. A maximum has a second output, its
-// places, and is left to the other way.
-bool run_average_in_blocks(const Call& call) {
-  const TBlob &x = call.in[0], &y = call.out[0];
-  if (!fits(x, y) || call.out.size() > 1 || x.ndim() > 5 || !has_channels_first(call) ||
-      !in_blocks_of(x.shape_[1], 1) ||
+// oneDNN takes ten times as long for plain arrays. Backward, the arguments are the gradients of the
+// outputs, x, and the outputs; nobody reads x, but its blocks tell oneDNN how the places lie.
+bool run_in_blocks(const Call& call, const TBlob& x, const TBlob& y) {
+  if (!fits(x, y) || x.ndim() > 5 || !has_channels_first(call) || !in_blocks_of(x.shape_[1], 1) ||
       !prefers_onednn(call.of, call.attrs, call.in.size(), call.out.size()))
     return false;
-  mxnet::TShape x_piece = x.shape_, y_piece = y.shape_;
-  x_piece[0] = y_piece[0] = images_in_a_piece(x, y);
-  run_in_pieces(call, false, x.shape_, y.shape_, x_piece[0], room(x_piece), room(y_piece),
-                [](const NDArray& holder, const TBlob& piece) {
-                  return widened_images(1, holder, piece);
-                });
+  if (call.write(0) == kNothing) return true;
+  const int64_t batch = x.shape_[0], some = images_in_a_piece(x, y);
+  const size_t place_of_x = call.in.size() / 2;
+  const std::lock_guard<std::mutex> mine(turn());
+  for (int64_t first = 0; first < batch; first += some) {
+    const auto piece = [&](const TBlob& all) {
+      mxnet::TShape shape = all.shape_;
+      shape[0] = std::min(some, batch - first);
+      return part(all, first * (size(all) / batch), shape);
+    };
+    Lease lease;
+    const TBlob result = piece(call.out[0]), read = piece(call.in[0]);
+    std::vector<NDArray> in{widened_images(1, lease.array(read.shape_), read)};
+    for (size_t i = 1; i < call.in.size(); ++i) {
+      const TBlob other = piece(call.in[i]);
+      in.push_back(i == place_of_x ? lease.array(other.shape_) : NDArray(other, 0));
+      if (i == place_of_x) in[i].CreateMKLDNNData(in_blocks(other.shape_, block_size()));
+    }
+    std::vector<NDArray> out{lease.array(result.shape_)};
+    for (size_t i = 1; i < call.out.size(); ++i) out.emplace_back(piece(call.out[i]), 0);
+    std::vector<OpReqType> req = call.req;
+    req[0] = mxnet::kWriteTo;
+    call.of.compute_ex(call.attrs, call.context, in, req, out);
+    narrow(out[0], result, call.write(0));
+  }
   return true;
 }
 
-// A maximum's places, which the backward pass reads, lie by pieces: so both passes have the same.
+// Plain arrays.
 bool run_pooling(const Call& call, const TBlob& x, const TBlob& y) {
   return fits(x, y) && run_some_images(call, images_in_a_piece(x, y));
 }
@@ -60,9 +78,14 @@ bool run_maximum(const Call& call) {
 }
 
 bool forward(const Call& call) {
-  return run_maximum(call) || run_average_in_blocks(call) || run_pooling(call, call.in[0], call.out[0]);
+  const TBlob &x = call.in[0], &y = call.out[0];
+  return run_maximum(call) || run_in_blocks(call, x, y) || run_pooling(call, x, y);
 }
-bool backward(const Call& call) { return run_pooling(call, call.out[0], call.in[0]); }
+
+bool backward(const Call& call) {
+  const TBlob &x = call.out[0], &y = call.in[0];
+  return run_in_blocks(call, x, y) || run_pooling(call, x, y);
+}
 
 }  // namespace
 
