@@ -39,6 +39,7 @@ bool run_dense(const Call& call, bool backward) {
 
 constexpr int64_t kWeights = int64_t(1) << 18;  // floats of a piece of the weight: 1 MB
 constexpr int64_t kFewRows = 256;
+constexpr int64_t kOutputs = 64;  // of a piece: multiples, else oneDNN takes up to three times as long
 
 // Some outputs of the layer at a time. Each has a row of the weight, and a column of y.
 bool run_by_outputs(const Call& call, bool backward) {
@@ -51,7 +52,10 @@ bool run_by_outputs(const Call& call, bool backward) {
   if (!few && (high < 4 * wide || size(x) > kPiece)) return false;
   const int64_t pieces = few ? size(weight) / kWeights : (size(weight) + rows * high) / kPiece;
   if (pieces < 2 || high < pieces) return false;
-  const int64_t some = (high + pieces - 1) / pieces;
+  // backward, each piece adds to the gradient of x: it has more weights than that has numbers
+  const int64_t least = std::max((high + pieces - 1) / pieces, backward && few ? 2 * rows : 0);
+  const int64_t some = (least + kOutputs - 1) / kOutputs * kOutputs;
+  if (some >= high) return false;
   const std::lock_guard<std::mutex> mine(turn());
   Lease lease;
   OpContext context = call.context;
