@@ -11,12 +11,15 @@ namespace {
 
 constexpr size_t kSlack = 1024;             // oneDNN may want more than the shape says
 constexpr size_t kMostDropped = size_t(128) << 18;
-constexpr size_t kMost = size_t(24) << 18;  // floats that the pool keeps and lends: 24 MB
+// Floats that the pool keeps and lends: as many as were ever lent at once, but from 24 MB to 128 MB.
+// Else the arrays of a large call are new at each call, and the system clears their pages.
+constexpr size_t kLeast = size_t(24) << 18, kMost = size_t(128) << 18;
 
 struct Pool {
   std::mutex lock;
   std::vector<NDArray> free;  // the one given back last at the end
   size_t kept = 0, lent = 0;  // floats of those, and of those in use
+  size_t limit = kLeast;
 
   NDArray take(size_t count) {
     const size_t need = count + kSlack;
@@ -39,6 +42,7 @@ struct Pool {
         return found;
       }
       lent += need;
+      limit = std::min(std::max(limit, lent), kMost);
       gone = shrink();
     }
     drop(&gone);
@@ -72,10 +76,10 @@ struct Pool {
 
   std::atomic<size_t> dropped{0};  // floats, since glibc was told
 
-  // Takes out what is too much, beginning with what has not been used for longest. Half of kMost
+  // Takes out what is too much, beginning with what has not been used for longest. Half of kLeast
   // stays for other calls, however much is lent: an RNN keeps its scratch up to its backward pass.
   std::vector<NDArray> shrink() {
-    const size_t most = kMost - std::min(lent, kMost / 2);
+    const size_t most = limit - std::min(lent, limit - kLeast / 2);
     size_t many = 0;
     for (; many < free.size() && kept > most; ++many) kept -= free[many].shape()[0];
     const std::vector<NDArray> gone(free.begin(), free.begin() + many);
