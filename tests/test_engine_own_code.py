@@ -334,7 +334,7 @@ PIECES, BLOCKS = (5, 20, 128, 128), (3, 32, 9, 7)  # two images are a piece: the
 MAXIMUM = {"pool_type": "max"}
 
 
-@pytest.mark.parametrize("shape, settings", [
+@pytest.mark.parametrize(("shape", "settings"), [
     *((shape, settings) for shape in (PIECES, BLOCKS) for settings in (
         {"kernel": (3, 3), "stride": (2, 2), "pad": (1, 1), **MAXIMUM},
         {"kernel": (2, 2), "stride": (2, 2), "pool_type": "avg"},
