@@ -70,19 +70,6 @@ def main():
     print(totals[-1])
 main()
 """
-
-
-def python(code, folder=PACKAGE.parent, **variables):
-    """What the code prints, in a process of its own."""
-    hidden = ("GLUON_AMP_ISA", "MXNET_ENGINE_TYPE", "DNNL_MAX_CPU_ISA", "PYTHONWARNINGS")
-    env = {name: value for name, value in os.environ.items() if name not in hidden}
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], cwd=folder, text=True,
-                          env={**env, "PYTHONPATH": str(folder), **variables},
-                          capture_output=True, timeout=240)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
 ADD = START + """
 import os
 import threading
@@ -111,6 +98,17 @@ print("none")
 """
 
 
+def python(code, folder=PACKAGE.parent, **variables):
+    """What the code prints, in a process of its own."""
+    hidden = ("GLUON_AMP_ISA", "MXNET_ENGINE_TYPE", "DNNL_MAX_CPU_ISA", "PYTHONWARNINGS")
+    env = {name: value for name, value in os.environ.items() if name not in hidden}
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], cwd=folder, text=True,
+                          env={**env, "PYTHONPATH": str(folder), **variables},
+                          capture_output=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
 # ---- settings of MXNet and oneDNN --------------------------------------------------------
 
 
@@ -137,12 +135,12 @@ def test_a_network_learns_with(name):
     python(START + TRAIN.replace("WORKERS", "0"), **SETTINGS[name])
 
 
-# ---- what the library shows of itself ----------------------------------------------------
-
-
 def test_an_operator_begins_no_threads_of_its_own():
     """OpenMP has some that wait; new ones wait milliseconds for a core, and end with the call."""
     assert python(ADD, OMP_NUM_THREADS="2") == "none\n"
+
+
+# ---- what the library shows of itself ----------------------------------------------------
 
 
 def test_the_library_shows_one_name():
