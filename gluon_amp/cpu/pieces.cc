@@ -9,6 +9,13 @@ TBlob part(const TBlob& whole, int64_t first, const mxnet::TShape& shape) {
                whole.type_flag_, 0);
 }
 
+TBlob images(const TBlob& all, int64_t first, int64_t most) {
+  mxnet::TShape shape = all.shape_;
+  const int64_t per_image = size(all) / shape[0];
+  shape[0] = std::min<int64_t>(most, shape[0] - first);
+  return part(all, first * per_image, shape);
+}
+
 bool run_some_images(const Call& call, int64_t some) {
   const int64_t batch = call.in[0].ndim() > 0 ? call.in[0].shape_[0] : 0;
   const auto differs = [batch](const TBlob& array) {
@@ -18,14 +25,9 @@ bool run_some_images(const Call& call, int64_t some) {
       std::any_of(call.out.begin(), call.out.end(), differs))
     return false;
   for (int64_t first = 0; first < batch; first += some) {
-    const auto images = [&](const TBlob& all) {
-      mxnet::TShape shape = all.shape_;
-      shape[0] = std::min(some, batch - first);
-      return part(all, first * (size(all) / batch), shape);
-    };
     std::vector<TBlob> in, out;
-    std::transform(call.in.begin(), call.in.end(), std::back_inserter(in), images);
-    std::transform(call.out.begin(), call.out.end(), std::back_inserter(out), images);
+    for (auto& array : call.in) in.push_back(images(array, first, some));
+    for (auto& array : call.out) out.push_back(images(array, first, some));
     run({call.of, call.attrs, call.context, in, call.req, out, {}});
   }
   return true;

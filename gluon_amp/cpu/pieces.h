@@ -9,6 +9,9 @@ namespace gluon_amp {
 // The numbers of an array from place `first` on, in this shape.
 TBlob part(const TBlob& whole, int64_t first, const mxnet::TShape& shape);
 
+// At most so many images of an array, from image `first` on.
+TBlob images(const TBlob& all, int64_t first, int64_t most);
+
 // f(call) for so many numbers of all arrays at a time, as long as it returns true. False where it does
 // not, where the arrays are not of one size, or where there are no more numbers than that.
 template <class F>

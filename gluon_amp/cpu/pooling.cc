@@ -30,11 +30,7 @@ bool run_in_blocks(const Call& call, const TBlob& x, const TBlob& y) {
   const size_t place_of_x = call.in.size() / 2;
   const std::lock_guard<std::mutex> mine(turn());
   for (int64_t first = 0; first < batch; first += some) {
-    const auto piece = [&](const TBlob& all) {
-      mxnet::TShape shape = all.shape_;
-      shape[0] = std::min(some, batch - first);
-      return part(all, first * (size(all) / batch), shape);
-    };
+    const auto piece = [&](const TBlob& all) { return images(all, first, some); };
     Lease lease;
     const TBlob result = piece(call.out[0]), read = piece(call.in[0]);
     std::vector<NDArray> in{widened_images(1, lease.array(read.shape_), read)};

@@ -237,23 +237,22 @@ constexpr Part kOnly{1, 0};
 void scores(Products& work, const Heads& of, const Half* q, Part pq, const Half* k, Part pk,
             float* to) {
   const int64_t each = of.queries * of.keys;
-#pragma omp parallel for
-  for (int64_t i = 0; i < of.stack(); ++i)
+  for_all(of.stack(), kWorthThreads, [&](int64_t i) {
     work.product(of.queries, of.keys, of.width, {q + pq.offset(of, i), pq.row(of), 1},
                  {k + pk.offset(of, i), 1, pk.row(of)}, {to + i * each, of.keys, 1});
+  });
 }
 
 // to = weights * x, or with `transposed` weights^T * x
 void mixed(Products& work, const Heads& of, const Half* weights, bool transposed, const Half* x,
            Part px, float* to, Part pto) {
   const int64_t each = of.queries * of.keys;
-#pragma omp parallel for
-  for (int64_t i = 0; i < of.stack(); ++i) {
+  for_all(of.stack(), kWorthThreads, [&](int64_t i) {
     const HalfMatrix w{weights + i * each, of.keys, 1};
     work.product(transposed ? of.keys : of.queries, of.width, transposed ? of.queries : of.keys,
                  transposed ? w.transposed() : w, {x + px.offset(of, i), px.row(of), 1},
                  {to + pto.offset(of, i), pto.row(of), 1});
-  }
+  });
 }
 
 Heads heads_of(const NodeAttrs& attrs, const TBlob& q, int parts_q, const TBlob& k) {
