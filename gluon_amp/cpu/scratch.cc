@@ -21,6 +21,7 @@ struct Pool {
   size_t kept = 0, lent = 0;  // floats of those, and of those in use
   size_t limit = kLeast;
 
+  // The smallest array that fits, however large: its memory is there, and a new one's is not.
   NDArray take(size_t count) {
     const size_t need = count + kSlack;
     std::vector<NDArray> gone;
@@ -29,9 +30,7 @@ struct Pool {
       size_t best = free.size();
       for (size_t i = free.size(); i-- > 0;) {
         const size_t has = free[i].shape()[0];
-        if (has >= need && has <= 2 * need + 65536 &&
-            (best == free.size() || has < size_t(free[best].shape()[0])))
-          best = i;
+        if (has >= need && (best == free.size() || has < size_t(free[best].shape()[0]))) best = i;
       }
       if (best < free.size()) {
         NDArray found = free[best];
