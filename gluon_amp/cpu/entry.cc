@@ -261,6 +261,7 @@ struct Table {
   int (*copy_all)(const NDArray* const*, const NDArray* const*, int64_t);
   int64_t (*watched)();
   const WatchedRow* (*watched_rows)();
+  const char* (*watched_names)(int64_t*);
   void (*count)(const float*, int64_t, int, Counts*);
   void (*count_updates)(const NDArray* const*, float* const*, int64_t, Updates* const*);
   int64_t (*random_state)(unsigned char*, int);
@@ -277,7 +278,7 @@ extern "C" __attribute__((visibility("default"))) const void* gluon_amp_engine()
   static const Table table = {sizeof(Table), start, reason, probe, inputs_fit, map_fits,
                               description_fits, attributes, use_generic_code, own_names, on_one_cpu,
                               versions, marks, free_graphs, copy_all, watched, watched_rows,
-                              count, count_updates, random_state, scales_of, set_scales,
-                              forget_scales};
+                              watched_names, count, count_updates, random_state, scales_of,
+                              set_scales, forget_scales};
   return &table;
 }

@@ -68,9 +68,8 @@ class Updates(ctypes.Structure):
 
 class WatchedRow(ctypes.Structure):
     """What a watched node has computed; as in watch.h."""
-    _fields_ = [("name", c_void_p), ("index", c_int64), ("backward", c_int64), ("calls", c_int64),
-                ("numbers", c_int64), ("counts", Counts), ("samples", c_int64),
-                ("sample", c_float * 1024)]
+    _fields_ = [("index", c_int64), ("backward", c_int64), ("counts", Counts),
+                ("samples", c_int64), ("sample", c_float * 1024)]
 
 
 class _Table(ctypes.Structure):
@@ -93,6 +92,7 @@ class _Table(ctypes.Structure):
         ("copy_all", ctypes.CFUNCTYPE(c_int, POINTER(c_void_p), POINTER(c_void_p), c_int64)),
         ("watched", ctypes.CFUNCTYPE(c_int64)),
         ("watched_rows", ctypes.CFUNCTYPE(c_void_p)),
+        ("watched_names", ctypes.CFUNCTYPE(c_void_p, POINTER(c_int64))),
         ("count", ctypes.CFUNCTYPE(None, c_void_p, c_int64, c_int, POINTER(Counts))),
         ("count_updates", ctypes.CFUNCTYPE(None, POINTER(c_void_p), POINTER(c_void_p), c_int64,
                                            POINTER(c_void_p))),

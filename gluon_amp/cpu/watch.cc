@@ -19,7 +19,7 @@ using Key = std::tuple<std::string, int64_t, int64_t>;  // name, backward, index
 std::mutex lock;
 std::map<Key, size_t> places;  // of rows
 std::vector<WatchedRow> rows, taken;  // both keep their memory
-std::map<Key, size_t> taken_places;  // with the names
+std::string names, taken_names;       // of the rows' nodes, each with a 0 behind it
 
 void add(const Counts& from, Counts* to) {
   for (int i = 0; i < 256; ++i) to->bins[i] += from.bins[i];
@@ -88,13 +88,12 @@ Watch::~Watch() {
     const auto place = places.emplace(Key(name_->substr(samples_), inputs_ != nullptr, index),
                                       rows.size());
     if (place.second) {
+      names.append(std::get<0>(place.first->first)).push_back('\0');
       rows.emplace_back();
       rows.back().index = index;
       rows.back().backward = inputs_ != nullptr;
     }
     WatchedRow& row = rows[place.first->second];
-    ++row.calls;
-    row.numbers += size(out);
     if (counted_[i]) add(*counted_[i], &row.counts);
     take_sample(out, &row);
   }
@@ -163,13 +162,18 @@ bool show_own_code(const Call& call, const OwnCode& own) {
 int64_t watched() {
   std::lock_guard<std::mutex> guard(lock);
   taken.swap(rows);
-  taken_places.swap(places);
+  taken_names.swap(names);
   rows.clear();
+  names.clear();
   places.clear();
-  for (auto& place : taken_places) taken[place.second].name = std::get<0>(place.first).c_str();
   return static_cast<int64_t>(taken.size());
 }
 
 const WatchedRow* watched_rows() { return taken.data(); }
+
+const char* watched_names(int64_t* length) {
+  *length = static_cast<int64_t>(taken_names.size());
+  return taken_names.data();
+}
 
 }  // namespace gluon_amp

@@ -73,10 +73,8 @@ bool show_own_code(const Call& call, const OwnCode& own);
 // What Python reads: one row for each output.
 constexpr int kSamples = 1024;
 struct WatchedRow {
-  const char* name;  // of the forward node
   int64_t index;     // forward: of an output; backward: of the input whose gradient it is, or -1
   int64_t backward;  // 0 or 1
-  int64_t calls, numbers;
   Counts counts;
   int64_t samples;
   float sample[kSamples];  // of the last call's tensor, one of each part, as it was written
@@ -84,5 +82,6 @@ struct WatchedRow {
 
 int64_t watched();  // takes all rows out of the table; returns how many
 const WatchedRow* watched_rows();  // those taken out last, beside each other
+const char* watched_names(int64_t* length);  // of their forward nodes, each with a 0 behind it
 
 }  // namespace gluon_amp

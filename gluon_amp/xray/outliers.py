@@ -15,17 +15,17 @@ def note(tensors: Iterable[Tensor], counts: Counted) -> None:
     """Adds to each forward tensor of a format that ends in infinities how large its largest number
     was in a step. Numbers without gradients do not count: those of a mask are as large as it says,
     in whichever batch has one."""
+    highest = counts.highest().tolist()
     for tensor in tensors:
-        found, format_ = counts.get(tensor.key), tensor.format
-        if tensor.key.backward or found is None or not tensor.is_low \
+        row, format_ = counts.rows.get(tensor.key), tensor.format
+        if tensor.key.backward or row is None or not tensor.is_low \
                 or format_.saturate or not format_.infinities:
             continue
         least = _last_exponent(tensor) - _BITS
-        highest = found.range[1] if found.range else least
-        if highest <= least:
+        if highest[row] <= least:
             tensor.largest.append(least)
         elif not _is_masked(tensor, counts, 2.0 ** least):
-            tensor.largest.append(highest)
+            tensor.largest.append(highest[row])
 
 
 def _last_exponent(tensor: Tensor) -> int:

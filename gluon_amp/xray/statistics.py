@@ -225,7 +225,7 @@ class Counted(Mapping[Key, Counts]):
     """What was counted of many tensors, a row for each: its `Counts` is made when it is asked for.
 
     Attributes:
-        rows: where each tensor's row is, in their order.
+        rows: where each tensor's row is, in their order; steps share it.
         all: a `Counts` whose attributes are arrays, with these rows.
         samples: of each row up to 1024 numbers, evenly over the tensor, as they were written.
     """
@@ -251,6 +251,11 @@ class Counted(Mapping[Key, Counts]):
     def numbers(self) -> "np.ndarray[Any, Any]":
         """How many numbers of each were counted."""
         return self.all.bins.sum(axis=1) + self.all.zero + self.all.infinite + self.all.nan
+
+    def highest(self) -> "np.ndarray[Any, Any]":
+        """The exponent of the largest number of each; below all others where there is none."""
+        last = 255 - (self.all.bins[:, ::-1] != 0).argmax(axis=1)
+        return np.where(self.all.bins.any(axis=1), last, -1) - _BIAS
 
     def sample(self, key: Key) -> Sample:
         """A tensor's; empty where there is none."""
@@ -319,8 +324,15 @@ def read() -> Counted:
     nan = bins[:, 255] - infinite
     bins[:, 0] -= zero
     bins[:, 255] = 0
-    keys = zip(taken["name"].tolist(), taken["backward"].tolist(), taken["index"].tolist())
-    rows = {Key(ctypes.string_at(name).decode(), bool(backward), index): row
-            for row, (name, backward, index) in enumerate(keys)}
+    length = ctypes.c_int64()
+    names = ctypes.string_at(table.watched_names(ctypes.byref(length)), length.value)
+    rows = _rows(names, *(tuple(taken[column].tolist()) for column in ("backward", "index")))
     samples = [sample[:n] for sample, n in zip(taken["sample"].copy(), taken["samples"].tolist())]
     return Counted(rows, Counts(bins, zero, infinite, nan, *others), samples)
+
+
+@functools.lru_cache(maxsize=4)
+def _rows(names: bytes, backward: Tuple[int, ...], index: Tuple[int, ...]) -> Dict[Key, int]:
+    """Where each tensor's row is. The same for all steps of a graph."""
+    keys = map(Key, names.decode().split("\0"), map(bool, backward), index)
+    return {key: row for row, key in enumerate(keys)}
