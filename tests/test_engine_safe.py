@@ -97,6 +97,29 @@ assert seen <= known, seen - known
 print("none")
 """
 
+PAGES = START + """
+import resource
+
+def step():
+    with autograd.record():
+        y = net(x)
+    y.backward()
+    nd.waitall()
+
+net = gluon.nn.HybridSequential()
+for channels in (32, 64, 128, 256):
+    net.add(gluon.nn.Conv2D(channels, 3, strides=2, padding=1))
+net.initialize()
+amp.convert(net).hybridize(static_alloc=True)
+x = nd.ones((8, 3, 192, 192))
+for _ in range(5):
+    step()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(10):
+    step()
+print((resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) / 10)
+"""
+
 
 def python(code, folder=PACKAGE.parent, **variables):
     """What the code prints, in a process of its own."""
@@ -138,6 +161,11 @@ def test_a_network_learns_with(name):
 def test_an_operator_begins_no_threads_of_its_own():
     """OpenMP has some that wait; new ones wait milliseconds for a core, and end with the call."""
     assert python(ADD, OMP_NUM_THREADS="2") == "none\n"
+
+
+def test_a_step_takes_the_memory_of_the_step_before():
+    """New pages are cleared by the system one by one, which costs more than what is done in them."""
+    assert float(python(PAGES, OMP_NUM_THREADS="2")) < 100
 
 
 # ---- what the library shows of itself ----------------------------------------------------
