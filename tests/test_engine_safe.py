@@ -164,7 +164,7 @@ def test_an_operator_begins_no_threads_of_its_own():
 
 
 def test_a_step_takes_the_memory_of_the_step_before():
-    """New pages are cleared by the system one by one, which costs more than what is done in them."""
+    """The system clears new pages one by one, which costs more than what is done in them."""
     assert float(python(PAGES, OMP_NUM_THREADS="2")) < 100
 
 
