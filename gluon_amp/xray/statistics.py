@@ -254,8 +254,9 @@ class Counted(Mapping[Key, Counts]):
 
     def highest(self) -> "np.ndarray[Any, Any]":
         """The exponent of the largest number of each; below all others where there is none."""
-        last = 255 - (self.all.bins[:, ::-1] != 0).argmax(axis=1)
-        return np.where(self.all.bins.any(axis=1), last, -1) - _BIAS
+        found = self.all.bins != 0
+        last = 255 - found[:, ::-1].argmax(axis=1)
+        return np.where(found.any(axis=1), last, -1) - _BIAS
 
     def sample(self, key: Key) -> Sample:
         """A tensor's; empty where there is none."""
