@@ -66,14 +66,14 @@ class Updates:
 
     def step(self, batch: Any, loss_fn: Any) -> Tuple[float, Ran]:
         """The user's own step, watched: its loss scale, and what was counted."""
-        if not self.last:
-            self.last = {p.name: self._value(p).asnumpy() for p in self.parameters}
         passes: List[Tuple[float, Counted]] = []
 
         def passed(scale: float) -> None:
             passes.append((scale, read()))
         clear_added(self.trainer._params)
         read()
+        if not self.last:
+            self.last = {p.name: self._value(p).asnumpy() for p in self.parameters}
         with mx.autograd.record(), standing_in(self.net, self.watched.make):
             loss = loss_of(self.net, batch, loss_fn)
         if isinstance(self.trainer, Trainer):
