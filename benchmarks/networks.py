@@ -7,6 +7,7 @@ import sys
 from importlib.util import find_spec
 from typing import Any, Callable, NamedTuple
 
+from gluon_amp.recipes import zoo_network
 from gluon_amp.tools import demo
 from mxnet import gluon, nd
 from mxnet.gluon import nn, rnn
@@ -177,9 +178,8 @@ def efficientnet_lite0():
 
 def ssd():
     """gluoncv's, for the 20 classes of VOC; a prediction suppresses overlapping boxes."""
-    from gluoncv.model_zoo import ssd_512_mobilenet1_0_custom
-
-    net = ssd_512_mobilenet1_0_custom([f"class{i}" for i in range(20)], pretrained_base=False)
+    net = zoo_network("ssd_512_mobilenet1.0_custom", classes=[f"class{i}" for i in range(20)],
+                      pretrained_base=False)
     net.collect_params(".*(gamma|var)").setattr("init", "ones")  # Xavier would not take them
     net.collect_params(".*(beta|mean)").setattr("init", "zeros")
     return net

@@ -3,7 +3,11 @@ import argparse
 import ast
 import importlib
 import json
+import os
 import re
+import subprocess
+import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import gluon_amp
@@ -269,6 +273,17 @@ def test_a_mistyped_network_brings_up_its_right_name(name, near):
     guesses = str(raised.value).partition("Did you mean ")[2].rstrip("?").split(" or ")
     assert near in guesses
     assert len(set(guesses)) == len(guesses)
+
+
+@pytest.mark.skipif(find_spec("gluoncv") is None, reason="gluoncv is not installed")
+@pytest.mark.parametrize("before", ["", "import torch; "])
+def test_gluoncvs_networks_are_found_beside_pytorch_2(before, tmp_path):
+    (tmp_path / "torch.py").write_text("__version__ = '2.13.0'")
+    code = (f"import gluon_amp as amp; {before}amp.recipes.zoo_network('cifar_resnet20_v1'); "
+            "import torch; print(torch.__version__)")
+    ran = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True,
+                         text=True, env={**os.environ, "PYTHONPATH": str(tmp_path)})
+    assert ran.stdout == "2.13.0\n", ran.stderr
 
 
 def test_a_mistyped_flag_brings_up_its_right_name_in_one_line(monkeypatch, capsys):

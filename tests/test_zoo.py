@@ -5,6 +5,7 @@ import gluon_amp as amp
 import numpy as np
 import pytest
 from gluon_amp._mxnet import mx
+from gluon_amp.recipes.networks import import_gluoncv
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
 
@@ -40,9 +41,10 @@ SOFTMAX = gluon.loss.SoftmaxCrossEntropyLoss()
 
 @pytest.fixture()
 def cv():
-    pytest.importorskip("gluoncv", exc_type=ImportError)
-    from gluoncv import model_zoo
-    return model_zoo
+    try:
+        return import_gluoncv().model_zoo
+    except ImportError as error:
+        pytest.skip(str(error))
 
 
 def detection(size):

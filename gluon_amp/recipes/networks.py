@@ -1,5 +1,6 @@
 """Networks to start from: a small one, those of model zoos, pretrained ones without heads."""
 import os
+import sys
 from typing import Any, List, Optional, Sequence
 
 from .._mxnet import message, mx
@@ -33,7 +34,7 @@ def zoo_network(name: str, **options: Any) -> Any:
         if not names:  # it is not the name that is wrong
             raise
     try:
-        from gluoncv import model_zoo
+        model_zoo = import_gluoncv().model_zoo
     except ImportError as error:
         raise ValueError(f"MXNet's model zoo has no {name}, and gluoncv's cannot be imported "
                          f"({message(error)}): in the checkout, pip install '.[cpu,gluoncv]'"
@@ -43,6 +44,20 @@ def zoo_network(name: str, **options: Any) -> Any:
         raise ValueError(f"neither MXNet's nor gluoncv's model zoo has {name}"
                          f"{did_you_mean(name, names)}")
     return _from_zoo(model_zoo.get_model, name, options)
+
+
+def import_gluoncv() -> Any:
+    """gluoncv, which refuses to be imported beside PyTorch 2, though its networks of MXNet need no
+    PyTorch: so it is imported as if there were none."""
+    torch = sys.modules.pop("torch", None)
+    sys.modules["torch"] = None  # type: ignore[assignment]  # Python's way to say that there is none
+    try:
+        import gluoncv
+    finally:
+        del sys.modules["torch"]
+        if torch is not None:
+            sys.modules["torch"] = torch
+    return gluoncv
 
 
 def _from_zoo(get_model: Any, name: str, options: Any) -> Any:
