@@ -143,16 +143,17 @@ bool transpose(const Call& call) {
   return true;
 }
 
+void copy_row(const Half* from, Half* to, int64_t width, Write write) {
+  if (write == kNothing || from == to) return;
+  if (write == kStore) std::memcpy(to, from, width * sizeof(Half));
+  else kernels->sum(&from, 1, to, width, kAdd);
+}
+
 // Rows from one place to another; steps: from one row to the next.
 void copy_rows(const Half* from, int64_t from_step, Half* to, int64_t to_step, int64_t rows,
                int64_t width, Write write) {
-  if (write == kNothing || from == to) return;
-  for_all(rows, rows * width, [&](int64_t i) {
-    const Half* x = from + i * from_step;
-    Half* y = to + i * to_step;
-    if (write == kStore) std::memcpy(y, x, width * sizeof(Half));
-    else kernels->sum(&x, 1, y, width, kAdd);
-  });
+  for_all(rows, rows * width,
+          [=](int64_t i) { copy_row(from + i * from_step, to + i * to_step, width, write); });
 }
 
 // How many rows a concatenation consists of: the product of the sizes before its axis.
@@ -166,13 +167,14 @@ int64_t rows_of(const Call& call, const char* key, const mxnet::TShape& whole) {
 
 // All inputs side by side in the one output: a concatenation, or the gradient of a split.
 void join(const Call& call, int64_t rows) {
-  const int64_t step = size(call.out[0]) / rows;
-  Half* to = halves(call.out[0]);
-  for (auto& part : call.in) {
-    const int64_t width = size(part) / rows;
-    copy_rows(halves(part), width, to, step, rows, width, call.write(0));
-    to += width;
-  }
+  for_all(rows, size(call.out[0]), [&](int64_t row) {
+    Half* to = halves(call.out[0]) + row * (size(call.out[0]) / rows);
+    for (auto& part : call.in) {
+      const int64_t width = size(part) / rows;
+      copy_row(halves(part) + row * width, to, width, call.write(0));
+      to += width;
+    }
+  });
 }
 
 // Part of an axis, and the gradient of that: zeros around.
@@ -205,13 +207,14 @@ bool slice_axis_gradient(const Call& call) {
 
 // The first input in pieces, one for each output: a split, or the gradient of a concatenation.
 void part(const Call& call, int64_t rows) {
-  const int64_t step = size(call.in[0]) / rows;
-  const Half* from = halves(call.in[0]);
-  for (size_t i = 0; i < call.out.size(); ++i) {
-    const int64_t width = size(call.out[i]) / rows;
-    copy_rows(from, step, halves(call.out[i]), width, rows, width, call.write(i));
-    from += width;
-  }
+  for_all(rows, size(call.in[0]), [&](int64_t row) {
+    const Half* from = halves(call.in[0]) + row * (size(call.in[0]) / rows);
+    for (size_t i = 0; i < call.out.size(); ++i) {
+      const int64_t width = size(call.out[i]) / rows;
+      copy_row(from, halves(call.out[i]) + row * width, width, call.write(i));
+      from += width;
+    }
+  });
 }
 
 bool joins(const Call& call, const char* axis) {
