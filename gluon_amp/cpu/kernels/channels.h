@@ -79,11 +79,11 @@ struct Planes {
   const BatchNorm& p;
   int64_t across, places, images, pieces, group = 1, groups;
 
-  Planes(const BatchNorm& norm, int64_t threads) : p(norm) {
+  Planes(const BatchNorm& norm, int64_t threads, bool sums) : p(norm) {
     across = parts_of(p.plane, kPiece);
     places = parts_of(parts_of(p.plane, across), 16) * 16;
     across = parts_of(p.plane, places);
-    images = most(1, kPiece / p.plane);
+    images = sums ? most(1, kPiece / p.plane) : 1;
     pieces = parts_of(p.batch, images) * across;
     if (2 * p.plane <= kRun)
       group = most(1, least(least(kMost, kRun / p.plane), p.channels / (4 * threads)));
@@ -362,9 +362,11 @@ template <typename J> void over_channels(const BatchNorm& p, const J& job) {
   const bool threads = p.batch * p.channels * p.plane >= kWorthThreads;
   if (p.plane < kNarrow) return by_columns(Columns(p), job, threads);
   const int64_t available = threads && !omp_in_parallel() ? omp_get_max_threads() : 1;
-  const Planes planes(p, available);
-  // Whole channels, if that leaves threads idle for less than a sixth of the time.
-  const bool whole = 6 * planes.groups >= 5 * parts_of(planes.groups, available) * available;
+  const Planes planes(p, available, job.sums());
+  // Whole channels for sums, if that leaves threads idle for less than a sixth of the time. Else in the
+  // order of memory, as other operators do: what one thread has written is read by the same.
+  const bool idle = 6 * planes.groups < 5 * parts_of(planes.groups, available) * available;
+  const bool whole = available == 1 || (job.sums() && !idle);
   constexpr int kMost = Planes::kMost;
   if (planes.group == 1) whole ? by_channels<1>(planes, job, threads) : by_pieces<1>(planes, job);
   else whole ? by_channels<kMost>(planes, job, threads) : by_pieces<kMost>(planes, job);
