@@ -91,12 +91,6 @@ def test_folders_stand_in_the_docs_in_the_order_of_their_imports():
                 assert order.index(there) <= order.index(here), f"{name} imports {target}"
 
 
-def test_no_file_is_longer_than_400_lines():
-    sources = [path for pattern in ("*.py", "*.cc", "*.h") for path in PACKAGE.rglob(pattern)]
-    assert {path.name: len(path.read_text().splitlines()) for path in sources
-            if len(path.read_text().splitlines()) > 400} == {}
-
-
 def listed():
     """The docs' table: of what, and its private names."""
     table = DOCS.read_text().split("## Private names of MXNet")[1]

@@ -3,7 +3,6 @@ or, on the grid "float32", nothing, and then all is as in float32."""
 import numpy as np
 import pytest
 from gluon_amp._mxnet import mx
-from gluon_amp.cpu import library
 from gluon_amp.formats import FORMATS
 from gluon_amp.graph.graph import Entry, Graph, Node
 from halves import as_function, assert_half, halves, run, stock
@@ -160,7 +159,7 @@ def test_a_gradient_that_is_added_is_rounded_before_and_after(rng):
     grid = FORMATS["bfloat16"].for_engine
     settings = {"__gluon_amp_inputs__": "1", "__gluon_amp_outputs__": "1", **{
         f"__gluon_amp_{what}_grid__": grid for what in ("output", "gradient", "back")}}
-    node = Node(library.PREFIX + "square", "op", settings, [Entry(Node("null", "x"))])
+    node = Node("square", "op", settings, [Entry(Node("null", "x"))])
     op = as_function(Graph([Entry(node)]).symbol())
     values = mx.nd.array(x)
     values.attach_grad("add")

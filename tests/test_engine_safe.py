@@ -330,6 +330,11 @@ def test_an_arrays_description_is_looked_for_behind_24_bytes():
 FLOAT32 = """
 from gluon_amp.cpu import library
 assert not any(name.startswith(library.PREFIX) for name in library._operator_names())
+try:
+    nd.dot(nd.ones((2, 2), dtype="float16"), nd.ones((2, 2), dtype="float16")).asnumpy()
+    raise AssertionError("MXNet's own code refuses it")
+except mx.MXNetError as error:
+    assert "dot only supports" in str(error)
 net = gluon.nn.HybridSequential()
 net.add(gluon.nn.Dense(3, in_units=4))
 net.initialize()

@@ -28,7 +28,8 @@ def same_bits(a, b):
 
 
 def call(name, *arrays, dtype=None, **attrs):
-    return library.call(f"_gluon_amp_{name}", [mx.nd.array(a, dtype=a.dtype) for a in arrays],
+    operator = name if name in library.dispatched() else library.PREFIX + name
+    return library.call(operator, [mx.nd.array(a, dtype=a.dtype) for a in arrays],
                         **attrs).asnumpy()
 
 

@@ -23,13 +23,7 @@ bool dropout(const Call& call) {
       kernels->copy(from, to, size(call.in[0]) * sizeof(Half));
     if (call.write(0) == kAdd) kernels->sum(&from, 1, to, size(call.in[0]), kAdd);
   } else {
-    mxnet::ShapeVector shapes{call.in[0].shape_};
-    const std::vector<int> types{mshadow::kFloat32};
-    const OpStatePtr state =
-        call_theirs<OpStatePtr, const NodeAttrs&, mxnet::Context, const mxnet::ShapeVector&,
-                    const std::vector<int>&>(call.of.create_state, call.attrs,
-                                             call.context.run_ctx.ctx, shapes, types);
-    run(call, false, {}, &state, nullptr);
+    run(call, false, {}, call.state, nullptr);
   }
   if (!drops && call.out.size() > 1 && call.write(1) != kNothing) {
     const TBlob& mask = call.out[1];

@@ -109,6 +109,14 @@ bool product_gradient(const Call& call) {  // gradient, x, y
   return true;
 }
 
+bool sum(const Call& call) {
+  if (!all_half(call)) return false;
+  std::vector<const Half*> from;
+  for (auto& array : call.in) from.push_back(halves(array));
+  kernels->sum(from.data(), from.size(), halves(call.out[0]), size(call.out[0]), call.write(0));
+  return true;
+}
+
 // The generic code, so that its float32 scratch stays in the cache.
 bool some_at_a_time(const Call& call) {
   return some_numbers_at_a_time(call, int64_t(1) << 16, [](const Call& piece) {
@@ -143,6 +151,7 @@ void add_elementwise(Rows& rows) {
       {"_minus_scalar", {with_scalar<kPlus, -1>, 1, kNumbers}},
       {"_rminus_scalar", {with_scalar<kFromOf, 1>, 1, kNumbers}},
       {"elemwise_add", {binary<kSum>, 2, kNumbers}}, {"_grad_add", {binary<kSum>, 2, kNumbers}},
+      {"add_n", {sum, kAnyPlace}},
       {"elemwise_sub", {binary<kDifference>, 2, kNumbers}},
       {"elemwise_mul", {binary<kProduct>, 2, kNumbers}},
       {"_backward_mul", {product_gradient, kAnyPlace, kNumbers}},

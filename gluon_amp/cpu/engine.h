@@ -1,8 +1,8 @@
-// What the files of the engine share: an operator of MXNet, one call of ours, scratch memory.
+// What the files of the engine share: an operator of MXNet, one call of it, scratch memory.
 //
-// For each operator X of MXNet that has code for CPUs there is `_gluon_amp_X`. It has X's shapes,
-// types and resources. Its float16 inputs are widened to float32, X's own code runs, and what
-// comes out is rounded to float16 once. every.cc does that for all; some have code of their own.
+// MXNet's operators dispatch on type (dispatch.cc): where an array is float16, the engine runs. Its
+// generic code (every.cc) widens float16 inputs to float32, runs MXNet's own code, and rounds its
+// results to float16 once. Memory-bound operators have code of their own.
 #pragma once
 #include "native.h"
 
@@ -17,7 +17,7 @@ using mxnet::OpStatePtr;
 using mxnet::TBlob;
 using nnvm::NodeAttrs;
 
-constexpr char kPrefix[] = "_gluon_amp_";
+constexpr char kPrefix[] = "_gluon_amp_";  // of operators that MXNet does not have
 
 // The code for this processor's instruction set; set when the library is loaded.
 extern const Kernels* kernels;
@@ -33,9 +33,17 @@ struct Operator {
   mxnet::FCreateOpState create_state;
   mxnet::FInferStorageType storage;
   nnvm::FMutateInputs mutates;
+  nnvm::FInferType types;
+  mxnet::FResourceRequestEx resources;
+  const struct OwnCode* own;  // or null
+  void (*product)(const struct Call& call);  // as a GPU's Tensor Cores make it, or null
+  bool moves;              // it makes or moves values: MXNet's own code is as fast for halves
   bool leaves_outputs;     // it does not write some outputs: they begin as zeros
   bool pushes_its_weight;  // to MXNet's engine, to reorder it there, when it does not train
+  bool casts;              // its `dtype` is a type of arrays, not a choice of code
   bool forgets_bias;       // oneDNN's code: its gradient (2) comes with the weight's (1), or not at all
+
+  bool has_generic() const { return compute || compute_ex; }
 
   // What its code is to be asked for where the caller asks for `req`; `req[1]` goes to scratch.
   void ask(std::vector<OpReqType>& req) const {
@@ -43,6 +51,11 @@ struct Operator {
       req[1] = req[2];
   }
 };
+
+// Settings are node attributes of ours: MXNet's parsers skip keys between double underscores. A node
+// that has one runs the engine whatever the types of its arrays are, with the engine's in-place
+// options; the nodes of its gradient inherit them (gradients.cc). kEngineKey says no more than that.
+constexpr char kEngineKey[] = "__gluon_amp_engine__";
 
 // What a node says of formats other than float16. Their tensors are float32 arrays, so types do not
 // tell which are of a low type: strings with a digit for each do. graph/build.py writes them.
@@ -70,6 +83,11 @@ constexpr char kLoopKey[] = "__gluon_amp_loop__";
 
 inline bool is_setting(const std::string& key) {
   return key.compare(0, sizeof kSetting - 1, kSetting) == 0;
+}
+inline bool has_setting(const NodeAttrs& attrs) {
+  for (const auto& item : attrs.dict)
+    if (is_setting(item.first)) return true;
+  return false;
 }
 
 // Reads "fraction normal largest above infinity rounding".
@@ -139,6 +157,7 @@ struct Call {
   const std::vector<OpReqType>& req;
   const std::vector<TBlob>& out;
   Rounding rounding;
+  const OpStatePtr* state = nullptr;  // MXNet's, of an operator that has one
 
   Write write(size_t i) const {
     return req[i] == mxnet::kNullOp ? kNothing : req[i] == mxnet::kAddTo ? kAdd : kStore;
@@ -243,13 +262,12 @@ class RnnLoop {
 
 // ---- what the library offers to Python (library.py) ------------------------------------
 
-// Registers `_gluon_amp_X` for each of these operators that can have one. Returns how many.
-int register_operators(int count, const char** names);
+// Lets those of these operators of MXNet that have code for CPUs dispatch on type.
+void dispatch_operators(int count, const char** names);
+bool is_dispatched_here(const nnvm::Op* x);
+std::string dispatched_names();  // a line for each
 void register_training();  // training_operators.cc
 void register_tensor_core();  // tensor_core.cc
-
-// How each attribute of MXNet's operators is treated: a line of its treatment and its name.
-std::string treatments();
 
 // For tests: operators with code of their own run the generic code instead.
 extern bool generic_only;

@@ -7,6 +7,7 @@
 #include <cstring>
 #include <set>
 
+#include "attributes.h"
 #include "watch.h"
 
 #include <mxnet/imperative.h>
@@ -75,16 +76,17 @@ const char* probe(const void* symbol, const void* variable, int64_t operators) {
 
 char why[512];
 
-// Registers all operators. Returns how many, or -1; then `reason` tells why.
-int start(const char* isa, int count, const char** names) {
+// Dispatches MXNet's operators and registers ours. Returns 0, or -1 with the reason in `reason`.
+int start(const char* isa, int count, const char** names, int constants, const char** constant_names) {
   try {
     kernels = !std::strcmp(isa, "avx512") ? kernels_for_avx512()
               : !std::strcmp(isa, "avx2") ? kernels_for_avx2()
                                           : kernels_for_portable();
+    set_constants(constants, constant_names);
     register_training();
-    const int made = register_operators(count, names);
+    dispatch_operators(count, names);
     register_tensor_core();
-    return made;
+    return 0;
   } catch (const std::exception& error) {
     std::snprintf(why, sizeof why, "%s", error.what());
     return -1;
@@ -93,8 +95,8 @@ int start(const char* isa, int count, const char** names) {
 
 const char* reason() { return why; }
 
-const char* attributes() {
-  static const std::string made = treatments();
+const char* dispatched() {
+  static const std::string made = dispatched_names();
   return made.c_str();
 }
 
@@ -245,13 +247,13 @@ const char* scales_of(int64_t id) {
 
 struct Table {
   int64_t size;  // tells a library of another version
-  int (*start)(const char*, int, const char**);
+  int (*start)(const char*, int, const char**, int, const char**);
   const char* (*reason)();
   const char* (*probe)(const void*, const void*, int64_t);
   int (*inputs_fit)(const unsigned char*, const void*);
   int (*map_fits)(const unsigned char*, int64_t);
   int (*description_fits)(const unsigned char*);
-  const char* (*attributes)();
+  const char* (*dispatched)();
   void (*use_generic_code)(int);
   const char* (*own_code)();
   int (*on_one_cpu)(const NDArray* const*, int64_t, int);
@@ -276,7 +278,7 @@ struct Table {
 extern "C" __attribute__((visibility("default"))) const void* gluon_amp_engine() {
   using namespace gluon_amp;
   static const Table table = {sizeof(Table), start, reason, probe, inputs_fit, map_fits,
-                              description_fits, attributes, use_generic_code, own_names, on_one_cpu,
+                              description_fits, dispatched, use_generic_code, own_names, on_one_cpu,
                               versions, marks, free_graphs, copy_all, watched, watched_rows,
                               watched_names, count, count_updates, random_state, scales_of,
                               set_scales, forget_scales};

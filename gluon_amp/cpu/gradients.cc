@@ -1,4 +1,4 @@
-// Gives the nodes of gradients our operators, and what their forward node says.
+// Propagates the settings of a node to the nodes of its gradient.
 #include "gradients.h"
 
 #include <algorithm>
@@ -8,21 +8,15 @@
 
 namespace gluon_amp {
 
-std::map<const nnvm::Op*, nnvm::Op*> ours;
-std::map<const nnvm::Op*, const nnvm::Op*> theirs;
-
 namespace {
 
 bool same(const nnvm::NodeEntry& a, const nnvm::NodeEntry& b) {
   return a.node == b.node && a.index == b.index;
 }
 
-// What a node says besides its operator's own attributes goes on to the nodes of its gradient: all
-// our settings, and the forward node's name. Three of them are about inputs and outputs, which a
-// gradient has others of: it rounds gradients of rounded outputs before it reads them (MXNet may
-// have added them up), reads what a product has read in the product's format, and rounds gradients
-// of inputs of the low type.
-constexpr char kForwardKey[] = "__gluon_amp_forward__";
+// Three settings are about inputs and outputs, which a gradient has others of: its nodes round
+// gradients of rounded outputs before they read them (MXNet may have added them up), read what a
+// product has read in the product's format, and round gradients of inputs of the low type.
 
 // For each output of a gradient's node the number of the forward node's input whose gradient it is.
 std::string inputs_of_gradients(const nnvm::ObjectPtr& node, const Entries& made) {
@@ -55,7 +49,6 @@ void describe(const nnvm::ObjectPtr& node, const nnvm::ObjectPtr& forward, const
     else if (item.first != kOutputGridKey) say(item.first.c_str(), item.second);
   }
   if (keys.empty() && !inputs && !outputs && !reads) return;
-  if (!find(forward->attrs, kForwardKey)) say(kForwardKey, forward->attrs.name);
   if (find(forward->attrs, kWatchKey)) say(kWatchedInputsKey, inputs_of_gradients(node, made));
   if (inputs || outputs || reads) {
     std::string back_reads, back_writes, scaled;
@@ -89,20 +82,10 @@ void describe(const nnvm::ObjectPtr& node, const nnvm::ObjectPtr& forward, const
 
 }  // namespace
 
-// X's gradient of a node of ours: X's own function makes it, told that the node is X's; then each
-// new node gets our operator.
 Entries gradient(const nnvm::FGradient& of_theirs, const nnvm::ObjectPtr& n,
                  const Entries& above) {
-  const nnvm::Op* op = n->attrs.op;
-  n->attrs.op = theirs.at(op);
-  Entries made;
-  try {
-    made = of_theirs(n, above);
-  } catch (...) {
-    n->attrs.op = op;
-    throw;
-  }
-  n->attrs.op = op;
+  Entries made = of_theirs(n, above);
+  if (!has_setting(n->attrs)) return made;
   std::set<nnvm::Node*> seen{n.get()};
   for (auto& entry : above) seen.insert(entry.node.get());
   for (auto& entry : inputs_of(n.get())) seen.insert(entry.node.get());
@@ -113,15 +96,11 @@ Entries gradient(const nnvm::FGradient& of_theirs, const nnvm::ObjectPtr& n,
     nnvm::ObjectPtr node = todo.back();
     todo.pop_back();
     if (!node || !node->attrs.op || !seen.insert(node.get()).second) continue;
-    auto found = ours.find(node->attrs.op);
     if (node->attrs.op->name == "_backward_backward_FullyConnected" &&
         find(n->attrs, kAccumulateKey))
       throw dmlc::Error("accumulate= has no code for a gradient of a dense layer's gradient. Valid: "
                         "keep the layer in float32 (keep=)");
-    if (found != ours.end()) {
-      node->attrs.op = found->second;
-      describe(node, n, above, made, described++);
-    }
+    if (is_dispatched_here(node->attrs.op)) describe(node, n, above, made, described++);
     for (auto& entry : inputs_of(node.get())) todo.push_back(entry.node);
   }
   return made;

@@ -1,4 +1,4 @@
-// The nodes of gradients.
+// Settings of the nodes of gradients.
 #pragma once
 #include "engine.h"
 
@@ -6,9 +6,7 @@ namespace gluon_amp {
 
 using Entries = std::vector<nnvm::NodeEntry>;
 
-extern std::map<const nnvm::Op*, nnvm::Op*> ours;          // by MXNet's operator
-extern std::map<const nnvm::Op*, const nnvm::Op*> theirs;  // by ours
-
+// MXNet's gradient of a node; its nodes inherit the node's settings.
 Entries gradient(const nnvm::FGradient& of_theirs, const nnvm::ObjectPtr& n,
                  const Entries& above);
 

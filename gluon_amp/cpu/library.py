@@ -1,12 +1,13 @@
-"""Loads the engine: the library that lets MXNet run float16 graphs on a CPU.
+"""Loads the engine: the library that runs float16 in MXNet's own operators on a CPU.
 
 `setup.py` compiles it from the C++ files of this folder, its loops once for each entry of
-`VARIANTS`. It registers an operator for each of MXNet's (see engine.h) when gluon_amp is imported,
-before MXNet has any work to do. It rests on how MXNet 1.9.1's wheels were compiled (native.h), so
-`start` looks first, in two steps, whether this is such a one: by MXNet's version and the compiler's
-name in its library, then by what lies where in memory. Where that does not fit, nothing is
-registered; the first float16 use on a CPU says why, and all else goes on. `GLUON_AMP_ISA` picks a
-variant by name, `GLUON_AMP_ENGINE` another library file (`make sanitize`).
+`VARIANTS`. When gluon_amp is imported, before MXNet has any work to do, the CPU functions of
+MXNet's operators are replaced by ones that dispatch on type (dispatch.cc). That depends on how
+MXNet 1.9.1's wheels were compiled (native.h), so `start` checks it first, in two steps: MXNet's
+version and the compiler's name in its library, then the layout of three objects in memory. Where a
+check fails, no operator is replaced, and the first float16 use on a CPU raises the reason.
+`GLUON_AMP_ISA` selects a variant by name, `GLUON_AMP_ENGINE` another library file (`make sanitize`)
+or, as `off`, none.
 """
 import contextlib
 import ctypes
@@ -32,7 +33,13 @@ from numpy.core._multiarray_umath import __cpu_features__  # what the processor 
 
 from .._mxnet import mx, np
 
-PREFIX = "_gluon_amp_"  # of our operators' names
+PREFIX = "_gluon_amp_"  # of operators that MXNet does not have
+
+# Attributes that hold constants, which float16 code rounds to float16 as a GPU's does; and
+# operators whose "start" and "stop" do, too: in others these are places.
+CONSTANTS = ("scalar", "value", "a_min", "a_max", "slope", "fill_value", "val", "constant_value",
+             "on_value", "off_value", "nan", "posinf", "neginf", "to_begin_scalar", "to_end_scalar")
+RANGES = ("_arange", "_npi_arange", "_linspace", "_npi_logspace")
 
 VARIANTS = {  # best first: name -> the processor features that it was compiled for
     "avx512": ("AVX512F", "AVX512BW", "AVX512VL", "AVX512DQ", "AVX2", "F16C", "FMA3"),
@@ -76,13 +83,14 @@ class _Table(ctypes.Structure):
     """What the library offers; as in entry.cc."""
     _fields_ = [
         ("size", c_int64),  # of this structure
-        ("start", ctypes.CFUNCTYPE(c_int, c_char_p, c_int, POINTER(c_char_p))),
+        ("start", ctypes.CFUNCTYPE(c_int, c_char_p, c_int, POINTER(c_char_p), c_int,
+                                   POINTER(c_char_p))),
         ("reason", ctypes.CFUNCTYPE(c_char_p)),
         ("probe", ctypes.CFUNCTYPE(c_char_p, c_void_p, c_void_p, c_int64)),
         ("inputs_fit", ctypes.CFUNCTYPE(c_int, c_char_p, c_void_p)),
         ("map_fits", ctypes.CFUNCTYPE(c_int, c_char_p, c_int64)),
         ("description_fits", ctypes.CFUNCTYPE(c_int, c_char_p)),
-        ("attributes", ctypes.CFUNCTYPE(c_char_p)),
+        ("dispatched", ctypes.CFUNCTYPE(c_char_p)),
         ("use_generic_code", ctypes.CFUNCTYPE(None, c_int)),
         ("own_code", ctypes.CFUNCTYPE(c_char_p)),
         ("on_one_cpu", ctypes.CFUNCTYPE(c_int, POINTER(c_void_p), c_int64, c_int)),
@@ -181,6 +189,9 @@ def table() -> _Table:
 
 
 def _start() -> str:
+    if os.environ.get("GLUON_AMP_ENGINE") == "off":
+        raise KernelError("GLUON_AMP_ENGINE=off leaves MXNet as it is: float16 does not run on a "
+                          "CPU. Unset it")
     variant = choose()
     library = Path(mx.base._LIB._name)
     check_mxnet(mx.__version__, compilers(library))
@@ -192,12 +203,17 @@ def _start() -> str:
     if said:
         raise KernelError(f"this MXNet {VERSION} is laid out differently from PyPI's wheels, so "
                           f"float16 cannot run on a CPU: {said.decode()}")
-    encoded = (c_char_p * len(names))(*(name.encode() for name in names))
-    if engine.start(variant.encode(), len(names), encoded) < 0:
+    constants = [*CONSTANTS, *(f"{name}.{key}" for name in RANGES for key in ("start", "stop"))]
+    if engine.start(variant.encode(), len(names), _encoded(names),
+                    len(constants), _encoded(constants)) < 0:
         raise KernelError(f"gluon_amp's CPU kernels do not start: {engine.reason().decode()}")
     global _table
     _table = engine
     return variant
+
+
+def _encoded(names: Sequence[str]) -> Any:
+    return (c_char_p * len(names))(*(name.encode() for name in names))
 
 
 _variant: Optional[str] = None
@@ -206,7 +222,7 @@ _table: Optional[_Table] = None  # once it has started
 
 
 def start() -> None:
-    """Registers the operators, once; `load` tells what came of it."""
+    """Dispatches MXNet's operators, once; `load` raises the reason where that failed."""
     global _variant, _error
     if _variant is None:
         try:
@@ -310,11 +326,10 @@ def random_numbers_kept() -> Iterator[Callable[[], None]]:
 
 
 @functools.lru_cache(maxsize=None)
-def has_operator(name: str) -> bool:
-    """Whether there is an operator of ours for this one of MXNet's."""
+def dispatched() -> FrozenSet[str]:
+    """MXNet's operators that dispatch on type, by the names that graphs hold."""
     load()
-    handle = c_void_p()
-    return mx.base._LIB.NNGetOpHandle(c_char_p((PREFIX + name).encode()), byref(handle)) == 0
+    return frozenset(table().dispatched().decode().split())
 
 
 @functools.lru_cache(maxsize=None)
@@ -332,7 +347,7 @@ def _operator(name: str) -> c_void_p:
 
 
 def call(name: str, inputs: Sequence["mx.nd.NDArray"], out: Any = None, **attrs: Any) -> Any:
-    """Runs one of our operators on arrays, outside any graph."""
+    """Runs an operator of the engine on arrays, outside any graph."""
     return _imperative_invoke(_operator(name).value, inputs, list(attrs), list(attrs.values()),
                               out, False, False)
 

@@ -3,13 +3,10 @@
 //
 // MXNet's wheels (`mxnet` and `mxnet-cu112`, 1.9.1) were compiled by GCC 4.8.5, with the C++11
 // library types of that time. Four places differ from what a compiler of today makes of the same
-// headers; each has a section below. `probes.cc` looks whether a loaded MXNet is so, and library.py
-// refuses one that is not.
+// headers; each has a section below. `probe` in entry.cc checks a loaded MXNet, and library.py refuses
+// one that differs.
 //
 // Strings are the old kind, too: compile with -D_GLIBCXX_USE_CXX11_ABI=0.
-//
-// MXNet's own operators are left as they are, but for one: `add_n` sums halves by our code, float32
-// arrays by MXNet's (every.cc, replace_sum).
 #pragma once
 #if defined(__GNUC__) && !defined(__clang__)  // of MXNet's TShape, moved before it has a size
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
@@ -176,17 +173,33 @@ struct StateLayout {
 inline void nothing(mxnet::RunContext) {}
 
 template <class T>
-mxnet::OpStatePtr make_state(T* state) {
-  auto deleter = [](StateLayout* p) {
+struct StateDeleter {
+  void operator()(StateLayout* p) const {
     mxnet::Engine::Get()->DeleteVariable(by_value<void, mxnet::RunContext>(&nothing),
                                          mxnet::Context::CPU(), p->var);
     delete static_cast<T*>(p->state);
     delete p;
-  };
+  }
+};
+
+inline std::shared_ptr<StateLayout>& pointer_in(const mxnet::OpStatePtr& state) {
+  const void* at = &state;
+  return *static_cast<std::shared_ptr<StateLayout>*>(const_cast<void*>(at));
+}
+
+template <class T>
+mxnet::OpStatePtr make_state(T* state) {
   mxnet::OpStatePtr made;
-  *reinterpret_cast<std::shared_ptr<StateLayout>*>(&made) = std::shared_ptr<StateLayout>(
-      new StateLayout{mxnet::Engine::Get()->NewVariable(), state}, deleter);
+  pointer_in(made) = std::shared_ptr<StateLayout>(
+      new StateLayout{mxnet::Engine::Get()->NewVariable(), state}, StateDeleter<T>());
   return made;
+}
+
+// The state if `make_state` made it with this type, else null: its deleter is the tag.
+template <class T>
+T* state_of(const mxnet::OpStatePtr& state) {
+  return std::get_deleter<StateDeleter<T>>(pointer_in(state))
+             ? static_cast<T*>(pointer_in(state)->state) : nullptr;
 }
 
 }  // namespace gluon_amp

@@ -23,6 +23,7 @@ void add_images(Rows& rows);
 void add_norms(Rows& rows);
 void add_pad(Rows& rows);
 void add_pooling(Rows& rows);
+void add_updates(Rows& rows);
 
 inline bool all_half(const Call& call) {
   return std::all_of(call.in.begin(), call.in.end(), is_half) &&

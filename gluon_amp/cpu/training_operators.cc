@@ -1,11 +1,11 @@
-// Operators that have no counterpart in MXNet: casts of arrays outside graphs, masters that follow
-// their weights, the updates of optimizers, and sums of squares.
+// Operators that MXNet does not have: casts of arrays outside graphs, masters that follow their weights,
+// the updates of optimizers, and sums of squares. And MXNet's multi-precision updates of SGD and NAG.
 #include <locale.h>
 #include <stdlib.h>
 
 #include <algorithm>
 
-#include "engine.h"
+#include "own.h"
 
 namespace gluon_amp {
 namespace {
@@ -140,6 +140,7 @@ std::vector<float> numbers(const NodeAttrs& attrs, const char* key, size_t count
   static const locale_t c = newlocale(LC_ALL_MASK, "C", nullptr);
   const std::string* text = find(attrs, key);
   const char* at = text ? text->c_str() : "";
+  if (*at == '(' || *at == '[') ++at;
   std::vector<float> made;
   while (*at && made.size() < count) {
     char* end;
@@ -182,11 +183,46 @@ void update(const NodeAttrs& attrs, const OpContext&, const std::vector<TBlob>& 
       kernels->copy(in[i].dptr_, out[i].dptr_, size(in[i]) * (masters ? sizeof(Half) : sizeof(float)));
     updates[i] = {masters ? halves(out[i]) : nullptr, in[count + i].dptr_,
                   masters ? floats(in[2 * count + i]) : floats(out[i]), {},
-                  size(in[i]), rates[i], decays[i], steps.empty() ? 0 : int(steps[i])};
+                  size(in[i]), rates[i], decays[i], steps.empty() ? 0 : int(steps[i]), masters};
     for (size_t k = first_state; k * count < in.size(); ++k)
       updates[i].states[k - first_state] = floats(in[k * count + i]);
   }
   kernels->update(rule.rule, updates.data(), int(count), settings_of(attrs));
+}
+
+// MXNet's multi-precision updates, in one pass. Their inputs are, for each weight: the weight, its
+// gradient, its momentum if there is one, and its master, which never follows the weight.
+template <Rule rule, bool momentum, bool lists>
+bool mxnets_update(const Call& call) {
+  const size_t count = call.out.size(), stride = 3 + momentum;
+  const auto in_place = [&](size_t i) {
+    return call.req[i] != mxnet::kAddTo && call.req[i] != mxnet::kNullOp &&
+           call.out[i].dptr_ == call.in[i * stride].dptr_;
+  };
+  for (size_t i = 0; i < count; ++i)
+    if (!in_place(i) || call.in.size() != count * stride || !is_half(call.in[i * stride + 1])) {
+      call.of.compute(call.attrs, call.context, call.in, call.req, call.out);
+      return true;
+    }
+  const auto given = [&](const char* one, const char* many) {
+    return lists ? numbers(call.attrs, many, count, true)
+                 : std::vector<float>(count, mxnets_number(call.attrs, one, 0));
+  };
+  const auto rates = given("lr", "lrs"), decays = given("wd", "wds");
+  UpdateSettings settings = {};
+  settings.rescale = mxnets_number(call.attrs, "rescale_grad", 1);
+  settings.clip = mxnets_number(call.attrs, "clip_gradient", -1);
+  settings.momentum = mxnets_number(call.attrs, "momentum", 0);
+  settings.has_momentum = momentum;
+  std::vector<Update> updates(count);
+  for (size_t i = 0; i < count; ++i) {
+    const TBlob* const of = &call.in[i * stride];
+    updates[i] = {halves(of[0]), of[1].dptr_, floats(of[stride - 1]), {}, size(of[0]),
+                  rates[i], decays[i], 0, false};
+    if (momentum) updates[i].states[0] = floats(of[2]);
+  }
+  kernels->update(rule, updates.data(), int(count), settings);
+  return true;
 }
 
 bool update_shapes(const NodeAttrs&, Shapes* in, Shapes* out) {
@@ -215,6 +251,14 @@ void squares(const NodeAttrs&, const OpContext&, const std::vector<TBlob>& in,
 }
 
 }  // namespace
+
+void add_updates(Rows& rows) {
+  rows.insert({{"mp_sgd_update", {mxnets_update<kDescent, false, false>, kAnyPlace}},
+               {"mp_sgd_mom_update", {mxnets_update<kSgd, true, false>, kAnyPlace}},
+               {"mp_nag_mom_update", {mxnets_update<kNag, true, false>, kAnyPlace}},
+               {"multi_mp_sgd_update", {mxnets_update<kSgd, false, true>, kAnyPlace}},
+               {"multi_mp_sgd_mom_update", {mxnets_update<kSgd, true, true>, kAnyPlace}}});
+}
 
 void register_training() {
   add("widen", 1, one_shape, types<kF16, kF16, kF32>, widen);

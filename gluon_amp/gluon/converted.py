@@ -3,7 +3,7 @@
 `convert` gives each block of a network a subclass of its own class, made here.
 The traced graph (`_cached_graph`, what `export` reads) stays as MXNet made it.
 Only the `CachedOp` differs: it holds that graph with the policy's casts, and on
-a CPU with our operators. There is one for each kind of device and input types.
+a CPU with settings for the engine. There is one for each kind of device and input types.
 
 MXNet traces a hybridized block once. A user who never hybridized may not know that, so a
 converted block is traced again where MXNet's mode (recording, training) or the number of arguments

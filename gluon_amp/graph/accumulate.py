@@ -1,13 +1,12 @@
 """Lets the products of a CPU's graph add as a GPU's Tensor Cores do."""
 from typing import Optional
 
-from ..cpu import library
 from ..tensor_core_math import check_split, of_gpu
 from .graph import Graph
 from .operators import PRODUCTS
 
 ATTRIBUTE = "__gluon_amp_accumulate__"
-ONLY_COUNTED = "__gluon_amp_only_counted__"  # of float32 nodes that are ours for an X-ray's sake
+ENGINE = "__gluon_amp_engine__"  # of nodes of low type (cpu/engine.h)
 
 # What makes its products so (cpu/tensor_core_products.cc), and what else multiplies matrices.
 _WITH_CODE = frozenset("""
@@ -34,9 +33,9 @@ def accumulate(graph: Graph, gpu: str, split: Optional[int] = None) -> None:
     for node in graph.nodes():
         for inner in node.subgraphs:
             accumulate(inner, gpu, split)
-        if not node.op.startswith(library.PREFIX) or ONLY_COUNTED in node.attrs:
+        if ENGINE not in node.attrs:
             continue
-        op = node.op[len(library.PREFIX):]
+        op = node.op
         key, value = _OTHERS_WHEN.get(op, ("", ""))
         if op in _OTHERS or key and node.attrs.get(key) == value:
             raise ValueError(f"accumulate={gpu!r} has no code for {op} ({node.name}): keep it in "

@@ -1,20 +1,18 @@
 """What a device runs for a graph: the one place that knows.
 
-A GPU runs the graph as it is. A CPU runs the same graph, with the operators of our engine
-where it is float16: they widen, run MXNet's float32 code and round once (cpu/engine.h). All
-other nodes stay as they are.
+A GPU runs the graph as it is. A CPU runs the same graph; nodes with a float16 tensor have an
+attribute that gives them the engine's in-place options (cpu/engine.h).
 
 Formats that MXNet has no arrays of (bfloat16, float8) are for CPUs only. Their tensors are float32
-arrays, and a node says in attributes which of its inputs and outputs are rounded, and to what.
+arrays, and attributes of a node select which of its inputs and outputs are rounded, and to what.
 """
 from typing import Any, Callable, Dict, Iterable, List, Mapping, Optional, Sequence, Set, Tuple
 
 from .._mxnet import mx, np
 from ..cpu import library
 from ..cpu.scales import Scales
-from ..formats import FLOAT16
 from ..policy import POLICIES, Policy
-from .accumulate import ONLY_COUNTED, accumulate
+from .accumulate import ENGINE, accumulate
 from .casts import PRODUCT
 from .graph import CASTS, TYPE_FLAG, Entry, Graph, Node, bindings
 from .operators import BATCH_NORMS, factors, numbers
@@ -117,15 +115,11 @@ class _Rewriting:
         return Graph(self.done[e] for e in self.graph.outputs)
 
     def _watch(self, node: Node, new: Node) -> None:
-        """Has the engine count what a node computes, if it is an operator of ours; a float32 node
-        becomes one, but for those with sparse gradients, which ours do not have."""
-        if new.name != node.name or node.op in LEFT_ALONE or node.subgraphs \
-                or node.attrs.get("sparse_grad") in ("True", "1"):
-            return
-        if not new.op.startswith(library.PREFIX) and library.has_operator(new.op):
-            new.op = library.PREFIX + new.op
-            new.attrs[ONLY_COUNTED] = "True"
-        new.attrs[_WATCH] = f"{self.watch}{node.name}"
+        """Counts what a node computes, but for those with sparse gradients, which the engine does
+        not have."""
+        if new.name == node.name and _runs_engine(node) \
+                and node.attrs.get("sparse_grad") not in ("True", "1"):
+            new.attrs[_WATCH] = f"{self.watch}{node.name}"
 
     def _is_half(self, entry: Entry) -> bool:
         return self.types.get(entry) == HALF
@@ -150,7 +144,7 @@ class _Rewriting:
             self.norms.add(node)
             data = self.done[node.inputs[0].node.inputs[0]]
             new = node.like([data, *(self.done[e] for e in node.inputs[1:])])
-            new.op = library.PREFIX + node.op
+            new.attrs[ENGINE] = "1"
             return [Entry(new, e.output) for e in outputs]
         new = node.like(self.done[e] for e in node.inputs)
         if node.subgraphs:
@@ -162,27 +156,19 @@ class _Rewriting:
         if rounded:
             self._say_formats(node, new)
         if rounded or any(map(self._is_half, entries)) or _goes_wrong_in_float32(node):
-            return self._ours(node, new)
+            self._run_engine(node, new)
         return [Entry(new, e.output) for e in outputs]
 
-    def _ours(self, node: Node, new: Node) -> List[Entry]:
-        """Gives a node of low type our operator, and its constants."""
+    def _run_engine(self, node: Node, new: Node) -> None:
+        """Gives a node of low type the engine's in-place options, and constants in its format."""
         check_layout(node)
-        outputs = self._outputs(node)
-        constants = self.policy.between if any(map(self._is_rounded, outputs)) else FLOAT16
-        for key, number in numbers(node):  # as a GPU has them: made float32, then float16
-            new.attrs[key] = repr(float(constants.nearest.round(np.float32(number))))
-        if node.op not in LEFT_ALONE and library.has_operator(node.op):
-            new.op = library.PREFIX + node.op
+        if any(map(self._is_rounded, self._outputs(node))):
+            for key, number in numbers(node):  # made float32 first, as a GPU does
+                new.attrs[key] = repr(float(self.policy.between.nearest.round(np.float32(number))))
+        if _runs_engine(node):
+            new.attrs[ENGINE] = "1"
         if node.op in _RUN_ONCE:
             new.attrs.pop("__force_mirroring__", None)
-        made = [Entry(new, e.output) for e in outputs]
-        if node.op not in CASTS | LEFT_ALONE and new.attrs.get("dtype") == HALF:
-            # It chooses its code by this attribute, and there is none for halves.
-            new.attrs["dtype"] = "float32"
-            made = [self._cast(entry, HALF) if self._is_half(old) else entry
-                    for old, entry in zip(outputs, made)]
-        return made
 
     def _say_formats(self, node: Node, new: Node) -> None:
         """Tells the engine which inputs and outputs of a node it rounds, and to what."""
@@ -231,10 +217,6 @@ class _Rewriting:
             and all(user is not None and user.op in CASTS and self._is_half(Entry(user))
                     for user in users)
 
-    def _cast(self, entry: Entry, dtype: str) -> Entry:
-        name = f"{entry.node.name}_{entry.output}_as_{dtype}"
-        return Entry(Node(library.PREFIX + "amp_cast", name, {"dtype": dtype}, [entry]))
-
     def _body(self, node: Node, which: int) -> Graph:
         body, inputs = node.subgraphs[which], bindings(node)[which]
         names = body.variables()
@@ -243,6 +225,10 @@ class _Rewriting:
                                self.named).run()
         assert rewritten.variables() == names, (node, names, rewritten.variables())
         return rewritten
+
+
+def _runs_engine(node: Node) -> bool:
+    return node.op in library.dispatched() and node.op not in LEFT_ALONE
 
 
 def _goes_wrong_in_float32(node: Node) -> bool:

@@ -150,7 +150,7 @@ class _Casting:
     def _cast_node(self, entry: Entry, dtype: str) -> Node:
         if entry.node.op in operators.CONSTANTS:
             # Made in the type at once: MXNet infers shapes backward to constants
-            # (an RNN's begin_state has an unknown batch), but not through our operators.
+            # (an RNN's begin_state has an unknown batch), but not through a cast.
             node = entry.node.like(())
             node.attrs["dtype"] = dtype
             return node

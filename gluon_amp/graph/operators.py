@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Dict, FrozenSet, Iterable, List, Tuple
 
 from .._mxnet import np
+from ..cpu import library
 from ..formats import Format
 from .graph import Node
 
@@ -278,10 +279,7 @@ _WHEN = {
 }
 
 # Attributes that are numbers of the type that an operator computes in.
-_NUMBERS = ("scalar", "value", "a_min", "a_max", "slope", "fill_value", "val", "constant_value",
-            "on_value", "off_value", "nan", "posinf", "neginf", "to_begin_scalar", "to_end_scalar")
 _COUNTING = ("_arange", "_npi_arange", "_linspace")
-_FROM_TO = (*_COUNTING, "_npi_logspace")  # of others, "start" and "stop" are places
 _DIVISIONS = ("_div_scalar", "_npi_true_divide_scalar")
 _RANGE = ("low", "high", "loc", "scale")  # of random numbers
 
@@ -312,7 +310,8 @@ def runs_in(node: Node) -> str:
 
 def numbers(node: Node) -> Iterable[Tuple[str, float]]:
     """The constants in a node's attributes: the attribute's name, and the number."""
-    for key in (*_NUMBERS, "start", "stop") if node.op in _FROM_TO else _NUMBERS:
+    for key in (*library.CONSTANTS, "start", "stop") if node.op in library.RANGES \
+            else library.CONSTANTS:
         if key in node.attrs:
             try:
                 yield key, float(node.attrs[key])

@@ -57,7 +57,7 @@ def dropout_in_loops(built: Graph, policy: str) -> str:
 
 def _in_loops(built: Graph) -> Iterator[Node]:
     return (node for node in built.nodes_within()
-            if node.op.endswith("RNN") and (LOOP in node.attrs or ATTRIBUTE in node.attrs))
+            if node.op == "RNN" and (LOOP in node.attrs or ATTRIBUTE in node.attrs))
 
 
 def devices_that_wait(graph: Graph) -> int:

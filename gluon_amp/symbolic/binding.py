@@ -1,4 +1,4 @@
-"""How a symbol becomes executors: a CPU gets our operators, a loss scale its variable.
+"""How a symbol becomes executors: a CPU gets settings for the engine, a loss scale its variable.
 
 `Bindable` is the clean symbol itself, as saved and shown. Only `simple_bind` differs: what
 it binds is another graph with the same arguments, gradients and outputs.

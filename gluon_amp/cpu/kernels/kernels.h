@@ -135,6 +135,7 @@ struct Update {
   int64_t n;
   float lr, wd;
   int step;  // the how many-th update it is
+  bool follows;  // whether the master takes over what somebody has written into the weight
 };
 
 // What an optimizer's weights share. Each rule reads what it needs.

@@ -171,7 +171,8 @@ struct CenteredRmsProp : RmsProp {
 // Some elements of a weight before and after an update, and of its gradient. T: their type.
 template <typename T, typename L> inline V before(const Update& u, int64_t i, L lanes) {
   const V master = load(u.master + i, lanes);
-  if constexpr (sizeof(T) == sizeof(Half)) return followed(master, load(u.weight + i, lanes));
+  if constexpr (sizeof(T) == sizeof(Half))
+    if (u.follows) return followed(master, load(u.weight + i, lanes));
   return master;
 }
 template <typename T, typename L> inline void after(const Update& u, int64_t i, V v, L lanes) {

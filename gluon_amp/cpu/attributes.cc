@@ -1,0 +1,105 @@
+// Makes attributes through MXNet's C API, since NodeAttrs must not be copied here (native.h, 2).
+// They are never edited in place: graphs and threads share them.
+#include "attributes.h"
+
+#include <locale.h>
+#include <stdlib.h>
+
+#include <cstdio>
+#include <set>
+
+namespace gluon_amp {
+namespace {
+
+std::set<std::string>& constants() {
+  static auto* made = new std::set<std::string>;
+  return *made;
+}
+
+bool is_constant(const Operator& of, const std::string& key) {
+  return constants().count(key) || constants().count(of.op->name + "." + key);
+}
+
+// A constant rounded to float16, without an exponent, which MXNet reads a rounding off; empty where
+// that changes nothing or the text is no number.
+std::string rounded(const std::string& text) {
+  static const locale_t c = newlocale(LC_ALL_MASK, "C", nullptr);
+  char* end;
+  const float number = strtof_l(text.c_str(), &end, c);
+  if (end == text.c_str() || *end) return "";
+  Half half;
+  float made;
+  kernels->narrow(&number, &half, 1, kStore);
+  kernels->widen(&half, &made, 1);
+  if (made == number || made != made) return "";
+  char digits[64];
+  const locale_t before = uselocale(c);
+  std::snprintf(digits, sizeof digits, "%.24f", made);  // exact
+  uselocale(before);
+  return digits;
+}
+
+// The attributes for halves; whether any differs.
+bool change(const Operator& of, const NodeAttrs& attrs, Attributes::Texts* texts) {
+  bool changed = false;
+  for (const auto& item : attrs.dict) {
+    std::string text;
+    if (item.first == "dtype" && item.second == "float16" && !of.casts) text = "float32";
+    else if (is_constant(of, item.first)) text = rounded(item.second);
+    changed |= !text.empty();
+    if (texts) texts->emplace_back(item.first, text.empty() ? item.second : text);
+  }
+  return changed;
+}
+
+// Substitutes by operator and attributes, for as long as somebody holds them or there are few.
+constexpr size_t kMost = 1000;
+struct Cache {
+  std::mutex lock;
+  std::map<std::string, std::shared_ptr<const Attributes>> made;
+};
+
+}  // namespace
+
+Attributes::Attributes(const nnvm::Op* op, const Texts& texts) {
+  std::vector<const char*> keys, values;
+  for (const auto& text : texts) {
+    keys.push_back(text.first.c_str());
+    values.push_back(text.second.c_str());
+  }
+  if (MXSymbolCreateAtomicSymbol(const_cast<nnvm::Op*>(op), static_cast<uint32_t>(keys.size()),
+                                 keys.data(), values.data(), &symbol_))
+    throw dmlc::Error(MXGetLastError());
+}
+
+Attributes::~Attributes() { MXSymbolFree(symbol_); }
+
+const NodeAttrs& Attributes::get() const {
+  return static_cast<const std::vector<nnvm::NodeEntry>*>(symbol_)->front().node->attrs;
+}
+
+std::shared_ptr<const Attributes> keep(const Operator& of, const NodeAttrs& attrs, bool half) {
+  Attributes::Texts texts;
+  if (half) change(of, attrs, &texts);
+  else texts.assign(attrs.dict.begin(), attrs.dict.end());
+  return std::make_shared<const Attributes>(of.op, texts);
+}
+
+std::shared_ptr<const Attributes> in_halves(const Operator& of, const NodeAttrs& attrs) {
+  if (!of.op->attr_parser || !change(of, attrs, nullptr)) return nullptr;
+  static Cache& cache = *new Cache;
+  std::string key = of.op->name;
+  for (const auto& item : attrs.dict) key += '\0' + item.first + '\0' + item.second;
+  const std::lock_guard<std::mutex> guard(cache.lock);
+  auto& found = cache.made[key];
+  if (!found) {
+    auto made = keep(of, attrs, true);
+    if (cache.made.size() > kMost) cache.made.clear();
+    return cache.made[key] = std::move(made);
+  }
+  return found;
+}
+
+void set_constants(int count, const char** names) { constants().insert(names, names + count); }
+
+}  // namespace gluon_amp

@@ -1,0 +1,520 @@
+// Dispatches MXNet's operators on type.
+//
+// The CPU functions of an operator X of MXNet are replaced by ones that run the engine where an
+// input or output is float16, or where the node has a setting of ours, and MXNet's function
+// otherwise. Arrays of another storage than the default always go to MXNet's function. Attributes
+// that CPUs and GPUs share are wrapped only where a setting or one of MXNet's defects needs it.
+#include <algorithm>
+#include <set>
+
+#include "attributes.h"
+#include "gradients.h"
+#include "watch.h"
+
+namespace gluon_amp {
+
+bool generic_only = false;
+
+namespace {
+
+std::map<const nnvm::Op*, const Operator*> dispatched;
+
+// ---- which calls the engine runs -----------------------------------------------------------
+
+bool any_half(const std::vector<TBlob>& arrays) {
+  return std::any_of(arrays.begin(), arrays.end(), is_half);
+}
+
+bool any_half(const std::vector<NDArray>& arrays) {
+  return std::any_of(arrays.begin(), arrays.end(),
+                     [](const NDArray& array) { return array.dtype() == mshadow::kFloat16; });
+}
+
+// MXNet's code moves halves as fast, so only a setting makes the engine run an operator that does.
+bool taken(const Operator& of, const NodeAttrs& attrs, bool half) {
+  return (half && !of.moves) || has_setting(attrs);
+}
+
+bool all_dense(const std::vector<NDArray>& arrays) {
+  return std::all_of(arrays.begin(), arrays.end(), [](const NDArray& array) {
+    return array.storage_type() == mxnet::kDefaultStorage;
+  });
+}
+
+// Arrays in MXNet's plain layout. Inputs in oneDNN's blocks are copied; so are outputs that are added
+// to, and the copy replaces what they hold.
+std::vector<TBlob> plain(const std::vector<NDArray>& in, std::vector<NDArray>* copies) {
+  std::vector<TBlob> made;
+  for (const NDArray& array : in) {
+    if (array.IsMKLDNNData()) copies->push_back(array.Reorder2Default());
+    made.push_back(array.IsMKLDNNData() ? copies->back().data() : array.data());
+  }
+  return made;
+}
+
+std::vector<TBlob> plain_outputs(const std::vector<NDArray>& out, const std::vector<OpReqType>& req) {
+  std::vector<TBlob> made;
+  for (size_t i = 0; i < out.size(); ++i) {
+    auto& array = const_cast<NDArray&>(out[i]);
+    if (array.IsMKLDNNData()) {
+      const NDArray held = array.Reorder2Default();
+      array.InvalidateMKLDNNData();
+      if (req[i] == mxnet::kAddTo)
+        kernels->copy(held.data().dptr_, array.data().dptr_, size(held.data()) * sizeof(float));
+    }
+    made.push_back(array.data());
+  }
+  return made;
+}
+
+// Whether an output has the memory of an input that the code of its own still reads.
+bool overlaps(const Call& call, const OwnCode& own) {
+  if (own.places == kAnyPlace) return false;
+  const auto begin = [](const TBlob& array) { return static_cast<const char*>(array.dptr_); };
+  const auto end = [&](const TBlob& array) {
+    return begin(array) + size(array) * mshadow::mshadow_sizeof(array.type_flag_);
+  };
+  for (size_t o = 0; o < call.out.size(); ++o)
+    for (size_t i = 0; i < call.in.size(); ++i) {
+      const TBlob &from = call.in[i], &to = call.out[o];
+      const bool in_place = begin(from) == begin(to) && o == 0 && i < own.places;
+      if (call.req[o] != mxnet::kNullOp && begin(from) < end(to) && begin(to) < end(from) && !in_place)
+        return true;
+    }
+  return false;
+}
+
+// Runs an operator's code of its own where it has some for this case, else `generic`.
+template <class F>
+void run_engine(const Call& call, const Watch& watch, F generic) {
+  const Operator& of = call.of;
+  if (of.product && find(call.attrs, kAccumulateKey)) return of.product(call);
+  const OwnCode* own = of.own;
+  const bool usable = own && !(generic_only && of.has_generic()) &&
+                      !(call.rounding.any && !(own->knows & kGrids)) && !overlaps(call, *own);
+  if (usable && watch && own->knows & kFloats && show_own_code(call, *own)) return;
+  if (!usable || !own->run(call)) generic();
+}
+
+void run_stateless(const Operator& of, const NodeAttrs& attrs, const OpContext& context,
+                   const std::vector<TBlob>& in, const std::vector<OpReqType>& req,
+                   const std::vector<TBlob>& out) {
+  const bool half = any_half(in) || any_half(out);
+  const auto substitute = half ? in_halves(of, attrs) : nullptr;
+  Call call{of, substitute ? substitute->get() : attrs, context, in, req, out, Rounding(attrs)};
+  call.rounding.draw(context);
+  const Watch watch(call);
+  run_engine(call, watch, [&] { run(call); });
+}
+
+void compute(const Operator& of, const NodeAttrs& attrs, const OpContext& context,
+             const std::vector<TBlob>& in, const std::vector<OpReqType>& req,
+             const std::vector<TBlob>& out) {
+  if (taken(of, attrs, any_half(in) || any_half(out)))
+    run_stateless(of, attrs, context, in, req, out);
+  else
+    of.compute(attrs, context, in, req, out);
+}
+
+void compute_ex(const Operator& of, const NodeAttrs& attrs, const OpContext& context,
+                const std::vector<NDArray>& in, const std::vector<OpReqType>& req,
+                const std::vector<NDArray>& out) {
+  if (!taken(of, attrs, any_half(in) || any_half(out)) || !all_dense(in) || !all_dense(out))
+    return of.compute_ex(attrs, context, in, req, out);
+  std::vector<NDArray> copies;
+  copies.reserve(in.size());
+  const std::vector<TBlob> inputs = plain(in, &copies);
+  run_stateless(of, attrs, context, inputs, req, plain_outputs(out, req));
+}
+
+// ---- operators with state ----------------------------------------------------------------
+
+// MXNet's state, made for float32 arrays, and the scratch that it may point to until its backward
+// pass is over. Stateful code does not get its node's attributes, so the state keeps them.
+struct State {
+  const Operator& of;
+  const std::shared_ptr<const Attributes> attributes;
+  const size_t outputs_count;
+  OpStatePtr inner;
+  std::unique_ptr<Lease> kept;
+  std::vector<uint32_t> mutated;
+  bool onednn;
+  bool trained = false;           // whether the last forward pass was one of training
+  const Rounding forward_rounding;
+  const Grid back;                // of gradients
+  std::unique_ptr<RnnLoop> loop;  // of an RNN that MXNet's code does not serve
+
+  State(const Operator& x, std::shared_ptr<const Attributes> its, OpStatePtr state, size_t in,
+        size_t out)
+      : of(x), attributes(std::move(its)), outputs_count(out), inner(std::move(state)),
+        mutated(x.mutates ? x.mutates(attrs()) : std::vector<uint32_t>()),
+        onednn(prefers_onednn(x, attrs(), in, out)), forward_rounding(attrs()),
+        back(grid_of(word(attrs(), kBackGridKey, "").c_str())) {
+    if (RnnLoop::runs(attrs())) loop = std::make_unique<RnnLoop>(attrs());
+  }
+
+  const NodeAttrs& attrs() const { return attributes->get(); }
+
+  // Of a backward pass: its first input is the gradient that is rounded (an RNN's stands among
+  // others, which are on the same grid), and its outputs are the gradients of the forward pass's
+  // inputs.
+  Rounding rounding(bool forward) const {
+    static const std::string all(64, 'g'), first(1, 'g'), none;
+    Rounding made;
+    made.any = forward_rounding.any;
+    made.output = forward ? forward_rounding.output : back;
+    made.product = forward ? forward_rounding.product : forward_rounding.gradient;
+    made.gradient = back;
+    made.outputs = forward ? forward_rounding.outputs : forward_rounding.inputs;
+    if (!made.outputs) made.outputs = &none;
+    made.reads = forward ? nullptr : of.op->name == "RNN" ? &all : &first;
+    return made;
+  }
+
+  void run(const Operator& code, bool forward, const OpContext& context, const std::vector<TBlob>& in,
+           const std::vector<OpReqType>& req, const std::vector<TBlob>& out) {
+    static const std::string inputs = "0,1,2,3,4,5,6,7,";
+    Call call{code, attrs(), context, in, req, out, rounding(forward), &inner};
+    call.rounding.draw(context);
+    const Watch watch(call, find(attrs(), kWatchKey), forward ? nullptr : &inputs);
+    run_engine(call, watch, [&] { forward ? run_forward(call) : run_backward(call); });
+  }
+
+ private:
+  void run_forward(const Call& call) {
+    trained = call.context.is_train;
+    if (loop) return loop->run(call, true);
+    // oneDNN's RNN points to scratch after a forward pass of training only
+    kept.reset();
+    gluon_amp::run(call, onednn, mutated, &inner, onednn && !trained ? nullptr : &kept);
+  }
+
+  void run_backward(const Call& call) {
+    if ((onednn || loop) && !trained) train_again(call);
+    if (loop) return loop->run(call, false);
+    gluon_amp::run(call, onednn, {}, &inner, nullptr);
+  }
+
+  // The forward pass of an RNN once more, since predictions keep nothing for a backward pass. What
+  // that reads: x, weights, state, y, dy; if it has outputs of states: the state and its gradient;
+  // an LSTM's cell, and the same of it; lengths of sequences, if it has them.
+  void train_again(const Call& call) {
+    const bool states = outputs_count > 1, lstm = word(attrs(), "mode", "") == "lstm";
+    std::vector<TBlob> in(call.in.begin(), call.in.begin() + 3), out{call.in[3]};
+    if (lstm) in.push_back(call.in[states ? 7 : 5]);
+    if (flag(attrs(), "use_sequence_length", false)) in.push_back(call.in.back());
+    if (states) out.push_back(call.in[5]);
+    if (states && lstm) out.push_back(call.in[8]);
+    Lease results;
+    for (TBlob& made : out)
+      made = TBlob(results.memory(size(made)), made.shape_, mshadow::cpu::kDevMask, made.type_flag_, 0);
+    OpContext training = call.context;
+    training.is_train = true;
+    const std::vector<OpReqType> req(out.size(), mxnet::kWriteTo);
+    run_forward({of, attrs(), training, in, req, out, rounding(true), &inner});
+  }
+};
+
+using Types = std::vector<int>;
+
+OpStatePtr create_state(const NodeAttrs& attrs, mxnet::Context context,
+                        const mxnet::ShapeVector& shapes, const Types& types) {
+  const Operator& of = *dispatched.at(attrs.op);
+  const auto create = [&](const NodeAttrs& of_node, const Types& its) {
+    return call_theirs<OpStatePtr, const NodeAttrs&, mxnet::Context, const mxnet::ShapeVector&,
+                       const Types&>(of.create_state, of_node, context, shapes, its);
+  };
+  const bool half = std::count(types.begin(), types.end(), mshadow::kFloat16) > 0;
+  if (context.dev_mask() != mshadow::cpu::kDevMask || (!half && !has_setting(attrs)))
+    return create(attrs, types);
+  Types wide(types);
+  std::replace(wide.begin(), wide.end(), int(mshadow::kFloat16), int(mshadow::kFloat32));
+  auto kept = keep(of, attrs, half);
+  const OpStatePtr inner = create(kept->get(), wide);
+  const uint32_t outputs = of.op->get_num_outputs ? of.op->get_num_outputs(attrs)
+                                                  : of.op->num_outputs;
+  return make_state(new State(of, std::move(kept), inner, shapes.size(), outputs));
+}
+
+void stateful(const Operator& of, const OpStatePtr& state, const OpContext& context,
+              const std::vector<TBlob>& in, const std::vector<OpReqType>& req,
+              const std::vector<TBlob>& out) {
+  if (State* made = state_of<State>(state)) made->run(of, bool(of.create_state), context, in, req, out);
+  else of.stateful(state, context, in, req, out);
+}
+
+void stateful_ex(const Operator& of, const OpStatePtr& state, const OpContext& context,
+                 const std::vector<NDArray>& in, const std::vector<OpReqType>& req,
+                 const std::vector<NDArray>& out) {
+  State* made = state_of<State>(state);
+  if (!made) return of.stateful_ex(state, context, in, req, out);
+  std::vector<NDArray> copies;
+  copies.reserve(in.size());
+  const std::vector<TBlob> inputs = plain(in, &copies);
+  made->run(of, bool(of.create_state), context, inputs, req, plain_outputs(out, req));
+}
+
+// ---- one operator ------------------------------------------------------------------------
+
+template <class T>
+T found(const nnvm::Op* op, const char* key) {
+  const T* value = get<T>(op, key);
+  return value ? *value : T();
+}
+
+// Backward passes that leave the gradients of labels and lengths as they are, or of numbers that no
+// sum has read: MXNet's users find the zeros there that they began with.
+const std::set<std::string> kLeaveOutputs = {
+    "_backward_SoftmaxOutput", "_backward_SVMOutput", "_backward_linear_reg_out",
+    "_backward_logistic_reg_out", "_backward_mae_reg_out", "_backward_ctc_loss",
+    "_backward_SequenceMask", "_backward_SequenceLast", "_backward_SequenceReverse",
+    "_backward_npi_einsum"};
+
+const std::set<std::string> kMoves = {
+    "Reshape", "Flatten", "expand_dims", "squeeze", "reshape_like", "BlockGrad", "_copy", "_zeros",
+    "_zeros_without_dtype", "_ones", "_full", "_eye", "zeros_like", "ones_like", "_npx_reshape",
+    "_np_reshape", "_np_squeeze"};
+
+Operator describe(const nnvm::Op* x) {
+  Operator of;
+  of.op = x;
+  of.compute = found<mxnet::FCompute>(x, "FCompute<cpu>");
+  of.compute_ex = found<mxnet::FComputeEx>(x, "FComputeEx<cpu>");
+  of.stateful = found<mxnet::FStatefulCompute>(x, "FStatefulCompute<cpu>");
+  of.stateful_ex = found<mxnet::FStatefulComputeEx>(x, "FStatefulComputeEx<cpu>");
+  of.create_state = found<mxnet::FCreateOpState>(x, "FCreateOpState");
+  of.storage = found<mxnet::FInferStorageType>(x, "FInferStorageType");
+  of.mutates = found<nnvm::FMutateInputs>(x, "FMutateInputs");
+  of.types = found<nnvm::FInferType>(x, "FInferType");
+  of.resources = found<mxnet::FResourceRequestEx>(x, "FResourceRequestEx");
+  of.own = own_code(x->name);
+  of.product = tensor_core_code(x->name);
+  of.moves = kMoves.count(x->name) > 0;
+  of.leaves_outputs = kLeaveOutputs.count(x->name) > 0;
+  of.pushes_its_weight = x->name == "Convolution" || x->name == "Deconvolution" ||
+                         x->name == "FullyConnected";
+  of.forgets_bias = x->name == "_backward_FullyConnected";
+  of.casts = x->name == "Cast" || x->name == "amp_cast";
+  return of;
+}
+
+void replace_functions(const Operator& of, nnvm::Op& op) {
+  const Operator* const x = &of;  // MXNet copies these functions for each call: one pointer is free
+  if (of.compute)
+    set<mxnet::FCompute>(op, "FCompute<cpu>", mxnet::FCompute(
+        [x](const NodeAttrs& attrs, const OpContext& context, const std::vector<TBlob>& in,
+            const std::vector<OpReqType>& req, const std::vector<TBlob>& out) {
+          compute(*x, attrs, context, in, req, out);
+        }));
+  if (of.compute_ex)
+    set<mxnet::FComputeEx>(op, "FComputeEx<cpu>", mxnet::FComputeEx(
+        [x](const NodeAttrs& attrs, const OpContext& context, const std::vector<NDArray>& in,
+            const std::vector<OpReqType>& req, const std::vector<NDArray>& out) {
+          compute_ex(*x, attrs, context, in, req, out);
+        }));
+  if (of.create_state)
+    set<mxnet::FCreateOpState>(op, "FCreateOpState",
+                               by_value<OpStatePtr, const NodeAttrs&, mxnet::Context,
+                                        const mxnet::ShapeVector&, const Types&>(&create_state));
+  if (of.stateful)
+    set<mxnet::FStatefulCompute>(op, "FStatefulCompute<cpu>", mxnet::FStatefulCompute(
+        [x](const OpStatePtr& state, const OpContext& context, const std::vector<TBlob>& in,
+            const std::vector<OpReqType>& req, const std::vector<TBlob>& out) {
+          stateful(*x, state, context, in, req, out);
+        }));
+  if (of.stateful_ex)
+    set<mxnet::FStatefulComputeEx>(op, "FStatefulComputeEx<cpu>", mxnet::FStatefulComputeEx(
+        [x](const OpStatePtr& state, const OpContext& context, const std::vector<NDArray>& in,
+            const std::vector<OpReqType>& req, const std::vector<NDArray>& out) {
+          stateful_ex(*x, state, context, in, req, out);
+        }));
+}
+
+// ---- attributes that CPUs and GPUs share -----------------------------------------------------
+
+// The generic code reads all inputs first, so any output may have the place of any input; code of
+// its own says of which.
+std::vector<std::pair<int, int>> places(const Operator& of, const NodeAttrs& attrs) {
+  const nnvm::Op* x = of.op;
+  const uint32_t inputs = x->get_num_inputs ? x->get_num_inputs(attrs) : x->num_inputs;
+  const uint32_t outputs = x->get_num_outputs ? x->get_num_outputs(attrs) : x->num_outputs;
+  std::vector<std::pair<int, int>> made;
+  const bool any = !of.own || of.own->places == kAnyPlace;
+  for (uint32_t in = 0; !any && in < of.own->places; ++in) made.emplace_back(in, 0);
+  if (!any) return made;
+  for (uint32_t out = 0; out < std::min(outputs, 8u); ++out)
+    for (uint32_t in = 0; inputs != nnvm::kVarg && in < std::min(inputs, 16u); ++in)
+      made.emplace_back(in, out);
+  return made;
+}
+
+// Where MXNet declares an output the same memory as an input, so that nothing runs: a node that
+// rounds must not write to what others read.
+void wrap_identity(const Operator& of, nnvm::Op& op) {
+  set<nnvm::FInplaceIdentity>(op, "FInplaceIdentity", nnvm::FInplaceIdentity(
+      [of_theirs = *get<nnvm::FInplaceIdentity>(of.op, "FInplaceIdentity")](const NodeAttrs& attrs) {
+        std::vector<bool> made = of_theirs(attrs);
+        if (Rounding(attrs).any) made.assign(made.size(), false);
+        return made;
+      }));
+}
+
+// MXNet declares hard_sigmoid's gradient the same as the one above it, so that both share memory even
+// where others read that one.
+void mend_identity(nnvm::Op& op) {
+  set<nnvm::FInplaceIdentity>(op, "FInplaceIdentity", nnvm::FInplaceIdentity(
+      [of_theirs = *get<nnvm::FInplaceIdentity>(&op, "FInplaceIdentity")](const NodeAttrs& attrs) {
+        return std::vector<bool>(of_theirs(attrs).size(), false);
+      }));
+}
+
+void wrap_places(const Operator& of, nnvm::Op& op) {
+  set<nnvm::FInplaceOption>(op, "FInplaceOption", nnvm::FInplaceOption(
+      [x = &of, of_theirs = found<nnvm::FInplaceOption>(of.op, "FInplaceOption")](
+          const NodeAttrs& attrs) {
+        if (has_setting(attrs)) return places(*x, attrs);
+        return of_theirs ? of_theirs(attrs) : std::vector<std::pair<int, int>>();
+      }));
+}
+
+// MXNet's generator of random numbers, for nodes that run in order.
+using Requests = std::vector<mxnet::ResourceRequest>;
+
+Requests resources(const NodeAttrs& attrs, int device, mxnet::DispatchMode mode) {
+  auto made = call_theirs<Requests, const NodeAttrs&, int, mxnet::DispatchMode>(
+      dispatched.at(attrs.op)->resources, attrs, device, mode);
+  if (find(attrs, kOrderedKey)) made.push_back(mxnet::ResourceRequest::kRandom);
+  return made;
+}
+
+void wrap_resources(const Operator& of, nnvm::Op& op) {
+  set<mxnet::FResourceRequest>(op, "FResourceRequest", mxnet::FResourceRequest(
+      [of_theirs = found<mxnet::FResourceRequest>(of.op, "FResourceRequest")](const NodeAttrs& attrs) {
+        auto made = of_theirs ? of_theirs(attrs) : Requests();
+        if (find(attrs, kOrderedKey)) made.push_back(mxnet::ResourceRequest::kRandom);
+        return made;
+      }));
+  if (of.resources)
+    set<mxnet::FResourceRequestEx>(
+        op, "FResourceRequestEx",
+        by_value<Requests, const NodeAttrs&, int, mxnet::DispatchMode>(&resources));
+}
+
+bool infer_as_mxnet(const NodeAttrs& attrs, Types* in, Types* out) {
+  return call_theirs<bool, const NodeAttrs&, Types*, Types*>(dispatched.at(attrs.op)->types, attrs,
+                                                             in, out);
+}
+
+// MXNet's inference for float32, for operators that refuse float16 there only. It decides where
+// types are mixed.
+bool infer_halves(const NodeAttrs& attrs, Types* in, Types* out) {
+  bool halves = false, floats = false;
+  for (const Types* types : {in, out})
+    for (int type : *types) {
+      halves |= type == mshadow::kFloat16;
+      floats |= type == mshadow::kFloat32;
+    }
+  if (!halves || floats) return infer_as_mxnet(attrs, in, out);
+  const auto swap = [&](int from, int to) {
+    for (Types* types : {in, out}) std::replace(types->begin(), types->end(), from, to);
+  };
+  swap(mshadow::kFloat16, mshadow::kFloat32);
+  const bool known = infer_as_mxnet(attrs, in, out);
+  swap(mshadow::kFloat32, mshadow::kFloat16);
+  return known;
+}
+
+const std::set<std::string> kInferHalves = {
+    "Crop", "IdentityAttachKLSparseReg", "_contrib_MultiBoxPrior", "_contrib_MultiBoxTarget",
+    "_contrib_MultiBoxDetection", "_contrib_Proposal", "_contrib_MultiProposal", "_linalg_det",
+    "_linalg_slogdet", "_npi_eig", "_npi_eigh", "_npi_eigvals", "_npi_eigvalsh", "_npi_solve",
+    "_npi_pinv", "_npi_pinv_scalar_rcond", "_npi_tensorinv", "_npi_tensorsolve", "_npi_around"};
+
+// A layer norm of a converted network may have float16 data beside float32 parameters, as a batch norm
+// has; MXNet's has one type.
+bool infer_layer_norm(const NodeAttrs& attrs, Types* in, Types* out) {
+  if (!has_setting(attrs)) return infer_as_mxnet(attrs, in, out);
+  int &data = (*in)[0], &result = (*out)[0];
+  if (data == -1) data = result;
+  if (data == -1) return false;
+  result = data;
+  for (size_t i : {1, 2})
+    if ((*in)[i] == -1) (*in)[i] = data;
+  (*out)[1] = (*out)[2] = (*in)[1];
+  return true;
+}
+
+void replace_types(nnvm::Op& op) {
+  auto* infer = op.name == "LayerNorm" ? &infer_layer_norm
+                : kInferHalves.count(op.name) ? &infer_halves : nullptr;
+  if (infer)
+    set<nnvm::FInferType>(op, "FInferType",
+                          by_value<bool, const NodeAttrs&, Types*, Types*>(infer));
+}
+
+void dispatch(nnvm::Op& op) {
+  const auto* of = new Operator(describe(&op));  // as long as the process
+  dispatched[&op] = of;
+  replace_functions(*of, op);
+  replace_types(op);
+  if (op.name == "_backward_hard_sigmoid") mend_identity(op);
+  if (get<nnvm::FInplaceIdentity>(&op, "FInplaceIdentity")) wrap_identity(*of, op);
+  else wrap_places(*of, op);
+  wrap_resources(*of, op);
+  if (const auto* g = get<nnvm::FGradient>(&op, "FGradient"))
+    set<nnvm::FGradient>(op, "FGradient", nnvm::FGradient(
+        [of_theirs = nnvm::FGradient(*g)](const nnvm::ObjectPtr& n, const Entries& above) {
+          return gradient(of_theirs, n, above);
+        }));
+}
+
+// ---- which operators -----------------------------------------------------------------------
+
+// MXNet runs these in ways of its own: they hold graphs, are not done when they return, copy
+// between devices, compare pointers, write into their inputs, or find their outputs' shapes while
+// they run.
+const std::set<std::string> kMxnets = {
+    "_foreach", "_while_loop", "_cond", "_CachedOp", "_CachedOpThreadSafe",
+    "_backward_foreach", "_backward_while_loop", "_backward_cond", "_backward_CachedOp",
+    "Custom", "_CustomFunction", "_NDArray", "_Native",
+    "_backward_Custom", "_backward_CustomFunction", "_backward__NDArray", "_backward__Native",
+    "_copyto", "_CrossDeviceCopy", "_backward__CrossDeviceCopy",
+    "_contrib_boolean_mask", "_backward_contrib_boolean_mask", "_npi_delete", "_npi_unique",
+    "_npx_nonzero", "_npi_share_memory", "_npi_bincount", "_npi_boolean_mask_assign_scalar",
+    "_npi_boolean_mask_assign_tensor", "_scatter_set_nd", "reset_arrays", "all_finite"};
+
+bool contains(const std::string& name, const char* part) {
+  return name.find(part) != std::string::npos;
+}
+
+// MXNet's updates and sums over several arrays are right for halves: they widen each number. Those with
+// code of their own are faster.
+bool is_dispatched(const nnvm::Op* x) {
+  const std::string& name = x->name;
+  if (name.rfind(kPrefix, 0) == 0 || kMxnets.count(name) || dispatched.count(x)) return false;
+  if (contains(name, "quantize") || name.rfind("_sg_mkldnn", 0) == 0) return false;
+  const bool mixed = contains(name, "_update") || name.rfind("multi_", 0) == 0;
+  if (mixed && !own_code(name)) return false;
+  return get<mxnet::FCompute>(x, "FCompute<cpu>") || get<mxnet::FComputeEx>(x, "FComputeEx<cpu>") ||
+         get<mxnet::FStatefulCompute>(x, "FStatefulCompute<cpu>") ||
+         get<mxnet::FStatefulComputeEx>(x, "FStatefulComputeEx<cpu>");
+}
+
+}  // namespace
+
+bool is_dispatched_here(const nnvm::Op* x) { return dispatched.count(x) > 0; }
+
+std::string dispatched_names() {
+  std::string made;
+  for (const auto& pair : dispatched) made += pair.first->name + "\n";
+  return made;
+}
+
+void dispatch_operators(int count, const char** names) {
+  for (int i = 0; i < count; ++i) {
+    const nnvm::Op* x = nnvm::Op::Get(names[i]);
+    if (is_dispatched(x)) dispatch(const_cast<nnvm::Op&>(*x));
+  }
+}
+
+}  // namespace gluon_amp

@@ -1,0 +1,341 @@
+"""MXNet's own operators run float16 arrays on a CPU: float32's results, rounded once, whichever way
+they are called."""
+import gluon_amp  # noqa: F401
+import numpy as np
+import pytest
+from gluon_amp._mxnet import mx
+from halves import assert_half, halves
+from mxnet import autograd, nd
+from mxnet.gluon import nn
+
+F16, F32 = np.float16, np.float32
+
+
+def array(values):
+    return nd.array(values, dtype=values.dtype)
+
+
+def rounded(values):
+    return values.asnumpy().astype(F16)
+
+
+# ---- calls outside of graphs ---------------------------------------------------------------
+
+CALLS = {
+    "dot": (lambda F, x, w: F.dot(x, w.T), (4, 5), (3, 5)),
+    "dense": (lambda F, x, w: F.FullyConnected(x, w, no_bias=True, num_hidden=3), (4, 5), (3, 5)),
+    "convolution": (lambda F, x, w: F.Convolution(x, w, no_bias=True, kernel=(3, 3), num_filter=4),
+                    (2, 3, 6, 6), (4, 3, 3, 3)),
+    "deconvolution": (lambda F, x, w: F.Deconvolution(x, w, kernel=(3, 3), num_filter=4),
+                      (2, 3, 6, 6), (3, 4, 3, 3)),
+    "batched product": (lambda F, x, w: F.batch_dot(x, w), (2, 3, 4), (2, 4, 5)),
+    "broadcast": (lambda F, x, w: F.broadcast_mul(x, w), (4, 5), (1, 5)),
+    "softmax": (lambda F, x, w: F.softmax(x) * w, (4, 5), (4, 5)),
+    "mean": (lambda F, x, w: F.mean(x * w, axis=1), (4, 5), (4, 5)),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("recorded", [False, True])
+def test_an_imperative_call_gives_float32s_result_rounded_once(name, recorded, rng):
+    call, *shapes = CALLS[name]
+    values = [halves(rng, *shape) for shape in shapes]
+    results = []
+    for dtype in (F16, F32):
+        arrays = [nd.array(v, dtype=dtype) for v in values]
+        for a in arrays:
+            a.attach_grad()
+        if not recorded:
+            results.append([call(nd, *arrays)])
+            continue
+        with autograd.record():
+            out = call(nd, *arrays)
+        out.backward()
+        results.append([out, *(a.grad for a in arrays)])
+    several = name in ("softmax", "mean")  # operators, each of which rounds
+    for found, exact in zip(*results):
+        assert found.dtype == F16
+        if several:
+            np.testing.assert_allclose(found.asnumpy(), exact.asnumpy(), rtol=4e-3, atol=1e-3)
+        else:
+            assert_half(found.asnumpy(), exact.asnumpy())
+
+
+def test_numpys_operators_take_float16(rng):
+    a, b = halves(rng, 4, 5), halves(rng, 5, 3)
+    x, y = mx.np.array(a, dtype="float16"), mx.np.array(b, dtype="float16")
+    exact = a.astype(F32) @ b.astype(F32)
+    for found in (mx.np.dot(x, y), mx.np.matmul(x, y), mx.np.einsum("ij,jk->ik", x, y),
+                  mx.npx.fully_connected(x, y.T, no_bias=True, num_hidden=3),
+                  mx.np.tensordot(x, y, axes=1)):
+        assert_half(found.asnumpy(), exact, 1)
+    x.attach_grad()
+    with autograd.record():
+        out = mx.npx.softmax(mx.np.dot(x, y))
+    out.backward(mx.np.ones_like(out))
+    assert x.grad.dtype == F16
+    assert_half(mx.np.exp(x).asnumpy(), np.exp(a.astype(F32)), 1)
+
+
+@pytest.mark.parametrize(("call", "expected"), [
+    (lambda x: x * 0.1, lambda a, c: a * c(0.1)),
+    (lambda x: x + 0.1, lambda a, c: a + c(0.1)),
+    (lambda x: 0.1 - x, lambda a, c: c(0.1) - a),
+    (lambda x: x / 0.3, lambda a, c: a / c(0.3)),
+    (lambda x: x.clip(-0.1, 0.3), lambda a, c: np.clip(a, c(-0.1), c(0.3))),
+    (lambda x: nd.LeakyReLU(x, act_type="leaky", slope=0.1),
+     lambda a, c: np.where(a > 0, a, a * c(0.1))),
+    (lambda x: nd.maximum(x, 0.1), lambda a, c: np.maximum(a, c(0.1))),
+    (lambda x: x ** 2.0, lambda a, c: a ** 2),
+])
+def test_a_constant_is_rounded_to_float16_first_as_on_a_gpu(call, expected, rng):
+    values = halves(rng, 300)
+    found = call(array(values)).asnumpy()
+    exact = expected(values.astype(F32), lambda number: F32(F16(number)))
+    assert_half(found, exact)
+
+
+def test_a_constants_gradient_uses_the_rounded_constant(rng):
+    values = halves(rng, 300)
+    x = array(values)
+    x.attach_grad()
+    with autograd.record():
+        out = x * 0.1
+    out.backward(array(values))
+    assert_half(x.grad.asnumpy(), values.astype(F32) * F32(F16(0.1)))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_an_operator_that_selects_code_by_dtype_gives_that_type(dtype, rng):
+    values = halves(rng, 3, 7)
+    indices = nd.topk(array(values), k=3, dtype=dtype)
+    assert indices.dtype == np.dtype(dtype)
+    assert np.array_equal(indices.asnumpy(), np.argsort(-values, axis=1)[:, :3])
+    order = nd.argsort(array(values), dtype=dtype)
+    assert np.array_equal(order.asnumpy(), np.argsort(values, axis=1))
+
+
+@pytest.mark.parametrize("draw", ["uniform", "normal", "gamma", "exponential", "poisson"])
+def test_random_numbers_are_float32s_rounded(draw):
+    drawn = []
+    for dtype in ("float16", "float32"):
+        mx.random.seed(3)
+        drawn.append(getattr(nd.random, draw)(shape=(50,), dtype=dtype))
+    assert drawn[0].dtype == F16
+    assert np.array_equal(drawn[0].asnumpy(), rounded(drawn[1]))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64", "int32", "int64",
+                                   "int8", "uint8"])
+def test_casts_to_and_from_float16(dtype):
+    values = np.array([0, 1, 2, 3.5, 100, 0.1], F16)
+    there = array(values).astype(dtype)
+    assert np.array_equal(there.asnumpy(), values.astype(dtype))
+    assert np.array_equal(there.astype("float16").asnumpy(), values.astype(dtype).astype(F16))
+
+
+def test_results_go_where_they_are_asked_for(rng):
+    """Given arrays, parts of arrays, and the memory of an input."""
+    a, b = halves(rng, 6, 5), halves(rng, 6, 5)
+    x, y, z = array(a), array(b), nd.zeros((6, 5), dtype="float16")
+    nd.broadcast_add(x, y, out=z)
+    assert_half(z.asnumpy(), a.astype(F32) + b)
+    z[:] = 0
+    nd.broadcast_add(x[2:4], y[2:4], out=z[2:4])
+    assert_half(z[2:4].asnumpy(), a[2:4].astype(F32) + b[2:4])
+    assert not z[:2].asnumpy().any()
+    assert not z[4:].asnumpy().any()
+    nd.transpose(x[:5], out=x[:5])
+    assert np.array_equal(x.asnumpy(), np.concatenate([a[:5].T, a[5:]]))
+    nd.elemwise_mul(array(a), y, out=y)
+    assert_half(y.asnumpy(), a.astype(F32) * b)
+    x = array(a)
+    x += array(b)
+    assert_half(x.asnumpy(), a.astype(F32) + b)
+    nd.softmax(x, axis=1, out=x)
+    assert_half(x.sum(axis=1).asnumpy(), np.ones(6), 1)
+
+
+def test_a_view_is_read_and_written_through(rng):
+    a = halves(rng, 6, 4)
+    x = array(a)
+    x[1:3] = nd.relu(x[3:5])
+    assert_half(x.asnumpy()[1:3], np.maximum(a[3:5], 0))
+    x[:] = 0.1
+    assert (x.asnumpy() == F16(0.1)).all()
+    assert_half((x.reshape((4, 6)) + 1).asnumpy(), np.full((4, 6), F32(F16(0.1)) + 1))
+
+
+def test_empty_arrays_stay_empty():
+    with mx.util.np_shape(True):
+        x = nd.zeros((0, 3), dtype="float16")
+        x.attach_grad()
+        with autograd.record():
+            out = nd.relu(x) + x * 2
+        out.backward()
+        assert out.shape == x.grad.shape == (0, 3)
+        assert nd.concat(x, nd.ones((2, 3), dtype="float16"), dim=0).shape == (2, 3)
+
+
+@pytest.mark.parametrize("count", [2, 3, 9])
+def test_sums_of_arrays(count, rng):
+    values = [halves(rng, 33) for _ in range(count)]
+    exact = np.sum([v.astype(F32) for v in values], 0, dtype=F32)
+    assert_half(nd.add_n(*map(array, values)).asnumpy(), exact, 1)
+
+
+def test_gradients_add_up(rng):
+    """With grad_req="add", and where a tensor is read several times."""
+    a = halves(rng, 4, 5)
+    x = array(a)
+    x.attach_grad("add")
+    for _ in range(2):
+        with autograd.record():
+            out = nd.relu(x) + x + x * 2
+        out.backward()
+    assert_half(x.grad.asnumpy(), 2 * (3 + (a > 0)))
+
+
+def test_a_sparse_array_runs_mxnets_code(rng):
+    dense = halves(rng, 4, 3).astype(F32)
+    rows = nd.array(dense).tostype("row_sparse")
+    assert np.array_equal((rows * 2).asnumpy(), dense * 2)
+    assert np.array_equal(nd.dot(rows, nd.ones((3, 2))).asnumpy(), dense @ np.ones((3, 2), F32))
+    weight = nd.ones((5, 3))
+    weight.attach_grad(stype="row_sparse")
+    with autograd.record():
+        out = nd.Embedding(nd.array([1, 3]), weight, input_dim=5, output_dim=3, sparse_grad=True)
+    out.backward()
+    assert weight.grad.stype == "row_sparse"
+
+
+@pytest.mark.parametrize("call", [
+    lambda x: nd.FullyConnected(x, nd.ones((3, 5)), no_bias=True, num_hidden=3),
+    lambda x: nd.elemwise_add(x, nd.ones((4, 5))),
+    lambda x: nd.LayerNorm(x, nd.ones(5), nd.ones(5)),
+    lambda x: nd.dot(x, nd.ones((5, 3)))])
+def test_mxnet_refuses_mixed_types_as_before(call):
+    with pytest.raises(mx.MXNetError, match="expected float16, got float32"):
+        call(nd.ones((4, 5), dtype="float16")).wait_to_read()
+
+
+@pytest.mark.parametrize(("call", "shape"), [
+    (lambda x: nd.linalg.det(x), (3, 3)), (lambda x: nd.linalg.slogdet(x)[1], (3, 3)),
+    (lambda x: mx.np.linalg.eigvalsh(x.as_np_ndarray()), (3, 3)),
+    (lambda x: mx.np.linalg.solve(x.as_np_ndarray(), x.as_np_ndarray()), (3, 3)),
+    (lambda x: mx.np.linalg.pinv(x.as_np_ndarray()), (3, 3)),
+    (lambda x: mx.np.around(x.as_np_ndarray(), 1), (3, 3)),
+    (lambda x: nd.contrib.MultiBoxPrior(x.reshape((1, 1, 3, 3)), sizes=(0.5, 0.2)), (3, 3)),
+    (lambda x: nd.Crop(x.reshape((1, 1, 3, 3)), h_w=(2, 2)), (3, 3)),
+])
+def test_operators_whose_types_mxnet_restricts_without_a_reason(call, shape, rng):
+    values = halves(rng, *shape) + 3 * np.eye(3, dtype=F16)
+    values = (values + values.T) / 2
+    found, exact = call(array(values)), call(nd.array(values, dtype=F32))
+    assert found.dtype == F16
+    assert np.array_equal(found.asnumpy(), exact.asnumpy().astype(F16))
+
+
+# ---- autograd --------------------------------------------------------------------------------
+
+
+def test_second_order_gradients(rng):
+    values = halves(rng, 20)
+    for function, second in [(nd.sin, lambda v: -np.sin(v)), (nd.square, lambda v: 2 + 0 * v),
+                             (nd.exp, np.exp)]:
+        x = array(values)
+        x.attach_grad()
+        with autograd.record():
+            first = autograd.grad(function(x), x, create_graph=True, retain_graph=True)[0]
+        first.backward()
+        assert first.dtype == x.grad.dtype == F16
+        assert_half(x.grad.asnumpy(), second(values.astype(F32)), 2)
+
+
+class Scale(autograd.Function):
+    """Two times its input, by a function with a gradient of its own."""
+
+    def forward(self, x):
+        assert x.dtype == F16
+        return nd.dot(x, x.T)
+
+    def backward(self, dy):
+        assert dy.dtype == F16
+        return nd.dot(dy, nd.ones((dy.shape[0], 3), dtype="float16"))
+
+
+def test_a_function_of_the_users_takes_float16(rng):
+    values = halves(rng, 4, 3)
+    x = array(values)
+    x.attach_grad()
+    with autograd.record():
+        out = nd.relu(Scale()(x * 1))
+    out.backward()
+    wide = values.astype(F32) @ values.T.astype(F32)
+    assert_half(out.asnumpy(), np.maximum(wide, 0))
+    assert_half(x.grad.asnumpy(), (wide.astype(F16) > 0).astype(F32) @ np.ones((4, 3)))
+
+
+class Doubled(mx.operator.CustomOp):
+    def forward(self, is_train, req, in_data, out_data, aux):
+        assert in_data[0].dtype == out_data[0].dtype == F16
+        self.assign(out_data[0], req[0], nd.broadcast_mul(in_data[0], in_data[0]))
+
+    def backward(self, req, out_grad, in_data, out_data, in_grad, aux):
+        self.assign(in_grad[0], req[0], 2 * in_data[0] * out_grad[0])
+
+
+@mx.operator.register("dispatch_doubled")
+class DoubledProp(mx.operator.CustomOpProp):
+    def create_operator(self, ctx, shapes, dtypes):
+        return Doubled()
+
+
+@pytest.mark.parametrize("symbolic", [False, True])
+def test_a_custom_operator_takes_float16(symbolic, rng):
+    class Net(nn.HybridBlock):
+        def hybrid_forward(self, F, x):
+            return F.relu(F.Custom(x, op_type="dispatch_doubled")) + 1
+
+    values = halves(rng, 4, 3)
+    net, x = Net(), array(values)
+    if symbolic:
+        net.hybridize()
+    x.attach_grad()
+    with autograd.record():
+        out = net(x)
+    out.backward()
+    assert_half(out.asnumpy(), values.astype(F32) ** 2 + 1, 1)
+    assert_half(x.grad.asnumpy(), 2 * values.astype(F32))
+
+
+def repeated(F, x, dtype):
+    zeros = F.zeros_like(F.slice_axis(x, axis=0, begin=0, end=1)).reshape((-1,))
+    return F.contrib.foreach(lambda row, total: (F.relu(row) + total, total + row), x, zeros)[0]
+
+
+def counted(F, x, dtype):
+    return F.contrib.while_loop(lambda i, s: i < 2, lambda i, s: (s, [i + 1, s * 2]),
+                                (F.zeros((1,), dtype=dtype), x), 2)[0]
+
+
+def chosen(F, x, dtype):
+    return F.contrib.cond(F.cast(F.sum(x) > 1e4, dtype="float32"), lambda: x * 3, lambda: x * 2)
+
+
+@pytest.mark.parametrize("flow", [repeated, counted, chosen])
+@pytest.mark.parametrize("hybridized", [False, True])
+def test_control_flow_in_float16(flow, hybridized, rng):
+    values, results = halves(rng, 3, 4), []
+    for dtype in ("float16", "float32"):
+        net = nn.HybridLambda(lambda F, x, dtype=dtype: flow(F, x, dtype))
+        if hybridized:
+            net.hybridize()
+        x = nd.array(values, dtype=dtype)
+        x.attach_grad()
+        with autograd.record():
+            out = net(x)
+        out.backward()
+        results.append((out.asnumpy(), x.grad.asnumpy()))
+    for found, exact in zip(*results):
+        assert_half(found, exact, 1)

@@ -1,0 +1,465 @@
+"""Networks cast to float16 train on a CPU by every way that MXNet has to run them."""
+import json
+import os
+import subprocess
+import sys
+import threading
+
+import gluon_amp as amp
+import numpy as np
+import pytest
+from gluon_amp._mxnet import mx
+from halves import assert_half, halves
+from mxnet import autograd, gluon, nd
+from mxnet.contrib import amp as contrib_amp
+from mxnet.gluon import nn
+from mxnet.gluon.model_zoo import vision
+
+WAYS = {"imperative": None, "hybridized": {}, "static memory": {"static_alloc": True},
+        "static": {"static_alloc": True, "static_shape": True}}
+CLASSES = 4
+
+
+def batches(count, size, rng, batch=16):
+    """Images whose class is the quarter that is brighter."""
+    for _ in range(count):
+        images = rng.standard_normal((batch, 3, size, size)).astype("float32")
+        labels = rng.integers(0, CLASSES, batch)
+        half = size // 2
+        for image, label in zip(images, labels):
+            top, left = label // 2 * half, label % 2 * half
+            image[:, top:top + half, left:left + half] += 2
+        yield nd.array(images), nd.array(labels)
+
+
+def same_weights(make, seed=5):
+    mx.random.seed(seed)
+    net = make()
+    net.initialize(mx.init.Xavier())
+    return net
+
+
+def train(net, data, dtype, scale=1.0, rate=0.02):
+    """As the tutorial publishes it: a weighted loss, and rescale_grad to match. Returns losses."""
+    loss_fn = gluon.loss.SoftmaxCrossEntropyLoss(weight=scale)
+    trainer = gluon.Trainer(net.collect_params(), "sgd", {
+        "learning_rate": rate, "momentum": 0.5, "multi_precision": True,
+        "rescale_grad": 1 / scale})
+    losses = []
+    for x, y in data:
+        with autograd.record():
+            out = net(x.astype(dtype, copy=False))
+            loss = loss_fn(out.astype("float32"), y)
+        loss.backward()
+        trainer.step(x.shape[0])
+        losses.append(loss.mean().asscalar() / scale)
+    return np.array(losses)
+
+
+# ---- the tutorial, as published --------------------------------------------------------
+
+NETWORKS = {"resnet18_v1": 0.01, "resnet18_v2": 0.01, "mobilenet0_25": 0.03}  # learning rates
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_the_published_gluon_tutorial_trains_as_float32_does(name, rng):
+    data = list(batches(24, 32, rng))
+    ends = {}
+    for dtype in ("float32", "float16"):
+        net = same_weights(lambda: getattr(vision, name)(classes=CLASSES))
+        net(data[0][0])
+        if dtype == "float16":
+            net.cast("float16")
+        net.hybridize(static_alloc=True, static_shape=True)
+        losses = train(net, data, dtype, 8.0 if dtype == "float16" else 1.0, NETWORKS[name])
+        ends[dtype] = losses[-8:].mean()
+        assert losses[:2].mean() > 2 * ends[dtype], losses
+    assert abs(ends["float16"] - ends["float32"]) < 0.2
+
+
+def symbolic(name, dtype, scale):
+    """The network between two casts, under a softmax in float32."""
+    net = same_weights(lambda: getattr(vision, name)(classes=CLASSES))
+    data = mx.sym.Variable("data")
+    if dtype == "float16":
+        net.cast("float16")
+        data = mx.sym.Cast(data, dtype="float16")
+    out = mx.sym.Cast(net(data), dtype="float32")
+    return mx.sym.SoftmaxOutput(out, name="softmax", grad_scale=scale)
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_the_published_symbolic_tutorial_trains_as_float32_does(name, rng):
+    images, labels = (np.concatenate([a.asnumpy() for a in arrays])
+                      for arrays in zip(*batches(24, 32, rng)))
+    ends = {}
+    for dtype in ("float32", "float16"):
+        scale = 8.0 if dtype == "float16" else 1.0
+        module = mx.mod.Module(symbolic(name, dtype, scale), context=mx.cpu())
+        data = mx.io.NDArrayIter(images, labels.astype("float32"), 16)
+        metric = mx.metric.CrossEntropy()
+        mx.random.seed(2)
+        means = []  # over all batches so far
+        module.fit(data, num_epoch=1, optimizer="sgd", eval_metric=metric,
+                   initializer=mx.init.Xavier(), optimizer_params={
+                       "learning_rate": NETWORKS[name], "momentum": 0.5, "multi_precision": True,
+                       "rescale_grad": 1 / scale / 16},
+                   batch_end_callback=lambda batch, means=means: means.append(
+                       batch.eval_metric.get()[1]))
+        ends[dtype] = (means[-1] * 24 - means[15] * 16) / 8
+        assert means[0] > 2 * ends[dtype], means
+    assert abs(ends["float16"] - ends["float32"]) < 0.2
+
+
+# ---- ways to run a network -------------------------------------------------------------
+
+
+def small_network():
+    net = nn.HybridSequential()
+    net.add(nn.Conv2D(8, 3, padding=1, in_channels=3), nn.BatchNorm(in_channels=8),
+            nn.Activation("relu"), nn.MaxPool2D(2), nn.Conv2D(8, 3, groups=2, in_channels=8),
+            nn.LeakyReLU(0.1), nn.GlobalAvgPool2D(), nn.Flatten(), nn.LayerNorm(in_channels=8),
+            nn.Dense(CLASSES, in_units=8))
+    return net
+
+
+def test_every_way_to_run_a_network_gives_the_same_bits(rng):
+    data = list(batches(4, 12, rng))
+    found = {}
+    for way, flags in WAYS.items():
+        net = same_weights(small_network)
+        net.cast("float16")
+        if flags is not None:
+            net.hybridize(**flags)
+        losses = train(net, data, "float16", scale=128.0)
+        weights = [p.data().asnumpy() for p in net.collect_params().values()]
+        assert [w.dtype.name for w in weights].count("float16") == 8
+        found[way] = [losses, net(data[0][0].astype("float16")).asnumpy(), *weights]
+    for way in WAYS:
+        assert all(map(np.array_equal, found[way], found["imperative"])), way
+
+
+def test_a_cast_network_gives_the_bits_of_a_converted_one(rng):
+    data = list(batches(4, 12, rng))
+    weights = []
+    for convert in (False, True):
+        net = same_weights(small_network)
+        if convert:
+            amp.convert(net, "pure_float16")
+        else:
+            net.cast("float16")
+        train(net, data, "float16", scale=128.0)
+        weights.append([p.data().asnumpy() for p in net.collect_params().values()])
+    assert all(map(np.array_equal, *weights))
+
+
+def test_a_batch_norm_keeps_float32_statistics_and_moves_them_in_training(rng):
+    net = nn.BatchNorm(in_channels=3)
+    net.initialize()
+    net.cast("float16")
+    x = nd.array(halves(rng, 8, 3, 4, 4) + 2, dtype="float16")
+    with autograd.record():
+        out = net(x)
+    out.backward()
+    assert out.dtype == np.float16
+    assert net.running_mean.data().dtype == np.float32
+    exact = x.asnumpy().astype("float32").mean((0, 2, 3))
+    np.testing.assert_allclose(net.running_mean.data().asnumpy(), 0.1 * exact, rtol=1e-3)
+
+
+@pytest.mark.parametrize("mode", ["always", "training"])
+def test_dropouts_gradient_has_the_mask_of_its_forward_pass(mode):
+    x = nd.ones((64, 64), dtype="float16")
+    x.attach_grad()
+    masks = []
+    for dtype in ("float16", "float32"):
+        mx.random.seed(4)
+        with autograd.record(train_mode=mode == "training"):
+            out = nd.Dropout(x.astype(dtype), p=0.25, mode=mode) * 3
+        out.backward(retain_graph=True)
+        first = x.grad.asnumpy()
+        assert np.array_equal(first, out.asnumpy().astype("float16"))
+        assert 0.2 < (first == 0).mean() < 0.3
+        if dtype == "float16":  # MXNet's float32 code forgets its mask here
+            out.backward()
+            assert np.array_equal(x.grad.asnumpy(), first)
+        masks.append(first == 0)
+    assert np.array_equal(*masks)
+
+
+@pytest.mark.parametrize("make", [
+    lambda: gluon.rnn.LSTM(8, 2, bidirectional=True, input_size=6),
+    lambda: gluon.rnn.GRU(8, 2, input_size=6), lambda: gluon.rnn.RNN(8, 1, input_size=6),
+    lambda: gluon.rnn.RNN(8, 1, "tanh", input_size=6),
+    lambda: gluon.rnn.LSTM(8, 2, dropout=0.2, input_size=6)],
+    ids=["bidirectional lstm", "gru", "relu rnn", "tanh rnn", "lstm with dropout"])
+@pytest.mark.parametrize("way", ["imperative", "static"])
+def test_rnns_train_and_predict_in_float16(make, way, rng):
+    values, results = halves(rng, 5, 3, 6), []
+    for dtype in ("float16", "float32"):
+        net = same_weights(make)
+        net.cast(dtype)
+        if WAYS[way] is not None:
+            net.hybridize(**WAYS[way])
+        x = nd.array(values, dtype=dtype)
+        x.attach_grad()
+        for _ in range(2):
+            mx.random.seed(1)
+            with autograd.record():
+                out, states = net(x, net.begin_state(3, dtype=dtype))
+            states = list(flat(states))
+            autograd.backward([out, *states])
+        gradients = [p.grad() for p in net.collect_params().values()]
+        results.append([out, *states, x.grad, *gradients,
+                        net(x, net.begin_state(3, dtype=dtype))[0]])
+    for found, exact in zip(*results):
+        assert found.dtype == np.float16
+        exact = exact.asnumpy()
+        np.testing.assert_allclose(found.asnumpy(), exact, rtol=0.02,
+                                   atol=0.004 * np.abs(exact).max())
+
+
+@pytest.mark.parametrize("cell", [gluon.rnn.LSTMCell, gluon.rnn.GRUCell, gluon.rnn.RNNCell])
+def test_cells_train_in_float16(cell, rng):
+    net = same_weights(lambda: cell(8, input_size=6))
+    net.cast("float16")
+    x = nd.array(halves(rng, 3, 5, 6), dtype="float16")
+    with autograd.record():
+        out, _ = net.unroll(5, x, net.begin_state(3, dtype="float16"), merge_outputs=True)
+    out.backward()
+    assert out.dtype == np.float16
+    assert all(np.isfinite(p.grad().asnumpy()).all() for p in net.collect_params().values())
+
+
+def test_symbol_blocks_and_executors_run_float16(rng):
+    data = mx.sym.Variable("data")
+    out = mx.sym.FullyConnected(mx.sym.Cast(data, dtype="float16"), num_hidden=3, name="dense")
+    values = {name: halves(rng, *shape) for name, shape in
+              (("data", (4, 5)), ("dense_weight", (3, 5)), ("dense_bias", (3,)))}
+    wide = {name: value.astype("float32") for name, value in values.items()}
+    exact = wide["data"] @ wide["dense_weight"].T + wide["dense_bias"]
+    executor = out.simple_bind(mx.cpu(), data=(4, 5), type_dict={"data": "float32"})
+    executor.copy_params_from({n: nd.array(v, dtype=v.dtype) for n, v in values.items()
+                               if n != "data"})
+    executor.forward(is_train=True, data=nd.array(wide["data"]))
+    executor.backward(nd.ones((4, 3), dtype="float16"))
+    assert_half(executor.outputs[0].asnumpy(), exact)
+    assert_half(executor.grad_dict["dense_bias"].asnumpy(), np.full(3, 4))
+    block = gluon.SymbolBlock(out, data)
+    block.collect_params().initialize()
+    block.cast("float16")
+    for name, parameter in block.collect_params().items():
+        parameter.set_data(nd.array(values[name], dtype="float16"))
+    assert_half(block(nd.array(wide["data"])).asnumpy(), exact)
+
+
+def test_a_bucketing_module_trains_in_float16(rng):
+    def graph(length):
+        data = mx.sym.Cast(mx.sym.Variable("data"), dtype="float16")
+        out = mx.sym.FullyConnected(mx.sym.mean(data, axis=1), num_hidden=2, name="dense")
+        return mx.sym.SoftmaxOutput(mx.sym.Cast(out, dtype="float32"), name="softmax"), \
+            ["data"], ["softmax_label"]
+
+    module = mx.mod.BucketingModule(graph, default_bucket_key=6, context=mx.cpu())
+    shapes = {length: [("data", (16, length, 3))] for length in (6, 4)}
+    module.bind(shapes[6], [("softmax_label", (16,))])
+    module.init_params(mx.init.Xavier())
+    module.init_optimizer(optimizer="sgd", optimizer_params={
+        "learning_rate": 1.0, "multi_precision": True, "rescale_grad": 1 / 16})
+    metric = mx.metric.Accuracy()
+    for step in range(40):
+        length = (6, 4)[step % 2]
+        values = rng.standard_normal((16, length, 3)).astype("float32")
+        labels = (values.mean((1, 2)) > 0).astype("float32")
+        batch = mx.io.DataBatch([nd.array(values)], [nd.array(labels)], bucket_key=length,
+                                provide_data=shapes[length],
+                                provide_label=[("softmax_label", (16,))])
+        module.forward_backward(batch)
+        module.update()
+        if step >= 30:
+            module.update_metric(metric, batch.label)
+    assert metric.get()[1] > 0.9
+
+
+# ---- optimizers and kvstores -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("clip", [None, 0.01])
+@pytest.mark.parametrize(("name", "settings"), [
+    ("sgd", {}), ("sgd", {"momentum": 0.9}), ("sgd", {"momentum": 0.9, "aggregate_num": 1}),
+    ("sgd", {"aggregate_num": 1}), ("nag", {"momentum": 0.9}), ("adam", {})])
+def test_multi_precision_updates_have_float32s_bits(name, settings, clip, rng):
+    """Of masters and states, and weights are masters rounded."""
+    shapes = [(3, 5), (300,), (70, 7)]
+    weights = [halves(rng, *shape) for shape in shapes]
+    settings = {"learning_rate": 0.05, "wd": 0.01, "rescale_grad": 0.5, "clip_gradient": clip,
+                **settings}
+    aggregate = settings.pop("aggregate_num", None)
+    results = []
+    for dtype in ("float16", "float32"):
+        made = mx.optimizer.create(name, multi_precision=True, **settings)
+        made.aggregate_num = aggregate or made.aggregate_num
+        update = mx.optimizer.get_updater(made)
+        arrays = [nd.array(w, dtype=dtype) for w in weights]
+        draw = np.random.default_rng(3)
+        for _ in range(4):
+            grads = [nd.array(halves(draw, *shape), dtype=dtype) for shape in shapes]
+            if made.aggregate_num > 1:
+                update(list(range(3)), grads, arrays)
+            else:
+                for i in range(3):
+                    update(i, grads[i], arrays[i])
+        masters = arrays if dtype == "float32" else \
+            [next(s for s in flat(update.states[i]) if is_master(s, arrays[i])) for i in range(3)]
+        if dtype == "float16":
+            for master, weight in zip(masters, arrays):
+                assert np.array_equal(master.asnumpy().astype("float16"), weight.asnumpy())
+        results.append(masters)
+    for master, exact in zip(*results):
+        assert np.array_equal(master.asnumpy(), exact.asnumpy())
+
+
+def flat(states):
+    for state in states if isinstance(states, (tuple, list)) else [states]:
+        if isinstance(state, (tuple, list)):
+            yield from flat(state)
+        elif state is not None:
+            yield state
+
+
+def is_master(state, weight):
+    return np.array_equal(state.asnumpy().astype("float16"), weight.asnumpy())
+
+
+@pytest.mark.parametrize("kind", ["local", "device"])
+def test_a_kvstore_sums_float16(kind, rng):
+    store = mx.kv.create(kind)
+    values = [halves(rng, 40) for _ in range(3)]
+    store.init("w", nd.zeros(40, dtype="float16"))
+    store.push("w", [nd.array(v, dtype="float16", ctx=mx.cpu(i)) for i, v in enumerate(values)])
+    out = nd.zeros(40, dtype="float16")
+    store.pull("w", out=out)
+    np.testing.assert_allclose(out.asnumpy(), np.sum([v.astype("float32") for v in values], 0),
+                               rtol=2e-3, atol=2e-3)
+
+
+# ---- threads, workers, processes -------------------------------------------------------
+
+
+def test_two_threads_predict_what_one_does(rng):
+    net = same_weights(small_network)
+    net.cast("float16")
+    net.hybridize()
+    inputs = [nd.array(halves(rng, 4, 3, 12, 12), dtype="float16") for _ in range(20)]
+    expected = [net(x).asnumpy() for x in inputs]
+    found = [None] * len(inputs)
+
+    def run(which):
+        for i in range(which, len(inputs), 2):
+            found[i] = (nd.relu(net(inputs[i])) * 0.1 + net(inputs[i]) * 0.9).asnumpy()
+
+    threads = [threading.Thread(target=run, args=(which,)) for which in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for got, out in zip(found, expected):
+        out = nd.array(out, dtype="float16")
+        assert np.array_equal(got, (nd.relu(out) * 0.1 + out * 0.9).asnumpy())
+
+
+def in_process(code, **variables):
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True,
+                          text=True, timeout=300, env={**os.environ, **variables})
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+WORKERS = """
+import gluon_amp, numpy as np, mxnet as mx
+from mxnet import autograd, gluon, nd
+from mxnet.gluon import nn
+mx.random.seed(1)
+data = gluon.data.ArrayDataset(np.random.RandomState(1).randn(64, 3, 8, 8).astype("float16"),
+                               np.arange(64, dtype="float32") % 4)
+loader = gluon.data.DataLoader(data, 16, num_workers=2)
+net = nn.HybridSequential()
+net.add(nn.Conv2D(8, 3), nn.BatchNorm(), nn.Activation("relu"), nn.Dense(4))
+net.initialize(mx.init.Xavier())
+net.cast("float16")
+net.hybridize(static_alloc=True, static_shape=True)
+trainer = gluon.Trainer(net.collect_params(), "sgd", {
+    "learning_rate": 0.05, "multi_precision": True})
+loss_fn = gluon.loss.SoftmaxCrossEntropyLoss()
+total = 0
+for epoch in range(3):
+    for x, y in loader:
+        assert x.dtype == np.float16
+        x = x.as_in_context(mx.cpu())
+        with autograd.record():
+            loss = loss_fn(net(x).astype("float32"), y)
+        loss.backward()
+        trainer.step(16)
+        total = loss.mean().asscalar()
+print(repr(total))
+"""
+
+
+def test_four_workers_and_forked_loaders_give_the_bits_of_one(rng):
+    found = {in_process(WORKERS, MXNET_CPU_WORKER_NTHREADS=count) for count in ("1", "4")}
+    assert len(found) == 1
+    assert np.isfinite(float(found.pop()))
+
+
+# ---- mx.contrib.amp --------------------------------------------------------------------
+
+CONTRIB = """
+import gluon_amp, json, numpy as np, mxnet as mx
+from mxnet import autograd, gluon, nd
+from mxnet.contrib import amp
+from mxnet.gluon.model_zoo import vision
+amp.init()
+rng = np.random.RandomState(1)
+x = nd.array(rng.randn(16, 3, 32, 32))
+y = nd.arange(16) % 4
+x[:] += y.reshape((16, 1, 1, 1))
+mx.random.seed(1)
+net = vision.resnet18_v1(classes=4)
+net.initialize(mx.init.Xavier())
+net.hybridize(static_alloc=True, static_shape=True)
+trainer = gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.01, "momentum": 0.9},
+                        update_on_kvstore=False)
+amp.init_trainer(trainer)
+loss_fn = gluon.loss.SoftmaxCrossEntropyLoss()
+losses = []
+for step in range(20):
+    with autograd.record():
+        loss = loss_fn(net(x), y)
+        with amp.scale_loss(loss, trainer) as scaled:
+            autograd.backward(scaled)
+    trainer.step(16)
+    losses.append(float(loss.mean().asscalar()))
+print(json.dumps(losses))
+"""
+
+
+def test_contrib_amp_trains_on_a_cpu():
+    losses = json.loads(in_process(CONTRIB).splitlines()[-1])
+    assert losses[0] > 1
+    assert np.mean(losses[-4:]) < 0.2
+
+
+@pytest.mark.parametrize("name", ["resnet18_v1", "resnet18_v2", "mobilenet_v2_0_25",
+                                  "mobilenet0_25", "squeezenet1_1", "densenet121"])
+def test_contrib_amp_converts_hybrid_blocks(name, rng):
+    net = getattr(vision, name)(classes=10)
+    net.initialize(mx.init.Xavier("gaussian", "in", 2))  # keeps the outputs in float16's range
+    net.hybridize()
+    size = 224 if name in ("squeezenet1_1", "densenet121") else 64
+    x = nd.array(rng.standard_normal((1, 3, size, size)))
+    exact = net(x).asnumpy()
+    converted = contrib_amp.convert_hybrid_block(net, ctx=mx.cpu())
+    converted.hybridize()
+    found = converted(x).asnumpy()
+    assert not np.array_equal(found, exact)
+    np.testing.assert_allclose(found, exact, rtol=0.05, atol=0.02 * np.abs(exact).max())
