@@ -3,8 +3,9 @@
 A step is what users write: in float32 `gluon.Trainer` with MXNet's SGD, in float16 `amp.convert`
 and `amp.Trainer`, whose scale is dynamic; momentum 0.9; hybridized static nets in both. Steps of
 the two types alternate, and lowest, median and highest of the pairs' ratios are shown, and
-how busy others kept the processors. A prediction is one forward. Memory is the most that a process
-of its own has, above what importing takes.
+how busy others kept the processors. "net.cast / converted" compares MXNet's way to float16,
+`net.cast` with `gluon.Trainer` and a static scale, with the converted network's step. A prediction
+is one forward. Memory is the most that a process of its own has, above what importing takes.
 """
 import argparse
 import csv
@@ -17,6 +18,7 @@ from harness import amp
 
 COLUMNS = {  # what can be measured, and the columns that it fills
     "step": ("float32 ms", "lowest", "float16 / float32", "highest", "pairs", "busy"),
+    "cast": ("net.cast / converted",),
     "prediction": ("prediction float32 ms", "prediction"),
     "memory": ("memory",),
     "prediction-memory": ("memory of a prediction",),
@@ -34,6 +36,9 @@ def measure(what, name, policy, pairs, budget):
         if what == "step":
             return (1e3 * found.seconds, *found[1:])
         return (1e3 * found.seconds, found.median)
+    if what == "cast":
+        steps = harness.stepper(name, policy), harness.stepper(name, harness.CAST)
+        return (harness.ratios(*steps, pairs, budget).median,)
     if what == "workers-memory":  # it differs by some percent from one process to the next
         return (harness.memory_ratio(name, policy, "step", 3, MXNET_CPU_WORKER_NTHREADS="4"),)
     kind = "prediction" if what == "prediction-memory" else "step"

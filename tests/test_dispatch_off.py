@@ -1,0 +1,100 @@
+"""Arrays of other types than float16 give the bits of MXNet alone, and GLUON_AMP_ENGINE=off leaves
+MXNet as it is."""
+import os
+import pickle
+import re
+import subprocess
+import sys
+
+import pytest
+from test_engine_operators import HERE, candidates
+
+# Calls each operator forward and backward before gluon_amp is imported, and again behind it.
+CALLS = """
+import ctypes, pickle, sys
+import numpy as np
+np.bool = bool
+import mxnet as mx
+from mxnet import autograd, nd
+from mxnet._ctypes.ndarray import _imperative_invoke
+
+dtype = sys.argv[2]
+
+def results(name, attributes, inputs):
+    handle = ctypes.c_void_p()
+    mx.base.check_call(mx.base._LIB.NNGetOpHandle(name.encode(), ctypes.byref(handle)))
+    mx.random.seed(1)
+    arrays = [nd.array(x, dtype=dtype if x.dtype == np.float16 else x.dtype) for x in inputs]
+    found = []
+    try:
+        with mx.util.np_shape(name.startswith("_np")):
+            if dtype != "int32":
+                for x in arrays:
+                    x.attach_grad()
+            with autograd.record():
+                made = _imperative_invoke(handle.value, arrays, list(attributes),
+                                          [str(v) for v in attributes.values()], None, False, False)
+            made = made if isinstance(made, list) else [made]
+            found += [o.asnumpy() for o in made]
+            if dtype != "int32":
+                autograd.backward(made)
+                found += [x.grad.asnumpy() for x in arrays if x.grad is not None]
+        nd.waitall()
+    except mx.MXNetError as error:
+        found.append(np.array(str(error)[-40:]))
+    return [(a.dtype, a.shape, a.tobytes()) for a in found]
+
+with open(sys.argv[1], "rb") as file:
+    calls = pickle.load(file)
+first, before = ([results(*call) for call in calls] for _ in range(2))
+assert "gluon_amp" not in sys.modules
+import gluon_amp
+assert gluon_amp.cpu.library.load()
+after = [results(*call) for call in calls]
+same = [call[0] for call, a, b in zip(calls, first, before) if a == b]
+print([call[0] for call, a, b, c in zip(calls, first, before, after) if a == b != c])
+print(len(same))
+"""
+
+
+OF_INTEGERS = "(elemwise|broadcast)_(add|sub|mul)|_npi_(add|multiply)|_(plus|mul)_scalar|" \
+    "sum|max|min|transpose|Concat|stack|take|slice|clip|where|Cast|one_hot|tile|reverse|argmax|sort"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "int32"])
+def test_other_types_give_the_bits_of_mxnet_alone(dtype, rng, tmp_path):
+    calls = [(name, *case) for name in HERE for case in candidates(name, rng)
+             if dtype != "int32" or re.fullmatch(OF_INTEGERS, name)]
+    (tmp_path / "calls").write_bytes(pickle.dumps(calls))
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", CALLS, str(tmp_path / "calls"),
+                           dtype], capture_output=True, text=True, timeout=300,
+                          env={**os.environ, "MXNET_SAFE_ACCUMULATION": "1"})
+    assert done.returncode == 0, done.stderr[-2000:]
+    differ, ran = done.stdout.splitlines()[-2:]
+    assert differ == "[]"
+    assert int(ran) > 0.95 * len(calls)  # MXNet reads memory that it has not written in a few
+
+
+OFF = """
+import gluon_amp as amp, mxnet as mx
+from mxnet import nd
+halves = nd.ones((2, 2), dtype="float16")
+try:
+    nd.dot(halves, halves).asnumpy()
+    raise AssertionError("MXNet alone refuses it")
+except mx.MXNetError as error:
+    assert "dot only supports" in str(error)
+net = mx.gluon.nn.Dense(2, in_units=2)
+net.initialize()
+try:
+    amp.convert(net)(nd.ones((2, 2)))
+    raise AssertionError
+except amp.KernelError as error:
+    assert "GLUON_AMP_ENGINE=off" in str(error)
+"""
+
+
+def test_off_leaves_mxnet_as_it_is():
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", OFF], capture_output=True,
+                          text=True, env={**os.environ, "GLUON_AMP_ENGINE": "off"}, timeout=100)
+    assert done.returncode == 0, done.stderr
