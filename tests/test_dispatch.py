@@ -95,6 +95,12 @@ def test_a_constant_is_rounded_to_float16_first_as_on_a_gpu(call, expected, rng)
     assert_half(found, exact)
 
 
+def test_nan_to_num_uses_float16s_limits():
+    values = mx.np.array([np.inf, -np.inf, np.nan, 1.5], dtype="float16")
+    assert mx.np.nan_to_num(values).asnumpy().tolist() == [65504, -65504, 0, 1.5]
+    assert mx.np.nan_to_num(values, posinf=7).asnumpy().tolist() == [7, -65504, 0, 1.5]
+
+
 def test_a_constants_gradient_uses_the_rounded_constant(rng):
     values = halves(rng, 300)
     x = array(values)

@@ -39,13 +39,19 @@ std::string rounded(const std::string& text) {
   return digits;
 }
 
+// What stands for an attribute in float16 code; empty where the text does.
+std::string substitute(const Operator& of, const std::string& key, const std::string& text) {
+  const bool limit = of.op->name == "_npi_nan_to_num" && text == "None";  // the type's own
+  if (limit) return key == "posinf" ? "65504" : key == "neginf" ? "-65504" : "";
+  if (key == "dtype" && text == "float16" && !of.casts) return "float32";
+  return is_constant(of, key) ? rounded(text) : "";
+}
+
 // The attributes for halves; whether any differs.
 bool change(const Operator& of, const NodeAttrs& attrs, Attributes::Texts* texts) {
   bool changed = false;
   for (const auto& item : attrs.dict) {
-    std::string text;
-    if (item.first == "dtype" && item.second == "float16" && !of.casts) text = "float32";
-    else if (is_constant(of, item.first)) text = rounded(item.second);
+    const std::string text = substitute(of, item.first, item.second);
     changed |= !text.empty();
     if (texts) texts->emplace_back(item.first, text.empty() ? item.second : text);
   }
