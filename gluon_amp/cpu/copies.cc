@@ -144,7 +144,7 @@ bool transpose(const Call& call) {
 }
 
 void copy_row(const Half* from, Half* to, int64_t width, Write write) {
-  if (write == kNothing || from == to) return;
+  if (write == kNothing || from == to || width == 0) return;
   if (write == kStore) std::memcpy(to, from, width * sizeof(Half));
   else kernels->sum(&from, 1, to, width, kAdd);
 }
