@@ -1,9 +1,10 @@
 """Float16 arrays and their float32 masters, outside any graph.
 
-By our kernels on a CPU, where MXNet takes halves one by one; by MXNet's operators on a GPU.
+By our kernels on a CPU, where MXNet takes halves one by one; by MXNet's operators on a GPU, many
+arrays in one launch.
 """
 import functools
-from typing import Any, Iterable, Sequence
+from typing import Any, Iterable, List, Sequence
 
 from .._mxnet import mx, np
 from . import library
@@ -33,6 +34,54 @@ def copy_into(held: Sequence["mx.nd.NDArray"], arrays: Sequence["mx.nd.NDArray"]
     if not library.copy_all(arrays, held):
         for to, array in zip(held, arrays):
             array.astype(to.dtype, copy=False).copyto(to)
+
+
+def widen_all(arrays: Sequence["mx.nd.NDArray"]) -> List["mx.nd.NDArray"]:
+    """Float16 arrays, or float32 ones as they are, in float32."""
+    if not on_gpu_in_float16(arrays):
+        return [to_float32(array) for array in arrays]
+    sizes = [array.size for array in arrays]
+    flat, at = mx.nd.zeros(sum(sizes), arrays[0].context), 0
+    wide = []
+    for array, size in zip(arrays, sizes):
+        wide.append(flat[at:at + size].reshape(array.shape))
+        at += size
+    # 0 - (-1) * array; as its weight, the operator writes each array into itself
+    _descend(arrays, arrays, wide, -1.0, arrays)
+    return wide
+
+
+def narrow_all(masters: Sequence["mx.nd.NDArray"], weights: Sequence["mx.nd.NDArray"]) -> None:
+    """Rounds masters into their float16 weights."""
+    if on_gpu_in_float16(weights):
+        # clip_gradient: 0 times an infinite weight is no number
+        _descend(weights, weights, masters, 0.0, weights, clip_gradient=0.0)
+        return
+    for master, weight in zip(masters, weights):
+        narrow(master, weight)
+
+
+_MOST_IN_A_LAUNCH = 60  # what MXNet's kernel takes
+
+
+def _descend(weights: Sequence[Any], gradients: Sequence[Any], masters: Sequence[Any], rate: float,
+             out: Sequence[Any], **kwargs: Any) -> None:
+    """masters -= rate * gradients, and out = masters, rounded: MXNet's one operator that reads and
+    writes many arrays of both types in one launch."""
+    for i in range(0, len(weights), _MOST_IN_A_LAUNCH):
+        part = slice(i, i + _MOST_IN_A_LAUNCH)
+        some = [array for three in zip(weights[part], gradients[part], masters[part])
+                for array in three]
+        count = len(some) // 3
+        mx.nd.multi_mp_sgd_update(*some, num_weights=count, lrs=[rate] * count, wds=[0.0] * count,
+                                  out=list(out[part]), **kwargs)
+
+
+def on_gpu_in_float16(arrays: Sequence["mx.nd.NDArray"]) -> bool:
+    """Whether these are dense float16 arrays of one GPU."""
+    first = arrays[0].context
+    return first.device_type == "gpu" and all(
+        a.dtype is np.float16 and a.stype == "default" and a.context == first for a in arrays)
 
 
 def narrow(master: "mx.nd.NDArray", weight: "mx.nd.NDArray") -> None:

@@ -4,6 +4,7 @@ One look answers both: a sum of squares is finite where all its numbers are. MXN
 own `multi_all_finite` refuses float16 beside float32 arrays, looks at the first 200
 only, and on a CPU takes halves one by one.
 """
+import itertools
 import math
 from typing import Any, Dict, Iterable, List, Sequence, Tuple
 
@@ -21,11 +22,12 @@ def squares(arrays: Sequence[Any]) -> "np.ndarray[Any, Any]":
         return _ask(mx.cpu(), list(arrays)).asnumpy()
     groups: Dict[Any, List[int]] = {}
     for i, array in enumerate(arrays):
+        groups.setdefault(array.context, []).append(i)
+    asked = []
+    for context, group in groups.items():
         # a GPU's kernel takes arrays of one type
-        on_gpu = array.context.device_type == "gpu"
-        groups.setdefault((array.context, array.dtype if on_gpu else None), []).append(i)
-    asked = [(group, _ask(context, [_dense(arrays[i]) for i in group]))
-             for (context, _), group in groups.items()]
+        group.sort(key=lambda i: str(arrays[i].dtype) if context.device_type == "gpu" else "")
+        asked.append((group, _ask(context, [_dense(arrays[i]) for i in group])))
     sums = np.zeros(len(arrays))
     for group, answer in asked:
         sums[group] = answer.asnumpy()  # waits only here
@@ -65,6 +67,11 @@ def _dense(array: Any) -> Any:
 
 
 def _ask(context: Any, arrays: List[Any]) -> Any:
-    if context.device_type == "gpu":
-        return mx.nd.multi_sum_sq(*arrays, num_arrays=len(arrays))
-    return library.call("_gluon_amp_squares", arrays, num_arrays=len(arrays))
+    if context.device_type != "gpu":
+        return library.call("_gluon_amp_squares", arrays, num_arrays=len(arrays))
+    sums, at = mx.nd.empty(len(arrays), context), 0  # one array, and so one copy to the host
+    for _, group in itertools.groupby(arrays, key=lambda array: array.dtype):
+        some = list(group)
+        mx.nd.multi_sum_sq(*some, num_arrays=len(some), out=sums[at:at + len(some)])
+        at += len(some)
+    return sums

@@ -49,12 +49,16 @@ class AdamW(mx.optimizer.Optimizer):
         for i, index in enumerate(indices):
             lrs[i] = bias_corrected(self, lrs[i], self._index_update_count[index])
         # On a CPU the operator walks the largest array's size for every array: one at a time.
-        size = 1 if weights[0].context.device_type != "gpu" else len(weights)
+        on_gpu = weights[0].context.device_type == "gpu"
+        size = len(weights) if on_gpu else 1
+        rescale_grad = self.rescale_grad
+        if on_gpu:  # MXNet would fill an array by a launch
+            rescale_grad = mx.nd.array([rescale_grad], weights[0].context)
         for i in range(0, len(weights), size):
             part = slice(i, i + size)
             getattr(mx.nd.contrib, name)(
                 weights[part], grads[part], *zip(*states[part]), lrs=lrs[part], wds=wds[part],
-                rescale_grad=self.rescale_grad, etas=[1.0] * size, out=weights[part],
+                rescale_grad=rescale_grad, etas=[1.0] * size, out=weights[part],
                 beta1=self.beta1, beta2=self.beta2, epsilon=self.epsilon,
                 clip_gradient=self.clip_gradient or -1)
 

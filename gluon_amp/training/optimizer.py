@@ -7,17 +7,20 @@ float32 and narrow with our kernels, the usual optimizers in one pass (one_pass.
 """
 import functools
 import os
-from typing import Any, Dict, List
+from typing import Any, Dict, List, Sequence
 
 from .._mxnet import mx, np
 from ..checks import did_you_mean
 from ..cpu import library
-from ..cpu.arrays import dtype_name, follow, narrow, to_float32
+from ..cpu.arrays import dtype_name, follow, narrow_all, on_gpu_in_float16, widen_all
 from . import adamw, one_pass
+from .following import Following
 
 _GROUP = "MXNET_OPTIMIZER_AGGREGATION_SIZE"
 _MASTER_LAST = (mx.optimizer.SGD, mx.optimizer.NAG, mx.optimizer.LARS)  # their states' order
-_ONE_BY_ONE = (mx.optimizer.Adam, mx.optimizer.NAG, mx.optimizer.RMSProp)  # MXNet's take no lists
+_ANY_ORDER = (mx.optimizer.AdaDelta, mx.optimizer.AdaGrad, mx.optimizer.Adamax, mx.optimizer.FTML,
+              mx.optimizer.Ftrl, mx.optimizer.Signum, mx.optimizer.contrib.GroupAdaGrad)
+_TAKE_LISTS = (mx.optimizer.SGD, mx.optimizer.LARS, mx.optimizer.LAMB, adamw.AdamW)
 # MXNet makes float32 states for them, which it refuses beside float16 weights.
 _ONLY_WITH_MASTERS = (adamw.AdamW, mx.optimizer.RMSProp, mx.optimizer.Ftrl, mx.optimizer.AdaGrad,
                       mx.optimizer.AdaDelta, mx.optimizer.contrib.GroupAdaGrad)
@@ -62,6 +65,7 @@ def with_masters(made: Any) -> Any:
     if not isinstance(made, _WithMasters) and not _has_own_masters(cls):
         made.__class__ = _class_with_masters(cls)
         made.weight_types = {}
+        made._following = Following()
         made._group()
     return made
 
@@ -116,17 +120,24 @@ class _WithMasters:
     """In front of an optimizer's class."""
 
     weight_types: Dict[Any, Any]  # of each index, when its state was made
+    _following: Following
 
     def _group(self) -> None:
-        """Sets how many weights come in one call. MXNet's Adam, NAG and RMSProp take one."""
-        if isinstance(self, mx.optimizer.SGD) or self._base() in one_pass.ROWS:
+        """Sets how many weights come in one call, also where MXNet's optimizer takes one: of those
+        that update each weight as if there were no others (Nadam does not)."""
+        if isinstance(self, mx.optimizer.SGD) or self._base() in (*one_pass.ROWS, *_ANY_ORDER):
             self.aggregate_num = min(one_pass.MOST, int(os.environ.get(_GROUP, one_pass.MOST)))
 
     def create_state_multi_precision(self, index: Any, weight: Any) -> Any:
         self.weight_types[index] = weight.dtype
         if weight.dtype is np.float16 and not self.multi_precision:
             self._check_without_masters()
-        return super().create_state_multi_precision(index, weight)
+        state = super().create_state_multi_precision(index, weight)
+        if weight.dtype is np.float16 and weight.context.device_type == "gpu":
+            master = master_in(self, state)
+            if master is not None:
+                self._following.made(index, master, weight)
+        return state
 
     def _check_without_masters(self) -> None:
         epsilon = getattr(self, "epsilon", None)
@@ -159,34 +170,39 @@ class _WithMasters:
         if (in_float16 and halves_on_cpu or floats_on_cpu) and \
                 self._one_pass(indices, weights, grads, states, several, in_float16):
             return
-        if several and self._base() in _ONE_BY_ONE:
-            for one in zip(indices, weights, grads, states):
-                self.update_multi_precision(*one)
-            return
         if isinstance(self, mx.optimizer.AdaDelta):  # it writes into them
             grads = [g.copy() for g in grads]
-            grad = grads if several else grads[0]
         if not in_float16:
-            super().update_multi_precision(index, weight, grad, state)
+            self._each(super().update_multi_precision, indices, weights, grads, states)
             return
         masters, inner = _split(self, states)
-        for master, written in zip(masters, weights):
-            follow(master, written)
-        if weights[0].context.device_type == "gpu" and all(
-                g.dtype is np.float16 and g.stype == "default" for g in grads):
-            super().update_multi_precision(index, weight, grad, state)
+        on_gpu = weights[0].context.device_type == "gpu"
+        if on_gpu:
+            self._following.follow(indices, masters, weights)
         else:
-            self._update_masters(index, masters, grads, inner)
-            for master, updated in zip(masters, weights):
-                narrow(master, updated)
+            for master, written in zip(masters, weights):
+                follow(master, written)
+        if on_gpu_in_float16(grads) and self._has_mixed_operators():
+            self._each(super().update_multi_precision, indices, weights, grads, states)
+        else:  # MXNet's float32 update
+            self._each(self.update, indices, masters, widen_all(grads), inner)
+            narrow_all(masters, weights)
+        if on_gpu:
+            self._following.updated(indices, masters, weights)
 
-    def _update_masters(self, index: Any, masters: Any, grads: Any, inner: Any) -> None:
-        """MXNet's float32 update."""
-        grads = [to_float32(g) for g in grads]
-        if isinstance(index, (tuple, list)):
-            self.update(list(index), masters, grads, inner)
-        else:
-            self.update(index, masters[0], grads[0], inner[0])
+    def _each(self, update: Any, *columns: Sequence[Any]) -> None:
+        """Updates weights in one call, where MXNet's optimizer takes lists, or else one by one."""
+        if isinstance(self, _TAKE_LISTS) and len(columns[0]) > 1:
+            update(*map(list, columns))
+            return
+        with mx.engine.bulk(len(columns[0])):  # else a GPU is waited for behind each
+            for one in zip(*columns):
+                update(*one)
+
+    def _has_mixed_operators(self) -> bool:
+        """Whether MXNet's optimizer has operators that read float16 and update masters."""
+        mixed = self._base().update_multi_precision
+        return mixed is not mx.optimizer.Optimizer.update_multi_precision
 
     def _one_pass(self, indices: Any, weights: Any, grads: Any, states: Any, several: bool,
                   in_float16: bool) -> bool:
@@ -214,8 +230,14 @@ class _WithMasters:
     def __reduce__(self) -> Any:  # the class is made at run time, so pickle finds it by its base
         return _revive, (self._base(),), self.__getstate__()
 
+    def __getstate__(self) -> Any:
+        state = super().__getstate__()
+        state.pop("_following", None)
+        return state
+
     def __setstate__(self, state: Any) -> None:
         super().__setstate__(state)
+        self._following = Following()
         self._group()  # an Updater goes on forever with the 0 of an older file
 
 

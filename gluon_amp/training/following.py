@@ -1,0 +1,56 @@
+"""Masters follow their weights on a GPU without a look at the numbers.
+
+MXNet's engine counts how often each array has been written (`library.versions`), which takes no
+work of a device. Where masters and weights have been written by updates alone, each weight is still
+its master rounded, and nothing is to be done.
+"""
+from typing import Any, Dict, List, Optional, Sequence, Tuple
+
+from ..cpu import library
+from ..cpu.arrays import follow
+
+
+class Following:
+    """How often the weights of one optimizer, and their masters, were written by its updates."""
+
+    def __init__(self) -> None:
+        self._known: Dict[Any, Tuple[Sequence[Any], Any]] = {}
+
+    def made(self, index: Any, master: Any, weight: Any) -> None:
+        """A master has been made of its weight."""
+        self.updated([index], [master], [weight])
+
+    def follow(self, indices: Sequence[Any], masters: Sequence[Any],
+               weights: Sequence[Any]) -> None:
+        """Before an update: takes over by value what somebody else has written."""
+        written = self._written(indices, masters, weights)
+        if written is None:  # not of these together
+            one_by_one = [self._written(*map(list, zip(one)))
+                          for one in zip(indices, masters, weights)]
+            written = [one is None or one[0] for one in one_by_one]
+        for master, weight, is_written in zip(masters, weights, written):
+            if is_written:
+                follow(master, weight)
+
+    def updated(self, indices: Sequence[Any], masters: Sequence[Any],
+                weights: Sequence[Any]) -> None:
+        """After an update."""
+        arrays = [*masters, *weights]
+        self._known[self._key(indices, weights)] = arrays, library.versions(arrays)
+
+    def _written(self, indices: Sequence[Any], masters: Sequence[Any],
+                 weights: Sequence[Any]) -> Optional[List[bool]]:
+        """Whether each weight, or its master, has been written since; None where nothing tells."""
+        arrays = [*masters, *weights]
+        known, counts = self._known.pop(self._key(indices, weights), ((), None))
+        if counts is None or len(known) != len(arrays) \
+                or not all(a is b for a, b in zip(known, arrays)):
+            return None
+        written = library.versions(arrays, since=counts)
+        assert written is not None  # as it was not for `counts`
+        counted = written.asnumpy()
+        return [bool(a or b) for a, b in zip(counted, counted[len(weights):])]
+
+    @staticmethod
+    def _key(indices: Sequence[Any], weights: Sequence[Any]) -> Any:
+        return weights[0].context, tuple(indices)
