@@ -27,6 +27,9 @@ class Policy:
         sensitive: what softmax, losses, exponents and large sums compute in: float32 or as
             `between`.
         output: what the network returns: float32 or float16.
+        batched: what the inputs of batched products (`batch_dot`, `np.matmul`) are rounded to:
+            float32, or as `product`. MXNet adds these in float16 on a GPU if they are float16, so
+            that float32 is the default where `product` is float16.
         compute: sets both `product` and `between`; it is given instead of these.
         accumulate: a GPU, such as "V100": on a CPU, float16 products then add by the rule of that
             GPU's Tensor Cores (`gluon_amp.tensor_core_dot`), forward and backward, in the order
@@ -52,6 +55,7 @@ class Policy:
     scaling: Optional[str] = None
     history: int = 16
     margin: int = 0
+    batched: Any = None
 
     def __post_init__(self, compute: Optional[FormatOrName]) -> None:
         if not isinstance(self.name, str) or not self.name:
@@ -70,6 +74,9 @@ class Policy:
             self._one_of(role, (FLOAT32, FLOAT16))
         for role in ("norm", "sensitive"):
             self._one_of(role, (FLOAT32, between))
+        if self.batched is None:
+            object.__setattr__(self, "batched", FLOAT32 if self._float16_alone else product)
+        self._one_of("batched", (FLOAT32, product))
         check_split(self.split)
         if self.split is not None and self.accumulate is None:
             raise ValueError(f"policy {self.name}: split is for accumulate=. Received: "
@@ -81,6 +88,10 @@ class Policy:
                 raise ValueError(f"policy {self.name}: accumulate={self.accumulate!r} is for "
                                  f"float16 products. Received: product={product.name}, "
                                  f"gradient={self.gradient.name}")
+
+    @property
+    def _float16_alone(self) -> bool:
+        return self.product == self.between == self.gradient == FLOAT16
 
     def _take_compute(self, compute: FormatOrName) -> None:
         """Sets the two roles that `compute` stands for."""
@@ -171,7 +182,7 @@ POLICIES = {policy.name: policy for policy in (
     Policy("float16", parameter="float16", compute="float16"),
     Policy("mixed_float16", compute="float16"),
     Policy("pure_float16", parameter="float16", compute="float16", norm="float16",
-           sensitive="float16", output="float16"),
+           sensitive="float16", output="float16", batched="float16"),
     Policy("mixed_bfloat16", compute="bfloat16"),
     Policy("tf32", product="tf32"),
     Policy("mixed_float8", product="float8_e4m3", between="bfloat16", gradient="float8_e5m2",

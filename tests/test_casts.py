@@ -1,4 +1,5 @@
 """The graphs that a GPU would run: which operator computes in which type."""
+import gluon_amp as amp
 import networks
 import pytest
 from gluon_amp._mxnet import mx
@@ -91,7 +92,6 @@ def test_soft_relus_run_in_float32_and_others_do_not():
 
 MATRIX = {
     "dot": lambda s: s.dot(var("x"), var("y")),
-    "batch_dot": lambda s: s.batch_dot(var("x"), var("y")),
     "FullyConnected": lambda s: s.FullyConnected(var("x"), var("y"), num_hidden=3, no_bias=True),
     "Convolution": lambda s: s.Convolution(var("x"), var("y"), kernel=(3, 3), num_filter=3,
                                            no_bias=True),
@@ -99,8 +99,7 @@ MATRIX = {
     "_contrib_interleaved_matmul_selfatt_qk":
         lambda s: s.contrib.interleaved_matmul_selfatt_qk(var("x"), heads=2),
     "_contrib_interleaved_matmul_selfatt_valatt":
-        lambda s: s.contrib.interleaved_matmul_selfatt_valatt(var("x"), var("y"), heads=2),
-    "_linalg_gemm2": lambda s: s.linalg.gemm2(var("x"), var("y"))}
+        lambda s: s.contrib.interleaved_matmul_selfatt_valatt(var("x"), var("y"), heads=2)}
 
 
 @pytest.mark.parametrize("y", ["float32", "float16"])
@@ -112,6 +111,35 @@ def test_matrix_work_runs_in_float16(op, x, y):
     assert set(graph.inputs(node)) == {"float16"}
     assert graph.inputs(graph.ops("relu")[0]) == ["float16"]
     assert graph.outputs == ["float32"]
+
+
+@pytest.mark.parametrize(("op", "batched", "dtype"), [
+    ("batch_dot", None, "float32"), ("batch_dot", "float16", "float16"),
+    ("_linalg_gemm2", None, "float32"), ("_linalg_gemm2", "float16", "float32")])
+def test_batched_products_run_in_the_policys_type_for_them_and_give_float16(op, batched, dtype):
+    make = {"batch_dot": mx.sym.batch_dot, "_linalg_gemm2": mx.sym.linalg.gemm2}[op]
+    policy = amp.Policy("mine", parameter="float16", compute="float16", batched=batched)
+    graph = casting(mx.sym.relu(make(var("x"), var("y"))), {"x": "float16", "y": "float16"},
+                    policy=policy)
+    (node,) = graph.ops(op)
+    assert set(graph.inputs(node)) == {dtype}
+    assert graph.inputs(graph.ops("relu")[0]) == ["float16"]
+
+
+def test_a_policy_refuses_other_formats_for_batched_products():
+    with pytest.raises(ValueError, match="must be float32 or float16"):
+        amp.Policy("mine", compute="float16", batched="bfloat16")
+    assert amp.Policy("mine", compute="bfloat16").batched.name == "bfloat16"
+
+
+@pytest.mark.parametrize("op", ["_linalg_makediag", "Crop"])
+def test_what_mxnet_has_no_float16_code_for_on_a_gpu_runs_in_float32_between_casts(op):
+    x = mx.sym.linalg.makediag(var("x")) if op != "Crop" else \
+        mx.sym.Crop(var("x"), num_args=1, h_w=(2, 2))
+    graph = casting(mx.sym.relu(x), {"x": "float16"})
+    (node,) = graph.ops(op)
+    assert graph.inputs(node) == ["float32"]
+    assert graph.inputs(graph.ops("relu")[0]) == ["float16"]
 
 
 def test_a_fused_rnn_runs_in_float16():

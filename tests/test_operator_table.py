@@ -27,7 +27,8 @@ def test_every_operator_of_mxnet_has_a_line():
 
 
 def test_the_table_names_no_operator_that_mxnet_does_not_have():
-    assert sorted(set(operators.OPERATORS) - ALL) == []
+    of_gpus = {"CuDNNBatchNorm"}  # in MXNet's CUDA build alone
+    assert sorted(set(operators.OPERATORS) - ALL - of_gpus) == []
 
 
 def test_no_operator_stands_in_two_lines():

@@ -31,6 +31,9 @@ _GRIDS = tuple(f"__gluon_amp_{word}_grid__" for word in ("output", "product", "g
 # does with operators that a user marks, to save memory.
 _RUN_ONCE = frozenset(["Dropout", *BATCH_NORMS])
 
+# Float32 nodes that may read and write halves themselves: how many of their inputs are data.
+_BETWEEN_CASTS = {"LayerNorm": 1, "batch_dot": 2, "_npi_matmul": 2}
+
 # They make or move halves, MXNet's own code does that in no time, and their gradients only move
 # them back: left as they are.
 LEFT_ALONE = frozenset("""
@@ -142,8 +145,9 @@ class _Rewriting:
             return [self.done[node.inputs[0]]]
         if self._stands_between_casts(node):
             self.norms.add(node)
-            data = self.done[node.inputs[0].node.inputs[0]]
-            new = node.like([data, *(self.done[e] for e in node.inputs[1:])])
+            read = _BETWEEN_CASTS[node.op]
+            new = node.like([*(self.done[e.node.inputs[0]] for e in node.inputs[:read]),
+                             *(self.done[e] for e in node.inputs[read:])])
             new.attrs[ENGINE] = "1"
             return [Entry(new, e.output) for e in outputs]
         new = node.like(self.done[e] for e in node.inputs)
@@ -206,16 +210,22 @@ class _Rewriting:
         return place if again == 1 else f"{place} {again}"
 
     def _stands_between_casts(self, node: Node) -> bool:
-        """Whether a float32 layer norm reads what was cast from float16, and all that read it
-        cast it back: then it reads and writes halves itself, which gives the same numbers."""
-        if node.op != "LayerNorm" or self._is_half(node.inputs[0]) or self.rounds_halves:
+        """Whether a float32 layer norm or batched product reads what was cast from float16, and all
+        that read it cast it back: then it reads and writes halves itself, which gives the same
+        numbers."""
+        read = _BETWEEN_CASTS.get(node.op, 0)
+        if not read or self.rounds_halves or PRODUCT in node.attrs or self.watch is not None \
+                or not all(map(self._is_cast_from_half, node.inputs[:read])):
             return False
-        cast = node.inputs[0].node
         users = self.users.get(Entry(node), [])
-        return cast.op in CASTS and self._is_half(cast.inputs[0]) and bool(users) \
+        return bool(users) \
             and not any(Entry(node, i) in self.users for i in (1, 2)) \
             and all(user is not None and user.op in CASTS and self._is_half(Entry(user))
                     for user in users)
+
+    def _is_cast_from_half(self, entry: Entry) -> bool:
+        return entry.node.op in CASTS and not self._is_half(entry) \
+            and self._is_half(entry.node.inputs[0])
 
     def _body(self, node: Node, which: int) -> Graph:
         body, inputs = node.subgraphs[which], bindings(node)[which]

@@ -3,6 +3,8 @@
     for each node, inputs first:
         kept, or sensitive (softmax, losses, sums): cast its inputs to float32
         matrix work (convolution, dot, RNN):        cast its inputs to float16
+        batched products, and what MXNet has no float16 code for on a GPU:
+            run in float32, cast the result back
         norm: run in float32, cast the result back to the type of the data
         with a constant that float16 makes 0 or infinite (1e-12): cast its inputs to float32
         any other: the type of its inputs; where MXNet refuses the mixture,
@@ -98,14 +100,15 @@ class _Casting:
                     self.wide.add(Entry(made, i))
                 elif all(e in self.weak for e in inputs) and self._fits(node):
                     self.weak.add(Entry(made, i))
-            if operators.runs_in(node) == operators.NORM and not self._kept(node):
+            if self._gives_back(node) and not self._kept(node):
                 data = self.types[inputs[0]]
                 if data is not None and data in self.floats and data != outputs[0]:
                     back[Entry(made)] = self.cast(Entry(made), data)
-            if operators.runs_in(node) == operators.PRODUCT and not self._kept(node):
-                if self.policy.products_round:
+            if node.op in operators.PRODUCTS and not self._kept(node):
+                product = self._product(node)
+                if self.policy.products_round and product == self.product:
                     made.attrs[PRODUCT] = "True"
-                if self.product != self.between:
+                if product != self.between:
                     for i, _ in enumerate(outputs):
                         back[Entry(made, i)] = self.cast(Entry(made, i), self.between)
         return [now(e) for e in graph.outputs]
@@ -126,6 +129,20 @@ class _Casting:
                  if self.types[e] in self.floats]
         return runs == operators.INDICES or runs == operators.INPUTS and all(known) \
             and any(e in self.exact for e in inputs)
+
+    def _gives_back(self, node: Node) -> bool:
+        """Whether a node's result gets the type of its data, which is cast for it."""
+        runs = operators.runs_in(node)
+        return runs in (operators.NORM, operators.WITHIN) \
+            or runs == operators.BATCH_NORM and node.op in operators.FLOAT32_ONLY
+
+    def _product(self, node: Node) -> str:
+        """The type of what a product reads."""
+        if operators.runs_in(node) == operators.BATCHED and (
+                self.policy.batched == FLOAT32
+                or node.op in operators.FLOAT32_ONLY and self.product == "float16"):
+            return "float32"
+        return self.product
 
     def _kept(self, node: Node) -> bool:
         return KEEP in node.attrs or node.name in self.keep
@@ -163,10 +180,11 @@ class _Casting:
         """The node's inputs in the types that it wants."""
         runs = operators.runs_in(node)
         if runs == operators.BATCH_NORM:  # float32 statistics, which are not cast
-            data = self.cast(inputs[0], "float32") if self._kept(node) else inputs[0]
+            wide = self._kept(node) or node.op in operators.FLOAT32_ONLY
+            data = self.cast(inputs[0], "float32") if wide else inputs[0]
             return [data, *(self.cast(e, "float32") for e in inputs[1:3]), *inputs[3:]]
         if self._kept(node) or runs in (
-                operators.LOSS, operators.FLOAT32, operators.INDICES):
+                operators.LOSS, operators.FLOAT32, operators.INDICES, operators.WITHIN):
             return [self.cast(e, "float32") for e in inputs]
         if runs == operators.SENSITIVE:
             wide = not self._fits(node) or any(e in self.wide for e in inputs)
@@ -177,10 +195,11 @@ class _Casting:
             if node.op == "InstanceNorm":  # MXNet's takes float32 only
                 wanted = "float32"
             return [self.cast(e, wanted) for e in inputs]
-        if runs == operators.PRODUCT:
+        if node.op in operators.PRODUCTS:
+            product = self._product(node)
             lengths = node.op == "RNN" and node.attrs.get("use_sequence_length") in ("True", "1")
             count = len(inputs) - int(lengths)
-            return [self.cast(e, self.product) for e in inputs[:count]] + inputs[count:]
+            return [self.cast(e, product) for e in inputs[:count]] + inputs[count:]
         if any(self.types[e] == self.between for e in inputs) \
                 and not self._fits(node):
             return [self.cast(e, "float32") for e in inputs]

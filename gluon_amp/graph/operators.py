@@ -15,6 +15,8 @@ from .graph import Node
 
 # What an operator runs in.
 PRODUCT = "product"        # the policy's format for products
+BATCHED = "batched product"  # the policy's format for batched products; the result as a product's
+WITHIN = "float32 within"  # float32 under every policy; the result gets the type of the data
 NORM = "norm"              # the policy's format for norms; the result gets the type of the data
 BATCH_NORM = "batch norm"  # any data, float32 statistics, by MXNet's own operator
 SENSITIVE = "sensitive"    # the policy's format for softmax, exponents, large sums
@@ -36,15 +38,23 @@ _TABLE = (
     (PRODUCT, "the work of matrix units", """
         Convolution Convolution_v1 Deconvolution FullyConnected RNN
         dot _np_dot
-        batch_dot _npi_matmul
         _npi_tensordot _npi_tensordot_int_axes _npi_einsum
         _contrib_DeformableConvolution _contrib_ModulatedDeformableConvolution
         _contrib_interleaved_matmul_selfatt_qk _contrib_interleaved_matmul_selfatt_valatt
         _contrib_interleaved_matmul_encdec_qk _contrib_interleaved_matmul_encdec_valatt
+    """),
+    (BATCHED, "a GPU's libraries add batched products of float16 in float16", """
+        batch_dot _npi_matmul
+    """),
+    (BATCHED, "on a GPU MXNet has no float16 code for it", """
         _linalg_gemm _linalg_gemm2
     """),
+    (WITHIN, "on a GPU MXNet has no float16 code for it", """
+        _linalg_extractdiag _linalg_extracttrian _linalg_makediag _linalg_maketrian
+        Crop sort topk _npi_unique
+    """),
     (BATCH_NORM, "float16 data beside float32 statistics", """
-        BatchNorm BatchNorm_v1 _contrib_BatchNormWithReLU _contrib_SyncBatchNorm
+        BatchNorm CuDNNBatchNorm BatchNorm_v1 _contrib_BatchNormWithReLU _contrib_SyncBatchNorm
     """),
     (NORM, "squares, sums and divisions", """
         LayerNorm GroupNorm InstanceNorm L2Normalization LRN
@@ -136,24 +146,23 @@ _TABLE = (
     (INPUTS, "it moves values, or chooses among them", """
         BlockGrad Cast amp_cast amp_multicast _copy _identity_with_attr_like_rhs
         Concat _npi_concatenate _rnn_param_concat
-        Crop Embedding _contrib_SparseEmbedding Flatten Pad _npi_pad
+        Embedding _contrib_SparseEmbedding Flatten Pad _npi_pad
         Reshape _np_reshape _npx_reshape reshape_like
         SequenceLast SequenceMask SequenceReverse SliceChannel _split_v2 SwapAxis
         batch_take broadcast_axis broadcast_like broadcast_to _npi_broadcast_to
         cast_storage depth_to_space space_to_depth diag _np_diag _np_diagflat _np_diagonal
         expand_dims squeeze _np_squeeze gather_nd scatter_nd _scatter_set_nd one_hot pick
         repeat tile reverse _npi_flip _npi_rot90 _np_roll _shuffle
-        slice slice_axis slice_like _slice_assign _slice_assign_scalar sort topk
+        slice slice_axis slice_like _slice_assign _slice_assign_scalar
         stack _npi_stack _npi_column_stack _npi_dstack _npi_hstack _npi_vstack
         take transpose _np_transpose _np_moveaxis where _npi_where _npi_where_lscalar
         _npi_where_rscalar _npi_where_scalar2 ones_like zeros_like _npi_full_like
         _np_atleast_1d _np_atleast_2d _np_atleast_3d _np_copy _npi_share_memory
         _npi_boolean_mask_assign_scalar _npi_boolean_mask_assign_tensor
-        _contrib_boolean_mask _npi_delete _npi_unique _npx_nonzero _npx_constraint_check
+        _contrib_boolean_mask _npi_delete _npx_nonzero _npx_constraint_check
         _npi_dsplit _npi_hsplit _npi_insert_scalar _npi_insert_slice _npi_insert_tensor
         _npi_tril _npi_diag_indices_from _contrib_index_array _contrib_index_copy
         _contrib_gradientmultiplier _contrib_getnnz _contrib_edge_id _sparse_retain
-        _linalg_extractdiag _linalg_extracttrian _linalg_makediag _linalg_maketrian
         im2col shape_array size_array _copyto _CrossDeviceCopy reset_arrays
     """),
     (INPUTS, "a result as large as its inputs, one rounding away from it", """
@@ -289,8 +298,12 @@ def names(runs: str) -> FrozenSet[str]:
     return frozenset(name for name, rule in OPERATORS.items() if rule.runs == runs)
 
 
-PRODUCTS, NORMS, BATCH_NORMS, LOSSES, CONSTANTS = map(names, (PRODUCT, NORM, BATCH_NORM, LOSS,
-                                                             CONSTANT))
+NORMS, BATCH_NORMS, LOSSES, CONSTANTS = map(names, (NORM, BATCH_NORM, LOSS, CONSTANT))
+PRODUCTS = names(PRODUCT) | names(BATCHED)
+CAST_BACK = names(BATCHED) | names(WITHIN)
+# Of batch norms those that take no float16 data, and of batched products the same.
+FLOAT32_ONLY = frozenset(["BatchNorm_v1", "_contrib_SyncBatchNorm", "_linalg_gemm",
+                          "_linalg_gemm2"])
 
 
 # Of products with other inputs than factors (biases, offsets, masks): see `factors`.

@@ -229,7 +229,8 @@ def _where_it_begins(layout: Layout, seen: Dict[Key, Tensor], tensor: Tensor,
     known = {tensor.key}
     while True:
         before = [seen[key] for key in tensor.reads + tensor.carried if key in seen
-                  and key not in known and not seen[key].is_low and lies_beyond(seen[key])]
+                  and key not in known and not seen[key].is_low and seen[key].op not in CASTS
+                  and lies_beyond(seen[key])]
         if not before:
             return layout.blamed(tensor.key)
         tensor = before[0]

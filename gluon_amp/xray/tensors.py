@@ -16,7 +16,7 @@ from typing import (
 from ..formats import FLOAT32, FORMATS, Format
 from ..graph.build import LEFT_ALONE
 from ..graph.graph import CASTS, Entry, Graph, Node, bindings, state_variables
-from ..graph.operators import LOSSES
+from ..graph.operators import CAST_BACK, LOSSES
 from ..policy import Policy
 from .statistics import Counted, Counts, Key, added_up, compared
 
@@ -243,9 +243,12 @@ class Layout:
         return list(dict.fromkeys(n.name for one in nodes for n in self._but_casts(one)))
 
     def _but_casts(self, node: Node) -> List[Node]:
-        """A node; of a cast, what reads it."""
+        """A node; of a cast, what reads it, or what runs in float32 and is cast back."""
         if node.op not in CASTS:
             return [node]
+        maker = node.inputs[0].node
+        if maker.op in CAST_BACK:
+            return [maker]
         return [n for reader in self._readers(Entry(node)) for n in self._but_casts(reader)]
 
     def blamed(self, key: Key) -> str:
@@ -256,7 +259,7 @@ class Layout:
             return key.node
         maker = self.root(Entry(node)).node
         readers = [n.name for n in self._readers(Entry(node)) if n.op not in CASTS]
-        if maker.is_variable or key.backward and readers:
+        if maker.is_variable or key.backward and readers and maker.op not in CAST_BACK:
             return readers[0] if readers else key.node
         return str(maker.name)
 
