@@ -8,6 +8,7 @@
 # make test-mxnet MXNET_TESTS=FOLDER   MXNet 1.9.1's own tests (tests/python of its sources) with ours in place
 # make results   draw results/imagenet anew, byte for byte
 # make sanitize   the engine's tests under AddressSanitizer and UBSan, in 20 minutes
+# make test-gpu   the GPU path, on a recording GPU: downloads MXNet's CUDA wheel (499 MB) once
 # make horovod   build Horovod for MXNet into .venv, in two minutes
 # make test-ranks   many workers, longer: 4 ranks, 500 steps, 20 starts of each kind
 # make bench   step time and memory, float16 over float32, in ten minutes
@@ -30,7 +31,7 @@ export GLUON_AMP_OBJECTS ?= $(CURDIR)/build/objects
 # What the wheel promises of the machine. auditwheel refuses to write it where the engine asks for more.
 PLATFORM := manylinux_2_27_x86_64
 
-.PHONY: demo test wheel test-zoo test-mxnet test-ranks setup lint docs results horovod sanitize bench bench-all check clean
+.PHONY: test-gpu demo test wheel test-zoo test-mxnet test-ranks setup lint docs results horovod sanitize bench bench-all check clean
 .DELETE_ON_ERROR:
 
 demo: .venv/demo
@@ -67,6 +68,17 @@ docs: .venv/docs
 
 results: .venv/test
 	$(BIN)/python -W ignore results/imagenet/build.py
+
+# MXNet's CUDA build stands before the CPU build on the path, and is not installed.
+export GLUON_AMP_CACHE ?= $(CURDIR)/build/gpu
+CUDA_WHEEL := $(GLUON_AMP_CACHE)/mxnet_cu112-1.9.1-py3-none-manylinux2014_x86_64.whl
+
+$(CUDA_WHEEL): | .venv/test
+	$(BIN)/python -m pip download -q --no-deps --only-binary :all: --dest $(@D) mxnet-cu112==1.9.1
+
+test-gpu: .venv/test $(CUDA_WHEEL)
+	$(BIN)/python -W ignore -m gluon_amp.gpu --devices 2 --log $(GLUON_AMP_CACHE)/log.jsonl \
+		$(BIN)/pytest -q tests/gpu
 
 test-ranks: .venv/test
 	GLUON_AMP_RANKS=all $(BIN)/pytest -v tests/test_distributed.py tests/test_horovod.py

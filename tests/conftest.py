@@ -12,6 +12,9 @@ import numpy as np
 import pytest
 from gluon_amp._mxnet import mx
 
+# They run on a recording GPU: make test-gpu.
+collect_ignore = [] if "RECORDING_GPU_LOG" in os.environ else ["gpu"]
+
 # Beside the stories: files of few tests that take long.
 LONG = ("test_docs", "test_tutorial", "test_launch", "test_distributed", "test_horovod",
         "test_rank_mistakes", "test_networks", "test_zoo", "test_xray")

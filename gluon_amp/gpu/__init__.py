@@ -1,0 +1,1 @@
+"""What MXNet's GPU code does for a network, recorded without a GPU."""

@@ -1,0 +1,24 @@
+"""Runs a command whose MXNet is the CUDA build on a recording GPU.
+
+    python -m gluon_amp.gpu [--devices N] [--capability SM] [--log FILE] COMMAND ...
+"""
+import argparse
+import os
+from pathlib import Path
+
+from .environment import environment
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m gluon_amp.gpu")
+    parser.add_argument("--devices", type=int, default=1)
+    parser.add_argument("--capability", type=int, default=70)
+    parser.add_argument("--log", type=Path)
+    parser.add_argument("command", nargs=argparse.REMAINDER)
+    options = parser.parse_args()
+    made = environment(options.log, options.devices, options.capability)
+    os.execvpe(options.command[0], options.command, made)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,182 @@
+"""This process's recording GPU, and what it wrote.
+
+A process that `environment` describes has one. Each line of its log is a `Call`; marks divide them
+into sections.
+"""
+import ctypes
+import json
+import os
+import re
+from typing import Any, Dict, Iterator, List, Mapping, Optional
+
+from .._mxnet import mx
+
+# Libraries' functions that compute: all but those that make and set up what others use.
+_COMPUTES = re.compile(r"(cudnn|cublas|cusolverDn|cufftExec|ncclReduce|ncclBcast)"
+                       r"(?!.*(Create|Destroy|Set|Restore|_bufferSize|Plan))")
+_PRODUCT = re.compile(r"cudnnConvolution(Forward|BackwardData|BackwardFilter)|cudnnRNN|"
+                      r"cublas.*[gG]emm")
+_HALF, _FLOAT = re.compile("half_t|__half"), re.compile(r"\bfloat\b")
+
+
+class Call:
+    """One line of the log: a kernel's launch, or a call of a library."""
+
+    def __init__(self, record: Mapping[str, Any]) -> None:
+        self.record = record
+        self.name: str = record["call"]
+
+    @property
+    def kernel(self) -> str:
+        """The kernel's C++ name; "" of other calls."""
+        return self.record.get("name", "") if self.name == "kernel" else ""
+
+    @property
+    def operator(self) -> str:
+        """The function of MXNet's that made it, without its namespaces."""
+        return re.sub(r"mxnet::|op::|mshadow::|<gpu>", "", self.record["op"])
+
+    @property
+    def is_launch(self) -> bool:
+        return self.name == "kernel" or bool(_COMPUTES.match(self.name))
+
+    @property
+    def is_cast(self) -> bool:
+        """Whether all that it does is to change numbers' type."""
+        return "TypecastExp" in self.kernel
+
+    @property
+    def is_product(self) -> bool:
+        return bool(_PRODUCT.match(self.name))
+
+    @property
+    def is_synchronization(self) -> bool:
+        """Whether the host waits for the GPU."""
+        return self.name in ("cudaStreamSynchronize", "cudaDeviceSynchronize")
+
+    @property
+    def is_copy_to_host(self) -> bool:
+        return self.record.get("way") == "D2H"
+
+    @property
+    def factors(self) -> str:
+        """The type of what a product multiplies."""
+        tensor = self.record.get("x") or self.record.get("dy") or self.record.get("y")
+        return self.record["A"] if tensor is None else tensor["type"]
+
+    @property
+    def sums(self) -> str:
+        """The type in which a product adds."""
+        return self.record["compute"]
+
+    @property
+    def on_tensor_cores(self) -> bool:
+        """Whether a product is one of halves that may use Tensor Cores, and adds in float32."""
+        return self.is_product and self.factors == "half" and self.sums == "float" \
+            and self.record["math"].startswith("TENSOR_OP")
+
+    @property
+    def adds_in_half(self) -> bool:
+        """Whether it adds numbers up in float16."""
+        if self.is_product:
+            return self.sums == "half"
+        # MXNet's reductions name the type that they add in: AType, the second, or else DType.
+        found = re.search(r"reduce_kernel<.*?red::sum, (\d+), (\w[\w:]*)", self.kernel)
+        return bool(found and _HALF.search(found.group(2)))
+
+    @property
+    def types(self) -> str:
+        """Which of half and float its arrays are."""
+        text = self.kernel or json.dumps(self.record)
+        found = [name for name, pattern in (("half", _HALF), ("float", _FLOAT))
+                 if pattern.search(text) or f'"{name}"' in text]
+        return "+".join(found)
+
+    def __str__(self) -> str:
+        if self.kernel:
+            name = re.sub(r"mxnet::op::|mxnet_op::|mshadow::|half::|\bvoid |cuda::|expr::", "",
+                          self.kernel)
+            return f"kernel {name}"
+        said = {k: v for k, v in self.record.items()
+                if k not in ("i", "thread", "device", "call", "op", "algorithm", "beta")}
+        words = [f"{k}={v['type']}{v['dims']}" if isinstance(v, dict) else f"{k}={v}"
+                 for k, v in said.items()]
+        return " ".join([self.name, *words]).replace(" ", " ")
+
+
+def active() -> bool:
+    """Whether this process has a recording GPU."""
+    return "RECORDING_GPU_COUNT" in os.environ
+
+
+def _library() -> Any:
+    if not active():
+        raise RuntimeError("this process has no recording GPU: start it by python -m gluon_amp.gpu")
+    library = ctypes.CDLL("libcudart.so.11.0")
+    for name in ("violations", "peak", "used", "kernels", "kernels_with_code"):
+        getattr(library, f"recording_gpu_{name}").restype = ctypes.c_longlong
+    return library
+
+
+def mark(text: str) -> None:
+    """Begins a section of the log, once all that was asked for before has run."""
+    mx.nd.waitall()
+    _library().recording_gpu_mark(text.encode())
+
+
+def violations() -> int:
+    """How many calls a GPU would have refused."""
+    mx.nd.waitall()
+    return int(_library().recording_gpu_violations())
+
+
+def peak(device: int = 0) -> int:
+    """The most bytes of a GPU's memory that were taken at once."""
+    mx.nd.waitall()
+    return int(_library().recording_gpu_peak(device))
+
+
+def begin_peak(device: int = 0) -> None:
+    """Measures the peak from here on."""
+    mx.nd.waitall()
+    _library().recording_gpu_begin_peak(device)
+
+
+def pretend(kernel: str, argument: int, value: float, count: int = 1) -> None:
+    """From now on kernels with this in their names write so many floats where an argument points,
+    which else stays as it is. -1: as many as the launch has blocks; 0: none any more."""
+    mx.nd.waitall()
+    _library().recording_gpu_poke(kernel.encode(), argument, ctypes.c_float(value), count)
+
+
+def pretend_finite(finite: bool = True, kernel: str = "GlobalReductionKernel") -> None:
+    """From now on sums of squares of gradients are finite, or infinite."""
+    pretend(kernel, 2, 0.0 if finite else float("inf"), -1)
+
+
+def position() -> int:
+    """Where this process's log ends, once all that was asked for before has run."""
+    mark("")
+    return os.path.getsize(os.environ["RECORDING_GPU_LOG"])
+
+
+def calls(since: int = 0, path: Optional[str] = None) -> Iterator[Call]:
+    """The calls behind a place in a log; of this process's own, if none is named."""
+    with open(path or os.environ["RECORDING_GPU_LOG"], encoding="utf-8", errors="replace") as lines:
+        lines.seek(since)
+        for line in lines:
+            if not line.endswith("\n"):  # of a process that still writes
+                break
+            yield Call(json.loads(line, strict=False))
+
+
+def sections(path: Optional[str] = None) -> Dict[str, List[Call]]:
+    """The calls behind each mark of a log; of this process's own, if none is named."""
+    found: Dict[str, List[Call]] = {}
+    name = "start"
+    for call in calls(path=path):
+        if call.name == "MARK":
+            name = call.record["text"]
+        else:
+            found.setdefault(name, []).append(call)
+    return found

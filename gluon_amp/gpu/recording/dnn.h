@@ -1,0 +1,27 @@
+// cuDNN: what its files share. Each descriptor, of whatever kind, has what it needs of Desc.
+#pragma once
+#include "record.h"
+
+enum { BAD_PARAM = 3, NOT_SUPPORTED = 9, EXECUTION_FAILED = 8 };  // cuDNN's statuses
+
+struct Desc {
+  int type = -1, format = 0, compute = -1, math = 0, groups = 1, mode = 0, algorithm = 0;
+  std::vector<int> dims, strides, pad, stride, dilate, window;
+  int hidden = 0, layers = 0, direction = 0, input = 0, projection = 0;
+  float dropout = 0;
+  size_t bytes() const;
+  void contiguous();
+};
+typedef Desc* D;
+typedef const void* V;
+
+// A tensor of a call: its memory is checked, its type is written down.
+struct T { const char* name; D desc; V data; };
+
+std::string list(const std::vector<int>& v);
+std::string tensor(const char* name, const Desc* d);
+const char* math_name(int m);
+bool fits(const char* call, const T& t);
+int call_with(const char* call, std::initializer_list<T> tensors, const std::string& more = "");
+// The same for tensors that must have one type.
+int call_with_one_type(const char* call, std::initializer_list<T> tensors, const std::string& more = "");

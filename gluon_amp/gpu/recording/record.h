@@ -1,0 +1,56 @@
+// A recording GPU: the functions that libmxnet.so of mxnet-cu112 1.9.1 imports of CUDA 11.2, cuDNN 8, cuBLAS,
+// cuRAND, cuFFT, cuSOLVER, NVRTC, NCCL and the driver, without a GPU. Kernels do not run: each launch and each
+// call of a library is checked, and written to a log.
+//
+//   RECORDING_GPU_LOG=file   one JSON object a line     RECORDING_GPU_COUNT=2   devices (1)
+//   RECORDING_GPU_SM=80      compute capability (70)    RECORDING_GPU_GB=16     memory of each
+//
+// A call that a GPU would refuse is a violation: it is written to the log, counted, and where the real function
+// would return an error, so does this one. Values are not computed.
+#pragma once
+#include <stddef.h>
+#include <stdint.h>
+
+#include <initializer_list>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#define API extern "C" __attribute__((visibility("default")))
+typedef long long ll;
+
+// ---- record.cc: the log
+
+extern std::mutex& g_mutex;
+int number(const char* environment_variable, int otherwise);
+std::string quoted(const std::string& text);
+std::string demangled(const char* name);
+void say(const char* call, const char* format, ...) __attribute__((format(printf, 2, 3)));
+inline void say(const char* call) { say(call, "%s", ""); }
+// A violation; returns the status, for `return bad(...)`.
+int bad(const char* call, const std::string& why, int status = 0);
+
+// ---- memory.cc: device memory
+
+extern thread_local int t_device;  // the calling thread's device
+int count_of_devices();
+size_t bytes_of_device();
+size_t free_bytes(int device);
+// The device that an address belongs to, -1 for none; bytes that are left from there in its allocation, -1 in none.
+int device_of(const void* p, ll* left = nullptr);
+void* real(const void* p);  // where the bytes of a device's address are
+// Whether `bytes` from p on are one live piece of device memory, aligned to `width`; null is fine where nothing is
+// needed.
+bool check(const char* call, const char* what, const void* p, size_t bytes, size_t width = 1);
+
+// ---- devices.cc: devices, streams, events
+
+int compute_capability();  // 70 for 7.0
+extern thread_local int t_last_error;  // what cudaGetLastError returns
+bool live(const char* call, void* stream);  // whether a stream is the default one or not yet destroyed
+void* made_handle();  // of a library: some memory
+
+// ---- blas.cc: numbers of types, which cuBLAS and cuDNN share
+
+const char* type_name(int type);
+size_t width(int type);

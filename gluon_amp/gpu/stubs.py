@@ -1,0 +1,97 @@
+"""Builds the recording GPU, `recording/`, as the CUDA libraries that MXNet's CUDA build needs.
+
+All of them are links to one file. It has each function under the symbol version that libmxnet.so
+asks for; functions that nobody wrote write down their names and return 0.
+"""
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Dict, List
+
+SOURCES = Path(__file__).with_name("recording")
+LIBRARIES = ("libcuda.so.1", "libcudart.so.11.0", "libcublas.so.11", "libcudnn.so.8",
+             "libcufft.so.10", "libcusolver.so.11", "libcurand.so.10", "libnvrtc.so.11.2",
+             "libnvToolsExt.so.1", "libnccl.so.2")
+_FLAGS = ["-std=c++17", "-O1", "-g0", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra",
+          "-Wno-unused-parameter"]
+_OF_CUDA = re.compile("cu([A-Z]|da|blas|dnn|rand|fft|solver)|__cuda|nvrtc|nccl|nvtx")
+# What others than libmxnet.so look up: `gluon-amp doctor` of the driver, recording.py of ours.
+_UNVERSIONED = ("recording_gpu_*", "cuInit", "cuDriverGetVersion", "cuDeviceGetCount",
+                "cuDeviceGetName", "cuDeviceGetAttribute", "cuDeviceTotalMem_v2")
+
+
+def build(libmxnet: Path, cache: Path) -> Path:
+    """The folder with the stubs for this library, for LD_LIBRARY_PATH; built in a cache if need
+    be."""
+    compiler = os.environ.get("CXX", "g++")
+    for command in (compiler, "nm"):
+        if shutil.which(command) is None:
+            raise FileNotFoundError(f"building the recording GPU needs {command}: apt install g++")
+    wanted = _imports(libmxnet)
+    sources = sorted(SOURCES.glob("*.cc"))
+    digest = hashlib.sha256(repr((wanted, _FLAGS)).encode())
+    for path in (*sources, *sorted(SOURCES.glob("*.h")), Path(__file__)):
+        digest.update(path.read_bytes())
+    folder = cache / f"recording-gpu-{digest.hexdigest()[:16]}"
+    if not folder.exists():
+        made = folder.with_name(f"{folder.name}.{os.getpid()}")
+        made.mkdir(parents=True)
+        try:
+            _build(compiler, sources, wanted, made)
+            made.rename(folder)
+        except OSError:
+            if not folder.exists():  # else another process was faster
+                raise
+        finally:
+            shutil.rmtree(made, ignore_errors=True)
+    return folder
+
+
+def _run(*command: str) -> str:
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise OSError(f"{command[0]} fails: {done.stderr.strip()[-2000:]}")
+    return done.stdout
+
+
+def _imports(libmxnet: Path) -> List[str]:
+    """The functions of CUDA's libraries that it imports, each as NAME or NAME@VERSION."""
+    lines = _run("nm", "-D", "--undefined-only", str(libmxnet)).splitlines()
+    names = [line.split()[-1].replace("@@", "@") for line in lines]
+    return sorted(filter(_OF_CUDA.match, names))
+
+
+def _build(compiler: str, sources: List[Path], wanted: List[str], folder: Path) -> None:
+    def compile_one(source: Path) -> str:
+        made = str(folder / f"{source.stem}.o")
+        _run(compiler, *_FLAGS, "-c", str(source), "-o", made)
+        return made
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        objects = list(pool.map(compile_one, sources))
+    written = {line.split()[-1] for line in _run("nm", *objects).splitlines() if " T " in line}
+    defaults = folder / "defaults.cc"
+    names = sorted({name.partition("@")[0] for name in wanted} - written)
+    defaults.write_text("\n".join(
+        ['extern "C" void recording_gpu_default(const char*);',
+         '#define NAMED(name) extern "C" __attribute__((visibility("default"))) int name() \\',
+         "  { recording_gpu_default(#name); return 0; }",
+         *(f"NAMED({name})" for name in names), ""]))
+    objects.append(compile_one(defaults))
+    nodes: Dict[str, List[str]] = defaultdict(list)
+    for name in wanted:
+        nodes[name.partition("@")[2]].append(name.partition("@")[0])
+    plain = [*nodes.pop("", []), *_UNVERSIONED]
+    script = folder / "versions"
+    script.write_text("".join(
+        [f"{version} {{ global: {'; '.join(names)}; }};\n" for version, names in nodes.items()]
+        + [f"RECORDING_GPU_1 {{ global: {'; '.join(plain)}; local: *; }};\n"]))
+    _run(compiler, "-shared", "-o", str(folder / "librecording_gpu.so"), *objects,
+         f"-Wl,--version-script={script}", "-Wl,-soname,librecording_gpu.so", "-ldl", "-lpthread")
+    for name in LIBRARIES:
+        (folder / name).symlink_to("librecording_gpu.so")

@@ -1,0 +1,70 @@
+"""Networks train on a GPU: every call is one that it takes, and steps are alike."""
+import networks
+import numpy as np
+import pytest
+from gluon_amp.gpu import recording
+from steps import Training, calls_of, counted, multiset, put, settled
+
+TABLE = {**networks.ZOO, **networks.OTHERS}
+del TABLE["while"]  # it reads values, which no kernel computes here
+
+
+def trained(name, policy):
+    make, inputs = TABLE[name]
+    return Training(make(), policy), inputs(np.random.default_rng(0))
+
+
+@pytest.mark.parametrize("policy", ["float16", "mixed_float16"])
+@pytest.mark.parametrize("name", TABLE)
+def test_a_network_trains_and_predicts_and_its_steps_are_alike(name, policy):
+    training, data = trained(name, policy)
+    for _ in range(2):
+        training.step(*data)
+    steps = [calls_of(lambda: training.step(*data)) for _ in range(2)]
+    assert multiset(steps[0]) == multiset(steps[1])
+    assert counted(steps[1])["copies"] == 1 + (name == "plain")  # whose block reads a mean
+    training.net(*put(data))
+
+
+@pytest.mark.parametrize("name", ["resnet18_v1", "encoder", "lstm"])
+def test_pure_float16_runs(name):
+    training, data = trained(name, "pure_float16")
+    training.step(*data)
+
+
+@pytest.mark.parametrize("name", ["resnet18_v1", "resnet50_v1", "vgg11", "mobilenetv2_0.25"])
+def test_products_of_a_convolutional_network_are_halves_on_tensor_cores(name):
+    training, data = trained(name, "float16")
+    forward, _ = settled(training, *data)
+    products = [call for call in forward if call.is_product]
+    assert products
+    assert {(c.factors, c.sums, c.on_tensor_cores) for c in products} == {("half", "float", True)}
+    assert counted(forward)["casts"] <= 4  # the data's, the output's, and their gradients'
+
+
+@pytest.mark.parametrize("name", ["encoder", "interleaved"])
+def test_no_product_of_attention_adds_in_half(name):
+    training, data = trained(name, "float16")
+    forward, _ = settled(training, *data)
+    products = [call for call in forward if call.is_product]
+    assert {call.sums for call in products} == {"float"}
+    scores = [call for call in products if "Batched" in call.name]
+    assert {call.factors for call in scores} == {"float" if name == "encoder" else "half"}
+
+
+def test_recurrent_layers_get_cudnns_default_math():
+    training, data = trained("lstm", "float16")
+    forward, _ = settled(training, *data)
+    rnns = [call for call in forward if call.name.startswith("cudnnRNN")]
+    assert {(c.factors, c.sums, c.record["math"]) for c in rnns} == {("half", "float", "DEFAULT")}
+
+
+def test_a_dropout_costs_a_fill_and_a_product_and_can_be_walked_back_twice():
+    import mxnet as mx
+    from mxnet.gluon import nn
+    net = nn.HybridSequential()
+    net.add(nn.Dropout(0.5), nn.Dense(8, in_units=8))
+    training = Training(net)
+    forward, _ = settled(training, mx.nd.ones((4, 8)))
+    assert sum("dropout" in c.name.lower() or "Dropout" in c.operator for c in forward) == 1
+    assert recording.violations() == 0

@@ -1,0 +1,160 @@
+"""What a step costs a GPU, against float32 of the same network."""
+import gluon_amp as amp
+import mxnet as mx
+import networks
+import numpy as np
+import pytest
+from gluon_amp.gpu import recording
+from mxnet import gluon
+from steps import GPU, Training, calls_of, counted, layers, numbers, own_log, settled
+
+HALVES = "GlobalReductionKernel<mshadow::half"
+DATA = (4, 8, 6, 6)
+OPTIMIZERS = ["sgd", "nag", "adam", "adamw", "lamb", "rmsprop", "ftrl", "signum"]
+
+
+def update_of(count, policy, optimizer):
+    training = Training(layers(count), policy, optimizer)
+    _, update = settled(training, numbers(*DATA))
+    return counted(update)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_an_update_takes_at_most_four_launches_more_than_float32s(optimizer):
+    float32, float16 = (update_of(10, policy, optimizer) for policy in (None, "float16"))
+    # LAMB takes six launches for weights of a type, and there are float32 ones (norms'), too
+    assert float16["launches"] <= float32["launches"] + (6 if optimizer == "lamb" else 4)
+    assert float16["casts"] == 0
+    assert float16["copies"] <= float32["copies"] + (optimizer == "adamw")
+    assert float16["synchronizations"] <= max(float32["synchronizations"], 6)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw", "lamb"])
+def test_an_updates_launches_do_not_depend_on_the_number_of_weights(optimizer):
+    few, many = (update_of(count, "float16", optimizer) for count in (2, 12))
+    assert few["launches"] == many["launches"] <= 16
+    assert few["synchronizations"] == many["synchronizations"]
+
+
+@pytest.mark.parametrize("name", ["resnet18_v1", "resnet50_v1", "encoder", "lstm"])
+def test_a_step_costs_nearly_what_float32s_does(name):
+    make, inputs = {**networks.ZOO, **networks.OTHERS}[name]
+    float32, float16 = (
+        counted([call for calls in settled(Training(make(), policy),
+                                           *inputs(np.random.default_rng(0))) for call in calls])
+        for policy in (None, "float16"))
+    assert float16["copies"] == 1
+    assert float16["synchronizations"] <= float32["synchronizations"] + 1
+    if "resnet" in name:
+        assert float16["launches"] <= float32["launches"] * 1.06
+
+
+@pytest.mark.parametrize("how", ["set_data", "in place", "loaded"])
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+def test_a_master_follows_a_weight_that_somebody_writes_and_no_other(how, optimizer, tmp_path):
+    training = Training(layers(3), optimizer=optimizer)
+    settled(training, numbers(*DATA))
+    weight = training.net[0].weight
+    training.net.save_parameters(str(tmp_path / "net.params"))
+    training.backward(numbers(*DATA))
+
+    def write():
+        if how == "set_data":
+            weight.set_data(mx.nd.ones(weight.shape))
+        elif how == "in place":
+            weight.data()[0] = 2
+        else:
+            training.net.load_parameters(str(tmp_path / "net.params"))
+
+    write()
+    mx.nd.waitall()
+    followed = {"set_data": 1, "in place": 1, "loaded": 5}[how]
+    update = calls_of(lambda: training.trainer.step(4))
+    looks = [call for call in update if "where" in call.kernel.lower()]
+    assert len(looks) == followed
+    training.backward(numbers(*DATA))
+    after = calls_of(lambda: training.trainer.step(4))
+    assert not [call for call in after if "where" in call.kernel.lower()]
+
+
+def settled_scale():
+    scale = amp.DynamicLossScale(1024)
+    scale.settled = True  # it searches no more
+    return scale
+
+
+def test_gradients_that_add_up_are_looked_at_once_in_a_step():
+    training = Training(layers(3), loss_scale=settled_scale())
+    training.net.collect_params().setattr("grad_req", "add")
+    data = numbers(*DATA)
+    for _ in range(3):
+        training.step(data)
+    update = calls_of(lambda: (training.backward(data), training.backward(data),
+                               training.trainer.step(8)))
+    assert counted(update)["copies"] == 1
+
+
+def test_clipping_reads_the_same_sums_of_squares():
+    training = Training(layers(3), clip_norm=1.0)
+    data = numbers(*DATA)
+    for _ in range(3):
+        training.step(data)
+    assert counted(calls_of(lambda: training.step(data)))["copies"] == 1
+
+
+def test_scale_loss_costs_what_backward_does():
+    training = Training(layers(3))
+    data = numbers(*DATA).as_in_context(GPU)
+
+    def step():
+        with mx.autograd.record():
+            loss = (training.net(data) ** 2).mean()
+            with amp.scale_loss(loss, training.trainer) as scaled:
+                scaled.backward()
+        training.trainer.step(4)
+    for _ in range(3):
+        step()
+    assert counted(calls_of(step))["copies"] == 1
+
+
+def test_an_overflow_skips_the_update_and_lowers_the_scale():
+    training = Training(layers(2), loss_scale=settled_scale())
+    data = numbers(*DATA)
+    for _ in range(3):
+        training.step(data)
+    scale = training.trainer.loss_scale
+    recording.pretend_finite(False, HALVES)
+    update = calls_of(lambda: training.step(data))
+    assert training.trainer.skipped == 1
+    assert training.trainer.loss_scale == scale / 2
+    assert not [call for call in update if "SGD" in call.kernel]
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+def test_memory_is_at_most_that_of_mxnets_own_amp(optimizer):
+    import subprocess
+    import sys
+    from pathlib import Path
+    script = Path(__file__).with_name("peak.py")
+    ours, mxnets = (int(subprocess.check_output(
+        [sys.executable, "-W", "ignore", script, how, optimizer], stderr=subprocess.DEVNULL,
+        env=own_log()))
+        for how in ("gluon_amp", "contrib"))
+    assert 0 < ours <= mxnets
+
+
+def test_two_optimizers_of_one_network_do_not_share_what_they_know():
+    net = layers(1, norm=False)
+    first = Training(net)
+    data = numbers(*DATA)
+    second = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.1})
+    for _ in range(2):
+        first.step(data)
+    with mx.autograd.record():
+        loss = (net(data.as_in_context(GPU)) ** 2).mean()
+    second.backward(loss)
+    second.step(4)
+    first.backward(data)
+    update = calls_of(lambda: first.trainer.step(4))
+    assert [call for call in update if "where" in call.kernel.lower()]
+    assert isinstance(first.trainer, gluon.Trainer)
