@@ -12,6 +12,7 @@
 # make horovod   build Horovod for MXNet into .venv, in two minutes
 # make test-ranks   many workers, longer: 4 ranks, 500 steps, 20 starts of each kind
 # make bench   step time and memory, float16 over float32, in ten minutes
+# make bench-gpu-path   what a step asks of a GPU, recorded without one: docs/gpu_table.md
 # make bench-all   everything that is measured; goes on where it stopped (ANEW=1: starts over)
 # PYTHON=python3.10 make demo    with another Python (3.8 to 3.12)
 
@@ -31,7 +32,7 @@ export GLUON_AMP_OBJECTS ?= $(CURDIR)/build/objects
 # What the wheel promises of the machine. auditwheel refuses to write it where the engine asks for more.
 PLATFORM := manylinux_2_27_x86_64
 
-.PHONY: test-gpu demo test wheel test-zoo test-mxnet test-ranks setup lint docs results horovod sanitize bench bench-all check clean
+.PHONY: test-gpu bench-gpu-path demo test wheel test-zoo test-mxnet test-ranks setup lint docs results horovod sanitize bench bench-all check clean
 .DELETE_ON_ERROR:
 
 demo: .venv/demo
@@ -87,6 +88,9 @@ horovod: .venv/horovod
 
 bench: .venv/test
 	$(BIN)/python -W ignore benchmarks/step_time.py
+
+bench-gpu-path: .venv/test $(CUDA_WHEEL)
+	$(BIN)/python -W ignore benchmarks/gpu_path.py
 
 bench-all: .venv/test
 	$(BIN)/python -W ignore benchmarks/bench_all.py $(if $(ANEW),--anew)

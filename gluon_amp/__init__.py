@@ -3,6 +3,7 @@ from . import _mxnet  # noqa: F401, I001  (first: every other module may import 
 from . import data
 from .formats import Format
 from .gluon.convert import convert, restore
+from .gpu.trace import gpu_trace
 from .cpu import library
 from .cpu.library import KernelError
 from .training.distributed import RanksDifferError, average_statistics
@@ -33,5 +34,5 @@ __all__ = ["BatchProcessor", "BucketingModule", "DynamicLossScale", "Format", "H
            "KernelError", "LossScaleError", "Module", "Policy", "RankEndedError",
            "RanksDifferError", "Speedometer", "StaticLossScale", "Trainer", "average_statistics",
            "convert", "convert_model", "convert_symbol", "data", "explain", "export_onnx",
-           "lr_find", "optimizer", "read_logs", "recipes", "report", "restore", "scale_loss",
-           "search", "tensor_core_dot", "types", "xray"]
+           "gpu_trace", "lr_find", "optimizer", "read_logs", "recipes", "report", "restore",
+           "scale_loss", "search", "tensor_core_dot", "types", "xray"]

@@ -62,7 +62,7 @@ def _import_mxnet() -> Any:
         np.bool = bool  # type: ignore[attr-defined]  # numpy 1.24 took it away; MXNet reads it
     os.environ.setdefault("MXNET_SAFE_ACCUMULATION", "1")
     os.environ.setdefault("MXNET_SUBGRAPH_VERBOSE", "0")
-    if any("cu" in build for build in builds):
+    if any("cu" in build for build in builds) and "RECORDING_GPU_LOG" not in os.environ:
         _load_cuda_wheels()
     if "mxnet" not in sys.modules:  # an import that failed leaves halves of it behind
         for name in [n for n in sys.modules if n.startswith("mxnet.")]:

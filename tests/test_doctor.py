@@ -7,7 +7,7 @@ import gluon_amp as amp
 import pytest
 from gluon_amp._mxnet import message, mx
 from gluon_amp.cpu import library
-from gluon_amp.tools import doctor
+from gluon_amp.tools import cli, doctor
 from gluon_amp.tools.doctor import GPU, describe, examine, gpus, version_of_cudnn
 from mxnet import nd
 
@@ -250,3 +250,12 @@ def test_variables_are_told_with_what_they_do(monkeypatch, value, shown, meaning
     (line,) = [line for line in describe(facts).splitlines() if line.startswith(name)]
     assert f"{name}  {shown}" in line
     assert line.endswith(variable["meaning"])
+
+
+def test_a_gpu_trace_without_the_cuda_wheel_says_how_to_get_it(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("GLUON_AMP_CACHE", str(tmp_path))
+    assert cli.main(["doctor", "--gpu-trace", "resnet18_v1"]) == 1
+    said = capsys.readouterr().err
+    assert "pip download --no-deps --only-binary :all: " \
+        f"--dest {tmp_path} mxnet-cu112==1.9.1" in said
+    assert said.count("\n") == 1

@@ -12,6 +12,7 @@ from ..files import must_exist, replace_file
 from ..graph.operators import LOSSES
 from ..training import distributed
 from ..training import states as files
+from ..training.following import backward_pass
 from ..training.optimizer import check_scalable, given_optimizer, optimizer_class, with_masters
 from ..training.pending import Gradient
 from ..training.reduction import check_not_async
@@ -126,10 +127,10 @@ class _Module(TakesSteps, RanksModule):
 
         def run(at: float) -> None:
             heads = out_grads
-            if self._steps.scaling and out_grads is not None:
-                several = isinstance(out_grads, (list, tuple))
-                heads = [g * at for g in (out_grads if several else [out_grads])]
-            go_back(heads)
+            if self._steps.scaling and heads is not None:
+                heads = [g * at for g in (heads if isinstance(heads, (list, tuple)) else [heads])]
+            with backward_pass(module._optimizer):
+                go_back(heads)
 
         def again(at: float) -> None:
             # The way back uses memory of the way there: both are gone again.

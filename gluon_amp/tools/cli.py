@@ -84,6 +84,9 @@ def _doctor_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch-size", type=positive, default=32, metavar="N", help="(32)")
     parser.add_argument("--image-shape", type=_shape, default=(3, 224, 224), metavar="C,H,W",
                         help="(3,224,224)")
+    parser.add_argument("--gpu-trace", metavar="NAME", help="a network, as for --model: what a GPU "
+                        "is called for in one step of it, and nothing else; needs MXNet's CUDA "
+                        "wheel, and no GPU")
     parser.add_argument("--types", action="store_true", help="of the network: which operator runs "
                         "in which type, and why, and nothing else")
     parser.add_argument("--json", action="store_true", help="the same facts for machines")
@@ -100,6 +103,8 @@ def _shape(text: str) -> Tuple[int, ...]:
 def _doctor(options: argparse.Namespace) -> int:
     if options.types:
         return _types(options)
+    if options.gpu_trace:
+        return _gpu_trace(options)
     from . import doctor
     facts = doctor.examine(options.model, options.batch_size, options.image_shape)
     print(json.dumps(facts, indent=2) if options.json else doctor.fit_width(doctor.describe(facts)))
@@ -115,6 +120,15 @@ def _types(options: argparse.Namespace) -> int:
     found = types(convert_symbol(load(options.model)))
     print(json.dumps([vars(row) for row in found], indent=2) if options.json else found)
     return 0
+
+
+def _gpu_trace(options: argparse.Namespace) -> int:
+    from ..gpu.trace import trace_symbol
+    from .footprint import load
+    trace = trace_symbol(load(options.gpu_trace), ["data"],
+                         [((options.batch_size, *options.image_shape), "float32")])
+    print(json.dumps(trace.facts(), indent=2) if options.json else trace)
+    return 1 if trace.step.violations else 0
 
 
 def _demo_arguments(parser: argparse.ArgumentParser) -> None:
@@ -197,6 +211,7 @@ COMMANDS = (
         "gluon-amp doctor --model resnet50_v1 --batch-size 64",
         "gluon-amp doctor --model net-symbol.json --image-shape 1,28,28 --json",
         "gluon-amp doctor --model mobilenet1.0 --types",
+        "gluon-amp doctor --gpu-trace resnet18_v1 --batch-size 8",
     ), _doctor_arguments, _doctor),
     _Command("demo", "train float32 and float16 side by side, on scanned digits", (
         "gluon-amp demo",

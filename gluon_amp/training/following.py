@@ -4,7 +4,8 @@ MXNet's engine counts how often each array has been written (`library.versions`)
 work of a device. Where masters and weights have been written by updates alone, each weight is still
 its master rounded, and nothing is to be done.
 """
-from typing import Any, Dict, List, Optional, Sequence, Tuple
+from contextlib import contextmanager, nullcontext
+from typing import Any, ContextManager, Dict, Iterator, List, Optional, Sequence, Tuple
 
 from ..cpu import library
 from ..cpu.arrays import follow
@@ -38,6 +39,18 @@ class Following:
         arrays = [*masters, *weights]
         self._known[self._key(indices, weights)] = arrays, library.versions(arrays)
 
+    @contextmanager
+    def backward_pass(self) -> Iterator[None]:
+        """A backward pass writes no weight, but MXNet counts it as written in some static graphs
+        (SSD's): what is counted meanwhile is nobody's."""
+        before = {key: library.versions(arrays) for key, (arrays, _) in self._known.items()}
+        yield
+        for key, start in before.items():
+            arrays, counts = self._known[key]
+            meanwhile = library.versions(arrays, since=start)
+            if counts is not None and meanwhile is not None:
+                self._known[key] = arrays, counts + meanwhile
+
     def _written(self, indices: Sequence[Any], masters: Sequence[Any],
                  weights: Sequence[Any]) -> Optional[List[bool]]:
         """Whether each weight, or its master, has been written since; None where nothing tells."""
@@ -54,3 +67,9 @@ class Following:
     @staticmethod
     def _key(indices: Sequence[Any], weights: Sequence[Any]) -> Any:
         return weights[0].context, tuple(indices)
+
+
+def backward_pass(optimizer: Any) -> ContextManager[None]:
+    """Around a backward pass through weights that this optimizer updates."""
+    following = getattr(optimizer, "_following", None)
+    return nullcontext() if following is None else following.backward_pass()

@@ -3,6 +3,7 @@ from contextlib import contextmanager
 from typing import Any, Iterator
 
 from .._mxnet import mx
+from .following import backward_pass
 from .trainer import Trainer
 
 
@@ -26,7 +27,8 @@ def scale_loss(loss: Any, trainer: Trainer) -> Iterator[Any]:
         scale = trainer._begin(losses)
     with mx.autograd.record(mx.autograd.is_training()):
         scaled = [one * scale for one in losses]
-    yield scaled if several else scaled[0]
+    with backward_pass(trainer._optimizer):
+        yield scaled if several else scaled[0]
     trainer._note_written()
     trainer._steps.note(scale, [one.detach() for one in losses])
     trainer._steps.watch(trainer._waiting())

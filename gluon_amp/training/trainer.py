@@ -12,6 +12,7 @@ from ..checks import in_names, positive_number
 from ..cpu.arrays import to_float32
 from ..cpu.library import marks
 from . import graphs
+from .following import backward_pass
 from .optimizer import check_scalable, given_optimizer
 from .optimizer import optimizer as make_optimizer
 from .pending import Gradient, Place
@@ -84,7 +85,8 @@ class Trainer(TakesSteps, TrainerFiles):
         further backward passes find the scale, so that no step is lost. Arrays of your own with
         grad_req="add" get a sum of all these passes.
         """
-        with mx.autograd.pause():  # what is done to gradients is no part of the graph
+        # what is done to gradients is no part of the graph
+        with mx.autograd.pause(), backward_pass(self._optimizer):
             self._backward(list(loss) if isinstance(loss, (list, tuple)) else [loss], retain_graph)
 
     def step(self, batch_size: int, ignore_stale_grad: bool = False) -> bool:

@@ -58,6 +58,7 @@ CASES = {
     "_npi_mod": ({}, [(3, 4), (1, 4)]), "_npi_arctan2": ({}, [(3, 4), (1, 4)]),
     "_npi_copysign": ({}, [(3, 4), (1, 4)]),
     "_npi_where": ({}, [np.array([[1, 0, 1, 0]] * 3, F16), (3, 4), (1, 4)]),
+    "multi_sum_sq": ({"num_arrays": 2}, [(3, 4), (3, 4)]),
     "topk": ({"ret_typ": "value"}, [(3, 4)]),
     "_npi_around": ({}, [(3, 4)]), "_npi_solve": ({}, [np.eye(3, dtype=F16), (3, 2)]),
     "_linalg_det": ({}, [(2, 3, 3)]), "_linalg_slogdet": ({}, [(2, 3, 3)]),

@@ -67,7 +67,7 @@ int device_of(const void* p, ll* left) {
       *left = -1;
       if (after != d.taken.begin()) {
         --after;
-        if (at < after->first + after->second) *left = after->first + after->second - at;
+        if (at <= after->first + after->second) *left = after->first + after->second - at;
       }
     }
     return i;
@@ -86,7 +86,7 @@ bool check(const char* call, const char* what, const void* p, size_t bytes, size
   int i = device_of(p, &left);
   char text[200];
   if (i < 0) snprintf(text, sizeof text, "%s is %s", what, p ? "no device memory" : "null");
-  else if (left < 0) snprintf(text, sizeof text, "%s is memory that was freed or never allocated", what);
+  else if (left < 0 || (!left && bytes)) snprintf(text, sizeof text, "%s is memory that was freed or never allocated", what);
   else if (left < (ll)bytes) snprintf(text, sizeof text, "%s: %zu bytes needed, %lld there", what, bytes, left);
   else if ((uintptr_t)p % width) snprintf(text, sizeof text, "%s is not aligned to %zu bytes", what, width);
   else return true;

@@ -1,0 +1,102 @@
+"""One training step on this process's recording GPU.
+
+The steps before it settle what only the first ones do: memory, algorithms of cuDNN, the loss scale.
+`python -m gluon_amp.gpu.steps FILE` makes one as a file of `trace.py` says.
+"""
+import json
+import pickle
+import sys
+from typing import Any, Callable, Dict, List, Sequence
+
+from mxnet import gluon
+from mxnet.contrib import amp as contrib
+
+from .._mxnet import mx
+from ..gluon.convert import convert
+from ..policy import Policy
+from ..training.loss_scale import DynamicLossScale
+from ..training.trainer import Trainer
+from . import recording
+
+PARTS = ("forward", "backward", "update")
+HOW = ("float32", "mx.contrib.amp", "gluon_amp")
+_STEPS_BEFORE = 3
+
+
+def begin(how: str) -> None:
+    """Before a network is made."""
+    recording.pretend_finite()  # no kernel computes what the steps read
+    for kernel in ("MultiAllFinite", "AllFinite"):
+        recording.pretend(kernel, 1, 1.0)
+    if how == "mx.contrib.amp":
+        contrib.init()
+
+
+def record(net: "gluon.HybridBlock", data: Sequence["mx.nd.NDArray"], how: str, *,
+           policy: Policy, optimizer: str = "sgd", loss_fn: Callable[..., Any],
+           keep: Sequence[str] = (), labels: Any = None) -> Dict[str, int]:
+    """Trains an initialized network; the last step's calls lie behind the marks PARTS of the log.
+    Gives the peak of memory, and how many calls a GPU would have refused."""
+    if how == "gluon_amp":
+        convert(net, policy, keep=list(keep))
+    net.hybridize(static_alloc=True, static_shape=True)
+    settings = {"learning_rate": 0.1, **({"momentum": 0.9} if optimizer == "sgd" else {})}
+    if how == "gluon_amp":
+        scale = DynamicLossScale(1024)
+        scale.settled = True
+        trainer: Any = Trainer(net.collect_params(), optimizer, settings, loss_scale=scale)
+    else:
+        trainer = gluon.Trainer(net.collect_params(), optimizer, settings)
+    if how == "mx.contrib.amp":
+        contrib.init_trainer(trainer)
+
+    def step(mark: Callable[[str], None]) -> None:
+        mark("forward")
+        with mx.autograd.record():
+            loss = loss_fn(net(*data), labels)
+            if how == "mx.contrib.amp":
+                with contrib.scale_loss(loss, trainer) as scaled:
+                    mark("backward")
+                    mx.autograd.backward(scaled)
+        if how != "mx.contrib.amp":
+            mark("backward")
+            loss.backward() if how == "float32" else trainer.backward(loss)
+        mark("update")
+        trainer.step(data[0].shape[0])
+
+    for _ in range(_STEPS_BEFORE):
+        step(lambda name: None)
+        mx.nd.waitall()
+    step(recording.mark)
+    recording.mark("end")
+    return {"peak": recording.peak(), "violations": recording.violations()}
+
+
+def mean_square(outputs: Any, labels: Any = None) -> Any:
+    """A loss that needs no labels."""
+    flat: List[Any] = []
+    left = [outputs]
+    while left:
+        one = left.pop()
+        if isinstance(one, (list, tuple)):
+            left += one
+        else:
+            flat.append(one)
+    return sum((one.astype("float32") ** 2).mean() for one in flat)
+
+
+def main(path: str) -> None:
+    with open(path, "rb") as file:
+        said = pickle.load(file)
+    begin(said["how"])
+    device = mx.gpu(0)
+    net = gluon.SymbolBlock(mx.sym.load_json(said["symbol"]),
+                            [mx.sym.var(name) for name in said["names"]])
+    net.initialize(ctx=device)
+    data = [mx.nd.zeros(shape, device, dtype) for shape, dtype in said["data"]]
+    print(json.dumps(record(net, data, said["how"], policy=said["policy"], loss_fn=mean_square,
+                            optimizer=said["optimizer"], keep=said["keep"])))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
