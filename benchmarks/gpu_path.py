@@ -1,6 +1,6 @@
 """What a training step asks of a GPU, recorded without one: make bench-gpu-path.
 
-Writes docs/gpu_table.md: each network of networks.py in float32, under mx.contrib.amp and under
+Writes docs/gpu_table.txt: each network of networks.py in float32, under mx.contrib.amp and under
 gluon_amp, and docs/gpu_resnet50.txt, a step of ResNet-50. SGD with momentum, the scale settled.
 Each step runs in a process of its own, `gpu_path.py NAME HOW`.
 """
@@ -65,7 +65,7 @@ def main():
     for name in NETWORKS:
         for how in steps.HOW:
             lines.append(row(name if how == "float32" else "", how, step_of(name, how)))
-    (DOCS / "gpu_table.md").write_text("\n".join(lines) + "\n")
+    (DOCS / "gpu_table.txt").write_text("\n".join(lines) + "\n")
     trace = trace_symbol(load("resnet50_v1"), ["data"], [((64, 3, 224, 224), "float32")])
     (DOCS / "gpu_resnet50.txt").write_text(f"{trace}\n")
 

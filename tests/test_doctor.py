@@ -259,3 +259,13 @@ def test_a_gpu_trace_without_the_cuda_wheel_says_how_to_get_it(tmp_path, monkeyp
     assert "pip download --no-deps --only-binary :all: " \
         f"--dest {tmp_path} mxnet-cu112==1.9.1" in said
     assert said.count("\n") == 1
+
+
+def test_the_doctor_says_that_rnns_do_not_run_on_tensor_cores(tmp_path, capsys):
+    x = mx.sym.swapaxes(mx.sym.var("data"), 0, 1)
+    out = mx.sym.RNN(x, mx.sym.var("weight"), mx.sym.zeros((1, 2, 8)), mode="gru", state_size=8,
+                     num_layers=1)
+    out.save(str(tmp_path / "net-symbol.json"))
+    cli.main(["doctor", "--model", str(tmp_path / "net-symbol.json"), "--batch-size", "2",
+              "--image-shape", "5,4"])
+    assert "Off Tensor Cores on a GPU: 1 RNN." in " ".join(capsys.readouterr().out.split())

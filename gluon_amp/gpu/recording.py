@@ -80,9 +80,11 @@ class Call:
         """Whether it adds numbers up in float16."""
         if self.is_product:
             return self.sums == "half"
-        # MXNet's reductions name the type that they add in: AType, the second, or else DType.
-        found = re.search(r"reduce_kernel<.*?red::sum, (\d+), (\w[\w:]*)", self.kernel)
-        return bool(found and _HALF.search(found.group(2)))
+        # The type that they add in is the first that these name.
+        found = re.search(r"reduce_kernel<.*?red::sum, \d+, (\w[\w:]*)|"
+                          r"EmbeddingGradKernel<(\w[\w:]*)|"
+                          r"AddTakeGrad\w*<\w+, \d+, (\w[\w:]*)", self.kernel)
+        return bool(found and _HALF.search(found.group(0)))
 
     @property
     def types(self) -> str:

@@ -302,6 +302,9 @@ def _network(costs: Optional[Dict[str, Any]]) -> Iterator[str]:
                   "by memory, and float16 halves its traffic."
     else:
         yield "All of them fit Tensor Cores: their sizes are multiples of 8."
+    if costs["rnns"]:
+        yield f"Off Tensor Cores on a GPU: {counted(costs['rnns'], 'RNN')}. MXNet has cuDNN use " \
+              "its default math there."
     table = costs["bytes"]
     whole, half = table["float32"]["total"], table["float16"]["total"]
     yield ""

@@ -68,7 +68,7 @@ def footprint(symbol: "mx.sym.Symbol", batch: Tuple[int, ...]) -> Dict[str, Any]
             "share": layer.multiply_adds / max(total, 1)} for layer in layers if not layer.fits]
     constants = [node.name for node in graph.nodes() if not holds_numbers(node, FLOAT16)]
     return {"batch": list(batch), "layers": len(layers), "multiply_adds": total,
-            "constants": constants,
+            "constants": constants, "rnns": sum(node.op == "RNN" for node in graph.nodes()),
             "off_tensor_cores": off, "share_off": sum(layer["share"] for layer in off),
             "bytes": {name: _bytes(symbol, batch, policy, parameters)
                       for name, policy in POLICIES.items()}}

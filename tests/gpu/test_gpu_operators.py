@@ -11,8 +11,9 @@ NOT_ON_GPUS = {"_contrib_BatchNormWithReLU", "_image_adjust_lighting", "_image_f
 # The table's cases have no shapes for them.
 NO_CASE = {"_contrib_hawkesll", "_npi_pinv", "_npi_tensorinv", "_npi_tensorsolve",
            "_npi_percentile"}
-# They add in float16, with compensation (Kahan): docs/gpu.md.
-COMPENSATED = {
+# Gradients that MXNet adds in float16: docs/gpu.md. Those of the first three without compensation.
+ADD_IN_HALF = {
+    "Embedding", "_contrib_SparseEmbedding", "take",
     "broadcast_axis", "broadcast_like", "broadcast_to", "repeat", "tile",
     *(f"broadcast_{name}" for name in "add sub mul div mod maximum minimum".split()),
     *(f"_npi_{name}" for name in "add subtract multiply true_divide mod arctan2 copysign".split())}
@@ -51,7 +52,7 @@ def test_an_operator_runs_where_float32_does(name, policy):
         if goes_back:
             calls += calls_of(alone.backward)
     in_half = [str(call) for call in calls if call.adds_in_half]
-    assert name in COMPENSATED or not in_half
+    assert name in ADD_IN_HALF or not in_half
 
 
 def test_what_is_not_called_stands_in_the_table():
