@@ -178,7 +178,7 @@ def test_every_block_that_has_parameters_is_tried():
 
 
 def test_every_operator_that_has_parameters_is_tried():
-    takes = {name for name in OPERATORS
+    takes = {name for name in sorted(set(OPERATORS) - {"CuDNNBatchNorm"})  # not in a CPU build
              if {"weight", "gamma", "parameters"} & set(get_operator_arguments(name).names)
              and "quantized" not in name and "update" not in name}
     tried = set().union(*(gradients(name, "float16")[1] for name in BLOCKS))

@@ -80,10 +80,10 @@ class Call:
         """Whether it adds numbers up in float16."""
         if self.is_product:
             return self.sums == "half"
-        # The type that they add in is the first that these name.
-        found = re.search(r"reduce_kernel<.*?red::sum, \d+, (\w[\w:]*)|"
-                          r"EmbeddingGradKernel<(\w[\w:]*)|"
-                          r"AddTakeGrad\w*<\w+, \d+, (\w[\w:]*)", self.kernel)
+        # up to the type that they add in; an embedding's stands behind that of its loads
+        found = re.search(r"reduce_kernel<.*?red::sum, \d+, [\w:]+|"
+                          r"EmbeddingGradKernel<[\w:]+, [\w:]+|"
+                          r"AddTakeGrad\w*<\w+, \d+, [\w:]+", self.kernel)
         return bool(found and _HALF.search(found.group(0)))
 
     @property

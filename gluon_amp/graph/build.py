@@ -15,7 +15,7 @@ from ..policy import POLICIES, Policy
 from .accumulate import ENGINE, accumulate
 from .casts import PRODUCT
 from .graph import CASTS, TYPE_FLAG, Entry, Graph, Node, bindings
-from .operators import BATCH_NORMS, factors, numbers
+from .operators import BATCH_NORMS, PRODUCTS, factors, numbers
 from .refusals import LOOP, check_formats, check_layout, check_loops
 
 HALF = "float16"
@@ -214,8 +214,10 @@ class _Rewriting:
         that read it cast it back: then it reads and writes halves itself, which gives the same
         numbers."""
         read = _BETWEEN_CASTS.get(node.op, 0)
-        if not read or self.rounds_halves or PRODUCT in node.attrs or self.watch is not None \
+        if not read or self.rounds_halves or PRODUCT in node.attrs \
                 or not all(map(self._is_cast_from_half, node.inputs[:read])):
+            return False
+        if self.watch is not None and node.op in PRODUCTS:  # its casts are to be counted
             return False
         users = self.users.get(Entry(node), [])
         return bool(users) \

@@ -2,6 +2,8 @@
 from dataclasses import dataclass
 from typing import Any, Collection, Dict, List, Mapping, Optional, Set, Tuple
 
+from ..graph.graph import CASTS
+from ..graph.operators import CAST_BACK
 from .statistics import Counted, Counts, Key
 from .tensors import Tensor, counted_reads
 
@@ -88,6 +90,9 @@ def first_overflow(tensors: Collection[Tensor], counts: Mapping[Key, Counts], ba
     by_key = {tensor.key: tensor for tensor in tensors}
     reads_of = counted_reads(by_key.values(), counts)
     tensor = beginnings(broken, reads_of, counts)[0]
+    cast = [by_key[key] for key in reads_of[tensor.key] if key in by_key]
+    if tensor.op in CASTS and cast and cast[0].op in CAST_BACK:
+        tensor = cast[0]  # which is float32 within, and rounds by that cast
     given = {name: Counts.of_array(arrays[name]) for name in tensor.variables
              if arrays and name in arrays}
     for name, held in given.items():

@@ -5,6 +5,7 @@ import networks
 import numpy as np
 import pytest
 from gluon_amp.gpu import recording
+from gluon_amp.recipes import zoo_network
 from mxnet import gluon
 from steps import GPU, Training, calls_of, counted, layers, numbers, own_log, settled
 
@@ -47,6 +48,13 @@ def test_a_step_costs_nearly_what_float32s_does(name):
     assert float16["synchronizations"] <= float32["synchronizations"] + 1
     if "resnet" in name:
         assert float16["launches"] <= float32["launches"] * 1.06
+
+
+def test_weights_that_a_static_graph_counts_as_written_are_not_looked_at():
+    net = zoo_network("ssd_512_mobilenet1.0_custom", classes=["one", "two"],
+                      pretrained_base=False)
+    _, update = settled(Training(net), numbers(2, 3, 128, 128))
+    assert not [call for call in update if "where" in call.kernel.lower()]
 
 
 @pytest.mark.parametrize("how", ["set_data", "in place", "loaded"])
