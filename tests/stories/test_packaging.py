@@ -129,7 +129,8 @@ def test_one_wheel_serves_every_python_3_on_linux_with_glibc_2_27(built):
 
 
 def test_the_wheel_holds_every_module_and_the_types(built, source):
-    assert modules(source) | {"gluon_amp/py.typed"} <= built.in_wheel
+    assert modules(source) | {"gluon_amp/py.typed", "gluon_amp/gpu/recording/record.cc",
+                              "gluon_amp/gpu/recording/record.h"} <= built.in_wheel
 
 
 def test_the_wheel_holds_one_library_and_no_openmp_runtime_of_its_own(built):
