@@ -16,10 +16,13 @@ import harness
 from harness import amp
 from mxnet import gluon, nd
 
-# MXNet 1.9.1 reads np.bool, which numpy 1.24 took away.
-IMPORTS = """
-import numpy, time
-numpy.bool = bool
+# MXNet alone does not import with numpy 1.24 and later: _numpy.py gives it what it lacks.
+IMPORTS = f"""
+import sys, time
+sys.path.insert(0, {str(Path(amp.__file__).parent)!r})
+import _numpy
+_numpy.install()
+del sys.path[0]
 times = [time.perf_counter()]
 import mxnet
 times.append(time.perf_counter())

@@ -1,10 +1,11 @@
 """The one place that imports MXNet, and says in one sentence why it cannot.
 
 MXNet 1.9.1 predates numpy 1.24 and Python's CUDA wheels. Before it is imported,
-`np.bool` is put back, the CUDA 11 libraries of the `[cu112]` extra are loaded,
-and unless the user has set them, `MXNET_SAFE_ACCUMULATION` is set to 1 (float16
-sums in float32) and `MXNET_SUBGRAPH_VERBOSE` to 0 (no line on stderr for each
-executor). Modules of this package take `mx` and `np` from here.
+the CUDA 11 libraries of the `[cu112]` extra are loaded, and unless the user has
+set them, `MXNET_SAFE_ACCUMULATION` is set to 1 (float16 sums in float32) and
+`MXNET_SUBGRAPH_VERBOSE` to 0 (no line on stderr for each executor). It is
+imported with the names that numpy has removed (`_numpy.py`); none stays in numpy
+itself. Modules of this package take `mx` and `np` from here.
 """
 import ctypes
 import os
@@ -16,12 +17,16 @@ from typing import TYPE_CHECKING, Any, List
 
 import numpy as np
 
+from . import _numpy
+
 # The folders of NVIDIA's wheels, a library after those that it needs.
 _CUDA_WHEELS = ("cuda_runtime", "cublas", "cuda_nvrtc", "curand", "cufft", "cusolver", "cudnn",
                 "nccl", "nvtx")
 # What MXNet's wheels expect of the system, and the packages of Debian and Ubuntu that have it.
 _SYSTEM = {"libgomp": "libgomp1", "libquadmath": "libquadmath0"}
-_INSTALL = "pip install 'gluon-amp[cpu]' (or 'gluon-amp[cu112]' for NVIDIA GPUs)"
+# MXNet's wheels refuse numpy 2, and so Python 3.13
+_INSTALL = "pip install --no-deps mxnet==1.9.1 (or mxnet-cu112==1.9.1 for NVIDIA GPUs)" \
+    if _numpy.NUMPY_2 else "pip install 'gluon-amp[cpu]' (or 'gluon-amp[cu112]' for NVIDIA GPUs)"
 
 
 def installed_builds() -> List[str]:
@@ -33,9 +38,6 @@ def installed_builds() -> List[str]:
 
 
 def _check_environment(builds: List[str]) -> None:
-    if int(np.__version__.split(".")[0]) >= 2:
-        raise ImportError(
-            f"MXNet 1.9.1 cannot run with numpy {np.__version__}: pip install 'numpy<2'")
     if len(builds) > 1:
         raise ImportError(
             f"two MXNet builds are installed over each other: {', '.join(builds)}. "
@@ -58,8 +60,7 @@ def _load_cuda_wheels() -> None:
 def _import_mxnet() -> Any:
     builds = installed_builds()
     _check_environment(builds)
-    if "bool" not in vars(np):
-        np.bool = bool  # type: ignore[attr-defined]  # numpy 1.24 took it away; MXNet reads it
+    _numpy.install()
     os.environ.setdefault("MXNET_SAFE_ACCUMULATION", "1")
     os.environ.setdefault("MXNET_SUBGRAPH_VERBOSE", "0")
     if any("cu" in build for build in builds) and "RECORDING_GPU_LOG" not in os.environ:
@@ -88,7 +89,20 @@ def _import_mxnet() -> Any:
                               f"{_SYSTEM[missing]}") from error
         raise ImportError(f"MXNet does not load: {error}. Its CUDA 11 libraries come with "
                           "pip install 'gluon-amp[cu112]'") from error
+    if _numpy.NUMPY_2:
+        _sum_in_float64(mxnet.metric.EvalMetric)
     return mxnet
+
+
+def _sum_in_float64(metric: Any) -> None:
+    """MXNet's metrics add float32 numbers to Python's. The sum is float64 in numpy 1, and float32
+    in numpy 2, where 2**24 + 1 is 2**24; so they add to numpy's float64."""
+    def set_attribute(self: Any, name: str, value: Any) -> None:
+        if name in ("sum_metric", "global_sum_metric") and isinstance(value, (float, np.floating)):
+            value = np.float64(value)
+        object.__setattr__(self, name, value)
+
+    metric.__setattr__ = set_attribute
 
 
 def message(error: Exception) -> str:

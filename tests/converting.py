@@ -7,6 +7,7 @@ import numpy as np
 from gluon_amp._mxnet import mx
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
+from mxnet_alone import MXNET_ALONE
 
 
 class Net(gluon.HybridBlock):
@@ -72,8 +73,7 @@ def runs_in(net, name):
 
 
 def run_python(code, *args):
-    start = "import numpy as np\nif 'bool' not in vars(np):\n    np.bool = bool\n"
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", start + code, *map(str, args)],
-                          capture_output=True, text=True)
+    command = [sys.executable, "-W", "ignore", "-c", MXNET_ALONE + code, *map(str, args)]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout

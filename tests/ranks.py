@@ -141,8 +141,6 @@ def server_roles(count):
 
 def horovod_roles(count):
     """As horovodrun starts them, with Gloo."""
-    import numpy
-    numpy.bool = bool
     from horovod.runner.common.util.hosts import get_host_assignments, parse_hosts
     from horovod.runner.http.http_server import RendezvousServer
     slots = get_host_assignments(parse_hosts(f"127.0.0.1:{count}"), count)

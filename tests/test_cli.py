@@ -21,7 +21,6 @@ class Absent:
             raise ModuleNotFoundError("No module named 'mxnet'", name=name)
 sys.meta_path.insert(0, Absent())
 """
-WITH_NUMPY_2 = "import numpy; numpy.__version__ = '2.0.1'\n"
 
 
 def start(*arguments, before="", **options):
@@ -185,16 +184,13 @@ def test_where_float16_does_not_train_the_exit_code_is_1_and_the_reason_comes_fi
     assert out.startswith("float16 does not train here: GLUON_AMP_ISA must be one of ")
 
 
-@pytest.mark.parametrize(("machine", "reason"), [
-    (WITHOUT_MXNET, "gluon_amp needs MXNet 1.9.1: pip install 'gluon-amp[cpu]'"),
-    (WITH_NUMPY_2, "MXNet 1.9.1 cannot run with numpy 2.0.1: pip install 'numpy<2'")])
-def test_without_an_mxnet_that_can_be_imported_the_reason_is_a_line(machine, reason):
-    code, out, err = run("doctor", before=machine)
+def test_without_an_mxnet_that_can_be_imported_the_reason_is_a_line():
+    code, out, err = run("doctor", before=WITHOUT_MXNET)
     assert (code, out) == (1, "")
-    assert err.startswith(f"gluon-amp: {reason}")
+    assert err.startswith("gluon-amp: gluon_amp needs MXNet 1.9.1: pip install ")
     assert err.count("\n") == 1
 
-    code, out, err = run("doctor", "--json", before=machine)
+    code, out, err = run("doctor", "--json", before=WITHOUT_MXNET)
     assert code == 1
     assert json.loads(out) == {"trains": False, "reason": err.strip().partition(": ")[2]}
 

@@ -60,6 +60,7 @@ def test_forward_hooks_still_fire(x):
 
 def test_nothing_outside_the_net_is_patched():
     run_python("""
+import numpy as np
 import mxnet as mx
 from mxnet import gluon
 nn = gluon.nn

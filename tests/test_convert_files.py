@@ -93,6 +93,7 @@ def test_a_file_cut_in_the_middle_is_never_left(write, tmp_path, monkeypatch, x)
 
 
 LOAD = """
+import numpy as np
 import sys
 import mxnet as mx
 from mxnet import nd

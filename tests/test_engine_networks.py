@@ -18,6 +18,7 @@ from gluon_amp.graph.graph import Graph
 from halves import as_function, assert_half, halves, run
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn, rnn
+from mxnet_alone import MXNET_ALONE
 
 sym = mx.sym
 X = sym.var("x")
@@ -236,7 +237,7 @@ def test_a_thread_may_call_a_network_while_another_one_calls_it(other, monkeypat
 
 def test_float32_is_what_it_was_before_the_import():
     """Bit by bit."""
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", FLOAT32], text=True,
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", MXNET_ALONE + FLOAT32], text=True,
                           env={**os.environ, "MXNET_SAFE_ACCUMULATION": "1"}, timeout=120,
                           capture_output=True, cwd=Path(amp.__file__).parents[1])
     assert done.returncode == 0, done.stderr
@@ -245,7 +246,6 @@ def test_float32_is_what_it_was_before_the_import():
 FLOAT32 = """
 import sys
 import numpy as np
-np.bool = bool
 import mxnet as mx
 from mxnet import autograd, gluon, nd
 

@@ -9,13 +9,12 @@ from gluon_amp.tools.launch import launch_horovod
 from gluon_amp.training.roll_call import answer_horovod
 from gluon_amp.training.watch import RankEndedError
 from mxnet.gluon import nn
+from mxnet_alone import MXNET_ALONE
 from ranks import horovod_roles, needs_horovod
 
 pytestmark = needs_horovod
 
 BESIDE = """
-import numpy
-numpy.bool = bool
 {imports}
 from mxnet import autograd, gluon, nd
 amp_net = gluon.nn.Dense(3, in_units=4)
@@ -43,7 +42,8 @@ print("trained", trainer._kvstore.type)
     "import gluon_amp as amp; import horovod.mxnet as hvd",
     "import horovod.mxnet as hvd; import gluon_amp as amp"])
 def test_horovods_library_and_ours_share_a_process_in_either_order(imports):
-    ran = subprocess.run([sys.executable, "-W", "ignore", "-c", BESIDE.format(imports=imports)],
+    ran = subprocess.run([sys.executable, "-W", "ignore", "-c",
+                          MXNET_ALONE + BESIDE.format(imports=imports)],
                          capture_output=True, text=True, timeout=90)
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout == "trained dist_sync_horovod\n"

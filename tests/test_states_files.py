@@ -1,9 +1,11 @@
 """Files of states: what one may hold, and damaged ones."""
 import os
 import pickle
+import re
 from pathlib import Path
 
 import gluon_amp as amp
+import numpy as np
 import pytest
 from gluon_amp._mxnet import mx
 from mxnet import gluon
@@ -57,6 +59,24 @@ def test_a_file_that_names_other_functions_is_refused_before_they_run(where, pat
     net = make()
     check_refused(of(net), net, path, r"trainer\.states .* names posix.system, which was not c")
     assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("core", ["numpy.core", "numpy._core"])
+def test_files_load_whether_numpy_1_or_numpy_2_has_written_them(core, path):
+    """They name numpy's own modules, which numpy 2 has moved."""
+    net = make()
+    trainer = of(net)
+    fit(net, trainer)
+    states, optimizer = pickle.loads(trainer._updaters[0].get_states(dump_optimizer=True))
+    optimizer.param_dict, optimizer.trainer_state = {}, {}
+    optimizer.lr, optimizer.table = np.float64(0.25), np.arange(3)
+    written = pickle.dumps((states, optimizer), protocol=3)  # names modules in plain letters
+    both = re.sub(rb"cnumpy\._?core\.", f"c{core}.".encode(), written)
+    with open(path, "wb") as file:
+        file.write(both)
+    trainer.load_states(path)
+    assert trainer.optimizer.lr == 0.25
+    assert trainer.optimizer.table.tolist() == [0, 1, 2]
 
 
 class Halving(mx.lr_scheduler.LRScheduler):

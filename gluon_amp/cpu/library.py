@@ -12,6 +12,7 @@ or, as `off`, none.
 import contextlib
 import ctypes
 import functools
+import importlib
 import os
 import struct
 from ctypes import (
@@ -29,9 +30,12 @@ from pathlib import Path
 from typing import Any, BinaryIO, Callable, FrozenSet, Iterator, List, Optional, Sequence
 
 from mxnet._ctypes.ndarray import _imperative_invoke
-from numpy.core._multiarray_umath import __cpu_features__  # what the processor and kernel allow
 
 from .._mxnet import mx, np
+from .._numpy import CORE
+
+# what the processor and kernel allow
+__cpu_features__ = importlib.import_module(f"{CORE}._multiarray_umath").__cpu_features__
 
 PREFIX = "_gluon_amp_"  # of operators that MXNet does not have
 

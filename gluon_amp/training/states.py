@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from typing import Any, Callable, Dict, Iterator, List, Mapping, Sequence, Tuple
 
 from .._mxnet import mx, np
+from .._numpy import CORE
 from ..cpu.arrays import dtype_name
 
 _SEAL = b"\ngluon_amp sha256 "  # then 64 digits
@@ -23,12 +24,12 @@ _MOVED = {"gluon_amp.optimizer": "gluon_amp.training.optimizer",  # in files of 
 _KINDS = (mx.optimizer.Optimizer, mx.lr_scheduler.LRScheduler, mx.nd.NDArray, np.generic)
 _ATTRIBUTES = ("lr", "lr_scheduler", "wd", "rescale_grad", "num_update", "begin_num_update",
                "_index_update_count", "clip_gradient", "multi_precision", "lr_mult", "wd_mult")
-_NAMES = frozenset("""
+_NAMES = frozenset(f"""
     gluon_amp.training.optimizer._revive gluon_amp.training.optimizer._Decimal
     builtins.set builtins.frozenset builtins.bytearray builtins.bytes builtins.complex
     builtins.range builtins.slice builtins.object collections.OrderedDict collections.defaultdict
-    numpy.ndarray numpy.dtype numpy.core.multiarray._reconstruct numpy.core.multiarray.scalar
-    numpy.core.numeric._frombuffer _codecs.encode
+    numpy.ndarray numpy.dtype {CORE}.multiarray._reconstruct {CORE}.multiarray.scalar
+    {CORE}.numeric._frombuffer _codecs.encode
 """.split())
 
 
@@ -44,7 +45,8 @@ class _Unpickler(pickle.Unpickler):
         self.mine = mine
 
     def find_class(self, module: str, name: str) -> Any:
-        module = _MOVED.get(module, module)
+        # Files of numpy 1 name numpy.core, those of numpy 2 numpy._core: both are read with both.
+        module = re.sub(r"^numpy\._?core\b", CORE, _MOVED.get(module, module))
         if (module, name) in self.mine:
             return self.mine[module, name]
         # Nothing is imported for a file.

@@ -1,0 +1,163 @@
+"""Numpy with the names that it had when MXNet 1.9.1 was written, for MXNet and those over it alone.
+
+MXNet reads names that numpy has removed since 1.20: `np.bool` (1.24), `np.PZERO` (2.0),
+`np.trapz` (2.4). numpy itself is left as it is. The modules of `PACKAGES` get this one where they
+import numpy: each has an `__import__` of its own among its builtins, which gives numpy's contents,
+the removed names beside them.
+"""
+import builtins
+import functools
+import sys
+import types
+from importlib.machinery import ModuleSpec, SourceFileLoader, SourcelessFileLoader
+from typing import Any, Callable, Dict, Optional
+
+import numpy
+
+NUMPY_2 = int(numpy.__version__.split(".")[0]) >= 2
+# Where numpy has the modules that pickles name: numpy.core, since numpy 2 numpy._core.
+CORE = numpy.empty(0).__reduce__()[0].__module__.rpartition(".")[0]
+# The packages of MXNet's time; `python -m gluon_amp SCRIPT` adds the script's own modules.
+PACKAGES = {"mxnet", "gluoncv", "gluonnlp", "gluonts", "mxboard", "d2l", "horovod"}
+
+# Python's own types, which old code means by these names; numpy 2 has others under some of them.
+_TYPES = {"bool": bool, "int": int, "long": int, "float": float, "complex": complex,
+          "object": object, "str": str, "unicode": str}
+_NUMBERS = {"Inf": numpy.inf, "Infinity": numpy.inf, "infty": numpy.inf, "PINF": numpy.inf,
+            "NINF": -numpy.inf, "NaN": numpy.nan, "NAN": numpy.nan, "PZERO": 0.0, "NZERO": -0.0}
+# old name -> the name that is there in its place
+_RENAMED = {
+    "float_": "float64", "complex_": "complex128", "unicode_": "str_", "string_": "bytes_",
+    "cfloat": "complex128", "singlecomplex": "complex64", "longfloat": "longdouble",
+    "clongfloat": "clongdouble", "longcomplex": "clongdouble", "alltrue": "all",
+    "sometrue": "any", "product": "prod", "cumproduct": "cumprod", "round_": "round",
+    "row_stack": "vstack", "trapz": "trapezoid", "mat": "asmatrix", "core": "_core"}
+_EXCEPTIONS = ("AxisError", "ComplexWarning", "ModuleDeprecationWarning", "RankWarning",
+               "TooHardError", "VisibleDeprecationWarning")
+_FINANCIAL = ("fv", "ipmt", "irr", "mirr", "nper", "npv", "pmt", "ppmt", "pv", "rate")
+
+
+def _asfarray(a: Any, dtype: Any = numpy.float64) -> Any:
+    inexact = numpy.issubdtype(numpy.dtype(dtype), numpy.inexact)
+    return numpy.asarray(a, dtype=dtype if inexact else numpy.float64)
+
+
+def _in1d(ar1: Any, ar2: Any, assume_unique: bool = False, invert: bool = False) -> Any:
+    return numpy.isin(numpy.ravel(ar1), ar2, assume_unique=assume_unique, invert=invert)
+
+
+_FUNCTIONS: Dict[str, Callable[..., Any]] = {
+    "asfarray": _asfarray,
+    "asscalar": lambda a: a.item(),
+    "in1d": _in1d,
+    "issubsctype": lambda arg1, arg2: numpy.issubdtype(numpy.dtype(arg1), numpy.dtype(arg2)),
+    "msort": lambda a: numpy.sort(a, axis=0),
+    "obj2sctype": lambda rep: numpy.dtype(rep).type,
+}
+
+
+def _array(object: Any, dtype: Any = None, *, copy: Any = True, **kwargs: Any) -> Any:
+    """numpy.array, whose `copy=False` means again: only where it is needed."""
+    if copy is False:
+        copy = None
+    return numpy.array(object, dtype, copy=copy, **kwargs)
+
+
+def _financial(name: str) -> Callable[..., Any]:
+    def removed(*_: Any, **__: Any) -> None:
+        raise RuntimeError(f"numpy 1.20 removed numpy.{name}; the package numpy-financial has it")
+    return removed
+
+
+class _Numpy(types.ModuleType):
+    """What numpy gives now, and did give."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(numpy, name)  # loaded later, or not there: numpy says so
+
+
+def _as_it_was() -> types.ModuleType:
+    there = {name: value for name, value in vars(numpy).items() if name != "__getattr__"}
+    exceptions = getattr(numpy, "exceptions", numpy)
+    restored: Dict[str, Any] = {
+        **_NUMBERS, **_FUNCTIONS, **{name: _financial(name) for name in _FINANCIAL},
+        "compat": types.SimpleNamespace(basestring=str, unicode=str, long=int)}
+    restored.update((old, there[new]) for old, new in _RENAMED.items() if new in there)
+    restored.update((name, getattr(exceptions, name)) for name in _EXCEPTIONS
+                    if hasattr(exceptions, name))
+    if NUMPY_2:
+        del there["array"]
+        restored["array"] = functools.wraps(numpy.array)(_array)
+        there.pop("core", None)  # it warns that it is deprecated
+    made = _Numpy("numpy", numpy.__doc__)
+    vars(made).update({**restored, **there, **_TYPES})
+    return made
+
+
+AS_IT_WAS = _as_it_was()
+
+
+def _import(name: str, *args: Any, **kwargs: Any) -> Any:
+    found = builtins.__import__(name, *args, **kwargs)
+    return AS_IT_WAS if found is numpy else found
+
+
+BUILTINS = {**vars(builtins), "__import__": _import}
+
+
+class _IsStr(type):
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, str)
+
+
+class _Str(str, metaclass=_IsStr):  # type: ignore[misc]
+    """`str` where MXNet writes attributes for its library: numpy 2 would write `(np.int64(4),)`
+    for a shape, which the library cannot read."""
+
+    def __new__(cls, value: object) -> str:  # type: ignore[misc]
+        text = str(value)
+        if "np." not in text:
+            return text
+        with numpy.printoptions(legacy="1.25"):  # type: ignore[arg-type]
+            return str(value)
+
+
+_WRITERS = ("mxnet._ctypes.ndarray", "mxnet._ctypes.symbol", "mxnet.symbol.symbol", "mxnet.io.io")
+
+
+def _execute(execute: Callable[[types.ModuleType], None], module: types.ModuleType) -> None:
+    vars(module)["__builtins__"] = BUILTINS
+    if NUMPY_2 and module.__name__ in _WRITERS:
+        vars(module)["str"] = _Str
+    execute(module)
+
+
+def _with_tobytes(loader: SourceFileLoader, name: str) -> types.CodeType:
+    """A module's code. It calls arrays' `tostring`, which numpy 2.3 has removed."""
+    source = loader.get_source(name) or ""
+    return compile(source.replace(".tostring()", ".tobytes()"), loader.path, "exec")
+
+
+class _Finder:
+    """Finds the modules of `PACKAGES` as the finders behind it do."""
+
+    @staticmethod
+    def find_spec(name: str, path: Any = None, target: Any = None) -> Optional[ModuleSpec]:
+        if name.partition(".")[0] not in PACKAGES:
+            return None
+        behind = sys.meta_path[sys.meta_path.index(_Finder) + 1:]
+        spec = next(filter(None, (finder.find_spec(name, path, target) for finder in behind)), None)
+        loader = spec and spec.loader
+        if isinstance(loader, (SourceFileLoader, SourcelessFileLoader)):
+            loader.exec_module = functools.partial(  # type: ignore[method-assign]
+                _execute, loader.exec_module)
+        if name == "mxnet.recordio" and isinstance(loader, SourceFileLoader):
+            loader.get_code = functools.partial(  # type: ignore[method-assign]
+                _with_tobytes, loader)
+        return spec
+
+
+def install() -> None:
+    """From now on `PACKAGES` are imported so."""
+    if _Finder not in sys.meta_path:
+        sys.meta_path.insert(0, _Finder)
