@@ -213,31 +213,36 @@ def test_what_is_no_library_is_refused(content, tmp_path):
 
 def test_a_library_without_a_compilers_name_has_none(tmp_path):
     """Two sections: none, and the names of sections, which has no .comment."""
-    header = bytearray(64)
-    header[:5] = b"\x7fELF\x02"
-    struct.pack_into("<Q", header, 40, 64)
-    struct.pack_into("<HHH", header, 58, 64, 2, 1)
     sections = bytearray(128)
     struct.pack_into("<QQ", sections, 64 + 24, 192, 8)
     path = tmp_path / "libmxnet.so"
-    path.write_bytes(bytes(header + sections) + b"\0.text\0\0")
+    path.write_bytes(elf(sections=2, names=1, more=bytes(sections) + b"\0.text\0\0"))
     assert library.compilers(path) == b""
 
 
-def elf(size=64, sections=0, each=64, names=0, more=b""):
+def elf(size=64, sections=0, each=64, names=0, more=b"", machine=62):
     """A 64-bit ELF library's header, which says where its sections are, and what follows it."""
     header = bytearray(64)
     header[:5] = b"\x7fELF\x02"
+    struct.pack_into("<H", header, 18, machine)
     struct.pack_into("<Q", header, 40, size)
     struct.pack_into("<HHH", header, 58, each, sections, names)
     return bytes(header) + more
 
 
+def test_the_wheel_for_aarch64_is_refused_in_one_sentence(tmp_path):
+    path = tmp_path / "libmxnet.so"
+    path.write_bytes(elf(machine=183))
+    with pytest.raises(library.KernelError, match=r"needs MXNet's wheel for x86-64. Received: .*"
+                                                  r"libmxnet.so, for aarch64$"):
+        library.compilers(path)
+
+
 @pytest.mark.parametrize("content", [
-    b"\x7fELF\x02", elf(), elf(sections=3), elf(size=2 ** 63), elf(size=2 ** 63, sections=1),
+    elf()[:40], elf(), elf(sections=3), elf(size=2 ** 63), elf(size=2 ** 63, sections=1),
     elf(sections=1, each=8, more=b"\0" * 64), elf(sections=1, names=7, more=b"\0" * 64),
     elf(sections=1, more=b"\xff" * 64)],
-    ids=["five bytes", "no sections", "sections behind the end", "sections nowhere",
+    ids=["forty bytes", "no sections", "sections behind the end", "sections nowhere",
          "a section nowhere", "small sections", "names in no section", "a section of ones"])
 def test_a_library_that_does_not_tell_its_compiler_has_none(content, tmp_path):
     """A stripped one, or a part of one: the import goes on; float16 is refused by a sentence."""

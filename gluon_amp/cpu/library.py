@@ -52,6 +52,7 @@ VARIANTS = {  # best first: name -> the processor features that it was compiled 
 }
 VERSION = "1.9.1"
 COMPILER = b"GCC: (GNU) 4.8.5"
+X86_64 = 62  # in an ELF header
 
 PATH = Path(os.environ.get("GLUON_AMP_ENGINE") or Path(__file__).with_name("_engine.so"))
 _REBUILD = "Rebuild them with: pip install --force-reinstall --no-deps gluon-amp (in a checkout: " \
@@ -140,6 +141,11 @@ def _comment(file: BinaryIO, library: Path) -> bytes:
     header = file.read(64)
     if header[:5] != b"\x7fELF\x02":
         raise KernelError(f"{library} is no 64-bit ELF library")
+    machine, = struct.unpack_from("<H", header, 18)
+    if machine != X86_64:
+        given = {183: "aarch64"}.get(machine, f"the ELF machine {machine}")
+        raise KernelError("float16 on a CPU needs MXNet's wheel for x86-64. Received: "
+                          f"{library}, for {given}")
     at, = struct.unpack_from("<Q", header, 40)
     size, count, names = struct.unpack_from("<HHH", header, 58)
     sections = []
