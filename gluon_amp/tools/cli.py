@@ -60,7 +60,8 @@ def _run(arguments: Optional[List[str]]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="gluon-amp", description="Mixed-precision training for Apache MXNet Gluon.",
-        epilog="gluon-amp COMMAND --help tells more, with examples.")
+        epilog="gluon-amp COMMAND --help tells more, with examples. python -m gluon_amp SCRIPT.py "
+               "... runs a script with gluon_amp imported first.")
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     for command in COMMANDS:
