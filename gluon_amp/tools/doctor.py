@@ -193,7 +193,7 @@ def _error_of_a_step(device: Any) -> Optional[str]:
         return message(error)
     right = 1 - 0.5 / 8  # the gradient of each weight is 1/8
     if weight.dtype != np.float16 or (weight != right).any():
-        return f"a step gave a weight {weight.flat[0]!r} of {weight.dtype}; {right} of float16 " \
+        return f"a step gave a weight {weight.flat[0]} of {weight.dtype}; {right} of float16 " \
                "would be right"
     return None
 
