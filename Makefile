@@ -4,6 +4,8 @@
 # make lint    ruff and mypy
 # make docs    build the documentation: docs/_build/html
 # make wheel   dist/: a wheel for Linux on x86-64 with glibc 2.27 or later, and the sdist
+# make test-wheel     try the wheel in an empty venv of each Python from 3.8 to 3.13 that is there
+# make test-pythons   the same, and all that users do, with numpy 1 and 2: a minute each
 # make test-zoo   train networks of GluonCV, GluonNLP and GluonTS, each in a venv of its own (python3.8)
 # make test-mxnet MXNET_TESTS=FOLDER   MXNet 1.9.1's own tests (tests/python of its sources) with ours in place
 # make results   draw results/imagenet anew, byte for byte
@@ -14,7 +16,7 @@
 # make bench   step time and memory, float16 over float32, in ten minutes
 # make bench-gpu-path   what a step asks of a GPU, recorded without one: docs/gpu_table.txt
 # make bench-all   everything that is measured; goes on where it stopped (ANEW=1: starts over)
-# PYTHON=python3.10 make demo    with another Python (3.8 to 3.12)
+# PYTHON=python3.10 make demo    with another Python (3.8 to 3.13)
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -32,7 +34,7 @@ export GLUON_AMP_OBJECTS ?= $(CURDIR)/build/objects
 # What the wheel promises of the machine. auditwheel refuses to write it where the engine asks for more.
 PLATFORM := manylinux_2_27_x86_64
 
-.PHONY: test-gpu bench-gpu-path demo test wheel test-zoo test-mxnet test-ranks setup lint docs results horovod sanitize bench bench-all check clean
+.PHONY: demo test wheel test-wheel test-pythons test-zoo test-mxnet test-mxnet-numpy test-gpu test-ranks setup lint docs results horovod sanitize bench bench-all bench-gpu-path check clean
 .DELETE_ON_ERROR:
 
 demo: .venv/demo
@@ -52,6 +54,12 @@ wheel: .venv/wheel
 		--exclude libmxnet.so --exclude libgomp.so.1 -w build/wheel/portable build/wheel/*.whl
 	mkdir -p dist
 	mv build/wheel/*.tar.gz build/wheel/portable/*.whl dist/
+
+test-wheel: wheel
+	$(PYTHON) tests/pythons.py train
+
+test-pythons: wheel
+	$(PYTHON) tests/pythons.py story
 
 test-zoo: .venv/setup
 	$(BIN)/python tests/zoo.py
@@ -107,8 +115,8 @@ sanitize: .venv/test
 setup: .venv/setup
 
 check:
-	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) is not installed. Install Python 3.8 to 3.12: apt install python3 python3-venv" >&2; exit 1; }
-	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(not (3, 8) <= v <= (3, 12) and "MXNet 1.9.1 needs Python 3.8 to 3.12; $(PYTHON) is %d.%d. Choose another: PYTHON=python3.11 make ..." % v)'
+	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) is not installed. Install Python 3.8 to 3.13: apt install python3 python3-venv" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(not (3, 8) <= v <= (3, 13) and "gluon_amp needs Python 3.8 to 3.13; $(PYTHON) is %d.%d. Choose another: PYTHON=python3.11 make ..." % v)'
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { echo "$(PYTHON) cannot make virtual environments: apt install python3-venv" >&2; exit 1; }
 	@command -v $(or $(CXX),g++) >/dev/null || { echo "no C++ compiler ($(or $(CXX),g++)): apt install g++" >&2; exit 1; }
 
@@ -117,6 +125,8 @@ define install
 @echo "installing into .venv; to compile the CPU kernels takes some minutes"
 test -x $(BIN)/python || $(PYTHON) -m venv .venv
 $(BIN)/python -m pip install -q -e '.[cpu$(EXTRA)]'
+if $(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 13))'; then \
+	$(BIN)/python -m pip install -q --no-deps mxnet==1.9.1; fi
 touch .venv/setup
 endef
 
@@ -138,20 +148,21 @@ endef
 .venv/test: EXTRA := ,test
 .venv/test: $(BUILT_FROM) | check
 	$(install)
-	$(BIN)/python -m pip install -q 'numpy<2' pillow portalocker scipy pyyaml yacs
+	$(BIN)/python -m pip install -q pillow portalocker scipy pyyaml yacs
 	$(BIN)/python -m pip install -q --no-deps gluoncv==0.10.5.post0
 	touch $@
 
-# Its build and its command import MXNet, which needs numpy.bool. Debug information would take a
+# Its build and its command import MXNet, which needs names that numpy has removed. Debug information would take a
 # third of the build's time.
 .venv/horovod: .venv/setup
 	$(BIN)/python -m pip install -q 'cmake<4' wheel 'setuptools<81' packaging cloudpickle psutil pyyaml cffi
-	mkdir -p build/numpy_bool
-	echo 'import numpy; numpy.bool = bool' > build/numpy_bool/sitecustomize.py
+	mkdir -p build/numpy_names
+	cp gluon_amp/_numpy.py build/numpy_names/numpy_names.py
+	echo 'import numpy_names; numpy_names.install()' > build/numpy_names/sitecustomize.py
 	printf '%s\n' '#!/bin/sh' 'if [ "$$1" = --build ]; then exec cmake "$$@"; fi' \
 		'exec cmake "$$@" -DCMAKE_CXX_FLAGS_RELWITHDEBINFO="-O3 -DNDEBUG"' > build/cmake_without_debug
 	chmod +x build/cmake_without_debug
-	PATH="$(CURDIR)/$(BIN):$$PATH" PYTHONPATH="$(CURDIR)/build/numpy_bool" \
+	PATH="$(CURDIR)/$(BIN):$$PATH" PYTHONPATH="$(CURDIR)/build/numpy_names" \
 		HOROVOD_CMAKE="$(CURDIR)/build/cmake_without_debug" MAKEFLAGS=-j$$(nproc) \
 		HOROVOD_WITH_MXNET=1 HOROVOD_WITH_GLOO=1 HOROVOD_WITHOUT_MPI=1 \
 		HOROVOD_WITHOUT_PYTORCH=1 HOROVOD_WITHOUT_TENSORFLOW=1 \
@@ -160,4 +171,4 @@ endef
 	touch $@
 
 clean:
-	rm -rf .venv .sanitize .zoo build dist *.egg-info gluon_amp/cpu/*.so docs/_build
+	rm -rf .venv .sanitize .zoo .pythons build dist *.egg-info gluon_amp/cpu/*.so docs/_build

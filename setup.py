@@ -1,10 +1,14 @@
 """Compiles the engine, one library for all instruction sets; the rest is in pyproject.toml."""
+import contextlib
 import hashlib
 import importlib.util
 import os
 import platform
 import shutil
 import subprocess
+import sys
+import tempfile
+import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -29,12 +33,32 @@ AS_MXNET = [("_GLIBCXX_USE_CXX11_ABI", "0"), ("MSHADOW_USE_CBLAS", "0"), ("MSHAD
 
 
 def mxnet_folder() -> Path:
-    """Where MXNet's headers and library are; importing it is not needed for that."""
+    """Where MXNet's headers and library are: the installed one's, else those of its wheel.
+
+    The wheel is not installed for the build, since it asks for numpy below 2, which some Pythons
+    would have to compile.
+    """
     spec = importlib.util.find_spec("mxnet")
-    if spec is None or not spec.submodule_search_locations:
-        raise SystemExit("compiling gluon_amp's engine needs MXNet's headers: "
-                         "pip install mxnet==1.9.1, or build with isolation")
-    return Path(next(iter(spec.submodule_search_locations)))
+    if spec is not None and spec.submodule_search_locations:
+        return Path(next(iter(spec.submodule_search_locations)))
+    folder = Path(KEPT or "build", "mxnet-1.9.1")
+    if not folder.exists():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
+            tried = subprocess.run([sys.executable, "-m", "pip", "download", "-q", "--no-deps",
+                                    "--only-binary", ":all:", "-d", scratch, "mxnet==1.9.1"])
+            if tried.returncode:
+                raise SystemExit("compiling gluon_amp's engine needs MXNet's headers, and pip "
+                                 "cannot fetch them: pip install --no-deps mxnet==1.9.1, and "
+                                 "build with --no-build-isolation")
+            wheel, = Path(scratch).glob("*.whl")
+            with zipfile.ZipFile(wheel) as archive:
+                archive.extractall(scratch, [
+                    name for name in archive.namelist() if name.startswith("mxnet/include/")
+                    or name in ("mxnet/libinfo.py", "mxnet/libmxnet.so")])
+            with contextlib.suppress(OSError):  # another build was faster
+                Path(scratch, "mxnet").replace(folder)
+    return folder
 
 
 # What the engine asks of a compiler: C++17, OpenMP, and the standard library of MXNet.
