@@ -8,6 +8,7 @@
 # make test-pythons   the same, and all that users do, with numpy 1 and 2: a minute each
 # make test-zoo   train networks of GluonCV, GluonNLP and GluonTS, each in a venv of its own (python3.8)
 # make test-mxnet MXNET_TESTS=FOLDER   MXNet 1.9.1's own tests (tests/python of its sources) with ours in place
+# make test-mxnet-numpy MXNET_TESTS=FOLDER   those of what numpy has to do with, with the numpy that is installed
 # make results   draw results/imagenet anew, byte for byte
 # make sanitize   the engine's tests under AddressSanitizer and UBSan, in 20 minutes
 # make test-gpu   the GPU path, on a recording GPU: downloads MXNet's CUDA wheel (499 MB) once
@@ -66,6 +67,9 @@ test-zoo: .venv/setup
 
 test-mxnet: .venv/test
 	@MXNET_TESTS="$(MXNET_TESTS)" $(BIN)/python -W ignore tests/mxnets_tests.py
+
+test-mxnet-numpy: .venv/test
+	@MXNET_TESTS="$(MXNET_TESTS)" $(BIN)/python -W ignore tests/mxnets_tests.py numpy
 
 lint: .venv/test
 	$(BIN)/ruff check .

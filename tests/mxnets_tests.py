@@ -4,8 +4,11 @@
 What passes with MXNet's passes without a loss scale. With one, a test may fail by a refusal that
 stands in mxnets_tests.txt: MXNet's tests call `loss.backward()`, for one.
 
+`make test-mxnet-numpy MXNET_TESTS=FOLDER`: runs MXNet's tests of what numpy has to do with, as they
+are, with the numpy that is installed. What fails with it stands in mxnets_tests_numpy.txt.
+
 As a plugin of pytest, this file runs them with what GLUON_AMP_IN_PLACE says: "mxnet", "None", or a
-loss scale.
+loss scale; or "numpy".
 """
 import inspect
 import json
@@ -25,6 +28,12 @@ NEEDED = (*(f"unittest/{name}" for name in (*FILES, "common.py")), "common/model
 # test_gluon.py is about blocks: of its tests, those that have a Trainer or a Module
 APPLIES = re.compile(r"\b(Trainer|Module)\b")
 ARMS = ("None", "1024", "dynamic")  # of loss_scale
+NO_NETWORK = r"ConnectionError|URLError|gaierror"  # some fetch data
+NUMPY_FILES = tuple(f"test_{name}.py" for name in """
+    attr autograd base contrib_text dlpack gluon_contrib gluon_data gluon_data_vision
+    gluon_estimator gluon_event_handler gluon_rnn gluon_utils image infer_type init io
+    kvstore_custom metric ndarray numpy_gluon numpy_interoperability numpy_ndarray recordio rnn
+    runtime sparse_ndarray symbol test_utils thread_local viz""".split())
 
 
 # ---- a plugin of pytest
@@ -33,9 +42,13 @@ ARMS = ("None", "1024", "dynamic")  # of loss_scale
 def pytest_configure(config):
     _make_nose()
     import gluon_amp as amp
+    from gluon_amp import _numpy
     from gluon_amp._mxnet import mx
     arm = os.environ["GLUON_AMP_IN_PLACE"]
-    if arm == "mxnet":
+    folders = map(Path, os.environ["GLUON_AMP_MXNETS_TESTS"].split(os.pathsep))
+    _numpy.PACKAGES.update(path.stem for folder in folders for path in folder.glob("*.py"))
+    _wrap_around(_numpy.AS_IT_WAS)
+    if arm in ("mxnet", "numpy"):
         return
     scale = {"None": None, "1024": 1024}.get(arm, arm)
 
@@ -49,6 +62,8 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(items):
+    if os.environ["GLUON_AMP_IN_PLACE"] == "numpy":
+        return
     items[:] = [item for item in items if item.path.name != "test_gluon.py"
                 or APPLIES.search(inspect.getsource(inspect.unwrap(item.function)))]
 
@@ -60,6 +75,18 @@ def pytest_runtest_logreport(report):
         line = json.dumps([report.nodeid.split("/")[-1], report.outcome, said])
         with open(os.environ["GLUON_AMP_OUTCOMES"], "a") as file:
             file.write(f"{line}\n")
+
+
+def _wrap_around(numpy):
+    """MXNet's tests have 200 as int8 in their data; numpy 1 wrapped it, numpy 2 refuses it."""
+    refusing = numpy.array
+
+    def wrapping(object, dtype=None, **kwargs):
+        try:
+            return refusing(object, dtype, **kwargs)
+        except OverflowError:
+            return refusing(object).astype(dtype)
+    numpy.array = wrapping
 
 
 def _make_nose():
@@ -85,6 +112,7 @@ def _make_nose():
     tools = types.ModuleType("nose.tools")
     tools.make_decorator, tools.raises = decorator, raises
     tools.assert_raises = unittest.TestCase().assertRaises
+    tools.ok_ = unittest.TestCase().assertTrue
     nose = types.ModuleType("nose")
     nose.tools = tools
     sys.modules.update({"nose": nose, "nose.tools": tools})
@@ -93,18 +121,20 @@ def _make_nose():
 # ---- the command
 
 
-def run(folder, arm):
+def run(folder, arm, files=FILES):
     """The outcome of each test, by its name: passed, skipped or failed, and with which words."""
     with tempfile.TemporaryDirectory() as scratch:
         outcomes = Path(scratch) / "outcomes"
-        path = [str(ROOT), str(ROOT / "tests"),
-                *(str(folder / part) for part in ("unittest", "common", "train"))]
+        theirs = [str(folder / part) for part in ("unittest", "common", "train")]
+        path = [str(ROOT), str(ROOT / "tests"), *theirs]
         done = subprocess.run(
+            # their modules are imported as modules of MXNet's time are, not rewritten by pytest
             [sys.executable, "-W", "ignore", "-m", "pytest", "-q", "--tb=short", "--no-header",
-             "-p", "mxnets_tests", "-p", "no:cacheprovider", "-c", os.devnull,
-             "--rootdir", str(folder), *(str(folder / "unittest" / name) for name in FILES)],
+             "--assert=plain", "-p", "mxnets_tests", "-p", "no:cacheprovider", "-c", os.devnull,
+             "--rootdir", str(folder), *(str(folder / "unittest" / name) for name in files)],
             cwd=scratch, capture_output=True, text=True,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(path), "GLUON_AMP_IN_PLACE": arm,
+                 "GLUON_AMP_MXNETS_TESTS": os.pathsep.join(theirs),
                  "GLUON_AMP_OUTCOMES": str(outcomes), "MXNET_TEST_SEED": "7"})
         if not outcomes.exists():
             sys.exit(f"no test ran:\n{done.stdout}{done.stderr}")
@@ -112,10 +142,10 @@ def run(folder, arm):
     return {name: (outcome, said) for name, outcome, said in map(json.loads, lines)}
 
 
-def expected_refusals():
-    """For each test that a loss scale refuses, a pattern of the error's words."""
+def expected_failures(listed):
+    """For each test that may fail, a pattern of the error's words."""
     words, expected = "", {}
-    for line in (ROOT / "tests" / "mxnets_tests.txt").read_text().splitlines():
+    for line in (ROOT / "tests" / listed).read_text().splitlines():
         if line.startswith("words: "):
             words = line[len("words: "):]
         elif line and not line.startswith("#"):
@@ -124,13 +154,28 @@ def expected_refusals():
     return expected
 
 
-def main(folder):
+def with_this_numpy(folder):
+    import numpy
+    outcomes = run(folder, "numpy", NUMPY_FILES)
+    expected = expected_failures("mxnets_tests_numpy.txt")
+    failed = {name: said for name, (outcome, said) in outcomes.items() if outcome == "failed"}
+    unexpected = [f"{name}: {said}" for name, said in failed.items()
+                  if not re.search(expected.get(name, NO_NETWORK), said)]
+    passed = sum(outcome == "passed" for outcome, _ in outcomes.values())
+    print(f"numpy {numpy.__version__}: {passed} of MXNet's tests pass, {len(failed)} fail, "
+          f"{len(unexpected)} of these unexpectedly")
+    sys.exit("\n".join(unexpected) or 0)
+
+
+def main(folder, what):
     missing = [name for name in NEEDED if not folder or not (Path(folder) / name).is_file()]
     if missing:
         sys.exit("make test-mxnet MXNET_TESTS=FOLDER needs MXNet 1.9.1's own tests: the folder "
                  f"tests/python of its sources, with {', '.join(NEEDED)}. "
                  f"Missing in {folder or 'no folder'}: {', '.join(missing)}")
     folder = Path(folder).resolve()
+    if what == "numpy":
+        with_this_numpy(folder)
     with_mxnet = {name for name, (outcome, _) in run(folder, "mxnet").items()
                   if outcome == "passed"}
     print(f"with MXNet's Trainer and Module {len(with_mxnet)} tests pass", flush=True)
@@ -139,7 +184,7 @@ def main(folder):
         outcomes = run(folder, arm)
         failed = {name: outcomes.get(name, ("", "it did not run"))[1] for name in with_mxnet
                   if outcomes.get(name, ("",))[0] != "passed"}
-        expected = {} if arm == "None" else expected_refusals()
+        expected = {} if arm == "None" else expected_failures("mxnets_tests.txt")
         unexpected = {name: said for name, said in failed.items()
                       if name not in expected or not re.search(expected[name], said)}
         print(f"loss_scale={arm}: {len(with_mxnet) - len(failed)} of them pass, "
@@ -149,4 +194,4 @@ def main(folder):
 
 
 if __name__ == "__main__":
-    main(os.environ.get("MXNET_TESTS"))
+    main(os.environ.get("MXNET_TESTS"), *sys.argv[1:] or ["in place"])
