@@ -401,7 +401,7 @@ for epoch in range(3):
         loss.backward()
         trainer.step(16)
         total = loss.mean().asscalar()
-print(repr(total))
+print(repr(float(total)))
 """
 
 
