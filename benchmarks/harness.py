@@ -62,7 +62,7 @@ def stepper(name, policy):
         with autograd.record():
             output = net(data)
             if policy in ("pure_float16", CAST):
-                output = output.astype("float32")
+                output = in_float32(output)
             loss = loss_of(output, target)
             if policy == CAST:
                 loss = loss * scale
@@ -74,6 +74,12 @@ def stepper(name, policy):
     while not step():
         pass
     return step
+
+
+def in_float32(output):
+    if isinstance(output, (list, tuple)):
+        return [in_float32(one) for one in output]
+    return output.astype("float32")
 
 
 def predictor(name, policy):
