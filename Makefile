@@ -15,7 +15,7 @@
 # make horovod   build Horovod for MXNet into .venv, in two minutes
 # make test-ranks   many workers, longer: 4 ranks, 500 steps, 20 starts of each kind
 # make bench   step time and memory, float16 over float32, in ten minutes
-# make bench-gpu-path   what a step asks of a GPU, recorded without one: docs/gpu_table.txt
+# make bench-gpu-path   what a step runs on a GPU, recorded without one: docs/gpu_table.txt
 # make bench-all   everything that is measured; goes on where it stopped (ANEW=1: starts over)
 # PYTHON=python3.10 make demo    with another Python (3.8 to 3.13)
 

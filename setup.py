@@ -35,7 +35,7 @@ AS_MXNET = [("_GLIBCXX_USE_CXX11_ABI", "0"), ("MSHADOW_USE_CBLAS", "0"), ("MSHAD
 def mxnet_folder() -> Path:
     """Where MXNet's headers and library are: the installed one's, else those of its wheel.
 
-    The wheel is not installed for the build, since it asks for numpy below 2, which some Pythons
+    The wheel is not installed for the build, since it requires numpy below 2, which some Pythons
     would have to compile.
     """
     spec = importlib.util.find_spec("mxnet")

@@ -1,4 +1,4 @@
-"""What a training step asks of a GPU, recorded without one: make bench-gpu-path.
+"""What a training step runs on a GPU, recorded without one: make bench-gpu-path.
 
 Writes docs/gpu_table.txt: each network of networks.py in float32, under mx.contrib.amp and under
 gluon_amp, and docs/gpu_resnet50.txt, a step of ResNet-50. SGD with momentum, the scale settled.

@@ -1,7 +1,7 @@
 """Builds the recording GPU, `recording/`, as the CUDA libraries that MXNet's CUDA build needs.
 
 All of them are links to one file. It has each function under the symbol version that libmxnet.so
-asks for; functions that nobody wrote write down their names and return 0.
+requires. Functions without code of their own write down their names and return 0.
 """
 import hashlib
 import os

@@ -125,9 +125,9 @@ def why_not(call: Call) -> str:
     if call.factors != "half":
         return f"its factors are {call.factors}"
     if call.sums != "float":
-        return f"MXNet asks for sums in {call.sums}"
-    return "MXNet asks for cuDNN's default math" if call.name.startswith("cudnn") \
-        else "MXNet asks for cuBLAS' default math"
+        return f"MXNet requests sums in {call.sums}"
+    return "MXNet requests cuDNN's default math" if call.name.startswith("cudnn") \
+        else "MXNet requests cuBLAS' default math"
 
 
 def gpu_trace(net: Any, batch: Union["mx.nd.NDArray", Sequence["mx.nd.NDArray"]],

@@ -29,7 +29,7 @@ def attempt(run):
 
 
 def in_float32(name):
-    """A case that MXNet's own float32 code takes, and whether it goes back through it."""
+    """A case that MXNet's own float32 code takes, and whether its backward pass runs."""
     for attributes, inputs in cases(name):
         alone = Alone(name, attributes, inputs, None, GPU)
         before = recording.violations()

@@ -43,7 +43,7 @@ def test_a_trace_of_a_converted_network_has_its_policy_and_what_it_keeps():
 
 def test_recurrent_layers_are_said_to_be_off_tensor_cores():
     text = str(amp.gpu_trace(*net_and_data("lstm")))
-    assert "no: MXNet asks for cuDNN's default math" in text
+    assert "no: MXNet requests cuDNN's default math" in text
 
 
 def test_what_adds_in_float16_is_named():
