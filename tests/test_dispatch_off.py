@@ -7,13 +7,13 @@ import subprocess
 import sys
 
 import pytest
+from mxnet_alone import MXNET_ALONE
 from test_engine_operators import HERE, candidates
 
 # Calls each operator forward and backward before gluon_amp is imported, and again behind it.
 CALLS = """
 import ctypes, pickle, sys
 import numpy as np
-np.bool = bool
 import mxnet as mx
 from mxnet import autograd, nd
 from mxnet._ctypes.ndarray import _imperative_invoke
@@ -66,9 +66,9 @@ def test_other_types_give_the_bits_of_mxnet_alone(dtype, rng, tmp_path):
     calls = [(name, *case) for name in HERE for case in candidates(name, rng)
              if dtype != "int32" or re.fullmatch(OF_INTEGERS, name)]
     (tmp_path / "calls").write_bytes(pickle.dumps(calls))
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", CALLS, str(tmp_path / "calls"),
-                           dtype], capture_output=True, text=True, timeout=300,
-                          env={**os.environ, "MXNET_SAFE_ACCUMULATION": "1"})
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", MXNET_ALONE + CALLS,
+                           str(tmp_path / "calls"), dtype], capture_output=True, text=True,
+                          timeout=300, env={**os.environ, "MXNET_SAFE_ACCUMULATION": "1"})
     assert done.returncode == 0, done.stderr[-2000:]
     differ, ran = done.stdout.splitlines()[-2:]
     assert differ == "[]"
