@@ -15,7 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 MINORS = range(8, 14)
 NEWEST_NUMPY_1, NUMPY_2 = "numpy 1", "numpy 2"  # the newest that the Python has
-# numpy 1.20, with the last pillow, which draws reports, that does not ask for 1.21
+# numpy 1.20, with the last pillow for it: later ones, with which reports are drawn, require 1.21
 NUMPYS = {8: ("numpy==1.20.3 pillow==10.2.0", NEWEST_NUMPY_1), 13: (NUMPY_2,)}
 # Of a `make` that runs this, and of the checkout.
 INHERITED = ("PYTHONPATH", "PYTHONHOME", "PYTHONWARNINGS", "VIRTUAL_ENV", "GLUON_AMP_ISA",

@@ -9,7 +9,6 @@ import sys
 from typing import Any, Callable, Dict, List, Sequence
 
 from mxnet import gluon
-from mxnet.contrib import amp as contrib
 
 from .._mxnet import mx
 from ..gluon.convert import convert
@@ -23,13 +22,19 @@ HOW = ("float32", "mx.contrib.amp", "gluon_amp")
 _STEPS_BEFORE = 3
 
 
+def _contrib_amp() -> Any:
+    """mx.contrib.amp, imported only by a step that runs under it."""
+    from mxnet.contrib import amp
+    return amp
+
+
 def begin(how: str) -> None:
     """Before a network is made."""
     recording.pretend_finite()  # no kernel computes what the steps read
     for kernel in ("MultiAllFinite", "AllFinite"):
         recording.pretend(kernel, 1, 1.0)
     if how == "mx.contrib.amp":
-        contrib.init()
+        _contrib_amp().init()
 
 
 def record(net: "gluon.HybridBlock", data: Sequence["mx.nd.NDArray"], how: str, *,
@@ -48,14 +53,14 @@ def record(net: "gluon.HybridBlock", data: Sequence["mx.nd.NDArray"], how: str, 
     else:
         trainer = gluon.Trainer(net.collect_params(), optimizer, settings)
     if how == "mx.contrib.amp":
-        contrib.init_trainer(trainer)
+        _contrib_amp().init_trainer(trainer)
 
     def step(mark: Callable[[str], None]) -> None:
         mark("forward")
         with mx.autograd.record():
             loss = loss_fn(net(*data), labels)
             if how == "mx.contrib.amp":
-                with contrib.scale_loss(loss, trainer) as scaled:
+                with _contrib_amp().scale_loss(loss, trainer) as scaled:
                     mark("backward")
                     mx.autograd.backward(scaled)
         if how != "mx.contrib.amp":
