@@ -22,9 +22,9 @@ from .training.static_pair import StaticLossScale
 from .training.scale_loss import scale_loss
 from .training.trainer import Trainer
 from .training.watch import RankEndedError
-from .xray.search import search
-from .xray.types import types
-from .xray.view import explain, xray
+from .inspection.search import search
+from .inspection.types import types
+from .inspection.view import explain, xray
 from .version import __version__ as __version__
 from . import recipes
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from gluon_amp._mxnet import mx
 from gluon_amp.graph.graph import Graph
-from gluon_amp.xray.arithmetic import multiply_adds
+from gluon_amp.inspection.arithmetic import multiply_adds
 from mxnet import gluon, nd
 from mxnet.gluon import nn
 

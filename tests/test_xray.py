@@ -8,8 +8,8 @@ import pytest
 from gluon_amp._mxnet import mx
 from gluon_amp.cpu.library import random_numbers_kept
 from gluon_amp.formats import FORMATS
+from gluon_amp.inspection.statistics import Counts
 from gluon_amp.tools.cli import main
-from gluon_amp.xray.statistics import Counts
 from mxnet import gluon, nd
 from mxnet.gluon import nn
 from xray_networks import (

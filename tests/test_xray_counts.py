@@ -8,8 +8,8 @@ from gluon_amp.cpu import library
 from gluon_amp.formats import FORMATS
 from gluon_amp.graph.build import build
 from gluon_amp.graph.graph import Graph
+from gluon_amp.inspection.statistics import Counts, Key, read
 from gluon_amp.policy import POLICIES, Policy
-from gluon_amp.xray.statistics import Counts, Key, read
 from halves import as_function
 from mxnet import autograd, nd
 from mxnet.gluon import nn, rnn

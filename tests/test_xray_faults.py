@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from gluon_amp._mxnet import mx
 from gluon_amp.formats import FLOAT16
-from gluon_amp.xray.files import lines
-from gluon_amp.xray.read import read
+from gluon_amp.inspection.files import lines
+from gluon_amp.inspection.read import read
 from mxnet import gluon, nd
 from mxnet.gluon import nn
 

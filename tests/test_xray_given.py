@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from gluon_amp._mxnet import mx
 from gluon_amp.formats import FORMATS
-from gluon_amp.xray.read import read
+from gluon_amp.inspection.read import read
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
 from xray_networks import LOSS, rows

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from gluon_amp import recipes
 from gluon_amp._mxnet import mx
-from gluon_amp.xray.statistics import Key
+from gluon_amp.inspection.statistics import Key
 from modules import body, dynamic
 from mxnet import nd
 from mxnet import symbol as S

@@ -3,8 +3,8 @@ import gluon_amp as amp
 import numpy as np
 import pytest
 from gluon_amp._mxnet import mx
-from gluon_amp.xray.tensors import Layout
-from gluon_amp.xray.trial import Trial
+from gluon_amp.inspection.tensors import Layout
+from gluon_amp.inspection.trial import Trial
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
 from test_xray_faults import converted, layers

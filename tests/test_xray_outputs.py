@@ -4,8 +4,8 @@ import numpy as np
 from gluon_amp._mxnet import mx
 from gluon_amp.graph.build import build
 from gluon_amp.graph.graph import Graph
-from gluon_amp.xray.outputs import watched_on_gpu, with_outputs
-from gluon_amp.xray.statistics import Counts
+from gluon_amp.inspection.outputs import watched_on_gpu, with_outputs
+from gluon_amp.inspection.statistics import Counts
 from halves import as_function
 from mxnet import autograd, nd
 from mxnet.gluon import nn

@@ -51,7 +51,7 @@ def build(graph: Graph, types: Mapping[str, str], on_gpu: bool = False,
         graph: with its casts, as `insert_casts` makes it.
         types: the dtype of each variable.
         policy: tells what lies behind names of formats that are no types of arrays.
-        watch: whether the engine counts what each node computes (xray/statistics.py reads it).
+        watch: whether the engine counts what each node computes (inspection/statistics.py).
         samples: then only samples are taken of it.
         scales: what the network remembers of float8 tensors; if not given, it begins anew, and
             the engine remembers it for ever.

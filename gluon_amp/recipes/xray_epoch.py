@@ -6,7 +6,7 @@ from typing import Any, Callable, List, Optional
 
 from .._mxnet import mx
 from ..checks import positive
-from ..xray.view import xray
+from ..inspection.view import xray
 
 log = logging.getLogger("gluon_amp.recipes")
 

@@ -113,8 +113,8 @@ def _doctor(options: argparse.Namespace) -> int:
 
 
 def _types(options: argparse.Namespace) -> int:
+    from ..inspection.types import types
     from ..symbolic.convert import convert_symbol
-    from ..xray.types import types
     from .footprint import load
     if not options.model:
         raise ValueError("--types tells of a network: name one with --model")
@@ -195,7 +195,7 @@ def _xray_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _xray(options: argparse.Namespace) -> None:
     from ..formats import get_format
-    from ..xray.read import redraw, summary
+    from ..inspection.read import redraw, summary
     if options.format is None:
         print(summary(options.folder))
     else:

@@ -14,7 +14,7 @@ import gluon_amp as amp
 import numpy as np
 from gluon_amp._mxnet import mx
 from gluon_amp.graph.operators import NORM, SENSITIVE, runs_in
-from gluon_amp.xray.measure import Measure, Settings
+from gluon_amp.inspection.measure import Measure, Settings
 from mxnet import gluon, nd
 from mxnet.gluon import nn, rnn
 from planted import Attention, write_csv
