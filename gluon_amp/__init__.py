@@ -6,9 +6,9 @@ from .gluon.convert import convert, restore
 from .gpu.trace import gpu_trace
 from .cpu import library
 from .cpu.library import KernelError
-from .training.distributed import RanksDifferError, average_statistics
+from .parallel.consistency import RanksDifferError, average_statistics
 from .training.estimator import BatchProcessor
-from .training.horovod_store import Horovod
+from .parallel.horovod import Horovod
 from .training.loss_scale import DynamicLossScale, LossScaleError
 from .training.lr_find import lr_find
 from .symbolic.module import BucketingModule, Module, Speedometer
@@ -21,7 +21,7 @@ from .tensor_core_math import tensor_core_dot
 from .training.static_pair import StaticLossScale
 from .training.scale_loss import scale_loss
 from .training.trainer import Trainer
-from .training.watch import RankEndedError
+from .parallel.supervise import RankEndedError
 from .inspection.search import search
 from .inspection.types import types
 from .inspection.view import explain, xray

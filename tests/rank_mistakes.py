@@ -7,7 +7,7 @@ import gluon_amp as amp
 import numpy as np
 import pytest
 from gluon_amp._mxnet import mx
-from gluon_amp.training import distributed, watch
+from gluon_amp.parallel import consistency, supervise
 from mxnet import autograd, nd
 from mxnet.gluon import nn
 
@@ -80,7 +80,7 @@ def sums_wrongly(store, rank, times):
 
 def makes_other_calls(store, rank):
     """Rank 1 is through with its data, and averages, while rank 0 makes another step."""
-    watch.GRACE = 0.5
+    supervise.GRACE = 0.5
     net = network()
     trainer = trainer_for(net, store)
     rng = np.random.default_rng(rank)
@@ -91,7 +91,7 @@ def makes_other_calls(store, rank):
 
 
 def ends_early(store, rank):
-    watch.GRACE = 0.5
+    supervise.GRACE = 0.5
     net = network()
     trainer = trainer_for(net, store)
     rng = np.random.default_rng(rank)
@@ -158,7 +158,7 @@ def module_trains_without_scale(store, rank):
 
 def dies_while_servers_update(store, rank):
     """What a rank is told once the other has died."""
-    watch.GRACE = 0.5
+    supervise.GRACE = 0.5
     module, batch = module_for(rank, store)
     while True:
         module.forward_backward(batch)
@@ -199,7 +199,7 @@ def has_settings_of_its_own(store, rank):
             trainer.check_ranks()
             backward(net, trainer, rng)
             trainer.step(batch_size)
-        except distributed.RanksDifferError as error:
+        except consistency.RanksDifferError as error:
             told.append(str(error))
     return told
 

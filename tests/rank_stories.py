@@ -9,7 +9,7 @@ import time
 import gluon_amp as amp
 import numpy as np
 from gluon_amp._mxnet import mx
-from gluon_amp.training import distributed, reduction
+from gluon_amp.parallel import consistency, sync
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
 
@@ -141,7 +141,7 @@ def changes_a_weight(store, rank, when):
 def has_another_network(store, rank, what):
     units = 5 + rank if what == "shape" else 5
     if what == "version" and rank:
-        distributed.__version__ = "9.9.9"
+        consistency.__version__ = "9.9.9"
     net = network(units=units)
     if what == "count" and rank:
         net.add(nn.Dense(5, in_units=5))
@@ -152,7 +152,7 @@ def has_another_network(store, rank, what):
 
 
 def module_has_another_network(store, rank, what):
-    distributed.__version__ = "9.9.9" if what == "version" and rank else amp.__version__
+    consistency.__version__ = "9.9.9" if what == "version" and rank else amp.__version__
     module, _ = module_for(rank, units=3 + rank if what == "shape" else 3)
     module.init_optimizer(kvstore=store)
 
@@ -314,7 +314,7 @@ def pauses(store, rank):
     if rank == 1:
         os.kill(os.getpid(), signal.SIGSTOP)
     else:
-        watch = reduction._watch
+        watch = sync._watch
         wait_until(lambda: watch.ended)
         os.kill(int(pids[1]), signal.SIGCONT)
         wait_until(lambda: not watch.ended)

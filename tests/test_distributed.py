@@ -3,8 +3,8 @@ import gluon_amp as amp
 import numpy as np
 import pytest
 from gluon_amp._mxnet import mx
-from gluon_amp.training.reduction import Reduction
-from gluon_amp.training.watch import patience
+from gluon_amp.parallel.supervise import patience
+from gluon_amp.parallel.sync import Reduction
 from mxnet import gluon, nd
 from mxnet.gluon import nn
 from ranks import ALL, EITHER, RANKS, STARTS, STEPS, STORES, Ranks, needs_horovod

@@ -5,9 +5,9 @@ import sys
 import gluon_amp as amp
 import pytest
 from gluon_amp._mxnet import mx
-from gluon_amp.tools.launch import launch_horovod
-from gluon_amp.training.roll_call import answer_horovod
-from gluon_amp.training.watch import RankEndedError
+from gluon_amp.parallel.launch import launch_horovod
+from gluon_amp.parallel.rendezvous import answer_horovod
+from gluon_amp.parallel.supervise import RankEndedError
 from mxnet.gluon import nn
 from mxnet_alone import MXNET_ALONE
 from ranks import horovod_roles, needs_horovod

@@ -9,10 +9,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from gluon_amp.tools import launch as launch_module
-from gluon_amp.tools.launch import launch, read_hosts
-from gluon_amp.training import roll_call
-from gluon_amp.training.watch import RankEndedError
+from gluon_amp.parallel import launch as launch_module
+from gluon_amp.parallel import rendezvous
+from gluon_amp.parallel.launch import launch, read_hosts
+from gluon_amp.parallel.supervise import RankEndedError
 
 TRAINS = """
 import os, sys, time
@@ -129,10 +129,10 @@ def test_a_worker_that_ends_before_it_has_a_store_is_not_waited_for(launcher, tm
 def test_a_worker_that_never_comes_is_named(monkeypatch):
     monkeypatch.setenv("GLUON_AMP_START_TIMEOUT", "0.5")
     workers = ["worker 0", "worker 1 on gpu2"]
-    with contextlib.closing(roll_call.RollCall("127.0.0.1", workers)) as launcher, \
+    with contextlib.closing(rendezvous.RollCall("127.0.0.1", workers)) as launcher, \
             ThreadPoolExecutor() as pool:
-        monkeypatch.setenv(roll_call.ADDRESS, launcher.address_for(0))
-        told = pool.submit(roll_call.answer)
+        monkeypatch.setenv(rendezvous.ADDRESS, launcher.address_for(0))
+        told = pool.submit(rendezvous.answer)
         assert wait_until(lambda: launcher.look() or told.done())
     with pytest.raises(RankEndedError, match=r"this worker waits in vain to make its store: worker "
                        r"1 on gpu2 has not come within 0.5 seconds \(GLUON_AMP_START_TIMEOUT\): "):

@@ -9,8 +9,8 @@ import struct
 from typing import Any, Iterator, List, Sequence
 
 from .._mxnet import mx, np
-from ..training import distributed
-from ..training.reduction import Reduction
+from ..parallel import consistency
+from ..parallel.sync import Reduction
 
 MANY = ("dist_sync", "dist_device_sync", "horovod")
 
@@ -44,7 +44,7 @@ class Ranks:
         self.store: Any = kvstore
         if kvstore in MANY:
             os.environ["MXNET_UPDATE_ON_KVSTORE"] = "0"  # servers that update tell ranks nothing
-            self.store = distributed.shared_store(distributed.make_store(kvstore, None))
+            self.store = consistency.shared_store(consistency.make_store(kvstore, None))
         self._reduction = Reduction(self.store if kvstore in MANY else None, names)
         self.rank, self.workers = self._reduction.rank, self._reduction.workers
         self._by_horovod = kvstore == "horovod"

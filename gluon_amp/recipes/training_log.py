@@ -9,7 +9,7 @@ import time
 from typing import Any, Dict, Iterable, List, Optional, Tuple
 
 from ..files import replace_text
-from ..training.distributed import average_statistics
+from ..parallel.consistency import average_statistics
 from .ranks import Ranks
 
 VERSION = 2

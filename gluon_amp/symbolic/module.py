@@ -10,13 +10,13 @@ from .._mxnet import mx, np
 from ..cpu.arrays import to_float32
 from ..files import must_exist, replace_file
 from ..graph.operators import LOSSES
-from ..training import distributed
+from ..parallel import consistency
+from ..parallel.store import kind_of
+from ..parallel.sync import check_not_async
 from ..training import states as files
 from ..training.following import backward_pass
 from ..training.optimizer import check_scalable, given_optimizer, optimizer_class, with_masters
 from ..training.pending import Gradient
-from ..training.reduction import check_not_async
-from ..training.servers import kind_of
 from ..training.static_pair import GivenLossScale
 from ..training.step import Steps, TakesSteps
 from .binding import Bindable, environment
@@ -71,7 +71,7 @@ class _Module(TakesSteps, RanksModule):
         module = self._module()
         if self._steps.looking:
             check_not_async(kvstore)
-        kvstore = distributed.make_store(kvstore, module._compression_params)
+        kvstore = consistency.make_store(kvstore, module._compression_params)
         by_name = not isinstance(optimizer, mx.optimizer.Optimizer)
         chosen = optimizer_class(optimizer) if by_name else optimizer
         if self._steps.scaling:
@@ -87,7 +87,7 @@ class _Module(TakesSteps, RanksModule):
             optimizer_params = {"multi_precision": True, **dict(optimizer_params)}
         else:
             given_optimizer(optimizer)
-        here = self._steps.looking or distributed.updates_on_ranks(kvstore, not self._sparse())
+        here = self._steps.looking or consistency.updates_on_ranks(kvstore, not self._sparse())
         with environment("MXNET_UPDATE_ON_KVSTORE", "0" if here else None):
             super().init_optimizer(kvstore, optimizer, optimizer_params, force_init)
         self._begin_alike()

@@ -3,10 +3,10 @@ still are."""
 from typing import Any, Dict, List, Tuple
 
 from ..checks import in_names
-from ..training import distributed
+from ..parallel import consistency
+from ..parallel.store import servers
+from ..parallel.sync import LOOKS_FIRST, Reduction
 from ..training.ranks import ComparedRanks
-from ..training.reduction import LOOKS_FIRST, Reduction
-from ..training.servers import servers
 
 
 class RanksModule(ComparedRanks):
@@ -28,15 +28,15 @@ class RanksModule(ComparedRanks):
         if sparse and self._steps.looking:
             raise ValueError(f"{LOOKS_FIRST}, and many workers update those on servers that are "
                              f"row_sparse. Received: row_sparse{in_names(sparse)}")
-        kvstore = distributed.shared_store(kvstore)
+        kvstore = consistency.shared_store(kvstore)
         self._number = servers.take_module(kvstore)
         if "async" in kvstore.type:
             return kvstore
         reduction = Reduction(kvstore, names=True)
-        distributed.check_same_network(reduction, [
+        consistency.check_same_network(reduction, [
             (name, arrays[0], grads[0] is not None) for name, arrays, grads in
             zip(group.param_names, group.param_arrays, group.grad_arrays)])
-        distributed.agree_on_scale(reduction, self._steps.loss_scale)
+        consistency.agree_on_scale(reduction, self._steps.loss_scale)
         return kvstore
 
     def _sparse(self) -> List[str]:
@@ -77,7 +77,7 @@ class RanksModule(ComparedRanks):
             return
         reduction.owner = f"Module {self._number}"
         if reduction.tells:
-            distributed.begin_alike(reduction, [
+            consistency.begin_alike(reduction, [
                 (name, name, arrays) for name, arrays in zip(group.param_names,
                                                              group.param_arrays)], True)
         reduction.take_over([(f"statistics {name}", arrays) for name, arrays in
@@ -94,7 +94,7 @@ class RanksModule(ComparedRanks):
         module = self._module()
         group = module._exec_group
         names = {i: name for i, (name, _) in self._weights().items()}
-        return [*distributed.settings_of(module._optimizer),
+        return [*consistency.settings_of(module._optimizer),
                 *((name, arrays[0]) for name, arrays in zip(group.param_names,
                                                             group.param_arrays)),
-                *distributed.states_of(module._updater, names)]
+                *consistency.states_of(module._updater, names)]

@@ -176,7 +176,7 @@ def _launch_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _launch(options: argparse.Namespace) -> int:
-    from .launch import launch, launch_horovod, read_hosts
+    from ..parallel.launch import launch, launch_horovod, read_hosts
     if options.program[:1] == ["--"]:
         del options.program[0]
     if not options.program:

@@ -4,10 +4,10 @@ import struct
 from typing import Any, Callable, Dict, List, Optional, Tuple
 
 from .._mxnet import mx
-from . import distributed
+from ..parallel import consistency
+from ..parallel.store import kind_of
+from ..parallel.sync import Reduction
 from .pending import Gradient
-from .reduction import Reduction
-from .servers import kind_of
 from .step import Steps
 
 _BEFORE_UPDATES = 2 ** 29  # from here on keys of weights that servers have only once
@@ -34,7 +34,7 @@ class ComparedRanks:
         first step or update does. Moving averages are each rank's own, of the data that it has
         seen."""
         self._check_tells("check_ranks()")
-        distributed.compare(self._steps.reduction,
+        consistency.compare(self._steps.reduction,
                             [*self._held(), ("the loss scale", self._steps.state())])
 
     def _check_ranks_once(self) -> None:
@@ -61,11 +61,11 @@ class RanksTrainer(ComparedRanks, mx.gluon.Trainer):
 
     def __init__(self, params: Any, optimizer: Any, optimizer_params: Any, kvstore: Any,
                  compression_params: Any, update_on_kvstore: Optional[bool]) -> None:
-        kvstore = distributed.make_store(kvstore, compression_params)
+        kvstore = consistency.make_store(kvstore, compression_params)
         several = params.values() if hasattr(params, "values") else params
         dense = all(p._stype == p._grad_stype == "default" for p in several
                     if isinstance(p, mx.gluon.Parameter))
-        if update_on_kvstore is None and distributed.updates_on_ranks(kvstore, dense):
+        if update_on_kvstore is None and consistency.updates_on_ranks(kvstore, dense):
             update_on_kvstore = False
         super().__init__(params, optimizer, optimizer_params, kvstore, compression_params,
                          update_on_kvstore)
@@ -98,16 +98,16 @@ class RanksTrainer(ComparedRanks, mx.gluon.Trainer):
         there = [(i, p) for i, p in enumerate(self._params) if p._data is not None]
         if reduction.tells:
             reduction.belongs_to_trainer(servers_update=True)
-            distributed.check_same_network(reduction, [
+            consistency.check_same_network(reduction, [
                 (p.name, p._data[0], p.grad_req != "null") for _, p in there])
-            distributed.begin_alike(reduction, [
+            consistency.begin_alike(reduction, [
                 (_BEFORE_UPDATES + i, p.name, p.list_data()) for i, p in there
                 if p._stype == "default"], False)
 
     def _servers_update(self) -> bool:
         """Whether MXNet's servers are to update weights."""
         config = self._kvstore_params
-        store = config["kvstore"] = distributed.shared_store(config["kvstore"])
+        store = config["kvstore"] = consistency.shared_store(config["kvstore"])
         return isinstance(store, mx.kv.KVStore) and "dist" in store.type \
             and config["update_on_kvstore"] is not False
 
@@ -135,10 +135,10 @@ class RanksTrainer(ComparedRanks, mx.gluon.Trainer):
             reduction.lay_out((array for p in there for array in p.list_data()), predicted=True)
             super()._init_params()
             return
-        distributed.check_same_network(reduction, [
+        consistency.check_same_network(reduction, [
             (p.name, p.list_data()[0], p.grad_req != "null") for p in there])
-        distributed.agree_on_scale(reduction, self._steps.loss_scale)
-        self._steps.pending.moved = distributed.begin_alike(
+        consistency.agree_on_scale(reduction, self._steps.loss_scale)
+        self._steps.pending.moved = consistency.begin_alike(
             reduction, [(self._param2idx[p.name], p.name, p.list_data()) for p in there], False)
         self._params_to_init = [p for p in self._params_to_init if p._deferred_init]
 
@@ -178,7 +178,7 @@ class RanksTrainer(ComparedRanks, mx.gluon.Trainer):
                 struct.pack("d", factor), "all ranks' batch sizes, since step() got a new one")]
             if len(set(factors)) > 1:
                 sizes = ", ".join(f"{self._scale / one:g}" for one in factors)
-                raise distributed.RanksDifferError(
+                raise consistency.RanksDifferError(
                     f"ranks divide by different batch sizes. Rank 0, 1, ...: {sizes}. Give step() "
                     "the number of examples of all ranks together, the same on all")
 
@@ -197,7 +197,7 @@ class RanksTrainer(ComparedRanks, mx.gluon.Trainer):
         """As that, once it is too late: what was left is in the sum."""
         reached, anywhere = self._reached()
         if self._steps.reduction.any(reached != anywhere):
-            raise distributed.RanksDifferError(
+            raise consistency.RanksDifferError(
                 "the losses of some ranks reach parameters that those of others do not, and what "
                 "these held is in the sum: call step(batch_size, ignore_stale_grad=True), which "
                 "counts their gradients as zeros")
@@ -229,9 +229,9 @@ class RanksTrainer(ComparedRanks, mx.gluon.Trainer):
         self._begin_alike()
 
     def _held(self) -> List[Tuple[str, Any]]:
-        return [*distributed.settings_of(self._optimizer),
+        return [*consistency.settings_of(self._optimizer),
                 *((p.name, p.list_data()[0]) for p in self._params if not _is_average(p)),
-                *distributed.states_of(self._updaters[0],
+                *consistency.states_of(self._updaters[0],
                                        {i: p.name for i, p in enumerate(self._params)})]
 
 

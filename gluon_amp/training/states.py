@@ -16,6 +16,7 @@ from typing import Any, Callable, Dict, Iterator, List, Mapping, Sequence, Tuple
 
 from .._mxnet import mx, np
 from .._numpy import CORE
+from ..checks import order_of
 from ..cpu.arrays import dtype_name
 
 _SEAL = b"\ngluon_amp sha256 "  # then 64 digits
@@ -204,13 +205,6 @@ def histories_in(maker: Any, networks: int) -> List[str]:
         raise ValueError(f"it holds float8 histories of {len(found)} networks; here are {networks} "
                          "(scaling='delayed'). Convert the networks before, as when it was saved")
     return list(found)
-
-
-def order_of(names: Sequence[str]) -> List[int]:
-    """The names' numbers in the order in which people count: dense9 before dense10."""
-    def parts(i: int) -> List[Any]:
-        return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", names[i])]
-    return sorted(range(len(names)), key=parts)
 
 
 def _layout(state: Any) -> Any:

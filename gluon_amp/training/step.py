@@ -20,9 +20,9 @@ from ..checks import in_names, positive_number, whole_number
 from ..cpu.arrays import multiply, to_float32
 from ..cpu.finite import all_finite, not_finite, squares
 from ..cpu.library import started, versions
+from ..parallel.sync import Reduction
 from .loss_scale import DynamicLossScale, LossScaleError
 from .pending import Gradient, Pending, Place
-from .reduction import Reduction
 from .static_pair import GivenLossScale, as_loss_scale
 
 log = logging.getLogger("gluon_amp")

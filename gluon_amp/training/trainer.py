@@ -11,12 +11,12 @@ from .._mxnet import mx
 from ..checks import in_names, positive_number
 from ..cpu.arrays import to_float32
 from ..cpu.library import marks
+from ..parallel.sync import check_kvstore
 from . import graphs
 from .following import backward_pass
 from .optimizer import check_scalable, given_optimizer
 from .optimizer import optimizer as make_optimizer
 from .pending import Gradient, Place
-from .reduction import check_kvstore
 from .static_pair import GivenLossScale
 from .step import Steps, TakesSteps, clear_added
 from .trainer_files import TrainerFiles

@@ -2,7 +2,7 @@
 
 One process with one device has nothing to sum. With several devices or workers a kvstore
 does it: MXNet's, or one of any other kind with the methods of `mx.kv.KVStoreBase`, such as
-Horovod's (horovod_store.py).
+Horovod's (horovod.py).
 """
 import ctypes
 import os
@@ -12,9 +12,9 @@ from mxnet.base import _LIB, check_call
 
 from .._mxnet import message, mx, np
 from ..checks import in_names
-from .roll_call import HOROVOD_MEETS_AT
-from .servers import kind_of, servers
-from .watch import RankEndedError, Watch
+from .rendezvous import HOROVOD_MEETS_AT
+from .store import kind_of, servers
+from .supervise import RankEndedError, Watch
 
 _watch: Optional[Watch] = None  # one for each process
 _SCHEDULER_IS_AT = ("DMLC_PS_ROOT_URI", "DMLC_PS_ROOT_PORT")  # of MXNet's servers

@@ -7,7 +7,7 @@ There is no server: all processes add up together, one process for each device.
 from typing import Any, Dict, List, Sequence, Tuple
 
 from .._mxnet import mx, np
-from . import roll_call
+from . import rendezvous
 
 
 @mx.kv.KVStoreBase.register
@@ -30,7 +30,7 @@ class Horovod(mx.kv.KVStoreBase):
             raise ImportError("kvstore='horovod' needs Horovod built for MXNet: make horovod, or "
                               f"see docs/distributed.md. Importing it said: {error}") from error
         if not hvd.is_initialized():
-            roll_call.answer_horovod()
+            rendezvous.answer_horovod()
         hvd.init()
         self._hvd, self.wire = hvd, wire
 

@@ -16,7 +16,7 @@ import time
 from typing import Dict, Sequence
 
 from ..checks import listed
-from .watch import RankEndedError, seconds_of
+from .supervise import RankEndedError, seconds_of
 
 ADDRESS = "GLUON_AMP_LAUNCHER"  # in the environment of the workers
 # In the environment of the ranks that horovodrun has started with Gloo: where they meet.

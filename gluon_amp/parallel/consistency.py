@@ -10,12 +10,12 @@ import struct
 from typing import Any, Dict, Iterable, List, Sequence, Tuple
 
 from .._mxnet import mx, np
+from ..checks import order_of
 from ..cpu.arrays import dtype_name
 from ..version import __version__
-from .horovod_store import Horovod
-from .reduction import Reduction
-from .servers import kind_of, servers
-from .states import order_of
+from .horovod import Horovod
+from .store import kind_of, servers
+from .sync import Reduction
 
 log = logging.getLogger("gluon_amp")
 

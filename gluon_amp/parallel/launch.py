@@ -18,8 +18,8 @@ import sys
 import time
 from typing import Any, Dict, List, NamedTuple, Optional, Sequence
 
-from ..training.roll_call import ADDRESS, RollCall
-from ..training.watch import BEAT, patience
+from .rendezvous import ADDRESS, RollCall
+from .supervise import BEAT, patience
 
 # What the others are given to say why they end, and then to write what they hold.
 _TO_SPEAK, _TO_END = 8.0, 2.0

@@ -4,7 +4,7 @@ import atexit
 from typing import Any, Set
 
 from .._mxnet import mx
-from . import roll_call
+from . import rendezvous
 
 
 def kind_of(kvstore: Any) -> str:
@@ -36,7 +36,7 @@ class Servers:
         kind = kind_of(kvstore)
         if self._store is None:
             if isinstance(kvstore, str):
-                roll_call.answer()
+                rendezvous.answer()
                 kvstore = mx.kv.create(kvstore)
             self._store = kvstore
         elif kind != self._store.type or kvstore not in (kind, self._store):

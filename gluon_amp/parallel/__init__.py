@@ -1,0 +1,1 @@
+"""Many workers that train one network: stores, sums, comparisons, supervision."""
