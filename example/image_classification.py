@@ -149,9 +149,9 @@ def trainer_of(args, net, kvstore="device", **schedule):
                **recipes.momentum_of(args.optimizer, args.momentum)}
     if args.no_wd:
         net.collect_params(".*beta|.*gamma|.*bias").setattr("wd_mult", 0.0)
+    scaled = args.loss_scale != "none" and not recipes.is_float32(args.policy or args.dtype)
     return amp.Trainer(net.collect_params(), args.optimizer, options, kvstore,
-                       loss_scale=None if args.loss_scale == "none" else args.loss_scale,
-                       enabled=not recipes.is_float32(args.policy or args.dtype))
+                       loss_scale=args.loss_scale if scaled else None)
 
 
 def loss_of(args):

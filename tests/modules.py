@@ -89,10 +89,10 @@ def arrays(state):
 
 def everything(mod):
     """All that a step depends on."""
-    scale = mod._steps.loss_scale
+    scale = mod._step.loss_scale
     return {**values(mod), **dict(enumerate(arrays(mod._updater.states))),
-            "scale": [mod.loss_scale, mod.skipped, getattr(scale, "finite_steps", 0),
-                      mod._steps.skipped_in_a_row, mod._optimizer.num_update,
+            "scale": [mod.loss_scale, mod.skipped, getattr(scale, "finite_step", 0),
+                      mod._step.skipped_in_a_row, mod._optimizer.num_update,
                       mod._optimizer.learning_rate]}
 
 

@@ -20,9 +20,9 @@ def network(layers=2):
     return amp.convert(net)
 
 
-def trainer_for(net, store, **kwargs):
+def trainer_for(net, store, loss_scale=256.0):
     return amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.01}, kvstore=store,
-                       loss_scale=256.0, **kwargs)
+                       loss_scale=loss_scale)
 
 
 def backward(net, trainer, rng):
@@ -49,11 +49,11 @@ def has_made_more_blocks(store, rank):
     trainer_for(network(), store)
 
 
-def loss_reaches_less(store, rank, enabled, by_hand=False):
+def loss_reaches_less(store, rank, loss_scale, by_hand=False):
     """On rank 1 the loss does not reach the second layer. What it held there is left of a step
     before, and is no part of the sum."""
     net = network()
-    trainer = trainer_for(net, store, enabled=enabled)
+    trainer = trainer_for(net, store, loss_scale=loss_scale)
     rng = np.random.default_rng(rank)
     backward(net, trainer, rng)
     trainer.step(8)
@@ -87,7 +87,7 @@ def makes_other_calls(store, rank):
     for _ in range(2 - rank):
         backward(net, trainer, rng)
         trainer.step(8)
-    trainer._steps.reduction.average([net[0].bias.list_data()])
+    trainer._workers.average([net[0].bias.list_data()])
 
 
 def ends_early(store, rank):
@@ -119,7 +119,7 @@ def trains_without_scale(store, rank):
     mx.random.seed(rank)
     net = nn.Dense(4, in_units=4)
     net.initialize()
-    trainer = amp.Trainer(net.collect_params(), "sgd", kvstore=store, enabled=False)
+    trainer = amp.Trainer(net.collect_params(), "sgd", kvstore=store, loss_scale=None)
     before = weights(trainer)
     backward(net, trainer, np.random.default_rng(rank))
     trainer.step(8)
@@ -173,7 +173,7 @@ def begins_where_servers_update(store, rank):
     mx.random.seed(rank)
     net = nn.Dense(4, in_units=4)
     net.initialize()
-    trainer = amp.Trainer(net.collect_params(), "sgd", kvstore=store, enabled=False,
+    trainer = amp.Trainer(net.collect_params(), "sgd", kvstore=store, loss_scale=None,
                           update_on_kvstore=True)
     held = weights(trainer)
     rng = np.random.default_rng(rank)

@@ -310,14 +310,14 @@ def pauses(store, rank):
     trainer = trainer_for(net, store)
     rng = np.random.default_rng(rank)
     step(net, trainer, rng)
-    pids = trainer._steps.reduction.gather(b"%16d" % os.getpid())
+    pids = trainer._workers.gather(b"%16d" % os.getpid())
     if rank == 1:
         os.kill(os.getpid(), signal.SIGSTOP)
     else:
-        watch = sync._watch
-        wait_until(lambda: watch.ended)
+        supervisor = sync._supervisor
+        wait_until(lambda: supervisor.ended)
         os.kill(int(pids[1]), signal.SIGCONT)
-        wait_until(lambda: not watch.ended)
+        wait_until(lambda: not supervisor.ended)
     step(net, trainer, rng)
     return trainer.skipped, held(trainer)
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from gluon_amp._mxnet import mx
 from gluon_amp.parallel.supervise import patience
-from gluon_amp.parallel.sync import Reduction
+from gluon_amp.parallel.sync import Workers
 from mxnet import gluon, nd
 from mxnet.gluon import nn
 from ranks import ALL, EITHER, RANKS, STARTS, STEPS, STORES, Ranks, needs_horovod
@@ -281,7 +281,7 @@ class OfTwo(mx.kv.KVStoreBase):
 
 @pytest.mark.parametrize("stype", ["default", "row_sparse"])
 def test_an_operators_own_error_is_no_other_ranks_end(stype):
-    reduction = Reduction(OfTwo())
+    workers = Workers(OfTwo())
     failed = nd.linalg.potrf(nd.array([[-1.0]])).tostype(stype)  # of no positive matrix
     with pytest.raises(mx.MXNetError, match="potrf"):
-        reduction.sum([(0, [failed])])
+        workers.sum([(0, [failed])])

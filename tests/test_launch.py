@@ -20,7 +20,7 @@ import gluon_amp as amp
 from mxnet import autograd, gluon, nd
 net = gluon.nn.Dense(2, in_units=3)
 net.initialize()
-on_servers = {"enabled": False, "update_on_kvstore": True} if sys.argv[1] == "dies" else {}
+on_servers = {"loss_scale": None, "update_on_kvstore": True} if sys.argv[1] == "dies" else {}
 trainer = amp.Trainer(net.collect_params(), "sgd", kvstore="dist_sync", **on_servers)
 while True:
     with autograd.record():

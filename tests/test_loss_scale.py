@@ -346,8 +346,9 @@ def test_a_scale_is_settled_after_so_many_finite_steps_in_a_row(interval, steps)
 
 
 def test_loss_scale_takes_a_scale_or_a_number_or_dynamic_or_none_and_nothing_else():
-    for scale in (None, StaticLossScale(8), DynamicLossScale()):
+    for scale in (StaticLossScale(8), DynamicLossScale()):
         assert as_loss_scale(scale) is scale
+    assert as_loss_scale(None).scale == 1
     assert as_loss_scale(8) == as_loss_scale(np.float32(8)) == StaticLossScale(8)
     assert as_loss_scale("dynamic").state_dict() == DynamicLossScale().state_dict()
     for wrong in (0.0, "static", "128", True, [8], DynamicLossScale):

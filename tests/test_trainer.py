@@ -27,7 +27,7 @@ def batches(rng):
 
 
 @pytest.mark.parametrize("scaling", [
-    {"loss_scale": "dynamic"}, {"loss_scale": 128}, {"loss_scale": None}, {"enabled": False},
+    {"loss_scale": "dynamic"}, {"loss_scale": 128}, {"loss_scale": None},
     {"loss_scale": amp.StaticLossScale(2.0 ** 20)},
     {"loss_scale": amp.DynamicLossScale(initial=8, growth_interval=3)}])
 @pytest.mark.parametrize("name", ["sgd", "adam", "lamb", "rmsprop"])

@@ -141,7 +141,7 @@ def test_after_a_sum_over_devices_too_and_what_only_reads_is_no_error():
 
 
 def test_without_a_scale_gradients_may_be_written():
-    for kwargs in ({"loss_scale": None}, {"enabled": False}, {"loss_scale": None, "clip_norm": 9}):
+    for kwargs in ({"loss_scale": None}, {"loss_scale": None, "clip_norm": 9}):
         net = One()
         trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 1}, **kwargs)
         trainer.backward(recorded(net, ones(), ones()))

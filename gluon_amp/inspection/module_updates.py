@@ -68,7 +68,7 @@ class ModuleUpdates(Updates):
 
     def _clipped(self, gradients: List[Any], factor: float) -> float:
         """What `clip_norm` multiplies with gradients that the optimizer gets times a factor."""
-        steps = getattr(self.net.module, "_steps", None)
+        steps = getattr(self.net.module, "_step", None)
         if steps is None or steps.max_norm is None:
             return 1.0
         norm = math.sqrt(float(squares(gradients).sum())) * factor

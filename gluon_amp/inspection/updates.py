@@ -7,9 +7,9 @@ from .._mxnet import mx, np
 from ..cpu import library
 from ..cpu.arrays import to_float32
 from ..formats import FLOAT16, FLOAT32, Format
+from ..training.gradients import clear_added
 from ..training.loss_scale import LossScaleError
 from ..training.optimizer import master_in
-from ..training.step import clear_added
 from ..training.trainer import Trainer
 from .statistics import Counted, Counts, both_ways, read
 from .trial import Ran, Watched, loss_of, mean_and_total, split, standing_in
@@ -43,7 +43,7 @@ def check_trainer(trainer: Any, net: Any) -> None:
     own = {id(p) for p in net.collect_params().values()} if hasattr(net, "collect_params") else ()
     if not any(id(parameter) in own for parameter in trainer._params):
         raise ValueError("the trainer has none of the network's parameters")
-    if isinstance(trainer, Trainer) and trainer._steps.begun:
+    if isinstance(trainer, Trainer) and trainer._step.begun:
         raise ValueError("gradients wait for the trainer's step: take it before the X-ray, each "
                          "look of which is a step")
 

@@ -1,10 +1,21 @@
-"""What this process has told MXNet's servers. They know keys, and nothing of stores, Trainers or
-Modules: whatever a process trains shares them."""
+"""Stores: what `kvstore=` takes, and the one store of MXNet's servers that a process has. Servers
+identify arrays by keys alone: whatever a process trains shares them."""
 import atexit
-from typing import Any, Set
+import logging
+import os
+from typing import Any, Optional, Set
 
 from .._mxnet import mx
+from ..checks import in_names
 from . import rendezvous
+from .horovod import Horovod
+
+log = logging.getLogger("gluon_amp")
+
+# Why a step with a loss scale or clip_norm refuses updates by others.
+CHECKS_FIRST = "loss scaling and clip_norm check the gradients before the update"
+_WORKERS_VARIABLES = ("DMLC_ROLE", "DMLC_PS_ROOT_URI", "DMLC_PS_ROOT_PORT", "DMLC_NUM_WORKER",
+                      "DMLC_NUM_SERVER")
 
 
 def kind_of(kvstore: Any) -> str:
@@ -79,3 +90,71 @@ class Servers:
 
 servers = Servers()
 atexit.register(servers.free)
+
+
+def make_store(kvstore: Any, compression: Any) -> Any:
+    """What `kvstore=` takes, as MXNet takes it. What cannot work with many workers is refused
+    here: once there is a store, its servers and the other workers would wait."""
+    name = kind_of(kvstore)
+    if "dist" not in name and "horovod" not in name:
+        workers = os.environ.get("DMLC_NUM_WORKER", "1")
+        if os.environ.get("DMLC_ROLE") == "worker" and workers != "1":
+            log.warning("%s workers were launched, but kvstore=%r sums gradients of this one "
+                        "alone: each trains a network of its own. kvstore='dist_sync' trains one",
+                        workers, name)
+        return kvstore
+    if compression:
+        raise ValueError(f"gradient compression leaves {name}'s workers waiting for each other "
+                         "in MXNet 1.9.1: train in float16, which halves what is sent. Received: "
+                         f"compression_params={compression!r}")
+    if not isinstance(kvstore, str):
+        return kvstore
+    if name == "horovod":
+        return Horovod()  # which MXNet leaves out where there is one device
+    if not all(variable in os.environ for variable in _WORKERS_VARIABLES):
+        raise ValueError(f"kvstore={name!r} needs a scheduler and servers: start the program as "
+                         "gluon-amp launch -n 2 python ... Or use kvstore='device', for one "
+                         "process")
+    return name
+
+
+def updates_on_ranks(kvstore: Any, dense: bool) -> bool:
+    """Whether the ranks update, rather than MXNet's servers, where the user says neither: so that
+    ranks begin alike and can be compared, with or without a loss scale.
+
+    Args:
+        dense: whether no parameter and no gradient is row_sparse.
+    """
+    name = kind_of(kvstore)
+    return "dist" in name and "async" not in name and dense \
+        and not int(os.environ.get("MXNET_UPDATE_ON_KVSTORE", "0"))
+
+
+def shared_store(kvstore: Any) -> Any:
+    """The store of MXNet's servers, which is the same for all Trainers of a process. Anything else
+    as it is."""
+    native = isinstance(kvstore, (str, mx.kv.KVStore))
+    return servers.store(kvstore) if native and "dist" in kind_of(kvstore) else kvstore
+
+
+def check_kvstore(kvstore: Any, update_on_kvstore: Optional[bool], parameters: Any) -> None:
+    """Refuses what would update the weights before anybody could look at the gradients."""
+    if update_on_kvstore:
+        raise ValueError(f"{CHECKS_FIRST}: update_on_kvstore must be False or None. Received: True")
+    check_not_async(kvstore)
+    name = kind_of(kvstore)
+    sparse = [p.name for p in parameters if getattr(p, "_stype", "default") != "default"]
+    if sparse:
+        raise ValueError(f"{CHECKS_FIRST}, and row_sparse weights are updated on the kvstore. "
+                         f"Received: row_sparse weights{in_names(sparse)}")
+    sparse = [p.name for p in parameters if getattr(p, "_grad_stype", "default") != "default"]
+    if sparse and "dist" in name:
+        raise ValueError(f"{CHECKS_FIRST}, and {name} updates those that are row_sparse on its "
+                         f"servers. Received: row_sparse gradients{in_names(sparse)}")
+
+
+def check_not_async(kvstore: Any) -> None:
+    """Refuses servers that update the weights with each rank's gradients as they come."""
+    name = kind_of(kvstore)
+    if "async" in name:
+        raise ValueError(f"{CHECKS_FIRST}, and {name} updates on its servers: use dist_sync")

@@ -50,7 +50,7 @@ class RankEndedError(RuntimeError):
     """Another rank has ended or stopped, or makes other calls, and this one waits for it."""
 
 
-class Watch:
+class Supervisor:
     """Runs what waits for other ranks, and raises once one of them has ended, or has been silent
     for as many seconds as the environment variable GLUON_AMP_RANK_TIMEOUT says (30).
 

@@ -11,38 +11,40 @@ from typing import Any, Callable, Dict, Iterable, List, Optional, Sequence, Tupl
 from mxnet.base import _LIB, check_call
 
 from .._mxnet import message, mx, np
-from ..checks import in_names
 from .rendezvous import HOROVOD_MEETS_AT
-from .store import kind_of, servers
-from .supervise import RankEndedError, Watch
+from .store import servers
+from .supervise import RankEndedError, Supervisor
 
-_watch: Optional[Watch] = None  # one for each process
+_supervisor: Optional[Supervisor] = None  # one for each process
 _SCHEDULER_IS_AT = ("DMLC_PS_ROOT_URI", "DMLC_PS_ROOT_PORT")  # of MXNet's servers
-# Why a step with a loss scale or clip_norm refuses what others update.
-LOOKS_FIRST = "loss scaling and clip_norm look at the gradients before the update"
 
 
-class Reduction:
-    """Sums and agrees by a kvstore.
+class Workers:
+    """The processes that train together: sums and exchanges by their kvstore.
 
     Args:
         kvstore: None for one process that sums nothing.
-        names: whether parameters are known to the store by names; else by numbers.
+        names: whether the store identifies parameters by names; else by numbers.
         updates: whether the store updates weights itself; then it can sum nothing else.
 
     Attributes:
-        tells: whether ranks can tell each other something: there are several, and no servers
-            that update.
+        exchange: whether they can exchange values: there are several, and no servers that update.
         owner: whose gradients these are, such as "Trainer 1": the same on all ranks.
+        compared: whether they have been compared after the first step.
     """
 
     def __init__(self, kvstore: Any = None, names: bool = False, updates: bool = False) -> None:
-        self._kvstore, self._names = kvstore, names
+        self._names = names
+        self._first_key, self.owner, self.compared = 0, "", False
+        self.connect(kvstore, updates)
+
+    def connect(self, kvstore: Any, updates: bool = False) -> None:
+        """Uses this store from here on."""
+        self._kvstore = kvstore
         self._native = isinstance(kvstore, mx.kv.KVStore)
-        self._first_key, self.owner = 0, ""
-        self.tells = self.workers > 1 and not updates
-        if self.tells:
-            self._watch_others()
+        self.exchange = self.count > 1 and not updates
+        if self.exchange:
+            self._supervise()
 
     @property
     def sums(self) -> bool:
@@ -55,7 +57,7 @@ class Reduction:
         return hasattr(self._kvstore, "sum_all")
 
     @property
-    def workers(self) -> int:
+    def count(self) -> int:
         """How many processes train together."""
         several = self.sums and "dist" in self._kvstore.type
         return self._kvstore.num_workers if several else 1
@@ -63,7 +65,7 @@ class Reduction:
     @property
     def rank(self) -> int:
         """This process's number among them."""
-        return self._kvstore.rank if self.workers > 1 else 0
+        return self._kvstore.rank if self.count > 1 else 0
 
     def belongs_to_trainer(self, servers_update: bool = False) -> None:
         """Says that gradients of one more Trainer of this process are summed here: each has keys
@@ -102,14 +104,14 @@ class Reduction:
             else:
                 self._kvstore.push(key, on_devices, priority=-i)
                 self._kvstore.pull(key, out=on_devices, priority=-i, ignore_sparse=False)
-        if self.tells:
+        if self.exchange:
             self.wait(lambda: [g.wait_to_read() for _, on_devices in gradients
                                for g in on_devices], what)
         return {}
 
     def any(self, flag: bool) -> bool:
         """Whether the flag is true for any worker. All workers have to ask."""
-        if not self.tells:
+        if not self.exchange:
             return flag
         return bool(self.sum_numbers(np.array([flag]), "a flag of each rank").any())
 
@@ -121,9 +123,9 @@ class Reduction:
     def gather(self, mine: bytes, what: str = "") -> List[bytes]:
         """Every worker's bytes, of one length, in the order of ranks. All have to ask; `what` says
         for what."""
-        if not self.tells:
+        if not self.exchange:
             return [mine]
-        numbers = np.zeros((self.workers, len(mine)))
+        numbers = np.zeros((self.count, len(mine)))
         numbers[self.rank] = np.frombuffer(mine, np.uint8)
         what = what or f"{len(mine)} bytes of each rank, to compare them"
         sums = self.sum_numbers(numbers, what)
@@ -138,8 +140,8 @@ class Reduction:
         if not means:
             return
         mean = np.concatenate(means)
-        if self.tells:
-            mean = self.sum_numbers(mean, "the mean of moving averages") / self.workers
+        if self.exchange:
+            mean = self.sum_numbers(mean, "the mean of moving averages") / self.count
         for on_devices, one in zip(arrays, np.split(mean, np.cumsum([m.size for m in means])[:-1])):
             for array in on_devices:
                 array[:] = one.reshape(array.shape)
@@ -169,7 +171,7 @@ class Reduction:
         """Runs what waits for other workers: an error, rather than for ever, where one ended or
         waits for something else."""
         try:
-            return _watch.call(function, what) if _watch else function()
+            return _supervisor.call(function, what) if _supervisor else function()
         except mx.MXNetError as error:
             if self._native:
                 raise
@@ -213,32 +215,9 @@ class Reduction:
     def _key(self, key: Any) -> Any:
         return key if self._names else self._first_key + key
 
-    def _watch_others(self) -> None:
-        global _watch
+    def _supervise(self) -> None:
+        global _supervisor
         place = _SCHEDULER_IS_AT if self._native else HOROVOD_MEETS_AT
         host, port = map(os.environ.get, place)  # which all ranks can reach
-        if _watch is None and host and port:
-            _watch = Watch(self.rank, self.workers, self.gather, (host, int(port)))
-
-
-def check_kvstore(kvstore: Any, update_on_kvstore: Optional[bool], parameters: Any) -> None:
-    """Refuses what would update the weights before anybody could look at the gradients."""
-    if update_on_kvstore:
-        raise ValueError(f"{LOOKS_FIRST}: update_on_kvstore must be False or None. Received: True")
-    check_not_async(kvstore)
-    name = kind_of(kvstore)
-    sparse = [p.name for p in parameters if getattr(p, "_stype", "default") != "default"]
-    if sparse:
-        raise ValueError(f"{LOOKS_FIRST}, and row_sparse weights are updated on the kvstore. "
-                         f"Received: row_sparse weights{in_names(sparse)}")
-    sparse = [p.name for p in parameters if getattr(p, "_grad_stype", "default") != "default"]
-    if sparse and "dist" in name:
-        raise ValueError(f"{LOOKS_FIRST}, and {name} updates those that are row_sparse on its "
-                         f"servers. Received: row_sparse gradients{in_names(sparse)}")
-
-
-def check_not_async(kvstore: Any) -> None:
-    """Refuses servers that update the weights with each rank's gradients as they come."""
-    name = kind_of(kvstore)
-    if "async" in name:
-        raise ValueError(f"{LOOKS_FIRST}, and {name} updates on its servers: use dist_sync")
+        if _supervisor is None and host and port:
+            _supervisor = Supervisor(self.rank, self.count, self.gather, (host, int(port)))

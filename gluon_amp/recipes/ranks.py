@@ -9,8 +9,8 @@ import struct
 from typing import Any, Iterator, List, Sequence
 
 from .._mxnet import mx, np
-from ..parallel import consistency
-from ..parallel.sync import Reduction
+from ..parallel.store import make_store, shared_store
+from ..parallel.sync import Workers
 
 MANY = ("dist_sync", "dist_device_sync", "horovod")
 
@@ -44,9 +44,9 @@ class Ranks:
         self.store: Any = kvstore
         if kvstore in MANY:
             os.environ["MXNET_UPDATE_ON_KVSTORE"] = "0"  # servers that update tell ranks nothing
-            self.store = consistency.shared_store(consistency.make_store(kvstore, None))
-        self._reduction = Reduction(self.store if kvstore in MANY else None, names)
-        self.rank, self.workers = self._reduction.rank, self._reduction.workers
+            self.store = shared_store(make_store(kvstore, None))
+        self._workers = Workers(self.store if kvstore in MANY else None, names)
+        self.rank, self.workers = self._workers.rank, self._workers.count
         self._by_horovod = kvstore == "horovod"
 
     def devices(self, gpus: Sequence[int]) -> Sequence[int]:
@@ -67,13 +67,13 @@ class Ranks:
     def sum(self, *numbers: float) -> List[float]:
         """Each number, summed over all ranks in their order: all get the same bits."""
         layout = struct.Struct(f"{len(numbers)}d")
-        rows = self._reduction.gather(layout.pack(*map(float, numbers)))
+        rows = self._workers.gather(layout.pack(*map(float, numbers)))
         return [sum(column) for column in zip(*map(layout.unpack, rows))]
 
     def check_same(self, number: int, what: str) -> None:
         """Raises an error where ranks hold different numbers, since they would wait for each other.
         """
-        numbers = [int(row) for row in self._reduction.gather(b"%20d" % number)]
+        numbers = [int(row) for row in self._workers.gather(b"%20d" % number)]
         if len(set(numbers)) > 1:
             raise ValueError(f"ranks have different numbers of {what}. Rank 0, 1, ...: "
                              f"{', '.join(map(str, numbers))}. All must read the same files")

@@ -1,38 +1,96 @@
 """`Module` and `BucketingModule`: MXNet's own, on any device, with loss scaling.
 
-What they bind is binding.py's matter, and a step is the Trainer's (training/step.py).
+binding.py has what they bind. Steps, workers and files are the Trainer's: training/step.py,
+parallel/sync.py, training/checkpoint.py.
 """
 from typing import Any, Callable, Dict, Iterable, List, Optional, Tuple
 
 from mxnet.model import _update_params
 
 from .._mxnet import mx, np
+from ..checks import in_names
 from ..cpu.arrays import to_float32
 from ..files import must_exist, replace_file
 from ..graph.operators import LOSSES
-from ..parallel import consistency
-from ..parallel.store import kind_of
-from ..parallel.sync import check_not_async
-from ..training import states as files
+from ..parallel import consistency, store
+from ..parallel.sync import Workers
+from ..training import checkpoint as files
 from ..training.following import backward_pass
 from ..training.optimizer import check_scalable, given_optimizer, optimizer_class, with_masters
-from ..training.pending import Gradient
 from ..training.static_pair import GivenLossScale
-from ..training.step import Steps, TakesSteps
+from ..training.step import Gradient, Step
 from .binding import Bindable, environment
 from .convert import check_parameters, check_range
-from .ranks import RanksModule
 
 
-class _Module(TakesSteps, RanksModule):
+class _Backward:
+    """A backward pass of a Module, and the forward and backward passes that repeat it.
+
+    Args:
+        averages: moving averages, and copies from before the forward pass.
+        adding_up: gradients to which each backward pass adds.
+        run: makes the backward pass at a scale.
+    """
+
+    def __init__(self, module: "_Module", averages: "Copies", adding_up: List["mx.nd.NDArray"],
+                 scale: float, run: Callable[[float], None]) -> None:
+        self._module, self._scale, self._run = module, scale, run
+        self._averages = averages
+        self._before = [(g, g.copy()) for g in adding_up]
+
+    def gradients(self) -> List[Gradient]:
+        return self._module._gradients()
+
+    def can_repeat(self) -> bool:
+        return True
+
+    def repeat(self, scale: float) -> None:
+        # The way back uses memory of the way there: both are gone again.
+        for average, before in self._averages:
+            before.copyto(average)
+        for gradient, before in self._before:
+            (before * (scale / self._scale)).copyto(gradient)
+        for executor in self._module._module()._exec_group.execs:
+            executor.forward(is_train=True)
+        self._run(scale)
+
+
+Copies = List[Tuple["mx.nd.NDArray", "mx.nd.NDArray"]]  # arrays, and copies of them
+
+
+class _Module:
     """In front of MXNet's classes of modules."""
 
+    _number = 0  # among this process's Modules on many workers
     _states_file: Optional[str] = None  # to be loaded once there is an optimizer
     # For an updater, from the next update on: until then it has them numbered as in the file.
     _fitting_states: Optional[Tuple[Any, Dict[Any, Any]]] = None
     _used_scale = 1.0  # in the last backward pass
     # Moving averages before the last forward pass, if another may have to begin there.
-    _averages: Optional[List[Tuple["mx.nd.NDArray", "mx.nd.NDArray"]]] = None
+    _averages: Optional[Copies] = None
+
+    def _take_steps(self, loss_scale: GivenLossScale, clip_norm: Optional[float]) -> None:
+        """Before the class of MXNet's is initialized."""
+        self._workers = Workers(names=True)
+        self._step = Step(loss_scale, clip_norm, self._workers)
+        self._checkpoint = files.Checkpoint(self._step)
+
+    @property
+    def loss_scale(self) -> float:
+        """The scale that the next step uses; 1 without scaling."""
+        return self._step.loss_scale.scale
+
+    @property
+    def skipped(self) -> int:
+        """How many steps were skipped. `gluon_amp.explain(net, batch, loss_fn, loss_scale)` tells
+        which node a batch's gradients overflow at first."""
+        return self._step.skipped
+
+    @property
+    def overflowed(self) -> Tuple[str, ...]:
+        """Names of the parameters whose newest gradients are not finite. Those are the gradients
+        that wait for their step, or else those of the last step."""
+        return self._step.overflowed(self._gradients)
 
     def _module(self) -> "mx.mod.Module":
         """The module that is bound now."""
@@ -43,7 +101,7 @@ class _Module(TakesSteps, RanksModule):
         return [self]
 
     def _bindable(self, symbol: "mx.sym.Symbol") -> Bindable:
-        scale = (lambda: self._steps.backward_scale) if self._steps.scaling else None
+        scale = (lambda: self._step.backward_scale) if self._step.scaling else None
         return Bindable.from_symbol(symbol, scale)
 
     def init_params(self, initializer: Any = mx.init.Uniform(0.01),  # noqa: B008
@@ -69,25 +127,26 @@ class _Module(TakesSteps, RanksModule):
             super().init_optimizer(kvstore, optimizer, optimizer_params, force_init)
             return
         module = self._module()
-        if self._steps.looking:
-            check_not_async(kvstore)
-        kvstore = consistency.make_store(kvstore, module._compression_params)
+        if self._step.checks_gradients:
+            store.check_not_async(kvstore)
+        kvstore = store.make_store(kvstore, module._compression_params)
         by_name = not isinstance(optimizer, mx.optimizer.Optimizer)
         chosen = optimizer_class(optimizer) if by_name else optimizer
-        if self._steps.scaling:
+        if self._step.scaling:
             check_scalable(chosen)
         group = module._exec_group
         for name, weights in zip(group.param_names, group.param_arrays):
             # of a checkpoint in another type, which a kvstore would not take
             module._arg_params[name] = module._arg_params[name].astype(weights[0].dtype,
                                                                          copy=False)
-        if "dist" in kind_of(kvstore):
+        if "dist" in store.kind_of(kvstore):
             kvstore = self._check_workers(kvstore)
         if by_name:
             optimizer_params = {"multi_precision": True, **dict(optimizer_params)}
         else:
             given_optimizer(optimizer)
-        here = self._steps.looking or consistency.updates_on_ranks(kvstore, not self._sparse())
+        here = self._step.checks_gradients \
+            or store.updates_on_ranks(kvstore, not self._sparse())
         with environment("MXNET_UPDATE_ON_KVSTORE", "0" if here else None):
             super().init_optimizer(kvstore, optimizer, optimizer_params, force_init)
         self._begin_alike()
@@ -98,7 +157,7 @@ class _Module(TakesSteps, RanksModule):
 
     def forward(self, data_batch: "mx.io.DataBatch", is_train: Optional[bool] = None) -> None:
         """As MXNet's."""
-        if not self._steps.searching:
+        if not self._step.searching:
             self._averages = None
             super().forward(data_batch, is_train)
             return
@@ -115,44 +174,34 @@ class _Module(TakesSteps, RanksModule):
         """
         module = self._module()
         group = module._exec_group
-        if self._steps.scaling and out_grads is None and not module._symbol.has_loss:
+        if self._step.scaling and out_grads is None and not module._symbol.has_loss:
             raise ValueError("a loss scale needs a loss in the symbol, or out_grads for "
                              f"backward. Valid: {', '.join(sorted(LOSSES))}. Received outputs: "
                              f"{', '.join(module._symbol.list_outputs())}")
         adding_up = self._adding_up()
-        scale = self._steps.begin(adding_up)
-        searching = self._steps.searching and self._averages is not None
-        kept = [(g, g.copy()) for g in adding_up] if searching else []
-        go_back = super().backward
+        scale = self._step.begin(adding_up)
+        mxnets_backward = super().backward
 
         def run(at: float) -> None:
             heads = out_grads
-            if self._steps.scaling and heads is not None:
+            if self._step.scaling and heads is not None:
                 heads = [g * at for g in (heads if isinstance(heads, (list, tuple)) else [heads])]
             with backward_pass(module._optimizer):
-                go_back(heads)
+                mxnets_backward(heads)
 
-        def again(at: float) -> None:
-            # The way back uses memory of the way there: both are gone again.
-            for average, before in self._averages or ():
-                before.copyto(average)
-            for grad, before in kept:
-                (before * (at / scale)).copyto(grad)
-            for executor in group.execs:
-                executor.forward(is_train=True)
-            run(at)
-
+        searching = self._step.searching and self._averages is not None
+        backward = _Backward(self, self._averages or [], adding_up if searching else [], scale, run)
         run(scale)
-        self._steps.note(scale, [o for e in group.execs for o in e.outputs])
+        self._step.note(scale, [o for e in group.execs for o in e.outputs])
         if searching:
-            self._steps.settle(self._gradients, lambda: True, again)
-        self._used_scale = self._steps.backward_scale
-        self._steps.watch(self._gradients())
+            self._step.settle(backward)
+        self._used_scale = self._step.backward_scale
+        self._step.record_versions(self._gradients())
 
     def get_input_grads(self, merge_multi_context: bool = True) -> Any:
         """Without the scale."""
         grads = super().get_input_grads(merge_multi_context)
-        if not self._steps.scaling:
+        if not self._step.scaling:
             return grads
         if merge_multi_context:
             return [g / self._used_scale for g in grads]
@@ -162,16 +211,16 @@ class _Module(TakesSteps, RanksModule):
         """Updates, unless gradients are not finite; returns whether it did."""
         module = self._module()
         if self._fitting_states:
-            self._give_states(*self._fitting_states)
+            files.give_states(*self._fitting_states)
             self._fitting_states = None
-        if not self._steps.looking and self._mxnet_updates():
-            super().update()
-            self._steps.forget()
+        if not self._step.checks_gradients and self._mxnet_updates():
+            self._update_by_mxnet()
+            self._step.forget()
             return True
         group, optimizer = module._exec_group, module._optimizer
         self._params_dirty = module._params_dirty = True  # moving averages, even if it is skipped
-        self._steps.end_watch()
-        self._steps.sum((i, name, grads) for i, (name, grads) in
+        self._step.count_writes()
+        self._step.sum((i, name, grads) for i, (name, grads) in
                         enumerate(zip(group.param_names, group.grad_arrays))
                         if grads[0] is not None)
         gradients = self._gradients()
@@ -186,20 +235,36 @@ class _Module(TakesSteps, RanksModule):
                            len(module._context), None, group.param_names)
 
         try:
-            if self._steps.looking:
-                self._steps.take(gradients, rescale_grad, apply, self._clear)
+            if self._step.checks_gradients:
+                self._step.take(gradients, rescale_grad, apply, self._clear)
             else:
                 apply(rescale_grad)
-                self._steps.forget()
+                self._step.forget()
         finally:
             optimizer.rescale_grad = rescale_grad
-        self._check_ranks_once()
-        return self._steps.updated
+        if self._workers.exchange and not self._workers.compared:
+            self._workers.compared = True
+            self.check_ranks()
+        return self._step.updated
+
+    def _update_by_mxnet(self) -> None:
+        """As MXNet's; where servers update, waits for them, but for no rank that has ended."""
+        if self._workers.count == 1:
+            super().update()
+            return
+        group = self._module()._exec_group
+        trained = [(weights, grads) for weights, grads in zip(group.param_arrays,
+                                                              group.grad_arrays)
+                   if grads[0] is not None]
+        self._workers.lay_out(g for _, grads in trained for g in grads)
+        super().update()
+        self._workers.wait(lambda: [w.wait_to_read() for weights, _ in trained for w in weights],
+                           f"the servers' update of {len(trained)} weights")
 
     def _gradients(self) -> List[Gradient]:
         group = self._module()._exec_group
-        instead = self._steps.instead
-        return [Gradient(name, (i, device), weight, instead.get((i, device), grad), grad)
+        replacements = self._step.replacements
+        return [Gradient(name, (i, device), weight, replacements.get((i, device), grad), grad)
                 for i, name in enumerate(group.param_names)
                 for device, (weight, grad) in enumerate(zip(group.param_arrays[i],
                                                             group.grad_arrays[i]))
@@ -216,10 +281,85 @@ class _Module(TakesSteps, RanksModule):
         for grad in self._adding_up():
             grad[:] = 0
 
+    # ---- many workers
+
+    def _check_workers(self, kvstore: Any) -> Any:
+        """Makes a store over many workers, before MXNet gives it parameters."""
+        group = self._module()._exec_group
+        sparse = self._sparse()
+        if sparse and self._step.checks_gradients:
+            raise ValueError(f"{store.CHECKS_FIRST}, and many workers update those on servers that "
+                             f"are row_sparse. Received: row_sparse{in_names(sparse)}")
+        kvstore = store.shared_store(kvstore)
+        self._number = store.servers.take_module(kvstore)
+        if "async" in kvstore.type:
+            return kvstore
+        self._workers.connect(kvstore)
+        consistency.check_same_network(self._workers, [
+            (name, arrays[0], grads[0] is not None) for name, arrays, grads in
+            zip(group.param_names, group.param_arrays, group.grad_arrays)])
+        consistency.agree_on_scale(self._workers, self._step.loss_scale)
+        return kvstore
+
+    def _sparse(self) -> List[str]:
+        """Names of the parameters that are row_sparse, or whose gradients are."""
+        group = self._module()._exec_group
+        return [name for name, arrays, grads in zip(group.param_names, group.param_arrays,
+                                                    group.grad_arrays)
+                if {a.stype for a in (arrays[0], grads[0]) if a is not None} != {"default"}]
+
+    def _mxnet_updates(self) -> bool:
+        """Whether MXNet's own update does all that there is to do without a look at gradients."""
+        module = self._module()
+        return not self._workers.sums_at_once \
+            and (module._update_on_kvstore or self._workers.count == 1)
+
+    def _begin_alike(self) -> None:
+        """Every rank gets rank 0's parameters and moving averages, by the store that MXNet has."""
+        module = self._module()
+        group = module._exec_group
+        workers = self._workers
+        workers.connect(module._kvstore, updates=bool(module._update_on_kvstore))
+        if workers.count == 1:
+            return
+        workers.owner = f"Module {self._number}"
+        if workers.exchange:
+            consistency.begin_alike(workers, [
+                (name, name, arrays) for name, arrays in zip(group.param_names,
+                                                             group.param_arrays)], True)
+        workers.take_over([(f"statistics {name}", arrays) for name, arrays in
+                             zip(group.aux_names, group.aux_arrays)], False)
+        self._params_dirty = module._params_dirty = True
+
+    def check_ranks(self) -> None:
+        """Raises where the ranks of several machines do not hold the same optimizer, weights,
+        masters and loss scale, and names the first that differs. All ranks have to call it; the
+        first step or update does. Moving averages are each rank's own, of the data that it has
+        seen."""
+        self._check_can_exchange("check_ranks()")
+        module = self._module()
+        group = module._exec_group
+        names = {i: name for i, (name, _) in self._weights().items()}
+        consistency.compare(self._workers, [
+            *consistency.settings_of(module._optimizer),
+            *((name, arrays[0]) for name, arrays in zip(group.param_names, group.param_arrays)),
+            *consistency.states_of(module._updater, names),
+            ("the loss scale", self._step.state())])
+
+    def _average_statistics(self) -> None:
+        self._check_can_exchange("average_statistics()")
+        module = self._module()
+        self._workers.average(module._exec_group.aux_arrays)
+        self._params_dirty = module._params_dirty = True
+
+    def _check_can_exchange(self, call: str) -> None:
+        consistency.check_can_exchange(self._workers, call, "MXNET_UPDATE_ON_KVSTORE=0")
+
+    # ---- files
+
     def save_optimizer_states(self, fname: str) -> None:
         """Writes the optimizer with its masters, the loss scale and the counters."""
         module = self._module()
-        module._optimizer.trainer_state = self._steps.state()
 
         def write(path: str) -> None:
             if module._update_on_kvstore:
@@ -227,8 +367,7 @@ class _Module(TakesSteps, RanksModule):
             else:
                 with open(path, "wb") as file:
                     file.write(module._updater.get_states(dump_optimizer=True))
-            files.seal(path)
-        replace_file(fname, write)
+        self._checkpoint.save(fname, module._optimizer, write)
 
     def load_optimizer_states(self, fname: str) -> None:
         """Takes over what `save_optimizer_states` wrote, here or in MXNet's `Module`: momenta,
@@ -257,8 +396,8 @@ class _Module(TakesSteps, RanksModule):
             if saved:
                 files.carry_counts(saved, [c.device_id for c in module._context],
                                    lambda counts: files.renumber(counts, trained, devices))
-            self._steps.load(getattr(saved, "trainer_state", {}))
-        self._give_states(updater, states)
+            self._checkpoint.load_step(saved)
+        files.give_states(updater, states)
         self._fitting_states = updater, fitting
         updater.optimizer = with_masters(saved or mine)
         for name in ("lr", "lr_scheduler", "wd", "rescale_grad", "sym_info", "idx2name", "lr_mult",
@@ -266,10 +405,6 @@ class _Module(TakesSteps, RanksModule):
             setattr(updater.optimizer, name, getattr(mine, name))
         for one in self._modules():
             one._optimizer = updater.optimizer
-
-    @staticmethod
-    def _give_states(updater: Any, states: Dict[Any, Any]) -> None:
-        updater.states, updater.states_synced = states, dict.fromkeys(states, False)
 
     def _weights(self) -> Dict[int, Tuple[str, "mx.nd.NDArray"]]:
         """By the numbers that MXNet's Module gives them."""
@@ -293,7 +428,7 @@ class Module(_Module, mx.mod.Module):
 
     def __init__(self, symbol: "mx.sym.Symbol", *args: Any, loss_scale: GivenLossScale = None,
                  clip_norm: Optional[float] = None, **kwargs: Any) -> None:
-        self._steps = Steps(loss_scale, clip_norm)
+        self._take_steps(loss_scale, clip_norm)
         super().__init__(self._bindable(symbol), *args, **kwargs)
 
     @classmethod
@@ -329,7 +464,7 @@ class BucketingModule(_Module, mx.mod.BucketingModule):
     def __init__(self, sym_gen: Callable[[Any], Any], *args: Any,
                  loss_scale: GivenLossScale = None,
                  clip_norm: Optional[float] = None, **kwargs: Any) -> None:
-        self._steps = Steps(loss_scale, clip_norm)
+        self._take_steps(loss_scale, clip_norm)
 
         def bindable(key: Any) -> Any:
             symbol, data_names, label_names = sym_gen(key)
@@ -384,7 +519,7 @@ class Speedometer(mx.callback.Speedometer):
 
     def __call__(self, param: Any) -> None:
         module = (param.locals or {}).get("self")
-        if isinstance(module, _Module) and module._steps.scaling and param.eval_metric is not None:
+        if isinstance(module, _Module) and module._step.scaling and param.eval_metric is not None:
             param = param._replace(eval_metric=_WithScale(param.eval_metric, module))
         super().__call__(param)
 

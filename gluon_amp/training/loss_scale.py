@@ -1,15 +1,19 @@
-"""The dynamic loss scale: pure arithmetic, no arrays.
+"""Loss scales: none, and the dynamic one. (The static one has a pair of loss and optimizer beside
+it: static_pair.py.)
 
 Gradients below 3e-8 are 0 in float16. So the loss is scaled up before the backward pass,
-and the update scales down again. Both must use one number. This one is found by trying:
+and the update scales down again. Both must use one number. The dynamic scale is found by trying:
 
     while gradients are finite: grow every `growth_interval` steps, up to `maximum`
     when they are not:          back off, down to `minimum`; there, an error
     until it is settled:        a search instead, by further backward passes of the same step
 """
+import logging
 from typing import Any, Callable, Dict, Iterable
 
 from ..checks import in_names, positive_number, whole_number
+
+log = logging.getLogger("gluon_amp")
 
 
 class LossScaleError(RuntimeError):
@@ -23,7 +27,57 @@ _PASSES = 6
 _SETTLED_AFTER = 100
 
 
-class DynamicLossScale:
+class LossScale:
+    """No loss scaling: the scale is 1 and nothing changes it. Other scales override this.
+
+    Attributes:
+        scale: multiplies the gradients of the next step.
+        scales: whether there is a scale at all.
+        settled: whether no search is worth a check of gradients after each backward pass.
+        kind: what it is called in messages.
+    """
+    scale: float
+    scales = False
+    settled = True
+
+    def __init__(self) -> None:
+        self.scale = 1.0
+
+    @property
+    def kind(self) -> str:
+        return "no loss scale"
+
+    def update(self, finite: bool, parameters: Iterable[str] = ()) -> None:
+        """Takes in whether a step's gradients were finite."""
+
+    def back_off(self, parameters: Iterable[str]) -> bool:
+        """Lowers the scale after an overflow of these parameters' gradients; False where the scale
+        never changes."""
+        return False
+
+    def search(self, overflows: Callable[[float], bool]) -> int:
+        """See `DynamicLossScale.search`."""
+        return 0
+
+    def nothing_fits(self, parameters: Iterable[str]) -> str:
+        """See `DynamicLossScale.nothing_fits`."""
+        return ""
+
+    def state_dict(self) -> Dict[str, Any]:
+        """What changes while training."""
+        return {}
+
+    def load_state_dict(self, state: Dict[str, Any]) -> None:
+        """Takes over what `state_dict` gave; leaves what a dynamic scale gave."""
+        if state:
+            log.warning("the file's dynamic loss scale, %g, is left: here loss_scale is %s. "
+                        "loss_scale='dynamic' takes it over", state["scale"], self)
+
+    def __repr__(self) -> str:
+        return "None"  # as `loss_scale=` takes it
+
+
+class DynamicLossScale(LossScale):
     """The largest loss scale that keeps gradients finite, found by trying.
 
     Call `update` after each step. An overflow lowers the scale for the very next step.
@@ -40,6 +94,9 @@ class DynamicLossScale:
         minimum: the floor: an overflow there is a LossScaleError.
         maximum: the cap.
     """
+
+    scales = True
+    kind = "a dynamic loss scale"
 
     def __init__(self, initial: float = 2.0 ** 16, growth_factor: float = 2.0,
                  backoff_factor: float = 0.5, growth_interval: int = 2000,
@@ -77,6 +134,11 @@ class DynamicLossScale:
         else:
             self.scale = max(self.scale * self.backoff_factor, self.minimum)
             self.finite_steps = 0
+
+    def back_off(self, parameters: Iterable[str]) -> bool:
+        """Lowers the scale; see `update`."""
+        self.update(False, parameters)
+        return True
 
     def nothing_fits(self, parameters: Iterable[str]) -> str:
         """What is said where the gradients of these parameters overflow at the smallest scale."""

@@ -21,8 +21,8 @@ from .._mxnet import mx, np
 from ..checks import positive_number, whole_number
 from ..cpu.scales import scales_of
 from ..files import replace_file
+from .gradients import clear_added
 from .loss_scale import LossScaleError
-from .step import clear_added
 from .trainer import Trainer
 
 _SMOOTHING = 0.9
@@ -124,7 +124,7 @@ def _step(net: Any, trainer: Any, loss_fn: Any, source: Iterator[Any]) -> float:
 
 def _mean_over_ranks(trainer: Trainer, loss: float) -> float:
     """So that all ranks stop at the same rate, and propose the same."""
-    losses = trainer._steps.reduction.gather(struct.pack("d", loss))
+    losses = trainer._workers.gather(struct.pack("d", loss))
     return sum(struct.unpack("d", one)[0] for one in losses) / len(losses)
 
 
@@ -164,7 +164,7 @@ def _as_before(net: Any, trainer: Any) -> Iterator[None]:
     optimizer = trainer._optimizer
     attributes = pickle.dumps(optimizer.__getstate__())
     states = [updater.get_states() for updater in trainer._updaters]
-    steps = trainer._steps.state() if isinstance(trainer, Trainer) else None
+    steps = trainer._step.state() if isinstance(trainer, Trainer) else None
     optimizer.lr_scheduler = None  # the sweep sets the rate
     try:
         yield
@@ -179,4 +179,4 @@ def _as_before(net: Any, trainer: Any) -> Iterator[None]:
         for updater, before in zip(trainer._updaters, states):
             updater.set_states(before)
         if steps is not None:
-            trainer._steps.load(steps)
+            trainer._step.load(steps)

@@ -18,17 +18,17 @@ def scale_loss(loss: Any, trainer: Trainer) -> Iterator[Any]:
     if not isinstance(trainer, Trainer):
         raise TypeError("scale_loss takes a gluon_amp.Trainer. Received: "
                         f"{type(trainer).__module__}.{type(trainer).__name__}")
-    if not trainer._steps.scaling:
+    if not trainer._step.scaling:
         yield loss
         return
     several = isinstance(loss, (list, tuple))
     losses = list(loss) if several else [loss]
     with mx.autograd.pause():
-        scale = trainer._begin(losses)
+        scale = trainer._begin_backward(losses)
     with mx.autograd.record(mx.autograd.is_training()):
         scaled = [one * scale for one in losses]
     with backward_pass(trainer._optimizer):
         yield scaled if several else scaled[0]
-    trainer._note_written()
-    trainer._steps.note(scale, [one.detach() for one in losses])
-    trainer._steps.watch(trainer._waiting())
+    trainer._gradients.note_written()
+    trainer._step.note(scale, [one.detach() for one in losses])
+    trainer._step.record_versions(trainer._gradients.waiting())

@@ -2,27 +2,32 @@
 import inspect
 import numbers
 from dataclasses import dataclass
-from typing import Any, Optional, Union
+from typing import Any, Union
 
 from mxnet.gluon.loss import Loss, SDMLLoss
 
 from ..checks import positive_number
-from .loss_scale import DynamicLossScale
+from .loss_scale import DynamicLossScale, LossScale
 from .optimizer import check_scalable
 from .optimizer import optimizer as make_optimizer
 
 
 @dataclass(frozen=True)
-class StaticLossScale:
+class StaticLossScale(LossScale):
     """A loss scale that stays, and the pair of loss and optimizer made from it.
 
     The pair works with MXNet's own `gluon.Trainer` and `Module`. Powers of two scale
     without any rounding.
     """
     scale: float
+    scales = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "scale", positive_number(self.scale, "scale"))
+
+    @property
+    def kind(self) -> str:
+        return f"the loss scale {self.scale:g}"
 
     def loss(self, cls: Any, **kwargs: Any) -> Loss:
         """A Gluon loss of this class, whose values and gradients are scaled.
@@ -71,13 +76,14 @@ class StaticLossScale:
         return loss / self.scale
 
 
-LossScale = Union[StaticLossScale, DynamicLossScale]
 GivenLossScale = Union[LossScale, float, str, None]  # what `as_loss_scale` takes
 
 
-def as_loss_scale(value: GivenLossScale) -> Optional[LossScale]:
-    """What `loss_scale=` takes: a scale, a number, "dynamic" or None."""
-    if value is None or isinstance(value, (StaticLossScale, DynamicLossScale)):
+def as_loss_scale(value: GivenLossScale) -> LossScale:
+    """The loss scale that `loss_scale=` names: a scale, a number, "dynamic" or None."""
+    if value is None:
+        return LossScale()
+    if isinstance(value, LossScale):
         return value
     if isinstance(value, str) and value == "dynamic":
         return DynamicLossScale()

@@ -1,28 +1,29 @@
 """One step, for a Trainer and for a Module alike.
 
-    backward passes   leave in `Pending` what the step has to know
-    settle            after each, while a dynamic scale is not settled: looks, and where gradients
-                      overflow goes back again at lower scales, so that the step is not lost
-    take              looks at the summed gradients, once:
-                        all finite   updates, with gradients * rescale_grad / scale, clipped
-                        not          does not; gradients that add up become 0; the log says why
-                      tells the loss scale, and forgets what was pending
+    begin, note         around each backward pass; `Pending` holds what the step needs
+    settle              after it, while a dynamic scale is not settled: checks the gradients, and
+                        where they overflow repeats the pass at lower scales, so that the step is
+                        not lost
+    take                checks the summed gradients, once:
+                          all finite   updates, with gradients * rescale_grad / scale, clipped
+                          not          does not; gradients that add up become 0; the log says why
+                        updates the loss scale, and clears `Pending`
 
 Nothing is written into a gradient: what is divided and clipped is a factor, the optimizer's
 `rescale_grad`, which multiplies in float32.
 """
 import logging
 import math
-from typing import Any, Callable, Dict, Iterable, List, Optional, Sequence, Set, Tuple
+from dataclasses import dataclass, field
+from typing import Any, Callable, Dict, Iterable, List, Optional, Protocol, Sequence, Set, Tuple
 
 from .._mxnet import mx, np
 from ..checks import in_names, positive_number, whole_number
 from ..cpu.arrays import multiply, to_float32
 from ..cpu.finite import all_finite, not_finite, squares
 from ..cpu.library import started, versions
-from ..parallel.sync import Reduction
-from .loss_scale import DynamicLossScale, LossScaleError
-from .pending import Gradient, Pending, Place
+from ..parallel.sync import Workers
+from .loss_scale import LossScaleError
 from .static_pair import GivenLossScale, as_loss_scale
 
 log = logging.getLogger("gluon_amp")
@@ -31,58 +32,112 @@ log = logging.getLogger("gluon_amp")
 # dynamic scale takes from its first value down to its floor.
 PATIENCE = 16
 
-class Steps:
+Place = Tuple[int, int]  # a parameter's number and a device's
+
+
+@dataclass
+class Gradient:
+    """The gradient of one parameter on one device."""
+    name: str
+    place: Place
+    weight: "mx.nd.NDArray"
+    array: "mx.nd.NDArray"  # what the update uses: the gradient itself, or its replacement
+    own: "mx.nd.NDArray"  # the gradient itself
+
+
+@dataclass
+class Pending:
+    """What has been done since the last step.
+
+    Attributes:
+        scale: the loss scale of the backward passes; None before the first.
+        losses: what they began at, without graphs.
+        written: the gradients that they wrote.
+        stale: names of the parameters whose gradients none of them wrote.
+        unscaled: float32 gradients that the update uses instead: of `unscale`.
+        summed: float32 sums over workers that it uses instead: of a float32 wire.
+        are_summed: whether gradients have been summed over devices and workers.
+        moved: whether weights of any worker became rank 0's in between.
+        max_norm: the norm that the next update is clipped to.
+        versions: gradients that nobody else may write, and how often each had been written.
+        writes: earlier ones, and how often each was written since.
+        seen: gradients as `settle` has checked them, and their sums of squares.
+    """
+    scale: Optional[float] = None
+    losses: List["mx.nd.NDArray"] = field(default_factory=list)
+    written: Dict[Place, Gradient] = field(default_factory=dict)
+    stale: List[str] = field(default_factory=list)
+    unscaled: Optional[Dict[Place, "mx.nd.NDArray"]] = None
+    summed: Dict[Place, "mx.nd.NDArray"] = field(default_factory=dict)
+    are_summed: bool = False
+    moved: bool = False
+    max_norm: Optional[float] = None
+    versions: Optional[Tuple[Sequence[Gradient], Optional["mx.nd.NDArray"]]] = None
+    writes: List[Tuple[Sequence[Gradient], "mx.nd.NDArray"]] = field(default_factory=list)
+    seen: Optional[Tuple[Sequence[Gradient], "np.ndarray[Any, Any]"]] = None
+
+
+class Repeatable(Protocol):
+    """A backward pass that `settle` may repeat."""
+
+    def gradients(self) -> Sequence[Gradient]:
+        """Those written since the last step."""
+
+    def can_repeat(self) -> bool:
+        """Whether another pass gives the same gradients."""
+
+    def repeat(self, scale: float) -> None:
+        """Makes the pass again, at this loss scale."""
+
+
+class Step:
     """The steps of a Trainer or a Module: their loss scale, and what became of them.
 
     Attributes:
-        loss_scale: None for no scaling.
+        loss_scale: also where there is none.
+        workers: how gradients are summed.
         max_norm: what each update is clipped to; None for no clipping.
         skipped: how many steps were skipped.
         skipped_in_a_row: how many of them since the last update.
         updated: whether the last step updated.
         pending: what has been done since.
-        reduction: how gradients were summed.
     """
 
-    def __init__(self, loss_scale: GivenLossScale, max_norm: Optional[float]) -> None:
+    def __init__(self, loss_scale: GivenLossScale, max_norm: Optional[float],
+                 workers: Workers) -> None:
         self.loss_scale = as_loss_scale(loss_scale)
+        self.workers = workers
         self.max_norm = None if max_norm is None else positive_number(max_norm, "clip_norm")
         self.skipped = self.skipped_in_a_row = 0
         self.updated = True
         self.pending = Pending()
-        self.reduction = Reduction()
         self._overflowed: Tuple[str, ...] = ()
         self._adding_at: Optional[float] = None  # the scale of gradients that add up
-        self._told: Set[str] = set()  # what warnings have said of searches
+        self._said: Set[str] = set()  # what warnings have said of searches
 
     @property
     def scaling(self) -> bool:
         """Whether gradients are scaled."""
-        return self.loss_scale is not None
+        return self.loss_scale.scales
 
     @property
-    def looking(self) -> bool:
-        """Whether gradients are looked at before each update."""
+    def checks_gradients(self) -> bool:
+        """Whether gradients are read before each update."""
         return self.scaling or self.max_norm is not None
-
-    @property
-    def scale(self) -> float:
-        """What the next step's gradients are multiplied by."""
-        return 1.0 if self.loss_scale is None else self.loss_scale.scale
-
-    @property
-    def backward_scale(self) -> float:
-        """What the next backward pass multiplies gradients by: as those before in this step."""
-        return self.scale if self.pending.scale is None else self.pending.scale
 
     @property
     def searching(self) -> bool:
         """Whether `settle` is to be called after each backward pass."""
-        return isinstance(self.loss_scale, DynamicLossScale) and not self.loss_scale.settled
+        return not self.loss_scale.settled
 
     @property
-    def gradients_scale(self) -> float:
-        """What those gradients were multiplied by that the next update uses."""
+    def backward_scale(self) -> float:
+        """The scale of the next backward pass: that of those before in this step."""
+        return self.loss_scale.scale if self.pending.scale is None else self.pending.scale
+
+    @property
+    def update_scale(self) -> float:
+        """The loss scale of the gradients that the next update uses."""
         return 1.0 if self.pending.unscaled is not None else self.pending.scale or 1.0
 
     @property
@@ -91,18 +146,20 @@ class Steps:
         return self.pending.scale is not None
 
     @property
-    def instead(self) -> Dict[Place, "mx.nd.NDArray"]:
-        """What the update uses in the place of parameters' own gradients."""
+    def replacements(self) -> Dict[Place, "mx.nd.NDArray"]:
+        """What the update uses in place of parameters' own gradients."""
         return {**self.pending.summed, **(self.pending.unscaled or {})}
 
     def forget(self) -> None:
         """Nothing has been done since the last step."""
         self.pending = Pending()
 
+    # ---- a backward pass
+
     def begin(self, adding_up: Sequence["mx.nd.NDArray"]) -> float:
         """Before a backward pass: gives its scale. Gradients that add up, and stand at another
         scale since an earlier step, are brought to this one."""
-        self.end_watch()
+        self.count_writes()
         self.pending.seen = None
         scale = self.backward_scale
         if self._adding_at is not None and self._adding_at != scale:
@@ -116,49 +173,84 @@ class Steps:
         self.pending.losses += losses
         self.pending.unscaled = self.pending.max_norm = None
 
-    def watch(self, gradients: Sequence[Gradient]) -> None:
+    def settle(self, backward: Repeatable) -> None:
+        """Checks the gradients of a backward pass at once; where they overflow, repeats it at
+        lower scales, and keeps the scale that fits."""
+        if self.pending.moved or not self._overflow_anywhere(backward.gradients()) \
+                or self._loss_is_to_blame():
+            return
+        if not backward.can_repeat():
+            self._say_once("no second pass", "no second backward pass goes through this graph (a "
+                           "loop, or MXNet's own Dropout): steps are skipped until the loss scale "
+                           "fits")
+            return
+
+        def overflows(scale: float) -> bool:
+            self.pending.scale = self._adding_at = scale
+            backward.repeat(scale)
+            return self._overflow_anywhere(backward.gradients())
+
+        before, passes = self.loss_scale.scale, self.loss_scale.search(overflows)
+        if passes:
+            found = _power(self.loss_scale.scale)
+            self._say_once("found", f"loss scale {found} found in {passes} backward passes")
+        elif self.loss_scale.scale == before:  # and all were tried
+            names = self.overflowed(backward.gradients)
+            self._say_once("nothing fits", self.loss_scale.nothing_fits(names))
+
+    def _say_once(self, what: str, text: str) -> None:
+        """Warns; what has been warned of before is an info."""
+        log.log(logging.INFO if what in self._said else logging.WARNING, text)
+        self._said.add(what)
+
+    def _overflow_anywhere(self, gradients: Sequence[Gradient]) -> bool:
+        """Whether gradients overflow on any worker, or may once they are summed over devices and
+        workers."""
+        sums = _sums_of_squares(gradients)
+        overflow = bool(_not_finite(gradients, sums))
+        devices = {g.place[1] for g in gradients} if self.workers.sums else {0}
+        summed = len(devices) * self.workers.count
+        if summed > 1:
+            largest = [float(np.finfo(g.array.dtype).max) / summed for g in gradients]
+            overflow = overflow or any(
+                math.sqrt(s) > most  # a norm is quickly seen
+                and np.abs(g.array.asnumpy()).max() > most
+                for g, s, most in zip(gradients, sums, largest))
+        # Only what is not summed later stays so; who writes into it is told where the engine runs.
+        stays = started() and self.workers.count == len({g.place[1] for g in gradients}) == 1
+        self.pending.seen = (gradients, sums) if stays and not overflow else None
+        return self.workers.any(overflow)
+
+    def _loss_is_to_blame(self) -> bool:
+        # With several workers all must decide alike, and they share gradients, not losses.
+        return self.workers.count == 1 \
+            and not all_finite([to_float32(loss) for loss in self.pending.losses])
+
+    # ---- writes by others between the backward pass and the update
+
+    def record_versions(self, gradients: Sequence[Gradient]) -> None:
         """From here on nobody is to write into these gradients: they are scaled, or the update
         does not use them, but what `unscale` made of them."""
         if (self.scaling or self.pending.unscaled is not None) and gradients:
-            self.pending.watched = gradients, versions([g.own for g in gradients])
+            self.pending.versions = gradients, versions([g.own for g in gradients])
 
-    def end_watch(self) -> None:
-        """Asks how often the watched gradients have been written by now; does not wait for it."""
-        if self.pending.watched is not None:
-            gradients, before = self.pending.watched
+    def count_writes(self) -> None:
+        """Counts how often those gradients have been written by now; does not wait for it."""
+        if self.pending.versions is not None:
+            gradients, before = self.pending.versions
             if before is not None:
-                written = versions([g.own for g in gradients], since=before)
-                self.pending.counts.append((gradients, written))
-        self.pending.watched = None
+                writes = versions([g.own for g in gradients], since=before)
+                assert writes is not None  # as it was not for `before`
+                self.pending.writes.append((gradients, writes))
+        self.pending.versions = None
 
-    def begin_sum(self, devices: int) -> None:
-        """Before gradients are summed over so many devices and all workers."""
-        self.end_watch()
-        if self.pending.unscaled is not None and devices * self.reduction.workers > 1:
-            self.forget()
-            raise RuntimeError("unscale() before the sum over devices and workers: call trainer."
-                               "allreduce_grads(), then unscale(), then update(batch_size)")
-
-    def sum(self, gradients: Iterable[Tuple[int, Any, List["mx.nd.NDArray"]]]) -> None:
-        """Sums gradients over devices and workers.
-
-        Args:
-            gradients: a parameter's number, its key in the store, its gradient on each device.
-        """
-        if not self.reduction.sums:
-            return
-        several = list(gradients)
-        summed = self.reduction.sum((key, on_devices) for _, key, on_devices in several)
-        self.pending.summed = {(i, device): array for i, key, _ in several
-                               for device, array in enumerate(summed.get(key, ()))}
-
-    def check_watched(self) -> None:
+    def check_writes(self) -> None:
         """Raises an error where somebody has written into gradients."""
-        written = [g.name for gradients, counts in self.pending.counts
+        written = [g.name for gradients, counts in self.pending.writes
                    for g, count in zip(gradients, counts.asnumpy().tolist()) if count]
-        self.pending.counts.clear()
+        self.pending.writes.clear()
         if written:
-            scale, unscaled = self.gradients_scale, self.pending.unscaled
+            scale, unscaled = self.update_scale, self.pending.unscaled
             self.forget()
             if unscaled is not None:
                 raise RuntimeError(f"the gradients{in_names(dict.fromkeys(written))} were written "
@@ -171,73 +263,22 @@ class Steps:
                 "trainer.clip_norm(max_norm, batch_size), or give clip_norm=; to change them, "
                 "change what trainer.unscale() returns")
 
-    def settle(self, gradients: Callable[[], Sequence[Gradient]],
-               can_go_back: Callable[[], bool], go_back: Callable[[float], None]) -> None:
-        """Looks at the gradients of a backward pass at once, and goes back again at lower scales
-        where they overflow.
+    # ---- the sum over devices and workers
+
+    def sum(self, gradients: Iterable[Tuple[int, Any, List["mx.nd.NDArray"]]]) -> None:
+        """Sums gradients over devices and workers.
 
         Args:
-            gradients: those written since the last step.
-            can_go_back: whether the pass may be made again.
-            go_back: makes it again, at a scale.
+            gradients: a parameter's number, its key in the store, its gradient on each device.
         """
-        if self.pending.moved or not self._overflow_anywhere(gradients()):
+        if not self.workers.sums:
             return
-        assert isinstance(self.loss_scale, DynamicLossScale)
-        if self._loss_is_to_blame():
-            return
-        if not can_go_back():
-            self._tell("no second pass", "no second backward pass goes through this graph (a loop, "
-                       "or MXNet's own Dropout): steps are skipped until the loss scale fits")
-            return
+        several = list(gradients)
+        summed = self.workers.sum((key, on_devices) for _, key, on_devices in several)
+        self.pending.summed = {(i, device): array for i, key, _ in several
+                               for device, array in enumerate(summed.get(key, ()))}
 
-        def overflows(scale: float) -> bool:
-            self.pending.scale = self._adding_at = scale
-            go_back(scale)
-            return self._overflow_anywhere(gradients())
-
-        before, passes = self.scale, self.loss_scale.search(overflows)
-        if passes:
-            found = _power(self.scale)
-            self._tell("found", f"loss scale {found} found in {passes} backward passes")
-        elif self.scale == before:  # and all were tried
-            names = self.overflowed(gradients)
-            self._tell("nothing fits", self.loss_scale.nothing_fits(names))
-
-    def _tell(self, what: str, text: str) -> None:
-        log.log(logging.INFO if what in self._told else logging.WARNING, text)
-        self._told.add(what)
-
-    def _overflow_anywhere(self, gradients: Sequence[Gradient]) -> bool:
-        """Whether gradients overflow on any worker, or may once they are summed over devices and
-        workers."""
-        sums = _look(gradients)
-        overflow = bool(_not_finite(gradients, sums))
-        devices = {g.place[1] for g in gradients} if self.reduction.sums else {0}
-        summed = len(devices) * self.reduction.workers
-        if summed > 1:
-            largest = [float(np.finfo(g.array.dtype).max) / summed for g in gradients]
-            overflow = overflow or any(
-                math.sqrt(s) > most  # a norm is quickly seen
-                and np.abs(g.array.asnumpy()).max() > most
-                for g, s, most in zip(gradients, sums, largest))
-        # Only what is not summed later stays so; who writes into it is told where the engine runs.
-        stays = started() and self.reduction.workers == len({g.place[1] for g in gradients}) == 1
-        self.pending.seen = (gradients, sums) if stays and not overflow else None
-        return self.reduction.any(overflow)
-
-    def _loss_is_to_blame(self) -> bool:
-        # With several workers all must decide alike, and they share gradients, not losses.
-        return self.reduction.workers == 1 \
-            and not all_finite([to_float32(loss) for loss in self.pending.losses])
-
-    def overflowed(self, gradients: Callable[[], Sequence[Gradient]]) -> Tuple[str, ...]:
-        """Names of the parameters whose newest gradients are not finite: those that wait for
-        their step, or else those of the last step."""
-        if not self.begun:
-            return self._overflowed
-        waiting = gradients()
-        return _not_finite(waiting, _look(waiting))
+    # ---- the update
 
     def take(self, gradients: Sequence[Gradient], rescale_grad: float,
              update: Callable[[float], None], clear: Callable[[], None]) -> bool:
@@ -250,9 +291,9 @@ class Steps:
             clear: makes those gradients 0 that add up, once some are infinite.
         """
         sums = self._sums(gradients)
-        self.check_watched()
+        self.check_writes()
         self._overflowed = _not_finite(gradients, sums)
-        self.updated = not self.reduction.any_after_sum(bool(self._overflowed)) \
+        self.updated = not self.workers.any_after_sum(bool(self._overflowed)) \
             and not self.pending.moved
         try:
             if self.pending.moved:
@@ -264,8 +305,7 @@ class Steps:
             elif self.updated:
                 update(self._factor(rescale_grad, gradients, sums))
                 self.skipped_in_a_row = 0
-                if isinstance(self.loss_scale, DynamicLossScale):
-                    self.loss_scale.update(True)
+                self.loss_scale.update(True)
             else:
                 clear()
                 self._skip()
@@ -276,10 +316,10 @@ class Steps:
     def _sums(self, gradients: Sequence[Gradient]) -> "np.ndarray[Any, Any]":
         """The sum of squares of each, by another look where `settle` has not seen them."""
         if self.pending.seen is None:
-            return _look(gradients)
+            return _sums_of_squares(gradients)
         seen, sums = self.pending.seen
         same = [id(g.array) for g in seen] == [id(g.array) for g in gradients]
-        return sums if same else _look(gradients)
+        return sums if same else _sums_of_squares(gradients)
 
     def norm(self, gradients: Sequence[Gradient]) -> float:
         """Of the whole gradient, as it is."""
@@ -287,14 +327,14 @@ class Steps:
 
     def _norm(self, gradients: Sequence[Gradient], sums: "np.ndarray[Any, Any]") -> float:
         counted = sums.tolist()
-        if self.reduction.sums:  # devices hold the same gradient: it counts once
+        if self.workers.sums:  # devices hold the same gradient: it counts once
             counted = {g.place[0]: s for g, s in zip(gradients, counted)}.values()
         return math.sqrt(sum(counted))
 
     def _factor(self, rescale_grad: float, gradients: Sequence[Gradient],
                 sums: "np.ndarray[Any, Any]") -> float:
         """What the update multiplies gradients by."""
-        factor = rescale_grad / self.gradients_scale
+        factor = rescale_grad / self.update_scale
         max_norm = self.pending.max_norm or self.max_norm
         if max_norm is not None:
             norm = factor * self._norm(gradients, sums)
@@ -303,17 +343,16 @@ class Steps:
 
     def _skip(self) -> None:
         """Counts a skipped step. Where no scale helps, raises LossScaleError."""
-        before, names = self.scale, self._overflowed
+        before, names = self.loss_scale.scale, self._overflowed
         self.skipped += 1
         self.skipped_in_a_row += 1
         if self._loss_is_to_blame():
             reason = "the loss itself is not finite, which no loss scale causes or mends: " \
                      "look at the data, the learning rate, and what overflows in the network " \
                      "(gluon_amp.explain(net, batch, loss_fn))"
-        elif isinstance(self.loss_scale, DynamicLossScale):
-            self.loss_scale.update(False, names)
+        elif self.loss_scale.back_off(names):
             log.info("step skipped: gradients not finite%s; loss scale %g -> %g",
-                     in_names(names, most=1), before, self.scale)
+                     in_names(names, most=1), before, self.loss_scale.scale)
             return
         else:
             reason = f"gradients are not finite{in_names(names)} at the loss scale " \
@@ -327,8 +366,7 @@ class Steps:
     def state(self) -> Dict[str, Any]:
         """For files."""
         return {"skipped": self.skipped, "skipped_in_a_row": self.skipped_in_a_row,
-                "loss_scale": self.loss_scale.state_dict()
-                if isinstance(self.loss_scale, DynamicLossScale) else None}
+                "loss_scale": self.loss_scale.state_dict() or None}
 
     def load(self, state: Dict[str, Any]) -> None:
         """Takes over what `state` gave, or nothing for a file of MXNet's, and forgets what was
@@ -337,46 +375,19 @@ class Steps:
             raise ValueError(f"the state of steps is a dictionary. Received: {state!r}")
         skipped, in_a_row = (whole_number(state.get(key, 0), key, least=0)
                              for key in ("skipped", "skipped_in_a_row"))
-        saved = state.get("loss_scale")
-        if saved and isinstance(self.loss_scale, DynamicLossScale):
-            self.loss_scale.load_state_dict(saved)
-        elif saved:
-            log.warning("the file's dynamic loss scale, %g, is left: here loss_scale is %s. "
-                        "loss_scale='dynamic' takes it over", saved["scale"], self.loss_scale)
+        if state.get("loss_scale"):
+            self.loss_scale.load_state_dict(state["loss_scale"])
         self.skipped, self.skipped_in_a_row = skipped, in_a_row
         self._overflowed = ()
         self.forget()
 
-
-class TakesSteps:
-    """What a Trainer and a Module, which keep such steps, tell of them."""
-
-    _steps: Steps
-    _gradients: Callable[..., List[Gradient]]
-
-    @property
-    def loss_scale(self) -> float:
-        """The scale that the next step uses; 1 without scaling."""
-        return self._steps.scale
-
-    @property
-    def skipped(self) -> int:
-        """How many steps were skipped. `gluon_amp.explain(net, batch, loss_fn, loss_scale)` tells
-        which node a batch's gradients overflow at first."""
-        return self._steps.skipped
-
-    @property
-    def overflowed(self) -> Tuple[str, ...]:
-        """Names of the parameters whose newest gradients are not finite. Those are the gradients
-        that wait for their step, or else those of the last step."""
-        return self._steps.overflowed(self._gradients)
-
-
-def clear_added(parameters: Sequence["mx.gluon.Parameter"]) -> None:
-    """Makes those gradients 0 that add up."""
-    for parameter in parameters:
-        if parameter.grad_req == "add":
-            parameter.zero_grad()
+    def overflowed(self, gradients: Callable[[], Sequence[Gradient]]) -> Tuple[str, ...]:
+        """Names of the parameters whose newest gradients are not finite: those that wait for
+        their step, or else those of the last step."""
+        if not self.begun:
+            return self._overflowed
+        waiting = gradients()
+        return _not_finite(waiting, _sums_of_squares(waiting))
 
 
 def _power(scale: float) -> str:
@@ -384,7 +395,7 @@ def _power(scale: float) -> str:
     return f"2^{exponent - 1}" if fraction == 0.5 else f"{scale:g}"
 
 
-def _look(gradients: Sequence[Gradient]) -> "np.ndarray[Any, Any]":
+def _sums_of_squares(gradients: Sequence[Gradient]) -> "np.ndarray[Any, Any]":
     """The sum of squares of each: finite where all its numbers are."""
     return squares([g.array for g in gradients])
 

@@ -1,28 +1,42 @@
-"""A Gluon Trainer that scales gradients, looks at them once, and steps or skips.
+"""A Gluon Trainer that scales gradients, checks them once, and updates or skips.
 
-    backward(loss)   the gradients of scale * loss, by head gradients: the loss stays as it is
-    step(n)          sums them over the devices, and takes a step (step.py), which divides
-                     by scale and n
+    backward(loss)   the gradients of scale * loss, by head gradients (backward.py): the loss stays
+                     as it is. Which gradients were written: gradients.py
+    step(n)          sums them over devices and workers (parallel/sync.py), and takes a step
+                     (step.py), which divides by scale and n
 """
-from dataclasses import replace
+import copy
 from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, Union
 
 from .._mxnet import mx
-from ..checks import in_names, positive_number
+from ..checks import positive_number
 from ..cpu.arrays import to_float32
-from ..cpu.library import marks
-from ..parallel.sync import check_kvstore
-from . import graphs
+from ..cpu.scales import for_devices, scales_of
+from ..parallel import consistency, store
+from ..parallel.sync import Workers
+from .backward import Backward, check_losses
+from .checkpoint import (
+    Checkpoint,
+    carry_counts,
+    check_order,
+    check_states,
+    give_states,
+    histories_in,
+    one_error,
+    read_states,
+)
 from .following import backward_pass
-from .optimizer import check_scalable, given_optimizer
+from .gradients import Gradients
+from .optimizer import check_scalable, given_optimizer, with_masters
 from .optimizer import optimizer as make_optimizer
-from .pending import Gradient, Place
 from .static_pair import GivenLossScale
-from .step import Steps, TakesSteps, clear_added
-from .trainer_files import TrainerFiles
+from .step import Gradient, Step
+
+_BEFORE_UPDATES = 2 ** 29  # from here on keys of weights that servers have only once
+_AVERAGES = ("running_mean", "running_var", "moving_mean", "moving_var")
 
 
-class Trainer(TakesSteps, TrainerFiles):
+class Trainer(mx.gluon.Trainer):
     """`gluon.Trainer` with loss scaling, clipping and float32 masters.
 
         with autograd.record():
@@ -39,14 +53,19 @@ class Trainer(TakesSteps, TrainerFiles):
         loss_scale: "dynamic", a number, a StaticLossScale, a DynamicLossScale, or None.
         clip_norm: the largest norm of the whole gradient, as the optimizer gets it:
             unscaled, and divided by the batch size. None: no clipping.
-        enabled: False is loss_scale=None. All other arguments are as for `gluon.Trainer`.
+            All other arguments are as for `gluon.Trainer`.
     """
 
     _optimizer: "mx.optimizer.Optimizer"
+    _params: List["mx.gluon.Parameter"]
+    _params_to_init: List["mx.gluon.Parameter"]
+    _kvstore_params: Dict[str, Any]
     _heads_checked = False  # by the first backward pass with a scale
     _repeats: Optional[bool] = None  # whether that went through the graph a second time
     # What an X-ray has called after each backward pass, with the scale at which that began.
     after_pass: Optional[Callable[[float], None]] = None
+    _met_servers = False  # whether ranks have begun alike where servers update
+    _factor: Optional[float] = None  # of the last step: one over its batch size
 
     def __init__(self, params: Union["mx.gluon.ParameterDict", Sequence["mx.gluon.Parameter"]],
                  optimizer: Union[str, "mx.optimizer.Optimizer"],
@@ -54,25 +73,56 @@ class Trainer(TakesSteps, TrainerFiles):
                  kvstore: Union[str, "mx.kv.KVStoreBase", None] = "device",
                  compression_params: Optional[Dict[str, Any]] = None,
                  update_on_kvstore: Optional[bool] = None, loss_scale: GivenLossScale = "dynamic",
-                 clip_norm: Optional[float] = None, enabled: bool = True) -> None:
-        self._steps = Steps(loss_scale if enabled else None, clip_norm)
+                 clip_norm: Optional[float] = None) -> None:
         parameters = list(params.values()) if hasattr(params, "values") else params
+        self._workers = Workers()
+        self._step = Step(loss_scale, clip_norm, self._workers)
+        self._checkpoint = Checkpoint(self._step)
         if not parameters:
             raise ValueError("a Trainer needs parameters. Received: none")
-        if self._steps.looking:
-            check_kvstore(kvstore, update_on_kvstore, parameters)
+        if self._step.checks_gradients:
+            store.check_kvstore(kvstore, update_on_kvstore, parameters)
+            update_on_kvstore = False
+        kvstore = store.make_store(kvstore, compression_params)
+        dense = all(p._stype == p._grad_stype == "default" for p in parameters
+                    if isinstance(p, mx.gluon.Parameter))
+        if update_on_kvstore is None and store.updates_on_ranks(kvstore, dense):
             update_on_kvstore = False
         super().__init__(params, optimizer, optimizer_params, kvstore, compression_params,
                          update_on_kvstore)
+        self._gradients = Gradients(self._params, self._step)
+        if "dist" in store.kind_of(kvstore) and all(p._data is not None for p in self._params):
+            if update_on_kvstore is False or not isinstance(kvstore, (str, mx.kv.KVStore)):
+                self._begin_alike()
+                self._step.forget()
+            else:
+                self._meet_servers()
 
     def _init_optimizer(self, optimizer: Any, optimizer_params: Any) -> None:
         if not isinstance(optimizer, mx.optimizer.Optimizer):
             optimizer, optimizer_params = make_optimizer(optimizer, **optimizer_params), None
-        if self._steps.scaling:
+        if self._step.scaling:
             check_scalable(optimizer)
         super()._init_optimizer(given_optimizer(optimizer), optimizer_params)
 
-    # ---- what one does
+    @property
+    def loss_scale(self) -> float:
+        """The scale that the next step uses; 1 without scaling."""
+        return self._step.loss_scale.scale
+
+    @property
+    def skipped(self) -> int:
+        """How many steps were skipped. `gluon_amp.explain(net, batch, loss_fn, loss_scale)` tells
+        which node a batch's gradients overflow at first."""
+        return self._step.skipped
+
+    @property
+    def overflowed(self) -> Tuple[str, ...]:
+        """Names of the parameters whose newest gradients are not finite. Those are the gradients
+        that wait for their step, or else those of the last step."""
+        return self._step.overflowed(self._gradients.to_use)
+
+    # ---- a backward pass
 
     def backward(self, loss: Union["mx.nd.NDArray", Sequence["mx.nd.NDArray"]],
                  retain_graph: bool = False) -> None:
@@ -85,9 +135,48 @@ class Trainer(TakesSteps, TrainerFiles):
         further backward passes find the scale, so that no step is lost. Arrays of your own with
         grad_req="add" get a sum of all these passes.
         """
+        losses = list(loss) if isinstance(loss, (list, tuple)) else [loss]
         # what is done to gradients is no part of the graph
         with mx.autograd.pause(), backward_pass(self._optimizer):
-            self._backward(list(loss) if isinstance(loss, (list, tuple)) else [loss], retain_graph)
+            if not self._step.scaling:
+                mx.autograd.backward(losses, retain_graph=retain_graph)
+                if self.after_pass is not None:
+                    self.after_pass(1.0)
+                self._step.forget()
+                self._step.note(1.0, [])
+                return
+            scale = self._begin_backward(losses)
+            backward = Backward(losses, self._gradients, scale, self._repeats, self.after_pass)
+            searching, checking = self._step.searching, not self._heads_checked and scale != 1
+            if searching:
+                self._begin_alike()
+                backward.keep_gradients()
+            backward.run(scale, retain_graph or searching or checking)
+            self._step.note(scale, [loss.detach() for loss in losses])
+            if checking:
+                self._check_heads(backward)
+            if searching:
+                self._step.settle(backward)
+            if searching or checking:
+                backward.finish(retain_graph)
+            self._step.record_versions(self._gradients.waiting())
+
+    def _begin_backward(self, losses: List["mx.nd.NDArray"]) -> float:
+        """Gives the scale of the backward pass that follows."""
+        check_losses(losses)
+        self._step.pending.are_summed = False
+        self._gradients.begin()
+        return self._step.begin(self._gradients.add_up())
+
+    def _check_heads(self, backward: Backward) -> None:
+        try:
+            self._heads_checked = backward.check_heads() is not False
+        except ValueError:
+            self._step.forget()
+            raise
+        self._repeats = backward.repeats
+
+    # ---- a step
 
     def step(self, batch_size: int, ignore_stale_grad: bool = False) -> bool:
         """Sums gradients over devices and workers, divides by `batch_size`, which counts the
@@ -99,14 +188,16 @@ class Trainer(TakesSteps, TrainerFiles):
         self._check_step(batch_size, ignore_stale_grad)
         if ignore_stale_grad:
             self._reach_alike()
-        super().step(batch_size, ignore_stale_grad)
-        self._check_ranks_once()
-        return self._steps.updated
+        self._check_and_rescale_grad(self._scale / batch_size)
+        self._begin_alike()
+        self._allreduce_grads()
+        self._update(ignore_stale_grad)
+        return self._end_step()
 
     def allreduce_grads(self) -> None:
         """Sums gradients over devices and workers, for `unscale`, `clip_norm` and `update`."""
         super().allreduce_grads()
-        self._steps.watch(self._waiting())
+        self._step.record_versions(self._gradients.waiting())
 
     def update(self, batch_size: int, ignore_stale_grad: bool = False) -> bool:
         """The rest of a `step`, after `allreduce_grads` has summed the gradients."""
@@ -114,8 +205,7 @@ class Trainer(TakesSteps, TrainerFiles):
         if ignore_stale_grad:
             self._check_reached()
         super().update(batch_size, ignore_stale_grad)
-        self._check_ranks_once()
-        return self._steps.updated
+        return self._end_step()
 
     def unscale(self) -> Dict[str, List["mx.nd.NDArray"]]:
         """The gradients without the scale, in float32: a list over devices for each name.
@@ -123,20 +213,17 @@ class Trainer(TakesSteps, TrainerFiles):
         `update` then uses these, with all that is changed in them. The float16 gradients
         stay as they are, since small numbers would vanish there.
         """
-        self._check_backward("unscale()")
-        self._steps.end_watch()
-        self._steps.check_watched()
-        pending = self._steps.pending
+        gradients = self._gradients_by_hand("unscale()")
+        pending = self._step.pending
         if pending.unscaled is not None:
             raise RuntimeError("unscale() was already called since the last backward(): "
                                "use the gradients that it returned")
-        scale = self._steps.gradients_scale
-        gradients = self._gradients(ignore_stale_grad=True)
+        scale = self._step.update_scale
         pending.unscaled = {g.place: to_float32(g.array) / scale for g in gradients}
         named: Dict[str, List[mx.nd.NDArray]] = {}
         for g in gradients:
             named.setdefault(g.name, []).append(pending.unscaled[g.place])
-        self._steps.watch(gradients)
+        self._step.record_versions(gradients)
         return named
 
     def clip_norm(self, max_norm: float, batch_size: int = 1) -> float:
@@ -145,204 +232,56 @@ class Trainer(TakesSteps, TrainerFiles):
         infinite or NaN if the gradients are."""
         positive_number(max_norm, "max_norm")
         factor = self._scale / positive_number(batch_size, "batch_size")
-        self._check_backward("clip_norm()")
-        gradients = self._gradients(ignore_stale_grad=True)
-        self._steps.end_watch()
-        self._steps.check_watched()
-        self._steps.watch(gradients)
-        norm = self._steps.norm(gradients)
-        self._steps.pending.max_norm = max_norm
-        return factor / self._steps.gradients_scale * norm
+        gradients = self._gradients_by_hand("clip_norm()")
+        self._step.record_versions(gradients)
+        norm = self._step.norm(gradients)
+        self._step.pending.max_norm = max_norm
+        return factor / self._step.update_scale * norm
 
-    # ---- how it is done
-
-    def _backward(self, losses: List["mx.nd.NDArray"], retain_graph: bool) -> None:
-        if not self._steps.scaling:
-            mx.autograd.backward(losses, retain_graph=retain_graph)
-            if self.after_pass is not None:
-                self.after_pass(1.0)
-            self._steps.forget()
-            self._steps.note(1.0, [])
-            return
-        scale = self._begin(losses)
-        searching, checking = self._steps.searching, not self._heads_checked and scale != 1
-        if searching:
-            self._begin_alike()
-        kept = self._kept_gradients() if searching else {}
-        averages: List[Tuple[mx.nd.NDArray, mx.nd.NDArray]] = []
-
-        def go_back(at: float, retain: bool = True) -> None:
-            heads = [graphs.head(one.shape, one.context, one.dtype, at) for one in losses]
-            try:
-                mx.autograd.backward(losses, heads, retain)
-            finally:
-                self._note_written()
-            if self.after_pass is not None:
-                self.after_pass(at)
-
-        def again(at: float) -> None:
-            if not averages:
-                averages.extend(self._averages())
-            for gradient, before in kept.values():
-                (before * (at / scale)).copyto(gradient)
-            go_back(at)
-
-        go_back(scale, retain_graph or searching or checking)
-        self._steps.note(scale, [loss.detach() for loss in losses])
-        if checking:
-            averages.extend(self._averages())
-            try:
-                sure = graphs.check_heads(losses, self._waiting(), go_back)
-                self._heads_checked, self._repeats = sure is not False, sure is not None
-            except ValueError:
-                self._steps.forget()
-                raise
-        if searching:
-            converted = all(getattr(p, "converted_by_gluon_amp", False) for p in self._params)
-            self._steps.settle(self._waiting, lambda: graphs.can_go_back_again(
-                losses, self._waiting(), converted, self._repeats, lambda: again(scale)), again)
-        if averages:
-            mx.nd.waitall()
-            for average, after_once in averages:
-                after_once.copyto(average)
-        if (searching or checking) and not retain_graph:
-            graphs.free(losses)
-        self._steps.watch(self._waiting())
-
-    def _averages(self) -> List[Tuple["mx.nd.NDArray", "mx.nd.NDArray"]]:
-        """Moving averages, and copies of them: MXNet's batch norms move them on the way back, so
-        that further passes would move them again. Waits, since they do it without telling."""
-        mx.nd.waitall()
-        return [(a, a.copy()) for p in self._params if p.grad_req == "null" and p._data is not None
-                for a in p.list_data()]
-
-    def _begin(self, losses: List["mx.nd.NDArray"]) -> float:
-        """Before a backward pass: gives its scale.
-
-        MXNet marks the weights whose gradients a backward pass writes. The marks are taken
-        off at once, so that a mark at the step tells of somebody else's backward pass.
-        """
-        graphs.check_losses(losses)
-        self._steps.pending.are_summed = False
-        if not self._steps.begun:
-            self._marked(take_off=True)
-        else:
-            self._check_nobody_else()
-        return self._steps.begin([g for p in self._params if p.grad_req == "add"
-                                  for g in p.list_grad()])
-
-    def _note_written(self) -> None:
-        pending = self._steps.pending
-        pending.written, pending.stale = self._written(pending.written, take_off=True)
-
-    def _written(self, known: Dict[Place, Gradient],
-                 take_off: bool = False) -> Tuple[Dict[Place, Gradient], List[str]]:
-        """The gradients that are known to be written, or marked so; and the names of the others."""
-        written, stale = {}, []
-        for place, weight, is_marked in self._marked(take_off):
-            parameter = self._params[place[0]]
-            if is_marked:
-                own = parameter.list_grad()[place[1]]
-                written[place] = Gradient(parameter.name, place, weight, own, own)
-            elif place in known:
-                written[place] = known[place]
-            else:
-                stale.append(parameter.name)
-        return written, stale
-
-    def _marked(self, take_off: bool = False) -> List[Tuple[Place, Any, int]]:
-        """The weights, and whether each has a mark of MXNet's."""
-        weights = self._weights()
-        marked = marks([weight for _, weight in weights], take_off)
-        return [(place, weight, mark) for (place, weight), mark in zip(weights, marked)]
-
-    def _kept_gradients(self) -> Dict[Place, Tuple["mx.nd.NDArray", "mx.nd.NDArray"]]:
-        """Gradients that a backward pass does not simply replace, and copies of them: those that
-        add up, and those of passes before in this step."""
-        kept = {}
-        for place, _ in self._weights():
-            parameter = self._params[place[0]]
-            if parameter.grad_req == "add" or place in self._steps.pending.written:
-                gradient = parameter.list_grad()[place[1]]
-                kept[place] = gradient, gradient.copy()
-        return kept
-
-    def _weights(self) -> List[Tuple[Place, "mx.nd.NDArray"]]:
-        weights = [((i, device), weight) for i, p in enumerate(self._params)
-                   if p.grad_req != "null" for device, weight in enumerate(p.list_data())]
-        if not weights:
-            raise RuntimeError(f"nothing to train: all {len(self._params)} parameters of this "
-                               "Trainer have grad_req='null'")
-        return weights
+    def _gradients_by_hand(self, call: str) -> List[Gradient]:
+        """The gradients for a call between `allreduce_grads` and `update`."""
+        self._gradients.check_new(call)
+        self._step.count_writes()
+        self._step.check_writes()
+        return self._gradients.to_use()
 
     def _check_step(self, batch_size: Any, ignore_stale_grad: bool) -> None:
         positive_number(batch_size, "batch_size")
-        self._check_backward("step()")
-        if self._steps.scaling:
-            self._gradients(ignore_stale_grad)
-        self._steps.end_watch()
-
-    def _check_backward(self, call: str) -> None:
-        if not self._steps.scaling:
-            return
-        if not self._steps.begun:
-            self._weights()  # or the error that there is nothing to train
-            raise RuntimeError(f"{call} needs new gradients: call trainer.backward(loss), not "
-                               "loss.backward(), before each step")
-        self._check_nobody_else()
-
-    def _check_nobody_else(self) -> None:
-        names, pending = [], self._steps.pending
-        for place, weight, is_marked in self._marked():
-            known = pending.written.get(place)
-            if is_marked:
-                names.append(self._params[place[0]].name)
-            elif known is not None and known.weight is not weight:
-                pending.stale.append(pending.written.pop(place).name)  # cast or moved since
-        if names:
-            self._steps.forget()
-            raise RuntimeError(f"the gradients{in_names(names)} were written by another backward "
-                               "pass after trainer.backward(): a loss.backward(), or that of "
-                               "another Trainer. Their scale is not known: step before it")
-
-    def _gradients(self, ignore_stale_grad: bool = True) -> List[Gradient]:
-        """The gradients to use, parameter by parameter."""
-        pending = self._steps.pending
-        written, stale = (pending.written, pending.stale) if self._steps.scaling \
-            else self._written({})
-        instead = self._steps.instead
-        gradients = [replace(g, array=instead[place]) if place in instead else g
-                     for place, g in written.items()] if instead else list(written.values())
-        if stale and not (ignore_stale_grad and gradients):
-            raise RuntimeError(f"backward has not computed the gradients{in_names(stale)} since "
-                               "the last step: the loss does not depend on them. If that is "
-                               "meant, call step(batch_size, ignore_stale_grad=True)")
-        return gradients
-
-    def _waiting(self) -> List[Gradient]:
-        """The gradients that wait for a step, if any."""
-        return self._gradients(ignore_stale_grad=True) if self._steps.pending.written else []
+        self._gradients.check_new("step()")
+        if self._step.scaling:
+            self._gradients.to_use(ignore_stale_grad)
+        self._step.count_writes()
 
     def _allreduce_grads(self) -> None:
         if self._update_on_kvstore:
             self._update_on_servers()
             return
-        self._begin_sum()
-        self._steps.sum((i, i, p.list_grad()) for i, p in enumerate(self._params)
-                        if p.grad_req != "null")
+        pending, devices = self._step.pending, len(self._contexts)
+        if self._workers.sums and devices * self._workers.count > 1 and self._step.scaling \
+                and pending.are_summed:
+            self._step.forget()
+            raise RuntimeError("the gradients have been summed since the last backward(), by "
+                               "allreduce_grads(): call update(batch_size), not step(), after it")
+        self._step.count_writes()
+        if pending.unscaled is not None and devices * self._workers.count > 1:
+            self._step.forget()
+            raise RuntimeError("unscale() before the sum over devices and workers: call trainer."
+                               "allreduce_grads(), then unscale(), then update(batch_size)")
+        pending.are_summed = True
+        self._step.sum((i, i, p.list_grad()) for i, p in enumerate(self._params)
+                       if p.grad_req != "null")
 
     def _update(self, ignore_stale_grad: bool = False) -> None:
-        self._check_sum()
-        pending = self._steps.pending
-        plain = not (self._steps.looking or self._steps.instead or pending.max_norm
-                     or pending.moved)
-        if plain:
+        self._check_summed()
+        step = self._step
+        if not (step.checks_gradients or step.replacements or step.pending.max_norm
+                or step.pending.moved):
             super()._update(ignore_stale_grad)
-            self._steps.forget()
+            step.forget()
             return
-        gradients = self._gradients(ignore_stale_grad)
+        gradients = self._gradients.to_use(ignore_stale_grad)
 
-        def apply(factor: float) -> None:
+        def update(factor: float) -> None:
             self._optimizer.rescale_grad = factor
             for device, updater in enumerate(self._updaters):
                 mine = [(g.place[0], g.array, g.weight) for g in gradients if g.place[1] == device]
@@ -350,8 +289,219 @@ class Trainer(TakesSteps, TrainerFiles):
                     updater(*zip(*mine))
 
         try:
-            self._steps.take(gradients, self._optimizer.rescale_grad, apply,
-                             lambda: clear_added(self._params))
+            step.take(gradients, self._optimizer.rescale_grad, update, self._gradients.clear_added)
         finally:
             self._optimizer.rescale_grad = self._scale  # as given, for its next Trainer
-            marks([g.weight for g in gradients], take_off=True)
+            self._gradients.note_used(gradients)
+
+    def _end_step(self) -> bool:
+        if self._workers.exchange and not self._workers.compared:
+            self._workers.compared = True
+            self.check_ranks()
+        return self._step.updated
+
+    # ---- many workers
+
+    @property
+    def workers(self) -> int:
+        """How many processes train together."""
+        self._connect()
+        return self._workers.count
+
+    @property
+    def rank(self) -> int:
+        """This process's number among them, from 0 on."""
+        self._connect()
+        return self._workers.rank
+
+    def check_ranks(self) -> None:
+        """Raises where the ranks of several machines do not hold the same optimizer, weights,
+        masters and loss scale, and names the first that differs. All ranks have to call it; the
+        first step or update does. Moving averages are each rank's own, of the data that it has
+        seen."""
+        self._check_can_exchange("check_ranks()")
+        names = {i: p.name for i, p in enumerate(self._params)}
+        consistency.compare(self._workers, [
+            *consistency.settings_of(self._optimizer),
+            *((p.name, p.list_data()[0]) for p in self._params if not _is_average(p)),
+            *consistency.states_of(self._updaters[0], names),
+            ("the loss scale", self._step.state())])
+
+    def _average_statistics(self) -> None:
+        self._check_can_exchange("average_statistics()")
+        self._workers.average([p.list_data() for p in self._params
+                               if _is_average(p) and p._data is not None])
+
+    def _check_can_exchange(self, call: str) -> None:
+        self._begin_alike()
+        consistency.check_can_exchange(self._workers, call, "update_on_kvstore=False")
+
+    def _connect(self) -> None:
+        """Makes the store, if there is none. An optimizer on servers cannot change any more: it is
+        not sent before the first step."""
+        if not self._kv_initialized and self._servers_update():
+            self._meet_servers()
+        elif not self._kv_initialized:
+            self._init_kvstore()
+
+    def _begin_alike(self) -> None:
+        """Makes the store, and gives it the parameters that have their sizes by now: all ranks
+        begin with rank 0's."""
+        if not self._kv_initialized:
+            self._init_kvstore()
+        if self._params_to_init:
+            self._init_params()
+
+    def _init_kvstore(self) -> None:
+        self._meet_servers()
+        super()._init_kvstore()
+        self._workers.connect(self._kvstore, updates=bool(self._update_on_kvstore))
+        if self._workers.exchange:
+            self._workers.belongs_to_trainer()
+
+    def _init_params(self) -> None:
+        there = [p for p in self._params_to_init if not p._deferred_init]
+        if not self._workers.exchange:
+            self._workers.lay_out((array for p in there for array in p.list_data()),
+                                  predicted=True)
+            super()._init_params()
+            return
+        consistency.check_same_network(self._workers, _described(there))
+        consistency.agree_on_scale(self._workers, self._step.loss_scale)
+        self._step.pending.moved = consistency.begin_alike(self._workers, [
+            (self._param2idx[p.name], p.name, p.list_data()) for p in there], False)
+        self._params_to_init = [p for p in self._params_to_init if p._deferred_init]
+
+    def _servers_update(self) -> bool:
+        """Whether MXNet's servers are to update weights."""
+        config = self._kvstore_params
+        kvstore = config["kvstore"] = store.shared_store(config["kvstore"])
+        return isinstance(kvstore, mx.kv.KVStore) and "dist" in kvstore.type \
+            and config["update_on_kvstore"] is not False
+
+    def _meet_servers(self) -> None:
+        """Where MXNet's servers are to update: makes their store. Once they have the optimizer,
+        they do nothing else; before that, ranks compare their networks, begin alike and begin to
+        supervise each other."""
+        if self._met_servers or not self._servers_update():
+            return
+        self._met_servers = True
+        kvstore, workers = self._kvstore_params["kvstore"], self._workers
+        if "async" not in kvstore.type:
+            workers.connect(kvstore)
+            there = [(i, p) for i, p in enumerate(self._params) if p._data is not None]
+            if workers.exchange:
+                workers.belongs_to_trainer(servers_update=True)
+                consistency.check_same_network(workers, _described([p for _, p in there]))
+                consistency.begin_alike(workers, [
+                    (_BEFORE_UPDATES + i, p.name, p.list_data()) for i, p in there
+                    if p._stype == "default"], False)
+        workers.connect(kvstore, updates=True)
+
+    def _update_on_servers(self) -> None:
+        """Gives servers the gradients, and takes the weights."""
+        trained = [p for p in self._params if p.grad_req != "null"]
+        self._workers.lay_out(g for p in trained for g in p.list_grad())
+        super()._allreduce_grads()
+        if self._workers.count > 1:
+            self._workers.wait(lambda: [w.wait_to_read() for p in trained for w in p._data],
+                               f"the servers' update of {len(trained)} weights")
+
+    def _check_summed(self) -> None:
+        """Refuses to update with this rank's own gradients, or with another rank's batch size."""
+        if not self._workers.exchange:
+            return
+        if not self._step.pending.are_summed:
+            raise RuntimeError("update() before the sum over workers: call trainer."
+                               "allreduce_grads(), then update(batch_size), or step(batch_size)")
+        factor = self._optimizer.rescale_grad
+        if factor != self._factor:
+            # A rank that keeps its own does not exchange it: supervision finds that they differ.
+            self._factor = factor
+            consistency.check_batch_size(self._workers, factor, self._scale)
+
+    def _reach_alike(self) -> None:
+        """Where the losses of some ranks reach a parameter, the others' gradients of it count, as
+        zeros: else only some ranks would update it, with what was left in the others."""
+        reached, anywhere = self._reached()
+        for i in set(anywhere) - set(reached):
+            self._params[i].zero_grad()
+            for weight in self._params[i].list_data():
+                weight._fresh_grad = True
+        if self._step.scaling:
+            self._gradients.note_written()
+
+    def _check_reached(self) -> None:
+        """As that, once it is too late: what was left is in the sum."""
+        reached, anywhere = self._reached()
+        if self._workers.any(reached != anywhere):
+            raise consistency.RanksDifferError(
+                "the losses of some ranks reach parameters that those of others do not, and what "
+                "these held is in the sum: call step(batch_size, ignore_stale_grad=True), which "
+                "counts their gradients as zeros")
+
+    def _reached(self) -> Tuple[List[int], List[int]]:
+        """The numbers of the parameters with new gradients, here and on any rank."""
+        reached = {g.place[0] for g in self._gradients.to_use()}
+        anywhere = consistency.on_any(self._workers,
+                                      [i in reached for i in range(len(self._params))])
+        return sorted(reached), [i for i, flag in enumerate(anywhere) if flag]
+
+    # ---- files
+
+    def save_states(self, fname: str) -> None:
+        """Writes the optimizer with its masters, the loss scale and the counters.
+
+        A `gluon.Trainer` can read the file, too.
+        """
+        self._checkpoint.save(fname, self._optimizer, super().save_states,
+                              names=[p.name for p in self._params],
+                              scales=[s.read() for s in scales_of(self._params)])
+
+    def load_states(self, fname: str) -> None:
+        """Takes over what `save_states` wrote, here or in a `gluon.Trainer`.
+
+        A file that does not fit, or is damaged, is an error and changes nothing. It may hold
+        MXNet's optimizers, schedulers and arrays, and the classes of this Trainer's own optimizer
+        and scheduler; anything else is refused before it runs.
+        """
+        states, optimizer = read_states(fname, self._optimizer)
+        maker = optimizer or self._optimizer
+        with one_error(fname):
+            check_order(fname, maker, [p.name for p in self._params])
+            scales = scales_of(self._params)
+            histories = histories_in(maker, len(scales))
+            check_states(fname, states, maker, self._optimizer, {
+                i: (p.name, None if p._data is None else p._data[0])
+                for i, p in enumerate(self._params)})
+        self._begin_alike()
+        updaters = [self._kvstore._updater] if self._update_on_kvstore else self._updaters
+        if None in updaters:
+            raise ValueError("states that servers keep cannot be loaded: make the Trainer with "
+                             "update_on_kvstore=False")
+        with one_error(fname):
+            devices = [c.device_id for c in self._contexts]
+            carry_counts(maker, devices)
+            copies = [states, *(copy.deepcopy(states) for _ in updaters[1:])]
+            self._checkpoint.load_step(optimizer)
+        for one, text in zip(scales, histories):
+            one.write(for_devices(text, devices))
+        for updater, own in zip(updaters, copies):
+            give_states(updater, own)
+            updater.optimizer = maker
+        self._workers.compared = False
+        self._optimizer = with_masters(maker)
+        self._optimizer.param_dict = dict(enumerate(self._params))
+
+
+def _described(parameters: Sequence["mx.gluon.Parameter"]) -> List[Tuple[str, Any, bool]]:
+    """What ranks compare of parameters before they begin: names, arrays, whether trained."""
+    return [(p.name, p.list_data()[0], p.grad_req != "null") for p in parameters]
+
+
+def _is_average(parameter: "mx.gluon.Parameter") -> bool:
+    """Whether it is a batch norm's moving average, which is each rank's own. A SymbolBlock's are
+    known by their names alone."""
+    if parameter._differentiable:
+        return parameter.grad_req == "null" and parameter.name.endswith(_AVERAGES)
+    return not isinstance(parameter, mx.gluon.Constant)

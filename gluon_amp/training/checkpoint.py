@@ -18,6 +18,8 @@ from .._mxnet import mx, np
 from .._numpy import CORE
 from ..checks import order_of
 from ..cpu.arrays import dtype_name
+from ..files import replace_file
+from .step import Step
 
 _SEAL = b"\ngluon_amp sha256 "  # then 64 digits
 _MOVED = {"gluon_amp.optimizer": "gluon_amp.training.optimizer",  # in files of 0.1.0
@@ -61,12 +63,38 @@ class _Unpickler(pickle.Unpickler):
         return found
 
 
-def seal(path: str) -> None:
-    """Appends a checksum to a file of states."""
-    with open(path, "rb") as file:
-        digest = hashlib.sha256(file.read()).hexdigest()
-    with open(path, "ab") as file:
-        file.write(_SEAL + digest.encode())
+class Checkpoint:
+    """The files of optimizer states of a Trainer or a Module, with the state of its steps."""
+
+    def __init__(self, step: Step) -> None:
+        self._step = step
+
+    def save(self, fname: str, optimizer: Any, write: Callable[[str], None],
+             **others: Any) -> None:
+        """Writes a file that is whole or not there, with a checksum.
+
+        Args:
+            write: writes the optimizer and its states to a path, in MXNet's format.
+            others: what else is saved with the optimizer.
+        """
+        optimizer.trainer_state = {**others, **self._step.state()}
+
+        def write_sealed(path: str) -> None:
+            write(path)
+            with open(path, "rb") as file:
+                digest = hashlib.sha256(file.read()).hexdigest()
+            with open(path, "ab") as file:
+                file.write(_SEAL + digest.encode())
+        replace_file(fname, write_sealed)
+
+    def load_step(self, optimizer: Any) -> None:
+        """Takes over the state of steps that was saved with an optimizer, if any was."""
+        self._step.load(getattr(optimizer, "trainer_state", {}))
+
+
+def give_states(updater: Any, states: Dict[Any, Any]) -> None:
+    """Gives an updater of MXNet's these states, on any device."""
+    updater.states, updater.states_synced = states, dict.fromkeys(states, False)
 
 
 def read_states(fname: str, mine: Any) -> Tuple[Dict[Any, Any], Any]:

@@ -1,0 +1,130 @@
+"""Which gradients of a Trainer's parameters the backward passes since the last step have written.
+
+MXNet marks the weights whose gradients a backward pass writes. The marks are taken off after each
+pass of `trainer.backward`: a mark at the step is of somebody else's backward pass.
+"""
+from dataclasses import replace
+from typing import Dict, List, Sequence, Tuple
+
+from .._mxnet import mx
+from ..checks import in_names
+from ..cpu.library import marks
+from .step import Gradient, Place, Step
+
+
+class Gradients:
+    """The gradients of these parameters, as the step needs them."""
+
+    def __init__(self, parameters: Sequence["mx.gluon.Parameter"], step: Step) -> None:
+        self.parameters, self._step = parameters, step
+
+    def begin(self) -> None:
+        """Before a backward pass."""
+        if self._step.begun:
+            self.check_nobody_else()
+        else:
+            self._marked(take_off=True)
+
+    def note_written(self) -> None:
+        """After a backward pass."""
+        pending = self._step.pending
+        pending.written, pending.stale = self._written(pending.written, take_off=True)
+
+    def note_used(self, gradients: Sequence[Gradient]) -> None:
+        """After an update with these."""
+        marks([g.weight for g in gradients], take_off=True)
+
+    def waiting(self) -> List[Gradient]:
+        """Those that wait for a step, if any."""
+        return self.to_use() if self._step.pending.written else []
+
+    def to_use(self, ignore_stale: bool = True) -> List[Gradient]:
+        """Those that the update uses, parameter by parameter."""
+        pending = self._step.pending
+        written, stale = (pending.written, pending.stale) if self._step.scaling \
+            else self._written({})
+        replacements = self._step.replacements
+        gradients = [replace(g, array=replacements[place]) if place in replacements else g
+                     for place, g in written.items()] if replacements else list(written.values())
+        if stale and not (ignore_stale and gradients):
+            raise RuntimeError(f"backward has not computed the gradients{in_names(stale)} since "
+                               "the last step: the loss does not depend on them. If that is "
+                               "meant, call step(batch_size, ignore_stale_grad=True)")
+        return gradients
+
+    def check_new(self, call: str) -> None:
+        """Refuses a call that needs gradients of `trainer.backward`, where there are none."""
+        if not self._step.scaling:
+            return
+        if not self._step.begun:
+            self._weights()  # or the error that there is nothing to train
+            raise RuntimeError(f"{call} needs new gradients: call trainer.backward(loss), not "
+                               "loss.backward(), before each step")
+        self.check_nobody_else()
+
+    def check_nobody_else(self) -> None:
+        """Refuses gradients that another backward pass has written: their scale is not known."""
+        names, pending = [], self._step.pending
+        for place, weight, is_marked in self._marked():
+            known = pending.written.get(place)
+            if is_marked:
+                names.append(self.parameters[place[0]].name)
+            elif known is not None and known.weight is not weight:
+                pending.stale.append(pending.written.pop(place).name)  # cast or moved since
+        if names:
+            self._step.forget()
+            raise RuntimeError(f"the gradients{in_names(names)} were written by another backward "
+                               "pass after trainer.backward(): a loss.backward(), or that of "
+                               "another Trainer. Their scale is not known: step before it")
+
+    def add_up(self) -> List["mx.nd.NDArray"]:
+        """Those to which each backward pass adds."""
+        return [g for p in self.parameters if p.grad_req == "add" for g in p.list_grad()]
+
+    def clear_added(self) -> None:
+        """Makes those 0."""
+        clear_added(self.parameters)
+
+    def kept(self) -> List[Tuple["mx.nd.NDArray", "mx.nd.NDArray"]]:
+        """Gradients that a backward pass does not simply replace, and copies of them: those that
+        add up, and those of passes before in this step."""
+        gradients = [self.parameters[place[0]].list_grad()[place[1]] for place, _ in self._weights()
+                     if self.parameters[place[0]].grad_req == "add"
+                     or place in self._step.pending.written]
+        return [(gradient, gradient.copy()) for gradient in gradients]
+
+    def _written(self, known: Dict[Place, Gradient],
+                 take_off: bool = False) -> Tuple[Dict[Place, Gradient], List[str]]:
+        """The gradients that are known to be written, or marked so; and the names of the others."""
+        written, stale = {}, []
+        for place, weight, is_marked in self._marked(take_off):
+            parameter = self.parameters[place[0]]
+            if is_marked:
+                own = parameter.list_grad()[place[1]]
+                written[place] = Gradient(parameter.name, place, weight, own, own)
+            elif place in known:
+                written[place] = known[place]
+            else:
+                stale.append(parameter.name)
+        return written, stale
+
+    def _marked(self, take_off: bool = False) -> List[Tuple[Place, "mx.nd.NDArray", int]]:
+        """The weights, and whether each has a mark of MXNet's."""
+        weights = self._weights()
+        marked = marks([weight for _, weight in weights], take_off)
+        return [(place, weight, mark) for (place, weight), mark in zip(weights, marked)]
+
+    def _weights(self) -> List[Tuple[Place, "mx.nd.NDArray"]]:
+        weights = [((i, device), weight) for i, p in enumerate(self.parameters)
+                   if p.grad_req != "null" for device, weight in enumerate(p.list_data())]
+        if not weights:
+            raise RuntimeError(f"nothing to train: all {len(self.parameters)} parameters of this "
+                               "Trainer have grad_req='null'")
+        return weights
+
+
+def clear_added(parameters: Sequence["mx.gluon.Parameter"]) -> None:
+    """Makes those gradients 0 that add up."""
+    for parameter in parameters:
+        if parameter.grad_req == "add":
+            parameter.zero_grad()
