@@ -20,6 +20,7 @@ import gluon_amp as amp
 import mxnet as mx
 import numpy as np
 from gluon_amp import recipes
+from gluon_amp.parallel import average_statistics
 from mxnet import autograd, gluon
 
 log = logging.getLogger("image_classification")
@@ -256,7 +257,7 @@ def run_epoch(args, ranks, net, teacher, trainer, loss_fn, order, loader, val_lo
                                           devices, epoch, record)
     if ranks.workers > 1:
         trainer.check_ranks()
-        amp.average_statistics(trainer)
+        average_statistics(trainer)
     speed = len(loader) * args.batch_size * ranks.workers / seconds
     top1, top5, validation_loss = validate(ranks, net, val_loader, devices, loss_fn)
     log.info("[Epoch %d] training: accuracy=%f", epoch, accuracy)

@@ -17,6 +17,7 @@ import gluon_amp as amp
 import mxnet as mx
 import numpy as np
 from gluon_amp import recipes
+from gluon_amp.symbolic.module import Speedometer
 
 
 def add_arguments(parser):
@@ -290,7 +291,7 @@ def fit(args, symbol, arg_params=None, aux_params=None, fixed=None):
         allow_missing=arg_params is not None,
         initializer=initializer_of(args),
         batch_end_callback=[callbacks.batch_end,
-                            amp.Speedometer(args.batch_size, args.disp_batches)],
+                            Speedometer(args.batch_size, args.disp_batches)],
         epoch_end_callback=epoch_ends, eval_batch_end_callback=callbacks.validation_batch_end,
         eval_end_callback=callbacks.validation_end,
         monitor=mx.mon.Monitor(args.monitor) if args.monitor else None)

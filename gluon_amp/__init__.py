@@ -1,38 +1,48 @@
 """Mixed-precision training for Apache MXNet."""
-from . import _mxnet  # noqa: F401, I001  (first: every other module may import from mxnet)
-from . import data
+from typing import NoReturn
+
+from . import (
+    _mxnet,  # noqa: F401  (first: every other module may import from mxnet)
+    data,
+    recipes,
+)
+from .cpu import library
+from .cpu.library import KernelError
 from .formats import Format
 from .gluon.convert import convert, restore
 from .gpu.trace import gpu_trace
-from .cpu import library
-from .cpu.library import KernelError
-from .parallel.consistency import RanksDifferError, average_statistics
-from .training.estimator import BatchProcessor
-from .parallel.horovod import Horovod
-from .training.loss_scale import DynamicLossScale, LossScaleError
-from .training.lr_find import lr_find
-from .symbolic.module import BucketingModule, Module, Speedometer
-from .training.optimizer import optimizer
-from .onnx.export import export_onnx
-from .policy import Policy
-from .report import read as read_logs, report
-from .symbolic.convert import convert_model, convert_symbol
-from .tensor_core_math import tensor_core_dot
-from .training.static_pair import StaticLossScale
-from .training.scale_loss import scale_loss
-from .training.trainer import Trainer
-from .parallel.supervise import RankEndedError
 from .inspection.search import search
 from .inspection.types import types
 from .inspection.view import explain, xray
+from .onnx.export import export_onnx
+from .parallel.horovod import Horovod
+from .policy import Policy
+from .report import read as read_logs
+from .report import report
+from .symbolic.convert import convert_model, convert_symbol
+from .symbolic.module import BucketingModule, Module
+from .tensor_core_math import tensor_core_dot
+from .training.loss_scale import DynamicLossScale, LossScaleError
+from .training.lr_find import lr_find
+from .training.optimizer import optimizer
+from .training.scale_loss import scale_loss
+from .training.static_pair import StaticLossScale
+from .training.trainer import Trainer
 from .version import __version__ as __version__
-from . import recipes
 
 library.start()
 
-__all__ = ["BatchProcessor", "BucketingModule", "DynamicLossScale", "Format", "Horovod",
-           "KernelError", "LossScaleError", "Module", "Policy", "RankEndedError",
-           "RanksDifferError", "Speedometer", "StaticLossScale", "Trainer", "average_statistics",
-           "convert", "convert_model", "convert_symbol", "data", "explain", "export_onnx",
-           "gpu_trace", "lr_find", "optimizer", "read_logs", "recipes", "report", "restore",
-           "scale_loss", "search", "tensor_core_dot", "types", "xray"]
+__all__ = ["BucketingModule", "DynamicLossScale", "Format", "Horovod", "KernelError",
+           "LossScaleError", "Module", "Policy", "StaticLossScale", "Trainer", "convert",
+           "convert_model", "convert_symbol", "data", "explain", "export_onnx", "gpu_trace",
+           "lr_find", "optimizer", "read_logs", "recipes", "report", "restore", "scale_loss",
+           "search", "tensor_core_dot", "types", "xray"]
+
+_MOVED = {"BatchProcessor": "training.estimator", "RankEndedError": "parallel",
+          "RanksDifferError": "parallel", "Speedometer": "symbolic.module",
+          "average_statistics": "parallel"}
+
+
+def __getattr__(name: str) -> NoReturn:
+    moved = f". It has moved: from gluon_amp.{_MOVED[name]} import {name}" if name in _MOVED else ""
+    raise AttributeError(f"module 'gluon_amp' has no attribute {name!r}{moved}")

@@ -9,7 +9,7 @@ import time
 import gluon_amp as amp
 import numpy as np
 from gluon_amp._mxnet import mx
-from gluon_amp.parallel import consistency, sync
+from gluon_amp.parallel import average_statistics, consistency, sync
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
 
@@ -225,7 +225,7 @@ def averages_statistics(store, rank, symbol=False):
     step(net, trainer, np.random.default_rng(rank))
     averages = [p.data() for name, p in sorted(net.collect_params().items()) if "running" in name]
     before = [a.asnumpy() for a in averages]
-    amp.average_statistics(trainer)
+    average_statistics(trainer)
     return before, [a.asnumpy() for a in averages]
 
 
@@ -240,7 +240,7 @@ def module_averages_statistics(store, rank):
         return [a.asnumpy() for _, a in sorted(module.get_params()[1].items())]
 
     before = averages()
-    amp.average_statistics(module)
+    average_statistics(module)
     return before, averages()
 
 

@@ -3,6 +3,7 @@ import gluon_amp as amp
 import numpy as np
 import pytest
 from gluon_amp._mxnet import mx
+from gluon_amp.parallel import average_statistics
 from gluon_amp.parallel.supervise import patience
 from gluon_amp.parallel.sync import Workers
 from mxnet import gluon, nd
@@ -250,7 +251,7 @@ def test_devices_of_one_process_get_the_mean_of_their_moving_averages():
     trainer.check_ranks()
     for i, array in enumerate(net.running_mean.list_data()):
         array[:] = i
-    amp.average_statistics(trainer)
+    average_statistics(trainer)
     assert [a.asnumpy().tolist() for a in net.running_mean.list_data()] == [[0.5, 0.5]] * 2
 
 
@@ -259,7 +260,7 @@ def test_averages_of_another_trainer_are_refused():
     net.initialize()
     trainer = gluon.Trainer(net.collect_params(), "sgd")
     with pytest.raises(TypeError, match=r"a gluon_amp Trainer or Module. Received: mxnet.*Trainer"):
-        amp.average_statistics(trainer)
+        average_statistics(trainer)
 
 
 def test_a_timeout_that_is_no_number_is_named(monkeypatch):

@@ -3,6 +3,7 @@ import gluon_amp as amp
 import numpy as np
 import pytest
 from gluon_amp._mxnet import mx
+from gluon_amp.training.estimator import BatchProcessor
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
 from mxnet.gluon.contrib.estimator import Estimator
@@ -26,7 +27,7 @@ def batches(rng):
 
 
 def estimator(net, trainer, **kwargs):
-    made = Estimator(net, LOSS, trainer=trainer, batch_processor=amp.BatchProcessor(), **kwargs)
+    made = Estimator(net, LOSS, trainer=trainer, batch_processor=BatchProcessor(), **kwargs)
     made.logger.disabled = True
     return made
 

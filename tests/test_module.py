@@ -6,6 +6,7 @@ import gluon_amp as amp
 import numpy as np
 import pytest
 from gluon_amp._mxnet import mx
+from gluon_amp.symbolic.module import Speedometer
 from modules import (
     OPTIMIZERS,
     TWO,
@@ -216,7 +217,7 @@ def test_fit_scores_predicts_and_names_the_scale_in_mxnets_log_line(caplog):
                      loss_scale=settled(2.0 ** 40))
     mod.fit(data, data, num_epoch=12, initializer=mx.init.Xavier(), optimizer="adam",
             optimizer_params={"learning_rate": 0.01},
-            batch_end_callback=amp.Speedometer(6, 3))
+            batch_end_callback=Speedometer(6, 3))
     lines = [r.getMessage() for r in caplog.records if "Speed" in r.getMessage()]
     form = r"Epoch\[\d+\] Batch \[\d-\d\]\tSpeed: \S+ samples/sec\taccuracy=\d\.\d+" \
            r"\tloss-scale=(\d+)\.0+\tskipped=(\d+)\.0+"

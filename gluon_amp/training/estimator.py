@@ -13,7 +13,7 @@ class BatchProcessor(mxnet_estimator.BatchProcessor):
     """Lets `gluon.contrib.estimator.Estimator` train with a `gluon_amp.Trainer`: MXNet's own
     batch processor goes backward from the loss without its scale.
 
-        Estimator(net, loss, trainer=amp.Trainer(...), batch_processor=amp.BatchProcessor())
+        Estimator(net, loss, trainer=amp.Trainer(...), batch_processor=BatchProcessor())
     """
 
     def fit_batch(self, estimator: Any, train_batch: Any,
@@ -21,7 +21,7 @@ class BatchProcessor(mxnet_estimator.BatchProcessor):
         """Computes the scaled gradients of a batch: MXNet's estimator then takes the step."""
         trainer = estimator.trainer
         if not isinstance(trainer, Trainer):
-            raise TypeError("gluon_amp.BatchProcessor needs Estimator(..., trainer=). Valid: a "
+            raise TypeError("BatchProcessor needs Estimator(..., trainer=). Valid: a "
                             f"gluon_amp.Trainer. Received: {type(trainer).__module__}."
                             f"{type(trainer).__name__}")
         data, label = self._get_data_and_label(train_batch, estimator.context, batch_axis)

@@ -1,0 +1,35 @@
+"""The public API."""
+import importlib
+
+import gluon_amp
+import pytest
+
+PUBLIC = """
+    convert restore Policy Format
+    Trainer optimizer scale_loss StaticLossScale DynamicLossScale LossScaleError
+    Module BucketingModule convert_symbol convert_model
+    export_onnx lr_find report read_logs data
+    xray explain search types gpu_trace
+    tensor_core_dot Horovod KernelError recipes
+""".split()
+MOVED = {"average_statistics": "gluon_amp.parallel", "RankEndedError": "gluon_amp.parallel",
+         "RanksDifferError": "gluon_amp.parallel", "Speedometer": "gluon_amp.symbolic.module",
+         "BatchProcessor": "gluon_amp.training.estimator"}
+
+
+def test_the_public_names_are_these():
+    assert sorted(gluon_amp.__all__) == sorted(PUBLIC)
+    assert len(PUBLIC) <= 30
+    assert all(hasattr(gluon_amp, name) for name in PUBLIC)
+
+
+@pytest.mark.parametrize("name", MOVED)
+def test_a_name_that_has_moved_says_where_it_is(name):
+    with pytest.raises(AttributeError, match=f"from {MOVED[name]} import {name}$"):
+        getattr(gluon_amp, name)
+    assert hasattr(importlib.import_module(MOVED[name]), name)
+
+
+def test_a_name_that_never_was_is_an_ordinary_attribute_error():
+    with pytest.raises(AttributeError, match=r"has no attribute 'Trainr'$"):
+        _ = gluon_amp.Trainr
