@@ -23,7 +23,7 @@ def multiply_adds(graph: Graph, shapes: Mapping[str, Shape]) -> Dict[str, int]:
     made = {}
     for node in products:
         inputs = [found[e] for e in node.inputs]
-        made[node.name] = _of(node.op, node.attrs, inputs, found[Entry(node)])
+        made[node.name] = of_product(node.op, node.attrs, inputs, found[Entry(node)])
     return made
 
 
@@ -34,7 +34,8 @@ def _shapes(graph: Graph, shapes: Mapping[str, Shape]) -> Any:
     return outputs
 
 
-def _of(op: str, attrs: Mapping[str, str], inputs: Sequence[Shape], output: Shape) -> int:
+def of_product(op: str, attrs: Mapping[str, str], inputs: Sequence[Shape], output: Shape) -> int:
+    """The multiply-adds of one product's forward pass."""
     if op == "RNN":  # each number of a weight takes part once for each step and sequence
         return prod(inputs[1]) * prod(inputs[0][:2])
     if op == "Deconvolution":

@@ -217,8 +217,7 @@ def xray(net: Any, batches: Iterable[Any], loss_fn: Any = None, trainer: Any = N
     view.findings = findings(layout, tensors, view.scale)
     at_first = view.window
     if view.findings:
-        if isinstance(updates, Updates):
-            updates.watched.ops.clear()  # its steps are over: their memory is for those that follow
+        updates.watched.ops.clear()  # its steps are over: their memory is for those that follow
         with random_numbers_kept() as draw_again:
             _try_keeping(trial, right, view, [chosen[i] for i in sound], loss_fn, draw_again)
     if at_first and view.keep and all(f.tensor.startswith("gradient") for f in view.findings):

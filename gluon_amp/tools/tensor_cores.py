@@ -8,6 +8,7 @@ from typing import Any, Dict, List, NamedTuple, Optional, Sequence
 
 from ..graph.graph import Graph, Node
 from ..graph.operators import PRODUCTS
+from ..inspection.arithmetic import of_product
 
 MULTIPLE = 8
 
@@ -56,14 +57,10 @@ def _layer(node: Node, weight: Sequence[int], shapes: Dict[str, Sequence[int]]) 
         sizes = first // groups, 1
     elif node.op == "Deconvolution":  # its weight begins with the channels of the input
         sizes = second * groups, first
-    # Each of these numbers takes part in one product for each number of a filter.
-    counted = f"{node.name}_output"
-    if node.op == "Deconvolution":
-        read = node.inputs[0].node.name
-        counted = read if read in shapes else f"{read}_output"
-    shape = shapes.get(counted)
-    if shape is None:
+    output, read = shapes.get(f"{node.name}_output"), node.inputs[0].node.name
+    data = shapes.get(read, shapes.get(f"{read}_output", ()))
+    if output is None:
         return Layer(node.name, sizes)
     convolution = node.op in ("Convolution", "Deconvolution")
-    filters, rows = (weight[0], None) if convolution else (shape[-1], prod(shape[:-1]))
-    return Layer(node.name, sizes, rows, prod(shape) * prod(weight) // filters)
+    return Layer(node.name, sizes, None if convolution else prod(output[:-1]),
+                 of_product(node.op, node.attrs, [data, weight], output))
