@@ -2,9 +2,10 @@
 
 Float16 counts to 2048: a label of 2049 becomes 2048 in it.
 """
-from typing import Any, Iterator, List
+from typing import Any, Hashable, Iterator, List
 
 from ._mxnet import mx, np
+from .annotations import Array
 from .cpu.arrays import dtype_name, narrow
 from .formats import FLOAT16
 
@@ -22,7 +23,7 @@ class Cast:
     def __init__(self, dtype: str = "float16") -> None:
         self.dtype = _floating(dtype)
 
-    def __call__(self, data: Any, *labels: Any) -> Any:
+    def __call__(self, data: Array, *labels: Any) -> Any:
         for label in labels:
             check_label(label)
         cast = _cast(data, self.dtype)
@@ -64,7 +65,7 @@ class CastIter(mx.io.DataIter):
         return self
 
 
-def check_label(label: Any) -> None:
+def check_label(label: Array) -> None:
     """Refuses labels that were class numbers before somebody made them float16."""
     dtype: Any = getattr(label, "dtype", type(label))
     if dtype_name(dtype) != "float16":
@@ -81,11 +82,11 @@ def _floating(dtype: str) -> str:
     return dtype
 
 
-def _is_float(dtype: Any) -> bool:
+def _is_float(dtype: Hashable) -> bool:
     return dtype_name(dtype) in ("float16", "float32", "float64")
 
 
-def _cast(data: Any, dtype: str) -> Any:
+def _cast(data: Array, dtype: str) -> Any:
     if not _is_float(data.dtype) or dtype_name(data.dtype) == dtype:
         return data
     ours = isinstance(data, mx.nd.NDArray) and dtype_name(data.dtype) == "float32"

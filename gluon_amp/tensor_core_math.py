@@ -7,6 +7,7 @@ docs/tensor_cores.md tells the rule. `GPUS` has its numbers for each GPU; nothin
 from typing import Any, NamedTuple, Optional
 
 from ._mxnet import mx, np
+from .annotations import Array
 from .cpu import library
 
 
@@ -103,7 +104,7 @@ def check_split(split: Optional[int]) -> int:
     return int(split)
 
 
-def _values(name: str, array: Any) -> "np.ndarray[Any, Any]":
+def _values(name: str, array: Array) -> "np.ndarray[Any, Any]":
     values = array.asnumpy() if isinstance(array, mx.nd.NDArray) else np.asarray(array)
     if values.dtype != np.float16:
         raise TypeError(f"Tensor Cores multiply float16 numbers: {name} must be a float16 array. "

@@ -7,11 +7,12 @@ import functools
 from typing import Any, Iterable, List, Sequence
 
 from .._mxnet import mx, np
+from ..annotations import DType
 from . import library
 
 
 @functools.lru_cache(maxsize=None)
-def dtype_name(dtype: Any) -> str:
+def dtype_name(dtype: DType) -> str:
     return np.dtype(dtype).name
 
 

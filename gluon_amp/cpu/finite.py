@@ -9,6 +9,7 @@ import math
 from typing import Any, Dict, Iterable, List, Sequence, Tuple
 
 from .._mxnet import mx, np
+from ..annotations import Array, Context
 from . import library
 
 ROUNDED_TO_INFINITY = 65520.0  # by float16, and all that is larger; its largest number is 65504
@@ -60,13 +61,13 @@ def not_finite(names: Iterable[str], sums: "np.ndarray[Any, Any]") -> Tuple[str,
     return tuple(dict.fromkeys(name for name, is_finite in zip(names, finite) if not is_finite))
 
 
-def _dense(array: Any) -> Any:
+def _dense(array: Array) -> Array:
     if array.stype != "row_sparse":
         return array
     return array.data if array.indices.size else mx.nd.zeros(1, array.context)
 
 
-def _ask(context: Any, arrays: List[Any]) -> Any:
+def _ask(context: Context, arrays: List[Any]) -> Array:
     if context.device_type != "gpu":
         return library.call("_gluon_amp_squares", arrays, num_arrays=len(arrays))
     sums, at = mx.nd.empty(len(arrays), context), 0  # one array, and so one copy to the host

@@ -33,6 +33,7 @@ from mxnet._ctypes.ndarray import _imperative_invoke
 
 from .._mxnet import mx, np
 from .._numpy import CORE
+from ..annotations import DType
 
 # what the processor and kernel allow
 __cpu_features__ = importlib.import_module(f"{CORE}._multiarray_umath").__cpu_features__
@@ -362,7 +363,7 @@ def call(name: str, inputs: Sequence["mx.nd.NDArray"], out: Any = None, **attrs:
                               out, False, False)
 
 
-def on_one_cpu(arrays: Sequence["mx.nd.NDArray"], dtype: Any = None) -> bool:
+def on_one_cpu(arrays: Sequence["mx.nd.NDArray"], dtype: Optional[DType] = None) -> bool:
     """Whether these are dense arrays, all on the same CPU, and of this type, if one is given.
     Where the engine does not run, they count as not."""
     if _variant is None:

@@ -3,6 +3,7 @@ import sys
 from typing import Any, List, Optional
 
 from .._mxnet import mx, np
+from ..annotations import Array, Context, DType, Parameter
 from ..cpu.arrays import dtype_name, to_float16, to_float32
 from ..cpu.finite import beyond_float16
 from ..formats import Format
@@ -17,7 +18,7 @@ class ConvertedParameter(mx.gluon.Parameter):
     _rounded_to: Optional[Any] = None  # its type, while it draws its values in float32
 
     @property
-    def dtype(self) -> Any:
+    def dtype(self) -> DType:
         """The parameter's type. A block that is made with `params=` of a converted one expects
         float32, and MXNet asks here whether that is so: the block then gets it as it is."""
         asking = sys._getframe(1)
@@ -28,16 +29,16 @@ class ConvertedParameter(mx.gluon.Parameter):
         return self._dtype
 
     @dtype.setter
-    def dtype(self, dtype: Any) -> None:
+    def dtype(self, dtype: DType) -> None:
         self.cast(dtype)
 
-    def grad(self, ctx: Any = None) -> Any:
+    def grad(self, ctx: Optional[Context] = None) -> Array:
         return _as_converted(super().grad(ctx))
 
     def list_grad(self) -> List[Any]:
         return [_as_converted(gradient) for gradient in super().list_grad()]
 
-    def _reduce(self) -> Any:
+    def _reduce(self) -> Array:
         copies = [to_float32(w.copyto(mx.cpu())) for w in self.list_data()]
         return copies[0] if len(copies) == 1 else sum(copies) / len(copies)
 
@@ -48,19 +49,19 @@ class ConvertedParameter(mx.gluon.Parameter):
         finally:
             self._rounded_to, self._dtype = None, self._rounded_to
 
-    def _init_impl(self, data: Any, ctx_list: Any) -> None:
+    def _init_impl(self, data: Array, ctx_list: Any) -> None:
         super()._init_impl(_in_type(data, dtype_name(self._rounded_to or self._dtype)), ctx_list)
 
-    def _load_init(self, data: Any, ctx: Any, cast_dtype: bool = True,
+    def _load_init(self, data: Array, ctx: Context, cast_dtype: bool = True,
                    dtype_source: str = "current") -> None:
         self._check_range(data)
         super()._load_init(data, ctx, True, dtype_source)
 
-    def set_data(self, data: Any) -> None:
+    def set_data(self, data: Array) -> None:
         self._check_range(data)
         super().set_data(data)
 
-    def _check_range(self, data: Any) -> None:
+    def _check_range(self, data: Array) -> None:
         if isinstance(data, mx.nd.NDArray) and dtype_name(data.dtype) == "float32":
             largest, = beyond_float16([data])
             if largest:
@@ -70,7 +71,7 @@ class ConvertedParameter(mx.gluon.Parameter):
                                  f"{largest:.6g}")
 
 
-def cast(parameter: Any, dtype: str) -> None:
+def cast(parameter: Parameter, dtype: str) -> None:
     """Gives a parameter float16 or float32 values and gradients, as its own `cast` does; on a CPU
     by our kernels, which take a tenth of the time."""
     if type(parameter).cast is not mx.gluon.Parameter.cast:
@@ -86,7 +87,7 @@ def cast(parameter: Any, dtype: str) -> None:
             mx.autograd.mark_variables(parameter._data, parameter._grad, parameter.grad_req)
 
 
-def follows(parameter: Any, format_: Format) -> bool:
+def follows(parameter: Parameter, format_: Format) -> bool:
     """Whether a parameter may be cast to the type of what it meets: a constant may only if the
     format holds its numbers, and counts as far as they do."""
     if not isinstance(parameter, mx.gluon.Constant):
@@ -97,12 +98,12 @@ def follows(parameter: Any, format_: Format) -> bool:
     return bool(counts and format_.keeps(values))
 
 
-def value_of(parameter: Any) -> Any:
+def value_of(parameter: Parameter) -> Any:
     """A parameter's value on a CPU, the mean over devices, in the parameter's own type."""
     return parameter._reduce().astype(parameter.dtype, copy=False)
 
 
-def _in_type(array: Any, dtype: str) -> Any:
+def _in_type(array: Array, dtype: str) -> Any:
     if isinstance(array, mx.np.ndarray):
         return array.astype(dtype)
     return to_float16(array) if dtype == "float16" else to_float32(array)
@@ -132,13 +133,13 @@ class _Numpy(_ConvertedGradient, mx.np.ndarray):
     __slots__ = ()
 
 
-def _as_converted(gradient: Any) -> Any:
+def _as_converted(gradient: Array) -> Array:
     if not isinstance(gradient, _ConvertedGradient) and gradient.stype == "default":
         gradient.__class__ = _Numpy if isinstance(gradient, mx.np.ndarray) else _Classic
     return gradient
 
 
-def complete_copy(parameter: Any) -> None:
+def complete_copy(parameter: Parameter) -> None:
     """MXNet's copies of arrays lie on the first device, and have no gradients; those of symbols
     forget that they are numpy's."""
     parameter._var = None  # made anew where it is asked for

@@ -2,6 +2,7 @@
 from dataclasses import dataclass, field
 from typing import Any, Callable, ClassVar, Dict, FrozenSet, Iterator, List, Optional, Set, Tuple
 
+from ..annotations import Block, Network
 from ..cpu.scales import Scales
 from ..graph.graph import Graph
 from ..policy import Policy
@@ -49,7 +50,7 @@ class State:
     changes: ClassVar[int] = 0
 
 
-def blocks_in(net: Any) -> Iterator[Any]:
+def blocks_in(net: Network) -> Iterator[Any]:
     """The net's blocks, itself among them, each once, parents first."""
     seen: Set[int] = set()
     stack = [net]
@@ -61,11 +62,11 @@ def blocks_in(net: Any) -> Iterator[Any]:
             stack.extend(reversed(list(block._children.values())))
 
 
-def paths_in(net: Any, path: str = "") -> Dict[Any, str]:
+def paths_in(net: Network, path: str = "") -> Dict[Any, str]:
     """Where each block in a net is, which is at this place itself; the first place, if several."""
     made: Dict[Any, str] = {}
 
-    def walk(block: Any, path: str) -> None:
+    def walk(block: Block, path: str) -> None:
         if block not in made:
             made[block] = path
             for name, child in block._children.items():
@@ -75,6 +76,6 @@ def paths_in(net: Any, path: str = "") -> Dict[Any, str]:
     return made
 
 
-def parameters_in(net: Any) -> Dict[str, Any]:
+def parameters_in(net: Network) -> Dict[str, Any]:
     """The parameters of all of a net's blocks by their names, as `collect_params` gives them."""
     return {name: p for block in blocks_in(net) for name, p in block.params.items()}

@@ -6,11 +6,12 @@ The steps before it settle what only the first ones do: memory, algorithms of cu
 import json
 import pickle
 import sys
-from typing import Any, Callable, Dict, List, Sequence
+from typing import Any, Callable, Dict, List, Optional, Sequence
 
 from mxnet import gluon
 
 from .._mxnet import mx
+from ..annotations import Array
 from ..gluon.convert import convert
 from ..policy import Policy
 from ..training.loss_scale import DynamicLossScale
@@ -39,7 +40,7 @@ def begin(how: str) -> None:
 
 def record(net: "gluon.HybridBlock", data: Sequence["mx.nd.NDArray"], how: str, *,
            policy: Policy, optimizer: str = "sgd", loss_fn: Callable[..., Any],
-           keep: Sequence[str] = (), labels: Any = None) -> Dict[str, int]:
+           keep: Sequence[str] = (), labels: Optional[Sequence[Array]] = None) -> Dict[str, int]:
     """Trains an initialized network; the last step's calls lie behind the marks PARTS of the log.
     Gives the peak of memory, and how many calls a GPU would have refused."""
     if how == "gluon_amp":
@@ -77,7 +78,7 @@ def record(net: "gluon.HybridBlock", data: Sequence["mx.nd.NDArray"], how: str, 
     return {"peak": recording.peak(), "violations": recording.violations()}
 
 
-def mean_square(outputs: Any, labels: Any = None) -> Any:
+def mean_square(outputs: Sequence[Array], labels: Optional[Sequence[Array]] = None) -> Array:
     """A loss that needs no labels."""
     flat: List[Any] = []
     left = [outputs]

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, Union
 
 from .._mxnet import mx
+from ..annotations import Network
 from ..cpu.arrays import dtype_name
 from ..gluon.converted import ConvertedHybridBlock
 from ..graph.graph import Graph
@@ -130,7 +131,7 @@ def why_not(call: Call) -> str:
         else "MXNet requests cuBLAS' default math"
 
 
-def gpu_trace(net: Any, batch: Union["mx.nd.NDArray", Sequence["mx.nd.NDArray"]],
+def gpu_trace(net: Network, batch: Union["mx.nd.NDArray", Sequence["mx.nd.NDArray"]],
               policy: Union[str, Policy] = "float16", optimizer: str = "sgd",
               capability: int = 70) -> Trace:
     """Records what a GPU is called for when this network takes a step. No GPU is needed, but the

@@ -7,9 +7,10 @@ What they begin is the gradient of a loss that the graph does not compute. Here 
     MakeLoss        its output
 """
 import math
-from typing import Any, List, Mapping, NamedTuple, Optional
+from typing import Any, List, Mapping, NamedTuple, Optional, Sequence
 
 from .._mxnet import mx
+from ..annotations import Array
 from ..graph.graph import Entry, Graph, Node
 from ..graph.operators import LOSSES
 from .statistics import Counts, Key
@@ -46,7 +47,7 @@ class HeadLosses:
                              f"{', '.join(sorted(LOSSES))}. Received outputs: "
                              f"{', '.join(head.name for head in self.heads)}")
 
-    def __call__(self, outputs: Any, label: Any) -> Any:
+    def __call__(self, outputs: Sequence[Array], label: Array) -> Any:
         given = list(outputs) if isinstance(outputs, (list, tuple)) else [outputs]
         outputs, labels = given[:len(self.heads)], iter(given[len(self.heads):])
         with mx.autograd.pause():
@@ -76,7 +77,7 @@ def _has_label(head: Node) -> bool:
     return head.op in LOSSES and len(head.inputs) > 1
 
 
-def _loss(head: Node, output: Any, label: Any) -> _Loss:
+def _loss(head: Node, output: Array, label: Array) -> _Loss:
     output = output.astype("float32")
     found = None
     if head.op in ("SoftmaxOutput", "Softmax"):
@@ -90,7 +91,7 @@ def _loss(head: Node, output: Any, label: Any) -> _Loss:
     return found or _Loss(output, None)  # MXNet takes other labels, too: the outputs are shown
 
 
-def _of_softmax(head: Node, output: Any, label: Any) -> Optional[_Loss]:
+def _of_softmax(head: Node, output: Array, label: Array) -> Optional[_Loss]:
     axis = 1 if _is_on(head, "multi_output") else output.ndim - 1
     if not _is_on(head, "multi_output") and not _is_on(head, "preserve_shape"):
         output, axis = output.reshape((output.shape[0], -1)), 1
@@ -109,7 +110,7 @@ def _of_softmax(head: Node, output: Any, label: Any) -> Optional[_Loss]:
     return _Loss(numbers, (output - right) * counted.expand_dims(axis))
 
 
-def _of_regression(op: str, output: Any, label: Any) -> _Loss:
+def _of_regression(op: str, output: Array, label: Array) -> _Loss:
     off = output - label
     if op == "MAERegressionOutput":
         return _Loss(off.abs(), off.sign())
@@ -119,7 +120,7 @@ def _of_regression(op: str, output: Any, label: Any) -> _Loss:
     return _Loss(off.square() / 2, off)
 
 
-def _of_svm(head: Node, output: Any, label: Any) -> _Loss:
+def _of_svm(head: Node, output: Array, label: Array) -> _Loss:
     sides = 2 * mx.nd.one_hot(label, output.shape[1]) - 1
     off = (float(head.attrs.get("margin", 1)) - sides * output).relu()
     if _is_on(head, "use_linear"):

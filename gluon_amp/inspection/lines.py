@@ -7,6 +7,7 @@ from types import FrameType
 from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence
 
 from .._mxnet import mx
+from ..annotations import Array, Batch, Block, Network
 from ..cpu.library import random_numbers_kept
 from ..gluon.converted import ConvertedHybridBlock
 from ..gluon.state import blocks_in
@@ -50,7 +51,7 @@ def _line_of_the_user() -> str:
     return ""
 
 
-def lines(net: Any, data: Sequence[Any], make: Callable[..., Any]) -> Dict[str, str]:
+def lines(net: Network, data: Sequence[Any], make: Callable[..., Any]) -> Dict[str, str]:
     """The line that made each node, where there is one of the user's.
 
     Args:
@@ -58,7 +59,7 @@ def lines(net: Any, data: Sequence[Any], make: Callable[..., Any]) -> Dict[str, 
     """
     found: Dict[str, str] = {}
 
-    def look(block: Any, key: Any, arrays: Any) -> Any:
+    def look(block: Block, key: Any, arrays: Sequence[Array]) -> Any:
         for node in Graph.read(block._cached_graph[1]).nodes_within():
             found.setdefault(node.name, node.attrs.get(_LINE, ""))
         return make(block, key, arrays)
@@ -70,7 +71,7 @@ def lines(net: Any, data: Sequence[Any], make: Callable[..., Any]) -> Dict[str, 
 
 
 @contextmanager
-def _traced_anew(net: Any) -> Iterator[None]:
+def _traced_anew(net: Network) -> Iterator[None]:
     """Meanwhile the network's blocks know no graphs, and trace those that they run."""
     blocks: List[Any] = [b for b in blocks_in(net) if isinstance(b, ConvertedHybridBlock)
                          and not isinstance(b, mx.gluon.SymbolBlock)]
@@ -87,7 +88,7 @@ def _traced_anew(net: Any) -> Iterator[None]:
                 setattr(block, name, value)
 
 
-def where(trial: Trial, batch: Any, layout: Layout, found: Overflow) -> str:
+def where(trial: Trial, batch: Batch, layout: Layout, found: Overflow) -> str:
     """The code of the node that has overflowed; of a cast of data, of what reads it; of a gradient
     that a cast rounds, of what makes it."""
     if not found.op:
@@ -95,7 +96,7 @@ def where(trial: Trial, batch: Any, layout: Layout, found: Overflow) -> str:
     return _code_of(trial, batch, layout.blamed(Key(found.node, found.backward, 0)))
 
 
-def _code_of(trial: Trial, batch: Any, node: str) -> str:
+def _code_of(trial: Trial, batch: Batch, node: str) -> str:
     """The line of the user's code that made a node; if MXNet's own made it, the block that the node
     belongs to, and where its code is."""
     net = trial.net

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Callable, Dict, FrozenSet, List, Optional, Sequence, Tuple
 
 from .._mxnet import mx, np
+from ..annotations import LossFunction, Network
 from ..checks import counted
 from ..files import replace_text
 from ..graph.graph import CASTS
@@ -46,7 +47,7 @@ class Measure:
         say: told what was measured.
     """
 
-    def __init__(self, net: Any, batches: Sequence[Any], loss_fn: Any, budget: Any,
+    def __init__(self, net: Network, batches: Sequence[Any], loss_fn: LossFunction, budget: Any,
                  settings: Settings, file: Optional[str], say: Callable[[str], None]) -> None:
         self.net, self.batches, self.loss_fn = net, batches, loss_fn
         self.budget, self.settings, self.file, self.say = budget, settings, file, say

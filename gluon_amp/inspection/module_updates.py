@@ -5,6 +5,7 @@ import math
 from typing import Any, Dict, List, Tuple
 
 from .._mxnet import mx, np
+from ..annotations import Array, Network, Parameter, Updater
 from ..cpu.arrays import follow, to_float32
 from ..cpu.finite import squares
 from ..training.optimizer import master_in
@@ -17,7 +18,7 @@ class ModuleUpdates(Updates):
     """The parameters of a Module, and what its optimizer would add to them; nothing where it has
     none, or where servers have it."""
 
-    def __init__(self, net: Any) -> None:
+    def __init__(self, net: Network) -> None:
         super().__init__(net, None)
         self.module = bound_module(net.module)
         self.masters: Dict[str, Any] = {}  # of the last step
@@ -57,7 +58,7 @@ class ModuleUpdates(Updates):
                     group.param_names, group.param_arrays, group.grad_arrays))
                 if gradients[0] is not None]
 
-    def _copied_updater(self) -> Any:
+    def _copied_updater(self) -> Updater:
         made = mx.optimizer.get_updater(copy.deepcopy(self.updater.optimizer))
         fitting = getattr(self.net.module, "_fitting_states", None)  # of a file, until an update
         made.set_states(self.updater.get_states())
@@ -74,10 +75,10 @@ class ModuleUpdates(Updates):
         norm = math.sqrt(float(squares(gradients).sum())) * factor
         return min(steps.max_norm / norm, 1.0) if norm else 1.0
 
-    def _master(self, parameter: Any) -> Any:
+    def _master(self, parameter: Parameter) -> Array:
         return self.masters.get(parameter.name)
 
 
-def _master(updater: Any, index: Any, weight: Any) -> Any:
+def _master(updater: Updater, index: Any, weight: Array) -> Array:
     state = updater.states.get(index)
     return master_in(updater.optimizer, state) if weight.dtype is np.float16 else None

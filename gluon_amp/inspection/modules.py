@@ -21,6 +21,7 @@ from typing import (
 )
 
 from .._mxnet import mx
+from ..annotations import Batch, Block, Module, Network
 from ..cpu.arrays import dtype_name, to_float32
 from ..gluon.convert import convert
 from ..graph.casts import insert_casts
@@ -50,7 +51,8 @@ class Looked(NamedTuple):
     loss_fn: Callable[..., Any]
 
 
-def looked_at(net: Any, batches: Iterable[Any], loss_fn: Optional[Callable[..., Any]]) -> Looked:
+def looked_at(net: Network, batches: Iterable[Any],
+              loss_fn: Optional[Callable[..., Any]]) -> Looked:
     """A network as it is; a module as a network, its batches as tuples, and the loss that its heads
     stand for."""
     if not isinstance(net, mx.mod.BaseModule):
@@ -70,7 +72,7 @@ def looked_at(net: Any, batches: Iterable[Any], loss_fn: Optional[Callable[..., 
     return Looked(block, (_as_tuple(module, bucket, batch) for batch in _single(batches)), loss_fn)
 
 
-def bound_module(module: Any) -> Any:
+def bound_module(module: Module) -> Module:
     """The MXNet Module that holds a symbol: of a BucketingModule, the one that is bound now."""
     module = getattr(module, "_curr_module", module)
     if not isinstance(module, mx.mod.Module) or not (module.binded and module.params_initialized):
@@ -85,12 +87,12 @@ def bound_module(module: Any) -> Any:
     return module
 
 
-def _single(batches: Any) -> Iterable[Any]:
+def _single(batches: Iterable[Batch]) -> Iterable[Any]:
     """One batch may be given by itself."""
     return [batches] if isinstance(batches, mx.io.DataBatch) else batches
 
 
-def _as_tuple(module: Any, bucket: Any, batch: Any) -> Tuple[Any, ...]:
+def _as_tuple(module: Module, bucket: Any, batch: Batch) -> Tuple[Any, ...]:
     """Data and labels as the block takes them, and what a loss of the user's own takes: the first
     label."""
     if not isinstance(batch, mx.io.DataBatch):
@@ -110,7 +112,7 @@ def _as_tuple(module: Any, bucket: Any, batch: Any) -> Tuple[Any, ...]:
 # ---- the block --------------------------------------------------------------------------------
 
 
-def _as_converted(module: Any) -> Tuple[Graph, Policy, Set[str]]:
+def _as_converted(module: Module) -> Tuple[Graph, Policy, Set[str]]:
     """A module's float32 graph, and what gives it the casts of the module's symbol: a policy, and
     the nodes to keep."""
     mixed = Graph.read(module._symbol)
@@ -122,7 +124,7 @@ def _as_converted(module: Any) -> Tuple[Graph, Policy, Set[str]]:
     return clean, *_how_it_was_converted(mixed, clean, types)
 
 
-def _block_of(module: Any, clean: Graph, policy: Policy, kept: Set[str]) -> Any:
+def _block_of(module: Module, clean: Graph, policy: Policy, kept: Set[str]) -> Block:
     """The module's network with copies of its parameters, converted as its symbol is."""
     mx.nd.waitall()  # MXNet's batch norm moves its averages without telling
     values = {name: array for part in module.get_params() for name, array in part.items()}

@@ -9,9 +9,10 @@ a node's input as the gradient of a variable that is added to this input:
 Nothing here has run on a GPU yet; on a CPU the same graph gives what the engine counts.
 """
 from dataclasses import dataclass
-from typing import Any, Dict, Iterable, List, Mapping, Tuple
+from typing import Any, Collection, Dict, List, Mapping, Tuple
 
 from .._mxnet import mx
+from ..annotations import Network
 from ..graph.build import LEFT_ALONE, build
 from ..graph.graph import TYPE_FLAG, VARIABLE, Entry, Graph, Node
 from ..graph.operators import BATCH_NORMS
@@ -39,7 +40,7 @@ class WatchedGraph:
     gradients: Dict[str, Key]
 
 
-def watched_on_gpu(net: Any) -> "mx.sym.Symbol":
+def watched_on_gpu(net: Network) -> "mx.sym.Symbol":
     """The symbol that a GPU would run for an X-ray of a converted HybridBlock that has run once."""
     data, _ = net._cached_graph
     graph, types = net.mixed_graph(["float32"] * len(data))
@@ -48,7 +49,7 @@ def watched_on_gpu(net: Any) -> "mx.sym.Symbol":
 
 
 def with_outputs(graph: Graph, types: Mapping[str, str], policy: Policy,
-                 parameters: Iterable[str]) -> WatchedGraph:
+                 parameters: Collection[str]) -> WatchedGraph:
     """A graph with its casts, and with all that an X-ray watches in it as outputs; the inside of
     loops, which no output can show, is left out.
 

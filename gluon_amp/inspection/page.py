@@ -9,6 +9,7 @@ from html import escape
 from string import Template
 from typing import Any, Dict, Iterable, List
 
+from ..annotations import Array
 from ..formats import FLOAT16
 from ..report.style import SORTING, STYLE
 from .table import row
@@ -46,7 +47,7 @@ def _rows(view: Any, tensors: List[Tensor]) -> List[Dict[str, Any]]:
             for t in sorted(tensors, key=lambda t: t.place)]
 
 
-def _weight_rows(weight: Any) -> Iterable[Dict[str, Any]]:
+def _weight_rows(weight: Array) -> Iterable[Dict[str, Any]]:
     """A parameter, and what the steps added to it."""
     for name, counts in ((weight.name, weight.counts), (f"{weight.name}, added", weight.updates)):
         if counts is not None:

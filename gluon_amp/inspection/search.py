@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, Dict, FrozenSet, Iterable, List, Optional, Tuple, Union
 
 from .._mxnet import mx
+from ..annotations import Batch, LossFunction, Network
 from ..checks import counted, positive_number, whole_number
 from ..cpu.library import random_numbers_kept
 from ..graph.operators import PRODUCTS
@@ -79,7 +80,8 @@ class Search:
         return "\n".join(lines)
 
 
-def search(net: Any, batches: Iterable[Any], loss_fn: Any = None, budget: Union[float, int] = 60.0,
+def search(net: Network, batches: Iterable[Any], loss_fn: Optional[LossFunction] = None,
+           budget: Union[float, int] = 60.0,
            snr: float = 20.0, loss: float = 0.01, steps: int = 30, seeds: int = 3,
            optimizer: str = "adam", optimizer_params: Optional[Dict[str, Any]] = None,
            seed: int = 0, file: Optional[str] = None, progress: bool = True) -> Search:
@@ -164,7 +166,7 @@ class _Looking:
         self.scores = scores
         self.all = frozenset(scores)
 
-    def _scores(self, batch: Any) -> Dict[str, float]:
+    def _scores(self, batch: Batch) -> Dict[str, float]:
         """A score for each node, from one float32 step."""
         right = Trial(self.measure.net, POLICIES["float32"], calls=self.measure.calls)
         mx.random.seed(0)

@@ -22,6 +22,7 @@ from typing import (
 )
 
 from .._mxnet import mx, np
+from ..annotations import Array
 from ..cpu import library
 from ..formats import FLOAT16, Format
 
@@ -66,7 +67,7 @@ class Counts:
                    counts.squares, counts.error_squares)
 
     @classmethod
-    def of_array(cls, array: Any, half: bool = False) -> "Counts":
+    def of_array(cls, array: Array, half: bool = False) -> "Counts":
         """Counts the numbers of a float array. `half`: as if they were rounded to float16."""
         numbers = np.ascontiguousarray(
             array.asnumpy() if isinstance(array, mx.nd.NDArray) else array, np.float32)

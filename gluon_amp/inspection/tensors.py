@@ -2,6 +2,7 @@
 from dataclasses import dataclass, field
 from typing import (
     Any,
+    Collection,
     Container,
     Dict,
     Iterable,
@@ -90,7 +91,7 @@ class Layout:
     """
 
     def __init__(self, graphs: Sequence[Tuple[Graph, Mapping[str, str]]], policy: Policy,
-                 parameters: Any) -> None:
+                 parameters: Collection[str]) -> None:
         self.nodes: Dict[str, Node] = {}
         self.alike: Dict[str, List[Node]] = {}  # of one name: those of a block called several times
         self.users: Dict[Entry, List[Optional[Node]]] = {}

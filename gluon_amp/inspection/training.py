@@ -3,6 +3,7 @@ import math
 from typing import Any, Dict, List, NamedTuple, Optional, Sequence
 
 from .._mxnet import mx, np
+from ..annotations import LossFunction
 from ..cpu.arrays import to_float32
 from .trial import FIRST_SCALE, LEAST_SCALE, Trial, split
 
@@ -21,7 +22,7 @@ class Trained(NamedTuple):
     failed: Optional[Place] = None
 
 
-def trained(trial: Trial, batches: Sequence[Any], loss_fn: Any, steps: int, seed: int,
+def trained(trial: Trial, batches: Sequence[Any], loss_fn: LossFunction, steps: int, seed: int,
             optimizer: str, settings: Optional[Dict[str, Any]] = None,
             disturbed: bool = False) -> Trained:
     """Trains from the network's parameters of now, with float32 masters.

@@ -11,6 +11,7 @@ from typing import (
     Collection,
     Dict,
     FrozenSet,
+    Iterable,
     Iterator,
     List,
     Mapping,
@@ -21,6 +22,7 @@ from typing import (
 )
 
 from .._mxnet import message, mx, np
+from ..annotations import Array, Batch, Block, LossFunction, Network
 from ..cpu.arrays import copy_into, dtype_name, to_float32
 from ..cpu.finite import all_finite
 from ..cpu.library import random_numbers_kept
@@ -66,7 +68,7 @@ class Call(NamedTuple):
     shapes: List[Tuple[int, ...]]
 
     @classmethod
-    def from_block(cls, net: Any, block: Any, arrays: Sequence[Any]) -> "Call":
+    def from_block(cls, net: Network, block: Block, arrays: Sequence[Any]) -> "Call":
         """The call of a block within a network. Other blocks call their data by the same names, and
         tensors are told apart by names: they get the block's before them."""
         data, clean = block._cached_graph
@@ -98,7 +100,7 @@ class Call(NamedTuple):
         return cached_op(symbol, self.names, parameters, flags)
 
 
-def split(batch: Any) -> Tuple[List[Any], List[Any]]:
+def split(batch: Batch) -> Tuple[List[Any], List[Any]]:
     """A batch as what the network takes, and what the loss takes besides its output."""
     parts = list(batch) if isinstance(batch, (list, tuple)) else [batch]
     if not parts or not all(isinstance(array, mx.nd.NDArray) and array.size
@@ -109,7 +111,7 @@ def split(batch: Any) -> Tuple[List[Any], List[Any]]:
     return (parts, []) if len(parts) == 1 else (parts[:-1], parts[-1:])
 
 
-def first_of(batches: Any, count: int, who: str) -> List[Any]:
+def first_of(batches: Iterable[Batch], count: int, who: str) -> List[Any]:
     """The first batches, so many at most."""
     try:
         given = iter(batches)
@@ -129,7 +131,7 @@ def arrays_of(parts: Sequence[Any]) -> List[Any]:
     return [*first, *(last if several else [last])]
 
 
-def check(net: Any, batch: Any) -> None:
+def check(net: Network, batch: Batch) -> None:
     """Refuses what an X-ray cannot look into; runs the network once if it has not run yet."""
     blocks = list(blocks_in(net)) if isinstance(net, ConvertedBlock) else []
     hybrid = [b for b in blocks if isinstance(b, ConvertedHybridBlock)]
@@ -152,10 +154,10 @@ def check(net: Any, batch: Any) -> None:
         _call_first(net, data, waiting)
 
 
-def _call_first(net: Any, data: Sequence[Any], waiting: bool) -> None:
+def _call_first(net: Network, data: Sequence[Any], waiting: bool) -> None:
     """Makes what the user's first call would make: graphs, and the parameters where some wait for
     the data's shapes. No operator of a hybrid network runs: it might draw random numbers."""
-    def stop(block: Any, key: Any, arrays: Any) -> Any:
+    def stop(block: Block, key: Any, arrays: Sequence[Array]) -> Any:
         raise _Traced
 
     with ExitStack() as stack:
@@ -172,7 +174,7 @@ class _Traced(Exception):
     """Ends a call of a network that has its graph."""
 
 
-def call(net: Any, data: Sequence[Any]) -> Any:
+def call(net: Network, data: Sequence[Any]) -> Any:
     try:
         return net(*data)
     except (mx.MXNetError, TypeError, ValueError) as error:
@@ -182,7 +184,7 @@ def call(net: Any, data: Sequence[Any]) -> Any:
 
 
 @contextmanager
-def standing_in(net: Any, make: Callable[..., Any]) -> Iterator[None]:
+def standing_in(net: Network, make: Callable[..., Any]) -> Iterator[None]:
     """Calls `make(block, key, arrays)` for the CachedOp of each graph that a network runs. The
     network's own, which may hold as much memory, go; it makes them anew when they are wanted."""
     blocks = [b for b in blocks_in(net) if isinstance(b, ConvertedHybridBlock)]
@@ -199,7 +201,7 @@ def standing_in(net: Any, make: Callable[..., Any]) -> Iterator[None]:
                 block._cached_op, block._cached_op_args = None, args
 
 
-def _which(block: Any, key: Any) -> Tuple[Any, Any, str]:
+def _which(block: Block, key: Any) -> Tuple[Any, Any, str]:
     """Tells a graph from others: those of other blocks, which may have the same name (such as all
     whose prefix is ""), and those of calls with other arguments."""
     return block, key, str(block._in_format)
@@ -208,11 +210,11 @@ def _which(block: Any, key: Any) -> Tuple[Any, Any, str]:
 class Watched:
     """The network itself, with the engine counting."""
 
-    def __init__(self, net: Any) -> None:
+    def __init__(self, net: Network) -> None:
         self.net, self.parameters, self.keep = net, net.collect_params(), _kept(net)
         self.ops: Dict[Any, Any] = {}
 
-    def make(self, block: Any, key: Any, arrays: Sequence[Any]) -> Any:
+    def make(self, block: Block, key: Any, arrays: Sequence[Any]) -> Any:
         """Stands in for a block's graph."""
         where = _which(block, key)
         if where not in self.ops:
@@ -224,7 +226,7 @@ class Watched:
         return self.ops[where]
 
 
-def _kept(net: Any) -> FrozenSet[str]:
+def _kept(net: Network) -> FrozenSet[str]:
     """The nodes that `convert` was told to keep."""
     return frozenset().union(*(block._amp.keep_nodes for block in blocks_in(net)
                                if isinstance(block, ConvertedBlock)))
@@ -233,10 +235,10 @@ def _kept(net: Any) -> FrozenSet[str]:
 class _Held:
     """A copy of a parameter, as MXNet's blocks ask for it."""
 
-    def __init__(self, array: Any) -> None:
+    def __init__(self, array: Array) -> None:
         self.array = array
 
-    def data(self) -> Any:
+    def data(self) -> Array:
         return self.array
 
 
@@ -255,7 +257,7 @@ class Trial:
         samples: of what is watched, the engine takes samples, and counts nothing.
     """
 
-    def __init__(self, net: Any, policy: Policy, keep: Collection[str] = (), watch: bool = True,
+    def __init__(self, net: Network, policy: Policy, keep: Collection[str] = (), watch: bool = True,
                  calls: Optional[Mapping[Any, Call]] = None, samples: bool = False):
         self.net, self.policy, self.watch, self.samples = net, policy, watch, samples
         self.parameters = net.collect_params()
@@ -309,7 +311,7 @@ class Trial:
         types = {name: dtype_name(array.dtype) for name, array in self.arrays.items()}
         return call.typed(self.policy, types, () if self.policy.is_float32 else self.keep)
 
-    def make(self, block: Any, key: Any, arrays: Sequence[Any]) -> Any:
+    def make(self, block: Block, key: Any, arrays: Sequence[Any]) -> Any:
         """Stands in for a block's graph."""
         where = _which(block, key)
         if where not in self.ops:
@@ -324,14 +326,14 @@ class Trial:
                                       self.samples, block._flags if self.samples else ())
         return self.ops[where]
 
-    def given(self, batch: Any, arrays: Mapping[str, Any]) -> Dict[str, Any]:
+    def given(self, batch: Batch, arrays: Mapping[str, Any]) -> Dict[str, Any]:
         """These arrays, and the data that the network's own graph reads, by name."""
         own = next((call for call in self.calls.values() if call.block is self.net), None)
         return {**arrays, **(dict(zip(own.names, split(batch)[0])) if own else {})}
 
     # ---- a step
 
-    def run(self, batch: Any, loss_fn: Any, scale: float = 1.0) -> Ran:
+    def run(self, batch: Batch, loss_fn: LossFunction, scale: float = 1.0) -> Ran:
         """One forward and one backward pass; no update."""
         read()
         if not self.runs:
@@ -356,7 +358,7 @@ class Trial:
             total = loss_fn.total(counts)
         return Ran(mean, self.samples or all_finite(self.gradients()), counts, total)
 
-    def look(self, batch: Any) -> None:
+    def look(self, batch: Batch) -> None:
         """One forward pass, as training makes it, to know the graphs."""
         with mx.autograd.record(), standing_in(self.net, self.make):
             call(self.net, split(batch)[0])
@@ -367,7 +369,7 @@ class Trial:
         return [array.grad for array in self.arrays.values() if array.grad is not None]
 
 
-def loss_of(net: Any, batch: Any, loss_fn: Any) -> Any:
+def loss_of(net: Network, batch: Batch, loss_fn: LossFunction) -> Array:
     """The loss of a batch."""
     data, label = split(batch)
     output = call(net, data)
@@ -383,7 +385,7 @@ def loss_of(net: Any, batch: Any, loss_fn: Any) -> Any:
     return loss
 
 
-def mean_and_total(loss: Any) -> Tuple[float, float]:
+def mean_and_total(loss: Array) -> Tuple[float, float]:
     """Of a loss's numbers: their mean, and the sum of their sizes."""
     loss = loss.as_nd_ndarray().astype("float32", copy=False)
     return float(loss.mean().asscalar()), float(np.abs(loss.asnumpy()).sum(dtype=np.float64))

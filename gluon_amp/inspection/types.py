@@ -3,6 +3,7 @@ from dataclasses import dataclass
 from typing import Any, Collection, List, Mapping, Optional, Sequence, Tuple
 
 from .._mxnet import mx
+from ..annotations import Network
 from ..formats import FLOAT16, Format
 from ..gluon.converted import ConvertedHybridBlock
 from ..graph import operators
@@ -46,7 +47,7 @@ class Types(List[Row]):
                                   f"{casts} inputs are cast."])
 
 
-def types(net: Any) -> Types:
+def types(net: Network) -> Types:
     """Which operator runs in which type, and the rule that decided.
 
     Args:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any, Dict, List, Mapping, Optional, Tuple
 
 from .._mxnet import mx, np
+from ..annotations import Array, Batch, LossFunction, Network, Parameter
 from ..cpu import library
 from ..cpu.arrays import to_float32
 from ..formats import FLOAT16, FLOAT32, Format
@@ -33,7 +34,7 @@ class Weight:
     format: Format = FLOAT32
 
 
-def check_trainer(trainer: Any, net: Any) -> None:
+def check_trainer(trainer: Any, net: Network) -> None:
     """Refuses what can take no step of a network."""
     if isinstance(net, mx.mod.BaseModule):
         raise TypeError("of a Module, an X-ray makes steps on copies: trainer= is for Gluon")
@@ -55,7 +56,7 @@ class Updates:
         gave_up: what the trainer said when it took no step any more; "" until then.
     """
 
-    def __init__(self, net: Any, trainer: Any, batch_size: Optional[int] = None) -> None:
+    def __init__(self, net: Network, trainer: Any, batch_size: Optional[int] = None) -> None:
         self.net, self.trainer, self.batch_size = net, trainer, batch_size
         self.parameters = [p for p in net.collect_params().values()
                            if p.grad_req != "null" and p._stype == "default"]
@@ -64,7 +65,7 @@ class Updates:
         self.gave_up = ""
         self.last: Dict[str, np.ndarray[Any, Any]] = {}  # the parameters after the last step
 
-    def step(self, batch: Any, loss_fn: Any) -> Tuple[float, Ran]:
+    def step(self, batch: Batch, loss_fn: LossFunction) -> Tuple[float, Ran]:
         """The user's own step, watched: its loss scale, and what was counted."""
         passes: List[Tuple[float, Counted]] = []
 
@@ -101,19 +102,19 @@ class Updates:
         library.count_updates([*values.values()], [self.last[name] for name in values],
                               [self.added[name] for name in values])
 
-    def _value(self, parameter: Any) -> Any:
+    def _value(self, parameter: Parameter) -> Any:
         """A parameter's master, or itself where it has none."""
         master = self._master(parameter)
         return to_float32(parameter.data()) if master is None else master
 
-    def _master(self, parameter: Any) -> Any:
+    def _master(self, parameter: Parameter) -> Array:
         if parameter.data().dtype is not np.float16 or self.trainer is None:
             return None
         state = self.trainer._updaters[0].states.get(
             self.trainer._param2idx.get(parameter.name))
         return master_in(self.trainer._optimizer, state)
 
-    def _keeps_all(self, parameter: Any) -> bool:
+    def _keeps_all(self, parameter: Parameter) -> bool:
         """Whether what is added to a parameter stays: float16 alone loses some of it."""
         return parameter.data().dtype is not np.float16 or self._master(parameter) is not None
 

@@ -10,6 +10,7 @@ import os
 from dataclasses import dataclass, field, replace
 from typing import Any, Callable, Dict, Iterable, List, Mapping, Optional, Set, Tuple, Union
 
+from ..annotations import Batch, LossFunction, Network, Trainer
 from ..checks import positive_number, whole_number
 from ..cpu.finite import all_finite
 from ..cpu.library import random_numbers_kept
@@ -123,7 +124,8 @@ class View:
         return "\n".join(lines)
 
 
-def xray(net: Any, batches: Iterable[Any], loss_fn: Any = None, trainer: Any = None,
+def xray(net: Network, batches: Iterable[Any], loss_fn: Optional[LossFunction] = None,
+         trainer: Optional[Trainer] = None,
          steps: int = 20, reference: bool = True, lost: float = 0.01,
          batch_size: Optional[int] = None) -> View:
     """Shows what float16 does to every tensor of a converted network, forward and backward.
@@ -230,7 +232,7 @@ def xray(net: Any, batches: Iterable[Any], loss_fn: Any = None, trainer: Any = N
     return view
 
 
-def explain(net: Any, batch: Any, loss_fn: Any = None,
+def explain(net: Network, batch: Batch, loss_fn: Optional[LossFunction] = None,
             loss_scale: float = 1.0) -> Optional[Overflow]:
     """The first tensor that is not finite in a step on this batch, at this loss scale, and what
     it is computed from; None where all are. A network that draws random numbers is tried with
@@ -262,7 +264,7 @@ def _layout(trial: Trial) -> Layout:
     return Layout(trial.graphs(), trial.policy, trial.parameters)
 
 
-def _run(trial: Trial, tensors: List[Tensor], batch: Any, loss_fn: Any, scale: float,
+def _run(trial: Trial, tensors: List[Tensor], batch: Batch, loss_fn: LossFunction, scale: float,
          draw_again: Callable[[], None]) -> Tuple[float, Ran]:
     """A step at this loss scale, or at lower ones where only gradients overflow at it."""
     ran = trial.run(batch, loss_fn, scale)
@@ -274,7 +276,8 @@ def _run(trial: Trial, tensors: List[Tensor], batch: Any, loss_fn: Any, scale: f
     return scale, ran
 
 
-def _not_finite_in_float32(right: Any, whole: Ran, ran: Ran, batch: Any, loss_fn: Any) -> str:
+def _not_finite_in_float32(right: Any, whole: Ran, ran: Ran, batch: Batch,
+                           loss_fn: LossFunction) -> str:
     """What is not finite in float32, either; "" where nothing is."""
     if not math.isfinite(whole.loss):
         return "the loss is"
@@ -329,7 +332,7 @@ class _Again:
     failed: int = 0
 
 
-def _look_again(trial: Trial, right: Optional[Trial], batches: List[Any], loss_fn: Any,
+def _look_again(trial: Trial, right: Optional[Trial], batches: List[Any], loss_fn: LossFunction,
                 scale: float, draw_again: Callable[[], None]) -> _Again:
     """Looks at batches up to the first one after which something is found."""
     layout = _layout(trial)
@@ -359,7 +362,7 @@ def _look_again(trial: Trial, right: Optional[Trial], batches: List[Any], loss_f
 
 
 def _try_keeping(first: Trial, right: Optional[Trial], view: View, batches: List[Any],
-                 loss_fn: Any, draw_again: Callable[[], None]) -> None:
+                 loss_fn: LossFunction, draw_again: Callable[[], None]) -> None:
     """Keeps what is found, looks at all batches again, and goes on until nothing is found."""
     net, calls = first.net, first.calls
     names: Dict[str, None] = {}

@@ -12,6 +12,7 @@ from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
 from mxnet import autograd
 
 from .._mxnet import mx, np
+from ..annotations import Array, Network, Optimizer, Symbol
 from ..cpu.arrays import dtype_name
 from ..files import replace_file
 from ..gluon.converted import ConvertedHybridBlock
@@ -42,7 +43,7 @@ class _Network:
     outputs: List[str]        # their names
 
 
-def export_onnx(net: Any, path: str, shapes: Shapes, dtype: str = "float16",
+def export_onnx(net: Network, path: str, shapes: Shapes, dtype: str = "float16",
                 params: Any = None) -> None:
     """Writes a network for prediction as an ONNX file: whole, or not at all.
 
@@ -92,7 +93,7 @@ def _import_onnx() -> Any:
 # ---- the network -------------------------------------------------------------
 
 
-def _block(net: Any, count: int, dtype: str) -> _Network:
+def _block(net: Network, count: int, dtype: str) -> _Network:
     names = [f"data{i}" for i in range(count)] if count > 1 else ["data"]
     parameters = net.collect_params()
     if any(p._data is None for p in parameters.values()):
@@ -127,7 +128,7 @@ def _block(net: Any, count: int, dtype: str) -> _Network:
                                    for name, array in arrays.items()}, outputs)
 
 
-def _symbol(symbol: Any, params: Any, dtype: str) -> _Network:
+def _symbol(symbol: Symbol, params: Any, dtype: str) -> _Network:
     arg_params, aux_params = params if isinstance(params, (tuple, list)) else (params or {}, {})
     everything = {**arg_params, **aux_params}
     auxiliary = set(symbol.list_auxiliary_states())
@@ -148,11 +149,11 @@ def _symbol(symbol: Any, params: Any, dtype: str) -> _Network:
     return _Network(graph, types, {n: _numbers(a, types[n]) for n, a in arrays.items()}, outputs)
 
 
-def _numbers(array: Any, dtype: str) -> Any:
+def _numbers(array: Array, dtype: str) -> Any:
     return array.asnumpy().astype(dtype)
 
 
-def _flat(made: Any) -> List[Any]:
+def _flat(made: Optimizer) -> List[Any]:
     if isinstance(made, mx.sym.Symbol):
         return [made]
     return [one for part in made for one in _flat(part)]

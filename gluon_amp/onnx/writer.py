@@ -8,6 +8,7 @@ from itertools import count, takewhile
 from typing import Any, Callable, Dict, List, Mapping, NamedTuple, NoReturn, Optional, Set, Tuple
 
 from .._mxnet import np
+from ..annotations import DType
 from ..graph.graph import Entry, Node
 
 OPSET = 13  # what ONNX's operators mean
@@ -113,7 +114,7 @@ class Operator:
         return len(self.node.inputs)
 
     @property
-    def dtype(self) -> Any:
+    def dtype(self) -> DType:
         """What it computes in."""
         return np.dtype("float32" if self._widened else self.writer.types[self.node.inputs[0]])
 
@@ -184,7 +185,7 @@ class Operator:
 
     # ---- nodes
 
-    def constant(self, value: Any, dtype: Any = None) -> str:
+    def constant(self, value: Any, dtype: Optional[DType] = None) -> str:
         """A constant, of the type that the operator computes in unless another one is given."""
         return self.writer.constant(np.asarray(value, dtype or self.dtype),
                                     f"{self.node.name}_constant")

@@ -9,6 +9,7 @@ import struct
 from typing import Any, Dict, Iterable, List, Sequence, Tuple
 
 from .._mxnet import mx, np
+from ..annotations import Optimizer, Trainer, Updater
 from ..checks import order_of
 from ..cpu.arrays import dtype_name
 from ..version import __version__
@@ -142,7 +143,7 @@ def on_any(workers: Workers, flags: Sequence[bool]) -> List[bool]:
     return [any(column) for column in zip(*workers.gather(bytes(flags)))]
 
 
-def average_statistics(trainer: Any) -> None:
+def average_statistics(trainer: Trainer) -> None:
     """Gives all ranks, and all devices of each, the mean of the batch norms' moving averages.
 
     Each rank's averages are of the data that it has seen, and rank 0's are what it saves. All
@@ -165,7 +166,7 @@ def digest(held: Iterable[Named]) -> bytes:
     return state.digest()
 
 
-def settings_of(optimizer: Any) -> List[Named]:
+def settings_of(optimizer: Optimizer) -> List[Named]:
     """An optimizer's kind and its numbers, in five entries whatever its kind."""
     others = {name: float(value) for name, value in vars(optimizer).items()
               if isinstance(value, (int, float)) and name not in _NOT_AMONG_OTHERS}
@@ -176,7 +177,7 @@ def settings_of(optimizer: Any) -> List[Named]:
             ("one of the optimizer's settings", sorted(others.items()))]
 
 
-def states_of(updater: Any, names: Dict[int, str]) -> List[Named]:
+def states_of(updater: Updater, names: Dict[int, str]) -> List[Named]:
     """What an optimizer holds for each parameter: masters, momenta."""
     return [(f"the optimizer's state of {names.get(i, i)}", updater.states[i])
             for i in sorted(updater.states)]

@@ -3,9 +3,10 @@ identify arrays by keys alone: whatever a process trains shares them."""
 import atexit
 import logging
 import os
-from typing import Any, Optional, Set
+from typing import Any, Optional, Sequence, Set
 
 from .._mxnet import mx
+from ..annotations import Parameter
 from ..checks import in_names
 from . import rendezvous
 from .horovod import Horovod
@@ -137,7 +138,8 @@ def shared_store(kvstore: Any) -> Any:
     return servers.store(kvstore) if native and "dist" in kind_of(kvstore) else kvstore
 
 
-def check_kvstore(kvstore: Any, update_on_kvstore: Optional[bool], parameters: Any) -> None:
+def check_kvstore(kvstore: Any, update_on_kvstore: Optional[bool],
+                  parameters: Sequence[Parameter]) -> None:
     """Refuses what would update the weights before anybody could look at the gradients."""
     if update_on_kvstore:
         raise ValueError(f"{CHECKS_FIRST}: update_on_kvstore must be False or None. Received: True")

@@ -8,6 +8,7 @@ from typing import Any, Callable, Dict, Iterable, List, Optional, Tuple
 from mxnet.model import _update_params
 
 from .._mxnet import mx, np
+from ..annotations import Metric, Optimizer
 from ..checks import in_names
 from ..cpu.arrays import to_float32
 from ..files import must_exist, replace_file
@@ -119,7 +120,7 @@ class _Module:
                 host[name].astype("float16").copyto(half)
             host.update(halves)
 
-    def init_optimizer(self, kvstore: Any = "local", optimizer: Any = "sgd",
+    def init_optimizer(self, kvstore: Any = "local", optimizer: Optimizer = "sgd",
                        optimizer_params: Any = (("learning_rate", 0.01),),
                        force_init: bool = False) -> None:
         """As MXNet's, with float32 masters."""
@@ -527,7 +528,7 @@ class Speedometer(mx.callback.Speedometer):
 class _WithScale:
     """A metric that also names the loss scale."""
 
-    def __init__(self, metric: Any, module: _Module) -> None:
+    def __init__(self, metric: Metric, module: _Module) -> None:
         self.module, self.metric, self.reset_local = module, metric, metric.reset_local
 
     def get_name_value(self) -> List[Tuple[str, float]]:

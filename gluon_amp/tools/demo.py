@@ -10,6 +10,7 @@ from typing import Any, List, Tuple
 from tqdm import tqdm
 
 from .._mxnet import mx, np
+from ..annotations import Array
 from ..gluon.convert import convert
 from ..training.trainer import Trainer
 
@@ -60,7 +61,7 @@ class _Run:
         self.loss = mx.gluon.loss.SoftmaxCrossEntropyLoss()
         self.seconds: List[float] = []
 
-    def step(self, images: Any, labels: Any) -> None:
+    def step(self, images: Any, labels: Array) -> None:
         start = time.perf_counter()
         with mx.autograd.record():
             loss = self.loss(self.net(images), labels)
@@ -69,7 +70,7 @@ class _Run:
         mx.nd.waitall()
         self.seconds.append(time.perf_counter() - start)
 
-    def accuracy(self, images: Any, labels: Any) -> float:
+    def accuracy(self, images: Any, labels: Array) -> float:
         predicted = self.net(mx.nd.array(images)).argmax(axis=1).asnumpy()
         return float((predicted == labels).mean())
 

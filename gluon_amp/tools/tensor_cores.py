@@ -4,8 +4,9 @@ From version 7.6.3 cuDNN, and from version 11 cuBLAS, use them for other sizes, 
 slower there.
 """
 from math import prod
-from typing import Any, Dict, List, NamedTuple, Optional, Sequence
+from typing import Dict, List, NamedTuple, Optional, Sequence
 
+from ..annotations import Symbol
 from ..graph.graph import Graph, Node
 from ..graph.operators import PRODUCTS
 from ..inspection.arithmetic import of_product
@@ -33,7 +34,7 @@ class Layer(NamedTuple):
         return all(size % MULTIPLE == 0 for size in (*self.sizes, self.rows or 0))
 
 
-def matrix_layers(symbol: Any, shapes: Dict[str, Sequence[int]]) -> List[Layer]:
+def matrix_layers(symbol: Symbol, shapes: Dict[str, Sequence[int]]) -> List[Layer]:
     """Convolutions and fully connected layers of a symbol.
 
     Args:

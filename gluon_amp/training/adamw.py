@@ -1,9 +1,10 @@
 """AdamW, which MXNet 1.9.1 has the operators of, but no optimizer."""
 import math
 import os
-from typing import Any, List, Tuple
+from typing import Any, List, Sequence, Tuple
 
 from .._mxnet import mx, np
+from ..annotations import Array, Optimizer
 
 
 @mx.optimizer.register
@@ -28,13 +29,13 @@ class AdamW(mx.optimizer.Optimizer):
         self.aggregate_num = max(1, min(50, int(os.getenv("MXNET_OPTIMIZER_AGGREGATION_SIZE",
                                                           "50"))))
 
-    def create_state(self, index: Any, weight: Any) -> Tuple[Any, Any]:
+    def create_state(self, index: Any, weight: Array) -> Tuple[Any, Any]:
         return mx.nd.zeros_like(weight), mx.nd.zeros_like(weight)
 
-    def update(self, index: Any, weight: Any, grad: Any, state: Any) -> None:
+    def update(self, index: Any, weight: Array, grad: Array, state: Any) -> None:
         self._run("multi_adamw_update", *_lists(index, weight, grad, state))
 
-    def update_multi_precision(self, index: Any, weight: Any, grad: Any, state: Any) -> None:
+    def update_multi_precision(self, index: Any, weight: Array, grad: Array, state: Any) -> None:
         indices, weights, grads, states = _lists(index, weight, grad, state)
         if not self.multi_precision or weights[0].dtype is not np.float16:
             self.update(index, weight, grad, state)
@@ -42,7 +43,8 @@ class AdamW(mx.optimizer.Optimizer):
         self._run("multi_mp_adamw_update", indices, weights, grads,
                   [(mean, var, master) for master, (mean, var) in states])
 
-    def _run(self, name: str, indices: Any, weights: Any, grads: Any, states: Any) -> None:
+    def _run(self, name: str, indices: Sequence[int], weights: Sequence[Array],
+             grads: Sequence[Array], states: Sequence[Any]) -> None:
         self._update_count(indices)
         lrs: List[float] = self._get_lrs(indices)
         wds = [lr * wd for lr, wd in zip(lrs, self._get_wds(indices))]
@@ -63,7 +65,7 @@ class AdamW(mx.optimizer.Optimizer):
                 clip_gradient=self.clip_gradient or -1)
 
 
-def bias_corrected(made: Any, lr: float, step: int) -> float:
+def bias_corrected(made: Optimizer, lr: float, step: int) -> float:
     """The learning rate of Adam's step: its means begin at 0, and this makes up for it."""
     return lr * (math.sqrt(1 - made.beta2 ** step) / (1 - made.beta1 ** step))
 

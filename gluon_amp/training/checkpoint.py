@@ -16,6 +16,7 @@ from typing import Any, Callable, Dict, Iterator, List, Mapping, Sequence, Tuple
 
 from .._mxnet import mx, np
 from .._numpy import CORE
+from ..annotations import Optimizer, Updater
 from ..checks import order_of
 from ..cpu.arrays import dtype_name
 from ..files import replace_file
@@ -69,7 +70,7 @@ class Checkpoint:
     def __init__(self, step: Step) -> None:
         self._step = step
 
-    def save(self, fname: str, optimizer: Any, write: Callable[[str], None],
+    def save(self, fname: str, optimizer: Optimizer, write: Callable[[str], None],
              **others: Any) -> None:
         """Writes a file that is whole or not there, with a checksum.
 
@@ -87,12 +88,12 @@ class Checkpoint:
                 file.write(_SEAL + digest.encode())
         replace_file(fname, write_sealed)
 
-    def load_step(self, optimizer: Any) -> None:
+    def load_step(self, optimizer: Optimizer) -> None:
         """Takes over the state of steps that was saved with an optimizer, if any was."""
         self._step.load(getattr(optimizer, "trainer_state", {}))
 
 
-def give_states(updater: Any, states: Dict[Any, Any]) -> None:
+def give_states(updater: Updater, states: Dict[Any, Any]) -> None:
     """Gives an updater of MXNet's these states, on any device."""
     updater.states, updater.states_synced = states, dict.fromkeys(states, False)
 
@@ -124,7 +125,7 @@ def read_states(fname: str, mine: Any) -> Tuple[Dict[Any, Any], Any]:
     return states, optimizer
 
 
-def _own_classes(optimizer: Any) -> Dict[Tuple[str, str], Any]:
+def _own_classes(optimizer: Optimizer) -> Dict[Tuple[str, str], Any]:
     """Classes of the optimizer and its scheduler, by module and name. The last one of a name is
     the user's own: ours in front of it goes by its name, too."""
     return {(cls.__module__, cls.__qualname__): cls
@@ -142,7 +143,7 @@ def one_error(fname: str) -> Iterator[None]:
         raise ValueError(f"{fname} does not fit: {error}") from error
 
 
-def check_states(fname: str, states: Dict[Any, Any], maker: Any, mine: Any,
+def check_states(fname: str, states: Dict[Any, Any], maker: Optimizer, mine: Any,
                  weights: Mapping[Any, Tuple[str, Any]]) -> None:
     """Refuses states that are not as their optimizer makes them for these weights.
 
@@ -199,7 +200,7 @@ def renumber(numbered: Dict[Any, Any], trained: Sequence[Tuple[int, str]],
     return {i * devices + k: copy.deepcopy(own[i]) for i, _ in trained for k in range(devices)}
 
 
-def carry_counts(maker: Any, devices: Sequence[int],
+def carry_counts(maker: Optimizer, devices: Sequence[int],
                  numbered: Callable[[Dict[Any, int]], Dict[Any, int]] = dict) -> None:
     """Gives each device what an optimizer has counted: how often it has updated each parameter.
     MXNet counts for each device; one that the file does not know would begin at 0, and Adam with
@@ -216,7 +217,7 @@ def carry_counts(maker: Any, devices: Sequence[int],
     maker._index_update_count = maker._all_index_update_counts[0]
 
 
-def check_order(fname: str, maker: Any, names: Sequence[str]) -> None:
+def check_order(fname: str, maker: Optimizer, names: Sequence[str]) -> None:
     """Refuses a file whose parameters were numbered in another order."""
     saved = getattr(maker, "trainer_state", {}).get("names", ())
     if len(saved) == len(names) and order_of(saved) != order_of(names):
@@ -225,7 +226,7 @@ def check_order(fname: str, maker: Any, names: Sequence[str]) -> None:
                          "Give the network a prefix, when saving, too")
 
 
-def histories_in(maker: Any, networks: int) -> List[str]:
+def histories_in(maker: Optimizer, networks: int) -> List[str]:
     """What so many networks remember of their float8 tensors. A file of networks that have none
     says nothing of it: then they begin anew."""
     found = getattr(maker, "trainer_state", {}).get("scales") or [""] * networks

@@ -7,6 +7,7 @@ its master rounded, and nothing is to be done.
 from contextlib import contextmanager, nullcontext
 from typing import Any, ContextManager, Dict, Iterator, List, Optional, Sequence, Tuple
 
+from ..annotations import Array, Optimizer
 from ..cpu import library
 from ..cpu.arrays import follow
 
@@ -17,7 +18,7 @@ class Following:
     def __init__(self) -> None:
         self._known: Dict[Any, Tuple[Sequence[Any], Any]] = {}
 
-    def made(self, index: Any, master: Any, weight: Any) -> None:
+    def made(self, index: Any, master: Array, weight: Array) -> None:
         """A master has been made of its weight."""
         self.updated([index], [master], [weight])
 
@@ -69,7 +70,7 @@ class Following:
         return weights[0].context, tuple(indices)
 
 
-def backward_pass(optimizer: Any) -> ContextManager[None]:
+def backward_pass(optimizer: Optimizer) -> ContextManager[None]:
     """Around a backward pass through weights that this optimizer updates."""
     following = getattr(optimizer, "_following", None)
     return nullcontext() if following is None else following.backward_pass()

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any, Iterable, Iterator, List, Optional
 
 from .._mxnet import mx, np
+from ..annotations import LossFunction, Network
 from ..checks import positive_number, whole_number
 from ..cpu.scales import scales_of
 from ..files import replace_file
@@ -60,8 +61,9 @@ class LearningRates:
             p, format=path.rsplit(".", 1)[-1], dpi=150))
 
 
-def lr_find(net: Any, trainer: Any, loss_fn: Any, batches: Iterable[Any], start: float = 1e-6,
-            end: float = 10.0, steps: int = 100, plot: Optional[str] = None) -> LearningRates:
+def lr_find(net: Network, trainer: Any, loss_fn: LossFunction, batches: Iterable[Any],
+            start: float = 1e-6, end: float = 10.0, steps: int = 100,
+            plot: Optional[str] = None) -> LearningRates:
     """Tries learning rates from `start` to `end`, and proposes one.
 
     Network, trainer and loss scale are afterwards as they were before. It ends early where the loss
@@ -105,7 +107,7 @@ def lr_find(net: Any, trainer: Any, loss_fn: Any, batches: Iterable[Any], start:
     return found
 
 
-def _step(net: Any, trainer: Any, loss_fn: Any, source: Iterator[Any]) -> float:
+def _step(net: Network, trainer: Any, loss_fn: LossFunction, source: Iterator[Any]) -> float:
     """The loss before a step that was not skipped."""
     while True:
         data, label = next(source)
@@ -150,7 +152,7 @@ def _endless(batches: Iterable[Any]) -> Iterator[Any]:
 
 
 @contextmanager
-def _as_before(net: Any, trainer: Any) -> Iterator[None]:
+def _as_before(net: Network, trainer: Any) -> Iterator[None]:
     """Puts parameters, what is remembered of float8 tensors, optimizer, states and loss scale back
     at the end."""
     if not trainer._kv_initialized:

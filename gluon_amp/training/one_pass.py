@@ -8,6 +8,7 @@ operator would give them, which takes several times as long.
 from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 from .._mxnet import mx
+from ..annotations import Optimizer
 from ..cpu import library
 from . import adamw
 
@@ -16,15 +17,15 @@ _NONE_IF_0 = ("clip_gradient", "clip_weights", "lower_bound", "upper_bound")  # 
 _IN_LISTS = (mx.optimizer.SGD, adamw.AdamW)  # they count all of a call's weights first
 
 
-def _as_given(made: Any, lr: float, wd: float, step: int) -> Tuple[float, float]:
+def _as_given(made: Optimizer, lr: float, wd: float, step: int) -> Tuple[float, float]:
     return lr, wd
 
 
-def _adam(made: Any, lr: float, wd: float, step: int) -> Tuple[float, float]:
+def _adam(made: Optimizer, lr: float, wd: float, step: int) -> Tuple[float, float]:
     return adamw.bias_corrected(made, lr, step), wd
 
 
-def _adamw(made: Any, lr: float, wd: float, step: int) -> Tuple[float, float]:
+def _adamw(made: Optimizer, lr: float, wd: float, step: int) -> Tuple[float, float]:
     return adamw.bias_corrected(made, lr, step), lr * wd
 
 
@@ -66,12 +67,12 @@ ROWS: Dict[Any, List[Row]] = {
 }
 
 
-def row_for(cls: Any, made: Any, states: Sequence[Any]) -> Optional[Row]:
+def row_for(cls: type, made: Optimizer, states: Sequence[Any]) -> Optional[Row]:
     """The row of an optimizer of exactly this class of MXNet's, if there is one."""
     return next((row for row in ROWS.get(cls, ()) if row.fits(made, states)), None)
 
 
-def update(row: Row, made: Any, indices: Sequence[Any], weights: Sequence[Any],
+def update(row: Row, made: Optimizer, indices: Sequence[Any], weights: Sequence[Any],
            grads: Sequence[Any], masters: Sequence[Any], states: Sequence[Any]) -> None:
     """Updates weights, masters and states, and the optimizer's counts, in one call. Float32 weights
     have no masters."""

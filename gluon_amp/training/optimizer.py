@@ -10,6 +10,7 @@ import os
 from typing import Any, Dict, List, Sequence
 
 from .._mxnet import mx, np
+from ..annotations import Array, Optimizer
 from ..checks import did_you_mean
 from ..cpu import library
 from ..cpu.arrays import dtype_name, follow, narrow_all, on_gpu_in_float16, widen_all
@@ -36,7 +37,7 @@ def optimizer(name: str, **kwargs: Any) -> "mx.optimizer.Optimizer":
     return with_masters(optimizer_class(name)(**{"multi_precision": True, **kwargs}))
 
 
-def given_optimizer(made: Any) -> Any:
+def given_optimizer(made: Optimizer) -> Any:
     """An optimizer object that somebody gives to a Trainer or a Module, with float32 masters as
     one that is made by name has. Returns it.
 
@@ -58,7 +59,7 @@ def optimizer_class(name: Any) -> Any:
     return cls
 
 
-def with_masters(made: Any) -> Any:
+def with_masters(made: Optimizer) -> Any:
     """Gives an MXNet optimizer the ways of this room, in place, and returns it. One whose
     class keeps masters in a way of its own stays as it is."""
     cls: Any = type(made)
@@ -70,13 +71,13 @@ def with_masters(made: Any) -> Any:
     return made
 
 
-def _split(made: Any, states: Any) -> Any:
+def _split(made: Optimizer, states: Sequence[Any]) -> Any:
     """The masters in states of float16 weights, and what else each state holds. Which comes first
     is a habit of MXNet's optimizers."""
     return zip(*(s[::-1] if isinstance(made, _MASTER_LAST) else s for s in states))
 
 
-def master_in(made: Any, state: Any) -> Any:
+def master_in(made: Optimizer, state: Any) -> Any:
     """The master that an optimizer, of ours or of MXNet's, has in the state of a float16 weight;
     None where it has none, or keeps it in a way of its own."""
     if not made.multi_precision or state is None or _has_own_masters(type(made)):
@@ -85,7 +86,7 @@ def master_in(made: Any, state: Any) -> Any:
     return master
 
 
-def check_scalable(made: Any) -> None:
+def check_scalable(made: Optimizer) -> None:
     """Refuses the one optimizer, or its class, that looks at gradients before `rescale_grad`,
     those that undo a scale already, and Horovod's."""
     scale = getattr(made, "static_loss_scale", None)
@@ -102,7 +103,7 @@ def check_scalable(made: Any) -> None:
                          "optimizer, and kvstore='horovod'")
 
 
-def _has_own_masters(cls: Any) -> bool:
+def _has_own_masters(cls: type) -> bool:
     ours = {"create_state_multi_precision", "update_multi_precision"}
     return any(ours & set(vars(c)) and not c.__module__.startswith(("mxnet.", "gluon_amp."))
                for c in cls.__mro__)
@@ -128,7 +129,7 @@ class _WithMasters:
         if isinstance(self, mx.optimizer.SGD) or self._base() in (*one_pass.ROWS, *_ANY_ORDER):
             self.aggregate_num = min(one_pass.MOST, int(os.environ.get(_GROUP, one_pass.MOST)))
 
-    def create_state_multi_precision(self, index: Any, weight: Any) -> Any:
+    def create_state_multi_precision(self, index: Any, weight: Array) -> Any:
         self.weight_types[index] = weight.dtype
         if weight.dtype is np.float16 and not self.multi_precision:
             self._check_without_masters()
@@ -151,7 +152,7 @@ class _WithMasters:
         raise ValueError(f"{self._base().__name__} {why}. Leave multi_precision at True. "
                          "Received: multi_precision=False")
 
-    def update_multi_precision(self, index: Any, weight: Any, grad: Any, state: Any) -> None:
+    def update_multi_precision(self, index: Any, weight: Array, grad: Array, state: Any) -> None:
         several = isinstance(index, (tuple, list))
         if several:
             indices, weights, grads, states = map(list, (index, weight, grad, state))
@@ -204,7 +205,8 @@ class _WithMasters:
         mixed = self._base().update_multi_precision
         return mixed is not mx.optimizer.Optimizer.update_multi_precision
 
-    def _one_pass(self, indices: Any, weights: Any, grads: Any, states: Any, several: bool,
+    def _one_pass(self, indices: Sequence[int], weights: Sequence[Array],
+                  grads: Sequence[Array], states: Sequence[Any], several: bool,
                   in_float16: bool) -> bool:
         """Updates in one call, if that is how it goes for this optimizer."""
         masters, inner = _split(self, states) if in_float16 else ((), states)
@@ -242,11 +244,11 @@ class _WithMasters:
 
 
 @functools.lru_cache(maxsize=None)
-def _class_with_masters(cls: Any) -> Any:
+def _class_with_masters(cls: type) -> Any:
     return type(cls.__name__, (_WithMasters, cls),
                 {"__module__": cls.__module__, "__doc__": cls.__doc__})
 
 
-def _revive(cls: Any) -> Any:
+def _revive(cls: type) -> Any:
     made = _class_with_masters(cls)
     return made.__new__(made)

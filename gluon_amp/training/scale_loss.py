@@ -3,12 +3,13 @@ from contextlib import contextmanager
 from typing import Any, Iterator
 
 from .._mxnet import mx
+from ..annotations import Array
 from .following import backward_pass
 from .trainer import Trainer
 
 
 @contextmanager
-def scale_loss(loss: Any, trainer: Trainer) -> Iterator[Any]:
+def scale_loss(loss: Array, trainer: Trainer) -> Iterator[Any]:
     """The scaled loss, or losses, whose backward pass is to run inside; for those who come
     from `mx.contrib.amp`. `trainer.backward(loss)` does the same.
 

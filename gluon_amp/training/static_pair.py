@@ -6,6 +6,7 @@ from typing import Any, Union
 
 from mxnet.gluon.loss import Loss, SDMLLoss
 
+from ..annotations import Array, Optimizer
 from ..checks import positive_number
 from .loss_scale import DynamicLossScale, LossScale
 from .optimizer import check_scalable
@@ -29,7 +30,7 @@ class StaticLossScale(LossScale):
     def kind(self) -> str:
         return f"the loss scale {self.scale:g}"
 
-    def loss(self, cls: Any, **kwargs: Any) -> Loss:
+    def loss(self, cls: type, **kwargs: Any) -> Loss:
         """A Gluon loss of this class, whose values and gradients are scaled.
 
         Args:
@@ -52,7 +53,7 @@ class StaticLossScale(LossScale):
                 raise TypeError(_no_weight(cls)) from error
             raise
 
-    def optimizer(self, name: str, *, rescale_grad: float = 1.0, **kwargs: Any) -> Any:
+    def optimizer(self, name: str, *, rescale_grad: float = 1.0, **kwargs: Any) -> Optimizer:
         """`gluon_amp.optimizer(name, ...)` that undoes the scale, for `gluon.Trainer`.
 
         Args:
@@ -71,7 +72,7 @@ class StaticLossScale(LossScale):
         size = positive_number(batch_size, "batch_size")
         return self.optimizer(name, rescale_grad=rescale_grad / size, **kwargs)
 
-    def unscaled(self, loss: Any) -> Any:
+    def unscaled(self, loss: Array) -> Any:
         """A scaled loss as it would be without, for the log."""
         return loss / self.scale
 
@@ -93,6 +94,6 @@ def as_loss_scale(value: GivenLossScale) -> LossScale:
                      f"or None for no scaling. Received: {value!r}")
 
 
-def _no_weight(cls: Any) -> str:
+def _no_weight(cls: type) -> str:
     return f"{cls.__name__} takes no weight, or does not use it, so it cannot be scaled by one: " \
            "use gluon_amp.Trainer, which scales gradients"

@@ -9,6 +9,7 @@ import copy
 from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, Union
 
 from .._mxnet import mx
+from ..annotations import Optimizer
 from ..checks import positive_number
 from ..cpu.arrays import to_float32
 from ..cpu.scales import for_devices, scales_of
@@ -98,7 +99,7 @@ class Trainer(mx.gluon.Trainer):
             else:
                 self._meet_servers()
 
-    def _init_optimizer(self, optimizer: Any, optimizer_params: Any) -> None:
+    def _init_optimizer(self, optimizer: Union[str, Optimizer], optimizer_params: Any) -> None:
         if not isinstance(optimizer, mx.optimizer.Optimizer):
             optimizer, optimizer_params = make_optimizer(optimizer, **optimizer_params), None
         if self._step.scaling:
