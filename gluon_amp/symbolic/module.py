@@ -16,7 +16,7 @@ from ..graph.operators import LOSSES
 from ..parallel import consistency, store
 from ..parallel.sync import Workers
 from ..training import checkpoint as files
-from ..training.following import backward_pass
+from ..training.following import weights_unwritten
 from ..training.optimizer import check_scalable, given_optimizer, optimizer_class, with_masters
 from ..training.static_pair import GivenLossScale
 from ..training.step import Gradient, Step
@@ -187,7 +187,7 @@ class _Module:
             heads = out_grads
             if self._step.scaling and heads is not None:
                 heads = [g * at for g in (heads if isinstance(heads, (list, tuple)) else [heads])]
-            with backward_pass(module._optimizer):
+            with weights_unwritten(module._optimizer):
                 mxnets_backward(heads)
 
         searching = self._step.searching and self._averages is not None

@@ -41,9 +41,9 @@ class Following:
         self._known[self._key(indices, weights)] = arrays, library.versions(arrays)
 
     @contextmanager
-    def backward_pass(self) -> Iterator[None]:
-        """A backward pass writes no weight, but MXNet counts it as written in some static graphs
-        (SSD's): what is counted meanwhile is nobody's."""
+    def weights_unwritten(self) -> Iterator[None]:
+        """Around a backward pass. It writes no weight, but MXNet counts a write in some static
+        graphs (SSD's): what is counted meanwhile is left out."""
         before = {key: library.versions(arrays) for key, (arrays, _) in self._known.items()}
         yield
         for key, start in before.items():
@@ -70,7 +70,7 @@ class Following:
         return weights[0].context, tuple(indices)
 
 
-def backward_pass(optimizer: Optimizer) -> ContextManager[None]:
-    """Around a backward pass through weights that this optimizer updates."""
+def weights_unwritten(optimizer: Optimizer) -> ContextManager[None]:
+    """Around a backward pass through weights that this optimizer updates: see `Following`."""
     following = getattr(optimizer, "_following", None)
-    return nullcontext() if following is None else following.backward_pass()
+    return nullcontext() if following is None else following.weights_unwritten()

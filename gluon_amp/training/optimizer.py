@@ -152,37 +152,44 @@ class _WithMasters:
         raise ValueError(f"{self._base().__name__} {why}. Leave multi_precision at True. "
                          "Received: multi_precision=False")
 
-    def update_multi_precision(self, index: Any, weight: Array, grad: Array, state: Any) -> None:
+    def update_multi_precision(self, index: Any, weight: Any, grad: Any, state: Any) -> None:
+        """Updates a weight, or a list of them: on a CPU in one pass, where the optimizer has one;
+        else as MXNet, with masters where weights are float16."""
         several = isinstance(index, (tuple, list))
         if several:
             indices, weights, grads, states = map(list, (index, weight, grad, state))
         else:
             indices, weights, grads, states = [index], [weight], [grad], [state]
-        has_row = self._base() in one_pass.ROWS
-        halves_on_cpu = has_row and library.on_one_cpu([*weights, *grads], np.float16)
-        floats_on_cpu = has_row and not halves_on_cpu \
-            and library.on_one_cpu([*weights, *grads], np.float32)
-        known = np.float16 if halves_on_cpu else np.float32 if floats_on_cpu else None
-        types = [known or weight.dtype for weight in weights]
+        # One check of all arrays: to read the type of each takes longer.
+        one_type = next((dtype for dtype in (np.float16, np.float32)
+                         if library.on_one_cpu([*weights, *grads], dtype)), None) \
+            if self._base() in one_pass.ROWS else None
+        types = [one_type or one.dtype for one in weights]
         self._check_types(indices, types)
         if type(self.rescale_grad) is not _Decimal:
             self.rescale_grad = _Decimal(self.rescale_grad)
-        in_float16 = self.multi_precision and types[0] is np.float16
-        if (in_float16 and halves_on_cpu or floats_on_cpu) and \
-                self._one_pass(indices, weights, grads, states, several, in_float16):
+        has_masters = self.multi_precision and types[0] is np.float16
+        if (has_masters or types[0] is np.float32) and one_type is not None \
+                and self._one_pass(indices, weights, grads, states, several, has_masters):
             return
         if isinstance(self, mx.optimizer.AdaDelta):  # it writes into them
             grads = [g.copy() for g in grads]
-        if not in_float16:
+        if has_masters:
+            self._update_masters(indices, weights, grads, states)
+        else:
             self._each(super().update_multi_precision, indices, weights, grads, states)
-            return
+
+    def _update_masters(self, indices: List[Any], weights: List[Array], grads: List[Array],
+                        states: List[Any]) -> None:
+        """Masters follow what others have written into weights; MXNet updates the masters; weights
+        become the masters, rounded."""
         masters, inner = _split(self, states)
         on_gpu = weights[0].context.device_type == "gpu"
         if on_gpu:
             self._following.follow(indices, masters, weights)
         else:
-            for master, written in zip(masters, weights):
-                follow(master, written)
+            for master, weight in zip(masters, weights):
+                follow(master, weight)
         if on_gpu_in_float16(grads) and self._has_mixed_operators():
             self._each(super().update_multi_precision, indices, weights, grads, states)
         else:  # MXNet's float32 update
@@ -207,9 +214,9 @@ class _WithMasters:
 
     def _one_pass(self, indices: Sequence[int], weights: Sequence[Array],
                   grads: Sequence[Array], states: Sequence[Any], several: bool,
-                  in_float16: bool) -> bool:
+                  has_masters: bool) -> bool:
         """Updates in one call, if that is how it goes for this optimizer."""
-        masters, inner = _split(self, states) if in_float16 else ((), states)
+        masters, inner = _split(self, states) if has_masters else ((), states)
         row = one_pass.row_for(self._base(), self, inner)
         # MXNet's LAMB adds up norms in another order where weights do not come in lists
         if row is None or not several and isinstance(self, mx.optimizer.LAMB):

@@ -4,7 +4,7 @@ from typing import Any, Iterator
 
 from .._mxnet import mx
 from ..annotations import Array
-from .following import backward_pass
+from .following import weights_unwritten
 from .trainer import Trainer
 
 
@@ -28,7 +28,7 @@ def scale_loss(loss: Array, trainer: Trainer) -> Iterator[Any]:
         scale = trainer._begin_backward(losses)
     with mx.autograd.record(mx.autograd.is_training()):
         scaled = [one * scale for one in losses]
-    with backward_pass(trainer._optimizer):
+    with weights_unwritten(trainer._optimizer):
         yield scaled if several else scaled[0]
     trainer._gradients.note_written()
     trainer._step.note(scale, [one.detach() for one in losses])

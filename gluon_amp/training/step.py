@@ -176,8 +176,9 @@ class Step:
     def settle(self, backward: Repeatable) -> None:
         """Checks the gradients of a backward pass at once; where they overflow, repeats it at
         lower scales, and keeps the scale that fits."""
-        if self.pending.moved or not self._overflow_anywhere(backward.gradients()) \
-                or self._loss_is_to_blame():
+        if self.pending.moved:  # the step will be skipped
+            return
+        if not self._overflow_anywhere(backward.gradients()) or self._loss_is_to_blame():
             return
         if not backward.can_repeat():
             self._say_once("no second pass", "no second backward pass goes through this graph (a "
@@ -216,9 +217,10 @@ class Step:
                 math.sqrt(s) > most  # a norm is quickly seen
                 and np.abs(g.array.asnumpy()).max() > most
                 for g, s, most in zip(gradients, sums, largest))
-        # Only what is not summed later stays so; who writes into it is told where the engine runs.
-        stays = started() and self.workers.count == len({g.place[1] for g in gradients}) == 1
-        self.pending.seen = (gradients, sums) if stays and not overflow else None
+        # `take` uses these sums again where nothing changes the gradients in between: no sum over
+        # devices and workers, and no write by others, which the engine would find.
+        unchanged = started() and self.workers.count == len({g.place[1] for g in gradients}) == 1
+        self.pending.seen = (gradients, sums) if unchanged and not overflow else None
         return self.workers.any(overflow)
 
     def _loss_is_to_blame(self) -> bool:
@@ -235,7 +237,8 @@ class Step:
             self.pending.versions = gradients, versions([g.own for g in gradients])
 
     def count_writes(self) -> None:
-        """Counts how often those gradients have been written by now; does not wait for it."""
+        """Before this package writes into those gradients, or uses them: counts how often others
+        have written them by now. Does not wait for the count."""
         if self.pending.versions is not None:
             gradients, before = self.pending.versions
             if before is not None:
@@ -314,7 +317,7 @@ class Step:
         return self.updated
 
     def _sums(self, gradients: Sequence[Gradient]) -> "np.ndarray[Any, Any]":
-        """The sum of squares of each, by another look where `settle` has not seen them."""
+        """The sum of squares of each, as `settle` has computed them or anew."""
         if self.pending.seen is None:
             return _sums_of_squares(gradients)
         seen, sums = self.pending.seen

@@ -26,7 +26,7 @@ from .checkpoint import (
     one_error,
     read_states,
 )
-from .following import backward_pass
+from .following import weights_unwritten
 from .gradients import Gradients
 from .optimizer import check_scalable, given_optimizer, with_masters
 from .optimizer import optimizer as make_optimizer
@@ -138,19 +138,20 @@ class Trainer(mx.gluon.Trainer):
         """
         losses = list(loss) if isinstance(loss, (list, tuple)) else [loss]
         # what is done to gradients is no part of the graph
-        with mx.autograd.pause(), backward_pass(self._optimizer):
+        with mx.autograd.pause(), weights_unwritten(self._optimizer):
             if not self._step.scaling:
                 mx.autograd.backward(losses, retain_graph=retain_graph)
                 if self.after_pass is not None:
                     self.after_pass(1.0)
-                self._step.forget()
+                self._step.forget()  # what `unscale` or `clip_norm` were called for
                 self._step.note(1.0, [])
                 return
             scale = self._begin_backward(losses)
             backward = Backward(losses, self._gradients, scale, self._repeats, self.after_pass)
-            searching, checking = self._step.searching, not self._heads_checked and scale != 1
+            searching = self._step.searching
+            checking = not self._heads_checked and scale != 1  # at 1 no gradient lacks the scale
             if searching:
-                self._begin_alike()
+                self._begin_alike()  # since workers exchange whether any of them overflows
                 backward.keep_gradients()
             backward.run(scale, retain_graph or searching or checking)
             self._step.note(scale, [loss.detach() for loss in losses])
@@ -250,10 +251,11 @@ class Trainer(mx.gluon.Trainer):
         positive_number(batch_size, "batch_size")
         self._gradients.check_new("step()")
         if self._step.scaling:
-            self._gradients.to_use(ignore_stale_grad)
+            self._gradients.to_use(ignore_stale_grad)  # or the error that some are stale
         self._step.count_writes()
 
     def _allreduce_grads(self) -> None:
+        """Sums gradients over devices and workers, once."""
         if self._update_on_kvstore:
             self._update_on_servers()
             return
@@ -273,6 +275,7 @@ class Trainer(mx.gluon.Trainer):
                        if p.grad_req != "null")
 
     def _update(self, ignore_stale_grad: bool = False) -> None:
+        """Updates by `Step.take`; as MXNet where nothing reads or replaces gradients."""
         self._check_summed()
         step = self._step
         if not (step.checks_gradients or step.replacements or step.pending.max_norm
@@ -286,7 +289,7 @@ class Trainer(mx.gluon.Trainer):
             self._optimizer.rescale_grad = factor
             for device, updater in enumerate(self._updaters):
                 mine = [(g.place[0], g.array, g.weight) for g in gradients if g.place[1] == device]
-                if mine:
+                if mine:  # MXNet's updater calls the optimizer's update_multi_precision
                     updater(*zip(*mine))
 
         try:
@@ -296,6 +299,7 @@ class Trainer(mx.gluon.Trainer):
             self._gradients.note_used(gradients)
 
     def _end_step(self) -> bool:
+        """Compares ranks after the first step; gives whether the step updated."""
         if self._workers.exchange and not self._workers.compared:
             self._workers.compared = True
             self.check_ranks()
