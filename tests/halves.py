@@ -64,6 +64,11 @@ def on_grid(graph, types, grid):
     return build(graph, types, policy=policy)
 
 
+def adding_as(gpu, graph, types, split=None):
+    """What a CPU runs for the graph if products add as this GPU's."""
+    return build(graph, types, Policy("test", compute="float16", accumulate=gpu, split=split))
+
+
 @contextmanager
 def generic_code():
     """No operator has code of its own meanwhile."""

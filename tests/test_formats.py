@@ -156,9 +156,9 @@ def test_products_that_would_not_be_rounded_are_refused(op, shapes):
     (lambda: gluon.rnn.LSTM(5, num_layers=2, dropout=0.5), (3, 2, 4),
      "training of RNNs with dropout between their layers.*keep=.*Received: dropout=0.5"),
     (lambda: gluon.nn.Conv2D(4, 3, layout="NHWC"), (2, 8, 8, 3),
-     "no Convolution with channels behind places. Valid: layout NCW, .*Received: NHWC"),
+     "no Convolution with channels last. Valid: layout NCW, .*Received: NHWC"),
     (lambda: gluon.nn.Conv2DTranspose(4, 3, layout="NHWC"), (2, 8, 8, 3),
-     "no Deconvolution with channels behind places.*Received: NHWC")])
+     "no Deconvolution with channels last.*Received: NHWC")])
 def test_what_has_no_code_is_refused_by_the_call_and_not_when_results_are_read(block, shape, said,
                                                                                policy):
     net = block()

@@ -8,11 +8,9 @@ import itertools
 import numpy as np
 import pytest
 from gluon_amp._mxnet import mx
-from gluon_amp.graph.accumulate import accumulate
-from gluon_amp.graph.build import build
 from gluon_amp.graph.graph import Entry, Graph, Node
 from gluon_amp.tensor_core_math import GPUS, TensorCore
-from halves import as_function
+from halves import adding_as, as_function
 from tensor_core_rule import product
 
 sym = mx.sym
@@ -29,8 +27,7 @@ def coarse_gpus(monkeypatch):
 def outcome(symbol, arrays, gpu, split, head=None):
     """The output, and with a head gradient all gradients."""
     names = symbol.list_inputs()
-    graph = build(Graph.read(symbol), dict.fromkeys(names, "float16"))
-    accumulate(graph, gpu, split)
+    graph = adding_as(gpu, Graph.read(symbol), dict.fromkeys(names, "float16"), split)
     op = as_function(graph.symbol())
     values = [mx.nd.array(arrays[name], dtype="float16") for name in names]
     for value in values:
@@ -142,8 +139,7 @@ def test_what_gemm_adds_is_added_in_float32(gpu, split):
     ("_np_dot", (3, 4), (2, 4, 5), "for np.dot a second array of one or two axes. Received:"),
     ("_npi_matmul", (3, 4), (2, 4, 5), "for np.matmul two stacks of one shape, or a second array")])
 def test_other_shapes_of_numpys_products_are_refused_at_the_call(op, a, b, said):
-    graph = build(Graph.read(numpys(op)), dict.fromkeys("xy", "float16"))
-    accumulate(graph, "V100")
+    graph = adding_as("V100", Graph.read(numpys(op)), dict.fromkeys("xy", "float16"))
     with pytest.raises(mx.MXNetError, match=rf"{said}.*\[3,4\] and \[2,4,5\]"):
         as_function(graph.symbol())(*(mx.nd.ones(shape, dtype="float16") for shape in (a, b)))
 
@@ -364,9 +360,8 @@ def test_a_coarse_gpu_shows():
 
 
 def test_a_gradient_of_a_gradient_of_a_dense_layer_is_refused():
-    graph = build(Graph.read(sym.FullyConnected(X, Y, no_bias=True, num_hidden=3)),
-                  dict.fromkeys("xy", "float16"))
-    accumulate(graph, "V100")
+    graph = adding_as("V100", Graph.read(sym.FullyConnected(X, Y, no_bias=True, num_hidden=3)),
+                      dict.fromkeys("xy", "float16"))
     x, w = mx.nd.ones((2, 4), dtype="float16"), mx.nd.ones((3, 4), dtype="float16")
     op = as_function(graph.symbol())
     x.attach_grad()
@@ -388,12 +383,11 @@ def test_a_gradient_of_a_gradient_of_a_dense_layer_is_refused():
     ids=lambda symbol: Graph.read(symbol).outputs[0].node.op)
 def test_what_has_no_code_is_refused_by_name(symbol):
     op = Graph.read(symbol).outputs[0].node.op
-    graph = build(Graph.read(symbol), dict.fromkeys("xyz", "float16"))
     with pytest.raises(ValueError, match=rf"no code for .*{op[-5:]} \(mine\).*keep=.*Valid: "):
-        accumulate(graph, "V100")
+        adding_as("V100", Graph.read(symbol), dict.fromkeys("xyz", "float16"))
 
 
 def test_what_multiplies_no_matrices_runs():
     for symbol in (sym.UpSampling(X, scale=2, sample_type="nearest"),
                    sym.GridGenerator(X, transform_type="warp")):
-        accumulate(build(Graph.read(symbol), {"x": "float16"}), "V100")
+        adding_as("V100", Graph.read(symbol), {"x": "float16"})

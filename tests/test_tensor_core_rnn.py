@@ -8,11 +8,9 @@ from contextlib import suppress
 import numpy as np
 import pytest
 from gluon_amp._mxnet import mx
-from gluon_amp.graph.accumulate import accumulate
-from gluon_amp.graph.build import build
 from gluon_amp.graph.graph import Graph
 from gluon_amp.tensor_core_math import GPUS, TensorCore
-from halves import as_function, stock
+from halves import adding_as, as_function, stock
 from tensor_core_rule import product
 
 GATES = {"rnn_relu": 1, "rnn_tanh": 1, "lstm": 4, "gru": 3}
@@ -147,8 +145,7 @@ def reference(mode, layers, directions, x, parameters, h, c, heads):
 
 
 def outcome(symbol, arrays, heads, training=True, gpu="coarse"):
-    graph = build(Graph.read(symbol), dict.fromkeys(arrays, "float16"))
-    accumulate(graph, gpu)
+    graph = adding_as(gpu, Graph.read(symbol), dict.fromkeys(arrays, "float16"))
     op = as_function(graph.symbol())
     values = [mx.nd.array(arrays[name], dtype="float16") for name in symbol.list_inputs()]
     for value in values:

@@ -179,7 +179,7 @@ def softmax(x, g):
 
 def layer_norm(x, g):
     n = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-5)
-    return n * 1e-7, None
+    return n * 2.0 ** -23, None
 
 
 def batch_norm(x, g):
@@ -188,15 +188,14 @@ def batch_norm(x, g):
 
 
 ONES = {"gamma": np.full(40, 1e-7, np.float32), "beta": np.zeros(40, np.float32)}
+HALF = {"gamma": np.full(40, 2.0 ** -23, np.float16), "beta": np.zeros(40, np.float16)}
 STATISTICS = {"mean": np.zeros(40, np.float32), "var": np.ones(40, np.float32)}
 OWN_CODE = {  # operators with code of their own; what they compute, and their gradients
     "leaky relu": (lambda x, **_: sym.LeakyReLU(x, slope=1e-4, name="op"), leaky, {}),
     "sigmoid": (lambda x, **_: sym.sigmoid(x, name="op"), sigmoid, {}),
     "tanh": (lambda x, **_: sym.Activation(x, act_type="tanh", name="op"), tanh, {}),
     "softmax": (lambda x, **_: sym.softmax(x, name="op"), softmax, {}),
-    "layer norm": (lambda x, gamma, beta: sym.amp_cast(sym.LayerNorm(
-        sym.amp_cast(x, dtype="float32"), gamma, beta, name="op"), dtype="float16"), layer_norm,
-        ONES),
+    "layer norm": (lambda x, gamma, beta: sym.LayerNorm(x, gamma, beta, name="op"), layer_norm, HALF),
     "batch norm": (lambda x, **p: sym.BatchNorm(x, *p.values(), fix_gamma=False, name="op"),
                    batch_norm, {**ONES, **STATISTICS}),
 }

@@ -9,6 +9,7 @@
 
 #include "attributes.h"
 #include "gradients.h"
+#include "plan.h"
 #include "watch.h"
 
 namespace gluon_amp {
@@ -372,7 +373,7 @@ void wrap_places(const Operator& of, nnvm::Op& op) {
   set<nnvm::FInplaceOption>(op, "FInplaceOption", nnvm::FInplaceOption(
       [x = &of, of_theirs = found<nnvm::FInplaceOption>(of.op, "FInplaceOption")](
           const NodeAttrs& attrs) {
-        if (has_setting(attrs)) return places(*x, attrs);
+        if (is_planned(attrs)) return places(*x, attrs);
         return of_theirs ? of_theirs(attrs) : std::vector<std::pair<int, int>>();
       }));
 }
@@ -430,26 +431,10 @@ const std::set<std::string> kInferHalves = {
     "_linalg_slogdet", "_npi_eig", "_npi_eigh", "_npi_eigvals", "_npi_eigvalsh", "_npi_solve",
     "_npi_pinv", "_npi_pinv_scalar_rcond", "_npi_tensorinv", "_npi_tensorsolve", "_npi_around"};
 
-// A layer norm of a converted network may have float16 data beside float32 parameters, as a batch norm
-// has; MXNet's has one type.
-bool infer_layer_norm(const NodeAttrs& attrs, Types* in, Types* out) {
-  if (!has_setting(attrs)) return infer_as_mxnet(attrs, in, out);
-  int &data = (*in)[0], &result = (*out)[0];
-  if (data == -1) data = result;
-  if (data == -1) return false;
-  result = data;
-  for (size_t i : {1, 2})
-    if ((*in)[i] == -1) (*in)[i] = data;
-  (*out)[1] = (*out)[2] = (*in)[1];
-  return true;
-}
-
 void replace_types(nnvm::Op& op) {
-  auto* infer = op.name == "LayerNorm" ? &infer_layer_norm
-                : kInferHalves.count(op.name) ? &infer_halves : nullptr;
-  if (infer)
+  if (kInferHalves.count(op.name))
     set<nnvm::FInferType>(op, "FInferType",
-                          by_value<bool, const NodeAttrs&, Types*, Types*>(infer));
+                          by_value<bool, const NodeAttrs&, Types*, Types*>(&infer_halves));
 }
 
 void dispatch(nnvm::Op& op) {
@@ -503,6 +488,11 @@ bool is_dispatched(const nnvm::Op* x) {
 }  // namespace
 
 bool is_dispatched_here(const nnvm::Op* x) { return dispatched.count(x) > 0; }
+
+bool is_taken(const NodeAttrs& attrs, bool half) {
+  const auto found = dispatched.find(attrs.op);
+  return found != dispatched.end() && taken(*found->second, attrs, half);
+}
 
 std::string dispatched_names() {
   std::string made;

@@ -53,8 +53,8 @@ struct Operator {
 };
 
 // Settings are node attributes of ours: MXNet's parsers skip keys between double underscores. A node
-// that has one runs the engine whatever the types of its arrays are, with the engine's in-place
-// options; the nodes of its gradient inherit them (gradients.cc). kEngineKey says no more than that.
+// that has one runs the engine whatever the types of its arrays are; the nodes of its gradient inherit
+// them (gradients.cc). kEngineKey has no other effect on a CPU; on a GPU see gpu.cc.
 constexpr char kEngineKey[] = "__gluon_amp_engine__";
 
 // What a node says of formats other than float16. Their tensors are float32 arrays, so types do not
@@ -265,6 +265,8 @@ class RnnLoop {
 // Lets those of these operators of MXNet that have code for CPUs dispatch on type.
 void dispatch_operators(int count, const char** names);
 bool is_dispatched_here(const nnvm::Op* x);
+// Whether the engine runs a node on a CPU; `half`: some input or output is float16.
+bool is_taken(const NodeAttrs& attrs, bool half);
 std::string dispatched_names();  // a line for each
 void register_training();  // training_operators.cc
 void register_tensor_core();  // tensor_core.cc

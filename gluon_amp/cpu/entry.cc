@@ -8,6 +8,8 @@
 #include <set>
 
 #include "attributes.h"
+#include "gpu.h"
+#include "plan.h"
 #include "watch.h"
 
 #include <mxnet/imperative.h>
@@ -85,6 +87,8 @@ int start(const char* isa, int count, const char** names, int constants, const c
     set_constants(constants, constant_names);
     register_training();
     dispatch_operators(count, names);
+    plan_by_type();
+    replace_gpu_functions();
     register_tensor_core();
     return 0;
   } catch (const std::exception& error) {

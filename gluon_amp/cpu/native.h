@@ -2,7 +2,7 @@
 // it assumes of their binary interface (ABI). Every such assumption stands in this file.
 //
 // MXNet's wheels (`mxnet` and `mxnet-cu112`, 1.9.1) were compiled by GCC 4.8.5, with the C++11
-// library types of that time. Four places differ from what a compiler of today makes of the same
+// library types of that time. Five places differ from what a compiler of today makes of the same
 // headers; each has a section below. `probe` in entry.cc checks a loaded MXNet, and library.py refuses
 // one that differs.
 //
@@ -30,8 +30,10 @@
 #undef private
 #include <mxnet/c_api.h>
 #include <mxnet/op_attr_types.h>
+#include <nnvm/graph.h>
 #include <nnvm/node.h>
 #include <nnvm/op_attr_types.h>
+#include <nnvm/pass.h>
 
 namespace gluon_amp {
 
@@ -200,6 +202,53 @@ template <class T>
 T* state_of(const mxnet::OpStatePtr& state) {
   return std::get_deleter<StateDeleter<T>>(pointer_in(state))
              ? static_cast<T*>(pointer_in(state)->state) : nullptr;
+}
+
+// ---- 5. nnvm::Graph ----------------------------------------------------------
+//
+// It has an unordered_map of attributes (see 2), so the nodes behind that lie 8 bytes before where the
+// headers say. Never copy or destroy a Graph.
+
+class GraphView {
+ public:
+  explicit GraphView(const void* graph) : graph_(static_cast<const char*>(graph)) {}
+
+  const dmlc::any* find(const char* key) const {
+    const auto* all = reinterpret_cast<const std::unordered_map<std::string, std::shared_ptr<dmlc::any>>*>(
+        graph_ + kAttributes);
+    for (const auto& item : *all)
+      if (item.first == key) return item.second.get();
+    return nullptr;
+  }
+
+  // The graph's nodes, inputs first; null where MXNet has not numbered them yet.
+  const std::vector<nnvm::IndexedGraph::Node>* nodes() const {
+    return *reinterpret_cast<const std::vector<nnvm::IndexedGraph::Node>* const*>(graph_ + kIndexed);
+  }
+
+ private:
+  static constexpr size_t kAttributes = sizeof(std::vector<nnvm::NodeEntry>);
+  static constexpr size_t kIndexed = kAttributes - 8 +
+      sizeof(std::unordered_map<std::string, std::shared_ptr<dmlc::any>>);
+  const char* graph_;
+};
+
+// The body of a pass is a std::function<Graph(Graph)> (see 1). The graph that it returns and the one that
+// it receives are addresses in the binary interface.
+using PassBody = std::function<nnvm::Graph(nnvm::Graph)>;
+using PassInvoker = void* (*)(void* result, const std::_Any_data& data, void* graph);
+
+inline nnvm::Graph no_graph(nnvm::Graph) { return {}; }
+
+inline PassBody as_pass(PassInvoker invoker) {
+  PassBody made(&no_graph);
+  reinterpret_cast<void**>(&made)[kInvoker] = reinterpret_cast<void*>(invoker);
+  return made;
+}
+
+inline void* call_pass(const PassBody& body, void* result, void* graph) {
+  auto invoker = reinterpret_cast<PassInvoker>(reinterpret_cast<void* const*>(&body)[kInvoker]);
+  return invoker(result, *reinterpret_cast<const std::_Any_data*>(&body), graph);
 }
 
 }  // namespace gluon_amp

@@ -103,10 +103,10 @@ bool batch_norm_gradient(const Call& call) {
   return true;
 }
 
-// Of halves, or floats, with float32 parameters, over the last axis.
+// Over the last axis, of halves, or of floats where the node has kEngineKey.
 bool layer_norm_of(const Call& call, const TBlob& x, LayerNorm* made) {
   const int axis = static_cast<int>(number(call.attrs, "axis", -1));
-  if (!is_half(x) && !(is_float(x) && takes_floats())) return false;
+  if (!is_half(x) && !(is_float(x) && (takes_floats() || find(call.attrs, kEngineKey)))) return false;
   if (x.ndim() == 0 || (axis != -1 && axis != x.ndim() - 1)) return false;
   const int64_t width = x.shape_[x.ndim() - 1];
   if (width == 0) return false;
@@ -114,19 +114,47 @@ bool layer_norm_of(const Call& call, const TBlob& x, LayerNorm* made) {
   return true;
 }
 
+// A parameter or statistic as floats.
+const float* as_floats(const TBlob& x, Lease* lease) {
+  if (is_float(x)) return floats(x);
+  float* made = lease->memory(size(x));
+  kernels->widen(halves(x), made, size(x));
+  return made;
+}
+
+// Output i as floats, which `round` narrows where it is of halves.
+struct FloatOutput {
+  const TBlob& to;
+  Write asked, write;
+  Lease lease;
+  float* memory = nullptr;
+
+  FloatOutput(const Call& call, size_t i) : to(call.out[i]), asked(call.write(i)), write(asked) {
+    if (asked == kNothing) return;
+    memory = is_half(to) ? lease.memory(size(to)) : floats(to);
+    if (is_half(to)) write = kStore;
+  }
+  void round() {
+    if (is_half(to) && asked != kNothing) kernels->narrow(memory, halves(to), size(to), asked);
+  }
+};
+
 // x, gamma, beta -> y, mean, deviation
 bool layer_norm(const Call& call) {
   LayerNorm norm;
-  if (!layer_norm_of(call, call.in[0], &norm) || !is_float(call.in[1]) || !is_float(call.in[2]) ||
-      call.write(1) == kAdd || call.write(2) == kAdd)
+  if (!layer_norm_of(call, call.in[0], &norm) || call.write(1) == kAdd || call.write(2) == kAdd)
     return false;
-  auto kept = [&](size_t i) { return call.write(i) == kStore ? floats(call.out[i]) : nullptr; };
+  Lease lease;
+  const float *gamma = as_floats(call.in[1], &lease), *beta = as_floats(call.in[2], &lease);
+  FloatOutput mean(call, 1), deviation(call, 2);
   if (is_half(call.in[0]))
-    kernels->layer_norm(norm, halves(call.in[0]), floats(call.in[1]), floats(call.in[2]),
-                        halves(call.out[0]), call.write(0), kept(1), kept(2));
+    kernels->layer_norm(norm, halves(call.in[0]), gamma, beta, halves(call.out[0]), call.write(0),
+                        mean.memory, deviation.memory);
   else
-    kernels->layer_norm_floats(norm, floats(call.in[0]), floats(call.in[1]), floats(call.in[2]),
-                               floats(call.out[0]), call.write(0), kept(1), kept(2));
+    kernels->layer_norm_floats(norm, floats(call.in[0]), gamma, beta, floats(call.out[0]),
+                               call.write(0), mean.memory, deviation.memory);
+  mean.round();
+  deviation.round();
   return true;
 }
 
@@ -134,19 +162,20 @@ bool layer_norm(const Call& call) {
 bool layer_norm_gradient(const Call& call) {
   LayerNorm norm;
   const TBlob &g = call.in[0], &x = call.in[1], &dx = call.out[0];
-  if (!layer_norm_of(call, x, &norm) || g.type_flag_ != x.type_flag_ || !is_float(call.in[2]) ||
-      !is_float(call.in[3]) || dx.type_flag_ != x.type_flag_ || !is_float(call.out[1]))
-    return false;
-  const float *gamma = floats(call.in[2]), *mean = floats(call.in[3]),
-              *deviation = floats(call.in[4]);
-  float *dgamma = floats(call.out[1]), *dbeta = floats(call.out[2]);
-  const Write write = call.write(0), of_gamma = call.write(1), of_beta = call.write(2);
+  if (!layer_norm_of(call, x, &norm)) return false;
+  Lease lease;
+  const float *gamma = as_floats(call.in[2], &lease), *mean = as_floats(call.in[3], &lease),
+              *deviation = as_floats(call.in[4], &lease);
+  FloatOutput dgamma(call, 1), dbeta(call, 2);
   if (is_half(x))
     kernels->layer_norm_gradient(norm, halves(g), halves(x), gamma, mean, deviation, halves(dx),
-                                 write, dgamma, of_gamma, dbeta, of_beta);
+                                 call.write(0), dgamma.memory, dgamma.write, dbeta.memory, dbeta.write);
   else
-    kernels->layer_norm_gradient_floats(norm, floats(g), floats(x), gamma, mean, deviation,
-                                        floats(dx), write, dgamma, of_gamma, dbeta, of_beta);
+    kernels->layer_norm_gradient_floats(norm, floats(g), floats(x), gamma, mean, deviation, floats(dx),
+                                        call.write(0), dgamma.memory, dgamma.write, dbeta.memory,
+                                        dbeta.write);
+  dgamma.round();
+  dbeta.round();
   return true;
 }
 

@@ -2,8 +2,8 @@
 
 `convert` gives each block of a network a subclass of its own class, made here.
 The traced graph (`_cached_graph`, what `export` reads) stays as MXNet made it.
-Only the `CachedOp` differs: it holds that graph with the policy's casts, and on
-a CPU with settings for the engine. There is one for each kind of device and input types.
+Only the `CachedOp` differs: it holds that graph with the policy's casts and settings.
+There is one for each kind of device and input types.
 
 MXNet traces a hybridized block once. A user who never hybridized may not know that, so a
 converted block is traced again where MXNet's mode (recording, training) or the number of arguments
@@ -28,7 +28,12 @@ from ..graph.build import build, cached_op
 from ..graph.casts import KEEP, insert_casts
 from ..graph.graph import Graph
 from ..graph.operators import BATCH_NORMS
-from ..graph.refusals import check_trains_on_cpus, devices_that_wait, dropout_in_loops
+from ..graph.refusals import (
+    check_device,
+    check_trains_on_cpus,
+    devices_that_wait,
+    dropout_in_loops,
+)
 from .parameter import cast, complete_copy, follows, value_of
 from .state import Op, State, Trace, blocks_in, parameters_in
 
@@ -247,7 +252,8 @@ class ConvertedHybridBlock(ConvertedBlock):
         graph, types = self.mixed_graph(dtypes, clean)
         names = [d.name for d in data]
         policy = self._amp.policy
-        built = build(graph, types, on_gpu, policy, scales=self._amp.scales, place=self.place)
+        check_device(graph, policy, on_gpu)
+        built = build(graph, types, policy, scales=self._amp.scales, place=self.place)
         symbol = built.symbol()
         if isinstance(traced, mx.sym.numpy._Symbol):
             symbol = symbol.as_np_ndarray()
@@ -266,7 +272,7 @@ class ConvertedHybridBlock(ConvertedBlock):
 
     def mixed_graph(self, dtypes: Iterable[str],
                     clean: Optional[Graph] = None) -> Tuple[Graph, Dict[str, str]]:
-        """The graph that a GPU runs for inputs of these types, and its variables' types."""
+        """The graph with its casts for inputs of these types, and its variables' types."""
         data, traced = self._cached_graph
         types = {name: dtype_name(p.dtype) for name, p in parameters_in(self).items()}
         types.update(zip((d.name for d in data), dtypes))

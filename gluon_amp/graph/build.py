@@ -1,74 +1,66 @@
-"""What a device runs for a graph: the one place that knows.
+"""The graph that a device runs: the network's graph with its casts, and settings on its nodes.
 
-A GPU runs the graph as it is. A CPU runs the same graph; nodes with a float16 tensor have an
-attribute that gives them the engine's in-place options (cpu/engine.h).
+A CPU and a GPU run the same graph. A setting is an attribute `__gluon_amp_*__`, which MXNet's
+parsers skip; cpu/engine.h lists them. On a CPU the engine runs float16 nodes by their types, and
+nodes with a setting whatever their types are.
 
-Formats that MXNet has no arrays of (bfloat16, float8) are for CPUs only. Their tensors are float32
+Formats that MXNet has no arrays of (bfloat16, float8) run on CPUs only. Their tensors are float32
 arrays, and attributes of a node select which of its inputs and outputs are rounded, and to what.
 """
-from typing import Any, Callable, Dict, Iterable, List, Mapping, Optional, Sequence, Set, Tuple
+from typing import Any, Callable, Dict, Iterable, List, Mapping, Optional, Sequence, Tuple
 
 from .._mxnet import mx, np
 from ..cpu import library
 from ..cpu.scales import Scales
 from ..policy import POLICIES, Policy
-from .accumulate import ENGINE, accumulate
+from .accumulate import accumulate
 from .casts import PRODUCT
 from .graph import CASTS, TYPE_FLAG, Entry, Graph, Node, bindings
-from .operators import BATCH_NORMS, PRODUCTS, factors, numbers
-from .refusals import LOOP, check_formats, check_layout, check_loops
+from .operators import BATCH_NORMS, factors, numbers
+from .refusals import LOOP, check_formats, check_loops
 
 HALF = "float16"
 
-# What a node says of formats to the engine: see cpu/engine.h.
+# The engine runs the node on a CPU even where all its arrays are float32.
+_ENGINE = "__gluon_amp_engine__"
+# Formats: see cpu/engine.h.
 _INPUTS, _OUTPUTS, _READS = (f"__gluon_amp_{word}__" for word in ("inputs", "outputs", "reads"))
 _ORDERED, _SCALING = "__gluon_amp_ordered__", "__gluon_amp_scaling__"
 _WATCH = "__gluon_amp_watch__"  # the node's name, where the engine counts what it computes
 _SAMPLES = "?"  # before that name: samples only
 _GRIDS = tuple(f"__gluon_amp_{word}_grid__" for word in ("output", "product", "gradient", "back"))
 
-# They draw a mask or move statistics: MXNet shall not run them again in the backward pass, which it
-# does with operators that a user marks, to save memory.
+# They draw a mask or update statistics, so recomputation in the backward pass
+# (__force_mirroring__) would change the result.
 _RUN_ONCE = frozenset(["Dropout", *BATCH_NORMS])
 
-# Float32 nodes that may read and write halves themselves: how many of their inputs are data.
-_BETWEEN_CASTS = {"LayerNorm": 1, "batch_dot": 2, "_npi_matmul": 2}
-
-# They make or move halves, MXNet's own code does that in no time, and their gradients only move
-# them back: left as they are.
+# They create or move values, MXNet's code does that as fast for halves, and their gradients are
+# moves, too: the engine does not run them.
 LEFT_ALONE = frozenset("""
     Reshape Flatten expand_dims squeeze reshape_like BlockGrad _copy _zeros _ones _full _eye
     zeros_like ones_like _npx_reshape _np_reshape _np_squeeze _foreach _while_loop _cond
 """.split())
 
 
-def build(graph: Graph, types: Mapping[str, str], on_gpu: bool = False,
-          policy: Policy = POLICIES["float16"], watch: bool = False, samples: bool = False,
-          scales: Optional[Scales] = None, place: Callable[[str], str] = str) -> Graph:
+def build(graph: Graph, types: Mapping[str, str], policy: Policy = POLICIES["float16"],
+          watch: bool = False, samples: bool = False, scales: Optional[Scales] = None,
+          place: Callable[[str], str] = str) -> Graph:
     """The graph that a device runs, with the same variables and outputs, of the same types.
 
     Args:
         graph: with its casts, as `insert_casts` makes it.
         types: the dtype of each variable.
-        policy: tells what lies behind names of formats that are no types of arrays.
+        policy: defines the formats that are no types of arrays.
         watch: whether the engine counts what each node computes (inspection/statistics.py).
-        samples: then only samples are taken of it.
-        scales: what the network remembers of float8 tensors; if not given, it begins anew, and
-            the engine remembers it for ever.
-        place: gives for a node's name what its histories are called there.
+        samples: then it takes samples only.
+        scales: the histories of the network's float8 tensors; if not given, new ones, which the
+            engine keeps as long as the process.
+        place: gives for a node's name the name of its histories.
     """
-    if on_gpu:
-        if policy.cpu_only:
-            why = "a GPU adds in its own way" if policy.accumulate else \
-                "on GPUs MXNet 1.9.1 has no arrays of its formats: use float16"
-            raise ValueError(f"policy {policy.name} runs on CPUs only: {why}. Received: data on a "
-                             "GPU")
-        return _with_dropout_to_walk_back_twice(graph)
-    library.load()
-    said = (_SAMPLES if samples else "") if watch else None
-    built = _Rewriting(graph, types, policy, said, scales or Scales(freed=False), place).run()
-    if policy.accumulate is not None:
-        accumulate(built, policy.accumulate, policy.split)
+    if not library.started():
+        return _with_repeatable_dropout(graph)
+    prefix = (_SAMPLES if samples else "") if watch else None
+    built = _Rewriting(graph, types, policy, prefix, scales or Scales(freed=False), place).run()
     check_loops(built, policy.name)
     return built
 
@@ -104,25 +96,36 @@ class _Rewriting:
         for entry in self.types:
             self.count[entry.node] = self.count.get(entry.node, 0) + 1
         self.users = graph.consumers()
-        self.done: Dict[Entry, Entry] = {}
-        self.norms: Set[Node] = set()  # layer norms that read and write halves
         # how many products have each name, in bodies of loops too
         self.named: Dict[str, int] = {} if named is None else named
 
     def run(self) -> Graph:
+        new: Dict[Node, Node] = {}
         for node in self.graph.nodes():
-            for i, entry in enumerate(self._rewritten(node)):
-                self.done[Entry(node, i)] = entry
-            if self.watch is not None and not node.is_variable:
-                self._watch(node, self.done[Entry(node)].node)
-        return Graph(self.done[e] for e in self.graph.outputs)
+            if node.op in CASTS and self._adds_in_float32(node.inputs[0].node):
+                new[node] = new[node.inputs[0].node]
+                continue
+            inputs = [Entry(new[e.node], e.output) for e in node.inputs]
+            if self._adds_in_float32(node):  # reads what its inputs are cast from
+                inputs = [Entry(new[e.node.inputs[0].node], e.node.inputs[0].output)
+                          for e in node.inputs]
+            new[node] = node if node.is_variable else self._rewritten(node, inputs)
+        return Graph(Entry(new[e.node], e.output) for e in self.graph.outputs)
 
-    def _watch(self, node: Node, new: Node) -> None:
-        """Counts what a node computes, but for those with sparse gradients, which the engine does
-        not have."""
-        if new.name == node.name and _runs_engine(node) \
-                and node.attrs.get("sparse_grad") not in ("True", "1"):
-            new.attrs[_WATCH] = f"{self.watch}{node.name}"
+    def _adds_in_float32(self, node: Node) -> bool:
+        """Whether a batched product in float32 reads casts of halves only, and is read by casts to
+        halves only. On a node with a setting, a batched product of halves adds in float32 on both
+        devices (cpu/gpu.cc), which gives the same numbers without the casts."""
+        if node.op != "batch_dot" or PRODUCT in node.attrs or self.rounds_halves \
+                or self.watch is not None:  # an X-ray counts what the casts round
+            return False
+        users = self.users.get(Entry(node), [])
+        return bool(users) and all(self._is_cast(e.node, HALF, "float32") for e in node.inputs) \
+            and all(user is not None and self._is_cast(user, "float32", HALF) for user in users)
+
+    def _is_cast(self, node: Node, before: str, after: str) -> bool:
+        return node.op in CASTS and self.types[node.inputs[0]] == before \
+            and self.types[Entry(node)] == after
 
     def _is_half(self, entry: Entry) -> bool:
         return self.types.get(entry) == HALF
@@ -136,49 +139,36 @@ class _Rewriting:
     def _outputs(self, node: Node) -> List[Entry]:
         return [Entry(node, i) for i in range(self.count[node])]
 
-    def _rewritten(self, node: Node) -> List[Entry]:
-        """What stands for the node's outputs."""
-        outputs = self._outputs(node)
-        if node.is_variable:
-            return outputs
-        if node.op in CASTS and node.inputs[0].node in self.norms:
-            return [self.done[node.inputs[0]]]
-        if self._stands_between_casts(node):
-            self.norms.add(node)
-            read = _BETWEEN_CASTS[node.op]
-            new = node.like([*(self.done[e.node.inputs[0]] for e in node.inputs[:read]),
-                             *(self.done[e] for e in node.inputs[read:])])
-            new.attrs[ENGINE] = "1"
-            return [Entry(new, e.output) for e in outputs]
-        new = node.like(self.done[e] for e in node.inputs)
-        if node.subgraphs:
-            new.subgraphs = [self._body(node, i) for i in range(len(node.subgraphs))]
-        entries = [*node.inputs, *outputs]
+    def _rewritten(self, node: Node, inputs: List[Entry]) -> Node:
+        """The same operator with its settings."""
+        new = node.like(inputs)
+        new.subgraphs = [self._body(node, i) for i in range(len(node.subgraphs))]
+        entries = [*node.inputs, *self._outputs(node)]
         rounded = any(map(self._is_rounded, entries)) or PRODUCT in node.attrs
         if node.op == "BatchNorm" and self.policy.cpu_only:  # ours is the faster on plain arrays
             rounded = True
         if rounded:
             self._say_formats(node, new)
-        if rounded or any(map(self._is_half, entries)) or _goes_wrong_in_float32(node):
-            self._run_engine(node, new)
-        return [Entry(new, e.output) for e in outputs]
-
-    def _run_engine(self, node: Node, new: Node) -> None:
-        """Gives a node of low type the engine's in-place options, and constants in its format."""
-        check_layout(node)
-        if any(map(self._is_rounded, self._outputs(node))):
-            for key, number in numbers(node):  # made float32 first, as a GPU does
-                new.attrs[key] = repr(float(self.policy.between.nearest.round(np.float32(number))))
-        if _runs_engine(node):
-            new.attrs[ENGINE] = "1"
-        if node.op in _RUN_ONCE:
+        low = rounded or any(map(self._is_half, entries))
+        if low and node.op in _RUN_ONCE:
             new.attrs.pop("__force_mirroring__", None)
+        if low and self.policy.accumulate is not None:
+            accumulate(new, self.policy.accumulate, self.policy.split)
+        if _is_better_in_the_engine(node) or self._adds_in_float32(node):
+            new.attrs[_ENGINE] = "1"
+        if self.watch is not None and _runs_engine(node) \
+                and node.attrs.get("sparse_grad") not in ("True", "1"):
+            new.attrs[_WATCH] = f"{self.watch}{node.name}"
+        return new
 
     def _say_formats(self, node: Node, new: Node) -> None:
         """Tells the engine which inputs and outputs of a node it rounds, and to what."""
         policy = self.policy
         if new.attrs.get("dtype") == policy.between.type_name not in TYPE_FLAG:
             new.attrs["dtype"] = "float32"
+        if any(map(self._is_rounded, self._outputs(node))):
+            for key, number in numbers(node):  # made float32 first, as a GPU does
+                new.attrs[key] = repr(float(policy.between.nearest.round(np.float32(number))))
         if node.op in LEFT_ALONE:
             return
         if PRODUCT in node.attrs:
@@ -209,26 +199,6 @@ class _Rewriting:
         place = self.place(node.name)
         return place if again == 1 else f"{place} {again}"
 
-    def _stands_between_casts(self, node: Node) -> bool:
-        """Whether a float32 layer norm or batched product reads what was cast from float16, and all
-        that read it cast it back: then it reads and writes halves itself, which gives the same
-        numbers."""
-        read = _BETWEEN_CASTS.get(node.op, 0)
-        if not read or self.rounds_halves or PRODUCT in node.attrs \
-                or not all(map(self._is_cast_from_half, node.inputs[:read])):
-            return False
-        if self.watch is not None and node.op in PRODUCTS:  # its casts are to be counted
-            return False
-        users = self.users.get(Entry(node), [])
-        return bool(users) \
-            and not any(Entry(node, i) in self.users for i in (1, 2)) \
-            and all(user is not None and user.op in CASTS and self._is_half(Entry(user))
-                    for user in users)
-
-    def _is_cast_from_half(self, entry: Entry) -> bool:
-        return entry.node.op in CASTS and not self._is_half(entry) \
-            and self._is_half(entry.node.inputs[0])
-
     def _body(self, node: Node, which: int) -> Graph:
         body, inputs = node.subgraphs[which], bindings(node)[which]
         names = body.variables()
@@ -243,21 +213,25 @@ def _runs_engine(node: Node) -> bool:
     return node.op in library.dispatched() and node.op not in LEFT_ALONE
 
 
-def _goes_wrong_in_float32(node: Node) -> bool:
-    """Whether MXNet's own float32 code on a CPU is wrong, so that ours runs in its place: Dropout
-    forgets its mask on the way back; PReLU writes the data's gradient over the gradient that it
-    still has to read for the slope's; hard_sigmoid writes its own over one that others read."""
-    return node.op in ("Dropout", "hard_sigmoid") or node.attrs.get("act_type") == "prelu"
+def _is_better_in_the_engine(node: Node) -> bool:
+    """Whether the engine runs a node in float32, too, since MXNet's CPU code is wrong or slow.
+
+    Dropout's mask serves one backward pass only; PReLU writes the data's gradient over the gradient
+    that the slope's still reads; hard_sigmoid's gradient overwrites one that others read. A layer
+    norm of cast data is several times slower; one that is kept in float32 has MXNet's bits.
+    """
+    return node.op in ("Dropout", "hard_sigmoid") or node.attrs.get("act_type") == "prelu" \
+        or node.op == "LayerNorm" and node.inputs[0].node.op in CASTS
 
 
-def _with_dropout_to_walk_back_twice(graph: Graph) -> Graph:
-    """The graph with x * Dropout(1) for each Dropout(x), which gives the same numbers: MXNet's own
-    forgets its mask once it has been walked back, and of ones no gradient is needed."""
+def _with_repeatable_dropout(graph: Graph) -> Graph:
+    """The graph with x * Dropout(1) for each Dropout(x), which gives the same numbers. Without the
+    engine, the mask of MXNet's Dropout serves one backward pass only; ones need no gradient."""
     new: Dict[Node, Node] = {}
     for node in graph.nodes():
         inputs = [Entry(new[e.node], e.output) for e in node.inputs]
         new[node] = made = node if node.is_variable else node.like(inputs)
-        made.subgraphs = [_with_dropout_to_walk_back_twice(body) for body in node.subgraphs]
+        made.subgraphs = [_with_repeatable_dropout(body) for body in node.subgraphs]
         if node.op == "Dropout":
             ones = Node("ones_like", f"{node.name}_ones", {}, inputs)
             made.inputs = [Entry(ones)]

@@ -1,10 +1,12 @@
-"""What a CPU has no code for, said when a graph is made or is to train.
+"""What a device has no code for, refused when a graph is made or is to train.
 
 MXNet tells of an error in what runs only when somebody reads a result, so what is known before is
 refused here.
 """
 from typing import Iterator
 
+from ..cpu import library
+from ..policy import Policy
 from .accumulate import ATTRIBUTE
 from .graph import Graph, Node
 
@@ -16,11 +18,23 @@ _OF_ONE_FORMAT = {"_npi_einsum": "einsum", "Convolution_v1": "Convolution_v1",
                   "_contrib_ModulatedDeformableConvolution": "ModulatedDeformableConvolution"}
 
 
-def check_layout(node: Node) -> None:
-    """Refuses convolutions with channels behind places, which MXNet has on GPUs only."""
+def check_device(graph: Graph, policy: Policy, on_gpu: bool) -> None:
+    """Refuses a graph, or a policy, that this kind of device does not run."""
+    if on_gpu and policy.cpu_only:
+        why = "a GPU adds in its own way" if policy.accumulate else \
+            "on GPUs MXNet 1.9.1 has no arrays of its formats: use float16"
+        raise ValueError(f"policy {policy.name} runs on CPUs only: {why}. Received: data on a GPU")
+    if not on_gpu:
+        library.load()
+        for node in graph.nodes_within():
+            _check_layout(node)
+
+
+def _check_layout(node: Node) -> None:
+    """Refuses channels-last convolutions, which MXNet has on GPUs only."""
     layout = node.attrs.get("layout", "None")
     if node.op in ("Convolution", "Deconvolution") and layout.endswith("C"):
-        raise ValueError(f"{node.name}: a CPU has no {node.op} with channels behind places. "
+        raise ValueError(f"{node.name}: a CPU has no {node.op} with channels last. "
                          f"Valid: layout NCW, NCHW, NCDHW. Received: {layout}")
 
 

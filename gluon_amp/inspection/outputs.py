@@ -45,7 +45,7 @@ def watched_on_gpu(net: Network) -> "mx.sym.Symbol":
     data, _ = net._cached_graph
     graph, types = net.mixed_graph(["float32"] * len(data))
     made = with_outputs(graph, types, net._amp.policy, net.collect_params())
-    return build(made.graph, made.types, True, net._amp.policy).symbol()
+    return build(made.graph, made.types, net._amp.policy).symbol()
 
 
 def with_outputs(graph: Graph, types: Mapping[str, str], policy: Policy,

@@ -31,6 +31,7 @@ from ..gluon.state import blocks_in
 from ..graph.build import build, cached_op
 from ..graph.casts import float32_variables, insert_casts
 from ..graph.graph import Graph
+from ..graph.refusals import check_device
 from ..policy import Policy
 from ..symbolic.binding import SCALE, with_loss_scale
 from .heads import HeadLosses
@@ -94,7 +95,8 @@ class Call(NamedTuple):
         graph, types = typed
         if SCALE in parameters:
             graph, types = with_loss_scale(graph), {**types, SCALE: "float32"}
-        symbol = build(graph, types, False, policy, watch, samples, scales, place).symbol()
+        check_device(graph, policy, on_gpu=False)
+        symbol = build(graph, types, policy, watch, samples, scales, place).symbol()
         if self.numpy:
             symbol = symbol.as_np_ndarray()
         return cached_op(symbol, self.names, parameters, flags)

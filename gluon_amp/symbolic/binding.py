@@ -1,4 +1,4 @@
-"""How a symbol becomes executors: a CPU gets settings for the engine, a loss scale its variable.
+"""How a symbol becomes executors: float16 nodes get their settings, a loss scale its variable.
 
 `Bindable` is the clean symbol itself, as saved and shown. Only `simple_bind` differs: what
 it binds is another graph with the same arguments, gradients and outputs.
@@ -17,7 +17,8 @@ from ..cpu.arrays import dtype_name
 from ..graph.build import build
 from ..graph.graph import VARIABLE, Entry, Graph, Node
 from ..graph.operators import LOSSES
-from ..graph.refusals import check_trains_on_cpus, devices_that_wait
+from ..graph.refusals import check_device, check_trains_on_cpus, devices_that_wait
+from ..policy import POLICIES
 
 SCALE = "gluon_amp_loss_scale"
 
@@ -55,17 +56,17 @@ def environment(name: str, value: Optional[str]) -> Iterator[None]:
 
 
 @contextmanager
-def _bound_as_built(ours: bool) -> Iterator[None]:
-    """Keeps MXNet from what it does with graphs while it binds them, where operators are ours.
+def _bound_as_built(low_on_cpu: bool) -> Iterator[None]:
+    """Keeps MXNet from rewriting a float16 graph while it binds it on a CPU.
 
-    MXNet's subgraphs for oneDNN keep the first weights that they predict with, where those
-    are no variables: a float16 weight of a float32 layer is cast first. The backend `default`
-    finds nothing to put into subgraphs, as `NONE` does, which MXNet tells at each binding. And to
-    save memory, MXNet may run operators again in the backward pass, but not those that draw a mask
-    or move statistics, which it knows by their names.
+    MXNet's subgraphs for oneDNN keep the first weights that they predict with, unless those
+    are variables: a float16 weight of a float32 layer is cast first. The backend `default`
+    creates no subgraphs, as `NONE`, for which MXNet logs a message at each binding. And to save
+    memory, MXNet may recompute operators in the backward pass: batch norms then update their
+    statistics twice.
     """
-    with environment("MXNET_SUBGRAPH_BACKEND", "default" if ours else None), \
-            environment("MXNET_BACKWARD_DO_MIRROR", "0" if ours else None):
+    with environment("MXNET_SUBGRAPH_BACKEND", "default" if low_on_cpu else None), \
+            environment("MXNET_BACKWARD_DO_MIRROR", "0" if low_on_cpu else None):
         yield
 
 
@@ -95,20 +96,21 @@ class Bindable(mx.sym.Symbol):
     def simple_bind(self, ctx: Any, grad_req: Any = "write", type_dict: Any = None,
                     **kwargs: Any) -> Any:
         types = self._types(type_dict or {})
-        ours = ctx.device_type != "gpu" \
-            and "float16" in Graph.read(self).types(types).values()
-        if not ours and self.loss_scale is None:
+        graph = Graph.read(self)
+        low = "float16" in graph.types(types).values()
+        if not low and self.loss_scale is None:
             return super().simple_bind(ctx, grad_req, type_dict, **kwargs)
         requests = _requests(grad_req, self.list_arguments())
-        graph = Graph.read(self)
         shapes = {name: shape for name, shape in kwargs.items() if isinstance(shape, tuple)}
         options = {name: value for name, value in kwargs.items() if name not in shapes}
         if self.loss_scale is not None:
             graph = with_loss_scale(graph)
             shapes[SCALE], types[SCALE], requests[SCALE] = (1,), "float32", "null"
-        if ours:
+        on_gpu = ctx.device_type == "gpu"
+        if low:
+            check_device(graph, POLICIES["float16"], on_gpu)
             graph = build(graph, types)
-        with _bound_as_built(ours):
+        with _bound_as_built(low and not on_gpu):
             executor = graph.symbol().simple_bind(
                 ctx, requests, {k: np.dtype(t).type for k, t in types.items()}, **options,
                 **shapes)

@@ -117,9 +117,8 @@ class Alone:
         graph = Graph([Entry(node, 0)])
         if policy:
             types = {n: np.dtype(a.dtype).name for n, a in self.arrays.items()}
-            on_gpu = context.device_type == "gpu"
             policy = get_policy(policy)
-            graph = build(insert_casts(graph, types, policy, []), types, on_gpu, policy)
+            graph = build(insert_casts(graph, types, policy, []), types, policy)
         self.graph, self.symbol = graph, graph.symbol()
 
     def forward(self):
@@ -128,7 +127,8 @@ class Alone:
             if node.is_variable:
                 made[Entry(node)] = self.arrays[node.name]
                 continue
-            attributes = {k: v for k, v in node.attrs.items() if not k.startswith("__")}
+            attributes = {k: v for k, v in node.attrs.items()
+                          if not k.startswith("__") or k.startswith("__gluon_amp_")}
             outputs = _imperative_invoke(
                 handle(node.op).value, [made[e] for e in node.inputs], list(attributes),
                 list(attributes.values()), None, False, False)

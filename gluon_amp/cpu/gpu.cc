@@ -1,0 +1,96 @@
+// Two of MXNet's GPU functions, where the wheel has code for GPUs.
+//
+// - The state of MXNet's Dropout records that values were dropped, and its backward pass resets that, so
+//   that a second backward pass through the same graph drops nothing. Here the record stays.
+// - batch_dot of float16 arrays on a node with kEngineKey adds in float32, as all other products of
+//   float16 do; MXNet's adds in float16.
+#include <algorithm>
+#include <limits>
+
+#include "gpu.h"
+
+// Of the libraries that libmxnet.so loads; null in a build for CPUs.
+extern "C" __attribute__((weak)) int cublasGemmStridedBatchedEx(
+    void* handle, int transpose_a, int transpose_b, int m, int n, int k, const void* alpha,
+    const void* a, int a_type, int lda, long long a_stride, const void* b, int b_type, int ldb,
+    long long b_stride, const void* beta, void* c, int c_type, int ldc, long long c_stride, int batch,
+    int compute, int algorithm);
+
+namespace gluon_amp {
+namespace {
+
+// ---- Dropout -----------------------------------------------------------------------
+
+// How MXNet's DropoutOp begins (src/operator/nn/dropout-inl.h).
+struct DropoutState {
+  float keep;
+  int mode;
+  mxnet::TShape axes;
+  bool passes;  // nothing was dropped
+};
+
+void keep_masks(nnvm::Op& backward) {
+  const auto* found = get<mxnet::FStatefulCompute>(&backward, "FStatefulCompute<gpu>");
+  if (!found) return;
+  set<mxnet::FStatefulCompute>(backward, "FStatefulCompute<gpu>", mxnet::FStatefulCompute(
+      [theirs = mxnet::FStatefulCompute(*found)](
+          const OpStatePtr& state, const OpContext& context, const std::vector<TBlob>& in,
+          const std::vector<OpReqType>& req, const std::vector<TBlob>& out) {
+        bool& passes = static_cast<DropoutState*>(pointer_in(state)->state)->passes;
+        const bool passed = passes;
+        theirs(state, context, in, req, out);
+        passes = passed;
+      }));
+}
+
+// ---- batch_dot ---------------------------------------------------------------------
+
+// How mshadow::Stream<gpu> begins.
+struct GpuStream {
+  void* stream;
+  void* cublas;
+};
+
+constexpr int kHalfs = 2, kSumsInFloat32 = 68, kTensorCores = 99;  // cuBLAS's numbers, CUDA 11
+
+// cuBLAS reads matrices by columns, so it multiplies the transposed ones in the other order.
+void batch_dot(const NodeAttrs& attrs, const OpContext& context, const TBlob& a, const TBlob& b,
+               OpReqType req, const TBlob& c) {
+  const bool ta = flag(attrs, "transpose_a", false), tb = flag(attrs, "transpose_b", false);
+  const auto rows = [](const TBlob& x) { return x.shape_[x.ndim() - 2]; };
+  const auto columns = [](const TBlob& x) { return x.shape_[x.ndim() - 1]; };
+  const int64_t batch = size(c) / (rows(c) * columns(c));
+  for (const TBlob* x : {&a, &b, &c})
+    if (std::max({rows(*x), columns(*x), batch}) > std::numeric_limits<int>::max())
+      throw dmlc::Error("batch_dot: a dimension exceeds cuBLAS's 2^31 - 1");
+  const float one = 1, beta = req == mxnet::kAddTo ? 1 : 0;
+  const int status = cublasGemmStridedBatchedEx(
+      static_cast<const GpuStream*>(context.run_ctx.stream)->cublas, tb, ta, columns(c), rows(c),
+      tb ? columns(b) : rows(b), &one, b.dptr_, kHalfs, columns(b), rows(b) * columns(b), a.dptr_, kHalfs,
+      columns(a), rows(a) * columns(a), &beta, c.dptr_, kHalfs, columns(c), rows(c) * columns(c), batch,
+      kSumsInFloat32, kTensorCores);
+  if (status) throw dmlc::Error("batch_dot: cuBLAS status " + std::to_string(status));
+}
+
+void add_in_float32(nnvm::Op& op) {
+  const auto* found = get<mxnet::FCompute>(&op, "FCompute<gpu>");
+  if (!found) return;
+  if (!cublasGemmStridedBatchedEx) throw dmlc::Error("cuBLAS lacks cublasGemmStridedBatchedEx");
+  set<mxnet::FCompute>(op, "FCompute<gpu>", mxnet::FCompute(
+      [theirs = mxnet::FCompute(*found)](
+          const NodeAttrs& attrs, const OpContext& context, const std::vector<TBlob>& in,
+          const std::vector<OpReqType>& req, const std::vector<TBlob>& out) {
+        if (!is_half(out[0]) || !find(attrs, kEngineKey) || !size(in[0]) || !size(in[1]))
+          return theirs(attrs, context, in, req, out);
+        if (req[0] != mxnet::kNullOp) batch_dot(attrs, context, in[0], in[1], req[0], out[0]);
+      }));
+}
+
+}  // namespace
+
+void replace_gpu_functions() {
+  keep_masks(const_cast<nnvm::Op&>(*nnvm::Op::Get("_backward_Dropout")));
+  add_in_float32(const_cast<nnvm::Op&>(*nnvm::Op::Get("batch_dot")));
+}
+
+}  // namespace gluon_amp
