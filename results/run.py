@@ -1,11 +1,12 @@
 """Trains what this folder tells of: python results/run.py [STUDY ...]
 
-Writes results/STUDY/KIND-seedN.log and .jsonl. What is there is not trained again, so a second call
-goes on where the first stopped; remove a study's logs to train it anew. As many runs train side by
-side as there are processors, each with one thread. The data is the shared one, beside the checkout
-or in $GLUON_AMP_DATA.
+Writes results/STUDY.jsonl: the log.jsonl of each run, one behind the other, named KIND-seedN. What
+is there is not trained again, so a second call goes on where the first stopped; remove a study's
+file to train it anew. As many runs train side by side as there are processors, each with one
+thread. The data is the shared one, beside the checkout or in $GLUON_AMP_DATA.
 """
 import argparse
+import json
 import os
 import tempfile
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -13,7 +14,6 @@ from pathlib import Path
 from typing import Dict, NamedTuple
 
 import study
-from gluon_amp.files import replace_text
 from tqdm import tqdm
 
 HERE = Path(__file__).parent
@@ -70,26 +70,20 @@ STUDIES = {
 }
 
 
-def log_of(name, kind, seed):
-    return HERE / name / f"{kind}-seed{seed}.log"
+def file_of(name):
+    return HERE / f"{name}.jsonl"
 
 
 def train(name, kind, seed):
-    """One run. Its logs appear when it has ended well; where it has not, that is an error."""
+    """The lines of one run's log.jsonl. Where it has not ended well, that is an error."""
     script, flags, _, kinds = STUDIES[name]
-    log = log_of(name, kind, seed)
-    log.parent.mkdir(exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=log.parent, prefix=".run") as scratch:
+    with tempfile.TemporaryDirectory(dir=HERE, prefix=".run") as scratch:
         saved = Path(scratch, "saved")
-        said = study.train(script, f"--seed {seed} {kinds[kind]} {flags}", saved)
-
-        def put(text, path):
-            for folder, word in ((saved, "SAVE_DIR"), (study.SHARED, "SHARED")):
-                text = text.replace(str(folder), word)
-            replace_text(str(path), text)
-
-        put((saved / "log.jsonl").read_text(), log.with_suffix(".jsonl"))
-        put(said, log)
+        study.train(script, f"--seed {seed} {kinds[kind]} {flags}", saved)
+        text = (saved / "log.jsonl").read_text()
+        for folder, word in ((saved, "SAVE_DIR"), (study.SHARED, "SHARED")):
+            text = text.replace(str(folder), word)
+        return [json.loads(line) for line in text.splitlines()]
 
 
 def main():
@@ -104,14 +98,17 @@ def main():
         parser.error(f"no study {', '.join(sorted(unknown))}. Valid: {', '.join(STUDIES)}")
     runs = [(name, kind, seed) for name in args.studies or STUDIES
             for seed in range(STUDIES[name].seeds) for kind in STUDIES[name].kinds]
-    left = [run for run in runs if not log_of(*run).exists()]
+    done = {name: study.runs(file_of(name)) for name in STUDIES}
+    left = [(name, kind, seed) for name, kind, seed in runs
+            if f"{kind}-seed{seed}" not in done[name]]
     with ThreadPoolExecutor(args.jobs) as pool, \
             tqdm(total=len(runs), initial=len(runs) - len(left), unit="run") as bar:
         futures = {pool.submit(train, *run): run for run in left}
         try:
             for future in as_completed(futures):
-                future.result()
-                bar.set_postfix_str(" ".join(map(str, futures[future])))
+                name, kind, seed = futures[future]
+                study.put_run(file_of(name), f"{kind}-seed{seed}", future.result())
+                bar.set_postfix_str(f"{name} {kind} {seed}")
                 bar.update()
         except BaseException:
             for future in futures:

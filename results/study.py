@@ -16,7 +16,7 @@ PYTHON = [sys.executable, "-W", "ignore"]
 
 
 def train(script, flags, folder, launcher=()):
-    """Runs a script of example/, with one thread, which saves into a folder. Returns its log.
+    """Runs a script of example/, with one thread, which saves into a folder.
 
     Args:
         flags: as in a command line; SHARED stands for the folder of data.
@@ -28,7 +28,6 @@ def train(script, flags, folder, launcher=()):
                           text=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, check=False)
     if done.returncode:
         raise SystemExit(f"{script} {flags} failed:\n{done.stderr[-2000:]}")
-    return done.stderr
 
 
 def lines(path):
@@ -39,6 +38,24 @@ def lines(path):
 def add(path, *made):
     """Adds lines to such a file, which is whole at any moment."""
     replace_text(str(path), "".join(json.dumps(line) + "\n" for line in [*lines(path), *made]))
+
+
+def runs(path):
+    """The runs of a file that holds the log.jsonl of each, one behind the other: lines by name."""
+    found = {}
+    for line in lines(path):
+        if "run" in line:
+            of_run = found[line["run"]] = []
+        of_run.append(line)
+    return found
+
+
+def put_run(path, name, of_run):
+    """Adds a run to such a file; its first line gets the run's name."""
+    head, *rest = of_run
+    made = {**runs(path), name: [{"run": name, **head}, *rest]}
+    replace_text(str(path), "".join(json.dumps(line) + "\n"
+                                    for _, of_run in sorted(made.items()) for line in of_run))
 
 
 def left(path, wanted):

@@ -1,14 +1,13 @@
-"""The table of this folder's trainings: python results/table.py results/*/
+"""The table of this folder's trainings: python results/table.py results/*.jsonl
 
 Also draws differences.png. Runs of one seed begin with the same weights and see the images in the
 same order, so they are compared one by one, as `gluon-amp report` compares them.
 """
-import json
-import re
 import sys
 from pathlib import Path
 from statistics import mean, stdev
 
+import study
 from gluon_amp.report.colors import color
 from gluon_amp.report.verdict import outcome, p_text, paired
 from matplotlib.figure import Figure
@@ -17,33 +16,24 @@ HERE = Path(__file__).parent
 MARGIN = 0.5  # points of accuracy
 
 
-def result(path):
-    """Test accuracy after the last epoch, in percent, and how many steps were skipped."""
-    log, lines = path.read_text(), path.with_suffix(".jsonl")
-    if lines.exists():
-        ends = [line for line in map(json.loads, lines.read_text().splitlines())
-                if "err_top1" in line]
-        return 100 * (1 - ends[-1]["err_top1"]), ends[-1]["skipped"]
-    return 100 * float(re.findall(r"Validation-accuracy=(\S+)", log)[-1]), \
-        log.count("step skipped")
-
-
-def results(folder):
-    """What each kind of runs ended with, by seed."""
+def results(path):
+    """What each kind of runs ended with, by seed: test accuracy after the last epoch, in percent,
+    and how many steps were skipped."""
     found = {}
-    for path in folder.glob("*-seed*.log"):
-        kind, seed = path.stem.rsplit("-seed", 1)
-        found.setdefault(kind, {})[int(seed)] = result(path)
+    for name, lines in study.runs(path).items():
+        kind, seed = name.rsplit("-seed", 1)
+        end = [line for line in lines if "err_top1" in line][-1]
+        found.setdefault(kind, {})[int(seed)] = 100 * (1 - end["err_top1"]), end["skipped"]
     return dict(sorted(found.items(), key=lambda item: (item[0] != "float32", item[0])))
 
 
-def rows(folder):
+def rows(path):
     """Cells of a table for each kind, and its difference to float32 with the pairs'."""
-    found = results(folder)
+    found = results(path)
     for kind, runs in found.items():
         accuracies = [accuracy for accuracy, _ in runs.values()]
         skipped = [skipped for _, skipped in runs.values()]
-        cells = [folder.name, kind, len(runs), f"{mean(accuracies):.2f} ± {stdev(accuracies):.2f}",
+        cells = [path.stem, kind, len(runs), f"{mean(accuracies):.2f} ± {stdev(accuracies):.2f}",
                  " to ".join(map(str, sorted({min(skipped), max(skipped)}))), "", ""]
         pairs = sorted(runs.keys() & found["float32"].keys())
         if kind == "float32":
@@ -84,8 +74,8 @@ def draw(found, path):
     figure.savefig(path, dpi=150)
 
 
-def main(folders):
-    found = [row for folder in folders if any(folder.glob("*-seed*.log")) for row in rows(folder)]
+def main(paths):
+    found = [row for path in paths for row in rows(path)]
     print("| study | runs | seeds | test accuracy: mean ± standard deviation | skipped steps | "
           f"minus float32 (95 %) | the same within {MARGIN:g} points? |\n|{' --- |' * 7}")
     for cells, *_ in found:

@@ -132,6 +132,14 @@ def test_steps_of_our_jsonl_are_read(tmp_path):
     assert run.trace[:2] == [(0, 0, 2048, 1), (0, 1, 1024, 1)]
 
 
+def test_runs_of_one_file_have_the_names_that_their_arguments_come_with(tmp_path):
+    text = "".join(logs.steps([error], seed=seed).replace("{", f'{{"run": "seed {seed}", ', 1)
+                   for seed, error in enumerate([0.5, 0.4, 0.3]))
+    runs = read_text(tmp_path, text + logs.steps([0.2], seed=3))
+    assert [run.name for run in runs] == ["seed 0", "seed 1", "seed 2", "a (4)"]
+    assert [run.final for run in runs] == pytest.approx([50, 60, 70, 80])
+
+
 @pytest.mark.parametrize("version", ["3", "0", "-1", '"2"', "true"])
 def test_another_version_of_our_jsonl_is_refused(version, tmp_path):
     with pytest.raises(ValueError, match=r"a\.log: log.jsonl of version .* Valid: 1 to 2"):

@@ -9,6 +9,7 @@ What it says of each epoch is kept, so memory grows with epochs, not with lines:
     mAP=0.7 (behind [Epoch 3])         results of detection, GluonCV's
     Epoch 3 validation ... mIoU: 0.7   results of segmentation, GluonCV's
     Epoch[3] Validation-accuracy=...   results, Module's
+    {"arguments": {...}, "run": ...}   the arguments of a run and, if it has one, its name, ours
     {"epoch": 3, ...}                  results, ours
     {"epoch": 3, "batch": 19, ...}     a step, ours
 
@@ -158,7 +159,7 @@ def read_log(path: Path, name: str) -> List[Run]:
     for i, run in enumerate(runs):
         if run.counts_from_1:
             run.count_from_0()
-        run.name += f" ({i + 1})" if len(runs) > 1 else ""
+        run.name += f" ({i + 1})" if len(runs) > 1 and run.name == name else ""
     return runs
 
 
@@ -169,6 +170,7 @@ class _Reader:
         self.path, self.name = path, name
         self.runs: List[Run] = []
         self.header: Optional[Dict[str, Any]] = None  # arguments that no epoch has followed yet
+        self.given = ""  # the run's name, where the line of its arguments has one
         self.number, self.epoch = -1, Epoch()
         self.inverse, self.intervals = 0.0, 0  # of the speeds in the epoch's lines of batches
         self.lr: Optional[float] = None
@@ -273,7 +275,7 @@ class _Reader:
             if type(version) is not int or not 1 <= version <= VERSION:
                 raise ValueError(f"{self.path}: log.jsonl of version {version!r:.20}. Valid: 1 to "
                                  f"{VERSION}")
-            self.header = entry["arguments"]
+            self.header, self.given = entry["arguments"], str(entry.get("run", ""))
         elif type(entry.get("epoch")) is int and 0 <= entry["epoch"] < 10 ** 9:
             values = {key: _number(value) for key, value in entry.items()}
             self._go_to(entry["epoch"])
@@ -332,12 +334,12 @@ class _Reader:
         back = run is not None and number <= self.number
         if run is None or number == 0 or (
                 self.header is not None and not run.started_with(self.header)):
-            self.runs.append(Run(self.name, self.header or {}))
+            self.runs.append(Run(self.given or self.name, self.header or {}))
             self.lr = None
         elif back or self.header is not None:
             run.notes.append(f"resumed after {counted(number, 'epoch')}")
             run.forget_from(number)
-        self.header, self.number, self.epoch = None, number, Epoch()
+        self.header, self.given, self.number, self.epoch = None, "", number, Epoch()
         self.inverse, self.intervals = 0.0, 0
 
 

@@ -1,4 +1,4 @@
-"""results/imagenet: rebuilt byte for byte, true to its sources, and its page in a browser."""
+"""results/: rebuilt byte for byte; imagenet: true to its sources, and its page in a browser."""
 import csv
 import importlib.util
 import os
@@ -33,11 +33,30 @@ def errors(run):
 
 # ---- the files
 
-def test_make_results_draws_what_is_committed_byte_for_byte(tmp_path):
+def needs_versions_that_draw_the_same():
     versions = {"matplotlib": "3.7.5", "PIL": "10.4.0"}
     for name, version in versions.items():
         if __import__(name).__version__ != version:
             pytest.skip(f"needs {name} {version}: pip install 'gluon-amp[results]'")
+
+
+def test_the_studies_files_give_the_table_and_the_picture_that_are_committed(tmp_path):
+    needs_versions_that_draw_the_same()
+    for path in RESULTS.parent.glob("*.py"):
+        shutil.copy(path, tmp_path)
+    printed = subprocess.run(
+        [sys.executable, "-W", "ignore", str(tmp_path / "table.py"),
+         *map(str, sorted(RESULTS.parent.glob("*.jsonl")))],
+        check=True, timeout=120, capture_output=True, text=True).stdout.splitlines()
+    shown = (RESULTS.parent / "README.md").read_text().splitlines()
+    begin = shown.index(printed[0])
+    assert sorted(printed) == sorted(shown[begin:begin + len(printed)])
+    assert (tmp_path / "differences.png").read_bytes() == \
+        (RESULTS.parent / "differences.png").read_bytes()
+
+
+def test_make_results_draws_what_is_committed_byte_for_byte(tmp_path):
+    needs_versions_that_draw_the_same()
     subprocess.run([sys.executable, "-W", "ignore", str(RESULTS / "build.py"), str(tmp_path)],
                    check=True, timeout=120)
     built = {path.relative_to(tmp_path): path for path in tmp_path.rglob("*") if path.is_file()}
