@@ -5,12 +5,14 @@ mean of the outputs' squares. The others have a loss of their kind, against rand
 """
 import sys
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, Callable, NamedTuple
 
-from gluon_amp.recipes import zoo_network
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "example"))
 from gluon_amp.tools import demo
 from mxnet import gluon, nd
 from mxnet.gluon import nn, rnn
+from recipes import zoo_network
 
 
 class Network(NamedTuple):

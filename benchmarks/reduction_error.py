@@ -20,11 +20,14 @@ power of two.
 """
 import math
 import sys
+from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "example"))
 import gluon_amp as amp
 import numpy as np
 from gluon_amp._mxnet import mx
 from mxnet import autograd, gluon, nd
+from recipes import small_network
 
 NUMBERS, BATCHES, BATCH = 5000, 64, 16
 WORKERS = [8, 32, 128, 512, 1024, 4096]
@@ -35,7 +38,7 @@ def gradients(epochs):
     from sklearn.datasets import load_digits
     images, labels = load_digits(return_X_y=True)
     images = (images / 16).reshape(-1, 1, 8, 8).astype("float32")
-    net = amp.recipes.small_network(10)
+    net = small_network(10)
     net.initialize(mx.init.Xavier())
     net.hybridize()
     loss_fn = gluon.loss.SoftmaxCrossEntropyLoss()

@@ -8,17 +8,14 @@
 The order matters: load, put the features into a new network, initialize the new head, convert to
 float16, make the Trainer. Takes the flags of image_classification.py besides.
 """
-import logging
 import os
 import warnings
 
 import image_classification as recipe
 import mxnet as mx
-from gluon_amp import recipes
+import recipes
 from mxnet import gluon
 from mxnet.gluon import nn
-
-log = logging.getLogger("fine_tune")
 
 
 def pretrained_features(args, device):
@@ -87,6 +84,16 @@ def freeze(features, layers):
             parameter.grad_req = "null"
 
 
+def network(args, devices):
+    """The pretrained features behind a new head, which has no shape yet."""
+    features = pretrained_features(args, devices)
+    freeze(features, args.freeze)
+    net = Network(features, recipes.classes_of(args))
+    net.output.initialize(mx.init.Xavier(), ctx=devices)
+    net.output.collect_params().setattr("lr_mult", args.head_lr_mult)
+    return net
+
+
 def main(arguments=None):
     parser = recipes.Parser(__doc__)
     parser.add_argument("--pretrained", help="a name of MXNet's or gluoncv's model zoo")
@@ -104,18 +111,7 @@ def main(arguments=None):
     if not args.pretrained and not (args.pretrained_symbol and args.pretrained_params):
         parser.error("give the network: --pretrained NAME, or --pretrained-symbol NET-symbol.json "
                      "--pretrained-params NET-0000.params")
-    ranks, devices, folder = recipe.start(args)
-    order, loader, val_loader = recipes.images.image_loaders(args, ranks)
-    net = Network(pretrained_features(args, devices), recipes.images.classes_of(args))
-    freeze(net.features, args.freeze)
-    net.output.initialize(mx.init.Xavier(), ctx=devices)
-    net.output.collect_params().setattr("lr_mult", args.head_lr_mult)
-    net(next(iter(val_loader))[0].as_in_context(devices[0]))  # shapes of the head
-    recipe.converted(args, net)
-    log.info("before: err-top1=%f err-top5=%f",
-             *recipe.validate(ranks, net, val_loader, devices, recipe.loss_of(args))[:2])
-    recipe.fit(args, ranks, folder, net, order, loader, val_loader, devices)
-    return net
+    return recipe.train(args, network, validates_first=True)
 
 
 if __name__ == "__main__":

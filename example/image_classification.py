@@ -19,7 +19,7 @@ import time
 import gluon_amp as amp
 import mxnet as mx
 import numpy as np
-from gluon_amp import recipes
+import recipes
 from gluon_amp.parallel import average_statistics
 from mxnet import autograd, gluon
 
@@ -44,7 +44,7 @@ def add_network_arguments(parser):
 
 
 def add_arguments(parser, folder="runs/image_classification"):
-    recipes.images.add_arguments(parser)
+    recipes.add_image_flags(parser)
     add = parser.add_argument  # the second names are those of GluonCV's scripts
     add("--teacher", metavar="MODEL", help="also learn what this network says (distillation)")
     add("--teacher-params", metavar="FILE", help="its parameters, if not the model zoo's")
@@ -83,18 +83,18 @@ def add_arguments(parser, folder="runs/image_classification"):
     add("--seed", type=recipes.whole, default=0, help="of all random numbers")
     add("--benchmark", action="store_true", help="random images; samples/s and peak memory")
     add("--logging-file", metavar="FILE", help="also write the log there")
-    recipes.Progress.add_arguments(parser)
-    recipes.RunFolder.add_arguments(parser, folder)
-    recipes.TrainingLog.add_arguments(parser)
-    recipes.Ranks.add_arguments(parser)
-    recipes.add_xray_arguments(parser)
+    recipes.add_progress_flags(parser)
+    recipes.add_folder_flags(parser, folder)
+    recipes.add_log_flags(parser)
+    recipes.add_kvstore_flag(parser)
+    recipes.add_xray_flags(parser)
 
 
 # ---- network
 
 def network(args, devices):
     """The classifier, initialized."""
-    classes, options = recipes.images.classes_of(args), options_of(args)
+    classes, options = recipes.classes_of(args), options_of(args)
     if args.model == "small":
         net = recipes.small_network(classes)
     elif args.use_pretrained:
@@ -122,7 +122,7 @@ def teacher_of(args, devices):
     else:
         if not os.path.exists(args.teacher_params):
             raise SystemExit(f"{args.teacher_params} does not exist")
-        classes = recipes.images.classes_of(args)
+        classes = recipes.classes_of(args)
         net = recipes.small_network(classes) if args.teacher == "small" else \
             recipes.zoo_network(args.teacher, classes=classes)
         net.load_parameters(args.teacher_params, ctx=devices)
@@ -150,14 +150,14 @@ def trainer_of(args, net, kvstore="device", **schedule):
                **recipes.momentum_of(args.optimizer, args.momentum)}
     if args.no_wd:
         net.collect_params(".*beta|.*gamma|.*bias").setattr("wd_mult", 0.0)
-    scaled = args.loss_scale != "none" and not recipes.is_float32(args.policy or args.dtype)
+    unscaled = args.loss_scale == "none" or recipes.is_float32(args.policy or args.dtype)
     return amp.Trainer(net.collect_params(), args.optimizer, options, kvstore,
-                       loss_scale=args.loss_scale if scaled else None)
+                       loss_scale=None if unscaled else args.loss_scale)
 
 
 def loss_of(args):
     """Softmax cross entropy in float32, of smoothed labels if they are to be."""
-    smooth, classes = args.label_smoothing, recipes.images.classes_of(args)
+    smooth, classes = args.label_smoothing, recipes.classes_of(args)
     hot, soft = args.temperature, 1 - args.hard_weight
     if hot <= 0 or not 0 <= soft <= 1:
         raise ValueError("--temperature must be above 0, and --hard-weight from 0 to 1. Received: "
@@ -190,7 +190,7 @@ def mixup_of(args, epoch, rank):
     if not args.mixup or epoch >= args.epochs - args.mixup_off_epoch:
         return None
     rng = np.random.RandomState([args.seed, epoch, rank] if rank else [args.seed, epoch])
-    classes = recipes.images.classes_of(args)
+    classes = recipes.classes_of(args)
 
     def mix(data, label):
         share = rng.beta(args.mixup_alpha, args.mixup_alpha)
@@ -200,74 +200,11 @@ def mixup_of(args, epoch, rank):
     return mix
 
 
-def train_epoch(args, ranks, net, teacher, trainer, loss_fn, loader, devices, epoch, record):
-    """One pass; the training accuracy, the mean loss and the seconds, of all ranks."""
-    metric, start = mx.metric.Accuracy(), time.time()
-    total, count = 0.0, 0
-    mix = mixup_of(args, epoch, ranks.rank)
-    record.start_epoch(epoch)
-    progress = recipes.Progress(args, loader, epoch, args.batch_size * ranks.workers,
-                                shows=ranks.rank == 0)
-    for i, (data, label) in progress:
-        recipes.images.check_labels(args, label)
-        data, target = mix(data, label) if mix else (data, label)
-        datas, labels, targets = (gluon.utils.split_and_load(x, devices, even_split=False)
-                                  for x in (data, label, target))
-        taught = [teacher(x) if teacher else None for x in datas]
-        with autograd.record():
-            outputs = [net(x) for x in datas]
-            losses = [loss_fn(*each) for each in zip(outputs, targets, taught)]
-        scale, lr = trainer.loss_scale, trainer.learning_rate
-        trainer.backward(losses)
-        updated = trainer.step(len(data) * ranks.workers)
-        metric.update(labels, outputs)
-        loss = sum(float(one.sum().asscalar()) for one in losses)
-        total, count = total + loss, count + len(data)
-        shown, speed = progress.step(i, loss / len(data), scale)
-        record.add_step(
-            epoch, i, loss / len(data), updated, shown, lr=lr, loss_scale=scale,
-            skipped=trainer.skipped, gradient_norm=functools.partial(
-                norm, net, scale * len(data) * ranks.workers))
-        if speed:
-            log.info("Epoch[%d] Batch [%d]\tSpeed: %f samples/sec\taccuracy=%f\tlr=%f%s", epoch, i,
-                     speed, metric.get()[1], trainer.learning_rate, scale_text(trainer))
-    seconds = time.time() - start
-    ranks.sum_metric(metric)
-    total, count = ranks.sum(total, count)
-    return metric.get_global()[1], total / count, seconds
-
-
 def norm(net, divisor):
     """Of the gradient that has just updated the network: summed over devices and ranks, and
     unscaled."""
-    return recipes.gradient_norm([p.list_grad()[0] for p in net.collect_params().values()
-                         if p.grad_req != "null"]) / divisor
-
-
-def run_epoch(args, ranks, net, teacher, trainer, loss_fn, order, loader, val_loader, devices,
-              epoch, record):
-    """Trains one epoch, validates and logs; returns the epoch's line of the log."""
-    order.epoch = epoch
-    if ranks.rank == 0:
-        recipes.xray_epoch(args, epoch, net, loader, loss_fn)
-    seed = args.seed + 1 + epoch + 1_000_000 * ranks.rank
-    mx.random.seed(seed)  # of dropout and MXNet's augmentation
-    random.seed(seed)  # of Gluon's crops
-    accuracy, loss, seconds = train_epoch(args, ranks, net, teacher, trainer, loss_fn, loader,
-                                          devices, epoch, record)
-    if ranks.workers > 1:
-        trainer.check_ranks()
-        average_statistics(trainer)
-    speed = len(loader) * args.batch_size * ranks.workers / seconds
-    top1, top5, validation_loss = validate(ranks, net, val_loader, devices, loss_fn)
-    log.info("[Epoch %d] training: accuracy=%f", epoch, accuracy)
-    log.info("[Epoch %d] speed: %d samples/sec\ttime cost: %f", epoch, speed, seconds)
-    log.info("[Epoch %d] validation: err-top1=%f err-top5=%f%s", epoch, top1, top5,
-             scale_text(trainer))
-    return {"epoch": epoch, "accuracy": accuracy, "err_top1": top1, "err_top5": top5,
-            "loss": loss, "validation_loss": validation_loss,
-            "samples_per_second": speed, "seconds": seconds, "lr": trainer.learning_rate,
-            "loss_scale": trainer.loss_scale, "skipped": trainer.skipped}
+    return recipes.gradient_norm(p.list_grad()[0] for p in net.collect_params().values()
+                                 if p.grad_req != "null") / divisor
 
 
 def scale_text(trainer):
@@ -297,8 +234,10 @@ def validate(ranks, net, loader, devices, loss_fn):
     return 1 - top1 / count, 1 - top5 / count, loss / count
 
 
-def start(args):
-    """Ranks and this one's devices, log and seeds."""
+def train(args, make_network, validates_first=False):
+    """Trains the network that `make_network(args, devices)` returns, from where --resume finds it.
+    Returns the epochs' lines of log.jsonl."""
+    # The processes that train one network, this one's devices, where it writes, its random numbers
     args.lr_mode = args.lr_mode or ("step" if args.lr_decay_epoch else "cosine")
     ranks = recipes.Ranks(args.kvstore)
     ranks.start_log("%(message)s")
@@ -315,14 +254,23 @@ def start(args):
     mx.random.seed(args.seed)
     np.random.seed(args.seed)
     random.seed(args.seed)
-    return ranks, devices, folder
 
+    # Images, network and loss
+    order, loader, val_loader = recipes.image_loaders(args, ranks)
+    images = args.batch_size * ranks.workers  # of a step
+    net = converted(args, make_network(args, devices))
+    out = net(next(iter(val_loader))[0][:1].as_in_context(devices[0]))  # makes all parameters
+    classes = recipes.classes_of(args)
+    if out.shape[1] != classes:
+        raise ValueError(f"{args.model} has {out.shape[1]} classes, and the data {classes}: "
+                         "fine_tune.py puts a new head on it")
+    teacher, loss_fn = teacher_of(args, devices), loss_of(args)
+    if validates_first:
+        log.info("before: err-top1=%f err-top5=%f",
+                 *validate(ranks, net, val_loader, devices, loss_fn)[:2])
 
-def fit(args, ranks, folder, net, order, loader, val_loader, devices):
-    """Trains a converted network, from where --resume finds it."""
-    teacher = teacher_of(args, devices)
+    # The Trainer, which scales the loss, and what a run has that goes on
     trainer = trainer_of(args, net, ranks.store, lr_scheduler=schedule_of(args, len(loader)))
-    loss_fn = loss_of(args)
     if args.gpus:
         for hint in recipes.tensor_core_hints(net, args.batch_size, len(devices)):
             log.info("%s", hint)
@@ -331,30 +279,68 @@ def fit(args, ranks, folder, net, order, loader, val_loader, devices):
     if not args.resume_states and trainer.optimizer.num_update == 0:  # else the states know
         trainer.optimizer.begin_num_update = trainer.optimizer.num_update = begin * len(loader)
     record = folder.start_record(lines, begin * len(loader))
+
     for epoch in range(begin, args.epochs):
-        line = run_epoch(args, ranks, net, teacher, trainer, loss_fn, order, loader, val_loader,
-                         devices, epoch, record)
-        record.add_epoch(line)
+        order.epoch = epoch
+        if ranks.rank == 0:
+            recipes.xray_epoch(args, epoch, net, loader, loss_fn)
+        seed = args.seed + 1 + epoch + 1_000_000 * ranks.rank
+        mx.random.seed(seed)  # of dropout and MXNet's augmentation
+        random.seed(seed)  # of Gluon's crops
+        mix = mixup_of(args, epoch, ranks.rank)
+        metric, total, count, start = mx.metric.Accuracy(), 0.0, 0, time.time()
+        record.start_epoch()
+        progress = recipes.Progress(args, loader, epoch, images, shows=ranks.rank == 0)
+        for i, (data, label) in progress:
+            recipes.check_labels(args, label)
+            data, target = mix(data, label) if mix else (data, label)
+            datas, labels, targets = (gluon.utils.split_and_load(x, devices, even_split=False)
+                                      for x in (data, label, target))
+            taught = [teacher(x) if teacher else None for x in datas]
+            with autograd.record():
+                outputs = [net(x) for x in datas]
+                losses = [loss_fn(*each) for each in zip(outputs, targets, taught)]
+            scale, lr = trainer.loss_scale, trainer.learning_rate
+            trainer.backward(losses)
+            updated = trainer.step(images)
+
+            metric.update(labels, outputs)
+            loss = sum(float(one.sum().asscalar()) for one in losses)
+            total, count = total + loss, count + len(data)
+            shown, speed = progress.step(i, loss / len(data), scale)
+            record.add_step(epoch, i, loss / len(data), updated, shown, lr=lr, loss_scale=scale,
+                            skipped=trainer.skipped,
+                            gradient_norm=functools.partial(norm, net, scale * images))
+            if speed:
+                log.info("Epoch[%d] Batch [%d]\tSpeed: %f samples/sec\taccuracy=%f\tlr=%f%s",
+                         epoch, i, speed, metric.get()[1], trainer.learning_rate,
+                         scale_text(trainer))
+        seconds = time.time() - start
+        ranks.sum_metric(metric)
+        total, count = ranks.sum(total, count)
+        if ranks.workers > 1:
+            trainer.check_ranks()
+            average_statistics(trainer)
+        accuracy, speed = metric.get_global()[1], len(loader) * images / seconds
+        top1, top5, validation_loss = validate(ranks, net, val_loader, devices, loss_fn)
+        log.info("[Epoch %d] training: accuracy=%f", epoch, accuracy)
+        log.info("[Epoch %d] speed: %d samples/sec\ttime cost: %f", epoch, speed, seconds)
+        log.info("[Epoch %d] validation: err-top1=%f err-top5=%f%s", epoch, top1, top5,
+                 scale_text(trainer))
+        record.add_epoch({
+            "epoch": epoch, "accuracy": accuracy, "err_top1": top1, "err_top5": top5,
+            "loss": total / count, "validation_loss": validation_loss,
+            "samples_per_second": speed, "seconds": seconds, "lr": trainer.learning_rate,
+            "loss_scale": trainer.loss_scale, "skipped": trainer.skipped})
         if args.benchmark:
-            log.info("%.1f samples/s, peak memory %.0f MB", line["samples_per_second"],
-                     peak_megabytes(devices))
+            log.info("%.1f samples/s, peak memory %.0f MB", speed, peak_megabytes(devices))
         folder.save(net, trainer, epoch, record)
     record.end()
     return [line for line in record.lines if "batch" not in line]
 
 
 def main(arguments=None):
-    args = parse(arguments)
-    ranks, devices, folder = start(args)
-    order, loader, val_loader = recipes.images.image_loaders(args, ranks)
-
-    net = converted(args, network(args, devices))
-    out = net(next(iter(val_loader))[0][:1].as_in_context(devices[0]))  # makes all parameters
-    classes = recipes.images.classes_of(args)
-    if out.shape[1] != classes:
-        raise ValueError(f"{args.model} has {out.shape[1]} classes, and the data {classes}: "
-                         "fine_tune.py puts a new head on it")
-    return fit(args, ranks, folder, net, order, loader, val_loader, devices)
+    return train(parse(arguments), network)
 
 
 if __name__ == "__main__":

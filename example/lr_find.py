@@ -11,7 +11,7 @@ import random
 import gluon_amp as amp
 import image_classification as recipe
 import mxnet as mx
-from gluon_amp import recipes
+import recipes
 
 
 def main(arguments=None):
@@ -34,7 +34,7 @@ def main(arguments=None):
     mx.random.seed(args.seed)
     random.seed(args.seed)
 
-    _, loader, _ = recipes.images.image_loaders(args, ranks)
+    _, loader, _ = recipes.image_loaders(args, ranks)
     net = recipe.network(args, [device])
     recipe.converted(args, net)
     net(next(iter(loader))[0].as_in_context(device))  # shapes of all parameters
@@ -60,7 +60,7 @@ class _Batches:
     def __iter__(self):
         mix = recipe.mixup_of(self.args, 0, self.ranks.rank)
         for data, label in self.loader:
-            recipes.images.check_labels(self.args, label)
+            recipes.check_labels(self.args, label)
             data, label = mix(data, label) if mix else (data, label)
             yield data.as_in_context(self.device), label.as_in_context(self.device)
 

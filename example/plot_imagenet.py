@@ -5,7 +5,7 @@
 Reads what `gluon-amp report` reads, and is short, so that a figure of your own can start from it.
 """
 import gluon_amp as amp
-from gluon_amp import recipes
+import recipes
 from matplotlib.figure import Figure
 
 COLORS = {"float32": "#1f2329", "bfloat16": "#009e73", "float16": "#0072b2", "float8": "#d55e00",

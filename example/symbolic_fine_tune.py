@@ -12,8 +12,8 @@ import os
 
 import gluon_amp as amp
 import mxnet as mx
+import recipes
 import train_imagenet as recipe
-from gluon_amp import recipes
 
 
 def load(name):

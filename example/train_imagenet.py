@@ -16,7 +16,7 @@ import time
 import gluon_amp as amp
 import mxnet as mx
 import numpy as np
-from gluon_amp import recipes
+import recipes
 from gluon_amp.symbolic.module import Speedometer
 
 
@@ -69,9 +69,9 @@ def add_arguments(parser):
         "log how fast that is")
     add("--seed", type=recipes.whole, default=0, help="of all random numbers")
     add("--save-dir", help="write log.jsonl there (docs/recipes.md says what is in it)")
-    recipes.TrainingLog.add_arguments(parser)
-    recipes.add_xray_arguments(parser)
-    recipes.Ranks.add_arguments(parser)
+    recipes.add_log_flags(parser)
+    recipes.add_xray_flags(parser)
+    recipes.add_kvstore_flag(parser)
     add = parser.add_argument_group("data").add_argument
     add("--data-train", "--rec-train", help="RecordIO file of training images")
     add("--data-train-idx", "--rec-train-idx", default="", help="its index: shuffles all images")
@@ -84,9 +84,9 @@ def add_arguments(parser):
     add("--num-classes", "--classes", type=positive, default=1000, help="that labels have")
     add("--num-examples", type=positive, help="training images in an epoch, for the schedule, "
         "if not as many as the file has")
-    add("--rgb-mean", type=recipes.images.three_numbers, default="123.68,116.779,103.939",
+    add("--rgb-mean", type=recipes.three_numbers, default="123.68,116.779,103.939",
         help="of pixels from 0 to 255")
-    add("--rgb-std", type=recipes.images.three_deviations, default="1,1,1", help="the same")
+    add("--rgb-std", type=recipes.three_deviations, default="1,1,1", help="the same")
     add("--data-nthreads", "--num-data-workers", "-j", type=positive, default=4,
         help="threads that decode images")
     add("--benchmark", type=int, default=0, choices=(0, 1), help="1: random images, no files")

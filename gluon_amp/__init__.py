@@ -4,7 +4,6 @@ from typing import NoReturn
 from . import (
     _mxnet,  # noqa: F401  (first: every other module may import from mxnet)
     data,
-    recipes,
 )
 from .cpu import library
 from .cpu.library import KernelError
@@ -35,7 +34,7 @@ library.start()
 __all__ = ["BucketingModule", "DynamicLossScale", "Format", "Horovod", "KernelError",
            "LossScaleError", "Module", "Policy", "StaticLossScale", "Trainer", "convert",
            "convert_model", "convert_symbol", "data", "explain", "export_onnx", "gpu_trace",
-           "lr_find", "optimizer", "read_logs", "recipes", "report", "restore", "scale_loss",
+           "lr_find", "optimizer", "read_logs", "report", "restore", "scale_loss",
            "search", "tensor_core_dot", "types", "xray"]
 
 _MOVED = {"BatchProcessor": "training.estimator", "RankEndedError": "parallel",
@@ -45,4 +44,6 @@ _MOVED = {"BatchProcessor": "training.estimator", "RankEndedError": "parallel",
 
 def __getattr__(name: str) -> NoReturn:
     moved = f". It has moved: from gluon_amp.{_MOVED[name]} import {name}" if name in _MOVED else ""
+    if name == "recipes":
+        moved = ". It has moved: the scripts' module is example/recipes.py of the checkout"
     raise AttributeError(f"module 'gluon_amp' has no attribute {name!r}{moved}")

@@ -62,7 +62,8 @@ def start(script, *arguments, cwd=None, new_process=False):
 
 def serve():
     """Forks a process for each line; tells its id, and how it ended."""
-    for name in ("gluon_amp.recipes", "matplotlib.figure", "gluoncv.model_zoo", "sklearn.datasets"):
+    sys.path.insert(0, str(EXAMPLES))
+    for name in ("recipes", "matplotlib.figure", "gluoncv.model_zoo", "sklearn.datasets"):
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
     for line in sys.stdin:

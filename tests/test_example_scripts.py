@@ -1,4 +1,4 @@
-"""The scripts in example/ are for copying: public names, one file beside them, each fact once."""
+"""The scripts in example/ are for copying: public names, one shared module, each fact once."""
 import argparse
 import ast
 import importlib
@@ -11,15 +11,17 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import gluon_amp
+import image_classification as recipe
 import numpy as np
 import pytest
-from gluon_amp import recipes
+import recipes
 from gluon_amp._mxnet import mx
 from gluon_amp.policy import APEX, POLICIES
 
 EXAMPLES = Path(__file__).parents[1] / "example"
 REFERENCE = (EXAMPLES.parent / "docs" / "api.md").read_text()
-SCRIPTS = {path.stem: ast.parse(path.read_text()) for path in EXAMPLES.glob("*.py")}
+SCRIPTS = {path.stem: ast.parse(path.read_text()) for path in EXAMPLES.glob("*.py")
+           if path.name != "recipes.py"}
 each_script = pytest.mark.parametrize("script", SCRIPTS)
 
 
@@ -40,8 +42,9 @@ def test_only_public_names_of_gluon_amp_are_used(script):
                 or f"{module}.{name}\n" in REFERENCE, (module, name)
     for node in ast.walk(SCRIPTS[script]):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-            of = {"amp": gluon_amp, "recipes": recipes}.get(node.value.id)
-            assert of is None or node.attr in {*of.__all__, "__version__"}, node.attr
+            names = {"amp": {*gluon_amp.__all__, "__version__"},
+                     "recipes": {name for name in dir(recipes) if name[0] != "_"}}
+            assert node.attr in names.get(node.value.id, {node.attr}), node.attr
 
 
 def beside(script, seen=()):
@@ -51,22 +54,28 @@ def beside(script, seen=()):
 
 
 @each_script
-def test_a_script_needs_at_most_one_file_beside_it(script):
+def test_a_script_needs_the_shared_module_and_at_most_one_other_script(script):
+    assert "recipes" in {module for module, _ in imported(SCRIPTS[script])}
     assert len(beside(script)) <= 1
+
+
+def test_the_package_says_where_the_scripts_module_is():
+    with pytest.raises(AttributeError, match=r"'recipes'\. .* module is example/recipes\.py of"):
+        gluon_amp.recipes  # noqa: B018
+    with pytest.raises(AttributeError, match=r"has no attribute 'recipe'$"):
+        gluon_amp.recipe  # noqa: B018
 
 
 def test_no_function_is_written_in_two_scripts():
     functions = [node.name for tree in SCRIPTS.values() for node in tree.body
                  if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and node.name != "main"]
     both = {name for name in functions if functions.count(name) > 1}
-    assert both <= {"add_arguments", "fit"}  # of Gluon, and of a Module
-    for name in ("loss_scale", "schedule", "zoo_network", "small_network"):
-        assert name not in functions
+    assert both <= {"add_arguments", "network"}  # of Gluon, and of a Module; new, and pretrained
+    assert not set(functions) & set(dir(recipes))
 
 
 def parser_of(script, monkeypatch):
     """The script's own parser."""
-    monkeypatch.syspath_prepend(str(EXAMPLES))
 
     class FoundError(Exception):
         pass
@@ -171,8 +180,7 @@ def test_a_wrong_file_of_flags_is_one_line(name, text, message, tmp_path, monkey
     ("train_imagenet", "--loss cross", "argument --loss: invalid choice: 'cross'"),
     ("train_imagenet", "--load-epoch 0", "--load-epoch: must be a whole number from 1 on"),
     ("train_imagenet", "--rgb-mean 127", "--rgb-mean: takes three numbers, of red, green and")])
-def test_a_flag_without_an_effect_is_refused(script, flags, message, monkeypatch, capsys):
-    monkeypatch.syspath_prepend(str(EXAMPLES))
+def test_a_flag_without_an_effect_is_refused(script, flags, message, capsys):
     with pytest.raises(SystemExit):
         importlib.import_module(script).main(flags.split())
     assert message in capsys.readouterr().err.splitlines()[-1]
@@ -185,11 +193,9 @@ def test_a_flag_without_an_effect_is_refused(script, flags, message, monkeypatch
      "without --crop-ratio, --random-crop, --mean"),
     ("--input-size 64", "the images of digits are used as they are, without --image-size"),
     ("--rec-train-idx a.idx", "--rec-train-idx is for a .rec file. Received: digits")])
-def test_a_flag_that_the_dataset_would_pass_over_is_refused(flags, message, monkeypatch):
-    monkeypatch.syspath_prepend(str(EXAMPLES))
-    recipe = importlib.import_module("image_classification")
+def test_a_flag_that_the_dataset_would_pass_over_is_refused(flags, message):
     with pytest.raises(ValueError, match=re.escape(message)):
-        recipes.images.image_loaders(recipe.parse(flags.split()), recipes.Ranks())
+        recipes.image_loaders(recipe.parse(flags.split()), recipes.Ranks())
 
 
 @pytest.mark.parametrize(("script", "flags", "message"), [
@@ -212,25 +218,21 @@ def test_a_number_that_makes_no_sense_is_one_line(script, flags, message, monkey
 @pytest.mark.parametrize(("flags", "message"), [
     ("--top-k 50 --num-classes 10", "--top-k must be from 2 to --num-classes 10, or 0 for none"),
     ("--image-shape 3,-32,32", "--image-shape takes channels,height,width, such as 3,224,224")])
-def test_impossible_sizes_are_one_line(flags, message, monkeypatch):
-    monkeypatch.syspath_prepend(str(EXAMPLES))
+def test_impossible_sizes_are_one_line(flags, message):
     with pytest.raises(SystemExit, match=message):
         importlib.import_module("train_imagenet").main(["--network", "alexnet", *flags.split()])
 
 
 @pytest.mark.parametrize(("optimizer", "momentum"), [
     ("sgd", 0.8), ("SGD", 0.8), ("lbsgd", 0.8), ("nag", 0.8), ("adam", None), ("adamw", None)])
-def test_the_momentum_reaches_every_optimizer_that_has_one(optimizer, momentum, monkeypatch):
-    monkeypatch.syspath_prepend(str(EXAMPLES))
-    recipe = importlib.import_module("image_classification")
+def test_the_momentum_reaches_every_optimizer_that_has_one(optimizer, momentum):
     args = recipe.parse(["--optimizer", optimizer, "--momentum", "0.8"])
     trainer = recipe.trainer_of(args, recipe.network(args, [mx.cpu()]))
     assert getattr(trainer.optimizer, "momentum", None) == momentum
 
 
-def test_the_rate_is_looked_for_on_the_images_that_are_trained_on(monkeypatch):
-    monkeypatch.syspath_prepend(str(EXAMPLES))
-    lr_find, recipe = map(importlib.import_module, ("lr_find", "image_classification"))
+def test_the_rate_is_looked_for_on_the_images_that_are_trained_on():
+    lr_find = importlib.import_module("lr_find")
     loader = [(mx.nd.arange(4).reshape((4, 1)), mx.nd.arange(4))]
     for flags, shape in (([], (4,)), (["--mixup"], (4, 10))):
         batches = lr_find._Batches(recipe.parse(flags), recipes.Ranks(), loader, mx.cpu())
@@ -280,10 +282,11 @@ def test_a_mistyped_network_brings_up_its_right_name(name, near):
 @pytest.mark.parametrize("before", ["", "import torch; "])
 def test_gluoncvs_networks_are_found_beside_pytorch_2(before, tmp_path):
     (tmp_path / "torch.py").write_text("__version__ = '2.13.0'")
-    code = (f"import gluon_amp as amp; {before}amp.recipes.zoo_network('cifar_resnet20_v1'); "
+    code = (f"import recipes; {before}recipes.zoo_network('cifar_resnet20_v1'); "
             "import torch; print(torch.__version__)")
     ran = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True,
-                         text=True, env={**os.environ, "PYTHONPATH": str(tmp_path)})
+                         text=True, env={**os.environ, "PYTHONPATH": os.pathsep.join(
+                             [str(tmp_path), str(EXAMPLES), os.environ.get("PYTHONPATH", "")])})
     assert ran.stdout == "2.13.0\n", ran.stderr
 
 
@@ -304,9 +307,7 @@ def test_an_option_that_a_network_does_not_take_is_named():
         recipes.zoo_network("resnet18_v1", last_gamma=True)
 
 
-def test_batch_norm_makes_a_vgg_with_batch_norms(monkeypatch):
-    monkeypatch.syspath_prepend(str(EXAMPLES))
-    recipe = importlib.import_module("image_classification")
+def test_batch_norm_makes_a_vgg_with_batch_norms():
     plain, normed = (recipe.network(recipe.parse(["--model", "vgg11", *flags]),
                                     [mx.cpu()]).collect_params()
                      for flags in ([], ["--batch-norm"]))
@@ -314,9 +315,7 @@ def test_batch_norm_makes_a_vgg_with_batch_norms(monkeypatch):
     assert [name for name in normed if "batchnorm" in name]
 
 
-def test_weight_decay_spares_biases_and_norms_where_it_is_told_to(monkeypatch):
-    monkeypatch.syspath_prepend(str(EXAMPLES))
-    recipe = importlib.import_module("image_classification")
+def test_weight_decay_spares_biases_and_norms_where_it_is_told_to():
     args = recipe.parse(["--no-wd"])
     net = recipe.network(args, [mx.cpu()])
     recipe.trainer_of(args, net)
@@ -332,7 +331,7 @@ def test_random_crops_of_gluon_have_the_scale_of_validation(monkeypatch):
 
     def pixels(train, *flags):
         args = parser.parse_args([*flags, "--mean", "0", "--std", "1"])
-        image = recipes.images._transform(args, 35, train)(mx.nd.array(columns, dtype="uint8"))
+        image = recipes._transform(args, 35, train)(mx.nd.array(columns, dtype="uint8"))
         return (255 * image.asnumpy()[0, 0]).round()
 
     flags = ["--crop-ratio", "0.875", "--random-crop"]  # 35 / 0.875 is 40: nothing is stretched

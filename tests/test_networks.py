@@ -10,6 +10,7 @@ from gluon_amp.policy import Policy
 from halves import NOT_ROUNDED
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
+from recipes import zoo_network
 
 ALL = {**networks.ZOO, **networks.OTHERS}
 
@@ -132,7 +133,7 @@ def test_gluoncv_trains_as_in_float32(name, rng):
     if find_spec("gluoncv") is None:
         pytest.skip("gluoncv is not installed")
     _, inputs = networks.GLUONCV[name]
-    assert_alike(*both(lambda: amp.recipes.zoo_network(name, classes=10), inputs(rng)),
+    assert_alike(*both(lambda: zoo_network(name, classes=10), inputs(rng)),
                  NOISY.get(name, 0.02))
 
 

@@ -13,6 +13,7 @@ from gluon_amp.onnx import export
 from gluon_amp.onnx.operators import ROWS
 from mxnet import gluon, nd, sym
 from mxnet.gluon import nn
+from recipes import zoo_network
 
 onnx = pytest.importorskip("onnx")
 onnxruntime = pytest.importorskip("onnxruntime")
@@ -215,7 +216,7 @@ NETWORKS = SMALL + LARGE * bool(os.environ.get("GLUON_AMP_ONNX"))
 def classifier(name):
     size = 32 if name.startswith("cifar") else 64
     mx.random.seed(1)
-    net = amp.recipes.zoo_network(name, classes=10)
+    net = zoo_network(name, classes=10)
     net.initialize(mx.init.Xavier(magnitude=2))
     data = nd.random.uniform(shape=(2, 3, size, size))
     settle(net, data)

@@ -10,7 +10,7 @@ PUBLIC = """
     Module BucketingModule convert_symbol convert_model
     export_onnx lr_find report read_logs data
     xray explain search types gpu_trace
-    tensor_core_dot Horovod KernelError recipes
+    tensor_core_dot Horovod KernelError
 """.split()
 MOVED = {"average_statistics": "gluon_amp.parallel", "RankEndedError": "gluon_amp.parallel",
          "RanksDifferError": "gluon_amp.parallel", "Speedometer": "gluon_amp.symbolic.module",

@@ -2,10 +2,10 @@
 import gluon_amp as amp
 import pytest
 from gluon_amp._mxnet import mx
-from gluon_amp.recipes import tensor_core_hints
 from gluon_amp.tools.tensor_cores import matrix_layers
 from mxnet import gluon, nd
 from mxnet.gluon import nn
+from recipes import tensor_core_hints
 
 
 def net():

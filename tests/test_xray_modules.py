@@ -6,7 +6,7 @@ import gluon_amp as amp
 import modules
 import numpy as np
 import pytest
-from gluon_amp import recipes
+import recipes
 from gluon_amp._mxnet import mx
 from gluon_amp.inspection.statistics import Key
 from modules import body, dynamic

@@ -5,9 +5,9 @@ import gluon_amp as amp
 import numpy as np
 import pytest
 from gluon_amp._mxnet import mx
-from gluon_amp.recipes.networks import import_gluoncv
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
+from recipes import import_gluoncv
 
 pytestmark = pytest.mark.filterwarnings("default")  # those of the packages
 WORDS = 40

@@ -11,14 +11,15 @@ import sys
 import time
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "example"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import gluon_amp as amp
 import mxnet as mx
 import numpy as np
 import study as shared
-from gluon_amp.recipes import small_network, zoo_network
 from gluon_amp.report.verdict import conclusion, paired
 from mxnet import autograd, gluon, nd
+from recipes import small_network, zoo_network
 
 RUNS = Path(__file__).with_name("runs.jsonl")
 GRADIENTS = Path(__file__).with_name("gradients.jsonl")

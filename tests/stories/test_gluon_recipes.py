@@ -5,6 +5,7 @@ import tempfile
 from argparse import Namespace
 from pathlib import Path
 
+import fine_tune
 import gluon_amp as amp
 import numpy as np
 import pytest
@@ -52,9 +53,7 @@ def test_pretrained_files_of_either_type_and_exported_ones_are_fine_tuned(kind, 
     assert re.search(r"^\[Epoch 0\] validation: err-top1=\d\.\d{6} .*skipped=\d+$", log, re.M)
 
 
-def test_the_parts_do_what_they_say(pretrained, monkeypatch):
-    monkeypatch.syspath_prepend(str(EXAMPLES))
-    import fine_tune
+def test_the_parts_do_what_they_say(pretrained):
     args = Namespace(
         pretrained_symbol=str(pretrained / "net-symbol.json"), pretrained="mobilenet0.25",
         pretrained_params=str(pretrained / "net-0000.params"), bn_momentum=0.5)

@@ -78,20 +78,6 @@ def test_log_jsonl_has_what_happened_in_steps_and_none_is_skipped_at_the_start(t
     assert len(run_read.steps["loss"]) == len(steps)
 
 
-def test_mlperfs_lines_are_printed_where_they_are_asked_for(tmp_path):
-    printed, _ = start(tmp_path, "--epochs", "1", "--mlperf", "--seed", "3").communicate()
-    events = [json.loads(line[len(":::MLLOG "):]) for line in printed.splitlines()]
-    assert [event["key"] for event in events] == [
-        "run_start", "global_batch_size", "seed", "opt_base_learning_rate", "epoch_start",
-        "epoch_stop", "eval_accuracy", "run_stop"]
-    found = {event["key"]: event for event in events}
-    assert (found["seed"]["value"], found["global_batch_size"]["value"]) == (3, 64)
-    assert found["eval_accuracy"]["metadata"]["epoch_num"] == 0
-    accuracy = 1 - read([tmp_path / "log.jsonl"])[0].last.top1
-    assert found["eval_accuracy"]["value"] == pytest.approx(accuracy)
-    assert found["run_stop"]["metadata"]["status"] == "success"
-
-
 def test_tensorboards_files_say_what_log_jsonl_says(tmp_path):
     pytest.importorskip("tensorboard")
     for epochs in "2", "3":  # of the resumed run there are two files

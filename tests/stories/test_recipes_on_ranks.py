@@ -8,7 +8,7 @@ from pathlib import Path
 
 import gluon_amp
 import numpy as np
-from gluon_amp import recipes
+import recipes
 from gluon_amp._mxnet import mx
 from PIL import Image
 
@@ -19,7 +19,7 @@ import shutil, sys
 sys.path.insert(0, sys.argv[1])
 import gluon_amp
 import image_classification as recipe
-from gluon_amp import recipes
+import recipes
 from mxnet import nd
 
 folder, seen, nets = sys.argv[2], [], []

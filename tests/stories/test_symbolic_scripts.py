@@ -10,8 +10,8 @@ from pathlib import Path
 import gluon_amp as amp
 import numpy as np
 import pytest
+import recipes
 import scripts
-from gluon_amp import recipes
 from gluon_amp._mxnet import mx
 from gluon_amp.report import read
 from PIL import Image
