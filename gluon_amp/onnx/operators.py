@@ -6,15 +6,15 @@ from typing import Any, Callable, Dict
 
 from .._mxnet import np
 from .recurrent import recurrent
-from .writer import Operator, Row
+from .writer import Operator, Rule
 
-ROWS: Dict[str, Row] = {}
+ROWS: Dict[str, Rule] = {}
 Write = Callable[[Operator], Any]
 
 
 def row(*names: str, wide: bool = False) -> Callable[[Write], Write]:
     def put(write: Write) -> Write:
-        ROWS.update(dict.fromkeys(names, Row(write, wide)))
+        ROWS.update(dict.fromkeys(names, Rule(write, wide)))
         return write
     return put
 

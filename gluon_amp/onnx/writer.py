@@ -21,7 +21,7 @@ def refuse(node: Node, why: str) -> NoReturn:
     raise ValueError(f"export_onnx cannot export {node.name} ({node.op}): {why}")
 
 
-class Row(NamedTuple):
+class Rule(NamedTuple):
     """How an operator is written.
 
     Attributes:
@@ -73,7 +73,7 @@ class Writer:
             self.names[entry] = self.constant(self.constants[entry], entry.node.name + output)
         return self.names[entry]
 
-    def write(self, node: Node, row: Row) -> None:
+    def write(self, node: Node, row: Rule) -> None:
         """Adds a node of MXNet's."""
         entries = list(takewhile(self.types.__contains__, (Entry(node, i) for i in count())))
         halves = {"float16"} & {self.types[e] for e in (*node.inputs, *entries)}

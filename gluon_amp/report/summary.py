@@ -17,7 +17,7 @@ MOST_SENTENCES = 5
 OUTCOMES = ("different", "different, within the margin", "undecided", "the same", "too few runs",
             "recipes differ", "recipe not known")
 MOST_NAMES = 5  # of runs, in one remark
-Row = Dict[str, str]  # column: text, empty where the logs do not say
+Cells = Dict[str, str]  # column: text, empty where the logs do not say
 
 
 # ---- the headline
@@ -99,7 +99,7 @@ def _outcome(comparison: Comparison, margin: float) -> str:
 
 # ---- tables
 
-def verdict_rows(comparisons: Sequence[Comparison], margin: float) -> List[Row]:
+def verdict_rows(comparisons: Sequence[Comparison], margin: float) -> List[Cells]:
     """One row for each comparison."""
     found = []
     several = len({comparison.low.section for comparison in comparisons}) > 1
@@ -125,7 +125,7 @@ def verdict_rows(comparisons: Sequence[Comparison], margin: float) -> List[Row]:
     return _without_empty([{column: row.get(column, "") for column in columns} for row in found])
 
 
-def group_rows(groups: Sequence[Group], accuracy: Optional[float]) -> List[Row]:
+def group_rows(groups: Sequence[Group], accuracy: Optional[float]) -> List[Cells]:
     """One row for each group: means over its runs."""
     runs = [run for group in groups for run in group.runs]
     unit, per_hour = unit_of_time(runs)
@@ -158,7 +158,7 @@ def group_rows(groups: Sequence[Group], accuracy: Optional[float]) -> List[Row]:
     return _without_empty(found)
 
 
-def run_rows(groups: Sequence[Group], accuracy: Optional[float]) -> List[Row]:
+def run_rows(groups: Sequence[Group], accuracy: Optional[float]) -> List[Cells]:
     """One row for each run. What it measures is of the last validated epoch, the speed is the
     median over epochs, times are of training without validation."""
     runs = [run for group in groups for run in group.runs]
@@ -188,7 +188,7 @@ def run_rows(groups: Sequence[Group], accuracy: Optional[float]) -> List[Row]:
     return _without_empty([{column: row.get(column, "") for column in columns} for row in found])
 
 
-def _without_empty(found: List[Row]) -> List[Row]:
+def _without_empty(found: List[Cells]) -> List[Cells]:
     """The rows, without the columns that say nothing."""
     said = [column for column in (found[0] if found else {}) if any(row[column] for row in found)]
     return [{column: row[column] for column in said} for row in found]

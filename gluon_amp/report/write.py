@@ -13,7 +13,7 @@ from .page import PAGE
 from .plots import Plot
 from .runs import plain
 from .style import SORTING, STYLE
-from .summary import Row, Verdict
+from .summary import Cells, Verdict
 
 TEXT = ("run", "runs", "against", "model", "dataset", "dtype", "verdict", "paired")  # columns
 FOLDED = 20  # a table of more rows is folded
@@ -32,13 +32,13 @@ class Section:
     """What the report says of the runs of one dataset."""
     title: str
     verdicts: List[Verdict]
-    groups: List[Row]
-    runs: List[Row]
+    groups: List[Cells]
+    runs: List[Cells]
     plots: List[Plot]
     prefix: str = ""  # of its plots' file names
 
 
-def html_page(title: str, sections: Sequence[Section], verdicts: List[Row], notes: List[str],
+def html_page(title: str, sections: Sequence[Section], verdicts: List[Cells], notes: List[str],
               groups: Sequence[Group]) -> str:
     """One file: pictures, style and script are in it."""
     several = len(sections) > 1
@@ -78,7 +78,7 @@ def _verdict(verdict: Verdict, section: str) -> str:
     return f"<li class={kind}>{head}{escape(text)}</li>"
 
 
-def _table(rows: List[Row], rules: Dict[str, None], search: bool = False,
+def _table(rows: List[Cells], rules: Dict[str, None], search: bool = False,
            most: int = MOST_ROWS) -> str:
     """A table. Which of its columns are text stands in the page's style, once for all such tables.
     """
@@ -100,7 +100,7 @@ def _table(rows: List[Row], rules: Dict[str, None], search: bool = False,
            f"<p class=hint>→ The table goes on to the right.</p>{more}\n</div>"
 
 
-def _folded(name: str, rows: List[Row], table: str) -> str:
+def _folded(name: str, rows: List[Cells], table: str) -> str:
     """A long table stands behind a line to click on."""
     if len(rows) <= FOLDED:
         return table
@@ -156,7 +156,7 @@ def _shorter(path: "re.Match[str]") -> str:
 
 # ---- Markdown
 
-def markdown(title: str, sections: Sequence[Section], verdicts: List[Row],
+def markdown(title: str, sections: Sequence[Section], verdicts: List[Cells],
              notes: List[str]) -> str:
     several = len(sections) > 1
     lines = [f"# {_escaped(title)}", ""]
@@ -177,7 +177,7 @@ def markdown(title: str, sections: Sequence[Section], verdicts: List[Row],
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _markdown_table(rows: List[Row]) -> List[str]:
+def _markdown_table(rows: List[Cells]) -> List[str]:
     if not rows:
         return []
     return ["| " + " | ".join(map(_escaped, rows[0])) + " |",
@@ -192,7 +192,7 @@ def _escaped(text: str) -> str:
 
 # ---- CSV
 
-def table_csv(rows: List[Row]) -> str:
+def table_csv(rows: List[Cells]) -> str:
     columns = list(dict.fromkeys(column for row in rows for column in row))
     file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")
