@@ -1,6 +1,7 @@
 """gluon_amp.report.read: what logs of each format say, and nothing else."""
 import json
 import os
+import sys
 import tracemalloc
 from pathlib import Path
 from statistics import harmonic_mean
@@ -138,6 +139,16 @@ def test_runs_of_one_file_have_the_names_that_their_arguments_come_with(tmp_path
     runs = read_text(tmp_path, text + logs.steps([0.2], seed=3))
     assert [run.name for run in runs] == ["seed 0", "seed 1", "seed 2", "a (4)"]
     assert [run.final for run in runs] == pytest.approx([50, 60, 70, 80])
+
+
+def test_event_files_without_the_package_that_reads_them_are_one_line(tmp_path, monkeypatch):
+    for name in [name for name in sys.modules if name.split(".")[0] == "tensorboard"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    path = tmp_path / "events.out.tfevents.1.host"
+    path.write_bytes(bytes(21) + b"brain.Event:2")
+    with pytest.raises(ValueError, match=r"host is TensorBoard's, .*: pip install tensorboard \("):
+        read([path])
 
 
 @pytest.mark.parametrize("version", ["3", "0", "-1", '"2"', "true"])

@@ -22,8 +22,8 @@ def report(logs: Iterable[Any], folder: Any, title: str = "Training report",
 
     Args:
         logs: Files: logs of GluonCV and of MXNet's Module, log.jsonl of our recipes, TensorBoard's
-            event files, CSV of errors by epoch (a column `epoch`, and such as fp16_top1_err,
-            fp16_img_s).
+            event files (with the extra `tensorboard`), CSV of errors by epoch (a column `epoch`,
+            and such as fp16_top1_err, fp16_img_s).
         folder: Where to write; made if it is not there.
         title: Of the report.
         accuracy: The report says how long runs took to reach it: 0.76 for 76 %. By default

@@ -1,16 +1,10 @@
 """Reads TensorBoard's event files: their scalars, as epochs and steps of a run.
 
-A file is a row of records: a length, its checksum, a message, its checksum. Of the messages
-(protocol buffers) only these parts are read, and numbered so in their definition:
-
-    Event: 2 step, 5 summary       Summary: 1 values
-    Value: 1 tag, 2 number, 7 what MXBoard's texts have in place of a tag, 8 tensor
-    TensorProto: 4 bytes, 5 floats, 6 doubles, 8 strings
+The package of TensorBoard reads the file; it is the extra `tensorboard`.
 
 What a scalar is stands in its tag: epoch/err_top1, validation/accuracy, val_loss, loss, lr,
 gradient_norm, loss_scale, skipped; also Accuracy/val and Loss/train, and what stands in the name
-of the folder that MXBoard makes for each of several curves. A text with the tag `arguments` holds
-JSON.
+of a folder that has one curve. A text with the tag `arguments` holds JSON.
 
 A run that was resumed has several files in one folder: a later one that begins where the former
 has come to goes on with it.
@@ -25,7 +19,6 @@ from typing import Any, Dict, Iterator, List, Optional, Tuple
 from .runs import Epoch, Run, measurable
 from .tables import VALIDATION, quantity_of
 
-LONGEST_RECORD = 2 ** 26  # a longer one is a length that was written over
 STEPS = {"loss": "loss", "lr": "lr", "scale": "scale", "skipped": "skipped",
          "gradient_norm": "gradient_norm"}
 Series = Dict[int, float]  # step: value
@@ -35,8 +28,7 @@ def is_events(path: Path) -> bool:
     if not path.is_file():
         return False
     with open(path, "rb") as file:
-        head = file.read(12)
-    return len(head) == 12 and _masked_crc(head[:8]) == struct.unpack("<I", head[8:])[0]
+        return b"brain.Event:" in file.read(64)  # the version, in its first record
 
 
 def read(path: Path, name: str) -> List[Run]:
@@ -140,37 +132,51 @@ def _scalars(path: Path) -> Tuple[Dict[str, Series], Dict[str, Any]]:
     """Values by tag and step, and the run's arguments."""
     found: Dict[str, Series] = {}
     arguments: Dict[str, Any] = {}
-    for record in _records(path):
-        step, summary = 0, b""
-        for field, value in _fields(record):
-            if field == 2 and isinstance(value, int):
-                step = value
-            elif field == 5 and isinstance(value, bytes):
-                summary = value
-        for field, value in _fields(summary):
-            if field != 1 or not isinstance(value, bytes):
-                continue
-            parts = dict(_fields(value))
-            tag = parts.get(1, parts.get(7))
-            name = tag.decode(errors="replace") if isinstance(tag, bytes) else ""
-            number, text = _value(parts)
-            if number is not None:
-                found.setdefault(name, {})[step] = number
-            elif name.split("/")[0] == "arguments" and text is not None:
-                arguments = _arguments(text)
+    for event in _events(path):
+        for value in event.summary.value:
+            content = value.simple_value if value.HasField("simple_value") else \
+                _content(value.tensor)
+            if isinstance(content, float):
+                found.setdefault(value.tag, {})[event.step] = content
+            elif isinstance(content, bytes) and value.tag.split("/")[0] == "arguments":
+                arguments = _arguments(content)
     return found, arguments
 
 
-def _value(parts: Dict[int, Any]) -> Tuple[Optional[float], Optional[bytes]]:
-    """The number, or the text, of a summary's value."""
-    if isinstance(parts.get(2), bytes) and len(parts[2]) == 4:
-        return struct.unpack("<f", parts[2])[0], None
-    tensor = dict(_fields(parts[8])) if isinstance(parts.get(8), bytes) else {}
-    for field, form in ((5, "<f"), (6, "<d"), (4, "<f")):
-        content = tensor.get(field)
-        if isinstance(content, bytes) and len(content) == struct.calcsize(form):
-            return struct.unpack(form, content)[0], None
-    return None, tensor.get(8) if isinstance(tensor.get(8), bytes) else None
+def _events(path: Path) -> Iterator[Any]:
+    """The file's whole records: a run that was killed leaves a part of one at the end."""
+    try:
+        from google.protobuf.message import DecodeError
+        from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
+    except ImportError as error:
+        raise ValueError(f"{path} is TensorBoard's, whose package reads it: pip install "
+                         f"tensorboard ({error})") from None
+    end = 0
+    for record in RawEventFileLoader(str(path)).Load():
+        try:
+            yield Event.FromString(record)
+        except DecodeError:
+            raise ValueError(f"{path} is damaged at byte {end}") from None
+        end += len(record) + 16  # a length and two checksums
+    with open(path, "rb") as file:  # the loader ends alike at a part and at a damaged record
+        file.seek(end)
+        head = file.read(12)
+    length, checksum = struct.unpack("<QI", head.ljust(12, b"\0"))
+    if len(head) == 12 and (checksum != masked_crc32c(head[:8])
+                            or end + length + 16 <= path.stat().st_size):
+        raise ValueError(f"{path} is damaged at byte {end}")
+
+
+def _content(tensor: Any) -> Optional[Any]:
+    """The one number, or text, of a tensor."""
+    from tensorboard.util.tensor_util import make_ndarray
+    try:
+        array = make_ndarray(tensor)
+    except (TypeError, ValueError):  # of a type, or of sizes, that no array has
+        return None
+    return array.item() if array.size == 1 else None
 
 
 def _arguments(text: bytes) -> Dict[str, Any]:
@@ -179,69 +185,3 @@ def _arguments(text: bytes) -> Dict[str, Any]:
     except ValueError:
         return {}
     return found if isinstance(found, dict) else {}
-
-
-def _records(path: Path) -> Iterator[bytes]:
-    """The file's records that are whole: a run that was killed leaves a part of one at the end."""
-    with open(path, "rb") as file:
-        while True:
-            head = file.read(12)
-            if len(head) < 12:
-                return
-            length, crc = struct.unpack("<QI", head)
-            if crc != _masked_crc(head[:8]) or length > LONGEST_RECORD:
-                raise ValueError(f"{path} is damaged at byte {file.tell() - 12}")
-            data = file.read(length + 4)
-            if len(data) < length + 4:
-                return
-            yield data[:length]
-
-
-def _fields(message: bytes) -> Iterator[Tuple[int, Any]]:
-    """The numbered parts of a message: whole numbers, or bytes; ends where it makes no sense."""
-    at = 0
-    while at < len(message):
-        key, at = _varint(message, at)
-        kind = key & 7
-        if kind == 0:
-            value, at = _varint(message, at)
-            yield key >> 3, value
-            continue
-        length = {1: 8, 5: 4}.get(kind)
-        if kind == 2:
-            length, at = _varint(message, at)
-        if length is None or at + length > len(message):
-            return
-        yield key >> 3, message[at:at + length]
-        at += length
-
-
-def _varint(message: bytes, at: int) -> Tuple[int, int]:
-    value = shift = 0
-    while at < len(message) and shift < 64:
-        byte = message[at]
-        value |= (byte & 127) << shift
-        at, shift = at + 1, shift + 7
-        if byte < 128:
-            break
-    return value, at
-
-
-def _crc_table() -> List[int]:
-    table = []
-    for byte in range(256):
-        for _ in range(8):
-            byte = byte >> 1 ^ (0x82F63B78 if byte & 1 else 0)
-        table.append(byte)
-    return table
-
-
-CRC = _crc_table()  # CRC-32C, as these files have it
-
-
-def _masked_crc(data: bytes) -> int:
-    crc = 0xFFFFFFFF
-    for byte in data:
-        crc = CRC[(crc ^ byte) & 255] ^ crc >> 8
-    crc ^= 0xFFFFFFFF
-    return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
