@@ -39,7 +39,7 @@ def main(arguments=None):
     recipe.converted(args, net)
     net(next(iter(loader))[0].as_in_context(device))  # shapes of all parameters
     trainer, loss_fn = recipe.trainer_of(args, net, ranks.store), recipe.loss_of(args)
-    batches = _Batches(args, ranks, loader, device)
+    batches = Batches(args, ranks, loader, device)
     if ranks.rank == 0:
         recipes.xray_epoch(args, 0, net, batches, loss_fn)
     found = amp.lr_find(net, trainer, loss_fn, batches, args.start, args.end, args.steps,
@@ -51,7 +51,7 @@ def main(arguments=None):
                           else f"{found.suggestion:.2g}"))
 
 
-class _Batches:
+class Batches:
     """What image_classification.py trains on in its first epoch, on the device."""
 
     def __init__(self, args, ranks, loader, device):

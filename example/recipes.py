@@ -576,8 +576,8 @@ def _datasets(args):
     train, val = _known(args) if name in CLASSES else _files(args)
     size = args.image_size or SHAPES.get(name, (3, 224, 224))[1]
     log.info("images of %d x %d pixels (--image-size)", size, size)
-    return (train.transform_first(_transform(args, size, train=True)),
-            val.transform_first(_transform(args, size, train=False)))
+    return (train.transform_first(image_transform(args, size, train=True)),
+            val.transform_first(image_transform(args, size, train=False)))
 
 
 def _known(args):
@@ -647,7 +647,7 @@ def _dummy(args):
                                       rng.randint(0, classes_of(args), count).astype("int32"))
 
 
-def _transform(args, size, train):
+def image_transform(args, size, train):
     transforms = mx.gluon.data.vision.transforms
     if args.random_crop and args.crop_ratio == 1:
         raise ValueError("--random-crop needs a --crop-ratio below 1, such as 0.875")

@@ -104,7 +104,7 @@ def test_the_help_of_a_subcommand_has_examples_that_it_takes(name, capsys):
     assert [line.strip() for line in shown] == list(command.examples)
     assert command.examples
     for example in command.examples:
-        assert cli._parser().parse_args(example.split()[1:]).command == name
+        assert cli.make_parser().parse_args(example.split()[1:]).command == name
 
 
 @pytest.mark.parametrize(("arguments", "said"), [

@@ -235,7 +235,7 @@ def test_the_rate_is_looked_for_on_the_images_that_are_trained_on():
     lr_find = importlib.import_module("lr_find")
     loader = [(mx.nd.arange(4).reshape((4, 1)), mx.nd.arange(4))]
     for flags, shape in (([], (4,)), (["--mixup"], (4, 10))):
-        batches = lr_find._Batches(recipe.parse(flags), recipes.Ranks(), loader, mx.cpu())
+        batches = lr_find.Batches(recipe.parse(flags), recipes.Ranks(), loader, mx.cpu())
         (_, label), = batches
         assert label.shape == shape
 
@@ -331,7 +331,7 @@ def test_random_crops_of_gluon_have_the_scale_of_validation(monkeypatch):
 
     def pixels(train, *flags):
         args = parser.parse_args([*flags, "--mean", "0", "--std", "1"])
-        image = recipes._transform(args, 35, train)(mx.nd.array(columns, dtype="uint8"))
+        image = recipes.image_transform(args, 35, train)(mx.nd.array(columns, dtype="uint8"))
         return (255 * image.asnumpy()[0, 0]).round()
 
     flags = ["--crop-ratio", "0.875", "--random-crop"]  # 35 / 0.875 is 40: nothing is stretched

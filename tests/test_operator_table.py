@@ -16,7 +16,8 @@ from gluon_amp.policy import get_policy
 from mxnet import gluon, nd
 
 sym = mx.sym
-ALL = {name for name in library._operator_names() if not name.startswith(library.PREFIX)}
+ALL = {name for name in mx.operator.get_all_registered_operators()
+       if not name.startswith(library.PREFIX)}
 # Other names of the same operators stand in no graph: MXNet writes the first one.
 PRIMARY = library.dispatched()
 

@@ -263,6 +263,8 @@ def test_a_run_that_begins_behind_its_last_epoch_is_refused(monkeypatch, tmp_pat
 
 
 def test_without_a_package_that_writes_tensorboards_files_a_line_says_why(tmp_path, monkeypatch):
+    for name in [name for name in sys.modules if name.split(".")[0] == "tensorboard"]:
+        monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "tensorboard", None)
     args = Namespace(tensorboard=str(tmp_path / "events"), batch_size=1, seed=0, lr=0.1)
     with pytest.raises(ValueError, match=r"pip install tensorboard\. .*tensorboard"):

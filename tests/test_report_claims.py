@@ -4,7 +4,7 @@ import json
 
 import pytest
 import training_logs as logs
-from gluon_amp.report import _files, read
+from gluon_amp.report import read
 from gluon_amp.report.compare import compare, groups, sections
 from gluon_amp.report.plots import plots
 from gluon_amp.report.summary import group_rows, headline, remarks, verdict_rows
@@ -78,10 +78,10 @@ def test_each_dataset_has_plots_and_tables_of_its_own(tmp_path):
 # ---- comparisons
 
 def test_two_measures_of_one_dataset_are_told_apart(tmp_path):
-    runs = [made(dataset="voc"), made(dataset="voc")]
-    runs[1].measure = "mAP"
-    files = _files(runs, "title", None, 0.5)
-    assert {line for line in files["report.md"].decode().splitlines() if line[:3] == "## "} == {
+    detection = logs.header(dataset="voc") + "[Epoch 0] Validation: \nmAP=0.5\n"
+    page, _ = report(tmp_path, logs.gluoncv([0.5], dataset="voc"), detection)
+    text = page.with_name("report.md").read_text()
+    assert {line for line in text.splitlines() if line[:3] == "## "} == {
         "## voc, top-1", "## voc, mAP"}
 
 

@@ -9,7 +9,7 @@ import training_logs as logs
 from gluon_amp.report import read
 from gluon_amp.report.colors import COLORS, DARK, INK, number_type
 from gluon_amp.report.compare import groups
-from gluon_amp.report.plots import CHARTS, _short, forest, plots
+from gluon_amp.report.plots import CHARTS, forest, plots, shortened
 from PIL import Image
 from report_runs import comparisons, made, seeds
 
@@ -44,7 +44,7 @@ def test_names_that_are_too_long_keep_something_of_each_of_their_parts():
             ("mobilenet_v2_1.0_long, float16", 24, "mobilene…0_long, float16"),
             ("mobilenet_v2_1.0_long, float16, wd 0.01", 34, "mobilene….0_long, float16, wd 0.01"),
             ("float16", 24, "float16"), ("W" * 99 + "3", 24, "W" * 12 + "…" + "W" * 10 + "3")):
-        assert _short(name, longest) == short
+        assert shortened(name, longest) == short
         assert len(short) <= longest
 
 

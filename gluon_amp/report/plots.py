@@ -281,7 +281,7 @@ def _name_ends(figure: Figure, axes: Any, lines: List[Line], looks: List[Dict[st
         if lines[i].runs == 1 and chart.scale is ERROR:
             value = f" {chart.scale.write(lines[i].y[-1])}"
         name = re.sub(r": \d+ recipes$", "", lines[i].name)  # the caption has it
-        axes.annotate(_short(name) + value, (1.17, place), xycoords="axes fraction",
+        axes.annotate(shortened(name) + value, (1.17, place), xycoords="axes fraction",
                       va="center", fontsize=8, annotation_clip=False)
     figure.draw_without_rendering()  # room for names makes the axes smaller, which moves the names
 
@@ -301,7 +301,7 @@ def _with_room(heights: List[float]) -> List[float]:
     return [bottom(block) + ROOM * i for block in blocks for i in range(len(block))]
 
 
-def _short(label: str, longest: int = LONGEST_NAME) -> str:
+def shortened(label: str, longest: int = LONGEST_NAME) -> str:
     """The label, cut where it is too long: the longest of its parts lose their middles, so that all
     parts are there. (Legends leave out what begins with _.)"""
     parts = plain(label).split(", ")
@@ -375,7 +375,7 @@ def forest(comparisons: Sequence[Comparison], margin: float) -> Optional[Plot]:
             axes.plot(each, [row + 0.22] * len(each), "|", color=ink, alpha=0.6, markersize=5)
             axes.plot([difference.mean], [row], "o" if not comparison.differences else "x",
                       color=ink, markersize=6)
-        axes.set_yticks(range(len(found)), [_short(c.low.name, LONGEST_ROW) for c, _ in found],
+        axes.set_yticks(range(len(found)), [shortened(c.low.name, LONGEST_ROW) for c, _ in found],
                        fontsize=8)
         axes.set_ylim(len(found) - 0.5, -0.6)
         axes.set_title("Difference to float32", loc="left", fontsize=10)

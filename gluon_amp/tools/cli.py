@@ -43,7 +43,7 @@ def main(arguments: Optional[List[str]] = None) -> int:
 
 
 def _run(arguments: Optional[List[str]]) -> int:
-    parser = _parser()
+    parser = make_parser()
     options = parser.parse_args(arguments)
     if options.command is None:
         parser.print_help(sys.stderr)
@@ -57,7 +57,7 @@ def _run(arguments: Optional[List[str]]) -> int:
         return 1
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="gluon-amp", description="Mixed-precision training for Apache MXNet Gluon.",
         epilog="gluon-amp COMMAND --help tells more, with examples. python -m gluon_amp SCRIPT.py "
