@@ -1,11 +1,18 @@
 """`convert` and `restore`: what stays as it was, what is undone, how it hybridizes."""
+import copy
+import json
 import logging
+import pickle
+import threading
 
 import gluon_amp as amp
+import networks
 import numpy as np
 import pytest
-from converting import Net, make, run_python, step, types, values
+from converting import Net, holding, make, run_python, step, types, values
 from gluon_amp._mxnet import mx
+from gluon_amp.cpu.arrays import to_float32
+from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
 
 # What stays as it was
@@ -199,3 +206,510 @@ def test_hybridize_takes_its_flags(flags, x):
         assert np.array_equal(net(x).asnumpy(), before)
         step(net, x)
         before = net(x).asnumpy()
+
+
+# ---- copies and pickles
+
+COPIES = [copy.deepcopy, lambda net: pickle.loads(pickle.dumps(net))]
+
+
+@pytest.mark.parametrize("make_copy", COPIES, ids=["deepcopy", "pickle"])
+@pytest.mark.parametrize("used", [False, True])
+def test_a_copy_computes_the_same_and_is_independent(used, make_copy, x):
+    net = amp.convert(make(), keep=nn.Dense)
+    if used:
+        step(net, x)
+    twin = make_copy(net)
+    assert type(twin) is type(net)
+    assert types(twin) == types(net)
+    out = net(x).asnumpy()
+    assert np.array_equal(twin(x).asnumpy(), out)
+    twin.output.weight.set_data(twin.output.weight.data() * 2)
+    assert not np.array_equal(twin(x).asnumpy(), out)
+    assert np.array_equal(net(x).asnumpy(), out)
+    step(net, x)
+    step(twin, x)
+    assert not np.array_equal(twin(x).asnumpy(), out)
+    assert type(amp.restore(twin)) is Net
+    assert type(net) is not Net
+
+
+@pytest.mark.parametrize("make_copy", COPIES, ids=["deepcopy", "pickle"])
+@mx.util.use_np
+def test_a_copy_of_a_numpy_network_is_one(make_copy):
+    net = nn.Dense(3, in_units=2)
+    net.initialize()
+    x = mx.np.ones((1, 2))
+    out = amp.convert(net)(x)
+    found = make_copy(net)(x)
+    assert isinstance(found, mx.np.ndarray)
+    assert np.array_equal(found.asnumpy(), out.asnumpy())
+
+
+@pytest.mark.parametrize("make_copy", COPIES, ids=["deepcopy", "pickle"])
+def test_a_copy_lies_on_the_same_devices_and_has_the_gradients(make_copy):
+    devices = [mx.cpu(0), mx.cpu(1)]
+    net = nn.Dense(3, in_units=2)
+    net.initialize(ctx=devices)
+    amp.convert(net)
+    net.weight.grad_req = "add"
+
+    def backward(net):
+        with autograd.record():
+            losses = [net(nd.ones((1, 2), ctx=d)).sum() for d in devices]
+        autograd.backward(losses)
+        return [g.asnumpy() for g in net.weight.list_grad()]
+
+    backward(net)
+    twin = make_copy(net)
+    assert [a.context for a in twin.weight.list_data()] == devices
+    for mine, theirs in zip(backward(twin), backward(net)):
+        assert np.array_equal(mine, np.full((3, 2), 2))
+        assert np.array_equal(theirs, mine)
+
+
+class WithLock(nn.Dense):
+    """A block with something in it that can be neither pickled nor copied."""
+
+    def __init__(self):
+        super().__init__(3, in_units=2)
+        self.lock = threading.Lock()
+
+    def __getstate__(self):
+        return {key: value for key, value in self.__dict__.items() if key != "lock"}
+
+    def __setstate__(self, state):
+        self.__dict__.update(state, lock=threading.Lock())
+
+
+@pytest.mark.parametrize("make_copy", COPIES, ids=["deepcopy", "pickle"])
+def test_a_block_that_says_itself_how_it_is_copied_is_copied_so(make_copy):
+    net = WithLock()
+    net.initialize()
+    twin = make_copy(amp.convert(net))
+    assert twin.lock is not net.lock
+    assert np.array_equal(twin(nd.ones((1, 2))).asnumpy(), net(nd.ones((1, 2))).asnumpy())
+
+
+def test_a_copy_of_a_plain_block_works():
+    net = amp.convert(holding(nn.Dense(3, in_units=2), cls=nn.Sequential))
+    twin = copy.deepcopy(net)
+    assert np.array_equal(twin(nd.ones((1, 2))).asnumpy(), net(nd.ones((1, 2))).asnumpy())
+
+
+# Parameters shared with a new block
+
+
+@pytest.mark.parametrize("new", [
+    lambda net: nn.Dense(5, in_units=8, params=net.output.params),
+    lambda net: nn.Dense(5, in_units=8, params=net.output.collect_params()),
+    lambda net: nn.Dense(5, in_units=8, params=net.output.params, dtype="float16")])
+def test_a_new_block_shares_the_parameters_of_a_converted_one(new, x):
+    net = amp.convert(make())
+    other = new(net)
+    assert other.weight is net.output.weight
+    assert types(net.output) == types(other) == dict.fromkeys(net.output.params, "float16")
+    amp.convert(other)
+    features = nd.random.normal(shape=(2, 8))
+    assert np.array_equal(other(features).asnumpy(), net.output(features).asnumpy())
+    step(other, features)
+    assert np.array_equal(other(features).asnumpy(), net.output(features).asnumpy())
+
+
+def test_a_new_block_of_another_type_is_refused_by_mxnet_as_ever():
+    net = amp.convert(make())
+    with pytest.raises(AssertionError, match="desired 'float64' vs stored 'float16'"):
+        nn.Dense(5, in_units=8, params=net.output.params, dtype="float64")
+
+
+def test_a_tied_output_of_a_converted_network_is_part_of_it(x):
+    """As language models tie their output to their embedding."""
+    net = amp.convert(make())
+    with net.name_scope():
+        net.tied = nn.Dense(5, in_units=8, params=net.output.params)
+    assert net.tied.weight is net.output.weight
+    assert types(net.tied) == types(net.output)
+    assert np.array_equal(net.tied(nd.ones((2, 8))).asnumpy(),
+                          net.output(nd.ones((2, 8))).asnumpy())
+
+
+# ---- what ordinary scripts do with a block works, or is refused with what to do
+
+def new_output(net):
+    net.output = nn.Dense(3, in_units=8, prefix="new_")
+    net.output.initialize()
+    return net
+
+
+# Parts of a network
+
+
+@pytest.fixture()
+def layers():
+    return amp.convert(holding(nn.Dense(4, in_units=5), nn.LayerNorm(in_channels=4),
+                               nn.Dense(3, in_units=4)))
+
+
+def test_a_slice_is_a_converted_network_of_the_same_layers(layers):
+    x = nd.ones((2, 5))
+    whole = layers(x)
+    part = layers[:2]
+    part.hybridize()
+    assert [part[0], part[1]] == [layers[0], layers[1]]
+    assert part(x).shape == (2, 4)
+    assert np.array_equal(layers[2](part(x)).asnumpy(), whole.asnumpy())
+    assert np.array_equal(layers(x).asnumpy(), whole.asnumpy())
+    assert type(amp.restore(part)) is nn.HybridSequential
+
+
+def test_a_slice_of_a_kept_network_stays_float32():
+    net = holding(nn.Dense(4, in_units=5), nn.Dense(3, in_units=4))
+    x = nd.random.normal(shape=(2, 5))
+    expected = net[:1](x).asnumpy()
+    amp.convert(net, keep=net)
+    np.testing.assert_allclose(net[:1](x).asnumpy(), expected, rtol=1e-6)
+
+
+def test_slices_inside_of_a_network_are_traced_with_it():
+    class Stages(gluon.HybridBlock):
+        def __init__(self):
+            super().__init__()
+            self.stages = nn.HybridSequential()
+            self.stages.add(nn.Dense(4, in_units=5), nn.Dense(3, in_units=4))
+
+        def hybrid_forward(self, F, x):
+            for stage in self.stages[:1]:
+                x = F.relu(stage(x))
+            return self.stages[1:](x)
+
+    net = make(Stages)
+    x = nd.random.normal(shape=(2, 5))
+    wide = net(x).asnumpy()
+    np.testing.assert_allclose(amp.convert(net)(x).asnumpy(), wide, atol=0.01)
+
+
+def test_the_type_of_a_converted_network_makes_networks_as_before(layers):
+    made = type(layers)(prefix="made_")
+    assert type(made) is nn.HybridSequential
+    made.add(nn.Dense(2, in_units=5))
+    made.initialize()
+    assert made(nd.ones((2, 5))).shape == (2, 2)
+    assert set(types(made).values()) == {"float32"}
+
+
+# New children
+
+
+def test_a_child_that_takes_anothers_place_is_converted_like_the_rest(x):
+    net = amp.convert(make())
+    assert net(x).shape == (4, 5)
+    new_output(net)
+    assert types(net.output) == {"new_weight": "float16", "new_bias": "float16"}
+    assert (net(x).shape, net(x).dtype) == ((4, 3), np.float32)
+    step(net, x)
+    amp.restore(net)
+    assert type(net.output) is nn.Dense
+    assert set(types(net).values()) == {"float32"}
+
+
+def test_a_child_deep_inside_that_is_replaced_takes_effect(x):
+    class Outer(gluon.HybridBlock):
+        def __init__(self):
+            super().__init__()
+            self.inner = Net()
+
+        def hybrid_forward(self, F, x):
+            return self.inner(x)
+
+    net = amp.convert(make(Outer))
+    assert net(x).shape == (4, 5)
+    new_output(net.inner)
+    assert net(x).shape == (4, 3)
+
+
+@pytest.mark.parametrize("keep", [lambda net: nn.Dense, lambda net: "new|.*dense0",
+                                  lambda net: net], ids=["class", "name", "the whole network"])
+def test_what_keep_named_holds_for_new_children(keep, x):
+    net = make()
+    amp.convert(net, keep=keep(net))
+    new_output(net)
+    assert set(types(net.output).values()) == {"float32"}
+    assert net(x).shape == (4, 3)
+
+
+def test_a_child_that_is_added_is_converted(layers):
+    before = layers(nd.ones((2, 5)))
+    layers.add(nn.Dense(7, in_units=3))
+    layers[3].initialize()
+    assert before.shape == (2, 3)
+    assert layers(nd.ones((2, 5))).shape == (2, 7)
+    assert set(types(layers[3]).values()) == {"float16"}
+
+
+def test_a_child_of_another_class_is_refused_as_by_mxnet():
+    net = amp.convert(make())
+    with pytest.raises(TypeError, match=r"Changing attribute type for output .*Dense.*Conv2D"):
+        net.output = nn.Conv2D(3, 1)
+
+
+def test_a_new_block_shares_parameters_if_it_is_of_their_type(layers):
+    first = layers[0]
+    shared = amp.convert(nn.Dense(4, in_units=5, params=first.params, dtype="float16"))
+    assert shared.weight is first.weight
+    x = nd.random.normal(shape=(2, 5))
+    assert np.array_equal(shared(x).asnumpy(), first(x).asnumpy())
+
+
+# A part that is converted alone
+
+
+def test_files_load_through_a_parent_that_is_not_converted(tmp_path, x):
+    path = str(tmp_path / "net.params")
+    source = make()
+    source.save_parameters(path)
+    net = make()
+    amp.convert(net.features)
+    amp.convert(net.output)
+    net.load_parameters(path)
+    assert types(net.output) == dict.fromkeys(types(net.output), "float16")
+    np.testing.assert_allclose(net(x).asnumpy(), source(x).asnumpy(), atol=0.01)
+    for name, value in values(source).items():
+        assert np.array_equal(values(net)[name], value.astype(values(net)[name].dtype))
+
+
+def test_files_of_a_parent_that_is_not_converted_are_float32s(tmp_path, x):
+    path = str(tmp_path / "net.params")
+    net = make(prefix="net_")
+    amp.convert(net.features)
+    amp.convert(net.output)
+    for save, load in (("save_parameters", "load_parameters"), ("save", "load")):
+        of = (lambda net: net) if save == "save_parameters" else (lambda net: net.collect_params())
+        getattr(of(net), save)(path)
+        assert {a.dtype for a in nd.load(path).values()} == {np.float32}
+        stock = Net(prefix="net_")
+        getattr(of(stock), load)(path)
+        np.testing.assert_allclose(stock(x).asnumpy(), net(x).asnumpy(), atol=0.01)
+
+
+def test_files_hold_the_weights_of_three_devices_as_they_are(tmp_path):
+    net = nn.Dense(50, in_units=50)
+    net.initialize(ctx=[mx.cpu(i) for i in range(3)])
+    amp.convert(net).save_parameters(str(tmp_path / "net.params"))
+    saved = nd.load(str(tmp_path / "net.params"))["weight"].asnumpy()
+    assert np.array_equal(saved, net.weight.data(mx.cpu(0)).asnumpy())
+
+
+def test_a_child_is_replaced_in_a_parent_that_is_not_converted(x):
+    net = make()
+    amp.convert(net.output)
+    assert new_output(net)(x).shape == (4, 3)
+    with pytest.raises(TypeError, match="Changing attribute type for output"):
+        net.output = nn.Conv2D(3, 1)
+
+
+def test_a_child_of_a_derived_class_takes_anothers_place(x):
+    class Wider(nn.Dense):
+        pass
+
+    net = amp.convert(make())
+    net.output = Wider(3, in_units=8)
+    net.output.initialize()
+    assert net(x).shape == (4, 3)
+    assert set(types(net.output).values()) == {"float16"}
+
+
+@pytest.mark.parametrize("change", [amp.restore, lambda b: amp.convert(b, "mixed_float16")])
+def test_a_part_that_is_changed_alone_takes_effect_in_a_network_that_has_run(change, x):
+    net = amp.convert(make())
+    before = net(x).asnumpy()
+    change(net.output)
+    assert set(types(net.output).values()) == {"float32"}
+    np.testing.assert_allclose(net(x).asnumpy(), before, atol=0.01)
+
+
+@pytest.mark.parametrize("order", ["convert first", "hybridize first", "run first"])
+def test_a_hybridized_parent_of_a_converted_child_says_what_to_convert(order, x):
+    net = make(prefix="net_")
+    if order != "convert first":
+        net.hybridize()
+    if order == "run first":
+        net(x)
+    amp.convert(net.output)
+    net.hybridize()
+    with pytest.raises(RuntimeError, match=r"net_dense0 is converted, but net, which calls it, "
+                                           r"is hybridized and is not\. Convert the outermost"):
+        net(x)
+    amp.convert(net)
+    assert net(x).shape == (4, 5)
+
+
+def test_a_parent_that_is_not_hybridized_may_have_converted_children(x):
+    net = make()
+    wide = net(x).asnumpy()
+    amp.convert(net.output)
+    np.testing.assert_allclose(net(x).asnumpy(), wide, atol=0.01)
+
+
+def test_a_converted_network_gives_the_symbol_that_it_gave(x):
+    net = make()
+    data = mx.sym.var("data")
+    names = net(data).list_arguments()
+    assert amp.convert(net)(data).list_arguments() == names
+
+
+# What hybridize is told
+
+
+@pytest.mark.parametrize("before", [[], [True], [True, False]])
+@pytest.mark.parametrize("after", [[], [False], [True], [True, False], [False, True]])
+def test_restore_leaves_the_network_hybridized_as_the_last_call_said(before, after, x):
+    net, plain = make(), make()
+    for active in before:
+        net.hybridize(active)
+    amp.convert(net)
+    net(x)
+    for active in after:
+        net.hybridize(active)
+    amp.restore(net)
+    for active in before + after:
+        plain.hybridize(active)
+    assert [b._active for b in (net, net.features, net.output)] \
+        == [b._active for b in (plain, plain.features, plain.output)]
+    assert net(x).shape == (4, 5)
+
+
+class Branches(gluon.HybridBlock):
+    """Predicts another thing than it trains on, as detectors do."""
+
+    def __init__(self):
+        super().__init__()
+        with self.name_scope():
+            self.dense = nn.Dense(3, in_units=2)
+
+    def hybrid_forward(self, F, x):
+        y = self.dense(x)
+        if autograd.is_training():
+            return y, y * 2
+        return y * 4
+
+
+@pytest.mark.parametrize("first", ["training", "predicting"])
+def test_a_network_may_ask_whether_it_trains(first):
+    net = amp.convert(make(Branches))
+    x = nd.ones((1, 2))
+    for training in (first == "training", first != "training", True, False):
+        with autograd.record() if training else autograd.pause():
+            out = net(x)
+        if training:
+            one, two = out
+            assert np.array_equal(two.asnumpy(), one.asnumpy() * 2)
+            two.backward()
+        else:
+            assert np.array_equal(out.asnumpy(), one.asnumpy() * 4) if first == "training" \
+                else out.shape == (1, 3)
+
+
+def test_a_network_may_be_called_with_a_mask_and_without():
+    class Masked(gluon.HybridBlock):
+        def __init__(self):
+            super().__init__()
+            with self.name_scope():
+                self.dense = nn.Dense(3, in_units=5)
+
+        def hybrid_forward(self, F, x, mask=None, states=None):
+            y = self.dense(x)
+            y = y if mask is None else F.broadcast_mul(y, mask)
+            return y if states is None else (y, [y + state for state in states])
+
+    x, net = nd.random.normal(shape=(4, 5)), amp.convert(make(Masked))
+    plain, mask, state = net(x), nd.array([[1, 0, 2]]), nd.ones((4, 3))
+    for _ in range(2):
+        np.testing.assert_allclose(net(x, mask).asnumpy(), (plain * mask).asnumpy(), rtol=1e-3)
+        assert np.array_equal(net(x).asnumpy(), plain.asnumpy())
+        assert np.array_equal(net(x, None).asnumpy(), plain.asnumpy())
+        out, (one, two) = net(x, None, [state, state * 2])
+        np.testing.assert_allclose((two - one).asnumpy(), state.asnumpy(), atol=4e-3)
+        np.testing.assert_allclose(out.asnumpy(), plain.asnumpy())
+
+
+def test_types_need_not_be_inferred(x):
+    net = amp.convert(make())
+    before = types(net)
+    net.infer_shape(x)
+    net.infer_type(x)
+    net(x)
+    net.infer_type(x)
+    assert types(net) == before
+    assert set(before.values()) == {"float16", "float32"}
+
+
+def test_a_network_that_does_not_ask_has_one_graph(x):
+    net = amp.convert(make())
+    with autograd.record():
+        net(x)
+    net(x)
+    with autograd.train_mode():
+        net(x)
+    assert len({id(trace) for trace in net._amp.traces.values()}) == 1
+
+
+def test_a_first_forward_makes_one_operator_of_the_graph(x, monkeypatch):
+    made = []
+    operator = nd.CachedOp
+    monkeypatch.setattr(nd, "CachedOp", lambda *args: made.append(operator(*args)) or made[-1])
+    net = amp.convert(make())
+    net(x)
+    assert len(made) == 1
+
+
+# Copies
+
+
+def test_a_symbol_block_trains_predicts_and_is_copied(tmp_path, x):
+    net = amp.convert(networks.exported(tmp_path))
+    step(net, x)
+    out = net(x).asnumpy()
+    assert np.array_equal(copy.deepcopy(net)(x).asnumpy(), out)
+    assert np.array_equal(pickle.loads(pickle.dumps(net))(x).asnumpy(), out)
+
+
+def test_summary_is_that_of_the_float32_network(capsys, x):
+    net = make()
+    net.summary(x)
+    expected = capsys.readouterr().out
+    amp.convert(net)
+    before = net(x).asnumpy()
+    net.summary(x)
+    assert capsys.readouterr().out == expected
+    assert np.array_equal(net(x).asnumpy(), before)
+
+
+# Arrays of other kinds
+
+
+@pytest.mark.parametrize("kind", ["cpu_shared", "cpu_pinned"])
+def test_arrays_of_workers_are_arrays_of_a_cpu(kind, x):
+    net = amp.convert(make())
+    there = nd.array(x.asnumpy(), ctx=mx.Context(kind, 0))
+    assert np.array_equal(net(there).asnumpy(), net(x).asnumpy())
+    half = there.astype("float16")
+    assert np.array_equal(net(half).asnumpy(), net(x.astype("float16")).asnumpy())
+    assert np.array_equal(to_float32(half).asnumpy(), half.asnumpy().astype(np.float32))
+    step(net, there)
+
+
+def test_batches_of_a_loader_with_workers_train(x):
+    data = gluon.data.ArrayDataset(x, nd.arange(4))
+    net = amp.convert(make())
+    for images, _ in gluon.data.DataLoader(data, batch_size=2, num_workers=1):
+        step(net, images)
+    assert np.isfinite(net(x).asnumpy()).all()
+
+
+def test_an_export_is_of_the_mode_that_ran_last(tmp_path):
+    net = amp.convert(make(Branches))
+    with autograd.record():
+        net(nd.ones((1, 2)))
+    net(nd.ones((1, 2)))
+    net.export(str(tmp_path / "net"))
+    assert len(json.loads((tmp_path / "net-symbol.json").read_text())["heads"]) == 1

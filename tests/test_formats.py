@@ -1,9 +1,12 @@
 """Number formats as parts of a policy: what each role rounds, forward and backward."""
+import sys
+
 import gluon_amp as amp
 import numpy as np
 import pytest
 from gluon_amp._mxnet import mx
-from gluon_amp.formats import FORMATS
+from gluon_amp.cpu import library
+from gluon_amp.formats import FORMATS, Format, random_bits
 from gluon_amp.policy import get_policy
 from mxnet import autograd, gluon, nd
 
@@ -348,3 +351,278 @@ def test_toward_zero_never_rounds_away(rng):
     read = read_by_a_product(cut, x)
     assert np.array_equal(read, cut.round(x))
     assert (np.abs(read) <= np.abs(x)).all()
+
+
+# ---- rounding, against numpy (float16), ml_dtypes and gfloat
+
+NAMES = ["float16", "bfloat16", "tf32", "float8_e4m3", "float8_e5m2"]
+IEEE = [Format("e4m3_with_infinities", 4, 3), Format("e3m4", 3, 4)]
+ALL = [*map(FORMATS.get, NAMES), *IEEE]
+
+# What numpy and ml_dtypes call them.
+THEIRS = {"bfloat16": "bfloat16", "float8_e4m3": "float8_e4m3fn", "float8_e5m2": "float8_e5m2",
+          "e4m3_with_infinities": "float8_e4m3", "e3m4": "float8_e3m4"}
+
+
+def dtype_of(format_):
+    if format_.name == "float16":
+        return np.dtype(np.float16)
+    if sys.version_info < (3, 9):
+        pytest.skip("ml_dtypes is for Python 3.9 on")
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+    return np.dtype(getattr(ml_dtypes, THEIRS[format_.name]))
+
+
+def every_number(format_):
+    """All finite numbers from 0 on, in order; of formats with many, those of every 13th binade."""
+    steps = np.arange(2 ** format_.fraction, dtype=np.float64)
+    exponents = np.arange(1 - format_.bias, int(np.log2(format_.largest)) + 1)
+    if format_.fraction + format_.exponent > 15:
+        exponents = exponents[np.r_[0, 1, 2:len(exponents) - 2:13, -2, -1]]
+    normal = np.outer(2.0 ** exponents, 1 + steps / 2 ** format_.fraction).ravel()
+    numbers = np.concatenate([steps * format_.smallest, normal])
+    return numbers[numbers <= format_.largest]
+
+
+def around(format_):
+    """Each number, the ties above it, the floats on both sides of both, and what is no number."""
+    numbers = every_number(format_)
+    step = np.diff(numbers, append=2 * numbers[-1] - numbers[-2])
+    with np.errstate(over="ignore"):
+        at = np.concatenate([numbers, numbers + step / 2, numbers + step]).astype(np.float32)
+        beside = [np.nextafter(at, np.float32(to)) for to in (np.inf, -np.inf)]
+    tiny = np.float32([1e-45, 1e-40, np.finfo(np.float32).tiny])
+    most = np.finfo(np.float32).max
+    rest = np.concatenate([numbers[-3:], tiny, [most, np.inf, np.nan, 0]])
+    made = np.concatenate([at, *beside, rest, -rest]).astype(np.float32)
+    made[1:-len(rest):2] *= -1  # others with either sign in turn: the sign is a bit of its own
+    return made
+
+
+def assert_same(ours, theirs, x):
+    """Equal, zeros by their signs, too."""
+    theirs = np.asarray(theirs).astype(np.float32)
+    differs = ~(np.isnan(ours) & np.isnan(theirs)) \
+        & (ours.view(np.uint32) != theirs.view(np.uint32))
+    assert not differs.any(), (x[differs][:5], ours[differs][:5], theirs[differs][:5])
+
+
+@pytest.mark.parametrize("format_", [f for f in ALL if f.name != "tf32"], ids=lambda f: f.name)
+def test_every_code_of_the_format_is_a_number_of_it(format_):
+    dtype = dtype_of(format_)
+    codes = np.arange(2 ** (8 * dtype.itemsize)).astype(f"u{dtype.itemsize}")
+    values = codes.view(dtype).astype(np.float32)
+    assert_same(format_.round(values), values, values)
+    finite = np.unique(np.abs(values[np.isfinite(values)]))
+    assert finite[-1] == format_.largest
+    assert finite[1] == format_.smallest
+    if dtype.itemsize == 1:
+        assert np.array_equal(finite, every_number(format_))
+
+
+@pytest.mark.parametrize("format_", [f for f in ALL if f.name != "tf32"], ids=lambda f: f.name)
+def test_numbers_round_as_numpy_and_ml_dtypes_round_them(format_):
+    x = around(format_)
+    dtype = dtype_of(format_)
+    with np.errstate(over="ignore", invalid="ignore"):
+        assert_same(format_.round(x), x.astype(dtype), x)
+
+
+def gfloats(format_):
+    if sys.version_info < (3, 10):
+        pytest.skip("gfloat is for Python 3.10 on")
+    gfloat = pytest.importorskip("gfloat")
+    extended = format_.infinities
+    return gfloat, gfloat.FormatInfo(
+        format_.name, k=1 + format_.exponent + format_.fraction, precision=format_.fraction + 1,
+        bias=format_.bias, is_signed=True, has_nz=True, has_subnormals=True,
+        domain=gfloat.Domain.Extended if extended else gfloat.Domain.Finite,
+        num_high_nans=2 ** format_.fraction - 1 if extended else 1, is_twos_complement=False)
+
+
+def rounded_by_gfloat(format_, x, mode, **more):
+    gfloat, info = gfloats(format_)
+    with np.errstate(over="ignore", invalid="ignore"):
+        return gfloat.round_ndarray(info, x.astype(np.float64), gfloat.RoundMode[mode],
+                                    sat=format_.saturate, **more)
+
+
+def some(x):
+    """Of many numbers a tenth and the last, for gfloat is slow."""
+    return np.concatenate([x[:-100:11], x[-100:]]) if len(x) > 20000 else x
+
+
+@pytest.mark.parametrize("saturate", [False, True])
+@pytest.mark.parametrize(("rounding", "mode"), [("nearest", "TiesToEven"), ("zero", "TowardZero")])
+@pytest.mark.parametrize("format_", ALL, ids=lambda f: f.name)
+def test_numbers_round_as_gfloat_rounds_them(format_, rounding, mode, saturate):
+    ours = variant(format_, rounding, saturate)
+    x = some(around(format_))
+    assert_same(ours.round(x), rounded_by_gfloat(ours, x, mode), x)
+
+
+@pytest.mark.parametrize("format_", ALL, ids=lambda f: f.name)
+def test_the_same_random_bits_round_to_the_same_numbers_as_gfloats(format_):
+    ours, key = variant(format_, "stochastic"), 0x123456789abcdef0
+    x = np.random.default_rng(1).permutation(some(around(format_)))
+    bits, dropped = random_bits(key, x.size).astype(np.int64), 23 - ours.fraction
+    normal = rounded_by_gfloat(ours, x, "StochasticFastest", srbits=bits % 2 ** dropped,
+                               srnumbits=dropped)
+    small = rounded_by_gfloat(ours, x, "StochasticFast", srbits=2 ** 23 - 1 - (bits >> 9),
+                              srnumbits=23)
+    expected = np.where(np.abs(x) < ours.smallest_normal, small, normal)
+    assert_same(ours.round(x, key), expected, x)
+
+
+def variant(format_, rounding, saturate=False):
+    return Format(f"{format_.name}_{rounding}", format_.exponent, format_.fraction,
+                  format_.infinities, saturate, rounding)
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "zero", "stochastic"])
+@pytest.mark.parametrize("format_", ALL, ids=lambda f: f.name)
+def test_the_engine_rounds_as_formats_py_says(format_, rounding):
+    key = 2 ** 63 + 12345
+    for saturate in (False, True):
+        ours = variant(format_, rounding, saturate)
+        x = around(format_)
+        numbers = mx.nd.array(x, dtype="float32")
+        engines = library.call("_gluon_amp_round_to_grid", [numbers], grid=ours.for_engine, key=key)
+        expected = ours.round(x, key) if rounding == "stochastic" else ours.round(x)
+        assert_same(engines.asnumpy(), expected, x)
+
+
+# ---- RNN, LSTM and GRU whose products have another format than what lies between
+
+TIME, BATCH, DATA, UNITS = 4, 3, 5, 6
+MODES = {"rnn_relu": gluon.rnn.RNN, "rnn_tanh": gluon.rnn.RNN, "lstm": gluon.rnn.LSTM,
+         "gru": gluon.rnn.GRU}
+FINE = amp.Format("fine", exponent=8, fraction=21)
+
+
+def layer(mode, **settings):
+    more = {"activation": mode[4:]} if mode.startswith("rnn") else {}
+    mx.random.seed(3)
+    net = MODES[mode](UNITS, input_size=DATA, **more, **settings)
+    net.initialize(mx.init.Uniform(0.5))
+    return net
+
+
+def outcome(net, rng):
+    """Outputs, states, and the gradients of data, states and parameters."""
+    x = nd.array(rng.standard_normal((TIME, BATCH, DATA)))
+    states = [nd.array(rng.standard_normal(state.shape)) for state in net.begin_state(BATCH)]
+    for one in (x, *states):
+        one.attach_grad()
+    with autograd.record():
+        out, last = net(x, states)
+    made = [out, *last]
+    autograd.backward(made, [nd.array(rng.standard_normal(one.shape)) for one in made])
+    gradients = [one.grad for one in (x, *states)]
+    gradients += [p.grad() for p in net.collect_params().values()]
+    return [one.asnumpy() for one in (*made, *gradients)]
+
+
+@pytest.mark.parametrize("settings", [{}, {"num_layers": 2, "bidirectional": True}],
+                         ids=["one layer", "two layers, both ways"])
+@pytest.mark.parametrize("mode", MODES)
+def test_in_a_fine_format_it_is_float32s(mode, settings, rng):
+    state = rng.bit_generator.state
+    exact = outcome(layer(mode, **settings), rng)
+    rng.bit_generator.state = state
+    ours = outcome(amp.convert(layer(mode, **settings), amp.Policy("fine", product=FINE)), rng)
+    for one, other in zip(ours, exact):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5 * abs(other).max())
+    assert any((one != other).any() for one, other in zip(ours, exact))
+
+
+def test_a_product_reads_its_format_and_outputs_lie_on_the_one_between(rng):
+    e4m3, bfloat16 = (FORMATS[name].round for name in ("float8_e4m3", "bfloat16"))
+    net = layer("rnn_tanh")
+    weights = {name.split("_", 1)[1]: bfloat16(p.data().asnumpy())
+               for name, p in net.collect_params().items()}
+    amp.convert(net, amp.Policy("mine", product="float8_e4m3", between="bfloat16"))
+    x, h = (rng.standard_normal(shape).astype(np.float32)
+            for shape in ((TIME, BATCH, DATA), (1, BATCH, UNITS)))
+    out = net(nd.array(x), [nd.array(h)])[0].asnumpy()
+    h = bfloat16(h[0])
+    for step, ours in zip(bfloat16(x), out):
+        to_x = e4m3(step) @ e4m3(weights["l0_i2h_weight"]).T + weights["l0_i2h_bias"]
+        to_h = e4m3(h) @ e4m3(weights["l0_h2h_weight"]).T + weights["l0_h2h_bias"]
+        h = bfloat16(np.tanh(to_x + to_h))
+        np.testing.assert_allclose(ours, h, rtol=2.0 ** -7)
+        assert np.mean(ours == h) > 0.9
+        h = ours
+
+
+def test_gradients_of_gates_are_rounded_before_products_read_them(rng):
+    """One step of tanh: the gradient of the data is that of the sum, rounded, times a weight."""
+    e5m2 = FORMATS["float8_e5m2"].round
+    net = layer("rnn_tanh")
+    weight = net.l0_i2h_weight.data().asnumpy()
+    amp.convert(net, amp.Policy("mine", product=FINE, gradient="float8_e5m2"))
+    x, head = (nd.array(rng.standard_normal((1, BATCH, size))) for size in (DATA, UNITS))
+    x.attach_grad()
+    with autograd.record():
+        y = net(x)
+    y.backward(head)
+    of_sum = e5m2(head.asnumpy() * (1 - y.asnumpy() ** 2))
+    np.testing.assert_allclose(x.grad.asnumpy(), of_sum @ weight, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(net.l0_h2h_bias.grad().asnumpy(), of_sum.sum((0, 1)), rtol=1e-5,
+                               atol=1e-6)
+
+
+@pytest.mark.parametrize("mode", ["lstm", "gru"])
+@pytest.mark.parametrize("policy", ["tf32", "mixed_float8", amp.Policy(
+    "halves", product="float8_e4m3", between="float16", gradient="float8_e5m2", scaling="current"),
+    amp.Policy("random", product=amp.Format("f", 5, 4, rounding="stochastic"))],
+    ids=["tf32", "mixed_float8", "between halves", "stochastic"])
+def test_it_is_near_float32(policy, mode, rng):
+    state = rng.bit_generator.state
+    exact = outcome(layer(mode, num_layers=2, bidirectional=True), rng)
+    made = []
+    for _ in range(2):
+        rng.bit_generator.state = state
+        net = amp.convert(layer(mode, num_layers=2, bidirectional=True), policy)
+        mx.random.seed(5)
+        made.append(outcome(net, rng))
+    closeness = 2e-3 if policy == "tf32" else 0.2
+    for one, again, other in zip(*made, exact):
+        assert np.array_equal(one, again)
+        assert 0 < np.linalg.norm(one - other) < closeness * np.linalg.norm(other)
+
+
+def test_tensors_of_any_size_fit_with_scales(rng):
+    """What a small input does is lost in float8 without scales."""
+    net = amp.convert(layer("rnn_relu"), "mixed_float8")
+    for p in net.collect_params(".*bias").values():
+        p.set_data(nd.zeros(p.shape))
+    x = nd.array(rng.standard_normal((TIME, BATCH, DATA)))
+    whole = net(x).asnumpy()
+    small = amp.convert(layer("rnn_relu"), "mixed_float8")
+    for p in small.collect_params(".*bias").values():
+        p.set_data(nd.zeros(p.shape))
+    assert np.array_equal(small(x * 2.0 ** -30).asnumpy(), whole * np.float32(2.0 ** -30))
+
+
+@pytest.mark.parametrize("mode", ["lstm", "gru"])
+@pytest.mark.parametrize("flags", [{}, {"static_alloc": True, "static_shape": True}],
+                         ids=["", "static"])
+def test_a_recorded_prediction_has_the_gradients_of_training(mode, flags, rng):
+    policy = amp.Policy("m", product="tf32", between="bfloat16")
+    net = amp.convert(layer(mode, num_layers=2), policy)
+    net.hybridize(**flags)
+    x = nd.array(rng.standard_normal((TIME, BATCH, DATA)))
+    weights = net.collect_params().values()
+    made = []
+    for train_mode in (True, False):
+        net(x)
+        with autograd.record(train_mode):
+            y = net(x)
+        for retain in (True, False):
+            y.backward(retain_graph=retain, train_mode=train_mode)
+            made.append([p.grad().asnumpy() for p in weights])
+    first, *others = made
+    assert all(one.any() for one in first)
+    for again in others:
+        assert all(map(np.array_equal, first, again))

@@ -1,4 +1,5 @@
 """`tensor_core_dot` gives, bit by bit, what GPUs have given, and refuses what it cannot know."""
+import itertools
 import math
 import os
 import subprocess
@@ -10,7 +11,9 @@ import numpy as np
 import pytest
 from gluon_amp._mxnet import mx
 from gluon_amp.cpu import library
-from gluon_amp.tensor_core_math import GPUS
+from gluon_amp.graph.graph import Entry, Graph, Node
+from gluon_amp.tensor_core_math import GPUS, TensorCore
+from halves import adding_as, as_function
 from tensor_core_rule import exponent, instruction, product
 
 SHARED = Path(os.environ.get("GLUON_AMP_DATA") or Path(__file__).parents[2] / "shared")
@@ -44,7 +47,7 @@ def test_all_measured_results_of_a_gpu(gpu):
 
 # ---- what the rule gives
 
-def ordinary(rng, *shape):
+def numbers(rng, *shape):
     return rng.standard_normal(shape).astype("float16")
 
 
@@ -87,7 +90,7 @@ def endless_accumulator(rng, *shape):
 
 @each_gpu
 @pytest.mark.parametrize("accumulator", [any_accumulator, close_accumulator, endless_accumulator])
-@pytest.mark.parametrize("factors", [ordinary, any_finite, subnormal, many_zeros, largest,
+@pytest.mark.parametrize("factors", [numbers, any_finite, subnormal, many_zeros, largest,
                                      seldom_endless])
 def test_every_bit_is_the_rules(factors, accumulator, gpu, rng):
     rule = GPUS[gpu]
@@ -123,7 +126,7 @@ def test_each_instruction_set_gives_the_rules_bits(isa):
 # ---- how far from the exact sum
 
 @each_gpu
-@pytest.mark.parametrize("factors", [ordinary, any_finite])
+@pytest.mark.parametrize("factors", [numbers, any_finite])
 def test_an_instruction_is_closer_to_the_exact_sum_than_its_bound(factors, gpu, rng):
     """What is cut off each addend is less than a unit under the largest, and the largest loses
     nothing; what is cut off the sum is less than a unit of the result."""
@@ -143,7 +146,7 @@ def test_an_instruction_is_closer_to_the_exact_sum_than_its_bound(factors, gpu, 
 
 @each_gpu
 def test_sums_of_positive_numbers_are_never_too_large(gpu, rng):
-    a, b = abs(ordinary(rng, 10, 5000)), abs(ordinary(rng, 5000, 10))
+    a, b = abs(numbers(rng, 10, 5000)), abs(numbers(rng, 5000, 10))
     exact = a.astype("float64") @ b.astype("float64")
     made = amp.tensor_core_dot(a, b, gpu=gpu)
     assert np.all(made < exact)
@@ -157,7 +160,7 @@ def test_vectors_matrices_and_stacks_have_the_shapes_of_matmul(rng):
     for left, right in (((7,), (7,)), ((3, 7), (7,)), ((7,), (7, 4)), ((3, 7), (7, 4)),
                         ((2, 3, 7), (7, 4)), ((2, 1, 3, 7), (5, 7, 4)), ((0, 7), (7, 4)),
                         ((3, 0), (0, 4))):
-        a, b = ordinary(rng, *left), ordinary(rng, *right)
+        a, b = numbers(rng, *left), numbers(rng, *right)
         wanted = np.matmul(a.astype("float32"), b.astype("float32"))
         made = amp.tensor_core_dot(a, b)
         assert made.shape == wanted.shape
@@ -168,7 +171,7 @@ def test_vectors_matrices_and_stacks_have_the_shapes_of_matmul(rng):
 
 
 def test_arrays_of_mxnet_give_arrays_of_mxnet(rng):
-    a, b = ordinary(rng, 3, 9), ordinary(rng, 9, 4)
+    a, b = numbers(rng, 3, 9), numbers(rng, 9, 4)
     c = rng.standard_normal((3, 4)).astype("float32")
     made = amp.tensor_core_dot(mx.nd.array(a, dtype="float16"), mx.nd.array(b, dtype="float16"),
                                mx.nd.array(c))
@@ -179,7 +182,7 @@ def test_arrays_of_mxnet_give_arrays_of_mxnet(rng):
 
 
 def test_arrays_of_mxnets_numpy_give_such_arrays(rng):
-    a, b = ordinary(rng, 3, 9), ordinary(rng, 9)
+    a, b = numbers(rng, 3, 9), numbers(rng, 9)
     with mx.util.np_shape(True):
         made = amp.tensor_core_dot(mx.np.array(a, dtype="float16"), b)
         inner = amp.tensor_core_dot(mx.np.array(b, dtype="float16"), b)
@@ -195,17 +198,17 @@ def test_a_sum_of_nothing_is_what_was_there():
 
 
 def test_a_split_may_be_any_whole_number(rng):
-    a, b = ordinary(rng, 5, 100), ordinary(rng, 100, 5)
+    a, b = numbers(rng, 5, 100), numbers(rng, 100, 5)
     assert_bits(amp.tensor_core_dot(a, b, split=10 ** 40), amp.tensor_core_dot(a, b))
 
 
 def test_arrays_that_are_transposed_or_not_contiguous_are_taken_as_they_look(rng):
-    a, b = ordinary(rng, 40, 6).T[:, ::2], ordinary(rng, 8, 20).T
+    a, b = numbers(rng, 40, 6).T[:, ::2], numbers(rng, 8, 20).T
     assert_bits(amp.tensor_core_dot(a, b), amp.tensor_core_dot(a.copy(), b.copy()))
 
 
 def test_large_matrices_are_what_their_parts_are(rng):
-    a, b = ordinary(rng, 1100, 20), ordinary(rng, 20, 2100)
+    a, b = numbers(rng, 1100, 20), numbers(rng, 20, 2100)
     c = rng.standard_normal((1100, 2100)).astype("float32")
     made = amp.tensor_core_dot(a, b, c)
     for rows in (slice(0, 3), slice(1020, 1030), slice(1098, None)):
@@ -215,12 +218,12 @@ def test_large_matrices_are_what_their_parts_are(rng):
 
 
 def test_a_split_as_long_as_the_sum_is_none(rng):
-    a, b = ordinary(rng, 5, 100), ordinary(rng, 100, 5)
+    a, b = numbers(rng, 5, 100), numbers(rng, 100, 5)
     assert_bits(amp.tensor_core_dot(a, b, split=100), amp.tensor_core_dot(a, b))
 
 
 def test_a_chain_is_its_instructions_one_after_the_other(rng):
-    a, b = ordinary(rng, 5, 12), ordinary(rng, 12, 5)
+    a, b = numbers(rng, 5, 12), numbers(rng, 12, 5)
     chain = np.zeros((5, 5), "float32")
     for k in range(0, 12, 4):
         chain = amp.tensor_core_dot(a[:, k:k + 4], b[k:k + 4], chain)
@@ -230,7 +233,7 @@ def test_a_chain_is_its_instructions_one_after_the_other(rng):
 
 
 def test_names_of_gpus_may_be_written_in_other_ways(rng):
-    a, b = ordinary(rng, 5, 100), ordinary(rng, 100, 5)
+    a, b = numbers(rng, 5, 100), numbers(rng, 100, 5)
     assert_bits(amp.tensor_core_dot(a, b, gpu="RTX30"), amp.tensor_core_dot(a, b, gpu="RTX 30"))
     assert_bits(amp.tensor_core_dot(a, b, gpu="ada"), amp.tensor_core_dot(a, b, gpu="Ada"))
 
@@ -290,3 +293,381 @@ def test_sums_of_nothing_are_0_in_networks(op, a, b, shape, policy):
         assert not w.grad.asnumpy().any()
     finally:
         mx.npx.reset_np()
+
+
+# ---- networks' products with `accumulate`: as the plain rule of tensor_core_rule.py
+
+sym = mx.sym
+X, Y, Z = (sym.var(name) for name in "xyz")
+RULES = [("coarse", None), ("coarser", 24), ("H100", None)]
+
+
+@pytest.fixture(autouse=True)
+def coarse_gpus(monkeypatch):
+    monkeypatch.setitem(GPUS, "coarse", TensorCore(block=4, fraction=9, measured=False))
+    monkeypatch.setitem(GPUS, "coarser", TensorCore(block=8, fraction=7, measured=False))
+
+
+def outcome(symbol, arrays, gpu, split, head=None):
+    """The output, and with a head gradient all gradients."""
+    names = symbol.list_inputs()
+    graph = adding_as(gpu, Graph.read(symbol), dict.fromkeys(names, "float16"), split)
+    op = as_function(graph.symbol())
+    values = [mx.nd.array(arrays[name], dtype="float16") for name in names]
+    for value in values:
+        value.attach_grad()
+    with mx.autograd.record():
+        output = op(*values)
+    made = [output.asnumpy()]
+    if head is not None:
+        output.backward(mx.nd.array(head, dtype="float16"))
+        made += [value.grad.asnumpy() for value in values]
+    return made
+
+
+def times(a, b, gpu, split):
+    """a @ b for stacks of matrices, by the rule, in float32."""
+    rule = GPUS[gpu]
+    stack = a.shape[:-2]
+    made = np.zeros((*stack, a.shape[-2], b.shape[-1]), "float32")
+    for i in np.ndindex(*stack):
+        made[i] = product(a[i], b[i], made[i], rule.block, rule.fraction, split)
+    return made
+
+
+def turned(a):
+    return np.swapaxes(a, -1, -2)
+
+
+def assert_same(made, wanted):
+    for i, (one, other) in enumerate(zip(made, wanted)):
+        np.testing.assert_array_equal(one, other.astype("float16").reshape(one.shape), str(i))
+
+
+# ---- products of matrices
+
+@pytest.mark.parametrize(("gpu", "split"), RULES)
+@pytest.mark.parametrize(("ta", "tb"), [*itertools.product([False, True], repeat=2)])
+@pytest.mark.parametrize("operator", [sym.dot, sym.batch_dot, sym.linalg.gemm2])
+def test_matrices(operator, ta, tb, gpu, split):
+    rng = np.random.default_rng(1)
+    stack = () if operator is sym.dot else (3,)
+    a, b, head = (numbers(rng, *stack, *shape) for shape in ((5, 70), (70, 9), (5, 9)))
+    arrays = {"x": turned(a) if ta else a, "y": turned(b) if tb else b}
+    more = {"alpha": 0.3} if operator is sym.linalg.gemm2 else {}
+    alpha = np.float32(more.get("alpha", 1))
+    made = outcome(operator(X, Y, transpose_a=ta, transpose_b=tb, **more), arrays, gpu, split, head)
+    da = times(head, turned(b), gpu, split) * alpha
+    db = times(turned(a), head, gpu, split) * alpha
+    assert_same(made, [times(a, b, gpu, split) * alpha, turned(da) if ta else da,
+                       turned(db) if tb else db])
+
+
+@pytest.mark.parametrize(("gpu", "split"), RULES)
+def test_dot_of_vectors_and_of_more_axes(gpu, split):
+    rng = np.random.default_rng(2)
+    a, b, head = numbers(rng, 90), numbers(rng, 90), numbers(rng, 1)
+    made = outcome(sym.dot(X, Y), {"x": a, "y": b}, gpu, split, head)
+    assert_same(made, [times(a[None], b[:, None], gpu, split),
+                       times(b[:, None], head[None], gpu, split),
+                       times(a[:, None], head[None], gpu, split)])
+    a, b = numbers(rng, 2, 3, 40), numbers(rng, 40, 4, 5)
+    made = outcome(sym.dot(X, Y), {"x": a, "y": b}, gpu, split)
+    assert_same(made, [times(a.reshape(6, 40), b.reshape(40, 20), gpu, split)])
+
+
+def numpys(op, **attrs):
+    """A symbol of one of numpy's operators, of x and y."""
+    inputs = [Entry(Node("null", name)) for name in "xy"]
+    return Graph([Entry(Node(op, "mine", attrs, inputs))]).symbol()
+
+
+@pytest.mark.parametrize(("gpu", "split"), RULES)
+@pytest.mark.parametrize(("op", "attrs", "a", "b"), [
+    ("_np_dot", {}, (2, 3, 40), (40, 5)), ("_np_dot", {}, (3, 40), (40,)),
+    ("_npi_matmul", {}, (4, 40), (40, 5)), ("_npi_matmul", {}, (2, 3, 40), (40, 5)),
+    ("_npi_matmul", {}, (2, 3, 4, 40), (2, 3, 40, 5)), ("_npi_matmul", {}, (40,), (40, 5)),
+    ("_npi_tensordot_int_axes", {"axes": "2"}, (3, 4, 10), (4, 10, 2, 3)),
+    ("_npi_tensordot_int_axes", {"axes": "1"}, (3, 40), (40, 2))])
+def test_products_of_numpys_names(op, attrs, a, b, gpu, split):
+    rng = np.random.default_rng(8)
+    depth = 40
+    stack = a[:-2] if len(b) > 2 and op == "_npi_matmul" else ()
+    a, b = numbers(rng, *a), numbers(rng, *b)
+    rows, columns = a.reshape(*stack, -1, depth), b.reshape(*stack, depth, -1)
+    wanted = times(rows, columns, gpu, split)
+    axes = int(attrs.get("axes", 1))
+    shape = (a @ b).shape if op == "_npi_matmul" else np.tensordot(a, b, axes).shape
+    head = numbers(rng, *wanted.shape)
+    made = outcome(numpys(op, **attrs), {"x": a, "y": b}, gpu, split, head.reshape(shape))
+    assert_same(made, [wanted, times(head, turned(columns), gpu, split),
+                       times(turned(rows), head, gpu, split)])
+
+
+@pytest.mark.parametrize(("gpu", "split"), RULES)
+def test_what_gemm_adds_is_added_in_float32(gpu, split):
+    rng = np.random.default_rng(9)
+    a, b, c, head = (numbers(rng, 2, *shape) for shape in ((5, 70), (70, 9), (5, 9), (5, 9)))
+    symbol = sym.linalg.gemm(X, Y, Z, alpha=0.5, beta=3)
+    made = outcome(symbol, {"x": a, "y": b, "z": c}, gpu, split, head)
+    assert_same(made, [times(a, b, gpu, split) * 0.5 + 3 * c.astype("float32"),
+                       times(head, turned(b), gpu, split) * 0.5,
+                       times(turned(a), head, gpu, split) * 0.5, 3 * head.astype("float32")])
+
+
+@pytest.mark.parametrize(("op", "a", "b", "said"), [
+    ("_np_dot", (3, 4), (2, 4, 5), "for np.dot a second array of one or two axes. Received:"),
+    ("_npi_matmul", (3, 4), (2, 4, 5), "for np.matmul two stacks of one shape, or a second array")])
+def test_other_shapes_of_numpys_products_are_refused_at_the_call(op, a, b, said):
+    graph = adding_as("V100", Graph.read(numpys(op)), dict.fromkeys("xy", "float16"))
+    with pytest.raises(mx.MXNetError, match=rf"{said}.*\[3,4\] and \[2,4,5\]"):
+        as_function(graph.symbol())(*(mx.nd.ones(shape, dtype="float16") for shape in (a, b)))
+
+
+@pytest.mark.parametrize(("gpu", "split"), RULES)
+@pytest.mark.parametrize("flatten", [True, False])
+@pytest.mark.parametrize("bias", [True, False])
+def test_dense(bias, flatten, gpu, split):
+    rng = np.random.default_rng(3)
+    x, units = numbers(rng, 6, 5, 20), 7
+    rows = x.reshape(6, 100) if flatten else x.reshape(30, 20)
+    w, b = numbers(rng, units, rows.shape[1]), numbers(rng, units)
+    head = numbers(rng, len(rows), units)
+    symbol = sym.FullyConnected(X, Y, *([Z] if bias else []), num_hidden=units, flatten=flatten,
+                                no_bias=not bias)
+    shape = (6, units) if flatten else (6, 5, units)
+    made = outcome(symbol, {"x": x, "y": w, "z": b}, gpu, split, head.reshape(shape))
+    wanted = [times(rows, w.T, gpu, split) + (b.astype("float32") if bias else 0),
+              times(head, w, gpu, split), times(head.T, rows, gpu, split)]
+    if bias:
+        wanted.append(head.astype("float32").sum(0))
+    assert_same(made[:3], wanted[:3])
+    for one, other in zip(made[3:], wanted[3:]):  # a sum in float32, in no order of a GPU's
+        np.testing.assert_allclose(one, other, rtol=1e-3, atol=1e-3)
+
+
+# ---- attention
+
+@pytest.mark.parametrize(("gpu", "split"), RULES)
+def test_attention_of_a_sequence_to_itself(gpu, split):
+    rng = np.random.default_rng(4)
+    time, batch, heads, width = 11, 2, 3, 20
+    x = numbers(rng, time, batch, heads, 3, width)
+    q, k, v = (x[:, :, :, i].transpose(1, 2, 0, 3) for i in range(3))
+    flat = x.reshape(time, batch, -1)
+    factor = np.float32(1) / np.sqrt(np.float32(width))
+    head = numbers(rng, batch, heads, time, time)
+    made = outcome(sym.contrib.interleaved_matmul_selfatt_qk(X, heads=heads), {"x": flat}, gpu,
+                   split, head.reshape(-1, time, time))
+    dx = np.zeros(x.shape, "float32")
+    dx[:, :, :, 0] = (times(head, k, gpu, split) * factor).transpose(2, 0, 1, 3)
+    dx[:, :, :, 1] = (times(turned(head), q, gpu, split) * factor).transpose(2, 0, 1, 3)
+    assert_same(made, [times(q, turned(k), gpu, split) * factor, dx])
+
+    weights, head = numbers(rng, batch, heads, time, time), numbers(rng, time, batch, heads, width)
+    made = outcome(sym.contrib.interleaved_matmul_selfatt_valatt(X, Y, heads=heads),
+                   {"x": flat, "y": weights.reshape(-1, time, time)}, gpu, split,
+                   head.reshape(time, batch, -1))
+    back = head.transpose(1, 2, 0, 3)
+    dx = np.zeros(x.shape, "float32")
+    dx[:, :, :, 2] = times(turned(weights), back, gpu, split).transpose(2, 0, 1, 3)
+    assert_same(made, [times(weights, v, gpu, split).transpose(2, 0, 1, 3), dx,
+                       times(back, turned(v), gpu, split)])
+
+
+@pytest.mark.parametrize(("gpu", "split"), RULES)
+def test_attention_to_another_sequence(gpu, split):
+    rng = np.random.default_rng(5)
+    time, other, batch, heads, width = 7, 11, 2, 3, 20
+    x, kv = numbers(rng, time, batch, heads, width), numbers(rng, other, batch, heads, 2, width)
+    q, k, v = (part.transpose(1, 2, 0, 3) for part in (x, kv[:, :, :, 0], kv[:, :, :, 1]))
+    factor = np.float32(1) / np.sqrt(np.float32(width))
+    head = numbers(rng, batch, heads, time, other)
+    made = outcome(sym.contrib.interleaved_matmul_encdec_qk(X, Y, heads=heads),
+                   {"x": x.reshape(time, batch, -1), "y": kv.reshape(other, batch, -1)}, gpu, split,
+                   head.reshape(-1, time, other))
+    dkv = np.zeros(kv.shape, "float32")
+    dkv[:, :, :, 0] = (times(turned(head), q, gpu, split) * factor).transpose(2, 0, 1, 3)
+    assert_same(made, [times(q, turned(k), gpu, split) * factor,
+                       (times(head, k, gpu, split) * factor).transpose(2, 0, 1, 3), dkv])
+
+    weights, head = numbers(rng, batch, heads, time, other), numbers(rng, time, batch, heads, width)
+    made = outcome(sym.contrib.interleaved_matmul_encdec_valatt(X, Y, heads=heads),
+                   {"x": kv.reshape(other, batch, -1), "y": weights.reshape(-1, time, other)}, gpu,
+                   split, head.reshape(time, batch, -1))
+    back = head.transpose(1, 2, 0, 3)
+    dkv = np.zeros(kv.shape, "float32")
+    dkv[:, :, :, 1] = times(turned(weights), back, gpu, split).transpose(2, 0, 1, 3)
+    assert_same(made, [times(weights, v, gpu, split).transpose(2, 0, 1, 3), dkv,
+                       times(back, turned(v), gpu, split)])
+
+
+# ---- convolutions
+
+def windows(x, places, start, step, along):
+    """What windows see of x (batch, channels, *places): (channels * window, batch * places).
+
+    In each axis the window's element `tap` looks, for place p, at p * step + start[tap] of x; where
+    x has nothing, at a zero.
+    """
+    made = []
+    for tap in itertools.product(*[range(len(s)) for s in start]):
+        seen = x
+        for axis, t in enumerate(tap):
+            at = np.arange(places[axis]) * step[axis] + start[axis][t]
+            inside = (at >= 0) & (at < along[axis])
+            seen = np.take(seen, np.where(inside, at, 0), axis + 2)
+            mask = inside.reshape([-1 if k == axis + 2 else 1 for k in range(x.ndim)])
+            seen = np.where(mask, seen, np.float16(0))
+        made.append(seen)
+    made = np.stack(made, 2)  # batch, channels, window, places
+    return np.moveaxis(made, 0, 2).reshape(made.shape[1] * made.shape[2], -1)
+
+
+def of_large(large, places, g):
+    start = [[t * d - p for t in range(k)] for k, d, p in zip(g["kernel"], g["dilate"], g["pad"])]
+    return windows(large, places, start, g["stride"], large.shape[2:])
+
+
+def of_small(small, places, g):
+    """The small array with zeros between its places, as far apart as the stride."""
+    far = [(n - 1) * s + 1 for n, s in zip(small.shape[2:], g["stride"])]
+    spread = np.zeros((*small.shape[:2], *far), "float16")
+    spread[(slice(None), slice(None), *(slice(None, None, s) for s in g["stride"]))] = small
+    start = [[p - t * d for t in range(k)] for k, d, p in zip(g["kernel"], g["dilate"], g["pad"])]
+    return windows(spread, places, start, [1] * len(far), far)
+
+
+def in_groups(x, groups, axis):
+    return np.split(x, groups, axis)
+
+
+def small_of(large, weight, places, g, *rule):
+    made = [times(w.reshape(len(w), -1), of_large(x, places, g), *rule) for x, w in
+            zip(in_groups(large, g["num_group"], 1), in_groups(weight, g["num_group"], 0))]
+    return images(np.concatenate(made), len(large), places)
+
+
+def large_of(small, weight, places, g, *rule):
+    made = [times(np.swapaxes(w, 0, 1).reshape(w.shape[1], -1), of_small(y, places, g), *rule)
+            for y, w in zip(in_groups(small, g["num_group"], 1),
+                            in_groups(weight, g["num_group"], 0))]
+    return images(np.concatenate(made), len(small), places)
+
+
+def weight_of(large, small, g, *rule):
+    def of_group(x, y):
+        lines = np.swapaxes(y, 0, 1).reshape(y.shape[1], -1)
+        return times(lines, of_large(x, small.shape[2:], g).T, *rule)
+
+    groups = zip(in_groups(large, g["num_group"], 1), in_groups(small, g["num_group"], 1))
+    return np.concatenate([of_group(x, y) for x, y in groups])
+
+
+def images(matrix, batch, places):
+    return np.swapaxes(matrix.reshape(len(matrix), batch, *places), 0, 1)
+
+
+GEOMETRIES = {
+    "3x3": {"kernel": (3, 3), "pad": (1, 1)},
+    "1x1": {"kernel": (1, 1)},
+    "stride, dilation": {"kernel": (3, 2), "stride": (2, 3), "dilate": (2, 1), "pad": (2, 1)},
+    "groups": {"kernel": (3, 3), "pad": (1, 1), "num_group": 2},
+    "depthwise": {"kernel": (3, 3), "stride": (2, 2), "pad": (1, 1), "num_group": 4},
+    "1D": {"kernel": (5,), "stride": (2,), "pad": (1,)},
+    "3D": {"kernel": (2, 3, 2), "stride": (1, 2, 1), "pad": (0, 1, 1)},
+}
+PLACES = {1: (17,), 2: (7, 8), 3: (4, 5, 3)}
+
+
+def geometry(name):
+    given = GEOMETRIES[name]
+    ones = (1,) * len(given["kernel"])
+    return {"stride": ones, "dilate": ones, "pad": (0,) * len(ones), "num_group": 1, **given}
+
+
+@pytest.mark.parametrize(("gpu", "split"), RULES)
+@pytest.mark.parametrize("name", GEOMETRIES)
+def test_convolution(name, gpu, split):
+    g, rng = geometry(name), np.random.default_rng(6)
+    x = numbers(rng, 2, 4, *PLACES[len(g["kernel"])])
+    w, b = numbers(rng, 8, 4 // g["num_group"], *g["kernel"]), numbers(rng, 8)
+    symbol = sym.Convolution(X, Y, Z, num_filter=8, **g)
+    arrays = {"x": x, "y": w, "z": b}
+    y = outcome(symbol, arrays, gpu, split)[0]
+    head = numbers(rng, *y.shape)
+    made = outcome(symbol, arrays, gpu, split, head)
+    bias = b.astype("float32").reshape(-1, *[1] * len(g["kernel"]))
+    assert_same(made[:3], [small_of(x, w, y.shape[2:], g, gpu, split) + bias,
+                           large_of(head, w, x.shape[2:], g, gpu, split),
+                           weight_of(x, head, g, gpu, split)])
+    others = tuple(k for k in range(y.ndim) if k != 1)
+    np.testing.assert_allclose(made[3], head.astype("float64").sum(others), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(("gpu", "split"), RULES)
+@pytest.mark.parametrize("name", [name for name in GEOMETRIES if name != "3D"])
+def test_deconvolution(name, gpu, split):
+    g, rng = geometry(name), np.random.default_rng(7)
+    x = numbers(rng, 2, 4, *PLACES[len(g["kernel"])])
+    w = numbers(rng, 4, 8 // g["num_group"], *g["kernel"])
+    symbol = sym.Deconvolution(X, Y, num_filter=8, **g)
+    arrays = {"x": x, "y": w}
+    y = outcome(symbol, arrays, gpu, split)[0]
+    head = numbers(rng, *y.shape)
+    made = outcome(symbol, arrays, gpu, split, head)
+    assert_same(made, [large_of(x, w, y.shape[2:], g, gpu, split),
+                       small_of(head, w, x.shape[2:], g, gpu, split),
+                       weight_of(head, x, g, gpu, split)])
+
+
+def test_deconvolution_to_a_target_shape():
+    rng = np.random.default_rng(8)
+    x, w = numbers(rng, 2, 3, 5, 6), numbers(rng, 3, 4, 3, 3)
+    symbol = sym.Deconvolution(X, Y, num_filter=4, kernel=(3, 3), stride=(2, 2),
+                               target_shape=(10, 12))
+    g = {"kernel": (3, 3), "stride": (2, 2), "dilate": (1, 1), "pad": (1, 1), "num_group": 1}
+    made = outcome(symbol, {"x": x, "y": w}, "V100", None)
+    assert_same(made, [large_of(x, w, (10, 12), g, "V100", None)])
+
+
+def test_a_coarse_gpu_shows():
+    rng = np.random.default_rng(9)
+    a, b = numbers(rng, 20, 70), numbers(rng, 70, 30)
+    coarse, coarser, fine = (outcome(sym.dot(X, Y), {"x": a, "y": b}, *rule)[0] for rule in RULES)
+    assert np.mean(coarse != fine) > 0.9
+    assert np.mean(coarse != coarser) > 0.9
+
+
+def test_a_gradient_of_a_gradient_of_a_dense_layer_is_refused():
+    graph = adding_as("V100", Graph.read(sym.FullyConnected(X, Y, no_bias=True, num_hidden=3)),
+                      dict.fromkeys("xy", "float16"))
+    x, w = mx.nd.ones((2, 4), dtype="float16"), mx.nd.ones((3, 4), dtype="float16")
+    op = as_function(graph.symbol())
+    x.attach_grad()
+    w.attach_grad()
+    with mx.autograd.record(), pytest.raises(mx.MXNetError, match="a dense layer's gradient"):
+        mx.autograd.grad(op(x, w), [x], create_graph=True, retain_graph=True)
+
+
+@pytest.mark.parametrize("symbol", [
+    sym.contrib.DeformableConvolution(X, Y, Z, kernel=(3, 3), num_filter=4, no_bias=True,
+                                      name="mine"),
+    sym.linalg.syrk(X, name="mine"), sym.linalg.trmm(X, Y, name="mine"),
+    sym.linalg.gemm2(X, Y, axis=0, name="mine"),
+    sym.Correlation(X, Y, name="mine"), sym.khatri_rao(X, Y, name="mine"),
+    sym.UpSampling(X, Y, scale=2, sample_type="bilinear", num_filter=3, name="mine"),
+    sym.GridGenerator(X, transform_type="affine", target_shape=(4, 4), name="mine"),
+    sym.SpatialTransformer(X, Y, target_shape=(4, 4), transform_type="affine",
+                           sampler_type="bilinear", name="mine")],
+    ids=lambda symbol: Graph.read(symbol).outputs[0].node.op)
+def test_what_has_no_code_is_refused_by_name(symbol):
+    op = Graph.read(symbol).outputs[0].node.op
+    with pytest.raises(ValueError, match=rf"no code for .*{op[-5:]} \(mine\).*keep=.*Valid: "):
+        adding_as("V100", Graph.read(symbol), dict.fromkeys("xyz", "float16"))
+
+
+def test_what_multiplies_no_matrices_runs():
+    for symbol in (sym.UpSampling(X, scale=2, sample_type="nearest"),
+                   sym.GridGenerator(X, transform_type="warp")):
+        adding_as("V100", Graph.read(symbol), {"x": "float16"})
