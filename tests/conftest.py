@@ -11,6 +11,7 @@ import gluon_amp  # noqa: F401  (before mxnet: it makes numpy 1.24 and later fit
 import numpy as np
 import pytest
 from gluon_amp._mxnet import mx
+from ranks import Ranks
 
 # They run on a recording GPU: make test-gpu.
 collect_ignore = [] if "RECORDING_GPU_LOG" in os.environ else ["gpu"]
@@ -35,6 +36,12 @@ def same_numbers():
     np.random.seed(7)
     yield
     mx.nd.waitall()
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    with Ranks() as started:
+        yield started
 
 
 @pytest.fixture()

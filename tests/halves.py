@@ -43,6 +43,7 @@ def run(symbol, arrays, heads=None, training=True, grid="float16", types=None):
     return [o.asnumpy() for o in outputs], gradients
 
 
+AT_RANDOM = Format("bfloat16_at_random", exponent=8, fraction=7, rounding="stochastic")
 NOT_ROUNDED = Format("not_rounded", exponent=8, fraction=23, saturate=True)
 
 

@@ -12,6 +12,7 @@ import importlib
 import json
 import os
 import runpy
+import signal
 import subprocess
 import sys
 import tempfile
@@ -58,6 +59,11 @@ def start(script, *arguments, cwd=None, new_process=False):
     job = {"arguments": arguments, "cwd": str(cwd or os.getcwd()), "environment": dict(os.environ),
            "out": f"{folder.name}/out", "err": f"{folder.name}/err"}
     return Fork(_servers[0], job, folder)
+
+
+def heeds_ctrl_c():
+    """What a shell starts in the background does not."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def serve():

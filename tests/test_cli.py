@@ -10,6 +10,7 @@ import pytest
 from gluon_amp import KernelError, __version__
 from gluon_amp.tools import cli
 from gluon_amp.tools.cli import COMMANDS, main
+from scripts import heeds_ctrl_c
 
 ROOT = Path(__file__).parents[1]
 NAMES = [command.name for command in COMMANDS]
@@ -225,11 +226,6 @@ def test_ctrl_c_ends_it_with_130():
     out, err = process.communicate(timeout=60)
     assert (process.returncode, out) == (130, "")
     assert "Traceback" not in err
-
-
-def heeds_ctrl_c():
-    """What a shell starts in the background does not."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def test_python_m_gluon_amp_is_the_same_command():

@@ -8,13 +8,7 @@ from gluon_amp.parallel.supervise import patience
 from gluon_amp.parallel.sync import Workers
 from mxnet import gluon, nd
 from mxnet.gluon import nn
-from ranks import ALL, EITHER, RANKS, STARTS, STEPS, STORES, Ranks, needs_horovod
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    with Ranks() as started:
-        yield started
+from ranks import ALL, EITHER, RANKS, STARTS, STEPS, STORES, needs_horovod
 
 
 def same(one, other):

@@ -14,6 +14,7 @@ from gluon_amp.cpu.library import table
 from gluon_amp.cpu.scales import Scales, scales_of
 from gluon_amp.formats import FORMATS
 from gluon_amp.policy import get_policy
+from halves import AT_RANDOM
 from mxnet import autograd, gluon, nd
 
 E4M3, E5M2 = FORMATS["float8_e4m3"], FORMATS["float8_e5m2"]
@@ -362,12 +363,9 @@ def test_einsum_of_several_formats_is_refused():
 
 # ---- at random
 
-RANDOM = amp.Format("bfloat16_at_random", exponent=8, fraction=7, rounding="stochastic")
-
-
 def test_a_seed_repeats_training_with_stochastic_rounding():
     def trained(seed):
-        net = network(amp.Policy("mine", compute=RANDOM))
+        net = network(amp.Policy("mine", compute=AT_RANDOM))
         mx.random.seed(seed)
         train(net, trainer_of(net), 3)
         return weights(net)

@@ -8,6 +8,7 @@ from gluon_amp._mxnet import mx
 from gluon_amp.cpu import library
 from gluon_amp.formats import FORMATS, Format, random_bits
 from gluon_amp.policy import get_policy
+from halves import AT_RANDOM
 from mxnet import autograd, gluon, nd
 
 E4M3, E5M2, TF32, BFLOAT16, HALF = (FORMATS[name].round for name in (
@@ -307,9 +308,6 @@ def test_a_gpu_has_no_arrays_of_such_formats():
 
 # ---- at random, and toward zero
 
-RANDOM = amp.Format("bfloat16_at_random", exponent=8, fraction=7, rounding="stochastic")
-
-
 def read_by_a_product(format_, x):
     """What a product reads of numbers: it multiplies them by 1."""
     net = gluon.nn.HybridLambda(lambda F, x: F.batch_dot(x, F.ones_like(x)))
@@ -318,7 +316,7 @@ def read_by_a_product(format_, x):
 
 
 @pytest.mark.parametrize("format_", [
-    RANDOM, amp.Format("half_at_random", 5, 10, rounding="stochastic"),
+    AT_RANDOM, amp.Format("half_at_random", 5, 10, rounding="stochastic"),
     amp.Format("e4m3_at_random", 4, 3, infinities=False, rounding="stochastic")],
     ids=lambda f: f.name)
 def test_stochastic_rounding_is_right_on_average(format_):
@@ -339,7 +337,7 @@ def test_stochastic_rounding_is_right_on_average(format_):
 def test_two_tensors_are_rounded_at_random_apart():
     x = nd.array(np.full((2000, 1, 1), 1 + 2.0 ** -8, np.float32))
     net = gluon.nn.HybridLambda(lambda F, a, b: F.batch_dot(a, b))
-    amp.convert(net, amp.Policy("mine", product=RANDOM))
+    amp.convert(net, amp.Policy("mine", product=AT_RANDOM))
     mx.random.seed(2)
     both_down = (net(x, x.copy()).asnumpy() == 1).mean()
     assert abs(both_down - 0.25) < 0.05

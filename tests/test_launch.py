@@ -13,6 +13,7 @@ from gluon_amp.parallel import launch as launch_module
 from gluon_amp.parallel import rendezvous
 from gluon_amp.parallel.launch import launch, read_hosts
 from gluon_amp.parallel.supervise import RankEndedError
+from scripts import heeds_ctrl_c
 
 TRAINS = """
 import os, sys, time
@@ -60,11 +61,6 @@ def launcher(tmp_path):
             os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
     assert wait_until(lambda: not left_behind(tmp_path))
-
-
-def heeds_ctrl_c():
-    """What a shell starts in the background does not."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def left_behind(tmp_path, role=""):

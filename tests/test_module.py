@@ -9,6 +9,7 @@ from gluon_amp._mxnet import mx
 from gluon_amp.symbolic.module import Speedometer
 from modules import (
     OPTIMIZERS,
+    OVERFLOW,
     TWO,
     batch,
     body,
@@ -16,6 +17,7 @@ from modules import (
     check_moved_alike,
     dynamic,
     everything,
+    grads,
     learn,
     made,
     net,
@@ -24,7 +26,7 @@ from modules import (
     train,
     values,
 )
-from mxnet import nd
+from mxnet import gluon, nd
 from mxnet import symbol as S
 
 # ---- scaling changes nothing but what underflows
@@ -256,3 +258,455 @@ def test_what_runs_again_in_the_backward_pass_draws_no_mask_and_moves_no_statist
     for before, array in zip(statistics, executor.aux_arrays):
         assert np.array_equal(before, array.asnumpy())
     assert np.abs(statistics[0]).max() > 1
+
+
+# ---- checkpoints
+
+def resumed(prefix, optimizer, **kwargs):
+    mod = amp.Module.load(prefix, 1, True, label_names=["head_label"],
+                          **{"loss_scale": "dynamic", **kwargs})
+    mod.bind([("data", (6, 3, 6, 6))], [("head_label", (6, 3))])
+    mod.init_optimizer(optimizer=optimizer[0], optimizer_params=optimizer[1])
+    return mod
+
+
+@pytest.mark.parametrize("optimizer", ["momentum", "adam", "scheduled"])
+@pytest.mark.parametrize("policy", [None, "float16"])
+@pytest.mark.parametrize("saves_before", [False, True])
+def test_a_loaded_checkpoint_goes_on_bit_by_bit(optimizer, policy, saves_before, tmp_path):
+    prefix = str(tmp_path / "net")
+
+    def maker():  # as a new process makes it
+        schedule = mx.lr_scheduler.FactorScheduler(4, 0.5, base_lr=0.1)
+        return OPTIMIZERS.get(optimizer, ("sgd", {"momentum": 0.9, "lr_scheduler": schedule}))
+
+    overflow = batch(label=OVERFLOW)
+    mod = made(net(policy), optimizer=maker(), loss_scale=dynamic(growth_interval=4))
+    train(mod, 10)
+    if saves_before:
+        mod.save_checkpoint(prefix, 0, True)
+    assert learn(mod, overflow) is False
+    mod.save_checkpoint(prefix, 1, True)
+    other = resumed(prefix, maker(), loss_scale=dynamic(growth_interval=4))
+    assert same(everything(mod), everything(other))
+    for m in (mod, other):
+        assert learn(m, overflow) is False
+        train(m, 10, first=10)
+    assert same(everything(mod), everything(other))
+
+
+def test_a_checkpoint_holds_a_symbol_for_mxnets_module(tmp_path):
+    mod = made(net(), loss_scale=64)
+    train(mod, 1)
+    mod.save_checkpoint(str(tmp_path / "net"), 1)
+    text = (tmp_path / "net-symbol.json").read_text()
+    assert "_gluon_amp" not in text
+    assert "gluon_amp_loss_scale" not in text
+    stock = mx.mod.Module.load(str(tmp_path / "net"), 1, label_names=["head_label"])
+    assert stock.symbol.tojson() == net().tojson()
+
+
+@pytest.mark.parametrize("context", [mx.cpu(), TWO], ids=["one", "two"])
+def test_a_float32_checkpoint_trains_under_a_float16_symbol(context, tmp_path):
+    prefix = str(tmp_path / "net")
+    made(net(None), mx.mod.Module).save_checkpoint(prefix, 1)
+    net().save(f"{prefix}-symbol.json")
+    mod = amp.Module.load(prefix, 1, label_names=["head_label"], context=context, loss_scale=64)
+    mod.bind([("data", (6, 3, 6, 6))], [("head_label", (6, 3))])
+    mod.init_optimizer()
+    assert learn(mod, batch())
+
+
+@pytest.mark.parametrize("kind", ["cut", "foreign", "adam", "network"])
+def test_states_that_do_not_fit_are_clear_errors_and_change_nothing(kind, tmp_path):
+    path = tmp_path / "m.states"
+    mod = made(net(), loss_scale=dynamic())
+    train(mod, 3)
+    if kind == "network":
+        donor = made(S.LinearRegressionOutput(S.FullyConnected(S.var("data"), num_hidden=3),
+                                              name="head"), loss_scale=dynamic(4))
+    else:
+        donor = made(net(), optimizer="adam" if kind == "adam" else "momentum",
+                     loss_scale=dynamic(4))
+    train(donor, 2)
+    donor.save_optimizer_states(str(path))
+    if kind in ("cut", "foreign"):
+        path.write_bytes(path.read_bytes()[:-20] if kind == "cut" else b"no states")
+    before = everything(mod)
+    with pytest.raises(ValueError, match=r"m\.states"):
+        mod.load_optimizer_states(str(path))
+    assert same(everything(mod), before)
+
+
+def test_a_failing_save_leaves_the_old_files_whole(tmp_path, monkeypatch):
+    mod = made(net(), loss_scale=dynamic())
+    mod.save_checkpoint(str(tmp_path / "net"), 1, True)
+    old = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
+    train(mod, 1)
+
+    def full(path, *args):
+        with open(path, "wb") as file:
+            file.write(b"half")
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(nd, "save", full)
+    with pytest.raises(OSError, match="No space"):
+        mod.save_checkpoint(str(tmp_path / "net"), 1, True)
+    assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == old
+
+
+# ---- buckets
+
+def words(length, seed=0):
+    rng = np.random.default_rng(seed)
+    return mx.io.DataBatch([nd.array(rng.integers(0, 20, (4, length)))],
+                           [nd.array(rng.integers(0, 3, 4))], bucket_key=length,
+                           provide_data=[("data", (4, length))],
+                           provide_label=[("softmax_label", (4,))])
+
+
+def sentences(length, policy):
+    x = S.Embedding(S.var("data"), input_dim=20, output_dim=6, name="embed")
+    x = S.FullyConnected(S.sum(x, axis=1), num_hidden=3, name="fc")
+    return amp.convert_symbol(S.SoftmaxOutput(x, name="softmax"), policy), ["data"], \
+        ["softmax_label"]
+
+
+def bucketing(policy="float16", cls=amp.BucketingModule, **kwargs):
+    mod = cls(lambda length: sentences(length, policy), default_bucket_key=9, **kwargs)
+    mod.bind(words(9).provide_data, words(9).provide_label)
+    mx.random.seed(3)
+    mod.init_params(mx.init.Xavier())
+    mod.init_optimizer(optimizer_params={"learning_rate": 0.1, "momentum": 0.9})
+    return mod
+
+
+@pytest.mark.parametrize("scale", [None, 1024, "dynamic"])
+def test_float32_buckets_train_bit_by_bit_as_with_mxnets_module(scale):
+    mod, stock = bucketing("float32", loss_scale=scale), \
+        bucketing("float32", mx.mod.BucketingModule)
+    for seed, length in enumerate((9, 5, 7, 5, 9)):
+        learn(mod, words(length, seed))
+        learn(stock, words(length, seed))
+    assert same(values(mod), values(stock))
+
+
+@pytest.mark.parametrize("policy", ["float32", "float16"])
+def test_buckets_share_parameters_scale_and_loaded_states(policy, tmp_path):
+    mod, other = (bucketing(policy, loss_scale=dynamic(growth_interval=2)) for _ in range(2))
+    for length in (9, 5, 9):
+        learn(mod, words(length))
+    mod.save_optimizer_states(str(tmp_path / "m.states"))
+    other.switch_bucket(5, words(5).provide_data, words(5).provide_label)
+    other.set_params(*mod.get_params())
+    other.load_optimizer_states(str(tmp_path / "m.states"))
+    for length in (5, 9, 7):
+        learn(mod, words(length))
+        learn(other, words(length))
+        assert same(values(mod), values(other)), length
+    assert mod.loss_scale == other.loss_scale == 2 ** 13
+
+
+def test_all_buckets_are_clipped():
+    mod = bucketing("float32", clip_norm=1e-3)
+    for length in (9, 5):
+        before = values(mod)
+        learn(mod, words(length))
+        moved = sum(((v - before[k]) ** 2).sum() for k, v in values(mod).items())
+        assert moved ** 0.5 < 2e-4  # learning rate 0.1, and some momentum
+
+
+@pytest.mark.parametrize("policy", ["float32", "float16"])
+def test_every_bucket_gives_out_parameters_that_were_set(policy):
+    mod = bucketing(policy)
+    learn(mod, words(5))
+    args, aux = mod.get_params()
+    mod.set_params({k: nd.full(a.shape, 7) for k, a in args.items()}, aux)
+    mod.forward(words(9), is_train=False)
+    assert all((v == 7).all() for v in values(mod).values())
+
+
+def test_a_bucketing_checkpoint_loads_with_a_loss_scale(tmp_path):
+    mod, prefix = bucketing(loss_scale=64), str(tmp_path / "net")
+    learn(mod, words(5))
+    mod.save_checkpoint(prefix, 1)
+    loaded = amp.BucketingModule.load(prefix, 1, lambda n: sentences(n, "float16"), 9,
+                                      loss_scale=64)
+    loaded.bind(words(9).provide_data, words(9).provide_label)
+    loaded.init_optimizer()
+    assert learn(loaded, words(9))
+
+
+def test_a_scale_that_is_not_taken_over_is_said(caplog, tmp_path):
+    prefix = str(tmp_path / "net")
+    mod = made(net(), loss_scale="dynamic")
+    train(mod, 3)
+    mod.save_checkpoint(prefix, 1, True)
+    resumed(prefix, OPTIMIZERS["momentum"], loss_scale=None)
+    assert f"dynamic loss scale, {mod.loss_scale:g}, is left: here loss_scale is None" \
+        in caplog.text
+
+
+def test_a_checkpoint_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"none-symbol\.json does not exist"):
+        amp.Module.load(str(tmp_path / "none"), 3)
+    with pytest.raises(FileNotFoundError, match=r"none-0003\.params does not exist"):
+        amp.BucketingModule.load(str(tmp_path / "none"), 3, lambda key: None, 10)
+
+
+@pytest.mark.parametrize(("first", "then"), [(1, 2), (2, 1)])
+@pytest.mark.parametrize("mxnets", [False, True])
+def test_states_go_on_on_another_number_of_devices(mxnets, first, then, tmp_path):
+    """A kvstore of MXNet's numbers them by name, ours by parameter and device. MXNet's Module
+    saves no counts, which Adam needs."""
+    prefix, optimizer = str(tmp_path / "net"), "momentum" if mxnets else "adam"
+    symbol = S.LinearRegressionOutput(S.FullyConnected(S.var("data"), num_hidden=3, name="fc"),
+                                      name="head")  # no batch norm: each device has its own
+    kwargs = {} if mxnets else {"loss_scale": 64}
+    mod = made(symbol, mx.mod.Module if mxnets else amp.Module, optimizer, context=TWO[:first],
+               **kwargs)
+    train(mod, 3)
+    mod.save_checkpoint(prefix, 1, True)
+    other = resumed(prefix, OPTIMIZERS[optimizer], loss_scale=64, context=TWO[:then])
+    for one in (mod, other):
+        train(one, 1, first=3)
+    expected = values(mod)
+    for group in other._exec_group.param_arrays:
+        assert all(np.array_equal(group[0].asnumpy(), one.asnumpy()) for one in group)
+    for name, value in values(other).items():
+        np.testing.assert_allclose(value, expected[name], rtol=1e-5, atol=1e-6)
+
+
+# ---- overflow
+
+def test_an_overflow_is_skipped_and_the_scale_backs_off():
+    mod = made(net(), loss_scale=dynamic())
+    train(mod, 2)
+    before = everything(mod)
+    assert learn(mod, batch(label=OVERFLOW)) is False
+    assert (mod.loss_scale, mod.skipped) == (512, 1)
+    assert "fc_bias" in mod.overflowed
+    after = everything(mod)
+    for name in before.keys() - {"scale", "bn_moving_mean", "bn_moving_var"}:
+        assert np.array_equal(after[name], before[name])
+    assert learn(mod, batch()) is True
+
+
+def test_an_overflow_on_one_device_is_one_skipped_step_on_all():
+    mod = made(net(), context=TWO, loss_scale=dynamic())
+    data = batch()
+    data.label[0][0] = OVERFLOW
+    assert [learn(mod, data), *train(mod, 3)] == [False, True, True, True]
+    for first, second in mod._exec_group.param_arrays:
+        assert np.array_equal(first.asnumpy(), second.asnumpy())
+
+
+def test_moving_averages_of_a_skipped_step_are_seen():
+    mod = made(net(), loss_scale=dynamic())
+    train(mod, 1)
+    mod.get_params()
+    learn(mod, batch(1, label=OVERFLOW))
+    inside = mod._exec_group.execs[0].aux_dict["bn_moving_mean"].asnumpy()
+    assert np.array_equal(values(mod)["bn_moving_mean"], inside)
+
+
+def test_a_skipped_step_leaves_clean_gradients_to_add_to():
+    mod = made(net(), loss_scale=dynamic(), bind={"grad_req": "add"})
+    assert learn(mod, batch(label=OVERFLOW)) is False
+    assert not any(g.any() for g in grads(mod).values())
+    mod.forward_backward(batch())
+    once = grads(mod)
+    mod.forward_backward(batch())
+    for name, twice in grads(mod).items():
+        assert np.array_equal(twice, 2 * once[name])
+
+
+def test_an_overflow_at_the_floor_names_parameters():
+    mod = made(net(), loss_scale=dynamic(2))
+    learn(mod, batch(label=OVERFLOW))
+    with pytest.raises(amp.LossScaleError, match=r"fc_weight.* smallest loss scale, 1\.0"):
+        learn(mod, batch(label=OVERFLOW))
+
+
+@pytest.mark.parametrize("scale", [64, dynamic()])
+def test_nan_outputs_are_no_overflow(scale, caplog):
+    mod = made(net(), loss_scale=scale)
+    first = mod.loss_scale
+    bad = mx.io.DataBatch([nd.full((6, 3, 6, 6), np.nan)], batch().label)
+    for _ in range(15):
+        assert learn(mod, bad) is False
+    assert (mod.loss_scale, mod.skipped) == (first, 15)
+    assert [r.levelname for r in caplog.records if r.name == "gluon_amp"] == ["WARNING"] * 15
+    with pytest.raises(amp.LossScaleError, match=r"16 steps.*the loss itself is not finite"):
+        learn(mod, bad)
+
+
+@pytest.mark.parametrize("scale", [64, dynamic()])
+def test_overflowed_names_the_newest_gradients_before_and_after_the_step(scale):
+    mod = made(net(), loss_scale=scale)
+    mod.forward_backward(batch(label=OVERFLOW))
+    before = mod.overflowed
+    assert "fc_bias" in before
+    assert mod.update() is False
+    assert mod.overflowed == before
+    mod.forward_backward(batch())
+    assert mod.overflowed == ()
+    assert mod.update() is True
+    assert mod.overflowed == ()
+
+
+# ---- clipping
+
+def test_clipping_is_float32s_whatever_the_scale():
+    """The update moves weights by the rate times the norm, at most."""
+    def moved(policy, optimizer=("sgd", {"learning_rate": 1}), **kwargs):
+        mod = made(net(policy), optimizer=optimizer, **kwargs)
+        before = values(mod)
+        assert learn(mod, batch(label=100))
+        return {k: v - before[k] for k, v in values(mod).items() if "moving" not in k}
+
+    def norm(move):
+        return np.sqrt(sum((m.astype("f8") ** 2).sum() for m in move.values()))
+
+    free = moved(None)
+    assert norm(free) > 10
+    for context in (mx.cpu(), TWO):
+        for scale in (None, 64, "dynamic"):
+            clipped = moved(None, loss_scale=scale, clip_norm=0.5, context=context)
+            assert norm(clipped) == pytest.approx(0.5, rel=1e-4)
+            loose = moved(None, loss_scale=scale, clip_norm=1e9, context=context)
+            assert norm(loose) > 10
+    for name, move in moved(None, clip_norm=0.5).items():
+        np.testing.assert_allclose(move, free[name] * 0.5 / norm(free), rtol=1e-3, atol=1e-6)
+    assert norm(moved("float16", loss_scale=64, clip_norm=0.5)) == pytest.approx(0.5, rel=0.01)
+
+
+def test_without_a_scale_too_clipping_looks_first_and_skips_what_is_not_finite():
+    mod = made(net(None), clip_norm=1)
+    bad = mx.io.DataBatch([nd.full((6, 3, 6, 6), np.nan)], batch().label)
+    before = values(mod)["fc_weight"]
+    assert learn(mod, bad) is False
+    assert mod.skipped == 1
+    assert np.array_equal(before, values(mod)["fc_weight"])
+
+
+@pytest.mark.parametrize("clip_norm", [0, -1, float("nan"), "1"])
+def test_a_bad_norm_is_refused(clip_norm):
+    with pytest.raises(ValueError, match="clip_norm must be a positive, finite number"):
+        amp.Module(net(), label_names=["head_label"], clip_norm=clip_norm)
+
+
+def test_scaled_gradients_that_somebody_writes_into_are_an_error():
+    mod = made(net(), loss_scale=64)
+    mod.forward_backward(batch())
+    before = values(mod)["fc_weight"]
+    gluon.utils.clip_global_norm([mod._exec_group.execs[0].grad_dict["bn_beta"]], 1e-3)
+    with pytest.raises(RuntimeError, match=r"in bn_beta were written between .* clip_norm="):
+        mod.update()
+    assert np.array_equal(before, values(mod)["fc_weight"])
+    assert learn(mod, batch())
+
+
+# ---- the first scale, found within the first step, which is not lost
+
+HIGH = 2.0 ** 24
+
+
+@pytest.mark.parametrize("context", [mx.cpu(), TWO], ids=["one", "two"])
+@pytest.mark.parametrize("head", [S.LinearRegressionOutput, S.MAERegressionOutput])
+def test_the_step_is_bit_by_bit_one_that_began_with_that_scale(context, head, caplog):
+    def module(scale):
+        return made(net(head=head), optimizer=("sgd", {"learning_rate": 1e-5, "momentum": 0.9}),
+                    context=context, loss_scale=dynamic(scale))
+
+    mod = module(HIGH)
+    assert learn(mod, batch(label=100))
+    assert mod.skipped == 0
+    assert mod.loss_scale < HIGH
+    assert [r.getMessage()[:12] for r in caplog.records if r.name == "gluon_amp"] \
+        == ["loss scale 2"]
+    other = module(mod.loss_scale)
+    assert learn(other, batch(label=100))
+    assert same(everything(mod), everything(other))  # the moving averages, too
+    for seed in range(3):
+        assert learn(mod, batch(seed, label=100))
+        assert learn(other, batch(seed, label=100))
+    assert same(everything(mod), everything(other))
+
+
+def test_dropout_draws_anew_and_its_gradient_is_that_of_what_it_drew():
+    x = S.Dropout(S.FullyConnected(S.var("data"), num_hidden=64, name="fc"), p=0.5)
+    sym = amp.convert_symbol(S.LinearRegressionOutput(x, name="head"))
+    mod = amp.Module(sym, label_names=["head_label"], loss_scale=dynamic(HIGH))
+    mod.bind([("data", (4, 8))], [("head_label", (4, 64))])
+    mod.init_params(mx.init.One())
+    mod.init_optimizer()
+    mod.forward_backward(mx.io.DataBatch([nd.ones((4, 8))], [nd.full((4, 64), 1e3)]))
+    out = mod.get_outputs()[0].asnumpy()
+    assert mod.loss_scale < HIGH
+    assert 0.3 < (out == 0).mean() < 0.7
+    exact = np.where(out == 0, 0, 2 * (out - 1e3)).sum(axis=0) / 64 * mod.loss_scale
+    np.testing.assert_allclose(grads(mod)["fc_bias"], exact, rtol=2e-3)
+    assert mod.update()
+
+
+def test_gradients_that_add_up_are_those_of_one_scale():
+    mod = made(net(), loss_scale=dynamic(2.0 ** 15), bind={"grad_req": "add"})
+    for label in (1, 1000, 2000):
+        mod.forward_backward(batch(label=label))
+    scale = mod.loss_scale
+    assert scale < 2.0 ** 15
+    found = {k: g / scale for k, g in grads(mod).items()}
+    assert mod.update()
+    assert mod.skipped == 0
+    other = made(net(), loss_scale=dynamic(scale), bind={"grad_req": "add"})
+    for label in (1, 1000, 2000):
+        other.forward_backward(batch(label=label))
+    for name, g in grads(other).items():
+        np.testing.assert_allclose(g / scale, found[name], rtol=4e-3, atol=1e-3)
+
+
+def test_gradients_that_add_up_over_a_change_of_scale_are_of_one_scale():
+    def gradients(scale):
+        mod = made(net(None), optimizer=("sgd", {"learning_rate": 0}), loss_scale=scale,
+                   bind={"grad_req": "add"})
+        for _ in range(3):
+            assert learn(mod, batch())
+        return {k: g / mod._used_scale for k, g in grads(mod).items()}
+
+    grown, fixed = gradients(dynamic(64, growth_interval=1)), gradients(64)
+    assert same(grown, fixed)
+
+
+def test_head_gradients_and_input_gradients_follow_the_search():
+    mod = amp.Module(amp.convert_symbol(body()), label_names=None, loss_scale=dynamic(HIGH))
+    mod.bind([("data", (6, 3, 6, 6))], inputs_need_grad=True)
+    mod.init_params(mx.init.Xavier())
+    mod.init_optimizer(optimizer_params={"learning_rate": 0})
+    inputs = []
+    for _ in range(2):  # with a search, and without
+        assert learn(mod, batch(), [nd.ones((6, 3))])
+        inputs.append(mod.get_input_grads()[0].asnumpy())
+    assert mod.loss_scale < HIGH
+    assert np.array_equal(*inputs)
+    assert np.abs(inputs[0]).max() < 10
+
+
+def test_buckets_search_for_one_scale():
+    mod, other = bucketing(loss_scale=dynamic(HIGH)), bucketing(loss_scale=dynamic(2.0 ** 14))
+    for length in (5, 9, 7):
+        assert learn(mod, words(length))
+    assert mod.skipped == 0
+    other = bucketing(loss_scale=dynamic(mod.loss_scale))
+    for length in (5, 9, 7):
+        assert learn(other, words(length))
+    assert mod.loss_scale == other.loss_scale
+    assert same(values(mod), values(other))
+
+
+def test_where_no_scale_fits_it_is_as_ever():
+    mod = made(net(), loss_scale=dynamic(2))
+    assert learn(mod, batch(label=3e38)) is False
+    assert (mod.loss_scale, mod.skipped) == (1, 1)
+    with pytest.raises(amp.LossScaleError, match=r"fc_weight.* smallest loss scale, 1\.0"):
+        learn(mod, batch(label=3e38))

@@ -1,13 +1,7 @@
 """Ranks that do not do alike are told so, or counted right: none trains apart or waits for ever."""
 import numpy as np
 import pytest
-from ranks import EITHER, Ranks
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    with Ranks() as started:
-        yield started
+from ranks import EITHER
 
 
 def agree(results):

@@ -1,4 +1,6 @@
 """amp.Trainer: what it scales, and that nothing else changes."""
+import logging
+
 import gluon_amp as amp
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from trainers import (
     One,
     dynamic,
     fit,
+    learn,
     make,
     ones,
     recorded,
@@ -215,3 +218,490 @@ def test_without_checks_the_kvstore_may_update():
     trainer.backward([recorded(net, ones(device=d), ones(device=d)) for d in devices])
     assert trainer.step(1)
     assert all((v == 0).all() for v in values(net))
+
+
+# ---- optimizers, sparse gradients, and weights that are written between steps
+
+def test_gradients_are_only_read_by_adadelta_too():
+    """MXNet's multiplies them in place."""
+    net = One()
+    trainer = amp.Trainer(net.collect_params(), "adadelta", loss_scale=8)
+    trainer.backward(recorded(net, ones(), ones()))
+    grads = [net.a.grad(), net.b.grad(), *(g[0] for g in trainer.unscale().values())]
+    before = [g.asnumpy() for g in grads]
+    trainer.update(4)
+    mx.nd.waitall()
+    assert all(map(np.array_equal, before, [g.asnumpy() for g in grads]))
+
+
+def test_an_optimizer_with_masters_of_its_own_stays_as_it_is():
+    class Own(mx.optimizer.Optimizer):
+        def create_state_multi_precision(self, index, weight):
+            return None, weight.astype("float32")
+
+        def update_multi_precision(self, index, weight, grad, state):
+            state[1][:] -= self.lr * self.rescale_grad * grad.astype("float32")
+            state[1].astype(weight.dtype).copyto(weight)
+
+    net = One()
+    trainer = amp.Trainer(net.collect_params(), Own(learning_rate=0.25), loss_scale=64)
+    for _ in range(3):
+        assert learn(net, trainer, ones(), ones())
+    assert all((v == 0.25).all() for v in values(net))
+
+
+def test_sgds_momentum_may_be_switched_off():
+    net = One()
+    trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.25, "momentum": 0.5},
+                          loss_scale=64)
+    assert learn(net, trainer, ones(), ones())
+    trainer.optimizer.momentum = 0.0
+    assert learn(net, trainer, ones(), ones())
+    assert all((v == 0.5).all() for v in values(net))
+
+
+@pytest.mark.parametrize("name", ["sgd", "nag", "adam"])
+def test_row_sparse_gradients_of_float16_weights_update_as_float32s(name):
+    def train(dtype):
+        weight = nd.ones((4, 2), dtype=dtype)
+        updater = mx.optimizer.Updater(amp.optimizer(name, learning_rate=0.125, wd=0.125))
+        for row in (1, 3, 3):
+            grad = mx.nd.sparse.row_sparse_array((np.ones((1, 2)), [row]), shape=(4, 2))
+            updater(0, grad.astype(dtype), weight)
+        return weight.asnumpy()
+
+    np.testing.assert_array_equal(train("float16"), train("float32").astype("float16"))
+
+
+@pytest.mark.parametrize("bad", [False, True])
+def test_row_sparse_gradients_are_checked_and_clipped(bad):
+    def train(cls, **kwargs):
+        mx.random.seed(3)
+        net = nn.Sequential()
+        net.add(nn.Embedding(10, 4, sparse_grad=True), nn.Dense(1, in_units=4))
+        net.initialize(mx.init.Normal(1))
+        trainer = cls(net.collect_params(), "sgd", SGD, **kwargs)
+        for words in ([1, 3], [3, 3], [0, 9]):
+            with autograd.record():
+                loss = net(nd.array(words)) * (np.nan if bad and words[0] == 0 else 1)
+            trainer.backward(loss) if cls is amp.Trainer else loss.backward()
+            updated = trainer.step(2)
+        return values(net), updated
+
+    scaled, updated = train(amp.Trainer, loss_scale=256, clip_norm=1e9)
+    assert updated is not bad
+    if not bad:
+        assert all(map(np.array_equal, scaled, train(gluon.Trainer)[0]))
+
+
+@pytest.mark.parametrize("name", ["sgd", "adam"])
+def test_masters_follow_loaded_parameters(name, batches, tmp_path):
+    """MXNet's masters take the old weights back at the next step."""
+    net = make("float16")
+    trainer = amp.Trainer(net.collect_params(), name, {"learning_rate": 1e-6})
+    fit(net, trainer, batches[:3])
+    loaded = make("float16")
+    for parameter in loaded.collect_params().values():
+        parameter.set_data(parameter.data() * 0 + 0.5)
+    loaded.save_parameters(str(tmp_path / "half.params"))
+    net.load_parameters(str(tmp_path / "half.params"))
+    fit(net, trainer, batches[3:4])
+    for parameter in net.collect_params().values():
+        if parameter.grad_req != "null":
+            np.testing.assert_allclose(parameter.data().asnumpy(), 0.5, atol=1e-3)
+
+
+def test_a_cast_after_a_step_asks_for_a_new_trainer(batches):
+    net = make("float16")
+    trainer = amp.Trainer(net.collect_params(), "sgd", SGD)
+    fit(net, trainer, batches[:3])
+    assert trainer.skipped < 3
+    net.cast("float32")
+    with pytest.raises(ValueError, match=r"was float16 .* make a new Trainer, .* after a cast"):
+        fit(net, trainer, batches[:1])
+    fit(net, amp.Trainer(net.collect_params(), "sgd", SGD), batches[:1])
+
+
+def test_a_net_may_be_restored_to_look_at_it_and_converted_to_go_on(batches):
+    net, other = make("float16"), make("float16")
+    trainers = [amp.Trainer(n.collect_params(), "sgd", SGD, loss_scale=64) for n in (net, other)]
+    for n, trainer in zip((net, other), trainers):
+        fit(n, trainer, batches[:3])
+    amp.restore(net)
+    x, y = batches[3]
+    with autograd.record(train_mode=False):
+        loss = LOSS(net(x), y)
+    trainers[0].backward(loss)
+    with pytest.raises(ValueError, match=r"was float16 .* is float32 now: make a new Trainer"):
+        trainers[0].step(len(y))
+    amp.convert(net)
+    for n, trainer in zip((net, other), trainers):
+        fit(n, trainer, batches[4:8])
+    assert same(net, other)
+
+
+# ---- optimizers that are given as objects
+
+def test_an_object_gets_masters_as_a_name_does():
+    """A float16 weight of 1 does not move by 1e-4, its master does."""
+    for optimizer in (mx.optimizer.SGD(learning_rate=1e-4), "sgd"):
+        net = One()
+        trainer = amp.Trainer(net.collect_params(), optimizer, loss_scale=64,
+                              **({"optimizer_params": {"learning_rate": 1e-4}}
+                                 if optimizer == "sgd" else {}))
+        for _ in range(300):
+            learn(net, trainer, ones(), ones())
+        np.testing.assert_allclose(net.a.data().asnumpy(), 0.97, rtol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["adam", "adamw", "rmsprop", "adadelta", "nadam", "ftrl"])
+def test_an_object_with_default_settings_trains_as_its_name_does(name, batches):
+    net, other = make("float16"), make("float16")
+    made = mx.optimizer.create(name, learning_rate=0.01)
+    fit(net, amp.Trainer(net.collect_params(), made, loss_scale=64), batches[:5])
+    fit(other, amp.Trainer(other.collect_params(), name, {"learning_rate": 0.01}, loss_scale=64),
+        batches[:5])
+    assert same(net, other)
+
+
+def test_an_object_made_without_masters_on_purpose_is_refused_where_it_needs_them():
+    net = One()
+    asked = amp.optimizer("adam", multi_precision=False)
+    trainer = amp.Trainer(net.collect_params(), asked, loss_scale=64)
+    with pytest.raises(ValueError, match=r"Adam would divide.*Received: multi_precision=False"):
+        learn(net, trainer, ones(), ones())
+    plain = amp.optimizer("sgd", multi_precision=False, learning_rate=1e-4)
+    net = One()
+    trainer = amp.Trainer(net.collect_params(), plain, loss_scale=64)
+    with pytest.warns(UserWarning, match="Accumulating with float16"):  # MXNet's
+        learn(net, trainer, ones(), ones())
+    assert (net.a.data().asnumpy() == 1).all()
+
+
+# ---- clipping, and gradients that one changes by hand
+
+def recorded_loss(net, x, y):
+    with autograd.record():
+        return LOSS(net(x), y)
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+@pytest.mark.parametrize("scaling", [None, 2.0 ** 10, "dynamic"])
+def test_clipping_is_that_of_gluon_in_float32(by_hand, scaling, batches):
+    net, stock = make(), make()
+    trainer = amp.Trainer(net.collect_params(), "sgd", SGD, loss_scale=scaling,
+                          clip_norm=None if by_hand else 0.1)
+    reference = gluon.Trainer(stock.collect_params(), "sgd", SGD)
+    for x, y in batches:
+        with autograd.record():
+            loss = LOSS(stock(x), y)
+        loss.backward()
+        grads = [p.grad() for p in stock.collect_params().values() if p.grad_req != "null"]
+        norm = gluon.utils.clip_global_norm(grads, 0.1 * len(y)) / len(y)
+        reference.step(len(y))
+        with autograd.record():
+            loss = LOSS(net(x), y)
+        trainer.backward(loss)
+        if by_hand:
+            trainer.allreduce_grads()
+            assert trainer.clip_norm(0.1, len(y)) == pytest.approx(norm, rel=1e-5)
+            assert trainer.update(len(y))
+        else:
+            assert trainer.step(len(y))
+    for mine, theirs in zip(values(net), values(stock)):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_a_clipped_gradient_never_lands_in_float16s_subnormals():
+    net = One(size=1000)
+    trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 1},
+                          loss_scale=2.0 ** 16, clip_norm=0.01)
+    x = ones(1e-3 / 2, 1000) * nd.arange(1, 2, 0.001)
+    assert learn(net, trainer, x, x)
+    moved = 1 - net.a.data().astype("float32").asnumpy()  # at 1, float16 has steps of 2**-11
+    exact = x.asnumpy() * 0.01 / np.sqrt(2 * (x.asnumpy().astype("f8") ** 2).sum())
+    np.testing.assert_allclose(1 - net.b.data().asnumpy(), exact, atol=1e-7)
+    master = trainer._updaters[0].states[0][1].asnumpy()
+    np.testing.assert_allclose(1 - master, exact, rtol=2e-3)  # of gradients rounded to float16
+    assert (moved == 0).any()
+    assert (np.abs(net.a.grad().asnumpy()) > 30).all()
+
+
+@pytest.mark.parametrize("kvstore", ["device", "local"])
+def test_the_norm_is_that_of_the_sum_over_devices(kvstore):
+    devices = [mx.cpu(0), mx.cpu(1)]
+    net = One(devices=devices)
+    trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 1}, kvstore=kvstore,
+                          loss_scale=8)
+    with autograd.record():
+        losses = [net(ones(i + 1, device=d), ones(0, device=d)) for i, d in enumerate(devices)]
+    trainer.backward(losses)
+    trainer.allreduce_grads()
+    assert trainer.clip_norm(3, batch_size=2) == 3  # 4 times 3/2
+    assert trainer.clip_norm(1.5, batch_size=2) == 3
+    assert trainer.update(2)
+    for device in devices:
+        assert (net.a.data(device).asnumpy() == 0.25).all()
+
+
+def test_a_norm_that_is_not_finite_clips_nothing_and_the_step_is_skipped():
+    net = One()
+    trainer = amp.Trainer(net.collect_params(), "sgd", loss_scale=None, clip_norm=1)
+    assert learn(net, trainer, ones(np.inf), ones()) is False
+    assert trainer.skipped == 1
+    assert all((v == 1).all() for v in values(net))
+
+
+def test_the_norm_is_clipped_for_the_batch_size_of_the_update():
+    net = One()
+    trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 1}, loss_scale=8)
+    trainer.backward(recorded(net, ones(2), ones(0)))
+    assert trainer.clip_norm(1) == 4
+    assert trainer.update(2)
+    assert (net.a.data().asnumpy() == 0.5).all()
+
+
+def test_unscaled_gradients_are_float32_and_the_update_uses_what_one_makes_of_them():
+    net = One()
+    trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 1}, loss_scale=2.0 ** 16)
+    with autograd.record():
+        loss = net(ones(1e-6), ones(2))
+    trainer.backward(loss)
+    grads = trainer.unscale()
+    assert list(grads) == [net.a.name, net.b.name]
+    assert grads[net.a.name][0].dtype == np.float32
+    np.testing.assert_allclose(grads[net.a.name][0].asnumpy(), 1e-6, rtol=1e-3)
+    assert (net.a.grad().asnumpy() > 0.06).all()  # as it was: scaled
+    grads[net.a.name][0][:] = 3
+    grads[net.b.name][0][:] *= 0.5
+    assert trainer.update(2)
+    assert (net.a.data().asnumpy() == -0.5).all()
+    assert (net.b.data().asnumpy() == 0.5).all()
+
+
+@pytest.mark.parametrize("name", ["sgd", "adam", "nag", "lamb", "adamw"])
+def test_unscale_and_update_is_a_step(name, batches):
+    net, other = make("float16"), make("float16")
+    trainers = [amp.Trainer(n.collect_params(), name, {"learning_rate": 0.01}, loss_scale=1024)
+                for n in (net, other)]
+    fit(net, trainers[0], batches[:5])
+    for x, y in batches[:5]:
+        with autograd.record():
+            loss = LOSS(other(x), y)
+        trainers[1].backward(loss)
+        trainers[1].unscale()
+        trainers[1].update(len(y))
+    assert same(net, other)
+
+
+def test_without_scaling_too_a_new_backward_pass_makes_unscaled_gradients_anew():
+    net = One()
+    trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 1}, loss_scale=None)
+    for x in (2, 3):
+        trainer.backward(recorded(net, ones(x), ones(x)))
+        assert (trainer.unscale()[net.a.name][0].asnumpy() == x).all()
+    trainer.update(1)
+    assert (net.a.data().asnumpy() == -2).all()
+
+
+@pytest.mark.parametrize("scaling", [None, 2.0 ** 10])
+def test_what_unscale_returns_may_be_clipped_with_gluons_own_function(scaling, batches):
+    x, y = batches[0]
+    net, stock = make(), make()
+    trainer = amp.Trainer(net.collect_params(), "sgd", SGD, loss_scale=scaling)
+    trainer.backward(recorded_loss(net, x, y))
+    norm = gluon.utils.clip_global_norm([g for grads in trainer.unscale().values() for g in grads],
+                                        0.1)
+    assert trainer.update(len(y))
+    recorded_loss(stock, x, y).backward()
+    grads = [p.grad() for p in stock.collect_params().values() if p.grad_req != "null"]
+    assert norm == pytest.approx(gluon.utils.clip_global_norm(grads, 0.1), rel=1e-5)
+    gluon.Trainer(stock.collect_params(), "sgd", SGD).step(len(y))
+    for mine, theirs in zip(values(net), values(stock)):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("scaling", [None, 2.0 ** 10])
+def test_gradients_that_are_clipped_after_unscale_are_an_error(scaling, batches):
+    """The update uses what unscale returned: it would not be clipped at all."""
+    x, y = batches[0]
+    net = make()
+    before = values(net)
+    trainer = amp.Trainer(net.collect_params(), "sgd", SGD, loss_scale=scaling)
+    trainer.backward(recorded_loss(net, x, y))
+    trainer.unscale()
+    gluon.utils.clip_global_norm([p.grad() for p in net.collect_params().values()
+                                  if p.grad_req != "null"], 0.1)
+    with pytest.raises(RuntimeError, match=r"written after trainer\.unscale\(\).*change that"):
+        trainer.update(len(y))
+    assert all(map(np.array_equal, values(net)[-2:], before[-2:]))
+
+
+@pytest.mark.parametrize("call", ["step", "allreduce_grads"])
+def test_unscale_before_the_sum_over_devices_is_an_error(call):
+    """Each device would take a step of its own."""
+    devices = [mx.cpu(0), mx.cpu(1)]
+    net = One(devices=devices)
+    trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 1}, loss_scale=8)
+    trainer.backward([recorded(net, ones(i, device=d), ones(device=d))
+                      for i, d in enumerate(devices)])
+    trainer.unscale()
+    with pytest.raises(RuntimeError, match=r"allreduce_grads\(\), then unscale\(\), then update"):
+        trainer.step(1) if call == "step" else trainer.allreduce_grads()
+    assert all((net.a.data(d).asnumpy() == 1).all() for d in devices)
+
+
+@pytest.mark.parametrize("scaling", [None, 1024, "dynamic"])
+@pytest.mark.parametrize("layers", ["float16", "float16 and a norm"])
+def test_gluons_clipping_of_a_converted_network_names_what_to_call(layers, scaling):
+    """MXNet says that its dot has no float16, or that float16 and float32 do not fit."""
+    net = nn.HybridSequential()
+    net.add(nn.Dense(4, in_units=5))
+    if layers != "float16":
+        net.add(nn.LayerNorm(in_channels=4))
+    net.initialize()
+    amp.convert(net)
+    trainer = amp.Trainer(net.collect_params(), "sgd", loss_scale=scaling)
+    with autograd.record():
+        loss = net(nd.ones((2, 5))).sum(axis=1)
+    trainer.backward(loss)
+    grads = [p.list_grad()[0] for p in net.collect_params().values()]
+    assert all(np.isfinite(g.asnumpy()).all() for g in grads)
+    with pytest.raises(TypeError, match=r"clip_global_norm.*trainer\.clip_norm\(.*clip_norm="):
+        gluon.utils.clip_global_norm(grads, 0.1)
+    assert trainer.step(2)
+    amp.restore(net)
+    gluon.utils.clip_global_norm([p.grad() for p in net.collect_params().values()], 0.1)
+
+
+# ---- gradients that are not finite: what is skipped, counted, named and logged
+
+def test_an_overflow_skips_the_step_and_the_next_one_uses_the_halved_scale():
+    net = One()
+    trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 1},
+                          loss_scale=settled(initial=2.0 ** 16))
+    assert learn(net, trainer, ones(), ones()) is False  # 65536 is no float16
+    assert (trainer.loss_scale, trainer.skipped) == (2.0 ** 15, 1)
+    assert trainer.overflowed == (net.a.name,)
+    assert all((v == 1).all() for v in values(net))
+    assert learn(net, trainer, ones(), ones()) is True
+    assert (net.a.grad().asnumpy() == 2.0 ** 15).all()
+    assert (trainer.loss_scale, trainer.skipped, trainer.overflowed) == (2.0 ** 15, 1, ())
+    assert all((v == 0).all() for v in values(net))
+
+
+@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
+@pytest.mark.parametrize("which", ["a", "b"])
+def test_float16_and_float32_gradients_are_both_checked(bad, which):
+    """MXNet's multi_all_finite raises for such a mixture."""
+    net = One()
+    trainer = amp.Trainer(net.collect_params(), "sgd")
+    data = {"a": ones(1e-3), "b": ones(1e-3)}
+    data[which][2] = bad
+    trainer.backward(recorded(net, data["a"], data["b"]))
+    assert trainer.overflowed == (getattr(net, which).name,)
+    assert trainer.step(1) is False
+    assert trainer.overflowed == (getattr(net, which).name,)
+
+
+@pytest.mark.parametrize("kvstore", [None, "device", "local"])
+def test_every_device_is_checked(kvstore):
+    """mx.contrib.amp looks at the first device's gradients only."""
+    devices = [mx.cpu(0), mx.cpu(1), mx.cpu(2)]
+    net = One(devices=devices)
+    trainer = amp.Trainer(net.collect_params(), "sgd", kvstore=kvstore, loss_scale=64)
+    for bad in range(3):
+        with autograd.record():
+            losses = [net(ones(np.inf if i == bad else 1, device=d), ones(device=d))
+                      for i, d in enumerate(devices)]
+        trainer.backward(losses)
+        assert trainer.step(1) is False
+    assert all((v == 1).all() for v in values(net))
+
+
+def test_learning_rate_schedules_and_update_counts_do_not_see_a_skipped_step():
+    net = One()
+    schedule = mx.lr_scheduler.FactorScheduler(step=1, factor=0.5, base_lr=1.0)
+    trainer = amp.Trainer(net.collect_params(), "nag", {"lr_scheduler": schedule},
+                          loss_scale=settled(initial=2.0 ** 20))
+    for _ in range(5):
+        assert not learn(net, trainer, ones(), ones())
+        assert (trainer.learning_rate, trainer.optimizer.num_update) == (1.0, 0)
+    assert learn(net, trainer, ones(), ones())
+    assert trainer.optimizer.num_update == 1
+
+
+def test_more_parameters_than_mxnets_own_check_looks_at():
+    """Its kernel for GPUs takes 200 arrays."""
+    net = gluon.Block()
+    for i in range(450):
+        net.params.get(f"p{i}", shape=(2,), init="ones", dtype="float16" if i % 2 else "float32")
+    net.initialize()
+    parameters = list(net.params.values())
+    trainer = amp.Trainer(net.params, "sgd")
+    for bad in (0, 199, 200, 449):
+        with autograd.record():
+            sums = [p.data().astype("float32").sum() for p in parameters]
+            sums[bad] = sums[bad] * np.nan
+            loss = mx.nd.add_n(*sums) * 1e-3
+        trainer.backward(loss)
+        assert not trainer.step(1)
+        assert trainer.overflowed == (parameters[bad].name,)
+
+
+def test_an_overflow_at_the_floor_is_an_error_that_names_the_parameters():
+    net = One()
+    trainer = amp.Trainer(net.collect_params(), "sgd", loss_scale=dynamic(initial=2))
+    assert not learn(net, trainer, ones(1e5), ones())
+    with pytest.raises(amp.LossScaleError, match=f"in {net.a.name} at the smallest loss scale, 1"):
+        learn(net, trainer, ones(1e5), ones())
+    assert all((v == 1).all() for v in values(net))
+    assert trainer.skipped == 2
+
+
+def test_a_loss_that_is_not_finite_is_no_fault_of_the_scale(caplog):
+    net = One()
+    trainer = amp.Trainer(net.collect_params(), "sgd", loss_scale=dynamic(initial=1024))
+    assert learn(net, trainer, ones(np.nan), ones()) is False
+    assert trainer.loss_scale == 1024
+    assert "the loss itself is not finite" in caplog.text
+    for _ in range(14):
+        learn(net, trainer, ones(np.nan), ones())
+    with pytest.raises(amp.LossScaleError, match=r"16 steps .* the loss itself is not finite"):
+        learn(net, trainer, ones(np.nan), ones())
+    assert trainer.skipped == 16
+
+
+def test_a_static_scale_that_never_fits_is_an_error_and_one_that_mostly_does_is_not(caplog):
+    net = One()
+    trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 1e-9}, loss_scale=2 ** 10)
+    for _ in range(30):
+        assert not learn(net, trainer, ones(100), ones())
+        assert learn(net, trainer, ones(), ones())
+    assert "which is static" in caplog.text
+    assert "gluon_amp.explain" in caplog.text
+    for _ in range(15):
+        assert not learn(net, trainer, ones(100), ones())
+    with pytest.raises(amp.LossScaleError, match=f"16 steps .* in {net.a.name} .* static"):
+        learn(net, trainer, ones(100), ones())
+
+
+def test_what_is_skipped_is_logged_once(caplog):
+    caplog.set_level(logging.INFO, "gluon_amp")
+    net = One()
+    learn(net, amp.Trainer(net.collect_params(), "sgd", loss_scale=settled()), ones(), ones())
+    assert [r.getMessage() for r in caplog.records] == [
+        f"step skipped: gradients not finite in {net.a.name}; loss scale 65536 -> 32768"]
+
+
+def test_overflowed_names_the_newest_gradients_with_and_without_a_scale():
+    for kwargs in ({"loss_scale": 8}, {"loss_scale": None, "clip_norm": 1}, {"loss_scale": None}):
+        net = One()
+        trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 0}, **kwargs)
+        trainer.backward(recorded(net, ones(np.inf), ones()))
+        assert trainer.overflowed == (net.a.name,)
+        trainer.step(1)
+        trainer.backward(recorded(net, ones(), ones()))
+        assert trainer.overflowed == ()
+        trainer.step(1)
+        assert trainer.overflowed == ()
