@@ -4,6 +4,7 @@ import gluon_amp  # noqa: F401
 import numpy as np
 import pytest
 from gluon_amp._mxnet import mx
+from gluon_amp.cpu import library
 from halves import assert_half, halves
 from mxnet import autograd, nd
 from mxnet.gluon import nn
@@ -99,6 +100,8 @@ def test_nan_to_num_uses_float16s_limits():
     values = mx.np.array([np.inf, -np.inf, np.nan, 1.5], dtype="float16")
     assert mx.np.nan_to_num(values).asnumpy().tolist() == [65504, -65504, 0, 1.5]
     assert mx.np.nan_to_num(values, posinf=7).asnumpy().tolist() == [7, -65504, 0, 1.5]
+    unsaid = library.call("_npi_nan_to_num", [values], nan=0)
+    assert unsaid.asnumpy().tolist() == [65504, -65504, 0, 1.5]
 
 
 def test_a_constants_gradient_uses_the_rounded_constant(rng):

@@ -39,10 +39,15 @@ std::string rounded(const std::string& text) {
   return digits;
 }
 
+// What nan_to_num writes for an infinity where the caller gives no number: the type's own limit.
+const char* limit(const Operator& of, const std::string& key) {
+  if (of.op->name != "_npi_nan_to_num") return nullptr;
+  return key == "posinf" ? "65504" : key == "neginf" ? "-65504" : nullptr;
+}
+
 // What stands for an attribute in float16 code; empty where the text does.
 std::string substitute(const Operator& of, const std::string& key, const std::string& text) {
-  const bool limit = of.op->name == "_npi_nan_to_num" && text == "None";  // the type's own
-  if (limit) return key == "posinf" ? "65504" : key == "neginf" ? "-65504" : "";
+  if (limit(of, key) && text == "None") return limit(of, key);
   if (key == "dtype" && text == "float16" && !of.casts) return "float32";
   return is_constant(of, key) ? rounded(text) : "";
 }
@@ -54,6 +59,11 @@ bool change(const Operator& of, const NodeAttrs& attrs, Attributes::Texts* texts
     const std::string text = substitute(of, item.first, item.second);
     changed |= !text.empty();
     if (texts) texts->emplace_back(item.first, text.empty() ? item.second : text);
+  }
+  for (const char* key : {"posinf", "neginf"}) {
+    if (!limit(of, key) || find(attrs, key)) continue;
+    changed = true;
+    if (texts) texts->emplace_back(key, limit(of, key));
   }
   return changed;
 }
