@@ -165,6 +165,46 @@ def test_results_go_where_they_are_asked_for(rng):
     assert_half(x.sum(axis=1).asnumpy(), np.ones(6), 1)
 
 
+@pytest.mark.parametrize("shapes", [[(5, 2, 12)], [(5, 2, 12), (4, 5, 5)]])
+def test_attention_runs_in_an_executor_for_inference(shapes, rng):
+    """MXNet makes a subgraph of oneDNN of it there."""
+    name = ("qk", "valatt")[len(shapes) - 1]
+    variables = [mx.sym.var(f"x{i}") for i in range(len(shapes))]
+    symbol = getattr(mx.sym.contrib, f"interleaved_matmul_selfatt_{name}")(*variables, heads=2)
+    values, results = [halves(rng, *shape) for shape in shapes], []
+    for dtype in (F16, F32):
+        arrays = {f"x{i}": nd.array(v, dtype=dtype) for i, v in enumerate(values)}
+        executor = symbol.bind(mx.cpu(), arrays, grad_req="null")
+        first = executor.forward(is_train=False)[0].asnumpy()
+        arrays["x0"][:] *= 2
+        results.append([first, executor.forward(is_train=False)[0].asnumpy()])
+    for found, exact in zip(*results):
+        assert_half(found, exact)
+
+
+@pytest.mark.parametrize("call", [nd.relu, lambda x: nd.Activation(x, act_type="relu")])
+def test_relus_gradient_is_nan_where_its_input_is(call):
+    x = array(np.array([np.nan, 1, -1, 0], F16))
+    x.attach_grad()
+    with autograd.record():
+        out = call(x)
+    out.backward()
+    assert np.array_equal(x.grad.asnumpy(), [np.nan, 1, 0, 0], equal_nan=True)
+
+
+def test_a_state_that_a_backward_pass_writes_is_written(rng):
+    values, averages = halves(rng, 6, 3), []
+    for dtype in (F16, F32):
+        x, average = nd.array(values, dtype=dtype), nd.ones(3, dtype=dtype) / 2
+        x.attach_grad()
+        with autograd.record():
+            out = library.call("IdentityAttachKLSparseReg", [x, average], momentum=0.5)
+        out.backward()
+        averages.append(average.asnumpy())
+    assert_half(averages[0], averages[1])
+    assert (averages[0] != 0.5).all()
+
+
 def test_a_view_is_read_and_written_through(rng):
     a = halves(rng, 6, 4)
     x = array(a)

@@ -138,7 +138,6 @@ struct State {
   const size_t outputs_count;
   OpStatePtr inner;
   std::unique_ptr<Lease> kept;
-  std::vector<uint32_t> mutated;
   bool onednn;
   bool trained = false;           // whether the last forward pass was one of training
   const Rounding forward_rounding;
@@ -148,13 +147,17 @@ struct State {
   State(const Operator& x, std::shared_ptr<const Attributes> its, OpStatePtr state, size_t in,
         size_t out)
       : of(x), attributes(std::move(its)), outputs_count(out), inner(std::move(state)),
-        mutated(x.mutates ? x.mutates(attrs()) : std::vector<uint32_t>()),
         onednn(prefers_onednn(x, attrs(), in, out)), forward_rounding(attrs()),
         back(grid_of(word(attrs(), kBackGridKey, "").c_str())) {
     if (RnnLoop::runs(attrs())) loop = std::make_unique<RnnLoop>(attrs());
   }
 
   const NodeAttrs& attrs() const { return attributes->get(); }
+
+  // Which inputs the forward or the backward pass writes to.
+  std::vector<uint32_t> mutated_by(const Operator& code) const {
+    return code.mutates ? code.mutates(attrs()) : std::vector<uint32_t>();
+  }
 
   // Of a backward pass: its first input is the gradient that is rounded (an RNN's stands among
   // others, which are on the same grid), and its outputs are the gradients of the forward pass's
@@ -187,13 +190,13 @@ struct State {
     if (loop) return loop->run(call, true);
     // oneDNN's RNN points to scratch after a forward pass of training only
     kept.reset();
-    gluon_amp::run(call, onednn, mutated, &inner, onednn && !trained ? nullptr : &kept);
+    gluon_amp::run(call, onednn, mutated_by(of), &inner, onednn && !trained ? nullptr : &kept);
   }
 
   void run_backward(const Call& call) {
     if ((onednn || loop) && !trained) train_again(call);
     if (loop) return loop->run(call, false);
-    gluon_amp::run(call, onednn, {}, &inner, nullptr);
+    gluon_amp::run(call, onednn, mutated_by(call.of), &inner, nullptr);
   }
 
   // The forward pass of an RNN once more, since predictions keep nothing for a backward pass. What
@@ -477,7 +480,9 @@ bool contains(const std::string& name, const char* part) {
 bool is_dispatched(const nnvm::Op* x) {
   const std::string& name = x->name;
   if (name.rfind(kPrefix, 0) == 0 || kMxnets.count(name) || dispatched.count(x)) return false;
-  if (contains(name, "quantize") || name.rfind("_sg_mkldnn", 0) == 0) return false;
+  if (contains(name, "quantize")) return false;
+  // of the subgraphs that executors make for oneDNN, those of attention do not refuse float16 by type
+  if (name.rfind("_sg_mkldnn", 0) == 0 && !contains(name, "selfatt")) return false;
   const bool mixed = contains(name, "_update") || name.rfind("multi_", 0) == 0;
   if (mixed && !own_code(name)) return false;
   return get<mxnet::FCompute>(x, "FCompute<cpu>") || get<mxnet::FComputeEx>(x, "FComputeEx<cpu>") ||

@@ -13,7 +13,7 @@ namespace {
 
 struct ReluFunction {
   V of(V x) const { return larger(splat(0), x); }
-  V gradient(V g, V y) const { return above(g, y, splat(0)); }
+  V gradient(V g, V y) const { return if_less(splat(0), y, g, y - y); }  // NaN where y is
 };
 struct ClipFunction {
   V lo, hi;
