@@ -6,6 +6,7 @@
 # make wheel   dist/: a wheel for Linux on x86-64 with glibc 2.27 or later, and the sdist
 # make test-wheel     try the wheel in an empty venv of each Python from 3.8 to 3.13 that is there
 # make test-pythons   the same, and all that users do, with numpy 1 and 2: a minute each
+# make fuzz N=1000   random calls of operators in float16 against MXNet's float32 code; SEED=S repeats one
 # make test-zoo   train networks of GluonCV, GluonNLP and GluonTS, each in a venv of its own (python3.8)
 # make test-mxnet MXNET_TESTS=FOLDER   MXNet 1.9.1's own tests (tests/python of its sources) with ours in place
 # make test-mxnet-numpy MXNET_TESTS=FOLDER   those of what numpy has to do with, with the numpy that is installed
@@ -35,7 +36,7 @@ export GLUON_AMP_OBJECTS ?= $(CURDIR)/build/objects
 # What the wheel promises of the machine. auditwheel refuses to write it where the engine asks for more.
 PLATFORM := manylinux_2_27_x86_64
 
-.PHONY: demo test wheel test-wheel test-pythons test-zoo test-mxnet test-mxnet-numpy test-gpu test-ranks setup lint docs results horovod sanitize bench bench-all bench-gpu-path check clean
+.PHONY: demo test wheel test-wheel test-pythons test-zoo test-mxnet test-mxnet-numpy fuzz test-gpu test-ranks setup lint docs results horovod sanitize bench bench-all bench-gpu-path check clean
 .DELETE_ON_ERROR:
 
 demo: .venv/demo
@@ -70,6 +71,9 @@ test-mxnet: .venv/test
 
 test-mxnet-numpy: .venv/test
 	@MXNET_TESTS="$(MXNET_TESTS)" $(BIN)/python -W ignore tests/mxnets_tests.py numpy
+
+fuzz: .venv/test
+	@$(BIN)/python -W ignore tests/fuzz.py $(if $(SEED),one $(SEED),$(or $(N),1000) $(or $(FROM),0))
 
 lint: .venv/test
 	$(BIN)/ruff check .

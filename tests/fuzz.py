@@ -1,0 +1,1115 @@
+"""`make fuzz N=100000`: random calls of MXNet's operators in float16 against MXNet's float32 code.
+
+A call is drawn from its seed: an operator, its attributes, shapes, types and values; imperative, by
+a CachedOp (static or not) or an executor; with a backward pass or without; gradients written, added
+or not requested; results in new arrays, given arrays, parts of arrays, or in an input's place;
+empty arrays. The reference is MXNet's imperative float32 code of the same numbers. Each float16
+result must be the reference rounded once, to the bit, unless EXPLAINED has a row.
+
+`make fuzz SEED=123` repeats one call and prints it. Calls run in processes of their own, since some
+attributes crash MXNet's float32 code; such calls, and those that MXNet refuses, do not count.
+"""
+import collections
+import contextlib
+import copy
+import ctypes
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+WORKERS, CHUNK = 2, 1000  # processes, and calls of one
+LONGEST = 20  # seconds of a call
+F16, F32 = "float16", "float32"
+
+# Not given infinities and NaN: they are made integers, or sums of them depend on the order.
+NO_SPECIALS = "ROI|CTC|_sample_|Norm|_contrib_Deform|_contrib_Modulated|box|Box|Proposal|GridGen" \
+              "|Bilinear|Spatial"
+
+NO_NAN = ("Activation", "LeakyReLU")  # oneDNN makes 0 of NaN, or its gradient 1
+
+# Not drawn, by a pattern of their names.
+NOT_DRAWN = {
+    r"backward": "run by the backward passes of the others",
+    r"dgl|_sparse_retain|cast_storage|getnnz|edge_id|square_sum|_scatter_": "of sparse arrays",
+    r"_cv|calibrate|_npx_constraint_check|hawkesll": "of images in uint8, of quantization, of text",
+    r"^_sg_": "made by executors, of others",
+    r"shape_array|size_array|_npi_diag_indices_from": "read no numbers",
+}
+
+
+# ---- drawing a call --------------------------------------------------------------------------
+
+
+class Draw(random.Random):
+    """Random shapes and attributes."""
+
+    def maybe(self, chance):
+        return self.random() < chance
+
+    def shape(self, least=1, most=4, largest=6, empty=False):
+        dims = [self.randint(1, largest) for _ in range(self.randint(least, most))]
+        if empty and dims and self.maybe(.3):
+            dims[self.randrange(len(dims))] = 0
+        if dims and self.maybe(.03):
+            dims[-1] = self.choice([17, 64, 300])
+        return tuple(dims)
+
+    def axis(self, ndim):
+        return self.randint(-ndim, ndim - 1) if ndim else 0
+
+    def axes(self, ndim):
+        return tuple(self.sample(range(ndim), self.randint(min(1, ndim), ndim)))
+
+    def number(self):
+        return self.choice([0, 1, 2, -1, .5, .1, 3.7, -.3, round(self.gauss(0, 2), 3)])
+
+
+def attribute(draw, name, kind, shape):
+    """A value for one attribute as MXNet describes it, or None to leave it out."""
+    ndim, choices = len(shape), re.findall(r"'([^']*)'", kind.split("}")[0])
+    if name == "dtype" and F16 in choices:
+        return draw.choice([F16, F16, F16, *choices])
+    if "required" not in kind and draw.maybe(.5):
+        return None
+    if kind.startswith("{"):
+        return draw.choice(choices)
+    if "boolean" in kind:
+        return draw.maybe(.5)
+    if name in ("axis", "dim", "dim1", "dim2", "axis1", "axis2") and "int" in kind:
+        return draw.axis(ndim)
+    if "hape" in kind or "tuple" in kind:
+        if name in ("axis", "axes"):
+            return draw.axes(ndim)
+        if "float" in kind:
+            return tuple(abs(draw.number()) for _ in range(draw.randint(1, 3)))
+        return draw.shape(1, 3, 4)
+    if name in ("eps", "epsilon"):
+        return draw.choice([1e-3, 1e-5, 1e-2])
+    if name in ("p", "momentum", "lam", "alpha", "beta", "scale", "sigma", "mu", "k"):
+        return draw.randint(1, 3) if "int" in kind else draw.choice([.1, .5, .9])
+    if "int" in kind or "long" in kind:
+        return draw.choice([0, 1, 1, 2, 3, 4, -1])
+    if any(word in kind for word in ("float", "double", "real_t")):
+        return draw.number()
+    return None
+
+
+def window(draw, **more):
+    """Attributes of a convolution or pooling, and the shape of its data."""
+    n = draw.choice([1, 2, 2, 2, 3])
+    made = {"kernel": tuple(draw.randint(1, 3) for _ in range(n)), **more}
+    for key, low, high in (("stride", 1, 2), ("pad", 0, 1), ("dilate", 1, 2)):
+        if draw.maybe(.5) and (key != "dilate" or "num_filter" in more):
+            made[key] = tuple(draw.randint(low, high) for _ in range(n))
+    return made, n, [(draw.randint(1, 3), draw.choice([1, 2, 4, 16, 20]),
+                      *(draw.randint(5, 8) for _ in range(n)))]
+
+
+def convolution(draw):
+    attrs, _, [shape] = window(draw, num_filter=draw.choice([1, 2, 4, 16]),
+                               no_bias=draw.maybe(.5))
+    groups = draw.choice([1, 1, 1, 2])
+    if shape[1] % groups == attrs["num_filter"] % groups == 0:
+        attrs["num_group"] = groups
+    return attrs, [shape]
+
+
+def pooling(draw):
+    attrs, _, shapes = window(draw)
+    attrs.update(pool_type=draw.choice(["max", "avg", "sum", "lp"]), global_pool=draw.maybe(.2),
+                 pooling_convention=draw.choice(["valid", "valid", "full"]), p_value=2,
+                 count_include_pad=draw.maybe(.5))
+    return attrs, shapes
+
+
+def dense(draw):
+    return {"num_hidden": draw.choice([1, 3, 16, 33]), "no_bias": draw.maybe(.5),
+            "flatten": draw.maybe(.5)}, [draw.shape(2, 4)]
+
+
+def product(batch, transposes=True):
+    def recipe(draw):
+        lead = draw.shape(batch, batch) if batch else ()
+        m, k, n = (draw.choice([1, 2, 3, 5, 17]) for _ in range(3))
+        a, b = draw.maybe(.5) and transposes, draw.maybe(.5) and transposes
+        return ({"transpose_a": a, "transpose_b": b} if transposes else {},
+                [lead + ((k, m) if a else (m, k)), lead + ((n, k) if b else (k, n))])
+    return recipe
+
+
+def gemm(draw):
+    attrs, (a, b) = product(draw.choice([0, 1]))(draw)
+    m, n = a[-1 if attrs["transpose_a"] else -2], b[-2 if attrs["transpose_b"] else -1]
+    return {**attrs, "alpha": draw.number(), "beta": draw.number()}, [a, b, (*a[:-2], m, n)]
+
+
+def rnn(draw):
+    return {"state_size": draw.choice([1, 3, 8]), "num_layers": draw.randint(1, 2),
+            "mode": draw.choice(["rnn_relu", "rnn_tanh", "lstm", "gru"]),
+            "bidirectional": draw.maybe(.3), "state_outputs": draw.maybe(.5)}, [draw.shape(3, 3)]
+
+
+def square(draw):
+    n = draw.randint(1, 4)
+    return {}, [(*draw.shape(0, 1), n, n)]
+
+
+def two_squares(draw):
+    return {}, square(draw)[1] * 2
+
+
+def joined(key, low, differ=True):
+    def recipe(draw):
+        shape, count = draw.shape(low), draw.randint(1, 4)
+        axis = draw.randrange(len(shape))
+        shapes = [(*shape[:axis], draw.randint(1, 4) if differ else shape[axis],
+                   *shape[axis + 1:]) for _ in range(count)]
+        return {"num_args": count, **({key: axis} if key else {})}, shapes
+    return recipe
+
+
+def split(draw):
+    shape = list(draw.shape(1, 4))
+    axis, parts = draw.randrange(len(shape)), draw.randint(1, 3)
+    shape[axis] = parts * draw.choice([1, 1, 2])
+    return {"num_outputs": parts, "axis": axis,
+            "squeeze_axis": draw.maybe(.5) and shape[axis] == parts}, [tuple(shape)]
+
+
+def split_v2(draw):
+    attrs, shapes = split(draw)
+    return {"indices": (), "sections": attrs["num_outputs"], "axis": attrs["axis"],
+            "squeeze_axis": attrs["squeeze_axis"]}, shapes
+
+
+def sliced(draw):
+    shape = draw.shape()
+    begin, end, step = [], [], []
+    for n in shape:
+        a, b = sorted(draw.sample(range(n + 1), 2))
+        back = draw.maybe(.2)
+        begin.append(b - 1 if back else a)
+        end.append((a - 1 if a else None) if back else draw.choice([b, None]))
+        step.append(-1 if back else draw.choice([1, 1, 2]))
+    return {"begin": tuple(begin), "end": tuple(end), "step": tuple(step)}, [shape]
+
+
+def slice_axis(draw):
+    shape = draw.shape()
+    axis = draw.randrange(len(shape))
+    a, b = sorted(draw.sample(range(shape[axis] + 1), 2))
+    return {"axis": axis, "begin": a, "end": draw.choice([b, None])}, [shape]
+
+
+def padded(draw):
+    shape = draw.shape(4, 5)
+    pads = (0,) * 4 + tuple(draw.randint(0, min(2, n - 1)) for n in shape[2:] for _ in "ab")
+    return {"mode": draw.choice(["constant", "edge", "reflect"]), "pad_width": pads,
+            "constant_value": draw.number()}, [shape]
+
+
+def np_padded(draw):
+    shape = draw.shape(1, 3)
+    pads = tuple(tuple(draw.randint(0, n - 1) for _ in "ab") for n in shape)
+    return {"pad_width": pads, "constant_value": draw.number(), "mode": draw.choice(
+        ["constant", "edge", "reflect", "symmetric", "maximum", "minimum"])}, [shape]
+
+
+def broadcast_shapes(draw):
+    shape = draw.shape()
+    return {}, [tuple(draw.choice([1, n, n]) for n in shape), tuple(shape)][::draw.choice([1, -1])]
+
+
+def broadcast_to(draw):
+    shape = draw.shape()
+    return {"shape": shape}, [tuple(draw.choice([1, n]) for n in shape)]
+
+
+def broadcast_axis(draw):
+    axis = draw.axis(3) % 3
+    shape = list(draw.shape(3, 3))
+    shape[axis] = 1
+    return {"axis": (axis,), "size": (draw.randint(1, 4),)}, [tuple(shape)]
+
+
+def reshaped(key):
+    def recipe(draw):
+        shape = draw.shape()
+        new = draw.choice([(-1,), shape[::-1], (0, -1), (shape[0], -1), (-1, 1)])
+        return {key: new}, [shape]
+    return recipe
+
+
+def moved(key):
+    def recipe(draw):
+        shape = draw.shape()
+        return {key: tuple(draw.sample(range(len(shape)), len(shape)))}, [shape]
+    return recipe
+
+
+def taken(draw):
+    shape = draw.shape()
+    return {"axis": draw.randrange(len(shape)), "mode": draw.choice(["clip", "wrap"])}, \
+        [shape, draw.shape(1, 2)]
+
+
+def picked(draw):
+    shape = draw.shape(2)
+    axis = draw.randrange(len(shape))
+    return {"axis": axis, "keepdims": False}, [shape, shape[:axis] + shape[axis + 1:]]
+
+
+def embedding(draw):
+    n, m = draw.randint(4, 9), draw.randint(1, 17)
+    return {"input_dim": n, "output_dim": m}, [draw.shape(1, 3), (n, m)]
+
+
+def labelled(draw):
+    return {}, [draw.shape(2, 2)]
+
+
+def lengths(draw):
+    shape = draw.shape(2, 4)
+    return {"use_sequence_length": draw.maybe(.7), "axis": 0}, [shape]
+
+
+def image(attrs):
+    return lambda draw: (attrs(draw), [(draw.randint(3, 6), draw.randint(3, 6),
+                                        draw.choice([1, 3]))])
+
+
+def colors(attrs):
+    return lambda draw: (attrs(draw), [(draw.randint(3, 6), draw.randint(3, 6), 3)])
+
+
+def channels_first(attrs):
+    return lambda draw: (attrs(draw), [(draw.randint(1, 2), draw.choice([4, 4, 16]),
+                                        *(draw.choice([4, 6, 8]) for _ in "hw"))])
+
+
+def boxes(*shapes, **attrs):
+    return lambda draw: (attrs, list(shapes))
+
+
+def attention(which, draw):
+    length, batch, heads, depth = (draw.randint(1, 4) for _ in range(4))
+    wide, table = heads * depth, (batch * heads, length, length)
+    return {"heads": heads}, {
+        "self qk": [(length, batch, 3 * wide)], "self valatt": [(length, batch, 3 * wide), table],
+        "encdec qk": [(length, batch, wide), (length, batch, 2 * wide)],
+        "encdec valatt": [(length, batch, 2 * wide), table]}[which]
+
+
+def einsum(draw):
+    i, j, k = (draw.randint(1, 4) for _ in range(3))
+    text, shapes = draw.choice([
+        ("ij,jk->ik", [(i, j), (j, k)]), ("ij->ji", [(i, j)]), ("ii->i", [(i, i)]),
+        ("ij,ij->", [(i, j), (i, j)]), ("bij,bjk->bik", [(2, i, j), (2, j, k)]),
+        ("i,j->ij", [(i,), (j,)])])
+    return {"subscripts": text, "num_args": len(shapes), "optimize": draw.choice([0, 1])}, shapes
+
+
+def update(states):
+    def recipe(draw):
+        attrs = {"lr": .1, "wd": draw.choice([0, .01]), "rescale_grad": draw.choice([1, .5]),
+                 "clip_gradient": draw.choice([-1, .5])}
+        return {**attrs, **({"momentum": .9} if states > 1 else {})}, [draw.shape(1, 3)]
+    return recipe
+
+
+def size(*more):
+    return lambda draw: ({"shape": draw.shape(1, 3), **{k: draw.choice([.5, 1, 2]) for k in more}},
+                         [])
+
+
+def spatial(draw):
+    h, w = draw.randint(2, 5), draw.randint(2, 5)
+    return {"target_shape": (h, w), "transform_type": "affine", "sampler_type": "bilinear"}, \
+        [(2, 3, 5, 5), (2, 6)]
+
+
+# Attributes and shapes of the first inputs for operators that fit few that are drawn blindly; MXNet
+# infers the shapes of the rest. A name that ends with * stands for all that begin so.
+RECIPES = {
+    "Convolution*": convolution, "Deconvolution": convolution, "Pooling*": pooling,
+    "FullyConnected": dense, "dot": product(0), "_np_dot": product(0, False),
+    "batch_dot": product(1), "_npi_matmul": product(1, False), "_linalg_gemm": gemm,
+    "_linalg_gemm2": product(1), "RNN": rnn, "_linalg_*": square, "_npi_cholesky": square,
+    "_linalg_trmm": two_squares, "_linalg_trsm": two_squares, "_npi_solve": two_squares,
+    "_npi_eig*": square, "_npi_svd": square, "_npi_pinv*": square, "_npi_tensorinv": lambda draw: (
+        {"ind": 1}, [(3, 3)]), "_npi_tensorsolve": two_squares,
+    "_npi_tensordot": lambda draw: ({"a_axes_summed": (1,), "b_axes_summed": (0,)},
+                                    product(0, False)(draw)[1]),
+    "_npi_tensordot_int_axes": lambda draw: ({"axes": 1}, product(0, False)(draw)[1]),
+    "Concat": joined("dim", 1), "_npi_concatenate": joined("dim", 1), "_rnn_param_concat": joined(
+        "dim", 1), "stack": joined("axis", 1, False), "_npi_stack": joined("axis", 1, False),
+    "_npi_vstack": joined("", 2, False), "_npi_hstack": joined("", 2, False),
+    "_npi_dstack": joined("", 3, False), "_npi_column_stack": joined("", 2, False),
+    "add_n": joined("", 1, False), "_np_atleast*": joined("", 1), "khatri_rao": lambda draw: (
+        {"num_args": 2}, [(2, 3), (4, 3)]),
+    "amp_multicast": lambda draw: ({"num_outputs": 2}, [draw.shape()] * 2),
+    "SliceChannel": split, "_split_v2": split_v2, "_npi_hsplit": split_v2, "_npi_dsplit": split_v2,
+    "slice": sliced, "slice_axis": slice_axis, "_slice_assign_scalar": sliced,
+    "_slice_assign": lambda draw: ({"begin": (1,), "end": (3,)}, [(4, 3), (2, 3)]),
+    "slice_like": lambda draw: ({}, [(5, 4), (3, 4)]), "Crop": lambda draw: (
+        {"num_args": 1, "h_w": (2, 3), "offset": (1, 1)}, [(2, 3, 5, 6)]),
+    "Pad": padded, "_npi_pad": np_padded,
+    "broadcast_to": broadcast_to, "_npi_broadcast_to": broadcast_to,
+    "broadcast_axis": broadcast_axis, "broadcast_like": lambda draw: ({}, [(1, 3), (4, 3)]),
+    "broadcast_*": broadcast_shapes, "_npi_true_divide": broadcast_shapes,
+    **{f"_npi_{name}": broadcast_shapes for name in (
+        "add subtract multiply mod power arctan2 hypot copysign ldexp equal not_equal less "
+        "greater less_equal greater_equal").split()},
+    "Reshape": reshaped("shape"), "_np_reshape": reshaped("newshape"),
+    "_npx_reshape": reshaped("newshape"), "reshape_like": lambda draw: ({}, [(4, 3), (2, 6)]),
+    "transpose": moved("axes"), "_np_transpose": moved("axes"),
+    "_np_moveaxis": lambda draw: ({"source": (0,), "destination": (-1,)}, [draw.shape(2)]),
+    "take": taken, "pick": picked, "Embedding": embedding, "_contrib_SparseEmbedding": embedding,
+    "batch_take": lambda draw: ({}, [(4, 5), (4,)]),
+    "gather_nd": lambda draw: ({}, [(4, 5, 3), (2, 6)]),
+    "scatter_nd": lambda draw: ({"shape": (8, 8)}, [(3,), (2, 3)]),
+    "one_hot": lambda draw: ({"depth": 5}, [draw.shape(1, 2)]),
+    "_contrib_index_copy": lambda draw: ({}, [(5, 3), (2,), (2, 3)]),
+    "SoftmaxOutput": labelled, "SVMOutput": labelled, "softmax_cross_entropy": labelled,
+    "Sequence*": lengths, "BatchNorm*": channels_first(lambda draw: {"fix_gamma": draw.maybe(.5)}),
+    "_contrib_BatchNormWithReLU": channels_first(lambda draw: {}),
+    "_contrib_SyncBatchNorm": channels_first(lambda draw: {
+        "key": "fuzz", "ndev": 1}),
+    "InstanceNorm": channels_first(lambda draw: {}), "LRN": channels_first(lambda d: {"nsize": 3}),
+    "GroupNorm": channels_first(lambda draw: {"num_groups": draw.choice([1, 2, 4])}),
+    "L2Normalization": channels_first(lambda draw: {}),
+    "UpSampling": channels_first(lambda draw: {
+        "num_args": 1, "scale": draw.randint(1, 3), "sample_type": "nearest"}),
+    "_contrib_BilinearResize2D": channels_first(lambda draw: {
+        "height": draw.randint(1, 9), "width": draw.randint(1, 9), "mode": "size"}),
+    "_contrib_AdaptiveAvgPooling2D": channels_first(lambda draw: {
+        "output_size": (draw.randint(1, 4), draw.randint(1, 4))}),
+    "depth_to_space": channels_first(lambda draw: {"block_size": 2}),
+    "space_to_depth": channels_first(lambda draw: {"block_size": 2}),
+    "im2col": lambda draw: window(draw, num_filter=1)[::2],
+    "col2im": lambda draw: ({"output_size": (4, 4), "kernel": (2, 2)}, [(1, 8, 9)]),
+    "Correlation": channels_first(lambda draw: {"kernel_size": 1, "max_displacement": 1}),
+    "SpatialTransformer": spatial, "GridGenerator": lambda draw: (
+        {"transform_type": "affine", "target_shape": (3, 4)}, [(2, 6)]),
+    "BilinearSampler": lambda draw: ({}, [(2, 3, 4, 4), (2, 2, 3, 3)]),
+    "ROIPooling": boxes((2, 3, 8, 8), (3, 5), pooled_size=(2, 2), spatial_scale=1),
+    "_contrib_ROIAlign": boxes((2, 3, 8, 8), (3, 5), pooled_size=(2, 2), spatial_scale=1),
+    "_contrib_RROIAlign": boxes((2, 3, 8, 8), (3, 6), pooled_size=(2, 2), spatial_scale=1),
+    "_contrib_PSROIPooling": boxes((2, 8, 8, 8), (3, 5), pooled_size=2, output_dim=2,
+                                   group_size=2, spatial_scale=1),
+    "_contrib_DeformablePSROIPooling": boxes(
+        (2, 8, 8, 8), (3, 5), pooled_size=2, output_dim=2, group_size=2, spatial_scale=1,
+        no_trans=True),
+    "_contrib_DeformableConvolution": boxes((1, 4, 6, 6), (1, 18, 4, 4), kernel=(3, 3),
+                                            num_filter=2),
+    "_contrib_ModulatedDeformableConvolution": boxes((1, 4, 6, 6), (1, 18, 4, 4), (1, 9, 4, 4),
+                                                     kernel=(3, 3), num_filter=2),
+    "_contrib_MultiBoxPrior": boxes((1, 3, 4, 4), sizes=(.5, .2), ratios=(1, 2)),
+    "_contrib_MultiBoxTarget": boxes((1, 6, 4), (2, 3, 5), (2, 3, 6)),
+    "_contrib_MultiBoxDetection": boxes((2, 3, 6), (2, 24), (1, 6, 4)),
+    "_contrib_Proposal": boxes((1, 24, 4, 4), (1, 48, 4, 4), (1, 3), rpn_pre_nms_top_n=20,
+                               rpn_post_nms_top_n=5),
+    "_contrib_MultiProposal": boxes((2, 24, 4, 4), (2, 48, 4, 4), (2, 3), rpn_pre_nms_top_n=20,
+                                    rpn_post_nms_top_n=5),
+    "_contrib_box_iou": boxes((3, 4), (2, 4)), "_contrib_box_nms": boxes((2, 4, 6)),
+    "_contrib_box_encode": boxes((2, 3), (2, 3), (2, 3, 4), (2, 5, 4), (4,), (4,)),
+    "_contrib_box_decode": boxes((2, 3, 4), (1, 3, 4)),
+    "_contrib_bipartite_matching": boxes((2, 3, 4), threshold=.1),
+    "_contrib_count_sketch": boxes((3, 6), (1, 6), (1, 6), out_dim=4),
+    "_contrib_fft": boxes((3, 4)), "_contrib_ifft": boxes((3, 8)),
+    "CTCLoss": boxes((5, 2, 4), (2, 3)),
+    "_contrib_interleaved_matmul_selfatt_qk": lambda draw: attention("self qk", draw),
+    "_contrib_interleaved_matmul_selfatt_valatt": lambda draw: attention("self valatt", draw),
+    "_contrib_interleaved_matmul_encdec_qk": lambda draw: attention("encdec qk", draw),
+    "_contrib_interleaved_matmul_encdec_valatt": lambda draw: attention("encdec valatt", draw),
+    "_npi_einsum": einsum, "mp_sgd_update": update(1), "mp_sgd_mom_update": update(2),
+    "mp_nag_mom_update": update(2),
+    "_image_to_tensor": image(lambda draw: {}), "_image_flip*": image(lambda draw: {}),
+    "_image_random_flip*": image(lambda draw: {}),
+    "_image_crop": image(lambda draw: {"x": 1, "y": 0, "width": 2, "height": 3}),
+    "_image_resize": image(lambda draw: {"size": (draw.randint(2, 7), draw.randint(2, 7)),
+                                         "interp": 1}),
+    "_image_normalize": lambda draw: ({"mean": (.1, .2, .3), "std": (1, 2, 3)}, [(3, 4, 5)]),
+    "_image_random_*": colors(lambda draw: {"min_factor": .5, "max_factor": 1.5}),
+    "_image_random_color_jitter": colors(lambda draw: dict.fromkeys(
+        ("brightness", "contrast", "saturation", "hue"), .2)),
+    "_image_random_lighting": image(lambda draw: {}),
+    "_image_adjust_lighting": image(lambda draw: {"alpha": (.1, .2, .3)}),
+    "_random_uniform": size(), "_random_normal": size("scale"), "_random_gamma": size("alpha"),
+    "_random_exponential": size("lam"), "_random_poisson": size("lam"),
+    "_np_diagflat": lambda draw: ({"k": draw.randint(-1, 1)}, [draw.shape(1, 2, 4)]),
+    "tile": lambda draw: ({"reps": draw.shape(1, 3, 3)}, [draw.shape(1, 3)]),
+    "repeat": lambda draw: ({"repeats": draw.randint(1, 3), "axis": 0}, [draw.shape(1, 3)]),
+    "expand_dims": lambda draw: ({"axis": draw.randint(0, 1)}, [draw.shape(1, 3)]),
+    "diag": lambda draw: ({"k": draw.randint(-1, 1)}, [draw.shape(1, 2)]),
+    "clip": lambda draw: (dict(zip(("a_min", "a_max"), sorted((draw.number(), draw.number())))),
+                          [draw.shape()]),
+    "topk": lambda draw: ({"k": draw.randint(1, 3), "axis": -1, "ret_typ": draw.choice(
+        ["value", "indices", "mask", "both"])}, [(*draw.shape(0, 2), 5)]),
+    "_unravel_index": boxes((4,), shape=(4, 5)), "_ravel_multi_index": boxes((2, 4), shape=(4, 5)),
+    "_histogram": boxes((20,), bin_cnt=5, range=(-2, 2)),
+}
+_PREFIXES = sorted((key[:-1] for key in RECIPES if key.endswith("*")), key=len, reverse=True)
+
+
+def recipe_for(name):
+    if name in RECIPES:
+        return RECIPES[name]
+    return next((RECIPES[f"{p}*"] for p in _PREFIXES if name.startswith(p)), None)
+
+
+# ---- a call ----------------------------------------------------------------------------------
+
+# names of inputs that hold small integers
+INDICES = re.compile("ind|label|length|rois|matches|samples|^h$")
+KEEPS_RESULTS = {"RNN"}  # unrounded, for its backward pass
+POSITIVE = re.compile("_sample_|multinomial|_random_pdf|potr|cholesky")
+
+
+class Refused(Exception):
+    """MXNet takes no such call."""
+
+
+class Call:
+    """What a seed stands for: everything that is random about one call."""
+
+    def __init__(self, seed, operators):
+        self.seed, self.low, draw = seed, F16, Draw(seed)
+        self.draw = draw
+        self.name, self.arguments = draw.choice(operators)
+        self.numpy = self.name.startswith("_np")
+        self.np_shape = self.numpy or draw.maybe(.25)
+        recipe = recipe_for(self.name)
+        if recipe and draw.maybe(.95):
+            attrs, self.given = recipe(draw)
+            keys = {name for name, _ in self.arguments}
+            attrs = {key: value for key, value in attrs.items() if key in keys or not keys}
+        else:
+            attrs, self.given = {}, None
+        first = self.given[0] if self.given else draw.shape(
+            0 if self.np_shape else 1, empty=self.np_shape)
+        for key, kind in self.arguments:
+            if key not in attrs and not ("NDArray" in kind or "ymbol" in kind) and key not in (
+                    "num_args", "ctx", "workspace", "cudnn_off", "cudnn_tune", "layout", "is_int"):
+                required = "required" in kind
+                if required or not recipe or draw.maybe(.15) or key == "dtype":
+                    value = attribute(draw, key, kind, first)
+                    if value is not None:
+                        attrs[key] = value
+        if any(key == "num_args" for key, _ in self.arguments):
+            attrs.setdefault("num_args", draw.randint(1, 4))
+        self.attrs = {key: str(value) for key, value in attrs.items()}
+        self.first = first
+        self.how = draw.choice(["imperative"] * 3 + ["cached", "static", "executor"])
+        self.backward = draw.maybe(.6)
+        self.training = self.backward or draw.maybe(.5)
+        self.place = draw.choice(["new", "new", "given", "part", "input"])
+        self.parts = draw.maybe(.3)       # the inputs are parts of larger arrays
+        self.wraps = draw.maybe(.6)       # in graphs: the inputs and outputs belong to other nodes
+        self.shares = draw.maybe(.3)      # in graphs: the inputs have another reader
+        self.scale = draw.choice([1, 1, 1, 3, .1, 50])
+        self.special = draw.maybe(.15) and not re.search(NO_SPECIALS, self.name)
+
+    def prepare(self, mx, np, reference_attrs):
+        """Shapes, types and values of the inputs; raises where MXNet takes none such."""
+        draw, symbol = self.draw, self.symbol(mx, self.attrs)
+        names = symbol.list_inputs()
+        auxiliary = set(symbol.list_auxiliary_states())
+        known = dict(zip(names, self.given if self.given is not None else [self.first]))
+        if names and self.given is None and draw.maybe(.3):
+            known = dict.fromkeys(names, self.first)
+        arguments, _, states = symbol.infer_shape_partial(**known)
+        shapes = dict(zip(symbol.list_arguments(), arguments or ()))
+        shapes.update(zip(symbol.list_auxiliary_states(), states or ()))
+        whole = (lambda s: s is not None and -1 not in s) if self.np_shape else \
+            (lambda s: s and 0 not in s)
+        self.names, self.auxiliary = names, auxiliary
+        self.shapes = [shapes[n] if whole(shapes.get(n)) else draw.choice(
+            [self.first, self.first, draw.shape(1, 2)]) for n in names]
+        if sum(int(np.prod(s)) for s in self.shapes) > 1e5:
+            raise Refused("large")
+        self.types = [F16 for _ in names]
+        if draw.maybe(.15):
+            self.types = [draw.choice([F16, F32, "int32", "float64"]) for _ in names]
+        self.types = self._inferred(symbol, np)
+        values = np.random.RandomState(self.seed)
+        self.arrays = [self._values(values, np, n, s, t)
+                       for n, s, t in zip(names, self.shapes, self.types)]
+        self.reference_attrs = reference_attrs(self)
+
+    def _inferred(self, symbol, np):
+        """As MXNet infers them from the first input, where it does."""
+        try:
+            given = dict(zip(symbol.list_inputs()[:1], self.types))
+            arguments, _, states = symbol.infer_type_partial(**given)
+        except Exception:
+            return self.types
+        types = dict(zip(symbol.list_arguments(), arguments))
+        types.update(zip(symbol.list_auxiliary_states(), states))
+        return [np.dtype(types[n]).name if types.get(n) is not None and (
+                    t == F16 or n in self.auxiliary) else t
+                for n, t in zip(symbol.list_inputs(), self.types)]
+
+    def _values(self, rng, np, name, shape, dtype):
+        name = name[len("fuzz_"):]
+        if INDICES.search(name) and self.name != "_contrib_index_array" or dtype not in (
+                F16, F32, "float64"):
+            low, high = (1, self.first[0] + 1) if "length" in name else (0, 3)
+            return rng.randint(low, 2 if name == "rois" else max(high, 2), shape).astype(dtype)
+        made = rng.standard_normal(shape) * self.scale
+        if POSITIVE.search(self.name) or "var" in name:
+            made = np.abs(made) + .1
+        if "linalg_pot" in self.name or "cholesky" in self.name or self.name in (
+                "_npi_eigh", "_npi_eigvalsh", "_linalg_syevd"):
+            made = made @ np.swapaxes(made, -1, -2) + 4 * np.eye(shape[-1])
+        if self.special and made.size:
+            special = np.array([0, -0., np.inf, -np.inf, 6e-8, 65504, -65504, 1, 2] + [np.nan] * (
+                self.name not in NO_NAN))
+            places = rng.randint(0, made.size, max(1, made.size // 5))
+            made.ravel()[places] = special[rng.randint(0, special.size, places.size)]
+        with np.errstate(over="ignore"):
+            return np.asarray(made).astype(F16).astype(dtype)
+
+    def symbol(self, mx, attrs):
+        from mxnet._ctypes.symbol import _symbol_creator
+        handle = ctypes.c_void_p()
+        mx.base.check_call(mx.base._LIB.NNGetOpHandle(self.name.encode(), ctypes.byref(handle)))
+        self.handle = handle.value
+        return _symbol_creator(handle.value, None, {}, list(attrs), list(attrs.values()), "fuzz",
+                               False)
+
+    def __str__(self):
+        inputs = ", ".join(f"{n[5:]} {t}{list(s)}" for n, t, s in zip(
+            self.names, self.types, self.shapes)) if hasattr(self, "types") else self.first
+        said = [word for word in ("training", "backward", "np_shape", "special")
+                if getattr(self, word)]
+        said += [word for word in ("wraps", "shares") if getattr(self, word)
+                 and self.how != "imperative"] + ["parts"] * self.parts
+        return f"seed {self.seed}: {self.name}({inputs}) {self.attrs} {self.how}, " \
+               f"{self.place}, {' '.join(said)}"
+
+
+# ---- running it ------------------------------------------------------------------------------
+
+
+class Runner:
+    """Runs calls in this process."""
+
+    def __init__(self):
+        sys.path.insert(0, str(Path(__file__).parent))
+        import gluon_amp  # noqa: F401
+        import numpy as np
+        from gluon_amp._mxnet import mx
+        from gluon_amp.cpu import library
+        self.mx, self.np, self.library = mx, np, library
+        self.operators = sorted(self._operators())
+
+    def _operators(self):
+        """MXNet's operators that dispatch on type, and what each says of its arguments."""
+        mx, text = self.mx, ctypes.c_char_p
+        for name in self.library.dispatched():
+            if any(re.search(pattern, name) for pattern in NOT_DRAWN):
+                continue
+            handle, count = ctypes.c_void_p(), ctypes.c_uint()
+            mx.base._LIB.NNGetOpHandle(name.encode(), ctypes.byref(handle))
+            words, lists = [text() for _ in range(4)], [ctypes.POINTER(text)() for _ in range(3)]
+            mx.base.check_call(mx.base._LIB.MXSymbolGetAtomicSymbolInfo(handle, *map(ctypes.byref, (
+                words[0], words[1], count, *lists, words[2], words[3]))))
+            yield name, [(lists[0][i].decode(), lists[1][i].decode()) for i in range(count.value)]
+
+    def reference_attrs(self, call):
+        """What stands for the attributes in float32: constants that float16 has."""
+        made = dict(call.attrs)
+        for key, value in call.attrs.items():
+            places = f"{call.name}.{key}" in {f"{name}.{end}" for name in self.library.RANGES
+                                              for end in ("start", "stop")}
+            if (key in self.library.CONSTANTS or places) and value != "None":
+                with self.np.errstate(over="ignore"):
+                    made[key] = repr(float(self.np.float16(float(value))))
+            if key in ("dtype", "out_dtype") and value == F16:
+                made[key] = F32
+        if call.name == "_npi_nan_to_num":
+            for key, limit in (("posinf", 65504), ("neginf", -65504)):
+                if made.get(key, "None") == "None":
+                    made[key] = str(limit)
+        return made
+
+    def array(self, values, part=False):
+        """`part`: the rows from 1 on of a larger array, whose other rows are 7."""
+        mx, np = self.mx, self.np
+        if not part or values.ndim == 0 or values.size == 0:
+            return mx.nd.array(values, dtype=values.dtype), None
+        whole = mx.nd.array(np.full((values.shape[0] + 3, *values.shape[1:]), 7),
+                            dtype=values.dtype)
+        whole[1:-2] = mx.nd.array(values, dtype=values.dtype)
+        return whole[1:-2], whole
+
+    def heads(self, call, outputs):
+        rng = self.np.random.RandomState(call.seed + 1)
+        return [rng.standard_normal(o.shape).astype(F16).astype(o.dtype) for o in outputs]
+
+    def invoke(self, call, attrs, arrays, out=None):
+        from mxnet._ctypes.ndarray import _imperative_invoke
+        made = _imperative_invoke(call.handle, arrays, list(attrs), list(attrs.values()), out,
+                                  False, True)
+        return list(made) if isinstance(made, (list, tuple)) else [made]
+
+    def reference(self, call, halves, fill, into=None):
+        """By MXNet's float32 code.
+
+        Args:
+            halves: which outputs are float16 in the call; they are rounded before the backward pass
+                reads them.
+            fill: what is in gradients before.
+            into: results in whose like it writes, which also hold `fill` before.
+        """
+        mx, np = self.mx, self.np
+        arrays = [self.array(v.astype(F32) if v.dtype == F16 else v)[0] for v in call.arrays]
+        for a, request in zip(arrays, call.requests):
+            if request != "null":
+                a.attach_grad()
+                a.grad[:] = fill
+        mx.random.seed(call.seed, ctx=mx.cpu())
+        given = None
+        if into is not None and not any(o.dtype == bool for o in into):
+            given = [mx.nd.array(np.full(o.shape, fill), dtype=o.dtype) for o in into]
+        with self._scope(call):
+            outputs = self.invoke(call, call.reference_attrs, arrays, given)
+        mx.nd.waitall()
+        exact = [o.asnumpy() for o in outputs]
+        gradients = {}
+        if call.backward:
+            for o, half in zip(outputs, halves):
+                if half and o.dtype == np.float32:
+                    with np.errstate(over="ignore"):
+                        rounded = o.asnumpy().astype(F16)
+                    with mx.autograd.pause():
+                        o[:] = mx.nd.array(rounded, dtype=F32)
+            mx.autograd.backward(outputs, [mx.nd.array(h, dtype=h.dtype)
+                                           for h in self.heads(call, exact)])
+            mx.nd.waitall()
+            gradients = {i: a.grad.asnumpy() for i, a in enumerate(arrays)
+                         if a.grad is not None}
+        return exact, gradients, [a.asnumpy() for a in arrays]
+
+    def call(self, call, exact):
+        """In float16, the way that the call says."""
+        mx = self.mx
+        before = [self.np.random.RandomState(call.seed + 2).standard_normal(a.shape).astype(a.dtype)
+                  for a in call.arrays]
+        held = [self.array(v, call.parts) for v in call.arrays]
+        arrays = [a for a, _ in held]
+        mx.random.seed(call.seed, ctx=mx.cpu())
+        run = {"imperative": self._imperative, "executor": self._executor}.get(
+            call.how, self._cached)
+        outputs, gradients, shared = run(call, arrays, before, exact)
+        mx.nd.waitall()
+        for whole in [w for _, w in held if w is not None] + shared:
+            rows = whole.asnumpy()
+            if not (rows[0] == 7).all() or not (rows[-2:] == 7).all():
+                raise AssertionError("it writes beside its arrays")
+        return ([o.asnumpy() for o in outputs],
+                {i: g.asnumpy() for i, g in gradients.items()}, before,
+                [a.asnumpy() for a in arrays])
+
+    def _scope(self, call):
+        ag = self.mx.autograd
+        return ag.record() if call.backward else ag.train_mode() if call.training \
+            else ag.predict_mode()
+
+    def _attach(self, call, arrays, before):
+        for a, b, request in zip(arrays, before, call.requests):
+            if request != "null":
+                a.attach_grad(request)
+                a.grad[:] = self.array(b)[0] if request == "add" else 5
+
+    def _backward(self, call, arrays, outputs, exact):
+        heads = [self.array(h.astype(o.dtype))[0]
+                 for h, o in zip(self.heads(call, exact), outputs)]
+        if len(outputs) > len(exact):  # of other readers of the inputs
+            heads += [self.array(self.np.random.RandomState(call.seed + 2).standard_normal(
+                o.shape).astype(F16).astype(call.low))[0] for o in outputs[len(exact):]]
+        self.mx.autograd.backward(outputs, heads)
+        return {i: a.grad for i, a in enumerate(arrays) if a.grad is not None}
+
+    def _imperative(self, call, arrays, before, exact):
+        out, shared = None, []
+        if call.place == "input" and not call.backward and len(exact) == 1:
+            fits = [a for a, t, s in zip(arrays, call.types, call.shapes)
+                    if [t] == (call.out_types or ())[:1] and s == exact[0].shape
+                    and exact[0].size]
+            out = [call.draw.choice(fits)] if fits else None
+        elif call.place in ("given", "part") and all(e.dtype != bool for e in exact):
+            made = [self.array(self.np.full(e.shape, 3, t), call.place == "part")
+                    for e, t in zip(exact, call.out_types or [F16] * 99)]
+            out, shared = [o for o, _ in made], [w for _, w in made if w is not None]
+        if call.backward:
+            self._attach(call, arrays, before)
+        call.overwritten = out if call.place == "input" else None
+        with self._scope(call):
+            outputs = self.invoke(call, call.attrs, arrays, out)
+        gradients = self._backward(call, arrays, outputs, exact) if call.backward else {}
+        return outputs, gradients, shared
+
+    def _graph(self, call):
+        """The operator between others, which multiply by 1, so that arrays share memory."""
+        sym = self.mx.sym
+        node = call.symbol(self.mx, call.attrs)
+        halves = [i for i, (n, t) in enumerate(zip(call.names, call.types))
+                  if t == call.low and n not in call.auxiliary]
+        call.shared = halves if call.shares and call.wraps else []
+        if not call.wraps or not halves:
+            return node
+        wrapped = {call.names[i]: sym.var(call.names[i]) * 1 for i in halves}
+        node = node(**wrapped)
+        outputs = [o * 1 if t == call.low else o for o, t in zip(node, call.out_types)]
+        others = [wrapped[call.names[i]] * 1 for i in call.shared]
+        return sym.Group([*outputs, *others])
+
+    def _cached(self, call, arrays, before, exact):
+        graph = self._graph(call)
+        order = [call.names.index(n) for n in graph.list_inputs()]
+        flags = [("static_alloc", True), ("static_shape", True)] if call.how == "static" else []
+        op = self.mx.nd.CachedOp(graph, [("data_indices", list(range(len(order)))),
+                                         ("param_indices", []), *flags])
+        if call.backward:
+            self._attach(call, arrays, before)
+        with self._scope(call):
+            outputs = op(*(arrays[i] for i in order))
+        outputs = outputs if isinstance(outputs, list) else [outputs]
+        gradients = self._backward(call, arrays, outputs, exact) if call.backward else {}
+        return outputs[:len(exact)], gradients, []
+
+    def _executor(self, call, arrays, before, exact):
+        mx, graph = self.mx, self._graph(call)
+        by_name = dict(zip(call.names, arrays))
+        requests = dict(zip(call.names, call.requests))
+        gradients = {n: self.array(b if requests[n] == "add" else self.np.full_like(b, 5))[0]
+                     for n, b in zip(call.names, before)
+                     if call.backward and requests[n] != "null"}
+        executor = graph.bind(
+            mx.cpu(), {n: by_name[n] for n in graph.list_arguments()}, args_grad=gradients,
+            grad_req={n: requests[n] if call.backward else "null" for n in graph.list_arguments()},
+            aux_states={n: by_name[n] for n in graph.list_auxiliary_states()})
+        outputs = executor.forward(is_train=call.training)
+        if call.backward:
+            heads = [self.array(h.astype(o.dtype))[0]
+                     for h, o in zip(self.heads(call, exact), outputs)]
+            heads += [self.array(self.np.random.RandomState(call.seed + 2).standard_normal(
+                o.shape).astype(F16).astype(call.low))[0] for o in outputs[len(exact):]]
+            executor.backward(heads)
+        return outputs[:len(exact)], {i: gradients[n] for i, n in enumerate(call.names)
+                                      if n in gradients}, []
+
+    # ---- comparing
+
+    def wrong(self, call, found, exact, before=None):
+        """How many steps of its type an array is from the exact one, rounded once, at most; the
+        share of the largest number that the difference is; and both in words."""
+        np = self.np
+        with np.errstate(all="ignore"):
+            expected = exact.astype(found.dtype)
+            if before is not None:
+                expected = (expected.astype(F32) + before.astype(F32)).astype(found.dtype)
+            if found.shape != expected.shape:
+                return np.inf, np.inf, f"shape {found.shape}, not {expected.shape}"
+            kind = {"float16": np.int16, "float32": np.int32, "float64": np.int64}.get(
+                found.dtype.name)
+            if kind is None:
+                steps = np.abs(found.astype(float) - expected.astype(float))
+            else:
+                def line(x):
+                    bits = x.view(kind).astype(object if kind is np.int64 else np.int64)
+                    return np.where(bits < 0, -(bits & np.iinfo(kind).max), bits)
+                steps = np.abs(line(np.ascontiguousarray(found))
+                               - line(np.ascontiguousarray(expected))).astype(float)
+                steps = np.where(np.isnan(found) & np.isnan(expected), 0, steps)
+            if not steps.size or not steps.any():
+                return 0, 0, ""
+            where = np.unravel_index(steps.argmax(), steps.shape)
+            finite = np.abs(exact.astype(float))[np.isfinite(exact)]
+            gap = np.abs(found.astype(float) - expected.astype(float))
+            gap = np.where(steps == 0, 0, np.where(np.isnan(gap), np.inf, gap))
+            share = gap.max() / max(finite.max(initial=0), 1e-30)
+            return steps.max(), share, f"{int((steps > 0).sum())} of {steps.size}, as " \
+                f"{found[where]!r}, not {expected[where]!r}, at {where}"
+
+    def run(self, seed, phase):
+        """What became of a call: refused, or a list of differences."""
+        mx, np = self.mx, self.np
+        call = Call(seed, self.operators)
+        with mx.util.np_shape(call.np_shape):
+            phase("reference", call.name)
+            try:
+                call.prepare(mx, np, self.reference_attrs)
+                symbol = call.symbol(mx, call.attrs)
+                draw = call.draw
+                call.requests = [
+                    draw.choice(["write", "write", "add", "null"]) if call.backward and
+                    n not in call.auxiliary and t in (F16, F32, "float64") else "null"
+                    for n, t in zip(call.names, call.types)]
+                if call.shares and call.wraps and call.how != "imperative":
+                    call.requests = ["write" if r == "add" else r for r in call.requests]
+                call.backward = any(r != "null" for r in call.requests)
+                if "BatchNorm" in call.name:  # whose moving averages MXNet advances backward
+                    call.training = call.backward
+                call.out_types = self._out_types(call, symbol)
+                if F16 not in call.types and F16 not in (call.out_types or ()):
+                    raise Refused("no float16")
+                if call.out_types is None and len(set(call.types)) > 1:
+                    raise Refused("mixed types")
+                halves = [t == F16 and call.name not in KEEPS_RESULTS
+                          for t in call.out_types or [F16] * 99]
+                try:
+                    wide = self.reference(call, halves, 5)
+                except mx.MXNetError:
+                    if not call.backward:
+                        raise
+                    mx.nd.waitall()
+                    call.backward, call.requests = False, ["null"] * len(call.names)
+                    wide = self.reference(call, halves, 5)
+            except (mx.MXNetError, Refused, ValueError, TypeError, IndexError) as error:
+                self._settle()
+                return call, "refused", str(error).split("\n")[0][:100]
+            phase("call", call.name)
+            try:
+                found = self.call(call, wide[0])
+            except Exception as error:
+                self._settle()
+                if self._in_float32(call, wide[0])[1] is None:
+                    return call, "refused", "in float32, too"
+                said = [line for line in str(error).splitlines() if line.strip()] or [""]
+                said = next((s for s in said if "rror" in s), said[0])
+                return call, "different", [("call", np.inf, np.inf, f"{type(error).__name__}: "
+                                            f"{said[:300]}")]
+            differences = self._compare(call, found, wide)
+            if differences:  # where MXNet leaves what was in memory, there is nothing to compare
+                phase("reference", call.name)
+                again = self._again(call, halves, wide)
+                differences = self._compare(call, found, wide, again)
+            if differences:
+                other, found = self._in_float32(call, wide[0])
+                also = found and self._compare(other, found, wide, again) or ()
+                differences = [d for d in differences if d[0] not in {what for what, *_ in also}]
+            phase("done", call.name)
+        return call, "different" if differences else "same", differences
+
+    def _in_float32(self, call, exact):
+        """What MXNet's float32 code makes of the call the way that this one is made."""
+        wide = copy.copy(call)
+        wide.low = F32
+        wide.attrs = call.reference_attrs
+        wide.arrays = [a.astype(F32) if a.dtype == F16 else a for a in call.arrays]
+        wide.types = [F32 if t == F16 else t for t in call.types]
+        wide.out_types = [F32 if t == F16 else t for t in call.out_types or
+                          [e.dtype.name for e in exact]]
+        try:
+            return wide, self.call(wide, exact)
+        except Exception:
+            self._settle()
+            return wide, None
+
+    def _settle(self):
+        with contextlib.suppress(self.mx.MXNetError):
+            self.mx.nd.waitall()
+
+    def _out_types(self, call, symbol):
+        try:
+            _, outputs, _ = symbol.infer_type(**{n: self.np.dtype(t) for n, t in
+                                                 zip(call.names, call.types)})
+        except self.mx.MXNetError as error:
+            raise Refused("its types") from error
+        return outputs and [self.np.dtype(t).name for t in outputs]
+
+    def _again(self, call, halves, wide):
+        for into in (wide[0], None):
+            try:
+                return self.reference(call, halves, 3, into)
+            except self.mx.MXNetError:
+                self._settle()
+        return wide
+
+    def _compare(self, call, found, wide, again=None):
+        np, made = self.np, []
+        outputs, gradients, before, after = found
+        exact, exact_gradients, exact_after = wide
+
+        def compare(what, a, b, other, added=None):
+            if other is not None and other.shape == a.shape == b.shape:
+                undefined = ~((b == other) | (b != b) & (other != other))
+                a, b = (np.where(undefined, x.dtype.type(0), x) for x in (a, b))
+                if added is not None and undefined.any():
+                    added = np.where(undefined, 0, added)
+            steps, share, said = self.wrong(call, a, b, added)
+            if steps:
+                made.append((what, float(steps), float(share), said))
+
+        for i, (a, b) in enumerate(zip(outputs, exact)):
+            compare(f"output {i}", a, b, again and again[0][i])
+        for i, g in gradients.items():
+            added = before[i] if call.requests[i] == "add" else None
+            if call.how != "imperative" and i in getattr(call, "shared", ()):
+                added = np.random.RandomState(call.seed + 2).standard_normal(g.shape).astype(F16)
+            compare(f"gradient {i}", g, exact_gradients[i], again and again[1][i], added)
+        if getattr(call, "overwritten", None) is None:
+            for i, (a, b) in enumerate(zip(after, exact_after)):
+                compare(f"input {i}", a, b, again and again[2][i])
+        return made
+
+
+# ---- explained differences ------------------------------------------------------------------
+
+# (operators, what, steps, share, reason): a difference of at most so many steps, or of so much of
+# the array's largest number, is explained. For a "call" that raises, the words of the error.
+EXPLAINED = [
+    ("(_contrib_)?(Sync)?BatchNorm.*", "input 1", 1e99, 0,
+     "MXNet's CPU code writes ones into gamma, which it only reads, where fix_gamma is set"),
+    ("(_contrib_)?(Sync)?BatchNorm.*", "output|gradient|input [34]", 1, 3e-7,
+     "batch norms have code of their own: sums in another order"),
+    ("(Layer|Group)Norm|L2Normalization|GridGenerator|SpatialTransformer|CTCLoss|_linalg_(slog)?det",
+     "gradient", 0, 3e-3, "the backward pass reads a hidden output of the forward pass, which is "
+     "float16, too, as on a GPU"),
+    ("Activation", "gradient", 1, 1e-3,
+     "tanh's gradient reads the rounded result, as cuDNN's does; oneDNN's reads the input"),
+    ("broadcast_.*|_npi_(add|subtract|multiply|true_divide)|softmax|softmin|log_softmax",
+     "gradient", 1, 1e-6, "code of its own adds up in another order"),
+    ("_image_to_tensor", "call", "expected float16, got float32", 0,
+     "its result is float32, always: MXNet's type inference allows no other reader of its input"),
+    ("_contrib_index_copy|scatter_nd", "output", 1e99, 0,
+     "several rows go to one place, in any order"),
+]
+
+
+def explanation(name, difference):
+    what, steps, share, said = difference
+    for row in EXPLAINED:
+        names, parts, most, part, _ = row
+        if re.fullmatch(names, name) and re.match(parts, what) and (
+                re.search(most, said) if what == "call" else steps <= most or share <= part):
+            return row
+    return None
+
+
+# ---- processes -------------------------------------------------------------------------------
+
+
+def work(first, last, stand, outcomes):
+    """Runs calls in this process: a line for each into a file, and where it stands into another."""
+    runner = Runner()
+    file = os.open(stand, os.O_WRONLY | os.O_CREAT)
+    for seed in range(first, last):
+        def phase(*words, seed=seed):
+            os.pwrite(file, " ".join((str(seed), *words)).ljust(80).encode(), 0)
+
+        signal.alarm(LONGEST)
+        call, outcome, said = runner.run(seed, phase)
+        text = ""
+        if outcome == "different":
+            rows = [explanation(call.name, d) for d in said]
+            unexplained = [d for d, row in zip(said, rows) if row is None]
+            outcome, text = ("different", str(call)) if unexplained else ("explained", "")
+            said = unexplained or [row[-1] for row in rows]
+        with open(outcomes, "a") as rows:
+            rows.write(json.dumps([seed, call.name, outcome, call.backward, said, text]) + "\n")
+
+
+def run_all(first, last):
+    """What became of calls first to last - 1, which run in a process, and another after a crash."""
+    made = []
+    with tempfile.TemporaryDirectory() as folder:
+        stand, errors, outcomes = (Path(folder, n) for n in ("stand", "errors", "outcomes"))
+        outcomes.touch()
+        while first < last:
+            stand.write_text(f"{first} start")
+            with open(errors, "w") as file:
+                done = subprocess.run(
+                    [sys.executable, "-W", "ignore", __file__, "work", str(first), str(last),
+                     str(stand), str(outcomes)], stdout=file, stderr=file,
+                    env={**os.environ, "OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "passive",
+                         "MXNET_USE_SIGNAL_HANDLER": "0", "PYTHONPATH": str(ROOT)})
+            if done.returncode == 0:
+                break
+            seed, phase, *name = stand.read_text().split()
+            if phase == "start":
+                sys.exit(f"no calls ran:\n{errors.read_text()}")
+            if phase == "reference" and done.returncode != 1:
+                made.append([int(seed), *name, "refused", False, "MXNet crashes", ""])
+            else:
+                said = f"signal {-done.returncode} in {phase}: {errors.read_text()[-500:]}"
+                made.append([int(seed), *name, "different", False, [["call", 0, 0, said]],
+                             f"seed {seed}: {name}"])
+            first = int(seed) + 1
+        return made + list(map(json.loads, outcomes.read_text().splitlines()))
+
+
+def main(count, first):
+    """Runs calls from a seed on until so many have run."""
+    outcomes, reasons, refused = (collections.Counter() for _ in range(3))
+    ran, different, backwards, at, start = set(), [], 0, first, time.time()
+    with ThreadPoolExecutor(WORKERS) as pool:
+        pending = set()
+        while sum(n for o, n in outcomes.items() if o != "refused") < count:
+            while len(pending) < WORKERS:
+                pending.add(pool.submit(run_all, at, at + CHUNK))
+                at += CHUNK
+            done, pending = wait(pending, return_when=FIRST_COMPLETED)
+            for seed, name, outcome, backward, said, text in (
+                    row for future in done for row in future.result()):
+                outcomes[outcome] += 1
+                if outcome == "refused":
+                    refused[said, name] += 1
+                if outcome != "refused":
+                    ran.add(name)
+                    backwards += backward
+                if outcome == "explained":
+                    reasons.update(set(said))
+                if outcome == "different":
+                    different.append(seed)
+                    print(text, *(f"\n    {what}: {steps:g} steps, {share:.2g} of the largest: {t}"
+                                  for what, steps, share, t in said), flush=True)
+        for future in pending:
+            future.cancel()
+    total = sum(outcomes.values()) - outcomes["refused"]
+    print(f"{total:,} calls of {len(ran)} operators, {backwards:,} with a backward pass, in "
+          f"{time.time() - start:.0f} s: seeds {first} to {at - 1}, of which MXNet refused "
+          f"{outcomes['refused']:,}")
+    print(f"{outcomes['same']:,} give float32's results rounded once; {outcomes['explained']:,} "
+          f"differ with a reason:")
+    for reason, n in reasons.most_common():
+        print(f"    {n:6,} {reason}")
+    names = {name for name, _ in Runner().operators}
+    for what, said in (("MXNet's float32 code crashes in", "MXNet crashes"),
+                       ("MXNet's type inference refuses some float16 in", "its types")):
+        counts = sorted((n, name) for (s, name), n in refused.items() if s == said)
+        print(f"{what}: {', '.join(f'{name} ({n})' for n, name in reversed(counts))}")
+    print(f"never run: {', '.join(sorted(names - ran)) or 'none'}")
+    sys.exit(f"{len(different)} differ without a reason: seeds {different[:50]}"
+             if different else 0)
+
+
+def one(seed):
+    runner = Runner()
+    call, outcome, said = runner.run(seed, lambda *phase: None)
+    print(call)
+    print(outcome, *([said] if outcome == "refused" else
+                     [f"\n    {what}: {steps:g} steps, {share:.2g} of the largest: {text}"
+                      for what, steps, share, text in said]))
+    sys.exit(outcome == "different")
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "work":
+        work(int(sys.argv[2]), int(sys.argv[3]), *sys.argv[4:])
+    elif sys.argv[1] == "one":
+        one(int(sys.argv[2]))
+    else:
+        main(int(sys.argv[1]), int(sys.argv[2]))
