@@ -29,6 +29,9 @@ NEEDED = (*(f"unittest/{name}" for name in (*FILES, "common.py")), "common/model
 APPLIES = re.compile(r"\b(Trainer|Module)\b")
 ARMS = ("None", "1024", "dynamic")  # of loss_scale
 NO_NETWORK = r"ConnectionError|URLError|gaierror"  # some fetch data
+# their modules are imported as modules of MXNet's time are, not rewritten by pytest
+PYTEST = (sys.executable, "-W", "ignore", "-m", "pytest", "-q", "--tb=short", "--no-header",
+          "--assert=plain", "-p", "no:cacheprovider", "-c", os.devnull)
 NUMPY_FILES = tuple(f"test_{name}.py" for name in """
     attr autograd base contrib_text dlpack gluon_contrib gluon_data gluon_data_vision
     gluon_estimator gluon_event_handler gluon_rnn gluon_utils image infer_type init io
@@ -39,15 +42,20 @@ NUMPY_FILES = tuple(f"test_{name}.py" for name in """
 # ---- a plugin of pytest
 
 
-def pytest_configure(config):
+def prepare(folders):
+    """Imports MXNet such that its tests in these folders can be imported."""
     _make_nose()
-    import gluon_amp as amp
     from gluon_amp import _numpy
     from gluon_amp._mxnet import mx
-    arm = os.environ["GLUON_AMP_IN_PLACE"]
-    folders = map(Path, os.environ["GLUON_AMP_MXNETS_TESTS"].split(os.pathsep))
     _numpy.PACKAGES.update(path.stem for folder in folders for path in folder.glob("*.py"))
     _wrap_around(_numpy.AS_IT_WAS)
+    return mx
+
+
+def pytest_configure(config):
+    arm = os.environ["GLUON_AMP_IN_PLACE"]
+    mx = prepare(map(Path, os.environ["GLUON_AMP_MXNETS_TESTS"].split(os.pathsep)))
+    import gluon_amp as amp
     if arm in ("mxnet", "numpy"):
         return
     scale = {"None": None, "1024": 1024}.get(arm, arm)
@@ -72,9 +80,12 @@ def pytest_runtest_logreport(report):
     if report.when == "call" or report.failed or report.skipped:
         crash = getattr(report.longrepr, "reprcrash", None)
         said = crash.message if report.failed and crash else ""
-        line = json.dumps([report.nodeid.split("/")[-1], report.outcome, said])
-        with open(os.environ["GLUON_AMP_OUTCOMES"], "a") as file:
-            file.write(f"{line}\n")
+        note(report.nodeid, report.outcome, said)
+
+
+def note(test, outcome, said):
+    with open(os.environ["GLUON_AMP_OUTCOMES"], "a") as file:
+        file.write(f"{json.dumps([test.split('/')[-1], outcome, said])}\n")
 
 
 def _wrap_around(numpy):
@@ -128,10 +139,8 @@ def run(folder, arm, files=FILES):
         theirs = [str(folder / part) for part in ("unittest", "common", "train")]
         path = [str(ROOT), str(ROOT / "tests"), *theirs]
         done = subprocess.run(
-            # their modules are imported as modules of MXNet's time are, not rewritten by pytest
-            [sys.executable, "-W", "ignore", "-m", "pytest", "-q", "--tb=short", "--no-header",
-             "--assert=plain", "-p", "mxnets_tests", "-p", "no:cacheprovider", "-c", os.devnull,
-             "--rootdir", str(folder), *(str(folder / "unittest" / name) for name in files)],
+            [*PYTEST, "-p", "mxnets_tests", "--rootdir", str(folder),
+             *(str(folder / "unittest" / name) for name in files)],
             cwd=scratch, capture_output=True, text=True,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(path), "GLUON_AMP_IN_PLACE": arm,
                  "GLUON_AMP_MXNETS_TESTS": os.pathsep.join(theirs),
