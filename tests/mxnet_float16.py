@@ -23,7 +23,7 @@ import mxnets_tests
 
 ROOT = Path(__file__).parent.parent
 GPU = "test_operator_gpu.py"
-LONGEST = 600
+LONGEST = 1800
 WORKERS = 2
 
 
