@@ -195,7 +195,7 @@ OWN_CODE = {  # operators with code of their own; what they compute, and their g
     "sigmoid": (lambda x, **_: sym.sigmoid(x, name="op"), sigmoid, {}),
     "tanh": (lambda x, **_: sym.Activation(x, act_type="tanh", name="op"), tanh, {}),
     "softmax": (lambda x, **_: sym.softmax(x, name="op"), softmax, {}),
-    "layer norm": (lambda x, gamma, beta: sym.LayerNorm(x, gamma, beta, name="op"), layer_norm, HALF),
+    "layer norm": (lambda x, **p: sym.LayerNorm(x, *p.values(), name="op"), layer_norm, HALF),
     "batch norm": (lambda x, **p: sym.BatchNorm(x, *p.values(), fix_gamma=False, name="op"),
                    batch_norm, {**ONES, **STATISTICS}),
 }
