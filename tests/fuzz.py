@@ -992,6 +992,10 @@ EXPLAINED = [
      "gradient", 1, 1e-6, "code of its own adds up in another order"),
     ("_image_to_tensor", "call", "expected float(16|32), got float", 0,
      "its result is float32, always: MXNet's type inference allows no other reader of its input"),
+    ("amp_multicast", "output|gradient", 1e99, 0,
+     "MXNet casts float16 arrays, not float32 ones, to the type of a first array of integers"),
+    ("LeakyReLU", "output|gradient", 1, 1e-7,
+     "gelu has code of its own; its tail is 1 + erf(x), which cancels in float32"),
     ("_contrib_index_copy|scatter_nd", "output", 1e99, 0,
      "several rows go to one place, in any order"),
 ]

@@ -123,7 +123,7 @@ NOT_HERE = {
         "exponential|gamma|bernoulli|multinomial)",
     "has states: in another file": "RNN|Dropout",
     "updates weights: in another file": ".*_update",
-    "is made by MXNet only": "_zeros_without_dtype",
+    "is made by MXNet only": "_zeros_without_dtype|_sg_mkldnn_selfatt_.*",
     "takes no float16, as on a GPU":
         "BatchNorm_v1|IdentityAttachKLSparseReg|InstanceNorm|Crop|_contrib_MultiBox.*|"
         "_contrib_(Multi)?Proposal|_linalg_(slog)?det|_npi_(around|eigh?|eigvalsh?|solve)|"
