@@ -26,7 +26,8 @@ def test_a_trace_tells_products_casts_and_copies_of_a_network():
     assert facts["step"]["all"]["sums in float16"] == facts["step"]["update"]["casts"] == 0
     assert facts["float32"]["all"]["on Tensor Cores"] == 0 < facts["step"]["all"]["on Tensor Cores"]
     assert {(p["call"], p["not on Tensor Cores"]) for p in facts["products"]} == {
-        ("cublasGemmEx", ""), ("cublasSgemmStridedBatched", "its factors are float")}
+        ("cublasGemmEx", ""), ("cublasGemmStridedBatchedEx", ""),
+        ("cublasSgemmStridedBatched", "its factors are float")}
     assert facts["refused"] == []
     assert not net._active  # it stays as it is
 
