@@ -1,20 +1,26 @@
 """Names for annotations: MXNet has no type hints."""
-from typing import Any, Callable, Sequence, Type, Union
+from typing import Any, Callable, Sequence, Tuple, Type, Union
 
 import numpy as np
 from mxnet import Context
 from mxnet.gluon import Block, Parameter, Trainer
 from mxnet.io import DataBatch
+from mxnet.kvstore import KVStoreBase
 from mxnet.metric import EvalMetric as Metric
 from mxnet.module import BaseModule as Module
 from mxnet.ndarray import NDArray as Array
 from mxnet.optimizer import Optimizer, Updater
 from mxnet.symbol import Symbol
 
-__all__ = ["Array", "Batch", "Block", "Context", "DType", "LossFunction", "Metric", "Module",
-           "Network", "Optimizer", "Parameter", "Symbol", "Trainer", "Updater"]
+__all__ = ["AnyArray", "Array", "Arrays", "Batch", "Block", "Context", "DType", "KVStore",
+           "LossFunction", "Metric", "Module", "Network", "Optimizer", "Parameter", "Shape",
+           "Symbol", "Trainer", "Updater"]
 
+Arrays = Union[Array, Sequence[Array]]
+AnyArray = Union[Array, "np.ndarray[Any, Any]"]
 Network = Union[Block, Module]
 Batch = Union[Sequence[Any], DataBatch]  # what a loop takes from its data
 LossFunction = Callable[..., Array]  # of a network's output and the label
 DType = Union[str, Type[Any], "np.dtype[Any]"]
+KVStore = Union[str, KVStoreBase, None]  # what `kvstore=` takes
+Shape = Tuple[int, ...]

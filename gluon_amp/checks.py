@@ -15,7 +15,7 @@ def positive_number(value: Any, what: str) -> float:
     return float(value)
 
 
-def whole_number(value: Any, what: str, least: int) -> int:
+def whole_number(value: object, what: str, least: int) -> int:
     """The number, if it is whole and large enough, or an error."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < least:
         raise ValueError(f"{what} must be a whole number from {least} on. Received: {value!r}")
@@ -78,7 +78,7 @@ class Parser(argparse.ArgumentParser):
             message += did_you_mean(unknown, flags)
         self.exit(2, f"{self.prog}: error: {message} (--help shows more)\n")
 
-    def _check_value(self, action: argparse.Action, value: Any) -> None:
+    def _check_value(self, action: argparse.Action, value: object) -> None:
         try:
             super()._check_value(action, value)
         except argparse.ArgumentError as error:

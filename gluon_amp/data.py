@@ -36,7 +36,7 @@ class CastIter(mx.io.DataIter):
     It wraps any DataIter, one that prefetches too.
     """
 
-    def __init__(self, data_iter: Any, dtype: str = "float16") -> None:
+    def __init__(self, data_iter: mx.io.DataIter, dtype: str = "float16") -> None:
         super().__init__(data_iter.batch_size)
         self.data_iter, self.dtype = data_iter, _floating(dtype)
 
@@ -47,13 +47,13 @@ class CastIter(mx.io.DataIter):
                 for d in self.data_iter.provide_data]
 
     @property
-    def provide_label(self) -> Any:
+    def provide_label(self) -> List[mx.io.DataDesc]:
         return self.data_iter.provide_label
 
     def reset(self) -> None:
         self.data_iter.reset()
 
-    def next(self) -> Any:
+    def next(self) -> mx.io.DataBatch:
         batch = self.data_iter.next()
         for label in batch.label or []:
             check_label(label)

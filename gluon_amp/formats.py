@@ -119,7 +119,7 @@ class Format:
         return self.fraction >= other.fraction and self.largest >= other.largest \
             and self.smallest <= other.smallest
 
-    def keeps(self, numbers: Any) -> bool:
+    def keeps(self, numbers: object) -> bool:
         """Whether it holds these numbers, if coarsely: none that is finite becomes infinite, and
         none becomes 0 that is not."""
         numbers = np.asarray(numbers, np.float32)
@@ -127,7 +127,7 @@ class Format:
         return bool((np.isfinite(rounded) & ((rounded != 0) | (numbers == 0))
                      | ~np.isfinite(numbers)).all())
 
-    def round(self, values: Any, key: Optional[int] = None) -> "np.ndarray[Any, Any]":
+    def round(self, values: object, key: Optional[int] = None) -> "np.ndarray[Any, Any]":
         """Numbers rounded to this format, once, as an array of float32.
 
         Args:
@@ -157,7 +157,8 @@ class Format:
             made = np.where(np.isinf(size), self._of_infinity, made)
             return np.copysign(made, values).astype(np.float32)
 
-    def _steps(self, exact: Any, small: Any, key: int) -> Any:
+    def _steps(self, exact: "np.ndarray[Any, Any]", small: "np.ndarray[Any, Any]",
+               key: int) -> "np.ndarray[Any, Any]":
         """Rounds counts of steps to whole ones, at random.
 
         Args:
@@ -198,7 +199,7 @@ class Format:
 def random_bits(key: int, count: int) -> "np.ndarray[Any, Any]":
     """32 random bits for each of so many numbers: a function of the key and a number's place
     alone, so that it does not matter which thread asks. The engine has the same one."""
-    def mixed(x: Any) -> Any:
+    def mixed(x: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
         x = (x ^ (x >> np.uint32(16))) * np.uint32(0x7feb352d)
         x = (x ^ (x >> np.uint32(15))) * np.uint32(0x846ca68b)
         return x ^ (x >> np.uint32(16))

@@ -1,6 +1,6 @@
 """Policies: which number format each part of a network has."""
 from dataclasses import InitVar, dataclass
-from typing import Any, Optional, Union
+from typing import Any, Optional, Sequence, Union
 
 from .checks import whole_number
 from .formats import FLOAT16, FLOAT32, Format, get_format
@@ -127,7 +127,7 @@ class Policy:
         object.__setattr__(self, role, made)
         return made
 
-    def _one_of(self, role: str, valid: Any) -> None:
+    def _one_of(self, role: str, valid: Sequence[Format]) -> None:
         if self._set(role, getattr(self, role)) not in valid:
             names = " or ".join(dict.fromkeys(v.name for v in valid))
             raise ValueError(f"policy {self.name}: {role} must be {names}. "

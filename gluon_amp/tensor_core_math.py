@@ -7,7 +7,7 @@ docs/tensor_cores.md tells the rule. `GPUS` has its numbers for each GPU; nothin
 from typing import Any, NamedTuple, Optional
 
 from ._mxnet import mx, np
-from .annotations import Array
+from .annotations import AnyArray, Shape
 from .cpu import library
 
 
@@ -31,8 +31,8 @@ _NAN = np.array(0x7fffffff, "uint32").view("float32")  # an NVIDIA GPU's
 _NOT_MEASURED = ("T4",)  # known by name; nobody's measurements are here
 
 
-def tensor_core_dot(a: Any, b: Any, c: Any = None, gpu: str = "V100",
-                    split: Optional[int] = None) -> Any:
+def tensor_core_dot(a: AnyArray, b: AnyArray, c: Optional[AnyArray] = None, gpu: str = "V100",
+                    split: Optional[int] = None) -> AnyArray:
     """The product of two float16 matrices or vectors as a GPU's Tensor Cores make it.
 
     Each element of the result is a chain of instructions along K, the length that both arguments
@@ -104,7 +104,7 @@ def check_split(split: Optional[int]) -> int:
     return int(split)
 
 
-def _values(name: str, array: Array) -> "np.ndarray[Any, Any]":
+def _values(name: str, array: AnyArray) -> "np.ndarray[Any, Any]":
     values = array.asnumpy() if isinstance(array, mx.nd.NDArray) else np.asarray(array)
     if values.dtype != np.float16:
         raise TypeError(f"Tensor Cores multiply float16 numbers: {name} must be a float16 array. "
@@ -112,7 +112,7 @@ def _values(name: str, array: Array) -> "np.ndarray[Any, Any]":
     return values
 
 
-def _start(c: Any, shape: Any) -> "np.ndarray[Any, Any]":
+def _start(c: Optional[AnyArray], shape: Shape) -> "np.ndarray[Any, Any]":
     """What the chains begin with, as float32 of that shape."""
     if c is None:
         return np.zeros(shape, "float32")

@@ -129,7 +129,7 @@ def _blocks_around(block: Block, seen: Set[Block]) -> Iterator[Block]:
                     yield from _blocks_around(outer, seen)
 
 
-def _was_hybridized(block: Any) -> bool:
+def _was_hybridized(block: Block) -> bool:
     if isinstance(block, ConvertedBlock):
         return block._amp.active
     return isinstance(block, HybridBlock) and block._active
@@ -160,7 +160,7 @@ class _Kept:
     nodes: Set[str]           # of SymbolBlocks, and of blocks that have run
 
 
-def _graphs(block: Any) -> List[Graph]:
+def _graphs(block: Block) -> List[Graph]:
     """Those that a block has run, if it was converted; otherwise the last one."""
     last = getattr(block, "_cached_graph", None)
     traced = block._amp.traces.values() if isinstance(block, ConvertedBlock) else ()

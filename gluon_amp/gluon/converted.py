@@ -15,13 +15,14 @@ import functools
 import logging
 import threading
 from dataclasses import replace
-from typing import Any, Dict, Iterable, Iterator, List, Mapping, Optional, Tuple
+from typing import Any, Dict, Iterable, Iterator, List, Mapping, Optional, Sequence, Tuple
 
 from mxnet import autograd
 from mxnet.base import NotImplementedForSymbol
 from mxnet.gluon.block import _BlockScope, _flatten, _regroup
 
 from .._mxnet import mx
+from ..annotations import Array, Block, Context
 from ..cpu.arrays import dtype_name, to_float32
 from ..files import replace_file
 from ..graph.build import build, cached_op
@@ -55,7 +56,7 @@ class ConvertedBlock:
         """`type(net)(...)` makes a block that is not converted, as the class's name says."""
         return original_class(cls)(*args, **kwargs)
 
-    def register_child(self, block: Any, name: Any = None) -> None:
+    def register_child(self, block: Block, name: Optional[str] = None) -> None:
         super().register_child(block, name)
         key = next(key for key, child in self._children.items() if child is block)
         self._amp.convert_child(block, f"{self._amp.path}.{key}")
@@ -80,7 +81,7 @@ class ConvertedBlock:
         for parameter in self.params.values():
             complete_copy(parameter)
 
-    def summary(self, *inputs: Any) -> None:
+    def summary(self, *inputs: Array) -> None:
         """Prints the summary of the float32 network."""
         net = copy.deepcopy(self)
         restore_blocks(blocks_in(net))
@@ -98,9 +99,9 @@ class ConvertedBlock:
         arrays = {name: to_float32(p._reduce()) for name, p in parameters.items()}
         replace_file(filename, lambda path: mx.nd.save(path, arrays))
 
-    def load_parameters(self, filename: str, ctx: Any = None, allow_missing: bool = False,
-                        ignore_extra: bool = False, cast_dtype: bool = True,
-                        dtype_source: str = "current") -> None:
+    def load_parameters(self, filename: str, ctx: Optional[Context] = None,
+                        allow_missing: bool = False, ignore_extra: bool = False,
+                        cast_dtype: bool = True, dtype_source: str = "current") -> None:
         """Loads files of either type into the types that the parameters have."""
         super().load_parameters(filename, ctx, allow_missing, ignore_extra, cast_dtype,
                                 dtype_source)
@@ -119,7 +120,7 @@ class ConvertedHybridBlock(ConvertedBlock):
                 return super().forward(*args, **kwargs)
         return super().forward(*args, **kwargs)
 
-    def _check_caller(self, args: Any) -> None:
+    def _check_caller(self, args: Sequence[Any]) -> None:
         """A hybridized block that is not converted traces its children into a graph of its own,
         in which there are no casts."""
         if not any(isinstance(a, mx.sym.Symbol) for a in args):
@@ -132,7 +133,7 @@ class ConvertedHybridBlock(ConvertedBlock):
                                "hybridized and is not. Convert the outermost block, and name in "
                                "keep= what stays float32")
 
-    def hybridize(self, active: bool = True, backend: Any = None, *args: Any,
+    def hybridize(self, active: bool = True, backend: Optional[str] = None, *args: Any,
                   **kwargs: Any) -> None:
         check_backend(backend)
         if not active:
@@ -142,7 +143,7 @@ class ConvertedHybridBlock(ConvertedBlock):
         for state in _states(self):
             state.active = active
 
-    def infer_type(self, *args: Any) -> None:
+    def infer_type(self, *args: Array) -> None:
         """Nothing is to be inferred: `convert` gave the parameters their types."""
 
     def _clear_cached_op(self) -> None:
@@ -202,7 +203,7 @@ class ConvertedHybridBlock(ConvertedBlock):
         out = op(*[arrays[i] if is_data else i.data() for is_data, i in inputs])
         return _regroup(out if isinstance(out, list) else [out], out_format)
 
-    def _op_for(self, structure: Any, arrays: List[Any], args: Any) -> Op:
+    def _op_for(self, structure: str, arrays: List[Any], args: Sequence[Any]) -> Op:
         """The CachedOp for MXNet's mode of now, and for arguments so nested, of these arrays."""
         trace = self._use_trace(str(structure), *args)
         # MXNet's `forward` has made the first array's device the current one
@@ -322,14 +323,14 @@ class ConvertedHybridBlock(ConvertedBlock):
                      lambda p: symbol.save(p, remove_amp_cast=remove_amp_cast))
 
 
-def check_backend(backend: Any) -> None:
+def check_backend(backend: Optional[str]) -> None:
     """Refuses what would take parts of a float32 graph for its own."""
     if backend:
         raise ValueError("a converted network runs a graph of its own, which no backend of MXNet's "
                          f"takes over. Valid: hybridize() without backend=. Received: {backend!r}")
 
 
-def _on_plain_cpu(value: Any) -> Any:
+def _on_plain_cpu(value: object) -> Any:
     """Arrays from a DataLoader's workers, or in pinned memory, where a graph takes them."""
     if isinstance(value, mx.nd.NDArray) and value.context.device_type in _OTHER_CPUS:
         return value.as_in_context(mx.cpu(value.context.device_id))
@@ -339,16 +340,16 @@ def _on_plain_cpu(value: Any) -> Any:
     return value
 
 
-def _states(net: Any) -> Iterator[State]:
+def _states(net: Block) -> Iterator[State]:
     return (block._amp for block in blocks_in(net) if isinstance(block, ConvertedBlock))
 
 
 @functools.lru_cache(maxsize=None)
-def converted_class(cls: Any) -> Any:
+def converted_class(cls: type) -> type:
     """The subclass that a block of this class gets; it goes by the same name."""
     front = ConvertedHybridBlock if issubclass(cls, mx.gluon.HybridBlock) else ConvertedBlock
-    contents = {"__module__": cls.__module__, "__qualname__": cls.__qualname__,
-                "__doc__": cls.__doc__}
+    contents: Dict[str, Any] = {"__module__": cls.__module__, "__qualname__": cls.__qualname__,
+                                "__doc__": cls.__doc__}
     if hasattr(cls, "__getitem__"):
         contents["__getitem__"] = _item_or_part
     metaclass: Any = _OfOneName
@@ -361,11 +362,11 @@ class _OfOneName(type):
     """The class of converted classes: blocks that are not converted are instances, too, since
     MXNet lets a child be replaced by one of its class only."""
 
-    def __instancecheck__(cls, instance: Any) -> bool:
+    def __instancecheck__(cls, instance: object) -> bool:
         return isinstance(instance, original_class(cls))
 
 
-def original_class(converted: Any) -> Any:
+def original_class(converted: type) -> Any:
     """The class of which `converted_class` made this one."""
     return next(cls for cls in converted.__mro__ if not issubclass(cls, ConvertedBlock))
 
@@ -378,7 +379,7 @@ def _item_or_part(self: Any, key: Any) -> Any:
     return found
 
 
-def _made_anew(cls: Any, *args: Any) -> Any:
+def _made_anew(cls: type, *args: Any) -> Any:
     """An empty block of this class's converted class, which pickle and copy fill."""
     made = cls.__new__(cls, *args)
     made.__class__ = converted_class(cls)

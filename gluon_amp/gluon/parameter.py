@@ -1,6 +1,6 @@
 """Float16 parameters of converted blocks: cast, initialized, saved, loaded, shared and copied."""
 import sys
-from typing import Any, List, Optional
+from typing import Any, List, Optional, Sequence
 
 from .._mxnet import mx, np
 from ..annotations import Array, Context, DType, Parameter
@@ -49,7 +49,7 @@ class ConvertedParameter(mx.gluon.Parameter):
         finally:
             self._rounded_to, self._dtype = None, self._rounded_to
 
-    def _init_impl(self, data: Array, ctx_list: Any) -> None:
+    def _init_impl(self, data: Array, ctx_list: Sequence[Context]) -> None:
         super()._init_impl(_in_type(data, dtype_name(self._rounded_to or self._dtype)), ctx_list)
 
     def _load_init(self, data: Array, ctx: Context, cast_dtype: bool = True,
@@ -98,12 +98,12 @@ def follows(parameter: Parameter, format_: Format) -> bool:
     return bool(counts and format_.keeps(values))
 
 
-def value_of(parameter: Parameter) -> Any:
+def value_of(parameter: Parameter) -> Array:
     """A parameter's value on a CPU, the mean over devices, in the parameter's own type."""
     return parameter._reduce().astype(parameter.dtype, copy=False)
 
 
-def _in_type(array: Array, dtype: str) -> Any:
+def _in_type(array: Array, dtype: str) -> Array:
     if isinstance(array, mx.np.ndarray):
         return array.astype(dtype)
     return to_float16(array) if dtype == "float16" else to_float32(array)

@@ -111,7 +111,7 @@ def active() -> bool:
     return "RECORDING_GPU_COUNT" in os.environ
 
 
-def _library() -> Any:
+def _library() -> ctypes.CDLL:
     if not active():
         raise RuntimeError("this process has no recording GPU: start it by python -m gluon_amp.gpu")
     library = ctypes.CDLL("libcudart.so.11.0")

@@ -6,6 +6,7 @@ The steps before it settle what only the first ones do: memory, algorithms of cu
 import json
 import pickle
 import sys
+from types import ModuleType
 from typing import Any, Callable, Dict, List, Optional, Sequence
 
 from mxnet import gluon
@@ -23,7 +24,7 @@ HOW = ("float32", "mx.contrib.amp", "gluon_amp")
 _STEPS_BEFORE = 3
 
 
-def _contrib_amp() -> Any:
+def _contrib_amp() -> ModuleType:
     """mx.contrib.amp, imported only by a step that runs under it."""
     from mxnet.contrib import amp
     return amp

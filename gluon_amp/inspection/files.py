@@ -5,6 +5,7 @@ import os
 import shutil
 from typing import Any, Dict, Iterable, List, Union
 
+from .statistics import Counts
 from .table import as_number, row, rows_of_weights
 
 _COLUMNS = ("place", "tensor", "kind", "operator", "format", "numbers", "zero", "flushed",
@@ -54,7 +55,7 @@ def _summary(view: Any, path: str) -> None:
             writer.writerow({key: _cell(value) for key, value in line.items()})
 
 
-def _cell(value: Any) -> Any:
+def _cell(value: object) -> Any:
     if isinstance(value, str) and value[:1] in "=+-@":
         return "'" + value  # a spreadsheet would take it for a formula
     return f"{value:.6g}" if isinstance(value, float) else value
@@ -89,6 +90,6 @@ def lines(view: Any) -> Iterable[Dict[str, Any]]:
                    "without_master": weight.without_master, **_histogram(weight.updates)}
 
 
-def _histogram(counts: Any) -> Dict[str, Any]:
+def _histogram(counts: Counts) -> Dict[str, Any]:
     return {"zero": counts.zero, "infinite": counts.infinite, "nan": counts.nan,
             "bins": [[int(i) - 127, int(counts.bins[i])] for i in counts.bins.nonzero()[0]]}

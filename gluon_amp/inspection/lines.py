@@ -4,13 +4,13 @@ import inspect
 import linecache
 from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence
+from typing import Any, Callable, Dict, Hashable, Iterator, List, Optional, Sequence
 
 from .._mxnet import mx
 from ..annotations import Array, Batch, Block, Network
 from ..cpu.library import random_numbers_kept
 from ..gluon.converted import ConvertedHybridBlock
-from ..gluon.state import blocks_in
+from ..gluon.state import Op, blocks_in
 from ..graph.graph import Graph
 from .names import owner
 from .overflow import Overflow
@@ -59,7 +59,7 @@ def lines(net: Network, data: Sequence[Any], make: Callable[..., Any]) -> Dict[s
     """
     found: Dict[str, str] = {}
 
-    def look(block: Block, key: Any, arrays: Sequence[Array]) -> Any:
+    def look(block: Block, key: Hashable, arrays: Sequence[Array]) -> Op:
         for node in Graph.read(block._cached_graph[1]).nodes_within():
             found.setdefault(node.name, node.attrs.get(_LINE, ""))
         return make(block, key, arrays)

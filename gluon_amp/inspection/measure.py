@@ -47,7 +47,7 @@ class Measure:
         say: told what was measured.
     """
 
-    def __init__(self, net: Network, batches: Sequence[Any], loss_fn: LossFunction, budget: Any,
+    def __init__(self, net: Network, batches: Sequence[Any], loss_fn: LossFunction, budget: float,
                  settings: Settings, file: Optional[str], say: Callable[[str], None]) -> None:
         self.net, self.batches, self.loss_fn = net, batches, loss_fn
         self.budget, self.settings, self.file, self.say = budget, settings, file, say

@@ -2,7 +2,7 @@
 and so its updates, each from the parameters, the masters and the states of now."""
 import copy
 import math
-from typing import Any, Dict, List, Tuple
+from typing import Any, Dict, Hashable, List, Tuple
 
 from .._mxnet import mx, np
 from ..annotations import Array, Network, Parameter, Updater
@@ -79,6 +79,6 @@ class ModuleUpdates(Updates):
         return self.masters.get(parameter.name)
 
 
-def _master(updater: Updater, index: Any, weight: Array) -> Array:
+def _master(updater: Updater, index: Hashable, weight: Array) -> Array:
     state = updater.states.get(index)
     return master_in(updater.optimizer, state) if weight.dtype is np.float16 else None

@@ -11,6 +11,7 @@ from typing import (
     Any,
     Callable,
     Dict,
+    Hashable,
     Iterable,
     Iterator,
     Mapping,
@@ -92,7 +93,7 @@ def _single(batches: Iterable[Batch]) -> Iterable[Any]:
     return [batches] if isinstance(batches, mx.io.DataBatch) else batches
 
 
-def _as_tuple(module: Module, bucket: Any, batch: Batch) -> Tuple[Any, ...]:
+def _as_tuple(module: Module, bucket: Hashable, batch: Batch) -> Tuple[Any, ...]:
     """Data and labels as the block takes them, and what a loss of the user's own takes: the first
     label."""
     if not isinstance(batch, mx.io.DataBatch):

@@ -99,7 +99,7 @@ def _table(view: Any) -> str:
     return f"<table><thead><tr>{head}</tr></thead><tbody>\n" + "\n".join(body) + "</tbody></table>"
 
 
-def _cell(key: str, value: Any) -> str:
+def _cell(key: str, value: object) -> str:
     if value is None:
         return ""
     if key in ("zero", "flushed", "subnormal", "overflowed"):

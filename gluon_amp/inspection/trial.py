@@ -11,6 +11,7 @@ from typing import (
     Collection,
     Dict,
     FrozenSet,
+    Hashable,
     Iterable,
     Iterator,
     List,
@@ -26,8 +27,9 @@ from ..annotations import Array, Batch, Block, LossFunction, Network
 from ..cpu.arrays import copy_into, dtype_name, to_float32
 from ..cpu.finite import all_finite
 from ..cpu.library import random_numbers_kept
+from ..cpu.scales import Scales
 from ..gluon.converted import ConvertedBlock, ConvertedHybridBlock
-from ..gluon.state import blocks_in
+from ..gluon.state import Op, blocks_in
 from ..graph.build import build, cached_op
 from ..graph.casts import float32_variables, insert_casts
 from ..graph.graph import Graph
@@ -90,7 +92,7 @@ class Call(NamedTuple):
 
     def op(self, typed: Typed, policy: Policy, watch: bool, parameters: Mapping[str, Any],
            samples: bool = False, flags: Sequence[Any] = (),
-           scales: Any = None, place: Callable[[str], str] = str) -> Tuple[Any, List[Any]]:
+           scales: Optional[Scales] = None, place: Callable[[str], str] = str) -> Op:
         """A CachedOp of the graph with its casts, and where its inputs come from."""
         graph, types = typed
         if SCALE in parameters:
@@ -159,7 +161,7 @@ def check(net: Network, batch: Batch) -> None:
 def _call_first(net: Network, data: Sequence[Any], waiting: bool) -> None:
     """Makes what the user's first call would make: graphs, and the parameters where some wait for
     the data's shapes. No operator of a hybrid network runs: it might draw random numbers."""
-    def stop(block: Block, key: Any, arrays: Sequence[Array]) -> Any:
+    def stop(block: Block, key: Hashable, arrays: Sequence[Array]) -> Op:
         raise _Traced
 
     with ExitStack() as stack:
@@ -176,7 +178,7 @@ class _Traced(Exception):
     """Ends a call of a network that has its graph."""
 
 
-def call(net: Network, data: Sequence[Any]) -> Any:
+def call(net: Network, data: Sequence[Any]) -> object:
     try:
         return net(*data)
     except (mx.MXNetError, TypeError, ValueError) as error:
@@ -203,7 +205,7 @@ def standing_in(net: Network, make: Callable[..., Any]) -> Iterator[None]:
                 block._cached_op, block._cached_op_args = None, args
 
 
-def _which(block: Block, key: Any) -> Tuple[Any, Any, str]:
+def _which(block: Block, key: Hashable) -> Tuple[Any, Any, str]:
     """Tells a graph from others: those of other blocks, which may have the same name (such as all
     whose prefix is ""), and those of calls with other arguments."""
     return block, key, str(block._in_format)
@@ -216,7 +218,7 @@ class Watched:
         self.net, self.parameters, self.keep = net, net.collect_params(), _kept(net)
         self.ops: Dict[Any, Any] = {}
 
-    def make(self, block: Block, key: Any, arrays: Sequence[Any]) -> Any:
+    def make(self, block: Block, key: Hashable, arrays: Sequence[Any]) -> Op:
         """Stands in for a block's graph."""
         where = _which(block, key)
         if where not in self.ops:
@@ -286,7 +288,7 @@ class Trial:
     def _given(self, name: str) -> Any:
         return self.parameters[name].data() if self.values is None else self.values[name]
 
-    def _take(self, which: Any, call: Call) -> None:
+    def _take(self, which: Hashable, call: Call) -> None:
         """Gets to know a graph, and copies the parameters that it reads."""
         self.calls[which] = call
         wide = float32_variables(call.clean, self.policy, self.keep)
@@ -313,7 +315,7 @@ class Trial:
         types = {name: dtype_name(array.dtype) for name, array in self.arrays.items()}
         return call.typed(self.policy, types, () if self.policy.is_float32 else self.keep)
 
-    def make(self, block: Block, key: Any, arrays: Sequence[Any]) -> Any:
+    def make(self, block: Block, key: Hashable, arrays: Sequence[Any]) -> Op:
         """Stands in for a block's graph."""
         where = _which(block, key)
         if where not in self.ops:

@@ -5,6 +5,7 @@ from typing import Any, Dict, List, Mapping, Optional, Tuple
 
 from .._mxnet import mx, np
 from ..annotations import Array, Batch, LossFunction, Network, Parameter
+from ..annotations import Trainer as GluonTrainer
 from ..cpu import library
 from ..cpu.arrays import to_float32
 from ..formats import FLOAT16, FLOAT32, Format
@@ -34,7 +35,7 @@ class Weight:
     format: Format = FLOAT32
 
 
-def check_trainer(trainer: Any, net: Network) -> None:
+def check_trainer(trainer: GluonTrainer, net: Network) -> None:
     """Refuses what can take no step of a network."""
     if isinstance(net, mx.mod.BaseModule):
         raise TypeError("of a Module, an X-ray makes steps on copies: trainer= is for Gluon")
@@ -56,8 +57,10 @@ class Updates:
         gave_up: what the trainer said when it took no step any more; "" until then.
     """
 
-    def __init__(self, net: Network, trainer: Any, batch_size: Optional[int] = None) -> None:
-        self.net, self.trainer, self.batch_size = net, trainer, batch_size
+    def __init__(self, net: Network, trainer: Optional[GluonTrainer],
+                 batch_size: Optional[int] = None) -> None:
+        self.net, self.batch_size = net, batch_size
+        self.trainer: Any = trainer
         self.parameters = [p for p in net.collect_params().values()
                            if p.grad_req != "null" and p._stype == "default"]
         self.added: Dict[str, library.Updates] = defaultdict(library.Updates)  # by all steps

@@ -7,6 +7,7 @@
     compare the type and shape that ONNX infers for each tensor with MXNet's
 """
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple, Union
 
 from mxnet import autograd
@@ -78,7 +79,7 @@ def export_onnx(net: Network, path: str, shapes: Shapes, dtype: str = "float16",
     replace_file(path, lambda beside: onnx.save(model, beside))
 
 
-def _import_onnx() -> Any:
+def _import_onnx() -> ModuleType:
     try:
         import onnx
         import onnx.checker
@@ -149,7 +150,7 @@ def _symbol(symbol: Symbol, params: Any, dtype: str) -> _Network:
     return _Network(graph, types, {n: _numbers(a, types[n]) for n, a in arrays.items()}, outputs)
 
 
-def _numbers(array: Array, dtype: str) -> Any:
+def _numbers(array: Array, dtype: str) -> "np.ndarray[Any, Any]":
     return array.asnumpy().astype(dtype)
 
 
@@ -162,7 +163,7 @@ def _flat(made: Optimizer) -> List[Any]:
 # ---- the graph ---------------------------------------------------------------
 
 
-def _model(onnx: Any, network: _Network, shapes: Shapes) -> Any:
+def _model(onnx: ModuleType, network: _Network, shapes: Shapes) -> object:
     graph = network.graph
     inputs = _inputs(graph, network.arrays)
     sizes = _sizes(inputs, shapes)
@@ -181,7 +182,7 @@ def _model(onnx: Any, network: _Network, shapes: Shapes) -> Any:
     writer.nodes += [onnx.helper.make_node("Identity", [writer.read(entry)], [name])
                      for entry, name in zip(graph.outputs, network.outputs)]
 
-    def described(name: str, dtype: Any, shape: Shape) -> Any:
+    def described(name: str, dtype: Optional[str], shape: Shape) -> object:
         kind = onnx.helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
         return onnx.helper.make_tensor_value_info(name, kind, shape)
 
@@ -213,7 +214,7 @@ def _are_several(shapes: Any) -> bool:
     return isinstance(shapes, Mapping) or _is_list(shapes) and any(map(_is_list, shapes))
 
 
-def _is_list(value: Any) -> bool:
+def _is_list(value: object) -> bool:
     return isinstance(value, (tuple, list))
 
 
@@ -268,7 +269,7 @@ def _constants(graph: Graph, arrays: Mapping[str, Any], types: Mapping[Entry, Op
     return made
 
 
-def _check(onnx: Any, model: Any, writer: Writer) -> None:
+def _check(onnx: ModuleType, model: object, writer: Writer) -> None:
     """ONNX must infer the type and shape of each tensor that MXNet infers."""
     try:
         onnx.checker.check_model(model)

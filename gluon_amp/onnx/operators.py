@@ -5,6 +5,7 @@ What is not here is refused. `tests/test_onnx.py` runs every row in onnxruntime.
 from typing import Any, Callable, Dict
 
 from .._mxnet import np
+from ..annotations import Shape
 from .recurrent import recurrent
 from .writer import Operator, Rule
 
@@ -286,7 +287,7 @@ def _pooling(node: Operator) -> str:
     return node.add(kind, node.input(0), **window)
 
 
-def _valid(shape: Any, window: Dict[str, Any]) -> Any:
+def _valid(shape: Shape, window: Dict[str, Any]) -> object:
     """The shape that whole windows alone make."""
     pads = [2 * pad for pad in window["pads"]]
     return tuple((n + pad - kernel) // stride + 1 for n, pad, kernel, stride in zip(

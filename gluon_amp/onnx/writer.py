@@ -5,6 +5,7 @@ nodes. An attribute that no row has asked for is refused: so none is left out wi
 """
 import ast
 from itertools import count, takewhile
+from types import ModuleType
 from typing import Any, Callable, Dict, List, Mapping, NamedTuple, NoReturn, Optional, Set, Tuple
 
 from .._mxnet import np
@@ -36,7 +37,7 @@ class Rule(NamedTuple):
 class Writer:
     """The nodes and constants so far, and where each tensor of MXNet's graph is found."""
 
-    def __init__(self, onnx: Any, types: Mapping[Entry, Optional[str]],
+    def __init__(self, onnx: ModuleType, types: Mapping[Entry, Optional[str]],
                  shapes: Mapping[Entry, Tuple[int, ...]], constants: Mapping[Entry, Any],
                  outputs: List[str]):
         self.onnx, self.types, self.shapes, self.constants = onnx, types, shapes, constants

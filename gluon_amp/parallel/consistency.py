@@ -183,7 +183,7 @@ def states_of(updater: Updater, names: Dict[int, str]) -> List[Named]:
             for i in sorted(updater.states)]
 
 
-def _add(state: Any, value: Any) -> None:
+def _add(state: Any, value: object) -> None:
     if isinstance(value, mx.nd.NDArray):
         state.update(np.ascontiguousarray(value.asnumpy()))
     elif isinstance(value, (list, tuple)):

@@ -4,7 +4,7 @@
 
 There is no server: all processes add up together, one process for each device.
 """
-from typing import Any, Dict, List, Sequence, Tuple
+from typing import Any, Dict, Hashable, List, Mapping, Optional, Sequence, Tuple
 
 from .._mxnet import mx, np
 from . import rendezvous
@@ -58,22 +58,22 @@ class Horovod(mx.kv.KVStoreBase):
             raise ValueError(f"Valid: {mx.kv.KVStoreBase.OPTIMIZER}. Received: {capability}")
         return False
 
-    def set_gradient_compression(self, compression_params: Any) -> None:
+    def set_gradient_compression(self, compression_params: Optional[Mapping[str, Any]]) -> None:
         """Refused: float16 is what is sent."""
         raise ValueError("kvstore='horovod' takes no gradient compression: float16 gradients are "
                          f"sent as they are. Received: {compression_params!r}")
 
-    def init(self, key: Any, value: Any) -> None:
+    def init(self, key: Hashable, value: Any) -> None:
         """Nothing is kept here; `Module` calls it."""
 
-    def broadcast(self, key: Any, value: Any, out: Any, priority: int = 0) -> None:
+    def broadcast(self, key: Hashable, value: Any, out: Any, priority: int = 0) -> None:
         """Gives rank 0's value to all ranks."""
         (array,) = _one_device([(key, out)])
         if array is not value:
             value.copyto(array)
         self._hvd.broadcast_(array, root_rank=0, name=f"start {key}", priority=priority)
 
-    def pushpull(self, key: Any, value: Any, out: Any = None, priority: int = 0) -> None:
+    def pushpull(self, key: Hashable, value: Any, out: Any = None, priority: int = 0) -> None:
         """Sums one array over all ranks, into `out` or in place."""
         (value,) = _one_device([(key, value)])
         target = value if out is None else _one_device([(key, out)])[0]

@@ -3,10 +3,10 @@ identify arrays by keys alone: whatever a process trains shares them."""
 import atexit
 import logging
 import os
-from typing import Any, Optional, Sequence, Set
+from typing import Any, Mapping, Optional, Sequence, Set
 
 from .._mxnet import mx
-from ..annotations import Parameter
+from ..annotations import KVStore, Parameter
 from ..checks import in_names
 from . import rendezvous
 from .horovod import Horovod
@@ -19,7 +19,7 @@ _WORKERS_VARIABLES = ("DMLC_ROLE", "DMLC_PS_ROOT_URI", "DMLC_PS_ROOT_PORT", "DML
                       "DMLC_NUM_SERVER")
 
 
-def kind_of(kvstore: Any) -> str:
+def kind_of(kvstore: KVStore) -> str:
     """A store's type, or the name of one that is still to be made, in small letters."""
     return str(getattr(kvstore, "type", kvstore)).lower()
 
@@ -37,7 +37,7 @@ class Servers:
         self._trainers = self._modules = 0
         self._update = False
 
-    def store(self, kvstore: Any) -> Any:
+    def store(self, kvstore: KVStore) -> Any:
         """The one store that this process has of MXNet's servers, which would wait for ever with a
         second one. The first that is given by its name is made here, once all other workers are
         about to make theirs.
@@ -60,7 +60,7 @@ class Servers:
         """Forgets the store, which MXNet wants freed before the interpreter ends."""
         self._store = None
 
-    def take_trainer(self, kvstore: Any, update: bool) -> int:
+    def take_trainer(self, kvstore: KVStore, update: bool) -> int:
         """The number of a new Trainer, from 1 on. Refuses it where its parameters would be mixed
         up with others'.
 
@@ -78,7 +78,7 @@ class Servers:
         self._trainers += 1
         return self._trainers
 
-    def take_module(self, kvstore: Any) -> int:
+    def take_module(self, kvstore: KVStore) -> int:
         """The number of a new Module, from 1 on; or refuses it."""
         if isinstance(kvstore, mx.kv.KVStore) and self._trainers + self._modules:
             raise ValueError("MXNet's servers know a Module's parameters by their names: with "
@@ -93,7 +93,7 @@ servers = Servers()
 atexit.register(servers.free)
 
 
-def make_store(kvstore: Any, compression: Any) -> Any:
+def make_store(kvstore: KVStore, compression: Optional[Mapping[str, Any]]) -> Any:
     """What `kvstore=` takes, as MXNet takes it. What cannot work with many workers is refused
     here: once there is a store, its servers and the other workers would wait."""
     name = kind_of(kvstore)
@@ -119,7 +119,7 @@ def make_store(kvstore: Any, compression: Any) -> Any:
     return name
 
 
-def updates_on_ranks(kvstore: Any, dense: bool) -> bool:
+def updates_on_ranks(kvstore: KVStore, dense: bool) -> bool:
     """Whether the ranks update, rather than MXNet's servers, where the user says neither: so that
     ranks begin alike and can be compared, with or without a loss scale.
 
@@ -131,14 +131,14 @@ def updates_on_ranks(kvstore: Any, dense: bool) -> bool:
         and not int(os.environ.get("MXNET_UPDATE_ON_KVSTORE", "0"))
 
 
-def shared_store(kvstore: Any) -> Any:
+def shared_store(kvstore: KVStore) -> Any:
     """The store of MXNet's servers, which is the same for all Trainers of a process. Anything else
     as it is."""
     native = isinstance(kvstore, (str, mx.kv.KVStore))
     return servers.store(kvstore) if native and "dist" in kind_of(kvstore) else kvstore
 
 
-def check_kvstore(kvstore: Any, update_on_kvstore: Optional[bool],
+def check_kvstore(kvstore: KVStore, update_on_kvstore: Optional[bool],
                   parameters: Sequence[Parameter]) -> None:
     """Refuses what would update the weights before anybody could look at the gradients."""
     if update_on_kvstore:
@@ -155,7 +155,7 @@ def check_kvstore(kvstore: Any, update_on_kvstore: Optional[bool],
                          f"servers. Received: row_sparse gradients{in_names(sparse)}")
 
 
-def check_not_async(kvstore: Any) -> None:
+def check_not_async(kvstore: KVStore) -> None:
     """Refuses servers that update the weights with each rank's gradients as they come."""
     name = kind_of(kvstore)
     if "async" in name:

@@ -63,7 +63,7 @@ class Supervisor:
     """
 
     def __init__(self, rank: int, workers: int, gather: Callable[[bytes], List[bytes]],
-                 reach: Any) -> None:
+                 reach: Tuple[str, int]) -> None:
         self.rank, self._workers = rank, workers
         self._waits: List[Tuple[int, str]] = []  # the last two, numbered
         self.ended: Dict[int, str] = {}
@@ -286,7 +286,7 @@ class Supervisor:
             os._exit(1)
 
 
-def _own_address(reach: Any) -> str:
+def _own_address(reach: Tuple[str, int]) -> str:
     """This machine's address as those see it that are where `reach` is."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect(reach)  # sends nothing

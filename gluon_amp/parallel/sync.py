@@ -6,9 +6,10 @@ Horovod's (horovod.py).
 """
 import ctypes
 import os
-from typing import Any, Callable, Dict, Iterable, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, Hashable, Iterable, List, Optional, Sequence, Tuple
 
 from mxnet.base import _LIB, check_call
+from mxnet.kvstore import KVStoreBase
 
 from .._mxnet import message, mx, np
 from .rendezvous import HOROVOD_MEETS_AT
@@ -33,14 +34,15 @@ class Workers:
         compared: whether they have been compared after the first step.
     """
 
-    def __init__(self, kvstore: Any = None, names: bool = False, updates: bool = False) -> None:
+    def __init__(self, kvstore: Optional[KVStoreBase] = None, names: bool = False,
+                 updates: bool = False) -> None:
         self._names = names
         self._first_key, self.owner, self.compared = 0, "", False
         self.connect(kvstore, updates)
 
-    def connect(self, kvstore: Any, updates: bool = False) -> None:
+    def connect(self, kvstore: Optional[KVStoreBase], updates: bool = False) -> None:
         """Uses this store from here on."""
-        self._kvstore = kvstore
+        self._kvstore: Any = kvstore
         self._native = isinstance(kvstore, mx.kv.KVStore)
         self.exchange = self.count > 1 and not updates
         if self.exchange:
@@ -212,7 +214,7 @@ class Workers:
             return array.asnumpy().reshape(numbers.shape)
         return self.wait(exchange, what)
 
-    def _key(self, key: Any) -> Any:
+    def _key(self, key: Any) -> Hashable:
         return key if self._names else self._first_key + key
 
     def _supervise(self) -> None:

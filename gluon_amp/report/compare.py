@@ -338,5 +338,5 @@ def _median(values: List[float]) -> Optional[float]:
     return median(values) if values else None
 
 
-def _show(value: Any) -> str:
+def _show(value: object) -> str:
     return "not given" if value is None else plain(value)

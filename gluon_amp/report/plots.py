@@ -14,6 +14,7 @@ from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Se
 
 import matplotlib
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
@@ -231,7 +232,7 @@ def _style() -> Iterator[None]:
         yield
 
 
-def _set_scales(axes: Any, chart: Chart, lines: List[Line]) -> None:
+def _set_scales(axes: Axes, chart: Chart, lines: List[Line]) -> None:
     values = np.concatenate([one.y for one in lines])
     bands = np.concatenate([values, *(band for one in lines for band in (one.low, one.high)
                                       if band is not None)])
@@ -262,7 +263,7 @@ def _set_scales(axes: Any, chart: Chart, lines: List[Line]) -> None:
         axes.yaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
 
 
-def _name_ends(figure: Figure, axes: Any, lines: List[Line], looks: List[Dict[str, Any]],
+def _name_ends(figure: Figure, axes: Axes, lines: List[Line], looks: List[Dict[str, Any]],
                chart: Chart) -> None:
     """Names right of the axes with a piece of their line, in the order of the lines' ends; a grey
     leader goes to a line that ends at the right edge."""
@@ -342,7 +343,7 @@ def _caption(chart: Chart, lines: List[Line]) -> str:
     return f"{chart.title}.{bands} At the end: {ends}."
 
 
-def _hover(figure: Figure, axes: Any, chart: Chart, unit: str,
+def _hover(figure: Figure, axes: Axes, chart: Chart, unit: str,
            lines: List[Line]) -> Dict[str, Any]:
     box, (low, high) = axes.get_position(), axes.get_xlim()
 

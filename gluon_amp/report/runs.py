@@ -22,7 +22,7 @@ def measurable(number: float) -> bool:
     return abs(number) < 1e100
 
 
-def plain(value: Any) -> str:
+def plain(value: object) -> str:
     """One line of text, of characters that can be printed."""
     text = " ".join(str(value).split())
     return text if text.isprintable() else "".join(

@@ -10,9 +10,10 @@ The loss scale s multiplies the gradient that a loss head hands down, and nothin
 import ctypes
 import os
 from contextlib import contextmanager
-from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional
+from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Union
 
 from .._mxnet import mx, np
+from ..annotations import Context, DType
 from ..cpu.arrays import dtype_name
 from ..graph.build import build
 from ..graph.graph import VARIABLE, Entry, Graph, Node
@@ -70,6 +71,9 @@ def _bound_as_built(low_on_cpu: bool) -> Iterator[None]:
         yield
 
 
+GradReq = Union[str, Sequence[str], Mapping[str, str]]
+
+
 class Bindable(mx.sym.Symbol):
     """A symbol that binds as this module says.
 
@@ -93,7 +97,8 @@ class Bindable(mx.sym.Symbol):
         made.devices = devices_that_wait(graph)
         return made
 
-    def simple_bind(self, ctx: Any, grad_req: Any = "write", type_dict: Any = None,
+    def simple_bind(self, ctx: Context, grad_req: GradReq = "write",
+                    type_dict: Optional[Mapping[str, DType]] = None,
                     **kwargs: Any) -> Any:
         types = self._types(type_dict or {})
         graph = Graph.read(self)
@@ -128,7 +133,7 @@ class _Executor(mx.executor.Executor):
     """The executor of what is bound, with the clean symbol's arguments in their order."""
 
     @classmethod
-    def from_bound(cls, executor: Any, clean: Bindable,
+    def from_bound(cls, executor: mx.executor.Executor, clean: Bindable,
                    options: Dict[str, Any]) -> "_Executor":
         bound = {name: (array, grad) for name, array, grad in
                  zip(executor._symbol.list_arguments(), executor.arg_arrays, executor.grad_arrays)}
@@ -154,7 +159,8 @@ class _Executor(mx.executor.Executor):
             self._scale[:] = self._clean.loss_scale()
         return super().forward(is_train, **kwargs)
 
-    def set_monitor_callback(self, callback: Any, monitor_all: bool = False) -> None:
+    def set_monitor_callback(self, callback: Callable[..., None],
+                             monitor_all: bool = False) -> None:
         self._monitor = callback, monitor_all
         super().set_monitor_callback(callback, monitor_all)
 

@@ -3,12 +3,24 @@
 binding.py has what they bind. Steps, workers and files are the Trainer's: training/step.py,
 parallel/sync.py, training/checkpoint.py.
 """
-from typing import Any, Callable, Dict, Iterable, List, Optional, Tuple
+from typing import (
+    Any,
+    Callable,
+    Dict,
+    Hashable,
+    Iterable,
+    List,
+    Mapping,
+    Optional,
+    Sequence,
+    Tuple,
+    Union,
+)
 
 from mxnet.model import _update_params
 
 from .._mxnet import mx, np
-from ..annotations import Metric, Optimizer
+from ..annotations import Array, KVStore, Metric, Optimizer, Symbol
 from ..checks import in_names
 from ..cpu.arrays import to_float32
 from ..files import must_exist, replace_file
@@ -57,6 +69,7 @@ class _Backward:
 
 
 Copies = List[Tuple["mx.nd.NDArray", "mx.nd.NDArray"]]  # arrays, and copies of them
+Pairs = Union[Mapping[str, Any], Sequence[Tuple[str, Any]]]
 
 
 class _Module:
@@ -105,8 +118,9 @@ class _Module:
         scale = (lambda: self._step.backward_scale) if self._step.scaling else None
         return Bindable.from_symbol(symbol, scale)
 
-    def init_params(self, initializer: Any = mx.init.Uniform(0.01),  # noqa: B008
-                    arg_params: Any = None, *args: Any, **kwargs: Any) -> None:
+    def init_params(self, initializer: mx.init.Initializer = mx.init.Uniform(0.01),  # noqa: B008
+                    arg_params: Optional[Dict[str, Array]] = None, *args: Any,
+                    **kwargs: Any) -> None:
         """Draws in float32 what float16 parameters are rounded from."""
         module = self._module()
         host = (module and module._arg_params) or {}  # buckets share the dictionary
@@ -120,8 +134,8 @@ class _Module:
                 host[name].astype("float16").copyto(half)
             host.update(halves)
 
-    def init_optimizer(self, kvstore: Any = "local", optimizer: Optimizer = "sgd",
-                       optimizer_params: Any = (("learning_rate", 0.01),),
+    def init_optimizer(self, kvstore: KVStore = "local", optimizer: Union[str, Optimizer] = "sgd",
+                       optimizer_params: Pairs = (("learning_rate", 0.01),),
                        force_init: bool = False) -> None:
         """As MXNet's, with float32 masters."""
         if self.optimizer_initialized and not force_init:
@@ -167,7 +181,7 @@ class _Module:
         super().forward(data_batch, is_train)
         self._averages = before
 
-    def backward(self, out_grads: Any = None) -> None:
+    def backward(self, out_grads: object = None) -> None:
         """As MXNet's; head gradients that are given are scaled.
 
         Until a dynamic scale is settled, the gradients are looked at here. Where they overflow,
@@ -284,7 +298,7 @@ class _Module:
 
     # ---- many workers
 
-    def _check_workers(self, kvstore: Any) -> Any:
+    def _check_workers(self, kvstore: KVStore) -> object:
         """Makes a store over many workers, before MXNet gives it parameters."""
         group = self._module()._exec_group
         sparse = self._sparse()
@@ -467,7 +481,7 @@ class BucketingModule(_Module, mx.mod.BucketingModule):
                  clip_norm: Optional[float] = None, **kwargs: Any) -> None:
         self._take_steps(loss_scale, clip_norm)
 
-        def bindable(key: Any) -> Any:
+        def bindable(key: Hashable) -> Tuple[Symbol, Sequence[str], Sequence[str]]:
             symbol, data_names, label_names = sym_gen(key)
             return self._bindable(symbol), data_names, label_names
 
@@ -480,7 +494,8 @@ class BucketingModule(_Module, mx.mod.BucketingModule):
         return self._buckets.values()
 
     @staticmethod
-    def load(prefix: str, epoch: int, sym_gen: Any = None, default_bucket_key: Any = None,
+    def load(prefix: str, epoch: int, sym_gen: Any = None,
+             default_bucket_key: Hashable = None,
              load_optimizer_states: bool = False, **kwargs: Any) -> "BucketingModule":
         """A module from a checkpoint; arguments as for the class."""
         must_exist(f"{prefix}-{epoch:04d}.params")
@@ -518,7 +533,7 @@ class BucketingModule(_Module, mx.mod.BucketingModule):
 class Speedometer(mx.callback.Speedometer):
     """MXNet's `Speedometer`, with the loss scale and the skipped steps at the line's end."""
 
-    def __call__(self, param: Any) -> None:
+    def __call__(self, param: mx.model.BatchEndParam) -> None:
         module = (param.locals or {}).get("self")
         if isinstance(module, _Module) and module._step.scaling and param.eval_metric is not None:
             param = param._replace(eval_metric=_WithScale(param.eval_metric, module))

@@ -10,7 +10,7 @@ from typing import Any, List, Tuple
 from tqdm import tqdm
 
 from .._mxnet import mx, np
-from ..annotations import Array
+from ..annotations import Array, Block
 from ..gluon.convert import convert
 from ..training.trainer import Trainer
 
@@ -32,7 +32,7 @@ def digits() -> Tuple[Any, Any, Any, Any]:
     return train, train_labels, test, test_labels
 
 
-def network() -> Any:
+def network() -> Block:
     nn = mx.gluon.nn
     net = nn.HybridSequential()
     for channels, stride in ((32, 1), (64, 2), (128, 2)):
@@ -61,7 +61,7 @@ class _Run:
         self.loss = mx.gluon.loss.SoftmaxCrossEntropyLoss()
         self.seconds: List[float] = []
 
-    def step(self, images: Any, labels: Array) -> None:
+    def step(self, images: Array, labels: Array) -> None:
         start = time.perf_counter()
         with mx.autograd.record():
             loss = self.loss(self.net(images), labels)
@@ -70,7 +70,7 @@ class _Run:
         mx.nd.waitall()
         self.seconds.append(time.perf_counter() - start)
 
-    def accuracy(self, images: Any, labels: Array) -> float:
+    def accuracy(self, images: Array, labels: Array) -> float:
         predicted = self.net(mx.nd.array(images)).argmax(axis=1).asnumpy()
         return float((predicted == labels).mean())
 

@@ -16,6 +16,7 @@ from ctypes import byref
 from typing import Any, Dict, Iterable, Iterator, List, NamedTuple, Optional, Tuple
 
 from .._mxnet import installed_builds, message, mx, np
+from ..annotations import Context
 from ..checks import counted, in_names
 from ..cpu import library
 from ..gluon.convert import convert
@@ -177,7 +178,7 @@ def _environment() -> Iterator[Dict[str, Any]]:
                "meaning": meanings.get(effective, "")}
 
 
-def _error_of_a_step(device: Any) -> Optional[str]:
+def _error_of_a_step(device: Context) -> Optional[str]:
     """Trains one float16 layer for one step; what went wrong, if anything did."""
     try:
         net = mx.gluon.nn.Dense(8, in_units=8)

@@ -1,10 +1,12 @@
 """AdamW, which MXNet 1.9.1 has the operators of, but no optimizer."""
 import math
 import os
-from typing import Any, List, Sequence, Tuple
+from typing import Any, List, Sequence, Tuple, Union
 
 from .._mxnet import mx, np
-from ..annotations import Array, Optimizer
+from ..annotations import Array, Arrays, Optimizer
+
+Indices = Union[int, Sequence[int]]
 
 
 @mx.optimizer.register
@@ -29,13 +31,14 @@ class AdamW(mx.optimizer.Optimizer):
         self.aggregate_num = max(1, min(50, int(os.getenv("MXNET_OPTIMIZER_AGGREGATION_SIZE",
                                                           "50"))))
 
-    def create_state(self, index: Any, weight: Array) -> Tuple[Any, Any]:
+    def create_state(self, index: int, weight: Array) -> Tuple[Any, Any]:
         return mx.nd.zeros_like(weight), mx.nd.zeros_like(weight)
 
-    def update(self, index: Any, weight: Array, grad: Array, state: Any) -> None:
+    def update(self, index: Indices, weight: Arrays, grad: Arrays, state: object) -> None:
         self._run("multi_adamw_update", *_lists(index, weight, grad, state))
 
-    def update_multi_precision(self, index: Any, weight: Array, grad: Array, state: Any) -> None:
+    def update_multi_precision(self, index: Indices, weight: Arrays, grad: Arrays,
+                               state: object) -> None:
         indices, weights, grads, states = _lists(index, weight, grad, state)
         if not self.multi_precision or weights[0].dtype is not np.float16:
             self.update(index, weight, grad, state)

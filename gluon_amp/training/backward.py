@@ -5,7 +5,7 @@ import json
 from typing import Any, Callable, List, Optional, Sequence, Set, Tuple
 
 from .._mxnet import mx, np
-from ..annotations import Context, DType
+from ..annotations import Array, Context, DType, Shape
 from ..checks import in_names
 from ..cpu.finite import squares
 from ..cpu.library import free_graphs
@@ -171,7 +171,7 @@ def _free(losses: List[Any]) -> None:
 
 
 @functools.lru_cache(maxsize=16)
-def _head(shape: Any, context: Context, dtype: DType, number: float) -> Any:
+def _head(shape: Shape, context: Context, dtype: DType, number: float) -> Array:
     """What a backward pass begins with at a loss of this shape: so many times 1."""
     return mx.nd.full(shape, number, context, dtype)
 

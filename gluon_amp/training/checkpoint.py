@@ -12,7 +12,7 @@ import re
 import sys
 import warnings
 from contextlib import contextmanager
-from typing import Any, Callable, Dict, Iterator, List, Mapping, Sequence, Tuple
+from typing import Any, BinaryIO, Callable, Dict, Iterator, List, Mapping, Sequence, Tuple
 
 from .._mxnet import mx, np
 from .._numpy import CORE
@@ -44,7 +44,7 @@ class _Unpickler(pickle.Unpickler):
         mine: classes of the user's own that they may hold, by module and name.
     """
 
-    def __init__(self, file: Any, mine: Mapping[Tuple[str, str], Any]) -> None:
+    def __init__(self, file: BinaryIO, mine: Mapping[Tuple[str, str], Any]) -> None:
         super().__init__(file)
         self.mine = mine
 
@@ -98,7 +98,7 @@ def give_states(updater: Updater, states: Dict[Any, Any]) -> None:
     updater.states, updater.states_synced = states, dict.fromkeys(states, False)
 
 
-def read_states(fname: str, mine: Any) -> Tuple[Dict[Any, Any], Any]:
+def read_states(fname: str, mine: Optimizer) -> Tuple[Dict[Any, Any], Any]:
     """A file's states, and its optimizer or None.
 
     Args:
@@ -143,7 +143,7 @@ def one_error(fname: str) -> Iterator[None]:
         raise ValueError(f"{fname} does not fit: {error}") from error
 
 
-def check_states(fname: str, states: Dict[Any, Any], maker: Optimizer, mine: Any,
+def check_states(fname: str, states: Dict[Any, Any], maker: Optimizer, mine: Optimizer,
                  weights: Mapping[Any, Tuple[str, Any]]) -> None:
     """Refuses states that are not as their optimizer makes them for these weights.
 
@@ -236,7 +236,7 @@ def histories_in(maker: Optimizer, networks: int) -> List[str]:
     return list(found)
 
 
-def _layout(state: Any) -> Any:
+def _layout(state: object) -> object:
     if isinstance(state, mx.nd.NDArray):
         return state.shape, dtype_name(state.dtype)
     if isinstance(state, (tuple, list)):

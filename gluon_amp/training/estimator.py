@@ -16,7 +16,7 @@ class BatchProcessor(mxnet_estimator.BatchProcessor):
         Estimator(net, loss, trainer=amp.Trainer(...), batch_processor=BatchProcessor())
     """
 
-    def fit_batch(self, estimator: Any, train_batch: Any,
+    def fit_batch(self, estimator: mxnet_estimator.Estimator, train_batch: Any,
                   batch_axis: int = 0) -> Tuple[Arrays, Arrays, Arrays, Arrays]:
         """Computes the scaled gradients of a batch: MXNet's estimator then takes the step."""
         trainer = estimator.trainer

@@ -5,7 +5,7 @@ work of a device. Where masters and weights have been written by updates alone, 
 its master rounded, and nothing is to be done.
 """
 from contextlib import contextmanager, nullcontext
-from typing import Any, ContextManager, Dict, Iterator, List, Optional, Sequence, Tuple
+from typing import Any, ContextManager, Dict, Hashable, Iterator, List, Optional, Sequence, Tuple
 
 from ..annotations import Array, Optimizer
 from ..cpu import library
@@ -18,7 +18,7 @@ class Following:
     def __init__(self) -> None:
         self._known: Dict[Any, Tuple[Sequence[Any], Any]] = {}
 
-    def made(self, index: Any, master: Array, weight: Array) -> None:
+    def made(self, index: Hashable, master: Array, weight: Array) -> None:
         """A master has been made of its weight."""
         self.updated([index], [master], [weight])
 
@@ -66,7 +66,7 @@ class Following:
         return [bool(a or b) for a, b in zip(counted, counted[len(weights):])]
 
     @staticmethod
-    def _key(indices: Sequence[Any], weights: Sequence[Any]) -> Any:
+    def _key(indices: Sequence[Any], weights: Sequence[Any]) -> Hashable:
         return weights[0].context, tuple(indices)
 
 

@@ -204,7 +204,7 @@ class DynamicLossScale(LossScale):
         self.finite_steps = whole_number(state["finite_steps"], "finite_steps", least=0)
         self.scale, self.settled = scale, settled
 
-    def _within(self, scale: Any, what: str) -> float:
+    def _within(self, scale: float, what: str) -> float:
         if not self.minimum <= positive_number(scale, what) <= self.maximum:
             raise ValueError(f"{what} must lie between minimum={self.minimum!r} and "
                              f"maximum={self.maximum!r}. Received: {scale!r}")

@@ -19,6 +19,7 @@ from typing import Any, Iterable, Iterator, List, Optional
 
 from .._mxnet import mx, np
 from ..annotations import LossFunction, Network
+from ..annotations import Trainer as GluonTrainer
 from ..checks import positive_number, whole_number
 from ..cpu.scales import scales_of
 from ..files import replace_file
@@ -61,7 +62,7 @@ class LearningRates:
             p, format=path.rsplit(".", 1)[-1], dpi=150))
 
 
-def lr_find(net: Network, trainer: Any, loss_fn: LossFunction, batches: Iterable[Any],
+def lr_find(net: Network, trainer: GluonTrainer, loss_fn: LossFunction, batches: Iterable[Any],
             start: float = 1e-6, end: float = 10.0, steps: int = 100,
             plot: Optional[str] = None) -> LearningRates:
     """Tries learning rates from `start` to `end`, and proposes one.
@@ -107,7 +108,8 @@ def lr_find(net: Network, trainer: Any, loss_fn: LossFunction, batches: Iterable
     return found
 
 
-def _step(net: Network, trainer: Any, loss_fn: LossFunction, source: Iterator[Any]) -> float:
+def _step(net: Network, trainer: GluonTrainer, loss_fn: LossFunction,
+          source: Iterator[Any]) -> float:
     """The loss before a step that was not skipped."""
     while True:
         data, label = next(source)
@@ -152,7 +154,7 @@ def _endless(batches: Iterable[Any]) -> Iterator[Any]:
 
 
 @contextmanager
-def _as_before(net: Network, trainer: Any) -> Iterator[None]:
+def _as_before(net: Network, trainer: GluonTrainer) -> Iterator[None]:
     """Puts parameters, what is remembered of float8 tensors, optimizer, states and loss scale back
     at the end."""
     if not trainer._kv_initialized:

@@ -7,10 +7,10 @@ float32 and narrow with our kernels, the usual optimizers in one pass (one_pass.
 """
 import functools
 import os
-from typing import Any, Dict, List, Sequence
+from typing import Any, Callable, Dict, List, Optional, Sequence
 
 from .._mxnet import mx, np
-from ..annotations import Array, Optimizer
+from ..annotations import Array, Arrays, Optimizer
 from ..checks import did_you_mean
 from ..cpu import library
 from ..cpu.arrays import dtype_name, follow, narrow_all, on_gpu_in_float16, widen_all
@@ -37,7 +37,7 @@ def optimizer(name: str, **kwargs: Any) -> "mx.optimizer.Optimizer":
     return with_masters(optimizer_class(name)(**{"multi_precision": True, **kwargs}))
 
 
-def given_optimizer(made: Optimizer) -> Any:
+def given_optimizer(made: Optimizer) -> Optimizer:
     """An optimizer object that somebody gives to a Trainer or a Module, with float32 masters as
     one that is made by name has. Returns it.
 
@@ -49,7 +49,7 @@ def given_optimizer(made: Optimizer) -> Any:
     return with_masters(made)
 
 
-def optimizer_class(name: Any) -> Any:
+def optimizer_class(name: object) -> type:
     """MXNet's class of that name, or an error that lists the names."""
     registry = mx.optimizer.Optimizer.opt_registry
     cls = registry.get(name.lower()) if isinstance(name, str) else None
@@ -59,7 +59,7 @@ def optimizer_class(name: Any) -> Any:
     return cls
 
 
-def with_masters(made: Optimizer) -> Any:
+def with_masters(made: Optimizer) -> Optimizer:
     """Gives an MXNet optimizer the ways of this room, in place, and returns it. One whose
     class keeps masters in a way of its own stays as it is."""
     cls: Any = type(made)
@@ -77,7 +77,7 @@ def _split(made: Optimizer, states: Sequence[Any]) -> Any:
     return zip(*(s[::-1] if isinstance(made, _MASTER_LAST) else s for s in states))
 
 
-def master_in(made: Optimizer, state: Any) -> Any:
+def master_in(made: Optimizer, state: object) -> Optional[Array]:
     """The master that an optimizer, of ours or of MXNet's, has in the state of a float16 weight;
     None where it has none, or keeps it in a way of its own."""
     if not made.multi_precision or state is None or _has_own_masters(type(made)):
@@ -129,7 +129,7 @@ class _WithMasters:
         if isinstance(self, mx.optimizer.SGD) or self._base() in (*one_pass.ROWS, *_ANY_ORDER):
             self.aggregate_num = min(one_pass.MOST, int(os.environ.get(_GROUP, one_pass.MOST)))
 
-    def create_state_multi_precision(self, index: Any, weight: Array) -> Any:
+    def create_state_multi_precision(self, index: int, weight: Array) -> object:
         self.weight_types[index] = weight.dtype
         if weight.dtype is np.float16 and not self.multi_precision:
             self._check_without_masters()
@@ -152,7 +152,8 @@ class _WithMasters:
         raise ValueError(f"{self._base().__name__} {why}. Leave multi_precision at True. "
                          "Received: multi_precision=False")
 
-    def update_multi_precision(self, index: Any, weight: Any, grad: Any, state: Any) -> None:
+    def update_multi_precision(self, index: adamw.Indices, weight: Arrays, grad: Arrays,
+                               state: Any) -> None:
         """Updates a weight, or a list of them: on a CPU in one pass, where the optimizer has one;
         else as MXNet, with masters where weights are float16."""
         several = isinstance(index, (tuple, list))
@@ -198,7 +199,7 @@ class _WithMasters:
         if on_gpu:
             self._following.updated(indices, masters, weights)
 
-    def _each(self, update: Any, *columns: Sequence[Any]) -> None:
+    def _each(self, update: Callable[..., Any], *columns: Sequence[Any]) -> None:
         """Updates weights in one call, where MXNet's optimizer takes lists, or else one by one."""
         if isinstance(self, _TAKE_LISTS) and len(columns[0]) > 1:
             update(*map(list, columns))
@@ -233,7 +234,7 @@ class _WithMasters:
                                  f"state was made and is {dtype_name(now)} now: make a "
                                  "new Trainer, with a new optimizer, after a cast")
 
-    def _base(self) -> Any:
+    def _base(self) -> type:
         return type(self).__bases__[1]
 
     def __reduce__(self) -> Any:  # the class is made at run time, so pickle finds it by its base
@@ -244,7 +245,7 @@ class _WithMasters:
         state.pop("_following", None)
         return state
 
-    def __setstate__(self, state: Any) -> None:
+    def __setstate__(self, state: object) -> None:
         super().__setstate__(state)
         self._following = Following()
         self._group()  # an Updater goes on forever with the 0 of an older file
@@ -256,6 +257,6 @@ def _class_with_masters(cls: type) -> Any:
                 {"__module__": cls.__module__, "__doc__": cls.__doc__})
 
 
-def _revive(cls: type) -> Any:
+def _revive(cls: type) -> Optimizer:
     made = _class_with_masters(cls)
     return made.__new__(made)

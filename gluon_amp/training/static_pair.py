@@ -65,14 +65,14 @@ class StaticLossScale(LossScale):
         return made
 
     def module_optimizer(self, name: str, *, batch_size: int, rescale_grad: float = 1.0,
-                         **kwargs: Any) -> Any:
+                         **kwargs: Any) -> Optimizer:
         """The same for MXNet's `Module`, which does not divide by the batch size once
         `rescale_grad` is given: 1 / (scale * batch_size), over all devices and workers. The
         other half is the symbol's: `SoftmaxOutput(..., grad_scale=scale.scale)`."""
         size = positive_number(batch_size, "batch_size")
         return self.optimizer(name, rescale_grad=rescale_grad / size, **kwargs)
 
-    def unscaled(self, loss: Array) -> Any:
+    def unscaled(self, loss: Array) -> Array:
         """A scaled loss as it would be without, for the log."""
         return loss / self.scale
 

@@ -99,7 +99,8 @@ class Trainer(mx.gluon.Trainer):
             else:
                 self._meet_servers()
 
-    def _init_optimizer(self, optimizer: Union[str, Optimizer], optimizer_params: Any) -> None:
+    def _init_optimizer(self, optimizer: Union[str, Optimizer],
+                        optimizer_params: Any) -> None:
         if not isinstance(optimizer, mx.optimizer.Optimizer):
             optimizer, optimizer_params = make_optimizer(optimizer, **optimizer_params), None
         if self._step.scaling:
@@ -247,7 +248,7 @@ class Trainer(mx.gluon.Trainer):
         self._step.check_writes()
         return self._gradients.to_use()
 
-    def _check_step(self, batch_size: Any, ignore_stale_grad: bool) -> None:
+    def _check_step(self, batch_size: object, ignore_stale_grad: bool) -> None:
         positive_number(batch_size, "batch_size")
         self._gradients.check_new("step()")
         if self._step.scaling:
