@@ -13,7 +13,7 @@ from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
 from mxnet import autograd
 
 from .._mxnet import mx, np
-from ..annotations import Array, Network, Optimizer, Symbol
+from ..annotations import Array, Network, Symbol
 from ..cpu.arrays import dtype_name
 from ..files import replace_file
 from ..gluon.converted import ConvertedHybridBlock
@@ -154,7 +154,7 @@ def _numbers(array: Array, dtype: str) -> "np.ndarray[Any, Any]":
     return array.asnumpy().astype(dtype)
 
 
-def _flat(made: Optimizer) -> List[Any]:
+def _flat(made: Union[Symbol, Sequence[Any]]) -> List[Any]:
     if isinstance(made, mx.sym.Symbol):
         return [made]
     return [one for part in made for one in _flat(part)]

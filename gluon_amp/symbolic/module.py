@@ -118,7 +118,8 @@ class _Module:
         scale = (lambda: self._step.backward_scale) if self._step.scaling else None
         return Bindable.from_symbol(symbol, scale)
 
-    def init_params(self, initializer: mx.init.Initializer = mx.init.Uniform(0.01),  # noqa: B008
+    def init_params(self,
+                    initializer: Optional[mx.init.Initializer] = mx.init.Uniform(0.01),  # noqa: B008
                     arg_params: Optional[Dict[str, Array]] = None, *args: Any,
                     **kwargs: Any) -> None:
         """Draws in float32 what float16 parameters are rounded from."""

@@ -6,7 +6,8 @@ from typing import Any, List, Sequence, Tuple, Union
 from .._mxnet import mx, np
 from ..annotations import Array, Arrays, Optimizer
 
-Indices = Union[int, Sequence[int]]
+Index = Union[int, str]  # a Module that updates on a kvstore has names
+Indices = Union[Index, Sequence[Index]]
 
 
 @mx.optimizer.register
@@ -31,7 +32,7 @@ class AdamW(mx.optimizer.Optimizer):
         self.aggregate_num = max(1, min(50, int(os.getenv("MXNET_OPTIMIZER_AGGREGATION_SIZE",
                                                           "50"))))
 
-    def create_state(self, index: int, weight: Array) -> Tuple[Any, Any]:
+    def create_state(self, index: Index, weight: Array) -> Tuple[Any, Any]:
         return mx.nd.zeros_like(weight), mx.nd.zeros_like(weight)
 
     def update(self, index: Indices, weight: Arrays, grad: Arrays, state: object) -> None:

@@ -129,7 +129,7 @@ class _WithMasters:
         if isinstance(self, mx.optimizer.SGD) or self._base() in (*one_pass.ROWS, *_ANY_ORDER):
             self.aggregate_num = min(one_pass.MOST, int(os.environ.get(_GROUP, one_pass.MOST)))
 
-    def create_state_multi_precision(self, index: int, weight: Array) -> object:
+    def create_state_multi_precision(self, index: adamw.Index, weight: Array) -> object:
         self.weight_types[index] = weight.dtype
         if weight.dtype is np.float16 and not self.multi_precision:
             self._check_without_masters()
