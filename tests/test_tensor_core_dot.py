@@ -667,6 +667,28 @@ def test_what_has_no_code_is_refused_by_name(symbol):
         adding_as("V100", Graph.read(symbol), dict.fromkeys("xyz", "float16"))
 
 
+@pytest.mark.parametrize("batched", [None, "float16"])
+def test_batched_products_of_a_converted_network_add_as_the_policy_says(batched, rng):
+    class Scores(mx.gluon.HybridBlock):
+        def __init__(self):
+            super().__init__()
+            self.same = mx.gluon.nn.Dense(2000, use_bias=False, flatten=False, in_units=2000)
+
+        def hybrid_forward(self, F, x, y):
+            return F.batch_dot(self.same(x), self.same(y), transpose_b=True) * 2
+
+    net = Scores()
+    net.initialize()
+    net.same.weight.set_data(mx.nd.eye(2000))  # gives its data, in float16
+    amp.convert(net, amp.Policy("mine", compute="float16", accumulate="V100", batched=batched))
+    a, b = (rng.random((2, 6, 2000)).astype("float16") for _ in "ab")
+    made = net(*(mx.nd.array(x, dtype="float32") for x in (a, b))).asnumpy()
+    sums = amp.tensor_core_dot(a, b.transpose(0, 2, 1), gpu="V100")
+    assert np.array_equal(made, sums.astype("float16") * np.float16(2))
+    exact = (a.astype("float64") @ b.transpose(0, 2, 1).astype("float64")).astype("float16")
+    assert not np.array_equal(exact, sums.astype("float16"))
+
+
 def test_what_multiplies_no_matrices_runs():
     for symbol in (sym.UpSampling(X, scale=2, sample_type="nearest"),
                    sym.GridGenerator(X, transform_type="warp")):

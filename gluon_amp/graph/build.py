@@ -95,31 +95,32 @@ class _Rewriting:
         self.count: Dict[Node, int] = {}  # of outputs
         for entry in self.types:
             self.count[entry.node] = self.count.get(entry.node, 0) + 1
-        self.users = graph.consumers()
+        users = graph.consumers()
+        self.without_casts = {node for node in graph.nodes()
+                              if self._adds_in_float32(node, users.get(Entry(node), []))}
         # how many products have each name, in bodies of loops too
         self.named: Dict[str, int] = {} if named is None else named
 
     def run(self) -> Graph:
         new: Dict[Node, Node] = {}
         for node in self.graph.nodes():
-            if node.op in CASTS and self._adds_in_float32(node.inputs[0].node):
+            if node.op in CASTS and node.inputs[0].node in self.without_casts:
                 new[node] = new[node.inputs[0].node]
                 continue
-            inputs = [Entry(new[e.node], e.output) for e in node.inputs]
-            if self._adds_in_float32(node):  # reads what its inputs are cast from
-                inputs = [Entry(new[e.node.inputs[0].node], e.node.inputs[0].output)
-                          for e in node.inputs]
+            reads = node.inputs
+            if node in self.without_casts:
+                reads = [e.node.inputs[0] for e in reads]
+            inputs = [Entry(new[e.node], e.output) for e in reads]
             new[node] = node if node.is_variable else self._rewritten(node, inputs)
         return Graph(Entry(new[e.node], e.output) for e in self.graph.outputs)
 
-    def _adds_in_float32(self, node: Node) -> bool:
+    def _adds_in_float32(self, node: Node, users: Sequence[Optional[Node]]) -> bool:
         """Whether a batched product in float32 reads casts of halves only, and is read by casts to
         halves only. On a node with a setting, a batched product of halves adds in float32 on both
         devices (cpu/gpu.cc), which gives the same numbers without the casts."""
         if node.op != "batch_dot" or PRODUCT in node.attrs or self.rounds_halves \
                 or self.watch is not None:  # an X-ray counts what the casts round
             return False
-        users = self.users.get(Entry(node), [])
         return bool(users) and all(self._is_cast(e.node, HALF, "float32") for e in node.inputs) \
             and all(user is not None and self._is_cast(user, "float32", HALF) for user in users)
 
@@ -149,12 +150,12 @@ class _Rewriting:
             rounded = True
         if rounded:
             self._say_formats(node, new)
-        low = rounded or any(map(self._is_half, entries))
+        low = rounded or node in self.without_casts or any(map(self._is_half, entries))
         if low and node.op in _RUN_ONCE:
             new.attrs.pop("__force_mirroring__", None)
         if low and self.policy.accumulate is not None:
             accumulate(new, self.policy.accumulate, self.policy.split)
-        if _is_better_in_the_engine(node) or self._adds_in_float32(node):
+        if _is_better_in_the_engine(node) or node in self.without_casts:
             new.attrs[_ENGINE] = "1"
         if self.watch is not None and _runs_engine(node) \
                 and node.attrs.get("sparse_grad") not in ("True", "1"):
