@@ -85,10 +85,10 @@ int start(const char* isa, int count, const char** names, int constants, const c
               : !std::strcmp(isa, "avx2") ? kernels_for_avx2()
                                           : kernels_for_portable();
     set_constants(constants, constant_names);
+    replace_gpu_functions();  // first: it may fail, and then nothing is replaced
     register_training();
     dispatch_operators(count, names);
     plan_by_type();
-    replace_gpu_functions();
     register_tensor_core();
     return 0;
   } catch (const std::exception& error) {

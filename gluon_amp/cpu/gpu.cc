@@ -89,8 +89,8 @@ void add_in_float32(nnvm::Op& op) {
 }  // namespace
 
 void replace_gpu_functions() {
-  keep_masks(const_cast<nnvm::Op&>(*nnvm::Op::Get("_backward_Dropout")));
   add_in_float32(const_cast<nnvm::Op&>(*nnvm::Op::Get("batch_dot")));
+  keep_masks(const_cast<nnvm::Op&>(*nnvm::Op::Get("_backward_Dropout")));
 }
 
 }  // namespace gluon_amp
