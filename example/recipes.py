@@ -762,7 +762,7 @@ def check_network(symbol, image, prefix=None):
         saved = None
     if saved != asked:
         raise ValueError(f"{prefix}-symbol.json is of another network, or of another --dtype, than "
-                         "the flags ask for: give those that the training was begun with")
+                         "the flags name: give those that the training was begun with")
 
 
 def _signature(symbol, image):
@@ -1097,8 +1097,7 @@ def add_folder_flags(parser, folder):
 
 
 def hold(folder):
-    """Takes a folder for this process: another that asks for it is refused until this one has
-    ended, however it ends."""
+    """Locks a folder for this process until it ends; other processes are refused."""
     os.makedirs(folder, exist_ok=True)
     file = os.open(os.path.join(folder, ".lock"), os.O_RDWR | os.O_CREAT, 0o644)  # stays open
     try:
@@ -1288,8 +1287,8 @@ class Progress:
         """After each step: shows it.
 
         Returns:
-            whether --log-interval asks for a line in both logs; and the samples/s since the line
-            before, where one of text is due; else 0.
+            whether --log-interval makes this step a line in both logs; and the samples/s since
+            the line before, where one of text is due; else 0.
         """
         self.bar.set_postfix_str(f"loss {loss:.3g}, scale {scale:g}", refresh=False)
         self._batches += 1

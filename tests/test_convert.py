@@ -557,7 +557,7 @@ def test_a_converted_network_gives_the_symbol_that_it_gave(x):
     assert amp.convert(net)(data).list_arguments() == names
 
 
-# What hybridize is told
+# Arguments of hybridize
 
 
 @pytest.mark.parametrize("before", [[], [True], [True, False]])

@@ -490,7 +490,7 @@ def test_the_engine_rounds_as_formats_py_says(format_, rounding):
         assert_same(engines.asnumpy(), expected, x)
 
 
-# ---- RNN, LSTM and GRU whose products have another format than what lies between
+# ---- RNN, LSTM and GRU whose products have a format of their own
 
 TIME, BATCH, DATA, UNITS = 4, 3, 5, 6
 MODES = {"rnn_relu": gluon.rnn.RNN, "rnn_tanh": gluon.rnn.RNN, "lstm": gluon.rnn.LSTM,

@@ -233,8 +233,8 @@ class GraphView {
   const char* graph_;
 };
 
-// The body of a pass is a std::function<Graph(Graph)> (see 1). The graph that it returns and the one that
-// it receives are addresses in the binary interface.
+// The body of a pass is a std::function<Graph(Graph)> (see 1). In the binary interface its argument and its
+// result are addresses.
 using PassBody = std::function<nnvm::Graph(nnvm::Graph)>;
 using PassInvoker = void* (*)(void* result, const std::_Any_data& data, void* graph);
 
