@@ -1,7 +1,11 @@
 """Float16 for tests: run one CPU graph, and what numpy says it should give."""
+import os
+import subprocess
+import sys
 from contextlib import contextmanager
 
 import numpy as np
+import pytest
 from gluon_amp._mxnet import mx
 from gluon_amp.cpu import library
 from gluon_amp.formats import FORMATS, Format
@@ -121,3 +125,17 @@ def assert_half(actual, expected, steps=0):
     worst = distance.max(initial=0)
     assert worst <= steps, (f"{worst} steps apart", actual.ravel()[distance.argmax()],
                             np.ravel(expected)[distance.argmax()])
+
+
+def run_with(isa, *arguments):
+    """Tests in a process of their own, with the kernels of this instruction set."""
+    if os.environ.get("GLUON_AMP_ISA"):
+        pytest.skip("this is the inner run")
+    if isa == library.load():
+        return  # tested by this very run
+    done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider",
+                           *arguments], capture_output=True, text=True,
+                          env={**os.environ, "GLUON_AMP_ISA": isa})
+    if "must be one of" in done.stdout:
+        pytest.skip(f"this processor has no {isa}")
+    assert done.returncode == 0, done.stdout

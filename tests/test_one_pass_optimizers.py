@@ -1,9 +1,5 @@
 """Updates of float16 and float32 weights in one pass on a CPU: bit by bit what MXNet's float32
 optimizers make of the same gradients, for every setting, any size and all instruction sets."""
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import gluon_amp as amp
 import numpy as np
@@ -11,7 +7,7 @@ import pytest
 from gluon_amp._mxnet import mx
 from gluon_amp.cpu import library
 from gluon_amp.training import one_pass
-from halves import halves
+from halves import halves, run_with
 
 SIZES = [1, 2, 7, 16, 33, 1003, 32769]  # the last is worth threads
 OPTIMIZERS = [("sgd", {}), ("sgd", {"momentum": 0.9}), ("nag", {"momentum": 0.9}), ("nag", {}),
@@ -226,15 +222,4 @@ def test_every_rule_is_tested():
 
 @pytest.mark.parametrize("isa", list(library.VARIANTS))
 def test_each_instruction_set(isa):
-    """This file again, in a process that loads that variant."""
-    if os.environ.get("GLUON_AMP_ISA"):
-        pytest.skip("this is the inner run")
-    if isa == library.load():
-        return  # tested by this very run
-    env = {**os.environ, "GLUON_AMP_ISA": isa}
-    done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider",
-                           "-k", "clipped or settings_of", str(Path(__file__))], env=env,
-                          capture_output=True, text=True)
-    if "must be one of" in done.stdout:
-        pytest.skip(f"this processor has no {isa}")
-    assert done.returncode == 0, done.stdout
+    run_with(isa, __file__, "-k", "clipped or settings_of")

@@ -2,8 +2,6 @@
 import itertools
 import math
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import gluon_amp as amp
@@ -13,7 +11,7 @@ from gluon_amp._mxnet import mx
 from gluon_amp.cpu import library
 from gluon_amp.graph.graph import Entry, Graph, Node
 from gluon_amp.tensor_core_math import GPUS, TensorCore
-from halves import adding_as, as_function
+from halves import adding_as, as_function, run_with
 from tensor_core_rule import exponent, instruction, product
 
 SHARED = Path(os.environ.get("GLUON_AMP_DATA") or Path(__file__).parents[2] / "shared")
@@ -112,15 +110,7 @@ def test_the_engine_has_room_for_an_instructions_sum(gpu):
 
 @pytest.mark.parametrize("isa", list(library.VARIANTS))
 def test_each_instruction_set_gives_the_rules_bits(isa):
-    if os.environ.get("GLUON_AMP_ISA"):
-        pytest.skip("this is such a process")
-    if not all(library.__cpu_features__.get(f, False) for f in library.VARIANTS[isa]):
-        pytest.skip(f"this processor has no {isa}")
-    if isa == library.load():
-        return  # tested by this very run
-    subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k",
-                    "every_bit and (V100 or H100)"], check=True, timeout=300,
-                   env={**os.environ, "GLUON_AMP_ISA": isa}, stdout=subprocess.DEVNULL)
+    run_with(isa, __file__, "-k", "every_bit and (V100 or H100)")
 
 
 # ---- how far from the exact sum
