@@ -22,46 +22,6 @@ def rounded(values):
 
 # ---- calls outside of graphs ---------------------------------------------------------------
 
-CALLS = {
-    "dot": (lambda F, x, w: F.dot(x, w.T), (4, 5), (3, 5)),
-    "dense": (lambda F, x, w: F.FullyConnected(x, w, no_bias=True, num_hidden=3), (4, 5), (3, 5)),
-    "convolution": (lambda F, x, w: F.Convolution(x, w, no_bias=True, kernel=(3, 3), num_filter=4),
-                    (2, 3, 6, 6), (4, 3, 3, 3)),
-    "deconvolution": (lambda F, x, w: F.Deconvolution(x, w, kernel=(3, 3), num_filter=4),
-                      (2, 3, 6, 6), (3, 4, 3, 3)),
-    "batched product": (lambda F, x, w: F.batch_dot(x, w), (2, 3, 4), (2, 4, 5)),
-    "broadcast": (lambda F, x, w: F.broadcast_mul(x, w), (4, 5), (1, 5)),
-    "softmax": (lambda F, x, w: F.softmax(x) * w, (4, 5), (4, 5)),
-    "mean": (lambda F, x, w: F.mean(x * w, axis=1), (4, 5), (4, 5)),
-}
-
-
-@pytest.mark.parametrize("name", CALLS)
-@pytest.mark.parametrize("recorded", [False, True])
-def test_an_imperative_call_gives_float32s_result_rounded_once(name, recorded, rng):
-    call, *shapes = CALLS[name]
-    values = [halves(rng, *shape) for shape in shapes]
-    results = []
-    for dtype in (F16, F32):
-        arrays = [nd.array(v, dtype=dtype) for v in values]
-        for a in arrays:
-            a.attach_grad()
-        if not recorded:
-            results.append([call(nd, *arrays)])
-            continue
-        with autograd.record():
-            out = call(nd, *arrays)
-        out.backward()
-        results.append([out, *(a.grad for a in arrays)])
-    several = name in ("softmax", "mean")  # operators, each of which rounds
-    for found, exact in zip(*results):
-        assert found.dtype == F16
-        if several:
-            np.testing.assert_allclose(found.asnumpy(), exact.asnumpy(), rtol=4e-3, atol=1e-3)
-        else:
-            assert_half(found.asnumpy(), exact.asnumpy())
-
-
 def test_numpys_operators_take_float16(rng):
     a, b = halves(rng, 4, 5), halves(rng, 5, 3)
     x, y = mx.np.array(a, dtype="float16"), mx.np.array(b, dtype="float16")
@@ -112,26 +72,6 @@ def test_a_constants_gradient_uses_the_rounded_constant(rng):
         out = x * 0.1
     out.backward(array(values))
     assert_half(x.grad.asnumpy(), values.astype(F32) * F32(F16(0.1)))
-
-
-@pytest.mark.parametrize("dtype", ["float16", "float32"])
-def test_an_operator_that_selects_code_by_dtype_gives_that_type(dtype, rng):
-    values = halves(rng, 3, 7)
-    indices = nd.topk(array(values), k=3, dtype=dtype)
-    assert indices.dtype == np.dtype(dtype)
-    assert np.array_equal(indices.asnumpy(), np.argsort(-values, axis=1)[:, :3])
-    order = nd.argsort(array(values), dtype=dtype)
-    assert np.array_equal(order.asnumpy(), np.argsort(values, axis=1))
-
-
-@pytest.mark.parametrize("draw", ["uniform", "normal", "gamma", "exponential", "poisson"])
-def test_random_numbers_are_float32s_rounded(draw):
-    drawn = []
-    for dtype in ("float16", "float32"):
-        mx.random.seed(3)
-        drawn.append(getattr(nd.random, draw)(shape=(50,), dtype=dtype))
-    assert drawn[0].dtype == F16
-    assert np.array_equal(drawn[0].asnumpy(), rounded(drawn[1]))
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64", "int32", "int64",
@@ -286,19 +226,6 @@ def test_operators_whose_types_mxnet_restricts_without_a_reason(call, shape, rng
 
 
 # ---- autograd --------------------------------------------------------------------------------
-
-
-def test_second_order_gradients(rng):
-    values = halves(rng, 20)
-    for function, second in [(nd.sin, lambda v: -np.sin(v)), (nd.square, lambda v: 2 + 0 * v),
-                             (nd.exp, np.exp)]:
-        x = array(values)
-        x.attach_grad()
-        with autograd.record():
-            first = autograd.grad(function(x), x, create_graph=True, retain_graph=True)[0]
-        first.backward()
-        assert first.dtype == x.grad.dtype == F16
-        assert_half(x.grad.asnumpy(), second(values.astype(F32)), 2)
 
 
 class Scale(autograd.Function):

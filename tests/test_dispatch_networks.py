@@ -153,20 +153,6 @@ def test_a_cast_network_gives_the_bits_of_a_converted_one(rng):
     assert all(map(np.array_equal, *weights))
 
 
-def test_a_batch_norm_keeps_float32_statistics_and_moves_them_in_training(rng):
-    net = nn.BatchNorm(in_channels=3)
-    net.initialize()
-    net.cast("float16")
-    x = nd.array(halves(rng, 8, 3, 4, 4) + 2, dtype="float16")
-    with autograd.record():
-        out = net(x)
-    out.backward()
-    assert out.dtype == np.float16
-    assert net.running_mean.data().dtype == np.float32
-    exact = x.asnumpy().astype("float32").mean((0, 2, 3))
-    np.testing.assert_allclose(net.running_mean.data().asnumpy(), 0.1 * exact, rtol=1e-3)
-
-
 @pytest.mark.parametrize("mode", ["always", "training"])
 def test_dropouts_gradient_has_the_mask_of_its_forward_pass(mode):
     x = nd.ones((64, 64), dtype="float16")
@@ -217,18 +203,6 @@ def test_rnns_train_and_predict_in_float16(make, way, rng):
         exact = exact.asnumpy()
         np.testing.assert_allclose(found.asnumpy(), exact, rtol=0.02,
                                    atol=0.004 * np.abs(exact).max())
-
-
-@pytest.mark.parametrize("cell", [gluon.rnn.LSTMCell, gluon.rnn.GRUCell, gluon.rnn.RNNCell])
-def test_cells_train_in_float16(cell, rng):
-    net = same_weights(lambda: cell(8, input_size=6))
-    net.cast("float16")
-    x = nd.array(halves(rng, 3, 5, 6), dtype="float16")
-    with autograd.record():
-        out, _ = net.unroll(5, x, net.begin_state(3, dtype="float16"), merge_outputs=True)
-    out.backward()
-    assert out.dtype == np.float16
-    assert all(np.isfinite(p.grad().asnumpy()).all() for p in net.collect_params().values())
 
 
 def test_symbol_blocks_and_executors_run_float16(rng):

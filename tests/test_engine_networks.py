@@ -1,7 +1,6 @@
 """Converted networks on a CPU: the same bits however their memory is planned and however often a
 graph is walked back; nothing outside of them changes."""
 import hashlib
-import json
 import os
 import subprocess
 import sys
@@ -279,33 +278,6 @@ assert gluon_amp.cpu.library.load()
 for one, other in zip(before, trained()):
     assert np.array_equal(one, other)
 """
-
-
-@pytest.mark.parametrize("casts", [False, True])
-def test_no_symbol_that_is_saved_holds_our_operators(casts, tmp_path, rng):
-    net, inputs = converted("residual", rng)
-    with autograd.record():
-        net(*inputs).backward()
-    net.export(str(tmp_path / "net"), remove_amp_cast=not casts)
-    saved = (tmp_path / "net-symbol.json").read_text()
-    assert "gluon_amp" not in saved
-    assert {node["op"] for node in json.loads(saved)["nodes"]} >= {"Convolution", "BatchNorm"}
-    assert "gluon_amp" not in net._cached_graph[1].tojson()
-    net.save_parameters(str(tmp_path / "net.params"))
-    assert not [name for name in nd.load(str(tmp_path / "net.params")) if "gluon_amp" in name]
-
-
-def test_a_bound_symbol_shows_and_saves_the_users_operators(tmp_path):
-    out = sym.FullyConnected(sym.Cast(sym.var("data"), dtype="float16"), num_hidden=3, name="fc")
-    out = sym.SoftmaxOutput(sym.Cast(out, dtype="float32"), name="softmax")
-    module = amp.Module(out, context=mx.cpu())
-    module.bind([("data", (4, 5))], [("softmax_label", (4,))])
-    module.init_params()
-    module.forward(mx.io.DataBatch([nd.ones((4, 5))], [nd.zeros(4)]), is_train=True)
-    module.backward()
-    module.save_checkpoint(str(tmp_path / "net"), 1)
-    assert "gluon_amp" not in (tmp_path / "net-symbol.json").read_text()
-    assert "gluon_amp" not in module.symbol.tojson()
 
 
 # ---- sums of gradients -----------------------------------------------------------------

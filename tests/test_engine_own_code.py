@@ -3,7 +3,6 @@ code: to the bit where values only move, else within a step of float16."""
 import numpy as np
 import pytest
 from gluon_amp._mxnet import mx
-from gluon_amp.cpu import library
 from gluon_amp.graph.build import build
 from gluon_amp.graph.graph import Graph
 from halves import as_function, assert_half, generic_code, halves, stock, ulps
@@ -246,14 +245,6 @@ def embedding_gradient(words, weight, head, request):
     return weight.grad.asnumpy()
 
 
-def test_an_embedding_adds_up_the_gradients_of_a_word(rng):
-    words = np.array([[0, 3, 3], [3, 1, 0]], "int32")
-    head = halves(rng, 2, 3, 5)
-    expected = np.zeros((7, 5))
-    np.add.at(expected, words, head.astype(np.float64))
-    assert_half(embedding_gradient(words, halves(rng, 7, 5), head, "write"), expected, 1)
-
-
 @pytest.mark.parametrize("dtype", ["int32", "float32", "int64", "float64"])
 @pytest.mark.parametrize("request_", ["write", "add"])
 def test_the_gradient_of_an_embedding_is_the_generic_operators(dtype, request_, rng):
@@ -322,12 +313,6 @@ def test_a_softmax_of_given_lengths_leaves_out_what_lies_behind(rng):
         powers = np.exp(x[:length].astype(float))
         assert_half(row[:length], powers / powers.sum(), 1)
         assert not row[length:].any()
-
-
-def test_a_sum_of_two_gradients_is_the_sum(rng):
-    x, y = (mx.nd.array(halves(rng, 33), dtype="float16") for _ in "xy")
-    total = library.call("_grad_add", [x, y]).asnumpy()
-    assert np.array_equal(total, x.asnumpy() + y.asnumpy())
 
 
 PIECES, BLOCKS = (5, 20, 128, 128), (3, 32, 9, 7)  # two images are a piece: the last has one

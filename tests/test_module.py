@@ -303,7 +303,7 @@ def test_a_checkpoint_holds_a_symbol_for_mxnets_module(tmp_path):
     assert "_gluon_amp" not in text
     assert "gluon_amp_loss_scale" not in text
     stock = mx.mod.Module.load(str(tmp_path / "net"), 1, label_names=["head_label"])
-    assert stock.symbol.tojson() == net().tojson()
+    assert stock.symbol.tojson() == mod.symbol.tojson() == net().tojson()
 
 
 @pytest.mark.parametrize("context", [mx.cpu(), TWO], ids=["one", "two"])
