@@ -702,11 +702,3 @@ def test_buckets_search_for_one_scale():
         assert learn(other, words(length))
     assert mod.loss_scale == other.loss_scale
     assert same(values(mod), values(other))
-
-
-def test_where_no_scale_fits_it_is_as_ever():
-    mod = made(net(), loss_scale=dynamic(2))
-    assert learn(mod, batch(label=3e38)) is False
-    assert (mod.loss_scale, mod.skipped) == (1, 1)
-    with pytest.raises(amp.LossScaleError, match=r"fc_weight.* smallest loss scale, 1\.0"):
-        learn(mod, batch(label=3e38))

@@ -268,28 +268,6 @@ def saved_and_loaded(trainer, net, other, path):
     return resumed
 
 
-def test_every_device_gets_the_states(path):
-    devices = [mx.cpu(0), mx.cpu(1)]
-
-    def step(net, trainer):
-        with autograd.record():
-            losses = [net(nd.ones((4, 3), ctx=d) * (i + 1)).square().sum()
-                      for i, d in enumerate(devices)]
-        trainer.backward(losses)
-        assert trainer.step(8)
-
-    net = make(ctx=devices)
-    trainer = of(net, "adam", loss_scale=64)
-    step(net, trainer)
-    other = make(ctx=devices)
-    resumed = saved_and_loaded(trainer, net, other, path)
-    step(net, trainer)
-    step(other, resumed)
-    for mine, theirs in zip(other.collect_params().values(), net.collect_params().values()):
-        for device in devices:
-            assert np.array_equal(mine.data(device).asnumpy(), theirs.data(device).asnumpy())
-
-
 @pytest.mark.parametrize("before", [[mx.cpu(0)], [mx.cpu(1)], [mx.cpu(0), mx.cpu(1)]])
 @pytest.mark.parametrize("after", [[mx.cpu(0)], [mx.cpu(1)], [mx.cpu(0), mx.cpu(1)]])
 def test_states_go_on_on_other_devices(before, after, path):
