@@ -343,11 +343,7 @@ def test_a_symbol_is_sent_to_convert_symbol():
     (lambda F, x: x * float(x.sum().asscalar()), "asscalar"),
     (lambda F, x: F.array([1, 2, 3, 4]) + x, "array")], ids=["shape", "bool", "value", "array"])
 def test_a_network_that_is_no_graph_says_what_to_make_of_it(forward, message):
-    class Asks(gluon.HybridBlock):
-        def hybrid_forward(self, F, x):
-            return forward(F, x)
-
-    net, x = Asks(), mx.nd.ones((2, 4))
+    net, x = nn.HybridLambda(forward), mx.nd.ones((2, 4))
     net(x)
     amp.convert(net)
     with pytest.raises(RuntimeError, match=f"never hybridized, and does not.*{message}.*plain"):

@@ -50,14 +50,15 @@ def types_of(symbol, policy="float16", **inputs):
             for node in graph.nodes() if node.inputs}
 
 
+def calling(function, policy="float16"):
+    return amp.convert(gluon.nn.HybridLambda(function), policy)
+
+
 @pytest.mark.parametrize("policy", ["float16", "pure_float16"])
 def test_numpys_round_which_takes_no_float16_runs_in_float32(policy):
-    class Net(gluon.HybridBlock):
-        def hybrid_forward(self, F, x):
-            return F.np.round(x * 2)
-
+    net = calling(lambda F, x: F.np.round(x * 2), policy)
     with mx.util.np_shape(True), mx.util.np_array(True):
-        out = amp.convert(Net(), policy)(mx.np.array([0.3, 1.7], dtype="float16"))
+        out = net(mx.np.array([0.3, 1.7], dtype="float16"))
     assert np.array_equal(out.asnumpy(), [1, 3])
 
 
@@ -82,11 +83,7 @@ NUMPY = {"degrees": 3000, "exp": 12, "square": 300,
 
 @pytest.mark.parametrize("name", NUMPY)
 def test_numpys_functions_run_in_float32_where_nds_do(name):
-    class Net(gluon.HybridBlock):
-        def hybrid_forward(self, F, x):
-            return getattr(F.np, name)(x)
-
-    check_numpy(Net(), NUMPY[name], getattr(np, name))
+    check_numpy(lambda np_, x: getattr(np_, name)(x), NUMPY[name])
 
 
 @pytest.mark.parametrize(("function", "value"), [
@@ -95,19 +92,15 @@ def test_numpys_functions_run_in_float32_where_nds_do(name):
     (lambda np_, v: np_.power(3, v), 12), (lambda np_, v: np_.prod(np_.stack([v, v, v, v])), 40),
     (lambda np_, v: np_.std(np_.stack([v, -v])), 300), (lambda np_, v: np_.hypot(v, v), 60000)])
 def test_numpys_powers_and_products_run_in_float32(function, value):
-    class Net(gluon.HybridBlock):
-        def hybrid_forward(self, F, x):
-            return function(F.np, x)
-
-    check_numpy(Net(), value, lambda v: function(np, v))
+    check_numpy(function, value)
 
 
-def check_numpy(net, value, function):
+def check_numpy(function, value):
     half = np.float16(value)
     with mx.util.np_shape(True), mx.util.np_array(True):
-        amp.convert(net)
+        net = calling(lambda F, x: function(F.np, x))
         result = net(mx.np.array([half], dtype="float16")).asnumpy()
-    expected = function(np.float32([half]))
+    expected = function(np, np.float32([half]))
     np.testing.assert_allclose(result.ravel(), expected.ravel(), rtol=1e-5)
 
 
@@ -136,25 +129,18 @@ def test_a_class_above_2048_stays_what_it_is(name, policy):
     x = np.zeros((2, 4000), np.float16)
     x[0, 2999], x[1, 3001] = 1, 1
 
-    class Net(gluon.HybridBlock):
-        def hybrid_forward(self, F, x):
-            return CLASSES[name](F, x)
-
-    net = amp.convert(Net(), policy)
+    net = calling(CLASSES[name], policy)
     x = nd.array(x, dtype="float32" if policy == "mixed_bfloat16" else "float16")
     assert net(x).asnumpy().tolist() == [2999, 3001]
 
 
 def test_what_is_drawn_may_lie_beyond_float16_and_counts_are_exact():
-    class Net(gluon.HybridBlock):
-        def hybrid_forward(self, F, x):
-            zeros = F.relu(x) * 0
-            return (zeros + F.random.uniform(1e5, 2e5, shape=(300,)),
-                    zeros + F.random.poisson(4001, shape=(300,)),
-                    F.sample_poisson(zeros + 4000))
+    def draw(F, x):
+        zeros = F.relu(x) * 0
+        return (zeros + F.random.uniform(1e5, 2e5, shape=(300,)),
+                zeros + F.random.poisson(4001, shape=(300,)), F.sample_poisson(zeros + 4000))
 
-    drawn, counts, sampled = (a.asnumpy() for a in
-                              amp.convert(Net())(nd.ones(300, dtype="float16")))
+    drawn, counts, sampled = (a.asnumpy() for a in calling(draw)(nd.ones(300, dtype="float16")))
     assert drawn.min() >= 1e5
     assert drawn.max() <= 2e5
     for found in counts, sampled:
@@ -163,33 +149,25 @@ def test_what_is_drawn_may_lie_beyond_float16_and_counts_are_exact():
 
 
 def test_a_division_by_1e_minus_5_is_as_wide_as_a_product_with_1e5():
-    class Net(gluon.HybridBlock):
-        def hybrid_forward(self, F, x):
-            return F.relu(x) / 1e-5, F.relu(x) * 1e5
-
-    for found in amp.convert(Net())(nd.array([1, 2], dtype="float16")):
+    net = calling(lambda F, x: (F.relu(x) / 1e-5, F.relu(x) * 1e5))
+    for found in net(nd.array([1, 2], dtype="float16")):
         np.testing.assert_allclose(found.asnumpy(), [1e5, 2e5], rtol=1e-4)
 
 
 @mx.util.use_np
 def test_a_logarithmic_range_may_end_beyond_float16():
-    class Net(gluon.HybridBlock):
-        def hybrid_forward(self, F, x):
-            return x * F.np.logspace(0, 8, 3)
-
-    found = amp.convert(Net())(mx.np.ones(3, dtype="float16")).asnumpy()
+    net = calling(lambda F, x: x * F.np.logspace(0, 8, 3))
+    found = net(mx.np.ones(3, dtype="float16")).asnumpy()
     np.testing.assert_allclose(found, [1, 1e4, 1e8], rtol=1e-5)
 
 
 @pytest.mark.parametrize("policy", ["float16", "mixed_float16", "pure_float16", "mixed_bfloat16"])
 def test_a_mask_of_minus_1e18_and_an_epsilon_of_1e_minus_12_keep_their_values(policy):
-    class Net(gluon.HybridBlock):
-        def hybrid_forward(self, F, x, mask):
-            masked = F.where(mask, x, -1e18 * F.ones_like(x))
-            return F.softmax(masked), x / (F.relu(x) * 0 + 1e-12)
+    def forward(F, x, mask):
+        masked = F.where(mask, x, -1e18 * F.ones_like(x))
+        return F.softmax(masked), x / (F.relu(x) * 0 + 1e-12)
 
-    net = Net()
-    amp.convert(net, policy)
+    net = calling(forward, policy)
     dtype = "float32" if policy == "mixed_bfloat16" else "float16"
     x = nd.array([[1, 2], [3, 4]], dtype=dtype)
     mask = nd.array([[1, 0], [0, 0]], dtype=dtype)
@@ -210,13 +188,9 @@ NUMBERS = {
 
 @pytest.mark.parametrize("name", NUMBERS)
 def test_numbers_beyond_float16_that_a_network_makes_stay_finite(name):
-    class Net(gluon.HybridBlock):
-        def hybrid_forward(self, F, x):
-            return NUMBERS[name](F, F.relu(x))
-
-    x = nd.array([[1, 2], [3, 4]])
-    expected = Net()(x).asnumpy()
-    np.testing.assert_allclose(amp.convert(Net())(x.astype("float16")).asnumpy(), expected)
+    net, x = calling(lambda F, x: NUMBERS[name](F, F.relu(x))), nd.array([[1, 2], [3, 4]])
+    found = net(x.astype("float16")).asnumpy()
+    np.testing.assert_allclose(found, amp.restore(net)(x).asnumpy())
 
 
 @pytest.mark.parametrize("policy", ["float16", "mixed_float16", "pure_float16"])
@@ -244,23 +218,16 @@ def test_a_constant_parameter_that_float16_does_not_hold_keeps_its_value(value, 
 
 
 def test_a_division_by_what_is_small_keeps_its_numerator_in_pure_float16():
-    class Net(gluon.HybridBlock):
-        def hybrid_forward(self, F, x):
-            return (1e-9 / (x * 1e-3)) * 1e6
-
-    x = nd.array([1, 2], dtype="float16")
-    found = amp.convert(Net(), "pure_float16")(x).asnumpy()
+    net = calling(lambda F, x: (1e-9 / (x * 1e-3)) * 1e6, "pure_float16")
+    found = net(nd.array([1, 2], dtype="float16")).asnumpy()
     np.testing.assert_allclose(found, [1, 0.5], rtol=1e-3)
 
 
 @mx.util.use_np
 def test_numbers_in_the_place_of_what_is_not_finite_may_be_beyond_float16():
-    class Net(gluon.HybridBlock):
-        def hybrid_forward(self, F, x):
-            return F.np.nan_to_num(x, posinf=1e6, neginf=-1e6, nan=1e9) * 1e-6
-
+    net = calling(lambda F, x: F.np.nan_to_num(x, posinf=1e6, neginf=-1e6, nan=1e9) * 1e-6)
     x = mx.np.array([np.inf, -np.inf, np.nan, 0], dtype="float16")
-    np.testing.assert_allclose(amp.convert(Net())(x).asnumpy(), [1, -1, 1e3, 0])
+    np.testing.assert_allclose(net(x).asnumpy(), [1, -1, 1e3, 0])
 
 
 def test_a_constant_that_float16_does_not_hold_makes_float32_of_its_node_on_gpus_too():
