@@ -1,13 +1,9 @@
 """For tests of `convert`: a small network, and what it looks like inside."""
-import subprocess
-import sys
-
 import gluon_amp as amp
 import numpy as np
 from gluon_amp._mxnet import mx
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
-from mxnet_alone import MXNET_ALONE
 
 
 class Net(gluon.HybridBlock):
@@ -70,10 +66,3 @@ def runs_in(net, name):
     nodes, entries = mixed(net)
     (node,) = [n for key, n in nodes.items() if key.endswith(name)]
     return entries[node.inputs[0]]
-
-
-def run_python(code, *args):
-    command = [sys.executable, "-W", "ignore", "-c", MXNET_ALONE + code, *map(str, args)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout

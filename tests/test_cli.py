@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import processes
 import pytest
 from gluon_amp import KernelError, __version__
 from gluon_amp.tools import cli
@@ -229,6 +230,5 @@ def test_ctrl_c_ends_it_with_130():
 
 
 def test_python_m_gluon_amp_is_the_same_command():
-    done = subprocess.run([sys.executable, "-W", "ignore", "-m", "gluon_amp", "--version"],
-                          capture_output=True, text=True, timeout=120)
+    done = processes.run("-m", "gluon_amp", "--version")
     assert done.stdout == f"gluon-amp {__version__}\n", done.stderr

@@ -9,11 +9,13 @@ import gluon_amp as amp
 import networks
 import numpy as np
 import pytest
-from converting import Net, holding, make, run_python, step, types, values
+from converting import Net, holding, make, step, types, values
 from gluon_amp._mxnet import mx
 from gluon_amp.cpu.arrays import to_float32
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
+from mxnet_alone import MXNET_ALONE
+from processes import printed
 
 # What stays as it was
 
@@ -55,7 +57,7 @@ def test_forward_hooks_still_fire(x):
 
 
 def test_nothing_outside_the_net_is_patched():
-    run_python("""
+    printed(MXNET_ALONE + """
 import numpy as np
 import mxnet as mx
 from mxnet import gluon

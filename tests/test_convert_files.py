@@ -5,9 +5,11 @@ import gluon_amp as amp
 import networks
 import numpy as np
 import pytest
-from converting import Net, make, rounded, run_python, step, types, values
+from converting import Net, make, rounded, step, types, values
 from gluon_amp._mxnet import mx
 from mxnet import gluon, nd
+from mxnet_alone import MXNET_ALONE
+from processes import printed
 
 
 @pytest.mark.parametrize("deduplicate", [False, True])
@@ -118,7 +120,7 @@ def test_an_export_runs_where_gluon_amp_is_not(policy, tmp_path, x):
     assert "amp_cast" not in text
     assert {a.dtype for a in nd.load(str(tmp_path / "net-0003.params")).values()} == {np.float32}
     np.save(str(tmp_path / "x.npy"), x.asnumpy())
-    run_python(LOAD, tmp_path)
+    printed(MXNET_ALONE + LOAD, tmp_path)
     np.testing.assert_allclose(np.load(str(tmp_path / "out.npy")), out, rtol=0.02, atol=0.01)
 
 

@@ -1,8 +1,5 @@
 """Networks cast to float16 train on a CPU by every way that MXNet has to run them."""
 import json
-import os
-import subprocess
-import sys
 import threading
 
 import gluon_amp as amp
@@ -14,6 +11,7 @@ from mxnet import autograd, gluon, nd
 from mxnet.contrib import amp as contrib_amp
 from mxnet.gluon import nn
 from mxnet.gluon.model_zoo import vision
+from processes import printed
 
 WAYS = {"imperative": None, "hybridized": {}, "static memory": {"static_alloc": True},
         "static": {"static_alloc": True, "static_shape": True}}
@@ -342,13 +340,6 @@ def test_two_threads_predict_what_one_does(rng):
         assert np.array_equal(got, (nd.relu(out) * 0.1 + out * 0.9).asnumpy())
 
 
-def in_process(code, **variables):
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True,
-                          text=True, timeout=300, env={**os.environ, **variables})
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 WORKERS = """
 import gluon_amp, numpy as np, mxnet as mx
 from mxnet import autograd, gluon, nd
@@ -380,7 +371,7 @@ print(repr(float(total)))
 
 
 def test_four_workers_and_forked_loaders_give_the_bits_of_one(rng):
-    found = {in_process(WORKERS, MXNET_CPU_WORKER_NTHREADS=count) for count in ("1", "4")}
+    found = {printed(WORKERS, MXNET_CPU_WORKER_NTHREADS=count) for count in ("1", "4")}
     assert len(found) == 1
     assert np.isfinite(float(found.pop()))
 
@@ -418,7 +409,7 @@ print(json.dumps(losses))
 
 
 def test_contrib_amp_trains_on_a_cpu():
-    losses = json.loads(in_process(CONTRIB).splitlines()[-1])
+    losses = json.loads(printed(CONTRIB).splitlines()[-1])
     assert losses[0] > 1
     assert np.mean(losses[-4:]) < 0.2
 

@@ -1,13 +1,11 @@
 """Arrays of other types than float16 give the bits of MXNet alone, and GLUON_AMP_ENGINE=off leaves
 MXNet as it is."""
-import os
 import pickle
 import re
-import subprocess
-import sys
 
 import pytest
 from mxnet_alone import MXNET_ALONE
+from processes import printed
 from test_engine_operators import HERE, candidates
 
 # Calls each operator forward and backward before gluon_amp is imported, and again behind it.
@@ -66,11 +64,8 @@ def test_other_types_give_the_bits_of_mxnet_alone(dtype, rng, tmp_path):
     calls = [(name, *case) for name in HERE for case in candidates(name, rng)
              if dtype != "int32" or re.fullmatch(OF_INTEGERS, name)]
     (tmp_path / "calls").write_bytes(pickle.dumps(calls))
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", MXNET_ALONE + CALLS,
-                           str(tmp_path / "calls"), dtype], capture_output=True, text=True,
-                          timeout=300, env={**os.environ, "MXNET_SAFE_ACCUMULATION": "1"})
-    assert done.returncode == 0, done.stderr[-2000:]
-    differ, ran = done.stdout.splitlines()[-2:]
+    differ, ran = printed(MXNET_ALONE + CALLS, tmp_path / "calls", dtype,
+                          MXNET_SAFE_ACCUMULATION="1").splitlines()[-2:]
     assert differ == "[]"
     assert int(ran) > 0.95 * len(calls)  # MXNet reads memory that it has not written in a few
 
@@ -95,6 +90,4 @@ except amp.KernelError as error:
 
 
 def test_off_leaves_mxnet_as_it_is():
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", OFF], capture_output=True,
-                          text=True, env={**os.environ, "GLUON_AMP_ENGINE": "off"}, timeout=100)
-    assert done.returncode == 0, done.stderr
+    printed(OFF, GLUON_AMP_ENGINE="off")

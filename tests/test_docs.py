@@ -15,6 +15,7 @@ from pathlib import Path
 
 import gluon_amp
 import matplotlib
+import processes
 import pytest
 from gluon_amp._mxnet import mx
 from gluon_amp.tools.cli import main as gluon_amp_command
@@ -75,9 +76,7 @@ class Runner:
     def process(self, example):
         code = (f"import contextlib, io\nwith contextlib.redirect_stdout(io.StringIO()):\n"
                 f"    exec({self.ran!r})\nexec({example.parsed!r})")
-        done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], text=True,
-                              capture_output=True, check=True, timeout=100)
-        self.printed.write(done.stdout)
+        self.printed.write(processes.printed(code))
 
     def diff(self, example):
         lines = example.parsed.splitlines()

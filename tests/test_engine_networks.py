@@ -1,9 +1,6 @@
 """Converted networks on a CPU: the same bits however their memory is planned and however often a
 graph is walked back; nothing outside of them changes."""
 import hashlib
-import os
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -18,6 +15,7 @@ from halves import as_function, assert_half, halves, run
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn, rnn
 from mxnet_alone import MXNET_ALONE
+from processes import printed
 
 sym = mx.sym
 X = sym.var("x")
@@ -236,10 +234,7 @@ def test_a_thread_may_call_a_network_while_another_one_calls_it(other, monkeypat
 
 def test_float32_is_what_it_was_before_the_import():
     """Bit by bit."""
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", MXNET_ALONE + FLOAT32], text=True,
-                          env={**os.environ, "MXNET_SAFE_ACCUMULATION": "1"}, timeout=120,
-                          capture_output=True, cwd=Path(amp.__file__).parents[1])
-    assert done.returncode == 0, done.stderr
+    printed(MXNET_ALONE + FLOAT32, MXNET_SAFE_ACCUMULATION="1")
 
 
 FLOAT32 = """
@@ -319,7 +314,4 @@ def test_each_seed_and_process_gives_the_same_bits():
            "found = nets.trained('residual', 'write', {})[1]\n" \
            "print(hashlib.sha256(b''.join(a.tobytes() for a in found)).hexdigest())"
     here = hashlib.sha256(b"".join(a.tobytes() for a in trained("residual", "write", {})[1]))
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], text=True, timeout=120,
-                          capture_output=True, env={**os.environ, "MALLOC_PERTURB_": "165"},
-                          cwd=Path(amp.__file__).parents[1])
-    assert done.stdout.split()[-1:] == [here.hexdigest()], done.stderr
+    assert printed(code, MALLOC_PERTURB_="165").split()[-1] == here.hexdigest()

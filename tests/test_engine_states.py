@@ -1,8 +1,5 @@
 """Operators that keep something from their forward pass to their backward pass: recurrent layers,
 dropout, MXNet's older operators. Their results are float32's, rounded; so are their gradients."""
-import os
-import subprocess
-import sys
 from itertools import product
 from pathlib import Path
 
@@ -12,6 +9,7 @@ from gluon_amp._mxnet import mx
 from gluon_amp.graph.build import build
 from gluon_amp.graph.graph import Entry, Graph, Node
 from halves import as_function, assert_half, halves, ulps
+from processes import printed
 
 sym = mx.sym
 X, Y, Z = (sym.var(name) for name in "xyz")
@@ -164,9 +162,7 @@ for flags in ((), STATIC):
 
 def test_a_prediction_of_a_recurrent_layer_needs_no_workspace_of_training():
     """MXNet does not say to static graphs whether gradients are needed."""
-    command = [sys.executable, "-W", "ignore", "-c", PREDICTS, str(Path(__file__).parent)]
-    said = subprocess.run(command, env={**os.environ, "DNNL_VERBOSE": "1"}, check=True, text=True,
-                          stdout=subprocess.PIPE).stdout
+    said = printed(PREDICTS, Path(__file__).parent, DNNL_VERBOSE="1")
     assert ",rnn," in said
     assert "forward_inference" in said
     assert "forward_training" not in said

@@ -7,7 +7,6 @@ import json
 import logging
 import os
 import re
-import subprocess
 import sys
 from argparse import Namespace
 from importlib.util import find_spec
@@ -20,6 +19,7 @@ import pytest
 import recipes
 from gluon_amp._mxnet import mx
 from gluon_amp.policy import APEX, POLICIES
+from processes import printed
 from symbols import get_symbol
 
 EXAMPLES = Path(__file__).parents[1] / "example"
@@ -288,10 +288,8 @@ def test_gluoncvs_networks_are_found_beside_pytorch_2(before, tmp_path):
     (tmp_path / "torch.py").write_text("__version__ = '2.13.0'")
     code = (f"import recipes; {before}recipes.zoo_network('cifar_resnet20_v1'); "
             "import torch; print(torch.__version__)")
-    ran = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True,
-                         text=True, env={**os.environ, "PYTHONPATH": os.pathsep.join(
-                             [str(tmp_path), str(EXAMPLES), os.environ.get("PYTHONPATH", "")])})
-    assert ran.stdout == "2.13.0\n", ran.stderr
+    path = os.pathsep.join([str(tmp_path), str(EXAMPLES), os.environ.get("PYTHONPATH", "")])
+    assert printed(code, PYTHONPATH=path) == "2.13.0\n"
 
 
 def test_a_mistyped_flag_brings_up_its_right_name_in_one_line(monkeypatch, capsys):

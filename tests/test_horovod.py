@@ -10,6 +10,7 @@ from gluon_amp.parallel.rendezvous import answer_horovod
 from gluon_amp.parallel.supervise import RankEndedError
 from mxnet.gluon import nn
 from mxnet_alone import MXNET_ALONE
+from processes import printed
 from ranks import horovod_roles, needs_horovod
 
 pytestmark = needs_horovod
@@ -42,11 +43,8 @@ print("trained", trainer._kvstore.type)
     "import gluon_amp as amp; import horovod.mxnet as hvd",
     "import horovod.mxnet as hvd; import gluon_amp as amp"])
 def test_horovods_library_and_ours_share_a_process_in_either_order(imports):
-    ran = subprocess.run([sys.executable, "-W", "ignore", "-c",
-                          MXNET_ALONE + BESIDE.format(imports=imports)],
-                         capture_output=True, text=True, timeout=90)
-    assert ran.returncode == 0, ran.stderr
-    assert ran.stdout == "trained dist_sync_horovod\n"
+    said = printed(MXNET_ALONE + BESIDE.format(imports=imports))
+    assert said == "trained dist_sync_horovod\n"
 
 
 def test_a_program_gets_its_own_flags_whatever_horovodrun_calls_its(monkeypatch):

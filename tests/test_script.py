@@ -1,12 +1,9 @@
 """`python -m gluon_amp SCRIPT`: scripts of MXNet's time run as they are."""
-import subprocess
-import sys
-from pathlib import Path
 
 import gluon_amp
+import processes
 import pytest
 
-ROOT = Path(gluon_amp.__file__).parents[1]
 PUBLISHED = """
 import argparse
 import numpy as np
@@ -42,9 +39,8 @@ if __name__ == "__main__":
 """
 
 
-def run(*arguments, cwd=ROOT):
-    return subprocess.run([sys.executable, "-W", "ignore", "-m", "gluon_amp", *map(str, arguments)],
-                          cwd=cwd, text=True, capture_output=True, timeout=120)
+def run(*arguments):
+    return processes.run("-m", "gluon_amp", *arguments)
 
 
 @pytest.fixture
