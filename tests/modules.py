@@ -1,6 +1,7 @@
 """A small network for amp.Module and MXNet's, and all that a step of either depends on."""
 import gluon_amp as amp
 import numpy as np
+from arrays import numbers
 from gluon_amp._mxnet import mx
 from mxnet import nd
 from mxnet import symbol as S
@@ -76,21 +77,10 @@ def grads(mod):
     return {k: g.asnumpy() for k, g in mod._exec_group.execs[0].grad_dict.items() if g is not None}
 
 
-def same(a, b):
-    return a.keys() == b.keys() and all(np.array_equal(a[k], b[k]) for k in a)
-
-
-def arrays(state):
-    if isinstance(state, nd.NDArray):
-        return [state.asnumpy()]
-    parts = state.values() if isinstance(state, dict) else state or ()
-    return [a for part in parts for a in arrays(part)]
-
-
 def everything(mod):
     """All that a step depends on."""
     scale = mod._step.loss_scale
-    return {**values(mod), **dict(enumerate(arrays(mod._updater.states))),
+    return {**values(mod), **dict(enumerate(numbers(mod._updater.states))),
             "scale": [mod.loss_scale, mod.skipped, getattr(scale, "finite_step", 0),
                       mod._step.skipped_in_a_row, mod._optimizer.num_update,
                       mod._optimizer.learning_rate]}

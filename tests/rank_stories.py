@@ -8,6 +8,7 @@ import time
 
 import gluon_amp as amp
 import numpy as np
+from arrays import numbers
 from gluon_amp._mxnet import mx
 from gluon_amp.parallel import average_statistics, consistency, sync
 from mxnet import autograd, gluon, nd
@@ -29,17 +30,8 @@ def network(deferred=False, units=5):
 
 def held(trainer):
     """Weights and masters."""
-    arrays = [p.data() for p in trainer._params if p.grad_req != "null"]
-    arrays += trainer._updaters[0].states.values()
-    return [a.asnumpy() for a in flat(arrays)]
-
-
-def flat(arrays):
-    for array in arrays:
-        if isinstance(array, (list, tuple)):
-            yield from flat(array)
-        elif array is not None:
-            yield array
+    return numbers([[p.data() for p in trainer._params if p.grad_req != "null"],
+                    trainer._updaters[0].states])
 
 
 def store_of(store):

@@ -5,6 +5,7 @@ import threading
 import gluon_amp as amp
 import numpy as np
 import pytest
+from arrays import flat
 from gluon_amp._mxnet import mx
 from halves import assert_half, halves
 from mxnet import autograd, gluon, nd
@@ -289,14 +290,6 @@ def test_multi_precision_updates_have_float32s_bits(name, settings, clip, rng):
         results.append(masters)
     for master, exact in zip(*results):
         assert np.array_equal(master.asnumpy(), exact.asnumpy())
-
-
-def flat(states):
-    for state in states if isinstance(states, (tuple, list)) else [states]:
-        if isinstance(state, (tuple, list)):
-            yield from flat(state)
-        elif state is not None:
-            yield state
 
 
 def is_master(state, weight):

@@ -2,6 +2,7 @@
 import gluon_amp as amp
 import numpy as np
 import pytest
+from arrays import same
 from gluon_amp._mxnet import mx
 from gluon_amp.parallel import average_statistics
 from gluon_amp.parallel.supervise import patience
@@ -9,10 +10,6 @@ from gluon_amp.parallel.sync import Workers
 from mxnet import gluon, nd
 from mxnet.gluon import nn
 from ranks import ALL, EITHER, RANKS, STARTS, STEPS, STORES, needs_horovod
-
-
-def same(one, other):
-    return len(one) == len(other) and all(map(np.array_equal, one, other))
 
 
 def agree(results):

@@ -8,6 +8,7 @@ from dataclasses import replace
 import gluon_amp as amp
 import numpy as np
 import pytest
+from arrays import same
 from gluon_amp._mxnet import mx
 from gluon_amp.cpu import library
 from gluon_amp.cpu.library import table
@@ -218,10 +219,6 @@ def weights(net):
 
 def histories(net):
     return scales_of(net.collect_params().values())
-
-
-def same(a, b):
-    return all(map(np.array_equal, a, b))
 
 
 def test_float8_learns_and_is_not_bfloat16():

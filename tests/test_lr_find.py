@@ -4,6 +4,7 @@ import pickle
 import gluon_amp as amp
 import numpy as np
 import pytest
+from arrays import numbers
 from gluon_amp._mxnet import mx
 from gluon_amp.cpu.scales import scales_of
 from mxnet import autograd, gluon, nd
@@ -31,9 +32,7 @@ def batches(rng):
 
 def everything(net, trainer):
     states = pickle.loads(trainer._updaters[0].get_states(dump_optimizer=True))
-    flat = [a.asnumpy() for s in states[0].values() for a in np.ravel(np.array(s, dtype=object))
-            if isinstance(a, mx.nd.NDArray)]
-    return ([p.data().asnumpy() for p in net.collect_params().values()] + flat,
+    return (numbers([[p.data() for p in net.collect_params().values()], states[0]]),
             [s.read() for s in scales_of(trainer._params)],
             trainer.learning_rate, trainer.optimizer.num_update,
             getattr(trainer, "loss_scale", 1), getattr(trainer, "skipped", 0))

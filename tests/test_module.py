@@ -5,6 +5,7 @@ import re
 import gluon_amp as amp
 import numpy as np
 import pytest
+from arrays import same
 from gluon_amp._mxnet import mx
 from gluon_amp.symbolic.module import Speedometer
 from modules import (
@@ -21,7 +22,6 @@ from modules import (
     learn,
     made,
     net,
-    same,
     settled,
     train,
     values,

@@ -5,6 +5,7 @@ import gluon_amp as amp
 import networks
 import numpy as np
 import pytest
+from arrays import flat, numbers
 from gluon_amp._mxnet import mx
 from gluon_amp.policy import Policy
 from halves import NOT_ROUNDED
@@ -15,12 +16,6 @@ from recipes import zoo_network
 ALL = {**networks.ZOO, **networks.OTHERS}
 
 
-def flatten(outputs):
-    if isinstance(outputs, nd.NDArray):
-        return [outputs]
-    return [array for part in outputs for array in flatten(part)]
-
-
 def train(net, inputs, steps=2, lr=1e-3):
     """First outputs and gradients, the losses of some steps, and the last prediction."""
     trainer = gluon.Trainer(net.collect_params(), amp.optimizer("sgd", learning_rate=lr,
@@ -29,7 +24,7 @@ def train(net, inputs, steps=2, lr=1e-3):
     for _ in range(steps):
         mx.random.seed(3)  # the same dropout in every step and type
         with autograd.record():
-            outputs = flatten(net(*inputs))
+            outputs = [*flat(net(*inputs))]
             loss = nd.add_n(*((o * o).mean().reshape(1) for o in outputs))
         loss.backward()
         if first is None:
@@ -38,7 +33,7 @@ def train(net, inputs, steps=2, lr=1e-3):
                          for p in net.collect_params().values() if p.grad_req != "null"]
         trainer.step(1)
         losses.append(loss.asscalar())
-    return first, gradients, losses, [o.asnumpy() for o in flatten(net(*inputs))]
+    return first, gradients, losses, numbers(net(*inputs))
 
 
 def both(make, inputs, policy="float16", **kwargs):
@@ -105,7 +100,7 @@ def test_without_rounding_the_graph_is_float32s(name, rng):
             net.hybridize()
         mx.random.seed(3)
         with autograd.record():
-            outputs = flatten(net(*inputs))
+            outputs = [*flat(net(*inputs))]
             loss = nd.add_n(*((o * o).mean().reshape(1) for o in outputs))
         loss.backward()
         results.append(([o.asnumpy() for o in outputs],

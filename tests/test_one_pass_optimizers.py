@@ -4,6 +4,7 @@ optimizers make of the same gradients, for every setting, any size and all instr
 import gluon_amp as amp
 import numpy as np
 import pytest
+from arrays import numbers
 from gluon_amp._mxnet import mx
 from gluon_amp.cpu import library
 from gluon_amp.training import one_pass
@@ -56,7 +57,7 @@ def train(optimizer, dtype, steps=4):
         updater(list(range(len(SIZES))), gradients, weights)
     kept = []
     for i, weight in enumerate(weights):
-        state = [array.asnumpy() for array in flat(updater.states[i])]
+        state = numbers(updater.states[i])
         if dtype == "float32":
             kept.append([weight.asnumpy(), *state])
         elif isinstance(optimizer, (mx.optimizer.SGD, mx.optimizer.NAG)):
@@ -64,14 +65,6 @@ def train(optimizer, dtype, steps=4):
         else:
             kept.append(state)
     return [weight.asnumpy() for weight in weights], kept
-
-
-def flat(state):
-    if state is None:
-        return []
-    if isinstance(state, mx.nd.NDArray):
-        return [state]
-    return [array for part in state for array in flat(part)]
 
 
 def assert_as_in_float32(name, settings, calls):

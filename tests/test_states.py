@@ -7,6 +7,7 @@ from pathlib import Path
 import gluon_amp as amp
 import numpy as np
 import pytest
+from arrays import numbers, same
 from gluon_amp._mxnet import mx
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
@@ -37,23 +38,10 @@ def values(net):
     return [p.data().asnumpy() for p in net.collect_params().values()]
 
 
-def arrays(state):
-    if isinstance(state, mx.nd.NDArray):
-        return [state.asnumpy()]
-    if isinstance(state, (list, tuple, dict)):
-        state = state.values() if isinstance(state, dict) else state
-        return [a for part in state for a in arrays(part)]
-    return []
-
-
 def everything(net, trainer):
     """All that a step depends on."""
-    return [*values(net), *arrays(trainer._updaters[0].states), trainer.loss_scale, trainer.skipped,
-            trainer.optimizer.num_update]
-
-
-def same(a, b):
-    return len(a) == len(b) and all(map(np.array_equal, a, b))
+    return [*values(net), *numbers(trainer._updaters[0].states), trainer.loss_scale,
+            trainer.skipped, trainer.optimizer.num_update]
 
 
 def of(net, name="sgd", **kwargs):
@@ -100,7 +88,7 @@ def test_a_file_of_gluons_trainer_loads(name, policy, path, tmp_path):
     other = make(policy)
     trainer = of(other, name)
     trainer.load_states(path)
-    assert same(arrays(stock._updaters[0].states), arrays(trainer._updaters[0].states))
+    assert same(numbers(stock._updaters[0].states), numbers(trainer._updaters[0].states))
     assert trainer.optimizer.num_update == 4
     assert trainer.loss_scale == 2.0 ** 16
     fit(other, trainer, 4)
@@ -116,7 +104,7 @@ def test_gluons_trainer_loads_the_file(path):
     trainer.save_states(path)
     stock = gluon.Trainer(make("float32").collect_params(), "adam")
     stock.load_states(path)
-    assert same(arrays(stock._updaters[0].states), arrays(trainer._updaters[0].states))
+    assert same(numbers(stock._updaters[0].states), numbers(trainer._updaters[0].states))
 
 
 @pytest.mark.filterwarnings("ignore:unclosed file", "ignore:Exception ignored")  # MXNet's kvstore

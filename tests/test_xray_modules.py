@@ -7,6 +7,7 @@ import modules
 import numpy as np
 import pytest
 import recipes
+from arrays import same
 from gluon_amp._mxnet import mx
 from gluon_amp.inspection.statistics import Key
 from modules import body, dynamic
@@ -77,7 +78,7 @@ def test_nothing_of_the_module_changes():
     amp.xray(mod, [modules.batch(1)])
     assert amp.explain(mod, modules.batch(1), loss_scale=2.0 ** 40).backward
     drawn = nd.random.uniform(shape=3).asnumpy()
-    assert modules.same(modules.everything(mod), before)
+    assert same(modules.everything(mod), before)
     mx.random.seed(1)
     np.testing.assert_array_equal(drawn, nd.random.uniform(shape=3).asnumpy())
 
@@ -114,7 +115,7 @@ def test_training_with_an_xray_before_each_epoch_has_the_same_bits(tmp_path):
                 optimizer_params={"learning_rate": 0.1})
         return modules.values(mod)
 
-    assert modules.same(trained(None), trained(str(tmp_path)))
+    assert same(trained(None), trained(str(tmp_path)))
     for epoch in ("epoch-0", "epoch-1"):
         head, first, *_ = (tmp_path / epoch / "xray.jsonl").read_text().splitlines()
         assert json.loads(head)["findings"] == []
@@ -160,7 +161,7 @@ def test_what_the_modules_own_step_would_add_is_counted(before, clip_norm):
     modules.train(mod, before)
     everything = modules.everything(mod)
     view = amp.xray(mod, [modules.batch(5)])
-    assert modules.same(modules.everything(mod), everything)
+    assert same(modules.everything(mod), everything)
     old = masters(mod)
     modules.learn(mod, modules.batch(5))
     assert len(view.weights) == len(old)

@@ -5,6 +5,7 @@ from collections import Counter
 import gluon_amp as amp
 import mxnet as mx
 import numpy as np
+from arrays import flat
 from gluon_amp.gpu import recording
 from mxnet import gluon
 from mxnet.gluon import nn
@@ -16,11 +17,6 @@ def put(data, context=GPU):
     if isinstance(data, (list, tuple)):
         return [put(one, context) for one in data]
     return data.as_in_context(context)
-
-
-def flat(outputs):
-    return [one for out in outputs for one in flat(out)] \
-        if isinstance(outputs, (list, tuple)) else [outputs]
 
 
 def mean_square(outputs):

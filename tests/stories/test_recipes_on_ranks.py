@@ -9,6 +9,7 @@ from pathlib import Path
 import gluon_amp
 import numpy as np
 import recipes
+from arrays import same
 from gluon_amp._mxnet import mx
 from PIL import Image
 
@@ -72,10 +73,6 @@ def lines_of(folder):
     for line in lines:
         line.pop("seconds", None), line.pop("samples_per_second", None)
     return lines
-
-
-def same(first, second):
-    return set(first) == set(second) and all(map(np.array_equal, first.values(), second.values()))
 
 
 def test_two_ranks_train_one_network_on_parts_and_go_on_bit_by_bit(tmp_path):
