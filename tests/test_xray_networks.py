@@ -9,6 +9,7 @@ from mxnet.gluon import nn, rnn
 from xray_networks import (
     LOSS,
     Mean,
+    check_mended,
     prepared,
     rows,
     training,
@@ -37,10 +38,7 @@ def test_other_networks_than_hybrid_blocks_are_looked_into(name):
     view = amp.xray(net, rows(), LOSS)
     assert part in view.findings[0].node
     assert view.keep
-    amp.convert(net, keep=view.keep)
-    after = amp.xray(net, rows(), LOSS)
-    assert after.findings == []
-    np.testing.assert_allclose(after.losses, after.reference_losses, rtol=0.01)
+    check_mended(net, view, rows())
 
 
 class Loops(gluon.HybridBlock):
@@ -135,8 +133,7 @@ def test_a_block_and_an_operator_of_one_name_are_both_kept():
     view = amp.xray(net, rows(), LOSS)
     assert "net_relu0" in view.keep
     assert not any("still" in note for note in view.notes)
-    amp.convert(net, keep=view.keep)
-    assert amp.xray(net, rows(), LOSS).findings == []
+    check_mended(net, view, rows())
 
 
 def test_a_block_that_is_called_twice_is_counted_twice():
@@ -200,10 +197,7 @@ def test_what_cancels_is_followed_through_casts_to_where_it_was_rounded():
     assert (view.findings[0].node, view.findings[0].reason) == ("far__minus0", "cancellation")
     assert {"far_dot0", "far__mul0"} <= set(view.keep)
     assert not any("still does not suit" in note for note in view.notes)
-    amp.convert(net, keep=view.keep)
-    after = amp.xray(net, rows(), LOSS)
-    assert after.findings == []
-    np.testing.assert_allclose(after.losses, after.reference_losses, rtol=1e-3)
+    check_mended(net, view, rows(), rtol=1e-3)
 
 
 class MayBeLeftOut(nn.HybridBlock):
@@ -232,9 +226,7 @@ def test_all_graphs_of_a_block_are_looked_into_and_what_follows_is_not_blamed():
     net = prepared(InTwoWays())
     view = amp.xray(net, rows(), LOSS)
     assert [f.node for f in view.findings] == ["ways_part__mulscalar1"]
-    amp.convert(net, keep=view.keep)
-    after = amp.xray(net, rows(), LOSS)
-    assert (after.findings, after.first_overflow) == ([], None)
+    check_mended(net, view, rows())
 
 
 class Sparse(nn.HybridBlock):

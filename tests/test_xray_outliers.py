@@ -7,8 +7,7 @@ from gluon_amp.inspection.tensors import Layout
 from gluon_amp.inspection.trial import Trial
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
-from test_xray_faults import converted, layers
-from xray_networks import LOSS, rows
+from xray_networks import LOSS, calling, check_mended, layers, rows
 
 
 def with_largest(*numbers):
@@ -25,19 +24,18 @@ def of_a_logarithm(F, x, dense, out):
 
 
 def test_an_exponent_that_overflows_in_other_batches_is_named_where_it_comes_near():
-    net = converted(of_a_logarithm, *layers(8, 4))
+    net = calling(of_a_logarithm, *layers(8, 4))
     view = amp.xray(net, with_largest(8.0, 7.0, 10.5), LOSS)
     assert view.first_overflow is None
     assert (view.findings[0].node, view.findings[0].reason) == ("net_exp0", "range above")
     assert "up to 2^16 in one batch, and to 2^12 in half of them" in view.findings[0].detail
-    amp.convert(net, keep=view.keep)
-    assert amp.xray(net, with_largest(8.0, 7.0, 10.5), LOSS).findings == []
+    check_mended(net, view, with_largest(8.0, 7.0, 10.5))
     assert amp.explain(net, with_largest(12.0)[0], LOSS) is None
 
 
 @pytest.mark.parametrize("largest", [(8.0, 7.0, 8.5), (10.5, 10.5, 10.5)])
 def test_an_exponent_that_keeps_its_distance_or_its_size_is_no_fault(largest):
-    assert amp.xray(converted(of_a_logarithm, *layers(8, 4)), with_largest(*largest),
+    assert amp.xray(calling(of_a_logarithm, *layers(8, 4)), with_largest(*largest),
                     LOSS).findings == []
 
 
@@ -45,14 +43,15 @@ def test_a_mask_that_one_batch_has_is_no_fault():
     def forward(F, x, dense, out):
         return out(F.softmax(dense(x) + (x > 5) * -3e4))
     given = with_largest(1.0, 1.0, 9.0)
-    assert amp.xray(converted(forward, *layers(6, 4)), given, LOSS).findings == []
+    assert amp.xray(calling(forward, *layers(6, 4)), given, LOSS).findings == []
 
 
 def test_where_gradients_need_a_scale_below_1_it_is_told_how_to_give_it():
     def large(output, label):
         return LOSS(output, label) * 2e6
-    net = converted(lambda F, x, dense, out: out(dense(x)), *layers(8, 4))
+    net = calling(lambda F, x, dense, out: out(dense(x)), *layers(8, 4))
     view = amp.xray(net, rows(), large)
+    assert (view.findings, view.keep) == ([], [])
     high = view.loss_scale[1]
     assert high < 1
     assert f"amp.DynamicLossScale({high:g}, minimum=" in str(view)
@@ -90,7 +89,7 @@ def test_an_overflow_that_hangs_on_random_numbers_is_explained():
     def forward(F, x, dense, out):
         h = dense(x)
         return out(h + F.random.normal_like(h) * 26000 * 2.0 ** -13)
-    net = converted(forward, *layers(6, 4))
+    net = calling(forward, *layers(6, 4))
     for seed in range(8):
         mx.random.seed(seed)
         assert amp.explain(net, rows()[0], LOSS).node == "net__mulscalar0"
@@ -100,7 +99,7 @@ def test_gradients_that_are_not_finite_in_float32_either_are_said_to_be_so():
     """A square root of 0 passes an infinite gradient on."""
     def forward(F, x, dense, out):
         return out(F.sqrt(dense(x) * 0))
-    view = amp.xray(converted(forward, *layers(8, 4)), rows(), LOSS)
+    view = amp.xray(calling(forward, *layers(8, 4)), rows(), LOSS)
     assert str(view).startswith("batch 0: gradients are not finite in float32 either")
     assert (view.findings, view.keep, view.left_out) == ([], [], [0, 1])
 
@@ -111,7 +110,7 @@ def test_what_to_keep_is_never_a_cast():
         _, state = F.contrib.foreach(lambda row, state: (row, F.tanh(inner(state + row))),
                                      F.expand_dims(x, axis=0), x)
         return out(state)
-    net = converted(forward, nn.Dense(6, in_units=6, prefix="net_inner_"), *layers(4))
+    net = calling(forward, nn.Dense(6, in_units=6, prefix="net_inner_"), *layers(4))
     trial = Trial(net, net._amp.policy)
     net(rows()[0][0])
     trial.look(rows()[0])
@@ -125,7 +124,7 @@ def test_gradients_that_a_fault_forward_has_made_keep_nothing():
     """A norm of rows that cancellation made 0 has large gradients; of what they are it has not."""
     def forward(F, x, dense, out):
         return out(F.L2Normalization((dense(x) * 0.03 + 700) - 700))
-    net = converted(forward, *layers(8, 4))
+    net = calling(forward, *layers(8, 4))
     view = amp.xray(net, rows(), LOSS)
     assert [finding.reason for finding in view.findings] == ["cancellation"]
     assert not any("dense" in name for name in view.keep)

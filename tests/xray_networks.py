@@ -75,6 +75,34 @@ class Mean(gluon.Block):
         return self.out((self.body(x) + self.body(x * 2)) / 2)
 
 
+def calling(forward, *layers):
+    """A network that is called as forward(F, x, *layers)."""
+    class Net(gluon.HybridBlock):
+        def __init__(self):
+            super().__init__(prefix="net_")
+            for i, layer in enumerate(layers):
+                self.register_child(layer, str(i))
+
+        def hybrid_forward(self, F, x):
+            return forward(F, x, *layers)
+    mx.random.seed(1)
+    net = Net()
+    net.initialize(mx.init.Xavier())
+    return amp.convert(net)
+
+
+def layers(*units, flatten=True):
+    return [nn.Dense(u, flatten=flatten, prefix=f"net_dense{i}_") for i, u in enumerate(units)]
+
+
+def check_mended(net, view, given, loss_fn=LOSS, rtol=0.01):
+    """With what an X-ray keeps there is nothing to find, and the losses are float32's."""
+    amp.convert(net, keep=view.keep)
+    after = amp.xray(net, given, loss_fn)
+    assert (after.findings, after.first_overflow) == ([], None)
+    np.testing.assert_allclose(after.losses, after.reference_losses, rtol=rtol)
+
+
 def training(looked_at, make=None, give=None, steps=4):
     """A network with Dropout that was trained with an X-ray or without: all that it holds, and what
     MXNet draws next."""
