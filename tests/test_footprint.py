@@ -90,13 +90,6 @@ def test_layers_that_do_not_fit_are_named_with_their_share():
     assert found["share_off"] == pytest.approx((first + last) / (first + second + last))
 
 
-def test_a_batch_that_is_no_multiple_of_8_keeps_dense_layers_off():
-    made = nn.Dense(16, in_units=16)
-    assert costs(made, (16, 16))["off_tensor_cores"] == []
-    (layer,) = costs(made, (20, 16))["off_tensor_cores"]
-    assert (layer["rows"], layer["share"]) == (20, 1)
-
-
 def test_a_network_without_layers_has_no_work(tmp_path):
     found = costs(nn.Activation("relu"))
     assert (found["layers"], found["multiply_adds"], found["share_off"]) == (0, 0, 0)
@@ -104,12 +97,6 @@ def test_a_network_without_layers_has_no_work(tmp_path):
     text = describe(examine(str(tmp_path / "net-symbol.json")))
     assert "No convolution and no fully connected layer" in text
     assert "fit Tensor Cores" not in text
-
-
-def test_a_transposed_convolution_may_be_the_first_layer():
-    (layer,) = (costs(nn.Conv2DTranspose(16, 4, 2, 1, in_channels=12), (8, 12, 8, 8)), )
-    assert layer["multiply_adds"] == 8 * 12 * 8 * 8 * 16 * 4 * 4
-    assert [off["sizes"] for off in layer["off_tensor_cores"]] == [[16, 12]]
 
 
 def test_the_text_has_the_costs_of_the_json():
@@ -208,10 +195,6 @@ def test_what_is_printed_fits_80_columns_and_loses_no_word():
             if len(line) > 80 and line.strip() not in paths] == []
     assert fitted.split() == text.split()
     assert "depthwise: each channel has a filter" in text
-
-
-def test_a_network_without_depthwise_layers_is_told_nothing_of_them():
-    assert "depthwise" not in describe(examine("resnet18_v1", 20))
 
 
 def test_a_mistyped_network_brings_up_its_right_name():
