@@ -46,11 +46,14 @@ def trainer_for(net, store, **kwargs):
                        kvstore=store, **kwargs)
 
 
-def step(net, trainer, rng, ranks=2):
-    x, y = nd.array(rng.standard_normal((4, 3, 8, 8))), nd.array(rng.integers(0, 5, 4))
+def backward(net, trainer, x, y):
     with autograd.record():
-        loss = LOSS(net(x), y)
+        loss = LOSS(net(nd.array(x)), nd.array(y))
     trainer.backward(loss)
+
+
+def step(net, trainer, rng, ranks=2):
+    backward(net, trainer, rng.standard_normal((4, 3, 8, 8)), rng.integers(0, 5, 4))
     return trainer.step(4 * ranks)
 
 
@@ -65,9 +68,7 @@ def has_predicted_in_float32(store, rank):
     net(x)
     trainer = trainer_for(net, store)
     for _ in range(3):
-        with autograd.record():
-            loss = LOSS(net(x), nd.zeros(4))
-        trainer.backward(loss)
+        backward(net, trainer, x, nd.zeros(4))
         trainer.step(8)
     trainer.check_ranks()
     return trainer.skipped, held(trainer)
@@ -157,12 +158,10 @@ def some_are_infinite(store, rank, ranks, steps):
     rng = np.random.default_rng(rank)
     told = []
     for _ in range(steps):
-        x, y = rng.standard_normal((4, 3, 8, 8)), nd.array(rng.integers(0, 5, 4))
+        x, y = rng.standard_normal((4, 3, 8, 8)), rng.integers(0, 5, 4)
         if rng.random() < 0.03:
             x[0, 0, 0, 0] = rng.choice([np.inf, -np.inf, np.nan, 1e12, -1e12])
-        with autograd.record():
-            loss = LOSS(net(nd.array(x)), y)
-        trainer.backward(loss)
+        backward(net, trainer, x, y)
         told.append((trainer.step(4 * ranks), trainer.loss_scale))
     trainer.check_ranks()
     return told, trainer.skipped, held(trainer)
@@ -172,12 +171,10 @@ def trained(net, trainer, steps, rng):
     """Whether each step updated, the loss scale, how many were skipped, and what is held."""
     told = []
     for i in steps:
-        x, y = rng.standard_normal((4, 3, 8, 8)), nd.array(rng.integers(0, 5, 4))
+        x, y = rng.standard_normal((4, 3, 8, 8)), rng.integers(0, 5, 4)
         if i % 4 == 2:
             x[0, 0, 0, 0] = np.inf
-        with autograd.record():
-            loss = LOSS(net(nd.array(x)), y)
-        trainer.backward(loss)
+        backward(net, trainer, x, y)
         told.append(trainer.step(8))
     trainer.check_ranks()
     return told, trainer.loss_scale, trainer.skipped, held(trainer)
@@ -272,9 +269,7 @@ def times_steps(store, rank, dtype, ranks, steps):
 
     def step():
         began = time.monotonic()
-        with autograd.record():
-            loss = LOSS(net(x), y)
-        trainer.backward(loss)
+        backward(net, trainer, x, y)
         trainer.step(8 * ranks)
         nd.waitall()
         return time.monotonic() - began
@@ -330,9 +325,7 @@ def nothing_is_finite(store, rank, loss_scale):
         x = rng.standard_normal((4, 3, 8, 8))
         if rank == 1 and i > 2:
             x[:] = np.inf
-        with autograd.record():
-            loss = LOSS(net(nd.array(x)), nd.zeros(4))
-        trainer.backward(loss)
+        backward(net, trainer, x, nd.zeros(4))
         try:
             trainer.step(8)
         except amp.LossScaleError:
@@ -354,9 +347,7 @@ def learns_its_part(store, rank, ranks, steps=20):
         if i % 7 == 5:
             x[i % 8] = np.nan
         mine = slice(rank * 8 // ranks, (rank + 1) * 8 // ranks)
-        with autograd.record():
-            loss = LOSS(net(nd.array(x[mine])), nd.array(y[mine]))
-        trainer.backward(loss)
+        backward(net, trainer, x[mine], y[mine])
         told.append(trainer.step(8))
     return told, held(trainer)
 

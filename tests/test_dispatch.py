@@ -16,8 +16,13 @@ def array(values):
     return nd.array(values, dtype=values.dtype)
 
 
-def rounded(values):
-    return values.asnumpy().astype(F16)
+def backward(call, x, *head):
+    """The result of a call of x, which has its gradient then."""
+    x.attach_grad()
+    with autograd.record():
+        out = call(x)
+    out.backward(*head)
+    return out
 
 
 # ---- calls outside of graphs ---------------------------------------------------------------
@@ -67,10 +72,7 @@ def test_nan_to_num_uses_float16s_limits():
 def test_a_constants_gradient_uses_the_rounded_constant(rng):
     values = halves(rng, 300)
     x = array(values)
-    x.attach_grad()
-    with autograd.record():
-        out = x * 0.1
-    out.backward(array(values))
+    backward(lambda x: x * 0.1, x, array(values))
     assert_half(x.grad.asnumpy(), values.astype(F32) * F32(F16(0.1)))
 
 
@@ -125,10 +127,7 @@ def test_attention_runs_in_an_executor_for_inference(shapes, rng):
 @pytest.mark.parametrize("call", [nd.relu, lambda x: nd.Activation(x, act_type="relu")])
 def test_relus_gradient_is_nan_where_its_input_is(call):
     x = array(np.array([np.nan, 1, -1, 0], F16))
-    x.attach_grad()
-    with autograd.record():
-        out = call(x)
-    out.backward()
+    backward(call, x)
     assert np.array_equal(x.grad.asnumpy(), [np.nan, 1, 0, 0], equal_nan=True)
 
 
@@ -158,10 +157,7 @@ def test_a_view_is_read_and_written_through(rng):
 def test_empty_arrays_stay_empty():
     with mx.util.np_shape(True):
         x = nd.zeros((0, 3), dtype="float16")
-        x.attach_grad()
-        with autograd.record():
-            out = nd.relu(x) + x * 2
-        out.backward()
+        out = backward(lambda x: nd.relu(x) + x * 2, x)
         assert out.shape == x.grad.shape == (0, 3)
         assert nd.concat(x, nd.ones((2, 3), dtype="float16"), dim=0).shape == (2, 3)
 
@@ -243,10 +239,7 @@ class Scale(autograd.Function):
 def test_a_function_of_the_users_takes_float16(rng):
     values = halves(rng, 4, 3)
     x = array(values)
-    x.attach_grad()
-    with autograd.record():
-        out = nd.relu(Scale()(x * 1))
-    out.backward()
+    out = backward(lambda x: nd.relu(Scale()(x * 1)), x)
     wide = values.astype(F32) @ values.T.astype(F32)
     assert_half(out.asnumpy(), np.maximum(wide, 0))
     assert_half(x.grad.asnumpy(), (wide.astype(F16) > 0).astype(F32) @ np.ones((4, 3)))
@@ -274,10 +267,7 @@ def test_a_custom_operator_takes_float16(symbolic, rng):
     x = array(values)
     if symbolic:
         net.hybridize()
-    x.attach_grad()
-    with autograd.record():
-        out = net(x)
-    out.backward()
+    out = backward(net, x)
     assert_half(out.asnumpy(), values.astype(F32) ** 2 + 1, 1)
     assert_half(x.grad.asnumpy(), 2 * values.astype(F32))
 
@@ -305,10 +295,7 @@ def test_control_flow_in_float16(flow, hybridized, rng):
         if hybridized:
             net.hybridize()
         x = nd.array(values, dtype=dtype)
-        x.attach_grad()
-        with autograd.record():
-            out = net(x)
-        out.backward()
+        out = backward(net, x)
         results.append((out.asnumpy(), x.grad.asnumpy()))
     for found, exact in zip(*results):
         assert_half(found, exact, 1)

@@ -292,14 +292,6 @@ def test_what_cannot_add_as_a_gpu_does_is_refused(roles, said):
         amp.Policy("mine", **roles)
 
 
-def test_every_half_is_a_float16_and_rounds_as_numpy_says():
-    every = np.arange(2 ** 16, dtype=np.uint16).view(np.float16)
-    with np.errstate(over="ignore", invalid="ignore"):
-        x = np.concatenate([every.astype(np.float32), np.float32([65519.9, 65520, 2.0 ** -25])])
-        expected = x.astype(np.float16).astype(np.float32)
-    assert np.array_equal(FORMATS["float16"].round(x), expected, equal_nan=True)
-
-
 def test_a_gpu_has_no_arrays_of_such_formats():
     assert [get_policy(name).cpu_only for name in ("float16", "mixed_bfloat16", "tf32")] \
         == [False, True, True]
@@ -416,14 +408,6 @@ def test_every_code_of_the_format_is_a_number_of_it(format_):
     assert finite[1] == format_.smallest
     if dtype.itemsize == 1:
         assert np.array_equal(finite, every_number(format_))
-
-
-@pytest.mark.parametrize("format_", [f for f in ALL if f.name != "tf32"], ids=lambda f: f.name)
-def test_numbers_round_as_numpy_and_ml_dtypes_round_them(format_):
-    x = around(format_)
-    dtype = dtype_of(format_)
-    with np.errstate(over="ignore", invalid="ignore"):
-        assert_same(format_.round(x), x.astype(dtype), x)
 
 
 def gfloats(format_):

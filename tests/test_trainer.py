@@ -99,18 +99,14 @@ def test_accumulated_gradients_share_one_scale_and_a_skipped_step_leaves_them_cl
     scale = settled(initial=2.0 ** 15, growth_interval=1)
     trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 1}, loss_scale=scale)
     for batch in (ones(), ones(), ones()):  # 3 * 2**15 is no float16
-        with autograd.record():
-            loss = net(batch, ones())
-        trainer.backward(loss)
+        trainer.backward(recorded(net, batch, ones()))
         scale.scale = 2.0 ** 4  # not before the next step
     assert (net.b.grad().asnumpy() == 3 * 2.0 ** 15).all()
     assert trainer.step(1) is False
     assert (net.a.grad().asnumpy() == 0).all()
     assert (net.b.grad().asnumpy() == 0).all()
     for _ in range(3):
-        with autograd.record():
-            loss = net(ones(), ones())
-        trainer.backward(loss)
+        trainer.backward(recorded(net, ones(), ones()))
     assert trainer.step(1) is True
     assert all((v == -2).all() for v in values(net))
 
@@ -331,15 +327,11 @@ def test_clipping_is_that_of_gluon_in_float32(by_hand, scaling, batches):
                           clip_norm=None if by_hand else 0.1)
     reference = gluon.Trainer(stock.collect_params(), "sgd", SGD)
     for x, y in batches:
-        with autograd.record():
-            loss = LOSS(stock(x), y)
-        loss.backward()
+        recorded_loss(stock, x, y).backward()
         grads = [p.grad() for p in stock.collect_params().values() if p.grad_req != "null"]
         norm = gluon.utils.clip_global_norm(grads, 0.1 * len(y)) / len(y)
         reference.step(len(y))
-        with autograd.record():
-            loss = LOSS(net(x), y)
-        trainer.backward(loss)
+        trainer.backward(recorded_loss(net, x, y))
         if by_hand:
             trainer.allreduce_grads()
             assert trainer.clip_norm(0.1, len(y)) == pytest.approx(norm, rel=1e-5)
@@ -402,9 +394,7 @@ def test_the_norm_is_clipped_for_the_batch_size_of_the_update():
 def test_unscaled_gradients_are_float32_and_the_update_uses_what_one_makes_of_them():
     net = One()
     trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 1}, loss_scale=2.0 ** 16)
-    with autograd.record():
-        loss = net(ones(1e-6), ones(2))
-    trainer.backward(loss)
+    trainer.backward(recorded(net, ones(1e-6), ones(2)))
     grads = trainer.unscale()
     assert list(grads) == [net.a.name, net.b.name]
     assert grads[net.a.name][0].dtype == np.float32
@@ -424,9 +414,7 @@ def test_unscale_and_update_is_a_step(name, batches):
                 for n in (net, other)]
     fit(net, trainers[0], batches[:5])
     for x, y in batches[:5]:
-        with autograd.record():
-            loss = LOSS(other(x), y)
-        trainers[1].backward(loss)
+        trainers[1].backward(recorded_loss(other, x, y))
         trainers[1].unscale()
         trainers[1].update(len(y))
     assert same(net, other)

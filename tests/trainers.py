@@ -38,9 +38,7 @@ class One(gluon.Block):
 
 def learn(net, trainer, *data):
     """One step; whether it updated."""
-    with autograd.record():
-        loss = net(*data)
-    trainer.backward(loss)
+    trainer.backward(recorded(net, *data))
     return trainer.step(1)
 
 

@@ -1,6 +1,4 @@
 """From a checkout to a wheel to a network that trains in an environment with nothing else in it."""
-import json
-import math
 import re
 import shutil
 import sys
@@ -10,32 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from pythons import MINORS, ROOT, environment, find_python, numpys, output, run
-
-TRAIN = """
-import json
-import gluon_amp as amp
-from mxnet import autograd, gluon, nd
-from mxnet.gluon import nn
-
-net = nn.HybridSequential()
-net.add(nn.Conv2D(8, 3), nn.BatchNorm(), nn.Activation("relu"), nn.Dense(4))
-net.initialize()
-amp.convert(net)
-data, label = nd.random.uniform(shape=(8, 3, 8, 8)), nd.arange(8) % 4
-loss_fn = gluon.loss.SoftmaxCrossEntropyLoss()
-trainer = gluon.Trainer(net.collect_params(),
-                        amp.optimizer("sgd", learning_rate=0.1, momentum=0.9))
-losses = []
-for _ in range(3):
-    with autograd.record():
-        loss = loss_fn(net(data), label)
-    loss.backward()
-    trainer.step(8)
-    losses.append(float(loss.mean().asscalar()))
-print(json.dumps({"losses": losses, "file": amp.__file__, "version": amp.__version__,
-                  "weight": net[0].weight.data().dtype.__name__}))
-"""
+from pythons import MINORS, ROOT, TRAIN, environment, find_python, numpys, output, run
 
 
 @pytest.fixture(scope="module")
@@ -77,14 +50,12 @@ def train_in_new_environment(python, wheel, folder, numpy):
     """Installs the wheel with MXNet, in a folder that is far from the checkout, with no compiler
     on PATH, and trains."""
     installed = environment(python, wheel, folder / "env", numpy)
-    result = json.loads(output(installed, "-c", TRAIN, cwd=folder).splitlines()[-1])
-    assert (folder / "env").resolve() in Path(result["file"]).resolve().parents
-    assert f"-{result['version']}-" in wheel.name
+    shows = "\nprint(amp.__file__)\nprint(amp.__version__)"
+    *_, file, version = output(installed, "-c", TRAIN + shows, cwd=folder).splitlines()
+    assert (folder / "env").resolve() in Path(file).resolve().parents
+    assert f"-{version}-" in wheel.name
     command = folder / "env" / "bin" / "gluon-amp"
-    assert output(command, "--version", cwd=folder) == f"gluon-amp {result['version']}\n"
-    assert result["weight"] == "float16"
-    assert all(map(math.isfinite, result["losses"]))
-    assert result["losses"][-1] < result["losses"][0]
+    assert output(command, "--version", cwd=folder) == f"gluon-amp {version}\n"
 
 
 # ---- the wheel and the sdist -----------------------------------------------
