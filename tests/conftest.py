@@ -8,9 +8,9 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # waiting threads leave bus
 sys.path.insert(0, str(Path(__file__).parent))
 
 import gluon_amp  # noqa: F401  (before mxnet: it makes numpy 1.24 and later fit)
+import mxnet as mx
 import numpy as np
 import pytest
-from gluon_amp._mxnet import mx
 from ranks import Ranks
 
 # They run on a recording GPU: make test-gpu.

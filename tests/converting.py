@@ -1,7 +1,7 @@
 """For tests of `convert`: a small network, and what it looks like inside."""
 import gluon_amp as amp
+import mxnet as mx
 import numpy as np
-from gluon_amp._mxnet import mx
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
 

@@ -614,8 +614,8 @@ class Runner:
     def __init__(self):
         sys.path.insert(0, str(Path(__file__).parent))
         import gluon_amp  # noqa: F401
+        import mxnet as mx
         import numpy as np
-        from gluon_amp._mxnet import mx
         from gluon_amp.cpu import library
         self.mx, self.np, self.library = mx, np, library
         self.operators = sorted(self._operators())

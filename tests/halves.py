@@ -4,9 +4,9 @@ import subprocess
 import sys
 from contextlib import contextmanager
 
+import mxnet as mx
 import numpy as np
 import pytest
-from gluon_amp._mxnet import mx
 from gluon_amp.cpu import library
 from gluon_amp.formats import FORMATS, Format
 from gluon_amp.graph.build import build, cached_op

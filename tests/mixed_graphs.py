@@ -2,8 +2,8 @@
 import json
 
 import gluon_amp as amp
+import mxnet as mx
 import numpy as np
-from gluon_amp._mxnet import mx
 from gluon_amp.graph.casts import insert_casts
 from gluon_amp.graph.graph import Entry, Graph
 from gluon_amp.policy import get_policy

@@ -1,8 +1,8 @@
 """A small network for amp.Module and MXNet's, and all that a step of either depends on."""
 import gluon_amp as amp
+import mxnet as mx
 import numpy as np
 from arrays import numbers
-from gluon_amp._mxnet import mx
 from mxnet import nd
 from mxnet import symbol as S
 

@@ -1,7 +1,7 @@
 """The networks that conversion is tested on: {name: (make, inputs)}. `make()` gives an
 uninitialized net, `inputs(rng)` its arguments as NDArrays."""
+import mxnet as mx
 import numpy as np
-from gluon_amp._mxnet import mx
 from mxnet import gluon, nd
 from mxnet.gluon import nn, rnn
 

@@ -1,8 +1,8 @@
 """For tests of `export_onnx`: files run in onnxruntime, whole and operator by operator."""
+import mxnet as mx
 import numpy as np
 import onnx
 import onnxruntime
-from gluon_amp._mxnet import mx
 from gluon_amp.graph.build import build
 from gluon_amp.graph.graph import Graph
 

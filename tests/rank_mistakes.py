@@ -4,9 +4,9 @@ import signal
 import sys
 
 import gluon_amp as amp
+import mxnet as mx
 import numpy as np
 import pytest
-from gluon_amp._mxnet import mx
 from gluon_amp.parallel import consistency, supervise
 from mxnet import autograd, nd
 from mxnet.gluon import nn

@@ -7,9 +7,9 @@ import struct
 import time
 
 import gluon_amp as amp
+import mxnet as mx
 import numpy as np
 from arrays import numbers
-from gluon_amp._mxnet import mx
 from gluon_amp.parallel import average_statistics, consistency, sync
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn

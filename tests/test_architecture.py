@@ -5,8 +5,8 @@ import re
 from pathlib import Path
 
 import gluon_amp
+import mxnet as mx
 import pytest
-from gluon_amp._mxnet import mx
 from mxnet import gluon, nd
 from mxnet.gluon import nn
 

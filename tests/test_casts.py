@@ -1,9 +1,9 @@
 """The graphs that a GPU would run: which operator computes in which type."""
 import gluon_amp as amp
+import mxnet as mx
 import networks
 import numpy as np
 import pytest
-from gluon_amp._mxnet import mx
 from gluon_amp.graph.graph import bindings, loop_states
 from mixed_graphs import casting, computing, mixed, some
 from mxnet import gluon, nd

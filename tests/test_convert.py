@@ -6,11 +6,11 @@ import pickle
 import threading
 
 import gluon_amp as amp
+import mxnet as mx
 import networks
 import numpy as np
 import pytest
 from converting import Net, holding, make, step, types, values
-from gluon_amp._mxnet import mx
 from gluon_amp.cpu.arrays import to_float32
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn

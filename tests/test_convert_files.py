@@ -2,11 +2,11 @@
 import json
 
 import gluon_amp as amp
+import mxnet as mx
 import networks
 import numpy as np
 import pytest
 from converting import Net, make, rounded, step, types, values
-from gluon_amp._mxnet import mx
 from mxnet import gluon, nd
 from mxnet_alone import MXNET_ALONE
 from processes import printed

@@ -1,10 +1,10 @@
 """`convert`: which parameters and operators become float16, and which stay."""
 import gluon_amp as amp
+import mxnet as mx
 import networks
 import numpy as np
 import pytest
 from converting import Net, holding, make, rounded, runs_in, step, types, values
-from gluon_amp._mxnet import mx
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
 

@@ -1,8 +1,8 @@
 """amp.data: data is cast, labels never are."""
 import gluon_amp as amp
+import mxnet as mx
 import numpy as np
 import pytest
-from gluon_amp._mxnet import mx
 from mxnet import gluon, nd
 
 

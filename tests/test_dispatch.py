@@ -1,9 +1,9 @@
 """MXNet's own operators run float16 arrays on a CPU: float32's results, rounded once, whichever way
 they are called."""
 import gluon_amp  # noqa: F401
+import mxnet as mx
 import numpy as np
 import pytest
-from gluon_amp._mxnet import mx
 from gluon_amp.cpu import library
 from halves import assert_half, halves
 from mxnet import autograd, nd

@@ -3,10 +3,10 @@ import json
 import threading
 
 import gluon_amp as amp
+import mxnet as mx
 import numpy as np
 import pytest
 from arrays import flat
-from gluon_amp._mxnet import mx
 from halves import assert_half, halves
 from mxnet import autograd, gluon, nd
 from mxnet.contrib import amp as contrib_amp

@@ -1,9 +1,9 @@
 """Many workers on this machine: MXNet's parameter server, and Horovod where it is installed."""
 import gluon_amp as amp
+import mxnet as mx
 import numpy as np
 import pytest
 from arrays import same
-from gluon_amp._mxnet import mx
 from gluon_amp.parallel import average_statistics
 from gluon_amp.parallel.supervise import patience
 from gluon_amp.parallel.sync import Workers

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import gluon_amp
 import matplotlib
+import mxnet as mx
 import processes
 import pytest
-from gluon_amp._mxnet import mx
 from gluon_amp.tools.cli import main as gluon_amp_command
 from markdown_it import MarkdownIt
 from sybil.document import Document

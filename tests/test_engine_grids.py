@@ -1,8 +1,8 @@
 """Grids other than float16's have float32 arrays: an operator rounds what it writes to bfloat16,
 or, on the grid "float32", nothing, and then all is as in float32."""
+import mxnet as mx
 import numpy as np
 import pytest
-from gluon_amp._mxnet import mx
 from gluon_amp.formats import FORMATS
 from gluon_amp.graph.graph import Entry, Graph, Node
 from halves import as_function, assert_half, halves, run, stock

@@ -5,10 +5,10 @@ import threading
 from pathlib import Path
 
 import gluon_amp as amp
+import mxnet as mx
 import networks
 import numpy as np
 import pytest
-from gluon_amp._mxnet import mx
 from gluon_amp.graph.build import build
 from gluon_amp.graph.graph import Graph
 from halves import as_function, assert_half, run

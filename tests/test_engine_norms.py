@@ -2,9 +2,9 @@
 moves its statistics in its forward pass and once; the others are the generic operator's.
 """
 
+import mxnet as mx
 import numpy as np
 import pytest
-from gluon_amp._mxnet import mx
 from gluon_amp.cpu import library
 from gluon_amp.graph.build import build
 from gluon_amp.graph.graph import Graph

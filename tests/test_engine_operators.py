@@ -4,9 +4,9 @@ import re
 from ctypes import POINTER, byref, c_char_p, c_uint, c_void_p
 
 import gluon_amp as amp
+import mxnet as mx
 import numpy as np
 import pytest
-from gluon_amp._mxnet import mx
 from gluon_amp.cpu import library
 from halves import halves, ulps
 from mxnet import autograd, gluon, nd

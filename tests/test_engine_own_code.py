@@ -1,8 +1,8 @@
 """Operators with code of their own give what the generic operator gives, which runs MXNet's float32
 code: to the bit where values only move, else within a step of float16."""
+import mxnet as mx
 import numpy as np
 import pytest
-from gluon_amp._mxnet import mx
 from gluon_amp.graph.build import build
 from gluon_amp.graph.graph import Graph
 from halves import as_function, assert_half, generic_code, halves, stock, ulps

@@ -3,9 +3,9 @@ what the generic operator gives."""
 import re
 
 import gluon_amp as amp
+import mxnet as mx
 import numpy as np
 import pytest
-from gluon_amp._mxnet import mx
 from gluon_amp.cpu import library
 from halves import generic_code, halves
 from test_engine_own_code import (

@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 import gluon_amp as amp
+import mxnet as mx
 import pytest
-from gluon_amp._mxnet import mx
 from gluon_amp.cpu import library
 from mxnet_alone import MXNET_ALONE
 

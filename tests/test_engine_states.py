@@ -3,9 +3,9 @@ dropout, MXNet's older operators. Their results are float32's, rounded; so are t
 from itertools import product
 from pathlib import Path
 
+import mxnet as mx
 import numpy as np
 import pytest
-from gluon_amp._mxnet import mx
 from gluon_amp.graph.build import build
 from gluon_amp.graph.graph import Entry, Graph, Node
 from halves import as_function, assert_half, halves, ulps
@@ -151,6 +151,7 @@ def test_a_prediction_of_sequences_of_given_lengths_has_gradients(mode, rng):
 PREDICTS = """
 import sys
 sys.path.insert(0, sys.argv[1])
+import gluon_amp
 import numpy as np
 from test_engine_states import Op, STATIC, rnn
 for flags in ((), STATIC):

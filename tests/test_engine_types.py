@@ -1,8 +1,8 @@
 """Types that an operator is asked for, numbers that it draws, results that nobody reads, arrays
 that are parts of others or empty: as in float32, rounded."""
+import mxnet as mx
 import numpy as np
 import pytest
-from gluon_amp._mxnet import mx
 from gluon_amp.graph.build import build
 from gluon_amp.graph.graph import Entry, Graph, Node
 from halves import as_function, assert_half, halves, run

@@ -2,8 +2,8 @@
 import re
 from ctypes import POINTER, byref, c_char_p, c_uint, c_void_p
 
+import mxnet as mx
 import pytest
-from gluon_amp._mxnet import mx
 from gluon_amp.cpu import library
 
 LIB = mx.base._LIB

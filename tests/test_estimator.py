@@ -1,8 +1,8 @@
 """MXNet's Estimator trains with a gluon_amp.Trainer."""
 import gluon_amp as amp
+import mxnet as mx
 import numpy as np
 import pytest
-from gluon_amp._mxnet import mx
 from gluon_amp.training.estimator import BatchProcessor
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn

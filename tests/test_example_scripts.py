@@ -14,10 +14,10 @@ from pathlib import Path
 
 import gluon_amp
 import image_classification as recipe
+import mxnet as mx
 import numpy as np
 import pytest
 import recipes
-from gluon_amp._mxnet import mx
 from gluon_amp.policy import APEX, POLICIES
 from processes import printed
 from symbols import get_symbol

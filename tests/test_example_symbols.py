@@ -4,9 +4,9 @@ import sys
 from pathlib import Path
 
 import gluon_amp as amp
+import mxnet as mx
 import numpy as np
 import pytest
-from gluon_amp._mxnet import mx
 from gluon_amp.graph.graph import Graph
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "example"))

@@ -1,6 +1,6 @@
+import mxnet as mx
 import numpy as np
 import pytest
-from gluon_amp._mxnet import mx
 from gluon_amp.cpu import library
 from gluon_amp.cpu.finite import all_finite, squares
 

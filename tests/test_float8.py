@@ -6,10 +6,10 @@ import pickle
 from dataclasses import replace
 
 import gluon_amp as amp
+import mxnet as mx
 import numpy as np
 import pytest
 from arrays import same
-from gluon_amp._mxnet import mx
 from gluon_amp.cpu import library
 from gluon_amp.cpu.library import table
 from gluon_amp.cpu.scales import Scales, scales_of

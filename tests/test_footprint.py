@@ -2,8 +2,9 @@
 import re
 
 import gluon_amp as amp
+import mxnet as mx
+import numpy as np
 import pytest
-from gluon_amp._mxnet import mx, np
 from gluon_amp.cpu import library
 from gluon_amp.policy import POLICIES
 from gluon_amp.tools.doctor import describe, examine, fit_width

@@ -2,9 +2,9 @@
 import sys
 
 import gluon_amp as amp
+import mxnet as mx
 import numpy as np
 import pytest
-from gluon_amp._mxnet import mx
 from gluon_amp.cpu import library
 from gluon_amp.formats import FORMATS, Format, random_bits
 from gluon_amp.policy import get_policy

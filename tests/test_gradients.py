@@ -4,9 +4,9 @@ import inspect
 from functools import partial
 
 import gluon_amp as amp
+import mxnet as mx
 import numpy as np
 import pytest
-from gluon_amp._mxnet import mx
 from gluon_amp.graph.graph import Graph
 from gluon_amp.graph.operators import OPERATORS
 from mxnet import autograd, gluon, nd

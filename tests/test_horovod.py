@@ -3,8 +3,8 @@ import subprocess
 import sys
 
 import gluon_amp as amp
+import mxnet as mx
 import pytest
-from gluon_amp._mxnet import mx
 from gluon_amp.parallel.launch import launch_horovod
 from gluon_amp.parallel.rendezvous import answer_horovod
 from gluon_amp.parallel.supervise import RankEndedError

@@ -1,9 +1,9 @@
 """The C++ kernels, against numpy, with each instruction set this processor has."""
 from pathlib import Path
 
+import mxnet as mx
 import numpy as np
 import pytest
-from gluon_amp._mxnet import mx
 from gluon_amp.cpu import library
 from gluon_amp.formats import FORMATS, Format
 from halves import run_with

@@ -3,10 +3,10 @@ import re
 
 import gluon_amp as amp
 import hypothesis
+import mxnet as mx
 import numpy as np
 import pytest
 from gluon_amp import DynamicLossScale, LossScaleError, StaticLossScale
-from gluon_amp._mxnet import mx
 from gluon_amp.training.static_pair import as_loss_scale
 from hypothesis import strategies as st
 from mxnet import autograd, gluon, nd

@@ -2,10 +2,10 @@
 import pickle
 
 import gluon_amp as amp
+import mxnet as mx
 import numpy as np
 import pytest
 from arrays import numbers
-from gluon_amp._mxnet import mx
 from gluon_amp.cpu.scales import scales_of
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn

@@ -3,10 +3,10 @@ import logging
 import re
 
 import gluon_amp as amp
+import mxnet as mx
 import numpy as np
 import pytest
 from arrays import same
-from gluon_amp._mxnet import mx
 from gluon_amp.symbolic.module import Speedometer
 from modules import (
     OPTIMIZERS,

@@ -2,11 +2,11 @@
 from importlib.util import find_spec
 
 import gluon_amp as amp
+import mxnet as mx
 import networks
 import numpy as np
 import pytest
 from arrays import flat, numbers
-from gluon_amp._mxnet import mx
 from gluon_amp.policy import Policy
 from halves import NOT_ROUNDED
 from mxnet import autograd, gluon, nd

@@ -2,10 +2,10 @@
 optimizers make of the same gradients, for every setting, any size and all instruction sets."""
 
 import gluon_amp as amp
+import mxnet as mx
 import numpy as np
 import pytest
 from arrays import numbers
-from gluon_amp._mxnet import mx
 from gluon_amp.cpu import library
 from gluon_amp.training import one_pass
 from halves import halves, run_with

@@ -6,9 +6,9 @@ import os
 import re
 
 import gluon_amp as amp
+import mxnet as mx
 import numpy as np
 import pytest
-from gluon_amp._mxnet import mx
 from gluon_amp.onnx import export
 from gluon_amp.onnx.operators import ROWS
 from mxnet import gluon, nd, sym

@@ -3,9 +3,9 @@ namespace calls it."""
 import re
 
 import gluon_amp as amp
+import mxnet as mx
 import numpy as np
 import pytest
-from gluon_amp._mxnet import mx
 from gluon_amp.cpu import library
 from gluon_amp.formats import FORMATS
 from gluon_amp.graph import operators

@@ -1,6 +1,6 @@
 """Graphs of float16 operators round each result once, forward and backward, and nothing between."""
+import mxnet as mx
 import numpy as np
-from gluon_amp._mxnet import mx
 from gluon_amp.graph.graph import Graph
 from halves import halves, run
 from hypothesis import given, settings

@@ -1,9 +1,9 @@
 """amp.optimizer: float32 masters for every optimizer, masters that follow; and adamw."""
 
 import gluon_amp as amp
+import mxnet as mx
 import numpy as np
 import pytest
-from gluon_amp._mxnet import mx
 from halves import halves
 from mxnet import autograd, gluon, nd
 

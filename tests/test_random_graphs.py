@@ -8,9 +8,9 @@ import os
 import random
 
 import gluon_amp as amp
+import mxnet as mx
 import numpy as np
 import pytest
-from gluon_amp._mxnet import mx
 from mxnet import autograd, gluon, nd
 
 FIRST = int(os.environ.get("GLUON_AMP_GRAPHS_FROM", "0"))

@@ -1,8 +1,8 @@
 """`search`: the fewest nodes to keep in float32 such that a network trains as in float32."""
 import gluon_amp as amp
+import mxnet as mx
 import numpy as np
 import pytest
-from gluon_amp._mxnet import mx
 from gluon_amp.graph.graph import Graph
 from gluon_amp.inspection.arithmetic import multiply_adds
 from mxnet import gluon, nd

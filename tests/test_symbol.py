@@ -2,10 +2,10 @@
 import json
 
 import gluon_amp as amp
+import mxnet as mx
 import networks
 import numpy as np
 import pytest
-from gluon_amp._mxnet import mx
 from mxnet import gluon
 from mxnet import symbol as S
 

@@ -1,8 +1,8 @@
 """Batch norms over several devices, which would wait for each other for ever on CPUs."""
 import gluon_amp as amp
+import mxnet as mx
 import numpy as np
 import pytest
-from gluon_amp._mxnet import mx
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
 

@@ -5,9 +5,9 @@ import os
 from pathlib import Path
 
 import gluon_amp as amp
+import mxnet as mx
 import numpy as np
 import pytest
-from gluon_amp._mxnet import mx
 from gluon_amp.cpu import library
 from gluon_amp.graph.graph import Entry, Graph, Node
 from gluon_amp.tensor_core_math import GPUS, TensorCore

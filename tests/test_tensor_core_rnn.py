@@ -5,9 +5,9 @@ the engine's in the last bit of float32, so that one half in some thousands may 
 wrong products would show everywhere, since this GPU keeps few bits."""
 from contextlib import suppress
 
+import mxnet as mx
 import numpy as np
 import pytest
-from gluon_amp._mxnet import mx
 from gluon_amp.graph.graph import Graph
 from gluon_amp.tensor_core_math import GPUS, TensorCore
 from halves import adding_as, as_function, stock

@@ -1,7 +1,7 @@
 """Layers whose sizes keep them off Tensor Cores are found by name."""
 import gluon_amp as amp
+import mxnet as mx
 import pytest
-from gluon_amp._mxnet import mx
 from gluon_amp.tools.tensor_cores import matrix_layers
 from mxnet import nd
 from mxnet.gluon import nn

@@ -1,8 +1,8 @@
 """amp.Trainer: errors at the call that is wrong."""
 import gluon_amp as amp
+import mxnet as mx
 import numpy as np
 import pytest
-from gluon_amp._mxnet import mx
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
 from trainers import One, ones, recorded, settled, values

@@ -4,9 +4,9 @@ import os
 from pathlib import Path
 
 import gluon_amp as amp
+import mxnet as mx
 import numpy as np
 import pytest
-from gluon_amp._mxnet import mx
 from gluon_amp.cpu import library
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn, rnn

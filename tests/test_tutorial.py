@@ -6,9 +6,9 @@ import re
 from pathlib import Path
 
 import matplotlib
+import mxnet as mx
 import numpy as np
 import pytest
-from gluon_amp._mxnet import mx
 from markdown_it import MarkdownIt
 
 TUTORIAL = Path(__file__).parents[1] / "docs" / "tutorial"

@@ -3,9 +3,9 @@ import csv
 import json
 
 import gluon_amp as amp
+import mxnet as mx
 import numpy as np
 import pytest
-from gluon_amp._mxnet import mx
 from gluon_amp.cpu.library import random_numbers_kept
 from gluon_amp.formats import FORMATS
 from gluon_amp.inspection.statistics import Counts

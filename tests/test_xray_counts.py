@@ -1,9 +1,9 @@
 """What the engine counts of watched tensors: exact numbers, and the bits stay as they are."""
 import gluon_amp as amp
+import mxnet as mx
 import networks
 import numpy as np
 import pytest
-from gluon_amp._mxnet import mx
 from gluon_amp.cpu import library
 from gluon_amp.formats import FORMATS
 from gluon_amp.graph.build import build

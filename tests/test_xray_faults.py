@@ -2,9 +2,9 @@
 import json
 
 import gluon_amp as amp
+import mxnet as mx
 import numpy as np
 import pytest
-from gluon_amp._mxnet import mx
 from gluon_amp.formats import FLOAT16
 from gluon_amp.inspection.files import lines
 from gluon_amp.inspection.read import read

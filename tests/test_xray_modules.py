@@ -4,11 +4,11 @@ import json
 
 import gluon_amp as amp
 import modules
+import mxnet as mx
 import numpy as np
 import pytest
 import recipes
 from arrays import same
-from gluon_amp._mxnet import mx
 from gluon_amp.inspection.statistics import Key
 from modules import body, dynamic
 from mxnet import nd

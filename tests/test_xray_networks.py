@@ -1,8 +1,8 @@
 """`xray` of other networks than hybrid blocks: plain Blocks, layers of an RNN, SymbolBlocks."""
 import gluon_amp as amp
+import mxnet as mx
 import numpy as np
 import pytest
-from gluon_amp._mxnet import mx
 from gluon_amp.inspection.statistics import Key
 from mxnet import gluon, nd
 from mxnet.gluon import nn, rnn

@@ -1,8 +1,8 @@
 """Numbers that overflow in some batches only, and scales that a training does not come to."""
 import gluon_amp as amp
+import mxnet as mx
 import numpy as np
 import pytest
-from gluon_amp._mxnet import mx
 from gluon_amp.inspection.tensors import Layout
 from gluon_amp.inspection.trial import Trial
 from mxnet import autograd, gluon, nd

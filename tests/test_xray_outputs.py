@@ -1,7 +1,7 @@
 """The graph that a GPU would run for an X-ray: looked at, and run on a CPU by our engine."""
 import gluon_amp as amp
+import mxnet as mx
 import numpy as np
-from gluon_amp._mxnet import mx
 from gluon_amp.graph.build import build
 from gluon_amp.graph.graph import Graph
 from gluon_amp.inspection.outputs import watched_on_gpu, with_outputs

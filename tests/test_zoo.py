@@ -2,9 +2,9 @@
 own loops with the three lines of gluon_amp. `make test-zoo` installs these packages; tests of those
 that are not there are skipped."""
 import gluon_amp as amp
+import mxnet as mx
 import numpy as np
 import pytest
-from gluon_amp._mxnet import mx
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
 from recipes import import_gluoncv

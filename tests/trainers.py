@@ -1,7 +1,7 @@
 """A small convolutional network, and parameters whose gradients are known, to train."""
 import gluon_amp as amp
+import mxnet as mx
 import numpy as np
-from gluon_amp._mxnet import mx
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
 

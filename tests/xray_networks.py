@@ -1,7 +1,7 @@
 """Networks and batches that the X-ray's tests look into."""
 import gluon_amp as amp
+import mxnet as mx
 import numpy as np
-from gluon_amp._mxnet import mx
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
 

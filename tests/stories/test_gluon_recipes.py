@@ -7,10 +7,10 @@ from pathlib import Path
 
 import fine_tune
 import gluon_amp as amp
+import mxnet as mx
 import numpy as np
 import pytest
 import scripts
-from gluon_amp._mxnet import mx
 from mxnet import gluon, nd
 from scripts import EXAMPLES
 

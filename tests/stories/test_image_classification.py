@@ -6,10 +6,10 @@ import signal
 from pathlib import Path
 
 import gluon_amp  # noqa: F401  (before mxnet)
+import mxnet as mx
 import numpy as np
 import pytest
 import scripts
-from gluon_amp._mxnet import mx
 from gluon_amp.report import read
 from PIL import Image
 from scripts import EXAMPLES

@@ -7,10 +7,10 @@ import sys
 from pathlib import Path
 
 import gluon_amp
+import mxnet as mx
 import numpy as np
 import recipes
 from arrays import same
-from gluon_amp._mxnet import mx
 from PIL import Image
 
 EXAMPLES = Path(__file__).parents[2] / "example"

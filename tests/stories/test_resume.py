@@ -3,10 +3,10 @@ import os
 import pickle
 import signal
 
+import mxnet as mx
 import numpy as np
 import pytest
 import scripts
-from gluon_amp._mxnet import mx
 
 SCRIPT = """
 import pickle, sys

@@ -8,11 +8,11 @@ import sys
 from pathlib import Path
 
 import gluon_amp as amp
+import mxnet as mx
 import numpy as np
 import pytest
 import recipes
 import scripts
-from gluon_amp._mxnet import mx
 from gluon_amp.report import read
 from PIL import Image
 from scripts import EXAMPLES
