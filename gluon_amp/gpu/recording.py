@@ -72,8 +72,9 @@ class Call:
     @property
     def on_tensor_cores(self) -> bool:
         """Whether a product is one of halves that may use Tensor Cores, and adds in float32."""
-        return self.is_product and self.factors == "half" and self.sums == "float" \
-            and self.record["math"].startswith("TENSOR_OP")
+        return self.is_product and self.factors == "half" and self.sums == "float" and (
+            self.record["math"].startswith("TENSOR_OP")
+            or self.record.get("algorithm", -1) >= 99)  # CUBLAS_GEMM_DEFAULT_TENSOR_OP
 
     @property
     def adds_in_half(self) -> bool:
