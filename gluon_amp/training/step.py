@@ -180,7 +180,7 @@ class Step:
             return
         if not self._overflow_anywhere(backward.gradients()) or self._loss_is_to_blame():
             return
-        if not backward.can_repeat():
+        if self.workers.any(not backward.can_repeat()):
             self._say_once("no second pass", "no second backward pass goes through this graph (a "
                            "loop, or MXNet's own Dropout): steps are skipped until the loss scale "
                            "fits")
