@@ -189,10 +189,10 @@ class Trainer(mx.gluon.Trainer):
             whether it updated. Learning rate schedules do not see a skipped step.
         """
         self._check_step(batch_size, ignore_stale_grad)
-        if ignore_stale_grad:
-            self._reach_alike()
         self._check_and_rescale_grad(self._scale / batch_size)
         self._begin_alike()
+        if ignore_stale_grad:
+            self._reach_alike()
         self._allreduce_grads()
         self._update(ignore_stale_grad)
         return self._end_step()
