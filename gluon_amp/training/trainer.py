@@ -152,7 +152,6 @@ class Trainer(mx.gluon.Trainer):
             searching = self._step.searching
             checking = not self._heads_checked and scale != 1  # at 1 no gradient lacks the scale
             if searching:
-                self._begin_alike()  # since workers exchange whether any of them overflows
                 backward.keep_gradients()
             backward.run(scale, retain_graph or searching or checking)
             self._step.note(scale, [loss.detach() for loss in losses])
@@ -167,6 +166,7 @@ class Trainer(mx.gluon.Trainer):
     def _begin_backward(self, losses: List["mx.nd.NDArray"]) -> float:
         """Gives the scale of the backward pass that follows."""
         check_losses(losses)
+        self._begin_alike()  # before the scale is read, which becomes rank 0's
         self._step.pending.are_summed = False
         self._gradients.begin()
         return self._step.begin(self._gradients.add_up())
