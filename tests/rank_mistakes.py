@@ -12,10 +12,10 @@ from mxnet import autograd, nd
 from mxnet.gluon import nn
 
 
-def network(layers=2):
+def network(layers=2, in_units=4):
     net = nn.HybridSequential()
     for _ in range(layers):
-        net.add(nn.Dense(4, in_units=4))
+        net.add(nn.Dense(4, in_units=in_units))
     net.initialize(mx.init.Xavier())
     return amp.convert(net)
 
@@ -67,6 +67,70 @@ def loss_reaches_less(store, rank, loss_scale, by_hand=False):
         trainer.step(8, ignore_stale_grad=True)
     trainer.check_ranks()
     return weights(trainer), before - net[1].bias.data().asnumpy(), own * 0.01 / 8
+
+
+def loss_reaches_less_in_the_first_step(store, rank, loss_scale):
+    """The same where layers get their sizes, and the Trainer its store, after it is made."""
+    mx.random.seed(3)
+    net = network(in_units=0)
+    trainer = trainer_for(net, store, loss_scale=loss_scale)
+    net(nd.ones((4, 4)))
+    backward(net[0] if rank else net, trainer, np.random.default_rng(rank))
+    trainer.step(8, ignore_stale_grad=True)
+    trainer.check_ranks()
+    return weights(trainer)
+
+
+def begins_at_a_scale(store, rank, initial, settled, by_hand):
+    """Where layers get their sizes after the Trainer is made, from a dynamic scale."""
+    mx.random.seed(3)
+    net = network(in_units=0)
+    loss_scale = amp.DynamicLossScale(initial[rank])
+    loss_scale.settled = settled
+    trainer = trainer_for(net, store, loss_scale=loss_scale)
+    rng = np.random.default_rng(rank)
+    if by_hand:
+        with autograd.record():
+            loss = net(nd.array(rng.standard_normal((4, 4)))).square().sum()
+        with amp.scale_loss(loss, trainer) as scaled:
+            autograd.backward(scaled)
+    else:
+        backward(net, trainer, rng)
+    trainer.step(8)
+    trainer.check_ranks()
+    return trainer.loss_scale, weights(trainer)
+
+
+def has_predicted_and_compared(store, rank, loss_scale):
+    """Whether steps update: ranks with other weights compare them between a forward pass and its
+    backward pass."""
+    mx.random.seed(rank)
+    net = network(in_units=0)
+    trainer = trainer_for(net, store, loss_scale=loss_scale)
+    with autograd.record():
+        loss = net(nd.ones((4, 4))).square().sum()
+    trainer.check_ranks()
+    trainer.backward(loss)
+    told = [trainer.step(8)]
+    backward(net, trainer, np.random.default_rng(rank))
+    return [*told, trainer.step(8)], weights(trainer)
+
+
+def overflows_and_cannot_repeat(store, rank):
+    """Whether steps update: gradients overflow at the first scale, and rank 1's graph allows no
+    second backward pass."""
+    net = network()
+    trainer = trainer_for(net, store, loss_scale="dynamic")
+    told = []
+    for _ in range(12):
+        with autograd.record():
+            loss = net(nd.ones((4, 4))).square().sum() * 10
+            if rank == 1:
+                loss = nd.Dropout(loss, p=1e-7)
+        trainer.backward(loss)
+        told.append(trainer.step(8))
+    trainer.check_ranks()
+    return told, trainer.skipped, weights(trainer)
 
 
 def sums_wrongly(store, rank, times):

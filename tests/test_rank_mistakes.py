@@ -5,6 +5,7 @@ from ranks import EITHER
 
 
 def agree(results):
+    assert not any(isinstance(result, str) for result in results), results  # what one raised
     return all(np.array_equal(a, b) for result in results for a, b in zip(results[0], result))
 
 
@@ -24,6 +25,36 @@ def test_a_rank_whose_loss_does_not_reach_a_parameter_adds_nothing(ranks, store,
     assert agree([weights for weights, _, _ in results])
     _, moved, of_rank_0 = results[0]
     np.testing.assert_allclose(moved, of_rank_0, atol=1e-4)
+
+
+@pytest.mark.parametrize("loss_scale", [256.0, None])
+def test_in_the_first_step_too(ranks, loss_scale):
+    assert agree(ranks.run("loss_reaches_less_in_the_first_step", 2, "dist_sync",
+                           loss_scale=loss_scale))
+
+
+@pytest.mark.parametrize(("settled", "by_hand"), [(True, False), (False, False), (True, True)])
+def test_the_first_gradients_have_rank_0s_scale_on_all_ranks(ranks, settled, by_hand):
+    (scale, expected), _ = ranks.run("begins_at_a_scale", 2, "dist_sync", initial=[256, 256],
+                                     settled=settled, by_hand=by_hand)
+    for own_scale, trained in ranks.run("begins_at_a_scale", 2, "dist_sync", initial=[256, 512],
+                                        settled=settled, by_hand=by_hand):
+        assert own_scale == scale == 256
+        assert agree([expected, trained])
+
+
+@pytest.mark.parametrize("loss_scale", [256.0, None])
+def test_gradients_of_weights_that_rank_0s_replace_are_not_used(ranks, loss_scale):
+    results = ranks.run("has_predicted_and_compared", 2, "dist_sync", loss_scale=loss_scale)
+    assert [told for told, _ in results] == [[False, True]] * 2
+    assert agree([weights for _, weights in results])
+
+
+def test_no_rank_repeats_a_backward_pass_that_one_cannot_repeat(ranks):
+    (told, skipped, _), _ = results = ranks.run("overflows_and_cannot_repeat", 2, "dist_sync")
+    assert told == [False] * skipped + [True] * (12 - skipped)
+    assert 0 < skipped < 12
+    assert agree([weights for _, _, weights in results])
 
 
 def test_what_is_left_of_a_step_before_is_not_summed_by_hand(ranks):

@@ -57,7 +57,6 @@ class Pending:
         unscaled: float32 gradients that the update uses instead: of `unscale`.
         summed: float32 sums over workers that it uses instead: of a float32 wire.
         are_summed: whether gradients have been summed over devices and workers.
-        moved: whether weights of any worker became rank 0's in between.
         max_norm: the norm that the next update is clipped to.
         versions: gradients that nobody else may write, and how often each had been written.
         writes: earlier ones, and how often each was written since.
@@ -70,7 +69,6 @@ class Pending:
     unscaled: Optional[Dict[Place, "mx.nd.NDArray"]] = None
     summed: Dict[Place, "mx.nd.NDArray"] = field(default_factory=dict)
     are_summed: bool = False
-    moved: bool = False
     max_norm: Optional[float] = None
     versions: Optional[Tuple[Sequence[Gradient], Optional["mx.nd.NDArray"]]] = None
     writes: List[Tuple[Sequence[Gradient], "mx.nd.NDArray"]] = field(default_factory=list)
@@ -100,6 +98,8 @@ class Step:
         skipped: how many steps were skipped.
         skipped_in_a_row: how many of them since the last update.
         updated: whether the last step updated.
+        weights_replaced: whether rank 0's weights have replaced any worker's since the last step,
+            so that gradients may be of those before.
         pending: what has been done since.
     """
 
@@ -110,6 +110,7 @@ class Step:
         self.max_norm = None if max_norm is None else positive_number(max_norm, "clip_norm")
         self.skipped = self.skipped_in_a_row = 0
         self.updated = True
+        self.weights_replaced = False
         self.pending = Pending()
         self._overflowed: Tuple[str, ...] = ()
         self._adding_at: Optional[float] = None  # the scale of gradients that add up
@@ -176,7 +177,7 @@ class Step:
     def settle(self, backward: Repeatable) -> None:
         """Checks the gradients of a backward pass at once; where they overflow, repeats it at
         lower scales, and keeps the scale that fits."""
-        if self.pending.moved:  # the step will be skipped
+        if self.weights_replaced:  # the step will be skipped
             return
         if not self._overflow_anywhere(backward.gradients()) or self._loss_is_to_blame():
             return
@@ -297,9 +298,9 @@ class Step:
         self.check_writes()
         self._overflowed = _not_finite(gradients, sums)
         self.updated = not self.workers.any_after_sum(bool(self._overflowed)) \
-            and not self.pending.moved
+            and not self.weights_replaced
         try:
-            if self.pending.moved:
+            if self.weights_replaced:
                 clear()
                 self.skipped += 1
                 log.warning("step skipped: ranks had begun with other weights, which are rank 0's "
@@ -314,6 +315,7 @@ class Step:
                 self._skip()
         finally:
             self.forget()
+            self.weights_replaced = False
         return self.updated
 
     def _sums(self, gradients: Sequence[Gradient]) -> "np.ndarray[Any, Any]":
@@ -381,7 +383,7 @@ class Step:
         if state.get("loss_scale"):
             self.loss_scale.load_state_dict(state["loss_scale"])
         self.skipped, self.skipped_in_a_row = skipped, in_a_row
-        self._overflowed = ()
+        self._overflowed, self.weights_replaced = (), False
         self.forget()
 
     def overflowed(self, gradients: Callable[[], Sequence[Gradient]]) -> Tuple[str, ...]:

@@ -95,7 +95,7 @@ class Trainer(mx.gluon.Trainer):
         if "dist" in store.kind_of(kvstore) and all(p._data is not None for p in self._params):
             if update_on_kvstore is False or not isinstance(kvstore, (str, mx.kv.KVStore)):
                 self._begin_alike()
-                self._step.forget()
+                self._step.weights_replaced = False  # no gradient is of those before
             else:
                 self._meet_servers()
 
@@ -280,9 +280,10 @@ class Trainer(mx.gluon.Trainer):
         self._check_summed()
         step = self._step
         if not (step.checks_gradients or step.replacements or step.pending.max_norm
-                or step.pending.moved):
+                or step.weights_replaced):
             super()._update(ignore_stale_grad)
             step.forget()
+            step.updated = True
             return
         gradients = self._gradients.to_use(ignore_stale_grad)
 
@@ -351,8 +352,8 @@ class Trainer(mx.gluon.Trainer):
             self._init_kvstore()
 
     def _begin_alike(self) -> None:
-        """Makes the store, and gives it the parameters that have their sizes by now: all ranks
-        begin with rank 0's."""
+        """Makes the store, and gives it the parameters: all ranks begin with rank 0's. MXNet makes
+        none before all parameters have their sizes."""
         if not self._kv_initialized:
             self._init_kvstore()
         if self._params_to_init:
@@ -366,17 +367,16 @@ class Trainer(mx.gluon.Trainer):
             self._workers.belongs_to_trainer()
 
     def _init_params(self) -> None:
-        there = [p for p in self._params_to_init if not p._deferred_init]
         if not self._workers.exchange:
-            self._workers.lay_out((array for p in there for array in p.list_data()),
+            self._workers.lay_out((array for p in self._params for array in p.list_data()),
                                   predicted=True)
             super()._init_params()
             return
-        consistency.check_same_network(self._workers, _described(there))
+        consistency.check_same_network(self._workers, _described(self._params))
         consistency.agree_on_scale(self._workers, self._step.loss_scale)
-        self._step.pending.moved = consistency.begin_alike(self._workers, [
-            (self._param2idx[p.name], p.name, p.list_data()) for p in there], False)
-        self._params_to_init = [p for p in self._params_to_init if p._deferred_init]
+        self._step.weights_replaced = consistency.begin_alike(self._workers, [
+            (self._param2idx[p.name], p.name, p.list_data()) for p in self._params], False)
+        self._params_to_init = []
 
     def _servers_update(self) -> bool:
         """Whether MXNet's servers are to update weights."""
