@@ -133,6 +133,21 @@ def overflows_and_cannot_repeat(store, rank):
     return told, trainer.skipped, weights(trainer)
 
 
+def has_a_loss_that_is_nan(store, rank, loss_scale):
+    """What rank 1's loss makes of the scale, and of 16 steps."""
+    net = network()
+    trainer = trainer_for(net, store, loss_scale=loss_scale)
+    for i in range(16):
+        with autograd.record():
+            loss = net(nd.ones((4, 4))).square().sum() * (np.nan if rank else 1)
+        trainer.backward(loss)
+        if i < 15:
+            trainer.step(8)
+    with pytest.raises(amp.LossScaleError, match="16 steps skipped in a row: the loss itself"):
+        trainer.step(8)
+    return trainer.loss_scale, trainer.skipped
+
+
 def sums_wrongly(store, rank, times):
     net = network()
     trainer = trainer_for(net, store)

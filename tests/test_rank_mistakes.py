@@ -50,6 +50,12 @@ def test_gradients_of_weights_that_rank_0s_replace_are_not_used(ranks, loss_scal
     assert agree([weights for _, weights in results])
 
 
+@pytest.mark.parametrize("loss_scale", ["dynamic", 256.0])
+def test_a_loss_that_is_nan_on_one_rank_leaves_the_scale_on_all(ranks, loss_scale):
+    results = ranks.run("has_a_loss_that_is_nan", 2, "dist_sync", loss_scale=loss_scale)
+    assert results == [(2.0 ** 16 if loss_scale == "dynamic" else loss_scale, 16)] * 2
+
+
 def test_no_rank_repeats_a_backward_pass_that_one_cannot_repeat(ranks):
     (told, skipped, _), _ = results = ranks.run("overflows_and_cannot_repeat", 2, "dist_sync")
     assert told == [False] * skipped + [True] * (12 - skipped)

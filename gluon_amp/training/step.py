@@ -225,9 +225,10 @@ class Step:
         return self.workers.any(overflow)
 
     def _loss_is_to_blame(self) -> bool:
-        # With several workers all must decide alike, and they share gradients, not losses.
-        return self.workers.count == 1 \
-            and not all_finite([to_float32(loss) for loss in self.pending.losses])
+        """Whether a loss is infinite or NaN on any worker. All workers have to call it: they do,
+        since all skip the same steps."""
+        return self.workers.any(
+            not all_finite([to_float32(loss) for loss in self.pending.losses]))
 
     # ---- writes by others between the backward pass and the update
 
@@ -340,7 +341,7 @@ class Step:
                 sums: "np.ndarray[Any, Any]") -> float:
         """What the update multiplies gradients by."""
         factor = rescale_grad / self.update_scale
-        max_norm = self.pending.max_norm or self.max_norm
+        max_norm = self.max_norm if self.pending.max_norm is None else self.pending.max_norm
         if max_norm is not None:
             norm = factor * self._norm(gradients, sums)
             factor *= max_norm / norm if norm > max_norm else 1.0

@@ -279,8 +279,8 @@ class Trainer(mx.gluon.Trainer):
         """Updates by `Step.take`; as MXNet where nothing reads or replaces gradients."""
         self._check_summed()
         step = self._step
-        if not (step.checks_gradients or step.replacements or step.pending.max_norm
-                or step.weights_replaced):
+        if not (step.checks_gradients or step.replacements or step.weights_replaced
+                or step.pending.max_norm is not None):
             super()._update(ignore_stale_grad)
             step.forget()
             step.updated = True
