@@ -52,15 +52,15 @@ def step_of(name, how):
 def row(name, how, step):
     counts = step.counts()
     cells = [name, how, *(f"{counts[column]:,}" for column in COLUMNS),
-             f"{counts['on Tensor Cores']} of {counts['products']}", f"{step.peak / 2 ** 20:,.0f}"]
+             f"{counts['on Tensor Cores']}/{counts['products']}", f"{step.peak / 2 ** 20:,.0f}"]
     print(*cells, sep="  ", flush=True)
     return "| " + " | ".join(cells) + " |"
 
 
 def main():
     from networks import NETWORKS
-    lines = ["| network | | launches | casts | synchronizations | copies to the host | sums in "
-             "float16 | products on Tensor Cores | peak memory, MiB |",
+    lines = ["| network | | launches | casts | syncs | copies | float16 sums | Tensor Cores | "
+             "MiB |",
              "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |"]
     for name in NETWORKS:
         for how in steps.HOW:

@@ -101,8 +101,8 @@ class Trace:
         rows += [(name, *(str(one[name]) for one in counts)) for name in counts[0]]
         rows.append(("peak memory, MiB", "", "", "", f"{self.step.peak / 2 ** 20:.0f}",
                      f"{self.float32.peak / 2 ** 20:.0f}"))
-        lines = [f"What one step calls: policy {self.policy.name}, data {shapes}, compute "
-                 f"capability {self.capability / 10}. It is a recording: nothing is computed.", "",
+        lines = [f"One step: policy {self.policy.name}, data {shapes}, compute capability "
+                 f"{self.capability / 10}.", "It is recorded: nothing is computed.", "",
                  *_aligned(rows), "", "Products:"]
         lines += _aligned([("calls", "part", "call", "multiplies", "adds in", "Tensor Cores"), *(
             (str(p["calls"]), p["part"], p["call"], p["factors"], p["sums"],
