@@ -113,16 +113,17 @@ def compare(workers: Workers, held: Sequence[Named]) -> None:
                            "changed it by itself, or loaded another file?")
 
 
-def check_batch_size(workers: Workers, factor: float, scale: float) -> None:
+def check_batch_size(workers: Workers, rescale_grad: float, given: float) -> None:
     """Refuses ranks that divide by different batch sizes. All have to call it.
 
     Args:
-        factor: what gradients are multiplied by: one over the batch size, times `scale`.
+        rescale_grad: what gradients are multiplied by: `given` over the batch size.
+        given: the `rescale_grad` with which the optimizer was made.
     """
-    factors = [struct.unpack("d", one)[0] for one in workers.gather(
-        struct.pack("d", factor), "all ranks' batch sizes, since step() got a new one")]
-    if len(set(factors)) > 1:
-        sizes = ", ".join(f"{scale / one:g}" for one in factors)
+    multipliers = [struct.unpack("d", one)[0] for one in workers.gather(
+        struct.pack("d", rescale_grad), "all ranks' batch sizes, since step() got a new one")]
+    if len(set(multipliers)) > 1:
+        sizes = ", ".join(f"{given / one:g}" for one in multipliers)
         raise RanksDifferError(
             f"ranks divide by different batch sizes. Rank 0, 1, ...: {sizes}. Give step() "
             "the number of examples of all ranks together, the same on all")

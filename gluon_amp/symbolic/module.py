@@ -195,7 +195,7 @@ class _Module:
                              f"backward. Valid: {', '.join(sorted(LOSSES))}. Received outputs: "
                              f"{', '.join(module._symbol.list_outputs())}")
         adding_up = self._adding_up()
-        scale = self._step.begin(adding_up)
+        scale = self._step.begin_backward(adding_up)
         mxnets_backward = super().backward
 
         def run(at: float) -> None:
@@ -208,7 +208,7 @@ class _Module:
         searching = self._step.searching and self._averages is not None
         backward = _Backward(self, self._averages or [], adding_up if searching else [], scale, run)
         run(scale)
-        self._step.note(scale, [o for e in group.execs for o in e.outputs])
+        self._step.end_backward(scale, [o for e in group.execs for o in e.outputs])
         if searching:
             self._step.settle(backward)
         self._used_scale = self._step.backward_scale
@@ -245,14 +245,14 @@ class _Module:
                        for i, grads in enumerate(group.grad_arrays)]
         rescale_grad = optimizer.rescale_grad
 
-        def apply(factor: float) -> None:
-            optimizer.rescale_grad = factor
+        def apply(multiplier: float) -> None:
+            optimizer.rescale_grad = multiplier
             _update_params(group.param_arrays, grad_arrays, module._updater,
                            len(module._context), None, group.param_names)
 
         try:
             if self._step.checks_gradients:
-                self._step.take(gradients, rescale_grad, apply, self._clear)
+                self._step.update_or_skip(gradients, rescale_grad, apply, self._clear)
             else:
                 apply(rescale_grad)
                 self._step.forget()

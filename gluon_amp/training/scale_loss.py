@@ -31,5 +31,5 @@ def scale_loss(loss: Array, trainer: Trainer) -> Iterator[Any]:
     with weights_unwritten(trainer._optimizer):
         yield scaled if several else scaled[0]
     trainer._gradients.note_written()
-    trainer._step.note(scale, [one.detach() for one in losses])
+    trainer._step.end_backward(scale, [one.detach() for one in losses])
     trainer._step.record_versions(trainer._gradients.waiting())

@@ -1,16 +1,17 @@
 """One step, for a Trainer and for a Module alike.
 
-    begin, note         around each backward pass; `Pending` holds what the step needs
+    begin_backward,     around each backward pass; `Pending` holds what the step needs
+    end_backward
     settle              after it, while a dynamic scale is not settled: checks the gradients, and
                         where they overflow repeats the pass at lower scales, so that the step is
                         not lost
-    take                checks the summed gradients, once:
+    update_or_skip      checks the summed gradients, once:
                           all finite   updates, with gradients * rescale_grad / scale, clipped
                           not          does not; gradients that add up become 0; the log says why
                         updates the loss scale, and clears `Pending`
 
-Nothing is written into a gradient: what is divided and clipped is a factor, the optimizer's
-`rescale_grad`, which multiplies in float32.
+Nothing is written into a gradient. One number unscales and clips them all: the optimizer's
+`rescale_grad`, by which it multiplies gradients in float32.
 """
 import logging
 import math
@@ -60,7 +61,7 @@ class Pending:
         max_norm: the norm that the next update is clipped to.
         versions: gradients that nobody else may write, and how often each had been written.
         writes: earlier ones, and how often each was written since.
-        seen: gradients as `settle` has checked them, and their sums of squares.
+        checked: gradients as `settle` has checked them, and their sums of squares.
     """
     scale: Optional[float] = None
     losses: List["mx.nd.NDArray"] = field(default_factory=list)
@@ -72,7 +73,7 @@ class Pending:
     max_norm: Optional[float] = None
     versions: Optional[Tuple[Sequence[Gradient], Optional["mx.nd.NDArray"]]] = None
     writes: List[Tuple[Sequence[Gradient], "mx.nd.NDArray"]] = field(default_factory=list)
-    seen: Optional[Tuple[Sequence[Gradient], "np.ndarray[Any, Any]"]] = None
+    checked: Optional[Tuple[Sequence[Gradient], "np.ndarray[Any, Any]"]] = None
 
 
 class Repeatable(Protocol):
@@ -112,9 +113,9 @@ class Step:
         self.updated = True
         self.weights_replaced = False
         self.pending = Pending()
-        self._overflowed: Tuple[str, ...] = ()
+        self._last_overflowed: Tuple[str, ...] = ()  # names, of the last step
         self._adding_at: Optional[float] = None  # the scale of gradients that add up
-        self._said: Set[str] = set()  # what warnings have said of searches
+        self._warned: Set[str] = set()  # which warnings of searches have been logged
 
     @property
     def scaling(self) -> bool:
@@ -157,18 +158,18 @@ class Step:
 
     # ---- a backward pass
 
-    def begin(self, adding_up: Sequence["mx.nd.NDArray"]) -> float:
+    def begin_backward(self, adding_up: Sequence["mx.nd.NDArray"]) -> float:
         """Before a backward pass: gives its scale. Gradients that add up, and stand at another
         scale since an earlier step, are brought to this one."""
         self.count_writes()
-        self.pending.seen = None
+        self.pending.checked = None
         scale = self.backward_scale
         if self._adding_at is not None and self._adding_at != scale:
             multiply(adding_up, scale / self._adding_at)
         self._adding_at = scale
         return scale
 
-    def note(self, scale: float, losses: Sequence["mx.nd.NDArray"]) -> None:
+    def end_backward(self, scale: float, losses: Sequence["mx.nd.NDArray"]) -> None:
         """After a backward pass that began at these losses, with this scale."""
         self.pending.scale = scale
         self.pending.losses += losses
@@ -182,7 +183,7 @@ class Step:
         if not self._overflow_anywhere(backward.gradients()) or self._loss_is_to_blame():
             return
         if self.workers.any(not backward.can_repeat()):
-            self._say_once("no second pass", "no second backward pass goes through this graph (a "
+            self._warn_once("no second pass", "no second backward pass goes through this graph (a "
                            "loop, or MXNet's own Dropout): steps are skipped until the loss scale "
                            "fits")
             return
@@ -195,15 +196,15 @@ class Step:
         before, passes = self.loss_scale.scale, self.loss_scale.search(overflows)
         if passes:
             found = _power(self.loss_scale.scale)
-            self._say_once("found", f"loss scale {found} found in {passes} backward passes")
+            self._warn_once("found", f"loss scale {found} found in {passes} backward passes")
         elif self.loss_scale.scale == before:  # and all were tried
             names = self.overflowed(backward.gradients)
-            self._say_once("nothing fits", self.loss_scale.nothing_fits(names))
+            self._warn_once("nothing fits", self.loss_scale.nothing_fits(names))
 
-    def _say_once(self, what: str, text: str) -> None:
+    def _warn_once(self, what: str, text: str) -> None:
         """Warns; what has been warned of before is an info."""
-        log.log(logging.INFO if what in self._said else logging.WARNING, text)
-        self._said.add(what)
+        log.log(logging.INFO if what in self._warned else logging.WARNING, text)
+        self._warned.add(what)
 
     def _overflow_anywhere(self, gradients: Sequence[Gradient]) -> bool:
         """Whether gradients overflow on any worker, or may once they are summed over devices and
@@ -218,10 +219,10 @@ class Step:
                 math.sqrt(s) > most  # a norm is quickly seen
                 and np.abs(g.array.asnumpy()).max() > most
                 for g, s, most in zip(gradients, sums, largest))
-        # `take` uses these sums again where nothing changes the gradients in between: no sum over
-        # devices and workers, and no write by others, which the engine would find.
+        # `update_or_skip` uses these sums again where nothing changes the gradients in between: no
+        # sum over devices and workers, and no write by others, which the engine would find.
         unchanged = started() and self.workers.count == len({g.place[1] for g in gradients}) == 1
-        self.pending.seen = (gradients, sums) if unchanged and not overflow else None
+        self.pending.checked = (gradients, sums) if unchanged and not overflow else None
         return self.workers.any(overflow)
 
     def _loss_is_to_blame(self) -> bool:
@@ -285,7 +286,7 @@ class Step:
 
     # ---- the update
 
-    def take(self, gradients: Sequence[Gradient], rescale_grad: float,
+    def update_or_skip(self, gradients: Sequence[Gradient], rescale_grad: float,
              update: Callable[[float], None], clear: Callable[[], None]) -> bool:
         """Updates, or skips the update where a gradient is not finite.
 
@@ -297,8 +298,8 @@ class Step:
         """
         sums = self._sums(gradients)
         self.check_writes()
-        self._overflowed = _not_finite(gradients, sums)
-        self.updated = not self.workers.any_after_sum(bool(self._overflowed)) \
+        self._last_overflowed = _not_finite(gradients, sums)
+        self.updated = not self.workers.any_after_sum(bool(self._last_overflowed)) \
             and not self.weights_replaced
         try:
             if self.weights_replaced:
@@ -308,7 +309,7 @@ class Step:
                             "now. Where the network has seen data before the Trainer is made, no "
                             "step is lost")
             elif self.updated:
-                update(self._factor(rescale_grad, gradients, sums))
+                update(self._multiplier(rescale_grad, gradients, sums))
                 self.skipped_in_a_row = 0
                 self.loss_scale.update(True)
             else:
@@ -321,10 +322,10 @@ class Step:
 
     def _sums(self, gradients: Sequence[Gradient]) -> "np.ndarray[Any, Any]":
         """The sum of squares of each, as `settle` has computed them or anew."""
-        if self.pending.seen is None:
+        if self.pending.checked is None:
             return _sums_of_squares(gradients)
-        seen, sums = self.pending.seen
-        same = [id(g.array) for g in seen] == [id(g.array) for g in gradients]
+        checked, sums = self.pending.checked
+        same = [id(g.array) for g in checked] == [id(g.array) for g in gradients]
         return sums if same else _sums_of_squares(gradients)
 
     def norm(self, gradients: Sequence[Gradient]) -> float:
@@ -337,19 +338,19 @@ class Step:
             counted = {g.place[0]: s for g, s in zip(gradients, counted)}.values()
         return math.sqrt(sum(counted))
 
-    def _factor(self, rescale_grad: float, gradients: Sequence[Gradient],
-                sums: "np.ndarray[Any, Any]") -> float:
-        """What the update multiplies gradients by."""
-        factor = rescale_grad / self.update_scale
+    def _multiplier(self, rescale_grad: float, gradients: Sequence[Gradient],
+                    sums: "np.ndarray[Any, Any]") -> float:
+        """What the update multiplies gradients by: unscales and clips them."""
+        multiplier = rescale_grad / self.update_scale
         max_norm = self.max_norm if self.pending.max_norm is None else self.pending.max_norm
         if max_norm is not None:
-            norm = factor * self._norm(gradients, sums)
-            factor *= max_norm / norm if norm > max_norm else 1.0
-        return factor
+            norm = multiplier * self._norm(gradients, sums)
+            multiplier *= max_norm / norm if norm > max_norm else 1.0
+        return multiplier
 
     def _skip(self) -> None:
         """Counts a skipped step. Where no scale helps, raises LossScaleError."""
-        before, names = self.loss_scale.scale, self._overflowed
+        before, names = self.loss_scale.scale, self._last_overflowed
         self.skipped += 1
         self.skipped_in_a_row += 1
         if self._loss_is_to_blame():
@@ -384,14 +385,14 @@ class Step:
         if state.get("loss_scale"):
             self.loss_scale.load_state_dict(state["loss_scale"])
         self.skipped, self.skipped_in_a_row = skipped, in_a_row
-        self._overflowed, self.weights_replaced = (), False
+        self._last_overflowed, self.weights_replaced = (), False
         self.forget()
 
     def overflowed(self, gradients: Callable[[], Sequence[Gradient]]) -> Tuple[str, ...]:
         """Names of the parameters whose newest gradients are not finite: those that wait for
         their step, or else those of the last step."""
         if not self.begun:
-            return self._overflowed
+            return self._last_overflowed
         waiting = gradients()
         return _not_finite(waiting, _sums_of_squares(waiting))
 

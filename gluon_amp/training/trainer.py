@@ -66,7 +66,7 @@ class Trainer(mx.gluon.Trainer):
     # What an X-ray has called after each backward pass, with the scale at which that began.
     after_pass: Optional[Callable[[float], None]] = None
     _met_servers = False  # whether ranks have begun alike where servers update
-    _factor: Optional[float] = None  # of the last step: one over its batch size
+    _compared: Optional[float] = None  # the rescale_grad that ranks have last compared
 
     def __init__(self, params: Union["mx.gluon.ParameterDict", Sequence["mx.gluon.Parameter"]],
                  optimizer: Union[str, "mx.optimizer.Optimizer"],
@@ -145,7 +145,7 @@ class Trainer(mx.gluon.Trainer):
                 if self.after_pass is not None:
                     self.after_pass(1.0)
                 self._step.forget()  # what `unscale` or `clip_norm` were called for
-                self._step.note(1.0, [])
+                self._step.end_backward(1.0, [])
                 return
             scale = self._begin_backward(losses)
             backward = Backward(losses, self._gradients, scale, self._repeats, self.after_pass)
@@ -154,7 +154,7 @@ class Trainer(mx.gluon.Trainer):
             if searching:
                 backward.keep_gradients()
             backward.run(scale, retain_graph or searching or checking)
-            self._step.note(scale, [loss.detach() for loss in losses])
+            self._step.end_backward(scale, [loss.detach() for loss in losses])
             if checking:
                 self._check_heads(backward)
             if searching:
@@ -169,7 +169,7 @@ class Trainer(mx.gluon.Trainer):
         self._begin_alike()  # before the scale is read, which becomes rank 0's
         self._step.pending.are_summed = False
         self._gradients.begin()
-        return self._step.begin(self._gradients.add_up())
+        return self._step.begin_backward(self._gradients.add_up())
 
     def _check_heads(self, backward: Backward) -> None:
         try:
@@ -234,12 +234,12 @@ class Trainer(mx.gluon.Trainer):
         by `update`'s batch size. Returns the norm before, divided by `batch_size`; it is
         infinite or NaN if the gradients are."""
         positive_number(max_norm, "max_norm")
-        factor = self._scale / positive_number(batch_size, "batch_size")
+        rescale_grad = self._scale / positive_number(batch_size, "batch_size")
         gradients = self._gradients_by_hand("clip_norm()")
         self._step.record_versions(gradients)
         norm = self._step.norm(gradients)
         self._step.pending.max_norm = max_norm
-        return factor / self._step.update_scale * norm
+        return rescale_grad / self._step.update_scale * norm
 
     def _gradients_by_hand(self, call: str) -> List[Gradient]:
         """The gradients for a call between `allreduce_grads` and `update`."""
@@ -276,7 +276,7 @@ class Trainer(mx.gluon.Trainer):
                        if p.grad_req != "null")
 
     def _update(self, ignore_stale_grad: bool = False) -> None:
-        """Updates by `Step.take`; as MXNet where nothing reads or replaces gradients."""
+        """Updates by `Step.update_or_skip`; as MXNet where nothing reads or replaces gradients."""
         self._check_summed()
         step = self._step
         if not (step.checks_gradients or step.replacements or step.weights_replaced
@@ -287,15 +287,16 @@ class Trainer(mx.gluon.Trainer):
             return
         gradients = self._gradients.to_use(ignore_stale_grad)
 
-        def update(factor: float) -> None:
-            self._optimizer.rescale_grad = factor
+        def update(multiplier: float) -> None:
+            self._optimizer.rescale_grad = multiplier
             for device, updater in enumerate(self._updaters):
                 mine = [(g.place[0], g.array, g.weight) for g in gradients if g.place[1] == device]
                 if mine:  # MXNet's updater calls the optimizer's update_multi_precision
                     updater(*zip(*mine))
 
         try:
-            step.take(gradients, self._optimizer.rescale_grad, update, self._gradients.clear_added)
+            step.update_or_skip(gradients, self._optimizer.rescale_grad, update,
+                                self._gradients.clear_added)
         finally:
             self._optimizer.rescale_grad = self._scale  # as given, for its next Trainer
             self._gradients.note_used(gradients)
@@ -420,11 +421,11 @@ class Trainer(mx.gluon.Trainer):
         if not self._step.pending.are_summed:
             raise RuntimeError("update() before the sum over workers: call trainer."
                                "allreduce_grads(), then update(batch_size), or step(batch_size)")
-        factor = self._optimizer.rescale_grad
-        if factor != self._factor:
+        rescale_grad = self._optimizer.rescale_grad
+        if rescale_grad != self._compared:
             # A rank that keeps its own does not exchange it: supervision finds that they differ.
-            self._factor = factor
-            consistency.check_batch_size(self._workers, factor, self._scale)
+            self._compared = rescale_grad
+            consistency.check_batch_size(self._workers, rescale_grad, self._scale)
 
     def _reach_alike(self) -> None:
         """Where the losses of some ranks reach a parameter, the others' gradients of it count, as
