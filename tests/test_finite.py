@@ -71,6 +71,6 @@ def test_marks_of_new_gradients_are_mxnets_with_and_without_the_engine(runs, mon
         loss = (weights[0] * weights[2]).sum()
     loss.backward()
     assert list(map(bool, library.marks(weights))) == [True, False, True]
-    assert list(map(bool, library.marks(weights, take_off=True))) == [True, False, True]
+    assert list(map(bool, library.marks(weights, clear=True))) == [True, False, True]
     assert not any(library.marks(weights))
     assert not any(weight._fresh_grad for weight in weights)

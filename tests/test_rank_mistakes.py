@@ -92,11 +92,11 @@ def test_two_trainers_of_a_process_share_the_servers(ranks):
 
 
 @pytest.mark.parametrize("story", ["trains_without_scale", "module_trains_without_scale"])
-def test_without_a_scale_ranks_begin_alike_too(ranks, story):
+def test_without_a_scale_ranks_get_rank_0s_weights_too(ranks, story):
     assert agree(ranks.run(story, 2, "dist_sync", {"MXNET_UPDATE_ON_KVSTORE": "0"}))
 
 
-def test_ranks_whose_weights_servers_update_begin_alike_and_are_watched(ranks):
+def test_ranks_whose_weights_servers_update_get_rank_0s_and_are_supervised(ranks):
     assert agree(ranks.run("begins_where_servers_update", 2, "dist_sync"))
     told, _ = ranks.run("dies_while_servers_update", 2, "dist_sync",
                         {"MXNET_UPDATE_ON_KVSTORE": "1"})

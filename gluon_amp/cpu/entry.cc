@@ -156,13 +156,13 @@ int versions(int count, void** arrays, void* into, int since) {
 }
 
 // Whether backward passes have written the gradients of these weights, which MXNet marks for it, since
-// the marks were taken off; with `take_off` they are now.
-void marks(void** weights, int64_t count, int take_off, unsigned char* marked) {
+// the marks were taken off; with `clear` they are now.
+void marks(void** weights, int64_t count, int clear, unsigned char* marked) {
   for (int64_t i = 0; i < count; ++i) {
     int one = 0;
     MXNDArrayGetGradState(weights[i], &one);
     marked[i] = one != 0;
-    if (one && take_off) MXNDArraySetGradState(weights[i], 0);
+    if (one && clear) MXNDArraySetGradState(weights[i], 0);
   }
 }
 

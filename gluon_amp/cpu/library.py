@@ -270,16 +270,16 @@ def versions(arrays: Sequence["mx.nd.NDArray"],
     return into
 
 
-def marks(weights: Sequence["mx.nd.NDArray"], take_off: bool = False) -> Sequence[int]:
+def marks(weights: Sequence["mx.nd.NDArray"], clear: bool = False) -> Sequence[int]:
     """Whether backward passes have written each of these weights' gradients, which MXNet marks for
     it, since the marks were taken off, as they are now if asked for."""
     if _table is None:
         marked = [weight._fresh_grad for weight in weights]
-        for weight in weights if take_off else ():
+        for weight in weights if clear else ():
             weight._fresh_grad = False
         return marked
     into = ctypes.create_string_buffer(len(weights))
-    _table.marks(_handles(weights), len(weights), take_off, into)
+    _table.marks(_handles(weights), len(weights), clear, into)
     return into.raw
 
 

@@ -1,4 +1,4 @@
-"""Many workers begin alike, and can be asked whether they still are.
+"""Gives many workers rank 0's parameters, and compares what they hold.
 
 A digest stands for an array: 8 bytes, so that ranks compare whole networks by a few numbers.
 """
@@ -64,19 +64,19 @@ def check_same_network(workers: Workers, arrays: Iterable[Tuple[str, Any, bool]]
                            "0, or is frozen on some of them only")
 
 
-def begin_alike(workers: Workers, arrays: Sequence[Tuple[Any, str, List[Any]]],
-                known: bool) -> bool:
+def broadcast(workers: Workers, arrays: Sequence[Tuple[Any, str, List[Any]]],
+              initialized: bool) -> bool:
     """Gives rank 0's arrays to all ranks.
 
     Args:
         arrays: a key in the store, a name, and the array on each device.
-        known: whether MXNet has told its store of these keys.
+        initialized: whether MXNet has initialized these keys of its store.
 
     Returns:
         whether any rank had other ones.
     """
     before = digest([(name, on_devices[0]) for _, name, on_devices in arrays])
-    workers.take_over([(key, on_devices) for key, _, on_devices in arrays], known)
+    workers.broadcast([(key, on_devices) for key, _, on_devices in arrays], initialized)
     after = digest([(name, on_devices[0]) for _, name, on_devices in arrays])
     return workers.any(before != after)
 

@@ -28,7 +28,7 @@ class Servers:
     """What MXNet's servers know from this process.
 
     Attributes:
-        numbers: keys of arrays by which ranks tell each other something.
+        numbers: the keys that are initialized of arrays of numbers that ranks exchange.
     """
 
     def __init__(self) -> None:
@@ -60,7 +60,7 @@ class Servers:
         """Forgets the store, which MXNet wants freed before the interpreter ends."""
         self._store = None
 
-    def take_trainer(self, kvstore: KVStore, update: bool) -> int:
+    def add_trainer(self, kvstore: KVStore, update: bool) -> int:
         """The number of a new Trainer, from 1 on. Refuses it where its parameters would be mixed
         up with others'.
 
@@ -78,7 +78,7 @@ class Servers:
         self._trainers += 1
         return self._trainers
 
-    def take_module(self, kvstore: KVStore) -> int:
+    def add_module(self, kvstore: KVStore) -> int:
         """The number of a new Module, from 1 on; or refuses it."""
         if isinstance(kvstore, mx.kv.KVStore) and self._trainers + self._modules:
             raise ValueError("MXNet's servers know a Module's parameters by their names: with "
@@ -121,7 +121,7 @@ def make_store(kvstore: KVStore, compression: Optional[Mapping[str, Any]]) -> An
 
 def updates_on_ranks(kvstore: KVStore, dense: bool) -> bool:
     """Whether the ranks update, rather than MXNet's servers, where the user says neither: so that
-    ranks begin alike and can be compared, with or without a loss scale.
+    ranks get rank 0's weights and can be compared, with or without a loss scale.
 
     Args:
         dense: whether no parameter and no gradient is row_sparse.

@@ -17,6 +17,13 @@ from .store import servers
 from .supervise import RankEndedError, Supervisor
 
 _supervisor: Optional[Supervisor] = None  # one for each process
+# Keys of MXNet's servers are 32-bit integers, and one that was initialized keeps its shape. The
+# process's Trainer n, from 0 on, has _KEYS_OF_A_TRAINER keys from n * _KEYS_OF_A_TRAINER on.
+_KEYS_OF_A_TRAINER = 2 ** 16
+# Parameter i, where it is broadcast before servers get an optimizer: a server that has one takes
+# each further value of a key for a gradient.
+BROADCAST_KEYS = 2 ** 29
+_EXCHANGE_KEYS = 2 ** 30  # + n: of arrays of n numbers that ranks exchange
 _SCHEDULER_IS_AT = ("DMLC_PS_ROOT_URI", "DMLC_PS_ROOT_PORT")  # of MXNet's servers
 
 
@@ -69,13 +76,12 @@ class Workers:
         """This process's number among them."""
         return self._kvstore.rank if self.count > 1 else 0
 
-    def belongs_to_trainer(self, servers_update: bool = False) -> None:
-        """Says that gradients of one more Trainer of this process are summed here: each has keys
-        of its own."""
-        number = servers.take_trainer(self._kvstore, servers_update)
+    def register_trainer(self, servers_update: bool = False) -> None:
+        """Gives one more Trainer of this process keys of its own."""
+        number = servers.add_trainer(self._kvstore, servers_update)
         self.owner = f"Trainer {number}"
         if self._native:
-            self._first_key = (number - 1) << 16
+            self._first_key = (number - 1) * _KEYS_OF_A_TRAINER
 
     def sum(self, gradients: Iterable[Tuple[Any, List[Any]]]) -> Dict[Any, List[Any]]:
         """Sums each gradient over its devices and all workers, in place.
@@ -148,26 +154,26 @@ class Workers:
             for array in on_devices:
                 array[:] = one.reshape(array.shape)
 
-    def take_over(self, arrays: Iterable[Tuple[Any, List[Any]]], known: bool) -> None:
+    def broadcast(self, arrays: Iterable[Tuple[Any, List[Any]]], initialized: bool) -> None:
         """Gives rank 0's arrays to all workers, in place, and waits until they are there.
 
         Args:
             arrays: a key of the store, and the array on each device.
-            known: whether MXNet has told its store of these keys.
+            initialized: whether MXNet has initialized these keys of its store.
         """
         arrays = list(arrays)
         self.lay_out((array for _, on_devices in arrays for array in on_devices), predicted=True)
 
-        def take() -> None:
+        def exchange() -> None:
             for number, on_devices in arrays:
                 key = self._key(number)
-                if known and self._native:
+                if initialized and self._native:
                     self._kvstore.pull(key, out=on_devices)
                 else:
                     self._kvstore.broadcast(key, on_devices[0], on_devices)
             # Else a rank that is ahead sums gradients into what another is still to fetch.
             mx.nd.waitall()
-        self.wait(take, f"{len(arrays)} arrays of rank 0")
+        self.wait(exchange, f"{len(arrays)} arrays of rank 0")
 
     def wait(self, function: Callable[[], Any], what: str) -> Any:
         """Runs what waits for other workers: an error, rather than for ever, where one ended or
@@ -203,7 +209,7 @@ class Workers:
         """The sum over workers of an array of numbers, in float32. All have to ask; `what` says
         for what."""
         # a store knows the size of what has a key
-        key: Any = f"gluon_amp {numbers.size}" if self._names else 2 ** 30 + numbers.size
+        key: Any = f"gluon_amp {numbers.size}" if self._names else _EXCHANGE_KEYS + numbers.size
         array = mx.nd.array(numbers.reshape(-1), ctx=mx.cpu(), dtype="float32")
 
         def exchange() -> "np.ndarray[Any, Any]":

@@ -165,7 +165,7 @@ class _Module:
             or store.updates_on_ranks(kvstore, not self._sparse())
         with environment("MXNET_UPDATE_ON_KVSTORE", "0" if here else None):
             super().init_optimizer(kvstore, optimizer, optimizer_params, force_init)
-        self._begin_alike()
+        self._broadcast_parameters()
         with_masters(module._optimizer)
         if self._states_file:
             self.load_optimizer_states(self._states_file)
@@ -307,7 +307,7 @@ class _Module:
             raise ValueError(f"{store.CHECKS_FIRST}, and many workers update those on servers that "
                              f"are row_sparse. Received: row_sparse{in_names(sparse)}")
         kvstore = store.shared_store(kvstore)
-        self._number = store.servers.take_module(kvstore)
+        self._number = store.servers.add_module(kvstore)
         if "async" in kvstore.type:
             return kvstore
         self._workers.connect(kvstore)
@@ -330,7 +330,7 @@ class _Module:
         return not self._workers.sums_at_once \
             and (module._update_on_kvstore or self._workers.count == 1)
 
-    def _begin_alike(self) -> None:
+    def _broadcast_parameters(self) -> None:
         """Every rank gets rank 0's parameters and moving averages, by the store that MXNet has."""
         module = self._module()
         group = module._exec_group
@@ -340,10 +340,10 @@ class _Module:
             return
         workers.owner = f"Module {self._number}"
         if workers.exchange:
-            consistency.begin_alike(workers, [
+            consistency.broadcast(workers, [
                 (name, name, arrays) for name, arrays in zip(group.param_names,
                                                              group.param_arrays)], True)
-        workers.take_over([(f"statistics {name}", arrays) for name, arrays in
+        workers.broadcast([(f"statistics {name}", arrays) for name, arrays in
                              zip(group.aux_names, group.aux_arrays)], False)
         self._params_dirty = module._params_dirty = True
 

@@ -23,16 +23,16 @@ class Gradients:
         if self._step.begun:
             self.check_nobody_else()
         else:
-            self._marked(take_off=True)
+            self._marked(clear=True)
 
     def note_written(self) -> None:
         """After a backward pass."""
         pending = self._step.pending
-        pending.written, pending.stale = self._written(pending.written, take_off=True)
+        pending.written, pending.stale = self._written(pending.written, clear=True)
 
     def note_used(self, gradients: Sequence[Gradient]) -> None:
         """After an update with these."""
-        marks([g.weight for g in gradients], take_off=True)
+        marks([g.weight for g in gradients], clear=True)
 
     def waiting(self) -> List[Gradient]:
         """Those that wait for a step, if any."""
@@ -94,10 +94,10 @@ class Gradients:
         return [(gradient, gradient.copy()) for gradient in gradients]
 
     def _written(self, known: Dict[Place, Gradient],
-                 take_off: bool = False) -> Tuple[Dict[Place, Gradient], List[str]]:
+                 clear: bool = False) -> Tuple[Dict[Place, Gradient], List[str]]:
         """The gradients that are known to be written, or marked so; and the names of the others."""
         written, stale = {}, []
-        for place, weight, is_marked in self._marked(take_off):
+        for place, weight, is_marked in self._marked(clear):
             parameter = self.parameters[place[0]]
             if is_marked:
                 own = parameter.list_grad()[place[1]]
@@ -108,10 +108,10 @@ class Gradients:
                 stale.append(parameter.name)
         return written, stale
 
-    def _marked(self, take_off: bool = False) -> List[Tuple[Place, "mx.nd.NDArray", int]]:
+    def _marked(self, clear: bool = False) -> List[Tuple[Place, "mx.nd.NDArray", int]]:
         """The weights, and whether each has a mark of MXNet's."""
         weights = self._weights()
-        marked = marks([weight for _, weight in weights], take_off)
+        marked = marks([weight for _, weight in weights], clear)
         return [(place, weight, mark) for (place, weight), mark in zip(weights, marked)]
 
     def _weights(self) -> List[Tuple[Place, "mx.nd.NDArray"]]:

@@ -14,7 +14,7 @@ from ..checks import positive_number
 from ..cpu.arrays import to_float32
 from ..cpu.scales import for_devices, scales_of
 from ..parallel import consistency, store
-from ..parallel.sync import Workers
+from ..parallel.sync import BROADCAST_KEYS, Workers
 from .backward import Backward, check_losses
 from .checkpoint import (
     Checkpoint,
@@ -33,7 +33,6 @@ from .optimizer import optimizer as make_optimizer
 from .static_pair import GivenLossScale
 from .step import Gradient, Step
 
-_BEFORE_UPDATES = 2 ** 29  # from here on keys of weights that servers have only once
 _AVERAGES = ("running_mean", "running_var", "moving_mean", "moving_var")
 
 
@@ -65,7 +64,7 @@ class Trainer(mx.gluon.Trainer):
     _repeats: Optional[bool] = None  # whether that went through the graph a second time
     # What an X-ray has called after each backward pass, with the scale at which that began.
     after_pass: Optional[Callable[[float], None]] = None
-    _met_servers = False  # whether ranks have begun alike where servers update
+    _servers_connected = False  # where servers update, and only there
     _compared: Optional[float] = None  # the rescale_grad that ranks have last compared
 
     def __init__(self, params: Union["mx.gluon.ParameterDict", Sequence["mx.gluon.Parameter"]],
@@ -94,10 +93,10 @@ class Trainer(mx.gluon.Trainer):
         self._gradients = Gradients(self._params, self._step)
         if "dist" in store.kind_of(kvstore) and all(p._data is not None for p in self._params):
             if update_on_kvstore is False or not isinstance(kvstore, (str, mx.kv.KVStore)):
-                self._begin_alike()
+                self._broadcast_parameters()
                 self._step.weights_replaced = False  # no gradient is of those before
             else:
-                self._meet_servers()
+                self._connect_servers()
 
     def _init_optimizer(self, optimizer: Union[str, Optimizer],
                         optimizer_params: Any) -> None:
@@ -166,7 +165,7 @@ class Trainer(mx.gluon.Trainer):
     def _begin_backward(self, losses: List["mx.nd.NDArray"]) -> float:
         """Gives the scale of the backward pass that follows."""
         check_losses(losses)
-        self._begin_alike()  # before the scale is read, which becomes rank 0's
+        self._broadcast_parameters()  # before the scale is read, which becomes rank 0's
         self._step.pending.are_summed = False
         self._gradients.begin()
         return self._step.begin_backward(self._gradients.add_up())
@@ -190,9 +189,9 @@ class Trainer(mx.gluon.Trainer):
         """
         self._check_step(batch_size, ignore_stale_grad)
         self._check_and_rescale_grad(self._scale / batch_size)
-        self._begin_alike()
+        self._broadcast_parameters()
         if ignore_stale_grad:
-            self._reach_alike()
+            self._zero_unreached()
         self._allreduce_grads()
         self._update(ignore_stale_grad)
         return self._end_step()
@@ -341,31 +340,30 @@ class Trainer(mx.gluon.Trainer):
                                if _is_average(p) and p._data is not None])
 
     def _check_can_exchange(self, call: str) -> None:
-        self._begin_alike()
+        self._broadcast_parameters()
         consistency.check_can_exchange(self._workers, call, "update_on_kvstore=False")
 
     def _connect(self) -> None:
         """Makes the store, if there is none. An optimizer on servers cannot change any more: it is
         not sent before the first step."""
         if not self._kv_initialized and self._servers_update():
-            self._meet_servers()
+            self._connect_servers()
         elif not self._kv_initialized:
             self._init_kvstore()
 
-    def _begin_alike(self) -> None:
-        """Makes the store, and gives it the parameters: all ranks begin with rank 0's. MXNet makes
-        none before all parameters have their sizes."""
+    def _broadcast_parameters(self) -> None:
+        """Makes the store and gives all ranks rank 0's parameters, once these have their sizes."""
         if not self._kv_initialized:
             self._init_kvstore()
         if self._params_to_init:
             self._init_params()
 
     def _init_kvstore(self) -> None:
-        self._meet_servers()
+        self._connect_servers()
         super()._init_kvstore()
         self._workers.connect(self._kvstore, updates=bool(self._update_on_kvstore))
         if self._workers.exchange:
-            self._workers.belongs_to_trainer()
+            self._workers.register_trainer()
 
     def _init_params(self) -> None:
         if not self._workers.exchange:
@@ -375,7 +373,7 @@ class Trainer(mx.gluon.Trainer):
             return
         consistency.check_same_network(self._workers, _described(self._params))
         consistency.agree_on_scale(self._workers, self._step.loss_scale)
-        self._step.weights_replaced = consistency.begin_alike(self._workers, [
+        self._step.weights_replaced = consistency.broadcast(self._workers, [
             (self._param2idx[p.name], p.name, p.list_data()) for p in self._params], False)
         self._params_to_init = []
 
@@ -386,22 +384,22 @@ class Trainer(mx.gluon.Trainer):
         return isinstance(kvstore, mx.kv.KVStore) and "dist" in kvstore.type \
             and config["update_on_kvstore"] is not False
 
-    def _meet_servers(self) -> None:
+    def _connect_servers(self) -> None:
         """Where MXNet's servers are to update: makes their store. Once they have the optimizer,
-        they do nothing else; before that, ranks compare their networks, begin alike and begin to
-        supervise each other."""
-        if self._met_servers or not self._servers_update():
+        they do nothing else; before that, ranks compare their networks, get rank 0's parameters and
+        begin to supervise each other."""
+        if self._servers_connected or not self._servers_update():
             return
-        self._met_servers = True
+        self._servers_connected = True
         kvstore, workers = self._kvstore_params["kvstore"], self._workers
         if "async" not in kvstore.type:
             workers.connect(kvstore)
             there = [(i, p) for i, p in enumerate(self._params) if p._data is not None]
             if workers.exchange:
-                workers.belongs_to_trainer(servers_update=True)
+                workers.register_trainer(servers_update=True)
                 consistency.check_same_network(workers, _described([p for _, p in there]))
-                consistency.begin_alike(workers, [
-                    (_BEFORE_UPDATES + i, p.name, p.list_data()) for i, p in there
+                consistency.broadcast(workers, [
+                    (BROADCAST_KEYS + i, p.name, p.list_data()) for i, p in there
                     if p._stype == "default"], False)
         workers.connect(kvstore, updates=True)
 
@@ -427,7 +425,7 @@ class Trainer(mx.gluon.Trainer):
             self._compared = rescale_grad
             consistency.check_batch_size(self._workers, rescale_grad, self._scale)
 
-    def _reach_alike(self) -> None:
+    def _zero_unreached(self) -> None:
         """Where the losses of some ranks reach a parameter, the others' gradients of it count, as
         zeros: else only some ranks would update it, with what was left in the others."""
         reached, anywhere = self._reached()
@@ -481,7 +479,7 @@ class Trainer(mx.gluon.Trainer):
             check_states(fname, states, maker, self._optimizer, {
                 i: (p.name, None if p._data is None else p._data[0])
                 for i, p in enumerate(self._params)})
-        self._begin_alike()
+        self._broadcast_parameters()
         updaters = [self._kvstore._updater] if self._update_on_kvstore else self._updaters
         if None in updaters:
             raise ValueError("states that servers keep cannot be loaded: make the Trainer with "
