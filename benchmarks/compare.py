@@ -1,10 +1,13 @@
 """Compares the float16 steps of two commits or work trees: `compare.py OLD NEW`.
 
-Each is built into a temporary folder, with the MXNet that runs this. Then processes of the two take
-turns; each times some steps of one network, and what is shown is the median of the pairs' ratios,
-below 1 where NEW is faster, with the interval that holds the true median in 95 of 100 cases.
+Each is built into a temporary folder, with the MXNet that runs this. Then processes of both take
+turns. Each times some steps of one network by its own harness.py. A row has the median of the
+ratios of the pairs, below 1 where NEW is faster, the interval that holds the true median in 95 of
+100 cases, and the ratio of the peak memory of ten steps.
 """
 import argparse
+import json
+import os
 import shutil
 import subprocess
 import sys
@@ -18,9 +21,23 @@ import harness
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def build(which, folder):
-    """Installs a commit, or a folder's files as they are, into a new folder."""
-    source = Path(f"{folder}.source")
+class Tree:
+    """A commit, or a folder's files as they are, installed into a new folder."""
+
+    def __init__(self, which, folder):
+        self.folder, self.source = folder, Path(f"{folder}.source")
+        build(which, self.source, folder)
+
+    def run(self, *args):
+        """What its harness.py prints."""
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", self.source / "benchmarks/harness.py",
+             *map(str, args)], check=True, stdout=subprocess.PIPE, text=True,
+            env={**os.environ, "PYTHONPATH": str(self.folder)})
+        return json.loads(done.stdout.splitlines()[-1])
+
+
+def build(which, source, folder):
     if Path(which).is_dir():
         shutil.copytree(which, source, ignore=shutil.ignore_patterns(
             ".git", ".venv", "build", "dist", "*.egg-info", "*.so", "__pycache__"))
@@ -32,7 +49,6 @@ def build(which, folder):
     subprocess.run([sys.executable, "-m", "pip", "install", "-q", "--no-deps",
                     "--disable-pip-version-check", "--target", str(folder), str(source)],
                    check=True)
-    return str(folder)
 
 
 def interval(values):
@@ -56,17 +72,17 @@ def main():
     if args.pairs < 6:
         parser.error("--pairs: fewer than 6 have no 95 % interval")
     with tempfile.TemporaryDirectory() as temporary:
-        trees = [build(which, Path(temporary, name))
-                 for name, which in (("old", args.old), ("new", args.new))]
-        table = harness.Table("network", "old ms", "new / old", "95 % from", "to")
+        old, new = (Tree(which, Path(temporary, name))
+                    for name, which in (("old", args.old), ("new", args.new)))
+        table = harness.Table("network", "old ms", "new / old", "95 % from", "to", "memory")
         for name in harness.NETWORKS:
             if args.only in name:
-                times = [[median(harness.child("seconds", name, args.policy, args.steps,
-                                               PYTHONPATH=tree)) for tree in trees]
-                         for _ in range(args.pairs)]
-                found = [new / old for old, new in times]
-                table.row(name, 1e3 * median(old for old, _ in times), median(found),
-                          *interval(found))
+                times = [[median(tree.run("seconds", name, args.policy, args.steps))
+                          for tree in (old, new)] for _ in range(args.pairs)]
+                found = [after / before for before, after in times]
+                memory = [tree.run("memory", name, args.policy, "step") for tree in (old, new)]
+                table.row(name, 1e3 * median(before for before, _ in times), median(found),
+                          *interval(found), memory[1] / memory[0])
 
 
 if __name__ == "__main__":
