@@ -274,6 +274,7 @@ const std::set<std::string> kLeaveOutputs = {
     "_backward_SequenceMask", "_backward_SequenceLast", "_backward_SequenceReverse",
     "_backward_npi_einsum"};
 
+// They create or move values. LEFT_ALONE of graph/build.py has the same.
 const std::set<std::string> kMoves = {
     "Reshape", "Flatten", "expand_dims", "squeeze", "reshape_like", "BlockGrad", "_copy", "_zeros",
     "_zeros_without_dtype", "_ones", "_full", "_eye", "zeros_like", "ones_like", "_npx_reshape",
@@ -337,7 +338,8 @@ void replace_functions(const Operator& of, nnvm::Op& op) {
 // ---- attributes that CPUs and GPUs share -----------------------------------------------------
 
 // The generic code reads all inputs first, so any output may have the place of any input; code of
-// its own says of which.
+// its own says of which. MXPlanMemory tries every pair: those of the first arrays are enough, and
+// an operator of hundreds of arrays would have tens of thousands.
 std::vector<std::pair<int, int>> places(const Operator& of, const NodeAttrs& attrs) {
   const nnvm::Op* x = of.op;
   const uint32_t inputs = x->get_num_inputs ? x->get_num_inputs(attrs) : x->num_inputs;

@@ -168,12 +168,12 @@ void narrow(const NDArray& made, const TBlob& to, Write write) {
       const int64_t some = std::max<int64_t>(1, most / b.strides[1]) * block;
       for (int64_t n = 0; n < batch; n += images)
         for (int64_t c = 0; c < channels; c += some) {
-          const int64_t many = std::min(images, batch - n), wide = std::min(some, channels - c);
-          const int64_t count = many * ((wide + block - 1) / block) * b.strides[1];
+          const int64_t many = std::min(images, batch - n), of_each = std::min(some, channels - c);
+          const int64_t count = many * ((of_each + block - 1) / block) * b.strides[1];
           const float* const exact = from + n * stored + c * plane;
           Half* const rounded = halves(to) + (n * channels + c) * plane;
-          show(exact, count, count - many * wide * plane, rounded, nullptr, true);
-          kernels->narrow_blocked(exact, rounded, many, wide, plane, block, write);
+          show(exact, count, count - many * of_each * plane, rounded, nullptr, true);
+          kernels->narrow_blocked(exact, rounded, many, of_each, plane, block, write);
         }
       return;
     }
@@ -209,10 +209,14 @@ bool overwritten(const Call& call, const TBlob& from, const std::vector<bool>& d
 }
 
 // What oneDNN's RNN makes of its inputs: it copies its weights, and has pointers to the rest of the
-// forward pass, so that the backward pass reads gradients alone: of y, and of its two states.
+// forward pass, so that the backward pass reads gradients alone: of y, and of its two states. MXNet's
+// RNNGrad numbers its inputs: data, weights, state, y, dy, new state, its gradient, cell, new cell, its
+// gradient.
 constexpr size_t kWeightsOfRnn = 1;
+constexpr size_t kGradientOfY = 4, kGradientOfState = 6, kGradientOfCell = 9;
 bool is_read(const Operator& of, size_t i) {
-  return of.op->name != "_backward_RNN" || i == 4 || i == 6 || i == 9;
+  return of.op->name != "_backward_RNN" || i == kGradientOfY || i == kGradientOfState ||
+         i == kGradientOfCell;
 }
 
 TBlob copy_of(const TBlob& from, Lease* lease) {
@@ -265,11 +269,11 @@ void run(const Call& call, bool onednn, const std::vector<uint32_t>& mutated,
     }
     const bool copied = state && onednn && i == kWeightsOfRnn;
     in.push_back((copied ? brief : lease).array(from.shape_));
-    float* wide = floats(in[i].data());
-    if (is_half(from)) kernels->widen(halves(from), wide, size(from));
+    float* widened = floats(in[i].data());
+    if (is_half(from)) kernels->widen(halves(from), widened, size(from));
     if (!grid) continue;
-    const float* exact = is_half(from) ? wide : floats(from);
-    kernels->round(scaled(*grid, call.rounding, call.context, i, exact, size(from)), exact, wide,
+    const float* exact = is_half(from) ? widened : floats(from);
+    kernels->round(scaled(*grid, call.rounding, call.context, i, exact, size(from)), exact, widened,
                    size(from), kStore);
   }
   bool empty = false;  // MXNet's code then leaves some gradients as they are
@@ -288,6 +292,7 @@ void run(const Call& call, bool onednn, const std::vector<uint32_t>& mutated,
     if (req[i] == mxnet::kWriteInplace) req[i] = mxnet::kWriteTo;
   }
   OpContext context = call.context;
+  // In predictions MXNet would reorder the weight in a later task, when this scratch is another's.
   if (of.pushes_its_weight) context.is_train = true;
   if (state && onednn) {
     // Where a CachedOp is static, MXNet leaves need_grad as it finds it in memory. An RNN decides by

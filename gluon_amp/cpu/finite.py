@@ -1,8 +1,12 @@
 """How large are gradients, and are they finite?
 
-One look answers both: a sum of squares is finite where all its numbers are. MXNet's
-own `multi_all_finite` refuses float16 beside float32 arrays, looks at the first 200
-only, and on a CPU takes halves one by one.
+A sum of squares answers both: it is finite where all its numbers are. MXNet's own
+`multi_all_finite` refuses float16 beside float32 arrays, reads the first 200 only, and on a CPU
+takes halves one by one.
+
+A GPU adds in float32, where a norm above 1.8e19 counts as an overflow. Float16 gradients have none;
+float32 ones have it only where training diverges: at the largest loss scale, 2^24, it is that of an
+unscaled gradient of norm 1e12.
 """
 import itertools
 import math
@@ -14,24 +18,26 @@ from . import library
 
 ROUNDED_TO_INFINITY = 65520.0  # by float16, and all that is larger; its largest number is 65504
 
+
 def squares(arrays: Sequence[Any]) -> "np.ndarray[Any, Any]":
     """The sum of squares of each float16 or float32 array, dense or row_sparse, on any device.
 
-    Taken in float64 on a CPU, in float32 on a GPU; infinite or NaN where the array is.
+    Taken in float64 on a CPU, in float32 on a GPU; infinite or NaN where the array is, and on a GPU
+    where the sum is above 3.4e38.
     """
     if arrays and library.on_one_cpu(arrays):  # as usual: groups take longer than the sums
-        return _ask(mx.cpu(), list(arrays)).asnumpy()
+        return _squares_on(mx.cpu(), list(arrays)).asnumpy()
     groups: Dict[Any, List[int]] = {}
     for i, array in enumerate(arrays):
         groups.setdefault(array.context, []).append(i)
-    asked = []
+    pushed = []
     for context, group in groups.items():
         # a GPU's kernel takes arrays of one type
         group.sort(key=lambda i: str(arrays[i].dtype) if context.device_type == "gpu" else "")
-        asked.append((group, _ask(context, [_dense(arrays[i]) for i in group])))
+        pushed.append((group, _squares_on(context, [_dense(arrays[i]) for i in group])))
     sums = np.zeros(len(arrays))
-    for group, answer in asked:
-        sums[group] = answer.asnumpy()  # waits only here
+    for group, result in pushed:
+        sums[group] = result.asnumpy()  # waits only here
     return sums
 
 
@@ -67,7 +73,7 @@ def _dense(array: Array) -> Array:
     return array.data if array.indices.size else mx.nd.zeros(1, array.context)
 
 
-def _ask(context: Context, arrays: List[Any]) -> Array:
+def _squares_on(context: Context, arrays: List[Any]) -> Array:
     if context.device_type != "gpu":
         return library.call("_gluon_amp_squares", arrays, num_arrays=len(arrays))
     sums, at = mx.nd.empty(len(arrays), context), 0  # one array, and so one copy to the host

@@ -208,6 +208,7 @@ class ConvertedHybridBlock(ConvertedBlock):
         trace = self._use_trace(str(structure), *args)
         # MXNet's `forward` has made the first array's device the current one
         on_gpu = mx.context.current_context().device_type == "gpu"
+        # not for another graph, but since each kind of device refuses other ones (check_device)
         key = on_gpu, tuple([dtype_name(a.dtype) for a in arrays])
         if trace.devices > 1 and autograd.is_training() and not on_gpu:
             check_trains_on_cpus(trace.devices)

@@ -34,11 +34,13 @@ _GRIDS = tuple(f"__gluon_amp_{word}_grid__" for word in ("output", "product", "g
 # (__force_mirroring__) would change the result.
 _RUN_ONCE = frozenset(["Dropout", *BATCH_NORMS])
 
-# They create or move values, MXNet's code does that as fast for halves, and their gradients are
-# moves, too: the engine does not run them.
+# They get no settings, so that MXNet's code runs them. Most create or move values, as their
+# gradients do, and MXNet's code is as fast for halves: they are kMoves of cpu/dispatch.cc. The last
+# three run graphs, which are built by themselves.
 LEFT_ALONE = frozenset("""
-    Reshape Flatten expand_dims squeeze reshape_like BlockGrad _copy _zeros _ones _full _eye
-    zeros_like ones_like _npx_reshape _np_reshape _np_squeeze _foreach _while_loop _cond
+    Reshape Flatten expand_dims squeeze reshape_like BlockGrad _copy _zeros _zeros_without_dtype
+    _ones _full _eye zeros_like ones_like _npx_reshape _np_reshape _np_squeeze
+    _foreach _while_loop _cond
 """.split())
 
 
@@ -90,6 +92,7 @@ class _Rewriting:
                  named: Optional[Dict[str, int]] = None):
         self.graph, self.policy, self.watch = graph, policy, watch
         self.scales, self.place = scales, place
+        # whether gradients of float16 arrays have another format, which the engine rounds them to
         self.rounds_halves = policy.gradient_everywhere and policy.gradient != policy.between
         self.types = graph.types(types)
         self.count: Dict[Node, int] = {}  # of outputs
@@ -181,7 +184,7 @@ class _Rewriting:
         product = PRODUCT in node.attrs
         if product:
             del new.attrs[PRODUCT]
-            new.attrs[_READS] = factors(node).replace("1", "p")
+            new.attrs[_READS] = factors(node).replace("1", "p")  # p: rounded to the product's grid
             if policy.scaling is not None:
                 new.attrs[_SCALING] = f"{policy.scaling} {self.scales.id} {policy.history} " \
                                       f"{policy.margin} {self._place(node)}"

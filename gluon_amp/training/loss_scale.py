@@ -20,10 +20,14 @@ class LossScaleError(RuntimeError):
     """No loss scale makes the gradients finite."""
 
 
-# A search goes down by this factor, then up by its halves, in at most so many backward passes.
+# A search divides the scale by this until nothing overflows, then tries 4 times and 2 times what it
+# found. From 2^16 it reaches 1 in four divisions.
 _LARGE_STEP = 2.0 ** 4
+# Backward passes of a search at most: the first, four divisions, and one more. Where these are used
+# up on the way down, what it found may be too small by up to 2^3, and grows.
 _PASSES = 6
-# The scale is settled after so many finite steps in a row.
+# The scale is settled after so many finite steps in a row: from then on an overflow is rare, and a
+# step that is skipped costs less than a check after each backward pass.
 _SETTLED_AFTER = 100
 
 
@@ -84,7 +88,7 @@ class DynamicLossScale(LossScale):
 
     Attributes:
         settled: whether so many steps have been finite in a row (100, or `growth_interval`)
-            that `search` is no longer worth a look at the gradients after each backward pass.
+            that `search` is no longer worth a check of gradients after each backward pass.
             Set it to True for a scale that never searches.
 
     Args:
@@ -150,12 +154,12 @@ class DynamicLossScale(LossScale):
                "that is not finite, and gluon_amp.xray(net, [batch], loss_fn) what to keep"
 
     def search(self, overflows: Callable[[float], bool]) -> int:
-        """Looks for the scale of a step whose backward pass overflowed at this one: down in large
-        steps until nothing overflows, then up by halves of them.
+        """Finds the scale of a step whose backward pass overflowed at this one: divides it until
+        nothing overflows, then tries larger ones in between.
 
         Args:
-            overflows: goes back at a scale; whether gradients overflow there. Its last call is
-                with the scale that was found.
+            overflows: makes a backward pass at a scale; whether gradients overflow there. Its last
+                call is with the scale that was found.
 
         Returns:
             the number of backward passes, the first included; 0 where no scale was found. Then
@@ -170,16 +174,16 @@ class DynamicLossScale(LossScale):
         if low is None:
             self.scale = self.scale if last <= self.minimum else last
             return 0
-        factor = _LARGE_STEP ** 0.5
-        while factor >= 2 and passes + 2 <= _PASSES:  # one to go up, one to come back
-            if low * factor < too_high:
-                last = low * factor
+        growth = _LARGE_STEP ** 0.5
+        while growth >= 2 and passes + 2 <= _PASSES:  # one at a larger scale, one to come back
+            if low * growth < too_high:
+                last = low * growth
                 passes += 1
                 if overflows(last):
                     too_high = last
                 else:
                     low = last
-            factor **= 0.5
+            growth **= 0.5
         self.scale = low
         if self.scale != last:
             passes += 1

@@ -11,7 +11,10 @@ from .trainer import Trainer
 @contextmanager
 def scale_loss(loss: Array, trainer: Trainer) -> Iterator[Any]:
     """The scaled loss, or losses, whose backward pass is to run inside; for those who come
-    from `mx.contrib.amp`. `trainer.backward(loss)` does the same.
+    from `mx.contrib.amp`.
+
+    `trainer.backward(loss)` does more: it searches a dynamic scale that overflows, so that no step
+    is lost, and refuses operators that begin gradients by themselves.
 
         with gluon_amp.scale_loss(loss, trainer) as scaled:
             autograd.backward(scaled)

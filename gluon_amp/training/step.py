@@ -33,7 +33,7 @@ log = logging.getLogger("gluon_amp")
 # dynamic scale takes from its first value down to its floor.
 PATIENCE = 16
 
-Place = Tuple[int, int]  # a parameter's number and a device's
+Place = Tuple[int, int]  # of a gradient: its parameter's number, its device's
 
 
 @dataclass

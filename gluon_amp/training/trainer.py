@@ -505,8 +505,8 @@ def _described(parameters: Sequence["mx.gluon.Parameter"]) -> List[Tuple[str, An
 
 
 def _is_average(parameter: "mx.gluon.Parameter") -> bool:
-    """Whether it is a batch norm's moving average, which is each rank's own. A SymbolBlock's are
-    known by their names alone."""
+    """Whether it is a batch norm's moving average, which is each rank's own. MXNet's blocks make
+    theirs not differentiable, as they make Constants; a SymbolBlock's have names alone."""
     if parameter._differentiable:
         return parameter.grad_req == "null" and parameter.name.endswith(_AVERAGES)
     return not isinstance(parameter, mx.gluon.Constant)
