@@ -1,4 +1,4 @@
-"""Gradients summed over devices and workers, and what workers tell each other.
+"""Gradients summed over devices and workers, and values that workers exchange.
 
 One process with one device has nothing to sum. With several devices or workers a kvstore
 does it: MXNet's, or one of any other kind with the methods of `mx.kv.KVStoreBase`, such as
@@ -118,19 +118,19 @@ class Workers:
         return {}
 
     def any(self, flag: bool) -> bool:
-        """Whether the flag is true for any worker. All workers have to ask."""
+        """Whether the flag is true for any worker. All workers have to call it."""
         if not self.exchange:
             return flag
         return bool(self.sum_numbers(np.array([flag]), "a flag of each rank").any())
 
     def any_after_sum(self, flag: bool) -> bool:
         """As `any`, for what follows from summed gradients. Nothing is exchanged where a store
-        gives the same bits to all workers: then all know the same already."""
+        gives the same bits to all workers: then each has the answer."""
         return self.any(flag) if getattr(self._kvstore, "may_differ", False) else flag
 
     def gather(self, mine: bytes, what: str = "") -> List[bytes]:
-        """Every worker's bytes, of one length, in the order of ranks. All have to ask; `what` says
-        for what."""
+        """Every worker's bytes, of one length, in the order of ranks. All have to call it; `what`
+        names it in errors."""
         if not self.exchange:
             return [mine]
         numbers = np.zeros((self.count, len(mine)))
@@ -140,9 +140,9 @@ class Workers:
         return [bytes(row) for row in sums.astype(np.uint8)]
 
     def average(self, arrays: Sequence[List[Any]]) -> None:
-        """Gives each array, on all devices of all workers, the mean over these. All have to ask.
-        """
-        mx.nd.waitall()  # batch norms move their averages without telling
+        """Gives each array, on all devices of all workers, the mean over these. All have to call
+        it."""
+        mx.nd.waitall()  # MXNet's engine has no record of the batch norms' writes into averages
         means = [np.mean([a.asnumpy() for a in on_devices], axis=0, dtype="float32").ravel()
                  for on_devices in arrays]
         if not means:
@@ -202,13 +202,13 @@ class Workers:
         for array in arrays:
             array.wait_to_read()
             if array.stype == "default" and array.context.device_type == "cpu":
-                address = ctypes.c_void_p()
+                address = ctypes.c_void_p()  # nobody reads it: MXNet lays out what it gives
                 check_call(_LIB.MXNDArrayGetData(array.handle, ctypes.byref(address)))
 
     def sum_numbers(self, numbers: "np.ndarray[Any, Any]", what: str) -> "np.ndarray[Any, Any]":
-        """The sum over workers of an array of numbers, in float32. All have to ask; `what` says
-        for what."""
-        # a store knows the size of what has a key
+        """The sum over workers of an array of numbers, in float32. All have to call it; `what`
+        names it in errors."""
+        # a key for each size, since a store has one size for a key
         key: Any = f"gluon_amp {numbers.size}" if self._names else _EXCHANGE_KEYS + numbers.size
         array = mx.nd.array(numbers.reshape(-1), ctx=mx.cpu(), dtype="float32")
 

@@ -17,7 +17,7 @@ from .step import Gradient
 # one would pass their gradients on as if nothing had been dropped.
 _ONCE = frozenset(["Dropout"])
 # MXNet's error of a second pass through `foreach`, `while_loop` and `cond`: it frees their rounds.
-_FORGOTTEN = "We didn't record the computation"
+_FREED = "We didn't record the computation"
 
 
 class Backward:
@@ -75,7 +75,7 @@ class Backward:
             self.run(0.0)
             sums = squares([g.array for g in gradients])
         except mx.MXNetError as error:
-            if _FORGOTTEN not in str(error):
+            if _FREED not in str(error):
                 raise
             self.repeats = False
             return None
@@ -110,7 +110,7 @@ class Backward:
         try:
             self.repeat(self._scale)
         except mx.MXNetError as error:
-            if _FORGOTTEN not in str(error):
+            if _FREED not in str(error):
                 raise
             for g, values in zip(gradients, before):
                 g.array[:] = values

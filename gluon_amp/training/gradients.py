@@ -19,7 +19,8 @@ class Gradients:
         self.parameters, self._step = parameters, step
 
     def begin(self) -> None:
-        """Before a backward pass."""
+        """Before a backward pass. Marks of others' passes do not count before the first of a step,
+        which overwrites what these have written; later they are an error."""
         if self._step.begun:
             self.check_nobody_else()
         else:

@@ -13,8 +13,10 @@ from ..cpu import library
 from . import adamw
 
 MOST = 45  # weights in one call: MXNet's own operators take 45 to 60
-_NONE_IF_0 = ("clip_gradient", "clip_weights", "lower_bound", "upper_bound")  # so MXNet has it
-_IN_LISTS = (mx.optimizer.SGD, adamw.AdamW)  # they count all of a call's weights first
+# Settings of which MXNet's optimizers take 0 and None for none, and operators -1.
+_NONE_IF_0 = ("clip_gradient", "clip_weights", "lower_bound", "upper_bound")
+# They count the update of all weights of a call before they compute rates: a schedule sees it.
+_IN_LISTS = (mx.optimizer.SGD, adamw.AdamW)
 
 
 def _as_given(made: Optimizer, lr: float, wd: float, step: int) -> Tuple[float, float]:

@@ -17,9 +17,11 @@ from ..cpu.arrays import dtype_name, follow, narrow_all, on_gpu_in_float16, wide
 from . import adamw, one_pass
 from .following import Following
 
-_GROUP = "MXNET_OPTIMIZER_AGGREGATION_SIZE"
+_GROUP_SIZE = "MXNET_OPTIMIZER_AGGREGATION_SIZE"
 _MASTER_LAST = (mx.optimizer.SGD, mx.optimizer.NAG, mx.optimizer.LARS)  # their states' order
-_ANY_ORDER = (mx.optimizer.AdaDelta, mx.optimizer.AdaGrad, mx.optimizer.Adamax, mx.optimizer.FTML,
+# Besides those of one_pass.ROWS, optimizers that update each weight as if there were no others, so
+# that a call may take several. (Nadam does not.)
+_INDEPENDENT = (mx.optimizer.AdaDelta, mx.optimizer.AdaGrad, mx.optimizer.Adamax, mx.optimizer.FTML,
               mx.optimizer.Ftrl, mx.optimizer.Signum, mx.optimizer.contrib.GroupAdaGrad)
 _TAKE_LISTS = (mx.optimizer.SGD, mx.optimizer.LARS, mx.optimizer.LAMB, adamw.AdamW)
 # MXNet makes float32 states for them, which it refuses beside float16 weights.
@@ -124,10 +126,9 @@ class _WithMasters:
     _following: Following
 
     def _group(self) -> None:
-        """Sets how many weights come in one call, also where MXNet's optimizer takes one: of those
-        that update each weight as if there were no others (Nadam does not)."""
-        if isinstance(self, mx.optimizer.SGD) or self._base() in (*one_pass.ROWS, *_ANY_ORDER):
-            self.aggregate_num = min(one_pass.MOST, int(os.environ.get(_GROUP, one_pass.MOST)))
+        """Sets how many weights come in one call, also where MXNet's optimizer takes one."""
+        if isinstance(self, mx.optimizer.SGD) or self._base() in (*one_pass.ROWS, *_INDEPENDENT):
+            self.aggregate_num = min(one_pass.MOST, int(os.environ.get(_GROUP_SIZE, one_pass.MOST)))
 
     def create_state_multi_precision(self, index: adamw.Index, weight: Array) -> object:
         self.weight_types[index] = weight.dtype

@@ -3,8 +3,8 @@
     begin_backward,     around each backward pass; `Pending` holds what the step needs
     end_backward
     settle              after it, while a dynamic scale is not settled: checks the gradients, and
-                        where they overflow repeats the pass at lower scales, so that the step is
-                        not lost
+                        where they overflow repeats the pass at lower scales, so that no step is
+                        lost
     update_or_skip      checks the summed gradients, once:
                           all finite   updates, with gradients * rescale_grad / scale, clipped
                           not          does not; gradients that add up become 0; the log says why
@@ -216,7 +216,7 @@ class Step:
         if summed > 1:
             largest = [float(np.finfo(g.array.dtype).max) / summed for g in gradients]
             overflow = overflow or any(
-                math.sqrt(s) > most  # a norm is quickly seen
+                math.sqrt(s) > most  # no number is above the norm, which is there already
                 and np.abs(g.array.asnumpy()).max() > most
                 for g, s, most in zip(gradients, sums, largest))
         # `update_or_skip` uses these sums again where nothing changes the gradients in between: no
@@ -321,7 +321,7 @@ class Step:
         return self.updated
 
     def _sums(self, gradients: Sequence[Gradient]) -> "np.ndarray[Any, Any]":
-        """The sum of squares of each, as `settle` has computed them or anew."""
+        """The sum of squares of each: what `settle` has computed, if of the same arrays."""
         if self.pending.checked is None:
             return _sums_of_squares(gradients)
         checked, sums = self.pending.checked

@@ -91,12 +91,13 @@ class Trainer(mx.gluon.Trainer):
         super().__init__(params, optimizer, optimizer_params, kvstore, compression_params,
                          update_on_kvstore)
         self._gradients = Gradients(self._params, self._step)
+        # else with the first backward pass, once all parameters have their sizes
         if "dist" in store.kind_of(kvstore) and all(p._data is not None for p in self._params):
-            if update_on_kvstore is False or not isinstance(kvstore, (str, mx.kv.KVStore)):
+            if self._servers_update():
+                self._connect_servers()
+            else:
                 self._broadcast_parameters()
                 self._step.weights_replaced = False  # no gradient is of those before
-            else:
-                self._connect_servers()
 
     def _init_optimizer(self, optimizer: Union[str, Optimizer],
                         optimizer_params: Any) -> None:
