@@ -6,7 +6,7 @@ import gluon_amp as amp
 import mxnet as mx
 import pytest
 from gluon_amp.parallel.launch import launch_horovod
-from gluon_amp.parallel.rendezvous import answer_horovod
+from gluon_amp.parallel.rendezvous import join_horovod
 from gluon_amp.parallel.supervise import RankEndedError
 from mxnet.gluon import nn
 from mxnet_alone import MXNET_ALONE
@@ -78,7 +78,7 @@ def test_a_rank_that_never_comes_to_the_start_is_named(monkeypatch, rank, other)
         monkeypatch.setenv(name, value)
     with pytest.raises(RankEndedError, match=f"rank {rank} waits in vain to make its store: rank "
                        rf"{other} has not come within 0.2 seconds \(GLUON_AMP_START_TIMEOUT\): "):
-        answer_horovod()
+        join_horovod()
     stop()
 
 

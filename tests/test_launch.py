@@ -125,11 +125,11 @@ def test_a_worker_that_ends_before_it_has_a_store_is_not_waited_for(launcher, tm
 def test_a_worker_that_never_comes_is_named(monkeypatch):
     monkeypatch.setenv("GLUON_AMP_START_TIMEOUT", "0.5")
     workers = ["worker 0", "worker 1 on gpu2"]
-    with contextlib.closing(rendezvous.RollCall("127.0.0.1", workers)) as launcher, \
+    with contextlib.closing(rendezvous.Rendezvous("127.0.0.1", workers)) as launcher, \
             ThreadPoolExecutor() as pool:
         monkeypatch.setenv(rendezvous.ADDRESS, launcher.address_for(0))
-        told = pool.submit(rendezvous.answer)
-        assert wait_until(lambda: launcher.look() or told.done())
+        told = pool.submit(rendezvous.join)
+        assert wait_until(lambda: launcher.poll() or told.done())
     with pytest.raises(RankEndedError, match=r"this worker waits in vain to make its store: worker "
                        r"1 on gpu2 has not come within 0.5 seconds \(GLUON_AMP_START_TIMEOUT\): "):
         told.result()

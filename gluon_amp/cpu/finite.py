@@ -45,7 +45,7 @@ def beyond_float16(arrays: Sequence[Any]) -> "np.ndarray[Any, Any]":
     """Of each float32 array the largest number, by size, that is finite and would be infinite in
     float16; 0 where there is none."""
     found = np.zeros(len(arrays))
-    # without the engine, which float16 itself asks for later, a look at all
+    # without the engine, which float16 itself needs later, all arrays are read
     sums = squares(arrays) if library.started() else np.full(len(arrays), np.inf)
     for i in np.flatnonzero(~(sums < ROUNDED_TO_INFINITY ** 2)):
         sizes = np.abs(arrays[i].asnumpy())

@@ -256,8 +256,8 @@ def started() -> bool:
 
 def versions(arrays: Sequence["mx.nd.NDArray"],
              since: Optional["mx.nd.NDArray"] = None) -> Optional["mx.nd.NDArray"]:
-    """How often each of these arrays, of any device, has been written by all that was asked for
-    before this call; None where the engine does not run. It does not wait: who reads it does.
+    """How often each of these arrays, of any device, has been written by all calls before
+    this one; None where the engine does not run. It does not wait: who reads it does.
 
     Args:
         since: what an earlier call gave: it is written to, and then counts from that call on.
@@ -272,7 +272,7 @@ def versions(arrays: Sequence["mx.nd.NDArray"],
 
 def marks(weights: Sequence["mx.nd.NDArray"], clear: bool = False) -> Sequence[int]:
     """Whether backward passes have written each of these weights' gradients, which MXNet marks for
-    it, since the marks were taken off, as they are now if asked for."""
+    it, since the marks were cleared, as they are now with `clear`."""
     if _table is None:
         marked = [weight._fresh_grad for weight in weights]
         for weight in weights if clear else ():

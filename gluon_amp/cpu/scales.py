@@ -60,8 +60,8 @@ def scales_of(parameters: Iterable[Any]) -> List[Scales]:
 
 
 def for_devices(text: str, devices: Sequence[int]) -> str:
-    """Histories for CPUs of these numbers, from a text that may be of others: a device that it does
-    not know gets those of the first one."""
+    """Histories for CPUs of these numbers, from a text that may be of others: a device that it
+    lacks gets those of the first one."""
     known: Dict[int, List[str]] = {}
     for line in text.splitlines():
         history, _, device = line.rpartition(" cpu")

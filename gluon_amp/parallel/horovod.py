@@ -30,7 +30,7 @@ class Horovod(mx.kv.KVStoreBase):
             raise ImportError("kvstore='horovod' needs Horovod built for MXNet: make horovod, or "
                               f"see docs/distributed.md. Importing it said: {error}") from error
         if not hvd.is_initialized():
-            rendezvous.answer_horovod()
+            rendezvous.join_horovod()
         hvd.init()
         self._hvd, self.wire = hvd, wire
 

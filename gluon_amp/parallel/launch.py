@@ -18,7 +18,7 @@ import sys
 import time
 from typing import Any, Dict, List, NamedTuple, Optional, Sequence
 
-from .rendezvous import ADDRESS, RollCall
+from .rendezvous import ADDRESS, Rendezvous
 from .supervise import BEAT, patience
 
 # What the others are given to say why they end, and then to write what they hold.
@@ -61,7 +61,7 @@ def launch(command: Sequence[str], workers: int, servers: int = 1,
         root = _address_for_all(hosts or [])
         where = [hosts[i % len(hosts)] for i in range(workers)] if hosts else [""] * workers
         names = [f"worker {i} on {host}" if host else f"worker {i}" for i, host in enumerate(where)]
-        roll_call = stack.enter_context(contextlib.closing(RollCall(root, names)))
+        rendezvous = stack.enter_context(contextlib.closing(Rendezvous(root, names)))
         settings = {"DMLC_PS_ROOT_URI": root, "DMLC_PS_ROOT_PORT": str(_free_port(root)),
                     "DMLC_NUM_WORKER": str(workers), "DMLC_NUM_SERVER": str(servers)}
         here = {**settings, "DMLC_NODE_HOST": root}
@@ -76,12 +76,12 @@ def launch(command: Sequence[str], workers: int, servers: int = 1,
                 helpers.append(_start(f"server {i}", run_helper, {**here, "DMLC_ROLE": "server"},
                                       subprocess.PIPE))
             for i, (name, host) in enumerate(zip(names, where)):
-                its = {"DMLC_ROLE": "worker", ADDRESS: roll_call.address_for(i)}
+                its = {"DMLC_ROLE": "worker", ADDRESS: rendezvous.address_for(i)}
                 if host:
                     started.append(_start(name, _by_ssh(host, command, {**settings, **its}), {}))
                 else:
                     started.append(_start(name, command, {**here, **its}))
-            return _wait(started, helpers, seconds, roll_call)
+            return _wait(started, helpers, seconds, rendezvous)
         except KeyboardInterrupt:
             _say("interrupted: all are ended")
             return 130
@@ -122,13 +122,13 @@ def read_hosts(path: str) -> List[str]:
 
 
 def _wait(workers: List[_Process], helpers: List[_Process], seconds: float,
-          roll_call: RollCall) -> int:
+          rendezvous: Rendezvous) -> int:
     """Until all workers have ended, or one process has ended too early or is silent for so long."""
     silence = _Silence(helpers)
     while True:
         ended = [w for w in workers if w.popen.poll() is not None]
         all_ended = len(ended) == len(workers)
-        roll_call.look(f"{ended[0].name} {_how(ended[0].popen.returncode)}" if ended else "")
+        rendezvous.poll(f"{ended[0].name} {_how(ended[0].popen.returncode)}" if ended else "")
         failed = next((p for p in workers + helpers if p.popen.poll()), None)
         if failed is not None:
             _say(f"{failed.name} {_how(failed.popen.returncode)}: the others are ended")
@@ -151,13 +151,13 @@ class _Silence:
 
     def __init__(self, helpers: List[_Process]) -> None:
         self._seconds = dict.fromkeys(helpers, 0.0)
-        self._looked = time.monotonic()
+        self._last = time.monotonic()
 
     def longer_than(self, seconds: float) -> Optional[_Process]:
-        """Listens, and returns a helper that has been silent for longer, if there is one."""
+        """Reads what helpers have written; returns one that has been silent for longer, if any."""
         # Where this process itself stood still, the helpers may have, too.
-        passed = min(time.monotonic() - self._looked, BEAT)
-        self._looked = time.monotonic()
+        passed = min(time.monotonic() - self._last, BEAT)
+        self._last = time.monotonic()
         for helper in self._seconds:
             if helper.popen.poll() is None:
                 self._seconds[helper] += passed
@@ -181,7 +181,7 @@ def _wait_for(processes: List[_Process], seconds: float) -> None:
 
 
 def _end(processes: List[_Process]) -> None:
-    """Ends each process with all that it has started: asks first."""
+    """Ends each process with all that it has started: by SIGTERM first, then by SIGKILL."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         for process in processes:
             with contextlib.suppress(ProcessLookupError):

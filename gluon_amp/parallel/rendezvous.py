@@ -1,10 +1,11 @@
-"""All workers come before any of them makes its store. A store waits for all, and says nothing
+"""All workers meet before any of them makes its store. A store waits for all, without an error
 where one has ended before or never comes: MXNet's servers wait for ever, Horovod ends the process.
 
-    MXNet's servers    the launcher calls the roll, of those that `gluon-amp launch` has started:
-      worker             `answer` tells it that this one has come, and waits for a line
-      launcher           `RollCall.look` tells all to go on, who has ended or who has not come
-    Horovod            `answer_horovod`: each rank writes its number where they all can read it,
+    MXNet's servers    workers that `gluon-amp launch` has started meet at the launcher:
+      worker             `join` sends its number, and waits for a line
+      launcher           `Rendezvous.poll` sends all a line: to go on, or which one has ended or is
+                         missing
+    Horovod            `join_horovod`: each rank writes its number where they all can read it,
                        and rank 0 "all", once it has found every number
 """
 import contextlib
@@ -22,7 +23,7 @@ ADDRESS = "GLUON_AMP_LAUNCHER"  # in the environment of the workers
 # In the environment of the ranks that horovodrun has started with Gloo: where they meet.
 HOROVOD_MEETS_AT = ("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT")
 _GO_ON = b"go on\n"
-_POLL = 0.05  # seconds between two questions
+_POLL = 0.05  # seconds between two requests
 
 
 def patience() -> float:
@@ -30,7 +31,7 @@ def patience() -> float:
     return seconds_of("GLUON_AMP_START_TIMEOUT", 300.0)
 
 
-class RollCall:
+class Rendezvous:
     """The launcher's list of workers that are about to make their stores.
 
     Args:
@@ -50,8 +51,8 @@ class RollCall:
         """Where this worker finds the launcher, and its number."""
         return "{}:{}:{}".format(*self._listener.getsockname(), worker)
 
-    def look(self, ended: str = "") -> None:
-        """Takes those that have come, and answers them if it is time.
+    def poll(self, ended: str = "") -> None:
+        """Takes those that have come, and replies once it is time.
 
         Args:
             ended: which worker has ended, and how; "" while all are there.
@@ -61,12 +62,12 @@ class RollCall:
                 self._take(self._listener.accept()[0])
         self._all_came = self._all_came or len(self._waiting) >= len(self._workers)
         if self._all_came:
-            self._answer(_GO_ON)
+            self._reply(_GO_ON)
         elif ended:
-            self._answer(f"{ended} before it made its own\n".encode())
+            self._reply(f"{ended} before it made its own\n".encode())
         elif time.monotonic() > self._until:
             missing = [name for i, name in enumerate(self._workers) if str(i) not in self._waiting]
-            self._answer(f"{_have_not_come(missing, self._patience)}\n".encode())
+            self._reply(f"{_have_not_come(missing, self._patience)}\n".encode())
 
     def _take(self, worker: socket.socket) -> None:
         worker.settimeout(1)  # it says at once who it is
@@ -74,19 +75,19 @@ class RollCall:
             self._waiting[worker.recv(32).decode().strip()] = worker
             self._until = min(self._until, time.monotonic() + self._patience)
 
-    def _answer(self, answer: bytes) -> None:
+    def _reply(self, line: bytes) -> None:
         for worker in self._waiting.values():
             with worker, contextlib.suppress(OSError):
-                worker.sendall(answer)
+                worker.sendall(line)
         self._waiting.clear()
 
     def close(self) -> None:
-        """Ends it: who waits is told that the launcher has ended."""
+        """Ends it: workers that wait raise, since the launcher has ended."""
         for one in [self._listener, *self._waiting.values()]:
             one.close()
 
 
-def answer() -> None:
+def join() -> None:
     """Of a worker that a launcher has started: waits until all others are about to make their
     stores, too; raises where one has ended or does not come."""
     if ADDRESS not in os.environ:
@@ -95,15 +96,15 @@ def answer() -> None:
     try:
         with socket.create_connection((host, int(port))) as connection:
             connection.sendall(f"{number}\n".encode())
-            told = connection.makefile("rb").readline()
+            line = connection.makefile("rb").readline()
     except OSError as error:
         raise OSError(f"the launcher at {host}:{port} cannot be reached: {error}") from error
-    if told != _GO_ON:
+    if line != _GO_ON:
         raise RankEndedError("this worker waits in vain to make its store: "
-                             + (told.decode().strip() or "the launcher has ended"))
+                             + (line.decode().strip() or "the launcher has ended"))
 
 
-def answer_horovod() -> None:
+def join_horovod() -> None:
     """Of a rank that horovodrun has started with Gloo: waits until all others are about to begin,
     too; raises where one does not come. (Elastic ranks come and go as they like.)"""
     host, port, rank, size = (os.environ.get(name, "") for name in (
@@ -111,8 +112,8 @@ def answer_horovod() -> None:
     if not (host and port and rank and size) or "HOROVOD_ELASTIC" in os.environ:
         return
 
-    def ask(method: str, key: str) -> bool:
-        """Writes a key, or tells whether it is written."""
+    def request(method: str, key: str) -> bool:
+        """PUT writes a key; GET returns whether it is written."""
         connection = http.client.HTTPConnection(host, int(port), timeout=30)
         with contextlib.closing(connection), contextlib.suppress(OSError,
                                                                  http.client.HTTPException):
@@ -123,12 +124,12 @@ def answer_horovod() -> None:
     seconds = patience()
     end = time.monotonic() + seconds
     others = [str(other) for other in range(int(size)) if str(other) != rank]
-    questions = [("GET", other) for other in others] + [("PUT", "all")] if rank == "0" \
+    requests = [("GET", other) for other in others] + [("PUT", "all")] if rank == "0" \
         else [("GET", "all")]
-    for question in [("PUT", rank), *questions]:
-        while not ask(*question):
+    for one in [("PUT", rank), *requests]:
+        while not request(*one):
             if time.monotonic() > end:
-                missing = [f"rank {other}" for other in others if not ask("GET", other)]
+                missing = [f"rank {other}" for other in others if not request("GET", other)]
                 if not missing:
                     return
                 raise RankEndedError(f"rank {rank} waits in vain to make its store: "

@@ -25,7 +25,7 @@ def kind_of(kvstore: KVStore) -> str:
 
 
 class Servers:
-    """What MXNet's servers know from this process.
+    """What MXNet's servers hold for this process.
 
     Attributes:
         numbers: the keys that are initialized of arrays of numbers that ranks exchange.
@@ -48,7 +48,7 @@ class Servers:
         kind = kind_of(kvstore)
         if self._store is None:
             if isinstance(kvstore, str):
-                rendezvous.answer()
+                rendezvous.join()
                 kvstore = mx.kv.create(kvstore)
             self._store = kvstore
         elif kind != self._store.type or kvstore not in (kind, self._store):
@@ -140,7 +140,7 @@ def shared_store(kvstore: KVStore) -> Any:
 
 def check_kvstore(kvstore: KVStore, update_on_kvstore: Optional[bool],
                   parameters: Sequence[Parameter]) -> None:
-    """Refuses what would update the weights before anybody could look at the gradients."""
+    """Refuses what would update the weights before the gradients are checked."""
     if update_on_kvstore:
         raise ValueError(f"{CHECKS_FIRST}: update_on_kvstore must be False or None. Received: True")
     check_not_async(kvstore)

@@ -1,12 +1,12 @@
-"""Tells a rank that another one has ended, has stopped or makes other calls, where MXNet's
+"""Raises on a rank where another one has ended, has stopped or makes other calls: MXNet's
 parameter server and Horovod would wait for ever.
 
 Each rank keeps a connection to rank 0 open. A process that ends, however it ends, closes its
-connections: rank 0 sees it, and tells the others. Both sides send an empty line each second: a
-process that stops without ending sends none. What waits for other ranks is run by a thread beside
-the main one (`call`), so that the main one can raise.
+connections: rank 0 reads that, and sends it to the others. Both sides send an empty line each
+second: a process that stops without ending sends none. What waits for other ranks is run by a
+thread beside the main one (`call`), so that the main one can raise.
 
-With each of its lines a rank tells rank 0 what it has last waited for: where two wait for different
+With each of its lines a rank sends rank 0 what it has last waited for: where two wait for different
 things (one makes another step while the other averages statistics), both would wait for ever.
 """
 import atexit
@@ -57,8 +57,8 @@ class Supervisor:
     Args:
         rank: this process's number.
         workers: how many there are.
-        gather: gives every rank's bytes to every rank; rank 0 tells its address by it.
-        reach: the host and port of what all ranks can reach: it tells which of this machine's
+        gather: gives every rank's bytes to every rank; rank 0 sends its address by it.
+        reach: the host and port of what all ranks can reach: it selects which of this machine's
             addresses the others see.
     """
 
@@ -133,7 +133,7 @@ class Supervisor:
             del function, result, found  # with them the store, which has to be freed at the end
 
     def _beat(self) -> None:
-        """Tells the others that this rank is there."""
+        """Sends the others a line each second."""
         while True:
             time.sleep(BEAT)
             self._send(json.dumps(self._waits) if self.rank and not self._leaving else "")
@@ -161,7 +161,7 @@ class Supervisor:
                     connection.close()
 
     def _wait_for_end(self, connection: socket.socket, rank: int) -> None:
-        """Of rank 0: reads until another rank's connection ends, and tells the rest."""
+        """Of rank 0: reads until another rank's connection ends, and sends the others how."""
         def note(how: str) -> None:
             self._note(rank, how)
             self._send(f"{rank} {how}")
@@ -187,7 +187,7 @@ class Supervisor:
                            "must make the same calls, and as many steps")
 
     def _listen(self, connection: socket.socket) -> None:
-        """Of the others: what rank 0 tells, and its own end."""
+        """Of the others: reads what rank 0 sends, and its own end."""
         how = _DIED
         for line in self._lines(connection, lambda: self._note(0, self._silent)):
             if how == _DIED:
@@ -260,7 +260,7 @@ class Supervisor:
                 self._changed.wait()
 
     def _say_goodbye(self, process: int) -> None:
-        """Tells how this rank ends. MXNet waits for the others when it frees its store: after an
+        """Sends how this rank ends. MXNet waits for the others when it frees its store: after an
         error, here or on another rank, this one ends at once."""
         if os.getpid() != process:
             return
@@ -294,7 +294,7 @@ def _own_address(reach: Tuple[str, int]) -> str:
 
 
 def _keep_alive(connection: socket.socket) -> None:
-    """The system asks every 2 seconds whether a silent machine is still there."""
+    """The system probes every 2 seconds whether a silent machine is still there."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (("TCP_KEEPIDLE", 2), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 3)):
         if hasattr(socket, name):

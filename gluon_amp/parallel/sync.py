@@ -125,7 +125,7 @@ class Workers:
 
     def any_after_sum(self, flag: bool) -> bool:
         """As `any`, for what follows from summed gradients. Nothing is exchanged where a store
-        gives the same bits to all workers: then each has the answer."""
+        gives the same bits to all workers: then each has it already."""
         return self.any(flag) if getattr(self._kvstore, "may_differ", False) else flag
 
     def gather(self, mine: bytes, what: str = "") -> List[bytes]:

@@ -83,7 +83,7 @@ class _Module:
     # Moving averages before the last forward pass, if another may have to begin there.
     _averages: Optional[Copies] = None
 
-    def _take_steps(self, loss_scale: GivenLossScale, clip_norm: Optional[float]) -> None:
+    def _init_step(self, loss_scale: GivenLossScale, clip_norm: Optional[float]) -> None:
         """Before the class of MXNet's is initialized."""
         self._workers = Workers(names=True)
         self._step = Step(loss_scale, clip_norm, self._workers)
@@ -96,8 +96,8 @@ class _Module:
 
     @property
     def skipped(self) -> int:
-        """How many steps were skipped. `gluon_amp.explain(net, batch, loss_fn, loss_scale)` tells
-        which node a batch's gradients overflow at first."""
+        """How many steps were skipped. `gluon_amp.explain(net, batch, loss_fn, loss_scale)` names
+        the node at which a batch's gradients overflow first."""
         return self._step.skipped
 
     @property
@@ -185,7 +185,7 @@ class _Module:
     def backward(self, out_grads: object = None) -> None:
         """As MXNet's; head gradients that are given are scaled.
 
-        Until a dynamic scale is settled, the gradients are looked at here. Where they overflow,
+        Until a dynamic scale is settled, the gradients are checked here. Where they overflow,
         forward and backward passes at other scales find one, so that no step is lost.
         """
         module = self._module()
@@ -325,7 +325,7 @@ class _Module:
                 if {a.stype for a in (arrays[0], grads[0]) if a is not None} != {"default"}]
 
     def _mxnet_updates(self) -> bool:
-        """Whether MXNet's own update does all that there is to do without a look at gradients."""
+        """Whether MXNet's own update does all that there is to do without a check of gradients."""
         module = self._module()
         return not self._workers.sums_at_once \
             and (module._update_on_kvstore or self._workers.count == 1)
@@ -444,7 +444,7 @@ class Module(_Module, mx.mod.Module):
 
     def __init__(self, symbol: "mx.sym.Symbol", *args: Any, loss_scale: GivenLossScale = None,
                  clip_norm: Optional[float] = None, **kwargs: Any) -> None:
-        self._take_steps(loss_scale, clip_norm)
+        self._init_step(loss_scale, clip_norm)
         super().__init__(self._bindable(symbol), *args, **kwargs)
 
     @classmethod
@@ -480,7 +480,7 @@ class BucketingModule(_Module, mx.mod.BucketingModule):
     def __init__(self, sym_gen: Callable[[Any], Any], *args: Any,
                  loss_scale: GivenLossScale = None,
                  clip_norm: Optional[float] = None, **kwargs: Any) -> None:
-        self._take_steps(loss_scale, clip_norm)
+        self._init_step(loss_scale, clip_norm)
 
         def bindable(key: Hashable) -> Tuple[Symbol, Sequence[str], Sequence[str]]:
             symbol, data_names, label_names = sym_gen(key)

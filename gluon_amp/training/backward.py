@@ -64,7 +64,7 @@ class Backward:
 
         Returns:
             whether it is sure, as it is not where that pass gives infinities or NaN; None where no
-            second pass goes through the graph, so that nothing can tell.
+            second pass goes through the graph, so that it stays open.
         """
         self._keep_averages()
         gradients = self.gradients()
@@ -83,14 +83,14 @@ class Backward:
             for g, before in zip(gradients, kept):
                 before.copyto(g.array)
         self.repeats = True
-        begun = [g.name for g, s in zip(gradients, sums) if np.isfinite(s) and s > 0]
-        if begun:
+        begin = [g.name for g, s in zip(gradients, sums) if np.isfinite(s) and s > 0]
+        if begin:
             seen = _operators(self._losses) & (LOSSES | {"Custom", "IdentityAttachKLSparseReg"})
             which = ", ".join(sorted(seen)) \
                 or f"one of {', '.join(sorted(LOSSES))}, or one like them"
             raise ValueError(
                 f"an operator in the network begins gradients by itself: {which}. No loss scale "
-                f"reaches those gradients, which are{in_names(begun)}, so the update would divide "
+                f"reaches those gradients, which are{in_names(begin)}, so the update would divide "
                 "them by a scale that they never had. Take a loss of gluon.loss instead, or "
                 "amp.Module, or loss_scale=None")
         return bool(np.isfinite(sums).all())

@@ -203,8 +203,7 @@ def renumber(numbered: Dict[Any, Any], trained: Sequence[Tuple[int, str]],
 def carry_counts(maker: Optimizer, devices: Sequence[int],
                  numbered: Callable[[Dict[Any, int]], Dict[Any, int]] = dict) -> None:
     """Gives each device what an optimizer has counted: how often it has updated each parameter.
-    MXNet counts for each device; one that the file does not know would begin at 0, and Adam with
-    it.
+    MXNet counts for each device; one that the file lacks would begin at 0, and Adam with it.
 
     Args:
         devices: their numbers.

@@ -1,4 +1,4 @@
-"""Masters follow their weights on a GPU without a look at the numbers.
+"""Masters follow their weights on a GPU without reading them.
 
 MXNet's engine counts how often each array has been written (`library.versions`), which takes no
 work of a device. Where masters and weights have been written by updates alone, each weight is still
@@ -54,7 +54,7 @@ class Following:
 
     def _written(self, indices: Sequence[Any], masters: Sequence[Any],
                  weights: Sequence[Any]) -> Optional[List[bool]]:
-        """Whether each weight, or its master, has been written since; None where nothing tells."""
+        """Whether each weight, or its master, has been written since; None where no count is."""
         arrays = [*masters, *weights]
         known, counts = self._known.pop(self._key(indices, weights), ((), None))
         if counts is None or len(known) != len(arrays) \

@@ -43,8 +43,8 @@ def given_optimizer(made: Optimizer) -> Optimizer:
     """An optimizer object that somebody gives to a Trainer or a Module, with float32 masters as
     one that is made by name has. Returns it.
 
-    MXNet's objects do not know whether their False for `multi_precision` is the default or was
-    asked for, so theirs becomes True. One of `optimizer(name, multi_precision=False)` keeps it.
+    In MXNet's objects False for `multi_precision` may be the default or may have been given, so
+    theirs becomes True. One of `optimizer(name, multi_precision=False)` keeps it.
     """
     if not isinstance(made, _WithMasters) and not _has_own_masters(type(made)):
         made.multi_precision = True
@@ -89,7 +89,7 @@ def master_in(made: Optimizer, state: object) -> Optional[Array]:
 
 
 def check_scalable(made: Optimizer) -> None:
-    """Refuses the one optimizer, or its class, that looks at gradients before `rescale_grad`,
+    """Refuses the one optimizer, or its class, that reads gradients before `rescale_grad`,
     those that undo a scale already, and Horovod's."""
     scale = getattr(made, "static_loss_scale", None)
     if scale is not None:

@@ -265,7 +265,7 @@ class Step:
             raise RuntimeError(
                 f"the gradients{in_names(dict.fromkeys(written))} were written between the "
                 f"backward pass and the step. They are multiplied by the loss scale, {scale:g}, "
-                "which what has written them does not know. To clip them, call "
+                "which that write leaves out. To clip them, call "
                 "trainer.clip_norm(max_norm, batch_size), or give clip_norm=; to change them, "
                 "change what trainer.unscale() returns")
 
@@ -305,8 +305,8 @@ class Step:
             if self.weights_replaced:
                 clear()
                 self.skipped += 1
-                log.warning("step skipped: ranks had begun with other weights, which are rank 0's "
-                            "now. Where the network has seen data before the Trainer is made, no "
+                log.warning("step skipped: ranks had other weights, which are rank 0's now. "
+                            "Where the network has seen data before the Trainer is made, no "
                             "step is lost")
             elif self.updated:
                 update(self._multiplier(rescale_grad, gradients, sums))

@@ -114,8 +114,8 @@ class Trainer(mx.gluon.Trainer):
 
     @property
     def skipped(self) -> int:
-        """How many steps were skipped. `gluon_amp.explain(net, batch, loss_fn, loss_scale)` tells
-        which node a batch's gradients overflow at first."""
+        """How many steps were skipped. `gluon_amp.explain(net, batch, loss_fn, loss_scale)` names
+        the node at which a batch's gradients overflow first."""
         return self._step.skipped
 
     @property
@@ -133,7 +133,7 @@ class Trainer(mx.gluon.Trainer):
         The losses stay unscaled. Calls before one step share one scale, so gradients
         with grad_req="add" add up.
 
-        Until a dynamic scale is settled, the gradients are looked at here. Where they overflow,
+        Until a dynamic scale is settled, the gradients are checked here. Where they overflow,
         further backward passes find the scale, so that no step is lost. Arrays of your own with
         grad_req="add" get a sum of all these passes.
         """
