@@ -133,6 +133,20 @@ def overflows_and_cannot_repeat(store, rank):
     return told, trainer.skipped, weights(trainer)
 
 
+def finds_a_rate_first(store, rank):
+    """Weights after a sweep of learning rates and a step, where ranks had other weights before."""
+    mx.random.seed(rank)
+    net = network(in_units=0)
+    trainer = trainer_for(net, store)
+    net(nd.ones((4, 4)))
+    batches = [(nd.ones((4, 4)), nd.zeros((4, 4)))]
+    amp.lr_find(net, trainer, mx.gluon.loss.L2Loss(), batches, start=1e-3, end=1e-1, steps=10)
+    backward(net, trainer, np.random.default_rng(rank))
+    updated = trainer.step(8)
+    trainer.check_ranks()
+    return updated, weights(trainer)
+
+
 def has_a_loss_that_is_nan(store, rank, loss_scale):
     """What rank 1's loss makes of the scale, and of 16 steps."""
     net = network()

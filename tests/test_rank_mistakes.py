@@ -56,6 +56,12 @@ def test_a_loss_that_is_nan_on_one_rank_leaves_the_scale_on_all(ranks, loss_scal
     assert results == [(2.0 ** 16 if loss_scale == "dynamic" else loss_scale, 16)] * 2
 
 
+def test_ranks_hold_the_same_after_a_sweep_of_learning_rates(ranks):
+    results = ranks.run("finds_a_rate_first", 2, "dist_sync")
+    assert agree([weights for _, weights in results])
+    assert [updated for updated, _ in results] == [True, True]
+
+
 def test_no_rank_repeats_a_backward_pass_that_one_cannot_repeat(ranks):
     (told, skipped, _), _ = results = ranks.run("overflows_and_cannot_repeat", 2, "dist_sync")
     assert told == [False] * skipped + [True] * (12 - skipped)

@@ -157,7 +157,10 @@ def _endless(batches: Iterable[Any]) -> Iterator[Any]:
 def _as_before(net: Network, trainer: GluonTrainer) -> Iterator[None]:
     """Puts parameters, what is remembered of float8 tensors, optimizer, states and loss scale back
     at the end."""
-    if not trainer._kv_initialized:
+    if isinstance(trainer, Trainer):
+        trainer._broadcast_parameters()  # now: at the end ranks get back what they hold here
+        trainer._step.weights_replaced = False  # no gradient is of those before
+    elif not trainer._kv_initialized:
         trainer._init_kvstore()
     if trainer._update_on_kvstore:
         raise ValueError("lr_find puts the optimizer back as it was, which it cannot on a kvstore: "
