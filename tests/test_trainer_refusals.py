@@ -26,6 +26,47 @@ def test_gradients_that_another_backward_pass_wrote_are_an_error():
     assert mine.step(1)
 
 
+def test_gradients_that_would_add_up_to_unscaled_ones_are_an_error():
+    net = One(grad_req="add")
+    trainer = amp.Trainer(net.collect_params(), "sgd", loss_scale=8)
+    recorded(net, ones(), ones()).backward()
+    with pytest.raises(RuntimeError, match=r"written by another backward pass"):
+        trainer.backward(recorded(net, ones(), ones()))
+    recorded(net, ones(), ones()).backward()
+    net.collect_params().zero_grad()
+    trainer.backward(recorded(net, ones(), ones()))
+    assert trainer.step(1)
+
+
+def test_gradients_that_were_summed_are_not_summed_again():
+    devices = [mx.cpu(0), mx.cpu(1)]
+
+    def backward(net, trainer):
+        trainer.backward([recorded(net, ones(device=d), ones(device=d)) for d in devices])
+
+    for grad_req in ("add", "write"):
+        net = One(grad_req, devices)
+        trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.5}, loss_scale=8)
+        backward(net, trainer)
+        trainer.allreduce_grads()
+        if grad_req == "add":
+            with pytest.raises(RuntimeError, match=r"been summed since .* before backward\(\)"):
+                backward(net, trainer)
+            net.collect_params().zero_grad()
+        backward(net, trainer)
+        trainer.step(4)
+        for parameter in (net.a, net.b):
+            assert (parameter.data(devices[1]).asnumpy() == 1 - 0.5 * 2 / 4).all()
+    # what only the first of two passes writes would be summed twice
+    backward(net, trainer)
+    trainer.allreduce_grads()
+    with autograd.record():
+        losses = [(net.b.data(d) * 1).sum() for d in devices]
+    trainer.backward(losses)
+    with pytest.raises(RuntimeError, match=f"has not computed the gradients in {net.a.name}"):
+        trainer.step(4)
+
+
 def test_float16_losses_are_refused():
     net = One()
     trainer = amp.Trainer(net.collect_params(), "sgd")

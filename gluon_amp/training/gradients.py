@@ -1,13 +1,14 @@
 """Which gradients of a Trainer's parameters the backward passes since the last step have written.
 
-MXNet marks the weights whose gradients a backward pass writes. The marks are taken off after each
+MXNet marks the weights whose gradients a backward pass writes. The marks are cleared after each
 pass of `trainer.backward`: a mark at the step is of somebody else's backward pass.
 """
 from dataclasses import replace
-from typing import Dict, List, Sequence, Tuple
+from typing import Dict, List, NoReturn, Sequence, Tuple
 
 from .._mxnet import mx
 from ..checks import in_names
+from ..cpu.finite import squares
 from ..cpu.library import marks
 from .step import Gradient, Place, Step
 
@@ -19,12 +20,16 @@ class Gradients:
         self.parameters, self._step = parameters, step
 
     def begin(self) -> None:
-        """Before a backward pass. Marks of others' passes do not count before the first of a step,
-        which overwrites what these have written; later they are an error."""
+        """Before a backward pass. The first of a step overwrites what others have written, unless
+        it adds to that; what they write later is an error."""
         if self._step.begun:
             self.check_nobody_else()
-        else:
-            self._marked(clear=True)
+            return
+        marked = [place for place, _, is_marked in self._marked(clear=True) if is_marked]
+        added = {p.name: p.list_grad()[device] for p, device in
+                 ((self.parameters[i], device) for i, device in marked) if p.grad_req == "add"}
+        if squares(list(added.values())).any():
+            self._refuse(list(added))
 
     def note_written(self) -> None:
         """After a backward pass."""
@@ -73,10 +78,13 @@ class Gradients:
             elif known is not None and known.weight is not weight:
                 pending.stale.append(pending.written.pop(place).name)  # cast or moved since
         if names:
-            self._step.forget()
-            raise RuntimeError(f"the gradients{in_names(names)} were written by another backward "
-                               "pass after trainer.backward(): a loss.backward(), or that of "
-                               "another Trainer. Their scale is not known: step before it")
+            self._refuse(names)
+
+    def _refuse(self, names: Sequence[str]) -> NoReturn:
+        self._step.forget()
+        raise RuntimeError(f"the gradients{in_names(names)} were written by another backward pass: "
+                           "a loss.backward(), or that of another Trainer, of another scale. Step "
+                           "before it, or call zero_grad() after it")
 
     def add_up(self) -> List["mx.nd.NDArray"]:
         """Those to which each backward pass adds."""

@@ -6,7 +6,7 @@
                      (step.py), which divides by scale and n
 """
 import copy
-from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, Dict, List, NoReturn, Optional, Sequence, Tuple, Union
 
 from .._mxnet import mx
 from ..annotations import Optimizer
@@ -167,8 +167,13 @@ class Trainer(mx.gluon.Trainer):
         """Gives the scale of the backward pass that follows."""
         check_losses(losses)
         self._broadcast_parameters()  # before the scale is read, which becomes rank 0's
-        self._step.pending.are_summed = False
         self._gradients.begin()
+        pending = self._step.pending
+        if pending.are_summed and self._sums_several:
+            if self._gradients.add_up():
+                self._refuse_summed("update(batch_size), or zero_grad(), before backward()")
+            pending.written = {}  # what this pass does not write would be summed again
+        pending.are_summed = False
         return self._step.begin_backward(self._gradients.add_up())
 
     def _check_heads(self, backward: Backward) -> None:
@@ -260,20 +265,27 @@ class Trainer(mx.gluon.Trainer):
         if self._update_on_kvstore:
             self._update_on_servers()
             return
-        pending, devices = self._step.pending, len(self._contexts)
-        if self._workers.sums and devices * self._workers.count > 1 and self._step.scaling \
-                and pending.are_summed:
-            self._step.forget()
-            raise RuntimeError("the gradients have been summed since the last backward(), by "
-                               "allreduce_grads(): call update(batch_size), not step(), after it")
+        pending = self._step.pending
+        if pending.are_summed and self._sums_several and self._step.scaling:
+            self._refuse_summed("update(batch_size), not step(), after it")
         self._step.count_writes()
-        if pending.unscaled is not None and devices * self._workers.count > 1:
+        if pending.unscaled is not None and self._sums_several:
             self._step.forget()
             raise RuntimeError("unscale() before the sum over devices and workers: call trainer."
                                "allreduce_grads(), then unscale(), then update(batch_size)")
         pending.are_summed = True
         self._step.sum((i, i, p.list_grad()) for i, p in enumerate(self._params)
                        if p.grad_req != "null")
+
+    @property
+    def _sums_several(self) -> bool:
+        """Whether a sum over devices and workers changes gradients."""
+        return self._workers.sums and len(self._contexts) * self._workers.count > 1
+
+    def _refuse_summed(self, instead: str) -> NoReturn:
+        self._step.forget()
+        raise RuntimeError("the gradients have been summed since the last backward(), by "
+                           f"allreduce_grads(): call {instead}")
 
     def _update(self, ignore_stale_grad: bool = False) -> None:
         """Updates by `Step.update_or_skip`; as MXNet where nothing reads or replaces gradients."""
@@ -438,7 +450,7 @@ class Trainer(mx.gluon.Trainer):
             self._gradients.note_written()
 
     def _check_reached(self) -> None:
-        """As that, once it is too late: what was left is in the sum."""
+        """Refuses such parameters after the sum, which has what was left in their gradients."""
         reached, anywhere = self._reached()
         if self._workers.any(reached != anywhere):
             raise consistency.RanksDifferError(
