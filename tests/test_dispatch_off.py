@@ -47,7 +47,7 @@ with open(sys.argv[1], "rb") as file:
 first, before = ([results(*call) for call in calls] for _ in range(2))
 assert "gluon_amp" not in sys.modules
 import gluon_amp
-assert gluon_amp.cpu.library.require()
+assert gluon_amp.cpu.library.load()
 after = [results(*call) for call in calls]
 same = [call[0] for call, a, b in zip(calls, first, before) if a == b]
 print([call[0] for call, a, b, c in zip(calls, first, before, after) if a == b != c])

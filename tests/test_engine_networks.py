@@ -255,7 +255,7 @@ def trained():
 assert "gluon_amp" not in sys.modules
 before = trained()
 import gluon_amp
-assert gluon_amp.cpu.library.require()
+assert gluon_amp.cpu.library.load()
 for one, other in zip(before, trained()):
     assert np.array_equal(one, other)
 """

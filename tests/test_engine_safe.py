@@ -378,7 +378,7 @@ def test_any_check_that_fails_is_told_at_the_first_use(check, monkeypatch):
     library.start()  # as the import does: says nothing
     for _ in range(2):
         with pytest.raises(library.KernelError, match="not this one"):
-            library.require()
+            library.load()
 
 
 def test_a_layout_that_does_not_fit_is_told_in_one_sentence(monkeypatch):
@@ -394,6 +394,6 @@ def test_a_layout_that_does_not_fit_is_told_in_one_sentence(monkeypatch):
     monkeypatch.setattr(library, "table", Probed)
     library.start()
     with pytest.raises(library.KernelError) as error:
-        library.require()
+        library.load()
     assert str(error.value) == "this MXNet 1.9.1 is laid out differently from PyPI's wheels, so " \
         "float16 cannot run on a CPU: operators have no code for CPUs"

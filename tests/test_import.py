@@ -269,7 +269,7 @@ modules = [mx.nd, mx.nd.op, mx.nd._internal, mx.nd.contrib, mx.nd.linalg, mx.nd.
 before = [dict(vars(module)) for module in modules]
 """ + NET + """
 from gluon_amp.cpu import library
-assert library.require() in library.VARIANTS  # the kernels are in MXNet now
+assert library.load() in library.VARIANTS  # the kernels are in MXNet now
 for module, old in zip(modules, before):
     new = vars(module)
     print(*(f"{module.__name__}.{name}" for name in {*old, *new}

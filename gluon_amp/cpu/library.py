@@ -233,7 +233,7 @@ _table: Optional[_Table] = None  # once it has started
 
 
 def start() -> None:
-    """Dispatches MXNet's operators, once; `require` raises the reason where that failed."""
+    """Dispatches MXNet's operators, once; `load` raises the reason where that failed."""
     global _variant, _error
     if _variant is None:
         try:
@@ -242,7 +242,7 @@ def start() -> None:
             _error = error
 
 
-def require() -> str:
+def load() -> str:
     """Raises KernelError where the engine does not run. Returns the name of its variant."""
     if _variant is None:
         raise _error or KernelError("gluon_amp's CPU kernels were not started")
@@ -305,7 +305,7 @@ def count_updates(arrays: Sequence["mx.nd.NDArray"], before: Sequence["np.ndarra
     """Adds to each of `into` what was added to a float32 array since it was `before`, which becomes
     what the array is: the counts, how many numbers have changed, and how many of those float16
     numbers would have stayed what they are."""
-    require()
+    load()
     mx.nd.waitall()
     addresses = c_void_p * len(arrays)
     table().count_updates(_handles(arrays), addresses(*(b.ctypes.data for b in before)),
@@ -320,7 +320,7 @@ def _handles(arrays: Sequence["mx.nd.NDArray"]) -> Any:
 def random_numbers_kept() -> Iterator[Callable[[], None]]:
     """Puts the state of MXNet's random numbers on CPUs back at the end, as if nothing had been
     drawn. What it gives does so at once, to draw the same numbers again."""
-    require()
+    load()
     mx.nd.waitall()
     state = ctypes.create_string_buffer(table().random_state(None, 0))
     table().random_state(state, 0)
@@ -339,7 +339,7 @@ def random_numbers_kept() -> Iterator[Callable[[], None]]:
 @functools.lru_cache(maxsize=None)
 def dispatched() -> FrozenSet[str]:
     """MXNet's operators that dispatch on type, by the names that graphs hold."""
-    require()
+    load()
     return frozenset(table().dispatched().decode().split())
 
 
@@ -351,7 +351,7 @@ def own_code() -> FrozenSet[str]:
 
 @functools.lru_cache(maxsize=None)
 def _operator(name: str) -> c_void_p:
-    require()
+    load()
     handle = c_void_p()
     mx.base.check_call(mx.base._LIB.NNGetOpHandle(c_char_p(name.encode()), byref(handle)))
     return handle

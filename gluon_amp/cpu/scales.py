@@ -4,7 +4,7 @@ import weakref
 from typing import Any, Dict, Iterable, List, Sequence
 
 from .._mxnet import mx
-from .library import require, started, table
+from .library import load, started, table
 
 _numbers = itertools.count(1)
 
@@ -35,7 +35,7 @@ class Scales:
         """Replaces all of them by what `read` has given."""
         if not text and not started():
             return
-        require()
+        load()
         mx.nd.waitall()
         table().set_scales(self.id, text.encode())
 

@@ -25,7 +25,7 @@ def check_device(graph: Graph, policy: Policy, on_gpu: bool) -> None:
             "on GPUs MXNet 1.9.1 has no arrays of its formats: use float16"
         raise ValueError(f"policy {policy.name} runs on CPUs only: {why}. Received: data on a GPU")
     if not on_gpu:
-        library.require()
+        library.load()
         for node in graph.nodes_within():
             _check_layout(node)
 

@@ -72,7 +72,7 @@ class Counts:
         numbers = np.ascontiguousarray(
             array.asnumpy() if isinstance(array, mx.nd.NDArray) else array, np.float32)
         counts = library.Counts()
-        library.require()
+        library.load()
         library.table().count(numbers.ctypes.data_as(ctypes.c_void_p), numbers.size, int(half),
                               ctypes.byref(counts))
         return cls.of_engine(counts)

@@ -163,7 +163,7 @@ def _cudnn() -> str:
 
 def _kernels() -> Dict[str, Any]:
     try:
-        variant = library.require()
+        variant = library.load()
     except library.KernelError as error:
         return {"variant": None, "instructions": [], "path": None, "error": str(error)}
     return {"variant": variant, "instructions": list(library.VARIANTS[variant]),
