@@ -27,14 +27,12 @@ from gluon_amp import checks
 from gluon_amp._mxnet import message
 from gluon_amp.checks import did_you_mean, nearest, positive
 from gluon_amp.files import must_exist, replace_text
-from gluon_amp.graph.graph import Entry, Graph
 from gluon_amp.parallel import average_statistics
 from gluon_amp.parallel.store import make_store, shared_store
 from gluon_amp.parallel.sync import Workers
 from gluon_amp.policy import NAMES as POLICIES  # noqa: F401  (what --policy takes)
 from gluon_amp.policy import get_policy
 from gluon_amp.tools.tensor_cores import matrix_layers
-from gluon_amp.training.optimizer import optimizer_class
 
 log = logging.getLogger("recipes")
 
@@ -207,8 +205,8 @@ def is_float32(policy):
 
 def momentum_of(optimizer, momentum):
     """The argument `momentum` for an optimizer of that name; nothing, if it takes none."""
-    cls = optimizer_class(optimizer)
-    return {"momentum": momentum} if "momentum" in inspect.signature(cls).parameters else {}
+    takes = inspect.signature(type(amp.optimizer(optimizer))).parameters
+    return {"momentum": momentum} if "momentum" in takes else {}
 
 
 def schedule(lr, steps, epochs, mode="step", decay_epochs=(), decay=0.1, warmup_epochs=0,
@@ -779,38 +777,37 @@ def without_head(symbol, layer=None, bn_momentum=None, freeze=False):
         bn_momentum: of all batch norms; in a short training their usual moving averages lag.
         freeze: batch norms use their statistics and do not move them.
     """
-    graph = Graph.read(symbol)
-    graph = Graph([_layer(graph, layer) if layer else _before_head(graph)])
-    if "data" not in graph.variables():
-        raise ValueError("the network has no argument named data. Its arguments begin with "
-                         f"{', '.join(graph.variables()[:3])}")
-    for node in graph.nodes():
-        if node.op == "BatchNorm" and bn_momentum is not None:
-            node.attrs["momentum"] = str(bn_momentum)
-        if node.op == "BatchNorm" and freeze:
-            node.attrs["use_global_stats"] = "True"
-    return graph.symbol()
-
-
-def _layer(graph, name):
-    layers = {node.name: node for node in graph.nodes() if not node.is_variable}
-    node = layers.get(name) or layers.get(name.replace("_output", ""))
-    if node is None:
+    graph = json.loads(symbol.tojson(remove_amp_cast=False))
+    for node in graph["nodes"]:
+        if node["op"] == "BatchNorm" and bn_momentum is not None:
+            node.setdefault("attrs", {})["momentum"] = str(bn_momentum)
+        if node["op"] == "BatchNorm" and freeze:
+            node.setdefault("attrs", {})["use_global_stats"] = "True"
+    internals = mx.sym.load_json(json.dumps(graph)).get_internals()
+    name = (layer or _head(graph)).replace("_output", "")
+    layers = [one[:-len("_output")] for one in internals.list_outputs() if one.endswith("_output")]
+    if name not in layers:
         raise ValueError(f"--layer-before-fullc: there is no layer {name}. Near it: "
-                         f"{', '.join(nearest(name, list(layers)))}")
-    return Entry(node)
+                         f"{', '.join(nearest(name, layers))}")
+    features = internals[f"{name}_output"]
+    features = features if layer else features.get_children()[0]
+    if "data" not in features.list_arguments():
+        raise ValueError("the network has no argument named data. Its arguments begin with "
+                         f"{', '.join(features.list_arguments()[:3])}")
+    return features
 
 
-def _before_head(graph):
-    node = graph.outputs[0].node
-    while node.op != "FullyConnected":
-        if node.is_variable or not node.inputs:
-            layers = [node.name for node in graph.nodes() if not node.is_variable]
+def _head(graph):
+    """The name of the last fully connected layer."""
+    nodes, i = graph["nodes"], graph["heads"][0][0]
+    while nodes[i]["op"] != "FullyConnected":
+        if not nodes[i]["inputs"]:
+            layers = [node["name"] for node in nodes if node["op"] != "null"]
             raise ValueError("the network's head is unknown: no FullyConnected lies before its "
                              "output. Choose --layer-before-fullc among "
                              f"{', '.join(layers[-5:])}")
-        node = node.inputs[0].node
-    return node.inputs[0]
+        i = nodes[i]["inputs"][0][0]
+    return nodes[i]["name"]
 
 
 def tensor_core_hints(net, batch_size, devices):
