@@ -28,7 +28,7 @@ class Gradients:
         marked = [place for place, _, is_marked in self._marked(clear=True) if is_marked]
         added = {p.name: p.list_grad()[device] for p, device in
                  ((self.parameters[i], device) for i, device in marked) if p.grad_req == "add"}
-        if squares(list(added.values())).any():
+        if added and squares(list(added.values())).any():
             self._refuse(list(added))
 
     def note_written(self) -> None:

@@ -226,8 +226,8 @@ class Step:
         return self.workers.any(overflow)
 
     def _loss_is_to_blame(self) -> bool:
-        """Whether a loss is infinite or NaN on any worker. All workers have to call it: they do,
-        since all skip the same steps."""
+        """Whether a loss is infinite or NaN on any worker. All workers have to call it, and do:
+        where gradients overflow on one of them, all take it so."""
         return self.workers.any(
             not all_finite([to_float32(loss) for loss in self.pending.losses]))
 
