@@ -232,6 +232,23 @@ def module_for(rank, store):
     return module, mx.io.DataBatch([nd.array(rng.standard_normal((4, 6)))], [nd.zeros(4)])
 
 
+def module_begins_before_its_store(store, rank, loss_scale):
+    """Whether updates are made, where the first gradients are of a rank's own weights."""
+    mx.random.seed(rank)
+    net = mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=3, name="dense")
+    module = amp.Module(mx.sym.SoftmaxOutput(net, name="softmax"), loss_scale=loss_scale)
+    module.bind([("data", (4, 6))], [("softmax_label", (4,))])
+    module.init_params(mx.init.Uniform(0.5))
+    batch = mx.io.DataBatch([nd.ones((4, 6))], [nd.zeros(4)])
+    module.forward_backward(batch)
+    module.init_optimizer(kvstore=store)
+    updated = [module.update()]
+    module.forward_backward(batch)
+    updated.append(module.update())
+    module.check_ranks()
+    return updated, [array.asnumpy() for array in module.get_params()[0].values()]
+
+
 def module_trains_without_scale(store, rank):
     """What weights are before the first update; then tries what the servers would mix up."""
     module, batch = module_for(rank, store)

@@ -50,6 +50,14 @@ def test_gradients_of_weights_that_rank_0s_replace_are_not_used(ranks, loss_scal
     assert agree([weights for _, weights in results])
 
 
+@pytest.mark.parametrize("loss_scale", [256.0, None])
+def test_nor_are_a_modules(ranks, loss_scale):
+    results = ranks.run("module_begins_before_its_store", 2, "dist_sync",
+                        {"MXNET_UPDATE_ON_KVSTORE": "0"}, loss_scale=loss_scale)
+    assert [updated for updated, _ in results] == [[False, True]] * 2
+    assert agree([weights for _, weights in results])
+
+
 @pytest.mark.parametrize("loss_scale", ["dynamic", 256.0])
 def test_a_loss_that_is_nan_on_one_rank_leaves_the_scale_on_all(ranks, loss_scale):
     results = ranks.run("has_a_loss_that_is_nan", 2, "dist_sync", loss_scale=loss_scale)

@@ -251,11 +251,12 @@ class _Module:
                            len(module._context), None, group.param_names)
 
         try:
-            if self._step.checks_gradients:
+            if self._step.checks_gradients or self._step.weights_replaced:
                 self._step.update_or_skip(gradients, rescale_grad, apply, self._clear)
             else:
                 apply(rescale_grad)
                 self._step.forget()
+                self._step.updated = True
         finally:
             optimizer.rescale_grad = rescale_grad
         if self._workers.exchange and not self._workers.compared:
@@ -343,8 +344,10 @@ class _Module:
             consistency.broadcast(workers, [
                 (name, name, arrays) for name, arrays in zip(group.param_names,
                                                              group.param_arrays)], True)
+            # gradients of before are of other weights, and at another scale
+            self._step.weights_replaced = workers.any(self._step.begun)
         workers.broadcast([(f"statistics {name}", arrays) for name, arrays in
-                             zip(group.aux_names, group.aux_arrays)], False)
+                           zip(group.aux_names, group.aux_arrays)], False)
         self._params_dirty = module._params_dirty = True
 
     def check_ranks(self) -> None:
