@@ -18,6 +18,19 @@ def zoo(name, **kwargs):
     return lambda: gluon.model_zoo.vision.get_model(name, classes=10, **kwargs)
 
 
+class Calling(gluon.HybridBlock):
+    """Is called as function(F, its arguments, its layers)."""
+
+    def __init__(self, function, *layers, **kwargs):
+        super().__init__(**kwargs)
+        self.function = function
+        for i, layer in enumerate(layers):
+            self.register_child(layer, str(i))
+
+    def hybrid_forward(self, F, *args):
+        return self.function(F, *args, *self._children.values())
+
+
 class Encoder(gluon.HybridBlock):
     """A transformer encoder layer, with dropout and a mask of valid words."""
 

@@ -356,18 +356,12 @@ def test_a_slice_of_a_kept_network_stays_float32():
 
 
 def test_slices_inside_of_a_network_are_traced_with_it():
-    class Stages(gluon.HybridBlock):
-        def __init__(self):
-            super().__init__()
-            self.stages = nn.HybridSequential()
-            self.stages.add(nn.Dense(4, in_units=5), nn.Dense(3, in_units=4))
+    def forward(F, x, stages):
+        for stage in stages[:1]:
+            x = F.relu(stage(x))
+        return stages[1:](x)
 
-        def hybrid_forward(self, F, x):
-            for stage in self.stages[:1]:
-                x = F.relu(stage(x))
-            return self.stages[1:](x)
-
-    net = make(Stages)
+    net = networks.Calling(forward, holding(nn.Dense(4, in_units=5), nn.Dense(3, in_units=4)))
     x = nd.random.normal(shape=(2, 5))
     wide = net(x).asnumpy()
     np.testing.assert_allclose(amp.convert(net)(x).asnumpy(), wide, atol=0.01)
@@ -398,17 +392,10 @@ def test_a_child_that_takes_anothers_place_is_converted_like_the_rest(x):
 
 
 def test_a_child_deep_inside_that_is_replaced_takes_effect(x):
-    class Outer(gluon.HybridBlock):
-        def __init__(self):
-            super().__init__()
-            self.inner = Net()
-
-        def hybrid_forward(self, F, x):
-            return self.inner(x)
-
-    net = amp.convert(make(Outer))
+    inner = make()
+    net = amp.convert(networks.Calling(lambda F, x, inner: inner(x), inner))
     assert net(x).shape == (4, 5)
-    new_output(net.inner)
+    new_output(inner)
     assert net(x).shape == (4, 3)
 
 
@@ -548,24 +535,17 @@ def test_restore_leaves_the_network_hybridized_as_the_last_call_said(before, aft
     assert net(x).shape == (4, 5)
 
 
-class Branches(gluon.HybridBlock):
+def branches():
     """Predicts another thing than it trains on, as detectors do."""
-
-    def __init__(self):
-        super().__init__()
-        with self.name_scope():
-            self.dense = nn.Dense(3, in_units=2)
-
-    def hybrid_forward(self, F, x):
-        y = self.dense(x)
-        if autograd.is_training():
-            return y, y * 2
-        return y * 4
+    def forward(F, x, dense):
+        y = dense(x)
+        return (y, y * 2) if autograd.is_training() else y * 4
+    return networks.Calling(forward, nn.Dense(3, in_units=2))
 
 
 @pytest.mark.parametrize("first", ["training", "predicting"])
 def test_a_network_may_ask_whether_it_trains(first):
-    net = amp.convert(make(Branches))
+    net = amp.convert(make(branches))
     x = nd.ones((1, 2))
     for training in (first == "training", first != "training", True, False):
         with autograd.record() if training else autograd.pause():
@@ -661,7 +641,7 @@ def test_arrays_of_workers_are_arrays_of_a_cpu(kind, x):
 
 
 def test_an_export_is_of_the_mode_that_ran_last(tmp_path):
-    net = amp.convert(make(Branches))
+    net = amp.convert(make(branches))
     with autograd.record():
         net(nd.ones((1, 2)))
     net(nd.ones((1, 2)))

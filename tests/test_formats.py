@@ -10,6 +10,7 @@ from gluon_amp.formats import FORMATS, Format, random_bits
 from gluon_amp.policy import get_policy
 from halves import AT_RANDOM
 from mxnet import autograd, gluon, nd
+from networks import Calling
 
 E4M3, E5M2, TF32, BFLOAT16, HALF = (FORMATS[name].round for name in (
     "float8_e4m3", "float8_e5m2", "tf32", "bfloat16", "float16"))
@@ -80,18 +81,13 @@ def test_float16_products_give_float16_and_then_what_lies_between(between, rng):
 
 @pytest.mark.parametrize("static", [False, True])
 def test_what_a_product_reads_rounded_others_read_as_it_is(static, rng):
-    class Net(gluon.HybridBlock):
-        def __init__(self, product):
-            super().__init__()
-            self.dense = gluon.nn.Dense(3, in_units=7, flatten=False) if product else None
-
-        def hybrid_forward(self, F, x):
-            y = F.softmax(x)
-            return (self.dense(y) if self.dense else y), F.log_softmax(y)
+    def forward(F, x, *dense):
+        y = F.softmax(x)
+        return (dense[0](y) if dense else y), F.log_softmax(y)
 
     x, made = nd.array(rng.standard_normal((5, 7))), []
     for product in (False, True):
-        net = Net(product)
+        net = Calling(forward, *[gluon.nn.Dense(3, in_units=7, flatten=False)] * product)
         net.initialize()
         net.hybridize(static_alloc=static, static_shape=static)
         made.append(amp.convert(net, "mixed_bfloat16")(x)[1].asnumpy())

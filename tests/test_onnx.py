@@ -252,18 +252,9 @@ def test_a_converted_network_and_one_that_is_not_give_the_same_file(tmp_path):
 
 
 def test_an_lstm_of_gluons_is_exported_with_its_embedding(tmp_path):
-    class Words(gluon.HybridBlock):
-        def __init__(self):
-            super().__init__()
-            with self.name_scope():
-                self.words = nn.Embedding(20, 6)
-                self.lstm = gluon.rnn.LSTM(8, num_layers=2, bidirectional=True)
-                self.head = nn.Dense(20, flatten=False)
-
-        def hybrid_forward(self, F, ids):
-            return self.head(self.lstm(self.words(ids)))
-
-    net = Words()
+    net = nn.HybridSequential()
+    net.add(nn.Embedding(20, 6), gluon.rnn.LSTM(8, num_layers=2, bidirectional=True),
+            nn.Dense(20, flatten=False))
     net.initialize(mx.init.Xavier())
     ids = nd.array(np.arange(10).reshape(5, 2))
     expected = net(ids).asnumpy()

@@ -12,6 +12,7 @@ from gluon_amp.cpu import library
 from gluon_amp.graph.graph import Entry, Graph, Node
 from gluon_amp.tensor_core_math import GPUS, TensorCore
 from halves import adding_as, as_function, run_with
+from networks import Calling
 from tensor_core_rule import exponent, instruction, product
 
 SHARED = Path(os.environ.get("GLUON_AMP_DATA") or Path(__file__).parents[2] / "shared")
@@ -659,17 +660,10 @@ def test_what_has_no_code_is_refused_by_name(symbol):
 
 @pytest.mark.parametrize("batched", [None, "float16"])
 def test_batched_products_of_a_converted_network_add_as_the_policy_says(batched, rng):
-    class Scores(mx.gluon.HybridBlock):
-        def __init__(self):
-            super().__init__()
-            self.same = mx.gluon.nn.Dense(2000, use_bias=False, flatten=False, in_units=2000)
-
-        def hybrid_forward(self, F, x, y):
-            return F.batch_dot(self.same(x), self.same(y), transpose_b=True) * 2
-
-    net = Scores()
+    same = mx.gluon.nn.Dense(2000, use_bias=False, flatten=False, in_units=2000)
+    net = Calling(lambda F, x, y, same: F.batch_dot(same(x), same(y), transpose_b=True) * 2, same)
     net.initialize()
-    net.same.weight.set_data(mx.nd.eye(2000))  # gives its data, in float16
+    same.weight.set_data(mx.nd.eye(2000))  # gives its data, in float16
     amp.convert(net, amp.Policy("mine", compute="float16", accumulate="V100", batched=batched))
     a, b = (rng.random((2, 6, 2000)).astype("float16") for _ in "ab")
     made = net(*(mx.nd.array(x, dtype="float32") for x in (a, b))).asnumpy()

@@ -10,16 +10,18 @@ from gluon_amp.cpu.library import random_numbers_kept
 from gluon_amp.formats import FORMATS
 from gluon_amp.inspection.statistics import Counts
 from gluon_amp.tools.cli import main
-from mxnet import gluon, nd
+from mxnet import nd
 from mxnet.gluon import nn
 from xray_networks import (
     LOSS,
     Mean,
     WithOwnParameter,
     batches,
+    calling,
     check_mended,
     converted,
     images_net,
+    layers,
     prepared,
     rows,
     training,
@@ -87,28 +89,17 @@ def test_above_the_windows_high_end_a_gradient_overflows_and_at_it_none_does():
     assert "is the first that is not finite at the loss scale" in str(found)
 
 
-class Squares(gluon.HybridBlock):
-    """Its outermost block has operators of its own."""
-
-    def __init__(self):
-        super().__init__(prefix="squares_")
-        with self.name_scope():
-            self.one, self.two = nn.Dense(8), nn.Dense(4)
-
-    def hybrid_forward(self, F, x):
-        y = self.one(x) * 3000
-        return self.two(y * y * 1e-4)
-
-
 def test_a_node_of_the_outermost_block_is_kept_by_its_own_name():
+    def forward(F, x, one, two):
+        y = one(x) * 3000
+        return two(y * y * 1e-4)
+
     rng = np.random.default_rng(0)
     given = [(nd.array(rng.standard_normal((8, 5))), nd.array(rng.integers(0, 4, 8)))]
-    net = Squares()
-    net.initialize(mx.init.Xavier())
-    amp.convert(net)
+    net = calling(forward, *layers(8, 4))
     view = amp.xray(net, given, LOSS)
     assert view.first_overflow is not None
-    assert all(name.startswith("squares_") for name in view.keep)
+    assert all(name.startswith("net_") for name in view.keep)
     check_mended(net, view, given)
 
 

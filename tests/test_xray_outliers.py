@@ -5,8 +5,10 @@ import numpy as np
 import pytest
 from gluon_amp.inspection.tensors import Layout
 from gluon_amp.inspection.trial import Trial
+from gluon_amp.policy import get_policy
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
+from networks import Calling
 from xray_networks import LOSS, calling, check_mended, layers, rows
 
 
@@ -66,17 +68,10 @@ def test_where_gradients_need_a_scale_below_1_it_is_told_how_to_give_it():
 
 
 def test_a_network_that_float16_does_not_suit_at_all_is_said_to_be_one():
-    class Grows(gluon.HybridBlock):
-        def __init__(self):
-            super().__init__()
-            with self.name_scope():
-                self.inner = nn.Dense(6, in_units=6)
-
-        def hybrid_forward(self, F, x):
-            return x + self.inner(x)
     net = nn.HybridSequential(prefix="net_")
     with net.name_scope():
-        net.add(*(Grows() for _ in range(12)))
+        net.add(*(Calling(lambda F, x, inner: x + inner(x), nn.Dense(6, in_units=6))
+                  for _ in range(12)))
     mx.random.seed(1)
     net.initialize(mx.init.Normal(40))
     view = amp.xray(amp.convert(net), rows(), LOSS)
@@ -111,7 +106,7 @@ def test_what_to_keep_is_never_a_cast():
                                      F.expand_dims(x, axis=0), x)
         return out(state)
     net = calling(forward, nn.Dense(6, in_units=6, prefix="net_inner_"), *layers(4))
-    trial = Trial(net, net._amp.policy)
+    trial = Trial(net, get_policy("float16"))
     net(rows()[0][0])
     trial.look(rows()[0])
     layout = Layout(trial.graphs(), trial.policy, trial.parameters)
@@ -205,18 +200,9 @@ def test_what_follows_an_infinity_in_a_loop_is_not_blamed():
 
 
 def test_a_gradient_that_a_cast_rounds_is_told_with_the_line_that_makes_it():
-    class Net(gluon.HybridBlock):
-        def __init__(self):
-            super().__init__(prefix="net_")
-            with self.name_scope():
-                self.inner, self.out = nn.Dense(6, in_units=6), nn.Dense(4, in_units=6)
-
-        def hybrid_forward(self, F, x):
-            y = self.inner(x)
-            return self.out(F.log(y * y + 1e-10) * 50)
-    mx.random.seed(1)
-    net = Net()
-    net.initialize(mx.init.Xavier())
-    found = amp.explain(amp.convert(net), rows()[0], LOSS, loss_scale=2.0 ** 20)
+    def forward(F, x, inner, out):
+        y = inner(x)
+        return out(F.log(y * y + 1e-10) * 50)
+    found = amp.explain(calling(forward, *layers(6, 4)), rows()[0], LOSS, loss_scale=2.0 ** 20)
     assert found.backward
-    assert "self.out(F.log(y * y + 1e-10) * 50)" in found.where
+    assert "out(F.log(y * y + 1e-10) * 50)" in found.where

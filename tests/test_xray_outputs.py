@@ -6,6 +6,7 @@ from gluon_amp.graph.build import build
 from gluon_amp.graph.graph import Graph
 from gluon_amp.inspection.outputs import watched_on_gpu, with_outputs
 from gluon_amp.inspection.statistics import Counts
+from gluon_amp.policy import get_policy
 from halves import as_function
 from mxnet import autograd, nd
 from mxnet.gluon import nn
@@ -53,7 +54,7 @@ def test_its_outputs_are_what_the_engine_counts_and_the_rest_keeps_its_bits():
     scale, counted = view.steps[0]
     graph, types = net.mixed_graph(["float32"])
     parameters = net.collect_params()
-    watched = with_outputs(graph, types, net._amp.policy, parameters)
+    watched = with_outputs(graph, types, get_policy("float16"), parameters)
     symbol = build(watched.graph, watched.types).symbol()
     values = {"data": x, **{name: p.data() for name, p in parameters.items()}}
     shapes, _, _ = symbol.infer_shape(data=x.shape)

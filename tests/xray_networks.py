@@ -4,6 +4,7 @@ import mxnet as mx
 import numpy as np
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
+from networks import Calling
 
 LOSS = gluon.loss.SoftmaxCrossEntropyLoss()
 
@@ -76,17 +77,9 @@ class Mean(gluon.Block):
 
 
 def calling(forward, *layers):
-    """A network that is called as forward(F, x, *layers)."""
-    class Net(gluon.HybridBlock):
-        def __init__(self):
-            super().__init__(prefix="net_")
-            for i, layer in enumerate(layers):
-                self.register_child(layer, str(i))
-
-        def hybrid_forward(self, F, x):
-            return forward(F, x, *layers)
+    """A network that is called as forward(F, its arguments, *layers)."""
     mx.random.seed(1)
-    net = Net()
+    net = Calling(forward, *layers, prefix="net_")
     net.initialize(mx.init.Xavier())
     return amp.convert(net)
 
