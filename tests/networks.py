@@ -156,16 +156,10 @@ class Cond(gluon.HybridBlock):
         return F.contrib.cond(F.sum(h) < 1e6, lambda: self.b(h), lambda: h * 2)
 
 
-class Nested(gluon.HybridBlock):
+def nested():
     """Several inputs; outputs in a nest."""
-
-    def __init__(self, **kwargs):
-        super().__init__(**kwargs)
-        with self.name_scope():
-            self.a, self.b = nn.Dense(4), nn.Dense(5)
-
-    def hybrid_forward(self, F, x, pair):
-        return self.a(x), [self.b(pair[0]), (self.a(pair[0] + pair[1]), x + pair[1])]
+    return Calling(lambda F, x, pair, a, b: (
+        a(x), [b(pair[0]), (a(pair[0] + pair[1]), x + pair[1])]), nn.Dense(4), nn.Dense(5))
 
 
 class Plain(gluon.Block):
@@ -185,28 +179,15 @@ class Plain(gluon.Block):
         return self.out(x * 0.5)
 
 
-class Recurrent(gluon.HybridBlock):
+def unrolled(cell, steps=4):
     """A cell unrolled over time."""
-
-    def __init__(self, cell, **kwargs):
-        super().__init__(**kwargs)
-        with self.name_scope():
-            self.cell = cell
-
-    def hybrid_forward(self, F, x):
-        return self.cell.unroll(4, x, layout="NTC", merge_outputs=True)[0]
+    return Calling(lambda F, x, cell: cell.unroll(steps, x, layout="NTC", merge_outputs=True)[0],
+                   cell)
 
 
-class Layer(gluon.HybridBlock):
+def fused(layer):
     """A fused recurrent layer and an output."""
-
-    def __init__(self, layer, **kwargs):
-        super().__init__(**kwargs)
-        with self.name_scope():
-            self.layer, self.out = layer, nn.Dense(6, flatten=False)
-
-    def hybrid_forward(self, F, x):
-        return self.out(self.layer(x))
+    return Calling(lambda F, x, layer, out: out(layer(x)), layer, nn.Dense(6, flatten=False))
 
 
 def exported(folder):
@@ -224,7 +205,7 @@ def exported(folder):
 
 
 def bidirectional():
-    return Recurrent(rnn.BidirectionalCell(rnn.LSTMCell(8, input_size=6, prefix="l_"),
+    return unrolled(rnn.BidirectionalCell(rnn.LSTMCell(8, input_size=6, prefix="l_"),
                                            rnn.LSTMCell(8, input_size=6, prefix="r_")))
 
 
@@ -246,13 +227,13 @@ GLUONCV = {name: (name, images(px, 8)) for name, px in (
     ("resnet50_v1b", 64), ("se_resnext50_32x4d", 64), ("mobilenetv3_small", 64),
     ("cifar_resnet20_v1", 32))}
 OTHERS = {
-    "lstm": (lambda: Layer(rnn.LSTM(16, 2)), floats(5, 4, 6)),
-    "gru": (lambda: Layer(rnn.GRU(16, layout="NTC")), floats(4, 5, 6)),
-    "bidirectional": (lambda: Layer(rnn.LSTM(8, 2, bidirectional=True, dropout=0.2)),
+    "lstm": (lambda: fused(rnn.LSTM(16, 2)), floats(5, 4, 6)),
+    "gru": (lambda: fused(rnn.GRU(16, layout="NTC")), floats(4, 5, 6)),
+    "bidirectional": (lambda: fused(rnn.LSTM(8, 2, bidirectional=True, dropout=0.2)),
                       floats(5, 4, 6)),
-    "rnn_relu": (lambda: Layer(rnn.RNN(8)), floats(5, 4, 6)),
-    "lstm_cell": (lambda: Recurrent(rnn.LSTMCell(8)), floats(3, 4, 6)),
-    "gru_cell": (lambda: Recurrent(rnn.GRUCell(8)), floats(3, 4, 6)),
+    "rnn_relu": (lambda: fused(rnn.RNN(8)), floats(5, 4, 6)),
+    "lstm_cell": (lambda: unrolled(rnn.LSTMCell(8)), floats(3, 4, 6)),
+    "gru_cell": (lambda: unrolled(rnn.GRUCell(8)), floats(3, 4, 6)),
     "bidirectional_cell": (bidirectional, floats(3, 4, 6)),
     "encoder": (Encoder, lambda rng: [nd.array(rng.standard_normal((2, 7, 32))),
                                       nd.array(np.arange(7)[None] < [[7], [4]]).expand_dims(1)
@@ -262,7 +243,7 @@ OTHERS = {
     "arithmetic": (Arithmetic, lambda rng: floats(4, 6)(rng) + floats(4, 6)(rng)),
     "loop": (Loop, lambda rng: floats(5, 3, 8)(rng) + floats(3, 8)(rng)),
     "while": (While, floats(3, 4)),
-    "nested": (Nested, lambda rng: [floats(3, 4)(rng)[0], [floats(3, 4)(rng)[0],
+    "nested": (nested, lambda rng: [floats(3, 4)(rng)[0], [floats(3, 4)(rng)[0],
                                                            floats(3, 4)(rng)[0]]]),
     "plain": (Plain, images(8)),
 }

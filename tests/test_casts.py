@@ -145,7 +145,7 @@ def test_what_mxnet_has_no_float16_code_for_on_a_gpu_runs_in_float32_between_cas
 
 
 def test_a_fused_rnn_runs_in_float16():
-    graph = mixed(networks.Layer(gluon.rnn.LSTM(4, 2)), nd.ones((5, 2, 3)))
+    graph = mixed(networks.fused(gluon.rnn.LSTM(4, 2)), nd.ones((5, 2, 3)))
     (node,) = graph.ops("RNN")
     assert set(graph.inputs(node)) == {"float16"}
 

@@ -12,30 +12,18 @@ from gluon_amp.graph.operators import OPERATORS
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import contrib, nn, rnn
 from mxnet.operator import get_operator_arguments
+from networks import Calling, unrolled
 
 
-class Between(gluon.HybridBlock):
+def between(block, last):
     """A block between other operators, which halve and double: MXNet may then write results
     over inputs, and gradients over gradients."""
-
-    def __init__(self, block, last):
-        super().__init__()
-        self.block, self.last = block, last
-
-    def hybrid_forward(self, F, x):
-        out = self.block(x * 0.5)
-        return out if self.last else out * 2
+    return Calling(lambda F, x, block: block(x * 0.5) if last else block(x * 0.5) * 2, block)
 
 
-class Cell(gluon.HybridBlock):
+def cell(made):
     """Three steps of a recurrent cell."""
-
-    def __init__(self, cell):
-        super().__init__()
-        self.cell = cell
-
-    def hybrid_forward(self, F, x):
-        return self.cell.unroll(3, x, layout="NTC", merge_outputs=True)[0]
+    return unrolled(made, 3)
 
 
 class Operator(gluon.HybridBlock):
@@ -54,7 +42,7 @@ class Operator(gluon.HybridBlock):
 
 def convolving_cell(name, size):
     make = getattr(contrib.rnn, name)
-    return Cell(make((4, *size), 5, i2h_kernel=3, h2h_kernel=3, i2h_pad=1))
+    return cell(make((4, *size), 5, i2h_kernel=3, h2h_kernel=3, i2h_pad=1))
 
 
 WORDS, LINE, IMAGE, VIDEO = (2, 5), (2, 4, 7), (2, 4, 6, 6), (2, 4, 4, 5, 5)
@@ -78,10 +66,10 @@ BLOCKS = {
     "RNN": (lambda: rnn.RNN(6), (3, 2, 4)),
     "LSTM": (lambda: rnn.LSTM(6, 2, bidirectional=True), (3, 2, 4)),
     "GRU": (lambda: rnn.GRU(6), (3, 2, 4)),
-    "RNNCell": (lambda: Cell(rnn.RNNCell(6)), (2, 3, 4)),
-    "LSTMCell": (lambda: Cell(rnn.LSTMCell(6)), (2, 3, 4)),
-    "GRUCell": (lambda: Cell(rnn.GRUCell(6)), (2, 3, 4)),
-    "LSTMPCell": (lambda: Cell(contrib.rnn.LSTMPCell(6, 5)), (2, 3, 4)),
+    "RNNCell": (lambda: cell(rnn.RNNCell(6)), (2, 3, 4)),
+    "LSTMCell": (lambda: cell(rnn.LSTMCell(6)), (2, 3, 4)),
+    "GRUCell": (lambda: cell(rnn.GRUCell(6)), (2, 3, 4)),
+    "LSTMPCell": (lambda: cell(contrib.rnn.LSTMPCell(6, 5)), (2, 3, 4)),
     **{name: (partial(convolving_cell, name, size), (2, 3, 4, *size))
        for size in ((5,), (5, 5), (3, 3, 3))
        for name in (f"Conv{len(size)}D{kind}Cell" for kind in ("RNN", "LSTM", "GRU"))},
@@ -115,7 +103,7 @@ def gradients(name, policy, keep=()):
     # MXNet's own float32 PReLU writes the data's gradient over the gradient that it still has to
     # read for the slope's, unless the latter is the one that the user gives.
     exact = policy == "float32"
-    net = Between(make(), last=exact)
+    net = between(make(), last=exact)
     net.initialize(mx.init.Normal(0.5))
     x = nd.array(rng.integers(0, 9, shape) * 2) if shape == WORDS else rounded(rng, shape)
     with autograd.pause():

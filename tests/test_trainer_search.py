@@ -10,6 +10,7 @@ import pytest
 from gluon_amp.cpu import library
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn, rnn
+from networks import Calling
 from trainers import LOSS, One, dynamic, learn, ones, recorded, same, settled, values
 
 
@@ -286,30 +287,19 @@ def test_a_hybridized_network_of_mxnets_own_is_not_walked_back_again_with_its_dr
     assert trainer.step(1) is False
 
 
-class Looping(nn.HybridBlock):
-    """MXNet's loops forget their rounds once a backward pass has gone through them."""
-
-    def __init__(self, kind):
-        super().__init__()
-        self.kind = kind
-        with self.name_scope():
-            self.cell = nn.Dense(3, in_units=3)
-
-    def hybrid_forward(self, F, x):
-        def body(row, state):
-            return row, F.tanh(self.cell(state + row))
-
-        if self.kind == "foreach":
-            return F.contrib.foreach(body, F.stack(x, x), self.cell(x))[1]
-        return F.contrib.cond(F.sum(x) > 0, lambda: self.cell(x), lambda: x * 1)
-
-
 @pytest.mark.parametrize("kind", ["foreach", "cond"])
 @pytest.mark.parametrize(("initial", "factor"), [(2.0 ** 24, 1), (1, 2.0 ** 20)])
 def test_networks_with_loops_train_and_skip_steps_until_the_scale_fits(kind, initial, factor,
                                                                        caplog):
+    """MXNet's loops forget their rounds once a backward pass has gone through them."""
+    def forward(F, x, cell):
+        if kind == "foreach":
+            return F.contrib.foreach(lambda row, state: (row, F.tanh(cell(state + row))),
+                                     F.stack(x, x), cell(x))[1]
+        return F.contrib.cond(F.sum(x) > 0, lambda: cell(x), lambda: x * 1)
+
     def trained(loss_scale):
-        net = Looping(kind)
+        net = Calling(forward, nn.Dense(3, in_units=3))
         net.initialize(mx.init.Constant(0.1))
         amp.convert(net)
         trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.1 / factor},

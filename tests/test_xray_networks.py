@@ -9,7 +9,9 @@ from mxnet.gluon import nn, rnn
 from xray_networks import (
     LOSS,
     Mean,
+    calling,
     check_mended,
+    layers,
     prepared,
     rows,
     training,
@@ -115,21 +117,12 @@ def test_where_what_all_products_round_moves_the_loss_none_is_named():
     assert view.findings == []
 
 
-class OfOneName(gluon.HybridBlock):
-    """A block and an operator that are called relu0, below gradients that vanish."""
-
-    def __init__(self):
-        super().__init__(prefix="net_")
-        with self.name_scope():
-            self.first, self.relu, self.last = nn.Dense(8), nn.Activation("relu"), nn.Dense(4)
-
-    def hybrid_forward(self, F, x):
-        y = F.relu(self.relu(self.first(x)) + 1)
-        return self.last(F.contrib.gradientmultiplier(y, scalar=1e-13))
-
-
 def test_a_block_and_an_operator_of_one_name_are_both_kept():
-    net = prepared(OfOneName())
+    """They are called relu0, and stand below gradients that vanish."""
+    def forward(F, x, relu, first, last):
+        y = F.relu(relu(first(x)) + 1)
+        return last(F.contrib.gradientmultiplier(y, scalar=1e-13))
+    net = calling(forward, nn.Activation("relu", prefix="net_relu0_"), *layers(8, 4))
     view = amp.xray(net, rows(), LOSS)
     assert "net_relu0" in view.keep
     assert not any("still" in note for note in view.notes)
@@ -174,28 +167,19 @@ def test_training_of_blocks_and_loops_under_an_xray_has_the_same_bits(net):
     assert training(True, make, rows) == training(False, make, rows)
 
 
-class Distances(nn.HybridBlock):
+def test_what_cancels_is_followed_through_casts_to_where_it_was_rounded():
     """Squared distances of rows far from 0, as sums and products: one term comes from a product
     in float16, by a cast."""
-
-    def __init__(self):
-        super().__init__(prefix="far_")
-        with self.name_scope():
-            self.first, self.out = nn.Dense(12), nn.Dense(4)
-
-    def hybrid_forward(self, F, x):
-        rows = self.first(x) + 30
+    def forward(F, x, first, out):
+        rows = first(x) + 30
         lengths = F.sum(rows * rows, axis=1, keepdims=True)
         apart = F.broadcast_add(lengths, F.transpose(lengths)) \
             - 2 * F.dot(rows, rows, transpose_b=True)
-        return self.out(F.exp(F.relu(apart) * -0.05))
-
-
-def test_what_cancels_is_followed_through_casts_to_where_it_was_rounded():
-    net = prepared(Distances())
+        return out(F.exp(F.relu(apart) * -0.05))
+    net = calling(forward, *layers(12, 4))
     view = amp.xray(net, rows(), LOSS)
-    assert (view.findings[0].node, view.findings[0].reason) == ("far__minus0", "cancellation")
-    assert {"far_dot0", "far__mul0"} <= set(view.keep)
+    assert (view.findings[0].node, view.findings[0].reason) == ("net__minus0", "cancellation")
+    assert {"net_dot0", "net__mul0"} <= set(view.keep)
     assert not any("still does not suit" in note for note in view.notes)
     check_mended(net, view, rows(), rtol=1e-3)
 
@@ -229,19 +213,10 @@ def test_all_graphs_of_a_block_are_looked_into_and_what_follows_is_not_blamed():
     check_mended(net, view, rows())
 
 
-class Sparse(nn.HybridBlock):
-    def __init__(self):
-        super().__init__(prefix="sparse_")
-        with self.name_scope():
-            self.table, self.out = nn.Embedding(9, 6, sparse_grad=True), nn.Dense(4, in_units=6)
-
-    def hybrid_forward(self, F, x):
-        return self.out(self.table(x.abs()).mean(axis=1))
-
-
 def test_training_with_sparse_gradients_under_an_xray_has_the_same_bits():
     def make():
-        return prepared(Sparse())
+        return calling(lambda F, x, table, out: out(table(x.abs()).mean(axis=1)),
+                       nn.Embedding(9, 6, sparse_grad=True), nn.Dense(4, in_units=6))
 
     view = amp.xray(make(), rows(), LOSS)
     assert any(t.op == "Embedding" and t.kind == "weight gradient" for t in view.tensors)
