@@ -10,6 +10,7 @@
 #include "attributes.h"
 #include "gpu.h"
 #include "plan.h"
+#include "user_code.h"
 #include "watch.h"
 
 #include <mxnet/imperative.h>
@@ -89,6 +90,7 @@ int start(const char* isa, int count, const char** names, int constants, const c
     register_training();
     dispatch_operators(count, names);
     plan_by_type();
+    guard_user_code();
     register_tensor_core();
     return 0;
   } catch (const std::exception& error) {
@@ -274,6 +276,7 @@ struct Table {
   const char* (*scales)(int64_t);
   void (*set_scales)(int64_t, const char*);
   void (*forget_scales)(int64_t);
+  void (*end_user_code)();
 };
 
 }  // namespace
@@ -285,6 +288,6 @@ extern "C" __attribute__((visibility("default"))) const void* gluon_amp_engine()
                               description_fits, dispatched, use_generic_code, own_names, on_one_cpu,
                               versions, marks, free_graphs, copy_all, watched, watched_rows,
                               watched_names, count, count_updates, random_state, scales_of,
-                              set_scales, forget_scales};
+                              set_scales, forget_scales, end_user_code};
   return &table;
 }

@@ -114,6 +114,7 @@ class _Table(ctypes.Structure):
         ("scales", ctypes.CFUNCTYPE(c_char_p, c_int64)),
         ("set_scales", ctypes.CFUNCTYPE(None, c_int64, c_char_p)),
         ("forget_scales", ctypes.CFUNCTYPE(None, c_int64)),
+        ("end_user_code", ctypes.CFUNCTYPE(None)),
     ]
 
 
@@ -220,7 +221,21 @@ def _start() -> str:
         raise KernelError(f"gluon_amp's CPU kernels do not start: {engine.reason().decode()}")
     global _table
     _table = engine
+    _end_after_user_code(engine)
     return variant
+
+
+def _end_after_user_code(engine: _Table) -> None:
+    """Ends a process when no thread runs the user's Python (CustomOp, autograd.Function): MXNet
+    would wait for ever for such a thread, or abort. MXNet calls this function at exit."""
+    notify = mx.base._LIB.MXNotifyShutdown
+
+    def end_and_notify() -> int:
+        engine.end_user_code()
+        failed: int = notify()
+        return failed
+
+    mx.base._LIB.MXNotifyShutdown = end_and_notify
 
 
 def _encoded(names: Sequence[str]) -> Any:

@@ -3,8 +3,8 @@
 //
 // MXNet's wheels (`mxnet` and `mxnet-cu112`, 1.9.1) were compiled by GCC 4.8.5, with the C++11
 // library types of that time. Five places differ from what a compiler of today makes of the same
-// headers; each has a section below. `probe` in entry.cc checks a loaded MXNet, and library.py refuses
-// one that differs.
+// headers, and a sixth is in none; each has a section below. `probe` in entry.cc checks a loaded MXNet,
+// and library.py refuses one that differs.
 //
 // Strings are the old kind, too: compile with -D_GLIBCXX_USE_CXX11_ABI=0.
 #pragma once
@@ -249,6 +249,29 @@ inline PassBody as_pass(PassInvoker invoker) {
 inline void* call_pass(const PassBody& body, void* result, void* graph) {
   auto invoker = reinterpret_cast<PassInvoker>(reinterpret_cast<void* const*>(&body)[kInvoker]);
   return invoker(result, *reinterpret_cast<const std::_Any_data*>(&body), graph);
+}
+
+// ---- 6. Operators of the user's Python ---------------------------------------------
+//
+// Their parameters (attrs.parsed, see 2) and states are structures whose declarations are not among
+// MXNet's headers: mxnet::op::custom::CustomParam, and CustomFunctionParam, up to the callbacks.
+
+struct CustomParameters {
+  std::string type;
+  size_t inputs, outputs, statistics;
+  std::vector<int> read_by_gradient;
+  std::shared_ptr<MXCallbackList> python;
+};
+
+struct CustomFunctionParameters {
+  size_t inputs, outputs;
+  std::shared_ptr<MXCallbackList> python;
+};
+
+// dmlc::any holds the type, then the address of what is too long for itself.
+inline const CustomParameters& custom_parameters(const nnvm::NodeAttrs& attrs) {
+  const auto* parsed = reinterpret_cast<const char*>(&attrs.parsed) - 8;
+  return **reinterpret_cast<const CustomParameters* const*>(parsed + sizeof(void*));
 }
 
 }  // namespace gluon_amp

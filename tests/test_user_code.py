@@ -1,0 +1,133 @@
+"""Networks with the user's own Python operators: `CustomOp`, `autograd.Function`."""
+import gluon_amp as amp
+import numpy as np
+import pytest
+from converting import run_python
+from gluon_amp._mxnet import mx
+from mxnet import autograd, gluon, nd
+from mxnet.gluon import nn
+
+
+class Squares(mx.operator.CustomOp):
+    def forward(self, is_train, req, in_data, out_data, aux):
+        self.assign(out_data[0], req[0], in_data[0] * in_data[0])
+
+    def backward(self, req, out_grad, in_data, out_data, in_grad, aux):
+        self.assign(in_grad[0], req[0], 2 * in_data[0] * out_grad[0])
+
+
+@mx.operator.register("squares_without_keywords")
+class SquaresProp(mx.operator.CustomOpProp):
+    def __init__(self):
+        super().__init__(need_top_grad=True)
+
+    def create_operator(self, ctx, shapes, dtypes):
+        return Squares()
+
+
+class Net(nn.HybridBlock):
+    def __init__(self, custom=True):
+        super().__init__(prefix="net_")
+        self.custom = custom
+        with self.name_scope():
+            self.below, self.above = nn.Conv2D(8, 3), nn.Conv2D(16, 3)
+            self.last = nn.Dense(2)
+
+    def hybrid_forward(self, F, x):
+        x = self.below(x)
+        x = F.Custom(x, op_type="squares_without_keywords") if self.custom else x * x
+        return self.last(self.above(x))
+
+
+def batch(rng):
+    return nd.array(rng.standard_normal((4, 3, 8, 8))), nd.array([0, 1, 0, 1])
+
+
+def loss_and_gradients(net, data, label, seed):
+    mx.random.seed(seed)
+    net.initialize(mx.init.Xavier(), force_reinit=True)
+    with autograd.record():
+        loss = gluon.loss.SoftmaxCrossEntropyLoss()(net(data), label)
+    loss.backward()
+    return [loss.asnumpy(), *(p.grad().asnumpy() for p in net.collect_params().values())]
+
+
+@pytest.mark.parametrize("keep", [None, [], ".*conv.*"])
+def test_a_custom_operator_between_convolutions_reads_what_they_wrote(keep, rng):
+    data, label = batch(rng)
+    plain, net = Net(custom=False), Net()
+    for made in (plain, net):
+        made.initialize()
+        made.hybridize()
+        made(data)
+        if keep is not None:
+            amp.convert(made, keep=keep)
+    tolerance = 0.02 if keep == [] else 1e-5
+    for seed in range(10):
+        exact = loss_and_gradients(plain, data, label, seed)
+        for found, wanted in zip(loss_and_gradients(net, data, label, seed), exact):
+            assert np.abs(found - wanted).max() <= tolerance * np.abs(wanted).max()
+
+
+def test_an_xray_takes_a_custom_operator_without_keywords(rng):
+    net, loss = Net(), gluon.loss.SoftmaxCrossEntropyLoss()
+    net.initialize(mx.init.Xavier())
+    amp.convert(net)
+    batches = [batch(rng), batch(rng)]
+    assert not amp.xray(net, batches, loss).keep
+    assert amp.explain(net, batches[0], loss) is None
+    found = amp.search(net, batches, loss, seeds=1)
+    assert found.keep == []
+    assert found.best.snr > 40
+
+
+END = """
+import atexit, threading
+import gluon_amp as amp, mxnet as mx
+from mxnet import autograd, nd
+from mxnet.gluon import nn
+
+ending = threading.Event()
+
+class Slow(mx.operator.CustomOp):
+    def forward(self, is_train, req, in_data, out_data, aux):
+        assert ending.wait(60)
+        found = in_data[0].asnumpy() + sum(range(3_000_000)) % 2
+        self.assign(out_data[0], req[0], nd.array(found))
+        if in_data[0].shape[0] == 2:
+            print("ran")
+
+@mx.operator.register("slow")
+class SlowProp(mx.operator.CustomOpProp):
+    def create_operator(self, ctx, shapes, dtypes):
+        return Slow()
+
+class Function(autograd.Function):
+    def forward(self, x):
+        return x * 2
+
+    def backward(self, gradient):
+        assert ending.wait(60)
+        sum(range(3_000_000))
+        return gradient * 2
+
+class Net(nn.HybridBlock):
+    def hybrid_forward(self, F, x):
+        return F.Custom(F.exp(x), op_type="slow") + 1
+
+net = Net()
+amp.convert(net)
+y = net(nd.ones((2, 3)))
+x = nd.ones(3)
+x.attach_grad()
+with autograd.record():
+    z = Function()(x)
+z.backward()
+atexit.register(ending.set)
+"""
+
+
+@pytest.mark.parametrize("hybrid", [True, False])
+def test_a_process_ends_when_its_custom_operators_have(hybrid):
+    code = END if hybrid else END.replace("amp.convert(net)", "")
+    assert run_python(code).split() == ["ran"]
