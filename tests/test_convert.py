@@ -1,9 +1,11 @@
 """`convert` and `restore`: what stays as it was, what is undone, how it hybridizes."""
+import abc
 import copy
 import json
 import logging
 import pickle
 import threading
+from typing import Generic, TypeVar
 
 import gluon_amp as amp
 import mxnet as mx
@@ -121,6 +123,78 @@ def test_restore_of_a_net_that_was_never_converted_does_nothing(x):
 def test_restore_takes_only_blocks():
     with pytest.raises(TypeError, match=r"gluon Block.*Received: int"):
         amp.restore(3)
+
+
+class Slotted:
+    __slots__ = ()
+
+
+class OfOneDense:
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        with self.name_scope():
+            self.dense = nn.Dense(3, in_units=4)
+
+    def hybrid_forward(self, F, x):
+        return self.dense(x)
+
+
+class Abstract(abc.ABC, OfOneDense, nn.HybridBlock):
+    pass
+
+
+class OfType(Generic[TypeVar("T")], OfOneDense, nn.HybridBlock):
+    pass
+
+
+class WithSlots(Slotted, OfOneDense, nn.HybridBlock):
+    pass
+
+
+class Plain(Slotted, OfOneDense, gluon.Block):
+    def forward(self, x):
+        return self.hybrid_forward(nd, x)
+
+
+class Registered(OfOneDense, nn.HybridBlock):
+    def __init_subclass__(cls, name):
+        cls.registered = name
+
+
+class Named(Registered, name="mine"):
+    pass
+
+
+@pytest.mark.parametrize("cls", [Abstract, OfType, WithSlots, Plain, Named])
+def test_a_block_may_have_other_first_bases_and_hooks(cls):
+    net, x = cls(), nd.ones((2, 4))
+    net.initialize()
+    wanted = net(x).asnumpy()
+    amp.convert(net)
+    assert (type(net).__name__, isinstance(net, cls)) == (cls.__name__, True)
+    for made in (net, copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
+        assert made.dense.weight.data().dtype == np.float16
+        assert np.allclose(made(x).asnumpy(), wanted, atol=1e-3)
+        assert type(amp.restore(made)) is cls
+
+
+def test_a_convert_that_fails_leaves_the_network_as_it_was(x):
+    class Unsubclassed(type(nn.HybridBlock)):
+        def __new__(mcs, name, bases, contents):
+            if any(type(base) is Unsubclassed for base in bases):
+                raise TypeError("final")
+            return super().__new__(mcs, name, bases, contents)
+
+    class Final(OfOneDense, nn.HybridBlock, metaclass=Unsubclassed):
+        pass
+
+    net = nn.HybridSequential()
+    net.add(make(), Final())
+    before = [type(block) for block in (net, *net, *net[0].features)]
+    with pytest.raises(TypeError, match="Final does not allow: final"):
+        amp.convert(net)
+    assert [type(block) for block in (net, *net, *net[0].features)] == before
+    assert set(types(net).values()) == {"float32"}
 
 
 def test_another_policy_may_follow_the_first(x):

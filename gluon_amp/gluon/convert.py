@@ -17,7 +17,14 @@ from ..graph.casts import float32_variables
 from ..graph.graph import Graph
 from ..graph.keep import matches_nothing, matching, operator_names
 from ..policy import Policy, get_policy
-from .converted import ConvertedBlock, check_backend, converted_class, log, restore_blocks
+from .converted import (
+    ConvertedBlock,
+    check_backend,
+    converted_class,
+    log,
+    original_class,
+    restore_blocks,
+)
 from .parameter import ConvertedParameter, cast
 from .state import State, blocks_in, paths_in
 
@@ -92,13 +99,13 @@ def _convert_blocks(blocks: List[Block], kept: "_Kept", policy: Policy, scales: 
     of all of them their types."""
     types = _parameter_types(blocks, policy, kept)
     _check_parameters(types)
+    states = [State(policy, _was_hybridized(block), block in kept.blocks, frozenset(kept.nodes),
+                    partial(_convert_new_child, policy, kept.entries, block in kept.inside, scales),
+                    scales, paths[block]) for block in blocks]
+    _give_classes([b for b in blocks if not isinstance(b, ConvertedBlock)])
     State.changes += 1
-    for block in blocks:
-        inside = block in kept.inside
-        _swap(block, State(policy, _was_hybridized(block), block in kept.blocks,
-                           frozenset(kept.nodes),
-                           partial(_convert_new_child, policy, kept.entries, inside, scales),
-                           scales, paths[block]))
+    for block, state in zip(blocks, states):
+        _swap(block, state)
     _cast(types)
 
 
@@ -135,10 +142,20 @@ def _was_hybridized(block: Block) -> bool:
     return isinstance(block, HybridBlock) and block._active
 
 
+def _give_classes(blocks: List[Block]) -> None:
+    """Makes blocks instances of their converted classes: all of them or, with an error, none."""
+    for done, block in enumerate(blocks):
+        try:
+            block.__class__ = converted_class(block.__class__)
+        except TypeError as error:
+            for other in blocks[:done]:
+                other.__class__ = original_class(type(other))
+            raise TypeError(f"convert makes a subclass of each block's class, which "
+                            f"{type(block).__name__} does not allow: {error}") from error
+
+
 def _swap(block: Any, state: State) -> None:
-    """Makes a block a converted one, hybridized, that remembers this state."""
-    if not isinstance(block, ConvertedBlock):
-        block.__class__ = converted_class(block.__class__)
+    """Makes a block, which has its converted class, hybridized, with this state."""
     block._amp = state
     for parameter in block.params.values():  # the Trainer asks
         parameter.converted_by_gluon_amp = isinstance(block, HybridBlock)

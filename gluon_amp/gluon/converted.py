@@ -52,6 +52,9 @@ class ConvertedBlock:
 
     _amp: State
 
+    def __init_subclass__(cls) -> None:
+        """Not the user's hook, which may want arguments, and has seen the class already."""
+
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """`type(net)(...)` makes a block that is not converted, as the class's name says."""
         return original_class(cls)(*args, **kwargs)
@@ -353,10 +356,19 @@ def converted_class(cls: type) -> type:
                                 "__doc__": cls.__doc__}
     if hasattr(cls, "__getitem__"):
         contents["__getitem__"] = _item_or_part
-    metaclass: Any = _OfOneName
+    metaclass: Any = _OfOneName if _has_plain_layout(cls) else _InFront
     if type(cls) is not type:
-        metaclass = type("_OfOneName", (_OfOneName, type(cls)), {})
-    return metaclass(cls.__name__, (front, cls), contents)
+        metaclass = type(metaclass.__name__, (metaclass, type(cls)), {})
+    bases = (front, cls) if _has_plain_layout(cls) else (cls, front)
+    return metaclass(cls.__name__, bases, contents)
+
+
+def _has_plain_layout(cls: type) -> bool:
+    """Whether Python lays out instances as it does for a class whose first base is ours: not where
+    the first base has no dictionary, as `abc.ABC`, `typing.Generic` and `__slots__ = ()`."""
+    while cls.__base__.__dictoffset__:  # type: ignore[union-attr]
+        cls = cls.__base__  # type: ignore[assignment]
+    return cls.__base__ is object
 
 
 class _OfOneName(type):
@@ -365,6 +377,17 @@ class _OfOneName(type):
 
     def __instancecheck__(cls, instance: object) -> bool:
         return isinstance(instance, original_class(cls))
+
+
+class _InFront(_OfOneName):
+    """The same, where the first base is the user's class, which decides how instances are laid out:
+    our classes stand before it all the same. Python looks names up more slowly then."""
+
+    def mro(cls) -> List[type]:
+        return sorted(super().mro(), key=lambda c: (c is not cls, c not in _OURS))
+
+
+_OURS = (ConvertedBlock, ConvertedHybridBlock)
 
 
 def original_class(converted: type) -> Any:
