@@ -1,11 +1,11 @@
 """Networks with the user's own Python operators: `CustomOp`, `autograd.Function`."""
 import gluon_amp as amp
+import mxnet as mx
 import numpy as np
 import pytest
-from converting import run_python
-from gluon_amp._mxnet import mx
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
+from processes import printed
 
 
 class Squares(mx.operator.CustomOp):
@@ -81,6 +81,66 @@ def test_an_xray_takes_a_custom_operator_without_keywords(rng):
     assert found.best.snr > 40
 
 
+@mx.operator.register("pulls_to_zero")
+class PullProp(mx.operator.CustomOpProp):
+    """Its gradient is its input, whatever comes from above."""
+
+    def __init__(self):
+        super().__init__(need_top_grad=False)
+
+    def create_operator(self, ctx, shapes, dtypes):
+        class Pull(Squares):
+            def backward(self, req, out_grad, in_data, out_data, in_grad, aux):
+                self.assign(in_grad[0], req[0], in_data[0])
+        return Pull()
+
+
+def module(head, loss_scale, cls=amp.Module, **kwargs):
+    """A softmax beside a Custom operator of a layer below it."""
+    shared = mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=4, name="shared")
+    custom = mx.sym.Custom(mx.sym.FullyConnected(shared, num_hidden=4, name="own"), op_type=head)
+    out = mx.sym.FullyConnected(shared + custom, num_hidden=3, name="out")
+    outputs = [mx.sym.SoftmaxOutput(out, name="softmax"), mx.sym.BlockGrad(custom)]
+    if head == "pulls_to_zero":
+        outputs[1] = custom
+    mod = cls(mx.sym.Group(outputs), **({} if loss_scale is None else {"loss_scale": loss_scale}))
+    mod.bind([("data", (4, 5))], [("softmax_label", (4,))], **kwargs)
+    mx.random.seed(1)
+    mod.init_params(mx.init.Xavier())
+    mod.init_optimizer(optimizer_params={"learning_rate": 0.1})
+    return mod
+
+
+BATCH = mx.io.DataBatch([nd.array(np.random.default_rng(0).standard_normal((4, 5)))],
+                        [nd.array([0, 1, 2, 0])])
+
+
+@pytest.mark.parametrize("scale", [1024, "dynamic"])
+def test_a_module_refuses_a_custom_operator_that_begins_a_gradient(scale):
+    mod = module("pulls_to_zero", scale)
+    mod.forward(BATCH)
+    with pytest.raises(ValueError, match=r"Custom.*shared_weight.*Valid: Module\(loss_scale=None\)"):
+        mod.backward()
+    mod = module("pulls_to_zero", None)
+    mod.forward_backward(BATCH)
+    mod.update()
+
+
+@pytest.mark.parametrize("scale", [1024, "dynamic"])
+@pytest.mark.parametrize("request_", ["write", "add"])
+def test_a_module_takes_a_custom_operator_that_passes_gradients_on(scale, request_):
+    mods = [module("squares_without_keywords", scale, grad_req=request_),
+            module("squares_without_keywords", None, mx.mod.Module, grad_req=request_)]
+    for _ in range(3):
+        for mod in mods:
+            mod.forward_backward(BATCH)
+            mod.update()
+            for grads in mod._exec_group.grad_arrays:
+                grads[0][:] = 0
+    for found, wanted in zip(mods[0].get_params()[0].items(), mods[1].get_params()[0].items()):
+        assert np.array_equal(found[1].asnumpy(), wanted[1].asnumpy()), found[0]
+
+
 END = """
 import atexit, threading
 import gluon_amp as amp, mxnet as mx
@@ -130,4 +190,4 @@ atexit.register(ending.set)
 @pytest.mark.parametrize("hybrid", [True, False])
 def test_a_process_ends_when_its_custom_operators_have(hybrid):
     code = END if hybrid else END.replace("amp.convert(net)", "")
-    assert run_python(code).split() == ["ran"]
+    assert printed(code).split() == ["ran"]

@@ -299,6 +299,8 @@ def names(runs: str) -> FrozenSet[str]:
 
 
 NORMS, BATCH_NORMS, LOSSES, CONSTANTS = map(names, (NORM, BATCH_NORM, LOSS, CONSTANT))
+# They may begin gradients by themselves, as losses do; or pass them on.
+MAY_BEGIN = frozenset(["Custom", "IdentityAttachKLSparseReg"])
 PRODUCTS = names(PRODUCT) | names(BATCHED)
 CAST_BACK = names(BATCHED) | names(WITHIN)
 # Of batch norms those that take no float16 data, and of batched products the same.

@@ -17,7 +17,7 @@ from ..annotations import Context, DType
 from ..cpu.arrays import dtype_name
 from ..graph.build import build
 from ..graph.graph import VARIABLE, Entry, Graph, Node
-from ..graph.operators import LOSSES
+from ..graph.operators import LOSSES, MAY_BEGIN
 from ..graph.refusals import check_device, check_trains_on_cpus, devices_that_wait
 from ..policy import POLICIES
 
@@ -83,6 +83,7 @@ class Bindable(mx.sym.Symbol):
 
     loss_scale: Optional[Callable[[], float]] = None
     has_loss: bool = False  # whether any node starts gradients by itself
+    may_begin: bool = False  # whether nodes may do so without the scale, until a pass has shown it
     devices: int = 1  # that wait for each other when it trains
 
     @classmethod
@@ -94,6 +95,7 @@ class Bindable(mx.sym.Symbol):
         made.loss_scale = loss_scale
         graph = Graph.read(symbol)
         made.has_loss = any(node.op in LOSSES for node in graph.nodes())
+        made.may_begin = any(node.op in MAY_BEGIN for node in graph.nodes())
         made.devices = devices_that_wait(graph)
         return made
 
@@ -156,8 +158,12 @@ class _Executor(mx.executor.Executor):
         if is_train and self._ctx.device_type != "gpu":
             check_trains_on_cpus(self._clean.devices)
         if self._scale is not None and is_train:
-            self._scale[:] = self._clean.loss_scale()
+            self.set_scale(self._clean.loss_scale())
         return super().forward(is_train, **kwargs)
+
+    def set_scale(self, scale: float) -> None:
+        """Sets the scale of the backward pass that follows."""
+        self._scale[:] = scale
 
     def set_monitor_callback(self, callback: Callable[..., None],
                              monitor_all: bool = False) -> None:

@@ -23,6 +23,7 @@ from .._mxnet import mx, np
 from ..annotations import Array, KVStore, Metric, Optimizer, Symbol
 from ..checks import in_names
 from ..cpu.arrays import to_float32
+from ..cpu.finite import squares
 from ..files import must_exist, replace_file
 from ..graph.operators import LOSSES
 from ..parallel import consistency, store
@@ -173,7 +174,7 @@ class _Module:
 
     def forward(self, data_batch: "mx.io.DataBatch", is_train: Optional[bool] = None) -> None:
         """As MXNet's."""
-        if not self._step.searching:
+        if not self._step.searching and not self._checks_heads():
             self._averages = None
             super().forward(data_batch, is_train)
             return
@@ -205,14 +206,46 @@ class _Module:
             with weights_unwritten(module._optimizer):
                 mxnets_backward(heads)
 
-        searching = self._step.searching and self._averages is not None
-        backward = _Backward(self, self._averages or [], adding_up if searching else [], scale, run)
-        run(scale)
+        again = self._averages is not None
+        checking, searching = again and self._checks_heads(), again and self._step.searching
+        backward = _Backward(self, self._averages or [],
+                             adding_up if checking or searching else [], scale, run)
+        if checking:
+            self._check_heads(run)
+            backward.repeat(scale)
+        else:
+            run(scale)
         self._step.end_backward(scale, [o for e in group.execs for o in e.outputs])
         if searching:
             self._step.settle(backward)
         self._used_scale = self._step.backward_scale
         self._step.record_versions(self._gradients())
+
+    def _checks_heads(self) -> bool:
+        """Whether the next backward pass is to show where gradients begin; at a scale of 1, none
+        lacks the scale."""
+        symbol = self._module()._symbol
+        return symbol.may_begin and self._step.scaling and self._step.backward_scale != 1
+
+    def _check_heads(self, run: Callable[[float], None]) -> None:
+        """Refuses operators that begin gradients by themselves without the loss scale: a pass that
+        begins with zeros shows them."""
+        module = self._module()
+        gradients = self._gradients()
+        for gradient in gradients:
+            gradient.array[:] = 0
+        for executor in module._exec_group.execs:
+            executor.set_scale(0)
+        run(0.0)
+        sums = squares([gradient.array for gradient in gradients])
+        begin = [g.name for g, s in zip(gradients, sums) if np.isfinite(s) and s > 0]
+        if begin:
+            self._step.forget()
+            raise ValueError("an operator in the symbol begins gradients by itself, as a Custom "
+                             "operator may, and no loss scale reaches those gradients, which are"
+                             f"{in_names(begin)}: the update would divide them by a scale that "
+                             "they never had. Valid: Module(loss_scale=None)")
+        module._symbol.may_begin = not np.isfinite(sums).all()  # then it is open
 
     def get_input_grads(self, merge_multi_context: bool = True) -> Any:
         """Without the scale."""

@@ -9,7 +9,7 @@ from ..annotations import Array, Context, DType, Shape
 from ..checks import in_names
 from ..cpu.finite import squares
 from ..cpu.library import free_graphs
-from ..graph.operators import LOSSES
+from ..graph.operators import LOSSES, MAY_BEGIN
 from .gradients import Gradients
 from .step import Gradient
 
@@ -85,7 +85,7 @@ class Backward:
         self.repeats = True
         begin = [g.name for g, s in zip(gradients, sums) if np.isfinite(s) and s > 0]
         if begin:
-            seen = _operators(self._losses) & (LOSSES | {"Custom", "IdentityAttachKLSparseReg"})
+            seen = _operators(self._losses) & (LOSSES | MAY_BEGIN)
             which = ", ".join(sorted(seen)) \
                 or f"one of {', '.join(sorted(LOSSES))}, or one like them"
             raise ValueError(
