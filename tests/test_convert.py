@@ -197,6 +197,72 @@ def test_a_convert_that_fails_leaves_the_network_as_it_was(x):
     assert set(types(net).values()) == {"float32"}
 
 
+class ReadsValues(nn.HybridBlock):
+    """Runs on arrays only, as MXNet's example of embedding learning does."""
+
+    def __init__(self):
+        super().__init__()
+        with self.name_scope():
+            self.dense = nn.Dense(4)
+
+    def hybrid_forward(self, F, x):
+        return self.dense(x) * x.shape[0] + float(x.asnumpy().std())
+
+
+class AroundOne(nn.HybridBlock):
+    def __init__(self, inner):
+        super().__init__()
+        with self.name_scope():
+            self.below, self.inner, self.above = nn.Dense(8), inner, nn.Dense(2)
+            self.factor = self.params.get("factor", shape=(1, 4), init="ones")
+
+    def hybrid_forward(self, F, x, factor):
+        return self.above(F.broadcast_mul(self.inner(self.below(x)), factor))
+
+
+def in_sequence():
+    net = nn.HybridSequential()
+    net.add(nn.Flatten(), AroundOne(ReadsValues()))
+    return net
+
+
+@pytest.mark.parametrize("build", [ReadsValues, lambda: AroundOne(ReadsValues()), in_sequence])
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_a_kept_block_that_is_no_graph_runs_imperatively(build, dtype):
+    weights = []
+    for converted in (False, True):
+        mx.random.seed(1)
+        net, x = build(), nd.random.normal(shape=(3, 5))
+        net.initialize(mx.init.Xavier())
+        if converted:
+            amp.convert(net, keep=ReadsValues)
+            x = x.astype(dtype)
+        trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.01})
+        for _ in range(3):
+            with autograd.record():
+                loss = (net(x) ** 2).mean()
+            trainer.backward(loss)
+            assert trainer.step(1)
+        weights.append([to_float32(p.data()).asnumpy() for p in net.collect_params().values()])
+    for exact, found in zip(*weights):
+        assert np.abs(found - exact).max() <= 4e-3 * np.abs(exact).max()
+    kept = {name for name, kind in types(net).items() if kind == "float32"}
+    assert {n for n in types(net) if "readsvalues" in n} <= kept
+    assert len(kept) in (2, 3)  # and the factor, which the block around it reads
+    amp.restore(net)
+    assert not net._active
+    assert net(x.astype("float32")).dtype == np.float32
+
+
+def test_a_kept_block_that_was_hybridized_is_a_graph_or_an_error():
+    net = AroundOne(ReadsValues())
+    net.initialize()
+    net.hybridize()
+    amp.convert(net, keep=ReadsValues)
+    with pytest.raises(AttributeError, match="shape"):
+        net(nd.ones((3, 5)))
+
+
 def test_another_policy_may_follow_the_first(x):
     net = amp.convert(make())
     net(x)

@@ -119,7 +119,7 @@ BATCH = mx.io.DataBatch([nd.array(np.random.default_rng(0).standard_normal((4, 5
 def test_a_module_refuses_a_custom_operator_that_begins_a_gradient(scale):
     mod = module("pulls_to_zero", scale)
     mod.forward(BATCH)
-    with pytest.raises(ValueError, match=r"Custom.*shared_weight.*Valid: Module\(loss_scale=None\)"):
+    with pytest.raises(ValueError, match=r"Custom.*shared_weight.*Module\(loss_scale=None\)"):
         mod.backward()
     mod = module("pulls_to_zero", None)
     mod.forward_backward(BATCH)

@@ -53,6 +53,7 @@ def convert(net: Block, policy: Union[str, Policy] = "float16",
         keep: what stays float32: blocks, classes of blocks, and regular expressions for
             the whole name of a block, or of a node (an operator of the graph). Nodes are known in
             a SymbolBlock, and in a network that has run since it was converted or hybridized.
+            A kept block that was never hybridized may read shapes and values: it runs imperatively.
     """
     policy = get_policy(policy)
     if not isinstance(net, Block):
@@ -99,7 +100,7 @@ def _convert_blocks(blocks: List[Block], kept: "_Kept", policy: Policy, scales: 
     of all of them their types."""
     types = _parameter_types(blocks, policy, kept)
     _check_parameters(types)
-    states = [State(policy, _was_hybridized(block), block in kept.blocks, frozenset(kept.nodes),
+    states = [State(policy, _was_hybridized(block), block in kept.inside, frozenset(kept.nodes),
                     partial(_convert_new_child, policy, kept.entries, block in kept.inside, scales),
                     scales, paths[block]) for block in blocks]
     _give_classes([b for b in blocks if not isinstance(b, ConvertedBlock)])

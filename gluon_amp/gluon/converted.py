@@ -21,7 +21,7 @@ from mxnet import autograd
 from mxnet.base import NotImplementedForSymbol
 from mxnet.gluon.block import _BlockScope, _flatten, _regroup
 
-from .._mxnet import mx
+from .._mxnet import mx, np
 from ..annotations import Array, Block, Context
 from ..cpu.arrays import dtype_name, to_float32
 from ..files import replace_file
@@ -118,10 +118,35 @@ class ConvertedHybridBlock(ConvertedBlock):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self._check_caller(args)
         args = tuple(map(_on_plain_cpu, args))
-        if self._amp.keep:
-            with mx.AttrScope(**{KEEP: "True"}):
+        traced = any(isinstance(a, mx.sym.Symbol) for a in args)
+        if not self._active and not traced:
+            args = tuple(map(_to_float32, args))
+        try:
+            with mx.AttrScope(**({KEEP: "True"} if self._amp.keep else {})):
                 return super().forward(*args, **kwargs)
-        return super().forward(*args, **kwargs)
+        except _ONLY_ARRAYS as error:
+            if traced and self._may_run_imperatively():
+                raise _NoGraph from error
+            raise
+        except _NoGraph as no_graph:
+            if traced or self._amp.active:
+                raise
+            self._run_imperatively(no_graph)
+        return self.forward(*args, **kwargs)
+
+    def _may_run_imperatively(self) -> bool:
+        return self._amp.keep and not self._amp.active
+
+    def _run_imperatively(self, why: Exception) -> None:
+        """From now on, in float32: the block, or one in it, does not run as a graph and is named
+        in keep=. The blocks in it are graphs of their own, as those in a plain Block are."""
+        log.info("%s runs imperatively, in float32: what keep= names is no graph (%s)", self.name,
+                 why.__cause__)
+        self._active = False
+        for parameter in self._reg_params.values():
+            if dtype_name(parameter.dtype) == "float16":
+                cast(parameter, "float32")
+                parameter.__class__ = mx.gluon.Parameter
 
     def _check_caller(self, args: Sequence[Any]) -> None:
         """A hybridized block that is not converted traces its children into a graph of its own,
@@ -142,7 +167,10 @@ class ConvertedHybridBlock(ConvertedBlock):
         if not active:
             log.info("%s stays hybridized: float16 runs as a graph. gluon_amp.restore(net) "
                      "undoes it.", self.name)
+        before = [(block, block._active) for block in blocks_in(self) if not active]
         super().hybridize(True, None, *args, **kwargs)
+        for block, was_active in before:
+            block._active = was_active
         for state in _states(self):
             state.active = active
 
@@ -177,14 +205,17 @@ class ConvertedHybridBlock(ConvertedBlock):
         """Traces. A network that was never hybridized may ask arrays what symbols do not know."""
         try:
             self._get_graph(*args)
-        except (AttributeError, TypeError, ValueError, NotImplementedForSymbol) as error:
+        except _ONLY_ARRAYS as error:
             if self._amp.active:
                 raise
+            if self._may_run_imperatively():
+                raise _NoGraph from error
             raise RuntimeError(
                 f"{self.name} was never hybridized, and does not run as a graph, as converted "
                 f"networks do: {str(error).strip() or type(error).__name__}. A hybrid_forward can "
                 "ask for no shapes and values, and takes arrays only; a plain gluon.Block can and "
-                "does, and the blocks in it are converted") from error
+                "does, and the blocks in it are converted; and so does a block that keep= names")\
+                from error
 
     def _first_trace(self, *args: Any) -> Trace:
         made = self._trace(*args)
@@ -332,6 +363,22 @@ def check_backend(backend: Optional[str]) -> None:
     if backend:
         raise ValueError("a converted network runs a graph of its own, which no backend of MXNet's "
                          f"takes over. Valid: hybridize() without backend=. Received: {backend!r}")
+
+
+# What hybrid_forward raises for symbols where it takes arrays only.
+_ONLY_ARRAYS = (AttributeError, TypeError, ValueError, NotImplementedForSymbol)
+
+
+class _NoGraph(Exception):
+    """A block that keep= names does not run as a graph."""
+
+
+def _to_float32(value: object) -> Any:
+    """Arrays of a block that runs imperatively."""
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(_to_float32, value))
+    half = isinstance(value, mx.nd.NDArray) and value.dtype is np.float16
+    return value.astype("float32") if half else value
 
 
 def _on_plain_cpu(value: object) -> Any:

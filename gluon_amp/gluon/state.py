@@ -32,7 +32,7 @@ class State:
     """What a converted block remembers."""
     policy: Policy
     active: bool  # whether it is hybridized once it is restored
-    keep: bool  # stays float32
+    keep: bool  # stays float32, as one that is named or in such a one
     keep_nodes: FrozenSet[str]  # of a SymbolBlock: nodes that stay float32
     convert_child: Callable[[Any, str], None]  # converts a block that becomes a child at this place
     scales: Scales  # of the network that it is part of, where that was converted as a whole
