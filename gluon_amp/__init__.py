@@ -37,13 +37,31 @@ __all__ = ["BucketingModule", "DynamicLossScale", "Format", "Horovod", "KernelEr
            "lr_find", "optimizer", "read_logs", "report", "restore", "scale_loss",
            "search", "tensor_core_dot", "types", "xray"]
 
-_MOVED = {"BatchProcessor": "training.estimator", "RankEndedError": "parallel",
-          "RanksDifferError": "parallel", "Speedometer": "symbolic.module",
-          "average_statistics": "parallel"}
+_MODULES = {"BatchProcessor": "training.estimator", "RankEndedError": "parallel",
+            "RanksDifferError": "parallel", "Speedometer": "symbolic.module",
+            "average_statistics": "parallel"}
+
+# Names of mx.contrib.amp, and what stands for them here.
+_CONTRIB = {
+    "init": "nothing: gluon_amp.convert(net) converts one network, once it is made",
+    "init_trainer": "gluon_amp.Trainer(...) in place of gluon.Trainer(...)",
+    "unscale": "trainer.unscale(), of a gluon_amp.Trainer",
+    "convert_hybrid_block": "gluon_amp.convert(net)",
+    "convert_bucketing_module": "gluon_amp.BucketingModule, of symbols that "
+                                "gluon_amp.convert_symbol has converted",
+    **dict.fromkeys(("list_lp16_ops", "list_fp32_ops", "list_lp16_fp32_ops",
+                     "list_conditional_fp32_ops", "list_widest_type_cast",
+                     "list_loss_output_functions", "list_lp16_use_fp32_params"),
+                    "gluon_amp.types(net), which lists what each operator of a network runs "
+                    "in")}
 
 
 def __getattr__(name: str) -> NoReturn:
-    moved = f". It has moved: from gluon_amp.{_MOVED[name]} import {name}" if name in _MOVED else ""
-    if name == "recipes":
-        moved = ". It has moved: the scripts' module is example/recipes.py of the checkout"
-    raise AttributeError(f"module 'gluon_amp' has no attribute {name!r}{moved}")
+    hint = ""
+    if name in _MODULES:
+        hint = f". It has moved: from gluon_amp.{_MODULES[name]} import {name}"
+    elif name == "recipes":
+        hint = ". It has moved: the scripts' module is example/recipes.py of the checkout"
+    elif name in _CONTRIB:
+        hint = f", which mx.contrib.amp has. Use {_CONTRIB[name]}"
+    raise AttributeError(f"module 'gluon_amp' has no attribute {name!r}{hint}")

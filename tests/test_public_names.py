@@ -1,8 +1,10 @@
 """The public API."""
 import importlib
+import re
 
 import gluon_amp
 import pytest
+from mxnet.contrib.amp import amp as contrib_amp
 
 PUBLIC = """
     convert restore Policy Format
@@ -28,6 +30,15 @@ def test_a_name_that_has_moved_says_where_it_is(name):
     with pytest.raises(AttributeError, match=f"from {MOVED[name]} import {name}$"):
         getattr(gluon_amp, name)
     assert hasattr(importlib.import_module(MOVED[name]), name)
+
+
+@pytest.mark.parametrize("name", [n for n in contrib_amp.__all__ if n not in PUBLIC])
+def test_a_name_of_contrib_amp_says_what_stands_for_it(name):
+    with pytest.raises(AttributeError, match=r"which mx\.contrib\.amp has\. Use") as caught:
+        getattr(gluon_amp, name)
+    named = re.findall(r"gluon_amp\.(\w+)", str(caught.value))
+    assert named
+    assert set(named) <= set(PUBLIC)
 
 
 def test_a_name_that_never_was_is_an_ordinary_attribute_error():
