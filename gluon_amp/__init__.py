@@ -25,6 +25,7 @@ from .training.loss_scale import DynamicLossScale, LossScaleError
 from .training.lr_find import lr_find
 from .training.optimizer import optimizer
 from .training.scale_loss import scale_loss
+from .training.several import backward
 from .training.static_pair import StaticLossScale
 from .training.trainer import Trainer
 from .version import __version__ as __version__
@@ -32,9 +33,9 @@ from .version import __version__ as __version__
 library.start()
 
 __all__ = ["BucketingModule", "DynamicLossScale", "Format", "Horovod", "KernelError",
-           "LossScaleError", "Module", "Policy", "StaticLossScale", "Trainer", "convert",
-           "convert_model", "convert_symbol", "data", "explain", "export_onnx", "gpu_trace",
-           "lr_find", "optimizer", "read_logs", "report", "restore", "scale_loss",
+           "LossScaleError", "Module", "Policy", "StaticLossScale", "Trainer", "backward",
+           "convert", "convert_model", "convert_symbol", "data", "explain", "export_onnx",
+           "gpu_trace", "lr_find", "optimizer", "read_logs", "report", "restore", "scale_loss",
            "search", "tensor_core_dot", "types", "xray"]
 
 _MODULES = {"BatchProcessor": "training.estimator", "RankEndedError": "parallel",

@@ -8,7 +8,7 @@ from mxnet.contrib.amp import amp as contrib_amp
 
 PUBLIC = """
     convert restore Policy Format
-    Trainer optimizer scale_loss StaticLossScale DynamicLossScale LossScaleError
+    Trainer backward optimizer scale_loss StaticLossScale DynamicLossScale LossScaleError
     Module BucketingModule convert_symbol convert_model
     export_onnx lr_find report read_logs data
     xray explain search types gpu_trace

@@ -83,8 +83,9 @@ class Gradients:
     def _refuse(self, names: Sequence[str]) -> NoReturn:
         self._step.forget()
         raise RuntimeError(f"the gradients{in_names(names)} were written by another backward pass: "
-                           "a loss.backward(), or that of another Trainer, of another scale. Step "
-                           "before it, or call zero_grad() after it")
+                           "a loss.backward(), or that of another Trainer, of another scale. For "
+                           "several Trainers over one loss, call gluon_amp.backward(loss, "
+                           "[trainer, other]); else step before it, or call zero_grad() after it")
 
     def add_up(self) -> List["mx.nd.NDArray"]:
         """Those to which each backward pass adds."""

@@ -67,6 +67,9 @@ class LossScale:
         """See `DynamicLossScale.nothing_fits`."""
         return ""
 
+    def lower_to(self, scale: float) -> None:
+        """See `DynamicLossScale.lower_to`."""
+
     def state_dict(self) -> Dict[str, Any]:
         """What changes while training."""
         return {}
@@ -190,6 +193,11 @@ class DynamicLossScale(LossScale):
             overflows(self.scale)
         self.finite_steps = 0
         return passes
+
+    def lower_to(self, scale: float) -> None:
+        """Takes over a scale that another search has found, if it is below this one."""
+        if scale < self.scale:
+            self.scale, self.finite_steps = max(scale, self.minimum), 0
 
     def state_dict(self) -> Dict[str, Any]:
         """What changes while training."""

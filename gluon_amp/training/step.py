@@ -158,12 +158,13 @@ class Step:
 
     # ---- a backward pass
 
-    def begin_backward(self, adding_up: Sequence["mx.nd.NDArray"]) -> float:
+    def begin_backward(self, adding_up: Sequence["mx.nd.NDArray"],
+                       scale: Optional[float] = None) -> float:
         """Before a backward pass: gives its scale. Gradients that add up, and stand at another
         scale since an earlier step, are brought to this one."""
         self.count_writes()
         self.pending.checked = None
-        scale = self.backward_scale
+        scale = self.backward_scale if scale is None else scale
         if self._adding_at is not None and self._adding_at != scale:
             multiply(adding_up, scale / self._adding_at)
         self._adding_at = scale
@@ -200,6 +201,14 @@ class Step:
         elif self.loss_scale.scale == before:  # and all were tried
             names = self.overflowed(backward.gradients)
             self._warn_once("nothing fits", self.loss_scale.nothing_fits(names))
+
+    def follow(self, other: "Step") -> None:
+        """Takes over the scale that another step over the same backward pass has settled."""
+        if self is other:
+            return
+        self.pending.scale = self._adding_at = other.pending.scale
+        if self.searching and other.pending.scale == other.loss_scale.scale:
+            self.loss_scale.lower_to(other.loss_scale.scale)
 
     def _warn_once(self, what: str, text: str) -> None:
         """Warns; what has been warned of before is an info."""

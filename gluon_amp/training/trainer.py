@@ -163,8 +163,9 @@ class Trainer(mx.gluon.Trainer):
                 backward.finish(retain_graph)
             self._step.record_versions(self._gradients.waiting())
 
-    def _begin_backward(self, losses: List["mx.nd.NDArray"]) -> float:
-        """Gives the scale of the backward pass that follows."""
+    def _begin_backward(self, losses: List["mx.nd.NDArray"],
+                        scale: Optional[float] = None) -> float:
+        """Gives the scale of the backward pass that follows: its own, if none is given."""
         check_losses(losses)
         self._broadcast_parameters()  # before the scale is read, which becomes rank 0's
         self._gradients.begin()
@@ -174,7 +175,7 @@ class Trainer(mx.gluon.Trainer):
                 self._refuse_summed("update(batch_size), or zero_grad(), before backward()")
             pending.written = {}  # what this pass does not write would be summed again
         pending.are_summed = False
-        return self._step.begin_backward(self._gradients.add_up())
+        return self._step.begin_backward(self._gradients.add_up(), scale)
 
     def _check_heads(self, backward: Backward) -> None:
         try:

@@ -1,0 +1,128 @@
+"""One backward pass for several Trainers, such as one of the layers and one of the embeddings."""
+from contextlib import ExitStack
+from typing import Any, List, Sequence, Tuple, Union
+
+from .._mxnet import mx
+from .backward import Backward
+from .following import weights_unwritten
+from .gradients import Gradients
+from .step import Gradient
+from .trainer import Trainer
+
+
+class _Joined(Gradients):
+    """The gradients of several Trainers, as a backward pass needs them."""
+
+    def __init__(self, trainers: Sequence[Trainer]) -> None:
+        self._parts = [trainer._gradients for trainer in trainers]
+        self.parameters = [p for part in self._parts for p in part.parameters]
+
+    def note_written(self) -> None:
+        for part in self._parts:
+            part.note_written()
+
+    def waiting(self) -> List[Gradient]:
+        return [gradient for part in self._parts for gradient in part.waiting()]
+
+    def kept(self) -> List[Tuple["mx.nd.NDArray", "mx.nd.NDArray"]]:
+        return [pair for part in self._parts for pair in part.kept()]
+
+
+def backward(loss: Union["mx.nd.NDArray", Sequence["mx.nd.NDArray"]],
+             trainers: Sequence[Trainer], retain_graph: bool = False) -> None:
+    """Computes the scaled gradients of a loss for several Trainers; each then has its `step`.
+
+    They share one loss scale, the smallest of theirs. A Trainer whose gradients overflow skips its
+    step alone; until dynamic scales are settled, a smaller one is searched for all.
+
+    Args:
+        loss: a loss, or a list with one of each device.
+        trainers: with different parameters, and with loss scales or all without.
+    """
+    trainers = _checked(trainers)
+    if len(trainers) == 1:
+        trainers[0].backward(loss, retain_graph)
+        return
+    losses = list(loss) if isinstance(loss, (list, tuple)) else [loss]
+    steps = [trainer._step for trainer in trainers]
+
+    def after_pass(scale: float) -> None:
+        for trainer in trainers:
+            if trainer.after_pass is not None:
+                trainer.after_pass(scale)
+
+    with mx.autograd.pause(), ExitStack() as stack:
+        for trainer in trainers:
+            stack.enter_context(weights_unwritten(trainer._optimizer))
+        if not steps[0].scaling:
+            mx.autograd.backward(losses, retain_graph=retain_graph)
+            after_pass(1.0)
+            for step in steps:
+                step.forget()
+                step.end_backward(1.0, [])
+            return
+        scale = _begin(trainers, losses)
+        one = Backward(losses, _Joined(trainers), scale, trainers[0]._repeats, after_pass)
+        searching = [step for step in steps if step.searching]
+        checking = scale != 1 and not all(trainer._heads_checked for trainer in trainers)
+        if searching:
+            one.keep_gradients()
+        one.run(scale, retain_graph or bool(searching) or checking)
+        for step in steps:
+            step.end_backward(scale, [array.detach() for array in losses])
+        if checking:
+            _check_heads(one, trainers)
+        if searching:
+            least = min(searching, key=lambda step: step.loss_scale.scale)
+            least.settle(one)
+            for step in steps:
+                step.follow(least)
+        if searching or checking:
+            one.finish(retain_graph)
+        for trainer in trainers:
+            trainer._step.record_versions(trainer._gradients.waiting())
+
+
+def _begin(trainers: Sequence[Trainer], losses: List[Any]) -> float:
+    """Gives the scale of the backward pass that follows: that of those before in this step."""
+    for trainer in trainers:
+        trainer._broadcast_parameters()  # before the scales are read, which become rank 0's
+    steps = [trainer._step for trainer in trainers]
+    begun = {step.backward_scale for step in steps if step.begun}
+    if len(begun) > 1:
+        raise RuntimeError("these Trainers have had backward passes at different loss scales since "
+                           "their last steps: call gluon_amp.backward for all of them, or "
+                           f"step before. Received: {', '.join(map(str, sorted(begun)))}")
+    scale = min(begun or {step.backward_scale for step in steps})
+    for trainer in trainers:
+        trainer._begin_backward(losses, scale)
+    return scale
+
+
+def _check_heads(one: Backward, trainers: Sequence[Trainer]) -> None:
+    try:
+        sure = one.check_heads()
+    except ValueError:
+        for trainer in trainers:
+            trainer._step.forget()
+        raise
+    for trainer in trainers:
+        trainer._heads_checked, trainer._repeats = sure is not False, one.repeats
+
+
+def _checked(trainers: Sequence[Trainer]) -> List[Trainer]:
+    found = list(trainers) if isinstance(trainers, (list, tuple)) else [trainers]
+    wrong = [type(t).__module__ + "." + type(t).__name__ for t in found
+             if not isinstance(t, Trainer)]
+    if wrong or not found:
+        raise TypeError("backward takes a loss and a list of gluon_amp.Trainers. "
+                        f"Received: {', '.join(wrong) or 'an empty list'}")
+    parameters = [p for trainer in found for p in trainer._params]
+    shared = sorted({p.name for p in parameters if sum(p is q for q in parameters) > 1})
+    if shared:
+        raise ValueError("each Trainer has parameters of its own. Received in several: "
+                         f"{', '.join(shared[:5])}")
+    if len({trainer._step.scaling for trainer in found}) > 1:
+        raise ValueError("one backward pass has one loss scale. Valid: all Trainers with a loss "
+                         "scale, or all with loss_scale=None")
+    return found
