@@ -615,6 +615,8 @@ HIGH = 2.0 ** 24
 @pytest.mark.parametrize("context", [mx.cpu(), TWO], ids=["one", "two"])
 @pytest.mark.parametrize("head", [S.LinearRegressionOutput, S.MAERegressionOutput])
 def test_the_step_is_bit_by_bit_one_that_began_with_that_scale(context, head, caplog):
+    caplog.set_level(logging.INFO, logger="gluon_amp")
+
     def module(scale):
         return made(net(head=head), optimizer=("sgd", {"learning_rate": 1e-5, "momentum": 0.9}),
                     context=context, loss_scale=dynamic(scale))

@@ -1,4 +1,6 @@
 """`amp.backward`: one backward pass for several Trainers."""
+import logging
+
 import gluon_amp as amp
 import mxnet as mx
 import numpy as np
@@ -55,6 +57,7 @@ def test_float32_trains_bit_by_bit_as_with_gluons_trainers(scales, rng):
 
 @pytest.mark.parametrize("large", WEIGHTS)
 def test_a_search_finds_one_scale_for_all(large, caplog):
+    caplog.set_level(logging.INFO, logger="gluon_amp")
     net = Pair()
     trainers = net.trainers("dynamic", "dynamic")
     data = {name: ones(100.0 if name == large else 1e-3) for name in WEIGHTS}

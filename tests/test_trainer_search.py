@@ -1,5 +1,6 @@
 """amp.Trainer finds its first scale by backward passes of the first step, which is not lost."""
 import gc
+import logging
 import os
 from pathlib import Path
 
@@ -14,21 +15,34 @@ from networks import Calling
 from trainers import LOSS, One, dynamic, learn, ones, recorded, same, settled, values
 
 
-def messages(caplog):
-    return [r.getMessage() for r in caplog.records if r.name == "gluon_amp"]
+def messages(caplog, level=logging.WARNING):
+    return [r.getMessage() for r in caplog.records if r.name == "gluon_amp" and r.levelno >= level]
 
 
 def test_the_first_step_is_made_at_a_scale_that_fits(caplog):
+    caplog.set_level(logging.INFO, logger="gluon_amp")
     net = One()
     trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 1})
     assert learn(net, trainer, ones(30), ones(30))  # 30 * 2**16 is no float16
     assert (trainer.loss_scale, trainer.skipped, trainer.overflowed) == (2.0 ** 11, 0, ())
     assert (net.a.grad().asnumpy() == 30 * 2.0 ** 11).all()
     assert all((v == -29).all() for v in values(net))
-    assert messages(caplog) == ["loss scale 2^11 found in 5 backward passes"]
+    assert messages(caplog, logging.INFO) == ["loss scale 2^11 found in 5 backward passes"]
+    assert not messages(caplog)  # it is a success
     learn(net, trainer, ones(100), ones(100))
     assert (trainer.loss_scale, trainer.skipped) == (2.0 ** 9, 0)
-    assert len(messages(caplog)) == 1  # told once
+    assert not messages(caplog)
+
+
+def test_steps_that_are_skipped_in_a_row_without_a_search_are_one_warning(caplog):
+    net = One()
+    trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 1})
+    for skipped in range(9):
+        with autograd.record(), amp.scale_loss(net(ones(2000), ones(2000)), trainer) as scaled:
+            scaled.backward()
+        assert not trainer.step(1), skipped
+    assert messages(caplog) == [f"3 steps skipped in a row: gradients not finite in {net.a.name}; "
+                                "loss scale 16384 -> 8192"]
 
 
 def test_where_the_first_scale_fits_it_stays(caplog):
@@ -202,6 +216,8 @@ class Exponent(gluon.HybridBlock):
 
 
 def test_a_network_whose_scale_was_looked_for_leaves_no_memory_behind(caplog):
+    caplog.set_level(logging.INFO, logger="gluon_amp")
+
     def train():
         net = Exponent()
         net.initialize()

@@ -32,6 +32,7 @@ log = logging.getLogger("gluon_amp")
 # Steps skipped in a row, before an error, where no scale can back off: as many as a
 # dynamic scale takes from its first value down to its floor.
 PATIENCE = 16
+_SEVERAL = 3  # of which a warning tells, where the scale does back off
 
 Place = Tuple[int, int]  # of a gradient: its parameter's number, its device's
 
@@ -197,7 +198,7 @@ class Step:
         before, passes = self.loss_scale.scale, self.loss_scale.search(overflows)
         if passes:
             found = _power(self.loss_scale.scale)
-            self._warn_once("found", f"loss scale {found} found in {passes} backward passes")
+            log.info("loss scale %s found in %d backward passes", found, passes)
         elif self.loss_scale.scale == before:  # and all were tried
             names = self.overflowed(backward.gradients)
             self._warn_once("nothing fits", self.loss_scale.nothing_fits(names))
@@ -367,8 +368,12 @@ class Step:
                      "look at the data, the learning rate, and what overflows in the network " \
                      "(gluon_amp.explain(net, batch, loss_fn))"
         elif self.loss_scale.back_off(names):
-            log.info("step skipped: gradients not finite%s; loss scale %g -> %g",
-                     in_names(names, most=1), before, self.loss_scale.scale)
+            # one is how a dynamic scale works; several in a row are no search, but lost steps
+            several = self.skipped_in_a_row == _SEVERAL and "nothing fits" not in self._warned
+            log.log(logging.WARNING if several else logging.INFO,
+                    "%s skipped%s: gradients not finite%s; loss scale %g -> %g",
+                    f"{_SEVERAL} steps" if several else "step", " in a row" if several else "",
+                    in_names(names, most=1), before, self.loss_scale.scale)
             return
         else:
             reason = f"gradients are not finite{in_names(names)} at the loss scale " \
