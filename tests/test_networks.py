@@ -295,3 +295,31 @@ def test_parameters_start_from_the_values_of_float32(again, rng):
                        for n, p in net.collect_params().items()})
     for other in values[1:]:
         assert all(np.array_equal(values[0][n], other[n]) for n in values[0])
+
+
+@pytest.mark.parametrize("policy", [None, "float16", "mixed_float16", "pure_float16"])
+@pytest.mark.parametrize("pooling", [lambda: nn.MaxPool2D(3, 2, 1), nn.GlobalMaxPool2D,
+                                     lambda: nn.MaxPool2D(2, layout="NHWC")])
+@pytest.mark.parametrize("static", [False, True])
+def test_gradients_of_a_recorded_prediction_go_through_max_pooling(policy, pooling, static):
+    """As saliency maps take them; MXNet writes the places of maxima in training only."""
+    net = nn.HybridSequential()
+    net.add(nn.Conv2D(16, 3, in_channels=3), pooling(), nn.Flatten(), nn.Dense(4))
+    net.initialize(mx.init.Xavier())
+    x = nd.random.normal(shape=(2, 3, 20, 20))
+    net(x)
+    if policy:
+        amp.convert(net, policy)
+    if policy or static:
+        net.hybridize(static_alloc=static, static_shape=static)
+    x.attach_grad()
+    gradients = []
+    for train_mode in (False, True):
+        for _ in range(2):
+            with autograd.record(train_mode=train_mode):
+                out = net(x)[:, 1].sum()
+            out.backward()
+            gradients.append(x.grad.asnumpy())
+    assert gradients[0].any()
+    for gradient in gradients[1:]:
+        assert np.array_equal(gradient, gradients[0])

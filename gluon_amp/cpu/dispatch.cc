@@ -117,9 +117,21 @@ void compute(const Operator& of, const NodeAttrs& attrs, const OpContext& contex
     of.compute(attrs, context, in, req, out);
 }
 
+// The second output of max pooling has the places of maxima, for a backward pass. MXNet's code writes
+// them in training only, also where it records a prediction: then this output is wanted, too.
+bool is_pooling(const Operator& of) {
+  static const nnvm::Op* const pooling = nnvm::Op::Get("Pooling");
+  return of.op == pooling;
+}
+
 void compute_ex(const Operator& of, const NodeAttrs& attrs, const OpContext& context,
                 const std::vector<NDArray>& in, const std::vector<OpReqType>& req,
                 const std::vector<NDArray>& out) {
+  if (!context.is_train && req.size() > 1 && req[1] != mxnet::kNullOp && is_pooling(of)) {
+    OpContext training = context;
+    training.is_train = true;
+    return compute_ex(of, attrs, training, in, req, out);
+  }
   if (!taken(of, attrs, any_half(in) || any_half(out)) || !all_dense(in) || !all_dense(out))
     return of.compute_ex(attrs, context, in, req, out);
   std::vector<NDArray> copies;
