@@ -470,3 +470,46 @@ def test_a_new_trainer_lets_a_trained_net_be_restored(x):
     np.testing.assert_allclose(net(x).asnumpy(), out, rtol=0.02, atol=0.01)
     train_on([mx.cpu()], net, trainer, x)
     assert np.isfinite(net(x).asnumpy()).all()
+
+
+@pytest.mark.parametrize(("arguments", "said"), [
+    ({}, ["no float32 masters", "no loss scale"]), ({"multi_precision": True}, ["no loss scale"]),
+    ({"rescale_grad": 1 / 128}, ["no float32 masters"]),
+    ({"multi_precision": True, "rescale_grad": 1 / 128}, [])])
+@pytest.mark.filterwarnings("ignore:Accumulating with float16:UserWarning")
+def test_a_plain_trainer_of_a_converted_network_is_one_warning(arguments, said, caplog):
+    net = nn.Dense(3, in_units=4)
+    net.initialize()
+    amp.convert(net)
+    trainer = gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.1, **arguments})
+    for _ in range(3):
+        with autograd.record():
+            loss = net(nd.ones((2, 4))).sum()
+        loss.backward()
+        trainer.step(2)
+    texts = [r.getMessage() for r in caplog.records if r.name == "gluon_amp"]
+    assert len(texts) == bool(said)
+    for words in ("no float32 masters", "no loss scale"):
+        assert (words in "".join(texts)) == (words in said)
+
+
+@pytest.mark.parametrize("pair", [False, True])
+def test_a_trainer_that_scales_is_no_warning(pair, caplog):
+    net = nn.Dense(3, in_units=4)
+    net.initialize()
+    amp.convert(net)
+    loss_fn = gluon.loss.L2Loss()
+    if pair:
+        scale = amp.StaticLossScale(128)
+        loss_fn = scale.loss(gluon.loss.L2Loss)
+        trainer = gluon.Trainer(net.collect_params(), scale.optimizer("sgd", learning_rate=0.1))
+    else:
+        trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.1})
+    with autograd.record():
+        loss = loss_fn(net(nd.ones((2, 4))), nd.ones((2, 3)))
+    if pair:
+        loss.backward()
+    else:
+        trainer.backward(loss)
+    trainer.step(2)
+    assert not caplog.records

@@ -56,9 +56,9 @@ COMPILER = b"GCC: (GNU) 4.8.5"
 X86_64 = 62  # in an ELF header
 
 PATH = Path(os.environ.get("GLUON_AMP_ENGINE") or Path(__file__).with_name("_engine.so"))
-_REBUILD = "Install the wheel again, or build them in a checkout of gluon_amp, with a C++ compiler: " \
-           "pip install --force-reinstall --no-deps . (make -B setup, if Python imports the " \
-           "checkout's folder)"
+_REBUILD = "Install the wheel again, or build them in a checkout of gluon_amp, with a C++ " \
+           "compiler: pip install --force-reinstall --no-deps . (make -B setup, if Python " \
+           "imports the checkout's folder)"
 
 
 class KernelError(RuntimeError):

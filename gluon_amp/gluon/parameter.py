@@ -1,5 +1,7 @@
 """Float16 parameters of converted blocks: cast, initialized, saved, loaded, shared and copied."""
+import logging
 import sys
+import weakref
 from typing import Any, List, Optional, Sequence
 
 from .._mxnet import mx, np
@@ -7,6 +9,8 @@ from ..annotations import Array, Context, DType, Parameter
 from ..cpu.arrays import dtype_name, to_float16, to_float32
 from ..cpu.finite import beyond_float16
 from ..formats import Format
+
+log = logging.getLogger("gluon_amp")
 
 
 class ConvertedParameter(mx.gluon.Parameter):
@@ -36,6 +40,7 @@ class ConvertedParameter(mx.gluon.Parameter):
         return _as_converted(super().grad(ctx))
 
     def list_grad(self) -> List[Any]:
+        _warn_of_plain_trainer(self._trainer)
         return [_as_converted(gradient) for gradient in super().list_grad()]
 
     def _reduce(self) -> Array:
@@ -69,6 +74,25 @@ class ConvertedParameter(mx.gluon.Parameter):
                                  "Parameters with larger numbers stay float32 where they are "
                                  "loaded before gluon_amp.convert. Received: up to "
                                  f"{largest:.6g}")
+
+
+_warned: "weakref.WeakSet[Any]" = weakref.WeakSet()  # Trainers
+
+
+def _warn_of_plain_trainer(trainer: Any) -> None:
+    """Warns once where MXNet's Trainer updates float16 weights without masters or a loss scale."""
+    if trainer is None or trainer in _warned or not isinstance(trainer, mx.gluon.Trainer) \
+            or hasattr(trainer, "loss_scale") or hasattr(trainer, "_amp_loss_scaler"):
+        return
+    _warned.add(trainer)
+    missing = []
+    if not trainer._optimizer.multi_precision:
+        missing.append("no float32 masters: updates below 1/2048 of a weight are lost")
+    if trainer._scale == 1:  # else the loss is scaled by hand, and rescale_grad undoes it
+        missing.append("no loss scale: gradients below 3e-8 are 0")
+    if missing:
+        log.warning("gluon.Trainer updates a converted network's float16 weights with %s. "
+                    "gluon_amp.Trainer has both", ", and with ".join(missing))
 
 
 def cast(parameter: Parameter, dtype: str) -> None:
