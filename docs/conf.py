@@ -1,4 +1,6 @@
 """Builds the documentation: `make docs`. Every warning is an error there."""
+import base64
+import json
 import logging
 import os
 import re
@@ -104,6 +106,22 @@ def read_page(app, name, text):
         text[0] = re.sub(r"(?m)^# .*\n", download, text[0], count=1)
 
 
+def finish_notebooks(app, error):
+    """Makes the notebooks that are downloaded whole: with pictures in them, and no role."""
+    for path in () if error else Path(app.outdir).glob("_downloads/*/*.ipynb"):
+        notebook = json.loads(path.read_text())
+        for cell in notebook["cells"]:
+            if cell["cell_type"] == "markdown":
+                text = re.sub(r"\{nb-download\}.*\n?", "", "".join(cell["source"]))
+                cell["source"] = re.sub(r"(!\[[^\]]*\]\()([^)\s:]+\.png)\)", _embedded, text)
+        path.write_text(json.dumps(notebook, indent=1) + "\n")
+
+
+def _embedded(picture):
+    png = base64.b64encode((HERE / "tutorial" / picture[2]).read_bytes()).decode()
+    return f"{picture[1]}data:image/png;base64,{png})"
+
+
 def _both_widths(picture):
     """The two drawings of a picture, of which site.css shows one."""
     narrow, wide, alt = (" ".join(part.split()) for part in picture.groups())
@@ -179,6 +197,7 @@ def draw_figures(app):
 def setup(app):
     app.connect("autodoc-process-docstring", code_blocks, priority=100)  # before napoleon
     app.connect("source-read", read_page)
+    app.connect("build-finished", finish_notebooks)
     app.add_transform(DarkImages)
     app.add_transform(WholeWords)
     app.connect("builder-inited", draw_figures)

@@ -274,6 +274,11 @@ def test_a_notebook_is_downloaded_from_its_page(built, page):
     cells = json.loads((built / file).read_text())["cells"]
     assert {cell["cell_type"] for cell in cells} == {"markdown", "code"}
     assert "{nb-download}" not in page.read_text()
+    for cell in cells:
+        text = "".join(cell["source"])
+        assert "{nb-download}" not in text
+        for picture in re.findall(r"!\[[^\]]*\]\(([^)]*)\)", text):
+            assert picture.startswith("data:image/png;base64,")
 
 
 def test_pages_from_elsewhere_are_pages_of_the_site(built):
