@@ -246,6 +246,7 @@ def train(args, make_network, validates_first=False):
     devices = recipes.devices_of(ranks.devices(args.gpus))
     if ranks.workers > 1:
         args.workers = ranks.workers
+    recipes.check_dataset(args)
     folder = recipes.RunFolder(args, ranks, writes=not args.benchmark)
     log.info("%s", args)
     if len(devices) > 1:

@@ -510,7 +510,7 @@ def _share(text):
 
 def image_loaders(args, ranks):
     """This rank's part of the training data, and loaders of its parts of both."""
-    _check_effects(args)
+    check_dataset(args)
     train_data, val_data = _datasets(args)
     if args.examples:
         train_data = train_data.take(args.examples)
@@ -539,10 +539,12 @@ def check_labels(args, label):
                          "from 0 on: --classes")
 
 
-def _check_effects(args):
-    """A flag that the dataset would pass over is an error."""
+def check_dataset(args):
+    """Refuses a dataset that is not there, and flags that it would pass over."""
     if args.benchmark:
         return
+    if args.dataset not in (*CLASSES, "dummy"):
+        _existing(args.dataset)
     name = args.dataset
     if args.use_rec and not name.endswith(".rec"):
         raise ValueError(f"--use-rec needs --rec-train FILE.rec. Received: --dataset {name}")

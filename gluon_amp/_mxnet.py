@@ -106,12 +106,13 @@ def _sum_in_float64(metric: Any) -> None:
 
 
 def message(error: Exception) -> str:
-    """What an exception of MXNet's says, in one line: without the place in its source and
-    the condition that did not hold."""
+    """What an exception of MXNet's says, in one line: without the place in its source, the
+    condition that did not hold, and the full stop."""
     lines = [line for line in str(error).splitlines()
              if line.strip() and not line.startswith(("Traceback", "  File"))]
     said = lines[0] if lines else type(error).__name__
-    return re.sub(r"^MXNetError: |\[[\d:]+\] \S+: |Check failed: .*?: (?=\w)", "", said)
+    said = re.sub(r"^MXNetError: |\[[\d:]+\] \S+: |Check failed: .*?: (?=\w)", "", said)
+    return said.rstrip(" .")  # what cites it goes on
 
 
 if TYPE_CHECKING:

@@ -3,7 +3,7 @@ import argparse
 import difflib
 import numbers
 import re
-from typing import Any, Iterable, List, NoReturn, Sequence
+from typing import Any, Iterable, Iterator, List, NoReturn, Sequence
 
 
 def positive_number(value: Any, what: str) -> float:
@@ -65,15 +65,27 @@ def order_of(names: Sequence[str]) -> List[int]:
     return sorted(range(len(names)), key=parts)
 
 
+def _flags(parser: argparse.ArgumentParser) -> Iterator[str]:
+    """All flags, those of subcommands among them."""
+    for action in parser._actions:
+        yield from action.option_strings
+        if isinstance(action, argparse._SubParsersAction):
+            for sub in action.choices.values():
+                yield from _flags(sub)
+
+
 class Parser(argparse.ArgumentParser):
     """An ArgumentParser whose errors are one line, and name what is near a mistyped flag or
-    choice."""
+    choice. Flags are written in full."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**{"allow_abbrev": False, **kwargs})
 
     def error(self, message: str) -> NoReturn:
         """As argparse's, without the usage, which --help shows."""
         start = "unrecognized arguments: "
         if message.startswith(start):
-            flags = [flag for action in self._actions for flag in action.option_strings]
+            flags = list(_flags(self))
             unknown = message[len(start):].split()[0].partition("=")[0]
             message += did_you_mean(unknown, flags)
         self.exit(2, f"{self.prog}: error: {message} (--help shows more)\n")

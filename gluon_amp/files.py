@@ -1,5 +1,6 @@
 """Files that are whole or not there."""
 import contextlib
+import errno
 import fcntl
 import os
 from typing import Callable, Iterator
@@ -9,6 +10,8 @@ def replace_file(path: str, write: Callable[[str], None]) -> None:
     """Calls `write` with a path beside this one, then renames: killed at any moment, what
     stands at `path` is the old file or the new one. Processes that write the same file, such as
     ranks that all save, do it one after the other."""
+    if not os.path.isdir(os.path.dirname(path) or "."):
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
     beside = f"{path}.writing"
     with _one_at_a_time(beside):
         try:

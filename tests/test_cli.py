@@ -102,6 +102,7 @@ def test_the_help_of_a_subcommand_has_examples_that_it_takes(name, capsys):
     assert end.value.code == 0
     text = capsys.readouterr().out
     (command,) = [c for c in COMMANDS if c.name == name]
+    assert f"{command.help[:1].upper()}{command.help[1:]}." in " ".join(text.split())
     shown = text.partition("examples:\n")[2].splitlines()
     assert [line.strip() for line in shown] == list(command.examples)
     assert command.examples
@@ -115,7 +116,8 @@ def test_the_help_of_a_subcommand_has_examples_that_it_takes(name, capsys):
     (["doctor", "--image-shape", "3,x"], "whole numbers, such as 3,224,224. Received: '3,x'"),
     (["doctor", "--image-shape", "3,,4"], "such as 3,224,224. Received: '3,,4'"),
     (["demo", "--epochs", "-1"], "a whole number from 1 on. Received: '-1'"),
-    (["demo", "--epoch", "many"], "a whole number from 1 on. Received: 'many'")])
+    (["demo", "--epochs", "many"], "a whole number from 1 on. Received: 'many'"),
+    (["demo", "--epoch", "8"], "unrecognized arguments: --epoch 8. Did you mean --epochs?")])
 def test_bad_usage_is_named(arguments, said, capsys):
     with pytest.raises(SystemExit) as end:
         main(arguments)

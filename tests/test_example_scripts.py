@@ -186,7 +186,8 @@ def test_a_wrong_file_of_flags_is_one_line(name, text, message, tmp_path, monkey
     ("train_imagenet", "--rgb-std 58,0,57", "must be above 0. Received: '58,0,57'"),
     ("train_imagenet", "--num-examples -5", "must be a whole number from 1 on. Received: '-5'"),
     ("train_imagenet", "--momentum 9", "must be a number from 0 to 1. Received: '9'"),
-    ("image_classification", "--conf /dev/null", "--config is written in full, and in the"),
+    ("image_classification", "--conf /dev/null", "unrecognized arguments: --conf"),
+    ("image_classification", "--dtyp float16", "Did you mean --dtype"),
     ("lr_find", "--teacher resnet18_v1", "--teacher: the sweep begins with a new network"),
     ("lr_find", "--resume", "--resume: the sweep begins with a new network"),
     ("lr_find", "--resume-params a.params", "--resume-params: the sweep begins with a new"),
@@ -212,6 +213,13 @@ def test_a_flag_that_makes_no_sense_is_one_line(script, flags, message, capsys):
 def test_a_flag_that_the_dataset_would_pass_over_is_refused(flags, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         recipes.image_loaders(recipe.parse(flags.split()), recipes.Ranks())
+
+
+def test_a_dataset_that_is_not_there_is_named_before_the_run_that_is(tmp_path):
+    (tmp_path / "last.json").write_text("{}")
+    flags = ["--dataset", str(tmp_path / "missing"), "--save-dir", str(tmp_path)]
+    with pytest.raises(ValueError, match="missing does not exist"):
+        recipe.main(flags)
 
 
 @pytest.mark.parametrize(("flags", "message"), [

@@ -2,6 +2,9 @@
 import threading
 from pathlib import Path
 
+import gluon_amp as amp
+import mxnet as mx
+import pytest
 from gluon_amp.files import replace_file
 
 
@@ -23,3 +26,13 @@ def test_several_that_write_one_file_each_leave_it_whole(tmp_path):
         assert not path.exists() or path.read_text() in texts
     assert not failed
     assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("write", [
+    lambda path: amp.export_onnx(mx.sym.relu(mx.sym.var("data")), path, (1, 2)),
+    lambda path: replace_file(path, lambda beside: None)])
+def test_a_missing_folder_is_an_error_that_names_the_file_as_given(write, tmp_path):
+    path = tmp_path / "missing" / "net.onnx"
+    with pytest.raises(FileNotFoundError) as caught:
+        write(str(path))
+    assert caught.value.filename == str(path)

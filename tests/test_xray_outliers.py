@@ -1,4 +1,7 @@
 """Numbers that overflow in some batches only, and scales that a training does not come to."""
+import re
+from pathlib import Path
+
 import gluon_amp as amp
 import mxnet as mx
 import numpy as np
@@ -48,7 +51,7 @@ def test_a_mask_that_one_batch_has_is_no_fault():
     assert amp.xray(calling(forward, *layers(6, 4)), given, LOSS).findings == []
 
 
-def test_where_gradients_need_a_scale_below_1_it_is_told_how_to_give_it():
+def test_where_gradients_need_a_scale_below_1_it_is_told_how_to_give_it(tmp_path):
     def large(output, label):
         return LOSS(output, label) * 2e6
     net = calling(lambda F, x, dense, out: out(dense(x)), *layers(8, 4))
@@ -57,6 +60,10 @@ def test_where_gradients_need_a_scale_below_1_it_is_told_how_to_give_it():
     high = view.loss_scale[1]
     assert high < 1
     assert f"amp.DynamicLossScale({high:g}, minimum=" in str(view)
+    assert re.search(rf"from 2\^-\d+ .* to 2\^{np.log2(high):.0f} ", str(view)), str(view)
+    page = Path(view.save(str(tmp_path / "xray"))).read_text()
+    assert "Loss_scale" not in page
+    assert "These gradients need a scale below 1" in page
     trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 1e-8},
                           loss_scale=amp.DynamicLossScale(high, minimum=2.0 ** -24))
     for data, label in rows():

@@ -60,13 +60,19 @@ class Window(NamedTuple):
         """What to do where scales fit that training does not come to by itself."""
         if self.fits or self.low > self.high:
             return []
-        return ["loss_scale='dynamic' goes down to 1, and these gradients need less: give "
+        return ["these gradients need a scale below 1, where loss_scale='dynamic' ends: give "
                 f"amp.DynamicLossScale({self.high:g}, minimum={_SCALES[0]:g})"]
 
     def __str__(self) -> str:
-        return f"{scales_that_fit(self.low, self.high)}: from {self.low:g} " \
-               f"({self.low_tensor or 'no gradient needs more'}) to {self.high:g} " \
+        return f"{scales_that_fit(self.low, self.high)}: from {as_power(self.low)} " \
+               f"({self.low_tensor or 'no gradient needs more'}) to {as_power(self.high)} " \
                f"({self.high_tensor})"
+
+
+def as_power(scale: float) -> str:
+    """A loss scale in words: powers of two below 1 as 2^-14."""
+    fraction, exponent = math.frexp(scale)
+    return f"2^{exponent - 1}" if fraction == 0.5 and exponent < 1 else f"{scale:g}"
 
 
 def scales_that_fit(low: float, high: float) -> str:

@@ -8,7 +8,7 @@ from typing import Any, Dict, List, Optional
 from .._mxnet import np
 from ..files import replace_text
 from ..formats import FLOAT16, FLOAT32, FORMATS, Format
-from .advice import Finding, scales_that_fit, window
+from .advice import Finding, as_power, scales_that_fit, window
 from .overflow import is_finite
 from .page import page
 from .statistics import Counts, Key
@@ -32,7 +32,7 @@ def summary(folder: str) -> str:
     said = [f"First overflow: {head['first_overflow']}"] if head["first_overflow"] else []
     if head["loss_scale"]:
         low, high = head["loss_scale"]
-        said.append(f"{scales_that_fit(low, high)}: from {low:g} to {high:g}")
+        said.append(f"{scales_that_fit(low, high)}: from {as_power(low)} to {as_power(high)}")
     said += [f"{f['node']}: {f['reason']}: {f['detail']}" for f in head["findings"][:10]]
     if head["keep"]:
         said.append(f"To keep in float32: keep={head['keep']!r}")

@@ -66,7 +66,8 @@ def make_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     for command in COMMANDS:
         sub = commands.add_parser(
-            command.name, help=command.help, description=f"{command.help.capitalize()}.",
+            command.name, help=command.help,
+            description=f"{command.help[:1].upper()}{command.help[1:]}.",
             formatter_class=argparse.RawDescriptionHelpFormatter,
             epilog="\n  ".join(["examples:", *command.examples]))
         command.add_arguments(sub)
