@@ -1,22 +1,31 @@
 """`make test-zoo`: runs test_zoo.py in a venv for each package of zoo.txt, which it makes first."""
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
+
+from pythons import find_python
 
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / ".zoo"
 TOOLS = ("pytest==8.3.5", "setuptools==59.8.0", "wheel==0.45.1", "matplotlib==3.7.5", "tqdm")
 
 
-def venv(package, version, requirements):
-    """The Python of the package's venv; None if there is no Python of that version here."""
+def packages():
+    """The version of Python and the requirements of each package of zoo.txt."""
+    lines = (line.split() for line in (ROOT / "tests" / "zoo.txt").read_text().splitlines()
+             if not line.startswith("#"))
+    return {package: (version, requirements) for package, version, *requirements in lines}
+
+
+def venv(package):
+    """The Python of the package's venv, which is made first; exits if there is no such Python."""
+    version, requirements = packages()[package]
     python = FOLDER / package / "bin" / "python"
     if not (FOLDER / package / "installed").exists():
-        found = shutil.which(f"python{version}")
+        found = find_python(int(version.split(".")[1]))
         if found is None:
-            return None
+            sys.exit(f"{package} needs python{version} on PATH or in pyenv")
         subprocess.run([found, "-m", "venv", "--clear", str(FOLDER / package)], check=True)
         install = [str(python), "-m", "pip", "install", "-q"]
         *before, last = requirements
@@ -30,15 +39,8 @@ def venv(package, version, requirements):
 
 def main():
     failed = []
-    for line in (ROOT / "tests" / "zoo.txt").read_text().splitlines():
-        if line.startswith("#"):
-            continue
-        package, version, *requirements = line.split()
-        python = venv(package, version, requirements)
-        if python is None:
-            print(f"{package}: needs python{version}, which is not in PATH")
-            failed.append(package)
-            continue
+    for package in packages():
+        python = venv(package)
         print(f"{package}:", flush=True)
         done = subprocess.run(
             [str(python), "-W", "ignore", "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider",
