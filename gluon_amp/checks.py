@@ -69,7 +69,7 @@ def _flags(parser: argparse.ArgumentParser) -> Iterator[str]:
     """All flags, those of subcommands among them."""
     for action in parser._actions:
         yield from action.option_strings
-        if isinstance(action, argparse._SubParsersAction):
+        if isinstance(action.choices, dict):
             for sub in action.choices.values():
                 yield from _flags(sub)
 

@@ -82,7 +82,7 @@ _warned: "weakref.WeakSet[Any]" = weakref.WeakSet()  # Trainers
 def _warn_of_plain_trainer(trainer: Any) -> None:
     """Warns once where MXNet's Trainer updates float16 weights without masters or a loss scale."""
     if trainer is None or trainer in _warned or not isinstance(trainer, mx.gluon.Trainer) \
-            or hasattr(trainer, "loss_scale") or hasattr(trainer, "_amp_loss_scaler"):
+            or hasattr(trainer, "loss_scale"):  # one of ours
         return
     _warned.add(trainer)
     missing = []
