@@ -705,3 +705,18 @@ def test_buckets_search_for_one_scale():
         assert learn(other, words(length))
     assert mod.loss_scale == other.loss_scale
     assert same(values(mod), values(other))
+
+
+@pytest.mark.parametrize(("scale", "several"), [(1024, False), (1000.0, False), (dynamic(), True)])
+def test_a_static_scale_is_one_operator_before_the_loss(scale, several):
+    """A dynamic one, which is a variable, takes several passes over what the loss reads."""
+    mod = made(net(), loss_scale=scale)
+    operators = mod._exec_group.execs[0].debug_str()
+    assert ("Op:broadcast_mul" in operators) == several
+    assert ("Op:_contrib_gradientmultiplier" in operators) != several
+    stock = made(net(None), mx.mod.Module)
+    stock.set_params(*mod.get_params())
+    assert learn(mod, batch())
+    learn(stock, batch())
+    for name, value in values(stock).items():
+        assert np.allclose(values(mod)[name], value, rtol=2e-3, atol=1e-4), name

@@ -6,6 +6,8 @@ it binds is another graph with the same arguments, gradients and outputs.
 The loss scale s multiplies the gradient that a loss head hands down, and nothing else:
 
     x  ->  BlockGrad(x) + (c - BlockGrad(c)) * s  ->  loss head      with c = clip(x), finite
+
+A static scale is a constant of one operator, which does nothing on the way to the loss.
 """
 import ctypes
 import os
@@ -24,12 +26,18 @@ from ..policy import POLICIES
 SCALE = "gluon_amp_loss_scale"
 
 
-def with_loss_scale(graph: Graph) -> Graph:
-    """The graph with the scale's variable before each loss head."""
+def with_loss_scale(graph: Graph, static: Optional[float] = None,
+                    types: Optional[Mapping[Entry, Optional[str]]] = None) -> Graph:
+    """The graph with the scale before each loss head: its variable, or, where the head reads
+    float32, this number, if it is static."""
     scale = Node(VARIABLE, SCALE)
     for node in graph.nodes():
         if node.op in LOSSES:
             x = node.inputs[0]
+            if static is not None and types is not None and types.get(x) == "float32":
+                node.inputs[0] = Entry(Node("_contrib_gradientmultiplier", f"{node.name}_scaled",
+                                            {"scalar": repr(static)}, [x]))
+                continue
 
             def made(op: str, *inputs: Entry, name: str = node.name, **attrs: str) -> Entry:
                 return Entry(Node(op, f"{name}_{op.lower()}_scaled", attrs, inputs))
@@ -82,19 +90,22 @@ class Bindable(mx.sym.Symbol):
     """
 
     loss_scale: Optional[Callable[[], float]] = None
+    static_scale: Optional[float] = None  # what that gives, if it never changes
     has_loss: bool = False  # whether any node starts gradients by itself
     may_begin: bool = False  # whether nodes may do so without the scale, until a pass has shown it
     devices: int = 1  # that wait for each other when it trains
 
     @classmethod
     def from_symbol(cls, symbol: "mx.sym.Symbol",
-                    loss_scale: Optional[Callable[[], float]]) -> "Bindable":
+                    loss_scale: Optional[Callable[[], float]],
+                    static_scale: Optional[float] = None) -> "Bindable":
         handle = mx.base.SymbolHandle()
         mx.base.check_call(mx.base._LIB.MXSymbolCopy(symbol.handle, ctypes.byref(handle)))
         made = cls(handle)
         made.loss_scale = loss_scale
         graph = Graph.read(symbol)
         made.has_loss = any(node.op in LOSSES for node in graph.nodes())
+        made.static_scale = static_scale
         made.may_begin = any(node.op in MAY_BEGIN for node in graph.nodes())
         made.devices = devices_that_wait(graph)
         return made
@@ -104,15 +115,18 @@ class Bindable(mx.sym.Symbol):
                     **kwargs: Any) -> Any:
         types = self._types(type_dict or {})
         graph = Graph.read(self)
-        low = "float16" in graph.types(types).values()
+        entries = graph.types(types)
+        low = "float16" in entries.values()
         if not low and self.loss_scale is None:
             return super().simple_bind(ctx, grad_req, type_dict, **kwargs)
         requests = _requests(grad_req, self.list_arguments())
         shapes = {name: shape for name, shape in kwargs.items() if isinstance(shape, tuple)}
         options = {name: value for name, value in kwargs.items() if name not in shapes}
         if self.loss_scale is not None:
-            graph = with_loss_scale(graph)
-            shapes[SCALE], types[SCALE], requests[SCALE] = (1,), "float32", "null"
+            # a pass that shows which operators begin gradients begins with another scale: 0
+            graph = with_loss_scale(graph, None if self.may_begin else self.static_scale, entries)
+            if SCALE in graph.variables():
+                shapes[SCALE], types[SCALE], requests[SCALE] = (1,), "float32", "null"
         on_gpu = ctx.device_type == "gpu"
         if low:
             check_device(graph, POLICIES["float16"], on_gpu)
