@@ -27,7 +27,7 @@ import zoo
 
 ROOT = Path(__file__).parent.parent
 STEPS = 24
-BOUND = 0.1
+BOUND = 0.1  # float16 at half the learning rate differs by 0.18 to 0.7
 WORKERS = 2
 PACKAGES = {"mxnet": None, "gluon-cv": "gluoncv", "gluon-nlp": "gluonnlp"}  # of zoo.txt
 EXAMPLES = 192
@@ -229,8 +229,8 @@ WIDTH = max(len(script.path) for script in SCRIPTS)
 
 
 def main(folder):
-    missing = [script.path for script in SCRIPTS
-               if not folder or not (Path(folder) / script.path).is_file()]
+    missing = sorted({script.path for script in SCRIPTS
+                      if not folder or not (Path(folder) / script.path).is_file()})
     if missing:
         sys.exit("make test-published SOURCES=FOLDER needs the checkouts that tests/published.py "
                  f"names. Missing: {', '.join(missing)}")
