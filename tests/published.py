@@ -218,7 +218,9 @@ def row(script, full, half):
     largest, wrong = judge(script, full, half)
     verdict = wrong or ("passes; float32 ends so, too: " + full[1] if script.ends else "passes")
     last, last16 = (losses[-1] if losses else float("nan") for losses, _ in (full, half))
-    substituted = "; ".join([*script.given,
+    package = PACKAGES[script.path.split("/")[0]]
+    packages = [zoo.packages()[package][1][-1]] if package else []
+    substituted = "; ".join([*packages, *script.given,
                              *(globals()[name].__doc__ for name in script.substituted)])
     return (f"{script.path:{WIDTH}}{len(full[0]):6}{last:9.4f}{last16:9.4f}{largest:12.4f}  "
             f"{verdict}\n    {script.arguments} [{script.float16}]\n    "
