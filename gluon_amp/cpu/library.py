@@ -276,11 +276,12 @@ def versions(arrays: Sequence["mx.nd.NDArray"],
     this one; None where the engine does not run. It does not wait: who reads it does.
 
     Args:
-        since: what an earlier call gave: it is written to, and then counts from that call on.
+        since: what an earlier call gave. It is overwritten with the number of writes since then,
+            so it serves once.
     """
     if _table is None:
         return None
-    into = mx.nd.empty(len(arrays), dtype="int64") if since is None else since
+    into = mx.nd.empty(len(arrays), mx.cpu(), "int64") if since is None else since
     mx.base.check_call(_table.versions(len(arrays), _handles(arrays), into.handle,
                                        since is not None))
     return into

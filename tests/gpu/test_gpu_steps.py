@@ -30,6 +30,14 @@ def test_an_update_takes_at_most_four_launches_more_than_float32s(optimizer):
     assert float16["synchronizations"] <= max(float32["synchronizations"], 6)
 
 
+def test_a_step_runs_where_the_gpu_is_the_current_context():
+    training = Training(layers(2), "float16", "sgd")
+    with GPU:
+        for _ in range(2):
+            training.step(numbers(*DATA))
+    assert training.trainer.skipped == 0
+
+
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw", "lamb"])
 def test_an_updates_launches_do_not_depend_on_the_number_of_weights(optimizer):
     few, many = (update_of(count, "float16", optimizer) for count in (2, 12))
