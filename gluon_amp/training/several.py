@@ -59,7 +59,7 @@ def backward(loss: Union["mx.nd.NDArray", Sequence["mx.nd.NDArray"]],
             after_pass(1.0)
             for step in steps:
                 step.forget()
-                step.end_backward(1.0, [])
+                step.end_backward(1.0, [array.detach() for array in losses])
             return
         scale = _begin(trainers, losses)
         one = Backward(losses, _Joined(trainers), scale, trainers[0]._repeats, after_pass)

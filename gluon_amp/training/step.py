@@ -224,6 +224,7 @@ class Step:
         devices = {g.place[1] for g in gradients} if self.workers.sums else {0}
         summed = len(devices) * self.workers.count
         if summed > 1:
+            # a float32 sum over Horovod could be larger: there this takes a lower scale than needed
             largest = [float(np.finfo(g.array.dtype).max) / summed for g in gradients]
             overflow = overflow or any(
                 math.sqrt(s) > most  # no number is above the norm, which is there already
@@ -375,11 +376,15 @@ class Step:
                     f"{_SEVERAL} steps" if several else "step", " in a row" if several else "",
                     in_names(names, most=1), before, self.loss_scale.scale)
             return
-        else:
+        elif self.scaling:
             reason = f"gradients are not finite{in_names(names)} at the loss scale " \
                      f"{before:g}, which is static: lower it, or use loss_scale='dynamic'. " \
                      "gluon_amp.explain(net, batch, loss_fn, loss_scale) names the first node " \
                      "that is not finite"
+        else:
+            reason = f"gradients are not finite{in_names(names)}, without a loss scale. " \
+                     "gluon_amp.explain(net, batch, loss_fn) names the first node that is not " \
+                     "finite"
         if self.skipped_in_a_row >= PATIENCE:
             raise LossScaleError(f"{self.skipped_in_a_row} steps skipped in a row: {reason}")
         log.warning("step skipped: %s", reason)

@@ -145,7 +145,7 @@ class Trainer(mx.gluon.Trainer):
                 if self.after_pass is not None:
                     self.after_pass(1.0)
                 self._step.forget()  # what `unscale` or `clip_norm` were called for
-                self._step.end_backward(1.0, [])
+                self._step.end_backward(1.0, [loss.detach() for loss in losses])
                 return
             scale = self._begin_backward(losses)
             backward = Backward(losses, self._gradients, scale, self._repeats, self.after_pass)
