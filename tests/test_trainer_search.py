@@ -287,8 +287,10 @@ def test_what_cannot_go_back_twice_is_skipped_instead():
     assert (trainer.loss_scale, trainer.skipped) == (2.0 ** 15, 1)
 
 
-def test_a_hybridized_network_of_mxnets_own_is_not_walked_back_again_with_its_dropout():
-    """Its second backward pass would pass gradients on as if nothing had been dropped."""
+@pytest.mark.parametrize("large", [1e33, 1.5e32])
+def test_no_update_uses_a_second_backward_pass_through_mxnets_own_dropout(large):
+    """It passes gradients on as if nothing had been dropped: half of what is kept, which of 1.5e32
+    is finite."""
     net = gluon.nn.HybridSequential()
     net.add(gluon.nn.Dense(64, in_units=64, use_bias=False), gluon.nn.Dropout(0.5))
     net.initialize(mx.init.One())
@@ -296,11 +298,26 @@ def test_a_hybridized_network_of_mxnets_own_is_not_walked_back_again_with_its_dr
     trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 1.0},
                           loss_scale=amp.DynamicLossScale(initial=2.0 ** 24))
     x = nd.ones((2, 64))
-    x[0, 0] = 1e33  # times the scale, and summed: beyond float32
+    x[0, 0] = large  # times the scale, and summed: beyond float32
     with mx.autograd.record():
         loss = net(x).sum() * 1e-1
     trainer.backward(loss)
     assert trainer.step(1) is False
+
+
+@pytest.mark.parametrize(("root", "says"), [
+    (lambda x: x.log(), "the loss itself is not finite"),
+    (lambda x: x.sqrt(), "without a loss scale")])
+def test_a_skipped_step_without_a_loss_scale_names_none(root, says, caplog):
+    net = nn.Dense(1, in_units=1)
+    net.initialize()
+    trainer = amp.Trainer(net.collect_params(), "sgd", loss_scale=None, clip_norm=1)
+    with autograd.record():
+        loss = root(net(nd.zeros((1, 1))))
+    trainer.backward(loss)
+    assert trainer.step(1) is False
+    assert says in messages(caplog)[-1]
+    assert "static" not in messages(caplog)[-1]
 
 
 @pytest.mark.parametrize("kind", ["foreach", "cond"])

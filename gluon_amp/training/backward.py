@@ -112,11 +112,14 @@ class Backward:
         except mx.MXNetError as error:
             if _FREED not in str(error):
                 raise
+            same = False
+        else:
+            same = all(np.array_equal(a, g.array.asnumpy(), equal_nan=True)
+                       for a, g in zip(before, gradients))
+        if not same:
             for g, values in zip(gradients, before):
                 g.array[:] = values
-            return False
-        return all(np.array_equal(a, g.array.asnumpy(), equal_nan=True)
-                   for a, g in zip(before, gradients))
+        return same
 
     def repeat(self, scale: float) -> None:
         """The pass again, at this loss scale."""
