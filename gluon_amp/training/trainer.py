@@ -174,11 +174,12 @@ class Trainer(mx.gluon.Trainer):
             if self._gradients.add_up():
                 self._refuse_summed("update(batch_size), or zero_grad(), before backward()")
             pending.written = {}  # what this pass does not write would be summed again
-        pending.are_summed = False
+        pending.are_summed, pending.summed = False, {}
         return self._step.begin_backward(self._gradients.add_up(), scale)
 
     def _check_heads(self, backward: Backward) -> None:
         try:
+            # None: no second pass goes through this graph, so that heads stay unchecked
             self._heads_checked = backward.check_heads() is not False
         except ValueError:
             self._step.forget()
