@@ -55,7 +55,8 @@ def widen_all(arrays: Sequence["mx.nd.NDArray"]) -> List["mx.nd.NDArray"]:
 def narrow_all(masters: Sequence["mx.nd.NDArray"], weights: Sequence["mx.nd.NDArray"]) -> None:
     """Rounds masters into their float16 weights."""
     if on_gpu_in_float16(weights):
-        # clip_gradient: 0 times an infinite weight is no number
+        # The weight stands in for its gradient. Clipped to 0, it adds nothing even where it is
+        # infinite, which times the rate 0 would be NaN.
         _descend(weights, weights, masters, 0.0, weights, clip_gradient=0.0)
         return
     for master, weight in zip(masters, weights):

@@ -174,6 +174,7 @@ def settings_of(optimizer: Optimizer) -> List[Named]:
     return [("the optimizer", type(optimizer).__name__),
             ("the learning rate", float(optimizer.learning_rate)),
             ("the weight decay", float(optimizer.wd)),
+            # between steps; `check_batch_size` compares what a Trainer's steps set
             ("the gradients' factor, one over the batch size,", float(optimizer.rescale_grad)),
             ("one of the optimizer's settings", sorted(others.items()))]
 

@@ -125,7 +125,8 @@ class Workers:
 
     def any_after_sum(self, flag: bool) -> bool:
         """As `any`, for what follows from summed gradients. Nothing is exchanged where a store
-        gives the same bits to all workers: then each has it already."""
+        gives the same bits to all workers: then each has it already. A store that may not has to
+        set `may_differ`."""
         return self.any(flag) if getattr(self._kvstore, "may_differ", False) else flag
 
     def gather(self, mine: bytes, what: str = "") -> List[bytes]:

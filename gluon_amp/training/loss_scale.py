@@ -175,6 +175,7 @@ class DynamicLossScale(LossScale):
             passes += 1
             low = None if overflows(last) else last
         if low is None:
+            # where even the minimum overflows, a bad batch may be the cause: it costs one back-off
             self.scale = self.scale if last <= self.minimum else last
             return 0
         growth = _LARGE_STEP ** 0.5

@@ -268,6 +268,7 @@ class Trainer(mx.gluon.Trainer):
             self._update_on_servers()
             return
         pending = self._step.pending
+        # without a scale, loss.backward() may have written other gradients since
         if pending.are_summed and self._sums_several and self._step.scaling:
             self._refuse_summed("update(batch_size), not step(), after it")
         self._step.count_writes()
