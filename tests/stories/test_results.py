@@ -184,7 +184,7 @@ def test_the_table_is_sorted_by_clicks_on_its_head(tmp_path):
 
 @IN_BROWSER
 def test_rows_are_filtered_by_text_and_the_pointer_shows_values(tmp_path):
-    logs = sorted((RESULTS.parent / "digits").glob("*.jsonl"))
+    logs = [RESULTS.parent / "digits.jsonl"]
     page = report(logs, tmp_path / "out")
     page.write_text(page.read_text().replace("</body>", """<script>
       const field = document.querySelector("input[type=search]");
