@@ -215,7 +215,8 @@ def test_a_flag_that_the_dataset_would_pass_over_is_refused(flags, message):
         recipes.image_loaders(recipe.parse(flags.split()), recipes.Ranks())
 
 
-def test_a_dataset_that_is_not_there_is_named_before_the_run_that_is(tmp_path):
+def test_a_dataset_that_is_not_there_is_named_before_the_run_that_is(monkeypatch, tmp_path):
+    monkeypatch.setattr(logging, "basicConfig", lambda **kwargs: None)  # it is the process's
     (tmp_path / "last.json").write_text("{}")
     flags = ["--dataset", str(tmp_path / "missing"), "--save-dir", str(tmp_path)]
     with pytest.raises(ValueError, match="missing does not exist"):
