@@ -219,7 +219,8 @@ def test_a_reader_who_goes_away_is_no_error(arguments):
 
 def test_ctrl_c_ends_it_with_130():
     pytest.importorskip("sklearn", reason="scikit-learn is not installed")
-    process = start("demo", "--epochs", "1000", preexec_fn=heeds_ctrl_c)
+    process = start("demo", "--epochs", "1000", preexec_fn=heeds_ctrl_c,
+                    before="import logging\nlogging.basicConfig(level=logging.INFO)")
     shown = ""
     while "loss scale" not in shown:  # found by the first step: it trains
         read = process.stderr.read(1)
