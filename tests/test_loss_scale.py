@@ -221,19 +221,23 @@ def settings_and_steps(draw):
     return {"initial": draw(st.floats(minimum, maximum)), "minimum": minimum, "maximum": maximum,
             "growth_factor": draw(st.floats(1, 5, exclude_min=True)),
             "backoff_factor": draw(st.floats(0.1, 1, exclude_max=True)),
-            "growth_interval": draw(st.integers(1, 4))}, draw(st.lists(st.booleans(), max_size=40))
+            "growth_interval": draw(st.integers(1, 4)),
+            "hysteresis": draw(st.integers(1, 3))}, draw(st.lists(st.booleans(), max_size=40))
 
 
 def model(settings, steps):
     """The scale after each step, None where it has come to its end."""
-    scale, in_a_row = settings["initial"], 0
+    scale, in_a_row, tolerated = settings["initial"], 0, settings["hysteresis"] - 1
     for finite in steps:
         in_a_row += finite
-        at_the_end = not finite and scale == settings["minimum"]
-        if not finite and not at_the_end:
+        at_the_end = not finite and not tolerated and scale == settings["minimum"]
+        if not finite and tolerated:
+            tolerated, in_a_row = tolerated - 1, 0
+        elif not finite and not at_the_end:
             scale, in_a_row = max(scale * settings["backoff_factor"], settings["minimum"]), 0
         elif in_a_row == settings["growth_interval"]:
             scale, in_a_row = min(scale * settings["growth_factor"], settings["maximum"]), 0
+            tolerated = settings["hysteresis"] - 1
         yield None if at_the_end else scale
 
 
@@ -267,7 +271,7 @@ def test_the_error_at_the_floor_names_some_parameters_and_the_way_out():
 @pytest.mark.parametrize(("name", "value"), [
     *((name, value) for value in NOT_POSITIVE
       for name in ("initial", "growth_factor", "backoff_factor", "minimum", "maximum")),
-    *(("growth_interval", value) for value in [0, *NOT_COUNTS]),
+    *((name, value) for value in [0, *NOT_COUNTS] for name in ("growth_interval", "hysteresis")),
     ("growth_factor", 1), ("backoff_factor", 1), ("initial", 0.5), ("initial", 2.0 ** 25)])
 def test_each_argument_is_checked_and_the_error_shows_what_was_received(name, value):
     with pytest.raises(ValueError, match=message(f"{name} must", value)):
@@ -279,6 +283,7 @@ def test_each_argument_is_checked_and_the_error_shows_what_was_received(name, va
 @pytest.mark.parametrize("state", [
     None, [8.0, 1], {}, {"scale": 8.0}, {"scale": 8.0, "finite_steps": 1, "step": 1},
     {"scale": 8.0, "finite_steps": 1, "settled": 1},
+    {"scale": 8.0, "finite_steps": 1, "overflows": -1},
     *({"scale": 8.0, "finite_steps": value} for value in NOT_COUNTS),
     *({"scale": value, "finite_steps": 3} for value in [*NOT_POSITIVE, 3.9, 64.1])], ids=repr)
 def test_a_state_that_does_not_fit_is_an_error_and_changes_nothing(state):
@@ -286,14 +291,41 @@ def test_a_state_that_does_not_fit_is_an_error_and_changes_nothing(state):
     scale.update(True)
     with pytest.raises(ValueError, match="Received: "):
         scale.load_state_dict(state)
-    assert scale.state_dict() == {"scale": 16.0, "finite_steps": 1, "settled": False}
+    assert scale.state_dict() == {"scale": 16.0, "finite_steps": 1, "overflows": 0,
+                                  "settled": False}
     assert repr(scale) == "DynamicLossScale(scale=16.0, finite_steps=1)"
 
 
 def test_a_state_of_before_there_was_a_search_is_settled():
     scale = DynamicLossScale()
     scale.load_state_dict({"scale": 8.0, "finite_steps": 3})
-    assert scale.state_dict() == {"scale": 8.0, "finite_steps": 3, "settled": True}
+    assert scale.state_dict() == {"scale": 8.0, "finite_steps": 3, "overflows": 0,
+                                  "settled": True}
+
+
+def test_the_second_overflow_lowers_a_scale_of_hysteresis_two(caplog):
+    net = nn.Dense(1, in_units=1)
+    net.initialize(mx.init.One())
+    loss_scale = DynamicLossScale(8, hysteresis=2, growth_interval=3)
+    loss_scale.settled = True  # no search
+    trainer = amp.Trainer(amp.convert(net).collect_params(), "sgd", loss_scale=loss_scale)
+
+    def scale_after(*steps):
+        for x in steps:
+            with autograd.record():
+                loss = net(nd.array([[x]])).astype("float32")
+            trainer.backward(loss)
+            trainer.step(1)
+        return loss_scale.scale
+    with caplog.at_level("INFO", "gluon_amp"):
+        assert scale_after(60000) == 8  # 8 * 60000 overflows
+    assert caplog.messages == ["step skipped: gradients not finite in dense0_weight; loss scale 8, "
+                               "kept by its hysteresis"]
+    assert scale_after(60000) == 4
+    assert scale_after(60000) == 2  # until it grows
+    assert scale_after(1, 1, 1) == 4
+    assert scale_after(60000) == 4
+    assert trainer.skipped == 4
 
 
 # ---- the search

@@ -89,10 +89,10 @@ def agree_on_scale(workers: Workers, loss_scale: Any) -> None:
         raise RanksDifferError("ranks have different loss scales. Rank 0, 1, ...: "
                                + ", ".join(kinds))
     if state:
-        packed = struct.pack("!dq?", state["scale"], state["finite_steps"], state["settled"])
-        scale, finite_steps, settled = struct.unpack("!dq?", workers.gather(packed)[0])
-        loss_scale.load_state_dict({"scale": scale, "finite_steps": finite_steps,
-                                    "settled": settled})
+        names = "scale", "finite_steps", "overflows", "settled"
+        packed = struct.pack("!dqq?", *(state[name] for name in names))
+        of_rank_0 = struct.unpack("!dqq?", workers.gather(packed)[0])
+        loss_scale.load_state_dict(dict(zip(names, of_rank_0)))
 
 
 def compare(workers: Workers, held: Sequence[Named]) -> None:

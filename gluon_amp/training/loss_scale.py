@@ -100,6 +100,8 @@ class DynamicLossScale(LossScale):
         backoff_factor: multiplies it after an overflow.
         minimum: the floor: an overflow there is a LossScaleError.
         maximum: the cap.
+        hysteresis: lowers the scale at this overflow; those before it only skip their step. The
+            count starts again when the scale grows. A search ignores it.
     """
 
     scales = True
@@ -107,7 +109,8 @@ class DynamicLossScale(LossScale):
 
     def __init__(self, initial: float = 2.0 ** 16, growth_factor: float = 2.0,
                  backoff_factor: float = 0.5, growth_interval: int = 2000,
-                 minimum: float = 1.0, maximum: float = 2.0 ** 24) -> None:
+                 minimum: float = 1.0, maximum: float = 2.0 ** 24,
+                 hysteresis: int = 1) -> None:
         self.minimum = positive_number(minimum, "minimum")
         self.maximum = positive_number(maximum, "maximum")
         if self.minimum > self.maximum:
@@ -121,7 +124,9 @@ class DynamicLossScale(LossScale):
         if self.backoff_factor >= 1:
             raise ValueError(f"backoff_factor must be below 1. Received: {backoff_factor!r}")
         self.growth_interval = whole_number(growth_interval, "growth_interval", least=1)
+        self.hysteresis = whole_number(hysteresis, "hysteresis", least=1)
         self.finite_steps = 0  # in a row, since the scale last changed
+        self.overflows = 0  # since the scale last grew; at most hysteresis - 1
         self.settled = False
 
     def update(self, finite: bool, parameters: Iterable[str] = ()) -> None:
@@ -135,7 +140,10 @@ class DynamicLossScale(LossScale):
             self.settled |= self.finite_steps >= min(_SETTLED_AFTER, self.growth_interval)
             if self.finite_steps >= self.growth_interval:
                 self.scale = min(self.scale * self.growth_factor, self.maximum)
-                self.finite_steps = 0
+                self.finite_steps = self.overflows = 0
+        elif self.overflows + 1 < self.hysteresis:
+            self.overflows += 1
+            self.finite_steps = 0
         elif self.scale <= self.minimum:
             raise LossScaleError(self.nothing_fits(parameters))
         else:
@@ -202,20 +210,23 @@ class DynamicLossScale(LossScale):
 
     def state_dict(self) -> Dict[str, Any]:
         """What changes while training."""
-        return {"scale": self.scale, "finite_steps": self.finite_steps, "settled": self.settled}
+        return {"scale": self.scale, "finite_steps": self.finite_steps,
+                "overflows": self.overflows, "settled": self.settled}
 
     def load_state_dict(self, state: Dict[str, Any]) -> None:
         """Takes over what `state_dict` gave; a bad one is an error and changes nothing."""
-        if not isinstance(state, dict) or set(state) | {"settled"} != {
-                "scale", "finite_steps", "settled"}:
-            raise ValueError("a DynamicLossScale's state has scale, finite_steps and settled. "
-                             f"Received: {state!r}")
+        added = {"settled", "overflows"}  # to the states of earlier versions
+        if not isinstance(state, dict) or set(state) | added != {"scale", "finite_steps"} | added:
+            raise ValueError("a DynamicLossScale's state has scale, finite_steps, overflows and "
+                             f"settled. Received: {state!r}")
         settled = state.get("settled", True)  # of a state of before there was a search
         if not isinstance(settled, bool):
             raise ValueError(f"settled must be True or False. Received: {settled!r}")
         scale = self._within(state["scale"], "scale")
+        overflows = whole_number(state.get("overflows", 0), "overflows", least=0)
         self.finite_steps = whole_number(state["finite_steps"], "finite_steps", least=0)
         self.scale, self.settled = scale, settled
+        self.overflows = min(overflows, self.hysteresis - 1)
 
     def _within(self, scale: float, what: str) -> float:
         if not self.minimum <= positive_number(scale, what) <= self.maximum:

@@ -372,9 +372,10 @@ class Step:
             # one is how a dynamic scale works; several in a row are no search, but lost steps
             several = self.skipped_in_a_row == _SEVERAL and "nothing fits" not in self._warned
             log.log(logging.WARNING if several else logging.INFO,
-                    "%s skipped%s: gradients not finite%s; loss scale %g -> %g",
+                    "%s skipped%s: gradients not finite%s; loss scale %g%s",
                     f"{_SEVERAL} steps" if several else "step", " in a row" if several else "",
-                    in_names(names, most=1), before, self.loss_scale.scale)
+                    in_names(names, most=1), before, f" -> {self.loss_scale.scale:g}"
+                    if self.loss_scale.scale != before else ", kept by its hysteresis")
             return
         elif self.scaling:
             reason = f"gradients are not finite{in_names(names)} at the loss scale " \
