@@ -11,7 +11,7 @@ from statistics import median
 
 import harness
 from gluon_amp.policy import get_policy
-from gluon_amp.tensor_core_math import GPUS
+from gluon_amp.tensor_core_rule import GPUS
 from harness import amp
 
 NETWORKS = ("resnet18 64px b32", "transformer 256", "demo")

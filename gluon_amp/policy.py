@@ -4,7 +4,7 @@ from typing import Any, Optional, Sequence, Union
 
 from .checks import whole_number
 from .formats import FLOAT16, FLOAT32, Format, get_format
-from .tensor_core_math import check_split, of_gpu
+from .tensor_core_rule import check_split, of_gpu
 
 FormatOrName = Union[str, Format]
 SCALINGS = ("delayed", "current")

@@ -1,6 +1,6 @@
 """RNN, LSTM and GRU with `accumulate`: products as a GPU's Tensor Cores make them.
 
-The reference is plain numpy over the rule of tensor_core_rule.py. Its exponentials may differ from
+The reference is plain numpy over the package's plain rule. Its exponentials may differ from
 the engine's in the last bit of float32, so that one half in some thousands may be its neighbour;
 wrong products would show everywhere, since this GPU keeps few bits."""
 from contextlib import suppress
@@ -9,9 +9,8 @@ import mxnet as mx
 import numpy as np
 import pytest
 from gluon_amp.graph.graph import Graph
-from gluon_amp.tensor_core_math import GPUS, TensorCore
+from gluon_amp.tensor_core_rule import GPUS, Sum, TensorCore, product
 from halves import adding_as, as_function, stock
-from tensor_core_rule import product
 
 GATES = {"rnn_relu": 1, "rnn_tanh": 1, "lstm": 4, "gru": 3}
 TIME, BATCH, DATA, UNITS = 5, 3, 9, 6
@@ -24,7 +23,7 @@ def coarse_gpu(monkeypatch):
 
 def times(a, b):
     start = np.zeros((len(a), b.shape[1]), "float32")
-    return product(a.astype("float16"), b.astype("float16"), start, 4, 9)
+    return product(a.astype("float16"), b.astype("float16"), start, Sum(4, 9))
 
 
 def half(x):

@@ -1,7 +1,7 @@
 """Products of float16 that add as a GPU's Tensor Cores do, on a CPU."""
 from typing import Optional
 
-from ..tensor_core_math import check_split, of_gpu
+from ..tensor_core_rule import check_split, of_gpu
 from .graph import Node
 from .operators import PRODUCTS
 
