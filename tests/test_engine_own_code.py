@@ -329,6 +329,10 @@ MAXIMUM = {"pool_type": "max"}
     )),
     ((5, 32, 96, 96), {"kernel": (2, 2), "stride": (2, 2), **MAXIMUM}),
     ((3, 16, 40), {"kernel": 3, "stride": 2, "pooling_convention": "full", **MAXIMUM}),
+    ((3, 16, 7, 5), {"kernel": (1, 1), "stride": (2, 1), "pooling_convention": "full",
+                     "pool_type": "avg"}),
+    ((2, 16, 7, 6), {"kernel": (2, 2), "stride": (2, 2), "pooling_convention": "full",
+                     "pool_type": "avg"}),  # oneDNN does not run it
     ((3, 32, 5, 9, 8), {"kernel": (1, 2, 2), "stride": (1, 2, 2), **MAXIMUM}),
     ((2, 17, 4, 6, 6), {"kernel": (2, 3, 3), "stride": (2, 2, 2), **MAXIMUM}),
 ], ids=str)

@@ -20,7 +20,8 @@ int64_t images_in_a_piece(const TBlob& x, const TBlob& y) {
 }
 
 // oneDNN takes ten times as long for plain arrays. Backward, the arguments are the gradients of the
-// outputs, x, and the outputs; nobody reads x, but its blocks tell oneDNN how the places lie.
+// outputs, x, and the outputs. The last two are not read: x's blocks tell oneDNN how the places lie, and
+// the outputs' type is checked where MXNet's own code runs ("full" averages with unequal padding).
 bool run_in_blocks(const Call& call, const TBlob& x, const TBlob& y) {
   if (!fits(x, y) || x.ndim() > 5 || !has_channels_first(call) || !in_blocks_of(x.shape_[1], 1) ||
       !prefers_onednn(call.of, call.attrs, call.in.size(), call.out.size()))
@@ -35,7 +36,8 @@ bool run_in_blocks(const Call& call, const TBlob& x, const TBlob& y) {
     const TBlob result = piece(call.out[0]), read = piece(call.in[0]);
     std::vector<NDArray> in{widened_images(1, lease.array(read.shape_), read)};
     for (size_t i = 1; i < call.in.size(); ++i) {
-      const TBlob other = piece(call.in[i]);
+      TBlob other = piece(call.in[i]);
+      if (is_half(other)) other = {other.dptr_, other.shape_, mshadow::cpu::kDevMask, mshadow::kFloat32, 0};
       in.push_back(i == place_of_x ? lease.array(other.shape_) : NDArray(other, 0));
       if (i == place_of_x) in[i].CreateMKLDNNData(in_blocks(other.shape_, block_size()));
     }
