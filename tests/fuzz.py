@@ -1016,7 +1016,7 @@ EXPLAINED = [
      "it reads the grid, a hidden output, which is float16; the gradient jumps between pixels"),
     ("Activation", "gradient", 1, 1e-3,
      "the gradient reads the rounded result, as cuDNN's does; oneDNN's reads the input"),
-    ("Activation", "output", 1, 0, "code of its own, right to 1e-7"),
+    ("Activation|(log_)?softmax|softmin", "output", 1, 0, "code of its own, right to 1e-7"),
     ("broadcast_.*|_npi_(add|subtract|multiply|true_divide)|softmax|softmin|log_softmax|take",
      "gradient", 1, 1e-6, "code of its own adds up in another order"),
     ("LayerNorm", "output", 1, 1e-6, "code of its own adds up in another order"),
