@@ -7,7 +7,7 @@ nodes with a setting whatever their types are.
 Formats that MXNet has no arrays of (bfloat16, float8) run on CPUs only. Their tensors are float32
 arrays, and attributes of a node select which of its inputs and outputs are rounded, and to what.
 """
-from typing import Any, Callable, Dict, Iterable, List, Mapping, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterable, List, Mapping, Optional, Sequence, Tuple, Union
 
 from .._mxnet import mx, np
 from ..cpu import library
@@ -15,7 +15,7 @@ from ..cpu.scales import Scales
 from ..policy import POLICIES, Policy
 from .accumulate import accumulate
 from .casts import PRODUCT
-from .graph import CASTS, TYPE_FLAG, Entry, Graph, Node, bindings
+from .graph import CASTS, TYPE_FLAG, Entry, Graph, Node
 from .operators import BATCH_NORMS, factors, numbers
 from .refusals import LOOP, check_formats, check_loops
 
@@ -105,17 +105,13 @@ class _Rewriting:
         self.named: Dict[str, int] = {} if named is None else named
 
     def run(self) -> Graph:
-        new: Dict[Node, Node] = {}
-        for node in self.graph.nodes():
+        def make(node: Node, inputs: List[Entry]) -> Union[Node, Sequence[Entry]]:
             if node.op in CASTS and node.inputs[0].node in self.without_casts:
-                new[node] = new[node.inputs[0].node]
-                continue
-            reads = node.inputs
+                return inputs
             if node in self.without_casts:
-                reads = [e.node.inputs[0] for e in reads]
-            inputs = [Entry(new[e.node], e.output) for e in reads]
-            new[node] = node if node.is_variable else self._rewritten(node, inputs)
-        return Graph(Entry(new[e.node], e.output) for e in self.graph.outputs)
+                inputs = [e.node.inputs[0] for e in inputs]
+            return self._rewritten(node, inputs)
+        return self.graph.rewrite(make)
 
     def _adds_in_float32(self, node: Node, users: Sequence[Optional[Node]]) -> bool:
         """Whether a batched product in float32 reads casts of halves only, and is read by casts to
@@ -146,7 +142,9 @@ class _Rewriting:
     def _rewritten(self, node: Node, inputs: List[Entry]) -> Node:
         """The same operator with its settings."""
         new = node.like(inputs)
-        new.subgraphs = [self._body(node, i) for i in range(len(node.subgraphs))]
+        new.subgraphs = [
+            _Rewriting(body.graph, body.types, self.policy, self.watch, self.scales, self.place,
+                       self.named).run() for body in node.bodies(self.types)]
         entries = [*node.inputs, *self._outputs(node)]
         rounded = any(map(self._is_rounded, entries)) or PRODUCT in node.attrs
         if node.op == "BatchNorm" and self.policy.cpu_only:  # ours is the faster on plain arrays
@@ -203,15 +201,6 @@ class _Rewriting:
         place = self.place(node.name)
         return place if again == 1 else f"{place} {again}"
 
-    def _body(self, node: Node, which: int) -> Graph:
-        body, inputs = node.subgraphs[which], bindings(node)[which]
-        names = body.variables()
-        types = {name: self.types[node.inputs[i]] or "float32" for name, i in zip(names, inputs)}
-        rewritten = _Rewriting(body, types, self.policy, self.watch, self.scales, self.place,
-                               self.named).run()
-        assert rewritten.variables() == names, (node, names, rewritten.variables())
-        return rewritten
-
 
 def _runs_engine(node: Node) -> bool:
     return node.op in library.dispatched() and node.op not in LEFT_ALONE
@@ -231,13 +220,11 @@ def _is_better_in_the_engine(node: Node) -> bool:
 def _with_repeatable_dropout(graph: Graph) -> Graph:
     """The graph with x * Dropout(1) for each Dropout(x), which gives the same numbers. Without the
     engine, the mask of MXNet's Dropout serves one backward pass only; ones need no gradient."""
-    new: Dict[Node, Node] = {}
-    for node in graph.nodes():
-        inputs = [Entry(new[e.node], e.output) for e in node.inputs]
-        new[node] = made = node if node.is_variable else node.like(inputs)
+    def make(node: Node, inputs: List[Entry]) -> Node:
+        made = node.like(inputs)
         made.subgraphs = [_with_repeatable_dropout(body) for body in node.subgraphs]
-        if node.op == "Dropout":
-            ones = Node("ones_like", f"{node.name}_ones", {}, inputs)
-            made.inputs = [Entry(ones)]
-            new[node] = Node("elemwise_mul", f"{node.name}_masked", {}, [*inputs, Entry(made)])
-    return Graph(Entry(new[e.node], e.output) for e in graph.outputs)
+        if node.op != "Dropout":
+            return made
+        made.inputs = [Entry(Node("ones_like", f"{node.name}_ones", {}, inputs))]
+        return Node("elemwise_mul", f"{node.name}_masked", {}, [*inputs, Entry(made)])
+    return graph.rewrite(make)

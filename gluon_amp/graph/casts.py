@@ -21,7 +21,7 @@ from .._mxnet import mx
 from ..formats import FLOAT32
 from ..policy import Policy
 from . import operators
-from .graph import Entry, Graph, Node, bindings, infer, loop_states
+from .graph import Entry, Graph, Node, infer, loop_states
 
 KEEP = "__gluon_amp_keep__"  # the attribute of nodes that stay float32
 PRODUCT = "__gluon_amp_product__"  # of products whose inputs have a format of their own
@@ -70,48 +70,44 @@ class _Casting:
         self.casts: Dict[Tuple[Entry, str], Entry] = {}
 
     def run(self, graph: Graph) -> List[Entry]:
-        new: Dict[Node, Node] = {}
-        back: Dict[Entry, Entry] = {}  # results of norms and products, cast to what lies between
-
-        def now(entry: Entry) -> Entry:
-            moved = Entry(new[entry.node], entry.output)
-            return back.get(moved, moved)
-
         for node in graph.nodes():
-            inputs = [now(e) for e in node.inputs]
             if node.is_variable:
-                new[node] = node
                 self.types[Entry(node)] = self.variables.get(node.name)
                 if node.name in self.weak_names:
                     self.weak.add(Entry(node))
                 if node.name in self.wide_names:
                     self.wide.add(Entry(node))
-                continue
-            new[node] = made = node.like(self._inputs(node, inputs))
-            exact: List[bool] = []  # whether each output is of indices, where there are bodies
-            if node.subgraphs:
-                made.subgraphs, exact = self._bodies(made)
-            outputs = infer(made, tuple(self.types[e] for e in made.inputs))
-            for i, dtype in enumerate(outputs):
-                self.types[Entry(made, i)] = dtype
-                if exact[i] if exact else self._is_exact(node, inputs):
-                    self.exact.add(Entry(made, i))
-                elif dtype == "float32" and self._widens(node, inputs):
-                    self.wide.add(Entry(made, i))
-                elif all(e in self.weak for e in inputs) and self._fits(node):
-                    self.weak.add(Entry(made, i))
-            if self._gives_back(node) and not self._kept(node):
-                data = self.types[inputs[0]]
-                if data is not None and data in self.floats and data != outputs[0]:
-                    back[Entry(made)] = self.cast(Entry(made), data)
-            if node.op in operators.PRODUCTS and not self._kept(node):
-                product = self._product(node)
-                if self.policy.products_round and product == self.product:
-                    made.attrs[PRODUCT] = "True"
-                if product != self.between:
-                    for i, _ in enumerate(outputs):
-                        back[Entry(made, i)] = self.cast(Entry(made, i), self.between)
-        return [now(e) for e in graph.outputs]
+        return graph.rewrite(self._made).outputs
+
+    def _made(self, node: Node, inputs: List[Entry]) -> List[Entry]:
+        """The outputs of a node with its casts; norms and products may have some behind them."""
+        made = node.like(self._inputs(node, inputs))
+        exact: List[bool] = []  # whether each output is of indices, where there are bodies
+        if node.subgraphs:
+            made.subgraphs, exact = self._bodies(made)
+        types = infer(made, tuple(self.types[e] for e in made.inputs))
+        outputs = [Entry(made, i) for i, _ in enumerate(types)]
+        for output, dtype in zip(outputs, types):
+            self.types[output] = dtype
+            if exact[output.output] if exact else self._is_exact(node, inputs):
+                self.exact.add(output)
+            elif dtype == "float32" and self._widens(node, inputs):
+                self.wide.add(output)
+            elif all(e in self.weak for e in inputs) and self._fits(node):
+                self.weak.add(output)
+        if self._kept(node):
+            return outputs
+        if self._gives_back(node):
+            data = self.types[inputs[0]]
+            if data is not None and data in self.floats and data != types[0]:
+                outputs[0] = self.cast(outputs[0], data)
+        if node.op in operators.PRODUCTS:
+            product = self._product(node)
+            if self.policy.products_round and product == self.product:
+                made.attrs[PRODUCT] = "True"
+            if product != self.between:
+                outputs = [self.cast(Entry(made, i), self.between) for i, _ in enumerate(types)]
+        return outputs
 
     def _fits(self, node: Node) -> bool:
         """Whether the narrowest format holds the node's constants: such as 1e-12 does not."""
@@ -222,13 +218,11 @@ class _Casting:
         """The graphs of a control-flow node, and whether its outputs are indices. A loop's states
         keep their types, and the branches of a condition return the same ones."""
         bodies = []
-        for body, numbers in zip(node.subgraphs, bindings(node)):
-            inputs = dict(zip(body.variables(), (node.inputs[i] for i in numbers)))
-            types = {name: self.types[e] or "float32" for name, e in inputs.items()}
-            weak = {name for name, e in inputs.items() if e in self.weak}
-            wide = {name for name, e in inputs.items() if e in self.wide}
-            inner = _Casting(self.policy, types, weak, self.keep, wide)
-            bodies.append((inner, inner.run(body)))
+        for body in node.bodies(self.types):
+            weak = {name for name, e in body.outside.items() if e in self.weak}
+            wide = {name for name, e in body.outside.items() if e in self.wide}
+            inner = _Casting(self.policy, body.types, weak, self.keep, wide)
+            bodies.append((inner, inner.run(body.graph)))
         if node.op in ("_cond", "_while_loop"):  # the condition, which MXNet wants in float32
             condition, outputs = bodies[0]
             outputs[:] = [condition.cast(e, "float32") for e in outputs]

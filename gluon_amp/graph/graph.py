@@ -8,7 +8,20 @@ position, so whoever rewrites them must keep the order of their variables.
 """
 import functools
 import json
-from typing import Any, Dict, Iterable, Iterator, List, Mapping, NamedTuple, Optional, Tuple
+from typing import (
+    Any,
+    Callable,
+    Dict,
+    Iterable,
+    Iterator,
+    List,
+    Mapping,
+    NamedTuple,
+    Optional,
+    Sequence,
+    Tuple,
+    Union,
+)
 
 from .._mxnet import mx, np
 
@@ -49,6 +62,30 @@ class Node:
     def like(self, inputs: Iterable[Entry]) -> "Node":
         """The same operator on other inputs."""
         return Node(self.op, self.name, self.attrs, inputs, self.subgraphs)
+
+    def bodies(self, types: Mapping[Entry, Optional[str]]) -> List["Body"]:
+        """The graphs of a loop or a condition.
+
+        Args:
+            types: of the node's inputs.
+        """
+        places = bindings(self) if self.subgraphs else ()
+        outside = [dict(zip(body.variables(), (self.inputs[i] for i in numbers)))
+                   for body, numbers in zip(self.subgraphs, places)]
+        return [Body(body, names, {name: types[e] or "float32" for name, e in names.items()})
+                for body, names in zip(self.subgraphs, outside)]
+
+
+class Body(NamedTuple):
+    """A graph within a loop or a condition.
+
+    Attributes:
+        outside: by the names of its variables, the inputs of the node that they stand for.
+        types: the types of its variables.
+    """
+    graph: "Graph"
+    outside: Dict[str, Entry]
+    types: Dict[str, str]
 
 
 class Graph:
@@ -137,6 +174,25 @@ class Graph:
             users.setdefault(entry, []).append(None)
         return users
 
+    def rewrite(self, make: Callable[[Node, List[Entry]], Union[Node, Sequence[Entry]]]) -> "Graph":
+        """The graph with other operators on the same variables.
+
+        Args:
+            make: from an operator and its new inputs, gives what replaces it: a node, or an entry
+                for each of its outputs.
+        """
+        made: Dict[Node, Union[Node, Sequence[Entry]]] = {}
+
+        def new(entry: Entry) -> Entry:
+            found = made[entry.node]
+            return Entry(found, entry.output) if isinstance(found, Node) else found[entry.output]
+
+        for node in self.nodes():
+            made[node] = node if node.is_variable else make(node, [new(e) for e in node.inputs])
+        graph = Graph(map(new, self.outputs))
+        assert graph.variables() == self.variables()  # a loop finds a body's by their order
+        return graph
+
     def types(self, known: Mapping[str, str]) -> Dict[Entry, Optional[str]]:
         """The dtype of every entry, from the dtypes of the variables."""
         types: Dict[Entry, Optional[str]] = {}
@@ -213,9 +269,9 @@ def _makes_foreign(graph: Graph) -> bool:
 
 def _body_outputs(node: Node, inputs: Types) -> Types:
     """The outputs of a loop or condition are those of its (last) body."""
-    body, places = node.subgraphs[-1], bindings(node)[-1]
-    types = body.types({name: inputs[i] or "float32" for name, i in zip(body.variables(), places)})
-    return tuple(types[e] for e in body.outputs)
+    body = node.bodies(dict(zip(node.inputs, inputs)))[-1]
+    types = body.graph.types(body.types)
+    return tuple(types[e] for e in body.graph.outputs)
 
 
 def made_type(node: Node) -> Optional[str]:
