@@ -66,7 +66,7 @@ for name, value in {
 nitpick_ignore = [("py:class", "dataclasses.InitVar"), ("py:class", "NoneType")]  # no pages of ours
 # parts of an X-ray's view, which docs/xray.md tells of
 nitpick_ignore_regex = [
-    ("py:class", r"gluon_amp\.inspection\.(tensors|updates|statistics|advice|overflow)\.\w+")]
+    ("py:class", r"gluon_amp\.inspection\.(tensors|session|statistics|advice|overflow)\.\w+")]
 
 
 def code_blocks(app, what, name, obj, options, lines):

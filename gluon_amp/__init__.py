@@ -11,7 +11,7 @@ from .formats import Format
 from .gluon.convert import convert, restore
 from .gpu.trace import gpu_trace
 from .inspection.search import search
-from .inspection.types import types
+from .inspection.tensors import types
 from .inspection.view import explain, xray
 from .onnx.export import export_onnx
 from .parallel.horovod import Horovod

@@ -4,7 +4,7 @@ import mxnet as mx
 import numpy as np
 import pytest
 from gluon_amp.graph.graph import Graph
-from gluon_amp.inspection.arithmetic import multiply_adds
+from gluon_amp.inspection.search import multiply_adds
 from mxnet import gluon, nd
 from mxnet.gluon import nn
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from gluon_amp.formats import FLOAT16
 from gluon_amp.inspection.files import lines
-from gluon_amp.inspection.read import read
+from gluon_amp.inspection.view import read
 from mxnet import nd
 from mxnet.gluon import nn
 from xray_networks import LOSS, calling, check_mended, layers

@@ -8,7 +8,7 @@ import mxnet as mx
 import numpy as np
 import pytest
 from gluon_amp.formats import FORMATS
-from gluon_amp.inspection.read import read
+from gluon_amp.inspection.view import read
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
 from networks import Calling

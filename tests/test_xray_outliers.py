@@ -6,9 +6,7 @@ import gluon_amp as amp
 import mxnet as mx
 import numpy as np
 import pytest
-from gluon_amp.inspection.tensors import Layout
-from gluon_amp.inspection.trial import Trial
-from gluon_amp.policy import get_policy
+from gluon_amp.inspection.session import Session
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
 from networks import Calling
@@ -113,10 +111,7 @@ def test_what_to_keep_is_never_a_cast():
                                      F.expand_dims(x, axis=0), x)
         return out(state)
     net = calling(forward, nn.Dense(6, in_units=6, prefix="net_inner_"), *layers(4))
-    trial = Trial(net, get_policy("float16"))
-    net(rows()[0][0])
-    trial.look(rows()[0])
-    layout = Layout(trial.graphs(), trial.policy, trial.parameters)
+    layout = Session(net, rows(), LOSS, 1, "xray").low().layout
     kept = {name for tensor in layout.tensors() for name in layout.kept_for(tensor.key)}
     assert kept
     assert not [name for name in kept if "amp_cast" in name]

@@ -1,15 +1,28 @@
-"""From counts to advice: what is wrong where, and which loss scales fit."""
+"""From counts to advice: what is wrong where, which loss scales fit, and what `keep=` calls it."""
 import math
+import re
 import statistics
 from dataclasses import dataclass, replace
-from typing import Callable, Dict, Iterable, List, NamedTuple, Optional
+from typing import (
+    Any,
+    Callable,
+    Collection,
+    Dict,
+    Iterable,
+    List,
+    NamedTuple,
+    Optional,
+    Set,
+)
 
+from ..annotations import Block, Module, Network
+from ..gluon.converted import ConvertedBlock
+from ..gluon.state import blocks_in
 from ..graph.graph import CASTS
 from ..graph.operators import LOSSES, numbers
-from .outliers import varies_by
-from .overflow import beginnings, is_finite, unsound
+from .overflow import beginnings, is_finite, owner, owners, unsound
 from .statistics import Counts, Key, decibels
-from .tensors import Layout, Tensor, counted_reads
+from .tensors import Layout, Tensor, counted_reads, varies_by
 
 _MOST_LOST = 0.1  # of a gradient's norm, before a network is said to need something
 _STANDS_OUT = 4  # times the worth of what three products in four round
@@ -99,9 +112,8 @@ def window(tensors: Iterable[Tensor], scale: float, lost: float) -> Optional[Win
 
 def _highest(tensor: Tensor, counts: Counts) -> int:
     """By how many powers of two a tensor may grow: overflowed numbers count as beyond."""
-    headroom = counts.headroom(tensor.format)
-    assert headroom is not None
-    return headroom[1] if is_finite(counts) else min(headroom[1], -1)
+    _, above = counts.headroom(tensor.format) or (0, 0)
+    return above if is_finite(counts) else min(above, -1)
 
 
 def _lowest(tensor: Tensor, counts: Counts, lost: float) -> float:
@@ -132,7 +144,7 @@ def findings(layout: Layout, tensors: List[Tensor], scale: float) -> List[Findin
     seen = {t.key: replace(t, reads=reads[t.key]) for t in tensors if t.key in held}
     made: List[Finding] = []
     forward = sorted((t for t in seen.values() if not t.key.backward), key=lambda t: t.place)
-    counts = {key: t.counts for key, t in seen.items() if t.counts is not None}
+    counts = {key: t.counts for key, t in seen.items()}
     broken = {t.key for t in unsound(tensors, counts)}
     endless = [t for t in forward if not is_finite(counts[t.key])]
     for tensor in beginnings(endless, reads, counts):
@@ -142,12 +154,8 @@ def findings(layout: Layout, tensors: List[Tensor], scale: float) -> List[Findin
         behind = [t.key for t in forward if t.beyond and t.key in broken]
         nodes = [name for key in behind for name in layout.kept_for(key)]
         made[0].keep = list(dict.fromkeys(made[0].keep + nodes))
-    for tensor in forward:
-        made += _nearly_above(layout, seen, tensor)
-    for tensor in forward:
-        made += _below(layout, seen, tensor)
-    for tensor in forward:
-        made += _cancelled(layout, seen, tensor)
+    for judge in (_nearly_above, _below, _cancelled):
+        made += [finding for tensor in forward for finding in judge(layout, seen, tensor)]
     if not made:  # else gradients are not what they will be
         made += _moving_the_loss(layout, forward)
         if all(key.backward for key in broken):
@@ -171,12 +179,11 @@ def _finding(layout: Layout, tensor: Tensor, reason: str, detail: str,
 
 def _above(layout: Layout, seen: Dict[Key, Tensor], tensor: Tensor) -> List[Finding]:
     counts = tensor.counts
-    assert counts is not None
     if tensor.op in CASTS and not counts.overflowed:
         return []  # what it casts was not finite, such as what a plain Block hands on
     if not counts.overflowed:
         return _of_zeros(layout, seen, tensor)
-    begins = _where_it_begins(layout, seen, tensor, lambda t: t.counts is not None and
+    begins = _where_it_begins(layout, seen, tensor, lambda t:
                               t.counts.shares(tensor.format)["overflowed"] > 0)
     share = counts.overflowed / counts.numbers
     most = f"up to 2^{counts.range[1] + 1}" if counts.range else "all"
@@ -186,12 +193,12 @@ def _above(layout: Layout, seen: Dict[Key, Tensor], tensor: Tensor) -> List[Find
 
 def _nearly_above(layout: Layout, seen: Dict[Key, Tensor], tensor: Tensor) -> List[Finding]:
     """A tensor that has overflowed in no batch so far, but may in the next."""
-    by, counts = varies_by(tensor), tensor.counts
-    if by is None or counts is None or not is_finite(counts):
+    by = varies_by(tensor)
+    if by is None or not is_finite(tensor.counts):
         return []
     most = max(tensor.largest)
-    begins = _where_it_begins(layout, seen, tensor, lambda t: t.counts is not None
-                              and t.counts.range is not None and t.counts.range[1] >= most)
+    begins = _where_it_begins(layout, seen, tensor, lambda t:
+                              t.counts.range is not None and t.counts.range[1] >= most)
     return [_finding(layout, tensor, "range above", f"{tensor.name} goes up to 2^{most + 1} in one "
                      f"batch, and to 2^{most + 1 - by} in half of them: another may lie beyond "
                      f"{tensor.format.largest:g}", begins)]
@@ -201,10 +208,9 @@ def _of_zeros(layout: Layout, seen: Dict[Key, Tensor], tensor: Tensor) -> List[F
     """A tensor whose infinities no rounding has made: what it is computed from became 0, which a
     logarithm or a quotient does not take."""
     rounded = _lows_behind(seen, tensor)
-    lost = [t for t in rounded if t.counts is not None and t.counts.flushed]
+    lost = [t for t in rounded if t.counts.flushed]
     made = [_finding(layout, t, "range below", f"{t.counts.flushed / t.counts.numbers:.2%} of "
-                     f"{t.name} becomes 0, and {tensor.name} is not finite")
-            for t in lost if t.counts is not None]
+                     f"{t.name} becomes 0, and {tensor.name} is not finite") for t in lost]
     if made or not (rounded or tensor.is_low):
         return made
     finding = _finding(layout, tensor, "cancellation", f"{tensor.name} is not finite, though what "
@@ -245,11 +251,10 @@ def _where_it_begins(layout: Layout, seen: Dict[Key, Tensor], tensor: Tensor,
 
 def _below(layout: Layout, seen: Dict[Key, Tensor], tensor: Tensor) -> List[Finding]:
     counts = tensor.counts
-    assert counts is not None
     if not tensor.is_low or not counts.squares or counts.own_snr >= tensor.low_snr:
         return []
     shares = counts.shares(tensor.format)
-    begins = _where_it_begins(layout, seen, tensor, lambda t: t.counts is not None and
+    begins = _where_it_begins(layout, seen, tensor, lambda t:
                               t.counts.lost(tensor.format) > 0.01)
     return [_finding(layout, tensor, "range below",
                      f"{tensor.name} is rounded to {counts.own_snr:.0f} dB: "
@@ -260,7 +265,6 @@ def _below(layout: Layout, seen: Dict[Key, Tensor], tensor: Tensor) -> List[Find
 def _cancelled(layout: Layout, seen: Dict[Key, Tensor], tensor: Tensor) -> List[Finding]:
     """A tensor that is far from float32's though all that it is computed from is near."""
     counts = tensor.counts
-    assert counts is not None
     if tensor.snr is None or tensor.snr >= tensor.low_snr / 2 or not is_finite(counts):
         return []
     if tensor.snr >= min(t.low_snr for t in seen.values()) / 2:
@@ -341,15 +345,15 @@ def _gradients(layout: Layout, seen: Dict[Key, Tensor], scale: float) -> List[Fi
     """Where no loss scale that training comes to fits all gradients: the node at which they change
     their size most, then those that lie apart, at that end which names fewer. (Where most are too
     large, none lies apart: a lower scale is what they need.)"""
-    backward = sorted((t for t in seen.values() if t.key.backward and t.counts
-                       and t.counts.range), key=lambda t: t.place)
+    backward = sorted((t for t in seen.values() if t.key.backward and t.counts.range),
+                      key=lambda t: t.place)
     gradients = [t for t in backward if t.is_low]
     found = window(gradients, scale, _MOST_LOST)
     if found is None or found.fits:
         return []
 
     def too_large_for(wanted: float) -> List[Tensor]:
-        return [t for t in gradients if t.counts and 2.0 ** _highest(t, t.counts) * scale < wanted]
+        return [t for t in gradients if 2.0 ** _highest(t, t.counts) * scale < wanted]
     wanted, why = max(found.low, _LEAST_SCALE), "and training's goes down to 1"
     few = found.high < _LEAST_SCALE and 2 * len(too_large_for(wanted)) <= len(gradients)
     if found.low <= found.high and not few:
@@ -358,8 +362,7 @@ def _gradients(layout: Layout, seen: Dict[Key, Tensor], scale: float) -> List[Fi
         wanted = found.low
         why = f"which {found.low_tensor} needs" if found.low_tensor else "the smallest of all"
     at_low = too_large_for(wanted)
-    at_high = [t for t in gradients if t.counts
-               and _lowest(t, t.counts, _MOST_LOST) * scale > found.high]
+    at_high = [t for t in gradients if _lowest(t, t.counts, _MOST_LOST) * scale > found.high]
     made = []
     jump = _jump(seen, backward)
     if jump is not None:
@@ -372,7 +375,7 @@ def _gradients(layout: Layout, seen: Dict[Key, Tensor], scale: float) -> List[Fi
     return made + [_finding(layout, t, "range below", f"{t.name} needs a loss scale of "
                             f"{_lowest(t, t.counts, _MOST_LOST) * scale:g}, and "
                             f"{found.high_tensor} overflows above {found.high:g}")
-                   for t in at_high if t.counts]
+                   for t in at_high]
 
 
 def _jump(seen: Dict[Key, Tensor], backward: List[Tensor]) -> Optional[Tensor]:
@@ -380,9 +383,9 @@ def _jump(seen: Dict[Key, Tensor], backward: List[Tensor]) -> Optional[Tensor]:
     more than 2^12."""
     best, most = None, 12
     for tensor in backward:
-        here = _middle(tensor)
+        here = tensor.counts.middle
         # What a loss begins by itself knows no loss scale.
-        before = [_middle(seen[key]) for key in tensor.reads
+        before = [seen[key].counts.middle for key in tensor.reads
                   if key in seen and seen[key].op not in LOSSES]
         steps = [abs(b - here) for b in before if b is not None and here is not None]
         if tensor.kind == "gradient" and steps and min(steps) > most:
@@ -390,5 +393,66 @@ def _jump(seen: Dict[Key, Tensor], backward: List[Tensor]) -> Optional[Tensor]:
     return best
 
 
-def _middle(tensor: Tensor) -> Optional[int]:
-    return tensor.counts.middle if tensor.counts else None
+# ---- what `keep=` calls a node ------------------------------------------------------------------
+
+
+def can_be_named(net: Network, block: Block) -> bool:
+    """Whether `keep=` names this block for a node in it: not the outermost, and none whose
+    children have parameters."""
+    return block is not net and not any(child.collect_params().keys()
+                                        for child in block._children.values())
+
+
+def nodes_of(block: Block, names: Iterable[str]) -> Set[str]:
+    """Those of these nodes that are in a block."""
+    return {name for name in names if name.startswith(block.prefix)}
+
+
+def keep_for(net: Network, node: str, names: Iterable[str]) -> Dict[str, Set[str]]:
+    """What `keep=` calls the block of a node, and the block's nodes among `names`; a node of the
+    outermost block goes by its own name."""
+    block = owner(net, node)
+    if not can_be_named(net, block):
+        return {re.escape(node): {node}}
+    return {re.escape(block.name): nodes_of(block, names) | {node}}
+
+
+def kept_already(net: Network) -> List[str]:
+    """What `keep=` would name, to keep what `convert` was told to keep."""
+    converted: List[Any] = [b for b in blocks_in(net) if isinstance(b, ConvertedBlock)]
+    blocks = [b for b in converted if b._amp.keep]
+    nodes = sorted({name for b in converted for name in b._amp.keep_nodes
+                    if not any(name.startswith(kept.prefix) for kept in blocks)})
+    return list(dict.fromkeys(re.escape(n) for n in [*(b.name for b in blocks), *nodes]))
+
+
+def in_groups(net: Network, names: Collection[str]) -> List[Set[str]]:
+    """Nodes that are kept together: those of a block that has parameters, since `keep=` decides
+    about these by the block. Any other is alone."""
+    groups: Dict[Any, Set[str]] = {}
+    for name in names:
+        groups.setdefault(_with_parameters(net, name) or name, set()).add(name)
+    return list(groups.values())
+
+
+def _with_parameters(net: Network, node: str) -> Module:
+    """The innermost block around a node that has parameters of its own, and can be named."""
+    for block in owners(net, node):
+        if block.params.keys() and can_be_named(net, block):
+            return block
+    return None
+
+
+def keep_line(net: Network, kept: Collection[str], names: Collection[str]) -> List[str]:
+    """For `keep=`: the names of blocks that are kept with all their nodes, and of other nodes.
+
+    Args:
+        kept: the nodes to keep.
+        names: all that could be.
+    """
+    made: Dict[str, None] = {}
+    for node in sorted(kept):
+        block = _with_parameters(net, node) or owner(net, node)
+        whole = can_be_named(net, block) and nodes_of(block, names) <= set(kept)
+        made[re.escape(block.name if whole else node)] = None
+    return list(made)

@@ -1,16 +1,30 @@
-"""The files of an X-ray: a page, a table, a line for each tensor and step, pictures."""
+"""The files of an X-ray: a page, a table, a line for each tensor and step, pictures.
+
+The page asks for nothing from elsewhere. Its heat maps are drawn by its own script from numbers in
+it: a row for each tensor, a column for each exponent, the share of numbers as darkness. Bands tell
+what float16 holds.
+"""
 import csv
 import json
+import math
 import os
 import shutil
-from typing import Any, Dict, Iterable, List, Union
+from contextlib import suppress
+from html import escape
+from string import Template
+from typing import Any, Dict, Iterable, List, Optional, Union
 
+from .._mxnet import np
+from ..formats import FLOAT16, FLOAT32, Format
+from ..report.colors import COLORS, GREY, INK
+from ..report.style import SORTING, STYLE
 from .statistics import Counts
-from .table import as_number, row, rows_of_weights
+from .tensors import Tensor
 
 _COLUMNS = ("place", "tensor", "kind", "operator", "format", "numbers", "zero", "flushed",
             "subnormal", "overflowed", "not_finite", "smallest", "largest", "bits_below",
             "bits_above", "own_snr", "snr", "inherited_snr", "without_master")
+_LOW, _HIGH = -45, 24  # the exponents that are drawn; on the page others stand at the edges
 
 
 def save(view: Any, folder: Union[str, "os.PathLike[str]"]) -> str:
@@ -30,16 +44,12 @@ def save(view: Any, folder: Union[str, "os.PathLike[str]"]) -> str:
 
 
 def _write_all(view: Any, folder: str) -> None:
-    from .page import page
     _write(os.path.join(folder, "xray.html"), page(view))
     _summary(view, os.path.join(folder, "summary.csv"))
     _write(os.path.join(folder, "xray.jsonl"), "".join(json.dumps(line, allow_nan=False) + "\n"
                                                      for line in lines(view)))
-    try:
-        from .pictures import draw
-    except ImportError:  # matplotlib is in the extra `results`
-        return
-    draw(view, folder)
+    with suppress(ImportError):  # matplotlib is in the extra `results`
+        _draw(view, folder)
 
 
 def _write(path: str, text: str) -> None:
@@ -93,3 +103,342 @@ def lines(view: Any) -> Iterable[Dict[str, Any]]:
 def _histogram(counts: Counts) -> Dict[str, Any]:
     return {"zero": counts.zero, "infinite": counts.infinite, "nan": counts.nan,
             "bins": [[int(i) - 127, int(counts.bins[i])] for i in counts.bins.nonzero()[0]]}
+
+
+# ---- a row of the table: what files and page say of a tensor, a parameter, and its updates ------
+
+
+def row(view: Any, tensor: Any, format_: Optional[Format] = None) -> Dict[str, Any]:
+    """What the table says of a tensor. `format_`: as if it had that format."""
+    asked = format_ or (tensor.format if tensor.is_low else FLOAT16)
+    return {"place": tensor.place, "tensor": tensor.name, "kind": tensor.kind,
+            "operator": tensor.op, "format": tensor.format.name, **_numbers(tensor.counts, asked),
+            "own_snr": as_number(tensor.counts.own_snr if tensor.is_low else None),
+            "snr": as_number(tensor.snr), "inherited_snr": as_number(view.inherited(tensor))}
+
+
+def rows_of_weights(view: Any) -> Iterable[Dict[str, Any]]:
+    """What it says of the parameters, and of what the steps added to them."""
+    for weight in view.weights:
+        yield {"tensor": weight.name, "kind": "weight", "format": weight.format.name,
+               **_numbers(weight.counts, FLOAT16)}
+        if weight.updates is not None:
+            yield {"tensor": weight.name, "kind": "update", "format": FLOAT32.name,
+                   **_numbers(weight.updates, FLOAT16), "without_master": weight.without_master}
+
+
+def _numbers(counts: Counts, asked: Format) -> Dict[str, Any]:
+    headroom = counts.headroom(asked)
+    return {"numbers": counts.numbers, **counts.shares(asked),
+            "not_finite": counts.infinite + counts.nan,
+            "smallest": counts.range and counts.range[0],
+            "largest": counts.range and counts.range[1],
+            "bits_below": headroom and headroom[0], "bits_above": headroom and headroom[1]}
+
+
+def as_number(value: Optional[float]) -> Optional[float]:
+    """For tables: infinities and NaN are left out."""
+    return None if value is None or not math.isfinite(value) else round(value, 1)
+
+
+# ---- pictures, for papers
+
+
+def _draw(view: Any, folder: str) -> None:
+    """Writes forward.png and backward.png."""
+    from matplotlib.figure import Figure
+    for name, backward in (("forward", False), ("backward", True)):
+        tensors = [t for t in view.tensors if t.key.backward == backward]
+        if tensors:
+            figure = Figure(figsize=(7.5, 0.8 + min(0.16 * len(tensors), 12)), layout="constrained")
+            _heat(figure.add_subplot(), sorted(tensors, key=lambda t: t.place))
+            figure.savefig(os.path.join(folder, f"{name}.png"), dpi=200)
+
+
+def _heat(axes: Any, tensors: List[Tensor]) -> None:
+    shares = np.array([t.counts.bins[_LOW + 127:_HIGH + 128] / max(t.counts.numbers, 1)
+                       for t in tensors])
+    rows = len(tensors)
+    axes.imshow(np.sqrt(shares), aspect="auto", cmap="Blues", vmin=0, vmax=0.6,
+                interpolation="nearest", extent=(_LOW, _HIGH + 1, rows - 0.5, -0.5))
+    format_ = next((t.format for t in tensors if t.is_low), FLOAT16)
+    for edge in (math.log2(format_.smallest), math.log2(format_.smallest_normal),
+                 math.floor(math.log2(format_.largest)) + 1):
+        axes.axvline(edge, color=COLORS["float8"], linewidth=0.8)
+    if rows <= 75:
+        axes.set_yticks(range(rows), [t.name for t in tensors], fontsize=5.5)
+        for label, tensor in zip(axes.get_yticklabels(), tensors):
+            label.set_color(INK if tensor.is_low else GREY)
+    else:
+        axes.set_ylabel("tensors, in order of computation")
+    axes.set_xlabel("exponent, base 2")
+
+
+# ---- the page -----------------------------------------------------------------------------------
+
+def page(view: Any) -> str:
+    """The text of xray.html."""
+    policy = next((t.format for t in view.tensors if t.is_low), FLOAT16)
+    data = {
+        "low": _LOW, "high": _HIGH, "format": policy.name,
+        "smallest": round(math.log2(policy.smallest)),
+        "normal": round(math.log2(policy.smallest_normal)),
+        "largest": math.floor(math.log2(policy.largest)),
+        "scale": view.scale,
+        "forward": _rows(view, [t for t in view.tensors if not t.key.backward]),
+        "backward": _rows(view, [t for t in view.tensors if t.key.backward]),
+        "weights": [row for w in view.weights for row in _weight_rows(w)],
+        "windows": [None if w is None else [step, math.log2(w.low), math.log2(w.high)]
+                    for step, w in enumerate(view.windows)],
+        "scales": [math.log2(scale) for scale, _ in view.steps]}
+    return _PAGE.substitute(
+        title=escape(f"X-ray of {view.name}"), advice=_advice(view), table=_table(view),
+        data=json.dumps(data).replace("</", "<\\/"), style=STYLE, sorting=SORTING)
+
+
+def _rows(view: Any, tensors: List[Tensor]) -> List[Dict[str, Any]]:
+    worst = {id(t): i for i, t in enumerate(view.worst())}
+    return [{"name": t.name, "op": t.op, "format": t.format.name, "worst": worst[id(t)],
+             "bad": t.is_low and t.counts is not None and (
+                 t.counts.overflowed > 0 or t.counts.own_snr < t.low_snr),
+             **_drawn(t.counts), "snr": row(view, t)["snr"], "own": row(view, t)["own_snr"]}
+            for t in sorted(tensors, key=lambda t: t.place)]
+
+
+def _weight_rows(weight: Any) -> Iterable[Dict[str, Any]]:
+    """A parameter, and what the steps added to it."""
+    for name, counts in ((weight.name, weight.counts), (f"{weight.name}, added", weight.updates)):
+        if counts is not None:
+            yield {"name": name, **_drawn(counts), "op": "weight", "format": "", "worst": 0,
+                   "bad": False, "snr": None, "own": None, "lost": weight.without_master}
+
+
+def _drawn(counts: Any) -> Dict[str, Any]:
+    """The shares of a tensor's numbers, from the lowest exponent that is drawn to the highest."""
+    total = max(counts.numbers, 1)
+    bins = counts.bins / total
+    inside = [float(s) for s in bins[_LOW + 127:_HIGH + 128]]
+    inside[0] += float(bins[:_LOW + 127].sum())
+    inside[-1] += float(bins[_HIGH + 128:].sum())
+    return {"bins": [round(s, 5) for s in inside], "zero": round(counts.zero / total, 5),
+            "broken": round((counts.overflowed + counts.infinite + counts.nan) / total, 5)}
+
+
+def _advice(view: Any) -> str:
+    parts = [f"<p class=note>{escape(note[:1].upper() + note[1:])}.</p>" for note in view.notes]
+    if view.first_overflow:
+        parts.append(f"<p class=bad><b>First overflow.</b> {escape(str(view.first_overflow))}</p>")
+    if view.window:
+        head, tail = str(view.window).split(":", 1)
+        parts.append(f"<p class={'good' if view.window.low <= view.window.high else 'bad'}>"
+                     f"<b>{head}:</b>{escape(tail)}.</p>")
+    if view.findings:
+        parts.append("<ol>" + "".join(
+            f"<li><b>{escape(f.node)}</b>: {escape(f.reason)}: {escape(f.detail)}."
+            for f in view.findings[:10]) + "</ol>")
+        if view.keep:
+            parts.append(f"<pre>{escape(view.keep_line)}</pre>")
+    elif view.tensors:
+        parts.append("<p class=good><b>Nothing needs to stay in float32</b> beyond what does.</p>")
+    return "\n".join(parts)
+
+
+def _table(view: Any) -> str:
+    names = {"tensor": "tensor", "kind": "kind", "format": "format", "zero": "is 0",
+             "flushed": "becomes 0", "subnormal": "subnormal", "overflowed": "overflows",
+             "bits_below": "bits below", "bits_above": "bits above", "own_snr": "own dB",
+             "snr": "dB", "inherited_snr": "inherited dB"}
+    head = "".join(f"<th><button>{name}</button></th>" for name in names.values())
+    body = []
+    for tensor in view.worst():
+        cells = row(view, tensor)
+        body.append("<tr>" + "".join(f"<td>{_shown(key, cells[key])}</td>" for key in names)
+                    + "</tr>")
+    return f"<table><thead><tr>{head}</tr></thead><tbody>\n" + "\n".join(body) + "</tbody></table>"
+
+
+def _shown(key: str, value: object) -> str:
+    if value is None:
+        return ""
+    if key in ("zero", "flushed", "subnormal", "overflowed"):
+        return f"{value:.2%}" if value else ""
+    return escape(str(value))
+
+
+_PAGE = Template("""<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>$title</title>
+<style>
+$style
+p, li { max-width: 60rem; overflow-wrap: anywhere; }
+.good, .bad, .note { border-left: 4px solid var(--float16); padding-left: 0.8rem; }
+.bad { border-color: var(--float8); }
+.note { border-color: var(--grey); }
+pre { background: var(--shade); padding: 0.6rem 0.8rem; overflow-x: auto; }
+.small { color: var(--grey); font-size: 0.85rem; }
+canvas { width: 100%; display: block; }
+.tip { max-width: 20rem; overflow-wrap: anywhere; }
+th:nth-child(-n+3), td:nth-child(-n+3) { text-align: left; }
+label { font-size: 0.85rem; margin-right: 1rem; }
+</style>
+</head>
+<body>
+<h1>$title</h1>
+$advice
+<h2>Exponents</h2>
+<p class=small>Each row is a tensor, each column a power of two; the darker, the more of its numbers
+lie there. Left of the lines numbers become 0, between the two on the left they have fewer digits,
+right of the last one they overflow. Gradients stand as they were, at the loss scale.
+Names in the color of warnings: their format does not hold them.</p>
+<label><input type="radio" name="order" value="place" checked> in order of computation</label>
+<label><input type="radio" name="order" value="worst"> worst first</label>
+<h3>Forward</h3><figure><canvas id="forward"></canvas></figure>
+<h3>Backward: gradients</h3><figure><canvas id="backward"></canvas></figure>
+<h3 class=weights>Weights</h3><figure class=weights><canvas id="weights"></canvas></figure>
+<h2 class=fits>Loss scales that fit, by step</h2>
+<p class="small fits">The band: between the scale below which a gradient loses too much and the one
+above which one overflows. The line: the scale of the step.</p>
+<figure class=fits><canvas id="window"></canvas></figure>
+<h2>Tensors, the worst first</h2>
+<div class=wide>$table</div>
+<script>
+"use strict";
+const data = $data;
+const style = name => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+const count = data.high - data.low + 1;
+const cut = (context, text, width) => {
+  if (context.measureText(text).width <= width) return text;
+  while (text && context.measureText("…" + text).width > width) text = text.slice(1);
+  return "…" + text;
+};
+const canvas = (element, height) => {
+  const width = element.parentNode.clientWidth;
+  const ratio = Math.min(devicePixelRatio || 1, 16000 / height);  // browsers draw no more pixels
+  element.width = width * ratio; element.height = height * ratio;
+  element.style.height = height + "px";
+  const context = element.getContext("2d");
+  context.scale(ratio, ratio); context.font = "12px system-ui, sans-serif";
+  context.textBaseline = "middle"; context.clearRect(0, 0, width, height);
+  return [context, width];
+};
+const ticks = [-40, -32, -24, -14, -8, 0, 8, 15, 24];
+function heat(id, rows) {
+  const element = document.getElementById(id);
+  if (document.querySelector("input:checked").value === "worst")
+    rows = [...rows].sort((a, b) => a.worst - b.worst);
+  const each = rows.length > 60 ? 9 : 16, top = 20;
+  const [context, width] = canvas(element, top + rows.length * each + 4);
+  const left = each < 12 ? Math.min(150, width * 0.3) : Math.min(320, width * 0.36);
+  const extra = 26, cell = (width - left - 2 * extra) / count;
+  const x = exponent => left + extra + (exponent - data.low) * cell;
+  const ink = style("--float32"), blue = style("--float16"), red = style("--float8");
+  const grey = style("--grey");
+  context.font = (each < 12 ? 8 : 12) + "px system-ui, sans-serif";
+  rows.forEach((row, r) => {
+    const y = top + r * each;
+    context.fillStyle = row.bad ? red : row.format === "float32" ? grey : ink;
+    const name = row.name.replace(/^gradient of /, "");
+    context.fillText(cut(context, name, left - 8), 0, y + each / 2);
+    const draw = (at, wide, share, color) => {
+      if (!share) return;
+      context.globalAlpha = Math.min(1, 0.12 + 1.6 * Math.sqrt(share));
+      context.fillStyle = color;
+      context.fillRect(at, y + 1, wide, each - 2);
+      context.globalAlpha = 1;
+    };
+    draw(left, extra - 5, row.zero, grey);
+    row.bins.forEach((share, i) => draw(x(data.low + i), cell + 0.3, share, blue));
+    draw(width - extra + 5, extra - 5, row.broken, red);
+  });
+  context.strokeStyle = red;
+  for (const at of [data.smallest, data.normal, data.largest + 1]) {
+    context.beginPath(); context.moveTo(x(at), top - 3);
+    context.lineTo(x(at), top + rows.length * each); context.stroke();
+  }
+  context.fillStyle = grey; context.textAlign = "center";
+  context.font = "11px system-ui, sans-serif";
+  context.fillText("0", left + (extra - 5) / 2, 8);
+  let last = -1e9;
+  for (const tick of ticks) {
+    const at = x(tick) + cell / 2;
+    if (at - last < 44 || at > width - extra - 8) continue;
+    context.fillText("2^" + tick, at, 8); last = at;
+  }
+  context.fillText("inf", width - (extra - 5) / 2, 8);
+  context.textAlign = "left";
+  const tip = document.createElement("div"); tip.className = "tip";
+  element.onpointerleave = () => tip.remove();
+  element.onpointermove = event => {
+    const box = element.getBoundingClientRect();
+    const row = rows[Math.floor((event.clientY - box.top - top) / each)];
+    if (!row) return tip.remove();
+    const exponent = Math.floor((event.clientX - box.left - left - extra) / cell) + data.low;
+    const share = row.bins[exponent - data.low];
+    const said = [`$${row.name} ($${row.op}$${row.format ? ", " + row.format : ""})`];
+    if (share !== undefined) said.push(`2^$${exponent}: $${(100 * share).toPrecision(3)} %`);
+    said.push(`0: $${(100 * row.zero).toPrecision(3)} %`);
+    if (row.broken) said.push(`not finite: $${(100 * row.broken).toPrecision(3)} %`);
+    if (row.own !== null) said.push(`rounding: $${row.own} dB`);
+    if (row.snr !== null) said.push(`against float32: $${row.snr} dB`);
+    if (row.lost !== undefined && row.lost !== null)
+      said.push(`updates lost without a master: $${(100 * row.lost).toPrecision(3)} %`);
+    tip.textContent = "";
+    for (const text of said) tip.append(text, document.createElement("br"));
+    element.parentNode.append(tip);
+    tip.style.left = Math.max(0, Math.min(event.clientX - box.left + 12,
+                                          box.width - tip.offsetWidth)) + "px";
+    tip.style.top = (event.clientY - box.top + 14) + "px";
+  };
+}
+function windows() {
+  const points = data.windows.filter(Boolean), left = 40, bottom = 145, top = 10;
+  if (!points.length) {
+    for (const part of document.querySelectorAll(".fits")) part.hidden = true;
+    return;
+  }
+  const [context, width] = canvas(document.getElementById("window"), 170);
+  const values = points.flatMap(p => [p[1], p[2]]).concat(data.scales);
+  const least = Math.floor(Math.min(...values)) - 1, most = Math.ceil(Math.max(...values)) + 1;
+  const steps = Math.max(data.windows.length, 1), wide = (width - left - 8) / steps;
+  const y = v => bottom - (v - least) / (most - least) * (bottom - top);
+  const grey = style("--grey"), blue = style("--float16"), red = style("--float8");
+  context.strokeStyle = style("--line"); context.fillStyle = grey; context.textAlign = "right";
+  const stride = Math.ceil((most - least) / 7);
+  for (let v = least; v <= most; v += stride) {
+    context.beginPath(); context.moveTo(left, y(v)); context.lineTo(width - 8, y(v));
+    context.stroke();
+    context.fillText("2^" + v, left - 5, y(v));
+  }
+  for (const [step, low, high] of points) {
+    context.globalAlpha = 0.35; context.fillStyle = low <= high ? blue : red;
+    context.fillRect(left + step * wide + 1, y(Math.max(low, high)), Math.max(wide - 2, 1),
+                     Math.max(2, Math.abs(y(low) - y(high))));
+    context.globalAlpha = 1;
+  }
+  context.strokeStyle = style("--float32"); context.lineWidth = 2; context.beginPath();
+  data.scales.forEach((scale, i) => {
+    context.lineTo(left + i * wide, y(scale)); context.lineTo(left + (i + 1) * wide, y(scale));
+  });
+  context.stroke();
+  context.fillStyle = grey; context.textAlign = "center";
+  const every = Math.max(1, Math.ceil(steps / Math.floor((width - left) / 40)));
+  for (let i = 0; i < steps; i += every) context.fillText(i, left + (i + 0.5) * wide, bottom + 12);
+}
+function draw() {
+  heat("forward", data.forward); heat("backward", data.backward);
+  if (data.weights.length) heat("weights", data.weights);
+  else for (const part of document.querySelectorAll(".weights")) part.hidden = true;
+  windows();
+}
+addEventListener("resize", draw);
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
+for (const input of document.querySelectorAll("input")) input.addEventListener("change", draw);
+draw();
+$sorting
+</script>
+</body>
+</html>
+""")

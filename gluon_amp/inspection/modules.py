@@ -1,11 +1,12 @@
-"""A `Module` as a network that an X-ray can look into.
+"""A `Module` as a network that an X-ray can look into, and the loss that its heads stand for.
 
 It becomes a SymbolBlock: the module's symbol without its casts, copies of its parameters, and
 `keep=` such that `convert` puts the same casts back. Its data and labels are the block's inputs.
-Its losses begin gradients by themselves, at the loss scale (symbolic/binding.py): heads.py
-knows which losses these are. The labels that the heads compare with are outputs of the block, too.
+Its heads give predictions, and begin gradients by themselves, at the loss scale
+(symbolic/binding.py): of a loss that the graph does not compute, which `HeadLosses` does. The
+labels that they compare with are outputs of the block, too.
 """
-import itertools
+import math
 import re
 from typing import (
     Any,
@@ -13,25 +14,28 @@ from typing import (
     Dict,
     Hashable,
     Iterable,
-    Iterator,
+    List,
     Mapping,
     NamedTuple,
     Optional,
+    Sequence,
     Set,
     Tuple,
+    Union,
 )
 
 from .._mxnet import mx
-from ..annotations import Batch, Block, Module, Network
+from ..annotations import Array, Batch, Block, Module, Network
 from ..cpu.arrays import dtype_name, to_float32
 from ..gluon.convert import convert
-from ..graph.casts import insert_casts
-from ..graph.graph import CASTS, TYPE_FLAG, Entry, Graph, Node, bindings
+from ..graph.casts import KEEP, insert_casts
+from ..graph.graph import CASTS, TYPE_FLAG, Entry, Graph, Node
+from ..graph.operators import LOSSES, NORM, SENSITIVE, runs_in
 from ..policy import Policy
 from ..symbolic.convert import parameter_names
-from .heads import HeadLosses
+from .statistics import Counts, Key
 
-_MOVED_BY_CASTS = ("float16", "float32")
+_LOW, _WIDE = "float16", "float32"
 Types = Dict[str, str]
 
 
@@ -45,15 +49,9 @@ class ModuleBlock(mx.gluon.SymbolBlock):
     module: Any
 
 
-class Looked(NamedTuple):
-    """What an X-ray looks at."""
-    net: Any
-    batches: Iterable[Any]
-    loss_fn: Callable[..., Any]
-
-
 def looked_at(net: Network, batches: Iterable[Any],
-              loss_fn: Optional[Callable[..., Any]]) -> Looked:
+              loss_fn: Optional[Callable[..., Any]]
+              ) -> Tuple[Any, Iterable[Any], Callable[..., Any]]:
     """A network as it is; a module as a network, its batches as tuples, and the loss that its heads
     stand for."""
     if not isinstance(net, mx.mod.BaseModule):
@@ -61,7 +59,7 @@ def looked_at(net: Network, batches: Iterable[Any],
             raise TypeError("loss_fn is called with the network's output and the label: a Module "
                             "needs none, since its losses are in its symbol. Received: loss_fn="
                             f"None, and {type(net).__name__}")
-        return Looked(net, batches, loss_fn)
+        return net, batches, loss_fn
     module = bound_module(net)
     bucket = net._curr_bucket_key if isinstance(net, mx.mod.BucketingModule) else None
     clean, policy, kept = _as_converted(module)
@@ -70,7 +68,8 @@ def looked_at(net: Network, batches: Iterable[Any],
         clean.outputs += loss_fn.labels
     block = _block_of(module, clean, policy, kept)
     block.module = net
-    return Looked(block, (_as_tuple(module, bucket, batch) for batch in _single(batches)), loss_fn)
+    several = [batches] if isinstance(batches, mx.io.DataBatch) else batches
+    return block, (_as_tuple(module, bucket, batch) for batch in several), loss_fn
 
 
 def bound_module(module: Module) -> Module:
@@ -86,11 +85,6 @@ def bound_module(module: Module) -> Module:
         raise ValueError("xray looks into Modules without states. Received: state_names="
                          f"{module._state_names}")
     return module
-
-
-def _single(batches: Iterable[Batch]) -> Iterable[Any]:
-    """One batch may be given by itself."""
-    return [batches] if isinstance(batches, mx.io.DataBatch) else batches
 
 
 def _as_tuple(module: Module, bucket: Hashable, batch: Batch) -> Tuple[Any, ...]:
@@ -117,12 +111,70 @@ def _as_converted(module: Module) -> Tuple[Graph, Policy, Set[str]]:
     """A module's float32 graph, and what gives it the casts of the module's symbol: a policy, and
     the nodes to keep."""
     mixed = Graph.read(module._symbol)
-    types = dict.fromkeys([*module.data_names, *module.label_names], "float32")
+    for entry in mixed.outputs:  # a cast at an output has taken the name of what it casts
+        cast = entry.node
+        if cast.op in CASTS and cast.inputs[0].node.name == f"{cast.name}_{_LOW}":
+            cast.inputs[0].node.name = cast.name
+    types = dict.fromkeys([*module.data_names, *module.label_names], _WIDE)
     executor = module._exec_group.execs[0]
     for name, array in [*executor.arg_dict.items(), *executor.aux_dict.items()]:
         types[name] = dtype_name(array.dtype)
-    clean = without_casts(mixed, types)
-    return clean, *_how_it_was_converted(mixed, clean, types)
+    found = mixed.types(types)
+    if _LOW not in found.values():
+        raise ValueError("the Module has no float16 tensors: give its symbol to "
+                         "gluon_amp.convert_symbol")
+    wanted, clean = _reads(mixed, types), _without_casts(mixed, types)
+    parameters = parameter_names(clean)
+
+    def low_if(is_low: bool) -> str:
+        return _LOW if is_low else _WIDE
+
+    def low_in(rule: str) -> str:
+        return low_if(any(_LOW in read and runs_in(node) == rule for node, read in wanted.values()))
+
+    policy = Policy("as its symbol", low_if(_LOW in map(types.get, parameters)), _LOW,
+                    low_in(NORM), low_in(SENSITIVE), low_if(_LOW in map(found.get, mixed.outputs)))
+    kept = {node.name for node in clean.nodes_within() if KEEP in node.attrs}
+    for _ in range(2):
+        now = _reads(insert_casts(clean, types, policy, parameters, kept), types)
+        others = {name for name, (_, read) in now.items() if read != wanted[name][1]}
+        kept |= others  # casts of somebody else's
+    if others:
+        raise ValueError("xray looks into symbols with casts as convert_symbol makes them, and "
+                         "this one has others: give convert_symbol the float32 symbol, and name in "
+                         "keep= what is to stay float32")
+    return clean, policy, kept
+
+
+def _without_casts(graph: Graph, types: Types) -> Graph:
+    """The float32 graph: without casts between float16 and float32, with float32 variables and
+    constants."""
+    found = graph.types(types)
+
+    def make(node: Node, inputs: List[Entry]) -> Union[Node, List[Entry]]:
+        if node.op in CASTS and {found[node.inputs[0]], found[Entry(node)]} <= {_LOW, _WIDE}:
+            return inputs
+        made = node.like(inputs)
+        made.subgraphs = [_without_casts(b.graph, b.types) for b in node.bodies(found)]
+        if made.attrs.get("dtype") == _LOW:
+            made.attrs["dtype"] = _WIDE
+        return made
+
+    for node in graph.nodes():
+        if node.is_variable and node.attrs.get("__dtype__") == str(TYPE_FLAG[_LOW]):
+            node.attrs["__dtype__"] = str(TYPE_FLAG[_WIDE])
+    return graph.rewrite(make)
+
+
+def _reads(graph: Graph, types: Types) -> Dict[str, Tuple[Node, Tuple[Any, ...]]]:
+    """The operators and the types that they read, by their names, with those of loops."""
+    found, made = graph.types(types), {}
+    for node in graph.nodes():
+        for body in node.bodies(found):
+            made.update(_reads(body.graph, body.types))
+        if not node.is_variable and node.op not in CASTS:
+            made[node.name] = node, tuple(found[e] for e in node.inputs)
+    return made
 
 
 def _block_of(module: Module, clean: Graph, policy: Policy, kept: Set[str]) -> Block:
@@ -141,87 +193,125 @@ def _block_of(module: Module, clean: Graph, policy: Policy, kept: Set[str]) -> B
     return convert(block, policy, keep=sorted(map(re.escape, kept)))
 
 
-def without_casts(graph: Graph, types: Types) -> Graph:
-    """The float32 graph: without casts between float16 and float32, with float32 variables and
-    constants."""
-    found = graph.types(types)
-    new: Dict[Entry, Entry] = {}
-    for node in graph.nodes():
-        if node.op in CASTS and {found[node.inputs[0]], found[Entry(node)]} \
-                <= set(_MOVED_BY_CASTS):
-            new[Entry(node)] = new[node.inputs[0]]
-            continue
-        made = node.like(new[e] for e in node.inputs)
-        made.subgraphs = [without_casts(body, inside) for body, inside in _bodies(node, found)]
-        if made.attrs.get("dtype") == "float16":
-            made.attrs["dtype"] = "float32"
-        if made.attrs.get("__dtype__") == str(TYPE_FLAG["float16"]):
-            made.attrs["__dtype__"] = str(TYPE_FLAG["float32"])
-        for entry in found:
-            if entry.node is node:
-                new[entry] = Entry(made, entry.output)
-    before = _names_without_casts(graph)
-    for entry in graph.outputs:
-        made = new[entry].node
-        made.name = before.get(made.name, made.name)
-    return Graph(new[entry] for entry in graph.outputs)
+# ---- the losses of heads ------------------------------------------------------------------------
+
+_LEAST = 1e-30  # what a logarithm is taken of, so that it is finite
 
 
-def _names_without_casts(graph: Graph) -> Dict[str, str]:
-    """The names that outputs had before a cast was given them, by those that they have now."""
-    casts = [entry.node for entry in graph.outputs if entry.node.op in CASTS]
-    return {f"{cast.name}_float16": cast.name for cast in casts
-            if cast.inputs[0].node.name == f"{cast.name}_float16"}
+class _Loss(NamedTuple):
+    """A head's loss.
+
+    Attributes:
+        numbers: its parts.
+        slopes: how their sum changes with what the head reads; None where that is not known.
+    """
+    numbers: Any
+    slopes: Optional[Any]
 
 
-def _how_it_was_converted(mixed: Graph, clean: Graph, types: Types) -> Tuple[Policy, Set[str]]:
-    """A policy and the nodes to keep by which the clean graph gets the casts of the mixed one."""
-    found = mixed.types(types)
-    if "float16" not in found.values():
-        raise ValueError("the Module has no float16 tensors: give its symbol to "
-                         "gluon_amp.convert_symbol")
-    names = _names_without_casts(mixed)
-    parameter = "float16" if "float16" in map(types.get, parameter_names(clean)) else "float32"
-    output = "float16" if "float16" in {found[e] for e in mixed.outputs} else "float32"
-    wanted = {names.get(name, name): read for name, read in _input_types(mixed, types).items()}
-    for norm, sensitive in itertools.product(("float32", "float16"), repeat=2):
-        policy = Policy("as its symbol", parameter, "float16", norm, sensitive, output)
-        kept = _kept(clean, types, policy, wanted)
-        if kept is not None:
-            return policy, kept
-    raise ValueError("xray looks into symbols with casts as convert_symbol makes them, and this "
-                     "one has others: give convert_symbol the float32 symbol, and name in keep= "
-                     "what is to stay float32")
+class HeadLosses:
+    """Called with the outputs of a `ModuleBlock`, it gives the sum of its heads' mean losses, from
+    which a backward pass begins all heads:
+
+        SoftmaxOutput   the cross entropy          regressions   half the square, the distance, or
+        SVMOutput       the hinge loss                           the cross entropy of two classes
+        MakeLoss        its output
+
+    Attributes:
+        labels: what the heads compare with, to become outputs of the block, too: a graph may
+            compute that from what a batch gives, such as by `reshape`.
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        self.heads: List[Node] = [entry.node for entry in graph.outputs]
+        self.labels: List[Entry] = [head.inputs[1] for head in self.heads if _has_label(head)]
+        self._last: List[_Loss] = []  # by head, of those that begin gradients
+        if not any(head.op in LOSSES for head in self.heads):
+            raise ValueError("a Module is looked into with the losses in its symbol. Valid: "
+                             f"{', '.join(sorted(LOSSES))}. Received outputs: "
+                             f"{', '.join(head.name for head in self.heads)}")
+
+    def __call__(self, outputs: Sequence[Array], label: Array) -> Any:
+        given = list(outputs) if isinstance(outputs, (list, tuple)) else [outputs]
+        outputs, labels = given[:len(self.heads)], iter(given[len(self.heads):])
+        with mx.autograd.pause():
+            self._last = [_loss(head, out, next(labels) if _has_label(head) else None)
+                          for head, out in zip(self.heads, outputs) if head.op in LOSSES]
+            shown = mx.nd.add_n(*(loss.numbers.mean() for loss in self._last))
+        begun = mx.nd.add_n(*(out.astype("float32").sum() for out in outputs))
+        return shown + (begun - begun.detach())
+
+    def total(self, counts: Mapping[Key, Counts]) -> float:
+        """The sum of what the heads' gradients are of, in the last call: each head's loss, times
+        what its own settings make of the gradient that it begins (`grad_scale`, `normalization`).
+        0 where a head's loss is not known."""
+        total = 0.0
+        for head, loss in zip((h for h in self.heads if h.op in LOSSES), self._last):
+            begun = counts.get(Key(head.name, True, 0))
+            if loss.slopes is None or begun is None:
+                return 0.0
+            slopes = float(loss.slopes.square().sum().asscalar())
+            if slopes:
+                factor = math.sqrt(begun.squares / slopes)
+                total += factor * float(loss.numbers.abs().sum().asscalar())
+        return total
 
 
-def _kept(clean: Graph, types: Types, policy: Policy, wanted: Dict[str, Tuple[Any, ...]]
-          ) -> Optional[Set[str]]:
-    """The nodes to keep under this policy so that all nodes read the types that are wanted."""
-    kept: Set[str] = set()
-    while True:
-        now = _input_types(insert_casts(clean, types, policy, parameter_names(clean), kept), types)
-        other = [name for name in now if now[name] != wanted.get(name)]
-        if not other:
-            return kept
-        if other[0] in kept or "float16" not in now[other[0]]:
-            return None
-        kept.add(other[0])  # what follows it may follow of itself
+def _has_label(head: Node) -> bool:
+    return head.op in LOSSES and len(head.inputs) > 1
 
 
-def _input_types(graph: Graph, types: Types) -> Dict[str, Tuple[Any, ...]]:
-    """The types that each node reads, in order of computation, with the nodes of loops."""
-    found = graph.types(types)
-    read: Dict[str, Tuple[Any, ...]] = {}
-    for node in graph.nodes():
-        for body, inside in _bodies(node, found):
-            read.update(_input_types(body, inside))
-        if not node.is_variable and node.op not in CASTS:
-            read[node.name] = tuple(found[e] for e in node.inputs)
-    return read
+def _loss(head: Node, output: Array, label: Array) -> _Loss:
+    output = output.astype("float32")
+    found = None
+    if head.op in ("SoftmaxOutput", "Softmax"):
+        found = _of_softmax(head, output, label.astype("float32"))
+    elif "Regression" in head.op and label.size == output.size:
+        found = _of_regression(head.op, output, label.astype("float32").reshape(output.shape))
+    elif head.op == "SVMOutput" and label.size == len(output):
+        found = _of_svm(head, output, label.astype("float32").reshape(-1))
+    elif head.op in ("MakeLoss", "make_loss"):
+        found = _Loss(output, mx.nd.ones_like(output))
+    return found or _Loss(output, None)  # MXNet takes other labels, too: the outputs are shown
 
 
-def _bodies(node: Node, found: Mapping[Entry, Optional[str]]) -> Iterator[Tuple[Graph, Types]]:
-    """The bodies of a loop, and the types of their variables."""
-    for body, places in zip(node.subgraphs, bindings(node) if node.subgraphs else ()):
-        yield body, {name: found[node.inputs[i]] or "float32"
-                     for name, i in zip(body.variables(), places)}
+def _of_softmax(head: Node, output: Array, label: Array) -> Optional[_Loss]:
+    axis = 1 if _is_on(head, "multi_output") else output.ndim - 1
+    if not _is_on(head, "multi_output") and not _is_on(head, "preserve_shape"):
+        output, axis = output.reshape((output.shape[0], -1)), 1
+    if label.size == output.size:
+        label = label.reshape(output.shape)
+        return _Loss(-(label * (output + _LEAST).log()).sum(axis=axis), output - label)
+    places = output.shape[:axis] + output.shape[axis + 1:]
+    if label.size != math.prod(places):
+        return None
+    label = label.reshape(places)
+    counted = mx.nd.ones_like(label)
+    if _is_on(head, "use_ignore"):
+        counted = label != float(head.attrs.get("ignore_label", -1))
+    right = mx.nd.moveaxis(mx.nd.one_hot(label, output.shape[axis]), -1, axis)
+    numbers = -((output * right).sum(axis=axis) + _LEAST).log() * counted
+    return _Loss(numbers, (output - right) * counted.expand_dims(axis))
+
+
+def _of_regression(op: str, output: Array, label: Array) -> _Loss:
+    off = output - label
+    if op == "MAERegressionOutput":
+        return _Loss(off.abs(), off.sign())
+    if op == "LogisticRegressionOutput":
+        return _Loss(-label * (output + _LEAST).log()
+                     - (1 - label) * (1 - output + _LEAST).log(), off)
+    return _Loss(off.square() / 2, off)
+
+
+def _of_svm(head: Node, output: Array, label: Array) -> _Loss:
+    sides = 2 * mx.nd.one_hot(label, output.shape[1]) - 1
+    off = (float(head.attrs.get("margin", 1)) - sides * output).relu()
+    if _is_on(head, "use_linear"):
+        return _Loss(off, -sides * (off > 0))
+    return _Loss(off.square(), -2 * sides * off)
+
+
+def _is_on(head: Node, setting: str) -> bool:
+    return head.attrs.get(setting) in ("True", "true", "1")
+

@@ -1,9 +1,31 @@
-"""Where infinities begin."""
+"""Where infinities begin: the node, and the line of the user's Python that made it."""
+import inspect
+import linecache
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, Collection, Dict, List, Mapping, Optional, Set, Tuple
+from types import FrameType
+from typing import (
+    Any,
+    Collection,
+    Dict,
+    Hashable,
+    Iterator,
+    List,
+    Mapping,
+    Optional,
+    Sequence,
+    Set,
+    Tuple,
+)
 
-from ..graph.graph import CASTS
+from .._mxnet import mx
+from ..annotations import Array, Batch, Block, Network
+from ..cpu.library import random_numbers_kept
+from ..gluon.converted import ConvertedHybridBlock
+from ..gluon.state import Op, blocks_in
+from ..graph.graph import CASTS, Graph
 from ..graph.operators import CAST_BACK
+from .session import Graphs, call, split, standing_in
 from .statistics import Counted, Counts, Key
 from .tensors import Tensor, counted_reads
 
@@ -142,3 +164,104 @@ def _reached(keys: List[Key], ways: Mapping[Key, List[Key]]) -> Set[Key]:
         found.update(new)
         left += new
     return found
+
+
+# ---- the code ------------------------------------------------------------------------------------
+
+_LINE = "__gluon_amp_line__"
+_NOT_THE_USERS = ("mxnet", "gluon_amp")
+
+
+class _Lines(Dict[str, str]):
+    """The attributes that MXNet's scopes give to each node that is made: they copy theirs, and a
+    scope within another one, such as a loop's, begins with a copy. One of these is the line."""
+
+    def copy(self) -> "_Lines":
+        return _Lines(self, **{_LINE: _line_of_the_user()})
+
+
+class _Scope(mx.AttrScope):
+    _attr: Dict[str, str]
+
+    def __enter__(self) -> "_Scope":
+        super().__enter__()
+        self._attr = _Lines(self._attr).copy()  # never empty, which MXNet would pass by
+        return self
+
+
+def _line_of_the_user() -> str:
+    """The innermost line within the call of the network that is neither MXNet's nor ours."""
+    frame: Optional[FrameType] = inspect.currentframe()
+    while frame is not None and frame.f_code is not call.__code__:
+        if frame.f_globals.get("__name__", "").split(".")[0] not in _NOT_THE_USERS:
+            path, number = frame.f_code.co_filename, frame.f_lineno
+            text = linecache.getline(path, number).strip()
+            return f"{path}, line {number}" + (f": {text}" if text else "")
+        frame = frame.f_back
+    return ""
+
+
+@contextmanager
+def _traced_anew(net: Network) -> Iterator[None]:
+    """Meanwhile the network's blocks know no graphs, and trace those that they run."""
+    blocks: List[Any] = [b for b in blocks_in(net) if isinstance(b, ConvertedHybridBlock)
+                         and not isinstance(b, mx.gluon.SymbolBlock)]
+    names = ("_cached_graph", "_in_format", "_out_format", "_cached_op", "_cached_op_args")
+    before = [(b._amp.traces, [getattr(b, name, None) for name in names]) for b in blocks]
+    for block in blocks:
+        block._amp.traces, block._cached_graph = {}, ()
+    try:
+        yield
+    finally:
+        for block, (traces, values) in zip(blocks, before):
+            block._amp.traces = traces
+            for name, value in zip(names, values):
+                setattr(block, name, value)
+
+
+def where(graphs: Graphs, batch: Batch, found: Overflow) -> str:
+    """The line of the user's code that made the node that has overflowed; of a cast of data, of
+    what reads it; of a gradient that a cast rounds, of what makes it. If MXNet's own code made the
+    node, the block that it belongs to, and where its code is. The network is traced once more, with
+    a look at the stack where MXNet makes each node."""
+    net = graphs.session.net
+    if not found.op or isinstance(net, mx.gluon.SymbolBlock):
+        return ""
+    node = graphs.layout.blamed(Key(found.node, found.backward, 0))
+    lines: Dict[str, str] = {}
+
+    def look(block: Block, key: Hashable, arrays: Sequence[Array]) -> Op:
+        for made in Graph.read(block._cached_graph[1]).nodes_within():
+            lines.setdefault(made.name, made.attrs.get(_LINE, ""))
+        return graphs.make(block, key, arrays)
+
+    with random_numbers_kept(), _traced_anew(net), _Scope(), mx.autograd.record(), \
+            standing_in(net, look):
+        call(net, split(batch)[0])
+    line, block = lines.get(node.split("_amp_cast_")[0]), owner(net, node)
+    if line:
+        return f"block {block.name}, {line}"
+    for cls in type(block).__mro__:
+        code = vars(cls).get("hybrid_forward")
+        if code is not None:
+            code = inspect.unwrap(code)  # of a class with use_np
+            with suppress(OSError, TypeError):
+                return f"block {block.name}, {inspect.getsourcefile(code)}, line " \
+                       f"{inspect.getsourcelines(code)[1]}"
+    return f"block {block.name}"
+
+
+def owners(net: Network, node: str) -> List[Any]:
+    """The blocks whose prefix a node's name has, the innermost first, the network last."""
+    found, stack = [], list(net._children.values())
+    while stack:
+        block = stack.pop()
+        if node.startswith(block.prefix):
+            found.append(block)
+        stack += block._children.values()
+    return [*sorted(found, key=lambda block: -len(block.prefix)), net]
+
+
+def owner(net: Network, node: str) -> Block:
+    """The innermost of them."""
+    return owners(net, node)[0]

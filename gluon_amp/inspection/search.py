@@ -9,28 +9,51 @@
 
 Whatever stops it (the budget, Ctrl-C), the best so far is returned.
 """
+import functools
+import hashlib
 import itertools
+import json
 import math
 import os
 import sys
+import time
 from dataclasses import dataclass, field
-from typing import Any, Dict, FrozenSet, Iterable, List, Optional, Tuple, Union
+from math import prod
+from typing import (
+    Any,
+    Callable,
+    Dict,
+    FrozenSet,
+    Iterable,
+    List,
+    Mapping,
+    NamedTuple,
+    Optional,
+    Sequence,
+    Tuple,
+    Union,
+)
 
-from .._mxnet import mx
-from ..annotations import Batch, LossFunction, Network
+from .._mxnet import mx, np
+from ..annotations import LossFunction, Network
 from ..checks import counted, positive_number, whole_number
+from ..cpu.arrays import to_float32
 from ..cpu.library import random_numbers_kept
+from ..files import replace_text
+from ..graph.graph import CASTS, Entry, Graph
 from ..graph.operators import PRODUCTS
-from ..policy import POLICIES
-from .measure import BudgetSpent, Measure, Nodes, Settings
-from .modules import looked_at
-from .names import in_groups, keep_line
-from .ranking import ranked
-from .tensors import Layout
-from .trial import FIRST_SCALE, Trial, check, first_of
+from ..training.optimizer import optimizer as make_optimizer
+from .advice import in_groups, keep_line, window
+from .session import FIRST_SCALE, Graphs, Session, arrays_of, split
+from .statistics import Counted, Counts, Key, decibels
+from .tensors import Layout, Tensor
+
+Nodes = FrozenSet[str]
 
 _MOST_BATCHES = 16
 _TRUER = 6.0  # dB: what is asked for beyond the last time, where training was off
+_FIRST_PLACES = 2  # batches, at the network's weights of now
+_HIGHEST_SCALE = 2.0 ** 24
 
 
 @dataclass(frozen=True)
@@ -80,6 +103,273 @@ class Search:
         return "\n".join(lines)
 
 
+# ---- measurements --------------------------------------------------------------------------------
+
+
+class BudgetSpent(Exception):
+    """No time, or no training run, is left."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How training is compared; see `search`."""
+    steps: int
+    seeds: int
+    seed: int
+    optimizer: str
+    optimizer_params: Tuple[Tuple[str, Any], ...]
+
+
+class Place(NamedTuple):
+    """Where gradients can be compared: the number of a batch, and the parameters' values; None: as
+    the network has them now."""
+    batch: int
+    values: Optional[Dict[str, Any]] = None
+
+
+class Trained(NamedTuple):
+    """A training: the mean loss of the second half of its steps, infinite where a loss or gradient
+    was not finite; and where that was."""
+    loss: float
+    failed: Optional[Place] = None
+
+
+class Measure:
+    """Measures choices of nodes that stay float32.
+
+    Args:
+        budget: seconds as a float, or training runs as an int.
+        file: where measurements are kept, and taken from by the next run.
+        say: told what was measured.
+    """
+
+    def __init__(self, session: Session, budget: float, settings: Settings, file: Optional[str],
+                 say: Callable[[str], None]) -> None:
+        self.session, self.budget, self.settings = session, budget, settings
+        self.file, self.say = file, say
+        self.right = session.float32(watch=False)
+        self.begun, self.runs = time.monotonic(), 0
+        self.places = [Place(i) for i in range(min(len(session.batches), _FIRST_PLACES))]
+        self.found: Dict[Tuple[int, Nodes], float] = {}  # by place: in dB
+        self.failures: Dict[Tuple[Nodes, int], Place] = {}
+        self.losses: Dict[Tuple[str, Nodes, int], float] = {}
+        self._gradients: List[List[Any]] = []  # float32's, by place
+        self._casts: Dict[Nodes, int] = {}
+        self.work: Dict[str, int] = {}
+        shapes = {name: p.shape for name, p in session.parameters.items()}
+        for call in session.calls.values():
+            known = {**shapes, **dict(zip(call.names, call.shapes))}
+            self.work.update(multiply_adds(call.clean, known))
+
+    # ---- what is known without a run
+
+    def casts(self, keep: Nodes) -> int:
+        """How many casts the graphs have."""
+        if keep not in self._casts:
+            self._casts[keep] = sum(node.op in CASTS for graph, _ in self.graphs(keep).typed()
+                                    for node in graph.nodes())
+        return self._casts[keep]
+
+    def graphs(self, keep: Nodes) -> Graphs:
+        """The network with these nodes in float32."""
+        return self.session.low(keep, watch=False)
+
+    def share(self, keep: Nodes) -> float:
+        """The share of the arithmetic that is not taken off the low format."""
+        total = sum(self.work.values())
+        return 1.0 - sum(self.work.get(name, 0) for name in keep) / total if total else 1.0
+
+    def cost(self, keep: Nodes) -> Tuple[float, int]:
+        """To compare two choices: arithmetic in float32 first, then nodes and casts."""
+        return round(1 - self.share(keep), 9), len(keep) + self.casts(keep)
+
+    # ---- gradients
+
+    def snr(self, keep: Nodes) -> float:
+        """How true the gradients are, in dB against float32's, at the worst of the places: the mean
+        over the parameters of noise over signal. -infinity where one is not finite."""
+        for i in range(len(self.places)):
+            if (i, keep) not in self.found:
+                self._check_time()
+                self.found[i, keep] = self._measure(i, keep)
+                if i == len(self.places) - 1:
+                    self._save()
+                    self.say(f"{counted(len(keep), 'node')} in float32: gradients at "
+                             f"{self.known(keep):.1f} dB, {self.share(keep):.1%} of the "
+                             "arithmetic low")
+        return self.known(keep)
+
+    def known(self, keep: Nodes) -> float:
+        """The same, at the worst of the places where it has been measured."""
+        return min((self.found[i, keep] for i in range(len(self.places))
+                    if (i, keep) in self.found), default=-math.inf)
+
+    def choices(self) -> List[Nodes]:
+        """All that were measured, at every place."""
+        return [keep for i, keep in self.found if i == len(self.places) - 1]
+
+    def _measure(self, place: int, keep: Nodes) -> float:
+        while len(self._gradients) <= place:
+            where = self.places[len(self._gradients)]
+            made = self._run(self.right, where)
+            if made is None:
+                raise ValueError(f"batch {where.batch}: the loss or a gradient is not finite in "
+                                 "float32 either: look at the data, the weights and the loss first")
+            self._gradients.append(made)
+        found = self._run(self.graphs(keep), self.places[place])
+        return -math.inf if found is None else _fidelity(self._gradients[place], found)
+
+    def _run(self, graphs: Graphs, place: Place) -> Optional[List[Any]]:
+        """The gradients at a place, at the highest loss scale that overflows nothing."""
+        def prepare() -> None:
+            graphs.restore(place.values)
+            mx.random.seed(place.batch)
+        ran = graphs.back_off(self.session.batches[place.batch], FIRST_SCALE, prepare)
+        if not ran.sound:
+            return None
+        return [g.asnumpy().astype(np.float64) / ran.scale for g in graphs.gradients()]
+
+    # ---- training
+
+    def trains(self, keep: Nodes, bound: float, begins_at: float) -> bool:
+        """Whether training ends at float32's loss, within this share of it (of a tenth of what
+        training begins at, if that is more) or within what float32 cannot tell from itself."""
+        seeds = range(self.settings.seed, self.settings.seed + self.settings.seeds)
+        right = [self._trained("float32", frozenset(), seed) for seed in seeds]
+        again = [self._trained("float32, disturbed", frozenset(), seed) for seed in seeds]
+        if not all(map(math.isfinite, right)):
+            raise ValueError("training in float32 does not stay finite with this optimizer: give "
+                             "optimizer= and optimizer_params= as training has them")
+        found = [self._trained("", keep, seed) for seed in seeds]
+        whole = max(float(np.mean(np.abs(right))), 0.1 * abs(begins_at), 1e-30)
+        own = max(abs(a - b) for a, b in zip(again, right)) / whole
+        apart = abs(float(np.mean(found)) - float(np.mean(right))) / whole
+        self.say(f"trained with {counted(self.settings.seeds, 'seed')}: the loss is "
+                 f"{apart:.2%} off float32's, which is {own:.2%} off itself")
+        return apart <= max(bound, own)
+
+    def add_place_of_failure(self, keep: Nodes) -> bool:
+        """Gradients are measured where training with these has failed, too, from now on. Whether
+        that tells the failure."""
+        for (kind, nodes, seed), loss in list(self.losses.items()):
+            if kind or nodes != keep or math.isfinite(loss):
+                continue
+            place = self.failures.get((keep, seed)) or self._train("", keep, seed).failed
+            if place is not None and self._run(self.right, place) is not None:
+                self.places.append(place)
+                return self.snr(keep) == -math.inf
+        return False
+
+    def _trained(self, kind: str, keep: Nodes, seed: int) -> float:
+        if (kind, keep, seed) not in self.losses:
+            self._check_time()
+            if isinstance(self.budget, int) and self.runs >= self.budget:
+                raise BudgetSpent
+            self.runs += 1
+            made = self._train(kind, keep, seed)
+            self.losses[kind, keep, seed] = made.loss
+            if made.failed is not None:
+                self.failures[keep, seed] = made.failed
+            self._save()
+        return self.losses[kind, keep, seed]
+
+    def _train(self, kind: str, keep: Nodes, seed: int) -> Trained:
+        """Trains from the network's parameters of now. The seed is that of the order of the
+        batches, and of random numbers in the graph. "disturbed" begins with weights changed by up
+        to 2^-12 of themselves: what training makes of that is what one run cannot tell from
+        another."""
+        graphs, batches, s = self.graphs(keep), self.session.batches, self.settings
+        if kind:
+            graphs = self.right
+        graphs.restore()
+        rng = np.random.default_rng(seed)
+        order = rng.integers(0, len(batches), s.steps)
+        trained = [p for name, p in self.session.parameters.items()
+                   if name in graphs.arrays and p.grad_req != "null"]
+        weights = [graphs.arrays[p.name].as_nd_ndarray() for p in trained]
+        for weight in weights if kind.endswith("disturbed") else ():
+            weight[:] = mx.nd.array(
+                weight.asnumpy() * (1 + 2.0 ** -12 * rng.uniform(-1, 1, weight.shape)))
+        update = mx.optimizer.get_updater(make_optimizer(
+            s.optimizer, param_dict=dict(enumerate(trained)), **dict(s.optimizer_params)))
+        scale, losses = FIRST_SCALE, []  # type: float, List[float]
+        for number, which in enumerate(order):
+            ran = graphs.back_off(batches[which], scale, functools.partial(
+                mx.random.seed, 1000 * seed + number))
+            if not ran.sound:
+                return Trained(math.inf, Place(which, {
+                    name: to_float32(array) for name, array in graphs.arrays.items()}))
+            scale = ran.scale
+            losses.append(ran.loss)
+            update.optimizer.rescale_grad = 1 / (scale * split(batches[which])[0][0].shape[0])
+            gradients = [graphs.arrays[p.name].grad.as_nd_ndarray() for p in trained]
+            update([*range(len(trained))], gradients, weights)
+        return Trained(float(np.mean(losses[s.steps // 2:])))
+
+    def _check_time(self) -> None:
+        if isinstance(self.budget, float) and time.monotonic() - self.begun > self.budget:
+            raise BudgetSpent
+
+    # ---- the file
+
+    def _fingerprint(self) -> str:
+        """A digest of all that measurements depend on."""
+        session = self.session
+        graphs = [call.clean.structure() for call in session.calls.values()]
+        made = hashlib.sha256(repr((graphs, session.policy, self.settings,
+                                    sorted(self.right.keep))).encode())
+        for parameter in session.parameters.values():
+            made.update(parameter.data().asnumpy().tobytes())
+        for batch in session.batches:
+            for array in arrays_of(batch if isinstance(batch, (list, tuple)) else [batch]):
+                made.update(array.asnumpy().tobytes())
+        return made.hexdigest()
+
+    def load(self, begins_at: float) -> None:
+        """Takes over what the file holds.
+
+        Args:
+            begins_at: the loss in float32, which tells a loss function from another.
+        """
+        self._print, self._begins_at = self._fingerprint() if self.file else "", begins_at
+        if not self.file or not os.path.exists(self.file):
+            return
+        with open(self.file, encoding="utf-8") as file:
+            try:
+                held = json.load(file)
+                known, began_at = held["fingerprint"], float(held["begins_at"])
+                found = {(i, frozenset(k)): float(v) for i, k, v in held["gradients"]}
+                losses = {(kind, frozenset(k), seed): float(v)
+                          for kind, k, seed, v in held["training"]}
+            except (ValueError, KeyError, TypeError):
+                raise ValueError(f"file={self.file!r} is none that search has written") from None
+        if known != self._print or not math.isclose(began_at, begins_at, rel_tol=1e-3):
+            raise ValueError(f"file={self.file!r} is of another search: the network, its weights, "
+                             "the batches, the loss or the settings differ. Give another name")
+        self.found, self.losses = found, losses
+
+    def _save(self) -> None:
+        if not self.file:
+            return
+        held = {"fingerprint": self._print, "begins_at": self._begins_at,
+                "gradients": [[i, sorted(k), repr(v)] for (i, k), v in self.found.items()
+                              if i < _FIRST_PLACES],  # others are where this run has failed
+                "training": [[kind, sorted(k), seed, repr(v)]
+                             for (kind, k, seed), v in self.losses.items()]}
+        replace_text(self.file, json.dumps(held))
+
+
+def _fidelity(right: List[Any], found: List[Any]) -> float:
+    numbers = sum(g.size for g in right)
+    floor = 1e-4 * sum(float(np.square(g).sum()) for g in right) / max(numbers, 1)
+    noise = [float(np.square(b - a).mean()) / max(float(np.square(a).mean()), floor, 1e-300)
+             for a, b in zip(right, found)]
+    return decibels(1.0, float(np.mean(noise))) if noise else math.inf
+
+
+# ---- the search --------------------------------------------------------------------------------
+
+
 def search(net: Network, batches: Iterable[Any], loss_fn: Optional[LossFunction] = None,
            budget: Union[float, int] = 60.0,
            snr: float = 20.0, loss: float = 0.01, steps: int = 30, seeds: int = 3,
@@ -126,16 +416,14 @@ def search(net: Network, batches: Iterable[Any], loss_fn: Optional[LossFunction]
                              or not os.path.isdir(os.path.dirname(os.path.abspath(file)))):
         raise ValueError("file is one that measurements can be kept in, in a folder that exists. "
                          f"Received: {file!r}")
-    net, batches, loss_fn = looked_at(net, batches, loss_fn)
-    chosen = first_of(batches, _MOST_BATCHES, "search")
-    check(net, chosen[0])
+    session = Session(net, batches, loss_fn, _MOST_BATCHES, "search")
 
     def say(text: str) -> None:
         if progress:
             print(f"search: {text}", file=sys.stderr, flush=True)
 
     with random_numbers_kept():
-        measure = Measure(net, chosen, loss_fn, budget, settings, file, say)
+        measure = Measure(session, budget, settings, file, say)
         looking = _Looking(measure, snr, loss)
         try:
             looking.run()
@@ -154,29 +442,25 @@ class _Looking:
         self.notes: List[str] = []
         self.verified: List[Nodes] = []
         self.failed: List[Nodes] = []
-        net, batch = measure.net, measure.batches[0]
-        low = measure.trial(frozenset())
-        self.layout = Layout(low.graphs(), measure.policy, low.parameters)
-        scores = self._scores(batch)
-        groups = in_groups(net, list(scores))
-        worst = {id(g): max(scores[n] for n in g) for g in groups}
+        self.layout = measure.graphs(frozenset()).layout
+        scores = self._scores()
         # what costs no arithmetic comes first
-        self.groups = sorted(groups, key=lambda g: (any(n in measure.work for n in g),
-                                                    -worst[id(g)], sorted(g)))
-        self.scores = scores
+        self.groups = sorted(in_groups(measure.session.net, list(scores)), key=lambda g: (
+            any(n in measure.work for n in g), -max(scores[n] for n in g), sorted(g)))
         self.all = frozenset(scores)
 
-    def _scores(self, batch: Batch) -> Dict[str, float]:
+    def _scores(self) -> Dict[str, float]:
         """A score for each node, from one float32 step."""
-        right = Trial(self.measure.net, POLICIES["float32"], calls=self.measure.calls)
+        session = self.measure.session
+        batch, right = session.batches[0], session.float32()
         mx.random.seed(0)
-        ran = right.run(batch, self.measure.loss_fn, FIRST_SCALE)
+        ran = right.run(batch, FIRST_SCALE)
         if not math.isfinite(ran.loss):
             raise ValueError("the loss is not finite in float32 either: look at the data, the "
                              f"weights and the loss first. Received: a loss of {ran.loss}")
         self.begins_at = ran.loss
         self.measure.load(ran.loss)
-        scores = ranked(self.layout, ran.counts, FIRST_SCALE, right.given(batch, right.arrays))
+        scores = ranked(self.layout, ran.counts, FIRST_SCALE, session.known(batch, right))
         if not scores:
             raise ValueError("the network has no tensors of less than float32: all of it is kept, "
                              "or only products round what they read")
@@ -240,7 +524,7 @@ class _Looking:
         """These nodes with others, but no products, that save a cast if they are kept, too."""
         nodes = self.layout.nodes
         for _ in range(len(nodes)):
-            makers = {self.layout.root(e).node.name for name in keep for e in nodes[name].inputs}
+            makers = {e.node.name for name in keep for e in self.layout.makers(name)}
             casts = self.measure.casts(keep)
             saving = [n for n in sorted(makers & self.all - keep)
                       if nodes[n].op not in PRODUCTS and self.measure.casts(keep | {n}) < casts]
@@ -254,7 +538,7 @@ class _Looking:
     def result(self) -> Search:
         measure = self.measure
         best = self.verified[0] if self.verified else self._cheapest()
-        return Search(keep_line(measure.net, best | measure.right.keep, sorted(self.all)),
+        return Search(keep_line(measure.session.net, best | measure.right.keep, sorted(self.all)),
                       self._choice(best), best in self.verified, self._front(best), measure.runs,
                       self.notes)
 
@@ -283,3 +567,118 @@ class _Looking:
 
 def _union(groups: Iterable[Any]) -> Nodes:
     return frozenset(itertools.chain.from_iterable(groups))
+
+
+# ---- which nodes float16 harms most --------------------------------------------------------------
+
+
+def ranked(layout: Layout, counts: Counted, scale: float,
+           variables: Mapping[str, Any]) -> Dict[str, float]:
+    """A score for each node that may stay float32, the worst first: what rounding would add, times
+    what depends on it; infinite where numbers lie beyond the format. The step's histograms tell
+    what the format would do to each tensor, undisturbed by what it has done to those before. How
+    much depends on a tensor is its size times that of its gradient.
+
+    Args:
+        layout: of the graph with its casts.
+        counts: of a float32 step at this loss scale.
+        variables: the arrays that the graph reads, by name.
+    """
+    tensors = [t for t in layout.tensors() if t.is_low]
+    for tensor in tensors:
+        tensor.counts = counts.get(tensor.key)
+    fits = window([t for t in tensors if t.counts], scale, 0.01)
+    factor = (min(fits.high, _HIGHEST_SCALE) if fits else scale) / scale
+    depends = _dependence(layout, counts)
+    scores: Dict[str, float] = {}
+    for tensor in tensors:
+        found = tensor.counts or _of_cast(layout, tensor, counts, variables)
+        if found is None:
+            continue
+        at = factor if tensor.key.backward else 1.0
+        harm = found.noise(tensor.format, at)
+        harm = harm * depends.get(_what(layout, tensor), 0.0) if math.isfinite(harm) else harm
+        for name in layout.kept_for(tensor.key):
+            scores[name] = scores.get(name, 0.0) + harm
+    return dict(sorted(scores.items(), key=lambda item: -item[1]))
+
+
+def _what(layout: Layout, tensor: Tensor) -> Key:
+    """The output that a gradient is of; of weights the gradient itself stands for it."""
+    if not tensor.key.backward:
+        return tensor.key
+    return _output(layout, tensor.key) or tensor.key
+
+
+def _output(layout: Layout, key: Key) -> Optional[Key]:
+    """The output that the gradient of a node's input is of, before casts; None of variables."""
+    node, output = layout.makers(key.node)[key.which]
+    return None if node.is_variable else Key(node.name, False, output)
+
+
+def _dependence(layout: Layout, counts: Mapping[Key, Counts]) -> Dict[Key, float]:
+    """How much of the loss depends on each output, as a share of the most."""
+    made: Dict[Key, float] = {}
+    for key, gradient in counts.items():
+        if not key.backward or key.node not in layout.nodes \
+                or key.which >= len(layout.makers(key.node)):
+            continue
+        output = _output(layout, key)
+        if output is None:
+            made[key] = 1.0  # a weight: all of its gradient is wanted
+        elif output in counts:
+            size = math.sqrt(counts[output].squares * gradient.squares)
+            made[output] = max(made.get(output, 0.0), size)
+    most = max((s for key, s in made.items() if not key.backward), default=0.0) or 1.0
+    return {key: size if key.backward else size / most for key, size in made.items()}
+
+
+def _of_cast(layout: Layout, tensor: Tensor, counts: Mapping[Key, Counts],
+             variables: Mapping[str, Any]) -> Any:
+    """The counts of what a cast casts, since no float32 graph has casts."""
+    if tensor.key.backward or not layout.makers(tensor.key.node):
+        return None
+    node, output = layout.makers(tensor.key.node)[0]
+    if node.is_variable:
+        array = variables.get(node.name)
+        return None if array is None else Counts.of_array(array.astype("float32"))
+    return counts.get(Key(node.name, False, output))
+
+# ---- how much arithmetic each product has --------------------------------------------------------
+
+
+Shape = Sequence[int]
+
+
+def multiply_adds(graph: Graph, shapes: Mapping[str, Shape]) -> Dict[str, int]:
+    """The multiply-adds of each product's forward pass, by its name.
+
+    Args:
+        graph: without casts.
+        shapes: of its variables.
+    """
+    products = [n for n in graph.nodes() if n.op in PRODUCTS]
+    if not products:
+        return {}
+    read = [*dict.fromkeys(e for n in products for e in (Entry(n), *n.inputs))]
+    symbol = Graph(read).symbol()
+    known = {name: shapes[name] for name in symbol.list_inputs() if name in shapes}
+    found = dict(zip(read, symbol.infer_shape_partial(**known)[1]))
+    return {n.name: of_product(n.op, n.attrs, [found[e] for e in n.inputs], found[Entry(n)])
+            for n in products}
+
+
+def of_product(op: str, attrs: Mapping[str, str], inputs: Sequence[Shape], output: Shape) -> int:
+    """The multiply-adds of one product's forward pass."""
+    if op == "RNN":  # each number of a weight takes part once for each step and sequence
+        return prod(inputs[1]) * prod(inputs[0][:2])
+    if op == "Deconvolution":
+        return prod(inputs[0]) * prod(inputs[1]) // max(inputs[1][0], 1)
+    if op in ("Convolution", "Convolution_v1", "FullyConnected"):
+        return prod(output) * prod(inputs[1]) // max(inputs[1][0], 1)
+    if op.startswith("_contrib_interleaved"):
+        return prod(inputs[0]) * output[-1]
+    if len(inputs) < 2 or not inputs[0]:
+        return prod(output)
+    transposed = attrs.get("transpose_a") in ("True", "1")
+    return prod(output) * inputs[0][-2 if transposed and len(inputs[0]) > 1 else -1]

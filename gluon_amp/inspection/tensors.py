@@ -1,4 +1,8 @@
-"""Which tensors a converted network's graph has, in order of computation."""
+"""Which nodes and tensors a converted network's graphs have, in order of computation, what they run
+in, and what steps have shown of each tensor."""
+import itertools
+import math
+import statistics
 from dataclasses import dataclass, field
 from typing import (
     Any,
@@ -11,15 +15,24 @@ from typing import (
     Mapping,
     Optional,
     Sequence,
+    Set,
     Tuple,
 )
 
-from ..formats import FLOAT32, FORMATS, Format
+from .._mxnet import mx, np
+from ..annotations import Network
+from ..formats import FLOAT16, FLOAT32, FORMATS, Format
+from ..gluon.converted import ConvertedHybridBlock
+from ..graph import operators
 from ..graph.build import LEFT_ALONE
-from ..graph.graph import CASTS, Entry, Graph, Node, bindings, state_variables
-from ..graph.operators import CAST_BACK, LOSSES
+from ..graph.casts import KEEP
+from ..graph.graph import CASTS, Entry, Graph, Node, state_variables
+from ..graph.operators import CAST_BACK, LOSSES, PRODUCTS
 from ..policy import Policy
-from .statistics import Counted, Counts, Key, added_up, compared
+from ..symbolic.convert import declared_types
+from .statistics import Counted, Key, Sample, compared
+
+Found = List[Entry]  # what an entry is: an output of an operator, or a variable; of a condition two
 
 
 @dataclass
@@ -33,15 +46,15 @@ class Tensor:
         place: when it is computed: forward passes count up, backward passes go on counting.
         format: the format that it has.
         reads: keys of the tensors that it is computed from.
-        variables: names of the data and parameters that its node reads.
         carried: in a loop, those that it reads of the round before.
         gradients: of an output, the tensors that its gradient is the sum of.
-        counts: what was counted, over all steps.
+        variables: names of the data and parameters that its node reads.
+        counts: what was counted, over all steps; None until then.
         snr: against the float32 step, in dB, the worst of the steps; None without a reference.
         beyond: whether the float32 step has numbers in it that its format does not hold.
-        worths: by how much of the loss its own rounding moves it, of each step; see worth.py.
+        worths: by how much of the loss its own rounding moves it, of each step; see `weigh`.
         by_chance: of products, the same if large errors met large gradients by chance only.
-        largest: the exponent of the largest number of each step; see outliers.py.
+        largest: the exponent of the largest number of each step; see `note_largest`.
     """
     key: Key
     kind: str
@@ -51,13 +64,13 @@ class Tensor:
     reads: List[Key] = field(repr=False, default_factory=list)
     carried: List[Key] = field(repr=False, default_factory=list)
     gradients: List[Key] = field(repr=False, default_factory=list)
-    counts: Optional[Counts] = field(repr=False, default=None)
+    variables: List[str] = field(repr=False, default_factory=list)
+    counts: Any = field(repr=False, default=None)
     snr: Optional[float] = None
     beyond: bool = False
     worths: List[float] = field(repr=False, default_factory=list)
     by_chance: List[float] = field(repr=False, default_factory=list)
     largest: List[int] = field(repr=False, default_factory=list)
-    variables: List[str] = field(repr=False, default_factory=list)
 
     @property
     def name(self) -> str:
@@ -78,13 +91,28 @@ class Tensor:
         return self.format != FLOAT32
 
     @property
+    def begins(self) -> bool:
+        """Whether it is the gradient that a loss begins with by itself, which no loss scale
+        reaches."""
+        return self.key.backward and self.op in LOSSES
+
+    @property
     def low_snr(self) -> float:
         """In dB: rounding alone leaves far more than that in a tensor that the format suits."""
         return max(6.02 * (self.format.fraction + 1) - 26, 10.0)
 
+    @property
+    def last_exponent(self) -> int:
+        """Of the largest number that its format holds."""
+        return math.floor(math.log2(self.format.largest))
+
 
 class Layout:
     """The nodes of graphs in order, and the tensors that they make.
+
+    The bodies of loops and conditions are taken apart: an operator in one reads what its variables
+    stand for, and who reads a loop reads what its body gives. What only moves numbers (LEFT_ALONE)
+    is not watched, and stands for what it reads.
 
     Args:
         graphs: with their casts, in the order in which they run, and their variables' types.
@@ -93,164 +121,140 @@ class Layout:
     def __init__(self, graphs: Sequence[Tuple[Graph, Mapping[str, str]]], policy: Policy,
                  parameters: Collection[str]) -> None:
         self.nodes: Dict[str, Node] = {}
-        self.alike: Dict[str, List[Node]] = {}  # of one name: those of a block called several times
-        self.users: Dict[Entry, List[Optional[Node]]] = {}
-        self.types: Dict[Entry, Optional[str]] = {}
-        # Of bodies of loops: what their variables stand for, and what becomes of their outputs
-        self.outside: Dict[Node, Entry] = {}
-        self.inside: Dict[Tuple[Node, Entry], List[Node]] = {}
-        self.given: Dict[Entry, List[Entry]] = {}
-        self.carried: Dict[Node, Entry] = {}  # by the variable of a state
-        for graph, types in graphs:
-            self._add(graph, types)
-        self.order = {name: i for i, name in enumerate(self.nodes)}
         self.formats = {**FORMATS, policy.between.name: policy.between}
         self.parameters = set(parameters)
+        self._alike: Dict[str, List[Node]] = {}  # of one name: of a block called several times
+        self._types: Dict[Entry, Optional[str]] = {}
+        self._made: Dict[Node, List[Entry]] = {}
+        self._reads: Dict[Node, List[Found]] = {}
+        self._readers: Dict[Entry, List[Tuple[Node, int]]] = {}
+        self._read: Set[Entry] = set()  # by anything
+        self._outputs: Set[Entry] = set()  # of the graphs
+        self._states: Dict[Tuple[Node, int], Entry] = {}  # inputs that are a loop's state
+        self._carried: Dict[Entry, Found] = {}  # what a state is in the next round
+        for graph, types in graphs:
+            self._outputs.update(e for found in self._add(graph, types, {}) for e in found)
+        self.order = {name: i for i, name in enumerate(self.nodes)}
 
-    def _add(self, graph: Graph, types: Mapping[str, str]) -> None:
-        """A graph's nodes, each behind those of its bodies."""
-        found = graph.types(types)
-        self.types.update(found)
-        self.users.update(graph.consumers())
+    def _add(self, graph: Graph, types: Mapping[str, str], outside: Mapping[str, Found],
+             states: Collection[Node] = ()) -> List[Found]:
+        """Takes in a graph, or a body, whose variables stand for what is outside. Gives what its
+        outputs are."""
+        inferred = graph.types(types)
+        self._types.update(inferred)
+        self._read.update(graph.consumers())
+        for entry in inferred:
+            self._made.setdefault(entry.node, []).append(entry)
+        found: Dict[Entry, Found] = {}
+        state: Dict[Entry, Entry] = {}
         for node in graph.nodes():
-            for number, body in enumerate(node.subgraphs):
-                self._add_body(node, number, body, found)
-            if not node.is_variable:
-                self.nodes[node.name] = node
-                self.alike.setdefault(node.name, []).append(node)
+            first = Entry(node)
+            if node.is_variable:
+                found[first] = outside.get(node.name, [first])
+                if node in states:
+                    state[first] = first
+                continue
+            reads = [found[e] for e in node.inputs]
+            if node.subgraphs:
+                made = self._add_bodies(node, inferred, found)
+                found.update((Entry(node, i), one) for i, one in enumerate(made))
+            elif node.op in LEFT_ALONE and reads:
+                found[first] = reads[0]
+                if node.inputs[0] in state:
+                    state[first] = state[node.inputs[0]]
+            else:
+                found.update((e, [e]) for e in self._made[node])
+                self._reads[node] = reads
+                for i, (entry, one) in enumerate(zip(node.inputs, reads)):
+                    for e in one:
+                        self._readers.setdefault(e, []).append((node, i))
+                    if entry in state:
+                        self._states[node, i] = state[entry]
+            self.nodes[node.name] = node
+            self._alike.setdefault(node.name, []).append(node)
+        return [found[e] for e in graph.outputs]
 
-    def _add_body(self, node: Node, number: int, body: Graph,
-                  types: Mapping[Entry, Optional[str]]) -> None:
-        """A loop's or a condition's body."""
-        variables = [n for n in body.nodes() if n.is_variable]
-        read = [node.inputs[i] for i in bindings(node)[number]]
-        self._add(body, {v.name: types[e] or "float32" for v, e in zip(variables, read)})
-        self.outside.update(zip(variables, read))
-        for variable, entry in zip(variables, read):
-            self.inside.setdefault((node, entry), []).append(variable)
-        if number == 0 and node.op in ("_while_loop", "_cond"):
-            return  # it only tells whether to go on, or where
-        for i, output in enumerate(body.outputs):
-            self.given.setdefault(output, []).append(Entry(node, i))
-        states = state_variables(node)
-        carried = body.outputs[len(body.outputs) - len(states):]
-        self.carried.update((variables[i], e) for i, e in zip(states, carried))
-
-    def _format(self, entry: Entry) -> Optional[Format]:
-        return self.formats.get(self.types.get(entry) or "")
+    def _add_bodies(self, node: Node, types: Mapping[Entry, Optional[str]],
+                    found: Mapping[Entry, Found]) -> List[Found]:
+        made = []
+        for body in node.bodies(types):
+            outside = {name: found[e] for name, e in body.outside.items()}
+            numbers = state_variables(node) if body.graph is node.subgraphs[-1] else []
+            variables = [n for n in body.graph.nodes() if n.is_variable]
+            states = [variables[i] for i in numbers]
+            made.append(self._add(body.graph, body.types, outside, states))
+            self._carried.update(zip(map(Entry, states), made[-1][len(made[-1]) - len(states):]))
+        if node.op != "_cond":
+            return made[-1]
+        return [then + otherwise for then, otherwise in zip(*made[1:])]
 
     def tensors(self) -> List[Tensor]:
         """All that may be watched. Nodes of one name are counted as one."""
         made: Dict[Key, Tensor] = {}
-        for nodes in self.alike.values():
+        for nodes in self._alike.values():
             for tensor in (t for node in nodes for t in self._tensors_of(node)):
                 made.setdefault(tensor.key, tensor).join(tensor)
         return list(made.values())
 
     def _tensors_of(self, node: Node) -> Iterator[Tensor]:
-        if node.subgraphs:
+        if node not in self._reads:
             return
-        last, name = 2 * len(self.nodes), node.name
-        outputs = [e for e in self.users if e.node is node]
-        gradients = {e: self._gradients(e) for e in outputs}
-        variables = [variable for e in node.inputs for variable in self._variable(e)]
+        name, place, reads = node.name, self.order[node.name], self._reads[node]
+        outputs = [e for e in self._made[node] if e in self._read]
+        gradients = {e: [Key(user.name, True, i) for user, i in self._readers.get(e, ())]
+                     for e in outputs}
+        variables = [e.node.name for one in reads for e in one if e.node.is_variable]
+        before = [key for one in reads for key in _keys(one)]
+        carried = [key for i, _ in enumerate(reads) if (node, i) in self._states
+                   for key in _keys(self._carried[self._states[node, i]])]
         for entry in outputs:
-            format_ = self._format(entry)
+            format_ = self.formats.get(self._types[entry] or "")
             if format_ is not None:
-                reads = [made for e in node.inputs for made in self.source(e)]
-                carried = [made for e in node.inputs for made in self._carried(e)]
-                yield Tensor(Key(name, False, entry.output), "output", node.op, self.order[name],
-                             format_, reads, carried, gradients[entry], variables=variables)
+                yield Tensor(Key(name, False, entry.output), "output", node.op, place, format_,
+                             before, carried, gradients[entry], variables)
+        above = [key for e in outputs for key in gradients[e]]
         for i, entry in enumerate(node.inputs):
-            format_ = self._format(entry)
-            if format_ is None:
-                continue
-            weight = self.root(entry).node.name in self.parameters
-            above = [key for e in outputs for key in gradients[e]]
-            yield Tensor(Key(name, True, i), "weight gradient" if weight else "gradient",
-                         node.op, last - self.order[name], format_, above, variables=variables)
+            format_ = self.formats.get(self._types[entry] or "")
+            if format_ is not None:
+                weight = self.maker(node, i).node.name in self.parameters
+                yield Tensor(Key(name, True, i), "weight gradient" if weight else "gradient",
+                             node.op, 2 * len(self.nodes) - place, format_, above,
+                             variables=variables)
 
-    def _gradients(self, entry: Entry) -> List[Key]:
-        """The gradients of all inputs that read an entry."""
-        return [Key(user.name, True, k) for user in self._readers(entry)
-                for k, read in enumerate(user.inputs)
-                if set(self.source(read)) & set(self.source(entry))]
+    def maker(self, node: Node, which: int) -> Entry:
+        """What a node's input is, without the casts on its way; of a loop's state its variable."""
+        while True:
+            entry = self._states.get((node, which), self._reads[node][which][0])
+            if entry.node.op not in CASTS:
+                return entry
+            node, which = entry.node, 0
 
-    def _readers(self, entry: Entry) -> List[Node]:
-        """The nodes that read an entry, in bodies, too; behind those that are not watched, their
-        readers."""
-        found: List[Node] = []
-        for user in self.users.get(entry, []):
-            if user is None:  # an output of the graph, or of a body
-                behind = self.given.get(entry, [])
-            elif user.subgraphs:
-                behind = [Entry(variable) for variable in self.inside.get((user, entry), [])]
-            elif user.op in LEFT_ALONE:
-                behind = [Entry(user)]
-            else:
-                found.append(user)
-                continue
-            found += [reader for one in behind for reader in self._readers(one)]
-        return list(dict.fromkeys(found))
-
-    def source(self, entry: Entry) -> List[Key]:
-        """The tensor that an entry is: an output, but for nodes that are not watched. Of a
-        condition it may be that of either branch."""
-        node = entry.node
-        if node.subgraphs:
-            bodies = node.subgraphs[1:] if node.op == "_cond" else node.subgraphs[-1:]
-            return [key for body in bodies for key in self.source(body.outputs[entry.output])]
-        if node in self.outside:
-            return self.source(self.outside[node])
-        if node.op in LEFT_ALONE and node.inputs:
-            return self.source(node.inputs[0])
-        return [] if node.is_variable else [Key(node.name, False, entry.output)]
-
-    def _variable(self, entry: Entry) -> List[str]:
-        """The name of the variable that an entry is, if it is one."""
-        node = entry.node
-        if node in self.outside:
-            return self._variable(self.outside[node])
-        if node.op in LEFT_ALONE and node.inputs and not node.subgraphs:
-            return self._variable(node.inputs[0])
-        return [node.name] if node.is_variable else []
-
-    def _carried(self, entry: Entry) -> List[Key]:
-        """In a loop, the tensor that an entry is of the round before."""
-        while entry.node.op in LEFT_ALONE and entry.node.inputs and not entry.node.subgraphs:
-            entry = entry.node.inputs[0]
-        return self.source(self.carried[entry.node]) if entry.node in self.carried else []
-
-    def root(self, entry: Entry) -> Entry:
-        """An entry without the casts behind it."""
-        while entry.node.op in CASTS:
-            entry = entry.node.inputs[0]
-        return entry
+    def makers(self, name: str) -> List[Entry]:
+        """The same of all inputs of a node."""
+        node = self.nodes[name]
+        return [self.maker(node, i) for i, _ in enumerate(self._reads.get(node, ()))]
 
     def is_output(self, key: Key) -> bool:
         """Whether a tensor is an output of its graph."""
-        return any(None in self.users.get(Entry(node, key.which), []) for node in
-                   self.alike[key.node])
+        return any(Entry(node, key.which) in self._outputs for node in self._alike[key.node])
 
     def kept_for(self, key: Key) -> List[str]:
         """The nodes that are to stay float32 so that this tensor is float32."""
         nodes: List[Node] = []
-        for node in self.alike[key.node]:
-            if key.backward:
-                maker = self.root(node.inputs[key.which]).node
-                nodes += [node] if maker.is_variable else [node, maker]
-            else:
-                nodes.append(node)
+        for node in self._alike[key.node]:
+            maker = self.maker(node, key.which).node if key.backward else node
+            nodes += [node] if maker.is_variable or maker is node else [node, maker]
         return list(dict.fromkeys(n.name for one in nodes for n in self._but_casts(one)))
 
     def _but_casts(self, node: Node) -> List[Node]:
         """A node; of a cast, what reads it, or what runs in float32 and is cast back."""
         if node.op not in CASTS:
             return [node]
-        maker = node.inputs[0].node
-        if maker.op in CAST_BACK:
-            return [maker]
-        return [n for reader in self._readers(Entry(node)) for n in self._but_casts(reader)]
+        for before in self._reads[node][0]:
+            if before.node.op in CAST_BACK:
+                return [before.node]
+        return [n for reader, _ in self._readers.get(Entry(node), ())
+                for n in self._but_casts(reader)]
 
     def blamed(self, key: Key) -> str:
         """The node that a tensor is laid to: of a cast, what it casts; of a cast's gradient, the
@@ -258,11 +262,16 @@ class Layout:
         node = self.nodes[key.node]
         if node.op not in CASTS:
             return key.node
-        maker = self.root(Entry(node)).node
-        readers = [n.name for n in self._readers(Entry(node)) if n.op not in CASTS]
+        maker = self.maker(node, 0).node
+        readers = [n.name for n, _ in self._readers.get(Entry(node), ()) if n.op not in CASTS]
         if maker.is_variable or key.backward and readers and maker.op not in CAST_BACK:
             return readers[0] if readers else key.node
-        return str(maker.name)
+        return maker.name
+
+
+def _keys(found: Found) -> List[Key]:
+    """The tensors among what an entry is."""
+    return [Key(e.node.name, False, e.output) for e in found if not e.node.is_variable]
 
 
 def counted_reads(tensors: Iterable[Tensor], counted: Container[Key]) -> Dict[Key, List[Key]]:
@@ -276,21 +285,13 @@ def counted_reads(tensors: Iterable[Tensor], counted: Container[Key]) -> Dict[Ke
     return found
 
 
-def fill(tensors: List[Tensor], steps: Sequence[Tuple[float, Any]], scale: float) -> None:
-    """Gives the tensors what steps, each at its loss scale, have counted: gradients as they would
-    be at this scale. No scale reaches what a loss begins with by itself."""
-    begin = {t.key for t in tensors if _begins(t)}
-    total: Mapping[Key, Counts] = {}
-    if steps:
-        total = added_up([(scale / at, counted) for at, counted in steps], begin)
-    for tensor in tensors:
-        tensor.counts = total.get(tensor.key)
+# ---- what a step shows --------------------------------------------------------------------------
 
 
-def compare(tensors: List[Tensor], found: Counted, right: Counted) -> None:
+def compare(tensors: Iterable[Tensor], found: Counted, right: Counted) -> None:
     """Notes how far a step is from the same one in float32."""
     pairs = [(tensor, right.sample(tensor.key), found.sample(tensor.key)) for tensor in tensors
-             if not _begins(tensor)]
+             if not tensor.begins]
     pairs = [one for one in pairs if 0 < len(one[1]) == len(one[2])]
     for (tensor, _, _), (largest, now) in zip(pairs, compared([one for _, one, _ in pairs],
                                                               [one for _, _, one in pairs])):
@@ -299,6 +300,189 @@ def compare(tensors: List[Tensor], found: Counted, right: Counted) -> None:
             tensor.snr = now if tensor.snr is None else min(tensor.snr, now)
 
 
-def _begins(tensor: Tensor) -> bool:
-    """Whether it is the gradient that a loss begins with."""
-    return tensor.key.backward and tensor.op in LOSSES
+def weigh(tensors: Iterable[Tensor], counted: Counted, total: float, scale: float) -> None:
+    """Adds to each forward tensor that is rounded, and that there is a sample of, by how much of
+    the loss its own errors moved it in a step.
+
+    To first order the loss moves by each number's error times its gradient. Errors of a rounding
+    are independent of each other, so their squares add up. The histograms of a step hold the
+    squares of errors and those of gradients. Samples tell where large errors do not meet large
+    gradients: those of a mask are large, and their gradients 0. (As a measure for all others,
+    products are taken as if they met by chance.)
+    """
+    tensors = list(tensors)
+    begin = {t.key for t in tensors if t.begins}
+    squares = [s / (1.0 if key in begin else scale) ** 2
+               for key, s in zip(counted, counted.all.squares.tolist())]
+    errors, numbers = counted.all.error_squares.tolist(), counted.numbers().tolist()
+    for tensor in tensors:
+        row = counted.rows.get(tensor.key)
+        if tensor.key.backward or not tensor.is_low or row is None or not total \
+                or not len(counted.samples[row]):
+            continue
+        gradients = [counted.rows[key] for key in tensor.gradients if key in counted.rows]
+        # how far the sum of errors times gradients is expected to lie from 0
+        expected = errors[row] * sum(squares[g] for g in gradients) / max(numbers[row], 1)
+        moved = math.sqrt(expected) / total
+        if not math.isfinite(moved):
+            continue
+        if tensor.op in PRODUCTS:
+            tensor.by_chance.append(moved)
+        # half of what may be named at all: less needs no closer look
+        if moved > 2.0 ** -(tensor.format.fraction + 2):
+            moved *= math.sqrt(min(_meet(tensor.format, counted.samples[row],
+                                         [counted.samples[g] for g in gradients]), 1.0))
+        tensor.worths.append(moved)
+
+
+def _meet(format_: Format, sample: Sample, gradients: List[Sample]) -> float:
+    """How much more, or less, large errors meet large gradients than by chance, as samples tell."""
+    size = np.abs(sample.astype(np.float64))
+    squares = sum(np.square(g.astype(np.float64)) for g in gradients if len(g) == len(size))
+    with np.errstate(invalid="ignore", over="ignore"):
+        errors = np.square(np.maximum(np.ldexp(1.0, np.frexp(size)[1] - 1 - format_.fraction),
+                                      format_.smallest)) * (size > 0)
+        known = np.isfinite(size) & np.isfinite(squares)
+        both = np.sum(errors * known) * np.sum(squares * known)
+    return float(known.sum() * np.sum(np.where(known, errors * squares, 0.0)) / both) \
+        if both > 0 and math.isfinite(both) else 1.0
+
+
+_BITS = 4  # below a format's end: smaller numbers are no matter
+
+
+def note_largest(tensors: Iterable[Tensor], counts: Counted) -> None:
+    """Adds to each forward tensor of a format that ends in infinities how large its largest number
+    was in a step. Numbers without gradients do not count: those of a mask are as large as it says,
+    in whichever batch has one."""
+    highest = counts.highest().tolist()
+    for tensor in tensors:
+        row, format_ = counts.rows.get(tensor.key), tensor.format
+        if tensor.key.backward or row is None or not tensor.is_low \
+                or format_.saturate or not format_.infinities:
+            continue
+        least = tensor.last_exponent - _BITS
+        if highest[row] <= least:
+            tensor.largest.append(least)
+        elif not _is_masked(tensor, counts, 2.0 ** least):
+            tensor.largest.append(highest[row])
+
+
+def _is_masked(tensor: Tensor, counts: Counted, least: float) -> bool:
+    """Whether the sample has numbers of that size, none of which has a gradient."""
+    large = np.abs(counts.sample(tensor.key)) >= least
+    gradients = [counts.sample(key) for key in tensor.gradients if key in counts]
+    return bool(large.any()) and bool(gradients) and not any(
+        len(g) == len(large) and g[large].any() for g in gradients)
+
+
+def varies_by(tensor: Tensor) -> Optional[int]:
+    """By how many bits the largest number of all batches is above that of half of them, if there is
+    less room than that above it: another batch may lie beyond the format."""
+    if len(tensor.largest) < 2:
+        return None
+    most = max(tensor.largest)
+    by = most - statistics.median_low(tensor.largest)
+    return by if tensor.last_exponent - most < by else None
+
+
+# ---- what nodes run in --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Row:
+    """A node.
+
+    Attributes:
+        node, operator: its name, and its operator's.
+        inputs: the types of its inputs.
+        output: the type of its first output.
+        rule: why it runs in that.
+        casts: how many of its inputs are cast before it reads them.
+    """
+    node: str
+    operator: str
+    inputs: Tuple[str, ...]
+    output: str
+    rule: str
+    casts: int
+
+
+class Types(List[Row]):
+    """The rows, in order of computation; `print` shows a table."""
+
+    def __str__(self) -> str:
+        cells = [("node", "operator", "inputs", "output", "casts", "rule"), *(
+            (r.node, r.operator, _short(r.inputs), r.output, str(r.casts or ""), r.rule)
+            for r in self)]
+        widths = [max(map(len, column)) for column in zip(*cells)]
+        table = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip()
+                 for row in cells]
+        low = sum(r.output not in ("float32", "float64") for r in self)
+        casts = sum(r.casts for r in self)
+        return "\n".join([*table, f"{low} of {len(self)} nodes give less than float32; "
+                                  f"{casts} inputs are cast."])
+
+
+def _short(inputs: Sequence[str]) -> str:
+    """Types in short: float16 x3, float32."""
+    runs = [(name, len(list(run))) for name, run in itertools.groupby(inputs)]
+    return ", ".join(name if count == 1 else f"{name} x{count}" for name, count in runs)
+
+
+def types(net: Network) -> Types:
+    """Which operator runs in which type, and the rule that decided.
+
+    Args:
+        net: a converted HybridBlock that has run once, what `convert_symbol` has made, or a Module.
+    """
+    if isinstance(net, mx.mod.BaseModule):
+        net = net.symbol
+    if isinstance(net, mx.sym.Symbol):
+        graph = Graph.read(net)
+        declared = declared_types(graph)
+        return _rows(graph, {name: declared.get(name, "float32") for name in graph.variables()})
+    is_converted: bool = isinstance(net, ConvertedHybridBlock)
+    if not is_converted:
+        raise TypeError("types takes a converted HybridBlock or a symbol. "
+                        f"Received: {type(net).__name__}")
+    if not net._cached_graph:
+        raise RuntimeError(f"types needs the graph: run {net.name} on data once before")
+    graph, known = net.mixed_graph(["float32"] * len(net._cached_graph[0]))
+    return _rows(graph, known, net._amp.keep_nodes, net._amp.policy.between)
+
+
+def _rows(graph: Graph, known: Mapping[str, str], kept: Collection[str] = (),
+          between: Format = FLOAT16) -> Types:
+    """The rows of a graph with its casts, for its variables' types; `between` is the format of what
+    lies between operators."""
+    found = graph.types(known)
+    made = Types()
+    for node in graph.nodes():
+        for body in node.bodies(found):
+            made += _rows(body.graph, body.types, kept, between)
+        if node.is_variable or node.op in CASTS:
+            continue
+        inputs = tuple(found.get(e) or "unknown" for e in node.inputs)
+        output = found.get(Entry(node)) or "unknown"
+        casts = sum(e.node.op in CASTS for e in node.inputs)
+        rule = _rule(node, inputs, kept, between)
+        made.append(Row(node.name, node.op, inputs, output, rule, casts))
+    return made
+
+
+def _rule(node: Node, inputs: Sequence[str], kept: Collection[str], between: Format) -> str:
+    if KEEP in node.attrs or node.name in kept:
+        return "kept by keep="
+    rule: Optional[operators.Rule] = operators.OPERATORS.get(node.op)
+    runs = operators.runs_in(node)
+    if rule is None:
+        return "the type of its inputs: no rule knows it"
+    if runs == operators.INPUTS:
+        if "float32" in inputs and not operators.holds_numbers(node, between):
+            numbers = ", ".join(f"{number:g}" for _, number in operators.numbers(node))
+            return f"float32, since {between.name} does not hold its constant {numbers}"
+        return f"the type of its inputs: {rule.why}"
+    if runs != rule.runs:  # sensitive with these attributes only
+        return f"{runs}, with these attributes"
+    return f"{rule.runs}: {rule.why}"

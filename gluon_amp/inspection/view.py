@@ -5,28 +5,45 @@
     at the end  counts become advice: a window of loss scales, findings, and a line for keep=,
                 which is tried: nodes are added until nothing is found any more
 """
+import glob
+import json
 import math
 import os
 from dataclasses import dataclass, field, replace
-from typing import Any, Callable, Dict, Iterable, List, Mapping, Optional, Set, Tuple, Union
+from typing import Any, Dict, Iterable, List, Mapping, Optional, Set, Tuple, Union
 
+from .._mxnet import np
 from ..annotations import Batch, LossFunction, Network, Trainer
 from ..checks import positive_number, whole_number
 from ..cpu.finite import all_finite
 from ..cpu.library import random_numbers_kept
-from ..policy import POLICIES
-from .advice import Finding, Window, findings, left_in_format, window
-from .lines import where
-from .module_updates import ModuleUpdates
-from .modules import ModuleBlock, looked_at
-from .names import keep_for, kept_already
-from .outliers import note
-from .overflow import Overflow, first_overflow, goes_forward, is_finite
-from .statistics import Counted, Counts, Key, at_scale, decibels
-from .tensors import Layout, Tensor, compare, fill
-from .trial import FIRST_SCALE, LEAST_SCALE, Ran, Trial, check, first_of
-from .updates import Updates, Weight, check_trainer
-from .worth import weigh
+from ..files import replace_text
+from ..formats import FLOAT16, FLOAT32, FORMATS, Format
+from .advice import (
+    Finding,
+    Window,
+    as_power,
+    findings,
+    keep_for,
+    kept_already,
+    left_in_format,
+    scales_that_fit,
+    window,
+)
+from .files import page, save
+from .overflow import Overflow, first_overflow, goes_forward, is_finite, where
+from .session import (
+    FIRST_SCALE,
+    Graphs,
+    ModuleUpdates,
+    Ran,
+    Session,
+    Updates,
+    Weight,
+    check_trainer,
+)
+from .statistics import Counted, Counts, Key, added_up, at_scale, decibels
+from .tensors import Layout, Tensor, compare, note_largest, weigh
 
 _ROUNDS = 12  # of trying what to keep
 _DRAWS = 16  # of random numbers, to find an overflow that hangs on them
@@ -97,7 +114,6 @@ class View:
         """The tensors, the worst first: those that overflow, then by what is left of them."""
         def order(tensor: Tensor) -> Tuple[int, float]:
             counts = tensor.counts
-            assert counts is not None
             if not is_finite(counts):  # where infinities begin, and at the end those that follow
                 return (0, tensor.place) if counts.overflowed else (2, tensor.place)
             own = counts.own_snr if tensor.is_low else math.inf
@@ -107,7 +123,6 @@ class View:
     def save(self, folder: Union[str, "os.PathLike[str]"]) -> str:
         """Writes xray.html, summary.csv and xray.jsonl into a new folder; with matplotlib, also
         pictures. Returns the path of the page."""
-        from .files import save
         return save(self, folder)
 
     def __str__(self) -> str:
@@ -123,11 +138,48 @@ class View:
             lines.append("Nothing needs to stay in float32 beyond what does.")
         return "\n".join(lines)
 
+    def add(self, ran: Ran, whole: Optional[Ran], number: int, known: Mapping[str, Any]) -> None:
+        """Takes in a step, and the same in float32. Its counts tell nothing of the format where
+        data or parameters, of those that are known, were not finite to begin with."""
+        if not self.steps:
+            self.scale = ran.scale
+        overflow = first_overflow(self.tensors, ran.counts, number, ran.scale, known)
+        self.first_overflow = self.first_overflow or overflow
+        if overflow is not None and not overflow.op:
+            self.left_out = list(dict.fromkeys([*self.left_out, number]))
+            self.notes.append(f"{overflow}: no advice is from this batch")
+        if number not in self.left_out:
+            if whole is not None:
+                compare(self.tensors, ran.counts, at_scale(whole.counts, ran.scale / whole.scale))
+            weigh(self.tensors, ran.counts, ran.total, ran.scale)
+            note_largest(self.tensors, ran.counts)
+        self.losses.append(ran.loss)
+        self.steps.append((ran.scale, Counted(ran.counts.rows, ran.counts.all)))
+
+    def _sound(self) -> List[Tuple[float, Any]]:
+        """The steps that are not left out."""
+        return [step for i, step in enumerate(self.steps) if i not in self.left_out]
+
+    @property
+    def goes_forward(self) -> bool:
+        """Whether no forward tensor overflows."""
+        return all(goes_forward(self.tensors, counts) for _, counts in self._sound())
+
+    def conclude(self, layout: Layout) -> None:
+        """Adds up what the steps have counted, gradients as they would be at one scale, and finds
+        what they show."""
+        steps = [(self.scale / at, counted) for at, counted in self._sound()]
+        total = added_up(steps, {t.key for t in self.tensors if t.begins}) if steps else {}
+        for tensor in self.tensors:
+            tensor.counts = total.get(tensor.key)
+        counted = [t for t in self.tensors if t.counts is not None]
+        self.window = window(counted, self.scale, self.lost) if self.goes_forward else None
+        self.findings = findings(layout, self.tensors, self.scale)
+
 
 def xray(net: Network, batches: Iterable[Any], loss_fn: Optional[LossFunction] = None,
-         trainer: Optional[Trainer] = None,
-         steps: int = 20, reference: bool = True, lost: float = 0.01,
-         batch_size: Optional[int] = None) -> View:
+         trainer: Optional[Trainer] = None, steps: int = 20, reference: bool = True,
+         lost: float = 0.01, batch_size: Optional[int] = None) -> View:
     """Shows what float16 does to every tensor of a converted network, forward and backward.
 
     Every step runs on copies of the parameters: neither they nor statistics change, unless a
@@ -155,80 +207,30 @@ def xray(net: Network, batches: Iterable[Any], loss_fn: Optional[LossFunction] =
         raise ValueError(f"lost is a share of a gradient's norm, below 1. Received: {lost}")
     if trainer is not None:
         check_trainer(trainer, net)
-    net, batches, loss_fn = looked_at(net, batches, loss_fn)
-    chosen = first_of(batches, steps, "xray")
-    check(net, chosen[0])
-    trial = Trial(net, net._amp.policy)
-    with random_numbers_kept():
-        trial.look(chosen[0])
-    right = Trial(net, POLICIES["float32"], calls=trial.calls, samples=True) if reference else None
-    layout = _layout(trial)
-    if trainer is not None:  # whose steps are looked at: nothing runs on these copies
-        trial.arrays.clear()
-        trial.ops.clear()
-    tensors = list(layout.tensors())
-    if not any(t.is_low for t in tensors):
+    session = Session(net, batches, loss_fn, steps, "xray")
+    low = session.low()
+    right = session.float32(samples=True) if reference else None
+    if not any(t.is_low for t in low.tensors):
         raise ValueError("the network has no tensors of less than float32: all of it is kept, or "
                          "only products round what they read")
-    view = View(net.name, tensors, lost=lost)
-    if isinstance(net, ModuleBlock):
+    updates = ModuleUpdates(session) if session.is_module else Updates(session, trainer, batch_size)
+    view = _look(low, right, session.batches, float(getattr(trainer, "loss_scale", FIRST_SCALE)),
+                 lost, updates)
+    if session.is_module:
         view.converts = "amp.convert_symbol(symbol"
-    scale = float(getattr(trainer, "loss_scale", FIRST_SCALE))
-    updates = ModuleUpdates(net) if isinstance(net, ModuleBlock) \
-        else Updates(net, trainer, batch_size)
-    hopeless: List[str] = []
-    for number, batch in enumerate(chosen):
-        whole, at = None, scale
-        if trainer is None or right is not None:
-            with random_numbers_kept() as draw_again:
-                if right is not None:
-                    right.copy()
-                    whole = right.run(batch, loss_fn, scale)
-                if trainer is None:
-                    draw_again()
-                    trial.copy()
-                    scale, ran = _run(trial, tensors, batch, loss_fn, scale, draw_again)
-                    if isinstance(updates, ModuleUpdates) and ran.finite:
-                        updates.look(trial, scale)
-        if trainer is not None:
-            scale, ran = updates.step(batch, loss_fn)
-        if whole is not None:
-            view.reference_losses.append(whole.loss)
-            what = _not_finite_in_float32(right, whole, ran, batch, loss_fn)
-            if what:
-                hopeless.append(f"batch {number}: {what} not finite in float32 either: look "
-                                "at the data, the learning rate and the loss first. No advice is "
-                                "from this batch")
-                view.left_out.append(number)
-        known = trial.given(batch, (right or trial).arrays if right or trainer is None else {})
-        _note(view, scale, ran, number, known,
-              None if whole is None else at_scale(whole.counts, scale / at))
-        if trainer is None and number in view.left_out:
-            scale = at  # no lower one has helped
-        if updates.gave_up:
-            view.notes.append(f"batch {number} is the last that was looked at: the trainer has "
-                              f"given up: {updates.gave_up}")
-            chosen = chosen[:number + 1]
-            break
-    sound = [number for number in range(len(chosen)) if number not in view.left_out]
-    fill(tensors, [view.steps[number] for number in sound], view.scale)
-    view.notes[:0] = hopeless
-    view.tensors = [t for t in tensors if t.counts is not None]
-    if all(goes_forward(tensors, view.steps[number][1]) for number in sound):
-        view.window = window(view.tensors, view.scale, lost)
-    view.findings = findings(layout, tensors, view.scale)
+    view.tensors = [t for t in view.tensors if t.counts is not None]
     at_first = view.window
     if view.findings:
         updates.watched.ops.clear()  # its steps are over: their memory is for those that follow
-        with random_numbers_kept() as draw_again:
-            _try_keeping(trial, right, view, [chosen[i] for i in sound], loss_fn, draw_again)
+        sound = [batch for i, batch in enumerate(session.batches[:len(view.steps)])
+                 if i not in view.left_out]
+        _try_keeping(low, right, view, sound)
     if at_first and view.keep and all(f.tensor.startswith("gradient") for f in view.findings):
         view.notes += [f"or with nothing kept: {said}" for said in at_first.notes]
     view.notes += view.window.notes if view.window else []
     view.weights = updates.weights()
     if view.first_overflow:
-        trial = Trial(net, net._amp.policy, calls=trial.calls)
-        view.first_overflow.where = where(trial, chosen[0], layout, view.first_overflow)
+        view.first_overflow.where = where(low, session.batches[0], view.first_overflow)
     return view
 
 
@@ -238,159 +240,235 @@ def explain(net: Network, batch: Batch, loss_fn: Optional[LossFunction] = None,
     it is computed from; None where all are. A network that draws random numbers is tried with
     several draws. Changes nothing."""
     positive_number(loss_scale, "loss_scale")
-    net, (batch,), loss_fn = looked_at(net, [batch], loss_fn)
-    check(net, batch)
-    trial = Trial(net, net._amp.policy)
+    session = Session(net, [batch], loss_fn, 1, "explain")
+    (batch,), low = session.batches, session.low()
     found, losses = None, set()  # type: Optional[Overflow], Set[float]
     with random_numbers_kept():
         while found is None and len(losses) < _DRAWS:
-            trial.copy()
-            ran = trial.run(batch, loss_fn, loss_scale)
-            layout = _layout(trial)
-            found = first_overflow(layout.tensors(), ran.counts, 0, loss_scale,
-                                   trial.given(batch, trial.arrays))
+            low.restore()
+            ran = low.run(batch, loss_scale)
+            found = first_overflow(low.tensors, ran.counts, 0, loss_scale,
+                                   session.known(batch, low))
             if ran.loss in losses:  # nothing is random
                 break
             losses.add(ran.loss)
     if found:
-        found.where = where(trial, batch, layout, found)
+        found.where = where(low, batch, found)
     return found
 
 
 # ---- how it is done ---------------------------------------------------------------------------
 
 
-def _layout(trial: Trial) -> Layout:
-    return Layout(trial.graphs(), trial.policy, trial.parameters)
-
-
-def _run(trial: Trial, tensors: List[Tensor], batch: Batch, loss_fn: LossFunction, scale: float,
-         draw_again: Callable[[], None]) -> Tuple[float, Ran]:
-    """A step at this loss scale, or at lower ones where only gradients overflow at it."""
-    ran = trial.run(batch, loss_fn, scale)
-    while not ran.finite and scale > LEAST_SCALE and goes_forward(tensors, ran.counts):
-        scale /= 16
-        trial.copy()
-        draw_again()
-        ran = trial.run(batch, loss_fn, scale)
-    return scale, ran
-
-
-def _not_finite_in_float32(right: Any, whole: Ran, ran: Ran, batch: Batch,
-                           loss_fn: LossFunction) -> str:
-    """What is not finite in float32, either; "" where nothing is."""
-    if not math.isfinite(whole.loss):
-        return "the loss is"
-    if ran.finite or all_finite(right.gradients()):
-        return ""
-    with random_numbers_kept():
-        right.copy()
-        right.run(batch, loss_fn)  # without a loss scale
-    return "" if all_finite(right.gradients()) else "gradients are"
-
-
-def _note(view: View, scale: float, ran: Ran, number: int, known: Mapping[str, Any],
-          reference: Optional[Counted]) -> None:
-    """Notes a step. Its counts tell nothing of the format where data or parameters, of those that
-    are known, were not finite to begin with."""
-    if not view.steps:
-        view.scale = scale
-    overflow = first_overflow(view.tensors, ran.counts, number, scale, known)
-    view.first_overflow = view.first_overflow or overflow
-    if overflow is not None and not overflow.op:
-        view.left_out = list(dict.fromkeys([*view.left_out, number]))
-        view.notes.append(f"{overflow}: no advice is from this batch")
-    if number not in view.left_out:
-        if reference is not None:
-            compare(view.tensors, ran.counts, reference)
-        weigh(view.tensors, ran, scale)
-        note(view.tensors, ran.counts)
-    view.losses.append(ran.loss)
-    view.steps.append((scale, _without_samples(ran.counts)))
-
-
-def _without_samples(counted: Counted) -> Counted:
-    """What is kept of each step."""
-    return Counted(counted.rows, counted.all)
-
-
-@dataclass
-class _Again:
-    """What some batches show with more nodes kept.
-
-    Attributes:
-        tensors: with their counts, gradients at the loss scale `scale`.
-        found: what is still found.
-        fits: whether no forward tensor overflows.
-        failed: the place of the batch after which something was found, that is the last one looked
-            at; 0 where nothing was.
-    """
-    tensors: List[Tensor]
-    scale: float
-    found: List[Finding]
-    fits: bool = True
-    failed: int = 0
-
-
-def _look_again(trial: Trial, right: Optional[Trial], batches: List[Any], loss_fn: LossFunction,
-                scale: float, draw_again: Callable[[], None]) -> _Again:
-    """Looks at batches up to the first one after which something is found."""
-    layout = _layout(trial)
-    again, steps = _Again(list(layout.tensors()), 0.0, []), []
-    for i, batch in enumerate(batches):
-        whole = None
-        if right is not None:
-            draw_again()
-            right.copy()
-            whole = right.run(batch, loss_fn, scale)
-        draw_again()
-        at, ran = _run(trial, again.tensors, batch, loss_fn, scale, draw_again)
-        again.scale = again.scale or at
+def _look(low: Graphs, right: Optional[Graphs], batches: List[Any], scale: float, lost: float,
+          updates: Optional[Updates] = None) -> View:
+    """What steps on batches show; without `updates` up to the first batch after which something is
+    found."""
+    view, session = View(low.session.net.name, low.tensors, lost=lost), low.session
+    hopeless: List[str] = []
+    for number, batch in enumerate(batches):
+        ran, whole, what = _step(low, right, batch, scale, updates)
         if whole is not None:
-            compare(again.tensors, ran.counts, at_scale(whole.counts, at / scale))
-        weigh(again.tensors, ran, at)
-        note(again.tensors, ran.counts)
-        steps.append((at, _without_samples(ran.counts)))
-        fill(again.tensors, steps, again.scale)
-        scale = at
-        again.fits = again.fits and goes_forward(again.tensors, ran.counts)
-        again.found = findings(layout, again.tensors, again.scale)
-        if again.found:
-            again.failed = i
+            view.reference_losses.append(whole.loss)
+        if what:
+            hopeless.append(f"batch {number}: {what} not finite in float32 either: look at the "
+                            "data, the learning rate and the loss first. No advice is from this "
+                            "batch")
+            view.left_out.append(number)
+        view.add(ran, whole, number, session.known(batch, right or low))
+        if not low.arrays or number not in view.left_out:  # copies have no lower one that helps
+            scale = ran.scale
+        if updates is None:
+            view.conclude(low.layout)
+            if view.findings:
+                return view
+        elif updates.gave_up:
+            view.notes.append(f"batch {number} is the last that was looked at: the trainer has "
+                              f"given up: {updates.gave_up}")
             break
-    return again
+    view.conclude(low.layout)
+    view.notes[:0] = hopeless
+    return view
 
 
-def _try_keeping(first: Trial, right: Optional[Trial], view: View, batches: List[Any],
-                 loss_fn: LossFunction, draw_again: Callable[[], None]) -> None:
+def _step(low: Graphs, right: Optional[Graphs], batch: Batch, scale: float,
+          updates: Optional[Updates]) -> Tuple[Ran, Optional[Ran], str]:
+    """A step on a batch; the same in float32, which draws the same random numbers; and what is not
+    finite in float32, either."""
+    whole, what = None, ""
+    by_trainer = updates is not None and updates.trainer is not None
+    with random_numbers_kept() as draw_again:
+        def prepare(graphs: Graphs = low) -> None:
+            draw_again()
+            graphs.restore()
+
+        if right is not None:
+            prepare(right)
+            whole = right.run(batch, scale)
+            what = "" if math.isfinite(whole.loss) else "the loss is"
+        if not by_trainer:
+            ran = low.back_off(batch, scale, prepare,
+                               lambda ran: goes_forward(low.tensors, ran.counts))
+            if isinstance(updates, ModuleUpdates) and ran.finite:
+                updates.would_add(low, ran.scale)
+            if right is not None and not (what or ran.finite or all_finite(right.gradients())):
+                prepare(right)
+                right.run(batch)  # without a loss scale
+                what = "" if all_finite(right.gradients()) else "gradients are"
+    if updates is not None and by_trainer:
+        ran = updates.step(batch)
+    return ran, whole, what
+
+
+def _try_keeping(low: Graphs, right: Optional[Graphs], view: View, batches: List[Any]) -> None:
     """Keeps what is found, looks at all batches again, and goes on until nothing is found."""
-    net, calls = first.net, first.calls
+    session, again = low.session, view
     names: Dict[str, None] = {}
     kept: Set[str] = set()
-    again = _Again(view.tensors, view.scale, view.findings, fits=False)
-    known_nodes = [n.name for call in calls.values() for n in call.clean.nodes_within()]
+    known_nodes = [n.name for call in session.calls.values() for n in call.clean.nodes_within()]
     for _ in range(_ROUNDS):
-        wanted = [name for finding in again.found for name in finding.keep]
-        new = {line: nodes for name in wanted
-               for line, nodes in keep_for(net, name, known_nodes).items() if not nodes <= kept}
+        wanted = [name for finding in again.findings for name in finding.keep]
+        new = {line: nodes for name in wanted for line, nodes in
+               keep_for(session.net, name, known_nodes).items() if not nodes <= kept}
         if not new:
             break
         for line, nodes in new.items():
             names[line] = None
             kept |= nodes
-        trial = Trial(net, net._amp.policy, kept, calls=calls)
-        again = _look_again(trial, right, batches, loss_fn, view.scale, draw_again)
+        again = _look(session.low(kept), right, batches, view.scale, view.lost)
         # The batch that showed something is the first to be tried with what is kept next.
-        batches = [*batches[again.failed:], *batches[:again.failed]]
+        failed = len(again.steps) - 1 if again.findings else 0
+        batches = [*batches[failed:], *batches[:failed]]
         known = {f.node for f in view.findings}
-        view.findings += [f for f in again.found if f.node not in known]
+        view.findings += [f for f in again.findings if f.node not in known]
     if names:
-        view.keep = [*(name for name in kept_already(net) if name not in names), *names]
-    if again.fits and (view.window is None or not view.window.fits):
-        view.window = window([t for t in again.tensors if t.counts], again.scale, view.lost)
+        view.keep = [*(name for name in kept_already(session.net) if name not in names), *names]
+    if again is not view and again.goes_forward and not (view.window and view.window.fits):
+        view.window = again.window
         if view.window:
             view.notes.append("the loss scales are those of the network with these kept in float32")
     view.notes += left_in_format(view.tensors, again.tensors)
-    if again.found:
+    if again.findings:
         view.notes.append("with these kept, float16 still does not suit: "
-                          + ", ".join(f.node for f in again.found[:5]))
+                          + ", ".join(f.node for f in again.findings[:5]))
+
+
+# ---- an X-ray's folder, as another format would have made it ------------------------------------
+
+
+def redraw(folder: str, format_: Format) -> str:
+    """Writes the page xray-FORMAT.html into an X-ray's folder: what the format would have done to
+    the same numbers, where they were of less than float32. Returns what it says, and its path."""
+    view = read(folder, format_)
+    path = os.path.join(folder, f"xray-{format_.name}.html")
+    replace_text(path, page(view))
+    return f"{view}\n{path}"
+
+
+def summary(folder: str) -> str:
+    """What an X-ray said."""
+    head = _lines(folder)[0]
+    said = [f"First overflow: {head['first_overflow']}"] if head["first_overflow"] else []
+    if head["loss_scale"]:
+        low, high = head["loss_scale"]
+        said.append(f"{scales_that_fit(low, high)}: from {as_power(low)} to {as_power(high)}")
+    said += [f"{f['node']}: {f['reason']}: {f['detail']}" for f in head["findings"][:10]]
+    if head["keep"]:
+        said.append(f"To keep in float32: keep={head['keep']!r}")
+    elif head["loss_scale"] or not head["first_overflow"]:
+        said.append("Nothing needs to stay in float32 beyond what does.")
+    return "\n".join(said)
+
+
+def read(folder: str, format_: Format) -> View:
+    """The run as it would have been in a format, as far as histograms tell: rounding errors do
+    not add up from tensor to tensor, and nothing follows from an infinity."""
+    head, *lines = _lines(folder)
+    tensors: Dict[Key, Tensor] = {}
+    view = View(f"{head['network']}, as if in {format_.name}", [],
+                left_out=head.get("left_out", []), lost=head.get("lost", 0.01))
+    for line in lines:
+        if line["kind"] in ("weight", "update"):
+            _read_weight(view.weights, line, format_)
+            continue
+        key = Key(line["node"], line["backward"], line["index"])
+        was = FORMATS.get(line["format"], FLOAT16)
+        given = format_ if was != FLOAT32 else FLOAT32
+        counts = _counts(line).as_in(given)
+        if line["step"] == len(view.steps):
+            view.steps.append((line["scale"], {}))
+        view.steps[line["step"]][1][key] = counts
+        if line["step"] in view.left_out:
+            continue
+        tensor = tensors.setdefault(key, Tensor(key, line["kind"], line["operator"],
+                                                line["place"], given))
+        factor = view.steps[0][0] / line["scale"] if key.backward else 1.0
+        added = counts.times(factor)
+        tensor.counts = added if tensor.counts is None else tensor.counts + added
+    view.tensors = sorted(tensors.values(), key=lambda t: t.place)
+    view.scale = view.steps[0][0] if view.steps else 1.0
+    view.window = window([t for t in view.tensors if t.counts and t.counts.finite], view.scale,
+                         view.lost)
+    best = view.window.high / view.scale if view.window else 1.0
+    view.findings = [f for t in view.worst() for f in _findings(t, best)]
+    view.findings += [f for w in view.weights for f in _findings(Tensor(
+        Key(w.name, False, 0), "weight", "", 0, w.format, counts=w.counts), best)]
+    unknown = sum(t.counts is not None and not t.counts.finite for t in view.tensors)
+    if unknown:
+        view.notes.append(f"of {unknown} tensors nothing is known: they read infinities that the "
+                          "run itself made")
+    return view
+
+
+def _read_weight(weights: List[Weight], line: Dict[str, Any], format_: Format) -> None:
+    """A parameter as it would have been in a format; or its updates, which are of float32."""
+    if line["kind"] == "update":
+        weights[-1].updates = _counts(line)
+        return
+    given = FLOAT32 if line["format"] == FLOAT32.name else format_
+    weights.append(Weight(line["parameter"], _counts(line).as_in(given), format=given))
+
+
+def _findings(tensor: Tensor, factor: float) -> List[Finding]:
+    """Of one tensor alone; of a gradient at the highest loss scale that fits, which is so many
+    times the run's."""
+    counts = tensor.counts
+    if counts is None or not tensor.is_low or not counts.finite:
+        return []
+    if tensor.key.backward:
+        counts = replace(counts.times(factor), infinite=0, nan=0).as_in(tensor.format)
+    shares = counts.shares(tensor.format)
+    if not is_finite(counts):
+        reason, detail = "range above", f"{shares['overflowed']:.2%} of {tensor.name} lies " \
+                                        f"beyond {tensor.format.largest:g}"
+    elif counts.squares and counts.own_snr < tensor.low_snr:
+        reason, detail = "range below", f"{tensor.name} would be rounded to " \
+                         f"{counts.own_snr:.0f} dB: {shares['flushed']:.1%} becomes 0, " \
+                         f"{shares['subnormal']:.1%} subnormal"
+    else:
+        return []
+    return [Finding(tensor.key.node, tensor.name, reason, detail, [])]
+
+
+def _counts(line: Dict[str, Any]) -> Counts:
+    bins = np.zeros(256, np.int64)
+    for exponent, count in line["bins"]:
+        bins[exponent + 127] = count
+    return Counts(bins, line["zero"], line["infinite"], line["nan"])
+
+
+def _lines(folder: str) -> List[Dict[str, Any]]:
+    path = os.path.join(folder, "xray.jsonl")
+    if not os.path.exists(path):
+        inside = sorted(glob.glob(os.path.join(glob.escape(folder), "*", "xray.jsonl")))
+        such = f", as {os.path.dirname(inside[0])} does" if inside else ""
+        raise FileNotFoundError(f"an X-ray's folder holds xray.jsonl{such}. Received: {folder}")
+    with open(path, encoding="utf-8") as file:
+        try:
+            found = [json.loads(line) for line in file]
+            known: Optional[int] = found[0]["version"]
+        except (ValueError, KeyError, IndexError, TypeError):
+            raise ValueError(f"{path} is no file that xray has written") from None
+    if known != 1:
+        raise ValueError(f"{path} is of version {known}; this gluon_amp reads version 1")
+    return found

@@ -114,7 +114,7 @@ def _doctor(options: argparse.Namespace) -> int:
 
 
 def _types(options: argparse.Namespace) -> int:
-    from ..inspection.types import types
+    from ..inspection.tensors import types
     from ..symbolic.convert import convert_symbol
     from .footprint import load
     if not options.model:
@@ -196,7 +196,7 @@ def _xray_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _xray(options: argparse.Namespace) -> None:
     from ..formats import get_format
-    from ..inspection.read import redraw, summary
+    from ..inspection.view import redraw, summary
     if options.format is None:
         print(summary(options.folder))
     else:

@@ -9,7 +9,7 @@ from typing import Dict, List, NamedTuple, Optional, Sequence
 from ..annotations import Symbol
 from ..graph.graph import Graph, Node
 from ..graph.operators import PRODUCTS
-from ..inspection.arithmetic import of_product
+from ..inspection.search import of_product
 
 MULTIPLE = 8
 

@@ -8,8 +8,9 @@ and the update scales down again. Both must use one number. The dynamic scale is
     when they are not:          back off, down to `minimum`; there, an error
     until it is settled:        a search instead, by further backward passes of the same step
 """
+import itertools
 import logging
-from typing import Any, Callable, Dict, Iterable
+from typing import Any, Callable, Dict, Iterable, Iterator
 
 from ..checks import in_names, positive_number, whole_number
 
@@ -29,6 +30,13 @@ _PASSES = 6
 # The scale is settled after so many finite steps in a row: from then on an overflow is rare, and a
 # step that is skipped costs less than a check after each backward pass.
 _SETTLED_AFTER = 100
+
+
+def lower_scales(scale: float, minimum: float) -> Iterator[float]:
+    """The loss scales below one that a search tries in turn, down to the smallest."""
+    while scale > minimum:
+        scale = max(scale / _LARGE_STEP, minimum)
+        yield scale
 
 
 class LossScale:
@@ -178,10 +186,11 @@ class DynamicLossScale(LossScale):
         """
         too_high, passes, last = self.scale, 1, self.scale
         low = None
-        while low is None and last > self.minimum and passes < _PASSES:
-            last = max(last / _LARGE_STEP, self.minimum)
+        for last in itertools.islice(lower_scales(self.scale, self.minimum), _PASSES - 1):
             passes += 1
-            low = None if overflows(last) else last
+            if not overflows(last):
+                low = last
+                break
         if low is None:
             # where even the minimum overflows, a bad batch may be the cause: it costs one back-off
             self.scale = self.scale if last <= self.minimum else last

@@ -14,7 +14,8 @@ import gluon_amp as amp
 import numpy as np
 from gluon_amp._mxnet import mx
 from gluon_amp.graph.operators import NORM, SENSITIVE, runs_in
-from gluon_amp.inspection.measure import Measure, Settings
+from gluon_amp.inspection.search import Measure, Settings
+from gluon_amp.inspection.session import Session
 from mxnet import gluon, nd
 from mxnet.gluon import nn, rnn
 from planted import Attention, write_csv
@@ -142,7 +143,8 @@ def loss_of(output, _):
 def measured(net, batches):
     """How true the gradients of a converted network are, and how many casts it has."""
     settings = Settings(2, 1, 0, "adam", ())
-    measure = Measure(net, batches, loss_of, 1e9, settings, None, lambda text: None)
+    session = Session(net, batches, loss_of, len(batches), "search")
+    measure = Measure(session, 1e9, settings, None, lambda text: None)
     return round(measure.snr(frozenset()), 1), measure.casts(frozenset())
 
 
