@@ -92,7 +92,7 @@ def test_updates_are_counted_with_those_that_halves_would_lose(rng):
         held = before.copy()
         added = library.Updates()
         library.count_updates([nd.array(after)], [held], [added])
-        counts, changed, lost = Counts.of_engine(added.counts), added.changed, added.lost
+        counts, changed, lost = Counts.of_structure(added.counts), added.changed, added.lost
         assert changed == (update != 0).sum()
         assert lost == ((update != 0) & alone).sum()
         np.testing.assert_array_equal(held, after)
@@ -301,7 +301,7 @@ def test_counts_tell_of_any_format():
     assert counts.shares(FORMATS["bfloat16"]) == {
         "zero": 0.2, "flushed": 0, "subnormal": 0, "overflowed": 0}
     assert counts.shares(FORMATS["float8_e4m3"])["flushed"] == 0.4
-    assert counts.shares(FORMATS["float16"], scale=2.0 ** -2)["overflowed"] == 0
+    assert counts.times(2.0 ** -2).shares(FORMATS["float16"])["overflowed"] == 0
     assert counts.headroom(FORMATS["float16"]) == (-26, -2)
     assert counts.range == (-40, 17)
 

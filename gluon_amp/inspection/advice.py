@@ -2,18 +2,8 @@
 import math
 import re
 import statistics
-from dataclasses import dataclass, replace
-from typing import (
-    Any,
-    Callable,
-    Collection,
-    Dict,
-    Iterable,
-    List,
-    NamedTuple,
-    Optional,
-    Set,
-)
+from dataclasses import dataclass
+from typing import Any, Callable, Dict, Iterable, List, NamedTuple, Optional, Set
 
 from ..annotations import Block, Module, Network
 from ..gluon.converted import ConvertedBlock
@@ -132,265 +122,255 @@ def left_in_format(before: Iterable[Tensor], after: Iterable[Tensor]) -> List[st
             "float32's range"]
 
 
-# ---- findings -------------------------------------------------------------------------------
+# ---- findings -----------------------------------------------------------------------------------
 
 
 def findings(layout: Layout, tensors: List[Tensor], scale: float) -> List[Finding]:
     """The nodes that are to blame, the worst first: where infinities begin, then forward tensors
     that lose their numbers, then differences that cancel, then tensors on whose last digits the
     loss hangs, then gradients that no scale fits."""
-    held = {t.key for t in tensors if t.counts is not None}
-    reads = counted_reads(tensors, held)
-    seen = {t.key: replace(t, reads=reads[t.key]) for t in tensors if t.key in held}
-    made: List[Finding] = []
-    forward = sorted((t for t in seen.values() if not t.key.backward), key=lambda t: t.place)
-    counts = {key: t.counts for key, t in seen.items()}
-    broken = {t.key for t in unsound(tensors, counts)}
-    endless = [t for t in forward if not is_finite(counts[t.key])]
-    for tensor in beginnings(endless, reads, counts):
-        if tensor.key in broken or tensor.snr == -math.inf:
-            made += _above(layout, seen, tensor)
-    if made:  # where numbers grow from layer to layer, all from one on are to be kept
-        behind = [t.key for t in forward if t.beyond and t.key in broken]
-        nodes = [name for key in behind for name in layout.kept_for(key)]
-        made[0].keep = list(dict.fromkeys(made[0].keep + nodes))
-    for judge in (_nearly_above, _below, _cancelled):
-        made += [finding for tensor in forward for finding in judge(layout, seen, tensor)]
-    if not made:  # else gradients are not what they will be
-        made += _moving_the_loss(layout, forward)
-        if all(key.backward for key in broken):
-            made += _gradients(layout, seen, scale)
     first: Dict[str, Finding] = {}
-    for finding in made:
-        if finding.node in first:
-            first[finding.node].keep = list(dict.fromkeys(first[finding.node].keep + finding.keep))
-        else:
-            first[finding.node] = finding
+    for finding in _Judge(layout, tensors, scale).findings():
+        held = first.setdefault(finding.node, finding)
+        if held is not finding:
+            held.keep = list(dict.fromkeys(held.keep + finding.keep))
     return list(first.values())
 
 
-def _finding(layout: Layout, tensor: Tensor, reason: str, detail: str,
-             blamed: Optional[str] = None) -> Finding:
-    blamed = blamed or layout.blamed(tensor.key)
-    if reason.startswith("range") and any(True for _ in numbers(layout.nodes[blamed])):
-        reason += ", by a constant"
-    return Finding(blamed, tensor.name, reason, detail, layout.kept_for(tensor.key))
+class _Judge:
+    """Of tensors that were counted; each reads others of these."""
 
+    def __init__(self, layout: Layout, tensors: List[Tensor], scale: float) -> None:
+        self.layout, self.scale = layout, scale
+        self.counts = {t.key: t.counts for t in tensors if t.counts is not None}
+        self.reads = counted_reads(tensors, self.counts)
+        self.seen = {t.key: t for t in tensors if t.key in self.counts}
+        self.forward = sorted((t for t in self.seen.values() if not t.key.backward),
+                              key=lambda t: t.place)
+        self.broken = {t.key for t in unsound(tensors, self.counts)}
+        self.least_snr = min((t.low_snr for t in self.seen.values()), default=0.0)
 
-def _above(layout: Layout, seen: Dict[Key, Tensor], tensor: Tensor) -> List[Finding]:
-    counts = tensor.counts
-    if tensor.op in CASTS and not counts.overflowed:
-        return []  # what it casts was not finite, such as what a plain Block hands on
-    if not counts.overflowed:
-        return _of_zeros(layout, seen, tensor)
-    begins = _where_it_begins(layout, seen, tensor, lambda t:
-                              t.counts.shares(tensor.format)["overflowed"] > 0)
-    share = counts.overflowed / counts.numbers
-    most = f"up to 2^{counts.range[1] + 1}" if counts.range else "all"
-    return [_finding(layout, tensor, "range above", f"{share:.2%} of {tensor.name} lies beyond "
-                     f"{tensor.format.largest:g}, {most}", begins)]
+    def before(self, tensor: Tensor) -> List[Tensor]:
+        """What a tensor is computed from."""
+        return [self.seen[key] for key in self.reads[tensor.key]]
 
-
-def _nearly_above(layout: Layout, seen: Dict[Key, Tensor], tensor: Tensor) -> List[Finding]:
-    """A tensor that has overflowed in no batch so far, but may in the next."""
-    by = varies_by(tensor)
-    if by is None or not is_finite(tensor.counts):
-        return []
-    most = max(tensor.largest)
-    begins = _where_it_begins(layout, seen, tensor, lambda t:
-                              t.counts.range is not None and t.counts.range[1] >= most)
-    return [_finding(layout, tensor, "range above", f"{tensor.name} goes up to 2^{most + 1} in one "
-                     f"batch, and to 2^{most + 1 - by} in half of them: another may lie beyond "
-                     f"{tensor.format.largest:g}", begins)]
-
-
-def _of_zeros(layout: Layout, seen: Dict[Key, Tensor], tensor: Tensor) -> List[Finding]:
-    """A tensor whose infinities no rounding has made: what it is computed from became 0, which a
-    logarithm or a quotient does not take."""
-    rounded = _lows_behind(seen, tensor)
-    lost = [t for t in rounded if t.counts.flushed]
-    made = [_finding(layout, t, "range below", f"{t.counts.flushed / t.counts.numbers:.2%} of "
-                     f"{t.name} becomes 0, and {tensor.name} is not finite") for t in lost]
-    if made or not (rounded or tensor.is_low):
+    def findings(self) -> List[Finding]:
+        endless = [t for t in self.forward if not is_finite(t.counts)]
+        made = [finding for t in beginnings(endless, self.reads, self.counts)
+                if t.key in self.broken or t.snr == -math.inf for finding in self._above(t)]
+        if made:  # where numbers grow from layer to layer, all from one on are to be kept
+            behind = [t for t in self.forward if t.beyond and t.key in self.broken]
+            made[0].keep = list(dict.fromkeys(made[0].keep + self._kept_for(behind)))
+        for judge in (self._nearly_above, self._below, self._cancelled):
+            made += [finding for tensor in self.forward for finding in judge(tensor)]
+        if not made:  # else gradients are not what they will be
+            made += self._moving_the_loss()
+            if all(key.backward for key in self.broken):
+                made += self._gradients()
         return made
-    finding = _finding(layout, tensor, "cancellation", f"{tensor.name} is not finite, though what "
-                       "it is computed from is")
-    nodes = [k for t in rounded for k in layout.kept_for(t.key)]
-    finding.keep = [*(finding.keep if tensor.is_low else []), *nodes]
-    return [finding]
 
+    def _finding(self, tensor: Tensor, reason: str, detail: str,
+                 blamed: Optional[str] = None) -> Finding:
+        blamed = blamed or self.layout.blamed(tensor.key)
+        if reason.startswith("range") and any(True for _ in numbers(self.layout.nodes[blamed])):
+            reason += ", by a constant"
+        return Finding(blamed, tensor.name, reason, detail, self._kept_for([tensor]))
 
-def _lows_behind(seen: Dict[Key, Tensor], tensor: Tensor) -> List[Tensor]:
-    """The nearest tensors of less than float32 that a tensor is computed from."""
-    found: Dict[Key, Tensor] = {}
-    known, left = set(), list(tensor.reads)
-    while left:
-        key = left.pop()
-        if key in seen and key not in known:
-            known.add(key)
-            if seen[key].is_low:
-                found[key] = seen[key]
-            else:
-                left += seen[key].reads
-    return list(found.values())
+    def _kept_for(self, tensors: Iterable[Tensor]) -> List[str]:
+        return [name for tensor in tensors for name in self.layout.kept_for(tensor.key)]
 
+    def _above(self, tensor: Tensor) -> List[Finding]:
+        counts = tensor.counts
+        if tensor.op in CASTS and not counts.overflowed:
+            return []  # what it casts was not finite, such as what a plain Block hands on
+        if not counts.overflowed:
+            return self._of_zeros(tensor)
+        most = f"up to 2^{counts.range[1] + 1}" if counts.range else "all"
+        return [self._finding(
+            tensor, "range above", f"{counts.overflowed / counts.numbers:.2%} of {tensor.name} "
+            f"lies beyond {tensor.format.largest:g}, {most}", self._where_it_begins(
+                tensor, lambda t: t.counts.shares(tensor.format)["overflowed"] > 0))]
 
-def _where_it_begins(layout: Layout, seen: Dict[Key, Tensor], tensor: Tensor,
-                     lies_beyond: Callable[[Tensor], bool]) -> str:
-    """The node that makes numbers which only a later cast loses: float32 holds them between."""
-    known = {tensor.key}
-    while True:
-        before = [seen[key] for key in tensor.reads + tensor.carried if key in seen
-                  and key not in known and not seen[key].is_low and seen[key].op not in CASTS
-                  and lies_beyond(seen[key])]
-        if not before:
-            return layout.blamed(tensor.key)
-        tensor = before[0]
-        known.add(tensor.key)
-
-
-def _below(layout: Layout, seen: Dict[Key, Tensor], tensor: Tensor) -> List[Finding]:
-    counts = tensor.counts
-    if not tensor.is_low or not counts.squares or counts.own_snr >= tensor.low_snr:
-        return []
-    shares = counts.shares(tensor.format)
-    begins = _where_it_begins(layout, seen, tensor, lambda t:
-                              t.counts.lost(tensor.format) > 0.01)
-    return [_finding(layout, tensor, "range below",
-                     f"{tensor.name} is rounded to {counts.own_snr:.0f} dB: "
-                     f"{shares['flushed']:.1%} becomes 0, {shares['subnormal']:.1%} subnormal",
-                     begins)]
-
-
-def _cancelled(layout: Layout, seen: Dict[Key, Tensor], tensor: Tensor) -> List[Finding]:
-    """A tensor that is far from float32's though all that it is computed from is near."""
-    counts = tensor.counts
-    if tensor.snr is None or tensor.snr >= tensor.low_snr / 2 or not is_finite(counts):
-        return []
-    if tensor.snr >= min(t.low_snr for t in seen.values()) / 2:
-        return []  # a float32 tensor that is as true as its inputs, of less than that, allow
-    read = [t for t in (seen[key] for key in tensor.reads if key in seen)
-            if t.snr is not None or t.op in CASTS]
-    if not read or any(_truth(seen, t) < tensor.snr + 20 for t in read):
-        return []
-    if _is_made_good(layout, seen, tensor):
-        return []
-    source = min(read, key=lambda t: _truth(seen, t))
-    finding = _finding(layout, tensor, "cancellation",
-                       f"{tensor.name} is at {tensor.snr:.0f} dB of float32's, though what it is "
-                       f"computed from is at {_truth(seen, source):.0f} dB or better")
-    made = [_before_cast(seen, t) for t in read]
-    rounded = [t for t in made if t.is_low] or _rounded_before(seen, source)
-    finding.keep += [k for t in rounded for k in layout.kept_for(t.key)]
-    return [finding]
-
-
-def _is_made_good(layout: Layout, seen: Dict[Key, Tensor], tensor: Tensor) -> bool:
-    """Whether a tensor is read by sums alone that are near float32's, so that neither they nor
-    gradients depend on its digits: such as the difference in x + BlockGrad(round(x) - x)."""
-    behind = [t for t in seen.values() if tensor.key in t.reads and not t.key.backward]
-    return bool(behind) and not layout.is_output(tensor.key) and all(
-        _is_made_good(layout, seen, t) if t.op in CASTS else
-        t.op in _SUMS and t.snr is not None and t.snr >= t.low_snr / 2 for t in behind)
-
-
-def _truth(seen: Dict[Key, Tensor], tensor: Tensor) -> float:
-    """How near a tensor is to float32's, in dB. No float32 graph has casts: one is as near as what
-    it casts, but for its own rounding."""
-    if tensor.op not in CASTS:
-        return math.inf if tensor.snr is None else tensor.snr
-    noises = [10 ** (-_truth(seen, seen[key]) / 10) for key in tensor.reads if key in seen]
-    own = 10 ** (-tensor.counts.own_snr / 10) if tensor.counts else 0.0
-    return decibels(1.0, sum(noises) + own)
-
-
-def _before_cast(seen: Dict[Key, Tensor], tensor: Tensor) -> Tensor:
-    """What a cast to float32 casts; any other tensor is itself."""
-    while tensor.op in CASTS and not tensor.is_low and tensor.reads and tensor.reads[0] in seen:
-        tensor = seen[tensor.reads[0]]
-    return tensor
-
-
-def _rounded_before(seen: Dict[Key, Tensor], tensor: Tensor) -> List[Tensor]:
-    """Of less than float32, the tensor that a float32 one has most of its error from."""
-    known = {tensor.key}
-    while not tensor.is_low:
-        read = [seen[key] for key in tensor.reads if key in seen and key not in known]
-        if not read:
+    def _nearly_above(self, tensor: Tensor) -> List[Finding]:
+        """A tensor that has overflowed in no batch so far, but may in the next."""
+        by = varies_by(tensor)
+        if by is None or not is_finite(tensor.counts):
             return []
-        tensor = min(read, key=lambda t: _truth(seen, t))
-        known.add(tensor.key)
-    return [tensor]
+        most = max(tensor.largest)
+        return [self._finding(
+            tensor, "range above", f"{tensor.name} goes up to 2^{most + 1} in one batch, and to "
+            f"2^{most + 1 - by} in half of them: another may lie beyond {tensor.format.largest:g}",
+            self._where_it_begins(tensor, lambda t: t.counts.range is not None
+                                  and t.counts.range[1] >= most))]
+
+    def _of_zeros(self, tensor: Tensor) -> List[Finding]:
+        """A tensor whose infinities no rounding has made: what it is computed from became 0, which
+        a logarithm or a quotient does not take."""
+        rounded = self._lows_behind(tensor)
+        made = [self._finding(t, "range below", f"{t.counts.flushed / t.counts.numbers:.2%} of "
+                              f"{t.name} becomes 0, and {tensor.name} is not finite")
+                for t in rounded if t.counts.flushed]
+        if made or not (rounded or tensor.is_low):
+            return made
+        finding = self._finding(tensor, "cancellation", f"{tensor.name} is not finite, though what "
+                                "it is computed from is")
+        finding.keep = [*(finding.keep if tensor.is_low else []), *self._kept_for(rounded)]
+        return [finding]
+
+    def _lows_behind(self, tensor: Tensor) -> List[Tensor]:
+        """The nearest tensors of less than float32 that a tensor is computed from."""
+        known: Dict[Key, Tensor] = {}
+        left = self.before(tensor)
+        while left:
+            read = left.pop()
+            if read.key not in known:
+                known[read.key] = read
+                left += [] if read.is_low else self.before(read)
+        return [t for t in known.values() if t.is_low]
+
+    def _where_it_begins(self, tensor: Tensor, lies_beyond: Callable[[Tensor], bool]) -> str:
+        """The node that makes numbers which only a later cast loses: float32 holds them between."""
+        known = {tensor.key}
+        while True:
+            carried = [self.seen[key] for key in tensor.carried if key in self.seen]
+            before = [t for t in self.before(tensor) + carried if t.key not in known
+                      and not t.is_low and t.op not in CASTS and lies_beyond(t)]
+            if not before:
+                return self.layout.blamed(tensor.key)
+            tensor = before[0]
+            known.add(tensor.key)
+
+    def _below(self, tensor: Tensor) -> List[Finding]:
+        said = said_below(tensor.counts, tensor, "is")
+        return [self._finding(tensor, "range below", said, self._where_it_begins(
+            tensor, lambda t: t.counts.lost(tensor.format) > 0.01))] if said else []
+
+    def _cancelled(self, tensor: Tensor) -> List[Finding]:
+        """A tensor that is far from float32's though all that it is computed from is near. (A
+        float32 tensor may be as far from it as its inputs, of less than that, allow.)"""
+        if tensor.snr is None or tensor.snr >= min(tensor.low_snr, self.least_snr) / 2 \
+                or not is_finite(tensor.counts):
+            return []
+        read = [t for t in self.before(tensor) if t.snr is not None or t.op in CASTS]
+        if not read or any(self._truth(t) < tensor.snr + 20 for t in read) \
+                or self._is_made_good(tensor):
+            return []
+        source = min(read, key=self._truth)
+        finding = self._finding(
+            tensor, "cancellation", f"{tensor.name} is at {tensor.snr:.0f} dB of float32's, though "
+            f"what it is computed from is at {self._truth(source):.0f} dB or better")
+        made = [self._before_cast(t) for t in read]
+        finding.keep += self._kept_for([t for t in made if t.is_low]
+                                       or self._rounded_before(source))
+        return [finding]
+
+    def _is_made_good(self, tensor: Tensor) -> bool:
+        """Whether a tensor is read by sums alone that are near float32's, so that neither they nor
+        gradients depend on its digits: such as the difference in x + BlockGrad(round(x) - x)."""
+        behind = [t for t in self.forward if tensor.key in self.reads[t.key]]
+        return bool(behind) and not self.layout.is_output(tensor.key) and all(
+            self._is_made_good(t) if t.op in CASTS else
+            t.op in _SUMS and t.snr is not None and t.snr >= t.low_snr / 2 for t in behind)
+
+    def _truth(self, tensor: Tensor) -> float:
+        """How near a tensor is to float32's, in dB. No float32 graph has casts: one is as near as
+        what it casts, but for its own rounding."""
+        if tensor.op not in CASTS:
+            return math.inf if tensor.snr is None else tensor.snr
+        noises = [10 ** (-self._truth(t) / 10) for t in self.before(tensor)]
+        return decibels(1.0, sum(noises) + 10 ** (-tensor.counts.own_snr / 10))
+
+    def _before_cast(self, tensor: Tensor) -> Tensor:
+        """What a cast to float32 casts; any other tensor is itself."""
+        while tensor.op in CASTS and not tensor.is_low and self.reads[tensor.key]:
+            tensor = self.before(tensor)[0]
+        return tensor
+
+    def _rounded_before(self, tensor: Tensor) -> List[Tensor]:
+        """Of less than float32, the tensor that a float32 one has most of its error from."""
+        known = {tensor.key}
+        while not tensor.is_low:
+            read = [t for t in self.before(tensor) if t.key not in known]
+            if not read:
+                return []
+            tensor = min(read, key=self._truth)
+            known.add(tensor.key)
+        return [tensor]
+
+    def _moving_the_loss(self) -> List[Finding]:
+        """Tensors whose rounding moves the loss by more than rounding the loss itself would, and
+        far more than that of three products in four, which no training in the format does
+        without."""
+        worths = {t.key: statistics.mean(t.worths) for t in self.forward if t.worths}
+        products = {t.key.node: statistics.mean(t.by_chance) for t in self.forward if t.by_chance}
+        made = []
+        for key, worth in sorted(worths.items(), key=lambda item: -item[1]):
+            tensor = self.seen[key]
+            others = sorted(w for node, w in products.items() if node != key.node)
+            if worth > 2.0 ** -(tensor.format.fraction + 1) \
+                    and others and worth > _STANDS_OUT * others[3 * len(others) // 4]:
+                share = f"{worth:.2%}" if worth < 1 else "as much as it is"
+                made.append(self._finding(tensor, "small errors move the loss", "what rounding "
+                                          f"adds to {tensor.name} moves the loss by {share} from "
+                                          "step to step"))
+        return made
+
+    def _gradients(self) -> List[Finding]:
+        """Where no loss scale that training comes to fits all gradients: the node at which they
+        change their size most, then those that lie apart, at that end which names fewer. (Where
+        most are too large, none lies apart: a lower scale is what they need.)"""
+        scale = self.scale
+        backward = sorted((t for t in self.seen.values() if t.key.backward and t.counts.range),
+                          key=lambda t: t.place)
+        gradients = [t for t in backward if t.is_low]
+        found = window(gradients, scale, _MOST_LOST)
+        if found is None or found.fits:
+            return []
+
+        def too_large_for(wanted: float) -> List[Tensor]:
+            return [t for t in gradients if 2.0 ** _highest(t, t.counts) * scale < wanted]
+        wanted, why = max(found.low, _LEAST_SCALE), "and training's goes down to 1"
+        few = found.high < _LEAST_SCALE and 2 * len(too_large_for(wanted)) <= len(gradients)
+        if found.low <= found.high and not few:
+            return []
+        if not few:
+            wanted = found.low
+            why = f"which {found.low_tensor} needs" if found.low_tensor else "the smallest of all"
+        at_low = too_large_for(wanted)
+        needed = [(t, _lowest(t, t.counts, _MOST_LOST) * scale) for t in gradients]
+        at_high = [(t, least) for t, least in needed if least > found.high]
+        jump = self._jump(backward)
+        made = [] if jump is None else [
+            self._finding(jump, "gradients change their size", "no loss scale fits the gradients "
+                          f"on both sides of {jump.name}", jump.key.node)]
+        if few or not at_high or len(at_low) < len(at_high):
+            return made + [self._finding(t, "range above", f"{t.name} overflows at the loss scale "
+                                         f"{wanted:g}, {why}") for t in at_low]
+        return made + [self._finding(t, "range below", f"{t.name} needs a loss scale of {least:g}, "
+                                     f"and {found.high_tensor} overflows above {found.high:g}")
+                       for t, least in at_high]
+
+    def _jump(self, backward: List[Tensor]) -> Optional[Tensor]:
+        """The gradient whose numbers differ most in size from those that it is computed from, if by
+        more than 2^12. (What a loss begins by itself has no loss scale.)"""
+        best, most = None, 12
+        for tensor in backward:
+            here = tensor.counts.middle
+            before = [t.counts.middle for t in self.before(tensor) if t.op not in LOSSES]
+            steps = [abs(b - here) for b in before if b is not None and here is not None]
+            if tensor.kind == "gradient" and steps and min(steps) > most:
+                best, most = tensor, min(steps)
+        return best
 
 
-def _moving_the_loss(layout: Layout, forward: List[Tensor]) -> List[Finding]:
-    """Tensors whose rounding moves the loss by more than rounding the loss itself would, and far
-    more than that of three products in four, which no training in the format does without."""
-    worths = {t.key: statistics.mean(t.worths) for t in forward if t.worths}
-    products = {t.key.node: statistics.mean(t.by_chance) for t in forward if t.by_chance}
-    made = []
-    for tensor in sorted(forward, key=lambda t: -worths.get(t.key, 0.0)):
-        worth = worths.get(tensor.key, 0.0)
-        others = sorted(w for node, w in products.items() if node != tensor.key.node)
-        if worth > 2.0 ** -(tensor.format.fraction + 1) \
-                and others and worth > _STANDS_OUT * others[3 * len(others) // 4]:
-            share = f"{worth:.2%}" if worth < 1 else "as much as it is"
-            made.append(_finding(layout, tensor, "small errors move the loss",
-                                 f"what rounding adds to {tensor.name} moves the loss by {share} "
-                                 "from step to step"))
-    return made
-
-
-def _gradients(layout: Layout, seen: Dict[Key, Tensor], scale: float) -> List[Finding]:
-    """Where no loss scale that training comes to fits all gradients: the node at which they change
-    their size most, then those that lie apart, at that end which names fewer. (Where most are too
-    large, none lies apart: a lower scale is what they need.)"""
-    backward = sorted((t for t in seen.values() if t.key.backward and t.counts.range),
-                      key=lambda t: t.place)
-    gradients = [t for t in backward if t.is_low]
-    found = window(gradients, scale, _MOST_LOST)
-    if found is None or found.fits:
-        return []
-
-    def too_large_for(wanted: float) -> List[Tensor]:
-        return [t for t in gradients if 2.0 ** _highest(t, t.counts) * scale < wanted]
-    wanted, why = max(found.low, _LEAST_SCALE), "and training's goes down to 1"
-    few = found.high < _LEAST_SCALE and 2 * len(too_large_for(wanted)) <= len(gradients)
-    if found.low <= found.high and not few:
-        return []
-    if not few:
-        wanted = found.low
-        why = f"which {found.low_tensor} needs" if found.low_tensor else "the smallest of all"
-    at_low = too_large_for(wanted)
-    at_high = [t for t in gradients if _lowest(t, t.counts, _MOST_LOST) * scale > found.high]
-    made = []
-    jump = _jump(seen, backward)
-    if jump is not None:
-        made.append(_finding(layout, jump, "gradients change their size",
-                             f"no loss scale fits the gradients on both sides of {jump.name}",
-                             jump.key.node))
-    if few or not at_high or len(at_low) < len(at_high):
-        return made + [_finding(layout, t, "range above", f"{t.name} overflows at the loss scale "
-                                f"{wanted:g}, {why}") for t in at_low]
-    return made + [_finding(layout, t, "range below", f"{t.name} needs a loss scale of "
-                            f"{_lowest(t, t.counts, _MOST_LOST) * scale:g}, and "
-                            f"{found.high_tensor} overflows above {found.high:g}")
-                   for t in at_high]
-
-
-def _jump(seen: Dict[Key, Tensor], backward: List[Tensor]) -> Optional[Tensor]:
-    """The gradient whose numbers differ most in size from those that it is computed from, if by
-    more than 2^12."""
-    best, most = None, 12
-    for tensor in backward:
-        here = tensor.counts.middle
-        # What a loss begins by itself knows no loss scale.
-        before = [seen[key].counts.middle for key in tensor.reads
-                  if key in seen and seen[key].op not in LOSSES]
-        steps = [abs(b - here) for b in before if b is not None and here is not None]
-        if tensor.kind == "gradient" and steps and min(steps) > most:
-            best, most = tensor, min(steps)
-    return best
+def said_below(counts: Counts, tensor: Tensor, verb: str) -> str:
+    """What is said of a tensor, with these counts, that loses its small numbers; "" where it does
+    not."""
+    if not tensor.is_low or not counts.squares or counts.own_snr >= tensor.low_snr:
+        return ""
+    shares = counts.shares(tensor.format)
+    return f"{tensor.name} {verb} rounded to {counts.own_snr:.0f} dB: {shares['flushed']:.1%} " \
+           f"becomes 0, {shares['subnormal']:.1%} subnormal"
 
 
 # ---- what `keep=` calls a node ------------------------------------------------------------------
@@ -426,7 +406,7 @@ def kept_already(net: Network) -> List[str]:
     return list(dict.fromkeys(re.escape(n) for n in [*(b.name for b in blocks), *nodes]))
 
 
-def in_groups(net: Network, names: Collection[str]) -> List[Set[str]]:
+def in_groups(net: Network, names: Iterable[str]) -> List[Set[str]]:
     """Nodes that are kept together: those of a block that has parameters, since `keep=` decides
     about these by the block. Any other is alone."""
     groups: Dict[Any, Set[str]] = {}
@@ -443,7 +423,7 @@ def _with_parameters(net: Network, node: str) -> Module:
     return None
 
 
-def keep_line(net: Network, kept: Collection[str], names: Collection[str]) -> List[str]:
+def keep_line(net: Network, kept: Iterable[str], names: Iterable[str]) -> List[str]:
     """For `keep=`: the names of blocks that are kept with all their nodes, and of other nodes.
 
     Args:

@@ -12,7 +12,7 @@ import shutil
 from contextlib import suppress
 from html import escape
 from string import Template
-from typing import Any, Dict, Iterable, List, Optional, Union
+from typing import Any, Dict, Iterable, List, Optional, Tuple, Union
 
 from .._mxnet import np
 from ..formats import FLOAT16, FLOAT32, Format
@@ -108,11 +108,11 @@ def _histogram(counts: Counts) -> Dict[str, Any]:
 # ---- a row of the table: what files and page say of a tensor, a parameter, and its updates ------
 
 
-def row(view: Any, tensor: Any, format_: Optional[Format] = None) -> Dict[str, Any]:
-    """What the table says of a tensor. `format_`: as if it had that format."""
-    asked = format_ or (tensor.format if tensor.is_low else FLOAT16)
+def row(view: Any, tensor: Any) -> Dict[str, Any]:
+    """What the table says of a tensor."""
     return {"place": tensor.place, "tensor": tensor.name, "kind": tensor.kind,
-            "operator": tensor.op, "format": tensor.format.name, **_numbers(tensor.counts, asked),
+            "operator": tensor.op, "format": tensor.format.name,
+            **_numbers(tensor.counts, tensor.format if tensor.is_low else FLOAT16),
             "own_snr": as_number(tensor.counts.own_snr if tensor.is_low else None),
             "snr": as_number(tensor.snr), "inherited_snr": as_number(view.inherited(tensor))}
 
@@ -155,15 +155,21 @@ def _draw(view: Any, folder: str) -> None:
             figure.savefig(os.path.join(folder, f"{name}.png"), dpi=200)
 
 
+def _edges(tensors: List[Tensor]) -> Tuple[int, int, int]:
+    """Where a heat map's bands end: below, numbers become 0, or have fewer digits; above, they
+    overflow."""
+    format_ = next((t.format for t in tensors if t.is_low), FLOAT16)
+    return (round(math.log2(format_.smallest)), round(math.log2(format_.smallest_normal)),
+            math.floor(math.log2(format_.largest)) + 1)
+
+
 def _heat(axes: Any, tensors: List[Tensor]) -> None:
     shares = np.array([t.counts.bins[_LOW + 127:_HIGH + 128] / max(t.counts.numbers, 1)
                        for t in tensors])
     rows = len(tensors)
     axes.imshow(np.sqrt(shares), aspect="auto", cmap="Blues", vmin=0, vmax=0.6,
                 interpolation="nearest", extent=(_LOW, _HIGH + 1, rows - 0.5, -0.5))
-    format_ = next((t.format for t in tensors if t.is_low), FLOAT16)
-    for edge in (math.log2(format_.smallest), math.log2(format_.smallest_normal),
-                 math.floor(math.log2(format_.largest)) + 1):
+    for edge in _edges(tensors):
         axes.axvline(edge, color=COLORS["float8"], linewidth=0.8)
     if rows <= 75:
         axes.set_yticks(range(rows), [t.name for t in tensors], fontsize=5.5)
@@ -178,15 +184,9 @@ def _heat(axes: Any, tensors: List[Tensor]) -> None:
 
 def page(view: Any) -> str:
     """The text of xray.html."""
-    policy = next((t.format for t in view.tensors if t.is_low), FLOAT16)
     data = {
-        "low": _LOW, "high": _HIGH, "format": policy.name,
-        "smallest": round(math.log2(policy.smallest)),
-        "normal": round(math.log2(policy.smallest_normal)),
-        "largest": math.floor(math.log2(policy.largest)),
-        "scale": view.scale,
-        "forward": _rows(view, [t for t in view.tensors if not t.key.backward]),
-        "backward": _rows(view, [t for t in view.tensors if t.key.backward]),
+        "low": _LOW, "high": _HIGH, "edges": _edges(view.tensors),
+        "forward": _rows(view, backward=False), "backward": _rows(view, backward=True),
         "weights": [row for w in view.weights for row in _weight_rows(w)],
         "windows": [None if w is None else [step, math.log2(w.low), math.log2(w.high)]
                     for step, w in enumerate(view.windows)],
@@ -196,13 +196,12 @@ def page(view: Any) -> str:
         data=json.dumps(data).replace("</", "<\\/"), style=STYLE, sorting=SORTING)
 
 
-def _rows(view: Any, tensors: List[Tensor]) -> List[Dict[str, Any]]:
-    worst = {id(t): i for i, t in enumerate(view.worst())}
-    return [{"name": t.name, "op": t.op, "format": t.format.name, "worst": worst[id(t)],
-             "bad": t.is_low and t.counts is not None and (
-                 t.counts.overflowed > 0 or t.counts.own_snr < t.low_snr),
+def _rows(view: Any, backward: bool) -> List[Dict[str, Any]]:
+    return [{"name": t.name, "op": t.op, "format": t.format.name, "worst": worst,
+             "bad": t.is_low and (t.counts.overflowed > 0 or t.counts.own_snr < t.low_snr),
              **_drawn(t.counts), "snr": row(view, t)["snr"], "own": row(view, t)["own_snr"]}
-            for t in sorted(tensors, key=lambda t: t.place)]
+            for worst, t in sorted(enumerate(view.worst()), key=lambda one: one[1].place)
+            if t.key.backward == backward]
 
 
 def _weight_rows(weight: Any) -> Iterable[Dict[str, Any]]:
@@ -354,7 +353,7 @@ function heat(id, rows) {
     draw(width - extra + 5, extra - 5, row.broken, red);
   });
   context.strokeStyle = red;
-  for (const at of [data.smallest, data.normal, data.largest + 1]) {
+  for (const at of data.edges) {
     context.beginPath(); context.moveTo(x(at), top - 3);
     context.lineTo(x(at), top + rows.length * each); context.stroke();
   }

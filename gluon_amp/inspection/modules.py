@@ -8,21 +8,7 @@ labels that they compare with are outputs of the block, too.
 """
 import math
 import re
-from typing import (
-    Any,
-    Callable,
-    Dict,
-    Hashable,
-    Iterable,
-    List,
-    Mapping,
-    NamedTuple,
-    Optional,
-    Sequence,
-    Set,
-    Tuple,
-    Union,
-)
+from typing import Any, Callable, Dict, Iterable, List, NamedTuple, Optional, Set, Tuple, Union
 
 from .._mxnet import mx
 from ..annotations import Array, Batch, Block, Module, Network
@@ -33,7 +19,7 @@ from ..graph.graph import CASTS, TYPE_FLAG, Entry, Graph, Node
 from ..graph.operators import LOSSES, NORM, SENSITIVE, runs_in
 from ..policy import Policy
 from ..symbolic.convert import parameter_names
-from .statistics import Counts, Key
+from .statistics import Key
 
 _LOW, _WIDE = "float16", "float32"
 Types = Dict[str, str]
@@ -87,7 +73,7 @@ def bound_module(module: Module) -> Module:
     return module
 
 
-def _as_tuple(module: Module, bucket: Hashable, batch: Batch) -> Tuple[Any, ...]:
+def _as_tuple(module: Module, bucket: Any, batch: Batch) -> Tuple[Any, ...]:
     """Data and labels as the block takes them, and what a loss of the user's own takes: the first
     label."""
     if not isinstance(batch, mx.io.DataBatch):
@@ -231,7 +217,7 @@ class HeadLosses:
                              f"{', '.join(sorted(LOSSES))}. Received outputs: "
                              f"{', '.join(head.name for head in self.heads)}")
 
-    def __call__(self, outputs: Sequence[Array], label: Array) -> Any:
+    def __call__(self, outputs: Any, label: Array) -> Any:
         given = list(outputs) if isinstance(outputs, (list, tuple)) else [outputs]
         outputs, labels = given[:len(self.heads)], iter(given[len(self.heads):])
         with mx.autograd.pause():
@@ -241,7 +227,7 @@ class HeadLosses:
         begun = mx.nd.add_n(*(out.astype("float32").sum() for out in outputs))
         return shown + (begun - begun.detach())
 
-    def total(self, counts: Mapping[Key, Counts]) -> float:
+    def total(self, counts: Any) -> float:
         """The sum of what the heads' gradients are of, in the last call: each head's loss, times
         what its own settings make of the gradient that it begins (`grad_scale`, `normalization`).
         0 where a head's loss is not known."""

@@ -4,19 +4,7 @@ import linecache
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import FrameType
-from typing import (
-    Any,
-    Collection,
-    Dict,
-    Hashable,
-    Iterator,
-    List,
-    Mapping,
-    Optional,
-    Sequence,
-    Set,
-    Tuple,
-)
+from typing import Any, Collection, Dict, Iterator, List, Mapping, Optional, Set, Tuple
 
 from .._mxnet import mx
 from ..annotations import Array, Batch, Block, Network
@@ -230,7 +218,7 @@ def where(graphs: Graphs, batch: Batch, found: Overflow) -> str:
     node = graphs.layout.blamed(Key(found.node, found.backward, 0))
     lines: Dict[str, str] = {}
 
-    def look(block: Block, key: Hashable, arrays: Sequence[Array]) -> Op:
+    def look(block: Block, key: Any, arrays: List[Array]) -> Op:
         for made in Graph.read(block._cached_graph[1]).nodes_within():
             lines.setdefault(made.name, made.attrs.get(_LINE, ""))
         return graphs.make(block, key, arrays)

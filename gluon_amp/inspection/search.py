@@ -19,20 +19,7 @@ import sys
 import time
 from dataclasses import dataclass, field
 from math import prod
-from typing import (
-    Any,
-    Callable,
-    Dict,
-    FrozenSet,
-    Iterable,
-    List,
-    Mapping,
-    NamedTuple,
-    Optional,
-    Sequence,
-    Tuple,
-    Union,
-)
+from typing import Any, Dict, FrozenSet, Iterable, List, Mapping, NamedTuple, Optional, Tuple, Union
 
 from .._mxnet import mx, np
 from ..annotations import LossFunction, Network
@@ -144,14 +131,13 @@ class Measure:
     """
 
     def __init__(self, session: Session, budget: float, settings: Settings, file: Optional[str],
-                 say: Callable[[str], None]) -> None:
+                 say: Any) -> None:
         self.session, self.budget, self.settings = session, budget, settings
         self.file, self.say = file, say
         self.right = session.float32(watch=False)
         self.begun, self.runs = time.monotonic(), 0
         self.places = [Place(i) for i in range(min(len(session.batches), _FIRST_PLACES))]
         self.found: Dict[Tuple[int, Nodes], float] = {}  # by place: in dB
-        self.failures: Dict[Tuple[Nodes, int], Place] = {}
         self.losses: Dict[Tuple[str, Nodes, int], float] = {}
         self._gradients: List[List[Any]] = []  # float32's, by place
         self._casts: Dict[Nodes, int] = {}
@@ -254,7 +240,7 @@ class Measure:
         for (kind, nodes, seed), loss in list(self.losses.items()):
             if kind or nodes != keep or math.isfinite(loss):
                 continue
-            place = self.failures.get((keep, seed)) or self._train("", keep, seed).failed
+            place = self._train("", keep, seed).failed
             if place is not None and self._run(self.right, place) is not None:
                 self.places.append(place)
                 return self.snr(keep) == -math.inf
@@ -266,10 +252,7 @@ class Measure:
             if isinstance(self.budget, int) and self.runs >= self.budget:
                 raise BudgetSpent
             self.runs += 1
-            made = self._train(kind, keep, seed)
-            self.losses[kind, keep, seed] = made.loss
-            if made.failed is not None:
-                self.failures[keep, seed] = made.failed
+            self.losses[kind, keep, seed] = self._train(kind, keep, seed).loss
             self._save()
         return self.losses[kind, keep, seed]
 
@@ -596,7 +579,7 @@ def ranked(layout: Layout, counts: Counted, scale: float,
         if found is None:
             continue
         at = factor if tensor.key.backward else 1.0
-        harm = found.noise(tensor.format, at)
+        harm = found.times(at).noise(tensor.format)
         harm = harm * depends.get(_what(layout, tensor), 0.0) if math.isfinite(harm) else harm
         for name in layout.kept_for(tensor.key):
             scores[name] = scores.get(name, 0.0) + harm
@@ -647,7 +630,7 @@ def _of_cast(layout: Layout, tensor: Tensor, counts: Mapping[Key, Counts],
 # ---- how much arithmetic each product has --------------------------------------------------------
 
 
-Shape = Sequence[int]
+Shape = Any  # a tuple
 
 
 def multiply_adds(graph: Graph, shapes: Mapping[str, Shape]) -> Dict[str, int]:
@@ -668,7 +651,7 @@ def multiply_adds(graph: Graph, shapes: Mapping[str, Shape]) -> Dict[str, int]:
             for n in products}
 
 
-def of_product(op: str, attrs: Mapping[str, str], inputs: Sequence[Shape], output: Shape) -> int:
+def of_product(op: str, attrs: Mapping[str, str], inputs: List[Any], output: Shape) -> int:
     """The multiply-adds of one product's forward pass."""
     if op == "RNN":  # each number of a weight takes part once for each step and sequence
         return prod(inputs[1]) * prod(inputs[0][:2])

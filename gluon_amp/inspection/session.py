@@ -9,27 +9,15 @@ A network is called as its user calls it. Meanwhile `Graphs.make` stands in for 
 of its hybrid blocks (`State.stand_in`).
 """
 import copy
+import functools
 import itertools
 import math
 from collections import defaultdict
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
-from typing import (
-    Any,
-    Callable,
-    Collection,
-    Dict,
-    Hashable,
-    Iterable,
-    Iterator,
-    List,
-    Mapping,
-    NamedTuple,
-    Optional,
-    Sequence,
-    Tuple,
-)
+from types import SimpleNamespace
+from typing import Any, Callable, Dict, Iterable, Iterator, List, NamedTuple, Optional, Tuple
 
 from .._mxnet import message, mx, np
 from ..annotations import Array, Batch, Block, LossFunction, Network
@@ -91,7 +79,7 @@ class Call(NamedTuple):
     shapes: List[Tuple[int, ...]]
 
     @classmethod
-    def from_block(cls, net: Network, block: Block, arrays: Sequence[Any]) -> "Call":
+    def from_block(cls, net: Network, block: Block, arrays: List[Any]) -> "Call":
         """The call of a block within a network. Other blocks call their data by the same names, and
         tensors are told apart by names: they get the block's before them."""
         data, clean = block._cached_graph
@@ -140,7 +128,7 @@ class Session:
         and the parameters where some wait for the data's shapes."""
         graphs = Graphs(self)
 
-        def find(block: Block, key: Hashable, arrays: Sequence[Array]) -> Op:
+        def find(block: Block, key: Any, arrays: List[Array]) -> Op:
             graphs.call(block, key, arrays)
             if block is self.net:  # nothing need run
                 raise _Traced
@@ -156,7 +144,7 @@ class Session:
             call(self.net, split(self.batches[0])[0])
         mx.nd.waitall()
 
-    def low(self, keep: Collection[str] = (), watch: bool = True) -> "Graphs":
+    def low(self, keep: Iterable[str] = (), watch: bool = True) -> "Graphs":
         """The network in its own policy, with these nodes in float32, too."""
         return Graphs(self, keep, watch=watch)
 
@@ -171,14 +159,9 @@ class Session:
 
 
 
-class _Held:
-    """A copy of a parameter, as MXNet's blocks ask for it."""
-
-    def __init__(self, array: Array) -> None:
-        self.array = array
-
-    def data(self) -> Array:
-        return self.array
+def _same(array: Array) -> Array:
+    """What a copy gives as a parameter's `data`."""
+    return array
 
 
 class Graphs:
@@ -195,7 +178,7 @@ class Graphs:
         own: runs the network's own parameters.
     """
 
-    def __init__(self, session: Session, keep: Collection[str] = (), is_float32: bool = False,
+    def __init__(self, session: Session, keep: Iterable[str] = (), is_float32: bool = False,
                  watch: bool = True, samples: bool = False, own: bool = False) -> None:
         self.session, self.watch, self.samples, self.own = session, watch, samples, own
         self.policy = POLICIES["float32"] if is_float32 else session.policy
@@ -209,7 +192,7 @@ class Graphs:
 
     # ---- graphs
 
-    def call(self, block: Block, key: Hashable, arrays: Sequence[Any]) -> Call:
+    def call(self, block: Block, key: Any, arrays: List[Any]) -> Call:
         """The graph of a block that is called now."""
         where = block, key, str(block._in_format)
         if where not in self.session.calls:
@@ -242,7 +225,7 @@ class Graphs:
     def tensors(self) -> List[Tensor]:
         return self.layout.tensors()
 
-    def make(self, block: Block, key: Hashable, arrays: Sequence[Any]) -> Op:
+    def make(self, block: Block, key: Any, arrays: List[Any]) -> Op:
         """Stands in for a block's CachedOp."""
         call = self.call(block, key, arrays)
         where = block, key, str(block._in_format)
@@ -255,16 +238,18 @@ class Graphs:
         state = call.block._amp
         if self.own:
             policy, scales, place = state.policy, state.scales, call.block.place
-            parameters: Mapping[str, Any] = self.session.parameters
+            parameters: Dict[str, Any] = self.session.parameters
         else:
             policy, scales, place = self.policy, None, str
             for node in graph.nodes_within():
                 node.attrs.pop("sparse_grad", None)  # copies have dense gradients
-            parameters = {name: _Held(self._copied(name, types[name]))
-                          for name in graph.variables() if name in self.session.parameters}
-        if self.scale is not None:
-            graph, types = with_loss_scale(graph), {**types, SCALE: "float32"}
-            parameters = {**parameters, SCALE: _Held(self.scale)}
+            held = {name: self._copied(name, types[name]) for name in graph.variables()
+                    if name in self.session.parameters}
+            if self.scale is not None:
+                graph, types = with_loss_scale(graph), {**types, SCALE: "float32"}
+                held[SCALE] = self.scale
+            parameters = {name: SimpleNamespace(data=functools.partial(_same, array))
+                          for name, array in held.items()}
         check_device(graph, policy, on_gpu=False)
         symbol = build(graph, types, policy, self.watch, self.samples, scales, place).symbol()
         if call.numpy:
@@ -284,7 +269,7 @@ class Graphs:
                 made.attach_grad()
         return self.arrays[name]
 
-    def restore(self, values: Optional[Mapping[str, Any]] = None) -> None:
+    def restore(self, values: Optional[Dict[str, Any]] = None) -> None:
         """Gives the copies the values that the parameters have now, or those given."""
         for call in self.session.calls.values():
             for name, dtype in self._types(call).items():
@@ -353,7 +338,7 @@ def split(batch: Batch) -> Tuple[List[Any], List[Any]]:
     return (parts, []) if len(parts) == 1 else (parts[:-1], parts[-1:])
 
 
-def arrays_of(parts: Sequence[Any]) -> List[Any]:
+def arrays_of(parts: Any) -> List[Any]:
     """What is in a batch; several labels are a list at its end."""
     *first, last = parts
     several = bool(first) and isinstance(last, (list, tuple)) and len(last) > 0
@@ -391,7 +376,7 @@ def check(net: Network, batch: Batch) -> None:
                          "Received: data on a GPU")
 
 
-def call(net: Network, data: Sequence[Any]) -> object:
+def call(net: Network, data: List[Any]) -> object:
     try:
         return net(*data)
     except (mx.MXNetError, TypeError, ValueError) as error:
@@ -526,7 +511,7 @@ class Updates:
         mean, total = mean_and_total(loss)
         return Ran(scale, mean, True, both_ways(passes[0][1], backward), total)
 
-    def count(self, values: Mapping[str, Any]) -> None:
+    def count(self, values: Dict[str, Any]) -> None:
         """Counts what was added to parameters since they were what `last` has."""
         library.count_updates([*values.values()], [self.last[name] for name in values],
                               [self.added[name] for name in values])
@@ -551,7 +536,7 @@ class Updates:
             made.append(Weight(p.name, Counts.of_array(to_float32(p.data())),
                                format=FLOAT16 if half else FLOAT32))
             if added is not None:
-                made[-1].updates = Counts.of_engine(added.counts)
+                made[-1].updates = Counts.of_structure(added.counts)
                 if not half or self._master(p) is not None:  # float16 alone loses some of them
                     made[-1].without_master = added.lost / max(added.changed, 1)
         return made
@@ -617,6 +602,6 @@ class ModuleUpdates(Updates):
         return self.masters.get(parameter.name)
 
 
-def _master_of(updater: Any, index: Hashable, weight: Array) -> Array:
+def _master_of(updater: Any, index: Any, weight: Array) -> Array:
     return master_in(updater.optimizer, updater.states.get(index)) \
         if weight.dtype is np.float16 else None

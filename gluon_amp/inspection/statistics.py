@@ -7,19 +7,7 @@ import ctypes
 import functools
 import math
 from dataclasses import dataclass, replace
-from typing import (
-    Any,
-    Collection,
-    Dict,
-    Iterator,
-    List,
-    Mapping,
-    NamedTuple,
-    Optional,
-    Sequence,
-    Set,
-    Tuple,
-)
+from typing import Any, Container, Dict, Iterator, List, Mapping, NamedTuple, Optional, Set, Tuple
 
 from .._mxnet import mx, np
 from ..annotations import Array
@@ -27,6 +15,7 @@ from ..cpu import library
 from ..formats import FLOAT16, Format
 
 _BIAS = 127  # of bins: bin 127 holds numbers from 1 to below 2
+_COUNTS: Any = np.dtype(library.Counts)
 
 
 class Key(NamedTuple):
@@ -57,14 +46,24 @@ class Counts:
     error_squares: float = 0.0
 
     @classmethod
-    def of_engine(cls, counts: "library.Counts") -> "Counts":
-        """What the engine has counted into a structure."""
-        bins = np.frombuffer(counts.bins, np.int64).copy()
-        nan = int(bins[255]) - counts.infinite
-        bins[0] -= counts.zero
-        bins[255] = 0
-        return cls(bins, counts.zero, counts.infinite, nan, counts.overflowed, counts.flushed,
-                   counts.squares, counts.error_squares)
+    def of_engine(cls, taken: Any) -> "Counts":
+        """What the engine has counted of several tensors, each attribute an array. Its first bin
+        holds zeros, too, its last infinities and NaN."""
+        bins, zero, infinite, *others = (taken[name].copy() for name in taken.dtype.names)
+        nan = bins[:, 255] - infinite
+        bins[:, 0] -= zero
+        bins[:, 255] = 0
+        return cls(bins, zero, infinite, nan, *others)
+
+    @classmethod
+    def of_structure(cls, counts: Any) -> "Counts":
+        """What it has counted into a structure."""
+        return cls.of_engine(np.frombuffer(counts, _COUNTS)).row(0)
+
+    def row(self, row: int) -> "Counts":
+        """One tensor's of several."""
+        bins, *columns = vars(self).values()
+        return Counts(bins[row], *(column[row].item() for column in columns))
 
     @classmethod
     def of_array(cls, array: Array, half: bool = False) -> "Counts":
@@ -75,13 +74,10 @@ class Counts:
         library.load()
         library.table().count(numbers.ctypes.data_as(ctypes.c_void_p), numbers.size, int(half),
                               ctypes.byref(counts))
-        return cls.of_engine(counts)
+        return cls.of_structure(counts)
 
     def __add__(self, other: "Counts") -> "Counts":
-        return Counts(self.bins + other.bins, self.zero + other.zero,
-                      self.infinite + other.infinite, self.nan + other.nan,
-                      self.overflowed + other.overflowed, self.flushed + other.flushed,
-                      self.squares + other.squares, self.error_squares + other.error_squares)
+        return Counts(*(a + b for a, b in zip(vars(self).values(), vars(other).values())))
 
     def times(self, factor: float) -> "Counts":
         """These numbers times a power of two, as far as float32 holds them."""
@@ -121,13 +117,13 @@ class Counts:
         """The signal-to-noise ratio, in dB, of the rounding that was made."""
         return decibels(self.squares, self.error_squares)
 
-    def shares(self, format_: Format = FLOAT16, scale: float = 1.0) -> Dict[str, float]:
-        """What a format would do to these numbers, times a power of two: the shares that are 0
-        ("zero"), that it makes 0 ("flushed"), holds with fewer digits ("subnormal"), or makes
-        infinite or the largest number ("overflowed")."""
-        exponents = np.arange(256) - _BIAS + math.log2(scale)
+    def shares(self, format_: Format = FLOAT16) -> Dict[str, float]:
+        """What a format would do to these numbers: the shares that are 0 ("zero"), that it makes 0
+        ("flushed"), holds with fewer digits ("subnormal"), or makes infinite or the largest number
+        ("overflowed")."""
+        exponents = np.arange(256) - _BIAS
         flushed = exponents < math.log2(format_.smallest) - 1
-        above = _is_beyond(format_, scale)
+        above = _is_beyond(format_)
         subnormal = (exponents < math.log2(format_.smallest_normal)) & ~flushed
         count = max(self.numbers, 1)
         return {"zero": self.zero / count, "flushed": int(self.bins[flushed].sum()) / count,
@@ -154,12 +150,12 @@ class Counts:
         total = squares @ self.bins
         return np.sqrt((error @ self.bins) / np.where(total, total, 1.0))
 
-    def noise(self, format_: Format, scale: float = 1.0) -> float:
-        """What rounding to a format would add to these numbers, times a power of two: the noise's
-        energy over theirs. Infinite where a number lies beyond the format."""
-        if self.shares(format_, scale)["overflowed"]:
+    def noise(self, format_: Format) -> float:
+        """What rounding to a format would add to these numbers: the noise's energy over theirs.
+        Infinite where a number lies beyond the format."""
+        if self.shares(format_)["overflowed"]:
             return math.inf
-        exponents = np.arange(256) - _BIAS + math.log2(scale)
+        exponents = np.arange(256.0) - _BIAS
         steps = np.maximum(4.0 ** (exponents - format_.fraction), format_.smallest ** 2)
         error = (self.bins * steps).sum() / 12
         total = (self.bins * (7 / 3) * 4.0 ** exponents).sum()
@@ -188,9 +184,9 @@ def _small_end(format_: Format, powers: Tuple[int, ...]
     return np.where(exponents < math.log2(format_.smallest_normal), error, 0.0), squares
 
 
-def _is_beyond(format_: Format, scale: float = 1.0) -> "np.ndarray[Any, Any]":
-    """For each bin: whether its numbers, times a power of two, lie beyond a format."""
-    return np.arange(256) - _BIAS + math.log2(scale) > math.floor(math.log2(format_.largest))
+def _is_beyond(format_: Format) -> "np.ndarray[Any, Any]":
+    """For each bin: whether its numbers lie beyond a format."""
+    return np.arange(256) - _BIAS > math.floor(math.log2(format_.largest))
 
 
 def decibels(signal: float, noise: float) -> float:
@@ -202,8 +198,8 @@ def decibels(signal: float, noise: float) -> float:
     return 10 * math.log10(signal / noise) if signal > 0 else -math.inf
 
 
-def compared(references: Sequence["np.ndarray[Any, Any]"],
-             found: Sequence["np.ndarray[Any, Any]"]) -> List[Tuple[float, float]]:
+def compared(references: List["np.ndarray[Any, Any]"],
+             found: List["np.ndarray[Any, Any]"]) -> List[Tuple[float, float]]:
     """Of samples against what each should be, none of them empty: the largest size of these, and
     the signal-to-noise ratio in dB; NaN where these are not finite. All in one pass."""
     if not references:
@@ -219,9 +215,6 @@ def compared(references: Sequence["np.ndarray[Any, Any]"],
             for size, signal, noise in zip(largest, signals, noises)]
 
 
-Sample = Any  # an array
-
-
 class Counted(Mapping[Key, Counts]):
     """What was counted of many tensors, a row for each: its `Counts` is made when it is asked for.
 
@@ -231,14 +224,12 @@ class Counted(Mapping[Key, Counts]):
         samples: of each row up to 1024 numbers, evenly over the tensor, as they were written.
     """
 
-    def __init__(self, rows: Dict[Key, int], all_: Any,
-                 samples: Sequence[Sample] = ()) -> None:
+    def __init__(self, rows: Dict[Key, int], all_: Any, samples: Any = ()) -> None:
         self.rows, self.all, self.samples = rows, all_, samples
 
     def __getitem__(self, key: Key) -> Counts:
-        row = self.rows[key]
-        bins, *columns = vars(self.all).values()
-        return Counts(bins[row], *(column[row].item() for column in columns))
+        found: Counts = self.all.row(self.rows[key])
+        return found
 
     def __contains__(self, key: object) -> bool:
         return key in self.rows
@@ -259,7 +250,7 @@ class Counted(Mapping[Key, Counts]):
         last = 255 - found[:, ::-1].argmax(axis=1)
         return np.where(found.any(axis=1), last, -1) - _BIAS
 
-    def sample(self, key: Key) -> Sample:
+    def sample(self, key: Key) -> Any:
         """A tensor's; empty where there is none."""
         return self.samples[self.rows[key]] if key in self.rows else _NO_SAMPLE
 
@@ -272,29 +263,19 @@ class Counted(Mapping[Key, Counts]):
 _NO_SAMPLE = np.zeros(0, np.float32)
 
 
-def at_scale(counted: Counted, factor: float) -> Counted:
-    """A step with its samples of gradients multiplied, as at another loss scale."""
-    if factor == 1:
-        return counted
-    return Counted(counted.rows, counted.all, [
-        sample * np.float32(factor) if key.backward else sample
-        for key, sample in zip(counted.rows, counted.samples)])
-
-
 def both_ways(forward: Counted, backward: Counted) -> Counted:
     """The tensors of one's forward pass, and those of the other's backward pass."""
     if forward is backward:
         return forward
-    parts = [(one, [key for key in one if key.backward == back])
-             for one, back in ((forward, False), (backward, True))]
-    columns = (np.concatenate([vars(one.all)[name][[one.rows[key] for key in keys]]
-                               for one, keys in parts]) for name in vars(forward.all))
-    found = [(key, one.sample(key)) for one, keys in parts for key in keys]
-    return Counted({key: row for row, (key, _) in enumerate(found)}, Counts(*columns),
-                   [sample for _, sample in found])
+    found = [(one, key) for one, back in ((forward, False), (backward, True)) for key in one
+             if key.backward == back]
+    columns = (np.stack([vars(one.all)[name][one.rows[key]] for one, key in found])
+               for name in vars(forward.all))
+    return Counted({key: row for row, (_, key) in enumerate(found)}, Counts(*columns),
+                   [one.sample(key) for one, key in found])
 
 
-def added_up(steps: Sequence[Tuple[float, Counted]], stay: Collection[Key] = ()) -> Counted:
+def added_up(steps: List[Tuple[float, Counted]], stay: Container[Key] = ()) -> Counted:
     """All that steps, at least one, have counted, each with a factor for its gradients but those
     that stay."""
     rows = {key: row for row, key in enumerate(dict.fromkeys(
@@ -321,16 +302,11 @@ def read() -> Counted:
     count = table.watched()
     taken: Any = np.frombuffer((ctypes.c_char * (_ROW.itemsize * count)).from_address(
         table.watched_rows()), _ROW) if count else np.zeros(0, _ROW)
-    bins, zero, infinite, *others = (taken["counts"][name].copy()
-                                   for name in _ROW["counts"].names)
-    nan = bins[:, 255] - infinite
-    bins[:, 0] -= zero
-    bins[:, 255] = 0
     length = ctypes.c_int64()
     names = ctypes.string_at(table.watched_names(ctypes.byref(length)), length.value)
     rows = _rows(names, *(tuple(taken[column].tolist()) for column in ("backward", "index")))
     samples = [sample[:n] for sample, n in zip(taken["sample"].copy(), taken["samples"].tolist())]
-    return Counted(rows, Counts(bins, zero, infinite, nan, *others), samples)
+    return Counted(rows, Counts.of_engine(taken["counts"]), samples)
 
 
 @functools.lru_cache(maxsize=4)

@@ -4,20 +4,7 @@ import itertools
 import math
 import statistics
 from dataclasses import dataclass, field
-from typing import (
-    Any,
-    Collection,
-    Container,
-    Dict,
-    Iterable,
-    Iterator,
-    List,
-    Mapping,
-    Optional,
-    Sequence,
-    Set,
-    Tuple,
-)
+from typing import Any, Collection, Dict, Iterable, Iterator, List, Mapping, Optional, Set, Tuple
 
 from .._mxnet import mx, np
 from ..annotations import Network
@@ -30,7 +17,7 @@ from ..graph.graph import CASTS, Entry, Graph, Node, state_variables
 from ..graph.operators import CAST_BACK, LOSSES, PRODUCTS
 from ..policy import Policy
 from ..symbolic.convert import declared_types
-from .statistics import Counted, Key, Sample, compared
+from .statistics import Counted, Key, compared
 
 Found = List[Entry]  # what an entry is: an output of an operator, or a variable; of a condition two
 
@@ -118,7 +105,7 @@ class Layout:
         graphs: with their casts, in the order in which they run, and their variables' types.
     """
 
-    def __init__(self, graphs: Sequence[Tuple[Graph, Mapping[str, str]]], policy: Policy,
+    def __init__(self, graphs: Collection[Tuple[Graph, Mapping[str, str]]], policy: Policy,
                  parameters: Collection[str]) -> None:
         self.nodes: Dict[str, Node] = {}
         self.formats = {**FORMATS, policy.between.name: policy.between}
@@ -130,8 +117,9 @@ class Layout:
         self._readers: Dict[Entry, List[Tuple[Node, int]]] = {}
         self._read: Set[Entry] = set()  # by anything
         self._outputs: Set[Entry] = set()  # of the graphs
-        self._states: Dict[Tuple[Node, int], Entry] = {}  # inputs that are a loop's state
-        self._carried: Dict[Entry, Found] = {}  # what a state is in the next round
+        # what the variable of a loop's state is in the first round, and what in the next
+        self._first: Dict[Entry, Found] = {}
+        self._carried: Dict[Entry, Found] = {}
         for graph, types in graphs:
             self._outputs.update(e for found in self._add(graph, types, {}) for e in found)
         self.order = {name: i for i, name in enumerate(self.nodes)}
@@ -146,30 +134,25 @@ class Layout:
         for entry in inferred:
             self._made.setdefault(entry.node, []).append(entry)
         found: Dict[Entry, Found] = {}
-        state: Dict[Entry, Entry] = {}
         for node in graph.nodes():
-            first = Entry(node)
+            entry = Entry(node)
             if node.is_variable:
-                found[first] = outside.get(node.name, [first])
+                found[entry] = outside.get(node.name, [entry])
                 if node in states:
-                    state[first] = first
+                    self._first[entry], found[entry] = found[entry], [entry]
                 continue
             reads = [found[e] for e in node.inputs]
             if node.subgraphs:
                 made = self._add_bodies(node, inferred, found)
                 found.update((Entry(node, i), one) for i, one in enumerate(made))
             elif node.op in LEFT_ALONE and reads:
-                found[first] = reads[0]
-                if node.inputs[0] in state:
-                    state[first] = state[node.inputs[0]]
+                found[entry] = reads[0]
             else:
                 found.update((e, [e]) for e in self._made[node])
                 self._reads[node] = reads
-                for i, (entry, one) in enumerate(zip(node.inputs, reads)):
-                    for e in one:
+                for i, one in enumerate(reads):
+                    for e in self._at_first(one):
                         self._readers.setdefault(e, []).append((node, i))
-                    if entry in state:
-                        self._states[node, i] = state[entry]
             self.nodes[node.name] = node
             self._alike.setdefault(node.name, []).append(node)
         return [found[e] for e in graph.outputs]
@@ -199,14 +182,15 @@ class Layout:
     def _tensors_of(self, node: Node) -> Iterator[Tensor]:
         if node not in self._reads:
             return
-        name, place, reads = node.name, self.order[node.name], self._reads[node]
+        name, place = node.name, self.order[node.name]
         outputs = [e for e in self._made[node] if e in self._read]
         gradients = {e: [Key(user.name, True, i) for user, i in self._readers.get(e, ())]
                      for e in outputs}
-        variables = [e.node.name for one in reads for e in one if e.node.is_variable]
-        before = [key for one in reads for key in _keys(one)]
-        carried = [key for i, _ in enumerate(reads) if (node, i) in self._states
-                   for key in _keys(self._carried[self._states[node, i]])]
+        reads = [e for one in self._reads[node] for e in one]
+        variables = [e.node.name for e in self._at_first(reads) if e.node.is_variable]
+        before, carried = ([Key(e.node.name, False, e.output) for e in self._at_first(some)
+                            if not e.node.is_variable] for some in (
+            reads, [e for one in reads for e in self._carried.get(one, [])]))
         for entry in outputs:
             format_ = self.formats.get(self._types[entry] or "")
             if format_ is not None:
@@ -221,13 +205,17 @@ class Layout:
                              node.op, 2 * len(self.nodes) - place, format_, above,
                              variables=variables)
 
+    def _at_first(self, found: Found) -> Found:
+        """What this is in the first round of loops."""
+        return [one for e in found
+                for one in (self._at_first(self._first[e]) if e in self._first else [e])]
+
     def maker(self, node: Node, which: int) -> Entry:
         """What a node's input is, without the casts on its way; of a loop's state its variable."""
-        while True:
-            entry = self._states.get((node, which), self._reads[node][which][0])
-            if entry.node.op not in CASTS:
-                return entry
-            node, which = entry.node, 0
+        entry = self._reads[node][which][0]
+        while entry.node.op in CASTS:
+            entry = self._reads[entry.node][0][0]
+        return entry
 
     def makers(self, name: str) -> List[Entry]:
         """The same of all inputs of a node."""
@@ -269,12 +257,7 @@ class Layout:
         return maker.name
 
 
-def _keys(found: Found) -> List[Key]:
-    """The tensors among what an entry is."""
-    return [Key(e.node.name, False, e.output) for e in found if not e.node.is_variable]
-
-
-def counted_reads(tensors: Iterable[Tensor], counted: Container[Key]) -> Dict[Key, List[Key]]:
+def counted_reads(tensors: Iterable[Tensor], counted: Collection[Key]) -> Dict[Key, List[Key]]:
     """What each tensor is computed from, of what was counted. What was not, such as the gradients
     of a sum, which are its own, stands for what it is computed from itself."""
     found: Dict[Key, List[Key]] = {}
@@ -288,10 +271,11 @@ def counted_reads(tensors: Iterable[Tensor], counted: Container[Key]) -> Dict[Ke
 # ---- what a step shows --------------------------------------------------------------------------
 
 
-def compare(tensors: Iterable[Tensor], found: Counted, right: Counted) -> None:
-    """Notes how far a step is from the same one in float32."""
-    pairs = [(tensor, right.sample(tensor.key), found.sample(tensor.key)) for tensor in tensors
-             if not tensor.begins]
+def compare(tensors: Iterable[Tensor], found: Counted, right: Counted, factor: float) -> None:
+    """Notes how far a step is from the same one in float32, whose loss scale is to be multiplied by
+    a factor."""
+    pairs = [(tensor, right.sample(tensor.key) * np.float32(factor if tensor.key.backward else 1),
+              found.sample(tensor.key)) for tensor in tensors if not tensor.begins]
     pairs = [one for one in pairs if 0 < len(one[1]) == len(one[2])]
     for (tensor, _, _), (largest, now) in zip(pairs, compared([one for _, one, _ in pairs],
                                                               [one for _, _, one in pairs])):
@@ -335,7 +319,7 @@ def weigh(tensors: Iterable[Tensor], counted: Counted, total: float, scale: floa
         tensor.worths.append(moved)
 
 
-def _meet(format_: Format, sample: Sample, gradients: List[Sample]) -> float:
+def _meet(format_: Format, sample: Any, gradients: List[Any]) -> float:
     """How much more, or less, large errors meet large gradients than by chance, as samples tell."""
     size = np.abs(sample.astype(np.float64))
     squares = sum(np.square(g.astype(np.float64)) for g in gradients if len(g) == len(size))
@@ -424,7 +408,7 @@ class Types(List[Row]):
                                   f"{casts} inputs are cast."])
 
 
-def _short(inputs: Sequence[str]) -> str:
+def _short(inputs: Collection[str]) -> str:
     """Types in short: float16 x3, float32."""
     runs = [(name, len(list(run))) for name, run in itertools.groupby(inputs)]
     return ", ".join(name if count == 1 else f"{name} x{count}" for name, count in runs)
@@ -471,7 +455,7 @@ def _rows(graph: Graph, known: Mapping[str, str], kept: Collection[str] = (),
     return made
 
 
-def _rule(node: Node, inputs: Sequence[str], kept: Collection[str], between: Format) -> str:
+def _rule(node: Node, inputs: Collection[str], kept: Collection[str], between: Format) -> str:
     if KEEP in node.attrs or node.name in kept:
         return "kept by keep="
     rule: Optional[operators.Rule] = operators.OPERATORS.get(node.op)

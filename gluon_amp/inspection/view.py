@@ -18,7 +18,7 @@ from ..checks import positive_number, whole_number
 from ..cpu.finite import all_finite
 from ..cpu.library import random_numbers_kept
 from ..files import replace_text
-from ..formats import FLOAT16, FLOAT32, FORMATS, Format
+from ..formats import FLOAT32, Format
 from .advice import (
     Finding,
     Window,
@@ -27,6 +27,7 @@ from .advice import (
     keep_for,
     kept_already,
     left_in_format,
+    said_below,
     scales_that_fit,
     window,
 )
@@ -42,7 +43,7 @@ from .session import (
     Weight,
     check_trainer,
 )
-from .statistics import Counted, Counts, Key, added_up, at_scale, decibels
+from .statistics import Counted, Counts, Key, added_up, decibels
 from .tensors import Layout, Tensor, compare, note_largest, weigh
 
 _ROUNDS = 12  # of trying what to keep
@@ -150,7 +151,7 @@ class View:
             self.notes.append(f"{overflow}: no advice is from this batch")
         if number not in self.left_out:
             if whole is not None:
-                compare(self.tensors, ran.counts, at_scale(whole.counts, ran.scale / whole.scale))
+                compare(self.tensors, ran.counts, whole.counts, ran.scale / whole.scale)
             weigh(self.tensors, ran.counts, ran.total, ran.scale)
             note_largest(self.tensors, ran.counts)
         self.losses.append(ran.loss)
@@ -388,73 +389,56 @@ def read(folder: str, format_: Format) -> View:
     view = View(f"{head['network']}, as if in {format_.name}", [],
                 left_out=head.get("left_out", []), lost=head.get("lost", 0.01))
     for line in lines:
-        if line["kind"] in ("weight", "update"):
-            _read_weight(view.weights, line, format_)
+        bins = np.zeros(256, np.int64)
+        for exponent, count in line["bins"]:
+            bins[exponent + 127] = count
+        counts = Counts(bins, line["zero"], line["infinite"], line["nan"])
+        if line["kind"] == "update":  # which is of float32
+            view.weights[-1].updates = counts
             continue
-        key = Key(line["node"], line["backward"], line["index"])
-        was = FORMATS.get(line["format"], FLOAT16)
-        given = format_ if was != FLOAT32 else FLOAT32
-        counts = _counts(line).as_in(given)
-        if line["step"] == len(view.steps):
-            view.steps.append((line["scale"], {}))
-        view.steps[line["step"]][1][key] = counts
-        if line["step"] in view.left_out:
+        given = FLOAT32 if line["format"] == FLOAT32.name else format_
+        counts = counts.as_in(given)
+        if line["kind"] == "weight":
+            view.weights.append(Weight(line["parameter"], counts, format=given))
             continue
-        tensor = tensors.setdefault(key, Tensor(key, line["kind"], line["operator"],
-                                                line["place"], given))
-        factor = view.steps[0][0] / line["scale"] if key.backward else 1.0
-        added = counts.times(factor)
-        tensor.counts = added if tensor.counts is None else tensor.counts + added
+        key, number, scale = Key(line["node"], line["backward"], line["index"]), line["step"], \
+            line["scale"]
+        if number == len(view.steps):
+            view.steps.append((scale, {}))
+        view.steps[number][1][key] = counts
+        if number not in view.left_out:
+            tensor = tensors.setdefault(key, Tensor(key, line["kind"], line["operator"],
+                                                    line["place"], given))
+            added = counts.times(view.steps[0][0] / scale) if key.backward else counts
+            tensor.counts = added if tensor.counts is None else tensor.counts + added
     view.tensors = sorted(tensors.values(), key=lambda t: t.place)
     view.scale = view.steps[0][0] if view.steps else 1.0
-    view.window = window([t for t in view.tensors if t.counts and t.counts.finite], view.scale,
-                         view.lost)
+    finite = [t for t in view.tensors if t.counts.finite]
+    view.window = window(finite, view.scale, view.lost)
     best = view.window.high / view.scale if view.window else 1.0
-    view.findings = [f for t in view.worst() for f in _findings(t, best)]
-    view.findings += [f for w in view.weights for f in _findings(Tensor(
-        Key(w.name, False, 0), "weight", "", 0, w.format, counts=w.counts), best)]
-    unknown = sum(t.counts is not None and not t.counts.finite for t in view.tensors)
-    if unknown:
-        view.notes.append(f"of {unknown} tensors nothing is known: they read infinities that the "
-                          "run itself made")
+    weights = [Tensor(Key(w.name, False, 0), "weight", "", 0, w.format, counts=w.counts)
+               for w in view.weights]
+    view.findings = [f for t in [*view.worst(), *weights] for f in _findings(t, best)]
+    if len(finite) < len(view.tensors):
+        view.notes.append(f"of {len(view.tensors) - len(finite)} tensors nothing is known: they "
+                          "read infinities that the run itself made")
     return view
-
-
-def _read_weight(weights: List[Weight], line: Dict[str, Any], format_: Format) -> None:
-    """A parameter as it would have been in a format; or its updates, which are of float32."""
-    if line["kind"] == "update":
-        weights[-1].updates = _counts(line)
-        return
-    given = FLOAT32 if line["format"] == FLOAT32.name else format_
-    weights.append(Weight(line["parameter"], _counts(line).as_in(given), format=given))
 
 
 def _findings(tensor: Tensor, factor: float) -> List[Finding]:
     """Of one tensor alone; of a gradient at the highest loss scale that fits, which is so many
     times the run's."""
     counts = tensor.counts
-    if counts is None or not tensor.is_low or not counts.finite:
+    if not tensor.is_low or not counts.finite:
         return []
     if tensor.key.backward:
         counts = replace(counts.times(factor), infinite=0, nan=0).as_in(tensor.format)
-    shares = counts.shares(tensor.format)
+    reason, said = "range below", said_below(counts, tensor, "would be")
     if not is_finite(counts):
-        reason, detail = "range above", f"{shares['overflowed']:.2%} of {tensor.name} lies " \
-                                        f"beyond {tensor.format.largest:g}"
-    elif counts.squares and counts.own_snr < tensor.low_snr:
-        reason, detail = "range below", f"{tensor.name} would be rounded to " \
-                         f"{counts.own_snr:.0f} dB: {shares['flushed']:.1%} becomes 0, " \
-                         f"{shares['subnormal']:.1%} subnormal"
-    else:
-        return []
-    return [Finding(tensor.key.node, tensor.name, reason, detail, [])]
-
-
-def _counts(line: Dict[str, Any]) -> Counts:
-    bins = np.zeros(256, np.int64)
-    for exponent, count in line["bins"]:
-        bins[exponent + 127] = count
-    return Counts(bins, line["zero"], line["infinite"], line["nan"])
+        share = counts.shares(tensor.format)["overflowed"]
+        reason = "range above"
+        said = f"{share:.2%} of {tensor.name} lies beyond {tensor.format.largest:g}"
+    return [Finding(tensor.key.node, tensor.name, reason, said, [])] if said else []
 
 
 def _lines(folder: str) -> List[Dict[str, Any]]:
@@ -466,7 +450,7 @@ def _lines(folder: str) -> List[Dict[str, Any]]:
     with open(path, encoding="utf-8") as file:
         try:
             found = [json.loads(line) for line in file]
-            known: Optional[int] = found[0]["version"]
+            known = found[0]["version"]
         except (ValueError, KeyError, IndexError, TypeError):
             raise ValueError(f"{path} is no file that xray has written") from None
     if known != 1:
