@@ -117,6 +117,19 @@ def test_where_what_all_products_round_moves_the_loss_none_is_named():
     assert view.findings == []
 
 
+def test_layers_of_an_untrained_network_that_all_move_the_loss_are_not_named():
+    mx.random.seed(1)
+    net = gluon.model_zoo.vision.mobilenet0_25(classes=4)
+    net.initialize(mx.init.Xavier())
+    rng = np.random.default_rng(0)
+    smooth = rng.standard_normal((4, 3, 2, 2)).repeat(32, axis=2).repeat(32, axis=3)
+    batch = nd.array(smooth), nd.array(rng.integers(0, 4, 4))
+    net(batch[0])
+    view = amp.xray(amp.convert(net), [batch], LOSS, reference=False)
+    assert (view.findings, view.keep) == ([], [])
+    assert "as in an untrained network" in str(view)
+
+
 def test_a_block_and_an_operator_of_one_name_are_both_kept():
     """They are called relu0, and stand below gradients that vanish."""
     def forward(F, x, relu, first, last):

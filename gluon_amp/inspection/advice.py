@@ -3,7 +3,7 @@ import math
 import re
 import statistics
 from dataclasses import dataclass
-from typing import Any, Callable, Dict, Iterable, List, NamedTuple, Optional, Set
+from typing import Any, Callable, Dict, Iterable, List, NamedTuple, Optional, Set, Tuple
 
 from ..annotations import Block, Module, Network
 from ..gluon.converted import ConvertedBlock
@@ -125,16 +125,18 @@ def left_in_format(before: Iterable[Tensor], after: Iterable[Tensor]) -> List[st
 # ---- findings -----------------------------------------------------------------------------------
 
 
-def findings(layout: Layout, tensors: List[Tensor], scale: float) -> List[Finding]:
+def findings(layout: Layout, tensors: List[Tensor],
+             scale: float) -> Tuple[List[Finding], List[str]]:
     """The nodes that are to blame, the worst first: where infinities begin, then forward tensors
     that lose their numbers, then differences that cancel, then tensors on whose last digits the
-    loss hangs, then gradients that no scale fits."""
+    loss hangs, then gradients that no scale fits. Then what else there is to say."""
     first: Dict[str, Finding] = {}
-    for finding in _Judge(layout, tensors, scale).findings():
+    judge = _Judge(layout, tensors, scale)
+    for finding in judge.findings():
         held = first.setdefault(finding.node, finding)
         if held is not finding:
             held.keep = list(dict.fromkeys(held.keep + finding.keep))
-    return list(first.values())
+    return list(first.values()), judge.notes
 
 
 class _Judge:
@@ -147,7 +149,12 @@ class _Judge:
         self.seen = {t.key: t for t in tensors if t.key in self.counts}
         self.forward = sorted((t for t in self.seen.values() if not t.key.backward),
                               key=lambda t: t.place)
+        self.readers: Dict[Key, List[Key]] = {}
+        for tensor in self.forward:
+            for key in self.reads[tensor.key]:
+                self.readers.setdefault(key, []).append(tensor.key)
         self.broken = {t.key for t in unsound(tensors, self.counts)}
+        self.notes: List[str] = []
         self.least_snr = min((t.low_snr for t in self.seen.values()), default=0.0)
 
     def before(self, tensor: Tensor) -> List[Tensor]:
@@ -267,7 +274,7 @@ class _Judge:
     def _is_made_good(self, tensor: Tensor) -> bool:
         """Whether a tensor is read by sums alone that are near float32's, so that neither they nor
         gradients depend on its digits: such as the difference in x + BlockGrad(round(x) - x)."""
-        behind = [t for t in self.forward if tensor.key in self.reads[t.key]]
+        behind = [self.seen[key] for key in self.readers.get(tensor.key, ())]
         return bool(behind) and not self.layout.is_output(tensor.key) and all(
             self._is_made_good(t) if t.op in CASTS else
             t.op in _SUMS and t.snr is not None and t.snr >= t.low_snr / 2 for t in behind)
@@ -300,20 +307,40 @@ class _Judge:
     def _moving_the_loss(self) -> List[Finding]:
         """Tensors whose rounding moves the loss by more than rounding the loss itself would, and
         far more than that of three products in four, which no training in the format does
-        without."""
+        without, and than that of the products next to it: where these move it as much, the network
+        is so sensitive there, as untrained ones are."""
         worths = {t.key: statistics.mean(t.worths) for t in self.forward if t.worths}
         products = {t.key.node: statistics.mean(t.by_chance) for t in self.forward if t.by_chance}
-        made = []
+        made, alike = [], []
         for key, worth in sorted(worths.items(), key=lambda item: -item[1]):
             tensor = self.seen[key]
             others = sorted(w for node, w in products.items() if node != key.node)
-            if worth > 2.0 ** -(tensor.format.fraction + 1) \
-                    and others and worth > _STANDS_OUT * others[3 * len(others) // 4]:
-                share = f"{worth:.2%}" if worth < 1 else "as much as it is"
-                made.append(self._finding(tensor, "small errors move the loss", "what rounding "
-                                          f"adds to {tensor.name} moves the loss by {share} from "
-                                          "step to step"))
+            share = f"{worth:.2%}" if worth < 1 else "as much as it is"
+            if worth <= 2.0 ** -(tensor.format.fraction + 1) \
+                    or not others or worth <= _STANDS_OUT * others[3 * len(others) // 4]:
+                continue
+            if any(worth <= _STANDS_OUT * products[node] for node in self._next_to(tensor)):
+                alike.append(f"{tensor.name} ({share})")
+                continue
+            made.append(self._finding(tensor, "small errors move the loss", "what rounding adds to "
+                                      f"{tensor.name} moves the loss by {share} from step to step"))
+        if alike and not made:
+            self.notes.append("as in an untrained network, the loss moves with what rounding adds "
+                              f"to one layer after another, most with that of {alike[0]}: look "
+                              "again after some steps of training")
         return made
+
+    def _next_to(self, tensor: Tensor) -> Set[str]:
+        """The nearest products that a tensor is computed from, and that are computed from it."""
+        found: Set[str] = set()
+        for ways in (self.reads, self.readers):
+            known, left = {tensor.key}, [tensor.key]
+            while left:
+                new = [key for key in ways.get(left.pop(), ()) if key not in known]
+                known.update(new)
+                found.update(key.node for key in new if self.seen[key].by_chance)
+                left += [key for key in new if not self.seen[key].by_chance]
+        return found - {tensor.key.node}
 
     def _gradients(self) -> List[Finding]:
         """Where no loss scale that training comes to fits all gradients: the node at which they

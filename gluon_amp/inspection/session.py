@@ -73,7 +73,6 @@ class Call(NamedTuple):
     """A hybrid block's graph as it was called: the names of its data, their types and shapes."""
     block: Any
     clean: Graph
-    numpy: bool
     names: List[str]
     dtypes: Tuple[str, ...]
     shapes: List[Tuple[int, ...]]
@@ -89,8 +88,8 @@ class Call(NamedTuple):
                 if node.is_variable and node.name in names:
                     node.name = block.prefix + node.name
             names = [block.prefix + name for name in names]
-        return cls(block, graph, isinstance(clean, mx.sym.numpy._Symbol), names,
-                   tuple(dtype_name(a.dtype) for a in arrays), [a.shape for a in arrays])
+        return cls(block, graph, names, tuple(dtype_name(a.dtype) for a in arrays),
+                   [a.shape for a in arrays])
 
 
 class _Traced(Exception):
@@ -252,7 +251,7 @@ class Graphs:
                           for name, array in held.items()}
         check_device(graph, policy, on_gpu=False)
         symbol = build(graph, types, policy, self.watch, self.samples, scales, place).symbol()
-        if call.numpy:
+        if isinstance(call.block._cached_graph[1], mx.sym.numpy._Symbol):
             symbol = symbol.as_np_ndarray()
         return cached_op(symbol, call.names, parameters,
                          call.block._flags if self.own or self.samples else ())
@@ -518,15 +517,11 @@ class Updates:
 
     def _value(self, parameter: Any) -> Any:
         """A parameter's master, or itself where it has none."""
-        master = self._master(parameter)
-        return to_float32(parameter.data()) if master is None else master
+        return _wide(parameter.data(), self._master(parameter))
 
     def _master(self, parameter: Any) -> Array:
-        if parameter.data().dtype is not np.float16 or self.trainer is None:
-            return None
-        state = self.trainer._updaters[0].states.get(
-            self.trainer._param2idx.get(parameter.name))
-        return master_in(self.trainer._optimizer, state)
+        return _master_of(self.trainer._updaters[0], self.trainer._param2idx.get(parameter.name),
+                          parameter.data())
 
     def weights(self) -> List[Weight]:
         """What was counted."""
@@ -574,12 +569,11 @@ class ModuleUpdates(Updates):
             master = _master_of(updater, index, weight)
             if master is not None:
                 follow(master, weight)
-            self.last[name] = to_float32(weight if master is None else master).asnumpy().copy()
+            self.last[name] = _wide(weight, master).asnumpy().copy()
         optimizer.rescale_grad *= self._clipped(gradients, optimizer.rescale_grad / scale) / scale
         updater(indices, gradients, weights)
         self.masters = {name: _master_of(updater, index, weight) for name, index, weight in made}
-        self.count({name: to_float32(weight if self.masters[name] is None else self.masters[name])
-                    for name, _, weight in made})
+        self.count({name: _wide(weight, self.masters[name]) for name, _, weight in made})
 
     def _copied_updater(self) -> Any:
         made = mx.optimizer.get_updater(copy.deepcopy(self.updater.optimizer))
@@ -600,6 +594,11 @@ class ModuleUpdates(Updates):
 
     def _master(self, parameter: Any) -> Array:
         return self.masters.get(parameter.name)
+
+
+def _wide(weight: Array, master: Array) -> Array:
+    """A weight in float32: its master, or itself where it has none."""
+    return to_float32(weight) if master is None else master
 
 
 def _master_of(updater: Any, index: Any, weight: Array) -> Array:

@@ -175,7 +175,8 @@ class View:
             tensor.counts = total.get(tensor.key)
         counted = [t for t in self.tensors if t.counts is not None]
         self.window = window(counted, self.scale, self.lost) if self.goes_forward else None
-        self.findings = findings(layout, self.tensors, self.scale)
+        self.findings, notes = findings(layout, self.tensors, self.scale)
+        self.notes += notes
 
 
 def xray(net: Network, batches: Iterable[Any], loss_fn: Optional[LossFunction] = None,
