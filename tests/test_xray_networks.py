@@ -226,6 +226,26 @@ def test_all_graphs_of_a_block_are_looked_into_and_what_follows_is_not_blamed():
     check_mended(net, view, rows())
 
 
+class WithConstant(nn.HybridBlock):
+    """Multiplies by a constant that float16 makes 0."""
+
+    def __init__(self):
+        super().__init__(prefix="net_")
+        with self.name_scope():
+            self.one, self.two = nn.Dense(6, in_units=6), nn.Dense(4, in_units=6)
+            self.small = self.params.get_constant("small", np.full((1, 6), 1e-9))
+
+    def hybrid_forward(self, F, x, small):
+        return self.two(F.broadcast_mul(self.one(x), small) * 1e9)
+
+
+def test_a_constant_that_float16_does_not_hold_is_float32_under_an_xray_too():
+    def make():
+        return prepared(WithConstant())
+    assert amp.xray(make(), rows(), LOSS).findings == []
+    assert training(True, make, rows) == training(False, make, rows)
+
+
 def test_training_with_sparse_gradients_under_an_xray_has_the_same_bits():
     def make():
         return calling(lambda F, x, table, out: out(table(x.abs()).mean(axis=1)),

@@ -10,7 +10,7 @@ from ..gluon.converted import ConvertedBlock
 from ..gluon.state import blocks_in
 from ..graph.graph import CASTS
 from ..graph.operators import LOSSES, numbers
-from .overflow import beginnings, is_finite, owner, owners, unsound
+from .overflow import beginnings, is_finite, owner, owners, reached, unsound
 from .statistics import Counts, Key, decibels
 from .tensors import Layout, Tensor, counted_reads, varies_by
 
@@ -213,7 +213,8 @@ class _Judge:
     def _of_zeros(self, tensor: Tensor) -> List[Finding]:
         """A tensor whose infinities no rounding has made: what it is computed from became 0, which
         a logarithm or a quotient does not take."""
-        rounded = self._lows_behind(tensor)
+        behind = reached([tensor.key], self.reads, lambda key: self.seen[key].is_low)
+        rounded = [t for t in self.forward if t.key in behind and t.is_low]
         made = [self._finding(t, "range below", f"{t.counts.flushed / t.counts.numbers:.2%} of "
                               f"{t.name} becomes 0, and {tensor.name} is not finite")
                 for t in rounded if t.counts.flushed]
@@ -223,17 +224,6 @@ class _Judge:
                                 "it is computed from is")
         finding.keep = [*(finding.keep if tensor.is_low else []), *self._kept_for(rounded)]
         return [finding]
-
-    def _lows_behind(self, tensor: Tensor) -> List[Tensor]:
-        """The nearest tensors of less than float32 that a tensor is computed from."""
-        known: Dict[Key, Tensor] = {}
-        left = self.before(tensor)
-        while left:
-            read = left.pop()
-            if read.key not in known:
-                known[read.key] = read
-                left += [] if read.is_low else self.before(read)
-        return [t for t in known.values() if t.is_low]
 
     def _where_it_begins(self, tensor: Tensor, lies_beyond: Callable[[Tensor], bool]) -> str:
         """The node that makes numbers which only a later cast loses: float32 holds them between."""
@@ -332,15 +322,9 @@ class _Judge:
 
     def _next_to(self, tensor: Tensor) -> Set[str]:
         """The nearest products that a tensor is computed from, and that are computed from it."""
-        found: Set[str] = set()
-        for ways in (self.reads, self.readers):
-            known, left = {tensor.key}, [tensor.key]
-            while left:
-                new = [key for key in ways.get(left.pop(), ()) if key not in known]
-                known.update(new)
-                found.update(key.node for key in new if self.seen[key].by_chance)
-                left += [key for key in new if not self.seen[key].by_chance]
-        return found - {tensor.key.node}
+        found = [key for ways in (self.reads, self.readers)
+                 for key in reached([tensor.key], ways, lambda key: self.seen[key].by_chance)]
+        return {key.node for key in found if self.seen[key].by_chance} - {tensor.key.node}
 
     def _gradients(self) -> List[Finding]:
         """Where no loss scale that training comes to fits all gradients: the node at which they

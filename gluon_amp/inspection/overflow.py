@@ -4,7 +4,7 @@ import linecache
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any, Collection, Dict, Iterator, List, Mapping, Optional, Set, Tuple
+from typing import Any, Callable, Collection, Dict, Iterator, List, Mapping, Optional, Set, Tuple
 
 from .._mxnet import mx
 from ..annotations import Array, Batch, Block, Network
@@ -132,25 +132,26 @@ def beginnings(broken: Collection[Tensor], reads: Mapping[Key, List[Key]],
         for read in found:
             behind[read].append(key)
     made = [t for key, t in left.items() if not before[key]]
-    follow = _reached([t.key for t in made], behind)
+    follow = reached([t.key for t in made], behind)
     for key, tensor in left.items():
         if key in follow or not before[key]:
             continue
-        round_ = _reached([key], behind)
-        if round_ >= _reached([key], before):
+        round_ = reached([key], behind)
+        if round_ >= reached([key], before):
             made.append(tensor)
             follow |= round_
     return sorted(made, key=lambda t: t.place)
 
 
-def _reached(keys: List[Key], ways: Mapping[Key, List[Key]]) -> Set[Key]:
-    """All that is reached from some keys, by one step or more."""
+def reached(keys: List[Key], ways: Mapping[Key, List[Key]],
+            ends: Callable[[Key], Any] = lambda key: False) -> Set[Key]:
+    """All that is reached from some keys, by one step or more, and not through where it ends."""
     found: Set[Key] = set()
     left = list(keys)
     while left:
-        new = [key for key in ways[left.pop()] if key not in found]
+        new = [key for key in ways.get(left.pop(), ()) if key not in found]
         found.update(new)
-        left += new
+        left += [key for key in new if not ends(key)]
     return found
 
 

@@ -114,13 +114,6 @@ class Place(NamedTuple):
     values: Optional[Dict[str, Any]] = None
 
 
-class Trained(NamedTuple):
-    """A training: the mean loss of the second half of its steps, infinite where a loss or gradient
-    was not finite; and where that was."""
-    loss: float
-    failed: Optional[Place] = None
-
-
 class Measure:
     """Measures choices of nodes that stay float32.
 
@@ -240,7 +233,7 @@ class Measure:
         for (kind, nodes, seed), loss in list(self.losses.items()):
             if kind or nodes != keep or math.isfinite(loss):
                 continue
-            place = self._train("", keep, seed).failed
+            _, place = self._train("", keep, seed)
             if place is not None and self._run(self.right, place) is not None:
                 self.places.append(place)
                 return self.snr(keep) == -math.inf
@@ -252,15 +245,20 @@ class Measure:
             if isinstance(self.budget, int) and self.runs >= self.budget:
                 raise BudgetSpent
             self.runs += 1
-            self.losses[kind, keep, seed] = self._train(kind, keep, seed).loss
+            self.losses[kind, keep, seed] = self._train(kind, keep, seed)[0]
             self._save()
         return self.losses[kind, keep, seed]
 
-    def _train(self, kind: str, keep: Nodes, seed: int) -> Trained:
+    def _train(self, kind: str, keep: Nodes, seed: int) -> Tuple[float, Optional[Place]]:
         """Trains from the network's parameters of now. The seed is that of the order of the
         batches, and of random numbers in the graph. "disturbed" begins with weights changed by up
         to 2^-12 of themselves: what training makes of that is what one run cannot tell from
-        another."""
+        another.
+
+        Returns:
+            the mean loss of the second half of the steps, infinite where a loss or a gradient was
+            not finite; and where that was.
+        """
         graphs, batches, s = self.graphs(keep), self.session.batches, self.settings
         if kind:
             graphs = self.right
@@ -280,14 +278,14 @@ class Measure:
             ran = graphs.back_off(batches[which], scale, functools.partial(
                 mx.random.seed, 1000 * seed + number))
             if not ran.sound:
-                return Trained(math.inf, Place(which, {
-                    name: to_float32(array) for name, array in graphs.arrays.items()}))
+                return math.inf, Place(which, {
+                    name: to_float32(array) for name, array in graphs.arrays.items()})
             scale = ran.scale
             losses.append(ran.loss)
             update.optimizer.rescale_grad = 1 / (scale * split(batches[which])[0][0].shape[0])
             gradients = [graphs.arrays[p.name].grad.as_nd_ndarray() for p in trained]
             update([*range(len(trained))], gradients, weights)
-        return Trained(float(np.mean(losses[s.steps // 2:])))
+        return float(np.mean(losses[s.steps // 2:])), None
 
     def _check_time(self) -> None:
         if isinstance(self.budget, float) and time.monotonic() - self.begun > self.budget:
@@ -490,7 +488,9 @@ class _Looking:
             at = 0
             while at < len(held):
                 fewer = held[:at] + held[at + size:]
-                if self._is_better(_union(fewer), _union(held)):
+                new, old = _union(fewer), _union(held)
+                if self.measure.cost(new) <= self.measure.cost(old) \
+                        and self.measure.snr(new) >= self.wanted:
                     held = fewer
                 else:
                     at += size
@@ -498,10 +498,6 @@ class _Looking:
                 break
             size //= 2
         return _union(held)
-
-    def _is_better(self, new: Nodes, old: Nodes) -> bool:
-        return self.measure.cost(new) <= self.measure.cost(old) \
-            and self.measure.snr(new) >= self.wanted
 
     def _joined(self, keep: Nodes) -> Nodes:
         """These nodes with others, but no products, that save a cast if they are kept, too."""
@@ -580,17 +576,12 @@ def ranked(layout: Layout, counts: Counted, scale: float,
             continue
         at = factor if tensor.key.backward else 1.0
         harm = found.times(at).noise(tensor.format)
-        harm = harm * depends.get(_what(layout, tensor), 0.0) if math.isfinite(harm) else harm
+        # of weights the gradient itself stands for what it is of
+        of = tensor.key.backward and _output(layout, tensor.key) or tensor.key
+        harm = harm * depends.get(of, 0.0) if math.isfinite(harm) else harm
         for name in layout.kept_for(tensor.key):
             scores[name] = scores.get(name, 0.0) + harm
     return dict(sorted(scores.items(), key=lambda item: -item[1]))
-
-
-def _what(layout: Layout, tensor: Tensor) -> Key:
-    """The output that a gradient is of; of weights the gradient itself stands for it."""
-    if not tensor.key.backward:
-        return tensor.key
-    return _output(layout, tensor.key) or tensor.key
 
 
 def _output(layout: Layout, key: Key) -> Optional[Key]:

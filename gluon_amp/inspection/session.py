@@ -28,6 +28,7 @@ from ..cpu.finite import all_finite, squares
 from ..cpu.library import random_numbers_kept
 from ..formats import FLOAT16, FLOAT32, Format
 from ..gluon.converted import ConvertedBlock, ConvertedHybridBlock
+from ..gluon.parameter import follows
 from ..gluon.state import Op, blocks_in
 from ..graph.build import build, cached_op
 from ..graph.casts import float32_variables, insert_casts
@@ -211,10 +212,12 @@ class Graphs:
                 for name in call.clean.variables() if name in parameters}
 
     def _typed(self, call: Call) -> Tuple[Graph, Dict[str, str]]:
-        types = self._types(call)
+        types, policy = self._types(call), call.block._amp.policy if self.own else self.policy
         known = {**types, **dict(zip(call.names, call.dtypes))}
-        return insert_casts(call.clean, known, call.block._amp.policy if self.own else self.policy,
-                            types, () if self.policy.is_float32 else self.keep), known
+        wide = [name for name in types
+                if not follows(self.session.parameters[name], policy.between)]
+        return insert_casts(call.clean, known, policy, types,
+                            () if self.policy.is_float32 else self.keep, wide), known
 
     @cached_property
     def layout(self) -> Layout:

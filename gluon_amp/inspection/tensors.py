@@ -397,8 +397,10 @@ class Types(List[Row]):
 
     def __str__(self) -> str:
         cells = [("node", "operator", "inputs", "output", "casts", "rule"), *(
-            (r.node, r.operator, _short(r.inputs), r.output, str(r.casts or ""), r.rule)
-            for r in self)]
+            (r.node, r.operator, ", ".join(  # in short: float16 x3, float32
+                name if count == 1 else f"{name} x{count}" for name, count in (
+                    (name, len([*run])) for name, run in itertools.groupby(r.inputs))),
+             r.output, str(r.casts or ""), r.rule) for r in self)]
         widths = [max(map(len, column)) for column in zip(*cells)]
         table = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip()
                  for row in cells]
@@ -406,12 +408,6 @@ class Types(List[Row]):
         casts = sum(r.casts for r in self)
         return "\n".join([*table, f"{low} of {len(self)} nodes give less than float32; "
                                   f"{casts} inputs are cast."])
-
-
-def _short(inputs: Collection[str]) -> str:
-    """Types in short: float16 x3, float32."""
-    runs = [(name, len(list(run))) for name, run in itertools.groupby(inputs)]
-    return ", ".join(name if count == 1 else f"{name} x{count}" for name, count in runs)
 
 
 def types(net: Network) -> Types:
