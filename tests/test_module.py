@@ -7,6 +7,7 @@ import mxnet as mx
 import numpy as np
 import pytest
 from arrays import same
+from gluon_amp.cpu import library
 from gluon_amp.symbolic.module import Speedometer
 from modules import (
     OPTIMIZERS,
@@ -707,16 +708,57 @@ def test_buckets_search_for_one_scale():
     assert same(values(mod), values(other))
 
 
-@pytest.mark.parametrize(("scale", "several"), [(1024, False), (1000.0, False), (dynamic(), True)])
-def test_a_static_scale_is_one_operator_before_the_loss(scale, several):
-    """A dynamic one, which is a variable, takes several passes over what the loss reads."""
-    mod = made(net(), loss_scale=scale)
-    operators = mod._exec_group.execs[0].debug_str()
-    assert ("Op:broadcast_mul" in operators) == several
-    assert ("Op:_contrib_gradientmultiplier" in operators) != several
+@pytest.mark.parametrize("scale", [1024, 1000.0, dynamic()])
+@pytest.mark.parametrize("engine", [True, False])
+def test_a_scale_is_one_operator_before_the_loss_and_one_behind_it(scale, engine, monkeypatch):
+    """Several without the engine, which give the same."""
+    if not engine:
+        monkeypatch.setattr(library, "_table", None)
+        mod = made(net(None), loss_scale=scale)
+    else:
+        mod = made(net(), loss_scale=scale)
+    without = made(net("float16" if engine else None))
+    operators, others = (m._exec_group.execs[0].debug_str().count("Op:") for m in (mod, without))
+    assert operators == others + 2 if engine else operators > others + 2
     stock = made(net(None), mx.mod.Module)
     stock.set_params(*mod.get_params())
     assert learn(mod, batch())
     learn(stock, batch())
     for name, value in values(stock).items():
         assert np.allclose(values(mod)[name], value, rtol=2e-3, atol=1e-4), name
+
+
+@pytest.mark.parametrize("scale", [512, "dynamic"])
+def test_a_scale_reaches_what_a_loss_in_float16_hands_down(scale):
+    """The loss itself stays float16: its gradient is scaled in float32."""
+    data = S.Cast(S.var("data"), dtype="float16")
+    label = S.Cast(S.var("label"), dtype="float16")
+    sym = S.LinearRegressionOutput(S.FullyConnected(data, num_hidden=2, name="fc"), label)
+
+    def moved(loss_scale):
+        mod = amp.Module(sym, label_names=["label"], loss_scale=loss_scale)
+        mod.bind([("data", (4, 3))], [("label", (4, 2))])
+        mod.init_params(mx.init.One())
+        mod.init_optimizer(optimizer_params={"learning_rate": 0.25, "rescale_grad": 1})
+        mod.forward_backward(mx.io.DataBatch([nd.ones((4, 3)) / 64], [nd.ones((4, 2))]))
+        mod.update()
+        assert mod.get_outputs()[0].dtype == np.float16
+        return values(mod)["fc_weight"] - 1
+
+    assert moved(None).any()
+    assert np.allclose(moved(None), moved(scale), rtol=1e-2)
+
+
+def test_other_heads_of_what_a_loss_reads_are_not_scaled():
+    """One array is read by a loss and is an output: its own gradient has no scale."""
+    x = S.FullyConnected(S.var("data"), num_hidden=2, name="fc")
+    sym = S.Group([S.LinearRegressionOutput(x, S.var("label"), name="head"), S.BlockGrad(x)])
+    for scale in (None, 8, "dynamic"):
+        mod = amp.Module(sym, label_names=["label"], loss_scale=scale)
+        mod.bind([("data", (4, 3))], [("label", (4, 2))])
+        mod.init_params(mx.init.One())
+        mod.init_optimizer()
+        mod.forward_backward(mx.io.DataBatch([nd.ones((4, 3))], [nd.zeros((4, 2))]))
+        outputs = [out.asnumpy() for out in mod.get_outputs()]
+        assert same(outputs[0], outputs[1])
+        assert (outputs[0] == 3).all()

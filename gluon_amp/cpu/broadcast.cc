@@ -96,9 +96,10 @@ bool map_rows(Binary f, const TBlob& x, const TBlob& y, const TBlob& to, Write w
 template <Binary f>
 bool broadcast(const Call& call) {
   const TBlob &x = call.in[0], &y = call.in[1], &to = call.out[0];
-  return all_half(call)    ? map_rows<Half>(f, x, y, to, call.write(0))
-         : all_float(call) ? map_rows<float>(f, x, y, to, call.write(0))
-                           : false;
+  if (all_half(call)) return map_rows<Half>(f, x, y, to, call.write(0));
+  // products with one number, a loss scale, have the bits of MXNet's code
+  const bool scales = f == kProduct && size(y) == 1 && is_float(x) && is_float(y) && is_float(to);
+  return scales || all_float(call) ? map_rows<float>(f, x, y, to, call.write(0)) : false;
 }
 
 // The sums of g, or of g * x where there is an x as large, over the axes that `to` does not have.

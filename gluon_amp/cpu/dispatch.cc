@@ -303,6 +303,7 @@ Operator describe(const nnvm::Op* x) {
   of.storage = found<mxnet::FInferStorageType>(x, "FInferStorageType");
   of.mutates = found<nnvm::FMutateInputs>(x, "FMutateInputs");
   of.types = found<nnvm::FInferType>(x, "FInferType");
+  of.shapes = found<mxnet::FInferShape>(x, "FInferShape");
   of.resources = found<mxnet::FResourceRequestEx>(x, "FResourceRequestEx");
   of.own = own_code(x->name);
   of.product = tensor_core_code(x->name);
@@ -454,11 +455,29 @@ void replace_types(nnvm::Op& op) {
                           by_value<bool, const NodeAttrs&, Types*, Types*>(&infer_halves));
 }
 
+// The identity that stands for a loss scale reads one number beside its array, where MXNet's reads an
+// array as large.
+bool infer_identity(const NodeAttrs& attrs, mxnet::ShapeVector* in, mxnet::ShapeVector* out) {
+  const auto theirs = [&](mxnet::ShapeVector* from) {
+    return call_theirs<bool, const NodeAttrs&, mxnet::ShapeVector*, mxnet::ShapeVector*>(
+        dispatched.at(attrs.op)->shapes, attrs, from, out);
+  };
+  if (!find(attrs, kLossScaleKey)) return theirs(in);
+  mxnet::ShapeVector alike(2, in->front());
+  const bool known = theirs(&alike);
+  *in = {alike.front(), mxnet::TShape(1, 1)};
+  return known;
+}
+
 void dispatch(nnvm::Op& op) {
   const auto* of = new Operator(describe(&op));  // as long as the process
   dispatched[&op] = of;
   replace_functions(*of, op);
   replace_types(op);
+  if (op.name == "_identity_with_attr_like_rhs")
+    set<mxnet::FInferShape>(op, "FInferShape",
+                            by_value<bool, const NodeAttrs&, mxnet::ShapeVector*,
+                                     mxnet::ShapeVector*>(&infer_identity));
   if (op.name == "_backward_hard_sigmoid") mend_identity(op);
   if (get<nnvm::FInplaceIdentity>(&op, "FInplaceIdentity")) wrap_identity(*of, op);
   else wrap_places(*of, op);

@@ -34,6 +34,7 @@ struct Operator {
   mxnet::FInferStorageType storage;
   nnvm::FMutateInputs mutates;
   nnvm::FInferType types;
+  mxnet::FInferShape shapes;
   mxnet::FResourceRequestEx resources;
   const struct OwnCode* own;  // or null
   void (*product)(const struct Call& call);  // as a GPU's Tensor Cores make it, or null
@@ -80,6 +81,10 @@ constexpr char kScaledKey[] = "__gluon_amp_scaled__";
 
 // Of an RNN whose products have another format than what lies between: it runs RnnLoop.
 constexpr char kLoopKey[] = "__gluon_amp_loop__";
+
+// Of _identity_with_attr_like_rhs(x, s), which gives x on its way to a loss head: its gradient is
+// multiplied by the one number in s, a loss scale.
+constexpr char kLossScaleKey[] = "__gluon_amp_loss_scale__";
 
 inline bool is_setting(const std::string& key) {
   return key.compare(0, sizeof kSetting - 1, kSetting) == 0;

@@ -80,12 +80,23 @@ void describe(const nnvm::ObjectPtr& node, const nnvm::ObjectPtr& forward, const
   annotate(node, k, v);
 }
 
+// MXNet's gradient of the identity that stands for a loss scale (kLossScaleKey) copies: here it multiplies.
+void scale_copy(const nnvm::ObjectPtr& n, const Entries& made) {
+  static const nnvm::Op *const copy = nnvm::Op::Get("_backward_copy"),
+                        *const product = nnvm::Op::Get("broadcast_mul");
+  nnvm::Node* const node = made[0].node.get();
+  if (node->attrs.op != copy) return;  // a gradient of zeros
+  node->attrs.op = product;
+  inputs_of(node).push_back(inputs_of(n.get())[1]);
+}
+
 }  // namespace
 
 Entries gradient(const nnvm::FGradient& of_theirs, const nnvm::ObjectPtr& n,
                  const Entries& above) {
   Entries made = of_theirs(n, above);
   if (!has_setting(n->attrs)) return made;
+  if (find(n->attrs, kLossScaleKey)) scale_copy(n, made);
   std::set<nnvm::Node*> seen{n.get()};
   for (auto& entry : above) seen.insert(entry.node.get());
   for (auto& entry : inputs_of(n.get())) seen.insert(entry.node.get());

@@ -3,11 +3,12 @@
 `Bindable` is the clean symbol itself, as saved and shown. Only `simple_bind` differs: what
 it binds is another graph with the same arguments, gradients and outputs.
 
-The loss scale s multiplies the gradient that a loss head hands down, and nothing else:
+The loss scale s multiplies the gradient that a loss head hands down, and nothing else. Before each
+head stands one operator of x and s, which gives x and whose gradient the engine's library makes a
+product with s (cpu/gradients.cc). Where that library does not load, s multiplies a zero that has
+the gradient of x:
 
     x  ->  BlockGrad(x) + (c - BlockGrad(c)) * s  ->  loss head      with c = clip(x), finite
-
-A static scale is a constant of one operator, which does nothing on the way to the loss.
 """
 import ctypes
 import os
@@ -16,6 +17,7 @@ from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Seque
 
 from .._mxnet import mx, np
 from ..annotations import Context, DType
+from ..cpu import library
 from ..cpu.arrays import dtype_name
 from ..graph.build import build
 from ..graph.graph import VARIABLE, Entry, Graph, Node
@@ -24,28 +26,33 @@ from ..graph.refusals import check_device, check_trains_on_cpus, devices_that_wa
 from ..policy import POLICIES
 
 SCALE = "gluon_amp_loss_scale"
+_SCALES = "__gluon_amp_loss_scale__"  # the operator that has the scale: see cpu/engine.h
 
 
-def with_loss_scale(graph: Graph, static: Optional[float] = None,
-                    types: Optional[Mapping[Entry, Optional[str]]] = None) -> Graph:
-    """The graph with the scale before each loss head: its variable, or, where the head reads
-    float32, this number, if it is static."""
-    scale = Node(VARIABLE, SCALE)
+def with_loss_scale(graph: Graph, types: Optional[Mapping[Entry, Optional[str]]] = None) -> Graph:
+    """The graph with the scale's variable before each loss head. `types`: of the graph's entries;
+    without them, loss heads read float32."""
+    scale = Entry(Node(VARIABLE, SCALE))
+    one_operator = library.started()
     for node in graph.nodes():
         if node.op in LOSSES:
             x = node.inputs[0]
-            if static is not None and types is not None and types.get(x) == "float32":
-                node.inputs[0] = Entry(Node("_contrib_gradientmultiplier", f"{node.name}_scaled",
-                                            {"scalar": repr(static)}, [x]))
-                continue
 
             def made(op: str, *inputs: Entry, name: str = node.name, **attrs: str) -> Entry:
                 return Entry(Node(op, f"{name}_{op.lower()}_scaled", attrs, inputs))
 
-            finite = made("clip", x, a_min="-3e38", a_max="3e38")  # a mask of -inf is no number
-            zero = made("elemwise_sub", finite, made("BlockGrad", finite))
-            node.inputs[0] = made("elemwise_add", made("BlockGrad", x),
-                                  made("broadcast_mul", zero, Entry(scale)))
+            half = types is not None and types.get(x) == "float16"
+            if half:
+                x = made("Cast", x, dtype="float32")
+            if one_operator:
+                x = made("_identity_with_attr_like_rhs", x, scale, **{_SCALES: "1"})
+            else:
+                finite = made("clip", x, a_min="-3e38", a_max="3e38")  # a mask of -inf is no number
+                zero = made("elemwise_sub", finite, made("BlockGrad", finite))
+                x = made("elemwise_add", made("BlockGrad", x), made("broadcast_mul", zero, scale))
+            if half:
+                x = made("Cast", x, dtype="float16", name=f"{node.name}_low")
+            node.inputs[0] = x
     return graph
 
 
@@ -90,22 +97,19 @@ class Bindable(mx.sym.Symbol):
     """
 
     loss_scale: Optional[Callable[[], float]] = None
-    static_scale: Optional[float] = None  # what that gives, if it never changes
     has_loss: bool = False  # whether any node starts gradients by itself
     may_begin: bool = False  # whether nodes may do so without the scale, until a pass has shown it
     devices: int = 1  # that wait for each other when it trains
 
     @classmethod
     def from_symbol(cls, symbol: "mx.sym.Symbol",
-                    loss_scale: Optional[Callable[[], float]],
-                    static_scale: Optional[float] = None) -> "Bindable":
+                    loss_scale: Optional[Callable[[], float]]) -> "Bindable":
         handle = mx.base.SymbolHandle()
         mx.base.check_call(mx.base._LIB.MXSymbolCopy(symbol.handle, ctypes.byref(handle)))
         made = cls(handle)
         made.loss_scale = loss_scale
         graph = Graph.read(symbol)
         made.has_loss = any(node.op in LOSSES for node in graph.nodes())
-        made.static_scale = static_scale
         made.may_begin = any(node.op in MAY_BEGIN for node in graph.nodes())
         made.devices = devices_that_wait(graph)
         return made
@@ -123,10 +127,8 @@ class Bindable(mx.sym.Symbol):
         shapes = {name: shape for name, shape in kwargs.items() if isinstance(shape, tuple)}
         options = {name: value for name, value in kwargs.items() if name not in shapes}
         if self.loss_scale is not None:
-            # a pass that shows which operators begin gradients begins with another scale: 0
-            graph = with_loss_scale(graph, None if self.may_begin else self.static_scale, entries)
-            if SCALE in graph.variables():
-                shapes[SCALE], types[SCALE], requests[SCALE] = (1,), "float32", "null"
+            graph = with_loss_scale(graph, entries)
+            shapes[SCALE], types[SCALE], requests[SCALE] = (1,), "float32", "null"
         on_gpu = ctx.device_type == "gpu"
         if low:
             check_device(graph, POLICIES["float16"], on_gpu)

@@ -30,7 +30,6 @@ from ..parallel import consistency, store
 from ..parallel.sync import Workers
 from ..training import checkpoint as files
 from ..training.following import weights_unwritten
-from ..training.loss_scale import DynamicLossScale
 from ..training.optimizer import check_scalable, given_optimizer, optimizer_class, with_masters
 from ..training.static_pair import GivenLossScale
 from ..training.step import Gradient, Step
@@ -118,9 +117,7 @@ class _Module:
 
     def _bindable(self, symbol: "mx.sym.Symbol") -> Bindable:
         scale = (lambda: self._step.backward_scale) if self._step.scaling else None
-        loss_scale = self._step.loss_scale
-        static = None if isinstance(loss_scale, DynamicLossScale) else loss_scale.scale
-        return Bindable.from_symbol(symbol, scale, static)
+        return Bindable.from_symbol(symbol, scale)
 
     def init_params(self,
                     initializer: Optional[mx.init.Initializer] = mx.init.Uniform(0.01),  # noqa: B008
