@@ -65,6 +65,8 @@ def test_nan_to_num_uses_float16s_limits():
     values = mx.np.array([np.inf, -np.inf, np.nan, 1.5], dtype="float16")
     assert mx.np.nan_to_num(values).asnumpy().tolist() == [65504, -65504, 0, 1.5]
     assert mx.np.nan_to_num(values, posinf=7).asnumpy().tolist() == [7, -65504, 0, 1.5]
+    beyond = mx.np.nan_to_num(values, posinf=1e6, neginf=-1e6, nan=1e5)
+    assert beyond.asnumpy().tolist()[:2] == [np.inf, -np.inf]
     unsaid = library.call("_npi_nan_to_num", [values], nan=0)
     assert unsaid.asnumpy().tolist() == [65504, -65504, 0, 1.5]
 

@@ -267,3 +267,41 @@ def test_pools_that_sum_run_in_float32():
 
 def test_the_reason_stands_beside_every_rule():
     assert all(re.search(r"\w{3}", rule.why) for rule in operators.OPERATORS.values())
+
+
+@mx.util.use_np
+@pytest.mark.parametrize("write", [
+    lambda F, x: F.np.nan_to_num(x), lambda F, x: F.np.nan_to_num(x, posinf=1e9, neginf=-1e9),
+    lambda F, x: F.np.clip(x, -3e38, 3e38)], ids=["limits", "numbers", "clip"])
+@pytest.mark.parametrize("policy", ["pure_float16", "float16"])
+def test_what_is_made_finite_in_float32_is_finite_where_it_is_cast(write, policy):
+    """MXNet's float16 writes its own limits."""
+    def numbers(net):
+        return net(mx.np.array([[np.inf], [-np.inf], [2]])).astype("float32").asnumpy().ravel()
+
+    limits = [65504, -65504, 2]
+    dense = gluon.nn.Dense(1, use_bias=False, flatten=False)
+    dense.initialize(mx.init.One())
+    net = gluon.nn.HybridSequential()
+    net.add(gluon.nn.HybridLambda(write), dense)
+    assert numbers(amp.convert(net, policy)).tolist() == limits
+    if policy == "pure_float16":
+        assert numbers(calling(write, policy)).tolist() == limits
+
+    class Twice(gluon.HybridBlock):
+        """Reads it in float16 and in float32."""
+        def hybrid_forward(self, F, x):
+            made = write(F, x)
+            return F.npx.fully_connected(made, F.np.ones((1, 1)), no_bias=True, num_hidden=1), \
+                F.np.exp(made * 1e-9)
+
+    product, power = amp.convert(Twice(), policy)(mx.np.array([[np.inf]]))
+    assert product.astype("float32").item() == 65504
+    assert power.item() > 2  # not of 65504
+
+
+@mx.util.use_np
+def test_infinite_bounds_stay():
+    net = calling(lambda F, x: F.np.clip(x, -float("inf"), 100), "pure_float16")
+    x = mx.np.array([np.inf, -np.inf, 2])
+    assert net(x).astype("float32").asnumpy().tolist() == [100, -np.inf, 2]

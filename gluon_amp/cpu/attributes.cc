@@ -49,7 +49,10 @@ const char* limit(const Operator& of, const std::string& key) {
 std::string substitute(const Operator& of, const std::string& key, const std::string& text) {
   if (limit(of, key) && text == "None") return limit(of, key);
   if (key == "dtype" && text == "float16" && !of.casts) return "float32";
-  return is_constant(of, key) ? rounded(text) : "";
+  if (!is_constant(of, key)) return "";
+  const std::string made = rounded(text);
+  const auto at = made.find("inf");  // which nan_to_num's parser refuses: a number beyond float32
+  return of.op->name == "_npi_nan_to_num" && at != std::string::npos ? made.substr(0, at) + "1e39" : made;
 }
 
 // The attributes for halves; whether any differs.

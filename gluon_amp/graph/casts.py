@@ -21,7 +21,7 @@ from .._mxnet import mx
 from ..formats import FLOAT32
 from ..policy import Policy
 from . import operators
-from .graph import Entry, Graph, Node, infer, loop_states
+from .graph import CASTS, Entry, Graph, Node, infer, loop_states
 
 KEEP = "__gluon_amp_keep__"  # the attribute of nodes that stay float32
 PRODUCT = "__gluon_amp_product__"  # of products whose inputs have a format of their own
@@ -40,7 +40,28 @@ def insert_casts(graph: Graph, types: Mapping[str, str], policy: Policy,
         wide: variables that are float32 for the sake of their numbers, and follow nobody.
     """
     casting = _Casting(policy, types, set(parameters) - set(wide), keep, set(wide))
-    return Graph([casting.output(e) for e in casting.run(graph)])
+    return _with_bounds(Graph([casting.output(e) for e in casting.run(graph)]), policy)
+
+
+def _with_bounds(graph: Graph, policy: Policy) -> Graph:
+    """The graph, where what nan_to_num or clip makes finite is finite once it is cast, too."""
+    formats = {each.type_name: each for each in (policy.between, policy.product, policy.output)
+               if each.largest < FLOAT32.largest}
+    users = graph.consumers()
+    for node in graph.nodes():
+        narrow = [user.attrs["dtype"] if user and user.op in CASTS else ""
+                  for user in users.get(Entry(node), [])] if node.op in operators.BOUNDS else []
+        for dtype in formats.keys() & set(narrow):
+            made = node.like(node.inputs)
+            made.attrs = operators.bounded(node, formats[dtype])
+            if {dtype} == set(narrow):
+                node.attrs = made.attrs
+                continue
+            made.name = f"{node.name}_{dtype}"
+            for user in users[Entry(node)]:
+                if user and user.op in CASTS and user.attrs["dtype"] == dtype:
+                    user.inputs = [Entry(made)]
+    return graph
 
 
 def float32_variables(graph: Graph, policy: Policy, kept: Collection[str]) -> Set[str]:
@@ -237,4 +258,5 @@ class _Casting:
             for i, state in enumerate(loop_states(node), first):
                 outputs[i] = inner.cast(outputs[i], self.types[state] or "float32")
         inner, outputs = bodies[-1]
-        return [Graph(outputs) for _, outputs in bodies], [e in inner.exact for e in outputs]
+        made = [_with_bounds(Graph(outputs), self.policy) for _, outputs in bodies]
+        return made, [e in inner.exact for e in outputs]

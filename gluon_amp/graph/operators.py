@@ -5,12 +5,13 @@ Operators that no line holds, such as a user's own, run in the type of their inp
 INPUTS do: in float16 if their inputs are, and where MXNet does not take a mixture, in the widest
 type among the activations (parameters follow them).
 """
+import math
 from dataclasses import dataclass
 from typing import Dict, FrozenSet, Iterable, List, Tuple
 
 from .._mxnet import np
 from ..cpu import library
-from ..formats import Format
+from ..formats import FORMATS, Format
 from .graph import Node
 
 # What an operator runs in.
@@ -332,6 +333,22 @@ def numbers(node: Node) -> Iterable[Tuple[str, float]]:
                 yield key, float(node.attrs[key])
             except ValueError:  # such as "None"
                 continue
+
+
+# What nan_to_num and clip write in the place of numbers that they do not leave.
+BOUNDS = {"clip": ("a_min", "a_max"), "_npi_nan_to_num": ("neginf", "posinf", "nan")}
+
+
+def bounded(node: Node, format_: Format) -> Dict[str, str]:
+    """Such a node's attributes, with finite numbers that the format holds."""
+    attrs, largest = dict(node.attrs), FORMATS["float32"].largest
+    unsaid = {"neginf": -largest, "posinf": largest}
+    for key in BOUNDS[node.op]:
+        given = attrs.get(key, "None")
+        number = unsaid.get(key, 0.0) if given == "None" else float(given)
+        if format_.largest < abs(number) < math.inf:
+            attrs[key] = repr(math.copysign(format_.largest, number))
+    return attrs
 
 
 def _made_of_numbers(node: Node) -> List[float]:
