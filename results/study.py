@@ -12,6 +12,8 @@ from gluon_amp.files import replace_text
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 SHARED = Path(os.environ.get("GLUON_AMP_DATA", CHECKOUT.parent / "shared")).resolve()
+# What logs say of time is left out: runs are trained side by side, and not all on one machine.
+TIMES = {"seconds", "samples_per_second"}
 PYTHON = [sys.executable, "-W", "ignore"]
 
 
@@ -37,7 +39,12 @@ def lines(path):
 
 def add(path, *made):
     """Adds lines to such a file, which is whole at any moment."""
-    replace_text(str(path), "".join(json.dumps(line) + "\n" for line in [*lines(path), *made]))
+    _write(path, [*lines(path), *made])
+
+
+def _write(path, made):
+    replace_text(str(path), "".join(json.dumps({
+        name: value for name, value in line.items() if name not in TIMES}) + "\n" for line in made))
 
 
 def runs(path):
@@ -54,8 +61,7 @@ def put_run(path, name, of_run):
     """Adds a run to such a file; its first line gets the run's name."""
     head, *rest = of_run
     made = {**runs(path), name: [{"run": name, **head}, *rest]}
-    replace_text(str(path), "".join(json.dumps(line) + "\n"
-                                    for _, of_run in sorted(made.items()) for line in of_run))
+    _write(path, [line for _, of_run in sorted(made.items()) for line in of_run])
 
 
 def left(path, wanted):

@@ -343,7 +343,8 @@ def test_losses_that_are_not_finite_are_told(tmp_path):
 
 # ---- tests and intervals, against scipy's own, simulation, and NVIDIA
 
-NVIDIA = Path(__file__).parents[1] / "results" / "imagenet" / "nvidia_seeds.csv"
+RESULTS = Path(__file__).parents[1] / "results"
+NVIDIA = RESULTS / "imagenet" / "nvidia_seeds.csv"
 FLOAT32 = [53.85, 54.55, 56.85, 54.75, 54.70, 53.25, 56.15, 56.00, 54.70, 53.05]
 FLOAT16 = [51.95, 53.55, 55.75, 54.00, 53.95, 55.50, 54.65, 58.20, 55.75, 52.85]
 
@@ -444,3 +445,12 @@ def test_nvidias_seeds_differ_at_90_epochs_and_are_equivalent_within_a_quarter_p
         assert difference.p_equivalent(0.25) < 0.05
     assert outcome(found[90], 0.25) == "different, within the margin"
     assert outcome(found[50], 0.25) == "the same"
+
+
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("*.jsonl")), ids=lambda path: path.stem)
+def test_a_study_whose_runs_did_not_share_a_machine_has_no_speeds_to_compare(path):
+    found = groups(read([path]))
+    columns = {column for row in group_rows(found, 0.5) for column in row}
+    assert not columns & {"images/s", "samples/s", "slowest", "fastest", "seconds", "minutes",
+                          "hours"}
+    assert len(found) > 1

@@ -7,7 +7,6 @@ file; a second call goes on where the first stopped. At the end it prints the ta
 """
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -38,7 +37,7 @@ STUDIES = {
 
 def train(name, ranks, seed):
     """One run; returns its line of runs.jsonl."""
-    flags, batch, begun = STUDIES[name].flags, STUDIES[name].batch // ranks, time.time()
+    flags, batch = STUDIES[name].flags, STUDIES[name].batch // ranks
     flags = f"--dtype float16 --seed {seed} --batch-size {batch} {flags}"
     launcher = []
     if ranks > 1:
@@ -49,7 +48,7 @@ def train(name, ranks, seed):
         epochs = [line for line in study.lines(Path(folder, "log.jsonl")) if "err_top1" in line]
     return {"study": name, "ranks": ranks, "seed": seed,
             "accuracy": [round(100 - 100 * line["err_top1"], 4) for line in epochs],
-            "skipped": epochs[-1]["skipped"], "seconds": round(time.time() - begun)}
+            "skipped": epochs[-1]["skipped"]}
 
 
 def print_table(name):
