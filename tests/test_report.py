@@ -33,7 +33,7 @@ def test_a_row_has_what_a_log_says(tmp_path):
     assert table == [
         {"run": "a", "model": "resnet50_v1b", "batch size": "1024", "dtype": "float32",
          "epochs": "2", "top-1 %": "70.00", "top-5 %": "92.50", "best %": "70.00",
-         "after epochs": "2", "images/s": "1000", "minutes": "3.33", "minutes to 70 %": "3.33"}]
+         "after epochs": "2", "samples/s": "1000", "minutes": "3.33", "minutes to 70 %": "3.33"}]
 
 
 @pytest.mark.parametrize(("seconds", "column", "shown"), [

@@ -9,7 +9,7 @@ import training_logs as logs
 from gluon_amp.report import read
 from gluon_amp.report.compare import compare, groups, sections
 from gluon_amp.report.plots import plots
-from gluon_amp.report.summary import group_rows, headline, remarks, verdict_rows
+from gluon_amp.report.summary import group_rows, headline, remarks, run_rows, verdict_rows
 from gluon_amp.report.verdict import Difference, Sample, outcome, paired, sentence, unpaired
 from hypothesis import given
 from hypothesis import strategies as st
@@ -97,7 +97,8 @@ def test_where_recipes_differ_the_differences_stand_before_any_claim():
         "float16 and float32 are not the same recipe, and nothing is claimed. They differ in: "
         "wd (0.0001 in float32, 0.2 in float16), "
         "label_smoothing (not given in float32, True in float16). "
-        "float16 ends 2.00 points above float32, which says nothing of the type of numbers.")
+        "The top-1 accuracy of float16 ends 2.00 points above float32, which says nothing of the "
+        "type of numbers.")
 
 
 @pytest.mark.parametrize("arguments", [
@@ -279,7 +280,7 @@ def test_speed_is_claimed_only_where_the_machine_was_theirs_alone():
         for epoch in run.epochs.values():
             epoch.speed = speed
     found, = comparisons(*runs)
-    assert "It trains 2.10 times as fast; images per second: float32 100 to 110, float16 200 to " \
+    assert "It trains 2.10 times as fast; samples per second: float32 100 to 110, float16 200 to " \
            "240." in headline([found], 0.5)[0].text
 
 
@@ -454,3 +455,87 @@ def test_a_study_whose_runs_did_not_share_a_machine_has_no_speeds_to_compare(pat
     assert not columns & {"images/s", "samples/s", "slowest", "fastest", "seconds", "minutes",
                           "hours"}
     assert len(found) > 1
+
+
+# ---- other metrics than accuracies
+
+def language_log(perplexities, metric="perplexity", **arguments):
+    """As MXNet's Module logs it, of tokens."""
+    lines = [logs.header("start with arguments ", **arguments)]
+    for epoch, value in enumerate(perplexities):
+        lines += [f"Epoch[{epoch}] Batch [0-20]\tSpeed: 1000.00 samples/sec\t{metric}=900.0\n",
+                  f"Epoch[{epoch}] Train-{metric}={2 * value:f}\n",
+                  f"Epoch[{epoch}] Time cost=10.000\n",
+                  f"Epoch[{epoch}] Validation-{metric}={value:f}\n",
+                  f"Epoch[{epoch}] Validation-cross-entropy={np.log(abs(value) + 1):f}\n"]
+    return "".join(lines)
+
+
+def language_runs(folder, values, **options):
+    for dtype, of in values.items():
+        for seed, ends in enumerate(of):
+            (folder / f"{dtype}-{seed}.log").write_text(language_log(
+                ends, dtype=dtype, seed=seed, network="lstm", num_epochs=len(ends), **options))
+    return sorted(folder.glob("*.log"))
+
+
+def test_a_finished_run_that_measures_perplexity_is_finished_and_compared(tmp_path):
+    paths = language_runs(tmp_path, {"float32": [[300, 100], [310, 102], [290, 101]],
+                                     "float16": [[300, 100.1], [310, 101.9], [290, 101.1]]})
+    runs = read(paths)
+    found = groups(runs)
+    compared = compare(found)
+    assert not any("end" in said for said in remarks(found, compared))
+    verdict, = headline(compared, 0.5)
+    assert verdict.outcome == "the same"
+    assert verdict.text.startswith("The perplexity of float16 ends 0.03 % above float32 (95 % ")
+    assert "the same within 0.5 % (two one-sided tests" in verdict.text
+    first, *_ = group_rows(found, None)
+    assert first["perplexity (lower is better)"] == "101"
+    drawn = {plot.name: plot for plot in plots(found)}
+    assert drawn["validation_perplexity"].title == "Validation: perplexity"
+    assert "101" in drawn["validation_perplexity"].caption
+    assert drawn["validation_perplexity_by_hours"]
+    page, _ = report(tmp_path, *(path.read_text() for path in paths))
+    assert "images" not in page.read_text()
+    assert "perplexity (lower is better)" in page.read_text()
+
+
+@pytest.mark.parametrize(("metric", "heading", "best"), [
+    ("perplexity", "perplexity (lower is better)", "90"), ("rmse", "rmse (lower is better)", "90"),
+    ("f1", "f1 (higher is better)", "120"), ("my-number", "my-number (direction not known)", None)])
+def test_any_metric_of_a_log_is_reported_with_its_direction(metric, heading, best, tmp_path):
+    path = tmp_path / "a.log"
+    path.write_text(language_log([120, 90, 100], metric, dtype="float32"))
+    row, = run_rows(groups(read([path])), None)
+    assert row[heading] == "100"
+    assert row.get(f"best {metric}") == best
+
+
+def test_metrics_beside_an_accuracy_are_reported_too(tmp_path):
+    path = tmp_path / "a.log"
+    path.write_text(logs.module([0.5, 0.25], dtype="float32") + "Epoch[1] Validation-mcc=0.5\n")
+    row, = run_rows(groups(read([path])), None)
+    assert (row["top-1 %"], row["mcc (higher is better)"]) == ("75.00", "0.5")
+
+
+@pytest.mark.parametrize("text", [
+    "epoch,dtype,fp32_val_perplexity,fp16_val_perplexity,val_note\n",
+    '{"arguments": {"dtype": "float32"}}\n'])
+def test_metrics_of_tables_and_json_lines_are_reported(text, tmp_path):
+    path = tmp_path / ("a.csv" if "," in text.split(":")[0] else "a.jsonl")
+    rows = "0,,200.5,201,good\n1,,100,100.5,bad\n" if path.suffix == ".csv" else "".join(
+        json.dumps({"epoch": n, "loss": 5.0, "validation_perplexity": 200.0 - 100 * n,
+                    "seconds": 1.0}) + "\n" for n in range(2))
+    path.write_text(text + rows)
+    found = run_rows(groups(read([path])), None)
+    assert [row["perplexity (lower is better)"] for row in found] in (["100"], ["100", "100.5"])
+
+
+def test_a_run_that_was_validated_by_its_loss_alone_is_finished(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"arguments": {"dtype": "float32"}}\n' + "".join(
+        json.dumps({"epoch": n, "loss": 5.0, "validation_loss": 3.0 - n}) + "\n" for n in range(2)))
+    found = groups(read([path]))
+    assert not remarks(found, [])
+    assert group_rows(found, None)[0]["validation loss (lower is better)"] == "2"

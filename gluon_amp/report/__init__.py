@@ -28,7 +28,8 @@ def report(logs: Iterable[Any], folder: Any, title: str = "Training report",
         title: Of the report.
         accuracy: The report says how long runs took to reach it: 0.76 for 76 %. By default
             the whole percent that the finished runs of a dataset reach, all but one in ten.
-        margin: Points within which two results are the same, as the verdict tests it.
+        margin: Points within which two results are the same, as the verdict tests it; percent of
+            float32's mean for what is no share, such as a perplexity.
         claim_speed: Whether the runs had the machine to themselves, so that speeds are compared.
             Else only those whose own arguments say so (the recipes' --claim-speed).
 
@@ -118,7 +119,7 @@ def _reached_by_most(groups: Sequence[Any]) -> Optional[float]:
     reached. If all had to, it would hang on a single run that diverged."""
     finished = [run for group in groups for run in group.finished]
     runs = finished or [run for group in groups for run in group.runs]
-    best = sorted(run.best[1] for run in runs if run.best)
+    best = sorted(run.best[1] for run in runs if run.best and run.is_share)
     error = best[len(best) - 1 - len(best) // 10] if best else 1
     return (math.floor(100 * (1 - error) + 1e-9) / 100 if error < 1 else 0) or None
 

@@ -8,9 +8,9 @@ recipe differs least.
 """
 import re
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from statistics import median
+from statistics import mean, median
 from typing import Any, Callable, Dict, FrozenSet, List, Optional, Sequence, Set, Tuple
 
 from .runs import FLOAT32, OFF, RESUMING, Run, plain
@@ -109,26 +109,44 @@ class Comparison:
         same = {run.done for run in self.float32.runs} == {run.done for run in self.low.runs}
         return high / low if same and high and low else None
 
+    @property
+    def unit(self) -> str:
+        """Of the difference."""
+        return "points" if self.low.first.is_share else "%"
+
+    @cached_property
+    def factor(self) -> float:
+        """What a measured value is multiplied by to be in that unit."""
+        ends = [run.final for run in self.float32.finished if run.final is not None]
+        if self.low.first.is_share or not ends:
+            return 1.0
+        return 100 / (abs(mean(ends)) or 1.0)
+
     @cached_property
     def difference(self) -> Optional[Difference]:
-        """Low precision minus float32, in points of what is measured: of pairs with one seed, or,
+        """Low precision minus float32, in points of what is measured, or in percent of float32's
+        mean where that is no share: of pairs with one seed, or,
         where pairs would leave out most runs, or one that diverged, of two samples. None if one of
         the groups has a single run."""
-        low, high = ([run.final for run in group.finished if run.final is not None]
+        low, high = ([self.factor * run.final for run in group.finished if run.final is not None]
                      for group in (self.low, self.float32))
         pairs = self.pairs
         if len(pairs) > 1 and 4 * len(pairs) >= len(low) + len(high) and not any(
                 _far(end, [pair[i] for pair in pairs]) for i, ends in enumerate((low, high))
                 for end in ends):
             lows, highs = zip(*pairs)
-            return paired(lows, highs, self._step)
+            return replace(paired(lows, highs, self._step), unit=self.unit)
         if len(low) < 2 or len(high) < 2:
             return None
-        return unpaired(Sample.from_values(low), Sample.from_values(high), self._step)
+        return replace(unpaired(Sample.from_values(low), Sample.from_values(high), self._step),
+                       unit=self.unit)
 
     @property
     def _step(self) -> float:
-        """What one image is worth, in points: the smallest distance between two results."""
+        """What one image is worth, in points: the smallest distance between two results. Other
+        measures do not count images."""
+        if not self.low.first.is_share:
+            return 0.0
         results = sorted({epoch.top1 for group in (self.low, self.float32) for run in group.runs
                           for epoch in run.epochs.values() if epoch.top1 is not None})
         return 100 * min((b - a for a, b in zip(results, results[1:]) if b - a > ROUNDED),
@@ -145,7 +163,7 @@ class Comparison:
     def pairs(self) -> List[Tuple[float, float]]:
         """For each seed that both groups have once, what its two runs end with: low, float32."""
         low, high = _by_seed(self.low), _by_seed(self.float32)
-        return [(low[seed], high[seed]) for seed in low if seed in high]
+        return [(self.factor * low[seed], self.factor * high[seed]) for seed in low if seed in high]
 
     def explain(self) -> str:
         """How the recipes differ, in words."""

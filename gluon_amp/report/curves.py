@@ -146,4 +146,4 @@ def reached_at(run: Run, accuracy: float, by_time: bool) -> Optional[float]:
     if by_time:
         return run.hours_to(accuracy)
     return next((number + 1 for number, epoch in run.epochs.items() if epoch.top1 is not None
-                 and 1 - epoch.top1 >= accuracy - 1e-9), None)
+                 and run.is_share and 1 - epoch.top1 >= accuracy - 1e-9), None)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Dict, Iterator, List, Optional, Tuple
 
 from .runs import Epoch, Run, measurable
-from .tables import VALIDATION, quantity_of
+from .tables import QUANTITIES, VALIDATION, quantity_of
 
 STEPS = {"loss": "loss", "lr": "lr", "scale": "scale", "skipped": "skipped",
          "gradient_norm": "gradient_norm"}
@@ -52,8 +52,9 @@ def read(path: Path, name: str) -> List[Run]:
         values = {step: value_of(value) for step, value in series.items() if measurable(value)}
         by_step = quantity in STEPS and not tag.startswith("epoch")
         (of_steps if by_step else of_epochs).setdefault(quantity, {}).update(values)
-    steps = sorted({step for name, series in of_epochs.items() for step in series
-                    if name in ("top1", "top5")})
+    results = of_epochs.keys() & {"top1", "top5"} or \
+        of_epochs.keys() - {*QUANTITIES, *STEPS.values()} or of_epochs.keys() & {"validation_loss"}
+    steps = sorted({step for name in results for step in of_epochs[name]})
     if not steps:
         raise ValueError(f"{path} has no scalar of validation by epoch. Known: epoch/err_top1, "
                          "validation/accuracy, val_acc and the like. Its tags: "
@@ -65,7 +66,7 @@ def read(path: Path, name: str) -> List[Run]:
     for quantity, series in of_epochs.items():
         for step, value in series.items():
             if step in numbers:
-                setattr(run.epochs.setdefault(numbers[step], Epoch()), quantity, value)
+                run.epochs.setdefault(numbers[step], Epoch()).put(quantity, value)
     run.epochs = dict(sorted(run.epochs.items()))
     _add_steps(run, of_steps)
     return [run]

@@ -21,7 +21,7 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 from .colors import GREY, INK, color
 from .compare import Comparison, Group
 from .curves import Line, Point, line, pool, reached
-from .runs import ACCURACY, FLOAT32, Run, plain, unit_of_time
+from .runs import ACCURACY, FLOAT32, Run, headed, plain, unit_of_time
 from .verdict import in_points
 
 STYLES = ("-", (0, (5, 1.5)), (0, (1.2, 1.2)), (0, (6, 1.2, 1.2, 1.2)))  # of networks, in turn
@@ -99,8 +99,10 @@ def _epochs(name: str) -> Callable[[Run], List[Point]]:
 
 
 def _measured(run: Run) -> List[Point]:
-    """The error after each epoch; mAP and mIoU, where these are measured, as they are."""
-    return [point if run.measure == ACCURACY else point._replace(y=1 - point.y)
+    """The error after each epoch; another measure as it is."""
+    if run.measure == ACCURACY:
+        return _epochs("top1")(run)
+    return [point._replace(y=run.told(point.y) / (100 if run.is_share else 1))
             for point in _epochs("top1")(run)]
 
 
@@ -144,7 +146,7 @@ CHARTS = (
           _epochs("validation_loss")),
     Chart("gradient_norm", "Norm of the gradient", "epochs", "norm", NUMBER,
           _series("gradient_norm")),
-    Chart("throughput", "Throughput", "epochs", "images per second", NUMBER, _epochs("speed")),
+    Chart("throughput", "Throughput", "epochs", "samples per second", NUMBER, _epochs("speed")),
     Chart("loss_scale", "Loss scale", "epochs", "loss scale", POWERS, _trace(2), steps=True),
     Chart("skipped_steps", "Skipped steps", "epochs", "steps skipped so far", COUNT, _trace(3),
           steps=True),
@@ -159,12 +161,13 @@ def plots(groups: Sequence[Group], accuracy: Optional[float] = None,
     """Draws the groups of one section: those of the charts for which they have something."""
     pooled, found = pool(groups), []
     runs = [run for group in groups for run in group.runs]
-    for chart in charts:
+    for chart in [*charts, *(_metric_charts(runs) if charts is CHARTS else [])]:
         points = {id(run): chart.points(run) for run in runs}
         lines = [line(name, of, points, chart.steps) for name, of in pooled]
         if any(lines) and (chart.always or _varies(lines)):
-            found.append(_draw(_worded(chart, groups[0].first.measure), lines, runs))
-    if accuracy and charts is CHARTS and max(len(group.runs) for group in groups) > 2:
+            found.append(_draw(_worded(chart, groups[0].first), lines, runs))
+    if accuracy and runs[0].is_share and charts is CHARTS \
+            and max(len(group.runs) for group in groups) > 2:
         end = max([hours for run in runs for hours in run.hours[-1:]] if by_time else
                   [run.done for run in runs], default=0)
         chart = REACHED._replace(
@@ -180,10 +183,29 @@ def _varies(lines: Sequence[Optional[Line]]) -> bool:
     return len(np.unique(np.concatenate(drawn))) > 1
 
 
-def _worded(chart: Chart, measure: str) -> Chart:
-    if chart.y != "top-1 error" or measure == ACCURACY:
+def _worded(chart: Chart, run: Run) -> Chart:
+    if chart.y != "top-1 error" or run.measure == ACCURACY:
         return chart
-    return chart._replace(y=measure, title=chart.title.replace("Validation error", measure))
+    if run.is_share:
+        return chart._replace(y=run.measure,
+                              title=chart.title.replace("Validation error", run.measure))
+    metric = run.measure.replace("validation ", "")
+    return chart._replace(name=chart.name.replace("validation_error", _file_of(metric)),
+                          title=chart.title.replace("Validation error", f"Validation: {metric}"),
+                          y=headed(metric), scale=LOSS)
+
+
+def _file_of(metric: str) -> str:
+    return f"validation_{re.sub(r'[^a-z0-9]+', '_', metric.lower())}"
+
+
+def _metric_charts(runs: Sequence[Run]) -> List[Chart]:
+    """Of metrics beside what the runs measure."""
+    def points(name: str) -> Callable[[Run], List[Point]]:
+        return lambda run: [Point(n + 1, n + 1, epoch.metrics[name])
+                            for n, epoch in run.epochs.items() if name in epoch.metrics]
+    return [Chart(_file_of(name), f"Validation: {name}", "epochs", headed(name), LOSS, points(name))
+            for name in dict.fromkeys(name for run in runs for name in run.metrics)]
 
 
 def _draw(chart: Chart, found: Sequence[Optional[Line]], runs: Sequence[Run]) -> Plot:
@@ -362,6 +384,7 @@ def forest(comparisons: Sequence[Comparison], margin: float) -> Optional[Plot]:
     found = [(c, c.difference) for c in comparisons if c.difference][:FORESTED]
     if not found:
         return None
+    unit, measured = found[0][1].unit, found[0][0].low.first.measured
     with _style():
         figure = Figure(figsize=(WIDTH, 1.15 + 0.42 * len(found)), layout="constrained")
         axes = figure.add_subplot()
@@ -380,16 +403,17 @@ def forest(comparisons: Sequence[Comparison], margin: float) -> Optional[Plot]:
                        fontsize=8)
         axes.set_ylim(len(found) - 0.5, -0.6)
         axes.set_title("Difference to float32", loc="left", fontsize=10)
-        axes.set_xlabel("points")
+        axes.set_xlabel(unit)
         axes.grid(axis="y", visible=False)
         png, svg = image(figure)
-    words = "; ".join(f"{c.low.name} {d.mean:+.2f} points ({d.interval()[0]:+.2f} to "
+    words = "; ".join(f"{c.low.name} {d.mean:+.2f} {unit} ({d.interval()[0]:+.2f} to "
                       f"{d.interval()[1]:+.2f})" for c, d in found[:CAPTIONED])
     more = f"; and {len(found) - CAPTIONED} more" if len(found) > CAPTIONED else ""
     crosses = " Crosses: recipes differ." if any(c.differences for c, _ in found) else ""
     return Plot("differences", "Difference to float32",
-                f"Difference to float32. Lines: 95 % intervals, thick: 90 %; small strokes: single "
-                f"seeds; shaded: within {in_points(margin)}.{crosses} {words}{more}.", png, svg)
+                f"Difference to float32 in {measured}. Lines: 95 % intervals, thick: 90 %; small "
+                f"strokes: single seeds; shaded: within {in_points(margin, unit)}.{crosses} "
+                f"{words}{more}.", png, svg)
 
 
 def image(figure: Figure) -> Tuple[bytes, str]:

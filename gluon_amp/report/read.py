@@ -63,6 +63,7 @@ TOP1 = (("err-top1", "top1-err", "err_top1", "top1_err"),
 TOP5 = (("err-top5", "top5-err", "err_top5", "top5_err"),
         ("top_k_accuracy_5", "top5-acc", "acc-top5"))
 PERCENT = ("acc-top1", "acc-top5")  # as GluonCV's train_recognizer.py logs them
+NO_METRICS = {*sum(TOP1 + TOP5, ()), *LOSS, *SECONDS, "speed", "lr", "loss-scale", "skipped"}
 # Of each format that is no log of lines: what tells whether a file has it, and what reads one.
 READERS = ((events.is_events, events.read), (tables.is_table, tables.read))
 
@@ -79,6 +80,9 @@ def read(paths: Iterable[Any]) -> List[Run]:
             raise ValueError(f"{path} is a pipe or device, and logs are read twice. Give a file")
         read_one = next((read_ for fits, read_ in READERS if fits(path)), read_log)
         found = read_one(path, name)
+        if all(run.final is None for run in found):
+            for run in found:
+                run.take_measure()
         for run in found:
             _check(run, path)
         same_folder = read_one is events.read and path.parent == folder
@@ -99,7 +103,7 @@ def read(paths: Iterable[Any]) -> List[Run]:
 def _check(run: Run, path: Path) -> None:
     """Refuses an error that is no share. A time or a speed that cannot be is not known."""
     for number, epoch in run.epochs.items():
-        for error in (epoch.top1, epoch.top5):
+        for error in (epoch.top1 if run.is_share else None, epoch.top5):
             if error is not None and not -1e-6 <= error <= 1 + 1e-6:
                 raise ValueError(f"{path}: epoch {number} has an error of {error:g} (an accuracy "
                                  f"of {1 - error:g}). Valid: shares from 0 to 1")
@@ -299,6 +303,10 @@ class _Reader:
         run.epochs[self.number] = epoch = Epoch(*(values.get(key) for key in (
             "err_top1", "err_top5", "samples_per_second", "seconds", "lr", "loss_scale",
             "skipped", "loss", "validation_loss")))
+        for key, value in values.items():
+            name = re.sub(r"^(val|validation|test|eval)_", "", key)
+            if name not in (key, "loss") and value is not None:
+                epoch.metrics[name] = value
         epoch.finite = None not in [values[name] for name in ("loss", "validation_loss")
                                     if isinstance(entry.get(name), float)]
         run.metric = "accuracy" if "accuracy" in entry else ""
@@ -318,6 +326,7 @@ class _Reader:
             epoch.top5 = _error(values, *TOP5, epoch.top5)
         if validated:
             epoch.validation_loss = _first(values, LOSS, epoch.validation_loss)
+            epoch.metrics.update({name: v for name, v in values.items() if name not in NO_METRICS})
         else:
             epoch.loss = _first(values, LOSS, epoch.loss)
         epoch.seconds = _first(values, SECONDS, epoch.seconds)

@@ -11,6 +11,13 @@ from ..policy import APEX
 
 FLOAT32 = "float32"
 ACCURACY = "top-1"
+SHARES = (ACCURACY, "mAP", "box mAP", "mask mAP", "mIoU")  # told in percent
+# Words in the names of other metrics.
+LOWER = frozenset("""perplexity ppl loss entropy nll mae mse rmse mape err error distance mpd wer
+                     cer bpc""".split())
+HIGHER = frozenset("""accuracy acc f1 fbeta mcc pcc pearson pearsonr spearman spearmanr correlation
+                      similarity cos sim auc map ap iou dice bleu psnr ssim recall precision ndcg
+                      r2 score""".split())
 MOST_STEPS = 2000  # kept of each series, evenly
 RESUMING = re.compile(r"resume(_\w+)?|(load|start|begin)_epoch")  # arguments that go on with a run
 OFF: Tuple[Any, ...] = (None, False, 0, "", [], "none", "None", "False")  # values of arguments
@@ -29,15 +36,24 @@ def plain(value: object) -> str:
         c if c.isprintable() else "\ufffd" for c in text)
 
 
+def direction(metric: str) -> str:
+    """Which values of a metric are better, as far as its name says."""
+    words = set(re.split(r"[^a-z0-9]+", metric.lower()))
+    if words & LOWER:
+        return "lower is better"
+    return "higher is better" if metric in SHARES or words & HIGHER else "direction not known"
+
+
 @dataclass
 class Epoch:
     """One epoch; errors are shares from 0 to 1, None is what the log does not say.
 
-    `top1` is one minus what the run measures: its accuracy, or its mAP or mIoU.
+    `top1` is one minus what the run measures: its accuracy, or its mAP or mIoU. Where it measures
+    another metric, that is its value, with the other sign where higher is better.
     """
     top1: Optional[float] = None
     top5: Optional[float] = None
-    speed: Optional[float] = None  # images per second
+    speed: Optional[float] = None  # samples per second
     seconds: Optional[float] = None
     lr: Optional[float] = None
     scale: Optional[float] = None  # at its end
@@ -46,6 +62,22 @@ class Epoch:
     validation_loss: Optional[float] = None
     # whether the log says of no loss that it is infinite or NaN
     finite: bool = field(default=True, init=False)
+    metrics: Dict[str, float] = field(default_factory=dict, init=False)  # others, of validation
+
+    def get(self, quantity: str) -> Optional[float]:
+        """One of the fields above, or a metric."""
+        return getattr(self, quantity) if quantity in vars(self) else self.metrics.get(quantity)
+
+    def put(self, quantity: str, value: Optional[float]) -> None:
+        if quantity in vars(self):
+            setattr(self, quantity, value)
+        elif value is not None:
+            self.metrics[quantity] = value
+
+
+def headed(metric: str) -> str:
+    """A metric's name with its direction."""
+    return f"{metric} ({direction(metric)})"
 
 
 @dataclass
@@ -64,7 +96,7 @@ class Run:
     steps: Dict[str, List[Tuple[int, int, float]]] = field(default_factory=dict)
     thinned: Dict[str, Tuple[int, int]] = field(default_factory=dict)  # seen; every how many kept
     metric: str = ""  # of training
-    measure: str = ACCURACY  # of validation, which Epoch.top1 is one minus of
+    measure: str = ACCURACY  # of validation: see Epoch.top1
     folders: int = 0  # that stand in the dataset's name, where another one's file has its name
     notes: List[str] = field(default_factory=list)
 
@@ -129,6 +161,51 @@ class Run:
         self.batches = max(self.batches, later.batches)
         self.notes.append(f"resumed after {counted(first, 'epoch')}")
 
+    # ---- what it measures
+
+    @property
+    def is_share(self) -> bool:
+        """Whether that is a share, which is told in percent."""
+        return self.measure in SHARES
+
+    @property
+    def heading(self) -> str:
+        return f"{self.measure} %" if self.is_share else headed(self.measure)
+
+    @property
+    def measured(self) -> str:
+        """What it measures, in words."""
+        return "top-1 accuracy" if self.measure == ACCURACY else self.measure
+
+    def told(self, top1: float) -> float:
+        """What an epoch's `top1` stands for, in percent if that is a share."""
+        if self.is_share:
+            return 100 * (1 - top1)
+        return -top1 if direction(self.measure) == "higher is better" else top1
+
+    def take_measure(self) -> None:
+        """Makes the first other metric of validation what it measures, or else the loss."""
+        names = self.metrics
+        self.measure = names[0] if names else "validation loss"
+        for epoch in self.epochs.values():
+            if names:
+                value = epoch.metrics.pop(self.measure, None)
+            else:
+                value, epoch.validation_loss = epoch.validation_loss, None
+            epoch.top1 = None if value is None else self.told(value)  # its own inverse
+        if not names and self.final is None:
+            self.measure = ACCURACY
+
+    @property
+    def metrics(self) -> List[str]:
+        """The names of the other metrics of its validation."""
+        return list(dict.fromkeys(name for epoch in self.epochs.values() for name in epoch.metrics))
+
+    def metric_at_end(self, name: str) -> Optional[float]:
+        """One of these metrics when it was last validated."""
+        return next((epoch.metrics[name] for epoch in reversed(list(self.epochs.values()))
+                     if name in epoch.metrics), None)
+
     @property
     def seed(self) -> Optional[str]:
         """The seed in its arguments, or else in its name: seed3, seed-3, seed_3."""
@@ -158,9 +235,9 @@ class Run:
 
     @property
     def final(self) -> Optional[float]:
-        """What it measures after its last validated epoch, in percent."""
+        """What it measures after its last validated epoch."""
         last = self.epochs.get(self.validated - 1)
-        return None if last is None or last.top1 is None else 100 * (1 - last.top1)
+        return None if last is None or last.top1 is None else self.told(last.top1)
 
     @property
     def dtype(self) -> str:
@@ -199,9 +276,11 @@ class Run:
 
     @property
     def best(self) -> Optional[Tuple[int, float]]:
-        """The epoch of the lowest error, and that error."""
+        """The epoch of the lowest error, and that error; None where the direction of what it
+        measures is not known."""
         errors = [(n, e.top1) for n, e in self.epochs.items() if e.top1 is not None]
-        return min(errors, key=itemgetter(1)) if errors else None
+        known = direction(self.measure) != "direction not known"
+        return min(errors, key=itemgetter(1)) if errors and known else None
 
     @property
     def speed(self) -> Optional[float]:
@@ -231,7 +310,8 @@ class Run:
     def hours_to(self, accuracy: float) -> Optional[float]:
         """After how many hours of training this validation accuracy was first reached."""
         return next((hours for hours, e in zip(self.hours, self.epochs.values())
-                     if e.top1 is not None and 1 - e.top1 >= accuracy - 1e-9), None)
+                     if e.top1 is not None and self.is_share
+                     and 1 - e.top1 >= accuracy - 1e-9), None)
 
 
 def unit_of_time(runs: List[Run]) -> Tuple[str, float]:

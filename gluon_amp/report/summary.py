@@ -8,7 +8,7 @@ import numpy as np
 from ..checks import counted
 from .compare import Comparison, Group, recipe
 from .curves import reached_at
-from .runs import Run, unit_of_time
+from .runs import Run, headed, unit_of_time
 from .verdict import LEVEL, from_float32, outcome, p_text, sentence
 
 SMOOTHED = ("label_smoothing", "mixup")
@@ -58,8 +58,10 @@ def _verdict(comparison: Comparison, margin: float) -> str:
         high = high[len(f"{comparison.low.model}, "):]  # the name of low has it
     ends = [[run.final for run in group.finished if run.final is not None]
             for group in (comparison.low, comparison.float32)]
-    apart = mean(ends[0]) - mean(ends[1]) if all(ends) else 0.0
-    ended = f"{low} ends {from_float32(apart, high)}" if all(ends) else ""
+    apart = comparison.factor * (mean(ends[0]) - mean(ends[1])) if all(ends) else 0.0
+    ended = f"{low} ends {from_float32(apart, high, comparison.unit)}" if all(ends) else ""
+    if ended:
+        ended = f"The {comparison.low.first.measured} of {ended}"
     if comparison.recipe_unknown:
         said = f" {ended}, which says nothing of the type of numbers." if ended else ""
         return f"Whether {low} and {high} are the same recipe is not in their logs, and nothing " \
@@ -75,7 +77,7 @@ def _verdict(comparison: Comparison, margin: float) -> str:
                if len(group.finished) < 2]
         return f"{ended}. There is one finished run of {' and of '.join(few)}: what chance does " \
                "is not known. Train both with three seeds or more."
-    return sentence(low, high, found, margin) + _speed(comparison)
+    return sentence(low, high, found, margin, comparison.low.first.measured) + _speed(comparison)
 
 
 def _speed(comparison: Comparison) -> str:
@@ -83,7 +85,7 @@ def _speed(comparison: Comparison) -> str:
         return ""
     spread = ""
     if len(comparison.low.speeds) > 1:
-        spread = "; images per second: " + ", ".join(
+        spread = "; samples per second: " + ", ".join(
             f"{group.name} {group.speeds[0]:,.0f} to {group.speeds[-1]:,.0f}"
             for group in (comparison.float32, comparison.low) if group.speeds)
     return f" It trains {comparison.speedup:.2f} times as fast{spread}."
@@ -111,10 +113,11 @@ def verdict_rows(comparisons: Sequence[Comparison], margin: float) -> List[Cells
                "verdict": _outcome(comparison, margin)}
         if difference:
             low, high = difference.interval()
+            percent = " %" if difference.unit == "%" else ""
             row.update({
                 "seeds": difference.counted, "paired": "yes" if difference.paired else "no",
-                "difference": f"{difference.mean:+.2f}", "from": f"{low:+.2f}",
-                "to": f"{high:+.2f}",
+                "difference": f"{difference.mean:+.2f}{percent}", "from": f"{low:+.2f}{percent}",
+                "to": f"{high:+.2f}{percent}",
                 "p of no difference": "" if difference.p is None else f"{difference.p:.3g}",
                 f"p within {margin:g}": p_text(difference, margin).replace("p = ", "").replace(
                     "p < 0.001", "<0.001"),
@@ -129,6 +132,8 @@ def group_rows(groups: Sequence[Group], accuracy: Optional[float]) -> List[Cells
     """One row for each group: means over its runs."""
     runs = [run for group in groups for run in group.runs]
     unit, per_hour = unit_of_time(runs)
+    accuracy = accuracy if groups[0].first.is_share else None
+    metrics = _metrics(runs)
     found = []
     for group in groups:
         ends = [run.final for run in group.finished if run.final is not None]
@@ -141,10 +146,12 @@ def group_rows(groups: Sequence[Group], accuracy: Optional[float]) -> List[Cells
                "dtype": group.dtype,
                "batch size": _text(group.first.batch_size, "d"), "n": str(len(group.runs)),
                "epochs": str(max(run.done for run in group.runs)),
-               f"{group.first.measure} %": _text(float(np.mean(ends)) if ends else None, ".2f"),
-               "standard deviation": _text(
-                   float(np.std(ends, ddof=1)) if len(ends) > 1 else None, ".2f"),
-               "images/s": _speed_text(median(group.speeds) if group.speeds else None),
+               group.first.heading: _value(group.first, float(np.mean(ends)) if ends else None),
+               "standard deviation": _value(
+                   group.first, float(np.std(ends, ddof=1)) if len(ends) > 1 else None),
+               **{headed(name): _text(_mean([run.metric_at_end(name) for run in group.runs]), ".4g")
+                  for name in metrics},
+               "samples/s": _speed_text(median(group.speeds) if group.speeds else None),
                "slowest": _speed_text(group.speeds[0] if len(group.speeds) > 1 else None),
                "fastest": _speed_text(group.speeds[-1] if len(group.speeds) > 1 else None),
                unit: _text(median(hours) if hours else None, ".3g")}
@@ -164,6 +171,7 @@ def run_rows(groups: Sequence[Group], accuracy: Optional[float]) -> List[Cells]:
     runs = [run for group in groups for run in group.runs]
     unit, per_hour = unit_of_time(runs)
     several = len({run.dataset for run in runs}) > 1
+    metrics = _metrics(runs)
     found = []
     for run in runs:
         last, best, hours = run.last, run.best, run.hours
@@ -175,12 +183,14 @@ def run_rows(groups: Sequence[Group], accuracy: Optional[float]) -> List[Cells]:
             "batch size": _text(run.batch_size, "d"),
             "dtype": run.dtype,
             "epochs": str(run.done),
-            f"{run.measure} %": _accuracy(last.top1 if last else None),
+            run.heading: _value(run, run.final),
             "top-5 %": _accuracy(last.top5 if last else None),
-            "best %": _accuracy(best[1] if best else None),
+            "best %" if run.is_share else f"best {run.measure}":
+                _value(run, run.told(best[1]) if best else None),
             "after epochs": _text(best[0] + 1 if best else None, "d"),
+            **{headed(name): _text(run.metric_at_end(name), ".4g") for name in metrics},
             "skipped": _text(run.trace[-1][3] if run.trace else None, ".0f"),
-            "images/s": _speed_text(run.speed),
+            "samples/s": _speed_text(run.speed),
             unit: _text(hours[-1] * per_hour if hours else None, ".3g"),
             f"{unit} to {100 * (accuracy or 0):g} %": _text(
                 None if to is None else to * per_hour, ".3g")})
@@ -192,6 +202,20 @@ def _without_empty(found: List[Cells]) -> List[Cells]:
     """The rows, without the columns that say nothing."""
     said = [column for column in (found[0] if found else {}) if any(row[column] for row in found)]
     return [{column: row[column] for column in said} for row in found]
+
+
+def _metrics(runs: Sequence[Run]) -> List[str]:
+    return list(dict.fromkeys(name for run in runs for name in run.metrics))
+
+
+def _mean(values: Sequence[Optional[float]]) -> Optional[float]:
+    known = [value for value in values if value is not None]
+    return mean(known) if known else None
+
+
+def _value(run: Run, value: Optional[float]) -> str:
+    """What a run measures, as text."""
+    return _text(value, ".2f" if run.is_share else ".4g")
 
 
 def _accuracy(error: Optional[float]) -> str:
@@ -232,7 +256,7 @@ def remarks(groups: Sequence[Group], comparisons: Sequence[Comparison]) -> List[
                          f"of one seed are compared; {left} {_one(left, 'run has', 'runs have')} "
                          f"no partner, and {_one(left, 'is', 'are')} in no verdict.")
     if any(comparison.speedup for comparison in comparisons):
-        found.append("Speedup: images per second, or else time, against float32, medians. All "
+        found.append("Speedup: samples per second, or else time, against float32, medians. All "
                      "had the machine to themselves, as their logs or --claim-speed say.")
     elif any(group.speeds for group in groups) and comparisons:
         found.append("No speedup is claimed: it takes one recipe, and logs that say that the "

@@ -4,7 +4,8 @@
 
 Columns left of `epoch` are arguments: each combination of their values is a run, or several, when
 what stands before the names of the quantities differs (fp32, fp16). A column `run` names them.
-Columns right of `epoch` that are no quantity, or errors of training, are passed over: `acc` is of
+Columns right of `epoch` that are no quantity, no other metric of validation (val_perplexity), or
+errors of training, are passed over: `acc` is of
 training where there is a `val_acc`. An epoch may have several rows, each with some of its cells;
 two that say different things of it are refused. Epochs count from 0 or from 1. If an error or
 accuracy is above 1, all are percent. Lines that begin with # are remarks, and stand in the report.
@@ -64,6 +65,7 @@ def read(path: Path, name: str) -> List[Run]:
     numbers = [_epoch(row[at], f"{path}, line {line}") for line, row in rows]
     if min(numbers) == 1:
         numbers = [number - 1 for number in numbers]
+    columns = {i: of for i, of in columns.items() if of[1] in QUANTITIES or _are_numbers(i, rows)}
     cells = {i: [_number(row[i], f"{path}, line {line}, {header[i]}") for line, row in rows]
              for i in columns}
     whole = 100 if any(value is not None and value > 1 for i, (_, quantity) in columns.items()
@@ -81,12 +83,12 @@ def read(path: Path, name: str) -> List[Run]:
                     raise ValueError(f"{path}, line {line}: {header[i]} {row[i].strip()} is no "
                                      "share and no percentage")
             epoch = runs[(*given, prefix)].epochs.setdefault(number, Epoch())
-            known = getattr(epoch, quantity.split()[0])
+            known = epoch.get(quantity.split()[0])
             if None not in (known, value) and known != value:
                 raise ValueError(f"{path}, line {line}: epoch {row[at].strip()} has another "
                                  f"{header[i]} than a line before. What tells runs apart stands "
                                  "left of the column epoch")
-            setattr(epoch, quantity.split()[0], known if value is None else value)
+            epoch.put(quantity.split()[0], known if value is None else value)
     for run in runs.values():
         run.epochs = dict(sorted(run.epochs.items()))
     return list(runs.values())
@@ -103,14 +105,17 @@ def _columns(header: List[str], at: int) -> Dict[int, Tuple[str, str]]:
 
 
 def quantity_of(column: str) -> Optional[Tuple[str, str]]:
-    """The run's name, as far as it stands before the quantity, and the quantity."""
+    """The run's name, as far as it stands before the quantity, and the quantity: one of QUANTITIES,
+    or the name of another metric of validation."""
     for quantity, pattern in QUANTITIES.items():
         found = re.fullmatch(r"(?!(?:.+_)?train(?:ing)?_(?!loss$))(?:(.+?)_)??"
                              rf"(?:(?:val|valid|validation|test|eval)_)?(?:{pattern})", column,
                              re.IGNORECASE)
         if found:
             return found[1] or "", quantity
-    return None
+    found = re.fullmatch(r"(?:(.+?)_)??(?:val|valid|validation|test|eval)_(\w+)", column,
+                         re.IGNORECASE)
+    return (found[1] or "", found[2].lower()) if found else None
 
 
 def _run(arguments: Dict[str, str], prefix: str, name: str, remarks: List[str]) -> Run:
@@ -120,6 +125,13 @@ def _run(arguments: Dict[str, str], prefix: str, name: str, remarks: List[str]) 
     if prefix and "dtype" not in given:
         run.arguments["dtype"] = Run(prefix).dtype
     return run
+
+
+def _are_numbers(i: int, rows: List[Tuple[int, List[str]]]) -> bool:
+    try:
+        return all(_number(row[i], "") is not None for _, row in rows if row[i].strip())
+    except ValueError:
+        return False
 
 
 def _epoch(cell: str, place: str) -> int:

@@ -1,6 +1,7 @@
 """Whether two kinds of runs end alike: a difference of means, and what scipy says of it.
 
-All numbers are points (hundredths). Two questions are asked, and neither answers the other:
+All numbers are points (hundredths), or percent of float32's mean. Two questions are asked, and
+neither answers the other:
 
 - Is there a difference? The ordinary test's p: how often chance alone makes one as large.
 - Is it small? Two one-sided tests against a margin (TOST): the means are equivalent where both
@@ -33,6 +34,7 @@ class Difference:
         seeds: How many of each kind; of two numbers, the lower.
         paired: Whether run was compared with run, of one seed each.
         runs: Of two samples, how many runs of each: low precision, float32.
+        unit: "points", or "%" of float32's mean.
     """
     mean: float
     error: float
@@ -41,6 +43,7 @@ class Difference:
     seeds: int
     paired: bool
     runs: Tuple[int, int] = (0, 0)
+    unit: str = "points"
 
     @property
     def counted(self) -> str:
@@ -139,9 +142,11 @@ def unpaired(low: Sample, float32: Sample, step: float = 0.0) -> Difference:
 
 # ---- in words
 
-def sentence(low: str, float32: str, found: Difference, margin: float) -> str:
-    """What was found, for a reader who knows no statistics: the claim stands behind the colon."""
-    return f"{low} ends {_ends(found, float32)}: {conclusion(found, margin)}."
+def sentence(low: str, float32: str, found: Difference, margin: float, measure: str = "") -> str:
+    """What was found, for a reader who knows no statistics: the claim stands behind the colon.
+    `measure`: what differs, if that is no accuracy."""
+    which = f"The {measure} of " if measure else ""
+    return f"{which}{low} ends {_ends(found, float32)}: {conclusion(found, margin)}."
 
 
 def outcome(found: Difference, margin: float) -> str:
@@ -153,7 +158,7 @@ def outcome(found: Difference, margin: float) -> str:
 
 
 def conclusion(found: Difference, margin: float) -> str:
-    within = f"within {in_points(margin)}"
+    within = f"within {in_points(margin, found.unit)}"
     tests = f"two one-sided tests, {p_text(found, margin)}"
     word = outcome(found, margin)
     if word == "the same":
@@ -165,28 +170,29 @@ def conclusion(found: Difference, margin: float) -> str:
         f"more than {MOST_SEEDS:,} {kind} would be needed to show {margin:g}"
     if word == "different":
         return f"a difference that is no chance, and not shown to be {within} ({tests})"
-    return f"the same within {found.shown_within} points, not shown {within} ({tests}); {needed}"
+    return f"the same within {found.shown_within} {found.unit}, not shown {within} ({tests}); " \
+           f"{needed}"
 
 
 def _ends(found: Difference, float32: str) -> str:
     low, high = found.interval()
     seeds = f"{found.counted} {'paired seeds' if found.paired else 'seeds of each'}"
     seeds = f"{found.counted} seeds" if " and " in found.counted else seeds
+    distance = from_float32(found.mean, float32, found.unit)
     if found.p is None:
-        return f"{from_float32(found.mean, float32)} in each of {seeds}"
-    return f"{from_float32(found.mean, float32)} (95 % interval {low:.2f} to {high:.2f}, " \
-           f"{seeds}, {_p(found.p)})"
+        return f"{distance} in each of {seeds}"
+    return f"{distance} (95 % interval {low:.2f} to {high:.2f}, {seeds}, {_p(found.p)})"
 
 
-def from_float32(points: float, float32: str) -> str:
+def from_float32(points: float, float32: str, unit: str = "points") -> str:
     """0.17 points below float32"""
     distance = f"{abs(points):.2f}"
     side = "from" if float(distance) == 0 else "below" if points < 0 else "above"
-    return f"{distance} points {side} {float32}"
+    return f"{distance} {unit} {side} {float32}"
 
 
-def in_points(margin: float) -> str:
-    return f"{margin:g} {'point' if margin == 1 else 'points'}"
+def in_points(margin: float, unit: str = "points") -> str:
+    return f"{margin:g} {'point' if margin == 1 and unit == 'points' else unit}"
 
 
 def p_text(found: Difference, margin: float) -> str:
