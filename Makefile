@@ -15,7 +15,7 @@
 # make test-mxnet-numpy MXNET_TESTS=FOLDER   those of what numpy has to do with, with the numpy that is installed
 # make results   draw results/imagenet anew, byte for byte
 # make sanitize   the engine's tests under AddressSanitizer and UBSan, in 20 minutes
-# make test-gpu   the GPU path, on a recording GPU: downloads MXNet's CUDA wheel (499 MB) once
+# make test-gpu   the GPU path, on a software GPU that records, then computes: downloads MXNet's CUDA wheel (499 MB) once
 # make horovod   build Horovod for MXNet into .venv, in two minutes
 # make test-ranks   many workers, longer: 4 ranks, 500 steps, 20 starts of each kind
 # make bench   step time and memory, float16 over float32, in ten minutes
@@ -108,6 +108,7 @@ $(CUDA_WHEEL): | .venv/test
 test-gpu: .venv/test $(CUDA_WHEEL)
 	$(BIN)/python -W ignore -m gluon_amp.gpu --devices 2 --log $(GLUON_AMP_CACHE)/log.jsonl \
 		$(BIN)/pytest -q tests/gpu
+	$(BIN)/python -W ignore -m gluon_amp.gpu --devices 2 --compute $(BIN)/pytest -q tests/gpu_computing
 
 test-ranks: .venv/test
 	GLUON_AMP_RANKS=all $(BIN)/pytest -v tests/test_distributed.py tests/test_horovod.py

@@ -1016,6 +1016,8 @@ EXPLAINED = [
      "it reads the grid, a hidden output, which is float16; the gradient jumps between pixels"),
     ("Activation", "gradient", 1, 1e-3,
      "the gradient reads the rounded result, as cuDNN's does; oneDNN's reads the input"),
+    (".*[Cc]onvolution|FullyConnected|(batch_|_np_)?dot|_npi_matmul", "output|gradient", 1, 0,
+     "oneDNN adds in another order where an array is a part of another"),
     ("Activation|(log_)?softmax|softmin", "output", 1, 0, "code of its own, right to 1e-7"),
     ("broadcast_.*|_npi_(add|subtract|multiply|true_divide)|softmax|softmin|log_softmax|take",
      "gradient", 1, 1e-6, "code of its own adds up in another order"),

@@ -1,22 +1,26 @@
 """Runs a command whose MXNet is the CUDA build on a recording GPU.
 
-    python -m gluon_amp.gpu [--devices N] [--capability SM] [--log FILE] COMMAND ...
+    python -m gluon_amp.gpu [--devices N] [--capability SM] [--log FILE] [--compute] COMMAND ...
 """
 import argparse
 import os
 from pathlib import Path
+from typing import Optional, Sequence
 
 from .environment import environment
 
 
-def main() -> None:
+def main(arguments: Optional[Sequence[str]] = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m gluon_amp.gpu")
     parser.add_argument("--devices", type=int, default=1)
     parser.add_argument("--capability", type=int, default=70)
     parser.add_argument("--log", type=Path)
+    parser.add_argument("--compute", action="store_true",
+                        help="compute all that the GPU is called for, on the host")
     parser.add_argument("command", nargs=argparse.REMAINDER)
-    options = parser.parse_args()
-    made = environment(options.log, options.devices, options.capability)
+    options = parser.parse_args(arguments)
+    made = environment(options.log, options.devices, options.capability,
+                       compute=options.compute)
     os.execvpe(options.command[0], options.command, made)
 
 

@@ -33,7 +33,7 @@ def cuda_mxnet() -> Path:
 
 
 def environment(log: Optional[Path] = None, devices: int = 1, capability: int = 70,
-                gigabytes: int = 16) -> Dict[str, str]:
+                gigabytes: int = 16, compute: bool = False) -> Dict[str, str]:
     """Environment variables for a new process.
 
     Args:
@@ -41,10 +41,12 @@ def environment(log: Optional[Path] = None, devices: int = 1, capability: int = 
         devices: how many GPUs there are.
         capability: their compute capability: 70 for 7.0.
         gigabytes: the memory of each.
+        compute: whether they compute, on the host.
     """
     mxnet = cuda_mxnet()
     made = {**os.environ, "RECORDING_GPU_COUNT": str(devices), "RECORDING_GPU_SM": str(capability),
-            "RECORDING_GPU_GB": str(gigabytes), "RECORDING_GPU_LOG": str(log or "")}
+            "RECORDING_GPU_GB": str(gigabytes), "RECORDING_GPU_LOG": str(log or ""),
+            "RECORDING_GPU_COMPUTES": str(int(compute)), "RECORDING_GPU_CACHE": str(cache())}
     for name, first in (("PYTHONPATH", mxnet),
                         ("LD_LIBRARY_PATH", build(mxnet / "mxnet" / "libmxnet.so", cache()))):
         made[name] = os.pathsep.join(filter(None, [str(first), os.environ.get(name)]))

@@ -1,7 +1,8 @@
-"""Builds the recording GPU, `recording/`, as the CUDA libraries that MXNet's CUDA build needs.
+"""Builds the software GPU as the CUDA libraries that MXNet's CUDA build needs.
 
-All of them are links to one file. It has each function under the symbol version that libmxnet.so
-requires. Functions without code of their own write down their names and return 0.
+`recording/` checks and records calls, `computing/` computes them. All of the libraries are links to
+one file. It has each function under the symbol version that libmxnet.so requires. Functions without
+code of their own write down their names and return 0.
 """
 import hashlib
 import os
@@ -13,11 +14,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Dict, List
 
-SOURCES = Path(__file__).with_name("recording")
+SOURCES = [Path(__file__).with_name(name) for name in ("recording", "computing")]
 LIBRARIES = ("libcuda.so.1", "libcudart.so.11.0", "libcublas.so.11", "libcudnn.so.8",
              "libcufft.so.10", "libcusolver.so.11", "libcurand.so.10", "libnvrtc.so.11.2",
              "libnvToolsExt.so.1", "libnccl.so.2")
-_FLAGS = ["-std=c++17", "-O1", "-g0", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra",
+_FLAGS = ["-std=c++17", "-O2", "-g0", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra",
           "-Wno-unused-parameter"]
 _OF_CUDA = re.compile("cu([A-Z]|da|blas|dnn|rand|fft|solver)|__cuda|nvrtc|nccl|nvtx")
 # What others than libmxnet.so look up: `gluon-amp doctor` of the driver, recording.py of ours.
@@ -33,9 +34,10 @@ def build(libmxnet: Path, cache: Path) -> Path:
         if shutil.which(command) is None:
             raise FileNotFoundError(f"building the recording GPU needs {command}: apt install g++")
     wanted = _imports(libmxnet)
-    sources = sorted(SOURCES.glob("*.cc"))
+    sources = sorted(path for folder in SOURCES for path in folder.glob("*.cc"))
     digest = hashlib.sha256(repr((wanted, _FLAGS)).encode())
-    for path in (*sources, *sorted(SOURCES.glob("*.h")), Path(__file__)):
+    headers = sorted(path for folder in SOURCES for path in folder.glob("*.h"))
+    for path in (*sources, *headers, Path(__file__)):
         digest.update(path.read_bytes())
     folder = cache / f"recording-gpu-{digest.hexdigest()[:16]}"
     if not folder.exists():
@@ -78,9 +80,9 @@ def _build(compiler: str, sources: List[Path], wanted: List[str], folder: Path) 
     defaults = folder / "defaults.cc"
     names = sorted({name.partition("@")[0] for name in wanted} - written)
     defaults.write_text("\n".join(
-        ['extern "C" void recording_gpu_default(const char*);',
+        ['extern "C" int recording_gpu_default(const char*);',
          '#define NAMED(name) extern "C" __attribute__((visibility("default"))) int name() \\',
-         "  { recording_gpu_default(#name); return 0; }",
+         "  { return recording_gpu_default(#name); }",
          *(f"NAMED({name})" for name in names), ""]))
     objects.append(compile_one(defaults))
     nodes: Dict[str, List[str]] = defaultdict(list)

@@ -1,5 +1,5 @@
 // cuBLAS: products of matrices; sizes of cuSOLVER's workspaces.
-#include "record.h"
+#include "../computing/libraries.h"
 
 const char* type_name(int t) {
   static const char* names[] = {"float", "double", "half", "int8"};
@@ -20,6 +20,7 @@ const char* math_name(int m) {
 }
 
 struct Matrix { const void* data; int type, ld; ll stride = 0; };
+struct Scalars { const void *alpha, *beta; };
 
 // What sums are made in, by cudaDataType or cublasComputeType_t.
 int sum_type(int compute) {
@@ -34,8 +35,8 @@ bool supported(const Matrix& a, const Matrix& b, const Matrix& c, int sum) {
   return a.type == c.type && a.type == sum;
 }
 
-int gemm(const char* call, Blas* h, int ta, int tb, int m, int n, int k, Matrix a, Matrix b, Matrix c, int compute,
-         int algorithm, int batch = 1) {
+int gemm(const char* call, Blas* h, int ta, int tb, int m, int n, int k, Scalars by, Matrix a, Matrix b, Matrix c,
+         int compute, int algorithm, int batch = 1) {
   if (!h) return bad(call, "no handle", NOT_INITIALIZED);
   if (!live(call, h->stream)) return FAILED;
   int sum = sum_type(compute);
@@ -56,7 +57,11 @@ int gemm(const char* call, Blas* h, int ta, int tb, int m, int n, int k, Matrix 
       "\"compute\":\"%s\",\"algorithm\":%d,\"math\":\"%s\",\"multiplesOf8\":%d",
       ta ? 'T' : 'N', tb ? 'T' : 'N', m, n, k, batch, type_name(a.type), type_name(b.type), type_name(c.type),
       type_name(sum), algorithm, math_name(h->math), multiple);
-  return 0;
+  return then_compute(call, 0, FAILED, [&] {
+    const auto factor = [](const Matrix& x, int t) { return Factor{x.data, of_cuda(x.type), t != 0, x.ld, x.stride}; };
+    const auto number = [&](const void* p) { return Array{of_cuda(sum), (void*)p}[0]; };
+    multiply(m, n, k, factor(a, ta), factor(b, tb), factor(c, 0), number(by.alpha), number(by.beta), sum == HALF, batch);
+  });
 }
 
 }  // namespace
@@ -68,31 +73,31 @@ API int cublasGetMathMode(Blas* h, int* m) { *m = h->math; return 0; }
 API int cublasSetPointerMode_v2(Blas* h, int m) { h->pointers = m; return 0; }
 API int cublasSetStream_v2(Blas* h, void* s) { h->stream = s; return live("cublasSetStream", s) ? 0 : INVALID; }
 
-API int cublasGemmEx(Blas* h, int ta, int tb, int m, int n, int k, const void*, const void* a, int at, int lda,
-                     const void* b, int bt, int ldb, const void*, void* c, int ct, int ldc, int compute, int al) {
-  return gemm("cublasGemmEx", h, ta, tb, m, n, k, {a, at, lda}, {b, bt, ldb}, {c, ct, ldc}, compute, al);
+API int cublasGemmEx(Blas* h, int ta, int tb, int m, int n, int k, const void* al, const void* a, int at,
+                     int lda, const void* b, int bt, int ldb, const void* be, void* c, int ct, int ldc, int compute, int how) {
+  return gemm("cublasGemmEx", h, ta, tb, m, n, k, {al, be}, {a, at, lda}, {b, bt, ldb}, {c, ct, ldc}, compute, how);
 }
-API int cublasSgemmEx(Blas* h, int ta, int tb, int m, int n, int k, const void*, const void* a, int at, int lda,
-                      const void* b, int bt, int ldb, const void*, void* c, int ct, int ldc) {
-  return gemm("cublasSgemmEx", h, ta, tb, m, n, k, {a, at, lda}, {b, bt, ldb}, {c, ct, ldc}, FLOAT, -1);
+API int cublasSgemmEx(Blas* h, int ta, int tb, int m, int n, int k, const void* al, const void* a, int at,
+                      int lda, const void* b, int bt, int ldb, const void* be, void* c, int ct, int ldc) {
+  return gemm("cublasSgemmEx", h, ta, tb, m, n, k, {al, be}, {a, at, lda}, {b, bt, ldb}, {c, ct, ldc}, FLOAT, -1);
 }
-API int cublasGemmStridedBatchedEx(Blas* h, int ta, int tb, int m, int n, int k, const void*, const void* a, int at,
-                                   int lda, ll sa, const void* b, int bt, int ldb, ll sb, const void*, void* c,
-                                   int ct, int ldc, ll sc, int batch, int compute, int al) {
-  return gemm("cublasGemmStridedBatchedEx", h, ta, tb, m, n, k, {a, at, lda, sa}, {b, bt, ldb, sb}, {c, ct, ldc, sc},
-              compute, al, batch);
+API int cublasGemmStridedBatchedEx(Blas* h, int ta, int tb, int m, int n, int k, const void* al, const void* a,
+                                   int at, int lda, ll sa, const void* b, int bt, int ldb, ll sb, const void* be,
+                                   void* c, int ct, int ldc, ll sc, int batch, int compute, int how) {
+  return gemm("cublasGemmStridedBatchedEx", h, ta, tb, m, n, k, {al, be}, {a, at, lda, sa}, {b, bt, ldb, sb},
+              {c, ct, ldc, sc}, compute, how, batch);
 }
-#define GEMM_BATCHED(letter, t)                                                                              \
-  API int cublas##letter##gemmStridedBatched(Blas* h, int ta, int tb, int m, int n, int k, const void*,      \
-                                             const void* a, int lda, ll sa, const void* b, int ldb, ll sb,   \
-                                             const void*, void* c, int ldc, ll sc, int batch) {              \
-    return gemm("cublas" #letter "gemmStridedBatched", h, ta, tb, m, n, k, {a, t, lda, sa}, {b, t, ldb, sb}, \
-                {c, t, ldc, sc}, t, -1, batch);                                                              \
+#define GEMM_BATCHED(letter, t)                                                                                    \
+  API int cublas##letter##gemmStridedBatched(Blas* h, int ta, int tb, int m, int n, int k, const void* al,         \
+                                             const void* a, int lda, ll sa, const void* b, int ldb, ll sb,         \
+                                             const void* be, void* c, int ldc, ll sc, int batch) {                 \
+    return gemm("cublas" #letter "gemmStridedBatched", h, ta, tb, m, n, k, {al, be}, {a, t, lda, sa},              \
+                {b, t, ldb, sb}, {c, t, ldc, sc}, t, -1, batch);                                                   \
   }
-#define GEMM(letter, t)                                                                                      \
-  API int cublas##letter##gemm_v2(Blas* h, int ta, int tb, int m, int n, int k, const void*, const void* a,  \
-                                  int lda, const void* b, int ldb, const void*, void* c, int ldc) {          \
-    return gemm("cublas" #letter "gemm", h, ta, tb, m, n, k, {a, t, lda}, {b, t, ldb}, {c, t, ldc}, t, -1);  \
+#define GEMM(letter, t)                                                                                            \
+  API int cublas##letter##gemm_v2(Blas* h, int ta, int tb, int m, int n, int k, const void* al, const void* a,     \
+                                  int lda, const void* b, int ldb, const void* be, void* c, int ldc) {             \
+    return gemm("cublas" #letter "gemm", h, ta, tb, m, n, k, {al, be}, {a, t, lda}, {b, t, ldb}, {c, t, ldc}, t, -1); \
   }
 GEMM(S, FLOAT) GEMM(D, DOUBLE)
 GEMM_BATCHED(S, FLOAT) GEMM_BATCHED(D, DOUBLE) GEMM_BATCHED(H, HALF)

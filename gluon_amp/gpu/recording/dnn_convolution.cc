@@ -1,5 +1,5 @@
 // cuDNN: convolutions.
-#include "dnn.h"
+#include "../computing/libraries.h"
 
 API int cudnnSetConvolution2dDescriptor(D d, int ph, int pw, int u, int v, int dh, int dw, int mode, int compute) {
   d->pad = {ph, pw}; d->stride = {u, v}; d->dilate = {dh, dw}; d->mode = mode; d->compute = compute;
@@ -81,19 +81,31 @@ static int convolve(const char* call, D xd, V x, D wd, V w, D c, D yd, V y, int 
   say(call, "%s,\"algorithm\":%d,\"beta\":%g", conv_text(xd, wd, c, yd).c_str(), algorithm, *(float*)beta);
   return 0;
 }
-API int cudnnConvolutionForward(void*, V, D xd, V x, D wd, V w, D c, int al, V s, size_t n, V beta, D yd, V y) {
-  return convolve("cudnnConvolutionForward", xd, x, wd, w, c, yd, y, al, s, n, beta);
+API int cudnnConvolutionForward(void*, V alpha, D xd, V x, D wd, V w, D c, int al, V s, size_t n, V beta, D yd, V y) {
+  const char* call = "cudnnConvolutionForward";
+  return then_compute(call, convolve(call, xd, x, wd, w, c, yd, y, al, s, n, beta), EXECUTION_FAILED,
+                      [&] { convolution_forward(alpha, xd, x, wd, w, c, beta, yd, y); });
 }
-API int cudnnConvolutionBackwardData(void*, V, D wd, V w, D yd, V y, D c, int al, V s, size_t n, V beta, D xd, V x) {
-  return convolve("cudnnConvolutionBackwardData", xd, x, wd, w, c, yd, y, al, s, n, beta);
+API int cudnnConvolutionBackwardData(void*, V alpha, D wd, V w, D yd, V y, D c, int al, V s, size_t n, V beta, D xd,
+                                     V x) {
+  const char* call = "cudnnConvolutionBackwardData";
+  return then_compute(call, convolve(call, xd, x, wd, w, c, yd, y, al, s, n, beta), EXECUTION_FAILED,
+                      [&] { convolution_data(alpha, wd, w, yd, y, c, beta, xd, x); });
 }
-API int cudnnConvolutionBackwardFilter(void*, V, D xd, V x, D yd, V y, D c, int al, V s, size_t n, V beta, D wd, V w) {
-  return convolve("cudnnConvolutionBackwardFilter", xd, x, wd, w, c, yd, y, al, s, n, beta);
+API int cudnnConvolutionBackwardFilter(void*, V alpha, D xd, V x, D yd, V y, D c, int al, V s, size_t n, V beta, D wd,
+                                       V w) {
+  const char* call = "cudnnConvolutionBackwardFilter";
+  return then_compute(call, convolve(call, xd, x, wd, w, c, yd, y, al, s, n, beta), EXECUTION_FAILED,
+                      [&] { convolution_weight(alpha, xd, x, yd, y, c, beta, wd, w); });
 }
 
-API int cudnnConvolutionBackwardBias(void*, V, D yd, V y, V, D bd, V b) {
-  return call_with_one_type("cudnnConvolutionBackwardBias", {{"dy", yd, y}, {"db", bd, b}});
+API int cudnnConvolutionBackwardBias(void*, V alpha, D yd, V y, V beta, D bd, V b) {
+  const char* call = "cudnnConvolutionBackwardBias";
+  return then_compute(call, call_with_one_type(call, {{"dy", yd, y}, {"db", bd, b}}), EXECUTION_FAILED,
+                      [&] { bias_gradient(alpha, yd, y, beta, bd, b); });
 }
-API int cudnnAddTensor(void*, V, D ad, V a, V, D cd, V c) {
-  return call_with_one_type("cudnnAddTensor", {{"A", ad, a}, {"C", cd, c}});
+API int cudnnAddTensor(void*, V alpha, D ad, V a, V beta, D cd, V c) {
+  const char* call = "cudnnAddTensor";
+  return then_compute(call, call_with_one_type(call, {{"A", ad, a}, {"C", cd, c}}), EXECUTION_FAILED,
+                      [&] { add_tensor(alpha, ad, a, beta, cd, c); });
 }

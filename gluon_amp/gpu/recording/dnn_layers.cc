@@ -1,5 +1,5 @@
 // cuDNN: batch norms, activations, poolings, softmax, dropout, samplers.
-#include "dnn.h"
+#include "../computing/libraries.h"
 
 API int cudnnDeriveBNTensorDescriptor(D d, D x, int mode) {
   d->type = x->type == 2 ? 0 : x->type;
@@ -14,54 +14,75 @@ static int norm_check(const char* call, D x, D y, D p) {
   if (x->type != y->type || (x->type == 2 ? p->type != 0 : p->type != x->type)) return bad(call, "types", NOT_SUPPORTED);
   return 0;
 }
-API int cudnnBatchNormalizationForwardTraining(void*, int mode, V, V, D xd, V x, D yd, V y, D pd, V g, V b,
-                                               double, V rm, V rv, double, V sm, V sv) {
+API int cudnnBatchNormalizationForwardTraining(void*, int mode, V alpha, V beta, D xd, V x, D yd, V y, D pd, V g, V b,
+                                               double factor, V rm, V rv, double epsilon, V sm, V sv) {
   const char* name = "cudnnBatchNormalizationForwardTraining";
   if (int e = norm_check(name, xd, yd, pd)) return e;
-  return call_with(name, {{"x", xd, x}, {"y", yd, y}, {"scale", pd, g}, {"bias", pd, b}, {"running_mean", pd, rm},
-                   {"running_var", pd, rv}, {"saved_mean", pd, sm}, {"saved_var", pd, sv}},
-            ",\"mode\":" + std::to_string(mode));
+  return then_compute(name, call_with(name, {{"x", xd, x}, {"y", yd, y}, {"scale", pd, g}, {"bias", pd, b},
+                   {"running_mean", pd, rm}, {"running_var", pd, rv}, {"saved_mean", pd, sm}, {"saved_var", pd, sv}},
+            ",\"mode\":" + std::to_string(mode)), EXECUTION_FAILED,
+                      [&] { norm_training({mode, alpha, beta, xd, pd, epsilon, factor}, x, y, g, b, rm, rv, sm, sv); });
 }
-API int cudnnBatchNormalizationForwardInference(void*, int, V, V, D xd, V x, D yd, V y, D pd, V g, V b, V m, V v,
-                                                double) {
+API int cudnnBatchNormalizationForwardInference(void*, int mode, V alpha, V beta, D xd, V x, D yd, V y, D pd, V g, V b,
+                                                V m, V v, double epsilon) {
   const char* name = "cudnnBatchNormalizationForwardInference";
   if (int e = norm_check(name, xd, yd, pd)) return e;
-  return call_with(name, {{"x", xd, x}, {"y", yd, y}, {"scale", pd, g}, {"bias", pd, b}, {"mean", pd, m}, {"var", pd, v}});
+  return then_compute(name, call_with(name, {{"x", xd, x}, {"y", yd, y}, {"scale", pd, g}, {"bias", pd, b},
+                                             {"mean", pd, m}, {"var", pd, v}}), EXECUTION_FAILED,
+                      [&] { norm_inference({mode, alpha, beta, xd, pd, epsilon, 0}, x, y, g, b, m, v); });
 }
-API int cudnnBatchNormalizationBackward(void*, int mode, V, V, V, V, D xd, V x, D dyd, V dy, D dxd, V dx, D pd, V g,
-                                        V dg, V db, double, V sm, V sv) {
+API int cudnnBatchNormalizationBackward(void*, int mode, V alpha, V beta, V alpha_p, V beta_p, D xd, V x, D dyd, V dy,
+                                        D dxd, V dx, D pd, V g, V dg, V db, double epsilon, V sm, V sv) {
   const char* name = "cudnnBatchNormalizationBackward";
   if (int e = norm_check(name, xd, dxd, pd)) return e;
-  return call_with(name, {{"x", xd, x}, {"dy", dyd, dy}, {"dx", dxd, dx}, {"scale", pd, g}, {"dscale", pd, dg},
-                   {"dbias", pd, db}, {"saved_mean", pd, sm}, {"saved_var", pd, sv}},
-            ",\"mode\":" + std::to_string(mode));
+  return then_compute(name, call_with(name, {{"x", xd, x}, {"dy", dyd, dy}, {"dx", dxd, dx}, {"scale", pd, g},
+                   {"dscale", pd, dg}, {"dbias", pd, db}, {"saved_mean", pd, sm}, {"saved_var", pd, sv}},
+            ",\"mode\":" + std::to_string(mode)), EXECUTION_FAILED, [&] {
+              norm_backward({mode, alpha, beta, xd, pd, epsilon, 0}, alpha_p, beta_p, x, dy, dx, g, dg, db, sm, sv);
+            });
 }
 
+static std::string mode_of(D d) { return ",\"mode\":" + std::to_string(d->mode); }
 API int cudnnSetActivationDescriptor(D d, int mode, int, double) { d->mode = mode; return 0; }
-API int cudnnActivationForward(void*, D a, V, D xd, V x, V, D yd, V y) {
-  return call_with_one_type("cudnnActivationForward", {{"x", xd, x}, {"y", yd, y}}, ",\"mode\":" + std::to_string(a->mode));
+API int cudnnActivationForward(void*, D a, V alpha, D xd, V x, V beta, D yd, V y) {
+  const char* call = "cudnnActivationForward";
+  return then_compute(call, call_with_one_type(call, {{"x", xd, x}, {"y", yd, y}}, mode_of(a)), EXECUTION_FAILED,
+                      [&] { activation(a, alpha, xd, x, beta, yd, y); });
 }
-API int cudnnActivationBackward(void*, D a, V, D yd, V y, D dyd, V dy, D xd, V x, V, D dxd, V dx) {
-  return call_with_one_type("cudnnActivationBackward", {{"y", yd, y}, {"dy", dyd, dy}, {"x", xd, x}, {"dx", dxd, dx}},
-                   ",\"mode\":" + std::to_string(a->mode));
+API int cudnnActivationBackward(void*, D a, V alpha, D yd, V y, D dyd, V dy, D xd, V x, V beta, D dxd, V dx) {
+  const char* call = "cudnnActivationBackward";
+  return then_compute(call, call_with_one_type(call, {{"y", yd, y}, {"dy", dyd, dy}, {"x", xd, x}, {"dx", dxd, dx}},
+                                               mode_of(a)), EXECUTION_FAILED,
+                      [&] { activation_backward(a, alpha, yd, y, dy, x, beta, dx); });
 }
-API int cudnnSetPooling2dDescriptor(D d, int mode, int, int, int, int, int, int, int) { d->mode = mode; return 0; }
-API int cudnnSetPoolingNdDescriptor(D d, int mode, int, int, const int*, const int*, const int*) {
-  d->mode = mode;
+API int cudnnSetPooling2dDescriptor(D d, int mode, int, int h, int w, int ph, int pw, int sh, int sw) {
+  d->mode = mode; d->window = {h, w}; d->pad = {ph, pw}; d->stride = {sh, sw};
   return 0;
 }
-API int cudnnPoolingForward(void*, D p, V, D xd, V x, V, D yd, V y) {
-  return call_with_one_type("cudnnPoolingForward", {{"x", xd, x}, {"y", yd, y}}, ",\"mode\":" + std::to_string(p->mode));
+API int cudnnSetPoolingNdDescriptor(D d, int mode, int, int n, const int* w, const int* p, const int* s) {
+  d->mode = mode; d->window.assign(w, w + n); d->pad.assign(p, p + n); d->stride.assign(s, s + n);
+  return 0;
 }
-API int cudnnPoolingBackward(void*, D p, V, D yd, V y, D dyd, V dy, D xd, V x, V, D dxd, V dx) {
-  return call_with_one_type("cudnnPoolingBackward", {{"y", yd, y}, {"dy", dyd, dy}, {"x", xd, x}, {"dx", dxd, dx}},
-                   ",\"mode\":" + std::to_string(p->mode));
+API int cudnnPoolingForward(void*, D p, V alpha, D xd, V x, V beta, D yd, V y) {
+  const char* call = "cudnnPoolingForward";
+  return then_compute(call, call_with_one_type(call, {{"x", xd, x}, {"y", yd, y}}, mode_of(p)), EXECUTION_FAILED,
+                      [&] { pooling(p, alpha, xd, x, beta, yd, y); });
 }
-API int cudnnSoftmaxForward(void*, int, int, V, D xd, V x, V, D yd, V y) {
-  return call_with_one_type("cudnnSoftmaxForward", {{"x", xd, x}, {"y", yd, y}});
+API int cudnnPoolingBackward(void*, D p, V alpha, D yd, V y, D dyd, V dy, D xd, V x, V beta, D dxd, V dx) {
+  const char* call = "cudnnPoolingBackward";
+  return then_compute(call, call_with_one_type(call, {{"y", yd, y}, {"dy", dyd, dy}, {"x", xd, x}, {"dx", dxd, dx}},
+                                               mode_of(p)), EXECUTION_FAILED,
+                      [&] { pooling_backward(p, alpha, yd, y, dy, xd, x, beta, dx); });
 }
-API int cudnnSoftmaxBackward(void*, int, int, V, D yd, V y, D dyd, V dy, V, D dxd, V dx) {
-  return call_with_one_type("cudnnSoftmaxBackward", {{"y", yd, y}, {"dy", dyd, dy}, {"dx", dxd, dx}});
+API int cudnnSoftmaxForward(void*, int algorithm, int mode, V alpha, D xd, V x, V beta, D yd, V y) {
+  const char* call = "cudnnSoftmaxForward";
+  return then_compute(call, call_with_one_type(call, {{"x", xd, x}, {"y", yd, y}}), EXECUTION_FAILED,
+                      [&] { softmax(algorithm, mode, alpha, xd, x, beta, y); });
+}
+API int cudnnSoftmaxBackward(void*, int algorithm, int mode, V alpha, D yd, V y, D dyd, V dy, V beta, D dxd, V dx) {
+  const char* call = "cudnnSoftmaxBackward";
+  return then_compute(call, call_with_one_type(call, {{"y", yd, y}, {"dy", dyd, dy}, {"dx", dxd, dx}}), EXECUTION_FAILED,
+                      [&] { softmax_backward(algorithm, mode, alpha, yd, y, dy, beta, dx); });
 }
 
 API int cudnnDropoutGetStatesSize(void*, size_t* n) { *n = 1 << 20; return 0; }
@@ -83,14 +104,17 @@ API int cudnnRestoreDropoutDescriptor(D d, void*, float p, V states, size_t n, u
   return 0;
 }
 API int cudnnDropoutForward(void*, D d, D xd, V x, D yd, V y, V r, size_t n) {
-  if (!reserve_fits("cudnnDropoutForward", xd, r, n)) return EXECUTION_FAILED;
-  return call_with_one_type("cudnnDropoutForward", {{"x", xd, x}, {"y", yd, y}}, ",\"p\":" + std::to_string(d->dropout));
+  const char* call = "cudnnDropoutForward";
+  if (!reserve_fits(call, xd, r, n)) return EXECUTION_FAILED;
+  return then_compute(call, call_with_one_type(call, {{"x", xd, x}, {"y", yd, y}}, ",\"p\":" + std::to_string(d->dropout)),
+                      EXECUTION_FAILED, [&] { dropout(d, xd, x, y, r); });
 }
 API int cudnnDropoutBackward(void*, D d, D yd, V y, D xd, V x, V r, size_t n) {
-  if (!reserve_fits("cudnnDropoutBackward", xd, r, n)) return EXECUTION_FAILED;
-  return call_with_one_type("cudnnDropoutBackward", {{"dy", yd, y}, {"dx", xd, x}}, ",\"p\":" + std::to_string(d->dropout));
+  const char* call = "cudnnDropoutBackward";
+  if (!reserve_fits(call, xd, r, n)) return EXECUTION_FAILED;
+  return then_compute(call, call_with_one_type(call, {{"dy", yd, y}, {"dx", xd, x}}, ",\"p\":" + std::to_string(d->dropout)),
+                      EXECUTION_FAILED, [&] { dropout_backward(d, xd, y, x, r); });
 }
-
 
 API int cudnnSetSpatialTransformerNdDescriptor(D d, int, int type, int n, const int* dims) {
   d->type = type; d->dims.assign(dims, dims + n); d->contiguous();

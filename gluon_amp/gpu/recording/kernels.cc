@@ -1,5 +1,5 @@
 // Kernels: which there are, for which GPUs, and their launches.
-#include "record.h"
+#include "../computing/nvrtc.h"
 
 #include <string.h>
 
@@ -119,8 +119,8 @@ void poke(const Kernel& k, void** args, unsigned blocks) {
     }
 }
 
-struct Launch { dim3 grid, block; size_t shared; void* stream; };
-thread_local std::vector<Launch>& t_launches = *new std::vector<Launch>();
+struct Configuration { dim3 grid, block; size_t shared; void* stream; };
+thread_local std::vector<Configuration>& t_launches = *new std::vector<Configuration>();
 
 }  // namespace
 
@@ -155,7 +155,7 @@ API unsigned __cudaPushCallConfiguration(dim3 grid, dim3 block, size_t shared, v
 }
 API int __cudaPopCallConfiguration(dim3* grid, dim3* block, size_t* shared, void** stream) {
   if (t_launches.empty()) return 1;
-  Launch l = t_launches.back();
+  Configuration l = t_launches.back();
   t_launches.pop_back();
   *grid = l.grid; *block = l.block; *shared = l.shared; *stream = l.stream;
   return 0;
@@ -175,10 +175,11 @@ static int launch(const void* host, dim3 grid, dim3 block, void** args, size_t s
     // an address right behind an allocation is that of no numbers
     if (p && !check(name, ("argument " + std::to_string(i)).c_str(), p, 0, k->pointers[i])) return 700;
   }
-  poke(*k, args, grid.x);
+  if (!computes()) poke(*k, args, grid.x);
   say("kernel", "\"name\":%s,\"grid\":[%u,%u,%u],\"block\":[%u,%u,%u],\"shared\":%zu",
       quoted(k->name.substr(0, 4000)).c_str(), grid.x, grid.y, grid.z, block.x, block.y, block.z, shared);
-  return 0;
+  const unsigned blocks[] = {grid.x, grid.y, grid.z}, threads[] = {block.x, block.y, block.z};
+  return then_compute(name, 0, 98, [&] { compute(k->name, blocks, threads, args); });
 }
 
 API int cudaLaunchKernel(const void* host, dim3 grid, dim3 block, void** args, size_t shared, void* stream) {
@@ -201,7 +202,11 @@ API int cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int* n, const voi
 
 // ---- kernels that MXNet writes as it runs: NVRTC and the driver
 
-struct Program { std::string source, name; std::vector<std::string> expressions; };
+struct Program {
+  std::string source, name;
+  std::vector<std::string> expressions;
+  std::string code = "//none";  // in place of PTX: a comment, or the path of a library
+};
 API int nvrtcCreateProgram(void** p, const char* source, const char* name, int, const char* const*,
                            const char* const*) {
   *p = new Program{source ? source : "", name ? name : "", {}};
@@ -215,7 +220,7 @@ API int nvrtcCompileProgram(Program* p, int n, const char* const* options) {
   std::string kernel = body == std::string::npos ? p->source : p->source.substr(body);
   say("nvrtcCompileProgram", "\"name\":%s,\"options\":%s,\"length\":%zu,\"kernel\":%s", quoted(p->name).c_str(),
       quoted(all).c_str(), p->source.size(), quoted(kernel.substr(0, 3000)).c_str());
-  return 0;
+  return then_compute("nvrtcCompileProgram", 0, 6, [&] { p->code = compile(p->source, p->expressions.at(0)); });
 }
 API int nvrtcDestroyProgram(Program** p) { delete *p; *p = nullptr; return 0; }
 API const char* nvrtcGetErrorString(int) { return "an error"; }
@@ -224,23 +229,29 @@ API int nvrtcGetLoweredName(Program* p, const char* e, const char** name) {
     if (known == e) { *name = known.c_str(); return 0; }
   return bad("nvrtcGetLoweredName", "an expression that was not added", 9);
 }
-API int nvrtcGetPTXSize(Program* p, size_t* n) { *n = p->name.size() + 8; return 0; }
+API int nvrtcGetPTXSize(Program* p, size_t* n) { *n = p->code.size() + 1; return 0; }
 API int nvrtcGetPTX(Program* p, char* to) {
-  memcpy(to, ("//none " + p->name).c_str(), p->name.size() + 8);
+  memcpy(to, p->code.c_str(), p->code.size() + 1);
   return 0;
 }
 API int nvrtcGetProgramLogSize(Program*, size_t* n) { *n = 1; return 0; }
 API int nvrtcGetProgramLog(Program*, char* to) { *to = 0; return 0; }
 
-API int cuModuleLoadData(void** m, const void*) { *m = made_handle(); return 0; }
-API int cuModuleLoadDataEx(void** m, const void*, unsigned, void*, void*) { *m = made_handle(); return 0; }
+struct Function { std::string name; void* code; };
+static int load(void** m, const void* ptx) {
+  *m = nullptr;
+  return then_compute("cuModuleLoadData", 0, 200, [&] { *m = loaded((const char*)ptx); });
+}
+API int cuModuleLoadData(void** m, const void* ptx) { return load(m, ptx); }
+API int cuModuleLoadDataEx(void** m, const void* ptx, unsigned, void*, void*) { return load(m, ptx); }
 API int cuModuleUnload(void*) { return 0; }
-API int cuModuleGetFunction(void** f, void*, const char* name) { *f = new std::string(name); return 0; }
-API int cuLaunchKernel(void* f, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz,
-                       unsigned shared, void* stream, void**, void**) {
+API int cuModuleGetFunction(Function** f, void* module, const char* name) { *f = new Function{name, module}; return 0; }
+API int cuLaunchKernel(Function* f, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz,
+                       unsigned shared, void* stream, void** args, void**) {
   if (!live("cuLaunchKernel", stream)) return 400;
   if (!gx || !gy || !gz || !bx || (ll)bx * by * bz > 1024) return bad("cuLaunchKernel", "grid or block out of range", 1);
   say("kernel", "\"name\":%s,\"nvrtc\":1,\"grid\":[%u,%u,%u],\"block\":[%u,%u,%u],\"shared\":%u",
-      quoted(*(std::string*)f).c_str(), gx, gy, gz, bx, by, bz, shared);
-  return 0;
+      quoted(f->name).c_str(), gx, gy, gz, bx, by, bz, shared);
+  const unsigned grid[] = {gx, gy, gz}, block[] = {bx, by, bz};
+  return then_compute("cuLaunchKernel", 0, 98, [&] { run(f->code, args, grid, block); });
 }

@@ -1,5 +1,6 @@
 // Device memory: two mappings of one size. Programs get addresses of the first, which nobody can read (a read by
-// host code is a segmentation fault, as with a GPU); copies go to the second. Memory is zero when it is given, and
+// host code is a segmentation fault, as with a GPU); copies go to the second. A GPU that computes has one mapping, as
+// structs of a kernel hold addresses. Memory is zero when it is given, and
 // stays so but for copies, memsets and `recording_gpu_poke`.
 #include "record.h"
 
@@ -24,8 +25,8 @@ std::vector<Device>& devices() {
     for (Device& d : *made) {
       d.size = (size_t)number("RECORDING_GPU_GB", 16) << 30;
       int how = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
-      d.seen = (char*)mmap(nullptr, d.size, PROT_NONE, how, -1, 0);
       d.real = (char*)mmap(nullptr, d.size, PROT_READ | PROT_WRITE, how, -1, 0);
+      d.seen = computes() ? d.real : (char*)mmap(nullptr, d.size, PROT_NONE, how, -1, 0);
     }
     return made;
   }();

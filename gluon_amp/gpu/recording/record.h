@@ -6,11 +6,12 @@
 //   RECORDING_GPU_SM=80      compute capability (70)    RECORDING_GPU_GB=16     memory of each
 //
 // A call that a GPU would refuse is a violation: it is written to the log, counted, and where the real function
-// would return an error, so does this one. Values are not computed.
+// would return an error, so does this one. Values are not computed, unless RECORDING_GPU_COMPUTES=1 (../computing).
 #pragma once
 #include <stddef.h>
 #include <stdint.h>
 
+#include <functional>
 #include <initializer_list>
 #include <mutex>
 #include <string>
@@ -49,6 +50,12 @@ int compute_capability();  // 70 for 7.0
 extern thread_local int t_last_error;  // what cudaGetLastError returns
 bool live(const char* call, void* stream);  // whether a stream is the default one or not yet destroyed
 void* made_handle();  // of a library: some memory
+
+// ---- ../computing: what follows a call that passed the checks, if this GPU computes
+
+bool computes();
+// Returns `status`, or runs f and returns 0; where f throws, a violation that says why, and `failed`.
+int then_compute(const char* call, int status, int failed, const std::function<void()>& f);
 
 // ---- blas.cc: numbers of types, which cuBLAS and cuDNN share
 

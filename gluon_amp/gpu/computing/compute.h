@@ -1,0 +1,107 @@
+// A GPU that computes, on the host: what the recording GPU records, run at once and in order.
+//
+//   RECORDING_GPU_COMPUTES=1   kernels and library calls compute; device memory is the host's
+//
+// Numbers are computed in double or float32 and rounded to an array's type where they are stored. An
+// operation that is unknown is a violation, which names it.
+#pragma once
+#include <cmath>
+#include <functional>
+#include <map>
+
+#include "../recording/record.h"
+
+bool computes();
+
+// ---- numbers
+
+enum class Type { kFloat, kDouble, kHalf, kBool, kUint8, kInt8, kInt32, kInt64 };
+size_t width(Type type);
+extern const float* const g_halves;  // of all 65,536
+uint16_t to_half(float value);
+inline float as_half(float value) { return g_halves[to_half(value)]; }
+
+struct Array {
+  Type type;
+  void* data;
+
+  double operator[](ll i) const {
+    switch (type) {
+      case Type::kFloat: return ((const float*)data)[i];
+      case Type::kDouble: return ((const double*)data)[i];
+      case Type::kHalf: return g_halves[((const uint16_t*)data)[i]];
+      case Type::kInt32: return ((const int32_t*)data)[i];
+      case Type::kInt64: return (double)((const int64_t*)data)[i];
+      case Type::kInt8: return ((const int8_t*)data)[i];
+      default: return ((const uint8_t*)data)[i];
+    }
+  }
+  void set(ll i, double value) const {
+    switch (type) {
+      case Type::kFloat: ((float*)data)[i] = (float)value; break;
+      case Type::kDouble: ((double*)data)[i] = value; break;
+      case Type::kHalf: ((uint16_t*)data)[i] = to_half((float)value); break;
+      case Type::kInt32: ((int32_t*)data)[i] = (int32_t)value; break;
+      case Type::kInt64: ((int64_t*)data)[i] = (int64_t)value; break;
+      case Type::kInt8: ((int8_t*)data)[i] = (int8_t)value; break;
+      case Type::kBool: ((bool*)data)[i] = value != 0; break;
+      default: ((uint8_t*)data)[i] = (uint8_t)value;
+    }
+  }
+  // As MXNet's requests say: 0 nothing, 1 and 2 write, 3 add.
+  void assign(ll i, int request, double value) const {
+    if (request == 3) set(i, (*this)[i] + rounded(value));
+    else if (request) set(i, value);
+  }
+  double rounded(double value) const {  // to the type
+    return type == Type::kHalf ? as_half((float)value) : type == Type::kFloat ? (float)value : value;
+  }
+};
+
+// ---- names: a demangled type or function, without namespaces
+
+struct Name {
+  std::string id;           // "mul", "1", "float"
+  std::vector<Name> args;   // of the template
+  bool pointer = false;
+};
+
+// One launch: the kernel's template arguments, its parameters' types, and its arguments.
+struct Launch {
+  Name kernel;
+  std::vector<Name> types;
+  void** args;
+  unsigned grid[3], block[3];
+
+  template <class T> const T& value(size_t i) const { return *(const T*)args[i]; }
+  double number(size_t i) const;  // a scalar argument
+  ll integer(size_t i) const { return (ll)number(i); }
+  Array array(size_t i) const;    // what a pointer points to
+};
+
+bool parse_kernel(const std::string& demangled, Launch* into);
+Type type_of(const Name& name);
+bool is_type(const Name& name);
+
+using Run = std::function<void(const Launch&)>;
+std::map<std::string, Run>& kernels();            // by name, without namespaces
+std::map<std::string, Run>& generic_kernels();    // mxnet_generic_kernel, by the name of its operation
+struct Family {  // registers kernels as the library is loaded
+  Family(std::map<std::string, Run>& table, std::initializer_list<std::pair<const std::string, Run>> rows) {
+    for (auto& row : rows) table.insert(row);
+  }
+};
+
+using UnaryFunction = double (*)(double);
+using BinaryFunction = double (*)(double, double);
+UnaryFunction unary_function(const std::string& name);    // null if unknown
+BinaryFunction binary_function(const std::string& name);
+
+// Throws std::runtime_error with what is unknown.
+void compute(const std::string& demangled, const unsigned grid[3], const unsigned block[3], void** args);
+[[noreturn]] void unknown(const std::string& what);
+
+// ---- products
+
+// c (m x n) = a (m x k) * b (k x n), all row-major and dense; `halves`: sums in float16.
+void product(ll m, ll n, ll k, const float* a, const float* b, float* c, bool halves);

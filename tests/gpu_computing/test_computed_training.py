@@ -1,0 +1,189 @@
+"""A GPU trains as a CPU does."""
+import gluon_amp as amp
+import mxnet as mx
+import numpy as np
+import pytest
+from mxnet import autograd, gluon, nd
+from mxnet.gluon import nn
+
+CPU, GPU, GPUS = [mx.cpu()], [mx.gpu(0)], [mx.gpu(0), mx.gpu(1)]
+LOSS = gluon.loss.SoftmaxCrossEntropyLoss()
+
+
+def network(contexts, dtype="float16", norm=nn.BatchNorm):
+    mx.random.seed(1)
+    np.random.seed(1)
+    net = nn.HybridSequential()
+    net.add(nn.Conv2D(8, 3, in_channels=1), norm(in_channels=8), nn.Activation("relu"),
+            nn.MaxPool2D(), nn.Dense(10, in_units=8 * 9))
+    net.initialize(mx.init.Xavier(), ctx=contexts)
+    return amp.convert(net, dtype) if dtype == "float16" else net
+
+
+def batches(count, size=32):
+    rng = np.random.default_rng(0)
+    for _ in range(count):
+        labels = rng.integers(0, 10, size)
+        images = rng.standard_normal((size, 1, 8, 8)) * 0.1
+        images[np.arange(size), 0, labels // 8, labels % 8] += 2
+        yield nd.array(images), nd.array(labels)
+
+
+def step(net, trainer, images, labels, contexts, gradients=None):
+    with autograd.record():
+        losses = [LOSS(net(x).astype("float32"), y) for x, y in zip(
+            gluon.utils.split_and_load(images, contexts),
+            gluon.utils.split_and_load(labels, contexts))]
+    trainer.backward(losses)
+    if gradients:
+        gradients()
+    trainer.step(len(images))
+    return sum(float(loss.mean().asscalar()) for loss in losses) / len(losses)
+
+
+def train(contexts, steps=6, dtype="float16", optimizer="sgd", norm=nn.BatchNorm, **settings):
+    net = network(contexts, dtype, norm)
+    arguments = {"learning_rate": 0.05, **({"momentum": 0.9} if optimizer == "sgd" else {})}
+    trainer = amp.Trainer(net.collect_params(), optimizer, arguments,
+                          **{"loss_scale": 1024, **settings})
+    losses = [step(net, trainer, *batch, contexts) for batch in batches(steps)]
+    return net, trainer, losses
+
+
+def weights(net, context):
+    return [p.data(context).asnumpy().astype("float32") for p in net.collect_params().values()]
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam", "adamw", "lamb", "nag", "rmsprop"])
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_losses_fall_as_on_a_cpu(optimizer, dtype):
+    on_cpu, on_gpu = (train(contexts, 10, dtype, optimizer)[2] for contexts in (CPU, GPU))
+    assert on_cpu[-1] < 0.7 * on_cpu[0]
+    np.testing.assert_allclose(on_gpu, on_cpu, rtol=1e-4 if dtype == "float32" else 2e-2)
+
+
+@pytest.mark.parametrize("norm", [nn.BatchNorm, gluon.contrib.nn.SyncBatchNorm])
+def test_two_gpus_hold_the_same_weights(norm):
+    if norm is not nn.BatchNorm:
+        def norm(in_channels):
+            return gluon.contrib.nn.SyncBatchNorm(in_channels=in_channels, num_devices=2)
+    net, _, losses = train(GPUS, norm=norm)
+    trained = [p for p in net.collect_params().values() if p.grad_req != "null"]
+    for parameter in trained:
+        one, other = (parameter.data(context).asnumpy() for context in GPUS)
+        assert np.array_equal(one, other)
+    if norm is not nn.BatchNorm:  # statistics of both halves of a batch: those of one GPU
+        np.testing.assert_allclose(losses, train(GPU)[2], rtol=2e-2)
+
+
+def test_a_search_finds_a_scale_and_loses_no_step():
+    _, trainer, losses = train(GPU, loss_scale=amp.DynamicLossScale(2.0 ** 24))
+    assert trainer.loss_scale < 2 ** 24
+    assert trainer.skipped == 0
+    np.testing.assert_allclose(losses, train(CPU)[2], rtol=2e-2)
+
+
+def test_an_overflow_later_skips_its_step_and_lowers_the_scale():
+    scale = amp.DynamicLossScale(1024)
+    scale.settled = True
+    net = network(GPU)
+    trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.05}, loss_scale=scale)
+    images, labels = next(batches(1))
+    before = weights(net, GPU[0])
+    step(net, trainer, images * 1e9, labels, GPU)
+    assert trainer.skipped == 1
+    after = weights(net, GPU[0])
+    trained = [i for i, p in enumerate(net.collect_params().values()) if p.grad_req != "null"]
+    assert all(np.array_equal(before[i], after[i]) for i in trained)
+
+
+def test_masters_keep_what_float16_weights_lose():
+    net, trainer, _ = train(GPU, 1)
+    kinds = {np.dtype(p.dtype) for p in net.collect_params(".*weight").values()}
+    assert kinds == {np.dtype("float16")}
+    trainer.set_learning_rate(1e-6)
+    before = weights(net, GPU[0])
+    for batch in batches(60):
+        step(net, trainer, *batch, GPU)
+    changed = np.concatenate([(a != b).ravel() for a, b in zip(before, weights(net, GPU[0]))])
+    assert changed.mean() > 0.01  # one such step changes no float16 number
+
+
+def test_a_resumed_training_is_the_unbroken_one_bit_by_bit(tmp_path):
+    net, trainer, _ = train(GPU, 3, loss_scale="dynamic")
+    net.save_parameters(str(tmp_path / "net"))
+    trainer.save_states(str(tmp_path / "states"))
+    other, again, _ = train(GPU, 1, loss_scale="dynamic")
+    other.load_parameters(str(tmp_path / "net"), ctx=GPU)
+    again.load_states(str(tmp_path / "states"))
+    for batch in batches(3):
+        step(net, trainer, *batch, GPU)
+        step(other, again, *batch, GPU)
+    for one, two in zip(weights(net, GPU[0]), weights(other, GPU[0])):
+        assert np.array_equal(one, two)
+
+
+def test_accumulated_gradients_are_those_of_a_larger_batch():
+    results = []
+    for contexts, parts in ((GPU, 1), (GPU, 4), (CPU, 4)):
+        net = network(contexts, norm=lambda in_channels: nn.Activation("relu"))
+        parameters = net.collect_params()
+        parameters.setattr("grad_req", "add" if parts > 1 else "write")
+        trainer = amp.Trainer(parameters, "sgd", {"learning_rate": 0.05}, loss_scale=1024)
+        images, labels = next(batches(1))
+        for x, y in zip(*(np.split(a.asnumpy(), parts) for a in (images, labels))):
+            with autograd.record():
+                loss = LOSS(net(nd.array(x, ctx=contexts[0])).astype("float32"),
+                            nd.array(y, ctx=contexts[0]))
+            trainer.backward(loss)
+        trainer.step(len(images))
+        results.append(np.concatenate([w.ravel() for w in weights(net, contexts[0])]))
+    for other in results[1:]:
+        np.testing.assert_allclose(other, results[0], atol=2e-3)
+
+
+def test_clipped_gradients_are_as_short_on_a_gpu():
+    for settings in ({"clip_norm": 0.1}, {}):
+        on_cpu, on_gpu = (train(contexts, 3, **settings)[2] for contexts in (CPU, GPU))
+        np.testing.assert_allclose(on_gpu, on_cpu, rtol=2e-2)
+
+
+def test_scale_loss_trains():
+    net = network(GPU)
+    trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.05}, loss_scale=1024)
+    losses = []
+    for images, labels in batches(10):
+        with autograd.record():
+            loss = LOSS(net(images.as_in_context(GPU[0])).astype("float32"),
+                        labels.as_in_context(GPU[0]))
+            with amp.scale_loss(loss, trainer) as scaled:
+                autograd.backward(scaled)
+        trainer.step(len(images))
+        losses.append(float(loss.mean().asscalar()))
+    assert losses[-1] < 0.9 * losses[0]
+
+
+def test_a_module_trains_as_on_a_cpu():
+    data = mx.sym.var("data")
+    hidden = mx.sym.Activation(mx.sym.FullyConnected(data, num_hidden=16), act_type="relu")
+    symbol = mx.sym.SoftmaxOutput(mx.sym.FullyConnected(hidden, num_hidden=10), name="softmax")
+    symbol = amp.convert_symbol(symbol, "float16")
+    results = []
+    for contexts in (CPU, GPU):
+        mx.random.seed(1)
+        np.random.seed(1)
+        module = amp.Module(symbol, context=contexts, loss_scale=1024)
+        module.bind([("data", (32, 64))], [("softmax_label", (32,))])
+        module.init_params(mx.init.Xavier())
+        module.init_optimizer(optimizer="sgd", optimizer_params={"learning_rate": 0.5})
+        for images, labels in batches(5):
+            module.forward_backward(mx.io.DataBatch([images.reshape((32, 64))], [labels]))
+            module.update()
+        module.forward(mx.io.DataBatch([images.reshape((32, 64))], [labels]), is_train=False)
+        results.append(module.get_outputs()[0].asnumpy())
+    np.testing.assert_allclose(*results, atol=2e-2)
+
+
+def test_an_unknown_kernel_is_named():
+    with pytest.raises(mx.MXNetError, match="error of the recording GPU"):
+        mx.nd.SequenceReverse(nd.ones((3, 4), ctx=GPU[0])).asnumpy()
