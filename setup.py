@@ -118,17 +118,21 @@ class BuildEngine(build_ext):
         depends = [str(path) for path in ours]
         shared = hashlib.sha256(repr((self.compiler.compiler_so, FLAGS, SANITIZE)).encode())
         shared.update(subprocess.check_output([self.compiler.compiler_so[0], "--version"]))
+        of_kernels = shared.copy()  # which include their own headers alone
         for path in (*ours, mxnet / "libinfo.py"):
-            shared.update(path.name.encode() + path.read_bytes())
+            for digest in (shared, of_kernels) if path.parent.name == "kernels" else (shared,):
+                digest.update(path.name.encode() + path.read_bytes())
         jobs = [(source, "native", AS_MXNET, ["-O2", *headers])
                 for source in sorted(CPU.glob("*.cc"))]
-        jobs += [(source, isa, [("ISA", isa)], ["-O3", *flags])
+        jobs += [(source, isa + of, [("ISA", isa + of), *macros], ["-O3", *flags])
                  for source in sorted((CPU / "kernels").glob("*.cc"))
-                 for isa, flags in VARIANTS.items()]
+                 for isa, flags in VARIANTS.items()
+                 for of, macros in (("", []), ("_bfloat16", [("BFLOAT16", "1")]))
+                 if not macros or source.name != "tensor_core.cc"]
 
         def compile_one(job):
             source, folder, macros, flags = job
-            digest = shared.copy()
+            digest = (shared if folder == "native" else of_kernels).copy()
             digest.update(repr((macros, [flag for flag in flags if flag not in headers])).encode())
             digest.update(source.read_bytes())
             kept = KEPT and Path(KEPT, f"{folder}-{source.stem}-{digest.hexdigest()}.o")

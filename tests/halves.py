@@ -116,6 +116,26 @@ def ulps(a, b):
     return np.where(both_nan, 0, np.abs(line(a) - line(b)))
 
 
+def as_bfloat16(x):
+    """Float32 numbers, rounded to bfloat16."""
+    return FORMATS["bfloat16"].round(np.asarray(x, np.float32))
+
+
+def bfloat16_bits(x):
+    """The upper halves of float32 numbers that bfloat16 holds."""
+    bits = np.asarray(x, np.float32).view(np.uint32)
+    assert not (bits & 0xFFFF).any()
+    return (bits >> 16).astype(np.uint16)
+
+
+def bfloat16_ulps(a, b):
+    """How many bfloat16 steps apart two float32 arrays are, once rounded; NaN equals NaN."""
+    def line(x):
+        bits = as_bfloat16(x).view(np.int32)
+        return np.where(bits < 0, -(bits & 0x7FFFFFFF), bits) >> 16
+    return np.where(np.isnan(a) & np.isnan(b), 0, np.abs(line(a) - line(b)))
+
+
 def assert_half(actual, expected, steps=0):
     """`actual` is float16 and within so many float16 steps of `expected`, rounded once."""
     assert actual.dtype == np.float16, actual.dtype

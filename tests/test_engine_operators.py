@@ -1,5 +1,5 @@
-"""Each of MXNet's operators gives float32's results on the same float16 values, rounded once, and
-the gradients that float32's backward pass gives of the rounded results."""
+"""Each of MXNet's operators gives float32's results on the same float16 or bfloat16 values, rounded
+once, and the gradients that float32's backward pass gives of the rounded results."""
 import re
 from ctypes import POINTER, byref, c_char_p, c_uint, c_void_p
 
@@ -8,7 +8,8 @@ import mxnet as mx
 import numpy as np
 import pytest
 from gluon_amp.cpu import library
-from halves import halves, ulps
+from gluon_amp.cpu.bfloat16 import is_bfloat16
+from halves import as_bfloat16, bfloat16_bits, bfloat16_ulps, halves, ulps
 from mxnet import autograd, gluon, nd
 from mxnet._ctypes.ndarray import _imperative_invoke
 
@@ -122,7 +123,7 @@ NOT_HERE = {
         "_npi_(normal|uniform)(_n)?|_npi_(choice|gumbel|logistic|rayleigh|weibull|pareto|"
         "exponential|gamma|bernoulli|multinomial)",
     "has states: in another file": "RNN|Dropout",
-    "updates weights: in another file": ".*_update",
+    "updates weights: in another file": ".*_update.*|multi_.*",
     "is made by MXNet only": "_zeros_without_dtype|_sg_mkldnn_selfatt_.*",
     "takes no float16, as on a GPU":
         "BatchNorm_v1|IdentityAttachKLSparseReg|InstanceNorm|Crop|_contrib_MultiBox.*|"
@@ -192,14 +193,14 @@ def candidates(name, rng):
 
 
 class Call:
-    """An operator called outside of graphs; `wide`: in float32."""
+    """An operator called outside of graphs; `low`: what float16 arrays and attributes become."""
 
-    def __init__(self, name, attributes, inputs, wide):
-        self.wide = wide
+    def __init__(self, name, attributes, inputs, low):
+        self.low = low
         self.handle = handle(name).value
-        self.attributes = attributes
-        self.inputs = [nd.array(x, dtype=F32 if wide and x.dtype == F16 else x.dtype)
-                       for x in inputs]
+        wanted = low if low == "bfloat16" else "float16"
+        self.attributes = {k: wanted if v == "float16" else v for k, v in attributes.items()}
+        self.inputs = [nd.array(x, dtype=low if x.dtype == F16 else x.dtype) for x in inputs]
 
     def run(self):
         made = _imperative_invoke(self.handle, self.inputs, list(self.attributes),
@@ -207,22 +208,37 @@ class Call:
         return made if isinstance(made, list) else [made]
 
     def forward(self):
-        return [o.asnumpy() for o in self.run()]
+        return [in_numpy(o) for o in self.run()]
 
     def gradients(self, heads, results=None):
         for x in self.inputs:
-            if x.dtype in (F16, F32):
+            if x.dtype in (F16, F32) or is_bfloat16(x.dtype):
                 x.attach_grad()
         with autograd.record():
             outputs = self.run()
         for output, result in zip(outputs, results or ()):
-            nd.array(result, dtype=output.dtype).copyto(output)
+            nd.array(values(result), dtype=output.dtype).copyto(output)
         autograd.backward(outputs, [nd.array(h, dtype=o.dtype) for h, o in zip(heads, outputs)])
-        return [None if x.grad is None else x.grad.asnumpy() for x in self.inputs]
+        return [None if x.grad is None else in_numpy(x.grad) for x in self.inputs]
+
+
+def in_numpy(array):
+    """The numbers of an array; of bfloat16 the bits."""
+    numbers = array.asnumpy()
+    return bfloat16_bits(numbers) if is_bfloat16(array.dtype) else numbers
+
+
+def values(made):
+    """The numbers that `in_numpy` has given."""
+    if made.dtype != np.uint16:
+        return made
+    return np.asarray(made.astype(np.uint32) << np.uint32(16), np.uint32).view(F32)
 
 
 def steps(ours, theirs):
     assert ours.shape == theirs.shape
+    if ours.dtype == np.uint16:
+        return bfloat16_ulps(values(ours), theirs).max(initial=0)
     if ours.dtype != F16:
         assert np.array_equal(ours, theirs.astype(ours.dtype), equal_nan=ours.dtype.kind == "f")
         return 0
@@ -231,34 +247,37 @@ def steps(ours, theirs):
 
 
 def assert_close(ours, theirs, tolerance):
-    np.testing.assert_allclose(ours.astype(float), theirs, rtol=tolerance,
+    np.testing.assert_allclose(values(ours).astype(float), theirs, rtol=tolerance,
                                atol=tolerance * np.abs(theirs).max())
 
 
+@pytest.mark.parametrize("low", ["float16", "bfloat16"])
 @pytest.mark.parametrize("name", HERE)
 @pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")
-def test_an_operator_gives_float32s_result_rounded_once(name, rng):
+def test_an_operator_gives_float32s_result_rounded_once(name, low, rng):
     called = False
     with mx.util.np_shape(name.startswith("_np")):
         for attributes, inputs in candidates(name, rng):
-            wide = Call(name, attributes, inputs, wide=True)
+            if low == "bfloat16":  # its numbers of this size are float16's, too
+                inputs = [as_bfloat16(x).astype(F16) if x.dtype == F16 else x for x in inputs]
+            wide = Call(name, attributes, inputs, "float32")
             try:
                 expected = wide.forward()
             except mx.MXNetError:
                 continue  # not of these shapes
             called = True
-            results = Call(name, attributes, inputs, wide=False).forward()
+            results = Call(name, attributes, inputs, low).forward()
             assert max(map(steps, results, expected), default=0) == 0
-            heads = [halves(rng, *r.shape) for r in results]
+            heads = [as_bfloat16(halves(rng, *r.shape)) for r in results]
             try:
                 expected = wide.gradients(heads, None if name in HIDDEN else results)
                 nd.waitall()
             except mx.MXNetError:
                 continue  # no gradient, or MXNet's own code fails
-            found = Call(name, attributes, inputs, wide=False).gradients(heads)
+            found = Call(name, attributes, inputs, low).gradients(heads)
             for ours, theirs in zip(found, expected):
                 if ours is not None and name in HIDDEN:
-                    assert_close(ours, theirs, HIDDEN[name])
+                    assert_close(ours, theirs, HIDDEN[name] * (8 if low == "bfloat16" else 1))
                 elif ours is not None:
                     assert steps(ours, theirs) == 0
     assert called, "MXNet takes none of the shapes: give it some in CASES, or a reason in NOT_HERE"

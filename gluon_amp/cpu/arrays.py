@@ -1,4 +1,4 @@
-"""Float16 arrays and their float32 masters, outside any graph.
+"""Float16 and bfloat16 arrays and their float32 masters, outside any graph.
 
 By our kernels on a CPU, where MXNet takes halves one by one; by MXNet's operators on a GPU, many
 arrays in one launch.
@@ -9,25 +9,38 @@ from typing import Any, Iterable, List, Sequence
 from .._mxnet import mx, np
 from ..annotations import DType
 from . import library
+from .bfloat16 import BFLOAT16, is_bfloat16
+
+HALVES = ("float16", "bfloat16")  # the 16-bit types
 
 
 @functools.lru_cache(maxsize=None)
 def dtype_name(dtype: DType) -> str:
-    return np.dtype(dtype).name
+    return "bfloat16" if is_bfloat16(dtype) else np.dtype(dtype).name
+
+
+def array_type(name: str) -> DType:
+    """What MXNet's Python calls a type of arrays."""
+    return BFLOAT16 if name == "bfloat16" else np.dtype(name).type
+
+
+def is_half(dtype: DType) -> bool:
+    """Whether this is an array's `dtype` of 16 bits."""
+    return dtype is np.float16 or dtype is BFLOAT16
 
 
 def to_float32(array: "mx.nd.NDArray") -> "mx.nd.NDArray":
-    """A float16 array in float32; a float32 array itself."""
-    if array.dtype is np.float16 and _on_cpu(array) and library.started():
+    """A 16-bit array in float32; a float32 array itself."""
+    if is_half(array.dtype) and _on_cpu(array) and library.started():
         return library.call("_gluon_amp_widen", [array])
     return array.astype("float32", copy=False)
 
 
-def to_float16(array: "mx.nd.NDArray") -> "mx.nd.NDArray":
-    """A float32 array in float16; a float16 array itself."""
+def to_half(array: "mx.nd.NDArray", dtype: str) -> "mx.nd.NDArray":
+    """A float32 array in this 16-bit type; an array of that type itself."""
     if array.dtype is np.float32 and _on_cpu(array) and library.started():
-        return library.call("_gluon_amp_narrow", [array])
-    return array.astype("float16", copy=False)
+        return library.call("_gluon_amp_narrow", [array], dtype=dtype)
+    return array.astype(dtype, copy=False)
 
 
 def copy_into(held: Sequence["mx.nd.NDArray"], arrays: Sequence["mx.nd.NDArray"]) -> None:
@@ -38,7 +51,7 @@ def copy_into(held: Sequence["mx.nd.NDArray"], arrays: Sequence["mx.nd.NDArray"]
 
 
 def widen_all(arrays: Sequence["mx.nd.NDArray"]) -> List["mx.nd.NDArray"]:
-    """Float16 arrays, or float32 ones as they are, in float32."""
+    """16-bit arrays, or float32 ones as they are, in float32."""
     if not on_gpu_in_float16(arrays):
         return [to_float32(array) for array in arrays]
     sizes = [array.size for array in arrays]
@@ -53,7 +66,7 @@ def widen_all(arrays: Sequence["mx.nd.NDArray"]) -> List["mx.nd.NDArray"]:
 
 
 def narrow_all(masters: Sequence["mx.nd.NDArray"], weights: Sequence["mx.nd.NDArray"]) -> None:
-    """Rounds masters into their float16 weights."""
+    """Rounds masters into their 16-bit weights."""
     if on_gpu_in_float16(weights):
         # The weight stands in for its gradient. Clipped to 0, it adds nothing even where it is
         # infinite, which times the rate 0 would be NaN.
@@ -87,7 +100,7 @@ def on_gpu_in_float16(arrays: Sequence["mx.nd.NDArray"]) -> bool:
 
 
 def narrow(master: "mx.nd.NDArray", weight: "mx.nd.NDArray") -> None:
-    """Rounds a master into its float16 weight."""
+    """Rounds a master into its 16-bit weight."""
     if _on_cpu(weight):
         library.call("_gluon_amp_narrow", [master], out=weight)
     else:

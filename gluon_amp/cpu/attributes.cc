@@ -20,53 +20,56 @@ bool is_constant(const Operator& of, const std::string& key) {
   return constants().count(key) || constants().count(of.op->name + "." + key);
 }
 
-// A constant rounded to float16, without an exponent, which MXNet reads a rounding off; empty where
+// A constant rounded to a 16-bit type, without an exponent, which MXNet reads a rounding off; empty where
 // that changes nothing or the text is no number.
-std::string rounded(const std::string& text) {
+std::string rounded(const std::string& text, int type) {
   static const locale_t c = newlocale(LC_ALL_MASK, "C", nullptr);
   char* end;
   const float number = strtof_l(text.c_str(), &end, c);
   if (end == text.c_str() || *end) return "";
   Half half;
   float made;
-  kernels->narrow(&number, &half, 1, kStore);
-  kernels->widen(&half, &made, 1);
+  kernels_of(type)->narrow(&number, &half, 1, kStore);
+  kernels_of(type)->widen(&half, &made, 1);
   if (made == number || made != made) return "";
-  char digits[64];
+  char digits[200];
   const locale_t before = uselocale(c);
-  std::snprintf(digits, sizeof digits, "%.24f", made);  // exact
+  const int places = type == mshadow::kFloat16 ? 24 : 133;  // exact
+  std::snprintf(digits, sizeof digits, "%.*f", places, made);
   uselocale(before);
   return digits;
 }
 
 // What nan_to_num writes for an infinity where the caller gives no number: the type's own limit.
-const char* limit(const Operator& of, const std::string& key) {
+const char* limit(const Operator& of, const std::string& key, int type) {
   if (of.op->name != "_npi_nan_to_num") return nullptr;
-  return key == "posinf" ? "65504" : key == "neginf" ? "-65504" : nullptr;
+  const bool bfloat16 = type == mshadow::kBfloat16;
+  return key == "posinf" ? (bfloat16 ? "338953138925153547590470800371487866880" : "65504")
+         : key == "neginf" ? (bfloat16 ? "-338953138925153547590470800371487866880" : "-65504") : nullptr;
 }
 
-// What stands for an attribute in float16 code; empty where the text does.
-std::string substitute(const Operator& of, const std::string& key, const std::string& text) {
-  if (limit(of, key) && text == "None") return limit(of, key);
-  if (key == "dtype" && text == "float16" && !of.casts) return "float32";
+// What stands for an attribute in code for a 16-bit type; empty where the text does.
+std::string substitute(const Operator& of, const std::string& key, const std::string& text, int type) {
+  if (limit(of, key, type) && text == "None") return limit(of, key, type);
+  if (key == "dtype" && (text == "float16" || text == "bfloat16") && !of.casts) return "float32";
   if (!is_constant(of, key)) return "";
-  const std::string made = rounded(text);
+  const std::string made = rounded(text, type);
   const auto at = made.find("inf");  // which nan_to_num's parser refuses: a number beyond float32
   return of.op->name == "_npi_nan_to_num" && at != std::string::npos ? made.substr(0, at) + "1e39" : made;
 }
 
-// The attributes for halves; whether any differs.
-bool change(const Operator& of, const NodeAttrs& attrs, Attributes::Texts* texts) {
+// The attributes for a 16-bit type; whether any differs.
+bool change(const Operator& of, const NodeAttrs& attrs, int type, Attributes::Texts* texts) {
   bool changed = false;
   for (const auto& item : attrs.dict) {
-    const std::string text = substitute(of, item.first, item.second);
+    const std::string text = substitute(of, item.first, item.second, type);
     changed |= !text.empty();
     if (texts) texts->emplace_back(item.first, text.empty() ? item.second : text);
   }
   for (const char* key : {"posinf", "neginf"}) {
-    if (!limit(of, key) || find(attrs, key)) continue;
+    if (!limit(of, key, type) || find(attrs, key)) continue;
     changed = true;
-    if (texts) texts->emplace_back(key, limit(of, key));
+    if (texts) texts->emplace_back(key, limit(of, key, type));
   }
   return changed;
 }
@@ -97,22 +100,22 @@ const NodeAttrs& Attributes::get() const {
   return static_cast<const std::vector<nnvm::NodeEntry>*>(symbol_)->front().node->attrs;
 }
 
-std::shared_ptr<const Attributes> keep(const Operator& of, const NodeAttrs& attrs, bool half) {
+std::shared_ptr<const Attributes> keep(const Operator& of, const NodeAttrs& attrs, int half) {
   Attributes::Texts texts;
-  if (half) change(of, attrs, &texts);
+  if (half != kNoHalf) change(of, attrs, half, &texts);
   else texts.assign(attrs.dict.begin(), attrs.dict.end());
   return std::make_shared<const Attributes>(of.op, texts);
 }
 
-std::shared_ptr<const Attributes> in_halves(const Operator& of, const NodeAttrs& attrs) {
-  if (!of.op->attr_parser || !change(of, attrs, nullptr)) return nullptr;
+std::shared_ptr<const Attributes> in_halves(const Operator& of, const NodeAttrs& attrs, int half) {
+  if (!of.op->attr_parser || !change(of, attrs, half, nullptr)) return nullptr;
   static Cache& cache = *new Cache;
-  std::string key = of.op->name;
+  std::string key = of.op->name + '\0' + std::to_string(half);
   for (const auto& item : attrs.dict) key += '\0' + item.first + '\0' + item.second;
   const std::lock_guard<std::mutex> guard(cache.lock);
   auto& found = cache.made[key];
   if (!found) {
-    auto made = keep(of, attrs, true);
+    auto made = keep(of, attrs, half);
     if (cache.made.size() > kMost) cache.made.clear();
     return cache.made[key] = std::move(made);
   }

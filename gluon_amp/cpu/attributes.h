@@ -17,12 +17,12 @@ class Attributes {
   void* symbol_ = nullptr;
 };
 
-// A copy for as long as it is held; `half`: with constants and `dtype` as below.
-std::shared_ptr<const Attributes> keep(const Operator& of, const NodeAttrs& attrs, bool half);
+// A copy for as long as it is held; `half`: kNoHalf, or the type that constants and `dtype` are for, as below.
+std::shared_ptr<const Attributes> keep(const Operator& of, const NodeAttrs& attrs, int half);
 
-// What an operator on float16 arrays runs with: its constants rounded to float16, as a GPU's code has
-// them, and `dtype` float32, since MXNet's float32 code runs. Null where nothing differs.
-std::shared_ptr<const Attributes> in_halves(const Operator& of, const NodeAttrs& attrs);
+// What an operator on arrays of a 16-bit type runs with: its constants rounded to that type, as a GPU's
+// code has them, and `dtype` float32, since MXNet's float32 code runs. Null where nothing differs.
+std::shared_ptr<const Attributes> in_halves(const Operator& of, const NodeAttrs& attrs, int half);
 
 // The attributes that hold constants; "_arange.start": of that operator only.
 void set_constants(int count, const char** names);

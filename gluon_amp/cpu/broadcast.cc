@@ -49,28 +49,29 @@ int64_t place(const std::vector<Run>& runs, int64_t i, int k) {
 // Whether rows are long enough for a kernel's call for each.
 bool pays(const std::vector<Run>& runs) { return runs.size() == 1 || runs.front().size >= 8; }
 
-const auto& unary_of(const Half*) { return kernels->unary; }
-const auto& unary_of(const float*) { return kernels->unary_floats; }
-const auto& binary_of(const Half*) { return kernels->binary; }
-const auto& binary_of(const float*) { return kernels->binary_floats; }
+const auto& unary_of(const Kernels* of, const Half*) { return of->unary; }
+const auto& unary_of(const Kernels* of, const float*) { return of->unary_floats; }
+const auto& binary_of(const Kernels* of, const Half*) { return of->binary; }
+const auto& binary_of(const Kernels* of, const float*) { return of->binary_floats; }
 
-float wide(Half number) {
+float wide(const Kernels* of, Half number) {
   float made;
-  kernels->widen(&number, &made, 1);
+  of->widen(&number, &made, 1);
   return made;
 }
-float wide(float number) { return number; }
+float wide(const Kernels*, float number) { return number; }
 
 // One row, of which one number of x or of y serves all.
 template <class T>
-void map_row(Binary f, bool one_x, const T* x, const T* y, T* to, int64_t n, Write write) {
-  float a = wide(one_x ? *x : *y);
+void map_row(const Kernels* of, Binary f, bool one_x, const T* x, const T* y, T* to, int64_t n,
+             Write write) {
+  float a = wide(of, one_x ? *x : *y);
   const Unary with_number = f == kProduct             ? kTimes
                             : f == kQuotient          ? kOverOf
                             : f == kDifference && one_x ? kFromOf
                                                         : kPlus;
   if (f == kDifference && !one_x) a = -a;
-  unary_of(x)(with_number, one_x ? y : x, to, n, a, 0, write);
+  unary_of(of, x)(with_number, one_x ? y : x, to, n, a, 0, write);
 }
 
 template <class T>
@@ -87,8 +88,8 @@ bool map_rows(Binary f, const TBlob& x, const TBlob& y, const TBlob& to, Write w
     const T* from_x = static_cast<T*>(x.dptr_) + place(runs, i, 0);
     const T* from_y = static_cast<T*>(y.dptr_) + place(runs, i, 1);
     T* made = static_cast<T*>(to.dptr_) + i * row.size;
-    if (one_x || one_y) map_row(f, one_x, from_x, from_y, made, row.size, write);
-    else binary_of(from_x)(f, from_x, from_y, made, row.size, write);
+    if (one_x || one_y) map_row(kernels_of(to), f, one_x, from_x, from_y, made, row.size, write);
+    else binary_of(kernels_of(to), from_x)(f, from_x, from_y, made, row.size, write);
   });
   return true;
 }
@@ -106,7 +107,7 @@ bool broadcast(const Call& call) {
 class Sums {
  public:
   Sums(const TBlob& g, const TBlob* x, const TBlob& to)
-      : g_(halves(g)), x_(x ? halves(*x) : nullptr), n_(size(to)) {
+      : of_(kernels_of(g)), g_(halves(g)), x_(x ? halves(*x) : nullptr), n_(size(to)) {
     const std::vector<Run> runs = runs_of(to, g, g);
     row_ = runs.front();
     for (size_t i = 1; i < runs.size(); ++i)
@@ -137,7 +138,7 @@ class Sums {
     double sum = 0;
     for (int64_t k = 0; k < repeats_; ++k) {
       const int64_t at = first + place(gone_, k, 1);
-      sum += kernels->dot(g_ + at, x_ ? x_ + at : nullptr, row_.size);
+      sum += of_->dot(g_ + at, x_ ? x_ + at : nullptr, row_.size);
     }
     sums[place(kept_, i, 0)] = static_cast<float>(sum);
   }
@@ -150,7 +151,7 @@ class Sums {
     float part[kStrip] = {};
     for (int64_t k = 0; k < repeats_; ++k) {
       const int64_t at = first + place(gone_, k, 1);
-      kernels->add_products(g_ + at, x_ ? x_ + at : nullptr, part, width);
+      of_->add_products(g_ + at, x_ ? x_ + at : nullptr, part, width);
       if ((k + 1) % kRows != 0 && k + 1 < repeats_) continue;
       for (int64_t j = 0; j < width; ++j) {
         total[j] += part[j];
@@ -160,6 +161,7 @@ class Sums {
     for (int64_t j = 0; j < width; ++j) to[j] = static_cast<float>(total[j]);
   }
 
+  const Kernels* const of_;
   const Half *g_, *x_;
   const int64_t n_;
   Run row_;
@@ -184,7 +186,7 @@ bool gradient(const Call& call) {  // gradient; of a product x and y, too
     if (!whole(i)) continue;
     const TBlob& to = call.out[i];
     if (factor(i)) map_rows<Half>(kProduct, g, *factor(i), to, call.write(i));
-    else kernels->unary(kTimes, halves(g), halves(to), size(g), sign(i), 0, call.write(i));
+    else kernels_of(g)->unary(kTimes, halves(g), halves(to), size(g), sign(i), 0, call.write(i));
   }
   return true;
 }

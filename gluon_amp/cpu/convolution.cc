@@ -70,7 +70,7 @@ struct Some {
   NDArray widened(const NDArray& holder, const TBlob& all) const {
     float* const to = floats(holder.data());
     each_row(all, [&](int64_t in_part, int64_t in_all) {
-      kernels->widen(halves(all) + in_all, to + in_part, width(all));
+      kernels_of(all)->widen(halves(all) + in_all, to + in_part, width(all));
     });
     return holder;
   }

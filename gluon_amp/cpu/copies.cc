@@ -19,7 +19,7 @@ bool copies(const Call& call) {
       if ((to == from) != in_place) continue;
       if (call.write(i) == kStore && !in_place)
         kernels->copy(from, to, size(call.out[i]) * sizeof(Half));
-      if (call.write(i) == kAdd) kernels->sum(&from, 1, to, size(call.out[i]), kAdd);
+      if (call.write(i) == kAdd) kernels_of(call.in[0])->sum(&from, 1, to, size(call.out[i]), kAdd);
     }
   return true;
 }
@@ -39,7 +39,7 @@ bool cast(const Call& call) {
   if (call.rounding.any) return rounding_cast(call);
   const TBlob &from = call.in[0], &to = call.out[0];
   if (is_half(from) && is_float(to) && call.write(0) == kStore)
-    kernels->widen(halves(from), floats(to), size(to));
+    kernels_of(from)->widen(halves(from), floats(to), size(to));
   else if (is_float(from) && is_half(to) && call.write(0) != kNothing)
     narrow(floats(from), to, call.write(0));
   else
@@ -47,7 +47,14 @@ bool cast(const Call& call) {
   return true;
 }
 
-// MXNet's own code only moves values; it does so with halves, too.
+// The input that has indices, of which MXNet's code reads the values.
+size_t place_of_indices(const Operator& of) {
+  const std::string& name = of.op->name;
+  return name == "Embedding" ? 0 : name == "take" || name == "gather_nd" ? 1 : size_t(-1);
+}
+
+// MXNet's own code only moves values; it does so with halves, too. Some of it has errors for bfloat16
+// alone, so that it moves these as float16.
 bool as_it_is(const Call& call) {
   std::vector<OpReqType> req = call.req;
   for (size_t i = 0; i < call.out.size(); ++i) {
@@ -56,7 +63,20 @@ bool as_it_is(const Call& call) {
     for (auto& from : call.in)
       if (from.dptr_ == call.out[i].dptr_) return false;
   }
-  call.of.compute(call.attrs, call.context, call.in, req, call.out);
+  const auto moved = [](TBlob array) {
+    if (is_half(array)) array.type_flag_ = mshadow::kFloat16;
+    return array;
+  };
+  Lease lease;
+  std::vector<TBlob> in, out;
+  for (const TBlob& from : call.in) {
+    in.push_back(moved(from));
+    if (in.size() - 1 != place_of_indices(call.of) || from.type_flag_ != mshadow::kBfloat16) continue;
+    in.back() = lease.array(from.shape_).data();
+    kernels_of(from)->widen(halves(from), floats(in.back()), size(from));
+  }
+  for (const TBlob& to : call.out) out.push_back(moved(to));
+  call.of.compute(call.attrs, call.context, in, req, out);
   return true;
 }
 
@@ -143,17 +163,17 @@ bool transpose(const Call& call) {
   return true;
 }
 
-void copy_row(const Half* from, Half* to, int64_t width, Write write) {
+void copy_row(const Kernels* of, const Half* from, Half* to, int64_t width, Write write) {
   if (write == kNothing || from == to || width == 0) return;
   if (write == kStore) std::memcpy(to, from, width * sizeof(Half));
-  else kernels->sum(&from, 1, to, width, kAdd);
+  else of->sum(&from, 1, to, width, kAdd);
 }
 
 // Rows from one place to another; steps: from one row to the next.
-void copy_rows(const Half* from, int64_t from_step, Half* to, int64_t to_step, int64_t rows,
-               int64_t width, Write write) {
+void copy_rows(const Kernels* of, const Half* from, int64_t from_step, Half* to, int64_t to_step,
+               int64_t rows, int64_t width, Write write) {
   for_all(rows, rows * width,
-          [=](int64_t i) { copy_row(from + i * from_step, to + i * to_step, width, write); });
+          [=](int64_t i) { copy_row(of, from + i * from_step, to + i * to_step, width, write); });
 }
 
 // How many rows a concatenation consists of: the product of the sizes before its axis.
@@ -171,7 +191,7 @@ void join(const Call& call, int64_t rows) {
     Half* to = halves(call.out[0]) + row * (size(call.out[0]) / rows);
     for (auto& part : call.in) {
       const int64_t width = size(part) / rows;
-      copy_row(halves(part) + row * width, to, width, call.write(0));
+      copy_row(kernels_of(part), halves(part) + row * width, to, width, call.write(0));
       to += width;
     }
   });
@@ -187,7 +207,7 @@ bool slice_axis(const Call& call, const TBlob& whole, const TBlob& some, bool ba
   const int64_t first = (begin < 0 ? begin + long_axis : begin) * (step / long_axis);
   Half* const to = halves(call.out[0]);
   if (!backward) {
-    copy_rows(halves(whole) + first, step, to, width, rows, width, call.write(0));
+    copy_rows(kernels_of(whole), halves(whole) + first, step, to, width, rows, width, call.write(0));
     return true;
   }
   if (call.write(0) == kStore)
@@ -195,7 +215,7 @@ bool slice_axis(const Call& call, const TBlob& whole, const TBlob& some, bool ba
       std::fill_n(to + i * step, first, Half(0));
       std::fill_n(to + i * step + first + width, step - first - width, Half(0));
     }
-  copy_rows(halves(some), width, to + first, step, rows, width, call.write(0));
+  copy_rows(kernels_of(some), halves(some), width, to + first, step, rows, width, call.write(0));
   return true;
 }
 bool slice_axis(const Call& call) {
@@ -211,7 +231,7 @@ void part(const Call& call, int64_t rows) {
     const Half* from = halves(call.in[0]) + row * (size(call.in[0]) / rows);
     for (size_t i = 0; i < call.out.size(); ++i) {
       const int64_t width = size(call.out[i]) / rows;
-      copy_row(from, halves(call.out[i]) + row * width, width, call.write(i));
+      copy_row(kernels_of(call.in[0]), from, halves(call.out[i]) + row * width, width, call.write(i));
       from += width;
     }
   });
@@ -313,7 +333,10 @@ bool swap_axes(const Call& call) {
 void add_copies(Rows& rows) {
   rows.insert({
       {"_backward_add", {copies, 1}}, {"_copy", {copies, 1}}, {"_backward_copy", {copies, 1}},
-      {"_backward_reshape", {copies, 1}}, {"Cast", {cast, 0, kGrids}}, {"_backward_cast", {cast, 0, kGrids}},
+      {"_backward_reshape", {copies, 1}}, {"Reshape", {copies, 1}}, {"Flatten", {copies, 1}},
+      {"expand_dims", {copies, 1}}, {"squeeze", {copies, 1}}, {"BlockGrad", {copies, 1}},
+      {"_npx_reshape", {copies, 1}}, {"_np_reshape", {copies, 1}}, {"_np_squeeze", {copies, 1}},
+      {"Cast", {cast, 0, kGrids}}, {"_backward_cast", {cast, 0, kGrids}},
       {"amp_cast", {cast, 0, kGrids}}, {"_backward_amp_cast", {cast, 0, kGrids}},
       {"Embedding", {as_it_is, 0}}, {"take", {as_it_is, 0}}, {"transpose", {transpose, 0}},
       {"slice", {as_it_is, 0}}, {"slice_axis", {slice_axis, 0}}, {"stack", {as_it_is, 0}},

@@ -11,7 +11,7 @@ constexpr int64_t kHalf = int64_t(1) << 16;  // of half of a prediction's, if th
 
 NDArray widened_rows(const NDArray& holder, const TBlob& piece) {
   NDArray made = holder.AsArray(piece.shape_, mshadow::kFloat32);
-  kernels->widen(halves(piece), floats(made.data()), size(piece));
+  kernels_of(piece)->widen(halves(piece), floats(made.data()), size(piece));
   return made;
 }
 
@@ -84,13 +84,13 @@ bool run_by_outputs(const Call& call, bool backward) {
       call.of.compute_ex(call.attrs, context, in, req, out);
       const NDArray made = out[0].IsMKLDNNData() ? out[0].Reorder2Default() : out[0];
       const auto* from = static_cast<const float*>(made.data().dptr_);
-      show(from, rows * n, 0, call.out[0].dptr_, nullptr, true);
+      show(from, rows * n, 0, call.out[0].dptr_, nullptr, call.out[0].type_flag_);
       for (int64_t i = 0; i < rows; ++i)
-        kernels->narrow(from + i * n, halves(call.out[0]) + i * high + first, n, call.write(0));
+        kernels_of(call.out[0])->narrow(from + i * n, halves(call.out[0]) + i * high + first, n, call.write(0));
       continue;
     }
     for (int64_t i = 0; i < rows; ++i)
-      kernels->widen(halves(call.in[0]) + i * high + first, columns + i * n, n);
+      kernels_of(call.in[0])->widen(halves(call.in[0]) + i * high + first, columns + i * n, n);
     std::vector<NDArray> out{dx};
     req[0] = call.write(0) == kNothing ? mxnet::kNullOp : first ? mxnet::kAddTo : mxnet::kWriteTo;
     for (size_t i = 1; i < call.out.size(); ++i) {

@@ -1,7 +1,7 @@
 // Dispatches MXNet's operators on type.
 //
 // The CPU functions of an operator X of MXNet are replaced by ones that run the engine where an
-// input or output is float16, or where the node has a setting of ours, and MXNet's function
+// input or output is float16 or bfloat16, or where the node has a setting of ours, and MXNet's function
 // otherwise. Arrays of another storage than the default always go to MXNet's function. Attributes
 // that CPUs and GPUs share are wrapped only where a setting or one of MXNet's defects needs it.
 #include <algorithm>
@@ -22,18 +22,22 @@ std::map<const nnvm::Op*, const Operator*> dispatched;
 
 // ---- which calls the engine runs -----------------------------------------------------------
 
-bool any_half(const std::vector<TBlob>& arrays) {
-  return std::any_of(arrays.begin(), arrays.end(), is_half);
+int type_of(const TBlob& array) { return array.type_flag_; }
+int type_of(const NDArray& array) { return array.dtype(); }
+
+// The 16-bit type of some array, or kNoHalf.
+template <class T>
+int half_of(const std::vector<T>& in, const std::vector<T>& out) {
+  int found = kNoHalf;
+  for (auto* arrays : {&in, &out})
+    for (const T& array : *arrays)
+      if (is_half(type_of(array))) found = std::max(found, type_of(array));
+  return found;
 }
 
-bool any_half(const std::vector<NDArray>& arrays) {
-  return std::any_of(arrays.begin(), arrays.end(),
-                     [](const NDArray& array) { return array.dtype() == mshadow::kFloat16; });
-}
-
-// MXNet's code moves halves as fast, so only a setting makes the engine run an operator that does.
-bool taken(const Operator& of, const NodeAttrs& attrs, bool half) {
-  return (half && !of.moves) || has_setting(attrs);
+// MXNet's code moves float16 numbers as fast, so only a setting makes the engine run an operator that does.
+bool taken(const Operator& of, const NodeAttrs& attrs, int half) {
+  return half == mshadow::kBfloat16 || (half != kNoHalf && !of.moves) || has_setting(attrs);
 }
 
 bool all_dense(const std::vector<NDArray>& arrays) {
@@ -100,8 +104,8 @@ void run_engine(const Call& call, const Watch& watch, F generic) {
 void run_stateless(const Operator& of, const NodeAttrs& attrs, const OpContext& context,
                    const std::vector<TBlob>& in, const std::vector<OpReqType>& req,
                    const std::vector<TBlob>& out) {
-  const bool half = any_half(in) || any_half(out);
-  const auto substitute = half ? in_halves(of, attrs) : nullptr;
+  const int half = half_of(in, out);
+  const auto substitute = half != kNoHalf ? in_halves(of, attrs, half) : nullptr;
   Call call{of, substitute ? substitute->get() : attrs, context, in, req, out, Rounding(attrs)};
   call.rounding.draw(context);
   const Watch watch(call);
@@ -111,7 +115,7 @@ void run_stateless(const Operator& of, const NodeAttrs& attrs, const OpContext& 
 void compute(const Operator& of, const NodeAttrs& attrs, const OpContext& context,
              const std::vector<TBlob>& in, const std::vector<OpReqType>& req,
              const std::vector<TBlob>& out) {
-  if (taken(of, attrs, any_half(in) || any_half(out)))
+  if (taken(of, attrs, half_of(in, out)))
     run_stateless(of, attrs, context, in, req, out);
   else
     of.compute(attrs, context, in, req, out);
@@ -132,7 +136,7 @@ void compute_ex(const Operator& of, const NodeAttrs& attrs, const OpContext& con
     training.is_train = true;
     return compute_ex(of, attrs, training, in, req, out);
   }
-  if (!taken(of, attrs, any_half(in) || any_half(out)) || !all_dense(in) || !all_dense(out))
+  if (!taken(of, attrs, half_of(in, out)) || !all_dense(in) || !all_dense(out))
     return of.compute_ex(attrs, context, in, req, out);
   std::vector<NDArray> copies;
   copies.reserve(in.size());
@@ -240,11 +244,11 @@ OpStatePtr create_state(const NodeAttrs& attrs, mxnet::Context context,
     return call_theirs<OpStatePtr, const NodeAttrs&, mxnet::Context, const mxnet::ShapeVector&,
                        const Types&>(of.create_state, of_node, context, shapes, its);
   };
-  const bool half = std::count(types.begin(), types.end(), mshadow::kFloat16) > 0;
-  if (context.dev_mask() != mshadow::cpu::kDevMask || (!half && !has_setting(attrs)))
+  const int half = half_among(types);
+  if (context.dev_mask() != mshadow::cpu::kDevMask || (half == kNoHalf && !has_setting(attrs)))
     return create(attrs, types);
   Types wide(types);
-  std::replace(wide.begin(), wide.end(), int(mshadow::kFloat16), int(mshadow::kFloat32));
+  std::replace_if(wide.begin(), wide.end(), [](int type) { return is_half(type); }, int(mshadow::kFloat32));
   auto kept = keep(of, attrs, half);
   const OpStatePtr inner = create(kept->get(), wide);
   const uint32_t outputs = of.op->get_num_outputs ? of.op->get_num_outputs(attrs)
@@ -292,6 +296,15 @@ const std::set<std::string> kMoves = {
     "_zeros_without_dtype", "_ones", "_full", "_eye", "zeros_like", "ones_like", "_npx_reshape",
     "_np_reshape", "_np_squeeze"};
 
+bool contains(const std::string& name, const char* part) {
+  return name.find(part) != std::string::npos;
+}
+
+// MXNet's updates and sums over several arrays are right for float16: they widen each number.
+bool is_mixed(const std::string& name) {
+  return contains(name, "_update") || name.rfind("multi_", 0) == 0;
+}
+
 Operator describe(const nnvm::Op* x) {
   Operator of;
   of.op = x;
@@ -307,12 +320,12 @@ Operator describe(const nnvm::Op* x) {
   of.resources = found<mxnet::FResourceRequestEx>(x, "FResourceRequestEx");
   of.own = own_code(x->name);
   of.product = tensor_core_code(x->name);
-  of.moves = kMoves.count(x->name) > 0;
+  of.moves = kMoves.count(x->name) > 0 || (is_mixed(x->name) && !of.own);
   of.leaves_outputs = kLeaveOutputs.count(x->name) > 0;
   of.pushes_its_weight = x->name == "Convolution" || x->name == "Deconvolution" ||
                          x->name == "FullyConnected";
   of.forgets_bias = x->name == "_backward_FullyConnected";
-  of.casts = x->name == "Cast" || x->name == "amp_cast";
+  of.casts = x->name == "Cast" || x->name == "amp_cast" || x->name == "amp_multicast";
   return of;
 }
 
@@ -424,23 +437,29 @@ bool infer_as_mxnet(const NodeAttrs& attrs, Types* in, Types* out) {
                                                              in, out);
 }
 
-// MXNet's inference for float32, for operators that refuse float16 there only. It decides where
-// types are mixed.
-bool infer_halves(const NodeAttrs& attrs, Types* in, Types* out) {
-  bool halves = false, floats = false;
-  for (const Types* types : {in, out})
-    for (int type : *types) {
-      halves |= type == mshadow::kFloat16;
-      floats |= type == mshadow::kFloat32;
-    }
-  if (!halves || floats) return infer_as_mxnet(attrs, in, out);
+// MXNet's inference for types of which `type`, which some code refuses, is called `stand_in`. It decides
+// where types are mixed.
+template <class F>
+bool infer_instead(int type, int stand_in, Types* in, Types* out, F infer) {
+  bool has = false, mixed = false;
+  for (const Types* types : {in, out}) {
+    has |= std::count(types->begin(), types->end(), type) > 0;
+    mixed |= std::count(types->begin(), types->end(), stand_in) > 0;
+  }
+  if (!has || mixed) return infer();
   const auto swap = [&](int from, int to) {
     for (Types* types : {in, out}) std::replace(types->begin(), types->end(), from, to);
   };
-  swap(mshadow::kFloat16, mshadow::kFloat32);
-  const bool known = infer_as_mxnet(attrs, in, out);
-  swap(mshadow::kFloat32, mshadow::kFloat16);
+  swap(type, stand_in);
+  const bool known = infer();
+  swap(stand_in, type);
   return known;
+}
+
+// Of operators that refuse float16 by type alone.
+bool infer_halves(const NodeAttrs& attrs, Types* in, Types* out) {
+  return infer_instead(mshadow::kFloat16, mshadow::kFloat32, in, out,
+                       [&] { return infer_as_mxnet(attrs, in, out); });
 }
 
 const std::set<std::string> kInferHalves = {
@@ -449,10 +468,22 @@ const std::set<std::string> kInferHalves = {
     "_linalg_slogdet", "_npi_eig", "_npi_eigh", "_npi_eigvals", "_npi_eigvalsh", "_npi_solve",
     "_npi_pinv", "_npi_pinv_scalar_rcond", "_npi_tensorinv", "_npi_tensorsolve", "_npi_around"};
 
-void replace_types(nnvm::Op& op) {
-  if (kInferHalves.count(op.name))
+// bfloat16 has the rules of float16. An operator with a `dtype` of its own has MXNet's.
+bool infer_types(const NodeAttrs& attrs, Types* in, Types* out) {
+  const auto infer = [&] {
+    return kInferHalves.count(attrs.op->name) ? infer_halves(attrs, in, out)
+                                              : infer_as_mxnet(attrs, in, out);
+  };
+  if (std::max(half_among(*in), half_among(*out)) != mshadow::kBfloat16) return infer();
+  const std::string dtype = word(attrs, "dtype", "");
+  if (dispatched.at(attrs.op)->casts || dtype == "bfloat16" || dtype == "float16") return infer();
+  return infer_instead(mshadow::kBfloat16, mshadow::kFloat16, in, out, infer);
+}
+
+void replace_types(const Operator& of, nnvm::Op& op) {
+  if (of.types)
     set<nnvm::FInferType>(op, "FInferType",
-                          by_value<bool, const NodeAttrs&, Types*, Types*>(&infer_halves));
+                          by_value<bool, const NodeAttrs&, Types*, Types*>(&infer_types));
 }
 
 // The identity that stands for a loss scale reads one number beside its array, where MXNet's reads an
@@ -473,7 +504,7 @@ void dispatch(nnvm::Op& op) {
   const auto* of = new Operator(describe(&op));  // as long as the process
   dispatched[&op] = of;
   replace_functions(*of, op);
-  replace_types(op);
+  replace_types(*of, op);
   if (op.name == "_identity_with_attr_like_rhs")
     set<mxnet::FInferShape>(op, "FInferShape",
                             by_value<bool, const NodeAttrs&, mxnet::ShapeVector*,
@@ -504,20 +535,12 @@ const std::set<std::string> kMxnets = {
     "_npx_nonzero", "_npi_share_memory", "_npi_bincount", "_npi_boolean_mask_assign_scalar",
     "_npi_boolean_mask_assign_tensor", "_scatter_set_nd", "reset_arrays", "all_finite"};
 
-bool contains(const std::string& name, const char* part) {
-  return name.find(part) != std::string::npos;
-}
-
-// MXNet's updates and sums over several arrays are right for halves: they widen each number. Those with
-// code of their own are faster.
 bool is_dispatched(const nnvm::Op* x) {
   const std::string& name = x->name;
   if (name.rfind(kPrefix, 0) == 0 || kMxnets.count(name) || dispatched.count(x)) return false;
   if (contains(name, "quantize")) return false;
   // of the subgraphs that executors make for oneDNN, those of attention do not refuse float16 by type
   if (name.rfind("_sg_mkldnn", 0) == 0 && !contains(name, "selfatt")) return false;
-  const bool mixed = contains(name, "_update") || name.rfind("multi_", 0) == 0;
-  if (mixed && !own_code(name)) return false;
   return get<mxnet::FCompute>(x, "FCompute<cpu>") || get<mxnet::FComputeEx>(x, "FComputeEx<cpu>") ||
          get<mxnet::FStatefulCompute>(x, "FStatefulCompute<cpu>") ||
          get<mxnet::FStatefulComputeEx>(x, "FStatefulComputeEx<cpu>");
@@ -527,7 +550,7 @@ bool is_dispatched(const nnvm::Op* x) {
 
 bool is_dispatched_here(const nnvm::Op* x) { return dispatched.count(x) > 0; }
 
-bool is_taken(const NodeAttrs& attrs, bool half) {
+bool is_taken(const NodeAttrs& attrs, int half) {
   const auto found = dispatched.find(attrs.op);
   return found != dispatched.end() && taken(*found->second, attrs, half);
 }

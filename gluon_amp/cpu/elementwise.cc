@@ -12,7 +12,7 @@ bool unary(const Call& call, Unary f, float a = 0, float b = 0) {
     return true;
   }
   if (!all_half(call)) return false;
-  kernels->unary(f, halves(call.in[0]), halves(call.out[0]), size(call.out[0]), a, b,
+  kernels_of(call.in[0])->unary(f, halves(call.in[0]), halves(call.out[0]), size(call.out[0]), a, b,
                  call.write(0));
   return true;
 }
@@ -25,7 +25,7 @@ bool unary_gradient(const Call& call, Unary f, size_t read, float a = 0, float b
     return true;
   }
   if (!all_half(call)) return false;
-  kernels->unary_gradient(f, halves(call.in[0]), read ? halves(call.in[read]) : nullptr,
+  kernels_of(call.in[0])->unary_gradient(f, halves(call.in[0]), read ? halves(call.in[read]) : nullptr,
                           halves(call.out[0]), size(call.out[0]), a, b, call.write(0));
   return true;
 }
@@ -90,7 +90,7 @@ bool binary(const Call& call) {
     return true;
   }
   if (!all_half(call)) return false;
-  kernels->binary(f, halves(call.in[0]), halves(call.in[1]), halves(call.out[0]),
+  kernels_of(call.in[0])->binary(f, halves(call.in[0]), halves(call.in[1]), halves(call.out[0]),
                   size(call.out[0]), call.write(0));
   return true;
 }
@@ -103,7 +103,7 @@ bool product_gradient(const Call& call) {  // gradient, x, y
     return true;
   }
   if (!all_half(call)) return false;
-  kernels->product_gradient(halves(call.in[0]), halves(call.in[1]), halves(call.in[2]),
+  kernels_of(call.in[0])->product_gradient(halves(call.in[0]), halves(call.in[1]), halves(call.in[2]),
                             halves(call.out[0]), call.write(0), halves(call.out[1]),
                             call.write(1), size(call.in[0]));
   return true;
@@ -113,7 +113,7 @@ bool sum(const Call& call) {
   if (!all_half(call)) return false;
   std::vector<const Half*> from;
   for (auto& array : call.in) from.push_back(halves(array));
-  kernels->sum(from.data(), from.size(), halves(call.out[0]), size(call.out[0]), call.write(0));
+  kernels_of(call.out[0])->sum(from.data(), from.size(), halves(call.out[0]), size(call.out[0]), call.write(0));
   return true;
 }
 

@@ -43,7 +43,7 @@ bool add_rows(const Call& call, size_t of_weight) {  // gradient, data
   Lease lease;
   float* const sums = lease.memory((first.size() - 1) * width);
   float* const added = lease.memory(row.size() * width);
-  kernels->widen(halves(g), added, size(g));
+  kernels_of(g)->widen(halves(g), added, size(g));
   if (call.write(of_weight) == kStore) std::fill_n(halves(weight), size(weight), Half(0));
   for_all(first.size() - 1, size(g), [&](int64_t i) {
     float* const sum = sums + i * width;
@@ -52,7 +52,7 @@ bool add_rows(const Call& call, size_t of_weight) {  // gradient, data
       for (int64_t j = 0; j < width; ++j) sum[j] += added[order[k] * width + j];
   });
   for (size_t i = 0; i < first.size() - 1; ++i)
-    kernels->narrow(sums + i * width, halves(weight) + row[order[first[i]]] * width, width,
+    kernels_of(weight)->narrow(sums + i * width, halves(weight) + row[order[first[i]]] * width, width,
                     call.write(of_weight));
   return true;
 }

@@ -1,10 +1,12 @@
 // What the files of the engine share: an operator of MXNet, one call of it, scratch memory.
 //
-// MXNet's operators dispatch on type (dispatch.cc): where an array is float16, the engine runs. Its
-// generic code (every.cc) widens float16 inputs to float32, runs MXNet's own code, and rounds its
-// results to float16 once. Memory-bound operators have code of their own.
+// MXNet's operators dispatch on type (dispatch.cc): where an array is float16 or bfloat16, the engine
+// runs. Its generic code (every.cc) widens these inputs to float32, runs MXNet's own code, and rounds its
+// results once. Memory-bound operators have code of their own. A "half" is a number of either type.
 #pragma once
 #include "native.h"
+
+#include <algorithm>
 
 #include "kernels/kernels.h"
 
@@ -19,8 +21,9 @@ using nnvm::NodeAttrs;
 
 constexpr char kPrefix[] = "_gluon_amp_";  // of operators that MXNet does not have
 
-// The code for this processor's instruction set; set when the library is loaded.
-extern const Kernels* kernels;
+// The code for this processor's instruction set: for float32 and float16, and for bfloat16; set when the
+// library is loaded.
+extern const Kernels *kernels, *bfloat16_kernels;
 
 // ---- an operator of MXNet ------------------------------------------------------
 
@@ -38,7 +41,7 @@ struct Operator {
   mxnet::FResourceRequestEx resources;
   const struct OwnCode* own;  // or null
   void (*product)(const struct Call& call);  // as a GPU's Tensor Cores make it, or null
-  bool moves;              // it makes or moves values: MXNet's own code is as fast for halves
+  bool moves;              // MXNet's own code serves float16 as well: it moves values, or updates weights
   bool leaves_outputs;     // it does not write some outputs: they begin as zeros
   bool pushes_its_weight;  // to MXNet's engine, to reorder it there, when it does not train
   bool casts;              // its `dtype` is a type of arrays, not a choice of code
@@ -169,7 +172,20 @@ struct Call {
   }
 };
 
-inline bool is_half(const TBlob& array) { return array.type_flag_ == mshadow::kFloat16; }
+constexpr int kNoHalf = -1;  // among types of arrays
+inline bool is_half(int type) { return type == mshadow::kFloat16 || type == mshadow::kBfloat16; }
+inline bool is_half(const TBlob& array) { return is_half(array.type_flag_); }
+// The 16-bit type among types, bfloat16 where there are both; else kNoHalf.
+inline int half_among(const std::vector<int>& types) {
+  int found = kNoHalf;
+  for (int type : types)
+    if (is_half(type)) found = std::max(found, type);
+  return found;
+}
+inline const Kernels* kernels_of(int type) {
+  return type == mshadow::kBfloat16 ? bfloat16_kernels : kernels;
+}
+inline const Kernels* kernels_of(const TBlob& array) { return kernels_of(array.type_flag_); }
 inline bool is_float(const TBlob& array) { return array.type_flag_ == mshadow::kFloat32; }
 inline Half* halves(const TBlob& array) { return static_cast<Half*>(array.dptr_); }
 inline float* floats(const TBlob& array) { return static_cast<float*>(array.dptr_); }
@@ -270,8 +286,8 @@ class RnnLoop {
 // Lets those of these operators of MXNet that have code for CPUs dispatch on type.
 void dispatch_operators(int count, const char** names);
 bool is_dispatched_here(const nnvm::Op* x);
-// Whether the engine runs a node on a CPU; `half`: some input or output is float16.
-bool is_taken(const NodeAttrs& attrs, bool half);
+// Whether the engine runs a node on a CPU; `half`: which 16-bit type some input or output has.
+bool is_taken(const NodeAttrs& attrs, int half);
 std::string dispatched_names();  // a line for each
 void register_training();  // training_operators.cc
 void register_tensor_core();  // tensor_core.cc

@@ -82,9 +82,11 @@ char why[512];
 // Dispatches MXNet's operators and registers ours. Returns 0, or -1 with the reason in `reason`.
 int start(const char* isa, int count, const char** names, int constants, const char** constant_names) {
   try {
-    kernels = !std::strcmp(isa, "avx512") ? kernels_for_avx512()
-              : !std::strcmp(isa, "avx2") ? kernels_for_avx2()
-                                          : kernels_for_portable();
+    const bool avx512 = !std::strcmp(isa, "avx512"), avx2 = !std::strcmp(isa, "avx2");
+    kernels = avx512 ? kernels_for_avx512() : avx2 ? kernels_for_avx2() : kernels_for_portable();
+    bfloat16_kernels = avx512 ? kernels_for_avx512_bfloat16()
+                       : avx2 ? kernels_for_avx2_bfloat16()
+                              : kernels_for_portable_bfloat16();
     set_constants(constants, constant_names);
     replace_gpu_functions();  // first: it may fail, and then nothing is replaced
     register_training();
@@ -203,7 +205,7 @@ int copy_all(const NDArray* const* from, const NDArray* const* to, int64_t count
     if (!fits(*from[i], *to[i])) return 0;
   for (int64_t i = 0; i < count; ++i) {
     const TBlob &x = from[i]->data(), &y = to[i]->data();
-    if (x.type_flag_ != y.type_flag_) kernels->widen(halves(x), floats(y), size(x));
+    if (x.type_flag_ != y.type_flag_) kernels_of(x)->widen(halves(x), floats(y), size(x));
     else kernels->copy(x.dptr_, y.dptr_, size(x) * int64_t(mshadow::mshadow_sizeof(x.type_flag_)));
   }
   return 1;

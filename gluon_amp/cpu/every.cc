@@ -1,4 +1,4 @@
-// The generic operator: MXNet's own float32 code for float16 arrays.
+// The generic operator: MXNet's own float32 code for float16 and bfloat16 arrays.
 //
 // Inputs are widened into scratch, X's code runs, and its results are rounded once. Since all
 // inputs of the low type are read before any output is written, an output may have the memory of
@@ -15,7 +15,7 @@
 
 namespace gluon_amp {
 
-const Kernels* kernels = nullptr;
+const Kernels *kernels = nullptr, *bfloat16_kernels = nullptr;
 
 // ---- attributes ----------------------------------------------------------------
 
@@ -172,8 +172,8 @@ void narrow(const NDArray& made, const TBlob& to, Write write) {
           const int64_t count = many * ((of_each + block - 1) / block) * b.strides[1];
           const float* const exact = from + n * stored + c * plane;
           Half* const rounded = halves(to) + (n * channels + c) * plane;
-          show(exact, count, count - many * of_each * plane, rounded, nullptr, true);
-          kernels->narrow_blocked(exact, rounded, many, of_each, plane, block, write);
+          show(exact, count, count - many * of_each * plane, rounded, nullptr, to.type_flag_);
+          kernels_of(to)->narrow_blocked(exact, rounded, many, of_each, plane, block, write);
         }
       return;
     }
@@ -270,7 +270,7 @@ void run(const Call& call, bool onednn, const std::vector<uint32_t>& mutated,
     const bool copied = state && onednn && i == kWeightsOfRnn;
     in.push_back((copied ? brief : lease).array(from.shape_));
     float* widened = floats(in[i].data());
-    if (is_half(from)) kernels->widen(halves(from), widened, size(from));
+    if (is_half(from)) kernels_of(from)->widen(halves(from), widened, size(from));
     if (!grid) continue;
     const float* exact = is_half(from) ? widened : floats(from);
     kernels->round(scaled(*grid, call.rounding, call.context, i, exact, size(from)), exact, widened,
@@ -323,15 +323,15 @@ void run(const Call& call, bool onednn, const std::vector<uint32_t>& mutated,
       narrow(out[i], to, write);
     } else if (direct[i]) {
       if (!grid) continue;
-      show(floats(to), size(to), 0, to.dptr_, grid, false);
+      show(floats(to), size(to), 0, to.dptr_, grid, to.type_flag_);
       kernels->round(*grid, floats(to), floats(to), size(to), kStore);
     } else {
       NDArray made = out[i].IsMKLDNNData() ? out[i].Reorder2Default() : out[i];
       float* from = floats(made.data());
-      show(from, size(to), 0, to.dptr_, grid, is_half(to));
+      show(from, size(to), 0, to.dptr_, grid, to.type_flag_);
       if (is_half(to)) {
         kernels->round(*grid, from, from, size(to), kStore);
-        kernels->narrow(from, halves(to), size(to), write);
+        kernels_of(to)->narrow(from, halves(to), size(to), write);
       } else {
         kernels->round(*grid, from, floats(to), size(to), write);
       }

@@ -62,7 +62,7 @@ bool upsample_gradient(const Call& call) {
       float* const sum = sums + i * s.width;
       std::fill_n(sum, s.width, 0.0f);
       for (int64_t k = 0; k < s.scale; ++k) {
-        kernels->widen(halves(g) + (i * s.scale + k) * wide, row, wide);
+        kernels_of(g)->widen(halves(g) + (i * s.scale + k) * wide, row, wide);
         for (int64_t j = 0; j < s.width; ++j)
           for (int64_t q = 0; q < s.scale; ++q) sum[j] += row[j * s.scale + q];
       }

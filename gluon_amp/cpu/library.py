@@ -34,6 +34,7 @@ from mxnet._ctypes.ndarray import _imperative_invoke
 from .._mxnet import mx, np
 from .._numpy import CORE
 from ..annotations import DType
+from . import bfloat16
 
 # what the processor and kernel allow
 __cpu_features__ = importlib.import_module(f"{CORE}._multiarray_umath").__cpu_features__
@@ -254,6 +255,7 @@ def start() -> None:
     if _variant is None:
         try:
             _variant, _error = _start(), None
+            bfloat16.install()
         except KernelError as error:
             _error = error
 

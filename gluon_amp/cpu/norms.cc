@@ -42,9 +42,9 @@ struct RoundedOutput {
     if (is_float(to)) return kernels->round(*grid, static_cast<float*>(memory), floats(to), n,
                                             call.write(0));
     float* wide = lease.memory(n);
-    kernels->widen(static_cast<Half*>(memory), wide, n);
+    kernels_of(to)->widen(static_cast<Half*>(memory), wide, n);
     kernels->round(*grid, wide, wide, n, kStore);
-    kernels->narrow(wide, halves(to), n, call.write(0));
+    kernels_of(to)->narrow(wide, halves(to), n, call.write(0));
   }
 };
 
@@ -64,10 +64,10 @@ const void* rounded_input(const Call& call, Lease* lease) {
     kernels->round(*grid, floats(from), wide, size(from), kStore);
     return wide;
   }
-  kernels->widen(halves(from), wide, size(from));
+  kernels_of(from)->widen(halves(from), wide, size(from));
   kernels->round(*grid, wide, wide, size(from), kStore);
   Half* narrowed = reinterpret_cast<Half*>(lease->memory((size(from) + 1) / 2));
-  kernels->narrow(wide, narrowed, size(from), kStore);
+  kernels_of(from)->narrow(wide, narrowed, size(from), kStore);
   return narrowed;
 }
 
@@ -80,7 +80,7 @@ bool batch_norm(const Call& call) {
     return i < call.out.size() && call.write(i) != kNothing ? floats(call.out[i]) : nullptr;
   };
   RoundedOutput y(call);
-  kernels->batch_norm(norm, {call.in[0].dptr_, floats(call.in[1]), floats(call.in[2]),
+  kernels_of(call.in[0])->batch_norm(norm, {call.in[0].dptr_, floats(call.in[1]), floats(call.in[2]),
                              floats(call.in[3]), floats(call.in[4]), y.memory, y.write, kept(1),
                              kept(2), counts_as_made(call, relu)});
   y.round();
@@ -94,7 +94,7 @@ bool batch_norm_gradient(const Call& call) {
   if (!batch_norm_of(call, call.in[3], relu, &norm) || !is_float(call.in[4])) return false;
   Lease lease;
   RoundedOutput dx(call);
-  kernels->batch_norm_gradient(norm, {
+  kernels_of(call.in[3])->batch_norm_gradient(norm, {
       rounded_input(call, &lease), call.in[3].dptr_,
       floats(call.in[4]), floats(call.in[5]), floats(call.in[1]), floats(call.in[2]),
       dx.memory, dx.write, floats(call.out[1]), call.write(1),
@@ -118,7 +118,7 @@ bool layer_norm_of(const Call& call, const TBlob& x, LayerNorm* made) {
 const float* as_floats(const TBlob& x, Lease* lease) {
   if (is_float(x)) return floats(x);
   float* made = lease->memory(size(x));
-  kernels->widen(halves(x), made, size(x));
+  kernels_of(x)->widen(halves(x), made, size(x));
   return made;
 }
 
@@ -135,7 +135,7 @@ struct FloatOutput {
     if (is_half(to)) write = kStore;
   }
   void round() {
-    if (is_half(to) && asked != kNothing) kernels->narrow(memory, halves(to), size(to), asked);
+    if (is_half(to) && asked != kNothing) kernels_of(to)->narrow(memory, halves(to), size(to), asked);
   }
 };
 
@@ -148,7 +148,7 @@ bool layer_norm(const Call& call) {
   const float *gamma = as_floats(call.in[1], &lease), *beta = as_floats(call.in[2], &lease);
   FloatOutput mean(call, 1), deviation(call, 2);
   if (is_half(call.in[0]))
-    kernels->layer_norm(norm, halves(call.in[0]), gamma, beta, halves(call.out[0]), call.write(0),
+    kernels_of(call.in[0])->layer_norm(norm, halves(call.in[0]), gamma, beta, halves(call.out[0]), call.write(0),
                         mean.memory, deviation.memory);
   else
     kernels->layer_norm_floats(norm, floats(call.in[0]), gamma, beta, floats(call.out[0]),
@@ -168,7 +168,7 @@ bool layer_norm_gradient(const Call& call) {
               *deviation = as_floats(call.in[4], &lease);
   FloatOutput dgamma(call, 1), dbeta(call, 2);
   if (is_half(x))
-    kernels->layer_norm_gradient(norm, halves(g), halves(x), gamma, mean, deviation, halves(dx),
+    kernels_of(g)->layer_norm_gradient(norm, halves(g), halves(x), gamma, mean, deviation, halves(dx),
                                  call.write(0), dgamma.memory, dgamma.write, dbeta.memory, dbeta.write);
   else
     kernels->layer_norm_gradient_floats(norm, floats(g), floats(x), gamma, mean, deviation, floats(dx),
@@ -197,7 +197,7 @@ bool softmax(const Call& call) {
   if (call.in.size() != 1 || !last_axis(call, x)) return false;
   const int64_t width = x.shape_[x.ndim() - 1], rows = size(x) / width;
   if (all_half(call))
-    kernels->softmax(halves(x), halves(y), rows, width, temperature(call), call.write(0));
+    kernels_of(x)->softmax(halves(x), halves(y), rows, width, temperature(call), call.write(0));
   else if (all_float(call))
     kernels->softmax_floats(floats(x), floats(y), rows, width, temperature(call), call.write(0));
   else
@@ -210,7 +210,7 @@ bool softmax_gradient(const Call& call) {  // gradient, y
   if (call.in.size() != 2 || !last_axis(call, g)) return false;
   const int64_t width = g.shape_[g.ndim() - 1], rows = size(g) / width;
   if (all_half(call))
-    kernels->softmax_gradient(halves(g), halves(y), halves(dx), rows, width, temperature(call),
+    kernels_of(g)->softmax_gradient(halves(g), halves(y), halves(dx), rows, width, temperature(call),
                               call.write(0));
   else if (all_float(call))
     kernels->softmax_gradient_floats(floats(g), floats(y), floats(dx), rows, width,

@@ -25,9 +25,12 @@ void add_pad(Rows& rows);
 void add_pooling(Rows& rows);
 void add_updates(Rows& rows);
 
+// Whether all arrays are of one 16-bit type.
 inline bool all_half(const Call& call) {
-  return std::all_of(call.in.begin(), call.in.end(), is_half) &&
-         std::all_of(call.out.begin(), call.out.end(), is_half);
+  const int type = call.out.empty() ? kNoHalf : call.out[0].type_flag_;
+  const auto same = [type](const TBlob& array) { return array.type_flag_ == type; };
+  return is_half(type) && std::all_of(call.in.begin(), call.in.end(), same) &&
+         std::all_of(call.out.begin(), call.out.end(), same);
 }
 
 // Code for halves that runs on floats, too. In an X-ray's step in float32, which compares numbers, it
@@ -53,7 +56,7 @@ void made_in_halves(const Call& call, F make) {
   Half* const made = reinterpret_cast<Half*>(lease.memory((size(to) + 1) / 2));
   make(made);
   const Half* const added = made;
-  kernels->sum(&added, 1, halves(to), size(to), call.write(0));
+  kernels_of(to)->sum(&added, 1, halves(to), size(to), call.write(0));
 }
 
 }  // namespace gluon_amp

@@ -89,7 +89,7 @@ bool forward(const Call& call) {
   const float constant = number(call.attrs, "constant_value", 0);
   if (is_half(x)) {
     Half rounded;
-    kernels->narrow(&constant, &rounded, 1, kStore);
+    kernels_of(x)->narrow(&constant, &rounded, 1, kStore);
     made_in_halves(call, [&](Half* to) { pad(p, halves(x), to, rounded); });
   } else if (is_float(x)) {
     Lease lease;
@@ -117,7 +117,7 @@ bool backward(const Call& call) {
   const int64_t wide = p.place_of.size();
   const Grid* const read = call.rounding.read(0);
   add_up(p, false, sums, [&](int64_t first, float* memory) -> const float* {
-    if (is_half(g)) kernels->widen(halves(g) + first, memory, wide);
+    if (is_half(g)) kernels_of(g)->widen(halves(g) + first, memory, wide);
     if (read) kernels->round(*read, is_half(g) ? memory : floats(g) + first, memory, wide, kStore);
     return is_half(g) || read ? memory : floats(g) + first;
   });

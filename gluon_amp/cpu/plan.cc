@@ -35,14 +35,14 @@ std::set<const NodeAttrs*> run_by_the_engine(const GraphView& graph) {
     first.push_back(next);
     next += node.source->num_outputs();
   }
-  const auto is_half = [&](size_t at) { return at < types->size() && (*types)[at] == mshadow::kFloat16; };
+  const auto type = [&](size_t at) { return at < types->size() ? (*types)[at] : kNoHalf; };
   for (size_t i = 0; i < nodes->size(); ++i) {
     const auto& node = (*nodes)[i];
     if (node.source->is_variable() || (*devices)[i] != mshadow::cpu::kDevMask) continue;
-    bool half = false;
-    for (uint32_t out = 0; out < node.source->num_outputs(); ++out) half |= is_half(first[i] + out);
-    for (const auto& in : node.inputs) half |= is_half(first[in.node_id] + in.index);
-    if (is_taken(node.source->attrs, half)) made.insert(&node.source->attrs);
+    std::vector<int> its;
+    for (uint32_t out = 0; out < node.source->num_outputs(); ++out) its.push_back(type(first[i] + out));
+    for (const auto& in : node.inputs) its.push_back(type(first[in.node_id] + in.index));
+    if (is_taken(node.source->attrs, half_among(its))) made.insert(&node.source->attrs);
   }
   return made;
 }

@@ -69,7 +69,7 @@ bool run_maximum(const Call& call) {
   };
   const auto kernel = two("kernel", 0), stride = two("stride", 1), pad = two("pad", 0);
   if (kernel[0] < 1 || kernel[1] < 1 || stride[0] < 1 || stride[1] < 1 || stride[1] > 2) return false;
-  kernels->max_pool({x.shape_[0] * x.shape_[1], x.shape_[2], x.shape_[3], y.shape_[2], y.shape_[3],
+  kernels_of(x)->max_pool({x.shape_[0] * x.shape_[1], x.shape_[2], x.shape_[3], y.shape_[2], y.shape_[3],
                      kernel[0], kernel[1], stride[0], stride[1], pad[0], pad[1]},
                     halves(x), halves(y), call.write(0));
   return true;

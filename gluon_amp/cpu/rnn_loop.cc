@@ -136,7 +136,7 @@ struct RnnLoop::Layers {
   static Floats taken(const TBlob& from) {
     if (is_float(from)) return Floats(floats(from), floats(from) + size(from));
     Floats made(size(from));
-    kernels->widen(halves(from), made.data(), made.size());
+    kernels_of(from)->widen(halves(from), made.data(), made.size());
     return made;
   }
 
@@ -160,10 +160,10 @@ struct RnnLoop::Layers {
     if (call.write(i) == kNothing) return;
     const Grid* written = call.rounding.written(i);
     const Grid grid = written ? *written : Grid();
-    show(made.data(), size(to), 0, to.dptr_, written, !is_float(to));
+    show(made.data(), size(to), 0, to.dptr_, written, to.type_flag_);
     if (is_float(to)) return kernels->round(grid, made.data(), floats(to), size(to), call.write(i));
     kernels->round(grid, made.data(), made.data(), size(to), kStore);
-    kernels->narrow(made.data(), halves(to), size(to), call.write(i));
+    kernels_of(to)->narrow(made.data(), halves(to), size(to), call.write(i));
   }
 
   // One step of one row: from both sums to the gates and the new state.

@@ -21,7 +21,7 @@ TensorCore tensor_core_of(const NodeAttrs& attrs) {
 void check_halves(const Call& call) {
   for (auto* arrays : {&call.in, &call.out})
     for (auto& array : *arrays)
-      if (!is_half(array))
+      if (array.type_flag_ != mshadow::kFloat16)
         throw dmlc::Error(call.of.op->name + ": accumulate= takes float16 arrays, since Tensor "
                           "Cores multiply float16 numbers here");
 }

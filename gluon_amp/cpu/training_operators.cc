@@ -20,22 +20,26 @@ bool one_shape(const NodeAttrs&, Shapes* in, Shapes* out) {
   return true;
 }
 
+constexpr int kF16 = mshadow::kFloat16, kF32 = mshadow::kFloat32, kF64 = mshadow::kFloat64;
+
+// kF16 stands for both 16-bit types.
+bool is_of(int type, int wanted) { return wanted == kF16 ? is_half(type) : type == wanted; }
+
 template <int first, int others, int output>
-bool types(const NodeAttrs&, Types* in, Types* out) {
-  for (size_t i = 0; i < in->size(); ++i) {
-    const int wanted = i == 0 ? first : others;
-    if ((*in)[i] != wanted) throw dmlc::Error("an input has another type than the operator takes");
-  }
-  (*out)[0] = output;
+bool types(const NodeAttrs& attrs, Types* in, Types* out) {
+  for (size_t i = 0; i < in->size(); ++i)
+    if (!is_of((*in)[i], i == 0 ? first : others))
+      throw dmlc::Error("an input has another type than the operator takes");
+  if (output == kF16 && is_half((*out)[0])) return true;
+  const bool bfloat16 = output == kF16 && word(attrs, "dtype", "") == "bfloat16";
+  (*out)[0] = bfloat16 ? int(mshadow::kBfloat16) : output;
   return true;
 }
 
-constexpr int kF16 = mshadow::kFloat16, kF32 = mshadow::kFloat32, kF64 = mshadow::kFloat64;
-
 bool squares_types(const NodeAttrs&, Types* in, Types* out) {
   for (int type : *in)
-    if (type != kF16 && type != kF32)
-      throw dmlc::Error("squares takes float16 and float32 arrays");
+    if (!is_half(type) && type != kF32)
+      throw dmlc::Error("squares takes float16, bfloat16 and float32 arrays");
   (*out)[0] = kF64;
   return true;
 }
@@ -67,12 +71,12 @@ nnvm::Op& add(const std::string& name, uint32_t inputs, Shape shape, Type type, 
 
 void widen(const NodeAttrs&, const OpContext&, const std::vector<TBlob>& in,
            const std::vector<OpReqType>&, const std::vector<TBlob>& out) {
-  kernels->widen(halves(in[0]), floats(out[0]), size(in[0]));
+  kernels_of(in[0])->widen(halves(in[0]), floats(out[0]), size(in[0]));
 }
 
 void narrow_all(const NodeAttrs&, const OpContext&, const std::vector<TBlob>& in,
                 const std::vector<OpReqType>&, const std::vector<TBlob>& out) {
-  kernels->narrow(floats(in[0]), halves(out[0]), size(in[0]), kStore);
+  kernels_of(out[0])->narrow(floats(in[0]), halves(out[0]), size(in[0]), kStore);
 }
 
 void round(const NodeAttrs& attrs, const OpContext&, const std::vector<TBlob>& in,
@@ -87,7 +91,7 @@ void round(const NodeAttrs& attrs, const OpContext&, const std::vector<TBlob>& i
 void follow(const NodeAttrs&, const OpContext&, const std::vector<TBlob>& in,
             const std::vector<OpReqType>&, const std::vector<TBlob>& out) {
   if (out[0].dptr_ != in[0].dptr_) kernels->copy(in[0].dptr_, out[0].dptr_, 4 * size(in[0]));
-  kernels->follow(floats(out[0]), halves(in[1]), size(in[0]));
+  kernels_of(in[1])->follow(floats(out[0]), halves(in[1]), size(in[0]));
 }
 
 // ---- optimizers ----------------------------------------------------------------------
@@ -187,7 +191,7 @@ void update(const NodeAttrs& attrs, const OpContext&, const std::vector<TBlob>& 
     for (size_t k = first_state; k * count < in.size(); ++k)
       updates[i].states[k - first_state] = floats(in[k * count + i]);
   }
-  kernels->update(rule.rule, updates.data(), int(count), settings_of(attrs));
+  kernels_of(out[0])->update(rule.rule, updates.data(), int(count), settings_of(attrs));
 }
 
 // MXNet's multi-precision updates, in one pass. Their inputs are, for each weight: the weight, its
@@ -200,7 +204,8 @@ bool mxnets_update(const Call& call) {
            call.out[i].dptr_ == call.in[i * stride].dptr_;
   };
   for (size_t i = 0; i < count; ++i)
-    if (!in_place(i) || call.in.size() != count * stride || !is_half(call.in[i * stride + 1])) {
+    if (!in_place(i) || call.in.size() != count * stride || !is_half(call.in[i * stride + 1]) ||
+        call.in[i * stride + 1].type_flag_ != call.out[0].type_flag_) {
       call.of.compute(call.attrs, call.context, call.in, call.req, call.out);
       return true;
     }
@@ -221,7 +226,7 @@ bool mxnets_update(const Call& call) {
                   rates[i], decays[i], 0, false};
     if (momentum) updates[i].states[0] = floats(of[2]);
   }
-  kernels->update(rule, updates.data(), int(count), settings);
+  kernels_of(call.out[0])->update(rule, updates.data(), int(count), settings);
   return true;
 }
 
@@ -234,20 +239,31 @@ bool update_shapes(const NodeAttrs&, Shapes* in, Shapes* out) {
 
 bool update_types(const NodeAttrs& attrs, Types* in, Types* out) {
   const bool masters = has_masters(attrs);
+  const int type = masters && is_half((*in)[0]) ? (*in)[0] : masters ? kF16 : kF32;
   for (size_t i = 0; i < in->size(); ++i)
-    if ((*in)[i] != (masters && i < 2 * out->size() ? kF16 : kF32))
-      throw dmlc::Error(masters ? "an update takes float16 weights and gradients, float32 masters "
-                                  "and states"
+    if ((*in)[i] != (i < 2 * out->size() ? type : kF32))
+      throw dmlc::Error(masters ? "an update takes weights and gradients of one 16-bit type, float32 "
+                                  "masters and states"
                                 : "an update without masters takes float32 arrays only");
-  std::fill(out->begin(), out->end(), masters ? kF16 : kF32);
+  std::fill(out->begin(), out->end(), type);
   return true;
 }
 
 void squares(const NodeAttrs&, const OpContext&, const std::vector<TBlob>& in,
              const std::vector<OpReqType>&, const std::vector<TBlob>& out) {
-  std::vector<Numbers> arrays;
-  for (auto& array : in) arrays.push_back({array.dptr_, size(array), is_half(array)});
-  kernels->squares(arrays.data(), int(arrays.size()), static_cast<double*>(out[0].dptr_));
+  auto* const to = static_cast<double*>(out[0].dptr_);
+  for (const Kernels* of : {kernels, bfloat16_kernels}) {
+    std::vector<Numbers> arrays;
+    std::vector<size_t> places;
+    for (size_t i = 0; i < in.size(); ++i) {
+      if (kernels_of(in[i]) != of) continue;
+      arrays.push_back({in[i].dptr_, size(in[i]), is_half(in[i])});
+      places.push_back(i);
+    }
+    std::vector<double> sums(arrays.size());
+    of->squares(arrays.data(), int(arrays.size()), sums.data());
+    for (size_t k = 0; k < places.size(); ++k) to[places[k]] = sums[k];
+  }
 }
 
 }  // namespace

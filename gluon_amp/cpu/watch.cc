@@ -43,12 +43,12 @@ void take_sample(const TBlob& from, WatchedRow* row) {
     if (is_half(from)) found[row->samples++] = halves(from)[i];
     else row->sample[row->samples++] = floats(from)[i];
   }
-  if (is_half(from)) kernels->widen(found, row->sample, row->samples);
+  if (is_half(from)) kernels_of(from)->widen(found, row->sample, row->samples);
 }
 
 // Counts an array as it stands.
 void count_written(const TBlob& from, Counts* counts) {
-  if (is_half(from)) kernels->count_halves(halves(from), size(from), counts);
+  if (is_half(from)) kernels_of(from)->count_halves(halves(from), size(from), counts);
   else kernels->count(floats(from), size(from), nullptr, false, counts);
 }
 
@@ -113,10 +113,10 @@ Counts* counts_of(const void* to) {
 }
 
 void show(const float* exact, int64_t n, int64_t padding, const void* to, const Grid* grid,
-          bool half) {
+          int type) {
   Counts* const counts = counts_of(to);
   if (!counts) return;
-  kernels->count(exact, n, grid, half, counts);
+  kernels_of(type)->count(exact, n, grid, is_half(type), counts);
   counts->bins[0] -= padding;
   counts->zero -= padding;
 }
@@ -129,7 +129,7 @@ bool takes_floats() { return floats_too; }
 
 bool show_own_code(const Call& call, const OwnCode& own) {
   if (call.rounding.any || word(call.attrs, "act_type", "") == "relu" ||  // relu is exact
-      std::none_of(call.out.begin(), call.out.end(), is_half))
+      std::none_of(call.out.begin(), call.out.end(), [](const TBlob& to) { return is_half(to); }))
     return false;
   if ((own.knows & kNumbers) == kNumbers &&
       some_numbers_at_a_time(call, shown_at_a_time(),
@@ -143,7 +143,7 @@ bool show_own_code(const Call& call, const OwnCode& own) {
   std::vector<OpReqType> req = call.req;
   for (auto& from : call.in) {
     in.push_back(wide(from));
-    if (is_half(from)) kernels->widen(halves(from), floats(in.back()), size(from));
+    if (is_half(from)) kernels_of(from)->widen(halves(from), floats(in.back()), size(from));
   }
   for (size_t i = 0; i < call.out.size(); ++i) {
     out.push_back(wide(call.out[i]));

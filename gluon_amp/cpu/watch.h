@@ -41,9 +41,9 @@ class Watch {
 Counts* counts_of(const void* to);
 
 // Shows the Watch of this thread, if there is one, `n` exact results, `padding` of which are zeros
-// that belong to no tensor, and which are to be rounded into the memory at `to`.
+// that belong to no tensor, and which are to be rounded into the memory at `to`, of this type.
 void show(const float* exact, int64_t n, int64_t padding, const void* to, const Grid* grid,
-          bool half);
+          int type);
 
 // Whether results are counted that are shown on this thread now.
 bool watching();
@@ -56,8 +56,8 @@ inline void narrow(const float* exact, const TBlob& to, Write write) {
   const int64_t all = size(to), some = watching() ? shown_at_a_time() : all;
   for (int64_t first = 0; first < all; first += some) {
     const int64_t n = std::min(some, all - first);
-    show(exact + first, n, 0, halves(to) + first, nullptr, true);
-    kernels->narrow(exact + first, halves(to) + first, n, write);
+    show(exact + first, n, 0, halves(to) + first, nullptr, to.type_flag_);
+    kernels_of(to)->narrow(exact + first, halves(to) + first, n, write);
   }
 }
 

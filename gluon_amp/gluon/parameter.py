@@ -1,4 +1,4 @@
-"""Float16 parameters of converted blocks: cast, initialized, saved, loaded, shared and copied."""
+"""16-bit parameters of converted blocks: cast, initialized, saved, loaded, shared and copied."""
 import logging
 import sys
 import weakref
@@ -6,7 +6,7 @@ from typing import Any, List, Optional, Sequence
 
 from .._mxnet import mx, np
 from ..annotations import Array, Context, DType, Parameter
-from ..cpu.arrays import dtype_name, to_float16, to_float32
+from ..cpu.arrays import HALVES, dtype_name, to_float32, to_half
 from ..cpu.finite import beyond_float16
 from ..formats import Format
 
@@ -14,7 +14,7 @@ log = logging.getLogger("gluon_amp")
 
 
 class ConvertedParameter(mx.gluon.Parameter):
-    """A float16 parameter: whichever block it is in, it draws the random values of a float32
+    """A 16-bit parameter: whichever block it is in, it draws the random values of a float32
     network's, goes into files as float32, and comes from files of either type. A new block may
     share it."""
 
@@ -40,7 +40,7 @@ class ConvertedParameter(mx.gluon.Parameter):
         return _as_converted(super().grad(ctx))
 
     def list_grad(self) -> List[Any]:
-        _warn_of_plain_trainer(self._trainer)
+        _warn_of_plain_trainer(self._trainer, dtype_name(self._dtype))
         return [_as_converted(gradient) for gradient in super().list_grad()]
 
     def _reduce(self) -> Array:
@@ -67,7 +67,8 @@ class ConvertedParameter(mx.gluon.Parameter):
         super().set_data(data)
 
     def _check_range(self, data: Array) -> None:
-        if isinstance(data, mx.nd.NDArray) and dtype_name(data.dtype) == "float32":
+        if dtype_name(self._dtype) == "float16" and isinstance(data, mx.nd.NDArray) \
+                and dtype_name(data.dtype) == "float32":
             largest, = beyond_float16([data])
             if largest:
                 raise ValueError(f"{self.name} is float16, which ends at 65504; it stays as it is. "
@@ -79,24 +80,27 @@ class ConvertedParameter(mx.gluon.Parameter):
 _warned: "weakref.WeakSet[Any]" = weakref.WeakSet()  # Trainers
 
 
-def _warn_of_plain_trainer(trainer: Any) -> None:
-    """Warns once where MXNet's Trainer updates float16 weights without masters or a loss scale."""
+def _warn_of_plain_trainer(trainer: Any, dtype: str) -> None:
+    """Warns once where MXNet's Trainer updates 16-bit weights without masters, which it has for
+    float16 alone, or float16 ones without a loss scale."""
     if trainer is None or trainer in _warned or not isinstance(trainer, mx.gluon.Trainer) \
             or hasattr(trainer, "loss_scale"):  # one of ours
         return
     _warned.add(trainer)
     missing = []
-    if not trainer._optimizer.multi_precision:
-        missing.append("no float32 masters: updates below 1/2048 of a weight are lost")
-    if trainer._scale == 1:  # else the loss is scaled by hand, and rescale_grad undoes it
+    float16 = dtype == "float16"
+    if not (float16 and trainer._optimizer.multi_precision):
+        missing.append(f"no float32 masters: updates below 1/{2048 if float16 else 256} of a "
+                       "weight are lost")
+    if float16 and trainer._scale == 1:  # else the loss is scaled by hand, rescale_grad undoes it
         missing.append("no loss scale: gradients below 3e-8 are 0")
     if missing:
-        log.warning("gluon.Trainer updates a converted network's float16 weights with %s. "
-                    "gluon_amp.Trainer has both", ", and with ".join(missing))
+        log.warning("gluon.Trainer updates a converted network's %s weights with %s. "
+                    "gluon_amp.Trainer has both", dtype, ", and with ".join(missing))
 
 
 def cast(parameter: Parameter, dtype: str) -> None:
-    """Gives a parameter float16 or float32 values and gradients, as its own `cast` does; on a CPU
+    """Gives a parameter 16-bit or float32 values and gradients, as its own `cast` does; on a CPU
     by our kernels, which take a tenth of the time."""
     if type(parameter).cast is not mx.gluon.Parameter.cast:
         parameter.cast(dtype)
@@ -130,11 +134,11 @@ def value_of(parameter: Parameter) -> Array:
 def _in_type(array: Array, dtype: str) -> Array:
     if isinstance(array, mx.np.ndarray):
         return array.astype(dtype)
-    return to_float16(array) if dtype == "float16" else to_float32(array)
+    return to_half(array, dtype) if dtype in HALVES else to_float32(array)
 
 
 class _ConvertedGradient:
-    """A float16 gradient, which `gluon.utils.clip_global_norm` cannot take."""
+    """A 16-bit gradient, which `gluon.utils.clip_global_norm` cannot take."""
     __slots__ = ()
 
     @property
@@ -143,7 +147,7 @@ class _ConvertedGradient:
         if sys._getframe(1).f_globals.get("__name__") == "mxnet.gluon.utils":
             raise TypeError(
                 "gluon.utils.clip_global_norm computes in the gradients' own types, and those of a "
-                "converted network are float16, some of them: call trainer.clip_norm(max_norm, "
+                "converted network have 16 bits, some of them: call trainer.clip_norm(max_norm, "
                 "batch_size) of a gluon_amp.Trainer, or give it clip_norm=, or clip what "
                 "trainer.unscale() returns")
         return super().stype  # type: ignore[misc]

@@ -7,6 +7,7 @@ There is no server: all processes add up together, one process for each device.
 from typing import Any, Dict, Hashable, List, Mapping, Optional, Sequence, Tuple
 
 from .._mxnet import mx, np
+from ..cpu.bfloat16 import BFLOAT16
 from . import rendezvous
 
 
@@ -71,7 +72,10 @@ class Horovod(mx.kv.KVStoreBase):
         (array,) = _one_device([(key, out)])
         if array is not value:
             value.copyto(array)
-        self._hvd.broadcast_(array, root_rank=0, name=f"start {key}", priority=priority)
+        sent = array.astype("float32") if array.dtype is BFLOAT16 else array  # it has no bfloat16
+        self._hvd.broadcast_(sent, root_rank=0, name=f"start {key}", priority=priority)
+        if sent is not array:
+            sent.copyto(array)
 
     def pushpull(self, key: Hashable, value: Any, out: Any = None, priority: int = 0) -> None:
         """Sums one array over all ranks, into `out` or in place."""
@@ -90,16 +94,16 @@ class Horovod(mx.kv.KVStoreBase):
             owner: whose they are: ranks sum what has the same owner.
 
         Returns:
-            with wire="float32", the sums of float16 gradients, by their keys; these gradients
-            themselves stay as they are.
+            float32 sums of bfloat16 gradients, and with wire="float32" of float16 ones, by their
+            keys; these gradients themselves stay as they are.
         """
         arrays = _one_device(gradients)
         unrounded = {}
-        if self.wire == "float32":
-            for i, (key, _) in enumerate(gradients):
-                if arrays[i].dtype is np.float16:
-                    arrays[i] = arrays[i].astype("float32")
-                    unrounded[key] = [arrays[i]]
+        for i, (key, _) in enumerate(gradients):
+            dtype = arrays[i].dtype
+            if dtype is BFLOAT16 or self.wire == "float32" and dtype is np.float16:
+                arrays[i] = arrays[i].astype("float32")
+                unrounded[key] = [arrays[i]]
         for dtype in sorted({np.dtype(a.dtype).name for a in arrays}):
             group = [a for a in arrays if np.dtype(a.dtype).name == dtype]
             name = f"gradients {dtype} {owner}"

@@ -12,6 +12,8 @@ from mxnet.base import _LIB, check_call
 from mxnet.kvstore import KVStoreBase
 
 from .._mxnet import message, mx, np
+from ..cpu.arrays import narrow, to_float32
+from ..cpu.bfloat16 import BFLOAT16
 from .rendezvous import HOROVOD_MEETS_AT
 from .store import servers
 from .supervise import RankEndedError, Supervisor
@@ -98,6 +100,8 @@ class Workers:
         gradients = list(gradients)
         if not gradients:
             return {}
+        if self._native:
+            gradients = self._without_bfloat16(gradients)
         what = f"the sum of {len(gradients)} gradients of {self.owner}"
         self.lay_out(g for _, on_devices in gradients for g in on_devices)
         if self.sums_at_once:
@@ -116,6 +120,21 @@ class Workers:
             self.wait(lambda: [g.wait_to_read() for _, on_devices in gradients
                                for g in on_devices], what)
         return {}
+
+    def _without_bfloat16(self, gradients: List[Tuple[Any, List[Any]]]
+                          ) -> List[Tuple[Any, List[Any]]]:
+        """Sums bfloat16 gradients over the devices of this process in float32, in place, since
+        MXNet's stores cut off the digits of such sums. Returns the other gradients."""
+        others = []
+        for key, on_devices in gradients:
+            if on_devices[0].dtype is not BFLOAT16 or "dist" in self._kvstore.type:
+                others.append((key, on_devices))
+                continue
+            total = sum(to_float32(gradient).as_in_context(on_devices[0].context)
+                        for gradient in on_devices)
+            for gradient in on_devices:
+                narrow(total.as_in_context(gradient.context), gradient)
+        return others
 
     def any(self, flag: bool) -> bool:
         """Whether the flag is true for any worker. All workers have to call it."""
@@ -198,6 +217,11 @@ class Workers:
         """
         if not self.sums or "dist" not in self._kvstore.type:
             return
+        arrays = list(arrays)
+        if self._native and any(a.dtype is BFLOAT16 for a in arrays):
+            raise ValueError("MXNet's servers have no bfloat16. Valid: kvstore='horovod', or the "
+                             "policy mixed_bfloat16, whose parameters and gradients are float32. "
+                             f"Received: bfloat16 arrays, kvstore={self._kvstore.type!r}")
         if predicted:
             mx.nd.waitall()
         for array in arrays:

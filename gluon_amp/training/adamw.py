@@ -3,8 +3,9 @@ import math
 import os
 from typing import Any, List, Sequence, Tuple, Union
 
-from .._mxnet import mx, np
+from .._mxnet import mx
 from ..annotations import Array, Arrays, Optimizer
+from ..cpu.arrays import is_half
 
 Index = Union[int, str]  # a Module that updates on a kvstore has names
 Indices = Union[Index, Sequence[Index]]
@@ -41,7 +42,7 @@ class AdamW(mx.optimizer.Optimizer):
     def update_multi_precision(self, index: Indices, weight: Arrays, grad: Arrays,
                                state: object) -> None:
         indices, weights, grads, states = _lists(index, weight, grad, state)
-        if not self.multi_precision or weights[0].dtype is not np.float16:
+        if not self.multi_precision or not is_half(weights[0].dtype):
             self.update(index, weight, grad, state)
             return
         self._run("multi_mp_adamw_update", indices, weights, grads,

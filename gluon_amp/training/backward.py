@@ -7,6 +7,7 @@ from typing import Any, Callable, List, Optional, Sequence, Set, Tuple
 from .._mxnet import mx, np
 from ..annotations import Array, Context, DType, Shape
 from ..checks import in_names
+from ..cpu.arrays import dtype_name, is_half
 from ..cpu.finite import squares
 from ..cpu.library import free_graphs
 from ..graph.operators import LOSSES, MAY_BEGIN
@@ -187,7 +188,9 @@ def check_losses(losses: List[Any]) -> None:
         if not isinstance(loss, mx.nd.NDArray):
             raise TypeError("backward takes a loss or a list of losses. "
                             f"Received: {type(loss).__name__}")
-        if loss.dtype is np.float16:
-            raise ValueError("the loss is float16, where a sum above 65504 is infinite: take it "
+        if is_half(loss.dtype):
+            why = "a sum above 65504 is infinite" if loss.dtype is np.float16 \
+                else "a number has 8 bits"
+            raise ValueError(f"the loss is {dtype_name(loss.dtype)}, where {why}: take it "
                              "in float32, as loss_fn(net(data).astype('float32'), label); "
                              "converted networks return float32, but under pure_float16")

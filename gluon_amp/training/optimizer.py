@@ -1,4 +1,4 @@
-"""Optimizers that keep float32 masters of float16 weights.
+"""Optimizers that keep float32 masters of 16-bit weights.
 
 MXNet's own do so with `multi_precision=True`, but take back in silence what is written
 into a weight between two steps (`set_data`, `load_parameters`). Here masters follow. And
@@ -13,7 +13,16 @@ from .._mxnet import mx, np
 from ..annotations import Array, Arrays, Optimizer
 from ..checks import did_you_mean
 from ..cpu import library
-from ..cpu.arrays import dtype_name, follow, narrow_all, on_gpu_in_float16, widen_all
+from ..cpu.arrays import (
+    dtype_name,
+    follow,
+    is_half,
+    narrow_all,
+    on_gpu_in_float16,
+    to_float32,
+    widen_all,
+)
+from ..cpu.bfloat16 import BFLOAT16
 from . import adamw, one_pass
 from .following import Following
 
@@ -30,7 +39,7 @@ _ONLY_WITH_MASTERS = (adamw.AdamW, mx.optimizer.RMSProp, mx.optimizer.Ftrl, mx.o
 
 
 def optimizer(name: str, **kwargs: Any) -> "mx.optimizer.Optimizer":
-    """An MXNet optimizer with float32 masters for float16 parameters.
+    """An MXNet optimizer with float32 masters for float16 and bfloat16 parameters.
 
     Args:
         name: a name that `gluon.Trainer` takes, such as "sgd" or "adam"; or "adamw".
@@ -74,13 +83,13 @@ def with_masters(made: Optimizer) -> Optimizer:
 
 
 def _split(made: Optimizer, states: Sequence[Any]) -> Any:
-    """The masters in states of float16 weights, and what else each state holds. Which comes first
+    """The masters in states of 16-bit weights, and what else each state holds. Which comes first
     is a habit of MXNet's optimizers."""
     return zip(*(s[::-1] if isinstance(made, _MASTER_LAST) else s for s in states))
 
 
 def master_in(made: Optimizer, state: object) -> Optional[Array]:
-    """The master that an optimizer, of ours or of MXNet's, has in the state of a float16 weight;
+    """The master that an optimizer, of ours or of MXNet's, has in the state of a 16-bit weight;
     None where it has none, or keeps it in a way of its own."""
     if not made.multi_precision or state is None or _has_own_masters(type(made)):
         return None
@@ -132,8 +141,12 @@ class _WithMasters:
 
     def create_state_multi_precision(self, index: adamw.Index, weight: Array) -> object:
         self.weight_types[index] = weight.dtype
-        if weight.dtype is np.float16 and not self.multi_precision:
-            self._check_without_masters()
+        if is_half(weight.dtype) and not self.multi_precision:
+            self._check_without_masters(weight)
+        if weight.dtype is BFLOAT16 and self.multi_precision:  # MXNet: of float16 alone
+            master = to_float32(weight)
+            both = master, self.create_state(index, master)
+            return both[::-1] if isinstance(self, _MASTER_LAST) else both
         state = super().create_state_multi_precision(index, weight)
         if weight.dtype is np.float16 and weight.context.device_type == "gpu":
             master = master_in(self, state)
@@ -141,11 +154,11 @@ class _WithMasters:
                 self._following.made(index, master, weight)
         return state
 
-    def _check_without_masters(self) -> None:
+    def _check_without_masters(self, weight: Array) -> None:
         epsilon = getattr(self, "epsilon", None)
         if isinstance(self, _ONLY_WITH_MASTERS):
-            why = "updates float16 weights with masters only"
-        elif epsilon and np.float16(epsilon) == 0:
+            why = f"updates {dtype_name(weight.dtype)} weights with masters only"
+        elif weight.dtype is np.float16 and epsilon and np.float16(epsilon) == 0:
             why = f"would divide by 0: without masters its state is float16, where epsilon=" \
                   f"{epsilon:g} is 0. An epsilon of at least 6e-8 is not, 1e-4 is usual"
         else:
@@ -156,14 +169,14 @@ class _WithMasters:
     def update_multi_precision(self, index: adamw.Indices, weight: Arrays, grad: Arrays,
                                state: Any) -> None:
         """Updates a weight, or a list of them: on a CPU in one pass, where the optimizer has one;
-        else as MXNet, with masters where weights are float16."""
+        else as MXNet, with masters where weights have 16 bits."""
         several = isinstance(index, (tuple, list))
         if several:
             indices, weights, grads, states = map(list, (index, weight, grad, state))
         else:
             indices, weights, grads, states = [index], [weight], [grad], [state]
         # One check of all arrays: to read the type of each takes longer.
-        one_type = next((dtype for dtype in (np.float16, np.float32)
+        one_type = next((dtype for dtype in (np.float16, np.float32, BFLOAT16)
                          if library.on_one_cpu([*weights, *grads], dtype)), None) \
             if self._base() in one_pass.ROWS else None
         types = [one_type or one.dtype for one in weights]
@@ -171,7 +184,7 @@ class _WithMasters:
         if type(self.rescale_grad) is not _Decimal:
             self.rescale_grad = _Decimal(self.rescale_grad)
         # MXNet's Updater passes weights of one type in a call; their gradients may have another
-        has_masters = self.multi_precision and types[0] is np.float16
+        has_masters = self.multi_precision and is_half(types[0])
         if (has_masters or types[0] is np.float32) and one_type is not None \
                 and self._one_pass(indices, weights, grads, states, several, has_masters):
             return

@@ -20,9 +20,10 @@ from typing import Any, Callable, Dict, Iterable, List, Optional, Protocol, Sequ
 
 from .._mxnet import mx, np
 from ..checks import in_names, positive_number, whole_number
-from ..cpu.arrays import multiply, to_float32
+from ..cpu.arrays import dtype_name, multiply, to_float32
 from ..cpu.finite import all_finite, not_finite, squares
 from ..cpu.library import started, versions
+from ..formats import FORMATS
 from ..parallel.sync import Workers
 from .loss_scale import LossScaleError
 from .static_pair import GivenLossScale, as_loss_scale
@@ -225,7 +226,7 @@ class Step:
         summed = len(devices) * self.workers.count
         if summed > 1:
             # a float32 sum over Horovod could be larger: there this takes a lower scale than needed
-            largest = [float(np.finfo(g.array.dtype).max) / summed for g in gradients]
+            largest = [FORMATS[dtype_name(g.array.dtype)].largest / summed for g in gradients]
             overflow = overflow or any(
                 math.sqrt(s) > most  # no number is above the norm, which is there already
                 and np.abs(g.array.asnumpy()).max() > most

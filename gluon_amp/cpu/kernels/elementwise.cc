@@ -158,11 +158,13 @@ void add_elementwise(Kernels* table) noexcept {
   table->unary = unary<HalfGrid>;
   table->unary_gradient = unary_gradient<HalfGrid>;
   table->binary = binary<HalfGrid>;
+  table->product_gradient = product_gradient<HalfGrid>;
+#ifndef BFLOAT16
   table->unary_floats = unary<NoGrid>;
   table->unary_gradient_floats = unary_gradient<NoGrid>;
   table->binary_floats = binary<NoGrid>;
-  table->product_gradient = product_gradient<HalfGrid>;
   table->product_gradient_floats = product_gradient<NoGrid>;
+#endif
   table->sum = sum;
   table->dropout_gradient = dropout_gradient;
 }

@@ -1,7 +1,7 @@
 // What the operators ask of the code for instruction sets: loops over plain memory.
 //
-// Every file of this folder is compiled once for each instruction set, in a namespace of its own;
-// `kernels_for` hands out one set's functions. Nothing here knows MXNet. All of it is threaded by
+// Every file of this folder is compiled for each instruction set, once for float16 and once for
+// bfloat16, in a namespace of its own; `kernels_for` returns its functions. Nothing here depends on MXNet. All of it is threaded by
 // OpenMP, takes any size (0 too) and pointers without alignment, and rounds ties to even.
 #pragma once
 #include <cstddef>
@@ -9,7 +9,7 @@
 
 namespace gluon_amp {
 
-using Half = uint16_t;
+using Half = uint16_t;  // float16, or bfloat16: a table of functions is for one of them
 
 // For fewer numbers threads cost more than they give where they sleep between two loops; where they
 // wait awake, half as many would pay by some percent.
@@ -268,5 +268,9 @@ struct Kernels {
 const Kernels* kernels_for_portable();
 const Kernels* kernels_for_avx2();
 const Kernels* kernels_for_avx512();
+// Those of bfloat16 have no tensor_core_product, and no functions on floats.
+const Kernels* kernels_for_portable_bfloat16();
+const Kernels* kernels_for_avx2_bfloat16();
+const Kernels* kernels_for_avx512_bfloat16();
 
 }  // namespace gluon_amp

@@ -214,12 +214,14 @@ void add_rows(Kernels* table) noexcept {
   table->layer_norm_gradient = layer_norm_gradient<HalfGrid>;
   table->softmax = softmax<HalfGrid>;
   table->softmax_gradient = softmax_gradient<HalfGrid>;
+  table->dot = dot;
+  table->add_products = add_products;
+#ifndef BFLOAT16
   table->layer_norm_floats = layer_norm<NoGrid>;
   table->layer_norm_gradient_floats = layer_norm_gradient<NoGrid>;
   table->softmax_floats = softmax<NoGrid>;
   table->softmax_gradient_floats = softmax_gradient<NoGrid>;
-  table->dot = dot;
-  table->add_products = add_products;
+#endif
 }
 
 }  // namespace ISA

@@ -19,7 +19,9 @@ Kernels filled() {
   add_rows(&table);
   add_pooling(&table);
   add_training(&table);
+#ifndef BFLOAT16
   add_tensor_core(&table);
+#endif
   add_updates(&table);
   add_counts(&table);
   return table;
@@ -28,7 +30,7 @@ Kernels filled() {
 }  // namespace
 }  // namespace ISA
 
-// kernels_for_avx512 and so on
+// kernels_for_avx512, kernels_for_avx512_bfloat16 and so on
 const Kernels* JOIN(kernels_for_, ISA)() {
   static const Kernels table = ISA::filled();
   return &table;

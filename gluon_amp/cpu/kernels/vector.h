@@ -1,5 +1,7 @@
 // A vector of floats, V, for each instruction set, and the loops over memory made of it.
 //
+// A Half is a float16, or, where BFLOAT16 is defined, a bfloat16: the upper half of a float.
+//
 // Everything here is in an unnamed namespace: each object file has its own copy. An inline
 // function that all three instruction sets shared would be merged by the linker into one of
 // them, and a processor without AVX-512 would stop at it.
@@ -65,20 +67,33 @@ struct Part {
 inline int64_t count_of(Part part) { return __builtin_popcount(part.mask); }
 inline V load(const float* p, Whole) { return _mm512_loadu_ps(p); }
 inline V load(const float* p, Part part) { return _mm512_maskz_loadu_ps(part.mask, p); }
-inline V load(const Half* p, Whole) {
-  return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+#ifdef BFLOAT16
+inline V widened(__m256i h) {
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(h), 16));
 }
-inline V load(const Half* p, Part part) {
-  return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(part.mask, p));
+inline __m256i halves(V v) {
+  const __m512i u = _mm512_castps_si512(v), upper = _mm512_srli_epi32(u, 16);
+  const __m512i last = _mm512_and_si512(upper, _mm512_set1_epi32(1));  // of ties, the even one
+  const __m512i near = _mm512_srli_epi32(
+      _mm512_add_epi32(u, _mm512_add_epi32(last, _mm512_set1_epi32(0x7fff))), 16);
+  return _mm512_cvtepi32_epi16(_mm512_mask_or_epi32(near, _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q),
+                                                    upper, _mm512_set1_epi32(0x40)));
 }
+#else
+inline V widened(__m256i h) { return _mm512_cvtph_ps(h); }
 inline __m256i halves(V v) { return _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT); }
+#endif
+inline V load(const Half* p, Whole) {
+  return widened(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+}
+inline V load(const Half* p, Part part) { return widened(_mm256_maskz_loadu_epi16(part.mask, p)); }
 inline void store(float* p, V v, Whole) { _mm512_storeu_ps(p, v); }
 inline void store(float* p, V v, Part part) { _mm512_mask_storeu_ps(p, part.mask, v); }
 inline void store(Half* p, V v, Whole) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), halves(v));
 }
 inline void store(Half* p, V v, Part part) { _mm256_mask_storeu_epi16(p, part.mask, halves(v)); }
-inline V half_grid(V v) { return _mm512_cvtph_ps(halves(v)); }
+inline V half_grid(V v) { return widened(halves(v)); }
 inline V splat(float s) { return _mm512_set1_ps(s); }
 // v in the lanes that are there, else `otherwise`
 inline V only(V v, Part part, V otherwise = splat(0)) {
@@ -128,9 +143,26 @@ inline __m256i first_of_8(int64_t n) {
   return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(lanes + 8 - n));
 }
 inline __m128i first_of_4(int64_t n) { return _mm256_castsi256_si128(first_of_8(n)); }
+#ifdef BFLOAT16
+inline V widened(__m128i h) {
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(h), 16));
+}
+inline __m128i halves(V v) {
+  const __m256i u = _mm256_castps_si256(v), upper = _mm256_srli_epi32(u, 16);
+  const __m256i last = _mm256_and_si256(upper, _mm256_set1_epi32(1));  // of ties, the even one
+  const __m256i near = _mm256_srli_epi32(
+      _mm256_add_epi32(u, _mm256_add_epi32(last, _mm256_set1_epi32(0x7fff))), 16);
+  const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(v, v, _CMP_UNORD_Q));
+  const __m256i all = _mm256_blendv_epi8(near, _mm256_or_si256(upper, _mm256_set1_epi32(0x40)), nan);
+  return _mm_packus_epi32(_mm256_castsi256_si128(all), _mm256_extracti128_si256(all, 1));
+}
+#else
+inline V widened(__m128i h) { return _mm256_cvtph_ps(h); }
+inline __m128i halves(V v) { return _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT); }
+#endif
 inline V load(const float* p, Whole) { return _mm256_loadu_ps(p); }
 inline V load(const Half* p, Whole) {
-  return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  return widened(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
 }
 inline V load(const float* p, Part part) {
   return _mm256_maskload_ps(p, first_of_8(part.count));
@@ -144,9 +176,8 @@ inline V load(const Half* p, Part part) {
     const __m128i last = _mm_set1_epi16(static_cast<int16_t>(p[part.count - 1]));
     v = _mm_or_si128(v, _mm_and_si128(here, last));
   }
-  return _mm256_cvtph_ps(v);
+  return widened(v);
 }
-inline __m128i halves(V v) { return _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT); }
 inline void store(float* p, V v, Whole) { _mm256_storeu_ps(p, v); }
 inline void store(Half* p, V v, Whole) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), halves(v));
@@ -163,7 +194,7 @@ inline void store(Half* p, V v, Part part) {
     p[part.count - 1] = lanes[part.count - 1];
   }
 }
-inline V half_grid(V v) { return _mm256_cvtph_ps(halves(v)); }
+inline V half_grid(V v) { return widened(halves(v)); }
 inline V splat(float s) { return _mm256_set1_ps(s); }
 inline V only(V v, Part part, V otherwise = splat(0)) {
   return _mm256_blendv_ps(otherwise, v, _mm256_castsi256_ps(first_of_8(part.count)));
@@ -209,6 +240,13 @@ inline int64_t count_of(Part) { return 0; }
 inline uint32_t bits_of(float f) { uint32_t u; std::memcpy(&u, &f, 4); return u; }
 inline float float_of(uint32_t u) { float f; std::memcpy(&f, &u, 4); return f; }
 
+#ifdef BFLOAT16
+inline Half half_of(float f) {
+  const uint32_t u = bits_of(f), near = (u + 0x7fff + (u >> 16 & 1)) >> 16;  // ties to even
+  return static_cast<Half>((u & 0x7fffffffu) > 0x7f800000u ? u >> 16 | 0x40 : near);
+}
+inline float float_of_half(Half h) { return float_of(static_cast<uint32_t>(h) << 16); }
+#else
 // Both conversions compute all cases and then choose: without branches the compiler can do
 // several at a time. The comparisons are of positive integers, signed as SSE2 has them.
 inline Half half_of(float f) {
@@ -222,10 +260,9 @@ inline Half half_of(float f) {
   const int32_t all = u > 0x7f800000 ? nan : finite;
   return static_cast<Half>(all | static_cast<int32_t>(bits_of(f) >> 16 & 0x8000u));
 }
-inline V load(const float* p, Whole) { return *p; }
-inline V load(const Half* p, Whole) {
-  const int32_t u = (*p & 0x7fff) << 13;
-  const uint32_t sign = static_cast<uint32_t>(*p & 0x8000) << 16;
+inline float float_of_half(Half h) {
+  const int32_t u = (h & 0x7fff) << 13;
+  const uint32_t sign = static_cast<uint32_t>(h & 0x8000) << 16;
   const int32_t normal = u + 0x38000000;  // another exponent
   const int32_t subnormal = static_cast<int32_t>(
       bits_of(float_of(static_cast<uint32_t>(u + 0x38800000)) - 0x1p-14f));
@@ -233,9 +270,12 @@ inline V load(const Half* p, Whole) {
   const int32_t finite = u < 0x00800000 ? subnormal : normal;
   return float_of(sign | static_cast<uint32_t>(u >= 0x0f800000 ? endless : finite));
 }
+#endif
+inline V load(const float* p, Whole) { return *p; }
+inline V load(const Half* p, Whole) { return float_of_half(*p); }
 inline void store(float* p, V v, Whole) { *p = v; }
 inline void store(Half* p, V v, Whole) { *p = half_of(v); }
-inline V half_grid(V v) { const Half h = half_of(v); return load(&h, Whole()); }
+inline V half_grid(V v) { return float_of_half(half_of(v)); }
 inline V splat(float s) { return s; }
 inline V larger(V a, V b) { return a > b ? a : b; }
 inline V smaller(V a, V b) { return a < b ? a : b; }
@@ -296,7 +336,11 @@ template <int n, int turns = 2> struct Sums {
 // largest number that is rounded to 0.
 struct HalfGrid {
   using T = Half;
+#ifdef BFLOAT16
+  static constexpr float tiny = 0x1p-134f;
+#else
   static constexpr float tiny = 0x1p-25f;
+#endif
   static V round(V v) { return half_grid(v); }
   static V stored(V v) { return v; }
 };
@@ -308,8 +352,10 @@ struct NoGrid {
 };
 
 template <typename F> inline void with_grid(bool in_halves, F f) {
+#ifndef BFLOAT16  // code for floats stands in float16's table
+  if (!in_halves) return f(NoGrid());
+#endif
   if (in_halves) f(HalfGrid());
-  else f(NoGrid());
 }
 
 // Yes or No for `add` below, where a loop of its own for each is worth its code.

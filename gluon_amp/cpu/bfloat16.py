@@ -1,0 +1,135 @@
+"""bfloat16 in MXNet's Python, whose library has that type and whose Python refuses its name.
+
+MXNet's Python calls the type `np.dtype([("bfloat16", np.uint16)])`. With the engine, the name works
+where MXNet takes a type: `net.cast("bfloat16")`, `array.astype("bfloat16")`, `dtype="bfloat16"`.
+Numbers are rounded to nearest even; `asnumpy` returns float32, and files hold float32. All that is
+patched in MXNet for bfloat16 stands here.
+"""
+import functools
+import sys
+from typing import Any, Callable, Iterator, Sequence
+
+from .. import _numpy
+from .._mxnet import mx, np
+
+BFLOAT16 = mx.nd.ndarray._DTYPE_MX_TO_NP[12]
+
+
+class _IsDtype(type):
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, np.dtype)
+
+
+class _Dtype(metaclass=_IsDtype):
+    """numpy's dtype, for MXNet, with one name more."""
+
+    def __new__(cls, dtype: Any, *args: Any, **kwargs: Any) -> Any:
+        named = isinstance(dtype, str) and dtype == "bfloat16"
+        return BFLOAT16 if named else np.dtype(dtype, *args, **kwargs)
+
+
+def is_bfloat16(dtype: Any) -> bool:
+    """Whether a type of an array, or its name, is bfloat16."""
+    return dtype is BFLOAT16 or isinstance(dtype, str) and dtype == "bfloat16" \
+        or isinstance(dtype, np.dtype) and dtype == BFLOAT16
+
+
+def _on_float32(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that makes an array of numpy: what goes into a bfloat16 array is float32 there."""
+    @functools.wraps(function)
+    def made(source: Any, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
+        return function(source, np.float32 if is_bfloat16(dtype) else dtype, *args, **kwargs)
+    return made
+
+
+def _instead(owner: Any, name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Replaces a function of MXNet by one that takes it as its first argument."""
+    def replace(function: Callable[..., Any]) -> Callable[..., Any]:
+        theirs = getattr(owner, name)
+        replaced = functools.wraps(theirs)(functools.partial(function, theirs))
+        setattr(owner, name, (lambda self, *args, **kwargs: replaced(self, *args, **kwargs))
+                if isinstance(owner, type) else replaced)
+        return function
+    return replace
+
+
+def _cast(array: Any, dtype: Any, **kwargs: Any) -> Any:
+    name = "bfloat16" if is_bfloat16(dtype) else np.dtype(dtype).name
+    return mx.nd.cast(array, dtype=name, **kwargs)
+
+
+def _in_files(data: Any) -> Any:
+    """Arrays in lists and dictionaries, of float32 where they are bfloat16."""
+    if isinstance(data, dict):
+        return {name: _in_files(array) for name, array in data.items()}
+    if isinstance(data, (list, tuple)):
+        return [_in_files(array) for array in data]
+    return data.astype("float32") if is_bfloat16(getattr(data, "dtype", None)) else data
+
+
+def _parameters_of_norms(names: Sequence[str]) -> Iterator[str]:
+    """Of a graph's inputs those that belong to a batch norm, by the names that MXNet gives them."""
+    for mean, var in (("running_mean", "running_var"), ("moving_mean", "moving_var")):
+        for name in names:
+            its = {name[:-len(var)] + part for part in (mean, var, "gamma", "beta")}
+            if name.endswith(var) and its <= set(names):
+                yield from its
+
+
+def install() -> None:
+    """Patches MXNet's Python, once the engine runs."""
+    for name, module in list(sys.modules.items()):  # MXNet was imported before this package
+        for key, value in list(vars(module).items()) if name.partition(".")[0] == "mxnet" else ():
+            if value is np:
+                setattr(module, key, _numpy.AS_IT_WAS)
+    vars(_numpy.AS_IT_WAS)["dtype"] = _Dtype
+    for name in ("array", "asarray", "ascontiguousarray"):
+        vars(_numpy.AS_IT_WAS)[name] = _on_float32(getattr(_numpy.AS_IT_WAS, name))
+    mx.nd.ndarray._DTYPE_NP_TO_MX[np.void] = 12  # `.type` of it
+
+    @_instead(mx.nd.NDArray, "asnumpy")
+    def asnumpy(theirs: Any, self: Any) -> Any:
+        return theirs(_cast(self, "float32") if self.dtype is BFLOAT16 else self)
+
+    @_instead(mx.nd.NDArray, "astype")
+    def astype(theirs: Any, self: Any, dtype: Any, copy: bool = True) -> Any:
+        if is_bfloat16(dtype) == (self.dtype is BFLOAT16):
+            return theirs(self, self.dtype if is_bfloat16(dtype) else dtype, copy)
+        return _cast(self, dtype)
+
+    @_instead(mx.nd.NDArray, "copyto")
+    def copyto(theirs: Any, self: Any, other: Any) -> Any:
+        if isinstance(other, mx.nd.NDArray) and other is not self \
+                and (self.dtype is BFLOAT16) != (other.dtype is BFLOAT16):
+            return _cast(self, other.dtype, out=other)
+        return theirs(self, other)
+
+    @_instead(mx.nd.NDArray, "_sync_copyfrom")
+    def copy_from_numpy(theirs: Any, self: Any, source: Any) -> None:
+        if self.dtype is not BFLOAT16:
+            return theirs(self, source)
+        wide = mx.nd.empty(self.shape, ctx=self.context)
+        wide._sync_copyfrom(np.asarray(source, np.float32))
+        _cast(wide, BFLOAT16, out=self)
+
+    @_instead(mx.gluon.Parameter, "_load_init")
+    def load(theirs: Any, self: Any, data: Any, *args: Any, **kwargs: Any) -> None:
+        from_file = is_bfloat16(self.dtype) and data.dtype is np.float32
+        theirs(self, _cast(data, BFLOAT16) if from_file else data, *args, **kwargs)
+
+    @_instead(mx.gluon.nn.basic_layers._BatchNorm, "cast")
+    def cast(theirs: Any, self: Any, dtype: Any) -> None:
+        theirs(self, "float32" if is_bfloat16(dtype) else dtype)  # as for float16
+
+    @_instead(mx.gluon.SymbolBlock, "cast")
+    def cast_symbol(theirs: Any, self: Any, dtype: Any) -> None:
+        if not is_bfloat16(dtype):
+            return theirs(self, dtype)
+        self._clear_cached_op()
+        mx.gluon.HybridBlock.cast(self, dtype)
+        for name in _parameters_of_norms(self._cached_graph[1].get_internals().list_inputs()):
+            self.params.get(name).cast("float32")
+
+    save = mx.nd.save
+    mx.nd.save = mx.nd.utils.save = functools.wraps(save)(
+        lambda fname, data: save(fname, _in_files(data)))
