@@ -14,6 +14,9 @@ _TYPES_OF_NO_FORMAT = frozenset("uint8 int8 int32 int64 bool None".split())  # i
 ROUNDINGS = ("nearest", "zero", "stochastic")  # in the engine's order (GridRounding)
 
 
+_ARRAY_TYPES = {(5, 10): "float16", (8, 7): "bfloat16", (8, 23): "float32"}
+
+
 @dataclass(frozen=True)
 class Format:
     """A floating-point format.
@@ -59,7 +62,7 @@ class Format:
         if self.rounding not in ROUNDINGS:
             raise ValueError(f"rounding must be one of {', '.join(ROUNDINGS)}. "
                              f"Received: {self.rounding!r}")
-        known = {"float16": (5, 10), "float32": (8, 23), "float64": (11, 52)}
+        known = {"float16": (5, 10), "bfloat16": (8, 7), "float32": (8, 23), "float64": (11, 52)}
         if known.get(self.name, self._bits) != self._bits or \
                 self.name in known and not self._is_ieee:
             raise ValueError(f"{self.name} is a type of MXNet's arrays: choose another name")
@@ -74,15 +77,15 @@ class Format:
 
     @property
     def is_array_type(self) -> bool:
-        """Whether MXNet has arrays of it: float16 and float32."""
-        return self._is_ieee and self._bits in ((5, 10), (8, 23))
+        """Whether MXNet has arrays of it: float16, bfloat16 and float32."""
+        return self._is_ieee and self._bits in _ARRAY_TYPES
 
     @property
     def type_name(self) -> str:
         """How a graph calls tensors of this format."""
         if not self.is_array_type:
             return self.name
-        return "float16" if self.exponent == 5 else "float32"
+        return _ARRAY_TYPES[self._bits]
 
     @property
     def bias(self) -> int:
@@ -217,7 +220,7 @@ FORMATS = {format_.name: format_ for format_ in (
     Format("float8_e4m3", exponent=4, fraction=3, infinities=False),
     Format("float8_e5m2", exponent=5, fraction=2),
 )}
-FLOAT32, FLOAT16 = FORMATS["float32"], FORMATS["float16"]
+FLOAT32, FLOAT16, BFLOAT16 = (FORMATS[name] for name in ("float32", "float16", "bfloat16"))
 
 
 def get_format(given: Union[str, Format], what: str) -> Format:

@@ -3,7 +3,7 @@ from dataclasses import InitVar, dataclass
 from typing import Any, Optional, Sequence, Union
 
 from .checks import whole_number
-from .formats import FLOAT16, FLOAT32, Format, get_format
+from .formats import BFLOAT16, FLOAT16, FLOAT32, Format, get_format
 from .tensor_core_rule import check_split, of_gpu
 
 FormatOrName = Union[str, Format]
@@ -16,9 +16,9 @@ class Policy:
 
     Attributes:
         name: how errors and logs call it.
-        parameter: what parameters are stored in: float32 or float16.
+        parameter: what parameters are stored in: float32, float16 or bfloat16.
         product: what the inputs of convolutions, dense layers and other products are rounded to.
-            Where it and `gradient` are float16, products give float16 arrays, as on a GPU.
+            Where it and `gradient` are float16, or bfloat16, products give arrays of that type.
         between: what the operators' results are rounded to.
         gradient: what gradients are rounded to. Where `product` differs from `between`, or both
             are float32, it is for the gradients that products read, and all others are as
@@ -26,7 +26,7 @@ class Policy:
         norm: what normalizations compute in: float32 or as `between`.
         sensitive: what softmax, losses, exponents and large sums compute in: float32 or as
             `between`.
-        output: what the network returns: float32 or float16.
+        output: what the network returns: float32, float16 or bfloat16.
         batched: what the inputs of batched products (`batch_dot`, `np.matmul`) are rounded to:
             float32, or as `product`. MXNet adds these in float16 on a GPU if they are float16, so
             that float32 is the default where `product` is float16.
@@ -65,13 +65,14 @@ class Policy:
         between = self._set("between", "float32" if self.between is None else self.between)
         product = self._set("product", between if self.product is None else self.product)
         gradient = self._set("gradient", product if self.gradient is None else self.gradient)
-        if self.gradient_everywhere and between == FLOAT16 and not FLOAT16.holds(gradient):
-            raise ValueError(f"policy {self.name}: gradients of float16 arrays are float16 "
-                             "numbers. Valid: a format whose numbers float16 has, such as "
-                             f"float8_e5m2. Received: gradient={gradient.name}, product=float16, "
-                             "between=float16")
+        name = between.name
+        if self.gradient_everywhere and between.is_array_type and not between.holds(gradient):
+            raise ValueError(f"policy {self.name}: gradients of {name} arrays are {name} "
+                             f"numbers. Valid: a format whose numbers {name} has, such as "
+                             f"float8_e5m2. Received: gradient={gradient.name}, product={name}, "
+                             f"between={name}")
         for role in ("parameter", "output"):
-            self._one_of(role, (FLOAT32, FLOAT16))
+            self._one_of(role, (FLOAT32, FLOAT16, BFLOAT16))
         for role in ("norm", "sensitive"):
             self._one_of(role, (FLOAT32, between))
         if self.batched is None:
@@ -129,8 +130,9 @@ class Policy:
 
     def _one_of(self, role: str, valid: Sequence[Format]) -> None:
         if self._set(role, getattr(self, role)) not in valid:
-            names = " or ".join(dict.fromkeys(v.name for v in valid))
-            raise ValueError(f"policy {self.name}: {role} must be {names}. "
+            *names, last = dict.fromkeys(v.name for v in valid)
+            said = f"{', '.join(names)} or {last}" if names else last
+            raise ValueError(f"policy {self.name}: {role} must be {said}. "
                              f"Received: {getattr(self, role).name}")
 
     @property
@@ -167,6 +169,12 @@ class Policy:
     @property
     def cpu_only(self) -> bool:
         """Whether a GPU has no arrays of some of its formats, or adds in its own way."""
+        formats = (self.parameter, self.product, self.between, self.output)
+        return self.is_emulated or BFLOAT16 in formats
+
+    @property
+    def is_emulated(self) -> bool:
+        """Whether a CPU runs it on float32 arrays, or adds as a GPU does."""
         return self.accumulate is not None or self.has_other_formats
 
     @property
@@ -183,13 +191,15 @@ POLICIES = {policy.name: policy for policy in (
     Policy("mixed_float16", compute="float16"),
     Policy("pure_float16", parameter="float16", compute="float16", norm="float16",
            sensitive="float16", output="float16", batched="float16"),
+    Policy("bfloat16", parameter="bfloat16", compute="bfloat16"),
     Policy("mixed_bfloat16", compute="bfloat16"),
     Policy("tf32", product="tf32"),
     Policy("mixed_float8", product="float8_e4m3", between="bfloat16", gradient="float8_e5m2",
            scaling="delayed"),
 )}
-FLOAT16_ON_GPUS = [name for name, policy in POLICIES.items()
-                   if not (policy.cpu_only or policy.is_float32)]
+ON_GPUS = [name for name, policy in POLICIES.items() if not (policy.cpu_only or policy.is_float32)]
+IN_SYMBOLS = [name for name, policy in POLICIES.items()
+              if not (policy.is_emulated or policy.is_float32)]
 APEX = {"O0": "float32", "O1": "mixed_float16", "O2": "float16", "O3": "pure_float16"}
 NAMES = (*POLICIES, *APEX)
 

@@ -263,9 +263,9 @@ def bfloat16(x):
 FACTORS = [1, -1, 2, -2, 4, -4, 8, -8, 0.5, -0.5, 0.25]  # like readers would become one
 
 
-@pytest.mark.parametrize("readers", [2, 3, 11])
+@pytest.mark.parametrize("readers", [2, 3, 7])
 def test_a_sum_of_gradients_is_rounded_before_it_is_read(readers, rng):
-    """MXNet sums the gradients of a tensor's readers, in float32 for bfloat16."""
+    """MXNet sums the gradients of a tensor's readers; more than eight one by one."""
     h = X * 3
     symbol = sym.Group([h * factor for factor in FACTORS[:readers]])
     heads = [bfloat16(rng.integers(128, 256, 300) / 128 * 2.0 ** -rng.integers(0, 5, 300))
@@ -278,9 +278,8 @@ def test_a_sum_of_gradients_is_rounded_before_it_is_read(readers, rng):
     expected = bfloat16(bfloat16(total) * 3).astype(np.float16)
     assert np.array_equal(gradients["x"], expected)
     assert not np.array_equal(expected, bfloat16(total * 3).astype(np.float16))
-    if readers < 8:  # more than that MXNet adds one by one
-        _, gradients = run(symbol, arrays, [h.astype(np.float16) for h in heads])
-        assert_half(gradients["x"], total.astype(np.float16).astype(float) * 3)
+    _, gradients = run(symbol, arrays, [h.astype(np.float16) for h in heads])
+    assert_half(gradients["x"], total.astype(np.float16).astype(float) * 3)
 
 
 def test_each_seed_and_process_gives_the_same_bits():

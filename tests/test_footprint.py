@@ -45,7 +45,7 @@ IMAGES, OUTPUT, DATA = 3 * 8 * 16 * 4 * 4, 8 * 10, 8 * 3 * 4 * 4
     ("pure_float16", 2 * WEIGHTS + 4 * (TRAINED_OF_NORM + STATISTICS),
      2 * WEIGHTS + 4 * TRAINED_OF_NORM, 4 * WEIGHTS, 2 * (DATA + IMAGES + OUTPUT)),
     ("mixed_bfloat16", 4 * (WEIGHTS + TRAINED_OF_NORM + STATISTICS),
-     4 * (WEIGHTS + TRAINED_OF_NORM), 0, 4 * (IMAGES + OUTPUT)),
+     4 * (WEIGHTS + TRAINED_OF_NORM), 0, 2 * (WEIGHTS + DATA + IMAGES + OUTPUT) + 4 * OUTPUT),
 ])
 def test_bytes_of_a_small_network(policy, parameters, gradients, masters, activations):
     assert costs(net())["bytes"][policy] == {

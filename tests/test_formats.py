@@ -196,8 +196,9 @@ def test_dropout_between_layers_of_an_rnn_is_no_matter_for_predictions():
     ({"norm": "bfloat16"}, "policy mine: norm must be float32. Received: bfloat16"),
     ({"norm": "float16", "compute": "bfloat16"}, "norm must be float32 or bfloat16"),
     ({"compute": "float16", "gradient": "bfloat16"}, "gradients of float16 arrays are float16 num"),
-    ({"parameter": "bfloat16"}, "parameter must be float32 or float16. Received: bfloat16"),
-    ({"output": "tf32"}, "output must be float32 or float16")])
+    ({"compute": "bfloat16", "gradient": "tf32"}, "gradients of bfloat16 arrays are bfloat16 num"),
+    ({"parameter": "tf32"}, "parameter must be float32, float16 or bfloat16. Received: tf32"),
+    ({"output": "tf32"}, "output must be float32, float16 or bfloat16")])
 def test_a_policy_is_checked_when_it_is_made(roles, said):
     with pytest.raises(ValueError, match=said):
         amp.Policy("mine", **roles)
@@ -228,7 +229,8 @@ def test_what_a_policy_does_depends_on_its_formats_and_not_on_its_name():
     (("f", 5, 2, True, "no"), "saturate must be True or False. Received: 'no'"),
     ((8, 5, 2), "a format's name must be a string. Received: 8"),
     (("int8", 4, 3), "int8 is a type of MXNet's arrays: choose another name"),
-    (("float16", 4, 3), "float16 is a type of MXNet's arrays")])
+    (("float16", 4, 3), "float16 is a type of MXNet's arrays"),
+    (("bfloat16", 4, 3), "bfloat16 is a type of MXNet's arrays")])
 def test_a_format_is_checked_when_it_is_made(given, said):
     with pytest.raises(ValueError, match=said):
         amp.Format(*given)

@@ -19,6 +19,7 @@ def test_policies_are_frozen():
     ("float16", ("float16", "float16", "float32", "float32", "float32")),
     ("mixed_float16", ("float32", "float16", "float32", "float32", "float32")),
     ("pure_float16", ("float16",) * 5),
+    ("bfloat16", ("bfloat16", "bfloat16", "float32", "float32", "float32")),
     ("mixed_bfloat16", ("float32", "bfloat16", "float32", "float32", "float32"))])
 def test_a_policy_is_found_by_its_name(name, types):
     found = get_policy(name)

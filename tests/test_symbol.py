@@ -232,7 +232,7 @@ def test_bad_arguments_are_clear_errors():
     with pytest.raises(ValueError, match="float8"):
         amp.convert_symbol(body(), "float8")
     with pytest.raises(ValueError, match="Gluon only"):
-        amp.convert_symbol(body(), "mixed_bfloat16")
+        amp.convert_symbol(body(), "mixed_float8")
 
 
 # ---- checkpoints

@@ -9,7 +9,7 @@ from mxnet.gluon import Block, HybridBlock, Parameter, nn
 
 from .._mxnet import mx
 from ..checks import listed
-from ..cpu.arrays import dtype_name
+from ..cpu.arrays import HALVES, dtype_name
 from ..cpu.finite import beyond_float16
 from ..cpu.scales import Scales
 from ..formats import FLOAT32
@@ -48,8 +48,9 @@ def convert(net: Block, policy: Union[str, Policy] = "float16",
     Args:
         policy: "float16" (parameters in float16, for optimizers with float32 masters),
             "mixed_float16" (float32 parameters, cast where they are used),
-            "pure_float16", "mixed_bfloat16", "tf32" and "mixed_float8" (CPU only), "float32"
-            (undoes a conversion); or Apex's "O0" to "O3"; or a `gluon_amp.Policy` of your own.
+            "pure_float16", "bfloat16", "mixed_bfloat16", "tf32" and "mixed_float8" (CPU only),
+            "float32" (undoes a conversion); or Apex's "O0" to "O3"; or a `gluon_amp.Policy` of
+            your own.
         keep: what stays float32: blocks, classes of blocks, and regular expressions for
             the whole name of a block, or of a node (an operator of the graph). Nodes are known in
             a SymbolBlock, and in a network that has run since it was converted or hybridized.
@@ -87,7 +88,7 @@ def restore(net: Block) -> Block:
         raise TypeError(f"restore takes a gluon Block. Received: {type(net).__name__}")
     converted: List[Any] = [b for b in blocks_in(net) if isinstance(b, ConvertedBlock)]
     types = {p: "float32" for block in converted for p in block.params.values()
-             if dtype_name(p.dtype) == "float16"}
+             if dtype_name(p.dtype) in HALVES}
     _check_trainers(types)
     restore_blocks(converted)
     _cast(types)
@@ -251,7 +252,7 @@ def _parameter_types(blocks: Iterable[Block], policy: Policy,
                        or "default" not in (p._stype, p._grad_stype)
                        or p._stype != p._grad_stype)
     types = {p: "float32" if p in float32 else policy.parameter.type_name for p in owned
-             if dtype_name(p.dtype).startswith("float")}
+             if "float" in dtype_name(p.dtype)}
     return {**types, **dict.fromkeys(_beyond_float16(types), "float32")}
 
 
@@ -271,8 +272,8 @@ def _beyond_float16(types: Dict[Parameter, str]) -> List[Parameter]:
 def _check_parameters(types: Dict[Parameter, str]) -> None:
     double = [p.name for p in types if dtype_name(p.dtype) == "float64"]
     if double:
-        raise ValueError("convert takes float32 and float16 parameters; cast these first, with "
-                         f"net.cast('float32'). Received float64: {', '.join(double)}")
+        raise ValueError("convert takes float32, float16 and bfloat16 parameters; cast these "
+                         f"first, with net.cast('float32'). Received float64: {', '.join(double)}")
     _check_trainers(types)
 
 
@@ -309,4 +310,4 @@ def _cast(types: Dict[Parameter, str]) -> None:
             mx.nd.waitall()
             under_way = 0
         if type(parameter) in (Parameter, ConvertedParameter):
-            parameter.__class__ = ConvertedParameter if dtype == "float16" else Parameter
+            parameter.__class__ = ConvertedParameter if dtype in HALVES else Parameter

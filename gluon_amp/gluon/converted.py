@@ -23,7 +23,7 @@ from mxnet.gluon.block import _BlockScope, _flatten, _regroup
 
 from .._mxnet import mx, np
 from ..annotations import Array, Block, Context
-from ..cpu.arrays import dtype_name, to_float32
+from ..cpu.arrays import HALVES, dtype_name, to_float32
 from ..files import replace_file
 from ..graph.build import build, cached_op
 from ..graph.casts import KEEP, insert_casts
@@ -89,7 +89,7 @@ class ConvertedBlock:
         net = copy.deepcopy(self)
         restore_blocks(blocks_in(net))
         for parameter in net.collect_params().values():
-            if dtype_name(parameter.dtype) == "float16":
+            if dtype_name(parameter.dtype) in HALVES:
                 cast(parameter, "float32")
         net.summary(*inputs)
 
@@ -195,7 +195,7 @@ class ConvertedHybridBlock(ConvertedBlock):
         for node in clean.nodes():
             for entry in node.inputs[3:] if node.op in BATCH_NORMS else ():
                 statistic = parameters.get(entry.node.name)
-                if statistic is not None and dtype_name(statistic.dtype) == "float16":
+                if statistic is not None and dtype_name(statistic.dtype) in HALVES:
                     cast(statistic, "float32")
                     statistic._differentiable = False
         return Trace(self._cached_graph, clean, self._in_format, self._out_format,
@@ -333,7 +333,7 @@ class ConvertedHybridBlock(ConvertedBlock):
         if not self._cached_graph or not self._cached_op_args:
             raise RuntimeError(f"export needs the graph: run {self.name} on data once before")
         policy = self._amp.policy
-        if not remove_amp_cast and policy.has_other_formats:
+        if not remove_amp_cast and policy.cpu_only:
             raise ValueError("MXNet's files have no other formats than float16 and float32. Valid "
                              f"under policy {policy.name}: remove_amp_cast=True, which writes the "
                              "float32 network")

@@ -4,13 +4,14 @@ A CPU and a GPU run the same graph. A setting is an attribute `__gluon_amp_*__`,
 parsers skip; cpu/engine.h lists them. On a CPU the engine runs float16 nodes by their types, and
 nodes with a setting whatever their types are.
 
-Formats that MXNet has no arrays of (bfloat16, float8) run on CPUs only. Their tensors are float32
+Formats that MXNet has no arrays of (TF32, float8) run on CPUs only. Their tensors are float32
 arrays, and attributes of a node select which of its inputs and outputs are rounded, and to what.
 """
 from typing import Any, Callable, Dict, Iterable, List, Mapping, Optional, Sequence, Tuple, Union
 
 from .._mxnet import mx, np
 from ..cpu import library
+from ..cpu.arrays import HALVES
 from ..cpu.scales import Scales
 from ..policy import POLICIES, Policy
 from .accumulate import accumulate
@@ -18,8 +19,6 @@ from .casts import PRODUCT
 from .graph import CASTS, TYPE_FLAG, Entry, Graph, Node
 from .operators import BATCH_NORMS, factors, numbers
 from .refusals import LOOP, check_formats, check_loops
-
-HALF = "float16"
 
 # The engine runs the node on a CPU even where all its arrays are float32.
 _ENGINE = "__gluon_amp_engine__"
@@ -120,21 +119,23 @@ class _Rewriting:
         if node.op != "batch_dot" or PRODUCT in node.attrs or self.rounds_halves \
                 or self.watch is not None:  # an X-ray counts what the casts round
             return False
-        return bool(users) and all(self._is_cast(e.node, HALF, "float32") for e in node.inputs) \
-            and all(user is not None and self._is_cast(user, "float32", HALF) for user in users)
+        return bool(users) \
+            and all(self._is_cast(e.node, "float16", "float32") for e in node.inputs) \
+            and all(u is not None and self._is_cast(u, "float32", "float16") for u in users)
 
     def _is_cast(self, node: Node, before: str, after: str) -> bool:
         return node.op in CASTS and self.types[node.inputs[0]] == before \
             and self.types[Entry(node)] == after
 
     def _is_half(self, entry: Entry) -> bool:
-        return self.types.get(entry) == HALF
+        return self.types.get(entry) in HALVES
 
     def _is_rounded(self, entry: Entry) -> bool:
         """Whether the engine is told to round it, or its gradient: then its format has no arrays of
         its own, or that of gradients has none."""
         dtype = self.types.get(entry)
-        return dtype is not None and dtype not in TYPE_FLAG or dtype == HALF and self.rounds_halves
+        return dtype is not None and dtype not in TYPE_FLAG \
+            or dtype in HALVES and self.rounds_halves
 
     def _outputs(self, node: Node) -> List[Entry]:
         return [Entry(node, i) for i in range(self.count[node])]
@@ -147,7 +148,8 @@ class _Rewriting:
                        self.named).run() for body in node.bodies(self.types)]
         entries = [*node.inputs, *self._outputs(node)]
         rounded = any(map(self._is_rounded, entries)) or PRODUCT in node.attrs
-        if node.op == "BatchNorm" and self.policy.cpu_only:  # ours is the faster on plain arrays
+        # ours is the faster on plain arrays
+        if node.op == "BatchNorm" and self.policy.is_emulated:
             rounded = True
         if rounded:
             self._say_formats(node, new)

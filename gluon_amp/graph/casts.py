@@ -18,6 +18,7 @@ from contextlib import suppress
 from typing import Collection, Dict, Iterable, List, Mapping, Optional, Set, Tuple
 
 from .._mxnet import mx
+from ..cpu.arrays import HALVES
 from ..formats import FLOAT32
 from ..policy import Policy
 from . import operators
@@ -82,7 +83,9 @@ class _Casting:
         # Where products do not round what they read, casts make arrays of their format.
         self.product = self.between if policy.products_round else policy.product.type_name
         # from the narrowest to the widest
-        self.floats = ["float16", policy.between.type_name, "float32", "float64"]
+        self.floats = [*HALVES, "float32", "float64"]
+        if self.between not in self.floats:
+            self.floats.insert(1, self.between)
         self.variables, self.weak_names, self.wide_names = types, weak, wide
         self.types: Dict[Entry, Optional[str]] = {}  # of new entries
         self.weak: Set[Entry] = set()

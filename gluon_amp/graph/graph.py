@@ -23,13 +23,15 @@ from typing import (
     Union,
 )
 
-from .._mxnet import mx, np
+from .._mxnet import mx
+from ..cpu.arrays import dtype_name
 
 VARIABLE = "null"  # the op that MXNet's JSON gives to arguments and parameters
 
 _MXNET_VERSION = 10901  # the format of the JSON; newer readers upgrade it themselves
-TYPE_NAME = ("float32", "float64", "float16", "uint8", "int32", "int8", "int64", "bool")
-TYPE_FLAG = {name: flag for flag, name in enumerate(TYPE_NAME)}  # MXNet's numbers for dtypes
+TYPE_FLAG = {dtype_name(dtype): flag  # MXNet's numbers for dtypes
+             for flag, dtype in mx.nd.ndarray._DTYPE_MX_TO_NP.items() if dtype is not None}
+TYPE_NAME = {flag: name for name, flag in TYPE_FLAG.items()}
 CASTS = frozenset(["Cast", "amp_cast"])
 
 Types = Tuple[Optional[str], ...]
@@ -287,7 +289,7 @@ def _infer(op: str, attrs: Tuple[Tuple[str, str], ...], inputs: Types,
     node = Node(op, "op", dict(attrs), map(Entry, variables), subgraphs)
     internals = Graph([Entry(node)]).symbol().get_internals()
     outputs = internals.infer_type_partial()[1]
-    return tuple(None if t is None else np.dtype(t).name for t in outputs[len(variables):])
+    return tuple(None if t is None else dtype_name(t) for t in outputs[len(variables):])
 
 
 _cached_infer = functools.lru_cache(maxsize=4096)(_infer)

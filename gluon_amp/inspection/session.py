@@ -23,10 +23,10 @@ from .._mxnet import message, mx, np
 from ..annotations import Array, Batch, Block, LossFunction, Network
 from ..annotations import Trainer as GluonTrainer
 from ..cpu import library
-from ..cpu.arrays import copy_into, dtype_name, follow, to_float32
+from ..cpu.arrays import copy_into, dtype_name, follow, is_half, to_float32
 from ..cpu.finite import all_finite, squares
 from ..cpu.library import random_numbers_kept
-from ..formats import FLOAT16, FLOAT32, Format
+from ..formats import FLOAT32, FORMATS, Format
 from ..gluon.converted import ConvertedBlock, ConvertedHybridBlock
 from ..gluon.parameter import follows
 from ..gluon.state import Op, blocks_in
@@ -530,9 +530,9 @@ class Updates:
         """What was counted."""
         made = []
         for p in self.parameters:
-            added, half = self.added.get(p.name), p.data().dtype is np.float16
+            added, half = self.added.get(p.name), is_half(p.data().dtype)
             made.append(Weight(p.name, Counts.of_array(to_float32(p.data())),
-                               format=FLOAT16 if half else FLOAT32))
+                               format=FORMATS[dtype_name(p.data().dtype)]))
             if added is not None:
                 made[-1].updates = Counts.of_structure(added.counts)
                 if not half or self._master(p) is not None:  # float16 alone loses some of them
@@ -606,4 +606,4 @@ def _wide(weight: Array, master: Array) -> Array:
 
 def _master_of(updater: Any, index: Any, weight: Array) -> Array:
     return master_in(updater.optimizer, updater.states.get(index)) \
-        if weight.dtype is np.float16 else None
+        if is_half(weight.dtype) else None

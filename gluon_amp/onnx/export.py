@@ -20,7 +20,7 @@ from ..gluon.converted import ConvertedHybridBlock
 from ..gluon.parameter import value_of
 from ..graph.casts import float32_variables, insert_casts
 from ..graph.graph import Entry, Graph, Node
-from ..policy import FLOAT16_ON_GPUS, get_policy
+from ..policy import ON_GPUS, get_policy
 from ..symbolic.convert import check_parameters, convert_model, declared_types
 from .operators import ROWS
 from .writer import OPSET, Writer, refuse
@@ -117,7 +117,7 @@ def _block(net: Network, count: int, dtype: str) -> _Network:
         policy = net._amp.policy
         if policy.cpu_only or policy.is_float32:
             raise ValueError(f"policy {policy.name} makes no float16 network for a GPU. Valid: "
-                             f"{', '.join(FLOAT16_ON_GPUS)}, or dtype='float32'")
+                             f"{', '.join(ON_GPUS)}, or dtype='float32'")
         graph = net.with_casts(clean, types)
     else:
         policy = get_policy("float16")

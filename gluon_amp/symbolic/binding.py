@@ -15,10 +15,10 @@ import os
 from contextlib import contextmanager
 from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Union
 
-from .._mxnet import mx, np
+from .._mxnet import mx
 from ..annotations import Context, DType
 from ..cpu import library
-from ..cpu.arrays import dtype_name
+from ..cpu.arrays import HALVES, array_type, dtype_name
 from ..graph.build import build
 from ..graph.graph import VARIABLE, Entry, Graph, Node
 from ..graph.operators import LOSSES, MAY_BEGIN
@@ -120,7 +120,8 @@ class Bindable(mx.sym.Symbol):
         types = self._types(type_dict or {})
         graph = Graph.read(self)
         entries = graph.types(types)
-        low = "float16" in entries.values()
+        used = set(entries.values())
+        low = not used.isdisjoint(HALVES)
         if not low and self.loss_scale is None:
             return super().simple_bind(ctx, grad_req, type_dict, **kwargs)
         requests = _requests(grad_req, self.list_arguments())
@@ -131,11 +132,11 @@ class Bindable(mx.sym.Symbol):
             shapes[SCALE], types[SCALE], requests[SCALE] = (1,), "float32", "null"
         on_gpu = ctx.device_type == "gpu"
         if low:
-            check_device(graph, POLICIES["float16"], on_gpu)
+            check_device(graph, POLICIES["bfloat16" if "bfloat16" in used else "float16"], on_gpu)
             graph = build(graph, types)
         with _bound_as_built(low and not on_gpu):
             executor = graph.symbol().simple_bind(
-                ctx, requests, {k: np.dtype(t).type for k, t in types.items()}, **options,
+                ctx, requests, {k: array_type(t) for k, t in types.items()}, **options,
                 **shapes)
         return _Executor.from_bound(executor, self, options)
 

@@ -11,7 +11,7 @@ from ..cpu.finite import beyond_float16
 from ..graph.casts import KEEP, float32_variables, insert_casts
 from ..graph.graph import TYPE_FLAG, TYPE_NAME, Graph
 from ..graph.keep import kept_operators
-from ..policy import FLOAT16_ON_GPUS, Policy, get_policy
+from ..policy import IN_SYMBOLS, Policy, get_policy
 
 # What operators call the inputs that are parameters.
 _PARAMETERS = frozenset("weight bias gamma beta parameters".split())
@@ -27,17 +27,17 @@ def convert_symbol(sym: "mx.sym.Symbol", policy: Union[str, Policy] = "float16",
     `gluon_amp.Module`. What holds casts already keeps them.
 
     Args:
-        policy: as for `gluon_amp.convert`; those for CPUs only ("mixed_bfloat16", "tf32",
-            "mixed_float8") are for Gluon only.
+        policy: as for `gluon_amp.convert`; "tf32", "mixed_float8" and others of formats that MXNet
+            has no arrays of are for Gluon only.
         keep: regular expressions for the whole names of nodes that stay float32.
     """
     policy = get_policy(policy)
     if not isinstance(sym, mx.sym.Symbol):
         hint = " Use gluon_amp.convert for Gluon's." if isinstance(sym, mx.gluon.Block) else ""
         raise TypeError(f"convert_symbol takes a Symbol.{hint} Received: {type(sym).__name__}")
-    if policy.cpu_only:
+    if policy.is_emulated:
         raise ValueError(f"policy {policy.name} is for Gluon only: MXNet 1.9.1's symbols have "
-                         f"float16 and float32. Valid: {', '.join(FLOAT16_ON_GPUS)}. "
+                         f"its types of arrays. Valid: {', '.join(IN_SYMBOLS)}. "
                          f"Received: {policy.name}")
     graph = Graph.read(sym)
     kept = kept_operators(graph, [keep] if isinstance(keep, str) else keep)

@@ -22,7 +22,7 @@ from mxnet.model import _update_params
 from .._mxnet import mx, np
 from ..annotations import Array, KVStore, Metric, Optimizer, Symbol
 from ..checks import in_names
-from ..cpu.arrays import to_float32
+from ..cpu.arrays import dtype_name, is_half, to_float32
 from ..cpu.finite import squares
 from ..files import must_exist, replace_file
 from ..graph.operators import LOSSES
@@ -123,17 +123,17 @@ class _Module:
                     initializer: Optional[mx.init.Initializer] = mx.init.Uniform(0.01),  # noqa: B008
                     arg_params: Optional[Dict[str, Array]] = None, *args: Any,
                     **kwargs: Any) -> None:
-        """Draws in float32 what float16 parameters are rounded from."""
+        """Draws in float32 what 16-bit parameters are rounded from."""
         module = self._module()
         host = (module and module._arg_params) or {}  # buckets share the dictionary
-        halves = {name: a for name, a in host.items() if a.dtype is np.float16}
-        check_range(dict.fromkeys(halves, "float16"), arg_params or {})
+        halves = {name: a for name, a in host.items() if is_half(a.dtype)}
+        check_range({name: dtype_name(a.dtype) for name, a in halves.items()}, arg_params or {})
         host.update({name: to_float32(a) for name, a in halves.items()})
         try:
             super().init_params(initializer, arg_params, *args, **kwargs)
         finally:
             for name, half in halves.items():
-                host[name].astype("float16").copyto(half)
+                host[name].astype(half.dtype).copyto(half)
             host.update(halves)
 
     def init_optimizer(self, kvstore: KVStore = "local", optimizer: Union[str, Optimizer] = "sgd",

@@ -92,7 +92,10 @@ def _shapes(symbol: "mx.sym.Symbol", batch: Tuple[int, ...]) -> Dict[str, Tuple[
 
 def _bytes(symbol: "mx.sym.Symbol", batch: Tuple[int, ...], policy: Policy,
            parameters: Set[str]) -> Dict[str, int]:
-    mixed = convert_symbol(symbol, "float32" if policy.cpu_only else policy)
+    if policy.is_emulated:  # of its formats, those of arrays alone take less memory
+        policy = Policy(policy.name, compute=policy.between if policy.between.is_array_type
+                        else "float32")
+    mixed = convert_symbol(symbol, policy)
     internals, declared = mixed.get_internals(), declared_types(Graph.read(mixed))
     _, types, _ = internals.infer_type(
         **{name: declared.get(name, "float32") for name in mixed.list_inputs()})
