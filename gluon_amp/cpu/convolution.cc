@@ -4,6 +4,7 @@
 // Data goes straight from plain halves into oneDNN's blocks of channels and back.
 #include <algorithm>
 
+#include "onednn.h"
 #include "pieces.h"
 #include "watch.h"
 
@@ -130,8 +131,12 @@ bool run_by_channels(const Call& call, bool backward) {
   return true;
 }
 
-bool forward(const Call& call) { return run_by_images(call, false); }
-bool backward(const Call& call) { return run_by_images(call, true); }
+bool by_onednn(const Call& call, bool backward) {
+  return has_channels_first(call) && onednn_convolution(call, backward);
+}
+
+bool forward(const Call& call) { return by_onednn(call, false) || run_by_images(call, false); }
+bool backward(const Call& call) { return by_onednn(call, true) || run_by_images(call, true); }
 
 bool deconvolution(const Call& call) {
   return run_by_channels(call, false) || run_by_images(call, false);

@@ -1,5 +1,6 @@
 // Dense layers: of many rows some rows at a time, of few rows and large weights, or of many more outputs
 // than inputs, some of the weights, so that float32 scratch stays small, and in the cache.
+#include "onednn.h"
 #include "pieces.h"
 #include "watch.h"
 
@@ -107,8 +108,11 @@ bool run_by_outputs(const Call& call, bool backward) {
   return true;
 }
 
-bool forward(const Call& call) { return run_by_outputs(call, false) || run_dense(call, false); }
-bool backward(const Call& call) { return run_by_outputs(call, true) || run_dense(call, true); }
+bool run_any(const Call& call, bool backward) {
+  return onednn_dense(call, backward) || run_by_outputs(call, backward) || run_dense(call, backward);
+}
+bool forward(const Call& call) { return run_any(call, false); }
+bool backward(const Call& call) { return run_any(call, true); }
 
 }  // namespace
 

@@ -1,6 +1,7 @@
 // Operators that treat the images of a batch, or its matrices, one by one: upsampling on halves as they
 // stand; others run the generic code for some of the batch at a time, so that its float32 scratch stays
 // in the cache.
+#include "onednn.h"
 #include "pieces.h"
 
 namespace gluon_amp {
@@ -14,6 +15,8 @@ bool some_at_a_time(const Call& call) {
   for (auto& array : call.out) all += size(array);
   return all > 0 && run_some_images(call, std::max<int64_t>(1, kPiece * call.in[0].shape_[0] / all));
 }
+
+bool batch_dot(const Call& call) { return onednn_batch_dot(call) || some_at_a_time(call); }
 
 // Each number fills a square of `scale` numbers along the last two axes.
 struct Squares {
@@ -75,7 +78,8 @@ bool upsample_gradient(const Call& call) {
 }  // namespace
 
 void add_images(Rows& rows) {
-  for (const char* name : {"LRN", "_backward_LRN", "batch_dot", "_contrib_BilinearResize2D",
+  rows.insert({"batch_dot", {batch_dot, kAnyPlace}});
+  for (const char* name : {"LRN", "_backward_LRN", "_contrib_BilinearResize2D",
                            "_backward_contrib_BilinearResize2D",
                            "_contrib_AdaptiveAvgPooling2D", "_backward_contrib_AdaptiveAvgPooling2D"})
     rows.insert({name, {some_at_a_time, kAnyPlace}});

@@ -20,6 +20,7 @@
 #include <mutex>
 #include <sstream>
 #include <string>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -161,6 +162,60 @@ inline const dnnl_memory_desc_t& description(const mkldnn::memory* memory) {
   return *reinterpret_cast<const dnnl_memory_desc_t*>(
       reinterpret_cast<const char*>(memory->get()) + kDescription);
 }
+
+// What the wheel exports of oneDNN 2.4.4: members of its C++ classes that MXNet's objects use, under their
+// mangled names. They are weak here, so that a wheel without them loads; `can_call_onednn` tells. Their
+// classes hold a shared_ptr each, a primitive_desc two. `execute` walks its arguments and does nothing else
+// with the map (see 2).
+namespace onednn {
+
+struct Handle {
+  std::shared_ptr<void> held;
+  void* get() const { return held.get(); }
+};
+struct Engine : Handle {};
+struct Stream : Handle {};
+struct Memory : Handle {};
+struct ReorderDescription : Handle {};  // reorder::primitive_desc
+struct Description : Handle {           // primitive_desc
+  bool allow_empty = false;
+  std::shared_ptr<void> iterator;
+};
+struct Primitive : Handle {};
+struct Attributes : Handle {};
+using Arguments = std::unordered_map<int, Memory>;
+
+extern "C" {
+#define EXPORTED(name) asm(name) __attribute__((weak))
+void* cpu_engine() EXPORTED("_ZN5mxnet9CpuEngine3GetEv");  // it holds its engine, and nothing before it
+void make_layout(dnnl_memory_desc_t*, const std::vector<int64_t>& dims, int type, int tag, bool)
+    EXPORTED("_ZN4dnnl6memory4descC1ERKSt6vectorIlSaIlEENS0_9data_typeENS0_10format_tagEb");
+void make_description(Description*, const void* operation, const void* attributes, const Engine&,
+                      const void* hint, bool allow_empty)
+    EXPORTED("_ZN4dnnl14primitive_descC1EPKvPKNS_14primitive_attrERKNS_6engineEPK19dnnl_primitive_descb");
+void make_reorder(ReorderDescription*, const Memory&, const Memory&, const Attributes&, bool allow_empty)
+    EXPORTED("_ZN4dnnl7reorder14primitive_descC1ERKNS_6memoryES4_RKNS_14primitive_attrEb");
+void make_attributes(Attributes*) EXPORTED("_ZN4dnnl14primitive_attrC1Ev");
+dnnl_memory_desc_t query_layout(const Handle*, int what, int argument)
+    EXPORTED("_ZNK4dnnl19primitive_desc_base8query_mdENS_5queryEi");
+void make_primitive(Primitive*, const void* description)
+    EXPORTED("_ZN4dnnl9primitiveC1EPK19dnnl_primitive_desc");
+void make_memory(Memory*, const dnnl_memory_desc_t&, const Engine&, void* at)
+    EXPORTED("_ZN4dnnl6memoryC1ERKNS0_4descERKNS_6engineEPv");
+void make_stream(Stream*, const Engine&, unsigned flags)
+    EXPORTED("_ZN4dnnl6streamC1ERKNS_6engineENS0_5flagsE");
+void execute(const Primitive*, const Stream&, const Arguments&)
+    EXPORTED("_ZNK4dnnl9primitive7executeERKNS_6streamERKSt13unordered_mapIiNS_6memoryESt4hashIiESt8equal_toIiESaI"
+             "St4pairIKiS5_EEE");
+#undef EXPORTED
+}
+
+inline bool can_call_onednn() {
+  return cpu_engine && make_layout && make_description && make_reorder && make_attributes &&
+         query_layout && make_primitive && make_memory && make_stream && execute;
+}
+
+}  // namespace onednn
 
 // ---- 4. OpStatePtr -----------------------------------------------------------
 //

@@ -17,6 +17,7 @@ const Rows& all_rows() {
     add_norms(*made);
     add_pad(*made);
     add_pooling(*made);
+    add_products(*made);
     add_updates(*made);
     return made;
   }();

@@ -23,6 +23,7 @@ void add_images(Rows& rows);
 void add_norms(Rows& rows);
 void add_pad(Rows& rows);
 void add_pooling(Rows& rows);
+void add_products(Rows& rows);
 void add_updates(Rows& rows);
 
 // Whether all arrays are of one 16-bit type.

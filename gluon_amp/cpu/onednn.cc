@@ -1,0 +1,417 @@
+// Products of bfloat16 arrays by oneDNN's primitives: bfloat16 instructions, sums in float32, each result
+// rounded once. Primitives choose their layouts; arrays are plain, and are reordered on both sides.
+#include "onednn.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "watch.h"
+
+namespace gluon_amp {
+namespace {
+
+constexpr int kForward = dnnl_forward_training, kBackwardData = dnnl_backward_data,
+              kBackwardWeights = dnnl_backward_weights;
+
+bool has_instructions() {
+  static const bool has = [] {
+    const char* most = std::getenv("DNNL_MAX_CPU_ISA");
+    const auto is = [most](const char* name) { return !std::strcmp(most, name); };
+    const bool allowed = !most || is("ALL") || is("DEFAULT") || is("AVX512_CORE_BF16") ||
+                         is("AVX512_CORE_AMX");
+    return allowed && onednn::can_call_onednn() && !std::strcmp(kernels->name, "avx512") &&
+           __builtin_cpu_supports("avx512bf16");
+  }();
+  return has;
+}
+
+const onednn::Engine& engine() { return *static_cast<const onednn::Engine*>(onednn::cpu_engine()); }
+
+const onednn::Stream& stream() {
+  static const onednn::Stream* const made = [] {
+    auto* stream = new onednn::Stream;
+    onednn::make_stream(stream, engine(), dnnl_stream_default_flags);
+    return stream;
+  }();
+  return *made;
+}
+
+onednn::Memory memory(const dnnl_memory_desc_t& layout, void* at) {
+  onednn::Memory made;
+  onednn::make_memory(&made, layout, engine(), at);
+  return made;
+}
+
+onednn::Primitive primitive(const onednn::Handle& description) {
+  onednn::Primitive made;
+  onednn::make_primitive(&made, description.get());
+  return made;
+}
+
+onednn::Primitive reorder(const dnnl_memory_desc_t& from, const dnnl_memory_desc_t& to) {
+  static const onednn::Attributes* const none = [] {
+    auto* attributes = new onednn::Attributes;
+    onednn::make_attributes(attributes);
+    return attributes;
+  }();
+  onednn::ReorderDescription made;
+  onednn::make_reorder(&made, memory(from, nullptr), memory(to, nullptr), *none, false);
+  return primitive(made);
+}
+
+int64_t stored(const dnnl_memory_desc_t& layout) {  // numbers
+  int64_t n = 1;
+  for (int i = 0; i < layout.ndims; ++i) n *= layout.padded_dims[i];
+  return n;
+}
+
+constexpr dnnl_format_tag_t kPlain[] = {dnnl_format_tag_undef, dnnl_a, dnnl_ab, dnnl_abc, dnnl_abcd,
+                                        dnnl_abcde, dnnl_abcdef};
+
+}  // namespace
+
+bool multiplies_bfloat16(const Call& call) {
+  return all_half(call) && call.out[0].type_flag_ == mshadow::kBfloat16 && has_instructions() &&
+         !watching() && !generic_only;
+}
+
+dnnl_memory_desc_t layout(const Sizes& dims, int tag) {
+  dnnl_memory_desc_t made;
+  std::memset(&made, 0, sizeof made);
+  onednn::make_layout(&made, dims, dnnl_bf16, tag, false);
+  return made;
+}
+
+onednn::Description describe(const void* operation, const onednn::Description* hint) {
+  onednn::Description made;
+  onednn::make_description(&made, operation, nullptr, engine(), hint ? hint->get() : nullptr, true);
+  return made;
+}
+
+Product::Product(onednn::Description description)
+    : description_(std::move(description)), primitive_(primitive(description_)) {}
+
+std::shared_ptr<Product> Product::find(const std::string& key, const Make& make) {
+  static std::mutex lock;
+  static auto& made = *new std::map<std::string, std::shared_ptr<Product>>;
+  constexpr size_t kMost = 1000;
+  const std::lock_guard<std::mutex> guard(lock);
+  const auto found = made.find(key);
+  if (found != made.end()) return found->second;
+  if (made.size() >= kMost) made.clear();
+  onednn::Description description = make();
+  auto& product = made[key];
+  if (description.get()) product.reset(new Product(std::move(description)));
+  return product;
+}
+
+Product::Way& Product::way(const Operand& operand) {
+  const auto found = ways_.find(operand.argument);
+  if (found != ways_.end()) return found->second;
+  Way way;
+  way.inside = onednn::query_layout(&description_, dnnl_query_exec_arg_md, operand.argument);
+  way.same = !std::memcmp(&operand.plain, &way.inside, sizeof way.inside);
+  if (!way.same)
+    way.reorder = operand.write == kNothing ? reorder(operand.plain, way.inside)
+                                            : reorder(way.inside, operand.plain);
+  return ways_[operand.argument] = way;
+}
+
+void Product::run(const std::vector<Operand>& operands) {
+  Lease lease;
+  const auto scratch = [&](int64_t numbers) -> void* { return lease.memory((numbers + 1) / 2); };
+  onednn::Arguments arguments;
+  std::map<int, void*> inside;
+  for (const Operand& operand : operands) {
+    Way& way = this->way(operand);
+    void* at = operand.array.dptr_;
+    if (!way.same || operand.write == kAdd) at = scratch(stored(way.inside));
+    inside[operand.argument] = at;
+    arguments[operand.argument] = memory(way.inside, at);
+    if (operand.write == kNothing && !way.same)
+      onednn::execute(&way.reorder, stream(), {{DNNL_ARG_FROM, memory(operand.plain, operand.array.dptr_)},
+                                               {DNNL_ARG_TO, arguments[operand.argument]}});
+  }
+  onednn::execute(&primitive_, stream(), arguments);
+  for (const Operand& operand : operands) {
+    Way& way = this->way(operand);
+    if (operand.write == kNothing || (way.same && operand.write == kStore)) continue;
+    const int64_t n = size(operand.array);
+    const Half* made = static_cast<const Half*>(inside[operand.argument]);
+    if (!way.same) {
+      void* const plain = operand.write == kAdd ? scratch(n) : operand.array.dptr_;
+      onednn::execute(&way.reorder, stream(), {{DNNL_ARG_FROM, arguments[operand.argument]},
+                                               {DNNL_ARG_TO, memory(operand.plain, plain)}});
+      made = static_cast<const Half*>(plain);
+    }
+    if (operand.write == kAdd) bfloat16_kernels->sum(&made, 1, halves(operand.array), n, kAdd);
+  }
+}
+
+// ---- layers ----------------------------------------------------------------------
+
+namespace {
+
+std::string key_of(const char* name, int pass, std::initializer_list<const Sizes*> all) {
+  std::string key = name + std::to_string(pass);
+  for (const Sizes* sizes : all) {
+    key += '|';
+    for (int64_t size : *sizes) key += std::to_string(size) + ',';
+  }
+  return key;
+}
+
+Sizes sizes_of(const TBlob& array) { return Sizes(array.shape_.begin(), array.shape_.end()); }
+
+dnnl_memory_desc_t any(const Sizes& dims) { return layout(dims, dnnl_format_tag_any); }
+dnnl_memory_desc_t plain(const Sizes& dims) { return layout(dims, kPlain[dims.size()]); }
+
+// A convolution of any pass; `bias`: null, or its size.
+struct Convolution {
+  Sizes x, w, y, stride, dilate, pad;
+  const Sizes* bias;
+
+  dnnl_convolution_desc_t operation(int pass) const {
+    dnnl_convolution_desc_t made;
+    std::memset(&made, 0, sizeof made);
+    made.primitive_kind = dnnl_convolution;
+    made.prop_kind = static_cast<dnnl_prop_kind_t>(pass);
+    made.alg_kind = dnnl_convolution_direct;
+    made.accum_data_type = dnnl_f32;
+    (pass == kBackwardData ? made.diff_src_desc : made.src_desc) = any(x);
+    (pass == kForward ? made.dst_desc : made.diff_dst_desc) = any(y);
+    (pass == kBackwardWeights ? made.diff_weights_desc : made.weights_desc) = any(w);
+    if (bias && pass != kBackwardData)
+      (pass == kBackwardWeights ? made.diff_bias_desc : made.bias_desc) = layout(*bias, dnnl_a);
+    const size_t spatial = x.size() - 2;
+    for (size_t i = 0; i < spatial; ++i) {
+      const int64_t reach = (w[w.size() - spatial + i] - 1) * dilate[i] + 1;
+      made.strides[i] = stride[i];
+      made.dilates[i] = dilate[i] - 1;
+      made.padding[0][i] = pad[i];
+      made.padding[1][i] = (y[2 + i] - 1) * stride[i] + reach - x[2 + i] - pad[i];
+    }
+    return made;
+  }
+
+  std::shared_ptr<Product> product(int pass) const {
+    const Sizes none;
+    return Product::find(
+        key_of("convolution", pass, {&x, &w, &y, &stride, &dilate, &pad, bias ? bias : &none}), [&] {
+          const auto forward = operation(kForward);
+          onednn::Description hint = describe(&forward);
+          if (pass == kForward || !hint.get()) return hint;
+          const auto its = operation(pass);
+          return describe(&its, &hint);
+        });
+  }
+};
+
+// A dense layer: rows of x, of w, and of y.
+struct Dense {
+  Sizes x, w, y;
+  const Sizes* bias;
+
+  dnnl_inner_product_desc_t operation(int pass) const {
+    dnnl_inner_product_desc_t made;
+    std::memset(&made, 0, sizeof made);
+    made.primitive_kind = dnnl_inner_product;
+    made.prop_kind = static_cast<dnnl_prop_kind_t>(pass);
+    made.accum_data_type = dnnl_f32;
+    (pass == kBackwardData ? made.diff_src_desc : made.src_desc) = any(x);
+    (pass == kForward ? made.dst_desc : made.diff_dst_desc) = any(y);
+    (pass == kBackwardWeights ? made.diff_weights_desc : made.weights_desc) = any(w);
+    if (bias && pass != kBackwardData)
+      (pass == kBackwardWeights ? made.diff_bias_desc : made.bias_desc) = layout(*bias, dnnl_a);
+    return made;
+  }
+
+  std::shared_ptr<Product> product(int pass) const {
+    const Sizes none;
+    return Product::find(key_of("dense", pass, {&x, &w, &y, bias ? bias : &none}), [&] {
+      const auto forward = operation(kForward);
+      onednn::Description hint = describe(&forward);
+      if (pass == kForward || !hint.get()) return hint;
+      const auto its = operation(pass);
+      return describe(&its, &hint);
+    });
+  }
+};
+
+// Runs a layer's passes: forward from x, weight and bias; backward from the gradient of y, x, weight and
+// bias to those of x, weight and bias.
+template <class Layer>
+bool run_layer(const Call& call, bool backward, const Layer& layer) {
+  const auto operand = [&](int argument, const TBlob& array, const Sizes& dims, Write write = kNothing) {
+    return Operand{argument, array, plain(dims), write};
+  };
+  const std::lock_guard<std::mutex> mine(turn());
+  if (!backward) {
+    if (call.write(0) == kNothing) return true;
+    const auto product = layer.product(kForward);
+    if (!product) return false;
+    std::vector<Operand> all{operand(DNNL_ARG_SRC, call.in[0], layer.x),
+                             operand(DNNL_ARG_WEIGHTS, call.in[1], layer.w),
+                             operand(DNNL_ARG_DST, call.out[0], layer.y, call.write(0))};
+    if (layer.bias) all.push_back(operand(DNNL_ARG_BIAS, call.in[2], *layer.bias));
+    product->run(all);
+    return true;
+  }
+  const TBlob &dy = call.in[0], &x = call.in[1], &w = call.in[2];
+  const bool wants_bias = layer.bias && call.write(2) != kNothing;
+  const bool wants_weight = call.write(1) != kNothing || wants_bias;
+  Layer of_weight = layer;
+  if (!wants_bias) of_weight.bias = nullptr;
+  const auto data = call.write(0) != kNothing ? layer.product(kBackwardData) : nullptr;
+  const auto weight = wants_weight ? of_weight.product(kBackwardWeights) : nullptr;
+  if ((call.write(0) != kNothing && !data) || (wants_weight && !weight)) return false;
+  if (weight) {  // first: the gradient of x may lie on that of y
+    Lease lease;
+    TBlob dw = call.out[1];
+    const bool unread = call.write(1) == kNothing;
+    if (unread) dw.dptr_ = lease.memory((size(dw) + 1) / 2);
+    std::vector<Operand> all{operand(DNNL_ARG_SRC, x, layer.x), operand(DNNL_ARG_DIFF_DST, dy, layer.y),
+                             operand(DNNL_ARG_DIFF_WEIGHTS, dw, layer.w, unread ? kStore : call.write(1))};
+    if (wants_bias)
+      all.push_back(operand(DNNL_ARG_DIFF_BIAS, call.out[2], *layer.bias, call.write(2)));
+    weight->run(all);
+  }
+  if (data)
+    data->run({operand(DNNL_ARG_WEIGHTS, w, layer.w), operand(DNNL_ARG_DIFF_DST, dy, layer.y),
+               operand(DNNL_ARG_DIFF_SRC, call.out[0], layer.x, call.write(0))});
+  return true;
+}
+
+}  // namespace
+
+bool onednn_convolution(const Call& call, bool backward) {
+  const TBlob &x = call.in[backward ? 1 : 0], &w = call.in[backward ? 2 : 1];
+  const TBlob& y = backward ? call.in[0] : call.out[0];
+  if (!multiplies_bfloat16(call) || x.ndim() < 3 || x.ndim() > 5 || size(x) == 0 || size(y) == 0)
+    return false;
+  const size_t spatial = x.ndim() - 2;
+  const auto said = [&](const char* key, int64_t otherwise) {
+    const Sizes given = numbers(call.attrs, key);
+    return given.size() == spatial ? given : Sizes(spatial, otherwise);
+  };
+  const auto groups = static_cast<int64_t>(number(call.attrs, "num_group", 1));
+  Sizes weight = sizes_of(w);
+  if (groups > 1) {
+    weight[0] /= groups;
+    weight.insert(weight.begin(), groups);
+  }
+  const bool has_bias = (backward ? call.out : call.in).size() > 2;
+  const Sizes bias{y.shape_[1]};
+  return run_layer(call, backward,
+                   Convolution{sizes_of(x), weight, sizes_of(y), said("stride", 1), said("dilate", 1),
+                               said("pad", 0), has_bias ? &bias : nullptr});
+}
+
+bool onednn_dense(const Call& call, bool backward) {
+  const TBlob &x = call.in[backward ? 1 : 0], &w = call.in[backward ? 2 : 1];
+  if (!multiplies_bfloat16(call) || size(x) == 0 || size(w) == 0) return false;
+  const int64_t high = w.shape_[0], wide = w.shape_[1], rows = size(x) / wide;
+  const bool has_bias = (backward ? call.out : call.in).size() > 2;
+  const Sizes bias{high};
+  return run_layer(call, backward, Dense{{rows, wide}, {high, wide}, {rows, high},
+                                         has_bias ? &bias : nullptr});
+}
+
+// ---- products of matrices ----------------------------------------------------------
+
+namespace {
+
+// A matrix, or a batch of them; `turned`: to be read transposed.
+struct Matrix {
+  const TBlob& array;
+  bool turned;
+
+  Sizes dims() const {
+    Sizes made = sizes_of(array);
+    if (turned) std::swap(made[made.size() - 1], made[made.size() - 2]);
+    return made;
+  }
+  dnnl_memory_desc_t layout() const {
+    if (!turned) return plain(dims());
+    return gluon_amp::layout(dims(), dims().size() == 2 ? dnnl_ba : dnnl_acb);
+  }
+};
+
+bool overlap(const TBlob& a, const TBlob& b) {
+  return halves(a) < halves(b) + size(b) && halves(b) < halves(a) + size(a);
+}
+
+// to = a * b. Null where oneDNN has no primitive for it.
+struct Multiplication {
+  Matrix a, b;
+  const TBlob& to;
+  Write write;
+
+  std::shared_ptr<Product> product() const;
+  void run(Product& product) const {
+    if (write == kNothing) return;
+    const std::lock_guard<std::mutex> mine(turn());
+    product.run({{DNNL_ARG_SRC, a.array, a.layout()}, {DNNL_ARG_WEIGHTS, b.array, b.layout()},
+                 {DNNL_ARG_DST, to, Matrix{to, false}.layout(), write}});
+  }
+};
+
+std::shared_ptr<Product> Multiplication::product() const {
+  const Sizes first = a.dims(), second = b.dims(), turned{a.turned, b.turned};
+  return Product::find(key_of("matmul", 0, {&first, &second, &turned}), [&] {
+    dnnl_matmul_desc_t operation;
+    std::memset(&operation, 0, sizeof operation);
+    operation.primitive_kind = dnnl_matmul;
+    operation.src_desc = a.layout();
+    operation.weights_desc = b.layout();
+    operation.dst_desc = Matrix{to, false}.layout();
+    operation.accum_data_type = dnnl_f32;
+    return describe(&operation);
+  });
+}
+
+// Whether all arrays have so many axes, and no output the memory of an input.
+bool are_matrices(const Call& call, int axes) {
+  const auto is_one = [axes](const TBlob& array) { return array.ndim() == axes && size(array) > 0; };
+  for (const TBlob& from : call.in)
+    for (const TBlob& to : call.out)
+      if (overlap(from, to)) return false;
+  return multiplies_bfloat16(call) && std::all_of(call.in.begin(), call.in.end(), is_one) &&
+         std::all_of(call.out.begin(), call.out.end(), is_one);
+}
+
+bool product_of(const Call& call, int axes) {
+  if (!are_matrices(call, axes)) return false;
+  const Multiplication made{{call.in[0], flag(call.attrs, "transpose_a", false)},
+                            {call.in[1], flag(call.attrs, "transpose_b", false)}, call.out[0],
+                            call.write(0)};
+  const auto product = made.product();
+  if (product) made.run(*product);
+  return product != nullptr;
+}
+
+bool dot(const Call& call) { return product_of(call, 2); }
+
+bool dot_gradient(const Call& call) {  // gradient, a, b
+  if (!are_matrices(call, 2)) return false;
+  const bool a = flag(call.attrs, "transpose_a", false), b = flag(call.attrs, "transpose_b", false);
+  const Matrix g{call.in[0], false}, turned{call.in[0], true}, second{call.in[2], b != !a},
+      first{call.in[1], a != !b};
+  const Multiplication da{a ? second : g, a ? turned : second, call.out[0], call.write(0)};
+  const Multiplication db{b ? turned : first, b ? first : g, call.out[1], call.write(1)};
+  const auto of_a = da.product(), of_b = db.product();
+  if (!of_a || !of_b) return false;
+  da.run(*of_a);
+  db.run(*of_b);
+  return true;
+}
+
+}  // namespace
+
+bool onednn_batch_dot(const Call& call) { return product_of(call, 3); }
+
+void add_products(Rows& rows) {
+  rows.insert({{"dot", {dot, kAnyPlace}}, {"_backward_dot", {dot_gradient, kAnyPlace}}});
+}
+
+}  // namespace gluon_amp

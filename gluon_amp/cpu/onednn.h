@@ -1,0 +1,54 @@
+// Products of bfloat16 arrays by oneDNN's own primitives, where the processor has instructions for them.
+#pragma once
+#include "own.h"
+
+namespace gluon_amp {
+
+// Whether products of this call's arrays run so. Watched nodes do not: their results are counted before
+// they are rounded.
+bool multiplies_bfloat16(const Call& call);
+
+using Sizes = std::vector<int64_t>;
+
+// An array that a primitive reads or writes.
+struct Operand {
+  int argument;  // DNNL_ARG_*
+  const TBlob& array;
+  dnnl_memory_desc_t plain;  // how its numbers lie in memory
+  Write write = kNothing;    // of a result
+};
+
+// A primitive for one set of shapes, with the reorders between its layouts and plain arrays.
+class Product {
+ public:
+  // The one that `key` names; `make` makes its operation, and the forward pass's for its hint, where it is
+  // new. Null where oneDNN has none.
+  using Make = std::function<onednn::Description()>;
+  static std::shared_ptr<Product> find(const std::string& key, const Make& make);
+
+  // All arguments of the primitive. Under the lock `turn()`.
+  void run(const std::vector<Operand>& operands);
+
+ private:
+  struct Way {  // of one argument
+    dnnl_memory_desc_t inside;
+    bool same;  // as in memory
+    onednn::Primitive reorder;
+  };
+  explicit Product(onednn::Description description);
+  Way& way(const Operand& operand);
+
+  onednn::Description description_;
+  onednn::Primitive primitive_;
+  std::map<int, Way> ways_;
+};
+
+dnnl_memory_desc_t layout(const Sizes& dims, int tag);  // of bfloat16
+onednn::Description describe(const void* operation, const onednn::Description* hint = nullptr);
+
+// By oneDNN; false where it has no primitive, or the processor no instructions.
+bool onednn_convolution(const Call& call, bool backward);
+bool onednn_dense(const Call& call, bool backward);
+bool onednn_batch_dot(const Call& call);
+
+}  // namespace gluon_amp

@@ -1,0 +1,130 @@
+"""bfloat16 products by the processor's instructions and by widening to float32 differ by the order
+of sums alone: by at most one step of bfloat16, but where large numbers have cancelled."""
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from gluon_amp._mxnet import mx
+from halves import as_bfloat16, bfloat16_ulps, generic_code
+from mxnet import autograd, nd
+from processes import printed
+
+CONVOLUTIONS = {
+    "1d": ((3, 16, 20), (32, 16, 3), {}), "2d": ((2, 16, 9, 11), (32, 16, 3, 3), {"pad": (1, 1)}),
+    "3d": ((2, 16, 6, 7, 5), (16, 16, 3, 3, 3), {"pad": (1, 0, 1)}),
+    "strides": ((2, 32, 11, 12), (16, 32, 3, 3), {"stride": (2, 2), "pad": (1, 1)}),
+    "dilated": ((2, 16, 13, 13), (16, 16, 3, 3), {"dilate": (2, 2)}),
+    "1x1": ((2, 64, 7, 7), (16, 64, 1, 1), {}), "stem": ((2, 3, 20, 20), (16, 3, 7, 7),
+                                                        {"stride": (2, 2), "pad": (3, 3)}),
+    "odd channels": ((2, 5, 8, 8), (7, 5, 3, 3), {}),
+    "grouped": ((2, 32, 8, 8), (32, 16, 3, 3), {"num_group": 2, "pad": (1, 1)}),
+    "depthwise": ((2, 32, 8, 8), (32, 1, 3, 3), {"num_group": 32, "pad": (1, 1)}),
+}
+
+
+INSTRUCTIONS = "avx512_bf16" in Path("/proc/cpuinfo").read_text()
+
+
+def test_products_run_the_processors_instructions_where_it_has_them():
+    lines = printed("""
+import gluon_amp, mxnet as mx
+from mxnet import autograd, nd
+def low(*shape):
+    made = nd.ones(shape).astype("bfloat16")
+    made.attach_grad()
+    return made
+x, y = low(2, 16, 8, 8), low(2, 16, 8)
+w = low(16, 16, 3, 3)
+for call in (lambda: nd.Convolution(x, w, kernel=(3, 3), num_filter=16, no_bias=True),
+             lambda: nd.FullyConnected(x, low(16, 1024), num_hidden=16, no_bias=True),
+             lambda: nd.dot(low(5, 6), low(6, 7)),
+             lambda: nd.batch_dot(y, y, transpose_b=True)):
+    with autograd.record():
+        out = call()
+    out.backward()
+nd.waitall()
+""", DNNL_VERBOSE="1")
+    products = Counter(line.split(",")[3] for line in lines.splitlines()
+                       if ",exec," in line and ",reorder," not in line and "bf16" in line)
+    assert products == (Counter(convolution=3, inner_product=3, matmul=6) if INSTRUCTIONS else {})
+
+
+def made(call, arrays, request, rng):
+    """The result and the gradients, which are added to ones for "add"."""
+    values = [nd.array(a).astype("bfloat16") for a in arrays]
+    for value in values:
+        value.attach_grad(request)
+        value.grad[:] = int(request == "add")
+    with autograd.record():
+        out = call(*values)
+    out.backward(nd.array(rng.standard_normal(out.shape)).astype("bfloat16"))
+    return [out.asnumpy(), *(value.grad.asnumpy() for value in values)]
+
+
+def assert_alike(call, arrays, rng, request="write"):
+    arrays = [as_bfloat16(a) for a in arrays]
+    seed = rng.integers(2 ** 32)
+    ours = made(call, arrays, request, np.random.default_rng(seed))
+    with generic_code():
+        theirs = made(call, arrays, request, np.random.default_rng(seed))
+    for one, other in zip(ours, theirs):
+        large = np.abs(other) > 0.01 * np.sqrt(np.mean(other ** 2))
+        assert bfloat16_ulps(one, other)[large].max(initial=0) <= 1
+        np.testing.assert_allclose(one, other, rtol=2 ** -7, atol=2e-4 * np.abs(other).max())
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("request_", ["write", "add"])
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+def test_convolutions(name, request_, bias, rng):
+    x, w, attributes = CONVOLUTIONS[name]
+    arrays = [rng.standard_normal(shape) for shape in (x, w, *[(w[0],)] * bias)]
+    assert_alike(lambda *a: nd.Convolution(*a, kernel=w[2:], num_filter=w[0], no_bias=not bias,
+                                           **attributes), arrays, rng, request_)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("request_", ["write", "add"])
+@pytest.mark.parametrize("shape", [(5, 7, 3), (64, 32, 48), (1, 100, 17), (300, 16, 1)])
+def test_dense_layers(shape, request_, bias, rng):
+    rows, wide, high = shape
+    arrays = [rng.standard_normal(s) for s in ((rows, wide), (high, wide), *[(high,)] * bias)]
+    assert_alike(lambda *a: nd.FullyConnected(*a, num_hidden=high, no_bias=not bias), arrays, rng,
+                 request_)
+
+
+def test_a_dense_layer_along_the_last_axis(rng):
+    arrays = [rng.standard_normal(s) for s in ((2, 3, 8), (4, 8), (4,))]
+    assert_alike(lambda *a: nd.FullyConnected(*a, num_hidden=4, flatten=False), arrays, rng)
+
+
+@pytest.mark.parametrize("a", [False, True])
+@pytest.mark.parametrize("b", [False, True])
+@pytest.mark.parametrize("name", ["dot", "batch_dot"])
+@pytest.mark.parametrize("request_", ["write", "add"])
+def test_products_of_matrices(name, a, b, request_, rng):
+    first, second = ((9, 5)[::-1] if a else (9, 5)), ((5, 13)[::-1] if b else (5, 13))
+    batch = (4,) * (name == "batch_dot")
+    arrays = [rng.standard_normal(batch + shape) for shape in (first, second)]
+    assert_alike(lambda x, y: getattr(nd, name)(x, y, transpose_a=a, transpose_b=b), arrays, rng,
+                 request_)
+
+
+@pytest.mark.parametrize(("call", "shapes", "places"), [
+    (lambda *a: nd.Convolution(*a, kernel=(3, 3), num_filter=16),
+     ((2, 16, 8, 8), (16, 16, 3, 3), (16,)), 72),
+    (lambda *a: nd.FullyConnected(*a, num_hidden=16), ((5, 4), (16, 4), (16,)), 5)])
+def test_a_bias_alone_has_its_gradient(call, shapes, places, rng):
+    x, w, b = (nd.array(rng.standard_normal(s)).astype("bfloat16") for s in shapes)
+    b.attach_grad()
+    with autograd.record():
+        y = call(x, w, b)
+    y.backward(nd.ones(y.shape).astype("bfloat16"))
+    assert b.grad.asnumpy().tolist() == [places] * 16
+
+
+def test_a_product_with_an_empty_axis(rng):
+    with mx.util.np_shape(True):
+        x = nd.zeros((0, 4)).astype("bfloat16")
+        assert nd.dot(x, nd.ones((4, 3)).astype("bfloat16")).shape == (0, 3)
