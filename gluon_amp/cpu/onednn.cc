@@ -105,43 +105,102 @@ std::shared_ptr<Product> Product::find(const std::string& key, const Make& make)
   return product;
 }
 
+void* Product::Inside::find(const void* array, const dnnl_memory_desc_t& layout) const {
+  for (const Held& held : held_)
+    if (held.array == array && !std::memcmp(&held.layout, &layout, sizeof layout)) return held.memory;
+  return nullptr;
+}
+
+void* Product::Inside::add(const void* array, const dnnl_memory_desc_t& layout, int64_t numbers) {
+  held_.push_back({array, layout, lease_.memory((numbers + 1) / 2)});
+  return held_.back().memory;
+}
+
+namespace {
+
+// The channels of a block if `inside` is a plain array of images with its channels last, or in whole
+// blocks; else 0.
+int64_t channels_of_block(const dnnl_memory_desc_t& inside, const dnnl_memory_desc_t& plain) {
+  const int axes = inside.ndims;
+  const auto &in = inside.format_desc.blocking, &out = plain.format_desc.blocking;
+  if (axes < 3 || inside.format_kind != dnnl_blocked || inside.offset0 || in.inner_nblks > 1) return 0;
+  const int64_t channels = inside.dims[1];
+  const int64_t block = in.inner_nblks ? in.inner_blks[0] : channels;
+  if ((in.inner_nblks && in.inner_idxs[0] != 1) || channels % block) return 0;
+  int64_t step = block;  // from a place to the next
+  for (int k = axes; k-- > 2; step *= inside.dims[k])
+    if (in.strides[k] != step || out.strides[k] * block != step) return 0;
+  if (in.inner_nblks ? in.strides[1] != step : in.strides[1] != 1) return 0;
+  return in.strides[0] == step * (channels / block) && out.strides[1] * block == step &&
+                 out.strides[0] == in.strides[0]
+             ? block : 0;
+}
+
+}  // namespace
+
+void Product::Way::enter(const Operand& operand, void* to) const {
+  if (matrices)
+    kernels->transpose(halves(operand.array), static_cast<Half*>(to), matrices, channels, places);
+  else
+    onednn::execute(&reorder, stream(), {{DNNL_ARG_FROM, memory(operand.plain, operand.array.dptr_)},
+                                         {DNNL_ARG_TO, memory(inside, to)}});
+}
+
+void Product::Way::leave(const Operand& operand, void* from, void* to) const {
+  if (matrices)
+    kernels->transpose(static_cast<Half*>(from), static_cast<Half*>(to), matrices, places, channels);
+  else
+    onednn::execute(&reorder, stream(), {{DNNL_ARG_FROM, memory(inside, from)},
+                                         {DNNL_ARG_TO, memory(operand.plain, to)}});
+}
+
 Product::Way& Product::way(const Operand& operand) {
   const auto found = ways_.find(operand.argument);
   if (found != ways_.end()) return found->second;
   Way way;
   way.inside = onednn::query_layout(&description_, dnnl_query_exec_arg_md, operand.argument);
   way.same = !std::memcmp(&operand.plain, &way.inside, sizeof way.inside);
-  if (!way.same)
+  const int64_t block = way.same ? 0 : channels_of_block(way.inside, operand.plain);
+  if (block) {
+    way.channels = block;
+    way.places = operand.plain.format_desc.blocking.strides[1];
+    way.matrices = size(operand.array) / (block * way.places);
+  } else if (!way.same) {
     way.reorder = operand.write == kNothing ? reorder(operand.plain, way.inside)
                                             : reorder(way.inside, operand.plain);
+  }
   return ways_[operand.argument] = way;
 }
 
-void Product::run(const std::vector<Operand>& operands) {
+void Product::run(const std::vector<Operand>& operands, Inside* read) {
   Lease lease;
   const auto scratch = [&](int64_t numbers) -> void* { return lease.memory((numbers + 1) / 2); };
   onednn::Arguments arguments;
   std::map<int, void*> inside;
   for (const Operand& operand : operands) {
-    Way& way = this->way(operand);
+    const Way& way = this->way(operand);
     void* at = operand.array.dptr_;
-    if (!way.same || operand.write == kAdd) at = scratch(stored(way.inside));
+    if (operand.write == kNothing && !way.same) {
+      at = read->find(operand.array.dptr_, way.inside);
+      if (!at) {
+        at = read->add(operand.array.dptr_, way.inside, stored(way.inside));
+        way.enter(operand, at);
+      }
+    } else if (!way.same || operand.write == kAdd) {
+      at = scratch(stored(way.inside));
+    }
     inside[operand.argument] = at;
     arguments[operand.argument] = memory(way.inside, at);
-    if (operand.write == kNothing && !way.same)
-      onednn::execute(&way.reorder, stream(), {{DNNL_ARG_FROM, memory(operand.plain, operand.array.dptr_)},
-                                               {DNNL_ARG_TO, arguments[operand.argument]}});
   }
   onednn::execute(&primitive_, stream(), arguments);
   for (const Operand& operand : operands) {
-    Way& way = this->way(operand);
+    const Way& way = this->way(operand);
     if (operand.write == kNothing || (way.same && operand.write == kStore)) continue;
     const int64_t n = size(operand.array);
     const Half* made = static_cast<const Half*>(inside[operand.argument]);
     if (!way.same) {
       void* const plain = operand.write == kAdd ? scratch(n) : operand.array.dptr_;
-      onednn::execute(&way.reorder, stream(), {{DNNL_ARG_FROM, arguments[operand.argument]},
-                                               {DNNL_ARG_TO, memory(operand.plain, plain)}});
+      way.leave(operand, inside[operand.argument], plain);
       made = static_cast<const Half*>(plain);
     }
     if (operand.write == kAdd) bfloat16_kernels->sum(&made, 1, halves(operand.array), n, kAdd);
@@ -265,6 +324,7 @@ bool run_layer(const Call& call, bool backward, const Layer& layer) {
   const auto data = call.write(0) != kNothing ? layer.product(kBackwardData) : nullptr;
   const auto weight = wants_weight ? of_weight.product(kBackwardWeights) : nullptr;
   if ((call.write(0) != kNothing && !data) || (wants_weight && !weight)) return false;
+  Product::Inside read;
   if (weight) {  // first: the gradient of x may lie on that of y
     Lease lease;
     TBlob dw = call.out[1];
@@ -274,11 +334,11 @@ bool run_layer(const Call& call, bool backward, const Layer& layer) {
                              operand(DNNL_ARG_DIFF_WEIGHTS, dw, layer.w, unread ? kStore : call.write(1))};
     if (wants_bias)
       all.push_back(operand(DNNL_ARG_DIFF_BIAS, call.out[2], *layer.bias, call.write(2)));
-    weight->run(all);
+    weight->run(all, &read);
   }
   if (data)
     data->run({operand(DNNL_ARG_WEIGHTS, w, layer.w), operand(DNNL_ARG_DIFF_DST, dy, layer.y),
-               operand(DNNL_ARG_DIFF_SRC, call.out[0], layer.x, call.write(0))});
+               operand(DNNL_ARG_DIFF_SRC, call.out[0], layer.x, call.write(0))}, &read);
   return true;
 }
 

@@ -21,19 +21,44 @@ struct Operand {
 // A primitive for one set of shapes, with the reorders between its layouts and plain arrays.
 class Product {
  public:
+  // Arrays in layouts of primitives, for several products that read the same.
+  class Inside {
+   public:
+    void* find(const void* array, const dnnl_memory_desc_t& layout) const;
+    void* add(const void* array, const dnnl_memory_desc_t& layout, int64_t numbers);
+
+   private:
+    struct Held {
+      const void* array;
+      dnnl_memory_desc_t layout;
+      void* memory;
+    };
+    Lease lease_;
+    std::vector<Held> held_;
+  };
+
   // The one that `key` names; `make` makes its operation, and the forward pass's for its hint, where it is
   // new. Null where oneDNN has none.
   using Make = std::function<onednn::Description()>;
   static std::shared_ptr<Product> find(const std::string& key, const Make& make);
 
   // All arguments of the primitive. Under the lock `turn()`.
-  void run(const std::vector<Operand>& operands);
+  void run(const std::vector<Operand>& operands, Inside* read);
+  void run(const std::vector<Operand>& operands) {
+    Inside read;
+    run(operands, &read);
+  }
 
  private:
   struct Way {  // of one argument
     dnnl_memory_desc_t inside;
-    bool same;  // as in memory
-    onednn::Primitive reorder;
+    bool same = false;  // as in memory
+    // Channels last, or in blocks, is a transpose of so many matrices of channels and places.
+    int64_t matrices = 0, channels = 0, places = 0;
+    onednn::Primitive reorder;  // where it is no transpose
+
+    void enter(const Operand& operand, void* to) const;
+    void leave(const Operand& operand, void* from, void* to) const;
   };
   explicit Product(onednn::Description description);
   Way& way(const Operand& operand);

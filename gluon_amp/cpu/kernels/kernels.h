@@ -175,6 +175,8 @@ struct Kernels {
   void (*round)(const Grid& grid, const float* from, float* to, int64_t n, Write write);
   float (*largest)(const float* numbers, int64_t n);  // magnitude of those that are finite, or 0
   void (*copy)(const void* from, void* to, int64_t bytes);
+  // `count` matrices of halves, one after the other, each transposed
+  void (*transpose)(const Half* from, Half* to, int64_t count, int64_t rows, int64_t columns);
   // Plain (batch, channels, plane) of halves to and from oneDNN's blocks of `block` (8 or 16)
   // channels, floats: (batch, ceil(channels / block), plane, block); what pads is written 0.
   void (*widen_blocked)(const Half* from, float* to, int64_t batch, int64_t channels,

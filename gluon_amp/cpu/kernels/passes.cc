@@ -1,4 +1,6 @@
 // Passes between types and layouts.
+#include <emmintrin.h>
+
 #include "transpose.h"
 #include "vector.h"
 
@@ -161,6 +163,57 @@ void copy(const void* from, void* to, int64_t bytes) {
   });
 }
 
+// ---- transposed matrices -------------------------------------------------------
+
+// 8 rows of 8 halves, `from_step` apart, to the columns of 8 rows, `to_step` apart. SSE2 is part of x86-64.
+inline void transpose_square(const Half* from, int64_t from_step, Half* to, int64_t to_step) {
+  __m128i a[8], b[8];
+  for (int i = 0; i < 8; ++i)
+    a[i] = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i * from_step));
+  for (int i = 0; i < 4; ++i) {
+    b[2 * i] = _mm_unpacklo_epi16(a[2 * i], a[2 * i + 1]);
+    b[2 * i + 1] = _mm_unpackhi_epi16(a[2 * i], a[2 * i + 1]);
+  }
+  for (int i = 0; i < 8; i += 4)
+    for (int k = 0; k < 2; ++k) {
+      a[i + 2 * k] = _mm_unpacklo_epi32(b[i + k], b[i + k + 2]);
+      a[i + 2 * k + 1] = _mm_unpackhi_epi32(b[i + k], b[i + k + 2]);
+    }
+  for (int i = 0; i < 4; ++i) {
+    b[2 * i] = _mm_unpacklo_epi64(a[i], a[i + 4]);
+    b[2 * i + 1] = _mm_unpackhi_epi64(a[i], a[i + 4]);
+  }
+  for (int i = 0; i < 8; ++i)
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to + i * to_step), b[i]);
+}
+
+// Squares of 8 x 8; the last ones of a row or column of squares overlap the ones before.
+constexpr int64_t kSquare = 8, kBand = 32;  // kBand halves are a cache line
+
+void transpose_band(const Half* from, Half* to, int64_t rows, int64_t columns, int64_t begin,
+                    int64_t end) {
+  if (rows < kSquare || columns < kSquare) {
+    for (int64_t c = begin; c < end; ++c)
+      for (int64_t r = 0; r < rows; ++r) to[c * rows + r] = from[r * columns + c];
+    return;
+  }
+  for (int64_t row = 0; row < rows; row += kBand)
+    for (int64_t c = begin; c < end; c += kSquare)
+      for (int64_t r = row; r < least(row + kBand, rows); r += kSquare) {
+        const int64_t at_c = least(c, columns - kSquare), at_r = least(r, rows - kSquare);
+        transpose_square(from + at_r * columns + at_c, columns, to + at_c * rows + at_r, rows);
+      }
+}
+
+void transpose_all(const Half* from, Half* to, int64_t count, int64_t rows, int64_t columns) {
+  const int64_t bands = parts_of(columns, kBand), n = rows * columns;
+#pragma omp parallel for schedule(static) if (count * n >= kWorthThreads)
+  for (int64_t task = 0; task < count * bands; ++task) {
+    const int64_t begin = task % bands * kBand, at = task / bands * n;
+    transpose_band(from + at, to + at, rows, columns, begin, least(begin + kBand, columns));
+  }
+}
+
 // ---- oneDNN's blocks -----------------------------------------------------------
 //
 // Both ways by tiles: W places of W channels are read, transposed in registers, and written.
@@ -281,6 +334,7 @@ void add_passes(Kernels* table) noexcept {
   table->round = round;
   table->largest = largest;
   table->copy = copy;
+  table->transpose = transpose_all;
   table->widen_blocked = widen_blocked;
   table->narrow_blocked = narrow_blocked;
   table->block_floats = block_floats;
