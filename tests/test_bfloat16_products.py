@@ -1,5 +1,6 @@
 """bfloat16 products by the processor's instructions and by widening to float32 differ by the order
 of sums alone: by at most one step of bfloat16, but where large numbers have cancelled."""
+import os
 from collections import Counter
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import pytest
 from gluon_amp._mxnet import mx
 from halves import as_bfloat16, bfloat16_ulps, generic_code
 from mxnet import autograd, nd
-from processes import printed
+from processes import printed, run
 
 CONVOLUTIONS = {
     "1d": ((3, 16, 20), (32, 16, 3), {}), "2d": ((2, 16, 9, 11), (32, 16, 3, 3), {"pad": (1, 1)}),
@@ -23,10 +24,13 @@ CONVOLUTIONS = {
 }
 
 
-INSTRUCTIONS = "avx512_bf16" in Path("/proc/cpuinfo").read_text()
+FLAGS = set(Path("/proc/cpuinfo").read_text().split())
+ISAS = {"AVX2": None, "AVX512_CORE": None, "AVX512_CORE_BF16": "avx512_bf16",
+        "AVX512_CORE_AMX": "amx_bf16"}  # DNNL_MAX_CPU_ISA: the processor's flag
 
 
-def test_products_run_the_processors_instructions_where_it_has_them():
+@pytest.mark.parametrize("isa", ISAS)
+def test_products_run_the_processors_instructions_where_it_has_them(isa):
     lines = printed("""
 import gluon_amp, mxnet as mx
 from mxnet import autograd, nd
@@ -44,10 +48,23 @@ for call in (lambda: nd.Convolution(x, w, kernel=(3, 3), num_filter=16, no_bias=
         out = call()
     out.backward()
 nd.waitall()
-""", DNNL_VERBOSE="1")
-    products = Counter(line.split(",")[3] for line in lines.splitlines()
-                       if ",exec," in line and ",reorder," not in line and "bf16" in line)
-    assert products == (Counter(convolution=3, inner_product=3, matmul=6) if INSTRUCTIONS else {})
+""", DNNL_VERBOSE="1", DNNL_MAX_CPU_ISA=isa)
+    made = [line.split(",")[3:5] for line in lines.splitlines()
+            if ",exec," in line and ",reorder," not in line and "bf16" in line]
+    assert Counter(kind for kind, _ in made) == (
+        Counter(convolution=3, inner_product=3, matmul=6) if ISAS[isa] in FLAGS else {})
+    assert all(("amx" in implementation) == ("AMX" in isa) for _, implementation in made)
+
+
+@pytest.mark.parametrize("isa", [isa for isa, flag in ISAS.items() if flag])
+def test_each_instruction_set(isa):
+    if os.environ.get("DNNL_MAX_CPU_ISA"):
+        pytest.skip("this is the inner run")
+    if ISAS[isa] not in FLAGS:
+        pytest.skip(f"this processor has no {ISAS[isa]}")
+    done = run("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__,
+               "-k", "not instruction", DNNL_MAX_CPU_ISA=isa)
+    assert done.returncode == 0, done.stdout
 
 
 def made(call, arrays, request, rng):

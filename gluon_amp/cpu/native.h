@@ -185,6 +185,12 @@ struct Primitive : Handle {};
 struct Attributes : Handle {};
 using Arguments = std::unordered_map<int, Memory>;
 
+static_assert(sizeof(Handle) == sizeof(mkldnn::memory) && sizeof(Handle) == sizeof(mkldnn::primitive) &&
+              sizeof(Handle) == sizeof(mkldnn::stream) && sizeof(Handle) == sizeof(mkldnn::engine) &&
+              sizeof(Handle) == sizeof(mkldnn::primitive_attr) &&
+              sizeof(ReorderDescription) == sizeof(mkldnn::reorder::primitive_desc) &&
+              sizeof(Description) == sizeof(mkldnn::primitive_desc), "oneDNN's classes have other members");
+
 extern "C" {
 #define EXPORTED(name) asm(name) __attribute__((weak))
 void* cpu_engine() EXPORTED("_ZN5mxnet9CpuEngine3GetEv");  // it holds its engine, and nothing before it
