@@ -31,15 +31,18 @@ bool may_use_amx() {
 
 // oneDNN 2.4 uses AMX where DNNL_MAX_CPU_ISA names it, and only there. Without AMX, processors that have it
 // multiply bfloat16 numbers more slowly than float32 ones: there AVX512_BF16 has to be named, too.
-bool has_instructions() {
-  static const bool has = [] {
+enum class Instructions { kNone, kBfloat16, kAmx };
+Instructions instructions() {
+  static const Instructions has = [] {
     const char* const given = std::getenv("DNNL_MAX_CPU_ISA");
     const std::string most = given && *given ? given : "DEFAULT";
     if (!onednn::can_call_onednn() || std::strcmp(kernels->name, "avx512") ||
         !__builtin_cpu_supports("avx512bf16"))
-      return false;
-    if (most == "AVX512_CORE_AMX") return has_amx() && may_use_amx();
-    return most == "AVX512_CORE_BF16" || ((most == "DEFAULT" || most == "ALL") && !has_amx());
+      return Instructions::kNone;
+    if (most == "AVX512_CORE_AMX")
+      return has_amx() && may_use_amx() ? Instructions::kAmx : Instructions::kNone;
+    return most == "AVX512_CORE_BF16" || ((most == "DEFAULT" || most == "ALL") && !has_amx())
+               ? Instructions::kBfloat16 : Instructions::kNone;
   }();
   return has;
 }
@@ -90,8 +93,8 @@ constexpr dnnl_format_tag_t kPlain[] = {dnnl_format_tag_undef, dnnl_a, dnnl_ab, 
 }  // namespace
 
 bool multiplies_bfloat16(const Call& call) {
-  return all_half(call) && call.out[0].type_flag_ == mshadow::kBfloat16 && has_instructions() &&
-         !watching() && !generic_only;
+  return all_half(call) && call.out[0].type_flag_ == mshadow::kBfloat16 &&
+         instructions() != Instructions::kNone && !watching() && !generic_only;
 }
 
 dnnl_memory_desc_t layout(const Sizes& dims, int tag) {
@@ -124,15 +127,18 @@ std::shared_ptr<Product> Product::find(const std::string& key, const Make& make)
   return product;
 }
 
-void* Product::Inside::find(const void* array, const dnnl_memory_desc_t& layout) const {
-  for (const Held& held : held_)
-    if (held.array == array && !std::memcmp(&held.layout, &layout, sizeof layout)) return held.memory;
-  return nullptr;
+bool Product::Way::is_like(const Way& other) const {
+  return matrices ? matrices == other.matrices && channels == other.channels && places == other.places
+                  : !other.matrices && !std::memcmp(&inside, &other.inside, sizeof inside);
 }
 
-void* Product::Inside::add(const void* array, const dnnl_memory_desc_t& layout, int64_t numbers) {
-  held_.push_back({array, layout, lease_.memory((numbers + 1) / 2)});
-  return held_.back().memory;
+void* Product::Inside::enter(const Operand& operand, const Way& way) {
+  for (const Held& held : held_)
+    if (held.array == operand.array.dptr_ && held.way.is_like(way)) return held.memory;
+  void* const made = lease_.memory((stored(way.inside) + 1) / 2);
+  way.enter(operand, made);
+  held_.push_back({operand.array.dptr_, way, made});
+  return made;
 }
 
 namespace {
@@ -178,9 +184,13 @@ Product::Way& Product::way(const Operand& operand) {
   if (found != ways_.end()) return found->second;
   Way way;
   way.inside = onednn::query_layout(&description_, dnnl_query_exec_arg_md, operand.argument);
-  way.same = !std::memcmp(&operand.plain, &way.inside, sizeof way.inside);
-  const int64_t block = way.same ? 0 : channels_of_block(way.inside, operand.plain);
-  if (block) {
+  way.same = !operand.images && !std::memcmp(&operand.plain, &way.inside, sizeof way.inside);
+  const int64_t block = way.same || operand.images ? 0 : channels_of_block(way.inside, operand.plain);
+  if (operand.images) {
+    way.matrices = operand.images;
+    way.channels = operand.plain.dims[1];
+    way.places = operand.plain.dims[0] / operand.images;
+  } else if (block) {
     way.channels = block;
     way.places = operand.plain.format_desc.blocking.strides[1];
     way.matrices = size(operand.array) / (block * way.places);
@@ -200,11 +210,7 @@ void Product::run(const std::vector<Operand>& operands, Inside* read) {
     const Way& way = this->way(operand);
     void* at = operand.array.dptr_;
     if (operand.write == kNothing && !way.same) {
-      at = read->find(operand.array.dptr_, way.inside);
-      if (!at) {
-        at = read->add(operand.array.dptr_, way.inside, stored(way.inside));
-        way.enter(operand, at);
-      }
+      at = read->enter(operand, way);
     } else if (!way.same || operand.write == kAdd) {
       at = scratch(stored(way.inside));
     }
@@ -285,10 +291,11 @@ struct Convolution {
   }
 };
 
-// A dense layer: rows of x, of w, and of y.
+// A dense layer: rows of x, of w, and of y; `images`: of which x and y are rows (see Operand), or 0.
 struct Dense {
   Sizes x, w, y;
   const Sizes* bias;
+  int64_t images = 0;
 
   dnnl_inner_product_desc_t operation(int pass) const {
     dnnl_inner_product_desc_t made;
@@ -296,8 +303,8 @@ struct Dense {
     made.primitive_kind = dnnl_inner_product;
     made.prop_kind = static_cast<dnnl_prop_kind_t>(pass);
     made.accum_data_type = dnnl_f32;
-    (pass == kBackwardData ? made.diff_src_desc : made.src_desc) = any(x);
-    (pass == kForward ? made.dst_desc : made.diff_dst_desc) = any(y);
+    (pass == kBackwardData ? made.diff_src_desc : made.src_desc) = images ? plain(x) : any(x);
+    (pass == kForward ? made.dst_desc : made.diff_dst_desc) = images ? plain(y) : any(y);
     (pass == kBackwardWeights ? made.diff_weights_desc : made.weights_desc) = any(w);
     if (bias && pass != kBackwardData)
       (pass == kBackwardWeights ? made.diff_bias_desc : made.bias_desc) = layout(*bias, dnnl_a);
@@ -305,8 +312,8 @@ struct Dense {
   }
 
   std::shared_ptr<Product> product(int pass) const {
-    const Sizes none;
-    return Product::find(key_of("dense", pass, {&x, &w, &y, bias ? bias : &none}), [&] {
+    const Sizes none, its{images};
+    return Product::find(key_of("dense", pass, {&x, &w, &y, bias ? bias : &none, &its}), [&] {
       const auto forward = operation(kForward);
       onednn::Description hint = describe(&forward);
       if (pass == kForward || !hint.get()) return hint;
@@ -316,45 +323,101 @@ struct Dense {
   }
 };
 
+// ---- a convolution as a dense layer, whose rows are what each place of y reads
+//
+// With AMX oneDNN's own primitives take up to 20 times as long where images are small and channels many, and
+// gradients of weights of 1x1 kernels 3 times.
+
+Dense rows_of(const Convolution& layer) {
+  const int64_t rows = layer.y[0] * layer.y[2] * layer.y[3], read = layer.w[1] * layer.w[2] * layer.w[3];
+  return {{rows, read}, {layer.w[0], read}, {rows, layer.w[0]}, layer.bias, layer.x[0]};
+}
+
+bool is_pointwise(const Convolution& layer) {
+  return layer.w[2] * layer.w[3] * layer.stride[0] * layer.stride[1] == 1 && !layer.pad[0] && !layer.pad[1];
+}
+
+bool pays_by_rows(const Convolution& layer, int pass) {
+  if (instructions() != Instructions::kAmx || layer.x.size() != 4 || layer.w.size() != 4) return false;
+  const int64_t kernel = layer.w[2] * layer.w[3], rows = rows_of(layer).x[0], outputs = layer.w[0];
+  if (pass == kForward) return kernel > 1 && 4 * rows <= outputs;
+  return pass == kBackwardWeights && (kernel == 1 || rows <= 2 * outputs);
+}
+
+// For each image, a matrix with a row for each channel and place of the kernel, and a column for each
+// place of y.
+void unfold(const Convolution& layer, const Half* x, Half* to) {
+  const int64_t high = layer.x[2], wide = layer.x[3], y_high = layer.y[2], y_wide = layer.y[3];
+  const int64_t planes = layer.x[0] * layer.x[1], kernel = layer.w[2] * layer.w[3];
+  for_all(planes, planes * kernel * y_high * y_wide, [&](int64_t plane) {
+    const Half* const from = x + plane * high * wide;
+    Half* made = to + plane * kernel * y_high * y_wide;
+    for (int64_t i = 0; i < layer.w[2]; ++i)
+      for (int64_t j = 0; j < layer.w[3]; ++j)
+        for (int64_t row = 0; row < y_high; ++row, made += y_wide) {
+          const int64_t at_row = row * layer.stride[0] + i * layer.dilate[0] - layer.pad[0];
+          for (int64_t column = 0; column < y_wide; ++column) {
+            const int64_t at = column * layer.stride[1] + j * layer.dilate[1] - layer.pad[1];
+            const bool inside = at_row >= 0 && at_row < high && at >= 0 && at < wide;
+            made[column] = inside ? from[at_row * wide + at] : Half(0);
+          }
+        }
+  });
+}
+
+// A convolution's pass by rows.
+struct ByRows {
+  Dense layer;
+  TBlob x;
+};
+
 // Runs a layer's passes: forward from x, weight and bias; backward from the gradient of y, x, weight and
-// bias to those of x, weight and bias.
+// bias to those of x, weight and bias. `rows`: null, or for the forward pass, or for the weight's gradient.
 template <class Layer>
-bool run_layer(const Call& call, bool backward, const Layer& layer) {
-  const auto operand = [&](int argument, const TBlob& array, const Sizes& dims, Write write = kNothing) {
-    return Operand{argument, array, plain(dims), write};
+bool run_layer(const Call& call, bool backward, const Layer& layer, const ByRows* rows) {
+  const auto operand = [](int argument, const TBlob& array, const Sizes& dims, Write write = kNothing,
+                          int64_t images = 0) {
+    return Operand{argument, array, plain(dims), write, images};
   };
-  const std::lock_guard<std::mutex> mine(turn());
   if (!backward) {
     if (call.write(0) == kNothing) return true;
-    const auto product = layer.product(kForward);
-    if (!product) return false;
-    std::vector<Operand> all{operand(DNNL_ARG_SRC, call.in[0], layer.x),
-                             operand(DNNL_ARG_WEIGHTS, call.in[1], layer.w),
-                             operand(DNNL_ARG_DST, call.out[0], layer.y, call.write(0))};
-    if (layer.bias) all.push_back(operand(DNNL_ARG_BIAS, call.in[2], *layer.bias));
-    product->run(all);
-    return true;
+    const auto run = [&](const auto& of, const TBlob& x, int64_t images) {
+      const auto product = of.product(kForward);
+      if (!product) return false;
+      std::vector<Operand> all{operand(DNNL_ARG_SRC, x, of.x, kNothing, images),
+                               operand(DNNL_ARG_WEIGHTS, call.in[1], of.w),
+                               operand(DNNL_ARG_DST, call.out[0], of.y, call.write(0), images)};
+      if (of.bias) all.push_back(operand(DNNL_ARG_BIAS, call.in[2], *of.bias));
+      product->run(all);
+      return true;
+    };
+    return (rows && run(rows->layer, rows->x, rows->layer.images)) || run(layer, call.in[0], 0);
   }
   const TBlob &dy = call.in[0], &x = call.in[1], &w = call.in[2];
   const bool wants_bias = layer.bias && call.write(2) != kNothing;
   const bool wants_weight = call.write(1) != kNothing || wants_bias;
-  Layer of_weight = layer;
-  if (!wants_bias) of_weight.bias = nullptr;
   const auto data = call.write(0) != kNothing ? layer.product(kBackwardData) : nullptr;
-  const auto weight = wants_weight ? of_weight.product(kBackwardWeights) : nullptr;
-  if ((call.write(0) != kNothing && !data) || (wants_weight && !weight)) return false;
+  if (call.write(0) != kNothing && !data) return false;
   Product::Inside read;
-  if (weight) {  // first: the gradient of x may lie on that of y
+  const auto run_weight = [&](auto of, const TBlob& x, int64_t images) {
+    if (!wants_bias) of.bias = nullptr;
+    const auto product = of.product(kBackwardWeights);
+    if (!product) return false;
     Lease lease;
     TBlob dw = call.out[1];
     const bool unread = call.write(1) == kNothing;
     if (unread) dw.dptr_ = lease.memory((size(dw) + 1) / 2);
-    std::vector<Operand> all{operand(DNNL_ARG_SRC, x, layer.x), operand(DNNL_ARG_DIFF_DST, dy, layer.y),
-                             operand(DNNL_ARG_DIFF_WEIGHTS, dw, layer.w, unread ? kStore : call.write(1))};
-    if (wants_bias)
-      all.push_back(operand(DNNL_ARG_DIFF_BIAS, call.out[2], *layer.bias, call.write(2)));
-    weight->run(all, &read);
-  }
+    std::vector<Operand> all{operand(DNNL_ARG_SRC, x, of.x, kNothing, images),
+                             operand(DNNL_ARG_DIFF_DST, dy, of.y, kNothing, images),
+                             operand(DNNL_ARG_DIFF_WEIGHTS, dw, of.w, unread ? kStore : call.write(1))};
+    if (wants_bias) all.push_back(operand(DNNL_ARG_DIFF_BIAS, call.out[2], *of.bias, call.write(2)));
+    product->run(all, &read);
+    return true;
+  };
+  // first the weight: the gradient of x may lie on that of y
+  if (wants_weight && !(rows && run_weight(rows->layer, rows->x, rows->layer.images)) &&
+      !run_weight(layer, x, 0))
+    return false;
   if (data)
     data->run({operand(DNNL_ARG_WEIGHTS, w, layer.w), operand(DNNL_ARG_DIFF_DST, dy, layer.y),
                operand(DNNL_ARG_DIFF_SRC, call.out[0], layer.x, call.write(0))}, &read);
@@ -381,9 +444,18 @@ bool onednn_convolution(const Call& call, bool backward) {
   }
   const bool has_bias = (backward ? call.out : call.in).size() > 2;
   const Sizes bias{y.shape_[1]};
-  return run_layer(call, backward,
-                   Convolution{sizes_of(x), weight, sizes_of(y), said("stride", 1), said("dilate", 1),
-                               said("pad", 0), has_bias ? &bias : nullptr});
+  const Convolution layer{sizes_of(x), weight, sizes_of(y), said("stride", 1), said("dilate", 1),
+                          said("pad", 0), has_bias ? &bias : nullptr};
+  const std::lock_guard<std::mutex> mine(turn());
+  if (!pays_by_rows(layer, backward ? kBackwardWeights : kForward))
+    return run_layer(call, backward, layer, nullptr);
+  Lease lease;
+  ByRows rows{rows_of(layer), x};
+  if (!is_pointwise(layer)) {
+    rows.x.dptr_ = lease.memory((rows.layer.x[0] * rows.layer.x[1] + 1) / 2);
+    unfold(layer, halves(x), halves(rows.x));
+  }
+  return run_layer(call, backward, layer, &rows);
 }
 
 bool onednn_dense(const Call& call, bool backward) {
@@ -392,8 +464,9 @@ bool onednn_dense(const Call& call, bool backward) {
   const int64_t high = w.shape_[0], wide = w.shape_[1], rows = size(x) / wide;
   const bool has_bias = (backward ? call.out : call.in).size() > 2;
   const Sizes bias{high};
+  const std::lock_guard<std::mutex> mine(turn());
   return run_layer(call, backward, Dense{{rows, wide}, {high, wide}, {rows, high},
-                                         has_bias ? &bias : nullptr});
+                                         has_bias ? &bias : nullptr}, nullptr);
 }
 
 // ---- products of matrices ----------------------------------------------------------

@@ -10,27 +10,40 @@ bool multiplies_bfloat16(const Call& call);
 
 using Sizes = std::vector<int64_t>;
 
-// An array that a primitive reads or writes.
+// An array that a primitive reads or writes; `images`: where not 0, its layout is a matrix with a row for
+// each place of so many images, and memory has their channels.
 struct Operand {
   int argument;  // DNNL_ARG_*
   const TBlob& array;
   dnnl_memory_desc_t plain;  // how its numbers lie in memory
   Write write = kNothing;    // of a result
+  int64_t images = 0;
 };
 
 // A primitive for one set of shapes, with the reorders between its layouts and plain arrays.
 class Product {
  public:
+  struct Way {  // of one argument
+    dnnl_memory_desc_t inside;
+    bool same = false;  // as in memory
+    // Channels last, or in blocks, is a transpose of so many matrices of channels and places.
+    int64_t matrices = 0, channels = 0, places = 0;
+    onednn::Primitive reorder;  // where it is no transpose
+
+    bool is_like(const Way& other) const;
+    void enter(const Operand& operand, void* to) const;
+    void leave(const Operand& operand, void* from, void* to) const;
+  };
+
   // Arrays in layouts of primitives, for several products that read the same.
   class Inside {
    public:
-    void* find(const void* array, const dnnl_memory_desc_t& layout) const;
-    void* add(const void* array, const dnnl_memory_desc_t& layout, int64_t numbers);
+    void* enter(const Operand& operand, const Way& way);
 
    private:
     struct Held {
       const void* array;
-      dnnl_memory_desc_t layout;
+      Way way;
       void* memory;
     };
     Lease lease_;
@@ -50,16 +63,6 @@ class Product {
   }
 
  private:
-  struct Way {  // of one argument
-    dnnl_memory_desc_t inside;
-    bool same = false;  // as in memory
-    // Channels last, or in blocks, is a transpose of so many matrices of channels and places.
-    int64_t matrices = 0, channels = 0, places = 0;
-    onednn::Primitive reorder;  // where it is no transpose
-
-    void enter(const Operand& operand, void* to) const;
-    void leave(const Operand& operand, void* from, void* to) const;
-  };
   explicit Product(onednn::Description description);
   Way& way(const Operand& operand);
 
