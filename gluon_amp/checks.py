@@ -71,7 +71,8 @@ def _flags(parser: argparse.ArgumentParser) -> Iterator[str]:
         yield from action.option_strings
         if isinstance(action.choices, dict):
             for sub in action.choices.values():
-                yield from _flags(sub)
+                if isinstance(sub, argparse.ArgumentParser):
+                    yield from _flags(sub)
 
 
 class Parser(argparse.ArgumentParser):

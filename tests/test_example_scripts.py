@@ -188,6 +188,7 @@ def test_a_wrong_file_of_flags_is_one_line(name, text, message, tmp_path, monkey
     ("train_imagenet", "--momentum 9", "must be a number from 0 to 1. Received: '9'"),
     ("image_classification", "--conf /dev/null", "unrecognized arguments: --conf"),
     ("image_classification", "--dtyp float16", "Did you mean --dtype"),
+    ("train_imagenet", "--data-trai a.rec", "Did you mean --data-train"),
     ("lr_find", "--teacher resnet18_v1", "--teacher: the sweep begins with a new network"),
     ("lr_find", "--resume", "--resume: the sweep begins with a new network"),
     ("lr_find", "--resume-params a.params", "--resume-params: the sweep begins with a new"),
