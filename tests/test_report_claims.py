@@ -539,3 +539,10 @@ def test_a_run_that_was_validated_by_its_loss_alone_is_finished(tmp_path):
     found = groups(read([path]))
     assert not remarks(found, [])
     assert group_rows(found, None)[0]["validation loss (lower is better)"] == "2"
+
+
+def test_a_run_that_was_never_validated_is_not_said_to_have_stopped(tmp_path):
+    path = tmp_path / "a.log"
+    path.write_text("Epoch[0] Train-perplexity=2.0\nEpoch[0] Time cost=1.000\n")
+    assert remarks(groups(read([path])), []) == [
+        "a: 1 of 1 runs was never validated, and is in no verdict."]

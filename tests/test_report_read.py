@@ -10,7 +10,7 @@ import pytest
 import training_logs as logs
 from gluon_amp.report import read
 from gluon_amp.report.compare import compare, groups
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from training_logs import ERRORS, RECIPE, SAME_FOLDER, numbered, read_text, top1
 
@@ -309,6 +309,7 @@ def test_rows_may_come_in_any_order(errors, random, tmp_path):
 
 @given(cells=st.lists(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0")),
                       min_size=1, max_size=3))
+@example(cells=["0\x1f", ""])
 @SAME_FOLDER
 def test_csv_of_any_text_is_read_or_refused_with_its_place(cells, tmp_path):
     try:

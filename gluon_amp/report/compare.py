@@ -241,7 +241,7 @@ def _named(section: List[Group]) -> List[Group]:
         if len(set(names)) == len(names) and all(names):
             return [Group(group.runs, name) for group, name in zip(section, names)]
     names = _by_recipe(section)
-    if len(set(names)) == len(names):
+    if len(set(names)) == len(names) and all(names):
         return [Group(group.runs, name) for group, name in zip(section, names)]
     return [Group(group.runs, group.first.name + (
         f" and {len(group.runs) - 1} more" if len(group.runs) > 1 else "")) for group in section]

@@ -244,11 +244,13 @@ def remarks(groups: Sequence[Group], comparisons: Sequence[Comparison]) -> List[
              for remark, names in said.items()]
     several = len({group.section for group in groups}) > 1
     for group in groups:
-        missing = len(group.runs) - len(group.finished)
-        if missing:
-            found.append(f"{group.named(several)}: {missing} of {len(group.runs)} runs did not "
-                         f"come to {_one(missing, 'its', 'their')} end, and "
-                         f"{_one(missing, 'is', 'are')} in no verdict.")
+        never = sum(run.final is None for run in group.runs)
+        missing = len(group.runs) - len(group.finished) - never
+        for count, what in ((missing, f"did not come to {_one(missing, 'its', 'their')} end"),
+                            (never, f"{_one(never, 'was', 'were')} never validated")):
+            if count:
+                found.append(f"{group.named(several)}: {count} of {len(group.runs)} runs {what}, "
+                             f"and {_one(count, 'is', 'are')} in no verdict.")
     for comparison in comparisons:
         left = comparison.without_partner
         if left:

@@ -137,7 +137,7 @@ def _are_numbers(i: int, rows: List[Tuple[int, List[str]]]) -> bool:
 def _epoch(cell: str, place: str) -> int:
     if not re.fullmatch(r"\s*\d{1,9}(\.0*)?\s*", cell):
         raise ValueError(f"{place}: {cell!r} is no number of an epoch")
-    return int(float(cell))
+    return int(float(cell.strip()))
 
 
 def _number(cell: str, place: str) -> Optional[float]:

@@ -152,7 +152,8 @@ def _report_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--accuracy", type=float, metavar="SHARE", help="say how long each run "
                         "took to reach it, such as 0.76 (default: what nine in ten reach)")
     parser.add_argument("--margin", type=float, default=0.5, metavar="POINTS",
-                        help="results within it are the same: what the verdict tests (0.5)")
+                        help="results within it are the same: what the verdict tests; percent of "
+                        "what is no share, such as a perplexity (0.5)")
     parser.add_argument("--claim-speed", action="store_true", help="compare speeds: each run had "
                         "its machine to itself (else only where the logs say so)")
 
