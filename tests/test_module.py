@@ -762,3 +762,14 @@ def test_other_heads_of_what_a_loss_reads_are_not_scaled():
         outputs = [out.asnumpy() for out in mod.get_outputs()]
         assert same(outputs[0], outputs[1])
         assert (outputs[0] == 3).all()
+
+
+@pytest.mark.parametrize("scale", [None, 8, dynamic(8)])
+def test_an_infinite_value_before_a_loss_keeps_its_gradient(scale):
+    mod = amp.Module(S.MAERegressionOutput(S.var("data"), S.var("label")), label_names=["label"],
+                     loss_scale=scale)
+    mod.bind([("data", (1, 3))], [("label", (1, 3))], inputs_need_grad=True)
+    mod.init_params()
+    mod.init_optimizer()
+    mod.forward_backward(mx.io.DataBatch([nd.array([[np.inf, -np.inf, 1]])], [nd.zeros((1, 3))]))
+    assert np.allclose(mod.get_input_grads()[0].asnumpy(), np.array([[1, -1, 1]]) / 3)
