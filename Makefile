@@ -16,6 +16,7 @@
 # make results   draw results/imagenet anew, byte for byte
 # make sanitize   the engine's tests under AddressSanitizer and UBSan, in 20 minutes
 # make test-gpu   the GPU path, on a software GPU that records, then computes: downloads MXNet's CUDA wheel (499 MB) once
+# make results-gpu   the GPU path beside the CPU: results/gpu, what is not there yet
 # make horovod   build Horovod for MXNet into .venv, in two minutes
 # make test-ranks   many workers, longer: 4 ranks, 500 steps, 20 starts of each kind
 # make bench   step time and memory, float16 over float32, in ten minutes
@@ -39,7 +40,7 @@ export GLUON_AMP_OBJECTS ?= $(CURDIR)/build/objects
 # What the wheel promises of the machine. auditwheel refuses to write it where the engine asks for more.
 PLATFORM := manylinux_2_27_x86_64
 
-.PHONY: demo test wheel test-wheel test-pythons test-zoo test-published test-tensor-cores test-mxnet test-mxnet-numpy test-mxnet-float16 fuzz test-gpu test-ranks setup lint docs results horovod sanitize bench bench-all bench-gpu-path check clean
+.PHONY: demo test wheel test-wheel test-pythons test-zoo test-published test-tensor-cores test-mxnet test-mxnet-numpy test-mxnet-float16 fuzz test-gpu results-gpu test-ranks setup lint docs results horovod sanitize bench bench-all bench-gpu-path check clean
 .DELETE_ON_ERROR:
 
 demo: .venv/demo
@@ -108,7 +109,11 @@ $(CUDA_WHEEL): | .venv/test
 test-gpu: .venv/test $(CUDA_WHEEL)
 	$(BIN)/python -W ignore -m gluon_amp.gpu --devices 2 --log $(GLUON_AMP_CACHE)/log.jsonl \
 		$(BIN)/pytest -q tests/gpu
-	$(BIN)/python -W ignore -m gluon_amp.gpu --devices 2 --compute $(BIN)/pytest -q tests/gpu_computing
+	$(BIN)/python -W ignore -m gluon_amp.gpu --devices 2 --compute --log $(GLUON_AMP_CACHE)/computed.jsonl \
+		$(BIN)/pytest -q tests/gpu_computing
+
+results-gpu: .venv/test $(CUDA_WHEEL)
+	$(BIN)/python -W ignore results/gpu/run.py
 
 test-ranks: .venv/test
 	GLUON_AMP_RANKS=all $(BIN)/pytest -v tests/test_distributed.py tests/test_horovod.py

@@ -21,6 +21,7 @@ PUBLISHED = {"readme": "README.md", "results": "results/README.md",
              "tensor_core_results": "results/tensor_cores/README.md",
              "xray_results": "results/xray/README.md",
              "ranks_results": "results/ranks/README.md",
+             "gpu_results": "results/gpu/README.md",
              "benchmarks": "benchmarks/README.md", "contributing": "CONTRIBUTING.md",
              "changelog": "CHANGELOG.md"}
 

@@ -125,13 +125,17 @@ static int grid(const char* call, D d, V theta, V grid) {
   size_t images = d->dims[0], pixels = images * d->dims[2] * d->dims[3], w = width(d->type);
   if (!(check(call, "theta", theta, images * 6 * w, w) & check(call, "grid", grid, pixels * 2 * w, w))) return EXECUTION_FAILED;
   say(call, "%s", tensor("y", d).c_str());
-  return 0;
+  return then_compute(call, 0, NOT_SUPPORTED, [] { unknown("spatial transformers"); });
 }
 API int cudnnSpatialTfGridGeneratorForward(void*, D d, V theta, V g) { return grid("cudnnSpatialTfGridGeneratorForward", d, theta, g); }
 API int cudnnSpatialTfGridGeneratorBackward(void*, D d, V g, V theta) { return grid("cudnnSpatialTfGridGeneratorBackward", d, theta, g); }
 API int cudnnSpatialTfSamplerForward(void*, D, V, D xd, V x, V, V, D yd, V y) {
-  return call_with_one_type("cudnnSpatialTfSamplerForward", {{"x", xd, x}, {"y", yd, y}});
+  const char* call = "cudnnSpatialTfSamplerForward";
+  return then_compute(call, call_with_one_type(call, {{"x", xd, x}, {"y", yd, y}}), NOT_SUPPORTED,
+                      [] { unknown("spatial transformers"); });
 }
 API int cudnnSpatialTfSamplerBackward(void*, D, V, D xd, V x, V, D dxd, V dx, V, D dyd, V dy, V, V, V) {
-  return call_with_one_type("cudnnSpatialTfSamplerBackward", {{"x", xd, x}, {"dx", dxd, dx}, {"dy", dyd, dy}});
+  const char* call = "cudnnSpatialTfSamplerBackward";
+  return then_compute(call, call_with_one_type(call, {{"x", xd, x}, {"dx", dxd, dx}, {"dy", dyd, dy}}), NOT_SUPPORTED,
+                      [] { unknown("spatial transformers"); });
 }

@@ -184,7 +184,7 @@ static int launch(const void* host, dim3 grid, dim3 block, void** args, size_t s
 
 API int cudaLaunchKernel(const void* host, dim3 grid, dim3 block, void** args, size_t shared, void* stream) {
   int status = launch(host, grid, block, args, shared, stream);
-  if (status) t_last_error = status;
+  if (status || computes()) t_last_error = status;  // where it computes, an unknown kernel does not end all others
   return status;
 }
 
