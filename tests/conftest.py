@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from ranks import Ranks
 
-# They run on a recording GPU: make test-gpu.
-collect_ignore = [] if "RECORDING_GPU_LOG" in os.environ else ["gpu"]
+# They run on a software GPU: make test-gpu.
+collect_ignore = [] if "RECORDING_GPU_LOG" in os.environ else ["gpu", "gpu_computing"]
 
 # Beside the stories: files of few tests that take long.
 LONG = ("test_docs", "test_tutorial", "test_launch", "test_distributed", "test_horovod",

@@ -281,7 +281,7 @@ def test_products_may_add_as_a_gpu_does(rng):
 
 
 @pytest.mark.parametrize(("roles", "said"), [
-    ({"compute": "float16", "accumulate": "T4"}, "nobody has measured a T4"),
+    ({"compute": "float16", "accumulate": "K80"}, "unknown GPU. Valid: V100, T4, .*'K80'"),
     ({"compute": "bfloat16", "accumulate": "V100"}, "accumulate='V100' is for float16 products"),
     ({"compute": "float16", "split": 4}, "split is for accumulate="),
     ({"compute": "float16", "accumulate": "V100", "split": 0}, "split must be a whole number")])

@@ -304,7 +304,7 @@ def test_a_state_of_before_there_was_a_search_is_settled():
 
 
 def test_the_second_overflow_lowers_a_scale_of_hysteresis_two(caplog):
-    net = nn.Dense(1, in_units=1)
+    net = nn.Dense(1, in_units=1, prefix="dense_")
     net.initialize(mx.init.One())
     loss_scale = DynamicLossScale(8, hysteresis=2, growth_interval=3)
     loss_scale.settled = True  # no search
@@ -319,7 +319,7 @@ def test_the_second_overflow_lowers_a_scale_of_hysteresis_two(caplog):
         return loss_scale.scale
     with caplog.at_level("INFO", "gluon_amp"):
         assert scale_after(60000) == 8  # 8 * 60000 overflows
-    assert caplog.messages == ["step skipped: gradients not finite in dense0_weight; loss scale 8, "
+    assert caplog.messages == ["step skipped: gradients not finite in dense_weight; loss scale 8, "
                                "kept by its hysteresis"]
     assert scale_after(60000) == 4
     assert scale_after(60000) == 2  # until it grows

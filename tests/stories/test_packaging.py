@@ -160,7 +160,7 @@ def test_only_what_has_changed_is_compiled_again(tmp_path):
     compiler, log, cpu = tmp_path / "compiler", tmp_path / "log", tmp_path / "gluon_amp" / "cpu"
     shutil.copy(ROOT / "setup.py", tmp_path)
     (cpu / "kernels").mkdir(parents=True)
-    for name in ("one.cc", "two.cc", "header.h", "kernels/three.cc"):
+    for name in ("one.cc", "two.cc", "header.h", "kernels/three.cc", "kernels/own.h"):
         (cpu / name).write_text("// as it was")
     compiler.write_text(f"""#!/bin/sh
 while [ $# -gt 1 ]; do
@@ -175,14 +175,16 @@ done""")
                CXX=str(compiler), GLUON_AMP_OBJECTS=str(tmp_path / "objects"))
         return sorted(Path(line).name for line in log.read_text().splitlines())
 
-    assert compiled() == ["one.cc", *["three.cc"] * 3, "two.cc"]  # for three instruction sets
-    assert len(list((tmp_path / "objects").iterdir())) == 5
+    assert compiled() == ["one.cc", *["three.cc"] * 6, "two.cc"]  # 3 instruction sets, 2 types
+    assert len(list((tmp_path / "objects").iterdir())) == 8
     shutil.rmtree(tmp_path / "build")
     assert compiled() == []
     (cpu / "two.cc").write_text("// changed")
     assert compiled() == ["two.cc"]
     (cpu / "header.h").write_text("// changed")
-    assert compiled() == ["one.cc", *["three.cc"] * 3, "two.cc"]
+    assert compiled() == ["one.cc", "two.cc"]
+    (cpu / "kernels" / "own.h").write_text("// changed")
+    assert compiled() == ["one.cc", *["three.cc"] * 6, "two.cc"]
 
 
 def test_building_for_another_processor_is_refused(source):
