@@ -9,6 +9,7 @@ import glob
 import json
 import math
 import os
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any, Dict, Iterable, List, Mapping, Optional, Set, Tuple, Union
 
@@ -299,7 +300,10 @@ def _step(low: Graphs, right: Optional[Graphs], batch: Batch, scale: float,
     finite in float32, either."""
     whole, what = None, ""
     by_trainer = updates is not None and updates.trainer is not None
-    with random_numbers_kept() as draw_again:
+    with ExitStack() as stack:
+        if right is not None or not by_trainer:
+            draw_again = stack.enter_context(random_numbers_kept())
+
         def prepare(graphs: Graphs = low) -> None:
             draw_again()
             graphs.restore()
