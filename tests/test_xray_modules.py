@@ -100,6 +100,17 @@ def test_symbols_with_casts_of_their_own_are_looked_into():
     assert (types["conv"], types["fc"]) == ("float16", "float32")
 
 
+@pytest.mark.parametrize("keep", [(), "fc"])
+@pytest.mark.parametrize("policy", ["bfloat16", "mixed_bfloat16"])
+def test_a_module_in_bfloat16_is_looked_into(policy, keep):
+    symbol = amp.convert_symbol(S.SoftmaxOutput(body(), name="head"), policy, keep=keep)
+    view = amp.xray(ready(symbol), [batch()])
+    formats = {t.key.node: t.format.name for t in view.tensors if not t.key.backward}
+    assert (formats["conv"], formats["fc"]) == ("bfloat16", "float32" if keep else "bfloat16")
+    assert (view.findings, view.keep) == ([], [])
+    np.testing.assert_allclose(view.losses, view.reference_losses, rtol=0.01)
+
+
 def test_training_with_an_xray_before_each_epoch_has_the_same_bits(tmp_path):
     def trained(folder):
         data = np.random.default_rng(0).standard_normal((24, 3, 6, 6)).astype("float32")

@@ -12,7 +12,7 @@ from typing import Any, Callable, Dict, Iterable, List, NamedTuple, Optional, Se
 
 from .._mxnet import mx
 from ..annotations import Array, Batch, Block, Module, Network
-from ..cpu.arrays import dtype_name, to_float32
+from ..cpu.arrays import HALVES, dtype_name, to_float32
 from ..gluon.convert import convert
 from ..graph.casts import KEEP, insert_casts
 from ..graph.graph import CASTS, TYPE_FLAG, Entry, Graph, Node
@@ -21,7 +21,7 @@ from ..policy import Policy
 from ..symbolic.convert import parameter_names
 from .statistics import Key
 
-_LOW, _WIDE = "float16", "float32"
+_WIDE = "float32"
 Types = Dict[str, str]
 
 
@@ -99,27 +99,28 @@ def _as_converted(module: Module) -> Tuple[Graph, Policy, Set[str]]:
     mixed = Graph.read(module._symbol)
     for entry in mixed.outputs:  # a cast at an output has taken the name of what it casts
         cast = entry.node
-        if cast.op in CASTS and cast.inputs[0].node.name == f"{cast.name}_{_LOW}":
+        if cast.op in CASTS and cast.inputs[0].node.name == f"{cast.name}_float16":
             cast.inputs[0].node.name = cast.name
     types = dict.fromkeys([*module.data_names, *module.label_names], _WIDE)
     executor = module._exec_group.execs[0]
     for name, array in [*executor.arg_dict.items(), *executor.aux_dict.items()]:
         types[name] = dtype_name(array.dtype)
     found = mixed.types(types)
-    if _LOW not in found.values():
+    low = next((half for half in HALVES if half in found.values()), "")
+    if not low:
         raise ValueError("the Module has no float16 tensors: give its symbol to "
                          "gluon_amp.convert_symbol")
     wanted, clean = _reads(mixed, types), _without_casts(mixed, types)
     parameters = parameter_names(clean)
 
     def low_if(is_low: bool) -> str:
-        return _LOW if is_low else _WIDE
+        return low if is_low else _WIDE
 
     def low_in(rule: str) -> str:
-        return low_if(any(_LOW in read and runs_in(node) == rule for node, read in wanted.values()))
+        return low_if(any(low in read and runs_in(node) == rule for node, read in wanted.values()))
 
-    policy = Policy("as its symbol", low_if(_LOW in map(types.get, parameters)), _LOW,
-                    low_in(NORM), low_in(SENSITIVE), low_if(_LOW in map(found.get, mixed.outputs)))
+    policy = Policy("as its symbol", low_if(low in map(types.get, parameters)), low,
+                    low_in(NORM), low_in(SENSITIVE), low_if(low in map(found.get, mixed.outputs)))
     kept = {node.name for node in clean.nodes_within() if KEEP in node.attrs}
     for _ in range(2):
         now = _reads(insert_casts(clean, types, policy, parameters, kept), types)
@@ -133,21 +134,22 @@ def _as_converted(module: Module) -> Tuple[Graph, Policy, Set[str]]:
 
 
 def _without_casts(graph: Graph, types: Types) -> Graph:
-    """The float32 graph: without casts between float16 and float32, with float32 variables and
+    """The float32 graph: without casts between halves and float32, with float32 variables and
     constants."""
     found = graph.types(types)
 
     def make(node: Node, inputs: List[Entry]) -> Union[Node, List[Entry]]:
-        if node.op in CASTS and {found[node.inputs[0]], found[Entry(node)]} <= {_LOW, _WIDE}:
+        if node.op in CASTS and {found[node.inputs[0]], found[Entry(node)]} <= {*HALVES, _WIDE}:
             return inputs
         made = node.like(inputs)
         made.subgraphs = [_without_casts(b.graph, b.types) for b in node.bodies(found)]
-        if made.attrs.get("dtype") == _LOW:
+        if made.attrs.get("dtype") in HALVES:
             made.attrs["dtype"] = _WIDE
         return made
 
     for node in graph.nodes():
-        if node.is_variable and node.attrs.get("__dtype__") == str(TYPE_FLAG[_LOW]):
+        if node.is_variable and node.attrs.get("__dtype__") in [
+                str(TYPE_FLAG[half]) for half in HALVES]:
             node.attrs["__dtype__"] = str(TYPE_FLAG[_WIDE])
     return graph.rewrite(make)
 
