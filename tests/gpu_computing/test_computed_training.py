@@ -1,4 +1,8 @@
 """A GPU trains as a CPU does."""
+import os
+import subprocess
+import sys
+
 import gluon_amp as amp
 import mxnet as mx
 import numpy as np
@@ -187,3 +191,28 @@ def test_a_module_trains_as_on_a_cpu():
 def test_an_unknown_kernel_is_named():
     with pytest.raises(mx.MXNetError, match="error of the recording GPU"):
         mx.nd.SequenceReverse(nd.ones((3, 4), ctx=GPU[0])).asnumpy()
+
+
+TENSOR_CORE = """
+import gluon_amp as amp, mxnet as mx, numpy as np
+random = np.random.RandomState(0)
+a, b = (abs(random.randn(*shape)).astype("float16") for shape in ((5, 5000), (5000, 7)))
+made = mx.nd.FullyConnected(*(mx.nd.array(x, ctx=mx.gpu(), dtype="float16") for x in (a, b.T)),
+                            num_hidden=7, no_bias=True).asnumpy()
+sums = amp.tensor_core_dot(a, b, gpu="A100")
+assert np.array_equal(made, sums.astype("float16"))
+wide = a.astype("float32") @ b.astype("float32")
+assert np.any(sums.astype("float16") != wide.astype("float16"))
+x, w = (random.randn(*shape).astype("float16") for shape in ((1, 8, 4, 4), (8, 8, 1, 1)))
+y = mx.nd.Convolution(*(mx.nd.array(v, ctx=mx.gpu(), dtype="float16") for v in (x, w)),
+                      kernel=(1, 1), num_filter=8, no_bias=True).asnumpy()
+sums = amp.tensor_core_dot(w.reshape(8, 8), x.reshape(8, 16), gpu="A100")
+assert np.array_equal(y.reshape(8, 16), sums.astype("float16"))
+"""
+
+
+def test_products_may_add_as_tensor_cores_do():
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", TENSOR_CORE], check=False,
+                          env={**os.environ, "RECORDING_GPU_TENSOR_CORE": "8,24",
+                               "RECORDING_GPU_LOG": ""}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -1,6 +1,7 @@
 // A GPU that computes, on the host: what the recording GPU records, run at once and in order.
 //
-//   RECORDING_GPU_COMPUTES=1   kernels and library calls compute; device memory is the host's
+//   RECORDING_GPU_COMPUTES=1       kernels and library calls compute; device memory is the host's
+//   RECORDING_GPU_TENSOR_CORE=8,24 Tensor Cores add 8 products with 24 bits of fraction (docs/tensor_cores.md)
 //
 // Numbers are computed in double or float32 and rounded to an array's type where they are stored. An
 // operation that is unknown is a violation, which names it.
@@ -103,5 +104,9 @@ void compute(const std::string& demangled, const unsigned grid[3], const unsigne
 
 // ---- products
 
-// c (m x n) = a (m x k) * b (k x n), all row-major and dense; `halves`: sums in float16.
-void product(ll m, ll n, ll k, const float* a, const float* b, float* c, bool halves);
+enum class Sums { kFloat, kHalf, kTensorCore };  // the last: float32's, where no GPU is named
+// The sums of a product whose factors are halves or not, that adds in float16 or not, and may use Tensor Cores or not.
+Sums sums_of(bool half_factors, bool half_sums, bool tensor_cores);
+
+// c (m x n) = a (m x k) * b (k x n), all row-major and dense.
+void product(ll m, ll n, ll k, const float* a, const float* b, float* c, Sums sums);

@@ -15,7 +15,7 @@ double scalar(V pointer, D tensor) { return tensor->type == 1 ? *(const double*)
 // ---- products
 
 void multiply(int m, int n, int k, const Factor& a, const Factor& b, const Factor& c, double alpha, double beta,
-              bool halves, int batch) {
+              Sums sums, int batch) {
   std::vector<float> left((size_t)m * k), right((size_t)k * n), made((size_t)m * n);
   for (ll one = 0; one < batch; one++) {
     const auto at = [&](const Factor& x) { return Array{x.type, (char*)x.data + one * x.stride * width(x.type)}; };
@@ -24,7 +24,7 @@ void multiply(int m, int n, int k, const Factor& a, const Factor& b, const Facto
       for (ll l = 0; l < k; l++) left[i * k + l] = x[a.transposed ? l + i * a.ld : i + l * a.ld];
     for (ll l = 0; l < k; l++)
       for (ll j = 0; j < n; j++) right[l * n + j] = y[b.transposed ? j + l * b.ld : l + j * b.ld];
-    product(m, n, k, left.data(), right.data(), made.data(), halves);
+    product(m, n, k, left.data(), right.data(), made.data(), sums);
     for (ll i = 0; i < m; i++)
       for (ll j = 0; j < n; j++) {
         const ll to = i + j * c.ld;
@@ -76,7 +76,7 @@ template <class F> void write(V alpha, V beta, D d, V data, F value) {
 
 struct Convolution {
   D xd, wd, conv, yd;
-  bool halves = conv->compute == 2;
+  Sums sums = sums_of(xd->type == 2, conv->compute == 2, conv->math == 1 || conv->math == 2);
   size_t axes = conv->pad.size();
   ll batch = xd->dims[0], groups = conv->groups, in = xd->dims[1] / groups, out = yd->dims[1] / groups;
   ll window = 1, places = 1, pixels = 1;  // of a filter, of the output, of the input
@@ -129,7 +129,7 @@ void convolution_forward(V alpha, D xd, V x, D wd, V w, D conv, V beta, D yd, V 
   for (ll image = 0; image < c.batch * c.groups; image++) {
     c.fill(&data[image * c.in * c.pixels], matrix.data());
     product(c.out, c.places, c.in * c.window, &weight[image % c.groups * c.out * c.in * c.window], matrix.data(),
-            &made[image * c.out * c.places], c.halves);
+            &made[image * c.out * c.places], c.sums);
   }
   write(alpha, beta, yd, y, [&](ll i) { return made[i]; });
 }
@@ -140,7 +140,7 @@ void convolution_data(V alpha, D wd, V w, D yd, V dy, D conv, V beta, D xd, V dx
   std::vector<float> made(count(xd->dims)), matrix(c.in * c.window * c.places);
   for (ll image = 0; image < c.batch * c.groups; image++) {
     const auto turned = transposed(&weight[image % c.groups * c.out * c.in * c.window], c.out, c.in * c.window);
-    product(c.in * c.window, c.places, c.out, turned.data(), &gradient[image * c.out * c.places], matrix.data(), c.halves);
+    product(c.in * c.window, c.places, c.out, turned.data(), &gradient[image * c.out * c.places], matrix.data(), c.sums);
     float* to = &made[image * c.in * c.pixels];
     c.windows([&](ll row, ll place, ll pixel) { to[pixel] += matrix[row * c.places + place]; });
   }
@@ -154,9 +154,9 @@ void convolution_weight(V alpha, D xd, V x, D yd, V dy, D conv, V beta, D wd, V 
   for (ll image = 0; image < c.batch * c.groups; image++) {
     c.fill(&data[image * c.in * c.pixels], matrix.data());
     const auto turned = transposed(matrix.data(), c.in * c.window, c.places);
-    product(c.out, c.in * c.window, c.places, &gradient[image * c.out * c.places], turned.data(), part.data(), c.halves);
+    product(c.out, c.in * c.window, c.places, &gradient[image * c.out * c.places], turned.data(), part.data(), c.sums);
     float* to = &made[image % c.groups * c.out * c.in * c.window];
-    for (size_t i = 0; i < part.size(); i++) to[i] = c.halves ? as_half(to[i] + part[i]) : to[i] + part[i];
+    for (size_t i = 0; i < part.size(); i++) to[i] = c.sums == Sums::kHalf ? as_half(to[i] + part[i]) : to[i] + part[i];
   }
   write(alpha, beta, wd, dw, [&](ll i) { return made[i]; });
 }

@@ -6,9 +6,9 @@
 Type of_cuda(int type);   // cudaDataType and cudnnDataType_t of float, double, half, int8 are alike
 
 struct Factor { const void* data; Type type; bool transposed; int ld; ll stride; };
-// c = alpha * a * b + beta * c for column-major matrices; `halves`: sums in float16.
+// c = alpha * a * b + beta * c for column-major matrices.
 void multiply(int m, int n, int k, const Factor& a, const Factor& b, const Factor& c, double alpha, double beta,
-              bool halves, int batch);
+              Sums sums, int batch);
 
 double scalar(V pointer, D tensor);  // alpha or beta of a call
 

@@ -85,12 +85,12 @@ ll time_of(const Kept& all, const Way& one, ll step) { return one.backward ? all
 void forward(const Kept& all, Way* one, const Floats& w, const Array& rounding) {
   const ll n = all.batch, hidden = all.hidden, gates = one->gates;
   Floats x((size_t)all.steps * n * gates), r((size_t)n * gates);
-  product(all.steps * n, gates, one->in, one->input.data(), transposed(&w[one->w], gates, one->in).data(), x.data(), false);
+  product(all.steps * n, gates, one->in, one->input.data(), transposed(&w[one->w], gates, one->in).data(), x.data(), Sums::kFloat);
   const Floats turned = transposed(&w[one->r], gates, hidden);
   one->gate.resize(x.size());
   one->inner.resize((size_t)all.steps * n * hidden);
   for (ll step = 0; step < all.steps; step++) {
-    product(n, gates, hidden, &one->h[step * n * hidden], turned.data(), r.data(), false);
+    product(n, gates, hidden, &one->h[step * n * hidden], turned.data(), r.data(), Sums::kFloat);
     for (ll b = 0; b < n; b++)
       for (ll j = 0; j < hidden; j++) {
         const ll row = time_of(all, *one, step) * n + b, s = (step * n + b) * hidden + j;
@@ -153,13 +153,13 @@ Floats backward(const Kept& all, Way* one, const Floats& w, const Floats& dy, ll
         }
         for (ll k = 0; k < gates; k += hidden) inner[k] = to[k] * (all.mode == kGru && k == 2 * hidden ? gate[0] : 1);
       }
-    product(n, hidden, gates, &one->dinner[step * n * gates], &w[one->r], recurrent.data(), false);
+    product(n, hidden, gates, &one->dinner[step * n * gates], &w[one->r], recurrent.data(), Sums::kFloat);
     for (ll i = 0; i < n * hidden; i++) dh[i] += recurrent[i];
   }
   Floats by_time(one->dgate.size()), dx((size_t)all.steps * n * one->in);
   for (ll step = 0; step < all.steps; step++)
     std::copy_n(&one->dgate[step * n * gates], n * gates, &by_time[time_of(all, *one, step) * n * gates]);
-  product(all.steps * n, one->in, gates, by_time.data(), &w[one->w], dx.data(), false);
+  product(all.steps * n, one->in, gates, by_time.data(), &w[one->w], dx.data(), Sums::kFloat);
   for (size_t i = 0; i < one->mask.size(); i++) dx[i] *= one->mask[i];
   return dx;
 }
@@ -250,8 +250,8 @@ void rnn_weights(D xd, V dw, V reserve) {  // adds to the weights' gradients
       Floats by_time(one.dgate.size());
       for (ll step = 0; step < all->steps; step++)
         std::copy_n(&one.dgate[step * n * one.gates], n * one.gates, &by_time[time_of(*all, one, step) * n * one.gates]);
-      product(one.gates, one.in, rows, transposed(by_time.data(), rows, one.gates).data(), one.input.data(), &made[one.w], false);
-      product(one.gates, hidden, rows, transposed(one.dinner.data(), rows, one.gates).data(), one.h.data(), &made[one.r], false);
+      product(one.gates, one.in, rows, transposed(by_time.data(), rows, one.gates).data(), one.input.data(), &made[one.w], Sums::kFloat);
+      product(one.gates, hidden, rows, transposed(one.dinner.data(), rows, one.gates).data(), one.h.data(), &made[one.r], Sums::kFloat);
       for (ll i = 0; i < rows; i++)
         for (ll k = 0; k < one.gates; k++) {
           made[one.bw + k] += one.dgate[i * one.gates + k];

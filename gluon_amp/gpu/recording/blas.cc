@@ -60,7 +60,8 @@ int gemm(const char* call, Blas* h, int ta, int tb, int m, int n, int k, Scalars
   return then_compute(call, 0, FAILED, [&] {
     const auto factor = [](const Matrix& x, int t) { return Factor{x.data, of_cuda(x.type), t != 0, x.ld, x.stride}; };
     const auto number = [&](const void* p) { return Array{of_cuda(sum), (void*)p}[0]; };
-    multiply(m, n, k, factor(a, ta), factor(b, tb), factor(c, 0), number(by.alpha), number(by.beta), sum == HALF, batch);
+    multiply(m, n, k, factor(a, ta), factor(b, tb), factor(c, 0), number(by.alpha), number(by.beta),
+             sums_of(a.type == HALF, sum == HALF, h->math == 1 || algorithm >= 99), batch);
   });
 }
 
