@@ -40,7 +40,7 @@ export GLUON_AMP_OBJECTS ?= $(CURDIR)/build/objects
 # What the wheel promises of the machine. auditwheel refuses to write it where the engine asks for more.
 PLATFORM := manylinux_2_27_x86_64
 
-.PHONY: demo test wheel test-wheel test-pythons test-zoo test-published test-tensor-cores test-mxnet test-mxnet-numpy test-mxnet-float16 fuzz test-gpu results-gpu test-ranks setup lint docs results horovod sanitize bench bench-all bench-gpu-path check clean
+.PHONY: demo test wheel test-wheel test-pythons test-zoo test-published test-tensor-cores test-mxnet test-mxnet-numpy test-mxnet-float16 fuzz test-gpu results-gpu test-isa test-ranks setup lint docs results horovod sanitize bench bench-all bench-gpu-path check clean
 .DELETE_ON_ERROR:
 
 demo: .venv/demo
@@ -105,6 +105,9 @@ CUDA_WHEEL := $(GLUON_AMP_CACHE)/mxnet_cu112-1.9.1-py3-none-manylinux2014_x86_64
 
 $(CUDA_WHEEL): | .venv/test
 	$(BIN)/python -m pip download -q --no-deps --only-binary :all: --dest $(@D) mxnet-cu112==1.9.1
+
+test-isa: .venv/test
+	@$(BIN)/python -W ignore tests/isa.py
 
 test-gpu: .venv/test $(CUDA_WHEEL)
 	$(BIN)/python -W ignore -m gluon_amp.gpu --devices 2 --log $(GLUON_AMP_CACHE)/log.jsonl \

@@ -3,6 +3,7 @@ code: to the bit where values only move, else within a step of float16."""
 import mxnet as mx
 import numpy as np
 import pytest
+from gluon_amp.cpu import library
 from gluon_amp.graph.build import build
 from gluon_amp.graph.graph import Graph
 from halves import as_function, assert_half, generic_code, halves, stock, ulps
@@ -346,8 +347,12 @@ def test_a_pooling_gives_the_same_bits_by_its_own_code(shape, settings, rng):
         with generic_code():
             expected = outcome(symbol, arrays, with_heads, request, training=training)
         assert np.array_equal(found[0][0], expected[0][0])
-        if with_heads:
-            assert np.array_equal(found[1]["x"], expected[1]["x"])
+        if not with_heads:
+            continue
+        # with AVX2 oneDNN adds in another order where an array is plain
+        another = library.load() != "avx512" and settings["pool_type"] == "avg"
+        np.testing.assert_allclose(found[1]["x"].astype(float), expected[1]["x"],
+                                   rtol=0.001 * another, atol=0.001 * another)
 
 
 def test_nan_stays_nan():

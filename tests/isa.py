@@ -1,0 +1,37 @@
+"""The engine's tests, once for each set of instructions that this processor has: `make test-isa`.
+
+GLUON_AMP_ISA limits the engine's own loops, DNNL_MAX_CPU_ISA those of oneDNN.
+"""
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).parent
+FLAGS = set(Path("/proc/cpuinfo").read_text().split())
+LIMITS = (  # the processor's flag, the engine's limit, oneDNN's
+    ("avx2", "avx2", "AVX2"), ("avx512bw", "avx512", "AVX512_CORE"),
+    ("avx512_bf16", "avx512", "AVX512_CORE_BF16"), ("amx_bf16", "avx512", "AVX512_CORE_AMX"),
+    ("sse2", None, None))
+TESTS = [*sorted(HERE.glob("test_engine_*.py")), *sorted(HERE.glob("test_bfloat16*.py")),
+         HERE / "test_kernels.py", HERE / "test_dispatch.py"]
+
+
+def main():
+    failed = []
+    for flag, engine, onednn in LIMITS:
+        if flag not in FLAGS:
+            print(f"left out, since this processor has no {flag}: {onednn}", flush=True)
+            continue
+        print(f"limit: {onednn or 'none'}", flush=True)
+        limits = {"GLUON_AMP_ISA": engine, "DNNL_MAX_CPU_ISA": onednn, "OMP_WAIT_POLICY": "passive"}
+        variables = {k: v for k, v in {**os.environ, **limits}.items() if v is not None}
+        command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "--dist", "loadfile",
+                   *map(str, TESTS), *sys.argv[1:]]
+        if subprocess.run(command, env=variables).returncode:
+            failed.append(onednn or "none")
+    sys.exit(f"failed with the limit {', '.join(failed)}" if failed else 0)
+
+
+if __name__ == "__main__":
+    main()
