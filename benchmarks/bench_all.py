@@ -89,7 +89,7 @@ def main():
             with open(path, "a") as file:
                 file.write(json.dumps({
                     "name": line.name, "date": str(datetime.date.today()),
-                    "machine": step_time.machine(), "rows": done[line.name],
+                    "machine": harness.machine(), "rows": done[line.name],
                     "seconds": round(time.perf_counter() - start)}) + "\n")
         print(line.name, flush=True)
         for row in done.get(line.name, []):

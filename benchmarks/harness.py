@@ -18,14 +18,18 @@ from statistics import median
 from typing import NamedTuple
 
 os.environ.setdefault("OMP_NUM_THREADS", "2")  # before MXNet is imported: import this file first
+if "amx_bf16" in Path("/proc/cpuinfo").read_text().split():
+    os.environ.setdefault("DNNL_MAX_CPU_ISA", "AVX512_CORE_AMX")  # bfloat16 products use AMX
 
 import gluon_amp as amp
 from gluon_amp._mxnet import mx, np
 from mxnet import autograd, gluon, nd
+from mxnet.contrib import amp as contrib_amp
 from networks import NETWORKS
 
 SGD = {"learning_rate": 0.001, "momentum": 0.9}
 CAST = "net.cast"  # in place of a policy: the network as MXNet's tutorial makes it float16
+CONTRIB = "mx.contrib.amp"  # the same: in bfloat16, in a process with GLUON_AMP_ENGINE=off
 
 
 def build(name, policy):
@@ -39,7 +43,7 @@ def build(name, policy):
     if policy == CAST:
         net.cast("float16")
         data = data.astype("float16")
-    elif policy != "float32":
+    elif policy not in ("float32", CONTRIB):
         amp.convert(net, policy)
     net.hybridize(static_alloc=True, static_shape=True)
     return net, data, target
@@ -47,9 +51,11 @@ def build(name, policy):
 
 def stepper(name, policy):
     """A function that trains one step and waits for it. The loss scale has found its size."""
+    if policy == CONTRIB:
+        contrib_amp.init("bfloat16")
     net, data, target = build(name, policy)
     loss_of = NETWORKS[name].loss
-    if policy in ("float32", CAST):
+    if policy in ("float32", CAST, CONTRIB):
         scale = 128.0 if policy == CAST else 1.0
         trainer = gluon.Trainer(net.collect_params(), "sgd", {
             **SGD, "multi_precision": policy == CAST, "rescale_grad": 1 / scale})
@@ -163,6 +169,26 @@ def child(*args, **variables):
                                      env={**os.environ, **variables}).stdout.splitlines()[-1])
 
 
+def machine():
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return " ".join(line.split(":")[1].split())
+    return "unknown"
+
+
+def contrib_ratio(name, steps):
+    """The step of mx.contrib.amp in bfloat16 over float32's: medians of processes, since it patches
+    MXNet. None where it fails."""
+    def took(policy, **variables):
+        return median(child("seconds", name, policy, steps, **variables)[2:])
+
+    try:
+        # AMX would end a process in which nothing requests it
+        return took(CONTRIB, GLUON_AMP_ENGINE="off", DNNL_MAX_CPU_ISA="") / took("float32")
+    except subprocess.CalledProcessError:
+        return None
+
+
 def memory_ratio(name, policy, kind, runs=1, **variables):
     """The memory of a policy over float32's, medians over so many processes, which run side by
     side: what a process needs does not depend on its speed."""
@@ -182,6 +208,8 @@ class Table:
     def __init__(self, *columns, as_json=False):
         self.columns, self.as_json = columns, as_json
         if not as_json:
+            limit = os.environ.get("DNNL_MAX_CPU_ISA", "not set")
+            print(f"{machine()}, DNNL_MAX_CPU_ISA {limit}\n", flush=True)
             print(f"| {' | '.join(columns)} |\n|{' --- |' * len(columns)}", flush=True)
 
     def row(self, *cells):
@@ -195,7 +223,7 @@ def shown(cell):
     """Numbers from 100 on without decimals, others with three digits."""
     if isinstance(cell, float):
         return f"{cell:.0f}" if abs(cell) >= 100 else f"{cell:.3g}"
-    return str(cell)
+    return "fails" if cell is None else str(cell)
 
 
 def main(what, name, policy, more):

@@ -21,9 +21,12 @@ COLUMNS = {  # what can be measured, and the columns that it fills
     "cast": ("net.cast / converted",),
     "prediction": ("prediction float32 ms", "prediction"),
     "memory": ("memory",),
+    "bfloat16": ("bfloat16 / float32", "bfloat16 memory"),
+    "contrib": ("mx.contrib.amp bfloat16 / float32",),
     "prediction-memory": ("memory of a prediction",),
     "workers-memory": ("memory, 4 workers",),
 }
+BFLOAT16 = "mixed_bfloat16"
 HISTORY = Path(__file__).with_name("history.csv")
 
 
@@ -39,6 +42,12 @@ def measure(what, name, policy, pairs, budget):
     if what == "cast":
         steps = harness.stepper(name, policy), harness.stepper(name, harness.CAST)
         return (harness.ratios(*steps, pairs, budget).median,)
+    if what == "bfloat16":
+        steps = harness.stepper(name, "float32"), harness.stepper(name, BFLOAT16)
+        return (harness.ratios(*steps, pairs, budget / 2).median,
+                harness.memory_ratio(name, BFLOAT16, "step"))
+    if what == "contrib":
+        return (harness.contrib_ratio(name, 7),)
     if what == "workers-memory":  # it differs by some percent from one process to the next
         return (harness.memory_ratio(name, policy, "step", 3, MXNET_CPU_WORKER_NTHREADS="4"),)
     kind = "prediction" if what == "prediction-memory" else "step"
@@ -54,18 +63,11 @@ def commit():
     return git("rev-parse", "--short=7", "HEAD") + ("+" if git("status", "--short", ".") else "")
 
 
-def machine():
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return " ".join(line.split(":")[1].split())
-    return "unknown"
-
-
 def record(name, found):
     """Appends one network's ratios to history.csv."""
     with open(HISTORY, "a", newline="") as file:
         csv.writer(file, lineterminator="\n").writerow([
-            datetime.date.today(), commit(), machine(), name,
+            datetime.date.today(), commit(), harness.machine(), name,
             f"{found['float16 / float32']:.3f}", f"{found['memory']:.3f}"])
 
 
