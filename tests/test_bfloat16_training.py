@@ -1,0 +1,118 @@
+"""Training in bfloat16: optimizers, several devices, Module, X-ray; what is refused."""
+import gluon_amp as amp
+import mxnet as mx
+import numpy as np
+import pytest
+from gluon_amp.cpu.bfloat16 import is_bfloat16
+from halves import as_bfloat16
+from mxnet import autograd, gluon, nd
+from mxnet.gluon import nn
+
+POLICIES = ["bfloat16", "mixed_bfloat16"]
+LOSS = gluon.loss.SoftmaxCrossEntropyLoss()
+
+
+def network(policy, ctx=None):
+    net = nn.HybridSequential()
+    net.add(nn.Conv2D(16, 3, in_channels=3), nn.BatchNorm(in_channels=16), nn.Activation("relu"),
+            nn.GlobalAvgPool2D(), nn.Dense(4, in_units=16))
+    net.initialize(mx.init.Xavier(), ctx=ctx)
+    amp.convert(net, policy)
+    net.hybridize(static_alloc=True, static_shape=True)
+    return net
+
+
+def batch(rng, ctx=None):
+    label = rng.integers(0, 4, 16)
+    data = rng.standard_normal((16, 3, 6, 6)) + label[:, None, None, None]
+    return nd.array(data, ctx=ctx), nd.array(label, ctx=ctx)
+
+
+def weights(net, ctx=None):
+    return [p.data(ctx).asnumpy() for p in net.collect_params().values()]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("name", ["sgd", "adam"])
+def test_a_network_learns_without_a_loss_scale(policy, name, rng):
+    net, (data, label) = network(policy), batch(rng)
+    trainer = amp.Trainer(net.collect_params(), name, {"learning_rate": 0.02})
+    losses = []
+    for _ in range(30):
+        with autograd.record():
+            loss = LOSS(net(data), label)
+        trainer.backward(loss)
+        assert trainer.step(16) is not False
+        losses.append(loss.mean().asscalar())
+    assert losses[-1] < 0.5 * losses[0]
+    assert is_bfloat16(net[0].weight.dtype) == (policy == "bfloat16")
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_two_devices_hold_the_same_weights(policy, rng):
+    devices = [mx.cpu(0), mx.cpu(1)]
+    net = network(policy, devices)
+    trainer = amp.Trainer(net.collect_params(".*(weight|bias|gamma|beta)"), "sgd",
+                          {"learning_rate": 0.1})
+    for _ in range(3):
+        with autograd.record():
+            losses = [LOSS(net(data), label) for data, label in (batch(rng, d) for d in devices)]
+        trainer.backward(losses)
+        trainer.step(32)
+    for parameter in trainer._params:
+        one, other = (parameter.data(d).asnumpy() for d in devices)
+        assert np.array_equal(one, other)
+
+
+def test_gradients_of_two_devices_are_added_in_float32_and_rounded_once():
+    devices = [mx.cpu(0), mx.cpu(1)]
+    net = nn.Dense(1, in_units=2, use_bias=False)
+    net.initialize(mx.init.One(), ctx=devices)
+    amp.convert(net, "bfloat16")
+    trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 1.0})
+    numbers = [np.float32([[1, 3]]), np.float32([[2.0 ** -8, 2.0 ** -7]])]
+    with autograd.record():
+        losses = [net(nd.array(x, ctx=d)).sum() for x, d in zip(numbers, devices)]
+    trainer.backward(losses)
+    trainer.step(1)
+    expected = as_bfloat16(1 - as_bfloat16(numbers[0] + numbers[1]))
+    assert np.array_equal(net.weight.data(devices[0]).asnumpy(), expected)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_module_learns(policy, rng):
+    data, label = (x.asnumpy() for x in batch(rng))
+    symbol = mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=4)
+    symbol = amp.convert_symbol(mx.sym.SoftmaxOutput(symbol, name="softmax"), policy)
+    module = amp.Module(symbol)
+    batches = mx.io.NDArrayIter(data.reshape(16, -1), label, 8)
+    module.fit(batches, num_epoch=20, initializer=mx.init.Xavier(),
+               optimizer_params={"learning_rate": 0.05})
+    assert dict(module.score(batches, "acc"))["accuracy"] > 0.9
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_an_xray_shows_that_any_loss_scale_fits(policy, rng):
+    view = amp.xray(network(policy), [batch(rng)], LOSS)
+    assert view.first_overflow is None
+    assert view.loss_scale[0] < 1
+    assert view.loss_scale[1] > 2.0 ** 100
+
+
+def test_tensor_cores_sums_of_bfloat16_networks_are_refused():
+    with pytest.raises(ValueError, match="float16"):
+        amp.Policy("mine", compute="bfloat16", accumulate="A100")
+
+
+@pytest.mark.parametrize("roles", [
+    {"parameter": "bfloat16", "compute": "float16"},
+    {"parameter": "float16", "compute": "bfloat16"}])
+def test_parameters_of_the_other_type_are_cast_where_they_are_used(roles, rng):
+    net, (data, label) = network(amp.Policy("mine", **roles)), batch(rng)
+    trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.05})
+    with autograd.record():
+        loss = LOSS(net(data), label)
+    trainer.backward(loss)
+    trainer.step(16)
+    assert np.isfinite(loss.asnumpy()).all()
+    assert all(np.isfinite(w).all() for w in weights(net))
