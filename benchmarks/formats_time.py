@@ -1,5 +1,5 @@
-"""What other formats cost on a CPU beside float16, and Tensor Cores' sums beside float32:
-`python formats_time.py [NETWORK ...]`, and with `--sums`.
+"""What other formats cost on a CPU beside float16, and beside float32 bfloat16 (`--bfloat16`) and
+Tensor Cores' sums (`--sums`): `python formats_time.py [NETWORK ...]`.
 
 A policy's steps and the other's take turns, and what counts is their processor time, which others
 on the machine change little; each ratio is the median of the turns. Formats without arrays of their
@@ -22,6 +22,8 @@ SUMS = [amp.Policy(f"{gpu} in pieces of {split}" if split else gpu, parameter="f
                    compute="float16", accumulate=gpu, split=split)
         for gpu, rule in GPUS.items() if rule.measured for split in (None, 512, 4096)]
 SUMS_NETWORK = NETWORKS[0]
+BFLOAT16 = ("mixed_bfloat16", "bfloat16")
+BFLOAT16_NETWORKS = list(harness.NETWORKS)[:6]
 
 
 def processor_ms(step):
@@ -34,13 +36,18 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("networks", nargs="*")
     parser.add_argument("--sums", action="store_true", help="of Tensor Cores, beside float32")
+    parser.add_argument("--bfloat16", action="store_true", help="beside float32")
     parser.add_argument("--turns", type=int, default=10)
     parser.add_argument("--json", action="store_true", help="for bench_all.py")
     args = parser.parse_args()
-    policies, base = (SUMS, "float32") if args.sums else (FORMATS, "float16")
+    policies, base, networks = FORMATS, "float16", NETWORKS
+    if args.sums:
+        policies, base, networks = SUMS, "float32", [SUMS_NETWORK]
+    elif args.bfloat16:
+        policies, base, networks = BFLOAT16, "float32", BFLOAT16_NETWORKS
     table = harness.Table("network", "policy", f"{base} ms", "lowest", f"policy / {base}",
                           "highest", as_json=args.json)
-    for name in args.networks or ([SUMS_NETWORK] if args.sums else NETWORKS):
+    for name in args.networks or networks:
         beside = harness.stepper(name, base)
         for policy in policies:
             step = harness.stepper(name, policy)
