@@ -54,6 +54,16 @@ def test_a_planted_fault_is_named_first_and_what_is_kept_mends_it(fault):
     check_mended(net, view, batches())
 
 
+@pytest.mark.parametrize(("policy", "begin"), [
+    ("float16", "amp.convert(net, keep=["), ("O1", "amp.convert(net, 'mixed_float16', keep=["),
+    (amp.Policy("mine", compute="float16"), "amp.convert(net, policy, keep=[")],
+    ids=["float16", "mixed_float16", "mine"])
+def test_the_line_to_paste_has_the_policy(policy, begin):
+    net = images_net(lambda F, x: x * 1e5)
+    net.initialize(mx.init.Xavier())
+    assert amp.xray(amp.convert(net, policy), batches(1), LOSS).keep_line.startswith(begin)
+
+
 def test_what_is_kept_is_tried_on_all_batches():
     net = nn.HybridSequential(prefix="net_")
     with net.name_scope():

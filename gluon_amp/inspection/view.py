@@ -20,6 +20,7 @@ from ..cpu.finite import all_finite
 from ..cpu.library import random_numbers_kept
 from ..files import replace_text
 from ..formats import FLOAT32, Format
+from ..policy import POLICIES
 from .advice import (
     Finding,
     Window,
@@ -221,6 +222,9 @@ def xray(net: Network, batches: Iterable[Any], loss_fn: Optional[LossFunction] =
                  lost, updates)
     if session.is_module:
         view.converts = "amp.convert_symbol(symbol"
+    elif session.policy != POLICIES["float16"]:  # which is the default
+        name = session.policy.name
+        view.converts += f", {name!r}" if POLICIES.get(name) == session.policy else ", policy"
     view.tensors = [t for t in view.tensors if t.counts is not None]
     at_first = view.window
     if view.findings:

@@ -1,7 +1,7 @@
 """Compares a software GPU, on which MXNet's CUDA build runs, with the CPU: `make results-gpu`.
 
-Writes networks.csv, digits.csv and README.md beside this file; what stands in a CSV file is not run
-again.
+Writes networks.csv, digits.csv, recipes.csv and README.md beside this file; what stands in a CSV
+file is not run again.
 """
 import csv
 import subprocess
@@ -14,8 +14,18 @@ sys.path[:0] = [str(HERE.parent), str(HERE)]
 
 import study  # noqa: E402  (behind its folder)
 from distances import TABLE  # noqa: E402
+from mxnet import recordio  # noqa: E402
 
 SEEDS = 3
+RECORDS = 192
+RECIPES = {
+    "fine_tune.py": ("caltech10_128", "--dataset {train} --val {test} --classes 10 --epochs 2 "
+                     "--pretrained cifar_resnet20_v1 --image-size 32 --bn-momentum 0.8 "
+                     "--pretrained-params SHARED/models/cifar_resnet20_v1-0000.params "
+                     "--num-workers 0"),
+    "train_imagenet.py": ("cifar10", "--data-train {train} --data-val {test} --num-classes 10 "
+                          "--network resnet --num-layers 8 --image-shape 3,32,32 --num-epochs 2 "
+                          f"--batch-size 32 --num-examples {RECORDS} --lr 0.05")}
 COMPUTE = [*study.PYTHON, "-m", "gluon_amp.gpu", "--compute"]
 README = """# MXNet's CUDA build on a software GPU
 
@@ -30,6 +40,15 @@ accuracy. On the CPU 30 seeds of float16 end between {least} and {most} % ([resu
 | seed | software GPU | CPU |
 | --- | --- | --- |
 {digits}
+
+## Recipes
+
+`fine_tune.py` and `train_imagenet.py` (the Symbolic API) in float16 on {records} photos of their
+data, the same seed on both.
+
+| recipe | software GPU: accuracy, loss | CPU: accuracy, loss |
+| --- | --- | --- |
+{recipes}
 
 ## Networks
 
@@ -81,7 +100,36 @@ def run_digits(path):
         add(path, "seed,accuracy", [f"{seed},{accuracy(lines):.2f}"])
 
 
-def write_readme(networks, digits):
+def first_records(source, target):
+    """The first records of a .rec file, as one."""
+    reader, writer = recordio.MXRecordIO(str(source), "r"), recordio.MXRecordIO(str(target), "w")
+    for _ in range(RECORDS):
+        writer.write(reader.read())
+    writer.close()
+
+
+def run_recipes(path):
+    done = {tuple(row[:2]) for row in rows_of(path)}
+    for script, (data, flags) in RECIPES.items():
+        for device, launcher, more in (("GPU", COMPUTE, " --gpus 0"), ("CPU", (), "")):
+            if (script, device) in done:
+                continue
+            with tempfile.TemporaryDirectory() as folder:
+                files = {part: Path(folder, f"{part}.rec") for part in ("train", "test")}
+                for part, file in files.items():
+                    first_records(study.SHARED / "data" / f"{data}_{part}.rec", file)
+                study.train(script, flags.format(**files) + " --dtype float16 --seed 0" + more,
+                            Path(folder, "saved"), launcher)
+                lines = study.lines(Path(folder, "saved", "log.jsonl"))
+            loss = [line["loss"] for line in lines if "loss" in line and "epoch" in line][-1]
+            add(path, "recipe,device,accuracy,loss",
+                [f"{script},{device},{accuracy(lines):.2f},{loss:.4f}"])
+
+
+def write_readme(networks, digits, recipes):
+    of_recipe = {tuple(row[:2]): f"{row[2]} %, {row[3]}" for row in rows_of(recipes)}
+    recipes = [f"| {script} | {of_recipe[script, 'GPU']} | {of_recipe[script, 'CPU']} |"
+               for script in RECIPES]
     cpu = {int(name.rpartition("seed")[2]): accuracy(lines)
            for name, lines in study.runs(HERE.parent / "digits.jsonl").items()
            if name.startswith("float16-seed")}
@@ -91,14 +139,16 @@ def write_readme(networks, digits):
             for name, *v in rows_of(networks)]
     (HERE / "README.md").write_text(README.format(
         least=f"{min(cpu.values()):.2f}", most=f"{max(cpu.values()):.2f}",
-        digits="\n".join(digits), networks="\n".join(rows)))
+        digits="\n".join(digits), networks="\n".join(rows), records=RECORDS,
+        recipes="\n".join(recipes)))
 
 
 def main():
-    networks, digits = HERE / "networks.csv", HERE / "digits.csv"
+    networks, digits, recipes = (HERE / f"{n}.csv" for n in ("networks", "digits", "recipes"))
     run_digits(digits)
+    run_recipes(recipes)
     run_networks(networks)
-    write_readme(networks, digits)
+    write_readme(networks, digits, recipes)
 
 
 if __name__ == "__main__":
