@@ -24,8 +24,8 @@ RECIPES = {
                      "--pretrained-params SHARED/models/cifar_resnet20_v1-0000.params "
                      "--num-workers 0"),
     "train_imagenet.py": ("cifar10", "--data-train {train} --data-val {test} --num-classes 10 "
-                          "--network resnet --num-layers 8 --image-shape 3,32,32 --num-epochs 2 "
-                          f"--batch-size 32 --num-examples {RECORDS} --lr 0.05")}
+                          "--network resnet --num-layers 20 --image-shape 3,32,32 --num-epochs 10 "
+                          f"--batch-size 32 --num-examples {RECORDS} --lr 0.05 --lr-step-epochs 8")}
 COMPUTE = [*study.PYTHON, "-m", "gluon_amp.gpu", "--compute"]
 README = """# MXNet's CUDA build on a software GPU
 
@@ -101,10 +101,11 @@ def run_digits(path):
 
 
 def first_records(source, target):
-    """The first records of a .rec file, as one."""
-    reader, writer = recordio.MXRecordIO(str(source), "r"), recordio.MXRecordIO(str(target), "w")
-    for _ in range(RECORDS):
-        writer.write(reader.read())
+    """The first records of a .rec file, as one, with its index."""
+    reader = recordio.MXRecordIO(str(source), "r")
+    writer = recordio.MXIndexedRecordIO(str(target.with_suffix(".idx")), str(target), "w")
+    for i in range(RECORDS):
+        writer.write_idx(i, reader.read())
     writer.close()
 
 
