@@ -44,6 +44,7 @@ NOT_DRAWN = {
     r"_cv|calibrate|_npx_constraint_check|hawkesll": "of images in uint8, of quantization, of text",
     r"^_sg_": "made by executors, of others",
     r"shape_array|size_array|_npi_diag_indices_from": "read no numbers",
+    r"^multi_(sum_sq|lars)$": "run MXNet's own float16 code; they dispatch for bfloat16",
 }
 
 
