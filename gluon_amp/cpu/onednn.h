@@ -50,8 +50,8 @@ class Product {
     std::vector<Held> held_;
   };
 
-  // The one that `key` names; `make` makes its operation, and the forward pass's for its hint, where it is
-  // new. Null where oneDNN has none.
+  // Returns the cached product of this key, or a new one of the description that `make` returns. Null where
+  // oneDNN has no implementation.
   using Make = std::function<onednn::Description()>;
   static std::shared_ptr<Product> find(const std::string& key, const Make& make);
 

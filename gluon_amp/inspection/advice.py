@@ -409,7 +409,7 @@ def keep_for(net: Network, node: str, names: Iterable[str]) -> Dict[str, Set[str
 
 
 def kept_already(net: Network) -> List[str]:
-    """What `keep=` would name, to keep what `convert` was told to keep."""
+    """Values of `keep=` that name what the network keeps in float32."""
     converted: List[Any] = [b for b in blocks_in(net) if isinstance(b, ConvertedBlock)]
     blocks = [b for b in converted if b._amp.keep]
     nodes = sorted({name for b in converted for name in b._amp.keep_nodes

@@ -1,8 +1,7 @@
 """The files of an X-ray: a page, a table, a line for each tensor and step, pictures.
 
-The page asks for nothing from elsewhere. Its heat maps are drawn by its own script from numbers in
-it: a row for each tensor, a column for each exponent, the share of numbers as darkness. Bands tell
-what float16 holds.
+The page loads nothing from other places. Its own script draws the heat maps: a row for each tensor,
+a column for each exponent, the share of numbers as darkness. Bands mark the range of float16.
 """
 import csv
 import json

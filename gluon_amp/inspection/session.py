@@ -80,8 +80,8 @@ class Call(NamedTuple):
 
     @classmethod
     def from_block(cls, net: Network, block: Block, arrays: List[Any]) -> "Call":
-        """The call of a block within a network. Other blocks call their data by the same names, and
-        tensors are told apart by names: they get the block's before them."""
+        """Returns the call of a block within a network. Its data get the block's name as a prefix,
+        since data of other blocks may have the same names."""
         data, clean = block._cached_graph
         graph, names = Graph.read(clean), [d.name for d in data]
         if block is not net:

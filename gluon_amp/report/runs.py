@@ -11,7 +11,7 @@ from ..policy import APEX
 
 FLOAT32 = "float32"
 ACCURACY = "top-1"
-SHARES = (ACCURACY, "mAP", "box mAP", "mask mAP", "mIoU")  # told in percent
+SHARES = (ACCURACY, "mAP", "box mAP", "mask mAP", "mIoU")  # shown in percent
 # Words in the names of other metrics.
 LOWER = frozenset("""perplexity ppl loss entropy nll mae mse rmse mape err error distance mpd wer
                      cer bpc""".split())
@@ -165,7 +165,7 @@ class Run:
 
     @property
     def is_share(self) -> bool:
-        """Whether that is a share, which is told in percent."""
+        """Whether the metric is a share, which is shown in percent."""
         return self.measure in SHARES
 
     @property

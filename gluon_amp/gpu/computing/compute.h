@@ -6,6 +6,7 @@
 // Numbers are computed in double or float32 and rounded to an array's type where they are stored. An
 // operation that is unknown is a violation, which names it.
 #pragma once
+#include <algorithm>
 #include <cmath>
 #include <functional>
 #include <map>
@@ -65,12 +66,17 @@ struct Name {
   std::string id;           // "mul", "1", "float"
   std::vector<Name> args;   // of the template
   bool pointer = false;
+  int type = -1;            // a Type, if it is one of numbers
 };
 
-// One launch: the kernel's template arguments, its parameters' types, and its arguments.
-struct Launch {
+struct Signature {  // of a kernel: its template arguments, its parameters' types
   Name kernel;
   std::vector<Name> types;
+};
+
+struct Launch {
+  const Name& kernel;
+  const std::vector<Name>& types;
   void** args;
   unsigned grid[3], block[3];
 
@@ -80,9 +86,8 @@ struct Launch {
   Array array(size_t i) const;    // what a pointer points to
 };
 
-bool parse_kernel(const std::string& demangled, Launch* into);
 Type type_of(const Name& name);
-bool is_type(const Name& name);
+inline bool is_type(const Name& name) { return name.type >= 0; }
 
 using Run = std::function<void(const Launch&)>;
 std::map<std::string, Run>& kernels();            // by name, without namespaces
@@ -110,3 +115,23 @@ Sums sums_of(bool half_factors, bool half_sums, bool tensor_cores);
 
 // c (m x n) = a (m x k) * b (k x n), all row-major and dense.
 void product(ll m, ll n, ll k, const float* a, const float* b, float* c, Sums sums);
+std::vector<float> transposed(const float* x, ll rows, ll columns);
+
+// Softmax of n numbers, or its logarithm: read(i) is the i-th, write(i, result) takes it.
+template <class Read, class Write> void soft_max(ll n, bool log, Read read, Write write) {
+  double most = -INFINITY, total = 0;
+  for (ll i = 0; i < n; i++) most = std::max<double>(most, read(i));
+  for (ll i = 0; i < n; i++) total += std::exp(read(i) - most);
+  for (ll i = 0; i < n; i++) {
+    const double x = read(i) - most;
+    write(i, log ? x - std::log(total) : std::exp(x) / total);
+  }
+}
+// Its gradient, from the results out(i) and their gradients.
+template <class Read, class Gradient, class Write>
+void soft_max_gradient(ll n, bool log, Read out, Gradient gradient, Write write) {
+  double total = 0;
+  for (ll i = 0; i < n; i++) total += log ? gradient(i) : gradient(i) * out(i);
+  for (ll i = 0; i < n; i++)
+    write(i, log ? gradient(i) - std::exp(out(i)) * total : out(i) * (gradient(i) - total));
+}

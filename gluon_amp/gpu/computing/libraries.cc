@@ -113,13 +113,6 @@ struct Convolution {
   }
 };
 
-std::vector<float> transposed(const float* x, ll rows, ll columns) {
-  std::vector<float> made(rows * columns);
-  for (ll i = 0; i < rows; i++)
-    for (ll j = 0; j < columns; j++) made[j * rows + i] = x[i * columns + j];
-  return made;
-}
-
 }  // namespace
 
 void convolution_forward(V alpha, D xd, V x, D wd, V w, D conv, V beta, D yd, V y) {
@@ -201,14 +194,25 @@ struct Groups {
 };
 Array parameters(const Norm& norm, V data) { return {of_cuda(norm.pd->type), (void*)data}; }
 
+struct Moments {  // of each group
+  std::vector<double> mean, variance;
+  Moments(const Groups& group, const std::vector<float>& data) : mean(group.parameters), variance(group.parameters) {
+    for (size_t i = 0; i < data.size(); i++) mean[group(i)] += data[i] / (double)group.each;
+    for (size_t i = 0; i < data.size(); i++) {
+      const double d = data[i] - mean[group(i)];
+      variance[group(i)] += d * d / group.each;
+    }
+  }
+};
+
 }  // namespace
 
 void norm_training(const Norm& norm, V x, V y, V gamma, V bias, V running_mean, V running_var, V mean, V inverse) {
   const Groups group(norm);
   const auto data = read(norm.xd, x);
-  std::vector<double> m(group.parameters), v(group.parameters), inv(group.parameters);
-  for (size_t i = 0; i < data.size(); i++) m[group(i)] += data[i] / (double)group.each;
-  for (size_t i = 0; i < data.size(); i++) v[group(i)] += (data[i] - m[group(i)]) * (data[i] - m[group(i)]) / group.each;
+  const Moments moments(group, data);
+  const auto &m = moments.mean, &v = moments.variance;
+  std::vector<double> inv(group.parameters);
   for (ll k = 0; k < group.parameters; k++) {
     inv[k] = 1 / std::sqrt(v[k] + norm.epsilon);
     const auto update = [&](V running, double value) {
@@ -250,10 +254,9 @@ void norm_backward(const Norm& norm, V alpha_parameters, V beta_parameters, V x,
       inv[k] = parameters(norm, inverse)[k];
     }
   } else {
-    std::vector<double> v(group.parameters);
-    for (size_t i = 0; i < data.size(); i++) m[group(i)] += data[i] / (double)group.each;
-    for (size_t i = 0; i < data.size(); i++) v[group(i)] += (data[i] - m[group(i)]) * (data[i] - m[group(i)]) / group.each;
-    for (ll k = 0; k < group.parameters; k++) inv[k] = 1 / std::sqrt(v[k] + norm.epsilon);
+    const Moments moments(group, data);
+    m = moments.mean;
+    for (ll k = 0; k < group.parameters; k++) inv[k] = 1 / std::sqrt(moments.variance[k] + norm.epsilon);
   }
   for (size_t i = 0; i < data.size(); i++) {
     const ll k = group(i);
@@ -372,13 +375,8 @@ void softmax(int algorithm, int mode, V alpha, D xd, V x, V beta, V y) {
   const auto data = read(xd, x);
   std::vector<double> made(data.size());
   softmax_rows(mode, xd, [&](ll first, ll m, ll step) {
-    double most = -INFINITY, total = 0;
-    for (ll i = 0; i < m; i++) most = std::max<double>(most, data[first + i * step]);
-    for (ll i = 0; i < m; i++) total += std::exp(data[first + i * step] - most);
-    for (ll i = 0; i < m; i++) {
-      const double v = data[first + i * step] - most;
-      made[first + i * step] = algorithm == 2 ? v - std::log(total) : std::exp(v) / total;
-    }
+    soft_max(m, algorithm == 2, [&](ll i) { return data[first + i * step]; },
+             [&](ll i, double value) { made[first + i * step] = value; });
   });
   write(alpha, beta, xd, y, [&](ll i) { return made[i]; });
 }
@@ -386,10 +384,9 @@ void softmax_backward(int algorithm, int mode, V alpha, D yd, V y, V dy, V beta,
   const auto out = read(yd, y), gradient = read(yd, dy);
   std::vector<double> made(out.size());
   softmax_rows(mode, yd, [&](ll first, ll m, ll step) {
-    double total = 0;
-    for (ll i = first; i < first + m * step; i += step) total += algorithm == 2 ? gradient[i] : gradient[i] * out[i];
-    for (ll i = first; i < first + m * step; i += step)
-      made[i] = algorithm == 2 ? gradient[i] - std::exp(out[i]) * total : out[i] * (gradient[i] - total);
+    soft_max_gradient(m, algorithm == 2, [&](ll i) { return out[first + i * step]; },
+                      [&](ll i) { return gradient[first + i * step]; },
+                      [&](ll i, double value) { made[first + i * step] = value; });
   });
   write(alpha, beta, yd, dx, [&](ll i) { return made[i]; });
 }

@@ -61,6 +61,13 @@ static void add_rows(ll n, ll k, const float* a, const float* b, float* c) {
   }
 }
 
+std::vector<float> transposed(const float* x, ll rows, ll columns) {
+  std::vector<float> made(rows * columns);
+  for (ll i = 0; i < rows; i++)
+    for (ll j = 0; j < columns; j++) made[j * rows + i] = x[i * columns + j];
+  return made;
+}
+
 // ---- sums of Tensor Cores: one instruction after the other, as docs/tensor_cores.md says
 
 namespace {
@@ -125,6 +132,15 @@ void product(ll m, ll n, ll k, const float* a, const float* b, float* c, Sums su
 
 namespace {
 
+const std::map<std::string, Type>& types() {
+  static const auto& all = *new std::map<std::string, Type>{
+      {"float", Type::kFloat}, {"double", Type::kDouble}, {"half_t", Type::kHalf}, {"half2_t", Type::kHalf},
+      {"__half", Type::kHalf}, {"bool", Type::kBool}, {"unsigned char", Type::kUint8}, {"signed char", Type::kInt8},
+      {"char", Type::kInt8}, {"int", Type::kInt32}, {"unsigned int", Type::kInt32}, {"long", Type::kInt64},
+      {"unsigned long", Type::kInt64}, {"OpReqType", Type::kInt32}};
+  return all;
+}
+
 class Parser {
  public:
   explicit Parser(const std::string& text) : text_(text) {}
@@ -158,6 +174,7 @@ class Parser {
     }
     made.id = id;
     trim(&made.id);
+    if (types().count(made.id)) made.type = (int)types().at(made.id);
     return made;
   }
 
@@ -194,30 +211,21 @@ class Parser {
   size_t at_ = 0;
 };
 
-const std::map<std::string, Type>& types() {
-  static const auto& all = *new std::map<std::string, Type>{
-      {"float", Type::kFloat}, {"double", Type::kDouble}, {"half_t", Type::kHalf}, {"half2_t", Type::kHalf},
-      {"__half", Type::kHalf}, {"bool", Type::kBool}, {"unsigned char", Type::kUint8}, {"signed char", Type::kInt8},
-      {"char", Type::kInt8}, {"int", Type::kInt32}, {"unsigned int", Type::kInt32}, {"long", Type::kInt64},
-      {"unsigned long", Type::kInt64}, {"OpReqType", Type::kInt32}};
-  return all;
-}
 
 }  // namespace
 
-bool is_type(const Name& name) { return types().count(name.id); }
 Type type_of(const Name& name) {
-  auto found = types().find(name.id);
-  if (found == types().end()) unknown("type " + name.id);
-  return found->second;
+  if (!is_type(name)) unknown("type " + name.id);
+  return (Type)name.type;
 }
 
-bool parse_kernel(const std::string& text, Launch* into) {
+static Signature parsed(const std::string& text) {
   Parser parser(text);
-  into->kernel = parser.name();
-  if (!parser.at('(')) return false;
-  into->types = parser.list(')');
-  return true;
+  Signature made;
+  made.kernel = parser.name();
+  if (!parser.at('(')) unknown("kernel");
+  made.types = parser.list(')');
+  return made;
 }
 
 double Launch::number(size_t i) const { return Array{type_of(types.at(i)), args[i]}[0]; }
@@ -229,20 +237,14 @@ std::map<std::string, Run>& generic_kernels() { static auto& all = *new std::map
 void unknown(const std::string& what) { throw std::runtime_error("unknown: " + what); }
 
 void compute(const std::string& demangled, const unsigned grid[3], const unsigned block[3], void** args) {
-  static auto& parsed = *new std::map<std::string, Launch>();
-  Launch launch;
-  {
+  static auto& known = *new std::map<std::string, Signature>();  // never erased: launches refer to them
+  const auto signature = [&]() -> const Signature& {
     std::lock_guard<std::mutex> lock(g_mutex);
-    auto found = parsed.find(demangled);
-    if (found == parsed.end()) {
-      if (!parse_kernel(demangled, &launch)) unknown("kernel");
-      found = parsed.insert({demangled, launch}).first;
-    }
-    launch = found->second;
-  }
-  launch.args = args;
-  std::copy(grid, grid + 3, launch.grid);
-  std::copy(block, block + 3, launch.block);
+    auto found = known.find(demangled);
+    return found != known.end() ? found->second : known.emplace(demangled, parsed(demangled)).first->second;
+  };
+  const Signature& of = signature();
+  const Launch launch{of.kernel, of.types, args, {grid[0], grid[1], grid[2]}, {block[0], block[1], block[2]}};
   const bool generic = launch.kernel.id.rfind("mxnet_generic_kernel", 0) == 0;
   auto& table = generic ? generic_kernels() : kernels();
   const std::string& id = generic ? launch.kernel.args.at(0).id : launch.kernel.id;

@@ -279,10 +279,8 @@ void softmax_plan(const Launch& launch) {
   const Made to = plan(launch, 0), from = plan(launch, 1);
   const ll columns = launch.integer(2);
   for (ll y = 0; y < launch.grid[0]; y++) {
-    double most = -INFINITY, total = 0;
-    for (ll x = 0; x < columns; x++) most = std::max(most, from->eval(y, x));
-    for (ll x = 0; x < columns; x++) total += std::exp(from->eval(y, x) - most);
-    for (ll x = 0; x < columns; x++) to->save(y, x, "saveto", std::exp(from->eval(y, x) - most) / total);
+    soft_max(columns, false, [&](ll x) { return from->eval(y, x); },
+             [&](ll x, double value) { to->save(y, x, "saveto", value); });
   }
 }
 // [Smooth]SoftmaxGradKernel(destination, probabilities, labels, columns, [label to ignore], [smoothing])

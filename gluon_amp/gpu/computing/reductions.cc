@@ -137,14 +137,10 @@ void softmax_rows(const Launch& launch, const Name& op, const Name& negate) {  /
   const bool log = op.id == "log_softmax_fwd";
   const double sign = negate.id == "true" ? -1 : 1;
   each_row(launch, 3, dims_of(launch, 5), [&](const Row& row) {
-    const auto at = [&](ll i) { return sign * in[row.base + i * row.step]; };
-    double most = -INFINITY, total = 0;
-    for (ll i = 0; i < row.length; i++) most = std::max(most, at(i));
-    for (ll i = 0; i < row.length; i++) total += exp((at(i) - most) / row.temperature);
-    for (ll i = 0; i < row.m; i++) {
-      const double x = (at(i) - most) / row.temperature;
-      out.set(row.base + i * row.step, i < row.length ? (log ? x - std::log(total) : exp(x) / total) : 0);
-    }
+    const auto place = [&](ll i) { return row.base + i * row.step; };
+    soft_max(row.length, log, [&](ll i) { return sign * in[place(i)] / row.temperature; },
+             [&](ll i, double value) { out.set(place(i), value); });
+    for (ll i = row.length; i < row.m; i++) out.set(place(i), 0);
   });
 }
 void softmax_rows_grad(const Launch& launch, const Name& op, const Name& request, const Name& negate) {
@@ -152,16 +148,13 @@ void softmax_rows_grad(const Launch& launch, const Name& op, const Name& request
   const bool log = op.id == "log_softmax_bwd";
   const double sign = negate.id == "true" ? -1 : 1;
   each_row(launch, 4, dims_of(launch, 6), [&](const Row& row) {
-    double total = 0;
-    for (ll i = 0; i < row.length; i++) {
-      const ll at = row.base + i * row.step;
-      total += log ? gradient[at] : gradient[at] * out[at];
-    }
-    for (ll i = 0; i < row.m; i++) {
-      const ll at = row.base + i * row.step;
-      const double value = log ? gradient[at] - exp(out[at]) * total : out[at] * (gradient[at] - total);
-      to.assign(at, std::stoi(request.id), i < row.length ? sign * value / row.temperature : 0);
-    }
+    const auto place = [&](ll i) { return row.base + i * row.step; };
+    const auto put = [&](ll i, double value) {
+      to.assign(place(i), std::stoi(request.id), sign * value / row.temperature);
+    };
+    soft_max_gradient(row.length, log, [&](ll i) { return out[place(i)]; },
+                      [&](ll i) { return gradient[place(i)]; }, put);
+    for (ll i = row.length; i < row.m; i++) put(i, 0);
   });
 }
 void softmax(const Launch& launch) { softmax_rows(launch, launch.kernel.args.at(0), launch.kernel.args.at(1)); }

@@ -72,13 +72,6 @@ std::shared_ptr<Kept> plan(D r, D xd) {
   return all;
 }
 
-Floats transposed(const float* x, ll rows, ll columns) {
-  Floats made(rows * columns);
-  for (ll i = 0; i < rows; i++)
-    for (ll j = 0; j < columns; j++) made[j * rows + i] = x[i * columns + j];
-  return made;
-}
-
 // The time of a way's step: its own first step may be the last in time.
 ll time_of(const Kept& all, const Way& one, ll step) { return one.backward ? all.steps - 1 - step : step; }
 
