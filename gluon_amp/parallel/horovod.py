@@ -68,12 +68,15 @@ class Horovod(mx.kv.KVStoreBase):
         """Nothing is kept here; `Module` calls it."""
 
     def broadcast(self, key: Hashable, value: Any, out: Any, priority: int = 0) -> None:
-        """Gives rank 0's value to all ranks."""
+        """Gives rank 0's value to all ranks, as a sum with zeros: Horovod 0.28's own broadcast may
+        read the operation's name after the operation has ended and freed it."""
         (array,) = _one_device([(key, out)])
-        if array is not value:
+        if self.rank:
+            array[:] = 0
+        elif array is not value:
             value.copyto(array)
         sent = array.astype("float32") if array.dtype is BFLOAT16 else array  # it has no bfloat16
-        self._hvd.broadcast_(sent, root_rank=0, name=f"start {key}", priority=priority)
+        self._hvd.allreduce_(sent, average=False, name=f"start {key}", priority=priority)
         if sent is not array:
             sent.copyto(array)
 
