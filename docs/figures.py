@@ -11,6 +11,7 @@ import gluon_amp as amp
 import matplotlib.patches
 import mxnet as mx
 import numpy as np
+import packages
 from gluon_amp.report.colors import color
 from gluon_amp.tools.demo import digits, network
 from matplotlib.figure import Figure
@@ -32,7 +33,8 @@ def draw(folder):
                          ("loss_scale", life_of_a_loss_scale()),
                          ("tensor_core_bits", one_instruction()),
                          ("tensor_core_sums", long_sums()),
-                         ("tensor_core_gradients", long_gradients())):
+                         ("tensor_core_gradients", long_gradients()),
+                         ("packages", packages.picture())):
         figure.savefig(folder / f"{name}.png", dpi=150)
 
 

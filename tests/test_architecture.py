@@ -1,7 +1,8 @@
-"""The house is as docs/architecture.md says: no circles, and MXNet's private names are listed."""
+"""Imports have no cycles; the docs name every file and every private name of MXNet."""
 import ast
 import functools
 import re
+import sys
 from pathlib import Path
 
 import gluon_amp
@@ -11,36 +12,13 @@ from mxnet import gluon, nd
 from mxnet.gluon import nn
 
 PACKAGE = Path(gluon_amp.__file__).parent
-DOCS = PACKAGE.parent / "docs" / "architecture.md"
+DOCS = PACKAGE.parent / "docs"
+sys.path.append(str(DOCS))
+from packages import files, imports, packages, picture  # noqa: E402
 
 
-def files():
-    return {path.relative_to(PACKAGE).with_suffix("").as_posix(): ast.parse(path.read_text())
-            for path in PACKAGE.rglob("*.py")}
-
-
-def imports(name, tree, names):
-    """The rooms that a room imports, also inside functions; a folder's `__init__` is one, too."""
-    folder = name.split("/")[:-1]
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and node.level:
-            base = folder[:len(folder) - node.level + 1] + (node.module or "").split(".")
-            base = [part for part in base if part]
-            for alias in node.names:
-                for target in ([*base, alias.name], [*base, alias.name, "__init__"], base,
-                               [*base, "__init__"]):
-                    if "/".join(target) in names:
-                        yield "/".join(target)
-                        break
-
-
-def arrows():
-    trees = files()
-    return {name: set(imports(name, tree, trees)) for name, tree in trees.items()}
-
-
-def circle(graph):
-    """The names on a circle, or nothing."""
+def cycle(graph):
+    """The names on a cycle, or nothing."""
     done, path = set(), []
 
     def visit(name):
@@ -59,47 +37,43 @@ def circle(graph):
     return next(filter(None, map(visit, sorted(graph))), [])
 
 
-def test_no_files_import_each_other_in_a_circle():
-    assert circle(arrows()) == []
+def test_no_files_import_each_other_in_a_cycle():
+    assert cycle(imports()) == []
 
 
-def test_no_folders_import_each_other_in_a_circle():
-    folders = {}
-    for name, targets in arrows().items():
-        if "/" in name:
-            folders.setdefault(name.split("/")[0], set()).update(
-                target.split("/")[0] for target in targets if "/" in target)
-    for folder, targets in folders.items():
-        targets.discard(folder)
-    assert circle(folders) == []
+def test_no_packages_import_each_other_in_a_cycle():
+    assert cycle(packages()) == []
 
 
-def test_every_room_stands_in_the_docs():
-    text = DOCS.read_text()
-    rooms = [f"{name}.py" for name in arrows() if not name.endswith("__init__")]
-    rooms += [path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.cc")]
-    assert [name for name in rooms if f"`{name.split('/')[-1]}`" not in text] == []
+def test_the_architecture_page_names_every_file():
+    text = (DOCS / "architecture.md").read_text()
+    names = [f"{name}.py" for name in files() if not name.split("/")[-1].startswith("__")]
+    names += [path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.cc")]
+    assert [name for name in names if f"`{name.split('/')[-1]}`" not in text] == []
 
 
-def test_folders_stand_in_the_docs_in_the_order_of_their_imports():
-    table = DOCS.read_text().partition("## The rooms")[2].partition("\n## ")[0]
+def test_the_architecture_page_orders_packages_by_their_imports():
+    table = (DOCS / "architecture.md").read_text().partition("## Packages")[2].partition("\n## ")[0]
     order = re.findall(r"(?m)^\| `(\w+)/` \|", table)
-    for name, targets in arrows().items():
+    for package, targets in packages().items():
         for target in targets:
-            here, there = name.split("/")[0], target.split("/")[0]
-            if "/" in name and "/" in target:
-                assert order.index(there) <= order.index(here), f"{name} imports {target}"
+            assert order.index(target) <= order.index(package), f"{package} imports {target}"
+
+
+def test_the_picture_of_the_packages_shows_each():
+    drawn = {text.get_text() for text in picture().axes[0].texts}
+    assert {f"{name}/" for name in packages()} <= drawn
 
 
 def listed():
     """The docs' table: of what, and its private names."""
-    table = DOCS.read_text().split("## Private names of MXNet")[1]
+    table = (DOCS / "mxnet_names.md").read_text()
     rows = [line.split("|") for line in table.splitlines() if line.startswith("| `")]
     return {row[1].strip(" `"): re.findall(r"`(_\w+)`", row[2]) for row in rows}
 
 
 def private_names_used():
-    """Private names that rooms use or give, also as text, and those that rooms define."""
+    """Private names that files use or assign, also as text, and those that they define."""
     used, defined = set(), set()
     for tree in files().values():
         for node in ast.walk(tree):
@@ -121,7 +95,7 @@ def private_names_used():
             for names in (used, defined))
 
 
-def test_every_private_name_of_mxnets_stands_in_the_docs():
+def test_the_docs_list_every_private_name_of_mxnet():
     used, defined = private_names_used()
     names = {name for row in listed().values() for name in row}
     others = {"_replace", "_exit", "_actions", "_getframe",  # of tuples, os, argparse, sys
