@@ -390,6 +390,38 @@ def test_keep_that_names_nothing_of_the_network_is_refused(keep, said):
     assert set(types(net).values()) == {"float32"}
 
 
+class Products(gluon.HybridBlock):
+    """A product of its inputs, and a parameter of its own."""
+
+    def __init__(self, **names):
+        super().__init__(**names)
+        self.factor = self.params.get("factor", shape=(1,), init="ones")
+
+    def hybrid_forward(self, F, x, other, factor):
+        return F.broadcast_mul(F.batch_dot(x, other), factor)
+
+
+class Outside(gluon.Block):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *inputs):
+        return self.inner(*inputs)
+
+
+@pytest.mark.parametrize("wrap", [lambda net: net, Outside])
+def test_keep_names_operators_of_a_network_that_has_not_run(wrap):
+    x, other = nd.ones((1, 1, 70000)), nd.ones((1, 70000, 1))
+    for keep, result in ((["net_batch_dot0", "net_broadcast_mul0"], 70000), ([], np.inf)):
+        net = wrap(Products(prefix="net_"))
+        net.initialize()
+        amp.convert(net, keep=keep)
+        assert net(x, other).asscalar() == result
+    with pytest.raises(ValueError, match=r"'net_batch_dot1' matches nothing.*net_batch_dot0"):
+        amp.convert(wrap(Products(prefix="net_")), keep=["net_batch_dot1"])
+
+
 def test_float64_parameters_are_named():
     net = make()
     net.output.cast("float64")

@@ -1,11 +1,13 @@
 """`convert` and `restore`: a Gluon network to mixed precision, in place, and back."""
 import gc
+import inspect
 from collections import OrderedDict
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Dict, Iterable, Iterator, List, Set, Tuple, Union
+from typing import Any, Dict, Iterable, Iterator, List, Optional, Set, Tuple, Union
 
 from mxnet.gluon import Block, HybridBlock, Parameter, nn
+from mxnet.gluon.block import _flatten
 
 from .._mxnet import mx
 from ..checks import listed
@@ -52,8 +54,8 @@ def convert(net: Block, policy: Union[str, Policy] = "float16",
             "float32" (undoes a conversion); or Apex's "O0" to "O3"; or a `gluon_amp.Policy` of
             your own.
         keep: what stays float32: blocks, classes of blocks, and regular expressions for
-            the whole name of a block, or of a node (an operator of the graph). Nodes are known in
-            a SymbolBlock, and in a network that has run since it was converted or hybridized.
+            the whole name of a block, or of a node (an operator of the graph). A network that
+            has not run yet is traced for the names of its nodes.
             A kept block that was never hybridized may read shapes and values: it runs imperatively.
     """
     policy = get_policy(policy)
@@ -176,7 +178,7 @@ class _Kept:
     entries: Tuple[Any, ...]  # as the user named them
     blocks: Set[Block]        # that are named
     inside: Set[Block]        # those, and all that is in them
-    nodes: Set[str]           # of SymbolBlocks, and of blocks that have run
+    nodes: Set[str]
 
 
 def _graphs(block: Block) -> List[Graph]:
@@ -184,6 +186,30 @@ def _graphs(block: Block) -> List[Graph]:
     last = getattr(block, "_cached_graph", None)
     traced = block._amp.traces.values() if isinstance(block, ConvertedBlock) else ()
     return [trace.clean for trace in traced] or ([Graph.read(last[1])] if last else [])
+
+
+def _trace(block: HybridBlock) -> Optional[Graph]:
+    """The graph of a block that has not run; None for one that symbols cannot call."""
+    arguments = list(inspect.signature(type(block).hybrid_forward).parameters.values())[2:]
+    inputs = [mx.sym.var(a.name) for a in arguments if a.default is a.empty
+              and a.kind is a.POSITIONAL_OR_KEYWORD and a.name not in block._reg_params]
+    try:
+        outputs = block(*(i.as_np_ndarray() if mx.util.is_np_array() else i for i in inputs))
+        return Graph.read(mx.sym.Group([o.as_nd_ndarray() for o in _flatten(outputs, "output")[0]]))
+    except Exception:  # of the user's own code, which may want shapes or numbers
+        return None
+
+
+def _node_names(blocks: Iterable[Block]) -> Set[str]:
+    """The names of the nodes of blocks of which none has run."""
+    names: Set[str] = set()
+    traced: Set[Block] = set()
+    for block in blocks:
+        graph = _trace(block) if isinstance(block, HybridBlock) and block not in traced else None
+        if graph:
+            names |= operator_names(graph)
+            traced.update(blocks_in(block))
+    return names
 
 
 def _resolve_keep(net: Block, keep: Iterable[Any], must_match: bool = True) -> _Kept:
@@ -199,6 +225,9 @@ def _resolve_keep(net: Block, keep: Iterable[Any], must_match: bool = True) -> _
             found = {b for b in blocks if isinstance(b, entry)}
         elif isinstance(entry, str):
             matched, names = matching(entry, {b.name for b in blocks}, nodes)
+            if must_match and not matched and not nodes:
+                nodes = _node_names(blocks)
+                (names,) = matching(entry, nodes)
             found = {b for b in blocks if b.name in matched}
         else:
             raise TypeError("keep takes blocks, classes of blocks and regular expressions. "

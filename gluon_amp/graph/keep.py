@@ -36,5 +36,5 @@ def kept_operators(graph: Graph, keep: Iterable[Any]) -> Set[str]:
 
 def matches_nothing(what: str, word: str, names: Iterable[str], where: str = "network") -> str:
     """An error's text, with the names that come near."""
-    near = ", ".join(nearest(word, sorted(names)))
+    near = ", ".join(nearest(word, sorted(filter(None, names))))
     return f"keep: {what} matches nothing in this {where}. Near it: {near}"
