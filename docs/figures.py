@@ -5,6 +5,7 @@
 import json
 import math
 import sys
+import tempfile
 from pathlib import Path
 
 import gluon_amp as amp
@@ -34,7 +35,7 @@ def draw(folder):
                          ("tensor_core_bits", one_instruction()),
                          ("tensor_core_sums", long_sums()),
                          ("tensor_core_gradients", long_gradients()),
-                         ("packages", packages.picture())):
+                         ("overflow", overflow()), ("packages", packages.picture())):
         figure.savefig(folder / f"{name}.png", dpi=150)
 
 
@@ -61,6 +62,90 @@ def what_float16_holds():
     axes.legend(loc="center", bbox_to_anchor=(0.62, 0.3))
     axes.grid(alpha=0.3)
     return figure
+
+
+# ---- a network that overflows in float16
+
+class Bilinear(gluon.HybridBlock):
+    """A classifier of products of channels, summed over the image: bilinear pooling."""
+
+    def __init__(self, **names):
+        super().__init__(**names)
+        with self.name_scope():
+            self.body = gluon.nn.HybridSequential()
+            self.body.add(*(gluon.nn.Conv2D(32, 3, padding=1, activation="relu") for _ in "12"))
+            self.head = gluon.nn.Dense(10)
+
+    def hybrid_forward(self, F, x):
+        x = F.reshape(self.body(x), (0, 0, -1))
+        pairs = F.flatten(F.batch_dot(x, x, transpose_b=True))
+        return self.head(8 * F.L2Normalization(F.sqrt(pairs + 1e-3)))
+
+
+def large_digits(size, seed=0):
+    """Batches of digits of 16 x 16 pixels from 0 to 255."""
+    for data, label in batches(size, seed):
+        yield 127.5 * (data.repeat(2, axis=2).repeat(2, axis=3) + 1), label
+
+
+def overflow():
+    """Losses in float32, in float16, and with what X-ray names kept in float32; X-ray's counts."""
+    def fresh():
+        mx.random.seed(1)
+        net = Bilinear(prefix="net_")
+        net.initialize(mx.init.Xavier())
+        net.hybridize()
+        return net
+
+    loss_fn, kept = gluon.loss.SoftmaxCrossEntropyLoss(), "float16, as X-ray says"
+    source = large_digits(64)
+    net = amp.convert(fresh())
+    view = amp.xray(net, [next(source) for _ in range(3)], loss_fn)
+    figure = Figure(figsize=(WIDTH, 5.2), layout="constrained")
+    top, bottom = figure.subplots(2, 1, height_ratios=(3, 2))
+    for name, policy, keep, style in (("float32", "float32", (), "-"),
+                                      ("float16", "float16", (), "-"),
+                                      (kept, "float16", view.keep, "--")):
+        net = amp.convert(fresh(), policy, keep=keep)
+        trainer = amp.Trainer(net.collect_params(), "sgd",
+                              {"learning_rate": 0.03, "momentum": 0.9})
+        losses, source = [], large_digits(64)
+        for data, label in (next(source) for _ in range(STEPS // 5)):
+            with autograd.record():
+                loss = loss_fn(net(data), label)
+            losses.append(float(loss.mean().asscalar()))
+            if not math.isfinite(losses[-1]):
+                top.plot(0, 2.36, "x", color=RED, markersize=9, label="float16: NaN at step 0")
+                break
+            trainer.backward(loss)
+            trainer.step(len(label))
+        else:
+            top.plot(losses, style, label=name, linewidth=1.2, color=color(name.split(",")[0]))
+    top.set(xlabel="step", ylabel="training loss", ylim=(0, 2.6))
+    top.legend()
+    _draw_counts(bottom, view)
+    return figure
+
+
+def _draw_counts(axes, view):
+    """How many numbers have which exponent, for four operators."""
+    with tempfile.TemporaryDirectory() as folder:
+        view.save(Path(folder, "view"))
+        text = Path(folder, "view", "xray.jsonl").read_text()
+    names = "net_conv0_fwd", "net_conv1_fwd", "net_batch_dot0", "net_sqrt0"
+    shares = np.zeros((len(names), 34))  # exponents from -14 to 19
+    for line in map(json.loads, text.splitlines()):
+        if line.get("node") in names and line["kind"] == "output":
+            for exponent, count in line["bins"]:
+                if exponent >= -14:
+                    shares[names.index(line["node"]), exponent + 14] += count
+    shares /= shares.sum(1, keepdims=True)
+    axes.imshow(np.where(shares > 0, shares ** 0.5, np.nan), aspect="auto", cmap="Blues", vmin=-0.1,
+                extent=(-14, 20, len(names) - 0.5, -0.5))
+    axes.axvline(16, color=RED)
+    axes.text(16.2, -0.65, "65504", color=RED, va="bottom", ha="center")
+    axes.set_yticks(range(len(names)), ["conv0", "conv1", "batch_dot0", "sqrt0"])
+    axes.set_xlabel("exponent, base 2; darker: more numbers")
 
 
 # ---- gradients of a small network

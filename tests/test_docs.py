@@ -299,7 +299,7 @@ def test_every_picture_has_one_for_dark_pages(built):
         images = re.findall(r'<img[^>]*class="([^"]*)"', (built / f"{page}.html").read_text())
         light, dark = ([i for i in images if f"only-{which}" in i] for which in ("light", "dark"))
         assert len(light) == len(dark) > 0, page
-    text = (built / "index.html").read_text()
+    text = (built / "imagenet.html").read_text()
     assert re.search(r'<div class="narrow[^>]*>\s*<p><img alt="Top-1[^>]*published_narrow', text)
 
 
