@@ -52,7 +52,8 @@ def add_arguments(parser, folder="runs/image_classification"):
         help="by which both networks' outputs are divided before they are compared")
     add("--hard-weight", type=recipes.share, default=0.5,
         help="of the labels; the teacher has the rest")
-    add("--dtype", default="float32", choices=("float32", "float16"), help="of the network")
+    add("--dtype", default="float32", choices=("float32", "float16", "bfloat16"),
+        help="of the network; bfloat16 on CPUs, with --loss-scale none")
     add("--policy", choices=recipes.POLICIES, help="of gluon_amp.convert, if not --dtype")
     add("--loss-scale", type=recipes.loss_scale, default="dynamic",
         help="dynamic, a number or none")

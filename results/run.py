@@ -18,6 +18,7 @@ from tqdm import tqdm
 
 HERE = Path(__file__).parent
 TYPES = {"float32": "--dtype float32", "float16": "--dtype float16"}
+BFLOAT16 = {"bfloat16": "--dtype bfloat16 --loss-scale none"}
 PHOTOS = "SHARED/data/caltech10_128"
 EFFICIENTNET = "SHARED/models/efficientnet_lite0"
 
@@ -30,13 +31,13 @@ class Study(NamedTuple):
 
 
 STUDIES = {
-    "digits": Study("image_classification.py", "", 30),
+    "digits": Study("image_classification.py", "", 30, {**TYPES, **BFLOAT16}),
     "cifar10": Study(
         "image_classification.py",
         "--dataset SHARED/data/cifar10_train.rec --val SHARED/data/cifar10_test.rec --classes 10 "
         "--model cifar_resnet20_v1 --image-size 32 --examples 5000 --batch-size 100 --epochs 6 "
         "--lr 0.1 --warmup-epochs 0.5 --log-interval 25", 10,
-        {**TYPES, "float16-static128": "--dtype float16 --loss-scale 128"}),
+        {**TYPES, "float16-static128": "--dtype float16 --loss-scale 128", **BFLOAT16}),
     "fine_tune_resnet20": Study(
         "fine_tune.py",
         f"--dataset {PHOTOS}_train.rec --val {PHOTOS}_test.rec --classes 10 "
