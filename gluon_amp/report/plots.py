@@ -36,7 +36,7 @@ STYLE = {  # whatever style the caller has set
     "path.simplify": False}
 if matplotlib.__version_info__ > (3, 8):  # it measures text in the size in which it is drawn
     STYLE["figure.dpi"] = 150
-WIDTH, HEIGHT = 5.4, 3.5  # inches: read on a telephone, and two beside each other on a screen
+WIDTH, HEIGHT = 4.4, 3.1  # inches: read on a telephone, and two beside each other on a screen
 LONGEST_NAME, LONGEST_ROW = 24, 34  # of a line, and of a difference
 FAR_APART, FAR = ("loss", "validation_loss", "gradient_norm"), 1000  # charts; of lines
 ROOM = 0.07  # of a name, as a share of the axes' height

@@ -17,6 +17,7 @@ from .summary import Cells, Verdict
 
 TEXT = ("run", "runs", "against", "model", "dataset", "dtype", "verdict", "paired")  # columns
 FOLDED = 20  # a table of more rows is folded
+FOLDED_PLOTS = "learning_rate", "throughput"
 IN_MARKDOWN = 50  # runs
 MOST_ARGUMENTS = 60  # groups whose arguments are told
 LONGEST_VALUE = 200
@@ -47,12 +48,15 @@ def html_page(title: str, sections: Sequence[Section], verdicts: List[Cells], no
                                      for verdict in section.verdicts), "</ul>"]
     widths: Dict[str, None] = {}
     if verdicts:
-        body.append(_folded("Verdicts", verdicts, _table(verdicts, widths)))
+        body.append(_details(f"Table of verdicts ({len(verdicts):,})", _table(verdicts, widths)))
     for section in sections[:MOST_TABLES]:
         if several:
             body.append(f"<h2>{escape(section.title[:LONGEST_VALUE])}</h2>")
-        body += ["<div class=plots>", *(_figure(plot, section.prefix) for plot in section.plots),
-                 "</div>", "<h2>Groups of runs</h2>" if not several else "",
+        shown = [plot for plot in section.plots if plot.name not in FOLDED_PLOTS]
+        folded_plots = [plot for plot in section.plots if plot.name in FOLDED_PLOTS]
+        body += [_plots(shown, section.prefix), _details(
+            " and ".join(plot.title for plot in folded_plots), _plots(folded_plots, section.prefix))
+            if folded_plots else "", "<h2>Groups of runs</h2>" if not several else "",
                  _folded("Groups", section.groups, _table(section.groups, widths))]
     left = MOST_RUNS
     for section in sections[:MOST_TABLES]:
@@ -70,7 +74,7 @@ def html_page(title: str, sections: Sequence[Section], verdicts: List[Cells], no
 
 def _verdict(verdict: Verdict, section: str) -> str:
     name = f"{section[:LONGEST_VALUE]}: " if section else ""
-    head = f"<b>{escape(name + verdict.outcome)}</b> " if name or verdict.outcome else ""
+    head = f"<b>{escape(name + verdict.title)}</b> " if name or verdict.outcome else ""
     kind = CLASSES.get(verdict.outcome, "open")
     text = verdict.text
     if len(text) > LONGEST_VERDICT:
@@ -101,10 +105,17 @@ def _table(rows: List[Cells], rules: Dict[str, None], search: bool = False,
 
 
 def _folded(name: str, rows: List[Cells], table: str) -> str:
-    """A long table stands behind a line to click on."""
-    if len(rows) <= FOLDED:
-        return table
-    return f"<details><summary>{name} ({len(rows):,})</summary>\n{table}</details>"
+    """A long table is folded."""
+    return table if len(rows) <= FOLDED else _details(f"{name} ({len(rows):,})", table)
+
+
+def _details(summary: str, inside: str) -> str:
+    return f"<details><summary>{escape(summary)}</summary>\n{inside}</details>"
+
+
+def _plots(plots: Sequence[Plot], prefix: str) -> str:
+    figures = "\n".join(_figure(plot, prefix) for plot in plots)
+    return f"<div class=plots>\n{figures}\n</div>"
 
 
 def _cut(text: str) -> str:
@@ -162,7 +173,7 @@ def markdown(title: str, sections: Sequence[Section], verdicts: List[Cells],
     lines = [f"# {_escaped(title)}", ""]
     for section in sections:
         for verdict in section.verdicts:
-            name = ": ".join(filter(None, [section.title if several else "", verdict.outcome]))
+            name = ": ".join(filter(None, [section.title if several else "", verdict.title]))
             lines.append(f"- {f'**{_escaped(name)}.** ' if name else ''}{_escaped(verdict.text)}")
     lines += ["", *_markdown_table(verdicts)]
     for section in sections:

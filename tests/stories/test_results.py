@@ -203,6 +203,7 @@ def test_rows_are_filtered_by_text_and_the_pointer_shows_values(tmp_path):
     rows, tip = title.split("|")
     assert rows == "float32-seed3"
     assert re.fullmatch(r"epochs: 10\S*;float32: 1\.30% \(1\.15% to 1\.44%\);"
+                        r"bfloat16: 1\.32% \(1\.18% to 1\.45%\);"
                         r"float16: 1\.33% \(1\.17% to 1\.48%\);?", tip)
 
 
