@@ -29,7 +29,15 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").g
 NOTEBOOKS = sorted((ROOT / "docs" / "tutorial").glob("*.md"))  # tests/test_tutorial.py runs them
 COMMANDS = {"sh", "console"}
 # Not run: what commands print, and Sphinx's own.
-LANGUAGES = {"python", "python process", "output", "diff", "text", *COMMANDS}
+LANGUAGES = {"python", "python process", "output", "diff", "diff mxnet", "text", "text mxnet",
+             *COMMANDS}
+# MXNet without gluon_amp, imported with the names that numpy has removed.
+MXNET_ALONE = f"""import runpy
+runpy.run_path({str(ROOT / "gluon_amp" / "_numpy.py")!r})["install"]()
+import mxnet as mx
+from mxnet import autograd, gluon
+from mxnet.gluon import nn
+"""
 with_code = pytest.mark.parametrize(
     "page", [page for page in PAGES if "```" in page.read_text() and page.name != "index.md"],
     ids=lambda page: page.name)
@@ -53,14 +61,19 @@ class Runner:
     python process   is run in a process of its own, after the page's python blocks before it
     output           is what the blocks since the last one have printed, `...` for any text
     diff             is two scripts, of which both are run; the names of the new one stay
+    diff mxnet       is the same, with the old one in a process without gluon_amp: it fails, or
+                     prints the `text mxnet` before it
     """
 
     def __init__(self):
         self.printed = io.StringIO()
         self.ran = ""
+        self.expected = None
         self.parsers = [CodeBlockParser("python", self.python),
                         CodeBlockParser("python process", self.process),
-                        CodeBlockParser("output", self.output), CodeBlockParser("diff", self.diff)]
+                        CodeBlockParser("output", self.output), CodeBlockParser("diff", self.diff),
+                        CodeBlockParser("diff mxnet", self.diff_mxnet),
+                        CodeBlockParser("text mxnet", self.message)]
 
     def run(self, page):
         with mx.name.NameManager():  # names such as dense0_ are counted from 0
@@ -79,12 +92,30 @@ class Runner:
                 f"    exec({self.ran!r})\nexec({example.parsed!r})")
         self.printed.write(processes.printed(code))
 
-    def diff(self, example):
+    @staticmethod
+    def both(example):
         lines = example.parsed.splitlines()
         assert {line[:1] for line in lines} <= set("+- ") | {""}, "a line without its mark"
-        old, new = ("\n".join("" if line[:1] in gone else line[1:] for line in lines)
-                    for gone in "+-")
+        return ["\n".join("" if line[:1] in gone else line[1:] for line in lines)
+                for gone in "+-"]
+
+    def diff(self, example):
+        old, new = self.both(example)
         self.python(example, old, dict(example.namespace))
+        self.python(example, new)
+
+    def message(self, example):
+        self.expected = example.parsed
+
+    def diff_mxnet(self, example):
+        old, new = self.both(example)
+        expected, self.expected = self.expected, None
+        assert expected, "no text mxnet before it"
+        alone = "" if "import mxnet" in old else MXNET_ALONE
+        done = processes.run("-c", alone + old, folder=".", PYTHONPATH="")
+        if expected.strip() not in done.stdout + done.stderr:
+            raise AssertionError(f"{example.path}:{example.line}: MXNet alone prints\n"
+                                 f"{done.stdout}{done.stderr}")
         self.python(example, new)
 
     def output(self, example):
@@ -241,7 +272,9 @@ def test_a_wrong_command_is_found(line, monkeypatch, capsys):
 
 @pytest.mark.parametrize("page", [
     "```python\n1 / 0\n```", "```python\nprint(2)\n```\n\n```output\n3\n```",
-    "```diff\n-x = 1\n+x = 2\n assert x == 2\n```", "```diff\nx = 1\n```"])
+    "```diff\n-x = 1\n+x = 2\n assert x == 2\n```", "```diff\nx = 1\n```",
+    "```text mxnet\nno number\n```\n\n```diff mxnet\n-1 / 0\n+1 / 1\n```",
+    "```diff mxnet\n-1 / 0\n+1 / 1\n```"])
 def test_a_wrong_block_is_found(page, tmp_path):
     (tmp_path / "page.md").write_text(page + "\n")
     with pytest.raises((AssertionError, ZeroDivisionError)):
