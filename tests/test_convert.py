@@ -254,6 +254,35 @@ def test_a_kept_block_that_is_no_graph_runs_imperatively(build, dtype):
     assert net(x.astype("float32")).dtype == np.float32
 
 
+class Round(autograd.Function):
+    """The straight-through estimator. It refuses symbols after MXNet stopped recording."""
+
+    def forward(self, x):
+        return nd.round(x)
+
+    def backward(self, dy):
+        return dy
+
+
+class Quantizes(nn.HybridBlock):
+    def hybrid_forward(self, F, x):
+        return Round()(x)
+
+
+def test_a_kept_block_with_a_function_of_autograd_trains():
+    net = nn.HybridSequential()
+    net.add(nn.Dense(8), Quantizes(), nn.Dense(2))
+    net.initialize(mx.init.Xavier())
+    amp.convert(net, keep=Quantizes)
+    trainer = amp.Trainer(net.collect_params(), "sgd")
+    with autograd.record():
+        loss = net(nd.ones((3, 5))).mean(axis=1)
+        assert autograd.is_recording()
+    trainer.backward(loss)
+    assert trainer.step(3)
+    assert net[0].weight.grad().astype("float32").norm().asscalar() > 0
+
+
 def test_a_kept_block_that_was_hybridized_is_a_graph_or_an_error():
     net = AroundOne(ReadsValues())
     net.initialize()

@@ -203,6 +203,7 @@ class ConvertedHybridBlock(ConvertedBlock):
 
     def _get_symbols(self, *args: Any) -> None:
         """Traces. A network that was never hybridized may ask arrays what symbols do not know."""
+        recording = autograd.is_recording()
         try:
             self._get_graph(*args)
         except _ONLY_ARRAYS as error:
@@ -216,6 +217,8 @@ class ConvertedHybridBlock(ConvertedBlock):
                 "ask for no shapes and values, and takes arrays only; a plain gluon.Block can and "
                 "does, and the blocks in it are converted; and so does a block that keep= names")\
                 from error
+        finally:
+            autograd.set_recording(recording)  # a Function that fails leaves it off
 
     def _first_trace(self, *args: Any) -> Trace:
         made = self._trace(*args)
@@ -366,7 +369,7 @@ def check_backend(backend: Optional[str]) -> None:
 
 
 # What hybrid_forward raises for symbols where it takes arrays only.
-_ONLY_ARRAYS = (AttributeError, TypeError, ValueError, NotImplementedForSymbol)
+_ONLY_ARRAYS = (AttributeError, AssertionError, TypeError, ValueError, NotImplementedForSymbol)
 
 
 class _NoGraph(Exception):
