@@ -292,6 +292,33 @@ def test_a_kept_block_that_was_hybridized_is_a_graph_or_an_error():
         net(nd.ones((3, 5)))
 
 
+class UsesInAnotherOrder(gluon.HybridBlock):
+    """Its children are made in another order than the one they run in."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        with self.name_scope():
+            self.last, self.first = nn.Dense(5), nn.Dense(16)
+
+    def hybrid_forward(self, F, x):
+        return self.last(self.first(x))
+
+
+def test_parameters_of_unknown_sizes_are_drawn_in_the_order_of_a_hybridized_network():
+    drawn = []
+    for converted in (False, True):
+        mx.random.seed(1)
+        net = make(UsesInAnotherOrder, prefix="net_")
+        net.hybridize()
+        if converted:
+            amp.convert(net)
+        net(nd.ones((2, 3)))
+        drawn.append({name: to_float32(p.data()).asnumpy()
+                      for name, p in net.collect_params().items()})
+    for name, exact in drawn[0].items():
+        assert np.allclose(drawn[1][name], exact, rtol=1e-3), name
+
+
 def test_another_policy_may_follow_the_first(x):
     net = amp.convert(make())
     net(x)

@@ -187,8 +187,9 @@ class ConvertedHybridBlock(ConvertedBlock):
         self._get_symbols(*args)
         if any(p._deferred_init for p in parameters.values()):
             self._deferred_infer_shape(*args)
-            for parameter in parameters.values():
-                parameter._finish_deferred_init()
+            for name in self._cached_graph[1].list_inputs():  # MXNet's order of random numbers
+                if name in parameters:
+                    parameters[name]._finish_deferred_init()
         clean = Graph.read(self._cached_graph[1])
         # Statistics that the user's own block gives to a batch norm: MXNet takes float32 only.
         # Being no longer differentiable marks them for the next `convert`.
