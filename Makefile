@@ -9,6 +9,7 @@
 # make fuzz N=1000   random calls of operators in float16 against MXNet's float32 code; SEED=S repeats one
 # make test-zoo   train networks of GluonCV, GluonNLP and GluonTS, each in a venv of its own (python3.8)
 # make test-published SOURCES=FOLDER   published scripts in float16 on a CPU: tests/published.py says which checkouts
+# make test-foreign SOURCES=FOLDER   scripts of other repositories in 16 bits on a CPU: tests/foreign.py says which; NAMES="arcface wgan": those
 # make test-tensor-cores SOURCES=FOLDER   tensor_core_dot against a checkout of MATLAB-tensor-core's measured results
 # make test-mxnet MXNET_TESTS=FOLDER   MXNet 1.9.1's own tests (tests/python of its sources) with ours in place
 # make test-mxnet-float16 MXNET_SOURCE=FOLDER   those in float16 on a CPU, of a checkout of MXNet 1.9.1
@@ -40,7 +41,7 @@ export GLUON_AMP_OBJECTS ?= $(CURDIR)/build/objects
 # What the wheel promises of the machine. auditwheel refuses to write it where the engine asks for more.
 PLATFORM := manylinux_2_27_x86_64
 
-.PHONY: demo test wheel test-wheel test-pythons test-zoo test-published test-tensor-cores test-mxnet test-mxnet-numpy test-mxnet-float16 fuzz test-gpu results-gpu test-isa test-ranks setup lint docs results horovod sanitize bench bench-all bench-gpu-path check clean
+.PHONY: demo test wheel test-wheel test-pythons test-zoo test-published test-foreign test-tensor-cores test-mxnet test-mxnet-numpy test-mxnet-float16 fuzz test-gpu results-gpu test-isa test-ranks setup lint docs results horovod sanitize bench bench-all bench-gpu-path check clean
 .DELETE_ON_ERROR:
 
 demo: .venv/demo
@@ -72,6 +73,9 @@ test-zoo: .venv/setup
 
 test-published: .venv/test
 	@SOURCES="$(SOURCES)" $(BIN)/python -W ignore tests/published.py
+
+test-foreign: .venv/test
+	@SOURCES="$(SOURCES)" NAMES="$(NAMES)" $(BIN)/python -W ignore tests/foreign.py
 
 test-tensor-cores: .venv/test
 	@SOURCES="$(SOURCES)" $(BIN)/python -W ignore tests/tensor_core_vectors.py

@@ -75,12 +75,17 @@ PRETRAINED = Script(SYMBOLS + "train_imagenet.py", f"--benchmark 1 {RESNET_18} -
 # ---- in the process of a script
 
 
+def seed(mx):
+    import numpy as np
+    for function in (random.seed, np.random.seed, mx.random.seed):
+        function(0)
+
+
 def begin():
     """Sets seeds, makes the substitutions, and records the loss of each training step."""
     import numpy as np
     from gluon_amp._mxnet import mx
-    for seed in (random.seed, np.random.seed, mx.random.seed):
-        seed(0)
+    seed(mx)
     for name in os.environ["GLUON_AMP_SUBSTITUTED"].split():
         globals()[name](mx)
     recorded = open(os.environ["GLUON_AMP_LOSSES"], "w")  # noqa: SIM115  (until the process ends)
@@ -130,11 +135,18 @@ def small_bert(mx):
 # ---- the files that scripts download otherwise
 
 
+def png(image):
+    """The bytes of a file."""
+    from PIL import Image
+    file = io.BytesIO()
+    Image.fromarray(image).save(file, "png")
+    return file.getvalue()
+
+
 def draw(folder):
     """Images with a coarse pattern for each of ten classes, and sentences of two vocabularies."""
     import numpy as np
     from gluon_amp._mxnet import mx
-    from PIL import Image
     rng = np.random.RandomState(0)
     patterns = rng.randint(40, 216, (10, 4, 4, 3))
     labels = np.arange(EXAMPLES) % 10
@@ -145,13 +157,12 @@ def draw(folder):
 
     record = mx.recordio.MXRecordIO(str(folder / "images.rec"), "w")
     for i, label in enumerate(labels):
-        png = io.BytesIO()
-        Image.fromarray(image(label, 72)).save(png, "png")
-        record.write(mx.recordio.pack(mx.recordio.IRHeader(0, label, i, 0), png.getvalue()))
+        picture = png(image(label, 72))
+        record.write(mx.recordio.pack(mx.recordio.IRHeader(0, label, i, 0), picture))
         for part in ("train", "val"):
             path = folder / part / f"n{1440764 + label:08}" / f"{i}.png"
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(png.getvalue())
+            path.write_bytes(picture)
     record.close()
     for name in ("train", "val"):  # of MXNet's train_cifar10.py
         path = folder / "data" / f"cifar10_{name}.rec"
@@ -173,26 +184,33 @@ def draw(folder):
 # ---- the command
 
 
+def run_recorded(python, command, substituted, scratch, begins, environment):
+    """Runs a script in a folder, with one of these files at its begin. Returns the loss of each
+    step, and the last line of output if it failed."""
+    losses = scratch / "losses"
+    losses.touch()
+    (scratch / "sitecustomize.py").write_text(f"import {begins}\n{begins}.begin()\n")
+    done = subprocess.run(
+        [str(python), "-W", "ignore", "-m", "gluon_amp", *command],
+        cwd=scratch, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        env={**os.environ, "PYTHONPATH": f"{scratch}:{ROOT}:{ROOT}/tests", "OMP_NUM_THREADS": "1",
+             "GLUON_AMP_SUBSTITUTED": " ".join(substituted), "GLUON_AMP_LOSSES": str(losses),
+             **environment})
+    said = done.stdout.strip().splitlines() or [f"exit code {done.returncode}"]
+    return [*map(float, losses.read_text().split())], said[-1] if done.returncode else ""
+
+
 def train(script, dtype, sources, files):
     """Runs a script. Returns the loss of each step, and the last line of output if it failed."""
     package = PACKAGES[script.path.split("/")[0]]
     python = zoo.venv(package) if package else sys.executable
     arguments = f"{script.arguments} {script.float16 if dtype == 'float16' else ''}"
     with tempfile.TemporaryDirectory() as scratch:
-        losses, start = Path(scratch) / "losses", Path(scratch) / "sitecustomize.py"
-        losses.touch()
-        start.write_text("import published\npublished.begin()\n")
         (Path(scratch) / "data").symlink_to(files / "data")
-        done = subprocess.run(
-            [str(python), "-W", "ignore", "-m", "gluon_amp", str(sources / script.path),
-             *arguments.format(files=files).split()],
-            cwd=scratch, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            env={**os.environ, "PYTHONPATH": f"{scratch}:{ROOT}:{ROOT}/tests",
-                 "MXNET_HOME": str(files), "OMP_NUM_THREADS": "1", "GLUON_AMP_TYPE": dtype,
-                 "GLUON_AMP_SUBSTITUTED": " ".join(script.substituted),
-                 "GLUON_AMP_LOSSES": str(losses)})
-        said = done.stdout.strip().splitlines() or [f"exit code {done.returncode}"]
-        return [*map(float, losses.read_text().split())], said[-1] if done.returncode else ""
+        return run_recorded(
+            python, [str(sources / script.path), *arguments.format(files=files).split()],
+            script.substituted, Path(scratch), "published",
+            {"MXNET_HOME": str(files), "GLUON_AMP_TYPE": dtype})
 
 
 def judge(script, full, half):

@@ -11,16 +11,16 @@ FOLDER = ROOT / ".zoo"
 TOOLS = ("pytest==8.3.5", "setuptools==59.8.0", "wheel==0.45.1", "matplotlib==3.7.5", "tqdm")
 
 
-def packages():
-    """The version of Python and the requirements of each package of zoo.txt."""
-    lines = (line.split() for line in (ROOT / "tests" / "zoo.txt").read_text().splitlines()
+def packages(file="zoo.txt"):
+    """The version of Python and the requirements of each package of a file."""
+    lines = (line.split() for line in (ROOT / "tests" / file).read_text().splitlines()
              if not line.startswith("#"))
     return {package: (version, requirements) for package, version, *requirements in lines}
 
 
-def venv(package):
+def venv(package, file="zoo.txt"):
     """The Python of the package's venv, which is made first; exits if there is no such Python."""
-    version, requirements = packages()[package]
+    version, requirements = packages(file)[package]
     python = FOLDER / package / "bin" / "python"
     if not (FOLDER / package / "installed").exists():
         found = find_python(int(version.split(".")[1]))

@@ -1,0 +1,724 @@
+"""`make test-foreign SOURCES=FOLDER`: others' scripts, unmodified, in 16 bits on a CPU.
+
+SOURCES has the checkouts that SCRIPTS name. Each script runs for some dozen steps on drawn data:
+in float32, again in float32 with the initial weights changed by up to NOISE of themselves, in
+float16, and in bfloat16. Where a script has a flag for float16, that is what switches it on.
+Elsewhere this file puts `gluon_amp.convert`, `Trainer` and `Module` in place of MXNet's.
+
+A script passes where the losses of 16 bits differ from float32's by no more than those of the
+changed float32 runs (root mean square over all steps). Losses that are equal at all steps fail:
+nothing ran in 16 bits. NAMES="arcface hand" runs the scripts whose path or arguments hold a name.
+
+In the scripts' processes, this file makes the substitutions and records the losses.
+"""
+import gc
+import os
+import re
+import runpy
+import sys
+import tempfile
+from collections import namedtuple
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import ModuleType
+from unittest.mock import MagicMock
+
+import published
+import zoo
+
+STEPS = 12
+NOISE = {"float16": 2**-6, "bfloat16": 2**-4}
+WORKERS = 2
+
+# own: the arguments that switch float16 on; none: this file converts what the script makes.
+# missing: packages that are not there; given: what the script reads or downloads otherwise.
+# substituted, start: functions of this file, the latter in place of running the script.
+# loss: the outputs of a Module that have it; "Loss": what gluon's losses return, where the script
+# scales what it goes back from. here: runs in this environment, not in that of foreign.txt.
+Script = namedtuple("Script", "path arguments own missing given substituted start loss here",
+                    defaults=("", None, (), (), (), None, "softmax", False))
+
+ARCFACE = "insightface/recognition/arcface_mxnet/"
+FACES = "--network {} --loss arcface --per-batch-size 4 --lr 0.001 --verbose 6"
+MXNET = "mxnet/example/gluon/"
+RN50 = ("--data-backend synthetic --gpus 0 --batch-size 4 --image-shape 3,64,64 --num-classes 1000 "
+        "--num-examples 64 --num-epochs 2 --mode train --dtype float32 --lr 0.01")
+FAMILIES = 140  # of imgclsmob's networks
+SCRIPTS = [
+    Script(ARCFACE + "train.py", FACES.format("m05"), given=("faces",)),
+    Script(ARCFACE + "train_parall.py", FACES.format("m05"), given=("faces",),
+           substituted=("gpus_are_cpus",), loss="mulscalar"),
+    Script(ARCFACE + "train_parall.py", FACES.format("r50"), own="--fp16-scale 128",
+           given=("faces",), substituted=("gpus_are_cpus",), loss="mulscalar"),
+    Script("insightface/detection/retinaface/train.py", "--network mnet --lr 0.001",
+           given=("boxes",), start="retinaface", loss="cls_prob_stride8_|face_rpn_cls_prob"),
+    Script("CrazyAra/DeepCrazyhouse/src/training/trainer_agent_gluon.py",
+           missing=("mxboard", "rtpt", "zarr"), start="crazyara"),
+    Script("handwritten-text-recognition/ocr/handwriting_line_recognition.py",
+           "-g -1 -e 3 -s 4 -a 32", missing=("mxboard",),
+           substituted=("no_workers",), start="handwriting"),
+    Script("gluon-nlp/scripts/bert/run_pretraining.py",
+           "--data masked.npz --data_eval masked.npz --optimizer lamb --num_dataset_workers 1 "
+           "--num_batch_workers 1 --total_batch_size 16 --accumulate 2 --num_steps 20 "
+           "--lr 1e-3 --warmup_ratio 0.1 --dtype float32", own="--dtype float16",
+           given=("masked",), substituted=("small_bert",), loss="Loss"),
+    Script("gluon-cv/scripts/segmentation/train.py",
+           "--model fcn --backbone resnet18_v1b --dataset drawn --crop-size 64 --base-size 64 "
+           "--batch-size 4 --workers 0 --no-cuda --ngpus 1 --syncbn --no-val --epochs 3 --lr 0.001",
+           substituted=("segments",)),
+    Script("gluon-cv/scripts/gan/wgan/train_wgan.py",
+           "--dataset cifar10 --dataroot none --imageSize 32 --batchSize 8 --ngf 16 --ndf 16",
+           missing=("mxboard", "lsun"), substituted=("drawn_sets", "no_workers")),
+    Script(MXNET + "sn_gan/train.py", "--batch-size 8", substituted=("drawn_sets",)),
+    Script(MXNET + "tree_lstm/main.py", "--batch_size 2 --data . --word_embed glove.txt",
+           given=("sentences",)),
+    Script(MXNET + "lipnet/main.py", "--batch_size 2 --num_gpus 0 --image_path images "
+           "--align_path align", given=("lips",)),
+    Script(MXNET + "embedding_learning/train.py", "--data-path . --batch-size 6 --batch-k 3 "
+           "--model resnet18_v2", missing=("bottleneck",), given=("birds",)),
+    Script("gluon-face/examples/mnist/train_mnist_arcloss.py",
+           substituted=("gpus_are_cpus", "drawn_sets", "no_workers"), start="gluonface"),
+    Script("horovod/examples/mxnet/mxnet_mnist.py", "--no-cuda --batch-size 16",
+           own="--dtype float16", given=("mnist",), here=True),
+    Script("DeepLearningExamples/MxNet/Classification/RN50v1.5/train.py", RN50, own="--amp",
+           missing=("dllogger", "horovod", "horovod.mxnet", "nvidia", "nvidia.dali",
+                    "nvidia.dali.pipeline", "nvidia.dali.plugin", "nvidia.dali.plugin.mxnet",
+                    "nvidia.dali.ops", "nvidia.dali.types"),
+           substituted=("gpus_are_cpus",), loss="Loss"),
+    Script("Single-Path-One-Shot-NAS-MXNet/train_imagenet.py",
+           "--data-dir images --model ShuffleNas --mode imperative --batch-size 4 -j 0 --lr 0.01 "
+           "--num-epochs 2 --dtype float32 --input-size 64 --use-all-blocks --epoch-start-cs 0",
+           own="--dtype float16", given=("folders",)),
+    *(Script("imgclsmob/gluon/gluoncv2/model_provider.py", f"{i} {i + 6}", start="imgclsmob",
+             here=True)
+      for i in range(0, FAMILIES, 6)),
+]
+
+
+# ---- in the process of a script
+
+
+def begin():
+    """Sets seeds, makes the substitutions, records losses, and converts what the script makes."""
+    from gluon_amp._mxnet import mx
+    published.seed(mx)
+    run = os.environ["GLUON_AMP_RUN"]
+    for name in os.environ["GLUON_AMP_MISSING"].split():
+        sys.modules[name] = MagicMock()
+    for name in os.environ["GLUON_AMP_SUBSTITUTED"].split():
+        globals()[name](mx)
+    record = Recorder(mx)
+    if run.startswith("noise"):
+        add_noise(mx, run.split()[1])
+    if "GLUON_AMP_CONVERTED" in os.environ:
+        (convert if run in NOISE else hybridize)(mx, run, record)
+
+
+class Recorder:
+    """Writes the loss of each step, and ends the script after STEPS of them."""
+
+    def __init__(self, mx):
+        self._depth = 0
+        self._left = int(os.environ["GLUON_AMP_STEPS"])
+        self._loss = os.environ["GLUON_AMP_LOSS"]
+        backward, one_backward = mx.autograd.backward, mx.nd.NDArray.backward
+        update, loss_of = mx.mod.Module.update, mx.gluon.loss.Loss.__call__
+        if self._loss == "Loss":
+            mx.gluon.loss.Loss.__call__ = lambda *args: self.losses(loss_of(*args))
+            return
+        mx.autograd.backward = lambda heads, *args, **kwargs: self.around(
+            lambda: self.heads(heads), backward, heads, *args, **kwargs)
+        mx.nd.NDArray.backward = lambda head, *args, **kwargs: self.around(
+            lambda: self.heads(head), one_backward, head, *args, **kwargs)
+        mx.mod.Module.update = lambda module: self.around(
+            lambda: self.outputs(module), update, module)
+
+    def around(self, losses, run, *args, **kwargs):
+        """Records before it runs, unless it runs within another that records."""
+        if not self._depth:
+            self.write(losses())
+        self._depth += 1
+        try:
+            return run(*args, **kwargs)
+        finally:
+            self._depth -= 1
+
+    def write(self, losses):
+        if losses is None:
+            return
+        if not self._left:
+            sys.exit()
+        self._left -= 1
+        with open(os.environ["GLUON_AMP_LOSSES"], "a") as file:
+            print(losses, file=file)
+
+    def losses(self, losses):
+        import mxnet as mx
+        if mx.autograd.is_recording():
+            self.write(self.heads(losses))
+        return losses
+
+    def heads(self, heads):
+        heads = heads if isinstance(heads, (list, tuple)) else [heads]
+        return sum(float(head.asnumpy().astype("float64").mean()) for head in heads)
+
+    def outputs(self, module):
+        """The mean of a Module's loss: of its probabilities, logits, or whatever it is."""
+        import numpy as np
+        for name, output in zip(module.output_names, module.get_outputs()):
+            if not re.search(self._loss, name):
+                continue
+            numbers = output.asnumpy().astype("float64")
+            labels = module._exec_group.label_arrays
+            if numbers.ndim != 2 or not labels:
+                return numbers.mean()
+            if abs(numbers.sum(axis=1) - 1).max() > 0.01:  # logits
+                numbers = np.exp(numbers - numbers.max(axis=1, keepdims=True))
+                numbers /= numbers.sum(axis=1, keepdims=True)
+            label = labels[0][0][1].asnumpy().astype(int)
+            return -np.log(numbers[np.arange(len(label)), label] + 1e-30).mean()
+        return None
+
+
+def add_noise(mx, dtype):
+    """Changes each initial weight by up to NOISE of itself."""
+    import numpy as np
+    rng, initialize = np.random.RandomState(1), mx.init.Initializer.__call__
+
+    def changed(self, desc, array):
+        initialize(self, desc, array)
+        array *= mx.nd.array(1 + rng.uniform(-NOISE[dtype], NOISE[dtype], array.shape))
+
+    mx.init.Initializer.__call__ = changed
+
+
+def convert(mx, policy, record):
+    """Puts gluon_amp's Trainer and Module in place of MXNet's, and converts what they train."""
+    import gluon_amp as amp
+    trainers, converted, settings = [], [], {}
+    if policy == "float16":
+        settings["loss_scale"] = "dynamic"
+
+    class Trainer(amp.Trainer):
+        def __init__(self, params, *args, **kwargs):
+            for net in networks(mx, params):
+                if not any(net is other for other in converted):
+                    amp.convert(net, policy)
+                    converted.append(net)
+            super().__init__(params, *args, **{"loss_scale": None, **settings, **kwargs})
+            trainers.append(self)
+
+    class Module(amp.Module):
+        def __init__(self, symbol, *args, **kwargs):
+            super().__init__(amp.convert_symbol(symbol, policy), *args, **settings, **kwargs)
+
+        def update(self):
+            return record.around(lambda: record.outputs(self), super().update)
+
+    def scaled(heads, head_grads=None, retain_graph=False, train_mode=True):
+        record.around(lambda: record.heads(heads), amp.backward, heads, trainers, retain_graph)
+
+    for package, cls in (mx.gluon, Trainer), (mx.module, Module):
+        replace_class(package, cls)
+    plain, one = mx.autograd.backward, mx.nd.NDArray.backward
+    mx.autograd.backward = lambda heads, *args, **kwargs: (
+        scaled if trainers and not record._depth else plain)(heads, *args, **kwargs)
+    mx.nd.NDArray.backward = lambda head, *args, **kwargs: (
+        scaled if trainers and not record._depth else one)(head, *args, **kwargs)
+
+
+def hybridize(mx, *_):
+    """What `convert` does, too: then both draw random numbers in the same order."""
+    class Trainer(mx.gluon.Trainer):
+        def __init__(self, params, *args, **kwargs):
+            for block in (b for net in networks(mx, params) for b in within(net)):
+                if isinstance(block, mx.gluon.HybridBlock) and not block._active:
+                    block._active = True
+            super().__init__(params, *args, **kwargs)
+
+    replace_class(mx.gluon, Trainer)
+
+
+def within(block):
+    return [block, *(b for child in block._children.values() for b in within(child))]
+
+
+def replace_class(package, cls):
+    """For those who import it from now on; MXNet's own module keeps its class."""
+    name = f"{package.__name__}.{cls.__name__.lower()}"
+    own = sys.modules[name]
+    sys.modules[name] = ModuleType(name)
+    vars(sys.modules[name]).update(vars(own), original=own, **{cls.__name__: cls})
+    setattr(package, cls.__name__, cls)
+
+
+def networks(mx, params):
+    """The outermost blocks that have some of these parameters."""
+    wanted = {id(p) for p in (params.values() if hasattr(params, "values") else params)}
+    blocks = [b for b in gc.get_objects() if isinstance(b, mx.gluon.Block)
+              and any(id(p) in wanted for p in b.collect_params().values())]
+    inner = {id(child) for b in blocks for child in b._children.values()}
+    return [b for b in blocks if id(b) not in inner]
+
+
+def gpus_are_cpus(mx):
+    """mx.cpu for mx.gpu"""
+    mx.gpu = mx.context.gpu = lambda i=0: mx.cpu(i)
+
+
+def no_workers(mx):
+    """data is loaded in the script's process: its random numbers follow one another"""
+    loader = mx.gluon.data.DataLoader.__init__
+    mx.gluon.data.DataLoader.__init__ = lambda *args, **kwargs: loader(
+        *args, **{**kwargs, "num_workers": 0})
+
+
+def crazyara(sources):
+    """its network for chess with 2 blocks, its classes called with drawn boards"""
+    import numpy as np
+    sys.path.insert(0, f"{sources}/CrazyAra")
+    from DeepCrazyhouse.configs.train_config import TrainConfig, TrainObjects
+    from DeepCrazyhouse.src.domain.neural_net.architectures.a0_resnet import AlphaZeroResnet
+    from DeepCrazyhouse.src.domain.variants.constants import NB_CHANNELS_TOTAL, NB_LABELS
+    from DeepCrazyhouse.src.training import trainer_agent_gluon as agent
+    from DeepCrazyhouse.src.training.lr_schedules.lr_schedules import (
+        MomentumSchedule,
+        OneCycleSchedule,
+    )
+    from DeepCrazyhouse.src.training.train_util import get_metrics
+    from gluon_amp._mxnet import mx
+    rng = np.random.RandomState(0)
+
+    def games(dataset_type="train", **_):
+        number = 96 if dataset_type == "train" else 16
+        policy = np.eye(NB_LABELS, dtype="float32")[rng.randint(0, 20, number)]
+        boards = rng.randint(0, 2, (number, NB_CHANNELS_TOTAL, 8, 8)).astype("float32")
+        return None, boards, rng.choice([-1, 0, 1], number).astype("float32"), policy, None, None
+
+    agent.load_pgn_dataset, agent.tqdm_notebook = games, list
+    config = TrainConfig(
+        batch_size=16, batch_steps=6, total_it=STEPS, nb_parts=1, context="cpu", cpu_count=0,
+        framework="gluon", max_lr=0.05, use_spike_recovery=False, use_wdl=False,
+        use_plys_to_end=False, sparse_policy_label=False, select_policy_from_plane=False)
+    objects = TrainObjects()
+    objects.metrics = get_metrics(config)
+    objects.lr_schedule = OneCycleSchedule(0.01, 0.05, STEPS)
+    objects.momentum_schedule = MomentumSchedule(objects.lr_schedule, 0.01, 0.05, 0.8, 0.95)
+    net = AlphaZeroResnet(n_labels=NB_LABELS, channels=32, num_res_blocks=2)
+    net.initialize(mx.init.Xavier())
+    net.hybridize()
+    Path("weights").mkdir()
+    _, x, value, policy, plys, _ = games("val")
+    validation = agent.get_data_loader(x, value, policy, plys, config, shuffle=False)
+    agent.TrainerAgentGluon(net, validation, config, objects, use_rtpt=True).train(0)
+
+
+def retinaface(sources, *arguments):
+    """its configuration for images of 96 pixels, boxes in numpy for Cython's, random weights"""
+    import numpy as np
+    from gluon_amp._mxnet import mx
+    sys.path.insert(0, f"{sources}/insightface/detection/retinaface")
+
+    def overlaps(boxes, others):
+        low = np.maximum(boxes[:, None, :2], others[None, :, :2])
+        high = np.minimum(boxes[:, None, 2:4], others[None, :, 2:4])
+        both = np.prod(np.maximum(high - low + 1, 0), axis=2)
+        sizes = [np.prod(b[:, 2:4] - b[:, :2] + 1, axis=1) for b in (boxes, others)]
+        return both / (sizes[0][:, None] + sizes[1][None] - both)
+
+    def anchors(height, width, stride, base):
+        y, x = np.mgrid[:height, :width] * stride
+        return base + np.stack([x, y, x, y], axis=2)[:, :, None].astype("float32")
+
+    for name in ("", ".bbox", ".anchors", ".cpu_nms", ".gpu_nms"):
+        sys.modules["rcnn.cython" + name] = MagicMock(
+            bbox_overlaps_cython=overlaps, anchors_cython=anchors)
+    import rcnn.sample_config as sample
+    sys.modules["rcnn.config"] = sample
+    sample.config.PRE_SCALES, sample.config.SCALES = [(96, 96)], [(96, 96)]
+    sample.network.mnet.BATCH_IMAGES = 4
+    sample.dataset.retinaface.update(root_path=os.getcwd(), dataset_path=os.getcwd())
+    sample.default.update(root_path=os.getcwd(), dataset_path=os.getcwd())
+    backbone = mx.gluon.model_zoo.vision.mobilenet0_25(prefix="mobilenet0_")
+    backbone.initialize(mx.init.Xavier())
+    backbone.hybridize()
+    backbone(mx.nd.zeros((1, 3, 96, 96)))
+    backbone.export(sample.network.mnet.pretrained)
+    sys.argv = ["train.py", *arguments]
+    runpy.run_path(f"{sources}/insightface/detection/retinaface/train.py", run_name="__main__")
+
+
+def imgclsmob(sources, first, last):
+    """the smallest network of each of these families by its file's number, a drawn batch of 2"""
+    import numpy as np
+    from gluon_amp._mxnet import mx
+    sys.path.insert(0, f"{sources}/imgclsmob/gluon")
+    from gluoncv2 import model_provider
+    families = {}
+    for name, make in model_provider._models.items():
+        families.setdefault(make.__module__, name)
+    failed = []
+    for name in [families[module] for module in sorted(families)][int(first):int(last)]:
+        try:
+            published.seed(mx)
+            net = model_provider.get_model(name)
+            net.initialize(mx.init.MSRAPrelu())
+            net.hybridize()
+            size = getattr(net, "in_size", (224, 224))
+            channels = getattr(net, "in_channels", 3)
+            rng = np.random.RandomState(0)
+            x = mx.nd.array(rng.randn(2, channels, *size))
+            trainer = mx.gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 1e-4})
+            for _ in range(2):
+                with mx.autograd.record():
+                    outputs = net(x)
+                    while isinstance(outputs, (list, tuple)):
+                        outputs = outputs[0]
+                    loss = mx.nd.log(1 + outputs.astype("float32")**2).mean()
+                loss.backward()
+                trainer.step(1)
+        except Exception as error:  # of whatever kind: the next one goes on
+            failed.append(f"{name}: {str(error).strip().splitlines()[-1:]}")
+        print(name, flush=True)
+    if failed:
+        sys.exit("; ".join(failed))
+
+
+def gluonface(sources, *_):
+    """its folders on the path"""
+    sys.path.insert(0, f"{sources}/gluon-face")
+    runpy.run_path(f"{sources}/gluon-face/examples/mnist/train_mnist_arcloss.py",
+                   run_name="__main__")
+
+
+def small_bert(mx):
+    """two layers of 64 units and a small vocabulary for BERT"""
+    published.small_bert(mx)
+
+
+def drawn_set(size, channels, count=192):
+    """A data set like MNIST or CIFAR-10."""
+    import numpy as np
+    from gluon_amp._mxnet import mx
+
+    class Drawn(mx.gluon.data.ArrayDataset):
+        def __init__(self, root=None, train=True, transform=None):
+            rng = np.random.RandomState(0)
+            labels = np.arange(count if train else 16, dtype="int32") % 10
+            patterns = rng.randint(40, 216, (10, 4, 4, channels))
+            images = np.kron(patterns[labels], np.ones((1, size // 4, size // 4, 1)))
+            images = (images + rng.uniform(-40, 40, images.shape)).astype("uint8")
+            pairs = [(mx.nd.array(image, dtype="uint8"), label)
+                     for image, label in zip(images, labels)]
+            pairs = [transform(*pair) for pair in pairs] if transform else pairs
+            super().__init__(*(list(part) for part in zip(*pairs)))
+
+    return Drawn
+
+
+def drawn_sets(mx):
+    """drawn images for MNIST and CIFAR-10"""
+    vision = mx.gluon.data.vision
+    vision.MNIST = drawn_set(28, 1)
+    vision.CIFAR10 = drawn_set(32, 3)
+
+
+def segments(mx):
+    """a data set of drawn shapes, no pretrained weights"""
+    import gluoncv.data
+    import gluoncv.model_zoo
+    import numpy as np
+
+    class Shapes(gluoncv.data.segbase.SegmentationDataset):
+        NUM_CLASS = 3
+        CLASSES = ("background", "left", "right")
+
+        def __init__(self, split="train", mode=None, transform=None, **kwargs):
+            super().__init__(None, split, mode, transform, **kwargs)
+
+        def __getitem__(self, index):
+            rng = np.random.RandomState(index)
+            label = np.kron(rng.randint(0, 3, (4, 4)), np.ones((16, 16))).astype("int32")
+            image = np.stack([label * 60] * 3, axis=2) + rng.randint(0, 60, (64, 64, 3))
+            return self.transform(mx.nd.array(image.astype("uint8"), dtype="uint8")), \
+                mx.nd.array(label, dtype="int32")
+
+        def __len__(self):
+            return 16
+
+        @property
+        def pred_offset(self):
+            return 0
+
+    gluoncv.data.datasets["drawn"] = Shapes
+    gluoncv.data.segmentation.datasets = {**getattr(
+        gluoncv.data.segmentation, "datasets", {}), "drawn": Shapes}
+
+
+def handwriting(sources, *arguments):
+    """drawn lines of text for the IAM data set, random weights for ResNet-34's"""
+    import numpy as np
+    from gluon_amp._mxnet import mx
+    zoo34 = mx.gluon.model_zoo.vision.resnet34_v1
+
+    def resnet34(pretrained, ctx):
+        net = zoo34()
+        net.initialize(mx.init.Xavier(), ctx=ctx)
+        net(mx.nd.zeros((1, 3, 32, 32), ctx=net.features[0].weight.list_ctx()[0]))
+        return net
+
+    def lines(*_, train, **__):
+        rng = np.random.RandomState(train)
+        texts = [[" ".join(rng.choice(published.WORDS, 3))] for _ in range(16 if train else 4)]
+        return mx.gluon.data.SimpleDataset(
+            [(rng.randint(0, 256, (30, 400)).astype("uint8"), text) for text in texts])
+
+    mx.gluon.model_zoo.vision.resnet34_v1 = resnet34
+    sys.path.insert(0, f"{sources}/handwritten-text-recognition")
+    import ocr.utils.iam_dataset as iam
+    iam.IAMDataset = lines
+    Path("model_checkpoint").mkdir()
+    sys.argv[1:] = arguments
+    runpy.run_module("ocr.handwriting_line_recognition", run_name="__main__", alter_sys=True)
+
+
+# ---- the files that scripts read
+
+
+def faces(folder, sources):
+    """192 drawn faces of 10 people, a configuration for them"""
+    import numpy as np
+    from gluon_amp._mxnet import mx
+    rng = np.random.RandomState(0)
+    patterns = rng.randint(40, 216, (10, 7, 7, 3))
+    record = mx.recordio.MXIndexedRecordIO(
+        str(folder / "train.idx"), str(folder / "train.rec"), "w")
+    for i in range(192):
+        large = np.kron(patterns[i % 10], np.ones((16, 16, 1)))
+        image = (large + rng.uniform(-40, 40, large.shape)).astype(np.uint8)
+        record.write_idx(i, mx.recordio.pack(
+            mx.recordio.IRHeader(0, i % 10, i, 0), published.png(image)))
+    record.close()
+    (folder / "config.py").write_text(
+        "from sample_config import *\nfrom sample_config import dataset\n"
+        f"dataset.emore.dataset_path = {str(folder)!r}\n"
+        "dataset.emore.num_classes = 10\ndataset.emore.val_targets = []\n"
+        "config.count_flops = False\n")
+
+
+def boxes(folder, sources):
+    """16 drawn images with boxes"""
+    import numpy as np
+    rng = np.random.RandomState(0)
+    images = folder / "train" / "images"
+    images.mkdir(parents=True)
+    lines = []
+    for i in range(16):
+        picture = rng.randint(0, 60, (96, 96, 3))
+        x, y, size = *rng.randint(5, 40, 2), rng.randint(16, 48)
+        picture[y:y + size, x:x + size] += 120
+        (images / f"{i}.png").write_bytes(published.png(picture.astype("uint8")))
+        points = [f"{x + dx * size:.1f} {y + dy * size:.1f} 0.0" for dx, dy in (
+            (.3, .3), (.7, .3), (.5, .5), (.3, .7), (.7, .7))]
+        lines += [f"# {i}.png", f"{x} {y} {size} {size} {' '.join(points)} 0.5"]
+    (folder / "train" / "label.txt").write_text("\n".join(lines) + "\n")
+    for name in ("cache", "model"):
+        (folder / name).mkdir()
+
+
+def sentences(folder, sources):
+    """pairs of drawn sentences with trees, drawn word vectors"""
+    import numpy as np
+    rng = np.random.RandomState(0)
+    for part, count in (("train", 32), ("dev", 4), ("test", 4)):
+        (folder / part).mkdir()
+        for side in "ab":
+            lengths = rng.randint(3, 8, count)
+            (folder / part / f"{side}.toks").write_text("".join(
+                " ".join(rng.choice(published.WORDS, n)) + "\n" for n in lengths))
+            (folder / part / f"{side}.parents").write_text("".join(
+                " ".join(["0", *(str(rng.randint(1, i + 1)) for i in range(1, n))]) + "\n"
+                for n in lengths))
+        (folder / part / "sim.txt").write_text("".join(
+            f"{score:.1f}\n" for score in rng.uniform(1, 5, count)))
+    (folder / "glove.txt").write_text("".join(
+        f"{word} {' '.join(f'{x:.4f}' for x in rng.randn(32))}\n" for word in published.WORDS))
+
+
+def masked(folder, sources):
+    """drawn sentences with masks"""
+    import numpy as np
+    rng = np.random.RandomState(0)
+    ids = rng.randint(5, 20, (192, 16))
+    places = np.sort(np.argsort(rng.rand(192, 14))[:, :3] + 1)
+    np.savez(folder / "masked.npz", input_ids=ids, segment_ids=(np.arange(16) > 8) * ids // ids,
+             masked_lm_positions=places, masked_lm_ids=np.take_along_axis(ids, places, 1),
+             masked_lm_weights=np.ones((192, 3), "float32"),
+             next_sentence_labels=rng.randint(0, 2, 192), valid_lengths=np.full(192, 16))
+
+
+def lips(folder, sources):
+    """films of 75 drawn images with a sentence each"""
+    import numpy as np
+    rng = np.random.RandomState(0)
+    (folder / "align").mkdir()
+    (folder / "checkpoint").mkdir()
+    for i, speaker in enumerate(["s3"] * 6 + ["s1"] * 2):
+        film = folder / "images" / speaker / f"film{i}"
+        film.mkdir(parents=True)
+        for frame in range(75):
+            picture = rng.randint(0, 256, (50, 100, 3)).astype("uint8")
+            (film / f"{frame:03}.png").write_bytes(published.png(picture))
+        (folder / "align" / f"film{i}.align").write_text("".join(
+            f"{1000 * j} {1000 * (j + 1)} {word}\n"
+            for j, word in enumerate(["sil", *rng.choice(published.WORDS, 3), "sil"])))
+
+
+def birds(folder, sources):
+    """drawn birds of 102 kinds"""
+    import numpy as np
+    rng = np.random.RandomState(0)
+    (folder / "images").mkdir()
+    rows = [(i, f"{i}.png", i // 3 + 1) for i in range(306)]
+    for _, name, kind in rows:
+        picture = rng.randint(0, 60, (64, 64, 3)) + kind
+        picture[:, kind % 60:] += 60
+        (folder / "images" / name).write_bytes(published.png(picture.astype("uint8")))
+    (folder / "images.txt").write_text("".join(f"{i} {name}\n" for i, name, _ in rows))
+    (folder / "image_class_labels.txt").write_text("".join(f"{i} {k}\n" for i, _, k in rows))
+    (folder / "bounding_boxes.txt").write_text("".join(f"{i} 0 0 64 64\n" for i, _, _ in rows))
+
+
+def mnist(folder, sources):
+    """drawn digits"""
+    import zipfile
+
+    import numpy as np
+    rng = np.random.RandomState(0)
+    (folder / "data-0").mkdir()
+    with zipfile.ZipFile(folder / "data-0" / "mnist.zip", "w") as archive:
+        for part, count in (("train", 192), ("t10k", 32)):
+            labels = (np.arange(count) % 10).astype("uint8")
+            images = np.kron(rng.randint(0, 216, (10, 4, 4))[labels], np.ones((1, 7, 7)))
+            images = (images + rng.uniform(0, 40, images.shape)).astype("uint8")
+            for name, array in (("images-idx3", images), ("labels-idx1", labels)):
+                head = np.array([0x800 + array.ndim, *array.shape], ">i4").tobytes()
+                archive.writestr(f"{part}-{name}-ubyte", head + array.tobytes())
+
+
+def folders(folder, sources):
+    """folders of drawn images"""
+    import numpy as np
+    rng = np.random.RandomState(0)
+    for part, count in (("train", 48), ("val", 8)):
+        for i in range(count):
+            picture = rng.randint(0, 60, (72, 72, 3)) + i % 4 * 40
+            path = folder / "images" / part / f"n{i % 4}" / f"{i}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(published.png(picture.astype("uint8")))
+
+
+# ---- the command
+
+
+def train(script, run, sources):
+    """Runs a script. Returns the loss of each step, and the last line of output if it failed."""
+    own = script.own if run == "float16" and script.own else ""
+    environment = {
+        "CUDA_VISIBLE_DEVICES": "", "GLUON_AMP_RUN": run, "GLUON_AMP_LOSS": script.loss,
+        "GLUON_AMP_STEPS": str(STEPS), "GLUON_AMP_MISSING": " ".join(script.missing)}
+    if script.own is None:
+        environment["GLUON_AMP_CONVERTED"] = "1"
+    with tempfile.TemporaryDirectory() as scratch:
+        for name in script.given:
+            globals()[name](Path(scratch), sources)
+        command = [str(sources / script.path)]
+        if script.start:
+            command = [__file__, script.start, str(sources)]
+        python = sys.executable if script.here else zoo.venv("foreign", "foreign.txt")
+        return published.run_recorded(
+            python, [*command, *script.arguments.split(), *own.split()],
+            script.substituted, Path(scratch), "foreign", environment)
+
+
+def runs_of(script):
+    """Which runs a script has."""
+    kinds = ["float16"] if script.own is not None else ["float16", "bfloat16"]
+    return ["float32", *(f"noise {kind}" for kind in kinds), *kinds]
+
+
+def rms(losses, others):
+    """How much losses differ: NaN where one of them is."""
+    return (sum((a - b)**2 for a, b in zip(losses, others)) / (len(losses) or 1))**0.5
+
+
+def judge(script, done, kind):
+    """Differences of a type and of float32's noise, and what is wrong."""
+    (losses, said), (losses16, said16) = done["float32"], done[kind]
+    noise = rms(losses, done[f"noise {kind}"][0])
+    difference = rms(losses, losses16)
+    if said != said16:
+        return difference, noise, f"float32 ends with {said or 'no error'}, {kind} with {said16}"
+    if said and not losses:
+        return difference, noise, ""
+    if len(losses) < STEPS and not said or len(losses16) != len(losses):
+        return difference, noise, f"{len(losses)} steps, {kind} {len(losses16)}"
+    if difference == 0:
+        return difference, noise, f"nothing runs in {kind}"
+    return difference, noise, "" if difference <= noise else f"{kind} trains otherwise"
+
+
+def rows(script, done):
+    """The rows of the table, and whether the script passes."""
+    head = [f"{script.path}\n    {script.arguments}" + (f" [{script.own}]" if script.own else "")]
+    substituted = [*(f"no {name}" for name in script.missing),
+                   *(globals()[name].__doc__ for name in (
+                       *script.given, *script.substituted, *filter(None, [script.start])))]
+    if script.own is None:
+        substituted.append("gluon_amp's Trainer and Module for MXNet's")
+    head.append(f"    substituted: {'; '.join(substituted)}")
+    passes = True
+    losses = done["float32"][0]
+    for kind in runs_of(script):
+        if kind in NOISE:
+            difference, noise, wrong = judge(script, done, kind)
+            passes = passes and not wrong
+            last, last16 = (run[-1] if run else float("nan") for run in (losses, done[kind][0]))
+            head.append(f"    {kind:9}{len(losses):5}{last:11.4f}{last16:11.4f}"
+                        f"{difference:12.5f}{noise:12.5f}  {wrong or 'passes'}")
+    if done["float32"][1]:
+        head.append(f"    float32 ends so, too: {done['float32'][1]}")
+    return "\n".join(head), passes
+
+
+def main(folder):
+    names = os.environ.get("NAMES", "").split()
+    scripts = [s for s in SCRIPTS
+               if not names or any(n in f"{s.path} {s.arguments} {s.own}" for n in names)]
+    missing = sorted({s.path for s in scripts
+                      if not folder or not (Path(folder) / s.path).is_file()})
+    if missing:
+        sys.exit("make test-foreign SOURCES=FOLDER needs the checkouts that tests/foreign.py "
+                 f"names. Missing: {', '.join(missing)}")
+    zoo.venv("foreign", "foreign.txt")
+    sources = Path(folder).resolve()
+    failed = 0
+    with ThreadPoolExecutor(WORKERS) as pool:
+        jobs = [{run: pool.submit(train, script, run, sources) for run in runs_of(script)}
+                for script in scripts]
+        print("    type     steps    float32       type  difference       noise  verdict")
+        for script, job in zip(scripts, jobs):
+            text, passes = rows(script, {run: future.result() for run, future in job.items()})
+            print(text, flush=True)
+            failed += not passes
+    print("float32, type: the last loss. difference: of float32's losses and the type's, root "
+          "mean\nsquare over the steps; noise: that of float32 with initial weights changed by up "
+          f"to\n{NOISE}. substituted in all: the seeds.")
+    sys.exit(f"{failed} of {len(scripts)} scripts fail" if failed else 0)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:]:
+        globals()[sys.argv[1]](*sys.argv[2:])
+    else:
+        main(os.environ.get("SOURCES"))
