@@ -179,3 +179,23 @@ def test_zeros_are_not_rounded_whatever_is_behind_them():
     given = [(data, masks, label) for data, label in batches(5, 6)]
     net = calling(forward, *layers(8, flatten=False), nn.Dense(4))
     assert amp.xray(net, given, LOSS).findings == []
+
+
+# ---- whose gradients nothing counts: those of sums, which are the sum's own
+
+
+def test_what_only_a_sum_reads_moves_the_loss_as_the_sum_does():
+    def forward(F, x, dense, out):
+        h = dense(x)
+        large = F.ones_like(h) * 300
+        return out(F.exp(F.elemwise_add(F.elemwise_add(h, large), -large)))
+    view = amp.xray(calling(forward, *layers(8, 4)), batches(6), LOSS, reference=False)
+    assert view.findings[0].node == "net_elemwise_add0"
+    assert view.findings[0].reason == "small errors move the loss"
+
+
+def test_what_no_gradient_reaches_does_not_move_the_loss():
+    def forward(F, x, dense, out):
+        h = dense(x)
+        return out(F.exp(h + F.BlockGrad(h * 1e-3 + 300) * 1e-4))
+    assert amp.xray(calling(forward, *layers(8, 4)), batches(6), LOSS).findings == []

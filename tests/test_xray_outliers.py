@@ -49,6 +49,14 @@ def test_a_mask_that_one_batch_has_is_no_fault():
     assert amp.xray(calling(forward, *layers(6, 4)), given, LOSS).findings == []
 
 
+def test_a_mask_that_one_batch_has_and_only_a_sum_reads_is_no_fault():
+    def forward(F, x, dense, out):
+        h = dense(x)
+        return out(F.softmax(h + (h > 5) * -3e4))
+    given = with_largest(1.0, 1.0, 90.0)
+    assert amp.xray(calling(forward, *layers(6, 4)), given, LOSS).findings == []
+
+
 def test_where_gradients_need_a_scale_below_1_it_is_told_how_to_give_it(tmp_path):
     def large(output, label):
         return LOSS(output, label) * 2e6

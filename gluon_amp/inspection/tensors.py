@@ -19,6 +19,10 @@ from ..policy import Policy
 from ..symbolic.convert import declared_types
 from .statistics import Counted, Key, compared
 
+# Their gradients are copies of their output's gradient, which nothing counts.
+_HANDS_ON = frozenset(["elemwise_add"])
+_ENDS_GRADIENTS = frozenset(["BlockGrad", "zeros_like", "ones_like"])
+
 Found = List[Entry]  # what an entry is: an output of an operator, or a variable; of a condition two
 
 
@@ -125,6 +129,10 @@ class Layout:
         self.order = {name: i for i, name in enumerate(self.nodes)}
 
     def _add(self, graph: Graph, types: Mapping[str, str], outside: Mapping[str, Found],
+        # of each output, the tensors that its gradient is the sum of
+        self._gradients: Dict[Entry, List[Key]] = {}
+        for node in reversed(self._reads):
+            self._gradients.update((e, self._gradients_of(e)) for e in self._made[node])
              states: Collection[Node] = ()) -> List[Found]:
         """Takes in a graph, or a body, whose variables stand for what is outside. Gives what its
         outputs are."""
@@ -184,8 +192,6 @@ class Layout:
             return
         name, place = node.name, self.order[node.name]
         outputs = [e for e in self._made[node] if e in self._read]
-        gradients = {e: [Key(user.name, True, i) for user, i in self._readers.get(e, ())]
-                     for e in outputs}
         reads = [e for one in self._reads[node] for e in one]
         variables = [e.node.name for e in self._at_first(reads) if e.node.is_variable]
         before, carried = ([Key(e.node.name, False, e.output) for e in self._at_first(some)
@@ -195,8 +201,8 @@ class Layout:
             format_ = self.formats.get(self._types[entry] or "")
             if format_ is not None:
                 yield Tensor(Key(name, False, entry.output), "output", node.op, place, format_,
-                             before, carried, gradients[entry], variables)
-        above = [key for e in outputs for key in gradients[e]]
+                             before, carried, self._gradients[entry], variables)
+        above = [key for e in outputs for key in self._gradients[e]]
         for i, entry in enumerate(node.inputs):
             format_ = self.formats.get(self._types[entry] or "")
             if format_ is not None:
@@ -207,6 +213,18 @@ class Layout:
 
     def _at_first(self, found: Found) -> Found:
         """What this is in the first round of loops."""
+    def _gradients_of(self, entry: Entry) -> List[Key]:
+        found: Dict[Key, None] = {}
+        for reader, which in self._readers.get(entry, ()):
+            read = reader.inputs[which].node
+            while read.op in LEFT_ALONE and read.op not in _ENDS_GRADIENTS and read.inputs:
+                read = read.inputs[0].node
+            if read.op in _ENDS_GRADIENTS:
+                continue
+            found.update(dict.fromkeys(self._gradients[Entry(reader)] if reader.op in _HANDS_ON
+                                       else [Key(reader.name, True, which)]))
+        return list(found)
+
         return [one for e in found
                 for one in (self._at_first(self._first[e]) if e in self._first else [e])]
 
