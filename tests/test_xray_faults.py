@@ -199,3 +199,37 @@ def test_what_no_gradient_reaches_does_not_move_the_loss():
         h = dense(x)
         return out(F.exp(h + F.BlockGrad(h * 1e-3 + 300) * 1e-4))
     assert amp.xray(calling(forward, *layers(8, 4)), batches(6), LOSS).findings == []
+
+
+# ---- what runs in float32 and is cast back
+
+
+def with_a_large_norm():
+    dense, out = layers(8, 4)
+    norm = nn.LayerNorm(in_channels=8, prefix="net_norm_")
+    net = calling(lambda F, x, dense, norm, out: out(norm(dense(x))), dense, norm, out)
+    norm.gamma.set_data(nd.ones(8) * 1e5)
+    return net
+
+
+def with_a_large_product():
+    def forward(F, x, dense, out):
+        h = F.expand_dims(dense(x) * 1000, 1)
+        return out(F.batch_dot(h, h, transpose_a=True).reshape((0, -1)))
+    return calling(forward, *layers(8, 4))
+
+
+@pytest.mark.parametrize(("make", "node", "block"), [
+    (with_a_large_norm, "net_norm_layernorm0", "net_norm"),
+    (with_a_large_product, "net_batch_dot0", "net_batch_dot0")])
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_a_result_that_is_cast_back_is_kept_by_its_node_and_then_by_who_reads_it(
+        make, node, block, is_kept):
+    net = make()
+    net(batches(6)[0][0])
+    if is_kept:
+        amp.convert(net, keep=block)
+    view = amp.xray(net, batches(6), LOSS, reference=False)
+    assert view.findings[0].keep == ["net_dense1_fwd" if is_kept else node]
+    assert view.keep == [block, "net_dense1"]
+    assert not any("suit" in note for note in view.notes)

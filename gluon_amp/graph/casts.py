@@ -121,7 +121,7 @@ class _Casting:
                 self.weak.add(output)
         if self._kept(node):
             return outputs
-        if self._gives_back(node):
+        if operators.gives_back(node):
             data = self.types[inputs[0]]
             if data is not None and data in self.floats and data != types[0]:
                 outputs[0] = self.cast(outputs[0], data)
@@ -149,12 +149,6 @@ class _Casting:
                  if self.types[e] in self.floats]
         return runs == operators.INDICES or runs == operators.INPUTS and all(known) \
             and any(e in self.exact for e in inputs)
-
-    def _gives_back(self, node: Node) -> bool:
-        """Whether a node's result gets the type of its data, which is cast for it."""
-        runs = operators.runs_in(node)
-        return runs in (operators.NORM, operators.WITHIN) \
-            or runs == operators.BATCH_NORM and node.op in operators.FLOAT32_ONLY
 
     def _product(self, node: Node) -> str:
         """The type of what a product reads."""

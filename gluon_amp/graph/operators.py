@@ -303,7 +303,6 @@ NORMS, BATCH_NORMS, LOSSES, CONSTANTS = map(names, (NORM, BATCH_NORM, LOSS, CONS
 # They may begin gradients by themselves, as losses do; or pass them on.
 MAY_BEGIN = frozenset(["Custom", "IdentityAttachKLSparseReg"])
 PRODUCTS = names(PRODUCT) | names(BATCHED)
-CAST_BACK = names(BATCHED) | names(WITHIN)
 # Of batch norms those that take no float16 data, and of batched products the same.
 FLOAT32_ONLY = frozenset(["BatchNorm_v1", "_contrib_SyncBatchNorm", "_linalg_gemm",
                           "_linalg_gemm2"])
@@ -322,6 +321,12 @@ def runs_in(node: Node) -> str:
     if node.attrs.get(key) in values:
         return runs
     return OPERATORS[node.op].runs if node.op in OPERATORS else INPUTS
+
+
+def gives_back(node: Node) -> bool:
+    """Whether a node's result gets the type of its data, which is cast for it."""
+    runs = runs_in(node)
+    return runs in (NORM, WITHIN) or runs == BATCH_NORM and node.op in FLOAT32_ONLY
 
 
 def numbers(node: Node) -> Iterable[Tuple[str, float]]:

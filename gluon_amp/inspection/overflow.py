@@ -12,7 +12,6 @@ from ..cpu.library import random_numbers_kept
 from ..gluon.converted import ConvertedHybridBlock
 from ..gluon.state import Op, blocks_in
 from ..graph.graph import CASTS, Graph
-from ..graph.operators import CAST_BACK
 from .session import Graphs, call, split, standing_in
 from .statistics import Counted, Counts, Key
 from .tensors import Tensor, counted_reads
@@ -87,24 +86,24 @@ def goes_forward(tensors: Collection[Tensor], counts: Mapping[Key, Counts]) -> b
     return all(t.key.backward for t in unsound(tensors, counts))
 
 
-def first_overflow(tensors: Collection[Tensor], counts: Mapping[Key, Counts], batch: int,
-                   scale: float, arrays: Optional[Mapping[str, Any]] = None) -> Optional[Overflow]:
+def first_overflow(graphs: Graphs, counts: Mapping[Key, Counts], batch: int, scale: float,
+                   arrays: Mapping[str, Any]) -> Optional[Overflow]:
     """In one step's counts.
 
     Args:
         arrays: the data and parameters that are known, by name.
     """
-    broken = unsound(tensors, counts)
+    broken = unsound(graphs.tensors, counts)
     if not broken:
         return None
-    by_key = {tensor.key: tensor for tensor in tensors}
+    layout, by_key = graphs.layout, {tensor.key: tensor for tensor in graphs.tensors}
     reads_of = counted_reads(by_key.values(), counts)
     tensor = beginnings(broken, reads_of, counts)[0]
     cast = [by_key[key] for key in reads_of[tensor.key] if key in by_key]
-    if tensor.op in CASTS and cast and cast[0].op in CAST_BACK:
+    if tensor.op in CASTS and cast and layout.is_cast_back(layout.nodes[cast[0].key.node]):
         tensor = cast[0]  # which is float32 within, and rounds by that cast
     given = {name: Counts.of_array(arrays[name]) for name in tensor.variables
-             if arrays and name in arrays}
+             if name in arrays}
     for name, held in given.items():
         if not held.finite:
             return Overflow(name, name, "", False, batch, scale, {})

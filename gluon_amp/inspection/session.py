@@ -221,7 +221,7 @@ class Graphs:
 
     @cached_property
     def layout(self) -> Layout:
-        return Layout(self.typed(), self.policy, self.session.parameters)
+        return Layout(self.typed(), self.policy, self.session.parameters, self.keep)
 
     @cached_property
     def tensors(self) -> List[Tensor]:

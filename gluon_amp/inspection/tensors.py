@@ -14,7 +14,7 @@ from ..graph import operators
 from ..graph.build import LEFT_ALONE
 from ..graph.casts import KEEP
 from ..graph.graph import CASTS, Entry, Graph, Node, state_variables
-from ..graph.operators import CAST_BACK, LOSSES, PRODUCTS
+from ..graph.operators import LOSSES, PRODUCTS
 from ..policy import Policy
 from ..symbolic.convert import declared_types
 from .statistics import Counted, Key, compared
@@ -107,11 +107,13 @@ class Layout:
 
     Args:
         graphs: with their casts, in the order in which they run, and their variables' types.
+        keep: names of nodes that stay float32.
     """
 
     def __init__(self, graphs: Collection[Tuple[Graph, Mapping[str, str]]], policy: Policy,
-                 parameters: Collection[str]) -> None:
+                 parameters: Collection[str], keep: Collection[str] = ()) -> None:
         self.nodes: Dict[str, Node] = {}
+        self.keep = keep
         self.formats = {**FORMATS, policy.between.name: policy.between}
         self.parameters = set(parameters)
         self._alike: Dict[str, List[Node]] = {}  # of one name: of a block called several times
@@ -127,12 +129,12 @@ class Layout:
         for graph, types in graphs:
             self._outputs.update(e for found in self._add(graph, types, {}) for e in found)
         self.order = {name: i for i, name in enumerate(self.nodes)}
-
-    def _add(self, graph: Graph, types: Mapping[str, str], outside: Mapping[str, Found],
         # of each output, the tensors that its gradient is the sum of
         self._gradients: Dict[Entry, List[Key]] = {}
         for node in reversed(self._reads):
             self._gradients.update((e, self._gradients_of(e)) for e in self._made[node])
+
+    def _add(self, graph: Graph, types: Mapping[str, str], outside: Mapping[str, Found],
              states: Collection[Node] = ()) -> List[Found]:
         """Takes in a graph, or a body, whose variables stand for what is outside. Gives what its
         outputs are."""
@@ -211,8 +213,6 @@ class Layout:
                              node.op, 2 * len(self.nodes) - place, format_, above,
                              variables=variables)
 
-    def _at_first(self, found: Found) -> Found:
-        """What this is in the first round of loops."""
     def _gradients_of(self, entry: Entry) -> List[Key]:
         found: Dict[Key, None] = {}
         for reader, which in self._readers.get(entry, ()):
@@ -225,6 +225,8 @@ class Layout:
                                        else [Key(reader.name, True, which)]))
         return list(found)
 
+    def _at_first(self, found: Found) -> Found:
+        """What this is in the first round of loops."""
         return [one for e in found
                 for one in (self._at_first(self._first[e]) if e in self._first else [e])]
 
@@ -257,10 +259,17 @@ class Layout:
         if node.op not in CASTS:
             return [node]
         for before in self._reads[node][0]:
-            if before.node.op in CAST_BACK:
+            if self.is_cast_back(before.node):
                 return [before.node]
         return [n for reader, _ in self._readers.get(Entry(node), ())
                 for n in self._but_casts(reader)]
+
+    def is_cast_back(self, node: Node) -> bool:
+        """Whether a node runs in float32 only within: a cast gives its result back."""
+        if KEEP in node.attrs or node.name in self.keep or self._types[Entry(node)] != "float32":
+            return False
+        return node.op in PRODUCTS or operators.gives_back(node) \
+            and node.inputs[0].node.op in CASTS
 
     def blamed(self, key: Key) -> str:
         """The node that a tensor is laid to: of a cast, what it casts; of a cast's gradient, the
@@ -270,7 +279,7 @@ class Layout:
             return key.node
         maker = self.maker(node, 0).node
         readers = [n.name for n, _ in self._readers.get(Entry(node), ()) if n.op not in CASTS]
-        if maker.is_variable or key.backward and readers and maker.op not in CAST_BACK:
+        if maker.is_variable or key.backward and readers and not self.is_cast_back(maker):
             return readers[0] if readers else key.node
         return maker.name
 

@@ -141,12 +141,13 @@ class View:
             lines.append("Nothing needs to stay in float32 beyond what does.")
         return "\n".join(lines)
 
-    def add(self, ran: Ran, whole: Optional[Ran], number: int, known: Mapping[str, Any]) -> None:
+    def add(self, low: Graphs, ran: Ran, whole: Optional[Ran], number: int,
+            known: Mapping[str, Any]) -> None:
         """Takes in a step, and the same in float32. Its counts tell nothing of the format where
         data or parameters, of those that are known, were not finite to begin with."""
         if not self.steps:
             self.scale = ran.scale
-        overflow = first_overflow(self.tensors, ran.counts, number, ran.scale, known)
+        overflow = first_overflow(low, ran.counts, number, ran.scale, known)
         self.first_overflow = self.first_overflow or overflow
         if overflow is not None and not overflow.op:
             self.left_out = list(dict.fromkeys([*self.left_out, number]))
@@ -254,7 +255,7 @@ def explain(net: Network, batch: Batch, loss_fn: Optional[LossFunction] = None,
         while found is None and len(losses) < _DRAWS:
             low.restore()
             ran = low.run(batch, loss_scale)
-            found = first_overflow(low.tensors, ran.counts, 0, loss_scale,
+            found = first_overflow(low, ran.counts, 0, loss_scale,
                                    session.known(batch, low))
             if ran.loss in losses:  # nothing is random
                 break
@@ -282,7 +283,7 @@ def _look(low: Graphs, right: Optional[Graphs], batches: List[Any], scale: float
                             "data, the learning rate and the loss first. No advice is from this "
                             "batch")
             view.left_out.append(number)
-        view.add(ran, whole, number, session.known(batch, right or low))
+        view.add(low, ran, whole, number, session.known(batch, right or low))
         if not low.arrays or number not in view.left_out:  # copies have no lower one that helps
             scale = ran.scale
         if updates is None:
