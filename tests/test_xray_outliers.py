@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from gluon_amp.inspection.session import Session
 from mxnet import autograd, gluon, nd
-from mxnet.gluon import nn
+from mxnet.gluon import nn, rnn
 from networks import Calling
 from xray_networks import LOSS, calling, check_mended, layers, rows
 
@@ -69,7 +69,7 @@ def test_where_gradients_need_a_scale_below_1_it_is_told_how_to_give_it(tmp_path
     assert re.search(rf"from 2\^-\d+ .* to 2\^{np.log2(high):.0f} ", str(view)), str(view)
     page = Path(view.save(str(tmp_path / "xray"))).read_text()
     assert "Loss_scale" not in page
-    assert "These gradients need a scale below 1" in page
+    assert "These gradients need a loss scale of 2^-" in page
     trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 1e-8},
                           loss_scale=amp.DynamicLossScale(high, minimum=2.0 ** -24))
     for data, label in rows():
@@ -80,17 +80,34 @@ def test_where_gradients_need_a_scale_below_1_it_is_told_how_to_give_it(tmp_path
     assert trainer.skipped == 0
 
 
-def test_a_network_that_float16_does_not_suit_at_all_is_said_to_be_one():
+def exploding(*before):
+    """Blocks, and behind them 12 layers whose numbers grow beyond float16."""
     net = nn.HybridSequential(prefix="net_")
     with net.name_scope():
-        net.add(*(Calling(lambda F, x, inner: x + inner(x), nn.Dense(6, in_units=6))
-                  for _ in range(12)))
+        net.add(*before, *(Calling(lambda F, x, inner: x + inner(x), nn.Dense(6, in_units=6))
+                           for _ in range(12)))
     mx.random.seed(1)
     net.initialize(mx.init.Normal(40))
-    view = amp.xray(amp.convert(net), rows(), LOSS)
+    return net
+
+
+def test_a_network_that_float16_does_not_suit_at_all_is_said_to_be_one():
+    view = amp.xray(amp.convert(exploding()), rows(), LOSS)
     assert np.isfinite(view.reference_losses).all()
     assert "none of 24 tensors" in str(view)
     assert "norms between the layers" in str(view)
+
+
+def test_the_zeros_that_an_lstm_begins_with_are_no_tensors_that_are_left():
+    """Nothing counts them."""
+    lstms = [nn.HybridLambda(lambda F, x: F.expand_dims(x, 0)),
+             *(rnn.LSTM(6, input_size=6) for _ in range(3)),
+             nn.HybridLambda(lambda F, x: F.BlockGrad(F.reshape(x, (-3, 0))))]
+    net = exploding(*lstms)
+    for name, parameter in net.collect_params(".*lstm").items():
+        parameter.set_data(parameter.data() * 1e-2)
+    view = amp.xray(amp.convert(net), rows(), LOSS)
+    assert "7 of 31 tensors" in str(view)
 
 
 def test_an_overflow_that_hangs_on_random_numbers_is_explained():
@@ -216,3 +233,23 @@ def test_a_gradient_that_a_cast_rounds_is_told_with_the_line_that_makes_it():
     found = amp.explain(calling(forward, *layers(6, 4)), rows()[0], LOSS, loss_scale=2.0 ** 20)
     assert found.backward
     assert "out(F.log(y * y + 1e-10) * 50)" in found.where
+
+
+
+# ---- what is said
+
+
+def test_where_nothing_can_be_kept_nothing_is_said_to_be():
+    net = calling(lambda F, x, dense, out: F.exp(F.abs(out(dense(x))) + 12), *layers(8, 4))
+    amp.convert(net, amp.Policy("halves", "float16", "float16", output="float16"))
+    view = amp.xray(net, rows(), lambda out, label: out.mean(axis=1))
+    assert view.keep == []
+    assert "with nothing to keep, float16 still does not suit: net_exp0" in str(view)
+
+
+def test_where_gradients_fit_a_scale_of_a_few_it_is_told_how_to_give_it():
+    net = calling(lambda F, x, dense, out: out(dense(x)), *layers(8, 4))
+    high = amp.xray(net, rows(), LOSS).loss_scale[1]
+    view = amp.xray(net, rows(), lambda out, label: LOSS(out, label) * (high / 4))
+    assert view.loss_scale[1] == 4
+    assert "need a loss scale of 4 or less" in str(view)

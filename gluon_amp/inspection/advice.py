@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Callable, Dict, Iterable, List, NamedTuple, Optional, Set, Tuple
 
 from ..annotations import Block, Module, Network
+from ..formats import FLOAT32, Format
 from ..gluon.converted import ConvertedBlock
 from ..gluon.state import blocks_in
 from ..graph.graph import CASTS
@@ -38,12 +39,14 @@ class Finding:
             size".
         detail: a sentence with figures.
         keep: the nodes to keep in float32.
+        backward: whether the tensor is a gradient.
     """
     node: str
     tensor: str
     reason: str
     detail: str
     keep: List[str]
+    backward: bool = False
 
 
 class Window(NamedTuple):
@@ -63,7 +66,8 @@ class Window(NamedTuple):
         """What to do where scales fit that training does not come to by itself."""
         if self.fits or self.low > self.high:
             return []
-        return ["these gradients need a scale below 1, where loss_scale='dynamic' ends: give "
+        return [f"these gradients need a loss scale of {as_power(self.high)} or less, and "
+                "loss_scale='dynamic' ends at 1: give "
                 f"amp.DynamicLossScale({self.high:g}, minimum={_SCALES[0]:g})"]
 
     def __str__(self) -> str:
@@ -112,14 +116,16 @@ def _lowest(tensor: Tensor, counts: Counts, lost: float) -> float:
     return 2.0 ** _POWERS[int(fits.argmax()) if fits.any() else -1]
 
 
-def left_in_format(before: Iterable[Tensor], after: Iterable[Tensor]) -> List[str]:
+def left_in_format(format_: Format, before: Iterable[Tensor],
+                   after: Iterable[Tensor]) -> List[str]:
     """What there is to say where little is left in the format once nodes are kept."""
-    count, left = (sum(t.is_low and not t.key.backward for t in some) for some in (before, after))
+    count, left = (sum(t.is_low and not t.key.backward and t.counts is not None for t in some)
+                   for some in (before, after))
     if 4 * left >= count:
         return []
+    other = "" if format_.exponent == FLOAT32.exponent else ", and bfloat16 has float32's range"
     return [f"with these kept, {left or 'none'} of {count} tensors of the forward pass are less "
-            "than float32: norms between the layers would keep numbers small, and bfloat16 has "
-            "float32's range"]
+            f"than float32: norms between the layers would keep numbers small{other}"]
 
 
 # ---- findings -----------------------------------------------------------------------------------
@@ -181,7 +187,8 @@ class _Judge:
         blamed = blamed or self.layout.blamed(tensor.key)
         if reason.startswith("range") and any(True for _ in numbers(self.layout.nodes[blamed])):
             reason += ", by a constant"
-        return Finding(blamed, tensor.name, reason, detail, self._kept_for([tensor]))
+        return Finding(blamed, tensor.name, reason, detail, self._kept_for([tensor]),
+                       tensor.key.backward)
 
     def _kept_for(self, tensors: Iterable[Tensor]) -> List[str]:
         return [name for tensor in tensors for name in self.layout.kept_for(tensor.key)]

@@ -233,7 +233,7 @@ def xray(net: Network, batches: Iterable[Any], loss_fn: Optional[LossFunction] =
         sound = [batch for i, batch in enumerate(session.batches[:len(view.steps)])
                  if i not in view.left_out]
         _try_keeping(low, right, view, sound)
-    if at_first and view.keep and all(f.tensor.startswith("gradient") for f in view.findings):
+    if at_first and view.keep and all(f.backward for f in view.findings):
         view.notes += [f"or with nothing kept: {said}" for said in at_first.notes]
     view.notes += view.window.notes if view.window else []
     view.weights = updates.weights()
@@ -358,9 +358,10 @@ def _try_keeping(low: Graphs, right: Optional[Graphs], view: View, batches: List
         view.window = again.window
         if view.window:
             view.notes.append("the loss scales are those of the network with these kept in float32")
-    view.notes += left_in_format(view.tensors, again.tensors)
+    view.notes += left_in_format(session.policy.between, view.tensors, again.tensors)
     if again.findings:
-        view.notes.append("with these kept, float16 still does not suit: "
+        view.notes.append(f"{'with these kept' if names else 'with nothing to keep'}, "
+                          f"{session.policy.between.name} still does not suit: "
                           + ", ".join(f.node for f in again.findings[:5]))
 
 
