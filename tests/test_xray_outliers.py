@@ -235,6 +235,39 @@ def test_a_gradient_that_a_cast_rounds_is_told_with_the_line_that_makes_it():
     assert "out(F.log(y * y + 1e-10) * 50)" in found.where
 
 
+# ---- batches of which advice comes
+
+
+def with_a_root():
+    return calling(lambda F, x, dense, out: out(F.sqrt(F.abs(dense(x)))), *layers(8, 4))
+
+
+def test_a_batch_without_finite_gradients_leaves_the_loss_scale_to_the_others():
+    (data, label), good = rows()
+    view = amp.xray(with_a_root(), [(data * 0, label), good], LOSS, reference=False)
+    first, second = (scale for scale, _ in view.steps)
+    assert first < 1 < second == view.scale
+
+
+def test_under_a_trainer_gradients_are_looked_at_in_float32_too():
+    (data, label), good = rows()
+    net = with_a_root()
+    trainer = amp.Trainer(net.collect_params(), "sgd", loss_scale="dynamic")
+    view = amp.xray(net, [(data * 0, label), good], LOSS, trainer)
+    assert str(view).startswith("batch 0: gradients are not finite in float32 either")
+    assert (view.findings, view.keep, view.left_out) == ([], [], [0])
+
+
+def test_what_is_kept_is_judged_by_all_batches_together():
+    """In one of them almost all numbers of the first layer are 0, which alone would be a fault."""
+    def forward(F, x, dense, out):
+        h = dense(x)
+        large = F.ones_like(h) * 1e3 * (1 + h * 0)
+        return out(F.concat(h, F.log(large * 1e3)))
+    (data, label), good = rows()
+    view = amp.xray(calling(forward, *layers(8, 4)), [(data * 1e-6, label), good], LOSS)
+    assert [finding.node for finding in view.findings] == ["net__mulscalar2"]
+
 
 # ---- what is said
 

@@ -54,7 +54,7 @@ class Ran(NamedTuple):
     Attributes:
         scale: its loss scale.
         loss: the mean of its numbers.
-        finite: whether the gradients are; of a step of which only samples are taken, nobody asks.
+        finite: whether the gradients are; of a trainer's own step, which may be skipped, True.
         counts: what was counted.
         total: the sum of the sizes of the loss's numbers, whose sum is what gradients are of.
     """
@@ -307,7 +307,7 @@ class Graphs:
         mean, total = mean_and_total(loss)
         if isinstance(loss_fn, HeadLosses):
             total = loss_fn.total(counts)
-        return Ran(scale, mean, self.samples or all_finite(self.gradients()), counts, total)
+        return Ran(scale, mean, all_finite(self.gradients()), counts, total)
 
     def back_off(self, batch: Batch, scale: float, prepare: Callable[[], object],
                  goes_forward: Callable[[Ran], bool] = lambda ran: True) -> Ran:

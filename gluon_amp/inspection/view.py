@@ -16,7 +16,6 @@ from typing import Any, Dict, Iterable, List, Mapping, Optional, Set, Tuple, Uni
 from .._mxnet import np
 from ..annotations import Batch, LossFunction, Network, Trainer
 from ..checks import positive_number, whole_number
-from ..cpu.finite import all_finite
 from ..cpu.library import random_numbers_kept
 from ..files import replace_text
 from ..formats import FLOAT32, Format
@@ -67,7 +66,8 @@ class View:
         losses: of each step.
         reference_losses: of each step in float32.
         steps: what each step counted: its loss scale, and counts by tensor.
-        scale: the loss scale at which the counts of gradients stand: the first step's.
+        scale: the loss scale at which the counts of gradients stand: that of the first step whose
+            gradients are finite, or else 2^16.
         left_out: the numbers of the batches whose data, or parameters, were not finite to begin
             with, or whose loss is not finite in float32 either: no advice is from them.
         notes: what else there is to know, in sentences.
@@ -84,7 +84,7 @@ class View:
     losses: List[float] = field(default_factory=list)
     reference_losses: List[float] = field(default_factory=list)
     steps: List[Tuple[float, Mapping[Key, Counts]]] = field(default_factory=list)
-    scale: float = 1.0
+    scale: float = 0.0
     left_out: List[int] = field(default_factory=list)
     notes: List[str] = field(default_factory=list)
     converts: str = "amp.convert(net"
@@ -145,7 +145,7 @@ class View:
             known: Mapping[str, Any]) -> None:
         """Takes in a step, and the same in float32. Its counts tell nothing of the format where
         data or parameters, of those that are known, were not finite to begin with."""
-        if not self.steps:
+        if ran.finite and not self.scale:
             self.scale = ran.scale
         overflow = first_overflow(low, ran.counts, number, ran.scale, known)
         self.first_overflow = self.first_overflow or overflow
@@ -172,6 +172,7 @@ class View:
     def conclude(self, layout: Layout) -> None:
         """Adds up what the steps have counted, gradients as they would be at one scale, and finds
         what they show."""
+        self.scale = self.scale or FIRST_SCALE
         steps = [(self.scale / at, counted) for at, counted in self._sound()]
         total = added_up(steps, {t.key for t in self.tensors if t.begins}) if steps else {}
         for tensor in self.tensors:
@@ -270,27 +271,23 @@ def explain(net: Network, batch: Batch, loss_fn: Optional[LossFunction] = None,
 
 def _look(low: Graphs, right: Optional[Graphs], batches: List[Any], scale: float, lost: float,
           updates: Optional[Updates] = None) -> View:
-    """What steps on batches show; without `updates` up to the first batch after which something is
-    found."""
+    """What steps on batches show."""
     view, session = View(low.session.net.name, low.tensors, lost=lost), low.session
     hopeless: List[str] = []
     for number, batch in enumerate(batches):
-        ran, whole, what = _step(low, right, batch, scale, updates)
+        ran, whole = _step(low, right, batch, scale, updates)
         if whole is not None:
             view.reference_losses.append(whole.loss)
-        if what:
-            hopeless.append(f"batch {number}: {what} not finite in float32 either: look at the "
-                            "data, the learning rate and the loss first. No advice is from this "
-                            "batch")
-            view.left_out.append(number)
+            if not whole.sound:
+                what = "gradients are" if math.isfinite(whole.loss) else "the loss is"
+                hopeless.append(f"batch {number}: {what} not finite in float32 either: look at the "
+                                "data, the learning rate and the loss first. No advice is from "
+                                "this batch")
+                view.left_out.append(number)
         view.add(low, ran, whole, number, session.known(batch, right or low))
-        if not low.arrays or number not in view.left_out:  # copies have no lower one that helps
+        if ran.finite:
             scale = ran.scale
-        if updates is None:
-            view.conclude(low.layout)
-            if view.findings:
-                return view
-        elif updates.gave_up:
+        if updates is not None and updates.gave_up:
             view.notes.append(f"batch {number} is the last that was looked at: the trainer has "
                               f"given up: {updates.gave_up}")
             break
@@ -300,11 +297,10 @@ def _look(low: Graphs, right: Optional[Graphs], batches: List[Any], scale: float
 
 
 def _step(low: Graphs, right: Optional[Graphs], batch: Batch, scale: float,
-          updates: Optional[Updates]) -> Tuple[Ran, Optional[Ran], str]:
-    """A step on a batch; the same in float32, which draws the same random numbers; and what is not
-    finite in float32, either."""
-    whole, what = None, ""
-    by_trainer = updates is not None and updates.trainer is not None
+          updates: Optional[Updates]) -> Tuple[Ran, Optional[Ran]]:
+    """A step on a batch, and the same in float32, which draws the same random numbers; without a
+    loss scale, where gradients are not finite with one."""
+    whole, by_trainer = None, updates is not None and updates.trainer is not None
     with ExitStack() as stack:
         if right is not None or not by_trainer:
             draw_again = stack.enter_context(random_numbers_kept())
@@ -316,19 +312,17 @@ def _step(low: Graphs, right: Optional[Graphs], batch: Batch, scale: float,
         if right is not None:
             prepare(right)
             whole = right.run(batch, scale)
-            what = "" if math.isfinite(whole.loss) else "the loss is"
+            if math.isfinite(whole.loss) and not whole.finite:
+                prepare(right)
+                whole = right.run(batch)
         if not by_trainer:
             ran = low.back_off(batch, scale, prepare,
                                lambda ran: goes_forward(low.tensors, ran.counts))
             if isinstance(updates, ModuleUpdates) and ran.finite:
                 updates.would_add(low, ran.scale)
-            if right is not None and not (what or ran.finite or all_finite(right.gradients())):
-                prepare(right)
-                right.run(batch)  # without a loss scale
-                what = "" if all_finite(right.gradients()) else "gradients are"
     if updates is not None and by_trainer:
         ran = updates.step(batch)
-    return ran, whole, what
+    return ran, whole
 
 
 def _try_keeping(low: Graphs, right: Optional[Graphs], view: View, batches: List[Any]) -> None:
@@ -347,9 +341,6 @@ def _try_keeping(low: Graphs, right: Optional[Graphs], view: View, batches: List
             names[line] = None
             kept |= nodes
         again = _look(session.low(kept), right, batches, view.scale, view.lost)
-        # The batch that showed something is the first to be tried with what is kept next.
-        failed = len(again.steps) - 1 if again.findings else 0
-        batches = [*batches[failed:], *batches[:failed]]
         known = {f.node for f in view.findings}
         view.findings += [f for f in again.findings if f.node not in known]
     if names:
