@@ -104,7 +104,7 @@ def test_the_zeros_that_an_lstm_begins_with_are_no_tensors_that_are_left():
              *(rnn.LSTM(6, input_size=6) for _ in range(3)),
              nn.HybridLambda(lambda F, x: F.BlockGrad(F.reshape(x, (-3, 0))))]
     net = exploding(*lstms)
-    for name, parameter in net.collect_params(".*lstm").items():
+    for parameter in net.collect_params(".*lstm").values():
         parameter.set_data(parameter.data() * 1e-2)
     view = amp.xray(amp.convert(net), rows(), LOSS)
     assert "7 of 31 tensors" in str(view)
