@@ -254,3 +254,17 @@ def test_training_with_sparse_gradients_under_an_xray_has_the_same_bits():
     view = amp.xray(make(), rows(), LOSS)
     assert any(t.op == "Embedding" and t.kind == "weight gradient" for t in view.tensors)
     assert training(True, make, rows) == training(False, make, rows)
+
+
+# ---- what `keep=` calls a node
+
+
+def test_a_child_whose_prefix_is_empty_is_not_named_by_its_parents_name():
+    net = nn.HybridSequential(prefix="net_")
+    with net.name_scope():
+        net.add(nn.Dense(8), nn.HybridLambda(lambda F, x: x * 2.0 ** 14 * 8 * 2.0 ** -17,
+                                             prefix=""), nn.Dense(4))
+    net = prepared(net)
+    view = amp.xray(net, rows(), LOSS)
+    assert view.keep == ["net__mulscalar1"]
+    check_mended(net, view, rows())

@@ -12,6 +12,7 @@ from ..cpu.library import random_numbers_kept
 from ..gluon.converted import ConvertedHybridBlock
 from ..gluon.state import Op, blocks_in
 from ..graph.graph import CASTS, Graph
+from .names import owners
 from .session import Graphs, call, split, standing_in
 from .statistics import Counted, Counts, Key
 from .tensors import Tensor, counted_reads
@@ -226,7 +227,7 @@ def where(graphs: Graphs, batch: Batch, found: Overflow) -> str:
     with random_numbers_kept(), _traced_anew(net), _Scope(), mx.autograd.record(), \
             standing_in(net, look):
         call(net, split(batch)[0])
-    line, block = lines.get(node.split("_amp_cast_")[0]), owner(net, node)
+    line, block = lines.get(node.split("_amp_cast_")[0]), owners(net, node)[0]
     if line:
         return f"block {block.name}, {line}"
     for cls in type(block).__mro__:
@@ -237,19 +238,3 @@ def where(graphs: Graphs, batch: Batch, found: Overflow) -> str:
                 return f"block {block.name}, {inspect.getsourcefile(code)}, line " \
                        f"{inspect.getsourcelines(code)[1]}"
     return f"block {block.name}"
-
-
-def owners(net: Network, node: str) -> List[Any]:
-    """The blocks whose prefix a node's name has, the innermost first, the network last."""
-    found, stack = [], list(net._children.values())
-    while stack:
-        block = stack.pop()
-        if node.startswith(block.prefix):
-            found.append(block)
-        stack += block._children.values()
-    return [*sorted(found, key=lambda block: -len(block.prefix)), net]
-
-
-def owner(net: Network, node: str) -> Block:
-    """The innermost of them."""
-    return owners(net, node)[0]

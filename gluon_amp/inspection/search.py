@@ -30,7 +30,8 @@ from ..files import replace_text
 from ..graph.graph import CASTS, Entry, Graph
 from ..graph.operators import PRODUCTS
 from ..training.optimizer import optimizer as make_optimizer
-from .advice import in_groups, keep_line, window
+from .advice import window
+from .names import in_groups, keep_line
 from .session import FIRST_SCALE, Graphs, Session, arrays_of, split
 from .statistics import Counted, Counts, Key, decibels
 from .tensors import Layout, Tensor

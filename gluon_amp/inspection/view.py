@@ -25,14 +25,13 @@ from .advice import (
     Window,
     as_power,
     findings,
-    keep_for,
-    kept_already,
     left_in_format,
     said_below,
     scales_that_fit,
     window,
 )
 from .files import page, save
+from .names import keep_for, kept_already
 from .overflow import Overflow, first_overflow, goes_forward, is_finite, where
 from .session import (
     FIRST_SCALE,
