@@ -268,3 +268,29 @@ def test_a_child_whose_prefix_is_empty_is_not_named_by_its_parents_name():
     view = amp.xray(net, rows(), LOSS)
     assert view.keep == ["net__mulscalar1"]
     check_mended(net, view, rows())
+
+
+class WithOwnWeight(gluon.HybridBlock):
+    """An outermost block with a weight, which `keep=` does not keep with the node."""
+
+    def __init__(self):
+        super().__init__(prefix="net_")
+        with self.name_scope():
+            self.weight = self.params.get("weight", shape=(4, 6))
+
+    def hybrid_forward(self, F, x, weight):
+        return F.FullyConnected(x, weight, num_hidden=4, no_bias=True, name="product") * 1e-4
+
+
+def test_a_float16_weight_that_a_kept_node_reads_is_looked_into_as_float16():
+    def large(output, label):
+        return LOSS(output, label) * 1e5
+    given = [(data * 6e4, label) for data, label in rows()]
+    net = prepared(WithOwnWeight())
+    view = amp.xray(net, given, large)
+    assert view.keep[0] == "net_product"
+    amp.convert(net, keep=view.keep)
+    after = amp.xray(net, given, large)
+    assert "weight" in after.window.high_tensor
+    assert view.loss_scale == after.loss_scale
+    assert amp.explain(net, given[0], large, 2 * after.loss_scale[1]) is not None

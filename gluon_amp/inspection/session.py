@@ -17,7 +17,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from types import SimpleNamespace
-from typing import Any, Callable, Dict, Iterable, Iterator, List, NamedTuple, Optional, Tuple
+from typing import Any, Callable, Dict, Iterable, Iterator, List, NamedTuple, Optional, Set, Tuple
 
 from .._mxnet import message, mx, np
 from ..annotations import Array, Batch, Block, LossFunction, Network
@@ -31,7 +31,7 @@ from ..gluon.converted import ConvertedBlock, ConvertedHybridBlock
 from ..gluon.parameter import follows
 from ..gluon.state import Op, blocks_in
 from ..graph.build import build, cached_op
-from ..graph.casts import float32_variables, insert_casts
+from ..graph.casts import insert_casts
 from ..graph.graph import Graph
 from ..graph.refusals import check_device
 from ..policy import POLICIES
@@ -41,6 +41,7 @@ from ..training.loss_scale import LossScaleError, lower_scales
 from ..training.optimizer import master_in
 from ..training.trainer import Trainer
 from .modules import HeadLosses, ModuleBlock, bound_module, looked_at
+from .names import can_be_named
 from .statistics import Counted, Counts, both_ways, read
 from .tensors import Layout, Tensor
 
@@ -119,6 +120,13 @@ class Session:
         self.calls: Dict[Any, Call] = {}
         self._find_graphs()
 
+    @cached_property
+    def in_named_blocks(self) -> Set[str]:
+        """The parameters that become float32 with a node that reads them, since `keep=` names the
+        node's block."""
+        return {name for block in blocks_in(self.net) if can_be_named(self.net, block)
+                for name in block.params}
+
     @property
     def is_module(self) -> bool:
         return isinstance(self.net, ModuleBlock)
@@ -171,7 +179,7 @@ class Graphs:
         arrays: copies of the parameters that have run.
 
     Args:
-        keep: names of nodes that stay float32.
+        keep: names of nodes that stay float32, besides those that the network keeps.
         is_float32: for the reference, which has the casts of no policy.
         watch: whether the engine counts what the nodes compute.
         samples: of what is watched, the engine takes samples, and counts nothing.
@@ -182,7 +190,8 @@ class Graphs:
                  watch: bool = True, samples: bool = False, own: bool = False) -> None:
         self.session, self.watch, self.samples, self.own = session, watch, samples, own
         self.policy = POLICIES["float32"] if is_float32 else session.policy
-        self.keep = frozenset(keep).union(*(block._amp.keep_nodes for block in
+        self.tried = frozenset(keep)
+        self.keep = self.tried.union(*(block._amp.keep_nodes for block in
                                             blocks_in(session.net)
                                             if isinstance(block, ConvertedBlock)))
         self.arrays: Dict[str, Any] = {}
@@ -204,9 +213,13 @@ class Graphs:
         return [self._typed(call) for call in self.session.calls.values()]
 
     def _types(self, call: Call) -> Dict[str, str]:
-        """The types of the parameters that a graph reads."""
+        """The types of the parameters that a graph reads. What `keep=` does to those of a kept node
+        depends on whether it names the node or the block."""
         parameters = self.session.parameters
-        wide = () if self.own else float32_variables(call.clean, self.policy, self.keep)
+        wide = {e.node.name for node in call.clean.nodes() if node.name in self.tried
+                for e in node.inputs if e.node.is_variable}
+        if wide and not isinstance(call.block, mx.gluon.SymbolBlock):
+            wide &= self.session.in_named_blocks
         return {name: "float32" if self.policy.is_float32 or name in wide else
                 dtype_name(parameters[name].dtype)
                 for name in call.clean.variables() if name in parameters}
