@@ -11,7 +11,6 @@ from .formats import Format
 from .gluon.convert import convert, restore
 from .gpu.trace import gpu_trace
 from .inspection.search import search
-from .inspection.tensors import types
 from .inspection.view import explain, xray
 from .onnx.export import export_onnx
 from .parallel.horovod import Horovod
@@ -21,6 +20,7 @@ from .report import report
 from .symbolic.convert import convert_model, convert_symbol
 from .symbolic.module import BucketingModule, Module
 from .tensor_core_math import tensor_core_dot
+from .tools.types import types
 from .training.loss_scale import DynamicLossScale, LossScaleError
 from .training.lr_find import lr_find
 from .training.optimizer import optimizer

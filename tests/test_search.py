@@ -3,8 +3,8 @@ import gluon_amp as amp
 import mxnet as mx
 import numpy as np
 import pytest
+from gluon_amp.graph.arithmetic import multiply_adds
 from gluon_amp.graph.graph import Graph
-from gluon_amp.inspection.search import multiply_adds
 from mxnet import gluon, nd
 from mxnet.gluon import nn
 

@@ -1,22 +1,18 @@
-"""Which nodes and tensors a converted network's graphs have, in order of computation, what they run
-in, and what steps have shown of each tensor."""
-import itertools
+"""Which nodes and tensors a converted network's graphs have, in order of computation, and what
+steps have shown of each tensor."""
 import math
 import statistics
 from dataclasses import dataclass, field
 from typing import Any, Collection, Dict, Iterable, Iterator, List, Mapping, Optional, Set, Tuple
 
-from .._mxnet import mx, np
-from ..annotations import Network
-from ..formats import FLOAT16, FLOAT32, FORMATS, Format
-from ..gluon.converted import ConvertedHybridBlock
+from .._mxnet import np
+from ..formats import FLOAT32, FORMATS, Format
 from ..graph import operators
 from ..graph.build import LEFT_ALONE
 from ..graph.casts import KEEP
 from ..graph.graph import CASTS, Entry, Graph, Node, state_variables
 from ..graph.operators import LOSSES, PRODUCTS
 from ..policy import Policy
-from ..symbolic.convert import declared_types
 from .statistics import Counted, Key, compared
 
 # Their gradients are copies of their output's gradient, which nothing counts.
@@ -395,101 +391,3 @@ def varies_by(tensor: Tensor) -> Optional[int]:
     most = max(tensor.largest)
     by = most - statistics.median_low(tensor.largest)
     return by if tensor.last_exponent - most < by else None
-
-
-# ---- what nodes run in --------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Row:
-    """A node.
-
-    Attributes:
-        node, operator: its name, and its operator's.
-        inputs: the types of its inputs.
-        output: the type of its first output.
-        rule: why it runs in that.
-        casts: how many of its inputs are cast before it reads them.
-    """
-    node: str
-    operator: str
-    inputs: Tuple[str, ...]
-    output: str
-    rule: str
-    casts: int
-
-
-class Types(List[Row]):
-    """The rows, in order of computation; `print` shows a table."""
-
-    def __str__(self) -> str:
-        cells = [("node", "operator", "inputs", "output", "casts", "rule"), *(
-            (r.node, r.operator, ", ".join(  # in short: float16 x3, float32
-                name if count == 1 else f"{name} x{count}" for name, count in (
-                    (name, len([*run])) for name, run in itertools.groupby(r.inputs))),
-             r.output, str(r.casts or ""), r.rule) for r in self)]
-        widths = [max(map(len, column)) for column in zip(*cells)]
-        table = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip()
-                 for row in cells]
-        low = sum(r.output not in ("float32", "float64") for r in self)
-        casts = sum(r.casts for r in self)
-        return "\n".join([*table, f"{low} of {len(self)} nodes give less than float32; "
-                                  f"{casts} inputs are cast."])
-
-
-def types(net: Network) -> Types:
-    """Which operator runs in which type, and the rule that decided.
-
-    Args:
-        net: a converted HybridBlock that has run once, what `convert_symbol` has made, or a Module.
-    """
-    if isinstance(net, mx.mod.BaseModule):
-        net = net.symbol
-    if isinstance(net, mx.sym.Symbol):
-        graph = Graph.read(net)
-        declared = declared_types(graph)
-        return _rows(graph, {name: declared.get(name, "float32") for name in graph.variables()})
-    is_converted: bool = isinstance(net, ConvertedHybridBlock)
-    if not is_converted:
-        raise TypeError("types takes a converted HybridBlock or a symbol. "
-                        f"Received: {type(net).__name__}")
-    if not net._cached_graph:
-        raise RuntimeError(f"types needs the graph: run {net.name} on data once before")
-    graph, known = net.mixed_graph(["float32"] * len(net._cached_graph[0]))
-    return _rows(graph, known, net._amp.keep_nodes, net._amp.policy.between)
-
-
-def _rows(graph: Graph, known: Mapping[str, str], kept: Collection[str] = (),
-          between: Format = FLOAT16) -> Types:
-    """The rows of a graph with its casts, for its variables' types; `between` is the format of what
-    lies between operators."""
-    found = graph.types(known)
-    made = Types()
-    for node in graph.nodes():
-        for body in node.bodies(found):
-            made += _rows(body.graph, body.types, kept, between)
-        if node.is_variable or node.op in CASTS:
-            continue
-        inputs = tuple(found.get(e) or "unknown" for e in node.inputs)
-        output = found.get(Entry(node)) or "unknown"
-        casts = sum(e.node.op in CASTS for e in node.inputs)
-        rule = _rule(node, inputs, kept, between)
-        made.append(Row(node.name, node.op, inputs, output, rule, casts))
-    return made
-
-
-def _rule(node: Node, inputs: Collection[str], kept: Collection[str], between: Format) -> str:
-    if KEEP in node.attrs or node.name in kept:
-        return "kept by keep="
-    rule: Optional[operators.Rule] = operators.OPERATORS.get(node.op)
-    runs = operators.runs_in(node)
-    if rule is None:
-        return "the type of its inputs: no rule knows it"
-    if runs == operators.INPUTS:
-        if "float32" in inputs and not operators.holds_numbers(node, between):
-            numbers = ", ".join(f"{number:g}" for _, number in operators.numbers(node))
-            return f"float32, since {between.name} does not hold its constant {numbers}"
-        return f"the type of its inputs: {rule.why}"
-    if runs != rule.runs:  # sensitive with these attributes only
-        return f"{runs}, with these attributes"
-    return f"{rule.runs}: {rule.why}"

@@ -114,9 +114,9 @@ def _doctor(options: argparse.Namespace) -> int:
 
 
 def _types(options: argparse.Namespace) -> int:
-    from ..inspection.tensors import types
     from ..symbolic.convert import convert_symbol
     from .footprint import load
+    from .types import types
     if not options.model:
         raise ValueError("--types tells of a network: name one with --model")
     found = types(convert_symbol(load(options.model)))

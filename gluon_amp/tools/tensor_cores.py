@@ -7,9 +7,9 @@ from math import prod
 from typing import Dict, List, NamedTuple, Optional, Sequence
 
 from ..annotations import Symbol
+from ..graph.arithmetic import of_product
 from ..graph.graph import Graph, Node
 from ..graph.operators import PRODUCTS
-from ..inspection.search import of_product
 
 MULTIPLE = 8
 

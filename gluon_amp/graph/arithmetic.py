@@ -1,0 +1,42 @@
+"""How much arithmetic each product of a graph has."""
+from math import prod
+from typing import Any, Dict, List, Mapping
+
+from .graph import Entry, Graph
+from .operators import PRODUCTS
+
+Shape = Any  # a tuple
+
+
+def multiply_adds(graph: Graph, shapes: Mapping[str, Shape]) -> Dict[str, int]:
+    """The multiply-adds of each product's forward pass, by its name.
+
+    Args:
+        graph: without casts.
+        shapes: of its variables.
+    """
+    products = [n for n in graph.nodes() if n.op in PRODUCTS]
+    if not products:
+        return {}
+    read = [*dict.fromkeys(e for n in products for e in (Entry(n), *n.inputs))]
+    symbol = Graph(read).symbol()
+    known = {name: shapes[name] for name in symbol.list_inputs() if name in shapes}
+    found = dict(zip(read, symbol.infer_shape_partial(**known)[1]))
+    return {n.name: of_product(n.op, n.attrs, [found[e] for e in n.inputs], found[Entry(n)])
+            for n in products}
+
+
+def of_product(op: str, attrs: Mapping[str, str], inputs: List[Any], output: Shape) -> int:
+    """The multiply-adds of one product's forward pass."""
+    if op == "RNN":  # each number of a weight takes part once for each step and sequence
+        return prod(inputs[1]) * prod(inputs[0][:2])
+    if op == "Deconvolution":
+        return prod(inputs[0]) * prod(inputs[1]) // max(inputs[1][0], 1)
+    if op in ("Convolution", "Convolution_v1", "FullyConnected"):
+        return prod(output) * prod(inputs[1]) // max(inputs[1][0], 1)
+    if op.startswith("_contrib_interleaved"):
+        return prod(inputs[0]) * output[-1]
+    if len(inputs) < 2 or not inputs[0]:
+        return prod(output)
+    transposed = attrs.get("transpose_a") in ("True", "1")
+    return prod(output) * inputs[0][-2 if transposed and len(inputs[0]) > 1 else -1]
