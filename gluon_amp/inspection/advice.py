@@ -1,14 +1,25 @@
-"""From counts to advice: what is wrong where, and which loss scales fit."""
+"""From counts to advice: where infinities begin, what is wrong, and which loss scales fit."""
 import math
 import statistics
 from dataclasses import dataclass
-from typing import Callable, Dict, Iterable, List, NamedTuple, Optional, Set, Tuple
+from typing import (
+    Any,
+    Callable,
+    Collection,
+    Dict,
+    Iterable,
+    List,
+    Mapping,
+    NamedTuple,
+    Optional,
+    Set,
+    Tuple,
+)
 
 from ..formats import FLOAT32, Format
 from ..graph.graph import CASTS
 from ..graph.operators import LOSSES, numbers
-from .overflow import beginnings, is_finite, reached, unsound
-from .statistics import Counts, Key, decibels
+from .statistics import Counted, Counts, Key, decibels
 from .tensors import Layout, Tensor, counted_reads, varies_by
 
 _MOST_LOST = 0.1  # of a gradient's norm, before a network is said to need something
@@ -115,8 +126,7 @@ def _lowest(tensor: Tensor, counts: Counts, lost: float) -> float:
 def left_in_format(format_: Format, before: Iterable[Tensor],
                    after: Iterable[Tensor]) -> List[str]:
     """What there is to say where little is left in the format once nodes are kept."""
-    count, left = (sum(t.is_low and not t.key.backward and t.counts is not None for t in some)
-                   for some in (before, after))
+    count, left = (sum(t.is_low and not t.key.backward for t in some) for some in (before, after))
     if 4 * left >= count:
         return []
     other = "" if format_.exponent == FLOAT32.exponent else ", and bfloat16 has float32's range"
@@ -385,3 +395,143 @@ def said_below(counts: Counts, tensor: Tensor, verb: str) -> str:
     shares = counts.shares(tensor.format)
     return f"{tensor.name} {verb} rounded to {counts.own_snr:.0f} dB: {shares['flushed']:.1%} " \
            f"becomes 0, {shares['subnormal']:.1%} subnormal"
+
+
+# ---- where infinities begin ----------------------------------------------------------------------
+
+
+@dataclass
+class Overflow:
+    """The first tensor that is not finite though all that it is computed from is.
+
+    Attributes:
+        node: the name of the node that has computed it; or of the data or the parameter that was
+            not finite before anything was computed.
+        tensor: its own name.
+        op: the node's operator; "" of data and parameters.
+        backward: whether it is of the backward pass.
+        batch: the number of the batch, from 0 on.
+        scale: the loss scale of that pass.
+        inputs: the names of what it read, with parameters and data, and the exponents of the
+            smallest and the largest number.
+        where: the user's block, with the file and line of its code, if that can be had.
+    """
+    node: str
+    tensor: str
+    op: str
+    backward: bool
+    batch: int
+    scale: float
+    inputs: Dict[str, Optional[Tuple[int, int]]]
+    where: str = ""
+
+    def __str__(self) -> str:
+        if not self.op:
+            return f"batch {self.batch}: {self.node} is not finite before anything is computed"
+        ranges = ", ".join(f"{name} 2^{r[0]} to 2^{r[1]}" if r else f"{name} all 0"
+                           for name, r in self.inputs.items())
+        ranges = ranges or ("the loss" if self.backward else "parameters and data")
+        which = f" at the loss scale {self.scale:g}" if self.backward else ""
+        where = f" ({self.where})" if self.where else ""
+        return f"batch {self.batch}: {self.tensor} ({self.op}) is the first that is not " \
+               f"finite{which}{where}. It is computed from: {ranges}"
+
+
+def is_finite(counts: Counts) -> bool:
+    """Whether a tensor has no infinity and no NaN, once it is rounded."""
+    return counts.finite and counts.overflowed == 0
+
+
+def unsound(tensors: Collection[Tensor], counts: Mapping[Key, Counts]) -> List[Tensor]:
+    """The tensors that are not finite, in order of computation, but for infinities that come to
+    nothing: no rounding has made them, and whoever reads them makes numbers of them, as a softmax
+    does of those that a mask holds."""
+    broken = counts.broken() if isinstance(counts, Counted) else {
+        key for key, held in counts.items() if not is_finite(held)}
+    found = [t for t in tensors if t.key in broken] if broken else []
+    if not found:
+        return []
+    found, tensors = (sorted(some, key=lambda t: t.place) for some in (found, tensors))
+    reads, readers = counted_reads(tensors, counts), {}  # type: Any, Dict[Key, List[Key]]
+    for tensor in tensors:
+        for key in reads[tensor.key] if tensor.key in counts and not tensor.key.backward else ():
+            readers.setdefault(key, []).append(tensor.key)
+    made: Dict[Key, Tensor] = {}
+    for tensor in reversed(found):
+        held, behind = counts[tensor.key], readers.get(tensor.key, [])
+        if held.overflowed or held.nan or not behind or any(key in made for key in behind):
+            made[tensor.key] = tensor
+    return list(made.values())[::-1]
+
+
+def goes_forward(tensors: Collection[Tensor], counts: Mapping[Key, Counts]) -> bool:
+    """Whether nothing breaks before the loss."""
+    return all(t.key.backward for t in unsound(tensors, counts))
+
+
+def first_overflow(layout: Layout, tensors: Collection[Tensor], counts: Mapping[Key, Counts],
+                   batch: int, scale: float, arrays: Mapping[str, Any]) -> Optional[Overflow]:
+    """In one step's counts.
+
+    Args:
+        arrays: the data and parameters that are known, by name.
+    """
+    broken = unsound(tensors, counts)
+    if not broken:
+        return None
+    by_key = {tensor.key: tensor for tensor in tensors}
+    reads_of = counted_reads(by_key.values(), counts)
+    tensor = beginnings(broken, reads_of, counts)[0]
+    cast = [by_key[key] for key in reads_of[tensor.key] if key in by_key]
+    if tensor.op in CASTS and cast and layout.is_cast_back(layout.nodes[cast[0].key.node]):
+        tensor = cast[0]  # which is float32 within, and rounds by that cast
+    given = {name: Counts.of_array(arrays[name]) for name in tensor.variables
+             if name in arrays}
+    for name, held in given.items():
+        if not held.finite:
+            return Overflow(name, name, "", False, batch, scale, {})
+    output = by_key.get(Key(tensor.key.node, False, 0))
+    all_reads = dict.fromkeys(reads_of[tensor.key] + (reads_of[output.key] if output else []))
+    inputs = {by_key[key].name: counts[key].range for key in all_reads if key in by_key}
+    inputs.update((name, held.range) for name, held in given.items())
+    return Overflow(tensor.key.node, tensor.name, tensor.op, tensor.key.backward, batch, scale,
+                    inputs)
+
+
+def beginnings(broken: Collection[Tensor], reads: Mapping[Key, List[Key]],
+               counts: Mapping[Key, Counts]) -> List[Tensor]:
+    """Of tensors that are not finite, those that are computed from no other of these, in order.
+    Loops, and blocks that are called several times, go round in circles, since counts are of all
+    rounds: of a circle it is one that rounding has made infinite, if there is such, and of these
+    the one that has read the fewest infinities."""
+    def order(tensor: Tensor) -> Tuple[bool, float, int]:
+        held = counts[tensor.key]
+        return not held.overflowed, (held.infinite + held.nan) / held.numbers, tensor.place
+    left = {t.key: t for t in sorted(broken, key=order)}
+    before = {key: [k for k in reads[key] + t.carried if k in left] for key, t in left.items()}
+    behind: Dict[Key, List[Key]] = {key: [] for key in left}
+    for key, found in before.items():
+        for read in found:
+            behind[read].append(key)
+    made = [t for key, t in left.items() if not before[key]]
+    follow = reached([t.key for t in made], behind)
+    for key, tensor in left.items():
+        if key in follow or not before[key]:
+            continue
+        round_ = reached([key], behind)
+        if round_ >= reached([key], before):
+            made.append(tensor)
+            follow |= round_
+    return sorted(made, key=lambda t: t.place)
+
+
+def reached(keys: List[Key], ways: Mapping[Key, List[Key]],
+            ends: Callable[[Key], Any] = lambda key: False) -> Set[Key]:
+    """All that is reached from some keys, by one step or more, and not through where it ends."""
+    found: Set[Key] = set()
+    left = list(keys)
+    while left:
+        new = [key for key in ways.get(left.pop(), ()) if key not in found]
+        found.update(new)
+        left += [key for key in new if not ends(key)]
+    return found

@@ -23,6 +23,7 @@ from .tensors import Tensor
 _COLUMNS = ("place", "tensor", "kind", "operator", "format", "numbers", "zero", "flushed",
             "subnormal", "overflowed", "not_finite", "smallest", "largest", "bits_below",
             "bits_above", "own_snr", "snr", "inherited_snr", "without_master")
+VERSION = 2  # of xray.jsonl
 _LOW, _HIGH = -45, 24  # the exponents that are drawn; on the page others stand at the edges
 
 
@@ -77,7 +78,8 @@ def lines(view: Any) -> Iterable[Dict[str, Any]]:
     found: List[Dict[str, Any]] = [
         {"node": f.node, "tensor": f.tensor, "reason": f.reason, "detail": f.detail}
         for f in view.findings]
-    yield {"version": 1, "network": view.name, "loss_scale": view.loss_scale, "keep": view.keep,
+    yield {"version": VERSION, "network": view.name, "said": str(view),
+           "loss_scale": view.loss_scale, "keep": view.keep,
            "findings": found, "left_out": view.left_out, "lost": view.lost,
            "first_overflow": str(view.first_overflow) if view.first_overflow else None}
     for number, (scale, counted) in enumerate(view.steps):

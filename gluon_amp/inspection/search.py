@@ -31,7 +31,7 @@ from ..graph.graph import CASTS
 from ..graph.operators import PRODUCTS
 from ..training.optimizer import optimizer as make_optimizer
 from .advice import window
-from .names import in_groups, keep_line
+from .network import in_groups, keep_line
 from .session import FIRST_SCALE, Graphs, Session, arrays_of, split
 from .statistics import Counted, Counts, Key, decibels
 from .tensors import Layout, Tensor

@@ -13,11 +13,11 @@ import functools
 import itertools
 import math
 from collections import defaultdict
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from types import SimpleNamespace
-from typing import Any, Callable, Dict, Iterable, Iterator, List, NamedTuple, Optional, Set, Tuple
+from typing import Any, Callable, Dict, Iterable, List, NamedTuple, Optional, Set, Tuple
 
 from .._mxnet import message, mx, np
 from ..annotations import Array, Batch, Block, LossFunction, Network
@@ -41,7 +41,7 @@ from ..training.loss_scale import LossScaleError, lower_scales
 from ..training.optimizer import master_in
 from ..training.trainer import Trainer
 from .modules import HeadLosses, ModuleBlock, bound_module, looked_at
-from .names import can_be_named
+from .network import can_be_named, outputs_of, standing_in
 from .statistics import Counted, Counts, both_ways, read
 from .tensors import Layout, Tensor
 
@@ -131,6 +131,15 @@ class Session:
     def is_module(self) -> bool:
         return isinstance(self.net, ModuleBlock)
 
+    @property
+    def converts(self) -> str:
+        """How a line begins that converts the network as it is."""
+        if self.is_module:
+            return "amp.convert_symbol(symbol"
+        name, is_default = self.policy.name, self.policy == POLICIES["float16"]
+        policy = repr(name) if POLICIES.get(name) == self.policy else "policy"
+        return "amp.convert(net" + ("" if is_default else f", {policy}")
+
     def _find_graphs(self) -> None:
         """Calls the network as training does. Makes what the user's first call would make: graphs,
         and the parameters where some wait for the data's shapes."""
@@ -149,7 +158,7 @@ class Session:
             stack.enter_context(suppress(_Traced))
             stack.enter_context(mx.autograd.record())
             stack.enter_context(standing_in(self.net, find))
-            call(self.net, split(self.batches[0])[0])
+            outputs_of(self.net, split(self.batches[0])[0])
         mx.nd.waitall()
 
     def low(self, keep: Iterable[str] = (), watch: bool = True) -> "Graphs":
@@ -391,37 +400,10 @@ def check(net: Network, batch: Batch) -> None:
                          "Received: data on a GPU")
 
 
-def call(net: Network, data: List[Any]) -> object:
-    try:
-        return net(*data)
-    except (mx.MXNetError, TypeError, ValueError) as error:
-        shapes = ", ".join(str(a.shape) for a in data)
-        raise ValueError(f"{net.name} does not take this batch: {message(error)}. "
-                         f"Received: data of {shapes}") from None
-
-
-@contextmanager
-def standing_in(net: Network, make: Callable[..., Any]) -> Iterator[None]:
-    """Calls `make(block, key, arrays)` for the CachedOp of each graph that a network runs. The
-    network's own, which may hold as much memory, go; it makes them anew when they are wanted."""
-    blocks = [b for b in blocks_in(net) if isinstance(b, ConvertedHybridBlock)]
-    before = [b._cached_op_args for b in blocks]
-    for block in blocks:
-        block._amp.stand_in = make
-        block.free_ops()
-    try:
-        yield
-    finally:
-        for block, args in zip(blocks, before):
-            block._amp.stand_in = None
-            if block._cached_op is not None:  # MXNet's blocks look long at what they are given
-                block._cached_op, block._cached_op_args = None, args
-
-
 def loss_of(net: Network, batch: Batch, loss_fn: LossFunction) -> Array:
     """The loss of a batch."""
     data, label = split(batch)
-    output = call(net, data)
+    output = outputs_of(net, data)
     try:
         loss = loss_fn(output, *label)
     except (mx.MXNetError, TypeError) as error:

@@ -1,4 +1,4 @@
-"""`xray`: what float16 does to every tensor of a network, and what to do about it.
+"""`xray`: what a format does to every tensor of a network, and what to do about it.
 
     each step   a float32 step on copies of the parameters, then the same in float16, counted by the
                 engine, forward and backward: with a trainer, that is the user's own step
@@ -19,20 +19,20 @@ from ..checks import positive_number, whole_number
 from ..cpu.library import random_numbers_kept
 from ..files import replace_text
 from ..formats import FLOAT32, Format
-from ..policy import POLICIES
 from .advice import (
     Finding,
+    Overflow,
     Window,
-    as_power,
     findings,
+    first_overflow,
+    goes_forward,
+    is_finite,
     left_in_format,
     said_below,
-    scales_that_fit,
     window,
 )
-from .files import page, save
-from .names import keep_for, kept_already
-from .overflow import Overflow, first_overflow, goes_forward, is_finite, where
+from .files import VERSION, page, save
+from .network import keep_for, kept_already, line_of
 from .session import (
     FIRST_SCALE,
     Graphs,
@@ -42,12 +42,14 @@ from .session import (
     Updates,
     Weight,
     check_trainer,
+    split,
 )
 from .statistics import Counted, Counts, Key, added_up, decibels
-from .tensors import Layout, Tensor, compare, note_largest, weigh
+from .tensors import Tensor, compare, note_largest, weigh
 
 _ROUNDS = 12  # of trying what to keep
 _DRAWS = 16  # of random numbers, to find an overflow that hangs on them
+_MOST_SAID = 10  # findings, in what is printed
 
 
 @dataclass
@@ -72,6 +74,7 @@ class View:
         notes: what else there is to know, in sentences.
         converts: how the line to paste begins.
         lost: the share of a gradient's norm that may be rounded away at the low end of a window.
+        goes_forward: whether no forward tensor overflows.
     """
     name: str
     tensors: List[Tensor]
@@ -88,6 +91,7 @@ class View:
     notes: List[str] = field(default_factory=list)
     converts: str = "amp.convert(net"
     lost: float = 0.01
+    goes_forward: bool = True
 
     @property
     def windows(self) -> List[Optional[Window]]:
@@ -133,21 +137,30 @@ class View:
             lines.append(f"First overflow: {self.first_overflow}")
         if self.window:
             lines.append(str(self.window))
-        lines += [f"{f.node}: {f.reason}: {f.detail}" for f in self.findings[:10]]
+        lines += [f"{f.node}: {f.reason}: {f.detail}" for f in self.findings[:_MOST_SAID]]
         if self.keep:
             lines.append(f"To keep in float32: {self.keep_line}")
         elif self.tensors and not self.findings:
             lines.append("Nothing needs to stay in float32 beyond what does.")
         return "\n".join(lines)
 
-    def add(self, low: Graphs, ran: Ran, whole: Optional[Ran], number: int,
-            known: Mapping[str, Any]) -> None:
+    def add(self, low: Graphs, ran: Ran, whole: Optional[Ran], known: Mapping[str, Any]) -> None:
         """Takes in a step, and the same in float32. Its counts tell nothing of the format where
-        data or parameters, of those that are known, were not finite to begin with."""
+        data or parameters, of those that are known, were not finite to begin with, nor where loss
+        or gradients are not finite in float32 either."""
+        number = len(self.steps)
         if ran.finite and not self.scale:
             self.scale = ran.scale
-        overflow = first_overflow(low, ran.counts, number, ran.scale, known)
+        overflow = first_overflow(low.layout, self.tensors, ran.counts, number, ran.scale, known)
         self.first_overflow = self.first_overflow or overflow
+        if whole is not None:
+            self.reference_losses.append(whole.loss)
+        if whole is not None and not whole.sound:
+            what = "gradients are" if math.isfinite(whole.loss) else "the loss is"
+            self.left_out.append(number)
+            self.notes.append(f"batch {number}: {what} not finite in float32 either: look at the "
+                              "data, the learning rate and the loss first. No advice is from this "
+                              "batch")
         if overflow is not None and not overflow.op:
             self.left_out = list(dict.fromkeys([*self.left_out, number]))
             self.notes.append(f"{overflow}: no advice is from this batch")
@@ -159,27 +172,20 @@ class View:
         self.losses.append(ran.loss)
         self.steps.append((ran.scale, Counted(ran.counts.rows, ran.counts.all)))
 
-    def _sound(self) -> List[Tuple[float, Any]]:
-        """The steps that are not left out."""
-        return [step for i, step in enumerate(self.steps) if i not in self.left_out]
-
-    @property
-    def goes_forward(self) -> bool:
-        """Whether no forward tensor overflows."""
-        return all(goes_forward(self.tensors, counts) for _, counts in self._sound())
-
-    def conclude(self, layout: Layout) -> None:
+    def conclude(self, low: Graphs) -> None:
         """Adds up what the steps have counted, gradients as they would be at one scale, and finds
         what they show."""
         self.scale = self.scale or FIRST_SCALE
-        steps = [(self.scale / at, counted) for at, counted in self._sound()]
-        total = added_up(steps, {t.key for t in self.tensors if t.begins}) if steps else {}
+        sound: List[Any] = [step for i, step in enumerate(self.steps) if i not in self.left_out]
+        total = added_up([(self.scale / at, counted) for at, counted in sound],
+                         {t.key for t in self.tensors if t.begins}) if sound else {}
         for tensor in self.tensors:
             tensor.counts = total.get(tensor.key)
-        counted = [t for t in self.tensors if t.counts is not None]
-        self.window = window(counted, self.scale, self.lost) if self.goes_forward else None
-        self.findings, notes = findings(layout, self.tensors, self.scale)
+        self.goes_forward = all(goes_forward(self.tensors, counted) for _, counted in sound)
+        self.window = window(self.tensors, self.scale, self.lost) if self.goes_forward else None
+        self.findings, notes = findings(low.layout, self.tensors, self.scale)
         self.notes += notes
+        self.tensors = [t for t in self.tensors if t.counts is not None]
 
 
 def xray(net: Network, batches: Iterable[Any], loss_fn: Optional[LossFunction] = None,
@@ -221,24 +227,16 @@ def xray(net: Network, batches: Iterable[Any], loss_fn: Optional[LossFunction] =
     updates = ModuleUpdates(session) if session.is_module else Updates(session, trainer, batch_size)
     view = _look(low, right, session.batches, float(getattr(trainer, "loss_scale", FIRST_SCALE)),
                  lost, updates)
-    if session.is_module:
-        view.converts = "amp.convert_symbol(symbol"
-    elif session.policy != POLICIES["float16"]:  # which is the default
-        name = session.policy.name
-        view.converts += f", {name!r}" if POLICIES.get(name) == session.policy else ", policy"
-    view.tensors = [t for t in view.tensors if t.counts is not None]
+    view.converts = session.converts
     at_first = view.window
     if view.findings:
         updates.watched.ops.clear()  # its steps are over: their memory is for those that follow
-        sound = [batch for i, batch in enumerate(session.batches[:len(view.steps)])
-                 if i not in view.left_out]
-        _try_keeping(low, right, view, sound)
+        _try_keeping(session, right, view)
     if at_first and view.keep and all(f.backward for f in view.findings):
         view.notes += [f"or with nothing kept: {said}" for said in at_first.notes]
     view.notes += view.window.notes if view.window else []
     view.weights = updates.weights()
-    if view.first_overflow:
-        view.first_overflow.where = where(low, session.batches[0], view.first_overflow)
+    _find_line(low, session.batches[0], view.first_overflow)
     return view
 
 
@@ -255,43 +253,40 @@ def explain(net: Network, batch: Batch, loss_fn: Optional[LossFunction] = None,
         while found is None and len(losses) < _DRAWS:
             low.restore()
             ran = low.run(batch, loss_scale)
-            found = first_overflow(low, ran.counts, 0, loss_scale,
+            found = first_overflow(low.layout, low.tensors, ran.counts, 0, loss_scale,
                                    session.known(batch, low))
             if ran.loss in losses:  # nothing is random
                 break
             losses.add(ran.loss)
-    if found:
-        found.where = where(low, batch, found)
+    _find_line(low, batch, found)
     return found
 
 
 # ---- how it is done ---------------------------------------------------------------------------
 
 
+def _find_line(low: Graphs, batch: Batch, found: Optional[Overflow]) -> None:
+    """Adds the line of code that made what has overflowed; of a cast of data, of what reads it; of
+    a gradient that a cast rounds, of what makes it."""
+    if found is not None and found.op:
+        node = low.layout.blamed(Key(found.node, found.backward, 0))
+        found.where = line_of(low.session.net, node, split(batch)[0], low.make)
+
+
 def _look(low: Graphs, right: Optional[Graphs], batches: List[Any], scale: float, lost: float,
           updates: Optional[Updates] = None) -> View:
     """What steps on batches show."""
-    view, session = View(low.session.net.name, low.tensors, lost=lost), low.session
-    hopeless: List[str] = []
+    view = View(low.session.net.name, low.tensors, lost=lost)
     for number, batch in enumerate(batches):
         ran, whole = _step(low, right, batch, scale, updates)
-        if whole is not None:
-            view.reference_losses.append(whole.loss)
-            if not whole.sound:
-                what = "gradients are" if math.isfinite(whole.loss) else "the loss is"
-                hopeless.append(f"batch {number}: {what} not finite in float32 either: look at the "
-                                "data, the learning rate and the loss first. No advice is from "
-                                "this batch")
-                view.left_out.append(number)
-        view.add(low, ran, whole, number, session.known(batch, right or low))
+        view.add(low, ran, whole, low.session.known(batch, right or low))
         if ran.finite:
             scale = ran.scale
         if updates is not None and updates.gave_up:
             view.notes.append(f"batch {number} is the last that was looked at: the trainer has "
                               f"given up: {updates.gave_up}")
             break
-    view.conclude(low.layout)
-    view.notes[:0] = hopeless
+    view.conclude(low)
     return view
 
 
@@ -324,9 +319,11 @@ def _step(low: Graphs, right: Optional[Graphs], batch: Batch, scale: float,
     return ran, whole
 
 
-def _try_keeping(low: Graphs, right: Optional[Graphs], view: View, batches: List[Any]) -> None:
+def _try_keeping(session: Session, right: Optional[Graphs], view: View) -> None:
     """Keeps what is found, looks at all batches again, and goes on until nothing is found."""
-    session, again = low.session, view
+    again, format_ = view, session.policy.between
+    batches = [batch for i, batch in enumerate(session.batches[:len(view.steps)])
+               if i not in view.left_out]
     names: Dict[str, None] = {}
     kept: Set[str] = set()
     known_nodes = [n.name for call in session.calls.values() for n in call.clean.nodes_within()]
@@ -336,9 +333,8 @@ def _try_keeping(low: Graphs, right: Optional[Graphs], view: View, batches: List
                keep_for(session.net, name, known_nodes).items() if not nodes <= kept}
         if not new:
             break
-        for line, nodes in new.items():
-            names[line] = None
-            kept |= nodes
+        names.update(dict.fromkeys(new))
+        kept.update(*new.values())
         again = _look(session.low(kept), right, batches, view.scale, view.lost)
         known = {f.node for f in view.findings}
         view.findings += [f for f in again.findings if f.node not in known]
@@ -348,10 +344,10 @@ def _try_keeping(low: Graphs, right: Optional[Graphs], view: View, batches: List
         view.window = again.window
         if view.window:
             view.notes.append("the loss scales are those of the network with these kept in float32")
-    view.notes += left_in_format(session.policy.between, view.tensors, again.tensors)
+    view.notes += left_in_format(format_, view.tensors, again.tensors)
     if again.findings:
         view.notes.append(f"{'with these kept' if names else 'with nothing to keep'}, "
-                          f"{session.policy.between.name} still does not suit: "
+                          f"{format_.name} still does not suit: "
                           + ", ".join(f.node for f in again.findings[:5]))
 
 
@@ -369,17 +365,8 @@ def redraw(folder: str, format_: Format) -> str:
 
 def summary(folder: str) -> str:
     """What an X-ray said."""
-    head = _lines(folder)[0]
-    said = [f"First overflow: {head['first_overflow']}"] if head["first_overflow"] else []
-    if head["loss_scale"]:
-        low, high = head["loss_scale"]
-        said.append(f"{scales_that_fit(low, high)}: from {as_power(low)} to {as_power(high)}")
-    said += [f"{f['node']}: {f['reason']}: {f['detail']}" for f in head["findings"][:10]]
-    if head["keep"]:
-        said.append(f"To keep in float32: keep={head['keep']!r}")
-    elif head["loss_scale"] or not head["first_overflow"]:
-        said.append("Nothing needs to stay in float32 beyond what does.")
-    return "\n".join(said)
+    said: str = _lines(folder)[0]["said"]
+    return said
 
 
 def read(folder: str, format_: Format) -> View:
@@ -388,7 +375,7 @@ def read(folder: str, format_: Format) -> View:
     head, *lines = _lines(folder)
     tensors: Dict[Key, Tensor] = {}
     view = View(f"{head['network']}, as if in {format_.name}", [],
-                left_out=head.get("left_out", []), lost=head.get("lost", 0.01))
+                left_out=head["left_out"], lost=head["lost"])
     for line in lines:
         bins = np.zeros(256, np.int64)
         for exponent, count in line["bins"]:
@@ -454,6 +441,6 @@ def _lines(folder: str) -> List[Dict[str, Any]]:
             known = found[0]["version"]
         except (ValueError, KeyError, IndexError, TypeError):
             raise ValueError(f"{path} is no file that xray has written") from None
-    if known != 1:
-        raise ValueError(f"{path} is of version {known}; this gluon_amp reads version 1")
+    if known != VERSION:
+        raise ValueError(f"{path} is of version {known}; this gluon_amp reads version {VERSION}")
     return found

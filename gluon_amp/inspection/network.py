@@ -1,0 +1,200 @@
+"""A user's network from outside: its call, what `keep=` calls its nodes, and the lines of Python
+that make them. Names of nodes begin with their block's."""
+import inspect
+import linecache
+import re
+from contextlib import contextmanager, suppress
+from types import FrameType
+from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Set
+
+from .._mxnet import message, mx
+from ..annotations import Array, Block, Network
+from ..cpu.library import random_numbers_kept
+from ..gluon.converted import ConvertedBlock, ConvertedHybridBlock
+from ..gluon.state import Op, blocks_in
+from ..graph.graph import Graph
+
+
+def outputs_of(net: Network, data: List[Any]) -> object:
+    """What the network gives for data."""
+    try:
+        return net(*data)
+    except (mx.MXNetError, TypeError, ValueError) as error:
+        shapes = ", ".join(str(a.shape) for a in data)
+        raise ValueError(f"{net.name} does not take this batch: {message(error)}. "
+                         f"Received: data of {shapes}") from None
+
+
+@contextmanager
+def standing_in(net: Network, make: Callable[..., Any]) -> Iterator[None]:
+    """Calls `make(block, key, arrays)` for the CachedOp of each graph that a network runs. The
+    network's own, which may hold as much memory, go; it makes them anew when they are wanted."""
+    blocks = [b for b in blocks_in(net) if isinstance(b, ConvertedHybridBlock)]
+    before = [b._cached_op_args for b in blocks]
+    for block in blocks:
+        block._amp.stand_in = make
+        block.free_ops()
+    try:
+        yield
+    finally:
+        for block, args in zip(blocks, before):
+            block._amp.stand_in = None
+            if block._cached_op is not None:  # MXNet's blocks look long at what they are given
+                block._cached_op, block._cached_op_args = None, args
+
+
+# ---- names --------------------------------------------------------------------------------------
+
+
+def _named(net: Network) -> Set[Any]:
+    """The blocks that names tell from those around them: not the outermost, and none whose own
+    prefix is empty."""
+    return {child for parent in blocks_in(net) for child in parent._children.values()
+            if child.prefix not in ("", parent.prefix)}
+
+
+def owners(net: Network, node: str) -> List[Any]:
+    """The blocks whose prefix a node's name has, the innermost first, the network last."""
+    found = [block for block in _named(net) if node.startswith(block.prefix)]
+    return [*sorted(found, key=lambda block: -len(block.prefix)), net]
+
+
+def can_be_named(net: Network, block: Block) -> bool:
+    """Whether `keep=` names this block for a node in it: none whose children have parameters."""
+    return block in _named(net) and not any(child.collect_params().keys()
+                                            for child in block._children.values())
+
+
+def nodes_of(block: Block, names: Iterable[str]) -> Set[str]:
+    """Those of these nodes that are in a block."""
+    return {name for name in names if name.startswith(block.prefix)}
+
+
+def keep_for(net: Network, node: str, names: Iterable[str]) -> Dict[str, Set[str]]:
+    """What `keep=` calls the block of a node, and the block's nodes among `names`; a node of the
+    outermost block goes by its own name."""
+    block = owners(net, node)[0]
+    if not can_be_named(net, block):
+        return {re.escape(node): {node}}
+    return {re.escape(block.name): nodes_of(block, names) | {node}}
+
+
+def kept_already(net: Network) -> List[str]:
+    """Values of `keep=` that name what the network keeps in float32."""
+    converted: List[Any] = [b for b in blocks_in(net) if isinstance(b, ConvertedBlock)]
+    blocks = [b for b in converted if b._amp.keep]
+    nodes = sorted({name for b in converted for name in b._amp.keep_nodes
+                    if not any(name.startswith(kept.prefix) for kept in blocks)})
+    return list(dict.fromkeys(re.escape(n) for n in [*(b.name for b in blocks), *nodes]))
+
+
+def in_groups(net: Network, names: Iterable[str]) -> List[Set[str]]:
+    """Nodes that are kept together: those of a block that has parameters, since `keep=` decides
+    about these by the block. Any other is alone."""
+    groups: Dict[Any, Set[str]] = {}
+    for name in names:
+        groups.setdefault(_with_parameters(net, name) or name, set()).add(name)
+    return list(groups.values())
+
+
+def _with_parameters(net: Network, node: str) -> Any:
+    """The innermost block around a node that has parameters of its own, and can be named."""
+    for block in owners(net, node):
+        if block.params.keys() and can_be_named(net, block):
+            return block
+    return None
+
+
+def keep_line(net: Network, kept: Iterable[str], names: Iterable[str]) -> List[str]:
+    """For `keep=`: the names of blocks that are kept with all their nodes, and of other nodes.
+
+    Args:
+        kept: the nodes to keep.
+        names: all that could be.
+    """
+    made: Dict[str, None] = {}
+    for node in sorted(kept):
+        block = _with_parameters(net, node) or owners(net, node)[0]
+        whole = can_be_named(net, block) and nodes_of(block, names) <= set(kept)
+        made[re.escape(block.name if whole else node)] = None
+    return list(made)
+
+
+# ---- lines of code -------------------------------------------------------------------------------
+
+_LINE = "__gluon_amp_line__"
+_NOT_THE_USERS = ("mxnet", "gluon_amp")
+
+
+class _Lines(Dict[str, str]):
+    """The attributes that MXNet's scopes give to each node that is made: they copy theirs, and a
+    scope within another one, such as a loop's, begins with a copy. One of these is the line."""
+
+    def copy(self) -> "_Lines":
+        return _Lines(self, **{_LINE: _line_of_the_user()})
+
+
+class _Scope(mx.AttrScope):
+    _attr: Dict[str, str]
+
+    def __enter__(self) -> "_Scope":
+        super().__enter__()
+        self._attr = _Lines(self._attr).copy()  # never empty, which MXNet would pass by
+        return self
+
+
+def _line_of_the_user() -> str:
+    """The innermost line within the call of the network that is neither MXNet's nor ours."""
+    frame: Optional[FrameType] = inspect.currentframe()
+    while frame is not None and frame.f_code is not outputs_of.__code__:
+        if frame.f_globals.get("__name__", "").split(".")[0] not in _NOT_THE_USERS:
+            path, number = frame.f_code.co_filename, frame.f_lineno
+            text = linecache.getline(path, number).strip()
+            return f"{path}, line {number}" + (f": {text}" if text else "")
+        frame = frame.f_back
+    return ""
+
+
+@contextmanager
+def _traced_anew(net: Network) -> Iterator[None]:
+    """Meanwhile the network's blocks know no graphs, and trace those that they run."""
+    blocks: List[Any] = [b for b in blocks_in(net) if isinstance(b, ConvertedHybridBlock)
+                         and not isinstance(b, mx.gluon.SymbolBlock)]
+    names = ("_cached_graph", "_in_format", "_out_format", "_cached_op", "_cached_op_args")
+    before = [(b._amp.traces, [getattr(b, name, None) for name in names]) for b in blocks]
+    for block in blocks:
+        block._amp.traces, block._cached_graph = {}, ()
+    try:
+        yield
+    finally:
+        for block, (traces, values) in zip(blocks, before):
+            block._amp.traces = traces
+            for name, value in zip(names, values):
+                setattr(block, name, value)
+
+
+def line_of(net: Network, node: str, data: List[Any], make: Callable[..., Op]) -> str:
+    """The block of a node, and the line of the user's code that made it. If MXNet's own code did,
+    where the block's code is. The network is traced once more, with a look at the stack where MXNet
+    makes each node; `make` gives what runs its graphs meanwhile."""
+    if isinstance(net, mx.gluon.SymbolBlock):
+        return ""
+    lines: Dict[str, str] = {}
+
+    def look(block: Block, key: Any, arrays: List[Array]) -> Op:
+        for made in Graph.read(block._cached_graph[1]).nodes_within():
+            lines.setdefault(made.name, made.attrs.get(_LINE, ""))
+        return make(block, key, arrays)
+
+    with random_numbers_kept(), _traced_anew(net), _Scope(), mx.autograd.record(), \
+            standing_in(net, look):
+        outputs_of(net, data)
+    line, block = lines.get(node.split("_amp_cast_")[0]), owners(net, node)[0]
+    if line:
+        return f"block {block.name}, {line}"
+    code = getattr(type(block), "hybrid_forward", type(block).forward)
+    code = inspect.unwrap(code)  # of a class with use_np
+    with suppress(OSError, TypeError):
+        return f"block {block.name}, {inspect.getsourcefile(code)}, line " \
+               f"{inspect.getsourcelines(code)[1]}"
+    return f"block {block.name}"
