@@ -1,7 +1,7 @@
 """The files of an X-ray: a page, a table, a line for each tensor and step, pictures.
 
 The page loads nothing from other places. Its own script draws the heat maps: a row for each tensor,
-a column for each exponent, the share of numbers as darkness. Bands mark the range of float16.
+a column for each exponent, the share of numbers as darkness. Bands mark the range of the format.
 """
 import csv
 import json
@@ -14,6 +14,7 @@ from string import Template
 from typing import Any, Dict, Iterable, List, Optional, Tuple, Union
 
 from .._mxnet import np
+from ..files import replace_text
 from ..formats import FLOAT16, FLOAT32, Format
 from ..report.colors import COLORS, GREY, INK
 from ..report.style import SORTING, STYLE
@@ -36,33 +37,20 @@ def save(view: Any, folder: Union[str, "os.PathLike[str]"]) -> str:
     shutil.rmtree(beside, ignore_errors=True)
     os.makedirs(beside)
     try:
-        _write_all(view, beside)
+        replace_text(os.path.join(beside, "xray.html"), page(view))
+        replace_text(os.path.join(beside, "xray.jsonl"), "".join(
+            json.dumps(line, allow_nan=False) + "\n" for line in lines(view)))
+        with open(os.path.join(beside, "summary.csv"), "w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, _COLUMNS, extrasaction="ignore")
+            writer.writeheader()
+            writer.writerows({key: _cell(value) for key, value in row.items()}
+                             for row in rows(view))
+        with suppress(ImportError):  # matplotlib is in the extra `results`
+            _draw(view, beside)
         os.rename(beside, folder)
     finally:
         shutil.rmtree(beside, ignore_errors=True)
     return os.path.join(folder, "xray.html")
-
-
-def _write_all(view: Any, folder: str) -> None:
-    _write(os.path.join(folder, "xray.html"), page(view))
-    _summary(view, os.path.join(folder, "summary.csv"))
-    _write(os.path.join(folder, "xray.jsonl"), "".join(json.dumps(line, allow_nan=False) + "\n"
-                                                     for line in lines(view)))
-    with suppress(ImportError):  # matplotlib is in the extra `results`
-        _draw(view, folder)
-
-
-def _write(path: str, text: str) -> None:
-    with open(path, "w", encoding="utf-8") as file:
-        file.write(text)
-
-
-def _summary(view: Any, path: str) -> None:
-    with open(path, "w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, _COLUMNS)
-        writer.writeheader()
-        for line in (*(row(view, tensor) for tensor in view.worst()), *rows_of_weights(view)):
-            writer.writerow({key: _cell(value) for key, value in line.items()})
 
 
 def _cell(value: object) -> Any:
@@ -91,7 +79,7 @@ def lines(view: Any) -> Iterable[Dict[str, Any]]:
                    "backward": tensor.key.backward, "index": tensor.key.which,
                    "place": tensor.place, "kind": tensor.kind, "operator": tensor.op,
                    "format": tensor.format.name, "overflowed": counts.overflowed,
-                   "flushed": counts.flushed, "own_snr": as_number(counts.own_snr),
+                   "flushed": counts.flushed, "own_snr": _as_number(counts.own_snr),
                    **_histogram(counts)}
     for weight in view.weights:
         yield {"kind": "weight", "parameter": weight.name, "format": weight.format.name,
@@ -106,43 +94,46 @@ def _histogram(counts: Counts) -> Dict[str, Any]:
             "bins": [[int(i) - 127, int(counts.bins[i])] for i in counts.bins.nonzero()[0]]}
 
 
-# ---- a row of the table: what files and page say of a tensor, a parameter, and its updates ------
-
-
-def row(view: Any, tensor: Any) -> Dict[str, Any]:
-    """What the table says of a tensor."""
-    return {"place": tensor.place, "tensor": tensor.name, "kind": tensor.kind,
-            "operator": tensor.op, "format": tensor.format.name,
-            **_numbers(tensor.counts, tensor.format if tensor.is_low else FLOAT16),
-            "own_snr": as_number(tensor.counts.own_snr if tensor.is_low else None),
-            "snr": as_number(tensor.snr), "inherited_snr": as_number(view.inherited(tensor))}
-
-
-def rows_of_weights(view: Any) -> Iterable[Dict[str, Any]]:
-    """What it says of the parameters, and of what the steps added to them."""
+def rows(view: Any) -> List[Dict[str, Any]]:
+    """What table and page say of each tensor, the worst first, then of the parameters and of what
+    the steps added to them."""
+    made = []
+    for t in view.worst():
+        own = t.counts.own_snr if t.is_low else None
+        made.append(_row(t.name, t.kind, t.format, t.counts, t.format if t.is_low else FLOAT16,
+                         place=t.place, operator=t.op, own_snr=_as_number(own),
+                         snr=_as_number(t.snr), inherited_snr=_as_number(view.inherited(t)),
+                         bad=t.is_low and (t.counts.overflowed > 0 or own < t.low_snr)))
     for weight in view.weights:
-        yield {"tensor": weight.name, "kind": "weight", "format": weight.format.name,
-               **_numbers(weight.counts, FLOAT16)}
+        made.append(_row(weight.name, "weight", weight.format, weight.counts))
         if weight.updates is not None:
-            yield {"tensor": weight.name, "kind": "update", "format": FLOAT32.name,
-                   **_numbers(weight.updates, FLOAT16), "without_master": weight.without_master}
+            made.append(_row(weight.name, "update", FLOAT32, weight.updates,
+                             without_master=weight.without_master))
+    return made
 
 
-def _numbers(counts: Counts, asked: Format) -> Dict[str, Any]:
-    headroom = counts.headroom(asked)
-    return {"numbers": counts.numbers, **counts.shares(asked),
-            "not_finite": counts.infinite + counts.nan,
-            "smallest": counts.range and counts.range[0],
-            "largest": counts.range and counts.range[1],
-            "bits_below": headroom and headroom[0], "bits_above": headroom and headroom[1]}
+def _row(name: str, kind: str, format_: Format, counts: Counts, asked: Format = FLOAT16,
+         **others: Any) -> Dict[str, Any]:
+    """A row, with the shares of numbers from the lowest exponent that is drawn to the highest."""
+    low, high = counts.range or (None, None)
+    below, above = counts.headroom(asked) or (None, None)
+    total, lost = max(counts.numbers, 1), counts.infinite + counts.nan
+    inside = counts.bins[_LOW + 127:_HIGH + 128].astype(float)
+    inside[0] += counts.bins[:_LOW + 127].sum()
+    inside[-1] += counts.bins[_HIGH + 128:].sum()
+    return {"tensor": name, "kind": kind, "format": format_.name, "numbers": counts.numbers,
+            **counts.shares(asked), "not_finite": lost, "smallest": low, "largest": high,
+            "bits_below": below, "bits_above": above,
+            "broken": (counts.overflowed + lost) / total,
+            "bins": [round(share, 5) for share in (inside / total).tolist()], **others}
 
 
-def as_number(value: Optional[float]) -> Optional[float]:
+def _as_number(value: Optional[float]) -> Optional[float]:
     """For tables: infinities and NaN are left out."""
     return None if value is None or not math.isfinite(value) else round(value, 1)
 
 
-# ---- pictures, for papers
+# ---- pictures, for papers -----------------------------------------------------------------------
 
 
 def _draw(view: Any, folder: str) -> None:
@@ -167,13 +158,13 @@ def _edges(tensors: List[Tensor]) -> Tuple[int, int, int]:
 def _heat(axes: Any, tensors: List[Tensor]) -> None:
     shares = np.array([t.counts.bins[_LOW + 127:_HIGH + 128] / max(t.counts.numbers, 1)
                        for t in tensors])
-    rows = len(tensors)
+    count = len(tensors)
     axes.imshow(np.sqrt(shares), aspect="auto", cmap="Blues", vmin=0, vmax=0.6,
-                interpolation="nearest", extent=(_LOW, _HIGH + 1, rows - 0.5, -0.5))
+                interpolation="nearest", extent=(_LOW, _HIGH + 1, count - 0.5, -0.5))
     for edge in _edges(tensors):
         axes.axvline(edge, color=COLORS["float8"], linewidth=0.8)
-    if rows <= 75:
-        axes.set_yticks(range(rows), [t.name for t in tensors], fontsize=5.5)
+    if count <= 75:
+        axes.set_yticks(range(count), [t.name for t in tensors], fontsize=5.5)
         for label, tensor in zip(axes.get_yticklabels(), tensors):
             label.set_color(INK if tensor.is_low else GREY)
     else:
@@ -183,45 +174,17 @@ def _heat(axes: Any, tensors: List[Tensor]) -> None:
 
 # ---- the page -----------------------------------------------------------------------------------
 
+
 def page(view: Any) -> str:
     """The text of xray.html."""
     data = {
-        "low": _LOW, "high": _HIGH, "edges": _edges(view.tensors),
-        "forward": _rows(view, backward=False), "backward": _rows(view, backward=True),
-        "weights": [row for w in view.weights for row in _weight_rows(w)],
+        "low": _LOW, "high": _HIGH, "edges": _edges(view.tensors), "rows": rows(view),
         "windows": [None if w is None else [step, math.log2(w.low), math.log2(w.high)]
                     for step, w in enumerate(view.windows)],
         "scales": [math.log2(scale) for scale, _ in view.steps]}
     return _PAGE.substitute(
-        title=escape(f"X-ray of {view.name}"), advice=_advice(view), table=_table(view),
+        title=escape(f"X-ray of {view.name}"), advice=_advice(view),
         data=json.dumps(data).replace("</", "<\\/"), style=STYLE, sorting=SORTING)
-
-
-def _rows(view: Any, backward: bool) -> List[Dict[str, Any]]:
-    return [{"name": t.name, "op": t.op, "format": t.format.name, "worst": worst,
-             "bad": t.is_low and (t.counts.overflowed > 0 or t.counts.own_snr < t.low_snr),
-             **_drawn(t.counts), "snr": row(view, t)["snr"], "own": row(view, t)["own_snr"]}
-            for worst, t in sorted(enumerate(view.worst()), key=lambda one: one[1].place)
-            if t.key.backward == backward]
-
-
-def _weight_rows(weight: Any) -> Iterable[Dict[str, Any]]:
-    """A parameter, and what the steps added to it."""
-    for name, counts in ((weight.name, weight.counts), (f"{weight.name}, added", weight.updates)):
-        if counts is not None:
-            yield {"name": name, **_drawn(counts), "op": "weight", "format": "", "worst": 0,
-                   "bad": False, "snr": None, "own": None, "lost": weight.without_master}
-
-
-def _drawn(counts: Any) -> Dict[str, Any]:
-    """The shares of a tensor's numbers, from the lowest exponent that is drawn to the highest."""
-    total = max(counts.numbers, 1)
-    bins = counts.bins / total
-    inside = [float(s) for s in bins[_LOW + 127:_HIGH + 128]]
-    inside[0] += float(bins[:_LOW + 127].sum())
-    inside[-1] += float(bins[_HIGH + 128:].sum())
-    return {"bins": [round(s, 5) for s in inside], "zero": round(counts.zero / total, 5),
-            "broken": round((counts.overflowed + counts.infinite + counts.nan) / total, 5)}
 
 
 def _advice(view: Any) -> str:
@@ -241,28 +204,6 @@ def _advice(view: Any) -> str:
     elif view.tensors:
         parts.append("<p class=good><b>Nothing needs to stay in float32</b> beyond what does.</p>")
     return "\n".join(parts)
-
-
-def _table(view: Any) -> str:
-    names = {"tensor": "tensor", "kind": "kind", "format": "format", "zero": "is 0",
-             "flushed": "becomes 0", "subnormal": "subnormal", "overflowed": "overflows",
-             "bits_below": "bits below", "bits_above": "bits above", "own_snr": "own dB",
-             "snr": "dB", "inherited_snr": "inherited dB"}
-    head = "".join(f"<th><button>{name}</button></th>" for name in names.values())
-    body = []
-    for tensor in view.worst():
-        cells = row(view, tensor)
-        body.append("<tr>" + "".join(f"<td>{_shown(key, cells[key])}</td>" for key in names)
-                    + "</tr>")
-    return f"<table><thead><tr>{head}</tr></thead><tbody>\n" + "\n".join(body) + "</tbody></table>"
-
-
-def _shown(key: str, value: object) -> str:
-    if value is None:
-        return ""
-    if key in ("zero", "flushed", "subnormal", "overflowed"):
-        return f"{value:.2%}" if value else ""
-    return escape(str(value))
 
 
 _PAGE = Template("""<!DOCTYPE html>
@@ -303,7 +244,7 @@ Names in the color of warnings: their format does not hold them.</p>
 above which one overflows. The line: the scale of the step.</p>
 <figure class=fits><canvas id="window"></canvas></figure>
 <h2>Tensors, the worst first</h2>
-<div class=wide>$table</div>
+<div class=wide><table><thead><tr></tr></thead><tbody></tbody></table></div>
 <script>
 "use strict";
 const data = $data;
@@ -327,8 +268,8 @@ const canvas = (element, height) => {
 const ticks = [-40, -32, -24, -14, -8, 0, 8, 15, 24];
 function heat(id, rows) {
   const element = document.getElementById(id);
-  if (document.querySelector("input:checked").value === "worst")
-    rows = [...rows].sort((a, b) => a.worst - b.worst);
+  if (document.querySelector("input:checked").value === "place")
+    rows.sort((a, b) => a.place - b.place);
   const each = rows.length > 60 ? 9 : 16, top = 20;
   const [context, width] = canvas(element, top + rows.length * each + 4);
   const left = each < 12 ? Math.min(150, width * 0.3) : Math.min(320, width * 0.36);
@@ -340,7 +281,7 @@ function heat(id, rows) {
   rows.forEach((row, r) => {
     const y = top + r * each;
     context.fillStyle = row.bad ? red : row.format === "float32" ? grey : ink;
-    const name = row.name.replace(/^gradient of /, "");
+    const name = row.tensor.replace(/^gradient of /, "") + (row.kind === "update" ? ", added" : "");
     context.fillText(cut(context, name, left - 8), 0, y + each / 2);
     const draw = (at, wide, share, color) => {
       if (!share) return;
@@ -377,14 +318,14 @@ function heat(id, rows) {
     if (!row) return tip.remove();
     const exponent = Math.floor((event.clientX - box.left - left - extra) / cell) + data.low;
     const share = row.bins[exponent - data.low];
-    const said = [`$${row.name} ($${row.op}$${row.format ? ", " + row.format : ""})`];
+    const said = [`$${row.tensor} ($${row.operator || row.kind}, $${row.format})`];
     if (share !== undefined) said.push(`2^$${exponent}: $${(100 * share).toPrecision(3)} %`);
     said.push(`0: $${(100 * row.zero).toPrecision(3)} %`);
     if (row.broken) said.push(`not finite: $${(100 * row.broken).toPrecision(3)} %`);
-    if (row.own !== null) said.push(`rounding: $${row.own} dB`);
-    if (row.snr !== null) said.push(`against float32: $${row.snr} dB`);
-    if (row.lost !== undefined && row.lost !== null)
-      said.push(`updates lost without a master: $${(100 * row.lost).toPrecision(3)} %`);
+    if (typeof row.own_snr === "number") said.push(`rounding: $${row.own_snr} dB`);
+    if (typeof row.snr === "number") said.push(`against float32: $${row.snr} dB`);
+    if (typeof row.without_master === "number")
+      said.push(`updates lost without a master: $${(100 * row.without_master).toPrecision(3)} %`);
     tip.textContent = "";
     for (const text of said) tip.append(text, document.createElement("br"));
     element.parentNode.append(tip);
@@ -427,9 +368,27 @@ function windows() {
   const every = Math.max(1, Math.ceil(steps / Math.floor((width - left) / 40)));
   for (let i = 0; i < steps; i += every) context.fillText(i, left + (i + 0.5) * wide, bottom + 12);
 }
+const shown = {tensor: "tensor", kind: "kind", format: "format", zero: "is 0", flushed: "becomes 0",
+  subnormal: "subnormal", overflowed: "overflows", bits_below: "bits below",
+  bits_above: "bits above", own_snr: "own dB", snr: "dB", inherited_snr: "inherited dB"};
+const isShare = key => ["zero", "flushed", "subnormal", "overflowed"].includes(key);
+const ofKind = kind => data.rows.filter(row => kind.test(row.kind));
+const add = (parent, tag, text) => {
+  const element = document.createElement(tag);
+  element.textContent = text; parent.append(element);
+  return element;
+};
+for (const name of Object.values(shown))
+  add(add(document.querySelector("thead tr"), "th", ""), "button", name);
+for (const row of ofKind(/output|gradient/)) {
+  const cells = add(document.querySelector("tbody"), "tr", "");
+  for (const key of Object.keys(shown))
+    add(cells, "td", isShare(key) ? row[key] ? (100 * row[key]).toFixed(2) + "%" : "" : row[key]);
+}
 function draw() {
-  heat("forward", data.forward); heat("backward", data.backward);
-  if (data.weights.length) heat("weights", data.weights);
+  heat("forward", ofKind(/^output$$/)); heat("backward", ofKind(/gradient/));
+  const weights = ofKind(/^(weight|update)$$/);
+  if (weights.length) heat("weights", weights);
   else for (const part of document.querySelectorAll(".weights")) part.hidden = true;
   windows();
 }
