@@ -19,18 +19,22 @@ from typing import (
 from ..formats import FLOAT32, Format
 from ..graph.graph import CASTS
 from ..graph.operators import LOSSES, numbers
+from .session import SMALLEST_SCALE
 from .statistics import Counted, Counts, Key, decibels
 from .tensors import Layout, Tensor, counted_reads, varies_by
 
 _MOST_LOST = 0.1  # of a gradient's norm, before a network is said to need something
 _STANDS_OUT = 4  # times the worth of what three products in four round
+_BEGINS_TO_LOSE = 0.01  # of a norm: from there on numbers are lost
+_CANCELS = 20  # dB that a difference loses at least
+_JUMPS = 12  # powers of two between gradients on both sides of a node, at least
+_LITTLE_IS_LEFT = 0.25  # of the forward pass in the format
 _SUMS = frozenset("""elemwise_add elemwise_sub broadcast_add broadcast_sub add_n _plus_scalar
     _minus_scalar _rminus_scalar _npi_add _npi_subtract _npi_add_scalar _npi_subtract_scalar
     _npi_rsubtract_scalar""".split())
 _POWERS = tuple(range(-48, 49))  # of two: by which a tensor is moved to see what it loses
 # What a DynamicLossScale goes down to, 1, and three bits: gradients grow from batch to batch.
-_LEAST_SCALE = 8.0
-_SCALES = [2.0 ** e for e in range(-24, 41)]  # that a loss scale is looked for in
+_TRAINING_ENDS = 8.0
 
 
 @dataclass
@@ -66,7 +70,7 @@ class Window(NamedTuple):
     @property
     def fits(self) -> bool:
         """Whether training comes to such a scale."""
-        return max(self.low, _LEAST_SCALE) <= self.high
+        return max(self.low, _TRAINING_ENDS) <= self.high
 
     @property
     def notes(self) -> List[str]:
@@ -75,10 +79,12 @@ class Window(NamedTuple):
             return []
         return [f"these gradients need a loss scale of {as_power(self.high)} or less, and "
                 "loss_scale='dynamic' ends at 1: give "
-                f"amp.DynamicLossScale({self.high:g}, minimum={_SCALES[0]:g})"]
+                f"amp.DynamicLossScale({self.high:g}, minimum={SMALLEST_SCALE:g})"]
 
     def __str__(self) -> str:
-        return f"{scales_that_fit(self.low, self.high)}: from {as_power(self.low)} " \
+        said = "Loss scales that fit" if self.low <= self.high else \
+            "No loss scale fits all gradients"
+        return f"{said}: from {as_power(self.low)} " \
                f"({self.low_tensor or 'no gradient needs more'}) to {as_power(self.high)} " \
                f"({self.high_tensor})"
 
@@ -89,37 +95,32 @@ def as_power(scale: float) -> str:
     return f"2^{exponent - 1}" if fraction == 0.5 and exponent < 1 else f"{scale:g}"
 
 
-def scales_that_fit(low: float, high: float) -> str:
-    """How a line about loss scales begins: "Loss scales that fit", unless none does."""
-    return "Loss scales that fit" if low <= high else "No loss scale fits all gradients"
-
-
 def window(tensors: Iterable[Tensor], scale: float, lost: float) -> Optional[Window]:
     """The loss scales at which no gradient overflows and none loses more than this share of its
     norm. Low is above high where there is none such; None where there are no low gradients."""
-    low, high = _SCALES[0], math.inf
+    low, high = SMALLEST_SCALE, math.inf
     low_tensor = high_tensor = ""
     for tensor in tensors:
         counts = tensor.counts
         if not (tensor.key.backward and tensor.is_low) or counts is None or counts.range is None:
             continue
-        most = 2.0 ** _highest(tensor, counts) * scale
+        most = _highest(tensor) * scale
         if most < high:
             high, high_tensor = most, tensor.name
         if counts.lost(tensor.format, low / scale) > lost:  # else its own low end is not higher
-            low, low_tensor = _lowest(tensor, counts, lost) * scale, tensor.name
+            low, low_tensor = _lowest(tensor, lost) * scale, tensor.name
     return Window(low, high, low_tensor, high_tensor) if high < math.inf else None
 
 
-def _highest(tensor: Tensor, counts: Counts) -> int:
-    """By how many powers of two a tensor may grow: overflowed numbers count as beyond."""
-    _, above = counts.headroom(tensor.format) or (0, 0)
-    return above if is_finite(counts) else min(above, -1)
+def _highest(tensor: Tensor) -> float:
+    """By which power of two a tensor may grow: overflowed numbers count as beyond."""
+    _, above = tensor.counts.headroom(tensor.format) or (0, 0)
+    return 2.0 ** (above if tensor.counts.stay_finite else min(above, -1))
 
 
-def _lowest(tensor: Tensor, counts: Counts, lost: float) -> float:
+def _lowest(tensor: Tensor, lost: float) -> float:
     """The smallest factor at which a tensor loses no more than that."""
-    fits = counts.lost_at(tensor.format, _POWERS) <= lost  # what is lost falls as they grow
+    fits = tensor.counts.lost_at(tensor.format, _POWERS) <= lost  # what is lost falls as they grow
     return 2.0 ** _POWERS[int(fits.argmax()) if fits.any() else -1]
 
 
@@ -127,7 +128,7 @@ def left_in_format(format_: Format, before: Iterable[Tensor],
                    after: Iterable[Tensor]) -> List[str]:
     """What there is to say where little is left in the format once nodes are kept."""
     count, left = (sum(t.is_low and not t.key.backward for t in some) for some in (before, after))
-    if 4 * left >= count:
+    if left >= _LITTLE_IS_LEFT * count:
         return []
     other = "" if format_.exponent == FLOAT32.exponent else ", and bfloat16 has float32's range"
     return [f"with these kept, {left or 'none'} of {count} tensors of the forward pass are less "
@@ -139,7 +140,8 @@ def left_in_format(format_: Format, before: Iterable[Tensor],
 
 def findings(layout: Layout, tensors: List[Tensor],
              scale: float) -> Tuple[List[Finding], List[str]]:
-    """The nodes that are to blame, the worst first: where infinities begin, then forward tensors
+    """The nodes that are to blame, by the kind of fault and then in order of computation (those on
+    whose digits the loss hangs by how much it does): where infinities begin, then forward tensors
     that lose their numbers, then differences that cancel, then tensors on whose last digits the
     loss hangs, then gradients that no scale fits. Then what else there is to say."""
     first: Dict[str, Finding] = {}
@@ -174,7 +176,7 @@ class _Judge:
         return [self.seen[key] for key in self.reads[tensor.key]]
 
     def findings(self) -> List[Finding]:
-        endless = [t for t in self.forward if not is_finite(t.counts)]
+        endless = [t for t in self.forward if not t.counts.stay_finite]
         made = [finding for t in beginnings(endless, self.reads, self.counts)
                 if t.key in self.broken or t.snr == -math.inf for finding in self._above(t)]
         if made:  # where numbers grow from layer to layer, all from one on are to be kept
@@ -214,7 +216,7 @@ class _Judge:
     def _nearly_above(self, tensor: Tensor) -> List[Finding]:
         """A tensor that has overflowed in no batch so far, but may in the next."""
         by = varies_by(tensor)
-        if by is None or not is_finite(tensor.counts):
+        if by is None or not tensor.counts.stay_finite:
             return []
         most = max(tensor.largest)
         return [self._finding(
@@ -253,16 +255,16 @@ class _Judge:
     def _below(self, tensor: Tensor) -> List[Finding]:
         said = said_below(tensor.counts, tensor, "is")
         return [self._finding(tensor, "range below", said, self._where_it_begins(
-            tensor, lambda t: t.counts.lost(tensor.format) > 0.01))] if said else []
+            tensor, lambda t: t.counts.lost(tensor.format) > _BEGINS_TO_LOSE))] if said else []
 
     def _cancelled(self, tensor: Tensor) -> List[Finding]:
         """A tensor that is far from float32's though all that it is computed from is near. (A
         float32 tensor may be as far from it as its inputs, of less than that, allow.)"""
         if tensor.snr is None or tensor.snr >= min(tensor.low_snr, self.least_snr) / 2 \
-                or not is_finite(tensor.counts):
+                or not tensor.counts.stay_finite:
             return []
         read = [t for t in self.before(tensor) if t.snr is not None or t.op in CASTS]
-        if not read or any(self._truth(t) < tensor.snr + 20 for t in read) \
+        if not read or any(self._truth(t) < tensor.snr + _CANCELS for t in read) \
                 or self._is_made_good(tensor):
             return []
         source = min(read, key=self._truth)
@@ -352,16 +354,16 @@ class _Judge:
             return []
 
         def too_large_for(wanted: float) -> List[Tensor]:
-            return [t for t in gradients if 2.0 ** _highest(t, t.counts) * scale < wanted]
-        wanted, why = max(found.low, _LEAST_SCALE), "and training's goes down to 1"
-        few = found.high < _LEAST_SCALE and 2 * len(too_large_for(wanted)) <= len(gradients)
+            return [t for t in gradients if _highest(t) * scale < wanted]
+        wanted, why = max(found.low, _TRAINING_ENDS), "and training's goes down to 1"
+        few = found.high < _TRAINING_ENDS and 2 * len(too_large_for(wanted)) <= len(gradients)
         if found.low <= found.high and not few:
             return []
         if not few:
             wanted = found.low
             why = f"which {found.low_tensor} needs" if found.low_tensor else "the smallest of all"
         at_low = too_large_for(wanted)
-        needed = [(t, _lowest(t, t.counts, _MOST_LOST) * scale) for t in gradients]
+        needed = [(t, _lowest(t, _MOST_LOST) * scale) for t in gradients]
         at_high = [(t, least) for t, least in needed if least > found.high]
         jump = self._jump(backward)
         made = [] if jump is None else [
@@ -376,8 +378,8 @@ class _Judge:
 
     def _jump(self, backward: List[Tensor]) -> Optional[Tensor]:
         """The gradient whose numbers differ most in size from those that it is computed from, if by
-        more than 2^12. (What a loss begins by itself has no loss scale.)"""
-        best, most = None, 12
+        more than 2^_JUMPS. (What a loss begins by itself has no loss scale.)"""
+        best, most = None, _JUMPS
         for tensor in backward:
             here = tensor.counts.middle
             before = [t.counts.middle for t in self.before(tensor) if t.op not in LOSSES]
@@ -437,17 +439,12 @@ class Overflow:
                f"finite{which}{where}. It is computed from: {ranges}"
 
 
-def is_finite(counts: Counts) -> bool:
-    """Whether a tensor has no infinity and no NaN, once it is rounded."""
-    return counts.finite and counts.overflowed == 0
-
-
 def unsound(tensors: Collection[Tensor], counts: Mapping[Key, Counts]) -> List[Tensor]:
     """The tensors that are not finite, in order of computation, but for infinities that come to
     nothing: no rounding has made them, and whoever reads them makes numbers of them, as a softmax
     does of those that a mask holds."""
     broken = counts.broken() if isinstance(counts, Counted) else {
-        key for key, held in counts.items() if not is_finite(held)}
+        key for key, held in counts.items() if not held.stay_finite}
     found = [t for t in tensors if t.key in broken] if broken else []
     if not found:
         return []

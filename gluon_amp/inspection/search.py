@@ -137,9 +137,9 @@ class Measure:
         self._casts: Dict[Nodes, int] = {}
         self.work: Dict[str, int] = {}
         shapes = {name: p.shape for name, p in session.parameters.items()}
-        for call in session.calls.values():
-            known = {**shapes, **dict(zip(call.names, call.shapes))}
-            self.work.update(multiply_adds(call.clean, known))
+        for of in session.graphs.values():
+            known = {**shapes, **dict(zip(of.names, of.shapes))}
+            self.work.update(multiply_adds(of.clean, known))
 
     # ---- what is known without a run
 
@@ -297,7 +297,7 @@ class Measure:
     def _fingerprint(self) -> str:
         """A digest of all that measurements depend on."""
         session = self.session
-        graphs = [call.clean.structure() for call in session.calls.values()]
+        graphs = [of.clean.structure() for of in session.graphs.values()]
         made = hashlib.sha256(repr((graphs, session.policy, self.settings,
                                     sorted(self.right.keep))).encode())
         for parameter in session.parameters.values():

@@ -9,7 +9,6 @@ A network is called as its user calls it. Meanwhile `Graphs.make` stands in for 
 of its hybrid blocks (`State.stand_in`).
 """
 import copy
-import functools
 import itertools
 import math
 from collections import defaultdict
@@ -46,7 +45,7 @@ from .statistics import Counted, Counts, both_ways, read
 from .tensors import Layout, Tensor
 
 FIRST_SCALE = 2.0 ** 16  # loss scales: where looking for one that overflows nothing begins,
-LEAST_SCALE = 2.0 ** -24  # and where it ends
+SMALLEST_SCALE = 2.0 ** -24  # and where it ends
 
 
 class Ran(NamedTuple):
@@ -71,7 +70,7 @@ class Ran(NamedTuple):
         return self.finite and math.isfinite(self.loss)
 
 
-class Call(NamedTuple):
+class BlockGraph(NamedTuple):
     """A hybrid block's graph as it was called: the names of its data, their types and shapes."""
     block: Any
     clean: Graph
@@ -80,8 +79,8 @@ class Call(NamedTuple):
     shapes: List[Tuple[int, ...]]
 
     @classmethod
-    def from_block(cls, net: Network, block: Block, arrays: List[Any]) -> "Call":
-        """Returns the call of a block within a network. Its data get the block's name as a prefix,
+    def from_block(cls, net: Network, block: Block, arrays: List[Any]) -> "BlockGraph":
+        """The graph of a block within a network. Its data get the block's name as a prefix,
         since data of other blocks may have the same names."""
         data, clean = block._cached_graph
         graph, names = Graph.read(clean), [d.name for d in data]
@@ -103,7 +102,7 @@ class Session:
 
     Attributes:
         batches: the first that were given.
-        calls: the graphs that training runs: by block, by what a CachedOp depends on, and by how
+        graphs: the graphs that training runs: by block, by what a CachedOp depends on, and by how
             data is nested. Blocks may have one name, such as all whose prefix is "".
 
     Args:
@@ -117,7 +116,7 @@ class Session:
         self.batches = first_of(given, most, who)
         check(self.net, self.batches[0])
         self.policy, self.parameters = self.net._amp.policy, self.net.collect_params()
-        self.calls: Dict[Any, Call] = {}
+        self.graphs: Dict[Any, BlockGraph] = {}
         self._find_graphs()
 
     @cached_property
@@ -146,7 +145,7 @@ class Session:
         graphs = Graphs(self)
 
         def find(block: Block, key: Any, arrays: List[Array]) -> Op:
-            graphs.call(block, key, arrays)
+            self.add_graph(block, key, arrays)
             if block is self.net:  # nothing need run
                 raise _Traced
             return graphs.make(block, key, arrays)
@@ -161,6 +160,13 @@ class Session:
             outputs_of(self.net, split(self.batches[0])[0])
         mx.nd.waitall()
 
+    def add_graph(self, block: Block, key: Any, arrays: List[Any]) -> Any:
+        """Takes in the graph of a block that is called now. Returns what it goes by in `graphs`."""
+        which = block, key, str(block._in_format)
+        if which not in self.graphs:
+            self.graphs[which] = BlockGraph.from_block(self.net, block, arrays)
+        return which
+
     def low(self, keep: Iterable[str] = (), watch: bool = True) -> "Graphs":
         """The network in its own policy, with these nodes in float32, too."""
         return Graphs(self, keep, watch=watch)
@@ -171,14 +177,8 @@ class Session:
 
     def known(self, batch: Batch, graphs: "Graphs") -> Dict[str, Any]:
         """The arrays of these graphs, and the data that the network's own graph reads, by name."""
-        own = next((call for call in self.calls.values() if call.block is self.net), None)
+        own = next((of for of in self.graphs.values() if of.block is self.net), None)
         return {**graphs.arrays, **(dict(zip(own.names, split(batch)[0])) if own else {})}
-
-
-
-def _same(array: Array) -> Array:
-    """What a copy gives as a parameter's `data`."""
-    return array
 
 
 class Graphs:
@@ -210,35 +210,28 @@ class Graphs:
 
     # ---- graphs
 
-    def call(self, block: Block, key: Any, arrays: List[Any]) -> Call:
-        """The graph of a block that is called now."""
-        where = block, key, str(block._in_format)
-        if where not in self.session.calls:
-            self.session.calls[where] = Call.from_block(self.session.net, block, arrays)
-        return self.session.calls[where]
-
     def typed(self) -> List[Tuple[Graph, Dict[str, str]]]:
         """The graphs with their casts, and their variables' types."""
-        return [self._typed(call) for call in self.session.calls.values()]
+        return [self._typed(of) for of in self.session.graphs.values()]
 
-    def _types(self, call: Call) -> Dict[str, str]:
+    def _types(self, of: BlockGraph) -> Dict[str, str]:
         """The types of the parameters that a graph reads. What `keep=` does to those of a kept node
         depends on whether it names the node or the block."""
         parameters = self.session.parameters
-        wide = {e.node.name for node in call.clean.nodes() if node.name in self.tried
+        wide = {e.node.name for node in of.clean.nodes() if node.name in self.tried
                 for e in node.inputs if e.node.is_variable}
-        if wide and not isinstance(call.block, mx.gluon.SymbolBlock):
+        if wide and not isinstance(of.block, mx.gluon.SymbolBlock):
             wide &= self.session.in_named_blocks
         return {name: "float32" if self.policy.is_float32 or name in wide else
                 dtype_name(parameters[name].dtype)
-                for name in call.clean.variables() if name in parameters}
+                for name in of.clean.variables() if name in parameters}
 
-    def _typed(self, call: Call) -> Tuple[Graph, Dict[str, str]]:
-        types, policy = self._types(call), call.block._amp.policy if self.own else self.policy
-        known = {**types, **dict(zip(call.names, call.dtypes))}
+    def _typed(self, of: BlockGraph) -> Tuple[Graph, Dict[str, str]]:
+        types, policy = self._types(of), of.block._amp.policy if self.own else self.policy
+        known = {**types, **dict(zip(of.names, of.dtypes))}
         wide = [name for name in types
                 if not follows(self.session.parameters[name], policy.between)]
-        return insert_casts(call.clean, known, policy, types,
+        return insert_casts(of.clean, known, policy, types,
                             () if self.policy.is_float32 else self.keep, wide), known
 
     @cached_property
@@ -251,17 +244,16 @@ class Graphs:
 
     def make(self, block: Block, key: Any, arrays: List[Any]) -> Op:
         """Stands in for a block's CachedOp."""
-        call = self.call(block, key, arrays)
-        where = block, key, str(block._in_format)
-        if where not in self.ops:
-            self.ops[where] = self._op(call)
-        return self.ops[where]
+        which = self.session.add_graph(block, key, arrays)
+        if which not in self.ops:
+            self.ops[which] = self._op(self.session.graphs[which])
+        return self.ops[which]
 
-    def _op(self, call: Call) -> Op:
-        graph, types = self._typed(call)
-        state = call.block._amp
+    def _op(self, of: BlockGraph) -> Op:
+        graph, types = self._typed(of)
+        state = of.block._amp
         if self.own:
-            policy, scales, place = state.policy, state.scales, call.block.place
+            policy, scales, place = state.policy, state.scales, of.block.place
             parameters: Dict[str, Any] = self.session.parameters
         else:
             policy, scales, place = self.policy, None, str
@@ -272,14 +264,14 @@ class Graphs:
             if self.scale is not None:
                 graph, types = with_loss_scale(graph), {**types, SCALE: "float32"}
                 held[SCALE] = self.scale
-            parameters = {name: SimpleNamespace(data=functools.partial(_same, array))
+            parameters = {name: SimpleNamespace(data=lambda held=array: held)
                           for name, array in held.items()}
         check_device(graph, policy, on_gpu=False)
         symbol = build(graph, types, policy, self.watch, self.samples, scales, place).symbol()
-        if isinstance(call.block._cached_graph[1], mx.sym.numpy._Symbol):
+        if isinstance(of.block._cached_graph[1], mx.sym.numpy._Symbol):
             symbol = symbol.as_np_ndarray()
-        return cached_op(symbol, call.names, parameters,
-                         call.block._flags if self.own or self.samples else ())
+        return cached_op(symbol, of.names, parameters,
+                         of.block._flags if self.own or self.samples else ())
 
     # ---- parameters
 
@@ -295,8 +287,8 @@ class Graphs:
 
     def restore(self, values: Optional[Dict[str, Any]] = None) -> None:
         """Gives the copies the values that the parameters have now, or those given."""
-        for call in self.session.calls.values():
-            for name, dtype in self._types(call).items():
+        for of in self.session.graphs.values():
+            for name, dtype in self._types(of).items():
                 self._copied(name, dtype)
         given = [self.session.parameters[name].data() if values is None else values[name]
                  for name in self.arrays]
@@ -340,7 +332,7 @@ class Graphs:
                 random numbers.
             goes_forward: whether nothing overflows before the loss.
         """
-        for at in (scale, *lower_scales(scale, LEAST_SCALE)):
+        for at in (scale, *lower_scales(scale, SMALLEST_SCALE)):
             prepare()
             ran = self.run(batch, at)
             if ran.finite or not (math.isfinite(ran.loss) and goes_forward(ran)):
@@ -387,10 +379,10 @@ def check(net: Network, batch: Batch) -> None:
     blocks = list(blocks_in(net)) if isinstance(net, ConvertedBlock) else []
     if not any(isinstance(b, ConvertedHybridBlock) for b in blocks):
         raise TypeError("xray takes a network that gluon_amp.convert has converted, with a "
-                        "HybridBlock in it: its graph is what float16 runs in. "
+                        "HybridBlock in it, whose graph it looks into. "
                         f"Received: {type(net).__name__}")
     if net._amp.policy.is_float32:
-        raise ValueError("the network has no float16 tensors: convert it with another policy")
+        raise ValueError("the network is all float32: convert it with another policy")
     own = [name for b in blocks if not isinstance(b, mx.gluon.HybridBlock) for name in b.params]
     if own:
         raise ValueError("xray looks into graphs, and a plain Block has parameters of its own: "

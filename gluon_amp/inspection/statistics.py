@@ -101,6 +101,11 @@ class Counts:
         return self.infinite + self.nan == 0
 
     @property
+    def stay_finite(self) -> bool:
+        """Whether all are finite once they are rounded, too."""
+        return self.finite and self.overflowed == 0
+
+    @property
     def range(self) -> Optional[Tuple[int, int]]:
         """The exponents of the smallest and the largest number that is not 0."""
         found = self.bins.nonzero()[0]

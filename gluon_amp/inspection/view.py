@@ -26,7 +26,6 @@ from .advice import (
     findings,
     first_overflow,
     goes_forward,
-    is_finite,
     left_in_format,
     said_below,
     window,
@@ -120,7 +119,7 @@ class View:
         """The tensors, the worst first: those that overflow, then by what is left of them."""
         def order(tensor: Tensor) -> Tuple[int, float]:
             counts = tensor.counts
-            if not is_finite(counts):  # where infinities begin, and at the end those that follow
+            if not counts.stay_finite:  # where infinities begin, and at the end those that follow
                 return (0, tensor.place) if counts.overflowed else (2, tensor.place)
             own = counts.own_snr if tensor.is_low else math.inf
             return 1, min(own, math.inf if tensor.snr is None else tensor.snr)
@@ -326,7 +325,7 @@ def _try_keeping(session: Session, right: Optional[Graphs], view: View) -> None:
                if i not in view.left_out]
     names: Dict[str, None] = {}
     kept: Set[str] = set()
-    known_nodes = [n.name for call in session.calls.values() for n in call.clean.nodes_within()]
+    known_nodes = [n.name for of in session.graphs.values() for n in of.clean.nodes_within()]
     for _ in range(_ROUNDS):
         wanted = [name for finding in again.findings for name in finding.keep]
         new = {line: nodes for name in wanted for line, nodes in
@@ -422,7 +421,7 @@ def _findings(tensor: Tensor, factor: float) -> List[Finding]:
     if tensor.key.backward:
         counts = replace(counts.times(factor), infinite=0, nan=0).as_in(tensor.format)
     reason, said = "range below", said_below(counts, tensor, "would be")
-    if not is_finite(counts):
+    if not counts.stay_finite:
         share = counts.shares(tensor.format)["overflowed"]
         reason = "range above"
         said = f"{share:.2%} of {tensor.name} lies beyond {tensor.format.largest:g}"
