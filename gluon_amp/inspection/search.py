@@ -131,8 +131,8 @@ class Measure:
         self.right = session.float32(watch=False)
         self.begun, self.runs = time.monotonic(), 0
         self.places = [Place(i) for i in range(min(len(session.batches), _FIRST_PLACES))]
-        self.found: Dict[Tuple[int, Nodes], float] = {}  # by place: in dB
-        self.losses: Dict[Tuple[str, Nodes, int], float] = {}
+        # "gradients": in dB, by place; of trainings the losses, by seed
+        self.measured: Dict[Tuple[str, int, Nodes], float] = {}
         self._gradients: List[List[Any]] = []  # float32's, by place
         self._casts: Dict[Nodes, int] = {}
         self.work: Dict[str, int] = {}
@@ -169,9 +169,9 @@ class Measure:
         """How true the gradients are, in dB against float32's, at the worst of the places: the mean
         over the parameters of noise over signal. -infinity where one is not finite."""
         for i in range(len(self.places)):
-            if (i, keep) not in self.found:
+            if ("gradients", i, keep) not in self.measured:
                 self._check_time()
-                self.found[i, keep] = self._measure(i, keep)
+                self.measured["gradients", i, keep] = self._measure(i, keep)
                 if i == len(self.places) - 1:
                     self._save()
                     self.say(f"{counted(len(keep), 'node')} in float32: gradients at "
@@ -181,12 +181,13 @@ class Measure:
 
     def known(self, keep: Nodes) -> float:
         """The same, at the worst of the places where it has been measured."""
-        return min((self.found[i, keep] for i in range(len(self.places))
-                    if (i, keep) in self.found), default=-math.inf)
+        return min((snr for (kind, _, nodes), snr in self.measured.items()
+                    if kind == "gradients" and nodes == keep), default=-math.inf)
 
     def choices(self) -> List[Nodes]:
         """All that were measured, at every place."""
-        return [keep for i, keep in self.found if i == len(self.places) - 1]
+        return [nodes for kind, i, nodes in self.measured
+                if kind == "gradients" and i == len(self.places) - 1]
 
     def _measure(self, place: int, keep: Nodes) -> float:
         while len(self._gradients) <= place:
@@ -220,7 +221,7 @@ class Measure:
         if not all(map(math.isfinite, right)):
             raise ValueError("training in float32 does not stay finite with this optimizer: give "
                              "optimizer= and optimizer_params= as training has them")
-        found = [self._trained("", keep, seed) for seed in seeds]
+        found = [self._trained("low", keep, seed) for seed in seeds]
         whole = max(float(np.mean(np.abs(right))), 0.1 * abs(begins_at), 1e-30)
         own = max(abs(a - b) for a, b in zip(again, right)) / whole
         apart = abs(float(np.mean(found)) - float(np.mean(right))) / whole
@@ -231,24 +232,24 @@ class Measure:
     def add_place_of_failure(self, keep: Nodes) -> bool:
         """Gradients are measured where training with these has failed, too, from now on. Whether
         that tells the failure."""
-        for (kind, nodes, seed), loss in list(self.losses.items()):
-            if kind or nodes != keep or math.isfinite(loss):
+        for (kind, seed, nodes), loss in list(self.measured.items()):
+            if kind != "low" or nodes != keep or math.isfinite(loss):
                 continue
-            _, place = self._train("", keep, seed)
+            _, place = self._train("low", keep, seed)
             if place is not None and self._run(self.right, place) is not None:
                 self.places.append(place)
                 return self.snr(keep) == -math.inf
         return False
 
     def _trained(self, kind: str, keep: Nodes, seed: int) -> float:
-        if (kind, keep, seed) not in self.losses:
+        if (kind, seed, keep) not in self.measured:
             self._check_time()
             if isinstance(self.budget, int) and self.runs >= self.budget:
                 raise BudgetSpent
             self.runs += 1
-            self.losses[kind, keep, seed] = self._train(kind, keep, seed)[0]
+            self.measured[kind, seed, keep] = self._train(kind, keep, seed)[0]
             self._save()
-        return self.losses[kind, keep, seed]
+        return self.measured[kind, seed, keep]
 
     def _train(self, kind: str, keep: Nodes, seed: int) -> Tuple[float, Optional[Place]]:
         """Trains from the network's parameters of now. The seed is that of the order of the
@@ -260,9 +261,8 @@ class Measure:
             the mean loss of the second half of the steps, infinite where a loss or a gradient was
             not finite; and where that was.
         """
-        graphs, batches, s = self.graphs(keep), self.session.batches, self.settings
-        if kind:
-            graphs = self.right
+        batches, s = self.session.batches, self.settings
+        graphs = self.graphs(keep) if kind == "low" else self.right
         graphs.restore()
         rng = np.random.default_rng(seed)
         order = rng.integers(0, len(batches), s.steps)
@@ -320,25 +320,23 @@ class Measure:
             try:
                 held = json.load(file)
                 known, began_at = held["fingerprint"], float(held["begins_at"])
-                found = {(i, frozenset(k)): float(v) for i, k, v in held["gradients"]}
-                losses = {(kind, frozenset(k), seed): float(v)
-                          for kind, k, seed, v in held["training"]}
+                measured = {(kind, number, frozenset(nodes)): float(value)
+                            for kind, number, nodes, value in held["measured"]}
             except (ValueError, KeyError, TypeError):
                 raise ValueError(f"file={self.file!r} is none that search has written") from None
         if known != self._print or not math.isclose(began_at, begins_at, rel_tol=1e-3):
             raise ValueError(f"file={self.file!r} is of another search: the network, its weights, "
                              "the batches, the loss or the settings differ. Give another name")
-        self.found, self.losses = found, losses
+        self.measured = measured
 
     def _save(self) -> None:
         if not self.file:
             return
-        held = {"fingerprint": self._print, "begins_at": self._begins_at,
-                "gradients": [[i, sorted(k), repr(v)] for (i, k), v in self.found.items()
-                              if i < _FIRST_PLACES],  # others are where this run has failed
-                "training": [[kind, sorted(k), seed, repr(v)]
-                             for (kind, k, seed), v in self.losses.items()]}
-        replace_text(self.file, json.dumps(held))
+        held = [[kind, i, sorted(nodes), repr(value)]
+                for (kind, i, nodes), value in self.measured.items()
+                if kind != "gradients" or i < _FIRST_PLACES]  # others: where this run has failed
+        replace_text(self.file, json.dumps({
+            "fingerprint": self._print, "begins_at": self._begins_at, "measured": held}))
 
 
 def _fidelity(right: List[Any], found: List[Any]) -> float:
@@ -569,52 +567,36 @@ def ranked(layout: Layout, counts: Counted, scale: float,
         tensor.counts = counts.get(tensor.key)
     fits = window([t for t in tensors if t.counts], scale, 0.01)
     factor = (min(fits.high, _HIGHEST_SCALE) if fits else scale) / scale
-    depends = _dependence(layout, counts)
+
+    def made_by(key: Key) -> Tuple[Key, bool]:
+        """The output that a gradient is of, or that a cast casts; and whether it is a variable."""
+        node, output = layout.makers(key.node)[key.which if key.backward else 0]
+        return Key(node.name, False, output), node.is_variable
+
+    sizes: Dict[Key, float] = {}  # of outputs, times those of their gradients
+    for key, gradient in counts.items():
+        if key.backward and key.node in layout.nodes and key.which < len(layout.makers(key.node)):
+            of, _ = made_by(key)
+            if of in counts:
+                size = math.sqrt(counts[of].squares * gradient.squares)
+                sizes[of] = max(sizes.get(of, 0.0), size)
+    most = max(sizes.values(), default=0.0) or 1.0
     scores: Dict[str, float] = {}
     for tensor in tensors:
-        found = tensor.counts or _of_cast(layout, tensor, counts, variables)
+        found, of, is_variable = tensor.counts, tensor.key, False
+        if found is None and not of.backward and layout.makers(of.node):  # float32 has no casts
+            cast, is_variable = made_by(of)
+            found = counts.get(cast)
+            if is_variable and cast.node in variables:
+                found = Counts.of_array(variables[cast.node].astype("float32"))
         if found is None:
             continue
-        at = factor if tensor.key.backward else 1.0
-        harm = found.times(at).noise(tensor.format)
-        # of weights the gradient itself stands for what it is of
-        of = tensor.key.backward and _output(layout, tensor.key) or tensor.key
-        harm = harm * depends.get(of, 0.0) if math.isfinite(harm) else harm
+        if of.backward:
+            of, is_variable = made_by(of)
+            found = found.times(factor)
+        harm = found.noise(tensor.format)
+        if math.isfinite(harm):  # of a weight all of the gradient is wanted
+            harm *= 1.0 if is_variable and tensor.key.backward else sizes.get(of, 0.0) / most
         for name in layout.kept_for(tensor.key):
             scores[name] = scores.get(name, 0.0) + harm
     return dict(sorted(scores.items(), key=lambda item: -item[1]))
-
-
-def _output(layout: Layout, key: Key) -> Optional[Key]:
-    """The output that the gradient of a node's input is of, before casts; None of variables."""
-    node, output = layout.makers(key.node)[key.which]
-    return None if node.is_variable else Key(node.name, False, output)
-
-
-def _dependence(layout: Layout, counts: Mapping[Key, Counts]) -> Dict[Key, float]:
-    """How much of the loss depends on each output, as a share of the most."""
-    made: Dict[Key, float] = {}
-    for key, gradient in counts.items():
-        if not key.backward or key.node not in layout.nodes \
-                or key.which >= len(layout.makers(key.node)):
-            continue
-        output = _output(layout, key)
-        if output is None:
-            made[key] = 1.0  # a weight: all of its gradient is wanted
-        elif output in counts:
-            size = math.sqrt(counts[output].squares * gradient.squares)
-            made[output] = max(made.get(output, 0.0), size)
-    most = max((s for key, s in made.items() if not key.backward), default=0.0) or 1.0
-    return {key: size if key.backward else size / most for key, size in made.items()}
-
-
-def _of_cast(layout: Layout, tensor: Tensor, counts: Mapping[Key, Counts],
-             variables: Mapping[str, Any]) -> Any:
-    """The counts of what a cast casts, since no float32 graph has casts."""
-    if tensor.key.backward or not layout.makers(tensor.key.node):
-        return None
-    node, output = layout.makers(tensor.key.node)[0]
-    if node.is_variable:
-        array = variables.get(node.name)
-        return None if array is None else Counts.of_array(array.astype("float32"))
-    return counts.get(Key(node.name, False, output))
