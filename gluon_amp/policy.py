@@ -8,6 +8,7 @@ from .tensor_core_rule import check_split, of_gpu
 
 FormatOrName = Union[str, Format]
 SCALINGS = ("delayed", "current")
+GEMMS = ("forward", "data_gradient", "weight_gradient")
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,11 @@ class Policy:
             largest of the last `history` tensors at this place ("delayed"). None: not at all.
         history: how many tensors of the past "delayed" looks at.
         margin: how many powers of two the scale stays below the one that just fits.
+        high_precision: which of a layer's three products are made in high precision: "forward",
+            "data_gradient" or "weight_gradient", or a sequence of these. Such a product reads what
+            lies `between` as it is, without rounding it to `product` or `gradient`, and adds in
+            float32, whatever `accumulate` is. Valid where products round what they read, or with
+            `accumulate`.
     """
     name: str
     parameter: Any = "float32"
@@ -56,6 +62,7 @@ class Policy:
     history: int = 16
     margin: int = 0
     batched: Any = None
+    high_precision: Any = ()
 
     def __post_init__(self, compute: Optional[FormatOrName]) -> None:
         if not isinstance(self.name, str) or not self.name:
@@ -89,6 +96,7 @@ class Policy:
                 raise ValueError(f"policy {self.name}: accumulate={self.accumulate!r} is for "
                                  f"float16 products. Received: product={product.name}, "
                                  f"gradient={self.gradient.name}")
+        self._check_high_precision()
 
     @property
     def _float16_alone(self) -> bool:
@@ -122,6 +130,20 @@ class Policy:
             raise ValueError(f"policy {self.name}: scaling is for products of a format of their "
                              "own, such as product='float8_e4m3', between='bfloat16'. Received: "
                              f"product={self.product.name}, between={self.between.name}")
+
+    def _check_high_precision(self) -> None:
+        given = self.high_precision
+        names = (given,) if isinstance(given, str) else given
+        if not isinstance(names, (tuple, list, set, frozenset)) or not set(names) <= set(GEMMS):
+            raise ValueError(f"policy {self.name}: unknown high_precision. Valid: "
+                             f"{', '.join(GEMMS)}, or a sequence of these. Received: {given!r}")
+        object.__setattr__(self, "high_precision", tuple(each for each in GEMMS if each in names))
+        if names and not (self.products_round or self.accumulate):
+            raise ValueError(f"policy {self.name}: high_precision is for products that round what "
+                             "they read, such as product='float8_e4m3', between='bfloat16', or for "
+                             f"accumulate=. Others read what lies between as it is, and add in "
+                             f"float32. Received: product={self.product.name}, "
+                             f"between={self.between.name}, gradient={self.gradient.name}")
 
     def _set(self, role: str, given: FormatOrName) -> Format:
         made = get_format(given, f"policy {self.name}: {role}")

@@ -93,7 +93,7 @@ bool overlaps(const Call& call, const OwnCode& own) {
 template <class F>
 void run_engine(const Call& call, const Watch& watch, F generic) {
   const Operator& of = call.of;
-  if (of.product && find(call.attrs, kAccumulateKey)) return of.product(call);
+  if (of.product && setting(call.attrs, kAccumulateKey)) return of.product(call);
   const OwnCode* own = of.own;
   const bool usable = own && !(generic_only && of.has_generic()) &&
                       !(call.rounding.any && !(own->knows & kGrids)) && !overlaps(call, *own);

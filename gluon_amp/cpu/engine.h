@@ -92,6 +92,12 @@ constexpr char kLossScaleKey[] = "__gluon_amp_loss_scale__";
 inline bool is_setting(const std::string& key) {
   return key.compare(0, sizeof kSetting - 1, kSetting) == 0;
 }
+// The value of a setting, or null: MXNet copies a node's attributes to those of its gradient, where an
+// empty value takes a setting away.
+inline const std::string* setting(const NodeAttrs& attrs, const char* key) {
+  const std::string* found = find(attrs, key);
+  return found && !found->empty() ? found : nullptr;
+}
 inline bool has_setting(const NodeAttrs& attrs) {
   for (const auto& item : attrs.dict)
     if (is_setting(item.first)) return true;
@@ -154,6 +160,14 @@ void forget_scales(int64_t id);
 // What a product's node says of how it adds, where not in float32: the numbers of struct TensorCore
 // with blanks between (tensor_core_math.py). Its gradients' nodes get the same.
 constexpr char kAccumulateKey[] = "__gluon_amp_accumulate__";
+
+// Of a product of which some are made in high precision (graph/high_precision.py): for each input 1
+// where the product that makes its gradient is. Where the forward product is, its settings for low
+// precision have these names, under which only nodes of gradients read them.
+constexpr char kHighKey[] = "__gluon_amp_high__";
+constexpr char kBackReadsKey[] = "__gluon_amp_back_reads__";
+constexpr char kBackScalingKey[] = "__gluon_amp_back_scaling__";
+constexpr char kBackAccumulateKey[] = "__gluon_amp_back_accumulate__";
 
 // ---- one call ----------------------------------------------------------------------
 

@@ -49,7 +49,7 @@ std::vector<int64_t> numbers(const NodeAttrs& attrs, const char* key) {
 
 Rounding::Rounding(const NodeAttrs& attrs) {
   for (const auto& item : attrs.dict) {
-    if (!is_setting(item.first)) continue;
+    if (!is_setting(item.first) || item.second.empty()) continue;
     const char* text = item.second.c_str();
     if (item.first == kInputsKey) inputs = &item.second;
     if (item.first == kOutputsKey) outputs = &item.second;

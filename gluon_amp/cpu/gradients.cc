@@ -18,6 +18,13 @@ bool same(const nnvm::NodeEntry& a, const nnvm::NodeEntry& b) {
 // gradients of rounded outputs before they read them (MXNet may have added them up), read what a
 // product has read in the product's format, and round gradients of inputs of the low type.
 
+bool is_of_products(const std::string& key) {
+  for (const char* const each : {kReadsKey, kScalingKey, kAccumulateKey, kGradientGridKey, kBackReadsKey,
+                                 kBackScalingKey, kBackAccumulateKey})
+    if (key == each) return true;
+  return false;
+}
+
 // For each output of a gradient's node the number of the forward node's input whose gradient it is.
 std::string inputs_of_gradients(const nnvm::ObjectPtr& node, const Entries& made) {
   std::vector<int> inputs;
@@ -31,23 +38,36 @@ std::string inputs_of_gradients(const nnvm::ObjectPtr& node, const Entries& made
   return list;
 }
 
+// `high`: whether the node makes its products in high precision: it then has no setting of products.
 // `number`: how many nodes of the gradient have been described before.
 void describe(const nnvm::ObjectPtr& node, const nnvm::ObjectPtr& forward, const Entries& above,
-              const Entries& made, int number) {
+              const Entries& made, bool high, int number) {
   std::vector<std::string> keys, values;
   auto say = [&](const char* key, const std::string& value) {
     keys.push_back(key);
     values.push_back(value);
   };
   const std::string *inputs = nullptr, *outputs = nullptr, *reads = nullptr;
+  bool scales = false;
   for (auto& item : forward->attrs.dict) {
-    if (!is_setting(item.first)) continue;
-    if (item.first == kInputsKey) inputs = &item.second;
-    else if (item.first == kOutputsKey) outputs = &item.second;
-    else if (item.first == kReadsKey) reads = &item.second;
-    else if (item.first == kBackGridKey) say(kOutputGridKey, item.second);
-    else if (item.first != kOutputGridKey) say(item.first.c_str(), item.second);
+    const std::string& key = item.first;
+    if (!is_setting(key) || item.second.empty() || key == kOutputGridKey || key == kHighKey) continue;
+    if (key == kInputsKey) inputs = &item.second;
+    else if (key == kOutputsKey) outputs = &item.second;
+    else if (key == kBackGridKey) {
+      say(kOutputGridKey, item.second);
+      if (high) say(kGradientGridKey, item.second);
+    } else if (high && is_of_products(key)) {
+      if (key != kGradientGridKey) say(key.c_str(), "");
+    }
+    else if (key == kReadsKey || key == kBackReadsKey) reads = &item.second;
+    else if (key == kScalingKey || key == kBackScalingKey) {
+      say(kScalingKey, item.second);
+      scales = true;
+    } else say(key == kBackAccumulateKey ? kAccumulateKey : key.c_str(), item.second);
   }
+  // What the forward product has not scaled has a history of the backward pass alone.
+  const char* const history = find(forward->attrs, kBackScalingKey) ? "gx" : "";
   if (keys.empty() && !inputs && !outputs && !reads) return;
   if (find(forward->attrs, kWatchKey)) say(kWatchedInputsKey, inputs_of_gradients(node, made));
   if (inputs || outputs || reads) {
@@ -61,7 +81,7 @@ void describe(const nnvm::ObjectPtr& node, const nnvm::ObjectPtr& forward, const
           rounds = 'g', place = "g" + std::to_string(i) + "." + std::to_string(number);
       for (size_t i = 0; reads && i < of_forward.size(); ++i)
         if (same(entry, of_forward[i]))
-          rounds = Rounding::letter(reads, i, '0'), place = std::to_string(i);
+          rounds = Rounding::letter(reads, i, '0'), place = history + std::to_string(i);
       back_reads += rounds;
       scaled += place + " ";
     }
@@ -71,7 +91,7 @@ void describe(const nnvm::ObjectPtr& node, const nnvm::ObjectPtr& forward, const
         back_writes[made[i].index] = Rounding::letter(inputs, i, '1');
       }
     say(kReadsKey, back_reads);
-    if (find(forward->attrs, kScalingKey)) say(kScaledKey, scaled);
+    if (scales) say(kScaledKey, scaled);
     say(kOutputsKey, back_writes);
   }
   std::vector<const char*> k, v;
@@ -97,22 +117,34 @@ Entries gradient(const nnvm::FGradient& of_theirs, const nnvm::ObjectPtr& n,
   Entries made = of_theirs(n, above);
   if (!has_setting(n->attrs)) return made;
   if (find(n->attrs, kLossScaleKey)) scale_copy(n, made);
+  const std::string* const letters = find(n->attrs, kHighKey);
+  const auto is_high = [&](size_t i) { return Rounding::letter(letters, i, '0') == '1'; };
+  // A node of its own for the products in high precision: MXNet's may make others, too. When MXNet
+  // infers shapes, it calls this function without gradients, and expects one node.
+  if (letters && !above.empty() && above[0].node) {
+    const Entries again = of_theirs(n, above);
+    for (size_t i = 0; i < made.size(); ++i)
+      if (is_high(i)) made[i] = again[i];
+  }
   std::set<nnvm::Node*> seen{n.get()};
   for (auto& entry : above) seen.insert(entry.node.get());
   for (auto& entry : inputs_of(n.get())) seen.insert(entry.node.get());
-  std::vector<nnvm::ObjectPtr> todo;
   int described = 0;
-  for (auto& entry : made) todo.push_back(entry.node);
-  while (!todo.empty()) {
-    nnvm::ObjectPtr node = todo.back();
-    todo.pop_back();
-    if (!node || !node->attrs.op || !seen.insert(node.get()).second) continue;
-    if (node->attrs.op->name == "_backward_backward_FullyConnected" &&
-        find(n->attrs, kAccumulateKey))
-      throw dmlc::Error("accumulate= has no code for a gradient of a dense layer's gradient. Valid: "
-                        "keep the layer in float32 (keep=)");
-    if (is_dispatched_here(node->attrs.op)) describe(node, n, above, made, described++);
-    for (auto& entry : inputs_of(node.get())) todo.push_back(entry.node);
+  for (const bool high : {false, true}) {
+    std::vector<nnvm::ObjectPtr> todo;
+    for (size_t i = 0; i < made.size(); ++i)
+      if (is_high(i) == high) todo.push_back(made[i].node);
+    while (!todo.empty()) {
+      nnvm::ObjectPtr node = todo.back();
+      todo.pop_back();
+      if (!node || !node->attrs.op || !seen.insert(node.get()).second) continue;
+      if (node->attrs.op->name == "_backward_backward_FullyConnected" &&
+          setting(n->attrs, kAccumulateKey))
+        throw dmlc::Error("accumulate= has no code for a gradient of a dense layer's gradient. Valid: "
+                          "keep the layer in float32 (keep=)");
+      if (is_dispatched_here(node->attrs.op)) describe(node, n, above, made, high, described++);
+      for (auto& entry : inputs_of(node.get())) todo.push_back(entry.node);
+    }
   }
   return made;
 }

@@ -65,7 +65,9 @@ bool shapes_with_code(const NodeAttrs& attrs, Shapes* in, Shapes* out) {
   const nnvm::Op* x = attrs.op;
   const bool known = call_theirs<bool, const NodeAttrs&, Shapes*, Shapes*>(
       mxnets_shapes().at(x), attrs, in, out);
-  if (!known || !find(attrs, kAccumulateKey) || has_code(x->name, (*in)[0], (*in)[1])) return known;
+  if (!known || !(find(attrs, kAccumulateKey) || find(attrs, kBackAccumulateKey)) ||
+      has_code(x->name, (*in)[0], (*in)[1]))
+    return known;
   std::ostringstream said;
   said << "accumulate=: valid are "
        << (x->name == "_np_dot" ? "for np.dot" : "for np.matmul two stacks of one shape, or")

@@ -14,9 +14,11 @@ from ..cpu import library
 from ..cpu.arrays import HALVES
 from ..cpu.scales import Scales
 from ..policy import POLICIES, Policy
+from .accumulate import ATTRIBUTE as ACCUMULATE
 from .accumulate import accumulate
 from .casts import PRODUCT
 from .graph import CASTS, TYPE_FLAG, Entry, Graph, Node
+from .high_precision import in_high_precision
 from .operators import BATCH_NORMS, factors, numbers
 from .refusals import LOOP, check_formats, check_loops
 
@@ -158,6 +160,8 @@ class _Rewriting:
             new.attrs.pop("__force_mirroring__", None)
         if low and self.policy.accumulate is not None:
             accumulate(new, self.policy.accumulate, self.policy.split)
+        if self.policy.high_precision and (PRODUCT in node.attrs or ACCUMULATE in new.attrs):
+            in_high_precision(new, self.policy.high_precision, self.policy.name)
         if _is_better_in_the_engine(node) or node in self.without_casts:
             new.attrs[_ENGINE] = "1"
         if self.watch is not None and _runs_engine(node) \
