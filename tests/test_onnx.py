@@ -292,6 +292,79 @@ def test_several_inputs_and_outputs_have_names_and_shapes(tmp_path):
     np.testing.assert_array_equal(positive, a)
 
 
+# ---- any batch size ----------------------------------------------------------
+
+# cases that have no axis of any size, and why
+REFUSED = {"reshape_like": "MXNet takes none of 3: .*Cannot reshape",
+           "squeeze": "the shape .* has fewer axes for a batch of 1",
+           **dict.fromkeys((case for case in CASES if case.startswith("RNN")), "Shape inconsist")}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("case", CASES)
+def test_a_file_for_any_batch_size_predicts_each_size(case, dtype, tmp_path):
+    symbol, data = CASES[case][0], rows_data((*CASES[case], "")[1])
+    axis = 1 if case.startswith("RNN") else 0
+    params, file = parameters(symbol, data.shape), str(tmp_path / "any.onnx")
+    shape = tuple(None if i == axis else n for i, n in enumerate(data.shape))
+    if case in REFUSED:
+        with pytest.raises(ValueError, match=REFUSED[case]):
+            amp.export_onnx(symbol, file, shape, dtype, params=params)
+        return
+    amp.export_onnx(symbol, file, shape, dtype, params=params)
+    for batch in (1, 2, 4):
+        many = np.take(data, np.arange(batch) % data.shape[axis], axis)
+        found = run(file, {"data": many})
+        for one, expected in zip(found.values(), mxnets(symbol, params, many)):
+            assert one.shape == expected.shape
+            if dtype == "float32":
+                np.testing.assert_allclose(one, expected, rtol=2e-5, atol=2e-6)
+            else:
+                amp.export_onnx(symbol, str(tmp_path / "one.onnx"), many.shape, params=params)
+                same = run(str(tmp_path / "one.onnx"), {"data": many})
+                assert all(np.array_equal(a, b) for a, b in zip(found.values(), same.values()))
+
+
+def test_a_network_for_any_batch_size(tmp_path):
+    net, data = classifier("cifar_resnet20_v1")
+    file = str(tmp_path / "net.onnx")
+    amp.export_onnx(net, file, (None, *data.shape[1:]), "float32")
+    size = onnx.load(file).graph.output[0].type.tensor_type.shape.dim
+    assert [dim.dim_param or dim.dim_value for dim in size] == ["batch", 10]
+    for batch in (1, 7):
+        many = nd.random.uniform(shape=(batch, *data.shape[1:]))
+        found, = run(file, {"data": many.asnumpy()}).values()
+        np.testing.assert_allclose(found, net(many).asnumpy(), rtol=1e-4, atol=1e-5)
+
+
+def test_an_lstm_begins_with_states_for_any_batch_size(tmp_path):
+    net = nn.HybridSequential()
+    net.add(gluon.rnn.LSTM(8, num_layers=2, bidirectional=True), nn.Dense(5, flatten=False))
+    net.initialize(mx.init.Xavier())
+    net(nd.ones((5, 2, 3)))
+    file = str(tmp_path / "net.onnx")
+    amp.export_onnx(net, file, (5, None, 3), "float32")
+    for batch in (1, 2, 7):
+        data = nd.random.normal(shape=(5, batch, 3))
+        found, = run(file, {"data": data.asnumpy()}).values()
+        np.testing.assert_allclose(found, net(data).asnumpy(), rtol=1e-4, atol=1e-5)
+
+
+def test_several_inputs_have_one_batch_size(tmp_path):
+    net = nn.HybridLambda(lambda F, a, b: F.concat(a, b, dim=1))
+    file = str(tmp_path / "two.onnx")
+    amp.export_onnx(net, file, [(None, 3), (None, 4)], "float32")
+    a, b = np.ones((5, 3), np.float32), np.ones((5, 4), np.float32)
+    joined, = run(file, {"data0": a, "data1": b}).values()
+    assert joined.shape == (5, 7)
+
+
+@pytest.mark.parametrize("shapes", [(None, None, 6, 6), (None, 0, 6, 6), (None, 4.0, 6, 6)])
+def test_a_shape_has_one_batch_size(shapes, tmp_path):
+    with pytest.raises(ValueError, match=r"with one None for any batch size, .*Received"):
+        amp.export_onnx(sym.relu(x), str(tmp_path / "net.onnx"), shapes, params={})
+
+
 # ---- refusals ----------------------------------------------------------------
 
 

@@ -12,7 +12,7 @@ from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
 
 from mxnet import autograd
 
-from .._mxnet import mx, np
+from .._mxnet import message, mx, np
 from ..annotations import Array, Network, Symbol
 from ..cpu.arrays import dtype_name
 from ..files import replace_file
@@ -22,6 +22,7 @@ from ..graph.casts import float32_variables, insert_casts
 from ..graph.graph import Entry, Graph, Node
 from ..policy import ON_GPUS, get_policy
 from ..symbolic.convert import check_parameters, convert_model, declared_types
+from .batch import SIZES, any_batch, refuse_batch
 from .operators import ROWS
 from .writer import OPSET, Writer, refuse
 
@@ -57,7 +58,7 @@ def export_onnx(net: Network, path: str, shapes: Shapes, dtype: str = "float16",
         net: a HybridBlock, converted or not, or a symbol.
         path: of the file.
         shapes: of the inputs, for which the file is: a tuple, a list of tuples, or names and
-            tuples.
+            tuples. None in the place of the batch size: the file is for any.
         dtype: "float16" writes what a GPU runs, by the block's own policy if it is converted,
             and otherwise by the policy float16; "float32" the network without casts.
         params: a symbol's parameters: a dict, or `(arg_params, aux_params)`.
@@ -75,7 +76,8 @@ def export_onnx(net: Network, path: str, shapes: Shapes, dtype: str = "float16",
     else:
         raise TypeError("export_onnx takes a HybridBlock or a symbol. Received: "
                         f"{type(net).__name__}")
-    model = _model(onnx, network, shapes)
+    model = _model_of_any_batch(onnx, network, shapes) if _has_none(shapes) else \
+        _model(onnx, network, shapes)
     replace_file(path, lambda beside: onnx.save(model, beside))
 
 
@@ -163,6 +165,21 @@ def _flat(made: Union[Symbol, Sequence[Any]]) -> List[Any]:
 # ---- the graph ---------------------------------------------------------------
 
 
+def _model_of_any_batch(onnx: ModuleType, network: _Network, shapes: Any) -> object:
+    sizes = _sizes(_inputs(network.graph, network.arrays), shapes, (int, type(None)))
+    models = []
+    for batch in SIZES:
+        try:
+            models.append(_model(onnx, network, {
+                name: tuple(batch if n is None else n for n in shape)
+                for name, shape in sizes.items()}))
+        except mx.MXNetError as error:
+            raise refuse_batch(f"MXNet takes none of {batch}: {message(error)}") from None
+    model = any_batch(onnx, models, sizes)
+    _inferred(onnx, model)
+    return model
+
+
 def _model(onnx: ModuleType, network: _Network, shapes: Shapes) -> object:
     graph = network.graph
     inputs = _inputs(graph, network.arrays)
@@ -218,15 +235,21 @@ def _is_list(value: object) -> bool:
     return isinstance(value, (tuple, list))
 
 
-def _sizes(names: List[str], shapes: Any) -> Dict[str, Shape]:
+def _has_none(shapes: Any) -> bool:
+    several = list(shapes.values()) if isinstance(shapes, Mapping) else shapes
+    return _is_list(several) and (None in several or any(map(_has_none, several)))
+
+
+def _sizes(names: List[str], shapes: Any, valid: Any = int) -> Dict[str, Shape]:
     """The shape of each input."""
     several = shapes if _are_several(shapes) else [shapes]
     given = dict(several) if isinstance(several, Mapping) else dict(zip(names, several))
     if len(several) != len(names) or set(given) != set(names) or not all(
-            _is_list(shape) and all(isinstance(n, int) and n > 0 for n in shape)
+            _is_list(shape) and shape.count(None) < 2
+            and all(isinstance(n, valid) and (n is None or n > 0) for n in shape)
             for shape in given.values()):
-        raise ValueError("shapes must be a tuple of sizes from 1 on for each input: "
-                         f"{', '.join(names)}. Received: {shapes!r}")
+        raise ValueError("shapes must be a tuple of sizes from 1 on, with one None for any batch "
+                         f"size, for each input: {', '.join(names)}. Received: {shapes!r}")
     return {name: tuple(given[name]) for name in names}
 
 
@@ -271,13 +294,7 @@ def _constants(graph: Graph, arrays: Mapping[str, Any], types: Mapping[Entry, Op
 
 def _check(onnx: ModuleType, model: object, writer: Writer) -> None:
     """ONNX must infer the type and shape of each tensor that MXNet infers."""
-    try:
-        onnx.checker.check_model(model)
-        inferred = onnx.shape_inference.infer_shapes(model, check_type=True, strict_mode=True,
-                                                     data_prop=True)
-    except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
-        raise ValueError(f"ONNX does not take the graph that export_onnx has made: {error}") \
-            from error
+    inferred = _inferred(onnx, model)
     found = {info.name: info.type.tensor_type for info in inferred.graph.value_info}
     for entry, name in writer.names.items():
         if name not in found or entry not in writer.shapes:
@@ -287,3 +304,14 @@ def _check(onnx: ModuleType, model: object, writer: Writer) -> None:
         if (shape, dtype) != (writer.shapes[entry], writer.types[entry]):
             refuse(entry.node, f"it would be {dtype} {shape} there. Expected: "
                                f"{writer.types[entry]} {writer.shapes[entry]}")
+
+
+def _inferred(onnx: ModuleType, model: object) -> Any:
+    """The model with what ONNX infers of its tensors."""
+    try:
+        onnx.checker.check_model(model)
+        return onnx.shape_inference.infer_shapes(model, check_type=True, strict_mode=True,
+                                                 data_prop=True)
+    except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
+        raise ValueError(f"ONNX does not take the graph that export_onnx has made: {error}") \
+            from error
