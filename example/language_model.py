@@ -1,0 +1,183 @@
+"""Trains a language model, a small GPT over characters, in float32, float16 or bfloat16.
+
+    python language_model.py --dtype float16
+    python language_model.py --text shakespeare.txt --steps 5000 --gpus 0
+
+Without --text it reads the English text of Python's own help, which comes with Python. At the end
+it writes a text of its own. bfloat16 is for CPUs.
+"""
+import math
+import time
+from pathlib import Path
+from pydoc_data.topics import topics
+
+import gluon_amp as amp
+import mxnet as mx
+import numpy as np
+import recipes
+from mxnet import autograd, gluon, nd
+from mxnet.gluon import nn
+
+
+class Attention(gluon.HybridBlock):
+    """Causal self-attention of some heads."""
+
+    def __init__(self, width, heads, length):
+        super().__init__()
+        self.heads, self.scale = heads, math.sqrt(width // heads)
+        with self.name_scope():
+            self.qkv = nn.Dense(3 * width, flatten=False, in_units=width)
+            self.out = nn.Dense(width, flatten=False, in_units=width)
+            # float16 holds -1e4, whose exponential is 0
+            self.mask = self.params.get_constant("mask", -1e4 * np.triu(np.ones((length,) * 2), 1))
+
+    def hybrid_forward(self, F, x, mask):
+        def split(part):  # (batch, place, width) to (batch * heads, place, width / heads)
+            part = F.reshape(part, (0, 0, self.heads, -1))
+            return F.reshape(F.transpose(part, (0, 2, 1, 3)), (-3, 0, 0))
+
+        q, k, v = map(split, F.split(self.qkv(x), 3, axis=-1))
+        scores = F.batch_dot(q, k, transpose_b=True) / self.scale
+        weights = F.softmax(F.broadcast_add(scores, F.expand_dims(mask, 0)))
+        heads = F.reshape(F.batch_dot(weights, v), (-4, -1, self.heads, 0, 0))
+        return self.out(F.reshape(F.transpose(heads, (0, 2, 1, 3)), (0, 0, -3)))
+
+
+class Layer(gluon.HybridBlock):
+    """Attention and two dense layers, each behind a norm and beside a residual connection."""
+
+    def __init__(self, width, heads, length, dropout):
+        super().__init__()
+        with self.name_scope():
+            self.norm1 = nn.LayerNorm(in_channels=width)
+            self.norm2 = nn.LayerNorm(in_channels=width)
+            self.attention, self.dropout = Attention(width, heads, length), nn.Dropout(dropout)
+            self.dense = nn.HybridSequential()
+            self.dense.add(nn.Dense(4 * width, flatten=False, in_units=width), nn.GELU(),
+                           nn.Dense(width, flatten=False, in_units=4 * width))
+
+    def hybrid_forward(self, F, x):
+        x = x + self.dropout(self.attention(self.norm1(x)))
+        return x + self.dropout(self.dense(self.norm2(x)))
+
+
+class GPT(gluon.HybridBlock):
+    """From characters to the scores of each next one; the first and last layers share a weight."""
+
+    def __init__(self, characters, width, layers, heads, length, dropout):
+        super().__init__()
+        with self.name_scope():
+            self.embed = nn.Embedding(characters, width)
+            self.places = self.params.get("places", shape=(1, length, width))
+            self.layers = nn.HybridSequential()
+            for _ in range(layers):
+                self.layers.add(Layer(width, heads, length, dropout))
+            self.norm = nn.LayerNorm(in_channels=width)
+            self.scores = nn.Dense(characters, flatten=False, use_bias=False, in_units=width,
+                                   params=self.embed.params)
+
+    def hybrid_forward(self, F, x, places):
+        x = F.broadcast_add(self.embed(x), places)
+        return self.scores(self.norm(self.layers(x)))
+
+
+def main(arguments=None):
+    """The recipe, from its flags to a text."""
+    parser = recipes.Parser(__doc__)
+    add = parser.add_argument
+    add("--text", metavar="FILE", help="to learn from; none: Python's help")
+    add("--dtype", default="float32", choices=("float32", "float16", "bfloat16"),
+        help="of the network")
+    add("--loss-scale", type=recipes.loss_scale, default="dynamic",
+        help="of float16: dynamic, a number or none")
+    add("--layers", type=recipes.positive, default=4, help="of attention")
+    add("--heads", type=recipes.positive, default=4, help="of each")
+    add("--width", type=recipes.positive, default=128, help="of the residual stream")
+    add("--length", type=recipes.positive, default=64, help="characters that it reads")
+    add("--dropout", type=recipes.share, default=0.0, help="in each layer")
+    add("--batch-size", type=recipes.positive, default=32, help="parts of the text in a step")
+    add("--steps", type=recipes.positive, default=1000, help="updates")
+    add("--lr", type=recipes.above_0, default=1e-3, help="the highest learning rate")
+    add("--warmup", type=recipes.whole, default=100, help="steps in which the rate rises")
+    add("--wd", type=recipes.decimal, default=0.1, help="weight decay of matrices")
+    add("--clip", type=recipes.above_0, default=1.0, help="the gradient's norm")
+    add("--log-interval", type=recipes.positive, default=100, help="steps between two lines")
+    add("--characters", type=recipes.whole, default=200, help="to write at the end")
+    add("--save", metavar="FILE", help="parameters")
+    add("--seed", type=recipes.whole, default=0, help="of all random numbers")
+    recipes.add_gpus(parser)
+    args = parser.parse_args(arguments)
+    if args.width % args.heads:
+        parser.error(f"--width must be a multiple of --heads {args.heads}. Received: {args.width}")
+    if len(args.gpus) > 1:
+        parser.error("--gpus: one is enough")
+    device, = recipes.devices_of(args.gpus)
+    mx.random.seed(args.seed)
+    rng = np.random.RandomState(args.seed)
+
+    # The text as numbers: the last tenth validates
+    text = Path(args.text).read_text() if args.text else "".join(map(topics.get, sorted(topics)))
+    alphabet = sorted(set(text))
+    number = {character: i for i, character in enumerate(alphabet)}
+    numbers = np.array([number[character] for character in text])
+    training, validation = np.split(numbers, [len(numbers) * 9 // 10])
+    if len(validation) <= args.length:
+        parser.error(f"--text is too short: a tenth of it must have more than --length "
+                     f"{args.length} characters. Received: {len(text)} characters")
+
+    def batch_of(part):
+        """Parts of the text, and the same one character later."""
+        begins = rng.randint(len(part) - args.length, size=(args.batch_size, 1))
+        read = part[begins + np.arange(args.length + 1)]
+        return [nd.array(each, device) for each in (read[:, :-1], read[:, 1:])]
+
+    # The network, in the type that is asked for
+    net = GPT(len(alphabet), args.width, args.layers, args.heads, args.length, args.dropout)
+    net.initialize(mx.init.Normal(0.02), device)
+    amp.convert(net, args.dtype)
+    net.hybridize(static_alloc=True, static_shape=True)
+    loss_fn = gluon.loss.SoftmaxCrossEntropyLoss()
+
+    # The Trainer: it scales the loss, and updates float32 masters
+    net.collect_params(".*(bias|gamma|beta|places)").setattr("wd_mult", 0.0)
+    schedule = recipes.schedule(args.lr, 1, args.steps, "cosine",
+                                warmup_epochs=min(args.warmup, args.steps - 1))
+    scaled = args.dtype == "float16" and args.loss_scale != "none"
+    trainer = amp.Trainer(net.collect_params(), "adamw",
+                          {"learning_rate": args.lr, "lr_scheduler": schedule, "wd": args.wd,
+                           "beta2": 0.95}, loss_scale=args.loss_scale if scaled else None,
+                          clip_norm=args.clip)
+    print(f"{len(text)} characters, {len(alphabet)} of them different; "
+          f"{sum(np.prod(p.shape) for p in net.collect_params().values())} parameters")
+
+    total, start = 0.0, time.time()
+    for step in range(1, args.steps + 1):
+        data, label = batch_of(training)
+        with autograd.record():
+            loss = loss_fn(net(data), label)
+        trainer.backward(loss)
+        trainer.step(args.batch_size)
+        total += float(loss.mean().asscalar())
+        if step % args.log_interval == 0 or step == args.steps:
+            steps = (step - 1) % args.log_interval + 1
+            losses = [loss_fn(net(data), label).mean().asscalar()
+                      for data, label in (batch_of(validation) for _ in range(4))]
+            print(f"step {step}: loss={total / steps:.4f} validation-loss={np.mean(losses):.4f} "
+                  f"lr={trainer.learning_rate:.2e} loss-scale={trainer.loss_scale:g} "
+                  f"skipped={trainer.skipped} {(time.time() - start) / steps * 1e3:.0f} ms/step",
+                  flush=True)
+            total, start = 0.0, time.time()
+    if args.save:
+        net.save_parameters(args.save)
+
+    # One character after the other, each by its probability
+    written = list(validation[:args.length])
+    for _ in range(args.characters):
+        scores = net(nd.array([written[-args.length:]], device))[0, -1].asnumpy().astype(float)
+        weights = np.exp(scores - scores.max())
+        written.append(rng.choice(len(alphabet), p=weights / weights.sum()))
+    print("".join(alphabet[i] for i in written[args.length:]))
+
+
+if __name__ == "__main__":
+    recipes.run(main)

@@ -1,0 +1,192 @@
+"""Trains an object detector (SSD) in float32, float16 or bfloat16, on images that it draws.
+
+    python object_detection.py --dtype float16
+    python object_detection.py --steps 2000 --batch-size 64 --gpus 0
+
+The images are noise with one to three squares, discs and triangles. The detector says where each
+is, and what it is. bfloat16 is for CPUs.
+"""
+import time
+
+import gluon_amp as amp
+import mxnet as mx
+import numpy as np
+import recipes
+from mxnet import autograd, gluon, nd
+from mxnet.gluon import nn
+
+CLASSES = ("square", "disc", "triangle")
+MOST = 3  # objects in an image
+SIZES = ((0.2, 0.27), (0.37, 0.45))  # of the anchors of each map, as a share of the image
+RATIOS = (1.0, 2.0, 0.5)
+ANCHORS = len(SIZES[0]) + len(RATIOS) - 1  # at each place
+
+
+def drawn(rng, count, size):
+    """Images, and for each three rows of a class, left, top, right and bottom; -1 where there is
+    none."""
+    images = rng.normal(0.0, 0.3, (count, 3, size, size)).astype(np.float32)
+    labels = np.full((count, MOST, 5), -1, np.float32)
+    y, x = np.mgrid[:size, :size] + 0.5
+    for image, label in zip(images, labels):
+        for row in label[:rng.randint(1, MOST + 1)]:
+            side = rng.uniform(0.18, 0.45) * size
+            left, top = rng.uniform(0, size - side, 2)
+            kind = rng.randint(len(CLASSES))
+            across, down = (x - left) / side, (y - top) / side
+            inside = (across >= 0) & (across <= 1) & (down >= 0) & (down <= 1)
+            if kind == 1:
+                inside &= (across - 0.5) ** 2 + (down - 0.5) ** 2 <= 0.25
+            if kind == 2:
+                inside &= abs(across - 0.5) <= down / 2
+            image[:, inside] += rng.uniform(0.5, 1.5, (3, 1)) * rng.choice([-1, 1])
+            row[:] = kind, *(np.array([left, top, left + side, top + side]) / size)
+    return images, labels
+
+
+def convolutions(*channels):
+    """Each with a batch norm; the last one is pooled."""
+    net = nn.HybridSequential()
+    for each in channels:
+        net.add(nn.Conv2D(each, 3, padding=1, use_bias=False), nn.BatchNorm(),
+                nn.Activation("relu"))
+    net.add(nn.MaxPool2D())
+    return net
+
+
+class SSD(gluon.HybridBlock):
+    """From images to anchors, and for each the scores of classes, and where the object lies."""
+
+    def __init__(self, width):
+        super().__init__()
+        with self.name_scope():
+            stem = nn.HybridSequential()
+            stem.add(convolutions(width), convolutions(2 * width),
+                     convolutions(4 * width, 4 * width))
+            self.maps, self.scores, self.boxes = (nn.HybridSequential() for _ in range(3))
+            self.maps.add(stem, convolutions(4 * width))
+            for _ in SIZES:
+                self.scores.add(nn.Conv2D(ANCHORS * (len(CLASSES) + 1), 3, padding=1))
+                self.boxes.add(nn.Conv2D(ANCHORS * 4, 3, padding=1))
+
+    def hybrid_forward(self, F, x):
+        anchors, scores, boxes = [], [], []
+        for sizes, go_on, score, box in zip(SIZES, self.maps, self.scores, self.boxes):
+            x = go_on(x)
+            anchors.append(F.contrib.MultiBoxPrior(x, sizes=sizes, ratios=RATIOS))
+            scores.append(F.Flatten(F.transpose(score(x), (0, 2, 3, 1))))
+            boxes.append(F.Flatten(F.transpose(box(x), (0, 2, 3, 1))))
+        return (F.concat(*anchors, dim=1),
+                F.reshape(F.concat(*scores, dim=1), (0, -1, len(CLASSES) + 1)),
+                F.concat(*boxes, dim=1))
+
+
+def overlap(box, others):
+    """Intersection over union."""
+    low, high = np.maximum(box[:2], others[:, :2]), np.minimum(box[2:], others[:, 2:])
+    both = np.prod(np.maximum(high - low, 0), 1)
+    return both / (np.prod(box[2:] - box[:2]) + np.prod(others[:, 2:] - others[:, :2], 1) - both)
+
+
+def average_precision(detections, labels, kind):
+    """Of one class: the area under precision by recall, where boxes overlap by half."""
+    objects = [label[label[:, 0] == kind, 1:] for label in labels]
+    found = [np.zeros(len(each), bool) for each in objects]
+    mine = [(row[1], i, row[2:]) for i, rows in enumerate(detections)
+            for row in rows if row[0] == kind]
+    hits = []
+    for _, i, box in sorted(mine, key=lambda each: -each[0]):
+        overlaps = overlap(box, objects[i]) * ~found[i]
+        hits.append(len(overlaps) > 0 and overlaps.max() >= 0.5)
+        if hits[-1]:
+            found[i][overlaps.argmax()] = True
+    true = np.cumsum(hits)
+    precision = np.maximum.accumulate((true / np.arange(1, len(hits) + 1))[::-1])[::-1]
+    return float((precision * hits).sum() / max(sum(map(len, objects)), 1))
+
+
+def main(arguments=None):
+    """The recipe, from its flags to the mean average precision."""
+    parser = recipes.Parser(__doc__)
+    add = parser.add_argument
+    add("--dtype", default="float32", choices=("float32", "float16", "bfloat16"),
+        help="of the network")
+    add("--loss-scale", type=recipes.loss_scale, default="dynamic",
+        help="of float16: dynamic, a number or none")
+    add("--image-size", type=recipes.positive, default=64, help="pixels, a multiple of 16")
+    add("--width", type=recipes.positive, default=16, help="channels of the first convolution")
+    add("--batch-size", type=recipes.positive, default=32, help="images in a step")
+    add("--steps", type=recipes.positive, default=1000, help="updates")
+    add("--lr", type=recipes.above_0, default=0.05, help="the highest learning rate")
+    add("--momentum", type=recipes.share, default=0.9, help="of SGD")
+    add("--wd", type=recipes.decimal, default=5e-4, help="weight decay")
+    add("--log-interval", type=recipes.positive, default=50, help="steps between two lines")
+    add("--validation-images", type=recipes.positive, default=128, help="drawn once")
+    add("--save", metavar="FILE", help="parameters")
+    add("--seed", type=recipes.whole, default=0, help="of all random numbers")
+    recipes.add_gpus(parser)
+    args = parser.parse_args(arguments)
+    if args.image_size % 16:
+        parser.error(f"--image-size must be a multiple of 16. Received: {args.image_size}")
+    if len(args.gpus) > 1:
+        parser.error("--gpus: one is enough")
+    device, = recipes.devices_of(args.gpus)
+    mx.random.seed(args.seed)
+    rng = np.random.RandomState(args.seed)
+
+    # The network, in the type that is asked for
+    net = SSD(args.width)
+    net.initialize(mx.init.Xavier(), device)
+    amp.convert(net, args.dtype)
+    net.hybridize(static_alloc=True, static_shape=True)
+    class_loss, box_loss = gluon.loss.SoftmaxCrossEntropyLoss(), gluon.loss.HuberLoss()
+
+    # The Trainer: it scales the loss, and updates float32 masters
+    net(nd.zeros((1, 3, args.image_size, args.image_size), device))  # makes all parameters
+    scaled = args.dtype == "float16" and args.loss_scale != "none"
+    schedule = recipes.schedule(args.lr, 1, args.steps, "cosine",
+                                warmup_epochs=min(50, args.steps - 1))
+    trainer = amp.Trainer(net.collect_params(), "sgd",
+                          {"learning_rate": args.lr, "lr_scheduler": schedule, "wd": args.wd,
+                           "momentum": args.momentum},
+                          loss_scale=args.loss_scale if scaled else None)
+
+    total, start = 0.0, time.time()
+    for step in range(1, args.steps + 1):
+        images, labels = drawn(rng, args.batch_size, args.image_size)
+        data, label = nd.array(images, device), nd.array(labels, device)
+        with autograd.record():
+            anchors, scores, boxes = net(data)
+            with autograd.pause():  # which anchor has which object; of others the hardest count
+                box_target, box_mask, class_target = nd.contrib.MultiBoxTarget(
+                    anchors, label, scores.transpose((0, 2, 1)), negative_mining_ratio=3)
+            loss = class_loss(scores, class_target, (class_target >= 0).expand_dims(-1)) \
+                + box_loss(boxes * box_mask, box_target * box_mask)
+        trainer.backward(loss)
+        trainer.step(args.batch_size)
+        total += float(loss.mean().asscalar())
+        if step % args.log_interval == 0 or step == args.steps:
+            steps = (step - 1) % args.log_interval + 1
+            print(f"step {step}: loss={total / steps:.5f} lr={trainer.learning_rate:.2e} "
+                  f"loss-scale={trainer.loss_scale:g} skipped={trainer.skipped} "
+                  f"{(time.time() - start) / steps * 1e3:.0f} ms/step", flush=True)
+            total, start = 0.0, time.time()
+    if args.save:
+        net.save_parameters(args.save)
+
+    # What it finds in images that it has not seen
+    rng = np.random.RandomState(args.seed + 1)
+    images, labels = drawn(rng, args.validation_images, args.image_size)
+    detections = []
+    for begin in range(0, len(images), args.batch_size):
+        anchors, scores, boxes = net(nd.array(images[begin:begin + args.batch_size], device))
+        found = nd.contrib.MultiBoxDetection(scores.softmax().transpose((0, 2, 1)), boxes, anchors,
+                                             nms_threshold=0.45, threshold=0.05)
+        detections += [rows[rows[:, 0] >= 0] for rows in found.asnumpy()]
+    precisions = [average_precision(detections, labels, kind) for kind in range(len(CLASSES))]
+    print(f"mAP@0.5={np.mean(precisions):.4f}", *(
+        f"{name}={each:.4f}" for name, each in zip(CLASSES, precisions)))
+
+
+if __name__ == "__main__":
+    recipes.run(main)

@@ -1,0 +1,90 @@
+"""The recipes for a language model and for detection train, in each type."""
+import re
+
+import language_model
+import numpy as np
+import object_detection
+import pytest
+
+TYPES = ["float32", "float16", "bfloat16"]
+SMALL = ("--layers 1 --width 32 --length 32 --batch-size 16 --steps 60 --warmup 5 --lr 0.01 "
+         "--log-interval 10 --characters 20").split()
+QUICK = ("--width 8 --batch-size 16 --steps 60 --log-interval 20 --validation-images 16").split()
+
+
+def losses(out):
+    return [float(loss) for loss in re.findall(r" loss=(\S+)", out)]
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_a_language_model_learns_to_predict_the_next_character(dtype, tmp_path, capsys):
+    text = tmp_path / "text.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog\n" * 200)
+    file = tmp_path / "net.params"
+    language_model.main(["--text", str(text), "--dtype", dtype, "--save", str(file), *SMALL])
+    out = capsys.readouterr().out
+    first, *_, last = losses(out)
+    assert last < first / 3
+    assert float(re.findall(r"validation-loss=(\S+)", out)[-1]) < first / 3
+    assert file.exists()
+    written = out.split("ms/step\n")[-1].rstrip("\n")
+    assert len(written) <= 20
+    assert set(written) <= set(text.read_text())
+
+
+def test_a_language_model_reads_pythons_help_where_it_has_no_text(capsys):
+    language_model.main([*SMALL, "--steps", "2", "--characters", "0"])
+    assert int(capsys.readouterr().out.split()[0]) > 100_000
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_a_detector_learns_to_find_objects(dtype, tmp_path, capsys):
+    file = tmp_path / "net.params"
+    object_detection.main(["--dtype", dtype, "--save", str(file), *QUICK])
+    out = capsys.readouterr().out
+    first, *_, last = losses(out)
+    assert last < first / 1.5
+    assert 0 < float(re.search(r"mAP@0.5=(\S+)", out)[1]) <= 1
+    assert file.exists()
+
+
+def test_objects_lie_where_their_labels_are():
+    images, labels = object_detection.drawn(np.random.RandomState(0), 8, 64)
+    for image, label in zip(images, labels):
+        boxes = label[label[:, 0] >= 0, 1:]
+        assert 1 <= len(boxes) <= object_detection.MOST
+        inside = np.zeros((64, 64), bool)
+        for left, top, right, bottom in np.round(boxes * 64).astype(int):
+            assert 0 <= left < right <= 64
+            assert 0 <= top < bottom <= 64
+            inside[top:bottom, left:right] = True
+        assert np.abs(image[:, inside]).mean() > 1.5 * np.abs(image[:, ~inside]).mean()
+
+
+def test_average_precision_is_the_area_under_precision_by_recall():
+    labels = np.array([[[0, 0, 0, .5, .5], [0, .5, .5, 1, 1]], [[1, 0, 0, 1, 1], [-1] * 5]])
+    right, wrong = [0, .9, 0, 0, .5, .5], [0, .8, 0, .5, .5, 1]
+    late, twice = [0, .7, .5, .5, 1, 1], [0, .6, .5, .5, 1, 1]
+
+    def precision(*first):
+        return object_detection.average_precision([np.array(first), np.empty((0, 6))], labels, 0)
+
+    assert precision(right, late) == 1
+    assert precision(right, wrong, late) == pytest.approx(1 / 2 + 1 / 2 * 2 / 3)
+    assert precision(right, late, twice) == 1
+    assert precision(wrong) == 0
+    assert object_detection.average_precision([np.empty((0, 6))] * 2, labels, 1) == 0
+
+
+@pytest.mark.parametrize(("main", "flags", "message"), [
+    (language_model.main, "--heads 3", "--width must be a multiple of --heads 3. Received: 128"),
+    (language_model.main, "--text {empty}", "--text is too short: a tenth of it must have more"),
+    (language_model.main, "--gpus 0,1", "--gpus: one is enough"),
+    (object_detection.main, "--image-size 50", "--image-size must be a multiple of 16. Rec"),
+    (object_detection.main, "--gpus 0,1", "--gpus: one is enough")])
+def test_a_flag_that_makes_no_sense_is_one_line(main, flags, message, tmp_path, capsys):
+    (tmp_path / "empty").write_text("a text")
+    with pytest.raises(SystemExit):
+        main(flags.format(empty=tmp_path / "empty").split())
+    line, = capsys.readouterr().err.splitlines()
+    assert message in line
