@@ -219,7 +219,6 @@ POLICIES = {policy.name: policy for policy in (
     Policy("mixed_float8", product="float8_e4m3", between="bfloat16", gradient="float8_e5m2",
            scaling="delayed"),
 )}
-ON_GPUS = [name for name, policy in POLICIES.items() if not (policy.cpu_only or policy.is_float32)]
 IN_SYMBOLS = [name for name, policy in POLICIES.items()
               if not (policy.is_emulated or policy.is_float32)]
 APEX = {"O0": "float32", "O1": "mixed_float16", "O2": "float16", "O3": "pure_float16"}

@@ -318,9 +318,11 @@ class ConvertedHybridBlock(ConvertedBlock):
         types.update(zip((d.name for d in data), dtypes))
         return self.with_casts(clean or Graph.read(traced), types), types
 
-    def with_casts(self, clean: Graph, types: Mapping[str, str]) -> Graph:
-        """A traced graph with the policy's casts, for variables of these types."""
-        keep = frozenset().union(*(state.keep_nodes for state in _states(self)))
+    def with_casts(self, clean: Graph, types: Mapping[str, str],
+                   also: Iterable[str] = ()) -> Graph:
+        """A traced graph with the policy's casts, for variables of these types. `also`: nodes to
+        keep in float32 besides those that `convert` keeps."""
+        keep = frozenset(also).union(*(state.keep_nodes for state in _states(self)))
         policy, parameters = self._amp.policy, parameters_in(self)
         wide = [name for name, p in parameters.items() if not follows(p, policy.between)]
         return insert_casts(clean, types, policy, parameters, keep, wide)

@@ -6,27 +6,30 @@
     write each operator by its row (operators.py), or refuse it by name
     compare the type and shape that ONNX infers for each tensor with MXNet's
 """
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, field
 from types import ModuleType
-from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, Dict, Iterable, List, Mapping, Optional, Sequence, Tuple, Union
 
 from mxnet import autograd
 
 from .._mxnet import message, mx, np
 from ..annotations import Array, Network, Symbol
-from ..cpu.arrays import dtype_name
+from ..cpu.arrays import HALVES, dtype_name
 from ..files import replace_file
+from ..formats import FORMATS
 from ..gluon.converted import ConvertedHybridBlock
 from ..gluon.parameter import value_of
 from ..graph.casts import float32_variables, insert_casts
 from ..graph.graph import Entry, Graph, Node
-from ..policy import ON_GPUS, get_policy
+from ..policy import POLICIES, Policy, get_policy
 from ..symbolic.convert import check_parameters, convert_model, declared_types
 from .batch import SIZES, any_batch, refuse_batch
+from .calibrate import nodes_to_keep
 from .operators import ROWS
-from .writer import OPSET, Writer, refuse
+from .writer import OPSET, Writer, as_type, element_type, refuse, type_name
 
-DTYPES = ("float16", "float32")
+DTYPES = ("float16", "bfloat16", "float32")
 _IR_VERSION = 8  # of the file's format; ONNX 1.10 and all later ones read it
 
 Shape = Tuple[int, ...]
@@ -43,10 +46,11 @@ class _Network:
     types: Dict[str, str]     # of its variables
     arrays: Dict[str, Any]    # of its parameters
     outputs: List[str]        # their names
+    kept: List[str] = field(default_factory=list)  # nodes that calibration keeps in float32
 
 
 def export_onnx(net: Network, path: str, shapes: Shapes, dtype: str = "float16",
-                params: Any = None) -> None:
+                params: Any = None, calibration: Optional[Iterable[Any]] = None) -> List[str]:
     """Writes a network for prediction as an ONNX file: whole, or not at all.
 
     Inputs are float32, and so are outputs, unless the policy says otherwise. Norms, softmax
@@ -60,25 +64,37 @@ def export_onnx(net: Network, path: str, shapes: Shapes, dtype: str = "float16",
         shapes: of the inputs, for which the file is: a tuple, a list of tuples, or names and
             tuples. None in the place of the batch size: the file is for any.
         dtype: "float16" writes what a GPU runs, by the block's own policy if it is converted,
-            and otherwise by the policy float16; "float32" the network without casts.
+            and otherwise by the policy float16; "bfloat16" the same in bfloat16, whose operators
+            compute in float32 between casts; "float32" the network without casts.
         params: a symbol's parameters: a dict, or `(arg_params, aux_params)`.
+        calibration: batches, each an array or a sequence of arrays, one for each input. The
+            float32 network predicts them on a CPU, and a node stays in float32 that reads or writes
+            numbers which the type does not hold: beyond half its largest one, or so small that a
+            tensor would lose 1 % of its norm.
+
+    Returns:
+        the names of the nodes that calibration keeps in float32.
     """
     if dtype not in DTYPES:
-        raise ValueError(f"dtype must be {' or '.join(DTYPES)}. Received: {dtype!r}")
+        raise ValueError(f"dtype must be {', '.join(DTYPES[:-1])} or {DTYPES[-1]}. "
+                         f"Received: {dtype!r}")
+    if calibration is not None and dtype == "float32":
+        raise ValueError("calibration is for float16 and bfloat16. Received: dtype='float32'")
     onnx = _import_onnx()
     if isinstance(net, mx.sym.Symbol):
-        network = _symbol(net, params, dtype)
+        network = _symbol(net, params, dtype, calibration)
     elif isinstance(net, mx.gluon.HybridBlock):
         if params is not None:
             raise ValueError("params are for symbols; a block has its own. Received: "
                              f"{type(net).__name__} and params")
-        network = _block(net, len(shapes) if _are_several(shapes) else 1, dtype)
+        network = _block(net, len(shapes) if _are_several(shapes) else 1, dtype, calibration)
     else:
         raise TypeError("export_onnx takes a HybridBlock or a symbol. Received: "
                         f"{type(net).__name__}")
     model = _model_of_any_batch(onnx, network, shapes) if _has_none(shapes) else \
         _model(onnx, network, shapes)
     replace_file(path, lambda beside: onnx.save(model, beside))
+    return network.kept
 
 
 def _import_onnx() -> ModuleType:
@@ -96,7 +112,8 @@ def _import_onnx() -> ModuleType:
 # ---- the network -------------------------------------------------------------
 
 
-def _block(net: Network, count: int, dtype: str) -> _Network:
+def _block(net: Network, count: int, dtype: str,
+           calibration: Optional[Iterable[Any]] = None) -> _Network:
     names = [f"data{i}" for i in range(count)] if count > 1 else ["data"]
     parameters = net.collect_params()
     if any(p._data is None for p in parameters.values()):
@@ -112,26 +129,41 @@ def _block(net: Network, count: int, dtype: str) -> _Network:
     arrays = {p.name: value_of(p) for p in parameters.values()}
     types = {**dict.fromkeys(names, "float32"),
              **{name: dtype_name(array.dtype) for name, array in arrays.items()}}
+    kept = [] if calibration is None else _calibrated(
+        clean, {name: _numbers(array, "float32") for name, array in arrays.items()}, calibration,
+        dtype)
     if dtype == "float32":
-        types = {name: "float32" if t == "float16" else t for name, t in types.items()}
+        types = {name: "float32" if t in HALVES else t for name, t in types.items()}
         graph = clean
     elif isinstance(net, ConvertedHybridBlock):
-        policy = net._amp.policy
-        if policy.cpu_only or policy.is_float32:
-            raise ValueError(f"policy {policy.name} makes no float16 network for a GPU. Valid: "
-                             f"{', '.join(ON_GPUS)}, or dtype='float32'")
-        graph = net.with_casts(clean, types)
+        _check_policy(net._amp.policy, dtype)
+        graph = net.with_casts(clean, types, kept)
     else:
-        policy = get_policy("float16")
-        wide = float32_variables(clean, policy, ())
-        types.update((p.name, "float16") for p in parameters.values()
+        policy = get_policy(dtype)
+        wide = float32_variables(clean, policy, kept)
+        types.update((p.name, dtype) for p in parameters.values()
                      if p._differentiable and p.name not in wide and types[p.name] == "float32")
-        graph = insert_casts(clean, types, policy, parameters)
+        graph = insert_casts(clean, types, policy, parameters, kept)
     return _Network(graph, types, {name: _numbers(array, types[name])
-                                   for name, array in arrays.items()}, outputs)
+                                   for name, array in arrays.items()}, outputs, kept)
 
 
-def _symbol(symbol: Symbol, params: Any, dtype: str) -> _Network:
+def _check_policy(policy: Policy, dtype: str) -> None:
+    def makes(policy: Policy) -> bool:
+        return not policy.is_emulated and dtype in (policy.product.name, policy.between.name)
+    if not makes(policy):
+        names = [name for name, each in POLICIES.items() if makes(each)]
+        raise ValueError(f"policy {policy.name} makes no {dtype} network. Valid: "
+                         f"{', '.join(names)}, or dtype='float32'")
+
+
+def _calibrated(graph: Graph, arrays: Mapping[str, Any], calibration: Iterable[Any],
+                dtype: str) -> List[str]:
+    return nodes_to_keep(graph, arrays, _inputs(graph, arrays), calibration, FORMATS[dtype])
+
+
+def _symbol(symbol: Symbol, params: Any, dtype: str,
+            calibration: Optional[Iterable[Any]] = None) -> _Network:
     arg_params, aux_params = params if isinstance(params, (tuple, list)) else (params or {}, {})
     everything = {**arg_params, **aux_params}
     auxiliary = set(symbol.list_auxiliary_states())
@@ -139,21 +171,25 @@ def _symbol(symbol: Symbol, params: Any, dtype: str) -> _Network:
     aux = {n: a for n, a in everything.items() if n in auxiliary}
     check_parameters(symbol, args, aux)
     outputs = symbol.list_outputs()
-    if dtype == "float16":
-        symbol, args, aux = convert_model(symbol, args, aux)
+    kept = [] if calibration is None else _calibrated(
+        Graph.read(symbol), {n: _numbers(a, "float32") for n, a in everything.items()},
+        calibration, dtype)
+    if dtype != "float32":
+        symbol, args, aux = convert_model(symbol, args, aux, dtype, map(re.escape, kept))
     graph = Graph.read(symbol)
     arrays = {**args, **aux}
     types = {**dict.fromkeys(graph.variables(), "float32"), **declared_types(graph),
              **{name: dtype_name(array.dtype) for name, array in arrays.items()}}
-    halves = [name for name, t in types.items() if t == "float16"]
+    halves = [name for name, t in types.items() if t in HALVES]
     if dtype == "float32" and halves:
         raise ValueError("this symbol holds float16: export the float32 symbol that it was made "
                          f"of. Received float16: {', '.join(halves[:5])}")
-    return _Network(graph, types, {n: _numbers(a, types[n]) for n, a in arrays.items()}, outputs)
+    return _Network(graph, types, {n: _numbers(a, types[n]) for n, a in arrays.items()}, outputs,
+                    kept)
 
 
-def _numbers(array: Array, dtype: str) -> "np.ndarray[Any, Any]":
-    return array.asnumpy().astype(dtype)
+def _numbers(array: Array, dtype: str) -> Any:
+    return as_type(array.asnumpy(), dtype)
 
 
 def _flat(made: Union[Symbol, Sequence[Any]]) -> List[Any]:
@@ -200,8 +236,7 @@ def _model(onnx: ModuleType, network: _Network, shapes: Shapes) -> object:
                      for entry, name in zip(graph.outputs, network.outputs)]
 
     def described(name: str, dtype: Optional[str], shape: Shape) -> object:
-        kind = onnx.helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
-        return onnx.helper.make_tensor_value_info(name, kind, shape)
+        return onnx.helper.make_tensor_value_info(name, element_type(onnx, dtype), shape)
 
     model = onnx.helper.make_model(
         onnx.helper.make_graph(
@@ -267,13 +302,14 @@ def _measure(graph: Graph, known: Mapping[str, Shape]) -> Dict[Entry, Shape]:
 
 # What only moves or rounds numbers: from arrays, attributes and the shape that it makes.
 _FOLDED: Dict[str, Callable[[List[Any], Node, Any, Any], Any]] = {
-    **dict.fromkeys(("Cast", "amp_cast"), lambda x, node, shape, dtype: x[0].astype(dtype)),
+    **dict.fromkeys(("Cast", "amp_cast"), lambda x, node, shape, dtype: as_type(x[0], dtype)),
     **dict.fromkeys(("Reshape", "reshape", "Flatten", "expand_dims", "squeeze"),
                     lambda x, node, shape, dtype: x[0].reshape(shape)),
     "_rnn_param_concat": lambda x, node, shape, dtype: np.concatenate([a.ravel() for a in x]),
     **dict.fromkeys(("_zeros", "zeros_like"),
-                    lambda x, node, shape, dtype: np.zeros(shape, dtype)),
-    **dict.fromkeys(("_ones", "ones_like"), lambda x, node, shape, dtype: np.ones(shape, dtype)),
+                    lambda x, node, shape, dtype: as_type(np.zeros(shape), dtype)),
+    **dict.fromkeys(("_ones", "ones_like"),
+                    lambda x, node, shape, dtype: as_type(np.ones(shape), dtype)),
 }
 
 
@@ -300,7 +336,7 @@ def _check(onnx: ModuleType, model: object, writer: Writer) -> None:
         if name not in found or entry not in writer.shapes:
             continue
         shape = tuple(d.dim_value for d in found[name].shape.dim)
-        dtype = onnx.helper.tensor_dtype_to_np_dtype(found[name].elem_type).name
+        dtype = type_name(onnx, found[name].elem_type)
         if (shape, dtype) != (writer.shapes[entry], writer.types[entry]):
             refuse(entry.node, f"it would be {dtype} {shape} there. Expected: "
                                f"{writer.types[entry]} {writer.shapes[entry]}")

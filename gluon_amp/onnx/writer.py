@@ -10,12 +10,36 @@ from typing import Any, Callable, Dict, List, Mapping, NamedTuple, NoReturn, Opt
 
 from .._mxnet import np
 from ..annotations import DType
-from ..graph.graph import Entry, Node
+from ..cpu.arrays import HALVES
+from ..formats import FORMATS
+from ..graph.graph import CASTS, Entry, Node
 
 OPSET = 13  # what ONNX's operators mean
+BFLOAT16 = "bfloat16"  # numpy has no such type: its numbers are in float32 arrays
 
 # They say how MXNet computes, or what other attributes and shapes say, too.
 _IGNORED = frozenset("workspace cudnn_off cudnn_tune num_args num_filter num_hidden".split())
+
+
+def as_type(numbers: Any, dtype: Optional[str]) -> Any:
+    """An array's numbers rounded to a type."""
+    if dtype == BFLOAT16:
+        return FORMATS[BFLOAT16].round(np.asarray(numbers, np.float32))
+    return np.asarray(numbers).astype(dtype)
+
+
+def element_type(onnx: ModuleType, dtype: Optional[str]) -> int:
+    """What ONNX calls a type."""
+    if dtype == BFLOAT16:
+        return int(onnx.TensorProto.BFLOAT16)
+    return int(onnx.helper.np_dtype_to_tensor_dtype(np.dtype(dtype)))
+
+
+def type_name(onnx: ModuleType, element: int) -> str:
+    """The name of one of ONNX's types."""
+    if element == onnx.TensorProto.BFLOAT16:
+        return BFLOAT16
+    return str(onnx.helper.tensor_dtype_to_np_dtype(element).name)
 
 
 def refuse(node: Node, why: str) -> NoReturn:
@@ -28,7 +52,8 @@ class Rule(NamedTuple):
     Attributes:
         write: adds its nodes, and returns the names of its outputs.
         wide: on float16 it computes in float32 and rounds its result once, as MXNet does. Others
-            are one ONNX operator, that computes in float16 itself.
+            are one ONNX operator, that computes in float16 itself. On bfloat16, which few of ONNX's
+            operators take, each computes in float32.
     """
     write: Callable[["Operator"], Any]
     wide: bool
@@ -52,10 +77,16 @@ class Writer:
         self._taken.add(made)
         return made
 
-    def constant(self, value: Any, name: str) -> str:
+    def constant(self, value: Any, name: str, dtype: Optional[str] = None) -> str:
         made = self.unique(name)
-        self.initializers.append(self.onnx.numpy_helper.from_array(np.ascontiguousarray(value)
-                                                                   .reshape(np.shape(value)), made))
+        array = np.ascontiguousarray(value).reshape(np.shape(value))
+        if dtype == BFLOAT16:  # the upper half of each float32 number
+            halves = (array.astype(np.float32).view(np.uint32) >> 16).astype("<u2")
+            tensor = self.onnx.helper.make_tensor(made, element_type(self.onnx, dtype),
+                                                  array.shape, halves.tobytes(), raw=True)
+        else:
+            tensor = self.onnx.numpy_helper.from_array(array, made)
+        self.initializers.append(tensor)
         return made
 
     def add(self, op: str, inputs: List[str], names: List[str], **attributes: Any) -> List[str]:
@@ -64,21 +95,22 @@ class Writer:
         return made
 
     def cast(self, name: str, dtype: str) -> str:
-        to = self.onnx.helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
-        return self.add("Cast", [name], [f"{name}_{dtype}"], to=to)[0]
+        return self.add("Cast", [name], [f"{name}_{dtype}"],
+                        to=element_type(self.onnx, dtype))[0]
 
     def read(self, entry: Entry) -> str:
         """The tensor's name; a constant is written down when it is first read."""
         if entry not in self.names:
             output = f"_{entry.output}" if entry.output else ""
-            self.names[entry] = self.constant(self.constants[entry], entry.node.name + output)
+            self.names[entry] = self.constant(self.constants[entry], entry.node.name + output,
+                                              self.types[entry])
         return self.names[entry]
 
     def write(self, node: Node, row: Rule) -> None:
         """Adds a node of MXNet's."""
         entries = list(takewhile(self.types.__contains__, (Entry(node, i) for i in count())))
-        halves = {"float16"} & {self.types[e] for e in (*node.inputs, *entries)}
-        widened = row.wide and bool(halves)
+        halves = {*HALVES} & {self.types[e] for e in (*node.inputs, *entries)}
+        widened = bool(halves) and (row.wide or BFLOAT16 in halves and node.op not in CASTS)
         operator, before = Operator(self, node, widened), len(self.nodes)
         made = row.write(operator)
         made = [made] if isinstance(made, str) else made
@@ -86,8 +118,9 @@ class Writer:
             name = min(operator.unread)
             refuse(node, f"its attribute {name}={node.attrs[name]} has no place in ONNX")
         for entry, name in zip(entries, made):
-            if widened and self.types[entry] == "float16":
-                name = self.cast(name, "float16")
+            dtype = self.types[entry]
+            if widened and dtype in HALVES:
+                name = self.cast(name, dtype)
             number = str(entry.output) if len(made) > 1 else ""
             self.names[entry] = self._renamed(name, f"{node.name}_output{number}", before)
 
@@ -127,7 +160,7 @@ class Operator:
     def input(self, i: int) -> str:
         entry = self.node.inputs[i]
         name = self.writer.read(entry)
-        if self._widened and self.writer.types[entry] == "float16":
+        if self._widened and self.writer.types[entry] in HALVES:
             return self.writer.cast(name, "float32")
         return name
 

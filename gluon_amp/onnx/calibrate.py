@@ -1,0 +1,99 @@
+"""What stays in float32 in a file of 16 bits: by what a float32 network computes on given batches.
+
+The engine counts the exponents of each tensor, as for an X-ray. A node stays in float32 that reads
+or writes a tensor which the format does not hold: whose largest number, with room for a factor of
+two, lies beyond it, or which loses more than a share of its norm to the format's small end.
+"""
+from typing import Any, Dict, Iterable, List, Mapping, Sequence, Set
+
+from mxnet import autograd
+
+from .._mxnet import mx
+from ..cpu import library
+from ..formats import Format
+from ..graph.build import build, cached_op
+from ..graph.graph import Entry, Graph
+from ..inspection.statistics import Counts, Key, read
+from ..policy import POLICIES
+
+_ROOM = 1  # power of two that stays free above the largest number
+_LOST = 0.01  # share of a tensor's norm
+_IDS = {"Embedding": 0, "take": 1}  # operators, and which of their inputs is one of whole numbers
+
+
+def nodes_to_keep(graph: Graph, arrays: Mapping[str, Any], data: Sequence[str],
+                  batches: Iterable[Any], format_: Format) -> List[str]:
+    """The names of a network's nodes that stay in float32.
+
+    Args:
+        graph: of the float32 network.
+        arrays: of its parameters.
+        data: the names of its inputs.
+        batches: for each an array, or a sequence of arrays.
+    """
+    known = {name: mx.nd.array(array, dtype="float32") for name, array in arrays.items()}
+    counts = _counted(graph, known, data, batches)
+    counts.update((Key(name, False, 0), Counts.of_array(array)) for name, array in known.items())
+    unfit: Set[Entry] = set()
+    kept: Dict[str, None] = {}
+    for node in graph.nodes():
+        made = [key.which for key in counts if key.node == node.name]
+        unfit.update(Entry(node, i) for i in made
+                     if not _fits(counts[Key(node.name, False, i)], format_, node.name))
+        if node.is_variable:
+            continue
+        reads = [e in unfit for i, e in enumerate(node.inputs) if i != _IDS.get(node.op)]
+        if not made and any(reads):  # it moves numbers, and the engine has not counted them
+            unfit.add(Entry(node))
+        elif any(reads) or any(Entry(node, i) in unfit for i in made):
+            kept[node.name] = None
+    return list(kept)
+
+
+def _fits(counts: Counts, format_: Format, name: str) -> bool:
+    if not counts.finite:
+        raise ValueError(f"calibration: {name} is not finite in float32. Valid: batches and "
+                         "parameters of finite numbers")
+    room = counts.headroom(format_)
+    return room is None or room[1] >= _ROOM and counts.lost(format_) <= _LOST
+
+
+def _counted(graph: Graph, known: Mapping[str, Any], data: Sequence[str],
+             batches: Iterable[Any]) -> Dict[Key, Counts]:
+    """What the engine counts in predictions of the float32 network, and in their data."""
+    library.load()
+    names = graph.variables()
+    symbol = build(graph, dict.fromkeys(names, "float32"), POLICIES["float32"],
+                   watch=True).symbol()
+    fed = [name for name in names if name not in known]
+    run, inputs = cached_op(symbol, fed, known)
+    found: Dict[Key, Counts] = {}
+
+    def add(key: Key, counts: Counts) -> None:
+        found[key] = found[key] + counts if key in found else counts
+
+    read()  # what others have left
+    for batch in batches:
+        given = _arrays(batch, data)
+        labels = [name for name in fed if name not in given]  # which nothing reads in predictions
+        shapes = dict(zip(symbol.list_arguments(), symbol.infer_shape(
+            **{name: array.shape for name, array in {**known, **given}.items()})[0]))
+        given.update((name, mx.nd.zeros(shapes[name])) for name in labels)
+        with autograd.pause():
+            run(*(given[fed[at]] if is_data else at for is_data, at in inputs))
+        for key, counts in read().items():
+            add(key, counts)
+        for name in data:
+            add(Key(name, False, 0), Counts.of_array(given[name]))
+    if not found:
+        raise ValueError("calibration holds no batch. Valid: an iterable of arrays, or of "
+                         "sequences of arrays")
+    return found
+
+
+def _arrays(batch: Any, data: Sequence[str]) -> Dict[str, Any]:
+    several = batch if isinstance(batch, (tuple, list)) else [batch]
+    if len(several) != len(data):
+        raise ValueError("a batch of calibration must be an array for each input: "
+                         f"{', '.join(data)}. Received: {len(several)}")
+    return {name: mx.nd.array(array, dtype="float32") for name, array in zip(data, several)}
