@@ -34,7 +34,7 @@ from .advice import window
 from .network import in_groups, keep_line
 from .session import FIRST_SCALE, Graphs, Session, arrays_of, split
 from .statistics import Counted, Counts, Key, decibels
-from .tensors import Layout, Tensor
+from .tensors import Layout
 
 Nodes = FrozenSet[str]
 
