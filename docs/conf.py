@@ -28,7 +28,8 @@ PUBLISHED = {"readme": "README.md", "results": "results/README.md",
 project = "gluon_amp"
 version = release = gluon_amp.__version__
 project_copyright = "the gluon_amp contributors, Apache-2.0"
-extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.autosummary", "sphinx.ext.napoleon"]
+autosummary_generate = False  # its tables only
 exclude_patterns = ["_build", "figures"]
 
 html_theme = "furo"

@@ -23,7 +23,7 @@ from processes import printed
 from symbols import get_symbol
 
 EXAMPLES = Path(__file__).parents[1] / "example"
-REFERENCE = (EXAMPLES.parent / "docs" / "api.md").read_text()
+REFERENCE = "".join(path.read_text() for path in (EXAMPLES.parent / "docs" / "api").glob("*.md"))
 SCRIPTS = {path.stem: ast.parse(path.read_text()) for path in EXAMPLES.glob("*.py")
            if path.name != "recipes.py"}
 each_script = pytest.mark.parametrize("script", SCRIPTS)
