@@ -91,7 +91,21 @@ def _import_mxnet() -> Any:
                           "pip install 'gluon-amp[cu112]'") from error
     if _numpy.NUMPY_2:
         _sum_in_float64(mxnet.metric.EvalMetric)
+    _refuse_symbols(mxnet.autograd.Function, mxnet.sym.Symbol)
     return mxnet
+
+
+def _refuse_symbols(function: Any, symbol: Any) -> None:
+    """A traced `autograd.Function` passes symbols to MXNet's library as arrays, which crashes."""
+    call = function.__call__
+
+    def checked(self: Any, *inputs: Any) -> Any:
+        if any(isinstance(each, symbol) for each in inputs):
+            raise TypeError(f"an autograd.Function takes arrays and cannot be part of a graph. "
+                            f"{type(self).__name__} received: a Symbol")
+        return call(self, *inputs)
+
+    function.__call__ = checked
 
 
 def _sum_in_float64(metric: Any) -> None:

@@ -255,10 +255,10 @@ def test_a_kept_block_that_is_no_graph_runs_imperatively(build, dtype):
 
 
 class Round(autograd.Function):
-    """The straight-through estimator. It refuses symbols after MXNet stopped recording."""
+    """The straight-through estimator. Its forward takes symbols, too."""
 
     def forward(self, x):
-        return nd.round(x)
+        return x.round()
 
     def backward(self, dy):
         return dy
@@ -269,18 +269,38 @@ class Quantizes(nn.HybridBlock):
         return Round()(x)
 
 
-def test_a_kept_block_with_a_function_of_autograd_trains():
+class CallsArrays(nn.HybridBlock):
+    def hybrid_forward(self, F, x):
+        return nd.relu(x)
+
+
+def with_one(inner):
     net = nn.HybridSequential()
-    net.add(nn.Dense(8), Quantizes(), nn.Dense(2))
+    net.add(nn.Dense(8), inner, nn.Dense(2))
     net.initialize(mx.init.Xavier())
-    amp.convert(net, keep=Quantizes)
+    return net
+
+
+@pytest.mark.parametrize("inner", [Quantizes, CallsArrays])
+def test_a_kept_block_that_takes_arrays_alone_trains(inner):
+    net = amp.convert(with_one(inner()), keep=inner)
     trainer = amp.Trainer(net.collect_params(), "sgd")
     with autograd.record():
         loss = net(nd.ones((3, 5))).mean(axis=1)
-        assert autograd.is_recording()
     trainer.backward(loss)
     assert trainer.step(3)
     assert net[0].weight.grad().astype("float32").norm().asscalar() > 0
+
+
+@pytest.mark.parametrize("hybridized", [False, True])
+def test_a_function_of_autograd_in_a_graph_is_an_error(hybridized):
+    """It ended the process."""
+    net = with_one(Quantizes())
+    if hybridized:
+        net.hybridize()
+    amp.convert(net)
+    with pytest.raises((RuntimeError, TypeError), match="Round received: a Symbol"):
+        net(nd.ones((3, 5)))
 
 
 def test_a_kept_block_that_was_hybridized_is_a_graph_or_an_error():

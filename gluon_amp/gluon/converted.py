@@ -204,7 +204,6 @@ class ConvertedHybridBlock(ConvertedBlock):
 
     def _get_symbols(self, *args: Any) -> None:
         """Traces. A network that was never hybridized may ask arrays what symbols do not know."""
-        recording = autograd.is_recording()
         try:
             self._get_graph(*args)
         except _ONLY_ARRAYS as error:
@@ -218,8 +217,6 @@ class ConvertedHybridBlock(ConvertedBlock):
                 "ask for no shapes and values, and takes arrays only; a plain gluon.Block can and "
                 "does, and the blocks in it are converted; and so does a block that keep= names")\
                 from error
-        finally:
-            autograd.set_recording(recording)  # a Function that fails leaves it off
 
     def _first_trace(self, *args: Any) -> Trace:
         made = self._trace(*args)
