@@ -238,7 +238,7 @@ def test_commands_exist(page, monkeypatch, capsys):
 def test_the_scripts_have_the_flags_of_the_table(monkeypatch):
     """Its first two columns are MXNet's and GluonCV's; "both", "all" and "the same" mean these."""
     table = re.findall(r"(?m)^\| (?:`--.* )?\|.*\|.*\|.*\|$",
-                       (ROOT / "docs" / "recipes.md").read_text())
+                       (ROOT / "docs" / "flags.md").read_text())
     assert len(table) > 25
     for row in table:
         *others, symbolic, gluon = row.split("|")[1:-1]
