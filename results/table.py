@@ -51,7 +51,7 @@ def answer(difference):
     """The verdict, with the p of the test that it rests on."""
     word = outcome(difference, MARGIN)
     if word == "different":
-        return f"no: more than chance, p = {difference.p:.3f}"
+        return f"different, p = {difference.p:.3f}"
     return f"{word}, {p_text(difference, MARGIN)}"
 
 
