@@ -164,12 +164,12 @@ def conclusion(found: Difference, margin: float) -> str:
     if word == "the same":
         return f"the same {within} ({tests})"
     if word == "different, within the margin":
-        return f"a difference that is no chance, and equivalent {within} ({tests})"
+        return f"different, but equivalent {within} ({tests})"
     seeds, kind = found.seeds_for(margin), "paired seeds" if found.paired else "seeds of each"
     needed = f"{seeds:,} {kind} would show {margin:g}, were there no difference" if seeds else \
         f"more than {MOST_SEEDS:,} {kind} would be needed to show {margin:g}"
     if word == "different":
-        return f"a difference that is no chance, and not shown to be {within} ({tests})"
+        return f"different, and not shown to be {within} ({tests})"
     return f"the same within {found.shown_within} {found.unit}, not shown {within} ({tests}); " \
            f"{needed}"
 
