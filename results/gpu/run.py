@@ -29,13 +29,13 @@ RECIPES = {
 COMPUTE = [*study.PYTHON, "-m", "gluon_amp.gpu", "--compute"]
 README = """# MXNet's CUDA build on a software GPU
 
-`make results-gpu` writes this folder. The host code of `mxnet-cu112` 1.9.1 ran on a
-[GPU that computes on the host](../../docs/gpu.md#a-gpu-that-computes).
+MXNet's CUDA build on a [software GPU](../../docs/gpu.md#a-gpu-that-computes) trains to about the
+CPU's accuracy. `make results-gpu` writes this folder with the host code of `mxnet-cu112` 1.9.1.
 
 ## Digits
 
-`example/image_classification.py --dataset digits --dtype float16 --gpus 0`, ten epochs, test
-accuracy. On the CPU 30 seeds of float16 end between {least} and {most} % ([results](../README.md)).
+Test accuracy of `example/image_classification.py --dataset digits --dtype float16 --gpus 0` after
+ten epochs. On the CPU, 30 seeds end between {least} and {most} % ([results](../README.md)).
 
 | seed | software GPU | CPU |
 | --- | --- | --- |
@@ -43,8 +43,8 @@ accuracy. On the CPU 30 seeds of float16 end between {least} and {most} % ([resu
 
 ## Recipes
 
-`fine_tune.py` and `train_imagenet.py` (the Symbolic API) in float16 on {records} photos of their
-data, the same seed on both.
+`fine_tune.py` and `train_imagenet.py` (the Symbolic API) in float16 on {records} photos, with the
+same seed on both.
 
 | recipe | software GPU: accuracy, loss | CPU: accuracy, loss |
 | --- | --- | --- |
@@ -52,9 +52,9 @@ data, the same seed on both.
 
 ## Networks
 
-Outputs, then gradients of all weights as one vector: the length of the difference from the CPU's
-float32, over the length of the CPU's. "Nudged" is the CPU's float32 with weights that are larger by
-2^-21: how much the last bits of float32 matter. Dropout is off.
+Relative error of the outputs, and of the gradients of all weights as one vector, compared with
+float32 on the CPU. "Nudged" is float32 on the CPU with weights that are larger by 2^-21, which
+shows the effect of float32's last bits. Dropout is off.
 
 | network | GPU, float32 | CPU, nudged | CPU, float16 | GPU, float16 |
 | --- | --- | --- | --- | --- |
