@@ -37,9 +37,10 @@ WORKERS = 2
 # substituted, start: functions of this file, the latter in place of running the script.
 # loss: the outputs of a Module that have it; "Loss": what gluon's losses return, where the script
 # scales what it goes back from. here: runs in this environment, not in that of foreign.txt.
-# keep: what `convert` is to keep in float32.
-Script = namedtuple("Script", "path arguments own missing given substituted start loss here keep",
-                    defaults=("", None, (), (), (), None, "softmax", False, ""))
+# keep: what `convert` is to keep in float32. scale: the Trainer's loss scale in float16.
+Script = namedtuple(
+    "Script", "path arguments own missing given substituted start loss here keep scale",
+    defaults=("", None, (), (), (), None, "softmax", False, "", "dynamic"))
 
 ARCFACE = "insightface/recognition/arcface_mxnet/"
 FACES = "--network {} --loss arcface --per-batch-size 4 --lr 0.001 --verbose 6"
@@ -58,7 +59,7 @@ SCRIPTS = [
            missing=("mxboard", "rtpt", "zarr"), start="crazyara"),
     Script("handwritten-text-recognition/ocr/handwriting_line_recognition.py",
            "-g -1 -e 3 -s 4 -a 32", missing=("mxboard",),
-           substituted=("no_workers",), start="handwriting"),
+           substituted=("no_workers", "no_weights"), start="handwriting"),
     Script("gluon-nlp/scripts/bert/run_pretraining.py",
            "--data masked.npz --data_eval masked.npz --optimizer lamb --num_dataset_workers 1 "
            "--num_batch_workers 1 --total_batch_size 16 --accumulate 2 --num_steps 20 "
@@ -67,7 +68,15 @@ SCRIPTS = [
     Script("gluon-cv/scripts/segmentation/train.py",
            "--model fcn --backbone resnet50 --dataset drawn --crop-size 64 --base-size 64 "
            "--batch-size 4 --workers 0 --no-cuda --ngpus 1 --syncbn --no-val --epochs 3 --lr 0.001",
-           substituted=("segments",)),
+           substituted=("segments", "no_weights"), scale="none"),
+    Script("gluon-cv/scripts/detection/center_net/train_center_net.py",
+           "--data-shape 64 --batch-size 4 -j 0 --epochs 4",
+           given=("objects",), substituted=("gpus_are_cpus", "no_weights")),
+    Script("gluon-cv/scripts/depth/train.py",
+           "--model_zoo monodepth2_resnet18_kitti_stereo_640x192 --model_zoo_pose "
+           "monodepth2_resnet18_posenet_kitti_mono_640x192 --pretrained_base "
+           "--no_gpu --height 64 --width 96 --batch_size 2 --num_workers 0 --frame_ids 0 -1 1",
+           given=("drives",), substituted=("frames", "no_weights")),
     Script("gluon-cv/scripts/gan/wgan/train_wgan.py",
            "--dataset cifar10 --dataroot none --imageSize 32 --batchSize 8 --ngf 16 --ndf 16",
            missing=("mxboard", "lsun"), substituted=("drawn_sets", "no_workers")),
@@ -205,7 +214,7 @@ def convert(mx, policy, record):
     """Puts gluon_amp's Trainer and Module in place of MXNet's, and converts what they train."""
     import gluon_amp as amp
     trainers, converted, settings = [], [], {}
-    if policy == "float16":
+    if policy == "float16" and os.environ["GLUON_AMP_SCALE"] == "dynamic":
         settings["loss_scale"] = "dynamic"
 
     class Trainer(amp.Trainer):
@@ -281,6 +290,27 @@ def networks(mx, params):
 def gpus_are_cpus(mx):
     """mx.cpu for mx.gpu"""
     mx.gpu = mx.context.gpu = lambda i=0: mx.cpu(i)
+
+
+def no_weights(mx):
+    """random weights for pretrained ones"""
+    load = mx.gluon.Block.load_parameters
+
+    def loaded(net, path, ctx=None, **kwargs):
+        if path != "random":
+            return load(net, path, ctx, **kwargs)
+        net.initialize(mx.init.Xavier(), ctx=ctx)
+        one = ctx[0] if isinstance(ctx, list) else ctx
+        return net(mx.nd.zeros((1, 3, 64, 64), ctx=one))
+
+    mx.gluon.Block.load_parameters = loaded
+    stores = [mx.gluon.model_zoo.model_store]
+    if "gluon-cv" in os.environ["GLUON_AMP_PATH"]:
+        from gluoncv.model_zoo import model_store
+        stores.append(model_store)
+    for store in stores:
+        store.get_model_file = lambda *_, **__: "random"
+    mx.gluon.model_zoo.vision.resnet.get_model_file = lambda *_, **__: "random"
 
 
 def no_workers(mx):
@@ -453,10 +483,42 @@ def drawn_sets(mx):
     vision.CIFAR10 = drawn_set(32, 3)
 
 
-def segments(mx):
-    """a data set of drawn shapes, no pretrained weights"""
+def frames(mx):
+    """drawn frames for KITTI's"""
     import gluoncv.data
-    import gluoncv.model_zoo.segbase
+    import numpy as np
+
+    class Frames(mx.gluon.data.Dataset):
+        def __init__(self, path, names, height, width, frame_ids, scales, *_, **__):
+            self._length, self._height, self._width = len(names), height, width
+            self._frames, self._scales = frame_ids, scales
+
+        def __len__(self):
+            return self._length
+
+        def __getitem__(self, index):
+            rng = np.random.RandomState(index)
+            coarse, item = rng.rand(3, self._height // 8, self._width // 8 + 4), {}
+            for i in self._frames:
+                scene = np.kron(coarse, np.ones((1, 8, 8)))[:, :, 16 + 4 * i:][:, :, :self._width]
+                for scale in range(self._scales):
+                    small = mx.nd.array(scene[:, ::2**scale, ::2**scale])
+                    item["color", i, scale] = item["color_aug", i, scale] = small
+            for scale in range(self._scales):
+                camera = np.eye(4, dtype="float32")
+                camera[0, 0], camera[0, 2] = 0.58 * self._width, 0.5 * self._width
+                camera[1, 1], camera[1, 2] = 1.92 * self._height, 0.5 * self._height
+                camera[:2] /= 2**scale
+                item["K", scale] = mx.nd.array(camera)
+                item["inv_K", scale] = mx.nd.array(np.linalg.pinv(camera))
+            return item
+
+    gluoncv.data.KITTIRAWDataset = Frames
+
+
+def segments(mx):
+    """a data set of drawn shapes"""
+    import gluoncv.data
     import numpy as np
 
     class Shapes(gluoncv.data.segbase.SegmentationDataset):
@@ -481,35 +543,18 @@ def segments(mx):
             return 0
 
     gluoncv.data.datasets["drawn"] = Shapes
-    backbone = gluoncv.model_zoo.segbase.resnet50_v1s
-
-    def drawn(pretrained, **kwargs):
-        net = backbone(pretrained=False, **kwargs)
-        net.initialize(mx.init.Xavier())
-        return net
-
-    gluoncv.model_zoo.segbase.resnet50_v1s = drawn
 
 
 def handwriting(sources, *arguments):
-    """drawn lines of text for the IAM data set, random weights for ResNet-34's"""
+    """drawn lines of text for the IAM data set"""
     import numpy as np
     from gluon_amp._mxnet import mx
-    zoo34 = mx.gluon.model_zoo.vision.resnet34_v1
-
-    def resnet34(pretrained, ctx):
-        net = zoo34()
-        net.initialize(mx.init.Xavier(), ctx=ctx)
-        net(mx.nd.zeros((1, 3, 32, 32), ctx=net.features[0].weight.list_ctx()[0]))
-        return net
-
     def lines(*_, train, **__):
         rng = np.random.RandomState(train)
         texts = [[" ".join(rng.choice(published.WORDS, 3))] for _ in range(16 if train else 4)]
         return mx.gluon.data.SimpleDataset(
             [(rng.randint(0, 256, (30, 400)).astype("uint8"), text) for text in texts])
 
-    mx.gluon.model_zoo.vision.resnet34_v1 = resnet34
     sys.path.insert(0, f"{sources}/handwritten-text-recognition")
     import ocr.utils.iam_dataset as iam
     iam.IAMDataset = lines
@@ -560,6 +605,38 @@ def boxes(folder, sources):
     (folder / "train" / "label.txt").write_text("\n".join(lines) + "\n")
     for name in ("cache", "model"):
         (folder / name).mkdir()
+
+
+def drives(folder, sources):
+    """names of 32 frames"""
+    splits = folder / ".mxnet" / "datasets" / "kitti" / "splits" / "eigen_zhou"
+    splits.mkdir(parents=True)
+    for part in ("train", "val"):
+        (splits / f"{part}_files.txt").write_text("drive 1 l\n" * 32)
+
+
+def objects(folder, sources):
+    """16 drawn images in the form of Pascal VOC"""
+    import numpy as np
+    rng = np.random.RandomState(0)
+    for year, parts in (("VOC2007", ("trainval", "test")), ("VOC2012", ("trainval",))):
+        root = folder / ".mxnet" / "datasets" / "voc" / year
+        for name in ("JPEGImages", "Annotations", "ImageSets/Main"):
+            (root / name).mkdir(parents=True)
+        for part in parts:
+            names = [f"{part}{i}" for i in range(16)]
+            (root / "ImageSets" / "Main" / f"{part}.txt").write_text("\n".join(names) + "\n")
+            for name in names:
+                picture = rng.randint(0, 60, (80, 80, 3))
+                x, y, size = *rng.randint(2, 40, 2), rng.randint(16, 36)
+                picture[y:y + size, x:x + size] += 120
+                (root / "JPEGImages" / f"{name}.jpg").write_bytes(
+                    published.png(picture.astype("uint8")))
+                (root / "Annotations" / f"{name}.xml").write_text(
+                    "<annotation><size><width>80</width><height>80</height></size><object>"
+                    "<name>cat</name><difficult>0</difficult><bndbox>"
+                    f"<xmin>{x + 1}</xmin><ymin>{y + 1}</ymin><xmax>{x + size}</xmax>"
+                    f"<ymax>{y + size}</ymax></bndbox></object></annotation>")
 
 
 def sentences(folder, sources):
@@ -662,11 +739,13 @@ def train(script, run, sources):
     own = script.own if run == "float16" and script.own else ""
     environment = {
         "CUDA_VISIBLE_DEVICES": "", "GLUON_AMP_RUN": run, "GLUON_AMP_LOSS": script.loss,
-        "GLUON_AMP_KEEP": script.keep,
+        "GLUON_AMP_KEEP": script.keep, "GLUON_AMP_PATH": script.path,
+        "GLUON_AMP_SCALE": script.scale,
         "GLUON_AMP_STEPS": str(STEPS), "GLUON_AMP_MISSING": " ".join(script.missing)}
     if script.own is None:
         environment["GLUON_AMP_CONVERTED"] = "1"
     with tempfile.TemporaryDirectory() as scratch:
+        environment["HOME"] = scratch
         for name in script.given:
             globals()[name](Path(scratch), sources)
         command = [str(sources / script.path)]
@@ -713,7 +792,8 @@ def rows(script, done):
                        *script.given, *script.substituted, *filter(None, [script.start])))]
     if script.own is None:
         kept = f", keep={script.keep}" if script.keep else ""
-        substituted.append(f"gluon_amp's Trainer and Module for MXNet's{kept}")
+        scale = ", loss_scale=None" if script.scale == "none" else ""
+        substituted.append(f"gluon_amp's Trainer and Module for MXNet's{kept}{scale}")
     head.append(f"    substituted: {'; '.join(substituted)}")
     passes = True
     losses = done["float32"][0]
