@@ -6,9 +6,12 @@ float16, and in bfloat16. Where a script has a flag for float16, that is what sw
 Elsewhere this file puts `gluon_amp.convert`, `Trainer` and `Module` in place of MXNet's.
 
 A script passes where the losses of 16 bits differ from float32's by no more than those of the
-changed float32 runs (root mean square over all steps). Losses that are equal at all steps fail:
-nothing ran in 16 bits. Of imgclsmob's 140 families of networks a sixth runs. NAMES="arcface hand"
-runs the scripts whose path or arguments hold a name: NAMES=imgclsmob all families.
+changed float32 run do, or by no more than SHARE of the range of float32's (root mean square over
+all steps). Losses that are equal at all steps fail: nothing ran in 16 bits. Scripts that fail in
+float32 are listed with the error. Of imgclsmob's 140 families of networks a sixth runs.
+
+NAMES="arcface hand" runs the scripts whose path or arguments hold a name: NAMES=imgclsmob all
+families.
 
 In the scripts' processes, this file makes the substitutions and records the losses.
 """
@@ -30,6 +33,7 @@ import zoo
 
 STEPS = 12
 NOISE = {"float16": 2**-6, "bfloat16": 2**-4}
+SHARE = {"float16": 0.01, "bfloat16": 0.04}  # of the range of float32's losses
 WORKERS = 2
 
 # own: the arguments that switch float16 on; none: this file converts what the script makes.
@@ -123,7 +127,7 @@ def begin():
         globals()[name](mx)
     record = Recorder(mx)
     if run.startswith("noise"):
-        add_noise(mx, run.split()[1])
+        add_noise(mx, run.split()[1], record)
     if "GLUON_AMP_CONVERTED" in os.environ:
         (convert if run in NOISE else hybridize)(mx, run, record)
 
@@ -133,7 +137,7 @@ class Recorder:
 
     def __init__(self, mx):
         self._depth = 0
-        self._left = int(os.environ["GLUON_AMP_STEPS"])
+        self.begun, self._left = False, int(os.environ["GLUON_AMP_STEPS"])
         self._loss = os.environ["GLUON_AMP_LOSS"]
         backward, one_backward = mx.autograd.backward, mx.nd.NDArray.backward
         update, loss_of = mx.mod.Module.update, mx.gluon.loss.Loss.__call__
@@ -149,7 +153,7 @@ class Recorder:
 
     def around(self, losses, run, *args, **kwargs):
         """Records before it runs, unless it runs within another that records."""
-        if not self._depth:
+        if not self._depth and self._loss != "Loss":
             self.write(losses())
         self._depth += 1
         try:
@@ -160,6 +164,7 @@ class Recorder:
     def write(self, losses):
         if losses is None:
             return
+        self.begun = True
         if not self._left:  # other threads may wait for what never comes
             sys.stdout.flush()
             for child in multiprocessing.active_children():
@@ -198,16 +203,22 @@ class Recorder:
         return (numbers**2).mean()
 
 
-def add_noise(mx, dtype):
+def add_noise(mx, dtype, record):
     """Changes each initial weight by up to NOISE of itself."""
     import numpy as np
-    rng, initialize = np.random.RandomState(1), mx.init.Initializer.__call__
+    rng = np.random.RandomState(1)
+    initialize, set_data = mx.init.Initializer.__call__, mx.gluon.Parameter.set_data
 
-    def changed(self, desc, array):
+    def changed(array):
+        return array * mx.nd.array(1 + rng.uniform(-NOISE[dtype], NOISE[dtype], array.shape))
+
+    def initialized(self, desc, array):
         initialize(self, desc, array)
-        array *= mx.nd.array(1 + rng.uniform(-NOISE[dtype], NOISE[dtype], array.shape))
+        array[:] = changed(array)
 
-    mx.init.Initializer.__call__ = changed
+    mx.init.Initializer.__call__ = initialized
+    mx.gluon.Parameter.set_data = lambda parameter, data: set_data(
+        parameter, data if record.begun else changed(data))
 
 
 def convert(mx, policy, record):
@@ -297,11 +308,12 @@ def no_weights(mx):
     load = mx.gluon.Block.load_parameters
 
     def loaded(net, path, ctx=None, **kwargs):
-        if path != "random":
+        if path != "random" and "multiple_inputs" not in path:
             return load(net, path, ctx, **kwargs)
         net.initialize(mx.init.Xavier(), ctx=ctx)
-        one = ctx[0] if isinstance(ctx, list) else ctx
-        return net(mx.nd.zeros((1, 3, 64, 64), ctx=one))
+        if any(p._deferred_init for p in net.collect_params().values()):
+            channels = 3 if path == "random" else 6
+            net(mx.nd.zeros((1, channels, 64, 64), ctx=ctx[0] if isinstance(ctx, list) else ctx))
 
     mx.gluon.Block.load_parameters = loaded
     stores = [mx.gluon.model_zoo.model_store]
@@ -489,9 +501,9 @@ def frames(mx):
     import numpy as np
 
     class Frames(mx.gluon.data.Dataset):
-        def __init__(self, path, names, height, width, frame_ids, scales, *_, **__):
+        def __init__(self, path, names, height, width, frame_ids, num_scales, **_):
             self._length, self._height, self._width = len(names), height, width
-            self._frames, self._scales = frame_ids, scales
+            self._frames, self._scales = frame_ids, num_scales
 
         def __len__(self):
             return self._length
@@ -611,6 +623,9 @@ def drives(folder, sources):
     """names of 32 frames"""
     splits = folder / ".mxnet" / "datasets" / "kitti" / "splits" / "eigen_zhou"
     splits.mkdir(parents=True)
+    models = folder / ".mxnet" / "models"
+    models.mkdir()
+    (models / "resnet18_v1b_multiple_inputs.params").touch()  # not to be read: no_weights
     for part in ("train", "val"):
         (splits / f"{part}_files.txt").write_text("drive 1 l\n" * 32)
 
@@ -781,6 +796,7 @@ def judge(script, done, kind):
         return difference, noise, f"{len(losses)} steps, {kind} {len(losses16)}"
     if difference == 0:
         return difference, noise, f"nothing runs in {kind}"
+    noise = max(noise, SHARE[kind] * (max(losses) - min(losses)))
     return difference, noise, "" if difference <= noise else f"{kind} trains otherwise"
 
 
@@ -831,7 +847,8 @@ def main(folder):
             failed += not passes
     print("float32, type: the last loss. difference: of float32's losses and the type's, root "
           "mean\nsquare over the steps; noise: that of float32 with initial weights changed by up "
-          f"to\n{NOISE}. substituted in all: the seeds.")
+          f"to\n{NOISE}, or {SHARE} of the\nrange of float32's losses. substituted in all: the "
+          "seeds.")
     sys.exit(f"{failed} of {len(scripts)} scripts fail" if failed else 0)
 
 
