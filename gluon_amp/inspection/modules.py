@@ -8,7 +8,7 @@ labels that they compare with are outputs of the block, too.
 """
 import math
 import re
-from typing import Any, Callable, Dict, Iterable, List, NamedTuple, Optional, Set, Tuple, Union
+from typing import Any, Callable, Dict, Iterable, List, Optional, Set, Tuple, Union
 
 from .._mxnet import mx
 from ..annotations import Array, Batch, Block, Module, Network
@@ -186,15 +186,9 @@ def _block_of(module: Module, clean: Graph, policy: Policy, kept: Set[str]) -> B
 _LEAST = 1e-30  # what a logarithm is taken of, so that it is finite
 
 
-class _Loss(NamedTuple):
-    """A head's loss.
-
-    Attributes:
-        numbers: its parts.
-        slopes: how their sum changes with what the head reads; None where that is not known.
-    """
-    numbers: Any
-    slopes: Optional[Any]
+# A head's loss: its parts, and how their sum changes with what the head reads; None where that is
+# not known.
+_Loss = Tuple[Any, Optional[Any]]
 
 
 class HeadLosses:
@@ -223,9 +217,10 @@ class HeadLosses:
         given = list(outputs) if isinstance(outputs, (list, tuple)) else [outputs]
         outputs, labels = given[:len(self.heads)], iter(given[len(self.heads):])
         with mx.autograd.pause():
-            self._last = [_loss(head, out, next(labels) if _has_label(head) else None)
+            self._last = [_loss(head, out.astype("float32"),
+                                next(labels).astype("float32") if _has_label(head) else None)
                           for head, out in zip(self.heads, outputs) if head.op in LOSSES]
-            shown = mx.nd.add_n(*(loss.numbers.mean() for loss in self._last))
+            shown = mx.nd.add_n(*(numbers.mean() for numbers, _ in self._last))
         begun = mx.nd.add_n(*(out.astype("float32").sum() for out in outputs))
         return shown + (begun - begun.detach())
 
@@ -234,14 +229,15 @@ class HeadLosses:
         what its own settings make of the gradient that it begins (`grad_scale`, `normalization`).
         0 where a head's loss is not known."""
         total = 0.0
-        for head, loss in zip((h for h in self.heads if h.op in LOSSES), self._last):
+        heads = (head for head in self.heads if head.op in LOSSES)
+        for head, (numbers, slopes) in zip(heads, self._last):
             begun = counts.get(Key(head.name, True, 0))
-            if loss.slopes is None or begun is None:
+            if slopes is None or begun is None:
                 return 0.0
-            slopes = float(loss.slopes.square().sum().asscalar())
-            if slopes:
-                factor = math.sqrt(begun.squares / slopes)
-                total += factor * float(loss.numbers.abs().sum().asscalar())
+            squares = float(slopes.square().sum().asscalar())
+            if squares:
+                factor = math.sqrt(begun.squares / squares)
+                total += factor * float(numbers.abs().sum().asscalar())
         return total
 
 
@@ -250,17 +246,24 @@ def _has_label(head: Node) -> bool:
 
 
 def _loss(head: Node, output: Array, label: Array) -> _Loss:
-    output = output.astype("float32")
-    found = None
+    """A head's loss in float32. MXNet takes other labels, too: then the outputs are shown."""
+    found: Optional[_Loss] = None
     if head.op in ("SoftmaxOutput", "Softmax"):
-        found = _of_softmax(head, output, label.astype("float32"))
-    elif "Regression" in head.op and label.size == output.size:
-        found = _of_regression(head.op, output, label.astype("float32").reshape(output.shape))
+        found = _of_softmax(head, output, label)
+    elif head.op in _REGRESSIONS and label.size == output.size:
+        found = _REGRESSIONS[head.op](output, label.reshape(output.shape))
     elif head.op == "SVMOutput" and label.size == len(output):
-        found = _of_svm(head, output, label.astype("float32").reshape(-1))
+        found = _of_svm(head, output, label.reshape(-1))
     elif head.op in ("MakeLoss", "make_loss"):
-        found = _Loss(output, mx.nd.ones_like(output))
-    return found or _Loss(output, None)  # MXNet takes other labels, too: the outputs are shown
+        found = output, mx.nd.ones_like(output)
+    return found or (output, None)
+
+
+_REGRESSIONS: Dict[str, Callable[[Array, Array], _Loss]] = {
+    "LinearRegressionOutput": lambda out, label: ((out - label).square() / 2, out - label),
+    "MAERegressionOutput": lambda out, label: ((out - label).abs(), (out - label).sign()),
+    "LogisticRegressionOutput": lambda out, label: (
+        -label * (out + _LEAST).log() - (1 - label) * (1 - out + _LEAST).log(), out - label)}
 
 
 def _of_softmax(head: Node, output: Array, label: Array) -> Optional[_Loss]:
@@ -269,7 +272,7 @@ def _of_softmax(head: Node, output: Array, label: Array) -> Optional[_Loss]:
         output, axis = output.reshape((output.shape[0], -1)), 1
     if label.size == output.size:
         label = label.reshape(output.shape)
-        return _Loss(-(label * (output + _LEAST).log()).sum(axis=axis), output - label)
+        return -(label * (output + _LEAST).log()).sum(axis=axis), output - label
     places = output.shape[:axis] + output.shape[axis + 1:]
     if label.size != math.prod(places):
         return None
@@ -279,27 +282,16 @@ def _of_softmax(head: Node, output: Array, label: Array) -> Optional[_Loss]:
         counted = label != float(head.attrs.get("ignore_label", -1))
     right = mx.nd.moveaxis(mx.nd.one_hot(label, output.shape[axis]), -1, axis)
     numbers = -((output * right).sum(axis=axis) + _LEAST).log() * counted
-    return _Loss(numbers, (output - right) * counted.expand_dims(axis))
-
-
-def _of_regression(op: str, output: Array, label: Array) -> _Loss:
-    off = output - label
-    if op == "MAERegressionOutput":
-        return _Loss(off.abs(), off.sign())
-    if op == "LogisticRegressionOutput":
-        return _Loss(-label * (output + _LEAST).log()
-                     - (1 - label) * (1 - output + _LEAST).log(), off)
-    return _Loss(off.square() / 2, off)
+    return numbers, (output - right) * counted.expand_dims(axis)
 
 
 def _of_svm(head: Node, output: Array, label: Array) -> _Loss:
     sides = 2 * mx.nd.one_hot(label, output.shape[1]) - 1
     off = (float(head.attrs.get("margin", 1)) - sides * output).relu()
     if _is_on(head, "use_linear"):
-        return _Loss(off, -sides * (off > 0))
-    return _Loss(off.square(), -2 * sides * off)
+        return off, -sides * (off > 0)
+    return off.square(), -2 * sides * off
 
 
 def _is_on(head: Node, setting: str) -> bool:
     return head.attrs.get(setting) in ("True", "true", "1")
-

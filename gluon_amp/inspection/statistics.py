@@ -15,6 +15,8 @@ from ..cpu import library
 from ..formats import FLOAT16, Format
 
 _BIAS = 127  # of bins: bin 127 holds numbers from 1 to below 2
+_EXPONENTS = np.arange(256.0) - _BIAS  # of each bin
+_SQUARE = 7 / 3  # of a number between 1 and 2, on average
 _COUNTS: Any = np.dtype(library.Counts)
 
 
@@ -126,10 +128,9 @@ class Counts:
         """What a format would do to these numbers: the shares that are 0 ("zero"), that it makes 0
         ("flushed"), holds with fewer digits ("subnormal"), or makes infinite or the largest number
         ("overflowed")."""
-        exponents = np.arange(256) - _BIAS
-        flushed = exponents < math.log2(format_.smallest) - 1
+        flushed = math.log2(format_.smallest) - 1 > _EXPONENTS
         above = _is_beyond(format_)
-        subnormal = (exponents < math.log2(format_.smallest_normal)) & ~flushed
+        subnormal = (math.log2(format_.smallest_normal) > _EXPONENTS) & ~flushed
         count = max(self.numbers, 1)
         return {"zero": self.zero / count, "flushed": int(self.bins[flushed].sum()) / count,
                 "subnormal": int(self.bins[subnormal].sum()) / count,
@@ -160,17 +161,17 @@ class Counts:
         Infinite where a number lies beyond the format."""
         if self.shares(format_)["overflowed"]:
             return math.inf
-        exponents = np.arange(256.0) - _BIAS
-        steps = np.maximum(4.0 ** (exponents - format_.fraction), format_.smallest ** 2)
-        error = (self.bins * steps).sum() / 12
-        total = (self.bins * (7 / 3) * 4.0 ** exponents).sum()
+        steps = np.maximum(4.0 ** (_EXPONENTS - format_.fraction), format_.smallest ** 2)
+        error, total = (self.bins * steps).sum() / 12, self._estimated_squares()
         return float(min(error / total, 1.0)) if total else 0.0
+
+    def _estimated_squares(self) -> float:
+        return float((self.bins * _SQUARE * 4.0 ** _EXPONENTS).sum())
 
     def as_in(self, format_: Format) -> "Counts":
         """These numbers as if they were rounded to a format: what becomes 0 or infinite, and the
         error, as far as exponents tell."""
-        count, shares = self.numbers, self.shares(format_)
-        squares = float((self.bins * (7 / 3) * 4.0 ** (np.arange(256.0) - _BIAS)).sum())
+        count, shares, squares = self.numbers, self.shares(format_), self._estimated_squares()
         beyond = round(shares["overflowed"] * count) - self.infinite - self.nan
         inside = replace(self, bins=np.where(_is_beyond(format_), 0, self.bins), infinite=0, nan=0)
         return replace(self, overflowed=beyond, flushed=round(shares["flushed"] * count),
@@ -182,8 +183,8 @@ def _small_end(format_: Format, powers: Tuple[int, ...]
                ) -> Tuple["np.ndarray[Any, Any]", "np.ndarray[Any, Any]"]:
     """For each of these powers of two and each bin: the energy that a format's small end takes from
     a number in it, and the number's own; numbers lie evenly in a bin."""
-    exponents = np.arange(256.0) - _BIAS + np.array(powers, np.float64)[:, None]
-    squares = (7 / 3) * 4.0 ** exponents
+    exponents = _EXPONENTS + np.array(powers, np.float64)[:, None]
+    squares = _SQUARE * 4.0 ** exponents
     smallest = math.log2(format_.smallest)
     error = np.where(exponents < smallest - 1, squares, 4.0 ** smallest / 12)
     return np.where(exponents < math.log2(format_.smallest_normal), error, 0.0), squares
@@ -191,7 +192,8 @@ def _small_end(format_: Format, powers: Tuple[int, ...]
 
 def _is_beyond(format_: Format) -> "np.ndarray[Any, Any]":
     """For each bin: whether its numbers lie beyond a format."""
-    return np.arange(256) - _BIAS > math.floor(math.log2(format_.largest))
+    beyond: np.ndarray[Any, Any] = math.floor(math.log2(format_.largest)) < _EXPONENTS
+    return beyond
 
 
 def decibels(signal: float, noise: float) -> float:

@@ -60,7 +60,8 @@ class View:
         weights: the parameters.
         window: the loss scales that fit, with the tensor that sets each end.
         loss_scale: its (low, high); low is above high where no scale fits all gradients.
-        findings: the nodes that float16 does not suit, the worst first.
+        findings: the nodes that the format does not suit: where infinities begin first, gradients
+            last.
         keep: for `convert(net, keep=view.keep)`: after it, nothing is found.
         first_overflow: the first tensor that is not finite; None where all are.
         losses: of each step.
@@ -190,7 +191,8 @@ class View:
 def xray(net: Network, batches: Iterable[Any], loss_fn: Optional[LossFunction] = None,
          trainer: Optional[Trainer] = None, steps: int = 20, reference: bool = True,
          lost: float = 0.01, batch_size: Optional[int] = None) -> View:
-    """Shows what float16 does to every tensor of a converted network, forward and backward.
+    """Shows what a policy's format, such as float16, does to every tensor of a converted network,
+    forward and backward.
 
     Every step runs on copies of the parameters: neither they nor statistics change, unless a
     trainer is given: then each step is its ordinary one, with the same bits. Float32 draws the
