@@ -63,12 +63,9 @@ def lines(view: Any) -> Iterable[Dict[str, Any]]:
     """The lines of xray.jsonl: one of the run; one for each tensor and step; then one for each
     parameter, and one for what all steps added to it. `bins` holds pairs of an exponent and how
     many numbers have it."""
-    found: List[Dict[str, Any]] = [
-        {"node": f.node, "tensor": f.tensor, "reason": f.reason, "detail": f.detail}
-        for f in view.findings]
     yield {"version": VERSION, "network": view.name, "said": str(view),
-           "loss_scale": view.loss_scale, "keep": view.keep,
-           "findings": found, "left_out": view.left_out, "lost": view.lost,
+           "loss_scale": view.loss_scale, "keep": view.keep, "left_out": view.left_out,
+           "lost": view.lost, "findings": [vars(f) for f in view.findings],
            "first_overflow": str(view.first_overflow) if view.first_overflow else None}
     for number, (scale, counted) in enumerate(view.steps):
         for tensor in view.tensors:
@@ -188,21 +185,14 @@ def page(view: Any) -> str:
 
 
 def _advice(view: Any) -> str:
-    parts = [f"<p class=note>{escape(note[:1].upper() + note[1:])}.</p>" for note in view.notes]
-    if view.first_overflow:
-        parts.append(f"<p class=bad><b>First overflow.</b> {escape(str(view.first_overflow))}</p>")
-    if view.window:
-        head, tail = str(view.window).split(":", 1)
-        parts.append(f"<p class={'good' if view.window.low <= view.window.high else 'bad'}>"
-                     f"<b>{head}:</b>{escape(tail)}.</p>")
-    if view.findings:
-        parts.append("<ol>" + "".join(
-            f"<li><b>{escape(f.node)}</b>: {escape(f.reason)}: {escape(f.detail)}."
-            for f in view.findings[:10]) + "</ol>")
-        if view.keep:
-            parts.append(f"<pre>{escape(view.keep_line)}</pre>")
-    elif view.tensors:
-        parts.append("<p class=good><b>Nothing needs to stay in float32</b> beyond what does.</p>")
+    parts = []
+    for kind, about, text in view.said():
+        if kind == "keep":
+            parts.append(f"<pre>{escape(text)}</pre>")
+            continue
+        head = f"<b>{escape(about)}:</b> " if about else ""
+        said = text if about else text[:1].upper() + text[1:].rstrip(".")
+        parts.append(f"<p class={kind}>{head}{escape(said)}.</p>")
     return "\n".join(parts)
 
 
@@ -218,7 +208,8 @@ p, li { max-width: 60rem; overflow-wrap: anywhere; }
 .good, .bad, .note { border-left: 4px solid var(--float16); padding-left: 0.8rem; }
 .bad { border-color: var(--float8); }
 .note { border-color: var(--grey); }
-pre { background: var(--shade); padding: 0.6rem 0.8rem; overflow-x: auto; }
+.finding { display: list-item; list-style: decimal inside; margin: 0 0 0.3rem 0.8rem; }
+pre { background: var(--shade); padding: 0.6rem 0.8rem; white-space: pre-wrap; }
 .small { color: var(--grey); font-size: 0.85rem; }
 canvas { width: 100%; display: block; }
 .tip { max-width: 20rem; overflow-wrap: anywhere; }

@@ -131,18 +131,24 @@ class View:
         pictures. Returns the path of the page."""
         return save(self, folder)
 
-    def __str__(self) -> str:
-        lines = [*self.notes]
+    def said(self) -> List[Tuple[str, str, str]]:
+        """What there is to say: of which kind it is, what it is about, and the text."""
+        made = [("note", "", note) for note in self.notes]
         if self.first_overflow:
-            lines.append(f"First overflow: {self.first_overflow}")
+            made.append(("bad", "First overflow", str(self.first_overflow)))
         if self.window:
-            lines.append(str(self.window))
-        lines += [f"{f.node}: {f.reason}: {f.detail}" for f in self.findings[:_MOST_SAID]]
+            about, text = str(self.window).split(": ", 1)
+            made.append(("good" if self.window.low <= self.window.high else "bad", about, text))
+        made += [("finding", f.node, f"{f.reason}: {f.detail}")
+                 for f in self.findings[:_MOST_SAID]]
         if self.keep:
-            lines.append(f"To keep in float32: {self.keep_line}")
+            made.append(("keep", "To keep in float32", self.keep_line))
         elif self.tensors and not self.findings:
-            lines.append("Nothing needs to stay in float32 beyond what does.")
-        return "\n".join(lines)
+            made.append(("good", "", "Nothing needs to stay in float32 beyond what does."))
+        return made
+
+    def __str__(self) -> str:
+        return "\n".join(f"{about}: {text}" if about else text for _, about, text in self.said())
 
     def add(self, low: Graphs, ran: Ran, whole: Optional[Ran], known: Mapping[str, Any]) -> None:
         """Takes in a step, and the same in float32. Its counts tell nothing of the format where
