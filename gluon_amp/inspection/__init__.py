@@ -1,1 +1,1 @@
-"""What float16 does to every tensor of a network."""
+"""What a format such as float16 does to every tensor of a network."""

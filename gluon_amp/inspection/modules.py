@@ -108,7 +108,7 @@ def _as_converted(module: Module) -> Tuple[Graph, Policy, Set[str]]:
     found = mixed.types(types)
     low = next((half for half in HALVES if half in found.values()), "")
     if not low:
-        raise ValueError("the Module has no float16 tensors: give its symbol to "
+        raise ValueError("the Module is all float32: give its symbol to "
                          "gluon_amp.convert_symbol")
     wanted, clean = _reads(mixed, types), _without_casts(mixed, types)
     parameters = parameter_names(clean)

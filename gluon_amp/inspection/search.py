@@ -42,6 +42,8 @@ _MOST_BATCHES = 16
 _TRUER = 6.0  # dB: what is asked for beyond the last time, where training was off
 _FIRST_PLACES = 2  # batches, at the network's weights of now
 _HIGHEST_SCALE = 2.0 ** 24
+_MOST_LOST = 0.01  # of a gradient's norm, where nodes are ranked
+_DISTURBED = 2.0 ** -12  # of themselves, at most, are float32's weights off to tell it from itself
 
 
 @dataclass(frozen=True)
@@ -271,7 +273,7 @@ class Measure:
         weights = [graphs.arrays[p.name].as_nd_ndarray() for p in trained]
         for weight in weights if kind.endswith("disturbed") else ():
             weight[:] = mx.nd.array(
-                weight.asnumpy() * (1 + 2.0 ** -12 * rng.uniform(-1, 1, weight.shape)))
+                weight.asnumpy() * (1 + _DISTURBED * rng.uniform(-1, 1, weight.shape)))
         update = mx.optimizer.get_updater(make_optimizer(
             s.optimizer, param_dict=dict(enumerate(trained)), **dict(s.optimizer_params)))
         scale, losses = FIRST_SCALE, []  # type: float, List[float]
@@ -459,7 +461,7 @@ class _Looking:
             self.failed.append(keep)
             if keep == self.all:
                 self.notes.append("training is off float32's loss with all nodes in float32, too: "
-                                  "float16 weights and data make that difference")
+                                  "weights and data of less than float32 make that difference")
                 return
             reached = self.measure.snr(keep)
             if not self.measure.add_place_of_failure(keep) and math.isfinite(reached):
@@ -547,7 +549,7 @@ def _union(groups: Iterable[Any]) -> Nodes:
     return frozenset(itertools.chain.from_iterable(groups))
 
 
-# ---- which nodes float16 harms most --------------------------------------------------------------
+# ---- which nodes rounding harms most -------------------------------------------------------------
 
 
 def ranked(layout: Layout, counts: Counted, scale: float,
@@ -565,7 +567,7 @@ def ranked(layout: Layout, counts: Counted, scale: float,
     tensors = [t for t in layout.tensors() if t.is_low]
     for tensor in tensors:
         tensor.counts = counts.get(tensor.key)
-    fits = window([t for t in tensors if t.counts], scale, 0.01)
+    fits = window(tensors, scale, _MOST_LOST)
     factor = (min(fits.high, _HIGHEST_SCALE) if fits else scale) / scale
 
     def made_by(key: Key) -> Tuple[Key, bool]:

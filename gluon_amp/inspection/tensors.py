@@ -15,6 +15,8 @@ from ..graph.operators import LOSSES, PRODUCTS
 from ..policy import Policy
 from .statistics import Counted, Key, compared
 
+_BELOW_ROUNDING, _LEAST_DECIBELS = 26, 10.0  # what is too far from what was rounded
+
 # Their gradients are copies of their output's gradient, which nothing counts.
 _HANDS_ON = frozenset(["elemwise_add"])
 _ENDS_GRADIENTS = frozenset(["BlockGrad", "zeros_like", "ones_like"])
@@ -86,7 +88,8 @@ class Tensor:
     @property
     def low_snr(self) -> float:
         """In dB: rounding alone leaves far more than that in a tensor that the format suits."""
-        return max(6.02 * (self.format.fraction + 1) - 26, 10.0)
+        exact = 6.02 * (self.format.fraction + 1)  # of the format's rounding
+        return max(exact - _BELOW_ROUNDING, _LEAST_DECIBELS)
 
     @property
     def last_exponent(self) -> int:

@@ -1,7 +1,7 @@
 """`xray`: what a format does to every tensor of a network, and what to do about it.
 
-    each step   a float32 step on copies of the parameters, then the same in float16, counted by the
-                engine, forward and backward: with a trainer, that is the user's own step
+    each step   a float32 step on copies of the parameters, then the same in the policy's format,
+                counted by the engine, forward and backward: with a trainer, the user's own step
     at the end  counts become advice: a window of loss scales, findings, and a line for keep=,
                 which is tried: nodes are added until nothing is found any more
 """
