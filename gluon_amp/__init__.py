@@ -10,6 +10,7 @@ from .cpu.library import KernelError
 from .formats import Format
 from .gluon.convert import convert, restore
 from .gpu.trace import gpu_trace
+from .inspection.monitor import Monitor
 from .inspection.search import search
 from .inspection.view import explain, xray
 from .onnx.export import export_onnx
@@ -33,10 +34,10 @@ from .version import __version__ as __version__
 library.start()
 
 __all__ = ["BucketingModule", "DynamicLossScale", "Format", "Horovod", "KernelError",
-           "LossScaleError", "Module", "Policy", "StaticLossScale", "Trainer", "backward",
-           "convert", "convert_model", "convert_symbol", "data", "explain", "export_onnx",
-           "gpu_trace", "lr_find", "optimizer", "read_logs", "report", "restore", "scale_loss",
-           "search", "tensor_core_dot", "types", "xray"]
+           "LossScaleError", "Module", "Monitor", "Policy", "StaticLossScale", "Trainer",
+           "backward", "convert", "convert_model", "convert_symbol", "data", "explain",
+           "export_onnx", "gpu_trace", "lr_find", "optimizer", "read_logs", "report", "restore",
+           "scale_loss", "search", "tensor_core_dot", "types", "xray"]
 
 _MODULES = {"BatchProcessor": "training.estimator", "RankEndedError": "parallel",
             "RanksDifferError": "parallel", "Speedometer": "symbolic.module",

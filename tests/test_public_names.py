@@ -11,7 +11,7 @@ PUBLIC = """
     Trainer backward optimizer scale_loss StaticLossScale DynamicLossScale LossScaleError
     Module BucketingModule convert_symbol convert_model
     export_onnx lr_find report read_logs data
-    xray explain search types gpu_trace
+    xray explain search types gpu_trace Monitor
     tensor_core_dot Horovod KernelError
 """.split()
 MOVED = {"average_statistics": "gluon_amp.parallel", "RankEndedError": "gluon_amp.parallel",

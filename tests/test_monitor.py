@@ -1,0 +1,230 @@
+"""`Monitor`: statistics of tensors every so many steps of a training that stays as it is."""
+import json
+import logging
+
+import gluon_amp as amp
+import mxnet as mx
+import numpy as np
+import pytest
+from mxnet import autograd, gluon, nd
+from mxnet.gluon import nn
+from xray_networks import LOSS, batches, images_net
+
+
+def train(net, trainer, data, steps, monitor=None):
+    """The losses of some steps."""
+    losses = []
+    for i in range(steps):
+        x, label = data[i % len(data)]
+        with autograd.record():
+            loss = LOSS(net(x), label)
+        if isinstance(trainer, amp.Trainer):
+            trainer.backward(loss)
+        else:
+            loss.backward()
+        trainer.step(len(label))
+        losses.append(loss.asnumpy())
+        if monitor:
+            monitor.step()
+    return losses
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def made(policy="float16", seed=1, **kwargs):
+    """A network and its trainer."""
+    mx.random.seed(seed)
+    net = images_net()
+    net.initialize(mx.init.Xavier())
+    amp.convert(net, policy)
+    net.hybridize(static_alloc=True, static_shape=True)
+    net(batches()[0][0])
+    return net, amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.1}, **kwargs)
+
+
+def dense(policy="float16"):
+    net = nn.HybridSequential(prefix="net_")
+    with net.name_scope():
+        net.add(nn.Dense(4, in_units=6, use_bias=False, prefix="dense_"))
+    net.initialize(mx.init.Normal(1))
+    amp.convert(net, policy)
+    return net
+
+
+@pytest.mark.parametrize("policy", ["float16", "mixed_float16", "bfloat16", "mixed_float8", "tf32"])
+def test_training_stays_as_it_is_bit_by_bit(policy, tmp_path):
+    results = []
+    for monitored in (False, True):
+        net, trainer = made(policy)
+        mx.random.seed(3)
+        monitor = amp.Monitor(net, trainer, tmp_path / "a.jsonl", 2) if monitored else None
+        losses = train(net, trainer, batches(), 5, monitor)
+        results.append([*losses, *(p.data().asnumpy() for p in net.collect_params().values())])
+        if monitor:
+            monitor.close()
+    assert all(np.array_equal(a, b) for a, b in zip(*results))
+    assert {line["step"] for line in lines(tmp_path / "a.jsonl")} == {2, 4}
+
+
+def test_statistics_are_of_the_tensors_numbers(tmp_path, rng):
+    net, file = dense(), tmp_path / "a.jsonl"
+    trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 0}, loss_scale=8.0)
+    x, label = rng.standard_normal((5, 6)).astype("float16"), nd.arange(5) % 4
+    w = net[0].weight.data().asnumpy()
+    with amp.Monitor(net, trainer, file, interval=1, layers=net[0]) as monitor:
+        train(net, trainer, [(nd.array(x, dtype="float16"), label)], 1, monitor)
+    found = {(line["node"], line["tensor"]): line for line in lines(file)}
+    out = found["net_dense_fwd", "output"]
+    exact = x.astype("float32") @ w.astype("float32").T
+    assert out["numbers"] == 20
+    assert out["format"] == "float16"
+    assert out["rms"] == pytest.approx(np.sqrt((exact ** 2).mean()), rel=1e-3)
+    assert out["largest"] == np.floor(np.log2(np.abs(exact).max()))
+    assert out["least"] == np.floor(np.log2(np.abs(exact).min()))
+    assert out["zero"] == out["underflow"] == out["overflow"] == out["nan"] == 0
+    assert "loss_scale" not in out
+    soft = np.exp(exact) / np.exp(exact).sum(1, keepdims=True) - np.eye(4)[[0, 1, 2, 3, 0]]
+    gradient = found["net_dense_fwd", "net_dense_weight"]
+    assert gradient["kind"] == "gradient"
+    assert gradient["loss_scale"] == 8
+    scaled = 8 * soft.T @ x.astype("float32")
+    assert gradient["rms"] == pytest.approx(np.sqrt((scaled ** 2).mean()), rel=1e-2)
+
+
+def test_what_overflows_and_what_becomes_zero_is_told(tmp_path):
+    net, file = dense(), tmp_path / "a.jsonl"
+    net[0].weight.set_data(nd.array([[1e-4] * 6, [1.0] * 6, [3e4] * 6, [0.0] * 6]))
+    trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 0}, loss_scale=None)
+    data = nd.ones((2, 6)) * nd.array([[1e-5], [1.0]])
+    with amp.Monitor(net, trainer, file, 1, ".*dense_fwd") as monitor, autograd.record():
+        net(data)
+        monitor.step()
+    line, = lines(file)
+    assert (line["overflow"], line["zero"], line["underflow"]) == (1 / 8, 1 / 4, 1 / 8)
+
+
+@pytest.mark.parametrize(("layers", "nodes"), [
+    ("net_conv0_fwd", {"net_conv0_fwd"}),
+    (["net_conv0_fwd", "net_dense0_.*"], {"net_conv0_fwd", "net_dense0_fwd"})])
+def test_only_chosen_layers_are_written(layers, nodes, tmp_path):
+    net, trainer = made("mixed_float16")
+    file = tmp_path / "a.jsonl"
+    with amp.Monitor(net, trainer, file, 2, layers) as monitor:
+        train(net, trainer, batches(), 3, monitor)
+    assert {line["node"].split("_weight_")[0].replace("_bias_amp_cast_float16", "_fwd").replace(
+        "_amp_cast_float16", "_fwd") for line in lines(file)} >= nodes
+    assert not any("batchnorm" in line["node"] for line in lines(file))
+
+
+def test_predictions_between_steps_are_not_counted(tmp_path):
+    net, file = dense(), tmp_path / "a.jsonl"
+    trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.1})
+    data = [(nd.ones((3, 6)), nd.arange(3))]
+    with amp.Monitor(net, trainer, file, 1, ".*dense_fwd") as monitor:
+        for _ in range(3):
+            net(nd.ones((7, 6)))
+            train(net, trainer, data, 1, monitor)
+    assert {line["numbers"] for line in lines(file) if line["kind"] == "output"} == {12}
+
+
+def test_passes_of_one_step_add_up_and_a_repeated_one_counts_once(tmp_path):
+    net, file = dense(), tmp_path / "a.jsonl"
+    net.collect_params().setattr("grad_req", "add")
+    # the first scale overflows, and the backward pass is repeated at lower ones
+    scale = amp.DynamicLossScale(2.0 ** 24)
+    trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.1}, loss_scale=scale)
+    with amp.Monitor(net, trainer, file, 1, ".*dense_fwd") as monitor:
+        for _ in range(2):
+            with autograd.record():
+                loss = LOSS(net(nd.ones((3, 6))), nd.arange(3))
+            trainer.backward(loss)
+        trainer.step(6)
+        monitor.step()
+    numbers = {line["tensor"]: line["numbers"] for line in lines(file)}
+    assert numbers["output"] == 2 * 12
+    assert numbers["net_dense_weight"] == 2 * 24
+    gradient, = (line for line in lines(file) if line["tensor"] == "net_dense_weight")
+    assert gradient["overflow"] == 0
+    assert gradient["loss_scale"] == trainer.loss_scale < 2.0 ** 24
+
+
+def test_mxnets_own_trainer_is_observed_too(tmp_path):
+    net, file = dense("mixed_bfloat16"), tmp_path / "a.jsonl"
+    trainer = gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.1})
+    with amp.Monitor(net, trainer, file, 2) as monitor:
+        train(net, trainer, [(nd.ones((3, 6)), nd.arange(3))], 4, monitor)
+    assert {(line["step"], line["format"]) for line in lines(file) if line["tensor"] == "output"
+            and line["node"].endswith("dense_fwd")} == {(2, "bfloat16"), (4, "bfloat16")}
+
+
+def test_scalars_for_tensorboard(tmp_path):
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    net, trainer = made()
+    with amp.Monitor(net, trainer, tmp_path / "a.jsonl", 2, "net_dense0_fwd",
+                     tensorboard=str(tmp_path / "board")) as monitor:
+        train(net, trainer, batches(), 4, monitor)
+    events = accumulator.EventAccumulator(str(tmp_path / "board"))
+    events.Reload()
+    assert "net_dense0_fwd/output/rms" in events.Tags()["scalars"]
+    assert "net_dense0_fwd/net_dense0_weight/overflow" in events.Tags()["scalars"]
+    shown = events.Scalars("net_dense0_fwd/output/rms")
+    told = [line for line in lines(tmp_path / "a.jsonl") if line["tensor"] == "output"]
+    assert [event.step for event in shown] == [2, 4]
+    assert [event.value for event in shown] == pytest.approx([line["rms"] for line in told])
+
+
+def test_parts_of_a_plain_block_are_observed_and_a_file_goes_on(tmp_path):
+    class Plain(gluon.Block):
+        def __init__(self):
+            super().__init__(prefix="plain_")
+            with self.name_scope():
+                self.one, self.two = nn.Dense(5, in_units=6), nn.Dense(4, in_units=5)
+
+        def forward(self, x):
+            return self.two(self.one(x) * float(x.shape[0]))
+
+    net, file = Plain(), tmp_path / "a.jsonl"
+    net.initialize()
+    amp.convert(net)
+    trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.1})
+    for _ in range(2):
+        with amp.Monitor(net, trainer, file, 1, "plain_dense._fwd") as monitor:
+            train(net, trainer, [(nd.ones((3, 6)), nd.arange(3))], 1, monitor)
+    assert [line["node"] for line in lines(file) if line["kind"] == "output"] \
+        == ["plain_dense0_fwd", "plain_dense1_fwd"] * 2
+
+
+def test_a_step_without_training_is_a_warning(tmp_path, caplog):
+    net, trainer = made()
+    with amp.Monitor(net, trainer, tmp_path / "a.jsonl", 1) as monitor:
+        train(net, trainer, batches(), 1, monitor)
+        with caplog.at_level(logging.WARNING, "gluon_amp"):
+            monitor.step()
+    assert "nothing is written of step 2, in which the network did not train" in caplog.text
+
+
+def test_what_cannot_be_observed_is_refused(tmp_path):
+    net, trainer = made()
+    file = tmp_path / "a.jsonl"
+    with pytest.raises(TypeError, match=r"network that gluon_amp\.convert has converted.*Dense"):
+        amp.Monitor(nn.Dense(2), trainer, file)
+    with pytest.raises(TypeError, match=r"trainer is a gluon_amp\.Trainer, or MXNet's.*str"):
+        amp.Monitor(net, "sgd", file)
+    for interval in (0, 1.5, True):
+        with pytest.raises(ValueError, match="interval must be a whole number from 1 on"):
+            amp.Monitor(net, trainer, file, interval)
+    with pytest.raises(TypeError, match="layers takes blocks and regular expressions"):
+        amp.Monitor(net, trainer, file, layers=[3])
+    with pytest.raises(ValueError, match=r"'\[' is no regular expression"):
+        amp.Monitor(net, trainer, file, layers="[")
+    with pytest.raises(ValueError, match="layers names nothing"):
+        amp.Monitor(net, trainer, file, layers=[])
+    assert not file.exists()
+    with amp.Monitor(net, trainer, file, 1, "net_dens_fwd") as monitor, \
+            pytest.raises(ValueError, match=r"match no operator .*net_dense0_fwd.* 'net_dens_fwd'"):
+        train(net, trainer, batches(), 1, monitor)
+    with amp.Monitor(net, trainer, file, 1), \
+            pytest.raises(RuntimeError, match="observed by another Monitor"):
+        amp.Monitor(net, trainer, file, 1)
