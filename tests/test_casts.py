@@ -150,6 +150,13 @@ def test_a_fused_rnn_runs_in_float16():
     assert set(graph.inputs(node)) == {"float16"}
 
 
+def test_the_parameters_of_an_rnn_are_cast_before_they_are_joined():
+    """MXNet's float32 code takes longer to join them than all casts take."""
+    graph = mixed(networks.fused(gluon.rnn.LSTM(4, 2)), nd.ones((5, 2, 3)))
+    (node,) = graph.ops("_rnn_param_concat")
+    assert set(graph.inputs(node)) == {"float16"}
+
+
 def test_the_lengths_of_an_rnns_sequences_are_not_cast():
     rnn = mx.sym.RNN(data=var("x"), parameters=var("p"), state=var("h"), state_size=4, mode="gru",
                      sequence_length=var("length"), num_layers=1, use_sequence_length=True)
