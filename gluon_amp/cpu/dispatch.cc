@@ -159,13 +159,17 @@ struct State {
   const Rounding forward_rounding;
   const Grid back;                // of gradients
   std::unique_ptr<RnnLoop> loop;  // of an RNN that MXNet's code does not serve
+  std::unique_ptr<Bfloat16Rnn> bfloat16;
+  bool ran_bfloat16 = false;      // the last forward pass
 
-  State(const Operator& x, std::shared_ptr<const Attributes> its, OpStatePtr state, size_t in,
+  State(const Operator& x, std::shared_ptr<const Attributes> its, OpStatePtr state, int half, size_t in,
         size_t out)
       : of(x), attributes(std::move(its)), outputs_count(out), inner(std::move(state)),
         onednn(prefers_onednn(x, attrs(), in, out)), forward_rounding(attrs()),
         back(grid_of(word(attrs(), kBackGridKey, "").c_str())) {
     if (RnnLoop::runs(attrs())) loop = std::make_unique<RnnLoop>(attrs());
+    if (x.op->name == "RNN" && Bfloat16Rnn::runs(attrs(), half))
+      bfloat16 = std::make_unique<Bfloat16Rnn>(attrs());
   }
 
   const NodeAttrs& attrs() const { return attributes->get(); }
@@ -204,14 +208,17 @@ struct State {
   void run_forward(const Call& call) {
     trained = call.context.is_train;
     if (loop) return loop->run(call, true);
+    ran_bfloat16 = bfloat16 && bfloat16->serves(call);
+    if (ran_bfloat16) return bfloat16->run(call, true);
     // oneDNN's RNN points to scratch after a forward pass of training only
     kept.reset();
     gluon_amp::run(call, onednn, mutated_by(of), &inner, onednn && !trained ? nullptr : &kept);
   }
 
   void run_backward(const Call& call) {
-    if ((onednn || loop) && !trained) train_again(call);
+    if ((onednn || loop || ran_bfloat16) && !trained) train_again(call);
     if (loop) return loop->run(call, false);
+    if (ran_bfloat16) return bfloat16->run(call, false);
     gluon_amp::run(call, onednn, mutated_by(call.of), &inner, nullptr);
   }
 
@@ -253,7 +260,7 @@ OpStatePtr create_state(const NodeAttrs& attrs, mxnet::Context context,
   const OpStatePtr inner = create(kept->get(), wide);
   const uint32_t outputs = of.op->get_num_outputs ? of.op->get_num_outputs(attrs)
                                                   : of.op->num_outputs;
-  return make_state(new State(of, std::move(kept), inner, shapes.size(), outputs));
+  return make_state(new State(of, std::move(kept), inner, half, shapes.size(), outputs));
 }
 
 void stateful(const Operator& of, const OpStatePtr& state, const OpContext& context,

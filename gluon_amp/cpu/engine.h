@@ -295,6 +295,20 @@ class RnnLoop {
   bool drops_;
 };
 
+// An RNN of bfloat16 arrays: its products read bfloat16 numbers, all else is float32 (bfloat16_rnn.cc).
+class Bfloat16Rnn {
+ public:
+  explicit Bfloat16Rnn(const NodeAttrs& attrs);
+  ~Bfloat16Rnn();
+  static bool runs(const NodeAttrs& attrs, int half);  // whether it has code for a node
+  bool serves(const Call& call) const;                 // and for a call of its forward pass
+  void run(const Call& call, bool forward);
+
+ private:
+  struct Layers;
+  std::unique_ptr<Layers> layers_;
+};
+
 // ---- what the library offers to Python (library.py) ------------------------------------
 
 // Lets those of these operators of MXNet that have code for CPUs dispatch on type.

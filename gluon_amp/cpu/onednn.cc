@@ -81,10 +81,14 @@ onednn::Primitive reorder(const dnnl_memory_desc_t& from, const dnnl_memory_desc
   return primitive(made);
 }
 
-int64_t stored(const dnnl_memory_desc_t& layout) {  // numbers
+// Memory for so many numbers of a layout's type, in floats.
+int64_t room_for(int64_t numbers, const dnnl_memory_desc_t& layout) {
+  return layout.data_type == dnnl_bf16 ? (numbers + 1) / 2 : numbers;
+}
+int64_t room_for(const dnnl_memory_desc_t& layout) {
   int64_t n = 1;
   for (int i = 0; i < layout.ndims; ++i) n *= layout.padded_dims[i];
-  return n;
+  return room_for(n, layout);
 }
 
 constexpr dnnl_format_tag_t kPlain[] = {dnnl_format_tag_undef, dnnl_a, dnnl_ab, dnnl_abc, dnnl_abcd,
@@ -97,10 +101,10 @@ bool multiplies_bfloat16(const Call& call) {
          instructions() != Instructions::kNone && !watching() && !generic_only;
 }
 
-dnnl_memory_desc_t layout(const Sizes& dims, int tag) {
+dnnl_memory_desc_t layout(const Sizes& dims, int tag, int type) {
   dnnl_memory_desc_t made;
   std::memset(&made, 0, sizeof made);
-  onednn::make_layout(&made, dims, dnnl_bf16, tag, false);
+  onednn::make_layout(&made, dims, type, tag, false);
   return made;
 }
 
@@ -135,7 +139,7 @@ bool Product::Way::is_like(const Way& other) const {
 void* Product::Inside::enter(const Operand& operand, const Way& way) {
   for (const Held& held : held_)
     if (held.array == operand.array.dptr_ && held.way.is_like(way)) return held.memory;
-  void* const made = lease_.memory((stored(way.inside) + 1) / 2);
+  void* const made = lease_.memory(room_for(way.inside));
   way.enter(operand, made);
   held_.push_back({operand.array.dptr_, way, made});
   return made;
@@ -148,7 +152,9 @@ namespace {
 int64_t channels_of_block(const dnnl_memory_desc_t& inside, const dnnl_memory_desc_t& plain) {
   const int axes = inside.ndims;
   const auto &in = inside.format_desc.blocking, &out = plain.format_desc.blocking;
-  if (axes < 3 || inside.format_kind != dnnl_blocked || inside.offset0 || in.inner_nblks > 1) return 0;
+  if (inside.data_type != dnnl_bf16 || axes < 3 || inside.format_kind != dnnl_blocked || inside.offset0 ||
+      in.inner_nblks > 1)
+    return 0;
   const int64_t channels = inside.dims[1];
   const int64_t block = in.inner_nblks ? in.inner_blks[0] : channels;
   if ((in.inner_nblks && in.inner_idxs[0] != 1) || channels % block) return 0;
@@ -201,9 +207,19 @@ Product::Way& Product::way(const Operand& operand) {
   return ways_[operand.argument] = way;
 }
 
+namespace {
+
+void add(const void* made, const TBlob& to) {
+  if (is_float(to)) return kernels->binary_floats(kSum, floats(to), static_cast<const float*>(made),
+                                                  floats(to), size(to), kStore);
+  const auto* const from = static_cast<const Half*>(made);
+  bfloat16_kernels->sum(&from, 1, halves(to), size(to), kAdd);
+}
+
+}  // namespace
+
 void Product::run(const std::vector<Operand>& operands, Inside* read) {
   Lease lease;
-  const auto scratch = [&](int64_t numbers) -> void* { return lease.memory((numbers + 1) / 2); };
   onednn::Arguments arguments;
   std::map<int, void*> inside;
   for (const Operand& operand : operands) {
@@ -212,7 +228,7 @@ void Product::run(const std::vector<Operand>& operands, Inside* read) {
     if (operand.write == kNothing && !way.same) {
       at = read->enter(operand, way);
     } else if (!way.same || operand.write == kAdd) {
-      at = scratch(stored(way.inside));
+      at = lease.memory(room_for(way.inside));
     }
     inside[operand.argument] = at;
     arguments[operand.argument] = memory(way.inside, at);
@@ -222,13 +238,14 @@ void Product::run(const std::vector<Operand>& operands, Inside* read) {
     const Way& way = this->way(operand);
     if (operand.write == kNothing || (way.same && operand.write == kStore)) continue;
     const int64_t n = size(operand.array);
-    const Half* made = static_cast<const Half*>(inside[operand.argument]);
+    const void* made = inside[operand.argument];
     if (!way.same) {
-      void* const plain = operand.write == kAdd ? scratch(n) : operand.array.dptr_;
+      void* const plain = operand.write == kAdd ? lease.memory(room_for(n, operand.plain))
+                                                : operand.array.dptr_;
       way.leave(operand, inside[operand.argument], plain);
-      made = static_cast<const Half*>(plain);
+      made = plain;
     }
-    if (operand.write == kAdd) bfloat16_kernels->sum(&made, 1, halves(operand.array), n, kAdd);
+    if (operand.write == kAdd) add(made, operand.array);
   }
 }
 
@@ -247,8 +264,12 @@ std::string key_of(const char* name, int pass, std::initializer_list<const Sizes
 
 Sizes sizes_of(const TBlob& array) { return Sizes(array.shape_.begin(), array.shape_.end()); }
 
-dnnl_memory_desc_t any(const Sizes& dims) { return layout(dims, dnnl_format_tag_any); }
-dnnl_memory_desc_t plain(const Sizes& dims) { return layout(dims, kPlain[dims.size()]); }
+dnnl_memory_desc_t any(const Sizes& dims, int type = dnnl_bf16) {
+  return layout(dims, dnnl_format_tag_any, type);
+}
+dnnl_memory_desc_t plain(const Sizes& dims, int type = dnnl_bf16) {
+  return layout(dims, kPlain[dims.size()], type);
+}
 
 // A convolution of any pass; `bias`: null, or its size.
 struct Convolution {
@@ -296,6 +317,7 @@ struct Dense {
   Sizes x, w, y;
   const Sizes* bias;
   int64_t images = 0;
+  int result = dnnl_bf16;  // the type of what a pass makes
 
   dnnl_inner_product_desc_t operation(int pass) const {
     dnnl_inner_product_desc_t made;
@@ -303,16 +325,20 @@ struct Dense {
     made.primitive_kind = dnnl_inner_product;
     made.prop_kind = static_cast<dnnl_prop_kind_t>(pass);
     made.accum_data_type = dnnl_f32;
-    (pass == kBackwardData ? made.diff_src_desc : made.src_desc) = images ? plain(x) : any(x);
-    (pass == kForward ? made.dst_desc : made.diff_dst_desc) = images ? plain(y) : any(y);
-    (pass == kBackwardWeights ? made.diff_weights_desc : made.weights_desc) = any(w);
+    const auto of = [&](const Sizes& dims, int maker, bool in_rows) {
+      const int type = pass == maker ? result : int(dnnl_bf16);
+      return in_rows ? plain(dims, type) : any(dims, type);
+    };
+    (pass == kBackwardData ? made.diff_src_desc : made.src_desc) = of(x, kBackwardData, images);
+    (pass == kForward ? made.dst_desc : made.diff_dst_desc) = of(y, kForward, images);
+    (pass == kBackwardWeights ? made.diff_weights_desc : made.weights_desc) = of(w, kBackwardWeights, false);
     if (bias && pass != kBackwardData)
       (pass == kBackwardWeights ? made.diff_bias_desc : made.bias_desc) = layout(*bias, dnnl_a);
     return made;
   }
 
   std::shared_ptr<Product> product(int pass) const {
-    const Sizes none, its{images};
+    const Sizes none, its{images, result};
     return Product::find(key_of("dense", pass, {&x, &w, &y, bias ? bias : &none, &its}), [&] {
       const auto forward = operation(kForward);
       onednn::Description hint = describe(&forward);
@@ -467,6 +493,29 @@ bool onednn_dense(const Call& call, bool backward) {
   const std::lock_guard<std::mutex> mine(turn());
   return run_layer(call, backward, Dense{{rows, wide}, {high, wide}, {rows, high},
                                          has_bias ? &bias : nullptr}, nullptr);
+}
+
+bool onednn_rows(DensePass of, int64_t rows, int64_t outputs, int64_t inputs, const Half* a, const Half* b,
+                 float* to, Product::Inside* read) {
+  if (instructions() == Instructions::kNone) return false;
+  const Dense layer{{rows, inputs}, {outputs, inputs}, {rows, outputs}, nullptr, 0, dnnl_f32};
+  const int pass = of == DensePass::kForward ? kForward : of == DensePass::kData ? kBackwardData
+                                                                                 : kBackwardWeights;
+  const auto product = layer.product(pass);
+  if (!product) return false;
+  const auto array = [](const void* numbers, const Sizes& dims, int type) {
+    return TBlob(const_cast<void*>(numbers), mxnet::TShape({dims[0], dims[1]}), mshadow::cpu::kDevMask, type, 0);
+  };
+  const Sizes& made = pass == kForward ? layer.y : pass == kBackwardData ? layer.x : layer.w;
+  const Sizes& first = pass == kForward ? layer.x : layer.y;
+  const Sizes& second = pass == kBackwardWeights ? layer.x : layer.w;
+  const TBlob to_array = array(to, made, mshadow::kFloat32), a_array = array(a, first, mshadow::kBfloat16),
+              b_array = array(b, second, mshadow::kBfloat16);
+  const int to_is[] = {DNNL_ARG_DST, DNNL_ARG_DIFF_SRC, DNNL_ARG_DIFF_WEIGHTS};
+  product->run({{pass == kForward ? DNNL_ARG_SRC : DNNL_ARG_DIFF_DST, a_array, plain(first)},
+                {pass == kBackwardWeights ? DNNL_ARG_SRC : DNNL_ARG_WEIGHTS, b_array, plain(second)},
+                {to_is[static_cast<int>(of)], to_array, plain(made, dnnl_f32), kStore}}, read);
+  return true;
 }
 
 // ---- products of matrices ----------------------------------------------------------

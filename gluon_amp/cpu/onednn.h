@@ -71,12 +71,18 @@ class Product {
   std::map<int, Way> ways_;
 };
 
-dnnl_memory_desc_t layout(const Sizes& dims, int tag);  // of bfloat16
+dnnl_memory_desc_t layout(const Sizes& dims, int tag, int type = dnnl_bf16);
 onednn::Description describe(const void* operation, const onednn::Description* hint = nullptr);
 
 // By oneDNN; false where it has no primitive, or the processor no instructions.
 bool onednn_convolution(const Call& call, bool backward);
 bool onednn_dense(const Call& call, bool backward);
 bool onednn_batch_dot(const Call& call);
+
+// Products of a dense layer's matrices, rows of x, of w and of y, into a float32 one: forward x and w into
+// y; data dy and w into dx; weight dy and x into dw. Under the lock `turn()`.
+enum class DensePass { kForward, kData, kWeight };
+bool onednn_rows(DensePass of, int64_t rows, int64_t outputs, int64_t inputs, const Half* a, const Half* b,
+                 float* to, Product::Inside* read);
 
 }  // namespace gluon_amp

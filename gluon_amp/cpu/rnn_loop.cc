@@ -15,6 +15,7 @@
 #include <cmath>
 #include <cstring>
 
+#include "rnn.h"
 #include "tensor_core.h"
 #include "watch.h"
 
@@ -28,11 +29,7 @@ using Halves = std::vector<Half>;
 
 const Grid kHalves = {10, 0x1p-14f, 65504, __builtin_inff(), __builtin_inff(), kNearestEven, 0};
 
-// A matrix, row by row or, transposed, column by column.
-struct Matrix {
-  const float* data;
-  bool transposed;
-};
+using Matrix = RowsOrColumns;
 
 // The same as halves, which its numbers are.
 struct Narrowed {
@@ -62,20 +59,6 @@ const NodeAttrs& product_attributes(bool a_transposed, bool b_transposed) {
   return *made[2 * a_transposed + b_transposed];
 }
 
-// y = a * b by MXNet's float32 code
-void float_product(const OpContext& context, int64_t rows, int64_t columns, int64_t depth,
-                   const Matrix& a, const Matrix& b, float* y) {
-  static const auto& compute = *get<mxnet::FCompute>(nnvm::Op::Get("_linalg_gemm2"),
-                                                     "FCompute<cpu>");
-  auto blob = [](const float* data, int64_t first, int64_t second) {
-    return TBlob(const_cast<float*>(data), mxnet::TShape({first, second}), mshadow::cpu::kDevMask);
-  };
-  compute(product_attributes(a.transposed, b.transposed), context,
-          {a.transposed ? blob(a.data, depth, rows) : blob(a.data, rows, depth),
-           b.transposed ? blob(b.data, columns, depth) : blob(b.data, depth, columns)},
-          {mxnet::kWriteTo}, {blob(y, rows, columns)});
-}
-
 struct Sizes {
   int64_t time, batch, units, gates;  // gates: for each unit
   int64_t steps() const { return time * batch; }
@@ -92,36 +75,50 @@ struct Kept {
   Floats wx, wh;  // weights, as products have read them
 };
 
-// Where the parameters of one direction of a layer begin in the array of all parameters.
-struct Places {
-  int64_t inputs, wx, wh, bx, bh;
-};
-
 }  // namespace
 
-struct RnnLoop::Layers {
-  std::string mode;
-  int64_t units, layers, directions, gates;
+RnnShape::RnnShape(const NodeAttrs& attrs)
+    : mode(word(attrs, "mode", "")), units(static_cast<int64_t>(number(attrs, "state_size", 0))),
+      layers(static_cast<int64_t>(number(attrs, "num_layers", 1))),
+      directions(flag(attrs, "bidirectional", false) ? 2 : 1),
+      gates(mode == "lstm" ? 4 : mode == "gru" ? 3 : 1) {}
+
+RnnShape::Places RnnShape::places(int64_t layer, int64_t direction, int64_t data) const {
+  const int64_t all = gates * units;
+  int64_t at = 0, count = layers * directions;
+  Places made{};
+  for (int64_t k = 0; k < count; ++k) {
+    const int64_t in = k < directions ? data : directions * units;
+    if (k == layer * directions + direction) made = {in, at, at + all * in, 0, 0};
+    at += all * (in + units);
+  }
+  made.bx = at + (layer * directions + direction) * 2 * all;
+  made.bh = made.bx + all;
+  return made;
+}
+
+// y = a * b by MXNet's float32 code
+void float_product(const OpContext& context, int64_t rows, int64_t columns, int64_t depth,
+                   const RowsOrColumns& a, const RowsOrColumns& b, float* y) {
+  static const auto& compute = *get<mxnet::FCompute>(nnvm::Op::Get("_linalg_gemm2"),
+                                                     "FCompute<cpu>");
+  auto blob = [](const float* data, int64_t first, int64_t second) {
+    return TBlob(const_cast<float*>(data), mxnet::TShape({first, second}), mshadow::cpu::kDevMask);
+  };
+  compute(product_attributes(a.transposed, b.transposed), context,
+          {a.transposed ? blob(a.data, depth, rows) : blob(a.data, rows, depth),
+           b.transposed ? blob(b.data, columns, depth) : blob(b.data, depth, columns)},
+          {mxnet::kWriteTo}, {blob(y, rows, columns)});
+}
+
+struct RnnLoop::Layers : RnnShape {
+  using RnnShape::RnnShape;
   bool as_gpu;  // whether products add as Tensor Cores do; all formats are float16 then
   TensorCore gpu;
   Grid product, gradient;      // what products read: data and weights; gradients of gates
   std::string scaling;         // of what they read, or nothing
   std::vector<Kept> kept;      // for each direction of each layer
   std::vector<Floats> inputs;  // of each layer, as its products have read them
-
-  Places places(int64_t layer, int64_t direction, int64_t data) const {
-    const int64_t all = gates * units;
-    int64_t at = 0, count = layers * directions;
-    Places made{};
-    for (int64_t k = 0; k < count; ++k) {
-      const int64_t in = k < directions ? data : directions * units;
-      if (k == layer * directions + direction) made = {in, at, at + all * in, 0, 0};
-      at += all * (in + units);
-    }
-    made.bx = at + (layer * directions + direction) * 2 * all;
-    made.bh = made.bx + all;
-    return made;
-  }
 
   void multiply(const Call& call, int64_t rows, int64_t columns, int64_t depth, Matrix a, Matrix b,
                 float* y) const {
@@ -354,13 +351,8 @@ bool RnnLoop::runs(const NodeAttrs& attrs) {
   return find(attrs, kAccumulateKey) || find(attrs, kLoopKey);
 }
 
-RnnLoop::RnnLoop(const NodeAttrs& attrs) : layers_(new Layers()) {
+RnnLoop::RnnLoop(const NodeAttrs& attrs) : layers_(new Layers(attrs)) {
   Layers& made = *layers_;
-  made.mode = word(attrs, "mode", "");
-  made.units = static_cast<int64_t>(number(attrs, "state_size", 0));
-  made.layers = static_cast<int64_t>(number(attrs, "num_layers", 1));
-  made.directions = flag(attrs, "bidirectional", false) ? 2 : 1;
-  made.gates = made.mode == "lstm" ? 4 : made.mode == "gru" ? 3 : 1;
   made.as_gpu = find(attrs, kAccumulateKey) != nullptr;
   if (made.as_gpu) made.gpu = tensor_core_of(attrs);
   const Rounding said(attrs);

@@ -122,6 +122,32 @@ struct FloatMatrix {
   int64_t row, column;
 };
 
+enum RnnMode { kRnnRelu, kRnnTanh, kLstm, kGru };  // with 1, 1, 4 and 3 gates for each unit
+
+// One step of a layer over the rows of a batch, between its products.
+struct RnnStep {
+  int64_t rows, units;
+  float* gates;                     // (rows, gates, units): x * Wx, then the gates after their functions
+  const float* hidden;              // (rows, gates, units): h * Wh
+  const float *bias, *bias_inside;  // of the sums, (gates, units); of a GRU's h * Wh in its last gate
+  const float* before;              // (rows, units) of an LSTM its cells, of a GRU its states, before the
+  float* after;                     // step and after it: may be one array
+  float* inside;                    // (rows, units) of a GRU, written: its last gate's h * Wh with its bias
+  Half* h;                          // (rows, units) written: the states
+  Half* y;                          // the same, in rows of y_row numbers
+  int64_t y_row;
+};
+
+struct RnnStepBack {
+  int64_t rows, units;
+  const float *gates, *before, *after, *inside;  // what the step has read and made
+  const Half* dy;                   // the gradient of y
+  int64_t dy_row;
+  const float* back;                // (rows, units) of what the next step's product has read; or null
+  float *dh, *dc;                   // (rows, units) what else comes from the next step: replaced by its own
+  Half *dx, *ds;                    // (rows, gates, units) written: of x * Wx; of a GRU's h * Wh
+};
+
 // The optimizers that update weights in one pass (LAMB in two).
 enum Rule { kSgd, kDescent, kNag, kAdam, kAdamW, kRmsProp, kCenteredRmsProp, kLamb };
 
@@ -221,6 +247,10 @@ struct Kernels {
   // ---- sums of products g * x, or of g where x is null (rows.cc)
   double (*dot)(const Half* g, const Half* x, int64_t n);
   void (*add_products)(const Half* g, const Half* x, float* sums, int64_t n);  // to each sum its own
+
+  // ---- steps of recurrent layers (rnn.cc): of bfloat16 alone
+  void (*rnn_step)(RnnMode mode, const RnnStep& step);
+  void (*rnn_step_back)(RnnMode mode, const RnnStepBack& step);
 
   // ---- training (training.cc): masters, gradients' sizes
   void (*follow)(float* master, const Half* weight, int64_t n);

@@ -19,7 +19,9 @@ Kernels filled() {
   add_rows(&table);
   add_pooling(&table);
   add_training(&table);
-#ifndef BFLOAT16
+#ifdef BFLOAT16
+  add_rnn(&table);
+#else
   add_tensor_core(&table);
 #endif
   add_updates(&table);

@@ -34,6 +34,7 @@ void add_passes(Kernels* table) noexcept;
 void add_elementwise(Kernels* table) noexcept;
 void add_batch_norm(Kernels* table) noexcept;
 void add_rows(Kernels* table) noexcept;
+void add_rnn(Kernels* table) noexcept;
 void add_pooling(Kernels* table) noexcept;
 void add_training(Kernels* table) noexcept;
 void add_tensor_core(Kernels* table) noexcept;

@@ -1,0 +1,31 @@
+// What both codes of recurrent layers share: rnn_loop.cc and bfloat16_rnn.cc.
+#pragma once
+#include "engine.h"
+
+namespace gluon_amp {
+
+// What the attributes of an RNN say of its layers.
+struct RnnShape {
+  std::string mode;
+  int64_t units, layers, directions, gates;  // gates: for each unit
+
+  // Where the parameters of one direction of a layer begin in the array of all parameters.
+  struct Places {
+    int64_t inputs, wx, wh, bx, bh;
+  };
+
+  explicit RnnShape(const NodeAttrs& attrs);
+  Places places(int64_t layer, int64_t direction, int64_t data) const;  // data: of so many numbers
+};
+
+// A matrix of floats, row by row or, transposed, column by column.
+struct RowsOrColumns {
+  const float* data;
+  bool transposed;
+};
+
+// y = a * b by MXNet's float32 code
+void float_product(const OpContext& context, int64_t rows, int64_t columns, int64_t depth,
+                   const RowsOrColumns& a, const RowsOrColumns& b, float* y);
+
+}  // namespace gluon_amp
