@@ -18,7 +18,7 @@ log = logging.getLogger("gluon_amp")
 
 
 class LossScaleError(RuntimeError):
-    """No loss scale makes the gradients finite."""
+    """The gradients overflow at every loss scale, or the loss itself is not finite."""
 
 
 # A search divides the scale by this until nothing overflows, then tries 4 times and 2 times what it
@@ -60,7 +60,7 @@ class LossScale:
         return "no loss scale"
 
     def update(self, finite: bool, parameters: Iterable[str] = ()) -> None:
-        """Takes in whether a step's gradients were finite."""
+        """Updates the scale after a step."""
 
     def back_off(self, parameters: Iterable[str]) -> bool:
         """Lowers the scale after an overflow of these parameters' gradients; False where the scale
@@ -79,11 +79,11 @@ class LossScale:
         """See `DynamicLossScale.lower_to`."""
 
     def state_dict(self) -> Dict[str, Any]:
-        """What changes while training."""
+        """Returns what changes during training."""
         return {}
 
     def load_state_dict(self, state: Dict[str, Any]) -> None:
-        """Takes over what `state_dict` gave; leaves what a dynamic scale gave."""
+        """Loads nothing; warns that a dynamic scale's state is ignored."""
         if state:
             log.warning("the file's dynamic loss scale, %g, is left: here loss_scale is %s. "
                         "loss_scale='dynamic' takes it over", state["scale"], self)
@@ -93,23 +93,21 @@ class LossScale:
 
 
 class DynamicLossScale(LossScale):
-    """The largest loss scale that keeps gradients finite, found by trying.
-
-    Call `update` after each step. An overflow lowers the scale for the very next step.
-
-    Attributes:
-        settled: whether so many steps have been finite in a row (100, or `growth_interval`)
-            that `search` is no longer worth a check of gradients after each backward pass.
-            Set it to True for a scale that never searches.
+    """A loss scale that grows while gradients are finite and backs off after an overflow.
 
     Args:
-        initial: the scale to begin with.
+        initial: the first scale.
         growth_factor: multiplies the scale after `growth_interval` finite steps in a row.
-        backoff_factor: multiplies it after an overflow.
-        minimum: the floor: an overflow there is a LossScaleError.
-        maximum: the cap.
-        hysteresis: lowers the scale at this overflow; those before it only skip their step. The
-            count starts again when the scale grows. A search ignores it.
+        backoff_factor: multiplies the scale after an overflow.
+        growth_interval: the number of finite steps before the scale grows.
+        minimum: the smallest scale. An overflow there raises LossScaleError.
+        maximum: the largest scale.
+        hysteresis: the overflow that lowers the scale, counted since the scale last grew. Earlier
+            ones only skip their step. The search of the first scale ignores it.
+
+    Attributes:
+        settled: whether the search of the first scale is over: after 100 (or `growth_interval`)
+            finite steps in a row. Set it to True to skip the search.
     """
 
     scales = True
@@ -138,10 +136,14 @@ class DynamicLossScale(LossScale):
         self.settled = False
 
     def update(self, finite: bool, parameters: Iterable[str] = ()) -> None:
-        """Takes in whether a step's gradients were finite.
+        """Updates the scale after a step.
 
         Args:
-            parameters: names of those whose gradients were not, for the error.
+            finite: whether all gradients were finite.
+            parameters: the names of those whose gradients were not, for the error.
+
+        Raises:
+            LossScaleError: an overflow at the smallest scale.
         """
         if finite:
             self.finite_steps += 1
@@ -213,17 +215,17 @@ class DynamicLossScale(LossScale):
         return passes
 
     def lower_to(self, scale: float) -> None:
-        """Takes over a scale that another search has found, if it is below this one."""
+        """Lowers the scale to one that another search has found."""
         if scale < self.scale:
             self.scale, self.finite_steps = max(scale, self.minimum), 0
 
     def state_dict(self) -> Dict[str, Any]:
-        """What changes while training."""
+        """Returns what changes during training."""
         return {"scale": self.scale, "finite_steps": self.finite_steps,
                 "overflows": self.overflows, "settled": self.settled}
 
     def load_state_dict(self, state: Dict[str, Any]) -> None:
-        """Takes over what `state_dict` gave; a bad one is an error and changes nothing."""
+        """Loads a `state_dict`. A bad one raises ValueError and changes nothing."""
         added = {"settled", "overflows"}  # to the states of earlier versions
         if not isinstance(state, dict) or set(state) | added != {"scale", "finite_steps"} | added:
             raise ValueError("a DynamicLossScale's state has scale, finite_steps, overflows and "

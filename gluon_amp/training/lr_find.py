@@ -33,19 +33,19 @@ _DIVERGED = 4.0
 
 @dataclass(frozen=True)
 class LearningRates:
-    """What `lr_find` found.
+    """The result of `lr_find`.
 
     Attributes:
-        rates: those that were tried.
+        rates: the learning rates.
         losses: the smoothed loss at each.
-        suggestion: the rate at which the loss fell fastest; None if it did not fall.
+        suggestion: the rate at which the loss falls fastest; None if it does not fall.
     """
     rates: List[float]
     losses: List[float]
     suggestion: Optional[float]
 
     def plot(self, path: str) -> None:
-        """Draws loss against rate, as PNG or SVG."""
+        """Draws the loss over the rate into a PNG or SVG file."""
         from matplotlib.figure import Figure
         figure = Figure(figsize=(7, 4.2), layout="constrained")
         axes = figure.add_subplot()
@@ -65,20 +65,22 @@ class LearningRates:
 def lr_find(net: Network, trainer: GluonTrainer, loss_fn: LossFunction, batches: Iterable[Any],
             start: float = 1e-6, end: float = 10.0, steps: int = 100,
             plot: Optional[str] = None) -> LearningRates:
-    """Tries learning rates from `start` to `end`, and proposes one.
+    """Runs a learning rate range test and proposes a rate.
 
-    Network, trainer and loss scale are afterwards as they were before. It ends early where the loss
-    grows without bounds.
+    It stops early if the loss diverges. Network, trainer and loss scale do not change.
 
     Args:
-        net: the network, whose parameters have their sizes.
-        trainer: a gluon_amp.Trainer or a gluon.Trainer. The former may train on many ranks: each
-            gives its own batches, and all find the same.
+        net: the network, with initialized parameters.
+        trainer: a gluon_amp.Trainer or a gluon.Trainer. With several workers, each passes its own
+            batches, and all get the same result.
         loss_fn: called with the network's output and the label.
-        batches: pairs of data and label, over and over again if they are too few.
+        batches: pairs of data and label, repeated if they are too few.
         start, end: the first and the last learning rate.
-        steps: how many rates are tried, each for one step.
-        plot: where to draw loss against rate: a PNG or SVG file.
+        steps: the number of rates, one step each.
+        plot: the path of a PNG or SVG file to draw.
+
+    Returns:
+        A LearningRates.
     """
     if positive_number(start, "start") >= positive_number(end, "end"):
         raise ValueError(f"start must be below end. Received: start={start!r}, end={end!r}")

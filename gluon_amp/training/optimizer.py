@@ -39,21 +39,23 @@ _ONLY_WITH_MASTERS = (adamw.AdamW, mx.optimizer.RMSProp, mx.optimizer.Ftrl, mx.o
 
 
 def optimizer(name: str, **kwargs: Any) -> "mx.optimizer.Optimizer":
-    """An MXNet optimizer with float32 masters for float16 and bfloat16 parameters.
+    """Returns an MXNet optimizer with float32 master weights for 16-bit parameters.
 
     Args:
         name: a name that `gluon.Trainer` takes, such as "sgd" or "adam"; or "adamw".
-        kwargs: the optimizer's own arguments.
+        kwargs: the optimizer's arguments. `multi_precision=False` omits master weights.
+
+    Raises:
+        ValueError: the name is unknown.
     """
     return with_masters(optimizer_class(name)(**{"multi_precision": True, **kwargs}))
 
 
 def given_optimizer(made: Optimizer) -> Optimizer:
-    """An optimizer object that somebody gives to a Trainer or a Module, with float32 masters as
-    one that is made by name has. Returns it.
+    """Gives a user's optimizer object master weights, in place, and returns it.
 
-    In MXNet's objects False for `multi_precision` may be the default or may have been given, so
-    theirs becomes True. One of `optimizer(name, multi_precision=False)` keeps it.
+    `multi_precision=False` of MXNet's own objects may be the default, so it becomes True. An object
+    of `optimizer(name, multi_precision=False)` keeps it.
     """
     if not isinstance(made, _WithMasters) and not _has_own_masters(type(made)):
         made.multi_precision = True
@@ -61,7 +63,7 @@ def given_optimizer(made: Optimizer) -> Optimizer:
 
 
 def optimizer_class(name: object) -> type:
-    """MXNet's class of that name, or an error that lists the names."""
+    """Returns MXNet's class of that name, or raises an error that lists the names."""
     registry = mx.optimizer.Optimizer.opt_registry
     cls = registry.get(name.lower()) if isinstance(name, str) else None
     if cls is None:
@@ -71,8 +73,8 @@ def optimizer_class(name: object) -> type:
 
 
 def with_masters(made: Optimizer) -> Optimizer:
-    """Gives an MXNet optimizer the ways of this room, in place, and returns it. One whose
-    class keeps masters in a way of its own stays as it is."""
+    """Gives an MXNet optimizer master weights, in place, and returns it. A class that manages
+    master weights itself does not change."""
     cls: Any = type(made)
     if not isinstance(made, _WithMasters) and not _has_own_masters(cls):
         made.__class__ = _class_with_masters(cls)

@@ -10,11 +10,10 @@ from .trainer import Trainer
 
 @contextmanager
 def scale_loss(loss: Array, trainer: Trainer) -> Iterator[Any]:
-    """The scaled loss, or losses, whose backward pass is to run inside; for those who come
-    from `mx.contrib.amp`.
+    """Scales a loss for a backward pass in the `with` block, as `mx.contrib.amp.scale_loss` does.
 
-    `trainer.backward(loss)` does more: it searches a dynamic scale that overflows, so that no step
-    is lost, and refuses operators that begin gradients by themselves.
+    Prefer `trainer.backward(loss)`: it searches the first dynamic scale without a skipped step,
+    and refuses loss heads that no scale reaches.
 
         with gluon_amp.scale_loss(loss, trainer) as scaled:
             autograd.backward(scaled)

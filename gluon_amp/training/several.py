@@ -30,14 +30,15 @@ class _Joined(Gradients):
 
 def backward(loss: Union["mx.nd.NDArray", Sequence["mx.nd.NDArray"]],
              trainers: Sequence[Trainer], retain_graph: bool = False) -> None:
-    """Computes the scaled gradients of a loss for several Trainers; each then has its `step`.
+    """Computes scaled gradients of one loss for several Trainers. Then call `step` of each.
 
-    They share one loss scale, the smallest of theirs. A Trainer whose gradients overflow skips its
-    step alone; until dynamic scales are settled, a smaller one is searched for all.
+    The Trainers share the smallest of their loss scales. A Trainer whose gradients overflow skips
+    its own step. While the first scale is searched, all search.
 
     Args:
-        loss: a loss, or a list with one of each device.
-        trainers: with different parameters, and with loss scales or all without.
+        loss: a loss, or a list with the loss of each device.
+        trainers: Trainers of different parameters, all with or all without loss scales.
+        retain_graph: keeps the graph for another backward pass.
     """
     trainers = _checked(trainers)
     if len(trainers) == 1:

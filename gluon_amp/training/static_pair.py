@@ -15,10 +15,13 @@ from .optimizer import optimizer as make_optimizer
 
 @dataclass(frozen=True)
 class StaticLossScale(LossScale):
-    """A loss scale that stays, and the pair of loss and optimizer made from it.
+    """A constant loss scale, and the loss and optimizer that match it.
 
-    The pair works with MXNet's own `gluon.Trainer` and `Module`. Powers of two scale
-    without any rounding.
+    Use `loss` and `optimizer` with MXNet's own `gluon.Trainer` and `Module`. A power of two scales
+    without rounding.
+
+    Args:
+        scale: the factor.
     """
     scale: float
     scales = True
@@ -31,11 +34,14 @@ class StaticLossScale(LossScale):
         return f"the loss scale {self.scale:g}"
 
     def loss(self, cls: type, **kwargs: Any) -> Loss:
-        """A Gluon loss of this class, whose values and gradients are scaled.
+        """Returns a Gluon loss whose values and gradients are multiplied by the scale.
 
         Args:
-            cls: such as `gluon.loss.SoftmaxCrossEntropyLoss`.
-            kwargs: its arguments; a `weight` among them is multiplied by the scale.
+            cls: a class such as `gluon.loss.SoftmaxCrossEntropyLoss`.
+            kwargs: its arguments. The scale multiplies `weight`.
+
+        Raises:
+            TypeError: the class has no weight that multiplies the loss.
         """
         if not (isinstance(cls, type) and issubclass(cls, Loss)):
             raise TypeError(f"scale.loss takes a class of gluon.loss. Received: {cls!r}")
@@ -54,10 +60,12 @@ class StaticLossScale(LossScale):
             raise
 
     def optimizer(self, name: str, *, rescale_grad: float = 1.0, **kwargs: Any) -> Optimizer:
-        """`gluon_amp.optimizer(name, ...)` that undoes the scale, for `gluon.Trainer`.
+        """Returns `gluon_amp.optimizer(name, ...)` that divides by the scale, for `gluon.Trainer`.
 
         Args:
-            rescale_grad: multiplied by 1 / scale. (The Trainer divides by the batch size.)
+            name: as for `gluon_amp.optimizer`.
+            rescale_grad: divided by the scale. (The Trainer divides by the batch size.)
+            kwargs: the optimizer's other arguments.
         """
         made = make_optimizer(name, rescale_grad=rescale_grad / self.scale, **kwargs)
         check_scalable(made)
@@ -66,14 +74,21 @@ class StaticLossScale(LossScale):
 
     def module_optimizer(self, name: str, *, batch_size: int, rescale_grad: float = 1.0,
                          **kwargs: Any) -> Optimizer:
-        """The same for MXNet's `Module`, which does not divide by the batch size once
-        `rescale_grad` is given: 1 / (scale * batch_size), over all devices and workers. The
-        other half is the symbol's: `SoftmaxOutput(..., grad_scale=scale.scale)`."""
+        """Returns the same for `Module`, which does not divide by the batch size.
+
+        The symbol has the other half: `SoftmaxOutput(..., grad_scale=scale.scale)`.
+
+        Args:
+            name: as for `gluon_amp.optimizer`.
+            batch_size: of all devices and workers.
+            rescale_grad: divided by the scale and the batch size.
+            kwargs: the optimizer's other arguments.
+        """
         size = positive_number(batch_size, "batch_size")
         return self.optimizer(name, rescale_grad=rescale_grad / size, **kwargs)
 
     def unscaled(self, loss: Array) -> Array:
-        """A scaled loss as it would be without, for the log."""
+        """Returns a scaled loss divided by the scale, for the log."""
         return loss / self.scale
 
 
@@ -81,7 +96,7 @@ GivenLossScale = Union[LossScale, float, str, None]  # what `as_loss_scale` take
 
 
 def as_loss_scale(value: GivenLossScale) -> LossScale:
-    """The loss scale that `loss_scale=` names: a scale, a number, "dynamic" or None."""
+    """Returns the loss scale for an argument `loss_scale=`."""
     if value is None:
         return LossScale()
     if isinstance(value, LossScale):

@@ -37,23 +37,28 @@ _AVERAGES = ("running_mean", "running_var", "moving_mean", "moving_var")
 
 
 class Trainer(mx.gluon.Trainer):
-    """`gluon.Trainer` with loss scaling, clipping and float32 masters.
+    """A `gluon.Trainer` with loss scaling, gradient clipping and float32 master weights.
 
         with autograd.record():
             loss = loss_fn(net(data), label)
         trainer.backward(loss)
         trainer.step(batch_size)
 
-    By hand: `backward`, `allreduce_grads`, then `unscale` or `clip_norm` or both, then `update`.
+    To write a step by hand, call `backward`, `allreduce_grads`, then `unscale` or `clip_norm` or
+    both, then `update`.
 
     Args:
-        optimizer: a name, as for `gluon_amp.optimizer`, or an optimizer. Float16 weights get
-            masters; `gluon_amp.optimizer(name, multi_precision=False)` makes one without.
-        kvstore: for many workers "dist_sync", "dist_device_sync", "horovod", `gluon_amp.Horovod()`.
+        params: the parameters, as for `gluon.Trainer`.
+        optimizer: a name, as for `gluon_amp.optimizer`, or an optimizer. 16-bit weights get master
+            weights, unless `gluon_amp.optimizer(name, multi_precision=False)` made it.
+        optimizer_params: the optimizer's arguments.
+        kvstore: as for `gluon.Trainer`. With several workers "dist_sync", "dist_device_sync",
+            "horovod" or `gluon_amp.Horovod()`.
+        compression_params: refused with several workers.
+        update_on_kvstore: True lets MXNet's servers update; valid without a loss scale.
         loss_scale: "dynamic", a number, a StaticLossScale, a DynamicLossScale, or None.
-        clip_norm: the largest norm of the whole gradient, as the optimizer gets it:
-            unscaled, and divided by the batch size. None: no clipping.
-            All other arguments are as for `gluon.Trainer`.
+        clip_norm: the largest norm of all gradients together, unscaled and divided by the batch
+            size. None does not clip.
     """
 
     _optimizer: "mx.optimizer.Optimizer"
@@ -109,33 +114,38 @@ class Trainer(mx.gluon.Trainer):
 
     @property
     def loss_scale(self) -> float:
-        """The scale that the next step uses; 1 without scaling."""
+        """The loss scale of the next step; 1 without scaling."""
         return self._step.loss_scale.scale
 
     @property
     def skipped(self) -> int:
-        """How many steps were skipped. `gluon_amp.explain(net, batch, loss_fn, loss_scale)` names
-        the node at which a batch's gradients overflow first."""
+        """The number of skipped steps."""
         return self._step.skipped
 
     @property
     def overflowed(self) -> Tuple[str, ...]:
-        """Names of the parameters whose newest gradients are not finite. Those are the gradients
-        that wait for their step, or else those of the last step."""
+        """The names of parameters whose gradients are not finite: of the pending gradients, or
+        else of the last step."""
         return self._step.overflowed(self._gradients.to_use)
 
     # ---- a backward pass
 
     def backward(self, loss: Union["mx.nd.NDArray", Sequence["mx.nd.NDArray"]],
                  retain_graph: bool = False) -> None:
-        """Computes the scaled gradients of a loss, or of a list with one of each device.
+        """Computes scaled gradients.
 
-        The losses stay unscaled. Calls before one step share one scale, so gradients
-        with grad_req="add" add up.
+        While the first dynamic scale is searched, this checks the gradients. If they overflow, it
+        repeats the backward pass at lower scales, so that no step is skipped. Your own arrays
+        with grad_req="add" get the sum of all passes. Calls before one step share one scale.
 
-        Until a dynamic scale is settled, the gradients are checked here. Where they overflow,
-        further backward passes find the scale, so that no step is lost. Arrays of your own with
-        grad_req="add" get a sum of all these passes.
+        Args:
+            loss: a loss, or a list with the loss of each device. They stay unscaled.
+            retain_graph: keeps the graph for another backward pass.
+
+        Raises:
+            ValueError: the network has loss heads, such as `SoftmaxOutput`, whose gradients
+                no loss scale reaches.
+            LossScaleError: the gradients overflow at every scale.
         """
         losses = list(loss) if isinstance(loss, (list, tuple)) else [loss]
         # what is done to gradients is no part of the graph
@@ -189,11 +199,19 @@ class Trainer(mx.gluon.Trainer):
     # ---- a step
 
     def step(self, batch_size: int, ignore_stale_grad: bool = False) -> bool:
-        """Sums gradients over devices and workers, divides by `batch_size`, which counts the
-        examples of all of them, and updates, unless a gradient is infinite or NaN.
+        """Sums gradients over devices and workers and updates, unless a gradient is not finite.
+
+        Args:
+            batch_size: the number of examples of all devices and workers, which divides the sum.
+            ignore_stale_grad: skips parameters that no backward pass has reached.
 
         Returns:
-            whether it updated. Learning rate schedules do not see a skipped step.
+            Whether it updated. A skipped step does not advance learning rate schedules.
+
+        Raises:
+            LossScaleError: the gradients overflow at the smallest scale, or 16 steps in a row
+                were skipped.
+            RuntimeError: something else has written into the scaled gradients.
         """
         self._check_step(batch_size, ignore_stale_grad)
         self._check_and_rescale_grad(self._scale / batch_size)
@@ -205,12 +223,12 @@ class Trainer(mx.gluon.Trainer):
         return self._end_step()
 
     def allreduce_grads(self) -> None:
-        """Sums gradients over devices and workers, for `unscale`, `clip_norm` and `update`."""
+        """Sums gradients over devices and workers, before `unscale`, `clip_norm` and `update`."""
         super().allreduce_grads()
         self._step.record_versions(self._gradients.waiting())
 
     def update(self, batch_size: int, ignore_stale_grad: bool = False) -> bool:
-        """The rest of a `step`, after `allreduce_grads` has summed the gradients."""
+        """Updates after `allreduce_grads`; otherwise the same as `step`."""
         self._check_step(batch_size, ignore_stale_grad)
         if ignore_stale_grad:
             self._check_reached()
@@ -218,10 +236,9 @@ class Trainer(mx.gluon.Trainer):
         return self._end_step()
 
     def unscale(self) -> Dict[str, List["mx.nd.NDArray"]]:
-        """The gradients without the scale, in float32: a list over devices for each name.
+        """Returns unscaled float32 gradients: for each parameter's name a list over devices.
 
-        `update` then uses these, with all that is changed in them. The float16 gradients
-        stay as they are, since small numbers would vanish there.
+        `update` uses these arrays, with your changes. The 16-bit gradients stay scaled.
         """
         gradients = self._gradients_by_hand("unscale()")
         pending = self._step.pending
@@ -237,9 +254,15 @@ class Trainer(mx.gluon.Trainer):
         return named
 
     def clip_norm(self, max_norm: float, batch_size: int = 1) -> float:
-        """Clips the next `update` to this norm, over all parameters, of the gradient divided
-        by `update`'s batch size. Returns the norm before, divided by `batch_size`; it is
-        infinite or NaN if the gradients are."""
+        """Clips the gradients of the next `update` to a norm over all parameters.
+
+        Args:
+            max_norm: the largest norm, unscaled and divided by the batch size.
+            batch_size: as for `update`.
+
+        Returns:
+            The norm before clipping; infinite or NaN if the gradients are.
+        """
         positive_number(max_norm, "max_norm")
         rescale_grad = self._scale / positive_number(batch_size, "batch_size")
         gradients = self._gradients_by_hand("clip_norm()")
@@ -327,21 +350,24 @@ class Trainer(mx.gluon.Trainer):
 
     @property
     def workers(self) -> int:
-        """How many processes train together."""
+        """The number of workers."""
         self._connect()
         return self._workers.count
 
     @property
     def rank(self) -> int:
-        """This process's number among them, from 0 on."""
+        """The rank of this worker, from 0."""
         self._connect()
         return self._workers.rank
 
     def check_ranks(self) -> None:
-        """Raises where the ranks of several machines do not hold the same optimizer, weights,
-        masters and loss scale, and names the first that differs. All ranks have to call it; the
-        first step or update does. Moving averages are each rank's own, of the data that it has
-        seen."""
+        """Compares optimizer, weights, master weights and loss scale over all workers.
+
+        All workers must call it; the first step does. Moving averages are not compared.
+
+        Raises:
+            RanksDifferError: names the first difference.
+        """
         self._check_can_exchange("check_ranks()")
         names = {i: p.name for i, p in enumerate(self._params)}
         consistency.compare(self._workers, [
@@ -471,20 +497,28 @@ class Trainer(mx.gluon.Trainer):
     # ---- files
 
     def save_states(self, fname: str) -> None:
-        """Writes the optimizer with its masters, the loss scale and the counters.
+        """Writes the optimizer with its states and master weights, the loss scale and counters.
 
-        A `gluon.Trainer` can read the file, too.
+        A `gluon.Trainer` can read the file.
+
+        Args:
+            fname: the file's path.
         """
         self._checkpoint.save(fname, self._optimizer, super().save_states,
                               names=[p.name for p in self._params],
                               scales=[s.read() for s in scales_of(self._params)])
 
     def load_states(self, fname: str) -> None:
-        """Takes over what `save_states` wrote, here or in a `gluon.Trainer`.
+        """Loads a file of `save_states`, of this class or of `gluon.Trainer`.
 
-        A file that does not fit, or is damaged, is an error and changes nothing. It may hold
-        MXNet's optimizers, schedulers and arrays, and the classes of this Trainer's own optimizer
-        and scheduler; anything else is refused before it runs.
+        The file may hold MXNet's optimizers, schedulers and arrays, and the classes of this
+        Trainer's optimizer and scheduler. No other code runs.
+
+        Args:
+            fname: the file's path.
+
+        Raises:
+            ValueError: the file does not fit or is damaged. Nothing changes.
         """
         states, optimizer = read_states(fname, self._optimizer)
         maker = optimizer or self._optimizer
