@@ -47,10 +47,11 @@ Script = namedtuple(
     defaults=("", None, (), (), (), None, "softmax", False, "", "dynamic"))
 
 ARCFACE = "insightface/recognition/arcface_mxnet/"
-FACES = "--network {} --loss arcface --per-batch-size 4 --lr 0.001 --verbose 6"
+FACES = "--network {} --loss arcface --per-batch-size 4 --lr 0.0001 --verbose 6"
 MXNET = "mxnet/example/gluon/"
 RN50 = ("--data-backend synthetic --gpus 0 --batch-size 4 --image-shape 3,64,64 --num-classes 1000 "
         "--num-examples 64 --num-epochs 2 --mode train --dtype float32 --lr 0.01")
+NHWC = "".join(f" --{of}-layout NHWC" for of in ("input", "conv", "batchnorm", "pooling"))
 SCRIPTS = [
     Script(ARCFACE + "train.py", FACES.format("m05"), given=("faces",)),
     Script(ARCFACE + "train_parall.py", FACES.format("m05"), given=("faces",),
@@ -98,11 +99,13 @@ SCRIPTS = [
            substituted=("gpus_are_cpus", "drawn_sets", "no_workers"), start="gluonface"),
     Script("horovod/examples/mxnet/mxnet_mnist.py", "--no-cuda --batch-size 16",
            own="--dtype float16", given=("mnist",), here=True),
-    *(Script("DeepLearningExamples/MxNet/Classification/RN50v1.5/train.py", RN50, own=own,
+    *(Script("DeepLearningExamples/MxNet/Classification/RN50v1.5/train.py", RN50 + more, own=own,
              missing=("dllogger", "horovod", "horovod.mxnet", "nvidia", "nvidia.dali",
                       "nvidia.dali.pipeline", "nvidia.dali.plugin", "nvidia.dali.plugin.mxnet",
                       "nvidia.dali.ops", "nvidia.dali.types"),
-             substituted=("gpus_are_cpus",), loss="Loss") for own in (None, "--dtype float16")),
+             substituted=("gpus_are_cpus",), loss="Loss")
+      for more, own in (("", None), ("", "--dtype float16"), (NHWC, "--dtype float16"),
+                        (" --fuse-bn-relu 1", "--dtype float16"))),
     Script("Single-Path-One-Shot-NAS-MXNet/train_imagenet.py",
            "--data-dir images --model ShuffleNas --mode imperative --batch-size 4 -j 0 --lr 0.01 "
            "--num-epochs 2 --dtype float32 --input-size 64",
@@ -440,7 +443,7 @@ def imgclsmob(sources, first, last):
             channels = getattr(net, "in_channels", 3)
             rng = np.random.RandomState(0)
             x = mx.nd.array(rng.randn(2, channels, *size))
-            trainer = mx.gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 1e-4})
+            trainer = mx.gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 1e-3})
             for _ in range(2):
                 with mx.autograd.record():
                     outputs = net(x)
