@@ -17,7 +17,10 @@ class Cast:
         dataset.transform_first(gluon_amp.data.Cast())   # of data alone
 
     Args:
-        dtype: "float16" or "float32". Integers stay integers.
+        dtype: "float16" or "float32". Integers do not change.
+
+    Raises:
+        ValueError: a float16 label is above 2048, so that it may already be wrong.
     """
 
     def __init__(self, dtype: str = "float16") -> None:
@@ -31,9 +34,11 @@ class Cast:
 
 
 class CastIter(mx.io.DataIter):
-    """A DataIter whose data is cast, and whose labels are not.
+    """A DataIter that casts data and keeps labels.
 
-    It wraps any DataIter, one that prefetches too.
+    Args:
+        data_iter: any DataIter.
+        dtype: "float16" or "float32".
     """
 
     def __init__(self, data_iter: mx.io.DataIter, dtype: str = "float16") -> None:

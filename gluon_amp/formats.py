@@ -1,9 +1,8 @@
 """Formats of floating numbers: what they can hold, and rounding to them.
 
-float16 and float32 are types of MXNet's arrays. All other formats live in float32 arrays
-whose values are rounded to the format's numbers, which the engine does on a CPU. What this
-file says of a format is all that anybody knows of it: numpy's rounding here and the engine's
-(cpu/kernels/passes.cc) follow the same few numbers.
+float16, bfloat16 and float32 are types of MXNet's arrays. Other formats are float32 arrays whose
+values are rounded to the format, by the engine on a CPU. The rounding in numpy here and the
+engine's (cpu/kernels/passes.cc) use the same parameters.
 """
 from dataclasses import dataclass, replace
 from typing import Any, Optional, Union
@@ -22,16 +21,15 @@ class Format:
     """A floating-point format.
 
     Attributes:
-        name: how errors, logs and graphs call it.
-        exponent: bits of the exponent, 2 to 8.
-        fraction: bits of the fraction, 1 to 23, without the leading 1.
-        infinities: whether it has infinities. Without them the largest exponent holds numbers, too,
-            and one of them, the largest, is NaN: so float8_e4m3 ends at 448.
-        saturate: whether numbers beyond the largest become the largest; else they become
+        name: the name in errors, logs and graphs.
+        exponent: exponent bits, 2 to 8.
+        fraction: fraction bits without the leading 1, 1 to 23.
+        infinities: whether it has infinities. Without them the largest exponent holds numbers and
+            one NaN, as in float8_e4m3, which ends at 448.
+        saturate: whether numbers beyond the largest become the largest. Otherwise they become
             infinite or, without infinities, NaN.
-        rounding: "nearest" (ties to even), "zero" (digits are cut off), or "stochastic": up or
-            down at random, up with the probability that makes the mean the number itself. In
-            networks, mx.random.seed repeats it.
+        rounding: "nearest" (ties to even), "zero" (truncation) or "stochastic" (unbiased). In
+            networks, `mx.random.seed` makes stochastic rounding repeatable.
     """
     name: str
     exponent: int

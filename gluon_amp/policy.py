@@ -13,38 +13,35 @@ GEMMS = ("forward", "data_gradient", "weight_gradient")
 
 @dataclass(frozen=True)
 class Policy:
-    """The number formats of a network's parts, each a `gluon_amp.Format` or the name of one.
+    """The number formats of a network, one for each role: each a `gluon_amp.Format` or a name.
 
     Attributes:
-        name: how errors and logs call it.
-        parameter: what parameters are stored in: float32, float16 or bfloat16.
-        product: what the inputs of convolutions, dense layers and other products are rounded to.
-            Where it and `gradient` are float16, or bfloat16, products give arrays of that type.
-        between: what the operators' results are rounded to.
-        gradient: what gradients are rounded to. Where `product` differs from `between`, or both
-            are float32, it is for the gradients that products read, and all others are as
-            `between`. If not given, as `product`.
-        norm: what normalizations compute in: float32 or as `between`.
-        sensitive: what softmax, losses, exponents and large sums compute in: float32 or as
+        name: the name in errors and logs.
+        parameter: of stored parameters: float32, float16 or bfloat16.
+        product: of the inputs of convolutions, dense layers and other products. If it and
+            `gradient` are float16 or bfloat16, products return arrays of that type.
+        between: of the results of operators.
+        gradient: of gradients. If `product` differs from `between`, or both are float32, of the
+            gradients that products read, and all others have `between`. Default: `product`.
+        norm: in which norms compute: float32 or `between`.
+        sensitive: in which softmax, losses, exponentials and large sums compute: float32 or
             `between`.
-        output: what the network returns: float32, float16 or bfloat16.
-        batched: what the inputs of batched products (`batch_dot`, `np.matmul`) are rounded to:
-            float32, or as `product`. MXNet adds these in float16 on a GPU if they are float16, so
-            that float32 is the default where `product` is float16.
-        compute: sets both `product` and `between`; it is given instead of these.
-        accumulate: a GPU, such as "V100": on a CPU, float16 products then add by the rule of that
-            GPU's Tensor Cores (`gluon_amp.tensor_core_dot`), forward and backward, in the order
-            that docs/tensor_cores.md tells; a GPU's libraries may choose another. None: in float32.
-        split: how many terms `accumulate` adds in one chain; None: all.
-        scaling: how each tensor is scaled that a product reads in its narrow format, so that its
-            largest number fits: by a power of two from the tensor itself ("current"), or from the
-            largest of the last `history` tensors at this place ("delayed"). None: not at all.
-        history: how many tensors of the past "delayed" looks at.
-        margin: how many powers of two the scale stays below the one that just fits.
-        high_precision: which of a layer's three products are made in high precision: "forward",
-            "data_gradient" or "weight_gradient", or a sequence of these. Such a product reads what
-            lies `between` as it is, without rounding it to `product` or `gradient`, and adds in
-            float32, whatever `accumulate` is. Valid where products round what they read, or with
+        output: of the network's result: float32, float16 or bfloat16.
+        batched: of the inputs of batched products (`batch_dot`, `np.matmul`): float32 or
+            `product`. The default for float16 is float32, because MXNet accumulates these in
+            float16 on a GPU.
+        compute: sets `product` and `between`.
+        accumulate: a GPU, such as "V100": float16 products on a CPU sum as its Tensor Cores do
+            (`gluon_amp.tensor_core_dot`), forward and backward. None sums in float32.
+        split: the number of terms that `accumulate` sums in one chain; None: all.
+        scaling: the scale of tensors that products read in a narrow format, a power of two: from
+            the tensor itself ("current"), from the maximum of the last `history` tensors at the
+            same place ("delayed"), or None.
+        history: the number of past tensors of "delayed".
+        margin: powers of two of headroom above the maximum.
+        high_precision: the products of a layer in high precision: "forward", "data_gradient",
+            "weight_gradient", or a sequence of these. Such a product reads `between` without
+            rounding and accumulates in float32. Valid if products round their inputs, or with
             `accumulate`.
     """
     name: str

@@ -40,23 +40,30 @@ def convert(net: Block, policy: Union[str, Policy] = "float16",
             keep: Iterable[Any] = ()) -> Block:
     """Converts a network to mixed precision, in place, and returns it.
 
-    Parameters get the policy's type; those of norms stay float32, and so do those with numbers that
-    float16 cannot hold, which the log names. From then on the
-    network takes float32 or float16 inputs, and returns float32 (under "pure_float16"
-    float16). `save_parameters` and `export` write float32 files. Convert the
-    outermost block, before its Trainer takes a step. Blocks that it gets as children later
-    are converted, too.
+    Parameters get the policy's type. Those of norms stay float32, and so do those with values
+    beyond float16's range, which the log names. The converted network takes float32 or 16-bit
+    inputs and returns float32 (under "pure_float16" float16). `save_parameters` and `export` write
+    float32 files. Convert the outermost block, before its Trainer takes a step. Children that are
+    added later are converted, too.
 
     Args:
-        policy: "float16" (parameters in float16, for optimizers with float32 masters),
-            "mixed_float16" (float32 parameters, cast where they are used),
-            "pure_float16", "bfloat16", "mixed_bfloat16", "tf32" and "mixed_float8" (CPU only),
-            "float32" (undoes a conversion); or Apex's "O0" to "O3"; or a `gluon_amp.Policy` of
-            your own.
-        keep: what stays float32: blocks, classes of blocks, and regular expressions for
-            the whole name of a block, or of a node (an operator of the graph). A network that
-            has not run yet is traced for the names of its nodes.
-            A kept block that was never hybridized may read shapes and values: it runs imperatively.
+        net: a gluon Block.
+        policy: "float16" (float16 parameters, for optimizers with master weights), "mixed_float16"
+            (float32 parameters, cast where used), "pure_float16"; on CPUs "bfloat16",
+            "mixed_bfloat16", "tf32", "mixed_float8"; "float32" undoes a conversion; Apex's "O0" to
+            "O3"; or a `gluon_amp.Policy`.
+        keep: what stays float32: blocks, classes of blocks, and regular expressions for the whole
+            name of a block or of a node (an operator of the graph). A network that has not run is
+            traced for the names of its nodes. A kept block that was never hybridized runs
+            imperatively and may read shapes and values.
+
+    Returns:
+        The network.
+
+    Raises:
+        TypeError: `net` is not a Block, or an entry of `keep` has another type.
+        ValueError: the policy is unknown, `keep` matches nothing, or a parameter is float64.
+            The network does not change.
     """
     policy = get_policy(policy)
     if not isinstance(net, Block):
@@ -85,7 +92,7 @@ def convert(net: Block, policy: Union[str, Policy] = "float16",
 
 
 def restore(net: Block) -> Block:
-    """Makes a converted network float32 again, as it was before, and returns it."""
+    """Converts a network back to float32, in place, and returns it."""
     if not isinstance(net, Block):
         raise TypeError(f"restore takes a gluon Block. Received: {type(net).__name__}")
     converted: List[Any] = [b for b in blocks_in(net) if isinstance(b, ConvertedBlock)]

@@ -19,17 +19,20 @@ _PARAMETERS = frozenset("weight bias gamma beta parameters".split())
 
 def convert_symbol(sym: "mx.sym.Symbol", policy: Union[str, Policy] = "float16",
                    keep: Iterable[str] = ()) -> "mx.sym.Symbol":
-    """A symbol in mixed precision: a cast behind the data, float16 in the body, norms in
-    float32, a cast before every softmax and loss.
+    """Returns a symbol in mixed precision.
 
-    Arguments and outputs keep their names, so that float32 checkpoints load. Parameters'
-    types stand in the symbol. It runs on GPUs with any `Module`, on CPUs with
-    `gluon_amp.Module`. What holds casts already keeps them.
+    It has a cast after the data, the body in the policy's type, norms in float32, and a cast
+    before each softmax and loss. Arguments and outputs keep their names, so float32 checkpoints
+    load. The symbol holds the types of its parameters. It runs on GPUs with any `Module`, and on
+    CPUs with `gluon_amp.Module`. Existing casts stay.
 
     Args:
-        policy: as for `gluon_amp.convert`; "tf32", "mixed_float8" and others of formats that MXNet
-            has no arrays of are for Gluon only.
-        keep: regular expressions for the whole names of nodes that stay float32.
+        sym: a symbol.
+        policy: as for `gluon_amp.convert`, of float16 or bfloat16.
+        keep: regular expressions for whole names of nodes that stay float32.
+
+    Raises:
+        ValueError: the policy is for Gluon only, or `keep` matches nothing.
     """
     policy = get_policy(policy)
     if not isinstance(sym, mx.sym.Symbol):

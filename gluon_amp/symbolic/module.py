@@ -92,19 +92,18 @@ class _Module:
 
     @property
     def loss_scale(self) -> float:
-        """The scale that the next step uses; 1 without scaling."""
+        """The loss scale of the next step; 1 without scaling."""
         return self._step.loss_scale.scale
 
     @property
     def skipped(self) -> int:
-        """How many steps were skipped. `gluon_amp.explain(net, batch, loss_fn, loss_scale)` names
-        the node at which a batch's gradients overflow first."""
+        """The number of skipped steps."""
         return self._step.skipped
 
     @property
     def overflowed(self) -> Tuple[str, ...]:
-        """Names of the parameters whose newest gradients are not finite. Those are the gradients
-        that wait for their step, or else those of the last step."""
+        """The names of parameters whose gradients are not finite, of the pending gradients or
+        else of the last step."""
         return self._step.overflowed(self._gradients)
 
     def _module(self) -> "mx.mod.Module":

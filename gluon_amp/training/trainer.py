@@ -124,7 +124,7 @@ class Trainer(mx.gluon.Trainer):
 
     @property
     def overflowed(self) -> Tuple[str, ...]:
-        """The names of parameters whose gradients are not finite: of the pending gradients, or
+        """The names of parameters whose gradients are not finite, of the pending gradients or
         else of the last step."""
         return self._step.overflowed(self._gradients.to_use)
 
