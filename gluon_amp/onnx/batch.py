@@ -45,7 +45,7 @@ def any_batch(onnx: ModuleType, models: Sequence[Any], shapes: Mapping[str, Any]
             first.CopyFrom(onnx.numpy_helper.from_array(_inferred(values, name), name))
         else:
             graph.initializer.remove(first)
-            expanded.add(values, name)
+            expanded.add(values, name, first.data_type)
     graph.initializer.extend(expanded.constants)
     nodes = [*expanded.nodes, *graph.node]
     del graph.node[:]
@@ -86,19 +86,26 @@ class _Expanded:
         self.nodes.append(self.onnx.helper.make_node(op, inputs, [name], name=name, **attributes))
         return name
 
-    def add(self, values: List[Any], name: str) -> None:
-        """Makes a constant, which is given for each of SIZES, by the batch size of the data."""
+    def add(self, values: List[Any], name: str, element: int) -> None:
+        """Makes a constant of this type, which is given for each of SIZES, by the batch size of the
+        data. onnxruntime expands no bfloat16."""
         axes = list(zip(*(value.shape for value in values)))
         differ = [sizes for sizes in axes if len(set(sizes)) > 1]
         if len({value.ndim for value in values}) > 1 or differ != [SIZES] \
                 or np.unique(values[0]).size > 1:
             raise refuse_batch(f"the constant {name} depends on it")
         if self.batch is None:
-            read = self.node("Shape", [self.data], f"{NAME}_shape")
-            self.batch = self.node("Gather", [read, self.constant([self.axis], f"{NAME}_axis")],
-                                   f"{NAME}_size")
+            read = self.node("Shape", [self.data], f"{NAME}/shape")
+            self.batch = self.node("Gather", [read, self.constant([self.axis], f"{NAME}/axis")],
+                                   f"{NAME}/size")
         shape, at = np.array(values[0].shape, np.int64), axes.index(SIZES)
-        made = self.node("Concat", [self.constant(shape[:at], f"{name}_before"), self.batch,
-                                    self.constant(shape[at + 1:], f"{name}_behind")],
-                         f"{name}_shape", axis=0)
-        self.node("Expand", [self.constant(values[0].ravel()[0], f"{name}_number"), made], name)
+        made = self.node("Concat", [self.constant(shape[:at], f"{name}/before"), self.batch,
+                                    self.constant(shape[at + 1:], f"{name}/behind")],
+                         f"{name}/shape", axis=0)
+        number = values[0].ravel()[0]
+        if element != self.onnx.TensorProto.BFLOAT16:
+            self.node("Expand", [self.constant(number, f"{name}/number"), made], name)
+            return
+        wide = self.node("Expand", [self.constant(np.float32(number), f"{name}/number"), made],
+                         f"{name}/float32")
+        self.node("Cast", [wide], name, to=element)
