@@ -4,11 +4,13 @@ import os
 from collections import Counter
 from pathlib import Path
 
+import gluon_amp as amp
 import numpy as np
 import pytest
 from gluon_amp._mxnet import mx
 from halves import as_bfloat16, bfloat16_ulps, generic_code
 from mxnet import autograd, nd
+from mxnet.gluon import nn
 from processes import printed, run
 
 CONVOLUTIONS = {
@@ -149,3 +151,29 @@ def test_a_product_with_an_empty_axis(rng):
     with mx.util.np_shape(True):
         x = nd.zeros((0, 4)).astype("bfloat16")
         assert nd.dot(x, nd.ones((4, 3)).astype("bfloat16")).shape == (0, 3)
+
+
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "bfloat16"])
+@pytest.mark.parametrize("make", [
+    lambda: nn.Dense(512, in_units=512, use_bias=False),
+    lambda: nn.Conv2D(512, 1, in_channels=512, use_bias=False)], ids=["dense", "convolution"])
+def test_a_result_on_the_memory_of_what_is_read(make, policy, rng):
+    """Static graphs plan so where a layer has as many outputs as inputs."""
+    net = nn.HybridSequential()
+    for _ in range(3):
+        net.add(make())
+    mx.random.seed(1)
+    net.initialize(mx.init.Normal(0.04))
+    x = nd.array(rng.standard_normal((6, 512, 1, 1)[:2 if isinstance(net[0], nn.Dense) else 4]))
+    x.attach_grad()
+    found = []
+    for convert in (False, True):
+        if convert:
+            amp.convert(net, policy)
+        net.hybridize(static_alloc=True, static_shape=True)
+        with autograd.record():
+            y = net(x)
+        y.backward()
+        found.append([y.asnumpy(), net(x).asnumpy(), x.grad.asnumpy()])
+    for exact, ours in zip(*found):
+        np.testing.assert_allclose(ours, exact, rtol=0, atol=0.02 * np.abs(exact).max())

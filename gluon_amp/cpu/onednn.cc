@@ -91,6 +91,14 @@ int64_t room_for(const dnnl_memory_desc_t& layout) {
   return room_for(n, layout);
 }
 
+bool overlap(const TBlob& a, const TBlob& b) {
+  const auto begin = [](const TBlob& array) { return static_cast<const char*>(array.dptr_); };
+  const auto end = [&](const TBlob& array) {
+    return begin(array) + size(array) * mshadow::mshadow_sizeof(array.type_flag_);
+  };
+  return begin(a) < end(b) && begin(b) < end(a);
+}
+
 constexpr dnnl_format_tag_t kPlain[] = {dnnl_format_tag_undef, dnnl_a, dnnl_ab, dnnl_abc, dnnl_abcd,
                                         dnnl_abcde, dnnl_abcdef};
 
@@ -222,12 +230,17 @@ void Product::run(const std::vector<Operand>& operands, Inside* read) {
   Lease lease;
   onednn::Arguments arguments;
   std::map<int, void*> inside;
+  const auto lies_on_read = [&](const Operand& made) {  // on what the primitive reads where it is
+    return std::any_of(operands.begin(), operands.end(), [&](const Operand& read) {
+      return read.write == kNothing && way(read).same && overlap(read.array, made.array);
+    });
+  };
   for (const Operand& operand : operands) {
     const Way& way = this->way(operand);
     void* at = operand.array.dptr_;
     if (operand.write == kNothing && !way.same) {
       at = read->enter(operand, way);
-    } else if (!way.same || operand.write == kAdd) {
+    } else if (operand.write != kNothing && (!way.same || operand.write == kAdd || lies_on_read(operand))) {
       at = lease.memory(room_for(way.inside));
     }
     inside[operand.argument] = at;
@@ -236,10 +249,12 @@ void Product::run(const std::vector<Operand>& operands, Inside* read) {
   onednn::execute(&primitive_, stream(), arguments);
   for (const Operand& operand : operands) {
     const Way& way = this->way(operand);
-    if (operand.write == kNothing || (way.same && operand.write == kStore)) continue;
-    const int64_t n = size(operand.array);
     const void* made = inside[operand.argument];
-    if (!way.same) {
+    if (operand.write == kNothing || made == operand.array.dptr_) continue;
+    const int64_t n = size(operand.array);
+    if (way.same && operand.write == kStore) {
+      kernels->copy(made, operand.array.dptr_, n * mshadow::mshadow_sizeof(operand.array.type_flag_));
+    } else if (!way.same) {
       void* const plain = operand.write == kAdd ? lease.memory(room_for(n, operand.plain))
                                                 : operand.array.dptr_;
       way.leave(operand, inside[operand.argument], plain);
@@ -537,10 +552,6 @@ struct Matrix {
     return gluon_amp::layout(dims(), dims().size() == 2 ? dnnl_ba : dnnl_acb);
   }
 };
-
-bool overlap(const TBlob& a, const TBlob& b) {
-  return halves(a) < halves(b) + size(b) && halves(b) < halves(a) + size(a);
-}
 
 // to = a * b. Null where oneDNN has no primitive for it.
 struct Multiplication {
