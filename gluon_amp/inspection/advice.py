@@ -51,6 +51,7 @@ class Finding:
         detail: a sentence with figures.
         keep: the nodes to keep in float32.
         backward: whether the tensor is a gradient.
+        certain: whether no other batch makes up for it, as in what is a mean of all batches.
     """
     node: str
     tensor: str
@@ -58,6 +59,7 @@ class Finding:
     detail: str
     keep: List[str]
     backward: bool = False
+    certain: bool = False
 
 
 class Window(NamedTuple):
@@ -127,7 +129,8 @@ def _lowest(tensor: Tensor, lost: float) -> float:
 def left_in_format(format_: Format, before: Iterable[Tensor],
                    after: Iterable[Tensor]) -> List[str]:
     """What there is to say where little is left in the format once nodes are kept."""
-    count, left = (sum(t.is_low and not t.key.backward for t in some) for some in (before, after))
+    count, left = (sum(t.is_low and not t.key.backward and t.counts is not None for t in some)
+                   for some in (before, after))
     if left >= _LITTLE_IS_LEFT * count:
         return []
     other = "" if format_.exponent == FLOAT32.exponent else ", and bfloat16 has float32's range"
@@ -179,6 +182,8 @@ class _Judge:
         endless = [t for t in self.forward if not t.counts.stay_finite]
         made = [finding for t in beginnings(endless, self.reads, self.counts)
                 if t.key in self.broken or t.snr == -math.inf for finding in self._above(t)]
+        for finding in made:
+            finding.certain = True
         if made:  # where numbers grow from layer to layer, all from one on are to be kept
             behind = [t for t in self.forward if t.beyond and t.key in self.broken]
             made[0].keep = list(dict.fromkeys(made[0].keep + self._kept_for(behind)))
@@ -271,6 +276,7 @@ class _Judge:
         finding = self._finding(
             tensor, "cancellation", f"{tensor.name} is at {tensor.snr:.0f} dB of float32's, though "
             f"what it is computed from is at {self._truth(source):.0f} dB or better")
+        finding.certain = True
         made = [self._before_cast(t) for t in read]
         finding.keep += self._kept_for([t for t in made if t.is_low]
                                        or self._rounded_before(source))

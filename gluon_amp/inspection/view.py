@@ -191,7 +191,6 @@ class View:
         self.window = window(self.tensors, self.scale, self.lost) if self.goes_forward else None
         self.findings, notes = findings(low.layout, self.tensors, self.scale)
         self.notes += notes
-        self.tensors = [t for t in self.tensors if t.counts is not None]
 
 
 def xray(net: Network, batches: Iterable[Any], loss_fn: Optional[LossFunction] = None,
@@ -235,6 +234,7 @@ def xray(net: Network, batches: Iterable[Any], loss_fn: Optional[LossFunction] =
     view = _look(low, right, session.batches, float(getattr(trainer, "loss_scale", FIRST_SCALE)),
                  lost, updates)
     view.converts = session.converts
+    view.tensors = [t for t in view.tensors if t.counts is not None]
     at_first = view.window
     if view.findings:
         updates.watched.ops.clear()  # its steps are over: their memory is for those that follow
@@ -282,18 +282,24 @@ def _find_line(low: Graphs, batch: Batch, found: Optional[Overflow]) -> None:
 
 def _look(low: Graphs, right: Optional[Graphs], batches: List[Any], scale: float, lost: float,
           updates: Optional[Updates] = None) -> View:
-    """What steps on batches show."""
+    """What steps on batches show; without `updates` up to the first batch after which something is
+    certain."""
     view = View(low.session.net.name, low.tensors, lost=lost)
     for number, batch in enumerate(batches):
         ran, whole = _step(low, right, batch, scale, updates)
         view.add(low, ran, whole, low.session.known(batch, right or low))
         if ran.finite:
             scale = ran.scale
-        if updates is not None and updates.gave_up:
+        if updates is None:
+            view.conclude(low)
+            if any(finding.certain for finding in view.findings):
+                return view
+        elif updates.gave_up:
             view.notes.append(f"batch {number} is the last that was looked at: the trainer has "
                               f"given up: {updates.gave_up}")
             break
-    view.conclude(low)
+    if updates is not None:
+        view.conclude(low)
     return view
 
 
@@ -343,6 +349,9 @@ def _try_keeping(session: Session, right: Optional[Graphs], view: View) -> None:
         names.update(dict.fromkeys(new))
         kept.update(*new.values())
         again = _look(session.low(kept), right, batches, view.scale, view.lost)
+        # The batch that showed something is the first to be tried with what is kept next.
+        last = len(again.steps) - 1
+        batches = [*batches[last:], *batches[:last]]
         known = {f.node for f in view.findings}
         view.findings += [f for f in again.findings if f.node not in known]
     if names:
