@@ -443,7 +443,7 @@ def imgclsmob(sources, first, last):
             channels = getattr(net, "in_channels", 3)
             rng = np.random.RandomState(0)
             x = mx.nd.array(rng.randn(2, channels, *size))
-            trainer = mx.gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 1e-3})
+            trainer = mx.gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 1e-2})
             for _ in range(2):
                 with mx.autograd.record():
                     outputs = net(x)
@@ -453,7 +453,7 @@ def imgclsmob(sources, first, last):
                 loss.backward()
                 trainer.step(1)
         except Exception as error:  # of whatever kind: the next one goes on
-            failed.append(f"{name}: {str(error).strip().splitlines()[-1:]}")
+            failed.append(f"{name}: {type(error).__name__}: {str(error).strip().splitlines()[-1:]}")
         print(name, flush=True)
     if failed:
         sys.exit("; ".join(failed))
