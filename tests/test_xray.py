@@ -1,6 +1,7 @@
 """`xray`, `explain` and `types`: what float16 does to every tensor, and what is said of it."""
 import csv
 import json
+import re
 
 import gluon_amp as amp
 import mxnet as mx
@@ -10,7 +11,7 @@ from gluon_amp.cpu.library import random_numbers_kept
 from gluon_amp.formats import FORMATS
 from gluon_amp.inspection.statistics import Counts
 from gluon_amp.tools.cli import main
-from mxnet import nd
+from mxnet import gluon, nd
 from mxnet.gluon import nn
 from xray_networks import (
     LOSS,
@@ -295,3 +296,20 @@ def test_the_doctor_tells_a_networks_types(capsys):
     assert "nodes give less than float32" in out
     assert main(["doctor", "--types"]) == 1
     assert "--model" in capsys.readouterr().err
+
+
+def test_the_verdict_comes_first_and_gradients_are_named_by_their_parameters(tmp_path):
+    net = nn.HybridSequential(prefix="net_")
+    with net.name_scope():
+        net.add(nn.Dense(8), nn.HybridLambda(lambda F, x: x * x * 40000, prefix="square_"),
+                nn.Dense(4))
+    net.initialize(mx.init.Xavier())
+    amp.convert(net)
+    batch = nd.random.normal(shape=(16, 20)), nd.arange(16) % 4
+    view = amp.xray(net, [batch], gluon.loss.SoftmaxCrossEntropyLoss())
+    assert re.match(r"\d+ operators? needs? float32 beyond those that the policy keeps",
+                    str(view).splitlines()[0])
+    assert {t.name for t in view.tensors if t.kind == "weight gradient"} == {
+        f"gradient of net_dense{i}_{name}" for i in (0, 1) for name in ("weight", "bias")}
+    view = amp.xray(net, [(batch[0] * np.inf, batch[1])], gluon.loss.SoftmaxCrossEntropyLoss())
+    assert view.verdict == "No verdict: no batch is finite in float32"

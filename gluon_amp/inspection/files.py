@@ -215,6 +215,8 @@ canvas { width: 100%; display: block; }
 .tip { max-width: 20rem; overflow-wrap: anywhere; }
 th:nth-child(-n+3), td:nth-child(-n+3) { text-align: left; }
 label { font-size: 0.85rem; margin-right: 1rem; }
+summary { cursor: pointer; font-weight: 600; margin: 1rem 0 0.5rem; }
+input[type=search] { font: inherit; font-size: 0.9rem; padding: 0.2rem 0.5rem; margin: 0.5rem 0; }
 </style>
 </head>
 <body>
@@ -227,15 +229,18 @@ right of the last one they overflow. Gradients stand as they were, at the loss s
 Names in the color of warnings: their format does not hold them.</p>
 <label><input type="radio" name="order" value="place" checked> in order of computation</label>
 <label><input type="radio" name="order" value="worst"> worst first</label>
-<h3>Forward</h3><figure><canvas id="forward"></canvas></figure>
-<h3>Backward: gradients</h3><figure><canvas id="backward"></canvas></figure>
-<h3 class=weights>Weights</h3><figure class=weights><canvas id="weights"></canvas></figure>
+<input type=search placeholder="Filter by name" aria-label="Filter the tensors by name">
+<details><summary>Forward</summary><figure><canvas id="forward"></canvas></figure></details>
+<details><summary>Backward: gradients</summary>
+<figure><canvas id="backward"></canvas></figure></details>
+<details class=weights><summary>Weights</summary>
+<figure><canvas id="weights"></canvas></figure></details>
 <h2 class=fits>Loss scales that fit, by step</h2>
 <p class="small fits">The band: between the scale below which a gradient loses too much and the one
 above which one overflows. The line: the scale of the step.</p>
 <figure class=fits><canvas id="window"></canvas></figure>
-<h2>Tensors, the worst first</h2>
-<div class=wide><table><thead><tr></tr></thead><tbody></tbody></table></div>
+<details><summary>Table of tensors, the worst first</summary>
+<div class=wide><table><thead><tr></tr></thead><tbody></tbody></table></div></details>
 <script>
 "use strict";
 const data = $data;
@@ -257,8 +262,12 @@ const canvas = (element, height) => {
   return [context, width];
 };
 const ticks = [-40, -32, -24, -14, -8, 0, 8, 15, 24];
+const search = document.querySelector("input[type=search]");
+const named = row => row.tensor.toLowerCase().includes(search.value.toLowerCase());
 function heat(id, rows) {
   const element = document.getElementById(id);
+  if (!element.closest("details").open) return;
+  rows = rows.filter(named);
   if (document.querySelector("input:checked").value === "place")
     rows.sort((a, b) => a.place - b.place);
   const each = rows.length > 60 ? 9 : 16, top = 20;
@@ -373,6 +382,7 @@ for (const name of Object.values(shown))
   add(add(document.querySelector("thead tr"), "th", ""), "button", name);
 for (const row of ofKind(/output|gradient/)) {
   const cells = add(document.querySelector("tbody"), "tr", "");
+  search.addEventListener("input", () => { cells.hidden = !named(row); });
   for (const key of Object.keys(shown))
     add(cells, "td", isShare(key) ? row[key] ? (100 * row[key]).toFixed(2) + "%" : "" : row[key]);
 }
@@ -385,7 +395,13 @@ function draw() {
 }
 addEventListener("resize", draw);
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
-for (const input of document.querySelectorAll("input")) input.addEventListener("change", draw);
+for (const input of document.querySelectorAll("input")) input.addEventListener("input", draw);
+for (const details of document.querySelectorAll("details")) {  // what is long is folded
+  const canvas = details.querySelector("canvas");
+  const kind = {forward: /^output$$/, backward: /gradient/, weights: /^(weight|update)$$/};
+  details.open = ofKind(canvas ? kind[canvas.id] : /output|gradient/).length <= 60;
+  details.addEventListener("toggle", draw);
+}
 draw();
 $sorting
 </script>

@@ -38,6 +38,7 @@ class Tensor:
         carried: in a loop, those that it reads of the round before.
         gradients: of an output, the tensors that its gradient is the sum of.
         variables: names of the data and parameters that its node reads.
+        parameter: of a weight gradient, the parameter's name.
         counts: what was counted, over all steps; None until then.
         snr: against the float32 step, in dB, the worst of the steps; None without a reference.
         beyond: whether the float32 step has numbers in it that its format does not hold.
@@ -54,6 +55,7 @@ class Tensor:
     carried: List[Key] = field(repr=False, default_factory=list)
     gradients: List[Key] = field(repr=False, default_factory=list)
     variables: List[str] = field(repr=False, default_factory=list)
+    parameter: str = field(repr=False, default="")
     counts: Any = field(repr=False, default=None)
     snr: Optional[float] = None
     beyond: bool = False
@@ -63,10 +65,10 @@ class Tensor:
 
     @property
     def name(self) -> str:
-        """For people: conv0_fwd, or "gradient of conv0_fwd's input 0"."""
+        """For people: conv0_fwd, gradient of conv0_weight, gradient of relu0_fwd input 0."""
         if not self.key.backward:
             return self.key.node + (f"[{self.key.which}]" if self.key.which else "")
-        return f"gradient of {self.key.node}'s input {self.key.which}"
+        return f"gradient of {self.parameter or f'{self.key.node} input {self.key.which}'}"
 
     def join(self, other: "Tensor") -> None:
         """Takes over what another one of its name is computed from and goes to."""
@@ -207,10 +209,11 @@ class Layout:
         for i, entry in enumerate(node.inputs):
             format_ = self.formats.get(self._types[entry] or "")
             if format_ is not None:
-                weight = self.maker(node, i).node.name in self.parameters
+                read = self.maker(node, i).node.name
+                weight = read in self.parameters
                 yield Tensor(Key(name, True, i), "weight gradient" if weight else "gradient",
                              node.op, 2 * len(self.nodes) - place, format_, above,
-                             variables=variables)
+                             variables=variables, parameter=read if weight else "")
 
     def _gradients_of(self, entry: Entry) -> List[Key]:
         found: Dict[Key, None] = {}

@@ -133,7 +133,8 @@ class View:
 
     def said(self) -> List[Tuple[str, str, str]]:
         """What there is to say: of which kind it is, what it is about, and the text."""
-        made = [("note", "", note) for note in self.notes]
+        made = [("bad" if self.findings else "good", "", self.verdict)] if self.tensors else []
+        made += [("note", "", note) for note in self.notes]
         if self.first_overflow:
             made.append(("bad", "First overflow", str(self.first_overflow)))
         if self.window:
@@ -143,9 +144,19 @@ class View:
                  for f in self.findings[:_MOST_SAID]]
         if self.keep:
             made.append(("keep", "To keep in float32", self.keep_line))
-        elif self.tensors and not self.findings:
-            made.append(("good", "", "Nothing needs to stay in float32 beyond what does."))
         return made
+
+    @property
+    def verdict(self) -> str:
+        """The result in a sentence."""
+        if self.steps and len(self.left_out) == len(self.steps):
+            return "No verdict: no batch is finite in float32"
+        nodes = len({finding.node for finding in self.findings})
+        if not nodes:
+            return "No operator needs float32 beyond those that the policy keeps"
+        operators = "1 operator needs" if nodes == 1 else f"{nodes} operators need"
+        where = f"; overflow begins in {self.first_overflow.node}" if self.first_overflow else ""
+        return f"{operators} float32 beyond those that the policy keeps{where}"
 
     def __str__(self) -> str:
         return "\n".join(f"{about}: {text}" if about else text for _, about, text in self.said())
