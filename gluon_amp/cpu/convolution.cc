@@ -19,16 +19,16 @@ int64_t groups_of(const Call& call) {
   return static_cast<int64_t>(number(call.attrs, "num_group", 1));
 }
 
-bool fits(const Call& call, const TBlob& data) {
+bool fits(const Call& call, const TBlob& data, bool backward) {
   return data.ndim() >= 3 && data.ndim() <= 5 && data.Size() > 0 && has_channels_first(call) &&
-         (all_half(call) || all_float(call));
+         (data_half(call, backward) || all_float(call));
 }
 
 bool run_by_images(const Call& call, bool backward) {
   const TBlob& x = call.in[backward ? 1 : 0];
   const TBlob& y = backward ? call.in[0] : call.out[0];
   const TBlob& weight = call.in[backward ? 2 : 1];
-  if (!fits(call, x) || y.Size() == 0 || !call.of.compute_ex) return false;
+  if (!fits(call, x, backward) || y.Size() == 0 || !call.of.compute_ex) return false;
   const int64_t batch = x.shape_[0], per_x = size(x) / batch, per_y = size(y) / batch;
   int64_t images = kPiece / ((backward ? 2 : 1) * per_x + per_y);
   // oneDNN rearranges the weights for each piece: a piece has more data than there are weights
@@ -90,7 +90,7 @@ struct Some {
 bool run_by_channels(const Call& call, bool backward) {
   const TBlob &x = call.in[backward ? 1 : 0], &y = backward ? call.in[0] : call.out[0];
   const TBlob &weight = call.in[backward ? 2 : 1], &whole = backward ? y : x, &some_of = backward ? x : y;
-  if (!fits(call, x) || !all_half(call) || y.Size() == 0 || !call.of.compute_ex ||
+  if (!fits(call, x, backward) || !all_half(call) || y.Size() == 0 || !call.of.compute_ex ||
       groups_of(call) != 1 || x.ndim() != 4)
     return false;
   const int64_t pieces = size(weight) / kWeights, channels = some_of.shape_[1], block = block_size();
@@ -135,8 +135,13 @@ bool by_onednn(const Call& call, bool backward) {
   return has_channels_first(call) && onednn_convolution(call, backward);
 }
 
-bool forward(const Call& call) { return by_onednn(call, false) || run_by_images(call, false); }
-bool backward(const Call& call) { return by_onednn(call, true) || run_by_images(call, true); }
+bool run_any(const Call& call, bool backward) {
+  return by_onednn(call, backward) ||
+         with_rounded_weight(call, backward ? 2 : 1,
+                             [=](const Call& rounded) { return run_by_images(rounded, backward); });
+}
+bool forward(const Call& call) { return run_any(call, false); }
+bool backward(const Call& call) { return run_any(call, true); }
 
 bool deconvolution(const Call& call) {
   return run_by_channels(call, false) || run_by_images(call, false);
@@ -146,7 +151,7 @@ bool deconvolution(const Call& call) {
 // stops in float32 ("could not create a primitive descriptor"). MXNet's other code does it.
 bool deconvolution_backward(const Call& call) {
   const TBlob &x = call.in[1], &y = call.in[0];
-  const bool to_one = fits(call, x) && y.shape_[1] == 1 && in_blocks_of(x.shape_[1], 1);
+  const bool to_one = fits(call, x, true) && y.shape_[1] == 1 && in_blocks_of(x.shape_[1], 1);
   if (!to_one) return run_by_channels(call, true) || run_by_images(call, true);
   run(call, false, {}, nullptr, nullptr);
   return true;

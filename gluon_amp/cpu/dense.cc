@@ -11,6 +11,7 @@ constexpr int64_t kPiece = int64_t(1) << 20;  // floats of data that a piece may
 constexpr int64_t kHalf = int64_t(1) << 16;  // of half of a prediction's, if that is to be a piece
 
 NDArray widened_rows(const NDArray& holder, const TBlob& piece) {
+  if (is_float(piece)) return NDArray(piece, 0);
   NDArray made = holder.AsArray(piece.shape_, mshadow::kFloat32);
   kernels_of(piece)->widen(halves(piece), floats(made.data()), size(piece));
   return made;
@@ -20,7 +21,7 @@ bool run_dense(const Call& call, bool backward) {
   const TBlob& x = call.in[backward ? 1 : 0];
   const TBlob& y = backward ? call.in[0] : call.out[0];
   const TBlob& weight = call.in[backward ? 2 : 1];
-  if (!all_half(call) || !call.of.compute_ex || size(x) == 0 || size(y) == 0) return false;
+  if (!data_half(call, backward) || !call.of.compute_ex || size(x) == 0 || size(y) == 0) return false;
   const int64_t per_y = weight.shape_[0], per_x = weight.shape_[1], rows = size(x) / per_x;
   // oneDNN may rearrange the weight for each piece: a piece has more data than there are weights
   int64_t some = std::max(kPiece / ((backward ? 2 : 1) * per_x + per_y),
@@ -46,7 +47,7 @@ constexpr int64_t kOutputs = 64;  // of a piece: multiples, else oneDNN takes up
 bool run_by_outputs(const Call& call, bool backward) {
   const size_t first_param = backward ? 2 : 1;
   const TBlob &x = call.in[first_param - 1], &weight = call.in[first_param];
-  if (!all_half(call) || !call.of.compute_ex || size(x) == 0 || size(weight) == 0) return false;
+  if (!data_half(call, backward) || !call.of.compute_ex || size(x) == 0 || size(weight) == 0) return false;
   const int64_t high = weight.shape_[0], wide = weight.shape_[1], rows = size(x) / wide;
   // many rows: where the result is large beside what all pieces read, as over a vocabulary
   const bool few = rows <= kFewRows;
@@ -109,7 +110,10 @@ bool run_by_outputs(const Call& call, bool backward) {
 }
 
 bool run_any(const Call& call, bool backward) {
-  return onednn_dense(call, backward) || run_by_outputs(call, backward) || run_dense(call, backward);
+  return onednn_dense(call, backward) ||
+         with_rounded_weight(call, backward ? 2 : 1, [=](const Call& rounded) {
+           return run_by_outputs(rounded, backward) || run_dense(rounded, backward);
+         });
 }
 bool forward(const Call& call) { return run_any(call, false); }
 bool backward(const Call& call) { return run_any(call, true); }

@@ -331,6 +331,7 @@ Operator describe(const nnvm::Op* x) {
   of.leaves_outputs = kLeaveOutputs.count(x->name) > 0;
   of.pushes_its_weight = x->name == "Convolution" || x->name == "Deconvolution" ||
                          x->name == "FullyConnected";
+  of.has_parameters = contains(x->name, "Convolution") || contains(x->name, "FullyConnected");
   of.forgets_bias = x->name == "_backward_FullyConnected";
   of.casts = x->name == "Cast" || x->name == "amp_cast" || x->name == "amp_multicast";
   return of;
@@ -475,8 +476,17 @@ const std::set<std::string> kInferHalves = {
     "_linalg_slogdet", "_npi_eig", "_npi_eigh", "_npi_eigvals", "_npi_eigvalsh", "_npi_solve",
     "_npi_pinv", "_npi_pinv_scalar_rcond", "_npi_tensorinv", "_npi_tensorsolve", "_npi_around"};
 
+// Of a node with kParametersKey: its data and its result have one type, its parameters are float32.
+bool infer_with_parameters(Types* in, Types* out) {
+  const int data = in->front() >= 0 ? in->front() : out->front();
+  in->assign(in->size(), mshadow::kFloat32);
+  in->front() = out->front() = data;
+  return data >= 0;
+}
+
 // bfloat16 has the rules of float16. An operator with a `dtype` of its own has MXNet's.
 bool infer_types(const NodeAttrs& attrs, Types* in, Types* out) {
+  if (find(attrs, kParametersKey)) return infer_with_parameters(in, out);
   const auto infer = [&] {
     return kInferHalves.count(attrs.op->name) ? infer_halves(attrs, in, out)
                                               : infer_as_mxnet(attrs, in, out);

@@ -45,6 +45,7 @@ struct Operator {
   bool leaves_outputs;     // it does not write some outputs: they begin as zeros
   bool pushes_its_weight;  // to MXNet's engine, to reorder it there, when it does not train
   bool casts;              // its `dtype` is a type of arrays, not a choice of code
+  bool has_parameters;     // a convolution or a dense layer, or its backward pass (kParametersKey)
   bool forgets_bias;       // oneDNN's code: its gradient (2) comes with the weight's (1), or not at all
 
   bool has_generic() const { return compute || compute_ex; }
@@ -81,6 +82,10 @@ constexpr char kOrderedKey[] = "__gluon_amp_ordered__";
 // name"; and, in nodes of gradients, for each input which history it has.
 constexpr char kScalingKey[] = "__gluon_amp_scaling__";
 constexpr char kScaledKey[] = "__gluon_amp_scaled__";
+
+// Of a convolution or a dense layer of bfloat16 data: its parameters are float32 arrays, and so are their
+// gradients. It rounds the weight that it reads.
+constexpr char kParametersKey[] = "__gluon_amp_float32_parameters__";
 
 // Of an RNN whose products have another format than what lies between: it runs RnnLoop.
 constexpr char kLoopKey[] = "__gluon_amp_loop__";

@@ -219,6 +219,8 @@ bool is_read(const Operator& of, size_t i) {
          i == kGradientOfCell;
 }
 
+const Grid kBfloat16 = {7, 0x1p-126f, 0x1.fep127f, __builtin_inff(), __builtin_inff(), kNearestEven, 0};
+
 TBlob copy_of(const TBlob& from, Lease* lease) {
   const auto bytes = size(from) * static_cast<int64_t>(mshadow::mshadow_sizeof(from.type_flag_));
   float* memory = lease->memory((bytes + 3) / 4);
@@ -254,9 +256,11 @@ void run(const Call& call, bool onednn, const std::vector<uint32_t>& mutated,
   std::vector<OpReqType> req = call.req;
   std::vector<bool> direct;
   for (size_t i = 0; i < call.out.size(); ++i) direct.push_back(is_direct(call, i, onednn));
+  const size_t weight = !of.has_parameters ? call.in.size() : of.op->name[0] == '_' ? 2 : 1;
   for (size_t i = 0; i < call.in.size(); ++i) {
     const TBlob& from = call.in[i];
     const Grid* grid = call.rounding.read(i);
+    if (i == weight && is_float(from) && is_half(call.in[0])) grid = &kBfloat16;
     if (!is_half(from) && !(grid && is_float(from))) {
       const bool copied = overwritten(call, from, direct) &&
                           !std::count(mutated.begin(), mutated.end(), i);

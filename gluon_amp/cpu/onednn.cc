@@ -91,6 +91,12 @@ int64_t room_for(const dnnl_memory_desc_t& layout) {
   return room_for(n, layout);
 }
 
+// Whether results of this type are made so now. Watched nodes' are not: they are counted before they are
+// rounded.
+bool multiplies(int type) {
+  return type == mshadow::kBfloat16 && instructions() != Instructions::kNone && !watching() && !generic_only;
+}
+
 bool overlap(const TBlob& a, const TBlob& b) {
   const auto begin = [](const TBlob& array) { return static_cast<const char*>(array.dptr_); };
   const auto end = [&](const TBlob& array) {
@@ -99,15 +105,12 @@ bool overlap(const TBlob& a, const TBlob& b) {
   return begin(a) < end(b) && begin(b) < end(a);
 }
 
+int type_in_memory(const TBlob& array) { return is_float(array) ? dnnl_f32 : dnnl_bf16; }
+
 constexpr dnnl_format_tag_t kPlain[] = {dnnl_format_tag_undef, dnnl_a, dnnl_ab, dnnl_abc, dnnl_abcd,
                                         dnnl_abcde, dnnl_abcdef};
 
 }  // namespace
-
-bool multiplies_bfloat16(const Call& call) {
-  return all_half(call) && call.out[0].type_flag_ == mshadow::kBfloat16 &&
-         instructions() != Instructions::kNone && !watching() && !generic_only;
-}
 
 dnnl_memory_desc_t layout(const Sizes& dims, int tag, int type) {
   dnnl_memory_desc_t made;
@@ -160,7 +163,7 @@ namespace {
 int64_t channels_of_block(const dnnl_memory_desc_t& inside, const dnnl_memory_desc_t& plain) {
   const int axes = inside.ndims;
   const auto &in = inside.format_desc.blocking, &out = plain.format_desc.blocking;
-  if (inside.data_type != dnnl_bf16 || axes < 3 || inside.format_kind != dnnl_blocked || inside.offset0 ||
+  if (inside.data_type != dnnl_bf16 || plain.data_type != dnnl_bf16 || axes < 3 || inside.format_kind != dnnl_blocked || inside.offset0 ||
       in.inner_nblks > 1)
     return 0;
   const int64_t channels = inside.dims[1];
@@ -286,10 +289,11 @@ dnnl_memory_desc_t plain(const Sizes& dims, int type = dnnl_bf16) {
   return layout(dims, kPlain[dims.size()], type);
 }
 
-// A convolution of any pass; `bias`: null, or its size.
+// A convolution of any pass; `bias`: null, or its size; `parameters`: the type of their arrays.
 struct Convolution {
   Sizes x, w, y, stride, dilate, pad;
   const Sizes* bias;
+  int parameters = dnnl_bf16;
 
   dnnl_convolution_desc_t operation(int pass) const {
     dnnl_convolution_desc_t made;
@@ -300,9 +304,10 @@ struct Convolution {
     made.accum_data_type = dnnl_f32;
     (pass == kBackwardData ? made.diff_src_desc : made.src_desc) = any(x);
     (pass == kForward ? made.dst_desc : made.diff_dst_desc) = any(y);
-    (pass == kBackwardWeights ? made.diff_weights_desc : made.weights_desc) = any(w);
+    if (pass == kBackwardWeights) made.diff_weights_desc = any(w, parameters);
+    else made.weights_desc = any(w);
     if (bias && pass != kBackwardData)
-      (pass == kBackwardWeights ? made.diff_bias_desc : made.bias_desc) = layout(*bias, dnnl_a);
+      (pass == kBackwardWeights ? made.diff_bias_desc : made.bias_desc) = plain(*bias, parameters);
     const size_t spatial = x.size() - 2;
     for (size_t i = 0; i < spatial; ++i) {
       const int64_t reach = (w[w.size() - spatial + i] - 1) * dilate[i] + 1;
@@ -315,9 +320,9 @@ struct Convolution {
   }
 
   std::shared_ptr<Product> product(int pass) const {
-    const Sizes none;
+    const Sizes none, type{parameters};
     return Product::find(
-        key_of("convolution", pass, {&x, &w, &y, &stride, &dilate, &pad, bias ? bias : &none}), [&] {
+        key_of("convolution", pass, {&x, &w, &y, &stride, &dilate, &pad, bias ? bias : &none, &type}), [&] {
           const auto forward = operation(kForward);
           onednn::Description hint = describe(&forward);
           if (pass == kForward || !hint.get()) return hint;
@@ -332,7 +337,7 @@ struct Dense {
   Sizes x, w, y;
   const Sizes* bias;
   int64_t images = 0;
-  int result = dnnl_bf16;  // the type of what a pass makes
+  int parameters = dnnl_bf16, result = dnnl_bf16;  // types of the arrays of parameters, and of what is made of x or y
 
   dnnl_inner_product_desc_t operation(int pass) const {
     dnnl_inner_product_desc_t made;
@@ -340,20 +345,21 @@ struct Dense {
     made.primitive_kind = dnnl_inner_product;
     made.prop_kind = static_cast<dnnl_prop_kind_t>(pass);
     made.accum_data_type = dnnl_f32;
-    const auto of = [&](const Sizes& dims, int maker, bool in_rows) {
-      const int type = pass == maker ? result : int(dnnl_bf16);
-      return in_rows ? plain(dims, type) : any(dims, type);
+    const auto data = [&](const Sizes& dims, bool is_result) {
+      const int type = is_result ? result : int(dnnl_bf16);
+      return images ? plain(dims, type) : any(dims, type);
     };
-    (pass == kBackwardData ? made.diff_src_desc : made.src_desc) = of(x, kBackwardData, images);
-    (pass == kForward ? made.dst_desc : made.diff_dst_desc) = of(y, kForward, images);
-    (pass == kBackwardWeights ? made.diff_weights_desc : made.weights_desc) = of(w, kBackwardWeights, false);
+    (pass == kBackwardData ? made.diff_src_desc : made.src_desc) = data(x, pass == kBackwardData);
+    (pass == kForward ? made.dst_desc : made.diff_dst_desc) = data(y, pass == kForward);
+    if (pass == kBackwardWeights) made.diff_weights_desc = any(w, parameters);
+    else made.weights_desc = any(w);
     if (bias && pass != kBackwardData)
-      (pass == kBackwardWeights ? made.diff_bias_desc : made.bias_desc) = layout(*bias, dnnl_a);
+      (pass == kBackwardWeights ? made.diff_bias_desc : made.bias_desc) = plain(*bias, parameters);
     return made;
   }
 
   std::shared_ptr<Product> product(int pass) const {
-    const Sizes none, its{images, result};
+    const Sizes none, its{images, parameters, result};
     return Product::find(key_of("dense", pass, {&x, &w, &y, bias ? bias : &none, &its}), [&] {
       const auto forward = operation(kForward);
       onednn::Description hint = describe(&forward);
@@ -371,7 +377,7 @@ struct Dense {
 
 Dense rows_of(const Convolution& layer) {
   const int64_t rows = layer.y[0] * layer.y[2] * layer.y[3], read = layer.w[1] * layer.w[2] * layer.w[3];
-  return {{rows, read}, {layer.w[0], read}, {rows, layer.w[0]}, layer.bias, layer.x[0]};
+  return {{rows, read}, {layer.w[0], read}, {rows, layer.w[0]}, layer.bias, layer.x[0], layer.parameters};
 }
 
 bool is_pointwise(const Convolution& layer) {
@@ -418,7 +424,7 @@ template <class Layer>
 bool run_layer(const Call& call, bool backward, const Layer& layer, const ByRows* rows) {
   const auto operand = [](int argument, const TBlob& array, const Sizes& dims, Write write = kNothing,
                           int64_t images = 0) {
-    return Operand{argument, array, plain(dims), write, images};
+    return Operand{argument, array, plain(dims, type_in_memory(array)), write, images};
   };
   if (!backward) {
     if (call.write(0) == kNothing) return true;
@@ -447,7 +453,7 @@ bool run_layer(const Call& call, bool backward, const Layer& layer, const ByRows
     Lease lease;
     TBlob dw = call.out[1];
     const bool unread = call.write(1) == kNothing;
-    if (unread) dw.dptr_ = lease.memory((size(dw) + 1) / 2);
+    if (unread) dw.dptr_ = lease.memory(size(dw));
     std::vector<Operand> all{operand(DNNL_ARG_SRC, x, of.x, kNothing, images),
                              operand(DNNL_ARG_DIFF_DST, dy, of.y, kNothing, images),
                              operand(DNNL_ARG_DIFF_WEIGHTS, dw, of.w, unread ? kStore : call.write(1))};
@@ -467,10 +473,20 @@ bool run_layer(const Call& call, bool backward, const Layer& layer, const ByRows
 
 }  // namespace
 
+namespace {
+
+// Of a layer's call: all arrays are bfloat16, but parameters and their gradients may be float32.
+bool multiplies_layer(const Call& call, const TBlob& weight) {
+  return multiplies(call.out[0].type_flag_) && call.in[0].type_flag_ == mshadow::kBfloat16 &&
+         (is_float(weight) || all_half(call));
+}
+
+}  // namespace
+
 bool onednn_convolution(const Call& call, bool backward) {
   const TBlob &x = call.in[backward ? 1 : 0], &w = call.in[backward ? 2 : 1];
   const TBlob& y = backward ? call.in[0] : call.out[0];
-  if (!multiplies_bfloat16(call) || x.ndim() < 3 || x.ndim() > 5 || size(x) == 0 || size(y) == 0)
+  if (!multiplies_layer(call, w) || x.ndim() < 3 || x.ndim() > 5 || size(x) == 0 || size(y) == 0)
     return false;
   const size_t spatial = x.ndim() - 2;
   const auto said = [&](const char* key, int64_t otherwise) {
@@ -486,7 +502,7 @@ bool onednn_convolution(const Call& call, bool backward) {
   const bool has_bias = (backward ? call.out : call.in).size() > 2;
   const Sizes bias{y.shape_[1]};
   const Convolution layer{sizes_of(x), weight, sizes_of(y), said("stride", 1), said("dilate", 1),
-                          said("pad", 0), has_bias ? &bias : nullptr};
+                          said("pad", 0), has_bias ? &bias : nullptr, type_in_memory(w)};
   const std::lock_guard<std::mutex> mine(turn());
   if (!pays_by_rows(layer, backward ? kBackwardWeights : kForward))
     return run_layer(call, backward, layer, nullptr);
@@ -501,19 +517,20 @@ bool onednn_convolution(const Call& call, bool backward) {
 
 bool onednn_dense(const Call& call, bool backward) {
   const TBlob &x = call.in[backward ? 1 : 0], &w = call.in[backward ? 2 : 1];
-  if (!multiplies_bfloat16(call) || size(x) == 0 || size(w) == 0) return false;
+  if (!multiplies_layer(call, w) || size(x) == 0 || size(w) == 0) return false;
   const int64_t high = w.shape_[0], wide = w.shape_[1], rows = size(x) / wide;
   const bool has_bias = (backward ? call.out : call.in).size() > 2;
   const Sizes bias{high};
   const std::lock_guard<std::mutex> mine(turn());
   return run_layer(call, backward, Dense{{rows, wide}, {high, wide}, {rows, high},
-                                         has_bias ? &bias : nullptr}, nullptr);
+                                         has_bias ? &bias : nullptr, 0, type_in_memory(w)}, nullptr);
 }
 
 bool onednn_rows(DensePass of, int64_t rows, int64_t outputs, int64_t inputs, const Half* a, const Half* b,
                  float* to, Product::Inside* read) {
   if (instructions() == Instructions::kNone) return false;
-  const Dense layer{{rows, inputs}, {outputs, inputs}, {rows, outputs}, nullptr, 0, dnnl_f32};
+  const Dense layer{{rows, inputs}, {outputs, inputs}, {rows, outputs}, nullptr, 0,
+                    of == DensePass::kWeight ? dnnl_f32 : dnnl_bf16, dnnl_f32};
   const int pass = of == DensePass::kForward ? kForward : of == DensePass::kData ? kBackwardData
                                                                                  : kBackwardWeights;
   const auto product = layer.product(pass);
@@ -588,7 +605,7 @@ bool are_matrices(const Call& call, int axes) {
   for (const TBlob& from : call.in)
     for (const TBlob& to : call.out)
       if (overlap(from, to)) return false;
-  return multiplies_bfloat16(call) && std::all_of(call.in.begin(), call.in.end(), is_one) &&
+  return all_half(call) && multiplies(call.out[0].type_flag_) && std::all_of(call.in.begin(), call.in.end(), is_one) &&
          std::all_of(call.out.begin(), call.out.end(), is_one);
 }
 

@@ -4,10 +4,6 @@
 
 namespace gluon_amp {
 
-// Whether products of this call's arrays run so. Watched nodes do not: their results are counted before
-// they are rounded.
-bool multiplies_bfloat16(const Call& call);
-
 using Sizes = std::vector<int64_t>;
 
 // An array that a primitive reads or writes; `images`: where not 0, its layout is a matrix with a row for

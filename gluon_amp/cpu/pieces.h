@@ -50,6 +50,30 @@ NDArray widened_images(int64_t groups, const NDArray& holder, const TBlob& piece
 
 // ---- a piece at a time
 
+// Of a layer's call: whether data, weight and result are of one 16-bit type. The bias and the gradients of
+// parameters may be float32.
+inline bool data_half(const Call& call, bool backward) {
+  const std::vector<TBlob> in(call.in.begin(), call.in.begin() + (backward ? 3 : 2)),
+      out(call.out.begin(), call.out.begin() + 1);
+  return all_half({call.of, call.attrs, call.context, in, call.req, out, {}});
+}
+
+// f(call) with a weight, input `at`, of the data's type: where it is float32, a rounded copy. Where it returns
+// false, the generic code runs.
+template <class F>
+bool with_rounded_weight(const Call& call, size_t at, F f) {
+  if (!is_half(call.in[0]) || !is_float(call.in[at])) return f(call);
+  Lease lease;
+  std::vector<TBlob> in(call.in);
+  const TBlob& from = call.in[at];
+  in[at] = TBlob(lease.memory((size(from) + 1) / 2), from.shape_, mshadow::cpu::kDevMask,
+                 call.in[0].type_flag_, 0);
+  kernels_of(in[at])->narrow(floats(from), halves(in[at]), size(from), kStore);
+  const Call rounded{call.of, call.attrs, call.context, in, call.req, call.out, call.rounding, call.state};
+  if (!f(rounded)) run(rounded);
+  return true;
+}
+
 // Makes float32 of a piece, halves or floats, in the memory of `holder`.
 using Widen = std::function<NDArray(const NDArray& holder, const TBlob& piece)>;
 

@@ -27,6 +27,8 @@ _ENGINE = "__gluon_amp_engine__"
 # Formats: see cpu/engine.h.
 _INPUTS, _OUTPUTS, _READS = (f"__gluon_amp_{word}__" for word in ("inputs", "outputs", "reads"))
 _ORDERED, _SCALING = "__gluon_amp_ordered__", "__gluon_amp_scaling__"
+# Of a product of bfloat16 data: its parameters are float32 arrays, which it rounds itself.
+_PARAMETERS = "__gluon_amp_float32_parameters__"
 _WATCH = "__gluon_amp_watch__"  # the node's name, where the engine counts what it computes
 _SAMPLES = "?"  # before that name: samples only
 _GRIDS = tuple(f"__gluon_amp_{word}_grid__" for word in ("output", "product", "gradient", "back"))
@@ -111,7 +113,11 @@ class _Rewriting:
                 return inputs
             if node in self.without_casts:
                 inputs = [e.node.inputs[0] for e in inputs]
-            return self._rewritten(node, inputs)
+            if not self._casts_parameters(node):
+                return self._rewritten(node, inputs)
+            made = self._rewritten(node, [inputs[0], *(e.node.inputs[0] for e in inputs[1:])])
+            made.attrs[_PARAMETERS] = "1"
+            return made
         return self.graph.rewrite(make)
 
     def _adds_in_float32(self, node: Node, users: Sequence[Optional[Node]]) -> bool:
@@ -124,6 +130,14 @@ class _Rewriting:
         return bool(users) \
             and all(self._is_cast(e.node, "float16", "float32") for e in node.inputs) \
             and all(u is not None and self._is_cast(u, "float32", "float16") for u in users)
+
+    def _casts_parameters(self, node: Node) -> bool:
+        """Whether a layer's parameters are bfloat16 only for it. It then reads the float32 ones: no
+        array holds the rounded ones, or their gradients before they are cast."""
+        return node.op in ("Convolution", "FullyConnected") and self.watch is None \
+            and self.policy.one_format and self.policy.accumulate is None \
+            and self.types.get(node.inputs[0]) == "bfloat16" \
+            and all(self._is_cast(e.node, "float32", "bfloat16") for e in node.inputs[1:])
 
     def _is_cast(self, node: Node, before: str, after: str) -> bool:
         return node.op in CASTS and self.types[node.inputs[0]] == before \
