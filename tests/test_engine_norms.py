@@ -266,6 +266,21 @@ def test_a_layer_norm_is_numpys(shape, rng):
                                atol=1e-4)
 
 
+def test_a_layer_norm_of_a_float32_sum_of_casts_is_not_mxnets_slow_code(rng):
+    """A residual sum of mixed precision: MXNet's float32 code has other bits, and is slow."""
+    cast = sym.amp_cast(sym.var("x"), dtype="float32") + sym.var("r")
+    arrays = {"x": halves(rng, 64, 200, scale=2), "r": rng.standard_normal((64, 200)).astype("f"),
+              "gamma": np.ones(200, "f"), "beta": np.zeros(200, "f")}
+    symbol = sym.LayerNorm(cast, sym.var("gamma"), sym.var("beta"))
+    (y,), gradients = run(symbol, arrays, [np.ones((64, 200), "f") * arrays["r"]])
+    data = arrays["x"].astype(float) + arrays["r"]
+    hat = (data - data.mean(-1, keepdims=True)) / np.sqrt(data.var(-1, keepdims=True) + 1e-5)
+    np.testing.assert_allclose(y, hat, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(gradients["gamma"], (hat * arrays["r"]).sum(0), rtol=1e-3, atol=1e-4)
+    (theirs,), _ = stock(symbol, arrays, [np.ones((64, 200), "f")])
+    assert not np.array_equal(y, theirs)
+
+
 def test_a_layer_norm_along_another_axis_is_mxnets(rng):
     symbol = sym.LayerNorm(*map(sym.var, "xyz"), axis=1)
     arrays = {"x": halves(rng, 4, 5, 6), "y": halves(rng, 5), "z": halves(rng, 5)}

@@ -231,10 +231,13 @@ def _is_better_in_the_engine(node: Node) -> bool:
 
     Dropout's mask serves one backward pass only; PReLU writes the data's gradient over the gradient
     that the slope's still reads; hard_sigmoid's gradient overwrites one that others read. A layer
-    norm of cast data is several times slower; one that is kept in float32 has MXNet's bits.
+    norm of cast data, or of what an operator makes of such data (a residual sum), is several times
+    slower; another float32 one has MXNet's bits.
     """
-    return node.op in ("Dropout", "hard_sigmoid") or node.attrs.get("act_type") == "prelu" \
-        or node.op == "LayerNorm" and node.inputs[0].node.op in CASTS
+    if node.op == "LayerNorm":
+        data = node.inputs[0].node
+        return any(each.op in CASTS for each in (data, *(e.node for e in data.inputs)))
+    return node.op in ("Dropout", "hard_sigmoid") or node.attrs.get("act_type") == "prelu"
 
 
 def _with_repeatable_dropout(graph: Graph) -> Graph:
