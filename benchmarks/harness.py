@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
@@ -162,11 +163,13 @@ def peak_bytes(name, policy, kind):
     return high_water() - before
 
 
-def child(*args, **variables):
-    """What this file prints as a process of its own, with these environment variables."""
-    command = [sys.executable, "-W", "ignore", __file__, *map(str, args)]
-    return json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True,
-                                     env={**os.environ, **variables}).stdout.splitlines()[-1])
+def child(*args, file=__file__, stderr=None, **variables):
+    """What a file, this one if not given, prints as a process of its own, with these environment
+    variables."""
+    command = [sys.executable, "-W", "ignore", str(file), *map(str, args)]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, stderr=stderr, text=True,
+                          env={**os.environ, **variables})
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def machine():
@@ -178,15 +181,29 @@ def machine():
 
 def contrib_ratio(name, steps):
     """The step of mx.contrib.amp in bfloat16 over float32's: medians of processes, since it patches
-    MXNet. None where it fails."""
+    MXNet. Where it fails, the error."""
     def took(policy, **variables):
-        return median(child("seconds", name, policy, steps, **variables)[2:])
+        return median(child("seconds", name, policy, steps, stderr=subprocess.PIPE,
+                            **variables)[2:])
 
     try:
         # AMX would end a process in which nothing requests it
         return took(CONTRIB, GLUON_AMP_ENGINE="off", DNNL_MAX_CPU_ISA="") / took("float32")
-    except subprocess.CalledProcessError:
-        return None
+    except subprocess.CalledProcessError as failed:
+        return f"fails: {failed.stderr.splitlines()[-1]}"
+
+
+def torch_ratio(name, seconds):
+    """PyTorch's step in bfloat16 over its float32 step, or - where torch_nets.py has no such
+    network or PyTorch is not installed."""
+    if not find_spec("torch"):
+        return "-"
+    try:
+        row = child("--only", name, "--dtype", "bfloat16", "--seconds", seconds, "--json",
+                    file=Path(__file__).with_name("torch_nets.py"))
+    except IndexError:  # it has printed no row
+        return "-"
+    return row["bfloat16 autocast / float32"]
 
 
 def memory_ratio(name, policy, kind, runs=1, **variables):
@@ -223,7 +240,7 @@ def shown(cell):
     """Numbers from 100 on without decimals, others with three digits."""
     if isinstance(cell, float):
         return f"{cell:.0f}" if abs(cell) >= 100 else f"{cell:.3g}"
-    return "fails" if cell is None else str(cell)
+    return str(cell)
 
 
 def main(what, name, policy, more):

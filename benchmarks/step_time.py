@@ -23,6 +23,7 @@ COLUMNS = {  # what can be measured, and the columns that it fills
     "memory": ("memory",),
     "bfloat16": ("bfloat16 / float32", "bfloat16 memory"),
     "contrib": ("mx.contrib.amp bfloat16 / float32",),
+    "torch": ("PyTorch bfloat16 / float32",),
     "prediction-memory": ("memory of a prediction",),
     "workers-memory": ("memory, 4 workers",),
 }
@@ -48,6 +49,8 @@ def measure(what, name, policy, pairs, budget):
                 harness.memory_ratio(name, BFLOAT16, "step"))
     if what == "contrib":
         return (harness.contrib_ratio(name, 7),)
+    if what == "torch":
+        return (harness.torch_ratio(name, budget / 2),)
     if what == "workers-memory":  # it differs by some percent from one process to the next
         return (harness.memory_ratio(name, policy, "step", 3, MXNET_CPU_WORKER_NTHREADS="4"),)
     kind = "prediction" if what == "prediction-memory" else "step"

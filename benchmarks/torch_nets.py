@@ -1,4 +1,4 @@
-"""PyTorch's step under its float16 autocast on CPUs, over its float32 step.
+"""PyTorch's step under its autocast on CPUs, over its float32 step: in bfloat16 with channels last.
 
 Five of networks.py: layers, strides and biases are those of MXNet's model zoo, so the numbers of
 parameters are the same.
@@ -101,17 +101,19 @@ NETS = {  # by the first word of their names in networks.py
 }
 
 
-def stepper(name, autocast):
-    """A function that trains one step."""
+def stepper(name, dtype):
+    """A function that trains one step. `dtype`: of the autocast, or None: there is none."""
     torch.manual_seed(1)
     net = NETS[name.split()[0]]()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9)
     data, _ = harness.NETWORKS[name].batch()
     data = torch.randn(data.shape)
+    if dtype == torch.bfloat16 and data.dim() == 4:
+        net, data = (x.to(memory_format=torch.channels_last) for x in (net, data))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9)
 
     def step():
         optimizer.zero_grad()
-        with torch.autocast("cpu", dtype=torch.float16, enabled=autocast):
+        with torch.autocast("cpu", dtype=dtype or torch.float16, enabled=dtype is not None):
             loss = net(data).float().square().mean()
         loss.backward()
         optimizer.step()
@@ -124,13 +126,15 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="", help="part of a network's name")
     parser.add_argument("--seconds", type=float, default=20, help="for a network's pairs (20)")
+    parser.add_argument("--dtype", choices=("float16", "bfloat16"), default="float16")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
-    table = harness.Table("network", "float32 ms", "float16 autocast / float32", "pairs",
+    dtype = getattr(torch, args.dtype)
+    table = harness.Table("network", "float32 ms", f"{args.dtype} autocast / float32", "pairs",
                           as_json=args.json)
     for name in harness.NETWORKS:
         if name.split()[0] in NETS and args.only in name:
-            found = harness.ratios(stepper(name, False), stepper(name, True), budget=args.seconds)
+            found = harness.ratios(stepper(name, None), stepper(name, dtype), budget=args.seconds)
             table.row(name, 1e3 * found.seconds, found.median, found.pairs)
 
 
