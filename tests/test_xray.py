@@ -257,6 +257,14 @@ def test_the_command_says_where_no_loss_scale_fits(tmp_path, capsys):
     assert "No loss scale fits all gradients: from" in capsys.readouterr().out
 
 
+def test_bfloat16_needs_no_loss_scale():
+    net = images_net(None)
+    net.initialize(mx.init.Xavier())
+    view = amp.xray(amp.convert(net, "mixed_bfloat16"), batches(1), LOSS)
+    assert str(view.window) == "No loss scale is needed: all gradients fit as they are"
+    assert "Loss scales that fit: from" in str(amp.xray(converted(), batches(1), LOSS).window)
+
+
 def test_what_a_format_makes_of_counts_is_what_it_makes_of_the_numbers():
     rng = np.random.default_rng(1)
     numbers = (rng.uniform(1, 2, 20000) * 2.0 ** rng.integers(-30, 14, 20000)).astype(np.float32)

@@ -62,6 +62,9 @@ class Finding:
     certain: bool = False
 
 
+_BEYOND_FLOAT16 = 2.0 ** 40  # 65504 over the smallest number: wider formats reach further
+
+
 class Window(NamedTuple):
     """The loss scales that fit, as powers of two, and the tensors that set the ends."""
     low: float
@@ -84,6 +87,8 @@ class Window(NamedTuple):
                 f"amp.DynamicLossScale({self.high:g}, minimum={SMALLEST_SCALE:g})"]
 
     def __str__(self) -> str:
+        if self.low <= 1 and self.high > _BEYOND_FLOAT16:
+            return "No loss scale is needed: all gradients fit as they are"
         said = "Loss scales that fit" if self.low <= self.high else \
             "No loss scale fits all gradients"
         return f"{said}: from {as_power(self.low)} " \
