@@ -821,11 +821,12 @@ def rows(script, done):
         if kind in NOISE:
             difference, bound, wrong = judge(done, kind)
             passes = passes and not wrong
+            verdict = wrong or ("passes" if losses else "not compared")
             last, last16 = (run[-1] if run else float("nan") for run in (losses, done[kind][0]))
             head.append(f"    {kind:9}{len(losses):5}{last:11.4f}{last16:11.4f}"
-                        f"{difference:12.5f}{bound:12.5f}  {wrong or 'passes'}")
+                        f"{difference:12.5f}{bound:12.5f}  {verdict}")
     if done["float32"][1]:
-        head.append(f"    float32 ends so, too: {done['float32'][1]}")
+        head.append(f"    ends in float32, too, with {done['float32'][1]}")
     return "\n".join(head), passes
 
 
