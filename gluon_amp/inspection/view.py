@@ -133,7 +133,7 @@ class View:
 
     def said(self) -> List[Tuple[str, str, str]]:
         """What there is to say: of which kind it is, what it is about, and the text."""
-        made = [("bad" if self.findings else "good", "", self.verdict)] if self.tensors else []
+        made = [("bad" if self.findings else "good", "", self.verdict)] if self.steps else []
         made += [("note", "", note) for note in self.notes]
         if self.first_overflow:
             made.append(("bad", "First overflow", str(self.first_overflow)))
