@@ -47,6 +47,7 @@ def low(*shape):
 x, y = low(2, 16, 8, 8), low(2, 16, 8)
 w = low(16, 16, 3, 3)
 for call in (lambda: nd.Convolution(x, w, kernel=(3, 3), num_filter=16, no_bias=True),
+             lambda: nd.Deconvolution(x, w, kernel=(3, 3), num_filter=16, no_bias=True),
              lambda: nd.FullyConnected(x, low(16, 1024), num_hidden=16, no_bias=True),
              lambda: nd.dot(low(5, 6), low(6, 7)),
              lambda: nd.batch_dot(y, y, transpose_b=True)):
@@ -58,7 +59,7 @@ nd.waitall()
     made = [line.split(",")[3:5] for line in lines.splitlines()
             if ",exec," in line and ",reorder," not in line and "bf16" in line]
     assert Counter(kind for kind, _ in made) == (
-        Counter(convolution=3, inner_product=3, matmul=6) if ISAS[isa] in FLAGS else {})
+        Counter(convolution=6, inner_product=3, matmul=6) if ISAS[isa] in FLAGS else {})
     assert all(("amx" in implementation) == ("AMX" in isa) for _, implementation in made)
 
 
@@ -105,6 +106,28 @@ def test_convolutions(name, request_, bias, rng):
     arrays = [rng.standard_normal(shape) for shape in (x, w, *[(w[0],)] * bias)]
     assert_alike(lambda *a: nd.Convolution(*a, kernel=w[2:], num_filter=w[0], no_bias=not bias,
                                            **attributes), arrays, rng, request_)
+
+
+DECONVOLUTIONS = {
+    "1d": ((3, 16, 20), (16, 32, 3), {}),
+    "2d": ((2, 16, 9, 11), (16, 32, 4, 4), {"stride": (2, 2), "pad": (1, 1)}),
+    "3d": ((2, 16, 3, 4, 5), (16, 8, 3, 3, 3), {"stride": (1, 2, 1)}),
+    "dilated": ((2, 16, 7, 7), (16, 16, 3, 3), {"dilate": (2, 2)}),
+    "adjusted": ((2, 16, 7, 6), (16, 24, 3, 3), {"stride": (2, 2), "pad": (1, 1), "adj": (1, 1)}),
+    "odd channels": ((2, 5, 8, 8), (5, 7, 3, 3), {}), "to two": ((2, 16, 8, 8), (16, 2, 4, 4), {}),
+    "grouped": ((2, 32, 6, 6), (32, 8, 3, 3), {"num_group": 2}),
+}
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("request_", ["write", "add"])
+@pytest.mark.parametrize("name", DECONVOLUTIONS)
+def test_deconvolutions(name, request_, bias, rng):
+    x, w, attributes = DECONVOLUTIONS[name]
+    outputs = w[1] * attributes.get("num_group", 1)
+    arrays = [rng.standard_normal(shape) for shape in (x, w, *[(outputs,)] * bias)]
+    assert_alike(lambda *a: nd.Deconvolution(*a, kernel=w[2:], num_filter=outputs,
+                                             no_bias=not bias, **attributes), arrays, rng, request_)
 
 
 @pytest.mark.parametrize("bias", [False, True])

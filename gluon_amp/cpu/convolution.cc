@@ -144,12 +144,14 @@ bool forward(const Call& call) { return run_any(call, false); }
 bool backward(const Call& call) { return run_any(call, true); }
 
 bool deconvolution(const Call& call) {
+  if (has_channels_first(call) && onednn_deconvolution(call, false)) return true;
   return run_by_channels(call, false) || run_by_images(call, false);
 }
 
 // oneDNN has no gradient of the data of a deconvolution from blocks of channels to one: there MXNet
 // stops in float32 ("could not create a primitive descriptor"). MXNet's other code does it.
 bool deconvolution_backward(const Call& call) {
+  if (has_channels_first(call) && onednn_deconvolution(call, true)) return true;
   const TBlob &x = call.in[1], &y = call.in[0];
   const bool to_one = fits(call, x, true) && y.shape_[1] == 1 && in_blocks_of(x.shape_[1], 1);
   if (!to_one) return run_by_channels(call, true) || run_by_images(call, true);

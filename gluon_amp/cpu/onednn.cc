@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <numeric>
 
 #include "watch.h"
 
@@ -289,11 +290,12 @@ dnnl_memory_desc_t plain(const Sizes& dims, int type = dnnl_bf16) {
   return layout(dims, kPlain[dims.size()], type);
 }
 
-// A convolution of any pass; `bias`: null, or its size; `parameters`: the type of their arrays.
+// A convolution of any pass; `bias`: null, or its size; `parameters`: the type of their arrays; `data`: of
+// the gradient of x.
 struct Convolution {
   Sizes x, w, y, stride, dilate, pad;
   const Sizes* bias;
-  int parameters = dnnl_bf16;
+  int parameters = dnnl_bf16, data = dnnl_bf16;
 
   dnnl_convolution_desc_t operation(int pass) const {
     dnnl_convolution_desc_t made;
@@ -302,7 +304,8 @@ struct Convolution {
     made.prop_kind = static_cast<dnnl_prop_kind_t>(pass);
     made.alg_kind = dnnl_convolution_direct;
     made.accum_data_type = dnnl_f32;
-    (pass == kBackwardData ? made.diff_src_desc : made.src_desc) = any(x);
+    if (pass == kBackwardData) made.diff_src_desc = any(x, data);
+    else made.src_desc = any(x);
     (pass == kForward ? made.dst_desc : made.diff_dst_desc) = any(y);
     if (pass == kBackwardWeights) made.diff_weights_desc = any(w, parameters);
     else made.weights_desc = any(w);
@@ -320,9 +323,9 @@ struct Convolution {
   }
 
   std::shared_ptr<Product> product(int pass) const {
-    const Sizes none, type{parameters};
+    const Sizes none, types{parameters, data};
     return Product::find(
-        key_of("convolution", pass, {&x, &w, &y, &stride, &dilate, &pad, bias ? bias : &none, &type}), [&] {
+        key_of("convolution", pass, {&x, &w, &y, &stride, &dilate, &pad, bias ? bias : &none, &types}), [&] {
           const auto forward = operation(kForward);
           onednn::Description hint = describe(&forward);
           if (pass == kForward || !hint.get()) return hint;
@@ -483,11 +486,10 @@ bool multiplies_layer(const Call& call, const TBlob& weight) {
 
 }  // namespace
 
-bool onednn_convolution(const Call& call, bool backward) {
-  const TBlob &x = call.in[backward ? 1 : 0], &w = call.in[backward ? 2 : 1];
-  const TBlob& y = backward ? call.in[0] : call.out[0];
-  if (!multiplies_layer(call, w) || x.ndim() < 3 || x.ndim() > 5 || size(x) == 0 || size(y) == 0)
-    return false;
+namespace {
+
+// The convolution of a call, from x to y; of a deconvolution from its result to its data.
+Convolution layer_of(const Call& call, const TBlob& x, const TBlob& w, const TBlob& y, const Sizes* bias) {
   const size_t spatial = x.ndim() - 2;
   const auto said = [&](const char* key, int64_t otherwise) {
     const Sizes given = numbers(call.attrs, key);
@@ -499,10 +501,23 @@ bool onednn_convolution(const Call& call, bool backward) {
     weight[0] /= groups;
     weight.insert(weight.begin(), groups);
   }
+  return {sizes_of(x), weight, sizes_of(y), said("stride", 1), said("dilate", 1), said("pad", 0), bias,
+          type_in_memory(w)};
+}
+
+bool multiplies_images(const Call& call, const TBlob& x, const TBlob& w, const TBlob& y) {
+  return multiplies_layer(call, w) && x.ndim() >= 3 && x.ndim() <= 5 && size(x) > 0 && size(y) > 0;
+}
+
+}  // namespace
+
+bool onednn_convolution(const Call& call, bool backward) {
+  const TBlob &x = call.in[backward ? 1 : 0], &w = call.in[backward ? 2 : 1];
+  const TBlob& y = backward ? call.in[0] : call.out[0];
+  if (!multiplies_images(call, x, w, y)) return false;
   const bool has_bias = (backward ? call.out : call.in).size() > 2;
   const Sizes bias{y.shape_[1]};
-  const Convolution layer{sizes_of(x), weight, sizes_of(y), said("stride", 1), said("dilate", 1),
-                          said("pad", 0), has_bias ? &bias : nullptr, type_in_memory(w)};
+  const Convolution layer = layer_of(call, x, w, y, has_bias ? &bias : nullptr);
   const std::lock_guard<std::mutex> mine(turn());
   if (!pays_by_rows(layer, backward ? kBackwardWeights : kForward))
     return run_layer(call, backward, layer, nullptr);
@@ -513,6 +528,66 @@ bool onednn_convolution(const Call& call, bool backward) {
     unfold(layer, halves(x), halves(rows.x));
   }
   return run_layer(call, backward, layer, &rows);
+}
+
+// A deconvolution goes the way back of a convolution from its result to its data.
+bool onednn_deconvolution(const Call& call, bool backward) {
+  const TBlob &x = call.in[backward ? 1 : 0], &w = call.in[backward ? 2 : 1];
+  const TBlob& y = backward ? call.in[0] : call.out[0];
+  if (!multiplies_images(call, x, w, y) || !all_half(call) || !numbers(call.attrs, "target_shape").empty())
+    return false;
+  const bool has_bias = (backward ? call.out : call.in).size() > 2;
+  const int64_t channels = y.shape_[1], images = y.shape_[0], places = size(y) / (images * channels);
+  Convolution layer = layer_of(call, y, w, x, nullptr);
+  const auto operand = [](int argument, const TBlob& array, const Sizes& dims, Write write = kNothing) {
+    return Operand{argument, array, plain(dims, type_in_memory(array)), write};
+  };
+  const std::lock_guard<std::mutex> mine(turn());
+  Lease lease;
+  if (!backward) {
+    if (call.write(0) == kNothing) return true;
+    if (has_bias) layer.data = dnnl_f32;
+    const auto product = layer.product(kBackwardData);
+    if (!product) return false;
+    const NDArray sums = has_bias ? lease.array(y.shape_) : NDArray();
+    const TBlob& to = has_bias ? sums.data() : y;
+    product->run({operand(DNNL_ARG_DIFF_DST, x, layer.y), operand(DNNL_ARG_WEIGHTS, w, layer.w),
+                  operand(DNNL_ARG_DIFF_SRC, to, layer.x, has_bias ? kStore : call.write(0))});
+    if (!has_bias) return true;
+    std::vector<float> bias(channels);
+    kernels_of(w)->widen(halves(call.in[2]), bias.data(), channels);
+    for_all(images * channels, size(y), [&](int64_t i) {
+      float* const row = floats(to) + i * places;
+      std::transform(row, row + places, row, [&](float one) { return one + bias[i % channels]; });
+    });
+    narrow(sums, y, call.write(0));
+    return true;
+  }
+  const auto data = call.write(0) != kNothing ? layer.product(kForward) : nullptr;
+  const auto weight = call.write(1) != kNothing ? layer.product(kBackwardWeights) : nullptr;
+  if ((call.write(0) != kNothing && !data) || (call.write(1) != kNothing && !weight)) return false;
+  if (has_bias && call.write(2) != kNothing) {
+    const NDArray sums = lease.array(call.out[2].shape_);
+    for_all(channels, size(y), [&](int64_t channel) {
+      std::vector<float> row(places);
+      double sum = 0;
+      for (int64_t image = 0; image < images; ++image) {
+        kernels_of(y)->widen(halves(y) + (image * channels + channel) * places, row.data(), places);
+        sum = std::accumulate(row.begin(), row.end(), sum);
+      }
+      floats(sums.data())[channel] = static_cast<float>(sum);
+    });
+    narrow(sums, call.out[2], call.write(2));
+  }
+  Product::Inside read;
+  // first the weight: the gradient of x may lie on that of y
+  if (weight)
+    weight->run({operand(DNNL_ARG_SRC, y, layer.x), operand(DNNL_ARG_DIFF_DST, x, layer.y),
+                 operand(DNNL_ARG_DIFF_WEIGHTS, call.out[1], layer.w, call.write(1))}, &read);
+  if (data)
+    data->run({operand(DNNL_ARG_SRC, y, layer.x), operand(DNNL_ARG_WEIGHTS, w, layer.w),
+               operand(DNNL_ARG_DST, call.out[0], layer.y, call.write(0))}, &read);
+  return true;
 }
 
 bool onednn_dense(const Call& call, bool backward) {

@@ -72,6 +72,7 @@ onednn::Description describe(const void* operation, const onednn::Description* h
 
 // By oneDNN; false where it has no primitive, or the processor no instructions.
 bool onednn_convolution(const Call& call, bool backward);
+bool onednn_deconvolution(const Call& call, bool backward);
 bool onednn_dense(const Call& call, bool backward);
 bool onednn_batch_dot(const Call& call);
 
