@@ -15,7 +15,7 @@ from gluon_amp.report.plots import CHARTS, plots
 from gluon_amp.report.runs import Epoch, plain
 from gluon_amp.report.summary import remarks, run_rows
 from gluon_amp.report.write import Section, html_page, markdown, table_csv
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from report_runs import NO_DEADLINE, RECIPE, Page, made, report, seeds
 
@@ -215,6 +215,7 @@ def test_numbers_in_the_csv_files_stay_numbers():
 
 @given(table=st.lists(st.fixed_dictionaries({"run": WORDS, "model": WORDS}), min_size=1,
                       max_size=3), notes=st.lists(WORDS, max_size=2), title=WORDS)
+@example(table=[{"run": "", "model": ""}], notes=["--", "1. a", "+ a"], title="")
 @NO_DEADLINE
 def test_any_text_stays_text(table, notes, title):
     table = [{column: plain(text) for column, text in row.items()} for row in table]

@@ -198,7 +198,9 @@ def _markdown_table(rows: List[Cells]) -> List[str]:
 
 def _escaped(text: str) -> str:
     """Text that Markdown and HTML take as such."""
-    return re.sub(r"([\\`*_{}\[\]<>|#&!$~])", r"\\\1", " ".join(text.split()))
+    escaped = re.sub(r"([\\`*_{}\[\]<>|#&!$~])", r"\\\1", " ".join(text.split()))
+    begins = r"^(\d*)([-+=.)])(?=[-+=\s]|$)"  # a list, or a line
+    return re.sub(begins, r"\1\\\2", escaped)
 
 
 # ---- CSV
