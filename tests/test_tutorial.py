@@ -83,6 +83,6 @@ def test_pieces_devices_and_processes_train_one_network(run):
 
 def test_the_verdict_of_ten_seeds_is_told(run):
     names, printed = run("reading_results")
-    assert names["verdict"].startswith("- **different.**")
+    assert names["verdict"].startswith("- **DIFFERENT: float16, scale dynamic")
     assert "10 paired seeds, p = 0.024" in names["verdict"]
     assert "5 seeds: mean +0.62" in printed
