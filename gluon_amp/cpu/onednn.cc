@@ -421,14 +421,15 @@ struct ByRows {
   TBlob x;
 };
 
+Operand operand(int argument, const TBlob& array, const Sizes& dims, Write write = kNothing,
+                int64_t images = 0) {
+  return {argument, array, plain(dims, type_in_memory(array)), write, images};
+}
+
 // Runs a layer's passes: forward from x, weight and bias; backward from the gradient of y, x, weight and
 // bias to those of x, weight and bias. `rows`: null, or for the forward pass, or for the weight's gradient.
 template <class Layer>
 bool run_layer(const Call& call, bool backward, const Layer& layer, const ByRows* rows) {
-  const auto operand = [](int argument, const TBlob& array, const Sizes& dims, Write write = kNothing,
-                          int64_t images = 0) {
-    return Operand{argument, array, plain(dims, type_in_memory(array)), write, images};
-  };
   if (!backward) {
     if (call.write(0) == kNothing) return true;
     const auto run = [&](const auto& of, const TBlob& x, int64_t images) {
@@ -539,9 +540,6 @@ bool onednn_deconvolution(const Call& call, bool backward) {
   const bool has_bias = (backward ? call.out : call.in).size() > 2;
   const int64_t channels = y.shape_[1], images = y.shape_[0], places = size(y) / (images * channels);
   Convolution layer = layer_of(call, y, w, x, nullptr);
-  const auto operand = [](int argument, const TBlob& array, const Sizes& dims, Write write = kNothing) {
-    return Operand{argument, array, plain(dims, type_in_memory(array)), write};
-  };
   const std::lock_guard<std::mutex> mine(turn());
   Lease lease;
   if (!backward) {
