@@ -29,7 +29,7 @@ _INPUTS, _OUTPUTS, _READS = (f"__gluon_amp_{word}__" for word in ("inputs", "out
 _ORDERED, _SCALING = "__gluon_amp_ordered__", "__gluon_amp_scaling__"
 # Of a product of bfloat16 data: its parameters are float32 arrays, which it rounds itself.
 _PARAMETERS = "__gluon_amp_float32_parameters__"
-_WATCH = "__gluon_amp_watch__"  # the node's name, where the engine counts what it computes
+WATCH = "__gluon_amp_watch__"  # the node's name, where the engine counts what it computes
 _SAMPLES = "?"  # before that name: samples only
 _GRIDS = tuple(f"__gluon_amp_{word}_grid__" for word in ("output", "product", "gradient", "back"))
 
@@ -180,7 +180,7 @@ class _Rewriting:
             new.attrs[_ENGINE] = "1"
         if self.watch is not None and _runs_engine(node) \
                 and node.attrs.get("sparse_grad") not in ("True", "1"):
-            new.attrs[_WATCH] = f"{self.watch}{node.name}"
+            new.attrs[WATCH] = f"{self.watch}{node.name}"
         return new
 
     def _say_formats(self, node: Node, new: Node) -> None:

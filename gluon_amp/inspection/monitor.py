@@ -19,14 +19,13 @@ from ..checks import nearest, whole_number
 from ..formats import FORMATS
 from ..gluon.converted import ConvertedHybridBlock
 from ..gluon.state import Op, blocks_in, parameters_in
-from ..graph.build import build, cached_op
+from ..graph.build import WATCH, build, cached_op
 from ..graph.graph import Graph
 from ..graph.refusals import check_device
 from .statistics import Counted, Counts, Key, read
 
 log = logging.getLogger("gluon_amp")
 
-_WATCH = "__gluon_amp_watch__"  # of nodes that the engine counts (graph/build.py)
 _STATIC = ("static_alloc", "static_shape")  # whose memory is not held between observed steps
 
 
@@ -180,7 +179,7 @@ class Monitor:
                     [e.node.name.split("_amp_cast_")[0] for e in node.inputs], dtype)
         for node in built.nodes_within():
             if node.name not in self._nodes:
-                node.attrs.pop(_WATCH, None)
+                node.attrs.pop(WATCH, None)
 
     def _is_chosen(self, name: str) -> bool:
         return self._layers is None or any(each.fullmatch(name) for each in self._layers)
