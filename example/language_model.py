@@ -86,10 +86,7 @@ def main(arguments=None):
     parser = recipes.Parser(__doc__)
     add = parser.add_argument
     add("--text", metavar="FILE", help="to learn from; none: Python's help")
-    add("--dtype", default="float32", choices=("float32", "float16", "bfloat16"),
-        help="of the network")
-    add("--loss-scale", type=recipes.loss_scale, default="dynamic",
-        help="of float16: dynamic, a number or none")
+    recipes.add_types(parser)
     add("--layers", type=recipes.positive, default=4, help="of attention")
     add("--heads", type=recipes.positive, default=4, help="of each")
     add("--width", type=recipes.positive, default=128, help="of the residual stream")
@@ -109,11 +106,7 @@ def main(arguments=None):
     args = parser.parse_args(arguments)
     if args.width % args.heads:
         parser.error(f"--width must be a multiple of --heads {args.heads}. Received: {args.width}")
-    if len(args.gpus) > 1:
-        parser.error("--gpus: one is enough")
-    device, = recipes.devices_of(args.gpus)
-    mx.random.seed(args.seed)
-    rng = np.random.RandomState(args.seed)
+    device, rng = recipes.begin(parser, args)
 
     # The text as numbers: the last tenth validates
     text = Path(args.text).read_text() if args.text else "".join(map(topics.get, sorted(topics)))

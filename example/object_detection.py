@@ -109,10 +109,7 @@ def main(arguments=None):
     """The recipe, from its flags to the mean average precision."""
     parser = recipes.Parser(__doc__)
     add = parser.add_argument
-    add("--dtype", default="float32", choices=("float32", "float16", "bfloat16"),
-        help="of the network")
-    add("--loss-scale", type=recipes.loss_scale, default="dynamic",
-        help="of float16: dynamic, a number or none")
+    recipes.add_types(parser)
     add("--image-size", type=recipes.positive, default=64, help="pixels, a multiple of 16")
     add("--width", type=recipes.positive, default=16, help="channels of the first convolution")
     add("--batch-size", type=recipes.positive, default=32, help="images in a step")
@@ -128,11 +125,7 @@ def main(arguments=None):
     args = parser.parse_args(arguments)
     if args.image_size % 16:
         parser.error(f"--image-size must be a multiple of 16. Received: {args.image_size}")
-    if len(args.gpus) > 1:
-        parser.error("--gpus: one is enough")
-    device, = recipes.devices_of(args.gpus)
-    mx.random.seed(args.seed)
-    rng = np.random.RandomState(args.seed)
+    device, rng = recipes.begin(parser, args)
 
     # The network, in the type that is asked for
     net = SSD(args.width)

@@ -187,6 +187,14 @@ def add_gpus(parser):
         type=lambda text: list(range(whole(text))), help="the first N GPUs")
 
 
+def add_types(parser):
+    """`--dtype` and `--loss-scale` of a network in float32, float16 or bfloat16."""
+    parser.add_argument("--dtype", default="float32", choices=("float32", "float16", "bfloat16"),
+                        help="of the network")
+    parser.add_argument("--loss-scale", type=loss_scale, default="dynamic",
+                        help="of float16: dynamic, a number or none")
+
+
 # ---- what flags say
 
 def devices_of(gpus):
@@ -196,6 +204,15 @@ def devices_of(gpus):
     if max(gpus) >= mx.context.num_gpus():
         raise ValueError(f"--gpus {max(gpus)}: MXNet sees {mx.context.num_gpus()} GPUs")
     return [mx.gpu(i) for i in gpus]
+
+
+def begin(parser, args):
+    """Seeds all random numbers. Returns the one device of `--gpus`, and numpy's generator."""
+    if len(args.gpus) > 1:
+        parser.error("--gpus: one is enough")
+    device, = devices_of(args.gpus)
+    mx.random.seed(args.seed)
+    return device, np.random.RandomState(args.seed)
 
 
 def is_float32(policy):
