@@ -138,7 +138,7 @@ class Policy:
         if names and not (self.products_round or self.accumulate):
             raise ValueError(f"policy {self.name}: high_precision is for products that round what "
                              "they read, such as product='float8_e4m3', between='bfloat16', or for "
-                             f"accumulate=. Others read what lies between as it is, and add in "
+                             f"accumulate=. Other products read `between` unrounded and sum in "
                              f"float32. Received: product={self.product.name}, "
                              f"between={self.between.name}, gradient={self.gradient.name}")
 

@@ -1,5 +1,4 @@
-// One step of an RNN, an LSTM or a GRU over the rows of a batch: what lies between its products. Of bfloat16
-// arrays alone.
+// The gates and states of one step of an RNN, an LSTM or a GRU, for all rows of a batch of bfloat16 arrays.
 #include "functions.h"
 #include "vector.h"
 
