@@ -121,6 +121,17 @@ for _ in range(10):
 print((resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) / 10)
 """
 
+ERRNO = """
+import ctypes, errno
+import gluon_amp
+import mxnet as mx
+location = ctypes.CDLL(None).__errno_location
+location.restype = ctypes.POINTER(ctypes.c_int)
+x = mx.nd.ones(2, dtype="float16")
+location()[0] = errno.ERANGE
+print((x * 7e4).asnumpy())
+"""
+
 
 def python(code, folder=PACKAGE.parent, **variables):
     """What the code prints, in a process of its own."""
@@ -157,6 +168,11 @@ def test_a_network_learns_with(name):
     if "AVX2" in name and not all(features):
         pytest.skip("this processor has no AVX2")
     python(START + TRAIN.replace("WORKERS", "0"), **SETTINGS[name])
+
+
+def test_a_constant_overflows_to_infinity_after_an_overflow_in_libm():
+    """MXNet's parser refuses "inf" while errno, which it does not clear, is ERANGE."""
+    assert python(ERRNO, MXNET_ENGINE_TYPE="NaiveEngine") == "[inf inf]\n"
 
 
 def test_an_operator_begins_no_threads_of_its_own():

@@ -2,6 +2,7 @@
 // They are never edited in place: graphs and threads share them.
 #include "attributes.h"
 
+#include <errno.h>
 #include <locale.h>
 #include <stdlib.h>
 
@@ -89,6 +90,7 @@ Attributes::Attributes(const nnvm::Op* op, const Texts& texts) {
     keys.push_back(text.first.c_str());
     values.push_back(text.second.c_str());
   }
+  errno = 0;  // MXNet reads it without clearing it: after an overflow in libm it refuses "inf"
   if (MXSymbolCreateAtomicSymbol(const_cast<nnvm::Op*>(op), static_cast<uint32_t>(keys.size()),
                                  keys.data(), values.data(), &symbol_))
     throw dmlc::Error(MXGetLastError());

@@ -136,7 +136,7 @@ uint32_t update_inputs(const NodeAttrs& attrs) {
 // A number as MXNet's operators read it: theirs is not always the nearest float.
 float mxnets_number(const NodeAttrs& attrs, const char* key, float otherwise) {
   const std::string* found = find(attrs, key);
-  return found ? dmlc::stof(*found) : otherwise;
+  return found ? dmlc::strtof(found->c_str(), nullptr) : otherwise;
 }
 
 // Numbers between commas, one for each weight. In lists MXNet reads them right.
