@@ -45,7 +45,9 @@ myst_heading_anchors = 3
 myst_enable_extensions = ["colon_fence"]
 smartquotes_action = "D"           # quotation marks stay as they are written
 default_role = "code"             # `name` in a docstring
-autodoc_typehints = "none"        # most are Any: MXNet has none
+autodoc_typehints = "description"
+autodoc_typehints_description_target = "documented_params"
+python_use_unqualified_type_names = True
 autodoc_inherit_docstrings = False
 autodoc_member_order = "bysource"
 napoleon_use_ivar = True
@@ -65,10 +67,22 @@ for name, value in {
         "PYTHONWARNINGS": "ignore::DeprecationWarning,ignore::FutureWarning",
         "MATPLOTLIBRC": str(HERE / "_static" / "matplotlibrc")}.items():
     os.environ.setdefault(name, value)
-nitpick_ignore = [("py:class", "dataclasses.InitVar"), ("py:class", "NoneType")]  # no pages of ours
-# parts of an X-ray's view, which docs/xray.md tells of
+# Types without a page here: of other packages, and parts of results
 nitpick_ignore_regex = [
-    ("py:class", r"gluon_amp\.inspection\.(tensors|session|statistics|advice|overflow)\.\w+")]
+    ("py:class", r"(mxnet|mx|numpy|dataclasses|os|pathlib)\..*|NoneType"),
+    ("py:class", r"gluon_amp\.(inspection|report|gpu|tools|training)\.\w+\.\w+")]
+
+
+def remove_any(app, what, name, obj, options, lines):
+    """Removes types that state nothing: MXNet has no type hints."""
+    nothing = r"\[(?:str, )?~?(?:typing\.)?Any(?:, ~?(?:typing\.)?Any)*\]"
+    for types in app.env.current_document.autodoc_annotations.values():
+        for parameter, hint in list(types.items()):
+            types[parameter] = re.sub(nothing, "", hint)
+            if hint.endswith("Any"):
+                del types[parameter]
+    lines[:] = [re.sub(nothing, "", line) for line in lines
+                if not re.fullmatch(r":vartype .*(\bAny|InitVar.*)", line.strip())]
 
 
 def code_blocks(app, what, name, obj, options, lines):
@@ -198,6 +212,7 @@ def draw_figures(app):
 
 def setup(app):
     app.connect("autodoc-process-docstring", code_blocks, priority=100)  # before napoleon
+    app.connect("autodoc-process-docstring", remove_any, priority=900)  # after it
     app.connect("source-read", read_page)
     app.connect("build-finished", finish_notebooks)
     app.add_transform(DarkImages)
