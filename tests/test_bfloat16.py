@@ -185,6 +185,31 @@ def test_mxnets_update_rounds_weights_once(name):
     assert np.array_equal(weights[1].asnumpy(), as_bfloat16(weights[0].asnumpy()))
 
 
+def test_gradients_are_zeroed_together():
+    net = nn.Dense(3, in_units=2)
+    net.initialize()
+    net.cast("bfloat16")
+    net.collect_params().setattr("grad_req", "add")
+    with autograd.record():
+        loss = net(low(np.ones((1, 2)))).sum()
+    loss.backward()
+    gradients = [p.grad() for p in net.collect_params().values()]
+    assert all((gradient.asnumpy() == 1).all() for gradient in gradients)
+    net.collect_params().zero_grad()
+    assert all((gradient.asnumpy() == 0).all() for gradient in gradients)
+
+
+@pytest.mark.parametrize(("value", "finite"), [(3e38, 1), (np.inf, 0), (np.nan, 0)])
+def test_arrays_are_checked_for_finite_numbers(value, finite):
+    x = low([1, value, -2])
+    assert nd.all_finite(x) == finite
+    assert nd.multi_all_finite(x, low([1]), num_arrays=2) == finite
+    for before in (0, 1):
+        result = nd.array([before])
+        nd.all_finite(x, init_output=False, out=result)
+        assert result == (before and finite)
+
+
 @pytest.mark.parametrize("isa", list(library.VARIANTS))
 def test_each_instruction_set(isa):
     run_with(isa, __file__)

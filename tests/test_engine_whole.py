@@ -36,9 +36,8 @@ NOT_DISPATCHED = {
     "they copy between devices": "_copyto|(_backward_)?_CrossDeviceCopy",
     "they find their outputs' shapes while they run; MXNet's code takes halves":
         "(_backward)?_contrib_boolean_mask|_npi_delete|_npi_unique|_npx_nonzero|_npi_bincount",
-    "they write into their inputs, or compare pointers":
-        "_npi_boolean_mask_assign_(scalar|tensor)|_scatter_set_nd|_npi_share_memory|reset_arrays",
-    "MXNet's updates widen each number themselves": ".*_update(_phase[12])?|multi_.*|all_finite",
+    "they compare pointers":
+        "_npi_boolean_mask_assign_(scalar|tensor)|_scatter_set_nd|_npi_share_memory",
     "int8": "_contrib_.*quantize.*", "MXNet's oneDNN passes put it into float32 graphs": "_sg_.*",
 }
 OF_THE_ENGINE = {"widen", "narrow", "round_to_grid", "follow", "update", "squares",

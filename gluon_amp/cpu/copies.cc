@@ -346,6 +346,7 @@ void add_copies(Rows& rows) {
       {"broadcast_to", {as_it_is, 0}}, {"broadcast_axis", {as_it_is, 0}},
       {"broadcast_like", {as_it_is, 0}}, {"depth_to_space", {as_it_is, 0}},
       {"space_to_depth", {as_it_is, 0}}, {"gather_nd", {as_it_is, 0}},
+      {"reset_arrays", {as_it_is, 0}},
       {"SwapAxis", {swap_axes, 0, kGrids}}, {"_backward_SwapAxis", {swap_axes, 0, kGrids}},
       {"SliceChannel", {split, 0, kGrids}}, {"_backward_SliceChannel", {split_gradient, 0, kGrids}},
       {"Concat", {concat, 0}}, {"_rnn_param_concat", {concat, 0}},

@@ -309,7 +309,7 @@ bool contains(const std::string& name, const char* part) {
 
 // MXNet's updates and sums over several arrays are right for float16: they widen each number.
 bool is_mixed(const std::string& name) {
-  return contains(name, "_update") || name.rfind("multi_", 0) == 0;
+  return contains(name, "_update") || name.rfind("multi_", 0) == 0 || name == "all_finite";
 }
 
 Operator describe(const nnvm::Op* x) {
@@ -540,8 +540,7 @@ void dispatch(nnvm::Op& op) {
 // ---- which operators -----------------------------------------------------------------------
 
 // MXNet runs these in ways of its own: they hold graphs, are not done when they return, copy
-// between devices, compare pointers, write into their inputs, or find their outputs' shapes while
-// they run.
+// between devices, compare pointers, or find their outputs' shapes while they run.
 const std::set<std::string> kMxnets = {
     "_foreach", "_while_loop", "_cond", "_CachedOp", "_CachedOpThreadSafe",
     "_backward_foreach", "_backward_while_loop", "_backward_cond", "_backward_CachedOp",
@@ -550,7 +549,7 @@ const std::set<std::string> kMxnets = {
     "_copyto", "_CrossDeviceCopy", "_backward__CrossDeviceCopy",
     "_contrib_boolean_mask", "_backward_contrib_boolean_mask", "_npi_delete", "_npi_unique",
     "_npx_nonzero", "_npi_share_memory", "_npi_bincount", "_npi_boolean_mask_assign_scalar",
-    "_npi_boolean_mask_assign_tensor", "_scatter_set_nd", "reset_arrays", "all_finite"};
+    "_npi_boolean_mask_assign_tensor", "_scatter_set_nd"};
 
 bool is_dispatched(const nnvm::Op* x) {
   const std::string& name = x->name;
