@@ -15,14 +15,15 @@ from ..symbolic.convert import declared_types
 
 @dataclass(frozen=True)
 class Row:
-    """A node.
+    """The types of an operator.
 
     Attributes:
-        node, operator: its name, and its operator's.
+        node: the name of its node.
+        operator: the name of the operator.
         inputs: the types of its inputs.
         output: the type of its first output.
-        rule: why it runs in that.
-        casts: how many of its inputs are cast before it reads them.
+        rule: the rule that decided.
+        casts: how many of its inputs are cast.
     """
     node: str
     operator: str
@@ -33,7 +34,7 @@ class Row:
 
 
 class Types(List[Row]):
-    """The rows, in order of computation; `print` shows a table."""
+    """A list of rows in order of computation, which `print` shows as a table."""
 
     def __str__(self) -> str:
         cells = [("node", "operator", "inputs", "output", "casts", "rule"), *(
