@@ -53,9 +53,10 @@ class Gradients:
         gradients = [replace(g, array=replacements[place]) if place in replacements else g
                      for place, g in written.items()] if replacements else list(written.values())
         if stale and not (ignore_stale and gradients):
-            raise RuntimeError(f"backward has not computed the gradients{in_names(stale)} since "
-                               "the last step: the loss does not depend on them. If that is "
-                               "meant, call step(batch_size, ignore_stale_grad=True)")
+            # the class that gluon.Trainer raises
+            raise UserWarning(f"backward has not computed the gradients{in_names(stale)} since "
+                              "the last step: the loss does not depend on them. If that is "
+                              "meant, call step(batch_size, ignore_stale_grad=True)")
         return gradients
 
     def check_new(self, call: str) -> None:

@@ -212,6 +212,7 @@ class Trainer(mx.gluon.Trainer):
             LossScaleError: the gradients overflow at the smallest scale, or 16 steps in a row
                 were skipped.
             RuntimeError: something else has written into the scaled gradients.
+            UserWarning: no backward pass has reached a parameter; `gluon.Trainer` raises it, too.
         """
         self._check_step(batch_size, ignore_stale_grad)
         self._check_and_rescale_grad(self._scale / batch_size)
