@@ -1,9 +1,10 @@
 """`make test-foreign SOURCES=FOLDER`: others' scripts, unmodified, in 16 bits on a CPU.
 
-SOURCES has the checkouts that SCRIPTS name. Each script runs for some dozen steps on drawn data:
-in float32, again in float32 with the initial weights changed by up to NOISE of themselves, in
-float16, and in bfloat16. Where a script has a flag for float16, that is what switches it on.
-Elsewhere this file puts `gluon_amp.convert`, `Trainer` and `Module` in place of MXNet's.
+SOURCES has the checkouts that SCRIPTS name (mxnet: tag 1.9.1; mxnet-pull-14367: the head of that
+pull request). Each script runs for some dozen steps on drawn data: in float32, again in float32
+with the initial weights changed by up to NOISE of themselves, in float16, and in bfloat16. Where a
+script has a flag for float16, that is what switches it on. Elsewhere this file puts
+`gluon_amp.convert`, `Trainer` and `Module` in place of MXNet's.
 
 A script passes where the losses of 16 bits differ from float32's by no more than twice what those
 of the changed float32 run do, or by no more than SHARE of the range of float32's (root mean square
@@ -95,6 +96,9 @@ SCRIPTS = [
     Script(MXNET + "embedding_learning/train.py", "--data-path . --batch-size 6 --batch-k 3 "
            "--model resnet18_v2", missing=("bottleneck",), given=("birds",),
            keep=".*distanceweightedsampling0"),
+    Script("mxnet-pull-14367/example/gluon/snail/main.py",
+           "--GPU_COUNT 0 --batch_size 2 --N 5 --K 2",
+           missing=("mxboard",), given=("characters",), start="snail"),
     Script("gluon-face/examples/mnist/train_mnist_arcloss.py", missing=("seaborn",),
            substituted=("gpus_are_cpus", "drawn_sets", "no_workers"), start="gluonface"),
     Script("horovod/examples/mxnet/mxnet_mnist.py", "--no-cuda --batch-size 16",
@@ -459,6 +463,16 @@ def imgclsmob(sources, first, last):
         sys.exit("; ".join(failed))
 
 
+def snail(sources, *arguments):
+    """its folder on the path, its data one folder up"""
+    folder = f"{sources}/mxnet-pull-14367/example/gluon/snail"
+    sys.path.insert(0, folder)
+    Path("run").mkdir()
+    os.chdir("run")
+    sys.argv = ["main.py", *arguments]
+    runpy.run_path(f"{folder}/main.py", run_name="__main__")
+
+
 def gluonface(sources, *_):
     """its folders on the path"""
     sys.path.insert(0, f"{sources}/gluon-face")
@@ -718,6 +732,24 @@ def birds(folder, sources):
     (folder / "images.txt").write_text("".join(f"{i} {name}\n" for i, name, _ in rows))
     (folder / "image_class_labels.txt").write_text("".join(f"{i} {k}\n" for i, _, k in rows))
     (folder / "bounding_boxes.txt").write_text("".join(f"{i} 0 0 64 64\n" for i, _, _ in rows))
+
+
+def characters(folder, sources):
+    """drawn characters for Omniglot's"""
+    import numpy as np
+    rng = np.random.RandomState(0)
+    root = folder / "dataset" / "omniglot"
+    (root / "splits" / "vinyals").mkdir(parents=True)
+    for part in ("train", "test"):
+        names = [f"{part}/character{i}" for i in range(10)]
+        for name in names:
+            (root / "data" / name).mkdir(parents=True)
+            pattern = np.kron(rng.randint(0, 2, (4, 4)), np.ones((7, 7)))
+            for i in range(4):
+                picture = 255 * (pattern != (rng.rand(28, 28) < 0.1)).astype("uint8")
+                (root / "data" / name / f"{i}.png").write_bytes(published.png(picture))
+        (root / "splits" / "vinyals" / f"{part}.txt").write_text(
+            "".join(f"{name}/rot000\n" for name in names))
 
 
 def mnist(folder, sources):
