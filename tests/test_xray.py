@@ -215,6 +215,8 @@ def test_the_files_hold_a_page_a_table_and_a_line_for_each_tensor_and_step(tmp_p
     with open(page, encoding="utf-8") as file:
         text = file.read()
     assert "http" not in text
+    assert re.search(r'<p class="verdict error">.*\n.*\n<pre>', text)
+    assert f"<span class=tag>Error</span> <b>{view.findings[0].node}:</b>" in text
     assert view.keep_line.replace("'", "&#x27;") in text
     with open(tmp_path / "out" / "summary.csv", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))

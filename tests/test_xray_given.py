@@ -39,7 +39,7 @@ def test_data_that_is_not_finite_is_named_and_is_no_reason_to_keep_anything(numb
     view = amp.xray(net, [spoiled(number)], LOSS)
     assert str(view.first_overflow) == "batch 0: data is not finite before anything is computed"
     assert (view.findings, view.keep, view.window) == ([], [], None)
-    assert "Nothing needs" not in str(view)
+    assert "No operator needs" not in str(view)
     assert amp.explain(net, spoiled(number), LOSS).node == "data"
 
 
@@ -242,7 +242,7 @@ def test_a_batch_whose_loss_is_not_finite_in_float32_either_gives_no_advice(tmp_
     assert view.window.low <= view.window.high
     alone = amp.xray(net, given[1:], LOSS)
     assert (alone.findings, alone.keep, alone.window) == ([], [], None)
-    assert "Nothing needs" not in str(alone)
+    assert "No operator needs" not in str(alone)
     alone.save(str(tmp_path / "xray"))
 
 

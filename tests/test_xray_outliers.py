@@ -42,6 +42,33 @@ def test_an_exponent_that_keeps_its_distance_or_its_size_is_no_fault(largest):
                     LOSS).findings == []
 
 
+def near_the_end(value):
+    def forward(F, x, dense, out):
+        return out(((dense(x) * 0 + value) * 1e4) * 1e-4)
+    view = amp.xray(calling(forward, *layers(8, 4)), rows(), LOSS)
+    return view, [note for note in view.notes if "largest number" in note]
+
+
+def test_less_than_a_factor_of_2_of_headroom_is_noted():
+    view, (note,) = near_the_end(5.0)
+    assert view.findings == []
+    assert "net__mulscalar1 is within a factor of 1.32 of float16's largest number, 65504" in note
+
+
+def test_more_headroom_and_an_overflow_are_not_noted():
+    assert near_the_end(3.0)[1] == []
+    view, notes = near_the_end(7.0)
+    assert view.findings[0].severity == "error"
+    assert notes == []
+
+
+def test_a_mask_is_not_noted():
+    def forward(F, x, dense, out):
+        return out(F.softmax(dense(x) + (x > 0) * -5e4))
+    view = amp.xray(calling(forward, *layers(6, 4)), rows(), LOSS)
+    assert not any("largest number" in note for note in view.notes)
+
+
 def test_a_mask_that_one_batch_has_is_no_fault():
     def forward(F, x, dense, out):
         return out(F.softmax(dense(x) + (x > 5) * -3e4))
@@ -65,7 +92,7 @@ def test_where_gradients_need_a_scale_below_1_it_is_told_how_to_give_it(tmp_path
     assert (view.findings, view.keep) == ([], [])
     high = view.loss_scale[1]
     assert high < 1
-    assert f"amp.DynamicLossScale({high:g}, minimum=" in str(view)
+    assert f"amp.DynamicLossScale(2**{np.log2(high):.0f}, minimum=2**-24)" in str(view)
     assert re.search(rf"from 2\^-\d+ .* to 2\^{np.log2(high):.0f} ", str(view)), str(view)
     page = Path(view.save(str(tmp_path / "xray"))).read_text()
     assert "Loss_scale" not in page
@@ -125,7 +152,7 @@ def test_gradients_that_are_not_finite_in_float32_either_are_said_to_be_so():
     def forward(F, x, dense, out):
         return out(F.sqrt(dense(x) * 0))
     view = amp.xray(calling(forward, *layers(8, 4)), rows(), LOSS)
-    assert "\nbatch 0: gradients are not finite in float32 either" in str(view)
+    assert "\nnote: batch 0: gradients are not finite in float32 either" in str(view)
     assert (view.findings, view.keep, view.left_out) == ([], [], [0, 1])
 
 
@@ -254,7 +281,7 @@ def test_under_a_trainer_gradients_are_looked_at_in_float32_too():
     net = with_a_root()
     trainer = amp.Trainer(net.collect_params(), "sgd", loss_scale="dynamic")
     view = amp.xray(net, [(data * 0, label), good], LOSS, trainer)
-    assert "\nbatch 0: gradients are not finite in float32 either" in str(view)
+    assert "\nnote: batch 0: gradients are not finite in float32 either" in str(view)
     assert (view.findings, view.keep, view.left_out) == ([], [], [0])
 
 
@@ -285,4 +312,4 @@ def test_where_gradients_fit_a_scale_of_a_few_it_is_told_how_to_give_it():
     high = amp.xray(net, rows(), LOSS).loss_scale[1]
     view = amp.xray(net, rows(), lambda out, label: LOSS(out, label) * (high / 4))
     assert view.loss_scale[1] == 4
-    assert "need a loss scale of 4 or less" in str(view)
+    assert "need a loss scale of 2^2 or less" in str(view)

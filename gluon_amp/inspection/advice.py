@@ -52,6 +52,8 @@ class Finding:
         keep: the nodes to keep in float32.
         backward: whether the tensor is a gradient.
         certain: whether no other batch makes up for it, as in what is a mean of all batches.
+        severity: "error" where values are not finite, or where no loss scale fits a gradient;
+            "warning" where digits are lost, or where another batch may overflow.
     """
     node: str
     tensor: str
@@ -60,6 +62,7 @@ class Finding:
     keep: List[str]
     backward: bool = False
     certain: bool = False
+    severity: str = "warning"
 
 
 _BEYOND_FLOAT16 = 2.0 ** 40  # 65504 over the smallest number: wider formats reach further
@@ -83,8 +86,8 @@ class Window(NamedTuple):
         if self.fits or self.low > self.high:
             return []
         return [f"these gradients need a loss scale of {as_power(self.high)} or less, and "
-                "loss_scale='dynamic' ends at 1: give "
-                f"amp.DynamicLossScale({self.high:g}, minimum={SMALLEST_SCALE:g})"]
+                "loss_scale='dynamic' ends at 1: give amp.DynamicLossScale("
+                f"{_in_python(self.high)}, minimum={_in_python(SMALLEST_SCALE)})"]
 
     def __str__(self) -> str:
         if self.low <= 1 and self.high > _BEYOND_FLOAT16:
@@ -97,9 +100,14 @@ class Window(NamedTuple):
 
 
 def as_power(scale: float) -> str:
-    """A loss scale in words: powers of two below 1 as 2^-14."""
+    """A loss scale as text: powers of two as 2^-14."""
     fraction, exponent = math.frexp(scale)
-    return f"2^{exponent - 1}" if fraction == 0.5 and exponent < 1 else f"{scale:g}"
+    return f"2^{exponent - 1}" if fraction == 0.5 else f"{scale:g}"
+
+
+def _in_python(scale: float) -> str:
+    """A loss scale as Python code."""
+    return as_power(scale).replace("^", "**")
 
 
 def window(tensors: Iterable[Tensor], scale: float, lost: float) -> Optional[Window]:
@@ -139,7 +147,7 @@ def left_in_format(format_: Format, before: Iterable[Tensor],
     if left >= _LITTLE_IS_LEFT * count:
         return []
     other = "" if format_.exponent == FLOAT32.exponent else ", and bfloat16 has float32's range"
-    return [f"with these kept, {left or 'none'} of {count} tensors of the forward pass are less "
+    return [f"after keep=, {left or 'none'} of {count} tensors of the forward pass are less "
             f"than float32: norms between the layers would keep numbers small{other}"]
 
 
@@ -188,7 +196,7 @@ class _Judge:
         made = [finding for t in beginnings(endless, self.reads, self.counts)
                 if t.key in self.broken or t.snr == -math.inf for finding in self._above(t)]
         for finding in made:
-            finding.certain = True
+            finding.certain, finding.severity = True, "error"
         if made:  # where numbers grow from layer to layer, all from one on are to be kept
             behind = [t for t in self.forward if t.beyond and t.key in self.broken]
             made[0].keep = list(dict.fromkeys(made[0].keep + self._kept_for(behind)))
@@ -197,8 +205,26 @@ class _Judge:
         if not made:  # else gradients are not what they will be
             made += self._moving_the_loss()
             if all(key.backward for key in self.broken):
-                made += self._gradients()
+                gradients = self._gradients()
+                for finding in gradients:
+                    finding.severity = "error"
+                made += gradients
+        self._note_headroom(made)
         return made
+
+    def _note_headroom(self, made: List[Finding]) -> None:
+        """Notes the tensor nearest to the format's largest number, within a factor of 2, unless a
+        finding keeps it in float32."""
+        kept = {name for finding in made for name in finding.keep}
+        near = [t for t in self.forward if t.peak and t.counts.stay_finite
+                and not kept & {*self.layout.kept_for(t.key)}]
+        if near:
+            tensor = max(near, key=lambda t: t.peak)
+            largest = tensor.format.largest
+            factor = math.ceil(100 * largest / tensor.peak) / 100
+            self.notes.append(
+                f"{tensor.name} is within a factor of {factor:g} of {tensor.format.name}'s largest "
+                f"number, {largest:g}: larger data or weights may overflow")
 
     def _finding(self, tensor: Tensor, reason: str, detail: str,
                  blamed: Optional[str] = None) -> Finding:
@@ -382,9 +408,10 @@ class _Judge:
                           f"on both sides of {jump.name}", jump.key.node)]
         if few or not at_high or len(at_low) < len(at_high):
             return made + [self._finding(t, "range above", f"{t.name} overflows at the loss scale "
-                                         f"{wanted:g}, {why}") for t in at_low]
-        return made + [self._finding(t, "range below", f"{t.name} needs a loss scale of {least:g}, "
-                                     f"and {found.high_tensor} overflows above {found.high:g}")
+                                         f"{as_power(wanted)}, {why}") for t in at_low]
+        return made + [self._finding(t, "range below", f"{t.name} needs a loss scale of "
+                                     f"{as_power(least)}, and {found.high_tensor} overflows above "
+                                     f"{as_power(found.high)}")
                        for t, least in at_high]
 
     def _jump(self, backward: List[Tensor]) -> Optional[Tensor]:
@@ -444,7 +471,7 @@ class Overflow:
         ranges = ", ".join(f"{name} 2^{r[0]} to 2^{r[1]}" if r else f"{name} all 0"
                            for name, r in self.inputs.items())
         ranges = ranges or ("the loss" if self.backward else "parameters and data")
-        which = f" at the loss scale {self.scale:g}" if self.backward else ""
+        which = f" at the loss scale {as_power(self.scale)}" if self.backward else ""
         where = f" ({self.where})" if self.where else ""
         return f"batch {self.batch}: {self.tensor} ({self.op}) is the first that is not " \
                f"finite{which}{where}. It is computed from: {ranges}"

@@ -184,15 +184,23 @@ def page(view: Any) -> str:
         data=json.dumps(data).replace("</", "<\\/"), style=STYLE, sorting=SORTING)
 
 
+_ORDER = ("verdict", "keep", "error", "warning", "good", "note")
+_TAGGED = ("error", "warning", "note")
+
+
 def _advice(view: Any) -> str:
+    """The result as HTML: the verdict, what to keep, then the rest by severity, which stands as a
+    word, too."""
     parts = []
-    for kind, about, text in view.said():
+    for kind, about, text in sorted(view.said(), key=lambda line: _ORDER.index(line[0])):
         if kind == "keep":
-            parts.append(f"<pre>{escape(text)}</pre>")
+            parts.append(f"<p>{escape(about)}:</p>\n<pre>{escape(text)}</pre>")
             continue
+        style = f"verdict {view.severity}" if kind == "verdict" else kind
+        tag = f"<span class=tag>{kind.capitalize()}</span> " if kind in _TAGGED else ""
         head = f"<b>{escape(about)}:</b> " if about else ""
         said = text if about else text[:1].upper() + text[1:].rstrip(".")
-        parts.append(f"<p class={kind}>{head}{escape(said)}.</p>")
+        parts.append(f'<p class="{style}">{tag}{head}{escape(said)}.</p>')
     return "\n".join(parts)
 
 
@@ -205,15 +213,21 @@ _PAGE = Template("""<!DOCTYPE html>
 <style>
 $style
 p, li { max-width: 60rem; overflow-wrap: anywhere; }
-.good, .bad, .note { border-left: 4px solid var(--float16); padding-left: 0.8rem; }
-.bad { border-color: var(--float8); }
-.note { border-color: var(--grey); }
-.finding { display: list-item; list-style: decimal inside; margin: 0 0 0.3rem 0.8rem; }
-pre { background: var(--shade); padding: 0.6rem 0.8rem; white-space: pre-wrap; }
+.good, .error, .warning, .note { --mark: var(--bfloat16); border-left: 4px solid var(--mark);
+                                 padding-left: 0.8rem; }
+.error { --mark: var(--float8); }
+.warning { --mark: var(--other); }
+.note { --mark: var(--grey); }
+.verdict { font-size: 1.2rem; font-weight: 600; }
+.tag { border: 1px solid var(--mark); border-radius: 4px; padding: 0 0.4rem; font-size: 0.8rem;
+       font-weight: 600; }
+pre { background: var(--shade); padding: 0.6rem 0.8rem; white-space: pre-wrap;
+      overflow-wrap: anywhere; }
 .small { color: var(--grey); font-size: 0.85rem; }
 canvas { width: 100%; display: block; }
 .tip { max-width: 20rem; overflow-wrap: anywhere; }
-th:nth-child(-n+3), td:nth-child(-n+3) { text-align: left; }
+th:nth-child(-n+2), td:nth-child(-n+2) { text-align: left; }
+th, td { padding: 0.3rem 0.45rem; }
 label { font-size: 0.85rem; margin-right: 1rem; }
 summary { cursor: pointer; font-weight: 600; margin: 1rem 0 0.5rem; }
 input[type=search] { font: inherit; font-size: 0.9rem; padding: 0.2rem 0.5rem; margin: 0.5rem 0; }
@@ -223,10 +237,11 @@ input[type=search] { font: inherit; font-size: 0.9rem; padding: 0.2rem 0.5rem; m
 <h1>$title</h1>
 $advice
 <h2>Exponents</h2>
-<p class=small>Each row is a tensor, each column a power of two; the darker, the more of its numbers
-lie there. Left of the lines numbers become 0, between the two on the left they have fewer digits,
-right of the last one they overflow. Gradients stand as they were, at the loss scale.
-Names in the color of warnings: their format does not hold them.</p>
+<p class=small>Each row is a tensor, each column a power of two. A darker cell holds more of the
+tensor's values. Values left of the first line become 0. Values between the first two lines are
+subnormal, with fewer digits. Values right of the last line overflow. Gradients are multiplied by
+the loss scale. A name in orange: the format does not suit the tensor. A name in grey: the tensor is
+float32.</p>
 <label><input type="radio" name="order" value="place" checked> in order of computation</label>
 <label><input type="radio" name="order" value="worst"> worst first</label>
 <input type=search placeholder="Filter by name" aria-label="Filter the tensors by name">
@@ -236,10 +251,13 @@ Names in the color of warnings: their format does not hold them.</p>
 <details class=weights><summary>Weights</summary>
 <figure><canvas id="weights"></canvas></figure></details>
 <h2 class=fits>Loss scales that fit, by step</h2>
-<p class="small fits">The band: between the scale below which a gradient loses too much and the one
-above which one overflows. The line: the scale of the step.</p>
+<p class="small fits">Below the band, a gradient loses too much of its norm. Above it, a gradient
+overflows. The line is the loss scale of the step.</p>
 <figure class=fits><canvas id="window"></canvas></figure>
 <details><summary>Table of tensors, the worst first</summary>
+<p class=small>SNR is the signal-to-noise ratio in dB: of the tensor's own rounding, against the
+float32 step, and against it without the tensor's own rounding. Smallest and largest are the powers
+of two below the tensor's values.</p>
 <div class=wide><table><thead><tr></tr></thead><tbody></tbody></table></div></details>
 <script>
 "use strict";
@@ -270,14 +288,14 @@ function heat(id, rows) {
   rows = rows.filter(named);
   if (document.querySelector("input:checked").value === "place")
     rows.sort((a, b) => a.place - b.place);
-  const each = rows.length > 60 ? 9 : 16, top = 20;
+  const each = rows.length > 60 ? 12 : 16, top = 20;
   const [context, width] = canvas(element, top + rows.length * each + 4);
-  const left = each < 12 ? Math.min(150, width * 0.3) : Math.min(320, width * 0.36);
+  const left = each < 16 ? Math.min(250, width * 0.36) : Math.min(320, width * 0.36);
   const extra = 26, cell = (width - left - 2 * extra) / count;
   const x = exponent => left + extra + (exponent - data.low) * cell;
   const ink = style("--float32"), blue = style("--float16"), red = style("--float8");
   const grey = style("--grey");
-  context.font = (each < 12 ? 8 : 12) + "px system-ui, sans-serif";
+  context.font = (each < 16 ? 10 : 12) + "px system-ui, sans-serif";
   rows.forEach((row, r) => {
     const y = top + r * each;
     context.fillStyle = row.bad ? red : row.format === "float32" ? grey : ink;
@@ -368,10 +386,12 @@ function windows() {
   const every = Math.max(1, Math.ceil(steps / Math.floor((width - left) / 40)));
   for (let i = 0; i < steps; i += every) context.fillText(i, left + (i + 0.5) * wide, bottom + 12);
 }
-const shown = {tensor: "tensor", kind: "kind", format: "format", zero: "is 0", flushed: "becomes 0",
-  subnormal: "subnormal", overflowed: "overflows", bits_below: "bits below",
-  bits_above: "bits above", own_snr: "own dB", snr: "dB", inherited_snr: "inherited dB"};
-const isShare = key => ["zero", "flushed", "subnormal", "overflowed"].includes(key);
+const shown = {tensor: "tensor", format: "format", zero: "is 0", flushed: "becomes 0",
+  subnormal: "subnormal", overflowed: "overflows", smallest: "smallest",
+  largest: "largest", own_snr: "own SNR", snr: "SNR", inherited_snr: "inherited"};
+const shares = ["zero", "flushed", "subnormal", "overflowed"];
+const inCell = (key, value) => shares.includes(key) ? value ? (100 * value).toFixed(2) + "%" : ""
+  : ["smallest", "largest"].includes(key) && typeof value === "number" ? "2^" + value : value;
 const ofKind = kind => data.rows.filter(row => kind.test(row.kind));
 const add = (parent, tag, text) => {
   const element = document.createElement(tag);
@@ -384,7 +404,7 @@ for (const row of ofKind(/output|gradient/)) {
   const cells = add(document.querySelector("tbody"), "tr", "");
   search.addEventListener("input", () => { cells.hidden = !named(row); });
   for (const key of Object.keys(shown))
-    add(cells, "td", isShare(key) ? row[key] ? (100 * row[key]).toFixed(2) + "%" : "" : row[key]);
+    add(cells, "td", inCell(key, row[key]));
 }
 function draw() {
   heat("forward", ofKind(/^output$$/)); heat("backward", ofKind(/gradient/));

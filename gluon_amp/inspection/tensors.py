@@ -45,6 +45,7 @@ class Tensor:
         worths: by how much of the loss its own rounding moves it, of each step; see `weigh`.
         by_chance: of products, the same if large errors met large gradients by chance only.
         largest: the exponent of the largest number of each step; see `note_largest`.
+        peak: where that is the format's last exponent, a number that the tensor reaches; else 0.
     """
     key: Key
     kind: str
@@ -62,6 +63,7 @@ class Tensor:
     worths: List[float] = field(repr=False, default_factory=list)
     by_chance: List[float] = field(repr=False, default_factory=list)
     largest: List[int] = field(repr=False, default_factory=list)
+    peak: float = 0.0
 
     @property
     def name(self) -> str:
@@ -379,6 +381,9 @@ def note_largest(tensors: Iterable[Tensor], counts: Counted) -> None:
             tensor.largest.append(least)
         elif not _is_masked(tensor, counts, 2.0 ** least):
             tensor.largest.append(highest[row])
+            if highest[row] == tensor.last_exponent:
+                sampled = np.abs(counts.sample(tensor.key)).max(initial=0.0)
+                tensor.peak = max(tensor.peak, 2.0 ** tensor.last_exponent, float(sampled))
 
 
 def _is_masked(tensor: Tensor, counts: Counted, least: float) -> bool:

@@ -132,15 +132,17 @@ class View:
         return save(self, folder)
 
     def said(self) -> List[Tuple[str, str, str]]:
-        """What there is to say: of which kind it is, what it is about, and the text."""
-        made = [("bad" if self.findings else "good", "", self.verdict)] if self.steps else []
-        made += [("note", "", note) for note in self.notes]
+        """The lines of the result: for each its kind, its subject and its text. Kinds are
+        "verdict", "good", "error", "warning", "note" and "keep"."""
+        made = [("verdict", "", self.verdict)] if self.steps else []
         if self.first_overflow:
-            made.append(("bad", "First overflow", str(self.first_overflow)))
+            kind = "error" if self.findings else "note"
+            made.append((kind, "First overflow", str(self.first_overflow)))
         if self.window:
             about, text = str(self.window).split(": ", 1)
-            made.append(("good" if self.window.low <= self.window.high else "bad", about, text))
-        made += [("finding", f.node, f"{f.reason}: {f.detail}")
+            made.append(("good" if self.window.low <= self.window.high else "error", about, text))
+        made += [("note", "", note) for note in self.notes]
+        made += [(f.severity, f.node, f"{f.reason}: {f.detail}")
                  for f in self.findings[:_MOST_SAID]]
         if self.keep:
             made.append(("keep", "To keep in float32", self.keep_line))
@@ -158,8 +160,18 @@ class View:
         where = f"; overflow begins in {self.first_overflow.node}" if self.first_overflow else ""
         return f"{operators} float32 beyond those that the policy keeps{where}"
 
+    @property
+    def severity(self) -> str:
+        """That of the verdict: the worst of the findings."""
+        found = {finding.severity for finding in self.findings}
+        if self.steps and len(self.left_out) == len(self.steps):
+            return "note"
+        return next((kind for kind in ("error", "warning") if kind in found), "good")
+
     def __str__(self) -> str:
-        return "\n".join(f"{about}: {text}" if about else text for _, about, text in self.said())
+        return "\n".join(
+            (f"{kind}: " if kind in ("error", "warning", "note") else "")
+            + (f"{about}: " if about else "") + text for kind, about, text in self.said())
 
     def add(self, low: Graphs, ran: Ran, whole: Optional[Ran], known: Mapping[str, Any]) -> None:
         """Takes in a step, and the same in float32. Its counts tell nothing of the format where
@@ -370,10 +382,10 @@ def _try_keeping(session: Session, right: Optional[Graphs], view: View) -> None:
     if again is not view and again.goes_forward and not (view.window and view.window.fits):
         view.window = again.window
         if view.window:
-            view.notes.append("the loss scales are those of the network with these kept in float32")
+            view.notes.append("the loss scales are those of the network after keep=")
     view.notes += left_in_format(format_, view.tensors, again.tensors)
     if again.findings:
-        view.notes.append(f"{'with these kept' if names else 'with nothing to keep'}, "
+        view.notes.append(f"{'after keep=' if names else 'with nothing to keep'}, "
                           f"{format_.name} still does not suit: "
                           + ", ".join(f.node for f in again.findings[:5]))
 
@@ -449,11 +461,13 @@ def _findings(tensor: Tensor, factor: float) -> List[Finding]:
     if tensor.key.backward:
         counts = replace(counts.times(factor), infinite=0, nan=0).as_in(tensor.format)
     reason, said = "range below", said_below(counts, tensor, "would be")
+    severity = "warning"
     if not counts.stay_finite:
         share = counts.shares(tensor.format)["overflowed"]
-        reason = "range above"
+        reason, severity = "range above", "error"
         said = f"{share:.2%} of {tensor.name} lies beyond {tensor.format.largest:g}"
-    return [Finding(tensor.key.node, tensor.name, reason, said, [])] if said else []
+    return [Finding(tensor.key.node, tensor.name, reason, said, [],
+                    severity=severity)] if said else []
 
 
 def _lines(folder: str) -> List[Dict[str, Any]]:

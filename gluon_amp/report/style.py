@@ -49,7 +49,7 @@ for (const table of document.querySelectorAll("table")) {
       const up = th.getAttribute("aria-sort") !== "ascending";
       for (const other of heads) other.removeAttribute("aria-sort");
       th.setAttribute("aria-sort", up ? "ascending" : "descending");
-      const value = row => row.cells[column].textContent.replace("%", "");
+      const value = row => row.cells[column].textContent.replace(/%|2\\^/, "");
       const order = (a, b) => {  // empty cells last, numbers as numbers
         const [x, y] = [value(a), value(b)];
         if (!x || !y) return !x - !y;
