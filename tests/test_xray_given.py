@@ -6,6 +6,7 @@ import json
 import gluon_amp as amp
 import mxnet as mx
 import numpy as np
+import processes
 import pytest
 from gluon_amp.formats import FORMATS
 from gluon_amp.inspection.view import read
@@ -31,6 +32,22 @@ def spoiled(number=np.nan):
     data, label = rows(1)[0]
     data[1, 2] = number
     return data, label
+
+
+def test_threads_that_have_run_no_operator_explain_a_batch():
+    assert processes.printed("""
+import threading
+import gluon_amp as amp, mxnet as mx
+net = mx.gluon.nn.Dense(4, in_units=3)
+net.initialize(mx.init.One())
+amp.convert(net)
+batch = mx.nd.ones((2, 3)), mx.nd.zeros((2,))
+loss_fn = mx.gluon.loss.SoftmaxCrossEntropyLoss()
+for _ in range(20):
+    thread = threading.Thread(target=lambda: print(amp.explain(net, batch, loss_fn)))
+    thread.start()
+    thread.join()
+""").split() == ["None"] * 20
 
 
 @pytest.mark.parametrize("number", [np.nan, np.inf])

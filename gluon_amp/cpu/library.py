@@ -340,8 +340,8 @@ def random_numbers_kept() -> Iterator[Callable[[], None]]:
     """Puts the state of MXNet's random numbers on CPUs back at the end, as if nothing had been
     drawn. What it gives does so at once, to draw the same numbers again."""
     load()
-    mx.nd.waitall()
     state = ctypes.create_string_buffer(table().random_state(None, 0))
+    mx.nd.waitall()  # MXNet's engine allocates a thread's state after the thread's first request
     table().random_state(state, 0)
 
     def put_back() -> None:
