@@ -86,3 +86,21 @@ def test_the_verdict_of_ten_seeds_is_told(run):
     assert names["verdict"].startswith("- **DIFFERENT: float16, scale dynamic")
     assert "10 paired seeds, p = 0.024" in names["verdict"]
     assert "5 seeds: mean +0.62" in printed
+
+
+def test_text_is_classified_in_float16_as_in_float32_whatever_its_padding(run):
+    names, printed = run("text")
+    labels = names["labels"][:600]
+    for predicted in names["predicted"].values():
+        assert (predicted == labels).mean() > 0.95
+    assert "SequenceMask    float32  float32, since float16 does not hold" in printed
+    assert "RNN             float16" in printed
+    assert names["difference"] < 0.01
+
+
+def test_both_networks_of_a_gan_learn_and_reach_every_cluster(run):
+    names, _ = run("gan")
+    for points in names["made"].values():
+        inside, shares = names["judge"](points)
+        assert inside > 0.65
+        assert min(shares) > 0.02
