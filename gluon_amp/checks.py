@@ -54,7 +54,8 @@ def nearest(name: str, names: Sequence[str], most: int = 5) -> List[str]:
 def did_you_mean(name: str, names: Sequence[str]) -> str:
     """The end of a message about an unknown name: ". Did you mean a or b?", or nothing where no
     name looks like it."""
-    close = difflib.get_close_matches(name, list(dict.fromkeys(names)), n=3)
+    bare = {one.lstrip("-"): one for one in names}  # else all flags look alike
+    close = [bare[one] for one in difflib.get_close_matches(name.lstrip("-"), list(bare), n=3)]
     return f". Did you mean {' or '.join(close)}?" if close else ""
 
 

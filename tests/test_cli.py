@@ -6,11 +6,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import mxnet as mx
+import numpy as np
 import processes
 import pytest
 from gluon_amp import KernelError, __version__
 from gluon_amp.tools import cli
 from gluon_amp.tools.cli import COMMANDS, main
+from mxnet.gluon import nn
 from scripts import heeds_ctrl_c
 
 ROOT = Path(__file__).parents[1]
@@ -204,6 +207,153 @@ def test_with_debug_its_traceback_is_shown():
     assert code == 1
     assert "Traceback" in err
     assert "ImportError: gluon_amp needs MXNet 1.9.1" in err
+
+
+# ---- an X-ray of files
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """A folder with exported networks, and with batches."""
+    folder = tmp_path_factory.mktemp("files")
+    mx.random.seed(1)
+    rng = np.random.default_rng(1)
+    rows, classes = rng.standard_normal((40, 6)), rng.integers(0, 4, 40)
+    for name, last in (("net", []), ("ends", [nn.HybridLambda("softmax")]),
+                       ("broken", [nn.HybridLambda(lambda F, x: x * 2000 * 2000,
+                                                   prefix="scaled_")])):
+        net = nn.HybridSequential(prefix=f"{name}_")
+        with net.name_scope():
+            net.add(nn.Dense(8, activation="relu"), nn.BatchNorm(), nn.Dense(4), *last)
+        net.initialize(mx.init.Xavier())
+        net.hybridize()
+        net(mx.nd.array(rows))
+        net.export(str(folder / name))
+    sym = mx.sym
+    dense = sym.FullyConnected(sym.var("data"), num_hidden=4, name="fc")
+    label = sym.Reshape(sym.var("softmax_label"), shape=(-1,))
+    module = mx.mod.Module(sym.SoftmaxOutput(dense, label, name="softmax"))
+    module.bind([("data", (8, 6))], [("softmax_label", (8, 1))])
+    module.init_params(mx.init.Xavier())
+    module.save_checkpoint(str(folder / "module"), 0)
+    for name, arrays in {
+            "batch": {"data": rows, "label": classes},
+            "short": {"data": rows[:4], "label": classes[:4]},
+            "column": {"data": rows, "softmax_label": classes[:, None]},
+            "target": {"data": rows, "target": rng.standard_normal((40, 4))},
+            "data": {"data": rows}, "image": {"image": rows, "label": classes},
+            "text": {"data": np.array(["a"]), "label": classes},
+            "apart": {"data": rows, "label": classes[:8]}}.items():
+        np.savez(folder / f"{name}.npz", **arrays)
+    return folder
+
+
+def xray(files, tmp_path, model="net", data="batch", *others):
+    """The command's arguments."""
+    data = [str(files / f"{name}.npz") for name in data.split()]
+    return ["xray", "--model", str(files / f"{model}-symbol.json"), "--params",
+            str(files / f"{model}-0000.params"), "--data", *data, "-o", str(tmp_path / "out"),
+            *others]
+
+
+def steps_in(folder):
+    lines = [json.loads(line) for line in (folder / "xray.jsonl").read_text().splitlines()]
+    return {line["step"] for line in lines if "step" in line}
+
+
+@pytest.mark.parametrize(("model", "data", "others", "steps"), [
+    ("net", "batch", "", 1), ("net", "batch short", "", 2),
+    ("net", "batch", "--batch-size 12 --policy mixed_float16", 3),
+    ("net", "batch", "--batch-size 4 --steps 5", 5),
+    ("net", "target", "--label target --loss l2", 1),
+    ("module", "batch", "--batch-size 20", 2), ("module", "column", "", 1)])
+def test_an_xray_of_files_prints_a_verdict_and_writes_a_page(
+        model, data, others, steps, files, tmp_path, capsys):
+    assert main([*xray(files, tmp_path, model, data), *others.split()]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("No operator needs float32 beyond those that the policy keeps\n")
+    assert out.endswith(f"\n{tmp_path / 'out' / 'xray.html'}\n")
+    assert f"<h1>X-ray of {model}</h1>" in (tmp_path / "out" / "xray.html").read_text()
+    assert len(steps_in(tmp_path / "out")) == steps
+
+
+def test_an_xray_of_files_names_what_to_keep(files, tmp_path, capsys):
+    assert main(xray(files, tmp_path, "broken")) == 0
+    out = capsys.readouterr().out
+    assert "overflow begins in scaled__mulscalar1" in out
+    assert "amp.convert(net, keep=['scaled__mulscalar1'" in out
+    assert main(["xray", str(tmp_path / "out")]) == 0
+    assert capsys.readouterr().out == out.rpartition(str(tmp_path))[0]
+
+
+@pytest.mark.parametrize(("model", "data", "others", "said"), [
+    ("net", "data", "", "has no loss, so a loss needs a label: an array called 'label'"),
+    ("net", "image", "", "must have arrays called data, label. Received: image (40, 6), label"),
+    ("net", "batch", "--label target", "must have arrays called data, target. Received: data"),
+    ("module", "data", "", "must have arrays called data, softmax_label or label. Received: data"),
+    ("net", "text", "", "arrays must hold numbers. Received: data of <U1"),
+    ("net", "apart", "--batch-size 4", "cuts arrays of one length"),
+    ("net", "short", "--batch-size 5", "of 5 or more. Received: data (4, 6), label (4,)"),
+    ("net", "none", "", "No such file"),
+    ("net", "batch", "--loss l3", "--loss is one of softmax, sigmoid, l1, l2. Received: l3"),
+    ("module", "batch", "--loss l2", "this one has its own: softmax_output. Received: --loss l2"),
+    ("ends", "batch", "", "takes logits, and the symbol ends in softmax"),
+    ("net", "batch", "--policy float32", "such as float16. Received: --policy float32"),
+    ("net", "batch", "--policy float17", "unknown policy. Valid: float32, float16,"),
+    ("net", "batch", "--format bfloat16", "a new X-ray takes --policy"),
+    ("net", "batch", "--params nothing", "no such file: nothing"),
+    ("none", "batch", "", "No such file"), ("resnet18_v1", "batch", "--model resnet18_v1",
+                                            "such as net-symbol.json. Received: resnet18_v1")])
+def test_an_xray_of_files_refuses_what_does_not_fit(model, data, others, said, files, tmp_path,
+                                                    capsys):
+    assert main([*xray(files, tmp_path, model, data), *others.split()]) == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    (line,) = captured.err.splitlines()
+    assert said in line
+    assert not (tmp_path / "out").exists()
+
+
+def test_parameters_of_another_network_are_named(files, tmp_path, capsys):
+    other = str(files / "module-0000.params")
+    assert main([*xray(files, tmp_path), "--params", other]) == 1
+    said = capsys.readouterr().err
+    assert f"{other} lacks net_batchnorm0_beta, " in said
+    assert "net-symbol.json has no fc_bias, fc_weight" in said
+    for wrong in ("batch.npz", "net-symbol.json"):
+        assert main([*xray(files, tmp_path), "--params", str(files / wrong)]) == 1
+        assert "MXNet cannot read parameters from" in capsys.readouterr().err
+    assert main([*xray(files, tmp_path), "--data", other]) == 1
+    assert "a file that numpy.savez has written" in capsys.readouterr().err
+
+
+def test_an_output_that_exists_is_refused(files, tmp_path, capsys):
+    (tmp_path / "out").mkdir()
+    assert main(xray(files, tmp_path)) == 1
+    assert "--output is a new folder. Received: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("arguments", "said"), [
+    ("", "nothing to show. Valid: FOLDER, or --model FILE --params FILE --data NPZ. Received:"),
+    ("folder --model a.json", "exclude each other. Valid: FOLDER, or --model"),
+    ("--model a.json", "--model needs --params and --data. Valid: FOLDER, or --model FILE"),
+    ("--model a.json --params b", "--model needs --data. Valid: FOLDER, or --model FILE"),
+    ("folder --steps 3 --policy float16", "--policy, --steps: only with --model. Valid: FOLDER")])
+def test_flags_of_an_xray_that_exclude_each_other_are_named(arguments, said, capsys):
+    assert main(["xray", *arguments.split()]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert said in line
+
+
+@pytest.mark.parametrize(("name", "groups"), [
+    ("doctor", ["input", "output"]), ("report", ["input", "output", "comparison"]),
+    ("xray", ["a saved X-ray", "a new X-ray: model", "a new X-ray: data", "a new X-ray: output"])])
+def test_the_help_shows_flags_in_groups(name, groups, capsys):
+    with pytest.raises(SystemExit):
+        main([name, "--help"])
+    text = capsys.readouterr().out
+    assert [line[:-1] for line in text.splitlines() if line.endswith(":") and line[0] != " "] \
+        == ["options", *groups, "examples"]
 
 
 # ---- signals

@@ -170,7 +170,7 @@ def _block_of(module: Module, clean: Graph, policy: Policy, kept: Set[str]) -> B
     mx.nd.waitall()  # MXNet's batch norm moves its averages without telling
     values = {name: array for part in module.get_params() for name, array in part.items()}
     inputs = [*module.data_names, *module.label_names]
-    block = ModuleBlock(clean.symbol(), [mx.sym.var(name) for name in inputs])
+    block = ModuleBlock(clean.symbol(), [mx.sym.var(name, dtype=_WIDE) for name in inputs])
     for name, parameter in block.collect_params().items():
         value = to_float32(values[name])
         parameter.shape = value.shape

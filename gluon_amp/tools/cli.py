@@ -81,17 +81,17 @@ def make_parser() -> argparse.ArgumentParser:
 # ---- the subcommands
 
 def _doctor_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", metavar="NAME",
-                        help="a network: of MXNet's model zoo, or an exported NAME-symbol.json")
-    parser.add_argument("--batch-size", type=positive, default=32, metavar="N", help="(32)")
-    parser.add_argument("--image-shape", type=_shape, default=(3, 224, 224), metavar="C,H,W",
-                        help="(3,224,224)")
-    parser.add_argument("--gpu-trace", metavar="NAME", help="a network, as for --model: what a GPU "
-                        "is called for in one step of it, and nothing else; needs MXNet's CUDA "
-                        "wheel, and no GPU")
-    parser.add_argument("--types", action="store_true", help="of the network: which operator runs "
-                        "in which type, and why, and nothing else")
-    parser.add_argument("--json", action="store_true", help="the same facts for machines")
+    add = parser.add_argument_group("input").add_argument
+    add("--model", metavar="NAME",
+        help="a network: of MXNet's model zoo, or an exported NAME-symbol.json")
+    add("--batch-size", type=positive, default=32, metavar="N", help="(32)")
+    add("--image-shape", type=_shape, default=(3, 224, 224), metavar="C,H,W", help="(3,224,224)")
+    add = parser.add_argument_group("output").add_argument
+    add("--gpu-trace", metavar="NAME", help="a network, as for --model: only the GPU calls of one "
+        "step of it; needs MXNet's CUDA wheel, and no GPU")
+    add("--types", action="store_true", help="only which operator of the network runs in which "
+        "type, and why")
+    add("--json", action="store_true", help="the same facts as JSON")
 
 
 def _shape(text: str) -> Tuple[int, ...]:
@@ -143,19 +143,20 @@ def _demo(options: argparse.Namespace) -> None:
 
 
 def _report_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("logs", nargs="+", metavar="LOG", help="logs of GluonCV and of MXNet's "
-                        "Module, log.jsonl of the recipes, TensorBoard's event files, CSV of "
-                        "errors by epoch")
-    parser.add_argument("-o", "--output", default="report", metavar="DIR",
-                        help="the folder to write to (report)")
-    parser.add_argument("--title", default="Training report", help="(Training report)")
-    parser.add_argument("--accuracy", type=float, metavar="SHARE", help="say how long each run "
-                        "took to reach it, such as 0.76 (default: what nine in ten reach)")
-    parser.add_argument("--margin", type=float, default=0.5, metavar="POINTS",
-                        help="results within it are the same: what the verdict tests; percent of "
-                        "what is no share, such as a perplexity (0.5)")
-    parser.add_argument("--claim-speed", action="store_true", help="compare speeds: each run had "
-                        "its machine to itself (else only where the logs say so)")
+    add = parser.add_argument_group("input").add_argument
+    add("logs", nargs="+", metavar="LOG", help="logs of GluonCV and of MXNet's Module, log.jsonl "
+        "of the recipes, TensorBoard's event files, CSV of errors by epoch")
+    add = parser.add_argument_group("output").add_argument
+    add("-o", "--output", default="report", metavar="DIR", help="the folder to write to (report)")
+    add("--title", default="Training report", help="(Training report)")
+    add = parser.add_argument_group("comparison").add_argument
+    add("--accuracy", type=float, metavar="SHARE", help="report the time to this accuracy, such as "
+        "0.76 (default: what nine in ten runs reach)")
+    add("--margin", type=float, default=0.5, metavar="POINTS", help="the verdict tests whether "
+        "results are within it; in percent of a metric that is no share, such as a perplexity "
+        "(0.5)")
+    add("--claim-speed", action="store_true", help="compare speeds: each run had its machine to "
+        "itself (default: only where the logs say so)")
 
 
 def _report(options: argparse.Namespace) -> None:
@@ -190,12 +191,60 @@ def _launch(options: argparse.Namespace) -> int:
 
 
 def _xray_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", metavar="FOLDER", help="what view.save has written")
-    parser.add_argument("--format", metavar="NAME", help="draw what this format would have done "
-                        "to the same run: xray-NAME.html in the folder")
+    add = parser.add_argument_group("a saved X-ray").add_argument
+    add("folder", nargs="?", metavar="FOLDER", help="what view.save or --output has written")
+    add("--format", metavar="NAME", help="evaluate this format on the same run, and write "
+        "xray-NAME.html into the folder")
+    add = parser.add_argument_group("a new X-ray: model").add_argument
+    add("--model", metavar="FILE", help="an exported symbol, such as net-symbol.json")
+    add("--params", metavar="FILE", help="its parameters, such as net-0000.params")
+    add("--policy", metavar="NAME", help="as for convert, such as mixed_float16 (float16)")
+    add("--loss", metavar="NAME", help="for a symbol without a loss: softmax, sigmoid, l1 or l2 "
+        "(softmax, the cross entropy of logits)")
+    add = parser.add_argument_group("a new X-ray: data").add_argument
+    add("--data", nargs="+", metavar="NPZ", help="files of numpy.savez, with an array for each "
+        "input, such as data, and the label; a file is a batch")
+    add("--label", metavar="NAME", help="the array that is the label (label)")
+    add("--batch-size", type=positive, metavar="N", help="cut each file into batches of N; an "
+        "incomplete last batch is left out")
+    add("--steps", type=positive, metavar="N", help="the largest number of batches (20)")
+    add = parser.add_argument_group("a new X-ray: output").add_argument
+    add("-o", "--output", metavar="DIR", help="a new folder for xray.html and its tables (xray)")
+
+
+_OF_MODEL = ("params", "policy", "loss", "data", "label", "batch_size", "steps", "output")
 
 
 def _xray(options: argparse.Namespace) -> None:
+    given = {name: getattr(options, name) for name in _OF_MODEL if getattr(options, name)}
+    flags = ", ".join("--" + name.replace("_", "-") for name in given)
+    valid = "Valid: FOLDER, or --model FILE --params FILE --data NPZ. "
+    if options.folder and options.model:
+        raise ValueError(f"FOLDER and --model exclude each other. {valid}Received: "
+                         f"{options.folder} and --model {options.model}")
+    if not options.model:
+        if flags:
+            raise ValueError(f"{flags}: only with --model. {valid}Received: no --model")
+        if not options.folder:
+            raise ValueError(f"nothing to show. {valid}Received: neither")
+        _saved_xray(options)
+        return
+    if options.format:
+        raise ValueError("--format is for a FOLDER; a new X-ray takes --policy. Received: --format "
+                         f"{options.format} and --model")
+    missing = [f"--{name}" for name in ("params", "data") if name not in given]
+    if missing:
+        raise ValueError(f"--model needs {' and '.join(missing)}. {valid}"
+                         f"Received: {', '.join(['--model', *filter(None, [flags])])}")
+    output = given.pop("output", "xray")
+    if os.path.exists(output):
+        raise ValueError(f"--output is a new folder. Received: {output}, which exists")
+    from .xray_files import xray_files
+    view = xray_files(options.model, **given)
+    print(f"{view}\n{view.save(output)}")
+
+
+def _saved_xray(options: argparse.Namespace) -> None:
     from ..formats import get_format
     from ..inspection.view import redraw, summary
     if options.format is None:
@@ -220,7 +269,10 @@ COMMANDS = (
         "gluon-amp demo",
         "gluon-amp demo --epochs 2",
     ), _demo_arguments, _demo),
-    _Command("xray", "what an X-ray has found, and what another format would have done", (
+    _Command("xray", "what a format does to every tensor of a model, new or saved", (
+        "gluon-amp xray --model net-symbol.json --params net-0000.params --data batch.npz",
+        "gluon-amp xray --model net-symbol.json --params net-0000.params --data train.npz "
+        "--batch-size 32 --policy mixed_float16 -o folder",
         "gluon-amp xray FOLDER",
         "gluon-amp xray FOLDER --format bfloat16",
     ), _xray_arguments, _xray),

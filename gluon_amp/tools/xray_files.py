@@ -1,0 +1,216 @@
+"""An X-ray of files: an exported symbol, its parameters, and batches as numpy writes them."""
+import itertools
+import os
+import re
+import zipfile
+import zlib
+from typing import Any, Dict, Iterable, Iterator, List, NamedTuple, Optional, Sequence, Tuple
+
+from .._mxnet import message, mx, np
+from ..checks import listed
+from ..cpu.arrays import HALVES, to_float32
+from ..gluon.convert import convert
+from ..graph.graph import Entry, Graph
+from ..graph.operators import LOSSES
+from ..inspection.view import View, xray
+from ..policy import Policy, get_policy
+from ..symbolic.convert import convert_symbol, declared_types, parameter_names
+from ..symbolic.module import Module
+from .footprint import load
+
+Arrays = Dict[str, Any]
+_LOSSES = {"softmax": "SoftmaxCrossEntropyLoss", "sigmoid": "SigmoidBinaryCrossEntropyLoss",
+           "l1": "L1Loss", "l2": "L2Loss"}
+_PROBABILITIES = ("softmax", "log_softmax", "SoftmaxActivation", "sigmoid")
+_NOT_ZIP = (ValueError, OSError, EOFError, AttributeError, TypeError, zipfile.BadZipFile,
+            zlib.error)
+
+
+class _Model(NamedTuple):
+    """A symbol and its parameters.
+
+    Attributes:
+        inputs: the names of the data.
+        labels: those of the labels that the symbol's own losses read.
+        has_loss: whether it has such losses.
+    """
+    symbol: Any
+    arguments: Arrays
+    auxiliary: Arrays
+    inputs: List[str]
+    labels: List[str]
+    has_loss: bool
+
+
+def xray_files(model: str, params: str, data: Sequence[str], label: str = "label",
+               loss: Optional[str] = None, policy: str = "float16",
+               batch_size: Optional[int] = None, steps: int = 20) -> View:
+    """Returns the X-ray of a model in files.
+
+    Args:
+        model: an exported symbol.
+        params: its parameters.
+        data: .npz files. Each has an array for each input of the symbol, and the label.
+        label: the name of the array that is the label.
+        loss: softmax, sigmoid, l1 or l2, for a symbol that has no loss; None: softmax.
+        policy: as for `convert`.
+        batch_size: the arrays are cut into batches of this length, without an incomplete last
+            one; None: a file is a batch.
+        steps: the largest number of batches.
+    """
+    chosen = get_policy(policy)
+    if chosen.is_float32:
+        raise ValueError("an X-ray is of a policy with other types than float32, such as float16. "
+                         f"Received: --policy {policy}")
+    if loss is not None and loss not in _LOSSES:
+        raise ValueError(f"--loss is one of {', '.join(_LOSSES)}. Received: {loss}")
+    made = _model(model, params)
+    if loss and made.has_loss:
+        raise ValueError("--loss is for a symbol without a loss, and this one has its own: "
+                         f"{listed(made.symbol.list_outputs())}. Received: --loss {loss}")
+    batches = list(itertools.islice((batch for path in data for batch in
+                                     _batches(path, made, label, batch_size)), steps))
+    if made.has_loss:
+        view = _of_module(made, batches, chosen)
+    else:
+        if any(len(labels) == 0 for _, labels in batches):
+            raise ValueError(f"{model} has no loss, so a loss needs a label: an array called "
+                             f"{label!r}, or the name that --label gives. Received: {data[0]} with "
+                             f"{_described(_read(data[0]))}")
+        view = _of_block(made, batches, chosen, loss or "softmax")
+    view.name = re.sub(r"(-symbol)?\.json$", "", os.path.basename(model))
+    return view
+
+
+# ---- files --------------------------------------------------------------------------------------
+
+
+def _model(path: str, params: str) -> _Model:
+    if not path.endswith(".json"):
+        raise ValueError("--model is an exported symbol, such as net-symbol.json. "
+                         f"Received: {path}")
+    symbol = load(path)
+    graph = Graph.read(symbol)
+    if {*HALVES} & {*declared_types(graph).values()}:
+        raise ValueError("the network is in 16-bit numbers already: give the float32 one. "
+                         f"Received: {path}")
+    arrays = _parameters(params)
+    auxiliary = {*symbol.list_auxiliary_states()}
+    heads = [entry.node for entry in graph.outputs if entry.node.op in LOSSES]
+    variables = symbol.list_inputs()
+    labels = [name for name in _labels(heads) if name not in arrays]
+    inputs = [name for name in variables if name not in arrays and name not in labels]
+    extra = sorted({*arrays} - {*variables})
+    missing = sorted((auxiliary | parameter_names(graph)) & {*inputs})
+    if extra or missing:
+        said = [f"{params} lacks {listed(missing)}"] if missing else []
+        said += [f"{path} has no {listed(extra)}"] if extra else []
+        raise ValueError(f"the parameters do not fit the symbol: {', and '.join(said)}. "
+                         "HybridBlock.export writes both files")
+    return _Model(symbol, {n: a for n, a in arrays.items() if n not in auxiliary},
+                  {n: a for n, a in arrays.items() if n in auxiliary}, inputs, labels, bool(heads))
+
+
+def _labels(heads: List[Any]) -> List[str]:
+    """The variables that only labels of losses are computed from."""
+    read = _variables(head.inputs[0] for head in heads)
+    return [name for name in _variables(e for head in heads for e in head.inputs[1:])
+            if name not in read]
+
+
+def _variables(entries: Iterable[Entry]) -> Dict[str, None]:
+    """The names of the variables that these are computed from."""
+    return {node.name: None for node in Graph(list(entries)).nodes() if node.is_variable}
+
+
+def _parameters(path: str) -> Arrays:
+    try:
+        found = mx.nd.load(path)
+    except mx.MXNetError as error:
+        if not os.path.exists(path):
+            raise FileNotFoundError(f"no such file: {path}") from None
+        raise ValueError(f"MXNet cannot read parameters from {path}: {message(error)}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} has arrays without names: it is no file of parameters")
+    return {name.split(":", 1)[-1]: to_float32(array) for name, array in found.items()}
+
+
+def _read(path: str) -> Arrays:
+    """The arrays of a .npz file."""
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            found = {name: file[name] for name in file.files}
+    except _NOT_ZIP:
+        if not os.path.exists(path):
+            raise
+        raise ValueError("--data is a file that numpy.savez has written, with an array for each "
+                         f"input. Received: {path}") from None
+    wrong = [name for name, array in found.items() if array.dtype.kind not in "biuf"]
+    if wrong:
+        raise ValueError(f"{path}: arrays must hold numbers. Received: "
+                         f"{listed([f'{n} of {found[n].dtype}' for n in wrong])}")
+    return found
+
+
+def _described(arrays: Arrays) -> str:
+    return listed([f"{name} {array.shape}" for name, array in arrays.items()]) or "no arrays"
+
+
+def _batches(path: str, model: _Model, label: str, batch_size: Optional[int]
+             ) -> Iterator[Tuple[List[Any], List[Any]]]:
+    """Data and labels of each batch in a file."""
+    found = _read(path)
+    given = dict(found)
+    wanted = model.labels or ([] if model.has_loss else [label])
+    if len(wanted) == 1 and wanted[0] not in given and label in given:
+        given[wanted[0]] = given.pop(label)
+    missing = [name for name in model.inputs + model.labels if name not in given]
+    unknown = [name for name in given if name not in model.inputs + wanted]
+    if missing or unknown:
+        also = f" or {label}" if len(wanted) == 1 and wanted[0] != label else ""
+        raise ValueError(f"{path} must have arrays called {', '.join(model.inputs + wanted)}{also}"
+                         f". Received: {_described(found)}")
+    parts = [given]
+    if batch_size is not None:
+        lengths = {array.shape[0] if array.ndim else 0 for array in given.values()}
+        length = lengths.pop()
+        if lengths or length < batch_size:
+            raise ValueError(f"{path}: --batch-size cuts arrays of one length, of {batch_size} or "
+                             f"more. Received: {_described(found)}")
+        parts = [{name: array[begin:begin + batch_size] for name, array in given.items()}
+                 for begin in range(0, length - batch_size + 1, batch_size)]
+    for part in parts:
+        made = {name: mx.nd.array(array) for name, array in part.items()}
+        yield [made[name] for name in model.inputs], [made[name] for name in wanted if name in made]
+
+
+# ---- X-rays -------------------------------------------------------------------------------------
+
+
+def _of_module(model: _Model, batches: List[Any], policy: Policy) -> View:
+    """Of a symbol with its losses."""
+    data, labels = batches[0]
+    module = Module(convert_symbol(model.symbol, policy), data_names=model.inputs,
+                    label_names=model.labels, context=mx.cpu())
+    module.bind([(n, a.shape) for n, a in zip(model.inputs, data)],
+                [(n, a.shape) for n, a in zip(model.labels, labels)] or None)
+    module.set_params(model.arguments, model.auxiliary)
+    return xray(module, [mx.io.DataBatch(data, labels) for data, labels in batches])
+
+
+def _of_block(model: _Model, batches: List[Any], policy: Policy, loss: str) -> View:
+    """Of a symbol without a loss."""
+    ends = [e.node for e in Graph.read(model.symbol).outputs if e.node.op in _PROBABILITIES]
+    if ends and loss in ("softmax", "sigmoid"):
+        raise ValueError(f"--loss {loss} takes logits, and the symbol ends in {ends[0].op} "
+                         f"({ends[0].name}): export the network without it. Received: --loss "
+                         f"{loss}. Valid: l1, l2")
+    block = mx.gluon.SymbolBlock(model.symbol, [mx.sym.var(name, dtype="float32")
+                                                 for name in model.inputs])
+    for name, parameter in block.collect_params().items():
+        value = {**model.arguments, **model.auxiliary}[name]
+        parameter.shape = value.shape
+        parameter.initialize(mx.init.Zero(), ctx=mx.cpu())
+        parameter.set_data(value)
+    loss_fn = getattr(mx.gluon.loss, _LOSSES[loss])()
+    return xray(convert(block, policy), [(*data, *labels) for data, labels in batches], loss_fn)
