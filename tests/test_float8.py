@@ -341,7 +341,7 @@ def test_einsum_of_several_formats_is_refused():
     amp.convert(net, policy())
     mx.npx.set_np()
     try:
-        with pytest.raises(ValueError, match="einsum has one format"):
+        with pytest.raises(ValueError, match="einsum requires one format"):
             net(mx.np.ones((2, 2)), mx.np.ones((2, 2)))
     finally:
         mx.npx.reset_np()

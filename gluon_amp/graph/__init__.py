@@ -1,1 +1,1 @@
-"""A symbol as Python objects; what runs in which type; what a device runs."""
+"""Symbols as Python graphs, the type of each operator, and the graph that a device runs."""

@@ -1,4 +1,4 @@
-"""Products of float16 that add as a GPU's Tensor Cores do, on a CPU."""
+"""The setting with which float16 products on a CPU accumulate as a GPU's Tensor Cores do."""
 from typing import Optional
 
 from ..tensor_core_rule import check_split, of_gpu
@@ -7,7 +7,7 @@ from .operators import PRODUCTS
 
 ATTRIBUTE = "__gluon_amp_accumulate__"
 
-# What makes its products so (cpu/tensor_core_products.cc), and what else multiplies matrices.
+# Operators with emulated accumulation (cpu/tensor_core_products.cc), and other products.
 _WITH_CODE = frozenset("""
     Convolution Deconvolution FullyConnected dot batch_dot _linalg_gemm _linalg_gemm2 RNN
     _np_dot _npi_matmul _npi_tensordot_int_axes
@@ -17,14 +17,17 @@ _WITH_CODE = frozenset("""
 _OTHERS = PRODUCTS - _WITH_CODE | frozenset("""
     _linalg_syrk _linalg_trmm khatri_rao Correlation SpatialTransformer
 """.split())
-# These do with this value of an attribute.
+# Operators that are products for this value of an attribute.
 _OTHERS_WHEN = {"UpSampling": ("sample_type", "bilinear"),  # a deconvolution
                 "GridGenerator": ("transform_type", "affine")}
 
 
 def accumulate(node: Node, gpu: str, split: Optional[int] = None) -> None:
-    """Gives a node of float16 tensors the setting with which its products, and those of its
-    gradient, add as a GPU's do; refuses one that has no such code."""
+    """Sets how the products of a float16 node and of its gradient accumulate.
+
+    Raises:
+        ValueError: the operator has no such kernel.
+    """
     op = node.op
     key, value = _OTHERS_WHEN.get(op, ("", ""))
     if op in _OTHERS or key and node.attrs.get(key) == value:

@@ -1,4 +1,4 @@
-"""How much arithmetic each product of a graph has."""
+"""Counts the multiply-adds of a graph's products."""
 from math import prod
 from typing import Any, Dict, List, Mapping
 
@@ -9,11 +9,11 @@ Shape = Any  # a tuple
 
 
 def multiply_adds(graph: Graph, shapes: Mapping[str, Shape]) -> Dict[str, int]:
-    """The multiply-adds of each product's forward pass, by its name.
+    """Returns the multiply-adds of each product's forward pass, by the product's name.
 
     Args:
-        graph: without casts.
-        shapes: of its variables.
+        graph: a graph without casts.
+        shapes: the shapes of its variables.
     """
     products = [n for n in graph.nodes() if n.op in PRODUCTS]
     if not products:
@@ -27,8 +27,8 @@ def multiply_adds(graph: Graph, shapes: Mapping[str, Shape]) -> Dict[str, int]:
 
 
 def of_product(op: str, attrs: Mapping[str, str], inputs: List[Any], output: Shape) -> int:
-    """The multiply-adds of one product's forward pass."""
-    if op == "RNN":  # each number of a weight takes part once for each step and sequence
+    """Returns the multiply-adds of one product's forward pass."""
+    if op == "RNN":  # one multiply-add for each weight, step and sequence
         return prod(inputs[1]) * prod(inputs[0][:2])
     if op == "Deconvolution":
         return prod(inputs[0]) * prod(inputs[1]) // max(inputs[1][0], 1)

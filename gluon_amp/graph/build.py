@@ -1,11 +1,11 @@
-"""The graph that a device runs: the network's graph with its casts, and settings on its nodes.
+"""Builds the graph that a device runs: the network's graph with casts and settings on its nodes.
 
 A CPU and a GPU run the same graph. A setting is an attribute `__gluon_amp_*__`, which MXNet's
-parsers skip; cpu/engine.h lists them. On a CPU the engine runs float16 nodes by their types, and
-nodes with a setting whatever their types are.
+parsers skip; cpu/engine.h lists them. On a CPU the engine runs all 16-bit nodes, and nodes of any
+type that have a setting.
 
-Formats that MXNet has no arrays of (TF32, float8) run on CPUs only. Their tensors are float32
-arrays, and attributes of a node select which of its inputs and outputs are rounded, and to what.
+Emulated formats (TF32, float8) run on CPUs only: MXNet has no arrays of them. Their tensors are
+float32 arrays. A node's attributes select the inputs and outputs that the engine rounds.
 """
 from typing import Any, Callable, Dict, Iterable, List, Mapping, Optional, Sequence, Tuple, Union
 
@@ -22,24 +22,23 @@ from .high_precision import in_high_precision
 from .operators import BATCH_NORMS, factors, numbers
 from .refusals import LOOP, check_formats, check_loops
 
-# The engine runs the node on a CPU even where all its arrays are float32.
+# The engine runs the node on a CPU even if all its arrays are float32.
 _ENGINE = "__gluon_amp_engine__"
 # Formats: see cpu/engine.h.
 _INPUTS, _OUTPUTS, _READS = (f"__gluon_amp_{word}__" for word in ("inputs", "outputs", "reads"))
 _ORDERED, _SCALING = "__gluon_amp_ordered__", "__gluon_amp_scaling__"
-# Of a product of bfloat16 data: its parameters are float32 arrays, which it rounds itself.
+# A product of bfloat16 data reads float32 parameters and rounds them.
 _PARAMETERS = "__gluon_amp_float32_parameters__"
-WATCH = "__gluon_amp_watch__"  # the node's name, where the engine counts what it computes
-_SAMPLES = "?"  # before that name: samples only
+WATCH = "__gluon_amp_watch__"  # the node's name, if the engine counts its values
+_SAMPLES = "?"  # prefix of that name: counts samples only
 _GRIDS = tuple(f"__gluon_amp_{word}_grid__" for word in ("output", "product", "gradient", "back"))
 
-# They draw a mask or update statistics, so recomputation in the backward pass
+# Operators that draw a mask or update statistics: recomputation in the backward pass
 # (__force_mirroring__) would change the result.
 _RUN_ONCE = frozenset(["Dropout", *BATCH_NORMS])
 
-# They get no settings, so that MXNet's code runs them. Most create or move values, as their
-# gradients do, and MXNet's code is as fast for halves: they are kMoves of cpu/dispatch.cc. The last
-# three run graphs, which are built by themselves.
+# Operators that MXNet's code runs. Most create or copy values (kMoves of cpu/dispatch.cc), which
+# MXNet does as fast for 16-bit types. The last three run bodies, which are built separately.
 LEFT_ALONE = frozenset("""
     Reshape Flatten expand_dims squeeze reshape_like BlockGrad _copy _zeros _zeros_without_dtype
     _ones _full _eye zeros_like ones_like _npx_reshape _np_reshape _np_squeeze
@@ -50,17 +49,17 @@ LEFT_ALONE = frozenset("""
 def build(graph: Graph, types: Mapping[str, str], policy: Policy = POLICIES["float16"],
           watch: bool = False, samples: bool = False, scales: Optional[Scales] = None,
           place: Callable[[str], str] = str) -> Graph:
-    """The graph that a device runs, with the same variables and outputs, of the same types.
+    """Returns the graph that a device runs. Variables and outputs keep their types.
 
     Args:
-        graph: with its casts, as `insert_casts` makes it.
+        graph: the result of `insert_casts`.
         types: the dtype of each variable.
-        policy: defines the formats that are no types of arrays.
-        watch: whether the engine counts what each node computes (inspection/statistics.py).
-        samples: then it takes samples only.
-        scales: the histories of the network's float8 tensors; if not given, new ones, which the
-            engine keeps as long as the process.
-        place: gives for a node's name the name of its histories.
+        policy: defines the emulated formats.
+        watch: whether the engine counts each node's values (inspection/statistics.py).
+        samples: whether it counts samples only.
+        scales: the histories of the network's float8 tensors. By default new ones, which the
+            engine keeps until the process ends.
+        place: maps a node's name to the name of its histories.
     """
     if not library.started():
         return _with_repeatable_dropout(graph)
@@ -72,13 +71,14 @@ def build(graph: Graph, types: Mapping[str, str], policy: Policy = POLICIES["flo
 
 def cached_op(symbol: "mx.sym.Symbol", data: Sequence[str], parameters: Mapping[str, Any],
               flags: Iterable[Any] = ()) -> Tuple[Any, List[Any]]:
-    """MXNet's CachedOp of what a device runs, and where each of its inputs comes from: True and a
-    number among the data, or False and a parameter.
+    """Returns MXNet's CachedOp of a symbol, and the source of each of its inputs.
+
+    A source is (True, the index of a data input) or (False, a parameter).
 
     Args:
-        data: the names of the data, in the order in which it is given.
-        parameters: of the other variables, by name.
-        flags: of MXNet, such as ("static_alloc", True).
+        data: the names of the data inputs, in order.
+        parameters: the parameters of the other variables, by name.
+        flags: MXNet's flags, such as ("static_alloc", True).
     """
     inputs = [(True, data.index(name)) if name in data else (False, parameters[name])
               for name in symbol.list_inputs()]
@@ -88,23 +88,23 @@ def cached_op(symbol: "mx.sym.Symbol", data: Sequence[str], parameters: Mapping[
 
 
 class _Rewriting:
-    """One graph, or the body of a loop, from its inputs to its outputs."""
+    """The rewriting of one graph, or of the body of a loop."""
 
     def __init__(self, graph: Graph, types: Mapping[str, str], policy: Policy,
                  watch: Optional[str], scales: Scales, place: Callable[[str], str],
                  named: Optional[Dict[str, int]] = None):
         self.graph, self.policy, self.watch = graph, policy, watch
         self.scales, self.place = scales, place
-        # whether gradients of float16 arrays have another format, which the engine rounds them to
+        # whether the engine rounds gradients of 16-bit arrays to another format
         self.rounds_halves = policy.gradient_everywhere and policy.gradient != policy.between
         self.types = graph.types(types)
-        self.count: Dict[Node, int] = {}  # of outputs
+        self.count: Dict[Node, int] = {}  # outputs of each node
         for entry in self.types:
             self.count[entry.node] = self.count.get(entry.node, 0) + 1
         users = graph.consumers()
         self.without_casts = {node for node in graph.nodes()
                               if self._adds_in_float32(node, users.get(Entry(node), []))}
-        # how many products have each name, in bodies of loops too
+        # the number of products with each name so far, bodies of loops included
         self.named: Dict[str, int] = {} if named is None else named
 
     def run(self) -> Graph:
@@ -121,9 +121,12 @@ class _Rewriting:
         return self.graph.rewrite(make)
 
     def _adds_in_float32(self, node: Node, users: Sequence[Optional[Node]]) -> bool:
-        """Whether a batched product in float32 reads casts of halves only, and is read by casts to
-        halves only. On a node with a setting, a batched product of halves adds in float32 on both
-        devices (cpu/gpu.cc), which gives the same numbers without the casts."""
+        """Whether a float32 batched product needs no casts.
+
+        True if it reads only casts from float16, and only casts to float16 read it. With a
+        setting, the same product of float16 data accumulates in float32 on both devices
+        (cpu/gpu.cc), so the results are equal.
+        """
         if node.op != "batch_dot" or PRODUCT in node.attrs or self.rounds_halves \
                 or self.watch is not None:  # an X-ray counts what the casts round
             return False
@@ -132,8 +135,8 @@ class _Rewriting:
             and all(u is not None and self._is_cast(u, "float32", "float16") for u in users)
 
     def _casts_parameters(self, node: Node) -> bool:
-        """Whether a layer's parameters are bfloat16 only for it. It then reads the float32 ones: no
-        array holds the rounded ones, or their gradients before they are cast."""
+        """Whether a layer casts float32 parameters to bfloat16. It then reads the float32 arrays
+        and rounds in its kernel, without bfloat16 copies of parameters and gradients."""
         return node.op in ("Convolution", "FullyConnected") and self.watch is None \
             and self.policy.one_format and self.policy.accumulate is None \
             and self.types.get(node.inputs[0]) == "bfloat16" \
@@ -147,8 +150,7 @@ class _Rewriting:
         return self.types.get(entry) in HALVES
 
     def _is_rounded(self, entry: Entry) -> bool:
-        """Whether the engine is told to round it, or its gradient: then its format has no arrays of
-        its own, or that of gradients has none."""
+        """Whether the engine rounds the entry or its gradient to an emulated format."""
         dtype = self.types.get(entry)
         return dtype is not None and dtype not in TYPE_FLAG \
             or dtype in HALVES and self.rounds_halves
@@ -157,18 +159,18 @@ class _Rewriting:
         return [Entry(node, i) for i in range(self.count[node])]
 
     def _rewritten(self, node: Node, inputs: List[Entry]) -> Node:
-        """The same operator with its settings."""
+        """Returns the node with its settings and new inputs."""
         new = node.like(inputs)
         new.subgraphs = [
             _Rewriting(body.graph, body.types, self.policy, self.watch, self.scales, self.place,
                        self.named).run() for body in node.bodies(self.types)]
         entries = [*node.inputs, *self._outputs(node)]
         rounded = any(map(self._is_rounded, entries)) or PRODUCT in node.attrs
-        # ours is the faster on plain arrays
+        # the engine's kernel is faster on float32 arrays
         if node.op == "BatchNorm" and self.policy.is_emulated:
             rounded = True
         if rounded:
-            self._say_formats(node, new)
+            self._set_formats(node, new)
         low = rounded or node in self.without_casts or any(map(self._is_half, entries))
         if low and node.op in _RUN_ONCE:
             new.attrs.pop("__force_mirroring__", None)
@@ -183,13 +185,13 @@ class _Rewriting:
             new.attrs[WATCH] = f"{self.watch}{node.name}"
         return new
 
-    def _say_formats(self, node: Node, new: Node) -> None:
-        """Tells the engine which inputs and outputs of a node it rounds, and to what."""
+    def _set_formats(self, node: Node, new: Node) -> None:
+        """Sets which inputs and outputs of a node the engine rounds, and to which formats."""
         policy = self.policy
         if new.attrs.get("dtype") == policy.between.type_name not in TYPE_FLAG:
             new.attrs["dtype"] = "float32"
         if any(map(self._is_rounded, self._outputs(node))):
-            for key, number in numbers(node):  # made float32 first, as a GPU does
+            for key, number in numbers(node):  # rounded to float32 first, as on a GPU
                 new.attrs[key] = repr(float(policy.between.nearest.round(np.float32(number))))
         if node.op in LEFT_ALONE:
             return
@@ -214,8 +216,10 @@ class _Rewriting:
             new.attrs[key] = "".join(str(int(self._is_rounded(e))) for e in entries)
 
     def _place(self, node: Node) -> str:
-        """What the histories of a product's float8 tensors are called: as it is, and with a number
-        where a layer is called again, since MXNet gives all its calls one name."""
+        """Returns the name of the histories of a product's float8 tensors.
+
+        MXNet gives all calls of a layer one name, so later calls get a number.
+        """
         self.named[node.name] = self.named.get(node.name, 0) + 1
         again = self.named[node.name]
         place = self.place(node.name)
@@ -227,12 +231,12 @@ def _runs_engine(node: Node) -> bool:
 
 
 def _is_better_in_the_engine(node: Node) -> bool:
-    """Whether the engine runs a node in float32, too, since MXNet's CPU code is wrong or slow.
+    """Whether the engine runs a node in float32 too, because MXNet's CPU code is wrong or slow.
 
-    Dropout's mask serves one backward pass only; PReLU writes the data's gradient over the gradient
-    that the slope's still reads; hard_sigmoid's gradient overwrites one that others read. A layer
-    norm of cast data, or of what an operator makes of such data (a residual sum), is several times
-    slower; another float32 one has MXNet's bits.
+    MXNet's Dropout mask is valid for one backward pass only. PReLU's backward pass overwrites the
+    head gradient before it computes the slope's gradient. hard_sigmoid's backward pass overwrites
+    a gradient that other nodes read. LayerNorm of cast data, or of a sum of such data, is several
+    times slower; any other float32 LayerNorm keeps MXNet's bits.
     """
     if node.op == "LayerNorm":
         data = node.inputs[0].node
@@ -241,8 +245,11 @@ def _is_better_in_the_engine(node: Node) -> bool:
 
 
 def _with_repeatable_dropout(graph: Graph) -> Graph:
-    """The graph with x * Dropout(1) for each Dropout(x), which gives the same numbers. Without the
-    engine, the mask of MXNet's Dropout serves one backward pass only; ones need no gradient."""
+    """Replaces each Dropout(x) by x * Dropout(1), which is equal.
+
+    Without the engine, the mask of MXNet's Dropout is valid for one backward pass only. The
+    gradient of the ones is not computed.
+    """
     def make(node: Node, inputs: List[Entry]) -> Node:
         made = node.like(inputs)
         made.subgraphs = [_with_repeatable_dropout(body) for body in node.subgraphs]

@@ -1,4 +1,4 @@
-"""Puts the casts into a graph: the one pass behind `convert` and `convert_symbol`.
+"""Inserts casts into a graph: the pass that `convert` and `convert_symbol` share.
 
     for each node, inputs first:
         kept, or sensitive (softmax, losses, sums): cast its inputs to float32
@@ -7,12 +7,12 @@
             run in float32, cast the result back
         norm: run in float32, cast the result back to the type of the data
         with a constant that float16 makes 0 or infinite (1e-12): cast its inputs to float32
-        any other: the type of its inputs; where MXNet refuses the mixture,
-            the widest type among them, parameters and constants following
+        any other: the type of its inputs; if MXNet refuses the mixture,
+            the widest type among the activations, to which parameters and constants are cast
 
-MXNet has such a pass of its own (MXReducePrecisionSymbol). This one also knows
-parameters that are float16 already, goes into the bodies of loops, gives norms'
-results their type back, and leaves no amp_multicast where types are known.
+MXNet's own pass is MXReducePrecisionSymbol. Unlike it, this one takes parameters that are float16
+already, converts the bodies of loops, casts the results of norms back, and inserts no
+amp_multicast if types are known.
 """
 from contextlib import suppress
 from typing import Collection, Dict, Iterable, List, Mapping, Optional, Set, Tuple
@@ -25,27 +25,30 @@ from . import operators
 from .graph import CASTS, Entry, Graph, Node, infer, loop_states
 
 KEEP = "__gluon_amp_keep__"  # the attribute of nodes that stay float32
-PRODUCT = "__gluon_amp_product__"  # of products whose inputs have a format of their own
+PRODUCT = "__gluon_amp_product__"  # the attribute of products that round their inputs
 
 
 def insert_casts(graph: Graph, types: Mapping[str, str], policy: Policy,
                  parameters: Iterable[str], keep: Collection[str] = (),
                  wide: Collection[str] = ()) -> Graph:
-    """The graph with amp_cast nodes such that each node runs in the format that the policy
-    gives it, for variables of these types. Formats that are no types of MXNet's arrays stand
-    in it by their names; build.py knows what runs instead.
+    """Returns the graph with amp_cast nodes, so that each node runs in its policy's format.
+
+    Casts to emulated formats name the format; build.py replaces them.
 
     Args:
-        parameters: the variables that are no data: they follow the activations they meet.
-        keep: nodes that stay float32, by name, besides those that hold the attribute KEEP.
-        wide: variables that are float32 for the sake of their numbers, and follow nobody.
+        graph: a graph without casts.
+        types: the type of each variable.
+        policy: the formats.
+        parameters: the variables that are cast to the type of the activations they meet.
+        keep: names of nodes that stay float32, besides those with the attribute KEEP.
+        wide: float32 variables with values beyond float16, which are never cast.
     """
     casting = _Casting(policy, types, set(parameters) - set(wide), keep, set(wide))
     return _with_bounds(Graph([casting.output(e) for e in casting.run(graph)]), policy)
 
 
 def _with_bounds(graph: Graph, policy: Policy) -> Graph:
-    """The graph, where what nan_to_num or clip makes finite is finite once it is cast, too."""
+    """Lowers the bounds of nan_to_num and clip so that their results stay finite when cast."""
     formats = {each.type_name: each for each in (policy.between, policy.product, policy.output)
                if each.largest < FLOAT32.largest}
     users = graph.consumers()
@@ -66,31 +69,34 @@ def _with_bounds(graph: Graph, policy: Policy) -> Graph:
 
 
 def float32_variables(graph: Graph, policy: Policy, kept: Collection[str]) -> Set[str]:
-    """The variables that stay float32 since a norm or a kept node reads them."""
+    """Returns the variables that stay float32 because a norm or a kept node reads them."""
     norms = operators.BATCH_NORMS | (operators.NORMS if policy.norm == FLOAT32 else frozenset())
     return {e.node.name for node in graph.nodes() if node.op in norms or node.name in kept
             for e in node.inputs if e.node.is_variable}
 
 
 class _Casting:
-    """One graph, or the body of a loop, while its casts are put in. "Weak" are parameters,
-    constants, and what is computed of them alone: they take the type of the data they meet."""
+    """The insertion of casts into one graph, or into the body of a loop.
+
+    "Weak" entries are parameters, constants, and results of these alone. They are cast to the type
+    of the data they meet.
+    """
 
     def __init__(self, policy: Policy, types: Mapping[str, str], weak: Set[str],
                  keep: Collection[str], wide: Set[str]):
         self.policy, self.keep = policy, keep
         self.between = policy.between.type_name
-        # Where products do not round what they read, casts make arrays of their format.
+        # If products do not round their inputs, casts produce arrays of their format.
         self.product = self.between if policy.products_round else policy.product.type_name
         # from the narrowest to the widest
         self.floats = [*HALVES, "float32", "float64"]
         if self.between not in self.floats:
             self.floats.insert(1, self.between)
         self.variables, self.weak_names, self.wide_names = types, weak, wide
-        self.types: Dict[Entry, Optional[str]] = {}  # of new entries
+        self.types: Dict[Entry, Optional[str]] = {}  # types of new entries
         self.weak: Set[Entry] = set()
-        self.wide: Set[Entry] = set()  # float32 for the sake of constants
-        self.exact: Set[Entry] = set()  # indices and counts, and what is computed of them alone
+        self.wide: Set[Entry] = set()  # float32 because of a constant beyond float16
+        self.exact: Set[Entry] = set()  # indices, counts, and results of these alone
         self.casts: Dict[Tuple[Entry, str], Entry] = {}
 
     def run(self, graph: Graph) -> List[Entry]:
@@ -104,9 +110,9 @@ class _Casting:
         return graph.rewrite(self._made).outputs
 
     def _made(self, node: Node, inputs: List[Entry]) -> List[Entry]:
-        """The outputs of a node with its casts; norms and products may have some behind them."""
+        """Returns the outputs of a node with its casts, before and after it."""
         made = node.like(self._inputs(node, inputs))
-        exact: List[bool] = []  # whether each output is of indices, where there are bodies
+        exact: List[bool] = []  # for each output of a node with bodies: whether it is an index
         if node.subgraphs:
             made.subgraphs, exact = self._bodies(made)
         types = infer(made, tuple(self.types[e] for e in made.inputs))
@@ -134,16 +140,16 @@ class _Casting:
         return outputs
 
     def _fits(self, node: Node) -> bool:
-        """Whether the narrowest format holds the node's constants: such as 1e-12 does not."""
+        """Whether the narrowest format holds the node's constants; float16 lacks 1e-12."""
         return operators.holds_numbers(node, self.policy.between)
 
     def _widens(self, node: Node, inputs: List[Entry]) -> bool:
-        """Whether a node's result stays float32 for the sake of a constant, in it or before it."""
+        """Whether a node's result stays float32 because of a constant, in it or before it."""
         return not self._fits(node) or any(e in self.wide for e in inputs) \
             and operators.runs_in(node) == operators.INPUTS
 
     def _is_exact(self, node: Node, inputs: List[Entry]) -> bool:
-        """Whether a node gives indices or counts, or something of such and constants alone."""
+        """Whether a node returns indices or counts, or a result of these and constants alone."""
         runs = operators.runs_in(node)
         known = [e in self.exact or e.node.op in operators.CONSTANTS for e in inputs
                  if self.types[e] in self.floats]
@@ -151,7 +157,7 @@ class _Casting:
             and any(e in self.exact for e in inputs)
 
     def _product(self, node: Node) -> str:
-        """The type of what a product reads."""
+        """Returns the type of a product's inputs."""
         if operators.runs_in(node) == operators.BATCHED and (
                 self.policy.batched == FLOAT32
                 or node.op in operators.FLOAT32_ONLY and self.product == "float16"):
@@ -162,13 +168,13 @@ class _Casting:
         return KEEP in node.attrs or node.name in self.keep
 
     def output(self, entry: Entry) -> Entry:
-        """The entry in the type that the network returns; an index above 2048 is no float16."""
+        """Returns the entry in the type of the network's outputs; indices stay float32."""
         if operators.runs_in(entry.node) == operators.FLOAT32 or entry in self.exact:
             return entry
         return self.cast(entry, self.policy.output.type_name)
 
     def cast(self, entry: Entry, dtype: str) -> Entry:
-        """The entry in this floating type; what is no float stays as it is."""
+        """Returns the entry in this floating type; integers keep theirs."""
         if self.types[entry] == dtype or self.types[entry] not in self.floats:
             return entry
         if (entry, dtype) not in self.casts:
@@ -180,23 +186,23 @@ class _Casting:
 
     def _cast_node(self, entry: Entry, dtype: str) -> Node:
         if entry.node.op in operators.CONSTANTS:
-            # Made in the type at once: MXNet infers shapes backward to constants
-            # (an RNN's begin_state has an unknown batch), but not through a cast.
+            # Created in the type without a cast: MXNet does not infer shapes backward through
+            # a cast, and an RNN's begin_state has an unknown batch size.
             node = entry.node.like(())
             node.attrs["dtype"] = dtype
             return node
         if entry.node.op == "_rnn_param_concat" and dtype in HALVES:
-            # MXNet's float32 code for this takes longer than all casts
+            # MXNet's float32 kernel is slower than the casts of all inputs
             return entry.node.like([self.cast(e, dtype) for e in entry.node.inputs])
         index = f"_{entry.output}" if entry.output else ""
-        # amp_cast, which export leaves out by default; it does not know float64
+        # export removes amp_cast by default; amp_cast does not support float64
         op = "Cast" if self.types[entry] == "float64" else "amp_cast"
         return Node(op, f"{entry.node.name}{index}_amp_cast_{dtype}", {"dtype": dtype}, [entry])
 
     def _inputs(self, node: Node, inputs: List[Entry]) -> List[Entry]:
-        """The node's inputs in the types that it wants."""
+        """Returns the node's inputs, cast to the types in which it runs."""
         runs = operators.runs_in(node)
-        if runs == operators.BATCH_NORM:  # float32 statistics, which are not cast
+        if runs == operators.BATCH_NORM:  # statistics are float32
             wide = self._kept(node) or node.op in operators.FLOAT32_ONLY
             data = self.cast(inputs[0], "float32") if wide else inputs[0]
             return [data, *(self.cast(e, "float32") for e in inputs[1:3]), *inputs[3:]]
@@ -209,7 +215,7 @@ class _Casting:
             return [self.cast(e, wanted) for e in inputs]
         if runs == operators.NORM:
             wanted = self.policy.norm.type_name
-            if node.op == "InstanceNorm":  # MXNet's takes float32 only
+            if node.op == "InstanceNorm":  # MXNet supports float32 only
                 wanted = "float32"
             return [self.cast(e, wanted) for e in inputs]
         if node.op in operators.PRODUCTS:
@@ -223,12 +229,12 @@ class _Casting:
         return self._agree(node, inputs)
 
     def _agree(self, node: Node, inputs: List[Entry]) -> List[Entry]:
-        """The inputs as they are if MXNet takes them, else in their widest type."""
+        """Returns the inputs unchanged if MXNet accepts them, else in their widest type."""
         floats = {self.types[e] for e in inputs} & set(self.floats)
         if len(floats) < 2 or node.subgraphs:
             return inputs
         with suppress(mx.MXNetError):
-            # None: some operators do not refuse the mixture, but do not know its type either
+            # None: some operators accept the mixture, but infer no type for it
             if None not in infer(node, tuple(self.types[e] for e in inputs)):
                 return inputs
         strong = {self.types[e] for e in inputs if e not in self.weak} & set(self.floats)
@@ -236,15 +242,17 @@ class _Casting:
         return [self.cast(e, widest or "float32") for e in inputs]
 
     def _bodies(self, node: Node) -> Tuple[List[Graph], List[bool]]:
-        """The graphs of a control-flow node, and whether its outputs are indices. A loop's states
-        keep their types, and the branches of a condition return the same ones."""
+        """Returns the bodies of a control-flow node, and whether each output is an index.
+
+        A loop's states keep their types. Both branches of a condition return the same types.
+        """
         bodies = []
         for body in node.bodies(self.types):
             weak = {name for name, e in body.outside.items() if e in self.weak}
             wide = {name for name, e in body.outside.items() if e in self.wide}
             inner = _Casting(self.policy, body.types, weak, self.keep, wide)
             bodies.append((inner, inner.run(body.graph)))
-        if node.op in ("_cond", "_while_loop"):  # the condition, which MXNet wants in float32
+        if node.op in ("_cond", "_while_loop"):  # MXNet requires a float32 condition
             condition, outputs = bodies[0]
             outputs[:] = [condition.cast(e, "float32") for e in outputs]
         if node.op == "_cond":

@@ -1,10 +1,9 @@
-"""A symbol as a Python graph: read it, walk it, rewrite it, write it back.
+"""A symbol as a Python graph: read it, traverse it, rewrite it, write it back.
 
-MXNet hands out the structure of a symbol only as JSON. `Graph` is that JSON
-with references in place of indices. A tensor is an `Entry`: a node and the
-number of one of its outputs. Control flow (`foreach`, `while_loop`, `cond`)
-holds graphs of its own in `Node.subgraphs`; their variables are found by
-position, so whoever rewrites them must keep the order of their variables.
+MXNet exposes the structure of a symbol only as JSON. `Graph` is that JSON with references in place
+of indices. A tensor is an `Entry`: a node and the index of one of its outputs. Control flow
+(`foreach`, `while_loop`, `cond`) holds graphs in `Node.subgraphs`. Their variables are bound by
+position, so a rewrite must keep the order of the variables.
 """
 import functools
 import json
@@ -28,7 +27,7 @@ from ..cpu.arrays import dtype_name
 
 VARIABLE = "null"  # the op that MXNet's JSON gives to arguments and parameters
 
-_MXNET_VERSION = 10901  # the format of the JSON; newer readers upgrade it themselves
+_MXNET_VERSION = 10901  # the format of the JSON; newer versions of MXNet upgrade it
 TYPE_FLAG = {dtype_name(dtype): flag  # MXNet's numbers for dtypes
              for flag, dtype in mx.nd.ndarray._DTYPE_MX_TO_NP.items() if dtype is not None}
 TYPE_NAME = {flag: name for name, flag in TYPE_FLAG.items()}
@@ -44,7 +43,7 @@ class Entry(NamedTuple):
 
 
 class Node:
-    """One operator or variable. Nodes are compared by identity."""
+    """An operator or a variable. Nodes compare by identity."""
     __slots__ = ("attrs", "inputs", "name", "op", "subgraphs")
 
     def __init__(self, op: str, name: str, attrs: Optional[Mapping[str, str]] = None,
@@ -62,14 +61,14 @@ class Node:
         return self.op == VARIABLE
 
     def like(self, inputs: Iterable[Entry]) -> "Node":
-        """The same operator on other inputs."""
+        """Returns a copy of the node with other inputs."""
         return Node(self.op, self.name, self.attrs, inputs, self.subgraphs)
 
     def bodies(self, types: Mapping[Entry, Optional[str]]) -> List["Body"]:
-        """The graphs of a loop or a condition.
+        """Returns the graphs of a loop or a condition.
 
         Args:
-            types: of the node's inputs.
+            types: the types of the node's inputs.
         """
         places = bindings(self) if self.subgraphs else ()
         outside = [dict(zip(body.variables(), (self.inputs[i] for i in numbers)))
@@ -82,7 +81,7 @@ class Body(NamedTuple):
     """A graph within a loop or a condition.
 
     Attributes:
-        outside: by the names of its variables, the inputs of the node that they stand for.
+        outside: for the name of each variable, the node's input that is bound to it.
         types: the types of its variables.
     """
     graph: "Graph"
@@ -91,7 +90,7 @@ class Body(NamedTuple):
 
 
 class Graph:
-    """The nodes that a list of outputs needs."""
+    """The nodes that a list of outputs depends on."""
 
     def __init__(self, outputs: Iterable[Entry]):
         self.outputs = list(outputs)
@@ -130,7 +129,7 @@ class Graph:
                 "heads": [[number[e.node], e.output, 0] for e in self.outputs]}
 
     def nodes(self) -> List[Node]:
-        """All nodes, inputs first, in MXNet's own order (depth first)."""
+        """Returns all nodes, inputs first, in MXNet's depth-first order."""
         order: List[Node] = []
         done = set()
         for output in self.outputs:
@@ -148,14 +147,14 @@ class Graph:
         return order
 
     def nodes_within(self) -> Iterator[Node]:
-        """The graph's nodes, each behind those in the bodies of its loops."""
+        """Yields all nodes; those in the body of a loop precede the loop."""
         for node in self.nodes():
             for body in node.subgraphs:
                 yield from body.nodes_within()
             yield node
 
     def structure(self) -> List[Any]:
-        """What the graph computes, whatever its operators are called: equal for equal graphs."""
+        """Returns what the graph computes without the operators' names; equal for equal graphs."""
         nodes = self.nodes()
         number = {node: i for i, node in enumerate(nodes)}
         return [[(n.op, n.name if n.is_variable else "", n.attrs,
@@ -167,7 +166,7 @@ class Graph:
         return [node.name for node in self.nodes() if node.is_variable]
 
     def consumers(self) -> Dict[Entry, List[Optional[Node]]]:
-        """Who reads each entry; None stands for the graph's own output."""
+        """Returns the nodes that read each entry; None for an output of the graph."""
         users: Dict[Entry, List[Optional[Node]]] = {}
         for node in self.nodes():
             for entry in node.inputs:
@@ -177,11 +176,11 @@ class Graph:
         return users
 
     def rewrite(self, make: Callable[[Node, List[Entry]], Union[Node, Sequence[Entry]]]) -> "Graph":
-        """The graph with other operators on the same variables.
+        """Returns the graph with other operators on the same variables.
 
         Args:
-            make: from an operator and its new inputs, gives what replaces it: a node, or an entry
-                for each of its outputs.
+            make: takes an operator and its new inputs, and returns its replacement: a node, or an
+                entry for each of its outputs.
         """
         made: Dict[Node, Union[Node, Sequence[Entry]]] = {}
 
@@ -192,11 +191,11 @@ class Graph:
         for node in self.nodes():
             made[node] = node if node.is_variable else make(node, [new(e) for e in node.inputs])
         graph = Graph(map(new, self.outputs))
-        assert graph.variables() == self.variables()  # a loop finds a body's by their order
+        assert graph.variables() == self.variables()  # a loop binds its body's by position
         return graph
 
     def types(self, known: Mapping[str, str]) -> Dict[Entry, Optional[str]]:
-        """The dtype of every entry, from the dtypes of the variables."""
+        """Infers the dtype of each entry from the dtypes of the variables."""
         types: Dict[Entry, Optional[str]] = {}
         for node in self.nodes():
             if node.is_variable:
@@ -208,9 +207,9 @@ class Graph:
 
 
 def bindings(node: Node) -> List[List[int]]:
-    """For each subgraph of a control-flow node: which of the node's inputs each of
-    the subgraph's variables stands for, in the order of `Graph.variables`."""
-    if node.op == "_foreach":  # lists the variable for each input: turn it round
+    """Returns for each subgraph of a control-flow node the input that is bound to each of its
+    variables, in the order of `Graph.variables`."""
+    if node.op == "_foreach":  # lists the variable of each input: invert it
         places = [*_numbers(node, "in_data_locs"), *_numbers(node, "in_state_locs"),
                   *_numbers(node, "remain_locs")]
         return [sorted(range(len(places)), key=places.__getitem__)]
@@ -222,15 +221,14 @@ def bindings(node: Node) -> List[List[int]]:
 
 
 def state_variables(node: Node) -> List[int]:
-    """The numbers of those variables of a loop's body that the body computes anew in each round;
-    none of a condition."""
+    """Returns the indices of the loop-carried variables of a loop's body; none of a condition."""
     if node.op == "_cond":
         return []
     return _numbers(node, "in_state_locs" if node.op == "_foreach" else "func_var_locs")
 
 
 def loop_states(node: Node) -> List[Entry]:
-    """The inputs of a loop that its body computes anew in each round."""
+    """Returns the loop-carried inputs of a loop."""
     inputs = bindings(node)[-1]
     return [node.inputs[inputs[i]] for i in state_variables(node)]
 
@@ -240,9 +238,11 @@ def _numbers(node: Node, key: str) -> List[int]:
 
 
 def infer(node: Node, inputs: Types) -> Types:
-    """The dtypes of a node's outputs, as MXNet infers them; raises mx.MXNetError where
-    the operator does not take these inputs. A format that MXNet has no arrays of is called
-    float16 in front of MXNet, and by its own name again in the result."""
+    """Infers the dtypes of a node's outputs. An emulated format is inferred as float16.
+
+    Raises:
+        mx.MXNetError: the operator does not accept these inputs.
+    """
     foreign = {t for t in (*inputs, made_type(node)) if t is not None and t not in TYPE_FLAG}
     if node.subgraphs and (foreign or any(map(_makes_foreign, node.subgraphs))):
         return _body_outputs(node, inputs)
@@ -264,20 +264,20 @@ def infer(node: Node, inputs: Types) -> Types:
 
 
 def _makes_foreign(graph: Graph) -> bool:
-    """Whether a body holds casts to formats that MXNet has no arrays of."""
+    """Whether a body has casts to emulated formats."""
     return any(made_type(node) not in (None, *TYPE_FLAG) or any(map(_makes_foreign, node.subgraphs))
                for node in graph.nodes() if not node.is_variable)
 
 
 def _body_outputs(node: Node, inputs: Types) -> Types:
-    """The outputs of a loop or condition are those of its (last) body."""
+    """Infers the outputs of a loop or condition, which are those of its last body."""
     body = node.bodies(dict(zip(node.inputs, inputs)))[-1]
     types = body.graph.types(body.types)
     return tuple(types[e] for e in body.graph.outputs)
 
 
 def made_type(node: Node) -> Optional[str]:
-    """The type that a cast or a constant makes, as it stands in its attribute."""
+    """Returns the dtype attribute of a cast or a constant."""
     made = node.attrs.get("dtype") if node.op in CASTS or not node.inputs else None
     return None if made == "None" else made
 

@@ -1,8 +1,8 @@
-"""Products of a layer in high precision, beside others of the same layer in low precision.
+"""Selects the products of a layer that run in high precision.
 
-A layer makes three products: its output, the gradient of its data, and that of its weight. Those in
-high precision lose the settings of low precision. The engine propagates settings to the nodes of
-gradients (cpu/gradients.cc), where one attribute selects by input which of these lose them, too.
+A layer has three products: its output, its data's gradient and its weight's gradient. This module
+removes the low-precision settings of those in high precision. The engine propagates settings to
+gradient nodes (cpu/gradients.cc). There one attribute selects the inputs whose gradients lose them.
 """
 from typing import Collection
 
@@ -16,7 +16,7 @@ _WITH_CODE = frozenset("""
 
 
 def in_high_precision(node: Node, products: Collection[str], policy: str) -> None:
-    """Selects products of a node that has its settings of low precision.
+    """Selects the high-precision products of a node that has low-precision settings.
 
     Args:
         products: "forward", "data_gradient" (of the first input), "weight_gradient" (of others).
@@ -29,5 +29,5 @@ def in_high_precision(node: Node, products: Collection[str], policy: str) -> Non
     node.attrs[_HIGH] = of_data + of_weight * (len(node.inputs) - 1)
     if "forward" in products:
         for key in ("__gluon_amp_reads__", "__gluon_amp_scaling__", ATTRIBUTE):
-            if key in node.attrs:  # for its gradients alone
+            if key in node.attrs:  # moved to a key that only its gradients read
                 node.attrs[key.replace("amp_", "amp_back_")] = node.attrs.pop(key)

@@ -1,4 +1,4 @@
-"""Names that `keep=` names: regular expressions for whole names."""
+"""Matches the regular expressions of `keep=` against whole names."""
 import re
 from typing import Any, Iterable, List, Set
 
@@ -7,12 +7,12 @@ from .graph import Graph
 
 
 def operator_names(graph: Graph) -> Set[str]:
-    """The names of a graph's nodes that are operators, not variables; with those in loops."""
+    """Returns the names of a graph's operators, those in loops included."""
     return {node.name for node in graph.nodes_within() if not node.is_variable}
 
 
 def matching(pattern: str, *groups: Set[str]) -> List[Set[str]]:
-    """The names in each group that the pattern matches as a whole."""
+    """Returns the names in each group that the pattern matches as a whole."""
     try:
         compiled = re.compile(pattern)
     except re.error as error:
@@ -21,7 +21,12 @@ def matching(pattern: str, *groups: Set[str]) -> List[Set[str]]:
 
 
 def kept_operators(graph: Graph, keep: Iterable[Any]) -> Set[str]:
-    """The names of a graph's operators that the expressions match; each has to match one."""
+    """Returns the names of a graph's operators that the expressions match.
+
+    Raises:
+        TypeError: an entry is not a string.
+        ValueError: an entry matches nothing or is not a regular expression.
+    """
     names = operator_names(graph)
     kept: Set[str] = set()
     for pattern in keep:
@@ -35,6 +40,6 @@ def kept_operators(graph: Graph, keep: Iterable[Any]) -> Set[str]:
 
 
 def matches_nothing(what: str, word: str, names: Iterable[str], where: str = "network") -> str:
-    """An error's text, with the names that come near."""
+    """Returns an error message that lists similar names."""
     near = ", ".join(nearest(word, sorted(filter(None, names))))
     return f"keep: {what} matches nothing in this {where}. Near it: {near}"

@@ -1,9 +1,9 @@
-"""Which operator runs in what: one table of MXNet's operators, by their names in graphs.
+"""The table of the format in which each of MXNet's operators runs.
 
-A line holds an operator and what numpy's namespaces (`_np_*`, `_npi_*`, `_npx_*`) call the same.
-Operators that no line holds, such as a user's own, run in the type of their inputs, as those of
-INPUTS do: in float16 if their inputs are, and where MXNet does not take a mixture, in the widest
-type among the activations (parameters follow them).
+A line holds an operator and its names in numpy's namespaces (`_np_*`, `_npi_*`, `_npx_*`).
+Operators that are not in the table, such as a user's own, run in the type of their inputs (INPUTS).
+If MXNet does not accept a mixture of types, they run in the widest type among the activations, to
+which parameters are cast.
 """
 import math
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from ..cpu import library
 from ..formats import FORMATS, Format
 from .graph import Node
 
-# What an operator runs in.
+# The format in which an operator runs.
 PRODUCT = "product"        # the policy's format for products
 BATCHED = "batched product"  # the policy's format for batched products; the result as a product's
 WITHIN = "float32 within"  # float32 under every policy; the result gets the type of the data
@@ -23,14 +23,14 @@ BATCH_NORM = "batch norm"  # any data, float32 statistics, by MXNet's own operat
 SENSITIVE = "sensitive"    # the policy's format for softmax, exponents, large sums
 LOSS = "loss"              # float32 under every policy; it starts gradients by itself
 FLOAT32 = "float32"        # float32 under every policy
-INDICES = "indices"        # the same; and so stays what only moves or changes its results
-CONSTANT = "constant"      # no inputs: made in the type in which it is wanted
+INDICES = "indices"        # the same, and so do operators that only read such results
+CONSTANT = "constant"      # no inputs: created in the type of its consumer
 INPUTS = "inputs"          # the type of its inputs
 
 
 @dataclass(frozen=True)
 class Rule:
-    """What an operator runs in, and why."""
+    """The format in which an operator runs, and the reason."""
     runs: str
     why: str
 
@@ -44,13 +44,13 @@ _TABLE = (
         _contrib_interleaved_matmul_selfatt_qk _contrib_interleaved_matmul_selfatt_valatt
         _contrib_interleaved_matmul_encdec_qk _contrib_interleaved_matmul_encdec_valatt
     """),
-    (BATCHED, "a GPU's libraries add batched products of float16 in float16", """
+    (BATCHED, "GPU libraries accumulate batched float16 products in float16", """
         batch_dot _npi_matmul
     """),
-    (BATCHED, "on a GPU MXNet has no float16 code for it", """
+    (BATCHED, "MXNet has no float16 kernel for it on a GPU", """
         _linalg_gemm _linalg_gemm2
     """),
-    (WITHIN, "on a GPU MXNet has no float16 code for it", """
+    (WITHIN, "MXNet has no float16 kernel for it on a GPU", """
         _linalg_extractdiag _linalg_extracttrian _linalg_makediag _linalg_maketrian
         Crop sort topk _npi_unique
     """),
@@ -60,14 +60,14 @@ _TABLE = (
     (NORM, "squares, sums and divisions", """
         LayerNorm GroupNorm InstanceNorm L2Normalization LRN
     """),
-    (LOSS, "class numbers above 2048 are no float16 numbers, and it starts the backward pass", """
+    (LOSS, "it starts the backward pass, and float16 rounds class indices above 2048", """
         SoftmaxOutput LinearRegressionOutput LogisticRegressionOutput MAERegressionOutput
         SVMOutput MakeLoss make_loss
     """),
     (SENSITIVE, "exponents: softmax and losses", """
         softmax log_softmax softmin SoftmaxActivation softmax_cross_entropy smooth_l1 CTCLoss
     """),
-    (SENSITIVE, "exponents, poles, and functions that are steep", """
+    (SENSITIVE, "exponents, poles and steep functions", """
         exp _npi_exp
         expm1 _npi_expm1
         degrees _npi_degrees
@@ -109,13 +109,13 @@ _TABLE = (
         khatri_rao _square_sum multi_sum_sq Correlation _contrib_fft _contrib_ifft
         _contrib_count_sketch
     """),
-    (SENSITIVE, "factorizations and equations", """
+    (SENSITIVE, "factorizations and linear solvers", """
         _linalg_det _linalg_gelqf _linalg_inverse _linalg_potrf _linalg_potri _linalg_slogdet
         _linalg_sumlogdiag _linalg_syevd _linalg_syrk _linalg_trmm _linalg_trsm
         _npi_cholesky _npi_eig _npi_eigh _npi_eigvals _npi_eigvalsh _npi_pinv
         _npi_pinv_scalar_rcond _npi_solve _npi_svd _npi_tensorinv _npi_tensorsolve
     """),
-    (INDICES, "it gives indices or counts as floats, and float16 counts to 2048", """
+    (INDICES, "it returns indices or counts as floats, and float16 rounds them above 2048", """
         argmax _npi_argmax
         argmin _npi_argmin
         argmax_channel argsort _contrib_arange_like _contrib_bipartite_matching
@@ -125,18 +125,18 @@ _TABLE = (
         _random_generalized_negative_binomial _random_generalized_negative_binomial_like
         _sample_generalized_negative_binomial
     """),
-    (INDICES, "places in images, to a fraction of a pixel", """
+    (INDICES, "image coordinates, to a fraction of a pixel", """
         _contrib_MultiBoxPrior _contrib_MultiBoxTarget _contrib_MultiBoxDetection
         _contrib_Proposal _contrib_MultiProposal _contrib_box_decode _contrib_box_encode
         _contrib_box_iou _contrib_box_nms
     """),
-    (FLOAT32, "the user's Python, or moving averages that only float32 has", """
+    (FLOAT32, "the user's Python code, or float32 moving averages", """
         Custom _NDArray _Native IdentityAttachKLSparseReg
     """),
-    (FLOAT32, "MXNet has no float16 code for it", """
+    (FLOAT32, "MXNet has no float16 kernel for it", """
         _npi_around
     """),
-    (CONSTANT, "made in the type in which it is wanted", """
+    (CONSTANT, "created in the type of its consumer", """
         _zeros _npi_zeros
         _ones _npi_ones
         _full _arange _npi_arange
@@ -144,7 +144,7 @@ _TABLE = (
         _linspace _npi_logspace _npi_identity _npi_blackman _npi_hamming
         _npi_hanning _zeros_without_dtype
     """),
-    (INPUTS, "it moves values, or chooses among them", """
+    (INPUTS, "it copies or selects values", """
         BlockGrad Cast amp_cast amp_multicast _copy _identity_with_attr_like_rhs
         Concat _npi_concatenate _rnn_param_concat
         Embedding _contrib_SparseEmbedding Flatten Pad _npi_pad
@@ -166,7 +166,7 @@ _TABLE = (
         _contrib_gradientmultiplier _contrib_getnnz _contrib_edge_id _sparse_retain
         im2col shape_array size_array _copyto _CrossDeviceCopy reset_arrays
     """),
-    (INPUTS, "a result as large as its inputs, one rounding away from it", """
+    (INPUTS, "elementwise, with one rounding and a result about as large as its inputs", """
         Activation LeakyReLU hard_sigmoid softsign erf Dropout
         relu _npx_relu
         sigmoid _npx_sigmoid
@@ -200,7 +200,7 @@ _TABLE = (
         _npi_copysign _npi_copysign_scalar _npi_rcopysign_scalar
         _npi_diff _npi_ediff1d _npi_percentile
     """),
-    (INPUTS, "one sum, product or quotient, as wide as its terms: else all would be float32", """
+    (INPUTS, "one elementwise sum, product or quotient", """
         elemwise_add broadcast_add _npi_add _grad_add add_n
         elemwise_sub broadcast_sub _npi_subtract
         elemwise_mul broadcast_mul _npi_multiply
@@ -211,7 +211,7 @@ _TABLE = (
         _mul_scalar _npi_multiply_scalar
         _div_scalar _npi_true_divide_scalar
     """),
-    (INPUTS, "it tells yes from no", """
+    (INPUTS, "it returns true or false", """
         _equal broadcast_equal _npi_equal _equal_scalar _npi_equal_scalar
         _not_equal broadcast_not_equal _npi_not_equal _not_equal_scalar _npi_not_equal_scalar
         _greater broadcast_greater _npi_greater _greater_scalar _npi_greater_scalar
@@ -226,7 +226,7 @@ _TABLE = (
         logical_not _npi_logical_not _np_all _np_any _npi_isfinite _npi_isinf _npi_isnan
         _npi_isneginf _npi_isposinf _contrib_allclose all_finite multi_all_finite
     """),
-    (INPUTS, "means of few values: pools, samples of images", """
+    (INPUTS, "means of few values: pooling, image resampling", """
         Pooling Pooling_v1 ROIPooling BilinearSampler SpatialTransformer UpSampling
         col2im _contrib_AdaptiveAvgPooling2D _contrib_BilinearResize2D
         _contrib_DeformablePSROIPooling _contrib_PSROIPooling _contrib_ROIAlign
@@ -236,7 +236,7 @@ _TABLE = (
         _image_random_flip_top_bottom _image_random_hue _image_random_lighting
         _image_random_saturation _image_resize _image_to_tensor
     """),
-    (INPUTS, "places from -1 to 1, each to 1/4096 of an image or nearer", """
+    (INPUTS, "coordinates from -1 to 1, accurate to 1/4096 of an image", """
         GridGenerator
     """),
     (INPUTS, "random numbers", """
@@ -248,17 +248,17 @@ _TABLE = (
         _sample_exponential _sample_gamma _sample_multinomial _sample_normal _sample_uniform
         _sample_unique_zipfian
     """),
-    (INPUTS, "whole numbers", """
+    (INPUTS, "integers", """
         _npi_bitwise_and _npi_bitwise_and_scalar _npi_bitwise_not _npi_bitwise_or
         _npi_bitwise_or_scalar _npi_bitwise_xor _npi_bitwise_xor_scalar _npi_lcm
         _npi_lcm_scalar _contrib_dgl_adjacency _contrib_dgl_csr_neighbor_non_uniform_sample
         _contrib_dgl_csr_neighbor_uniform_sample _contrib_dgl_graph_compact
         _contrib_dgl_subgraph
     """),
-    (INPUTS, "graphs in graphs: their bodies have rules of their own", """
+    (INPUTS, "control flow and nested graphs: each operator within has its own rule", """
         _foreach _while_loop _cond _CachedOp _CachedOpThreadSafe _CustomFunction
     """),
-    (INPUTS, "it stands in no network that is trained: quantized, or an update of weights", """
+    (INPUTS, "it is not part of a network in training: quantized, or an update of weights", """
         _contrib_calibrate_entropy _contrib_dequantize _contrib_quantize _contrib_quantize_asym
         _contrib_quantize_v2 _contrib_quantized_act _contrib_quantized_batch_norm
         _contrib_quantized_concat _contrib_quantized_conv _contrib_quantized_elemwise_add
@@ -280,7 +280,7 @@ _TABLE = (
 OPERATORS: Dict[str, Rule] = {name: Rule(runs, why) for runs, why, names in _TABLE
                               for name in names.split()}
 
-# What an operator runs in where an attribute has one of these values; None: it is not given.
+# Operators that run in another format if an attribute has one of these values; None: not given.
 _WHEN = {
     "Activation": ("act_type", ("softrelu",), SENSITIVE),
     "LeakyReLU": ("act_type", ("elu", "selu"), SENSITIVE),
@@ -288,27 +288,27 @@ _WHEN = {
     "topk": ("ret_typ", (None, "indices", "both"), INDICES),
 }
 
-# Attributes that are numbers of the type that an operator computes in.
+# Operators and attributes whose numbers are rounded to the type in which the operator computes.
 _COUNTING = ("_arange", "_npi_arange", "_linspace")
 _DIVISIONS = ("_div_scalar", "_npi_true_divide_scalar")
-_RANGE = ("low", "high", "loc", "scale")  # of random numbers
+_RANGE = ("low", "high", "loc", "scale")  # attributes of random operators
 
 
 def names(runs: str) -> FrozenSet[str]:
-    """The operators that run in this."""
+    """Returns the operators with this rule."""
     return frozenset(name for name, rule in OPERATORS.items() if rule.runs == runs)
 
 
 NORMS, BATCH_NORMS, LOSSES, CONSTANTS = map(names, (NORM, BATCH_NORM, LOSS, CONSTANT))
-# They may begin gradients by themselves, as losses do; or pass them on.
+# Operators that may start gradients, as losses do, or propagate them.
 MAY_BEGIN = frozenset(["Custom", "IdentityAttachKLSparseReg"])
 PRODUCTS = names(PRODUCT) | names(BATCHED)
-# Of batch norms those that take no float16 data, and of batched products the same.
+# Batch norms and batched products without float16 kernels.
 FLOAT32_ONLY = frozenset(["BatchNorm_v1", "_contrib_SyncBatchNorm", "_linalg_gemm",
                           "_linalg_gemm2"])
 
 
-# Of products with other inputs than factors (biases, offsets, masks): see `factors`.
+# The inputs of products that also read biases, offsets or masks: see `factors`.
 _FACTORS = {"_linalg_gemm": "110", "_contrib_DeformableConvolution": "1010",
             "_contrib_ModulatedDeformableConvolution": "10010",
             **dict.fromkeys(("Convolution", "Convolution_v1", "Deconvolution", "FullyConnected"),
@@ -316,7 +316,7 @@ _FACTORS = {"_linalg_gemm": "110", "_contrib_DeformableConvolution": "1010",
 
 
 def runs_in(node: Node) -> str:
-    """What a node runs in: one of the words above."""
+    """Returns a node's rule: one of the constants above."""
     key, values, runs = _WHEN.get(node.op, ("", (), ""))
     if node.attrs.get(key) in values:
         return runs
@@ -324,13 +324,13 @@ def runs_in(node: Node) -> str:
 
 
 def gives_back(node: Node) -> bool:
-    """Whether a node's result gets the type of its data, which is cast for it."""
+    """Whether a node's result is cast back to the type of its data."""
     runs = runs_in(node)
     return runs in (NORM, WITHIN) or runs == BATCH_NORM and node.op in FLOAT32_ONLY
 
 
 def numbers(node: Node) -> Iterable[Tuple[str, float]]:
-    """The constants in a node's attributes: the attribute's name, and the number."""
+    """Yields the constants in a node's attributes: the attribute's name, and the number."""
     for key in (*library.CONSTANTS, "start", "stop") if node.op in library.RANGES \
             else library.CONSTANTS:
         if key in node.attrs:
@@ -340,12 +340,12 @@ def numbers(node: Node) -> Iterable[Tuple[str, float]]:
                 continue
 
 
-# What nan_to_num and clip write in the place of numbers that they do not leave.
+# Attributes with the values that nan_to_num and clip write.
 BOUNDS = {"clip": ("a_min", "a_max"), "_npi_nan_to_num": ("neginf", "posinf", "nan")}
 
 
 def bounded(node: Node, format_: Format) -> Dict[str, str]:
-    """Such a node's attributes, with finite numbers that the format holds."""
+    """Returns the attributes of a node in BOUNDS, clipped to the finite range of the format."""
     attrs, largest = dict(node.attrs), FORMATS["float32"].largest
     unsaid = {"neginf": -largest, "posinf": largest}
     for key in BOUNDS[node.op]:
@@ -357,8 +357,8 @@ def bounded(node: Node, format_: Format) -> Dict[str, str]:
 
 
 def _made_of_numbers(node: Node) -> List[float]:
-    """What a node makes of its constants before it meets its inputs: the factor that a division
-    multiplies by, the ends of a logarithmic range, those of random numbers."""
+    """Returns the numbers that a node computes from its constants alone: the reciprocal of a
+    divisor, the ends of a logarithmic range, those of random numbers."""
     found = [number for _, number in numbers(node)]
     if node.op in _DIVISIONS:
         return [1 / number for number in found if number]
@@ -370,8 +370,11 @@ def _made_of_numbers(node: Node) -> List[float]:
 
 
 def holds_numbers(node: Node, format_: Format) -> bool:
-    """Whether the format holds the node's constants: none that is finite becomes infinite, none
-    becomes 0 that is not, and what counts does not count too far."""
+    """Whether the format holds the node's constants.
+
+    No finite constant becomes infinite, no other constant becomes 0, and ranges such as
+    arange stay within the integers that the format represents exactly.
+    """
     constants = [number for _, number in numbers(node)] + _made_of_numbers(node)
     if node.op in _COUNTING and max(map(abs, constants), default=0) > format_.counts_to:
         return False
@@ -379,6 +382,6 @@ def holds_numbers(node: Node, format_: Format) -> bool:
 
 
 def factors(node: Node) -> str:
-    """For each input of a product "1" where it is multiplied, and "0" where it is added, or says
-    where to look."""
+    """Returns "1" for each input of a product that is a factor, and "0" for biases, offsets and
+    masks."""
     return _FACTORS.get(node.op, "1" * len(node.inputs))[:len(node.inputs)]

@@ -1,7 +1,6 @@
-"""What a device has no code for, refused when a graph is made or is to train.
+"""Refuses graphs that a device cannot run, when they are built or before they train.
 
-MXNet tells of an error in what runs only when somebody reads a result, so what is known before is
-refused here.
+MXNet executes asynchronously and reports an error only when a result is read.
 """
 from typing import Iterator
 
@@ -10,18 +9,18 @@ from ..policy import Policy
 from .accumulate import ATTRIBUTE
 from .graph import Graph, Node
 
-LOOP = "__gluon_amp_loop__"  # of an RNN: our own loop over time, which knows several formats
+LOOP = "__gluon_amp_loop__"  # an RNN runs in cpu/rnn_loop.cc, which supports several formats
 
-# Products with a state, to which the engine can give one format only: how users call them.
+# Products for which the engine supports one format only, and their names in MXNet's API.
 _OF_ONE_FORMAT = {"_npi_einsum": "einsum", "Convolution_v1": "Convolution_v1",
                   "_contrib_DeformableConvolution": "DeformableConvolution",
                   "_contrib_ModulatedDeformableConvolution": "ModulatedDeformableConvolution"}
 
 
 def check_device(graph: Graph, policy: Policy, on_gpu: bool) -> None:
-    """Refuses a graph, or a policy, that this kind of device does not run."""
+    """Refuses a graph or a policy that this kind of device does not support."""
     if on_gpu and policy.cpu_only:
-        why = "a GPU adds in its own way" if policy.accumulate else \
+        why = "a GPU accumulates in its own order" if policy.accumulate else \
             "on GPUs MXNet 1.9.1 has no arrays of its formats: use float16"
         raise ValueError(f"policy {policy.name} runs on CPUs only: {why}. Received: data on a GPU")
     if not on_gpu:
@@ -31,24 +30,23 @@ def check_device(graph: Graph, policy: Policy, on_gpu: bool) -> None:
 
 
 def _check_layout(node: Node) -> None:
-    """Refuses channels-last convolutions, which MXNet has on GPUs only."""
+    """Refuses channels-last convolutions, which MXNet supports on GPUs only."""
     layout = node.attrs.get("layout", "None")
     if node.op in ("Convolution", "Deconvolution") and layout.endswith("C"):
-        raise ValueError(f"{node.name}: a CPU has no {node.op} with channels last. "
+        raise ValueError(f"{node.name}: a CPU has no channels-last {node.op}. "
                          f"Valid: layout NCW, NCHW, NCDHW. Received: {layout}")
 
 
 def check_formats(node: Node, policy: str) -> None:
-    """Refuses a product that cannot have formats of its own."""
+    """Refuses a product for which the engine supports one format only."""
     if node.op in _OF_ONE_FORMAT:
-        raise ValueError(f"policy {policy}: {_OF_ONE_FORMAT[node.op]} has one format for its "
-                         "products, what lies between them, and gradients. Keep "
-                         f"{node.name} in float32 (keep=), or give product, between and gradient "
-                         "one format")
+        raise ValueError(f"policy {policy}: {_OF_ONE_FORMAT[node.op]} requires one format for "
+                         f"product, between and gradient. Keep {node.name} in float32 (keep=), or "
+                         "set the three to one format")
 
 
 def check_loops(built: Graph, policy: str) -> None:
-    """Refuses RNNs that our own loop (cpu/rnn_loop.cc) runs, with what it has no code for."""
+    """Refuses options of RNNs that our loop over time (cpu/rnn_loop.cc) does not support."""
     for node in _in_loops(built):
         for option in ("projection_size", "lstm_state_clip_min", "lstm_state_clip_max",
                        "use_sequence_length"):
@@ -60,7 +58,7 @@ def check_loops(built: Graph, policy: str) -> None:
 
 
 def dropout_in_loops(built: Graph, policy: str) -> str:
-    """Why a CPU cannot train this graph, if our own loop runs an RNN with dropout."""
+    """Returns why a CPU cannot train this graph, if our loop runs an RNN with dropout; else ""."""
     for node in _in_loops(built):
         if int(node.attrs.get("num_layers", 1)) > 1 and float(node.attrs.get("p", 0)) > 0:
             return f"policy {policy} has no code for the training of RNNs with dropout between " \
@@ -75,17 +73,17 @@ def _in_loops(built: Graph) -> Iterator[Node]:
 
 
 def devices_that_wait(graph: Graph) -> int:
-    """How many devices wait for each other in norms of the graph when it trains."""
+    """Returns the number of devices that synchronize in the graph's norms during training."""
     return max((int(node.attrs.get("ndev", 1)) for node in graph.nodes()
                 if node.op == "_contrib_SyncBatchNorm"), default=1)
 
 
 def check_trains_on_cpus(devices: int) -> None:
-    """Refuses to train where devices wait for each other.
+    """Refuses SyncBatchNorm over several CPU devices, which would deadlock.
 
-    MXNet's norm blocks until the other devices have come as far. All CPUs share four scratch
-    arrays, which MXNet gives out in the order in which operators are called: those behind the norm
-    on the first device stand in line before those ahead of the norm on the second.
+    MXNet's norm blocks until the other devices reach it. All CPU devices share four scratch arrays,
+    which MXNet assigns in the order in which operators are called. Operators after the norm on the
+    first device get them before operators that precede the norm on the second.
     """
     if devices > 1:
         raise ValueError("SyncBatchNorm over several devices waits for ever on CPUs, which share "
