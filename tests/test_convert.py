@@ -716,8 +716,8 @@ def test_a_hybridized_parent_of_a_converted_child_says_what_to_convert(order, x)
         net(x)
     amp.convert(net.output)
     net.hybridize()
-    with pytest.raises(RuntimeError, match=r"net_dense0 is converted, but net, which calls it, "
-                                           r"is hybridized and is not\. Convert the outermost"):
+    with pytest.raises(RuntimeError, match=r"net_dense0 is converted, but its caller net is "
+                                           r"hybridized and not converted\. Convert the outermost"):
         net(x)
     amp.convert(net)
     assert net(x).shape == (4, 5)

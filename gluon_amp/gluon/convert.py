@@ -1,4 +1,4 @@
-"""`convert` and `restore`: a Gluon network to mixed precision, in place, and back."""
+"""`convert` and `restore`: convert a Gluon network to mixed precision in place, and back."""
 import gc
 import inspect
 from collections import OrderedDict
@@ -30,7 +30,7 @@ from .converted import (
 from .parameter import ConvertedParameter, cast
 from .state import State, blocks_in, paths_in
 
-# Numbers that are cast before anybody waits: else all parameters might be there in both types.
+# Elements cast between waits, so that few parameters exist in both types at a time.
 MOST_UNDER_WAY = 2 ** 22
 
 NORM_BLOCKS = (nn.basic_layers._BatchNorm, nn.LayerNorm, nn.GroupNorm, nn.InstanceNorm)
@@ -84,9 +84,9 @@ def convert(net: Block, policy: Union[str, Policy] = "float16",
     _convert_blocks(blocks, kept, policy, Scales(), paths_in(net))
     for outer in _blocks_around(net, set(blocks)):
         if isinstance(outer, HybridBlock) and not isinstance(outer, ConvertedBlock):
-            outer._clear_cached_op()  # its graph is that of the float32 network
+            outer._clear_cached_op()  # it holds the float32 graph
     if asleep:
-        log.info("%s: hybridized, since mixed precision runs as a graph (gluon_amp.restore "
+        log.info("%s: hybridized, because mixed precision runs as a graph (gluon_amp.restore "
                  "undoes it)", net.name)
     return net
 
@@ -106,8 +106,7 @@ def restore(net: Block) -> Block:
 
 def _convert_blocks(blocks: List[Block], kept: "_Kept", policy: Policy, scales: Scales,
                     paths: Dict[Block, str]) -> None:
-    """Gives blocks that are not yet converted their classes and states, and the parameters
-    of all of them their types."""
+    """Sets the classes and states of blocks, and the types of their parameters."""
     types = _parameter_types(blocks, policy, kept)
     _check_parameters(types)
     states = [State(policy, _was_hybridized(block), block in kept.inside, frozenset(kept.nodes),
@@ -122,9 +121,10 @@ def _convert_blocks(blocks: List[Block], kept: "_Kept", policy: Policy, scales: 
 
 def _convert_new_child(policy: Policy, keep: Tuple[Any, ...], inside_kept: bool,
                        scales: Scales, child: Block, path: str) -> None:
-    """Converts a block that a converted one takes as a child later on, with what is in it, by
-    the arguments that `convert` had; `path` says where it is then. Where it has a
-    converted block in it, that stays as it is."""
+    """Converts a block that becomes the child of a converted one, with the arguments of `convert`.
+
+    Converted blocks inside it do not change. `path` is the child's path in the network.
+    """
     new = [b for b in blocks_in(child) if not isinstance(b, ConvertedBlock)]
     if new:
         kept = _resolve_keep(child, [child] if inside_kept else keep, must_match=False)
@@ -133,13 +133,13 @@ def _convert_new_child(policy: Policy, keep: Tuple[Any, ...], inside_kept: bool,
 
 
 def _blocks_around(block: Block, seen: Set[Block]) -> Iterator[Block]:
-    """The blocks that have this one in them. Blocks know their children only, so Python's garbage
-    collector is asked who refers to it."""
+    """Yields the blocks that contain this one. A block has no reference to its parents, so this
+    searches the referrers that Python's garbage collector lists."""
     for children in gc.get_referrers(block):
         if not isinstance(children, OrderedDict):
             continue
         for holder in gc.get_referrers(children):
-            # a block, or, in older Pythons, its dictionary of attributes
+            # a block or, in older versions of Python, its dictionary of attributes
             for outer in [holder] if isinstance(holder, Block) else gc.get_referrers(holder):
                 if isinstance(outer, Block) and outer._children is children and outer not in seen:
                     seen.add(outer)
@@ -154,7 +154,7 @@ def _was_hybridized(block: Block) -> bool:
 
 
 def _give_classes(blocks: List[Block]) -> None:
-    """Makes blocks instances of their converted classes: all of them or, with an error, none."""
+    """Makes blocks instances of their converted classes: all of them or, on an error, none."""
     for done, block in enumerate(blocks):
         try:
             block.__class__ = converted_class(block.__class__)
@@ -166,9 +166,9 @@ def _give_classes(blocks: List[Block]) -> None:
 
 
 def _swap(block: Any, state: State) -> None:
-    """Makes a block, which has its converted class, hybridized, with this state."""
+    """Sets the state of a block of a converted class, and hybridizes it."""
     block._amp = state
-    for parameter in block.params.values():  # the Trainer asks
+    for parameter in block.params.values():  # the Trainer reads these
         parameter.converted_by_gluon_amp = isinstance(block, HybridBlock)
         parameter.scales_of_gluon_amp = \
             state.scales if state.policy.scaling == "delayed" else None
@@ -181,34 +181,34 @@ def _swap(block: Any, state: State) -> None:
 
 @dataclass
 class _Kept:
-    """What stays float32."""
-    entries: Tuple[Any, ...]  # as the user named them
-    blocks: Set[Block]        # that are named
-    inside: Set[Block]        # those, and all that is in them
+    """The parts of a network that stay float32."""
+    entries: Tuple[Any, ...]  # the user's `keep`
+    blocks: Set[Block]        # blocks that match
+    inside: Set[Block]        # these blocks and their descendants
     nodes: Set[str]
 
 
 def _graphs(block: Block) -> List[Graph]:
-    """Those that a block has run, if it was converted; otherwise the last one."""
+    """Returns all graphs that a converted block has run, or the last one of any other block."""
     last = getattr(block, "_cached_graph", None)
     traced = block._amp.traces.values() if isinstance(block, ConvertedBlock) else ()
     return [trace.clean for trace in traced] or ([Graph.read(last[1])] if last else [])
 
 
 def _trace(block: HybridBlock) -> Optional[Graph]:
-    """The graph of a block that has not run; None for one that symbols cannot call."""
+    """Returns the graph of a block that has not run; None if it cannot be traced."""
     arguments = list(inspect.signature(type(block).hybrid_forward).parameters.values())[2:]
     inputs = [mx.sym.var(a.name) for a in arguments if a.default is a.empty
               and a.kind is a.POSITIONAL_OR_KEYWORD and a.name not in block._reg_params]
     try:
         outputs = block(*(i.as_np_ndarray() if mx.util.is_np_array() else i for i in inputs))
         return Graph.read(mx.sym.Group([o.as_nd_ndarray() for o in _flatten(outputs, "output")[0]]))
-    except Exception:  # of the user's own code, which may want shapes or numbers
+    except Exception:  # the user's code may read shapes or values
         return None
 
 
 def _node_names(blocks: Iterable[Block]) -> Set[str]:
-    """The names of the nodes of blocks of which none has run."""
+    """Returns the names of the nodes of blocks that have not run."""
     names: Set[str] = set()
     traced: Set[Block] = set()
     for block in blocks:
@@ -220,7 +220,7 @@ def _node_names(blocks: Iterable[Block]) -> Set[str]:
 
 
 def _resolve_keep(net: Block, keep: Iterable[Any], must_match: bool = True) -> _Kept:
-    """Finds what `keep` names in a network."""
+    """Resolves `keep` to blocks and nodes of a network."""
     blocks = list(blocks_in(net))
     nodes: Set[str] = set().union(*(operator_names(g) for b in blocks for g in _graphs(b)))
     kept = _Kept(tuple(keep), set(), set(), set())
@@ -248,7 +248,7 @@ def _resolve_keep(net: Block, keep: Iterable[Any], must_match: bool = True) -> _
 
 
 def _matches_nothing(entry: Any, blocks: List[Block], nodes: Set[str]) -> str:
-    """The error's text for an entry of `keep` that names nothing in the network."""
+    """Returns the error message for an entry of `keep` that matches nothing."""
     if isinstance(entry, str):
         what, word, there = repr(entry), entry, {b.name for b in blocks} | nodes
     elif isinstance(entry, Block):
@@ -261,11 +261,11 @@ def _matches_nothing(entry: Any, blocks: List[Block], nodes: Set[str]) -> str:
 
 def _parameter_types(blocks: Iterable[Block], policy: Policy,
                      kept: _Kept) -> Dict[Parameter, str]:
-    """The type of each floating parameter that these hybrid blocks own.
+    """Returns the type of each floating-point parameter that these hybrid blocks own.
 
-    Float32 wins where a parameter is shared. Statistics (not differentiable) and sparse
-    parameters stay float32 under every policy: MXNet computes with them in nothing else.
-    So do constants: they may be ids, or beyond float16's range.
+    A shared parameter is float32 if any of its blocks requires it. Statistics (not differentiable)
+    and sparse parameters stay float32 under every policy: MXNet supports no other type for them.
+    Constants stay float32, because they may be ids or beyond float16's range.
     """
     float32: Set[Parameter] = set()
     for block in kept.blocks:
@@ -274,7 +274,7 @@ def _parameter_types(blocks: Iterable[Block], policy: Policy,
     for block in blocks:
         parameters = list(block.params.values())
         if not isinstance(block, HybridBlock):
-            float32.update(parameters)  # a plain Block computes with its own in float32
+            float32.update(parameters)  # a plain Block computes in float32
             continue
         owned.update(dict.fromkeys(parameters))
         if isinstance(block, NORM_BLOCKS) and policy.norm == FLOAT32 \
@@ -293,14 +293,14 @@ def _parameter_types(blocks: Iterable[Block], policy: Policy,
 
 
 def _beyond_float16(types: Dict[Parameter, str]) -> List[Parameter]:
-    """Those that would lose numbers for ever if they became float16; the log names them."""
+    """Returns the parameters with values beyond float16's range, and logs their names."""
     cast = [p for p, dtype in types.items() if dtype == "float16" and p._data
             and dtype_name(p.dtype) == "float32"]
     largest = beyond_float16([p._data[0] for p in cast])
     found = {p: size for p, size in zip(cast, largest) if size}
     if found:
-        log.warning("these parameters stay float32, since float16 ends at 65504: %s. What reads "
-                    "them in float16 finds infinities: keep= leaves it in float32, too",
+        log.warning("these parameters stay float32, because float16 ends at 65504: %s. Operators "
+                    "that read them in float16 read infinities: keep them in float32 (keep=)",
                     listed([f"{p.name} (up to {size:.6g})" for p, size in found.items()]))
     return list(found)
 
@@ -314,9 +314,11 @@ def _check_parameters(types: Dict[Parameter, str]) -> None:
 
 
 def _check_trainers(types: Dict[Parameter, str]) -> None:
-    """Refuses to change the type of a parameter whose Trainer has stepped: that Trainer holds
-    momenta and float32 masters that would no longer fit. Our optimizers find that out by
-    themselves at the next step; MXNet's go on without a word."""
+    """Refuses to change the type of a parameter whose Trainer has stepped.
+
+    The Trainer's momenta and master weights would no longer fit. Our optimizers raise an error at
+    the next step; MXNet's do not.
+    """
     held = [p.name for p, dtype in types.items()
             if dtype_name(p.dtype) != dtype and p.grad_req != "null"
             and p._trainer is not None and _has_stepped(p._trainer)]
@@ -328,7 +330,7 @@ def _check_trainers(types: Dict[Parameter, str]) -> None:
 
 
 def _has_stepped(trainer: mx.gluon.Trainer) -> bool:
-    """Whether it holds states by which a change of type would go unnoticed."""
+    """Whether the Trainer has optimizer states and does not check the types of weights."""
     if trainer._update_on_kvstore:
         return trainer._kv_initialized
     if hasattr(trainer._optimizer, "weight_types"):

@@ -1,4 +1,4 @@
-"""What a converted block does differently: it runs its graph with casts in it.
+"""Converted blocks, which run their graph with casts.
 
 `convert` gives each block of a network a subclass of its own class, made here.
 The traced graph (`_cached_graph`, what `export` reads) stays as MXNet made it.
@@ -40,23 +40,22 @@ from .state import Op, State, Trace, blocks_in, parameters_in
 
 log = logging.getLogger("gluon_amp")
 
-# MXNet's names for a CPU's memory that processes share, and that GPUs read
+# MXNet's names of shared and of pinned CPU memory
 _OTHER_CPUS = ("cpu_shared", "cpu_pinned")
 
-# Held while a block is traced and its CachedOp chosen, of which it keeps the last one: threads may
-# call one block at once.
+# Held while a block is traced and its CachedOp selected: several threads may call one block.
 _CHOOSING = threading.RLock()
 
 class ConvertedBlock:
-    """What any converted block does before its own class does it."""
+    """The base of all converted blocks; it precedes the user's class."""
 
     _amp: State
 
     def __init_subclass__(cls) -> None:
-        """Not the user's hook, which may want arguments, and has seen the class already."""
+        """Skips the user's hook, which has run for the original class and may require arguments."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """`type(net)(...)` makes a block that is not converted, as the class's name says."""
+        """Creates a block of the original class for `type(net)(...)`."""
         return original_class(cls)(*args, **kwargs)
 
     def register_child(self, block: Block, name: Optional[str] = None) -> None:
@@ -66,11 +65,11 @@ class ConvertedBlock:
         State.changes += 1
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """For pickle and copy: without graphs, which are traced anew."""
+        """Supports pickle and copy. Graphs are left out and traced again."""
         make, arguments, state, *rest = super().__reduce_ex__(max(int(protocol), 2))
         if make is not copyreg.__newobj__ or not isinstance(state, dict):
-            raise TypeError(f"{type(self).__name__} is pickled in a way of its own: restore the "
-                            "network first")
+            raise TypeError(f"{type(self).__name__} defines its own pickling: restore the network "
+                            "first")
         state = {**state, "_amp": replace(self._amp, traces={}, stand_in=None)}
         if isinstance(self, mx.gluon.HybridBlock):
             state.update(_cached_op=None, _cached_op_args=[])
@@ -94,7 +93,7 @@ class ConvertedBlock:
         net.summary(*inputs)
 
     def save_parameters(self, filename: str, deduplicate: bool = False) -> None:
-        """Saves float32, which a float32 network loads too."""
+        """Saves float32 parameters, which a float32 network loads too."""
         parameters = self._collect_params_with_prefix()
         if deduplicate:
             last = {p: name for name, p in parameters.items()}
@@ -105,13 +104,13 @@ class ConvertedBlock:
     def load_parameters(self, filename: str, ctx: Optional[Context] = None,
                         allow_missing: bool = False, ignore_extra: bool = False,
                         cast_dtype: bool = True, dtype_source: str = "current") -> None:
-        """Loads files of either type into the types that the parameters have."""
+        """Loads float32 or 16-bit files and keeps the types of the parameters."""
         super().load_parameters(filename, ctx, allow_missing, ignore_extra, cast_dtype,
                                 dtype_source)
 
 
 class ConvertedHybridBlock(ConvertedBlock):
-    """What a converted HybridBlock does before its own class does it."""
+    """The base of converted HybridBlocks; it precedes the user's class."""
 
     _cached_op_args: List[Any]
 
@@ -138,10 +137,10 @@ class ConvertedHybridBlock(ConvertedBlock):
         return self._amp.keep and not self._amp.active
 
     def _run_imperatively(self, why: Exception) -> None:
-        """From now on, in float32: the block, or one in it, does not run as a graph and is named
-        in keep=. The blocks in it are graphs of their own, as those in a plain Block are."""
-        log.info("%s runs imperatively, in float32: what keep= names is no graph (%s)", self.name,
-                 why.__cause__)
+        """Makes the block imperative and float32, because a block in keep= cannot be traced.
+        Its children run as separate graphs, as those of a plain Block do."""
+        log.info("%s runs imperatively in float32: a block in keep= cannot be traced (%s)",
+                 self.name, why.__cause__)
         self._active = False
         for parameter in self._reg_params.values():
             if dtype_name(parameter.dtype) == "float16":
@@ -149,17 +148,16 @@ class ConvertedHybridBlock(ConvertedBlock):
                 parameter.__class__ = mx.gluon.Parameter
 
     def _check_caller(self, args: Sequence[Any]) -> None:
-        """A hybridized block that is not converted traces its children into a graph of its own,
-        in which there are no casts."""
+        """Refuses a hybridized caller that is not converted: its graph would have no casts."""
         if not any(isinstance(a, mx.sym.Symbol) for a in args):
             return
         scope = getattr(_BlockScope._current, "value", None)
         caller = getattr(scope, "_block", None)
         if isinstance(caller, mx.gluon.HybridBlock) and caller._active \
                 and not isinstance(caller, ConvertedBlock):
-            raise RuntimeError(f"{self.name} is converted, but {caller.name}, which calls it, is "
-                               "hybridized and is not. Convert the outermost block, and name in "
-                               "keep= what stays float32")
+            raise RuntimeError(f"{self.name} is converted, but its caller {caller.name} is "
+                               "hybridized and not converted. Convert the outermost block, and "
+                               "list in keep= what stays float32")
 
     def hybridize(self, active: bool = True, backend: Optional[str] = None, *args: Any,
                   **kwargs: Any) -> None:
@@ -175,14 +173,14 @@ class ConvertedHybridBlock(ConvertedBlock):
             state.active = active
 
     def infer_type(self, *args: Array) -> None:
-        """Nothing is to be inferred: `convert` gave the parameters their types."""
+        """Does nothing: `convert` has set the parameters' types."""
 
     def _clear_cached_op(self) -> None:
         self._amp.traces.clear()
         super()._clear_cached_op()
 
     def _trace(self, *args: Any) -> Trace:
-        """Has the graph in `_cached_graph`, and the parameters initialized."""
+        """Traces the graph into `_cached_graph` and initializes the parameters."""
         parameters = dict(self.collect_params().items())
         self._get_symbols(*args)
         if any(p._deferred_init for p in parameters.values()):
@@ -191,8 +189,8 @@ class ConvertedHybridBlock(ConvertedBlock):
                 if name in parameters:
                     parameters[name]._finish_deferred_init()
         clean = Graph.read(self._cached_graph[1])
-        # Statistics that the user's own block gives to a batch norm: MXNet takes float32 only.
-        # Being no longer differentiable marks them for the next `convert`.
+        # Statistics of a batch norm in the user's own block: MXNet supports float32 only.
+        # `convert` leaves parameters that are not differentiable in float32.
         for node in clean.nodes():
             for entry in node.inputs[3:] if node.op in BATCH_NORMS else ():
                 statistic = parameters.get(entry.node.name)
@@ -203,7 +201,7 @@ class ConvertedHybridBlock(ConvertedBlock):
                      devices=devices_that_wait(clean))
 
     def _get_symbols(self, *args: Any) -> None:
-        """Traces. A network that was never hybridized may ask arrays what symbols do not know."""
+        """Traces the block. A network that was never hybridized may read shapes or values."""
         try:
             self._get_graph(*args)
         except _ONLY_ARRAYS as error:
@@ -212,17 +210,17 @@ class ConvertedHybridBlock(ConvertedBlock):
             if self._may_run_imperatively():
                 raise _NoGraph from error
             raise RuntimeError(
-                f"{self.name} was never hybridized, and does not run as a graph, as converted "
-                f"networks do: {str(error).strip() or type(error).__name__}. A hybrid_forward can "
-                "ask for no shapes and values, and takes arrays only; a plain gluon.Block can and "
-                "does, and the blocks in it are converted; and so does a block that keep= names")\
-                from error
+                f"{self.name} was never hybridized, and cannot be traced to a graph, which a "
+                f"converted network requires: {str(error).strip() or type(error).__name__}. A "
+                "hybrid_forward cannot read shapes or values, and takes arrays only. Valid: a "
+                "plain gluon.Block, whose children are converted, or keep= with this block"
+            ) from error
 
     def _first_trace(self, *args: Any) -> Trace:
         made = self._trace(*args)
         there = {*parameters_in(self), *(d.name for d in self._cached_graph[0])}
         if there != set(made.clean.variables()):
-            super()._build_cache(*args)  # says what is unknown or unused
+            super()._build_cache(*args)  # raises, or warns of unused parameters
             made = self._trace(*args)
         return made
 
@@ -239,11 +237,11 @@ class ConvertedHybridBlock(ConvertedBlock):
         return _regroup(out if isinstance(out, list) else [out], out_format)
 
     def _op_for(self, structure: str, arrays: List[Any], args: Sequence[Any]) -> Op:
-        """The CachedOp for MXNet's mode of now, and for arguments so nested, of these arrays."""
+        """Returns the CachedOp for MXNet's current mode and for these arguments."""
         trace = self._use_trace(str(structure), *args)
-        # MXNet's `forward` has made the first array's device the current one
+        # MXNet's `forward` has set the current device to the first array's
         on_gpu = mx.context.current_context().device_type == "gpu"
-        # not for another graph, but since each kind of device refuses other ones (check_device)
+        # by device, because check_device differs; the graph is the same
         key = on_gpu, tuple([dtype_name(a.dtype) for a in arrays])
         if trace.devices > 1 and autograd.is_training() and not on_gpu:
             check_trains_on_cpus(trace.devices)
@@ -256,14 +254,14 @@ class ConvertedHybridBlock(ConvertedBlock):
         return trace.ops[key]
 
     def free_ops(self) -> None:
-        """Lets go of what runs the graphs, with its memory; the next call makes it anew."""
+        """Frees the CachedOps and their memory; the next call creates them again."""
         if self._cached_op is not None:
             self._cached_op = None
         for trace in self._amp.traces.values():
             trace.ops.clear()
 
     def _use_trace(self, structure: str, *args: Any) -> Trace:
-        """The graph for MXNet's mode of now, traced if need be, as the block's own."""
+        """Sets the block's graph to that of MXNet's current mode, and traces it if necessary."""
         state = self._amp
         if state.traces and state.changes_when_traced != State.changes:
             self._clear_cached_op()
@@ -278,13 +276,13 @@ class ConvertedHybridBlock(ConvertedBlock):
                 state.changes_when_traced = State.changes
             state.traces[mode] = next((t for t in state.traces.values() if made.is_alike(t)), made)
         trace = state.traces[mode]
-        # past __setattr__, in which MXNet looks for blocks and parameters: several microseconds
+        # bypasses MXNet's __setattr__, which takes several microseconds
         vars(self).update(_cached_graph=trace.graph, _in_format=trace.in_format,
                           _out_format=trace.out_format)
         return trace
 
     def _make_op(self, clean: Graph, on_gpu: bool, dtypes: Tuple[str, ...]) -> Tuple[Op, str]:
-        """The CachedOp for this case, and why it only predicts, if so."""
+        """Returns a CachedOp, and the reason if it cannot train, else ""."""
         data, traced = self._cached_graph
         graph, types = self.mixed_graph(dtypes, clean)
         names = [d.name for d in data]
@@ -298,9 +296,9 @@ class ConvertedHybridBlock(ConvertedBlock):
                 dropout_in_loops(built, policy.name))
 
     def place(self, node: str) -> str:
-        """Where in the converted network a node of this block's graph is: the innermost block with
-        whose prefix its name begins, and the rest. So it is called in each process, whatever
-        numbers MXNet has put into blocks' prefixes."""
+        """Returns a node's path in the converted network: that of the innermost block whose prefix
+        starts its name, and the rest of the name. The path is equal in all processes, although
+        MXNet numbers blocks differently."""
         around = [b for b in blocks_in(self) if isinstance(b, ConvertedBlock)
                   and node.startswith(b.prefix)]
         inner = max(around, key=lambda b: len(b.prefix), default=self)
@@ -309,7 +307,7 @@ class ConvertedHybridBlock(ConvertedBlock):
 
     def mixed_graph(self, dtypes: Iterable[str],
                     clean: Optional[Graph] = None) -> Tuple[Graph, Dict[str, str]]:
-        """The graph with its casts for inputs of these types, and its variables' types."""
+        """Returns the graph with casts for inputs of these types, and its variables' types."""
         data, traced = self._cached_graph
         types = {name: dtype_name(p.dtype) for name, p in parameters_in(self).items()}
         types.update(zip((d.name for d in data), dtypes))
@@ -317,27 +315,31 @@ class ConvertedHybridBlock(ConvertedBlock):
 
     def with_casts(self, clean: Graph, types: Mapping[str, str],
                    also: Iterable[str] = ()) -> Graph:
-        """A traced graph with the policy's casts, for variables of these types. `also`: nodes to
-        keep in float32 besides those that `convert` keeps."""
+        """Returns a traced graph with casts for variables of these types.
+
+        `also` names nodes that stay float32 besides those of `convert`.
+        """
         keep = frozenset(also).union(*(state.keep_nodes for state in _states(self)))
         policy, parameters = self._amp.policy, parameters_in(self)
         wide = [name for name, p in parameters.items() if not follows(p, policy.between)]
         return insert_casts(clean, types, policy, parameters, keep, wide)
 
     def export(self, path: str, epoch: int = 0, remove_amp_cast: bool = True) -> None:
-        """Writes PATH-symbol.json and PATH-EPOCH.params, for any machine with MXNet. The graph
-        is the one that ran last, in training or in prediction.
+        """Writes PATH-symbol.json and PATH-EPOCH.params, which any MXNet loads.
+
+        The graph is the one that ran last, in training or in prediction.
 
         Args:
-            remove_amp_cast: True writes the float32 network. False writes the casts and
-                the parameters in the types they have: float16, for a GPU, which adds in its own
-                way. It is refused under policies of other formats.
+            path: the path without its suffix.
+            epoch: the number in the name of the parameters' file.
+            remove_amp_cast: True writes the float32 network. False writes the casts, and
+                parameters in their own types. Valid under float16 policies without `accumulate`.
         """
         if not self._cached_graph or not self._cached_op_args:
             raise RuntimeError(f"export needs the graph: run {self.name} on data once before")
         policy = self._amp.policy
         if not remove_amp_cast and policy.cpu_only:
-            raise ValueError("MXNet's files have no other formats than float16 and float32. Valid "
+            raise ValueError("MXNet's files support float16 and float32 only. Valid "
                              f"under policy {policy.name}: remove_amp_cast=True, which writes the "
                              "float32 network")
         data, clean = self._cached_graph
@@ -362,22 +364,22 @@ class ConvertedHybridBlock(ConvertedBlock):
 
 
 def check_backend(backend: Optional[str]) -> None:
-    """Refuses what would take parts of a float32 graph for its own."""
+    """Refuses a backend, which would partition the float32 graph."""
     if backend:
-        raise ValueError("a converted network runs a graph of its own, which no backend of MXNet's "
-                         f"takes over. Valid: hybridize() without backend=. Received: {backend!r}")
+        raise ValueError("a converted network runs its own graph, which no backend of MXNet can "
+                         f"partition. Valid: hybridize() without backend=. Received: {backend!r}")
 
 
-# What hybrid_forward raises for symbols where it takes arrays only.
+# Errors of a hybrid_forward that accepts arrays only.
 _ONLY_ARRAYS = (AttributeError, AssertionError, TypeError, ValueError, NotImplementedForSymbol)
 
 
 class _NoGraph(Exception):
-    """A block that keep= names does not run as a graph."""
+    """A block in keep= cannot be traced."""
 
 
 def _to_float32(value: object) -> Any:
-    """Arrays of a block that runs imperatively."""
+    """Casts the arrays of a block that runs imperatively to float32."""
     if isinstance(value, (list, tuple)):
         return type(value)(map(_to_float32, value))
     half = isinstance(value, mx.nd.NDArray) and value.dtype is np.float16
@@ -385,7 +387,7 @@ def _to_float32(value: object) -> Any:
 
 
 def _on_plain_cpu(value: object) -> Any:
-    """Arrays from a DataLoader's workers, or in pinned memory, where a graph takes them."""
+    """Moves arrays in shared or pinned memory to the CPU context that a graph requires."""
     if isinstance(value, mx.nd.NDArray) and value.context.device_type in _OTHER_CPUS:
         return value.as_in_context(mx.cpu(value.context.device_id))
     if isinstance(value, (list, tuple)):
@@ -400,7 +402,7 @@ def _states(net: Block) -> Iterator[State]:
 
 @functools.lru_cache(maxsize=None)
 def converted_class(cls: type) -> type:
-    """The subclass that a block of this class gets; it goes by the same name."""
+    """Returns the converted subclass of a block's class; it has the same name."""
     front = ConvertedHybridBlock if issubclass(cls, mx.gluon.HybridBlock) else ConvertedBlock
     contents: Dict[str, Any] = {"__module__": cls.__module__, "__qualname__": cls.__qualname__,
                                 "__doc__": cls.__doc__}
@@ -414,24 +416,24 @@ def converted_class(cls: type) -> type:
 
 
 def _has_plain_layout(cls: type) -> bool:
-    """Whether Python lays out instances as it does for a class whose first base is ours: not where
-    the first base has no dictionary, as `abc.ABC`, `typing.Generic` and `__slots__ = ()`."""
+    """Whether a subclass with our class as its first base has the same instance layout. False if
+    the first base has no `__dict__`: `abc.ABC`, `typing.Generic`, `__slots__ = ()`."""
     while cls.__base__.__dictoffset__:  # type: ignore[union-attr]
         cls = cls.__base__  # type: ignore[assignment]
     return cls.__base__ is object
 
 
 class _OfOneName(type):
-    """The class of converted classes: blocks that are not converted are instances, too, since
-    MXNet lets a child be replaced by one of its class only."""
+    """The metaclass of converted classes. Blocks of the original class are instances too, because
+    MXNet lets a child be replaced only by an instance of its class."""
 
     def __instancecheck__(cls, instance: object) -> bool:
         return isinstance(instance, original_class(cls))
 
 
 class _InFront(_OfOneName):
-    """The same, where the first base is the user's class, which decides how instances are laid out:
-    our classes stand before it all the same. Python looks names up more slowly then."""
+    """The same, for classes whose first base must be the user's to keep the instance layout. Our
+    classes still precede it in the method resolution order. Attribute lookup is slower."""
 
     def mro(cls) -> List[type]:
         return sorted(super().mro(), key=lambda c: (c is not cls, c not in _OURS))
@@ -441,12 +443,12 @@ _OURS = (ConvertedBlock, ConvertedHybridBlock)
 
 
 def original_class(converted: type) -> Any:
-    """The class of which `converted_class` made this one."""
+    """Returns the class from which `converted_class` made this one."""
     return next(cls for cls in converted.__mro__ if not issubclass(cls, ConvertedBlock))
 
 
 def _item_or_part(self: Any, key: Any) -> Any:
-    """A child; or, for a slice, a block with some of the children, converted as this one."""
+    """Returns a child or, for a slice, a converted block with some of the children."""
     found = original_class(type(self)).__getitem__(self, key)
     if isinstance(found, mx.gluon.Block):
         self._amp.convert_child(found, self._amp.path)
@@ -454,14 +456,14 @@ def _item_or_part(self: Any, key: Any) -> Any:
 
 
 def _made_anew(cls: type, *args: Any) -> Any:
-    """An empty block of this class's converted class, which pickle and copy fill."""
+    """Returns an empty converted block of this class, which pickle and copy fill."""
     made = cls.__new__(cls, *args)
     made.__class__ = converted_class(cls)
     return made
 
 
 def restore_blocks(blocks: Iterable[Any]) -> None:
-    """Gives converted blocks their classes back."""
+    """Restores the original classes of converted blocks."""
     State.changes += 1
     for block in [b for b in blocks if isinstance(b, ConvertedBlock)]:
         if isinstance(block, mx.gluon.HybridBlock):

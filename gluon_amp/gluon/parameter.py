@@ -1,4 +1,4 @@
-"""16-bit parameters of converted blocks: cast, initialized, saved, loaded, shared and copied."""
+"""16-bit parameters of converted blocks: casts, initialization, files, sharing and copies."""
 import logging
 import sys
 import weakref
@@ -14,20 +14,21 @@ log = logging.getLogger("gluon_amp")
 
 
 class ConvertedParameter(mx.gluon.Parameter):
-    """A 16-bit parameter: whichever block it is in, it draws the random values of a float32
-    network's, goes into files as float32, and comes from files of either type. A new block may
-    share it."""
+    """A 16-bit parameter, with the random initial values of a float32 network.
+
+    It is saved as float32, and loaded from float32 or 16-bit files. New blocks may share it.
+    """
 
     _dtype: Any
-    _rounded_to: Optional[Any] = None  # its type, while it draws its values in float32
+    _rounded_to: Optional[Any] = None  # its type, while its initial values are float32
 
     @property
     def dtype(self) -> DType:
-        """The parameter's type. A block that is made with `params=` of a converted one expects
-        float32, and MXNet asks here whether that is so: the block then gets it as it is."""
-        asking = sys._getframe(1)
-        if asking.f_code is mx.gluon.ParameterDict.get.__code__:
-            expected = asking.f_locals["v"]
+        """The parameter's type; float32 while MXNet checks it for a new block that shares it with
+        `params=`."""
+        caller = sys._getframe(1)
+        if caller.f_code is mx.gluon.ParameterDict.get.__code__:
+            expected = caller.f_locals["v"]
             if dtype_name(expected) == "float32":
                 return expected
         return self._dtype
@@ -81,18 +82,18 @@ _warned: "weakref.WeakSet[Any]" = weakref.WeakSet()  # Trainers
 
 
 def _warn_of_plain_trainer(trainer: Any, dtype: str) -> None:
-    """Warns once where MXNet's Trainer updates 16-bit weights without masters, which it has for
-    float16 alone, or float16 ones without a loss scale."""
+    """Warns once if MXNet's Trainer updates 16-bit weights without master weights, which MXNet has
+    for float16 only, or float16 weights without a loss scale."""
     if trainer is None or trainer in _warned or not isinstance(trainer, mx.gluon.Trainer) \
-            or hasattr(trainer, "loss_scale"):  # one of ours
+            or hasattr(trainer, "loss_scale"):  # gluon_amp.Trainer
         return
     _warned.add(trainer)
     missing = []
     float16 = dtype == "float16"
     if not (float16 and trainer._optimizer.multi_precision):
-        missing.append(f"no float32 masters: updates below 1/{2048 if float16 else 256} of a "
-                       "weight are lost")
-    if float16 and trainer._scale == 1:  # else the loss is scaled by hand, rescale_grad undoes it
+        missing.append("no float32 master weights: updates below "
+                       f"1/{2048 if float16 else 256} of a weight are lost")
+    if float16 and trainer._scale == 1:  # else rescale_grad undoes a manual loss scale
         missing.append("no loss scale: gradients below 3e-8 are 0")
     if missing:
         log.warning("gluon.Trainer updates a converted network's %s weights with %s. "
@@ -100,8 +101,8 @@ def _warn_of_plain_trainer(trainer: Any, dtype: str) -> None:
 
 
 def cast(parameter: Parameter, dtype: str) -> None:
-    """Gives a parameter 16-bit or float32 values and gradients, as its own `cast` does; on a CPU
-    by our kernels, which take a tenth of the time."""
+    """Casts a parameter's values and gradients, as `Parameter.cast` does. On a CPU it uses our
+    kernels, which take a tenth of the time."""
     if type(parameter).cast is not mx.gluon.Parameter.cast:
         parameter.cast(dtype)
         return
@@ -116,8 +117,8 @@ def cast(parameter: Parameter, dtype: str) -> None:
 
 
 def follows(parameter: Parameter, format_: Format) -> bool:
-    """Whether a parameter may be cast to the type of what it meets: a constant may only if the
-    format holds its numbers, and counts as far as they do."""
+    """Whether a parameter may be cast to the type of the activations it meets. A constant may only
+    if the format holds its values and represents integers up to them exactly."""
     if not isinstance(parameter, mx.gluon.Constant):
         return True
     values = (parameter._data or [parameter.value])[0].asnumpy().astype("float64")
@@ -127,7 +128,7 @@ def follows(parameter: Parameter, format_: Format) -> bool:
 
 
 def value_of(parameter: Parameter) -> Array:
-    """A parameter's value on a CPU, the mean over devices, in the parameter's own type."""
+    """Returns a parameter's value on a CPU, the mean over devices, in the parameter's type."""
     return parameter._reduce().astype(parameter.dtype, copy=False)
 
 
@@ -138,17 +139,17 @@ def _in_type(array: Array, dtype: str) -> Array:
 
 
 class _ConvertedGradient:
-    """A 16-bit gradient, which `gluon.utils.clip_global_norm` cannot take."""
+    """A 16-bit gradient, which `gluon.utils.clip_global_norm` does not support."""
     __slots__ = ()
 
     @property
     def stype(self) -> str:
-        """How it is stored: what `clip_global_norm` asks first of all."""
+        """The storage type, which `clip_global_norm` reads first."""
         if sys._getframe(1).f_globals.get("__name__") == "mxnet.gluon.utils":
             raise TypeError(
-                "gluon.utils.clip_global_norm computes in the gradients' own types, and those of a "
-                "converted network have 16 bits, some of them: call trainer.clip_norm(max_norm, "
-                "batch_size) of a gluon_amp.Trainer, or give it clip_norm=, or clip what "
+                "gluon.utils.clip_global_norm computes in the gradients' types, and some gradients "
+                "of a converted network have 16 bits: call trainer.clip_norm(max_norm, batch_size) "
+                "of a gluon_amp.Trainer, or set its clip_norm=, or clip the gradients that "
                 "trainer.unscale() returns")
         return super().stype  # type: ignore[misc]
 
@@ -168,9 +169,9 @@ def _as_converted(gradient: Array) -> Array:
 
 
 def complete_copy(parameter: Parameter) -> None:
-    """MXNet's copies of arrays lie on the first device, and have no gradients; those of symbols
-    forget that they are numpy's."""
-    parameter._var = None  # made anew where it is asked for
+    """Completes a copy of a parameter: MXNet copies arrays to the first device without gradients,
+    and its copies of numpy symbols are plain symbols."""
+    parameter._var = None  # created again on access
     if parameter._data is None:
         return
     parameter._data = [array.as_in_context(device)

@@ -1,4 +1,4 @@
-"""What a converted block remembers, and what of it is traced; a walk through blocks."""
+"""The state of a converted block, its traced graphs, and traversal of blocks."""
 from dataclasses import dataclass, field
 from typing import Any, Callable, ClassVar, Dict, FrozenSet, Iterator, List, Optional, Set, Tuple
 
@@ -7,51 +7,50 @@ from ..cpu.scales import Scales
 from ..graph.graph import Graph
 from ..policy import Policy
 
-Op = Tuple[Any, List[Any]]  # a CachedOp, and where its inputs come from
+Op = Tuple[Any, List[Any]]  # a CachedOp, and the sources of its inputs
 
 
 @dataclass
 class Trace:
-    """A graph that MXNet has traced, and the CachedOps that were made of it."""
-    graph: Any  # what MXNet keeps in _cached_graph: the inputs' symbols, and the outputs'
-    clean: Graph  # the same, read
+    """A graph that MXNet has traced, and its CachedOps."""
+    graph: Any  # MXNet's _cached_graph: the symbols of inputs and outputs
+    clean: Graph  # the same as a Graph
     in_format: Any
     out_format: Any
-    ops: Dict[Any, Op] = field(default_factory=dict)  # by whether on a GPU, and the inputs' types
-    untrainable: Dict[Any, str] = field(default_factory=dict)  # likewise, why; "" if it trains
-    devices: int = 1  # that wait for each other when it trains
+    ops: Dict[Any, Op] = field(default_factory=dict)  # by (whether on a GPU, the inputs' types)
+    untrainable: Dict[Any, str] = field(default_factory=dict)  # likewise; "" if it trains
+    devices: int = 1  # devices that synchronize in training
 
     def is_alike(self, other: "Trace") -> bool:
-        """Whether both compute the same; names of operators may differ."""
+        """Whether both graphs compute the same; names of operators may differ."""
         return (self.in_format, self.out_format) == (other.in_format, other.out_format) \
             and self.clean.structure() == other.clean.structure()
 
 
 @dataclass
 class State:
-    """What a converted block remembers."""
+    """The state of a converted block."""
     policy: Policy
-    active: bool  # whether it is hybridized once it is restored
-    keep: bool  # stays float32, as one that is named or in such a one
-    keep_nodes: FrozenSet[str]  # of a SymbolBlock: nodes that stay float32
-    convert_child: Callable[[Any, str], None]  # converts a block that becomes a child at this place
-    scales: Scales  # of the network that it is part of, where that was converted as a whole
-    path: str  # where it is in that network, such as ".body.0"
-    # by whether MXNet records, whether it trains, and how the arguments are nested: a block may
-    # ask for any of them
+    active: bool  # whether the restored block is hybridized
+    keep: bool  # whether keep= has this block or one around it
+    keep_nodes: FrozenSet[str]  # nodes that stay float32
+    convert_child: Callable[[Any, str], None]  # converts a new child at this path
+    scales: Scales  # of the converted network
+    path: str  # the block's path in that network, such as ".body.0"
+    # by (whether MXNet records, whether it trains, the nesting of the arguments): a forward may
+    # depend on each
     traces: Dict[Tuple[bool, bool, str], Trace] = field(default_factory=dict)
     changes_when_traced: int = 0
-    # an X-ray's: called with the block, what a CachedOp depends on, and its data, it gives the
-    # CachedOp that runs meanwhile
+    # set by an X-ray: takes the block, the key of `ops` and the data, and returns the CachedOp
     stand_in: Optional[Callable[..., Op]] = None
 
-    # How often a converted block got a new child, or a block was converted or restored: all
-    # traced graphs from before are old.
+    # Counts new children of converted blocks, conversions and restorations: each invalidates all
+    # traced graphs.
     changes: ClassVar[int] = 0
 
 
 def blocks_in(net: Network) -> Iterator[Any]:
-    """The net's blocks, itself among them, each once, parents first."""
+    """Yields the net and all its descendants, each once, parents first."""
     seen: Set[int] = set()
     stack = [net]
     while stack:
@@ -63,7 +62,7 @@ def blocks_in(net: Network) -> Iterator[Any]:
 
 
 def paths_in(net: Network, path: str = "") -> Dict[Any, str]:
-    """Where each block in a net is, which is at this place itself; the first place, if several."""
+    """Returns the path of each block in a net at `path`; the first path of a shared block."""
     made: Dict[Any, str] = {}
 
     def walk(block: Block, path: str) -> None:
@@ -77,5 +76,5 @@ def paths_in(net: Network, path: str = "") -> Dict[Any, str]:
 
 
 def parameters_in(net: Network) -> Dict[str, Any]:
-    """The parameters of all of a net's blocks by their names, as `collect_params` gives them."""
+    """Returns the parameters of all of a net's blocks by name, as `collect_params` does."""
     return {name: p for block in blocks_in(net) for name, p in block.params.items()}

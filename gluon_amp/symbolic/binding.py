@@ -1,12 +1,11 @@
-"""How a symbol becomes executors: float16 nodes get their settings, a loss scale its variable.
+"""Binds a symbol to executors, with settings for 16-bit nodes and a variable for the loss scale.
 
-`Bindable` is the clean symbol itself, as saved and shown. Only `simple_bind` differs: what
-it binds is another graph with the same arguments, gradients and outputs.
+`Bindable` is the clean symbol, as saved and shown. Only `simple_bind` differs: it binds another
+graph with the same arguments, gradients and outputs.
 
-The loss scale s multiplies the gradient that a loss head hands down, and nothing else. Before each
-head stands one operator of x and s, which gives x and whose gradient the engine's library makes a
-product with s (cpu/gradients.cc). Where that library does not load, s multiplies a zero that has
-the gradient of x:
+The loss scale s multiplies only the gradient of a loss head. One operator of x and s precedes each
+head. It returns x, and the engine multiplies its gradient by s (cpu/gradients.cc). If the engine
+does not load, s multiplies a zero that has the gradient of x:
 
     x  ->  BlockGrad(x) + (c - BlockGrad(c)) * s  ->  loss head      with c = clip(x), finite
 """
@@ -26,12 +25,14 @@ from ..graph.refusals import check_device, check_trains_on_cpus, devices_that_wa
 from ..policy import POLICIES
 
 SCALE = "gluon_amp_loss_scale"
-_SCALES = "__gluon_amp_loss_scale__"  # the operator that has the scale: see cpu/engine.h
+_SCALES = "__gluon_amp_loss_scale__"  # marks the operator that reads the scale: see cpu/engine.h
 
 
 def with_loss_scale(graph: Graph, types: Optional[Mapping[Entry, Optional[str]]] = None) -> Graph:
-    """The graph with the scale's variable before each loss head. `types`: of the graph's entries;
-    without them, loss heads read float32."""
+    """Returns the graph with the scale's variable before each loss head.
+
+    `types` are those of the graph's entries. Without them, loss heads read float32.
+    """
     scale = Entry(Node(VARIABLE, SCALE))
     one_operator = library.started()
     for node in graph.nodes():
@@ -47,7 +48,7 @@ def with_loss_scale(graph: Graph, types: Optional[Mapping[Entry, Optional[str]]]
             if one_operator:
                 x = made("_identity_with_attr_like_rhs", x, scale, **{_SCALES: "1"})
             else:
-                finite = made("clip", x, a_min="-3e38", a_max="3e38")  # a mask of -inf is no number
+                finite = made("clip", x, a_min="-3e38", a_max="3e38")  # -inf - -inf would be NaN
                 zero = made("elemwise_sub", finite, made("BlockGrad", finite))
                 x = made("elemwise_add", made("BlockGrad", x), made("broadcast_mul", zero, scale))
             if half:
@@ -58,7 +59,7 @@ def with_loss_scale(graph: Graph, types: Optional[Mapping[Entry, Optional[str]]]
 
 @contextmanager
 def environment(name: str, value: Optional[str]) -> Iterator[None]:
-    """Sets what MXNet reads from the environment only; None leaves it."""
+    """Sets an environment variable for MXNet; None leaves it unchanged."""
     before = os.environ.get(name)
     if value is not None:
         os.environ[name] = value
@@ -73,13 +74,12 @@ def environment(name: str, value: Optional[str]) -> Iterator[None]:
 
 @contextmanager
 def _bound_as_built(low_on_cpu: bool) -> Iterator[None]:
-    """Keeps MXNet from rewriting a float16 graph while it binds it on a CPU.
+    """Prevents MXNet from rewriting a float16 graph while it binds it on a CPU.
 
-    MXNet's subgraphs for oneDNN keep the first weights that they predict with, unless those
-    are variables: a float16 weight of a float32 layer is cast first. The backend `default`
-    creates no subgraphs, as `NONE`, for which MXNet logs a message at each binding. And to save
-    memory, MXNet may recompute operators in the backward pass: batch norms then update their
-    statistics twice.
+    MXNet's oneDNN subgraphs cache the weights of the first prediction unless these are variables,
+    and a float16 weight of a float32 layer is the result of a cast. The backend `default` creates
+    no subgraphs; for `NONE` MXNet logs a message at each binding. To save memory, MXNet may also
+    recompute operators in the backward pass, where batch norms would update statistics twice.
     """
     with environment("MXNET_SUBGRAPH_BACKEND", "default" if low_on_cpu else None), \
             environment("MXNET_BACKWARD_DO_MIRROR", "0" if low_on_cpu else None):
@@ -90,16 +90,16 @@ GradReq = Union[str, Sequence[str], Mapping[str, str]]
 
 
 class Bindable(mx.sym.Symbol):
-    """A symbol that binds as this module says.
+    """A symbol that binds a graph with settings and a loss scale.
 
     Args:
-        loss_scale: gives the scale of the next forward pass; None for a graph without one.
+        loss_scale: returns the scale of the next forward pass; None for a graph without one.
     """
 
     loss_scale: Optional[Callable[[], float]] = None
-    has_loss: bool = False  # whether any node starts gradients by itself
-    may_begin: bool = False  # whether nodes may do so without the scale, until a pass has shown it
-    devices: int = 1  # that wait for each other when it trains
+    has_loss: bool = False  # whether any node starts gradients
+    may_begin: bool = False  # whether nodes may start gradients without the scale
+    devices: int = 1  # devices that synchronize in training
 
     @classmethod
     def from_symbol(cls, symbol: "mx.sym.Symbol",
@@ -141,7 +141,7 @@ class Bindable(mx.sym.Symbol):
         return _Executor.from_bound(executor, self, options)
 
     def _types(self, given: Mapping[str, Any]) -> Dict[str, str]:
-        """The type of each variable; float32 where nothing says another."""
+        """Returns the type of each variable, by default float32."""
         arguments, _, auxiliary = self.infer_type_partial(**given)
         names = [*self.list_arguments(), *self.list_auxiliary_states()]
         return {name: "float32" if t is None else dtype_name(t)
@@ -149,7 +149,7 @@ class Bindable(mx.sym.Symbol):
 
 
 class _Executor(mx.executor.Executor):
-    """The executor of what is bound, with the clean symbol's arguments in their order."""
+    """The executor of a bound graph, with the arguments of the clean symbol in their order."""
 
     @classmethod
     def from_bound(cls, executor: mx.executor.Executor, clean: Bindable,
@@ -179,7 +179,7 @@ class _Executor(mx.executor.Executor):
         return super().forward(is_train, **kwargs)
 
     def set_scale(self, scale: float) -> None:
-        """Sets the scale of the backward pass that follows."""
+        """Sets the scale of the next backward pass."""
         self._scale[:] = scale
 
     def set_monitor_callback(self, callback: Callable[..., None],
@@ -189,7 +189,7 @@ class _Executor(mx.executor.Executor):
 
     def reshape(self, partial_shaping: bool = False, allow_up_sizing: bool = False,
                 **kwargs: Any) -> Any:
-        """An executor for other shapes, over the same parameters; the one made before, if any."""
+        """Returns an executor for other shapes with the same parameters, cached by shapes."""
         key = tuple(sorted(kwargs.items()))
         if key not in self._reshaped:
             options = {**self._options, "shared_exec": self, "shared_arg_names": [

@@ -13,7 +13,7 @@ from ..graph.graph import TYPE_FLAG, TYPE_NAME, Graph
 from ..graph.keep import kept_operators
 from ..policy import IN_SYMBOLS, Policy, get_policy
 
-# What operators call the inputs that are parameters.
+# Names of operators' inputs that are parameters.
 _PARAMETERS = frozenset("weight bias gamma beta parameters".split())
 
 
@@ -50,12 +50,12 @@ def convert_symbol(sym: "mx.sym.Symbol", policy: Union[str, Policy] = "float16",
     types = _types(graph, parameters, policy, kept)
     mixed = insert_casts(graph, types, policy, parameters, kept)
     for node in mixed.nodes_within():
-        if node.name in kept and node.op != "Custom":  # which is given all attributes
+        if node.name in kept and node.op != "Custom":  # Custom receives all attributes
             node.attrs[KEEP] = "True"
     for node in mixed.nodes():
-        if node.op == "amp_cast":  # which saving would leave out, but not the types below
+        if node.op == "amp_cast":  # MXNet does not save amp_cast, but saves the types below
             node.op, node.name = "Cast", node.name.replace("_amp_cast_", "_cast_")
-        for entry in node.inputs:  # MXNet does not infer the type of what a cast reads
+        for entry in node.inputs:  # MXNet does not infer the type of a cast's input
             name = entry.node.name
             if entry.node.is_variable and (node.op == "Cast" or types[name] != "float32"):
                 entry.node.attrs["__dtype__"] = str(TYPE_FLAG[types[name]])
@@ -66,7 +66,7 @@ def convert_symbol(sym: "mx.sym.Symbol", policy: Union[str, Policy] = "float16",
 def convert_model(sym: "mx.sym.Symbol", arg_params: Dict[str, Any], aux_params: Dict[str, Any],
                   policy: Union[str, Policy] = "float16", keep: Iterable[str] = ()
                   ) -> Tuple["mx.sym.Symbol", Dict[str, Any], Dict[str, Any]]:
-    """`convert_symbol` for a checkpoint: the symbol, and its parameters in their new types."""
+    """Converts a checkpoint: returns the symbol of `convert_symbol` and parameters in its types."""
     converted = convert_symbol(sym, policy, keep)
     check_parameters(converted, arg_params, aux_params)
     types = declared_types(Graph.read(converted))
@@ -79,8 +79,7 @@ def convert_model(sym: "mx.sym.Symbol", arg_params: Dict[str, Any], aux_params: 
 
 def check_parameters(sym: "mx.sym.Symbol", arg_params: Dict[str, Any],
                      aux_params: Dict[str, Any]) -> None:
-    """Lists the parameters that a checkpoint lacks, has under other names, or has with numbers that
-    are too large."""
+    """Raises ValueError for parameters that are missing, misnamed, or beyond float16's range."""
     there = {*arg_params, *aux_params}
     known = {*sym.list_arguments(), *sym.list_auxiliary_states()}
     missing = sorted((parameter_names(Graph.read(sym)) | set(sym.list_auxiliary_states())) - there)
@@ -97,26 +96,26 @@ def check_parameters(sym: "mx.sym.Symbol", arg_params: Dict[str, Any],
 
 
 def check_range(types: Dict[str, str], arrays: Dict[str, Any]) -> None:
-    """Refuses float32 arrays that are to be float16 and hold numbers beyond it."""
+    """Refuses to cast float32 arrays with values beyond float16's range to float16."""
     names = [name for name, array in arrays.items()
              if types.get(name) == "float16" and dtype_name(array.dtype) == "float32"]
     found = {name: size for name, size in
              zip(names, beyond_float16([arrays[name] for name in names])) if size}
     if found:
         received = listed([f"{name} (up to {size:.6g})" for name, size in found.items()])
-        raise ValueError("float16 ends at 65504, and these parameters go beyond it: keep= leaves "
-                         f"the nodes that read them in float32. Received: {received}")
+        raise ValueError("float16 ends at 65504, and these parameters exceed it: keep the nodes "
+                         f"that read them in float32 (keep=). Received: {received}")
 
 
 def declared_types(graph: Graph) -> Dict[str, str]:
-    """The types that stand in a graph's variables."""
+    """Returns the declared types of a graph's variables."""
     declared = {node.name: node.attrs.get("__dtype__", "-1") for node in graph.nodes()
                 if node.is_variable}
     return {name: TYPE_NAME[int(flag)] for name, flag in declared.items() if flag != "-1"}
 
 
 def parameter_names(graph: Graph) -> Set[str]:
-    """The variables that operators read as parameters, and not as data, too."""
+    """Returns the variables that operators read only as parameters, never as data."""
     parameters: Set[str] = set()
     data: Set[str] = {e.node.name for e in graph.outputs}
     for node in graph.nodes():
@@ -129,16 +128,16 @@ def parameter_names(graph: Graph) -> Set[str]:
 
 
 def _types(graph: Graph, parameters: Set[str], policy: Policy, kept: Set[str]) -> Dict[str, str]:
-    """The type of each variable."""
+    """Returns the type of each variable."""
     wide = float32_variables(graph, policy, kept)
     types = {name: policy.parameter.type_name if name in parameters - wide else "float32"
              for name in graph.variables()}
-    # Gluon declares float32 for every parameter that it traces: that is no wish.
+    # Gluon declares float32 for every parameter that it traces, so float32 is no user's choice.
     return {**types, **{n: t for n, t in declared_types(graph).items() if t != "float32"}}
 
 
 def _keep_output_names(before: Graph, after: Graph) -> None:
-    """A cast at an output takes the name of what it casts."""
+    """Gives a cast at an output the name of its input."""
     for old, new in zip(before.outputs, after.outputs):
         if new.node.name != old.node.name and new.node.inputs:
             source = new.node.inputs[0].node

@@ -1,7 +1,7 @@
-"""`Module` and `BucketingModule`: MXNet's own, on any device, with loss scaling.
+"""`Module` and `BucketingModule`: MXNet's modules with mixed precision and loss scaling.
 
-binding.py has what they bind. Steps, workers and files are the Trainer's: training/step.py,
-parallel/sync.py, training/checkpoint.py.
+binding.py binds their symbols. They share steps, workers and files with the Trainer:
+training/step.py, parallel/sync.py, training/checkpoint.py.
 """
 from typing import (
     Any,
@@ -38,12 +38,12 @@ from .convert import check_parameters, check_range
 
 
 class _Backward:
-    """A backward pass of a Module, and the forward and backward passes that repeat it.
+    """A backward pass of a Module, which can be repeated at another scale.
 
     Args:
         averages: moving averages, and copies from before the forward pass.
         adding_up: gradients to which each backward pass adds.
-        run: makes the backward pass at a scale.
+        run: runs the backward pass at a scale.
     """
 
     def __init__(self, module: "_Module", averages: "Copies", adding_up: List["mx.nd.NDArray"],
@@ -59,7 +59,7 @@ class _Backward:
         return True
 
     def repeat(self, scale: float) -> None:
-        # The way back uses memory of the way there: both are gone again.
+        # The backward pass reuses memory of the forward pass, so both run again.
         for average, before in self._averages:
             before.copyto(average)
         for gradient, before in self._before:
@@ -74,18 +74,18 @@ Pairs = Union[Mapping[str, Any], Sequence[Tuple[str, Any]]]
 
 
 class _Module:
-    """In front of MXNet's classes of modules."""
+    """The mixin of `Module` and `BucketingModule`."""
 
-    _number = 0  # among this process's Modules on many workers
-    _states_file: Optional[str] = None  # to be loaded once there is an optimizer
-    # For an updater, from the next update on: until then it has them numbered as in the file.
+    _number = 0  # among this process's distributed Modules
+    _states_file: Optional[str] = None  # loaded when the optimizer is initialized
+    # An updater and its states for the next update. Until then it has the file's numbering.
     _fitting_states: Optional[Tuple[Any, Dict[Any, Any]]] = None
     _used_scale = 1.0  # in the last backward pass
-    # Moving averages before the last forward pass, if another may have to begin there.
+    # Moving averages before the last forward pass, if it may be repeated.
     _averages: Optional[Copies] = None
 
     def _init_step(self, loss_scale: GivenLossScale, clip_norm: Optional[float]) -> None:
-        """Before the class of MXNet's is initialized."""
+        """Creates the step's state; called before MXNet's `__init__`."""
         self._workers = Workers(names=True)
         self._step = Step(loss_scale, clip_norm, self._workers)
         self._checkpoint = files.Checkpoint(self._step)
@@ -107,11 +107,11 @@ class _Module:
         return self._step.overflowed(self._gradients)
 
     def _module(self) -> "mx.mod.Module":
-        """The module that is bound now."""
+        """Returns the current module of MXNet."""
         return self
 
     def _modules(self) -> Iterable["mx.mod.Module"]:
-        """All that share its optimizer."""
+        """Returns all modules that share its optimizer."""
         return [self]
 
     def _bindable(self, symbol: "mx.sym.Symbol") -> Bindable:
@@ -122,7 +122,7 @@ class _Module:
                     initializer: Optional[mx.init.Initializer] = mx.init.Uniform(0.01),  # noqa: B008
                     arg_params: Optional[Dict[str, Array]] = None, *args: Any,
                     **kwargs: Any) -> None:
-        """Draws in float32 what 16-bit parameters are rounded from."""
+        """Initializes in float32 and rounds 16-bit parameters."""
         module = self._module()
         host = (module and module._arg_params) or {}  # buckets share the dictionary
         halves = {name: a for name, a in host.items() if is_half(a.dtype)}
@@ -138,7 +138,7 @@ class _Module:
     def init_optimizer(self, kvstore: KVStore = "local", optimizer: Union[str, Optimizer] = "sgd",
                        optimizer_params: Pairs = (("learning_rate", 0.01),),
                        force_init: bool = False) -> None:
-        """As MXNet's, with float32 masters."""
+        """The same as MXNet's, with float32 master weights."""
         if self.optimizer_initialized and not force_init:
             super().init_optimizer(kvstore, optimizer, optimizer_params, force_init)
             return
@@ -152,7 +152,7 @@ class _Module:
             check_scalable(chosen)
         group = module._exec_group
         for name, weights in zip(group.param_names, group.param_arrays):
-            # of a checkpoint in another type, which a kvstore would not take
+            # a checkpoint may have another type, which a kvstore would refuse
             module._arg_params[name] = module._arg_params[name].astype(weights[0].dtype,
                                                                          copy=False)
         if "dist" in store.kind_of(kvstore):
@@ -172,7 +172,7 @@ class _Module:
             self._states_file = None
 
     def forward(self, data_batch: "mx.io.DataBatch", is_train: Optional[bool] = None) -> None:
-        """As MXNet's."""
+        """The same as MXNet's."""
         if not self._step.searching and not self._checks_heads():
             self._averages = None
             super().forward(data_batch, is_train)
@@ -183,10 +183,10 @@ class _Module:
         self._averages = before
 
     def backward(self, out_grads: object = None) -> None:
-        """As MXNet's; head gradients that are given are scaled.
+        """The same as MXNet's; scales `out_grads`.
 
-        Until a dynamic scale is settled, the gradients are checked here. Where they overflow,
-        forward and backward passes at other scales find one, so that no step is lost.
+        While the first dynamic scale is searched, this checks the gradients. If they overflow, it
+        repeats forward and backward at lower scales, so that no step is skipped.
         """
         module = self._module()
         group = module._exec_group
@@ -221,14 +221,13 @@ class _Module:
         self._step.record_versions(self._gradients())
 
     def _checks_heads(self) -> bool:
-        """Whether the next backward pass is to show where gradients begin; at a scale of 1, none
-        lacks the scale."""
+        """Whether the next backward pass checks for gradients without the scale; never at 1."""
         symbol = self._module()._symbol
         return symbol.may_begin and self._step.scaling and self._step.backward_scale != 1
 
     def _check_heads(self, run: Callable[[float], None]) -> None:
-        """Refuses operators that begin gradients by themselves without the loss scale: a pass that
-        begins with zeros shows them."""
+        """Refuses operators that start gradients without the loss scale. Their gradients are not 0
+        in a backward pass at scale 0."""
         module = self._module()
         gradients = self._gradients()
         for gradient in gradients:
@@ -240,14 +239,14 @@ class _Module:
         begin = [g.name for g, s in zip(gradients, sums) if np.isfinite(s) and s > 0]
         if begin:
             self._step.forget()
-            raise ValueError("an operator in the symbol begins gradients by itself, as a Custom "
-                             "operator may, and no loss scale reaches those gradients, which are"
-                             f"{in_names(begin)}: the update would divide them by a scale that "
-                             "they never had. Valid: Module(loss_scale=None)")
-        module._symbol.may_begin = not np.isfinite(sums).all()  # then it is open
+            raise ValueError("an operator in the symbol starts gradients without the loss scale, "
+                             "as a Custom operator may. The update would divide the gradients"
+                             f"{in_names(begin)} by a scale that they lack. "
+                             "Valid: Module(loss_scale=None)")
+        module._symbol.may_begin = not np.isfinite(sums).all()  # then the next pass checks again
 
     def get_input_grads(self, merge_multi_context: bool = True) -> Any:
-        """Without the scale."""
+        """The same as MXNet's, unscaled."""
         grads = super().get_input_grads(merge_multi_context)
         if not self._step.scaling:
             return grads
@@ -256,7 +255,7 @@ class _Module:
         return [[g / self._used_scale for g in on_devices] for on_devices in grads]
 
     def update(self) -> bool:
-        """Updates, unless gradients are not finite; returns whether it did."""
+        """Updates unless a gradient is not finite. Returns whether it updated."""
         module = self._module()
         if self._fitting_states:
             files.give_states(*self._fitting_states)
@@ -266,7 +265,7 @@ class _Module:
             self._step.forget()
             return True
         group, optimizer = module._exec_group, module._optimizer
-        self._params_dirty = module._params_dirty = True  # moving averages, even if it is skipped
+        self._params_dirty = module._params_dirty = True  # a skipped step changed moving averages
         self._step.count_writes()
         self._step.sum((i, name, grads) for i, (name, grads) in
                         enumerate(zip(group.param_names, group.grad_arrays))
@@ -297,7 +296,7 @@ class _Module:
         return self._step.updated
 
     def _update_by_mxnet(self) -> None:
-        """As MXNet's; where servers update, waits for them, but for no rank that has ended."""
+        """Updates as MXNet does. Waits for servers that update, unless a rank has ended."""
         if self._workers.count == 1:
             super().update()
             return
@@ -320,7 +319,7 @@ class _Module:
                 if grad is not None]
 
     def _adding_up(self) -> List["mx.nd.NDArray"]:
-        """Gradients to which each backward pass adds."""
+        """Returns the gradients to which each backward pass adds."""
         group = self._module()._exec_group
         return [grad for executor in group.execs
                 for name, grad in zip(group.arg_names, executor.grad_arrays)
@@ -333,12 +332,12 @@ class _Module:
     # ---- many workers
 
     def _check_workers(self, kvstore: KVStore) -> object:
-        """Makes a store over many workers, before MXNet gives it parameters."""
+        """Connects a distributed store before MXNet initializes its parameters."""
         group = self._module()._exec_group
         sparse = self._sparse()
         if sparse and self._step.checks_gradients:
-            raise ValueError(f"{store.CHECKS_FIRST}, and many workers update those on servers that "
-                             f"are row_sparse. Received: row_sparse{in_names(sparse)}")
+            raise ValueError(f"{store.CHECKS_FIRST}, and servers update row_sparse parameters. "
+                             f"Received: row_sparse{in_names(sparse)}")
         kvstore = store.shared_store(kvstore)
         self._number = store.servers.add_module(kvstore)
         if "async" in kvstore.type:
@@ -351,20 +350,20 @@ class _Module:
         return kvstore
 
     def _sparse(self) -> List[str]:
-        """Names of the parameters that are row_sparse, or whose gradients are."""
+        """Returns the names of parameters with row_sparse values or gradients."""
         group = self._module()._exec_group
         return [name for name, arrays, grads in zip(group.param_names, group.param_arrays,
                                                     group.grad_arrays)
                 if {a.stype for a in (arrays[0], grads[0]) if a is not None} != {"default"}]
 
     def _mxnet_updates(self) -> bool:
-        """Whether MXNet's own update does all that there is to do without a check of gradients."""
+        """Whether MXNet's update suffices if gradients are not checked."""
         module = self._module()
         return not self._workers.sums_at_once \
             and (module._update_on_kvstore or self._workers.count == 1)
 
     def _broadcast_parameters(self) -> None:
-        """Every rank gets rank 0's parameters and moving averages, by the store that MXNet has."""
+        """Broadcasts rank 0's parameters and moving averages."""
         module = self._module()
         group = module._exec_group
         workers = self._workers
@@ -376,17 +375,18 @@ class _Module:
             consistency.broadcast(workers, [
                 (name, name, arrays) for name, arrays in zip(group.param_names,
                                                              group.param_arrays)], True)
-            # gradients of before are of other weights, and at another scale
+            # pending gradients belong to other weights and another scale
             self._step.weights_replaced = workers.any(self._step.begun)
         workers.broadcast([(f"statistics {name}", arrays) for name, arrays in
                            zip(group.aux_names, group.aux_arrays)], False)
         self._params_dirty = module._params_dirty = True
 
     def check_ranks(self) -> None:
-        """Raises where the ranks of several machines do not hold the same optimizer, weights,
-        masters and loss scale, and names the first that differs. All ranks have to call it; the
-        first step or update does. Moving averages are each rank's own, of the data that it has
-        seen."""
+        """Checks that all ranks have the same optimizer, weights, master weights and loss scale.
+
+        The error names the first difference. All ranks must call it; the first update does. Moving
+        averages are not compared, because each rank computes them from its own data.
+        """
         self._check_can_exchange("check_ranks()")
         module = self._module()
         group = module._exec_group
@@ -409,7 +409,7 @@ class _Module:
     # ---- files
 
     def save_optimizer_states(self, fname: str) -> None:
-        """Writes the optimizer with its masters, the loss scale and the counters."""
+        """Writes the optimizer with its master weights, the loss scale and the counters."""
         module = self._module()
 
         def write(path: str) -> None:
@@ -421,21 +421,22 @@ class _Module:
         self._checkpoint.save(fname, module._optimizer, write)
 
     def load_optimizer_states(self, fname: str) -> None:
-        """Takes over what `save_optimizer_states` wrote, here or in MXNet's `Module`: momenta,
-        masters, counters, the loss scale. Rates stay those of this module's optimizer. There may
-        have been another number of devices.
+        """Loads the states that this class or MXNet's `Module` saved, on any number of devices.
 
-        A file that does not fit, or is damaged, is an error and changes nothing. It may hold
-        MXNet's optimizers, schedulers and arrays, and the classes of this module's own optimizer
-        and scheduler; anything else is refused before it runs.
+        It restores momenta, master weights, counters and the loss scale. Learning rates stay those
+        of this module's optimizer. A file may contain MXNet's optimizers, schedulers and arrays,
+        and this module's optimizer and scheduler; other classes are refused before they run.
+
+        Raises:
+            ValueError: the file is damaged, does not fit, or has other classes. Nothing changes.
         """
         module = self._module()
         mine = module._optimizer
         states, saved = files.read_states(fname, mine)
         updater = module._kvstore._updater if module._update_on_kvstore else module._updater
         if updater is None:
-            raise ValueError("states that servers keep cannot be loaded: set the environment "
-                             "variable MXNET_UPDATE_ON_KVSTORE to 0")
+            raise ValueError("states on servers cannot be loaded: set the environment variable "
+                             "MXNET_UPDATE_ON_KVSTORE to 0")
         group = module._exec_group
         trained = [(i, name) for i, name in enumerate(group.param_names)
                    if group.grad_arrays[i][0] is not None]
@@ -458,7 +459,7 @@ class _Module:
             one._optimizer = updater.optimizer
 
     def _weights(self) -> Dict[int, Tuple[str, "mx.nd.NDArray"]]:
-        """By the numbers that MXNet's Module gives them."""
+        """Returns names and weights by the indices of MXNet's Module."""
         module = self._module()
         group, devices = module._exec_group, len(module._context)
         return {i * devices + k: (name, weight)
@@ -467,13 +468,13 @@ class _Module:
 
 
 class Module(_Module, mx.mod.Module):
-    """`mx.mod.Module` for symbols in mixed precision, on CPUs, too, with loss scaling.
+    """`mx.mod.Module` for symbols in mixed precision, on GPUs and CPUs, with loss scaling.
 
     Args:
-        symbol: such as `gluon_amp.convert_symbol` makes, or one with casts of its own.
+        symbol: the result of `gluon_amp.convert_symbol`, or a symbol with casts.
         loss_scale: "dynamic", a number, a StaticLossScale, a DynamicLossScale, or None.
-        clip_norm: the largest norm of the whole gradient, as the optimizer gets it: unscaled,
-            and multiplied by `rescale_grad`.
+        clip_norm: the largest norm of all gradients together, unscaled and multiplied by
+            `rescale_grad`. None does not clip.
         kwargs: as for `mx.mod.Module`.
     """
 
@@ -485,7 +486,17 @@ class Module(_Module, mx.mod.Module):
     @classmethod
     def load(cls, prefix: str, epoch: int, load_optimizer_states: bool = False,
              **kwargs: Any) -> "Module":
-        """A module from a checkpoint; arguments as for `mx.mod.Module.load`, and `loss_scale`."""
+        """Loads a module from a checkpoint.
+
+        Args:
+            prefix: as for `mx.mod.Module.load`.
+            epoch: as for `mx.mod.Module.load`.
+            load_optimizer_states: whether `init_optimizer` loads the optimizer's states.
+            kwargs: as for the class.
+
+        Raises:
+            ValueError: the parameters do not fit the symbol.
+        """
         must_exist(f"{prefix}-symbol.json", f"{prefix}-{epoch:04d}.params")
         symbol, args, auxs = mx.model.load_checkpoint(prefix, epoch)
         check_parameters(symbol, args, auxs)
@@ -498,9 +509,11 @@ class Module(_Module, mx.mod.Module):
 
     def save_checkpoint(self, prefix: str, epoch: int, save_optimizer_states: bool = False,
                         remove_amp_cast: bool = True) -> None:
-        """Writes PREFIX-symbol.json, PREFIX-EPOCH.params and, if asked, PREFIX-EPOCH.states,
-        each whole or not at all."""
-        mx.nd.waitall()  # MXNet's batch norm moves its averages without telling
+        """Writes PREFIX-symbol.json, PREFIX-EPOCH.params and optionally PREFIX-EPOCH.states.
+
+        Each file is replaced atomically.
+        """
+        mx.nd.waitall()  # MXNet's batch norm updates its averages without a dependency
         replace_file(f"{prefix}-symbol.json",
                      lambda path: self._symbol.save(path, remove_amp_cast=remove_amp_cast))
         replace_file(f"{prefix}-{epoch:04d}.params", self.save_params)
@@ -509,8 +522,14 @@ class Module(_Module, mx.mod.Module):
 
 
 class BucketingModule(_Module, mx.mod.BucketingModule):
-    """`mx.mod.BucketingModule` in mixed precision, as `gluon_amp.Module` is: with one loss scale
-    and one `clip_norm` for all buckets."""
+    """`mx.mod.BucketingModule` in mixed precision, with one loss scale for all buckets.
+
+    Args:
+        sym_gen: as for `mx.mod.BucketingModule`.
+        loss_scale: as for `gluon_amp.Module`.
+        clip_norm: as for `gluon_amp.Module`.
+        kwargs: as for `mx.mod.BucketingModule`.
+    """
 
     def __init__(self, sym_gen: Callable[[Any], Any], *args: Any,
                  loss_scale: GivenLossScale = None,
@@ -533,7 +552,7 @@ class BucketingModule(_Module, mx.mod.BucketingModule):
     def load(prefix: str, epoch: int, sym_gen: Any = None,
              default_bucket_key: Hashable = None,
              load_optimizer_states: bool = False, **kwargs: Any) -> "BucketingModule":
-        """A module from a checkpoint; arguments as for the class."""
+        """Loads a module from a checkpoint. Arguments are those of the class."""
         must_exist(f"{prefix}-{epoch:04d}.params")
         module = BucketingModule(sym_gen, default_bucket_key, **kwargs)
         symbol, data_names, label_names = module._call_sym_gen(default_bucket_key)
@@ -552,8 +571,8 @@ class BucketingModule(_Module, mx.mod.BucketingModule):
 
     def save_checkpoint(self, prefix: str, epoch: int, save_optimizer_states: bool = False,
                         remove_amp_cast: bool = False) -> None:
-        """Writes PREFIX-EPOCH.params, PREFIX-KEY-symbol.json of each bucket, PREFIX.buckets and,
-        if asked, PREFIX-EPOCH.states, each whole or not at all."""
+        """Writes PREFIX-EPOCH.params, PREFIX-KEY-symbol.json of each bucket, PREFIX.buckets and
+        optionally PREFIX-EPOCH.states. Each file is replaced atomically."""
         mx.nd.waitall()
         replace_file(f"{prefix}-{epoch:04d}.params", self.save_params)
         for key in self._buckets:
@@ -567,7 +586,7 @@ class BucketingModule(_Module, mx.mod.BucketingModule):
 
 
 class Speedometer(mx.callback.Speedometer):
-    """MXNet's `Speedometer`, with the loss scale and the skipped steps at the line's end."""
+    """MXNet's `Speedometer`, which also logs the loss scale and the number of skipped steps."""
 
     def __call__(self, param: mx.model.BatchEndParam) -> None:
         module = (param.locals or {}).get("self")
@@ -577,7 +596,7 @@ class Speedometer(mx.callback.Speedometer):
 
 
 class _WithScale:
-    """A metric that also names the loss scale."""
+    """A metric that also reports the loss scale and the number of skipped steps."""
 
     def __init__(self, metric: Metric, module: _Module) -> None:
         self.module, self.metric, self.reset_local = module, metric, metric.reset_local

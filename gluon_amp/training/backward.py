@@ -90,10 +90,9 @@ class Backward:
             which = ", ".join(sorted(seen)) \
                 or f"one of {', '.join(sorted(LOSSES))}, or one like them"
             raise ValueError(
-                f"an operator in the network begins gradients by itself: {which}. No loss scale "
-                f"reaches those gradients, which are{in_names(begin)}, so the update would divide "
-                "them by a scale that they never had. Take a loss of gluon.loss instead, or "
-                "amp.Module, or loss_scale=None")
+                f"an operator in the network starts gradients without the loss scale: {which}. "
+                f"The update would divide the gradients{in_names(begin)} by a scale that they "
+                "lack. Valid: a loss of gluon.loss, amp.Module, or loss_scale=None")
         return bool(np.isfinite(sums).all())
 
     def can_repeat(self) -> bool:
