@@ -76,8 +76,8 @@ def test_a_rank_that_never_comes_to_the_start_is_named(monkeypatch, rank, other)
     roles, stop = horovod_roles(2)
     for name, value in {**roles[int(rank)], "GLUON_AMP_START_TIMEOUT": "0.2"}.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(RankEndedError, match=f"rank {rank} waits in vain to make its store: rank "
-                       rf"{other} has not come within 0.2 seconds \(GLUON_AMP_START_TIMEOUT\): "):
+    with pytest.raises(RankEndedError, match=f"rank {rank} cannot create its store: rank "
+                       rf"{other} did not start within 0.2 seconds \(GLUON_AMP_START_TIMEOUT\): "):
         join_horovod()
     stop()
 

@@ -96,8 +96,8 @@ def test_a_worker_that_is_killed_ends_all_with_two_sentences(launcher, tmp_path)
     process = launcher(TRAINS, program_arguments=["dies", str(tmp_path)])
     _, errors = process.communicate(timeout=90)
     assert process.returncode == 128 + signal.SIGKILL
-    assert "RankEndedError: rank 0 waits in vain: rank 1 has died" in errors
-    assert "was killed by SIGKILL: the others are ended" in errors
+    assert "RankEndedError: rank 0 cannot continue: rank 1 has died" in errors
+    assert "was killed by SIGKILL: terminating the others" in errors
     assert not left_behind(tmp_path)
 
 
@@ -118,8 +118,8 @@ def test_a_worker_that_ends_before_it_has_a_store_is_not_waited_for(launcher, tm
     process = launcher(ENDS_EARLY, program_arguments=[str(tmp_path / "one ended")])
     _, errors = process.communicate(timeout=90)
     assert process.returncode == 1
-    assert "RankEndedError: this worker waits in vain to make its store: worker" in errors
-    assert "has ended with the exit code 0 before it made its own" in errors
+    assert "RankEndedError: this worker cannot create its store: worker" in errors
+    assert "exited with code 0 before it created its own" in errors
 
 
 def test_a_worker_that_never_comes_is_named(monkeypatch):
@@ -130,8 +130,8 @@ def test_a_worker_that_never_comes_is_named(monkeypatch):
         monkeypatch.setenv(rendezvous.ADDRESS, launcher.address_for(0))
         told = pool.submit(rendezvous.join)
         assert wait_until(lambda: launcher.poll() or told.done())
-    with pytest.raises(RankEndedError, match=r"this worker waits in vain to make its store: worker "
-                       r"1 on gpu2 has not come within 0.5 seconds \(GLUON_AMP_START_TIMEOUT\): "):
+    with pytest.raises(RankEndedError, match=r"this worker cannot create its store: worker "
+                       r"1 on gpu2 did not start within 0.5 seconds \(GLUON_AMP_START_TIMEOUT\): "):
         told.result()
 
 
@@ -143,7 +143,7 @@ def test_a_server_that_stops_ends_all(launcher, tmp_path, monkeypatch):
     os.kill(server, signal.SIGSTOP)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 1
-    assert "launch: server 0 has not been heard of for 4 seconds: all are ended" in errors
+    assert "launch: server 0 has sent no heartbeat for 4 seconds: terminating all" in errors
     assert not left_behind(tmp_path)
 
 
@@ -177,7 +177,7 @@ def test_a_launcher_that_is_ended_ends_all(launcher, tmp_path, number):
 def test_the_exit_code_is_that_of_the_first_that_failed(capfd):
     code = launch([sys.executable, "-c", "raise SystemExit(3)"], workers=1)
     assert code == 3
-    assert "worker 0 has ended with the exit code 3: the others are ended" in capfd.readouterr().err
+    assert "worker 0 exited with code 3: terminating the others" in capfd.readouterr().err
 
 
 def test_hosts_are_read_from_a_file_and_ssh_starts_the_workers(tmp_path, monkeypatch, capfd):

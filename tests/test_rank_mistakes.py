@@ -98,7 +98,7 @@ def test_ranks_that_wait_for_different_things_are_told(ranks, store):
 
 def test_a_rank_that_ends_well_before_the_others_does_not_stay(ranks):
     told, _ = ranks.run("ends_early", 2, "dist_sync")
-    assert told == "RankEndedError: rank 0 waits in vain: rank 1 has ended"
+    assert told == "RankEndedError: rank 0 cannot continue: rank 1 has ended"
 
 
 def test_two_trainers_of_a_process_share_the_servers(ranks):
@@ -114,7 +114,7 @@ def test_ranks_whose_weights_servers_update_get_rank_0s_and_are_supervised(ranks
     assert agree(ranks.run("begins_where_servers_update", 2, "dist_sync"))
     told, _ = ranks.run("dies_while_servers_update", 2, "dist_sync",
                         {"MXNET_UPDATE_ON_KVSTORE": "1"})
-    assert told == "RankEndedError: rank 0 waits in vain: rank 1 has died"
+    assert told == "RankEndedError: rank 0 cannot continue: rank 1 has died"
 
 
 def test_a_learning_rate_or_batch_size_of_ones_own_is_named(ranks):

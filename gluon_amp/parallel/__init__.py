@@ -1,4 +1,4 @@
-"""Many workers that train one network: stores, sums, comparisons, supervision."""
+"""Distributed training: stores, all-reduce, consistency checks, supervision."""
 from .consistency import RanksDifferError, average_statistics
 from .supervise import RankEndedError
 

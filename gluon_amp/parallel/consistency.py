@@ -1,6 +1,6 @@
-"""Gives many workers rank 0's parameters, and compares what they hold.
+"""Broadcasts rank 0's parameters and checks that all ranks have the same state.
 
-A digest stands for an array: 8 bytes, so that ranks compare whole networks by a few numbers.
+Ranks compare digests of 8 bytes for each array.
 """
 import hashlib
 import logging
@@ -17,20 +17,21 @@ from .sync import Workers
 
 log = logging.getLogger("gluon_amp")
 
-Named = Tuple[str, Any]  # a name, and what it holds
+Named = Tuple[str, Any]  # a name and a value
 
 
-# Not among an optimizer's other settings: these have names in words, or change no weight.
+# Settings of an optimizer that are compared separately, or do not affect weights.
 _NOT_AMONG_OTHERS = ("lr", "wd", "rescale_grad", "aggregate_num")
 
 
 class RanksDifferError(RuntimeError):
-    """Ranks that should hold the same do not."""
+    """The state of ranks differs that must be equal."""
 
 
 def check_same_network(workers: Workers, arrays: Iterable[Tuple[str, Any, bool]]) -> None:
-    """Refuses to begin where ranks have other parameters, or other versions of this package:
-    the store would wait for ever for those that only some have.
+    """Checks that all ranks have the same parameters and the same version of this package.
+
+    The store would deadlock on parameters that only some ranks have.
 
     Args:
         arrays: a parameter's name, its array, and whether it is trained.
@@ -38,7 +39,7 @@ def check_same_network(workers: Workers, arrays: Iterable[Tuple[str, Any, bool]]
     named = list(arrays)
     layouts = [f"{a.shape} {dtype_name(a.dtype)} {'trained' if trained else 'frozen'}"
                for _, a, trained in named]
-    # Names may differ, since MXNet counts blocks, but must not sort differently: 10 before 9.
+    # MXNet numbers blocks, so names may differ, but must sort alike: "10" sorts before "9".
     order = order_of([name for name, _, _ in named])
     everything = _digest_of_bytes(repr([__version__, *layouts, order]).encode())
     if _alike(workers.gather(everything)):
@@ -55,9 +56,9 @@ def check_same_network(workers: Workers, arrays: Iterable[Tuple[str, Any, bool]]
     if _alike(workers.gather(b"".join(digests))):
         raise RanksDifferError(
             "ranks have their parameters in different orders. Here: "
-            f"{', '.join(name for name, _, _ in named[:4])}, ... MXNet sorts them by names, in "
-            "which it counts the blocks that a process has made: make as many of them on all "
-            "ranks before this network, or give the network a prefix")
+            f"{', '.join(name for name, _, _ in named[:4])}, ... MXNet sorts them by name, and "
+            "numbers the blocks of a process in their names: create the same number of blocks on "
+            "all ranks before this network, or give the network a prefix")
     first, ranks = _first_difference(workers, digests)
     raise RanksDifferError(f"ranks train different networks: {named[first][0]}, here "
                            f"{layouts[first]}, has another shape or type on {ranks} than on rank "
@@ -66,14 +67,14 @@ def check_same_network(workers: Workers, arrays: Iterable[Tuple[str, Any, bool]]
 
 def broadcast(workers: Workers, arrays: Sequence[Tuple[Any, str, List[Any]]],
               initialized: bool) -> bool:
-    """Gives rank 0's arrays to all ranks.
+    """Broadcasts rank 0's arrays to all ranks.
 
     Args:
         arrays: a key in the store, a name, and the array on each device.
         initialized: whether MXNet has initialized these keys of its store.
 
     Returns:
-        whether any rank had other ones.
+        Whether any rank had different arrays.
     """
     before = digest([(name, on_devices[0]) for _, name, on_devices in arrays])
     workers.broadcast([(key, on_devices) for key, _, on_devices in arrays], initialized)
@@ -82,7 +83,7 @@ def broadcast(workers: Workers, arrays: Sequence[Tuple[Any, str, List[Any]]],
 
 
 def agree_on_scale(workers: Workers, loss_scale: Any) -> None:
-    """Gives rank 0's dynamic loss scale to all ranks; refuses other kinds beside it."""
+    """Broadcasts rank 0's dynamic loss scale; refuses ranks with different kinds of loss scale."""
     state = loss_scale.state_dict()
     kinds = [k.decode().strip() for k in workers.gather(loss_scale.kind.encode()[:40].ljust(40))]
     if not _alike(kinds):
@@ -96,10 +97,10 @@ def agree_on_scale(workers: Workers, loss_scale: Any) -> None:
 
 
 def compare(workers: Workers, held: Sequence[Named]) -> None:
-    """Raises where ranks do not hold the same, and names the first thing that differs.
+    """Raises an error that names the first value that differs between ranks.
 
     Args:
-        held: names, and arrays or other things that can be pickled, alike on all ranks.
+        held: names, and arrays or picklable values, in the same order on all ranks.
     """
     digests = [digest([one]) for one in held]
     if _alike(workers.gather(_digest_of_bytes(b"".join(digests)))):
@@ -109,16 +110,16 @@ def compare(workers: Workers, held: Sequence[Named]) -> None:
         raise RanksDifferError("ranks have different numbers of parameters and states. Rank 0, 1, "
                                f"...: {', '.join(map(str, counts))}")
     first, ranks = _first_difference(workers, digests)
-    raise RanksDifferError(f"{held[first][0]} is not the same on {ranks} as on rank 0. Has a rank "
-                           "changed it by itself, or loaded another file?")
+    raise RanksDifferError(f"{held[first][0]} is not the same on {ranks} as on rank 0. Has one "
+                           "rank changed it, or loaded another file?")
 
 
 def check_batch_size(workers: Workers, rescale_grad: float, given: float) -> None:
-    """Refuses ranks that divide by different batch sizes. All have to call it.
+    """Checks that all ranks divide by the same batch size. All ranks must call it.
 
     Args:
-        rescale_grad: what gradients are multiplied by: `given` over the batch size.
-        given: the `rescale_grad` with which the optimizer was made.
+        rescale_grad: the factor of gradients: `given` over the batch size.
+        given: the optimizer's initial `rescale_grad`.
     """
     multipliers = [struct.unpack("d", one)[0] for one in workers.gather(
         struct.pack("d", rescale_grad), "all ranks' batch sizes, since step() got a new one")]
@@ -130,28 +131,32 @@ def check_batch_size(workers: Workers, rescale_grad: float, given: float) -> Non
 
 
 def check_can_exchange(workers: Workers, call: str, instead: str) -> None:
-    """Refuses a call that exchanges values where servers update.
+    """Refuses a call that exchanges values if servers update.
 
     Args:
-        instead: the setting with which no server updates.
+        instead: the setting with which ranks update.
     """
     if workers.count > 1 and not workers.exchange:
         raise RuntimeError(f"{call} needs {instead}")
 
 
 def on_any(workers: Workers, flags: Sequence[bool]) -> List[bool]:
-    """Each flag, whether it is true on any rank. All have to call it."""
+    """Returns for each flag whether it is true on any rank. All ranks must call it."""
     return [any(column) for column in zip(*workers.gather(bytes(flags)))]
 
 
 def average_statistics(trainer: Trainer) -> None:
-    """Gives all ranks, and all devices of each, the mean of the batch norms' moving averages.
+    """Averages the moving averages of batch norms over all ranks and devices.
 
-    Each rank's averages are of the data that it has seen, and rank 0's are what it saves. All
-    ranks have to call this, such as before rank 0 saves or all validate.
+    Each rank computes moving averages from its own data, and rank 0 saves its own. All ranks must
+    call this, for example before validation and before rank 0 saves.
 
     Args:
-        trainer: a Trainer, which was given the batch norms' parameters, or a Module.
+        trainer: a Trainer with the batch norms' parameters, or a Module.
+
+    Raises:
+        TypeError: `trainer` is neither.
+        RuntimeError: servers update the weights.
     """
     if not hasattr(trainer, "_average_statistics"):
         raise TypeError("average_statistics takes a gluon_amp Trainer or Module. "
@@ -160,7 +165,7 @@ def average_statistics(trainer: Trainer) -> None:
 
 
 def digest(held: Iterable[Named]) -> bytes:
-    """8 bytes that differ where arrays or other things differ."""
+    """Returns a digest of 8 bytes of arrays and other values."""
     state = hashlib.blake2b(digest_size=8)
     for _, value in held:
         _add(state, value)
@@ -168,19 +173,19 @@ def digest(held: Iterable[Named]) -> bytes:
 
 
 def settings_of(optimizer: Optimizer) -> List[Named]:
-    """An optimizer's kind and its numbers, in five entries whatever its kind."""
+    """Returns an optimizer's class and settings as five named values."""
     others = {name: float(value) for name, value in vars(optimizer).items()
               if isinstance(value, (int, float)) and name not in _NOT_AMONG_OTHERS}
     return [("the optimizer", type(optimizer).__name__),
             ("the learning rate", float(optimizer.learning_rate)),
             ("the weight decay", float(optimizer.wd)),
-            # between steps; `check_batch_size` compares what a Trainer's steps set
+            # between steps; `check_batch_size` compares the value of a Trainer's step
             ("the gradients' factor, one over the batch size,", float(optimizer.rescale_grad)),
             ("one of the optimizer's settings", sorted(others.items()))]
 
 
 def states_of(updater: Updater, names: Dict[int, str]) -> List[Named]:
-    """What an optimizer holds for each parameter: masters, momenta."""
+    """Returns an optimizer's states of each parameter: master weights, momenta."""
     return [(f"the optimizer's state of {names.get(i, i)}", updater.states[i])
             for i in sorted(updater.states)]
 
@@ -204,7 +209,7 @@ def _alike(values: Sequence[Any]) -> bool:
 
 
 def _first_difference(workers: Workers, digests: List[bytes]) -> Tuple[int, str]:
-    """The number of the first digest that is not rank 0's everywhere, and on which ranks."""
+    """Returns the index of the first digest that differs from rank 0's, and the ranks."""
     everyones = [[row[i:i + 8] for i in range(0, len(row), 8)]
                  for row in workers.gather(b"".join(digests))]
     first = next(i for i in range(len(digests)) if not _alike([row[i] for row in everyones]))

@@ -1,8 +1,8 @@
-"""Horovod as a kvstore of MXNet's: `kvstore="horovod"`, as MXNet 2 has it.
+"""Horovod as a kvstore of MXNet: `kvstore="horovod"`, as in MXNet 2.
 
     Trainer, Module  ->  mx.kv.create("horovod")  ->  Horovod's ring of all processes
 
-There is no server: all processes add up together, one process for each device.
+There is no server: all processes all-reduce gradients, one process for each device.
 """
 from typing import Any, Dict, Hashable, List, Mapping, Optional, Sequence, Tuple
 
@@ -13,13 +13,16 @@ from . import rendezvous
 
 @mx.kv.KVStoreBase.register
 class Horovod(mx.kv.KVStoreBase):
-    """A kvstore that sums gradients by Horovod, for `Trainer(..., kvstore=)` and `Module.fit`.
-    `kvstore="horovod"` makes one with the wire "float16".
+    """A kvstore that sums gradients with Horovod, for `Trainer(..., kvstore=)` and `Module.fit`.
+
+    `kvstore="horovod"` creates one with `wire="float16"`.
 
     Args:
         wire: "float16" sums float16 gradients in float16, and a sum above 65504 is infinite.
-            "float32" sends twice as much: it sums in float32, and the update gets that sum
-            before it is rounded.
+            "float32" sends twice as much: it sums in float32, and the update reads that sum.
+
+    Raises:
+        ImportError: Horovod for MXNet is not installed.
     """
 
     def __init__(self, wire: str = "float16") -> None:
@@ -29,7 +32,7 @@ class Horovod(mx.kv.KVStoreBase):
             import horovod.mxnet as hvd
         except ImportError as error:
             raise ImportError("kvstore='horovod' needs Horovod built for MXNet: make horovod, or "
-                              f"see docs/distributed.md. Importing it said: {error}") from error
+                              f"see docs/distributed.md. The import's error: {error}") from error
         if not hvd.is_initialized():
             rendezvous.join_horovod()
         hvd.init()
@@ -39,49 +42,49 @@ class Horovod(mx.kv.KVStoreBase):
 
     @property
     def rank(self) -> int:
-        """This process's number."""
+        """The rank of this process."""
         return self._hvd.rank()
 
     @property
     def num_workers(self) -> int:
-        """How many processes train together."""
+        """The number of processes."""
         return self._hvd.size()
 
     @property
     def may_differ(self) -> bool:
-        """Whether a sum may have other bits on other ranks: Gloo's rings give all the same."""
+        """Whether ranks may get different bits of a sum; with Gloo they get the same."""
         return not self._hvd.gloo_enabled()
 
     @staticmethod
     def is_capable(capability: str) -> bool:
-        """It updates no weights: the optimizer runs on each worker."""
+        """Returns False for the optimizer, which runs on each worker."""
         if capability.lower() != mx.kv.KVStoreBase.OPTIMIZER:
             raise ValueError(f"Valid: {mx.kv.KVStoreBase.OPTIMIZER}. Received: {capability}")
         return False
 
     def set_gradient_compression(self, compression_params: Optional[Mapping[str, Any]]) -> None:
-        """Refused: float16 is what is sent."""
+        """Refuses gradient compression."""
         raise ValueError("kvstore='horovod' takes no gradient compression: float16 gradients are "
                          f"sent as they are. Received: {compression_params!r}")
 
     def init(self, key: Hashable, value: Any) -> None:
-        """Nothing is kept here; `Module` calls it."""
+        """Does nothing; `Module` calls it."""
 
     def broadcast(self, key: Hashable, value: Any, out: Any, priority: int = 0) -> None:
-        """Gives rank 0's value to all ranks, as a sum with zeros: Horovod 0.28's own broadcast may
-        read the operation's name after the operation has ended and freed it."""
+        """Broadcasts rank 0's value as a sum with zeros: Horovod 0.28's broadcast may read the
+        operation's name after it has been freed."""
         (array,) = _one_device([(key, out)])
         if self.rank:
             array[:] = 0
         elif array is not value:
             value.copyto(array)
-        sent = array.astype("float32") if array.dtype is BFLOAT16 else array  # it has no bfloat16
+        sent = array.astype("float32") if array.dtype is BFLOAT16 else array  # no bfloat16
         self._hvd.allreduce_(sent, average=False, name=f"start {key}", priority=priority)
         if sent is not array:
             sent.copyto(array)
 
     def pushpull(self, key: Hashable, value: Any, out: Any = None, priority: int = 0) -> None:
-        """Sums one array over all ranks, into `out` or in place."""
+        """Sums an array over all ranks, into `out` or in place."""
         (value,) = _one_device([(key, value)])
         target = value if out is None else _one_device([(key, out)])[0]
         if target is not value:
@@ -90,15 +93,15 @@ class Horovod(mx.kv.KVStoreBase):
 
     def sum_all(self, gradients: Sequence[Tuple[Any, Any]],
                 owner: str = "") -> Dict[Any, List[Any]]:
-        """Sums many gradients over all ranks in one go, in place.
+        """Sums gradients over all ranks in one grouped all-reduce, in place.
 
         Args:
             gradients: their keys, and the arrays.
-            owner: whose they are: ranks sum what has the same owner.
+            owner: the owner's name, which is part of the operations' names.
 
         Returns:
-            float32 sums of bfloat16 gradients, and with wire="float32" of float16 ones, by their
-            keys; these gradients themselves stay as they are.
+            The float32 sums of bfloat16 gradients and, with wire="float32", of float16 gradients,
+            by key. These gradients do not change.
         """
         arrays = _one_device(gradients)
         unrounded = {}
@@ -115,7 +118,7 @@ class Horovod(mx.kv.KVStoreBase):
 
 
 def _one_device(pairs: Sequence[Tuple[Any, Any]]) -> List[Any]:
-    """The one array of each."""
+    """Returns the single array of each key."""
     arrays = []
     for key, value in pairs:
         several = isinstance(value, (list, tuple))

@@ -1,10 +1,10 @@
-"""Starts a program once for each worker of MXNet's parameter server, with scheduler and servers.
+"""Launches the workers, servers and scheduler of MXNet's parameter server.
 
-    scheduler, servers   Python processes that import this package, and run MXNet's code
-    workers              the program, here or by ssh on the hosts of a file
+    scheduler, servers   Python processes that import this package and run MXNet's code
+    workers              the program, locally or by ssh on the hosts of a file
 
-All is ended when one of them ends too early, when the scheduler or a server stops without ending,
-on Ctrl-C, and when this process is killed. (Workers that stop are noticed by the other workers.)
+It terminates all processes when one of them fails, when the scheduler or a server sends no
+heartbeat, on Ctrl-C, and when it is killed itself. Workers detect other workers that hang.
 """
 import contextlib
 import ctypes
@@ -21,11 +21,11 @@ from typing import Any, Dict, List, NamedTuple, Optional, Sequence
 from .rendezvous import ADDRESS, Rendezvous
 from .supervise import BEAT, patience
 
-# What the others are given to say why they end, and then to write what they hold.
+# Seconds for other processes to report their errors, and to exit after SIGTERM.
 _TO_SPEAK, _TO_END = 8.0, 2.0
-# The scheduler and the servers. MXNet would run them while it is imported: here they run after it,
-# so that servers can be given this package's optimizers. A thread beside them prints an empty line
-# each second.
+# The scheduler and the servers. MXNet would run them during its import; here they run after it,
+# so that servers can load this package's optimizers. A thread prints an empty line each second as
+# a heartbeat.
 _HELPER = f"""
 import os, threading, time
 def beat():
@@ -48,12 +48,17 @@ class _Process(NamedTuple):
 
 def launch(command: Sequence[str], workers: int, servers: int = 1,
            hosts: Optional[Sequence[str]] = None) -> int:
-    """Runs it all, and returns the exit code: 0 if every worker's is, else that of the first
-    that failed; 1 where the scheduler or a server stopped without ending, 130 after Ctrl-C.
+    """Launches all processes and waits for them.
 
     Args:
         command: the program and its arguments.
-        hosts: where ssh starts the workers, by turns; None for here.
+        workers: the number of workers.
+        servers: the number of servers.
+        hosts: the hosts on which ssh starts the workers, in turn; None for this machine.
+
+    Returns:
+        The exit code: 0 if all workers returned 0, else that of the first that failed; 1 if the
+        scheduler or a server hung, 130 after Ctrl-C.
     """
     with contextlib.ExitStack() as stack:
         for number in (signal.SIGTERM, signal.SIGHUP):
@@ -83,7 +88,7 @@ def launch(command: Sequence[str], workers: int, servers: int = 1,
                     started.append(_start(name, command, {**here, **its}))
             return _wait(started, helpers, seconds, rendezvous)
         except KeyboardInterrupt:
-            _say("interrupted: all are ended")
+            _log("interrupted: terminating all processes")
             return 130
         finally:
             _end(started + helpers)
@@ -91,27 +96,27 @@ def launch(command: Sequence[str], workers: int, servers: int = 1,
 
 def launch_horovod(command: Sequence[str], workers: int,
                    hosts: Optional[Sequence[str]] = None) -> int:
-    """Runs horovodrun, which imports MXNet: that needs this package before it, for numpy."""
+    """Runs horovodrun. It imports MXNet, which needs this package's numpy patches first."""
     try:
         from horovod.runner.launch import run_commandline
     except ImportError as error:
         raise ImportError("Horovod is not installed: make horovod, or see docs/distributed.md. "
-                          f"Importing it said: {error}") from error
+                          f"The import's error: {error}") from error
     hosts = hosts or ["localhost"]
     turns = [hosts[i % len(hosts)] for i in range(workers)]
     slots = ",".join(f"{host}:{turns.count(host)}" for host in dict.fromkeys(turns))
-    # As one word: horovodrun would take the program's --network for a part of its own flags' names.
+    # One word: horovodrun would parse the program's flags as abbreviations of its own.
     program = f"exec {' '.join(map(shlex.quote, command))}"
     sys.argv = ["horovodrun", "-np", str(workers), "-H", slots, "sh", "-c", program]
     try:
         return run_commandline() or 0
-    except RuntimeError as error:  # a rank has failed and said why, or Ctrl-C
-        _say(" ".join(str(error).split()))
+    except RuntimeError as error:  # a rank has failed and printed its error, or Ctrl-C
+        _log(" ".join(str(error).split()))
         return 1
 
 
 def read_hosts(path: str) -> List[str]:
-    """The hosts in a file, one on each line; what follows # is left."""
+    """Reads the hosts in a file, one on each line; # starts a comment."""
     with open(path) as file:
         hosts = [line.partition("#")[0].strip() for line in file]
     hosts = [host for host in hosts if host]
@@ -123,7 +128,7 @@ def read_hosts(path: str) -> List[str]:
 
 def _wait(workers: List[_Process], helpers: List[_Process], seconds: float,
           rendezvous: Rendezvous) -> int:
-    """Until all workers have ended, or one process has ended too early or is silent for so long."""
+    """Waits until all workers exit, or a process fails or sends no heartbeat for `seconds`."""
     silence = _Silence(helpers)
     while True:
         ended = [w for w in workers if w.popen.poll() is not None]
@@ -131,7 +136,7 @@ def _wait(workers: List[_Process], helpers: List[_Process], seconds: float,
         rendezvous.poll(f"{ended[0].name} {_how(ended[0].popen.returncode)}" if ended else "")
         failed = next((p for p in workers + helpers if p.popen.poll()), None)
         if failed is not None:
-            _say(f"{failed.name} {_how(failed.popen.returncode)}: the others are ended")
+            _log(f"{failed.name} {_how(failed.popen.returncode)}: terminating the others")
             if failed in workers:
                 _wait_for(workers, _TO_SPEAK)
             code = failed.popen.returncode
@@ -141,21 +146,22 @@ def _wait(workers: List[_Process], helpers: List[_Process], seconds: float,
             return 0
         silent = silence.longer_than(seconds)
         if silent is not None:
-            _say(f"{silent.name} has not been heard of for {seconds:g} seconds: all are ended")
+            _log(f"{silent.name} has sent no heartbeat for {seconds:g} seconds: terminating all "
+                 "processes")
             return 1
         time.sleep(0.05)
 
 
 class _Silence:
-    """For how long helpers have written nothing."""
+    """Tracks the heartbeats of the scheduler and the servers."""
 
     def __init__(self, helpers: List[_Process]) -> None:
         self._seconds = dict.fromkeys(helpers, 0.0)
         self._last = time.monotonic()
 
     def longer_than(self, seconds: float) -> Optional[_Process]:
-        """Reads what helpers have written; returns one that has been silent for longer, if any."""
-        # Where this process itself stood still, the helpers may have, too.
+        """Reads heartbeats; returns a process that has sent none for longer, if any."""
+        # If this process was suspended, the others may have been too.
         passed = min(time.monotonic() - self._last, BEAT)
         self._last = time.monotonic()
         for helper in self._seconds:
@@ -169,7 +175,7 @@ class _Silence:
 
 
 def _has_written(helper: _Process) -> bool:
-    """Since the last call."""
+    """Whether it has written since the last call."""
     output: Any = helper.popen.stdout
     return bool(select.select([output], [], [], 0)[0]) and bool(os.read(output.fileno(), 4096))
 
@@ -181,7 +187,7 @@ def _wait_for(processes: List[_Process], seconds: float) -> None:
 
 
 def _end(processes: List[_Process]) -> None:
-    """Ends each process with all that it has started: by SIGTERM first, then by SIGKILL."""
+    """Terminates each process and its children: by SIGTERM first, then by SIGKILL."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         for process in processes:
             with contextlib.suppress(ProcessLookupError):
@@ -196,7 +202,7 @@ def _end(processes: List[_Process]) -> None:
 
 def _start(name: str, command: Sequence[str], settings: Dict[str, str],
            output: Optional[int] = None) -> _Process:
-    """Starts a process that is ended when this one is, even by SIGKILL."""
+    """Starts a process that the system kills when this one exits, even by SIGKILL."""
     libc = ctypes.CDLL(None) if sys.platform == "linux" else None
     parent = os.getpid()
 
@@ -212,7 +218,8 @@ def _start(name: str, command: Sequence[str], settings: Dict[str, str],
 
 
 def _by_ssh(host: str, command: Sequence[str], settings: Dict[str, str]) -> List[str]:
-    """In the same folder there; a terminal (-tt) ends the program when the connection ends."""
+    """Returns the ssh command that runs `command` in the same folder on a host. A terminal (-tt)
+    terminates the program when the connection closes."""
     passed = {key: value for key, value in os.environ.items()
               if key in ("PYTHONPATH", "PATH") or key.startswith(("MXNET_", "OMP_", "GLUON_AMP_"))}
     words = ["cd", os.getcwd(), "&&", "exec", "env",
@@ -228,13 +235,14 @@ def _free_port(host: str) -> int:
 
 
 def _address_for_all(hosts: Sequence[str]) -> str:
-    """This machine's address, as all hosts see it: the one within it, only where no other is."""
+    """Returns the address of this machine that all hosts can reach: the loopback address only
+    if all are local."""
     addresses = [_address_for(host) for host in hosts]
     return next((a for a in addresses if not a.startswith("127.")), "127.0.0.1")
 
 
 def _address_for(host: str) -> str:
-    """This machine's address, as that host sees it."""
+    """Returns the address of this machine that a host can reach."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((host.rpartition("@")[2], 22))  # sends nothing
@@ -246,10 +254,10 @@ def _address_for(host: str) -> str:
 def _how(code: int) -> str:
     if code < 0:
         return f"was killed by {signal.Signals(-code).name}"
-    return f"has ended with the exit code {code}"
+    return f"exited with code {code}"
 
 
-def _say(text: str) -> None:
+def _log(text: str) -> None:
     print(f"gluon-amp launch: {text}", file=sys.stderr, flush=True)
 
 

@@ -1,12 +1,13 @@
-"""All workers meet before any of them makes its store. A store waits for all, without an error
-where one has ended before or never comes: MXNet's servers wait for ever, Horovod ends the process.
+"""The startup barrier: all workers reach it before any of them creates its store.
 
-    MXNet's servers    workers that `gluon-amp launch` has started meet at the launcher:
-      worker             `join` sends its number, and waits for a line
-      launcher           `Rendezvous.poll` sends all a line: to go on, or which one has ended or is
-                         missing
-    Horovod            `join_horovod`: each rank writes its number where they all can read it,
-                       and rank 0 "all", once it has found every number
+A store waits for all workers. If one has exited, MXNet's servers wait forever, and Horovod aborts.
+
+    MXNet's servers    the barrier of `gluon-amp launch`:
+      worker             `join` sends its index, and waits for a line
+      launcher           `Rendezvous.poll` sends a line to all: continue, or the worker that exited
+                         or is missing
+    Horovod            `join_horovod`: each rank writes its number to Horovod's HTTP store, and
+                       rank 0 writes "all" when it has read every number
 """
 import contextlib
 import http.client
@@ -20,42 +21,42 @@ from ..checks import listed
 from .supervise import RankEndedError, seconds_of
 
 ADDRESS = "GLUON_AMP_LAUNCHER"  # in the environment of the workers
-# In the environment of the ranks that horovodrun has started with Gloo: where they meet.
+# The address of Horovod's HTTP store in the environment of ranks with Gloo.
 HOROVOD_MEETS_AT = ("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT")
 _GO_ON = b"go on\n"
 _POLL = 0.05  # seconds between two requests
 
 
 def patience() -> float:
-    """For how many seconds workers wait for others to begin."""
+    """Returns the barrier's timeout in seconds."""
     return seconds_of("GLUON_AMP_START_TIMEOUT", 300.0)
 
 
 class Rendezvous:
-    """The launcher's list of workers that are about to make their stores.
+    """The launcher's side of the barrier.
 
     Args:
         host: an address of this machine that all workers can reach.
-        workers: their names.
+        workers: the names of the workers.
     """
 
     def __init__(self, host: str, workers: Sequence[str]) -> None:
         self._workers, self._patience = workers, patience()
         self._listener = socket.create_server((host, 0), backlog=len(workers))
         self._listener.setblocking(False)
-        self._waiting: Dict[str, socket.socket] = {}  # by their numbers
-        self._until = math.inf  # for so long others may come
+        self._waiting: Dict[str, socket.socket] = {}  # by the workers' indices
+        self._until = math.inf  # when the barrier times out
         self._all_came = False
 
     def address_for(self, worker: int) -> str:
-        """Where this worker finds the launcher, and its number."""
+        """Returns the launcher's address and a worker's index."""
         return "{}:{}:{}".format(*self._listener.getsockname(), worker)
 
     def poll(self, ended: str = "") -> None:
-        """Takes those that have come, and replies once it is time.
+        """Accepts workers, and replies to all when the barrier completes or fails.
 
         Args:
-            ended: which worker has ended, and how; "" while all are there.
+            ended: which worker has exited, and how; "" while all run.
         """
         with contextlib.suppress(BlockingIOError):
             while True:
@@ -64,13 +65,13 @@ class Rendezvous:
         if self._all_came:
             self._reply(_GO_ON)
         elif ended:
-            self._reply(f"{ended} before it made its own\n".encode())
+            self._reply(f"{ended} before it created its own\n".encode())
         elif time.monotonic() > self._until:
             missing = [name for i, name in enumerate(self._workers) if str(i) not in self._waiting]
             self._reply(f"{_have_not_come(missing, self._patience)}\n".encode())
 
     def _take(self, worker: socket.socket) -> None:
-        worker.settimeout(1)  # it says at once who it is
+        worker.settimeout(1)  # a worker sends its index at once
         with contextlib.suppress(OSError):
             self._waiting[worker.recv(32).decode().strip()] = worker
             self._until = min(self._until, time.monotonic() + self._patience)
@@ -82,14 +83,17 @@ class Rendezvous:
         self._waiting.clear()
 
     def close(self) -> None:
-        """Ends it: workers that wait raise, since the launcher has ended."""
+        """Closes the barrier: workers that wait raise an error."""
         for one in [self._listener, *self._waiting.values()]:
             one.close()
 
 
 def join() -> None:
-    """Of a worker that a launcher has started: waits until all others are about to make their
-    stores, too; raises where one has ended or does not come."""
+    """Waits at the launcher's barrier; does nothing without a launcher.
+
+    Raises:
+        RankEndedError: a worker has exited, or does not reach the barrier in time.
+    """
     if ADDRESS not in os.environ:
         return
     host, port, number = os.environ[ADDRESS].rsplit(":", 2)
@@ -100,20 +104,23 @@ def join() -> None:
     except OSError as error:
         raise OSError(f"the launcher at {host}:{port} cannot be reached: {error}") from error
     if line != _GO_ON:
-        raise RankEndedError("this worker waits in vain to make its store: "
-                             + (line.decode().strip() or "the launcher has ended"))
+        raise RankEndedError("this worker cannot create its store: "
+                             + (line.decode().strip() or "the launcher has exited"))
 
 
 def join_horovod() -> None:
-    """Of a rank that horovodrun has started with Gloo: waits until all others are about to begin,
-    too; raises where one does not come. (Elastic ranks come and go as they like.)"""
+    """Waits at the barrier of ranks that horovodrun has started with Gloo, unless elastic.
+
+    Raises:
+        RankEndedError: a rank does not reach the barrier in time.
+    """
     host, port, rank, size = (os.environ.get(name, "") for name in (
         *HOROVOD_MEETS_AT, "HOROVOD_RANK", "HOROVOD_SIZE"))
     if not (host and port and rank and size) or "HOROVOD_ELASTIC" in os.environ:
         return
 
     def request(method: str, key: str) -> bool:
-        """PUT writes a key; GET returns whether it is written."""
+        """Writes a key (PUT), or returns whether it is written (GET)."""
         connection = http.client.HTTPConnection(host, int(port), timeout=30)
         with contextlib.closing(connection), contextlib.suppress(OSError,
                                                                  http.client.HTTPException):
@@ -132,13 +139,13 @@ def join_horovod() -> None:
                 missing = [f"rank {other}" for other in others if not request("GET", other)]
                 if not missing:
                     return
-                raise RankEndedError(f"rank {rank} waits in vain to make its store: "
+                raise RankEndedError(f"rank {rank} cannot create its store: "
                                      + _have_not_come(missing, seconds))
             time.sleep(_POLL)
 
 
 def _have_not_come(names: Sequence[str], seconds: float) -> str:
-    """The sentence about workers that have not come."""
-    has, it = ("have", "they") if len(names) > 1 else ("has", "it")
-    return f"{listed(names)} {has} not come within {seconds:g} seconds " \
-           f"(GLUON_AMP_START_TIMEOUT): look at what {it} printed last"
+    """Returns a message about workers that have not reached the barrier."""
+    its = "their" if len(names) > 1 else "its"
+    return f"{listed(names)} did not start within {seconds:g} seconds " \
+           f"(GLUON_AMP_START_TIMEOUT): see {its} output"

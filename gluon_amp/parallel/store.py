@@ -1,5 +1,7 @@
-"""Stores: what `kvstore=` takes, and the one store of MXNet's servers that a process has. Servers
-identify arrays by keys alone: whatever a process trains shares them."""
+"""Creates stores from `kvstore=`, and keeps a process's one store of MXNet's servers.
+
+Servers identify arrays by key only, so all Trainers and Modules of a process share the keys.
+"""
 import atexit
 import logging
 import os
@@ -13,22 +15,22 @@ from .horovod import Horovod
 
 log = logging.getLogger("gluon_amp")
 
-# Why a step with a loss scale or clip_norm refuses updates by others.
+# Why a step with a loss scale or clip_norm refuses updates on the kvstore.
 CHECKS_FIRST = "loss scaling and clip_norm check the gradients before the update"
 _WORKERS_VARIABLES = ("DMLC_ROLE", "DMLC_PS_ROOT_URI", "DMLC_PS_ROOT_PORT", "DMLC_NUM_WORKER",
                       "DMLC_NUM_SERVER")
 
 
 def kind_of(kvstore: KVStore) -> str:
-    """A store's type, or the name of one that is still to be made, in small letters."""
+    """Returns a store's type, or its name in lower case."""
     return str(getattr(kvstore, "type", kvstore)).lower()
 
 
 class Servers:
-    """What MXNet's servers hold for this process.
+    """This process's use of MXNet's servers.
 
     Attributes:
-        numbers: the keys that are initialized of arrays of numbers that ranks exchange.
+        numbers: the initialized keys of arrays that ranks exchange.
     """
 
     def __init__(self) -> None:
@@ -38,12 +40,15 @@ class Servers:
         self._update = False
 
     def store(self, kvstore: KVStore) -> Any:
-        """The one store that this process has of MXNet's servers, which would wait for ever with a
-        second one. The first that is given by its name is made here, once all other workers are
-        about to make theirs.
+        """Returns the process's one store of MXNet's servers; a second one would deadlock.
+
+        The first call with a name creates it, after the startup barrier.
 
         Args:
             kvstore: a store, or the name of one.
+
+        Raises:
+            ValueError: the process has another store.
         """
         kind = kind_of(kvstore)
         if self._store is None:
@@ -57,15 +62,18 @@ class Servers:
         return self._store
 
     def free(self) -> None:
-        """Forgets the store, which MXNet wants freed before the interpreter ends."""
+        """Frees the store, which MXNet requires before the interpreter exits."""
         self._store = None
 
     def add_trainer(self, kvstore: KVStore, update: bool) -> int:
-        """The number of a new Trainer, from 1 on. Refuses it where its parameters would be mixed
-        up with others'.
+        """Returns the number of a new Trainer, from 1 on.
 
         Args:
+            kvstore: the store.
             update: whether the servers update its weights.
+
+        Raises:
+            ValueError: its keys would collide with those of a Module or of another Trainer.
         """
         if isinstance(kvstore, mx.kv.KVStore):
             if self._modules:
@@ -79,9 +87,9 @@ class Servers:
         return self._trainers
 
     def add_module(self, kvstore: KVStore) -> int:
-        """The number of a new Module, from 1 on; or refuses it."""
+        """Returns the number of a new Module, from 1 on, or raises ValueError."""
         if isinstance(kvstore, mx.kv.KVStore) and self._trainers + self._modules:
-            raise ValueError("MXNet's servers know a Module's parameters by their names: with "
+            raise ValueError("MXNet's servers identify a Module's parameters by name: with "
                              f"kvstore={kvstore.type!r} a process has one Module, whose "
                              "init_optimizer is called once, and no Trainer. kvstore='horovod' "
                              "takes several")
@@ -94,24 +102,26 @@ atexit.register(servers.free)
 
 
 def make_store(kvstore: KVStore, compression: Optional[Mapping[str, Any]]) -> Any:
-    """What `kvstore=` takes, as MXNet takes it. What cannot work with many workers is refused
-    here: once there is a store, its servers and the other workers would wait."""
+    """Returns the value of `kvstore=` for MXNet's classes.
+
+    It refuses invalid settings before a store exists, whose servers and workers would wait.
+    """
     name = kind_of(kvstore)
     if "dist" not in name and "horovod" not in name:
         workers = os.environ.get("DMLC_NUM_WORKER", "1")
         if os.environ.get("DMLC_ROLE") == "worker" and workers != "1":
-            log.warning("%s workers were launched, but kvstore=%r sums gradients of this one "
-                        "alone: each trains a network of its own. kvstore='dist_sync' trains one",
+            log.warning("%s workers were launched, but kvstore=%r sums the gradients of one worker "
+                        "only: each trains its own network. kvstore='dist_sync' trains one network",
                         workers, name)
         return kvstore
     if compression:
-        raise ValueError(f"gradient compression leaves {name}'s workers waiting for each other "
-                         "in MXNet 1.9.1: train in float16, which halves what is sent. Received: "
+        raise ValueError(f"gradient compression deadlocks {name}'s workers in MXNet 1.9.1: train "
+                         "in float16, which halves the traffic. Received: "
                          f"compression_params={compression!r}")
     if not isinstance(kvstore, str):
         return kvstore
     if name == "horovod":
-        return Horovod()  # which MXNet leaves out where there is one device
+        return Horovod()  # MXNet creates no store for the name if there is one device
     if not all(variable in os.environ for variable in _WORKERS_VARIABLES):
         raise ValueError(f"kvstore={name!r} needs a scheduler and servers: start the program as "
                          "gluon-amp launch -n 2 python ... Or use kvstore='device', for one "
@@ -120,10 +130,12 @@ def make_store(kvstore: KVStore, compression: Optional[Mapping[str, Any]]) -> An
 
 
 def updates_on_ranks(kvstore: KVStore, dense: bool) -> bool:
-    """Whether the ranks update, rather than MXNet's servers, where the user says neither: so that
-    ranks get rank 0's weights and can be compared, with or without a loss scale.
+    """Whether the ranks update by default, instead of MXNet's servers.
+
+    Ranks that update get rank 0's weights and can be compared.
 
     Args:
+        kvstore: a store, or the name of one.
         dense: whether no parameter and no gradient is row_sparse.
     """
     name = kind_of(kvstore)
@@ -132,15 +144,14 @@ def updates_on_ranks(kvstore: KVStore, dense: bool) -> bool:
 
 
 def shared_store(kvstore: KVStore) -> Any:
-    """The store of MXNet's servers, which is the same for all Trainers of a process. Anything else
-    as it is."""
+    """Returns the process's store for MXNet's servers, and any other value unchanged."""
     native = isinstance(kvstore, (str, mx.kv.KVStore))
     return servers.store(kvstore) if native and "dist" in kind_of(kvstore) else kvstore
 
 
 def check_kvstore(kvstore: KVStore, update_on_kvstore: Optional[bool],
                   parameters: Sequence[Parameter]) -> None:
-    """Refuses what would update the weights before the gradients are checked."""
+    """Refuses stores that would update weights before the gradients are checked."""
     if update_on_kvstore:
         raise ValueError(f"{CHECKS_FIRST}: update_on_kvstore must be False or None. Received: True")
     check_not_async(kvstore)
@@ -151,12 +162,12 @@ def check_kvstore(kvstore: KVStore, update_on_kvstore: Optional[bool],
                          f"Received: row_sparse weights{in_names(sparse)}")
     sparse = [p.name for p in parameters if getattr(p, "_grad_stype", "default") != "default"]
     if sparse and "dist" in name:
-        raise ValueError(f"{CHECKS_FIRST}, and {name} updates those that are row_sparse on its "
-                         f"servers. Received: row_sparse gradients{in_names(sparse)}")
+        raise ValueError(f"{CHECKS_FIRST}, and {name} updates row_sparse weights on its servers. "
+                         f"Received: row_sparse gradients{in_names(sparse)}")
 
 
 def check_not_async(kvstore: KVStore) -> None:
-    """Refuses servers that update the weights with each rank's gradients as they come."""
+    """Refuses asynchronous stores, whose servers update weights with unchecked gradients."""
     name = kind_of(kvstore)
     if "async" in name:
         raise ValueError(f"{CHECKS_FIRST}, and {name} updates on its servers: use dist_sync")

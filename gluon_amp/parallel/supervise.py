@@ -1,13 +1,14 @@
-"""Raises on a rank where another one has ended, has stopped or makes other calls: MXNet's
-parameter server and Horovod would wait for ever.
+"""Raises an error on all ranks if one exits, hangs, or makes different calls.
 
-Each rank keeps a connection to rank 0 open. A process that ends, however it ends, closes its
-connections: rank 0 reads that, and sends it to the others. Both sides send an empty line each
-second: a process that stops without ending sends none. What waits for other ranks is run by a
-thread beside the main one (`call`), so that the main one can raise.
+MXNet's parameter server and Horovod would wait forever.
 
-With each of its lines a rank sends rank 0 what it has last waited for: where two wait for different
-things (one makes another step while the other averages statistics), both would wait for ever.
+Each rank keeps a connection to rank 0 open. The system closes it when a process exits; rank 0
+detects this and informs the others. Both sides send an empty line each second as a heartbeat, which
+a process that hangs does not send. `call` runs blocking functions in a second thread, so that the
+main thread can raise.
+
+Each heartbeat carries the last operations for which a rank has waited. Two ranks that wait for
+different operations would deadlock.
 """
 import atexit
 import contextlib
@@ -25,21 +26,21 @@ from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
 
 from ..checks import positive_number
 
-# Seconds in which what a rank had sent before it ended may arrive.
+# Seconds in which data of a rank that has exited may still arrive.
 GRACE = 3.0
-BEAT = 1.0  # seconds between two empty lines
+BEAT = 1.0  # seconds between two heartbeats
 _ADDRESS = struct.Struct("!4sH8s")
 _HELLO = struct.Struct("!8sI")
 _DIED, _ENDED = "has died", "has ended"
 
 
 def patience() -> float:
-    """After how many seconds of silence a rank counts as stopped."""
+    """Returns the seconds without a heartbeat after which a rank counts as hung."""
     return max(2 * BEAT, seconds_of("GLUON_AMP_RANK_TIMEOUT", 30.0))
 
 
 def seconds_of(variable: str, default: float) -> float:
-    """What this environment variable says, if it is set."""
+    """Returns an environment variable as a number of seconds, or the default."""
     said: Any = os.environ.get(variable, default)
     with contextlib.suppress(ValueError):
         said = float(said)
@@ -47,30 +48,31 @@ def seconds_of(variable: str, default: float) -> float:
 
 
 class RankEndedError(RuntimeError):
-    """Another rank has ended or stopped, or makes other calls, and this one waits for it."""
+    """A rank that this one waits for has exited, hangs, or makes different calls."""
 
 
 class Supervisor:
-    """Runs what waits for other ranks, and raises once one of them has ended, or has been silent
-    for as many seconds as the environment variable GLUON_AMP_RANK_TIMEOUT says (30).
+    """Runs functions that wait for other ranks, and raises if a rank exits or hangs.
+
+    A rank hangs if it sends no heartbeat for GLUON_AMP_RANK_TIMEOUT seconds (30), an environment
+    variable.
 
     Args:
-        rank: this process's number.
-        workers: how many there are.
-        gather: gives every rank's bytes to every rank; rank 0 sends its address by it.
-        reach: the host and port of what all ranks can reach: it selects which of this machine's
-            addresses the others see.
+        rank: the rank of this process.
+        workers: the number of ranks.
+        gather: gathers the bytes of all ranks; with it rank 0 sends its address.
+        reach: a host and port that all ranks can reach, which selects this machine's address.
     """
 
     def __init__(self, rank: int, workers: int, gather: Callable[[bytes], List[bytes]],
                  reach: Tuple[str, int]) -> None:
         self.rank, self._workers = rank, workers
-        self._waits: List[Tuple[int, str]] = []  # the last two, numbered
+        self._waits: List[Tuple[int, str]] = []  # the last two operations, numbered
         self.ended: Dict[int, str] = {}
         self._patience = patience()
         self._since = 0.0
         self._raised = self._leaving = False
-        self._changed = threading.Condition()  # what is done, and who has ended
+        self._changed = threading.Condition()  # of results and of `ended`
         self._connections: List[socket.socket] = []
         self._work: Any = queue.SimpleQueue()
         if rank == 0:
@@ -88,14 +90,18 @@ class Supervisor:
             self._start(self._listen, connection)
         self._start(self._run)
         self._start(self._beat)
-        os.register_at_fork(after_in_child=self._close)  # a loader's process is not this rank
+        os.register_at_fork(after_in_child=self._close)  # a DataLoader's process is not this rank
         atexit.register(self._say_goodbye, os.getpid())
 
     def call(self, function: Callable[[], Any], what: str) -> Any:
-        """Runs a function that waits for other ranks, and returns what it returns.
+        """Runs a function that waits for other ranks, and returns its result.
 
         Args:
-            what: what it waits for, as all ranks call it.
+            function: the function.
+            what: the operation's name, the same on all ranks.
+
+        Raises:
+            RankEndedError: a rank has exited, hangs, or waits for another operation.
         """
         number = self._waits[-1][0] + 1 if self._waits else 0
         self._waits = [*self._waits[-1:], (number, what)]
@@ -107,7 +113,7 @@ class Supervisor:
                 left = max(self._since, began) + GRACE - time.monotonic() if self.ended else None
                 if left is not None and left <= 0:
                     self._raised = True
-                    raise RankEndedError(f"rank {self.rank} waits in vain: " + "; ".join(
+                    raise RankEndedError(f"rank {self.rank} cannot continue: " + "; ".join(
                         f"rank {rank} {how}" for rank, how in sorted(self.ended.items())))
                 self._changed.wait(left)
         if "error" in result:
@@ -120,20 +126,20 @@ class Supervisor:
         threading.Thread(target=function, args=args, daemon=True).start()
 
     def _run(self) -> None:
-        """Runs what `call` is given."""
+        """Runs the functions of `call`."""
         while True:
             function, result = self._work.get()
             try:
                 found = {"value": function()}
-            except BaseException as error:  # for the main thread
+            except BaseException as error:  # the main thread raises it
                 found = {"error": error}
             with self._changed:
                 result.update(found)
                 self._changed.notify_all()
-            del function, result, found  # with them the store, which has to be freed at the end
+            del function, result, found  # they refer to the store, which must be freed
 
     def _beat(self) -> None:
-        """Sends the others a line each second."""
+        """Sends heartbeats."""
         while True:
             time.sleep(BEAT)
             self._send(json.dumps(self._waits) if self.rank and not self._leaving else "")
@@ -144,7 +150,7 @@ class Supervisor:
                 connection.sendall(f"{line}\n".encode())
 
     def _accept(self, listener: socket.socket, workers: int, token: bytes) -> None:
-        """Of rank 0: takes the others' connections."""
+        """Accepts the connections of the other ranks, on rank 0."""
         with listener:
             while len(self._connections) < workers - 1:
                 connection, _ = listener.accept()
@@ -161,7 +167,7 @@ class Supervisor:
                     connection.close()
 
     def _wait_for_end(self, connection: socket.socket, rank: int) -> None:
-        """Of rank 0: reads until another rank's connection ends, and sends the others how."""
+        """Reads until a rank's connection closes, and informs the others, on rank 0."""
         def note(how: str) -> None:
             self._note(rank, how)
             self._send(f"{rank} {how}")
@@ -178,7 +184,7 @@ class Supervisor:
         note(how)
 
     def _compare(self, rank: int, theirs: Dict[int, str]) -> None:
-        """Of rank 0: whether another rank has waited for the same things, in the same order."""
+        """Checks that a rank has waited for the same operations as rank 0, on rank 0."""
         for number, what in self._waits:
             if theirs.get(number, what) != what and rank not in self.ended:
                 self._note(rank, f"waits for {theirs[number]}, and rank 0 for {what}: all ranks "
@@ -187,7 +193,7 @@ class Supervisor:
                            "must make the same calls, and as many steps")
 
     def _listen(self, connection: socket.socket) -> None:
-        """Of the others: reads what rank 0 sends, and its own end."""
+        """Reads rank 0's messages until its connection closes, on other ranks."""
         how = _DIED
         for line in self._lines(connection, lambda: self._note(0, self._silent)):
             if how == _DIED:
@@ -199,17 +205,17 @@ class Supervisor:
                     self._note(0, how)
                 elif int(rank) != self.rank:
                     self._note(int(rank), said)
-        everyone = range(self._workers) if how == _ENDED else [0]  # rank 0 ends well as the last
+        # after a success, rank 0 exits last
+        everyone = range(self._workers) if how == _ENDED else [0]
         for other in set(everyone) - {self.rank}:
             self._note(other, how)
 
     @property
     def _silent(self) -> str:
-        return f"has not been heard of for {self._patience:g} seconds"
+        return f"has sent no heartbeat for {self._patience:g} seconds"
 
     def _lines(self, connection: socket.socket, silent: Callable[[], None]) -> Iterator[str]:
-        """The lines that come until the connection ends; calls `silent` when none comes for long.
-        """
+        """Yields lines until the connection closes; calls `silent` if none arrives in time."""
         connection.settimeout(self._patience)
         rest = b""
         while True:
@@ -227,8 +233,7 @@ class Supervisor:
                 yield line.decode().strip()
 
     def _note(self, rank: int, how: str) -> None:
-        """That a rank has ended or is silent, and since when; or, with no words, that it is back.
-        """
+        """Records that a rank has exited or hangs; an empty `how` clears the record."""
         with self._changed:
             if not how:
                 self.ended.pop(rank, None)
@@ -249,7 +254,7 @@ class Supervisor:
         self._send(f"0 {how}" if self.rank == 0 else how)
 
     def _wait_for_others(self) -> str:
-        """Until all have ended. Returns how this one ends where another has failed."""
+        """Waits until all ranks exit. Returns this rank's status if another has failed, else ""."""
         with self._changed:
             while True:
                 for rank, how in self.ended.items():
@@ -260,8 +265,8 @@ class Supervisor:
                 self._changed.wait()
 
     def _say_goodbye(self, process: int) -> None:
-        """Sends how this rank ends. MXNet waits for the others when it frees its store: after an
-        error, here or on another rank, this one ends at once."""
+        """Sends this rank's status at exit. MXNet waits for other ranks when it frees its store, so
+        the process exits at once after an error on any rank."""
         if os.getpid() != process:
             return
         error: Optional[BaseException] = getattr(sys, "last_value", None)
@@ -287,14 +292,14 @@ class Supervisor:
 
 
 def _own_address(reach: Tuple[str, int]) -> str:
-    """This machine's address as those see it that are where `reach` is."""
+    """Returns the address of this machine on the network of `reach`."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect(reach)  # sends nothing
         return probe.getsockname()[0]
 
 
 def _keep_alive(connection: socket.socket) -> None:
-    """The system probes every 2 seconds whether a silent machine is still there."""
+    """Enables TCP keep-alive probes every 2 seconds."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (("TCP_KEEPIDLE", 2), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 3)):
         if hasattr(socket, name):

@@ -1,8 +1,7 @@
-"""Gradients summed over devices and workers, and values that workers exchange.
+"""Sums gradients over devices and workers, and exchanges values between workers.
 
-One process with one device has nothing to sum. With several devices or workers a kvstore
-does it: MXNet's, or one of any other kind with the methods of `mx.kv.KVStoreBase`, such as
-Horovod's (horovod.py).
+With several devices or workers a kvstore sums: MXNet's, or any other with the methods of
+`mx.kv.KVStoreBase`, such as Horovod's (horovod.py).
 """
 import ctypes
 import os
@@ -19,27 +18,27 @@ from .store import servers
 from .supervise import RankEndedError, Supervisor
 
 _supervisor: Optional[Supervisor] = None  # one for each process
-# Keys of MXNet's servers are 32-bit integers, and one that was initialized keeps its shape. The
-# process's Trainer n, from 0 on, has _KEYS_OF_A_TRAINER keys from n * _KEYS_OF_A_TRAINER on.
+# Keys of MXNet's servers are 32-bit integers, and an initialized key keeps its shape.
+# Trainer n of a process, from 0 on, has _KEYS_OF_A_TRAINER keys from n * _KEYS_OF_A_TRAINER on.
 _KEYS_OF_A_TRAINER = 2 ** 16
-# Parameter i, where it is broadcast before servers get an optimizer: a server that has one takes
-# each further value of a key for a gradient.
+# + i: parameter i in the broadcast before servers get an optimizer. A server with an optimizer
+# treats each later value of a key as a gradient.
 BROADCAST_KEYS = 2 ** 29
-_EXCHANGE_KEYS = 2 ** 30  # + n: of arrays of n numbers that ranks exchange
+_EXCHANGE_KEYS = 2 ** 30  # + n: arrays of n numbers that ranks exchange
 _SCHEDULER_IS_AT = ("DMLC_PS_ROOT_URI", "DMLC_PS_ROOT_PORT")  # of MXNet's servers
 
 
 class Workers:
-    """The processes that train together: sums and exchanges by their kvstore.
+    """The workers of a training: all-reduce and exchange of values with their kvstore.
 
     Args:
         kvstore: None for one process that sums nothing.
         names: whether the store identifies parameters by names; else by numbers.
-        updates: whether the store updates weights itself; then it can sum nothing else.
+        updates: whether the store updates weights; then it can sum nothing else.
 
     Attributes:
-        exchange: whether they can exchange values: there are several, and no servers that update.
-        owner: whose gradients these are, such as "Trainer 1": the same on all ranks.
+        exchange: whether they can exchange values: there are several, and servers do not update.
+        owner: the owner of the gradients, such as "Trainer 1"; the same on all ranks.
         compared: whether they have been compared after the first step.
     """
 
@@ -50,7 +49,7 @@ class Workers:
         self.connect(kvstore, updates)
 
     def connect(self, kvstore: Optional[KVStoreBase], updates: bool = False) -> None:
-        """Uses this store from here on."""
+        """Sets the store."""
         self._kvstore: Any = kvstore
         self._native = isinstance(kvstore, mx.kv.KVStore)
         self.exchange = self.count > 1 and not updates
@@ -59,27 +58,27 @@ class Workers:
 
     @property
     def sums(self) -> bool:
-        """Whether all devices hold the same gradient after `sum`."""
+        """Whether all devices have the same gradient after `sum`."""
         return self._kvstore is not None
 
     @property
     def sums_at_once(self) -> bool:
-        """Whether the store sums all gradients in one call, and may leave them as they are."""
+        """Whether the store sums all gradients in one call, and may return the sums instead."""
         return hasattr(self._kvstore, "sum_all")
 
     @property
     def count(self) -> int:
-        """How many processes train together."""
+        """The number of workers."""
         several = self.sums and "dist" in self._kvstore.type
         return self._kvstore.num_workers if several else 1
 
     @property
     def rank(self) -> int:
-        """This process's number among them."""
+        """The rank of this process."""
         return self._kvstore.rank if self.count > 1 else 0
 
     def register_trainer(self, servers_update: bool = False) -> None:
-        """Gives one more Trainer of this process keys of its own."""
+        """Reserves keys for a new Trainer of this process."""
         number = servers.add_trainer(self._kvstore, servers_update)
         self.owner = f"Trainer {number}"
         if self._native:
@@ -92,7 +91,7 @@ class Workers:
             gradients: a parameter's key in the store, and its gradient on each device.
 
         Returns:
-            float32 sums of float16 gradients that the store keeps from being rounded, to be used
+            The float32 sums of 16-bit gradients that the store does not round, to be used
             instead: by the parameter's key, on each device.
         """
         if not self.sums:
@@ -123,8 +122,8 @@ class Workers:
 
     def _without_bfloat16(self, gradients: List[Tuple[Any, List[Any]]]
                           ) -> List[Tuple[Any, List[Any]]]:
-        """Sums bfloat16 gradients over the devices of this process in float32, in place, since
-        MXNet's stores cut off the digits of such sums. Returns the other gradients."""
+        """Sums bfloat16 gradients over the devices of this process in float32, in place, because
+        MXNet's stores truncate such sums. Returns the other gradients."""
         others = []
         for key, on_devices in gradients:
             if on_devices[0].dtype is not BFLOAT16 or "dist" in self._kvstore.type:
@@ -137,20 +136,23 @@ class Workers:
         return others
 
     def any(self, flag: bool) -> bool:
-        """Whether the flag is true for any worker. All workers have to call it."""
+        """Whether the flag is true on any worker. All workers must call it."""
         if not self.exchange:
             return flag
         return bool(self.sum_numbers(np.array([flag]), "a flag of each rank").any())
 
     def any_after_sum(self, flag: bool) -> bool:
-        """As `any`, for what follows from summed gradients. Nothing is exchanged where a store
-        gives the same bits to all workers: then each has it already. A store that may not has to
-        set `may_differ`."""
+        """The same as `any` for a flag that depends on summed gradients only.
+
+        Workers exchange it only if the store may return different bits to them (`may_differ`).
+        """
         return self.any(flag) if getattr(self._kvstore, "may_differ", False) else flag
 
     def gather(self, mine: bytes, what: str = "") -> List[bytes]:
-        """Every worker's bytes, of one length, in the order of ranks. All have to call it; `what`
-        names it in errors."""
+        """Returns the bytes of all workers, of one length, by rank. All workers must call it.
+
+        `what` names the operation in errors.
+        """
         if not self.exchange:
             return [mine]
         numbers = np.zeros((self.count, len(mine)))
@@ -160,9 +162,9 @@ class Workers:
         return [bytes(row) for row in sums.astype(np.uint8)]
 
     def average(self, arrays: Sequence[List[Any]]) -> None:
-        """Gives each array, on all devices of all workers, the mean over these. All have to call
-        it."""
-        mx.nd.waitall()  # MXNet's engine has no record of the batch norms' writes into averages
+        """Averages each array over all devices of all workers, in place. All workers must call it.
+        """
+        mx.nd.waitall()  # MXNet's engine does not track the writes of batch norms to averages
         means = [np.mean([a.asnumpy() for a in on_devices], axis=0, dtype="float32").ravel()
                  for on_devices in arrays]
         if not means:
@@ -175,7 +177,7 @@ class Workers:
                 array[:] = one.reshape(array.shape)
 
     def broadcast(self, arrays: Iterable[Tuple[Any, List[Any]]], initialized: bool) -> None:
-        """Gives rank 0's arrays to all workers, in place, and waits until they are there.
+        """Broadcasts rank 0's arrays to all workers, in place, and waits for them.
 
         Args:
             arrays: a key of the store, and the array on each device.
@@ -191,49 +193,56 @@ class Workers:
                     self._kvstore.pull(key, out=on_devices)
                 else:
                     self._kvstore.broadcast(key, on_devices[0], on_devices)
-            # Else a rank that is ahead sums gradients into what another is still to fetch.
+            # Otherwise a faster rank would sum gradients into keys that another has not read.
             mx.nd.waitall()
         self.wait(exchange, f"{len(arrays)} arrays of rank 0")
 
     def wait(self, function: Callable[[], Any], what: str) -> Any:
-        """Runs what waits for other workers: an error, rather than for ever, where one ended or
-        waits for something else."""
+        """Runs a function that waits for other workers.
+
+        Raises:
+            RankEndedError: a worker has exited, hangs, or waits for another operation.
+        """
         try:
             return _supervisor.call(function, what) if _supervisor else function()
         except mx.MXNetError as error:
             if self._native:
                 raise
-            # Horovod sees by itself that a rank has ended
-            raise RankEndedError(f"rank {self.rank} waits in vain: {message(error)}") from error
+            # Horovod detects that a rank has exited
+            raise RankEndedError(f"rank {self.rank} cannot continue: {message(error)}") from error
 
     def lay_out(self, arrays: Iterable[Any], predicted: bool = False) -> None:
-        """Before arrays go to other workers: lays out float32 arrays in order, where oneDNN has
-        them in blocks of its own: weights after a prediction, gradients. MXNet's servers and
-        Horovod take only what is in order. An error of what computes them is raised here, so that
-        `wait` does not take it for another rank's end.
+        """Reorders float32 arrays from oneDNN's blocked layouts to the plain layout.
+
+        MXNet's servers and Horovod require it. Weights after a prediction and gradients may be
+        blocked. Errors of the operators that compute the arrays are raised here, so that `wait`
+        does not report them as those of another rank.
 
         Args:
-            predicted: these are weights that predictions may still be laying out: waits for them.
+            arrays: the arrays.
+            predicted: whether pending predictions may reorder these weights: waits for them.
         """
         if not self.sums or "dist" not in self._kvstore.type:
             return
         arrays = list(arrays)
         if self._native and any(a.dtype is BFLOAT16 for a in arrays):
-            raise ValueError("MXNet's servers have no bfloat16. Valid: kvstore='horovod', or the "
-                             "policy mixed_bfloat16, whose parameters and gradients are float32. "
+            raise ValueError("MXNet's servers do not support bfloat16. Valid: kvstore='horovod', "
+                             "or mixed_bfloat16, whose parameters and gradients are float32. "
                              f"Received: bfloat16 arrays, kvstore={self._kvstore.type!r}")
         if predicted:
             mx.nd.waitall()
         for array in arrays:
             array.wait_to_read()
             if array.stype == "default" and array.context.device_type == "cpu":
-                address = ctypes.c_void_p()  # nobody reads it: MXNet lays out what it gives
+                address = ctypes.c_void_p()  # unused: the call reorders the array
                 check_call(_LIB.MXNDArrayGetData(array.handle, ctypes.byref(address)))
 
     def sum_numbers(self, numbers: "np.ndarray[Any, Any]", what: str) -> "np.ndarray[Any, Any]":
-        """The sum over workers of an array of numbers, in float32. All have to call it; `what`
-        names it in errors."""
-        # a key for each size, since a store has one size for a key
+        """Returns the float32 sum of an array over workers. All workers must call it.
+
+        `what` names the operation in errors.
+        """
+        # one key for each size, because a key of a store has one size
         key: Any = f"gluon_amp {numbers.size}" if self._names else _EXCHANGE_KEYS + numbers.size
         array = mx.nd.array(numbers.reshape(-1), ctx=mx.cpu(), dtype="float32")
 
@@ -251,6 +260,6 @@ class Workers:
     def _supervise(self) -> None:
         global _supervisor
         place = _SCHEDULER_IS_AT if self._native else HOROVOD_MEETS_AT
-        host, port = map(os.environ.get, place)  # which all ranks can reach
+        host, port = map(os.environ.get, place)  # all ranks can reach it
         if _supervisor is None and host and port:
             _supervisor = Supervisor(self.rank, self.count, self.gather, (host, int(port)))
