@@ -1,4 +1,4 @@
-"""Other faults than planted.py's, in other networks. Some of them helped to mend the X-ray.
+"""Other faults than those of planted.py, in other networks.
 
     python results/xray/elsewhere.py [--output CSV]
 """
