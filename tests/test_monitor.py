@@ -203,7 +203,7 @@ def test_a_step_without_training_is_a_warning(tmp_path, caplog):
         train(net, trainer, batches(), 1, monitor)
         with caplog.at_level(logging.WARNING, "gluon_amp"):
             monitor.step()
-    assert "nothing is written of step 2, in which the network did not train" in caplog.text
+    assert "no statistics of step 2, because the network did not train" in caplog.text
 
 
 def test_what_cannot_be_observed_is_refused(tmp_path):
@@ -218,9 +218,9 @@ def test_what_cannot_be_observed_is_refused(tmp_path):
             amp.Monitor(net, trainer, file, interval)
     with pytest.raises(TypeError, match="layers takes blocks and regular expressions"):
         amp.Monitor(net, trainer, file, layers=[3])
-    with pytest.raises(ValueError, match=r"'\[' is no regular expression"):
+    with pytest.raises(ValueError, match=r"'\[' is not a regular expression"):
         amp.Monitor(net, trainer, file, layers="[")
-    with pytest.raises(ValueError, match="layers names nothing"):
+    with pytest.raises(ValueError, match="layers is empty"):
         amp.Monitor(net, trainer, file, layers=[])
     assert not file.exists()
     with amp.Monitor(net, trainer, file, 1, "net_dens_fwd") as monitor, \

@@ -101,7 +101,7 @@ def test_it_goes_on_from_its_file_and_gives_the_same(tmp_path, capsys):
         amp.search(net, batches(), lambda out, label: LOSS(out, label) * 2, budget=120.0, file=file,
                    **QUICK)
     (tmp_path / "search.json").write_text("{")
-    with pytest.raises(ValueError, match="none that search has written"):
+    with pytest.raises(ValueError, match="was not written by search"):
         amp.search(net, batches(), LOSS, budget=120.0, file=file, **QUICK)
     for wrong in (str(tmp_path), str(tmp_path / "missing" / "search.json")):
         with pytest.raises(ValueError, match="in a folder that exists"):

@@ -54,7 +54,7 @@ for _ in range(20):
 def test_data_that_is_not_finite_is_named_and_is_no_reason_to_keep_anything(number):
     net = two_layers()
     view = amp.xray(net, [spoiled(number)], LOSS)
-    assert str(view.first_overflow) == "batch 0: data is not finite before anything is computed"
+    assert str(view.first_overflow) == "batch 0: the input data is not finite"
     assert (view.findings, view.keep, view.window) == ([], [], None)
     assert "No operator needs" not in str(view)
     assert amp.explain(net, spoiled(number), LOSS).node == "data"
@@ -73,9 +73,9 @@ def test_advice_comes_from_the_batches_whose_data_is_finite(tmp_path):
     view = amp.xray(two_layers(lambda F, x: x * 1e6), [rows(2)[0], spoiled(), rows(2)[1]], LOSS)
     assert (view.findings, view.keep, view.window) == (right.findings, right.keep, right.window)
     assert view.findings
-    assert any("batch 1: data is not finite" in note for note in view.notes)
+    assert any("batch 1: the input data is not finite" in note for note in view.notes)
     view.save(str(tmp_path / "xray"))
-    assert "Batch 1: data is not finite" in (tmp_path / "xray" / "xray.html").read_text()
+    assert "Batch 1: the input data is not finite" in (tmp_path / "xray" / "xray.html").read_text()
 
 
 def test_another_format_is_not_told_of_a_batch_that_was_left_out(tmp_path):

@@ -31,7 +31,7 @@ def test_an_exponent_that_overflows_in_other_batches_is_named_where_it_comes_nea
     view = amp.xray(net, with_largest(8.0, 7.0, 10.5), LOSS)
     assert view.first_overflow is None
     assert (view.findings[0].node, view.findings[0].reason) == ("net_exp0", "range above")
-    assert "up to 2^16 in one batch, and to 2^12 in half of them" in view.findings[0].detail
+    assert "reaches 2^16 in one batch, and 2^12 in the median batch" in view.findings[0].detail
     check_mended(net, view, with_largest(8.0, 7.0, 10.5))
     assert amp.explain(net, with_largest(12.0)[0], LOSS) is None
 

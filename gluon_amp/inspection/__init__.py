@@ -1,1 +1,1 @@
-"""What a format such as float16 does to every tensor of a network."""
+"""Inspection of a network's tensors: how a format such as float16 rounds each of them."""

@@ -1,4 +1,4 @@
-"""From counts to advice: where infinities begin, what is wrong, and which loss scales fit."""
+"""Derives advice from counts: the first overflow, findings, and the loss scales that fit."""
 import math
 import statistics
 from dataclasses import dataclass
@@ -23,37 +23,36 @@ from .session import SMALLEST_SCALE
 from .statistics import Counted, Counts, Key, decibels
 from .tensors import Layout, Tensor, counted_reads, varies_by
 
-_MOST_LOST = 0.1  # of a gradient's norm, before a network is said to need something
-_STANDS_OUT = 4  # times the worth of what three products in four round
-_BEGINS_TO_LOSE = 0.01  # of a norm: from there on numbers are lost
-_CANCELS = 20  # dB that a difference loses at least
-_JUMPS = 12  # powers of two between gradients on both sides of a node, at least
-_LITTLE_IS_LEFT = 0.25  # of the forward pass in the format
+_MOST_LOST = 0.1  # threshold: the share of a gradient's norm that rounding removes
+_STANDS_OUT = 4  # threshold: a tensor's effect on the loss over the products' upper quartile
+_BEGINS_TO_LOSE = 0.01  # threshold: the share of a norm that underflow removes
+_CANCELS = 20  # threshold: the loss of a difference in dB
+_JUMPS = 12  # threshold: powers of two between the gradients of a node's output and input
+_LITTLE_IS_LEFT = 0.25  # threshold: the share of the forward pass in the format
 _SUMS = frozenset("""elemwise_add elemwise_sub broadcast_add broadcast_sub add_n _plus_scalar
     _minus_scalar _rminus_scalar _npi_add _npi_subtract _npi_add_scalar _npi_subtract_scalar
     _npi_rsubtract_scalar""".split())
-_POWERS = tuple(range(-48, 49))  # of two: by which a tensor is moved to see what it loses
-# What a DynamicLossScale goes down to, 1, and three bits: gradients grow from batch to batch.
+_POWERS = tuple(range(-48, 49))  # of two, by which a tensor is scaled
+# The minimum of a DynamicLossScale, 1, and three bits of headroom for other batches.
 _TRAINING_ENDS = 8.0
 
 
 @dataclass
 class Finding:
-    """A node whose tensor its format does not suit.
+    """A node with a tensor that its format does not suit.
 
     Attributes:
-        node: the node that is to blame.
-        tensor: its name.
+        node: the node that causes the problem.
+        tensor: the tensor's name.
         reason: "range above" or "range below" (numbers too large or too small for the format), with
-            ", by a constant" where one of the operator is to blame; "cancellation": a difference of
-            numbers that are nearly alike; "small errors move the loss"; "gradients change their
-            size".
+            ", by a constant" if the operator has a constant; "cancellation": a difference of
+            nearly equal numbers; "small errors move the loss"; "gradients change their size".
         detail: a sentence with figures.
         keep: the nodes to keep in float32.
         backward: whether the tensor is a gradient.
-        certain: whether no other batch makes up for it, as in what is a mean of all batches.
-        severity: "error" where values are not finite, or where no loss scale fits a gradient;
-            "warning" where digits are lost, or where another batch may overflow.
+        certain: whether one batch suffices as evidence, unlike a mean over batches.
+        severity: "error" if values are not finite, or if no loss scale fits a gradient; "warning"
+            if digits are lost, or if another batch may overflow.
     """
     node: str
     tensor: str
@@ -65,11 +64,11 @@ class Finding:
     severity: str = "warning"
 
 
-_BEYOND_FLOAT16 = 2.0 ** 40  # 65504 over the smallest number: wider formats reach further
+_BEYOND_FLOAT16 = 2.0 ** 40  # float16's largest over its smallest number: only wider formats
 
 
 class Window(NamedTuple):
-    """The loss scales that fit, as powers of two, and the tensors that set the ends."""
+    """The loss scales that fit, as powers of two, and the tensors that limit them."""
     low: float
     high: float
     low_tensor: str
@@ -77,16 +76,16 @@ class Window(NamedTuple):
 
     @property
     def fits(self) -> bool:
-        """Whether training comes to such a scale."""
+        """Whether dynamic loss scaling reaches such a scale."""
         return max(self.low, _TRAINING_ENDS) <= self.high
 
     @property
     def notes(self) -> List[str]:
-        """What to do where scales fit that training does not come to by itself."""
+        """Advice if dynamic loss scaling does not reach the scales that fit."""
         if self.fits or self.low > self.high:
             return []
         return [f"these gradients need a loss scale of {as_power(self.high)} or less, and "
-                "loss_scale='dynamic' ends at 1: give amp.DynamicLossScale("
+                "loss_scale='dynamic' ends at 1: use amp.DynamicLossScale("
                 f"{_in_python(self.high)}, minimum={_in_python(SMALLEST_SCALE)})"]
 
     def __str__(self) -> str:
@@ -100,19 +99,26 @@ class Window(NamedTuple):
 
 
 def as_power(scale: float) -> str:
-    """A loss scale as text: powers of two as 2^-14."""
+    """Formats a loss scale: powers of two as 2^-14."""
     fraction, exponent = math.frexp(scale)
     return f"2^{exponent - 1}" if fraction == 0.5 else f"{scale:g}"
 
 
 def _in_python(scale: float) -> str:
-    """A loss scale as Python code."""
+    """Formats a loss scale as Python code."""
     return as_power(scale).replace("^", "**")
 
 
 def window(tensors: Iterable[Tensor], scale: float, lost: float) -> Optional[Window]:
-    """The loss scales at which no gradient overflows and none loses more than this share of its
-    norm. Low is above high where there is none such; None where there are no low gradients."""
+    """Returns the loss scales at which no gradient overflows and none loses more than `lost`.
+
+    Low is above high if no scale fits. Returns None if no gradient is less than float32.
+
+    Args:
+        tensors: the counted tensors.
+        scale: the loss scale at which they were counted.
+        lost: the share of a gradient's norm.
+    """
     low, high = SMALLEST_SCALE, math.inf
     low_tensor = high_tensor = ""
     for tensor in tensors:
@@ -122,33 +128,33 @@ def window(tensors: Iterable[Tensor], scale: float, lost: float) -> Optional[Win
         most = _highest(tensor) * scale
         if most < high:
             high, high_tensor = most, tensor.name
-        if counts.lost(tensor.format, low / scale) > lost:  # else its own low end is not higher
+        if counts.lost(tensor.format, low / scale) > lost:  # otherwise `low` suffices for it
             low, low_tensor = _lowest(tensor, lost) * scale, tensor.name
     return Window(low, high, low_tensor, high_tensor) if high < math.inf else None
 
 
 def _highest(tensor: Tensor) -> float:
-    """By which power of two a tensor may grow: overflowed numbers count as beyond."""
+    """Returns a tensor's headroom as a power of two; less than 1 if a number overflowed."""
     _, above = tensor.counts.headroom(tensor.format) or (0, 0)
     return 2.0 ** (above if tensor.counts.stay_finite else min(above, -1))
 
 
 def _lowest(tensor: Tensor, lost: float) -> float:
-    """The smallest factor at which a tensor loses no more than that."""
-    fits = tensor.counts.lost_at(tensor.format, _POWERS) <= lost  # what is lost falls as they grow
+    """Returns the smallest power of two at which a tensor loses at most this share."""
+    fits = tensor.counts.lost_at(tensor.format, _POWERS) <= lost  # monotonic in the powers
     return 2.0 ** _POWERS[int(fits.argmax()) if fits.any() else -1]
 
 
 def left_in_format(format_: Format, before: Iterable[Tensor],
                    after: Iterable[Tensor]) -> List[str]:
-    """What there is to say where little is left in the format once nodes are kept."""
+    """Returns a note if few tensors remain in the format after nodes are kept."""
     count, left = (sum(t.is_low and not t.key.backward and t.counts is not None for t in some)
                    for some in (before, after))
     if left >= _LITTLE_IS_LEFT * count:
         return []
     other = "" if format_.exponent == FLOAT32.exponent else ", and bfloat16 has float32's range"
-    return [f"after keep=, {left or 'none'} of {count} tensors of the forward pass are less "
-            f"than float32: norms between the layers would keep numbers small{other}"]
+    return [f"after keep=, {left or 'none'} of {count} tensors of the forward pass are below "
+            f"float32: norms between the layers would keep numbers small{other}"]
 
 
 # ---- findings -----------------------------------------------------------------------------------
@@ -156,10 +162,11 @@ def left_in_format(format_: Format, before: Iterable[Tensor],
 
 def findings(layout: Layout, tensors: List[Tensor],
              scale: float) -> Tuple[List[Finding], List[str]]:
-    """The nodes that are to blame, by the kind of fault and then in order of computation (those on
-    whose digits the loss hangs by how much it does): where infinities begin, then forward tensors
-    that lose their numbers, then differences that cancel, then tensors on whose last digits the
-    loss hangs, then gradients that no scale fits. Then what else there is to say."""
+    """Returns the findings and notes, sorted by kind and then in order of computation.
+
+    The kinds are overflow, underflow of forward tensors, cancellation, tensors whose rounding
+    moves the loss (sorted by how much), and gradients that no scale fits.
+    """
     first: Dict[str, Finding] = {}
     judge = _Judge(layout, tensors, scale)
     for finding in judge.findings():
@@ -170,7 +177,7 @@ def findings(layout: Layout, tensors: List[Tensor],
 
 
 class _Judge:
-    """Of tensors that were counted; each reads others of these."""
+    """Finds problems in counted tensors."""
 
     def __init__(self, layout: Layout, tensors: List[Tensor], scale: float) -> None:
         self.layout, self.scale = layout, scale
@@ -188,7 +195,7 @@ class _Judge:
         self.least_snr = min((t.low_snr for t in self.seen.values()), default=0.0)
 
     def before(self, tensor: Tensor) -> List[Tensor]:
-        """What a tensor is computed from."""
+        """Returns the inputs of a tensor's operator."""
         return [self.seen[key] for key in self.reads[tensor.key]]
 
     def findings(self) -> List[Finding]:
@@ -197,12 +204,12 @@ class _Judge:
                 if t.key in self.broken or t.snr == -math.inf for finding in self._above(t)]
         for finding in made:
             finding.certain, finding.severity = True, "error"
-        if made:  # where numbers grow from layer to layer, all from one on are to be kept
+        if made:  # numbers may grow from layer to layer: keep all layers that overflow
             behind = [t for t in self.forward if t.beyond and t.key in self.broken]
             made[0].keep = list(dict.fromkeys(made[0].keep + self._kept_for(behind)))
         for judge in (self._nearly_above, self._below, self._cancelled):
             made += [finding for tensor in self.forward for finding in judge(tensor)]
-        if not made:  # else gradients are not what they will be
+        if not made:  # keeping nodes changes the gradients
             made += self._moving_the_loss()
             if all(key.backward for key in self.broken):
                 gradients = self._gradients()
@@ -240,7 +247,7 @@ class _Judge:
     def _above(self, tensor: Tensor) -> List[Finding]:
         counts = tensor.counts
         if tensor.op in CASTS and not counts.overflowed:
-            return []  # what it casts was not finite, such as what a plain Block hands on
+            return []  # its input was not finite, such as the result of a plain Block
         if not counts.overflowed:
             return self._of_zeros(tensor)
         most = f"up to 2^{counts.range[1] + 1}" if counts.range else "all"
@@ -250,20 +257,20 @@ class _Judge:
                 tensor, lambda t: t.counts.shares(tensor.format)["overflowed"] > 0))]
 
     def _nearly_above(self, tensor: Tensor) -> List[Finding]:
-        """A tensor that has overflowed in no batch so far, but may in the next."""
+        """Finds a tensor that has not overflowed, but may in another batch."""
         by = varies_by(tensor)
         if by is None or not tensor.counts.stay_finite:
             return []
         most = max(tensor.largest)
         return [self._finding(
-            tensor, "range above", f"{tensor.name} goes up to 2^{most + 1} in one batch, and to "
-            f"2^{most + 1 - by} in half of them: another may lie beyond {tensor.format.largest:g}",
+            tensor, "range above", f"{tensor.name} reaches 2^{most + 1} in one batch, and "
+            f"2^{most + 1 - by} in the median batch: another may exceed {tensor.format.largest:g}",
             self._where_it_begins(tensor, lambda t: t.counts.range is not None
                                   and t.counts.range[1] >= most))]
 
     def _of_zeros(self, tensor: Tensor) -> List[Finding]:
-        """A tensor whose infinities no rounding has made: what it is computed from became 0, which
-        a logarithm or a quotient does not take."""
+        """Finds the cause of infinities without overflow: an input of a logarithm or of a quotient
+        underflowed to 0."""
         behind = reached([tensor.key], self.reads, lambda key: self.seen[key].is_low)
         rounded = [t for t in self.forward if t.key in behind and t.is_low]
         made = [self._finding(t, "range below", f"{t.counts.flushed / t.counts.numbers:.2%} of "
@@ -271,13 +278,13 @@ class _Judge:
                 for t in rounded if t.counts.flushed]
         if made or not (rounded or tensor.is_low):
             return made
-        finding = self._finding(tensor, "cancellation", f"{tensor.name} is not finite, though what "
-                                "it is computed from is")
+        finding = self._finding(tensor, "cancellation", f"{tensor.name} is not finite, although "
+                                "its inputs are")
         finding.keep = [*(finding.keep if tensor.is_low else []), *self._kept_for(rounded)]
         return [finding]
 
     def _where_it_begins(self, tensor: Tensor, lies_beyond: Callable[[Tensor], bool]) -> str:
-        """The node that makes numbers which only a later cast loses: float32 holds them between."""
+        """Returns the node that computes in float32 the numbers that a later cast loses."""
         known = {tensor.key}
         while True:
             carried = [self.seen[key] for key in tensor.carried if key in self.seen]
@@ -294,8 +301,8 @@ class _Judge:
             tensor, lambda t: t.counts.lost(tensor.format) > _BEGINS_TO_LOSE))] if said else []
 
     def _cancelled(self, tensor: Tensor) -> List[Finding]:
-        """A tensor that is far from float32's though all that it is computed from is near. (A
-        float32 tensor may be as far from it as its inputs, of less than that, allow.)"""
+        """Finds a tensor with a much lower SNR than its inputs. A float32 tensor inherits the
+        errors of its rounded inputs."""
         if tensor.snr is None or tensor.snr >= min(tensor.low_snr, self.least_snr) / 2 \
                 or not tensor.counts.stay_finite:
             return []
@@ -305,8 +312,8 @@ class _Judge:
             return []
         source = min(read, key=self._truth)
         finding = self._finding(
-            tensor, "cancellation", f"{tensor.name} is at {tensor.snr:.0f} dB of float32's, though "
-            f"what it is computed from is at {self._truth(source):.0f} dB or better")
+            tensor, "cancellation", f"{tensor.name} has {tensor.snr:.0f} dB against float32, "
+            f"although its inputs have {self._truth(source):.0f} dB or more")
         finding.certain = True
         made = [self._before_cast(t) for t in read]
         finding.keep += self._kept_for([t for t in made if t.is_low]
@@ -314,29 +321,29 @@ class _Judge:
         return [finding]
 
     def _is_made_good(self, tensor: Tensor) -> bool:
-        """Whether a tensor is read by sums alone that are near float32's, so that neither they nor
-        gradients depend on its digits: such as the difference in x + BlockGrad(round(x) - x)."""
+        """Whether only sums with a high SNR read a tensor, so that its error has no effect: such as
+        the difference in x + BlockGrad(round(x) - x)."""
         behind = [self.seen[key] for key in self.readers.get(tensor.key, ())]
         return bool(behind) and not self.layout.is_output(tensor.key) and all(
             self._is_made_good(t) if t.op in CASTS else
             t.op in _SUMS and t.snr is not None and t.snr >= t.low_snr / 2 for t in behind)
 
     def _truth(self, tensor: Tensor) -> float:
-        """How near a tensor is to float32's, in dB. No float32 graph has casts: one is as near as
-        what it casts, but for its own rounding."""
+        """Returns a tensor's SNR against float32 in dB. The float32 graph has no casts: the SNR of
+        a cast is that of its input with the noise of its own rounding."""
         if tensor.op not in CASTS:
             return math.inf if tensor.snr is None else tensor.snr
         noises = [10 ** (-self._truth(t) / 10) for t in self.before(tensor)]
         return decibels(1.0, sum(noises) + 10 ** (-tensor.counts.own_snr / 10))
 
     def _before_cast(self, tensor: Tensor) -> Tensor:
-        """What a cast to float32 casts; any other tensor is itself."""
+        """Returns the input of a cast to float32, and any other tensor unchanged."""
         while tensor.op in CASTS and not tensor.is_low and self.reads[tensor.key]:
             tensor = self.before(tensor)[0]
         return tensor
 
     def _rounded_before(self, tensor: Tensor) -> List[Tensor]:
-        """Of less than float32, the tensor that a float32 one has most of its error from."""
+        """Returns the rounded tensor from which a float32 tensor inherits most of its error."""
         known = {tensor.key}
         while not tensor.is_low:
             read = [t for t in self.before(tensor) if t.key not in known]
@@ -347,10 +354,11 @@ class _Judge:
         return [tensor]
 
     def _moving_the_loss(self) -> List[Finding]:
-        """Tensors whose rounding moves the loss by more than rounding the loss itself would, and
-        far more than that of three products in four, which no training in the format does
-        without, and than that of the products next to it: where these move it as much, the network
-        is so sensitive there, as untrained ones are."""
+        """Finds tensors whose rounding moves the loss more than rounding the loss itself would.
+
+        It must also move the loss far more than the rounding of three in four products, and of
+        the adjacent products. An untrained network is equally sensitive to adjacent layers.
+        """
         worths = {t.key: statistics.mean(t.worths) for t in self.forward if t.worths}
         products = {t.key.node: statistics.mean(t.by_chance) for t in self.forward if t.by_chance}
         made, alike = [], []
@@ -364,24 +372,27 @@ class _Judge:
             if any(worth <= _STANDS_OUT * products[node] for node in self._next_to(tensor)):
                 alike.append(f"{tensor.name} ({share})")
                 continue
-            made.append(self._finding(tensor, "small errors move the loss", "what rounding adds to "
-                                      f"{tensor.name} moves the loss by {share} from step to step"))
+            made.append(self._finding(tensor, "small errors move the loss", "the rounding error of "
+                                      f"{tensor.name} moves the loss by {share} in each step"))
         if alike and not made:
-            self.notes.append("as in an untrained network, the loss moves with what rounding adds "
-                              f"to one layer after another, most with that of {alike[0]}: look "
-                              "again after some steps of training")
+            self.notes.append("as in an untrained network, the rounding errors of adjacent layers "
+                              f"move the loss, most that of {alike[0]}: run the X-ray again after "
+                              "some steps of training")
         return made
 
     def _next_to(self, tensor: Tensor) -> Set[str]:
-        """The nearest products that a tensor is computed from, and that are computed from it."""
+        """Returns the nearest products before and after a tensor."""
         found = [key for ways in (self.reads, self.readers)
                  for key in reached([tensor.key], ways, lambda key: self.seen[key].by_chance)]
         return {key.node for key in found if self.seen[key].by_chance} - {tensor.key.node}
 
     def _gradients(self) -> List[Finding]:
-        """Where no loss scale that training comes to fits all gradients: the node at which they
-        change their size most, then those that lie apart, at that end which names fewer. (Where
-        most are too large, none lies apart: a lower scale is what they need.)"""
+        """Finds gradients for which dynamic loss scaling reaches no scale that fits.
+
+        The first finding is the node at which gradients change their size most. The others are the
+        gradients that are too large or too small, whichever are fewer. If most are too large, they
+        need a lower scale, and there is no finding.
+        """
         scale = self.scale
         backward = sorted((t for t in self.seen.values() if t.key.backward and t.counts.range),
                           key=lambda t: t.place)
@@ -392,7 +403,7 @@ class _Judge:
 
         def too_large_for(wanted: float) -> List[Tensor]:
             return [t for t in gradients if _highest(t) * scale < wanted]
-        wanted, why = max(found.low, _TRAINING_ENDS), "and training's goes down to 1"
+        wanted, why = max(found.low, _TRAINING_ENDS), "and loss_scale='dynamic' ends at 1"
         few = found.high < _TRAINING_ENDS and 2 * len(too_large_for(wanted)) <= len(gradients)
         if found.low <= found.high and not few:
             return []
@@ -415,8 +426,8 @@ class _Judge:
                        for t, least in at_high]
 
     def _jump(self, backward: List[Tensor]) -> Optional[Tensor]:
-        """The gradient whose numbers differ most in size from those that it is computed from, if by
-        more than 2^_JUMPS. (What a loss begins by itself has no loss scale.)"""
+        """Returns the gradient whose size differs most from that of its inputs, if by more than
+        2^_JUMPS. A gradient that a loss operator starts has no loss scale and is skipped."""
         best, most = None, _JUMPS
         for tensor in backward:
             here = tensor.counts.middle
@@ -428,8 +439,7 @@ class _Judge:
 
 
 def said_below(counts: Counts, tensor: Tensor, verb: str) -> str:
-    """What is said of a tensor, with these counts, that loses its small numbers; "" where it does
-    not."""
+    """Returns a sentence about a tensor that underflows, with these counts; else ""."""
     if not tensor.is_low or not counts.squares or counts.own_snr >= tensor.low_snr:
         return ""
     shares = counts.shares(tensor.format)
@@ -442,19 +452,18 @@ def said_below(counts: Counts, tensor: Tensor, verb: str) -> str:
 
 @dataclass
 class Overflow:
-    """The first tensor that is not finite though all that it is computed from is.
+    """The first tensor that is not finite although its inputs are.
 
     Attributes:
-        node: the name of the node that has computed it; or of the data or the parameter that was
-            not finite before anything was computed.
-        tensor: its own name.
-        op: the node's operator; "" of data and parameters.
-        backward: whether it is of the backward pass.
-        batch: the number of the batch, from 0 on.
-        scale: the loss scale of that pass.
-        inputs: the names of what it read, with parameters and data, and the exponents of the
+        node: the node that computes it, or the data or the parameter that was not finite.
+        tensor: the tensor's name.
+        op: the node's operator; "" for data and parameters.
+        backward: whether it is a gradient.
+        batch: the index of the batch, from 0 on.
+        scale: the loss scale.
+        inputs: for the name of each input, parameters and data included, the exponents of the
             smallest and the largest number.
-        where: the user's block, with the file and line of its code, if that can be had.
+        where: the user's block, with the file and line of its code, if available.
     """
     node: str
     tensor: str
@@ -467,20 +476,22 @@ class Overflow:
 
     def __str__(self) -> str:
         if not self.op:
-            return f"batch {self.batch}: {self.node} is not finite before anything is computed"
+            return f"batch {self.batch}: the input {self.node} is not finite"
         ranges = ", ".join(f"{name} 2^{r[0]} to 2^{r[1]}" if r else f"{name} all 0"
                            for name, r in self.inputs.items())
         ranges = ranges or ("the loss" if self.backward else "parameters and data")
         which = f" at the loss scale {as_power(self.scale)}" if self.backward else ""
         where = f" ({self.where})" if self.where else ""
         return f"batch {self.batch}: {self.tensor} ({self.op}) is the first that is not " \
-               f"finite{which}{where}. It is computed from: {ranges}"
+               f"finite{which}{where}. Inputs: {ranges}"
 
 
 def unsound(tensors: Collection[Tensor], counts: Mapping[Key, Counts]) -> List[Tensor]:
-    """The tensors that are not finite, in order of computation, but for infinities that come to
-    nothing: no rounding has made them, and whoever reads them makes numbers of them, as a softmax
-    does of those that a mask holds."""
+    """Returns the tensors that are not finite, in order of computation.
+
+    It leaves out infinities that did not overflow and that all readers turn into finite numbers,
+    such as those of a softmax's mask.
+    """
     broken = counts.broken() if isinstance(counts, Counted) else {
         key for key, held in counts.items() if not held.stay_finite}
     found = [t for t in tensors if t.key in broken] if broken else []
@@ -500,16 +511,21 @@ def unsound(tensors: Collection[Tensor], counts: Mapping[Key, Counts]) -> List[T
 
 
 def goes_forward(tensors: Collection[Tensor], counts: Mapping[Key, Counts]) -> bool:
-    """Whether nothing breaks before the loss."""
+    """Whether the forward pass is finite."""
     return all(t.key.backward for t in unsound(tensors, counts))
 
 
 def first_overflow(layout: Layout, tensors: Collection[Tensor], counts: Mapping[Key, Counts],
                    batch: int, scale: float, arrays: Mapping[str, Any]) -> Optional[Overflow]:
-    """In one step's counts.
+    """Returns the first overflow in one step's counts, if any.
 
     Args:
-        arrays: the data and parameters that are known, by name.
+        layout: the graphs' nodes.
+        tensors: their tensors.
+        counts: the step's counts.
+        batch: the index of the batch.
+        scale: the loss scale.
+        arrays: the data and parameters, by name.
     """
     broken = unsound(tensors, counts)
     if not broken:
@@ -519,7 +535,7 @@ def first_overflow(layout: Layout, tensors: Collection[Tensor], counts: Mapping[
     tensor = beginnings(broken, reads_of, counts)[0]
     cast = [by_key[key] for key in reads_of[tensor.key] if key in by_key]
     if tensor.op in CASTS and cast and layout.is_cast_back(layout.nodes[cast[0].key.node]):
-        tensor = cast[0]  # which is float32 within, and rounds by that cast
+        tensor = cast[0]  # it computes in float32, and this cast rounds its result
     given = {name: Counts.of_array(arrays[name]) for name in tensor.variables
              if name in arrays}
     for name, held in given.items():
@@ -535,10 +551,11 @@ def first_overflow(layout: Layout, tensors: Collection[Tensor], counts: Mapping[
 
 def beginnings(broken: Collection[Tensor], reads: Mapping[Key, List[Key]],
                counts: Mapping[Key, Counts]) -> List[Tensor]:
-    """Of tensors that are not finite, those that are computed from no other of these, in order.
-    Loops, and blocks that are called several times, go round in circles, since counts are of all
-    rounds: of a circle it is one that rounding has made infinite, if there is such, and of these
-    the one that has read the fewest infinities."""
+    """Returns the tensors that are not finite and have no such input, in order.
+
+    Counts cover all iterations, so loops and blocks that are called several times form cycles. Of a
+    cycle, this returns the tensor that overflowed, and of several that with the fewest infinities.
+    """
     def order(tensor: Tensor) -> Tuple[bool, float, int]:
         held = counts[tensor.key]
         return not held.overflowed, (held.infinite + held.nan) / held.numbers, tensor.place

@@ -1,7 +1,7 @@
-"""A `Module` as a network that an X-ray can look into, and the loss that its heads stand for.
+"""Wraps a `Module` as a network for an X-ray, and computes the losses of its heads.
 
-It becomes a SymbolBlock: the module's symbol without its casts, copies of its parameters, and
-`keep=` such that `convert` puts the same casts back. Its data and labels are the block's inputs.
+The module becomes a SymbolBlock: its symbol without casts, copies of its parameters, and a `keep=`
+with which `convert` inserts the same casts. Its data and labels are the block's inputs.
 Its heads give predictions, and begin gradients by themselves, at the loss scale
 (symbolic/binding.py): of a loss that the graph does not compute, which `HeadLosses` does. The
 labels that they compare with are outputs of the block, too.
@@ -26,10 +26,10 @@ Types = Dict[str, str]
 
 
 class ModuleBlock(mx.gluon.SymbolBlock):
-    """A module's symbol, of data and labels.
+    """A module's symbol as a block of data and labels.
 
     Attributes:
-        module: the module itself.
+        module: the module.
     """
 
     module: Any
@@ -38,13 +38,12 @@ class ModuleBlock(mx.gluon.SymbolBlock):
 def looked_at(net: Network, batches: Iterable[Any],
               loss_fn: Optional[Callable[..., Any]]
               ) -> Tuple[Any, Iterable[Any], Callable[..., Any]]:
-    """A network as it is; a module as a network, its batches as tuples, and the loss that its heads
-    stand for."""
+    """Returns a network, its batches and its loss. Of a module, they are a block, batches as
+    tuples, and the losses of its heads."""
     if not isinstance(net, mx.mod.BaseModule):
         if loss_fn is None:
-            raise TypeError("loss_fn is called with the network's output and the label: a Module "
-                            "needs none, since its losses are in its symbol. Received: loss_fn="
-                            f"None, and {type(net).__name__}")
+            raise TypeError("loss_fn is required, except for a Module, whose symbol has the losses."
+                            f" Received: loss_fn=None, and {type(net).__name__}")
         return net, batches, loss_fn
     module = bound_module(net)
     bucket = net._curr_bucket_key if isinstance(net, mx.mod.BucketingModule) else None
@@ -59,29 +58,28 @@ def looked_at(net: Network, batches: Iterable[Any],
 
 
 def bound_module(module: Module) -> Module:
-    """The MXNet Module that holds a symbol: of a BucketingModule, the one that is bound now."""
+    """Returns the MXNet Module with the symbol; of a BucketingModule, the current one."""
     module = getattr(module, "_curr_module", module)
     if not isinstance(module, mx.mod.Module) or not (module.binded and module.params_initialized):
-        raise ValueError("xray looks into a Module that is bound and has its parameters: call "
-                         f"bind and init_params. Received: {type(module).__name__}")
+        raise ValueError("xray needs a Module that is bound and has parameters: call bind and "
+                         f"init_params. Received: {type(module).__name__}")
     if any(context.device_type == "gpu" for context in module._context):
-        raise ValueError("xray runs on CPUs, where each result is seen before it is rounded. "
-                         "Received: a Module on a GPU")
+        raise ValueError("xray runs on CPUs only, where results are counted before they are "
+                         "rounded. Received: a Module on a GPU")
     if module._state_names:
-        raise ValueError("xray looks into Modules without states. Received: state_names="
+        raise ValueError("xray does not support Modules with states. Received: state_names="
                          f"{module._state_names}")
     return module
 
 
 def _as_tuple(module: Module, bucket: Any, batch: Batch) -> Tuple[Any, ...]:
-    """Data and labels as the block takes them, and what a loss of the user's own takes: the first
-    label."""
+    """Returns the block's inputs (data and labels) and the label for `loss_fn`: the first one."""
     if not isinstance(batch, mx.io.DataBatch):
-        raise TypeError("of a Module, batches are mx.io.DataBatch, as its iterator gives them. "
+        raise TypeError("batches of a Module are mx.io.DataBatch, as its iterator returns them. "
                         f"Received: {type(batch).__name__}")
     if bucket is not None and batch.bucket_key not in (None, bucket):
-        raise ValueError(f"the BucketingModule is bound to the bucket {bucket!r}, and one bucket "
-                         f"is looked into. Received: a batch of {batch.bucket_key!r}")
+        raise ValueError("xray supports one bucket of a BucketingModule, the current one: "
+                         f"{bucket!r}. Received: a batch of {batch.bucket_key!r}")
     data, labels = list(batch.data or []), list(batch.label or [])
     wanted = len(module.data_names), len(module.label_names)
     if (len(data), len(labels)) != wanted:
@@ -94,10 +92,10 @@ def _as_tuple(module: Module, bucket: Any, batch: Batch) -> Tuple[Any, ...]:
 
 
 def _as_converted(module: Module) -> Tuple[Graph, Policy, Set[str]]:
-    """A module's float32 graph, and what gives it the casts of the module's symbol: a policy, and
-    the nodes to keep."""
+    """Returns a module's float32 graph, and the policy and the kept nodes that reproduce the casts
+    of its symbol."""
     mixed = Graph.read(module._symbol)
-    for entry in mixed.outputs:  # a cast at an output has taken the name of what it casts
+    for entry in mixed.outputs:  # a cast at an output has the name of its input
         cast = entry.node
         if cast.op in CASTS and cast.inputs[0].node.name == f"{cast.name}_float16":
             cast.inputs[0].node.name = cast.name
@@ -108,7 +106,7 @@ def _as_converted(module: Module) -> Tuple[Graph, Policy, Set[str]]:
     found = mixed.types(types)
     low = next((half for half in HALVES if half in found.values()), "")
     if not low:
-        raise ValueError("the Module is all float32: give its symbol to "
+        raise ValueError("the Module is all float32: convert its symbol with "
                          "gluon_amp.convert_symbol")
     wanted, clean = _reads(mixed, types), _without_casts(mixed, types)
     parameters = parameter_names(clean)
@@ -125,17 +123,17 @@ def _as_converted(module: Module) -> Tuple[Graph, Policy, Set[str]]:
     for _ in range(2):
         now = _reads(insert_casts(clean, types, policy, parameters, kept), types)
         others = {name for name, (_, read) in now.items() if read != wanted[name][1]}
-        kept |= others  # casts of somebody else's
+        kept |= others  # casts that convert_symbol did not insert
     if others:
-        raise ValueError("xray looks into symbols with casts as convert_symbol makes them, and "
-                         "this one has others: give convert_symbol the float32 symbol, and name in "
-                         "keep= what is to stay float32")
+        raise ValueError("xray supports only the casts of convert_symbol, and this symbol has "
+                         "others: convert the float32 symbol with convert_symbol, and list in "
+                         "keep= what stays float32")
     return clean, policy, kept
 
 
 def _without_casts(graph: Graph, types: Types) -> Graph:
-    """The float32 graph: without casts between halves and float32, with float32 variables and
-    constants."""
+    """Returns the float32 graph: without casts between 16-bit types and float32, and with float32
+    variables and constants."""
     found = graph.types(types)
 
     def make(node: Node, inputs: List[Entry]) -> Union[Node, List[Entry]]:
@@ -155,7 +153,7 @@ def _without_casts(graph: Graph, types: Types) -> Graph:
 
 
 def _reads(graph: Graph, types: Types) -> Dict[str, Tuple[Node, Tuple[Any, ...]]]:
-    """The operators and the types that they read, by their names, with those of loops."""
+    """Returns operators and the types of their inputs, by name, those in loops included."""
     found, made = graph.types(types), {}
     for node in graph.nodes():
         for body in node.bodies(found):
@@ -166,8 +164,8 @@ def _reads(graph: Graph, types: Types) -> Dict[str, Tuple[Node, Tuple[Any, ...]]
 
 
 def _block_of(module: Module, clean: Graph, policy: Policy, kept: Set[str]) -> Block:
-    """The module's network with copies of its parameters, converted as its symbol is."""
-    mx.nd.waitall()  # MXNet's batch norm moves its averages without telling
+    """Returns the module's network with copies of its parameters, converted like its symbol."""
+    mx.nd.waitall()  # MXNet's batch norm updates its averages without a dependency
     values = {name: array for part in module.get_params() for name, array in part.items()}
     inputs = [*module.data_names, *module.label_names]
     block = ModuleBlock(clean.symbol(), [mx.sym.var(name, dtype=_WIDE) for name in inputs])
@@ -183,33 +181,33 @@ def _block_of(module: Module, clean: Graph, policy: Policy, kept: Set[str]) -> B
 
 # ---- the losses of heads ------------------------------------------------------------------------
 
-_LEAST = 1e-30  # what a logarithm is taken of, so that it is finite
+_LEAST = 1e-30  # lower bound of a logarithm's argument
 
 
-# A head's loss: its parts, and how their sum changes with what the head reads; None where that is
-# not known.
+# A head's loss: its terms, and the gradient of their sum by the head's input, or None if unknown.
 _Loss = Tuple[Any, Optional[Any]]
 
 
 class HeadLosses:
-    """Called with the outputs of a `ModuleBlock`, it gives the sum of its heads' mean losses, from
-    which a backward pass begins all heads:
+    """A loss function of a `ModuleBlock`'s outputs: the sum of its heads' mean losses.
 
         SoftmaxOutput   the cross entropy          regressions   half the square, the distance, or
         SVMOutput       the hinge loss                           the cross entropy of two classes
         MakeLoss        its output
 
+    A backward pass from the sum starts all heads.
+
     Attributes:
-        labels: what the heads compare with, to become outputs of the block, too: a graph may
-            compute that from what a batch gives, such as by `reshape`.
+        labels: the labels of the heads, which become outputs of the block too: a graph may compute
+            them from a batch, such as by `reshape`.
     """
 
     def __init__(self, graph: Graph) -> None:
         self.heads: List[Node] = [entry.node for entry in graph.outputs]
         self.labels: List[Entry] = [head.inputs[1] for head in self.heads if _has_label(head)]
-        self._last: List[_Loss] = []  # by head, of those that begin gradients
+        self._last: List[_Loss] = []  # of each head that starts gradients
         if not any(head.op in LOSSES for head in self.heads):
-            raise ValueError("a Module is looked into with the losses in its symbol. Valid: "
+            raise ValueError("xray needs a Module with losses in its symbol. Valid: "
                              f"{', '.join(sorted(LOSSES))}. Received outputs: "
                              f"{', '.join(head.name for head in self.heads)}")
 
@@ -225,9 +223,8 @@ class HeadLosses:
         return shown + (begun - begun.detach())
 
     def total(self, counts: Any) -> float:
-        """The sum of what the heads' gradients are of, in the last call: each head's loss, times
-        what its own settings make of the gradient that it begins (`grad_scale`, `normalization`).
-        0 where a head's loss is not known."""
+        """Returns the sum of the heads' losses in the last call, each scaled like its gradient by
+        `grad_scale` and `normalization`. Returns 0 if a head's loss is unknown."""
         total = 0.0
         heads = (head for head in self.heads if head.op in LOSSES)
         for head, (numbers, slopes) in zip(heads, self._last):
@@ -246,7 +243,7 @@ def _has_label(head: Node) -> bool:
 
 
 def _loss(head: Node, output: Array, label: Array) -> _Loss:
-    """A head's loss in float32. MXNet takes other labels, too: then the outputs are shown."""
+    """Returns a head's loss in float32, or its output if the label has another shape."""
     found: Optional[_Loss] = None
     if head.op in ("SoftmaxOutput", "Softmax"):
         found = _of_softmax(head, output, label)

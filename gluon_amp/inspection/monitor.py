@@ -1,7 +1,7 @@
-"""`Monitor`: statistics of a network's tensors while it trains, every so many steps.
+"""`Monitor`: statistics of a network's tensors during training, in every n-th step.
 
-In a step that is observed, other CachedOps stand in for the network's own: the same graphs, in
-which the engine counts what chosen nodes compute. All other steps run as without a monitor.
+In an observed step, other CachedOps replace the network's. They run the same graphs, and the engine
+counts the values of selected nodes. All other steps run as without a monitor.
 """
 import json
 import logging
@@ -26,11 +26,11 @@ from .statistics import Counted, Counts, Key, read
 
 log = logging.getLogger("gluon_amp")
 
-_STATIC = ("static_alloc", "static_shape")  # whose memory is not held between observed steps
+_STATIC = ("static_alloc", "static_shape")  # left out: they would hold memory between steps
 
 
 class _Node(NamedTuple):
-    """A node that is observed: what it computes, and the type of that."""
+    """An observed node: its operator, and the type of its output."""
     inputs: List[str]
     dtype: str
 
@@ -38,7 +38,7 @@ class _Node(NamedTuple):
 class Monitor:
     """Writes statistics of a converted network's tensors every `interval` steps of its training.
 
-    Training stays as it is, bit by bit. `step` is called once behind each step of the trainer:
+    Training does not change by a bit. Call `step` once after each step of the trainer:
 
     .. code-block:: python
 
@@ -50,27 +50,32 @@ class Monitor:
                 trainer.step(len(label))
                 monitor.step()
 
-    Each line of the file is a JSON object, of one tensor in one step:
+    Each line of the file is a JSON object with one tensor of one step:
 
-    - ``step``: how many steps were taken; ``node``, ``tensor``: the operator, and ``output`` or the
-      name of what the gradient is of, such as ``dense0_weight``; ``kind``: ``output`` or
+    - ``step``: the number of steps so far; ``node``: the operator; ``tensor``: ``output``, or for a
+      gradient the name of its variable, such as ``dense0_weight``; ``kind``: ``output`` or
       ``gradient``; ``format``.
-    - ``numbers``: how many it has; ``zero``, ``underflow``, ``subnormal``, ``overflow``: the shares
-      that were 0 before they were rounded, became 0, are held with fewer digits, or became
-      infinite; ``nan``: how many are NaN.
-    - ``rms``: the root of the mean square; ``least``, ``largest``: the exponents of 2 of the
-      smallest and largest number that is not 0.
-    - ``loss_scale``: of a gradient, which is counted as it is stored, times this scale.
+    - ``numbers``: the number of elements; ``zero``, ``underflow``, ``subnormal``, ``overflow``: the
+      shares that were 0 before rounding, became 0, are subnormal, or became infinite; ``nan``: the
+      number of NaNs.
+    - ``rms``: the root of the mean square; ``least``, ``largest``: the binary exponents of the
+      smallest and largest number other than 0.
+    - ``loss_scale``: the scale of a gradient, which is counted scaled.
 
     Args:
         net: a network that `convert` has converted, on CPUs.
         trainer: a `gluon_amp.Trainer`, or MXNet's.
-        path: of the file of JSON lines; an existing one goes on.
-        interval: how many steps lie between two that are observed; the first is number `interval`.
-        layers: what is observed: blocks, and regular expressions for names of operators. None: all
+        path: the file of JSON lines; an existing file is appended to.
+        interval: the number of steps from one observed step to the next.
+        layers: the observed blocks, and regular expressions for names of operators. None: all
             operators.
         tensorboard: a folder for TensorBoard's event files, with the shares, `rms` and `largest` as
             scalars (`pip install 'gluon-amp[tensorboard]'`).
+
+    Raises:
+        TypeError: `net` is not converted, or an argument has another type.
+        ValueError: `layers` is empty or has an invalid regular expression.
+        RuntimeError: another Monitor observes the network.
     """
 
     def __init__(self, net: Network, trainer: "mx.gluon.Trainer",
@@ -87,17 +92,17 @@ class Monitor:
         self.interval = whole_number(interval, "interval", least=1)
         self._trainer: Any = trainer
         self._layers = _layers(layers)
-        self._ops: Dict[Any, Tuple[Any, Op]] = {}  # with the graph that each is of
+        self._ops: Dict[Any, Tuple[Any, Op]] = {}  # each with its graph
         self._nodes: Dict[str, _Node] = {}
         self._passes: List[Tuple[float, Counted]] = []
         self.steps = 0
         self._path = os.fspath(path)
-        self._append([])  # now, if it cannot be written
+        self._append([])  # raises now if the file is not writable
         self._events = _Events(tensorboard) if tensorboard is not None else None
         self._arm()
 
     def step(self) -> None:
-        """To be called behind each step of the trainer."""
+        """Counts a step, and writes its statistics if it was observed. Call it after each step."""
         self.steps += 1
         if self._observes(self.steps):
             self._disarm()
@@ -105,7 +110,7 @@ class Monitor:
         self._arm()
 
     def close(self) -> None:
-        """Ends the observation."""
+        """Stops observing and closes the files."""
         self._disarm()
         if self._events is not None:
             self._events.close()
@@ -122,13 +127,13 @@ class Monitor:
         return step % self.interval == 0
 
     def _arm(self) -> None:
-        """Has the engine count in the next step, if that is to be observed."""
+        """Makes the engine count in the next step, if it is observed."""
         if not self._observes(self.steps + 1):
             return
         if any(block._amp.stand_in is not None for block in self._blocks):
-            raise RuntimeError("this network is observed by another Monitor: close it first, or "
-                               "give one of them all layers")
-        read()  # what others have left
+            raise RuntimeError("this network is observed by another Monitor: close that one first, "
+                               "or use one Monitor for all layers")
+        read()  # discards earlier counts
         self._passes = []
         for block in self._blocks:
             block._amp.stand_in = self._stand_in
@@ -145,11 +150,10 @@ class Monitor:
         self._passes.append((scale, read()))
 
     def _stand_in(self, block: Block, key: Tuple[bool, Tuple[str, ...]], arrays: List[Any]) -> Op:
-        """The CachedOp of a block's graph, in which the engine counts if it trains."""
+        """Returns the CachedOp of a block's graph in which the engine counts during training."""
         on_gpu, dtypes = key
         if on_gpu:
-            raise ValueError("Monitor is for networks on CPUs, whose engine counts. Received: data "
-                             "on a GPU")
+            raise ValueError("Monitor supports networks on CPUs only. Received: data on a GPU")
         data, traced = block._cached_graph
         trains = autograd.is_training()
         where = id(traced), dtypes, trains
@@ -171,7 +175,7 @@ class Monitor:
         return cached_op(symbol, data, parameters_in(block), flags)
 
     def _choose(self, built: Graph, graph: Graph, types: Mapping[str, str]) -> None:
-        """Lets the engine count the chosen nodes alone, and none in the bodies of loops."""
+        """Selects the nodes that the engine counts; none in the bodies of loops."""
         for entry, dtype in graph.types(types).items():
             node = entry.node
             if not node.is_variable and self._is_chosen(node.name) and dtype is not None:
@@ -195,11 +199,11 @@ class Monitor:
                             for n in Graph.read(block._cached_graph[1]).nodes()
                             if not n.is_variable})
             wanted = self._layers[0].pattern if self._layers else ""
-            raise ValueError("layers match no operator of the network. Near it: "
+            raise ValueError("layers match no operator of the network. Similar names: "
                              f"{', '.join(nearest(wanted, names))}. Received: {wanted!r}")
         if not self._passes:
-            log.warning("Monitor: nothing is written of step %d, in which the network did not "
-                        "train", self.steps)
+            log.warning("Monitor: no statistics of step %d, because the network did not train",
+                        self.steps)
         lines = [self._line(key, scale, counts)
                  for key, scale, counts in _last_of_each(self._passes) if self._is_known(key)]
         self._append(lines)
@@ -230,7 +234,7 @@ _SCALARS = ("rms", "largest", "zero", "underflow", "subnormal", "overflow")
 
 
 def statistics(counts: Counts, dtype: str) -> Dict[str, Any]:
-    """What a line of the file says of a tensor's numbers."""
+    """Returns a line's statistics of a tensor."""
     many = max(counts.numbers, 1)
     finite = max(many - counts.infinite - counts.nan, 1)
     low, high = counts.range or (None, None)
@@ -242,15 +246,15 @@ def statistics(counts: Counts, dtype: str) -> Dict[str, Any]:
 
 
 def _last_of_each(passes: List[Tuple[float, Counted]]) -> Iterator[Tuple[Key, float, Counts]]:
-    """Each tensor that passes have counted. A backward pass that was repeated, at another loss
-    scale, takes the place of the one before; several forward passes add up."""
+    """Yields the counts of each tensor. A repeated backward pass, at another loss scale, replaces
+    the previous one; several forward passes add up."""
     found: Dict[Key, Tuple[float, Counts]] = {}
-    before: Dict[Key, Tuple[float, Counts]] = {}  # of the forward passes before the last one
+    before: Dict[Key, Tuple[float, Counts]] = {}  # counts before the last forward pass
     for scale, counted in passes:
         if any(not key.backward for key in counted):
             before = dict(found)
         for key, counts in counted.items():
-            if key.backward and scale == 0:  # a look at what begins gradients by itself
+            if key.backward and scale == 0:  # the check for operators that start gradients
                 continue
             held = before.get(key)
             found[key] = scale, counts if held is None else held[1] + counts
@@ -259,7 +263,7 @@ def _last_of_each(passes: List[Tuple[float, Counted]]) -> Iterator[Tuple[Key, fl
 
 
 def _layers(given: Optional[Iterable[Union[str, Block]]]) -> Optional[List["re.Pattern[str]"]]:
-    """Regular expressions for the names of the chosen operators."""
+    """Returns regular expressions for the names of the selected operators."""
     if given is None:
         return None
     made = []
@@ -272,22 +276,22 @@ def _layers(given: Optional[Iterable[Union[str, Block]]]) -> Optional[List["re.P
         try:
             made.append(re.compile(layer))
         except re.error as error:
-            raise ValueError(f"layers: {layer!r} is no regular expression: {error}") from None
+            raise ValueError(f"layers: {layer!r} is not a regular expression: {error}") from None
     if not made:
-        raise ValueError("layers names nothing. Valid: None for all operators, blocks and regular "
+        raise ValueError("layers is empty. Valid: None for all operators, blocks and regular "
                          "expressions. Received: []")
     return made
 
 
 class _Events:
-    """Scalars in TensorBoard's event files."""
+    """A writer of scalars to TensorBoard's event files."""
 
     def __init__(self, folder: str) -> None:
         try:
             from tensorboard.compat.proto.event_pb2 import Event
             from tensorboard.compat.proto.summary_pb2 import Summary
             from tensorboard.summary.writer.event_file_writer import EventFileWriter
-        except (ImportError, TypeError) as error:  # TypeError: older than the protobuf beside it
+        except (ImportError, TypeError) as error:  # TypeError: too old for the installed protobuf
             raise ImportError("tensorboard= needs a package: pip install 'gluon-amp[tensorboard]'. "
                               f"{str(error).splitlines()[0]}") from error
         self._event, self._summary, self._file = Event, Summary, EventFileWriter(folder)

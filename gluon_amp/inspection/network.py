@@ -1,5 +1,7 @@
-"""A user's network from outside: its call, what `keep=` calls its nodes, and the lines of Python
-that make them. Names of nodes begin with their block's."""
+"""A user's network: calls, names of its nodes for `keep=`, and the lines of code that create them.
+
+The name of a node starts with its block's prefix.
+"""
 import inspect
 import linecache
 import re
@@ -16,7 +18,7 @@ from ..graph.graph import Graph
 
 
 def outputs_of(net: Network, data: List[Any]) -> object:
-    """What the network gives for data."""
+    """Returns the network's outputs for data."""
     try:
         return net(*data)
     except (mx.MXNetError, TypeError, ValueError) as error:
@@ -27,8 +29,11 @@ def outputs_of(net: Network, data: List[Any]) -> object:
 
 @contextmanager
 def standing_in(net: Network, make: Callable[..., Any]) -> Iterator[None]:
-    """Calls `make(block, key, arrays)` for the CachedOp of each graph that a network runs. The
-    network's own, which may hold as much memory, go; it makes them anew when they are wanted."""
+    """Replaces the CachedOps of a network by those that `make(block, key, arrays)` returns.
+
+    The network's CachedOps are freed, because they may hold much memory; it creates them again on
+    demand.
+    """
     blocks = [b for b in blocks_in(net) if isinstance(b, ConvertedHybridBlock)]
     before = [b._cached_op_args for b in blocks]
     for block in blocks:
@@ -39,7 +44,7 @@ def standing_in(net: Network, make: Callable[..., Any]) -> Iterator[None]:
     finally:
         for block, args in zip(blocks, before):
             block._amp.stand_in = None
-            if block._cached_op is not None:  # MXNet's blocks look long at what they are given
+            if block._cached_op is not None:  # MXNet's __setattr__ is slow
                 block._cached_op, block._cached_op_args = None, args
 
 
@@ -47,32 +52,35 @@ def standing_in(net: Network, make: Callable[..., Any]) -> Iterator[None]:
 
 
 def _named(net: Network) -> Set[Any]:
-    """The blocks that names tell from those around them: not the outermost, and none whose own
-    prefix is empty."""
+    """Returns the blocks that names of nodes identify: not the outermost, and none with an empty
+    prefix."""
     return {child for parent in blocks_in(net) for child in parent._children.values()
             if child.prefix not in ("", parent.prefix)}
 
 
 def owners(net: Network, node: str) -> List[Any]:
-    """The blocks whose prefix a node's name has, the innermost first, the network last."""
+    """Returns the blocks whose prefix starts a node's name, the innermost first, the network last.
+    """
     found = [block for block in _named(net) if node.startswith(block.prefix)]
     return [*sorted(found, key=lambda block: -len(block.prefix)), net]
 
 
 def can_be_named(net: Network, block: Block) -> bool:
-    """Whether `keep=` names this block for a node in it: none whose children have parameters."""
+    """Whether `keep=` may list this block for a node in it: not if its children have parameters."""
     return block in _named(net) and not any(child.collect_params().keys()
                                             for child in block._children.values())
 
 
 def nodes_of(block: Block, names: Iterable[str]) -> Set[str]:
-    """Those of these nodes that are in a block."""
+    """Returns those of these nodes that are in a block."""
     return {name for name in names if name.startswith(block.prefix)}
 
 
 def keep_for(net: Network, node: str, names: Iterable[str]) -> Dict[str, Set[str]]:
-    """What `keep=` calls the block of a node, and the block's nodes among `names`; a node of the
-    outermost block goes by its own name."""
+    """Returns the name in `keep=` of a node's block, and the block's nodes among `names`.
+
+    A node of the outermost block has its own name.
+    """
     block = owners(net, node)[0]
     if not can_be_named(net, block):
         return {re.escape(node): {node}}
@@ -80,7 +88,7 @@ def keep_for(net: Network, node: str, names: Iterable[str]) -> Dict[str, Set[str
 
 
 def kept_already(net: Network) -> List[str]:
-    """Values of `keep=` that name what the network keeps in float32."""
+    """Returns the values of `keep=` for what the network already keeps in float32."""
     converted: List[Any] = [b for b in blocks_in(net) if isinstance(b, ConvertedBlock)]
     blocks = [b for b in converted if b._amp.keep]
     nodes = sorted({name for b in converted for name in b._amp.keep_nodes
@@ -89,8 +97,8 @@ def kept_already(net: Network) -> List[str]:
 
 
 def in_groups(net: Network, names: Iterable[str]) -> List[Set[str]]:
-    """Nodes that are kept together: those of a block that has parameters, since `keep=` decides
-    about these by the block. Any other is alone."""
+    """Groups nodes that are kept together: those of a block with parameters. Any other node is a
+    group of one."""
     groups: Dict[Any, Set[str]] = {}
     for name in names:
         groups.setdefault(_with_parameters(net, name) or name, set()).add(name)
@@ -98,7 +106,7 @@ def in_groups(net: Network, names: Iterable[str]) -> List[Set[str]]:
 
 
 def _with_parameters(net: Network, node: str) -> Any:
-    """The innermost block around a node that has parameters of its own, and can be named."""
+    """Returns the innermost block around a node that has own parameters and can be named."""
     for block in owners(net, node):
         if block.params.keys() and can_be_named(net, block):
             return block
@@ -106,11 +114,12 @@ def _with_parameters(net: Network, node: str) -> Any:
 
 
 def keep_line(net: Network, kept: Iterable[str], names: Iterable[str]) -> List[str]:
-    """For `keep=`: the names of blocks that are kept with all their nodes, and of other nodes.
+    """Returns the value of `keep=`: names of blocks of which all nodes are kept, and of nodes.
 
     Args:
+        net: the network.
         kept: the nodes to keep.
-        names: all that could be.
+        names: all nodes that may be kept.
     """
     made: Dict[str, None] = {}
     for node in sorted(kept):
@@ -127,8 +136,10 @@ _NOT_THE_USERS = ("mxnet", "gluon_amp")
 
 
 class _Lines(Dict[str, str]):
-    """The attributes that MXNet's scopes give to each node that is made: they copy theirs, and a
-    scope within another one, such as a loop's, begins with a copy. One of these is the line."""
+    """The attributes of an MXNet scope, which adds the line of code as one more.
+
+    MXNet copies the attributes for each new node and for each nested scope.
+    """
 
     def copy(self) -> "_Lines":
         return _Lines(self, **{_LINE: _line_of_the_user()})
@@ -139,12 +150,12 @@ class _Scope(mx.AttrScope):
 
     def __enter__(self) -> "_Scope":
         super().__enter__()
-        self._attr = _Lines(self._attr).copy()  # never empty, which MXNet would pass by
+        self._attr = _Lines(self._attr).copy()  # not empty: MXNet skips empty attributes
         return self
 
 
 def _line_of_the_user() -> str:
-    """The innermost line within the call of the network that is neither MXNet's nor ours."""
+    """Returns the innermost line of the call stack that is neither MXNet's nor this package's."""
     frame: Optional[FrameType] = inspect.currentframe()
     while frame is not None and frame.f_code is not outputs_of.__code__:
         if frame.f_globals.get("__name__", "").split(".")[0] not in _NOT_THE_USERS:
@@ -157,7 +168,7 @@ def _line_of_the_user() -> str:
 
 @contextmanager
 def _traced_anew(net: Network) -> Iterator[None]:
-    """Meanwhile the network's blocks know no graphs, and trace those that they run."""
+    """Hides the traced graphs of the network's blocks, so that they are traced again."""
     blocks: List[Any] = [b for b in blocks_in(net) if isinstance(b, ConvertedHybridBlock)
                          and not isinstance(b, mx.gluon.SymbolBlock)]
     names = ("_cached_graph", "_in_format", "_out_format", "_cached_op", "_cached_op_args")
@@ -174,9 +185,11 @@ def _traced_anew(net: Network) -> Iterator[None]:
 
 
 def line_of(net: Network, node: str, data: List[Any], make: Callable[..., Op]) -> str:
-    """The block of a node, and the line of the user's code that made it. If MXNet's own code did,
-    where the block's code is. The network is traced once more, with a look at the stack where MXNet
-    makes each node; `make` gives what runs its graphs meanwhile."""
+    """Returns a node's block and the line of the user's code that created the node.
+
+    If MXNet's code created it, returns the location of the block's code. The network is traced
+    again, and the call stack of each node is inspected. `make` returns the CachedOps meanwhile.
+    """
     if isinstance(net, mx.gluon.SymbolBlock):
         return ""
     lines: Dict[str, str] = {}
@@ -193,7 +206,7 @@ def line_of(net: Network, node: str, data: List[Any], make: Callable[..., Op]) -
     if line:
         return f"block {block.name}, {line}"
     code = getattr(type(block), "hybrid_forward", type(block).forward)
-    code = inspect.unwrap(code)  # of a class with use_np
+    code = inspect.unwrap(code)  # use_np wraps the methods of a class
     with suppress(OSError, TypeError):
         return f"block {block.name}, {inspect.getsourcefile(code)}, line " \
                f"{inspect.getsourcelines(code)[1]}"

@@ -1,13 +1,13 @@
-"""`search`: the fewest nodes to keep in float32 such that a network trains as in float32.
+"""`search`: finds the fewest nodes to keep in float32 so that a network trains as in float32.
 
-    rank     the nodes, by one float32 step: what rounding would add, times what depends on it
-    bisect   how many of the worst have to be kept so that gradients are true enough
-    prune    what of these can be low after all, in halves, quarters, ... and one by one
-    join     nodes whose inputs cost a cast less if they are kept, too
-    verify   by training with several seeds; where it fails, gradients are measured, too, from then
-             on; if only the loss is off, they have to be truer
+    rank     scores nodes in one float32 step: the rounding error times its effect
+    bisect   finds how many of the worst nodes to keep for the wanted SNR of gradients
+    prune    returns nodes to the low format, in halves, quarters, ... and one by one
+    join     keeps adjacent nodes that save casts
+    verify   trains with several seeds; on a failure, also measures gradients where it failed, or
+             raises the wanted SNR if they do not show it
 
-Whatever stops it (the budget, Ctrl-C), the best so far is returned.
+The budget and Ctrl-C stop it; it returns the best result so far.
 """
 import functools
 import hashlib
@@ -39,22 +39,22 @@ from .tensors import Layout
 Nodes = FrozenSet[str]
 
 _MOST_BATCHES = 16
-_TRUER = 6.0  # dB: what is asked for beyond the last time, where training was off
-_FIRST_PLACES = 2  # batches, at the network's weights of now
+_TRUER = 6.0  # dB by which the wanted SNR rises after a failed training
+_FIRST_PLACES = 2  # batches, at the network's current weights
 _HIGHEST_SCALE = 2.0 ** 24
-_MOST_LOST = 0.01  # of a gradient's norm, where nodes are ranked
-_DISTURBED = 2.0 ** -12  # of themselves, at most, are float32's weights off to tell it from itself
+_MOST_LOST = 0.01  # the share of a gradient's norm in the ranking of nodes
+_DISTURBED = 2.0 ** -12  # relative change of the weights in the perturbed float32 training
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A choice of nodes that stay float32, as it was measured.
+    """A measured choice of nodes that stay float32.
 
     Attributes:
         nodes: their names.
-        snr: how true gradients are, in dB; -infinity where one is not finite.
-        casts: how many the graph has.
-        share: of the arithmetic of convolutions and other products, what stays low.
+        snr: the gradients' SNR in dB; -infinity if one is not finite.
+        casts: the number of casts in the graph.
+        share: the share of the multiply-adds that stays in the low format.
     """
     nodes: FrozenSet[str]
     snr: float
@@ -64,16 +64,16 @@ class Choice:
 
 @dataclass
 class Search:
-    """What `search` has found.
+    """The result of `search`.
 
     Attributes:
-        keep: for `convert(net, policy, keep=best.keep)`, in a network that has run.
-        best: the choice that this is.
-        verified: whether training with it was as in float32.
-        front: the choices that no other beats in all of gradients, casts, arithmetic and number of
-            nodes, without those that failed in training. The best is one of them.
-        runs: how many trainings were made.
-        notes: what else there is to know, in sentences.
+        keep: the value for `convert(net, policy, keep=best.keep)`, of a network that has run.
+        best: its choice.
+        verified: whether training with it reached float32's loss.
+        front: the Pareto front of gradients' SNR, casts, arithmetic and number of nodes, without
+            choices that failed in training. It contains the best.
+        runs: the number of training runs.
+        notes: further results as sentences.
     """
     keep: List[str]
     best: Choice
@@ -97,12 +97,12 @@ class Search:
 
 
 class BudgetSpent(Exception):
-    """No time, or no training run, is left."""
+    """The time or the training runs are used up."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How training is compared; see `search`."""
+    """The settings of training runs; see `search`."""
     steps: int
     seeds: int
     seed: int
@@ -111,8 +111,8 @@ class Settings:
 
 
 class Place(NamedTuple):
-    """Where gradients can be compared: the number of a batch, and the parameters' values; None: as
-    the network has them now."""
+    """Where gradients are compared: the index of a batch, and the parameters' values; None: the
+    network's current ones."""
     batch: int
     values: Optional[Dict[str, Any]] = None
 
@@ -122,8 +122,8 @@ class Measure:
 
     Args:
         budget: seconds as a float, or training runs as an int.
-        file: where measurements are kept, and taken from by the next run.
-        say: told what was measured.
+        file: the file of measurements, which the next run loads.
+        say: a function that logs measurements.
     """
 
     def __init__(self, session: Session, budget: float, settings: Settings, file: Optional[str],
@@ -133,9 +133,9 @@ class Measure:
         self.right = session.float32(watch=False)
         self.begun, self.runs = time.monotonic(), 0
         self.places = [Place(i) for i in range(min(len(session.batches), _FIRST_PLACES))]
-        # "gradients": in dB, by place; of trainings the losses, by seed
+        # by (kind, place or seed, nodes): "gradients" in dB, trainings' losses
         self.measured: Dict[Tuple[str, int, Nodes], float] = {}
-        self._gradients: List[List[Any]] = []  # float32's, by place
+        self._gradients: List[List[Any]] = []  # in float32, by place
         self._casts: Dict[Nodes, int] = {}
         self.work: Dict[str, int] = {}
         shapes = {name: p.shape for name, p in session.parameters.items()}
@@ -146,30 +146,32 @@ class Measure:
     # ---- what is known without a run
 
     def casts(self, keep: Nodes) -> int:
-        """How many casts the graphs have."""
+        """Returns the number of casts in the graphs."""
         if keep not in self._casts:
             self._casts[keep] = sum(node.op in CASTS for graph, _ in self.graphs(keep).typed()
                                     for node in graph.nodes())
         return self._casts[keep]
 
     def graphs(self, keep: Nodes) -> Graphs:
-        """The network with these nodes in float32."""
+        """Returns the network with these nodes in float32."""
         return self.session.low(keep, watch=False)
 
     def share(self, keep: Nodes) -> float:
-        """The share of the arithmetic that is not taken off the low format."""
+        """Returns the share of the multiply-adds that stays in the low format."""
         total = sum(self.work.values())
         return 1.0 - sum(self.work.get(name, 0) for name in keep) / total if total else 1.0
 
     def cost(self, keep: Nodes) -> Tuple[float, int]:
-        """To compare two choices: arithmetic in float32 first, then nodes and casts."""
+        """Returns a sort key of choices: arithmetic in float32 first, then nodes and casts."""
         return round(1 - self.share(keep), 9), len(keep) + self.casts(keep)
 
     # ---- gradients
 
     def snr(self, keep: Nodes) -> float:
-        """How true the gradients are, in dB against float32's, at the worst of the places: the mean
-        over the parameters of noise over signal. -infinity where one is not finite."""
+        """Returns the gradients' SNR against float32 in dB, the lowest of all places.
+
+        It is the mean over parameters of noise over signal; -infinity if a gradient is not finite.
+        """
         for i in range(len(self.places)):
             if ("gradients", i, keep) not in self.measured:
                 self._check_time()
@@ -182,12 +184,12 @@ class Measure:
         return self.known(keep)
 
     def known(self, keep: Nodes) -> float:
-        """The same, at the worst of the places where it has been measured."""
+        """Returns the same, the lowest of the places that have been measured."""
         return min((snr for (kind, _, nodes), snr in self.measured.items()
                     if kind == "gradients" and nodes == keep), default=-math.inf)
 
     def choices(self) -> List[Nodes]:
-        """All that were measured, at every place."""
+        """Returns all choices that have been measured at every place."""
         return [nodes for kind, i, nodes in self.measured
                 if kind == "gradients" and i == len(self.places) - 1]
 
@@ -197,13 +199,13 @@ class Measure:
             made = self._run(self.right, where)
             if made is None:
                 raise ValueError(f"batch {where.batch}: the loss or a gradient is not finite in "
-                                 "float32 either: look at the data, the weights and the loss first")
+                                 "float32 either: check the data, the weights and the loss first")
             self._gradients.append(made)
         found = self._run(self.graphs(keep), self.places[place])
         return -math.inf if found is None else _fidelity(self._gradients[place], found)
 
     def _run(self, graphs: Graphs, place: Place) -> Optional[List[Any]]:
-        """The gradients at a place, at the highest loss scale that overflows nothing."""
+        """Returns the gradients at a place, with the highest loss scale without overflow."""
         def prepare() -> None:
             graphs.restore(place.values)
             mx.random.seed(place.batch)
@@ -215,25 +217,28 @@ class Measure:
     # ---- training
 
     def trains(self, keep: Nodes, bound: float, begins_at: float) -> bool:
-        """Whether training ends at float32's loss, within this share of it (of a tenth of what
-        training begins at, if that is more) or within what float32 cannot tell from itself."""
+        """Whether training reaches float32's loss within a tolerance.
+
+        The tolerance is `bound` times that loss or a tenth of the initial loss, whichever is
+        larger, or the difference between two float32 trainings.
+        """
         seeds = range(self.settings.seed, self.settings.seed + self.settings.seeds)
         right = [self._trained("float32", frozenset(), seed) for seed in seeds]
         again = [self._trained("float32, disturbed", frozenset(), seed) for seed in seeds]
         if not all(map(math.isfinite, right)):
-            raise ValueError("training in float32 does not stay finite with this optimizer: give "
-                             "optimizer= and optimizer_params= as training has them")
+            raise ValueError("training in float32 does not stay finite with this optimizer: set "
+                             "optimizer= and optimizer_params= as in your training")
         found = [self._trained("low", keep, seed) for seed in seeds]
         whole = max(float(np.mean(np.abs(right))), 0.1 * abs(begins_at), 1e-30)
         own = max(abs(a - b) for a, b in zip(again, right)) / whole
         apart = abs(float(np.mean(found)) - float(np.mean(right))) / whole
         self.say(f"trained with {counted(self.settings.seeds, 'seed')}: the loss is "
-                 f"{apart:.2%} off float32's, which is {own:.2%} off itself")
+                 f"{apart:.2%} off float32's; two float32 trainings differ by {own:.2%}")
         return apart <= max(bound, own)
 
     def add_place_of_failure(self, keep: Nodes) -> bool:
-        """Gradients are measured where training with these has failed, too, from now on. Whether
-        that tells the failure."""
+        """Adds the place at which training failed to those that are measured. Returns whether the
+        gradients there show the failure."""
         for (kind, seed, nodes), loss in list(self.measured.items()):
             if kind != "low" or nodes != keep or math.isfinite(loss):
                 continue
@@ -254,14 +259,17 @@ class Measure:
         return self.measured[kind, seed, keep]
 
     def _train(self, kind: str, keep: Nodes, seed: int) -> Tuple[float, Optional[Place]]:
-        """Trains from the network's parameters of now. The seed is that of the order of the
-        batches, and of random numbers in the graph. "disturbed" begins with weights changed by up
-        to 2^-12 of themselves: what training makes of that is what one run cannot tell from
-        another.
+        """Trains from the network's current parameters.
+
+        Args:
+            kind: "disturbed" starts with weights changed by up to 2^-12 of their values, which
+                measures the difference between two equally good trainings.
+            keep: nodes in float32.
+            seed: the seed of the order of batches and of the graph's random numbers.
 
         Returns:
-            the mean loss of the second half of the steps, infinite where a loss or a gradient was
-            not finite; and where that was.
+            The mean loss of the second half of the steps, infinite if a loss or a gradient was not
+            finite; and the place where that was.
         """
         batches, s = self.session.batches, self.settings
         graphs = self.graphs(keep) if kind == "low" else self.right
@@ -297,7 +305,7 @@ class Measure:
     # ---- the file
 
     def _fingerprint(self) -> str:
-        """A digest of all that measurements depend on."""
+        """Returns a digest of everything that measurements depend on."""
         session = self.session
         graphs = [of.clean.structure() for of in session.graphs.values()]
         made = hashlib.sha256(repr((graphs, session.policy, self.settings,
@@ -310,10 +318,10 @@ class Measure:
         return made.hexdigest()
 
     def load(self, begins_at: float) -> None:
-        """Takes over what the file holds.
+        """Loads the file's measurements.
 
         Args:
-            begins_at: the loss in float32, which tells a loss function from another.
+            begins_at: the initial float32 loss, which identifies the loss function.
         """
         self._print, self._begins_at = self._fingerprint() if self.file else "", begins_at
         if not self.file or not os.path.exists(self.file):
@@ -325,10 +333,10 @@ class Measure:
                 measured = {(kind, number, frozenset(nodes)): float(value)
                             for kind, number, nodes, value in held["measured"]}
             except (ValueError, KeyError, TypeError):
-                raise ValueError(f"file={self.file!r} is none that search has written") from None
+                raise ValueError(f"file={self.file!r} was not written by search") from None
         if known != self._print or not math.isclose(began_at, begins_at, rel_tol=1e-3):
             raise ValueError(f"file={self.file!r} is of another search: the network, its weights, "
-                             "the batches, the loss or the settings differ. Give another name")
+                             "the batches, the loss or the settings differ. Use another name")
         self.measured = measured
 
     def _save(self) -> None:
@@ -336,7 +344,7 @@ class Measure:
             return
         held = [[kind, i, sorted(nodes), repr(value)]
                 for (kind, i, nodes), value in self.measured.items()
-                if kind != "gradients" or i < _FIRST_PLACES]  # others: where this run has failed
+                if kind != "gradients" or i < _FIRST_PLACES]  # others depend on this run's failures
         replace_text(self.file, json.dumps({
             "fingerprint": self._print, "begins_at": self._begins_at, "measured": held}))
 
@@ -357,30 +365,36 @@ def search(net: Network, batches: Iterable[Any], loss_fn: Optional[LossFunction]
            snr: float = 20.0, loss: float = 0.01, steps: int = 30, seeds: int = 3,
            optimizer: str = "adam", optimizer_params: Optional[Dict[str, Any]] = None,
            seed: int = 0, file: Optional[str] = None, progress: bool = True) -> Search:
-    """Finds the fewest nodes that have to stay float32, beyond those that the policy and `keep=`
-    keep already. Products, whose arithmetic it would take off Tensor Cores, come last.
+    """Finds the fewest nodes to keep in float32, besides those of the policy and of `keep=`.
 
-    All of it runs on copies: neither the network nor MXNet's random numbers change. Ctrl-C ends
-    it with the best so far.
+    It keeps products last, because they would lose the Tensor Cores. It works on copies: neither
+    the network nor MXNet's random numbers change. Ctrl-C stops it with the best result so far.
 
     Args:
         net: a network that `convert` has converted, on a CPU, or a bound `gluon_amp.Module`. A
-            policy without rules,
+            policy without rules, such as
             `Policy("bare", "float16", "float16", norm="float16", sensitive="float16")`, leaves
-            all to the search.
+            all nodes to the search.
         batches: as for `xray`; the first 16 are used.
         loss_fn: called with the network's output and the label.
         budget: seconds as a float, or training runs as an int.
-        snr: how true gradients must be, in dB, against float32's: 20 is noise of a tenth.
-        loss: how far the trained loss may be off float32's, as a share of it, or of a tenth of what
-            training begins at, if that is more. Further is allowed where two float32 trainings
-            whose first weights differ by 2^-12 are further apart.
-        steps: of each training.
-        seeds: how many trainings decide.
-        optimizer, optimizer_params: what trains, as for gluon.Trainer.
-        seed: the first of the seeds.
-        file: where measurements are kept. A search that finds them there goes on with them.
-        progress: whether each measurement is told on stderr.
+        snr: the lowest SNR of gradients against float32, in dB; 20 is noise of a tenth.
+        loss: the largest relative difference between the trained loss and float32's, or a tenth
+            of the initial loss if that is larger. A larger difference is accepted if two float32
+            trainings whose initial weights differ by 2^-12 differ as much.
+        steps: the steps of each training.
+        seeds: the number of trainings that verify a choice.
+        optimizer, optimizer_params: the optimizer, as for gluon.Trainer.
+        seed: the first seed.
+        file: a file of measurements, with which a later search continues.
+        progress: whether to log each measurement to stderr.
+
+    Returns:
+        A `Search`.
+
+    Raises:
+        TypeError: `net` is not converted, or `budget` is not a number.
+        ValueError: the loss or a gradient is not finite in float32, or an argument is invalid.
     """
     if isinstance(budget, bool) or not isinstance(budget, (int, float)):
         raise TypeError("budget is seconds as a float, or training runs as an int. "
@@ -396,7 +410,7 @@ def search(net: Network, batches: Iterable[Any], loss_fn: Optional[LossFunction]
                          f"in float32 and one to verify, each. Received: budget={budget}")
     if file is not None and (os.path.isdir(file)
                              or not os.path.isdir(os.path.dirname(os.path.abspath(file)))):
-        raise ValueError("file is one that measurements can be kept in, in a folder that exists. "
+        raise ValueError("file must be a path to a file, in a folder that exists. "
                          f"Received: {file!r}")
     session = Session(net, batches, loss_fn, _MOST_BATCHES, "search")
 
@@ -410,14 +424,14 @@ def search(net: Network, batches: Iterable[Any], loss_fn: Optional[LossFunction]
         try:
             looking.run()
         except BudgetSpent:
-            looking.notes.append("the budget is spent: this is the best so far")
+            looking.notes.append("the budget is spent: this is the best result so far")
         except KeyboardInterrupt:
-            looking.notes.append("interrupted: this is the best so far")
+            looking.notes.append("interrupted: this is the best result so far")
         return looking.result()
 
 
 class _Looking:
-    """One search: what it knows so far."""
+    """The state of a search."""
 
     def __init__(self, measure: Measure, snr: float, loss: float) -> None:
         self.measure, self.loss, self.wanted = measure, loss, snr
@@ -426,26 +440,26 @@ class _Looking:
         self.failed: List[Nodes] = []
         self.layout = measure.graphs(frozenset()).layout
         scores = self._scores()
-        # what costs no arithmetic comes first
+        # groups without products first
         self.groups = sorted(in_groups(measure.session.net, list(scores)), key=lambda g: (
             any(n in measure.work for n in g), -max(scores[n] for n in g), sorted(g)))
         self.all = frozenset(scores)
 
     def _scores(self) -> Dict[str, float]:
-        """A score for each node, from one float32 step."""
+        """Returns a score for each node, from one float32 step."""
         session = self.measure.session
         batch, right = session.batches[0], session.float32()
         mx.random.seed(0)
         ran = right.run(batch, FIRST_SCALE)
         if not math.isfinite(ran.loss):
-            raise ValueError("the loss is not finite in float32 either: look at the data, the "
+            raise ValueError("the loss is not finite in float32 either: check the data, the "
                              f"weights and the loss first. Received: a loss of {ran.loss}")
         self.begins_at = ran.loss
         self.measure.load(ran.loss)
         scores = ranked(self.layout, ran.counts, FIRST_SCALE, session.known(batch, right))
         if not scores:
-            raise ValueError("the network has no tensors of less than float32: all of it is kept, "
-                             "or only products round what they read")
+            raise ValueError("the network has no tensors below float32: keep= keeps all of it, or "
+                             "only products round their inputs")
         return scores
 
     # ---- the search
@@ -453,22 +467,22 @@ class _Looking:
     def run(self) -> None:
         while True:
             keep = self._joined(self._pruned(self._enough()))
-            # Of those that were looked at on the way, one may cost as little, and be truer.
+            # Another measured choice may cost as little and have a higher SNR.
             keep = self.all if keep in self.failed else self._cheapest()
             if self.measure.trains(keep, self.loss, self.begins_at):
                 self.verified.append(keep)
                 return
             self.failed.append(keep)
             if keep == self.all:
-                self.notes.append("training is off float32's loss with all nodes in float32, too: "
-                                  "weights and data of less than float32 make that difference")
+                self.notes.append("training does not reach float32's loss with all nodes in "
+                                  "float32 either, because weights and data are 16-bit")
                 return
             reached = self.measure.snr(keep)
             if not self.measure.add_place_of_failure(keep) and math.isfinite(reached):
                 self.wanted = max(self.wanted, reached) + _TRUER
 
     def _enough(self) -> Nodes:
-        """The fewest of the worst groups that make gradients true enough."""
+        """Returns the fewest of the worst groups with which gradients reach the wanted SNR."""
         low, high = 0, len(self.groups)
         if self.measure.snr(self.all) < self.wanted:
             return self.all
@@ -481,8 +495,8 @@ class _Looking:
         return _union(self.groups[:low])
 
     def _pruned(self, keep: Nodes) -> Nodes:
-        """The groups, without those that can be low after all: those that cost arithmetic are tried
-        first, then those of the lowest score."""
+        """Returns the groups without those that may stay in the low format. It tries products
+        first, then groups with the lowest score."""
         held = [g for g in reversed(self.groups) if g <= keep]
         size = max(len(held) // 2, 1)
         while held:
@@ -501,7 +515,7 @@ class _Looking:
         return _union(held)
 
     def _joined(self, keep: Nodes) -> Nodes:
-        """These nodes with others, but no products, that save a cast if they are kept, too."""
+        """Returns these nodes, and others except products that save a cast if they are kept."""
         nodes = self.layout.nodes
         for _ in range(len(nodes)):
             makers = {e.node.name for name in keep for e in self.layout.makers(name)}
@@ -523,8 +537,8 @@ class _Looking:
                       self.notes)
 
     def _cheapest(self) -> Nodes:
-        """Of what is true enough and has not failed in training, what costs least; of several such
-        the truest. All nodes where there is none."""
+        """Returns the cheapest choice with the wanted SNR that has not failed in training, and of
+        several the one with the highest SNR; all nodes if there is none."""
         measure = self.measure
         enough = [k for k in measure.choices()
                   if measure.known(k) >= self.wanted and k not in self.failed]
@@ -535,7 +549,7 @@ class _Looking:
         return Choice(keep, measure.known(keep), measure.casts(keep), measure.share(keep))
 
     def _front(self, best: Nodes) -> List[Choice]:
-        """The choices that no other one beats, the truest first."""
+        """Returns the Pareto front of choices, the highest SNR first."""
         held = [k for k in self.measure.choices() if k == best or k not in self.failed]
         found = [self._choice(keep) for keep in held if self.measure.known(keep) > -math.inf]
         values: List[Tuple[float, int, float, int]] = [
@@ -554,14 +568,16 @@ def _union(groups: Iterable[Any]) -> Nodes:
 
 def ranked(layout: Layout, counts: Counted, scale: float,
            variables: Mapping[str, Any]) -> Dict[str, float]:
-    """A score for each node that may stay float32, the worst first: what rounding would add, times
-    what depends on it; infinite where numbers lie beyond the format. The step's histograms tell
-    what the format would do to each tensor, undisturbed by what it has done to those before. How
-    much depends on a tensor is its size times that of its gradient.
+    """Returns a score for each node that may stay float32, the worst first.
+
+    The score is the rounding error of a tensor times its effect, the size of the tensor times that
+    of its gradient. It is infinite if numbers are beyond the format. Histograms of a float32 step
+    give the rounding error of each tensor without the errors of its inputs.
 
     Args:
-        layout: of the graph with its casts.
-        counts: of a float32 step at this loss scale.
+        layout: the layout of the graph with casts.
+        counts: the counts of a float32 step.
+        scale: its loss scale.
         variables: the arrays that the graph reads, by name.
     """
     tensors = [t for t in layout.tensors() if t.is_low]
@@ -571,11 +587,11 @@ def ranked(layout: Layout, counts: Counted, scale: float,
     factor = (min(fits.high, _HIGHEST_SCALE) if fits else scale) / scale
 
     def made_by(key: Key) -> Tuple[Key, bool]:
-        """The output that a gradient is of, or that a cast casts; and whether it is a variable."""
+        """Returns the output of a gradient or the input of a cast, and whether it is a variable."""
         node, output = layout.makers(key.node)[key.which if key.backward else 0]
         return Key(node.name, False, output), node.is_variable
 
-    sizes: Dict[Key, float] = {}  # of outputs, times those of their gradients
+    sizes: Dict[Key, float] = {}  # sizes of outputs times those of their gradients
     for key, gradient in counts.items():
         if key.backward and key.node in layout.nodes and key.which < len(layout.makers(key.node)):
             of, _ = made_by(key)
@@ -586,7 +602,7 @@ def ranked(layout: Layout, counts: Counted, scale: float,
     scores: Dict[str, float] = {}
     for tensor in tensors:
         found, of, is_variable = tensor.counts, tensor.key, False
-        if found is None and not of.backward and layout.makers(of.node):  # float32 has no casts
+        if found is None and not of.backward and layout.makers(of.node):  # no casts in float32
             cast, is_variable = made_by(of)
             found = counts.get(cast)
             if is_variable and cast.node in variables:
@@ -597,7 +613,7 @@ def ranked(layout: Layout, counts: Counted, scale: float,
             of, is_variable = made_by(of)
             found = found.times(factor)
         harm = found.noise(tensor.format)
-        if math.isfinite(harm):  # of a weight all of the gradient is wanted
+        if math.isfinite(harm):  # all of a weight's gradient matters
             harm *= 1.0 if is_variable and tensor.key.backward else sizes.get(of, 0.0) / most
         for name in layout.kept_for(tensor.key):
             scores[name] = scores.get(name, 0.0) + harm

@@ -1,12 +1,12 @@
-"""A network, its batches and its loss while they are looked into.
+"""Runs a network on batches with a loss for an X-ray, a search or a Monitor.
 
     Session   finds the network's graphs, once
-    Graphs    runs them in any policy, and backs off: on copies of the parameters, which change
-              nothing of the user's, or on the parameters themselves
-    Updates   a trainer's own steps, and what these add to the parameters
+    Graphs    runs them in any policy with back-off, on copies of the parameters or on the
+              parameters themselves
+    Updates   runs a trainer's steps, and counts what they add to the parameters
 
-A network is called as its user calls it. Meanwhile `Graphs.make` stands in for what runs the graphs
-of its hybrid blocks (`State.stand_in`).
+The network is called as by its user. Meanwhile `Graphs.make` replaces the CachedOps of its hybrid
+blocks (`State.stand_in`).
 """
 import copy
 import itertools
@@ -44,19 +44,19 @@ from .network import can_be_named, outputs_of, standing_in
 from .statistics import Counted, Counts, both_ways, read
 from .tensors import Layout, Tensor
 
-FIRST_SCALE = 2.0 ** 16  # loss scales: where looking for one that overflows nothing begins,
-SMALLEST_SCALE = 2.0 ** -24  # and where it ends
+FIRST_SCALE = 2.0 ** 16  # the first loss scale of a back-off
+SMALLEST_SCALE = 2.0 ** -24  # the last loss scale of a back-off
 
 
 class Ran(NamedTuple):
-    """A step that was run.
+    """The result of a step.
 
     Attributes:
-        scale: its loss scale.
-        loss: the mean of its numbers.
-        finite: whether the gradients are; of a trainer's own step, which may be skipped, True.
-        counts: what was counted.
-        total: the sum of the sizes of the loss's numbers, whose sum is what gradients are of.
+        scale: the loss scale.
+        loss: the mean loss.
+        finite: whether the gradients are finite; True for a trainer's step, which may skip.
+        counts: the step's counts.
+        total: the sum of the absolute losses; gradients are those of the sum.
     """
     scale: float
     loss: float
@@ -80,8 +80,8 @@ class BlockGraph(NamedTuple):
 
     @classmethod
     def from_block(cls, net: Network, block: Block, arrays: List[Any]) -> "BlockGraph":
-        """The graph of a block within a network. Its data get the block's name as a prefix,
-        since data of other blocks may have the same names."""
+        """Returns the graph of a block within a network. The block's name prefixes the names of
+        its data, which need not be unique."""
         data, clean = block._cached_graph
         graph, names = Graph.read(clean), [d.name for d in data]
         if block is not net:
@@ -94,20 +94,23 @@ class BlockGraph(NamedTuple):
 
 
 class _Traced(Exception):
-    """Ends a call of a network that has its graph."""
+    """Stops a call of a network after tracing."""
 
 
 class Session:
-    """What is looked into.
+    """A network with batches and a loss.
 
     Attributes:
-        batches: the first that were given.
-        graphs: the graphs that training runs: by block, by what a CachedOp depends on, and by how
-            data is nested. Blocks may have one name, such as all whose prefix is "".
+        batches: the first `most` batches.
+        graphs: the graphs of training by block, key of a CachedOp, and nesting of data. Names of
+            blocks are not unique: all with an empty prefix have one name.
 
     Args:
-        most: how many batches are used.
-        who: is called what in errors.
+        net: the network.
+        batches: the batches.
+        loss_fn: the loss function.
+        most: the number of batches.
+        who: the name of the caller in errors.
     """
 
     def __init__(self, net: Network, batches: Iterable[Any], loss_fn: Optional[LossFunction],
@@ -121,8 +124,8 @@ class Session:
 
     @cached_property
     def in_named_blocks(self) -> Set[str]:
-        """The parameters that become float32 with a node that reads them, since `keep=` names the
-        node's block."""
+        """Returns the parameters that become float32 with a node, because `keep=` lists its block.
+        """
         return {name for block in blocks_in(self.net) if can_be_named(self.net, block)
                 for name in block.params}
 
@@ -132,7 +135,7 @@ class Session:
 
     @property
     def converts(self) -> str:
-        """How a line begins that converts the network as it is."""
+        """The start of the line of code that converts the network."""
         if self.is_module:
             return "amp.convert_symbol(symbol"
         name, is_default = self.policy.name, self.policy == POLICIES["float16"]
@@ -140,19 +143,19 @@ class Session:
         return "amp.convert(net" + ("" if is_default else f", {policy}")
 
     def _find_graphs(self) -> None:
-        """Calls the network as training does. Makes what the user's first call would make: graphs,
-        and the parameters where some wait for the data's shapes."""
+        """Calls the network as in training, which traces graphs and initializes parameters with
+        deferred shapes."""
         graphs = Graphs(self)
 
         def find(block: Block, key: Any, arrays: List[Array]) -> Op:
             self.add_graph(block, key, arrays)
-            if block is self.net:  # nothing need run
+            if block is self.net:  # the graph suffices
                 raise _Traced
             return graphs.make(block, key, arrays)
 
         waiting = any(p._deferred_init for p in self.parameters.values())
         with ExitStack() as stack:
-            if not waiting:  # those who wait draw their first values
+            if not waiting:  # deferred parameters draw random initial values
                 stack.enter_context(random_numbers_kept())
             stack.enter_context(suppress(_Traced))
             stack.enter_context(mx.autograd.record())
@@ -161,38 +164,39 @@ class Session:
         mx.nd.waitall()
 
     def add_graph(self, block: Block, key: Any, arrays: List[Any]) -> Any:
-        """Takes in the graph of a block that is called now. Returns what it goes by in `graphs`."""
+        """Adds the graph of a block during its call. Returns its key in `graphs`."""
         which = block, key, str(block._in_format)
         if which not in self.graphs:
             self.graphs[which] = BlockGraph.from_block(self.net, block, arrays)
         return which
 
     def low(self, keep: Iterable[str] = (), watch: bool = True) -> "Graphs":
-        """The network in its own policy, with these nodes in float32, too."""
+        """Returns the network in its policy, with these nodes in float32 too."""
         return Graphs(self, keep, watch=watch)
 
     def float32(self, watch: bool = True, samples: bool = False) -> "Graphs":
-        """The network in float32."""
+        """Returns the network in float32."""
         return Graphs(self, is_float32=True, watch=watch, samples=samples)
 
     def known(self, batch: Batch, graphs: "Graphs") -> Dict[str, Any]:
-        """The arrays of these graphs, and the data that the network's own graph reads, by name."""
+        """Returns the arrays of these graphs and the data of the network's graph, by name."""
         own = next((of for of in self.graphs.values() if of.block is self.net), None)
         return {**graphs.arrays, **(dict(zip(own.names, split(batch)[0])) if own else {})}
 
 
 class Graphs:
-    """A network's graphs, and what runs them.
+    """A network's graphs and their CachedOps.
 
     Attributes:
-        arrays: copies of the parameters that have run.
+        arrays: copies of the parameters that have been used.
 
     Args:
+        session: the network.
         keep: names of nodes that stay float32, besides those that the network keeps.
-        is_float32: for the reference, which has the casts of no policy.
-        watch: whether the engine counts what the nodes compute.
-        samples: of what is watched, the engine takes samples, and counts nothing.
-        own: runs the network's own parameters.
+        is_float32: whether this is the float32 reference, without casts.
+        watch: whether the engine counts the nodes' values.
+        samples: whether the engine takes samples instead of counts.
+        own: whether to run on the network's parameters instead of copies.
     """
 
     def __init__(self, session: Session, keep: Iterable[str] = (), is_float32: bool = False,
@@ -205,18 +209,18 @@ class Graphs:
                                             if isinstance(block, ConvertedBlock)))
         self.arrays: Dict[str, Any] = {}
         self.ops: Dict[Any, Op] = {}
-        # a module's heads begin gradients by themselves: this reaches them as in its own graph
+        # scales the gradients that a module's heads start
         self.scale = mx.nd.ones(1) if session.is_module else None
 
     # ---- graphs
 
     def typed(self) -> List[Tuple[Graph, Dict[str, str]]]:
-        """The graphs with their casts, and their variables' types."""
+        """Returns the graphs with casts, and the types of their variables."""
         return [self._typed(of) for of in self.session.graphs.values()]
 
     def _types(self, of: BlockGraph) -> Dict[str, str]:
-        """The types of the parameters that a graph reads. What `keep=` does to those of a kept node
-        depends on whether it names the node or the block."""
+        """Returns the types of a graph's parameters. Those of a kept node are float32 if `keep=`
+        lists its block, but not if it lists the node."""
         parameters = self.session.parameters
         wide = {e.node.name for node in of.clean.nodes() if node.name in self.tried
                 for e in node.inputs if e.node.is_variable}
@@ -243,7 +247,7 @@ class Graphs:
         return self.layout.tensors()
 
     def make(self, block: Block, key: Any, arrays: List[Any]) -> Op:
-        """Stands in for a block's CachedOp."""
+        """Returns the CachedOp that replaces a block's."""
         which = self.session.add_graph(block, key, arrays)
         if which not in self.ops:
             self.ops[which] = self._op(self.session.graphs[which])
@@ -276,7 +280,7 @@ class Graphs:
     # ---- parameters
 
     def _copied(self, name: str, dtype: str) -> Array:
-        """A parameter's copy, with a gradient if it trains."""
+        """Returns a copy of a parameter, with a gradient if it trains."""
         if name not in self.arrays:
             parameter = self.session.parameters[name]
             value = parameter.data()
@@ -286,7 +290,7 @@ class Graphs:
         return self.arrays[name]
 
     def restore(self, values: Optional[Dict[str, Any]] = None) -> None:
-        """Gives the copies the values that the parameters have now, or those given."""
+        """Resets the copies to the parameters' current values, or to `values`."""
         for of in self.session.graphs.values():
             for name, dtype in self._types(of).items():
                 self._copied(name, dtype)
@@ -296,13 +300,13 @@ class Graphs:
                   [value.as_nd_ndarray() for value in given])
 
     def gradients(self) -> List[Any]:
-        """The gradients of the parameters that train, as the last run left them."""
+        """Returns the parameters' gradients of the last run."""
         return [array.grad for array in self.arrays.values() if array.grad is not None]
 
     # ---- a step
 
     def run(self, batch: Batch, scale: float = 1.0) -> Ran:
-        """One forward and one backward pass; no update."""
+        """Runs one forward and one backward pass, without an update."""
         loss_fn = self.session.loss_fn
         read()
         if self.scale is not None:
@@ -325,12 +329,13 @@ class Graphs:
 
     def back_off(self, batch: Batch, scale: float, prepare: Callable[[], object],
                  goes_forward: Callable[[Ran], bool] = lambda ran: True) -> Ran:
-        """A step at this loss scale, or at lower ones while only gradients overflow.
+        """Runs a step, and repeats it at lower loss scales while only gradients overflow.
 
         Args:
-            prepare: called before each run, to give copies their values, and to draw the same
-                random numbers.
-            goes_forward: whether nothing overflows before the loss.
+            batch: the batch.
+            scale: the first loss scale.
+            prepare: called before each run; resets copies and random numbers.
+            goes_forward: returns whether the forward pass is finite.
         """
         for at in (scale, *lower_scales(scale, SMALLEST_SCALE)):
             prepare()
@@ -344,29 +349,29 @@ class Graphs:
 
 
 def split(batch: Batch) -> Tuple[List[Any], List[Any]]:
-    """A batch as what the network takes, and what the loss takes besides its output."""
+    """Splits a batch into the network's data and the labels of the loss."""
     parts = list(batch) if isinstance(batch, (list, tuple)) else [batch]
     if not parts or not all(isinstance(array, mx.nd.NDArray) and array.size
                             for array in arrays_of(parts)):
-        raise ValueError("a batch is a tuple of arrays that are not empty: data, and label last, "
-                         "which may be a list of arrays. "
+        raise ValueError("a batch is a tuple of arrays that are not empty: data first, and last "
+                         "the label or a list of labels. "
                          f"Received: {[getattr(p, 'shape', type(p).__name__) for p in parts]}")
     return (parts, []) if len(parts) == 1 else (parts[:-1], parts[-1:])
 
 
 def arrays_of(parts: Any) -> List[Any]:
-    """What is in a batch; several labels are a list at its end."""
+    """Returns all arrays of a batch, those of a list of labels included."""
     *first, last = parts
     several = bool(first) and isinstance(last, (list, tuple)) and len(last) > 0
     return [*first, *(last if several else [last])]
 
 
 def first_of(batches: Iterable[Batch], count: int, who: str) -> List[Any]:
-    """The first batches, so many at most."""
+    """Returns the first `count` batches at most."""
     try:
         given = iter(batches)
     except TypeError:
-        raise TypeError("batches is a list of tuples (data, label), or anything that gives such. "
+        raise TypeError("batches is a list of tuples (data, label), or an iterable of them. "
                         f"Received: {type(batches).__name__}") from None
     found = list(itertools.islice(given, count))
     if not found:
@@ -375,25 +380,25 @@ def first_of(batches: Iterable[Batch], count: int, who: str) -> List[Any]:
 
 
 def check(net: Network, batch: Batch) -> None:
-    """Refuses what cannot be looked into."""
+    """Refuses networks and data that an X-ray does not support."""
     blocks = list(blocks_in(net)) if isinstance(net, ConvertedBlock) else []
     if not any(isinstance(b, ConvertedHybridBlock) for b in blocks):
         raise TypeError("xray takes a network that gluon_amp.convert has converted, with a "
-                        "HybridBlock in it, whose graph it looks into. "
+                        "HybridBlock in it, whose graph it inspects. "
                         f"Received: {type(net).__name__}")
     if net._amp.policy.is_float32:
         raise ValueError("the network is all float32: convert it with another policy")
     own = [name for b in blocks if not isinstance(b, mx.gluon.HybridBlock) for name in b.params]
     if own:
-        raise ValueError("xray looks into graphs, and a plain Block has parameters of its own: "
-                         f"move them into a HybridBlock. Received: {', '.join(own[:5])}")
+        raise ValueError("xray inspects graphs, and a plain Block has parameters of its own: move "
+                         f"them into a HybridBlock. Received: {', '.join(own[:5])}")
     if any(array.context.device_type == "gpu" for array in split(batch)[0]):
-        raise ValueError("xray runs on CPUs, where each result is seen before it is rounded. "
-                         "Received: data on a GPU")
+        raise ValueError("xray runs on CPUs only, where results are counted before they are "
+                         "rounded. Received: data on a GPU")
 
 
 def loss_of(net: Network, batch: Batch, loss_fn: LossFunction) -> Array:
-    """The loss of a batch."""
+    """Returns the loss of a batch."""
     data, label = split(batch)
     output = outputs_of(net, data)
     try:
@@ -403,13 +408,13 @@ def loss_of(net: Network, batch: Batch, loss_fn: LossFunction) -> Array:
         raise ValueError(f"loss_fn does not take this output and label: {message(error)}. batches "
                          f"is a list of tuples (data, label). Received: {shapes}") from error
     if not isinstance(loss, mx.nd.NDArray):
-        raise TypeError("loss_fn(output, label) is to return one array. Received: "
+        raise TypeError("loss_fn(output, label) must return one array. Received: "
                         f"{type(loss).__name__}")
     return loss
 
 
 def mean_and_total(loss: Array) -> Tuple[float, float]:
-    """Of a loss's numbers: their mean, and the sum of their sizes."""
+    """Returns the mean of the losses, and the sum of their absolute values."""
     loss = loss.as_nd_ndarray().astype("float32", copy=False)
     return float(loss.mean().asscalar()), float(np.abs(loss.asnumpy()).sum(dtype=np.float64))
 
@@ -419,14 +424,14 @@ def mean_and_total(loss: Array) -> Tuple[float, float]:
 
 @dataclass
 class Weight:
-    """A parameter: its numbers, and its updates.
+    """The counts of a parameter and of its updates.
 
     Attributes:
-        counts: of its numbers, in the last step.
-        updates: of what the steps added to it; None without a trainer.
-        without_master: the share of these that would have changed nothing in float16 alone; None
-            without a trainer, and of a float16 parameter without a master: it has lost them.
-        format: the format that the parameter has.
+        counts: the parameter's counts in the last step.
+        updates: the counts of all updates; None without a trainer.
+        without_master: the share of updates that would be lost without master weights; None
+            without a trainer, and for a float16 parameter that has no master weight.
+        format: the parameter's format.
     """
     name: str
     counts: Counts
@@ -436,9 +441,9 @@ class Weight:
 
 
 def check_trainer(trainer: GluonTrainer, net: Network) -> None:
-    """Refuses what can take no step of a network."""
+    """Refuses a trainer that cannot take a step of the network."""
     if isinstance(net, mx.mod.BaseModule):
-        raise TypeError("of a Module, an X-ray makes steps on copies: trainer= is for Gluon")
+        raise TypeError("trainer= is for Gluon: for a Module, the X-ray runs on copies")
     if not isinstance(trainer, mx.gluon.Trainer):
         raise TypeError("trainer is a gluon_amp.Trainer, or MXNet's. "
                         f"Received: {type(trainer).__name__}")
@@ -446,15 +451,15 @@ def check_trainer(trainer: GluonTrainer, net: Network) -> None:
     if not any(id(parameter) in own for parameter in trainer._params):
         raise ValueError("the trainer has none of the network's parameters")
     if isinstance(trainer, Trainer) and trainer._step.begun:
-        raise ValueError("gradients wait for the trainer's step: take it before the X-ray, each "
-                         "look of which is a step")
+        raise ValueError("gradients wait for the trainer's step: call step() before the X-ray, "
+                         "which takes a step for each batch")
 
 
 class Updates:
-    """The parameters, and what a trainer's steps add to them.
+    """Runs a trainer's steps, and counts their updates of the parameters.
 
     Attributes:
-        gave_up: what the trainer said when it took no step any more; "" until then.
+        gave_up: the trainer's LossScaleError, after which it takes no step; "" before.
     """
 
     def __init__(self, session: Session, trainer: Optional[GluonTrainer] = None,
@@ -463,13 +468,13 @@ class Updates:
         self.trainer: Any = trainer
         self.parameters = [p for p in session.parameters.values()
                            if p.grad_req != "null" and p._stype == "default"]
-        self.added: Dict[str, library.Updates] = defaultdict(library.Updates)  # by all steps
+        self.added: Dict[str, library.Updates] = defaultdict(library.Updates)  # in all steps
         self.watched = Graphs(session, own=True)
         self.gave_up = ""
         self.last: Dict[str, np.ndarray[Any, Any]] = {}  # the parameters after the last step
 
     def step(self, batch: Batch) -> Ran:
-        """The user's own step, watched."""
+        """Runs the trainer's step and counts it."""
         passes: List[Tuple[float, Counted]] = []
 
         def passed(scale: float) -> None:
@@ -496,17 +501,17 @@ class Updates:
             self.gave_up = str(error)
         clear_added(self.trainer._params)
         self.count({p.name: self._value(p) for p in self.parameters})
-        scale, backward = [one for one in passes if one[0]][-1]  # a look at heads begins with 0
+        scale, backward = [one for one in passes if one[0]][-1]  # scale 0: the check of heads
         mean, total = mean_and_total(loss)
         return Ran(scale, mean, True, both_ways(passes[0][1], backward), total)
 
     def count(self, values: Dict[str, Any]) -> None:
-        """Counts what was added to parameters since they were what `last` has."""
+        """Counts the differences between parameters and their values in `last`."""
         library.count_updates([*values.values()], [self.last[name] for name in values],
                               [self.added[name] for name in values])
 
     def _value(self, parameter: Any) -> Any:
-        """A parameter's master, or itself where it has none."""
+        """Returns a parameter's master weight, or the parameter if it has none."""
         return _wide(parameter.data(), self._master(parameter))
 
     def _master(self, parameter: Any) -> Array:
@@ -514,7 +519,7 @@ class Updates:
                           parameter.data())
 
     def weights(self) -> List[Weight]:
-        """What was counted."""
+        """Returns the counts of all parameters."""
         made = []
         for p in self.parameters:
             added, half = self.added.get(p.name), is_half(p.data().dtype)
@@ -522,26 +527,29 @@ class Updates:
                                format=FORMATS[dtype_name(p.data().dtype)]))
             if added is not None:
                 made[-1].updates = Counts.of_structure(added.counts)
-                if not half or self._master(p) is not None:  # float16 alone loses some of them
+                if not half or self._master(p) is not None:  # otherwise updates are already lost
                     made[-1].without_master = added.lost / max(added.changed, 1)
         return made
 
 
 class ModuleUpdates(Updates):
-    """The parameters of a Module, and what its optimizer would add to them, each update from the
-    parameters, masters and states of now; nothing where it has none, or where servers have it."""
+    """Counts what a Module's optimizer would add to its parameters.
+
+    Each update starts from the current parameters, master weights and states. Without an optimizer,
+    or if servers update, there is none.
+    """
 
     def __init__(self, session: Session) -> None:
         super().__init__(session)
         self.module = bound_module(session.net.module)
-        self.masters: Dict[str, Any] = {}  # of the last step
+        self.masters: Dict[str, Any] = {}  # master weights in the last step
         self.updater: Any = None
         if self.module.optimizer_initialized:
             on_store = self.module._update_on_kvstore
             self.updater = (self.module._kvstore if on_store else self.module)._updater
 
     def would_add(self, graphs: Graphs, scale: float) -> None:
-        """Counts what would be added by the gradients that a run at this loss scale has left."""
+        """Counts the updates by the gradients of the last run, at this loss scale."""
         if self.updater is None:
             return
         group, devices = self.module._exec_group, len(self.module._context)
@@ -567,7 +575,7 @@ class ModuleUpdates(Updates):
 
     def _copied_updater(self) -> Any:
         made = mx.optimizer.get_updater(copy.deepcopy(self.updater.optimizer))
-        fitting = getattr(self.session.net.module, "_fitting_states", None)  # of a file, unused yet
+        fitting = getattr(self.session.net.module, "_fitting_states", None)  # loaded from a file
         made.set_states(self.updater.get_states())
         if fitting:
             made.states = copy.deepcopy(fitting[1])
@@ -575,7 +583,7 @@ class ModuleUpdates(Updates):
         return made
 
     def _clipped(self, gradients: List[Any], factor: float) -> float:
-        """What `clip_norm` multiplies with gradients that the optimizer gets times a factor."""
+        """Returns the factor by which `clip_norm` scales the gradients times `factor`."""
         steps = getattr(self.session.net.module, "_step", None)
         if steps is None or steps.max_norm is None:
             return 1.0
@@ -587,7 +595,7 @@ class ModuleUpdates(Updates):
 
 
 def _wide(weight: Array, master: Array) -> Array:
-    """A weight in float32: its master, or itself where it has none."""
+    """Returns a weight in float32: its master weight, or the weight if it has none."""
     return to_float32(weight) if master is None else master
 
 

@@ -1,7 +1,7 @@
-"""What the engine has counted of tensors, and what follows from it for any number format.
+"""Counts of tensors' values by the engine, and the effect of any number format on them.
 
-A `Counts` holds how often each exponent of float32 occurs. From that come the shares that a format
-makes 0, holds less exactly, or overflows, at any loss scale, without another run.
+A `Counts` is a histogram of float32 exponents. From it follow the shares that underflow, become
+subnormal, or overflow in a format, at any loss scale, without another run.
 """
 import ctypes
 import functools
@@ -14,14 +14,14 @@ from ..annotations import Array
 from ..cpu import library
 from ..formats import FLOAT16, Format
 
-_BIAS = 127  # of bins: bin 127 holds numbers from 1 to below 2
-_EXPONENTS = np.arange(256.0) - _BIAS  # of each bin
-_SQUARE = 7 / 3  # of a number between 1 and 2, on average
+_BIAS = 127  # bin 127 holds numbers from 1 to below 2
+_EXPONENTS = np.arange(256.0) - _BIAS  # the exponent of each bin
+_SQUARE = 7 / 3  # the mean square of a number between 1 and 2
 _COUNTS: Any = np.dtype(library.Counts)
 
 
 class Key(NamedTuple):
-    """A tensor: a node's output, or the gradient of one of its inputs: number `which`."""
+    """A tensor: output `which` of a node, or the gradient of its input `which`."""
     node: str
     backward: bool
     which: int
@@ -29,14 +29,14 @@ class Key(NamedTuple):
 
 @dataclass
 class Counts:
-    """Numbers of a tensor, as they were before rounding, counted.
+    """Counts of a tensor's values before rounding.
 
     Attributes:
-        bins: how many numbers have each exponent of float32; bin 127 is from 1 to below 2. Bin 0
-            holds float32's own subnormal numbers, without zeros; bin 255 is empty.
-        zero, infinite, nan: how many numbers are that.
-        overflowed, flushed: how many became infinite or 0 in the type that the tensor has.
-        squares, error_squares: sums over finite numbers: of them, and of what rounding added.
+        bins: the number of values with each float32 exponent; bin 127 is from 1 to below 2. Bin 0
+            holds float32's subnormal numbers, without zeros; bin 255 is empty.
+        zero, infinite, nan: the numbers of such values.
+        overflowed, flushed: the numbers of values that became infinite or 0 in the tensor's type.
+        squares, error_squares: sums of squares of finite values, and of their rounding errors.
     """
     bins: "np.ndarray[Any, Any]"
     zero: int = 0
@@ -49,8 +49,8 @@ class Counts:
 
     @classmethod
     def of_engine(cls, taken: Any) -> "Counts":
-        """What the engine has counted of several tensors, each attribute an array. Its first bin
-        holds zeros, too, its last infinities and NaN."""
+        """Returns the engine's counts of several tensors, with arrays as attributes. The engine's
+        first bin includes zeros, and its last infinities and NaN."""
         bins, zero, infinite, *others = (taken[name].copy() for name in taken.dtype.names)
         nan = bins[:, 255] - infinite
         bins[:, 0] -= zero
@@ -59,17 +59,17 @@ class Counts:
 
     @classmethod
     def of_structure(cls, counts: Any) -> "Counts":
-        """What it has counted into a structure."""
+        """Returns the counts in a structure of the engine."""
         return cls.of_engine(np.frombuffer(counts, _COUNTS)).row(0)
 
     def row(self, row: int) -> "Counts":
-        """One tensor's of several."""
+        """Returns the counts of one of several tensors."""
         bins, *columns = vars(self).values()
         return Counts(bins[row], *(column[row].item() for column in columns))
 
     @classmethod
     def of_array(cls, array: Array, half: bool = False) -> "Counts":
-        """Counts the numbers of a float array. `half`: as if they were rounded to float16."""
+        """Counts the values of a float array; with `half`, as if they were rounded to float16."""
         numbers = np.ascontiguousarray(
             array.asnumpy() if isinstance(array, mx.nd.NDArray) else array, np.float32)
         counts = library.Counts()
@@ -82,7 +82,7 @@ class Counts:
         return Counts(*(a + b for a, b in zip(vars(self).values(), vars(other).values())))
 
     def times(self, factor: float) -> "Counts":
-        """These numbers times a power of two, as far as float32 holds them."""
+        """Returns the counts of these values times a power of two, within float32's range."""
         by = round(math.log2(factor))
         if by == 0:
             return self
@@ -94,40 +94,39 @@ class Counts:
 
     @property
     def numbers(self) -> int:
-        """How many numbers were counted."""
+        """The number of counted values."""
         return int(self.bins.sum()) + self.zero + self.infinite + self.nan
 
     @property
     def finite(self) -> bool:
-        """Whether all were finite before they were rounded."""
+        """Whether all values were finite before rounding."""
         return self.infinite + self.nan == 0
 
     @property
     def stay_finite(self) -> bool:
-        """Whether all are finite once they are rounded, too."""
+        """Whether all values are finite after rounding too."""
         return self.finite and self.overflowed == 0
 
     @property
     def range(self) -> Optional[Tuple[int, int]]:
-        """The exponents of the smallest and the largest number that is not 0."""
+        """The exponents of the smallest and the largest value other than 0."""
         found = self.bins.nonzero()[0]
         return (int(found[0]) - _BIAS, int(found[-1]) - _BIAS) if found.size else None
 
     @property
     def middle(self) -> Optional[int]:
-        """The exponent that half of the numbers that are not 0 lie below."""
+        """The median exponent of values other than 0."""
         total = int(self.bins.sum())
         return int(np.searchsorted(self.bins.cumsum(), (total + 1) // 2)) - _BIAS if total else None
 
     @property
     def own_snr(self) -> float:
-        """The signal-to-noise ratio, in dB, of the rounding that was made."""
+        """The signal-to-noise ratio of the rounding, in dB."""
         return decibels(self.squares, self.error_squares)
 
     def shares(self, format_: Format = FLOAT16) -> Dict[str, float]:
-        """What a format would do to these numbers: the shares that are 0 ("zero"), that it makes 0
-        ("flushed"), holds with fewer digits ("subnormal"), or makes infinite or the largest number
-        ("overflowed")."""
+        """Returns the shares of values in a format that are 0 ("zero"), underflow to 0
+        ("flushed"), become subnormal ("subnormal"), or exceed its range ("overflowed")."""
         flushed = math.log2(format_.smallest) - 1 > _EXPONENTS
         above = _is_beyond(format_)
         subnormal = (math.log2(format_.smallest_normal) > _EXPONENTS) & ~flushed
@@ -137,8 +136,8 @@ class Counts:
                 "overflowed": (int(self.bins[above].sum()) + self.infinite + self.nan) / count}
 
     def headroom(self, format_: Format = FLOAT16) -> Optional[Tuple[int, int]]:
-        """How many bits the format has left below the smallest number, down to its smallest
-        normal one, and above the largest. Negative where numbers lie beyond."""
+        """Returns the headroom in bits below the smallest value, to the format's smallest normal
+        number, and above the largest. Negative if values exceed it."""
         if self.range is None:
             return None
         low, high = self.range
@@ -146,19 +145,19 @@ class Counts:
                 math.floor(math.log2(format_.largest)) - high)
 
     def lost(self, format_: Format = FLOAT16, scale: float = 1.0) -> float:
-        """How much of the tensor's norm, as a share, a format's small end rounds away, at a scale:
-        the error of numbers that it makes 0 or holds as subnormal ones."""
+        """Returns the share of the tensor's norm that underflow removes in a format, at a scale:
+        the error of values that become 0 or subnormal."""
         return float(self.lost_at(format_, (round(math.log2(scale)),))[0])
 
     def lost_at(self, format_: Format, powers: Tuple[int, ...]) -> "np.ndarray[Any, Any]":
-        """The same at several powers of two."""
+        """Returns the same at several powers of two."""
         error, squares = _small_end(format_, powers)
         total = squares @ self.bins
         return np.sqrt((error @ self.bins) / np.where(total, total, 1.0))
 
     def noise(self, format_: Format) -> float:
-        """What rounding to a format would add to these numbers: the noise's energy over theirs.
-        Infinite where a number lies beyond the format."""
+        """Returns the noise-to-signal ratio of rounding to a format; infinite if a value exceeds
+        its range."""
         if self.shares(format_)["overflowed"]:
             return math.inf
         steps = np.maximum(4.0 ** (_EXPONENTS - format_.fraction), format_.smallest ** 2)
@@ -169,8 +168,7 @@ class Counts:
         return float((self.bins * _SQUARE * 4.0 ** _EXPONENTS).sum())
 
     def as_in(self, format_: Format) -> "Counts":
-        """These numbers as if they were rounded to a format: what becomes 0 or infinite, and the
-        error, as far as exponents tell."""
+        """Returns the counts of these values rounded to a format, estimated from exponents."""
         count, shares, squares = self.numbers, self.shares(format_), self._estimated_squares()
         beyond = round(shares["overflowed"] * count) - self.infinite - self.nan
         inside = replace(self, bins=np.where(_is_beyond(format_), 0, self.bins), infinite=0, nan=0)
@@ -181,8 +179,8 @@ class Counts:
 @functools.lru_cache(maxsize=256)
 def _small_end(format_: Format, powers: Tuple[int, ...]
                ) -> Tuple["np.ndarray[Any, Any]", "np.ndarray[Any, Any]"]:
-    """For each of these powers of two and each bin: the energy that a format's small end takes from
-    a number in it, and the number's own; numbers lie evenly in a bin."""
+    """Returns for each power of two and each bin the energy that underflow removes from a value,
+    and the value's energy. Values are uniform within a bin."""
     exponents = _EXPONENTS + np.array(powers, np.float64)[:, None]
     squares = _SQUARE * 4.0 ** exponents
     smallest = math.log2(format_.smallest)
@@ -191,13 +189,14 @@ def _small_end(format_: Format, powers: Tuple[int, ...]
 
 
 def _is_beyond(format_: Format) -> "np.ndarray[Any, Any]":
-    """For each bin: whether its numbers lie beyond a format."""
+    """Returns for each bin whether its values exceed a format's range."""
     beyond: np.ndarray[Any, Any] = math.floor(math.log2(format_.largest)) < _EXPONENTS
     return beyond
 
 
 def decibels(signal: float, noise: float) -> float:
-    """The ratio of two energies; infinite without noise, -infinite without a signal."""
+    """Returns the ratio of two energies in dB; infinite without noise, -infinite without a signal.
+    """
     if noise == 0:
         return math.inf
     if noise == math.inf:
@@ -207,8 +206,12 @@ def decibels(signal: float, noise: float) -> float:
 
 def compared(references: List["np.ndarray[Any, Any]"],
              found: List["np.ndarray[Any, Any]"]) -> List[Tuple[float, float]]:
-    """Of samples against what each should be, none of them empty: the largest size of these, and
-    the signal-to-noise ratio in dB; NaN where these are not finite. All in one pass."""
+    """Compares samples with references, none of them empty, in one pass.
+
+    Returns:
+        The largest absolute value of each reference, and the SNR in dB; NaN if a reference is not
+        finite.
+    """
     if not references:
         return []
     begins = np.cumsum([0, *(len(one) for one in references[:-1])])
@@ -223,12 +226,12 @@ def compared(references: List["np.ndarray[Any, Any]"],
 
 
 class Counted(Mapping[Key, Counts]):
-    """What was counted of many tensors, a row for each: its `Counts` is made when it is asked for.
+    """The counts of many tensors, one row for each. A `Counts` is created on access.
 
     Attributes:
-        rows: where each tensor's row is, in their order; steps share it.
-        all: a `Counts` whose attributes are arrays, with these rows.
-        samples: of each row up to 1024 numbers, evenly over the tensor, as they were written.
+        rows: the row of each tensor; steps share it.
+        all: a `Counts` with arrays of all rows as attributes.
+        samples: for each row up to 1024 rounded values, evenly spaced in the tensor.
     """
 
     def __init__(self, rows: Dict[Key, int], all_: Any, samples: Any = ()) -> None:
@@ -248,21 +251,21 @@ class Counted(Mapping[Key, Counts]):
         return len(self.rows)
 
     def numbers(self) -> "np.ndarray[Any, Any]":
-        """How many numbers of each were counted."""
+        """Returns the number of counted values of each tensor."""
         return self.all.bins.sum(axis=1) + self.all.zero + self.all.infinite + self.all.nan
 
     def highest(self) -> "np.ndarray[Any, Any]":
-        """The exponent of the largest number of each; below all others where there is none."""
+        """Returns the exponent of each tensor's largest value; below all others if all are 0."""
         found = self.all.bins != 0
         last = 255 - found[:, ::-1].argmax(axis=1)
         return np.where(found.any(axis=1), last, -1) - _BIAS
 
     def sample(self, key: Key) -> Any:
-        """A tensor's; empty where there is none."""
+        """Returns a tensor's sample; empty if there is none."""
         return self.samples[self.rows[key]] if key in self.rows else _NO_SAMPLE
 
     def broken(self) -> Set[Key]:
-        """The tensors that are not finite once they are rounded."""
+        """Returns the tensors that are not finite after rounding."""
         found = (self.all.infinite + self.all.nan + self.all.overflowed).tolist()
         return {key for key, count in zip(self.rows, found) if count}
 
@@ -271,7 +274,7 @@ _NO_SAMPLE = np.zeros(0, np.float32)
 
 
 def both_ways(forward: Counted, backward: Counted) -> Counted:
-    """The tensors of one's forward pass, and those of the other's backward pass."""
+    """Joins the forward pass of one run and the backward pass of another."""
     if forward is backward:
         return forward
     found = [(one, key) for one, back in ((forward, False), (backward, True)) for key in one
@@ -283,8 +286,8 @@ def both_ways(forward: Counted, backward: Counted) -> Counted:
 
 
 def added_up(steps: List[Tuple[float, Counted]], stay: Container[Key] = ()) -> Counted:
-    """All that steps, at least one, have counted, each with a factor for its gradients but those
-    that stay."""
+    """Sums the counts of steps. Each step has a factor for its gradients, except those in `stay`.
+    """
     rows = {key: row for row, key in enumerate(dict.fromkeys(
         key for _, counted in steps for key in counted))}
     total: Any = {name: np.zeros((len(rows), *column.shape[1:]), column.dtype)
@@ -303,7 +306,7 @@ _ROW: Any = np.dtype(library.WatchedRow)
 
 
 def read() -> Counted:
-    """What watched nodes have computed since the last call."""
+    """Returns the engine's counts since the last call, and resets them."""
     mx.nd.waitall()
     table = library.table()
     count = table.watched()
@@ -318,6 +321,6 @@ def read() -> Counted:
 
 @functools.lru_cache(maxsize=4)
 def _rows(names: bytes, backward: Tuple[int, ...], index: Tuple[int, ...]) -> Dict[Key, int]:
-    """Where each tensor's row is. The same for all steps of a graph."""
+    """Returns the row of each tensor, cached for all steps of a graph."""
     keys = map(Key, names.decode().split("\0"), map(bool, backward), index)
     return {key: row for row, key in enumerate(keys)}

@@ -1,5 +1,4 @@
-"""Which nodes and tensors a converted network's graphs have, in order of computation, and what
-steps have shown of each tensor."""
+"""The nodes and tensors of a converted network in order of computation, with their statistics."""
 import math
 import statistics
 from dataclasses import dataclass, field
@@ -15,37 +14,37 @@ from ..graph.operators import LOSSES, PRODUCTS
 from ..policy import Policy
 from .statistics import Counted, Key, compared
 
-_BELOW_ROUNDING, _LEAST_DECIBELS = 26, 10.0  # what is too far from what was rounded
+_BELOW_ROUNDING, _LEAST_DECIBELS = 26, 10.0  # thresholds of `low_snr` in dB
 
-# Their gradients are copies of their output's gradient, which nothing counts.
+# Operators whose gradients are copies of the output's gradient; these are not counted.
 _HANDS_ON = frozenset(["elemwise_add"])
 _ENDS_GRADIENTS = frozenset(["BlockGrad", "zeros_like", "ones_like"])
 
-Found = List[Entry]  # what an entry is: an output of an operator, or a variable; of a condition two
+Found = List[Entry]  # the sources of an entry: one output or variable; two for a condition
 
 
 @dataclass
 class Tensor:
-    """A tensor that was watched.
+    """A tensor with its statistics.
 
     Attributes:
-        key: its node's name, whether it is a gradient, and the number of the output or input.
+        key: its node's name, whether it is a gradient, and the index of the output or input.
         kind: "output", "gradient", or "weight gradient".
         op: the operator that computes it.
-        place: when it is computed: forward passes count up, backward passes go on counting.
-        format: the format that it has.
-        reads: keys of the tensors that it is computed from.
-        carried: in a loop, those that it reads of the round before.
-        gradients: of an output, the tensors that its gradient is the sum of.
+        place: its index in order of computation, forward before backward.
+        format: its format.
+        reads: keys of its inputs.
+        carried: keys of its inputs from a loop's previous iteration.
+        gradients: for an output, keys of the tensors that sum to its gradient.
         variables: names of the data and parameters that its node reads.
-        parameter: of a weight gradient, the parameter's name.
-        counts: what was counted, over all steps; None until then.
-        snr: against the float32 step, in dB, the worst of the steps; None without a reference.
-        beyond: whether the float32 step has numbers in it that its format does not hold.
-        worths: by how much of the loss its own rounding moves it, of each step; see `weigh`.
-        by_chance: of products, the same if large errors met large gradients by chance only.
-        largest: the exponent of the largest number of each step; see `note_largest`.
-        peak: where that is the format's last exponent, a number that the tensor reaches; else 0.
+        parameter: for a weight gradient, the parameter's name.
+        counts: the counts of all steps; None before.
+        snr: the SNR against float32 in dB, the lowest of all steps; None without a reference.
+        beyond: whether the float32 step has values beyond its format.
+        worths: for each step, the share by which its rounding moves the loss; see `weigh`.
+        by_chance: for products, the same if errors and gradients are uncorrelated.
+        largest: for each step, the exponent of its largest value; see `note_largest`.
+        peak: a value that the tensor reaches, if its exponent is the format's last; else 0.
     """
     key: Key
     kind: str
@@ -67,49 +66,50 @@ class Tensor:
 
     @property
     def name(self) -> str:
-        """For people: conv0_fwd, gradient of conv0_weight, gradient of relu0_fwd input 0."""
+        """The name in reports: conv0_fwd, gradient of conv0_weight, gradient of relu0_fwd input 0.
+        """
         if not self.key.backward:
             return self.key.node + (f"[{self.key.which}]" if self.key.which else "")
         return f"gradient of {self.parameter or f'{self.key.node} input {self.key.which}'}"
 
     def join(self, other: "Tensor") -> None:
-        """Takes over what another one of its name is computed from and goes to."""
+        """Adds the inputs and readers of another tensor with the same key."""
         for name in ("reads", "carried", "gradients", "variables"):
             setattr(self, name, list(dict.fromkeys(getattr(self, name) + getattr(other, name))))
         self.format = other.format if other.is_low else self.format
 
     @property
     def is_low(self) -> bool:
-        """Whether its format may lose what float32 holds."""
+        """Whether its format is not float32."""
         return self.format != FLOAT32
 
     @property
     def begins(self) -> bool:
-        """Whether it is the gradient that a loss begins with by itself, which no loss scale
-        reaches."""
+        """Whether it is a gradient that a loss operator starts without the loss scale."""
         return self.key.backward and self.op in LOSSES
 
     @property
     def low_snr(self) -> float:
-        """In dB: rounding alone leaves far more than that in a tensor that the format suits."""
-        exact = 6.02 * (self.format.fraction + 1)  # of the format's rounding
+        """The SNR in dB below which the format does not suit the tensor."""
+        exact = 6.02 * (self.format.fraction + 1)  # the SNR of rounding without underflow
         return max(exact - _BELOW_ROUNDING, _LEAST_DECIBELS)
 
     @property
     def last_exponent(self) -> int:
-        """Of the largest number that its format holds."""
+        """The exponent of its format's largest number."""
         return math.floor(math.log2(self.format.largest))
 
 
 class Layout:
-    """The nodes of graphs in order, and the tensors that they make.
+    """The nodes of graphs in order, and their tensors.
 
-    The bodies of loops and conditions are taken apart: an operator in one reads what its variables
-    stand for, and who reads a loop reads what its body gives. What only moves numbers (LEFT_ALONE)
-    is not watched, and stands for what it reads.
+    The bodies of loops and conditions are inlined. Operators that only copy values (LEFT_ALONE) are
+    not counted, and are replaced by their inputs.
 
     Args:
-        graphs: with their casts, in the order in which they run, and their variables' types.
+        graphs: graphs with casts in execution order, and the types of their variables.
+        policy: the policy.
+        parameters: the names of parameters.
         keep: names of nodes that stay float32.
     """
 
@@ -119,28 +119,30 @@ class Layout:
         self.keep = keep
         self.formats = {**FORMATS, policy.between.name: policy.between}
         self.parameters = set(parameters)
-        self._alike: Dict[str, List[Node]] = {}  # of one name: of a block called several times
+        self._alike: Dict[str, List[Node]] = {}  # nodes by name; a block may be called repeatedly
         self._types: Dict[Entry, Optional[str]] = {}
         self._made: Dict[Node, List[Entry]] = {}
         self._reads: Dict[Node, List[Found]] = {}
         self._readers: Dict[Entry, List[Tuple[Node, int]]] = {}
-        self._read: Set[Entry] = set()  # by anything
-        self._outputs: Set[Entry] = set()  # of the graphs
-        # what the variable of a loop's state is in the first round, and what in the next
+        self._read: Set[Entry] = set()  # entries with a reader
+        self._outputs: Set[Entry] = set()  # outputs of the graphs
+        # the sources of a loop's state in the first iteration, and in later ones
         self._first: Dict[Entry, Found] = {}
         self._carried: Dict[Entry, Found] = {}
         for graph, types in graphs:
             self._outputs.update(e for found in self._add(graph, types, {}) for e in found)
         self.order = {name: i for i, name in enumerate(self.nodes)}
-        # of each output, the tensors that its gradient is the sum of
+        # for each output, the tensors that sum to its gradient
         self._gradients: Dict[Entry, List[Key]] = {}
         for node in reversed(self._reads):
             self._gradients.update((e, self._gradients_of(e)) for e in self._made[node])
 
     def _add(self, graph: Graph, types: Mapping[str, str], outside: Mapping[str, Found],
              states: Collection[Node] = ()) -> List[Found]:
-        """Takes in a graph, or a body, whose variables stand for what is outside. Gives what its
-        outputs are."""
+        """Adds a graph or a body. Returns the sources of its outputs.
+
+        `outside` has the sources of its variables.
+        """
         inferred = graph.types(types)
         self._types.update(inferred)
         self._read.update(graph.consumers())
@@ -185,7 +187,7 @@ class Layout:
         return [then + otherwise for then, otherwise in zip(*made[1:])]
 
     def tensors(self) -> List[Tensor]:
-        """All that may be watched. Nodes of one name are counted as one."""
+        """Returns all tensors that may be counted. Nodes with the same name count as one."""
         made: Dict[Key, Tensor] = {}
         for nodes in self._alike.values():
             for tensor in (t for node in nodes for t in self._tensors_of(node)):
@@ -230,19 +232,19 @@ class Layout:
         return list(found)
 
     def _at_first(self, found: Found) -> Found:
-        """What this is in the first round of loops."""
+        """Returns the sources in the first iteration of loops."""
         return [one for e in found
                 for one in (self._at_first(self._first[e]) if e in self._first else [e])]
 
     def maker(self, node: Node, which: int) -> Entry:
-        """What a node's input is, without the casts on its way; of a loop's state its variable."""
+        """Returns the source of a node's input before casts; the variable for a loop's state."""
         entry = self._reads[node][which][0]
         while entry.node.op in CASTS:
             entry = self._reads[entry.node][0][0]
         return entry
 
     def makers(self, name: str) -> List[Entry]:
-        """The same of all inputs of a node."""
+        """Returns the same for all inputs of a node."""
         node = self.nodes[name]
         return [self.maker(node, i) for i, _ in enumerate(self._reads.get(node, ()))]
 
@@ -251,7 +253,7 @@ class Layout:
         return any(Entry(node, key.which) in self._outputs for node in self._alike[key.node])
 
     def kept_for(self, key: Key) -> List[str]:
-        """The nodes that are to stay float32 so that this tensor is float32."""
+        """Returns the nodes that must stay float32 so that this tensor is float32."""
         nodes: List[Node] = []
         for node in self._alike[key.node]:
             maker = self.maker(node, key.which).node if key.backward else node
@@ -259,7 +261,7 @@ class Layout:
         return list(dict.fromkeys(n.name for one in nodes for n in self._but_casts(one)))
 
     def _but_casts(self, node: Node) -> List[Node]:
-        """A node; of a cast, what reads it, or what runs in float32 and is cast back."""
+        """Returns a node, and for a cast its readers, or its input if that is cast back."""
         if node.op not in CASTS:
             return [node]
         for before in self._reads[node][0]:
@@ -269,15 +271,15 @@ class Layout:
                 for n in self._but_casts(reader)]
 
     def is_cast_back(self, node: Node) -> bool:
-        """Whether a node runs in float32 only within: a cast gives its result back."""
+        """Whether a node computes in float32 and a cast rounds its result."""
         if KEEP in node.attrs or node.name in self.keep or self._types[Entry(node)] != "float32":
             return False
         return node.op in PRODUCTS or operators.gives_back(node) \
             and node.inputs[0].node.op in CASTS
 
     def blamed(self, key: Key) -> str:
-        """The node that a tensor is laid to: of a cast, what it casts; of a cast's gradient, the
-        node that has made it."""
+        """Returns the node that causes a tensor: for a cast its input, and for a cast's gradient
+        the node that computes it."""
         node = self.nodes[key.node]
         if node.op not in CASTS:
             return key.node
@@ -289,8 +291,8 @@ class Layout:
 
 
 def counted_reads(tensors: Iterable[Tensor], counted: Collection[Key]) -> Dict[Key, List[Key]]:
-    """What each tensor is computed from, of what was counted. What was not, such as the gradients
-    of a sum, which are its own, stands for what it is computed from itself."""
+    """Returns the counted inputs of each tensor. Tensors that were not counted, such as the
+    gradients of a sum, are replaced by their inputs."""
     found: Dict[Key, List[Key]] = {}
     for tensor in sorted(tensors, key=lambda t: t.place):
         found[tensor.key] = list(dict.fromkeys(
@@ -303,8 +305,8 @@ def counted_reads(tensors: Iterable[Tensor], counted: Collection[Key]) -> Dict[K
 
 
 def compare(tensors: Iterable[Tensor], found: Counted, right: Counted, factor: float) -> None:
-    """Notes how far a step is from the same one in float32, whose loss scale is to be multiplied by
-    a factor."""
+    """Updates the tensors' SNR of a step against the same step in float32, whose gradients are
+    multiplied by a factor."""
     pairs = [(tensor, right.sample(tensor.key) * np.float32(factor if tensor.key.backward else 1),
               found.sample(tensor.key)) for tensor in tensors if not tensor.begins]
     pairs = [one for one in pairs if 0 < len(one[1]) == len(one[2])]
@@ -316,14 +318,12 @@ def compare(tensors: Iterable[Tensor], found: Counted, right: Counted, factor: f
 
 
 def weigh(tensors: Iterable[Tensor], counted: Counted, total: float, scale: float) -> None:
-    """Adds to each forward tensor that is rounded, and that there is a sample of, by how much of
-    the loss its own errors moved it in a step.
+    """Adds to each rounded forward tensor with a sample the share by which it moves the loss.
 
-    To first order the loss moves by each number's error times its gradient. Errors of a rounding
-    are independent of each other, so their squares add up. The histograms of a step hold the
-    squares of errors and those of gradients. Samples tell where large errors do not meet large
-    gradients: those of a mask are large, and their gradients 0. (As a measure for all others,
-    products are taken as if they met by chance.)
+    To first order, the loss moves by the sum of each value's error times its gradient. Rounding
+    errors are independent, so their squares add up; histograms have the squares of errors and of
+    gradients. Samples correct for their correlation: the values of a mask have large errors, and
+    their gradients are 0. `by_chance` has no such correction.
     """
     tensors = list(tensors)
     begin = {t.key for t in tensors if t.begins}
@@ -336,14 +336,14 @@ def weigh(tensors: Iterable[Tensor], counted: Counted, total: float, scale: floa
                 or not len(counted.samples[row]):
             continue
         gradients = [counted.rows[key] for key in tensor.gradients if key in counted.rows]
-        # how far the sum of errors times gradients is expected to lie from 0
+        # the expected square of the sum of errors times gradients
         expected = errors[row] * sum(squares[g] for g in gradients) / max(numbers[row], 1)
         moved = math.sqrt(expected) / total
         if not math.isfinite(moved):
             continue
         if tensor.op in PRODUCTS:
             tensor.by_chance.append(moved)
-        # half of what may be named at all: less needs no closer look
+        # half of the threshold of a finding; less needs no correction
         if moved > 2.0 ** -(tensor.format.fraction + 2):
             moved *= math.sqrt(min(_meet(tensor.format, counted.samples[row],
                                          [counted.samples[g] for g in gradients]), 1.0))
@@ -351,7 +351,8 @@ def weigh(tensors: Iterable[Tensor], counted: Counted, total: float, scale: floa
 
 
 def _meet(format_: Format, sample: Any, gradients: List[Any]) -> float:
-    """How much more, or less, large errors meet large gradients than by chance, as samples tell."""
+    """Returns the correlation of squared errors and gradients in samples; 1 if they are
+    independent."""
     size = np.abs(sample.astype(np.float64))
     squares = sum(np.square(g.astype(np.float64)) for g in gradients if len(g) == len(size))
     with np.errstate(invalid="ignore", over="ignore"):
@@ -363,13 +364,12 @@ def _meet(format_: Format, sample: Any, gradients: List[Any]) -> float:
         if both > 0 and math.isfinite(both) else 1.0
 
 
-_BITS = 4  # below a format's end: smaller numbers are no matter
+_BITS = 4  # bits below a format's largest exponent; smaller values are ignored
 
 
 def note_largest(tensors: Iterable[Tensor], counts: Counted) -> None:
-    """Adds to each forward tensor of a format that ends in infinities how large its largest number
-    was in a step. Numbers without gradients do not count: those of a mask are as large as it says,
-    in whichever batch has one."""
+    """Adds the exponent of a step's largest value to each forward tensor of a format with
+    infinities. Values without gradients, such as those of a mask, are ignored."""
     highest = counts.highest().tolist()
     for tensor in tensors:
         row, format_ = counts.rows.get(tensor.key), tensor.format
@@ -387,7 +387,7 @@ def note_largest(tensors: Iterable[Tensor], counts: Counted) -> None:
 
 
 def _is_masked(tensor: Tensor, counts: Counted, least: float) -> bool:
-    """Whether the sample has numbers of that size, none of which has a gradient."""
+    """Whether the sample has values of at least `least`, all without gradients."""
     large = np.abs(counts.sample(tensor.key)) >= least
     gradients = [counts.sample(key) for key in tensor.gradients if key in counts]
     return bool(large.any()) and bool(gradients) and not any(
@@ -395,8 +395,8 @@ def _is_masked(tensor: Tensor, counts: Counted, least: float) -> bool:
 
 
 def varies_by(tensor: Tensor) -> Optional[int]:
-    """By how many bits the largest number of all batches is above that of half of them, if there is
-    less room than that above it: another batch may lie beyond the format."""
+    """Returns the max exponent minus the median exponent over batches, if it exceeds the headroom:
+    another batch may overflow."""
     if len(tensor.largest) < 2:
         return None
     most = max(tensor.largest)

@@ -1,9 +1,9 @@
-"""`xray`: what a format does to every tensor of a network, and what to do about it.
+"""`xray`: reports how a format rounds every tensor of a network, and what to keep in float32.
 
-    each step   a float32 step on copies of the parameters, then the same in the policy's format,
-                counted by the engine, forward and backward: with a trainer, the user's own step
-    at the end  counts become advice: a window of loss scales, findings, and a line for keep=,
-                which is tried: nodes are added until nothing is found any more
+    each step   runs a float32 step on copies of the parameters, then the same in the policy's
+                format (with a trainer, the user's step); the engine counts forward and backward
+    at the end  derives a window of loss scales, findings, and a value of keep=; verifies keep=,
+                and adds nodes until there are no findings
 """
 import glob
 import json
@@ -46,34 +46,33 @@ from .session import (
 from .statistics import Counted, Counts, Key, added_up, decibels
 from .tensors import Tensor, compare, note_largest, weigh
 
-_ROUNDS = 12  # of trying what to keep
-_DRAWS = 16  # of random numbers, to find an overflow that hangs on them
-_MOST_SAID = 10  # findings, in what is printed
+_ROUNDS = 12  # trials of keep=
+_DRAWS = 16  # random draws in which `explain` searches an overflow
+_MOST_SAID = 10  # printed findings
 
 
 @dataclass
 class View:
-    """What an X-ray has found.
+    """The result of an X-ray.
 
     Attributes:
-        tensors: all that were watched, in order of computation.
+        tensors: all tensors, in order of computation.
         weights: the parameters.
-        window: the loss scales that fit, with the tensor that sets each end.
-        loss_scale: its (low, high); low is above high where no scale fits all gradients.
-        findings: the nodes that the format does not suit: where infinities begin first, gradients
-            last.
-        keep: for `convert(net, keep=view.keep)`: after it, nothing is found.
-        first_overflow: the first tensor that is not finite; None where all are.
-        losses: of each step.
-        reference_losses: of each step in float32.
-        steps: what each step counted: its loss scale, and counts by tensor.
-        scale: the loss scale at which the counts of gradients stand: that of the first step whose
-            gradients are finite, or else 2^16.
-        left_out: the numbers of the batches whose data, or parameters, were not finite to begin
-            with, or whose loss is not finite in float32 either: no advice is from them.
-        notes: what else there is to know, in sentences.
-        converts: how the line to paste begins.
-        lost: the share of a gradient's norm that may be rounded away at the low end of a window.
+        window: the loss scales that fit, with the tensors that limit them.
+        loss_scale: its (low, high); low is above high if no scale fits all gradients.
+        findings: the nodes that the format does not suit: overflow first, gradients last.
+        keep: the value for `convert(net, keep=view.keep)`, with which there are no findings.
+        first_overflow: the first tensor that is not finite; None if all are finite.
+        losses: the loss of each step.
+        reference_losses: the loss of each float32 step.
+        steps: for each step, its loss scale, and counts by tensor.
+        scale: the loss scale of the gradients' counts: that of the first step with finite
+            gradients, or 2^16.
+        left_out: the indices of batches without advice, because data, parameters or the float32
+            loss are not finite.
+        notes: further results as sentences.
+        converts: the start of `keep_line`.
+        lost: the share of a gradient's norm that may underflow at the low end of a window.
         goes_forward: whether no forward tensor overflows.
     """
     name: str
@@ -95,7 +94,7 @@ class View:
 
     @property
     def windows(self) -> List[Optional[Window]]:
-        """The loss scales that fit each step; None where its forward tensors overflow."""
+        """The loss scales that fit each step; None if a forward tensor overflows."""
         return [window([replace(t, counts=counts.get(t.key)) for t in self.tensors], scale,
                        self.lost) if goes_forward(self.tensors, counts) else None
                 for scale, counts in self.steps]
@@ -106,34 +105,36 @@ class View:
 
     @property
     def keep_line(self) -> str:
-        """To paste."""
+        """The line of code that converts the network with `keep`."""
         return f"{self.converts}, keep={self.keep!r})"
 
     def inherited(self, tensor: Tensor) -> Optional[float]:
-        """A tensor's signal-to-noise ratio, in dB, without the error of its own rounding."""
+        """Returns a tensor's SNR in dB without its own rounding error."""
         if tensor.snr is None or tensor.counts is None:
             return None
         total, own = 10 ** (-tensor.snr / 10), 10 ** (-tensor.counts.own_snr / 10)
         return decibels(1.0, max(total - own, 0.0))
 
     def worst(self) -> List[Tensor]:
-        """The tensors, the worst first: those that overflow, then by what is left of them."""
+        """Returns the tensors, the worst first: those that overflow, then by SNR."""
         def order(tensor: Tensor) -> Tuple[int, float]:
             counts = tensor.counts
-            if not counts.stay_finite:  # where infinities begin, and at the end those that follow
+            if not counts.stay_finite:  # overflow first; infinities without overflow last
                 return (0, tensor.place) if counts.overflowed else (2, tensor.place)
             own = counts.own_snr if tensor.is_low else math.inf
             return 1, min(own, math.inf if tensor.snr is None else tensor.snr)
         return sorted((t for t in self.tensors if t.counts is not None), key=order)
 
     def save(self, folder: Union[str, "os.PathLike[str]"]) -> str:
-        """Writes xray.html, summary.csv and xray.jsonl into a new folder; with matplotlib, also
+        """Writes xray.html, summary.csv and xray.jsonl into a new folder, and with matplotlib also
         pictures. Returns the path of the page."""
         return save(self, folder)
 
     def said(self) -> List[Tuple[str, str, str]]:
-        """The lines of the result: for each its kind, its subject and its text. Kinds are
-        "verdict", "good", "error", "warning", "note" and "keep"."""
+        """Returns the lines of the result as (kind, subject, text).
+
+        Kinds are "verdict", "good", "error", "warning", "note" and "keep".
+        """
         made = [("verdict", "", self.verdict)] if self.steps else []
         if self.first_overflow:
             kind = "error" if self.findings else "note"
@@ -162,7 +163,7 @@ class View:
 
     @property
     def severity(self) -> str:
-        """That of the verdict: the worst of the findings."""
+        """The worst severity of the findings."""
         found = {finding.severity for finding in self.findings}
         if self.steps and len(self.left_out) == len(self.steps):
             return "note"
@@ -174,9 +175,10 @@ class View:
             + (f"{about}: " if about else "") + text for kind, about, text in self.said())
 
     def add(self, low: Graphs, ran: Ran, whole: Optional[Ran], known: Mapping[str, Any]) -> None:
-        """Takes in a step, and the same in float32. Its counts tell nothing of the format where
-        data or parameters, of those that are known, were not finite to begin with, nor where loss
-        or gradients are not finite in float32 either."""
+        """Adds a step and the same step in float32.
+
+        It ignores the counts if data, parameters, or the float32 loss or gradients are not finite.
+        """
         number = len(self.steps)
         if ran.finite and not self.scale:
             self.scale = ran.scale
@@ -202,8 +204,7 @@ class View:
         self.steps.append((ran.scale, Counted(ran.counts.rows, ran.counts.all)))
 
     def conclude(self, low: Graphs) -> None:
-        """Adds up what the steps have counted, gradients as they would be at one scale, and finds
-        what they show."""
+        """Sums the counts of all steps, with gradients at one scale, and derives the findings."""
         self.scale = self.scale or FIRST_SCALE
         sound: List[Any] = [step for i, step in enumerate(self.steps) if i not in self.left_out]
         total = added_up([(self.scale / at, counted) for at, counted in sound],
@@ -219,26 +220,30 @@ class View:
 def xray(net: Network, batches: Iterable[Any], loss_fn: Optional[LossFunction] = None,
          trainer: Optional[Trainer] = None, steps: int = 20, reference: bool = True,
          lost: float = 0.01, batch_size: Optional[int] = None) -> View:
-    """Shows what a policy's format, such as float16, does to every tensor of a converted network,
-    forward and backward.
+    """Reports how a policy's format, such as float16, rounds every tensor of a converted network.
 
-    Every step runs on copies of the parameters: neither they nor statistics change, unless a
-    trainer is given: then each step is its ordinary one, with the same bits. Float32 draws the
-    same random numbers, and afterwards MXNet draws those that it would have drawn anyway.
+    Steps run on copies of the parameters, so that parameters and statistics do not change. With a
+    trainer, each step is the trainer's ordinary one, with the same bits. MXNet's random numbers
+    continue as without an X-ray.
 
     Args:
         net: a network that `convert` has converted, on a CPU; or a bound `gluon_amp.Module`.
-        batches: tuples of arrays, data first and label last; several labels are a list there. Of a
-            Module what its iterator gives.
-        loss_fn: called with the network's output and the label; a Module needs none, since its
-            symbol ends in losses.
-        trainer: takes a step on each batch; None: the weights stay.
-        steps: how many batches to look at.
-        reference: whether each step is made in float32, too, to tell errors from that.
-        lost: the share of a gradient's norm that may be rounded away at the low end of the
-            loss scales.
-        batch_size: what the trainer's steps are given; None: the length of the first array, on
-            each worker.
+        batches: tuples of arrays, data first, and last the label or a list of labels. For a Module,
+            the batches of its iterator.
+        loss_fn: called with the network's output and the label. A Module needs none.
+        trainer: takes a step on each batch; None leaves the weights.
+        steps: the number of batches.
+        reference: whether to run each step in float32 too and measure errors against it.
+        lost: the share of a gradient's norm that may underflow at the lowest loss scale that fits.
+        batch_size: the batch size of the trainer's steps; None: the length of the first array times
+            the number of workers.
+
+    Returns:
+        A `View`.
+
+    Raises:
+        TypeError: `net` is not converted, or an argument has another type.
+        ValueError: the network is all float32 or on a GPU, or a batch or `loss_fn` does not fit.
     """
     whole_number(steps, "steps", least=1)
     if batch_size is not None:
@@ -251,8 +256,8 @@ def xray(net: Network, batches: Iterable[Any], loss_fn: Optional[LossFunction] =
     low = session.low()
     right = session.float32(samples=True) if reference else None
     if not any(t.is_low for t in low.tensors):
-        raise ValueError("the network has no tensors of less than float32: all of it is kept, or "
-                         "only products round what they read")
+        raise ValueError("the network has no tensors below float32: keep= keeps all of it, or "
+                         "only products round their inputs")
     updates = ModuleUpdates(session) if session.is_module else Updates(session, trainer, batch_size)
     view = _look(low, right, session.batches, float(getattr(trainer, "loss_scale", FIRST_SCALE)),
                  lost, updates)
@@ -260,7 +265,7 @@ def xray(net: Network, batches: Iterable[Any], loss_fn: Optional[LossFunction] =
     view.tensors = [t for t in view.tensors if t.counts is not None]
     at_first = view.window
     if view.findings:
-        updates.watched.ops.clear()  # its steps are over: their memory is for those that follow
+        updates.watched.ops.clear()  # frees memory
         _try_keeping(session, right, view)
     if at_first and view.keep and all(f.backward for f in view.findings):
         view.notes += [f"or with nothing kept: {said}" for said in at_first.notes]
@@ -272,9 +277,19 @@ def xray(net: Network, batches: Iterable[Any], loss_fn: Optional[LossFunction] =
 
 def explain(net: Network, batch: Batch, loss_fn: Optional[LossFunction] = None,
             loss_scale: float = 1.0) -> Optional[Overflow]:
-    """The first tensor that is not finite in a step on this batch, at this loss scale, and what
-    it is computed from; None where all are. A network that draws random numbers is tried with
-    several draws. Changes nothing."""
+    """Finds the first tensor that is not finite in a step on one batch.
+
+    A network with random operators runs up to 16 times. The network does not change.
+
+    Args:
+        net: as for `xray`.
+        batch: a batch, as for `xray`.
+        loss_fn: as for `xray`.
+        loss_scale: the loss scale of the step.
+
+    Returns:
+        An `Overflow`, or None if all tensors are finite.
+    """
     positive_number(loss_scale, "loss_scale")
     session = Session(net, [batch], loss_fn, 1, "explain")
     (batch,), low = session.batches, session.low()
@@ -285,19 +300,18 @@ def explain(net: Network, batch: Batch, loss_fn: Optional[LossFunction] = None,
             ran = low.run(batch, loss_scale)
             found = first_overflow(low.layout, low.tensors, ran.counts, 0, loss_scale,
                                    session.known(batch, low))
-            if ran.loss in losses:  # nothing is random
+            if ran.loss in losses:  # the network is deterministic
                 break
             losses.add(ran.loss)
     _find_line(low, batch, found)
     return found
 
 
-# ---- how it is done ---------------------------------------------------------------------------
+# ---- steps and trials of keep= ----------------------------------------------------------------
 
 
 def _find_line(low: Graphs, batch: Batch, found: Optional[Overflow]) -> None:
-    """Adds the line of code that made what has overflowed; of a cast of data, of what reads it; of
-    a gradient that a cast rounds, of what makes it."""
+    """Sets the line of code that created the node of an overflow."""
     if found is not None and found.op:
         node = low.layout.blamed(Key(found.node, found.backward, 0))
         found.where = line_of(low.session.net, node, split(batch)[0], low.make)
@@ -305,8 +319,8 @@ def _find_line(low: Graphs, batch: Batch, found: Optional[Overflow]) -> None:
 
 def _look(low: Graphs, right: Optional[Graphs], batches: List[Any], scale: float, lost: float,
           updates: Optional[Updates] = None) -> View:
-    """What steps on batches show; without `updates` up to the first batch after which something is
-    certain."""
+    """Runs steps on batches and returns a View. Without `updates`, it stops at the first certain
+    finding."""
     view = View(low.session.net.name, low.tensors, lost=lost)
     for number, batch in enumerate(batches):
         ran, whole = _step(low, right, batch, scale, updates)
@@ -318,8 +332,8 @@ def _look(low: Graphs, right: Optional[Graphs], batches: List[Any], scale: float
             if any(finding.certain for finding in view.findings):
                 return view
         elif updates.gave_up:
-            view.notes.append(f"batch {number} is the last that was looked at: the trainer has "
-                              f"given up: {updates.gave_up}")
+            view.notes.append(f"the X-ray ends with batch {number}, because the trainer has "
+                              f"stopped: {updates.gave_up}")
             break
     if updates is not None:
         view.conclude(low)
@@ -328,8 +342,10 @@ def _look(low: Graphs, right: Optional[Graphs], batches: List[Any], scale: float
 
 def _step(low: Graphs, right: Optional[Graphs], batch: Batch, scale: float,
           updates: Optional[Updates]) -> Tuple[Ran, Optional[Ran]]:
-    """A step on a batch, and the same in float32, which draws the same random numbers; without a
-    loss scale, where gradients are not finite with one."""
+    """Runs a step, and the same step in float32 with the same random numbers.
+
+    The float32 step runs without a loss scale if its gradients overflow with one.
+    """
     whole, by_trainer = None, updates is not None and updates.trainer is not None
     with ExitStack() as stack:
         if right is not None or not by_trainer:
@@ -356,7 +372,7 @@ def _step(low: Graphs, right: Optional[Graphs], batch: Batch, scale: float,
 
 
 def _try_keeping(session: Session, right: Optional[Graphs], view: View) -> None:
-    """Keeps what is found, looks at all batches again, and goes on until nothing is found."""
+    """Keeps the findings' nodes and runs all batches again, until there are no findings."""
     again, format_ = view, session.policy.between
     batches = [batch for i, batch in enumerate(session.batches[:len(view.steps)])
                if i not in view.left_out]
@@ -372,7 +388,7 @@ def _try_keeping(session: Session, right: Optional[Graphs], view: View) -> None:
         names.update(dict.fromkeys(new))
         kept.update(*new.values())
         again = _look(session.low(kept), right, batches, view.scale, view.lost)
-        # The batch that showed something is the first to be tried with what is kept next.
+        # The batch with a finding runs first in the next trial.
         last = len(again.steps) - 1
         batches = [*batches[last:], *batches[:last]]
         known = {f.node for f in view.findings}
@@ -390,12 +406,14 @@ def _try_keeping(session: Session, right: Optional[Graphs], view: View) -> None:
                           + ", ".join(f.node for f in again.findings[:5]))
 
 
-# ---- an X-ray's folder, as another format would have made it ------------------------------------
+# ---- an X-ray's folder, evaluated for another format --------------------------------------------
 
 
 def redraw(folder: str, format_: Format) -> str:
-    """Writes the page xray-FORMAT.html into an X-ray's folder: what the format would have done to
-    the same numbers, where they were of less than float32. Returns what it says, and its path."""
+    """Writes the page xray-FORMAT.html into an X-ray's folder: the same tensors in another format.
+
+    Tensors that were float32 stay so. Returns the page's results and its path.
+    """
     view = read(folder, format_)
     path = os.path.join(folder, f"xray-{format_.name}.html")
     replace_text(path, page(view))
@@ -403,14 +421,16 @@ def redraw(folder: str, format_: Format) -> str:
 
 
 def summary(folder: str) -> str:
-    """What an X-ray said."""
+    """Returns the printed results of an X-ray's folder."""
     said: str = _lines(folder)[0]["said"]
     return said
 
 
 def read(folder: str, format_: Format) -> View:
-    """The run as it would have been in a format, as far as histograms tell: rounding errors do
-    not add up from tensor to tensor, and nothing follows from an infinity."""
+    """Returns the run's View in another format, estimated from histograms.
+
+    Rounding errors do not accumulate from tensor to tensor, and infinities do not propagate.
+    """
     head, *lines = _lines(folder)
     tensors: Dict[Key, Tensor] = {}
     view = View(f"{head['network']}, as if in {format_.name}", [],
@@ -420,7 +440,7 @@ def read(folder: str, format_: Format) -> View:
         for exponent, count in line["bins"]:
             bins[exponent + 127] = count
         counts = Counts(bins, line["zero"], line["infinite"], line["nan"])
-        if line["kind"] == "update":  # which is of float32
+        if line["kind"] == "update":  # float32
             view.weights[-1].updates = counts
             continue
         given = FLOAT32 if line["format"] == FLOAT32.name else format_
@@ -447,14 +467,14 @@ def read(folder: str, format_: Format) -> View:
                for w in view.weights]
     view.findings = [f for t in [*view.worst(), *weights] for f in _findings(t, best)]
     if len(finite) < len(view.tensors):
-        view.notes.append(f"of {len(view.tensors) - len(finite)} tensors nothing is known: they "
-                          "read infinities that the run itself made")
+        view.notes.append(f"{len(view.tensors) - len(finite)} tensors are left out, because they "
+                          "read infinities of the run")
     return view
 
 
 def _findings(tensor: Tensor, factor: float) -> List[Finding]:
-    """Of one tensor alone; of a gradient at the highest loss scale that fits, which is so many
-    times the run's."""
+    """Returns the finding of one tensor, if any. `factor` is the highest loss scale that fits over
+    the run's, for gradients."""
     counts = tensor.counts
     if not tensor.is_low or not counts.finite:
         return []
@@ -481,7 +501,7 @@ def _lines(folder: str) -> List[Dict[str, Any]]:
             found = [json.loads(line) for line in file]
             known = found[0]["version"]
         except (ValueError, KeyError, IndexError, TypeError):
-            raise ValueError(f"{path} is no file that xray has written") from None
+            raise ValueError(f"{path} was not written by xray") from None
     if known != VERSION:
         raise ValueError(f"{path} is of version {known}; this gluon_amp reads version {VERSION}")
     return found
