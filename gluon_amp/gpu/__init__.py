@@ -1,1 +1,1 @@
-"""What MXNet's GPU code does for a network, recorded without a GPU."""
+"""Records the calls of MXNet's GPU code for a network, without a GPU."""

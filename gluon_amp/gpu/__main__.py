@@ -1,4 +1,4 @@
-"""Runs a command whose MXNet is the CUDA build on a recording GPU.
+"""Runs a command with MXNet's CUDA build on a recording GPU.
 
     python -m gluon_amp.gpu [--devices N] [--capability SM] [--log FILE] [--compute] COMMAND ...
 """
@@ -16,7 +16,7 @@ def main(arguments: Optional[Sequence[str]] = None) -> None:
     parser.add_argument("--capability", type=int, default=70)
     parser.add_argument("--log", type=Path)
     parser.add_argument("--compute", action="store_true",
-                        help="compute all that the GPU is called for, on the host")
+                        help="execute the recorded calls on the host")
     parser.add_argument("command", nargs=argparse.REMAINDER)
     options = parser.parse_args(arguments)
     made = environment(options.log, options.devices, options.capability,

@@ -1,4 +1,4 @@
-"""The environment of a process whose MXNet is the CUDA build on a recording GPU."""
+"""The environment of a process with MXNet's CUDA build on a recording GPU."""
 import os
 import zipfile
 from pathlib import Path
@@ -10,23 +10,24 @@ WHEEL = "mxnet_cu112-1.9.1-*.whl"
 
 
 def cache() -> Path:
-    """The folder in which this package keeps what is large, or was built."""
+    """Returns the cache folder of this package."""
     root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(os.environ.get("GLUON_AMP_CACHE") or Path(root, "gluon_amp"))
 
 
 def cuda_mxnet() -> Path:
-    """The folder that has the package `mxnet` of the wheel mxnet-cu112, unpacked if need be."""
+    """Returns the folder with the package `mxnet` of the wheel mxnet-cu112; unpacks it if needed.
+    """
     folder = cache() / "mxnet-cu112"
     if not folder.exists():
         wheel = next(iter(sorted(cache().glob(WHEEL))), None)
         if wheel is None:
             raise FileNotFoundError(
-                "recording what a GPU runs needs the host code of MXNet's CUDA wheel (499 MB; no "
-                "GPU, no driver, nothing is installed): pip download --no-deps --only-binary :all: "
+                "recording GPU calls needs the host code of MXNet's CUDA wheel (499 MB; no GPU, no "
+                "driver, nothing is installed): pip download --no-deps --only-binary :all: "
                 f"--dest {cache()} mxnet-cu112==1.9.1")
         made = folder.with_name(f"{folder.name}.{os.getpid()}")
-        with zipfile.ZipFile(wheel) as file:  # without its .dist-info: it is not installed
+        with zipfile.ZipFile(wheel) as file:  # without .dist-info: the wheel is not installed
             file.extractall(made, [n for n in file.namelist() if n.startswith("mxnet/")])
         made.rename(folder)
     return folder
@@ -34,14 +35,14 @@ def cuda_mxnet() -> Path:
 
 def environment(log: Optional[Path] = None, devices: int = 1, capability: int = 70,
                 gigabytes: int = 16, compute: bool = False) -> Dict[str, str]:
-    """Environment variables for a new process.
+    """Returns the environment variables of a new process.
 
     Args:
-        log: the file to which it writes what the recording GPU is called for.
-        devices: how many GPUs there are.
+        log: the file of recorded calls.
+        devices: the number of GPUs.
         capability: their compute capability: 70 for 7.0.
         gigabytes: the memory of each.
-        compute: whether they compute, on the host.
+        compute: whether to execute the calls on the host.
     """
     mxnet = cuda_mxnet()
     made = {**os.environ, "RECORDING_GPU_COUNT": str(devices), "RECORDING_GPU_SM": str(capability),

@@ -1,7 +1,7 @@
-"""This process's recording GPU, and what it wrote.
+"""The recording GPU of this process, and its log.
 
-A process that `environment` describes has one. Each line of its log is a `Call`; marks divide them
-into sections.
+A process with the variables of `environment` has one. Each line of its log is a `Call`; marks
+divide them into sections.
 """
 import ctypes
 import json
@@ -11,7 +11,7 @@ from typing import Any, Dict, Iterator, List, Mapping, Optional
 
 from .._mxnet import mx
 
-# Libraries' functions that compute: all but those that make and set up what others use.
+# Library functions that compute, without those that create and configure handles.
 _COMPUTES = re.compile(r"(cudnn|cublas|cusolverDn|cufftExec|ncclReduce|ncclBcast)"
                        r"(?!.*(Create|Destroy|Set|Restore|_bufferSize|Plan))")
 _PRODUCT = re.compile(r"cudnnConvolution(Forward|BackwardData|BackwardFilter)|cudnnRNN|"
@@ -20,7 +20,7 @@ _HALF, _FLOAT = re.compile("half_t|__half"), re.compile(r"\bfloat\b")
 
 
 class Call:
-    """One line of the log: a kernel's launch, or a call of a library."""
+    """A line of the log: a kernel launch or a library call."""
 
     def __init__(self, record: Mapping[str, Any]) -> None:
         self.record = record
@@ -28,12 +28,12 @@ class Call:
 
     @property
     def kernel(self) -> str:
-        """The kernel's C++ name; "" of other calls."""
+        """The kernel's C++ name; "" for other calls."""
         return self.record.get("name", "") if self.name == "kernel" else ""
 
     @property
     def operator(self) -> str:
-        """The function of MXNet's that made it, without its namespaces."""
+        """The calling function of MXNet, without namespaces."""
         return re.sub(r"mxnet::|op::|mshadow::|<gpu>", "", self.record["op"])
 
     @property
@@ -42,7 +42,7 @@ class Call:
 
     @property
     def is_cast(self) -> bool:
-        """Whether all that it does is to change numbers' type."""
+        """Whether it only converts the type of values."""
         return "TypecastExp" in self.kernel
 
     @property
@@ -51,7 +51,7 @@ class Call:
 
     @property
     def is_synchronization(self) -> bool:
-        """Whether the host waits for the GPU."""
+        """Whether the host synchronizes with the GPU."""
         return self.name in ("cudaStreamSynchronize", "cudaDeviceSynchronize")
 
     @property
@@ -60,28 +60,28 @@ class Call:
 
     @property
     def factors(self) -> str:
-        """The type of what a product multiplies."""
+        """The type of a product's inputs."""
         tensor = self.record.get("x") or self.record.get("dy") or self.record.get("y")
         return self.record["A"] if tensor is None else tensor["type"]
 
     @property
     def sums(self) -> str:
-        """The type in which a product adds."""
+        """The type in which a product accumulates."""
         return self.record["compute"]
 
     @property
     def on_tensor_cores(self) -> bool:
-        """Whether a product is one of halves that may use Tensor Cores, and adds in float32."""
+        """Whether a float16 product may use Tensor Cores and accumulates in float32."""
         return self.is_product and self.factors == "half" and self.sums == "float" and (
             self.record["math"].startswith("TENSOR_OP")
             or self.record.get("algorithm", -1) >= 99)  # CUBLAS_GEMM_DEFAULT_TENSOR_OP
 
     @property
     def adds_in_half(self) -> bool:
-        """Whether it adds numbers up in float16."""
+        """Whether it accumulates in float16."""
         if self.is_product:
             return self.sums == "half"
-        # up to the type that they add in; an embedding's stands behind that of its loads
+        # matches up to the accumulation type; for an embedding it follows the type of loads
         found = re.search(r"reduce_kernel<.*?red::sum, \d+, [\w:]+|"
                           r"EmbeddingGradKernel<[\w:]+, [\w:]+|"
                           r"AddTakeGrad\w*<\w+, \d+, [\w:]+", self.kernel)
@@ -89,7 +89,7 @@ class Call:
 
     @property
     def types(self) -> str:
-        """Which of half and float its arrays are."""
+        """The types of its arrays: half, float or both."""
         text = self.kernel or json.dumps(self.record)
         found = [name for name, pattern in (("half", _HALF), ("float", _FLOAT))
                  if pattern.search(text) or f'"{name}"' in text]
@@ -122,59 +122,61 @@ def _library() -> ctypes.CDLL:
 
 
 def mark(text: str) -> None:
-    """Begins a section of the log, once all that was asked for before has run."""
+    """Starts a section of the log after all pending operations."""
     mx.nd.waitall()
     _library().recording_gpu_mark(text.encode())
 
 
 def violations() -> int:
-    """How many calls a GPU would have refused."""
+    """Returns the number of calls that a GPU would have refused."""
     mx.nd.waitall()
     return int(_library().recording_gpu_violations())
 
 
 def peak(device: int = 0) -> int:
-    """The most bytes of a GPU's memory that were taken at once."""
+    """Returns the peak of a GPU's memory in bytes."""
     mx.nd.waitall()
     return int(_library().recording_gpu_peak(device))
 
 
 def begin_peak(device: int = 0) -> None:
-    """Measures the peak from here on."""
+    """Resets the peak of a GPU's memory."""
     mx.nd.waitall()
     _library().recording_gpu_begin_peak(device)
 
 
 def pretend(kernel: str, argument: int, value: float, count: int = 1) -> None:
-    """From now on kernels with this in their names write so many floats where an argument points,
-    which else stays as it is. -1: as many as the launch has blocks; 0: none any more."""
+    """Makes kernels with matching names write `count` floats to the array of an argument.
+
+    -1 writes as many as the launch has blocks; 0 writes none.
+    """
     mx.nd.waitall()
     _library().recording_gpu_poke(kernel.encode(), argument, ctypes.c_float(value), count)
 
 
 def pretend_finite(finite: bool = True, kernel: str = "GlobalReductionKernel") -> None:
-    """From now on sums of squares of gradients are finite, or infinite."""
+    """Makes sums of squares of gradients finite or infinite."""
     pretend(kernel, 2, 0.0 if finite else float("inf"), -1)
 
 
 def position() -> int:
-    """Where this process's log ends, once all that was asked for before has run."""
+    """Returns the length of this process's log after all pending operations."""
     mark("")
     return os.path.getsize(os.environ["RECORDING_GPU_LOG"])
 
 
 def calls(since: int = 0, path: Optional[str] = None) -> Iterator[Call]:
-    """The calls behind a place in a log; of this process's own, if none is named."""
+    """Yields the calls after a position in a log, by default this process's."""
     with open(path or os.environ["RECORDING_GPU_LOG"], encoding="utf-8", errors="replace") as lines:
         lines.seek(since)
         for line in lines:
-            if not line.endswith("\n"):  # of a process that still writes
+            if not line.endswith("\n"):  # the process is still writing it
                 break
             yield Call(json.loads(line, strict=False))
 
 
 def sections(path: Optional[str] = None) -> Dict[str, List[Call]]:
-    """The calls behind each mark of a log; of this process's own, if none is named."""
+    """Returns the calls of each section of a log, by default this process's."""
     found: Dict[str, List[Call]] = {}
     name = "start"
     for call in calls(path=path):

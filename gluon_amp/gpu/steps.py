@@ -1,7 +1,7 @@
-"""One training step on this process's recording GPU.
+"""Runs one training step on this process's recording GPU, after warm-up steps.
 
-The steps before it settle what only the first ones do: memory, algorithms of cuDNN, the loss scale.
-`python -m gluon_amp.gpu.steps FILE` makes one as a file of `trace.py` says.
+The first steps allocate memory, select cuDNN's algorithms and search the loss scale.
+`python -m gluon_amp.gpu.steps FILE` runs the step that a file of `trace.py` describes.
 """
 import json
 import pickle
@@ -31,8 +31,8 @@ def _contrib_amp() -> ModuleType:
 
 
 def begin(how: str) -> None:
-    """Before a network is made."""
-    recording.pretend_finite()  # no kernel computes what the steps read
+    """Prepares MXNet before a network is created."""
+    recording.pretend_finite()  # kernels do not compute the sums that steps read
     for kernel in ("MultiAllFinite", "AllFinite"):
         recording.pretend(kernel, 1, 1.0)
     if how == "mx.contrib.amp":
@@ -42,8 +42,10 @@ def begin(how: str) -> None:
 def record(net: "gluon.HybridBlock", data: Sequence["mx.nd.NDArray"], how: str, *,
            policy: Policy, optimizer: str = "sgd", loss_fn: Callable[..., Any],
            keep: Sequence[str] = (), labels: Optional[Sequence[Array]] = None) -> Dict[str, int]:
-    """Trains an initialized network; the last step's calls lie behind the marks PARTS of the log.
-    Gives the peak of memory, and how many calls a GPU would have refused."""
+    """Trains an initialized network; the last step's calls follow the marks PARTS of the log.
+
+    Returns the peak of memory, and the number of calls that a GPU would have refused.
+    """
     if how == "gluon_amp":
         convert(net, policy, keep=list(keep))
     net.hybridize(static_alloc=True, static_shape=True)
@@ -80,7 +82,7 @@ def record(net: "gluon.HybridBlock", data: Sequence["mx.nd.NDArray"], how: str, 
 
 
 def mean_square(outputs: Sequence[Array], labels: Optional[Sequence[Array]] = None) -> Array:
-    """A loss that needs no labels."""
+    """Returns a loss that needs no labels."""
     flat: List[Any] = []
     left = [outputs]
     while left:

@@ -1,8 +1,8 @@
-"""Builds the software GPU as the CUDA libraries that MXNet's CUDA build needs.
+"""Builds the software GPU as the CUDA libraries that MXNet's CUDA build loads.
 
-`recording/` checks and records calls, `computing/` computes them. All of the libraries are links to
-one file. It has each function under the symbol version that libmxnet.so requires. Functions without
-code of their own write down their names and return 0.
+`recording/` checks and records calls; `computing/` executes them. All libraries are links to one
+file. It has each function under the symbol version that libmxnet.so requires. Functions without an
+implementation record their names and return 0.
 """
 import hashlib
 import os
@@ -21,14 +21,13 @@ LIBRARIES = ("libcuda.so.1", "libcudart.so.11.0", "libcublas.so.11", "libcudnn.s
 _FLAGS = ["-std=c++17", "-O2", "-g0", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra",
           "-Wno-unused-parameter"]
 _OF_CUDA = re.compile("cu([A-Z]|da|blas|dnn|rand|fft|solver)|__cuda|nvrtc|nccl|nvtx")
-# What others than libmxnet.so look up: `gluon-amp doctor` of the driver, recording.py of ours.
+# Functions that libmxnet.so does not import: `gluon-amp doctor` and recording.py call them.
 _UNVERSIONED = ("recording_gpu_*", "cuInit", "cuDriverGetVersion", "cuDeviceGetCount",
                 "cuDeviceGetName", "cuDeviceGetAttribute", "cuDeviceTotalMem_v2")
 
 
 def build(libmxnet: Path, cache: Path) -> Path:
-    """The folder with the stubs for this library, for LD_LIBRARY_PATH; built in a cache if need
-    be."""
+    """Returns the folder with the stubs for a library, for LD_LIBRARY_PATH; builds it if needed."""
     compiler = os.environ.get("CXX", "g++")
     for command in (compiler, "nm"):
         if shutil.which(command) is None:
@@ -47,7 +46,7 @@ def build(libmxnet: Path, cache: Path) -> Path:
             _build(compiler, sources, wanted, made)
             made.rename(folder)
         except OSError:
-            if not folder.exists():  # else another process was faster
+            if not folder.exists():  # another process may have built it
                 raise
         finally:
             shutil.rmtree(made, ignore_errors=True)
@@ -62,7 +61,7 @@ def _run(*command: str) -> str:
 
 
 def _imports(libmxnet: Path) -> List[str]:
-    """The functions of CUDA's libraries that it imports, each as NAME or NAME@VERSION."""
+    """Returns the functions that it imports from CUDA's libraries, as NAME or NAME@VERSION."""
     lines = _run("nm", "-D", "--undefined-only", str(libmxnet)).splitlines()
     names = [line.split()[-1].replace("@@", "@") for line in lines]
     return sorted(filter(_OF_CUDA.match, names))

@@ -1,4 +1,4 @@
-"""What a GPU is called for in one training step of a network, without a GPU."""
+"""Records the GPU calls of one training step of a network, without a GPU."""
 import json
 import pickle
 import re
@@ -27,8 +27,8 @@ class Step:
 
     Attributes:
         parts: the calls of "forward", "backward" and "update".
-        peak: the most bytes of GPU memory that were taken at once, workspaces included.
-        violations: how many calls a GPU would have refused.
+        peak: the peak of GPU memory in bytes, workspaces included.
+        violations: the number of calls that a GPU would have refused.
     """
 
     def __init__(self, parts: Mapping[str, List[Call]], peak: int, violations: int) -> None:
@@ -44,8 +44,8 @@ class Step:
         return [call for part in PARTS for call in self.parts[part]]
 
     def counts(self, part: Optional[str] = None) -> Dict[str, int]:
-        """Launches, casts, synchronizations, copies to the host; products, those on Tensor Cores
-        among them; sums in float16. Of all parts, if none is named."""
+        """Returns the numbers of launches, casts, synchronizations, copies to the host, products,
+        products on Tensor Cores, and sums in float16, by default of all parts."""
         calls = self.calls if part is None else self.parts[part]
         return {
             "launches": sum(c.is_launch for c in calls),
@@ -58,7 +58,7 @@ class Step:
 
 
 class Trace:
-    """One step of a network in mixed precision, beside the same in float32.
+    """One step of a network in mixed precision, and the same in float32.
 
     Attributes:
         step: a `Step` in mixed precision.
@@ -71,7 +71,7 @@ class Trace:
         self.policy, self.capability, self.data = policy, capability, data
 
     def facts(self) -> Dict[str, Any]:
-        """All of it, as what JSON can hold."""
+        """Returns all results as JSON-serializable values."""
         return {
             "policy": self.policy.name, "compute capability": self.capability / 10,
             "data": [[list(shape), dtype] for shape, dtype in self.data],
@@ -83,8 +83,8 @@ class Trace:
             "refused": [c.record["why"] for c in self.step.calls if c.name == "VIOLATION"]}
 
     def products(self) -> List[Dict[str, Any]]:
-        """The products, alike ones together: what they multiply, what they add in, and why they are
-        not on Tensor Cores, if they are not."""
+        """Returns the products, equal ones grouped: the types of inputs and sums, and why they do
+        not run on Tensor Cores, if so."""
         found = Counter((part, c.operator, c.name, c.factors, c.sums, why_not(c))
                         for part in PARTS for c in self.step.parts[part] if c.is_product)
         keys = ("part", "operator", "call", "factors", "sums", "not on Tensor Cores")
@@ -120,7 +120,7 @@ class Trace:
 
 
 def why_not(call: Call) -> str:
-    """Why a product does not run on Tensor Cores; "" where it does."""
+    """Returns why a product does not run on Tensor Cores; "" if it does."""
     if call.on_tensor_cores:
         return ""
     if call.factors != "half":
@@ -134,17 +134,25 @@ def why_not(call: Call) -> str:
 def gpu_trace(net: Network, batch: Union["mx.nd.NDArray", Sequence["mx.nd.NDArray"]],
               policy: Union[str, Policy] = "float16", optimizer: str = "sgd",
               capability: int = 70) -> Trace:
-    """Records what a GPU is called for when this network takes a step. No GPU is needed, but the
-    host code of MXNet's CUDA wheel; an error says how to get it.
+    """Records the GPU calls of one training step of a network, without a GPU.
 
-    The loss is the mean of the outputs' squares. The network stays as it is, and may be converted;
-    then its own policy counts.
+    It needs the host code of MXNet's CUDA wheel. The loss is the mean of the outputs' squares. The
+    network does not change.
 
     Args:
-        net: an initialized HybridBlock.
+        net: an initialized HybridBlock, converted or not.
         batch: its data, or a list of its arguments.
+        policy: as for `gluon_amp.convert`; a converted network keeps its own.
         optimizer: a name, as for `gluon_amp.optimizer`.
         capability: the GPU's compute capability, such as 70 for a V100, 80 for an A100.
+
+    Returns:
+        A `Trace`.
+
+    Raises:
+        TypeError: `net` is not a HybridBlock.
+        ValueError: the policy runs on CPUs only.
+        FileNotFoundError: the CUDA wheel is missing; the message has the command to get it.
     """
     data = list(batch) if isinstance(batch, (list, tuple)) else [batch]
     if not isinstance(net, mx.gluon.HybridBlock):
@@ -167,14 +175,14 @@ def gpu_trace(net: Network, batch: Union["mx.nd.NDArray", Sequence["mx.nd.NDArra
 def trace_symbol(symbol: "mx.sym.Symbol", names: Sequence[str], data: Data,
                  policy: Union[str, Policy] = "float16", optimizer: str = "sgd",
                  capability: int = 70, keep: Sequence[str] = ()) -> Trace:
-    """The same of a symbol, with the names of its inputs, their shapes and types."""
+    """Records the same of a symbol, with the names, shapes and types of its inputs."""
     policy = get_policy(policy)
     if policy.cpu_only:
         raise ValueError(f"policy {policy.name} runs on CPUs only. Valid: float16, mixed_float16, "
-                         "pure_float16, or one of your own in float16")
+                         "pure_float16, or a float16 Policy of your own")
     graph = Graph.read(symbol)
     for node in graph.nodes():
-        if node.is_variable:  # a converted network's parameters: each process converts its own
+        if node.is_variable:  # a converted network's parameters: the process converts them again
             node.attrs.pop("__dtype__", None)
     said = {"symbol": graph.symbol().tojson(remove_amp_cast=False), "names": list(names),
             "data": list(data), "policy": policy, "optimizer": optimizer,

@@ -1,1 +1,1 @@
-"""Networks as ONNX files."""
+"""Export of networks to ONNX files."""

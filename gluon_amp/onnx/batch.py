@@ -1,8 +1,8 @@
-"""An ONNX model for any batch size, from the models of a few batch sizes.
+"""Builds an ONNX model for any batch size from the models of a few batch sizes.
 
-They have the same nodes. Where their constants and shapes differ, the batch size is in them: of a
-Reshape that is the one size that ONNX infers (-1); a constant of equal numbers, such as the first
-state of an RNN, is expanded to the batch size of the data. Anything else is refused.
+The models have the same nodes. A constant or shape that differs depends on the batch size. In the
+shape of a Reshape, that size becomes -1. A constant of equal numbers, such as an RNN's initial
+state, is expanded to the batch size of the data. Anything else is refused.
 """
 from types import ModuleType
 from typing import Any, List, Mapping, Optional, Sequence
@@ -20,11 +20,15 @@ def refuse_batch(why: str) -> ValueError:
 
 
 def any_batch(onnx: ModuleType, models: Sequence[Any], shapes: Mapping[str, Any]) -> Any:
-    """The first of these models, changed to one for any batch size.
+    """Returns the first model, changed to one for any batch size.
 
     Args:
-        models: of the batch sizes SIZES.
-        shapes: of the inputs, with None where the batch size is.
+        onnx: the package onnx.
+        models: the models of the batch sizes SIZES.
+        shapes: the shapes of the inputs, with None for the batch size.
+
+    Raises:
+        ValueError: a node depends on the batch size in another way.
     """
     graph, *others = (model.graph for model in models)
     for other in others:
@@ -59,7 +63,7 @@ def any_batch(onnx: ModuleType, models: Sequence[Any], shapes: Mapping[str, Any]
 
 
 def _inferred(shapes: List[Any], name: str) -> Any:
-    """The shape that a Reshape makes, with the size that differs left to ONNX."""
+    """Returns the shape of a Reshape, with -1 for the size that differs."""
     first = shapes[0]
     if any(len(shape) != len(first) for shape in shapes):
         raise refuse_batch(f"the shape {name} has fewer axes for a batch of 1")
@@ -70,13 +74,13 @@ def _inferred(shapes: List[Any], name: str) -> Any:
 
 
 class _Expanded:
-    """Constants of equal numbers that have the batch size as an axis, and what makes them."""
+    """Constants of equal numbers with the batch size as an axis, and the nodes that expand them."""
 
     def __init__(self, onnx: ModuleType, data: str, axis: int):
         self.onnx, self.data, self.axis = onnx, data, axis
         self.nodes: List[Any] = []
         self.constants: List[Any] = []
-        self.batch: Optional[str] = None  # the tensor that holds it
+        self.batch: Optional[str] = None  # the tensor with the batch size
 
     def constant(self, value: Any, name: str) -> str:
         self.constants.append(self.onnx.numpy_helper.from_array(np.asarray(value), name))
@@ -87,8 +91,8 @@ class _Expanded:
         return name
 
     def add(self, values: List[Any], name: str, element: int) -> None:
-        """Makes a constant of this type, which is given for each of SIZES, by the batch size of the
-        data. onnxruntime expands no bfloat16."""
+        """Adds a constant, given for each of SIZES, that is expanded to the data's batch size.
+        onnxruntime does not expand bfloat16."""
         axes = list(zip(*(value.shape for value in values)))
         differ = [sizes for sizes in axes if len(set(sizes)) > 1]
         if len({value.ndim for value in values}) > 1 or differ != [SIZES] \

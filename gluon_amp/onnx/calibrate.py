@@ -1,8 +1,8 @@
-"""What stays in float32 in a file of 16 bits: by what a float32 network computes on given batches.
+"""Selects the nodes that stay in float32 in a 16-bit file, from float32 predictions of batches.
 
-The engine counts the exponents of each tensor, as for an X-ray. A node stays in float32 that reads
-or writes a tensor which the format does not hold: whose largest number, with room for a factor of
-two, lies beyond it, or which loses more than a share of its norm to the format's small end.
+The engine counts the exponents of each tensor, as for an X-ray. A node stays in float32 if it reads
+or writes a tensor that the format does not hold: the largest number exceeds it with a headroom of a
+factor of two, or underflow removes more than a share of the norm.
 """
 from typing import Any, Dict, Iterable, List, Mapping, Sequence, Set
 
@@ -16,18 +16,18 @@ from ..graph.graph import Entry, Graph
 from ..inspection.statistics import Counts, Key, read
 from ..policy import POLICIES
 
-_ROOM = 1  # power of two that stays free above the largest number
+_ROOM = 1  # headroom in powers of two
 _LOST = 0.01  # share of a tensor's norm
-_IDS = {"Embedding": 0, "take": 1}  # operators, and which of their inputs is one of whole numbers
+_IDS = {"Embedding": 0, "take": 1}  # operators, and the index of their integer input
 
 
 def nodes_to_keep(graph: Graph, arrays: Mapping[str, Any], data: Sequence[str],
                   batches: Iterable[Any], format_: Format) -> List[str]:
-    """The names of a network's nodes that stay in float32.
+    """Returns the names of the nodes that stay in float32.
 
     Args:
-        graph: of the float32 network.
-        arrays: of its parameters.
+        graph: the float32 graph.
+        arrays: its parameters, by name.
         data: the names of its inputs.
         batches: for each an array, or a sequence of arrays.
     """
@@ -43,7 +43,7 @@ def nodes_to_keep(graph: Graph, arrays: Mapping[str, Any], data: Sequence[str],
         if node.is_variable:
             continue
         reads = [e in unfit for i, e in enumerate(node.inputs) if i != _IDS.get(node.op)]
-        if not made and any(reads):  # it moves numbers, and the engine has not counted them
+        if not made and any(reads):  # it copies values, which the engine does not count
             unfit.add(Entry(node))
         elif any(reads) or any(Entry(node, i) in unfit for i in made):
             kept[node.name] = None
@@ -60,7 +60,7 @@ def _fits(counts: Counts, format_: Format, name: str) -> bool:
 
 def _counted(graph: Graph, known: Mapping[str, Any], data: Sequence[str],
              batches: Iterable[Any]) -> Dict[Key, Counts]:
-    """What the engine counts in predictions of the float32 network, and in their data."""
+    """Returns the counts of the float32 network's predictions and of their data."""
     library.load()
     names = graph.variables()
     symbol = build(graph, dict.fromkeys(names, "float32"), POLICIES["float32"],
@@ -72,10 +72,10 @@ def _counted(graph: Graph, known: Mapping[str, Any], data: Sequence[str],
     def add(key: Key, counts: Counts) -> None:
         found[key] = found[key] + counts if key in found else counts
 
-    read()  # what others have left
+    read()  # discards earlier counts
     for batch in batches:
         given = _arrays(batch, data)
-        labels = [name for name in fed if name not in given]  # which nothing reads in predictions
+        labels = [name for name in fed if name not in given]  # not read in predictions
         shapes = dict(zip(symbol.list_arguments(), symbol.infer_shape(
             **{name: array.shape for name, array in {**known, **given}.items()})[0]))
         given.update((name, mx.nd.zeros(shapes[name])) for name in labels)

@@ -1,8 +1,8 @@
-"""`export_onnx`: a network as an ONNX file, in float32 or with the casts that a GPU runs.
+"""`export_onnx`: writes a network as an ONNX file, in float32 or with the casts that a GPU runs.
 
     trace the network in prediction, or take the symbol
-    put the casts into it (graph/casts.py), in the types that its parameters have
-    compute what depends on parameters alone; what moves numbers is all that may stand there
+    insert casts (graph/casts.py) for the types of its parameters
+    fold constants, which operators that copy or round values compute from parameters
     write each operator by its row (operators.py), or refuse it by name
     compare the type and shape that ONNX infers for each tensor with MXNet's
 """
@@ -30,18 +30,18 @@ from .operators import ROWS
 from .writer import OPSET, Writer, as_type, element_type, refuse, type_name
 
 DTYPES = ("float16", "bfloat16", "float32")
-_IR_VERSION = 8  # of the file's format; ONNX 1.10 and all later ones read it
+_IR_VERSION = 8  # of the file's format, which ONNX 1.10 and later read
 
 Shape = Tuple[int, ...]
 Shapes = Union[Shape, Sequence[Shape], Mapping[str, Shape]]
 
 _HEADS = frozenset("SoftmaxOutput Softmax LinearRegressionOutput LogisticRegressionOutput "
-                   "MAERegressionOutput".split())  # they read labels, in training only
+                   "MAERegressionOutput".split())  # they read labels in training only
 
 
 @dataclass
 class _Network:
-    """What is exported."""
+    """The network to export."""
     graph: Graph
     types: Dict[str, str]     # of its variables
     arrays: Dict[str, Any]    # of its parameters
@@ -51,29 +51,34 @@ class _Network:
 
 def export_onnx(net: Network, path: str, shapes: Shapes, dtype: str = "float16",
                 params: Any = None, calibration: Optional[Iterable[Any]] = None) -> List[str]:
-    """Writes a network for prediction as an ONNX file: whole, or not at all.
+    """Writes a network for prediction as an ONNX file, atomically.
 
-    Inputs are float32, and so are outputs, unless the policy says otherwise. Norms, softmax
-    and all that `gluon_amp.convert` keeps in float32 is float32 in the file, too. An operator that
-    ONNX has no equal for is refused by name. Needs the package onnx:
-    `pip install 'gluon-amp[onnx]'`.
+    Inputs are float32, and so are outputs unless the policy sets another type. Norms, softmax and
+    all else that `gluon_amp.convert` keeps in float32 is float32 in the file. It needs the package
+    onnx: `pip install 'gluon-amp[onnx]'`.
 
     Args:
         net: a HybridBlock, converted or not, or a symbol.
-        path: of the file.
-        shapes: of the inputs, for which the file is: a tuple, a list of tuples, or names and
-            tuples. None in the place of the batch size: the file is for any.
-        dtype: "float16" writes what a GPU runs, by the block's own policy if it is converted,
-            and otherwise by the policy float16; "bfloat16" the same in bfloat16, whose operators
+        path: the path of the file.
+        shapes: the shapes of the inputs: a tuple, a list of tuples, or a dict of names and tuples.
+            None for the batch size exports for any batch size.
+        dtype: "float16" writes the graph that a GPU runs, by the policy of a converted block or
+            else by the policy float16; "bfloat16" the same in bfloat16, with operators that
             compute in float32 between casts; "float32" the network without casts.
         params: a symbol's parameters: a dict, or `(arg_params, aux_params)`.
         calibration: batches, each an array or a sequence of arrays, one for each input. The
-            float32 network predicts them on a CPU, and a node stays in float32 that reads or writes
-            numbers which the type does not hold: beyond half its largest one, or so small that a
-            tensor would lose 1 % of its norm.
+            float32 network predicts them on a CPU. A node stays in float32 if a tensor that it
+            reads or writes exceeds half the type's largest number, or would lose 1 % of its norm
+            to underflow.
 
     Returns:
-        the names of the nodes that calibration keeps in float32.
+        The names of the nodes that calibration keeps in float32.
+
+    Raises:
+        ImportError: the package onnx is not installed.
+        TypeError: `net` is neither a HybridBlock nor a symbol.
+        ValueError: ONNX has no equivalent of an operator, or an argument is invalid.
+        RuntimeError: parameters are not initialized.
     """
     if dtype not in DTYPES:
         raise ValueError(f"dtype must be {', '.join(DTYPES[:-1])} or {DTYPES[-1]}. "
@@ -125,7 +130,7 @@ def _block(net: Network, count: int, dtype: str,
         made = _flat(net(*(x.as_np_ndarray() if numpy_mode else x for x in data)))
     clean = Graph.read(mx.sym.Group([x.as_nd_ndarray() if numpy_mode else x for x in made]))
     outputs = clean.symbol().list_outputs()
-    # of one type, as they are: what goes to MXNet's files is float32
+    # in their own types; MXNet's files would hold float32
     arrays = {p.name: value_of(p) for p in parameters.values()}
     types = {**dict.fromkeys(names, "float32"),
              **{name: dtype_name(array.dtype) for name, array in arrays.items()}}
@@ -153,7 +158,7 @@ def _check_policy(policy: Policy, dtype: str) -> None:
         return not policy.is_emulated and dtype in (policy.product.name, policy.between.name)
     if not makes(policy):
         names = [name for name, each in POLICIES.items() if makes(each)]
-        raise ValueError(f"policy {policy.name} makes no {dtype} network. Valid: "
+        raise ValueError(f"policy {policy.name} does not use {dtype}. Valid: "
                          f"{', '.join(names)}, or dtype='float32'")
 
 
@@ -182,8 +187,8 @@ def _symbol(symbol: Symbol, params: Any, dtype: str,
              **{name: dtype_name(array.dtype) for name, array in arrays.items()}}
     halves = [name for name, t in types.items() if t in HALVES]
     if dtype == "float32" and halves:
-        raise ValueError("this symbol holds float16: export the float32 symbol that it was made "
-                         f"of. Received float16: {', '.join(halves[:5])}")
+        raise ValueError("this symbol has float16 variables: export the float32 symbol that was "
+                         f"converted. Received float16: {', '.join(halves[:5])}")
     return _Network(graph, types, {n: _numbers(a, types[n]) for n, a in arrays.items()}, outputs,
                     kept)
 
@@ -210,7 +215,7 @@ def _model_of_any_batch(onnx: ModuleType, network: _Network, shapes: Any) -> obj
                 name: tuple(batch if n is None else n for n in shape)
                 for name, shape in sizes.items()}))
         except mx.MXNetError as error:
-            raise refuse_batch(f"MXNet takes none of {batch}: {message(error)}") from None
+            raise refuse_batch(f"MXNet refuses a batch of {batch}: {message(error)}") from None
     model = any_batch(onnx, models, sizes)
     _inferred(onnx, model)
     return model
@@ -230,7 +235,7 @@ def _model(onnx: ModuleType, network: _Network, shapes: Shapes) -> object:
                 writer.names[Entry(node)] = writer.unique(node.name)
         elif Entry(node) not in constants:
             if node.op not in ROWS:
-                refuse(node, "ONNX's file is written without a rule for this operator")
+                refuse(node, "there is no ONNX rule for this operator")
             writer.write(node, ROWS[node.op])
     writer.nodes += [onnx.helper.make_node("Identity", [writer.read(entry)], [name])
                      for entry, name in zip(graph.outputs, network.outputs)]
@@ -251,7 +256,7 @@ def _model(onnx: ModuleType, network: _Network, shapes: Shapes) -> object:
 
 
 def _inputs(graph: Graph, arrays: Mapping[str, Any]) -> List[str]:
-    """The names of the variables that are data."""
+    """Returns the names of the data variables."""
     data: Dict[str, None] = {}
     for node in graph.nodes():
         if node.is_variable:
@@ -276,7 +281,7 @@ def _has_none(shapes: Any) -> bool:
 
 
 def _sizes(names: List[str], shapes: Any, valid: Any = int) -> Dict[str, Shape]:
-    """The shape of each input."""
+    """Returns the shape of each input."""
     several = shapes if _are_several(shapes) else [shapes]
     given = dict(several) if isinstance(several, Mapping) else dict(zip(names, several))
     if len(several) != len(names) or set(given) != set(names) or not all(
@@ -289,7 +294,7 @@ def _sizes(names: List[str], shapes: Any, valid: Any = int) -> Dict[str, Shape]:
 
 
 def _measure(graph: Graph, known: Mapping[str, Shape]) -> Dict[Entry, Shape]:
-    """The shape of each tensor that somebody reads, as MXNet infers it."""
+    """Returns the shape of each tensor with a reader, as MXNet infers it."""
     entries = list(graph.consumers())
     symbol = Graph(entries).symbol()
     there = {*symbol.list_arguments(), *symbol.list_auxiliary_states()}
@@ -300,7 +305,7 @@ def _measure(graph: Graph, known: Mapping[str, Shape]) -> Dict[Entry, Shape]:
     return dict(zip(entries, shapes))
 
 
-# What only moves or rounds numbers: from arrays, attributes and the shape that it makes.
+# Constant folding of operators that copy or round values: from inputs, node and output shape.
 _FOLDED: Dict[str, Callable[[List[Any], Node, Any, Any], Any]] = {
     **dict.fromkeys(("Cast", "amp_cast"), lambda x, node, shape, dtype: as_type(x[0], dtype)),
     **dict.fromkeys(("Reshape", "reshape", "Flatten", "expand_dims", "squeeze"),
@@ -315,7 +320,7 @@ _FOLDED: Dict[str, Callable[[List[Any], Node, Any, Any], Any]] = {
 
 def _constants(graph: Graph, arrays: Mapping[str, Any], types: Mapping[Entry, Optional[str]],
                shapes: Mapping[Entry, Shape]) -> Dict[Entry, Any]:
-    """The numbers of all that depends on parameters alone."""
+    """Returns the values of all tensors that depend on parameters alone."""
     made: Dict[Entry, Any] = {}
     for node in graph.nodes():
         entry = Entry(node)
@@ -329,7 +334,7 @@ def _constants(graph: Graph, arrays: Mapping[str, Any], types: Mapping[Entry, Op
 
 
 def _check(onnx: ModuleType, model: object, writer: Writer) -> None:
-    """ONNX must infer the type and shape of each tensor that MXNet infers."""
+    """Checks that ONNX infers MXNet's type and shape of each tensor."""
     inferred = _inferred(onnx, model)
     found = {info.name: info.type.tensor_type for info in inferred.graph.value_info}
     for entry, name in writer.names.items():
@@ -343,11 +348,11 @@ def _check(onnx: ModuleType, model: object, writer: Writer) -> None:
 
 
 def _inferred(onnx: ModuleType, model: object) -> Any:
-    """The model with what ONNX infers of its tensors."""
+    """Returns the model with the types and shapes that ONNX infers."""
     try:
         onnx.checker.check_model(model)
         return onnx.shape_inference.infer_shapes(model, check_type=True, strict_mode=True,
                                                  data_prop=True)
     except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
-        raise ValueError(f"ONNX does not take the graph that export_onnx has made: {error}") \
+        raise ValueError(f"ONNX refuses the graph that export_onnx has written: {error}") \
             from error

@@ -1,6 +1,6 @@
-"""How each operator of MXNet is written in ONNX: one row for each.
+"""The table of MXNet's operators in ONNX: one row for each.
 
-What is not here is refused. `tests/test_onnx.py` runs every row in onnxruntime.
+Other operators are refused. `tests/test_onnx.py` runs every row in onnxruntime.
 """
 from typing import Any, Callable, Dict
 
@@ -21,11 +21,11 @@ def row(*names: str, wide: bool = False) -> Callable[[Write], Write]:
 
 
 def _same(op: str) -> Write:
-    """The same operator under another name, without attributes."""
+    """Returns a rule for an operator without attributes."""
     return lambda node: node.add(op, *node.x)
 
 
-# ---- one operator for one ----------------------------------------------------
+# ---- operators with one equivalent -------------------------------------------
 
 for _names, _op in {
         "relu": "Relu", "elemwise_add _plus _Plus broadcast_add broadcast_plus": "Add",
@@ -133,14 +133,14 @@ def _softmax(node: Operator) -> str:
     node.only("temperature", "None", "1", "1.0")
     node.ignore("dtype")
     if len(node) > 1:
-        node.refuse("lengths have no place in ONNX")
+        node.refuse("ONNX has no equivalent of lengths")
     op = {"softmax": "Softmax", "log_softmax": "LogSoftmax"}[node.node.op]
     return node.add(op, node.input(0), axis=node.axis())
 
 
 @row("SoftmaxOutput", "Softmax", "SoftmaxActivation", wide=True)
 def _softmax_output(node: Operator) -> str:
-    """A loss head predicts the softmax; its label is read in training only."""
+    """A loss head predicts the softmax; it reads its label in training only."""
     node.ignore("grad_scale", "ignore_label", "use_ignore", "normalization", "out_grad",
                 "smooth_alpha")
     if node.node.op == "SoftmaxActivation":
@@ -158,7 +158,7 @@ def _softmax_output(node: Operator) -> str:
 
 
 def _window(node: Operator) -> Dict[str, Any]:
-    """What convolutions and their like have in common."""
+    """Returns the attributes that convolutions and pools share."""
     kernel = node.several("kernel")
     ones, zeros = (1,) * len(kernel), (0,) * len(kernel)
     node.only("layout", "None", {1: "NCW", 2: "NCHW", 3: "NCDHW"}[len(kernel)])
@@ -212,7 +212,7 @@ row("RNN", wide=True)(recurrent)
 
 @row("Embedding", "take")
 def _embedding(node: Operator) -> str:
-    """Ids beyond the table are its first or last row, as in MXNet."""
+    """Indices beyond the table select its first or last row, as in MXNet."""
     node.ignore("input_dim", "output_dim", "dtype", "sparse_grad")
     node.only("mode", "clip")
     is_embedding = node.node.op == "Embedding"
@@ -234,7 +234,7 @@ def _batch_norm(node: Operator) -> str:
     if node.axis(default=1) != 1:
         node.refuse(f"axis must be 1. Received: {node.text('axis')}")
     x, gamma, beta, mean, variance = node.x
-    if node.flag("fix_gamma", True):  # MXNet takes 1, whatever stands there
+    if node.flag("fix_gamma", True):  # MXNet uses 1 instead of gamma
         gamma = node.constant(np.ones(node.shape(1)))
     return node.add("BatchNormalization", x, gamma, beta, mean, variance,
                     epsilon=node.number("eps", 1e-3))
@@ -272,7 +272,7 @@ def _pooling(node: Operator) -> str:
     if node.flag("global_pool"):
         node.ignore("kernel", "stride", "pad", "pooling_convention", "count_include_pad", "layout")
         if node.text("layout") not in ("None", "NCW", "NCHW", "NCDHW"):
-            node.refuse(f"layout must have channels second. Received: {node.text('layout')}")
+            node.refuse(f"layout must be channels-first. Received: {node.text('layout')}")
         return node.add(f"Global{kind}", node.input(0))
     window = _window(node)
     node.only("pooling_convention", "valid", "full")
@@ -281,14 +281,14 @@ def _pooling(node: Operator) -> str:
     node.ignore("count_include_pad")
     if node.made_shape[2:] != _valid(node.shape()[2:], window):
         if kind == "AveragePool":
-            node.refuse("an average over less than its window has no place in ONNX: "
+            node.refuse("ONNX has no equivalent of an average over a partial window: "
                         "pooling_convention must be valid for this shape. Received: full")
         window["ceil_mode"] = 1
     return node.add(kind, node.input(0), **window)
 
 
 def _valid(shape: Shape, window: Dict[str, Any]) -> object:
-    """The shape that whole windows alone make."""
+    """Returns the output shape without partial windows."""
     pads = [2 * pad for pad in window["pads"]]
     return tuple((n + pad - kernel) // stride + 1 for n, pad, kernel, stride in zip(
         shape, pads, window["kernel_shape"], window["strides"]))
@@ -313,17 +313,17 @@ def _reduce(node: Operator) -> str:
         made = node.add("ReduceSum", x, node.constant(axes, "int64"), keepdims=keep)
     else:
         made = node.add(op, x, axes=axes, keepdims=keep)
-    if len(axes) == len(node.shape()) and not keep:  # MXNet has no arrays without an axis
+    if len(axes) == len(node.shape()) and not keep:  # MXNet has no 0-d arrays
         return node.reshape(made, (1,))
     return made
 
 
-# ---- what only moves numbers -------------------------------------------------
+# ---- operators that copy values ----------------------------------------------
 
 
 @row("Reshape", "reshape", "Flatten", "flatten", "expand_dims", "squeeze", "reshape_like")
 def _reshape(node: Operator) -> str:
-    """MXNet has inferred the shape; numbers keep their order in all of these."""
+    """Writes operators that change the shape only, with the shape that MXNet infers."""
     node.unread.clear()
     return node.reshape(node.input(0), node.made_shape)
 
@@ -388,7 +388,7 @@ def _upsampling(node: Operator) -> str:
     node.only("sample_type", "nearest")
     node.ignore("multi_input_mode")
     if len(node) > 1:
-        node.refuse("several inputs have no place in ONNX")
+        node.refuse("ONNX has no equivalent of several inputs")
     scale = node.number("scale")
     return node.add("Resize", node.input(0), "", node.constant([1, 1, scale, scale], "float32"),
                     mode="nearest", coordinate_transformation_mode="asymmetric",

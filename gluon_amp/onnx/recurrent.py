@@ -1,15 +1,15 @@
 """MXNet's RNN operator in ONNX: one operator for each layer.
 
-MXNet keeps all parameters of all layers in one vector: first the weights of each layer and
-direction (input to hidden, then hidden to hidden), then their biases in the same order. ONNX wants
-the gates in another order, and both directions in one array.
+MXNet stores all parameters of all layers in one vector: first the weights of each layer and
+direction (input to hidden, then hidden to hidden), then their biases in the same order. ONNX has
+another order of gates, and both directions in one array.
 """
 from typing import Any, Dict, List
 
 from .._mxnet import np
 from .writer import Operator
 
-# MXNet's mode: ONNX's operator, and which of MXNet's gates each of ONNX's is
+# MXNet's mode: ONNX's operator, and the index in MXNet of each of ONNX's gates
 _KINDS = {"lstm": ("LSTM", (0, 3, 1, 2)), "gru": ("GRU", (1, 0, 2)),
           "rnn_tanh": ("RNN", (0,)), "rnn_relu": ("RNN", (0,))}
 _ACTIVATIONS = {"rnn_tanh": "Tanh", "rnn_relu": "Relu"}
@@ -39,7 +39,7 @@ def recurrent(node: Operator) -> List[str]:
         arrays = [node.constant(array) for array in weights[layer]]
         made = node.outputs(op, 1 + len(states), x, *arrays, "",
                             *(state[layer] for state in states), hidden_size=hidden, **more)
-        # steps, directions, batch, hidden: the directions become parts of the last axis
+        # (steps, directions, batch, hidden): joins the directions in the last axis
         turned = node.add("Transpose", made[0], perm=(0, 2, 1, 3))
         x = node.reshape(turned, (steps, batch, directions * hidden))
         last.append(made[1:])
@@ -48,7 +48,7 @@ def recurrent(node: Operator) -> List[str]:
 
 
 def _layers_of(node: Operator, i: int, layers: int) -> List[str]:
-    """A state that stands for all layers, cut into theirs."""
+    """Splits the state of all layers."""
     if layers == 1:
         return [node.input(i)]
     return node.outputs("Split", layers, node.input(i), axis=0)
@@ -56,7 +56,7 @@ def _layers_of(node: Operator, i: int, layers: int) -> List[str]:
 
 def _weights(node: Operator, layers: int, directions: int, gates: int, hidden: int,
              order: Any) -> List[List[Any]]:
-    """Of each layer: weights of the input, weights of the state, biases of both."""
+    """Returns for each layer the input weights, the state weights, and the biases of both."""
     vector = node.value(1).ravel()
     at = 0
 

@@ -1,7 +1,7 @@
 """Writes the nodes of an ONNX graph, one operator of MXNet after the other.
 
-A row of `operators.py` gets an `Operator`: the node, what it reads, and functions that add ONNX
-nodes. An attribute that no row has asked for is refused: so none is left out without a word.
+A row of `operators.py` gets an `Operator`: the node, its inputs, and functions that add ONNX nodes.
+An attribute that the row does not read is refused, so that none is silently ignored.
 """
 import ast
 from itertools import count, takewhile
@@ -14,29 +14,29 @@ from ..cpu.arrays import HALVES
 from ..formats import FORMATS
 from ..graph.graph import CASTS, Entry, Node
 
-OPSET = 13  # what ONNX's operators mean
-BFLOAT16 = "bfloat16"  # numpy has no such type: its numbers are in float32 arrays
+OPSET = 13  # the version of ONNX's operators
+BFLOAT16 = "bfloat16"  # numpy has no such type: its values are in float32 arrays
 
-# They say how MXNet computes, or what other attributes and shapes say, too.
+# Attributes that select MXNet's algorithm, or that other attributes and shapes determine.
 _IGNORED = frozenset("workspace cudnn_off cudnn_tune num_args num_filter num_hidden".split())
 
 
 def as_type(numbers: Any, dtype: Optional[str]) -> Any:
-    """An array's numbers rounded to a type."""
+    """Returns an array rounded to a type."""
     if dtype == BFLOAT16:
         return FORMATS[BFLOAT16].round(np.asarray(numbers, np.float32))
     return np.asarray(numbers).astype(dtype)
 
 
 def element_type(onnx: ModuleType, dtype: Optional[str]) -> int:
-    """What ONNX calls a type."""
+    """Returns ONNX's number of a type."""
     if dtype == BFLOAT16:
         return int(onnx.TensorProto.BFLOAT16)
     return int(onnx.helper.np_dtype_to_tensor_dtype(np.dtype(dtype)))
 
 
 def type_name(onnx: ModuleType, element: int) -> str:
-    """The name of one of ONNX's types."""
+    """Returns the name of one of ONNX's types."""
     if element == onnx.TensorProto.BFLOAT16:
         return BFLOAT16
     return str(onnx.helper.tensor_dtype_to_np_dtype(element).name)
@@ -47,20 +47,20 @@ def refuse(node: Node, why: str) -> NoReturn:
 
 
 class Rule(NamedTuple):
-    """How an operator is written.
+    """The ONNX rule of an operator.
 
     Attributes:
         write: adds its nodes, and returns the names of its outputs.
-        wide: on float16 it computes in float32 and rounds its result once, as MXNet does. Others
-            are one ONNX operator, that computes in float16 itself. On bfloat16, which few of ONNX's
-            operators take, each computes in float32.
+        wide: whether, for float16, it computes in float32 and rounds its result once, as MXNet
+            does. Others are one ONNX operator that computes in float16. For bfloat16, which few of
+            ONNX's operators support, all compute in float32.
     """
     write: Callable[["Operator"], Any]
     wide: bool
 
 
 class Writer:
-    """The nodes and constants so far, and where each tensor of MXNet's graph is found."""
+    """The nodes and constants so far, and the names of the tensors of MXNet's graph."""
 
     def __init__(self, onnx: ModuleType, types: Mapping[Entry, Optional[str]],
                  shapes: Mapping[Entry, Tuple[int, ...]], constants: Mapping[Entry, Any],
@@ -99,7 +99,7 @@ class Writer:
                         to=element_type(self.onnx, dtype))[0]
 
     def read(self, entry: Entry) -> str:
-        """The tensor's name; a constant is written down when it is first read."""
+        """Returns the tensor's name; writes a constant on its first use."""
         if entry not in self.names:
             output = f"_{entry.output}" if entry.output else ""
             self.names[entry] = self.constant(self.constants[entry], entry.node.name + output,
@@ -107,7 +107,7 @@ class Writer:
         return self.names[entry]
 
     def write(self, node: Node, row: Rule) -> None:
-        """Adds a node of MXNet's."""
+        """Adds a node of MXNet."""
         entries = list(takewhile(self.types.__contains__, (Entry(node, i) for i in count())))
         halves = {*HALVES} & {self.types[e] for e in (*node.inputs, *entries)}
         widened = bool(halves) and (row.wide or BFLOAT16 in halves and node.op not in CASTS)
@@ -116,7 +116,7 @@ class Writer:
         made = [made] if isinstance(made, str) else made
         if operator.unread:
             name = min(operator.unread)
-            refuse(node, f"its attribute {name}={node.attrs[name]} has no place in ONNX")
+            refuse(node, f"ONNX has no equivalent of its attribute {name}={node.attrs[name]}")
         for entry, name in zip(entries, made):
             dtype = self.types[entry]
             if widened and dtype in HALVES:
@@ -125,7 +125,7 @@ class Writer:
             self.names[entry] = self._renamed(name, f"{node.name}_output{number}", before)
 
     def _renamed(self, old: str, name: str, first: int) -> str:
-        """The tensor under the name that MXNet has for it, if these nodes have made it."""
+        """Renames a tensor to MXNet's name if one of the new nodes computes it."""
         nodes = self.nodes[first:]
         if not any(old in node.output for node in nodes):
             return old
@@ -137,7 +137,7 @@ class Writer:
 
 
 class Operator:
-    """A node of MXNet's that is being written."""
+    """A node of MXNet during its export."""
 
     def __init__(self, writer: Writer, node: Node, widened: bool):
         self.writer, self.node = writer, node
@@ -149,12 +149,12 @@ class Operator:
 
     @property
     def dtype(self) -> DType:
-        """What it computes in."""
+        """The type in which it computes."""
         return np.dtype("float32" if self._widened else self.writer.types[self.node.inputs[0]])
 
     @property
     def x(self) -> List[str]:
-        """The names of all that it reads."""
+        """The names of its inputs."""
         return [self.input(i) for i in range(len(self))]
 
     def input(self, i: int) -> str:
@@ -165,7 +165,7 @@ class Operator:
         return name
 
     def value(self, i: int) -> Any:
-        """The numbers of an input that is a parameter."""
+        """Returns the values of an input that is a parameter."""
         entry = self.node.inputs[i]
         if entry not in self.writer.constants:
             self.refuse(f"its input {entry.node.name} is no parameter")
@@ -197,20 +197,20 @@ class Operator:
         return int(self.text(name, str(default)))
 
     def several(self, name: str, default: Tuple[int, ...] = ()) -> Tuple[Any, ...]:
-        """A tuple of whole numbers; a single one counts as a tuple of one."""
+        """Returns a tuple of integers; a single integer becomes a tuple of one."""
         found = ast.literal_eval(self.text(name, "()").replace("L", ""))
         if found is None:
             return default
         return (tuple(found) if isinstance(found, (tuple, list)) else (found,)) or default
 
     def only(self, name: str, *valid: str) -> None:
-        """Refuses any other value of this attribute; the first one is the default."""
+        """Refuses other values of this attribute; the first one is the default."""
         found = self.text(name, valid[0])
         if found not in valid:
             self.refuse(f"{name} must be {' or '.join(valid)}. Received: {found}")
 
     def ignore(self, *names: str) -> None:
-        """These attributes do not change what is predicted."""
+        """Ignores attributes that do not change predictions."""
         self.unread.difference_update(names)
 
     def axis(self, name: str = "axis", default: int = -1, dims: Optional[int] = None) -> int:
@@ -220,7 +220,7 @@ class Operator:
     # ---- nodes
 
     def constant(self, value: Any, dtype: Optional[DType] = None) -> str:
-        """A constant, of the type that the operator computes in unless another one is given."""
+        """Adds a constant, by default of the type in which the operator computes."""
         return self.writer.constant(np.asarray(value, dtype or self.dtype),
                                     f"{self.node.name}_constant")
 
