@@ -43,10 +43,10 @@ _MODULES = {"BatchProcessor": "training.estimator", "RankEndedError": "parallel"
             "RanksDifferError": "parallel", "Speedometer": "symbolic.module",
             "average_statistics": "parallel"}
 
-# Names of mx.contrib.amp, and what stands for them here.
+# Names of mx.contrib.amp, and their equivalents.
 _CONTRIB = {
-    "init": "nothing: gluon_amp.convert(net) converts one network, once it is made",
-    "init_trainer": "gluon_amp.Trainer(...) in place of gluon.Trainer(...)",
+    "init": "nothing: gluon_amp.convert(net) converts one network after its creation",
+    "init_trainer": "gluon_amp.Trainer(...) instead of gluon.Trainer(...)",
     "unscale": "trainer.unscale(), of a gluon_amp.Trainer",
     "convert_hybrid_block": "gluon_amp.convert(net)",
     "convert_bucketing_module": "gluon_amp.BucketingModule, of symbols that "

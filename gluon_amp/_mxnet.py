@@ -1,11 +1,10 @@
-"""The one place that imports MXNet, and says in one sentence why it cannot.
+"""Imports MXNet, or raises an ImportError with the reason and the remedy.
 
-MXNet 1.9.1 predates numpy 1.24 and Python's CUDA wheels. Before it is imported,
-the CUDA 11 libraries of the `[cu112]` extra are loaded, and unless the user has
-set them, `MXNET_SAFE_ACCUMULATION` is set to 1 (float16 sums in float32) and
-`MXNET_SUBGRAPH_VERBOSE` to 0 (no line on stderr for each executor). It is
-imported with the names that numpy has removed (`_numpy.py`); none stays in numpy
-itself. Modules of this package take `mx` and `np` from here.
+MXNet 1.9.1 predates numpy 1.24 and Python's CUDA wheels. This module first loads the CUDA 11
+libraries of the `[cu112]` extra. It sets `MXNET_SAFE_ACCUMULATION` to 1 (float16 sums in float32)
+and `MXNET_SUBGRAPH_VERBOSE` to 0 (no line on stderr for each executor), unless the user has set
+them. MXNet gets the names that numpy has removed (`_numpy.py`); numpy itself does not change.
+Modules of this package import `mx` and `np` from here.
 """
 import ctypes
 import os
@@ -19,19 +18,19 @@ import numpy as np
 
 from . import _numpy
 
-# The folders of NVIDIA's wheels, a library after those that it needs.
+# The folders of NVIDIA's wheels, in order of their dependencies.
 _CUDA_WHEELS = ("cuda_runtime", "cublas", "cuda_nvrtc", "curand", "cufft", "cusolver", "cudnn",
                 "nccl", "nvtx")
-# What MXNet's wheels expect of the system, and the packages of Debian and Ubuntu that have it.
+# System libraries of MXNet's wheels, and their packages in Debian and Ubuntu.
 _SYSTEM = {"libgomp": "libgomp1", "libquadmath": "libquadmath0"}
-# MXNet's wheels refuse numpy 2, and so Python 3.13
+# MXNet's wheels require numpy below 2, and so Python below 3.13
 _INSTALL = "pip install --no-deps mxnet==1.9.1 (or mxnet-cu112==1.9.1 for NVIDIA GPUs)" \
     if _numpy.NUMPY_2 else "pip install 'gluon-amp[cpu]' (or 'gluon-amp[cu112]' for NVIDIA GPUs)"
 
 
 def installed_builds() -> List[str]:
-    """The MXNet distributions in this environment, such as ['mxnet-cu112']."""
-    # by their folders' names: reading what all distributions say of themselves takes 20 ms
+    """Returns the MXNet distributions in this environment, such as ['mxnet-cu112']."""
+    # by folder names: reading the metadata of all distributions takes 20 ms
     folders = (path.name for place in sys.path for path in Path(place or ".").glob("mxnet*-info"))
     names = {folder.split("-")[0].lower().replace("_", "-") for folder in folders}
     return sorted(n for n in names if re.fullmatch(r"mxnet(-mkl|-native|-cu\d+(mkl)?)?", n))
@@ -45,15 +44,15 @@ def _check_environment(builds: List[str]) -> None:
 
 
 def _load_cuda_wheels() -> None:
-    """Loads CUDA 11 from wheels, where they are, so that only the driver has to be installed."""
+    """Loads CUDA 11 from wheels if they are installed; only the driver must be on the system."""
     try:
-        import nvidia  # a namespace that NVIDIA's wheels share
+        import nvidia  # the namespace package of NVIDIA's wheels
     except ImportError:
         return
     for folder in _CUDA_WHEELS:
         for root in nvidia.__path__:
             for library in sorted(Path(root, folder, "lib").glob("lib*.so*")):
-                with suppress(OSError):  # of one that MXNet needs, its own import tells
+                with suppress(OSError):  # the import of MXNet reports a missing library
                     ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
 
 
@@ -65,14 +64,14 @@ def _import_mxnet() -> Any:
     os.environ.setdefault("MXNET_SUBGRAPH_VERBOSE", "0")
     if any("cu" in build for build in builds) and "RECORDING_GPU_LOG" not in os.environ:
         _load_cuda_wheels()
-    if "mxnet" not in sys.modules:  # an import that failed leaves halves of it behind
+    if "mxnet" not in sys.modules:  # a failed import leaves some of its modules
         for name in [n for n in sys.modules if n.startswith("mxnet.")]:
             del sys.modules[name]
     try:
         import mxnet
     except ImportError as error:
         if getattr(error, "name", None) not in (None, "mxnet"):
-            # Python 3.12 has no distutils; setuptools brings it
+            # Python 3.12 has no distutils; setuptools includes it
             package = "setuptools" if error.name == "distutils" else error.name
             raise ImportError(f"MXNet needs the package {package}: pip install {package}") \
                 from error
@@ -96,7 +95,8 @@ def _import_mxnet() -> Any:
 
 
 def _refuse_symbols(function: Any, symbol: Any) -> None:
-    """A traced `autograd.Function` passes symbols to MXNet's library as arrays, which crashes."""
+    """Refuses symbols in an `autograd.Function`: MXNet would pass them to its library as arrays,
+    which crashes."""
     call = function.__call__
 
     def checked(self: Any, *inputs: Any) -> Any:
@@ -109,8 +109,8 @@ def _refuse_symbols(function: Any, symbol: Any) -> None:
 
 
 def _sum_in_float64(metric: Any) -> None:
-    """MXNet's metrics add float32 numbers to Python's. The sum is float64 in numpy 1, and float32
-    in numpy 2, where 2**24 + 1 is 2**24; so they add to numpy's float64."""
+    """Makes MXNet's metrics accumulate in float64. A Python number plus a float32 number is float64
+    in numpy 1, but float32 in numpy 2, where 2**24 + 1 is 2**24."""
     def set_attribute(self: Any, name: str, value: Any) -> None:
         if name in ("sum_metric", "global_sum_metric") and isinstance(value, (float, np.floating)):
             value = np.float64(value)
@@ -120,13 +120,13 @@ def _sum_in_float64(metric: Any) -> None:
 
 
 def message(error: Exception) -> str:
-    """What an exception of MXNet's says, in one line: without the place in its source, the
-    condition that did not hold, and the full stop."""
+    """Returns the message of an MXNet exception without source location, failed condition and full
+    stop."""
     lines = [line for line in str(error).splitlines()
              if line.strip() and not line.startswith(("Traceback", "  File"))]
     said = lines[0] if lines else type(error).__name__
     said = re.sub(r"^MXNetError: |\[[\d:]+\] \S+: |Check failed: .*?: (?=\w)", "", said)
-    return said.rstrip(" .")  # what cites it goes on
+    return said.rstrip(" .")  # callers append to it
 
 
 if TYPE_CHECKING:

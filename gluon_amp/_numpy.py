@@ -1,9 +1,8 @@
-"""Numpy with the names that it had when MXNet 1.9.1 was written, for MXNet and those over it alone.
+"""Numpy with removed names, for MXNet 1.9.1 and packages that depend on it.
 
-MXNet reads names that numpy has removed since 1.20: `np.bool` (1.24), `np.PZERO` (2.0),
-`np.trapz` (2.4). numpy itself is left as it is. The modules of `PACKAGES` get this one where they
-import numpy: each has an `__import__` of its own among its builtins, which gives numpy's contents,
-the removed names beside them.
+MXNet uses names that numpy has removed since 1.20: `np.bool` (1.24), `np.PZERO` (2.0), `np.trapz`
+(2.4). numpy itself does not change. The modules of `PACKAGES` import this module instead: each has
+its own `__import__` among its builtins, which returns numpy's contents and the removed names.
 """
 import builtins
 import functools
@@ -15,17 +14,17 @@ from typing import Any, Callable, Dict, Optional
 import numpy
 
 NUMPY_2 = int(numpy.__version__.split(".")[0]) >= 2
-# Where numpy has the modules that pickles name: numpy.core, since numpy 2 numpy._core.
+# The package that pickles refer to: numpy.core, since numpy 2 numpy._core.
 CORE = numpy.empty(0).__reduce__()[0].__module__.rpartition(".")[0]
-# The packages of MXNet's time; `python -m gluon_amp SCRIPT` adds the script's own modules.
+# Packages that need the removed names; `python -m gluon_amp SCRIPT` adds the script's modules.
 PACKAGES = {"mxnet", "gluoncv", "gluonnlp", "gluonts", "mxboard", "d2l", "horovod"}
 
-# Python's own types, which old code means by these names; numpy 2 has others under some of them.
+# Python's types, which these names meant; numpy 2 has other types under some of them.
 _TYPES = {"bool": bool, "int": int, "long": int, "float": float, "complex": complex,
           "object": object, "str": str, "unicode": str}
 _NUMBERS = {"Inf": numpy.inf, "Infinity": numpy.inf, "infty": numpy.inf, "PINF": numpy.inf,
             "NINF": -numpy.inf, "NaN": numpy.nan, "NAN": numpy.nan, "PZERO": 0.0, "NZERO": -0.0}
-# old name -> the name that is there in its place
+# old name -> new name
 _RENAMED = {
     "float_": "float64", "complex_": "complex128", "unicode_": "str_", "string_": "bytes_",
     "cfloat": "complex128", "singlecomplex": "complex64", "longfloat": "longdouble",
@@ -57,7 +56,7 @@ _FUNCTIONS: Dict[str, Callable[..., Any]] = {
 
 
 def _array(object: Any, dtype: Any = None, *, copy: Any = True, **kwargs: Any) -> Any:
-    """numpy.array, whose `copy=False` means again: only where it is needed."""
+    """numpy.array with the old meaning of `copy=False`: copies only if needed."""
     if copy is False:
         copy = None
     return numpy.array(object, dtype, copy=copy, **kwargs)
@@ -70,10 +69,10 @@ def _financial(name: str) -> Callable[..., Any]:
 
 
 class _Numpy(types.ModuleType):
-    """What numpy gives now, and did give."""
+    """numpy's current and removed names."""
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(numpy, name)  # loaded later, or not there: numpy says so
+        return getattr(numpy, name)  # loaded lazily, or raises numpy's error
 
 
 def _as_it_was() -> types.ModuleType:
@@ -88,7 +87,7 @@ def _as_it_was() -> types.ModuleType:
     if NUMPY_2:
         del there["array"]
         restored["array"] = functools.wraps(numpy.array)(_array)
-        there.pop("core", None)  # it warns that it is deprecated
+        there.pop("core", None)  # access gives a deprecation warning
     made = _Numpy("numpy", numpy.__doc__)
     vars(made).update({**restored, **there, **_TYPES})
     return made
@@ -111,8 +110,8 @@ class _IsStr(type):
 
 
 class _Str(str, metaclass=_IsStr):  # type: ignore[misc]
-    """`str` where MXNet writes attributes for its library: numpy 2 would write `(np.int64(4),)`
-    for a shape, which the library cannot read."""
+    """`str` for the attributes that MXNet passes to its library. numpy 2 writes a shape as
+    `(np.int64(4),)`, which the library cannot parse."""
 
     def __new__(cls, value: object) -> str:  # type: ignore[misc]
         text = str(value)
@@ -133,13 +132,13 @@ def _execute(execute: Callable[[types.ModuleType], None], module: types.ModuleTy
 
 
 def _with_tobytes(loader: SourceFileLoader, name: str) -> types.CodeType:
-    """A module's code. It calls arrays' `tostring`, which numpy 2.3 has removed."""
+    """Returns a module's code with `tobytes` for arrays' `tostring`, which numpy 2.3 removed."""
     source = loader.get_source(name) or ""
     return compile(source.replace(".tostring()", ".tobytes()"), loader.path, "exec")
 
 
 class _Finder:
-    """Finds the modules of `PACKAGES` as the finders behind it do."""
+    """Finds the modules of `PACKAGES` with the finders after it, and patches their import."""
 
     @staticmethod
     def find_spec(name: str, path: Any = None, target: Any = None) -> Optional[ModuleSpec]:
@@ -158,6 +157,6 @@ class _Finder:
 
 
 def install() -> None:
-    """From now on `PACKAGES` are imported so."""
+    """Installs the finder for `PACKAGES`."""
     if _Finder not in sys.meta_path:
         sys.meta_path.insert(0, _Finder)

@@ -19,8 +19,8 @@ __all__ = ["AnyArray", "Array", "Arrays", "Batch", "Block", "Context", "DType", 
 Arrays = Union[Array, Sequence[Array]]
 AnyArray = Union[Array, "np.ndarray[Any, Any]"]
 Network = Union[Block, Module]
-Batch = Union[Sequence[Any], DataBatch]  # what a loop takes from its data
-LossFunction = Callable[..., Array]  # of a network's output and the label
+Batch = Union[Sequence[Any], DataBatch]
+LossFunction = Callable[..., Array]  # takes a network's output and the label
 DType = Union[str, Type[Any], "np.dtype[Any]"]
-KVStore = Union[str, KVStoreBase, None]  # what `kvstore=` takes
+KVStore = Union[str, KVStoreBase, None]
 Shape = Tuple[int, ...]

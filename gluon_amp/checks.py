@@ -1,4 +1,4 @@
-"""How errors are worded: what a value must be, and which names they show, in which order."""
+"""Checks of values, and lists of names in error messages."""
 import argparse
 import difflib
 import numbers
@@ -7,7 +7,7 @@ from typing import Any, Iterable, Iterator, List, NoReturn, Sequence
 
 
 def positive_number(value: Any, what: str) -> float:
-    """A number above 0 that float32 holds, as its inverse, or an error."""
+    """Returns a positive number that float32 holds, as its inverse, or raises ValueError."""
     number = isinstance(value, numbers.Real) and not isinstance(value, bool)
     if not number or not 2.0 ** -126 <= value <= 2.0 ** 126:
         raise ValueError(f"{what} must be a positive, finite number, from 2^-126 to 2^126. "
@@ -16,58 +16,57 @@ def positive_number(value: Any, what: str) -> float:
 
 
 def whole_number(value: object, what: str, least: int) -> int:
-    """The number, if it is whole and large enough, or an error."""
+    """Returns an integer of at least `least`, or raises ValueError."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < least:
         raise ValueError(f"{what} must be a whole number from {least} on. Received: {value!r}")
     return int(value)
 
 
 def positive(text: str) -> int:
-    """The type of a command's arguments that are whole numbers from 1 on."""
+    """The type of a command's positive integer arguments."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be a whole number from 1 on. Received: {text!r}")
     return int(text)
 
 
 def counted(number: int, what: str) -> str:
-    """Such as "1 epoch", "2 epochs"."""
+    """Returns a text such as "1 epoch" or "2 epochs"."""
     return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def listed(names: Sequence[str], most: int = 5) -> str:
-    """Such as "a, b and 3 more"."""
+    """Returns a text such as "a, b and 3 more"."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
 
 
 def in_names(names: Iterable[str], most: int = 5) -> str:
-    """The end of a sentence: " in a, b and 3 more", or nothing where there are no names."""
+    """Returns a text such as " in a, b and 3 more", or "" without names."""
     names = list(names)
     return f" in {listed(names, most)}" if names else ""
 
 
 def nearest(name: str, names: Sequence[str], most: int = 5) -> List[str]:
-    """Those of the names that look like this one; the first ones where none does."""
+    """Returns the names most similar to `name`, or the first ones if none is similar."""
     return difflib.get_close_matches(name, names, n=most, cutoff=0.3) or list(names[:most])
 
 
 def did_you_mean(name: str, names: Sequence[str]) -> str:
-    """The end of a message about an unknown name: ". Did you mean a or b?", or nothing where no
-    name looks like it."""
-    bare = {one.lstrip("-"): one for one in names}  # else all flags look alike
+    """Returns a text such as ". Did you mean a or b?", or "" if no name is similar."""
+    bare = {one.lstrip("-"): one for one in names}  # the dashes would make all flags similar
     close = [bare[one] for one in difflib.get_close_matches(name.lstrip("-"), list(bare), n=3)]
     return f". Did you mean {' or '.join(close)}?" if close else ""
 
 
 def order_of(names: Sequence[str]) -> List[int]:
-    """The names' numbers in the order in which people count: dense9 before dense10."""
+    """Returns the indices that sort names in natural order: dense9 before dense10."""
     def parts(i: int) -> List[Any]:
         return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", names[i])]
     return sorted(range(len(names)), key=parts)
 
 
 def _flags(parser: argparse.ArgumentParser) -> Iterator[str]:
-    """All flags, those of subcommands among them."""
+    """Yields all flags, those of subcommands included."""
     for action in parser._actions:
         yield from action.option_strings
         if isinstance(action.choices, dict):
@@ -77,14 +76,14 @@ def _flags(parser: argparse.ArgumentParser) -> Iterator[str]:
 
 
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser whose errors are one line, and name what is near a mistyped flag or
-    choice. Flags are written in full."""
+    """An ArgumentParser with errors of one line that suggest a correction of a mistyped flag or
+    choice. It does not accept abbreviated flags."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**{"allow_abbrev": False, **kwargs})
 
     def error(self, message: str) -> NoReturn:
-        """As argparse's, without the usage, which --help shows."""
+        """Exits with argparse's message, without the usage."""
         start = "unrecognized arguments: "
         if message.startswith(start):
             flags = list(_flags(self))

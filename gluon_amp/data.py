@@ -1,6 +1,6 @@
-"""Casts at the edge: data to float16 before it is copied to a device, labels never.
+"""Casts data to float16 before it is copied to a device, but never labels.
 
-Float16 counts to 2048: a label of 2049 becomes 2048 in it.
+Float16 represents integers exactly up to 2048: a label of 2049 becomes 2048.
 """
 from typing import Any, Hashable, Iterator, List
 
@@ -71,7 +71,7 @@ class CastIter(mx.io.DataIter):
 
 
 def check_label(label: Array) -> None:
-    """Refuses labels that were class numbers before somebody made them float16."""
+    """Refuses float16 labels above 2048, which may be rounded class indices."""
     dtype: Any = getattr(label, "dtype", type(label))
     if dtype_name(dtype) != "float16":
         return

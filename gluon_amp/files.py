@@ -1,4 +1,4 @@
-"""Files that are whole or not there."""
+"""Atomic replacement of files."""
 import contextlib
 import errno
 import fcntl
@@ -7,9 +7,10 @@ from typing import Callable, Iterator
 
 
 def replace_file(path: str, write: Callable[[str], None]) -> None:
-    """Calls `write` with a path beside this one, then renames: killed at any moment, what
-    stands at `path` is the old file or the new one. Processes that write the same file, such as
-    ranks that all save, do it one after the other."""
+    """Replaces a file atomically: calls `write` with a temporary path, then renames.
+
+    Processes that write the same file, such as ranks that all save, do so in turn.
+    """
     if not os.path.isdir(os.path.dirname(path) or "."):
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
     beside = f"{path}.writing"
@@ -27,8 +28,8 @@ def replace_file(path: str, write: Callable[[str], None]) -> None:
 
 @contextlib.contextmanager
 def _one_at_a_time(path: str) -> Iterator[None]:
-    """Makes a file, and holds its lock. Who had the lock before has renamed or removed its file:
-    then there is another one to make."""
+    """Creates a file and holds its lock. If the previous owner of the lock has renamed or removed
+    the file, creates it again."""
     while True:
         file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         with contextlib.suppress(OSError):  # a file system without locks
@@ -41,12 +42,12 @@ def _one_at_a_time(path: str) -> Iterator[None]:
         yield
     finally:
         with contextlib.suppress(OSError):
-            fcntl.flock(file, fcntl.LOCK_UN)  # also for processes that were forked meanwhile
+            fcntl.flock(file, fcntl.LOCK_UN)  # forked processes would hold the lock otherwise
         os.close(file)
 
 
 def replace_text(path: str, text: str) -> None:
-    """Writes a file of text: killed at any moment, the old one or the new one is there."""
+    """Replaces a text file atomically."""
     def write(beside: str) -> None:
         with open(beside, "w", encoding="utf-8") as file:
             file.write(text)
@@ -54,7 +55,7 @@ def replace_text(path: str, text: str) -> None:
 
 
 def must_exist(*paths: str) -> None:
-    """MXNet's own errors for a missing file name its C++ sources."""
+    """Raises FileNotFoundError for a missing file; MXNet's error would cite its C++ sources."""
     for path in paths:
         if not os.path.exists(path):
             raise FileNotFoundError(f"{path} does not exist")

@@ -80,7 +80,7 @@ class Format:
 
     @property
     def type_name(self) -> str:
-        """How a graph calls tensors of this format."""
+        """The name of the format in graphs."""
         if not self.is_array_type:
             return self.name
         return _ARRAY_TYPES[self._bits]
@@ -91,7 +91,7 @@ class Format:
 
     @property
     def bytes(self) -> float:
-        """Of one number, in memory of its own."""
+        """The bytes of a number in memory."""
         return (1 + self.exponent + self.fraction) / 8
 
     @property
@@ -112,7 +112,7 @@ class Format:
 
     @property
     def counts_to(self) -> int:
-        """Up to this number it holds all whole numbers."""
+        """The largest n such that all integers up to n are exact."""
         return int(min(2 ** (self.fraction + 1), self.largest))
 
     def holds(self, other: "Format") -> bool:
@@ -121,8 +121,7 @@ class Format:
             and self.smallest <= other.smallest
 
     def keeps(self, numbers: object) -> bool:
-        """Whether it holds these numbers, if coarsely: none that is finite becomes infinite, and
-        none becomes 0 that is not."""
+        """Whether rounding makes no finite number infinite and no other number 0."""
         numbers = np.asarray(numbers, np.float32)
         rounded = self.nearest.round(numbers)
         return bool((np.isfinite(rounded) & ((rounded != 0) | (numbers == 0))
@@ -132,9 +131,9 @@ class Format:
         """Numbers rounded to this format, once, as an array of float32.
 
         Args:
-            values: numbers, or an array of numpy or MXNet: floats, or whole numbers up to 2^53.
-                Stochastic rounding takes them as float32.
-            key: of stochastic rounding: 64 bits that say which random numbers it takes.
+            values: numbers, or an array of numpy or MXNet: floats, or integers up to 2^53.
+                Stochastic rounding converts them to float32 first.
+            key: the 64-bit key of stochastic rounding's random numbers.
         """
         if (self.rounding == "stochastic") != (key is not None):
             raise ValueError("stochastic rounding, and only that, takes a key. Received: "
@@ -160,12 +159,12 @@ class Format:
 
     def _steps(self, exact: "np.ndarray[Any, Any]", small: "np.ndarray[Any, Any]",
                key: int) -> "np.ndarray[Any, Any]":
-        """Rounds counts of steps to whole ones, at random.
+        """Rounds multiples of the spacing stochastically to integers.
 
         Args:
-            exact: how many of its own steps each number is from 0.
-            small: which numbers lie below the smallest normal one: 23 random bits decide about
-                these; about others, as many bits as are dropped.
+            exact: each number over its spacing.
+            small: which numbers are subnormal: they use 23 random bits, others as many bits as
+                are dropped.
         """
         low = np.floor(exact)
         bits = random_bits(key, exact.size).reshape(exact.shape)
@@ -176,12 +175,12 @@ class Format:
 
     @property
     def nearest(self) -> "Format":
-        """The same numbers, with ties to even."""
+        """The same format with rounding to nearest even."""
         return self if self.rounding == "nearest" else replace(self, rounding="nearest")
 
     @property
     def _above_largest(self) -> float:
-        """What finite numbers beyond the largest become."""
+        """The result of finite numbers beyond the largest."""
         return self.largest if self.rounding == "zero" else self._of_infinity
 
     @property
@@ -192,14 +191,14 @@ class Format:
 
     @property
     def for_engine(self) -> str:
-        """What the engine needs to know: `Grid` in cpu/kernels/kernels.h."""
+        """The format's parameters for the engine: `Grid` in cpu/kernels/kernels.h."""
         return (f"{self.fraction} {self.smallest_normal!r} {self.largest!r} "
                 f"{self._above_largest!r} {self._of_infinity!r} {ROUNDINGS.index(self.rounding)}")
 
 
 def random_bits(key: int, count: int) -> "np.ndarray[Any, Any]":
-    """32 random bits for each of so many numbers: a function of the key and a number's place
-    alone, so that it does not matter which thread asks. The engine has the same one."""
+    """Returns 32 random bits for each of `count` numbers, a function of the key and the index, so
+    that they do not depend on threads. The engine computes the same."""
     def mixed(x: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
         x = (x ^ (x >> np.uint32(16))) * np.uint32(0x7feb352d)
         x = (x ^ (x >> np.uint32(15))) * np.uint32(0x846ca68b)
@@ -222,7 +221,7 @@ FLOAT32, FLOAT16, BFLOAT16 = (FORMATS[name] for name in ("float32", "float16", "
 
 
 def get_format(given: Union[str, Format], what: str) -> Format:
-    """The format of that name; a `Format` is returned as it is. `what`: for errors."""
+    """Returns the format of a name; a `Format` unchanged. `what` is the argument in errors."""
     if isinstance(given, Format):
         return FORMATS[given.type_name] if given.is_array_type else given
     if not isinstance(given, str) or given not in FORMATS:

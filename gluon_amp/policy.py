@@ -100,7 +100,7 @@ class Policy:
         return self.product == self.between == self.gradient == FLOAT16
 
     def _take_compute(self, compute: FormatOrName) -> None:
-        """Sets the two roles that `compute` stands for."""
+        """Sets `product` and `between` to `compute`."""
         given = [f"{role}={getattr(self, role)!r}" for role in ("product", "between")
                  if getattr(self, role) is not None]
         if given:
@@ -124,8 +124,9 @@ class Policy:
         if self.scaling is None:
             return
         if self.product.is_array_type or self.product == self.between:
-            raise ValueError(f"policy {self.name}: scaling is for products of a format of their "
-                             "own, such as product='float8_e4m3', between='bfloat16'. Received: "
+            raise ValueError(f"policy {self.name}: scaling is for products whose format differs "
+                             "from between, such as product='float8_e4m3', "
+                             "between='bfloat16'. Received: "
                              f"product={self.product.name}, between={self.between.name}")
 
     def _check_high_precision(self) -> None:
@@ -136,8 +137,8 @@ class Policy:
                              f"{', '.join(GEMMS)}, or a sequence of these. Received: {given!r}")
         object.__setattr__(self, "high_precision", tuple(each for each in GEMMS if each in names))
         if names and not (self.products_round or self.accumulate):
-            raise ValueError(f"policy {self.name}: high_precision is for products that round what "
-                             "they read, such as product='float8_e4m3', between='bfloat16', or for "
+            raise ValueError(f"policy {self.name}: high_precision is for products that round their "
+                             "inputs, such as product='float8_e4m3', between='bfloat16', or for "
                              f"accumulate=. Other products read `between` unrounded and sum in "
                              f"float32. Received: product={self.product.name}, "
                              f"between={self.between.name}, gradient={self.gradient.name}")
@@ -156,49 +157,49 @@ class Policy:
 
     @property
     def is_float32(self) -> bool:
-        """Whether nothing in it differs from float32."""
+        """Whether all its formats are float32."""
         return all(role == FLOAT32 for role in (
             self.parameter, self.product, self.between, self.gradient, self.norm, self.sensitive,
             self.output))
 
     @property
     def one_format(self) -> bool:
-        """Whether products, what lies between them, and gradients have one format."""
+        """Whether `product`, `between` and `gradient` are the same format."""
         return self.product == self.between == self.gradient
 
     @property
     def gradient_everywhere(self) -> bool:
-        """Whether all gradients have its format; else those alone that products read."""
+        """Whether all gradients have the format `gradient`, not only those that products read."""
         return self.product == self.between != FLOAT32
 
     @property
     def products_round(self) -> bool:
-        """Whether products round what they read, in arrays of `between`. If not, casts make arrays
-        of what they read, or what lies between has the format already."""
+        """Whether products round their inputs, which are arrays of `between`. Otherwise the inputs
+        have the format already, by casts or because it is `between`."""
         return not self.gradient_everywhere and (
             self.gradient != self.product or not self.product.is_array_type)
 
     @property
     def in_order(self) -> bool:
-        """Whether what its operators give depends on which of them ran before."""
+        """Whether results depend on the order in which operators run."""
         return self.scaling == "delayed" or any(
             format_.rounding == "stochastic"
             for format_ in (self.product, self.between, self.gradient))
 
     @property
     def cpu_only(self) -> bool:
-        """Whether a GPU has no arrays of some of its formats, or adds in its own way."""
+        """Whether a GPU lacks arrays of a format, or accumulates differently."""
         formats = (self.parameter, self.product, self.between, self.output)
         return self.is_emulated or BFLOAT16 in formats
 
     @property
     def is_emulated(self) -> bool:
-        """Whether a CPU runs it on float32 arrays, or adds as a GPU does."""
+        """Whether a CPU emulates a format on float32 arrays, or a GPU's accumulation."""
         return self.accumulate is not None or self.has_other_formats
 
     @property
     def has_other_formats(self) -> bool:
-        """Whether MXNet has no arrays of some of its formats."""
+        """Whether MXNet lacks arrays of one of its formats."""
         formats = (self.product, self.between, self.gradient)
         return self.gradient != self.product \
             or not all(format_.is_array_type for format_ in formats)
@@ -223,7 +224,7 @@ NAMES = (*POLICIES, *APEX)
 
 
 def get_policy(policy: Union[str, Policy]) -> Policy:
-    """The policy of that name; a `Policy` is returned as it is."""
+    """Returns the policy of a name; a `Policy` unchanged."""
     if isinstance(policy, Policy):
         return policy
     name = APEX.get(policy, policy) if isinstance(policy, str) else None

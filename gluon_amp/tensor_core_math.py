@@ -1,8 +1,8 @@
-"""Products as a GPU's Tensor Cores make them, bit by bit, on a CPU.
+"""Bit-exact products of a GPU's Tensor Cores on a CPU.
 
-A Tensor Core does not add in float32 as a CPU does. One instruction adds a block of products to an
-accumulator, all of them cut to so many bits under the largest one; docs/tensor_cores.md states the
-rule, and tensor_core_rule.py has its numbers for each GPU.
+One Tensor Core instruction adds a block of products to an accumulator, all truncated to a number of
+bits below the largest exponent. docs/tensor_cores.md states the rule; tensor_core_rule.py has its
+parameters for each GPU.
 """
 from typing import Any, Optional
 
@@ -19,32 +19,35 @@ _NANS = {"float32": np.array(0x7fffffff, "uint32").view("float32"),  # an NVIDIA
 def tensor_core_dot(a: AnyArray, b: AnyArray, c: Optional[AnyArray] = None, gpu: str = "V100",
                     split: Optional[int] = None, format: str = "float16",
                     sums: str = "float32") -> AnyArray:
-    """The product of two matrices or vectors as a GPU's Tensor Cores make it.
+    """Returns the product of two matrices or vectors with the bits of a GPU's Tensor Cores.
 
-    Each element of the result is a chain of instructions along K, the length that both arguments
-    share: the first adds the first block of products to `c`, the next adds the second block to
-    what came out of the first, and so on. An instruction gives the bits that were measured on that
-    GPU; docs/tensor_cores.md tells what of it nobody has measured. Gradients do not go back
-    through this function; in a network they do, whose policy has `accumulate=`.
+    Each element is a chain of instructions along K, the common length: the first adds a block of
+    products to `c`, the next adds another block to that sum, and so on. Instructions have the bits
+    measured on the GPU; docs/tensor_cores.md lists what has not been measured. This function has
+    no gradient; in a network, set `accumulate=` in the policy.
 
     Args:
-        a, b: arrays of MXNet or numpy, with the shapes that `numpy.matmul` takes: matrices,
-            vectors, stacks of matrices. float16 arrays; of other formats, arrays of any floating
-            type that hold numbers of that format (`amp.Format` rounds to it).
-        c: the accumulator's first value: an array of the result's shape, or one that
-            `numpy.broadcast_to` makes so, with numbers of the format `sums`. None: zeros.
-        gpu: "V100", "A2", "A100", "Ada", "H100", "H200" or "B200", as measured on these GPUs;
-            "A10" and "RTX 30" compute by Ada's rule and "T4" by a published model's, which is
-            assumed, not measured.
-        split: how many products a chain has at most. Longer ones are cut into pieces of that
-            length; only the first piece begins with `c`, and the results of all pieces are
-            added in the format `sums`, one after the other. None: one chain.
-        format: of `a` and `b`: "float16", "bfloat16", "tf32", "float8_e4m3" or "float8_e5m2".
-        sums: "float32", or for float16 products "float16": then an instruction rounds its sum to
-            float16 once, to nearest.
+        a, b: arrays of MXNet or numpy with the shapes of `numpy.matmul`: matrices, vectors, or
+            stacks of matrices. float16 arrays; for other formats, floating-point arrays with
+            values of that format (`amp.Format` rounds to it).
+        c: the accumulator's initial value: an array that broadcasts to the result's shape, with
+            values of the format `sums`. None: zeros.
+        gpu: "V100", "A2", "A100", "Ada", "H100", "H200" or "B200", as measured on these GPUs.
+            "A10" and "RTX 30" use Ada's rule and "T4" a published model, without measurements.
+        split: the largest number of products in a chain. Longer chains are split; only the first
+            part starts with `c`, and the sums of all parts are added in the format `sums`, in
+            order. None: one chain.
+        format: the format of `a` and `b`: "float16", "bfloat16", "tf32", "float8_e4m3" or
+            "float8_e5m2".
+        sums: "float32", or for float16 products "float16": an instruction then rounds its sum to
+            float16, to nearest.
 
     Returns:
-        An array of the type `sums`, one of MXNet's, of its kind, if `a` or `b` is, else numpy's.
+        An array of the type `sums`: an MXNet array if `a` or `b` is one, else a numpy array.
+
+    Raises:
+        TypeError: an array has values of another format.
+        ValueError: shapes do not fit, or the GPU does not support the format.
     """
     core, split = of_gpu(gpu), check_split(split)
     how = _sum_of(core, gpu, format, sums)
@@ -70,14 +73,14 @@ def tensor_core_dot(a: AnyArray, b: AnyArray, c: Optional[AnyArray] = None, gpu:
                     start.reshape(full), core, how, format, split).reshape(shape)
     if not given:
         return made[()]
-    if shape == () and not mx.util.is_np_shape():  # MXNet's arrays then have one axis at least
+    if shape == () and not mx.util.is_np_shape():  # MXNet then has no 0-d arrays
         made = made.reshape(1)
     make = mx.np.array if isinstance(given[0], mx.np.ndarray) else mx.nd.array
     return make(made, dtype=sums, ctx=given[0].context)
 
 
 def _sum_of(core: TensorCore, gpu: str, format_: str, sums: str) -> Sum:
-    """How that GPU adds such products; an error where it does not, or nobody has measured it."""
+    """Returns the rule of a GPU for such products, or raises ValueError if there is none."""
     if format_ not in INPUTS:
         raise ValueError(f"unknown format. Valid: {', '.join(INPUTS)}. Received: {format_!r}")
     how = core.sum_of(format_)
@@ -108,7 +111,7 @@ def _values(name: str, array: AnyArray, format_: str) -> "np.ndarray[Any, Any]":
 
 
 def _start(c: Optional[AnyArray], shape: Shape, sums: str) -> "np.ndarray[Any, Any]":
-    """What the chains begin with, as an array of that shape and type."""
+    """Returns the accumulator's initial values as an array of this shape and type."""
     if c is None:
         return np.zeros(shape, sums)
     given = c.asnumpy() if isinstance(c, mx.nd.NDArray) else np.asarray(c)
@@ -121,7 +124,7 @@ def _start(c: Optional[AnyArray], shape: Shape, sums: str) -> "np.ndarray[Any, A
         raise TypeError(f"c must hold {sums} numbers. Received: {given.dtype}, with numbers that "
                         f"{sums} does not have")
     if shape == () and values.size == 1:
-        values = values.reshape(())  # an NDArray has one axis at least
+        values = values.reshape(())  # there are no 0-d NDArrays
     try:
         return np.broadcast_to(values, shape)
     except ValueError:

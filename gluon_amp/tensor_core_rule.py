@@ -1,4 +1,4 @@
-"""How Tensor Cores add: the numbers of each GPU, and the rule in plain numpy.
+"""The rule of Tensor Core sums in plain numpy, and its parameters for each GPU.
 
 docs/tensor_cores.md states the rule. The engine (cpu/kernels/tensor_core.cc) has a fast kernel for
 float16 products with float32 sums; all other products run here.
@@ -8,27 +8,27 @@ from typing import Any, NamedTuple, Optional
 from ._mxnet import np
 from .formats import FLOAT16, FLOAT32, Format
 
-Array = Any  # of numpy
+Array = Any  # a numpy array
 
 
 class Sum(NamedTuple):
-    """How one instruction adds products to its accumulator."""
-    block: int           # how many products
-    fraction: int        # bits of fraction, under the largest exponent, that each addend keeps
-    result: int = 23     # bits of fraction of a float32 result
-    halves: bool = False  # whether even and odd products are added apart, and the accumulator last
+    """The parameters of one instruction's sum."""
+    block: int           # the number of products
+    fraction: int        # fraction bits of each addend below the largest exponent
+    result: int = 23     # fraction bits of a float32 result
+    halves: bool = False  # whether it sums even and odd products apart, and the accumulator last
 
 
 class TensorCore(NamedTuple):
-    """How a GPU's Tensor Cores multiply and add."""
-    block: int      # how many float16 products one instruction adds to its accumulator
-    fraction: int   # bits of fraction, under the largest exponent, that it keeps of each of them
-    measured: bool  # on that GPU; otherwise assumed to be as on one of the same kind
-    tf32: int = 0   # how many TF32 products; 0: it has neither TF32 nor bfloat16
+    """The parameters of a GPU's Tensor Cores."""
+    block: int      # the number of float16 products that one instruction adds
+    fraction: int   # fraction bits of each addend below the largest exponent
+    measured: bool  # on that GPU; otherwise assumed equal to a similar GPU
+    tf32: int = 0   # the number of TF32 products; 0: neither TF32 nor bfloat16
     float8: Optional[Sum] = None
 
     def sum_of(self, format_: str) -> Optional[Sum]:
-        """How it adds products of that format, or None."""
+        """Returns the rule for products of a format, or None."""
         if format_.startswith("float8"):
             return self.float8
         block = {"float16": self.block, "bfloat16": self.tf32 and self.block, "tf32": self.tf32}
@@ -54,7 +54,7 @@ INPUTS = ("float16", "bfloat16", "tf32", "float8_e4m3", "float8_e5m2")
 
 
 def of_gpu(gpu: str) -> TensorCore:
-    """The row of `GPUS` with that name, in any case and with or without blanks."""
+    """Returns the row of `GPUS` with a name, in any case and with or without blanks."""
     for name, core in GPUS.items():
         if isinstance(gpu, str) and gpu.replace(" ", "").lower() == name.replace(" ", "").lower():
             return core
@@ -62,7 +62,7 @@ def of_gpu(gpu: str) -> TensorCore:
 
 
 def check_split(split: Optional[int]) -> int:
-    """How long a chain may be; 0 for any length."""
+    """Returns the largest length of a chain; 0 for any length."""
     if split is None:
         return 0
     if isinstance(split, bool) or not isinstance(split, (int, np.integer)) or split < 1:
@@ -73,17 +73,18 @@ def check_split(split: Optional[int]) -> int:
 
 def product(a: Array, b: Array, c: Array, how: Sum, factors: Format = FLOAT16,
             sums: Format = FLOAT32, split: int = 0) -> Array:
-    """c + a @ b for stacks of matrices: a chain of instructions along K for each element.
+    """Returns c + a @ b for stacks of matrices: a chain of instructions along K for each element.
 
     Args:
-        a, b: numbers of the format `factors`.
-        c: numbers of the format `sums`, float32 or float16, as is the result.
-        split: the largest number of products in a chain; the results of chains are added. 0: any.
+        a, b: values of the format `factors`.
+        c: values of the format `sums`, float32 or float16, like the result.
+        how: the rule of an instruction.
+        split: the largest number of products in a chain; sums of chains are added. 0: any.
     """
     total = np.empty_like(c)
     depth, columns = a.shape[-1], b.shape[-1]
     split = min(split or depth, depth)
-    rows = max(1, 2 ** 20 // (how.block * max(columns, 1)))  # at a time, for the sake of memory
+    rows = max(1, 2 ** 20 // (how.block * max(columns, 1)))  # at a time, to limit memory
     for stack in np.ndindex(*c.shape[:-2]):
         right = b[stack].T.astype("float64")
         for first in range(0, c.shape[-2], rows):
@@ -102,7 +103,7 @@ def product(a: Array, b: Array, c: Array, how: Sum, factors: Format = FLOAT16,
 
 
 def _instruction(a: Array, b: Array, c: Array, how: Sum, factors: Format, sums: Format) -> Array:
-    """c + the sum of a * b over the last axis."""
+    """Returns c + the sum of a * b over the last axis."""
     with np.errstate(all="ignore"):
         if how.halves:
             even = _aligned_sum(a[..., ::2], b[..., ::2], np.zeros_like(c), how, factors, sums)
@@ -122,12 +123,12 @@ def _aligned_sum(a: Array, b: Array, c: Array, how: Sum, factors: Format, sums: 
 
 
 def _exponent(x: Array, format_: Format) -> Array:
-    """floor(log2|x|), not below the format's smallest; zeros have next to none."""
+    """Returns floor(log2|x|), at least the format's smallest exponent; very small for zeros."""
     return np.where(x == 0, -400, np.maximum(np.frexp(x)[1], 2 - format_.bias) - 1)
 
 
 def _cut(x: Array, fraction: int) -> Array:
-    """Float64 numbers as float32, cut to so many bits of fraction, toward zero; a zero is +0."""
+    """Truncates float64 numbers to a number of fraction bits, as float32; zeros become +0."""
     step = np.ldexp(1.0, np.maximum(np.frexp(x)[1] - 1 - fraction, -149))
     kept = np.where(np.isfinite(x), np.trunc(x / step) * step, x)
     return kept.astype("float32") + np.float32(0)

@@ -223,7 +223,7 @@ def test_this_mxnet_is_taken():
 def test_what_is_no_library_is_refused(content, tmp_path):
     path = tmp_path / "libmxnet.so"
     path.write_bytes(content)
-    with pytest.raises(library.KernelError, match="is no 64-bit ELF library"):
+    with pytest.raises(library.KernelError, match="is not a 64-bit ELF library"):
         library.compilers(path)
 
 

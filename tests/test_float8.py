@@ -166,8 +166,8 @@ def test_a_margin_leaves_room(rng):
     ({"scaling": "last"}, "unknown scaling. Valid: None, delayed, current. Received: 'last'"),
     ({"history": 0}, "history must be a whole number from 1 on. Received: 0"),
     ({"margin": -1}, "margin must be a whole number from 0 on. Received: -1"),
-    ({"product": "float16"}, "scaling is for products of a format of their own"),
-    ({"between": "float8_e4m3"}, "scaling is for products of a format of their own")])
+    ({"product": "float16"}, "scaling is for products whose format differs"),
+    ({"between": "float8_e4m3"}, "scaling is for products whose format differs")])
 def test_a_scaling_is_checked_when_it_is_made(more, said):
     with pytest.raises(ValueError, match=said):
         amp.Policy("mine", **{"product": "float8_e4m3", "scaling": "delayed", **more})

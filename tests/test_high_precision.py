@@ -232,7 +232,7 @@ def test_an_unknown_product_is_refused(given):
 @pytest.mark.parametrize("formats", [{}, {"compute": "float16"}, {"compute": "bfloat16"},
                                      {"product": "float16"}, {"compute": "float8_e5m2"}])
 def test_it_is_refused_where_no_product_rounds_what_it_reads(formats):
-    with pytest.raises(ValueError, match=r"high_precision is for products that round what they"):
+    with pytest.raises(ValueError, match=r"high_precision is for products that round their"):
         amp.Policy("mine", **formats, high_precision="forward")
 
 

@@ -1,9 +1,8 @@
-"""bfloat16 in MXNet's Python, whose library has that type and whose Python refuses its name.
+"""All patches of MXNet's Python for bfloat16, which MXNet's library supports.
 
-MXNet's Python calls the type `np.dtype([("bfloat16", np.uint16)])`. With the engine, the name works
-where MXNet takes a type: `net.cast("bfloat16")`, `array.astype("bfloat16")`, `dtype="bfloat16"`.
-Numbers are rounded to nearest even; `asnumpy` returns float32, and files hold float32. All that is
-patched in MXNet for bfloat16 stands here.
+MXNet's dtype is `np.dtype([("bfloat16", np.uint16)])`. With the engine, the name is valid as a
+type: `net.cast("bfloat16")`, `array.astype("bfloat16")`, `dtype="bfloat16"`. Values are rounded to
+nearest even; `asnumpy` returns float32, and files hold float32.
 """
 import functools
 import sys
@@ -21,7 +20,7 @@ class _IsDtype(type):
 
 
 class _Dtype(metaclass=_IsDtype):
-    """numpy's dtype, for MXNet, with one name more."""
+    """numpy's dtype for MXNet, which also accepts "bfloat16"."""
 
     def __new__(cls, dtype: Any, *args: Any, **kwargs: Any) -> Any:
         named = isinstance(dtype, str) and dtype == "bfloat16"
@@ -29,13 +28,13 @@ class _Dtype(metaclass=_IsDtype):
 
 
 def is_bfloat16(dtype: Any) -> bool:
-    """Whether a type of an array, or its name, is bfloat16."""
+    """Whether a dtype or its name is bfloat16."""
     return dtype is BFLOAT16 or isinstance(dtype, str) and dtype == "bfloat16" \
         or isinstance(dtype, np.dtype) and dtype == BFLOAT16
 
 
 def _on_float32(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that makes an array of numpy: what goes into a bfloat16 array is float32 there."""
+    """Wraps a function that creates a numpy array: values for a bfloat16 array become float32."""
     @functools.wraps(function)
     def made(source: Any, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
         return function(source, np.float32 if is_bfloat16(dtype) else dtype, *args, **kwargs)
@@ -43,7 +42,7 @@ def _on_float32(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _instead(owner: Any, name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Replaces a function of MXNet by one that takes it as its first argument."""
+    """Replaces a function of MXNet by one that gets the original as its first argument."""
     def replace(function: Callable[..., Any]) -> Callable[..., Any]:
         theirs = getattr(owner, name)
         replaced = functools.wraps(theirs)(functools.partial(function, theirs))
@@ -59,7 +58,7 @@ def _cast(array: Any, dtype: Any, **kwargs: Any) -> Any:
 
 
 def _in_files(data: Any) -> Any:
-    """Arrays in lists and dictionaries, of float32 where they are bfloat16."""
+    """Converts bfloat16 arrays in lists and dictionaries to float32."""
     if isinstance(data, dict):
         return {name: _in_files(array) for name, array in data.items()}
     if isinstance(data, (list, tuple)):
@@ -68,7 +67,7 @@ def _in_files(data: Any) -> Any:
 
 
 def _parameters_of_norms(names: Sequence[str]) -> Iterator[str]:
-    """Of a graph's inputs those that belong to a batch norm, by the names that MXNet gives them."""
+    """Yields the names that are parameters of batch norms, by MXNet's naming."""
     for mean, var in (("running_mean", "running_var"), ("moving_mean", "moving_var")):
         for name in names:
             its = {name[:-len(var)] + part for part in (mean, var, "gamma", "beta")}
@@ -77,15 +76,15 @@ def _parameters_of_norms(names: Sequence[str]) -> Iterator[str]:
 
 
 def install() -> None:
-    """Patches MXNet's Python, once the engine runs."""
-    for name, module in list(sys.modules.items()):  # MXNet was imported before this package
+    """Patches MXNet's Python after the engine has started."""
+    for name, module in list(sys.modules.items()):  # MXNet may have been imported before
         for key, value in list(vars(module).items()) if name.partition(".")[0] == "mxnet" else ():
             if value is np:
                 setattr(module, key, _numpy.AS_IT_WAS)
     vars(_numpy.AS_IT_WAS)["dtype"] = _Dtype
     for name in ("array", "asarray", "ascontiguousarray"):
         vars(_numpy.AS_IT_WAS)[name] = _on_float32(getattr(_numpy.AS_IT_WAS, name))
-    mx.nd.ndarray._DTYPE_NP_TO_MX[np.void] = 12  # `.type` of it
+    mx.nd.ndarray._DTYPE_NP_TO_MX[np.void] = 12  # the dtype's `.type`
 
     @_instead(mx.nd.NDArray, "asnumpy")
     def asnumpy(theirs: Any, self: Any) -> Any:
@@ -119,7 +118,7 @@ def install() -> None:
 
     @_instead(mx.gluon.nn.basic_layers._BatchNorm, "cast")
     def cast(theirs: Any, self: Any, dtype: Any) -> None:
-        theirs(self, "float32" if is_bfloat16(dtype) else dtype)  # as for float16
+        theirs(self, "float32" if is_bfloat16(dtype) else dtype)  # the same as for float16
 
     @_instead(mx.gluon.SymbolBlock, "cast")
     def cast_symbol(theirs: Any, self: Any, dtype: Any) -> None:

@@ -1,13 +1,14 @@
-"""Loads the engine: the library that runs float16 in MXNet's own operators on a CPU.
+"""Loads the engine: the library that runs MXNet's operators in float16 on a CPU.
 
-`setup.py` compiles it from the C++ files of this folder, its loops once for each entry of
-`VARIANTS`. When gluon_amp is imported, before MXNet has any work to do, the CPU functions of
-MXNet's operators are replaced by ones that dispatch on type (dispatch.cc). That depends on how
-MXNet 1.9.1's wheels were compiled (native.h), so `start` checks it first, in two steps: MXNet's
-version and the compiler's name in its library, then the layout of three objects in memory. Where a
-check fails, no operator is replaced, and the first float16 use on a CPU raises the reason.
-`GLUON_AMP_ISA` selects a variant by name, `GLUON_AMP_ENGINE` another library file (`make sanitize`)
-or, as `off`, none.
+`setup.py` compiles it from the C++ files of this folder, its kernels once for each entry of
+`VARIANTS`. The import of gluon_amp, before MXNet runs any operator, replaces the CPU functions of
+MXNet's operators by functions that dispatch on type (dispatch.cc). This depends on the binary
+layout of MXNet 1.9.1's wheels (native.h). `start` first checks MXNet's version and the compiler's
+name in its library, then the layout of three objects in memory. If a check fails, no operator is
+replaced, and the first float16 use on a CPU raises the reason.
+
+`GLUON_AMP_ISA` selects a variant by name. `GLUON_AMP_ENGINE` selects another library file
+(`make sanitize`) or, as `off`, none.
 """
 import contextlib
 import ctypes
@@ -36,18 +37,18 @@ from .._numpy import CORE
 from ..annotations import DType
 from . import bfloat16
 
-# what the processor and kernel allow
+# the features of the processor and of the operating system
 __cpu_features__ = importlib.import_module(f"{CORE}._multiarray_umath").__cpu_features__
 
-PREFIX = "_gluon_amp_"  # of operators that MXNet does not have
+PREFIX = "_gluon_amp_"  # prefix of operators that MXNet does not have
 
-# Attributes that hold constants, which float16 code rounds to float16 as a GPU's does; and
-# operators whose "start" and "stop" do, too: in others these are places.
+# Attributes with constants, which float16 kernels round to float16 as on a GPU; and operators whose
+# "start" and "stop" are constants too (in others they are indices).
 CONSTANTS = ("scalar", "value", "a_min", "a_max", "slope", "fill_value", "val", "constant_value",
              "on_value", "off_value", "nan", "posinf", "neginf", "to_begin_scalar", "to_end_scalar")
 RANGES = ("_arange", "_npi_arange", "_linspace", "_npi_logspace")
 
-VARIANTS = {  # best first: name -> the processor features that it was compiled for
+VARIANTS = {  # best first: name -> the processor features that it requires
     "avx512": ("AVX512F", "AVX512BW", "AVX512VL", "AVX512DQ", "AVX2", "F16C", "FMA3"),
     "avx2": ("AVX2", "F16C", "FMA3"),
     "portable": (),
@@ -63,32 +64,32 @@ _REBUILD = "Install the wheel again, or build them in a checkout of gluon_amp, w
 
 
 class KernelError(RuntimeError):
-    """The engine, which runs float16 on CPUs, does not load here; the message says why.
+    """The engine, which runs float16 on CPUs, does not load; the message has the reason.
 
-    It is raised at the first float16 use on a CPU. All else works without the engine.
+    The first float16 use on a CPU raises it. Everything else works without the engine.
     """
 
 
 class Counts(ctypes.Structure):
-    """Of numbers, by exponent; as in kernels/kernels.h."""
+    """Counts of values by exponent; the same as in kernels/kernels.h."""
     _fields_ = [("bins", c_int64 * 256)] + [
         (name, c_int64) for name in ("zero", "infinite", "overflowed", "flushed")] + [
         (name, c_double) for name in ("squares", "error_squares")]
 
 
 class Updates(ctypes.Structure):
-    """Of what was added to weights; as in kernels/kernels.h."""
+    """Counts of updates of weights; the same as in kernels/kernels.h."""
     _fields_ = [("counts", Counts), ("changed", c_int64), ("lost", c_int64)]
 
 
 class WatchedRow(ctypes.Structure):
-    """What a watched node has computed; as in watch.h."""
+    """Counts of a watched node; the same as in watch.h."""
     _fields_ = [("index", c_int64), ("backward", c_int64), ("counts", Counts),
                 ("samples", c_int64), ("sample", c_float * 1024)]
 
 
 class _Table(ctypes.Structure):
-    """What the library offers; as in entry.cc."""
+    """The library's function table; the same as in entry.cc."""
     _fields_ = [
         ("size", c_int64),  # of this structure
         ("start", ctypes.CFUNCTYPE(c_int, c_char_p, c_int, POINTER(c_char_p), c_int,
@@ -121,7 +122,7 @@ class _Table(ctypes.Structure):
 
 
 def choose() -> str:
-    """The name of the variant to use."""
+    """Returns the name of the variant to use."""
     fit = [name for name, needs in VARIANTS.items()
            if all(__cpu_features__.get(feature, False) for feature in needs)]
     wanted = os.environ.get("GLUON_AMP_ISA") or fit[0]
@@ -132,8 +133,7 @@ def choose() -> str:
 
 
 def compilers(library: Path) -> bytes:
-    """The names of the compilers that made an ELF library: its section .comment; nothing where
-    there is no such section, or no telling where it is."""
+    """Returns the compilers' names in an ELF library, its section .comment; empty without one."""
     try:
         with open(library, "rb") as file:
             return _comment(file, library)
@@ -144,7 +144,7 @@ def compilers(library: Path) -> bytes:
 def _comment(file: BinaryIO, library: Path) -> bytes:
     header = file.read(64)
     if header[:5] != b"\x7fELF\x02":
-        raise KernelError(f"{library} is no 64-bit ELF library")
+        raise KernelError(f"{library} is not a 64-bit ELF library")
     machine, = struct.unpack_from("<H", header, 18)
     if machine != X86_64:
         given = {183: "aarch64"}.get(machine, f"the ELF machine {machine}")
@@ -170,7 +170,7 @@ def _comment(file: BinaryIO, library: Path) -> bytes:
 
 
 def check_mxnet(version: str, compiler: bytes) -> None:
-    """Refuses an MXNet that was not compiled as native.h assumes."""
+    """Refuses an MXNet whose binary layout differs from native.h."""
     if version != VERSION or COMPILER not in compiler:
         said = compiler.decode("ascii", "replace").replace("\0", " ").strip() or "no name"
         raise KernelError(
@@ -186,7 +186,7 @@ def _operator_names() -> List[str]:
 
 @functools.lru_cache(maxsize=None)
 def table() -> _Table:
-    """The library's functions; loads it into the process."""
+    """Loads the library into the process and returns its function table."""
     if not PATH.exists():
         raise KernelError(f"gluon_amp's CPU kernels are missing: {PATH}. {_REBUILD}")
     try:
@@ -228,8 +228,10 @@ def _start() -> str:
 
 
 def _end_after_user_code(engine: _Table) -> None:
-    """Ends a process when no thread runs the user's Python (CustomOp, autograd.Function): MXNet
-    would wait for ever for such a thread, or abort. MXNet calls this function at exit."""
+    """Delays exit until no thread runs the user's Python (CustomOp, autograd.Function).
+
+    Otherwise MXNet would deadlock or abort. MXNet calls this function at exit.
+    """
     notify = mx.base._LIB.MXNotifyShutdown
 
     def end_and_notify() -> int:
@@ -246,11 +248,11 @@ def _encoded(names: Sequence[str]) -> Any:
 
 _variant: Optional[str] = None
 _error: Optional[KernelError] = None
-_table: Optional[_Table] = None  # once it has started
+_table: Optional[_Table] = None  # set by `start`
 
 
 def start() -> None:
-    """Dispatches MXNet's operators, once; `load` raises the reason where that failed."""
+    """Replaces MXNet's operators, once; `load` raises the reason if that failed."""
     global _variant, _error
     if _variant is None:
         try:
@@ -261,25 +263,26 @@ def start() -> None:
 
 
 def load() -> str:
-    """Raises KernelError where the engine does not run. Returns the name of its variant."""
+    """Returns the name of the engine's variant, or raises KernelError if it does not run."""
     if _variant is None:
         raise _error or KernelError("gluon_amp's CPU kernels were not started")
     return _variant
 
 
 def started() -> bool:
-    """Whether the engine runs here."""
+    """Whether the engine runs."""
     return _table is not None
 
 
 def versions(arrays: Sequence["mx.nd.NDArray"],
              since: Optional["mx.nd.NDArray"] = None) -> Optional["mx.nd.NDArray"]:
-    """How often each of these arrays, of any device, has been written by all calls before
-    this one; None where the engine does not run. It does not wait: who reads it does.
+    """Returns the number of writes to each array, on any device, by all earlier operations.
+
+    Returns None if the engine does not run. The call is asynchronous; reading the result waits.
 
     Args:
-        since: what an earlier call gave. It is overwritten with the number of writes since then,
-            so it serves once.
+        arrays: the arrays.
+        since: an earlier result, which is overwritten with the number of writes since then.
     """
     if _table is None:
         return None
@@ -290,8 +293,8 @@ def versions(arrays: Sequence["mx.nd.NDArray"],
 
 
 def marks(weights: Sequence["mx.nd.NDArray"], clear: bool = False) -> Sequence[int]:
-    """Whether backward passes have written each of these weights' gradients, which MXNet marks for
-    it, since the marks were cleared, as they are now with `clear`."""
+    """Returns whether backward passes have written each weight's gradient since the marks were
+    cleared. MXNet sets the marks; `clear` clears them."""
     if _table is None:
         marked = [weight._fresh_grad for weight in weights]
         for weight in weights if clear else ():
@@ -303,8 +306,8 @@ def marks(weights: Sequence["mx.nd.NDArray"], clear: bool = False) -> Sequence[i
 
 
 def free_graphs(arrays: Sequence["mx.nd.NDArray"]) -> bool:
-    """Frees the graphs that autograd has recorded up to these arrays, as a backward pass does that
-    retains none. False where the engine does not run."""
+    """Frees the graphs that autograd has recorded for these arrays, as a backward pass without
+    retain_graph does. Returns False if the engine does not run."""
     if _table is None:
         return False
     _table.free_graphs(_handles(arrays), len(arrays))
@@ -312,8 +315,8 @@ def free_graphs(arrays: Sequence["mx.nd.NDArray"]) -> bool:
 
 
 def copy_all(arrays: Sequence["mx.nd.NDArray"], into: Sequence["mx.nd.NDArray"]) -> bool:
-    """Copies arrays into others of their type, or float16 ones into float32 ones, when all has been
-    done that was asked for. False where it cannot: then nothing is copied."""
+    """Copies arrays into others of the same type, or float16 into float32, after all pending
+    operations. Returns False, without copying, if it cannot."""
     mx.nd.waitall()
     return _table is not None and bool(
         _table.copy_all(_handles(arrays), _handles(into), len(arrays)))
@@ -321,9 +324,11 @@ def copy_all(arrays: Sequence["mx.nd.NDArray"], into: Sequence["mx.nd.NDArray"])
 
 def count_updates(arrays: Sequence["mx.nd.NDArray"], before: Sequence["np.ndarray[Any, Any]"],
                   into: Sequence[Updates]) -> None:
-    """Adds to each of `into` what was added to a float32 array since it was `before`, which becomes
-    what the array is: the counts, how many numbers have changed, and how many of those float16
-    numbers would have stayed what they are."""
+    """Adds the counts of updates of float32 arrays since `before` to `into`.
+
+    They include the numbers of values that changed, and of those that would not have changed in
+    float16. `before` becomes the arrays' values.
+    """
     load()
     mx.nd.waitall()
     addresses = c_void_p * len(arrays)
@@ -337,8 +342,10 @@ def _handles(arrays: Sequence["mx.nd.NDArray"]) -> Any:
 
 @contextlib.contextmanager
 def random_numbers_kept() -> Iterator[Callable[[], None]]:
-    """Puts the state of MXNet's random numbers on CPUs back at the end, as if nothing had been
-    drawn. What it gives does so at once, to draw the same numbers again."""
+    """Restores the state of MXNet's random numbers on CPUs at the end.
+
+    It yields a function that restores the state at once, to draw the same numbers again.
+    """
     load()
     state = ctypes.create_string_buffer(table().random_state(None, 0))
     mx.nd.waitall()  # MXNet's engine allocates a thread's state after the thread's first request
@@ -347,7 +354,7 @@ def random_numbers_kept() -> Iterator[Callable[[], None]]:
     def put_back() -> None:
         try:
             mx.nd.waitall()
-        finally:  # also where an operator has failed
+        finally:  # also after an operator's error
             table().random_state(state, 1)
     try:
         yield put_back
@@ -357,14 +364,14 @@ def random_numbers_kept() -> Iterator[Callable[[], None]]:
 
 @functools.lru_cache(maxsize=None)
 def dispatched() -> FrozenSet[str]:
-    """MXNet's operators that dispatch on type, by the names that graphs hold."""
+    """Returns the names in graphs of MXNet's operators that dispatch on type."""
     load()
     return frozenset(table().dispatched().decode().split())
 
 
 @functools.lru_cache(maxsize=None)
 def own_code() -> FrozenSet[str]:
-    """MXNet's operators for which the engine has code of its own."""
+    """Returns MXNet's operators with hand-written kernels in the engine."""
     return frozenset(table().own_code().decode().split())
 
 
@@ -377,14 +384,13 @@ def _operator(name: str) -> c_void_p:
 
 
 def call(name: str, inputs: Sequence["mx.nd.NDArray"], out: Any = None, **attrs: Any) -> Any:
-    """Runs an operator of the engine on arrays, outside any graph."""
+    """Runs an operator of the engine imperatively."""
     return _imperative_invoke(_operator(name).value, inputs, list(attrs), list(attrs.values()),
                               out, False, False)
 
 
 def on_one_cpu(arrays: Sequence["mx.nd.NDArray"], dtype: Optional[DType] = None) -> bool:
-    """Whether these are dense arrays, all on the same CPU, and of this type, if one is given.
-    Where the engine does not run, they count as not."""
+    """Whether these are dense arrays on one CPU, of one type if given. False without the engine."""
     if _variant is None:
         return False
     wanted = -1 if dtype is None else mx.nd.ndarray._DTYPE_NP_TO_MX[dtype]

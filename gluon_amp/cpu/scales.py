@@ -1,4 +1,4 @@
-"""What a network remembers of its float8 tensors: the largest number of each of the last ones."""
+"""Histories of the maxima of a network's float8 tensors, for delayed scaling."""
 import itertools
 import weakref
 from typing import Any, Dict, Iterable, List, Sequence
@@ -10,13 +10,12 @@ _numbers = itertools.count(1)
 
 
 class Scales:
-    """The histories of one network, which the engine keeps under a number (scaling.cc). A deep
-    copy, or what a pickle holds, has histories of its own that go on from there.
+    """The histories of one network, which the engine stores under a number (scaling.cc).
 
-    Where the engine does not run there are none: networks can be copied there all the same.
+    A deep copy or a pickle gets its own copy of the histories. Without the engine there are none.
 
     Args:
-        freed: whether the engine frees the histories some time after this object is gone.
+        freed: whether the engine frees the histories after this object is deleted.
     """
 
     def __init__(self, freed: bool = True) -> None:
@@ -25,14 +24,14 @@ class Scales:
             weakref.finalize(self, _forget, self.id).atexit = False
 
     def read(self) -> str:
-        """All of them as text, as it stands when all that was asked for is done."""
+        """Returns all histories as text, after all pending operations."""
         if not started():
             return ""
         mx.nd.waitall()
         return table().scales(self.id).decode()
 
     def write(self, text: str) -> None:
-        """Replaces all of them by what `read` has given."""
+        """Replaces all histories by a result of `read`."""
         if not text and not started():
             return
         load()
@@ -53,15 +52,15 @@ def _forget(number: int) -> None:
 
 
 def scales_of(parameters: Iterable[Any]) -> List[Scales]:
-    """Those of the networks that have these parameters, each once, in their order. `convert` gives
-    them to parameters where the policy's scaling is "delayed"."""
+    """Returns the histories of the networks with these parameters, each once, in their order.
+    `convert` sets them if the policy's scaling is "delayed"."""
     found = (getattr(p, "scales_of_gluon_amp", None) for p in parameters)
     return list(dict.fromkeys(one for one in found if one is not None))
 
 
 def for_devices(text: str, devices: Sequence[int]) -> str:
-    """Histories for CPUs of these numbers, from a text that may be of others: a device that it
-    lacks gets those of the first one."""
+    """Returns the text of histories for these device ids. A device that the text lacks gets the
+    histories of the first one."""
     known: Dict[int, List[str]] = {}
     for line in text.splitlines():
         history, _, device = line.rpartition(" cpu")
