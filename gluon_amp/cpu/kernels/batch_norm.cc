@@ -1,7 +1,6 @@
-// Batch norm, forward and backward, with a relu behind it if there is one.
+// Batch norm, forward and backward, with an optional fused relu.
 //
-// What is computed for one vector of elements is here; how the tensor is divided among vectors,
-// pieces and threads is in channels.h.
+// This file computes vectors of elements; channels.h divides the tensor into vectors, pieces and threads.
 #include "channels.h"
 #include "vector.h"
 
@@ -11,14 +10,13 @@ namespace {
 
 // ---- forward -------------------------------------------------------------------
 
-// The value before the rounding and the relu. Backward computes it again: the same
-// bits.
+// The value before rounding and relu. Backward recomputes it with the same bits.
 inline V affine(V x, const Wide& of) { return (x - of.mean) * of.scale + of.beta; }
 
-// The sums of x and of its square in parts of a channel, each around a center of its own, which
-// is near the part's mean: so float32 is enough, however far the mean is from 0.
+// The sums of x and of its square in parts of a channel, each around its own center near the part's mean, so
+// that float32 suffices for any mean.
 struct Moments {
-  double center = 0, count = 0, sum = 0, squares = 0;  // of all parts, around the first's center
+  double center = 0, count = 0, sum = 0, squares = 0;  // of all parts, around the center of the first
 
   void add(double n, double its_center, double its_sum, double its_squares) {
     if (count == 0) center = its_center;
@@ -47,8 +45,8 @@ template <typename G, typename S> struct Forward {
   bool add;
   V below;
 
-  // A relu before the rounding is the same as one behind it, but for the sign of a 0 that came of
-  // rounding a small negative number: `below` lets these through.
+  // A relu before rounding equals a relu after it, except for the sign of a 0 rounded from a small negative
+  // number, for which `below` is the threshold.
   Forward(const BatchNorm& p, const BatchNormForward& f)
       : norm(p), to(f), x(static_cast<const T*>(f.x)), y(static_cast<T*>(f.y)),
         add(f.write == kAdd), below(splat(-G::tiny)) {}
@@ -57,8 +55,8 @@ template <typename G, typename S> struct Forward {
   bool sums() const { return norm.batch_statistics; }
   bool maps() const { return to.write != kNothing; }
 
-  // The center of a piece is the mean of its first part. As that is an eighth of the piece or
-  // more, it cannot be farther from the piece's mean than some deviations of the piece.
+  // The center of a piece is the mean of its first part, at least an eighth of the piece. So it is within a few
+  // standard deviations of the piece's mean.
   template <typename Walk> void sum_part(const Walk& walk, typename Walk::Out* out) const {
     const T* const from = x;
     Sums<1, Walk::kTurns> first = {};
@@ -75,7 +73,7 @@ template <typename G, typename S> struct Forward {
     walk.put(out, center, sums);
   }
 
-  void begin(int64_t, Coefficients*) const {}  // the sums need none
+  void begin(int64_t, Coefficients*) const {}  // the sums read none
 
   void finish(int64_t c, const Moments& m, Coefficients* out) const {
     float mean = to.moving_mean[c], var = to.moving_var[c];
@@ -104,7 +102,7 @@ template <typename G, typename S> struct Forward {
 
 // ---- backward ------------------------------------------------------------------
 
-// Floats in their order, as integers.
+// Conversion of floats to integers of the same order, and back.
 inline float float_at(int64_t place) {
   const int32_t i = static_cast<int32_t>(place < 0 ? place ^ 0x7fffffff : place);
   float f;
@@ -144,7 +142,7 @@ template <typename G, typename S, bool relu> struct Backward {
   const T *g, *x;
   T* dx;
   bool add;
-  V low;  // a gradient passes the relu if the value before the rounding lies above
+  V low;  // the relu passes a gradient if the value before rounding is above
 
   Backward(const BatchNorm& p, const BatchNormBackward& b)
       : norm(p), to(b), g(static_cast<const T*>(b.gradient)), x(static_cast<const T*>(b.x)),
@@ -193,7 +191,7 @@ template <typename G, typename S, bool relu> struct Backward {
     out->slope = static_cast<float>(inverse * gx / count);
   }
 
-  // All of an element is read before it is written: dx may lie on g.
+  // Reads all inputs of an element before it writes, because dx may share memory with g.
   template <typename L> void map(int64_t at, L lanes, const Wide& of, S* shown) const {
     const V value = load(x + at, lanes), d = gradient(at, lanes, value, of);
     const V v = of.scale * (d - of.mean_g - (value - of.mean) * of.slope);
@@ -202,7 +200,7 @@ template <typename G, typename S, bool relu> struct Backward {
   }
 };
 
-// ---- what kernels.h promises -----------------------------------------------------
+// ---- functions of kernels.h ------------------------------------------------------
 
 void batch_norm(const BatchNorm& p, const BatchNormForward& f) {
   if (p.batch * p.plane == 0) return;

@@ -1,17 +1,17 @@
-// How batch norm divides a tensor among vectors, pieces and threads.
+// Divides a tensor into vectors, pieces and threads for batch norm.
 //
 // over_channels(p, job) calls, for every channel c of p:
 //
-//   job.begin(c, coefficients)           fills what job.sum_part reads of them, if J::kBegins
+//   job.begin(c, coefficients)           sets the coefficients for job.sum_part, if J::kBegins
 //   job.sum_part(walk, out)              for each piece of c, if job.sums(): its sums
 //   job.finish(c, total, coefficients)   with the sums of all pieces, added in their order
 //   job.map(at, lanes, coefficients, shown)     for each vector of c, if job.maps()
 //
 // `shown` is a J::Shows of job.counts(), one for each thread's part.
 //
-// A walk calls f(at, lanes, turn) for all vectors of a piece; a turn's sums are kept apart.
+// A walk calls f(at, lanes, turn) for all vectors of a piece; each turn has separate sums.
 //
-// The pieces depend on the shape alone, so that the number of threads changes no bit.
+// The pieces depend on the shape only, so that results do not depend on the number of threads.
 #pragma once
 #include "counts.h"
 
@@ -19,7 +19,7 @@ namespace gluon_amp {
 namespace ISA {
 namespace {
 
-// What map and sum_part need to know of a channel, and as vectors.
+// The parameters of a channel for map and sum_part, as scalars and as vectors.
 struct Coefficients {
   float mean, scale, beta, mean_g, slope;
 };
@@ -33,10 +33,10 @@ inline Wide splat(const Coefficients& c) {
 
 // ---- channels of wide planes -----------------------------------------------------
 
-// A piece of a channel, some places of some images; or the same of up to `most` neighbouring
-// channels, taken image by image: what is read at a time is a longer run of memory.
+// A piece of a channel, some positions of some images; or of up to `most` adjacent channels, image by image, so
+// that contiguous reads are longer.
 template <int most> struct PlaneWalk {
-  static constexpr int kTurns = 2 * most;  // two of each channel
+  static constexpr int kTurns = 2 * most;  // two for each channel
   int64_t first, images, distance, length;  // `distance` elements from image to image
   int64_t channels, plane;
   const Wide* of;  // the coefficients of each channel
@@ -72,8 +72,8 @@ template <int most> struct PlaneWalk {
   }
 };
 
-// The pieces of each channel, of up to about kPiece elements, which the nearest caches hold; and
-// the groups of channels that are taken together.
+// The pieces of each channel, of up to about kPiece elements, which fit in the L1 and L2 caches; and the groups
+// of channels that are processed together.
 struct Planes {
   static constexpr int64_t kPiece = 4096, kRun = 1024, kMost = 16;
   const BatchNorm& p;
@@ -97,7 +97,7 @@ struct Planes {
   }
 };
 
-// One group of channels: a job's calls for it.
+// The job's calls for one group of channels.
 template <int most, typename J> struct Group {
   const Planes& planes;
   const J& job;
@@ -116,12 +116,12 @@ template <int most, typename J> struct Group {
   }
   void map(int64_t i, typename J::Shows* shown) const {
     const PlaneWalk<most> walk = planes.piece<most>(k, i, wide);
-    const J own = job;  // a copy that no store can be thought to change
+    const J own = job;  // a copy without aliasing
     walk([&](int64_t at, auto lanes, int turn) { own.map(at, lanes, walk.wide(turn), shown); });
   }
 };
 
-// Each thread does whole channels: what it read for the sums lies in its cache for the map.
+// Each thread processes whole channels, so that the map reads from its cache what the sums have read.
 template <int most, typename J> void by_channels(const Planes& planes, const J& job, bool threads) {
   auto work = [&](int64_t k) {
     Coefficients of[most] = {};
@@ -137,7 +137,7 @@ template <int most, typename J> void by_channels(const Planes& planes, const J& 
     }
     for (int64_t c = 0; c < channels; ++c) job.finish(first + c, totals[c], &of[c]);
     group.spread(of);
-    // backwards: what was read last is in the cache, even if the whole channel is not
+    // in reverse, because the last pieces are in the cache even if the whole channel is not
     typename J::Shows shown(job.counts());
     for (int64_t i = planes.pieces; job.maps() && i-- > 0;) group.map(i, &shown);
   };
@@ -145,12 +145,12 @@ template <int most, typename J> void by_channels(const Planes& planes, const J& 
   for (int64_t k = 0; k < planes.groups; ++k) run(work, k);
 }
 
-// Too few channels for that: all threads sum pieces, then channels, then map pieces.
+// For few channels: all threads sum pieces, then channels, then map pieces.
 template <int most, typename J> void by_pieces(const Planes& planes, const J& job) {
   using Out = typename PlaneWalk<most>::Out;
   const int64_t channels = planes.p.channels, tasks = planes.groups * planes.pieces;
   const int64_t across = planes.across, groups = planes.groups, group = planes.group;
-  Scratch<Out> sums(channels * planes.pieces);  // a group's channels are neighbours
+  Scratch<Out> sums(channels * planes.pieces);  // a group's channels are adjacent
   Scratch<Coefficients> of(channels);
   for (int64_t c = 0; c < channels; ++c) {
     of.data[c] = {};
@@ -159,7 +159,7 @@ template <int most, typename J> void by_pieces(const Planes& planes, const J& jo
   auto out = [&](int64_t k, int64_t piece) {
     return sums.data + k * group * planes.pieces + piece * planes.channels_of(k);
   };
-  // tasks in the order of memory
+  // tasks in memory order
   auto task_group = [=](int64_t task) { return task / across % groups; };
   auto task_piece = [=](int64_t task) { return task / across / groups * across + task % across; };
   auto sum = [&](int64_t task) {
@@ -196,14 +196,13 @@ template <int most, typename J> void by_pieces(const Planes& planes, const J& jo
 
 // ---- channels of narrow planes ---------------------------------------------------
 //
-// Planes of one place (dense data, channels last), or a few, are taken as a matrix: a row for
-// each image, a column for each place of each channel. V holds neighbouring columns. Where the
-// rows are short, some of them (`fold`) make one row.
+// Planes of one or a few positions (dense data, channels-last) form a matrix: a row for each image, a column for
+// each position of each channel. V holds adjacent columns. Short rows are joined (`fold`).
 
-// A piece of `vectors` neighbouring vectors of columns: some rows, and perhaps the `rest` of
-// elements that the last, partial row of the matrix has there.
+// A piece of `vectors` adjacent vectors of columns: some rows, and possibly `rest` elements of the last, partial
+// row of the matrix.
 template <int vectors, typename L> struct ColumnWalk {
-  static constexpr int kTurns = vectors;  // here each has a column of its own
+  static constexpr int kTurns = vectors;  // each has its own columns
   int64_t column, begin, end, width, rest;
   L lanes;
   const float* table;  // of coefficients
@@ -262,7 +261,7 @@ template <typename J> void by_columns(const Columns& m, const J& job, bool threa
   Scratch<float> table(5 * width);  // the coefficients of each column
   Scratch<float> sums(job.sums() ? 3 * pieces * width : 0);
 
-  auto spread = [&](int64_t c) {  // a channel's coefficients to its columns
+  auto spread = [&](int64_t c) {  // copies a channel's coefficients to its columns
     const Coefficients from = of.data[c];
     float* const to = table.data + c * m.p.plane;
     for (int64_t f = 0; f < m.fold; ++f)
@@ -282,7 +281,7 @@ template <typename J> void by_columns(const Columns& m, const J& job, bool threa
     spread(c);
   };
 
-  // Strips of vectors: as many as the registers hold sums of.
+  // The vectors of a strip, whose sums fit in registers.
   constexpr int kVectors = W == 16 ? 8 : 4;
   constexpr int64_t kStrip = kVectors * W;
   const int64_t strips = parts_of(width, kStrip), sum_tasks = strips * pieces;
@@ -358,13 +357,13 @@ template <typename J> void by_columns(const Columns& m, const J& job, bool threa
 
 template <typename J> void over_channels(const BatchNorm& p, const J& job) {
   if (p.channels == 0) return;
-  constexpr int64_t kNarrow = 16;  // places
+  constexpr int64_t kNarrow = 16;  // positions
   const bool threads = p.batch * p.channels * p.plane >= kWorthThreads;
   if (p.plane < kNarrow) return by_columns(Columns(p), job, threads);
   const int64_t available = threads && !omp_in_parallel() ? omp_get_max_threads() : 1;
   const Planes planes(p, available, job.sums());
-  // Whole channels for sums, if that leaves threads idle for less than a sixth of the time. Else in the
-  // order of memory, as other operators do: what one thread has written is read by the same.
+  // Whole channels for sums, if threads idle for less than a sixth of the time. Otherwise in memory order, like
+  // other operators, so that each thread reads what it has written.
   const bool idle = 6 * planes.groups < 5 * parts_of(planes.groups, available) * available;
   const bool whole = available == 1 || (job.sums() && !idle);
   constexpr int kMost = Planes::kMost;

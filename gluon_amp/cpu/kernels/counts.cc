@@ -5,9 +5,9 @@ namespace gluon_amp {
 namespace ISA {
 namespace {
 
-constexpr int64_t kPart = 65536;  // numbers that a thread takes at a time
+constexpr int64_t kPart = 65536;  // numbers per task
 
-struct Rounded {  // these, in the order of the numbers
+struct Rounded {  // the rounded values, in the order of the numbers
   static constexpr bool kChanges = true;
   static constexpr float tiny = __builtin_inff();
   const float* numbers;
@@ -16,7 +16,7 @@ struct Rounded {  // these, in the order of the numbers
   }
 };
 
-// A tile of n numbers and zeros.
+// A tile of n numbers, padded with zeros.
 template <typename T, typename R> bool count_padded(const T* numbers, R round, int64_t n, Run* run) {
   T tile[kTile] = {};
   std::memcpy(tile, numbers, n * sizeof(T));
@@ -26,7 +26,7 @@ template <typename T, typename R> bool count_padded(const T* numbers, R round, i
   return true;
 }
 
-// `round(at, n)`: what the n numbers from there on are rounded to; behind them are zeros.
+// `round(at, n)` returns the rounded values of n numbers from `at` on, padded with zeros.
 template <typename T, typename F>
 void count_part(const T* numbers, F round, int64_t begin, int64_t end, Tables* made) {
   Run run(made);

@@ -1,4 +1,4 @@
-// Counts of numbers by exponent, and of what rounding makes of them: a tile at a time.
+// Counts of numbers by exponent, and of the effects of rounding, tile by tile.
 #pragma once
 #include "vector.h"
 
@@ -6,11 +6,11 @@ namespace gluon_amp {
 namespace ISA {
 namespace {
 
-constexpr int64_t kTile = 1024;  // numbers that stay in the first cache
+constexpr int64_t kTile = 1024;  // numbers that fit in the L1 cache
 constexpr int64_t kVectors = kTile / W;
 
-// Four tables take turns: numbers beside each other often have one exponent, and a processor waits
-// for a number in memory that it has just written.
+// Four tables take turns: adjacent numbers often have the same exponent, and a load of a just stored number
+// stalls.
 struct Tables {
   uint32_t bins[4][256] = {};
   int64_t zero = 0, infinite = 0, overflowed = 0, flushed = 0;
@@ -25,9 +25,9 @@ inline uint32_t plain_bits(float f) {
 
 inline uint32_t exponent_of(float f) { return plain_bits(f) >> 23 & 0xff; }
 
-// ---- what numbers are rounded to -------------------------------------------------------------
+// ---- rounding --------------------------------------------------------------------------------
 
-// `tiny`: the largest size that may become 0.
+// `tiny`: the largest magnitude that may become 0.
 struct Unchanged {
   static constexpr bool kChanges = false;
   static constexpr float tiny = 0;
@@ -50,7 +50,7 @@ inline void count_exponents(V v, Tables* made) {
   for (int64_t i = 0; i < W; ++i) ++made->bins[i & 3][exponent_of(numbers[i])];
 }
 
-// In each lane the bit of a number's exponent, modulo 32.
+// In each lane, the bit with the number of the exponent modulo 32.
 #if defined(__AVX512F__)
 inline U exponent_bits(V v) {
   return (U)_mm512_rolv_epi32(_mm512_set1_epi32(1), (__m512i)(bits_of(v) >> 23));
@@ -67,15 +67,15 @@ inline U parity(U a, U b, U c) { return a ^ b ^ c; }
 inline U majority(U a, U b, U c) { return (a & b) | (c & (a ^ b)); }
 #endif
 
-// How often each of a word's 32 bits was set, in binary, beside each other: bit b of level k counts
-// 2^k words of its lane with bit b. So a few operations of logic count a whole vector.
+// Bit-sliced counters of each of a word's 32 bits: bit b of level k counts 2^k words of its lane with bit b. So
+// a few bitwise operations count a whole vector.
 struct Slices {
-  static constexpr int kLevels = 14, kOfTile = W == 8 ? 7 : 6;  // a tile's last carry is of this one
-  static constexpr int64_t kTiles = (1 << kLevels) / kVectors - 1;  // that they have room for
+  static constexpr int kLevels = 14, kOfTile = W == 8 ? 7 : 6;  // the level of a tile's last carry
+  static constexpr int64_t kTiles = (1 << kLevels) / kVectors - 1;  // the capacity in tiles
   static_assert(kVectors == 1 << kOfTile, "one carry for each tile");
   U level[kLevels] = {};
 
-  // Adds the words one(first) to one(first + 2^k - 1) to levels; returns what level k has to add.
+  // Adds the words one(first) to one(first + 2^k - 1) to levels; returns the carry for level k.
   template <int k, typename F> static inline U carry(const F& one, int64_t first, U* to) {
     if constexpr (k == 0) {
       return one(first);
@@ -108,7 +108,7 @@ struct Slices {
   }
 };
 
-// Tiles, the exponents of whose numbers but zeros lie within 32.
+// Tiles of which all exponents, except of zeros, are within a range of 32.
 struct Run {
   Tables* made;
   uint32_t lowest = 255, highest = 0;
@@ -117,7 +117,7 @@ struct Run {
 
   explicit Run(Tables* to) : made(to) {}
 
-  // Of a tile: its smallest number but zeros, its largest, and its zeros.
+  // Adds a tile, with its smallest number except zeros, its largest number, and its count of zeros.
   template <typename T> void add_tile(const T* tile, float small, float large, int64_t zeros) {
     const uint32_t low = exponent_of(small), high = exponent_of(large);
     if (high - low >= 32) {
@@ -136,7 +136,7 @@ struct Run {
   void finish() {
     if (tiles == 0) return;
     made->bins[0][0] += static_cast<uint32_t>(zero);
-    made->bins[0][(lowest + 31) & ~31u] -= static_cast<uint32_t>(zero);  // they have bit 0, too
+    made->bins[0][(lowest + 31) & ~31u] -= static_cast<uint32_t>(zero);  // zeros have bit 0 too
     for (uint32_t e = lowest; e < lowest + 32; ++e) made->bins[0][e] += slices.of_bit(e % 32);
     *this = Run(made);
   }
@@ -157,7 +157,7 @@ struct Run {
 
 // ---- tiles ---------------------------------------------------------------------------------------
 
-// Any numbers, one by one.
+// Counts any numbers, one by one.
 template <typename T, typename R>
 void count_carefully(const T* numbers, R round, int64_t n, Tables* made) {
   float exact[kTile], rounded[kTile];
@@ -182,7 +182,7 @@ void count_carefully(const T* numbers, R round, int64_t n, Tables* made) {
   }
 }
 
-// How many of a tile are 0; `small` becomes the smallest size of the others.
+// Returns the count of zeros in a tile; `small` becomes the smallest magnitude of the others.
 template <typename T> int64_t zeros_of(const T* tile, float* small) {
   const V none = splat(0), endless = splat(__builtin_inff());
   V least = endless;
@@ -196,8 +196,8 @@ template <typename T> int64_t zeros_of(const T* tile, float* small) {
   return zero;
 }
 
-// A tile whose squares float32 holds: all are finite and below 2^62 then, before and after rounding.
-// False where it does not: nothing is counted then.
+// Counts a tile whose squares float32 holds: all numbers are finite and below 2^62, before and after rounding.
+// Returns false, without counting, for other tiles.
 template <typename T, typename R> bool count_tile(const T* numbers, R round, Run* run) {
   Sums<2> sums = {};
   V largest = splat(0), smallest = splat(__builtin_inff());
@@ -240,7 +240,7 @@ template <typename T, typename R> bool count_tile(const T* numbers, R round, Run
 
 void add(const Tables& from, Counts* to) {
   for (int i = 0; i < 256; ++i) {
-    uint32_t numbers = 0;  // what was taken off one of them may stand in another
+    uint32_t numbers = 0;  // unsigned: one table may be negative, the sum is not
     for (auto& bins : from.bins) numbers += bins[i];
     to->bins[i] += numbers;
   }
@@ -252,7 +252,7 @@ void add(const Tables& from, Counts* to) {
   to->error_squares += from.error_squares;
 }
 
-// Counts numbers that are about to be rounded to halves, as a thread computes them.
+// Counts a thread's results before they are rounded to halves.
 class Shown {
  public:
   explicit Shown(Counts* to) : to_(to) {}

@@ -1,4 +1,4 @@
-// Functions of one value at a time, on halves or floats: computed in float32, rounded once.
+// Elementwise functions of halves or floats, computed in float32 and rounded once.
 #include "functions.h"
 #include "vector.h"
 
@@ -8,8 +8,8 @@ namespace {
 
 // ---- one input -----------------------------------------------------------------
 //
-// Each function of Unary is a type with `of`, the function, and `gradient`, what becomes of the
-// gradient g. kernels.h says whether `read` is x or y.
+// Each function of Unary is a type with `of`, the function, and `gradient`, its backward function of the head
+// gradient g. kernels.h lists whether `read` is x or y.
 
 struct ReluFunction {
   V of(V x) const { return larger(splat(0), x); }
@@ -76,7 +76,7 @@ template <typename F> void with_function(Unary f, float a, float b, F run) {
   }
 }
 
-// G says what the arrays are of, and so what results are rounded to.
+// G is the type of the arrays, to which results are rounded.
 template <typename G, typename T = typename G::T>
 void unary(Unary f, const T* x, T* y, int64_t n, float a, float b, Write write) {
   with_function(f, a, b, [=](auto function) {
@@ -91,7 +91,7 @@ void unary(Unary f, const T* x, T* y, int64_t n, float a, float b, Write write) 
 template <typename G, typename T = typename G::T>
 void unary_gradient(Unary f, const T* g, const T* read, T* d, int64_t n, float a, float b,
                     Write write) {
-  if (read == nullptr) read = g;  // of a function whose gradient reads nothing
+  if (read == nullptr) read = g;  // the function's gradient reads nothing
   with_function(f, a, b, [=](auto function) {
     with_add(write, [=](auto add) {
       vectors(n, [=](int64_t i, auto lanes) {

@@ -1,32 +1,31 @@
-// What the operators ask of the code for instruction sets: loops over plain memory.
+// The interface of the kernels: loops over plain memory for each instruction set.
 //
-// Every file of this folder is compiled for each instruction set, once for float16 and once for
-// bfloat16, in a namespace of its own; `kernels_for` returns its functions. Nothing here depends on MXNet. All of it is threaded by
-// OpenMP, takes any size (0 too) and pointers without alignment, and rounds ties to even.
+// Every file of this folder is compiled for each instruction set, once for float16 and once for bfloat16, in its
+// own namespace; `kernels_for` returns its functions. Nothing here depends on MXNet. All kernels run in OpenMP
+// threads, accept any size (0 too) and unaligned pointers, and round ties to even.
 #pragma once
 #include <cstddef>
 #include <cstdint>
 
 namespace gluon_amp {
 
-using Half = uint16_t;  // float16, or bfloat16: a table of functions is for one of them
+using Half = uint16_t;  // float16 or bfloat16; a table of functions is for one of them
 
-// For fewer numbers threads cost more than they give where they sleep between two loops; where they
-// wait awake, half as many would pay by some percent.
+// Below this count, threads that sleep between loops cost more than they save. With threads that spin, half as
+// many numbers would be a few percent faster.
 constexpr int64_t kWorthThreads = 131072;
 
 enum GridRounding { kNearestEven, kTowardZero, kStochastic };
 
-// A grid of numbers that float32 arrays are rounded to; as it stands here, float32's own, which
-// rounds nothing. formats.py says what the numbers are.
+// A number format to which float32 arrays are rounded; the default is float32. formats.py documents the members.
 struct Grid {
   int fraction = 23;                            // bits of the fraction
   float normal = 0x1p-126f;                     // the smallest normal number
   float largest = 0x1.fffffep127f;              // the largest finite number
-  float above = __builtin_inff();               // what finite numbers beyond it become
-  float infinity = __builtin_inff();            // what infinities become
+  float above = __builtin_inff();               // the result of larger finite numbers
+  float infinity = __builtin_inff();            // the result of infinities
   GridRounding rounding = kNearestEven;
-  uint64_t key = 0;                             // of stochastic rounding: which random bits
+  uint64_t key = 0;                             // the random key of stochastic rounding
 
   bool rounds() const {
     return fraction < 23 || normal != 0x1p-126f || largest != 0x1.fffffep127f ||
@@ -34,8 +33,7 @@ struct Grid {
   }
 };
 
-// What becomes of a result, with MXNet's meaning. kAdd rounds the result, adds it to what is
-// there in float32, and rounds the sum.
+// MXNet's write requests. kAdd rounds the result, adds it to the output in float32, and rounds the sum.
 enum Write { kNothing, kStore, kAdd };
 
 enum Unary {  // y = f(x); gradients read what is in brackets
@@ -53,13 +51,13 @@ enum Unary {  // y = f(x); gradients read what is in brackets
 
 enum Binary { kSum, kDifference, kProduct, kQuotient };
 
-// How often numbers have each exponent of float32 (bin 127: from 1 to below 2; bin 0: 0 and what is
-// subnormal; bin 255: infinities and NaNs), and what rounding makes of them.
+// A histogram of float32 exponents (bin 127: from 1 to below 2; bin 0: zeros and subnormals; bin 255: infinities
+// and NaNs), and the effects of rounding.
 struct Counts {
   int64_t bins[256];
   int64_t zero, infinite;       // of bins 0 and 255
   int64_t overflowed, flushed;  // finite, and infinite once rounded; not 0, and 0 once rounded
-  double squares, error_squares;  // sums over finite numbers: of them, of what rounding adds to them
+  double squares, error_squares;  // sums over finite numbers: of their squares, of squared rounding errors
 };
 
 // A batch norm of x as (batch, channels, plane), in this order of memory:
@@ -68,50 +66,50 @@ struct Counts {
 struct BatchNorm {
   int64_t batch, channels, plane;
   float eps, momentum;
-  bool batch_statistics, fix_gamma;  // fix_gamma: gamma counts as 1, its gradient is 0
-  bool in_halves;                    // x, y and their gradients; else they are floats
+  bool batch_statistics, fix_gamma;  // fix_gamma: gamma is 1, and its gradient is 0
+  bool in_halves;                    // whether x, y and their gradients are halves or floats
   bool relu;
 };
 
 struct BatchNormForward {
   const void* x;
   const float *gamma, *beta;
-  float *moving_mean, *moving_var;        // moved if `batch_statistics`
+  float *moving_mean, *moving_var;        // updated if `batch_statistics`
   void* y;  Write write;
-  float *mean, *inverse_deviation;        // written: what was used; or null
-  Counts* counts;                         // of halves: of y before it is rounded; or null
+  float *mean, *inverse_deviation;        // written: the statistics used; or null
+  Counts* counts;                         // with halves: counts of y before rounding; or null
 };
 
 struct BatchNormBackward {
-  const void *gradient, *x;               // gradient: that of y
+  const void *gradient, *x;               // gradient: of y
   const float *gamma, *beta, *mean, *inverse_deviation;
   void* dx;       Write write_dx;
   float* dgamma;  Write write_dgamma;
   float* dbeta;   Write write_dbeta;
-  Counts* counts;                         // of halves: of dx before it is rounded; or null
+  Counts* counts;                         // with halves: counts of dx before rounding; or null
 };
 
-// Rows of halves, normalized over `width` neighbours each, in float32, rounded once.
+// Rows of `width` halves, normalized in float32 and rounded once.
 struct LayerNorm {
   int64_t rows, width;
   float eps;
 };
 
-// Windows over so many images of one channel. The stride between columns is 1 or 2.
+// Windows over images of one channel. The stride between columns is 1 or 2.
 struct MaxPool {
   int64_t images, height, width, out_height, out_width;
   int64_t kernel_height, kernel_width, stride_height, stride_width, pad_height, pad_width;
 };
 
-// How a GPU's Tensor Cores add (tensor_core_math.py has the numbers of each): so many products to
-// an instruction, aligned to so many bits of fraction. `split`: how many products a chain of
-// instructions has at most; the chains' results are added in float32. 0: all in one chain.
+// The parameters of a GPU's Tensor Cores (tensor_core_rule.py): the number of products of an instruction, and
+// the fraction bits to which they are aligned. `split`: the largest number of products of a chain of
+// instructions; the results of chains are added in float32. 0: one chain.
 struct TensorCore {
   int block, fraction;
   int64_t split;
 };
 
-// A matrix of halves anywhere in memory: its element (i, j) is data[i * row + j * column].
+// A strided matrix of halves: element (i, j) is data[i * row + j * column].
 struct HalfMatrix {
   const Half* data;
   int64_t row, column;
@@ -127,12 +125,12 @@ enum RnnMode { kRnnRelu, kRnnTanh, kLstm, kGru };  // with 1, 1, 4 and 3 gates f
 // One step of a layer over the rows of a batch, between its products.
 struct RnnStep {
   int64_t rows, units;
-  float* gates;                     // (rows, gates, units): x * Wx, then the gates after their functions
+  float* gates;                     // (rows, gates, units): x * Wx, then the gates after their activations
   const float* hidden;              // (rows, gates, units): h * Wh
   const float *bias, *bias_inside;  // of the sums, (gates, units); of a GRU's h * Wh in its last gate
-  const float* before;              // (rows, units) of an LSTM its cells, of a GRU its states, before the
-  float* after;                     // step and after it: may be one array
-  float* inside;                    // (rows, units) of a GRU, written: its last gate's h * Wh with its bias
+  const float* before;              // (rows, units): an LSTM's cells or a GRU's states before the step
+  float* after;                     // the same after the step; may be the same array
+  float* inside;                    // (rows, units) for a GRU, written: its last gate's h * Wh with its bias
   Half* h;                          // (rows, units) written: the states
   Half* y;                          // the same, in rows of y_row numbers
   int64_t y_row;
@@ -140,40 +138,40 @@ struct RnnStep {
 
 struct RnnStepBack {
   int64_t rows, units;
-  const float *gates, *before, *after, *inside;  // what the step has read and made
+  const float *gates, *before, *after, *inside;  // inputs and outputs of the step
   const Half* dy;                   // the gradient of y
   int64_t dy_row;
-  const float* back;                // (rows, units) of what the next step's product has read; or null
-  float *dh, *dc;                   // (rows, units) what else comes from the next step: replaced by its own
-  Half *dx, *ds;                    // (rows, gates, units) written: of x * Wx; of a GRU's h * Wh
+  const float* back;                // (rows, units): the gradient through the next step's product; or null
+  float *dh, *dc;                   // (rows, units): other gradients from the next step; replaced by this step's
+  Half *dx, *ds;                    // (rows, gates, units) written: gradients of x * Wx, and of a GRU's h * Wh
 };
 
 // The optimizers that update weights in one pass (LAMB in two).
 enum Rule { kSgd, kDescent, kNag, kAdam, kAdamW, kRmsProp, kCenteredRmsProp, kLamb };
 
-// One weight, with its gradient and what its optimizer keeps of it. A weight of floats has a gradient
-// of floats, and is its own master: `weight` is null.
+// One weight with its gradient, master weight and optimizer states. A float32 weight has a float32 gradient and
+// is its own master weight: `weight` is null.
 struct Update {
   Half* weight;
   const void* gradient;
   float* master;
-  float* states[3];  // as many as the rule has, in MXNet's order; of SGD's momentum maybe none
+  float* states[3];  // the states of the rule in MXNet's order; SGD may have no momentum
   int64_t n;
   float lr, wd;
-  int step;  // the how many-th update it is
-  bool follows;  // whether the master takes over what somebody has written into the weight
+  int step;  // the number of the update
+  bool follows;  // whether the master weight is synchronized with writes to the weight
 };
 
-// What an optimizer's weights share. Each rule reads what it needs.
+// The settings of all weights of an optimizer. Each rule reads those that it needs.
 struct UpdateSettings {
   float rescale, clip;    // of gradients; no clipping below 0
   float momentum;         // and RMSProp's gamma2
   float beta1, beta2;     // beta1: and RMSProp's gamma1
   float epsilon;
-  float clip_weights;     // of RMSProp; none below 0
-  float lower, upper;     // bounds of the norms of LAMB's weights; none below 0
+  float clip_weights;     // of RMSProp; no clipping below 0
+  float lower, upper;     // bounds of the norms of LAMB's weights; no bound below 0
   bool bias_correction;   // of LAMB
-  bool has_momentum;      // of SGD: there is a state
+  bool has_momentum;      // whether SGD has a state
 };
 
 // An array of halves, or of floats.
@@ -183,8 +181,8 @@ struct Numbers {
   bool half;
 };
 
-// What was added to weights; how many of them that has changed, and how many of those it would not
-// have, had they been halves.
+// Counts of updates of weights: the numbers of weights that changed, and of those that would not have changed as
+// halves.
 struct Updates {
   Counts counts;
   int64_t changed, lost;
@@ -196,21 +194,21 @@ struct Kernels {
   // ---- between types (passes.cc)
   void (*widen)(const Half* from, float* to, int64_t n);
   void (*narrow)(const float* from, Half* to, int64_t n, Write write);
-  // float32 arrays on a grid: `to` may be `from`. Stochastic rounding takes for each number random
-  // bits that depend on the key and the number's place alone (formats.py: random_bits)
+  // rounds float32 arrays to a grid; `to` may be `from`. The random bits of stochastic rounding depend on the key
+  // and the index of a number only (formats.py: random_bits)
   void (*round)(const Grid& grid, const float* from, float* to, int64_t n, Write write);
-  float (*largest)(const float* numbers, int64_t n);  // magnitude of those that are finite, or 0
+  float (*largest)(const float* numbers, int64_t n);  // the largest finite magnitude, or 0
   void (*copy)(const void* from, void* to, int64_t bytes);
   // `count` matrices of halves, one after the other, each transposed
   void (*transpose)(const Half* from, Half* to, int64_t count, int64_t rows, int64_t columns);
-  // Plain (batch, channels, plane) of halves to and from oneDNN's blocks of `block` (8 or 16)
-  // channels, floats: (batch, ceil(channels / block), plane, block); what pads is written 0.
+  // converts plain halves (batch, channels, plane) to and from oneDNN's blocked floats with `block` (8 or 16)
+  // channels: (batch, ceil(channels / block), plane, block), padded with 0
   void (*widen_blocked)(const Half* from, float* to, int64_t batch, int64_t channels,
                         int64_t plane, int block);
   void (*narrow_blocked)(const float* from, Half* to, int64_t batch, int64_t channels,
                          int64_t plane, int block, Write write);
 
-  // ---- one value at a time (elementwise.cc), all on halves, computed in float32; y may be x
+  // ---- elementwise (elementwise.cc), on halves, computed in float32; y may be x
   void (*unary)(Unary f, const Half* x, Half* y, int64_t n, float a, float b, Write write);
   // d = g * f'(...); `read` is x or y as listed above; d may be g or `read`
   void (*unary_gradient)(Unary f, const Half* g, const Half* read, Half* d, int64_t n, float a,
@@ -248,11 +246,11 @@ struct Kernels {
   double (*dot)(const Half* g, const Half* x, int64_t n);
   void (*add_products)(const Half* g, const Half* x, float* sums, int64_t n);  // to each sum its own
 
-  // ---- steps of recurrent layers (rnn.cc): of bfloat16 alone
+  // ---- steps of recurrent layers (rnn.cc), for bfloat16 only
   void (*rnn_step)(RnnMode mode, const RnnStep& step);
   void (*rnn_step_back)(RnnMode mode, const RnnStepBack& step);
 
-  // ---- training (training.cc): masters, gradients' sizes
+  // ---- training (training.cc): master weights, sums of squares
   void (*follow)(float* master, const Half* weight, int64_t n);
   void (*squares)(const Numbers* arrays, int count, double* sums);
 
@@ -260,20 +258,19 @@ struct Kernels {
   void (*update)(Rule rule, const Update* updates, int count, const UpdateSettings& settings);
 
   // ---- Tensor Cores (tensor_core.cc)
-  // y = c + a * b: (rows, depth) times (depth, columns), as a GPU makes it, bit by bit. c has y's
-  // layout; null: zeros; it may be y
+  // y = c + a * b: (rows, depth) times (depth, columns), with the bits of a GPU. c has y's layout; null: zeros; it
+  // may be y
   void (*tensor_core_product)(const TensorCore&, int64_t rows, int64_t columns, int64_t depth,
                               HalfMatrix a, HalfMatrix b, const float* c, FloatMatrix y);
 
-  // ---- counts (counts.cc): adds those of n numbers that are to be rounded to a grid, to halves or
-  // to neither
+  // ---- counts (counts.cc): adds the counts of n numbers before rounding to a grid, to halves, or without it
   void (*count)(const float* exact, int64_t n, const Grid* grid, bool half, Counts* counts);
-  void (*count_halves)(const Half* numbers, int64_t n, Counts* counts);  // as they stand
-  // counts what was added to n weights, which `before` then holds, too
+  void (*count_halves)(const Half* numbers, int64_t n, Counts* counts);  // after rounding
+  // counts the updates of n weights since `before`, which becomes a copy of them
   void (*count_updates)(const float* weights, float* before, int64_t n, Updates* updates);
 
-  // ---- floats where others above have halves, in float32 alone: for an X-ray, which shows what is
-  // about to be rounded, and makes a step in float32
+  // ---- the same on floats instead of halves: for an X-ray, which counts values before rounding, and runs a step
+  // in float32
   void (*unary_floats)(Unary f, const float* x, float* y, int64_t n, float a, float b, Write write);
   void (*unary_gradient_floats)(Unary f, const float* g, const float* read, float* d, int64_t n,
                                 float a, float b, Write write);
@@ -300,7 +297,7 @@ struct Kernels {
 const Kernels* kernels_for_portable();
 const Kernels* kernels_for_avx2();
 const Kernels* kernels_for_avx512();
-// Those of bfloat16 have no tensor_core_product, and no functions on floats.
+// The tables of bfloat16 have no tensor_core_product, and no functions on floats.
 const Kernels* kernels_for_portable_bfloat16();
 const Kernels* kernels_for_avx2_bfloat16();
 const Kernels* kernels_for_avx512_bfloat16();

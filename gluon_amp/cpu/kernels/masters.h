@@ -1,4 +1,4 @@
-// Float32 masters of float16 weights.
+// Float32 master weights of 16-bit weights.
 #pragma once
 #include "vector.h"
 
@@ -6,8 +6,8 @@ namespace gluon_amp {
 namespace ISA {
 namespace {
 
-// A weight is its master, rounded. Where it is not, somebody has written the weight since, and
-// the master follows.
+// A weight is its rounded master weight. If it differs, the weight was written since, and the master weight
+// becomes the weight.
 inline V followed(V master, V weight) {
   return if_equal(half_grid(master), weight, master, weight);
 }

@@ -1,4 +1,4 @@
-// Passes between types and layouts.
+// Conversions between types and layouts.
 #include <emmintrin.h>
 
 #include "transpose.h"
@@ -20,10 +20,10 @@ void narrow(const float* from, Half* to, int64_t n, Write write) {
   });
 }
 
-// ---- other grids than float16's ---------------------------------------------------------
+// ---- grids ------------------------------------------------------------------------------
 
-// A random U for the places from i on: the finalizer "lowbias32" of hash functions, which changes
-// half of the bits for each bit of i, over both halves of the key.
+// A random U for the indices from i on: the hash finalizer "lowbias32", which changes half of the bits for each
+// bit of i, over both halves of the key.
 template <typename T> inline T mixed(T x) {
   x = (x ^ (x >> 16)) * 0x7feb352du;
   x = (x ^ (x >> 15)) * 0x846ca68bu;
@@ -47,16 +47,16 @@ struct RandomBits {
   }
 };
 
-// Rounds to one grid. A float's bits are a number in their order, so from the smallest normal number
-// on the bits to drop are rounded there. Below it all steps have one size: adding and taking away
-// a number whose last bit has that size rounds to it.
+// Rounds to one grid. The bits of floats have the order of their values, so from the smallest normal number on,
+// rounding drops bits as of an integer. Below it the spacing is constant: adding and subtracting a number with
+// this ulp rounds.
 struct OnGrid {
   V normal, largest, above, infinity, magic, step, endless;
-  uint32_t odd, half, kept;  // whether ties look at a last bit; just less than half of it; what stays
-  int shift;                 // how many bits are dropped
+  uint32_t odd, half, kept;  // whether ties round to even; just below half of the last bit; mask of kept bits
+  int shift;                 // the number of dropped bits
   GridRounding rounding;
-  // Of stochastic rounding: what makes numbers counts of steps, in two factors, as one may be
-  // infinite; and where the random bits come from, for a number, and for a sum.
+  // Stochastic rounding: the factor from numbers to multiples of the spacing, in two parts, because one may be
+  // infinite; and the keys of random bits for a number and for a sum.
   V to_steps[2];
   RandomBits random, random_of_sum;
 
@@ -77,11 +77,11 @@ struct OnGrid {
     to_steps[1] = splat(std::ldexp(1.0f, steps - steps / 2));
   }
 
-  // Numbers of an array from place i on.
+  // Rounds numbers of an array from index i on.
   V operator()(V v, int64_t i) const {
     return rounding == kStochastic ? stochastic(v, random(i)) : (*this)(v);
   }
-  // Sums that are at these places.
+  // Rounds sums at these indices.
   V sum(V v, int64_t i) const {
     return rounding == kStochastic ? stochastic(v, random_of_sum(i)) : (*this)(v);
   }
@@ -101,9 +101,8 @@ struct OnGrid {
     return made(v, size, small, large);
   }
 
-  // Up with the probability that the part to drop is of a step: of it, as many random bits are
-  // added as there are bits to drop. Below the smallest normal number, the part is compared with a
-  // random number of 23 bits.
+  // Rounds up with a probability of the dropped part over the spacing: adds as many random bits as are dropped.
+  // Below the smallest normal number, it compares the dropped part with a random number of 23 bits.
   V stochastic(V v, Bits bits) const {
     const V size = magnitude(v);
     const V large = float_of((bits_of(size) + (bits & ~kept)) & kept);
@@ -125,7 +124,7 @@ struct OnGrid {
   }
 };
 
-// Writes or adds; kAdd rounds what is added, and the sum.
+// Writes or adds; kAdd rounds the addend and the sum.
 void round(const Grid& grid, const float* from, float* to, int64_t n, Write write) {
   if (!grid.rounds() && from == to && write == kStore) return;
   const OnGrid on_grid(grid);
@@ -165,7 +164,7 @@ void copy(const void* from, void* to, int64_t bytes) {
 
 // ---- transposed matrices -------------------------------------------------------
 
-// 8 rows of 8 halves, `from_step` apart, to the columns of 8 rows, `to_step` apart. SSE2 is part of x86-64.
+// Transposes 8 rows of 8 halves with a stride of `from_step` to a stride of `to_step`. SSE2 is part of x86-64.
 inline void transpose_square(const Half* from, int64_t from_step, Half* to, int64_t to_step) {
   __m128i a[8], b[8];
   for (int i = 0; i < 8; ++i)
@@ -187,7 +186,7 @@ inline void transpose_square(const Half* from, int64_t from_step, Half* to, int6
     _mm_storeu_si128(reinterpret_cast<__m128i*>(to + i * to_step), b[i]);
 }
 
-// Squares of 8 x 8; the last ones of a row or column of squares overlap the ones before.
+// Tiles of 8 x 8; the last tile of a row or column overlaps the previous one.
 constexpr int64_t kSquare = 8, kBand = 32;  // kBand halves are a cache line
 
 void transpose_band(const Half* from, Half* to, int64_t rows, int64_t columns, int64_t begin,
@@ -216,15 +215,15 @@ void transpose_all(const Half* from, Half* to, int64_t count, int64_t rows, int6
 
 // ---- oneDNN's blocks -----------------------------------------------------------
 //
-// Both ways by tiles: W places of W channels are read, transposed in registers, and written.
-// Where the channels or places end within a tile, the tile is a partial one.
+// In both directions by tiles: reads W positions of W channels, transposes them in registers, and writes them.
+// The last tile may be partial.
 
 struct Blocks {
   int64_t batch, channels, plane, block;
   int64_t tile() const { return least(W, block); }  // channels of a tile
 };
 
-// `count` channels of x, `plane` apart, to `places` rows of y, `block` apart
+// `count` channels of x with a stride of `plane` to `places` rows of y with a stride of `block`
 template <typename T, typename L, typename K>
 inline void widen_tile(const T* x, float* y, const Blocks& b, int64_t count, L lanes,
                        int64_t places, K channel_lanes) {
@@ -246,11 +245,11 @@ inline void narrow_tile(const float* y, typename G::T* x, bool add, const Blocks
     if (c < count) put<G>(x + c * b.plane, rows[c], add, lanes);
 }
 
-// Calls tile(offset in the plain array, offset in the blocked array, channels, lanes of places,
-// places, lanes of channels) for every tile, over all threads. Where `overlap`, the last places
-// of a plane are done by a whole tile that does some places again.
+// Calls tile(offset in the plain array, offset in the blocked array, channels, lanes of positions, positions,
+// lanes of channels) for every tile, over all threads. With `overlap`, the last tile of a plane is a whole one
+// that repeats some positions.
 template <typename F> void tiles(const Blocks& b, bool overlap, F tile) {
-  constexpr int64_t kPlaces = 512;  // of a task
+  constexpr int64_t kPlaces = 512;  // positions per task
   const int64_t blocks = parts_of(b.channels, b.block), parts = parts_of(b.plane, kPlaces);
   const int64_t tasks = b.batch * blocks * parts;
   auto work = [=](int64_t task) {

@@ -1,13 +1,13 @@
-// The largest number of each window of an image.
+// Max pooling.
 #include "vector.h"
 
 namespace gluon_amp {
 namespace ISA {
 namespace {
 
-constexpr float kLowest = -0x1.fffffep127f;  // what pads, and what MXNet's code begins with
+constexpr float kLowest = -0x1.fffffep127f;  // padding, and MXNet's initial maximum
 
-// Every other number of a and b: those at even places, and those at odd ones.
+// The numbers of a and b at even indices, and those at odd ones.
 #if defined(__AVX512F__)
 inline void divide(V a, V b, V* even, V* odd) {
   const __m512i places =
@@ -30,18 +30,17 @@ inline void divide(V a, V b, V* even, V* odd) {
 }
 #endif
 
-// The first of equals (0 and -0), and never a NaN, as in MXNet's code.
+// The first of equal numbers (0 and -0), and never a NaN, as in MXNet's code.
 inline V larger_one(V first, V second) { return larger(second, first); }
 
-// One image of one channel. Each of its rows is widened into as many rows as the stride, whose
-// numbers are so far apart, with room for what pads. So the windows' numbers from one row are
-// neighbours, and so are those results, which are kept as long as windows reach them. Some rows are
-// widened before one is read: a processor that has just written numbers waits before it reads some
-// of them beside others.
+// One image of one channel. Each row is widened and split by index modulo the stride into as many rows, with
+// room for padding. So the numbers that adjacent windows read from one row are adjacent, and so are the maxima,
+// which are kept while windows need them. Several rows are widened before one is read, because an unaligned
+// load of just stored numbers stalls.
 struct Image {
   static constexpr int64_t kRows = 8;
   const MaxPool& p;
-  const int64_t wide, length, kept;  // of rows of results, and of numbers; how many results are kept
+  const int64_t wide, length, kept;  // lengths of rows of results and of numbers; the number of kept results
   Scratch<float> memory;
   float *const rows, *const results;
 
@@ -115,7 +114,7 @@ struct Image {
 };
 
 void max_pool(const MaxPool& p, const Half* x, Half* y, Write write) {
-  constexpr int64_t kSome = 16;  // images that share memory
+  constexpr int64_t kSome = 16;  // images that share scratch
   const int64_t size = p.height * p.width, out_size = p.out_height * p.out_width;
   with_add(write, [=, &p](auto add) {
     auto work = [=, &p](int64_t first) {

@@ -6,8 +6,8 @@ namespace gluon_amp {
 namespace ISA {
 namespace {
 
-// f(row, j, lanes) for the units j of all rows, over all threads if it pays: a number takes about as long
-// as 16 of other loops.
+// Calls f(row, j, lanes) for the units j of all rows, over all threads if it is worth it: a number takes about as
+// long as 16 of other loops.
 template <typename F> void all_units(int64_t rows, int64_t units, F f) {
   const auto of_row = [=](int64_t row) {
     each(0, units, [=](int64_t j, auto lanes) { f(row, j, lanes); });
@@ -20,7 +20,7 @@ template <typename F> void all_units(int64_t rows, int64_t units, F f) {
   for (int64_t row = 0; row < rows; ++row) run(of_row, row);
 }
 
-// ---- forward: with x, h = what both products have made, and biases, of each gate
+// ---- forward: x and h are the results of both products, with biases, for each gate
 
 struct Relu {
   static V of(V x) { return larger(splat(0), x); }

@@ -6,14 +6,14 @@ namespace gluon_amp {
 namespace ISA {
 namespace {
 
-// f(row) for all rows, over all threads if that is worth it
+// Calls f(row) for all rows, over all threads if it is worth it.
 template <typename F> void each_row(int64_t rows, int64_t width, F f) {
 #pragma omp parallel for schedule(static) if (rows * width >= kWorthThreads)
   for (int64_t row = 0; row < rows; ++row) run(f, row);
 }
 
-// The totals of n sums over a row: f(i, lanes, turn, &sums) adds those of one vector. In pieces,
-// so that the rounding errors of a wide row do not add up in float32.
+// The totals of n sums over a row: f(i, lanes, turn, &sums) adds those of one vector. Pieces limit the
+// accumulation of rounding errors of a wide row in float32.
 template <int n> struct Totals {
   double of[n];
 };
@@ -31,7 +31,7 @@ template <int n, typename F> inline Totals<n> row_sums(int64_t width, F f) {
   return totals;
 }
 
-// The sum of f(i, lanes) over a row; f has to give 0 in lanes that are not there.
+// The sum of f(i, lanes) over a row; f must return 0 in lanes beyond the row.
 template <typename F> inline double row_sum(int64_t width, F f) {
   return row_sums<1>(width, [&](int64_t i, auto lanes, int turn, Sums<1>* sums) {
     sums->add(turn, f(i, lanes));
@@ -49,8 +49,8 @@ void layer_norm(const LayerNorm& p, const T* x, const float* gamma, const float*
     const T* from = x + row * p.width;
     T* to = y + row * p.width;
     const bool add = write == kAdd;
-    // Sums around the mean of the row's first part: near the whole row's, so that float32 is
-    // enough, however far the mean is from 0.
+    // Sums are around the mean of the row's first part, which is near the row's mean, so that float32 suffices
+    // for any mean.
     const int64_t some = least(p.width, most(64, p.width / 8));
     const double near = row_sum(some, [=](int64_t i, auto lanes) {
       return load(from + i, lanes);
@@ -78,9 +78,9 @@ void layer_norm(const LayerNorm& p, const T* x, const float* gamma, const float*
 // With n = (x - mean) / deviation and h = g * gamma:
 //
 //   dx = (h - average(h) - n * average(h * n)) / deviation
-//   dgamma = the rows' sum of g * n, dbeta = that of g
+//   dgamma = the sum of g * n over rows, dbeta = that of g
 //
-// Each piece of rows has sums of its own, which are added in the pieces' order.
+// Each piece of rows has its own sums, which are added in the order of pieces.
 template <typename G, typename T = typename G::T>
 void layer_norm_gradient(const LayerNorm& p, const T* g, const T* x, const float* gamma,
                          const float* mean, const float* deviation, T* dx, Write write_dx,
@@ -146,7 +146,7 @@ void softmax(const T* x, T* y, int64_t rows, int64_t width, float temperature,
   const bool scaled = temperature != 1;
   const V sign = splat(temperature < 0 ? -1 : 1), scale = splat(std::fabs(temperature));
   each_row(rows, width, [=](int64_t row) {
-    constexpr int64_t kKept = 4096;  // exponentials that are kept; of a wider row, made again
+    constexpr int64_t kKept = 4096;  // stored exponentials; a wider row recomputes them
     float kept[kKept + W];
     const T* from = x + row * width;
     T* to = y + row * width;

@@ -1,4 +1,4 @@
-// The table of this instruction set's functions.
+// The table of functions for this instruction set.
 #include "vector.h"
 
 #define JOIN_NAMES(a, b) a##b

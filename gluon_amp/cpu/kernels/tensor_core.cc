@@ -1,21 +1,21 @@
-// Products of matrices as a GPU's Tensor Cores make them, bit by bit.
+// Bit-exact matrix products of a GPU's Tensor Cores.
 //
 // One instruction adds `block` products to a float32 number c:
-//   - a product is exact; its exponent is the sum of its factors' exponents, that of a subnormal
-//     factor being float16's smallest, -14. Zeros have none;
-//   - products and c are cut, toward zero, to multiples of 2^(largest exponent - fraction);
-//   - these are added exactly, and the sum is cut, toward zero, to float32. A zero is +0.
-// A row of a times a column of b is a chain of them: each one's result is the c of the next.
+//   - a product is exact; its exponent is the sum of its factors' exponents, where that of a subnormal factor is
+//     float16's smallest, -14. Zeros have none;
+//   - products and c are truncated toward zero to multiples of 2^(largest exponent - fraction);
+//   - their sum is exact, and is truncated toward zero to float32. A zero is +0.
+// A row of a times a column of b is a chain of instructions: the result of each is the c of the next.
 // Infinities and NaNs behave as in any sum; a NaN is NVIDIA's, 0x7fffffff.
 //
-// Here a lane is one element of the result. a * b is exact in float32; times a power of two it is
-// the multiple to be cut, and a conversion to an integer cuts. All integers of an instruction add
-// up in 32 bits, or in two halves of 32 bits (`wide`), where a GPU keeps as many as H100 does.
+// A lane is one element of the result. a * b is exact in float32; a power of two scales it so that a conversion to
+// an integer truncates it. The integers of an instruction sum in 32 bits, or in two sums of 32 bits (`wide`) for
+// GPUs that keep as many bits as H100.
 #include <utility>
 
 #include "vector.h"
 
-#define NOTHING_THROWN __attribute__((nothrow))  // for the reason that `run` has in vector.h
+#define NOTHING_THROWN __attribute__((nothrow))  // see `run` in vector.h
 
 namespace gluon_amp {
 namespace ISA {
@@ -25,9 +25,9 @@ namespace {
 
 constexpr int kLanes = W > 1 ? W : 4;
 constexpr int kVectors = 4;                   // of floats, to a panel
-constexpr int kPanel = kVectors * kLanes;     // columns of b side by side
-constexpr int kRows = kLanes == 16 ? 2 : 1;   // of a, at a time: as registers allow
-constexpr int64_t kDepth = 256;               // of what is packed at a time
+constexpr int kPanel = kVectors * kLanes;     // adjacent columns of b
+constexpr int kRows = kLanes == 16 ? 2 : 1;   // rows of a at a time, limited by registers
+constexpr int64_t kDepth = 256;               // depth that is packed at a time
 constexpr int64_t kMostRows = 1024, kMostColumns = 2048;  // of a block of the result
 
 using Floats = float __attribute__((vector_size(4 * kLanes)));
@@ -42,7 +42,7 @@ template <typename T, typename S> inline T at(const S* p) {
 }
 template <typename T, typename S> inline void put_at(S* p, T v) { std::memcpy(p, &v, sizeof v); }
 
-// Bytes, one for each lane. (Compilers take them one by one, if not told how.)
+// Bytes, one for each lane. (Compilers do not vectorize this.)
 inline Ints widened(const uint8_t* p) {
 #if defined(__AVX512F__)
   return (Ints)_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
@@ -55,13 +55,13 @@ inline Ints widened(const uint8_t* p) {
 
 // ---- packing ---------------------------------------------------------------------------
 //
-// Factors become floats, with their exponents apart in bytes: 64 for float16's smallest, -14, up to
-// 93; 30 for a zero. So the sum of two is that of a product's exponent and 156, or if one is zero
-// at most 123, less than any other product's.
+// Factors become floats, with their exponents in separate bytes: 64 for float16's smallest, -14, up to 93; 30 for
+// a zero. So the sum of two is the product's exponent + 156 or, if one factor is zero, at most 123, which is less
+// than that of any other product.
 
 constexpr uint8_t kZero = 30;
 constexpr int kToFloat = -29;           // from such a sum to the exponent in a float's bits
-constexpr int kNone = 123 + kToFloat;   // the largest of a zero
+constexpr int kNone = 123 + kToFloat;   // the largest with a zero
 
 inline uint8_t exponent_of(Half h) {
   const uint8_t field = h >> 10 & 31;
@@ -71,7 +71,7 @@ inline uint8_t exponent_of(Half h) {
 
 inline bool endless(Half h) { return (h & 0x7c00) == 0x7c00; }  // an infinity or a NaN
 
-// Columns [first, first + kPanel) of b, `depth` rows of it; zeros where there are no columns.
+// Packs columns [first, first + kPanel) and `depth` rows of b; zeros beyond the last column.
 NOTHING_THROWN bool pack_panel(HalfMatrix b, int64_t first, int64_t columns, int64_t depth,
                                float* values, uint8_t* exponents) {
   const int64_t here = least(kPanel, columns - first);
@@ -92,7 +92,7 @@ NOTHING_THROWN bool pack_panel(HalfMatrix b, int64_t first, int64_t columns, int
   return special;
 }
 
-// kRows rows of a from `first` on, side by side; an exponent four times over, as a lane takes it.
+// Packs kRows rows of a from `first` on; each exponent is repeated four times for a lane.
 NOTHING_THROWN bool pack_rows(HalfMatrix a, int64_t first, int64_t rows, int64_t depth,
                               float* values, uint8_t* exponents) {
   bool special = false;
@@ -116,19 +116,19 @@ NOTHING_THROWN bool pack_rows(HalfMatrix a, int64_t first, int64_t rows, int64_t
 inline Floats with_exponent(Ints biased) { return (Floats)(biased << 23); }
 inline Words cut(Floats v) { return (Words)__builtin_convertvector(v, Ints); }  // toward zero
 
-// An integer, made of one or two sums, as a float: cut toward zero.
+// Converts an integer of one or two sums to a float, truncated toward zero.
 template <bool wide> inline Floats cut_to_float(Words sum, Words half) {
   Words sign = sum;
-  if (wide) sign ^= (half ^ sum) & ((sum - half) ^ sum);  // wrong where the sum has overflowed
+  if (wide) sign ^= (half ^ sum) & ((sum - half) ^ sum);  // the sum may have overflowed
   const Words negative = (Words)((Ints)sign >> 31);
   Words size = (sum ^ negative) - negative;
-  size &= ~(size >> 24);  // of more than 24 bits, the first that falls away: rounding is cutting
+  size &= ~(size >> 24);  // clears the first bit beyond 24, so that rounding truncates
   const Floats made = wide ? __builtin_convertvector(size, Floats)
                            : __builtin_convertvector((Ints)size, Floats);
   return (Floats)((Words)made | (negative & 0x80000000u));
 }
 
-// What is packed of kRows rows of a and of a panel of b.
+// The packed data of kRows rows of a and of a panel of b.
 struct Factors {
   const float* a;
   const uint8_t* ea;
@@ -136,7 +136,7 @@ struct Factors {
   const uint8_t* eb;
 };
 
-// Their products, to `state`: kRows rows of a panel's width.
+// Adds their products to `state`: kRows rows of a panel's width.
 template <bool wide>
 NOTHING_THROWN void chain(const TensorCore& gpu, int64_t depth, const Factors& factors,
                           float* state) {
@@ -184,7 +184,7 @@ NOTHING_THROWN void chain(const TensorCore& gpu, int64_t depth, const Factors& f
         const Ints field = (Ints)scale[r][v] >> 23;  // of 1 / unit
         const Floats unit = with_exponent(254 - field);
         const Floats made = cut_to_float<wide>(sum[r][v], half[r][v]) * unit;
-        // Where all products are zeros and c is tiny, its unit may be none of float32's: c stays.
+        // If all products are zeros and c is tiny, its unit may be below float32's range: c stays.
         put_at(to, field < gpu.fraction + 254 - kNone ? made : at<Floats>(to));
       }
   }
@@ -193,7 +193,7 @@ NOTHING_THROWN void chain(const TensorCore& gpu, int64_t depth, const Factors& f
 constexpr uint32_t kNan = 0x7fffffff;
 inline bool is_endless(float f) { return !(f - f == 0); }
 
-// The same where infinities or NaNs are about: they take over what the chain has made.
+// The same with infinities or NaNs, which replace the chain's result.
 NOTHING_THROWN void chain_of_any(const TensorCore& gpu, bool wide, int64_t depth,
                                  const Factors& factors, float* state) {
   float special[kRows * kPanel];
@@ -238,9 +238,9 @@ struct Tiles {  // a block of the result: panels of groups of rows
   }
 };
 
-// What is packed of one factor: `parts` panels or groups of rows, side by side.
+// The packed data of one factor: `parts` panels or groups of rows.
 struct Packed {
-  int64_t floats, bytes;  // of a part
+  int64_t floats, bytes;  // per part
   Scratch<float> values;
   Scratch<uint8_t> exponents;
   Scratch<uint8_t> special;  // whether a part has infinities or NaNs
@@ -252,7 +252,7 @@ struct Packed {
   uint8_t* exponents_of(int64_t part) { return exponents.data + part * bytes; }
 };
 
-// One block of the result, while it is being made.
+// One block of the result during its computation.
 class Block {
  public:
   Block(const TensorCore& g, const Tiles& t, int64_t depth)
@@ -269,7 +269,7 @@ class Block {
     });
   }
 
-  // Goes on with the products [first, last) of all chains.
+  // Continues with the products [first, last) of all chains.
   void go_on(HalfMatrix a, HalfMatrix b, int64_t first, int64_t last) {
     for (int64_t k = first; k < last; k += step)
       go_on({a.data + k * a.column, a.row, a.column}, {b.data + k * b.row, b.row, b.column},
@@ -334,7 +334,7 @@ void one_block(const TensorCore& gpu, const Tiles& tiles, int64_t depth, HalfMat
   });
 }
 
-// Lanes are columns: of a and b, the one with less to fill up to whole panels gives them.
+// Lanes are columns, of a or of b, whichever needs less padding to whole panels.
 void tensor_core_product(const TensorCore& gpu, int64_t rows, int64_t columns, int64_t depth,
                          HalfMatrix a, HalfMatrix b, const float* c, FloatMatrix y) {
   if (Tiles(columns, rows).floats() < Tiles(rows, columns).floats()) {

@@ -1,4 +1,4 @@
-// What the optimizer and the gradient scaler need: masters that follow, sums of squares.
+// Synchronization of master weights, and sums of squares for the overflow check and clipping.
 #include "masters.h"
 
 namespace gluon_amp {
@@ -13,8 +13,8 @@ void follow(float* master, const Half* weight, int64_t n) {
 
 // ---- sums of squares -----------------------------------------------------------
 //
-// In float64, so that a sum is finite where all numbers are: in 16 sums whatever V's width.
-// The square of a float is exact in float64, so all instruction sets get the same bits.
+// In float64, so that a sum is finite if all numbers are; in 16 sums for any width of V. The square of a float
+// is exact in float64, so all instruction sets have the same bits.
 
 #if defined(__AVX512F__)
 struct Squares {
@@ -78,8 +78,8 @@ template <typename T> double squares_of(const T* p, int64_t n) {
   return sum;
 }
 
-// Threads sum chunks; the chunks' sums are added in their order, so that the number of threads
-// does not change the result.
+// Threads sum chunks, and the chunks' sums are added in order, so that the result does not depend on the number
+// of threads.
 template <typename T> double sum_squares(const T* p, int64_t n) {
   if (n <= kChunk) return squares_of(p, n);
   constexpr int64_t kAtATime = 1024;  // chunks
@@ -102,7 +102,7 @@ double squares_of_array(const Numbers& array) {
                     : sum_squares(static_cast<const float*>(array.data), array.n);
 }
 
-// Large arrays one after the other, each over all threads; then the small ones, each in one thread.
+// Large arrays one after the other, each with all threads; then small arrays, each in one thread.
 void squares(const Numbers* arrays, int count, double* sums) {
   int64_t in_small = 0;
   for (int i = 0; i < count; ++i) {

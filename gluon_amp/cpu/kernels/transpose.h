@@ -1,4 +1,4 @@
-// Squares of kTile x kTile floats, transposed in registers. Included by passes.cc alone.
+// Transposes tiles of kTile x kTile floats in registers. Only passes.cc includes it.
 #pragma once
 #include "vector.h"
 

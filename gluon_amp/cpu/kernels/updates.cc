@@ -1,8 +1,8 @@
-// The updates of optimizers, in one pass: weights and gradients of float16, with float32 masters and
-// states, or all of float32.
+// Fused updates of optimizers: 16-bit weights and gradients with float32 master weights and states, or all
+// float32.
 //
-// Each rule computes what MXNet's float32 update makes of the (widened) gradient, operation by
-// operation, so that masters and states are the same bit by bit.
+// Each rule has the operations of MXNet's float32 update on the (widened) gradient, in the same order, so that
+// master weights and states have the same bits.
 #include "masters.h"
 
 namespace gluon_amp {
@@ -53,8 +53,8 @@ inline V direction(V mean, V var, double epsilon, V decay) {
 
 // ---- rules -----------------------------------------------------------------------
 //
-// A rule is made for one weight. Called with some of its elements w, their gradient g and their
-// states s, it moves the states and returns the new w.
+// A rule is created for one weight. Its call with elements w, their gradient g and their states s updates the
+// states and returns the new w.
 
 struct Clip {
   V most, least;
@@ -77,7 +77,7 @@ template <int momenta> struct Sgd {
   }
 };
 
-// NAG without momentum: MXNet's sgd_update, which decays a weight by a factor of its own.
+// NAG without momentum: MXNet's sgd_update, with a separate factor for weight decay.
 struct Descent {
   static constexpr int states = 0;
   V rate, keep, scaled_rate, scale;
@@ -100,7 +100,7 @@ struct Nag {
   V operator()(V w, V g, V* s) const {
     const V kept = momentum * s[0], push = clip(scale * g);
     const V updated = w - kept + ahead * (kept - rate * (push + decay * w));
-    s[0] = kept - rate * (push + decay * updated);  // MXNet decays the new weight here
+    s[0] = kept - rate * (push + decay * updated);  // MXNet decays the updated weight
     return updated;
   }
 };
@@ -201,9 +201,9 @@ template <typename Made> void update_one(const Update& u, const UpdateSettings& 
 
 // ---- LAMB: two passes ---------------------------------------------------------------
 //
-// The first moves the states and takes the norms of the weight and of the direction that it shall
-// go; the second goes, by a rate in the proportion of the norms. It makes the direction again of
-// the states, which takes less memory than to keep it.
+// The first updates the states, and computes the norms of the weight and of the update direction. The second
+// updates the weight, with a rate in proportion to the norms. It recomputes the direction from the states, which
+// saves memory.
 
 struct Lamb {
   V decay, scale, keep1, take1, keep2, take2, mean_part, var_part;
@@ -227,8 +227,7 @@ struct Lamb {
   }
 };
 
-// MXNet adds up squares one after the other in float32, so that each sum waits for the last one:
-// two sums take the time of one.
+// MXNet sums squares sequentially in float32, which is limited by latency: two sums take the time of one.
 template <typename T> void lamb_norms(const Update& u, const UpdateSettings& settings, float* norms) {
   const Lamb rule(u, settings);
   float weights = 0, directions = 0;

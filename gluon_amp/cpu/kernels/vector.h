@@ -1,10 +1,9 @@
-// A vector of floats, V, for each instruction set, and the loops over memory made of it.
+// A vector of floats, V, for each instruction set, and vectorized loops over memory.
 //
-// A Half is a float16, or, where BFLOAT16 is defined, a bfloat16: the upper half of a float.
+// A Half is a float16 or, if BFLOAT16 is defined, a bfloat16: the upper half of a float.
 //
-// Everything here is in an unnamed namespace: each object file has its own copy. An inline
-// function that all three instruction sets shared would be merged by the linker into one of
-// them, and a processor without AVX-512 would stop at it.
+// Everything here is in an unnamed namespace, so that each object file has its own copy. The linker would merge
+// an inline function of all instruction sets into one copy, which may have AVX-512 instructions.
 #pragma once
 #include <omp.h>
 
@@ -15,7 +14,7 @@
 #if defined(__AVX512F__) || defined(__F16C__)
 #ifdef __clang__
 #include <immintrin.h>
-#else  // GCC 12 warns of its own header wherever it is used
+#else  // GCC 12 warns about its own header
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wuninitialized"
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
@@ -29,7 +28,7 @@
 namespace gluon_amp {
 namespace ISA {
 
-// Each file of kernels fills in its part of the table.
+// Each file of kernels sets its part of the table.
 void add_passes(Kernels* table) noexcept;
 void add_elementwise(Kernels* table) noexcept;
 void add_batch_norm(Kernels* table) noexcept;
@@ -41,7 +40,7 @@ void add_tensor_core(Kernels* table) noexcept;
 void add_updates(Kernels* table) noexcept;
 void add_counts(Kernels* table) noexcept;
 
-// Rounds n numbers of an array, from place `first` on, to a grid, on this thread (passes.cc).
+// Rounds n numbers of an array, from index `first` on, to a grid, on this thread (passes.cc).
 void round_some(const Grid& grid, const float* from, float* to, int64_t n, int64_t first);
 
 namespace {
@@ -52,8 +51,8 @@ inline int64_t parts_of(int64_t n, int64_t part) { return (n + part - 1) / part;
 
 // ---- vectors -----------------------------------------------------------------
 //
-// Loads and stores take what they touch as their last argument: Whole() is W elements, Part(n)
-// the first n < W; a load fills the other lanes with 0.
+// The last argument of loads and stores selects lanes: Whole() is W elements, Part(n) the first n < W; a load sets
+// the other lanes to 0.
 
 struct Whole {};
 
@@ -96,7 +95,7 @@ inline void store(Half* p, V v, Whole) {
 inline void store(Half* p, V v, Part part) { _mm256_mask_storeu_epi16(p, part.mask, halves(v)); }
 inline V half_grid(V v) { return widened(halves(v)); }
 inline V splat(float s) { return _mm512_set1_ps(s); }
-// v in the lanes that are there, else `otherwise`
+// v in the selected lanes, else `otherwise`
 inline V only(V v, Part part, V otherwise = splat(0)) {
   return _mm512_mask_mov_ps(otherwise, part.mask, v);
 }
@@ -119,11 +118,11 @@ inline V above(V g, V z, V lo) {
   return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(z, lo, _CMP_NLE_UQ), g);
 }
 inline V magnitude(V v) { return _mm512_abs_ps(v); }
-inline float highest(V v) { return _mm512_reduce_max_ps(v); }  // of the lanes
-inline int zeros_in(V v) {                                     // how many of them are 0
+inline float highest(V v) { return _mm512_reduce_max_ps(v); }  // the largest lane
+inline int zeros_in(V v) {                                     // the number of zero lanes
   return __builtin_popcount(_mm512_cmp_ps_mask(v, splat(0), _CMP_EQ_OQ));
 }
-inline double total(V v) {                                     // their sum, in double
+inline double total(V v) {                                     // the sum of lanes, in double
   return _mm512_reduce_add_pd(
       _mm512_add_pd(_mm512_cvtps_pd(_mm512_castps512_ps256(v)),
                     _mm512_cvtps_pd(_mm512_extractf32x8_ps(v, 1))));
@@ -168,7 +167,7 @@ inline V load(const Half* p, Whole) {
 inline V load(const float* p, Part part) {
   return _mm256_maskload_ps(p, first_of_8(part.count));
 }
-// Two halves at a time, as integers; then the last one, if their number is odd.
+// Loads two halves at a time, as integers; then the last one, if their number is odd.
 inline V load(const Half* p, Part part) {
   __m128i v = _mm_maskload_epi32(reinterpret_cast<const int*>(p), first_of_4(part.count / 2));
   if (part.count & 1) {
@@ -233,7 +232,7 @@ inline double total(V v) {
 
 using V = float;
 constexpr int64_t W = 1;
-struct Part {  // of a vector of one element: nothing, so no loop makes one
+struct Part {  // unused: a vector of one element has no parts
   explicit Part(int64_t) {}
 };
 inline int64_t count_of(Part) { return 0; }
@@ -248,8 +247,8 @@ inline Half half_of(float f) {
 }
 inline float float_of_half(Half h) { return float_of(static_cast<uint32_t>(h) << 16); }
 #else
-// Both conversions compute all cases and then choose: without branches the compiler can do
-// several at a time. The comparisons are of positive integers, signed as SSE2 has them.
+// Both conversions compute all cases and then select, without branches, so that the compiler can vectorize them.
+// The comparisons are of positive signed integers, as SSE2 requires.
 inline Half half_of(float f) {
   const int32_t u = static_cast<int32_t>(bits_of(f) & 0x7fffffffu);
   const int32_t normal = (u + 0xfff + (u >> 13 & 1) - 0x38000000) >> 13;  // ties to even
@@ -306,7 +305,7 @@ inline V float_of(U u) { return (V)u; }
 
 // ---- sums --------------------------------------------------------------------
 //
-// Sum gathers up to some thousand values: V in its lanes, but where V is one float a double.
+// Sum accumulates up to some thousand values: in the lanes of V or, if V is one float, in a double.
 
 #if defined(__AVX512F__)
 using Sum = V;
@@ -320,7 +319,7 @@ inline double total(Sum sum) { return sum; }
 inline Sum plus_product(Sum sum, V a, V b) { return sum + static_cast<double>(a) * b; }
 #endif
 
-// n sums, each in parts that take turns, so that an addition need not wait for the last one
+// n sums, each in parts that take turns, so that additions are independent
 template <int n, int turns = 2> struct Sums {
   Sum part[turns][n];
   void add(int turn, V a) { part[turn][0] = part[turn][0] + a; }
@@ -333,8 +332,8 @@ template <int n, int turns = 2> struct Sums {
 
 // ---- grids -------------------------------------------------------------------
 
-// T is the type of the tensors; `stored` does what a store of V as T does not do; `tiny` is the
-// largest number that is rounded to 0.
+// T is the type of the tensors; `stored` is the rounding that a store of V as T does not do; `tiny` is the largest
+// number that is rounded to 0.
 struct HalfGrid {
   using T = Half;
 #ifdef BFLOAT16
@@ -353,13 +352,13 @@ struct NoGrid {
 };
 
 template <typename F> inline void with_grid(bool in_halves, F f) {
-#ifndef BFLOAT16  // code for floats stands in float16's table
+#ifndef BFLOAT16  // functions on floats are in float16's table
   if (!in_halves) return f(NoGrid());
 #endif
   if (in_halves) f(HalfGrid());
 }
 
-// Yes or No for `add` below, where a loop of its own for each is worth its code.
+// Yes or No for `add` below, if a separate loop for each is worth its code size.
 struct Yes { constexpr operator bool() const { return true; } };
 struct No { constexpr operator bool() const { return false; } };
 template <typename F> inline void with_add(Write write, F f) {
@@ -381,16 +380,16 @@ inline void put(float* to, double v, Write write) {
 
 // ---- loops -------------------------------------------------------------------
 
-constexpr int64_t kChunk = 4096;          // elements that a thread takes at a time
+constexpr int64_t kChunk = 4096;          // elements per task
 
-// f(i, Whole()) for each vector of [begin, end), and f(i, Part(n)) for what is left
+// calls f(i, Whole()) for each vector of [begin, end), and f(i, Part(n)) for the rest
 template <typename F> inline void each(int64_t begin, int64_t end, F f) {
   int64_t i = begin;
   for (; i + W <= end; i += W) f(i, Whole());
   if (W > 1 && i < end) f(i, Part(end - i));
 }
 
-// The same; the third argument of f is 0 or 1 in turn: which of two sums to add to.
+// The same; the third argument of f is 0 or 1 in turn: the index of one of two sums.
 template <typename F> inline void each_in_turn(int64_t begin, int64_t length, Part part, F f) {
   int64_t i = begin;
   const int64_t whole = length / W * W, end = begin + whole;
@@ -402,14 +401,14 @@ template <typename F> inline void each_in_turn(int64_t begin, int64_t length, Pa
   if (W > 1 && whole < length) f(end, part, 1);
 }
 
-// f(arguments...), for the bodies of parallel loops. Told that nothing is thrown, the compiler
-// leaves its apparatus for that away, and with it a symbol that the linker would merge.
+// Calls f(arguments...) in the bodies of parallel loops. With nothrow, the compiler leaves out exception handling,
+// and with it a symbol that the linker would merge.
 template <typename F, typename... A>
 __attribute__((nothrow)) inline void run(const F& f, A... arguments) {
   f(arguments...);
 }
 
-// f(begin, end) for the chunks of n elements, over all threads
+// calls f(begin, end) for the chunks of n elements, over all threads
 template <typename F> inline void chunks(int64_t n, F f) {
   if (n < kWorthThreads) {
     if (n > 0) f(int64_t{0}, n);
@@ -419,12 +418,12 @@ template <typename F> inline void chunks(int64_t n, F f) {
   for (int64_t i = 0; i < n; i += kChunk) run(f, i, least(i + kChunk, n));
 }
 
-// f(i, lanes) for the vectors of n elements, over all threads
+// calls f(i, lanes) for the vectors of n elements, over all threads
 template <typename F> inline void vectors(int64_t n, F f) {
   chunks(n, [=](int64_t begin, int64_t end) { each(begin, end, f); });
 }
 
-// Memory for one call.
+// Scratch memory for one call.
 template <typename T> struct Scratch {
   T* data;
   explicit Scratch(int64_t n) : data(static_cast<T*>(std::malloc((n + 1) * sizeof(T)))) {
