@@ -1,5 +1,5 @@
-// Makes attributes through MXNet's C API, since NodeAttrs must not be copied here (native.h, 2).
-// They are never edited in place: graphs and threads share them.
+// Creates attributes through MXNet's C API, because NodeAttrs must not be copied here (native.h, 2).
+// They are never changed in place: graphs and threads share them.
 #include "attributes.h"
 
 #include <errno.h>
@@ -21,8 +21,8 @@ bool is_constant(const Operator& of, const std::string& key) {
   return constants().count(key) || constants().count(of.op->name + "." + key);
 }
 
-// A constant rounded to a 16-bit type, without an exponent, which MXNet reads a rounding off; empty where
-// that changes nothing or the text is no number.
+// A constant rounded to a 16-bit type, in decimal without an exponent, which MXNet parses with an error; empty
+// if that changes nothing or the text is not a number.
 std::string rounded(const std::string& text, int type) {
   static const locale_t c = newlocale(LC_ALL_MASK, "C", nullptr);
   char* end;
@@ -41,7 +41,7 @@ std::string rounded(const std::string& text, int type) {
   return digits;
 }
 
-// What nan_to_num writes for an infinity where the caller gives no number: the type's own limit.
+// The default with which nan_to_num replaces an infinity: the type's largest number.
 const char* limit(const Operator& of, const std::string& key, int type) {
   if (of.op->name != "_npi_nan_to_num") return nullptr;
   const bool bfloat16 = type == mshadow::kBfloat16;
@@ -49,17 +49,17 @@ const char* limit(const Operator& of, const std::string& key, int type) {
          : key == "neginf" ? (bfloat16 ? "-338953138925153547590470800371487866880" : "-65504") : nullptr;
 }
 
-// What stands for an attribute in code for a 16-bit type; empty where the text does.
+// The replacement of an attribute for a 16-bit type; empty if the attribute does not change.
 std::string substitute(const Operator& of, const std::string& key, const std::string& text, int type) {
   if (limit(of, key, type) && text == "None") return limit(of, key, type);
   if (key == "dtype" && (text == "float16" || text == "bfloat16") && !of.casts) return "float32";
   if (!is_constant(of, key)) return "";
   const std::string made = rounded(text, type);
-  const auto at = made.find("inf");  // which nan_to_num's parser refuses: a number beyond float32
+  const auto at = made.find("inf");  // nan_to_num's parser refuses it: use a number beyond float32
   return of.op->name == "_npi_nan_to_num" && at != std::string::npos ? made.substr(0, at) + "1e39" : made;
 }
 
-// The attributes for a 16-bit type; whether any differs.
+// Computes the attributes for a 16-bit type; returns whether any differs.
 bool change(const Operator& of, const NodeAttrs& attrs, int type, Attributes::Texts* texts) {
   bool changed = false;
   for (const auto& item : attrs.dict) {
@@ -75,7 +75,7 @@ bool change(const Operator& of, const NodeAttrs& attrs, int type, Attributes::Te
   return changed;
 }
 
-// Substitutes by operator and attributes, for as long as somebody holds them or there are few.
+// A cache of replacements by operator and attributes, kept while referenced or while there are few.
 constexpr size_t kMost = 1000;
 struct Cache {
   std::mutex lock;

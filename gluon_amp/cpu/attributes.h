@@ -1,4 +1,4 @@
-// Attributes of a node outside of its graph, and with constants as float16 code has them.
+// Copies of a node's attributes, also with constants rounded to a 16-bit type.
 #pragma once
 #include "engine.h"
 
@@ -17,14 +17,14 @@ class Attributes {
   void* symbol_ = nullptr;
 };
 
-// A copy for as long as it is held; `half`: kNoHalf, or the type that constants and `dtype` are for, as below.
+// A copy, which lives while it is referenced; `half`: kNoHalf, or the 16-bit type of constants, as below.
 std::shared_ptr<const Attributes> keep(const Operator& of, const NodeAttrs& attrs, int half);
 
-// What an operator on arrays of a 16-bit type runs with: its constants rounded to that type, as a GPU's
-// code has them, and `dtype` float32, since MXNet's float32 code runs. Null where nothing differs.
+// The attributes of an operator on arrays of a 16-bit type: constants are rounded to that type, as on a GPU,
+// and `dtype` is float32, because MXNet's float32 code runs. Null if nothing differs.
 std::shared_ptr<const Attributes> in_halves(const Operator& of, const NodeAttrs& attrs, int half);
 
-// The attributes that hold constants; "_arange.start": of that operator only.
+// Sets the names of attributes with constants; "_arange.start" is for that operator only.
 void set_constants(int count, const char** names);
 
 }  // namespace gluon_amp

@@ -1,11 +1,11 @@
 // RNN, LSTM and GRU of bfloat16 arrays, forward and backward.
 //
-// What products read is bfloat16: data, weights, the state before each step, and the gradients of the gates'
-// sums. Their sums, the gates, an LSTM's cells and what a GRU carries from step to step are float32, and so are
-// gradients until they are written. Products of all steps at once stand before or behind the loop over time.
+// Products read bfloat16: data, weights, the state before each step, and the gradients of the gates' sums.
+// Their results, the gates, an LSTM's cells and a GRU's carried state are float32, and so are gradients until
+// they are written. Products over all steps run before or after the loop over time.
 //
-// States and cells of a direction are slots in the order of time, one more than steps: forward, step t reads slot t
-// and makes slot t + 1; backward in time, it reads slot t + 1 and makes slot t.
+// States and cells of a direction are slots in the order of time, one more than steps: forward in time, step t
+// reads slot t and writes slot t + 1; backward in time, it reads slot t + 1 and writes slot t.
 #include <algorithm>
 
 #include "onednn.h"
@@ -16,7 +16,7 @@ namespace {
 
 Half* lease_halves(Lease* lease, int64_t n) { return reinterpret_cast<Half*>(lease->memory((n + 1) / 2)); }
 
-// The float32 products of a weight, (outputs, inputs), for one call: oneDNN's, else MXNet's of widened numbers.
+// The float32 products of a weight, (outputs, inputs), for one call: by oneDNN, or by MXNet on widened numbers.
 class Weight {
  public:
   Weight(const OpContext& context, const Half* numbers, int64_t outputs, int64_t inputs)
@@ -61,7 +61,7 @@ class Weight {
   const float* wide_ = nullptr;
 };
 
-struct Kept {  // of one direction of a layer, for its backward pass
+struct Kept {  // data of one direction of a layer for its backward pass
   float *gates, *cells, *inside;
   Half* states;
 };
@@ -75,7 +75,7 @@ struct Bfloat16Rnn::Layers : RnnShape {
 
   const bool drops;
   const RnnMode code;
-  std::unique_ptr<Lease> lease;      // of what the forward pass keeps
+  std::unique_ptr<Lease> lease;      // of the data for the backward pass
   std::vector<Kept> kept;            // for each direction of each layer
   std::vector<const Half*> inputs;   // of each layer but the first
 
@@ -151,7 +151,7 @@ void Bfloat16Rnn::Layers::forward(const Call& call) {
   }
 }
 
-// Reads data, parameters, state, output, its gradient; [state's output, its gradient]; of an lstm the cell,
+// Reads data, parameters, state, output, its gradient; [state's output, its gradient]; for an LSTM the cell,
 // [its output, its gradient].
 void Bfloat16Rnn::Layers::backward(const Call& call) {
   const TBlob& data = call.in[0];
@@ -168,7 +168,7 @@ void Bfloat16Rnn::Layers::backward(const Call& call) {
   };
   float* const dstates = state_gradient(with_states, 6);
   float* const dcells = code == kLstm ? state_gradient(with_states, 9) : nullptr;
-  // Outputs may have the memory of inputs: they are written when all has been read.
+  // Outputs may share memory with inputs, so they are written after all reads.
   const bool wants_params = call.write(1) != kNothing;
   Half* const dparams = wants_params ? lease_halves(&lease, size(call.in[1])) : nullptr;
   const Half* dy = halves(call.in[4]);

@@ -1,18 +1,17 @@
-// Arithmetic between arrays of different shapes, as in the product of a squeeze-excitation, and the
-// sums that are its gradients. MXNet's code looks for the place of each number anew.
+// Broadcasting arithmetic, as in the product of a squeeze-excitation block, and its gradients, which are sums.
+// MXNet's code computes the index of each number from scratch.
 #include "own.h"
 
 namespace gluon_amp {
 namespace {
 
-// Neighbouring axes of an array, as one: how many numbers, and how far apart those lie in two arrays
-// that are read along; 0 where one number serves them all.
+// Adjacent axes of an array, merged: their size, and the strides in the two arrays that are read; 0 for a
+// broadcast number.
 struct Run {
   int64_t size, steps[2];
 };
 
-// The axes of `whole`, from the last to the first, for two arrays whose axes are as long, or 1, or
-// are not there.
+// The axes of `whole`, from the last to the first, for two arrays that broadcast to it.
 std::vector<Run> runs_of(const TBlob& x, const TBlob& y, const TBlob& whole) {
   std::vector<Run> made;
   const TBlob* const arrays[] = {&x, &y};
@@ -36,7 +35,7 @@ std::vector<Run> runs_of(const TBlob& x, const TBlob& y, const TBlob& whole) {
   return made;
 }
 
-// Where number `i` lies in array k.
+// The offset of number `i` in array k.
 int64_t place(const std::vector<Run>& runs, int64_t i, int k) {
   int64_t at = 0;
   for (const Run& run : runs) {
@@ -46,7 +45,7 @@ int64_t place(const std::vector<Run>& runs, int64_t i, int k) {
   return at;
 }
 
-// Whether rows are long enough for a kernel's call for each.
+// Whether rows are long enough for one kernel call each.
 bool pays(const std::vector<Run>& runs) { return runs.size() == 1 || runs.front().size >= 8; }
 
 const auto& unary_of(const Kernels* of, const Half*) { return of->unary; }
@@ -61,7 +60,7 @@ float wide(const Kernels* of, Half number) {
 }
 float wide(const Kernels*, float number) { return number; }
 
-// One row, of which one number of x or of y serves all.
+// One row; x or y may be a single number.
 template <class T>
 void map_row(const Kernels* of, Binary f, bool one_x, const T* x, const T* y, T* to, int64_t n,
              Write write) {
@@ -98,12 +97,12 @@ template <Binary f>
 bool broadcast(const Call& call) {
   const TBlob &x = call.in[0], &y = call.in[1], &to = call.out[0];
   if (all_half(call)) return map_rows<Half>(f, x, y, to, call.write(0));
-  // products with one number, a loss scale, have the bits of MXNet's code
+  // products with one number, a loss scale, must have the bits of MXNet's code
   const bool scales = f == kProduct && size(y) == 1 && is_float(x) && is_float(y) && is_float(to);
   return scales || all_float(call) ? map_rows<float>(f, x, y, to, call.write(0)) : false;
 }
 
-// The sums of g, or of g * x where there is an x as large, over the axes that `to` does not have.
+// The sums of g, or of g * x if there is an x of the same size, over the axes that `to` lacks.
 class Sums {
  public:
   Sums(const TBlob& g, const TBlob* x, const TBlob& to)
@@ -118,7 +117,7 @@ class Sums {
   void write(float sign, const TBlob& to, Write write) const {
     Lease lease;
     float* const sums = lease.memory(n_);
-    const bool along = row_.steps[0] == 0;  // a row has one sum; else each of its columns has
+    const bool along = row_.steps[0] == 0;  // one sum for a row, or else one for each column
     const int64_t tasks = along ? n_ : n_ / row_.size * strips();
     for_all(tasks, repeats_ * n_ * (along ? row_.size : 1),
             [&](int64_t i) { along ? sum_rows(i, sums) : sum_columns(i, sums); });
@@ -169,8 +168,8 @@ class Sums {
   int64_t repeats_ = 1;
 };
 
-// The gradients of x and y. Sums come first and x's at the end, since it may lie where the one above
-// it does.
+// The gradients of x and y. Sums are first and x's gradient is last, because it may share memory with the
+// head gradient.
 template <Binary f>
 bool gradient(const Call& call) {  // gradient; of a product x and y, too
   const TBlob& g = call.in[0];

@@ -1,4 +1,4 @@
-// Operators that move values and have code of their own: copies, casts, splits, concatenations.
+// Hand-written kernels that copy values: copies, casts, splits, concatenations.
 #include <algorithm>
 #include <cstring>
 #include <numeric>
@@ -8,11 +8,11 @@
 namespace gluon_amp {
 namespace {
 
-// The input to each of the outputs: the gradient of an addition.
+// Copies the input to each output: the gradient of an addition.
 bool copies(const Call& call) {
   if (!all_half(call)) return false;
   const Half* from = halves(call.in[0]);
-  // an output in the input's place is written last
+  // an output that shares memory with the input is written last
   for (bool in_place : {false, true})
     for (size_t i = 0; i < call.out.size(); ++i) {
       Half* to = halves(call.out[i]);
@@ -24,7 +24,7 @@ bool copies(const Call& call) {
   return true;
 }
 
-// A float32 array that is rounded on its way in or out: in one pass.
+// A cast that rounds a float32 array before or after, in one pass.
 bool rounding_cast(const Call& call) {
   const TBlob &from = call.in[0], &to = call.out[0];
   if (!is_float(from) || !is_float(to) || call.write(0) != kStore) return false;
@@ -47,19 +47,19 @@ bool cast(const Call& call) {
   return true;
 }
 
-// The input that has indices, of which MXNet's code reads the values.
+// The index of the input with indices, whose values MXNet's code reads.
 size_t place_of_indices(const Operator& of) {
   const std::string& name = of.op->name;
   return name == "Embedding" ? 0 : name == "take" || name == "gather_nd" ? 1 : size_t(-1);
 }
 
-// MXNet's own code only moves values; it does so with halves, too. Some of it has errors for bfloat16
-// alone, so that it moves these as float16.
+// Runs MXNet's code on halves, for operators that only copy values. Some of that code is wrong for bfloat16,
+// so bfloat16 arrays are passed as float16.
 bool as_it_is(const Call& call) {
   std::vector<OpReqType> req = call.req;
   for (size_t i = 0; i < call.out.size(); ++i) {
     if (req[i] == mxnet::kWriteInplace) req[i] = mxnet::kWriteTo;
-    if (!is_half(call.out[i]) || req[i] == mxnet::kAddTo) return false;  // some of it never adds
+    if (!is_half(call.out[i]) || req[i] == mxnet::kAddTo) return false;  // not all of it supports kAddTo
     for (auto& from : call.in)
       if (from.dptr_ == call.out[i].dptr_) return false;
   }
@@ -80,12 +80,12 @@ bool as_it_is(const Call& call) {
   return true;
 }
 
-// An axis of the result of a transpose: its size, and how far apart its numbers lie before and after.
+// An axis of the result of a transpose: its size, and its strides before and after.
 struct Axis {
   int64_t size, from, to;
 };
 
-// Those that have to be walked one by one: neighbours that stay neighbours are one.
+// The axes of a transpose; axes that stay adjacent are merged.
 std::vector<Axis> transposed_axes(const mxnet::TShape& shape, const std::vector<int64_t>& order) {
   std::vector<int64_t> step(shape.ndim(), 1);
   for (int i = shape.ndim() - 1; i-- > 0;) step[i] = step[i + 1] * shape[i + 1];
@@ -105,8 +105,8 @@ std::vector<Axis> transposed_axes(const mxnet::TShape& shape, const std::vector<
 
 constexpr int64_t kSquare = 32;
 
-// The numbers from `begin` to `end` of one axis, each with its row: as it is, or read in squares,
-// which stay in the cache.
+// Transposes the indices from `begin` to `end` of one axis: row by row, or in square tiles that stay in the
+// cache.
 template <class T>
 void copy_transposed(const T* from, T* to, const Axis& axis, int64_t begin, int64_t end,
                      const Axis& row) {
@@ -121,7 +121,7 @@ void copy_transposed(const T* from, T* to, const Axis& axis, int64_t begin, int6
         to[i * axis.to + k] = from[i * axis.from + k * row.from];
 }
 
-// All numbers of an array of this shape, with its axes in this order.
+// Transposes an array of this shape to this order of axes.
 template <class T>
 void copy_transposed(const T* all, T* made, const mxnet::TShape& shape,
                      const std::vector<int64_t>& order) {
@@ -130,7 +130,7 @@ void copy_transposed(const T* all, T* made, const mxnet::TShape& shape,
   std::vector<Axis> axes = transposed_axes(shape, order);
   const Axis row = axes.back();
   axes.pop_back();
-  Axis square{1, 0, 0};  // the other axis of squares: the one before, or what was rows
+  Axis square{1, 0, 0};  // the other axis of tiles: the previous one, or that of the input's rows
   if (!axes.empty()) {
     auto found = std::prev(axes.end());
     while (row.from != 1 && found->from != 1) --found;
@@ -152,7 +152,7 @@ void copy_transposed(const T* all, T* made, const mxnet::TShape& shape,
   });
 }
 
-// MXNet's code takes up to nine times as long.
+// MXNet's code is up to nine times slower.
 bool transpose(const Call& call) {
   const TBlob& in = call.in[0];
   if (!all_half(call) || call.write(0) != kStore || in.dptr_ == call.out[0].dptr_)
@@ -169,14 +169,14 @@ void copy_row(const Kernels* of, const Half* from, Half* to, int64_t width, Writ
   else of->sum(&from, 1, to, width, kAdd);
 }
 
-// Rows from one place to another; steps: from one row to the next.
+// Copies rows; steps: the strides of rows.
 void copy_rows(const Kernels* of, const Half* from, int64_t from_step, Half* to, int64_t to_step,
                int64_t rows, int64_t width, Write write) {
   for_all(rows, rows * width,
           [=](int64_t i) { copy_row(of, from + i * from_step, to + i * to_step, width, write); });
 }
 
-// How many rows a concatenation consists of: the product of the sizes before its axis.
+// The number of rows of a concatenation: the product of the sizes before its axis.
 int64_t rows_of(const Call& call, const char* key, const mxnet::TShape& whole) {
   int axis = static_cast<int>(number(call.attrs, key, 1));
   if (axis < 0) axis += whole.ndim();
@@ -185,7 +185,7 @@ int64_t rows_of(const Call& call, const char* key, const mxnet::TShape& whole) {
   return rows;
 }
 
-// All inputs side by side in the one output: a concatenation, or the gradient of a split.
+// Concatenates all inputs: a concatenation, or the gradient of a split.
 void join(const Call& call, int64_t rows) {
   for_all(rows, size(call.out[0]), [&](int64_t row) {
     Half* to = halves(call.out[0]) + row * (size(call.out[0]) / rows);
@@ -197,7 +197,7 @@ void join(const Call& call, int64_t rows) {
   });
 }
 
-// Part of an axis, and the gradient of that: zeros around.
+// A slice of an axis, and its gradient, which is padded with zeros.
 bool slice_axis(const Call& call, const TBlob& whole, const TBlob& some, bool backward) {
   if (!all_half(call) || size(some) == 0 || call.in[0].dptr_ == call.out[0].dptr_) return false;
   const int64_t rows = rows_of(call, "axis", whole.shape_), step = size(whole) / rows;
@@ -225,7 +225,7 @@ bool slice_axis_gradient(const Call& call) {
   return slice_axis(call, call.out[0], call.in[0], true) || as_it_is(call);
 }
 
-// The first input in pieces, one for each output: a split, or the gradient of a concatenation.
+// Splits the first input into the outputs: a split, or the gradient of a concatenation.
 void part(const Call& call, int64_t rows) {
   for_all(rows, size(call.in[0]), [&](int64_t row) {
     const Half* from = halves(call.in[0]) + row * (size(call.in[0]) / rows);
@@ -250,7 +250,7 @@ bool parts(const Call& call, const char* axis) {
 
 bool concat(const Call& call) { return all_half(call) && joins(call, "dim"); }
 bool concat_gradient(const Call& call) { return parts(call, "dim"); }  // of the first input
-// MXNet's code for these has a state, so the generic operator does not run in their place.
+// MXNet's code for these is stateful, so the generic operator cannot replace it.
 bool split(const Call& call) {
   if (is_half(call.in[0])) return parts(call, "axis");
   const int64_t rows = rows_of(call, "axis", call.in[0].shape_);
@@ -286,7 +286,7 @@ void swap_axes(const TBlob& x, T* to, const std::vector<int64_t>& order) {
   copy_transposed(static_cast<const T*>(x.dptr_), to, x.shape_, order);
 }
 
-// Of whole numbers, or float64: in a network that is looked into.
+// For integers or float64, in an X-ray.
 void swap_other_axes(const Call& call, const std::vector<int64_t>& order) {
   const TBlob &x = call.in[0], &y = call.out[0];
   const size_t bytes = mshadow::mshadow_sizeof(x.type_flag_);
@@ -304,7 +304,7 @@ void swap_other_axes(const Call& call, const std::vector<int64_t>& order) {
   }
 }
 
-// Nor does the generic operator run in its place: MXNet's code has a state.
+// MXNet's code is stateful here too.
 bool swap_axes(const Call& call) {
   const TBlob &x = call.in[0], &y = call.out[0];
   if (call.write(0) == kNothing) return true;

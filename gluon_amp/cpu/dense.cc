@@ -1,5 +1,5 @@
-// Dense layers: of many rows some rows at a time, of few rows and large weights, or of many more outputs
-// than inputs, some of the weights, so that float32 scratch stays small, and in the cache.
+// Dense layers, blocked by rows; with few rows and large weights, or with many more outputs than inputs,
+// blocked by outputs. So float32 scratch stays small and in the cache.
 #include "onednn.h"
 #include "pieces.h"
 #include "watch.h"
@@ -7,8 +7,8 @@
 namespace gluon_amp {
 namespace {
 
-constexpr int64_t kPiece = int64_t(1) << 20;  // floats of data that a piece may have: 4 MB
-constexpr int64_t kHalf = int64_t(1) << 16;  // of half of a prediction's, if that is to be a piece
+constexpr int64_t kPiece = int64_t(1) << 20;  // the most floats of data in a piece: 4 MB
+constexpr int64_t kHalf = int64_t(1) << 16;  // the least floats of a piece that is half of a prediction
 
 NDArray widened_rows(const NDArray& holder, const TBlob& piece) {
   if (is_float(piece)) return NDArray(piece, 0);
@@ -23,10 +23,10 @@ bool run_dense(const Call& call, bool backward) {
   const TBlob& weight = call.in[backward ? 2 : 1];
   if (!data_half(call, backward) || !call.of.compute_ex || size(x) == 0 || size(y) == 0) return false;
   const int64_t per_y = weight.shape_[0], per_x = weight.shape_[1], rows = size(x) / per_x;
-  // oneDNN may rearrange the weight for each piece: a piece has more data than there are weights
+  // oneDNN may reorder the weight for each piece, so a piece has more data than there are weights
   int64_t some = std::max(kPiece / ((backward ? 2 : 1) * per_x + per_y),
                           2 * size(weight) / (per_x + per_y));
-  // predictions keep nothing, so that their memory is mostly scratch
+  // predictions save nothing for a backward pass, so their memory is mostly scratch
   const int64_t half = (rows + 1) / 2;
   if (some >= rows && !call.context.is_train &&
       half * (per_x + per_y) >= std::max(kHalf, 4 * size(weight)))
@@ -41,34 +41,34 @@ bool run_dense(const Call& call, bool backward) {
 
 constexpr int64_t kWeights = int64_t(1) << 18;  // floats of a piece of the weight: 1 MB
 constexpr int64_t kFewRows = 256;
-constexpr int64_t kOutputs = 64;  // of a piece: multiples, else oneDNN takes up to three times as long
+constexpr int64_t kOutputs = 64;  // the outputs of a piece are a multiple: oneDNN is up to 3 times slower else
 
-// Some outputs of the layer at a time. Each has a row of the weight, and a column of y.
+// Runs pieces of the outputs: rows of the weight, and columns of y.
 bool run_by_outputs(const Call& call, bool backward) {
   const size_t first_param = backward ? 2 : 1;
   const TBlob &x = call.in[first_param - 1], &weight = call.in[first_param];
   if (!data_half(call, backward) || !call.of.compute_ex || size(x) == 0 || size(weight) == 0) return false;
   const int64_t high = weight.shape_[0], wide = weight.shape_[1], rows = size(x) / wide;
-  // many rows: where the result is large beside what all pieces read, as over a vocabulary
+  // many rows: if the result is large compared to the inputs of all pieces, as for a vocabulary
   const bool few = rows <= kFewRows;
   if (!few && (high < 4 * wide || size(x) > kPiece)) return false;
   const int64_t pieces = few ? size(weight) / kWeights : (size(weight) + rows * high) / kPiece;
   if (pieces < 2 || high < pieces) return false;
-  // backward, each piece adds to the gradient of x: it has more weights than that has numbers
+  // backward, each piece adds to the gradient of x, so it has more weights than x has numbers
   const int64_t least = std::max((high + pieces - 1) / pieces, backward && few ? 2 * rows : 0);
   const int64_t some = (least + kOutputs - 1) / kOutputs * kOutputs;
   if (some >= high) return false;
   const std::lock_guard<std::mutex> mine(turn());
   Lease lease;
   OpContext context = call.context;
-  context.is_train = true;  // else MXNet reorders our scratch later, on its engine
+  context.is_train = true;  // in predictions MXNet would reorder our scratch in a later task
   const NDArray all_x = widened_rows(lease.array({rows, wide}), part(x, 0, {rows, wide}));
   NDArray dx = backward ? lease.array({rows, wide}) : all_x;
   for (int64_t first = 0; first < high; first += some) {
     const int64_t n = std::min(some, high - first);
     Lease own;
     NDArray y = own.array({rows, n});
-    // of the weight, and of the bias
+    // of the weight or of the bias
     const auto piece = [=](const TBlob& all, bool weights) {
       return weights ? part(all, first * wide, {n, wide}) : part(all, first, mxnet::TShape(1, n));
     };

@@ -1,9 +1,9 @@
 // Dispatches MXNet's operators on type.
 //
-// The CPU functions of an operator X of MXNet are replaced by ones that run the engine where an
-// input or output is float16 or bfloat16, or where the node has a setting of ours, and MXNet's function
-// otherwise. Arrays of another storage than the default always go to MXNet's function. Attributes
-// that CPUs and GPUs share are wrapped only where a setting or one of MXNet's defects needs it.
+// The CPU functions of MXNet's operators are replaced. The new functions run the engine if an input or output
+// is float16 or bfloat16, or if the node has a setting, and MXNet's function otherwise. Sparse arrays always
+// go to MXNet's function. Operator attributes that CPUs and GPUs share are wrapped only if a setting or a
+// defect of MXNet requires it.
 #include <algorithm>
 #include <set>
 
@@ -25,7 +25,7 @@ std::map<const nnvm::Op*, const Operator*> dispatched;
 int type_of(const TBlob& array) { return array.type_flag_; }
 int type_of(const NDArray& array) { return array.dtype(); }
 
-// The 16-bit type of some array, or kNoHalf.
+// The 16-bit type of any array, or kNoHalf.
 template <class T>
 int half_of(const std::vector<T>& in, const std::vector<T>& out) {
   int found = kNoHalf;
@@ -35,7 +35,7 @@ int half_of(const std::vector<T>& in, const std::vector<T>& out) {
   return found;
 }
 
-// MXNet's code moves float16 numbers as fast, so only a setting makes the engine run an operator that does.
+// MXNet's code copies float16 values as fast, so the engine runs such operators only with a setting.
 bool taken(const Operator& of, const NodeAttrs& attrs, int half) {
   return half == mshadow::kBfloat16 || (half != kNoHalf && !of.moves) || has_setting(attrs);
 }
@@ -46,8 +46,8 @@ bool all_dense(const std::vector<NDArray>& arrays) {
   });
 }
 
-// Arrays in MXNet's plain layout. Inputs in oneDNN's blocks are copied; so are outputs that are added
-// to, and the copy replaces what they hold.
+// Arrays in the plain layout. Inputs in oneDNN's blocked layout are copied, and so are outputs with kAddTo,
+// whose data the copy replaces.
 std::vector<TBlob> plain(const std::vector<NDArray>& in, std::vector<NDArray>* copies) {
   std::vector<TBlob> made;
   for (const NDArray& array : in) {
@@ -72,7 +72,7 @@ std::vector<TBlob> plain_outputs(const std::vector<NDArray>& out, const std::vec
   return made;
 }
 
-// Whether an output has the memory of an input that the code of its own still reads.
+// Whether an output shares memory with an input that the hand-written kernel still reads.
 bool overlaps(const Call& call, const OwnCode& own) {
   if (own.places == kAnyPlace) return false;
   const auto begin = [](const TBlob& array) { return static_cast<const char*>(array.dptr_); };
@@ -89,7 +89,7 @@ bool overlaps(const Call& call, const OwnCode& own) {
   return false;
 }
 
-// Runs an operator's code of its own where it has some for this case, else `generic`.
+// Runs an operator's hand-written kernel if it supports this case, else `generic`.
 template <class F>
 void run_engine(const Call& call, const Watch& watch, F generic) {
   const Operator& of = call.of;
@@ -121,8 +121,8 @@ void compute(const Operator& of, const NodeAttrs& attrs, const OpContext& contex
     of.compute(attrs, context, in, req, out);
 }
 
-// The second output of max pooling has the places of maxima, for a backward pass. MXNet's code writes
-// them in training only, also where it records a prediction: then this output is wanted, too.
+// The second output of max pooling has the indices of maxima for the backward pass. MXNet's code writes them
+// in training only; a recorded prediction needs them too.
 bool is_pooling(const Operator& of) {
   static const nnvm::Op* const pooling = nnvm::Op::Get("Pooling");
   return of.op == pooling;
@@ -146,8 +146,8 @@ void compute_ex(const Operator& of, const NodeAttrs& attrs, const OpContext& con
 
 // ---- operators with state ----------------------------------------------------------------
 
-// MXNet's state, made for float32 arrays, and the scratch that it may point to until its backward
-// pass is over. Stateful code does not get its node's attributes, so the state keeps them.
+// MXNet's state, created for float32 arrays, and the scratch to which it may point until the end of its
+// backward pass. Stateful code does not get its node's attributes, so the state has a copy.
 struct State {
   const Operator& of;
   const std::shared_ptr<const Attributes> attributes;
@@ -155,12 +155,12 @@ struct State {
   OpStatePtr inner;
   std::unique_ptr<Lease> kept;
   bool onednn;
-  bool trained = false;           // whether the last forward pass was one of training
+  bool trained = false;           // whether the last forward pass was in training
   const Rounding forward_rounding;
-  const Grid back;                // of gradients
-  std::unique_ptr<RnnLoop> loop;  // of an RNN that MXNet's code does not serve
+  const Grid back;                // the grid of gradients
+  std::unique_ptr<RnnLoop> loop;  // for an RNN that MXNet's code does not support
   std::unique_ptr<Bfloat16Rnn> bfloat16;
-  bool ran_bfloat16 = false;      // the last forward pass
+  bool ran_bfloat16 = false;      // whether Bfloat16Rnn ran the last forward pass
 
   State(const Operator& x, std::shared_ptr<const Attributes> its, OpStatePtr state, int half, size_t in,
         size_t out)
@@ -174,14 +174,13 @@ struct State {
 
   const NodeAttrs& attrs() const { return attributes->get(); }
 
-  // Which inputs the forward or the backward pass writes to.
+  // The inputs that the forward or the backward pass writes.
   std::vector<uint32_t> mutated_by(const Operator& code) const {
     return code.mutates ? code.mutates(attrs()) : std::vector<uint32_t>();
   }
 
-  // Of a backward pass: its first input is the gradient that is rounded (an RNN's stands among
-  // others, which are on the same grid), and its outputs are the gradients of the forward pass's
-  // inputs.
+  // In a backward pass, the first input is the head gradient, which is rounded (an RNN's is among other
+  // inputs, which are on the same grid). The outputs are the gradients of the forward pass's inputs.
   Rounding rounding(bool forward) const {
     static const std::string all(64, 'g'), first(1, 'g'), none;
     Rounding made;
@@ -210,7 +209,7 @@ struct State {
     if (loop) return loop->run(call, true);
     ran_bfloat16 = bfloat16 && bfloat16->serves(call);
     if (ran_bfloat16) return bfloat16->run(call, true);
-    // oneDNN's RNN points to scratch after a forward pass of training only
+    // oneDNN's RNN points to scratch only after a forward pass in training
     kept.reset();
     gluon_amp::run(call, onednn, mutated_by(of), &inner, onednn && !trained ? nullptr : &kept);
   }
@@ -222,9 +221,9 @@ struct State {
     gluon_amp::run(call, onednn, mutated_by(call.of), &inner, nullptr);
   }
 
-  // The forward pass of an RNN once more, since predictions keep nothing for a backward pass. What
-  // that reads: x, weights, state, y, dy; if it has outputs of states: the state and its gradient;
-  // an LSTM's cell, and the same of it; lengths of sequences, if it has them.
+  // Repeats the forward pass of an RNN, because predictions save nothing for a backward pass. That reads x,
+  // weights, state, y, dy; if states are outputs: the new state and its gradient; for an LSTM the cell, and the
+  // same of it; lengths of sequences, if used.
   void train_again(const Call& call) {
     const bool states = outputs_count > 1, lstm = word(attrs(), "mode", "") == "lstm";
     std::vector<TBlob> in(call.in.begin(), call.in.begin() + 3), out{call.in[3]};
@@ -289,15 +288,15 @@ T found(const nnvm::Op* op, const char* key) {
   return value ? *value : T();
 }
 
-// Backward passes that leave the gradients of labels and lengths as they are, or of numbers that no
-// sum has read: MXNet's users find the zeros there that they began with.
+// Backward passes that do not write the gradients of labels and lengths, or of values that no sum reads. In
+// MXNet these keep their initial zeros.
 const std::set<std::string> kLeaveOutputs = {
     "_backward_SoftmaxOutput", "_backward_SVMOutput", "_backward_linear_reg_out",
     "_backward_logistic_reg_out", "_backward_mae_reg_out", "_backward_ctc_loss",
     "_backward_SequenceMask", "_backward_SequenceLast", "_backward_SequenceReverse",
     "_backward_npi_einsum"};
 
-// They create or move values. LEFT_ALONE of graph/build.py has the same.
+// Operators that create or copy values. LEFT_ALONE of graph/build.py lists the same.
 const std::set<std::string> kMoves = {
     "Reshape", "Flatten", "expand_dims", "squeeze", "reshape_like", "BlockGrad", "_copy", "_zeros",
     "_zeros_without_dtype", "_ones", "_full", "_eye", "zeros_like", "ones_like", "_npx_reshape",
@@ -307,7 +306,7 @@ bool contains(const std::string& name, const char* part) {
   return name.find(part) != std::string::npos;
 }
 
-// MXNet's updates and sums over several arrays are right for float16: they widen each number.
+// MXNet's updates and sums over several arrays support float16: they widen each number.
 bool is_mixed(const std::string& name) {
   return contains(name, "_update") || name.rfind("multi_", 0) == 0 || name == "all_finite";
 }
@@ -338,7 +337,7 @@ Operator describe(const nnvm::Op* x) {
 }
 
 void replace_functions(const Operator& of, nnvm::Op& op) {
-  const Operator* const x = &of;  // MXNet copies these functions for each call: one pointer is free
+  const Operator* const x = &of;  // MXNet copies these functions for each call; capturing a pointer is cheap
   if (of.compute)
     set<mxnet::FCompute>(op, "FCompute<cpu>", mxnet::FCompute(
         [x](const NodeAttrs& attrs, const OpContext& context, const std::vector<TBlob>& in,
@@ -371,9 +370,9 @@ void replace_functions(const Operator& of, nnvm::Op& op) {
 
 // ---- attributes that CPUs and GPUs share -----------------------------------------------------
 
-// The generic code reads all inputs first, so any output may have the place of any input; code of
-// its own says of which. MXPlanMemory tries every pair: those of the first arrays are enough, and
-// an operator of hundreds of arrays would have tens of thousands.
+// In-place options. The generic operator reads all inputs first, so any output may share memory with any input;
+// a hand-written kernel lists which. MXPlanMemory tries every pair, so only the first arrays get options: an
+// operator with hundreds of arrays would have tens of thousands.
 std::vector<std::pair<int, int>> places(const Operator& of, const NodeAttrs& attrs) {
   const nnvm::Op* x = of.op;
   const uint32_t inputs = x->get_num_inputs ? x->get_num_inputs(attrs) : x->num_inputs;
@@ -388,8 +387,8 @@ std::vector<std::pair<int, int>> places(const Operator& of, const NodeAttrs& att
   return made;
 }
 
-// Where MXNet declares an output the same memory as an input, so that nothing runs: a node that
-// rounds must not write to what others read.
+// MXNet declares that an output is the same memory as an input, so that nothing runs. A node that rounds must
+// not write to an array that others read.
 void wrap_identity(const Operator& of, nnvm::Op& op) {
   set<nnvm::FInplaceIdentity>(op, "FInplaceIdentity", nnvm::FInplaceIdentity(
       [of_theirs = *get<nnvm::FInplaceIdentity>(of.op, "FInplaceIdentity")](const NodeAttrs& attrs) {
@@ -399,8 +398,8 @@ void wrap_identity(const Operator& of, nnvm::Op& op) {
       }));
 }
 
-// MXNet declares hard_sigmoid's gradient the same as the one above it, so that both share memory even
-// where others read that one.
+// MXNet declares that hard_sigmoid's gradient is its head gradient, so that both share memory even if others
+// read the latter.
 void mend_identity(nnvm::Op& op) {
   set<nnvm::FInplaceIdentity>(op, "FInplaceIdentity", nnvm::FInplaceIdentity(
       [of_theirs = *get<nnvm::FInplaceIdentity>(&op, "FInplaceIdentity")](const NodeAttrs& attrs) {
@@ -417,7 +416,7 @@ void wrap_places(const Operator& of, nnvm::Op& op) {
       }));
 }
 
-// MXNet's generator of random numbers, for nodes that run in order.
+// The resource request of MXNet's random generator, for nodes that run in order.
 using Requests = std::vector<mxnet::ResourceRequest>;
 
 Requests resources(const NodeAttrs& attrs, int device, mxnet::DispatchMode mode) {
@@ -445,8 +444,7 @@ bool infer_as_mxnet(const NodeAttrs& attrs, Types* in, Types* out) {
                                                              in, out);
 }
 
-// MXNet's inference for types of which `type`, which some code refuses, is called `stand_in`. It decides
-// where types are mixed.
+// MXNet's type inference with `stand_in` instead of `type`, which some code refuses.
 template <class F>
 bool infer_instead(int type, int stand_in, Types* in, Types* out, F infer) {
   bool has = false, mixed = false;
@@ -464,7 +462,7 @@ bool infer_instead(int type, int stand_in, Types* in, Types* out, F infer) {
   return known;
 }
 
-// Of operators that refuse float16 by type alone.
+// Type inference of operators that refuse float16.
 bool infer_halves(const NodeAttrs& attrs, Types* in, Types* out) {
   return infer_instead(mshadow::kFloat16, mshadow::kFloat32, in, out,
                        [&] { return infer_as_mxnet(attrs, in, out); });
@@ -476,7 +474,7 @@ const std::set<std::string> kInferHalves = {
     "_linalg_slogdet", "_npi_eig", "_npi_eigh", "_npi_eigvals", "_npi_eigvalsh", "_npi_solve",
     "_npi_pinv", "_npi_pinv_scalar_rcond", "_npi_tensorinv", "_npi_tensorsolve", "_npi_around"};
 
-// Of a node with kParametersKey: its data and its result have one type, its parameters are float32.
+// Type inference of a node with kParametersKey: data and result have one type, and parameters are float32.
 bool infer_with_parameters(Types* in, Types* out) {
   const int data = in->front() >= 0 ? in->front() : out->front();
   in->assign(in->size(), mshadow::kFloat32);
@@ -484,7 +482,7 @@ bool infer_with_parameters(Types* in, Types* out) {
   return data >= 0;
 }
 
-// bfloat16 has the rules of float16. An operator with a `dtype` of its own has MXNet's.
+// bfloat16 has the rules of float16, except for operators with a `dtype` attribute.
 bool infer_types(const NodeAttrs& attrs, Types* in, Types* out) {
   if (find(attrs, kParametersKey)) return infer_with_parameters(in, out);
   const auto infer = [&] {
@@ -503,8 +501,8 @@ void replace_types(const Operator& of, nnvm::Op& op) {
                           by_value<bool, const NodeAttrs&, Types*, Types*>(&infer_types));
 }
 
-// The identity that stands for a loss scale reads one number beside its array, where MXNet's reads an
-// array as large.
+// Shape inference of the identity with a loss scale: its second input has one element, while MXNet requires
+// the shape of the first.
 bool infer_identity(const NodeAttrs& attrs, mxnet::ShapeVector* in, mxnet::ShapeVector* out) {
   const auto theirs = [&](mxnet::ShapeVector* from) {
     return call_theirs<bool, const NodeAttrs&, mxnet::ShapeVector*, mxnet::ShapeVector*>(
@@ -518,7 +516,7 @@ bool infer_identity(const NodeAttrs& attrs, mxnet::ShapeVector* in, mxnet::Shape
 }
 
 void dispatch(nnvm::Op& op) {
-  const auto* of = new Operator(describe(&op));  // as long as the process
+  const auto* of = new Operator(describe(&op));  // never deleted
   dispatched[&op] = of;
   replace_functions(*of, op);
   replace_types(*of, op);
@@ -539,8 +537,8 @@ void dispatch(nnvm::Op& op) {
 
 // ---- which operators -----------------------------------------------------------------------
 
-// MXNet runs these in ways of its own: they hold graphs, are not done when they return, copy
-// between devices, compare pointers, or find their outputs' shapes while they run.
+// MXNet always runs these: they hold graphs, are asynchronous, copy between devices, compare pointers, or have
+// outputs of dynamic shapes.
 const std::set<std::string> kMxnets = {
     "_foreach", "_while_loop", "_cond", "_CachedOp", "_CachedOpThreadSafe",
     "_backward_foreach", "_backward_while_loop", "_backward_cond", "_backward_CachedOp",
@@ -555,7 +553,7 @@ bool is_dispatched(const nnvm::Op* x) {
   const std::string& name = x->name;
   if (name.rfind(kPrefix, 0) == 0 || kMxnets.count(name) || dispatched.count(x)) return false;
   if (contains(name, "quantize")) return false;
-  // of the subgraphs that executors make for oneDNN, those of attention do not refuse float16 by type
+  // of the oneDNN subgraphs of executors, only those of attention accept float16
   if (name.rfind("_sg_mkldnn", 0) == 0 && !contains(name, "selfatt")) return false;
   return get<mxnet::FCompute>(x, "FCompute<cpu>") || get<mxnet::FComputeEx>(x, "FComputeEx<cpu>") ||
          get<mxnet::FStatefulCompute>(x, "FStatefulCompute<cpu>") ||

@@ -1,7 +1,7 @@
 // Dropout.
 //
-// MXNet's code draws the mask. Its state only tells its backward pass whether anything was
-// dropped, and forgets that after the first one; here the mask tells: 1 where nothing was.
+// MXNet's code draws the mask. Its state records whether values were dropped, and its first backward pass
+// resets that. This code derives it from the mask, which is 1 for values that were kept without scaling.
 
 #include <algorithm>
 
@@ -36,7 +36,7 @@ bool dropout(const Call& call) {
   return true;
 }
 
-// What it is before it is rounded.
+// Counts the gradient before rounding.
 void show_gradient(const TBlob& g, const TBlob& mask, const TBlob& d, float scale) {
   Lease lease;
   const int64_t n = size(d);
@@ -48,7 +48,7 @@ void show_gradient(const TBlob& g, const TBlob& mask, const TBlob& d, float scal
   show(exact, n, 0, d.dptr_, nullptr, d.type_flag_);
 }
 
-// A mask of another shape is shared along its axes: MXNet's multiplication of arrays does it.
+// A mask of another shape is broadcast by MXNet's multiplication.
 bool dropout_gradient(const Call& call) {  // gradient, mask
   const TBlob &g = call.in[0], &mask = call.in[1], &d = call.out[0];
   const float scale = scale_of(call.attrs);
@@ -63,7 +63,7 @@ bool dropout_gradient(const Call& call) {  // gradient, mask
     kernels->binary_floats(kProduct, floats(g), floats(mask), floats(d), size(d), call.write(0));
     return true;
   }
-  // any shape and type: one value after another
+  // any shape and type, one value at a time
   std::vector<int64_t> stride(g.ndim());
   int64_t step = 1;
   for (int i = g.ndim(); i-- > 0;) {

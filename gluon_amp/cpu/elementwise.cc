@@ -1,5 +1,5 @@
-// Operators of one value at a time that have code of their own: activations, arithmetic. Others run
-// the generic code for some values at a time.
+// Elementwise operators with hand-written kernels: activations, arithmetic. Others run the generic operator in
+// pieces.
 #include "pieces.h"
 
 namespace gluon_amp {
@@ -117,7 +117,7 @@ bool sum(const Call& call) {
   return true;
 }
 
-// The generic code, so that its float32 scratch stays in the cache.
+// The generic operator in pieces, so that its float32 scratch stays in the cache.
 bool some_at_a_time(const Call& call) {
   return some_numbers_at_a_time(call, int64_t(1) << 16, [](const Call& piece) {
     run(piece);

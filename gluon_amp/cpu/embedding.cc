@@ -1,4 +1,4 @@
-// The gradient of what an Embedding or a take looks up: few rows get something, of very many.
+// The gradient of an Embedding's or take's weight, of which few rows are not zero.
 #include <algorithm>
 #include <numeric>
 #include <tuple>
@@ -8,8 +8,8 @@
 namespace gluon_amp {
 namespace {
 
-// The rows that were looked up, beyond the ends the first and the last; empty for types of indices
-// that have no code here.
+// The rows that were looked up; indices beyond the ends select the first or last row. Empty for types of
+// indices that are not supported.
 std::vector<int64_t> looked_up(const TBlob& data, int64_t rows) {
   std::vector<int64_t> made(size(data));
   const auto read = [&](auto* from) {
@@ -24,8 +24,8 @@ std::vector<int64_t> looked_up(const TBlob& data, int64_t rows) {
   return made;
 }
 
-// The generic code widens and rounds all rows. Here each that was looked up is summed in float32, in
-// the order of the data, and rounded.
+// The generic operator widens and rounds all rows. This one sums only rows that were looked up, in float32 and
+// in the order of the data, and rounds them.
 bool add_rows(const Call& call, size_t of_weight) {  // gradient, data
   const TBlob &g = call.in[0], &weight = call.out[of_weight];
   if (!is_half(g) || !is_half(weight) || call.write(1 - of_weight) != kNothing || size(g) == 0)
@@ -57,7 +57,7 @@ bool add_rows(const Call& call, size_t of_weight) {  // gradient, data
   return true;
 }
 
-// The generic code shows what it rounds, to the same bits.
+// The generic operator counts values before rounding, and has the same bits.
 bool embedding_gradient(const Call& call) { return !watching() && add_rows(call, 1); }
 
 bool take_gradient(const Call& call) {

@@ -1,8 +1,8 @@
-// The one name that the library exports: a table of what Python calls (library.py).
+// The only name that the library exports: a table of functions for Python (library.py).
 //
-// Before anything is registered, `probe` looks whether MXNet is laid out as native.h assumes. It
-// only reads bytes: no code runs whose layout is in doubt. Each check is a function of bytes, so
-// that a test can hand it wrong ones.
+// Before any registration, `probe` checks that MXNet's layout is that of native.h. It only reads bytes and
+// calls no function that depends on the layout. Each check is a function of bytes, so that tests can pass
+// wrong ones.
 #include <cstdio>
 #include <cstring>
 #include <set>
@@ -19,9 +19,9 @@
 namespace gluon_amp {
 namespace {
 
-// Whether a node's list of inputs lies where native.h says (2): three addresses, a whole number of
-// entries apart, the first of which names the node that is its only input. Behind them is what a
-// symbol's node has none of: control_deps, and what autograd knows.
+// Whether a node's list of inputs has the offset of native.h (2): three addresses, a whole number of entries
+// apart; the first entry is the node's only input. After them are control_deps and autograd's information,
+// which are empty for a symbol's node.
 int inputs_fit(const unsigned char* node, const void* input) {
   const unsigned char* at[7];
   std::memcpy(at, node + kInputs, sizeof at);
@@ -32,8 +32,8 @@ int inputs_fit(const unsigned char* node, const void* input) {
   return found == input;
 }
 
-// Whether an attribute's map has the size of so many pairs of a std::function and a number, for no
-// more operators than there are (1).
+// Whether the size of an attribute's map is that of pairs of a std::function and a number, for at most all
+// operators (1).
 int map_fits(const unsigned char* vector, int64_t operators) {
   const unsigned char* at[3];
   std::memcpy(at, vector, sizeof at);
@@ -42,7 +42,7 @@ int map_fits(const unsigned char* vector, int64_t operators) {
          at[2] >= at[1];
 }
 
-// Whether the description of a oneDNN array of floats, 2 x 3 x 5 x 7, lies where native.h says (3).
+// Whether the descriptor of a oneDNN array of floats, 2 x 3 x 5 x 7, has the offset of native.h (3).
 int description_fits(const unsigned char* memory) {
   dnnl_memory_desc_t d;
   std::memcpy(&d, memory + kDescription, sizeof d);
@@ -50,7 +50,7 @@ int description_fits(const unsigned char* memory) {
          d.data_type == dnnl_f32;
 }
 
-// What nnvm::Symbol consists of: its outputs.
+// The first member of nnvm::Symbol: its outputs.
 const unsigned char* node_of(const void* symbol) {
   const unsigned char *entries, *node;
   std::memcpy(&entries, symbol, sizeof entries);
@@ -58,14 +58,14 @@ const unsigned char* node_of(const void* symbol) {
   return node;
 }
 
-// `symbol`: of an operator whose only input is `variable`; both made through MXNet's C API.
-// Returns what does not fit, or nothing.
+// `symbol`: an operator whose only input is `variable`; both were created with MXNet's C API. Returns what
+// does not fit, or null.
 const char* probe(const void* symbol, const void* variable, int64_t operators) {
   if (!inputs_fit(node_of(symbol), node_of(variable)))
     return "a node's inputs lie elsewhere (std::unordered_map)";
   const dmlc::any* map = nnvm::Op::GetAttrMap("FCompute<cpu>");
   if (!map) return "operators have no code for CPUs";
-  const unsigned char* held;  // dmlc::any: its type, then the address of what it holds
+  const unsigned char* held;  // dmlc::any: its type, then the address of its value
   std::memcpy(&held, reinterpret_cast<const unsigned char*>(map) + sizeof(void*), sizeof held);
   if (!map_fits(held + sizeof(std::string), operators))
     return "an operator's attributes have another size (std::function)";
@@ -88,7 +88,7 @@ int start(const char* isa, int count, const char** names, int constants, const c
                        : avx2 ? kernels_for_avx2_bfloat16()
                               : kernels_for_portable_bfloat16();
     set_constants(constants, constant_names);
-    replace_gpu_functions();  // first: it may fail, and then nothing is replaced
+    replace_gpu_functions();  // first, because it may fail before anything is replaced
     register_training();
     dispatch_operators(count, names);
     plan_by_type();
@@ -115,8 +115,8 @@ const char* own_names() {
 
 void use_generic_code(int on) { generic_only = on; }
 
-// Whether these are dense arrays, all on the same CPU, of this type (any below 0). Python would ask
-// MXNet three questions for each.
+// Whether these are dense arrays on one CPU, of this type (any if below 0). Python would need three calls of
+// MXNet for each.
 int on_one_cpu(const NDArray* const* arrays, int64_t count, int type) {
   for (int64_t i = 0; i < count; ++i) {
     const NDArray& array = *arrays[i];
@@ -128,8 +128,8 @@ int on_one_cpu(const NDArray* const* arrays, int64_t count, int type) {
   return 1;
 }
 
-// How often arrays have been written, once all has been done that was asked for before. MXNet's
-// engine counts it; only a task of that engine sees a count that is not about to change.
+// The numbers of writes to arrays, after all earlier operations. MXNet's engine counts writes; only a task of
+// that engine reads a count that is final.
 struct Versions {
   std::vector<mxnet::Engine::VarHandle> arrays;
   NDArray into;
@@ -148,8 +148,8 @@ void write_versions(void*, void* request) {
 
 void forget_versions(void* request) { delete static_cast<Versions*>(request); }
 
-// `arrays` are NDArrays, each once; `into` is one of as many int64 numbers on the CPU. `since`: counts
-// from the numbers on that are there.
+// `arrays` are distinct NDArrays; `into` is a CPU NDArray of int64 numbers, one for each. `since`: subtracts
+// the numbers in `into`.
 int versions(int count, void** arrays, void* into, int since) {
   auto* request = new Versions{{}, *static_cast<NDArray*>(into), since != 0};
   for (int i = 0; i < count; ++i)
@@ -159,8 +159,8 @@ int versions(int count, void** arrays, void* into, int since) {
                             1, nullptr, 0, "gluon_amp_versions");
 }
 
-// Whether backward passes have written the gradients of these weights, which MXNet marks for it, since
-// the marks were taken off; with `clear` they are now.
+// Whether backward passes have written the gradients of these weights since MXNet's marks were cleared; `clear`
+// clears them.
 void marks(void** weights, int64_t count, int clear, unsigned char* marked) {
   for (int64_t i = 0; i < count; ++i) {
     int one = 0;
@@ -170,8 +170,7 @@ void marks(void** weights, int64_t count, int clear, unsigned char* marked) {
   }
 }
 
-// Frees the graphs that autograd has recorded up to these arrays, as a backward pass of MXNet's does
-// that retains none.
+// Frees the graphs that autograd has recorded for these arrays, as MXNet's backward pass without retain_graph.
 void free_graphs(void** arrays, int64_t count) {
   std::vector<nnvm::ObjectPtr> nodes;
   std::set<const nnvm::Node*> seen{nullptr};
@@ -190,8 +189,8 @@ void free_graphs(void** arrays, int64_t count) {
   }
 }
 
-// Copies CPU arrays into others of their type, or halves into floats, when nothing that was asked for
-// before is still to be done. False where one is of another kind: then nothing is copied.
+// Copies CPU arrays into others of the same type, or halves into floats, after all earlier operations. Returns
+// false, without copying, for other kinds of arrays.
 int copy_all(const NDArray* const* from, const NDArray* const* to, int64_t count) {
   const auto fits = [](const NDArray& x, const NDArray& y) {
     for (const NDArray* array : {&x, &y})
@@ -211,12 +210,12 @@ int copy_all(const NDArray* const* from, const NDArray* const* to, int64_t count
   return 1;
 }
 
-// Counts the numbers of an array of floats, for Python; `counts` begins as zeros.
+// Counts the values of an array of floats, for Python; `counts` must be zeros.
 void count(const float* numbers, int64_t n, int half, Counts* counts) {
   kernels->count(numbers, n, nullptr, half, counts);
 }
 
-// Counts what was added to the weights of each of `n` float arrays since its `before`, for Python.
+// Counts the updates of each of `n` float arrays since its `before`, for Python.
 void count_updates(const NDArray* const* weights, float* const* before, int64_t n,
                    Updates* const* updates) {
   for (int64_t i = 0; i < n; ++i) {
@@ -225,8 +224,8 @@ void count_updates(const NDArray* const* weights, float* const* before, int64_t 
   }
 }
 
-// The state of the random numbers that MXNet's operators draw on CPUs, for this thread: written to
-// `bytes`, or, with `back`, read from there. Returns its size; null asks for nothing else.
+// Writes this thread's state of MXNet's CPU random generator to `bytes` or, with `back`, reads it from there.
+// Returns its size, also for a null `bytes`.
 int64_t random_state(unsigned char* bytes, int back) {
   using mxnet::ResourceRequest;
   auto* resources = mxnet::ResourceManager::Get();
@@ -254,7 +253,7 @@ const char* scales_of(int64_t id) {
 }
 
 struct Table {
-  int64_t size;  // tells a library of another version
+  int64_t size;  // detects a library of another version
   int (*start)(const char*, int, const char**, int, const char**);
   const char* (*reason)();
   const char* (*probe)(const void*, const void*, int64_t);

@@ -1,9 +1,8 @@
-// The generic operator: MXNet's own float32 code for float16 and bfloat16 arrays.
+// The generic operator: runs MXNet's float32 code on float16 and bfloat16 arrays.
 //
-// Inputs are widened into scratch, X's code runs, and its results are rounded once. Since all
-// inputs of the low type are read before any output is written, an output may have the memory of
-// any of them. The same operator serves other grids, on float32 arrays: it then rounds what it
-// reads (sums of gradients, which MXNet makes itself, are not rounded yet) and what it writes.
+// It widens inputs into scratch, runs X's code, and rounds the results once. All 16-bit inputs are read before
+// any output is written, so an output may share memory with any of them. It also supports other grids on
+// float32 arrays: it then rounds inputs (MXNet's sums of gradients are not rounded yet) and outputs.
 #include <locale.h>
 #include <stdlib.h>
 
@@ -130,7 +129,7 @@ mkldnn::memory::desc in_blocks(const mxnet::TShape& shape, int block) {
 
 namespace {
 
-// Float32 results that went to scratch: to where they belong.
+// Writes float32 results in scratch to their output.
 void put(const float* from, float* to, int64_t n, Write write) {
   if (write == kStore) kernels->copy(from, to, n * sizeof(float));
   if (write == kAdd)
@@ -162,7 +161,7 @@ void narrow(const NDArray& made, const TBlob& to, Write write) {
         kernels->unblock_floats(from, floats(to), batch, channels, plane, block, write);
         return;
       }
-      // Of a watched node, some images or some of an image's channels at a time.
+      // A watched node runs some images, or some channels of an image, at a time.
       const int64_t stored = b.strides[0], most = watching() ? shown_at_a_time() : batch * stored;
       const int64_t images = std::max<int64_t>(1, most / stored);
       const int64_t some = std::max<int64_t>(1, most / b.strides[1]) * block;
@@ -194,24 +193,23 @@ bool all_nothing(const Call& call) {
   return true;
 }
 
-// Whether X itself writes to the output's memory: to what is no scratch of ours.
+// Whether X writes directly to the output's memory, not to scratch.
 bool is_direct(const Call& call, size_t i, bool onednn) {
   const TBlob& to = call.out[i];
   const bool rounds = is_float(to) && call.rounding.written(i);
   return !is_half(to) && !(is_float(to) && onednn) && !(rounds && call.req[i] == mxnet::kAddTo);
 }
 
-// Whether X may write to an input before it has read all of it: a result has the input's place.
+// Whether X may write to an input before it has read all of it, because an output shares its memory.
 bool overwritten(const Call& call, const TBlob& from, const std::vector<bool>& direct) {
   for (size_t i = 0; i < direct.size(); ++i)
     if (direct[i] && from.dptr_ && from.dptr_ == call.out[i].dptr_) return true;
   return false;
 }
 
-// What oneDNN's RNN makes of its inputs: it copies its weights, and has pointers to the rest of the
-// forward pass, so that the backward pass reads gradients alone: of y, and of its two states. MXNet's
-// RNNGrad numbers its inputs: data, weights, state, y, dy, new state, its gradient, cell, new cell, its
-// gradient.
+// oneDNN's RNN copies its weights and has pointers to the other data of the forward pass, so the backward pass
+// reads only gradients: of y and of its two states. The inputs of MXNet's RNNGrad: data, weights, state, y, dy,
+// new state, its gradient, cell, new cell, its gradient.
 constexpr size_t kWeightsOfRnn = 1;
 constexpr size_t kGradientOfY = 4, kGradientOfState = 6, kGradientOfCell = 9;
 bool is_read(const Operator& of, size_t i) {
@@ -280,7 +278,7 @@ void run(const Call& call, bool onednn, const std::vector<uint32_t>& mutated,
     kernels->round(scaled(*grid, call.rounding, call.context, i, exact, size(from)), exact, widened,
                    size(from), kStore);
   }
-  bool empty = false;  // MXNet's code then leaves some gradients as they are
+  bool empty = false;  // MXNet's code then does not write some gradients
   for (auto& from : call.in) empty |= size(from) == 0;
   for (size_t i = 0; i < call.out.size(); ++i) {
     const TBlob& to = call.out[i];
@@ -296,12 +294,11 @@ void run(const Call& call, bool onednn, const std::vector<uint32_t>& mutated,
     if (req[i] == mxnet::kWriteInplace) req[i] = mxnet::kWriteTo;
   }
   OpContext context = call.context;
-  // In predictions MXNet would reorder the weight in a later task, when this scratch is another's.
+  // In predictions MXNet would reorder the weight in a later task, after this scratch is reused.
   if (of.pushes_its_weight) context.is_train = true;
   if (state && onednn) {
-    // Where a CachedOp is static, MXNet leaves need_grad as it finds it in memory. An RNN decides by
-    // it whether to train, and whether its weights are new by their version: it goes by is_train,
-    // and the scratch gets another version for each call.
+    // A static CachedOp does not initialize need_grad, by which an RNN decides whether it trains; is_train
+    // replaces it. An RNN detects new weights by their version, so scratch gets a new version for each call.
     static std::atomic<size_t> calls{0};
     context.need_grad = false;
     for (auto& array : in) array.var()->version_ = ++calls;

@@ -1,15 +1,15 @@
-// Two of MXNet's GPU functions, where the wheel has code for GPUs.
+// Replaces two GPU functions of MXNet, if the wheel has code for GPUs.
 //
-// - The state of MXNet's Dropout records that values were dropped, and its backward pass resets that, so
-//   that a second backward pass through the same graph drops nothing. Here the record stays.
-// - batch_dot of float16 arrays on a node with kEngineKey adds in float32, as all other products of
-//   float16 do; MXNet's adds in float16.
+// - The state of MXNet's Dropout records that values were dropped, and its backward pass resets the record. A
+//   second backward pass through the same graph would drop nothing. Here the record stays.
+// - batch_dot of float16 arrays on a node with kEngineKey accumulates in float32, like all other float16
+//   products; MXNet's accumulates in float16.
 #include <algorithm>
 #include <limits>
 
 #include "gpu.h"
 
-// Of the libraries that libmxnet.so loads; null in a build for CPUs.
+// From the libraries that libmxnet.so loads; null in a build for CPUs.
 extern "C" __attribute__((weak)) int cublasGemmStridedBatchedEx(
     void* handle, int transpose_a, int transpose_b, int m, int n, int k, const void* alpha,
     const void* a, int a_type, int lda, long long a_stride, const void* b, int b_type, int ldb,
@@ -21,7 +21,7 @@ namespace {
 
 // ---- Dropout -----------------------------------------------------------------------
 
-// How MXNet's DropoutOp begins (src/operator/nn/dropout-inl.h).
+// The first members of MXNet's DropoutOp (src/operator/nn/dropout-inl.h).
 struct DropoutState {
   float keep;
   int mode;
@@ -45,7 +45,7 @@ void keep_masks(nnvm::Op& backward) {
 
 // ---- batch_dot ---------------------------------------------------------------------
 
-// How mshadow::Stream<gpu> begins.
+// The first members of mshadow::Stream<gpu>.
 struct GpuStream {
   void* stream;
   void* cublas;
@@ -53,7 +53,7 @@ struct GpuStream {
 
 constexpr int kHalfs = 2, kSumsInFloat32 = 68, kTensorCores = 99;  // cuBLAS's numbers, CUDA 11
 
-// cuBLAS reads matrices by columns, so it multiplies the transposed ones in the other order.
+// cuBLAS matrices are column-major, so it multiplies the transposed matrices in reverse order.
 void batch_dot(const NodeAttrs& attrs, const OpContext& context, const TBlob& a, const TBlob& b,
                OpReqType req, const TBlob& c) {
   const bool ta = flag(attrs, "transpose_a", false), tb = flag(attrs, "transpose_b", false);

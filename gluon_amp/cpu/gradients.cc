@@ -14,9 +14,9 @@ bool same(const nnvm::NodeEntry& a, const nnvm::NodeEntry& b) {
   return a.node == b.node && a.index == b.index;
 }
 
-// Three settings are about inputs and outputs, which a gradient has others of: its nodes round
-// gradients of rounded outputs before they read them (MXNet may have added them up), read what a
-// product has read in the product's format, and round gradients of inputs of the low type.
+// Three settings select inputs and outputs, which differ in the nodes of a gradient. These round gradients of
+// rounded outputs before they read them (MXNet may have summed them), read a product's inputs in the product's
+// format, and round gradients of inputs in the low format.
 
 bool is_of_products(const std::string& key) {
   for (const char* const each : {kReadsKey, kScalingKey, kAccumulateKey, kGradientGridKey, kBackReadsKey,
@@ -25,7 +25,7 @@ bool is_of_products(const std::string& key) {
   return false;
 }
 
-// For each output of a gradient's node the number of the forward node's input whose gradient it is.
+// For each output of a gradient's node, the index of the forward node's input of which it is the gradient.
 std::string inputs_of_gradients(const nnvm::ObjectPtr& node, const Entries& made) {
   std::vector<int> inputs;
   for (size_t i = 0; i < made.size(); ++i)
@@ -38,8 +38,8 @@ std::string inputs_of_gradients(const nnvm::ObjectPtr& node, const Entries& made
   return list;
 }
 
-// `high`: whether the node makes its products in high precision: it then has no setting of products.
-// `number`: how many nodes of the gradient have been described before.
+// `high`: whether the node's products run in high precision, without settings of products.
+// `number`: the number of the gradient's nodes described before.
 void describe(const nnvm::ObjectPtr& node, const nnvm::ObjectPtr& forward, const Entries& above,
               const Entries& made, bool high, int number) {
   std::vector<std::string> keys, values;
@@ -66,7 +66,7 @@ void describe(const nnvm::ObjectPtr& node, const nnvm::ObjectPtr& forward, const
       scales = true;
     } else say(key == kBackAccumulateKey ? kAccumulateKey : key.c_str(), item.second);
   }
-  // What the forward product has not scaled has a history of the backward pass alone.
+  // An input that the forward product has not scaled has a history of the backward pass only.
   const char* const history = find(forward->attrs, kBackScalingKey) ? "gx" : "";
   if (keys.empty() && !inputs && !outputs && !reads) return;
   if (find(forward->attrs, kWatchKey)) say(kWatchedInputsKey, inputs_of_gradients(node, made));
@@ -100,12 +100,12 @@ void describe(const nnvm::ObjectPtr& node, const nnvm::ObjectPtr& forward, const
   annotate(node, k, v);
 }
 
-// MXNet's gradient of the identity that stands for a loss scale (kLossScaleKey) copies: here it multiplies.
+// MXNet's gradient of the identity with a loss scale (kLossScaleKey) copies; this one multiplies by the scale.
 void scale_copy(const nnvm::ObjectPtr& n, const Entries& made) {
   static const nnvm::Op *const copy = nnvm::Op::Get("_backward_copy"),
                         *const product = nnvm::Op::Get("broadcast_mul");
   nnvm::Node* const node = made[0].node.get();
-  if (node->attrs.op != copy) return;  // a gradient of zeros
+  if (node->attrs.op != copy) return;  // the gradient is zero
   node->attrs.op = product;
   inputs_of(node).push_back(inputs_of(n.get())[1]);
 }
@@ -119,8 +119,8 @@ Entries gradient(const nnvm::FGradient& of_theirs, const nnvm::ObjectPtr& n,
   if (find(n->attrs, kLossScaleKey)) scale_copy(n, made);
   const std::string* const letters = find(n->attrs, kHighKey);
   const auto is_high = [&](size_t i) { return Rounding::letter(letters, i, '0') == '1'; };
-  // A node of its own for the products in high precision: MXNet's may make others, too. When MXNet
-  // infers shapes, it calls this function without gradients, and expects one node.
+  // A separate node computes the products in high precision, because MXNet's node also computes others. For
+  // shape inference MXNet calls this function without gradients, and expects one node.
   if (letters && !above.empty() && above[0].node) {
     const Entries again = of_theirs(n, above);
     for (size_t i = 0; i < made.size(); ++i)

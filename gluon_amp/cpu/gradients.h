@@ -1,4 +1,4 @@
-// Settings of the nodes of gradients.
+// Propagation of settings to nodes of gradients.
 #pragma once
 #include "engine.h"
 
@@ -6,7 +6,7 @@ namespace gluon_amp {
 
 using Entries = std::vector<nnvm::NodeEntry>;
 
-// MXNet's gradient of a node; its nodes inherit the node's settings.
+// Returns MXNet's gradient of a node; its nodes inherit the node's settings.
 Entries gradient(const nnvm::FGradient& of_theirs, const nnvm::ObjectPtr& n,
                  const Entries& above);
 

@@ -1,13 +1,12 @@
-// Operators that treat the images of a batch, or its matrices, one by one: upsampling on halves as they
-// stand; others run the generic code for some of the batch at a time, so that its float32 scratch stays
-// in the cache.
+// Operators on each image or matrix of a batch. Upsampling has a kernel for halves; others run the generic
+// operator on pieces of the batch, so that its float32 scratch stays in the cache.
 #include "onednn.h"
 #include "pieces.h"
 
 namespace gluon_amp {
 namespace {
 
-constexpr int64_t kPiece = int64_t(1) << 17;  // floats of scratch that a piece may have: 512 KB
+constexpr int64_t kPiece = int64_t(1) << 17;  // the most floats of scratch of a piece: 512 KB
 
 bool some_at_a_time(const Call& call) {
   int64_t all = 0;
@@ -18,7 +17,7 @@ bool some_at_a_time(const Call& call) {
 
 bool batch_dot(const Call& call) { return onednn_batch_dot(call) || some_at_a_time(call); }
 
-// Each number fills a square of `scale` numbers along the last two axes.
+// Each number fills a square of `scale` x `scale` numbers in the last two axes.
 struct Squares {
   int64_t rows, width, scale;  // of the smaller array
 };
@@ -49,7 +48,7 @@ bool upsample(const Call& call) {
   return true;
 }
 
-// The sums of squares, in float32, row by row.
+// Sums the squares in float32, row by row.
 bool upsample_gradient(const Call& call) {
   Squares s;
   const TBlob &g = call.in[0], &dx = call.out[0];

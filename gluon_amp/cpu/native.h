@@ -1,12 +1,11 @@
-// How a library of ours registers operators with the NNVM inside MXNet 1.9.1's wheels, and what
-// it assumes of their binary interface (ABI). Every such assumption stands in this file.
+// The binary interface (ABI) of MXNet 1.9.1's wheels: all assumptions with which the engine registers
+// operators in the NNVM inside them.
 //
-// MXNet's wheels (`mxnet` and `mxnet-cu112`, 1.9.1) were compiled by GCC 4.8.5, with the C++11
-// library types of that time. Five places differ from what a compiler of today makes of the same
-// headers, and a sixth is in none; each has a section below. `probe` in entry.cc checks a loaded MXNet,
-// and library.py refuses one that differs.
+// The wheels (`mxnet` and `mxnet-cu112`, 1.9.1) were compiled by GCC 4.8.5 with its C++11 library types. A
+// current compiler lays out five parts of the same headers differently, and a sixth is in no header; each
+// has a section below. `probe` in entry.cc checks a loaded MXNet, and library.py refuses one that differs.
 //
-// Strings are the old kind, too: compile with -D_GLIBCXX_USE_CXX11_ABI=0.
+// Strings have the old ABI: compile with -D_GLIBCXX_USE_CXX11_ABI=0.
 #pragma once
 #if defined(__GNUC__) && !defined(__clang__)  // of MXNet's TShape, moved before it has a size
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
@@ -40,12 +39,12 @@ namespace gluon_amp {
 
 // ---- 1. std::function --------------------------------------------------------
 //
-// GCC 4.8's std::function calls its target with by-value arguments by value; newer ones hand over
-// references to them. Where all arguments are references (FCompute, FComputeEx, FGradient,
-// FInplaceOption, FMutateInputs) both are the same. For the others:
-//   by_value    makes a function that MXNet may call,
-//   call_theirs calls one of MXNet's.
-// Copying one of MXNet's functions to another operator is safe in any case.
+// GCC 4.8's std::function passes by-value arguments to its target by value; newer ones pass references. If
+// all arguments are references (FCompute, FComputeEx, FGradient, FInplaceOption, FMutateInputs), both are
+// the same. For the others:
+//   by_value    returns a function that MXNet may call,
+//   call_theirs calls a function of MXNet.
+// Copying a function of MXNet to another operator is always safe.
 
 template <class R, class... A>
 struct ByValue {
@@ -54,7 +53,7 @@ struct ByValue {
   }
 };
 
-// Where a std::function keeps the address of its invoker: behind 16 bytes of data and the manager.
+// The word with the address of a std::function's invoker, after 16 bytes of data and the manager.
 constexpr size_t kInvoker = 3;
 
 template <class R, class... A>
@@ -71,7 +70,7 @@ R call_theirs(const std::function<R(A...)>& f, A... arguments) {
   return invoker(*reinterpret_cast<const std::_Any_data*>(&f), std::move(arguments)...);
 }
 
-// Op::set_attr and Op::GetAttr hand over such functions, so they are written again here.
+// Replacements of Op::set_attr and Op::GetAttr, which pass such functions.
 template <class T>
 struct Setting {
   static inline nnvm::Op* op;
@@ -115,10 +114,10 @@ void copy(const nnvm::Op* from, nnvm::Op& to, const char* key) {
 
 // ---- 2. std::unordered_map ---------------------------------------------------
 //
-// It is 8 bytes shorter in GCC 4.8, so what follows NodeAttrs::dict (parsed, subgraphs, and all of
-// Node behind its attrs) lies 8 bytes before where the headers say. Walking dict works: its list
-// begins at the same place. Never insert into it, and never copy or destroy a NodeAttrs: MXNet
-// does that itself, through its C API (`annotate`).
+// It is 8 bytes shorter in GCC 4.8. The members after NodeAttrs::dict (parsed, subgraphs, and all of Node
+// after its attrs) have offsets 8 bytes below those of the headers. Iterating over dict works, because its
+// list has the same offset. Never insert into it, and never copy or destroy a NodeAttrs: use MXNet's C API
+// (`annotate`).
 
 constexpr size_t kInputs = sizeof(nnvm::NodeAttrs) - 8;
 
@@ -126,7 +125,7 @@ inline std::vector<nnvm::NodeEntry>& inputs_of(nnvm::Node* node) {
   return *reinterpret_cast<std::vector<nnvm::NodeEntry>*>(reinterpret_cast<char*>(node) + kInputs);
 }
 
-// What autograd knows of a node: behind its inputs and control_deps.
+// Autograd's information on a node, after its inputs and control_deps.
 inline dmlc::any& info_of(nnvm::Node* node) {
   return *reinterpret_cast<dmlc::any*>(reinterpret_cast<char*>(&inputs_of(node)) +
                                        2 * sizeof(std::vector<nnvm::NodeEntry>));
@@ -138,8 +137,8 @@ inline const std::string* find(const nnvm::NodeAttrs& attrs, const char* key) {
   return nullptr;
 }
 
-// Gives a node attributes, by MXNet's own code. `attrs.op` is away meanwhile, since MXNet would
-// parse all attributes again, and some gradients' nodes have theirs in parsed form only.
+// Sets attributes of a node with MXNet's code. It clears `attrs.op` meanwhile: MXNet would parse all
+// attributes again, and some nodes of gradients have only parsed attributes.
 inline void annotate(const nnvm::ObjectPtr& node, const std::vector<const char*>& keys,
                      const std::vector<const char*>& values) {
   std::vector<nnvm::NodeEntry> symbol;  // what an nnvm::Symbol consists of
@@ -153,8 +152,8 @@ inline void annotate(const nnvm::ObjectPtr& node, const std::vector<const char*>
 
 // ---- 3. oneDNN ---------------------------------------------------------------
 //
-// The wheel has oneDNN's headers and exports none of its C functions; the description of an array
-// lies behind the first 24 bytes of dnnl_memory.
+// The wheel has oneDNN's headers, but exports none of its C functions. The descriptor of an array follows
+// the first 24 bytes of dnnl_memory.
 
 constexpr size_t kDescription = 24;
 
@@ -225,8 +224,8 @@ inline bool can_call_onednn() {
 
 // ---- 4. OpStatePtr -----------------------------------------------------------
 //
-// OpStatePtr::Create hands the engine a function of a RunContext by value (see 1), so it is
-// written again here. An OpStatePtr is a shared_ptr to the engine's variable and the state.
+// Replaces OpStatePtr::Create, which passes the engine a function with a RunContext by value (see 1). An
+// OpStatePtr is a shared_ptr to the engine's variable and the state.
 
 struct StateLayout {
   mxnet::engine::VarHandle var;
@@ -258,7 +257,7 @@ mxnet::OpStatePtr make_state(T* state) {
   return made;
 }
 
-// The state if `make_state` made it with this type, else null: its deleter is the tag.
+// The state if `make_state` created it with this type, else null; its deleter identifies it.
 template <class T>
 T* state_of(const mxnet::OpStatePtr& state) {
   return std::get_deleter<StateDeleter<T>>(pointer_in(state))
@@ -267,8 +266,8 @@ T* state_of(const mxnet::OpStatePtr& state) {
 
 // ---- 5. nnvm::Graph ----------------------------------------------------------
 //
-// It has an unordered_map of attributes (see 2), so the nodes behind that lie 8 bytes before where the
-// headers say. Never copy or destroy a Graph.
+// It has an unordered_map of attributes (see 2), so the offset of the nodes after it is 8 bytes below that of
+// the headers. Never copy or destroy a Graph.
 
 class GraphView {
  public:
@@ -282,7 +281,7 @@ class GraphView {
     return nullptr;
   }
 
-  // The graph's nodes, inputs first; null where MXNet has not numbered them yet.
+  // The graph's nodes, inputs first; null if MXNet has not indexed them yet.
   const std::vector<nnvm::IndexedGraph::Node>* nodes() const {
     return *reinterpret_cast<const std::vector<nnvm::IndexedGraph::Node>* const*>(graph_ + kIndexed);
   }
@@ -314,8 +313,8 @@ inline void* call_pass(const PassBody& body, void* result, void* graph) {
 
 // ---- 6. Operators of the user's Python ---------------------------------------------
 //
-// Their parameters (attrs.parsed, see 2) and states are structures whose declarations are not among
-// MXNet's headers: mxnet::op::custom::CustomParam, and CustomFunctionParam, up to the callbacks.
+// MXNet's headers do not declare their parameters (attrs.parsed, see 2) and states:
+// mxnet::op::custom::CustomParam, and CustomFunctionParam, up to the callbacks.
 
 struct CustomParameters {
   std::string type;
@@ -329,7 +328,7 @@ struct CustomFunctionParameters {
   std::shared_ptr<MXCallbackList> python;
 };
 
-// dmlc::any holds the type, then the address of what is too long for itself.
+// dmlc::any holds the type, then the address of a large value.
 inline const CustomParameters& custom_parameters(const nnvm::NodeAttrs& attrs) {
   const auto* parsed = reinterpret_cast<const char*>(&attrs.parsed) - 8;
   return **reinterpret_cast<const CustomParameters* const*>(parsed + sizeof(void*));

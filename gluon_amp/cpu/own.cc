@@ -1,4 +1,4 @@
-// Finds an operator's code of its own.
+// The table of hand-written kernels.
 #include "own.h"
 
 namespace gluon_amp {

@@ -1,8 +1,8 @@
-// Operators that have code of their own, since they compute little for each byte that they read.
+// Memory-bound operators with hand-written kernels.
 //
-// Each function reads an operator's attributes and calls a kernel. Where it returns false, the
-// generic operator runs: it is right for every case, and the tests hold each row against it. A file
-// for each kind of operator adds its rows.
+// Each function reads an operator's attributes and calls a kernel. If it returns false, the generic operator
+// runs, which supports every case and is the reference in tests. One file for each kind of operator adds its
+// rows.
 #pragma once
 #include <algorithm>
 
@@ -34,21 +34,21 @@ inline bool all_half(const Call& call) {
          std::all_of(call.out.begin(), call.out.end(), same);
 }
 
-// Code for halves that runs on floats, too. In an X-ray's step in float32, which compares numbers, it
-// needs not have the bits of MXNet's code.
+// For kernels of halves that also run on floats. In an X-ray's float32 step their bits may differ from those
+// of MXNet's code.
 inline bool all_float(const Call& call) {
   return takes_floats() && std::all_of(call.in.begin(), call.in.end(), is_float) &&
          std::all_of(call.out.begin(), call.out.end(), is_float);
 }
 
-// Floats that are made to a float32 output, rounded if the node says so.
+// Writes floats to a float32 output, rounded if the node has a setting for it.
 inline void round_to(const Call& call, size_t i, const float* made) {
   const Grid* grid = call.rounding.written(i);
   kernels->round(grid ? *grid : Grid(), made, floats(call.out[i]), size(call.out[i]),
                  call.write(i));
 }
 
-// Halves that make(to) writes to output 0, or adds to what is there.
+// Writes or adds to output 0 the halves that make(to) computes.
 template <class F>
 void made_in_halves(const Call& call, F make) {
   const TBlob& to = call.out[0];

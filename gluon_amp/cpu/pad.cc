@@ -1,20 +1,20 @@
-// Pads. MXNet's code for them has a state, so the generic operator does not run in their place.
+// Padding. MXNet's code is stateful, so the generic operator cannot replace it.
 #include "own.h"
 #include "watch.h"
 
 namespace gluon_amp {
 namespace {
 
-// How the axes behind the second are padded, which MXNet pads alone. Each plane is a matrix, whose
-// rows are those of the last axis.
+// The padding of the axes after the second, the only ones that MXNet pads. Each plane is a matrix with rows
+// along the last axis.
 struct Padding {
-  int64_t planes, rows, width;    // as they were
+  int64_t planes, rows, width;    // before padding
   int64_t before, after;          // added to each row
-  std::vector<int64_t> row_of;    // for each padded row, which row it repeats; -1: none
-  std::vector<int64_t> place_of;  // for each place of a padded row, which place; -1: none
+  std::vector<int64_t> row_of;    // for each padded row, the row that it copies; -1: none
+  std::vector<int64_t> place_of;  // for each column of a padded row, the column that it copies; -1: none
 };
 
-// For each place of a padded axis, which place of the axis it repeats; -1: none.
+// For each index of a padded axis, the index that it copies; -1: none.
 std::vector<int64_t> places_of(int64_t size, int64_t before, int64_t after, const std::string& mode) {
   std::vector<int64_t> made;
   for (int64_t at = -before; at < size + after; ++at) {
@@ -61,8 +61,8 @@ void pad(const Padding& p, const T* x, T* y, T constant) {
   });
 }
 
-// Adds to each number the gradients of its repetitions, in their order. `row(first, memory)` gives those
-// of a padded row. `more`: whether to add to what is there.
+// Sums for each number the gradients of its copies, in their order. `row(first, memory)` returns those of a
+// padded row. `more`: whether to add to the output.
 template <class T, class F>
 void add_up(const Padding& p, bool more, T* sums, F row) {
   const int64_t wide = p.place_of.size(), high = p.row_of.size();

@@ -1,4 +1,4 @@
-// Layers with weights, a piece of the batch at a time: what convolutions and dense layers share.
+// Layers with weights on pieces of the batch, shared by convolutions and dense layers.
 #include "pieces.h"
 
 namespace gluon_amp {
@@ -74,7 +74,7 @@ void run_in_pieces(const Call& call, bool backward, mxnet::TShape x, mxnet::TSha
   const std::lock_guard<std::mutex> mine(turn());
   Lease lease;
   OpContext context = call.context;
-  context.is_train = true;  // else MXNet reorders our scratch later, on its engine
+  context.is_train = true;  // in predictions MXNet would reorder our scratch in a later task
   std::vector<NDArray> params, gradients;
   for (size_t i = backward ? 2 : 1; i < call.in.size(); ++i) {
     if (is_float(call.in[i])) {

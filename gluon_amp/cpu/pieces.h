@@ -1,4 +1,4 @@
-// Arrays a piece at a time; layers with weights, a piece of the batch at a time.
+// Blocking: runs operators on pieces of arrays, and layers on pieces of the batch.
 #pragma once
 #include <functional>
 
@@ -6,14 +6,14 @@
 
 namespace gluon_amp {
 
-// The numbers of an array from place `first` on, in this shape.
+// The part of an array from element `first` on, with this shape.
 TBlob part(const TBlob& whole, int64_t first, const mxnet::TShape& shape);
 
-// At most so many images of an array, from image `first` on.
+// Up to `most` images of an array, from image `first` on.
 TBlob images(const TBlob& all, int64_t first, int64_t most);
 
-// f(call) for so many numbers of all arrays at a time, as long as it returns true. False where it does
-// not, where the arrays are not of one size, or where there are no more numbers than that.
+// Calls f(call) for pieces of all arrays while it returns true. Returns false if f does, if the arrays
+// differ in size, or if there is only one piece.
 template <class F>
 bool some_numbers_at_a_time(const Call& call, int64_t some, F f) {
   const int64_t n = size(call.out[0]);
@@ -31,26 +31,26 @@ bool some_numbers_at_a_time(const Call& call, int64_t some, F f) {
   return true;
 }
 
-// Runs the generic code for so many of the first axis of all arrays at a time. False where their first
-// axes differ, or are no longer than that.
+// Runs the generic operator for `some` of the first axis of all arrays at a time. Returns false if their
+// first axes differ or have at most that length.
 bool run_some_images(const Call& call, int64_t some);
 
-// ---- images, whose second axis has the channels
+// ---- channels-first images
 
 bool has_channels_first(const Call& call);
 
-// Whether oneDNN keeps so many channels in blocks.
+// Whether oneDNN uses its blocked layout for this number of channels.
 bool in_blocks_of(int64_t channels, int64_t groups);
 
-// As many floats as a piece takes, in oneDNN's blocks, too.
+// The number of floats of a piece, in oneDNN's blocked layout too.
 int64_t room(const mxnet::TShape& shape);
 
-// Float32 of a piece in the memory of `holder`, in blocks where oneDNN keeps its channels so.
+// Widens a piece into the memory of `holder`, in the blocked layout if oneDNN uses it.
 NDArray widened_images(int64_t groups, const NDArray& holder, const TBlob& piece);
 
 // ---- a piece at a time
 
-// Of a layer's call: whether data, weight and result are of one 16-bit type. The bias and the gradients of
+// Whether data, weight and result of a layer's call have one 16-bit type. The bias and the gradients of
 // parameters may be float32.
 inline bool data_half(const Call& call, bool backward) {
   const std::vector<TBlob> in(call.in.begin(), call.in.begin() + (backward ? 3 : 2)),
@@ -58,8 +58,8 @@ inline bool data_half(const Call& call, bool backward) {
   return all_half({call.of, call.attrs, call.context, in, call.req, out, {}});
 }
 
-// f(call) with a weight, input `at`, of the data's type: where it is float32, a rounded copy. Where it returns
-// false, the generic code runs.
+// Calls f(call) with a weight, input `at`, of the data's type, a rounded copy if it is float32. If f returns
+// false, the generic operator runs.
 template <class F>
 bool with_rounded_weight(const Call& call, size_t at, F f) {
   if (!is_half(call.in[0]) || !is_float(call.in[at])) return f(call);
@@ -74,13 +74,12 @@ bool with_rounded_weight(const Call& call, size_t at, F f) {
   return true;
 }
 
-// Makes float32 of a piece, halves or floats, in the memory of `holder`.
+// Widens a piece of halves or floats into the memory of `holder`.
 using Widen = std::function<NDArray(const NDArray& holder, const TBlob& piece)>;
 
-// Runs a layer's float32 code, forward or backward, on `some` of the first axis at a time. Weights
-// are widened once; their gradients are added up in float32 over the pieces and rounded once.
-// x and y: shapes of the layer's data and of its result; x_room and y_room: floats that a piece of
-// them takes.
+// Runs a layer's float32 code, forward or backward, on `some` of the first axis at a time. Weights are
+// widened once; their gradients accumulate in float32 over the pieces and are rounded once. x and y: shapes
+// of the layer's data and of its result; x_room and y_room: the numbers of floats of their pieces.
 void run_in_pieces(const Call& call, bool backward, mxnet::TShape x, mxnet::TShape y, int64_t some,
                    int64_t x_room, int64_t y_room, const Widen& widen);
 

@@ -1,9 +1,9 @@
 // In-place options by type.
 //
-// MXNet's in-place options (FInplaceOption) get a node's attributes, not its types. They are read in one
-// pass, MXPlanMemory, whose graph has the types and devices of all nodes. While it runs on a thread,
-// `is_planned` is true for those nodes that the engine runs; these get the engine's options, and all others
-// MXNet's. So the memory plans of float32 graphs, and of GPUs, stay MXNet's.
+// MXNet's in-place options (FInplaceOption) get a node's attributes, but not its types. Only the pass
+// MXPlanMemory reads them, and its graph has the types and devices of all nodes. While it runs on a thread,
+// `is_planned` is true for the nodes that the engine runs. These get the engine's options, and all others
+// MXNet's. So the memory plans of float32 graphs and of GPUs do not change.
 #include <algorithm>
 #include <set>
 
@@ -29,7 +29,7 @@ std::set<const NodeAttrs*> run_by_the_engine(const GraphView& graph) {
   const Ints *types = ints(graph, "dtype"), *devices = ints(graph, "dev_mask");
   const std::vector<nnvm::IndexedGraph::Node>* nodes = graph.nodes();
   if (!types || !devices || !nodes || devices->size() != nodes->size()) return made;
-  std::vector<size_t> first;  // of each node: the place of its output 0 among all types
+  std::vector<size_t> first;  // for each node, the index of its output 0 among all types
   size_t next = 0;
   for (const auto& node : *nodes) {
     first.push_back(next);
@@ -47,7 +47,7 @@ std::set<const NodeAttrs*> run_by_the_engine(const GraphView& graph) {
   return made;
 }
 
-// The pass: a graph by value, and one that it returns, are addresses (native.h, 5).
+// The pass: its argument and its result, graphs by value, are addresses (native.h, 5).
 void* plan(void* result, const std::_Any_data&, void* graph) {
   planned = run_by_the_engine(GraphView(graph));
   struct Reset { ~Reset() { planned.clear(); } } reset;

@@ -4,9 +4,9 @@
 
 namespace gluon_amp {
 
-void plan_by_type();  // replaces the body of MXNet's pass MXPlanMemory
+void plan_by_type();  // replaces the function of MXNet's pass MXPlanMemory
 
-// Whether MXNet's memory planning, on this thread, has reached a graph in which the engine runs this node.
+// Whether MXNet, on this thread, plans memory of a graph in which the engine runs this node.
 bool is_planned(const NodeAttrs& attrs);
 
 }  // namespace gluon_amp

@@ -1,27 +1,27 @@
-// Poolings, some images at a time, so that their float32 scratch stays in the cache: both passes have
-// the same pieces, since the places of maxima, which the backward pass reads, lie by pieces.
+// Pooling on pieces of the batch, so that float32 scratch stays in the cache. Both passes have the same pieces,
+// because the backward pass reads the indices of maxima piece by piece.
 //
-// Where oneDNN keeps the channels in blocks, data goes straight from plain halves into those and back.
+// If oneDNN uses its blocked layout, plain halves are converted to it and back in one pass.
 #include "pieces.h"
 
 namespace gluon_amp {
 namespace {
 
-constexpr int64_t kPiece = int64_t(1) << 18;  // floats of scratch that a piece may have: 1 MB
+constexpr int64_t kPiece = int64_t(1) << 18;  // the most floats of scratch of a piece: 1 MB
 
 bool fits(const TBlob& x, const TBlob& y) {
   return is_half(x) && x.ndim() >= 3 && size(x) > 0 && size(y) > 0;
 }
 
-// How many images are a piece.
+// The number of images of a piece.
 int64_t images_in_a_piece(const TBlob& x, const TBlob& y) {
   const int64_t batch = x.shape_[0];
   return std::max<int64_t>(1, std::min(batch, kPiece / (2 * (size(x) + size(y)) / batch)));
 }
 
-// oneDNN takes ten times as long for plain arrays. Backward, the arguments are the gradients of the
-// outputs, x, and the outputs. The last two are not read: x's blocks tell oneDNN how the places lie, and
-// the outputs' type is checked where MXNet's own code runs ("full" averages with unequal padding).
+// oneDNN is ten times slower on plain arrays. Backward, the arguments are the gradients of the outputs, x, and
+// the outputs. The last two are not read: x gives oneDNN the blocked layout, and MXNet's own code ("full"
+// averages with unequal padding) checks the type of the outputs.
 bool run_in_blocks(const Call& call, const TBlob& x, const TBlob& y) {
   if (!fits(x, y) || x.ndim() > 5 || !has_channels_first(call) || !in_blocks_of(x.shape_[1], 1) ||
       !prefers_onednn(call.of, call.attrs, call.in.size(), call.out.size()))
@@ -51,12 +51,12 @@ bool run_in_blocks(const Call& call, const TBlob& x, const TBlob& y) {
   return true;
 }
 
-// Plain arrays.
+// Pooling in the plain layout.
 bool run_pooling(const Call& call, const TBlob& x, const TBlob& y) {
   return fits(x, y) && run_some_images(call, images_in_a_piece(x, y));
 }
 
-// Predictions of maxima, which are halves as they stand. Training also wants their places.
+// Max pooling of halves in predictions; training also needs the indices of maxima.
 bool run_maximum(const Call& call) {
   const TBlob &x = call.in[0], &y = call.out[0];
   if (!fits(x, y) || !is_half(y) || x.ndim() != 4 || call.context.is_train ||

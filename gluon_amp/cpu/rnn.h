@@ -1,24 +1,24 @@
-// What both codes of recurrent layers share: rnn_loop.cc and bfloat16_rnn.cc.
+// Shared declarations of recurrent layers: rnn_loop.cc and bfloat16_rnn.cc.
 #pragma once
 #include "engine.h"
 
 namespace gluon_amp {
 
-// What the attributes of an RNN say of its layers.
+// The sizes of an RNN's layers, from its attributes.
 struct RnnShape {
   std::string mode;
   int64_t units, layers, directions, gates;  // gates: for each unit
 
-  // Where the parameters of one direction of a layer begin in the array of all parameters.
+  // The offsets of the parameters of one direction of a layer in the array of all parameters.
   struct Places {
     int64_t inputs, wx, wh, bx, bh;
   };
 
   explicit RnnShape(const NodeAttrs& attrs);
-  Places places(int64_t layer, int64_t direction, int64_t data) const;  // data: of so many numbers
+  Places places(int64_t layer, int64_t direction, int64_t data) const;  // data: the input size
 };
 
-// A matrix of floats, row by row or, transposed, column by column.
+// A matrix of floats, row-major or, transposed, column-major.
 struct RowsOrColumns {
   const float* data;
   bool transposed;

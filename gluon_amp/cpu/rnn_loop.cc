@@ -1,13 +1,12 @@
-// RNN, LSTM and GRU as a loop over time, forward and backward, where MXNet's code does not serve: where
-// products have another format than what lies between them, or add as a GPU's Tensor Cores do.
+// RNN, LSTM and GRU as a loop over time, forward and backward, for cases that MXNet's code does not support:
+// products with another format than other tensors, or that emulate a GPU's Tensor Cores.
 //
-// What a product reads is rounded to its format: inputs, the output of each step, weights, and the
-// gradients of the gates. The output of each step, and gradients between layers, have the format of
-// what lies between operators. Gates, cells and what is carried back from step to step are float32.
-// Sums run over a layer's inputs or units; in gradients of data over the gates, of weights over time,
-// then batch.
+// Inputs of products are rounded to their format: data, the output of each step, weights, and the gradients of
+// the gates. The output of each step, and gradients between layers, have the policy's format `between`. Gates,
+// cells and gradients that are carried from step to step are float32. Products sum over a layer's inputs or
+// units; for gradients of data over the gates; for gradients of weights over time, then batch.
 //
-// For all steps: x * Wx, so many gates for each unit. In each step: h * Wh; then with
+// For all steps: x * Wx, with `gates` numbers for each unit. In each step: h * Wh; then with
 // s = x * Wx + bx + h * Wh + bh:
 //   rnn    h' = relu(s) or tanh(s)
 //   lstm   i, f, g, o of s;  c' = f * c + i * g;  h' = o * tanh(c')
@@ -31,7 +30,7 @@ const Grid kHalves = {10, 0x1p-14f, 65504, __builtin_inff(), __builtin_inff(), k
 
 using Matrix = RowsOrColumns;
 
-// The same as halves, which its numbers are.
+// Floats that are halves, as halves.
 struct Narrowed {
   Halves numbers;
   HalfMatrix matrix;
@@ -43,7 +42,7 @@ struct Narrowed {
   }
 };
 
-// The attributes of MXNet's `linalg_gemm2`, as MXNet itself reads them; as long as the process.
+// The attributes of MXNet's `linalg_gemm2`, parsed by MXNet; never deleted.
 const NodeAttrs& product_attributes(bool a_transposed, bool b_transposed) {
   static const auto make = [](bool a, bool b) {
     const char* keys[] = {"transpose_a", "transpose_b"};
@@ -65,14 +64,14 @@ struct Sizes {
   int64_t all() const { return gates * units; }
 };
 
-// What the forward pass of one direction of a layer leaves for the backward pass.
+// Data of the forward pass of one direction of a layer for the backward pass.
 struct Kept {
-  Floats gates;   // (time, batch, gates, units), after their functions
+  Floats gates;   // (time, batch, gates, units), after their activations
   Floats inside;  // (time, batch, units): lstm: the cell before the step; gru: h * Wh + bh of n
   Floats after;   // (time, batch, units): lstm: the cell after the step
   Floats before;  // (time, batch, units): the hidden state before the step
-  Floats read;    // the same as products have read it
-  Floats wx, wh;  // weights, as products have read them
+  Floats read;    // the same, rounded for products
+  Floats wx, wh;  // weights, rounded for products
 };
 
 }  // namespace
@@ -113,12 +112,12 @@ void float_product(const OpContext& context, int64_t rows, int64_t columns, int6
 
 struct RnnLoop::Layers : RnnShape {
   using RnnShape::RnnShape;
-  bool as_gpu;  // whether products add as Tensor Cores do; all formats are float16 then
+  bool as_gpu;  // whether products emulate Tensor Cores; all formats are then float16
   TensorCore gpu;
-  Grid product, gradient;      // what products read: data and weights; gradients of gates
-  std::string scaling;         // of what they read, or nothing
+  Grid product, gradient;      // of products' inputs: data and weights; gradients of gates
+  std::string scaling;         // of products' inputs, or empty
   std::vector<Kept> kept;      // for each direction of each layer
-  std::vector<Floats> inputs;  // of each layer, as its products have read them
+  std::vector<Floats> inputs;  // of each layer, rounded for products
 
   void multiply(const Call& call, int64_t rows, int64_t columns, int64_t depth, Matrix a, Matrix b,
                 float* y) const {
@@ -137,14 +136,14 @@ struct RnnLoop::Layers : RnnShape {
     return made;
   }
 
-  // Rounds to the format of what lies between, forward or backward.
+  // Rounds to the format `between`, forward or backward.
   static void settle(const Call& call, Floats* numbers) {
     const Grid& grid = call.rounding.any ? call.rounding.output : kHalves;
     kernels->round(call.rounding.keyed_anew(grid), numbers->data(), numbers->data(),
                    numbers->size(), kStore);
   }
 
-  // Rounds as products read; `place` names what is read, for its scale.
+  // Rounds an input of products; `place` is the name of its history.
   void read(const Call& call, bool backward, const std::string& place, const float* from,
             float* to, int64_t n) const {
     Grid grid = call.rounding.keyed_anew(backward ? gradient : product);
@@ -163,7 +162,7 @@ struct RnnLoop::Layers : RnnShape {
     kernels_of(to)->narrow(made.data(), halves(to), size(to), call.write(i));
   }
 
-  // One step of one row: from both sums to the gates and the new state.
+  // One step of one row: computes the gates and the new state from both sums.
   void step(const float* x, const float* h, const float* before, const Sizes& of, float* gate,
             float* inside, float* cell, float* made) const {
     const int64_t n = of.units;
@@ -189,8 +188,8 @@ struct RnnLoop::Layers : RnnShape {
     }
   }
 
-  // The gradients of both sums of a row, from that of its new state; `dh` and `dc` become those of
-  // the state before, but for what comes back through h * Wh.
+  // Computes the gradients of both sums of a row from that of its new state. `dh` and `dc` become those of the
+  // previous state, without the part through h * Wh.
   void step_back(const Kept& k, int64_t row, const Sizes& of, float* dh, float* dc, float* dx,
                  float* ds) const {
     const int64_t n = of.units;
@@ -290,8 +289,8 @@ void RnnLoop::Layers::forward(const Call& call) {
   if (!call.context.is_train) kept.clear(), inputs.clear();
 }
 
-// Data, parameters, state, output, its gradient; [state's output, its gradient]; of an lstm the
-// cell, [its output, its gradient].
+// Reads data, parameters, state, output, its gradient; [state's output, its gradient]; for an LSTM the cell,
+// [its output, its gradient].
 void RnnLoop::Layers::backward(const Call& call) {
   const TBlob& data = call.in[0];
   const bool lstm = mode == "lstm", with_states = call.in.size() > (lstm ? 6 : 5);

@@ -1,15 +1,15 @@
-// Scales of what products read: float8 numbers times a power of two, one for each tensor.
+// Scales of products' inputs: a power of two for each float8 tensor.
 //
-// A number is multiplied by the scale, rounded, and divided by the scale again: the same as rounding
-// to a grid whose numbers all are divided by the scale. So the sums of a product need not know of it.
-// What lies beyond the largest number becomes the largest; infinities and NaNs stay what the format
-// makes of them, so that an overflow is seen.
+// A number is multiplied by the scale, rounded, and divided by the scale, which is the same as rounding to a
+// grid of which all numbers are divided by the scale. So the sums of a product do not depend on the scale.
+// Finite numbers beyond the largest become the largest. Infinities and NaNs are converted by the format, so
+// that an overflow is detected.
 //
 // "current": the scale brings the largest number of the array into the format's last binade.
-// "delayed": the same with the largest of the last arrays at this place; of the first array, its own.
-// Only passes that train are remembered, and no tensors of zeros, which a Trainer's first step sends
-// back to look at what begins gradients by itself. What a product reads again for a gradient has the
-// scale of the last forward pass, be it one of training or a prediction that was recorded.
+// "delayed": the same with the maximum of the last arrays in the history; for the first array, its own.
+// Histories record passes in training only, and no tensors of zeros, with which a Trainer's first step checks
+// for operators that start gradients. An input that a backward pass reads again has the scale of the last
+// forward pass, in training or in a recorded prediction.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -39,18 +39,18 @@ struct Scaling {
 
 struct Memory {
   std::deque<float> largest;  // of the last arrays, the newest at the end
-  int exponent = 0;           // of the scale that a forward pass of training has used
-  int to_read_again = 0;      // the same, or that of a prediction's, whose backward pass may come
+  int exponent = 0;           // of the scale of the last forward pass in training
+  int to_read_again = 0;      // the same, or that of a later prediction, which may have a backward pass
 };
 
 std::mutex lock;
 std::map<long long, std::map<std::string, Memory>> memories;  // by id, then node and input
-// Nodes whose forward pass of training has no backward pass yet: predictions in between leave alone
-// what that one reads again.
+// Nodes with a forward pass in training and no backward pass yet. Predictions do not change the scale for their
+// backward pass.
 std::map<long long, std::set<std::string>> waiting;
-std::deque<long long> gone;  // the ids of networks that are gone, the newest at the end
+std::deque<long long> gone;  // the ids of deleted networks, the newest at the end
 
-// The exponent of the scale for arrays whose largest number is so large.
+// The exponent of the scale for arrays with this maximum.
 int exponent_for(const Grid& grid, float largest, int margin) {
   if (!(largest > 0)) return 0;
   int of_grid, of_array;
@@ -76,7 +76,7 @@ std::string word_at(const std::string& list, size_t i) {
   return word;
 }
 
-// `again`: in a backward pass, what the forward pass has read. Each device has histories of its own.
+// `again`: in a backward pass, an input of the forward pass. Each device has its own histories.
 int exponent_of(const Grid& grid, const Scaling& scaling, const OpContext& context,
                 const std::string& place, bool backward, bool again, const float* numbers,
                 int64_t n) {
@@ -144,7 +144,7 @@ std::string scales(int64_t id) {
   return made.str();
 }
 
-// A backward pass may still be on its way when its network is gone: those that went last stay.
+// A backward pass may still run after its network is deleted, so the last deleted ones stay.
 void forget_scales(int64_t id) {
   constexpr size_t kLast = 64;
   std::lock_guard<std::mutex> guard(lock);

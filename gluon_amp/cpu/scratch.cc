@@ -9,19 +9,19 @@
 namespace gluon_amp {
 namespace {
 
-constexpr size_t kSlack = 1024;             // oneDNN may want more than the shape says
+constexpr size_t kSlack = 1024;             // oneDNN may need more than the shape's size
 constexpr size_t kMostDropped = size_t(128) << 18;
-// Floats that the pool keeps and lends: as many as were ever lent at once, but from 24 MB to 128 MB.
-// Else the arrays of a large call are new at each call, and the system clears their pages.
+// The floats that the pool keeps: as many as were ever lent at once, within 24 MB to 128 MB. Otherwise a large
+// call would allocate arrays each time, and the system would clear their pages.
 constexpr size_t kLeast = size_t(24) << 18, kMost = size_t(128) << 18;
 
 struct Pool {
   std::mutex lock;
-  std::vector<NDArray> free;  // the one given back last at the end
-  size_t kept = 0, lent = 0;  // floats of those, and of those in use
+  std::vector<NDArray> free;  // the one returned last at the end
+  size_t kept = 0, lent = 0;  // floats of free arrays, and of arrays in use
   size_t limit = kLeast;
 
-  // The smallest array that fits, however large: its memory is there, and a new one's is not.
+  // Takes the smallest array that fits, of any size, because its memory is mapped already.
   NDArray take(size_t count) {
     const size_t need = count + kSlack;
     std::vector<NDArray> gone;
@@ -62,8 +62,8 @@ struct Pool {
   }
 
  private:
-  // Frees arrays, outside of the lock. glibc has a heap for each of MXNet's workers and keeps what is
-  // free between arrays: from time to time it is told to give that back.
+  // Frees arrays, outside of the lock. glibc has a heap for each of MXNet's workers and keeps free memory
+  // between arrays, which is trimmed from time to time.
   void drop(std::vector<NDArray>* gone) {
     size_t floats = 0;
     for (const NDArray& array : *gone) floats += array.shape()[0];
@@ -73,10 +73,10 @@ struct Pool {
     malloc_trim(0);
   }
 
-  std::atomic<size_t> dropped{0};  // floats, since glibc was told
+  std::atomic<size_t> dropped{0};  // floats since the last trim
 
-  // Takes out what is too much, beginning with what has not been used for longest. Half of kLeast
-  // stays for other calls, however much is lent: an RNN keeps its scratch up to its backward pass.
+  // Removes excess arrays, the least recently used first. Half of kLeast always stays for other calls, because
+  // an RNN holds its scratch until its backward pass.
   std::vector<NDArray> shrink() {
     const size_t most = limit - std::min(lent, limit - kLeast / 2);
     size_t many = 0;
@@ -88,7 +88,7 @@ struct Pool {
 };
 
 Pool& pool() {
-  static Pool* made = new Pool;  // never deleted: MXNet's engine may be gone at the exit
+  static Pool* made = new Pool;  // never deleted: MXNet's engine may be destroyed first at exit
   return *made;
 }
 

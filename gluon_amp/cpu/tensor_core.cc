@@ -1,7 +1,7 @@
-// What MXNet's registry knows of products as a GPU makes them: the operator of
-// `amp.tensor_core_dot`, and of which shapes numpy's products have no such code.
+// Registration of products that emulate Tensor Cores: the operator of `amp.tensor_core_dot`, and the shapes of
+// numpy's products that are refused.
 //
-// `_gluon_amp_tensor_core_dot`: y = c + a * b for stacks of matrices, as a GPU makes it.
+// `_gluon_amp_tensor_core_dot`: y = c + a * b for stacks of matrices, with the bits of a GPU.
 //
 // Inputs: a (stack, rows, depth) and b (stack, depth, columns), float16; c (stack, rows, columns),
 // float32. Attributes: the numbers of struct TensorCore.
@@ -60,7 +60,7 @@ std::map<const nnvm::Op*, mxnet::FInferShape>& mxnets_shapes() {
   return *made;
 }
 
-// np.dot and np.matmul: other shapes are refused where they become known, before anything runs.
+// np.dot and np.matmul: other shapes are refused by shape inference, before anything runs.
 bool shapes_with_code(const NodeAttrs& attrs, Shapes* in, Shapes* out) {
   const nnvm::Op* x = attrs.op;
   const bool known = call_theirs<bool, const NodeAttrs&, Shapes*, Shapes*>(

@@ -1,14 +1,14 @@
-// What the products of a network share that are made as a GPU's Tensor Cores make them.
+// Shared declarations of products that emulate a GPU's Tensor Cores.
 #pragma once
 #include "engine.h"
 
 namespace gluon_amp {
 
-TensorCore tensor_core_of(const NodeAttrs& attrs);  // what a node asks for
-void check_halves(const Call& call);                // throws where an array is not float16
+TensorCore tensor_core_of(const NodeAttrs& attrs);  // a node's setting
+void check_halves(const Call& call);                // throws if an array is not float16
 
-// One call of an operator of products. Results are float32 arrays of its own until all are made,
-// since an output may have the memory of an input; `finish` rounds each once and puts it in place.
+// One call of an operator of products. Results are in separate float32 arrays until all are computed, because
+// an output may share memory with an input; `finish` rounds each once into its output.
 class Products {
  public:
   explicit Products(const Call& call);

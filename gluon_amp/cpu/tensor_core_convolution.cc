@@ -1,13 +1,13 @@
-// Convolutions and deconvolutions as a GPU's Tensor Cores make them, forward and backward.
+// Convolutions and deconvolutions that emulate a GPU's Tensor Cores, forward and backward.
 //
-// Both relate a large array, (batch, channels, places), to a small one that a window's steps make:
-// a convolution reads the large one, a deconvolution makes it. Each of the three products is one of
-// matrices, made by gathering what the windows see:
+// Both relate a large array, (batch, channels, positions), to a small one with an element for each position of
+// the window. A convolution reads the large array, and a deconvolution computes it. Each of the three products
+// is a matrix product of gathered windows (im2col):
 //   small = weight * windows of large         summed over channels of large, then the window
 //   large = weight * windows of small         summed over channels of small, then the window
 //   weight = small * windows of large         summed over batch, then places of small
-// Places are depth, height, width, in this order. Where a window sees nothing there is a zero,
-// which no sum notices but which takes its place in an instruction.
+// Positions are depth, height, width, in this order. Padding is a zero, which does not change a sum but counts
+// as a product of an instruction.
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
@@ -19,7 +19,7 @@ namespace {
 
 constexpr int64_t kGathered = int64_t(1) << 22;  // halves at a time: 8 MB
 
-using Three = std::vector<int64_t>;  // depth, height, width; with ones in front if there are fewer
+using Three = std::vector<int64_t>;  // depth, height, width; leading ones if there are fewer
 
 Three three(std::vector<int64_t> given, size_t dims, int64_t otherwise) {
   if (given.empty()) given.assign(dims, otherwise);
@@ -30,7 +30,7 @@ Three three(std::vector<int64_t> given, size_t dims, int64_t otherwise) {
 
 int64_t product_of(const Three& x) { return x[0] * x[1] * x[2]; }
 
-// An array (batch, channels, places).
+// An array (batch, channels, positions).
 struct Images {
   int64_t batch, channels;
   Three places;
@@ -54,7 +54,7 @@ struct Geometry {
     stride = three(numbers(attrs, "stride"), dims, 1);
     dilate = three(numbers(attrs, "dilate"), dims, 1);
     pad = three(numbers(attrs, "pad"), dims, 0);
-    const auto target = numbers(attrs, "target_shape");  // of a deconvolution: it sets the pad
+    const auto target = numbers(attrs, "target_shape");  // of a deconvolution: determines the pad
     if (std::any_of(target.begin(), target.end(), [](int64_t n) { return n != 0; }))
       for (size_t k = 3 - dims; k < 3; ++k)
         pad[k] = (stride[k] * (small.places[k] - 1) + (window[k] - 1) * dilate[k] + 1 -
@@ -66,8 +66,8 @@ struct Geometry {
   int64_t small_channels() const { return small.channels / groups; }
 };
 
-// For an axis: where each element of the window (`tap`), at each place of the result, looks; -1 for
-// nowhere. From the large array's places to the small one's, or back.
+// For an axis: the index that each element of the window (`tap`) reads for each index of the result; -1 for
+// padding. From the large array's indices to the small one's, or back.
 std::vector<int64_t> looks(const Geometry& g, int axis, bool from_large) {
   const int64_t places = (from_large ? g.small : g.large).places[axis],
                 seen = (from_large ? g.large : g.small).places[axis], step = g.stride[axis];
@@ -82,7 +82,7 @@ std::vector<int64_t> looks(const Geometry& g, int axis, bool from_large) {
   return made;
 }
 
-// What windows see of one of the arrays.
+// The windows of one of the arrays.
 struct Windows {
   const Geometry& g;
   const Images &seen, &places;
@@ -93,8 +93,8 @@ struct Windows {
     for (int axis = 0; axis < 3; ++axis) table[axis] = looks(g, axis, from_large);
   }
 
-  // Rows: channels from `channel` on, times the window's elements. Columns: `images` images from
-  // `image` on, times places.
+  // Rows: channels from `channel` on, times the window's elements. Columns: `images` images from `image` on,
+  // times positions.
   void gather(const Half* from, int64_t channel, int64_t channels, int64_t image, int64_t images,
               Half* to) const {
     const int64_t nd = places.places[0], nh = places.places[1], nw = places.places[2];
@@ -123,7 +123,7 @@ struct Windows {
   }
 };
 
-// One of the arrays from windows of the other, some images at a time.
+// Computes one of the arrays from windows of the other, some images at a time.
 void make(Products& work, const Geometry& g, const Half* weight, const Half* from, bool from_large,
           float* to) {
   const Windows windows(g, from_large);
@@ -133,7 +133,7 @@ void make(Products& work, const Geometry& g, const Half* weight, const Half* fro
   const int64_t most = std::min(std::max<int64_t>(1, kGathered / (depth * plane)), made.batch);
   Half* gathered = work.halves_for(depth * most * plane);
   float* product = work.floats_for(out * most * plane);
-  // The weight is (channels of small, channels of large, taps): turned round, where small is seen.
+  // The weight is (channels of small, channels of large, taps), transposed if small is gathered.
   Half* turned = from_large ? nullptr : work.halves_for(out * depth);
   for (int64_t group = 0; group < g.groups; ++group) {
     const Half* w = weight + group * g.small_channels() * g.large_channels() * taps;
@@ -156,7 +156,7 @@ void make(Products& work, const Geometry& g, const Half* weight, const Half* fro
   }
 }
 
-// The weight's gradient, some channels of the large array at a time.
+// Computes the weight's gradient, some channels of the large array at a time.
 void make_weight(Products& work, const Geometry& g, const Half* large, const Half* small,
                  float* to) {
   const Windows windows(g, true);
@@ -187,7 +187,7 @@ void add_bias(Products& work, const Half* bias, const Images& y, float* to) {
     for (int64_t p = 0; p < y.plane(); ++p) to[i * y.plane() + p] += wide[i % y.channels];
 }
 
-// Not a product: a float32 sum over batch and places.
+// A float32 sum over batch and positions, which is not a product.
 void sum_bias(Products& work, const Half* gradient, const Images& y, float* to) {
   float* plane = work.floats_for(y.plane());
   for (int64_t i = 0; i < y.batch * y.channels; ++i) {
@@ -198,7 +198,7 @@ void sum_bias(Products& work, const Half* gradient, const Images& y, float* to) 
   }
 }
 
-// Data, weight, bias; a deconvolution makes the large array.
+// Reads data, weight, bias; a deconvolution computes the large array.
 template <bool deconvolution> void forward(const Call& call) {
   Products work(call);
   const TBlob &x = call.in[0], &y = call.out[0];
@@ -209,7 +209,7 @@ template <bool deconvolution> void forward(const Call& call) {
   work.finish();
 }
 
-// The gradient of y, data, weight, bias.
+// Reads the gradient of y, data, weight, bias.
 template <bool deconvolution> void backward(const Call& call) {
   Products work(call);
   const TBlob &y = call.in[0], &x = call.in[1];

@@ -1,7 +1,7 @@
-// Products of a network's matrices as a GPU's Tensor Cores make them, forward and backward.
+// Matrix products that emulate a GPU's Tensor Cores, forward and backward.
 //
-// Each is a chain along the axis that is summed over, in the order in which that lies in memory.
-// What follows (a factor, a bias) is done to the chain's result in float32, which is rounded once.
+// Each element is a chain along the summed axis, in the order of memory. A factor or a bias is applied to the
+// chain's float32 result, which is rounded once.
 #include <cmath>
 #include <cstring>
 
@@ -42,10 +42,10 @@ void Products::finish() {
 
 namespace {
 
-// How many places axes [begin, end) have, which may be none.
+// The number of elements of axes [begin, end), which may be empty.
 int64_t part(const TBlob& x, int begin, int end) { return x.shape_.ProdShape(begin, end); }
 
-// A matrix as an operator sees it, in memory row by row or, transposed, column by column.
+// A matrix of an operator, row-major in memory or, transposed, column-major.
 struct View {
   int64_t rows, columns;
   bool transposed;
@@ -73,7 +73,7 @@ void multiply(Products& work, int64_t stack, View a, const Half* x, View b, cons
   scale(to, stack * in_c, factor);
 }
 
-// Both gradients of it: dA = dC * B^T, dB = A^T * dC.
+// Both gradients: dA = dC * B^T, dB = A^T * dC.
 void multiply_gradients(Products& work, int64_t stack, View a, const Half* x, View b, const Half* y,
                         View c, const Half* g, float factor) {
   const View at{a.columns, a.rows, !a.transposed}, bt{b.columns, b.rows, !b.transposed};
@@ -123,7 +123,7 @@ void dense_gradient(const Call& call) {
 
 // ---- dot, batch_dot, linalg.gemm, np -------------------------------------------------------------
 
-// The last two axes of a stack, or for `dot` the axis that is summed over and all others.
+// The last two axes of a stack, or for `dot` the summed axis and all others.
 struct Pair {
   int64_t stack;
   View a, b;
@@ -151,7 +151,7 @@ Pair pair_of_stacks(const NodeAttrs& attrs, const TBlob& a, const TBlob& b) {
           view(rb, cb, flag(attrs, "transpose_b", false))};
 }
 
-// The first axes of b, so many, are summed over, and as many last ones of a.
+// Sums over the first `axes` axes of b and the last ones of a.
 Pair pair_of_tensors(const TBlob& a, const TBlob& b, int axes) {
   const int64_t depth = part(b, 0, axes);
   return {1, view(part(a, 0, a.ndim() - axes), depth, false),
@@ -187,7 +187,7 @@ void dot_gradient(const Call& call) {
   work.finish();
 }
 
-// alpha * a * b + beta * c: what is added to the products is float32.
+// alpha * a * b + beta * c, added in float32.
 void gemm(const Call& call) {
   Products work(call);
   const Pair of = pair_of_stacks(call.attrs, call.in[0], call.in[1]);
@@ -216,8 +216,8 @@ void gemm_gradient(const Call& call) {  // gradient, a, b, c
 
 // ---- attention ---------------------------------------------------------------------------------
 //
-// Queries, keys and values lie in arrays of (time, batch, heads, how many of them, width); weights
-// in (batch * heads, time of the queries, time of the keys).
+// Queries, keys and values are in arrays of (time, batch, heads, parts, width); weights are in
+// (batch * heads, time of the queries, time of the keys).
 
 struct Heads {
   int64_t heads, batch, queries, keys, width;
@@ -225,7 +225,7 @@ struct Heads {
   int64_t stack() const { return batch * heads; }
 };
 
-// One of the `parts` in such an array: for each head, a matrix (time, width).
+// One of the `parts` of such an array: a matrix (time, width) for each head.
 struct Part {
   int64_t parts, which;
   int64_t offset(const Heads& of, int64_t i) const { return (i * parts + which) * of.width; }
@@ -320,7 +320,7 @@ void cross_scores_gradient(const Call& call) {
   work.finish();
 }
 
-// Keys and values, then weights; the queries are not here, so their number is the weights'.
+// From keys and values, and weights, which have the number of queries.
 Heads heads_of_values(const NodeAttrs& attrs, const TBlob& kv, const TBlob& weights) {
   const int64_t heads = static_cast<int64_t>(number(attrs, "heads", 1));
   return {heads, kv.shape_[1], weights.shape_[1], kv.shape_[0], kv.shape_[2] / heads / 2};

@@ -1,5 +1,5 @@
-// Operators that MXNet does not have: casts of arrays outside graphs, masters that follow their weights,
-// the updates of optimizers, and sums of squares. And MXNet's multi-precision updates of SGD and NAG.
+// Operators that MXNet does not have: casts outside graphs, synchronization of master weights with their
+// weights, optimizers' updates, and sums of squares. Also MXNet's multi-precision updates of SGD and NAG.
 #include <locale.h>
 #include <stdlib.h>
 
@@ -87,7 +87,7 @@ void round(const NodeAttrs& attrs, const OpContext&, const std::vector<TBlob>& i
   kernels->round(grid, floats(in[0]), floats(out[0]), size(in[0]), kStore);
 }
 
-// The output is the master's own array.
+// The output is the array of the master weight.
 void follow(const NodeAttrs&, const OpContext&, const std::vector<TBlob>& in,
             const std::vector<OpReqType>&, const std::vector<TBlob>& out) {
   if (out[0].dptr_ != in[0].dptr_) kernels->copy(in[0].dptr_, out[0].dptr_, 4 * size(in[0]));
@@ -96,14 +96,14 @@ void follow(const NodeAttrs&, const OpContext&, const std::vector<TBlob>& in,
 
 // ---- optimizers ----------------------------------------------------------------------
 //
-// `_gluon_amp_update` updates several weights by one rule. Its inputs are all weights, then all
-// gradients, all masters (of float16 weights only: "masters"), and for each state that the rule has,
-// that of all weights; its outputs are the weights.
+// `_gluon_amp_update` updates several weights by one rule. Its inputs are all weights, then all gradients, all
+// master weights (of 16-bit weights only: "masters"), and for each state of the rule, that of all weights. Its
+// outputs are the weights.
 
 struct UpdateRule {
   Rule rule;
-  uint32_t states;  // SGD's is none where there is no momentum
-  bool lists;       // MXNet's operator takes the learning rates and decays in lists
+  uint32_t states;  // SGD without momentum has none
+  bool lists;       // whether MXNet's operator takes lists of learning rates and decays
 };
 
 const UpdateRule& rule_of(const NodeAttrs& attrs) {
@@ -133,13 +133,13 @@ uint32_t update_inputs(const NodeAttrs& attrs) {
   return (2 + has_masters(attrs) + states) * update_weights(attrs);
 }
 
-// A number as MXNet's operators read it: theirs is not always the nearest float.
+// A number parsed like MXNet's operators do, not always to the nearest float.
 float mxnets_number(const NodeAttrs& attrs, const char* key, float otherwise) {
   const std::string* found = find(attrs, key);
   return found ? dmlc::strtof(found->c_str(), nullptr) : otherwise;
 }
 
-// Numbers between commas, one for each weight. In lists MXNet reads them right.
+// Comma-separated numbers, one for each weight. MXNet parses lists correctly.
 std::vector<float> numbers(const NodeAttrs& attrs, const char* key, size_t count, bool lists) {
   static const locale_t c = newlocale(LC_ALL_MASK, "C", nullptr);
   const std::string* text = find(attrs, key);
@@ -194,8 +194,8 @@ void update(const NodeAttrs& attrs, const OpContext&, const std::vector<TBlob>& 
   kernels_of(out[0])->update(rule.rule, updates.data(), int(count), settings_of(attrs));
 }
 
-// MXNet's multi-precision updates, in one pass. Their inputs are, for each weight: the weight, its
-// gradient, its momentum if there is one, and its master, which never follows the weight.
+// MXNet's multi-precision updates, fused. Their inputs are, for each weight: the weight, its gradient, its
+// momentum if any, and its master weight, which is never synchronized with the weight.
 template <Rule rule, bool momentum, bool lists>
 bool mxnets_update(const Call& call) {
   const size_t count = call.out.size(), stride = 3 + momentum;
@@ -285,7 +285,7 @@ void register_training() {
   updates.get_num_inputs = [](const NodeAttrs& attrs) { return update_inputs(attrs); };
   updates.get_num_outputs = [](const NodeAttrs& attrs) { return update_weights(attrs); };
   set<nnvm::FMutateInputs>(updates, "FMutateInputs", nnvm::FMutateInputs([](const NodeAttrs& attrs) {
-    std::vector<uint32_t> changed;  // masters and states
+    std::vector<uint32_t> changed;  // master weights and states
     for (uint32_t i = 2 * update_weights(attrs); i < update_inputs(attrs); ++i) changed.push_back(i);
     return changed;
   }));

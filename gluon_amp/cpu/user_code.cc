@@ -1,11 +1,11 @@
-// Operators that run the user's Python (CustomOp, autograd.Function), in a thread of their own, after
-// they have returned to MXNet's engine.
+// Operators that run the user's Python (CustomOp, autograd.Function) in another thread, asynchronously to
+// MXNet's engine.
 //
-// - MXNet frees its plain copies of inputs in oneDNN's layout (the result of a convolution) when the
-//   operator returns. They are kept until the user's Python has run.
-// - A process ends when none is under way. Python stops threads that still want to run it, for which
-//   MXNet then waits, and MXNet's own end of these threads does not expect more to run. Nor does
-//   anything call Python from then on to free a user's operator.
+// - MXNet frees its plain copies of inputs in oneDNN's layout (the result of a convolution) when the operator
+//   returns. They are kept until the user's Python has run.
+// - A process exits only when none runs. Python blocks threads that run Python during exit, for which MXNet
+//   would wait, and MXNet's shutdown of these threads expects no pending work. After that, nothing calls Python
+//   to free a user's operator.
 #include "user_code.h"
 
 #include <atomic>
@@ -18,12 +18,12 @@ namespace {
 
 std::atomic<int64_t> under_way{0};
 
-// The user's operators, each until nothing else refers to it and another begins. Never freed.
+// The user's operators; unused ones are freed when another starts. The list itself is never freed.
 std::mutex lock;
 auto& operators = *new std::map<const MXCallbackList*, std::shared_ptr<MXCallbackList>>;
 
 void hold(const std::shared_ptr<MXCallbackList>& python) {
-  std::vector<std::shared_ptr<MXCallbackList>> unused;  // freed behind the lock: it runs Python
+  std::vector<std::shared_ptr<MXCallbackList>> unused;  // freed after the lock, because it runs Python
   std::lock_guard<std::mutex> guard(lock);
   for (auto at = operators.begin(); at != operators.end();) {
     const bool used = at->second.use_count() > 1;
@@ -44,10 +44,10 @@ OpStatePtr create(const NodeAttrs& attrs, mxnet::Context context, const mxnet::S
   return state;
 }
 
-// An operator's function of a CPU, as MXNet has it.
+// MXNet's CPU function of an operator.
 struct Theirs {
   mxnet::FStatefulComputeEx run;
-  bool autograd;  // an autograd.Function's
+  bool autograd;  // of an autograd.Function
 };
 
 struct Kept {
@@ -74,7 +74,7 @@ void run(const Theirs& theirs, const OpStatePtr& state, const OpContext& context
   ++under_way;
   try {
     theirs.run(state, ours, in, req, out);
-  } catch (...) {  // it has not begun
+  } catch (...) {  // it has not started
     delete kept;
     --under_way;
     throw;
@@ -112,7 +112,7 @@ void end_user_code() {
   }
   try {
     mxnet::Engine::Get()->WaitForAll();
-  } catch (const std::exception&) {  // of an operator whose results nobody has read
+  } catch (const std::exception&) {  // an error of an operator whose results are not read
   }
   while (under_way) std::this_thread::sleep_for(std::chrono::milliseconds(1));
 }

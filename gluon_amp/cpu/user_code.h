@@ -6,6 +6,6 @@ namespace gluon_amp {
 
 void guard_user_code();  // replaces their functions
 
-void end_user_code();  // at exit: none runs, and none begins
+void end_user_code();  // at exit: waits until none runs, and lets none start
 
 }  // namespace gluon_amp

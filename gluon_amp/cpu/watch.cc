@@ -1,4 +1,4 @@
-// The table of what watched nodes have computed.
+// The table of watched nodes' counts.
 #include "watch.h"
 
 #include <omp.h>
@@ -17,9 +17,9 @@ thread_local bool floats_too = false;
 
 using Key = std::tuple<std::string, int64_t, int64_t>;  // name, backward, index
 std::mutex lock;
-std::map<Key, size_t> places;  // of rows
+std::map<Key, size_t> places;  // indices of rows
 std::vector<WatchedRow> rows, taken;  // both keep their memory
-std::string names, taken_names;       // of the rows' nodes, each with a 0 behind it
+std::string names, taken_names;       // of the rows' nodes, 0-terminated
 
 void add(const Counts& from, Counts* to) {
   for (int i = 0; i < 256; ++i) to->bins[i] += from.bins[i];
@@ -31,14 +31,14 @@ void add(const Counts& from, Counts* to) {
   to->error_squares += from.error_squares;
 }
 
-// One number of each part of an array; which one differs from part to part, since an array whose
-// parts are as long as its rows would show one column. Arrays of one size show the same places.
+// Samples one number of each part of an array. Its index differs from part to part, because parts as long as
+// rows would sample one column. Arrays of the same size have the same indices.
 void take_sample(const TBlob& from, WatchedRow* row) {
   const int64_t n = size(from), step = (n + kSamples - 1) / kSamples;
   Half found[kSamples];
   row->samples = 0;
   for (int64_t begin = 0; begin < n; begin += step) {
-    const int64_t mixed = static_cast<uint32_t>(row->samples) * 2654435761u >> 8;  // of 24 bits
+    const int64_t mixed = static_cast<uint32_t>(row->samples) * 2654435761u >> 8;  // 24 bits
     const int64_t i = begin + (mixed * std::min(step, n - begin) >> 24);
     if (is_half(from)) found[row->samples++] = halves(from)[i];
     else row->sample[row->samples++] = floats(from)[i];
@@ -46,7 +46,7 @@ void take_sample(const TBlob& from, WatchedRow* row) {
   if (is_half(from)) kernels_of(from)->widen(found, row->sample, row->samples);
 }
 
-// Counts an array as it stands.
+// Counts the values of an array after rounding.
 void count_written(const TBlob& from, Counts* counts) {
   if (is_half(from)) kernels_of(from)->count_halves(halves(from), size(from), counts);
   else kernels->count(floats(from), size(from), nullptr, false, counts);
@@ -54,7 +54,7 @@ void count_written(const TBlob& from, Counts* counts) {
 
 int64_t bytes(const TBlob& array) { return size(array) * (is_half(array) ? 2 : 4); }
 
-// The number that stands at place i of "0,2,-1"; -1 where there is none.
+// The i-th number of a list such as "0,2,-1"; -1 if there is none.
 int64_t number_at(const std::string& list, size_t i) {
   const char* at = list.c_str();
   for (; i > 0 && at; --i)
