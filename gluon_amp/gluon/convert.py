@@ -92,7 +92,12 @@ def convert(net: Block, policy: Union[str, Policy] = "float16",
 
 
 def restore(net: Block) -> Block:
-    """Converts a network back to float32, in place, and returns it."""
+    """Converts a network back to float32, in place, and returns it.
+
+    Raises:
+        TypeError: `net` is not a Block.
+        ValueError: a Trainer has taken a step with its 16-bit parameters.
+    """
     if not isinstance(net, Block):
         raise TypeError(f"restore takes a gluon Block. Received: {type(net).__name__}")
     converted: List[Any] = [b for b in blocks_in(net) if isinstance(b, ConvertedBlock)]

@@ -289,6 +289,9 @@ def explain(net: Network, batch: Batch, loss_fn: Optional[LossFunction] = None,
 
     Returns:
         An `Overflow`, or None if all tensors are finite.
+
+    Raises:
+        TypeError, ValueError: as `xray`.
     """
     positive_number(loss_scale, "loss_scale")
     session = Session(net, [batch], loss_fn, 1, "explain")

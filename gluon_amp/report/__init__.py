@@ -21,20 +21,23 @@ def report(logs: Iterable[Any], folder: Any, title: str = "Training report",
     same recipe: is there a difference, and is it smaller than the margin?
 
     Args:
-        logs: Files: logs of GluonCV and of MXNet's Module, log.jsonl of our recipes, TensorBoard's
-            event files (with the extra `tensorboard`), CSV of errors by epoch (a column `epoch`,
-            and such as fp16_top1_err, fp16_img_s).
-        folder: Where to write; made if it is not there.
-        title: Of the report.
-        accuracy: The report says how long runs took to reach it: 0.76 for 76 %. By default
-            the whole percent that the finished runs of a dataset reach, all but one in ten.
-        margin: Points within which two results are the same, as the verdict tests it; percent of
-            float32's mean for what is no share, such as a perplexity.
-        claim_speed: Whether the runs had the machine to themselves, so that speeds are compared.
-            Else only those whose own arguments say so (the recipes' --claim-speed).
+        logs: paths of logs: of GluonCV, of MXNet's Module, log.jsonl of the recipes, TensorBoard's
+            event files (with the extra `tensorboard`), or CSV with a column `epoch` and columns
+            such as fp16_top1_err and fp16_img_s.
+        folder: the folder to write to; it is created if missing.
+        title: the title of the report.
+        accuracy: the accuracy whose time the report compares: 0.76 for 76 %. The default is the
+            whole percent that nine in ten finished runs of a dataset reach.
+        margin: the largest difference of two equivalent results, in points, or in percent of
+            float32's mean for a metric that is no share, such as a perplexity.
+        claim_speed: compares speeds, because each run had its machine to itself. By default, only
+            runs with the flag `--claim-speed` are compared.
 
     Returns:
         The path of report.html.
+
+    Raises:
+        ValueError: a file is no log, or an argument is out of range.
     """
     if accuracy is not None and not 0 < accuracy < 1:
         raise ValueError(f"accuracy is between 0 and 1. Received: {accuracy}")

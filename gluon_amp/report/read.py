@@ -69,7 +69,17 @@ READERS = ((events.is_events, events.read), (tables.is_table, tables.read))
 
 
 def read(paths: Iterable[Any]) -> List[Run]:
-    """All runs of these files; ValueError names a file that is no log, and its first odd line."""
+    """Returns the runs of these logs.
+
+    Args:
+        paths: as `logs` of `report`.
+
+    Returns:
+        A list of `Run`.
+
+    Raises:
+        ValueError: a file is no log, or is damaged; the message names its first unreadable line.
+    """
     paths = [Path(path) for path in paths]
     runs: List[Run] = []
     folder: Optional[Path] = None  # of the last run, if it is of TensorBoard's files

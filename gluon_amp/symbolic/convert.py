@@ -66,7 +66,22 @@ def convert_symbol(sym: "mx.sym.Symbol", policy: Union[str, Policy] = "float16",
 def convert_model(sym: "mx.sym.Symbol", arg_params: Dict[str, Any], aux_params: Dict[str, Any],
                   policy: Union[str, Policy] = "float16", keep: Iterable[str] = ()
                   ) -> Tuple["mx.sym.Symbol", Dict[str, Any], Dict[str, Any]]:
-    """Converts a checkpoint: returns the symbol of `convert_symbol` and parameters in its types."""
+    """Converts a checkpoint to mixed precision.
+
+    Args:
+        sym: the checkpoint's symbol.
+        arg_params: its parameters, by name.
+        aux_params: its auxiliary states, by name.
+        policy: as for `convert_symbol`.
+        keep: as for `convert_symbol`.
+
+    Returns:
+        The converted symbol, and both dicts in its types.
+
+    Raises:
+        ValueError: as `convert_symbol`; or parameters are missing, unknown, or beyond the range of
+            their type.
+    """
     converted = convert_symbol(sym, policy, keep)
     check_parameters(converted, arg_params, aux_params)
     types = declared_types(Graph.read(converted))

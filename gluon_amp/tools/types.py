@@ -52,10 +52,17 @@ class Types(List[Row]):
 
 
 def types(net: Network) -> Types:
-    """Which operator runs in which type, and the rule that decided.
+    """Returns the type that each operator runs in, with the rule that decided.
 
     Args:
-        net: a converted HybridBlock that has run once, what `convert_symbol` has made, or a Module.
+        net: a converted HybridBlock that has run once, a symbol of `convert_symbol`, or a Module.
+
+    Returns:
+        A `Types`, which `print` shows as a table.
+
+    Raises:
+        TypeError: `net` is none of these.
+        RuntimeError: the network has not run.
     """
     if isinstance(net, mx.mod.BaseModule):
         net = net.symbol
@@ -75,8 +82,8 @@ def types(net: Network) -> Types:
 
 def _rows(graph: Graph, known: Mapping[str, str], kept: Collection[str] = (),
           between: Format = FLOAT16) -> Types:
-    """The rows of a graph with its casts, for its variables' types; `between` is the format of what
-    lies between operators."""
+    """Returns the rows of a graph with casts, for its variables' types; `between` is the format of
+    operators' results."""
     found = graph.types(known)
     made = Types()
     for node in graph.nodes():

@@ -70,17 +70,21 @@ def lr_find(net: Network, trainer: GluonTrainer, loss_fn: LossFunction, batches:
     It stops early if the loss diverges. Network, trainer and loss scale do not change.
 
     Args:
-        net: the network, with initialized parameters.
+        net: the network, which has run once.
         trainer: a gluon_amp.Trainer or a gluon.Trainer. With several workers, each passes its own
             batches, and all get the same result.
         loss_fn: called with the network's output and the label.
         batches: pairs of data and label, repeated if they are too few.
-        start, end: the first and the last learning rate.
+        start: the first learning rate.
+        end: the last learning rate.
         steps: the number of rates, one step each.
         plot: the path of a PNG or SVG file to draw.
 
     Returns:
-        A LearningRates.
+        A `LearningRates`.
+
+    Raises:
+        ValueError: `start` is not below `end`, there are fewer than 10 steps, or no batches.
     """
     if positive_number(start, "start") >= positive_number(end, "end"):
         raise ValueError(f"start must be below end. Received: start={start!r}, end={end!r}")

@@ -39,6 +39,11 @@ def backward(loss: Union["mx.nd.NDArray", Sequence["mx.nd.NDArray"]],
         loss: a loss, or a list with the loss of each device.
         trainers: Trainers of different parameters, all with or all without loss scales.
         retain_graph: keeps the graph for another backward pass.
+
+    Raises:
+        TypeError: `trainers` is not a list of Trainers.
+        ValueError: Trainers share parameters, or some have a loss scale and some have none.
+        LossScaleError: the gradients overflow at every scale.
     """
     trainers = _checked(trainers)
     if len(trainers) == 1:
