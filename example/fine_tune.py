@@ -96,15 +96,15 @@ def network(args, devices):
 
 def main(arguments=None):
     parser = recipes.Parser(__doc__)
-    parser.add_argument("--pretrained", help="a name of MXNet's or gluoncv's model zoo")
-    parser.add_argument("--pretrained-params", help="its parameters, in a file")
-    parser.add_argument("--pretrained-symbol", help="an exported network's -symbol.json")
-    parser.add_argument("--freeze", type=recipes.whole, default=0,
-                        help="layers at the input to keep")
-    parser.add_argument("--head-lr-mult", type=recipes.decimal, default=1.0,
-                        help="the new head's learning rate, as a multiple of --lr")
-    parser.add_argument("--bn-momentum", type=recipes.share,
-                        help="of batch norms' moving averages, such as 0.8, if not the network's")
+    add = parser.add_argument_group("pretrained network").add_argument
+    add("--pretrained", help="a name of MXNet's or gluoncv's model zoo")
+    add("--pretrained-params", help="its parameters, in a file")
+    add("--pretrained-symbol", help="an exported network's -symbol.json")
+    add("--freeze", type=recipes.whole, default=0, help="layers at the input to keep")
+    add("--head-lr-mult", type=recipes.decimal, default=1.0,
+        help="the new head's learning rate, as a multiple of --lr")
+    add("--bn-momentum", type=recipes.share,
+        help="of batch norms' moving averages, such as 0.8, if not the network's")
     recipe.add_arguments(parser, folder="runs/fine_tune")
     parser.set_defaults(lr=0.01, epochs=3, batch_size=32)
     args = parser.parse_args(arguments)

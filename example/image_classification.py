@@ -28,14 +28,14 @@ log = logging.getLogger("image_classification")
 
 def parse(arguments=None):
     parser = recipes.Parser(__doc__)
-    add_arguments(parser)
     add_network_arguments(parser)
+    add_arguments(parser)
     return parser.parse_args(arguments)
 
 
 def add_network_arguments(parser):
     """Those of a network that is not given: fine_tune.py has one."""
-    add = parser.add_argument
+    add = parser.add_argument_group("network").add_argument
     add("--model", default="small", help="small, or a name of MXNet's or gluoncv's model zoo")
     add("--use-pretrained", action="store_true", help="begin with the model zoo's parameters")
     add("--batch-norm", action="store_true", help="a VGG with batch norms")
@@ -45,13 +45,8 @@ def add_network_arguments(parser):
 
 def add_arguments(parser, folder="runs/image_classification"):
     recipes.add_image_flags(parser)
-    add = parser.add_argument  # the second names are those of GluonCV's scripts
-    add("--teacher", metavar="MODEL", help="also learn what this network says (distillation)")
-    add("--teacher-params", metavar="FILE", help="its parameters, if not the model zoo's")
-    add("--temperature", type=recipes.above_0, default=20.0,
-        help="by which both networks' outputs are divided before they are compared")
-    add("--hard-weight", type=recipes.share, default=0.5,
-        help="of the labels; the teacher has the rest")
+    training = parser.add_argument_group("training")
+    add = training.add_argument  # the second names are those of GluonCV's scripts
     add("--dtype", default="float32", choices=("float32", "float16", "bfloat16"),
         help="of the network; bfloat16 on CPUs, with --loss-scale none")
     add("--policy", choices=recipes.POLICIES, help="of gluon_amp.convert, if not --dtype")
@@ -72,6 +67,11 @@ def add_arguments(parser, folder="runs/image_classification"):
     add("--wd", type=recipes.decimal, default=1e-4, help="weight decay")
     add("--no-wd", action="store_true", help="none for biases, and for batch norms' parameters")
     add("--momentum", type=recipes.share, default=0.9, help="of optimizers that have one")
+    add("--mode", default="hybrid", choices=("hybrid", "imperative"), help="how the network runs")
+    recipes.add_gpus(training)
+    recipes.add_kvstore_flag(training)
+    add("--seed", type=recipes.whole, default=0, help="of all random numbers")
+    add = parser.add_argument_group("regularization and distillation").add_argument
     add("--label-smoothing", type=recipes.share, default=0, nargs="?", const=0.1, metavar="SHARE",
         help="the share of all classes in a label; 0.1 where the flag has no number")
     add("--mixup", action="store_true", help="train on weighted sums of two images and labels")
@@ -79,16 +79,20 @@ def add_arguments(parser, folder="runs/image_classification"):
         help="of the beta distribution of the weights")
     add("--mixup-off-epoch", type=recipes.whole, default=0,
         help="so many epochs at the end without mixup")
-    add("--mode", default="hybrid", choices=("hybrid", "imperative"), help="how the network runs")
-    recipes.add_gpus(parser)
-    add("--seed", type=recipes.whole, default=0, help="of all random numbers")
+    add("--teacher", metavar="MODEL", help="also learn what this network says (distillation)")
+    add("--teacher-params", metavar="FILE", help="its parameters, if not the model zoo's")
+    add("--temperature", type=recipes.above_0, default=20.0,
+        help="by which both networks' outputs are divided before they are compared")
+    add("--hard-weight", type=recipes.share, default=0.5,
+        help="of the labels; the teacher has the rest")
+    output = parser.add_argument_group("output and resuming")
+    add = output.add_argument
     add("--benchmark", action="store_true", help="random images; samples/s and peak memory")
     add("--logging-file", metavar="FILE", help="also write the log there")
-    recipes.add_progress_flags(parser)
-    recipes.add_folder_flags(parser, folder)
-    recipes.add_log_flags(parser)
-    recipes.add_kvstore_flag(parser)
-    recipes.add_xray_flags(parser)
+    recipes.add_progress_flags(output)
+    recipes.add_folder_flags(output, folder)
+    recipes.add_log_flags(output)
+    recipes.add_xray_flags(output)
 
 
 # ---- network

@@ -84,25 +84,28 @@ class GPT(gluon.HybridBlock):
 def main(arguments=None):
     """The recipe, from its flags to a text."""
     parser = recipes.Parser(__doc__)
-    add = parser.add_argument
-    add("--text", metavar="FILE", help="to learn from; none: Python's help")
-    recipes.add_types(parser)
+    add = parser.add_argument_group("network").add_argument
     add("--layers", type=recipes.positive, default=4, help="of attention")
     add("--heads", type=recipes.positive, default=4, help="of each")
     add("--width", type=recipes.positive, default=128, help="of the residual stream")
     add("--length", type=recipes.positive, default=64, help="characters that it reads")
     add("--dropout", type=recipes.share, default=0.0, help="in each layer")
+    training = parser.add_argument_group("training")
+    add = training.add_argument
+    add("--text", metavar="FILE", help="to learn from; none: Python's help")
+    recipes.add_types(training)
     add("--batch-size", type=recipes.positive, default=32, help="parts of the text in a step")
     add("--steps", type=recipes.positive, default=1000, help="updates")
     add("--lr", type=recipes.above_0, default=1e-3, help="the highest learning rate")
     add("--warmup", type=recipes.whole, default=100, help="steps in which the rate rises")
     add("--wd", type=recipes.decimal, default=0.1, help="weight decay of matrices")
     add("--clip", type=recipes.above_0, default=1.0, help="the gradient's norm")
+    add("--seed", type=recipes.whole, default=0, help="of all random numbers")
+    recipes.add_gpus(training)
+    add = parser.add_argument_group("output").add_argument
     add("--log-interval", type=recipes.positive, default=100, help="steps between two lines")
     add("--characters", type=recipes.whole, default=200, help="to write at the end")
     add("--save", metavar="FILE", help="parameters")
-    add("--seed", type=recipes.whole, default=0, help="of all random numbers")
-    recipes.add_gpus(parser)
     args = parser.parse_args(arguments)
     if args.width % args.heads:
         parser.error(f"--width must be a multiple of --heads {args.heads}. Received: {args.width}")

@@ -16,10 +16,11 @@ import recipes
 
 def main(arguments=None):
     parser = recipes.Parser(__doc__)
-    parser.add_argument("--plot", default="rates.png", help="a PNG or SVG file")
-    parser.add_argument("--start", type=recipes.above_0, default=1e-5, help="the first rate")
-    parser.add_argument("--end", type=recipes.above_0, default=10.0, help="the last one")
-    parser.add_argument("--steps", type=recipes.positive, default=100, help="how many rates")
+    add = parser.add_argument_group("learning rates").add_argument
+    add("--plot", default="rates.png", help="a PNG or SVG file")
+    add("--start", type=recipes.above_0, default=1e-5, help="the first rate")
+    add("--end", type=recipes.above_0, default=10.0, help="the last one")
+    add("--steps", type=recipes.positive, default=100, help="how many rates")
     recipe.add_arguments(parser)
     recipe.add_network_arguments(parser)
     args = parser.parse_args(arguments)

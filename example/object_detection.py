@@ -108,20 +108,23 @@ def average_precision(detections, labels, kind):
 def main(arguments=None):
     """The recipe, from its flags to the mean average precision."""
     parser = recipes.Parser(__doc__)
-    add = parser.add_argument
-    recipes.add_types(parser)
+    add = parser.add_argument_group("network").add_argument
     add("--image-size", type=recipes.positive, default=64, help="pixels, a multiple of 16")
     add("--width", type=recipes.positive, default=16, help="channels of the first convolution")
+    training = parser.add_argument_group("training")
+    add = training.add_argument
+    recipes.add_types(training)
     add("--batch-size", type=recipes.positive, default=32, help="images in a step")
     add("--steps", type=recipes.positive, default=1000, help="updates")
     add("--lr", type=recipes.above_0, default=0.05, help="the highest learning rate")
     add("--momentum", type=recipes.share, default=0.9, help="of SGD")
     add("--wd", type=recipes.decimal, default=5e-4, help="weight decay")
+    add("--seed", type=recipes.whole, default=0, help="of all random numbers")
+    recipes.add_gpus(training)
+    add = parser.add_argument_group("output").add_argument
     add("--log-interval", type=recipes.positive, default=50, help="steps between two lines")
     add("--validation-images", type=recipes.positive, default=128, help="drawn once")
     add("--save", metavar="FILE", help="parameters")
-    add("--seed", type=recipes.whole, default=0, help="of all random numbers")
-    recipes.add_gpus(parser)
     args = parser.parse_args(arguments)
     if args.image_size % 16:
         parser.error(f"--image-size must be a multiple of 16. Received: {args.image_size}")

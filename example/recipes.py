@@ -471,7 +471,7 @@ _TAKEN = "digits, cifar10, mnist, caltech101, imagenet, dummy, a folder of folde
 
 def add_image_flags(parser):
     """The flags about images; the second names are those of GluonCV's scripts."""
-    add = parser.add_argument
+    add = parser.add_argument_group("data").add_argument
     add("--dataset", "--rec-train", default="digits", help=_TAKEN)
     add("--val", "--rec-val", help="validation data, where the dataset is a folder or a .rec")
     add("--use-rec", action="store_true", help="the dataset is a .rec: it is known by its name")

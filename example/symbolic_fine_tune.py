@@ -44,12 +44,12 @@ def with_new_head(symbol, num_classes, before=None, bn_momentum=None, freeze=Fal
 
 def main(arguments=None):
     parser = recipes.Parser(__doc__)
-    parser.add_argument("--pretrained-model", required=True, metavar="PREFIX[,EPOCH]",
-                        help="a checkpoint, or a name of the model zoo")
-    parser.add_argument("--layer-before-fullc", help="found by itself where not given")
-    parser.add_argument("--freeze", type=int, default=0, choices=(0, 1),
-                        help="1: train the new head only")
-    parser.add_argument("--bn-momentum", type=recipes.share, help="of all batch norms")
+    add = parser.add_argument_group("pretrained network").add_argument
+    add("--pretrained-model", required=True, metavar="PREFIX[,EPOCH]",
+        help="a checkpoint, or a name of the model zoo")
+    add("--layer-before-fullc", help="found by itself where not given")
+    add("--freeze", type=int, default=0, choices=(0, 1), help="1: train the new head only")
+    add("--bn-momentum", type=recipes.share, help="of all batch norms")
     recipe.add_arguments(parser)
     parser.set_defaults(num_epochs=3, lr=0.01, lr_step_epochs=[2], batch_size=32)
     args = recipe.parse_flags(parser, arguments)

@@ -53,25 +53,27 @@ def add_arguments(parser):
     add("--dtype", default="float32", choices=("float32", "float16"), help="of the network")
     add("--loss-scale", type=recipes.loss_scale,
         help="a number, dynamic or none; if not given: dynamic for float16, else none")
-    add("--loss", default="", choices=LOSSES, metavar="NAMES",
-        help="also log losses: ce, nll, or both as ce,nll")
-    add("--disp-batches", "--log-interval", type=positive, default=20,
-        help="batches of a line of the log")
-    add("--top-k", type=recipes.whole, default=0, help="also log the top-k accuracy")
-    add("--model-prefix", help="save epochs under this name")
-    add("--save-period", type=positive, default=1, help="each so many epochs")
     add("--load-epoch", type=positive, help="go on from --model-prefix behind so many epochs")
     add("--resume", action="store_true", help="go on from the last epoch of --model-prefix, if "
         "there is any; with a larger --num-epochs a finished run goes on, too")
-    add("--monitor", type=recipes.whole, default=0,
-        help="log outputs' sizes every so many batches")
     add("--test-io", type=int, default=0, choices=(0, 1), help="1: only read the images, and "
         "log how fast that is")
     add("--seed", type=recipes.whole, default=0, help="of all random numbers")
+    recipes.add_kvstore_flag(training)
+    output = parser.add_argument_group("output and resuming")
+    add = output.add_argument
+    add("--model-prefix", help="save epochs under this name")
+    add("--save-period", type=positive, default=1, help="each so many epochs")
     add("--save-dir", help="write log.jsonl there (docs/recipes.md says what is in it)")
-    recipes.add_log_flags(parser)
-    recipes.add_xray_flags(parser)
-    recipes.add_kvstore_flag(parser)
+    add("--disp-batches", "--log-interval", type=positive, default=20,
+        help="batches of a line of the log")
+    add("--loss", default="", choices=LOSSES, metavar="NAMES",
+        help="also log losses: ce, nll, or both as ce,nll")
+    add("--top-k", type=recipes.whole, default=0, help="also log the top-k accuracy")
+    add("--monitor", type=recipes.whole, default=0,
+        help="log outputs' sizes every so many batches")
+    recipes.add_log_flags(output)
+    recipes.add_xray_flags(output)
     add = parser.add_argument_group("data").add_argument
     add("--data-train", "--rec-train", help="RecordIO file of training images")
     add("--data-train-idx", "--rec-train-idx", default="", help="its index: shuffles all images")

@@ -1,10 +1,15 @@
 """The recipes for a language model and for detection train, in each type."""
 import re
 
+import fine_tune
+import image_classification
 import language_model
+import lr_find
 import numpy as np
 import object_detection
 import pytest
+import symbolic_fine_tune
+import train_imagenet
 
 TYPES = ["float32", "float16", "bfloat16"]
 SMALL = ("--layers 1 --width 32 --length 32 --batch-size 16 --steps 60 --warmup 5 --lr 0.01 "
@@ -88,3 +93,15 @@ def test_a_flag_that_makes_no_sense_is_one_line(main, flags, message, tmp_path, 
         main(flags.format(empty=tmp_path / "empty").split())
     line, = capsys.readouterr().err.splitlines()
     assert message in line
+
+
+@pytest.mark.parametrize("script", [fine_tune, image_classification, language_model, lr_find,
+                                    object_detection, symbolic_fine_tune, train_imagenet],
+                         ids=lambda script: script.__name__)
+def test_the_help_of_a_recipe_shows_flags_in_groups(script, capsys):
+    with pytest.raises(SystemExit):
+        script.main(["--help"])
+    text = capsys.readouterr().out.replace("\noptional arguments:\n", "\noptions:\n")  # before 3.10
+    options, *groups = re.split(r"^\S.*:\n", text.partition("\noptions:\n")[2], flags=re.MULTILINE)
+    assert re.findall(r"^  (?:-\w, )?(--\S+)", options, re.MULTILINE) == ["--help", "--config"]
+    assert len(groups) >= 3
