@@ -242,6 +242,7 @@ def test_the_command_tells_what_another_format_would_have_done(tmp_path, capsys)
         page = tmp_path / "run" / f"xray-{format_}.html"
         assert str(page) in said
         assert format_ in page.read_text()
+        assert "gradient of net_batchnorm0_gamma" in page.read_text()
     assert main(["xray", folder, "--format", "float9"]) == 1
     assert "Valid: float32, float16, bfloat16" in capsys.readouterr().err
     assert main(["xray", str(tmp_path)]) == 1

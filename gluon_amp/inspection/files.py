@@ -75,6 +75,7 @@ def lines(view: Any) -> Iterable[Dict[str, Any]]:
             yield {"step": number, "scale": scale, "node": tensor.key.node,
                    "backward": tensor.key.backward, "index": tensor.key.which,
                    "place": tensor.place, "kind": tensor.kind, "operator": tensor.op,
+                   "parameter": tensor.parameter,
                    "format": tensor.format.name, "overflowed": counts.overflowed,
                    "flushed": counts.flushed, "own_snr": _as_number(counts.own_snr),
                    **_histogram(counts)}

@@ -458,7 +458,8 @@ def read(folder: str, format_: Format) -> View:
         view.steps[number][1][key] = counts
         if number not in view.left_out:
             tensor = tensors.setdefault(key, Tensor(key, line["kind"], line["operator"],
-                                                    line["place"], given))
+                                                    line["place"], given,
+                                                    parameter=line.get("parameter", "")))
             added = counts.times(view.steps[0][0] / scale) if key.backward else counts
             tensor.counts = added if tensor.counts is None else tensor.counts + added
     view.tensors = sorted(tensors.values(), key=lambda t: t.place)
