@@ -1,1 +1,1 @@
-"""A step: scaled backward passes, checks, optimizers, states."""
+"""Training steps: scaled backward passes, overflow checks, optimizers, checkpoints."""

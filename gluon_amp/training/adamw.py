@@ -1,4 +1,4 @@
-"""AdamW, which MXNet 1.9.1 has the operators of, but no optimizer."""
+"""AdamW. MXNet 1.9.1 has its operators, but no optimizer."""
 import math
 import os
 from typing import Any, List, Sequence, Tuple, Union
@@ -7,7 +7,7 @@ from .._mxnet import mx
 from ..annotations import Array, Arrays, Optimizer
 from ..cpu.arrays import is_half
 
-Index = Union[int, str]  # a Module that updates on a kvstore has names
+Index = Union[int, str]  # a name in a Module that updates on a kvstore
 Indices = Union[Index, Sequence[Index]]
 
 
@@ -29,7 +29,7 @@ class AdamW(mx.optimizer.Optimizer):
                  epsilon: float = 1e-8, **kwargs: Any) -> None:
         super().__init__(learning_rate=learning_rate, **kwargs)
         self.beta1, self.beta2, self.epsilon = beta1, beta2, epsilon
-        # the operator takes 50 at most
+        # the operator's limit is 50
         self.aggregate_num = max(1, min(50, int(os.getenv("MXNET_OPTIMIZER_AGGREGATION_SIZE",
                                                           "50"))))
 
@@ -55,11 +55,11 @@ class AdamW(mx.optimizer.Optimizer):
         wds = [lr * wd for lr, wd in zip(lrs, self._get_wds(indices))]
         for i, index in enumerate(indices):
             lrs[i] = bias_corrected(self, lrs[i], self._index_update_count[index])
-        # On a CPU the operator walks the largest array's size for every array: one at a time.
+        # On a CPU the operator loops over the largest size for each array: one array per call.
         on_gpu = weights[0].context.device_type == "gpu"
         size = len(weights) if on_gpu else 1
         rescale_grad = self.rescale_grad
-        if on_gpu:  # MXNet would fill an array by a launch
+        if on_gpu:  # without it, MXNet fills an array with one more launch
             rescale_grad = mx.nd.array([rescale_grad], weights[0].context)
         for i in range(0, len(weights), size):
             part = slice(i, i + size)
@@ -71,12 +71,12 @@ class AdamW(mx.optimizer.Optimizer):
 
 
 def bias_corrected(made: Optimizer, lr: float, step: int) -> float:
-    """The learning rate of Adam's step: its means begin at 0, and this makes up for it."""
+    """Returns the bias-corrected learning rate of Adam's step."""
     return lr * (math.sqrt(1 - made.beta2 ** step) / (1 - made.beta1 ** step))
 
 
 def _lists(index: Any, *rest: Any) -> List[List[Any]]:
-    """MXNet passes one parameter or several."""
+    """Returns lists for arguments of one parameter or of several."""
     if isinstance(index, (tuple, list)):
         return [list(index), *map(list, rest)]
     return [[index], *([one] for one in rest)]

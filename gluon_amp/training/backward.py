@@ -1,5 +1,5 @@
-"""One call of `trainer.backward`: a backward pass through the graphs of its losses, and further
-ones that check it or search the loss scale."""
+"""The backward passes of one call of `trainer.backward`: the first, and those that check it or
+search the loss scale."""
 import functools
 import json
 from typing import Any, Callable, List, Optional, Sequence, Set, Tuple
@@ -14,10 +14,10 @@ from ..graph.operators import LOSSES, MAY_BEGIN
 from .gradients import Gradients
 from .step import Gradient
 
-# MXNet's operators that lose what they drew once a backward pass has gone through them: a second
-# one would pass their gradients on as if nothing had been dropped.
+# MXNet's operators whose mask is valid for one backward pass only: a second pass would propagate
+# gradients as if nothing had been dropped.
 _ONCE = frozenset(["Dropout"])
-# MXNet's error of a second pass through `foreach`, `while_loop` and `cond`: it frees their rounds.
+# MXNet's error in a second pass through `foreach`, `while_loop` and `cond`, whose graphs are freed.
 _FREED = "We didn't record the computation"
 
 
@@ -25,28 +25,30 @@ class Backward:
     """The passes of one call of `trainer.backward`.
 
     Args:
+        losses: the losses.
+        gradients: the gradients of the Trainer's parameters.
         scale: the loss scale of the first pass.
-        repeats: whether a second pass went through such a graph before; None: nobody has tried.
+        repeats: whether a second pass through this graph is possible; None: not known.
         after_pass: called after each pass, with its scale.
 
     Attributes:
-        repeats: also as the passes of this call show it.
+        repeats: the same, updated by the passes of this call.
     """
 
     def __init__(self, losses: List["mx.nd.NDArray"], gradients: Gradients, scale: float,
                  repeats: Optional[bool], after_pass: Optional[Callable[[float], None]]) -> None:
         self._losses, self._gradients, self._scale = losses, gradients, scale
         self.repeats, self._after_pass = repeats, after_pass
-        # of before the first pass, which `repeat` puts back
+        # gradients before the first pass, which `repeat` restores
         self._before: List[Tuple[mx.nd.NDArray, mx.nd.NDArray]] = []
         self._averages: Optional[List[Tuple[mx.nd.NDArray, mx.nd.NDArray]]] = None
 
     def keep_gradients(self) -> None:
-        """Before the first pass, where others may repeat it."""
+        """Copies gradients before the first pass, so that it can be repeated."""
         self._before = self._gradients.kept()
 
     def run(self, scale: float, retain_graph: bool = True) -> None:
-        """One pass, with this number as head gradient."""
+        """Runs a pass with this number as head gradient."""
         heads = [_head(one.shape, one.context, one.dtype, scale) for one in self._losses]
         try:
             mx.autograd.backward(self._losses, heads, retain_graph)
@@ -56,16 +58,17 @@ class Backward:
             self._after_pass(scale)
 
     def gradients(self) -> Sequence[Gradient]:
-        """Those that wait for a step."""
+        """Returns the pending gradients."""
         return self._gradients.waiting()
 
     def check_heads(self) -> Optional[bool]:
-        """Refuses operators on the way that begin gradients by themselves, which no loss scale
-        reaches: a pass that begins with zeros shows them. The gradients stay as they are.
+        """Refuses operators that start gradients without the loss scale.
+
+        It finds them with a backward pass at scale 0, which does not change the gradients.
 
         Returns:
-            whether it is sure, as it is not where that pass gives infinities or NaN; None where no
-            second pass goes through the graph, so that it stays open.
+            Whether the check is complete: False if that pass has infinities or NaN; None if the
+            graph allows no second pass.
         """
         self._keep_averages()
         gradients = self.gradients()
@@ -96,8 +99,8 @@ class Backward:
         return bool(np.isfinite(sums).all())
 
     def can_repeat(self) -> bool:
-        """Whether another pass gives the same gradients. Where a hybridized network hides its
-        operators, one is tried."""
+        """Whether another pass computes the same gradients. If a hybridized network hides its
+        operators, a pass is tried."""
         seen = _operators(self._losses)
         if seen & _ONCE or self.repeats is False:
             return False
@@ -122,14 +125,14 @@ class Backward:
         return same
 
     def repeat(self, scale: float) -> None:
-        """The pass again, at this loss scale."""
+        """Repeats the pass at this loss scale."""
         self._keep_averages()
         for gradient, before in self._before:
             (before * (scale / self._scale)).copyto(gradient)
         self.run(scale)
 
     def finish(self, retain_graph: bool) -> None:
-        """After the last pass."""
+        """Restores moving averages and frees the graphs after the last pass."""
         if self._averages:
             mx.nd.waitall()
             for average, after_first in self._averages:
@@ -138,9 +141,8 @@ class Backward:
             _free(self._losses)
 
     def _keep_averages(self) -> None:
-        """Keeps the moving averages as the first pass leaves them: MXNet's batch norms update them
-        in the backward pass, so that each further one would. Waits, since MXNet's engine has no
-        record of these writes."""
+        """Copies the moving averages after the first pass, because MXNet's batch norms update them
+        in each backward pass. It waits, because MXNet's engine does not track these writes."""
         if self._averages is None:
             mx.nd.waitall()
             self._averages = [(a, a.copy()) for p in self._gradients.parameters
@@ -149,20 +151,20 @@ class Backward:
 
 
 def _operators(losses: List[Any]) -> Set[str]:
-    """Names of the operators in the graphs of these losses. What is hybridized is one operator,
-    _CachedOp, or the operators in it."""
+    """Returns the operators in the graphs of these losses. A hybridized block is one operator,
+    _CachedOp, or its operators."""
     found = set()
     for loss in losses:
         symbol = mx.autograd.get_symbol(loss.as_nd_ndarray())
-        # where it may remove casts, MXNet makes a copy, which it never frees, nor what hangs on it
+        # to remove casts, MXNet would create a copy that it never frees
         made = json.loads(symbol.tojson(remove_amp_cast=False))
         found |= {node["op"] for node in made["nodes"]}
     return found
 
 
 def _free(losses: List[Any]) -> None:
-    """Frees graphs that were retained, as a backward pass does that retains none. Gradients
-    stay as they are: without the engine, a pass computes only those of arrays added for it."""
+    """Frees retained graphs without changing gradients. Without the engine, it runs a backward pass
+    that computes only the gradients of arrays added for it."""
     if free_graphs(losses):
         return
     added = [mx.nd.zeros(1, loss.context, loss.dtype) for loss in losses]
@@ -175,12 +177,12 @@ def _free(losses: List[Any]) -> None:
 
 @functools.lru_cache(maxsize=16)
 def _head(shape: Shape, context: Context, dtype: DType, number: float) -> Array:
-    """What a backward pass begins with at a loss of this shape: so many times 1."""
+    """Returns the head gradient of a loss: an array filled with a number."""
     return mx.nd.full(shape, number, context, dtype)
 
 
 def check_losses(losses: List[Any]) -> None:
-    """Refuses what is no loss, and losses in float16."""
+    """Refuses values that are not losses, and 16-bit losses."""
     if not losses:
         raise ValueError("backward takes a loss or a list of losses. Received: an empty list")
     for loss in losses:

@@ -1,8 +1,8 @@
-"""Files of optimizer states: what one holds, and whether it fits.
+"""Files of optimizer states: reading, writing and validation.
 
-MXNet's format: a pickle of {index: state}, alone or beside the optimizer. Behind it, where MXNet
-does not read any more, stands a checksum. A pickle may name any function to be called, so only
-those names are looked up that such states need.
+The format is MXNet's: a pickle of {index: state}, alone or with the optimizer. A checksum follows,
+which MXNet does not read. A pickle may call any function, so only the names that optimizer states
+need are allowed.
 """
 import copy
 import hashlib
@@ -22,7 +22,7 @@ from ..cpu.arrays import dtype_name
 from ..files import replace_file
 from .step import Step
 
-_SEAL = b"\ngluon_amp sha256 "  # then 64 digits
+_SEAL = b"\ngluon_amp sha256 "  # followed by 64 digits
 _MOVED = {"gluon_amp.optimizer": "gluon_amp.training.optimizer",  # in files of 0.1.0
           "gluon_amp.adamw": "gluon_amp.training.adamw"}
 _KINDS = (mx.optimizer.Optimizer, mx.lr_scheduler.LRScheduler, mx.nd.NDArray, np.generic)
@@ -38,10 +38,11 @@ _NAMES = frozenset(f"""
 
 
 class _Unpickler(pickle.Unpickler):
-    """Looks up nothing but what states of optimizers hold.
+    """An unpickler that allows only the classes of optimizer states.
 
     Args:
-        mine: classes of the user's own that they may hold, by module and name.
+        file: the file.
+        mine: allowed classes of the user, by module and name.
     """
 
     def __init__(self, file: BinaryIO, mine: Mapping[Tuple[str, str], Any]) -> None:
@@ -49,7 +50,7 @@ class _Unpickler(pickle.Unpickler):
         self.mine = mine
 
     def find_class(self, module: str, name: str) -> Any:
-        # Files of numpy 1 name numpy.core, those of numpy 2 numpy._core: both are read with both.
+        # Files of numpy 1 have numpy.core and those of numpy 2 numpy._core; each reads both.
         module = re.sub(r"^numpy\._?core\b", CORE, _MOVED.get(module, module))
         if (module, name) in self.mine:
             return self.mine[module, name]
@@ -72,11 +73,13 @@ class Checkpoint:
 
     def save(self, fname: str, optimizer: Optimizer, write: Callable[[str], None],
              **others: Any) -> None:
-        """Writes a file that is whole or not there, with a checksum.
+        """Writes a file with a checksum, atomically.
 
         Args:
+            fname: the path of the file.
+            optimizer: the optimizer.
             write: writes the optimizer and its states to a path, in MXNet's format.
-            others: what else is saved with the optimizer.
+            others: further values that are saved with the optimizer.
         """
         optimizer.trainer_state = {**others, **self._step.state()}
 
@@ -89,19 +92,20 @@ class Checkpoint:
         replace_file(fname, write_sealed)
 
     def load_step(self, optimizer: Optimizer) -> None:
-        """Takes over the state of steps that was saved with an optimizer, if any was."""
+        """Loads the state of steps that was saved with an optimizer, if any."""
         self._step.load(getattr(optimizer, "trainer_state", {}))
 
 
 def give_states(updater: Updater, states: Dict[Any, Any]) -> None:
-    """Gives an updater of MXNet's these states, on any device."""
+    """Sets the states of an updater of MXNet, on any device."""
     updater.states, updater.states_synced = states, dict.fromkeys(states, False)
 
 
 def read_states(fname: str, mine: Optimizer) -> Tuple[Dict[Any, Any], Any]:
-    """A file's states, and its optimizer or None.
+    """Reads the states in a file, and its optimizer or None.
 
     Args:
+        fname: the path of the file.
         mine: the optimizer in use.
     """
     with open(fname, "rb") as file:
@@ -116,7 +120,7 @@ def read_states(fname: str, mine: Optimizer) -> Tuple[Dict[Any, Any], Any]:
         loaded = _Unpickler(stream, _own_classes(mine)).load()
         if stream.read(1):
             raise ValueError("it goes on behind its end")
-    except Exception as error:  # foreign bytes may raise anything when they are unpickled
+    except Exception as error:  # unpickling foreign bytes may raise any error
         raise ValueError(f"{wrong}: {str(error) or repr(error)}") from error
     states, optimizer = loaded if isinstance(loaded, tuple) and len(loaded) == 2 else (loaded, None)
     if not isinstance(states, dict) \
@@ -126,15 +130,15 @@ def read_states(fname: str, mine: Optimizer) -> Tuple[Dict[Any, Any], Any]:
 
 
 def _own_classes(optimizer: Optimizer) -> Dict[Tuple[str, str], Any]:
-    """Classes of the optimizer and its scheduler, by module and name. The last one of a name is
-    the user's own: ours in front of it goes by its name, too."""
+    """Returns the classes of the optimizer and its scheduler, by module and name. Our subclass has
+    the name of the user's class; the latter comes last and wins."""
     return {(cls.__module__, cls.__qualname__): cls
             for made in (optimizer, optimizer.lr_scheduler) for cls in type(made).__mro__}
 
 
 @contextmanager
 def one_error(fname: str) -> Iterator[None]:
-    """Whatever goes wrong with a file's contents is a ValueError that names the file."""
+    """Converts any error in a file's contents to a ValueError that names the file."""
     try:
         yield
     except Exception as error:
@@ -145,12 +149,14 @@ def one_error(fname: str) -> Iterator[None]:
 
 def check_states(fname: str, states: Dict[Any, Any], maker: Optimizer, mine: Optimizer,
                  weights: Mapping[Any, Tuple[str, Any]]) -> None:
-    """Refuses states that are not as their optimizer makes them for these weights.
+    """Refuses states whose layout differs from that of new states for these weights.
 
     Args:
-        maker: the file's optimizer.
-        mine: the one that is to go on.
-        weights: for each index a parameter's name and its array, or None where it has none yet.
+        fname: the path of the file.
+        states: its states.
+        maker: its optimizer.
+        mine: the optimizer in use.
+        weights: for each index a parameter's name and its array, or None if it has none yet.
     """
     if type(maker).__name__ != type(mine).__name__:
         raise ValueError(f"{fname} holds the states of {type(maker).__name__}, not of "
@@ -165,7 +171,7 @@ def check_states(fname: str, states: Dict[Any, Any], maker: Optimizer, mine: Opt
         name, weight = weights[i]
         if weight is None:
             continue
-        with warnings.catch_warnings():  # MXNet's, of float16 weights without masters
+        with warnings.catch_warnings():  # MXNet warns about float16 weights without master weights
             warnings.simplefilter("ignore")
             expected = _layout(maker.create_state_multi_precision(i, weight))
         if _layout(state) != expected:
@@ -177,17 +183,17 @@ def check_states(fname: str, states: Dict[Any, Any], maker: Optimizer, mine: Opt
 
 def renumber(numbered: Dict[Any, Any], trained: Sequence[Tuple[int, str]],
              devices: int) -> Dict[Any, Any]:
-    """What a Module's file has for each state, numbered as the states are here.
+    """Renumbers the values in a Module's file for the current number of devices.
 
-    A Module's state of parameter i on device k of n is number i * n + k. All devices have the
-    same. Where a kvstore updates there is one for each parameter, by its name.
+    A Module's state of parameter i on device k of n has the number i * n + k. All devices have the
+    same state. If a kvstore updates, there is one for each parameter, by name.
 
     Args:
-        numbered: the states, or what is counted of each.
-        trained: number and name of each parameter that has a state.
-        devices: how many are here; 0 where a kvstore updates.
+        numbered: the states, or counts, by number or name.
+        trained: the index and name of each parameter with a state.
+        devices: the number of devices; 0 if a kvstore updates.
     """
-    before = max(len(numbered) // max(len(trained), 1), 1)  # devices, when it was saved
+    before = max(len(numbered) // max(len(trained), 1), 1)  # the number of devices in the file
     if set(numbered) == {name for _, name in trained}:
         own = {i: numbered[name] for i, name in trained}
     elif before != devices and set(numbered) == {i * before + k for i, _ in trained
@@ -202,12 +208,13 @@ def renumber(numbered: Dict[Any, Any], trained: Sequence[Tuple[int, str]],
 
 def carry_counts(maker: Optimizer, devices: Sequence[int],
                  numbered: Callable[[Dict[Any, int]], Dict[Any, int]] = dict) -> None:
-    """Gives each device what an optimizer has counted: how often it has updated each parameter.
-    MXNet counts for each device; one that the file lacks would begin at 0, and Adam with it.
+    """Copies the counts of updates to each device. MXNet counts for each device; on a device that
+    the file lacks, Adam's step would restart at 0.
 
     Args:
-        devices: their numbers.
-        numbered: gives the counts the numbers that states have here.
+        maker: the file's optimizer.
+        devices: the device ids.
+        numbered: renumbers the counts.
     """
     saved = getattr(maker, "_all_index_update_counts", {0: maker._index_update_count})
     together = {index: count for counts in saved.values() for index, count in counts.items()}
@@ -217,7 +224,7 @@ def carry_counts(maker: Optimizer, devices: Sequence[int],
 
 
 def check_order(fname: str, maker: Optimizer, names: Sequence[str]) -> None:
-    """Refuses a file whose parameters were numbered in another order."""
+    """Refuses a file with another order of parameters."""
     saved = getattr(maker, "trainer_state", {}).get("names", ())
     if len(saved) == len(names) and order_of(saved) != order_of(names):
         raise ValueError(f"{fname} holds the parameters in another order, {', '.join(saved[:3])}, "
@@ -226,8 +233,7 @@ def check_order(fname: str, maker: Optimizer, names: Sequence[str]) -> None:
 
 
 def histories_in(maker: Optimizer, networks: int) -> List[str]:
-    """What so many networks remember of their float8 tensors. A file of networks that have none
-    says nothing of it: then they begin anew."""
+    """Returns the float8 histories of each network in a file, or empty ones if it has none."""
     found = getattr(maker, "trainer_state", {}).get("scales") or [""] * networks
     if len(found) != networks:
         raise ValueError(f"it holds float8 histories of {len(found)} networks; here are {networks} "

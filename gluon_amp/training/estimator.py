@@ -6,7 +6,7 @@ from mxnet.gluon.contrib import estimator as mxnet_estimator
 
 from .trainer import Trainer
 
-Arrays = List[Any]  # one on each device
+Arrays = List[Any]  # one for each device
 
 
 class BatchProcessor(mxnet_estimator.BatchProcessor):
@@ -18,7 +18,7 @@ class BatchProcessor(mxnet_estimator.BatchProcessor):
 
     def fit_batch(self, estimator: mxnet_estimator.Estimator, train_batch: Any,
                   batch_axis: int = 0) -> Tuple[Arrays, Arrays, Arrays, Arrays]:
-        """Computes the scaled gradients of a batch: MXNet's estimator then takes the step."""
+        """Computes the scaled gradients of a batch; MXNet's estimator then takes the step."""
         trainer = estimator.trainer
         if not isinstance(trainer, Trainer):
             raise TypeError("BatchProcessor needs Estimator(..., trainer=). Valid: a "

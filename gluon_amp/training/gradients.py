@@ -1,7 +1,7 @@
-"""Which gradients of a Trainer's parameters the backward passes since the last step have written.
+"""Tracks the gradients that backward passes have written since the last step.
 
 MXNet marks the weights whose gradients a backward pass writes. The marks are cleared after each
-pass of `trainer.backward`: a mark at the step is of somebody else's backward pass.
+pass of `trainer.backward`, so a mark at the step comes from another backward pass.
 """
 from dataclasses import replace
 from typing import Dict, List, NoReturn, Sequence, Tuple
@@ -14,14 +14,14 @@ from .step import Gradient, Place, Step
 
 
 class Gradients:
-    """The gradients of these parameters, as the step needs them."""
+    """The gradients of a Trainer's parameters."""
 
     def __init__(self, parameters: Sequence["mx.gluon.Parameter"], step: Step) -> None:
         self.parameters, self._step = parameters, step
 
     def begin(self) -> None:
-        """Before a backward pass. The first of a step overwrites what others have written, unless
-        it adds to that; what they write later is an error."""
+        """Prepares a backward pass. The first of a step overwrites gradients of other passes,
+        unless it adds to them; later passes of others are an error."""
         if self._step.begun:
             self.check_nobody_else()
             return
@@ -32,20 +32,20 @@ class Gradients:
             self._refuse(list(added))
 
     def note_written(self) -> None:
-        """After a backward pass."""
+        """Records the gradients that a backward pass has written."""
         pending = self._step.pending
         pending.written, pending.stale = self._written(pending.written, clear=True)
 
     def note_used(self, gradients: Sequence[Gradient]) -> None:
-        """After an update with these."""
+        """Records the gradients that an update has used."""
         marks([g.weight for g in gradients], clear=True)
 
     def waiting(self) -> List[Gradient]:
-        """Those that wait for a step, if any."""
+        """Returns the pending gradients, if any."""
         return self.to_use() if self._step.pending.written else []
 
     def to_use(self, ignore_stale: bool = True) -> List[Gradient]:
-        """Those that the update uses, parameter by parameter."""
+        """Returns the gradients that the update uses, in the order of parameters."""
         pending = self._step.pending
         written, stale = (pending.written, pending.stale) if self._step.scaling \
             else self._written({})
@@ -60,17 +60,17 @@ class Gradients:
         return gradients
 
     def check_new(self, call: str) -> None:
-        """Refuses a call that needs gradients of `trainer.backward`, where there are none."""
+        """Refuses a call without gradients of `trainer.backward`."""
         if not self._step.scaling:
             return
         if not self._step.begun:
-            self._weights()  # or the error that there is nothing to train
+            self._weights()  # raises if there is nothing to train
             raise RuntimeError(f"{call} needs new gradients: call trainer.backward(loss), not "
                                "loss.backward(), before each step")
         self.check_nobody_else()
 
     def check_nobody_else(self) -> None:
-        """Refuses gradients that another backward pass has written: their scale is not known."""
+        """Refuses gradients that another backward pass has written at an unknown scale."""
         names, pending = [], self._step.pending
         for place, weight, is_marked in self._marked():
             known = pending.written.get(place)
@@ -89,16 +89,16 @@ class Gradients:
                            "[trainer, other]); else step before it, or call zero_grad() after it")
 
     def add_up(self) -> List["mx.nd.NDArray"]:
-        """Those to which each backward pass adds."""
+        """Returns the gradients to which each backward pass adds."""
         return [g for p in self.parameters if p.grad_req == "add" for g in p.list_grad()]
 
     def clear_added(self) -> None:
-        """Makes those 0."""
+        """Sets these gradients to 0."""
         clear_added(self.parameters)
 
     def kept(self) -> List[Tuple["mx.nd.NDArray", "mx.nd.NDArray"]]:
-        """Gradients that a backward pass does not simply replace, and copies of them: those that
-        add up, and those of passes before in this step."""
+        """Returns the gradients that a backward pass does not overwrite, with copies: accumulated
+        ones, and those of earlier passes in this step."""
         gradients = [self.parameters[place[0]].list_grad()[place[1]] for place, _ in self._weights()
                      if self.parameters[place[0]].grad_req == "add"
                      or place in self._step.pending.written]
@@ -106,7 +106,7 @@ class Gradients:
 
     def _written(self, known: Dict[Place, Gradient],
                  clear: bool = False) -> Tuple[Dict[Place, Gradient], List[str]]:
-        """The gradients that are known to be written, or marked so; and the names of the others."""
+        """Returns the gradients that were written, and the names of the others."""
         written, stale = {}, []
         for place, weight, is_marked in self._marked(clear):
             parameter = self.parameters[place[0]]
@@ -120,7 +120,7 @@ class Gradients:
         return written, stale
 
     def _marked(self, clear: bool = False) -> List[Tuple[Place, "mx.nd.NDArray", int]]:
-        """The weights, and whether each has a mark of MXNet's."""
+        """Returns the weights, and whether MXNet has marked each."""
         weights = self._weights()
         marked = marks([weight for _, weight in weights], clear)
         return [(place, weight, mark) for (place, weight), mark in zip(weights, marked)]
@@ -135,7 +135,7 @@ class Gradients:
 
 
 def clear_added(parameters: Sequence["mx.gluon.Parameter"]) -> None:
-    """Makes those gradients 0 that add up."""
+    """Sets accumulated gradients to 0."""
     for parameter in parameters:
         if parameter.grad_req == "add":
             parameter.zero_grad()

@@ -1,12 +1,11 @@
-"""Loss scales: none, and the dynamic one. (The static one has a pair of loss and optimizer beside
-it: static_pair.py.)
+"""Loss scales: none, and dynamic. static_pair.py has the static one.
 
-Gradients below 3e-8 are 0 in float16. So the loss is scaled up before the backward pass,
-and the update scales down again. Both must use one number. The dynamic scale is found by trying:
+Gradients below 3e-8 are 0 in float16. So the loss is multiplied by the scale before the backward
+pass, and the update divides gradients by it. The dynamic scale is found by trial:
 
-    while gradients are finite: grow every `growth_interval` steps, up to `maximum`
-    when they are not:          back off, down to `minimum`; there, an error
-    until it is settled:        a search instead, by further backward passes of the same step
+    while gradients are finite: grows every `growth_interval` steps, up to `maximum`
+    after an overflow:          backs off, down to `minimum`; there, an error
+    until it is settled:        searches instead, with further backward passes in the same step
 """
 import itertools
 import logging
@@ -21,32 +20,32 @@ class LossScaleError(RuntimeError):
     """The gradients overflow at every loss scale, or the loss itself is not finite."""
 
 
-# A search divides the scale by this until nothing overflows, then tries 4 times and 2 times what it
-# found. From 2^16 it reaches 1 in four divisions.
+# A search divides the scale by this until nothing overflows, then tries 4 times and 2 times the
+# result. From 2^16 it reaches 1 in four divisions.
 _LARGE_STEP = 2.0 ** 4
-# Backward passes of a search at most: the first, four divisions, and one more. Where these are used
-# up on the way down, what it found may be too small by up to 2^3, and grows.
+# The most backward passes of a search: the first, four divisions, and one more. If the divisions
+# use all, the result may be too small by up to 2^3, and grows later.
 _PASSES = 6
-# The scale is settled after so many finite steps in a row: from then on an overflow is rare, and a
-# step that is skipped costs less than a check after each backward pass.
+# The scale is settled after this many finite steps in a row: overflows are rare then, and a skipped
+# step costs less than a check after each backward pass.
 _SETTLED_AFTER = 100
 
 
 def lower_scales(scale: float, minimum: float) -> Iterator[float]:
-    """The loss scales below one that a search tries in turn, down to the smallest."""
+    """Yields the lower loss scales that a search tries, down to the smallest."""
     while scale > minimum:
         scale = max(scale / _LARGE_STEP, minimum)
         yield scale
 
 
 class LossScale:
-    """No loss scaling: the scale is 1 and nothing changes it. Other scales override this.
+    """No loss scaling: the scale is always 1. The base class of other scales.
 
     Attributes:
         scale: multiplies the gradients of the next step.
-        scales: whether there is a scale at all.
-        settled: whether no search is worth a check of gradients after each backward pass.
-        kind: what it is called in messages.
+        scales: whether gradients are scaled.
+        settled: whether the search of the first scale is over.
+        kind: the name in messages.
     """
     scale: float
     scales = False
@@ -63,8 +62,8 @@ class LossScale:
         """Updates the scale after a step."""
 
     def back_off(self, parameters: Iterable[str]) -> bool:
-        """Lowers the scale after an overflow of these parameters' gradients; False where the scale
-        never changes."""
+        """Lowers the scale after an overflow in these parameters' gradients. Returns False if the
+        scale never changes."""
         return False
 
     def search(self, overflows: Callable[[float], bool]) -> int:
@@ -89,7 +88,7 @@ class LossScale:
                         "loss_scale='dynamic' takes it over", state["scale"], self)
 
     def __repr__(self) -> str:
-        return "None"  # as `loss_scale=` takes it
+        return "None"  # the value of `loss_scale=`
 
 
 class DynamicLossScale(LossScale):
@@ -166,7 +165,7 @@ class DynamicLossScale(LossScale):
         return True
 
     def nothing_fits(self, parameters: Iterable[str]) -> str:
-        """What is said where the gradients of these parameters overflow at the smallest scale."""
+        """Returns the error message for gradients that overflow at the smallest scale."""
         return f"gradients are not finite{in_names(parameters)} at the smallest loss scale, " \
                f"{self.minimum!r}: their float16 numbers overflow without any scaling. Keep " \
                "these layers in float32 (convert(keep=...)), lower the learning rate, or give " \
@@ -175,16 +174,17 @@ class DynamicLossScale(LossScale):
                "that is not finite, and gluon_amp.xray(net, [batch], loss_fn) what to keep"
 
     def search(self, overflows: Callable[[float], bool]) -> int:
-        """Finds the scale of a step whose backward pass overflowed at this one: divides it until
-        nothing overflows, then tries larger ones in between.
+        """Searches the scale of a step whose backward pass overflowed at the current one.
+
+        It divides the scale until nothing overflows, then tries larger scales in between.
 
         Args:
-            overflows: makes a backward pass at a scale; whether gradients overflow there. Its last
-                call is with the scale that was found.
+            overflows: runs a backward pass at a scale, and returns whether gradients overflow. Its
+                last call has the resulting scale.
 
         Returns:
-            the number of backward passes, the first included; 0 where no scale was found. Then
-            the scale is as before, or lower where the passes did not reach the minimum.
+            The number of backward passes, the first included; 0 if no scale was found. In that
+            case the scale does not change, or is lower if the passes did not reach the minimum.
         """
         too_high, passes, last = self.scale, 1, self.scale
         low = None
@@ -194,11 +194,11 @@ class DynamicLossScale(LossScale):
                 low = last
                 break
         if low is None:
-            # where even the minimum overflows, a bad batch may be the cause: it costs one back-off
+            # if even the minimum overflows, a bad batch may be the cause: the step only backs off
             self.scale = self.scale if last <= self.minimum else last
             return 0
         growth = _LARGE_STEP ** 0.5
-        while growth >= 2 and passes + 2 <= _PASSES:  # one at a larger scale, one to come back
+        while growth >= 2 and passes + 2 <= _PASSES:  # one at a larger scale, and one to return
             if low * growth < too_high:
                 last = low * growth
                 passes += 1
@@ -215,7 +215,7 @@ class DynamicLossScale(LossScale):
         return passes
 
     def lower_to(self, scale: float) -> None:
-        """Lowers the scale to one that another search has found."""
+        """Lowers the scale to the result of another search."""
         if scale < self.scale:
             self.scale, self.finite_steps = max(scale, self.minimum), 0
 
@@ -226,11 +226,11 @@ class DynamicLossScale(LossScale):
 
     def load_state_dict(self, state: Dict[str, Any]) -> None:
         """Loads a `state_dict`. A bad one raises ValueError and changes nothing."""
-        added = {"settled", "overflows"}  # to the states of earlier versions
+        added = {"settled", "overflows"}  # since earlier versions
         if not isinstance(state, dict) or set(state) | added != {"scale", "finite_steps"} | added:
             raise ValueError("a DynamicLossScale's state has scale, finite_steps, overflows and "
                              f"settled. Received: {state!r}")
-        settled = state.get("settled", True)  # of a state of before there was a search
+        settled = state.get("settled", True)  # earlier versions had no search
         if not isinstance(settled, bool):
             raise ValueError(f"settled must be True or False. Received: {settled!r}")
         scale = self._within(state["scale"], "scale")

@@ -1,14 +1,14 @@
-"""The learning-rate range test, after Smith (2015): which rate to train with?
+"""The learning-rate range test of Smith (2015).
 
-    for each rate, growing from `start` to `end` by the same factor:
+    for each rate, from `start` to `end` by a constant factor:
         one step; the loss, smoothed by an exponential moving average
-        (a step that the loss scale skips does not count, and is made again)
+        (a skipped step is repeated)
         stop when the smoothed loss is 4 times its smallest value, or not finite,
-        or no loss scale fits any more
+        or no loss scale fits
     propose the rate at which the smoothed loss falls fastest
 
-Afterwards the network, the Trainer and the loss scale are as they were. Gradients that add up
-(grad_req="add") begin at 0 for each rate, and are 0 at the end.
+Afterwards the network, the Trainer and the loss scale are restored. Accumulated gradients
+(grad_req="add") start at 0 for each rate, and are 0 at the end.
 """
 import math
 import pickle
@@ -116,7 +116,7 @@ def lr_find(net: Network, trainer: GluonTrainer, loss_fn: LossFunction, batches:
 
 def _step(net: Network, trainer: GluonTrainer, loss_fn: LossFunction,
           source: Iterator[Any]) -> float:
-    """The loss before a step that was not skipped."""
+    """Takes a step, repeated if it is skipped, and returns the loss before it."""
     while True:
         data, label = next(source)
         clear_added(trainer._params)
@@ -133,13 +133,14 @@ def _step(net: Network, trainer: GluonTrainer, loss_fn: LossFunction,
 
 
 def _mean_over_ranks(trainer: Trainer, loss: float) -> float:
-    """So that all ranks stop at the same rate, and propose the same."""
+    """Returns the mean loss over ranks, so that all stop at the same rate and propose the same."""
     losses = trainer._workers.gather(struct.pack("d", loss))
     return sum(struct.unpack("d", one)[0] for one in losses) / len(losses)
 
 
 def _steepest(rates: List[float], losses: List[float]) -> Optional[float]:
-    """Between where the average is one of enough losses, and the lowest."""
+    """Returns the rate of steepest descent between the end of the average's warm-up and the
+    lowest loss."""
     begin = min(round(1 / (1 - _SMOOTHING)), len(rates) // 3)
     lowest = int(np.argmin(losses)) if losses else 0
     if lowest < begin + 2 or losses[begin] - losses[lowest] < 0.01 * abs(losses[begin]):
@@ -161,11 +162,10 @@ def _endless(batches: Iterable[Any]) -> Iterator[Any]:
 
 @contextmanager
 def _as_before(net: Network, trainer: GluonTrainer) -> Iterator[None]:
-    """Puts parameters, what is remembered of float8 tensors, optimizer, states and loss scale back
-    at the end."""
+    """Restores parameters, float8 histories, optimizer, states and loss scale at the end."""
     if isinstance(trainer, Trainer):
-        trainer._broadcast_parameters()  # now: at the end ranks get back what they hold here
-        trainer._step.weights_replaced = False  # no gradient is of those before
+        trainer._broadcast_parameters()  # before the copies that are restored at the end
+        trainer._step.weights_replaced = False  # there are no gradients of earlier weights
     elif not trainer._kv_initialized:
         trainer._init_kvstore()
     if trainer._update_on_kvstore:

@@ -1,9 +1,9 @@
-"""Optimizers that update weights on a CPU in one pass over memory.
+"""Fused optimizer updates on a CPU, in one pass over memory.
 
-The engine's operator `_gluon_amp_update` widens weights and gradients, updates the masters as
-MXNet's float32 operator would, and narrows, for several weights in one call. LAMB, which needs
-norms first, takes two passes. Float32 weights are their own masters: they get the bits that MXNet's
-operator would give them, which takes several times as long.
+The engine's operator `_gluon_amp_update` widens weights and gradients, updates the master weights
+like MXNet's float32 operator, and rounds them, for several weights in one call. LAMB needs norms
+first, so it takes two passes. Float32 weights are their own master weights. They get the bits of
+MXNet's operator, which is several times slower.
 """
 from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
@@ -12,10 +12,10 @@ from ..annotations import Optimizer
 from ..cpu import library
 from . import adamw
 
-MOST = 45  # weights in one call: MXNet's own operators take 45 to 60
-# Settings of which MXNet's optimizers take 0 and None for none, and operators -1.
+MOST = 45  # weights in one call; the limits of MXNet's operators are 45 to 60
+# Settings for which 0 or None in MXNet's optimizers, and -1 in operators, means none.
 _NONE_IF_0 = ("clip_gradient", "clip_weights", "lower_bound", "upper_bound")
-# They count the update of all weights of a call before they compute rates: a schedule sees it.
+# Optimizers that count the updates of all weights of a call before they compute learning rates.
 _IN_LISTS = (mx.optimizer.SGD, adamw.AdamW)
 
 
@@ -32,12 +32,12 @@ def _adamw(made: Optimizer, lr: float, wd: float, step: int) -> Tuple[float, flo
 
 
 class Row(NamedTuple):
-    """How one of MXNet's optimizers goes to the engine's operator."""
+    """The mapping of one of MXNet's optimizers to the engine's operator."""
     rule: str  # the engine's name
     settings: Dict[str, str]  # the operator's name of each -> the optimizer's
     fits: Callable[[Any, Sequence[Any]], bool] = lambda made, states: True
     rate_and_decay: Callable[[Any, float, float, int], Tuple[float, float]] = _as_given
-    stateless: bool = False  # states, where there are any, stay as they are
+    stateless: bool = False  # whether states, if any, do not change
 
 
 def _all_there(states: Sequence[Any]) -> bool:
@@ -70,14 +70,14 @@ ROWS: Dict[Any, List[Row]] = {
 
 
 def row_for(cls: type, made: Optimizer, states: Sequence[Any]) -> Optional[Row]:
-    """The row of an optimizer of exactly this class of MXNet's, if there is one."""
+    """Returns the row of an optimizer of exactly this class of MXNet, if any."""
     return next((row for row in ROWS.get(cls, ()) if row.fits(made, states)), None)
 
 
 def update(row: Row, made: Optimizer, indices: Sequence[Any], weights: Sequence[Any],
            grads: Sequence[Any], masters: Sequence[Any], states: Sequence[Any]) -> None:
-    """Updates weights, masters and states, and the optimizer's counts, in one call. Float32 weights
-    have no masters."""
+    """Updates weights, master weights, states and the optimizer's counts, in one call. Float32
+    weights have no master weights."""
     lrs: List[float] = []
     wds: List[float] = []
     for part in [indices] if isinstance(made, _IN_LISTS) else [[index] for index in indices]:

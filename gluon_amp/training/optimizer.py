@@ -1,9 +1,9 @@
-"""Optimizers that keep float32 masters of 16-bit weights.
+"""Optimizers with float32 master weights for 16-bit weights.
 
-MXNet's own do so with `multi_precision=True`, but take back in silence what is written
-into a weight between two steps (`set_data`, `load_parameters`). Here masters follow. And
-on a CPU, where MXNet computes with halves one by one, these widen, update the masters in
-float32 and narrow with our kernels, the usual optimizers in one pass (one_pass.py).
+MXNet's optimizers have them with `multi_precision=True`, but silently revert writes to a weight
+between two steps (`set_data`, `load_parameters`). Here master weights are updated by such writes.
+On a CPU, where MXNet's 16-bit code is not vectorized, these optimizers use our kernels; the common
+ones are fused (one_pass.py).
 """
 import functools
 import os
@@ -28,12 +28,12 @@ from .following import Following
 
 _GROUP_SIZE = "MXNET_OPTIMIZER_AGGREGATION_SIZE"
 _MASTER_LAST = (mx.optimizer.SGD, mx.optimizer.NAG, mx.optimizer.LARS)  # their states' order
-# Besides those of one_pass.ROWS, optimizers that update each weight as if there were no others, so
-# that a call may take several. (Nadam does not.)
+# Besides those of one_pass.ROWS, optimizers that update weights independently, so that a call may
+# have several. (Nadam does not.)
 _INDEPENDENT = (mx.optimizer.AdaDelta, mx.optimizer.AdaGrad, mx.optimizer.Adamax, mx.optimizer.FTML,
               mx.optimizer.Ftrl, mx.optimizer.Signum, mx.optimizer.contrib.GroupAdaGrad)
 _TAKE_LISTS = (mx.optimizer.SGD, mx.optimizer.LARS, mx.optimizer.LAMB, adamw.AdamW)
-# MXNet makes float32 states for them, which it refuses beside float16 weights.
+# Optimizers for which MXNet creates float32 states, which it refuses for float16 weights.
 _ONLY_WITH_MASTERS = (adamw.AdamW, mx.optimizer.RMSProp, mx.optimizer.Ftrl, mx.optimizer.AdaGrad,
                       mx.optimizer.AdaDelta, mx.optimizer.contrib.GroupAdaGrad)
 
@@ -85,14 +85,14 @@ def with_masters(made: Optimizer) -> Optimizer:
 
 
 def _split(made: Optimizer, states: Sequence[Any]) -> Any:
-    """The masters in states of 16-bit weights, and what else each state holds. Which comes first
-    is a habit of MXNet's optimizers."""
+    """Splits states of 16-bit weights into master weights and the rest; their order depends on the
+    optimizer."""
     return zip(*(s[::-1] if isinstance(made, _MASTER_LAST) else s for s in states))
 
 
 def master_in(made: Optimizer, state: object) -> Optional[Array]:
-    """The master that an optimizer, of ours or of MXNet's, has in the state of a 16-bit weight;
-    None where it has none, or keeps it in a way of its own."""
+    """Returns the master weight in the state of a 16-bit weight; None if there is none, or if the
+    optimizer stores it differently."""
     if not made.multi_precision or state is None or _has_own_masters(type(made)):
         return None
     (master,), _ = _split(made, [state])
@@ -100,8 +100,8 @@ def master_in(made: Optimizer, state: object) -> Optional[Array]:
 
 
 def check_scalable(made: Optimizer) -> None:
-    """Refuses the one optimizer, or its class, that reads gradients before `rescale_grad`,
-    those that undo a scale already, and Horovod's."""
+    """Refuses optimizers without support for a loss scale: LBSGD, which reads gradients before
+    `rescale_grad`, those of a static pair, and Horovod's."""
     scale = getattr(made, "static_loss_scale", None)
     if scale is not None:
         raise ValueError(f"this optimizer is one half of the static pair of {scale:g}, for "
@@ -123,21 +123,22 @@ def _has_own_masters(cls: type) -> bool:
 
 
 class _Decimal(float):
-    """MXNet takes numbers as text, and reads 0.00001 right, but 1e-05 a rounding off.
-    So scaling by a power of two stays exact, down to 1e-9: MXNet reads 19 digits."""
+    """A float that is written without an exponent. MXNet parses numbers from text, and parses
+    0.00001 correctly but 1e-05 with an error. So scaling by a power of two is exact, down to 1e-9:
+    MXNet parses 19 digits."""
 
     def __str__(self) -> str:
         return f"{float(self):.19f}" if self > 1e-9 else super().__str__()
 
 
 class _WithMasters:
-    """In front of an optimizer's class."""
+    """The mixin that precedes an optimizer's class."""
 
-    weight_types: Dict[Any, Any]  # of each index, when its state was made
+    weight_types: Dict[Any, Any]  # by index, when the state was created
     _following: Following
 
     def _group(self) -> None:
-        """Sets how many weights come in one call, also where MXNet's optimizer takes one."""
+        """Sets the number of weights in one call, also if MXNet's optimizer supports one only."""
         if isinstance(self, mx.optimizer.SGD) or self._base() in (*one_pass.ROWS, *_INDEPENDENT):
             self.aggregate_num = min(one_pass.MOST, int(os.environ.get(_GROUP_SIZE, one_pass.MOST)))
 
@@ -145,7 +146,7 @@ class _WithMasters:
         self.weight_types[index] = weight.dtype
         if is_half(weight.dtype) and not self.multi_precision:
             self._check_without_masters(weight)
-        if weight.dtype is BFLOAT16 and self.multi_precision:  # MXNet: of float16 alone
+        if weight.dtype is BFLOAT16 and self.multi_precision:  # MXNet supports float16 only
             master = to_float32(weight)
             both = master, self.create_state(index, master)
             return both[::-1] if isinstance(self, _MASTER_LAST) else both
@@ -170,14 +171,14 @@ class _WithMasters:
 
     def update_multi_precision(self, index: adamw.Indices, weight: Arrays, grad: Arrays,
                                state: Any) -> None:
-        """Updates a weight, or a list of them: on a CPU in one pass, where the optimizer has one;
-        else as MXNet, with masters where weights have 16 bits."""
+        """Updates a weight or a list of them: on a CPU with fused updates if available, otherwise
+        like MXNet, with master weights for 16-bit weights."""
         several = isinstance(index, (tuple, list))
         if several:
             indices, weights, grads, states = map(list, (index, weight, grad, state))
         else:
             indices, weights, grads, states = [index], [weight], [grad], [state]
-        # One check of all arrays: to read the type of each takes longer.
+        # One check of all arrays is faster than reading the type of each.
         one_type = next((dtype for dtype in (np.float16, np.float32, BFLOAT16)
                          if library.on_one_cpu([*weights, *grads], dtype)), None) \
             if self._base() in one_pass.ROWS else None
@@ -185,12 +186,12 @@ class _WithMasters:
         self._check_types(indices, types)
         if type(self.rescale_grad) is not _Decimal:
             self.rescale_grad = _Decimal(self.rescale_grad)
-        # MXNet's Updater passes weights of one type in a call; their gradients may have another
+        # MXNet's Updater passes weights of one type; their gradients may have another
         has_masters = self.multi_precision and is_half(types[0])
         if (has_masters or types[0] is np.float32) and one_type is not None \
                 and self._one_pass(indices, weights, grads, states, several, has_masters):
             return
-        if isinstance(self, mx.optimizer.AdaDelta):  # it writes into them
+        if isinstance(self, mx.optimizer.AdaDelta):  # it writes to gradients
             grads = [g.copy() for g in grads]
         if has_masters:
             self._update_masters(indices, weights, grads, states)
@@ -199,8 +200,8 @@ class _WithMasters:
 
     def _update_masters(self, indices: List[Any], weights: List[Array], grads: List[Array],
                         states: List[Any]) -> None:
-        """Masters follow what others have written into weights; MXNet updates the masters; weights
-        become the masters, rounded."""
+        """Synchronizes master weights with writes to weights, updates them with MXNet's operators,
+        and rounds them to weights."""
         masters, inner = _split(self, states)
         on_gpu = weights[0].context.device_type == "gpu"
         if on_gpu:
@@ -217,11 +218,11 @@ class _WithMasters:
             self._following.updated(indices, masters, weights)
 
     def _each(self, update: Callable[..., Any], *columns: Sequence[Any]) -> None:
-        """Updates weights in one call, where MXNet's optimizer takes lists, or else one by one."""
+        """Updates weights in one call if MXNet's optimizer supports lists, or else one by one."""
         if isinstance(self, _TAKE_LISTS) and len(columns[0]) > 1:
             update(*map(list, columns))
             return
-        with mx.engine.bulk(len(columns[0])):  # else a GPU is waited for behind each
+        with mx.engine.bulk(len(columns[0])):  # avoids synchronization after each on a GPU
             for one in zip(*columns):
                 update(*one)
 
@@ -233,10 +234,10 @@ class _WithMasters:
     def _one_pass(self, indices: Sequence[int], weights: Sequence[Array],
                   grads: Sequence[Array], states: Sequence[Any], several: bool,
                   has_masters: bool) -> bool:
-        """Updates in one call, if that is how it goes for this optimizer."""
+        """Updates in one fused call, if the optimizer supports it; returns whether it did."""
         masters, inner = _split(self, states) if has_masters else ((), states)
         row = one_pass.row_for(self._base(), self, inner)
-        # MXNet's LAMB adds up norms in another order where weights do not come in lists
+        # MXNet's LAMB sums norms in another order without lists
         if row is None or not several and isinstance(self, mx.optimizer.LAMB):
             return False
         one_pass.update(row, self, indices, weights, grads, masters, inner)
@@ -254,7 +255,7 @@ class _WithMasters:
     def _base(self) -> type:
         return type(self).__bases__[1]
 
-    def __reduce__(self) -> Any:  # the class is made at run time, so pickle finds it by its base
+    def __reduce__(self) -> Any:  # the class is created at run time; pickle finds it by its base
         return _revive, (self._base(),), self.__getstate__()
 
     def __getstate__(self) -> Any:
@@ -265,7 +266,7 @@ class _WithMasters:
     def __setstate__(self, state: object) -> None:
         super().__setstate__(state)
         self._following = Following()
-        self._group()  # an Updater goes on forever with the 0 of an older file
+        self._group()  # an Updater would loop forever with the 0 of an older file
 
 
 @functools.lru_cache(maxsize=None)

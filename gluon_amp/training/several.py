@@ -11,7 +11,7 @@ from .trainer import Trainer
 
 
 class _Joined(Gradients):
-    """The gradients of several Trainers, as a backward pass needs them."""
+    """The gradients of several Trainers for one backward pass."""
 
     def __init__(self, trainers: Sequence[Trainer]) -> None:
         self._parts = [trainer._gradients for trainer in trainers]
@@ -90,9 +90,9 @@ def backward(loss: Union["mx.nd.NDArray", Sequence["mx.nd.NDArray"]],
 
 
 def _begin(trainers: Sequence[Trainer], losses: List[Any]) -> float:
-    """Gives the scale of the backward pass that follows: that of those before in this step."""
+    """Returns the scale of the next backward pass, which is that of earlier ones in this step."""
     for trainer in trainers:
-        trainer._broadcast_parameters()  # before the scales are read, which become rank 0's
+        trainer._broadcast_parameters()  # before the scales are read, which it sets to rank 0's
     steps = [trainer._step for trainer in trainers]
     begun = {step.backward_scale for step in steps if step.begun}
     if len(begun) > 1:

@@ -1,4 +1,4 @@
-"""The static loss scale, its pair of loss and optimizer, and what `loss_scale=` takes."""
+"""The static loss scale with its pair of loss and optimizer, and the argument `loss_scale=`."""
 import inspect
 import numbers
 from dataclasses import dataclass
@@ -92,7 +92,7 @@ class StaticLossScale(LossScale):
         return loss / self.scale
 
 
-GivenLossScale = Union[LossScale, float, str, None]  # what `as_loss_scale` takes
+GivenLossScale = Union[LossScale, float, str, None]
 
 
 def as_loss_scale(value: GivenLossScale) -> LossScale:

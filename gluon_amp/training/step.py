@@ -1,16 +1,15 @@
-"""One step, for a Trainer and for a Module alike.
+"""The step of a Trainer or a Module.
 
-    begin_backward,     around each backward pass; `Pending` holds what the step needs
+    begin_backward,     before and after each backward pass; `Pending` has the state until the step
     end_backward
-    settle              after it, while a dynamic scale is not settled: checks the gradients, and
-                        where they overflow repeats the pass at lower scales, so that no step is
-                        lost
+    settle              after it, until a dynamic scale is settled: checks the gradients, and if
+                        they overflow repeats the pass at lower scales, so that no step is skipped
     update_or_skip      checks the summed gradients, once:
                           all finite   updates, with gradients * rescale_grad / scale, clipped
-                          not          does not; gradients that add up become 0; the log says why
+                          otherwise    skips; accumulated gradients become 0; logs the reason
                         updates the loss scale, and clears `Pending`
 
-Nothing is written into a gradient. One number unscales and clips them all: the optimizer's
+A step never writes to gradients. One number unscales and clips all of them: the optimizer's
 `rescale_grad`, by which it multiplies gradients in float32.
 """
 import logging
@@ -30,12 +29,12 @@ from .static_pair import GivenLossScale, as_loss_scale
 
 log = logging.getLogger("gluon_amp")
 
-# Steps skipped in a row, before an error, where no scale can back off: as many as a
-# dynamic scale takes from its first value down to its floor.
+# Skipped steps in a row before an error if no scale can back off: as many as a dynamic scale takes
+# from its first value to its minimum.
 PATIENCE = 16
-_SEVERAL = 3  # of which a warning tells, where the scale does back off
+_SEVERAL = 3  # skipped steps in a row before a warning if the scale backs off
 
-Place = Tuple[int, int]  # of a gradient: its parameter's number, its device's
+Place = Tuple[int, int]  # a gradient's key: the indices of its parameter and of its device
 
 
 @dataclass
@@ -44,26 +43,26 @@ class Gradient:
     name: str
     place: Place
     weight: "mx.nd.NDArray"
-    array: "mx.nd.NDArray"  # what the update uses: the gradient itself, or its replacement
-    own: "mx.nd.NDArray"  # the gradient itself
+    array: "mx.nd.NDArray"  # for the update: the gradient or its replacement
+    own: "mx.nd.NDArray"  # the gradient
 
 
 @dataclass
 class Pending:
-    """What has been done since the last step.
+    """The state since the last step.
 
     Attributes:
-        scale: the loss scale of the backward passes; None before the first.
-        losses: what they began at, without graphs.
-        written: the gradients that they wrote.
-        stale: names of the parameters whose gradients none of them wrote.
-        unscaled: float32 gradients that the update uses instead: of `unscale`.
-        summed: float32 sums over workers that it uses instead: of a float32 wire.
+        scale: the loss scale of the pending gradients; None before the first backward pass.
+        losses: the losses, without graphs.
+        written: the gradients that were written.
+        stale: names of the parameters whose gradients were not written.
+        unscaled: float32 gradients of `unscale`, which the update uses instead.
+        summed: float32 sums over workers of a float32 wire, which the update uses instead.
         are_summed: whether gradients have been summed over devices and workers.
-        max_norm: the norm that the next update is clipped to.
-        versions: gradients that nobody else may write, and how often each had been written.
-        writes: earlier ones, and how often each was written since.
-        checked: gradients as `settle` has checked them, and their sums of squares.
+        max_norm: the norm to which the next update is clipped.
+        versions: gradients that only this package may write, and their counts of writes.
+        writes: earlier ones, and the counts of writes since.
+        checked: gradients that `settle` has checked, and their sums of squares.
     """
     scale: Optional[float] = None
     losses: List["mx.nd.NDArray"] = field(default_factory=list)
@@ -82,28 +81,28 @@ class Repeatable(Protocol):
     """A backward pass that `settle` may repeat."""
 
     def gradients(self) -> Sequence[Gradient]:
-        """Those written since the last step."""
+        """Returns the gradients written since the last step."""
 
     def can_repeat(self) -> bool:
-        """Whether another pass gives the same gradients."""
+        """Whether another pass computes the same gradients."""
 
     def repeat(self, scale: float) -> None:
-        """Makes the pass again, at this loss scale."""
+        """Repeats the pass at this loss scale."""
 
 
 class Step:
-    """The steps of a Trainer or a Module: their loss scale, and what became of them.
+    """The steps of a Trainer or a Module.
 
     Attributes:
-        loss_scale: also where there is none.
-        workers: how gradients are summed.
-        max_norm: what each update is clipped to; None for no clipping.
-        skipped: how many steps were skipped.
-        skipped_in_a_row: how many of them since the last update.
+        loss_scale: the loss scale; a `LossScale` of 1 without scaling.
+        workers: the workers, which sum gradients.
+        max_norm: the norm to which each update is clipped; None for no clipping.
+        skipped: the number of skipped steps.
+        skipped_in_a_row: the number of skipped steps since the last update.
         updated: whether the last step updated.
         weights_replaced: whether rank 0's weights have replaced any worker's since the last step,
-            so that gradients may be of those before.
-        pending: what has been done since.
+            so that gradients may belong to earlier weights.
+        pending: the state since the last step.
     """
 
     def __init__(self, loss_scale: GivenLossScale, max_norm: Optional[float],
@@ -115,9 +114,9 @@ class Step:
         self.updated = True
         self.weights_replaced = False
         self.pending = Pending()
-        self._last_overflowed: Tuple[str, ...] = ()  # names, of the last step
-        self._adding_at: Optional[float] = None  # the scale of gradients that add up
-        self._warned: Set[str] = set()  # which warnings of searches have been logged
+        self._last_overflowed: Tuple[str, ...] = ()  # names in the last step
+        self._adding_at: Optional[float] = None  # the scale of accumulated gradients
+        self._warned: Set[str] = set()  # logged warnings of searches
 
     @property
     def scaling(self) -> bool:
@@ -131,12 +130,12 @@ class Step:
 
     @property
     def searching(self) -> bool:
-        """Whether `settle` is to be called after each backward pass."""
+        """Whether `settle` must be called after each backward pass."""
         return not self.loss_scale.settled
 
     @property
     def backward_scale(self) -> float:
-        """The scale of the next backward pass: that of those before in this step."""
+        """The scale of the next backward pass, which is that of earlier ones in this step."""
         return self.loss_scale.scale if self.pending.scale is None else self.pending.scale
 
     @property
@@ -151,19 +150,19 @@ class Step:
 
     @property
     def replacements(self) -> Dict[Place, "mx.nd.NDArray"]:
-        """What the update uses in place of parameters' own gradients."""
+        """The arrays that the update uses instead of parameters' gradients."""
         return {**self.pending.summed, **(self.pending.unscaled or {})}
 
     def forget(self) -> None:
-        """Nothing has been done since the last step."""
+        """Clears the state since the last step."""
         self.pending = Pending()
 
     # ---- a backward pass
 
     def begin_backward(self, adding_up: Sequence["mx.nd.NDArray"],
                        scale: Optional[float] = None) -> float:
-        """Before a backward pass: gives its scale. Gradients that add up, and stand at another
-        scale since an earlier step, are brought to this one."""
+        """Returns the scale of the next backward pass. Accumulated gradients at another scale of an
+        earlier step are rescaled to it."""
         self.count_writes()
         self.pending.checked = None
         scale = self.backward_scale if scale is None else scale
@@ -173,14 +172,14 @@ class Step:
         return scale
 
     def end_backward(self, scale: float, losses: Sequence["mx.nd.NDArray"]) -> None:
-        """After a backward pass that began at these losses, with this scale."""
+        """Records a backward pass from these losses, with this scale."""
         self.pending.scale = scale
         self.pending.losses += losses
         self.pending.unscaled = self.pending.max_norm = None
 
     def settle(self, backward: Repeatable) -> None:
-        """Checks the gradients of a backward pass at once; where they overflow, repeats it at
-        lower scales, and keeps the scale that fits."""
+        """Checks the gradients of a backward pass. If they overflow, repeats it at lower scales,
+        and keeps the scale that fits."""
         if self.weights_replaced:  # the step will be skipped
             return
         if not self._overflow_anywhere(backward.gradients()) or self._loss_is_to_blame():
@@ -205,7 +204,7 @@ class Step:
             self._warn_once("nothing fits", self.loss_scale.nothing_fits(names))
 
     def follow(self, other: "Step") -> None:
-        """Takes over the scale that another step over the same backward pass has settled."""
+        """Adopts the scale that another step with the same backward pass has settled."""
         if self is other:
             return
         self.pending.scale = self._adding_at = other.pending.scale
@@ -213,57 +212,57 @@ class Step:
             self.loss_scale.lower_to(other.loss_scale.scale)
 
     def _warn_once(self, what: str, text: str) -> None:
-        """Warns; what has been warned of before is an info."""
+        """Logs a warning once, and later as info."""
         log.log(logging.INFO if what in self._warned else logging.WARNING, text)
         self._warned.add(what)
 
     def _overflow_anywhere(self, gradients: Sequence[Gradient]) -> bool:
-        """Whether gradients overflow on any worker, or may once they are summed over devices and
+        """Whether gradients overflow on any worker, or may overflow in the sum over devices and
         workers."""
         sums = _sums_of_squares(gradients)
         overflow = bool(_not_finite(gradients, sums))
         devices = {g.place[1] for g in gradients} if self.workers.sums else {0}
         summed = len(devices) * self.workers.count
         if summed > 1:
-            # a float32 sum over Horovod could be larger: there this takes a lower scale than needed
+            # too strict for float32 sums over Horovod, which allow a larger scale
             largest = [FORMATS[dtype_name(g.array.dtype)].largest / summed for g in gradients]
             overflow = overflow or any(
                 math.sqrt(s) > most  # no number is above the norm, which is there already
                 and np.abs(g.array.asnumpy()).max() > most
                 for g, s, most in zip(gradients, sums, largest))
-        # `update_or_skip` uses these sums again where nothing changes the gradients in between: no
-        # sum over devices and workers, and no write by others, which the engine would find.
+        # `update_or_skip` reuses these sums if the gradients do not change in between: without a
+        # sum over devices and workers, and without other writes, which the engine detects.
         unchanged = started() and self.workers.count == len({g.place[1] for g in gradients}) == 1
         self.pending.checked = (gradients, sums) if unchanged and not overflow else None
         return self.workers.any(overflow)
 
     def _loss_is_to_blame(self) -> bool:
-        """Whether a loss is infinite or NaN on any worker. All workers have to call it, and do:
-        where gradients overflow on one of them, all take it so."""
+        """Whether a loss is infinite or NaN on any worker. All workers must call it, and do so,
+        because an overflow on one is an overflow on all."""
         return self.workers.any(
             not all_finite([to_float32(loss) for loss in self.pending.losses]))
 
     # ---- writes by others between the backward pass and the update
 
     def record_versions(self, gradients: Sequence[Gradient]) -> None:
-        """From here on nobody is to write into these gradients: they are scaled, or the update
-        does not use them, but what `unscale` made of them."""
+        """Records the counts of writes to these gradients, which only this package may write from
+        now on: they are scaled, or the update uses the result of `unscale` instead."""
         if (self.scaling or self.pending.unscaled is not None) and gradients:
             self.pending.versions = gradients, versions([g.own for g in gradients])
 
     def count_writes(self) -> None:
-        """Before this package writes into those gradients, or uses them: counts how often others
-        have written them by now. Does not wait for the count."""
+        """Counts the writes of others to those gradients, before this package writes or uses them.
+        It does not wait for the count."""
         if self.pending.versions is not None:
             gradients, before = self.pending.versions
             if before is not None:
                 writes = versions([g.own for g in gradients], since=before)
-                assert writes is not None  # as it was not for `before`
+                assert writes is not None  # because `before` was not None
                 self.pending.writes.append((gradients, writes))
         self.pending.versions = None
 
     def check_writes(self) -> None:
-        """Raises an error where somebody has written into gradients."""
+        """Raises an error if others have written to gradients."""
         written = [g.name for gradients, counts in self.pending.writes
                    for g, count in zip(gradients, counts.asnumpy().tolist()) if count]
         self.pending.writes.clear()
@@ -300,13 +299,13 @@ class Step:
 
     def update_or_skip(self, gradients: Sequence[Gradient], rescale_grad: float,
              update: Callable[[float], None], clear: Callable[[], None]) -> bool:
-        """Updates, or skips the update where a gradient is not finite.
+        """Updates, or skips the update if a gradient is not finite.
 
         Args:
-            gradients: summed over devices and workers.
-            rescale_grad: what unscaled gradients are to be multiplied by.
-            update: makes the update with gradients multiplied by a number.
-            clear: makes those gradients 0 that add up, once some are infinite.
+            gradients: the gradients, summed over devices and workers.
+            rescale_grad: the factor of unscaled gradients.
+            update: updates with gradients multiplied by a number.
+            clear: sets accumulated gradients to 0 after an overflow.
         """
         sums = self._sums(gradients)
         self.check_writes()
@@ -333,7 +332,7 @@ class Step:
         return self.updated
 
     def _sums(self, gradients: Sequence[Gradient]) -> "np.ndarray[Any, Any]":
-        """The sum of squares of each: what `settle` has computed, if of the same arrays."""
+        """Returns the sum of squares of each gradient, from `settle` if the arrays are the same."""
         if self.pending.checked is None:
             return _sums_of_squares(gradients)
         checked, sums = self.pending.checked
@@ -341,18 +340,18 @@ class Step:
         return sums if same else _sums_of_squares(gradients)
 
     def norm(self, gradients: Sequence[Gradient]) -> float:
-        """Of the whole gradient, as it is."""
+        """Returns the norm of all gradients together, without scaling."""
         return self._norm(gradients, self._sums(gradients))
 
     def _norm(self, gradients: Sequence[Gradient], sums: "np.ndarray[Any, Any]") -> float:
         counted = sums.tolist()
-        if self.workers.sums:  # devices hold the same gradient: it counts once
+        if self.workers.sums:  # devices have the same gradient, which counts once
             counted = {g.place[0]: s for g, s in zip(gradients, counted)}.values()
         return math.sqrt(sum(counted))
 
     def _multiplier(self, rescale_grad: float, gradients: Sequence[Gradient],
                     sums: "np.ndarray[Any, Any]") -> float:
-        """What the update multiplies gradients by: unscales and clips them."""
+        """Returns the factor of gradients in the update, which unscales and clips them."""
         multiplier = rescale_grad / self.update_scale
         max_norm = self.max_norm if self.pending.max_norm is None else self.pending.max_norm
         if max_norm is not None:
@@ -361,7 +360,7 @@ class Step:
         return multiplier
 
     def _skip(self) -> None:
-        """Counts a skipped step. Where no scale helps, raises LossScaleError."""
+        """Counts a skipped step. Raises LossScaleError if no scale helps."""
         before, names = self.loss_scale.scale, self._last_overflowed
         self.skipped += 1
         self.skipped_in_a_row += 1
@@ -370,7 +369,7 @@ class Step:
                      "look at the data, the learning rate, and what overflows in the network " \
                      "(gluon_amp.explain(net, batch, loss_fn))"
         elif self.loss_scale.back_off(names):
-            # one is how a dynamic scale works; several in a row are no search, but lost steps
+            # a dynamic scale skips single steps; several in a row are worth a warning
             several = self.skipped_in_a_row == _SEVERAL and "nothing fits" not in self._warned
             log.log(logging.WARNING if several else logging.INFO,
                     "%s skipped%s: gradients not finite%s; loss scale %g%s",
@@ -392,13 +391,13 @@ class Step:
         log.warning("step skipped: %s", reason)
 
     def state(self) -> Dict[str, Any]:
-        """For files."""
+        """Returns the state for files."""
         return {"skipped": self.skipped, "skipped_in_a_row": self.skipped_in_a_row,
                 "loss_scale": self.loss_scale.state_dict() or None}
 
     def load(self, state: Dict[str, Any]) -> None:
-        """Takes over what `state` gave, or nothing for a file of MXNet's, and forgets what was
-        pending; an error changes nothing."""
+        """Loads a result of `state`, which is empty for a file of MXNet, and clears `pending`. An
+        error changes nothing."""
         if not isinstance(state, dict):
             raise ValueError(f"the state of steps is a dictionary. Received: {state!r}")
         skipped, in_a_row = (whole_number(state.get(key, 0), key, least=0)
@@ -410,8 +409,8 @@ class Step:
         self.forget()
 
     def overflowed(self, gradients: Callable[[], Sequence[Gradient]]) -> Tuple[str, ...]:
-        """Names of the parameters whose newest gradients are not finite: those that wait for
-        their step, or else those of the last step."""
+        """Returns the names of parameters whose gradients are not finite, of the pending gradients
+        or else of the last step."""
         if not self.begun:
             return self._last_overflowed
         waiting = gradients()
@@ -424,7 +423,7 @@ def _power(scale: float) -> str:
 
 
 def _sums_of_squares(gradients: Sequence[Gradient]) -> "np.ndarray[Any, Any]":
-    """The sum of squares of each: finite where all its numbers are."""
+    """Returns the sum of squares of each gradient, which is finite if all its values are."""
     return squares([g.array for g in gradients])
 
 

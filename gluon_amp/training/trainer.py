@@ -1,7 +1,8 @@
 """A Gluon Trainer that scales gradients, checks them once, and updates or skips.
 
-    backward(loss)   the gradients of scale * loss, by head gradients (backward.py): the loss stays
-                     as it is. Which gradients were written: gradients.py
+    backward(loss)   computes the gradients of scale * loss with scaled head gradients
+                     (backward.py), and tracks which were written (gradients.py); the loss stays
+                     unscaled
     step(n)          sums them over devices and workers (parallel/sync.py), and takes a step
                      (step.py), which divides by scale and n
 """
@@ -65,12 +66,12 @@ class Trainer(mx.gluon.Trainer):
     _params: List["mx.gluon.Parameter"]
     _params_to_init: List["mx.gluon.Parameter"]
     _kvstore_params: Dict[str, Any]
-    _heads_checked = False  # by the first backward pass with a scale
-    _repeats: Optional[bool] = None  # whether that went through the graph a second time
-    # What an X-ray has called after each backward pass, with the scale at which that began.
+    _heads_checked = False  # set by the first backward pass with a scale
+    _repeats: Optional[bool] = None  # whether a second pass through the graph is possible
+    # An X-ray's callback after each backward pass, with the pass's scale.
     after_pass: Optional[Callable[[float], None]] = None
-    _servers_connected = False  # where servers update, and only there
-    _compared: Optional[float] = None  # the rescale_grad that ranks have last compared
+    _servers_connected = False  # only if servers update
+    _compared: Optional[float] = None  # the last rescale_grad that ranks have compared
 
     def __init__(self, params: Union["mx.gluon.ParameterDict", Sequence["mx.gluon.Parameter"]],
                  optimizer: Union[str, "mx.optimizer.Optimizer"],
@@ -96,13 +97,13 @@ class Trainer(mx.gluon.Trainer):
         super().__init__(params, optimizer, optimizer_params, kvstore, compression_params,
                          update_on_kvstore)
         self._gradients = Gradients(self._params, self._step)
-        # else with the first backward pass, once all parameters have their sizes
+        # otherwise in the first backward pass, when all parameters have their shapes
         if "dist" in store.kind_of(kvstore) and all(p._data is not None for p in self._params):
             if self._servers_update():
                 self._connect_servers()
             else:
                 self._broadcast_parameters()
-                self._step.weights_replaced = False  # no gradient is of those before
+                self._step.weights_replaced = False  # there are no gradients of earlier weights
 
     def _init_optimizer(self, optimizer: Union[str, Optimizer],
                         optimizer_params: Any) -> None:
@@ -148,13 +149,13 @@ class Trainer(mx.gluon.Trainer):
             LossScaleError: the gradients overflow at every scale.
         """
         losses = list(loss) if isinstance(loss, (list, tuple)) else [loss]
-        # what is done to gradients is no part of the graph
+        # operations on gradients are not recorded
         with mx.autograd.pause(), weights_unwritten(self._optimizer):
             if not self._step.scaling:
                 mx.autograd.backward(losses, retain_graph=retain_graph)
                 if self.after_pass is not None:
                     self.after_pass(1.0)
-                self._step.forget()  # what `unscale` or `clip_norm` were called for
+                self._step.forget()  # results of `unscale` and `clip_norm`
                 self._step.end_backward(1.0, [loss.detach() for loss in losses])
                 return
             scale = self._begin_backward(losses)
@@ -175,21 +176,21 @@ class Trainer(mx.gluon.Trainer):
 
     def _begin_backward(self, losses: List["mx.nd.NDArray"],
                         scale: Optional[float] = None) -> float:
-        """Gives the scale of the backward pass that follows: its own, if none is given."""
+        """Prepares a backward pass and returns its scale, by default the Trainer's."""
         check_losses(losses)
-        self._broadcast_parameters()  # before the scale is read, which becomes rank 0's
+        self._broadcast_parameters()  # before the scale is read, which it sets to rank 0's
         self._gradients.begin()
         pending = self._step.pending
         if pending.are_summed and self._sums_several:
             if self._gradients.add_up():
                 self._refuse_summed("update(batch_size), or zero_grad(), before backward()")
-            pending.written = {}  # what this pass does not write would be summed again
+            pending.written = {}  # gradients of earlier passes must not be summed again
         pending.are_summed, pending.summed = False, {}
         return self._step.begin_backward(self._gradients.add_up(), scale)
 
     def _check_heads(self, backward: Backward) -> None:
         try:
-            # None: no second pass goes through this graph, so that heads stay unchecked
+            # None: the graph allows no second pass, so heads stay unchecked
             self._heads_checked = backward.check_heads() is not False
         except ValueError:
             self._step.forget()
@@ -273,7 +274,7 @@ class Trainer(mx.gluon.Trainer):
         return rescale_grad / self._step.update_scale * norm
 
     def _gradients_by_hand(self, call: str) -> List[Gradient]:
-        """The gradients for a call between `allreduce_grads` and `update`."""
+        """Returns the gradients for a call between `allreduce_grads` and `update`."""
         self._gradients.check_new(call)
         self._step.count_writes()
         self._step.check_writes()
@@ -283,7 +284,7 @@ class Trainer(mx.gluon.Trainer):
         positive_number(batch_size, "batch_size")
         self._gradients.check_new("step()")
         if self._step.scaling:
-            self._gradients.to_use(ignore_stale_grad)  # or the error that some are stale
+            self._gradients.to_use(ignore_stale_grad)  # raises if some are stale
         self._step.count_writes()
 
     def _allreduce_grads(self) -> None:
@@ -315,7 +316,7 @@ class Trainer(mx.gluon.Trainer):
                            f"allreduce_grads(): call {instead}")
 
     def _update(self, ignore_stale_grad: bool = False) -> None:
-        """Updates by `Step.update_or_skip`; as MXNet where nothing reads or replaces gradients."""
+        """Updates with `Step.update_or_skip`, or like MXNet if gradients are not checked."""
         self._check_summed()
         step = self._step
         if not (step.checks_gradients or step.replacements or step.weights_replaced
@@ -337,11 +338,11 @@ class Trainer(mx.gluon.Trainer):
             step.update_or_skip(gradients, self._optimizer.rescale_grad, update,
                                 self._gradients.clear_added)
         finally:
-            self._optimizer.rescale_grad = self._scale  # as given, for its next Trainer
+            self._optimizer.rescale_grad = self._scale  # the given value, for its next Trainer
             self._gradients.note_used(gradients)
 
     def _end_step(self) -> bool:
-        """Compares ranks after the first step; gives whether the step updated."""
+        """Compares ranks after the first step. Returns whether the step updated."""
         if self._workers.exchange and not self._workers.compared:
             self._workers.compared = True
             self.check_ranks()
@@ -387,15 +388,15 @@ class Trainer(mx.gluon.Trainer):
         consistency.check_can_exchange(self._workers, call, "update_on_kvstore=False")
 
     def _connect(self) -> None:
-        """Makes the store, if there is none. An optimizer on servers cannot change any more: it is
-        not sent before the first step."""
+        """Creates the store, if there is none. The optimizer is sent to servers in the first step,
+        because it cannot change there."""
         if not self._kv_initialized and self._servers_update():
             self._connect_servers()
         elif not self._kv_initialized:
             self._init_kvstore()
 
     def _broadcast_parameters(self) -> None:
-        """Makes the store and gives all ranks rank 0's parameters, once these have their sizes."""
+        """Creates the store and broadcasts rank 0's parameters when they have their shapes."""
         if not self._kv_initialized:
             self._init_kvstore()
         if self._params_to_init:
@@ -421,16 +422,15 @@ class Trainer(mx.gluon.Trainer):
         self._params_to_init = []
 
     def _servers_update(self) -> bool:
-        """Whether MXNet's servers are to update weights."""
+        """Whether MXNet's servers update weights."""
         config = self._kvstore_params
         kvstore = config["kvstore"] = store.shared_store(config["kvstore"])
         return isinstance(kvstore, mx.kv.KVStore) and "dist" in kvstore.type \
             and config["update_on_kvstore"] is not False
 
     def _connect_servers(self) -> None:
-        """Where MXNet's servers are to update: makes their store. Once they have the optimizer,
-        they do nothing else; before that, ranks compare their networks, get rank 0's parameters and
-        begin to supervise each other."""
+        """Creates the store of servers that update. With an optimizer they can do nothing else, so
+        before that, ranks compare their networks, get rank 0's parameters and start supervision."""
         if self._servers_connected or not self._servers_update():
             return
         self._servers_connected = True
@@ -447,7 +447,7 @@ class Trainer(mx.gluon.Trainer):
         workers.connect(kvstore, updates=True)
 
     def _update_on_servers(self) -> None:
-        """Gives servers the gradients, and takes the weights."""
+        """Pushes gradients to servers and pulls weights."""
         trained = [p for p in self._params if p.grad_req != "null"]
         self._workers.lay_out(g for p in trained for g in p.list_grad())
         super()._allreduce_grads()
@@ -464,13 +464,13 @@ class Trainer(mx.gluon.Trainer):
                                "allreduce_grads(), then update(batch_size), or step(batch_size)")
         rescale_grad = self._optimizer.rescale_grad
         if rescale_grad != self._compared:
-            # A rank that keeps its own does not exchange it: supervision finds that they differ.
+            # A rank with an unchanged value exchanges nothing: supervision detects a difference.
             self._compared = rescale_grad
             consistency.check_batch_size(self._workers, rescale_grad, self._scale)
 
     def _zero_unreached(self) -> None:
-        """Where the losses of some ranks reach a parameter, the others' gradients of it count, as
-        zeros: else only some ranks would update it, with what was left in the others."""
+        """Zeros gradients that only the losses of other ranks reach. Otherwise only some ranks
+        would update the parameter, with stale gradients in the sum."""
         reached, anywhere = self._reached()
         for i in set(anywhere) - set(reached):
             self._params[i].zero_grad()
@@ -480,7 +480,7 @@ class Trainer(mx.gluon.Trainer):
             self._gradients.note_written()
 
     def _check_reached(self) -> None:
-        """Refuses such parameters after the sum, which has what was left in their gradients."""
+        """Refuses such parameters after the sum, which has stale gradients."""
         reached, anywhere = self._reached()
         if self._workers.any(reached != anywhere):
             raise consistency.RanksDifferError(
@@ -489,7 +489,7 @@ class Trainer(mx.gluon.Trainer):
                 "counts their gradients as zeros")
 
     def _reached(self) -> Tuple[List[int], List[int]]:
-        """The numbers of the parameters with new gradients, here and on any rank."""
+        """Returns the indices of parameters with new gradients, on this and on any rank."""
         reached = {g.place[0] for g in self._gradients.to_use()}
         anywhere = consistency.on_any(self._workers,
                                       [i in reached for i in range(len(self._params))])
@@ -551,13 +551,13 @@ class Trainer(mx.gluon.Trainer):
 
 
 def _described(parameters: Sequence["mx.gluon.Parameter"]) -> List[Tuple[str, Any, bool]]:
-    """What ranks compare of parameters before they begin: names, arrays, whether trained."""
+    """Returns the names, arrays, and whether trained, of parameters, which ranks compare."""
     return [(p.name, p.list_data()[0], p.grad_req != "null") for p in parameters]
 
 
 def _is_average(parameter: "mx.gluon.Parameter") -> bool:
-    """Whether it is a batch norm's moving average, which is each rank's own. MXNet's blocks make
-    theirs not differentiable, as they make Constants; a SymbolBlock's have names alone."""
+    """Whether it is a batch norm's moving average, which differs between ranks. In MXNet's blocks
+    these are not differentiable, like Constants; in a SymbolBlock only names identify them."""
     if parameter._differentiable:
         return parameter.grad_req == "null" and parameter.name.endswith(_AVERAGES)
     return not isinstance(parameter, mx.gluon.Constant)
