@@ -1,4 +1,4 @@
-"""Logs in, a verdict, tables and plots out."""
+"""Reports from training logs: a verdict, tables and plots."""
 import math
 import re
 from pathlib import Path
@@ -9,7 +9,7 @@ from .read import read
 from .runs import Run
 
 MARGIN = 0.5  # points
-MOST_SECTIONS = 4  # that are drawn
+MOST_SECTIONS = 4  # sections with plots
 
 
 def report(logs: Iterable[Any], folder: Any, title: str = "Training report",
@@ -17,27 +17,27 @@ def report(logs: Iterable[Any], folder: Any, title: str = "Training report",
            claim_speed: bool = False) -> Path:
     """Writes report.html, report.md, tables (CSV) and the plots (PNG and SVG) into a folder.
 
-    Runs that differ in their seed alone are one line, and float16 is compared with float32 of the
-    same recipe: is there a difference, and is it smaller than the margin?
+    Runs that differ only in their seed are one group. Float16 is compared with float32 of the same
+    recipe: is there a difference, and is it smaller than the margin?
 
     Args:
-        logs: paths of logs: of GluonCV, of MXNet's Module, log.jsonl of the recipes, TensorBoard's
-            event files (with the extra `tensorboard`), or CSV with a column `epoch` and columns
-            such as fp16_top1_err and fp16_img_s.
-        folder: the folder to write to; it is created if missing.
+        logs: files: logs of GluonCV and of MXNet's Module, log.jsonl of our recipes, TensorBoard's
+            event files (with the extra `tensorboard`), CSV of errors by epoch (a column `epoch`,
+            and columns such as fp16_top1_err, fp16_img_s).
+        folder: the folder to write, created if needed.
         title: the title of the report.
-        accuracy: the accuracy whose time the report compares: 0.76 for 76 %. The default is the
-            whole percent that nine in ten finished runs of a dataset reach.
-        margin: the largest difference of two equivalent results, in points, or in percent of
-            float32's mean for a metric that is no share, such as a perplexity.
-        claim_speed: compares speeds, because each run had its machine to itself. By default, only
-            runs with the flag `--claim-speed` are compared.
+        accuracy: the target of the time to accuracy: 0.76 for 76 %. By default the highest whole
+            percent that nine in ten finished runs of a dataset reach.
+        margin: the margin of equivalence in points, or in percent of float32's mean for measures
+            that are not shares, such as a perplexity.
+        claim_speed: whether the runs had exclusive use of the machine, so that speeds are compared.
+            By default only for runs with the recipes' --claim-speed.
 
     Returns:
         The path of report.html.
 
     Raises:
-        ValueError: a file is no log, or an argument is out of range.
+        ValueError: a file is not a training log, or an argument is out of range.
     """
     if accuracy is not None and not 0 < accuracy < 1:
         raise ValueError(f"accuracy is between 0 and 1. Received: {accuracy}")
@@ -60,8 +60,8 @@ def report(logs: Iterable[Any], folder: Any, title: str = "Training report",
 
 def _files(runs: List[Run], title: str, accuracy: Optional[float],
            margin: float) -> Dict[str, bytes]:
-    """The content of each file."""
-    from . import compare  # here, since importing matplotlib and scipy takes its time
+    """Returns the content of each file."""
+    from . import compare  # here, because importing matplotlib and scipy is slow
     from .plots import forest, plots
     from .summary import group_rows, headline, remarks, run_rows, verdict_rows
     from .write import Section, html_page, markdown, table_csv
@@ -103,7 +103,7 @@ def _files(runs: List[Run], title: str, accuracy: Optional[float],
 
 
 def _name_apart(made: List[Any]) -> None:
-    """Gives the plots of each section file names of their own."""
+    """Makes the file names of each section's plots unique."""
     taken = set()
     for i, section in enumerate(made):
         slug = re.sub(r"[^a-z0-9]+", "_", section.title.lower()).strip("_")[:40] or "section"
@@ -118,8 +118,8 @@ def _writer(content: bytes) -> Callable[[str], None]:
 
 
 def _reached_by_most(groups: Sequence[Any]) -> Optional[float]:
-    """The highest whole percent of accuracy that nine in ten of these groups' finished runs have
-    reached. If all had to, it would hang on a single run that diverged."""
+    """Returns the highest whole percent of accuracy that nine in ten of these groups' finished runs
+    have reached, so that a single diverged run does not matter."""
     finished = [run for group in groups for run in group.finished]
     runs = finished or [run for group in groups for run in group.runs]
     best = sorted(run.best[1] for run in runs if run.best and run.is_share)

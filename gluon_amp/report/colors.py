@@ -1,6 +1,7 @@
-"""The colors of types of numbers: the same in reports, in the documentation and in scripts.
+"""The colors of number types in reports, documentation and scripts.
 
-`COLORS` are for white paper, `DARK` for a dark page. Both stand apart for the color-blind.
+`COLORS` are for a light background, `DARK` for a dark one. Both are distinguishable for the
+color-blind.
 """
 import re
 
@@ -13,7 +14,7 @@ GREY = "#808080"  # of grids and leaders, on either paper
 
 
 def number_type(dtype: str) -> str:
-    """The type of number in the name of a type or of a policy: float16 in mixed_float16."""
+    """Returns the number type in the name of a type or of a policy: float16 in mixed_float16."""
     found = re.search(r"bfloat16|tf32|float8|float16|float32", dtype)
     return found[0] if found else "other"
 

@@ -1,10 +1,10 @@
-"""Which runs belong together, and which may be compared.
+"""Groups runs, and selects the groups to compare.
 
-A recipe is all arguments but the precision, paths, the seed, how a run was resumed and watched, and
-what loads its data. An option that is off equals one that is not there, and with it go the options
-named after it (mixup_alpha, where mixup is off). Runs of one recipe and one precision are a group.
-A group of lower precision is compared with the float32 group of the same network and dataset whose
-recipe differs least.
+A recipe is all arguments except the precision, paths, the seed, those of resuming, logging and data
+loading. An option that is off equals a missing one, and so do the options that depend on it
+(mixup_alpha without mixup). Runs with the same recipe and precision are a group. A group of lower
+precision is compared with the float32 group of the same network and dataset whose recipe differs
+least.
 """
 import re
 from collections import Counter
@@ -30,7 +30,7 @@ MOST_NAMED, LONGEST_ARGUMENT = 2, 40  # arguments in a group's name
 
 @dataclass(frozen=True)
 class Group:
-    """Runs that differ in their seed, and in paths, alone."""
+    """Runs that differ only in their seed and in paths."""
     runs: Tuple[Run, ...]
     name: str = ""
 
@@ -48,20 +48,20 @@ class Group:
 
     @cached_property
     def section(self) -> Tuple[str, str]:
-        """Its dataset and its measure: groups with the same of both are drawn together."""
+        """Its dataset and its measure; groups with the same section share plots."""
         return self.first.dataset, self.first.measure
 
     @cached_property
     def items(self) -> FrozenSet[Tuple[str, str]]:
-        """Its recipe, in a form that is quickly compared with another's."""
+        """Its recipe, in a form for fast comparison."""
         parts = {**recipe(self.first), "batch_size": self.first.batch_size,
                  "dataset": self.first.dataset}
         return frozenset((name, repr(value)) for name, value in parts.items())
 
     @cached_property
     def finished(self) -> Tuple[Run, ...]:
-        """The runs that were trained and validated to the end: for as many epochs as planned, or
-        else as many as the longest of them."""
+        """The runs that were trained and validated to the end: for all planned epochs, or else for
+        as many as the longest run."""
         longest = max(run.done for run in self.runs)
         trained = [run for run in self.runs
                    if run.final is not None and run.done >= (run.planned or longest)]
@@ -69,7 +69,7 @@ class Group:
         return tuple(run for run, epochs in zip(trained, behind) if epochs == min(behind))
 
     def named(self, several: bool) -> str:
-        """Its name, with that of its section where there are several."""
+        """Returns its name, with that of its section if there are several."""
         return f"{self.first.dataset or self.first.measure}: {self.name}" if several else self.name
 
     @property
@@ -79,27 +79,27 @@ class Group:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A group of lower precision, and the float32 group that it is compared with."""
+    """A group of lower precision, and the float32 group to which it is compared."""
     float32: Group
     low: Group
     differences: Dict[str, Tuple[Any, Any]]  # of the recipes: in float32, in low
 
     @property
     def recipe_unknown(self) -> bool:
-        """Whether neither side's logs say how runs were trained; what they do say is alike."""
+        """Whether the logs of both groups lack arguments, and have no differing ones."""
         return self.differences == {"recipe": (NOT_LOGGED, NOT_LOGGED)}
 
     @property
     def claims_speed(self) -> bool:
-        """Whether all logs say that the machine was theirs alone, and nothing else differs."""
+        """Whether all logs state exclusive use of the machine, and nothing else differs."""
         return not self.differences and all(
             run.arguments.get("claim_speed") is True
             for group in (self.float32, self.low) for run in group.runs)
 
     @property
     def speedup(self) -> Optional[float]:
-        """How many times as fast the lower precision trains, by median images a second or else by
-        the median time to train; None where no speed is claimed."""
+        """The speedup of the lower precision, by median images per second or else by the median
+        training time; None if no speed is claimed."""
         if not self.claims_speed:
             return None
         high, low = (_median(group.speeds) for group in (self.float32, self.low))
@@ -111,12 +111,12 @@ class Comparison:
 
     @property
     def unit(self) -> str:
-        """Of the difference."""
+        """The unit of the difference."""
         return "points" if self.low.first.is_share else "%"
 
     @cached_property
     def factor(self) -> float:
-        """What a measured value is multiplied by to be in that unit."""
+        """The factor from measured values to that unit."""
         ends = [run.final for run in self.float32.finished if run.final is not None]
         if self.low.first.is_share or not ends:
             return 1.0
@@ -124,10 +124,12 @@ class Comparison:
 
     @cached_property
     def difference(self) -> Optional[Difference]:
-        """Low precision minus float32, in points of what is measured, or in percent of float32's
-        mean where that is no share: of pairs with one seed, or,
-        where pairs would leave out most runs, or one that diverged, of two samples. None if one of
-        the groups has a single run."""
+        """Low precision minus float32, in points, or in percent of float32's mean if the measure is
+        not a share; None if one of the groups has a single run.
+
+        Runs with the same seed are pairs. If pairs would leave out most runs, or a diverged one, it
+        is the difference of two samples.
+        """
         low, high = ([self.factor * run.final for run in group.finished if run.final is not None]
                      for group in (self.low, self.float32))
         pairs = self.pairs
@@ -143,8 +145,8 @@ class Comparison:
 
     @property
     def _step(self) -> float:
-        """What one image is worth, in points: the smallest distance between two results. Other
-        measures do not count images."""
+        """The points of one image, the smallest difference between two results; 0 for measures that
+        do not count images."""
         if not self.low.first.is_share:
             return 0.0
         results = sorted({epoch.top1 for group in (self.low, self.float32) for run in group.runs
@@ -154,19 +156,19 @@ class Comparison:
 
     @property
     def without_partner(self) -> int:
-        """How many finished runs are in no pair, where pairs are compared."""
+        """The number of finished runs without a pair, if pairs are compared."""
         if self.difference is None or not self.difference.paired:
             return 0
         return len(self.low.finished) + len(self.float32.finished) - 2 * len(self.pairs)
 
     @cached_property
     def pairs(self) -> List[Tuple[float, float]]:
-        """For each seed that both groups have once, what its two runs end with: low, float32."""
+        """The final results (low, float32) for each seed that both groups have once."""
         low, high = _by_seed(self.low), _by_seed(self.float32)
         return [(self.factor * low[seed], self.factor * high[seed]) for seed in low if seed in high]
 
     def explain(self) -> str:
-        """How the recipes differ, in words."""
+        """Returns the differences of the recipes as text."""
         return ", ".join(f"{name} ({_show(a)} in {self.float32.dtype}, {_show(b)} in "
                          f"{self.low.dtype})" for name, (a, b) in self.differences.items())
 
@@ -188,9 +190,11 @@ def _is_of_no_recipe(key: str) -> bool:
 # ---- groups
 
 def groups(runs: Sequence[Run]) -> List[Group]:
-    """The groups of these runs, float32's first and else in the order of the runs, named by what
-    tells those of a section apart. Where two files tell of one run (its log and its log.jsonl, or a
-    copy), it counts once."""
+    """Returns the groups of runs, float32 first, otherwise in the order of the runs.
+
+    Their names have the arguments that differ within a section. A run with two files (its log and
+    its log.jsonl, or a copy) counts once.
+    """
     found: Dict[Any, List[Run]] = {}
     for run in sorted(runs, key=lambda run: run.dtype != FLOAT32):
         parts = sorted((name, repr(value)) for name, value in recipe(run).items())
@@ -204,8 +208,8 @@ def groups(runs: Sequence[Run]) -> List[Group]:
 
 
 def _each_once(runs: List[Run]) -> List[Run]:
-    """The runs, each once. No two trainings of one seed give the same results, but two files may
-    tell of one training: of these the one stays that tells most."""
+    """Returns the runs without duplicates. Two files with the same results and seed are of one
+    training; the one with the most information stays."""
     known: Dict[Any, Run] = {}
     for run in runs:
         results = tuple((n, f"{epoch.top1:f}") for n, epoch in run.epochs.items()  # as in logs
@@ -226,7 +230,7 @@ def _told(run: Run) -> int:
 
 
 def sections(found: Sequence[Group]) -> List[List[Group]]:
-    """The groups of each dataset and measure."""
+    """Returns the groups of each dataset and measure."""
     each: Dict[Tuple[str, str], List[Group]] = {}
     for group in found:
         each.setdefault(group.section, []).append(group)
@@ -234,7 +238,7 @@ def sections(found: Sequence[Group]) -> List[List[Group]]:
 
 
 def _named(section: List[Group]) -> List[Group]:
-    """The groups, with the shortest names that tell them apart."""
+    """Returns the groups with the shortest distinct names."""
     for naming in NAMINGS:
         names = [", ".join(filter(None, (part(group) for part in naming)))
                  for group in section]
@@ -248,8 +252,8 @@ def _named(section: List[Group]) -> List[Group]:
 
 
 def _by_recipe(section: List[Group]) -> List[str]:
-    """Names made of the arguments in which the groups differ, if these are few: resnet18, float16,
-    wd 0.1."""
+    """Returns names of the arguments in which the groups differ, if these are few: resnet18,
+    float16, wd 0.1."""
     recipes = [recipe(group.first) for group in section]
     known: Dict[str, Set[str]] = {}
     for each in recipes:
@@ -295,7 +299,7 @@ NAMINGS: Sequence[Sequence[Callable[[Group], str]]] = (
 # ---- comparisons
 
 def compare(found: Sequence[Group]) -> List[Comparison]:
-    """A comparison for each group of lower precision for which there is a float32 group, in the
+    """Returns a comparison for each group of lower precision with a float32 counterpart, in the
     order of the groups."""
     high: Dict[Any, List[Group]] = {}
     for group in found:
@@ -343,7 +347,7 @@ def _by_seed(group: Group) -> Dict[str, float]:
 
 
 def _far(end: float, others: Sequence[float]) -> bool:
-    """Whether it lies further from all of the others than these lie from each other."""
+    """Whether its distance from all others exceeds the distances among these."""
     apart = max(others) - min(others)
     return not min(others) - apart <= end <= max(others) + apart
 

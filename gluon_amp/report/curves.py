@@ -1,4 +1,4 @@
-"""The lines of a plot: what the runs of a group have in common, and how far they spread."""
+"""The lines of a plot: the means or medians of the runs of a group, and their spread."""
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
@@ -9,12 +9,12 @@ from scipy import stats
 from .compare import Group
 from .runs import Run
 
-MOST_LINES = 8  # of one plot: more groups are drawn as quantiles
+MOST_LINES = 8  # lines of a plot; more groups are drawn as quantiles
 MOST_POINTS = 200  # of one line
 
 
 class Point(NamedTuple):
-    """One value of one run: runs of a group are put together where `at` is the same."""
+    """A value of a run; values of a group's runs with the same `at` are combined."""
     at: float
     x: float
     y: float
@@ -22,7 +22,7 @@ class Point(NamedTuple):
 
 @dataclass
 class Line:
-    """`low` and `high` are the band around `y`; None of a single run."""
+    """A line; `low` and `high` are the band around `y`, or None for a single run."""
     name: str
     dtype: str
     model: str
@@ -35,7 +35,7 @@ class Line:
 
 
 def pool(groups: Sequence[Group]) -> List[Tuple[str, List[Group]]]:
-    """The groups one by one, or, where they are too many, those of one network and type."""
+    """Returns the groups one by one or, if there are too many, by network and type."""
     if len(groups) <= MOST_LINES:
         return [(group.name, [group]) for group in groups]
     models = {group.model for group in groups}
@@ -52,18 +52,18 @@ def pool(groups: Sequence[Group]) -> List[Tuple[str, List[Group]]]:
 
 def line(name: str, groups: Sequence[Group], points: Dict[int, List[Point]],
          steps: bool = False) -> Optional[Line]:
-    """The line of these groups; `points` are those of each run, by its id.
+    """Returns the line of these groups; `points` are those of each run, by its id.
 
-    Of one group: the mean, and the 95 % interval of the mean. Of several: the median, and the
-    quantiles from 5 to 95 %. `steps`: a value holds until the next point; the line is the median,
-    and the band goes from the lowest to the highest.
+    For one group: the mean, and the 95 % interval of the mean. For several: the median, and the
+    quantiles from 5 to 95 %. With `steps` a value holds until the next point; the line is the
+    median, and the band is from the lowest to the highest value.
     """
     each = [points[id(run)] for group in groups for run in group.runs if points[id(run)]]
     if not each:
         return None
     x, y = _steps(each) if steps else _table(each)
     known = np.isfinite(y).sum(0)
-    often = 2 * known >= known.max()  # where most runs have ended, a mean is another one
+    often = 2 * known >= known.max()  # the mean is not comparable after most runs have ended
     x, y, known = x[:, often], y[:, often], known[often]
     first = groups[0]
     made = Line(name, first.dtype, first.model, len(each), np.nanmean(x, 0), np.nanmean(y, 0),
@@ -81,7 +81,7 @@ def line(name: str, groups: Sequence[Group], points: Dict[int, List[Point]],
 
 
 def _table(each: List[List[Point]]) -> Tuple["np.ndarray[Any, Any]", "np.ndarray[Any, Any]"]:
-    """x and y of each run (row) at each place (column); NaN where a run has none."""
+    """Returns x and y of each run (row) at each index (column); NaN if a run has none."""
     places = sorted({point.at for points in each for point in points})
     if len(places) > MOST_POINTS:
         edges = np.linspace(places[0], places[-1], MOST_POINTS + 1)[1:]
@@ -103,7 +103,7 @@ def _table(each: List[List[Point]]) -> Tuple["np.ndarray[Any, Any]", "np.ndarray
 
 
 def _steps(each: List[List[Point]]) -> Tuple["np.ndarray[Any, Any]", "np.ndarray[Any, Any]"]:
-    """The same, of values that hold until the next one."""
+    """Returns the same for values that hold until the next one."""
     places = np.array(sorted({point.x for points in each for point in points}))
     if len(places) > MOST_POINTS:
         places = np.unique(np.quantile(places, np.linspace(0, 1, MOST_POINTS)))
@@ -121,8 +121,8 @@ def _steps(each: List[List[Point]]) -> Tuple["np.ndarray[Any, Any]", "np.ndarray
 
 def reached(name: str, groups: Sequence[Group], accuracy: float, by_time: bool,
             end: float) -> Optional[Line]:
-    """The share of runs that have reached an accuracy by then, with its 95 % interval (Wilson): of
-    those that came to their end, since one that was killed might have reached it."""
+    """Returns the share of finished runs that have reached an accuracy, with its 95 % interval
+    (Wilson). A run that was killed might have reached it, so it is left out."""
     runs = [run for group in groups for run in group.finished or group.runs if run.best]
     if not runs:
         return None
@@ -142,7 +142,7 @@ def reached(name: str, groups: Sequence[Group], accuracy: float, by_time: bool,
 
 
 def reached_at(run: Run, accuracy: float, by_time: bool) -> Optional[float]:
-    """After how many epochs, or hours, of training the run first reached it."""
+    """Returns the epochs or hours of training until the run first reached it."""
     if by_time:
         return run.hours_to(accuracy)
     return next((number + 1 for number, epoch in run.epochs.items() if epoch.top1 is not None

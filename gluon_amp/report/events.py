@@ -2,12 +2,12 @@
 
 The package of TensorBoard reads the file; it is the extra `tensorboard`.
 
-What a scalar is stands in its tag: epoch/err_top1, validation/accuracy, val_loss, loss, lr,
-gradient_norm, loss_scale, skipped; also Accuracy/val and Loss/train, and what stands in the name
-of a folder that has one curve. A text with the tag `arguments` holds JSON.
+The tag of a scalar names its quantity: epoch/err_top1, validation/accuracy, val_loss, loss, lr,
+gradient_norm, loss_scale, skipped; also Accuracy/val and Loss/train, and the name of a folder with
+one curve. A text with the tag `arguments` is JSON.
 
-A run that was resumed has several files in one folder: a later one that begins where the former
-has come to goes on with it.
+A resumed run has several files in one folder. A later file continues a former one if its first step
+follows the last step of that.
 """
 import json
 import math
@@ -32,7 +32,7 @@ def is_events(path: Path) -> bool:
 
 
 def read(path: Path, name: str) -> List[Run]:
-    """The run that a file is of; ValueError where it has no result of an epoch."""
+    """Returns the run of a file. Raises ValueError if it has no result of an epoch."""
     scalars, arguments = _scalars(path)
     run = Run(name, arguments)
     of_epochs: Dict[str, Series] = {}
@@ -43,7 +43,7 @@ def read(path: Path, name: str) -> List[Run]:
     validated = {of[0] for tag, of in known.items() if VALIDATION.search(_as_column(tag))}
     for tag, (quantity, value_of) in known.items():
         if quantity in ("top1", "top5") and not VALIDATION.search(_as_column(tag)):
-            if quantity in validated:  # acc is of training where there is a val_acc
+            if quantity in validated:  # if there is a val_acc, acc is of training
                 continue
             if re.fullmatch("train(ing)?", path.parent.name) and value_of is not float:
                 raise ValueError(f"{path}: {tag} is of training, as the folder's name says. Give "
@@ -73,26 +73,26 @@ def read(path: Path, name: str) -> List[Run]:
 
 
 def continues(run: Run, former: Run) -> bool:
-    """Whether a file of the same folder goes on with the run that was resumed."""
+    """Whether a run continues a former one of the same folder."""
     def which(one: Run) -> Tuple[Any, ...]:  # a resumed run may train more epochs
         return one.dtype, one.seed, one.model, one.dataset
     return 0 < min(run.epochs) <= former.done and which(run) == which(former)
 
 
 def _all_known(names: Dict[str, str]) -> Dict[str, Tuple[str, Any]]:
-    """For each tag whose name is that of a quantity, what `_known` says of the name."""
+    """Returns the result of `_known` for each tag that names a quantity."""
     found = {tag: _known(name) for tag, name in names.items()}
     return {tag: of for tag, of in found.items() if of}
 
 
 def _as_column(tag: str) -> str:
-    """How a table would call what this tag is of: Accuracy/val is val_accuracy."""
+    """Returns the name of a tag's quantity in tables: val_accuracy for Accuracy/val."""
     name = re.sub(r"\W+", "_", tag.lower())
     return re.sub(r"^(.+)_(train|training|val|valid|validation|test|eval)$", r"\2_\1", name)
 
 
 def _known(tag: str) -> Optional[Tuple[str, Any]]:
-    """Which quantity a tag names, and how its value becomes ours."""
+    """Returns the quantity that a tag names, and the conversion of its value."""
     name = _as_column(tag)
     if re.search(r"grad(ient)?_norm$", name):
         return "gradient_norm", float
@@ -106,8 +106,8 @@ def _known(tag: str) -> Optional[Tuple[str, Any]]:
 
 
 def _epoch_numbers(steps: List[int]) -> Dict[int, int]:
-    """The number of the epoch at each step: where steps count one by one, they are epochs; else
-    the first step is epoch 0, the second epoch 1, and so on."""
+    """Returns the epoch of each step: consecutive steps are epochs; otherwise the first step is
+    epoch 0, the second epoch 1, and so on."""
     begin = steps[0] if steps[0] in (0, 1) else 0
     if steps == list(range(steps[0], steps[0] + len(steps))):
         return {step: step - begin if begin else step for step in steps}
@@ -130,7 +130,7 @@ def _add_steps(run: Run, series: Dict[str, Series]) -> None:
 # ---- the file
 
 def _scalars(path: Path) -> Tuple[Dict[str, Series], Dict[str, Any]]:
-    """Values by tag and step, and the run's arguments."""
+    """Returns values by tag and step, and the run's arguments."""
     found: Dict[str, Series] = {}
     arguments: Dict[str, Any] = {}
     for event in _events(path):
@@ -145,7 +145,7 @@ def _scalars(path: Path) -> Tuple[Dict[str, Series], Dict[str, Any]]:
 
 
 def _events(path: Path) -> Iterator[Any]:
-    """The file's whole records: a run that was killed leaves a part of one at the end."""
+    """Yields the file's complete records; a killed run leaves a partial one at the end."""
     try:
         from google.protobuf.message import DecodeError
         from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
@@ -161,7 +161,7 @@ def _events(path: Path) -> Iterator[Any]:
         except DecodeError:
             raise ValueError(f"{path} is damaged at byte {end}") from None
         end += len(record) + 16  # a length and two checksums
-    with open(path, "rb") as file:  # the loader ends alike at a part and at a damaged record
+    with open(path, "rb") as file:  # the loader stops at partial and at damaged records
         file.seek(end)
         head = file.read(12)
     length, checksum = struct.unpack("<QI", head.ljust(12, b"\0"))
@@ -171,7 +171,7 @@ def _events(path: Path) -> Iterator[Any]:
 
 
 def _content(tensor: Any) -> Optional[Any]:
-    """The one number, or text, of a tensor."""
+    """Returns the single number, or the text, of a tensor."""
     from tensorboard.util.tensor_util import make_ndarray
     try:
         array = make_ndarray(tensor)

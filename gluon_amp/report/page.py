@@ -1,4 +1,4 @@
-"""The page of a report: its style and its script. It asks for nothing from elsewhere."""
+"""The page of a report, with its style and script; it loads no other files."""
 from string import Template
 
 PAGE = Template("""<!DOCTYPE html>

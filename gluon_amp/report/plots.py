@@ -1,8 +1,8 @@
-"""The pictures of a report: PNG and SVG of each, the same bytes from the same runs.
+"""The plots of a report as PNG and SVG, with the same bytes for the same runs.
 
-Color is the type of number, line style the network, markers tell recipes of one color and style
-apart. Float32 is drawn wider and beneath, so that it shows where lines lie on each other. Lines
-are named right of the axes, in the order of their ends.
+The color is the number type, the line style the network, and markers distinguish recipes of one
+color and style. Float32 is drawn wider and below the others, so that overlapping lines are visible.
+Labels are right of the axes, in the order of the lines' ends.
 """
 import io
 import re
@@ -47,8 +47,8 @@ CAPTIONED = 5  # of them in the words below it
 
 @dataclass(frozen=True)
 class Plot:
-    """`hover` is what a page shows under the pointer: the place of the axes in the picture, and
-    the lines' values as text."""
+    """A plot; `hover` has the page's tooltips: the position of the axes, and the lines' values as
+    text."""
     name: str
     title: str
     caption: str
@@ -58,7 +58,7 @@ class Plot:
 
 
 class Scale(NamedTuple):
-    """How values are written, and what the axis does."""
+    """The format of values, and the scale of the axis."""
     write: Callable[[float], str]
     from_zero: bool = True
     logarithmic: bool = False
@@ -99,7 +99,7 @@ def _epochs(name: str) -> Callable[[Run], List[Point]]:
 
 
 def _measured(run: Run) -> List[Point]:
-    """The error after each epoch; another measure as it is."""
+    """Returns the error after each epoch, or another measure."""
     if run.measure == ACCURACY:
         return _epochs("top1")(run)
     return [point._replace(y=run.told(point.y) / (100 if run.is_share else 1))
@@ -125,8 +125,8 @@ def _series(name: str, of_epochs: str = "") -> Callable[[Run], List[Point]]:
 
 
 def _trace(column: int) -> Callable[[Run], List[Point]]:
-    """The loss scale or the skipped steps, up to the run's end; nothing of a run without a scale.
-    """
+    """Returns points of the loss scale or of skipped steps until the run's end; none without a
+    scale."""
     def points(run: Run) -> List[Point]:
         if all(scale == 1 for _, _, scale, _ in run.trace):
             return []
@@ -158,7 +158,7 @@ REACHED = Chart("share_reached", "Time to accuracy", "epochs", "share of runs", 
 
 def plots(groups: Sequence[Group], accuracy: Optional[float] = None,
           by_time: bool = False, charts: Sequence[Chart] = CHARTS) -> List[Plot]:
-    """Draws the groups of one section: those of the charts for which they have something."""
+    """Draws the charts of one section for which the groups have data."""
     pooled, found = pool(groups), []
     runs = [run for group in groups for run in group.runs]
     for chart in [*charts, *(_metric_charts(runs) if charts is CHARTS else [])]:
@@ -200,7 +200,7 @@ def _file_of(metric: str) -> str:
 
 
 def _metric_charts(runs: Sequence[Run]) -> List[Chart]:
-    """Of metrics beside what the runs measure."""
+    """Returns charts of further metrics of the runs."""
     def points(name: str) -> Callable[[Run], List[Point]]:
         return lambda run: [Point(n + 1, n + 1, epoch.metrics[name])
                             for n, epoch in run.epochs.items() if name in epoch.metrics]
@@ -258,7 +258,7 @@ def _set_scales(axes: Axes, chart: Chart, lines: List[Line]) -> None:
     values = np.concatenate([one.y for one in lines])
     bands = np.concatenate([values, *(band for one in lines for band in (one.low, one.high)
                                       if band is not None)])
-    # of bands: those of two runs can be wider than all there is; those of steps are what there is
+    # bands of two runs can be much wider than the values; bands of steps are values
     room = np.ptp(bands) if chart.steps else 0.4 * np.ptp(values)
     if chart.x == "epochs":
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
@@ -272,7 +272,7 @@ def _set_scales(axes: Axes, chart: Chart, lines: List[Line]) -> None:
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:,g}")
     elif chart.name in FAR_APART and values.min() > 0 and max(
             np.median(one.y) for one in lines) > FAR * min(one.y.max() for one in lines):
-        axes.set_yscale("log")  # one that diverged does not make the others flat
+        axes.set_yscale("log")  # a diverged run would flatten the others
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
         axes.set_ylim(values.min() / 2, values.max() * 2)
     elif room:
@@ -287,9 +287,9 @@ def _set_scales(axes: Axes, chart: Chart, lines: List[Line]) -> None:
 
 def _name_ends(figure: Figure, axes: Axes, lines: List[Line], looks: List[Dict[str, Any]],
                chart: Chart) -> None:
-    """Names right of the axes with a piece of their line, in the order of the lines' ends; a grey
-    leader goes to a line that ends at the right edge."""
-    figure.draw_without_rendering()  # so that the transforms are those of the picture
+    """Draws labels right of the axes with a sample of their line, in the order of the lines' ends;
+    a grey leader connects a line that ends at the right edge."""
+    figure.draw_without_rendering()  # updates the transforms
     to_axes = axes.transData + axes.transAxes.inverted()
     ends = [to_axes.transform((one.x[-1], one.y[-1])) for one in lines]
     order = sorted(range(len(lines)), key=lambda i: ends[i][1])
@@ -310,8 +310,8 @@ def _name_ends(figure: Figure, axes: Axes, lines: List[Line], looks: List[Dict[s
 
 
 def _with_room(heights: List[float]) -> List[float]:
-    """These heights, from the lowest, moved so far that names have room; those that touch stand
-    around the middle of where they want to be."""
+    """Returns these heights, from the lowest, moved so that labels do not overlap; adjacent labels
+    are centered at the mean of their original heights."""
     blocks: List[List[float]] = []
 
     def bottom(block: List[float]) -> float:
@@ -325,8 +325,8 @@ def _with_room(heights: List[float]) -> List[float]:
 
 
 def shortened(label: str, longest: int = LONGEST_NAME) -> str:
-    """The label, cut where it is too long: the longest of its parts lose their middles, so that all
-    parts are there. (Legends leave out what begins with _.)"""
+    """Shortens a long label: cuts the middles of its longest parts, so that all parts remain.
+    (Legends skip labels that start with _.)"""
     parts = plain(label).split(", ")
     lengths = [len(part) for part in parts]
     while sum(lengths) + 2 * len(parts) - 2 > longest and max(lengths) > 6:
@@ -341,7 +341,7 @@ def _cut(text: str, longest: int) -> str:
 
 
 def _words(chart: Chart, one: Line, i: int) -> str:
-    """A value, and how far it is sure."""
+    """Returns a value and its uncertainty as text."""
     value = chart.scale.write(one.y[i])
     if one.low is None or one.high is None:
         return value
@@ -349,7 +349,7 @@ def _words(chart: Chart, one: Line, i: int) -> str:
 
 
 def _caption(chart: Chart, lines: List[Line]) -> str:
-    """What the bands are, and the ends of the lines."""
+    """Returns the caption: the meaning of bands, and the ends of the lines."""
     if chart.name == REACHED.name:
         bands = " The share of runs that had reached it by then; bands: 95 % intervals (Wilson)."
     elif any(one.recipes > 1 for one in lines):
@@ -380,7 +380,7 @@ def _hover(figure: Figure, axes: Axes, chart: Chart, unit: str,
 # ---- differences
 
 def forest(comparisons: Sequence[Comparison], margin: float) -> Optional[Plot]:
-    """Each difference with its interval, and the margin within which two are the same."""
+    """Draws each difference with its interval, and the margin of equivalence."""
     found = [(c, c.difference) for c in comparisons if c.difference][:FORESTED]
     if not found:
         return None

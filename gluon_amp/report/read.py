@@ -1,7 +1,7 @@
 """Reads training logs: GluonCV's, MXNet Module's, our log.jsonl, and CSV of errors by epoch.
 
-A log is gone through line by line, whatever stands before it in a line (a time, a logger's name).
-What it says of each epoch is kept, so memory grows with epochs, not with lines:
+A log is read line by line; prefixes of lines (a time, a logger's name) are ignored. Results of each
+epoch are kept, so memory grows with epochs, not with lines:
 
     Namespace(...)                     the arguments of a run
     Epoch[3] Batch [99]  Speed: ...    its speed, learning rate, loss scale
@@ -13,8 +13,8 @@ What it says of each epoch is kept, so memory grows with epochs, not with lines:
     {"epoch": 3, ...}                  results, ours
     {"epoch": 3, "batch": 19, ...}     a step, ours
 
-An epoch that comes again replaces the former one and all behind it: the run was resumed. A new run
-begins with other arguments, and with epoch 0 behind later ones.
+A repeated epoch replaces the former one and all later ones: the run was resumed. Other arguments
+start a new run, and so does an epoch 0 after later ones.
 """
 import ast
 import codecs
@@ -50,8 +50,8 @@ LOSS = ("loss", "cross-entropy")
 SECONDS = ("time cost", "time", "training cost")
 VERSION = 2  # of log.jsonl
 STEPS = ("loss", "gradient_norm", "lr")
-# What was cut off in the middle of a number must not pass for a shorter number, nor, where another
-# log goes on in the same line, for a longer one.
+# A number that was cut off must not pass for a shorter number nor, if another log continues in the
+# same line, for a longer one.
 WHOLE = re.compile(rb"\.\d{6}$|Time cost=\d+\.\d{3}$")
 VALUE = re.compile(r"([A-Za-z][\w-]*(?: cost)?)(?:=|: )"
                    r"([-+]?(?:\d[\d.]*(?:[eE][-+]?\d+)?|nan|inf))(?=s?(?:[\s,;)]|$))")
@@ -64,7 +64,7 @@ TOP5 = (("err-top5", "top5-err", "err_top5", "top5_err"),
         ("top_k_accuracy_5", "top5-acc", "acc-top5"))
 PERCENT = ("acc-top1", "acc-top5")  # as GluonCV's train_recognizer.py logs them
 NO_METRICS = {*sum(TOP1 + TOP5, ()), *LOSS, *SECONDS, "speed", "lr", "loss-scale", "skipped"}
-# Of each format that is no log of lines: what tells whether a file has it, and what reads one.
+# Other formats than logs of lines: functions that detect and read them.
 READERS = ((events.is_events, events.read), (tables.is_table, tables.read))
 
 
@@ -111,21 +111,21 @@ def read(paths: Iterable[Any]) -> List[Run]:
 
 
 def _check(run: Run, path: Path) -> None:
-    """Refuses an error that is no share. A time or a speed that cannot be is not known."""
+    """Refuses an error rate that is not a share. Removes impossible times and speeds."""
     for number, epoch in run.epochs.items():
         for error in (epoch.top1 if run.is_share else None, epoch.top5):
             if error is not None and not -1e-6 <= error <= 1 + 1e-6:
                 raise ValueError(f"{path}: epoch {number} has an error of {error:g} (an accuracy "
                                  f"of {1 - error:g}). Valid: shares from 0 to 1")
-        if epoch.seconds is not None and epoch.seconds < 0:  # somebody set the clock
+        if epoch.seconds is not None and epoch.seconds < 0:  # the clock was set back
             epoch.seconds = None
         if epoch.speed is not None and epoch.speed <= 0:
             epoch.speed = None
 
 
 def _tell_datasets_apart(runs: List[Run]) -> None:
-    """cifar10/train.rec and cifar100/train.rec are two datasets; train.rec of folders that have one
-    name is one, since each machine has its own path to it."""
+    """Distinguishes datasets by folder: cifar10/train.rec and cifar100/train.rec differ. Files in
+    folders of the same name are one dataset, because paths differ between machines."""
     folders: Dict[str, Set[str]] = {}
     for run in runs:
         if len(run.dataset_path) > 1:
@@ -136,8 +136,8 @@ def _tell_datasets_apart(runs: List[Run]) -> None:
 
 
 def _names(paths: List[Path]) -> List[str]:
-    """A name for each file: the last part of its path without the ending, or with as much more as
-    tells the files apart."""
+    """Returns a name for each file: the last part of its path without the ending, and further parts
+    if names are not unique."""
     distinct = len({path.parent if ".out.tfevents." in path.name else path for path in paths})
     for ending, parts in product((ENDING, "$"), range(1, 20)):
         names = [re.sub(ending, "", "/".join(path.parts[-parts:])) for path in paths]
@@ -148,7 +148,7 @@ def _names(paths: List[Path]) -> List[str]:
 
 
 def read_log(path: Path, name: str) -> List[Run]:
-    """The runs of a log; ValueError names its first odd line where it has none."""
+    """Reads the runs of a log. Without one, a ValueError names the first invalid line."""
     reader, odd = _Reader(path, name), ""
     waiting: List[bytes] = []  # lines of batches
     with open(path, "rb") as file:
@@ -178,20 +178,20 @@ def read_log(path: Path, name: str) -> List[Run]:
 
 
 class _Reader:
-    """Takes in the lines of one file, and knows the runs that they were of."""
+    """Parses the lines of one file into runs."""
 
     def __init__(self, path: Path, name: str) -> None:
         self.path, self.name = path, name
         self.runs: List[Run] = []
-        self.header: Optional[Dict[str, Any]] = None  # arguments that no epoch has followed yet
-        self.given = ""  # the run's name, where the line of its arguments has one
+        self.header: Optional[Dict[str, Any]] = None  # arguments before the first epoch
+        self.given = ""  # the run's name, if the line of its arguments has one
         self.number, self.epoch = -1, Epoch()
         self.inverse, self.intervals = 0.0, 0  # of the speeds in the epoch's lines of batches
         self.lr: Optional[float] = None
         self.mean_ap = ""  # COCO's that the next line has
 
     def batches(self, lines: List[bytes]) -> None:
-        """Lines of batches, one behind the other: at once, since most lines of a log are such."""
+        """Parses consecutive lines of batches together, because most lines are such."""
         for number, entries in groupby(BATCH.findall(b"".join(lines)), itemgetter(0)):
             self._go_to(int(number))
             scaling = b""
@@ -212,7 +212,7 @@ class _Reader:
             self.runs[-1].batches = max(self.runs[-1].batches, int(batch) + 1)
 
     def other(self, line: bytes) -> bool:
-        """Takes in any other line; whether it says something."""
+        """Parses any other line; returns whether it has information."""
         if not line.endswith(b"\n") and not WHOLE.search(line) and not line.startswith(b"{"):
             return False
         if line.startswith(b"{") and self._json(line):
@@ -245,7 +245,7 @@ class _Reader:
         return True
 
     def _precision(self, line: bytes) -> bool:
-        """A line of detection: mAP stands in one of its own, behind those of the classes."""
+        """Parses a line of detection: mAP follows the lines of the classes."""
         found = MEAN_PRECISION.fullmatch(line.strip())
         coco = self.mean_ap
         self.mean_ap = next((name for mark, name in MEAN_PRECISIONS.items() if mark in line), "")
@@ -254,7 +254,7 @@ class _Reader:
         return self._measured(coco or "mAP", float(found[2]) / (1 if found[1] else 100))
 
     def _worker(self, line: bytes) -> bool:
-        """A line of GluonCV's train_horovod.py, where rank 0 logs."""
+        """Parses a line of GluonCV's train_horovod.py, where rank 0 logs."""
         found = WORKER.search(line) if b"Epoch[" in line else None
         if not found:
             return False
@@ -346,7 +346,7 @@ class _Reader:
             run.follow(self.number, run.batches - 1, epoch.scale, epoch.skipped)
 
     def _go_to(self, number: int) -> None:
-        """The line is of this epoch: of the run at hand, or of a new one."""
+        """Sets the current epoch, of the current run or of a new one."""
         if number == self.number and self.header is None:
             return
         run = self.runs[-1] if self.runs else None
@@ -363,7 +363,7 @@ class _Reader:
 
 
 def _values(text: bytes) -> Dict[str, float]:
-    """All `name=number` and `name: number` that are numbers."""
+    """Returns all numbers of the form `name=number` and `name: number`."""
     values = {}
     for name, value in VALUE.findall(text.decode("ascii", "replace")):
         number = _number(value)
@@ -384,7 +384,7 @@ def _number(value: Any) -> Optional[float]:
 
 def _first(values: Dict[str, float], names: Sequence[str],
            known: Optional[float]) -> Optional[float]:
-    """The value of the first of these names that is there, or else what is known."""
+    """Returns the value of the first of these names, or else the known value."""
     for name in names:
         if name in values:
             return values[name]

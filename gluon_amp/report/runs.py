@@ -1,4 +1,4 @@
-"""What a training log says: runs, and their epochs."""
+"""Runs and epochs of training logs."""
 import re
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -24,20 +24,19 @@ OFF: Tuple[Any, ...] = (None, False, 0, "", [], "none", "None", "False")  # valu
 
 
 def measurable(number: float) -> bool:
-    """Whether a number is finite, and not so large that sums of squares would not be. No loss and
-    no norm is."""
+    """Whether a number is finite, and so is a sum of its squares."""
     return abs(number) < 1e100
 
 
 def plain(value: object) -> str:
-    """One line of text, of characters that can be printed."""
+    """Returns a value as one line of printable text."""
     text = " ".join(str(value).split())
     return text if text.isprintable() else "".join(
         c if c.isprintable() else "\ufffd" for c in text)
 
 
 def direction(metric: str) -> str:
-    """Which values of a metric are better, as far as its name says."""
+    """Returns which values of a metric are better, according to its name."""
     words = set(re.split(r"[^a-z0-9]+", metric.lower()))
     if words & LOWER:
         return "lower is better"
@@ -46,10 +45,10 @@ def direction(metric: str) -> str:
 
 @dataclass
 class Epoch:
-    """One epoch; errors are shares from 0 to 1, None is what the log does not say.
+    """One epoch; errors are shares from 0 to 1, and None is missing in the log.
 
-    `top1` is one minus what the run measures: its accuracy, or its mAP or mIoU. Where it measures
-    another metric, that is its value, with the other sign where higher is better.
+    `top1` is one minus the measured accuracy, mAP or mIoU. For another metric it is the value,
+    negated if higher is better.
     """
     top1: Optional[float] = None
     top5: Optional[float] = None
@@ -65,7 +64,7 @@ class Epoch:
     metrics: Dict[str, float] = field(default_factory=dict, init=False)  # others, of validation
 
     def get(self, quantity: str) -> Optional[float]:
-        """One of the fields above, or a metric."""
+        """Returns one of the fields above, or a metric."""
         return getattr(self, quantity) if quantity in vars(self) else self.metrics.get(quantity)
 
     def put(self, quantity: str, value: Optional[float]) -> None:
@@ -76,13 +75,13 @@ class Epoch:
 
 
 def headed(metric: str) -> str:
-    """A metric's name with its direction."""
+    """Returns a metric's name with its direction."""
     return f"{metric} ({direction(metric)})"
 
 
 @dataclass
 class Run:
-    """One training: the arguments it was started with, as far as the log has them, and its epochs.
+    """One training: its arguments, as far as the log has them, and its epochs.
 
     `trace` has the loss scale and the skipped steps whenever they changed: (epoch, batch, scale,
     skipped). `steps` has what was logged between epochs (loss, gradient_norm, lr), each as
@@ -101,7 +100,7 @@ class Run:
     notes: List[str] = field(default_factory=list)
 
     def get(self, *names: str) -> Any:
-        """The first of these arguments that is given and not empty."""
+        """Returns the first of these arguments that is given and not empty."""
         return next((v for v in map(self.arguments.get, names) if v not in (None, "")), None)
 
     def started_with(self, arguments: Dict[str, Any]) -> bool:
@@ -110,13 +109,13 @@ class Run:
 
     @property
     def counts_from_1(self) -> bool:
-        """Whether its log, which begins with its arguments, calls the first epoch 1."""
+        """Whether its log starts with arguments and numbers the first epoch 1."""
         resumed = any(self.arguments.get(name) not in OFF for name in self.arguments
                       if RESUMING.fullmatch(name))
         return bool(self.arguments and self.epochs) and min(self.epochs) == 1 and not resumed
 
     def count_from_0(self) -> None:
-        """Makes the epoch that its log calls 1 epoch 0, as it is in other logs."""
+        """Renumbers epochs to start at 0, as in other logs."""
         self.epochs = {n - 1: epoch for n, epoch in self.epochs.items()}
         self.trace = [(n - 1, batch, scale, skipped) for n, batch, scale, skipped in self.trace]
         self.steps = {name: [(n - 1, batch, value) for n, batch, value in series]
@@ -124,12 +123,12 @@ class Run:
 
     def follow(self, epoch: int, batch: int, scale: Optional[float],
                skipped: Optional[float]) -> None:
-        """Adds to the trace what is new."""
+        """Adds changes to the trace."""
         if scale and scale > 0 and (not self.trace or self.trace[-1][2:] != (scale, skipped)):
             self.trace.append((epoch, batch, scale, skipped))
 
     def add_step(self, name: str, epoch: int, batch: int, value: Optional[float]) -> None:
-        """Adds to one of the series what is known."""
+        """Adds a value to one of the series, if it is known."""
         if value is None:
             return
         series = self.steps.setdefault(name, [])
@@ -142,14 +141,14 @@ class Run:
         self.thinned[name] = seen + 1, every
 
     def forget_from(self, epoch: int) -> None:
-        """Forgets this epoch and all later ones, since the run was resumed there."""
+        """Removes this epoch and all later ones, because the run was resumed there."""
         self.epochs = {n: e for n, e in self.epochs.items() if n < epoch}
         self.trace = [point for point in self.trace if point[0] < epoch]
         self.steps = {name: [point for point in series if point[0] < epoch]
                       for name, series in self.steps.items()}
 
     def go_on(self, later: "Run") -> None:
-        """Takes in the epochs of the same run, resumed."""
+        """Adds the epochs of a resumed run."""
         first = min(later.epochs)
         self.forget_from(first)
         self.arguments.update(later.arguments)
@@ -165,7 +164,7 @@ class Run:
 
     @property
     def is_share(self) -> bool:
-        """Whether the metric is a share, which is shown in percent."""
+        """Whether the metric is a share, shown in percent."""
         return self.measure in SHARES
 
     @property
@@ -174,17 +173,17 @@ class Run:
 
     @property
     def measured(self) -> str:
-        """What it measures, in words."""
+        """The name of its measure."""
         return "top-1 accuracy" if self.measure == ACCURACY else self.measure
 
     def told(self, top1: float) -> float:
-        """What an epoch's `top1` stands for, in percent if that is a share."""
+        """Returns the measured value for an epoch's `top1`, in percent if it is a share."""
         if self.is_share:
             return 100 * (1 - top1)
         return -top1 if direction(self.measure) == "higher is better" else top1
 
     def take_measure(self) -> None:
-        """Makes the first other metric of validation what it measures, or else the loss."""
+        """Selects the first other metric of validation as its measure, or else the loss."""
         names = self.metrics
         self.measure = names[0] if names else "validation loss"
         for epoch in self.epochs.values():
@@ -198,17 +197,17 @@ class Run:
 
     @property
     def metrics(self) -> List[str]:
-        """The names of the other metrics of its validation."""
+        """The names of the other validation metrics."""
         return list(dict.fromkeys(name for epoch in self.epochs.values() for name in epoch.metrics))
 
     def metric_at_end(self, name: str) -> Optional[float]:
-        """One of these metrics when it was last validated."""
+        """Returns the last validated value of a metric."""
         return next((epoch.metrics[name] for epoch in reversed(list(self.epochs.values()))
                      if name in epoch.metrics), None)
 
     @property
     def seed(self) -> Optional[str]:
-        """The seed in its arguments, or else in its name: seed3, seed-3, seed_3."""
+        """The seed in its arguments or else in its name: seed3, seed-3, seed_3."""
         given = self.get("seed")
         if given is not None:
             return plain(given)
@@ -217,7 +216,7 @@ class Run:
 
     @property
     def planned(self) -> Optional[int]:
-        """How many epochs it was to train."""
+        """The number of planned epochs."""
         given = self.get("num_epochs", "epochs")
         if isinstance(given, str) and re.fullmatch(r"\d{1,9}", given):  # GluonCV's R-CNNs
             given = int(given)
@@ -225,17 +224,17 @@ class Run:
 
     @property
     def done(self) -> int:
-        """How many epochs it has trained, counted from the first of the training."""
+        """The number of trained epochs, counted from the start of the training."""
         return max(self.epochs) + 1 if self.epochs else 0
 
     @property
     def validated(self) -> int:
-        """How many epochs it had trained when it was last validated."""
+        """The number of trained epochs at the last validation."""
         return max((n + 1 for n, epoch in self.epochs.items() if epoch.top1 is not None), default=0)
 
     @property
     def final(self) -> Optional[float]:
-        """What it measures after its last validated epoch."""
+        """The measured value of its last validated epoch."""
         last = self.epochs.get(self.validated - 1)
         return None if last is None or last.top1 is None else self.told(last.top1)
 
@@ -259,8 +258,7 @@ class Run:
 
     @property
     def batch_size(self) -> Optional[int]:
-        """Of all devices together. GluonCV's argument, which comes with num_gpus, is that of one.
-        """
+        """The batch size of all devices. GluonCV's argument, beside num_gpus, is for one device."""
         size, gpus = self.get("batch_size"), self.get("num_gpus")
         try:
             return int(size) * max(1, gpus if isinstance(gpus, int) else 1)
@@ -276,8 +274,8 @@ class Run:
 
     @property
     def best(self) -> Optional[Tuple[int, float]]:
-        """The epoch of the lowest error, and that error; None where the direction of what it
-        measures is not known."""
+        """The epoch with the lowest error, and that error; None if the direction of the measure is
+        unknown."""
         errors = [(n, e.top1) for n, e in self.epochs.items() if e.top1 is not None]
         known = direction(self.measure) != "direction not known"
         return min(errors, key=itemgetter(1)) if errors and known else None
@@ -289,8 +287,8 @@ class Run:
 
     @property
     def hours(self) -> List[float]:
-        """How long it had trained at the end of each epoch. A last epoch whose time the log does
-        not have is left out; where an earlier one's is missing, there are none."""
+        """The hours of training at the end of each epoch, without a last epoch of unknown time;
+        empty if an earlier time is missing."""
         seconds = [epoch.seconds for epoch in self.epochs.values()]
         if seconds and seconds[-1] is None:  # killed between two lines
             seconds.pop()
@@ -303,20 +301,20 @@ class Run:
 
     @property
     def dataset_path(self) -> List[str]:
-        """The folders that its dataset is in, and its name."""
+        """The folders and the name of its dataset."""
         name = self.get("dataset", "data_train", "rec_train") or ""
         return [part for part in re.split(r"[\\/]", str(name)) if part not in ("", ".", "..")]
 
     def hours_to(self, accuracy: float) -> Optional[float]:
-        """After how many hours of training this validation accuracy was first reached."""
+        """Returns the hours of training until this validation accuracy was first reached."""
         return next((hours for hours, e in zip(self.hours, self.epochs.values())
                      if e.top1 is not None and self.is_share
                      and 1 - e.top1 >= accuracy - 1e-9), None)
 
 
 def unit_of_time(runs: List[Run]) -> Tuple[str, float]:
-    """The unit, of hours, minutes and seconds, in which the longest run takes one or more; and how
-    many of it make an hour."""
+    """Returns the largest unit of hours, minutes and seconds in which the longest run takes at
+    least 1, and its number per hour."""
     longest = max((run.hours[-1] for run in runs if run.hours), default=1.0)
     return next((unit for unit in (("hours", 1.0), ("minutes", 60.0)) if longest * unit[1] >= 1),
                 ("seconds", 3600.0))

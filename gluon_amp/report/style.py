@@ -1,4 +1,4 @@
-"""What pages look like and how their tables are sorted: reports and X-rays alike."""
+"""The style of pages of reports and X-rays, and the script that sorts their tables."""
 from string import Template
 from typing import Dict
 

@@ -1,4 +1,4 @@
-"""What a report says in words and numbers: verdicts, tables, and what has to be said besides."""
+"""The verdicts, tables and remarks of a report."""
 from collections import Counter
 from statistics import mean, median
 from typing import Dict, List, NamedTuple, Optional, Sequence
@@ -13,11 +13,11 @@ from .verdict import LEVEL, from_float32, outcome, p_text, sentence
 
 SMOOTHED = ("label_smoothing", "mixup")
 MOST_SENTENCES = 5
-# In the order in which they are told, where there are many.
+# In the order of the headline, if there are many.
 OUTCOMES = ("different", "different, within the margin", "undecided", "the same", "too few runs",
             "recipes differ", "recipe not known")
 MOST_NAMES = 5  # of runs, in one remark
-Cells = Dict[str, str]  # column: text, empty where the logs do not say
+Cells = Dict[str, str]  # column: text, empty if the logs lack it
 
 
 # ---- the headline
@@ -34,8 +34,8 @@ class Verdict(NamedTuple):
 
 
 def headline(comparisons: Sequence[Comparison], margin: float) -> List[Verdict]:
-    """What the report claims, in sentences. Where there are many comparisons, the first sentence
-    counts how they came out, and those that differ come next."""
+    """Returns the verdicts of the report. With many comparisons, the first counts the outcomes, and
+    different ones follow."""
     outcomes = {id(comparison): _outcome(comparison, margin) for comparison in comparisons}
     if len(comparisons) > MOST_SENTENCES:
         comparisons = sorted(comparisons, key=lambda comparison: OUTCOMES.index(
@@ -58,7 +58,7 @@ def headline(comparisons: Sequence[Comparison], margin: float) -> List[Verdict]:
 
 
 def _figure(comparison: Comparison) -> str:
-    """What was found, in a number; empty where nothing is claimed."""
+    """Returns the difference as text; empty if nothing is claimed."""
     found, low = comparison.difference, comparison.low
     if found is None or comparison.differences:
         return ""
@@ -118,7 +118,7 @@ def _outcome(comparison: Comparison, margin: float) -> str:
 # ---- tables
 
 def verdict_rows(comparisons: Sequence[Comparison], margin: float) -> List[Cells]:
-    """One row for each comparison."""
+    """Returns one row for each comparison."""
     found = []
     several = len({comparison.low.section for comparison in comparisons}) > 1
     for comparison in comparisons:
@@ -145,7 +145,7 @@ def verdict_rows(comparisons: Sequence[Comparison], margin: float) -> List[Cells
 
 
 def group_rows(groups: Sequence[Group], accuracy: Optional[float]) -> List[Cells]:
-    """One row for each group: means over its runs."""
+    """Returns one row for each group: means over its runs."""
     runs = [run for group in groups for run in group.runs]
     unit, per_hour = unit_of_time(runs)
     accuracy = accuracy if groups[0].first.is_share else None
@@ -182,8 +182,8 @@ def group_rows(groups: Sequence[Group], accuracy: Optional[float]) -> List[Cells
 
 
 def run_rows(groups: Sequence[Group], accuracy: Optional[float]) -> List[Cells]:
-    """One row for each run. What it measures is of the last validated epoch, the speed is the
-    median over epochs, times are of training without validation."""
+    """Returns one row for each run: the measure of the last validated epoch, the median speed over
+    epochs, and times of training without validation."""
     runs = [run for group in groups for run in group.runs]
     unit, per_hour = unit_of_time(runs)
     several = len({run.dataset for run in runs}) > 1
@@ -215,7 +215,7 @@ def run_rows(groups: Sequence[Group], accuracy: Optional[float]) -> List[Cells]:
 
 
 def _without_empty(found: List[Cells]) -> List[Cells]:
-    """The rows, without the columns that say nothing."""
+    """Returns the rows without empty columns."""
     said = [column for column in (found[0] if found else {}) if any(row[column] for row in found)]
     return [{column: row[column] for column in said} for row in found]
 
@@ -230,7 +230,7 @@ def _mean(values: Sequence[Optional[float]]) -> Optional[float]:
 
 
 def _value(run: Run, value: Optional[float]) -> str:
-    """What a run measures, as text."""
+    """Returns a measured value as text."""
     return _text(value, ".2f" if run.is_share else ".4g")
 
 
@@ -249,7 +249,7 @@ def _text(value: Optional[float], form: str) -> str:
 # ---- remarks
 
 def remarks(groups: Sequence[Group], comparisons: Sequence[Comparison]) -> List[str]:
-    """What a reader must know before comparing; runs of which the same is said stand together."""
+    """Returns remarks on the comparability of runs; runs with the same remark share a line."""
     said: Dict[str, List[str]] = {}
     runs = [run for group in groups for run in group.runs]
     for run in runs:
@@ -288,7 +288,7 @@ def _one(count: int, singular: str, plural: str) -> str:
 
 
 def _remarks(run: Run) -> List[str]:
-    """What has to be said of a run; {} stands for the names of runs."""
+    """Returns remarks on a run; {} is replaced by the names of runs."""
     found = []
     smoothed = [name for name in SMOOTHED if run.arguments.get(name) and name in recipe(run)]
     if smoothed and run.metric:

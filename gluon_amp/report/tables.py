@@ -95,8 +95,8 @@ def read(path: Path, name: str) -> List[Run]:
 
 
 def _columns(header: List[str], at: int) -> Dict[int, Tuple[str, str]]:
-    """The columns right of `epoch` that are quantities: the run's name, and which quantity. Where
-    there is both `val_acc` and `acc`, `acc` is of training and is left out."""
+    """Returns the run's name and the quantity of each column right of `epoch` that has one. If
+    there are both `val_acc` and `acc`, `acc` is of training and is left out."""
     found = {i: quantity_of(cell) for i, cell in enumerate(header[at + 1:], at + 1)}
     columns = {i: of for i, of in found.items() if of}
     validated = {of for i, of in columns.items() if VALIDATION.search(header[i])}
@@ -105,8 +105,8 @@ def _columns(header: List[str], at: int) -> Dict[int, Tuple[str, str]]:
 
 
 def quantity_of(column: str) -> Optional[Tuple[str, str]]:
-    """The run's name, as far as it stands before the quantity, and the quantity: one of QUANTITIES,
-    or the name of another metric of validation."""
+    """Returns the run's name, if it precedes the quantity, and the quantity: one of QUANTITIES, or
+    the name of another validation metric."""
     for quantity, pattern in QUANTITIES.items():
         found = re.fullmatch(r"(?!(?:.+_)?train(?:ing)?_(?!loss$))(?:(.+?)_)??"
                              rf"(?:(?:val|valid|validation|test|eval)_)?(?:{pattern})", column,
@@ -141,8 +141,7 @@ def _epoch(cell: str, place: str) -> int:
 
 
 def _number(cell: str, place: str) -> Optional[float]:
-    """The number in a cell; None where it is empty, or holds what cannot be measured, such as inf.
-    """
+    """Returns the number in a cell; None if it is empty or not finite."""
     try:
         number = float(cell.strip() or "nan")
     except ValueError:

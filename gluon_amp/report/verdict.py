@@ -1,13 +1,13 @@
-"""Whether two kinds of runs end alike: a difference of means, and what scipy says of it.
+"""Statistical tests of the difference between the final results of two groups of runs.
 
-All numbers are points (hundredths), or percent of float32's mean. Two questions are asked, and
-neither answers the other:
+All numbers are points (hundredths), or percent of float32's mean. There are two independent
+questions:
 
-- Is there a difference? The ordinary test's p: how often chance alone makes one as large.
-- Is it small? Two one-sided tests against a margin (TOST): the means are equivalent where both
-  "lower by the margin or more" and "higher by the margin or more" are refuted.
+- Is there a difference? The p value of the t test.
+- Is it small? Two one-sided tests against a margin (TOST): the means are equivalent if both
+  "lower by the margin or more" and "higher by the margin or more" are rejected.
 
-A small p of the first and of the second together say: different, and by less than the margin.
+Small p values of both mean: different, by less than the margin.
 """
 import math
 from dataclasses import dataclass, replace
@@ -19,7 +19,7 @@ from scipy import stats
 LEVEL = 0.05  # of both tests
 POWER = 0.8  # of the number of seeds that a margin needs
 MOST_SEEDS = 100_000
-EXACT = 1e-9  # points: differences that vary by less are the same ones
+EXACT = 1e-9  # points: smaller variations of differences are rounding errors
 
 
 @dataclass(frozen=True)
@@ -30,10 +30,10 @@ class Difference:
         mean: The difference.
         error: Its standard error.
         freedom: Degrees of freedom of Student's t.
-        spread: The standard error that one seed has: of a pair, or of one run of each kind.
-        seeds: How many of each kind; of two numbers, the lower.
-        paired: Whether run was compared with run, of one seed each.
-        runs: Of two samples, how many runs of each: low precision, float32.
+        spread: The standard error of one seed: of a pair, or of one run of each group.
+        seeds: The number of seeds of each group, or the lower of two numbers.
+        paired: Whether runs with the same seed are compared in pairs.
+        runs: The numbers of runs of two samples: low precision, float32.
         unit: "points", or "%" of float32's mean.
     """
     mean: float
@@ -47,13 +47,13 @@ class Difference:
 
     @property
     def counted(self) -> str:
-        """How many seeds: 8, or of two samples of different sizes 8 and 10."""
+        """The number of seeds as text: "8", or "8 and 10" for samples of different sizes."""
         low, float32 = self.runs
         return f"{low} and {float32}" if low != float32 else str(self.seeds)
 
     @property
     def p(self) -> Optional[float]:
-        """The p of the ordinary test of no difference; None where nothing varies."""
+        """The p value of the test of no difference; None without variation."""
         if self.error < EXACT:
             return None
         return float(2 * stats.t.sf(abs(self.mean) / self.error, self.freedom))
@@ -65,7 +65,7 @@ class Difference:
         return float(low), float(high)
 
     def p_equivalent(self, margin: float) -> float:
-        """The p of equivalence within the margin: the larger one of two one-sided tests."""
+        """Returns the p value of equivalence: the larger one of the two one-sided tests."""
         if self.error < EXACT:
             return 0.0 if abs(self.mean) < margin else 1.0
         return float(stats.t.sf((margin - abs(self.mean)) / self.error, self.freedom))
@@ -77,12 +77,12 @@ class Difference:
 
     @property
     def shown_within(self) -> str:
-        """The same in hundredths, rounded up: less is not shown."""
+        """The same in hundredths, rounded up."""
         return f"{math.ceil(100 * self.smallest_margin) / 100:.2f}"
 
     def seeds_for(self, margin: float) -> Optional[int]:
-        """How many seeds show equivalence within the margin four times in five, if the true means
-        are equal; None: more than MOST_SEEDS."""
+        """Returns the number of seeds that show equivalence with a power of 0.8 if the true means
+        are equal; None if it exceeds MOST_SEEDS."""
         if self.spread < EXACT:
             return 2
         low, high = 1, MOST_SEEDS
@@ -94,7 +94,7 @@ class Difference:
         return high
 
     def _power(self, seeds: int, margin: float) -> float:
-        """How often so many seeds of equal means pass both one-sided tests."""
+        """Returns the power of both one-sided tests with this number of seeds and equal means."""
         if seeds < 2:
             return 0.0
         freedom = seeds - 1 if self.paired else 2 * seeds - 2
@@ -105,11 +105,13 @@ class Difference:
 
 
 def paired(low: Sequence[float], float32: Sequence[float], step: float = 0.0) -> Difference:
-    """The difference of pairs: runs of one seed stand at one place of both.
+    """Returns the difference of pairs; runs with the same seed have the same index.
 
     Args:
-        step: What one image is worth. Where no difference varies, since images are too few to show
-            it, it is taken for the spread: two seeds that end alike by chance are no proof.
+        low: Results of the low precision.
+        float32: Results of float32.
+        step: The points of one image. It is the spread if the differences do not vary, because too
+            few images may hide it.
     """
     differences = np.subtract(low, float32)
     spread, n = float(np.std(differences, ddof=1)), len(differences)
@@ -119,7 +121,7 @@ def paired(low: Sequence[float], float32: Sequence[float], step: float = 0.0) ->
 
 @dataclass(frozen=True)
 class Sample:
-    """What a published table tells of some runs."""
+    """The statistics of runs in a published table."""
     n: int
     mean: float
     deviation: float  # standard deviation
@@ -130,7 +132,7 @@ class Sample:
 
 
 def unpaired(low: Sample, float32: Sample, step: float = 0.0) -> Difference:
-    """The difference of runs that no seed pairs, by Welch's test; `step` as of pairs."""
+    """Returns the difference of unpaired runs, by Welch's test; `step` as for pairs."""
     if max(low.deviation, float32.deviation) < EXACT:
         low, float32 = replace(low, deviation=step), replace(float32, deviation=step)
     a, b = low.deviation ** 2 / low.n, float32.deviation ** 2 / float32.n
@@ -143,14 +145,14 @@ def unpaired(low: Sample, float32: Sample, step: float = 0.0) -> Difference:
 # ---- in words
 
 def sentence(low: str, float32: str, found: Difference, margin: float, measure: str = "") -> str:
-    """What was found, for a reader who knows no statistics: the claim stands behind the colon.
-    `measure`: what differs, if that is no accuracy."""
+    """Returns the result as a sentence for readers without statistics; the claim follows the colon.
+    `measure` is the measure if it is not an accuracy."""
     which = f"The {measure} of " if measure else ""
     return f"{which}{low} ends {_ends(found, float32)}: {conclusion(found, margin)}."
 
 
 def outcome(found: Difference, margin: float) -> str:
-    """The same in a word or two."""
+    """Returns the same in one or two words."""
     different = found.p is not None and found.p < LEVEL or found.p is None and found.mean != 0
     if found.p_equivalent(margin) < LEVEL:
         return "different, within the margin" if different else "the same"

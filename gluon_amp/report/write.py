@@ -1,4 +1,4 @@
-"""The files of a report: HTML, Markdown, CSV. What comes from logs is text in all of them."""
+"""Writes the files of a report: HTML, Markdown, CSV. Text from logs is escaped in all of them."""
 import csv
 import io
 import json
@@ -30,7 +30,7 @@ CLASSES = {"the same": "same", "different": "different"}  # of outcomes: their c
 
 @dataclass
 class Section:
-    """What the report says of the runs of one dataset."""
+    """The part of a report for one dataset."""
     title: str
     verdicts: List[Verdict]
     groups: List[Cells]
@@ -41,7 +41,7 @@ class Section:
 
 def html_page(title: str, sections: Sequence[Section], verdicts: List[Cells], notes: List[str],
               groups: Sequence[Group]) -> str:
-    """One file: pictures, style and script are in it."""
+    """Returns the page, with plots, style and script in one file."""
     several = len(sections) > 1
     body = ["<ul class=verdicts>", *(_verdict(verdict, section.title if several else "")
                                      for section in sections[:MOST_TABLES]
@@ -84,8 +84,7 @@ def _verdict(verdict: Verdict, section: str) -> str:
 
 def _table(rows: List[Cells], rules: Dict[str, None], search: bool = False,
            most: int = MOST_ROWS) -> str:
-    """A table. Which of its columns are text stands in the page's style, once for all such tables.
-    """
+    """Returns a table; CSS rules for its text columns are added to `rules`, shared by tables."""
     if not rows:
         return ""
     texts = [i for i, column in enumerate(rows[0], 1) if column in TEXT]
@@ -105,7 +104,7 @@ def _table(rows: List[Cells], rules: Dict[str, None], search: bool = False,
 
 
 def _folded(name: str, rows: List[Cells], table: str) -> str:
-    """A long table is folded."""
+    """Folds a long table."""
     return table if len(rows) <= FOLDED else _details(f"{name} ({len(rows):,})", table)
 
 
@@ -130,7 +129,7 @@ def _figure(plot: Plot, prefix: str) -> str:
 
 
 def _arguments(groups: Sequence[Group]) -> str:
-    """What all groups share, once, and then what each has of its own."""
+    """Returns the arguments that all groups share, and then those of each group."""
     each = [{plain(name): plain(value)[:LONGEST_VALUE] for name, value in
              group.first.arguments.items()} for group in groups]
     shared = {name: value for name, value in each[0].items()
@@ -149,7 +148,7 @@ def _arguments(groups: Sequence[Group]) -> str:
 
 
 def _inline(plot: Plot, prefix: str) -> str:
-    """The SVG without its prologue, in the page's colors, with names of its own and its words."""
+    """Returns the SVG without its prologue, in the page's colors, with unique ids and a caption."""
     svg = plot.svg[plot.svg.index("<svg"):].rstrip()
     for name, color in COLORS.items():
         svg = svg.replace(color, f"var(--{name})")
@@ -161,7 +160,7 @@ def _inline(plot: Plot, prefix: str) -> str:
 
 
 def _shorter(path: "re.Match[str]") -> str:
-    """Hundredths of a point are enough."""
+    """Rounds coordinates to hundredths of a point."""
     return re.sub(r"(\.\d\d)\d+", r"\1", path[0]).replace("\n", " ")
 
 
@@ -197,7 +196,7 @@ def _markdown_table(rows: List[Cells]) -> List[str]:
 
 
 def _escaped(text: str) -> str:
-    """Text that Markdown and HTML take as such."""
+    """Escapes text for Markdown and HTML."""
     escaped = re.sub(r"([\\`*_{}\[\]<>|#&!$~])", r"\\\1", " ".join(text.split()))
     begins = r"^(\d*)([-+=.)])(?=[-+=\s]|$)"  # a list, or a line
     return re.sub(begins, r"\1\\\2", escaped)
@@ -216,6 +215,6 @@ def table_csv(rows: List[Cells]) -> str:
 
 
 def _cell(text: str) -> str:
-    """Text that a spreadsheet does not take for a formula; numbers stay numbers."""
+    """Returns text that a spreadsheet does not interpret as a formula; numbers stay numbers."""
     return f"'{text}" if re.match(r"[=+\-@\t\r]", text) and not re.fullmatch(
         r"[-+]?\d+(\.\d+)?(e[-+]?\d+)?", text) else text
