@@ -1,7 +1,7 @@
-// Convolutions and deconvolutions, some images at a time; deconvolutions of more weight than data, some
-// channels at a time: so that their float32 scratch stays in the cache.
+// Convolutions and deconvolutions, blocked by images; deconvolutions with more weight than data, blocked by
+// channels. So float32 scratch stays in the cache.
 //
-// Data goes straight from plain halves into oneDNN's blocks of channels and back.
+// Plain halves are converted to oneDNN's blocked layout and back in one pass.
 #include <algorithm>
 
 #include "onednn.h"
@@ -11,9 +11,9 @@
 namespace gluon_amp {
 namespace {
 
-constexpr int64_t kPiece = int64_t(1) << 21;  // floats of data that a piece may have: 8 MB
+constexpr int64_t kPiece = int64_t(1) << 21;  // the most floats of data in a piece: 8 MB
 constexpr int64_t kWeights = int64_t(1) << 18;  // floats of a piece of the weight: 1 MB
-constexpr int64_t kWhole = int64_t(1) << 20;    // of what all such pieces read: 4 MB
+constexpr int64_t kWhole = int64_t(1) << 20;    // floats that all such pieces read: 4 MB
 
 int64_t groups_of(const Call& call) {
   return static_cast<int64_t>(number(call.attrs, "num_group", 1));
@@ -31,7 +31,7 @@ bool run_by_images(const Call& call, bool backward) {
   if (!fits(call, x, backward) || y.Size() == 0 || !call.of.compute_ex) return false;
   const int64_t batch = x.shape_[0], per_x = size(x) / batch, per_y = size(y) / batch;
   int64_t images = kPiece / ((backward ? 2 : 1) * per_x + per_y);
-  // oneDNN rearranges the weights for each piece: a piece has more data than there are weights
+  // oneDNN reorders the weights for each piece, so a piece has more data than there are weights
   images = std::max({images, int64_t(2), 2 * size(weight) / (per_x + per_y)});
   const int64_t pieces = std::max<int64_t>(1, batch / std::min(images, batch));
   images = (batch + pieces - 1) / pieces;
@@ -48,7 +48,7 @@ bool run_by_images(const Call& call, bool backward) {
 
 // ---- some channels at a time
 
-// `count` of an axis, from `first` on. In memory they are rows of neighbours.
+// A slice of an axis: `count` from `first` on. In memory it has contiguous rows.
 struct Some {
   int axis;
   int64_t first, count;
@@ -85,8 +85,8 @@ struct Some {
   }
 };
 
-// Of a deconvolution: forward some of the outputs at a time, backward some of the inputs, so that each
-// piece has sums of its own. MXNet's code goes by its arrays' shapes, not by num_filter.
+// Runs a deconvolution on pieces of the outputs (forward) or of the inputs (backward), so that each piece has
+// its own sums. MXNet's code depends on the shapes of its arrays, not on num_filter.
 bool run_by_channels(const Call& call, bool backward) {
   const TBlob &x = call.in[backward ? 1 : 0], &y = backward ? call.in[0] : call.out[0];
   const TBlob &weight = call.in[backward ? 2 : 1], &whole = backward ? y : x, &some_of = backward ? x : y;
@@ -101,7 +101,7 @@ bool run_by_channels(const Call& call, bool backward) {
   const std::lock_guard<std::mutex> mine(turn());
   Lease lease;
   OpContext context = call.context;
-  context.is_train = true;  // else MXNet reorders our scratch later, on its engine
+  context.is_train = true;  // in predictions MXNet would reorder our scratch in a later task
   const NDArray read = widened_images(1, lease.array(mxnet::TShape(1, room(whole.shape_))), whole);
   for (int64_t first = 0; first < channels; first += most) {
     const Some of_data{1, first, std::min(most, channels - first)};
@@ -148,8 +148,8 @@ bool deconvolution(const Call& call) {
   return run_by_channels(call, false) || run_by_images(call, false);
 }
 
-// oneDNN has no gradient of the data of a deconvolution from blocks of channels to one: there MXNet
-// stops in float32 ("could not create a primitive descriptor"). MXNet's other code does it.
+// oneDNN has no primitive for the data gradient of a deconvolution from a blocked layout to one channel; MXNet
+// fails in float32 ("could not create a primitive descriptor"). MXNet's other code supports it.
 bool deconvolution_backward(const Call& call) {
   if (has_channels_first(call) && onednn_deconvolution(call, true)) return true;
   const TBlob &x = call.in[1], &y = call.in[0];

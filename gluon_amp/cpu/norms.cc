@@ -48,13 +48,13 @@ struct RoundedOutput {
   }
 };
 
-// What a watched output 0 of halves is counted into as it is made; null where it is no such, and where
-// there is a relu behind it, which is of halves.
+// The counts for a watched output 0 of halves, counted by the kernel; null otherwise, and with a relu, which
+// runs on halves.
 Counts* counts_as_made(const Call& call, bool relu) {
   return is_half(call.out[0]) && !call.rounding.any && !relu ? counts_of(call.out[0].dptr_) : nullptr;
 }
 
-// Input 0, rounded if the node says so.
+// Input 0, rounded if the node has a setting for it.
 const void* rounded_input(const Call& call, Lease* lease) {
   const Grid* grid = call.rounding.read(0);
   const TBlob& from = call.in[0];
@@ -103,7 +103,7 @@ bool batch_norm_gradient(const Call& call) {
   return true;
 }
 
-// Over the last axis, of halves, or of floats where the node has kEngineKey.
+// Over the last axis, of halves, or of floats if the node has kEngineKey.
 bool layer_norm_of(const Call& call, const TBlob& x, LayerNorm* made) {
   const int axis = static_cast<int>(number(call.attrs, "axis", -1));
   if (!is_half(x) && !(is_float(x) && (takes_floats() || find(call.attrs, kEngineKey)))) return false;
@@ -122,7 +122,7 @@ const float* as_floats(const TBlob& x, Lease* lease) {
   return made;
 }
 
-// Output i as floats, which `round` narrows where it is of halves.
+// Output i as floats, which `round` rounds to halves if the output is 16-bit.
 struct FloatOutput {
   const TBlob& to;
   Write asked, write;

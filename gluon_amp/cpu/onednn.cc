@@ -24,14 +24,14 @@ bool has_amx() {
   return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d >> 22 & 1) && (d >> 24 & 1);
 }
 
-// Linux saves the registers of AMX for processes that request it; in others the instructions end the process.
+// Linux saves the registers of AMX for processes that request it; in others the instructions raise SIGILL.
 bool may_use_amx() {
   constexpr int kRequest = 0x1023, kTiles = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
   return syscall(SYS_arch_prctl, kRequest, kTiles) == 0;
 }
 
-// oneDNN 2.4 uses AMX where DNNL_MAX_CPU_ISA names it, and only there. Without AMX, processors that have it
-// multiply bfloat16 numbers more slowly than float32 ones: there AVX512_BF16 has to be named, too.
+// oneDNN 2.4 uses AMX only if DNNL_MAX_CPU_ISA names it. Processors with AMX multiply bfloat16 numbers without it
+// more slowly than float32 ones: there AVX512_BF16 must be named too.
 enum class Instructions { kNone, kBfloat16, kAmx };
 Instructions instructions() {
   static const Instructions has = [] {
@@ -82,7 +82,7 @@ onednn::Primitive reorder(const dnnl_memory_desc_t& from, const dnnl_memory_desc
   return primitive(made);
 }
 
-// Memory for so many numbers of a layout's type, in floats.
+// The memory of this number of elements of a layout's type, in floats.
 int64_t room_for(int64_t numbers, const dnnl_memory_desc_t& layout) {
   return layout.data_type == dnnl_bf16 ? (numbers + 1) / 2 : numbers;
 }
@@ -92,8 +92,8 @@ int64_t room_for(const dnnl_memory_desc_t& layout) {
   return room_for(n, layout);
 }
 
-// Whether results of this type are made so now. Watched nodes' are not: they are counted before they are
-// rounded.
+// Whether results of this type are computed by these primitives. Those of watched nodes are not, because they are
+// counted before rounding.
 bool multiplies(int type) {
   return type == mshadow::kBfloat16 && instructions() != Instructions::kNone && !watching() && !generic_only;
 }
@@ -159,8 +159,7 @@ void* Product::Inside::enter(const Operand& operand, const Way& way) {
 
 namespace {
 
-// The channels of a block if `inside` is a plain array of images with its channels last, or in whole
-// blocks; else 0.
+// The channels of a block if `inside` is channels-last images or has whole blocks of channels; else 0.
 int64_t channels_of_block(const dnnl_memory_desc_t& inside, const dnnl_memory_desc_t& plain) {
   const int axes = inside.ndims;
   const auto &in = inside.format_desc.blocking, &out = plain.format_desc.blocking;
@@ -170,7 +169,7 @@ int64_t channels_of_block(const dnnl_memory_desc_t& inside, const dnnl_memory_de
   const int64_t channels = inside.dims[1];
   const int64_t block = in.inner_nblks ? in.inner_blks[0] : channels;
   if ((in.inner_nblks && in.inner_idxs[0] != 1) || channels % block) return 0;
-  int64_t step = block;  // from a place to the next
+  int64_t step = block;  // the stride of positions
   for (int k = axes; k-- > 2; step *= inside.dims[k])
     if (in.strides[k] != step || out.strides[k] * block != step) return 0;
   if (in.inner_nblks ? in.strides[1] != step : in.strides[1] != 1) return 0;
@@ -234,7 +233,7 @@ void Product::run(const std::vector<Operand>& operands, Inside* read) {
   Lease lease;
   onednn::Arguments arguments;
   std::map<int, void*> inside;
-  const auto lies_on_read = [&](const Operand& made) {  // on what the primitive reads where it is
+  const auto lies_on_read = [&](const Operand& made) {  // shares memory with an input that is not reordered
     return std::any_of(operands.begin(), operands.end(), [&](const Operand& read) {
       return read.write == kNothing && way(read).same && overlap(read.array, made.array);
     });
@@ -290,7 +289,7 @@ dnnl_memory_desc_t plain(const Sizes& dims, int type = dnnl_bf16) {
   return layout(dims, kPlain[dims.size()], type);
 }
 
-// A convolution of any pass; `bias`: null, or its size; `parameters`: the type of their arrays; `data`: of
+// A convolution of any pass; `bias`: null, or its size; `parameters`: the type of their arrays; `data`: the type of
 // the gradient of x.
 struct Convolution {
   Sizes x, w, y, stride, dilate, pad;
@@ -335,12 +334,12 @@ struct Convolution {
   }
 };
 
-// A dense layer: rows of x, of w, and of y; `images`: of which x and y are rows (see Operand), or 0.
+// A dense layer: rows of x, of w, and of y; `images`: the images of which x and y are rows (see Operand), or 0.
 struct Dense {
   Sizes x, w, y;
   const Sizes* bias;
   int64_t images = 0;
-  int parameters = dnnl_bf16, result = dnnl_bf16;  // types of the arrays of parameters, and of what is made of x or y
+  int parameters = dnnl_bf16, result = dnnl_bf16;  // types of arrays: of parameters, and of y or the gradient of x
 
   dnnl_inner_product_desc_t operation(int pass) const {
     dnnl_inner_product_desc_t made;
@@ -373,10 +372,10 @@ struct Dense {
   }
 };
 
-// ---- a convolution as a dense layer, whose rows are what each place of y reads
+// ---- a convolution as a dense layer of gathered windows (im2col)
 //
-// With AMX oneDNN's own primitives take up to 20 times as long where images are small and channels many, and
-// gradients of weights of 1x1 kernels 3 times.
+// With AMX oneDNN's convolutions are up to 20 times slower for small images with many channels, and weight gradients
+// of 1x1 kernels are 3 times slower.
 
 Dense rows_of(const Convolution& layer) {
   const int64_t rows = layer.y[0] * layer.y[2] * layer.y[3], read = layer.w[1] * layer.w[2] * layer.w[3];
@@ -394,8 +393,8 @@ bool pays_by_rows(const Convolution& layer, int pass) {
   return pass == kBackwardWeights && (kernel == 1 || rows <= 2 * outputs);
 }
 
-// For each image, a matrix with a row for each channel and place of the kernel, and a column for each
-// place of y.
+// For each image, a matrix with a row for each channel and position of the kernel, and a column for each position
+// of y.
 void unfold(const Convolution& layer, const Half* x, Half* to) {
   const int64_t high = layer.x[2], wide = layer.x[3], y_high = layer.y[2], y_wide = layer.y[3];
   const int64_t planes = layer.x[0] * layer.x[1], kernel = layer.w[2] * layer.w[3];
@@ -415,7 +414,7 @@ void unfold(const Convolution& layer, const Half* x, Half* to) {
   });
 }
 
-// A convolution's pass by rows.
+// A convolution's pass as a dense layer.
 struct ByRows {
   Dense layer;
   TBlob x;
@@ -465,7 +464,7 @@ bool run_layer(const Call& call, bool backward, const Layer& layer, const ByRows
     product->run(all, &read);
     return true;
   };
-  // first the weight: the gradient of x may lie on that of y
+  // the weight first, because the gradient of x may share memory with that of y
   if (wants_weight && !(rows && run_weight(rows->layer, rows->x, rows->layer.images)) &&
       !run_weight(layer, x, 0))
     return false;
@@ -479,7 +478,7 @@ bool run_layer(const Call& call, bool backward, const Layer& layer, const ByRows
 
 namespace {
 
-// Of a layer's call: all arrays are bfloat16, but parameters and their gradients may be float32.
+// Whether all arrays of a layer's call are bfloat16; parameters and their gradients may be float32.
 bool multiplies_layer(const Call& call, const TBlob& weight) {
   return multiplies(call.out[0].type_flag_) && call.in[0].type_flag_ == mshadow::kBfloat16 &&
          (is_float(weight) || all_half(call));
@@ -531,7 +530,7 @@ bool onednn_convolution(const Call& call, bool backward) {
   return run_layer(call, backward, layer, &rows);
 }
 
-// A deconvolution goes the way back of a convolution from its result to its data.
+// A deconvolution is the backward pass of a convolution from its result to its data.
 bool onednn_deconvolution(const Call& call, bool backward) {
   const TBlob &x = call.in[backward ? 1 : 0], &w = call.in[backward ? 2 : 1];
   const TBlob& y = backward ? call.in[0] : call.out[0];
@@ -627,7 +626,7 @@ bool onednn_rows(DensePass of, int64_t rows, int64_t outputs, int64_t inputs, co
 
 namespace {
 
-// A matrix, or a batch of them; `turned`: to be read transposed.
+// A matrix, or a batch of them; `turned`: whether it is transposed.
 struct Matrix {
   const TBlob& array;
   bool turned;
@@ -643,7 +642,7 @@ struct Matrix {
   }
 };
 
-// to = a * b. Null where oneDNN has no primitive for it.
+// to = a * b. Null if oneDNN has no primitive for it.
 struct Multiplication {
   Matrix a, b;
   const TBlob& to;
@@ -672,7 +671,7 @@ std::shared_ptr<Product> Multiplication::product() const {
   });
 }
 
-// Whether all arrays have so many axes, and no output the memory of an input.
+// Whether all arrays have this number of axes, and no output shares memory with an input.
 bool are_matrices(const Call& call, int axes) {
   const auto is_one = [axes](const TBlob& array) { return array.ndim() == axes && size(array) > 0; };
   for (const TBlob& from : call.in)
@@ -713,7 +712,7 @@ bool dot_gradient(const Call& call) {  // gradient, a, b
 bool onednn_batch_dot(const Call& call) { return product_of(call, 3); }
 
 void add_products(Rows& rows) {
-  instructions();  // requests AMX before any operator of MXNet's runs
+  instructions();  // requests AMX before any operator of MXNet runs
   rows.insert({{"dot", {dot, kAnyPlace}}, {"_backward_dot", {dot_gradient, kAnyPlace}}});
 }
 
