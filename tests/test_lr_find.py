@@ -129,7 +129,7 @@ def test_the_plot_is_a_file_of_its_kind(kind, batches, tmp_path):
 @pytest.mark.parametrize(("kwargs", "message"), [
     ({"start": 0}, "start must be a positive"), ({"start": 2, "end": 1}, "start must be below end"),
     ({"steps": 5}, "steps must be a whole number from 10 on. Received: 5"),
-    ({"batches": []}, "needs batches that can be gone through again")])
+    ({"batches": []}, "needs batches that can be iterated again")])
 def test_bad_arguments_are_refused(kwargs, message, batches):
     net, trainer = made()
     before = everything(net, trainer)

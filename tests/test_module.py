@@ -444,7 +444,7 @@ def test_a_scale_that_is_not_taken_over_is_said(caplog, tmp_path):
     train(mod, 3)
     mod.save_checkpoint(prefix, 1, True)
     resumed(prefix, OPTIMIZERS["momentum"], loss_scale=None)
-    assert f"dynamic loss scale, {mod.loss_scale:g}, is left: here loss_scale is None" \
+    assert f"dynamic loss scale, {mod.loss_scale:g}, is ignored: here loss_scale is None" \
         in caplog.text
 
 

@@ -145,7 +145,7 @@ def test_an_epsilon_that_float16_has_is_accepted(name):
 @pytest.mark.parametrize("name", ["adamw", "rmsprop", "ftrl", "adagrad", "adadelta",
                                   "groupadagrad"])
 def test_optimizers_whose_state_mxnet_makes_float32_want_masters(name):
-    with pytest.raises(ValueError, match="updates float16 weights with masters only"):
+    with pytest.raises(ValueError, match="updates float16 weights with master weights only"):
         one_step(name, "float16", multi_precision=False)
 
 

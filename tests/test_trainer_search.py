@@ -348,6 +348,6 @@ def test_networks_with_loops_train_and_skip_steps_until_the_scale_fits(kind, ini
     weights, skipped = trained(amp.DynamicLossScale(initial, minimum=2.0 ** -30))
     right, _ = trained(16 / factor)
     assert skipped > 0
-    assert caplog.text.count("no second backward pass goes through this graph") == 1
+    assert caplog.text.count("no second backward pass: steps are skipped") == 1
     for a, b in zip(weights, right):
         np.testing.assert_allclose(a, b, rtol=2e-3)

@@ -72,8 +72,8 @@ class ConvertedParameter(mx.gluon.Parameter):
                 and dtype_name(data.dtype) == "float32":
             largest, = beyond_float16([data])
             if largest:
-                raise ValueError(f"{self.name} is float16, which ends at 65504; it stays as it is. "
-                                 "Parameters with larger numbers stay float32 where they are "
+                raise ValueError(f"{self.name} is float16, which ends at 65504, and does not "
+                                 "change. Parameters with larger values stay float32 if they are "
                                  "loaded before gluon_amp.convert. Received: up to "
                                  f"{largest:.6g}")
 

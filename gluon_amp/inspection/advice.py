@@ -365,7 +365,7 @@ class _Judge:
         for key, worth in sorted(worths.items(), key=lambda item: -item[1]):
             tensor = self.seen[key]
             others = sorted(w for node, w in products.items() if node != key.node)
-            share = f"{worth:.2%}" if worth < 1 else "as much as it is"
+            share = f"{worth:.2%}" if worth < 1 else "100% or more"
             if worth <= 2.0 ** -(tensor.format.fraction + 1) \
                     or not others or worth <= _STANDS_OUT * others[3 * len(others) // 4]:
                 continue

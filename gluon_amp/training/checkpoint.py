@@ -119,7 +119,7 @@ def read_states(fname: str, mine: Optimizer) -> Tuple[Dict[Any, Any], Any]:
     try:
         loaded = _Unpickler(stream, _own_classes(mine)).load()
         if stream.read(1):
-            raise ValueError("it goes on behind its end")
+            raise ValueError("it has data after its end")
     except Exception as error:  # unpickling foreign bytes may raise any error
         raise ValueError(f"{wrong}: {str(error) or repr(error)}") from error
     states, optimizer = loaded if isinstance(loaded, tuple) and len(loaded) == 2 else (loaded, None)

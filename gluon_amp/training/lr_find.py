@@ -156,7 +156,7 @@ def _endless(batches: Iterable[Any]) -> Iterator[Any]:
             empty = False
             yield batch
         if empty:
-            raise ValueError("lr_find needs batches that can be gone through again, such as a "
+            raise ValueError("lr_find needs batches that can be iterated again, such as a "
                              "DataLoader or a list. Received: none")
 
 
@@ -169,8 +169,8 @@ def _as_before(net: Network, trainer: GluonTrainer) -> Iterator[None]:
     elif not trainer._kv_initialized:
         trainer._init_kvstore()
     if trainer._update_on_kvstore:
-        raise ValueError("lr_find puts the optimizer back as it was, which it cannot on a kvstore: "
-                         "make the Trainer with update_on_kvstore=False")
+        raise ValueError("lr_find cannot restore an optimizer on a kvstore: create the Trainer "
+                         "with update_on_kvstore=False")
     parameters = {p: [a.copy() for a in p.list_data()] for p in net.collect_params().values()
                   if p._data is not None}
     histories = {one: one.read() for one in scales_of(parameters)}

@@ -160,10 +160,10 @@ class _WithMasters:
     def _check_without_masters(self, weight: Array) -> None:
         epsilon = getattr(self, "epsilon", None)
         if isinstance(self, _ONLY_WITH_MASTERS):
-            why = f"updates {dtype_name(weight.dtype)} weights with masters only"
+            why = f"updates {dtype_name(weight.dtype)} weights with master weights only"
         elif weight.dtype is np.float16 and epsilon and np.float16(epsilon) == 0:
-            why = f"would divide by 0: without masters its state is float16, where epsilon=" \
-                  f"{epsilon:g} is 0. An epsilon of at least 6e-8 is not, 1e-4 is usual"
+            why = f"would divide by 0: without master weights its state is float16, where " \
+                  f"epsilon={epsilon:g} is 0. Valid: an epsilon of at least 6e-8, such as 1e-4"
         else:
             return
         raise ValueError(f"{self._base().__name__} {why}. Leave multi_precision at True. "
@@ -227,7 +227,7 @@ class _WithMasters:
                 update(*one)
 
     def _has_mixed_operators(self) -> bool:
-        """Whether MXNet's optimizer has operators that read float16 and update masters."""
+        """Whether MXNet's optimizer has operators that read float16 and update master weights."""
         mixed = self._base().update_multi_precision
         return mixed is not mx.optimizer.Optimizer.update_multi_precision
 

@@ -185,9 +185,8 @@ class Step:
         if not self._overflow_anywhere(backward.gradients()) or self._loss_is_to_blame():
             return
         if self.workers.any(not backward.can_repeat()):
-            self._warn_once("no second pass", "no second backward pass goes through this graph (a "
-                           "loop, or MXNet's own Dropout): steps are skipped until the loss scale "
-                           "fits")
+            self._warn_once("no second pass", "this graph (a loop, or MXNet's own Dropout) allows "
+                           "no second backward pass: steps are skipped until the loss scale fits")
             return
 
         def overflows(scale: float) -> bool:
@@ -316,9 +315,8 @@ class Step:
             if self.weights_replaced:
                 clear()
                 self.skipped += 1
-                log.warning("step skipped: ranks had other weights, which are rank 0's now. "
-                            "Where the network has seen data before the Trainer is made, no "
-                            "step is lost")
+                log.warning("step skipped: ranks had other weights, which are rank 0's now. Run "
+                            "the network once before you create the Trainer to avoid this")
             elif self.updated:
                 update(self._multiplier(rescale_grad, gradients, sums))
                 self.skipped_in_a_row = 0
@@ -365,8 +363,8 @@ class Step:
         self.skipped += 1
         self.skipped_in_a_row += 1
         if self._loss_is_to_blame():
-            reason = "the loss itself is not finite, which no loss scale causes or mends: " \
-                     "look at the data, the learning rate, and what overflows in the network " \
+            reason = "the loss itself is not finite at any loss scale: check the data, the " \
+                     "learning rate, and what overflows in the network " \
                      "(gluon_amp.explain(net, batch, loss_fn))"
         elif self.loss_scale.back_off(names):
             # a dynamic scale skips single steps; several in a row are worth a warning
