@@ -1,13 +1,12 @@
 """Converted blocks, which run their graph with casts.
 
-`convert` gives each block of a network a subclass of its own class, made here.
-The traced graph (`_cached_graph`, what `export` reads) stays as MXNet made it.
-Only the `CachedOp` differs: it holds that graph with the policy's casts and settings.
-There is one for each kind of device and input types.
+`convert` changes the class of each block to a subclass, created here. The traced graph
+(`_cached_graph`, which `export` reads) is MXNet's. Only the `CachedOp` differs: it has that graph
+with the policy's casts and settings, one for each kind of device and input types.
 
-MXNet traces a hybridized block once. A user who never hybridized may not know that, so a
-converted block is traced again where MXNet's mode (recording, training) or the number of arguments
-is another one, and where a block in it got a new child, or was converted or restored by itself.
+MXNet traces a hybridized block once, but the user may not have hybridized it. So a converted block
+is traced again if MXNet's mode (recording, training) or the number of arguments changes. The same
+applies if a block in it gets a new child, is converted or is restored.
 """
 import copy
 import copyreg

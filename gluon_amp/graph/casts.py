@@ -3,16 +3,16 @@
     for each node, inputs first:
         kept, or sensitive (softmax, losses, sums): cast its inputs to float32
         matrix work (convolution, dot, RNN):        cast its inputs to float16
-        batched products, and what MXNet has no float16 code for on a GPU:
+        batched products, and operators without float16 kernels on a GPU:
             run in float32, cast the result back
         norm: run in float32, cast the result back to the type of the data
         with a constant that float16 makes 0 or infinite (1e-12): cast its inputs to float32
         any other: the type of its inputs; if MXNet refuses the mixture,
             the widest type among the activations, to which parameters and constants are cast
 
-MXNet's own pass is MXReducePrecisionSymbol. Unlike it, this one takes parameters that are float16
-already, converts the bodies of loops, casts the results of norms back, and inserts no
-amp_multicast if types are known.
+MXNet's own pass is MXReducePrecisionSymbol. Unlike it, this one supports float16 parameters and
+converts the bodies of loops. It casts the results of norms back, and inserts no amp_multicast if
+types are known.
 """
 from contextlib import suppress
 from typing import Collection, Dict, Iterable, List, Mapping, Optional, Set, Tuple

@@ -27,22 +27,22 @@ from .verdict import in_points
 STYLES = ("-", (0, (5, 1.5)), (0, (1.2, 1.2)), (0, (6, 1.2, 1.2, 1.2)))  # of networks, in turn
 MARKERS = ("", "o", "s", "^", "D", "v", "P", "X")  # of recipes
 DRAWN = re.compile(r"(axes|figure|font|grid|legend|lines|path|savefig|svg|text|[xy]tick)\.")
-STYLE = {  # whatever style the caller has set
+STYLE = {  # overrides the caller's style
     **{name: value for name, value in matplotlib.rcParamsDefault.items() if DRAWN.match(name)},
     "svg.hashsalt": "gluon_amp", "text.parse_math": False, "font.family": "DejaVu Sans",
     "font.size": 9, "text.color": INK, "axes.labelcolor": INK, "axes.edgecolor": INK,
     "xtick.color": INK, "ytick.color": INK, "axes.spines.top": False, "axes.spines.right": False,
     "axes.grid": True, "grid.color": GREY, "grid.alpha": 0.25, "lines.linewidth": 1.6,
     "path.simplify": False}
-if matplotlib.__version_info__ > (3, 8):  # it measures text in the size in which it is drawn
+if matplotlib.__version_info__ > (3, 8):  # newer versions measure text at the drawn size
     STYLE["figure.dpi"] = 150
-WIDTH, HEIGHT = 4.4, 3.1  # inches: read on a telephone, and two beside each other on a screen
-LONGEST_NAME, LONGEST_ROW = 24, 34  # of a line, and of a difference
-FAR_APART, FAR = ("loss", "validation_loss", "gradient_norm"), 1000  # charts; of lines
-ROOM = 0.07  # of a name, as a share of the axes' height
-HOVERED = 100  # points of each line
-FORESTED = 20  # comparisons that are drawn
-CAPTIONED = 5  # of them in the words below it
+WIDTH, HEIGHT = 4.4, 3.1  # inches: readable on a phone, and two fit side by side on a screen
+LONGEST_NAME, LONGEST_ROW = 24, 34  # characters of a line's and of a difference's label
+FAR_APART, FAR = ("loss", "validation_loss", "gradient_norm"), 1000  # charts; ratio of lines
+ROOM = 0.07  # of a label, as a share of the axes' height
+HOVERED = 100  # points of each line in tooltips
+FORESTED = 20  # comparisons in the plot of differences
+CAPTIONED = 5  # comparisons in its caption
 
 
 @dataclass(frozen=True)

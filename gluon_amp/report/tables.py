@@ -2,13 +2,14 @@
 
     model,batch_size,epoch,fp32_top1_err,fp32_img_s,fp16_top1_err,fp16_img_s
 
-Columns left of `epoch` are arguments: each combination of their values is a run, or several, when
-what stands before the names of the quantities differs (fp32, fp16). A column `run` names them.
-Columns right of `epoch` that are no quantity, no other metric of validation (val_perplexity), or
-errors of training, are passed over: `acc` is of
-training where there is a `val_acc`. An epoch may have several rows, each with some of its cells;
-two that say different things of it are refused. Epochs count from 0 or from 1. If an error or
-accuracy is above 1, all are percent. Lines that begin with # are remarks, and stand in the report.
+Columns left of `epoch` are arguments. Each combination of their values is a run, or several if
+the quantities have different prefixes (fp32, fp16). A column `run` names them. Columns right of
+`epoch` are quantities or other validation metrics (val_perplexity); others, and errors of training,
+are ignored. If there is a `val_acc`, `acc` is of training.
+
+An epoch may have several rows, each with some of its cells; contradictory rows are refused. Epochs
+start at 0 or 1. If an error or accuracy is above 1, all are percent. Lines that start with # are
+remarks of the report.
 """
 import csv
 import re
