@@ -379,7 +379,7 @@ def test_an_unknown_policy_lists_the_valid_ones(policy):
     ([nn.Dense(3, prefix="other_dense0_")], "block 'other_dense0' matches nothing.*net_dense0"),
     ([nn.Dense, nn.Conv3D], "class Conv3D matches nothing.*Conv2D"),
     ("dense", "matches nothing"),  # whole names only
-    ("*dense", r"keep: '\*dense' is no regular expression"),
+    ("*dense", r"keep: '\*dense' is not a regular expression"),
     *((keep, "keep takes blocks, classes of blocks and regular")
       for keep in ([3], [None], [int], 3))])
 def test_keep_that_names_nothing_of_the_network_is_refused(keep, said):

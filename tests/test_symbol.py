@@ -218,7 +218,7 @@ def test_kept_layers_stay_float32(keep):
 @pytest.mark.parametrize(("keep", "error", "message"), [
     (["cnv"], ValueError, "matches nothing.*conv"),
     (["con"], ValueError, "matches nothing"),  # whole names only
-    (["("], ValueError, "no regular expression"), ([3], TypeError, "3")])
+    (["("], ValueError, "not a regular expression"), ([3], TypeError, "3")])
 def test_a_bad_keep_is_a_clear_error(keep, error, message):
     with pytest.raises(error, match=message):
         amp.convert_symbol(body(), keep=keep)

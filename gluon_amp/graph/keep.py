@@ -16,7 +16,7 @@ def matching(pattern: str, *groups: Set[str]) -> List[Set[str]]:
     try:
         compiled = re.compile(pattern)
     except re.error as error:
-        raise ValueError(f"keep: {pattern!r} is no regular expression: {error}") from None
+        raise ValueError(f"keep: {pattern!r} is not a regular expression: {error}") from None
     return [{name for name in names if compiled.fullmatch(name)} for names in groups]
 
 

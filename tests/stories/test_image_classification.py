@@ -69,7 +69,7 @@ def test_log_jsonl_has_what_happened_in_steps_and_none_is_skipped_at_the_start(t
     assert lines[0]["version"] == 2
     steps = [line for line in lines if "batch" in line]
     assert "step skipped" not in output
-    assert "hybridized, since" not in output  # the script does so itself
+    assert "hybridized, because" not in output  # the script does so itself
     assert not any(line.get("skip") for line in steps)
     assert [line["batch"] for line in steps] == [4, 9, 14, 19, 4, 9, 14, 19]
     assert all(0 < line["gradient_norm"] < 100 for line in steps)
