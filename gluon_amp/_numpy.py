@@ -17,7 +17,7 @@ NUMPY_2 = int(numpy.__version__.split(".")[0]) >= 2
 # The package that pickles refer to: numpy.core, since numpy 2 numpy._core.
 CORE = numpy.empty(0).__reduce__()[0].__module__.rpartition(".")[0]
 # Packages that need the removed names; `python -m gluon_amp SCRIPT` adds the script's modules.
-PACKAGES = {"mxnet", "gluoncv", "gluonnlp", "gluonts", "mxboard", "d2l", "horovod"}
+PACKAGES = {"mxnet", "gluoncv", "gluoncv2", "gluonnlp", "gluonts", "mxboard", "d2l", "horovod"}
 
 # Python's types, which these names meant; numpy 2 has other types under some of them.
 _TYPES = {"bool": bool, "int": int, "long": int, "float": float, "complex": complex,

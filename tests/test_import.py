@@ -227,12 +227,13 @@ def late():
     import numpy
     return numpy.array(numpy.array([True], dtype=np.bool), dtype=np.int, copy=False)
 """
-    for name in ("gluoncv", "of_today"):
+    for name in ("gluoncv", "gluoncv2", "of_today"):
         tmp_path.joinpath(name).mkdir()
         tmp_path.joinpath(name, "__init__.py").write_text(code)
     path = f"import sys; sys.path.insert(0, {str(tmp_path)!r})\nimport gluon_amp\n"
-    assert output(f"{path}import gluoncv; print(gluoncv.late(), gluoncv.his_float is float)") \
-        == "[1] True"
+    for name in ("gluoncv", "gluoncv2"):
+        assert output(f"{path}import {name} as one; print(one.late(), one.his_float is float)") \
+            == "[1] True"
     assert "float" in error("ImportError", f"{path}import of_today")
 
 
