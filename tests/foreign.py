@@ -1,22 +1,25 @@
 """`make test-foreign SOURCES=FOLDER`: others' scripts, unmodified, in 16 bits on a CPU.
 
 SOURCES has the checkouts that SCRIPTS name (mxnet: tag 1.9.1; mxnet-pull-14367: the head of that
-pull request). Each script runs for some dozen steps on drawn data: in float32, again in float32
-with the initial weights changed by up to NOISE of themselves, in float16, and in bfloat16. Where a
-script has a flag for float16, that is what switches it on. Elsewhere this file puts
-`gluon_amp.convert`, `Trainer` and `Module` in place of MXNet's.
+pull request). Each script runs for some dozen steps on drawn data in float32, in float16, and in
+bfloat16. Where a script has a flag for float16, that is what switches it on. Elsewhere this file
+puts `gluon_amp.convert`, `Trainer` and `Module` in place of MXNet's.
 
-A script passes where the losses of 16 bits differ from float32's by no more than twice what those
-of the changed float32 run do, or by no more than SHARE of the range of float32's (root mean square
-over all steps). Losses that are equal at all steps fail: nothing ran in 16 bits. Scripts that fail
-in float32 are listed with the error. Of imgclsmob's 140 families of networks a sixth runs.
+A script passes where the losses of 16 bits differ from float32's by no more than SHARE of the range
+of float32's (root mean square over all steps), or by no more than twice what those of a float32
+run differ whose initial weights are changed by up to NOISE of themselves. Losses that are equal at
+all steps fail: nothing ran in 16 bits. Scripts that fail in float32 are listed with the error.
 
-NAMES="arcface hand" runs the scripts whose path or arguments hold a name: NAMES=imgclsmob all
-families.
+Of imgclsmob, the first network of each file takes two steps; the larger loss of float32 is in place
+of the range.
+
+NAMES="arcface hand" runs the scripts whose path or arguments hold a name: NAMES=imgclsmob all of
+its files, NAMES=msdnet one. Without NAMES, every sixth of them runs.
 
 In the scripts' processes, this file makes the substitutions and records the losses.
 """
 import gc
+import json
 import multiprocessing
 import os
 import re
@@ -42,10 +45,12 @@ WORKERS = 2
 # substituted, start: functions of this file, the latter in place of running the script.
 # loss: the outputs of a Module that have it; "Loss": what gluon's losses return, where the script
 # scales what it goes back from. here: runs in this environment, not in that of foreign.txt.
-# keep: what `convert` is to keep in float32. scale: the Trainer's loss scale in float16.
+# keep: what `convert` is to keep in float32. scale: the Trainer's loss scale in float16. onednn: 0
+# where oneDNN fails in float32.
 Script = namedtuple(
-    "Script", "path arguments own missing given substituted start loss here keep scale",
-    defaults=("", None, (), (), (), None, "softmax", False, "", "dynamic"))
+    "Script", "path arguments own missing given substituted start loss here keep scale "
+    "onednn",
+    defaults=("", None, (), (), (), None, "softmax", False, "", "dynamic", 1))
 
 ARCFACE = "insightface/recognition/arcface_mxnet/"
 FACES = "--network {} --loss arcface --per-batch-size 4 --lr 0.0001 --verbose 6"
@@ -116,8 +121,33 @@ SCRIPTS = [
            own="--dtype float16", given=("folders",),
            substituted=("no_constraint",)),
 ]
-ZOO = [Script("imgclsmob/gluon/gluoncv2/model_provider.py", f"{i} {i + 6}", start="imgclsmob",
-              here=True) for i in range(0, 140, 6)]
+
+# What imgclsmob's files need other than their defaults. The blocks of KEPT read shapes or call an
+# autograd.Function; in float32, oneDNN "could not construct a sub-memory" of NO_SUB_MEMORY.
+FAMILIES = "imgclsmob/gluon/gluoncv2/models"
+SMALL, FIXED, AUDIO = (
+    "centernet ibppose_coco lffd lwopenpose_cmupan superpointnet".split(),
+    "cgnet dabnet danet deeplabv3 fastscnn fcn8sd fpenet icnet lednet pspnet sinet".split(),
+    "jasper jasperdr quartznet".split())
+MADE_WITH = {
+    **{name: {"in_size": (128, 128)} for name in SMALL},
+    **{name: {"in_size": (128, 128), "fixed_size": True} for name in FIXED},
+    **{name: {"in_channels": 64, "from_audio": False} for name in AUDIO},
+    "simplepose_coco": {"return_heatmap": True},
+}
+INPUTS = {
+    **dict.fromkeys(AUDIO, ((2, 64, 64), (2,))),
+    "nvpattexp": ((2, 8, 16, 29), (2,)), "superpointnet": ((2, 1, 128, 128),),
+    "visemenet": ((2, 8, 195), (2, 76)), "voca": ((2, 1, 16, 29), (2,)),
+}
+KEPT = {
+    "efficientnetedge": ".*(effiinitblock|effidwsconvunit|effiinvresunit)[0-9]*",
+    "irevnet": ".*irevdownscale[0-9]*", "isqrtcovresnet": ".*isqrtcovpool[0-9]*",
+    "lednet": ".*(apn|poolingbranch|interpolationblock)[0-9]*",
+    "shakeshakeresnet_cifar": ".*shakeshakeresunit[0-9]*",
+}
+NO_SUB_MEMORY = (
+    "ghostnet hardnet ibndensenet mixnet msdnet nasnet pyramidnet pyramidnet_cifar".split())
 
 
 # ---- in the process of a script
@@ -427,40 +457,50 @@ def retinaface(sources, *arguments):
     runpy.run_path(f"{sources}/insightface/detection/retinaface/train.py", run_name="__main__")
 
 
-def imgclsmob(sources, first, last):
-    """the smallest network of each of these families by its file's number, a drawn batch of 2"""
-    import numpy as np
+def imgclsmob(sources, *families):
+    """hybridized, unless keep=; a drawn batch of 2"""
     from gluon_amp._mxnet import mx
     sys.path.insert(0, f"{sources}/imgclsmob/gluon")
+    errors = {}
+    for i, family in enumerate(families, 1):
+        for call in (lambda family=family: two_steps(mx, family)), mx.nd.waitall:
+            try:
+                call()
+            except Exception as error:  # of whatever kind: the next one goes on
+                said = f"{type(error).__name__}: {str(error).strip()}".splitlines()[0]
+                errors.setdefault(family, said)
+        losses = Path(os.environ["GLUON_AMP_LOSSES"])
+        lines = losses.read_text().splitlines()
+        losses.write_text("".join(f"{line}\n" for line in (lines + ["nan"] * 2)[:2 * i]))
+    if errors:
+        sys.exit(json.dumps(errors))
+
+
+def two_steps(mx, family):
+    """Trains the first network of the file."""
+    import numpy as np
     from gluoncv2 import model_provider
-    families = {}
-    for name, make in model_provider._models.items():
-        families.setdefault(make.__module__, name)
-    failed = []
-    for name in [families[module] for module in sorted(families)][int(first):int(last)]:
-        try:
-            published.seed(mx)
-            net = model_provider.get_model(name)
-            net.initialize(mx.init.MSRAPrelu())
-            net.hybridize()
-            size = getattr(net, "in_size", (224, 224))
-            channels = getattr(net, "in_channels", 3)
-            rng = np.random.RandomState(0)
-            x = mx.nd.array(rng.randn(2, channels, *size))
-            trainer = mx.gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 1e-2})
-            for _ in range(2):
-                with mx.autograd.record():
-                    outputs = net(x)
-                    while isinstance(outputs, (list, tuple)):
-                        outputs = outputs[0]
-                    loss = mx.nd.log(1 + outputs.astype("float32")**2).mean()
-                loss.backward()
-                trainer.step(1)
-        except Exception as error:  # of whatever kind: the next one goes on
-            failed.append(f"{name}: {type(error).__name__}: {str(error).strip().splitlines()[-1:]}")
-        print(name, flush=True)
-    if failed:
-        sys.exit("; ".join(failed))
+    published.seed(mx)
+    make = next(make for make in model_provider._models.values()
+                if make.__module__.endswith(f".{family}"))
+    net = make(**MADE_WITH.get(family, {}))
+    net.initialize(mx.init.MSRAPrelu())
+    os.environ["GLUON_AMP_KEEP"] = KEPT.get(family, "")
+    if family not in KEPT:
+        net.hybridize()
+    shapes = INPUTS.get(family) or [(2, 3, *net.in_size)]
+    rng = np.random.RandomState(0)
+    inputs = [mx.nd.array(rng.randn(*shape) if len(shape) > 2 else np.full(shape, 3))
+              for shape in shapes]
+    trainer = mx.gluon.Trainer(net.collect_params(), "adam", {"learning_rate": 1e-3})
+    for _ in range(2):
+        with mx.autograd.record():
+            outputs = net(*inputs)
+            while isinstance(outputs, (list, tuple)):
+                outputs = outputs[0]
+            loss = mx.nd.log(1 + outputs.astype("float32")**2).mean()
+        loss.backward()
+        trainer.step(1)
 
 
 def snail(sources, *arguments):
@@ -794,6 +834,8 @@ def train(script, run, sources):
         "GLUON_AMP_STEPS": str(STEPS), "GLUON_AMP_MISSING": " ".join(script.missing)}
     if script.own is None:
         environment["GLUON_AMP_CONVERTED"] = "1"
+    if not script.onednn:
+        environment.update(MXNET_MKLDNN_ENABLED="0", MXNET_STORAGE_FALLBACK_LOG_VERBOSE="0")
     with tempfile.TemporaryDirectory() as scratch:
         environment["HOME"] = scratch
         for name in script.given:
@@ -807,10 +849,8 @@ def train(script, run, sources):
             script.substituted, Path(scratch), "foreign", environment)
 
 
-def runs_of(script):
-    """Which runs a script has."""
-    kinds = ["float16"] if script.own is not None else ["float16", "bfloat16"]
-    return ["float32", *(f"noise {kind}" for kind in kinds), *kinds]
+def kinds_of(script):
+    return ["float16"] if script.own is not None else ["float16", "bfloat16"]
 
 
 def rms(losses, others):
@@ -818,79 +858,122 @@ def rms(losses, others):
     return (sum((a - b)**2 for a, b in zip(losses, others)) / (len(losses) or 1))**0.5
 
 
-def judge(done, kind):
+def judge(script, done, kind, sources):
     """The difference of a type, its bound, and what is wrong."""
     (losses, said), (losses16, said16) = done["float32"], done[kind]
-    difference, noise = rms(losses, losses16), rms(losses, done[f"noise {kind}"][0])
-    bound = max(2 * noise, SHARE[kind] * (max(losses) - min(losses))) if losses else 0.0
-    wrong = ""
-    if said != said16:
-        wrong = f"float32 ends with {said or 'no error'}, {kind} with {said16 or 'no error'}"
-    elif not said or losses:
-        if len(losses) < STEPS and not said or len(losses16) != len(losses):
-            wrong = f"{len(losses)} steps, {kind} {len(losses16)}"
-        elif difference == 0:
-            wrong = f"nothing runs in {kind}"
-        elif not difference <= bound:
-            wrong = f"{kind} trains otherwise"
-    return difference, bound, wrong
+    one_network = script.start == "imgclsmob"
+    steps = 2 if one_network else STEPS
+    if said16 and said16.split(":")[0] != said.split(":")[0]:
+        return 0, 0, f"float32 ends with {said or 'no error'}, {kind} with {said16}"
+    if len(losses) < (0 if said else steps) or len(losses16) < len(losses):
+        return 0, 0, f"{len(losses)} steps, {kind} {len(losses16)}"
+    if not losses:
+        return 0, 0, ""
+    difference = rms(losses, losses16)
+    bound = SHARE[kind] * (max(losses) - (0 if one_network else min(losses)))
+    if difference == 0:
+        return 0, bound, f"nothing runs in {kind}"
+    if not difference <= bound:
+        run = f"noise {kind}"
+        (_, noise), = parts(script, {run: train(script, run, sources)})
+        bound = max(bound, 2 * rms(losses, noise[run][0]))
+    return difference, bound, "" if difference <= bound else f"{kind} trains otherwise"
 
 
-def rows(script, done):
+def parts(script, done):
+    """The script and its runs; of imgclsmob, those of each network."""
+    if script.start != "imgclsmob":
+        return [(script, done)]
+    names = script.arguments.split()
+    return [(script._replace(path=f"{FAMILIES}/{name}.py", arguments=name,
+                             keep=KEPT.get(name, "")),
+             {run: of_network(i, name, *result) for run, result in done.items()})
+            for i, name in enumerate(names)]
+
+
+def of_network(i, name, losses, said):
+    """The losses of the network, and its error."""
+    if said and said[0] != "{":
+        return [], said  # the process ended
+    return ([loss for loss in losses[2 * i:2 * i + 2] if loss == loss],
+            json.loads(said or "{}").get(name, ""))
+
+
+def rows(script, done, sources):
     """The rows of the table, and whether the script passes."""
     head = [f"{script.path}\n    {script.arguments}" + (f" [{script.own}]" if script.own else "")]
     substituted = [*(f"no {name}" for name in script.missing),
                    *(globals()[name].__doc__ for name in (
                        *script.given, *script.substituted, *filter(None, [script.start])))]
+    if not script.onednn:
+        substituted.append("MXNET_MKLDNN_ENABLED=0")
     if script.own is None:
         kept = f", keep={script.keep}" if script.keep else ""
         scale = ", loss_scale=None" if script.scale == "none" else ""
         substituted.append(f"gluon_amp's Trainer and Module for MXNet's{kept}{scale}")
     head.append(f"    substituted: {'; '.join(substituted)}")
     passes = True
-    losses = done["float32"][0]
-    for kind in runs_of(script):
-        if kind in NOISE:
-            difference, bound, wrong = judge(done, kind)
-            passes = passes and not wrong
-            verdict = wrong or ("passes" if losses else "not compared")
-            last, last16 = (run[-1] if run else float("nan") for run in (losses, done[kind][0]))
-            head.append(f"    {kind:9}{len(losses):5}{last:11.4f}{last16:11.4f}"
-                        f"{difference:12.5f}{bound:12.5f}  {verdict}")
-    if done["float32"][1]:
-        head.append(f"    ends in float32, too, with {done['float32'][1]}")
+    losses, said = done["float32"]
+    for kind in kinds_of(script):
+        difference, bound, wrong = judge(script, done, kind, sources)
+        passes = passes and not wrong
+        verdict = wrong or ("passes" if losses else "not compared")
+        last, last16 = (run[-1] if run else float("nan") for run in (losses, done[kind][0]))
+        head.append(f"    {kind:9}{len(losses):5}{last:11.4f}{last16:11.4f}"
+                    f"{difference:12.5f}{bound:12.5f}  {verdict}")
+    if said:
+        head.append(f"    ends in float32, too, with {said}")
     return "\n".join(head), passes
+
+
+def files_of(folder, chosen):
+    """Scripts for the files of imgclsmob, some to a process."""
+    names = sorted(path.stem for path in Path(folder, FAMILIES).glob("*.py"))
+    names = chosen([n for n in names if n not in ("__init__", "common", "model_store")])
+    for onednn in (1, 0):
+        own = [name for name in names if (name not in NO_SUB_MEMORY) == onednn]
+        for i in range(0, len(own), STEPS // 2):
+            yield Script(f"{FAMILIES}/__init__.py", " ".join(own[i:i + STEPS // 2]),
+                         start="imgclsmob", here=True, onednn=onednn)
 
 
 def main(folder):
     names = os.environ.get("NAMES", "").split()
-    scripts = [*SCRIPTS, *ZOO[::6]] if not names else [
-        s for s in SCRIPTS + ZOO if any(n in f"{s.path} {s.arguments} {s.own}" for n in names)]
-    missing = sorted({s.path for s in scripts
-                      if not folder or not (Path(folder) / s.path).is_file()})
+    scripts = [*SCRIPTS, *files_of(folder, lambda files: files[::6])] if not names else [
+        *(s for s in SCRIPTS if any(n in f"{s.path} {s.arguments} {s.own}" for n in names)),
+        *files_of(folder, lambda files: [
+            file for file in files if any(n in f"{FAMILIES}/{file}.py" for n in names)])]
+    needed = {s.path for s in scripts}
+    if not names or not scripts:
+        needed.add(f"{FAMILIES}/__init__.py")
+    missing = sorted(path for path in needed if not folder or not Path(folder, path).is_file())
     if missing:
         sys.exit("make test-foreign SOURCES=FOLDER needs the checkouts that tests/foreign.py "
                  f"names. Missing: {', '.join(missing)}")
-    zoo.venv("foreign", "foreign.txt")
+    if not all(script.here for script in scripts):
+        zoo.venv("foreign", "foreign.txt")
     sources = Path(folder).resolve()
     failed = 0
     with ThreadPoolExecutor(WORKERS) as pool:
-        jobs = [{run: pool.submit(train, script, run, sources) for run in runs_of(script)}
-                for script in scripts]
+        jobs = [{run: pool.submit(train, script, run, sources)
+                 for run in ("float32", *kinds_of(script))} for script in scripts]
         print("    type     steps    float32       type  difference       bound  verdict")
         for script, job in zip(scripts, jobs):
-            text, passes = rows(script, {run: future.result() for run, future in job.items()})
-            print(text, flush=True)
-            failed += not passes
+            done = {run: future.result() for run, future in job.items()}
+            for part, own in parts(script, done):
+                text, passes = rows(part, own, sources)
+                print(text, flush=True)
+                failed += not passes
     print("float32, type: the last loss. difference: of float32's losses and the type's, root mean "
-          f"square\nover the steps. bound: twice that of float32 with initial weights changed by "
-          f"up to\n{NOISE}, or the range of float32's losses times\n{SHARE}. substituted in all: "
-          "the seeds.")
-    sys.exit(f"{failed} of {len(scripts)} scripts fail" if failed else 0)
+          "square\nover the steps. bound: the range of float32's losses (of a network of "
+          f"imgclsmob, the larger)\ntimes {SHARE}; where that is exceeded, twice\n"
+          "what float32's losses differ by with initial weights changed by up to\n"
+          f"{NOISE}. substituted in all: the seeds.")
+    sys.exit(f"{failed} fail" if failed else 0)
 
 
 if __name__ == "__main__":
     if sys.argv[1:]:
         globals()[sys.argv[1]](*sys.argv[2:])
     else:
-        main(os.environ.get("SOURCES"))
+        main(os.environ.get("SOURCES", ""))
