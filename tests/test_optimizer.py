@@ -130,7 +130,7 @@ def one_step(name, dtype, **kwargs):
 
 @pytest.mark.parametrize("name", ["adam", "ftml", "nadam"])
 def test_an_epsilon_that_is_0_in_float16_is_refused_for_float16_state(name):
-    with pytest.raises(ValueError, match=r"epsilon=1e-08 is 0. .* 1e-4 is usual. "
+    with pytest.raises(ValueError, match=r"epsilon=1e-08 is 0. .* such as 1e-4. "
                                          r"Leave multi_precision at True"):
         one_step(name, "float16", multi_precision=False)
 
