@@ -157,3 +157,27 @@ def test_export_before_a_forward_pass_says_what_to_do(tmp_path):
     with pytest.raises(RuntimeError, match="run net on data once"):
         amp.convert(make(prefix="net_")).export(str(tmp_path / "net"))
     assert not list(tmp_path.iterdir())
+
+
+def test_convert_refuses_a_symbol_in_mixed_precision_and_takes_its_parameters(tmp_path):
+    net = make(lambda: gluon.nn.Dense(3, in_units=4, prefix="fc_"))
+    x = nd.ones((2, 4))
+    net.hybridize()
+    net(x)
+    path = str(tmp_path / "wide")
+    net.export(path)
+    amp.convert(net)
+    expected = net(x).asnumpy()
+    low = str(tmp_path / "low")
+    net.export(low, remove_amp_cast=False)
+    block = gluon.SymbolBlock.imports(f"{low}-symbol.json", ["data"], f"{low}-0000.params")
+    with pytest.raises(ValueError, match="in mixed precision already. Valid: its float32 symbol"):
+        amp.convert(block)
+    assert np.array_equal(block(x).asnumpy(), expected)
+    block = gluon.SymbolBlock.imports(f"{path}-symbol.json", ["data"], f"{low}-0000.params")
+    amp.convert(block)
+    assert np.array_equal(block(x).asnumpy(), expected)
+    block.export(str(tmp_path / "again"))
+    again = gluon.SymbolBlock.imports(str(tmp_path / "again-symbol.json"), ["data"],
+                                      str(tmp_path / "again-0000.params"))
+    assert again(x).dtype == np.float32

@@ -16,7 +16,7 @@ from ..cpu.finite import beyond_float16
 from ..cpu.scales import Scales
 from ..formats import FLOAT32
 from ..graph.casts import float32_variables
-from ..graph.graph import Graph
+from ..graph.graph import CASTS, Graph
 from ..graph.keep import matches_nothing, matching, operator_names
 from ..policy import Policy, get_policy
 from .converted import (
@@ -62,8 +62,8 @@ def convert(net: Block, policy: Union[str, Policy] = "float16",
 
     Raises:
         TypeError: `net` is not a Block, or an entry of `keep` has another type.
-        ValueError: the policy is unknown, `keep` matches nothing, or a parameter is float64.
-            The network does not change.
+        ValueError: the policy is unknown, `keep` matches nothing, a parameter is float64, or a
+            SymbolBlock has casts and 16-bit parameters. The network does not change.
     """
     policy = get_policy(policy)
     if not isinstance(net, Block):
@@ -80,6 +80,7 @@ def convert(net: Block, policy: Union[str, Policy] = "float16",
     for block in blocks:
         if isinstance(block, HybridBlock):
             check_backend(block._backend)
+        _check_symbol(block)
     asleep = any(isinstance(b, HybridBlock) and not b._active for b in blocks)
     _convert_blocks(blocks, kept, policy, Scales(), paths_in(net))
     for outer in _blocks_around(net, set(blocks)):
@@ -308,6 +309,19 @@ def _beyond_float16(types: Dict[Parameter, str]) -> List[Parameter]:
                     "that read them in float16 read infinities: keep them in float32 (keep=)",
                     listed([f"{p.name} (up to {size:.6g})" for p, size in found.items()]))
     return list(found)
+
+
+def _check_symbol(block: Block) -> None:
+    """Refuses a symbol in mixed precision: its casts would remain in what `export` writes."""
+    if not isinstance(block, mx.gluon.SymbolBlock) or isinstance(block, ConvertedBlock):
+        return
+    casts = [node.name for node in Graph.read(block._cached_graph[1]).nodes()
+             if node.op in CASTS and node.attrs.get("dtype") in HALVES]
+    low = [p.name for p in block.params.values() if dtype_name(p.dtype) in HALVES]
+    if casts and low:
+        raise ValueError(f"the symbol of {block.name} is in mixed precision already. Valid: its "
+                         "float32 symbol, which takes the same parameters. Received: casts "
+                         f"{listed(casts)}, 16-bit parameters {listed(low)}")
 
 
 def _check_parameters(types: Dict[Parameter, str]) -> None:
