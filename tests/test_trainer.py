@@ -631,3 +631,18 @@ def test_overflowed_names_the_newest_gradients_with_and_without_a_scale():
         assert trainer.overflowed == ()
         trainer.step(1)
         assert trainer.overflowed == ()
+
+
+def test_gradients_on_two_devices_are_clipped_by_hand_without_a_loss_scale():
+    contexts = [mx.cpu(0), mx.cpu(1)]
+    net = gluon.nn.Dense(1, in_units=2, prefix="fc_")
+    net.initialize(mx.init.One(), ctx=contexts)
+    trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 1.0}, loss_scale=None)
+    with autograd.record():
+        losses = [net(nd.ones((1, 2), ctx=context)).sum() for context in contexts]
+    trainer.backward(losses)
+    trainer.allreduce_grads()
+    assert trainer.clip_norm(2.0, 2) == pytest.approx(3 ** 0.5)
+    assert trainer.update(2)
+    for context in contexts:
+        assert (net.weight.data(context).asnumpy() == 0).all()

@@ -130,16 +130,15 @@ def make_store(kvstore: KVStore, compression: Optional[Mapping[str, Any]]) -> An
 
 
 def updates_on_ranks(kvstore: KVStore, dense: bool) -> bool:
-    """Whether the ranks update by default, instead of MXNet's servers.
+    """Whether the ranks and devices update by default, instead of the store.
 
-    Ranks that update get rank 0's weights and can be compared.
+    Gradients can then be read and clipped by hand, and ranks can be compared.
 
     Args:
         kvstore: a store, or the name of one.
         dense: whether no parameter and no gradient is row_sparse.
     """
-    name = kind_of(kvstore)
-    return "dist" in name and "async" not in name and dense \
+    return dense and "async" not in kind_of(kvstore) \
         and not int(os.environ.get("MXNET_UPDATE_ON_KVSTORE", "0"))
 
 

@@ -56,7 +56,8 @@ class Trainer(mx.gluon.Trainer):
         kvstore: as for `gluon.Trainer`. With several workers "dist_sync", "dist_device_sync",
             "horovod" or `gluon_amp.Horovod()`.
         compression_params: refused with several workers.
-        update_on_kvstore: True lets MXNet's servers update; valid without a loss scale.
+        update_on_kvstore: True lets the store update; valid without a loss scale. By default the
+            store updates row_sparse parameters only.
         loss_scale: "dynamic", a number, a StaticLossScale, a DynamicLossScale, or None.
         clip_norm: the largest norm of all gradients together, unscaled and divided by the batch
             size. None does not clip.
