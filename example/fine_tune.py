@@ -25,7 +25,7 @@ def pretrained_features(args, device):
         raise SystemExit(f"{path} does not exist")
     if args.pretrained_symbol:
         symbol = recipes.without_head(mx.sym.load(args.pretrained_symbol),
-                                      bn_momentum=args.bn_momentum)
+                                      args.layer_before_fullc, args.bn_momentum)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Cannot decide type")  # of the data: float32 is right
             features = gluon.SymbolBlock(symbol, mx.sym.var("data"))
@@ -100,6 +100,8 @@ def main(arguments=None):
     add("--pretrained", help="a name of MXNet's or gluoncv's model zoo")
     add("--pretrained-params", help="its parameters, in a file")
     add("--pretrained-symbol", help="an exported network's -symbol.json")
+    add("--layer-before-fullc", help="the layer whose output the new head reads, with "
+        "--pretrained-symbol; none: the last fully connected layer is replaced")
     add("--freeze", type=recipes.whole, default=0, help="layers at the input to keep")
     add("--head-lr-mult", type=recipes.decimal, default=1.0,
         help="the new head's learning rate, as a multiple of --lr")

@@ -552,7 +552,10 @@ def test_wrong_calls_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r"missing fullyconnected\w*_weight"):
         amp.export_onnx(sym.FullyConnected(x, num_hidden=2), file, (1, 3))
     amp.convert(net, "mixed_bfloat16")
-    with pytest.raises(ValueError, match="mixed_bfloat16 does not use float16"):
+    with pytest.raises(ValueError, match=r"Valid: dtype='bfloat16' or 'float32', or .* float16 or"):
+        amp.export_onnx(net, file, (1, 3))
+    amp.convert(net, amp.Policy("v100", "float16", "float16", accumulate="V100"))
+    with pytest.raises(ValueError, match=r"policy v100 has no equivalent .* dtype='float32', or a"):
         amp.export_onnx(net, file, (1, 3))
     amp.export_onnx(net, file, (1, 3), "float32")
 

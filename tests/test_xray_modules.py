@@ -352,3 +352,20 @@ def test_all_heads_of_a_module_count_each_with_its_own_label():
     out = nd.array(output(mod))
     shown = CE(out, CLASSES).mean() + off(out, NUMBERS).square().mean() / 2 + out.square().mean()
     assert view.losses == pytest.approx([float(shown.asscalar())], rel=0.01)
+
+
+def test_xray_reports_labels_that_the_module_does_not_name(tmp_path):
+    x = scores()
+    heads = amp.convert_symbol(S.Group([S.SoftmaxOutput(x, name="near"),
+                                        S.LinearRegressionOutput(x, name="far")]))
+    labels = [("near_label", CLASSES.shape), ("far_label", NUMBERS.shape)]
+    mod = amp.Module(heads, label_names=["near_label", "far_label"])
+    mod.bind([("data", DATA.shape)], labels)
+    mod.init_params(mx.init.Xavier())
+    path = str(tmp_path / "net")
+    mod.save_checkpoint(path, 0)
+    mod = amp.Module.load(path, 0, label_names=["near_label"])
+    with pytest.warns(UserWarning, match="far_label"):
+        mod.bind([("data", DATA.shape)], labels)
+    with pytest.raises(ValueError, match=r"label_names= to Module\. Missing: far_label"):
+        amp.xray(mod, [mx.io.DataBatch([DATA], [CLASSES])])

@@ -12,6 +12,7 @@ from typing import Any, Callable, Dict, Iterable, List, Optional, Set, Tuple, Un
 
 from .._mxnet import mx
 from ..annotations import Array, Batch, Block, Module, Network
+from ..checks import listed
 from ..cpu.arrays import HALVES, dtype_name, to_float32
 from ..gluon.convert import convert
 from ..graph.casts import KEEP, insert_casts
@@ -168,6 +169,10 @@ def _block_of(module: Module, clean: Graph, policy: Policy, kept: Set[str]) -> B
     mx.nd.waitall()  # MXNet's batch norm updates its averages without a dependency
     values = {name: array for part in module.get_params() for name, array in part.items()}
     inputs = [*module.data_names, *module.label_names]
+    missing = sorted({*clean.variables()} - {*inputs, *values})
+    if missing:
+        raise ValueError("the Module does not name all inputs of its symbol: pass them as "
+                         f"data_names= or label_names= to Module. Missing: {listed(missing)}")
     block = ModuleBlock(clean.symbol(), [mx.sym.var(name, dtype=_WIDE) for name in inputs])
     for name, parameter in block.collect_params().items():
         value = to_float32(values[name])

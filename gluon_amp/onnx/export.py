@@ -154,12 +154,14 @@ def _block(net: Network, count: int, dtype: str,
 
 
 def _check_policy(policy: Policy, dtype: str) -> None:
-    def makes(policy: Policy) -> bool:
+    def makes(policy: Policy, dtype: str) -> bool:
         return not policy.is_emulated and dtype in (policy.product.name, policy.between.name)
-    if not makes(policy):
-        names = [name for name, each in POLICIES.items() if makes(each)]
-        raise ValueError(f"policy {policy.name} does not use {dtype}. Valid: "
-                         f"{', '.join(names)}, or dtype='float32'")
+    if not makes(policy, dtype):
+        names = [name for name, each in POLICIES.items() if makes(each, dtype)]
+        types = [repr(each) for each in HALVES if makes(policy, each)] + ["'float32'"]
+        raise ValueError(f"a network under policy {policy.name} has no equivalent in ONNX with "
+                         f"{dtype}. Valid: dtype={' or '.join(types)}, or a network that is "
+                         f"converted to {' or '.join(names)}")
 
 
 def _calibrated(graph: Graph, arrays: Mapping[str, Any], calibration: Iterable[Any],

@@ -92,7 +92,8 @@ def _model(path: str, params: str) -> _Model:
     symbol = load(path)
     graph = Graph.read(symbol)
     if {*HALVES} & {*declared_types(graph).values()}:
-        raise ValueError("the network is in 16-bit numbers already: give the float32 one. "
+        raise ValueError("the symbol is in mixed precision already. Valid: its float32 symbol, "
+                         "which takes the same parameters, such as what convert_symbol was given. "
                          f"Received: {path}")
     arrays = _parameters(params)
     auxiliary = {*symbol.list_auxiliary_states()}
