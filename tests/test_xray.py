@@ -1,4 +1,4 @@
-"""`xray`, `explain` and `types`: what float16 does to every tensor, and what is said of it."""
+"""`xray`, `explain` and `types`: the effect of float16 on every tensor, and the advice given."""
 import csv
 import json
 import re
@@ -31,7 +31,7 @@ from xray_networks import (
 sym = mx.sym
 
 
-# ---- what is advised ------------------------------------------------------------------------
+# ---- advice ---------------------------------------------------------------------------------
 
 
 FAULTS = {
@@ -45,7 +45,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_planted_fault_is_named_first_and_what_is_kept_mends_it(fault):
+def test_planted_fault_is_first_finding_and_keep_fixes_it(fault):
     function, reason = FAULTS[fault]
     net = converted(function)
     view = amp.xray(net, batches(), LOSS)
@@ -59,13 +59,13 @@ def test_a_planted_fault_is_named_first_and_what_is_kept_mends_it(fault):
     ("float16", "amp.convert(net, keep=["), ("O1", "amp.convert(net, 'mixed_float16', keep=["),
     (amp.Policy("mine", compute="float16"), "amp.convert(net, policy, keep=[")],
     ids=["float16", "mixed_float16", "mine"])
-def test_the_line_to_paste_has_the_policy(policy, begin):
+def test_keep_line_has_policy(policy, begin):
     net = images_net(lambda F, x: x * 1e5)
     net.initialize(mx.init.Xavier())
     assert amp.xray(amp.convert(net, policy), batches(1), LOSS).keep_line.startswith(begin)
 
 
-def test_what_is_kept_is_tried_on_all_batches():
+def test_keep_covers_all_batches():
     net = nn.HybridSequential(prefix="net_")
     with net.name_scope():
         net.add(nn.Dense(8, use_bias=False),
@@ -82,7 +82,7 @@ def test_what_is_kept_is_tried_on_all_batches():
     check_mended(net, view, given)
 
 
-def test_a_healthy_network_gets_no_advice_and_a_window_of_loss_scales():
+def test_healthy_network_has_no_findings_and_a_loss_scale_window():
     view = amp.xray(converted(), batches(), LOSS)
     assert (view.findings, view.keep, view.first_overflow) == ([], [], None)
     low, high = view.loss_scale
@@ -91,7 +91,7 @@ def test_a_healthy_network_gets_no_advice_and_a_window_of_loss_scales():
     np.testing.assert_allclose(view.losses, view.reference_losses, rtol=0.01)
 
 
-def test_above_the_windows_high_end_a_gradient_overflows_and_at_it_none_does():
+def test_gradient_overflows_only_above_high_end_of_window():
     net = converted()
     view = amp.xray(net, batches(1), LOSS)
     assert amp.explain(net, batches(1)[0], LOSS, view.loss_scale[1] / 2) is None
@@ -100,7 +100,7 @@ def test_above_the_windows_high_end_a_gradient_overflows_and_at_it_none_does():
     assert "is the first that is not finite at the loss scale" in str(found)
 
 
-def test_a_node_of_the_outermost_block_is_kept_by_its_own_name():
+def test_keep_names_nodes_of_outermost_block():
     def forward(F, x, one, two):
         y = one(x) * 3000
         return two(y * y * 1e-4)
@@ -114,7 +114,7 @@ def test_a_node_of_the_outermost_block_is_kept_by_its_own_name():
     check_mended(net, view, given)
 
 
-def test_explain_names_the_first_node_whose_output_is_not_finite():
+def test_explain_names_first_node_with_nonfinite_output():
     net = converted(lambda F, x: (x * 2.0 ** 14 * 8) * 2.0 ** -17)
     found = amp.explain(net, batches(1)[0], LOSS)
     assert found.node == "net_fault__mulscalar0"
@@ -125,7 +125,7 @@ def test_explain_names_the_first_node_whose_output_is_not_finite():
     assert "basic_layers.py, line " in found.where  # a layer that MXNet calls for the user
 
 
-def test_nothing_of_the_users_changes():
+def test_parameters_and_random_state_are_unchanged():
     net = converted()
     net(batches(1)[0][0])
 
@@ -142,11 +142,11 @@ def test_nothing_of_the_users_changes():
     assert all_bits() == before
 
 
-def test_training_under_an_xray_has_the_same_bits_and_random_numbers():
+def test_training_under_xray_is_bitwise_identical():
     assert training(True) == training(False)
 
 
-def test_random_numbers_are_put_back_where_an_operator_has_failed():
+def test_random_state_is_restored_after_operator_error():
     mx.random.seed(6)
     expected = nd.random.normal(shape=4).asnumpy()
     mx.random.seed(6)
@@ -154,13 +154,13 @@ def test_random_numbers_are_put_back_where_an_operator_has_failed():
     def draws_and_fails():
         with random_numbers_kept():
             nd.random.normal(shape=4).wait_to_read()
-            nd.linalg.potrf(nd.array([[-1.0]]))  # fails later, where somebody waits
+            nd.linalg.potrf(nd.array([[-1.0]]))  # fails later, at the wait
     with pytest.raises(mx.MXNetError, match="potrf"):
         draws_and_fails()
     np.testing.assert_array_equal(nd.random.normal(shape=4).asnumpy(), expected)
 
 
-def test_with_a_trainer_training_goes_on_and_updates_are_counted():
+def test_xray_with_trainer_trains_and_counts_updates():
     net = converted()
     trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 1e-4})
     view = amp.xray(net, batches(3), LOSS, trainer, steps=3)
@@ -171,7 +171,7 @@ def test_with_a_trainer_training_goes_on_and_updates_are_counted():
     assert weights["net_batchnorm0_gamma"].counts.numbers == 16
 
 
-def test_gradients_that_add_up_are_each_steps_own():
+def test_gradients_with_grad_req_add_are_reset_each_step():
     losses = []
     for request in ("write", "add"):
         net = prepared(Mean())
@@ -182,7 +182,7 @@ def test_gradients_that_add_up_are_each_steps_own():
     assert losses[0] == losses[1]
 
 
-def test_a_loss_that_is_not_finite_in_float32_either_is_said_first():
+def test_nonfinite_float32_loss_is_first_note():
     view = amp.xray(converted(), batches(2), lambda out, label: LOSS(out, label) * np.inf)
     for number in range(2):
         assert f"batch {number}: the loss is not finite in float32 either" in view.notes[number]
@@ -201,7 +201,7 @@ def test_a_loss_that_is_not_finite_in_float32_either_is_said_first():
     (lambda: amp.convert(nn.Sequential()), batches(1), "gluon_amp.convert has converted"),
     (lambda: amp.convert(WithOwnParameter()), batches(1), "parameters of its own.*scale"),
 ])
-def test_what_cannot_be_looked_into_is_refused(make, given, said):
+def test_unsupported_arguments_are_refused(make, given, said):
     with pytest.raises((ValueError, TypeError), match=said):
         amp.xray(make(), given, LOSS)
 
@@ -209,7 +209,7 @@ def test_what_cannot_be_looked_into_is_refused(make, given, said):
 # ---- files ----------------------------------------------------------------------------------
 
 
-def test_the_files_hold_a_page_a_table_and_a_line_for_each_tensor_and_step(tmp_path):
+def test_save_writes_page_table_and_one_line_per_tensor_and_step(tmp_path):
     view = amp.xray(converted(lambda F, x: x * 1e5), batches(2), LOSS)
     page = view.save(str(tmp_path / "out"))
     with open(page, encoding="utf-8") as file:
@@ -230,7 +230,7 @@ def test_the_files_hold_a_page_a_table_and_a_line_for_each_tensor_and_step(tmp_p
         view.save(str(tmp_path / "out"))
 
 
-def test_the_command_tells_what_another_format_would_have_done(tmp_path, capsys):
+def test_command_analyzes_saved_run_in_another_format(tmp_path, capsys):
     folder = str(tmp_path / "run")
     amp.xray(converted(lambda F, x: x * 1e-7), batches(2), LOSS).save(folder)
     assert main(["xray", folder]) == 0
@@ -252,7 +252,7 @@ def test_the_command_tells_what_another_format_would_have_done(tmp_path, capsys)
     assert "was not written by xray" in capsys.readouterr().err
 
 
-def test_the_command_says_where_no_loss_scale_fits(tmp_path, capsys):
+def test_command_reports_if_no_loss_scale_fits(tmp_path, capsys):
     view = amp.xray(converted(), batches(1), LOSS)
     view.window = view.window._replace(low=2 * view.window.high)
     view.save(str(tmp_path / "run"))
@@ -268,7 +268,7 @@ def test_bfloat16_needs_no_loss_scale():
     assert "Loss scales that fit: from" in str(amp.xray(converted(), batches(1), LOSS).window)
 
 
-def test_what_a_format_makes_of_counts_is_what_it_makes_of_the_numbers():
+def test_statistics_from_counts_match_rounded_numbers():
     rng = np.random.default_rng(1)
     numbers = (rng.uniform(1, 2, 20000) * 2.0 ** rng.integers(-30, 14, 20000)).astype(np.float32)
     counts = Counts.of_array(numbers)
@@ -283,7 +283,7 @@ def test_what_a_format_makes_of_counts_is_what_it_makes_of_the_numbers():
 # ---- types ----------------------------------------------------------------------------------
 
 
-def test_types_tell_what_each_operator_runs_in_and_why():
+def test_types_reports_type_and_rule_of_each_operator():
     net = converted(lambda F, x: x * 1e5)
     with pytest.raises(RuntimeError, match="run net on data once"):
         amp.types(net)
@@ -300,7 +300,7 @@ def test_types_tell_what_each_operator_runs_in_and_why():
     assert {row.node: row for row in amp.types(net)}["net_conv0_fwd"].rule == "kept by keep="
 
 
-def test_the_doctor_tells_a_networks_types(capsys):
+def test_doctor_prints_types_of_network(capsys):
     assert main(["doctor", "--model", "squeezenet1.1", "--types"]) == 0
     out = capsys.readouterr().out
     assert "Convolution" in out
@@ -309,7 +309,7 @@ def test_the_doctor_tells_a_networks_types(capsys):
     assert "--model" in capsys.readouterr().err
 
 
-def test_the_verdict_comes_first_and_gradients_are_named_by_their_parameters(tmp_path):
+def test_verdict_is_first_and_gradients_have_parameter_names(tmp_path):
     net = nn.HybridSequential(prefix="net_")
     with net.name_scope():
         net.add(nn.Dense(8), nn.HybridLambda(lambda F, x: x * x * 40000, prefix="square_"),

@@ -54,7 +54,7 @@ def assert_counted(counts, exact):
 
 
 @pytest.mark.parametrize("size", [1, 3, 511, 513, 70000, 200001])
-def test_exponents_are_counted_before_the_rounding_forward_and_backward(size, rng):
+def test_exponents_are_counted_before_rounding_forward_and_backward(size, rng):
     x = (rng.standard_normal(size) * 2.0 ** rng.integers(-24, 13, size)).astype(np.float16)
     x[:3] = [0, 65504, 30000][:size]
     factor = np.float32(np.float16(3.3))
@@ -77,12 +77,12 @@ def numbers_of_kinds(rng):
             "tiny": plain * np.float32(1e-30), "subnormal": plain * np.float32(1e-39)}
 
 
-def test_numbers_are_counted_whatever_their_exponents(rng):
+def test_numbers_with_any_exponent_are_counted(rng):
     for numbers in numbers_of_kinds(rng).values():
         assert_counted(Counts.of_array(numbers, half=True), numbers)
 
 
-def test_updates_are_counted_with_those_that_halves_would_lose(rng):
+def test_updates_lost_without_master_weights_are_counted(rng):
     for added in numbers_of_kinds(rng).values():
         before = rng.standard_normal(added.size).astype(np.float32)
         with np.errstate(all="ignore"):
@@ -99,7 +99,7 @@ def test_updates_are_counted_with_those_that_halves_would_lose(rng):
         np.testing.assert_array_equal(counts.bins, Counts.of_array(update).bins)
 
 
-def test_the_reference_is_a_float32_step(rng):
+def test_reference_is_float32_step(rng):
     x = sym.var("x")
     same = {"kernel": (3, 3), "pad": (1, 1), "num_filter": 16}
     made = sym.Convolution(x, no_bias=True, name="first", **same)
@@ -132,7 +132,7 @@ def test_the_reference_is_a_float32_step(rng):
         np.testing.assert_allclose(found[name], array, rtol=1e-4, atol=1e-5 * np.abs(array).max())
 
 
-def test_infinities_and_nans_are_counted_apart():
+def test_infinities_and_nans_are_counted_separately():
     x = np.float16([np.inf, -np.inf, np.nan, 0, 1, 65504])
     _, _, counts = watched(sym.var("x") * 2, x=x)
     found = next(c for key, c in counts.items() if not key.backward)
@@ -140,7 +140,7 @@ def test_infinities_and_nans_are_counted_apart():
 
 
 @pytest.mark.parametrize(("channels", "side"), [(5, 9), (16, 9), (24, 9), (24, 120), (40, 50)])
-def test_a_convolution_counts_its_numbers_and_no_padding(channels, side, rng):
+def test_convolution_counts_exclude_padding(channels, side, rng):
     x = rng.standard_normal((3, 16, side, side)).astype(np.float16)
     w = rng.standard_normal((channels, 16, 3, 3)).astype(np.float16)
     conv = sym.Convolution(sym.var("x"), sym.var("w"), num_filter=channels, kernel=(3, 3),
@@ -202,7 +202,7 @@ OWN_CODE = {  # operators with code of their own; what they compute, and their g
 
 
 @pytest.mark.parametrize("name", OWN_CODE)
-def test_what_becomes_0_is_counted_where_an_operator_has_code_of_its_own(name, rng):
+def test_flushed_values_are_counted_in_dedicated_kernels(name, rng):
     make, right, parameters = OWN_CODE[name]
     x = (rng.standard_normal((50, 40)) * (3e-3 if name == "leaky relu" else 8)).astype(np.float16)
     variables = {key: sym.var(key) for key in ["x", *parameters]}
@@ -222,8 +222,8 @@ def test_what_becomes_0_is_counted_where_an_operator_has_code_of_its_own(name, r
 
 @pytest.mark.parametrize("shape", [(64, 24), (3, 5, 3, 3), (9, 40, 7, 7), (4, 3, 40, 40),
                                    (2, 70, 33, 33), (1, 1, 700, 700)])
-def test_a_batch_norm_counts_what_it_rounds(shape, rng):
-    """That is what it makes of the same numbers in float32."""
+def test_batch_norm_counts_values_before_rounding(shape, rng):
+    """The counted values equal those of a float32 batch norm of the same inputs."""
     norm = sym.BatchNorm(sym.var("x"), fix_gamma=False, name="op")
     x = (rng.standard_normal(shape) * 3 + 1).astype(np.float16)
     values = {"op_gamma": rng.standard_normal(shape[1]), "op_beta": rng.standard_normal(shape[1]),
@@ -253,7 +253,7 @@ def test_a_batch_norm_counts_what_it_rounds(shape, rng):
 
 
 @pytest.mark.parametrize("name", ["dense", "lstm", "attention", "images"])
-def test_watched_networks_have_the_same_bits(name):
+def test_watched_networks_are_bitwise_identical(name):
     def step(watch):
         mx.random.seed(1)
         np.random.seed(1)
@@ -294,7 +294,7 @@ def _network(name):
     return net, inputs
 
 
-def test_counts_tell_of_any_format():
+def test_counts_give_shares_in_any_format():
     counts = Counts.of_array(np.float32([0, 2.0 ** -40, 2.0 ** -20, 1, 2.0 ** 17]))
     assert counts.shares(FORMATS["float16"]) == {
         "zero": 0.2, "flushed": 0.2, "subnormal": 0.2, "overflowed": 0.2}
@@ -309,7 +309,7 @@ def test_counts_tell_of_any_format():
 GPU = Policy("gpu", "float16", "float16", accumulate="V100")
 
 
-def test_what_becomes_0_is_counted_where_products_add_as_a_gpu_does(rng):
+def test_flushed_values_are_counted_with_tensor_core_accumulation(rng):
     symbol = sym.dot(sym.var("x"), sym.var("y"), name="op")
     graph = build(Graph.read(symbol), dict.fromkeys("xy", "float16"), policy=GPU, watch=True)
     op = as_function(graph.symbol())
@@ -320,7 +320,7 @@ def test_what_becomes_0_is_counted_where_products_add_as_a_gpu_does(rng):
     assert counts.flushed == (output == 0).sum() > 0
 
 
-def test_an_x_ray_takes_networks_that_add_as_a_gpu_does_and_keep_layers(rng):
+def test_xray_of_network_with_tensor_core_accumulation_and_kept_layer(rng):
     net = nn.HybridSequential()
     net.add(nn.Dense(4, in_units=3), nn.Dense(2, in_units=4))
     net.initialize()

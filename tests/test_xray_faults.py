@@ -1,4 +1,4 @@
-"""Faults that an X-ray names, and what looks like one and is none: masks, zeros, branches."""
+"""Faults that an X-ray reports, and no false positives: masks, zeros, branches."""
 import json
 
 import gluon_amp as amp
@@ -27,8 +27,8 @@ def put(F, scores, later):
 
 
 @pytest.mark.parametrize("mask", [added, put])
-def test_the_mask_of_attention_is_no_fault(mask):
-    """What it rounds has no gradients; its infinities come to nothing in the softmax."""
+def test_attention_mask_is_no_false_positive(mask):
+    """Masked values have no gradients, and softmax maps minus infinity to 0."""
     def forward(F, x, qkv, out):
         q, k, v = F.split(qkv(x), num_outputs=3, axis=-1)
         place = F.arange(0, 12)
@@ -42,7 +42,7 @@ def test_the_mask_of_attention_is_no_fault(mask):
     assert amp.explain(net, batches(12, 16)[0], LOSS) is None
 
 
-def test_rows_that_a_mask_hides_wholly_are_a_fault_of_the_mask():
+def test_overflow_of_fully_masked_rows_blames_mask():
     def forward(F, x, dense, out):
         h = dense(x)
         return out(F.softmax(F.where(h > 100, h, F.ones_like(h) * -np.inf)))
@@ -51,7 +51,7 @@ def test_rows_that_a_mask_hides_wholly_are_a_fault_of_the_mask():
         or "mulscalar" in amp.explain(net, batches(6)[0], LOSS).node
 
 
-def test_zeros_that_a_logarithm_does_not_take_are_laid_to_who_makes_them():
+def test_log_of_underflowed_input_blames_producer():
     def forward(F, x, dense, out):
         p = F.sigmoid(dense(x)) * 1e-3
         return out(F.log(p * p * p) * 0.1)
@@ -63,7 +63,7 @@ def test_zeros_that_a_logarithm_does_not_take_are_laid_to_who_makes_them():
     check_mended(net, view, batches(6))
 
 
-def test_differences_of_0_that_a_logarithm_does_not_take_are_kept_with_what_they_are_of():
+def test_log_of_cancelled_difference_is_kept_with_its_operands():
     def forward(F, x, dense, out):
         return out(F.log(1 - F.sigmoid(F.relu(dense(x)) * 2 + 9)) * 0.1)
     net = calling(forward, *layers(8, 4))
@@ -72,7 +72,7 @@ def test_differences_of_0_that_a_logarithm_does_not_take_are_kept_with_what_they
     check_mended(net, view, batches(6))
 
 
-def test_a_gradient_that_a_cast_rounds_is_laid_to_the_node_that_made_it():
+def test_gradient_rounded_by_cast_blames_node_that_produced_it():
     def forward(F, x, dense, out, side):
         return out(dense(x)) + F.contrib.gradientmultiplier(side(x), scalar=1e-12)
     net = calling(forward, *layers(8, 4, 4))
@@ -82,7 +82,7 @@ def test_a_gradient_that_a_cast_rounds_is_laid_to_the_node_that_made_it():
     assert {finding.node for finding in view.findings} <= {row.node for row in amp.types(net)}
 
 
-def test_what_follows_an_infinity_behind_a_norm_is_not_blamed():
+def test_nodes_after_infinity_behind_norm_are_not_blamed():
     def forward(F, x, dense, norm, out):
         return out(F.relu(norm(dense(x * F.ones_like(x) * 1e5))))
     dense, out = layers(8, 4)
@@ -91,7 +91,7 @@ def test_what_follows_an_infinity_behind_a_norm_is_not_blamed():
         "net__mulscalar0"]
 
 
-def test_numbers_that_grow_from_layer_to_layer_are_kept_all_the_way():
+def test_all_layers_with_growing_values_are_kept():
     def forward(F, x, inner, out):
         x = inner(x)
         for _ in range(22):
@@ -104,7 +104,7 @@ def test_numbers_that_grow_from_layer_to_layer_are_kept_all_the_way():
     check_mended(net, view, batches(8))
 
 
-def test_gradients_that_grow_from_layer_to_layer_are_kept_all_the_way():
+def test_all_layers_with_growing_gradients_are_kept():
     """They overflow at the smallest loss scale, and no other gradient needs a larger one."""
     def forward(F, x, inner, out):
         x = inner(x)
@@ -120,7 +120,7 @@ def test_gradients_that_grow_from_layer_to_layer_are_kept_all_the_way():
     check_mended(net, view, batches(8), large)
 
 
-def test_where_the_trainer_gives_up_there_is_advice_all_the_same():
+def test_advice_is_given_after_trainer_stops():
     def forward(F, x, dense, out):
         h = dense(x) * 2.0 ** 12
         return out(h * h * 2.0 ** -24)
@@ -132,22 +132,22 @@ def test_where_the_trainer_gives_up_there_is_advice_all_the_same():
     assert view.findings[0].node == "net__mul0"
 
 
-def test_what_gives_no_batches_is_refused():
+def test_none_as_batches_is_refused():
     net = calling(lambda F, x, dense, out: out(dense(x)), *layers(8, 4))
     for look in (amp.xray, amp.search):
         with pytest.raises(TypeError, match=r"list of tuples \(data, label\).*Received: NoneType"):
             look(net, None, LOSS)
 
 
-def test_a_folder_remembers_what_may_be_lost(tmp_path):
+def test_saved_folder_keeps_lost_argument(tmp_path):
     net = calling(lambda F, x, dense, out: out(dense(x)), *layers(8, 4))
     view = amp.xray(net, batches(6), LOSS, steps=1, lost=0.25)
     (tmp_path / "xray.jsonl").write_text("\n".join(map(json.dumps, lines(view))))
     assert read(str(tmp_path), FLOAT16).lost == 0.25
 
 
-def test_gradients_that_no_scale_of_training_holds_are_named():
-    """Of rows of zeros, whose norm the epsilon hides forward, and does not backward."""
+def test_gradients_that_fit_no_loss_scale_are_reported():
+    """A row of zeros: epsilon keeps its norm finite in the forward pass, not its gradient."""
     def forward(F, x, dense, out):
         h = F.relu(dense(x))
         return out(F.broadcast_div(h, F.sqrt(F.sum(h * h, axis=1, keepdims=True) + 1e-10)))
@@ -162,15 +162,15 @@ def test_gradients_that_no_scale_of_training_holds_are_named():
     assert not amp.xray(amp.convert(again, keep=view.keep), given, LOSS).findings
 
 
-def test_a_quantizer_that_is_passed_straight_through_is_no_fault():
+def test_straight_through_quantizer_is_no_false_positive():
     def forward(F, x, dense, out):
         h = dense(x)
         return out(h + F.BlockGrad(F.round(h * 16) / 16 - h))
     assert amp.xray(calling(forward, *layers(8, 4)), batches(6), LOSS).findings == []
 
 
-def test_zeros_are_not_rounded_whatever_is_behind_them():
-    """Gradients are large where a product is 0: the mean of a row that is masked wholly."""
+def test_zeros_are_not_counted_as_rounded_despite_large_gradients():
+    """Gradients are large where a product is 0: the mean of a fully masked row."""
     def forward(F, x, mask, dense, out):
         h = F.batch_dot(mask.expand_dims(1), dense(x))
         return out(F.broadcast_div(h, mask.sum(axis=1).reshape((-1, 1, 1)) + 1e-2))
@@ -181,10 +181,10 @@ def test_zeros_are_not_rounded_whatever_is_behind_them():
     assert amp.xray(net, given, LOSS).findings == []
 
 
-# ---- whose gradients nothing counts: those of sums, which are the sum's own
+# ---- tensors without counted gradients: the gradient of a summand is that of the sum
 
 
-def test_what_only_a_sum_reads_moves_the_loss_as_the_sum_does():
+def test_operand_of_sum_moves_loss_as_sum_does():
     def forward(F, x, dense, out):
         h = dense(x)
         large = F.ones_like(h) * 300
@@ -194,14 +194,14 @@ def test_what_only_a_sum_reads_moves_the_loss_as_the_sum_does():
     assert view.findings[0].reason == "small errors move the loss"
 
 
-def test_what_no_gradient_reaches_does_not_move_the_loss():
+def test_tensor_without_gradient_does_not_move_loss():
     def forward(F, x, dense, out):
         h = dense(x)
         return out(F.exp(h + F.BlockGrad(h * 1e-3 + 300) * 1e-4))
     assert amp.xray(calling(forward, *layers(8, 4)), batches(6), LOSS).findings == []
 
 
-# ---- what runs in float32 and is cast back
+# ---- float32 nodes whose output is cast back to float16
 
 
 def with_a_large_norm():
@@ -223,7 +223,7 @@ def with_a_large_product():
     (with_a_large_norm, "net_norm_layernorm0", "net_norm"),
     (with_a_large_product, "net_batch_dot0", "net_batch_dot0")])
 @pytest.mark.parametrize("is_kept", [False, True])
-def test_a_result_that_is_cast_back_is_kept_by_its_node_and_then_by_who_reads_it(
+def test_kept_node_with_output_cast_back_keeps_consumer_too(
         make, node, block, is_kept):
     net = make()
     net(batches(6)[0][0])

@@ -1,5 +1,5 @@
-"""What an X-ray makes of what it is given: data and weights that are no numbers, batches with
-several labels, networks that have not run, trainers of any kind."""
+"""Inputs of an X-ray: data and weights that are not finite, batches with several labels, networks
+that have not run, trainers of any kind."""
 import csv
 import json
 
@@ -34,7 +34,7 @@ def spoiled(number=np.nan):
     return data, label
 
 
-def test_threads_that_have_run_no_operator_explain_a_batch():
+def test_explain_runs_in_new_threads():
     assert processes.printed("""
 import threading
 import gluon_amp as amp, mxnet as mx
@@ -51,7 +51,7 @@ for _ in range(20):
 
 
 @pytest.mark.parametrize("number", [np.nan, np.inf])
-def test_data_that_is_not_finite_is_named_and_is_no_reason_to_keep_anything(number):
+def test_nonfinite_data_is_reported_and_nothing_is_kept(number):
     net = two_layers()
     view = amp.xray(net, [spoiled(number)], LOSS)
     assert str(view.first_overflow) == "batch 0: the input data is not finite"
@@ -60,7 +60,7 @@ def test_data_that_is_not_finite_is_named_and_is_no_reason_to_keep_anything(numb
     assert amp.explain(net, spoiled(number), LOSS).node == "data"
 
 
-def test_a_weight_that_is_not_finite_is_named():
+def test_nonfinite_weight_is_reported():
     net = two_layers()
     net(rows(1)[0][0])
     net[1].bias.set_data(nd.array([0, 1, np.inf, 0]))
@@ -68,7 +68,7 @@ def test_a_weight_that_is_not_finite_is_named():
         assert (found.node, found.op) == ("net_second_bias", "")
 
 
-def test_advice_comes_from_the_batches_whose_data_is_finite(tmp_path):
+def test_advice_ignores_batches_with_nonfinite_data(tmp_path):
     right = amp.xray(two_layers(lambda F, x: x * 1e6), rows(2), LOSS)
     view = amp.xray(two_layers(lambda F, x: x * 1e6), [rows(2)[0], spoiled(), rows(2)[1]], LOSS)
     assert (view.findings, view.keep, view.window) == (right.findings, right.keep, right.window)
@@ -78,7 +78,7 @@ def test_advice_comes_from_the_batches_whose_data_is_finite(tmp_path):
     assert "Batch 1: the input data is not finite" in (tmp_path / "xray" / "xray.html").read_text()
 
 
-def test_another_format_is_not_told_of_a_batch_that_was_left_out(tmp_path):
+def test_reading_in_another_format_ignores_left_out_batches(tmp_path):
     for name, given in (("all", [spoiled(), *rows(1)]), ("sound", rows(1))):
         amp.xray(two_layers(), given, LOSS).save(str(tmp_path / name))
     seen, right = (read(str(tmp_path / name), FORMATS["bfloat16"]) for name in ("all", "sound"))
@@ -86,7 +86,7 @@ def test_another_format_is_not_told_of_a_batch_that_was_left_out(tmp_path):
     assert seen.window.high == right.window.high > 2.0 ** 100
 
 
-def test_of_an_overflow_data_and_parameters_have_ranges_too():
+def test_overflow_report_has_ranges_of_data_and_parameters():
     net = two_layers()
     net(rows(1)[0][0])
     net[1].weight.set_data(nd.full((4, 8), 2.0 ** 15))
@@ -96,14 +96,14 @@ def test_of_an_overflow_data_and_parameters_have_ranges_too():
     data, label = rows(1)[0]
     found = amp.explain(two_layers(), (nd.full(data.shape, 2.0 ** 20), label), LOSS)
     assert found.inputs == {"data": (20, 20)}
-    assert "block net_first" in found.where  # which reads what a cast has made infinite
+    assert "block net_first" in found.where  # which reads data that a cast made infinite
     found = amp.explain(two_layers(), rows(1)[0], LOSS, 2.0 ** 40)
     assert found.backward
     assert "net_second_fwd 2^" in str(found)
 
 
 def noisy():
-    """Adds noise, in prediction, too."""
+    """Adds noise in training and in prediction."""
     def forward(F, x, one, two):
         hidden = one(x)
         return two(hidden + F.random.normal_like(hidden))
@@ -116,7 +116,7 @@ def of_a_symbol():
 
 
 @pytest.mark.parametrize("make", [noisy, of_a_symbol])
-def test_a_network_that_has_not_run_trains_with_the_same_bits_after_it(make):
+def test_xray_of_network_that_has_not_run_leaves_training_unchanged(make):
     def trained(looked_at):
         mx.random.seed(4)
         net = make()
@@ -136,7 +136,7 @@ def test_a_network_that_has_not_run_trains_with_the_same_bits_after_it(make):
     assert trained(True) == trained(False)
 
 
-def test_several_labels_are_a_list_at_the_end_of_a_batch():
+def test_list_of_labels_ends_a_batch():
     def loss_fn(out, labels):
         classes, numbers = labels
         return LOSS(out, classes) + (out - numbers).square().mean(axis=1)
@@ -153,7 +153,7 @@ def test_several_labels_are_a_list_at_the_end_of_a_batch():
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "nag", "adam"])
-def test_updates_that_mxnets_own_masters_get_are_counted(optimizer):
+def test_updates_of_mxnet_master_weights_are_counted(optimizer):
     def shares(made):
         net = two_layers()
         net(rows(1)[0][0])
@@ -170,7 +170,7 @@ def test_updates_that_mxnets_own_masters_get_are_counted(optimizer):
     assert alone == [None] * 4  # float16 alone has lost them already
 
 
-def test_weights_and_updates_are_in_the_files_and_told_in_another_format(tmp_path):
+def test_files_hold_weights_and_updates_and_are_read_in_another_format(tmp_path):
     net = two_layers()
     net(rows(1)[0][0])
     net[0].weight.set_data(net[0].weight.data() * 2.0 ** -16)  # too small for float16
@@ -202,7 +202,7 @@ def test_weights_and_updates_are_in_the_files_and_told_in_another_format(tmp_pat
         assert ("net_first_weight" in below) == found
 
 
-def test_a_trainers_steps_are_given_the_batch_size_that_the_user_gives():
+def test_batch_size_argument_reaches_trainer_step():
     def weights(batch_size):
         net = two_layers()
         net(rows(1)[0][0])
@@ -234,14 +234,14 @@ def waiting_trainer(net):
     (lambda net: amp.Trainer(two_layers().collect_params(), "sgd"), "none of the network's para"),
     (waiting_trainer, "gradients wait for the trainer's step"),
 ])
-def test_a_trainer_that_cannot_take_a_step_is_refused(make, said):
+def test_trainer_that_cannot_step_is_refused(make, said):
     net = two_layers()
     net(rows(1)[0][0])
     with pytest.raises((TypeError, ValueError), match=said):
         amp.xray(net, rows(1), LOSS, make(net))
 
 
-def test_what_is_no_loss_and_no_share_is_refused():
+def test_invalid_loss_and_lost_and_snr_are_refused():
     with pytest.raises(ValueError, match="no gradients come from the loss"):
         amp.xray(two_layers(), rows(1), lambda out, label: label)
     with pytest.raises(ValueError, match=r"below 1\. Received: 1"):
@@ -250,7 +250,7 @@ def test_what_is_no_loss_and_no_share_is_refused():
         amp.search(two_layers(), rows(1), LOSS, snr=float("nan"))
 
 
-def test_a_batch_whose_loss_is_not_finite_in_float32_either_gives_no_advice(tmp_path):
+def test_batch_with_nonfinite_float32_loss_gives_no_advice(tmp_path):
     net = two_layers(lambda F, x: F.exp(x * 20) * 1e-5)
     given = [(rows(1)[0][0] * size, rows(1)[0][1]) for size in (0.1, 100)]
     view = amp.xray(net, given, LOSS)
@@ -263,7 +263,7 @@ def test_a_batch_whose_loss_is_not_finite_in_float32_either_gives_no_advice(tmp_
     alone.save(str(tmp_path / "xray"))
 
 
-def test_a_batch_without_a_finite_loss_leaves_the_loss_scale_as_it_was():
+def test_batch_with_nonfinite_loss_does_not_change_loss_scale():
     def loss_fn(out, label):
         return LOSS(out, label) * (np.nan if label[0].asscalar() == 3 else 1)
     data, label = rows(1)[0]

@@ -35,7 +35,7 @@ def ready(symbol, shape=(), **kwargs):
     return mod
 
 
-def test_what_a_modules_xray_keeps_mends_the_fault_that_it_names():
+def test_keep_of_module_xray_fixes_reported_fault():
     view = amp.xray(ready(faulty()), [batch(0), batch(1)])
     assert view.findings[0].node == "squares"
     assert view.first_overflow.tensor == "squares"
@@ -45,7 +45,7 @@ def test_what_a_modules_xray_keeps_mends_the_fault_that_it_names():
     np.testing.assert_allclose(after.losses, after.reference_losses, rtol=0.01)
 
 
-def test_what_the_symbol_keeps_already_is_known_and_kept_on():
+def test_nodes_kept_in_symbol_stay_kept():
     view = amp.xray(ready(faulty(["bn"])), [batch()])
     types = {t.key: t.format.name for t in view.tensors}
     assert types[Key("conv", False, 0)] == types[Key("fc", False, 0)] == "float16"
@@ -55,7 +55,7 @@ def test_what_the_symbol_keeps_already_is_known_and_kept_on():
     assert {"fc", "squares"} <= set(view.keep)
 
 
-def test_the_gradients_are_those_of_the_modules_own_step():
+def test_gradients_equal_those_of_module_step():
     mod = ready(modules.net(), shape=(3,), loss_scale=64)
     view = amp.xray(mod, [modules.batch()])
     scale, counts = view.steps[0]
@@ -70,7 +70,7 @@ def test_the_gradients_are_those_of_the_modules_own_step():
         assert found.squares == pytest.approx(own, rel=0.02, abs=1e-3 * found.squares + 1), name
 
 
-def test_nothing_of_the_module_changes():
+def test_module_and_random_state_are_unchanged():
     mod = modules.made(modules.net(), loss_scale=dynamic())
     modules.learn(mod, modules.batch())
     before = modules.everything(mod)
@@ -83,7 +83,7 @@ def test_nothing_of_the_module_changes():
     np.testing.assert_array_equal(drawn, nd.random.uniform(shape=3).asnumpy())
 
 
-def test_a_search_takes_a_module():
+def test_search_accepts_module():
     best = amp.search(ready(faulty()), [batch(0), batch(1)], budget=6, seeds=2, steps=4,
                       progress=False)
     assert "squares" in best.keep
@@ -91,7 +91,7 @@ def test_a_search_takes_a_module():
     assert after.first_overflow is None
 
 
-def test_symbols_with_casts_of_their_own_are_looked_into():
+def test_xray_of_symbol_with_its_own_casts():
     x = S.Cast(S.Convolution(S.Cast(S.var("data"), dtype="float16"), kernel=(3, 3), num_filter=4,
                              name="conv"), dtype="float32")
     x = S.SoftmaxOutput(S.FullyConnected(x * 1e5, num_hidden=3, name="fc"), name="head")
@@ -102,7 +102,7 @@ def test_symbols_with_casts_of_their_own_are_looked_into():
 
 @pytest.mark.parametrize("keep", [(), "fc"])
 @pytest.mark.parametrize("policy", ["bfloat16", "mixed_bfloat16"])
-def test_a_module_in_bfloat16_is_looked_into(policy, keep):
+def test_xray_of_bfloat16_module(policy, keep):
     symbol = amp.convert_symbol(S.SoftmaxOutput(body(), name="head"), policy, keep=keep)
     view = amp.xray(ready(symbol), [batch()])
     formats = {t.key.node: t.format.name for t in view.tensors if not t.key.backward}
@@ -111,7 +111,7 @@ def test_a_module_in_bfloat16_is_looked_into(policy, keep):
     np.testing.assert_allclose(view.losses, view.reference_losses, rtol=0.01)
 
 
-def test_training_with_an_xray_before_each_epoch_has_the_same_bits(tmp_path):
+def test_training_with_xray_before_each_epoch_is_bitwise_identical(tmp_path):
     def trained(folder):
         data = np.random.default_rng(0).standard_normal((24, 3, 6, 6)).astype("float32")
         train = mx.io.NDArrayIter(data, np.arange(24) % 3, 6, shuffle=False,
@@ -141,12 +141,12 @@ def test_training_with_an_xray_before_each_epoch_has_the_same_bits(tmp_path):
     (lambda: ready(faulty()), mx.io.DataBatch([nd.ones((6, 3))], [nd.ones(6)]),
      r"does not take this batch.*\(6, 3\)"),
 ])
-def test_what_a_module_does_not_take_is_refused(make, given, said):
+def test_unsupported_modules_and_batches_are_refused(make, given, said):
     with pytest.raises((ValueError, TypeError), match=said):
         amp.xray(make(), [given])
 
 
-def test_a_network_of_gluon_needs_its_loss_and_a_module_no_trainer():
+def test_gluon_network_requires_loss_and_module_takes_no_trainer():
     with pytest.raises(TypeError, match="loss_fn is required, except for a Module"):
         amp.xray(amp.convert(mx.gluon.nn.Dense(2)), [(nd.ones((1, 2)), nd.ones(1))])
     mod = ready(faulty())
@@ -155,7 +155,7 @@ def test_a_network_of_gluon_needs_its_loss_and_a_module_no_trainer():
 
 
 def masters(mod):
-    """The float32 numbers of each parameter: masters come last in the states of SGD."""
+    """The float32 values of each parameter: master weights come last in the states of SGD."""
     found, group = {}, mod._exec_group
     for i, (name, (weight,)) in enumerate(zip(group.param_names, group.param_arrays)):
         has_master = i in mod._updater.states and weight.dtype == np.float16
@@ -166,7 +166,7 @@ def masters(mod):
 
 @pytest.mark.parametrize("clip_norm", [None, 1e-3])
 @pytest.mark.parametrize("before", [0, 2])
-def test_what_the_modules_own_step_would_add_is_counted(before, clip_norm):
+def test_updates_of_module_step_are_counted(before, clip_norm):
     scale = amp.xray(ready(modules.net(), shape=(3,)), [modules.batch(5)]).steps[0][0]
     mod = modules.made(modules.net(), loss_scale=scale, clip_norm=clip_norm)
     modules.train(mod, before)
@@ -187,13 +187,13 @@ def test_what_the_modules_own_step_would_add_is_counted(before, clip_norm):
                                                       / max((added != 0).sum(), 1))
 
 
-def test_a_module_without_an_optimizer_has_no_updates():
+def test_module_without_optimizer_has_no_updates():
     view = amp.xray(ready(faulty()), [batch()])
     assert {(w.updates, w.without_master) for w in view.weights} == {(None, None)}
 
 
 @pytest.mark.parametrize("keep", [(), "cell"])
-def test_a_loop_in_a_symbol_is_looked_into_with_the_casts_in_its_body(keep):
+def test_xray_of_loop_in_symbol_includes_casts_in_body(keep):
     def step(row, states):
         return row, [S.tanh(S.FullyConnected(
             states[0] + row, S.var("cell_weight", shape=(3, 3)), S.var("cell_bias", shape=(3,)),
@@ -213,7 +213,7 @@ def test_a_loop_in_a_symbol_is_looked_into_with_the_casts_in_its_body(keep):
     assert view.losses == [pytest.approx(wanted, rel=1e-3)]
 
 
-def test_a_head_that_begins_its_gradient_by_itself_is_not_where_gradients_change_their_size():
+def test_head_with_own_gradient_is_not_blamed_for_gradient_scale():
     mx.random.seed(1)
     h = mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=24, name="fc1")
     h = mx.sym.Activation(h, act_type="relu", name="relu")
@@ -231,7 +231,7 @@ def test_a_head_that_begins_its_gradient_by_itself_is_not_where_gradients_change
     assert not any(name in ("head", "fc2") for name in view.keep)
 
 
-# ---- the loss that an X-ray shows, and what roundings are worth in it, as of a Gluon network
+# ---- the reported loss, and the effect of rounding on it, as for a Gluon network
 
 rng = np.random.default_rng(3)
 DATA = nd.array(rng.standard_normal((6, 5)))
@@ -256,13 +256,13 @@ def hinge(out, label):
 
 
 def of_two(out, label):
-    """From the scores of two classes each."""
+    """Cross-entropy of two classes for each label."""
     return CE(nd.transpose(out.reshape((6, 2, 2)), (0, 2, 1)).reshape((-1, 2)),
               label.reshape(-1)).reshape((6, 2))
 
 
-# name: (the head, its label, the loss whose gradient it begins, and the one that is shown if that
-# is another)
+# name: (the head, its label, the loss whose gradient it starts, and the reported loss if it
+# differs)
 HEADS = {
     "softmax": (lambda x: S.SoftmaxOutput(x, name="head"), CLASSES, CE, None),
     "a share of it": (lambda x: S.SoftmaxOutput(x, name="head", grad_scale=0.25,
@@ -316,7 +316,7 @@ def worths(view):
 
 
 @pytest.mark.parametrize("name", HEADS)
-def test_a_heads_loss_is_that_whose_gradient_it_begins(name):
+def test_head_loss_matches_the_gradient_it_starts(name):
     head, label, loss_fn, shown = HEADS[name]
     view, mod = of_module(head(scores()), {"head_label": label})
     right = of_gluon(scores(), mod, label, loss_fn)
@@ -329,14 +329,14 @@ def test_a_heads_loss_is_that_whose_gradient_it_begins(name):
 
 
 def output(mod):
-    """What the head reads."""
+    """The input of the head."""
     values, _ = mod.get_params()
     weights = {name: a.astype("float32").asnumpy() for name, a in values.items()}
     hidden = np.tanh(DATA.asnumpy() @ weights["fc1_weight"].T + weights["fc1_bias"])
     return hidden @ weights["fc2_weight"].T + weights["fc2_bias"]
 
 
-def test_all_heads_of_a_module_count_each_with_its_own_label():
+def test_each_head_of_module_uses_its_own_label():
     x = scores()
     heads = S.Group([S.BlockGrad(S.slice_axis(x, axis=1, begin=0, end=2), name="to_look_at"),
                      S.LinearRegressionOutput(x, name="far", grad_scale=3),

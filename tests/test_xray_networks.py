@@ -34,7 +34,7 @@ OTHER_NETWORKS = {
 
 
 @pytest.mark.parametrize("name", OTHER_NETWORKS)
-def test_other_networks_than_hybrid_blocks_are_looked_into(name):
+def test_xray_of_networks_other_than_hybrid_blocks(name):
     make, part = OTHER_NETWORKS[name]
     net = prepared(make())
     view = amp.xray(net, rows(), LOSS)
@@ -70,7 +70,7 @@ class Loops(gluon.HybridBlock):
 
 
 @pytest.mark.parametrize("kind", ["foreach", "while_loop", "cond"])
-def test_the_bodies_of_loops_are_looked_into(kind):
+def test_xray_of_loop_bodies(kind):
     net = prepared(Loops(kind))
     view = amp.xray(net, rows(), LOSS)
     assert view.findings[0].node.startswith("loops__mul")
@@ -79,11 +79,11 @@ def test_the_bodies_of_loops_are_looked_into(kind):
     amp.convert(net, keep=view.keep)
     after = amp.xray(net, rows(), LOSS)
     np.testing.assert_allclose(after.losses, after.reference_losses, rtol=0.01)
-    if kind != "while_loop":  # MXNet's own reads gradients that nobody has written, in float32, too
+    if kind != "while_loop":  # MXNet's reads gradients that are not initialized, in float32 too
         assert (after.findings, after.first_overflow) == ([], None)
 
 
-def test_an_rnn_layer_by_itself_is_looked_into():
+def test_xray_of_rnn_layer_alone():
     net = prepared(rnn.LSTM(4, input_size=6, prefix="lstm_"))
     given = [(nd.ones((5, 2, 6)), nd.ones((5, 2)))]
     view = amp.xray(net, given, LOSS)
@@ -92,7 +92,7 @@ def test_an_rnn_layer_by_itself_is_looked_into():
     np.testing.assert_allclose(view.losses, view.reference_losses, rtol=0.01)
 
 
-def test_a_network_in_numpy_mode_is_looked_into_and_searched():
+def test_xray_and_search_of_network_in_numpy_mode():
     mx.npx.set_np()
     try:
         net = prepared(nn.Dense(4, in_units=6))
@@ -105,7 +105,7 @@ def test_a_network_in_numpy_mode_is_looked_into_and_searched():
     np.testing.assert_allclose(view.losses, view.reference_losses, rtol=0.01)
 
 
-def test_where_what_all_products_round_moves_the_loss_none_is_named():
+def test_loss_moved_by_all_products_blames_none():
     mx.random.seed(1)
     net = gluon.model_zoo.vision.mobilenet0_25(classes=4)  # norms of 16 numbers at its end
     net.initialize(mx.init.Xavier())
@@ -117,7 +117,7 @@ def test_where_what_all_products_round_moves_the_loss_none_is_named():
     assert view.findings == []
 
 
-def test_layers_of_an_untrained_network_that_all_move_the_loss_are_not_named():
+def test_loss_moved_by_all_untrained_layers_blames_none():
     mx.random.seed(1)
     net = gluon.model_zoo.vision.mobilenet0_25(classes=4)
     net.initialize(mx.init.Xavier())
@@ -130,8 +130,8 @@ def test_layers_of_an_untrained_network_that_all_move_the_loss_are_not_named():
     assert "as in an untrained network" in str(view)
 
 
-def test_a_block_and_an_operator_of_one_name_are_both_kept():
-    """They are called relu0, and stand below gradients that vanish."""
+def test_block_and_operator_with_same_name_are_both_kept():
+    """Both are named relu0, and their gradients underflow."""
     def forward(F, x, relu, first, last):
         y = F.relu(relu(first(x)) + 1)
         return last(F.contrib.gradientmultiplier(y, scalar=1e-13))
@@ -142,7 +142,7 @@ def test_a_block_and_an_operator_of_one_name_are_both_kept():
     check_mended(net, view, rows())
 
 
-def test_a_block_that_is_called_twice_is_counted_twice():
+def test_block_called_twice_is_counted_twice():
     view = amp.xray(prepared(Mean()), rows(1), LOSS)
     numbers = {t.key: t.counts.numbers for t in view.tensors}
     assert numbers[Key("mean_dense1_fwd", False, 0)] == 8 * 4
@@ -151,7 +151,7 @@ def test_a_block_that_is_called_twice_is_counted_twice():
 
 
 class TwoParts(gluon.Block):
-    """As most of Gluon's networks: parts without a prefix, which so have one name."""
+    """Parts with an empty prefix, which share one name, as in most of Gluon's networks."""
 
     def __init__(self):
         super().__init__(prefix="parts_")
@@ -165,7 +165,7 @@ class TwoParts(gluon.Block):
         return self.output(self.features(x))
 
 
-def test_parts_of_one_name_are_looked_into_each():
+def test_xray_of_parts_with_same_name():
     net = prepared(TwoParts())
     view = amp.xray(net, rows(1), LOSS)
     assert {"parts_dense0_fwd", "parts_dense1_fwd"} <= {t.key.node for t in view.tensors}
@@ -174,13 +174,13 @@ def test_parts_of_one_name_are_looked_into_each():
 
 
 @pytest.mark.parametrize("net", [Mean, lambda: Loops("foreach")])
-def test_training_of_blocks_and_loops_under_an_xray_has_the_same_bits(net):
+def test_training_of_blocks_and_loops_under_xray_is_bitwise_identical(net):
     def make():
         return prepared(net())
     assert training(True, make, rows) == training(False, make, rows)
 
 
-def test_what_cancels_is_followed_through_casts_to_where_it_was_rounded():
+def test_cancellation_is_traced_through_casts_to_rounded_operands():
     """Squared distances of rows far from 0, as sums and products: one term comes from a product
     in float16, by a cast."""
     def forward(F, x, first, out):
@@ -219,7 +219,7 @@ class InTwoWays(gluon.Block):
         return self.out(self.part(x, x) * 1e-5 + self.part(x))
 
 
-def test_all_graphs_of_a_block_are_looked_into_and_what_follows_is_not_blamed():
+def test_xray_of_all_graphs_of_block_blames_only_first_cause():
     net = prepared(InTwoWays())
     view = amp.xray(net, rows(), LOSS)
     assert [f.node for f in view.findings] == ["ways_part__mulscalar1"]
@@ -239,14 +239,14 @@ class WithConstant(nn.HybridBlock):
         return self.two(F.broadcast_mul(self.one(x), small) * 1e9)
 
 
-def test_a_constant_that_float16_does_not_hold_is_float32_under_an_xray_too():
+def test_constant_beyond_float16_stays_float32_under_xray():
     def make():
         return prepared(WithConstant())
     assert amp.xray(make(), rows(), LOSS).findings == []
     assert training(True, make, rows) == training(False, make, rows)
 
 
-def test_training_with_sparse_gradients_under_an_xray_has_the_same_bits():
+def test_training_with_sparse_gradients_under_xray_is_bitwise_identical():
     def make():
         return calling(lambda F, x, table, out: out(table(x.abs()).mean(axis=1)),
                        nn.Embedding(9, 6, sparse_grad=True), nn.Dense(4, in_units=6))
@@ -256,10 +256,10 @@ def test_training_with_sparse_gradients_under_an_xray_has_the_same_bits():
     assert training(True, make, rows) == training(False, make, rows)
 
 
-# ---- what `keep=` calls a node
+# ---- names of nodes for `keep=`
 
 
-def test_a_child_whose_prefix_is_empty_is_not_named_by_its_parents_name():
+def test_child_with_empty_prefix_is_kept_by_node_name():
     net = nn.HybridSequential(prefix="net_")
     with net.name_scope():
         net.add(nn.Dense(8), nn.HybridLambda(lambda F, x: x * 2.0 ** 14 * 8 * 2.0 ** -17,
@@ -282,7 +282,7 @@ class WithOwnWeight(gluon.HybridBlock):
         return F.FullyConnected(x, weight, num_hidden=4, no_bias=True, name="product") * 1e-4
 
 
-def test_a_float16_weight_that_a_kept_node_reads_is_looked_into_as_float16():
+def test_xray_of_float16_weight_read_by_kept_node():
     def large(output, label):
         return LOSS(output, label) * 1e5
     given = [(data * 6e4, label) for data, label in rows()]

@@ -1,4 +1,4 @@
-"""Numbers that overflow in some batches only, and scales that a training does not come to."""
+"""Values that overflow in some batches only, and loss scales that training does not reach."""
 import re
 from pathlib import Path
 
@@ -26,7 +26,7 @@ def of_a_logarithm(F, x, dense, out):
     return out(F.tanh(dense(F.exp(x)) * 1e-3))
 
 
-def test_an_exponent_that_overflows_in_other_batches_is_named_where_it_comes_near():
+def test_exp_near_overflow_in_one_batch_is_reported():
     net = calling(of_a_logarithm, *layers(8, 4))
     view = amp.xray(net, with_largest(8.0, 7.0, 10.5), LOSS)
     assert view.first_overflow is None
@@ -37,7 +37,7 @@ def test_an_exponent_that_overflows_in_other_batches_is_named_where_it_comes_nea
 
 
 @pytest.mark.parametrize("largest", [(8.0, 7.0, 8.5), (10.5, 10.5, 10.5)])
-def test_an_exponent_that_keeps_its_distance_or_its_size_is_no_fault(largest):
+def test_exp_with_headroom_or_constant_size_is_no_finding(largest):
     assert amp.xray(calling(of_a_logarithm, *layers(8, 4)), with_largest(*largest),
                     LOSS).findings == []
 
@@ -49,34 +49,34 @@ def near_the_end(value):
     return view, [note for note in view.notes if "largest number" in note]
 
 
-def test_less_than_a_factor_of_2_of_headroom_is_noted():
+def test_headroom_below_factor_2_is_noted():
     view, (note,) = near_the_end(5.0)
     assert view.findings == []
     assert "net__mulscalar1 is within a factor of 1.32 of float16's largest number, 65504" in note
 
 
-def test_more_headroom_and_an_overflow_are_not_noted():
+def test_larger_headroom_and_overflow_are_not_noted():
     assert near_the_end(3.0)[1] == []
     view, notes = near_the_end(7.0)
     assert view.findings[0].severity == "error"
     assert notes == []
 
 
-def test_a_mask_is_not_noted():
+def test_mask_has_no_headroom_note():
     def forward(F, x, dense, out):
         return out(F.softmax(dense(x) + (x > 0) * -5e4))
     view = amp.xray(calling(forward, *layers(6, 4)), rows(), LOSS)
     assert not any("largest number" in note for note in view.notes)
 
 
-def test_a_mask_that_one_batch_has_is_no_fault():
+def test_mask_in_one_batch_is_no_false_positive():
     def forward(F, x, dense, out):
         return out(F.softmax(dense(x) + (x > 5) * -3e4))
     given = with_largest(1.0, 1.0, 9.0)
     assert amp.xray(calling(forward, *layers(6, 4)), given, LOSS).findings == []
 
 
-def test_a_mask_that_one_batch_has_and_only_a_sum_reads_is_no_fault():
+def test_mask_in_one_batch_read_by_sum_is_no_false_positive():
     def forward(F, x, dense, out):
         h = dense(x)
         return out(F.softmax(h + (h > 5) * -3e4))
@@ -84,7 +84,7 @@ def test_a_mask_that_one_batch_has_and_only_a_sum_reads_is_no_fault():
     assert amp.xray(calling(forward, *layers(6, 4)), given, LOSS).findings == []
 
 
-def test_where_gradients_need_a_scale_below_1_it_is_told_how_to_give_it(tmp_path):
+def test_gradients_that_need_scale_below_1_show_how_to_set_it(tmp_path):
     def large(output, label):
         return LOSS(output, label) * 2e6
     net = calling(lambda F, x, dense, out: out(dense(x)), *layers(8, 4))
@@ -118,15 +118,15 @@ def exploding(*before):
     return net
 
 
-def test_a_network_that_float16_does_not_suit_at_all_is_said_to_be_one():
+def test_network_unsuitable_for_float16_is_reported():
     view = amp.xray(amp.convert(exploding()), rows(), LOSS)
     assert np.isfinite(view.reference_losses).all()
     assert "none of 24 tensors" in str(view)
     assert "norms between the layers" in str(view)
 
 
-def test_the_zeros_that_an_lstm_begins_with_are_no_tensors_that_are_left():
-    """Nothing counts them."""
+def test_initial_zeros_of_lstm_are_not_counted_as_tensors():
+    """They have no counts."""
     lstms = [nn.HybridLambda(lambda F, x: F.expand_dims(x, 0)),
              *(rnn.LSTM(6, input_size=6) for _ in range(3)),
              nn.HybridLambda(lambda F, x: F.BlockGrad(F.reshape(x, (-3, 0))))]
@@ -137,7 +137,7 @@ def test_the_zeros_that_an_lstm_begins_with_are_no_tensors_that_are_left():
     assert "7 of 31 tensors" in str(view)
 
 
-def test_an_overflow_that_hangs_on_random_numbers_is_explained():
+def test_overflow_that_depends_on_random_numbers_is_explained():
     def forward(F, x, dense, out):
         h = dense(x)
         return out(h + F.random.normal_like(h) * 26000 * 2.0 ** -13)
@@ -147,7 +147,7 @@ def test_an_overflow_that_hangs_on_random_numbers_is_explained():
         assert amp.explain(net, rows()[0], LOSS).node == "net__mulscalar0"
 
 
-def test_gradients_that_are_not_finite_in_float32_either_are_said_to_be_so():
+def test_nonfinite_float32_gradients_are_noted():
     """A square root of 0 passes an infinite gradient on."""
     def forward(F, x, dense, out):
         return out(F.sqrt(dense(x) * 0))
@@ -156,8 +156,8 @@ def test_gradients_that_are_not_finite_in_float32_either_are_said_to_be_so():
     assert (view.findings, view.keep, view.left_out) == ([], [], [0, 1])
 
 
-def test_what_to_keep_is_never_a_cast():
-    """Of a loop's body that ends in one, behind which there is another."""
+def test_keep_never_names_casts():
+    """In a loop whose body ends in a cast, followed by another cast."""
     def forward(F, x, inner, out):
         _, state = F.contrib.foreach(lambda row, state: (row, F.tanh(inner(state + row))),
                                      F.expand_dims(x, axis=0), x)
@@ -169,8 +169,8 @@ def test_what_to_keep_is_never_a_cast():
     assert not [name for name in kept if "amp_cast" in name]
 
 
-def test_gradients_that_a_fault_forward_has_made_keep_nothing():
-    """A norm of rows that cancellation made 0 has large gradients; of what they are it has not."""
+def test_gradients_after_forward_fault_keep_nothing():
+    """The norm of rows that cancelled to 0 has large gradients; without cancellation it has not."""
     def forward(F, x, dense, out):
         return out(F.L2Normalization((dense(x) * 0.03 + 700) - 700))
     net = calling(forward, *layers(8, 4))
@@ -179,7 +179,7 @@ def test_gradients_that_a_fault_forward_has_made_keep_nothing():
     assert not any("dense" in name for name in view.keep)
 
 
-# ---- numbers that go round: in a loop, and in a block that is called several times
+# ---- values that recur: in a loop, and in a block that is called several times
 
 class Step(gluon.HybridBlock):
     def __init__(self, fault):
@@ -232,7 +232,7 @@ def made(fault, kind, keep=()):
 @pytest.mark.parametrize("kind", ["calls", "foreach"])
 @pytest.mark.parametrize(("fault", "named"), [(grows, "mulscalar"),
                                               (grows_behind_a_reshape, "batch_dot")])
-def test_what_grows_from_round_to_round_is_named_with_its_line(fault, kind, named):
+def test_value_growing_in_loop_is_reported_with_its_line(fault, kind, named):
     view = amp.xray(made(fault, kind), rows(), LOSS)
     assert named in view.findings[0].node
     assert view.findings[0].reason.startswith("range above")
@@ -242,7 +242,7 @@ def test_what_grows_from_round_to_round_is_named_with_its_line(fault, kind, name
     assert (after.findings, after.first_overflow) == ([], None)
 
 
-def test_what_follows_an_infinity_in_a_loop_is_not_blamed():
+def test_nodes_after_infinity_in_loop_are_not_blamed():
     class Net(Rounds):
         def hybrid_forward(self, F, x):
             return super().hybrid_forward(F, (x * F.ones_like(x) * 4e5).reshape((8, 6)))
@@ -253,7 +253,7 @@ def test_what_follows_an_infinity_in_a_loop_is_not_blamed():
     assert [finding.node for finding in view.findings] == ["net__mulscalar0"]
 
 
-def test_a_gradient_that_a_cast_rounds_is_told_with_the_line_that_makes_it():
+def test_gradient_rounded_by_cast_is_reported_with_producing_line():
     def forward(F, x, inner, out):
         y = inner(x)
         return out(F.log(y * y + 1e-10) * 50)
@@ -262,21 +262,21 @@ def test_a_gradient_that_a_cast_rounds_is_told_with_the_line_that_makes_it():
     assert "out(F.log(y * y + 1e-10) * 50)" in found.where
 
 
-# ---- batches of which advice comes
+# ---- batches that advice is based on
 
 
 def with_a_root():
     return calling(lambda F, x, dense, out: out(F.sqrt(F.abs(dense(x)))), *layers(8, 4))
 
 
-def test_a_batch_without_finite_gradients_leaves_the_loss_scale_to_the_others():
+def test_batch_with_nonfinite_gradients_does_not_lower_loss_scale():
     (data, label), good = rows()
     view = amp.xray(with_a_root(), [(data * 0, label), good], LOSS, reference=False)
     first, second = (scale for scale, _ in view.steps)
     assert first < 1 < second == view.scale
 
 
-def test_under_a_trainer_gradients_are_looked_at_in_float32_too():
+def test_nonfinite_float32_gradients_under_trainer_are_noted():
     (data, label), good = rows()
     net = with_a_root()
     trainer = amp.Trainer(net.collect_params(), "sgd", loss_scale="dynamic")
@@ -285,7 +285,7 @@ def test_under_a_trainer_gradients_are_looked_at_in_float32_too():
     assert (view.findings, view.keep, view.left_out) == ([], [], [0])
 
 
-def test_what_is_kept_is_judged_by_all_batches_together():
+def test_keep_is_judged_by_all_batches_together():
     """In one of them almost all numbers of the first layer are 0, which alone would be a fault."""
     def forward(F, x, dense, out):
         h = dense(x)
@@ -296,10 +296,10 @@ def test_what_is_kept_is_judged_by_all_batches_together():
     assert [finding.node for finding in view.findings] == ["net__mulscalar2"]
 
 
-# ---- what is said
+# ---- the report
 
 
-def test_where_nothing_can_be_kept_nothing_is_said_to_be():
+def test_keep_is_empty_if_no_node_helps():
     net = calling(lambda F, x, dense, out: F.exp(F.abs(out(dense(x))) + 12), *layers(8, 4))
     amp.convert(net, amp.Policy("halves", "float16", "float16", output="float16"))
     view = amp.xray(net, rows(), lambda out, label: out.mean(axis=1))
@@ -307,7 +307,7 @@ def test_where_nothing_can_be_kept_nothing_is_said_to_be():
     assert "with nothing to keep, float16 still does not suit: net_exp0" in str(view)
 
 
-def test_where_gradients_fit_a_scale_of_a_few_it_is_told_how_to_give_it():
+def test_gradients_that_fit_small_scale_show_how_to_set_it():
     net = calling(lambda F, x, dense, out: out(dense(x)), *layers(8, 4))
     high = amp.xray(net, rows(), LOSS).loss_scale[1]
     view = amp.xray(net, rows(), lambda out, label: LOSS(out, label) * (high / 4))
