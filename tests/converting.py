@@ -1,4 +1,4 @@
-"""For tests of `convert`: a small network, and what it looks like inside."""
+"""For tests of `convert`: a small network, and inspection of its types and graph."""
 import gluon_amp as amp
 import mxnet as mx
 import numpy as np
@@ -7,7 +7,7 @@ from mxnet.gluon import nn
 
 
 class Net(gluon.HybridBlock):
-    """Features with a norm, and an output."""
+    """Features with a norm, and an output layer."""
 
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
@@ -39,7 +39,7 @@ def types(net):
 
 
 def values(net):
-    """Of the parameters, by name without the net's prefix."""
+    """Values of parameters, by name without the net's prefix."""
     return {name[len(net.prefix):]: p.data().asnumpy() for name, p in net.collect_params().items()}
 
 
@@ -56,13 +56,13 @@ def step(net, x):
 
 
 def mixed(net):
-    """The graph that a GPU would run, its node by name, and the types of its entries."""
+    """The graph for a GPU, its nodes by name, and the types of its entries."""
     graph, variables = net.mixed_graph(["float32"])
     return {n.name: n for n in graph.nodes()}, graph.types(variables)
 
 
 def runs_in(net, name):
-    """The type of the first input of the only node whose name ends so."""
+    """The type of the first input of the only node whose name ends with `name`."""
     nodes, entries = mixed(net)
     (node,) = [n for key, n in nodes.items() if key.endswith(name)]
     return entries[node.inputs[0]]

@@ -1,4 +1,4 @@
-"""A small network for amp.Module and MXNet's, and all that a step of either depends on."""
+"""A small network for amp.Module and mx.mod.Module, and the complete state of either."""
 import gluon_amp as amp
 import mxnet as mx
 import numpy as np
@@ -9,7 +9,7 @@ from mxnet import symbol as S
 OPTIMIZERS = {"sgd": ("sgd", {"learning_rate": 0.1}),
               "momentum": ("sgd", {"learning_rate": 0.1, "momentum": 0.9}),
               "adam": ("adam", {"learning_rate": 0.01})}
-OVERFLOW = 3e38  # a label: the output stays finite, its gradient times the scale is not
+OVERFLOW = 3e38  # a label for which the output is finite and its scaled gradient is not
 TWO = [mx.cpu(0), mx.cpu(1)]
 
 
@@ -18,7 +18,7 @@ def dynamic(initial=1024, maximum=2.0 ** 24, **kwargs):
 
 
 def settled(initial):
-    """A dynamic scale that searches no more, but skips."""
+    """A dynamic scale that skips steps instead of searching."""
     scale = dynamic(initial, maximum=2.0 ** 40)
     scale.settled = True
     return scale
@@ -61,7 +61,7 @@ def learn(mod, data, out_grads=None):
     mod.forward(data, is_train=True)
     mod.backward(out_grads)
     updated = mod.update()
-    nd.waitall()  # MXNet's batch norm writes its averages late, and its Module reads too early
+    nd.waitall()  # MXNet's batch norm writes its averages late, and its Module reads them too early
     return updated
 
 
@@ -78,7 +78,7 @@ def grads(mod):
 
 
 def everything(mod):
-    """All that a step depends on."""
+    """The complete state that a step depends on."""
     scale = mod._step.loss_scale
     return {**values(mod), **dict(enumerate(numbers(mod._updater.states))),
             "scale": [mod.loss_scale, mod.skipped, getattr(scale, "finite_step", 0),

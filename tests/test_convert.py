@@ -1,4 +1,4 @@
-"""`convert` and `restore`: what stays as it was, what is undone, how it hybridizes."""
+"""`convert` and `restore`: unchanged attributes, hybridization, copies, children."""
 import abc
 import copy
 import json
@@ -19,10 +19,10 @@ from mxnet.gluon import nn
 from mxnet_alone import MXNET_ALONE
 from processes import printed
 
-# What stays as it was
+# What convert leaves unchanged
 
 
-def test_a_converted_net_is_still_what_it_was():
+def test_converted_net_keeps_class_names_and_children():
     net = make(prefix="mine_")
     features, shown, names = net.features, repr(net), list(net.collect_params())
     amp.convert(net)
@@ -34,7 +34,7 @@ def test_a_converted_net_is_still_what_it_was():
     assert net.features[1].gamma.name.endswith("gamma")
 
 
-def test_parameters_become_float16_and_those_of_norms_stay_float32():
+def test_parameters_become_float16_except_those_of_norms():
     net = amp.convert(make())
     assert types(net) == {n: "float32" if "batchnorm" in n else "float16"
                           for n in net.collect_params()}
@@ -58,7 +58,7 @@ def test_forward_hooks_still_fire(x):
     assert seen == ["before", (4, 5)]
 
 
-def test_nothing_outside_the_net_is_patched_but_for_bfloat16():
+def test_import_and_convert_patch_only_bfloat16_methods():
     printed(MXNET_ALONE + """
 import numpy as np
 import mxnet as mx
@@ -92,7 +92,7 @@ assert type(stock) is nn.Dense and np.dtype(stock.weight.dtype) == np.float32
 
 @pytest.mark.parametrize("undo", [amp.restore, lambda net: amp.convert(net, "float32")])
 @pytest.mark.parametrize("hybrid", [False, True])
-def test_restore_leaves_nothing_behind(hybrid, undo, x):
+def test_restore_undoes_convert(hybrid, undo, x):
     net = make()
     if hybrid:
         net.hybridize()
@@ -112,7 +112,7 @@ def test_restore_leaves_nothing_behind(hybrid, undo, x):
     step(net, x)
 
 
-def test_restore_of_a_net_that_was_never_converted_does_nothing(x):
+def test_restore_of_unconverted_net_does_nothing(x):
     net = make()
     before = values(net)
     amp.restore(net)
@@ -166,7 +166,7 @@ class Named(Registered, name="mine"):
 
 
 @pytest.mark.parametrize("cls", [Abstract, OfType, WithSlots, Plain, Named])
-def test_a_block_may_have_other_first_bases_and_hooks(cls):
+def test_convert_supports_mixins_slots_and_subclass_hooks(cls):
     net, x = cls(), nd.ones((2, 4))
     net.initialize()
     wanted = net(x).asnumpy()
@@ -178,7 +178,7 @@ def test_a_block_may_have_other_first_bases_and_hooks(cls):
         assert type(amp.restore(made)) is cls
 
 
-def test_a_convert_that_fails_leaves_the_network_as_it_was(x):
+def test_failed_convert_leaves_network_unchanged(x):
     class Unsubclassed(type(nn.HybridBlock)):
         def __new__(mcs, name, bases, contents):
             if any(type(base) is Unsubclassed for base in bases):
@@ -198,7 +198,7 @@ def test_a_convert_that_fails_leaves_the_network_as_it_was(x):
 
 
 class ReadsValues(nn.HybridBlock):
-    """Runs on arrays only, as MXNet's example of embedding learning does."""
+    """Accepts only arrays, as MXNet's example of embedding learning does."""
 
     def __init__(self):
         super().__init__()
@@ -228,7 +228,7 @@ def in_sequence():
 
 @pytest.mark.parametrize("build", [ReadsValues, lambda: AroundOne(ReadsValues()), in_sequence])
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_a_kept_block_that_is_no_graph_runs_imperatively(build, dtype):
+def test_kept_block_that_cannot_be_traced_runs_imperatively(build, dtype):
     weights = []
     for converted in (False, True):
         mx.random.seed(1)
@@ -248,14 +248,14 @@ def test_a_kept_block_that_is_no_graph_runs_imperatively(build, dtype):
         assert np.abs(found - exact).max() <= 4e-3 * np.abs(exact).max()
     kept = {name for name, kind in types(net).items() if kind == "float32"}
     assert {n for n in types(net) if "readsvalues" in n} <= kept
-    assert len(kept) in (2, 3)  # and the factor, which the block around it reads
+    assert len(kept) in (2, 3)  # and the factor of the outer block
     amp.restore(net)
     assert not net._active
     assert net(x.astype("float32")).dtype == np.float32
 
 
 class Round(autograd.Function):
-    """The straight-through estimator. Its forward takes symbols, too."""
+    """The straight-through estimator, whose forward accepts symbols too."""
 
     def forward(self, x):
         return x.round()
@@ -282,7 +282,7 @@ def with_one(inner):
 
 
 @pytest.mark.parametrize("inner", [Quantizes, CallsArrays])
-def test_a_kept_block_that_takes_arrays_alone_trains(inner):
+def test_kept_block_that_accepts_only_arrays_trains(inner):
     net = amp.convert(with_one(inner()), keep=inner)
     trainer = amp.Trainer(net.collect_params(), "sgd")
     with autograd.record():
@@ -293,8 +293,8 @@ def test_a_kept_block_that_takes_arrays_alone_trains(inner):
 
 
 @pytest.mark.parametrize("hybridized", [False, True])
-def test_a_function_of_autograd_in_a_graph_is_an_error(hybridized):
-    """It ended the process."""
+def test_autograd_function_in_graph_is_refused(hybridized):
+    """It would crash the process."""
     net = with_one(Quantizes())
     if hybridized:
         net.hybridize()
@@ -303,7 +303,7 @@ def test_a_function_of_autograd_in_a_graph_is_an_error(hybridized):
         net(nd.ones((3, 5)))
 
 
-def test_a_kept_block_that_was_hybridized_is_a_graph_or_an_error():
+def test_kept_hybridized_block_that_cannot_be_traced_is_refused():
     net = AroundOne(ReadsValues())
     net.initialize()
     net.hybridize()
@@ -313,7 +313,7 @@ def test_a_kept_block_that_was_hybridized_is_a_graph_or_an_error():
 
 
 class UsesInAnotherOrder(gluon.HybridBlock):
-    """Its children are made in another order than the one they run in."""
+    """Its children are created in another order than they run in."""
 
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
@@ -324,7 +324,7 @@ class UsesInAnotherOrder(gluon.HybridBlock):
         return self.last(self.first(x))
 
 
-def test_parameters_of_unknown_sizes_are_drawn_in_the_order_of_a_hybridized_network():
+def test_deferred_parameters_are_drawn_in_order_of_hybridized_network():
     drawn = []
     for converted in (False, True):
         mx.random.seed(1)
@@ -339,7 +339,7 @@ def test_parameters_of_unknown_sizes_are_drawn_in_the_order_of_a_hybridized_netw
         assert np.allclose(drawn[1][name], exact, rtol=1e-3), name
 
 
-def test_another_policy_may_follow_the_first(x):
+def test_another_policy_can_replace_the_first(x):
     net = amp.convert(make())
     net(x)
     amp.convert(net, "mixed_float16")
@@ -369,7 +369,7 @@ def test_apex_levels_name_policies(level, name, x):
 # Hybridizing
 
 
-def test_convert_logs_once_that_it_hybridized(caplog, x):
+def test_convert_logs_hybridization_once(caplog, x):
     caplog.set_level(logging.INFO, "gluon_amp")
     net = make(prefix="net_")
     amp.convert(net)
@@ -387,7 +387,7 @@ def test_convert_logs_once_that_it_hybridized(caplog, x):
     assert not caplog.records
 
 
-def test_hybridize_false_keeps_a_converted_net_working_and_says_so(caplog, x):
+def test_hybridize_false_is_ignored_with_log_message(caplog, x):
     net = amp.convert(make(prefix="net_"))
     before = net(x).asnumpy()
     caplog.set_level(logging.INFO, "gluon_amp")
@@ -399,7 +399,7 @@ def test_hybridize_false_keeps_a_converted_net_working_and_says_so(caplog, x):
 
 @pytest.mark.parametrize("flags", [{}, {"static_alloc": True},
                                    {"static_alloc": True, "static_shape": True}])
-def test_hybridize_takes_its_flags(flags, x):
+def test_hybridize_accepts_flags(flags, x):
     net = amp.convert(make())
     before = net(x).asnumpy()
     net.hybridize(**flags)
@@ -416,7 +416,7 @@ COPIES = [copy.deepcopy, lambda net: pickle.loads(pickle.dumps(net))]
 
 @pytest.mark.parametrize("make_copy", COPIES, ids=["deepcopy", "pickle"])
 @pytest.mark.parametrize("used", [False, True])
-def test_a_copy_computes_the_same_and_is_independent(used, make_copy, x):
+def test_copy_computes_the_same_and_is_independent(used, make_copy, x):
     net = amp.convert(make(), keep=nn.Dense)
     if used:
         step(net, x)
@@ -437,7 +437,7 @@ def test_a_copy_computes_the_same_and_is_independent(used, make_copy, x):
 
 @pytest.mark.parametrize("make_copy", COPIES, ids=["deepcopy", "pickle"])
 @mx.util.use_np
-def test_a_copy_of_a_numpy_network_is_one(make_copy):
+def test_copy_of_numpy_network_is_numpy_network(make_copy):
     net = nn.Dense(3, in_units=2)
     net.initialize()
     x = mx.np.ones((1, 2))
@@ -448,7 +448,7 @@ def test_a_copy_of_a_numpy_network_is_one(make_copy):
 
 
 @pytest.mark.parametrize("make_copy", COPIES, ids=["deepcopy", "pickle"])
-def test_a_copy_lies_on_the_same_devices_and_has_the_gradients(make_copy):
+def test_copy_has_same_devices_and_accumulated_gradients(make_copy):
     devices = [mx.cpu(0), mx.cpu(1)]
     net = nn.Dense(3, in_units=2)
     net.initialize(ctx=devices)
@@ -470,7 +470,7 @@ def test_a_copy_lies_on_the_same_devices_and_has_the_gradients(make_copy):
 
 
 class WithLock(nn.Dense):
-    """A block with something in it that can be neither pickled nor copied."""
+    """A block with an attribute that can be neither pickled nor copied."""
 
     def __init__(self):
         super().__init__(3, in_units=2)
@@ -484,7 +484,7 @@ class WithLock(nn.Dense):
 
 
 @pytest.mark.parametrize("make_copy", COPIES, ids=["deepcopy", "pickle"])
-def test_a_block_that_says_itself_how_it_is_copied_is_copied_so(make_copy):
+def test_copy_uses_getstate_and_setstate_of_block(make_copy):
     net = WithLock()
     net.initialize()
     twin = make_copy(amp.convert(net))
@@ -492,7 +492,7 @@ def test_a_block_that_says_itself_how_it_is_copied_is_copied_so(make_copy):
     assert np.array_equal(twin(nd.ones((1, 2))).asnumpy(), net(nd.ones((1, 2))).asnumpy())
 
 
-def test_a_copy_of_a_plain_block_works():
+def test_copy_of_plain_block_works():
     net = amp.convert(holding(nn.Dense(3, in_units=2), cls=nn.Sequential))
     twin = copy.deepcopy(net)
     assert np.array_equal(twin(nd.ones((1, 2))).asnumpy(), net(nd.ones((1, 2))).asnumpy())
@@ -505,7 +505,7 @@ def test_a_copy_of_a_plain_block_works():
     lambda net: nn.Dense(5, in_units=8, params=net.output.params),
     lambda net: nn.Dense(5, in_units=8, params=net.output.collect_params()),
     lambda net: nn.Dense(5, in_units=8, params=net.output.params, dtype="float16")])
-def test_a_new_block_shares_the_parameters_of_a_converted_one(new, x):
+def test_new_block_shares_parameters_of_converted_block(new, x):
     net = amp.convert(make())
     other = new(net)
     assert other.weight is net.output.weight
@@ -517,14 +517,14 @@ def test_a_new_block_shares_the_parameters_of_a_converted_one(new, x):
     assert np.array_equal(other(features).asnumpy(), net.output(features).asnumpy())
 
 
-def test_a_new_block_of_another_type_is_refused_by_mxnet_as_ever():
+def test_shared_parameters_with_another_type_are_refused_by_mxnet():
     net = amp.convert(make())
     with pytest.raises(AssertionError, match="desired 'float64' vs stored 'float16'"):
         nn.Dense(5, in_units=8, params=net.output.params, dtype="float64")
 
 
-def test_a_tied_output_of_a_converted_network_is_part_of_it(x):
-    """As language models tie their output to their embedding."""
+def test_tied_output_of_converted_network_belongs_to_it(x):
+    """Language models tie their output to their embedding."""
     net = amp.convert(make())
     with net.name_scope():
         net.tied = nn.Dense(5, in_units=8, params=net.output.params)
@@ -534,7 +534,7 @@ def test_a_tied_output_of_a_converted_network_is_part_of_it(x):
                           net.output(nd.ones((2, 8))).asnumpy())
 
 
-# ---- what ordinary scripts do with a block works, or is refused with what to do
+# ---- common uses of a block work, or are refused with a remedy
 
 def new_output(net):
     net.output = nn.Dense(3, in_units=8, prefix="new_")
@@ -551,7 +551,7 @@ def layers():
                                nn.Dense(3, in_units=4)))
 
 
-def test_a_slice_is_a_converted_network_of_the_same_layers(layers):
+def test_slice_is_converted_network_of_same_layers(layers):
     x = nd.ones((2, 5))
     whole = layers(x)
     part = layers[:2]
@@ -563,7 +563,7 @@ def test_a_slice_is_a_converted_network_of_the_same_layers(layers):
     assert type(amp.restore(part)) is nn.HybridSequential
 
 
-def test_a_slice_of_a_kept_network_stays_float32():
+def test_slice_of_kept_network_stays_float32():
     net = holding(nn.Dense(4, in_units=5), nn.Dense(3, in_units=4))
     x = nd.random.normal(shape=(2, 5))
     expected = net[:1](x).asnumpy()
@@ -571,7 +571,7 @@ def test_a_slice_of_a_kept_network_stays_float32():
     np.testing.assert_allclose(net[:1](x).asnumpy(), expected, rtol=1e-6)
 
 
-def test_slices_inside_of_a_network_are_traced_with_it():
+def test_slices_inside_network_are_traced_with_it():
     def forward(F, x, stages):
         for stage in stages[:1]:
             x = F.relu(stage(x))
@@ -583,7 +583,7 @@ def test_slices_inside_of_a_network_are_traced_with_it():
     np.testing.assert_allclose(amp.convert(net)(x).asnumpy(), wide, atol=0.01)
 
 
-def test_the_type_of_a_converted_network_makes_networks_as_before(layers):
+def test_type_of_converted_network_creates_unconverted_networks(layers):
     made = type(layers)(prefix="made_")
     assert type(made) is nn.HybridSequential
     made.add(nn.Dense(2, in_units=5))
@@ -595,7 +595,7 @@ def test_the_type_of_a_converted_network_makes_networks_as_before(layers):
 # New children
 
 
-def test_a_child_that_takes_anothers_place_is_converted_like_the_rest(x):
+def test_replaced_child_is_converted(x):
     net = amp.convert(make())
     assert net(x).shape == (4, 5)
     new_output(net)
@@ -607,7 +607,7 @@ def test_a_child_that_takes_anothers_place_is_converted_like_the_rest(x):
     assert set(types(net).values()) == {"float32"}
 
 
-def test_a_child_deep_inside_that_is_replaced_takes_effect(x):
+def test_replaced_grandchild_takes_effect(x):
     inner = make()
     net = amp.convert(networks.Calling(lambda F, x, inner: inner(x), inner))
     assert net(x).shape == (4, 5)
@@ -617,7 +617,7 @@ def test_a_child_deep_inside_that_is_replaced_takes_effect(x):
 
 @pytest.mark.parametrize("keep", [lambda net: nn.Dense, lambda net: "new|.*dense0",
                                   lambda net: net], ids=["class", "name", "the whole network"])
-def test_what_keep_named_holds_for_new_children(keep, x):
+def test_keep_applies_to_new_children(keep, x):
     net = make()
     amp.convert(net, keep=keep(net))
     new_output(net)
@@ -625,7 +625,7 @@ def test_what_keep_named_holds_for_new_children(keep, x):
     assert net(x).shape == (4, 3)
 
 
-def test_a_child_that_is_added_is_converted(layers):
+def test_added_child_is_converted(layers):
     before = layers(nd.ones((2, 5)))
     layers.add(nn.Dense(7, in_units=3))
     layers[3].initialize()
@@ -634,16 +634,16 @@ def test_a_child_that_is_added_is_converted(layers):
     assert set(types(layers[3]).values()) == {"float16"}
 
 
-def test_a_child_of_another_class_is_refused_as_by_mxnet():
+def test_child_of_another_class_is_refused_as_in_mxnet():
     net = amp.convert(make())
     with pytest.raises(TypeError, match=r"Changing attribute type for output .*Dense.*Conv2D"):
         net.output = nn.Conv2D(3, 1)
 
 
-# A part that is converted alone
+# A part converted alone
 
 
-def test_files_load_through_a_parent_that_is_not_converted(tmp_path, x):
+def test_unconverted_parent_loads_files_into_converted_children(tmp_path, x):
     path = str(tmp_path / "net.params")
     source = make()
     source.save_parameters(path)
@@ -657,7 +657,7 @@ def test_files_load_through_a_parent_that_is_not_converted(tmp_path, x):
         assert np.array_equal(values(net)[name], value.astype(values(net)[name].dtype))
 
 
-def test_files_of_a_parent_that_is_not_converted_are_float32s(tmp_path, x):
+def test_files_of_unconverted_parent_are_float32(tmp_path, x):
     path = str(tmp_path / "net.params")
     net = make(prefix="net_")
     amp.convert(net.features)
@@ -671,7 +671,7 @@ def test_files_of_a_parent_that_is_not_converted_are_float32s(tmp_path, x):
         np.testing.assert_allclose(stock(x).asnumpy(), net(x).asnumpy(), atol=0.01)
 
 
-def test_files_hold_the_weights_of_three_devices_as_they_are(tmp_path):
+def test_saved_weights_of_three_devices_are_exact(tmp_path):
     net = nn.Dense(50, in_units=50)
     net.initialize(ctx=[mx.cpu(i) for i in range(3)])
     amp.convert(net).save_parameters(str(tmp_path / "net.params"))
@@ -679,7 +679,7 @@ def test_files_hold_the_weights_of_three_devices_as_they_are(tmp_path):
     assert np.array_equal(saved, net.weight.data(mx.cpu(0)).asnumpy())
 
 
-def test_a_child_is_replaced_in_a_parent_that_is_not_converted(x):
+def test_child_of_unconverted_parent_can_be_replaced(x):
     net = make()
     amp.convert(net.output)
     assert new_output(net)(x).shape == (4, 3)
@@ -687,7 +687,7 @@ def test_a_child_is_replaced_in_a_parent_that_is_not_converted(x):
         net.output = nn.Conv2D(3, 1)
 
 
-def test_a_child_of_a_derived_class_takes_anothers_place(x):
+def test_child_can_be_replaced_by_derived_class(x):
     class Wider(nn.Dense):
         pass
 
@@ -699,7 +699,7 @@ def test_a_child_of_a_derived_class_takes_anothers_place(x):
 
 
 @pytest.mark.parametrize("change", [amp.restore, lambda b: amp.convert(b, "mixed_float16")])
-def test_a_part_that_is_changed_alone_takes_effect_in_a_network_that_has_run(change, x):
+def test_converting_or_restoring_part_takes_effect_after_first_call(change, x):
     net = amp.convert(make())
     before = net(x).asnumpy()
     change(net.output)
@@ -708,7 +708,7 @@ def test_a_part_that_is_changed_alone_takes_effect_in_a_network_that_has_run(cha
 
 
 @pytest.mark.parametrize("order", ["convert first", "hybridize first", "run first"])
-def test_a_hybridized_parent_of_a_converted_child_says_what_to_convert(order, x):
+def test_hybridized_parent_of_converted_child_is_refused_with_remedy(order, x):
     net = make(prefix="net_")
     if order != "convert first":
         net.hybridize()
@@ -723,7 +723,7 @@ def test_a_hybridized_parent_of_a_converted_child_says_what_to_convert(order, x)
     assert net(x).shape == (4, 5)
 
 
-def test_a_converted_network_gives_the_symbol_that_it_gave(x):
+def test_converted_network_gives_same_symbol(x):
     net = make()
     data = mx.sym.var("data")
     names = net(data).list_arguments()
@@ -735,7 +735,7 @@ def test_a_converted_network_gives_the_symbol_that_it_gave(x):
 
 @pytest.mark.parametrize("before", [[], [True], [True, False]])
 @pytest.mark.parametrize("after", [[], [False], [True], [True, False], [False, True]])
-def test_restore_leaves_the_network_hybridized_as_the_last_call_said(before, after, x):
+def test_restore_follows_last_call_of_hybridize(before, after, x):
     net, plain = make(), make()
     for active in before:
         net.hybridize(active)
@@ -752,7 +752,7 @@ def test_restore_leaves_the_network_hybridized_as_the_last_call_said(before, aft
 
 
 def branches():
-    """Predicts another thing than it trains on, as detectors do."""
+    """A network with other outputs in prediction than in training, as of detectors."""
     def forward(F, x, dense):
         y = dense(x)
         return (y, y * 2) if autograd.is_training() else y * 4
@@ -760,7 +760,7 @@ def branches():
 
 
 @pytest.mark.parametrize("first", ["training", "predicting"])
-def test_a_network_may_ask_whether_it_trains(first):
+def test_network_can_branch_on_is_training(first):
     net = amp.convert(make(branches))
     x = nd.ones((1, 2))
     for training in (first == "training", first != "training", True, False):
@@ -775,7 +775,7 @@ def test_a_network_may_ask_whether_it_trains(first):
                 else out.shape == (1, 3)
 
 
-def test_a_network_may_be_called_with_a_mask_and_without():
+def test_network_can_be_called_with_and_without_mask():
     class Masked(gluon.HybridBlock):
         def __init__(self):
             super().__init__()
@@ -798,7 +798,7 @@ def test_a_network_may_be_called_with_a_mask_and_without():
         np.testing.assert_allclose(out.asnumpy(), plain.asnumpy())
 
 
-def test_types_need_not_be_inferred(x):
+def test_infer_shape_and_infer_type_are_optional(x):
     net = amp.convert(make())
     before = types(net)
     net.infer_shape(x)
@@ -809,7 +809,7 @@ def test_types_need_not_be_inferred(x):
     assert set(before.values()) == {"float16", "float32"}
 
 
-def test_a_network_that_does_not_ask_is_one_operator_of_one_graph(x, monkeypatch):
+def test_network_without_branches_is_one_cached_op(x, monkeypatch):
     made = []
     operator = nd.CachedOp
     monkeypatch.setattr(nd, "CachedOp", lambda *args: made.append(operator(*args)) or made[-1])
@@ -823,7 +823,7 @@ def test_a_network_that_does_not_ask_is_one_operator_of_one_graph(x, monkeypatch
 # Copies
 
 
-def test_a_symbol_block_trains_predicts_and_is_copied(tmp_path, x):
+def test_symbol_block_trains_predicts_and_is_copied(tmp_path, x):
     net = amp.convert(networks.exported(tmp_path))
     step(net, x)
     out = net(x).asnumpy()
@@ -831,7 +831,7 @@ def test_a_symbol_block_trains_predicts_and_is_copied(tmp_path, x):
     assert np.array_equal(pickle.loads(pickle.dumps(net))(x).asnumpy(), out)
 
 
-def test_summary_is_that_of_the_float32_network(capsys, x):
+def test_summary_is_that_of_float32_network(capsys, x):
     net = make()
     net.summary(x)
     expected = capsys.readouterr().out
@@ -846,7 +846,7 @@ def test_summary_is_that_of_the_float32_network(capsys, x):
 
 
 @pytest.mark.parametrize("kind", ["cpu_shared", "cpu_pinned"])
-def test_arrays_of_workers_are_arrays_of_a_cpu(kind, x):
+def test_cpu_shared_and_cpu_pinned_arrays_are_accepted(kind, x):
     net = amp.convert(make())
     there = nd.array(x.asnumpy(), ctx=mx.Context(kind, 0))
     assert np.array_equal(net(there).asnumpy(), net(x).asnumpy())
@@ -856,7 +856,7 @@ def test_arrays_of_workers_are_arrays_of_a_cpu(kind, x):
     step(net, there)
 
 
-def test_an_export_is_of_the_mode_that_ran_last(tmp_path):
+def test_export_writes_the_mode_that_ran_last(tmp_path):
     net = amp.convert(make(branches))
     with autograd.record():
         net(nd.ones((1, 2)))

@@ -13,7 +13,7 @@ from processes import printed
 
 
 @pytest.mark.parametrize("deduplicate", [False, True])
-def test_files_go_from_a_converted_net_to_a_float32_net(deduplicate, tmp_path):
+def test_converted_net_saves_files_for_float32_net(deduplicate, tmp_path):
     net = make(networks.Tied)
     words = nd.array(np.arange(24).reshape(4, 6))
     net(words)
@@ -32,7 +32,7 @@ def test_files_go_from_a_converted_net_to_a_float32_net(deduplicate, tmp_path):
 
 @pytest.mark.parametrize("deduplicate", [False, True])
 @pytest.mark.parametrize("initialized", [False, True])
-def test_files_go_from_a_float32_net_to_a_converted_net(initialized, deduplicate, tmp_path):
+def test_converted_net_loads_files_of_float32_net(initialized, deduplicate, tmp_path):
     words = nd.array(np.arange(24).reshape(4, 6))
     source = make(networks.Tied)
     source(words)
@@ -50,7 +50,7 @@ def test_files_go_from_a_float32_net_to_a_converted_net(initialized, deduplicate
     assert net(words).shape == (4, 6, 50)
 
 
-def test_a_file_of_a_float16_net_loads_too(tmp_path, x):
+def test_converted_net_loads_file_of_float16_net(tmp_path, x):
     source = make()
     source.cast("float16")
     source.save_parameters(str(tmp_path / "net.params"))
@@ -61,7 +61,7 @@ def test_a_file_of_a_float16_net_loads_too(tmp_path, x):
     assert net(x).dtype == np.float32
 
 
-def test_a_plain_block_saves_float32(tmp_path, x):
+def test_plain_block_saves_float32(tmp_path, x):
     net = make(networks.Plain)
     amp.convert(net)(x)
     net.save_parameters(str(tmp_path / "net.params"))
@@ -78,7 +78,7 @@ def cut(path, *_):
 @pytest.mark.parametrize("write", [
     lambda net, folder: net.save_parameters(str(folder / "net.params")),
     lambda net, folder: net.export(str(folder / "net"))], ids=["save_parameters", "export"])
-def test_a_file_cut_in_the_middle_is_never_left(write, tmp_path, monkeypatch, x):
+def test_interrupted_save_leaves_no_truncated_file(write, tmp_path, monkeypatch, x):
     net = amp.convert(make())
     net(x)
     monkeypatch.setattr(mx.nd, "save", cut)
@@ -109,7 +109,7 @@ assert "gluon_amp" not in sys.modules
 
 
 @pytest.mark.parametrize("policy", ["float16", "mixed_float16", "pure_float16"])
-def test_an_export_runs_where_gluon_amp_is_not(policy, tmp_path, x):
+def test_export_runs_without_gluon_amp(policy, tmp_path, x):
     net = make()
     amp.convert(net, policy, keep=net.output)
     step(net, x)
@@ -125,7 +125,7 @@ def test_an_export_runs_where_gluon_amp_is_not(policy, tmp_path, x):
 
 
 @pytest.mark.parametrize("kept", [True, False])
-def test_an_export_of_a_loop_bears_no_trace_of_gluon_amp(kept, tmp_path, rng):
+def test_export_of_loop_contains_no_trace_of_gluon_amp(kept, tmp_path, rng):
     net = make(networks.Loop)
     amp.convert(net, keep=[net.cell] * kept)
     net(*networks.OTHERS["loop"][1](rng))
@@ -142,7 +142,7 @@ def test_an_export_of_a_loop_bears_no_trace_of_gluon_amp(kept, tmp_path, rng):
                                rtol=0.02, atol=0.01)
 
 
-def test_an_export_for_gpus_keeps_the_casts(tmp_path, x):
+def test_export_for_gpus_keeps_casts(tmp_path, x):
     net = amp.convert(make())
     net(x)
     net.export(str(tmp_path / "net"), remove_amp_cast=False)
@@ -153,7 +153,7 @@ def test_an_export_for_gpus_keeps_the_casts(tmp_path, x):
     assert {n for n, t in kinds.items() if t == np.float32} == {n for n in kinds if "norm" in n}
 
 
-def test_export_before_a_forward_pass_says_what_to_do(tmp_path):
+def test_export_before_forward_pass_is_refused_with_remedy(tmp_path):
     with pytest.raises(RuntimeError, match="run net on data once"):
         amp.convert(make(prefix="net_")).export(str(tmp_path / "net"))
     assert not list(tmp_path.iterdir())

@@ -22,7 +22,7 @@ def test_ids_are_never_rounded(policy, dtype):
     assert np.array_equal(out, ids % 1000)
 
 
-def test_an_integer_input_may_be_an_output():
+def test_integer_input_can_be_an_output():
     net = networks.Calling(lambda F, ids, embed: (embed(ids), ids + 1), nn.Embedding(10, 4))
     net.initialize()
     amp.convert(net)
@@ -31,7 +31,7 @@ def test_an_integer_input_may_be_an_output():
     assert ids.dtype == np.int32
 
 
-# Numbers beyond float16
+# Numbers outside the range of float16
 
 
 def with_a_large_bias(largest):
@@ -41,7 +41,7 @@ def with_a_large_bias(largest):
 
 
 @pytest.mark.parametrize("policy", ["float16", "pure_float16"])
-def test_a_parameter_that_float16_cannot_hold_stays_float32_and_is_named(policy, caplog):
+def test_parameter_beyond_float16_stays_float32_and_is_logged(policy, caplog):
     net = amp.convert(with_a_large_bias(65520), policy)
     assert net[0].bias.data().asnumpy()[2] == -65520
     assert "dense0_bias (up to 65520)" in caplog.text.replace(net[0].prefix, "dense0_")
@@ -51,13 +51,13 @@ def test_a_parameter_that_float16_cannot_hold_stays_float32_and_is_named(policy,
 
 
 @pytest.mark.parametrize("largest", [65519, float("inf"), float("nan")])
-def test_a_parameter_that_loses_nothing_becomes_float16(largest, caplog):
+def test_parameter_within_float16_or_nonfinite_becomes_float16(largest, caplog):
     net = amp.convert(with_a_large_bias(largest))
     assert net[0].bias.dtype == "float16"
     assert "stay float32" not in caplog.text
 
 
-def test_numbers_beyond_float16_are_not_loaded_into_float16(tmp_path):
+def test_loading_numbers_beyond_float16_is_refused(tmp_path):
     path = str(tmp_path / "net.params")
     with_a_large_bias(1e5).save_parameters(path)
     net = amp.convert(with_a_large_bias(3))
@@ -72,7 +72,7 @@ def test_numbers_beyond_float16_are_not_loaded_into_float16(tmp_path):
 
 
 class MyNorm(nn.LayerNorm):
-    """A user's own norm."""
+    """A norm defined by the user."""
 
 
 NORMS = {"BatchNorm": nn.BatchNorm, "SyncBatchNorm": lambda: gluon.contrib.nn.SyncBatchNorm(
@@ -93,7 +93,7 @@ def test_norms_of_all_kinds_stay_float32(name, cls, x):
     assert np.isfinite(net(x).asnumpy()).all()
 
 
-def test_norms_in_a_symbol_block_stay_float32(tmp_path, x):
+def test_norms_in_symbol_block_stay_float32(tmp_path, x):
     source = holding(nn.Conv2D(4, 3, prefix="c_"), nn.BatchNorm(prefix="one_"),
                      nn.LayerNorm(prefix="two_"), nn.GroupNorm(2, prefix="three_"),
                      nn.InstanceNorm(prefix="four_"), nn.Dense(3, prefix="d_"))
@@ -109,7 +109,7 @@ def test_norms_in_a_symbol_block_stay_float32(tmp_path, x):
 
 
 class OwnBatchNorm(gluon.HybridBlock):
-    """Calls the operator itself; its statistics are only told apart by grad_req."""
+    """Calls the BatchNorm operator; only grad_req distinguishes its statistics."""
 
     def __init__(self, **kwargs):
         super().__init__()
@@ -126,7 +126,7 @@ class OwnBatchNorm(gluon.HybridBlock):
 
 
 @pytest.mark.parametrize("kwargs", [{"differentiable": False}, {}])
-def test_a_batch_norm_that_the_user_calls_works(kwargs, rng):
+def test_batch_norm_operator_called_by_user_works(kwargs, rng):
     x = nd.array(rng.standard_normal((8, 6)))
     net = make(OwnBatchNorm, **kwargs)
     net.hybridize()
@@ -143,7 +143,7 @@ def test_a_batch_norm_that_the_user_calls_works(kwargs, rng):
 @pytest.mark.parametrize("keep", [lambda net: net.output, lambda net: [net.output],
                                   lambda net: nn.Dense, lambda net: {nn.Dense},
                                   lambda net: ".*dense0", lambda net: [".*conv0", "net_dense0"]])
-def test_what_is_kept_stays_float32(keep, x):
+def test_kept_parts_stay_float32(keep, x):
     net = make(prefix="net_")
     keep = keep(net)
     amp.convert(net, keep=keep)
@@ -155,7 +155,7 @@ def test_what_is_kept_stays_float32(keep, x):
     assert types(net.features[0]) == dict.fromkeys(types(net.features[0]), conv)
 
 
-def test_a_kept_block_keeps_what_is_in_it(x):
+def test_kept_block_keeps_its_children(x):
     net = make()
     amp.convert(net, keep=net.features)
     net(x)
@@ -164,14 +164,14 @@ def test_a_kept_block_keeps_what_is_in_it(x):
     assert runs_in(net, "dense0_fwd") == "float16"
 
 
-def test_a_kept_net_computes_as_in_float32(x):
+def test_kept_net_computes_as_in_float32(x):
     net = make()
     wide = net(x).asnumpy()
     np.testing.assert_allclose(amp.convert(net, keep=net)(x).asnumpy(), wide, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("policy", ["mixed_float16", "pure_float16"])
-def test_keep_holds_under_other_policies(policy, x):
+def test_keep_applies_under_other_policies(policy, x):
     net = make()
     amp.convert(net, policy, keep=net.output)
     net(x)
@@ -179,7 +179,7 @@ def test_keep_holds_under_other_policies(policy, x):
     assert set(types(net.output).values()) == {"float32"}
 
 
-def test_nodes_of_a_symbol_block_are_kept_by_name(tmp_path, rng):
+def test_nodes_of_symbol_block_are_kept_by_name(tmp_path, rng):
     net = amp.convert(networks.exported(tmp_path), keep=".*dense0_fwd")
     net(networks.images(8)(rng)[0])
     kinds = types(net)
@@ -189,7 +189,7 @@ def test_nodes_of_a_symbol_block_are_kept_by_name(tmp_path, rng):
     assert runs_in(net, "conv0_fwd") == "float16"
 
 
-def test_keep_in_a_symbol_block_names_near_nodes(tmp_path):
+def test_unknown_keep_in_symbol_block_names_similar_nodes(tmp_path):
     with pytest.raises(ValueError, match=r"matches nothing.*exported_dense0_fwd"):
         amp.convert(networks.exported(tmp_path), keep="exported_dense1_fwd")
 
@@ -198,7 +198,7 @@ def test_keep_in_a_symbol_block_names_near_nodes(tmp_path):
 
 
 @pytest.mark.parametrize("kept", ["embed", "out"])
-def test_a_shared_parameter_is_float32_if_one_of_its_blocks_is(kept, rng):
+def test_shared_parameter_is_float32_if_one_of_its_blocks_is(kept, rng):
     net = make(networks.Tied)
     amp.convert(net, keep=getattr(net, kept))
     assert net.embed.weight is net.out.weight
@@ -208,7 +208,7 @@ def test_a_shared_parameter_is_float32_if_one_of_its_blocks_is(kept, rng):
     assert runs_in(net, "dense1_fwd") == ("float32" if kept == "out" else "float16")
 
 
-def test_a_parameter_shared_with_a_plain_block_stays_float32():
+def test_parameter_shared_with_plain_block_stays_float32():
     class Shares(gluon.Block):
         def __init__(self):
             super().__init__()
@@ -227,7 +227,7 @@ def test_a_parameter_shared_with_a_plain_block_stays_float32():
 # Parameters of other kinds
 
 
-def test_an_embedding_of_sparse_gradients_stays_float32_and_trains():
+def test_embedding_with_sparse_gradients_stays_float32_and_trains():
     net = holding(nn.Embedding(50, 4, sparse_grad=True), nn.Dense(3))
     amp.convert(net)
     assert set(types(net[0]).values()) == {"float32"}
@@ -252,7 +252,7 @@ class WithConstant(gluon.HybridBlock):
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_a_constant_parameter_works(when):
+def test_constant_parameter_works(when):
     net = WithConstant([1, 2, 3])
     if when == "before":
         amp.convert(net)
@@ -265,7 +265,7 @@ def test_a_constant_parameter_works(when):
     assert np.array_equal(net(nd.ones((2, 3)))[0].asnumpy(), [[2, 3, 4]] * 2)
 
 
-def test_a_constant_of_ids_is_never_rounded():
+def test_constant_ids_are_never_rounded():
     net = WithConstant([1, 2049, 2999])
     net.initialize()
     net.embed.weight.set_data(nd.arange(3000).reshape((3000, 1)) % 1000)
@@ -290,17 +290,17 @@ def test_integer_parameters_keep_their_type():
     assert np.dtype(amp.restore(net).ids.dtype) == np.int32
 
 
-# First values
+# Initial values
 
 
 @pytest.mark.parametrize("again", [False, True])
 @pytest.mark.parametrize("of", [lambda net: net, lambda net: net.collect_params()],
                          ids=["network", "parameters"])
-def test_parameters_draw_a_float32_networks_values(of, again):
+def test_initial_values_match_float32_network(of, again):
     drawn = []
     for policy in ("float32", "float16"):
         net = nn.HybridSequential()
-        net.add(nn.Dense(4, in_units=3), nn.LayerNorm(), nn.Dense(2))  # one of unknown size
+        net.add(nn.Dense(4, in_units=3), nn.LayerNorm(), nn.Dense(2))  # deferred size
         if again:
             net.initialize()
         amp.convert(net, policy)
@@ -315,18 +315,18 @@ def test_parameters_draw_a_float32_networks_values(of, again):
     assert all(np.array_equal(half[name], value) for name, value in rounded(exact).items())
 
 
-# ---- what is refused, and trainers that must be made anew
+# ---- refused calls, and trainers that must be replaced
 
-# What is refused
+# Refused calls
 
 
 @pytest.mark.parametrize("thing", [3, None, "resnet18_v1", [nn.Dense(3)]])
-def test_what_is_no_block_is_refused(thing):
+def test_convert_of_other_objects_is_refused(thing):
     with pytest.raises(TypeError, match=f"takes a gluon Block.*{type(thing).__name__}"):
         amp.convert(thing)
 
 
-def test_a_symbol_is_sent_to_convert_symbol():
+def test_convert_of_symbol_names_convert_symbol():
     with pytest.raises(TypeError, match=r"gluon_amp\.convert_symbol"):
         amp.convert(mx.sym.var("x"))
 
@@ -336,7 +336,7 @@ def test_a_symbol_is_sent_to_convert_symbol():
     (lambda F, x: x if x.sum() > 0 else -x, "bool"),
     (lambda F, x: x * float(x.sum().asscalar()), "asscalar"),
     (lambda F, x: F.array([1, 2, 3, 4]) + x, "array")], ids=["shape", "bool", "value", "array"])
-def test_a_network_that_is_no_graph_says_what_to_make_of_it(forward, message):
+def test_network_that_cannot_be_traced_is_refused_with_remedy(forward, message):
     net, x = nn.HybridLambda(forward), mx.nd.ones((2, 4))
     net(x)
     amp.convert(net)
@@ -348,7 +348,7 @@ def test_a_network_that_is_no_graph_says_what_to_make_of_it(forward, message):
     lambda net, x: net.hybridize(backend="MKLDNN"),
     lambda net, x: net.optimize_for(x, backend="MKLDNN")])
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_a_backends_graph_is_refused(ask, when, x):
+def test_backend_graph_is_refused(ask, when, x):
     net = make()
     net(x)
     calls = [lambda: ask(net, x), lambda: amp.convert(net)]
@@ -363,7 +363,7 @@ def test_a_backends_graph_is_refused(ask, when, x):
 
 
 @pytest.mark.parametrize("policy", ["fp16", "Float16", None, 16])
-def test_an_unknown_policy_lists_the_valid_ones(policy):
+def test_unknown_policy_lists_valid_ones(policy):
     net = make()
     with pytest.raises(ValueError, match="unknown policy") as caught:
         amp.convert(net, policy)
@@ -382,7 +382,7 @@ def test_an_unknown_policy_lists_the_valid_ones(policy):
     ("*dense", r"keep: '\*dense' is not a regular expression"),
     *((keep, "keep takes blocks, classes of blocks and regular")
       for keep in ([3], [None], [int], 3))])
-def test_keep_that_names_nothing_of_the_network_is_refused(keep, said):
+def test_keep_that_matches_nothing_is_refused(keep, said):
     net = make(prefix="net_")
     with pytest.raises((ValueError, TypeError), match=said):
         amp.convert(net, keep=keep)
@@ -391,7 +391,7 @@ def test_keep_that_names_nothing_of_the_network_is_refused(keep, said):
 
 
 class Products(gluon.HybridBlock):
-    """A product of its inputs, and a parameter of its own."""
+    """A product of its inputs and of its own parameter."""
 
     def __init__(self, **names):
         super().__init__(**names)
@@ -411,7 +411,7 @@ class Outside(gluon.Block):
 
 
 @pytest.mark.parametrize("wrap", [lambda net: net, Outside])
-def test_keep_names_operators_of_a_network_that_has_not_run(wrap):
+def test_keep_matches_operators_before_first_call(wrap):
     x, other = nd.ones((1, 1, 70000)), nd.ones((1, 70000, 1))
     for keep, result in ((["net_batch_dot0", "net_broadcast_mul0"], 70000), ([], np.inf)):
         net = wrap(Products(prefix="net_"))
@@ -422,7 +422,7 @@ def test_keep_names_operators_of_a_network_that_has_not_run(wrap):
         amp.convert(wrap(Products(prefix="net_")), keep=["net_batch_dot1"])
 
 
-def test_float64_parameters_are_named():
+def test_float64_parameters_are_refused_by_name():
     net = make()
     net.output.cast("float64")
     with pytest.raises(ValueError, match=r"float64: .*dense0_weight, .*dense0_bias"):
@@ -430,7 +430,7 @@ def test_float64_parameters_are_named():
     assert type(net) is Net
 
 
-def test_a_net_cast_by_hand_to_float16_is_mended(x):
+def test_net_cast_to_float16_by_hand_is_corrected(x):
     net = make()
     net.cast("float16")
     net.features[1].gamma.cast("float16")
@@ -456,7 +456,7 @@ def train_on(devices, net, trainer, x):
 
 
 @pytest.mark.parametrize("devices", DEVICES, ids=["one", "two"])
-def test_a_trainer_that_has_stepped_makes_convert_raise(devices, x):
+def test_convert_after_step_of_trainer_is_refused(devices, x):
     net = Net()
     net.initialize(ctx=devices)
     trainer = gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.1})
@@ -471,7 +471,7 @@ def test_a_trainer_that_has_stepped_makes_convert_raise(devices, x):
 
 
 @pytest.mark.parametrize("devices", DEVICES, ids=["one", "two"])
-def test_a_trainer_that_has_not_stepped_may_wait(devices, x):
+def test_convert_before_first_step_of_trainer_is_allowed(devices, x):
     net = Net()
     net.initialize(ctx=devices)
     trainer = gluon.Trainer(net.collect_params(), "sgd",
@@ -480,7 +480,7 @@ def test_a_trainer_that_has_not_stepped_may_wait(devices, x):
     before = values(net)["dense0_weight"]
     train_on(devices, net, trainer, x)
     assert (values(net)["dense0_weight"] != before).any()
-    amp.convert(net)  # the same types
+    amp.convert(net)  # no type changes
     kinds = types(net)
     for undo in (amp.restore, lambda n: amp.convert(n, "mixed_float16"),
                  lambda n: amp.convert(n, keep=n.output)):
@@ -490,7 +490,7 @@ def test_a_trainer_that_has_not_stepped_may_wait(devices, x):
     train_on(devices, net, trainer, x)
 
 
-def test_a_new_trainer_lets_a_trained_net_be_restored(x):
+def test_restore_is_allowed_after_new_trainer(x):
     net = amp.convert(make())
     trainer = gluon.Trainer(net.collect_params(), "sgd", {"multi_precision": True})
     train_on([mx.cpu()], net, trainer, x)
@@ -510,7 +510,7 @@ def test_a_new_trainer_lets_a_trained_net_be_restored(x):
     ({"rescale_grad": 1 / 128}, ["no float32 master weights"]),
     ({"multi_precision": True, "rescale_grad": 1 / 128}, [])])
 @pytest.mark.filterwarnings("ignore:Accumulating with float16:UserWarning")
-def test_a_plain_trainer_of_a_converted_network_is_one_warning(arguments, said, caplog):
+def test_gluon_trainer_of_converted_network_warns_once(arguments, said, caplog):
     net = nn.Dense(3, in_units=4)
     net.initialize()
     amp.convert(net)
@@ -527,7 +527,7 @@ def test_a_plain_trainer_of_a_converted_network_is_one_warning(arguments, said, 
 
 
 @pytest.mark.parametrize("pair", [False, True])
-def test_a_trainer_that_scales_is_no_warning(pair, caplog):
+def test_trainer_with_loss_scale_does_not_warn(pair, caplog):
     net = nn.Dense(3, in_units=4)
     net.initialize()
     amp.convert(net)

@@ -1,4 +1,4 @@
-"""`gluon-amp doctor`: what it finds out about the machine."""
+"""`gluon-amp doctor`: its report about the machine."""
 import json
 import shutil
 import subprocess
@@ -22,7 +22,7 @@ P100 = GPU("Tesla P100-PCIE-16GB", (6, 0), 17_071_734_784)
 @pytest.mark.parametrize(("major", "minor", "served"), [
     (3, 7, False), (5, 0, True), (5, 2, True), (6, 1, True), (7, 0, True), (7, 5, True),
     (8, 0, True), (8, 6, True), (8, 9, True), (9, 0, False), (10, 0, False), (12, 0, False)])
-def test_gpus_that_mxnets_cuda_builds_have_code_for(major, minor, served):
+def test_compute_capabilities_supported_by_mxnet_cuda_builds(major, minor, served):
     assert GPU("", (major, minor), 0).served is served
 
 
@@ -75,12 +75,12 @@ def driver(tmp_path, monkeypatch):
     return install
 
 
-def test_gpus_are_those_that_the_driver_shows(driver):
+def test_gpus_are_those_of_driver(driver):
     driver()
     assert gpus() == [T4, H100]
 
 
-def test_a_driver_that_fails_is_told_with_its_error(driver):
+def test_driver_error_is_reported(driver):
     driver(memory=2)
     with pytest.raises(OSError, match="cuDeviceTotalMem_v2 fails with error 2"):
         gpus()
@@ -89,12 +89,12 @@ def test_a_driver_that_fails_is_told_with_its_error(driver):
         gpus()
 
 
-def test_a_driver_without_a_gpu(driver):
+def test_driver_without_gpu_is_reported(driver):
     driver(init=100)
     assert examine()["why_no_gpus"] == "the NVIDIA driver shows no GPU"
 
 
-def test_no_driver(monkeypatch):
+def test_missing_driver_is_reported(monkeypatch):
     monkeypatch.setattr(doctor, "_DRIVER", "libcuda-of-nobody.so.1")
     assert examine()["why_no_gpus"] == "no NVIDIA driver (libcuda-of-nobody.so.1) is installed"
 
@@ -103,11 +103,11 @@ def test_no_driver(monkeypatch):
     ("Tesla P100", (6, 0), []), ("GTX 1650", (7, 5), []), ("Tesla V100", (7, 0), ["float16"]),
     ("A100", (8, 0), ["float16", "TF32", "bfloat16"]),
     ("RTX 4090", (8, 9), ["float16", "TF32", "bfloat16", "float8"])])
-def test_which_formats_a_gpu_multiplies(name, capability, formats):
+def test_matrix_formats_of_gpu(name, capability, formats):
     assert GPU(name, capability, 0).formats == formats
 
 
-def test_tf32_is_said_where_a_gpu_has_it(monkeypatch):
+def test_tf32_is_reported_for_gpus_that_have_it(monkeypatch):
     a100 = GPU("NVIDIA A100-SXM4-40GB", (8, 0), 40 * 10 ** 9)
     text = describe(machine(monkeypatch, a100, cuda=True))
     assert "they have float16, TF32, bfloat16; MXNet 1.9.1 uses float16 and TF32" in text
@@ -116,12 +116,12 @@ def test_tf32_is_said_where_a_gpu_has_it(monkeypatch):
     assert "float32 products are float32's on every GPU" in describe(examine())
 
 
-def test_the_version_of_cudnn():
+def test_cudnn_version_number_is_decoded():
     assert [version_of_cudnn(n) for n in (7605, 8500, 8907)] == ["7.6.5", "8.5.0", "8.9.7"]
 
 
 def machine(monkeypatch, *found, cuda, error=None):
-    """The facts on a machine with these GPUs, where a step on any of them succeeds, or not."""
+    """The facts on a machine with these GPUs, on which a step succeeds or fails with `error`."""
     features = [f for f in mx.runtime.feature_list() if f.name not in ("CUDA", "CUDNN")]
     features += [type("Feature", (), {"name": n, "enabled": cuda}) for n in ("CUDA", "CUDNN")]
     step = doctor._error_of_a_step
@@ -132,7 +132,7 @@ def machine(monkeypatch, *found, cuda, error=None):
     return examine()
 
 
-def test_a_gpu_with_a_cpu_build_is_pointed_out_with_the_way_to_use_it(monkeypatch):
+def test_unused_gpu_with_cpu_build_is_noted_with_remedy(monkeypatch):
     facts = machine(monkeypatch, T4, cuda=False)
     assert [d["device"] for d in facts["devices"]] == ["cpu"]
     (note,) = facts["notes"]
@@ -140,7 +140,7 @@ def test_a_gpu_with_a_cpu_build_is_pointed_out_with_the_way_to_use_it(monkeypatc
     assert "pip uninstall -y mxnet; pip install 'gluon-amp[cu112]'" in note
 
 
-def test_a_gpu_that_the_build_does_not_serve_is_pointed_out(monkeypatch):
+def test_gpu_unsupported_by_build_is_noted(monkeypatch):
     facts = machine(monkeypatch, H100, cuda=True)
     assert [d["device"] for d in facts["devices"]] == ["cpu"]
     assert facts["trains"]
@@ -149,7 +149,7 @@ def test_a_gpu_that_the_build_does_not_serve_is_pointed_out(monkeypatch):
     assert "float16 runs on the CPU" in note
 
 
-def test_served_gpus_come_first_each_under_its_own_number(monkeypatch):
+def test_supported_gpus_are_first_and_keep_their_ids(monkeypatch):
     facts = machine(monkeypatch, H100, T4, P100, cuda=True)
     first = describe(facts).splitlines()[0]
     assert first.startswith("float16 trains here: on gpu(1) (Tesla T4, Tensor Cores) and gpu(2) "
@@ -158,21 +158,21 @@ def test_served_gpus_come_first_each_under_its_own_number(monkeypatch):
                for note in facts["notes"])
 
 
-def test_a_gpu_on_which_the_step_fails_leaves_the_cpu(monkeypatch):
+def test_cpu_is_used_if_step_on_gpu_fails(monkeypatch):
     facts = machine(monkeypatch, T4, cuda=True, error="out of memory")
     assert facts["trains"]
     assert facts["notes"] == ["not on gpu(0): out of memory"]
     assert describe(facts).startswith("float16 trains here: on the CPU (")
 
 
-def test_the_version_of_a_cuda_builds_cudnn(monkeypatch):
+def test_cudnn_version_of_cuda_build(monkeypatch):
     assert machine(monkeypatch, T4, cuda=False)["cudnn"] is None
     assert machine(monkeypatch, T4, cuda=True)["cudnn"] == "of unknown version"
     monkeypatch.setattr(mx.base._LIB, "cudnnGetVersion", lambda: 8500, raising=False)
     assert machine(monkeypatch, T4, cuda=True)["cudnn"] == "8.5.0"
 
 
-def test_a_cuda_build_without_a_gpu_runs_on_the_cpu(monkeypatch):
+def test_cuda_build_without_gpu_runs_on_cpu(monkeypatch):
     (note,) = machine(monkeypatch, cuda=True)["notes"]
     assert "CUDA build, and there is no GPU" in note
 
@@ -180,7 +180,7 @@ def test_a_cuda_build_without_a_gpu_runs_on_the_cpu(monkeypatch):
 # ---- this machine
 
 
-def test_float16_trains_here_as_text_and_as_json():
+def test_report_as_text_and_as_json():
     facts = examine()
     assert json.loads(json.dumps(facts)) == facts
     assert facts["trains"]
@@ -194,7 +194,7 @@ def test_float16_trains_here_as_text_and_as_json():
         assert fact in text
 
 
-def test_kernels_that_do_not_load_are_the_reason_why_float16_does_not_train(monkeypatch):
+def test_missing_kernels_are_the_reason(monkeypatch):
     def fails():
         raise amp.KernelError("gluon_amp's CPU kernels are missing: rebuild them")
     monkeypatch.setattr(library, "load", fails)
@@ -207,7 +207,7 @@ def test_kernels_that_do_not_load_are_the_reason_why_float16_does_not_train(monk
     assert "CPU kernels  do not load" in lines
 
 
-def test_a_step_that_mxnet_refuses_is_told_without_its_traceback(monkeypatch):
+def test_mxnet_error_is_reported_without_traceback(monkeypatch):
     def refuses(net):
         raise mx.MXNetError('Traceback (most recent call last):\n  File "../src/operator/nn/./../'
                             'linalg_impl.h", line 166\nMXNetError: FP16 gemm on cpu not '
@@ -216,7 +216,7 @@ def test_a_step_that_mxnet_refuses_is_told_without_its_traceback(monkeypatch):
     assert examine()["reason"] == "FP16 gemm on cpu not implemented!"
 
 
-def test_a_step_that_computes_something_else_is_none(monkeypatch):
+def test_wrong_result_of_step_is_the_reason(monkeypatch):
     monkeypatch.setattr(doctor, "convert", lambda net: net)
     assert examine()["reason"] == "a step gave a weight 0.9375 of float32; 0.9375 of float16 " \
                                   "would be right"
@@ -228,7 +228,7 @@ def test_a_step_that_computes_something_else_is_none(monkeypatch):
     (lambda: nd.Pooling(nd.ones((1, 1, 2, 2)), kernel=(3, 3), pool_type="max"),
      "kernel size (3) exceeds input (2 padded to 2)"),
 ])
-def test_what_mxnet_says_is_told_in_a_line(fails, said, monkeypatch):
+def test_mxnet_error_is_one_line(fails, said, monkeypatch):
     monkeypatch.setattr(doctor, "convert", lambda net: fails())
     assert examine()["reason"] == said
 
@@ -237,7 +237,7 @@ def test_what_mxnet_says_is_told_in_a_line(fails, said, monkeypatch):
     (None, "unset (1)", "looks for its fastest algorithms in a limited workspace"),
     ("0", "0  ", "does not look"), ("false", "false", "does not look"),
     ("2", "2  ", "whatever workspace"), ("7", "7", "")])
-def test_variables_are_told_with_what_they_do(monkeypatch, value, shown, meaning):
+def test_environment_variables_are_explained(monkeypatch, value, shown, meaning):
     name = "MXNET_CUDNN_AUTOTUNE_DEFAULT"
     monkeypatch.delenv(name, raising=False)
     if value is not None:
@@ -251,7 +251,7 @@ def test_variables_are_told_with_what_they_do(monkeypatch, value, shown, meaning
     assert line.endswith(variable["meaning"])
 
 
-def test_a_gpu_trace_without_the_cuda_wheel_says_how_to_get_it(tmp_path, monkeypatch, capsys):
+def test_gpu_trace_without_cuda_wheel_names_download_command(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("GLUON_AMP_CACHE", str(tmp_path))
     assert cli.main(["doctor", "--gpu-trace", "resnet18_v1"]) == 1
     said = capsys.readouterr().err
@@ -260,7 +260,7 @@ def test_a_gpu_trace_without_the_cuda_wheel_says_how_to_get_it(tmp_path, monkeyp
     assert said.count("\n") == 1
 
 
-def test_the_doctor_says_that_rnns_do_not_run_on_tensor_cores(tmp_path, capsys):
+def test_doctor_reports_rnns_off_tensor_cores(tmp_path, capsys):
     x = mx.sym.swapaxes(mx.sym.var("data"), 0, 1)
     out = mx.sym.RNN(x, mx.sym.var("weight"), mx.sym.zeros((1, 2, 8)), mode="gru", state_size=8,
                      num_layers=1)

@@ -1,4 +1,4 @@
-"""amp.Module: MXNet's own, with float16 on CPUs and loss scaling, which changes nothing else."""
+"""amp.Module: MXNet's Module with float16 on CPUs and loss scaling; all else is unchanged."""
 import logging
 import re
 
@@ -30,13 +30,13 @@ from modules import (
 from mxnet import gluon, nd
 from mxnet import symbol as S
 
-# ---- scaling changes nothing but what underflows
+# ---- scaling changes only gradients that underflow
 
 @pytest.mark.parametrize("scale", [None, 1, 2.0 ** 20, 2.0 ** -6, "dynamic",
                                    dynamic(8, growth_interval=3)])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("context", [mx.cpu(), TWO], ids=["one", "two"])
-def test_a_float32_symbol_trains_bit_by_bit_as_with_mxnets_module(scale, optimizer, context):
+def test_float32_training_matches_mxnet_module_bitwise(scale, optimizer, context):
     mod = made(net(None), optimizer=optimizer, context=context, loss_scale=scale)
     stock = made(net(None), mx.mod.Module, optimizer, context=context)
     train(mod)
@@ -49,7 +49,7 @@ def test_a_float32_symbol_trains_bit_by_bit_as_with_mxnets_module(scale, optimiz
 @pytest.mark.parametrize("head", [S.LinearRegressionOutput, S.LogisticRegressionOutput,
                                   S.MAERegressionOutput])
 @pytest.mark.parametrize("context", [mx.cpu(), TWO], ids=["one", "two"])
-def test_float16_learns_what_float32_learns(scale, head, context):
+def test_float16_training_matches_float32(scale, head, context):
     mod = made(net(head=head), context=context, loss_scale=scale)
     stock = made(net(None, head), mx.mod.Module, context=context)
     before = values(stock)
@@ -59,7 +59,7 @@ def test_float16_learns_what_float32_learns(scale, head, context):
     check_moved_alike(mod, stock, before)
 
 
-def test_small_gradients_underflow_without_a_scale_and_not_with_one():
+def test_small_gradients_underflow_only_without_scale():
     def moved(policy, scale):
         sym = S.LinearRegressionOutput(body(), grad_scale=1e-9, name="head")
         mod = made(amp.convert_symbol(sym, policy), optimizer=("sgd", {"learning_rate": 1e8}),
@@ -75,7 +75,7 @@ def test_small_gradients_underflow_without_a_scale_and_not_with_one():
 
 @pytest.mark.parametrize("policy", [None, "float16"])
 @pytest.mark.parametrize("train_mode", [True, False])
-def test_masked_logits_of_minus_infinity_stay_a_softmax(policy, train_mode):
+def test_softmax_of_logits_masked_with_minus_infinity(policy, train_mode):
     sym = S.SoftmaxOutput(S.broadcast_add(S.var("data"), S.var("mask", shape=(1, 3))), name="head")
     sym = amp.convert_symbol(sym, policy) if policy else sym
     mod = amp.Module(sym, label_names=["head_label"], loss_scale=64)
@@ -85,10 +85,10 @@ def test_masked_logits_of_minus_infinity_stay_a_softmax(policy, train_mode):
     assert (mod.get_outputs()[0].asnumpy() == [0.5, 0.5, 0]).all()
 
 
-# ---- what scales, and what does not
+# ---- which gradients are scaled
 
 @pytest.mark.parametrize("policy", [None, "float16"])
-def test_head_gradients_that_are_given_are_scaled(policy):
+def test_given_head_gradients_are_scaled(policy):
     sym = amp.convert_symbol(body(), policy) if policy else body()
     moves = []
     for scale in (None, 64):
@@ -102,7 +102,7 @@ def test_head_gradients_that_are_given_are_scaled(policy):
     assert same(*moves)
 
 
-def test_without_a_loss_and_head_gradients_a_scale_is_an_error():
+def test_scale_without_loss_or_head_gradients_is_refused():
     mod = amp.Module(amp.convert_symbol(body()), label_names=None, loss_scale=64)
     mod.bind([("data", (6, 3, 6, 6))])
     mod.init_params()
@@ -111,12 +111,12 @@ def test_without_a_loss_and_head_gradients_a_scale_is_an_error():
         mod.backward()
 
 
-def test_a_cast_behind_the_loss_is_still_a_loss():
+def test_cast_behind_loss_is_still_a_loss():
     sym = S.Cast(net(), dtype="float32", name="out")
     assert learn(made(sym, loss_scale=64), batch())
 
 
-def test_an_optimizer_object_gets_masters_as_a_name_does():
+def test_optimizer_object_gets_master_weights_as_name_does():
     def trained(optimizer, params=()):
         mod = made(net(), optimizer=(optimizer, params), loss_scale=64)
         train(mod, 5)
@@ -128,9 +128,9 @@ def test_an_optimizer_object_gets_masters_as_a_name_does():
     assert same(everything(mod), everything(trained("adam", settings)))
 
 
-# ---- MXNet's Module otherwise
+# ---- other functions of MXNet's Module
 
-def test_predicting_between_steps_changes_nothing():
+def test_prediction_between_steps_changes_nothing():
     mod, other = made(net(), loss_scale=dynamic()), made(net(), loss_scale=dynamic())
     for seed in range(4):
         for size in (6, 4):
@@ -141,9 +141,9 @@ def test_predicting_between_steps_changes_nothing():
 
 @pytest.mark.parametrize("policy", [None, "float16"])
 @pytest.mark.parametrize("scale", [None, 64])
-def test_prediction_uses_the_parameters_of_now(policy, scale):
+def test_prediction_uses_current_parameters(policy, scale):
     mod = made(net(policy), loss_scale=scale)
-    for _ in range(2):  # a second time, too
+    for _ in range(2):  # once more after an update
         train(mod, 3)
         stock = bound(net(None), mx.mod.Module)
         stock.set_params(*mod.get_params())
@@ -154,7 +154,7 @@ def test_prediction_uses_the_parameters_of_now(policy, scale):
 
 
 @pytest.mark.parametrize("policy", [None, "float16"])
-def test_other_batch_sizes_train_and_go_back(policy):
+def test_changing_batch_size_trains_as_before(policy):
     mod = made(net(policy), loss_scale=64)
     other = made(net(policy), cls=amp.Module if policy else mx.mod.Module)
     for size in (6, 4, 8, 6):
@@ -164,7 +164,7 @@ def test_other_batch_sizes_train_and_go_back(policy):
     assert same(values(mod), values(other))
 
 
-def test_initial_values_are_those_of_float32_rounded():
+def test_initial_values_are_rounded_float32_values():
     mod, stock = made(net()), made(net(None), mx.mod.Module)
     wanted = {k: v if k.startswith("bn") else v.astype("float16").astype("float32")
               for k, v in values(stock).items()}
@@ -172,7 +172,7 @@ def test_initial_values_are_those_of_float32_rounded():
 
 
 @pytest.mark.parametrize("policy", ["float32", "float16"])
-def test_binding_writes_nothing_to_the_terminal(policy, capfd):
+def test_bind_prints_nothing(policy, capfd):
     learn(made(net(policy)), batch())
     assert capfd.readouterr() == ("", "")
 
@@ -190,7 +190,7 @@ def test_input_gradients_and_fixed_parameters():
     assert np.array_equal(values(mod)["conv_weight"], fixed)
 
 
-def test_states_are_kept_from_step_to_step():
+def test_states_are_kept_between_steps():
     sym = S.LinearRegressionOutput(body() + S.var("state", shape=(6, 3)), name="head")
     mod = made(amp.convert_symbol(sym), state_names=["state"], loss_scale=64)
     mod.forward(batch(), is_train=True)
@@ -200,7 +200,7 @@ def test_states_are_kept_from_step_to_step():
     assert mod.get_outputs()[0].asnumpy() == pytest.approx(before + 2, abs=2e-3)
 
 
-def test_a_monitor_sees_layers_by_their_names_also_after_another_batch_size():
+def test_monitor_reports_layer_names_after_batch_size_changes():
     mod = made(net(), loss_scale=64)
     monitor = mx.mon.Monitor(1, pattern="(fc|conv).*_output|fc_weight")
     mod.install_monitor(monitor)
@@ -210,7 +210,7 @@ def test_a_monitor_sees_layers_by_their_names_also_after_another_batch_size():
         assert {"conv_output", "fc_output", "fc_weight"} <= {name for _, name, _ in monitor.toc()}
 
 
-def test_fit_scores_predicts_and_names_the_scale_in_mxnets_log_line(caplog):
+def test_fit_logs_loss_scale_in_mxnet_format_and_scores(caplog):
     rng = np.random.default_rng(1)
     x = rng.standard_normal((60, 3, 6, 6))
     y = (x[:, :, 0, 0]).argmax(1)
@@ -233,12 +233,12 @@ def test_fit_scores_predicts_and_names_the_scale_in_mxnets_log_line(caplog):
     assert (mod.predict(data).asnumpy().argmax(1) == y).mean() == mod.score(data, "acc")[0][1]
 
 
-# ---- MXNet's ways to save memory
+# ---- MXNet's recomputation (mirroring)
 
 @pytest.mark.parametrize("asked", ["for all", "by marks"])
-def test_what_runs_again_in_the_backward_pass_draws_no_mask_and_moves_no_statistics(
+def test_recomputation_does_not_repeat_dropout_or_batch_norm_statistics(
         asked, monkeypatch):
-    """MXNet knows by their names which operators must not."""
+    """MXNet excludes operators from recomputation by name."""
     if asked == "for all":
         monkeypatch.setenv("MXNET_BACKWARD_DO_MIRROR", "1")
     with mx.AttrScope(**({} if asked == "for all" else {"force_mirroring": "True"})):
@@ -274,10 +274,10 @@ def resumed(prefix, optimizer, **kwargs):
 @pytest.mark.parametrize("optimizer", ["momentum", "adam", "scheduled"])
 @pytest.mark.parametrize("policy", [None, "float16"])
 @pytest.mark.parametrize("saves_before", [False, True])
-def test_a_loaded_checkpoint_goes_on_bit_by_bit(optimizer, policy, saves_before, tmp_path):
+def test_loaded_checkpoint_continues_bitwise(optimizer, policy, saves_before, tmp_path):
     prefix = str(tmp_path / "net")
 
-    def maker():  # as a new process makes it
+    def maker():  # as in a new process
         schedule = mx.lr_scheduler.FactorScheduler(4, 0.5, base_lr=0.1)
         return OPTIMIZERS.get(optimizer, ("sgd", {"momentum": 0.9, "lr_scheduler": schedule}))
 
@@ -296,7 +296,7 @@ def test_a_loaded_checkpoint_goes_on_bit_by_bit(optimizer, policy, saves_before,
     assert same(everything(mod), everything(other))
 
 
-def test_a_checkpoint_holds_a_symbol_for_mxnets_module(tmp_path):
+def test_checkpoint_symbol_loads_in_mxnet_module(tmp_path):
     mod = made(net(), loss_scale=64)
     train(mod, 1)
     mod.save_checkpoint(str(tmp_path / "net"), 1)
@@ -308,7 +308,7 @@ def test_a_checkpoint_holds_a_symbol_for_mxnets_module(tmp_path):
 
 
 @pytest.mark.parametrize("context", [mx.cpu(), TWO], ids=["one", "two"])
-def test_a_float32_checkpoint_trains_under_a_float16_symbol(context, tmp_path):
+def test_float32_checkpoint_trains_under_float16_symbol(context, tmp_path):
     prefix = str(tmp_path / "net")
     made(net(None), mx.mod.Module).save_checkpoint(prefix, 1)
     net().save(f"{prefix}-symbol.json")
@@ -319,7 +319,7 @@ def test_a_float32_checkpoint_trains_under_a_float16_symbol(context, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["cut", "foreign", "adam", "network"])
-def test_states_that_do_not_fit_are_clear_errors_and_change_nothing(kind, tmp_path):
+def test_unfit_states_are_refused_and_change_nothing(kind, tmp_path):
     path = tmp_path / "m.states"
     mod = made(net(), loss_scale=dynamic())
     train(mod, 3)
@@ -339,7 +339,7 @@ def test_states_that_do_not_fit_are_clear_errors_and_change_nothing(kind, tmp_pa
     assert same(everything(mod), before)
 
 
-def test_a_failing_save_leaves_the_old_files_whole(tmp_path, monkeypatch):
+def test_failed_save_leaves_old_files_intact(tmp_path, monkeypatch):
     mod = made(net(), loss_scale=dynamic())
     mod.save_checkpoint(str(tmp_path / "net"), 1, True)
     old = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
@@ -383,7 +383,7 @@ def bucketing(policy="float16", cls=amp.BucketingModule, **kwargs):
 
 
 @pytest.mark.parametrize("scale", [None, 1024, "dynamic"])
-def test_float32_buckets_train_bit_by_bit_as_with_mxnets_module(scale):
+def test_float32_buckets_match_mxnet_module_bitwise(scale):
     mod, stock = bucketing("float32", loss_scale=scale), \
         bucketing("float32", mx.mod.BucketingModule)
     for seed, length in enumerate((9, 5, 7, 5, 9)):
@@ -418,7 +418,7 @@ def test_all_buckets_are_clipped():
 
 
 @pytest.mark.parametrize("policy", ["float32", "float16"])
-def test_every_bucket_gives_out_parameters_that_were_set(policy):
+def test_every_bucket_returns_parameters_that_were_set(policy):
     mod = bucketing(policy)
     learn(mod, words(5))
     args, aux = mod.get_params()
@@ -427,7 +427,7 @@ def test_every_bucket_gives_out_parameters_that_were_set(policy):
     assert all((v == 7).all() for v in values(mod).values())
 
 
-def test_a_bucketing_checkpoint_loads_with_a_loss_scale(tmp_path):
+def test_bucketing_checkpoint_loads_with_loss_scale(tmp_path):
     mod, prefix = bucketing(loss_scale=64), str(tmp_path / "net")
     learn(mod, words(5))
     mod.save_checkpoint(prefix, 1)
@@ -438,7 +438,7 @@ def test_a_bucketing_checkpoint_loads_with_a_loss_scale(tmp_path):
     assert learn(loaded, words(9))
 
 
-def test_a_scale_that_is_not_taken_over_is_said(caplog, tmp_path):
+def test_ignored_saved_scale_is_logged(caplog, tmp_path):
     prefix = str(tmp_path / "net")
     mod = made(net(), loss_scale="dynamic")
     train(mod, 3)
@@ -448,7 +448,7 @@ def test_a_scale_that_is_not_taken_over_is_said(caplog, tmp_path):
         in caplog.text
 
 
-def test_a_checkpoint_that_is_not_there_is_named(tmp_path):
+def test_missing_checkpoint_is_named(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"none-symbol\.json does not exist"):
         amp.Module.load(str(tmp_path / "none"), 3)
     with pytest.raises(FileNotFoundError, match=r"none-0003\.params does not exist"):
@@ -457,9 +457,9 @@ def test_a_checkpoint_that_is_not_there_is_named(tmp_path):
 
 @pytest.mark.parametrize(("first", "then"), [(1, 2), (2, 1)])
 @pytest.mark.parametrize("mxnets", [False, True])
-def test_states_go_on_on_another_number_of_devices(mxnets, first, then, tmp_path):
-    """A kvstore of MXNet's numbers them by name, ours by parameter and device. MXNet's Module
-    saves no counts, which Adam needs."""
+def test_states_continue_on_another_number_of_devices(mxnets, first, then, tmp_path):
+    """MXNet's kvstore indexes states by name, gluon_amp's by parameter and device. MXNet's Module
+    does not save update counts, which Adam needs."""
     prefix, optimizer = str(tmp_path / "net"), "momentum" if mxnets else "adam"
     symbol = S.LinearRegressionOutput(S.FullyConnected(S.var("data"), num_hidden=3, name="fc"),
                                       name="head")  # no batch norm: each device has its own
@@ -480,7 +480,7 @@ def test_states_go_on_on_another_number_of_devices(mxnets, first, then, tmp_path
 
 # ---- overflow
 
-def test_an_overflow_is_skipped_and_the_scale_backs_off():
+def test_overflow_skips_step_and_backs_off_scale():
     mod = made(net(), loss_scale=dynamic())
     train(mod, 2)
     before = everything(mod)
@@ -493,7 +493,7 @@ def test_an_overflow_is_skipped_and_the_scale_backs_off():
     assert learn(mod, batch()) is True
 
 
-def test_an_overflow_on_one_device_is_one_skipped_step_on_all():
+def test_overflow_on_one_device_skips_step_on_all():
     mod = made(net(), context=TWO, loss_scale=dynamic())
     data = batch()
     data.label[0][0] = OVERFLOW
@@ -502,7 +502,7 @@ def test_an_overflow_on_one_device_is_one_skipped_step_on_all():
         assert np.array_equal(first.asnumpy(), second.asnumpy())
 
 
-def test_moving_averages_of_a_skipped_step_are_seen():
+def test_moving_averages_after_skipped_step_are_returned():
     mod = made(net(), loss_scale=dynamic())
     train(mod, 1)
     mod.get_params()
@@ -511,7 +511,7 @@ def test_moving_averages_of_a_skipped_step_are_seen():
     assert np.array_equal(values(mod)["bn_moving_mean"], inside)
 
 
-def test_a_skipped_step_leaves_clean_gradients_to_add_to():
+def test_skipped_step_zeroes_accumulated_gradients():
     mod = made(net(), loss_scale=dynamic(), bind={"grad_req": "add"})
     assert learn(mod, batch(label=OVERFLOW)) is False
     assert not any(g.any() for g in grads(mod).values())
@@ -522,7 +522,7 @@ def test_a_skipped_step_leaves_clean_gradients_to_add_to():
         assert np.array_equal(twice, 2 * once[name])
 
 
-def test_an_overflow_at_the_floor_names_parameters():
+def test_overflow_at_minimum_scale_raises_with_parameter_names():
     mod = made(net(), loss_scale=dynamic(2))
     learn(mod, batch(label=OVERFLOW))
     with pytest.raises(amp.LossScaleError, match=r"fc_weight.* smallest loss scale, 1\.0"):
@@ -530,7 +530,7 @@ def test_an_overflow_at_the_floor_names_parameters():
 
 
 @pytest.mark.parametrize("scale", [64, dynamic()])
-def test_nan_outputs_are_no_overflow(scale, caplog):
+def test_nan_outputs_do_not_lower_scale(scale, caplog):
     mod = made(net(), loss_scale=scale)
     first = mod.loss_scale
     bad = mx.io.DataBatch([nd.full((6, 3, 6, 6), np.nan)], batch().label)
@@ -543,7 +543,7 @@ def test_nan_outputs_are_no_overflow(scale, caplog):
 
 
 @pytest.mark.parametrize("scale", [64, dynamic()])
-def test_overflowed_names_the_newest_gradients_before_and_after_the_step(scale):
+def test_overflowed_names_parameters_of_newest_gradients(scale):
     mod = made(net(), loss_scale=scale)
     mod.forward_backward(batch(label=OVERFLOW))
     before = mod.overflowed
@@ -558,8 +558,8 @@ def test_overflowed_names_the_newest_gradients_before_and_after_the_step(scale):
 
 # ---- clipping
 
-def test_clipping_is_float32s_whatever_the_scale():
-    """The update moves weights by the rate times the norm, at most."""
+def test_clipping_matches_float32_with_any_scale():
+    """An update changes weights by at most the learning rate times the norm."""
     def moved(policy, optimizer=("sgd", {"learning_rate": 1}), **kwargs):
         mod = made(net(policy), optimizer=optimizer, **kwargs)
         before = values(mod)
@@ -582,7 +582,7 @@ def test_clipping_is_float32s_whatever_the_scale():
     assert norm(moved("float16", loss_scale=64, clip_norm=0.5)) == pytest.approx(0.5, rel=0.01)
 
 
-def test_without_a_scale_too_clipping_looks_first_and_skips_what_is_not_finite():
+def test_clipping_without_scale_skips_nonfinite_step():
     mod = made(net(None), clip_norm=1)
     bad = mx.io.DataBatch([nd.full((6, 3, 6, 6), np.nan)], batch().label)
     before = values(mod)["fc_weight"]
@@ -592,12 +592,12 @@ def test_without_a_scale_too_clipping_looks_first_and_skips_what_is_not_finite()
 
 
 @pytest.mark.parametrize("clip_norm", [0, -1, float("nan"), "1"])
-def test_a_bad_norm_is_refused(clip_norm):
+def test_bad_clip_norm_is_refused(clip_norm):
     with pytest.raises(ValueError, match="clip_norm must be a positive, finite number"):
         amp.Module(net(), label_names=["head_label"], clip_norm=clip_norm)
 
 
-def test_scaled_gradients_that_somebody_writes_into_are_an_error():
+def test_writes_into_scaled_gradients_are_refused():
     mod = made(net(), loss_scale=64)
     mod.forward_backward(batch())
     before = values(mod)["fc_weight"]
@@ -608,14 +608,14 @@ def test_scaled_gradients_that_somebody_writes_into_are_an_error():
     assert learn(mod, batch())
 
 
-# ---- the first scale, found within the first step, which is not lost
+# ---- search of the first scale within the first step
 
 HIGH = 2.0 ** 24
 
 
 @pytest.mark.parametrize("context", [mx.cpu(), TWO], ids=["one", "two"])
 @pytest.mark.parametrize("head", [S.LinearRegressionOutput, S.MAERegressionOutput])
-def test_the_step_is_bit_by_bit_one_that_began_with_that_scale(context, head, caplog):
+def test_step_after_search_equals_step_started_at_that_scale(context, head, caplog):
     caplog.set_level(logging.INFO, logger="gluon_amp")
 
     def module(scale):
@@ -630,14 +630,14 @@ def test_the_step_is_bit_by_bit_one_that_began_with_that_scale(context, head, ca
         == ["loss scale 2"]
     other = module(mod.loss_scale)
     assert learn(other, batch(label=100))
-    assert same(everything(mod), everything(other))  # the moving averages, too
+    assert same(everything(mod), everything(other))  # including moving averages
     for seed in range(3):
         assert learn(mod, batch(seed, label=100))
         assert learn(other, batch(seed, label=100))
     assert same(everything(mod), everything(other))
 
 
-def test_dropout_draws_anew_and_its_gradient_is_that_of_what_it_drew():
+def test_search_redraws_dropout_with_matching_gradient():
     x = S.Dropout(S.FullyConnected(S.var("data"), num_hidden=64, name="fc"), p=0.5)
     sym = amp.convert_symbol(S.LinearRegressionOutput(x, name="head"))
     mod = amp.Module(sym, label_names=["head_label"], loss_scale=dynamic(HIGH))
@@ -653,7 +653,7 @@ def test_dropout_draws_anew_and_its_gradient_is_that_of_what_it_drew():
     assert mod.update()
 
 
-def test_gradients_that_add_up_are_those_of_one_scale():
+def test_accumulated_gradients_share_one_scale():
     mod = made(net(), loss_scale=dynamic(2.0 ** 15), bind={"grad_req": "add"})
     for label in (1, 1000, 2000):
         mod.forward_backward(batch(label=label))
@@ -669,7 +669,7 @@ def test_gradients_that_add_up_are_those_of_one_scale():
         np.testing.assert_allclose(g / scale, found[name], rtol=4e-3, atol=1e-3)
 
 
-def test_gradients_that_add_up_over_a_change_of_scale_are_of_one_scale():
+def test_accumulated_gradients_are_rescaled_if_scale_changes():
     def gradients(scale):
         mod = made(net(None), optimizer=("sgd", {"learning_rate": 0}), loss_scale=scale,
                    bind={"grad_req": "add"})
@@ -682,13 +682,13 @@ def test_gradients_that_add_up_over_a_change_of_scale_are_of_one_scale():
     assert same(grown, fixed)
 
 
-def test_head_gradients_and_input_gradients_follow_the_search():
+def test_head_and_input_gradients_follow_search():
     mod = amp.Module(amp.convert_symbol(body()), label_names=None, loss_scale=dynamic(HIGH))
     mod.bind([("data", (6, 3, 6, 6))], inputs_need_grad=True)
     mod.init_params(mx.init.Xavier())
     mod.init_optimizer(optimizer_params={"learning_rate": 0})
     inputs = []
-    for _ in range(2):  # with a search, and without
+    for _ in range(2):  # with a search, then without
         assert learn(mod, batch(), [nd.ones((6, 3))])
         inputs.append(mod.get_input_grads()[0].asnumpy())
     assert mod.loss_scale < HIGH
@@ -696,7 +696,7 @@ def test_head_gradients_and_input_gradients_follow_the_search():
     assert np.abs(inputs[0]).max() < 10
 
 
-def test_buckets_search_for_one_scale():
+def test_buckets_share_one_searched_scale():
     mod, other = bucketing(loss_scale=dynamic(HIGH)), bucketing(loss_scale=dynamic(2.0 ** 14))
     for length in (5, 9, 7):
         assert learn(mod, words(length))
@@ -710,8 +710,8 @@ def test_buckets_search_for_one_scale():
 
 @pytest.mark.parametrize("scale", [1024, 1000.0, dynamic()])
 @pytest.mark.parametrize("engine", [True, False])
-def test_a_scale_is_one_operator_before_the_loss_and_one_behind_it(scale, engine, monkeypatch):
-    """Several without the engine, which give the same."""
+def test_scale_adds_one_operator_before_and_after_loss(scale, engine, monkeypatch):
+    """Without the engine, several operators give the same results."""
     if not engine:
         monkeypatch.setattr(library, "_table", None)
         mod = made(net(None), loss_scale=scale)
@@ -729,8 +729,8 @@ def test_a_scale_is_one_operator_before_the_loss_and_one_behind_it(scale, engine
 
 
 @pytest.mark.parametrize("scale", [512, "dynamic"])
-def test_a_scale_reaches_what_a_loss_in_float16_hands_down(scale):
-    """The loss itself stays float16: its gradient is scaled in float32."""
+def test_scale_applies_to_gradient_of_float16_loss(scale):
+    """The loss stays float16, and its gradient is scaled in float32."""
     data = S.Cast(S.var("data"), dtype="float16")
     label = S.Cast(S.var("label"), dtype="float16")
     sym = S.LinearRegressionOutput(S.FullyConnected(data, num_hidden=2, name="fc"), label)
@@ -749,8 +749,8 @@ def test_a_scale_reaches_what_a_loss_in_float16_hands_down(scale):
     assert np.allclose(moved(None), moved(scale), rtol=1e-2)
 
 
-def test_other_heads_of_what_a_loss_reads_are_not_scaled():
-    """One array is read by a loss and is an output: its own gradient has no scale."""
+def test_other_outputs_sharing_loss_input_are_not_scaled():
+    """An array is both an output and the input of a loss: its head gradient is not scaled."""
     x = S.FullyConnected(S.var("data"), num_hidden=2, name="fc")
     sym = S.Group([S.LinearRegressionOutput(x, S.var("label"), name="head"), S.BlockGrad(x)])
     for scale in (None, 8, "dynamic"):
@@ -765,7 +765,7 @@ def test_other_heads_of_what_a_loss_reads_are_not_scaled():
 
 
 @pytest.mark.parametrize("scale", [None, 8, dynamic(8)])
-def test_an_infinite_value_before_a_loss_keeps_its_gradient(scale):
+def test_infinite_value_before_loss_keeps_its_gradient(scale):
     mod = amp.Module(S.MAERegressionOutput(S.var("data"), S.var("label")), label_names=["label"],
                      loss_scale=scale)
     mod.bind([("data", (1, 3))], [("label", (1, 3))], inputs_need_grad=True)

@@ -1,4 +1,4 @@
-"""amp.Trainer: what it scales, and that nothing else changes."""
+"""amp.Trainer: loss scaling, gradient clipping and skipped steps; all else is as in Gluon."""
 import logging
 
 import gluon_amp as amp
@@ -34,7 +34,7 @@ def batches(rng):
     {"loss_scale": amp.StaticLossScale(2.0 ** 20)},
     {"loss_scale": amp.DynamicLossScale(initial=8, growth_interval=3)}])
 @pytest.mark.parametrize("name", ["sgd", "adam", "lamb", "rmsprop"])
-def test_a_float32_net_trains_bit_by_bit_as_with_gluons_trainer(scaling, name, batches):
+def test_float32_training_matches_gluon_trainer_bitwise(scaling, name, batches):
     net, stock = make(), make()
     trainer = amp.Trainer(net.collect_params(), name, {"learning_rate": 0.01}, **scaling)
     reference = gluon.Trainer(stock.collect_params(), name, {"learning_rate": 0.01})
@@ -43,8 +43,8 @@ def test_a_float32_net_trains_bit_by_bit_as_with_gluons_trainer(scaling, name, b
     assert trainer.skipped == 0
 
 
-def test_without_scaling_the_weights_stay_put_and_with_it_they_learn(rng):
-    """Gradients of 1e-9 are 0 in float16."""
+def test_tiny_gradients_train_only_with_scaling(rng):
+    """Gradients of 1e-9 underflow to 0 in float16."""
     x = nd.array(rng.standard_normal((64, 10)))
     y = nd.dot(x, nd.array(rng.standard_normal((10, 1))))
     loss_fn = gluon.loss.L2Loss(weight=1e-9)
@@ -73,7 +73,7 @@ def test_without_scaling_the_weights_stay_put_and_with_it_they_learn(rng):
     assert train("float16", loss_scale=2.0 ** 16)[1] == pytest.approx(wanted, rel=0.02)
 
 
-def test_the_loss_stays_unscaled_and_the_gradients_are_scaled():
+def test_gradients_are_scaled_and_loss_is_not():
     net = One()
     trainer = amp.Trainer(net.collect_params(), "sgd", loss_scale=1024)
     with autograd.record():
@@ -84,7 +84,7 @@ def test_the_loss_stays_unscaled_and_the_gradients_are_scaled():
     assert (net.b.grad().asnumpy() == 3072).all()
 
 
-def test_several_losses_are_one_backward_pass():
+def test_list_of_losses_is_one_backward_pass():
     net = One(grad_req="write")
     trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 1}, loss_scale=4)
     with autograd.record():
@@ -94,13 +94,13 @@ def test_several_losses_are_one_backward_pass():
     assert (net.a.data().asnumpy() == -2).all()
 
 
-def test_accumulated_gradients_share_one_scale_and_a_skipped_step_leaves_them_clean():
+def test_accumulated_gradients_share_scale_and_are_zeroed_by_skipped_step():
     net = One("add")
     scale = settled(initial=2.0 ** 15, growth_interval=1)
     trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 1}, loss_scale=scale)
-    for batch in (ones(), ones(), ones()):  # 3 * 2**15 is no float16
+    for batch in (ones(), ones(), ones()):  # 3 * 2**15 overflows float16
         trainer.backward(recorded(net, batch, ones()))
-        scale.scale = 2.0 ** 4  # not before the next step
+        scale.scale = 2.0 ** 4  # takes effect at the next step
     assert (net.b.grad().asnumpy() == 3 * 2.0 ** 15).all()
     assert trainer.step(1) is False
     assert (net.a.grad().asnumpy() == 0).all()
@@ -112,8 +112,8 @@ def test_accumulated_gradients_share_one_scale_and_a_skipped_step_leaves_them_cl
 
 
 @pytest.mark.parametrize("how", ["backward", "scale_loss"])
-def test_gradients_that_add_up_over_a_change_of_scale_are_of_one_scale(how):
-    """Of two steps without zero_grad the second uses two gradients, as in float32."""
+def test_accumulated_gradients_are_rescaled_if_scale_changes(how):
+    """Without zero_grad, a second step uses the sum of two gradients, as in float32."""
     net = One("add")
     trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 1},
                           loss_scale=dynamic(initial=64, growth_interval=1))
@@ -130,7 +130,7 @@ def test_gradients_that_add_up_over_a_change_of_scale_are_of_one_scale(how):
         assert all((v == weight).all() for v in values(net))
 
 
-def test_scale_loss_is_that_of_contrib_amp(batches):
+def test_scale_loss_matches_trainer_backward(batches):
     net, other = make("float16"), make("float16")
     trainer = amp.Trainer(net.collect_params(), "sgd", SGD, loss_scale=settled())
     second = amp.Trainer(other.collect_params(), "sgd", SGD, loss_scale=settled())
@@ -150,7 +150,7 @@ def test_scale_loss_is_that_of_contrib_amp(batches):
         pass
 
 
-def test_a_gan_step_with_two_scales_is_float32s(rng):
+def test_gan_step_with_two_scales_matches_float32(rng):
     def nets():
         mx.random.seed(3)
         pair = [nn.Dense(6, in_units=4), nn.Dense(1, in_units=6)]
@@ -186,7 +186,7 @@ def test_a_gan_step_with_two_scales_is_float32s(rng):
     assert all(map(np.array_equal, scaled, stock))
 
 
-def test_old_infinities_in_gradients_that_are_not_used_do_not_matter():
+def test_stale_infinite_gradients_are_ignored():
     net = One()
     trainer = amp.Trainer(net.collect_params(), "sgd", loss_scale=8)
     net.b.grad()[:] = np.inf
@@ -197,7 +197,7 @@ def test_old_infinities_in_gradients_that_are_not_used_do_not_matter():
     assert trainer.step(1, ignore_stale_grad=True)
 
 
-def test_frozen_layers_are_left_alone(batches):
+def test_frozen_layers_are_not_updated(batches):
     net = make("float16")
     net[0].collect_params().setattr("grad_req", "null")
     before = net[0].weight.data().asnumpy()
@@ -206,7 +206,7 @@ def test_frozen_layers_are_left_alone(batches):
     assert np.array_equal(before, net[0].weight.data().asnumpy())
 
 
-def test_without_checks_the_kvstore_may_update():
+def test_update_on_kvstore_is_allowed_without_checks():
     devices = [mx.cpu(0), mx.cpu(1)]
     net = One(devices=devices)
     trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.5}, loss_scale=None,
@@ -216,9 +216,9 @@ def test_without_checks_the_kvstore_may_update():
     assert all((v == 0).all() for v in values(net))
 
 
-# ---- optimizers, sparse gradients, and weights that are written between steps
+# ---- optimizers, sparse gradients, and weights written between steps
 
-def test_an_optimizer_with_masters_of_its_own_stays_as_it_is():
+def test_optimizer_with_own_master_weights_is_supported():
     class Own(mx.optimizer.Optimizer):
         def create_state_multi_precision(self, index, weight):
             return None, weight.astype("float32")
@@ -235,7 +235,7 @@ def test_an_optimizer_with_masters_of_its_own_stays_as_it_is():
 
 
 @pytest.mark.parametrize("name", ["sgd", "nag", "adam"])
-def test_row_sparse_gradients_of_float16_weights_update_as_float32s(name):
+def test_row_sparse_float16_updates_match_float32(name):
     def train(dtype):
         weight = nd.ones((4, 2), dtype=dtype)
         updater = mx.optimizer.Updater(amp.optimizer(name, learning_rate=0.125, wd=0.125))
@@ -268,7 +268,7 @@ def test_row_sparse_gradients_are_checked_and_clipped(bad):
         assert all(map(np.array_equal, scaled, train(gluon.Trainer)[0]))
 
 
-def test_a_net_may_be_restored_to_look_at_it_and_converted_to_go_on(batches):
+def test_network_can_be_restored_and_converted_between_steps(batches):
     net, other = make("float16"), make("float16")
     trainers = [amp.Trainer(n.collect_params(), "sgd", SGD, loss_scale=64) for n in (net, other)]
     for n, trainer in zip((net, other), trainers):
@@ -286,10 +286,10 @@ def test_a_net_may_be_restored_to_look_at_it_and_converted_to_go_on(batches):
     assert same(net, other)
 
 
-# ---- optimizers that are given as objects
+# ---- optimizer objects
 
 @pytest.mark.parametrize("name", ["adam", "adamw", "rmsprop", "adadelta", "nadam", "ftrl", "sgd"])
-def test_an_object_with_default_settings_trains_as_its_name_does(name, batches):
+def test_optimizer_object_trains_as_optimizer_name(name, batches):
     net, other = make("float16"), make("float16")
     made = mx.optimizer.create(name, learning_rate=0.01)
     fit(net, amp.Trainer(net.collect_params(), made, loss_scale=64), batches[:5])
@@ -298,7 +298,7 @@ def test_an_object_with_default_settings_trains_as_its_name_does(name, batches):
     assert same(net, other)
 
 
-def test_an_object_made_without_masters_on_purpose_is_refused_where_it_needs_them():
+def test_optimizer_object_without_multi_precision_is_refused_if_unsafe():
     net = One()
     asked = amp.optimizer("adam", multi_precision=False)
     trainer = amp.Trainer(net.collect_params(), asked, loss_scale=64)
@@ -312,7 +312,7 @@ def test_an_object_made_without_masters_on_purpose_is_refused_where_it_needs_the
     assert (net.a.data().asnumpy() == 1).all()
 
 
-# ---- clipping, and gradients that one changes by hand
+# ---- clipping, and gradients changed by the user
 
 def recorded_loss(net, x, y):
     with autograd.record():
@@ -321,7 +321,7 @@ def recorded_loss(net, x, y):
 
 @pytest.mark.parametrize("by_hand", [False, True])
 @pytest.mark.parametrize("scaling", [None, 2.0 ** 10, "dynamic"])
-def test_clipping_is_that_of_gluon_in_float32(by_hand, scaling, batches):
+def test_clipping_matches_gluon_in_float32(by_hand, scaling, batches):
     net, stock = make(), make()
     trainer = amp.Trainer(net.collect_params(), "sgd", SGD, loss_scale=scaling,
                           clip_norm=None if by_hand else 0.1)
@@ -342,7 +342,7 @@ def test_clipping_is_that_of_gluon_in_float32(by_hand, scaling, batches):
         np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-6)
 
 
-def test_a_clipped_gradient_never_lands_in_float16s_subnormals():
+def test_clipped_gradients_do_not_become_subnormal():
     net = One(size=1000)
     trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 1},
                           loss_scale=2.0 ** 16, clip_norm=0.01)
@@ -352,13 +352,13 @@ def test_a_clipped_gradient_never_lands_in_float16s_subnormals():
     exact = x.asnumpy() * 0.01 / np.sqrt(2 * (x.asnumpy().astype("f8") ** 2).sum())
     np.testing.assert_allclose(1 - net.b.data().asnumpy(), exact, atol=1e-7)
     master = trainer._updaters[0].states[0][1].asnumpy()
-    np.testing.assert_allclose(1 - master, exact, rtol=2e-3)  # of gradients rounded to float16
+    np.testing.assert_allclose(1 - master, exact, rtol=2e-3)  # gradients are rounded to float16
     assert (moved == 0).any()
     assert (np.abs(net.a.grad().asnumpy()) > 30).all()
 
 
 @pytest.mark.parametrize("kvstore", ["device", "local"])
-def test_the_norm_is_that_of_the_sum_over_devices(kvstore):
+def test_clipped_norm_is_that_of_sum_over_devices(kvstore):
     devices = [mx.cpu(0), mx.cpu(1)]
     net = One(devices=devices)
     trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 1}, kvstore=kvstore,
@@ -374,7 +374,7 @@ def test_the_norm_is_that_of_the_sum_over_devices(kvstore):
         assert (net.a.data(device).asnumpy() == 0.25).all()
 
 
-def test_a_norm_that_is_not_finite_clips_nothing_and_the_step_is_skipped():
+def test_nonfinite_norm_skips_step_without_clipping():
     net = One()
     trainer = amp.Trainer(net.collect_params(), "sgd", loss_scale=None, clip_norm=1)
     assert learn(net, trainer, ones(np.inf), ones()) is False
@@ -382,7 +382,7 @@ def test_a_norm_that_is_not_finite_clips_nothing_and_the_step_is_skipped():
     assert all((v == 1).all() for v in values(net))
 
 
-def test_the_norm_is_clipped_for_the_batch_size_of_the_update():
+def test_norm_is_rescaled_for_batch_size_of_update():
     net = One()
     trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 1}, loss_scale=8)
     trainer.backward(recorded(net, ones(2), ones(0)))
@@ -391,7 +391,7 @@ def test_the_norm_is_clipped_for_the_batch_size_of_the_update():
     assert (net.a.data().asnumpy() == 0.5).all()
 
 
-def test_unscaled_gradients_are_float32_and_the_update_uses_what_one_makes_of_them():
+def test_unscaled_gradients_are_float32_and_can_be_modified():
     net = One()
     trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 1}, loss_scale=2.0 ** 16)
     trainer.backward(recorded(net, ones(1e-6), ones(2)))
@@ -399,7 +399,7 @@ def test_unscaled_gradients_are_float32_and_the_update_uses_what_one_makes_of_th
     assert list(grads) == [net.a.name, net.b.name]
     assert grads[net.a.name][0].dtype == np.float32
     np.testing.assert_allclose(grads[net.a.name][0].asnumpy(), 1e-6, rtol=1e-3)
-    assert (net.a.grad().asnumpy() > 0.06).all()  # as it was: scaled
+    assert (net.a.grad().asnumpy() > 0.06).all()  # still scaled
     grads[net.a.name][0][:] = 3
     grads[net.b.name][0][:] *= 0.5
     assert trainer.update(2)
@@ -408,7 +408,7 @@ def test_unscaled_gradients_are_float32_and_the_update_uses_what_one_makes_of_th
 
 
 @pytest.mark.parametrize("name", ["sgd", "adam", "nag", "lamb", "adamw"])
-def test_unscale_and_update_is_a_step(name, batches):
+def test_unscale_then_update_equals_step(name, batches):
     net, other = make("float16"), make("float16")
     trainers = [amp.Trainer(n.collect_params(), name, {"learning_rate": 0.01}, loss_scale=1024)
                 for n in (net, other)]
@@ -420,7 +420,7 @@ def test_unscale_and_update_is_a_step(name, batches):
     assert same(net, other)
 
 
-def test_without_scaling_too_a_new_backward_pass_makes_unscaled_gradients_anew():
+def test_unscale_without_scale_returns_newest_gradients():
     net = One()
     trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 1}, loss_scale=None)
     for x in (2, 3):
@@ -431,7 +431,7 @@ def test_without_scaling_too_a_new_backward_pass_makes_unscaled_gradients_anew()
 
 
 @pytest.mark.parametrize("scaling", [None, 2.0 ** 10])
-def test_what_unscale_returns_may_be_clipped_with_gluons_own_function(scaling, batches):
+def test_unscaled_gradients_can_be_clipped_by_gluon(scaling, batches):
     x, y = batches[0]
     net, stock = make(), make()
     trainer = amp.Trainer(net.collect_params(), "sgd", SGD, loss_scale=scaling)
@@ -448,8 +448,8 @@ def test_what_unscale_returns_may_be_clipped_with_gluons_own_function(scaling, b
 
 
 @pytest.mark.parametrize("scaling", [None, 2.0 ** 10])
-def test_gradients_that_are_clipped_after_unscale_are_an_error(scaling, batches):
-    """The update uses what unscale returned: it would not be clipped at all."""
+def test_clipping_original_gradients_after_unscale_is_refused(scaling, batches):
+    """The update uses the arrays that unscale returned, which would stay unclipped."""
     x, y = batches[0]
     net = make()
     before = values(net)
@@ -464,8 +464,8 @@ def test_gradients_that_are_clipped_after_unscale_are_an_error(scaling, batches)
 
 
 @pytest.mark.parametrize("call", ["step", "allreduce_grads"])
-def test_unscale_before_the_sum_over_devices_is_an_error(call):
-    """Each device would take a step of its own."""
+def test_unscale_before_allreduce_is_refused(call):
+    """Devices would make different updates."""
     devices = [mx.cpu(0), mx.cpu(1)]
     net = One(devices=devices)
     trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 1}, loss_scale=8)
@@ -479,8 +479,8 @@ def test_unscale_before_the_sum_over_devices_is_an_error(call):
 
 @pytest.mark.parametrize("scaling", [None, 1024, "dynamic"])
 @pytest.mark.parametrize("layers", ["float16", "float16 and a norm"])
-def test_gluons_clipping_of_a_converted_network_names_what_to_call(layers, scaling):
-    """MXNet says that its dot has no float16, or that float16 and float32 do not fit."""
+def test_gluon_clipping_of_converted_network_is_refused(layers, scaling):
+    """MXNet's own error is about dot without float16, or about mixed types."""
     net = nn.HybridSequential()
     net.add(nn.Dense(4, in_units=5))
     if layers != "float16":
@@ -500,13 +500,13 @@ def test_gluons_clipping_of_a_converted_network_names_what_to_call(layers, scali
     gluon.utils.clip_global_norm([p.grad() for p in net.collect_params().values()], 0.1)
 
 
-# ---- gradients that are not finite: what is skipped, counted, named and logged
+# ---- nonfinite gradients: skipped steps, their count, names and log
 
-def test_an_overflow_skips_the_step_and_the_next_one_uses_the_halved_scale():
+def test_overflow_skips_step_and_halves_scale():
     net = One()
     trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 1},
                           loss_scale=settled(initial=2.0 ** 16))
-    assert learn(net, trainer, ones(), ones()) is False  # 65536 is no float16
+    assert learn(net, trainer, ones(), ones()) is False  # 65536 overflows float16
     assert (trainer.loss_scale, trainer.skipped) == (2.0 ** 15, 1)
     assert trainer.overflowed == (net.a.name,)
     assert all((v == 1).all() for v in values(net))
@@ -518,8 +518,8 @@ def test_an_overflow_skips_the_step_and_the_next_one_uses_the_halved_scale():
 
 @pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
 @pytest.mark.parametrize("which", ["a", "b"])
-def test_float16_and_float32_gradients_are_both_checked(bad, which):
-    """MXNet's multi_all_finite raises for such a mixture."""
+def test_overflow_check_covers_float16_and_float32_gradients(bad, which):
+    """MXNet's multi_all_finite does not accept mixed types."""
     net = One()
     trainer = amp.Trainer(net.collect_params(), "sgd")
     data = {"a": ones(1e-3), "b": ones(1e-3)}
@@ -531,8 +531,8 @@ def test_float16_and_float32_gradients_are_both_checked(bad, which):
 
 
 @pytest.mark.parametrize("kvstore", [None, "device", "local"])
-def test_every_device_is_checked(kvstore):
-    """mx.contrib.amp looks at the first device's gradients only."""
+def test_overflow_check_covers_every_device(kvstore):
+    """mx.contrib.amp checks the gradients of the first device only."""
     devices = [mx.cpu(0), mx.cpu(1), mx.cpu(2)]
     net = One(devices=devices)
     trainer = amp.Trainer(net.collect_params(), "sgd", kvstore=kvstore, loss_scale=64)
@@ -545,7 +545,7 @@ def test_every_device_is_checked(kvstore):
     assert all((v == 1).all() for v in values(net))
 
 
-def test_learning_rate_schedules_and_update_counts_do_not_see_a_skipped_step():
+def test_skipped_step_does_not_advance_schedule_or_update_count():
     net = One()
     schedule = mx.lr_scheduler.FactorScheduler(step=1, factor=0.5, base_lr=1.0)
     trainer = amp.Trainer(net.collect_params(), "nag", {"lr_scheduler": schedule},
@@ -557,8 +557,8 @@ def test_learning_rate_schedules_and_update_counts_do_not_see_a_skipped_step():
     assert trainer.optimizer.num_update == 1
 
 
-def test_more_parameters_than_mxnets_own_check_looks_at():
-    """Its kernel for GPUs takes 200 arrays."""
+def test_overflow_check_covers_more_than_200_parameters():
+    """MXNet's GPU kernel takes at most 200 arrays."""
     net = gluon.Block()
     for i in range(450):
         net.params.get(f"p{i}", shape=(2,), init="ones", dtype="float16" if i % 2 else "float32")
@@ -575,7 +575,7 @@ def test_more_parameters_than_mxnets_own_check_looks_at():
         assert trainer.overflowed == (parameters[bad].name,)
 
 
-def test_an_overflow_at_the_floor_is_an_error_that_names_the_parameters():
+def test_overflow_at_minimum_scale_raises_with_parameter_names():
     net = One()
     trainer = amp.Trainer(net.collect_params(), "sgd", loss_scale=dynamic(initial=2))
     assert not learn(net, trainer, ones(1e5), ones())
@@ -585,7 +585,7 @@ def test_an_overflow_at_the_floor_is_an_error_that_names_the_parameters():
     assert trainer.skipped == 2
 
 
-def test_a_loss_that_is_not_finite_is_no_fault_of_the_scale(caplog):
+def test_nonfinite_loss_does_not_lower_scale(caplog):
     net = One()
     trainer = amp.Trainer(net.collect_params(), "sgd", loss_scale=dynamic(initial=1024))
     assert learn(net, trainer, ones(np.nan), ones()) is False
@@ -598,7 +598,7 @@ def test_a_loss_that_is_not_finite_is_no_fault_of_the_scale(caplog):
     assert trainer.skipped == 16
 
 
-def test_a_static_scale_that_never_fits_is_an_error_and_one_that_mostly_does_is_not(caplog):
+def test_static_scale_raises_only_after_16_consecutive_skips(caplog):
     net = One()
     trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 1e-9}, loss_scale=2 ** 10)
     for _ in range(30):
@@ -612,7 +612,7 @@ def test_a_static_scale_that_never_fits_is_an_error_and_one_that_mostly_does_is_
         learn(net, trainer, ones(100), ones())
 
 
-def test_what_is_skipped_is_logged_once(caplog):
+def test_skipped_step_is_logged_once(caplog):
     caplog.set_level(logging.INFO, "gluon_amp")
     net = One()
     learn(net, amp.Trainer(net.collect_params(), "sgd", loss_scale=settled()), ones(), ones())
@@ -620,7 +620,7 @@ def test_what_is_skipped_is_logged_once(caplog):
         f"step skipped: gradients not finite in {net.a.name}; loss scale 65536 -> 32768"]
 
 
-def test_overflowed_names_the_newest_gradients_with_and_without_a_scale():
+def test_overflowed_names_parameters_of_newest_gradients():
     for kwargs in ({"loss_scale": 8}, {"loss_scale": None, "clip_norm": 1}, {"loss_scale": None}):
         net = One()
         trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 0}, **kwargs)

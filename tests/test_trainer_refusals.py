@@ -9,7 +9,7 @@ from networks import Calling
 from trainers import One, ones, recorded, settled, values
 
 
-def test_gradients_that_another_backward_pass_wrote_are_an_error():
+def test_gradients_overwritten_by_another_trainer_are_refused():
     net = One()
     mine = amp.Trainer([net.a], "sgd", loss_scale=2)
     other = amp.Trainer([net.b], "sgd", loss_scale=1024)
@@ -27,7 +27,7 @@ def test_gradients_that_another_backward_pass_wrote_are_an_error():
     assert mine.step(1)
 
 
-def test_gradients_that_would_add_up_to_unscaled_ones_are_an_error():
+def test_accumulating_scaled_on_unscaled_gradients_is_refused():
     net = One(grad_req="add")
     trainer = amp.Trainer(net.collect_params(), "sgd", loss_scale=8)
     recorded(net, ones(), ones()).backward()
@@ -39,7 +39,7 @@ def test_gradients_that_would_add_up_to_unscaled_ones_are_an_error():
     assert trainer.step(1)
 
 
-def test_gradients_that_were_summed_are_not_summed_again():
+def test_gradients_are_not_all_reduced_twice():
     devices = [mx.cpu(0), mx.cpu(1)]
 
     def backward(net, trainer):
@@ -58,7 +58,7 @@ def test_gradients_that_were_summed_are_not_summed_again():
         trainer.step(4)
         for parameter in (net.a, net.b):
             assert (parameter.data(devices[1]).asnumpy() == 1 - 0.5 * 2 / 4).all()
-    # what only the first of two passes writes would be summed twice
+    # gradients that only the first of two passes writes would be summed twice
     backward(net, trainer)
     trainer.allreduce_grads()
     with autograd.record():
@@ -82,19 +82,19 @@ def test_float16_losses_are_refused():
 
 @pytest.mark.parametrize("call", [
     lambda t: t.step(1), lambda t: t.update(1), lambda t: t.unscale(), lambda t: t.clip_norm(1)])
-def test_nothing_works_before_backward(call):
+def test_methods_require_trainer_backward(call):
     net = One()
     trainer = amp.Trainer(net.collect_params(), "sgd", loss_scale=8)
     with pytest.raises(RuntimeError, match=r"call trainer.backward\(loss\), not loss.backward\(\)"):
         call(trainer)
-    recorded(net, ones(), ones()).backward()  # which knows no scale
+    recorded(net, ones(), ones()).backward()  # which applies no scale
     with pytest.raises(RuntimeError, match=r"call trainer.backward\(loss\), not loss.backward\(\)"):
         call(trainer)
     trainer.backward(recorded(net, ones(), ones()))
     call(trainer)
 
 
-def test_a_second_step_or_unscale_is_an_error():
+def test_second_step_or_unscale_is_refused():
     net = One()
     trainer = amp.Trainer(net.collect_params(), "sgd", loss_scale=8)
     for bad in (1.0, np.inf):
@@ -108,7 +108,7 @@ def test_a_second_step_or_unscale_is_an_error():
 
 
 @pytest.mark.parametrize("make", [gluon.Trainer, amp.Trainer])
-def test_a_stale_gradient_raises_what_gluons_trainer_raises(make):
+def test_stale_gradient_raises_as_in_gluon_trainer(make):
     net = One()
     trainer = make(net.collect_params(), "sgd")
     with autograd.record():
@@ -118,7 +118,7 @@ def test_a_stale_gradient_raises_what_gluons_trainer_raises(make):
         trainer.step(1)
 
 
-def test_a_stale_gradient_is_an_error_before_anything_changed():
+def test_stale_gradient_raises_before_any_update():
     net = One()
     trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 1}, loss_scale=8)
     with autograd.record():
@@ -140,7 +140,7 @@ def test_a_stale_gradient_is_an_error_before_anything_changed():
 
 
 WRITES = {
-    # On a CPU it takes no float16.
+    # It does not accept float16 on a CPU.
     "clip_global_norm": lambda grads: gluon.utils.clip_global_norm(grads[1:], 1),
     "multiply": lambda grads: [g.__imul__(0.5) for g in grads],
     "set": lambda grads: [g.__setitem__(slice(None), 3) for g in grads],
@@ -152,8 +152,9 @@ WRITES = {
 
 @pytest.mark.parametrize("write", WRITES)
 @pytest.mark.parametrize("ends", ["step", "update", "clip_norm", "unscale", "backward"])
-def test_scaled_gradients_that_somebody_writes_into_are_an_error(write, ends):
-    """gluon.utils.clip_global_norm would clip the scale, and the update divide by it."""
+def test_writes_into_scaled_gradients_are_refused(write, ends):
+    """gluon.utils.clip_global_norm would clip scaled gradients, which the update divides by the
+    scale."""
     net = One("add" if ends == "backward" else "write")
     trainer = amp.Trainer(net.collect_params(), "sgd", loss_scale=1024)
     call = {"step": lambda: trainer.step(1), "update": lambda: trainer.update(1),
@@ -171,7 +172,7 @@ def test_scaled_gradients_that_somebody_writes_into_are_an_error(write, ends):
     assert trainer.step(1)
 
 
-def test_after_a_sum_over_devices_too_and_what_only_reads_is_no_error():
+def test_writes_after_allreduce_are_refused_and_reads_are_not():
     devices = [mx.cpu(0), mx.cpu(1)]
     net = One(devices=devices)
     trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 1}, loss_scale=8)
@@ -193,7 +194,7 @@ def test_after_a_sum_over_devices_too_and_what_only_reads_is_no_error():
         trainer.update(1)
 
 
-def test_without_a_scale_gradients_may_be_written():
+def test_gradients_can_be_written_without_scale():
     for kwargs in ({"loss_scale": None}, {"loss_scale": None, "clip_norm": 9}):
         net = One()
         trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 1}, **kwargs)
@@ -208,8 +209,8 @@ def test_without_a_scale_gradients_may_be_written():
 @pytest.mark.parametrize("scale", [64, "dynamic"])
 @pytest.mark.parametrize("head", ["SoftmaxOutput", "LinearRegressionOutput", "MakeLoss",
                                   "LogisticRegressionOutput", "MAERegressionOutput", "make_loss"])
-def test_loss_heads_in_the_network_are_refused_at_the_first_backward_pass(head, scale, how):
-    """No scale reaches the gradients that they begin, and the update would divide by it."""
+def test_loss_heads_in_network_are_refused_at_first_backward(head, scale, how):
+    """Their gradients are not scaled, but the update would divide them by the scale."""
     def forward(F, x, y, dense):
         x = dense(x)
         return getattr(F, head)(*([F.square(x - y)] if head.lower()[:4] == "make" else [x, y]))
@@ -235,7 +236,7 @@ def test_loss_heads_in_the_network_are_refused_at_the_first_backward_pass(head, 
     assert free.step(2)
 
 
-def test_nothing_to_train_is_an_error():
+def test_no_trainable_parameters_is_refused():
     with pytest.raises(ValueError, match=r"needs parameters. Received: none"):
         amp.Trainer([], "sgd")
     net = One()
@@ -249,7 +250,7 @@ def test_nothing_to_train_is_an_error():
 
 @pytest.mark.parametrize("scaling", [{"loss_scale": "dynamic"}, {"loss_scale": 2},
                                      {"loss_scale": None, "clip_norm": 1}])
-def test_updates_on_the_kvstore_are_refused_where_gradients_are_checked(scaling):
+def test_update_on_kvstore_is_refused_with_overflow_check(scaling):
     devices = [mx.cpu(0), mx.cpu(1)]
     params = One(devices=devices).collect_params()
     with pytest.raises(ValueError, match=r"must be False or None. Received: True"):
@@ -258,7 +259,7 @@ def test_updates_on_the_kvstore_are_refused_where_gradients_are_checked(scaling)
         amp.Trainer(params, "sgd", kvstore="dist_async", **scaling)
 
 
-def test_the_kvstore_never_updates_where_gradients_are_checked(monkeypatch):
+def test_kvstore_does_not_update_with_overflow_check(monkeypatch):
     monkeypatch.setenv("MXNET_UPDATE_ON_KVSTORE", "1")
     devices = [mx.cpu(0), mx.cpu(1)]
     net = One(devices=devices)
@@ -274,13 +275,13 @@ def test_the_kvstore_never_updates_where_gradients_are_checked(monkeypatch):
     ({"loss_scale": True}, "loss_scale takes"), ({"clip_norm": 0}, "clip_norm must be a positive"),
     ({"clip_norm": float("nan")}, "clip_norm must be"), ({"optimizer": "sdg"}, "unknown optimizer"),
     ({"optimizer": "lbsgd"}, "lbsgd adds up")])
-def test_bad_arguments_are_refused_when_the_trainer_is_made(kwargs, message):
+def test_bad_arguments_are_refused_at_construction(kwargs, message):
     params = One().collect_params()
     with pytest.raises(ValueError, match=message):
         amp.Trainer(params, **{"optimizer": "sgd", **kwargs})
 
 
-def test_a_bad_batch_size_is_refused():
+def test_bad_batch_size_is_refused():
     net = One()
     trainer = amp.Trainer(net.collect_params(), "sgd", loss_scale=8)
     trainer.backward(recorded(net, ones(), ones()))
@@ -297,7 +298,7 @@ def test_row_sparse_weights_are_refused():
         amp.Trainer(net.collect_params(), "sgd")
 
 
-def test_half_of_a_static_pair_is_refused_where_gradients_are_scaled():
+def test_half_of_static_pair_is_refused_with_scaled_gradients():
     params = One().collect_params()
     for kwargs in ({"loss_scale": 128}, {}):
         with pytest.raises(ValueError, match="one half of the static pair of 128"):
@@ -305,7 +306,7 @@ def test_half_of_a_static_pair_is_refused_where_gradients_are_scaled():
     amp.Trainer(params, amp.StaticLossScale(128).optimizer("sgd"), loss_scale=None)
 
 
-def test_gradients_of_weights_that_were_moved_since_are_not_waiting_any_more():
+def test_gradients_are_stale_after_parameters_move_to_another_device():
     net = One()
     trainer = amp.Trainer(net.collect_params(), "sgd", loss_scale=8)
     trainer.backward(recorded(net, ones(), ones()))
@@ -314,7 +315,7 @@ def test_gradients_of_weights_that_were_moved_since_are_not_waiting_any_more():
         trainer.step(1)
 
 
-def test_horovods_own_optimizer_is_refused_where_steps_may_be_skipped():
+def test_horovod_distributed_optimizer_is_refused_with_overflow_check():
     theirs = type("DistributedOptimizer", (mx.optimizer.SGD,), {"__module__": "horovod.mxnet"})
     params = One().collect_params()
     with pytest.raises(ValueError, match="give the plain optimizer, and kvstore='horovod'"):

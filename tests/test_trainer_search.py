@@ -1,4 +1,4 @@
-"""amp.Trainer finds its first scale by backward passes of the first step, which is not lost."""
+"""amp.Trainer finds its first loss scale by repeated backward passes, without skipping a step."""
 import gc
 import logging
 import os
@@ -19,22 +19,22 @@ def messages(caplog, level=logging.WARNING):
     return [r.getMessage() for r in caplog.records if r.name == "gluon_amp" and r.levelno >= level]
 
 
-def test_the_first_step_is_made_at_a_scale_that_fits(caplog):
+def test_first_step_is_made_at_scale_that_fits(caplog):
     caplog.set_level(logging.INFO, logger="gluon_amp")
     net = One()
     trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 1})
-    assert learn(net, trainer, ones(30), ones(30))  # 30 * 2**16 is no float16
+    assert learn(net, trainer, ones(30), ones(30))  # 30 * 2**16 overflows float16
     assert (trainer.loss_scale, trainer.skipped, trainer.overflowed) == (2.0 ** 11, 0, ())
     assert (net.a.grad().asnumpy() == 30 * 2.0 ** 11).all()
     assert all((v == -29).all() for v in values(net))
     assert messages(caplog, logging.INFO) == ["loss scale 2^11 found in 5 backward passes"]
-    assert not messages(caplog)  # it is a success
+    assert not messages(caplog)  # no warning for a success
     learn(net, trainer, ones(100), ones(100))
     assert (trainer.loss_scale, trainer.skipped) == (2.0 ** 9, 0)
     assert not messages(caplog)
 
 
-def test_steps_that_are_skipped_in_a_row_without_a_search_are_one_warning(caplog):
+def test_consecutive_skips_without_search_log_one_warning(caplog):
     net = One()
     trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 1})
     for skipped in range(9):
@@ -45,7 +45,7 @@ def test_steps_that_are_skipped_in_a_row_without_a_search_are_one_warning(caplog
                                 "loss scale 16384 -> 8192"]
 
 
-def test_where_the_first_scale_fits_it_stays(caplog):
+def test_fitting_first_scale_is_kept(caplog):
     net = One()
     trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 1})
     assert learn(net, trainer, ones(0.5), ones(0.5))
@@ -54,7 +54,7 @@ def test_where_the_first_scale_fits_it_stays(caplog):
 
 
 class Recurrent(gluon.HybridBlock):
-    """Everything whose second backward pass might differ from the first."""
+    """Layers whose second backward pass might differ from the first."""
 
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
@@ -72,7 +72,7 @@ class Recurrent(gluon.HybridBlock):
 
 @pytest.mark.parametrize("static", [None, False, True])
 @pytest.mark.parametrize("policy", ["float16", "mixed_float16", "mixed_bfloat16"])
-def test_the_step_is_bit_by_bit_one_that_began_with_that_scale(policy, static, rng):
+def test_step_after_search_equals_step_started_at_that_scale(policy, static, rng):
     x, y = nd.array(rng.standard_normal((5, 1, 6, 6))), nd.array(rng.integers(0, 3, 5))
 
     def trained(**kwargs):
@@ -98,11 +98,11 @@ def test_the_step_is_bit_by_bit_one_that_began_with_that_scale(policy, static, r
     assert same(net, trained(loss_scale=trainer.loss_scale)[0])
 
 
-def test_gradients_that_add_up_are_those_of_one_scale():
+def test_accumulated_gradients_share_one_scale():
     net = One("add")
     trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 1},
                           loss_scale=dynamic(initial=2.0 ** 15))
-    for x in (1, 3, 4):  # the second pass overflows, and the third
+    for x in (1, 3, 4):  # the second and third passes overflow
         trainer.backward(recorded(net, ones(x), ones(x)))
     assert (net.a.grad().asnumpy() == 8 * trainer.loss_scale).all()
     assert trainer.step(1)
@@ -110,7 +110,7 @@ def test_gradients_that_add_up_are_those_of_one_scale():
     assert trainer.skipped == 0
 
 
-def test_passes_over_other_parameters_in_one_step_come_to_one_scale():
+def test_passes_over_different_parameters_share_one_scale():
     net = One()
     trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 1},
                           loss_scale=dynamic(initial=2.0 ** 15))
@@ -126,7 +126,7 @@ def test_passes_over_other_parameters_in_one_step_come_to_one_scale():
     assert (net.a.data().asnumpy() == -4).all()
 
 
-def test_several_losses_of_several_devices_decide_alike_and_leave_room_for_their_sum():
+def test_losses_on_several_devices_leave_headroom_for_their_sum():
     devices = [mx.cpu(0), mx.cpu(1), mx.cpu(2)]
     net = One(devices=devices)
     trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 1})
@@ -140,7 +140,7 @@ def test_several_losses_of_several_devices_decide_alike_and_leave_room_for_their
 
 
 @pytest.mark.parametrize("passes", [1, 3])
-def test_gradients_that_fit_on_each_device_but_not_in_sum_cost_no_step(passes):
+def test_overflow_of_sum_over_devices_skips_no_step(passes):
     devices = [mx.cpu(0), mx.cpu(1)]
     net = One(devices=devices)
     trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 1})
@@ -156,7 +156,7 @@ def test_gradients_that_fit_on_each_device_but_not_in_sum_cost_no_step(passes):
         assert (net.a.data(device).asnumpy() == 1 - passes * 1.5).all()
 
 
-def test_where_no_scale_fits_a_warning_says_so_once(caplog):
+def test_no_fitting_scale_warns_once(caplog):
     net = One()
     trainer = amp.Trainer(net.collect_params(), "sgd")
     for _ in range(3):
@@ -167,17 +167,17 @@ def test_where_no_scale_fits_a_warning_says_so_once(caplog):
     assert learn(net, trainer, ones(), ones())
 
 
-def test_a_settled_scale_does_not_search():
+def test_settled_scale_skips_instead_of_searching():
     net = One()
     trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 0},
                           loss_scale=dynamic(initial=2.0 ** 15, growth_interval=5))
     for _ in range(5):
         assert learn(net, trainer, ones(), ones())
-    assert not learn(net, trainer, ones(), ones())  # 65536
+    assert not learn(net, trainer, ones(), ones())  # 65536 overflows float16
     assert learn(net, trainer, ones(), ones())
 
 
-def test_whether_it_is_settled_is_saved(tmp_path):
+def test_settled_state_is_saved(tmp_path):
     net, path = One(), str(tmp_path / "states")
     for scale in (settled(), dynamic()):
         amp.Trainer(net.collect_params(), "sgd", loss_scale=scale).save_states(path)
@@ -187,7 +187,7 @@ def test_whether_it_is_settled_is_saved(tmp_path):
 
 
 @pytest.mark.parametrize("engine", [True, False])
-def test_the_graph_is_free_afterwards_unless_it_is_retained(engine, monkeypatch):
+def test_graph_is_freed_after_backward_unless_retained(engine, monkeypatch):
     if not engine:
         monkeypatch.setattr(library, "_table", None)
     net = One()
@@ -215,7 +215,7 @@ class Exponent(gluon.HybridBlock):
         return F.exp(F.broadcast_mul(x, a))
 
 
-def test_a_network_whose_scale_was_looked_for_leaves_no_memory_behind(caplog):
+def test_search_leaks_no_memory(caplog):
     caplog.set_level(logging.INFO, logger="gluon_amp")
 
     def train():
@@ -229,7 +229,7 @@ def test_a_network_whose_scale_was_looked_for_leaves_no_memory_behind(caplog):
         assert trainer.step(1)
 
     def megabytes():
-        """What is left of it in this process's memory."""
+        """The memory of this process after training."""
         train()
         nd.waitall()
         gc.collect()
@@ -237,13 +237,13 @@ def test_a_network_whose_scale_was_looked_for_leaves_no_memory_behind(caplog):
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         return pages * os.sysconf("SC_PAGE_SIZE") / 2 ** 20
 
-    before = megabytes()  # what is kept for ever, too
-    assert max(megabytes() for _ in range(2)) < before + 8  # an array of it has 16
+    before = megabytes()  # includes memory that is never freed
+    assert max(megabytes() for _ in range(2)) < before + 8  # one of its arrays has 16
     assert "found" in caplog.text
 
 
-def test_what_a_graph_held_is_free_though_its_outputs_are_kept():
-    """So that the next forward pass finds a static network's memory."""
+def test_graph_is_freed_although_outputs_are_alive():
+    """The next forward pass reuses the memory of a static network."""
     net = nn.Dense(4, in_units=3)
     net.initialize()
     trainer = amp.Trainer(net.collect_params(), "sgd")
@@ -258,8 +258,8 @@ def test_what_a_graph_held_is_free_though_its_outputs_are_kept():
         assert trainer.step(2)
 
 
-def test_moving_averages_of_a_plain_float32_network_move_once():
-    """MXNet's batch norm moves them in its backward pass."""
+def test_float32_moving_averages_are_updated_once():
+    """MXNet's batch norm updates them in its backward pass."""
     def averages(**kwargs):
         mx.random.seed(3)
         net = nn.HybridSequential()
@@ -276,8 +276,8 @@ def test_moving_averages_of_a_plain_float32_network_move_once():
     assert np.array_equal(averages(), averages(loss_scale=None))
 
 
-def test_what_cannot_go_back_twice_is_skipped_instead():
-    """MXNet's own dropout passes a second backward pass through."""
+def test_step_is_skipped_if_backward_cannot_be_repeated():
+    """MXNet's dropout does not apply its mask in a second backward pass."""
     net = One()
     trainer = amp.Trainer(net.collect_params(), "sgd", loss_scale=dynamic(initial=2.0 ** 16))
     with autograd.record():
@@ -288,9 +288,9 @@ def test_what_cannot_go_back_twice_is_skipped_instead():
 
 
 @pytest.mark.parametrize("large", [1e33, 1.5e32])
-def test_no_update_uses_a_second_backward_pass_through_mxnets_own_dropout(large):
-    """It passes gradients on as if nothing had been dropped: half of what is kept, which of 1.5e32
-    is finite."""
+def test_second_backward_through_mxnet_dropout_is_never_used(large):
+    """It would pass gradients on without the mask and its factor of 2: half of the true values,
+    which are finite for 1.5e32."""
     net = gluon.nn.HybridSequential()
     net.add(gluon.nn.Dense(64, in_units=64, use_bias=False), gluon.nn.Dropout(0.5))
     net.initialize(mx.init.One())
@@ -298,7 +298,7 @@ def test_no_update_uses_a_second_backward_pass_through_mxnets_own_dropout(large)
     trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 1.0},
                           loss_scale=amp.DynamicLossScale(initial=2.0 ** 24))
     x = nd.ones((2, 64))
-    x[0, 0] = large  # times the scale, and summed: beyond float32
+    x[0, 0] = large  # scaled and summed, it overflows float32
     with mx.autograd.record():
         loss = net(x).sum() * 1e-1
     trainer.backward(loss)
@@ -308,7 +308,7 @@ def test_no_update_uses_a_second_backward_pass_through_mxnets_own_dropout(large)
 @pytest.mark.parametrize(("root", "says"), [
     (lambda x: x.log(), "the loss itself is not finite"),
     (lambda x: x.sqrt(), "without a loss scale")])
-def test_a_skipped_step_without_a_loss_scale_names_none(root, says, caplog):
+def test_skipped_step_without_loss_scale_names_no_scale(root, says, caplog):
     net = nn.Dense(1, in_units=1)
     net.initialize()
     trainer = amp.Trainer(net.collect_params(), "sgd", loss_scale=None, clip_norm=1)
@@ -322,9 +322,9 @@ def test_a_skipped_step_without_a_loss_scale_names_none(root, says, caplog):
 
 @pytest.mark.parametrize("kind", ["foreach", "cond"])
 @pytest.mark.parametrize(("initial", "factor"), [(2.0 ** 24, 1), (1, 2.0 ** 20)])
-def test_networks_with_loops_train_and_skip_steps_until_the_scale_fits(kind, initial, factor,
+def test_networks_with_loops_skip_steps_until_scale_fits(kind, initial, factor,
                                                                        caplog):
-    """MXNet's loops forget their rounds once a backward pass has gone through them."""
+    """MXNet's loops free their iterations in the backward pass."""
     def forward(F, x, cell):
         if kind == "foreach":
             return F.contrib.foreach(lambda row, state: (row, F.tanh(cell(state + row))),

@@ -1,4 +1,4 @@
-"""A small convolutional network, and parameters whose gradients are known, to train."""
+"""A small convolutional network, and a network with known gradients, for tests of Trainer."""
 import gluon_amp as amp
 import mxnet as mx
 import numpy as np
@@ -10,7 +10,7 @@ SGD = {"learning_rate": 0.1, "momentum": 0.9}
 
 
 def make(policy="float32", devices=None):
-    """A small convolutional net, with the same first values each time."""
+    """A small convolutional net with the same initial values at each call."""
     mx.random.seed(3)
     net = nn.HybridSequential()
     net.add(nn.Conv2D(8, 3, in_channels=3), nn.BatchNorm(in_channels=8), nn.Activation("relu"),
@@ -31,13 +31,13 @@ class One(gluon.Block):
         self.initialize(ctx=devices or mx.cpu())
         self.a, self.b = (self.params.get(name) for name in "ab")
 
-    def forward(self, x, y):  # "* 1": MXNet's cast alone does not add gradients up
+    def forward(self, x, y):  # "* 1": MXNet's cast alone does not accumulate gradients
         return ((self.a.data(x.context) * 1).astype("float32") * x
                 + self.b.data(x.context) * y).sum().reshape(1)
 
 
 def learn(net, trainer, *data):
-    """One step; whether it updated."""
+    """Makes one step and returns whether it updated."""
     trainer.backward(recorded(net, *data))
     return trainer.step(1)
 
@@ -83,7 +83,7 @@ def dynamic(**kwargs):
 
 
 def settled(**kwargs):
-    """A dynamic scale that searches no more, but skips."""
+    """A dynamic scale that skips steps instead of searching."""
     scale = amp.DynamicLossScale(**kwargs)
     scale.settled = True
     return scale

@@ -1,4 +1,4 @@
-"""Networks and batches that the X-ray's tests look into."""
+"""Networks and batches for tests of the X-ray."""
 import gluon_amp as amp
 import mxnet as mx
 import numpy as np
@@ -51,7 +51,7 @@ def prepared(net, keep=()):
 
 
 class WithOwnParameter(gluon.Block):
-    """A plain Block that multiplies by a parameter of its own."""
+    """A plain Block that multiplies by its own parameter."""
 
     def __init__(self):
         super().__init__()
@@ -61,7 +61,7 @@ class WithOwnParameter(gluon.Block):
 
 
 class Mean(gluon.Block):
-    """A plain Block between two hybrid ones, one of which it calls twice."""
+    """A plain Block with two hybrid ones, one of which it calls twice."""
 
     def __init__(self, fault=None):
         super().__init__(prefix="mean_")
@@ -89,7 +89,7 @@ def layers(*units, flatten=True):
 
 
 def check_mended(net, view, given, loss_fn=LOSS, rtol=0.01):
-    """With what an X-ray keeps there is nothing to find, and the losses are float32's."""
+    """With the nodes of `keep`, an X-ray has no findings, and losses are near float32's."""
     amp.convert(net, keep=view.keep)
     after = amp.xray(net, given, loss_fn)
     assert (after.findings, after.first_overflow) == ([], None)
@@ -97,8 +97,8 @@ def check_mended(net, view, given, loss_fn=LOSS, rtol=0.01):
 
 
 def training(looked_at, make=None, give=None, steps=4):
-    """A network with Dropout that was trained with an X-ray or without: all that it holds, and what
-    MXNet draws next."""
+    """Trains a network with Dropout, with an X-ray or without. Returns all its values, and the next
+    random numbers of MXNet."""
     mx.random.seed(5)
     np.random.seed(5)
     net = (make or converted)()
