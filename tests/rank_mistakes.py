@@ -1,4 +1,4 @@
-"""What ranks do in tests (ranks.py) that they should not, or not alike."""
+"""Faulty rank programs for test_rank_mistakes.py, run by ranks.py."""
 import os
 import signal
 import sys
@@ -42,16 +42,16 @@ def freezes_a_layer(store, rank):
     trainer_for(net, store)
 
 
-def has_made_more_blocks(store, rank):
-    """Its names go on from 9 to 10, which sorts before 9; the other's do not."""
+def has_different_block_names(store, rank):
+    """Rank 0's names continue from 9 to 10, which sorts before 9; rank 1's do not."""
     while rank == 0 and not nn.Dense(1).name.endswith("8"):
         pass
     trainer_for(network(), store)
 
 
-def loss_reaches_less(store, rank, loss_scale, by_hand=False):
-    """On rank 1 the loss does not reach the second layer. What it held there is left of a step
-    before, and is no part of the sum."""
+def loss_misses_a_parameter(store, rank, loss_scale, by_hand=False):
+    """On rank 1 the loss does not reach the second layer, whose gradients are stale and must not
+    enter the sum."""
     net = network()
     trainer = trainer_for(net, store, loss_scale=loss_scale)
     rng = np.random.default_rng(rank)
@@ -69,8 +69,8 @@ def loss_reaches_less(store, rank, loss_scale, by_hand=False):
     return weights(trainer), before - net[1].bias.data().asnumpy(), own * 0.01 / 8
 
 
-def loss_reaches_less_in_the_first_step(store, rank, loss_scale):
-    """The same where layers get their sizes, and the Trainer its store, after it is made."""
+def loss_misses_a_parameter_in_first_step(store, rank, loss_scale):
+    """The same with deferred sizes of layers, and a store created in the first step."""
     mx.random.seed(3)
     net = network(in_units=0)
     trainer = trainer_for(net, store, loss_scale=loss_scale)
@@ -81,8 +81,8 @@ def loss_reaches_less_in_the_first_step(store, rank, loss_scale):
     return weights(trainer)
 
 
-def begins_at_a_scale(store, rank, initial, settled, by_hand):
-    """Where layers get their sizes after the Trainer is made, from a dynamic scale."""
+def starts_at_scale(store, rank, initial, settled, by_hand):
+    """Training from a dynamic scale, with sizes of layers deferred until the Trainer exists."""
     mx.random.seed(3)
     net = network(in_units=0)
     loss_scale = amp.DynamicLossScale(initial[rank])
@@ -101,9 +101,9 @@ def begins_at_a_scale(store, rank, initial, settled, by_hand):
     return trainer.loss_scale, weights(trainer)
 
 
-def has_predicted_and_compared(store, rank, loss_scale):
-    """Whether steps update: ranks with other weights compare them between a forward pass and its
-    backward pass."""
+def synchronizes_before_backward(store, rank, loss_scale):
+    """Ranks with different weights synchronize them between a forward pass and its backward pass.
+    Returns whether steps updated."""
     mx.random.seed(rank)
     net = network(in_units=0)
     trainer = trainer_for(net, store, loss_scale=loss_scale)
@@ -116,9 +116,9 @@ def has_predicted_and_compared(store, rank, loss_scale):
     return [*told, trainer.step(8)], weights(trainer)
 
 
-def overflows_and_cannot_repeat(store, rank):
-    """Whether steps update: gradients overflow at the first scale, and rank 1's graph allows no
-    second backward pass."""
+def cannot_repeat_backward(store, rank):
+    """Gradients overflow at the first scale, and rank 1's graph does not support a second backward
+    pass. Returns whether steps updated."""
     net = network()
     trainer = trainer_for(net, store, loss_scale="dynamic")
     told = []
@@ -133,8 +133,8 @@ def overflows_and_cannot_repeat(store, rank):
     return told, trainer.skipped, weights(trainer)
 
 
-def finds_a_rate_first(store, rank):
-    """Weights after a sweep of learning rates and a step, where ranks had other weights before."""
+def sweeps_learning_rates(store, rank):
+    """Weights after a sweep of learning rates and a step, on ranks with different initial weights."""
     mx.random.seed(rank)
     net = network(in_units=0)
     trainer = trainer_for(net, store)
@@ -147,8 +147,8 @@ def finds_a_rate_first(store, rank):
     return updated, weights(trainer)
 
 
-def has_a_loss_that_is_nan(store, rank, loss_scale):
-    """What rank 1's loss makes of the scale, and of 16 steps."""
+def has_nan_loss(store, rank, loss_scale):
+    """The loss scale and skipped steps after 16 steps with a NaN loss on rank 1."""
     net = network()
     trainer = trainer_for(net, store, loss_scale=loss_scale)
     for i in range(16):
@@ -162,7 +162,7 @@ def has_a_loss_that_is_nan(store, rank, loss_scale):
     return trainer.loss_scale, trainer.skipped
 
 
-def sums_wrongly(store, rank, times):
+def all_reduces_wrongly(store, rank, times):
     net = network()
     trainer = trainer_for(net, store)
     backward(net, trainer, np.random.default_rng(rank))
@@ -171,8 +171,8 @@ def sums_wrongly(store, rank, times):
     trainer.update(8)
 
 
-def makes_other_calls(store, rank):
-    """Rank 1 is through with its data, and averages, while rank 0 makes another step."""
+def makes_different_calls(store, rank):
+    """Rank 1 has reached the end of its data and averages, while rank 0 makes another step."""
     supervise.GRACE = 0.5
     net = network()
     trainer = trainer_for(net, store)
@@ -208,7 +208,7 @@ def has_two_trainers(store, rank):
 
 
 def trains_without_scale(store, rank):
-    """What float32 weights are before the first step, and whether ranks can be compared."""
+    """Float32 weights before the first step; check_ranks passes after it."""
     mx.random.seed(rank)
     net = nn.Dense(4, in_units=4)
     net.initialize()
@@ -221,7 +221,7 @@ def trains_without_scale(store, rank):
 
 
 def module_for(rank, store):
-    """A float32 Module without a loss scale, and a batch of this rank's own."""
+    """A float32 Module without a loss scale, and a batch that depends on the rank."""
     mx.random.seed(rank)
     net = mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=3, name="dense")
     module = amp.Module(mx.sym.SoftmaxOutput(net, name="softmax"))
@@ -232,8 +232,8 @@ def module_for(rank, store):
     return module, mx.io.DataBatch([nd.array(rng.standard_normal((4, 6)))], [nd.zeros(4)])
 
 
-def module_begins_before_its_store(store, rank, loss_scale):
-    """Whether updates are made, where the first gradients are of a rank's own weights."""
+def module_runs_before_its_store(store, rank, loss_scale):
+    """The first gradients are of weights that rank 0's replace. Returns whether steps updated."""
     mx.random.seed(rank)
     net = mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=3, name="dense")
     module = amp.Module(mx.sym.SoftmaxOutput(net, name="softmax"), loss_scale=loss_scale)
@@ -250,7 +250,7 @@ def module_begins_before_its_store(store, rank, loss_scale):
 
 
 def module_trains_without_scale(store, rank):
-    """What weights are before the first update; then tries what the servers would mix up."""
+    """Weights before the first update; then calls that the servers would confuse are refused."""
     module, batch = module_for(rank, store)
     before = [array.asnumpy() for array in module.get_params()[0].values()]
     module.forward_backward(batch)
@@ -267,7 +267,7 @@ def module_trains_without_scale(store, rank):
 
 
 def dies_while_servers_update(store, rank):
-    """What a rank is told once the other has died."""
+    """Rank 1 dies; rank 0 gets an error."""
     supervise.GRACE = 0.5
     module, batch = module_for(rank, store)
     while True:
@@ -277,9 +277,9 @@ def dies_while_servers_update(store, rank):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def begins_where_servers_update(store, rank):
-    """What ranks with different seeds hold before and after steps that servers make; and what a
-    second Trainer is told."""
+def updates_on_servers(store, rank):
+    """Weights of ranks with different seeds before and after updates on servers; a second Trainer
+    is refused."""
     mx.random.seed(rank)
     net = nn.Dense(4, in_units=4)
     net.initialize()
@@ -296,9 +296,9 @@ def begins_where_servers_update(store, rank):
     return held
 
 
-def has_settings_of_its_own(store, rank):
-    """What a rank is told whose learning rate is its own, and then its batch size. A smaller last
-    batch on all ranks is fine."""
+def has_different_settings(store, rank):
+    """Errors for a learning rate, then a batch size, that differs between ranks. A smaller last
+    batch on all ranks is allowed."""
     net = network()
     trainer = trainer_for(net, store)
     rng = np.random.default_rng(rank)
@@ -314,8 +314,8 @@ def has_settings_of_its_own(store, rank):
     return told
 
 
-def adds_up(store, rank, ranks, devices=1, passes=1, steps=3):
-    """Each rank has its part of each batch, on so many devices, in so many backward passes."""
+def accumulates(store, rank, ranks, devices=1, passes=1, steps=3):
+    """Each rank trains on its part of each batch, split over devices and backward passes."""
     mx.random.seed(3)
     net = nn.HybridSequential()
     net.add(nn.Dense(8, in_units=4, activation="relu"), nn.Dense(4, in_units=8))

@@ -1,4 +1,4 @@
-"""What ranks do in tests (ranks.py). Each story returns what the test looks at."""
+"""Rank programs for test_distributed.py, run by ranks.py. Each returns values to check."""
 import contextlib
 import os
 import signal
@@ -29,13 +29,13 @@ def network(deferred=False, units=5):
 
 
 def held(trainer):
-    """Weights and masters."""
+    """Weights and master weights."""
     return numbers([[p.data() for p in trainer._params if p.grad_req != "null"],
                     trainer._updaters[0].states])
 
 
 def store_of(store):
-    """ "horovod float32" is Horovod with the wire float32."""
+    """ "horovod float32" means amp.Horovod(wire="float32")."""
     if store.startswith("horovod "):
         return amp.Horovod(wire=store.split()[1])
     return mx.kv.create(store)
@@ -57,8 +57,8 @@ def step(net, trainer, rng, ranks=2):
     return trainer.step(4 * ranks)
 
 
-def has_predicted_in_float32(store, rank):
-    """oneDNN has the weights in blocks of its own by then; gradients, too."""
+def predicts_before_training(store, rank):
+    """After prediction, oneDNN stores weights and gradients in its own blocked layout."""
     net = nn.HybridSequential()
     net.add(nn.Conv2D(32, 3, padding=1, in_channels=16), nn.Conv2D(32, 3, padding=1),
             nn.GlobalAvgPool2D(), nn.Dense(5))
@@ -74,8 +74,8 @@ def has_predicted_in_float32(store, rank):
     return trainer.skipped, held(trainer)
 
 
-def begins_with_another_seed(store, rank, deferred):
-    """What a rank holds before and after its first step."""
+def starts_with_different_seeds(store, rank, deferred):
+    """Values of a rank before and after its first steps."""
     mx.random.seed(rank)
     net = network(deferred)
     trainer = trainer_for(net, store)
@@ -87,7 +87,7 @@ def begins_with_another_seed(store, rank, deferred):
 
 
 def module_for(rank, units=3):
-    """A Module whose parameters and moving averages are this rank's own, and its data."""
+    """A Module whose parameters and moving averages depend on the rank, and its data."""
     mx.random.seed(rank)
     rng = np.random.default_rng(rank)
     data = mx.io.NDArrayIter(rng.standard_normal((8, 6)).astype("float32"),
@@ -103,7 +103,7 @@ def module_for(rank, units=3):
     return module, data
 
 
-def module_begins_with_another_seed(store, rank):
+def module_starts_with_different_seeds(store, rank):
     module, data = module_for(rank)
     module.init_optimizer(kvstore=store, optimizer_params={"learning_rate": 0.1, "momentum": 0.9})
     args, statistics = module.get_params()
@@ -115,8 +115,8 @@ def module_begins_with_another_seed(store, rank):
     return before, module.loss_scale, [a.asnumpy() for a in module.get_params()[0].values()]
 
 
-def changes_a_weight(store, rank, when):
-    """One rank changes a weight by itself. The first step sees it; later `check_ranks` does."""
+def changes_weight_on_rank_1(store, rank, when):
+    """Rank 1 changes a weight. The first step detects it; later, `check_ranks` does."""
     net = network()
     trainer = trainer_for(net, store)
     rng = np.random.default_rng(0)
@@ -131,7 +131,7 @@ def changes_a_weight(store, rank, when):
         step(net, trainer, rng)
 
 
-def has_another_network(store, rank, what):
+def has_different_network(store, rank, what):
     units = 5 + rank if what == "shape" else 5
     if what == "version" and rank:
         consistency.__version__ = "9.9.9"
@@ -144,14 +144,14 @@ def has_another_network(store, rank, what):
     step(net, trainer, np.random.default_rng(0))
 
 
-def module_has_another_network(store, rank, what):
+def module_has_different_network(store, rank, what):
     consistency.__version__ = "9.9.9" if what == "version" and rank else amp.__version__
     module, _ = module_for(rank, units=3 + rank if what == "shape" else 3)
     module.init_optimizer(kvstore=store)
 
 
-def some_are_infinite(store, rank, ranks, steps):
-    """Infinities, NaNs and numbers that overflow, on any rank at any step."""
+def has_nonfinite_inputs(store, rank, ranks, steps):
+    """Infinities, NaNs and values that overflow, on any rank at any step."""
     mx.random.seed(rank)
     net = network()
     trainer = trainer_for(net, store, loss_scale=amp.DynamicLossScale(growth_interval=4))
@@ -168,7 +168,7 @@ def some_are_infinite(store, rank, ranks, steps):
 
 
 def trained(net, trainer, steps, rng):
-    """Whether each step updated, the loss scale, how many were skipped, and what is held."""
+    """Whether each step updated, the loss scale, the number of skipped steps, and all values."""
     told = []
     for i in steps:
         x, y = rng.standard_normal((4, 3, 8, 8)), rng.integers(0, 5, 4)
@@ -180,8 +180,8 @@ def trained(net, trainer, steps, rng):
     return told, trainer.loss_scale, trainer.skipped, held(trainer)
 
 
-def saves_and_goes_on(store, rank, folder):
-    """Rank 0 saves after some steps; all go on."""
+def saves_and_continues(store, rank, folder):
+    """Rank 0 saves after some steps; all ranks continue."""
     mx.random.seed(rank)
     net = network()
     trainer = trainer_for(net, store, loss_scale=amp.DynamicLossScale(growth_interval=2))
@@ -193,7 +193,7 @@ def saves_and_goes_on(store, rank, folder):
 
 
 def resumes(store, rank, folder):
-    """What `saves_and_goes_on` does after it has saved."""
+    """The part of `saves_and_continues` after the save."""
     mx.random.seed(100 + rank)
     net = network()
     net.load_parameters(f"{folder}/net.params")
@@ -234,7 +234,7 @@ def module_averages_statistics(store, rank):
 
 
 def counts_bytes(store, rank):
-    """The bytes that a rank gets for the gradients of a step, 200,100 numbers."""
+    """Bytes that a rank receives for the gradients of a step, 200,100 numbers."""
     net = nn.Dense(100, in_units=2000)
     net.initialize()
     amp.convert(net)
@@ -255,7 +255,7 @@ def counts_bytes(store, rank):
 
 
 def times_steps(store, rank, dtype, ranks, steps):
-    """Seconds of a step of ResNet-18 (the median), and the bytes that a rank gets for it."""
+    """Median seconds of a step of ResNet-18, and bytes that a rank receives in it."""
     mx.random.seed(1)
     net = gluon.model_zoo.vision.resnet18_v1(classes=10)
     net.initialize()
@@ -281,7 +281,7 @@ def times_steps(store, rank, dtype, ranks, steps):
 
 
 def received_bytes():
-    """What this process has got over TCP so far, as the system counts it."""
+    """Bytes that this process has received over TCP, counted by the system."""
     total = 0
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as copy:
@@ -292,7 +292,7 @@ def received_bytes():
 
 
 def pauses(store, rank):
-    """Rank 1 stands still for longer than ranks may be silent, while nobody waits for it."""
+    """Rank 1 is stopped for longer than the timeout, while no rank waits for it."""
     net = network()
     trainer = trainer_for(net, store)
     rng = np.random.default_rng(rank)
@@ -316,8 +316,8 @@ def wait_until(true, seconds=30):
         time.sleep(0.05)
 
 
-def nothing_is_finite(store, rank, loss_scale):
-    """The loss is infinite on rank 1 from the fourth step on: at which step is it an error?"""
+def becomes_infinite(store, rank, loss_scale):
+    """The loss is infinite on rank 1 from the fourth step on. Returns the step that raises."""
     net = network()
     trainer = trainer_for(net, store, loss_scale=loss_scale)
     rng = np.random.default_rng(rank)
@@ -332,8 +332,8 @@ def nothing_is_finite(store, rank, loss_scale):
             return i, trainer.skipped, held(trainer)
 
 
-def learns_its_part(store, rank, ranks, steps=20):
-    """Each rank has its part of each batch; of one process, that is all."""
+def trains_on_its_part(store, rank, ranks, steps=20):
+    """Each rank trains on its part of each batch; one process trains on all of it."""
     mx.random.seed(3)
     net = nn.HybridSequential()
     net.add(nn.Dense(16, in_units=12, activation="relu"), nn.Dense(5, in_units=16))
@@ -353,7 +353,7 @@ def learns_its_part(store, rank, ranks, steps=20):
 
 
 def sum_overflows(store, rank, gradient):
-    """Gradients on each rank, and a scale of 1: whether they updated, and the weight."""
+    """Gradients whose sum may overflow, at a scale of 1: whether they updated, and the weight."""
     net = nn.Dense(1, in_units=2, use_bias=False)
     net.initialize(mx.init.Zero())
     amp.convert(net)
@@ -365,7 +365,7 @@ def sum_overflows(store, rank, gradient):
 
 
 def dies(store, rank, how, steps=3):
-    """Rank 1 ends after some steps; the other tells after how many seconds it raised what."""
+    """Rank 1 ends after some steps. Returns the error of rank 0 and the seconds until then."""
     net = network()
     trainer = trainer_for(net, store)
     rng = np.random.default_rng(rank)

@@ -1,9 +1,9 @@
-"""Ranks for tests: processes on this machine that train together, each the fork of one process.
+"""Ranks for tests: processes on this machine that train together, all forked from one process.
 
     with Ranks() as ranks:  # stories of rank_stories.py and rank_mistakes.py
-        results = ranks.run("ends_alike", 2, store="dist_sync")
+        results = ranks.run("becomes_infinite", 2, store="dist_sync", loss_scale="dynamic")
 
-A rank that raises gives the text of its error. No process outlives `with`.
+The result of a rank that raises is the text of its error. No process outlives `with`.
 """
 import contextlib
 import importlib.util
@@ -22,7 +22,7 @@ from pathlib import Path
 import pytest
 
 PATIENCE = 120
-# `make test-ranks` asks for more.
+# `make test-ranks` sets more.
 ALL = os.environ.get("GLUON_AMP_RANKS") == "all"
 RANKS, STEPS, STARTS = ([2, 4], 500, 20) if ALL else ([2], 150, 2)
 
@@ -35,7 +35,7 @@ EITHER = [SERVERS[0], pytest.param(WIRES[0], marks=needs_horovod)]
 
 
 class Ranks:
-    """Starts the process that is forked."""
+    """Starts the process that ranks are forked from."""
 
     def __enter__(self):
         env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
@@ -52,10 +52,10 @@ class Ranks:
         self.folder.cleanup()
 
     def run(self, story, count, store, environment=None, stopped=0, **arguments):
-        """Runs a story on each rank, and returns what each gave, in order: None where it died.
+        """Runs a story on each rank, and returns their results in order: None for one that died.
 
         Args:
-            stopped: how many ranks stop, and are ended by us.
+            stopped: number of ranks that stop and must be killed.
         """
         job = {"story": story, "count": count, "store": store, "arguments": arguments,
                "environment": environment or {}, "stopped": stopped,
@@ -69,7 +69,7 @@ class Ranks:
 
 
 def serve():
-    """Of the process that is forked: one line for each story."""
+    """Main loop of the process that ranks are forked from: one line for each story."""
     sys.path.insert(0, str(Path(__file__).parent))
     import rank_mistakes
     import rank_stories
@@ -89,7 +89,7 @@ def serve():
 
 
 def start(job, stories):
-    """Forks the ranks. None in a fork, once its story is over."""
+    """Forks the ranks. Returns None in a fork, at the end of its story."""
     cleanup = print
     if job["store"].startswith("horovod"):
         roles, cleanup = horovod_roles(job["count"])
@@ -112,7 +112,7 @@ def start(job, stories):
 
 
 def tell(job, stories):
-    """Runs a rank's story; errors go on, as they would in a program."""
+    """Runs a rank's story; errors propagate as in a program."""
     store = stories.store_of(job["store"])
     path = Path(job["folder"], str(store.rank))
 
@@ -140,7 +140,7 @@ def server_roles(count):
 
 
 def horovod_roles(count):
-    """As horovodrun starts them, with Gloo."""
+    """Environment of ranks as horovodrun with Gloo sets it."""
     from horovod.runner.common.util.hosts import get_host_assignments, parse_hosts
     from horovod.runner.http.http_server import RendezvousServer
     slots = get_host_assignments(parse_hosts(f"127.0.0.1:{count}"), count)
@@ -163,7 +163,7 @@ def horovod_roles(count):
 
 
 def wait_for(processes, job):
-    """Until the workers have ended; servers that wait for a rank that has died are killed."""
+    """Waits until the workers end; servers that wait for a dead rank are killed."""
     until, left = time.monotonic() + PATIENCE, list(processes)
     codes = {}
     workers = processes[-job["count"]:]

@@ -1,4 +1,4 @@
-"""Many workers on this machine: MXNet's parameter server, and Horovod where it is installed."""
+"""Several workers on this machine: MXNet's parameter server, and Horovod if it is installed."""
 import gluon_amp as amp
 import mxnet as mx
 import numpy as np
@@ -13,28 +13,28 @@ from ranks import ALL, EITHER, RANKS, STARTS, STEPS, STORES, needs_horovod
 
 
 def agree(results):
-    """Whether all ranks took the same steps and hold the same numbers."""
+    """Whether all ranks made the same steps and have the same values."""
     (*told, held), *others = results
     return all(other[:-1] == tuple(told) and same(other[-1], held) for other in others)
 
 
 @pytest.mark.parametrize("store", STORES)
 @pytest.mark.parametrize("deferred", [False, True])
-def test_ranks_with_other_seeds_train_as_one_from_the_first_step(ranks, store, deferred):
+def test_ranks_with_different_seeds_start_from_rank_0(ranks, store, deferred):
     for _ in range(STARTS):
-        results = ranks.run("begins_with_another_seed", 2, store, deferred=deferred)
+        results = ranks.run("starts_with_different_seeds", 2, store, deferred=deferred)
         (before, stepped, _, _), (others, _, _, _) = results
         if not deferred:
             assert same(before, others)
-        # With sizes that the first batch tells, gradients of other weights are not used.
+        # With deferred sizes, gradients of the weights that rank 0's replace are not used.
         assert stepped == [not deferred, True, True]
         assert agree([told[1:] for told in results])
 
 
 @pytest.mark.parametrize("store", STORES)
-def test_modules_with_other_seeds_begin_with_rank_0s_weights_and_averages(ranks, store):
+def test_module_ranks_start_with_weights_and_averages_of_rank_0(ranks, store):
     for _ in range(STARTS):
-        results = ranks.run("module_begins_with_another_seed", 2, store)
+        results = ranks.run("module_starts_with_different_seeds", 2, store)
         (before, _, _), (others, _, _) = results
         assert same(before, others)
         assert all((before[i] == 1).all() for i in (-1, -2))  # rank 0's moving averages
@@ -42,17 +42,17 @@ def test_modules_with_other_seeds_begin_with_rank_0s_weights_and_averages(ranks,
 
 
 @pytest.mark.parametrize("store", EITHER)
-def test_float32_networks_that_have_predicted_train_too(ranks, store):
+def test_float32_networks_train_after_prediction(ranks, store):
     for count in (1, 2):
-        results = ranks.run("has_predicted_in_float32", count, store)
+        results = ranks.run("predicts_before_training", count, store)
         assert agree(results)
         assert results[0][0] == 0
 
 
 @pytest.mark.parametrize("store", EITHER)
 @pytest.mark.parametrize("when", ["before the first step", "later"])
-def test_a_weight_that_one_rank_changed_is_named_on_all(ranks, store, when):
-    results = ranks.run("changes_a_weight", 2, store, when=when)
+def test_weight_changed_on_one_rank_is_named_on_all(ranks, store, when):
+    results = ranks.run("changes_weight_on_rank_1", 2, store, when=when)
     assert results == ["RanksDifferError: net_dense0_weight is not the same on rank 1 as on rank "
                        "0. Has one rank changed it, or loaded another file?"] * 2
 
@@ -64,23 +64,23 @@ def test_a_weight_that_one_rank_changed_is_named_on_all(ranks, store, when):
     ("scale", "ranks have different loss scales. Rank 0, 1, ...: a dynamic loss scale, "
               "the loss scale 256")])
 @pytest.mark.parametrize("store", EITHER)
-def test_ranks_that_do_not_fit_are_told_before_training(ranks, store, what, error):
-    for told in ranks.run("has_another_network", 2, store, what=what):
+def test_mismatched_ranks_are_refused_before_training(ranks, store, what, error):
+    for told in ranks.run("has_different_network", 2, store, what=what):
         assert told.startswith(f"RanksDifferError: {error}")
 
 
 @pytest.mark.parametrize(("what", "error"), [
     ("shape", "ranks train different networks: dense_weight, here "),
     ("version", f"ranks have different versions of gluon_amp: {amp.__version__}, 9.9.9")])
-def test_modules_that_do_not_fit_are_told_before_training(ranks, what, error):
-    for told in ranks.run("module_has_another_network", 2, "dist_sync", what=what):
+def test_mismatched_module_ranks_are_refused_before_training(ranks, what, error):
+    for told in ranks.run("module_has_different_network", 2, "dist_sync", what=what):
         assert told.startswith(f"RanksDifferError: {error}")
 
 
 @pytest.mark.parametrize("store", STORES)
 @pytest.mark.parametrize("count", RANKS)
-def test_ranks_skip_together_whatever_is_infinite_on_any_of_them(ranks, store, count):
-    results = ranks.run("some_are_infinite", count, store, ranks=count, steps=STEPS)
+def test_nonfinite_gradients_on_any_rank_skip_step_on_all(ranks, store, count):
+    results = ranks.run("has_nonfinite_inputs", count, store, ranks=count, steps=STEPS)
     told, skipped, _ = results[0]
     assert 2 < skipped < STEPS / 3
     assert len({scale for _, scale in told}) > 2
@@ -89,17 +89,17 @@ def test_ranks_skip_together_whatever_is_infinite_on_any_of_them(ranks, store, c
 
 @pytest.mark.parametrize("store", EITHER)
 @pytest.mark.parametrize("loss_scale", ["dynamic", 1024.0])
-def test_ranks_give_up_at_the_same_step(ranks, store, loss_scale):
-    results = ranks.run("nothing_is_finite", 2, store, loss_scale=loss_scale)
+def test_ranks_stop_at_same_step(ranks, store, loss_scale):
+    results = ranks.run("becomes_infinite", 2, store, loss_scale=loss_scale)
     assert results[0] is not None
     assert agree(results)
 
 
 @pytest.mark.parametrize("store", STORES)
 @pytest.mark.parametrize("count", RANKS)
-def test_ranks_learn_what_one_learns_from_the_whole_batch(ranks, store, count):
-    results = ranks.run("learns_its_part", count, store, ranks=count)
-    ((told, held),) = ranks.run("learns_its_part", 1, store, ranks=1)
+def test_ranks_match_one_process_with_whole_batch(ranks, store, count):
+    results = ranks.run("trains_on_its_part", count, store, ranks=count)
+    ((told, held),) = ranks.run("trains_on_its_part", 1, store, ranks=1)
     assert agree(results)
     assert results[0][0] == told
     for several, one in zip(results[0][1], held):
@@ -108,12 +108,12 @@ def test_ranks_learn_what_one_learns_from_the_whole_batch(ranks, store, count):
 
 @pytest.mark.parametrize("store", EITHER)
 @pytest.mark.parametrize("count", [2, 1, 4] if ALL else [2, 1])
-def test_all_go_on_from_what_rank_0_saved(ranks, store, count, tmp_path):
-    went_on = ranks.run("saves_and_goes_on", 2, store, folder=str(tmp_path))
+def test_all_ranks_resume_from_files_of_rank_0(ranks, store, count, tmp_path):
+    went_on = ranks.run("saves_and_continues", 2, store, folder=str(tmp_path))
     results = ranks.run("resumes", count, store, folder=str(tmp_path))
     assert agree(results)
     if count == 2:
-        assert agree([went_on[0], *results])  # bit by bit as if they had not stopped
+        assert agree([went_on[0], *results])  # bitwise as without a stop
 
 
 @pytest.mark.parametrize("store", EITHER)
@@ -129,7 +129,7 @@ def test_moving_averages_can_be_averaged_over_ranks(ranks, store, story, argumen
 
 
 @pytest.mark.parametrize("how", ["killed", "raises"])
-def test_a_rank_that_ends_makes_the_others_raise(ranks, how):
+def test_ended_rank_raises_on_others(ranks, how):
     (error, seconds), ended = ranks.run("dies", 2, "dist_sync", how=how)
     reason = {"killed": "rank 1 has died", "raises": "rank 1 has ended with RuntimeError"}[how]
     assert error == f"RankEndedError: rank 0 cannot continue: {reason}"
@@ -137,7 +137,7 @@ def test_a_rank_that_ends_makes_the_others_raise(ranks, how):
     assert ended == (None if how == "killed" else "RuntimeError: the data is gone")
 
 
-def test_a_rank_that_stops_makes_the_others_raise(ranks):
+def test_stopped_rank_raises_on_others_after_timeout(ranks):
     told, nothing = ranks.run("dies", 2, "dist_sync", {"GLUON_AMP_RANK_TIMEOUT": "4"}, stopped=1,
                               how="stopped")
     assert told[0] == "RankEndedError: rank 0 cannot continue: rank 1 has sent no heartbeat for " \
@@ -146,21 +146,21 @@ def test_a_rank_that_stops_makes_the_others_raise(ranks):
     assert nothing is None
 
 
-def test_a_rank_that_only_paused_is_waited_for(ranks):
+def test_paused_rank_is_waited_for(ranks):
     results = ranks.run("pauses", 2, "dist_sync", {"GLUON_AMP_RANK_TIMEOUT": "4"})
     assert agree(results)
 
 
 @needs_horovod
 @pytest.mark.parametrize("how", ["killed", "raises"])
-def test_a_rank_that_ends_makes_the_others_raise_with_horovod(ranks, how):
+def test_ended_rank_raises_on_others_with_horovod(ranks, how):
     (error, seconds), _ = ranks.run("dies", 2, "horovod", how=how)
     assert error.startswith("RankEndedError: rank 0 cannot continue: Horovod has been shut down")
     assert seconds < 10
 
 
 @needs_horovod
-def test_a_rank_that_stops_makes_the_others_raise_after_gloos_time(ranks):
+def test_stopped_rank_raises_on_others_after_gloo_timeout(ranks):
     told, nothing = ranks.run("dies", 2, "horovod", {"HOROVOD_GLOO_TIMEOUT_SECONDS": "3"},
                               stopped=1, how="stopped")
     assert told[0].startswith("RankEndedError: rank 0 cannot continue: Horovod has been shut down")
@@ -169,7 +169,7 @@ def test_a_rank_that_stops_makes_the_others_raise_after_gloos_time(ranks):
 
 
 @needs_horovod
-def test_the_float32_wire_gives_the_update_a_sum_that_float16_cannot_hold(ranks):
+def test_float32_wire_holds_sum_that_overflows_float16(ranks):
     # 80000 / 40000 * learning rate 0.1
     count = RANKS[-1]
     results = ranks.run("sum_overflows", count, "horovod float32", gradient=80000 / count)
@@ -179,7 +179,7 @@ def test_the_float32_wire_gives_the_update_a_sum_that_float16_cannot_hold(ranks)
 
 
 @needs_horovod
-def test_the_float16_wire_sends_half_the_bytes(ranks):
+def test_float16_wire_sends_half_the_bytes(ranks):
     sent = {wire: ranks.run("counts_bytes", 2, f"horovod {wire}")[0]
             for wire in ("float16", "float32")}
     assert sent["float16"] / sent["float32"] == pytest.approx(0.5, rel=0.1)
@@ -193,14 +193,14 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("error", REFUSED)
-def test_what_cannot_work_with_many_workers_is_refused_before_there_is_a_store(error):
+def test_unsupported_arguments_are_refused_before_store_exists(error):
     net = nn.Dense(1, in_units=1)
     net.initialize()
     with pytest.raises(ValueError, match=error):
         amp.Trainer(net.collect_params(), "sgd", **{"kvstore": "dist_sync", **REFUSED[error]})
 
 
-def test_launched_workers_that_each_train_alone_are_told(monkeypatch, caplog):
+def test_launched_workers_with_local_kvstore_log_warning(monkeypatch, caplog):
     for name, value in {"DMLC_ROLE": "worker", "DMLC_NUM_WORKER": "2"}.items():
         monkeypatch.setenv(name, value)
     net = nn.Dense(1, in_units=1)
@@ -210,7 +210,7 @@ def test_launched_workers_that_each_train_alone_are_told(monkeypatch, caplog):
 
 
 @pytest.mark.parametrize("error", REFUSED)
-def test_a_module_refuses_the_same(error):
+def test_module_refuses_unsupported_arguments(error):
     arguments = dict(REFUSED[error])
     store = arguments.pop("kvstore", "dist_sync")
     symbol = mx.sym.SoftmaxOutput(mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=2),
@@ -222,20 +222,20 @@ def test_a_module_refuses_the_same(error):
         module.init_optimizer(kvstore=store)
 
 
-def test_parameters_that_are_row_sparse_are_refused_with_many_workers():
+def test_row_sparse_parameters_are_refused_with_several_workers():
     embedding = nn.Embedding(4, 2, sparse_grad=True)
     embedding.initialize()
     with pytest.raises(ValueError, match="row_sparse"):
         amp.Trainer(embedding.collect_params(), "sgd", kvstore="dist_sync")
 
 
-def test_one_process_is_alike():
+def test_check_ranks_of_one_process_passes():
     net = nn.Dense(1, in_units=1)
     net.initialize()
     amp.Trainer(net.collect_params(), "sgd").check_ranks()
 
 
-def test_devices_of_one_process_get_the_mean_of_their_moving_averages():
+def test_moving_averages_are_averaged_over_devices_of_one_process():
     net = nn.BatchNorm(in_channels=2)
     net.initialize(ctx=[mx.cpu(0), mx.cpu(1)])
     trainer = amp.Trainer(net.collect_params(), "sgd")
@@ -246,7 +246,7 @@ def test_devices_of_one_process_get_the_mean_of_their_moving_averages():
     assert [a.asnumpy().tolist() for a in net.running_mean.list_data()] == [[0.5, 0.5]] * 2
 
 
-def test_averages_of_another_trainer_are_refused():
+def test_average_statistics_refuses_gluon_trainer():
     net = nn.BatchNorm(in_channels=2)
     net.initialize()
     trainer = gluon.Trainer(net.collect_params(), "sgd")
@@ -254,7 +254,7 @@ def test_averages_of_another_trainer_are_refused():
         average_statistics(trainer)
 
 
-def test_a_timeout_that_is_no_number_is_named(monkeypatch):
+def test_invalid_rank_timeout_is_refused(monkeypatch):
     monkeypatch.setenv("GLUON_AMP_RANK_TIMEOUT", "30s")
     with pytest.raises(ValueError, match=r"GLUON_AMP_RANK_TIMEOUT must be a positive.* '30s'"):
         patience()
@@ -263,7 +263,7 @@ def test_a_timeout_that_is_no_number_is_named(monkeypatch):
 
 
 class OfTwo(mx.kv.KVStoreBase):
-    """A store like Horovod's, of which this process is one of two."""
+    """A store like Horovod's with two workers, of which this process is the first."""
     type, rank, num_workers = "dist_sync_test", 0, 2
 
     def pushpull(self, key, value, out=None, priority=0):
@@ -272,8 +272,8 @@ class OfTwo(mx.kv.KVStoreBase):
 
 
 @pytest.mark.parametrize("stype", ["default", "row_sparse"])
-def test_an_operators_own_error_is_no_other_ranks_end(stype):
+def test_operator_error_is_not_reported_as_ended_rank(stype):
     workers = Workers(OfTwo())
-    failed = nd.linalg.potrf(nd.array([[-1.0]])).tostype(stype)  # of no positive matrix
+    failed = nd.linalg.potrf(nd.array([[-1.0]])).tostype(stype)  # of a matrix that is not positive
     with pytest.raises(mx.MXNetError, match="potrf"):
         workers.sum([(0, [failed])])

@@ -1,4 +1,4 @@
-"""Horovod as a kvstore, where it is installed: one process; test_distributed.py has several."""
+"""Horovod as a kvstore in one process, if it is installed; test_distributed.py has several."""
 import subprocess
 import sys
 
@@ -42,12 +42,12 @@ print("trained", trainer._kvstore.type)
 @pytest.mark.parametrize("imports", [
     "import gluon_amp as amp; import horovod.mxnet as hvd",
     "import horovod.mxnet as hvd; import gluon_amp as amp"])
-def test_horovods_library_and_ours_share_a_process_in_either_order(imports):
+def test_gluon_amp_and_horovod_share_process_in_either_import_order(imports):
     said = printed(MXNET_ALONE + BESIDE.format(imports=imports))
     assert said == "trained dist_sync_horovod\n"
 
 
-def test_a_program_gets_its_own_flags_whatever_horovodrun_calls_its(monkeypatch):
+def test_program_receives_its_flags_from_horovodrun_launch(monkeypatch):
     from horovod.runner import launch as horovodrun
     told = []
     monkeypatch.setattr(horovodrun, "_run", told.append)
@@ -58,7 +58,7 @@ def test_a_program_gets_its_own_flags_whatever_horovodrun_calls_its(monkeypatch)
     assert subprocess.check_output(told[0].command, text=True) == f"{flags}\n"
 
 
-def test_a_rank_that_fails_is_told_in_one_line(monkeypatch, capfd):
+def test_failed_rank_is_reported_in_one_line(monkeypatch, capfd):
     from horovod.runner import launch as horovodrun
 
     def fails(_):
@@ -72,7 +72,7 @@ def test_a_rank_that_fails_is_told_in_one_line(monkeypatch, capfd):
 
 
 @pytest.mark.parametrize(("rank", "other"), ["01", "10"])
-def test_a_rank_that_never_comes_to_the_start_is_named(monkeypatch, rank, other):
+def test_rank_that_does_not_start_is_named(monkeypatch, rank, other):
     roles, stop = horovod_roles(2)
     for name, value in {**roles[int(rank)], "GLUON_AMP_START_TIMEOUT": "0.2"}.items():
         monkeypatch.setenv(name, value)
@@ -82,7 +82,7 @@ def test_a_rank_that_never_comes_to_the_start_is_named(monkeypatch, rank, other)
     stop()
 
 
-def test_what_horovod_cannot_do_is_refused():
+def test_unsupported_horovod_arguments_are_refused():
     with pytest.raises(ValueError, match='wire must be "float16" or "float32"'):
         amp.Horovod(wire="int8")
     net = nn.Dense(1, in_units=1)

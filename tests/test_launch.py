@@ -1,4 +1,4 @@
-"""`gluon-amp launch`: it starts workers, and leaves no process behind."""
+"""`gluon-amp launch` starts workers and leaves no process behind."""
 import contextlib
 import os
 import signal
@@ -41,7 +41,7 @@ open(f"{sys.argv[2]}/{trainer.rank}", "w").write("trained")
 
 @pytest.fixture()
 def launcher(tmp_path):
-    """Starts `gluon-amp launch -n 2` of a program, with arguments; what it left is ended."""
+    """Starts `gluon-amp launch -n 2` with a program and arguments; kills remaining processes."""
     started = []
 
     def run(program, *arguments, program_arguments=()):
@@ -64,7 +64,7 @@ def launcher(tmp_path):
 
 
 def left_behind(tmp_path, role=""):
-    """Processes that the launcher has started, or those did: all, or those of a role."""
+    """Remaining processes of the launcher and their children: all, or those of a role."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -84,7 +84,7 @@ def wait_until(true, seconds=30):
     return true()
 
 
-def test_two_workers_train_and_all_ends(launcher, tmp_path):
+def test_two_workers_train_and_all_processes_end(launcher, tmp_path):
     process = launcher(TRAINS, program_arguments=["ends", str(tmp_path)])
     _, errors = process.communicate(timeout=90)
     assert process.returncode == 0, errors
@@ -92,7 +92,7 @@ def test_two_workers_train_and_all_ends(launcher, tmp_path):
     assert not left_behind(tmp_path)
 
 
-def test_a_worker_that_is_killed_ends_all_with_two_sentences(launcher, tmp_path):
+def test_killed_worker_ends_all_with_clear_error(launcher, tmp_path):
     process = launcher(TRAINS, program_arguments=["dies", str(tmp_path)])
     _, errors = process.communicate(timeout=90)
     assert process.returncode == 128 + signal.SIGKILL
@@ -114,7 +114,7 @@ except FileExistsError:
 """
 
 
-def test_a_worker_that_ends_before_it_has_a_store_is_not_waited_for(launcher, tmp_path):
+def test_worker_that_ends_before_its_store_exists_is_reported(launcher, tmp_path):
     process = launcher(ENDS_EARLY, program_arguments=[str(tmp_path / "one ended")])
     _, errors = process.communicate(timeout=90)
     assert process.returncode == 1
@@ -122,7 +122,7 @@ def test_a_worker_that_ends_before_it_has_a_store_is_not_waited_for(launcher, tm
     assert "exited with code 0 before it created its own" in errors
 
 
-def test_a_worker_that_never_comes_is_named(monkeypatch):
+def test_worker_that_does_not_start_is_named(monkeypatch):
     monkeypatch.setenv("GLUON_AMP_START_TIMEOUT", "0.5")
     workers = ["worker 0", "worker 1 on gpu2"]
     with contextlib.closing(rendezvous.Rendezvous("127.0.0.1", workers)) as launcher, \
@@ -135,7 +135,7 @@ def test_a_worker_that_never_comes_is_named(monkeypatch):
         told.result()
 
 
-def test_a_server_that_stops_ends_all(launcher, tmp_path, monkeypatch):
+def test_stopped_server_ends_all(launcher, tmp_path, monkeypatch):
     monkeypatch.setenv("GLUON_AMP_RANK_TIMEOUT", "4")
     process = launcher(TRAINS, program_arguments=["goes on", str(tmp_path)])
     assert wait_until((tmp_path / "stepped").exists, 90)
@@ -147,13 +147,13 @@ def test_a_server_that_stops_ends_all(launcher, tmp_path, monkeypatch):
     assert not left_behind(tmp_path)
 
 
-def test_time_in_which_the_launcher_itself_stood_still_is_no_silence(monkeypatch):
+def test_suspended_launcher_does_not_count_as_missing_heartbeat(monkeypatch):
     clock = [0.0]
     monkeypatch.setattr(launch_module.time, "monotonic", lambda: clock[0])
     with subprocess.Popen(["sleep", "60"], stdout=subprocess.PIPE) as sleeps:
         server = launch_module._Process("server 0", sleeps)
         silence = launch_module._Silence([server])
-        clock[0] = 100.0  # a machine that slept
+        clock[0] = 100.0  # the machine was suspended
         assert silence.longer_than(2) is None
         for clock[0] in (101.0, 102.0):
             found = silence.longer_than(2)
@@ -165,7 +165,7 @@ SLEEPS = "import sys, time, pathlib; pathlib.Path(sys.argv[1]).touch(); time.sle
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_a_launcher_that_is_ended_ends_all(launcher, tmp_path, number):
+def test_killed_or_interrupted_launcher_ends_all(launcher, tmp_path, number):
     process = launcher(SLEEPS, program_arguments=[str(tmp_path / "began")])
     assert wait_until((tmp_path / "began").exists)
     process.send_signal(number)
@@ -174,15 +174,15 @@ def test_a_launcher_that_is_ended_ends_all(launcher, tmp_path, number):
     assert wait_until(lambda: not left_behind(tmp_path))
 
 
-def test_the_exit_code_is_that_of_the_first_that_failed(capfd):
+def test_exit_code_is_that_of_first_failed_worker(capfd):
     code = launch([sys.executable, "-c", "raise SystemExit(3)"], workers=1)
     assert code == 3
     assert "worker 0 exited with code 3: terminating the others" in capfd.readouterr().err
 
 
-def test_hosts_are_read_from_a_file_and_ssh_starts_the_workers(tmp_path, monkeypatch, capfd):
+def test_hosts_file_is_read_and_ssh_starts_workers(tmp_path, monkeypatch, capfd):
     (tmp_path / "hosts").write_text("# ours\nlocalhost  # the first\nuser@localhost\n")
-    ssh = tmp_path / "ssh"  # in place of ssh: runs the command here, and tells the host
+    ssh = tmp_path / "ssh"  # replaces ssh: runs the command here, and records the host
     ssh.write_text('#!/bin/sh\necho "$@" | cut -d" " -f4 >> "$(dirname "$0")/asked"\n'
                    'shift 4\nexec sh -c "$*"\n')
     ssh.chmod(0o755)
@@ -196,20 +196,20 @@ def test_hosts_are_read_from_a_file_and_ssh_starts_the_workers(tmp_path, monkeyp
     assert set((tmp_path / "asked").read_text().split()) <= set(hosts)
 
 
-def test_a_file_with_this_machine_and_others_tells_them_an_address_that_all_can_reach(monkeypatch):
+def test_server_address_is_reachable_from_all_hosts(monkeypatch):
     seen_as = {"localhost": "127.0.0.1", "gpu2": "10.0.0.7"}
     monkeypatch.setattr(launch_module, "_address_for", seen_as.get)
     assert launch_module._address_for_all(["localhost", "gpu2"]) == "10.0.0.7"
     assert launch_module._address_for_all(["localhost"]) == "127.0.0.1"
 
 
-def test_a_host_that_has_no_address_is_named():
+def test_host_without_address_is_named():
     with pytest.raises(OSError, match="the host user@::1 cannot be reached"):
         launch([], workers=2, hosts=["user@::1"])
 
 
 @pytest.mark.parametrize("text", ["", "# nothing\n", "one two\n", "-oProxyCommand=x\n"])
-def test_files_that_hold_no_hosts_are_refused(tmp_path, text):
+def test_invalid_hosts_files_are_refused(tmp_path, text):
     (tmp_path / "hosts").write_text(text)
     with pytest.raises(ValueError, match="should have a host on each line"):
         read_hosts(str(tmp_path / "hosts"))

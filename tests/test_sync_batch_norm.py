@@ -1,4 +1,4 @@
-"""Batch norms over several devices, which would wait for each other for ever on CPUs."""
+"""SyncBatchNorm over several devices, which deadlocks on CPUs."""
 import gluon_amp as amp
 import mxnet as mx
 import numpy as np
@@ -15,7 +15,7 @@ def network(devices):
     return amp.convert(net)
 
 
-def test_over_several_cpus_they_are_refused_in_training_and_predict(x):
+def test_several_cpus_are_refused_in_training_and_predict(x):
     net = network(2)
     with autograd.record(), pytest.raises(ValueError, match="Received: num_devices=2"):
         net(x)
@@ -24,7 +24,7 @@ def test_over_several_cpus_they_are_refused_in_training_and_predict(x):
         net(x)
 
 
-def test_on_one_device_they_train(x):
+def test_one_device_trains(x):
     net = network(1)
     trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.1})
     with autograd.record():
@@ -34,7 +34,7 @@ def test_on_one_device_they_train(x):
     assert np.abs(net[1].running_mean.data().asnumpy()).max() > 0
 
 
-def test_a_module_refuses_them_too():
+def test_module_refuses_several_cpus():
     symbol = mx.sym.contrib.SyncBatchNorm(mx.sym.var("data"), ndev=2, key="norm", name="norm")
     symbol = mx.sym.SoftmaxOutput(mx.sym.FullyConnected(symbol, num_hidden=2), name="softmax")
     module = amp.Module(amp.convert_symbol(symbol), context=[mx.cpu(0), mx.cpu(1)],
