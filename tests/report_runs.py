@@ -1,4 +1,4 @@
-"""Runs of made-up accuracies, and reports of them, for the tests of amp.report."""
+"""Runs with given accuracies, and reports of them, for tests of amp.report."""
 import csv
 import io
 from html.parser import HTMLParser
@@ -14,7 +14,7 @@ NO_DEADLINE = settings(deadline=None, max_examples=60)
 
 
 def made(dtype="float32", errors=(0.5, 0.25), speed=1000.0, seconds=3600.0, name="", **arguments):
-    """A run as it is read; with `name` alone, of which the log has no arguments."""
+    """A run as `read` returns it; with `name`, one whose log has no arguments."""
     epochs = {n: Epoch(top1=e, speed=speed, seconds=seconds) for n, e in enumerate(errors)}
     return Run(name or dtype, {} if name else {**RECIPE, "dtype": dtype, **arguments}, epochs,
                metric="accuracy")
@@ -39,7 +39,7 @@ def seeds(dtype, ends, **arguments):
 
 
 class Page(HTMLParser):
-    """What a browser sees: its tags, the table's cells, and text by the tag it is in."""
+    """The contents of an HTML page: tags, cells of tables, and text by tag."""
 
     def __init__(self, text):
         super().__init__()

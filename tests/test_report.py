@@ -1,4 +1,4 @@
-"""amp.report: its tables, its remarks and its files, in which names from logs stay text."""
+"""amp.report: tables, remarks and files, in which names from logs are escaped."""
 import csv
 import io
 import re
@@ -21,13 +21,13 @@ from report_runs import NO_DEADLINE, RECIPE, Page, made, report, seeds
 
 ODD = ["$x_1$", "_under", "<script>alert(1)</script>", "</svg>", "a--b -->", "a|b", "a\nb\rc",
        "\x00\x07\x1b", "*a* [b](c) `d` &amp;", "模型", "\ud800", "\"'", ""]
-MODELS = [plain(re.split(r"[\\/]", name)[-1]) for name in ODD]  # a path's last part
+MODELS = [plain(re.split(r"[\\/]", name)[-1]) for name in ODD]  # the last part of a path
 WORDS = st.text() | st.sampled_from(ODD)
 
 
 # ---- tables and remarks
 
-def test_a_row_has_what_a_log_says(tmp_path):
+def test_table_row_has_values_of_log(tmp_path):
     _, table = report(tmp_path, logs.gluoncv([0.5, 0.3], dtype="float32", save_dir="a", **RECIPE),
                       accuracy=0.7)
     assert table == [
@@ -39,30 +39,30 @@ def test_a_row_has_what_a_log_says(tmp_path):
 @pytest.mark.parametrize(("seconds", "column", "shown"), [
     (0.5, "seconds", "1"), (29.0, "seconds", "58"), (30.0, "minutes", "1"),
     (1790.0, "minutes", "59.7"), (1800.0, "hours", "1")])
-def test_times_are_in_a_unit_that_fits_the_longest_run(seconds, column, shown):
+def test_unit_of_times_fits_longest_run(seconds, column, shown):
     found = groups([made("float32", seconds=seconds), made("float16", seconds=seconds / 2)])
     assert run_rows(found, None)[0][column] == shown
     axis, = (plot for plot in plots(found) if plot.name == "validation_error_by_hours")
     assert f"<!-- {column} -->" in axis.svg
 
 
-def test_top_5_alone_is_shown():
+def test_top_5_without_top_1_is_shown():
     run = Run("a", {}, {0: Epoch(top5=0.2), 1: Epoch(top5=0.1)})
     assert run_rows(groups([run]), None)[0]["top-5 %"] == "90.00"
 
 
 @pytest.mark.parametrize("percent", range(1, 100))
-def test_an_accuracy_that_was_just_reached_counts_as_reached(percent):
+def test_accuracy_reached_exactly_counts_as_reached(percent):
     run = made(errors=[1.0, 1 - percent / 100, float(f"0.{100 - percent:02}")])
     assert run.hours_to(percent / 100) == 2
 
 
-def test_the_accuracy_of_the_table_is_the_whole_percent_that_all_runs_reach(tmp_path):
+def test_table_uses_highest_whole_percent_that_all_runs_reach(tmp_path):
     _, table = report(tmp_path, logs.gluoncv([0.5, 0.2]), logs.gluoncv([0.4, 0.199, 0.9]))
     assert [row["minutes to 80 %"] for row in table] == ["3.33", "3.33"]
 
 
-def test_one_run_in_ten_that_diverged_and_one_that_was_cut_do_not_set_that_accuracy(tmp_path):
+def test_diverged_or_stopped_runs_do_not_lower_accuracy_of_table(tmp_path):
     runs = [logs.gluoncv([0.5, 0.2], seed=seed, num_epochs=2) for seed in range(9)]
     diverged = logs.gluoncv([0.9, 0.9], seed=9, num_epochs=2)
     cut = logs.gluoncv([0.7], seed=10, num_epochs=2)
@@ -72,7 +72,7 @@ def test_one_run_in_ten_that_diverged_and_one_that_was_cut_do_not_set_that_accur
 
 
 @pytest.mark.parametrize("errors", [[1.0], [1.0, 0.999], [0.0, 0.0]])
-def test_accuracies_of_0_and_1_are_accuracies(errors, tmp_path):
+def test_accuracies_of_0_and_1_are_valid(errors, tmp_path):
     _, table = report(tmp_path, logs.gluoncv(errors, dtype="float16"))
     assert table[0]["top-1 %"] == f"{100 * (1 - errors[-1]):.2f}"
     reached = [column for column in table[0] if column.startswith("minutes to")]
@@ -82,7 +82,7 @@ def test_accuracies_of_0_and_1_are_accuracies(errors, tmp_path):
 @pytest.mark.parametrize(("arguments", "words"), [
     ({"label_smoothing": True}, "label_smoothing"), ({"mixup": True}, "mixup"),
     ({"label_smoothing": 0.1, "mixup": True}, "label_smoothing and mixup")])
-def test_training_on_changed_labels_has_no_accuracy_and_the_report_says_so(
+def test_training_on_changed_labels_is_noted(
         arguments, words, tmp_path):
     page, _ = report(tmp_path, logs.gluoncv([0.5], model="net", **arguments))
     said = f"a: trained with {words}: the accuracy that its log gives of training is of changed"
@@ -91,11 +91,11 @@ def test_training_on_changed_labels_has_no_accuracy_and_the_report_says_so(
 
 
 @pytest.mark.parametrize("value", [False, 0, 0.0, None])
-def test_training_on_true_labels_is_not_remarked_on(value):
+def test_training_on_true_labels_is_not_noted(value):
     assert remarks(groups([made(label_smoothing=value, mixup=value)]), []) == []
 
 
-def test_what_happened_to_runs_is_told(tmp_path):
+def test_stopped_and_resumed_runs_are_noted(tmp_path):
     page, _ = report(
         tmp_path, logs.gluoncv([0.5, 0.4], model="a", num_epochs=9),
         logs.gluoncv([0.5], start=4, model="b"),
@@ -122,7 +122,7 @@ def test_bad_arguments_are_refused_and_nothing_is_written(kwargs, message, tmp_p
 
 # ---- the files
 
-def test_a_report_is_one_page_that_needs_no_network_and_the_same_in_other_files(tmp_path):
+def test_report_files_are_complete_and_self_contained(tmp_path):
     texts = [logs.steps([0.5, 0.4 - seed / 100], dtype=dtype, seed=seed) for seed in range(3)
              for dtype in ("float32", "float16")]
     page, _ = report(tmp_path, *texts)
@@ -145,7 +145,7 @@ def test_a_report_is_one_page_that_needs_no_network_and_the_same_in_other_files(
         assert f"]({name}.png)" in (page.parent / "report.md").read_text()
 
 
-def test_what_a_pointer_shows_is_what_the_lines_are():
+def test_hover_data_matches_plot_lines():
     found = groups(seeds("float32", [70, 80]) + seeds("float16", [75, 75]))
     hover = plots(found)[0].hover
     assert [line["name"] for line in hover["lines"]] == ["float32", "float16"]
@@ -154,7 +154,7 @@ def test_what_a_pointer_shows_is_what_the_lines_are():
     assert hover["from"] == 0
 
 
-def test_a_report_of_the_same_runs_is_the_same_bytes_whatever_style_is_set(tmp_path):
+def test_report_files_are_reproducible_under_any_matplotlib_style(tmp_path):
     text = logs.gluoncv([0.5, 0.4], dtype="float16")
     folder = report(tmp_path, text)[0].parent
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
@@ -177,7 +177,7 @@ def odd(tmp_path_factory):
     return page.parent
 
 
-def test_names_of_any_characters_stay_text_in_the_page(odd):
+def test_odd_names_are_escaped_in_page(odd):
     page = Page((odd / "report.html").read_text())
     start = len(page.cells) - 1 - page.cells[::-1].index("run")
     columns = page.cells[start:page.cells.index("0", start)]
@@ -192,14 +192,14 @@ def test_names_of_any_characters_stay_text_in_the_page(odd):
         ElementTree.parse(path)
 
 
-def test_names_of_any_characters_stay_text_in_the_csv(odd):
+def test_odd_names_are_escaped_in_csv(odd):
     with open(odd / "summary.csv", newline="", encoding="utf-8") as file:
         assert sorted(row["model"] for row in csv.DictReader(file)) == sorted(
             f"'{name}" if name[:1] in "=+-@" and name else name for name in MODELS)
 
 
 @pytest.mark.parametrize("name", ["=1+2", "+1+2", "-2+3", "@SUM(A1)", "=cmd|'C calc'!A0"])
-def test_no_cell_of_the_csv_files_is_a_formula(name, tmp_path):
+def test_csv_cells_are_never_formulas(name, tmp_path):
     page, table = report(tmp_path, logs.jsonl([0.5], dtype="float16", model=name, dataset=name))
     assert table[0]["model"] == f"'{name}"
     for file in page.parent.glob("*.csv"):
@@ -208,7 +208,7 @@ def test_no_cell_of_the_csv_files_is_a_formula(name, tmp_path):
                 assert not any(re.match(r"[=+@]|-\D", cell) for cell in row)
 
 
-def test_numbers_in_the_csv_files_stay_numbers():
+def test_numbers_in_csv_stay_numbers():
     row = {"difference": "-0.17", "p": "1e-05", "name": "-x"}
     assert table_csv([row]) == "difference,p,name\n-0.17,1e-05,'-x\n"
 
@@ -217,7 +217,7 @@ def test_numbers_in_the_csv_files_stay_numbers():
                       max_size=3), notes=st.lists(WORDS, max_size=2), title=WORDS)
 @example(table=[{"run": "", "model": ""}], notes=["--", "1. a", "+ a"], title="")
 @NO_DEADLINE
-def test_any_text_stays_text(table, notes, title):
+def test_any_text_is_escaped(table, notes, title):
     table = [{column: plain(text) for column, text in row.items()} for row in table]
     notes, title = [plain(note) for note in notes], plain(title)
     texts = [text for row in table for text in row.values()]
@@ -241,7 +241,7 @@ def test_any_text_stays_text(table, notes, title):
 
 # ---- size
 
-def test_hundreds_of_runs_of_odd_names_are_a_small_page(tmp_path):
+def test_report_of_hundreds_of_runs_is_small(tmp_path):
     texts = [logs.jsonl([0.5, 0.4], dtype=("float32", "float16")[i % 2], model="<b>" * 99 + str(i),
                         note="x" * 5000, wd=i) for i in range(300)]
     page, table = report(tmp_path, *texts, names=[f"run{i}" for i in range(300)])

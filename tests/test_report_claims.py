@@ -1,4 +1,4 @@
-"""What amp.report claims of runs: only where they differ in nothing but precision."""
+"""Claims of amp.report about runs, made only if they differ in nothing but precision."""
 import csv
 import json
 from pathlib import Path
@@ -18,7 +18,7 @@ from scipy import stats
 
 # ---- groups
 
-def test_runs_that_differ_in_seed_and_paths_alone_are_one_group():
+def test_runs_that_differ_only_in_seed_and_paths_are_grouped():
     runs = [made(dtype, seed=seed, save_dir=f"runs/{seed}", somewhere=f"/tmp/{seed}")
             for dtype in ("float16", "float32") for seed in range(3)]
     found = groups(runs)
@@ -27,17 +27,17 @@ def test_runs_that_differ_in_seed_and_paths_alone_are_one_group():
 
 @pytest.mark.parametrize("arguments", [
     {"wd": 1}, {"loss_scale": 128.0}, {"batch_size": 64}, {"model": "vgg"}, {"dtype": "bfloat16"}])
-def test_runs_that_differ_in_anything_else_are_groups_of_their_own(arguments):
+def test_runs_that_differ_otherwise_are_separate_groups(arguments):
     assert len(groups([made("float16", seed=0), made(**{"dtype": "float16", **arguments})])) == 2
 
 
-def test_without_arguments_runs_of_one_name_and_several_seeds_are_one_group():
+def test_runs_without_arguments_are_grouped_by_name():
     runs = [made(name=f"{dtype}-seed{seed}") for dtype in ("fp32", "fp16") for seed in range(2)]
     assert [(len(group.runs), group.dtype) for group in groups(runs)] == [
         (2, "float32"), (2, "float16")]
 
 
-def test_groups_of_several_recipes_are_named_by_what_differs():
+def test_groups_are_named_by_differing_arguments():
     runs = [made(dtype, seed=seed, wd=wd) for dtype in ("float32", "float16") for wd in (1, 2)
             for seed in range(2)]
     assert [group.name for group in groups(runs)] == [
@@ -46,7 +46,7 @@ def test_groups_of_several_recipes_are_named_by_what_differs():
     assert "net, float16, wd 2" in [group.name for group in groups(runs)]
 
 
-def test_runs_of_different_datasets_are_sections_of_their_own():
+def test_datasets_are_separate_sections():
     runs = [made(dtype, dataset=name) for name in ("digits", "/data/cifar10.rec")
             for dtype in ("float32", "float16")]
     assert [[group.first.dataset for group in section] for section in sections(groups(runs))] == [
@@ -54,7 +54,7 @@ def test_runs_of_different_datasets_are_sections_of_their_own():
     assert all(c.low.first.dataset == c.float32.first.dataset for c in comparisons(*runs))
 
 
-def test_datasets_whose_files_have_one_name_are_told_apart_by_their_folders(tmp_path):
+def test_datasets_with_same_file_name_are_named_with_folder(tmp_path):
     def datasets(*paths):
         for i, path in enumerate(paths):
             (tmp_path / f"{i}.log").write_text(logs.jsonl([0.5], dtype="float16", data_train=path))
@@ -63,10 +63,10 @@ def test_datasets_whose_files_have_one_name_are_told_apart_by_their_folders(tmp_
     assert datasets("/data/cifar10/train.rec", "../cifar100/train.rec", "/data/digits/") == [
         "cifar10/train.rec", "cifar100/train.rec", "digits"]
     assert datasets("/scratch/1/imagenet/train.rec", "/scratch/2/imagenet/train.rec") == [
-        "train.rec"] * 2  # of one dataset: its path is another one on each machine
+        "train.rec"] * 2  # of one dataset, whose path depends on the machine
 
 
-def test_each_dataset_has_plots_and_tables_of_its_own(tmp_path):
+def test_each_dataset_has_its_own_plots_and_tables(tmp_path):
     page, _ = report(tmp_path, *[logs.gluoncv([0.5, 0.4 + i / 100], dtype=dtype, dataset=name)
                                  for i, (name, dtype) in enumerate([
                                      ("digits", "float32"), ("digits", "float16"),
@@ -81,7 +81,7 @@ def test_each_dataset_has_plots_and_tables_of_its_own(tmp_path):
 
 # ---- comparisons
 
-def test_two_measures_of_one_dataset_are_told_apart(tmp_path):
+def test_two_measures_of_one_dataset_are_separate_sections(tmp_path):
     detection = logs.header(dataset="voc") + "[Epoch 0] Validation: \nmAP=0.5\n"
     page, _ = report(tmp_path, logs.gluoncv([0.5], dataset="voc"), detection)
     text = page.with_name("report.md").read_text()
@@ -89,7 +89,7 @@ def test_two_measures_of_one_dataset_are_told_apart(tmp_path):
         "## voc, top-1", "## voc, mAP"}
 
 
-def test_where_recipes_differ_the_differences_stand_before_any_claim():
+def test_recipe_differences_precede_any_claim():
     runs = [*seeds("float32", [75, 76]), *seeds("float16", [77, 78], label_smoothing=True, wd=0.2)]
     verdict, = headline(comparisons(*runs), 0.5)
     assert verdict.outcome == "recipes differ"
@@ -107,7 +107,7 @@ def test_where_recipes_differ_the_differences_stand_before_any_claim():
     {"mixup": False, "mixup_alpha": 0.2}, {"label_smoothing": 0.0}, {"no_wd": False}, {"seed": 3},
     {"claim_speed": True}, {"tensorboard": "x"}, {"mlperf": True}, {"xray": "x", "xray_steps": 2},
     {"log_seconds": 9.0}, {"num_workers": 4}, {"data_nthreads": 2}])
-def test_precision_paths_seeds_resuming_watching_and_what_is_off_are_no_differences(arguments):
+def test_precision_paths_seeds_and_disabled_options_are_no_differences(arguments):
     found, = comparisons(made("float32", data_train="y"),
                          made("float16", **{"data_train": "y", **arguments}))
     assert found.differences == {}
@@ -116,13 +116,13 @@ def test_precision_paths_seeds_resuming_watching_and_what_is_off_are_no_differen
 @pytest.mark.parametrize("arguments", [
     {"batch_size": 256}, {"num_gpus": 4}, {"mixup": True}, {"lr_decay_epoch": "3,4"},
     {"layers": [1, 2]}, {"label_smoothing": 0.1}, {"num_epochs": 3}])
-def test_everything_else_is_a_difference(arguments):
+def test_other_arguments_are_differences(arguments):
     found, = comparisons(made("float32"), made("float16", **arguments))
     assert set(arguments) <= set(found.differences)
     assert found.speedup is None
 
 
-def test_other_lengths_are_a_difference_also_where_no_argument_says_so():
+def test_different_number_of_epochs_is_a_difference_without_arguments():
     found, = comparisons(made("float32", num_epochs=None), made("float16", [0.5], num_epochs=None))
     assert found.differences == {"epochs": (2, 1)}
 
@@ -133,7 +133,7 @@ ARGUMENTS = st.dictionaries(st.sampled_from(["wd", "mixup", "mixup_alpha", "no_w
 
 @given(first=ARGUMENTS, second=ARGUMENTS)
 @NO_DEADLINE
-def test_recipes_differ_alike_whichever_of_them_is_float32(first, second):
+def test_recipe_differences_are_symmetric(first, second):
     one, = comparisons(made("float32", **first), made("float16", **second))
     other, = comparisons(made("float16", **first), made("float32", **second))
     assert {name: (b, a) for name, (a, b) in other.differences.items()} == one.differences
@@ -141,7 +141,7 @@ def test_recipes_differ_alike_whichever_of_them_is_float32(first, second):
 
 @given(order=st.permutations(range(6)))
 @NO_DEADLINE
-def test_the_order_of_logs_does_not_change_what_is_compared(order):
+def test_order_of_logs_does_not_change_comparisons(order):
     runs = [made(dtype, wd=wd) for dtype in ("float32", "float16") for wd in (1, 2)]
     runs += [made("float16", model="vgg"), made("float16", name="fp16 alone")]
     found = comparisons(*[runs[i] for i in order])
@@ -149,7 +149,7 @@ def test_the_order_of_logs_does_not_change_what_is_compared(order):
         (0, 2), (1, 3)}
 
 
-def test_without_arguments_in_the_log_nothing_is_claimed():
+def test_logs_without_arguments_give_no_claim():
     found, = comparisons(made(name="a float32"), made(name="a float16", speed=2000))
     assert found.speedup is None
     verdict, = headline([found], 0.5)
@@ -157,14 +157,14 @@ def test_without_arguments_in_the_log_nothing_is_claimed():
     assert "are the same recipe is not in their logs, and nothing is claimed" in verdict.text
 
 
-def test_policies_by_apexs_names_are_compared():
+def test_policies_with_apex_names_are_compared():
     found, = comparisons(made(policy="O0"), made(policy="O2"))
     assert (found.float32.dtype, found.low.dtype) == ("float32", "float16")
 
 
 # ---- verdicts
 
-def test_seeds_are_paired_in_whatever_order_they_come():
+def test_seeds_are_paired_in_any_order():
     high, low = seeds("float32", [70, 80, 90]), seeds("float16", [70.1, 80.2, 90.3])
     for runs in ([*high, *low], [*low[::-1], *high]):
         found, = comparisons(*runs)
@@ -175,7 +175,7 @@ def test_seeds_are_paired_in_whatever_order_they_come():
             [found], 0.5)[0].text
 
 
-def test_runs_without_common_seeds_are_compared_as_two_samples():
+def test_runs_without_common_seeds_are_compared_unpaired():
     high, low = seeds("float32", [70, 80, 90]), seeds("float16", [70, 80])
     for i, run in enumerate(low):
         run.arguments["seed"] = 100 + i
@@ -185,7 +185,7 @@ def test_runs_without_common_seeds_are_compared_as_two_samples():
     assert verdict_rows([found], 0.5)[0]["seeds"] == "2 and 3"
 
 
-def test_where_most_runs_would_be_left_out_of_pairs_all_are_compared_and_else_that_is_told():
+def test_unpaired_comparison_is_used_if_most_runs_lack_a_partner():
     high = seeds("float32", [70, 80, 90, 71, 81, 91])
     for first, is_paired, said in ((4, False, 0), (3, True, 1), (0, True, 0)):
         low = seeds("float16", [70, 80, 90, 71, 81, 91])
@@ -198,7 +198,7 @@ def test_where_most_runs_would_be_left_out_of_pairs_all_are_compared_and_else_th
         assert len(notes) == said
 
 
-def test_a_run_that_two_files_tell_of_counts_once(tmp_path):
+def test_run_in_two_files_counts_once(tmp_path):
     ends = ((0.3, 0.31, 0.2900000499), (0.301, 0.3120005, 0.29512345))
     for dtype, errors in zip(("float32", "float16"), ends):
         for seed, error in enumerate(errors):
@@ -212,7 +212,7 @@ def test_a_run_that_two_files_tell_of_counts_once(tmp_path):
     assert any("it counts once" in note for note in remarks(found, [comparison]))
 
 
-def test_a_run_whose_last_epoch_was_not_validated_is_in_no_verdict():
+def test_run_without_final_validation_is_in_no_verdict():
     runs = [*seeds("float32", [70, 80, 90]), *seeds("float16", [70, 80, 90])]
     runs[-1].epochs[1].top1 = None
     comparison, = comparisons(*runs)
@@ -223,7 +223,7 @@ def test_a_run_whose_last_epoch_was_not_validated_is_in_no_verdict():
     assert comparison.difference.seeds == 3
 
 
-def test_of_many_comparisons_those_that_differ_are_told_first_and_how_many_chance_finds():
+def test_differing_comparisons_come_first_with_expected_chance_count():
     runs = []
     for wd in range(1, 7):
         runs += seeds("float32", [70, 70.1, 70.2], wd=wd)
@@ -234,7 +234,7 @@ def test_of_many_comparisons_those_that_differ_are_told_first_and_how_many_chanc
     assert (second.outcome, len(others)) == ("different", 4)
 
 
-def test_one_run_against_another_is_no_evidence_and_the_report_says_so():
+def test_single_runs_give_no_verdict():
     verdict, = headline(comparisons(*seeds("float32", [70]), *seeds("float16", [71])), 0.5)
     assert verdict.outcome == "too few runs"
     assert "There is one finished run of float16 and of float32" in verdict.text
@@ -242,7 +242,7 @@ def test_one_run_against_another_is_no_evidence_and_the_report_says_so():
     assert "one finished run of float32: what chance does is not known" in verdict.text
 
 
-def test_runs_that_did_not_come_to_their_end_are_in_no_verdict():
+def test_unfinished_runs_are_in_no_verdict():
     runs = [*seeds("float32", [70, 80, 90]), *seeds("float16", [70, 80, 90])]
     runs[-1].epochs.popitem()
     found = groups(runs)
@@ -252,7 +252,7 @@ def test_runs_that_did_not_come_to_their_end_are_in_no_verdict():
                for note in remarks(found, [comparison]))
 
 
-def test_the_margin_is_the_users():
+def test_margin_argument_changes_verdict():
     found, = comparisons(*seeds("float32", [70, 80, 90]), *seeds("float16", [70.1, 80.2, 90.3]))
     assert [headline([found], margin)[0].outcome for margin in (0.1, 0.5)] == [
         "undecided", "the same"]
@@ -260,7 +260,7 @@ def test_the_margin_is_the_users():
     assert (row["verdict"], row["seeds"], row["difference"]) == ("the same", "3", "+0.20")
 
 
-def test_where_nothing_can_be_compared_the_report_says_so(tmp_path):
+def test_report_without_comparisons_has_a_note(tmp_path):
     page, _ = report(tmp_path, logs.gluoncv([0.5], dtype="float16"))
     assert "Nothing is compared" in page.read_text()
     assert (page.parent / "verdicts.csv").read_text() == "\n"
@@ -268,7 +268,7 @@ def test_where_nothing_can_be_compared_the_report_says_so(tmp_path):
 
 # ---- speed
 
-def test_speed_is_claimed_only_where_the_machine_was_theirs_alone():
+def test_speedup_requires_claim_speed():
     claimed = {"claim_speed": True}
     for high, low, speedup in ((claimed, claimed, 2), ({}, claimed, None), ({}, {}, None)):
         found, = comparisons(made("float32", speed=100, **high), made("float16", speed=200, **low))
@@ -284,7 +284,7 @@ def test_speed_is_claimed_only_where_the_machine_was_theirs_alone():
            "240." in headline([found], 0.5)[0].text
 
 
-def test_the_command_can_claim_what_logs_do_not_say(tmp_path):
+def test_claim_speed_argument_of_report(tmp_path):
     texts = [logs.gluoncv([0.5], dtype=dtype, speed=speed, model="m", wd=1)
              for dtype, speed in (("float32", 1000), ("float16", 1500))]
     for claim, speedup in ((False, None), (True, "1.50")):
@@ -296,7 +296,7 @@ def test_the_command_can_claim_what_logs_do_not_say(tmp_path):
 @pytest.mark.parametrize(("high", "low", "speedup"), [
     ((3600, None), (1800, None), 2), ((3600, 100), (1800, 300), 3), ((0, None), (0, None), None),
     ((None, None), (1800, None), None)])
-def test_a_speedup_is_of_images_per_second_or_else_of_hours(high, low, speedup):
+def test_speedup_uses_images_per_second_else_hours(high, low, speedup):
     found, = comparisons(made("float32", seconds=high[0], speed=high[1], claim_speed=True),
                          made("float16", seconds=low[0], speed=low[1], claim_speed=True))
     assert found.speedup == speedup
@@ -304,8 +304,8 @@ def test_a_speedup_is_of_images_per_second_or_else_of_hours(high, low, speedup):
 
 # ---- time to accuracy
 
-def test_the_share_of_runs_that_reached_an_accuracy_is_drawn_with_its_interval():
-    killed = made("float16", [0.9], seed=3, num_epochs=2)  # who knows what it would have reached
+def test_share_of_runs_that_reach_accuracy_has_interval():
+    killed = made("float16", [0.9], seed=3, num_epochs=2)  # it might have reached it
     found = groups([*seeds("float32", [70, 80, 90]), *seeds("float16", [70, 71, 72]), killed])
     plot, = (plot for plot in plots(found, 0.75) if plot.name == "share_reached")
     assert "75 %" in plot.title
@@ -315,7 +315,7 @@ def test_the_share_of_runs_that_reached_an_accuracy_is_drawn_with_its_interval()
     assert [row["epochs to 75 %"] for row in rows] == ["2", ""]
 
 
-def test_a_run_that_diverged_is_not_left_out_because_no_seed_pairs_it():
+def test_diverged_run_without_paired_seed_is_not_left_out():
     ends = [90.0, 91.0, 90.5, 89.5]
     for more, is_paired, verdict in (90.7, True, "the same"), (10.0, False, "undecided"):
         found = comparisons(*seeds("float32", ends), *seeds("float16", [*ends, more]))
@@ -323,7 +323,7 @@ def test_a_run_that_diverged_is_not_left_out_because_no_seed_pairs_it():
         assert verdict_rows(found, 0.5)[0]["verdict"] == verdict
 
 
-def test_notes_name_the_dataset_where_there_are_several():
+def test_notes_name_dataset_if_there_are_several():
     runs = [made(dtype, dataset=name, seed=seed) for name in ("digits", "faces")
             for dtype in ("float32", "float16") for seed in range(3)]
     del runs[-1].epochs[1]
@@ -332,7 +332,7 @@ def test_notes_name_the_dataset_where_there_are_several():
         found, compare(found))
 
 
-def test_losses_that_are_not_finite_are_told(tmp_path):
+def test_nonfinite_losses_are_noted(tmp_path):
     ends = [{"epoch": n, "err_top1": 0.5, "loss": loss} for n, loss in enumerate(
         [2.0, float("nan"), float("inf")])]
     (tmp_path / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in [
@@ -342,7 +342,7 @@ def test_losses_that_are_not_finite_are_told(tmp_path):
         f"{run.name}: the loss is not finite in 2 of 3 epochs, first in epoch 2."]
 
 
-# ---- tests and intervals, against scipy's own, simulation, and NVIDIA
+# ---- statistical tests and intervals against scipy, simulation, and NVIDIA's results
 
 RESULTS = Path(__file__).parents[1] / "results"
 NVIDIA = RESULTS / "imagenet" / "nvidia_seeds.csv"
@@ -350,7 +350,7 @@ FLOAT32 = [53.85, 54.55, 56.85, 54.75, 54.70, 53.25, 56.15, 56.00, 54.70, 53.05]
 FLOAT16 = [51.95, 53.55, 55.75, 54.00, 53.95, 55.50, 54.65, 58.20, 55.75, 52.85]
 
 
-def test_pairs_are_judged_as_scipy_judges_them():
+def test_paired_test_matches_scipy():
     found, theirs = paired(FLOAT16, FLOAT32), stats.ttest_rel(FLOAT16, FLOAT32)
     assert found.p == pytest.approx(theirs.pvalue)
     assert found.interval() == pytest.approx(theirs.confidence_interval(0.95))
@@ -360,7 +360,7 @@ def test_pairs_are_judged_as_scipy_judges_them():
         assert found.p_equivalent(margin) == pytest.approx(max(lower, upper))
 
 
-def test_runs_that_no_seed_pairs_are_judged_as_scipy_judges_them():
+def test_unpaired_test_matches_scipy():
     found = unpaired(Sample.from_values(FLOAT16), Sample.from_values(FLOAT32[:6]))
     assert found.p == pytest.approx(stats.ttest_ind(FLOAT16, FLOAT32[:6], equal_var=False).pvalue)
     lower = stats.ttest_ind(np.add(FLOAT16, 0.5), FLOAT32[:6], equal_var=False,
@@ -370,26 +370,26 @@ def test_runs_that_no_seed_pairs_are_judged_as_scipy_judges_them():
     assert found.p_equivalent(0.5) == pytest.approx(max(lower, upper))
 
 
-def test_what_ten_seeds_of_cifar10_say():
+def test_sentence_for_ten_seeds_of_cifar10():
     assert sentence("float16", "float32", paired(FLOAT16, FLOAT32), 0.5) == (
         "float16 ends 0.17 points below float32 (95 % interval -1.24 to 0.90, 10 paired seeds, "
         "p = 0.73): the same within 1.04 points, not shown within 0.5 points (two one-sided "
         "tests, p = 0.25); 78 paired seeds would show 0.5, were there no difference.")
 
 
-def test_the_smallest_margin_is_where_equivalence_begins():
+def test_smallest_margin_is_where_equivalence_begins():
     found = paired(FLOAT16, FLOAT32)
     assert found.p_equivalent(found.smallest_margin) == pytest.approx(0.05)
 
 
 @pytest.mark.parametrize("last", np.linspace(50, 54, 9))
-def test_the_margin_that_is_told_is_one_that_the_seeds_show(last):
+def test_stated_margin_is_shown_by_seeds(last):
     found = paired([*FLOAT16[:-1], last], FLOAT32)
     assert found.p_equivalent(float(found.shown_within)) <= 0.05
 
 
 @pytest.mark.parametrize("pairs", [True, False])
-def test_so_many_seeds_show_the_margin_four_times_in_five(pairs):
+def test_proposed_number_of_seeds_has_power_of_80_percent(pairs):
     random = np.random.default_rng(0)
     seeds = Difference(0, 1, 9, 0.9, 10, pairs).seeds_for(0.5)
     deviation = 0.9 if pairs else 0.9 / 2 ** 0.5
@@ -408,7 +408,7 @@ def test_so_many_seeds_show_the_margin_four_times_in_five(pairs):
     ([2.0, 2.1, 1.9, 2.0], "different"), ([3.0, -3.0, 2.0, -2.0], "undecided"),
     ([0.0, 0.0, 0.0], "the same"), ([0.25, 0.25], "different, within the margin"),
     ([5.0, 5.0], "different")])
-def test_the_four_outcomes(differences, word):
+def test_four_outcomes(differences, word):
     found = paired(differences, np.zeros(len(differences)))
     assert outcome(found, 0.5) == word
     assert sentence("float16", "float32", found, 0.5)
@@ -417,20 +417,20 @@ def test_the_four_outcomes(differences, word):
 @pytest.mark.parametrize(("apart", "seeds_of_each", "word"), [
     (0.0, 2, "undecided"), (0.5, 2, "undecided"), (0.0, 6, "the same")])
 @pytest.mark.parametrize("same_seeds", [True, False])
-def test_two_seeds_that_end_alike_to_the_image_are_no_proof(same_seeds, apart, seeds_of_each, word):
-    """Of 200 images one is worth half a point: two pairs are often as far apart by chance."""
+def test_two_equal_seeds_do_not_prove_equivalence(same_seeds, apart, seeds_of_each, word):
+    """One of 200 images is worth half a point, and two pairs often agree by chance."""
     ends = [98.5, 98.0, *[98.5] * 4][:seeds_of_each] if same_seeds else [98.5] * seeds_of_each
     runs = seeds("float32", [*ends, 98.0][:seeds_of_each])
     low = seeds("float16", np.add([*ends, 98.0][:seeds_of_each], apart))
     for run in low if not same_seeds else []:
         run.arguments["seed"] += 100
-        run.epochs[0].top1 = 0.895  # so one image shows what it is worth
+        run.epochs[0].top1 = 0.895  # which shows the worth of one image
     found, = comparisons(*runs, *low)
     assert found.difference.paired is same_seeds
     assert outcome(found.difference, 0.6) == word
 
 
-def test_nvidias_seeds_differ_at_90_epochs_and_are_equivalent_within_a_quarter_point_at_all():
+def test_nvidia_seeds_differ_at_90_epochs_and_are_equivalent_within_margin():
     lines = NVIDIA.read_text().splitlines()
     rows = {int(row["epochs"]): row for row in
             csv.DictReader(line for line in lines if not line.startswith("#"))}
@@ -449,7 +449,7 @@ def test_nvidias_seeds_differ_at_90_epochs_and_are_equivalent_within_a_quarter_p
 
 
 @pytest.mark.parametrize("path", sorted(RESULTS.glob("*.jsonl")), ids=lambda path: path.stem)
-def test_a_study_whose_runs_did_not_share_a_machine_has_no_speeds_to_compare(path):
+def test_study_on_different_machines_has_no_speed_columns(path):
     found = groups(read([path]))
     columns = {column for row in group_rows(found, 0.5) for column in row}
     assert not columns & {"images/s", "samples/s", "slowest", "fastest", "seconds", "minutes",
@@ -460,7 +460,7 @@ def test_a_study_whose_runs_did_not_share_a_machine_has_no_speeds_to_compare(pat
 # ---- other metrics than accuracies
 
 def language_log(perplexities, metric="perplexity", **arguments):
-    """As MXNet's Module logs it, of tokens."""
+    """A log of MXNet's Module for a language model."""
     lines = [logs.header("start with arguments ", **arguments)]
     for epoch, value in enumerate(perplexities):
         lines += [f"Epoch[{epoch}] Batch [0-20]\tSpeed: 1000.00 samples/sec\t{metric}=900.0\n",
@@ -479,7 +479,7 @@ def language_runs(folder, values, **options):
     return sorted(folder.glob("*.log"))
 
 
-def test_a_finished_run_that_measures_perplexity_is_finished_and_compared(tmp_path):
+def test_finished_perplexity_runs_are_compared(tmp_path):
     paths = language_runs(tmp_path, {"float32": [[300, 100], [310, 102], [290, 101]],
                                      "float16": [[300, 100.1], [310, 101.9], [290, 101.1]]})
     runs = read(paths)
@@ -504,7 +504,7 @@ def test_a_finished_run_that_measures_perplexity_is_finished_and_compared(tmp_pa
 @pytest.mark.parametrize(("metric", "heading", "best"), [
     ("perplexity", "perplexity (lower is better)", "90"), ("rmse", "rmse (lower is better)", "90"),
     ("f1", "f1 (higher is better)", "120"), ("my-number", "my-number (direction not known)", None)])
-def test_any_metric_of_a_log_is_reported_with_its_direction(metric, heading, best, tmp_path):
+def test_any_metric_is_reported_with_its_direction(metric, heading, best, tmp_path):
     path = tmp_path / "a.log"
     path.write_text(language_log([120, 90, 100], metric, dtype="float32"))
     row, = run_rows(groups(read([path])), None)
@@ -512,7 +512,7 @@ def test_any_metric_of_a_log_is_reported_with_its_direction(metric, heading, bes
     assert row.get(f"best {metric}") == best
 
 
-def test_metrics_beside_an_accuracy_are_reported_too(tmp_path):
+def test_metrics_beside_accuracy_are_reported(tmp_path):
     path = tmp_path / "a.log"
     path.write_text(logs.module([0.5, 0.25], dtype="float32") + "Epoch[1] Validation-mcc=0.5\n")
     row, = run_rows(groups(read([path])), None)
@@ -522,7 +522,7 @@ def test_metrics_beside_an_accuracy_are_reported_too(tmp_path):
 @pytest.mark.parametrize("text", [
     "epoch,dtype,fp32_val_perplexity,fp16_val_perplexity,val_note\n",
     '{"arguments": {"dtype": "float32"}}\n'])
-def test_metrics_of_tables_and_json_lines_are_reported(text, tmp_path):
+def test_metrics_of_csv_and_json_lines_are_reported(text, tmp_path):
     path = tmp_path / ("a.csv" if "," in text.split(":")[0] else "a.jsonl")
     rows = "0,,200.5,201,good\n1,,100,100.5,bad\n" if path.suffix == ".csv" else "".join(
         json.dumps({"epoch": n, "loss": 5.0, "validation_perplexity": 200.0 - 100 * n,
@@ -532,7 +532,7 @@ def test_metrics_of_tables_and_json_lines_are_reported(text, tmp_path):
     assert [row["perplexity (lower is better)"] for row in found] in (["100"], ["100", "100.5"])
 
 
-def test_a_run_that_was_validated_by_its_loss_alone_is_finished(tmp_path):
+def test_run_validated_only_by_loss_is_finished(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"arguments": {"dtype": "float32"}}\n' + "".join(
         json.dumps({"epoch": n, "loss": 5.0, "validation_loss": 3.0 - n}) + "\n" for n in range(2)))
@@ -541,7 +541,7 @@ def test_a_run_that_was_validated_by_its_loss_alone_is_finished(tmp_path):
     assert group_rows(found, None)[0]["validation loss (lower is better)"] == "2"
 
 
-def test_a_run_that_was_never_validated_is_not_said_to_have_stopped(tmp_path):
+def test_run_without_validation_is_not_reported_as_stopped(tmp_path):
     path = tmp_path / "a.log"
     path.write_text("Epoch[0] Train-perplexity=2.0\nEpoch[0] Time cost=1.000\n")
     assert remarks(groups(read([path])), []) == [

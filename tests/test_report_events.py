@@ -1,4 +1,4 @@
-"""TensorBoard's event files: read as they are written, and refused where they are damaged."""
+"""TensorBoard's event files are read, and refused if they are damaged."""
 import io
 
 import pytest
@@ -49,7 +49,7 @@ def read_bytes(folder, content, name="events.out.tfevents.1.host"):
     return read([path])[0]
 
 
-def test_what_tensorboard_has_written_is_read(tmp_path):
+def test_file_written_by_tensorboard_is_read(tmp_path):
     run = read_bytes(tmp_path, REAL)
     assert {number: epoch.top1 for number, epoch in run.epochs.items()} == {0: 0.5, 1: 0.25}
     assert (run.name, run.dtype) == ("run-fp16", "float16")
@@ -57,12 +57,12 @@ def test_what_tensorboard_has_written_is_read(tmp_path):
 
 @pytest.mark.parametrize("steps", [(0, 1), (1, 2), (500, 1000)])
 @pytest.mark.parametrize("tag", ["validation__accuracy", "val_acc", "epoch_accuracy", "Accuracy"])
-def test_accuracies_are_read_whatever_counts_their_steps(tag, steps, tmp_path):
+def test_accuracies_are_read_with_any_step_numbering(tag, steps, tmp_path):
     run = read_bytes(tmp_path, events(**{tag: dict(zip(steps, (0.5, 0.75)))}))
     assert {number: epoch.top1 for number, epoch in run.epochs.items()} == {0: 0.5, 1: 0.25}
 
 
-def test_steps_between_epochs_are_series(tmp_path):
+def test_steps_within_epochs_become_series(tmp_path):
     run = read_bytes(tmp_path, events(
         epoch__err_top1={0: 0.5, 1: 0.25}, epoch__validation_loss={0: 2, 1: 1.5},
         step__loss={0: 3, 4: 2, 9: 1}, step__gradient_norm={0: 1.5}, train__accuracy={0: 0.25},
@@ -74,12 +74,12 @@ def test_steps_between_epochs_are_series(tmp_path):
     assert run.trace == [(0, 0, 1024, 0), (0, 4, 512, 1)]
 
 
-def test_a_run_that_was_killed_leaves_a_part_of_a_record_and_is_read(tmp_path):
+def test_truncated_last_record_is_ignored(tmp_path):
     whole = events(err_top1={0: 0.5, 1: 0.25})
     assert list(read_bytes(tmp_path, whole[:-3]).epochs) == [0]
 
 
-def test_a_damaged_file_is_refused_with_its_place(tmp_path):
+def test_damaged_file_is_refused_with_byte_offset(tmp_path):
     whole = events(err_top1={0: 0.5, 1: 0.25})
     second = len(records(VERSION))
     for place in (0, 20):  # in the length of the second record, and in its message
@@ -89,7 +89,7 @@ def test_a_damaged_file_is_refused_with_its_place(tmp_path):
             read_bytes(tmp_path, bytes(damaged))
 
 
-def test_a_file_without_a_result_says_what_it_has(tmp_path):
+def test_file_without_validation_lists_its_tags(tmp_path):
     with pytest.raises(ValueError, match=r"no scalar of validation by epoch.*Its tags: mood"):
         read_bytes(tmp_path, events(mood={0: 1}))
 
@@ -97,12 +97,12 @@ def test_a_file_without_a_result_says_what_it_has(tmp_path):
 @pytest.mark.parametrize(("tags", "scalars"), [
     (("val_acc", "acc"), (0.5, 0.9)), (("Accuracy__val", "Accuracy__train"), (0.5, 0.9)),
     (("eval_accuracy", "accuracy"), (0.5, 0.9))])
-def test_an_accuracy_of_training_is_not_taken_for_that_of_validation(tags, scalars, tmp_path):
+def test_training_accuracy_is_not_mistaken_for_validation(tags, scalars, tmp_path):
     run = read_bytes(tmp_path, events(**{tag: {0: value} for tag, value in zip(tags, scalars)}))
     assert run.epochs[0].top1 == 0.5
 
 
-def test_a_file_in_a_folder_of_training_is_refused(tmp_path):
+def test_file_in_training_folder_is_refused(tmp_path):
     path = tmp_path / "train" / "events.out.tfevents.1.host"
     path.parent.mkdir()
     path.write_bytes(events(epoch_accuracy={0: 0.5}))
@@ -112,21 +112,21 @@ def test_a_file_in_a_folder_of_training_is_refused(tmp_path):
     assert read([path])[0].epochs[0].top1 == 0.5
 
 
-def test_a_curve_is_named_by_its_folder(tmp_path):
+def test_folder_name_identifies_curve(tmp_path):
     path = tmp_path / "valid_acc" / "events.out.tfevents.1.host"
     path.parent.mkdir()
     path.write_bytes(events(accuracy_curves={0: 0.5, 1: 0.75}))
     assert [epoch.top1 for epoch in read([path])[0].epochs.values()] == [0.5, 0.25]
 
 
-def test_arguments_are_read_from_a_text(tmp_path):
+def test_arguments_are_read_from_text_summary(tmp_path):
     text = TensorProto(dtype="DT_STRING", string_val=[b'{"dtype": "bfloat16", "seed": 3}'])
     run = read_bytes(tmp_path, events(epoch__err_top1={0: 0.5})
                      + records(value(tag="arguments", tensor=text)))
     assert (run.dtype, run.seed) == ("bfloat16", "3")
 
 
-def test_a_resumed_run_is_one_run_of_several_files(tmp_path):
+def test_files_of_resumed_run_are_one_run(tmp_path):
     folder = tmp_path / "float16-a"
     folder.mkdir()
     parts = [{0: 0.5, 1: 0.4, 2: 0.9}, {2: 0.3, 3: 0.2}, {0: 0.6, 1: 0.5}]
@@ -138,7 +138,7 @@ def test_a_resumed_run_is_one_run_of_several_files(tmp_path):
     assert list(other.epochs) == [0, 1]
 
 
-def test_where_steps_count_no_epochs_the_report_says_so(tmp_path):
+def test_steps_taken_as_epochs_are_noted(tmp_path):
     run = read_bytes(tmp_path, events(val_acc={500: 0.5, 1000: 0.75}))
     assert run.notes == ["its 2 results stand at steps 500 to 1,000; each is taken for an epoch"]
 
@@ -146,7 +146,7 @@ def test_where_steps_count_no_epochs_the_report_says_so(tmp_path):
 @given(content=st.binary(max_size=200))
 @settings(deadline=None, max_examples=100,
           suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_any_bytes_in_a_record_are_read_or_refused_with_the_files_name(content, tmp_path):
+def test_arbitrary_bytes_in_record_are_read_or_refused(content, tmp_path):
     tensor = TensorProto(dtype="DT_FLOAT", tensor_content=content)
     for message in (content, value(tag="acc", tensor=tensor)):
         try:

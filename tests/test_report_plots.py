@@ -1,4 +1,4 @@
-"""amp.report's plots: what they draw, name and say in words."""
+"""amp.report's plots: lines, labels and captions."""
 import io
 import re
 
@@ -27,7 +27,7 @@ def seen(pixels, color):
 
 @pytest.mark.parametrize(("count", "epochs"), [(1, 1), (3, 5), (8, 2)])
 @pytest.mark.parametrize("name", ["m{}", "W" * 99 + "{}"])
-def test_all_groups_are_named_and_nothing_is_cut_off(count, epochs, name):
+def test_all_groups_are_labeled_and_nothing_is_clipped(count, epochs, name):
     runs = [made(f"float{32 - 16 * (i % 2)}", np.linspace(0.9, 0.1 + i / 100, epochs),
                  model=name.format(i)) for i in range(count)]
     for plot in plots(groups(runs)):
@@ -39,7 +39,7 @@ def test_all_groups_are_named_and_nothing_is_cut_off(count, epochs, name):
             assert all(name.format(i) in plot.caption for i in range(count))
 
 
-def test_names_that_are_too_long_keep_something_of_each_of_their_parts():
+def test_shortened_names_keep_part_of_each_component():
     for name, longest, short in (
             ("mobilenet_v2_1.0_long, float16", 24, "mobilene…0_long, float16"),
             ("mobilenet_v2_1.0_long, float16, wd 0.01", 34, "mobilene….0_long, float16, wd 0.01"),
@@ -48,7 +48,7 @@ def test_names_that_are_too_long_keep_something_of_each_of_their_parts():
         assert len(short) <= longest
 
 
-def test_a_run_that_diverged_does_not_make_the_losses_of_others_flat():
+def test_diverged_run_does_not_flatten_other_losses():
     runs = [made(dtype, seed=seed) for dtype in ("float32", "float16") for seed in range(2)]
     for run in runs:
         for n, epoch in run.epochs.items():
@@ -57,7 +57,7 @@ def test_a_run_that_diverged_does_not_make_the_losses_of_others_flat():
     assert re.search(r"<!-- 1e\+0\d -->", plot.svg)
 
 
-def test_more_groups_than_a_plot_can_show_are_medians_with_bands():
+def test_many_groups_are_drawn_as_medians_with_bands():
     runs = [made(dtype, [0.5, 0.3 + i / 1000], wd=i + 1) for i in range(20)
             for dtype in ("float32", "float16")]
     plot = plots(groups(runs))[0]
@@ -67,7 +67,7 @@ def test_more_groups_than_a_plot_can_show_are_medians_with_bands():
         "float16: 20 recipes (20 runs) 30.95% (30.09% to 31.80%).")
 
 
-def test_runs_that_differ_in_their_seed_are_one_line_with_a_band():
+def test_runs_that_differ_in_seed_are_one_line_with_band():
     found = groups(seeds("float32", [70, 71, 72]) + seeds("float16", [70, 71, 72]))
     plot = plots(found)[0]
     assert plot.caption == (
@@ -75,7 +75,7 @@ def test_runs_that_differ_in_their_seed_are_one_line_with_a_band():
         "float32 (3 runs) 29.00% (26.52% to 31.48%); float16 (3 runs) 29.00% (26.52% to 31.48%).")
 
 
-def test_color_is_the_type_of_number_in_every_plot():
+def test_color_is_number_type_in_every_plot():
     for dtype, mine in (("float32", "float32"), ("float16", "float16"),
                         ("mixed_float16", "float16"), ("mixed_bfloat16", "bfloat16")):
         assert number_type(dtype) == mine
@@ -83,11 +83,11 @@ def test_color_is_the_type_of_number_in_every_plot():
         for plot in plots(found, charts=CHARTS[:1]):
             pixels = colors_of(plot.png)
             assert seen(pixels, COLORS[mine])
-            others = {name for name in COLORS if name not in (mine, "float32")}  # ink is text's
+            others = {name for name in COLORS if name not in (mine, "float32")}  # text is ink
             assert not any(seen(pixels, COLORS[name]) for name in others)
 
 
-def test_the_differences_are_drawn_with_the_margin():
+def test_differences_are_drawn_with_margin():
     found = comparisons(*seeds("float32", [70, 80, 90]), *seeds("float16", [70.1, 80.2, 90.3]))
     plot = forest(found, 0.5)
     assert "float16 +0.20 points (-0.05 to +0.45)" in plot.caption
@@ -95,7 +95,7 @@ def test_the_differences_are_drawn_with_the_margin():
     assert forest(comparisons(made("float32"), made("float16")), 0.5) is None
 
 
-def test_the_colors_stand_out_from_the_paper_and_from_each_other_also_for_the_color_blind():
+def test_colors_have_contrast_for_normal_and_color_blind_vision():
     def light(color):
         part = np.array([int(color[i:i + 2], 16) / 255 for i in (1, 3, 5)])
         return np.where(part <= 0.04045, part / 12.92, ((part + 0.055) / 1.055) ** 2.4)
@@ -104,7 +104,7 @@ def test_the_colors_stand_out_from_the_paper_and_from_each_other_also_for_the_co
         a, b = sorted(0.05 + light(c) @ [0.2126, 0.7152, 0.0722] for c in (a, b))
         return b / a
 
-    # what a viewer without middle-wave cones sees (Viénot, 1999), as a cube root of light
+    # deuteranopia (Viénot, 1999), as the cube root of linear light
     blind = np.array([[0.29275, 0.70725, 0], [0.29275, 0.70725, 0], [-0.02234, 0.02234, 1]])
     assert DARK.keys() == COLORS.keys()
     for palette, paper in ((COLORS, "#ffffff"), (DARK, "#16181d")):
@@ -116,10 +116,10 @@ def test_the_colors_stand_out_from_the_paper_and_from_each_other_also_for_the_co
                 assert np.linalg.norm(np.cbrt(blind @ light(a)) - np.cbrt(blind @ light(b))) > 0.1
     assert COLORS["float32"] == INK
     grey = [light(COLORS[name]) @ [0.2126, 0.7152, 0.0722] for name in ("float32", "float16")]
-    assert grey[1] > 5 * grey[0]  # in a grey print
+    assert grey[1] > 5 * grey[0]  # in grayscale
 
 
-def test_time_goes_forward_in_every_chart_and_the_first_epoch_ends_at_1(tmp_path):
+def test_times_increase_in_every_chart_and_first_epoch_ends_at_1(tmp_path):
     tail = "\tloss-scale={}\tskipped=1"
     killed = logs.gluoncv([0.4], start=2, tail=tail.format(512)).splitlines(True)[:3]
     (tmp_path / "a.log").write_text(
@@ -133,7 +133,7 @@ def test_time_goes_forward_in_every_chart_and_the_first_epoch_ends_at_1(tmp_path
     assert {chart.name for chart in CHARTS if chart.points(run)} == {c.name for c in CHARTS}
 
 
-def test_a_scale_that_one_run_of_many_found_elsewhere_makes_no_chart_of_a_constant(tmp_path):
+def test_one_outlier_scale_gives_no_chart_of_constant_scale(tmp_path):
     for i in range(40):
         (tmp_path / f"{i}.jsonl").write_text(logs.jsonl(
             [0.5, 0.4], scales=[1024 if i else 2048] * 2, dtype="float16", lr=i))
@@ -141,7 +141,7 @@ def test_a_scale_that_one_run_of_many_found_elsewhere_makes_no_chart_of_a_consta
     assert names == {"validation_error", "validation_error_by_hours", "skipped_steps"}
 
 
-def test_there_are_charts_of_what_logs_have_and_none_of_what_never_changes(tmp_path):
+def test_charts_exist_only_for_values_that_change(tmp_path):
     for text, names in ((logs.module([0.5, 0.4]),
                          {"validation_error", "validation_error_by_hours"}),
                         ("epoch,top1_err\n0,0.5\n", {"validation_error"}),
@@ -153,12 +153,12 @@ def test_there_are_charts_of_what_logs_have_and_none_of_what_never_changes(tmp_p
         amp.report(tmp_path / "a", tmp_path / "out")
 
 
-def test_bands_of_errors_end_at_0_percent():
+def test_error_bands_end_at_0_percent():
     plot, = plots(groups(seeds("float16", [90, 91, 92, 10])), charts=CHARTS[:1])
     assert "float16 (4 runs) 29.25% (0.00% to 93.71%)" in plot.caption
 
 
-def test_skipped_steps_are_whole_numbers_and_their_band_is_not_cut_off():
+def test_skipped_steps_axis_has_whole_numbers_and_full_band():
     runs = seeds("float16", [70, 71])
     for skipped, run in enumerate(runs):
         run.trace = [(0, 0, 1024.0, 0), (1, 0, 512.0, skipped)]

@@ -1,4 +1,4 @@
-"""gluon_amp.report.read: what logs of each format say, and nothing else."""
+"""gluon_amp.report.read: values from logs of each format."""
 import json
 import os
 import sys
@@ -34,7 +34,7 @@ def test_gluoncv_logs_are_read(prefix, metric, tmp_path):
     assert run.hours == pytest.approx([1 / 36, 2 / 36, 3 / 36])
 
 
-def test_gluoncv_logs_of_cifar_are_read(tmp_path):
+def test_gluoncv_cifar_logs_are_read(tmp_path):
     text = "".join(f"[Epoch {n}] train=0.250000 val={1 - error:f} loss=1.500000 time: 12.500000\n"
                    for n, error in enumerate(ERRORS))
     run, = read_text(tmp_path, text)
@@ -53,14 +53,14 @@ def test_module_logs_are_read(prefix, tmp_path):
     assert (run.epochs[1].speed, run.epochs[1].seconds) == (1000, 100)
 
 
-def test_a_module_logs_learning_rate_is_where_it_changed(tmp_path):
+def test_learning_rate_of_module_log_starts_where_it_changed(tmp_path):
     text = logs.module([0.5]) + "Update[5005]: Change learning rate to 1.00000e-02\n" \
         + logs.module([0.4], start=1)
     run, = read_text(tmp_path, text)
     assert [epoch.lr for epoch in run.epochs.values()] == [None, 0.01]
 
 
-def test_our_jsonl_is_read(tmp_path):
+def test_own_jsonl_is_read(tmp_path):
     run, = read_text(tmp_path, logs.jsonl(ERRORS, scales=[1024, 512, 512], **RECIPE), "log.jsonl")
     assert top1(run) == numbered(ERRORS)
     assert run.arguments == RECIPE
@@ -70,7 +70,7 @@ def test_our_jsonl_is_read(tmp_path):
 
 
 @pytest.mark.parametrize("write", [logs.gluoncv, logs.module])
-def test_the_loss_scale_is_followed_where_it_changes(write, tmp_path):
+def test_changes_of_loss_scale_are_read(write, tmp_path):
     text = write([0.5], tail="\tloss-scale=1024\tskipped=1") \
         + write([0.4], start=1, tail="\tloss-scale=512\tskipped=2")
     run, = read_text(tmp_path, text)
@@ -83,7 +83,7 @@ def test_the_loss_scale_is_followed_where_it_changes(write, tmp_path):
     ("Speed: 45.123 samples/sec, CrossEntropy=4.100, SmoothL1=2.300", None),
     ("LR: 1.00E-03, Speed: 45.123 samples/sec, ObjLoss=4.100, BoxCenterLoss=2.300", 0.001),
     ("Speed: 45.123 samples/sec, LR=0.001, loss=4.100", 0.001)])
-def test_gluoncv_logs_of_detection_are_read(batch, rate, tmp_path):
+def test_gluoncv_detection_logs_are_read(batch, rate, tmp_path):
     text = logs.header(network="resnet50_v1b", dataset="voc", amp=True) + "".join(
         f"[Epoch {n}][Batch 99], {batch}\n"
         f"[Epoch {n}] Training cost: 120.500, CrossEntropy=3.900, SmoothL1=2.000\n"
@@ -96,7 +96,7 @@ def test_gluoncv_logs_of_detection_are_read(batch, rate, tmp_path):
     assert run.epochs[1].lr == rate
 
 
-def test_cocos_mean_precision_is_the_last_line_of_its_block(tmp_path):
+def test_coco_map_is_last_line_of_its_block(tmp_path):
     text = "".join(
         f"[Epoch {n}] Training cost: 9.500, loss=1.000\n[Epoch {n}] Validation: \n"
         "~~~~ Summary metrics ~~~~\n=Average Precision  (AP) @[ IoU=0.50:0.95 | area=   all ] = "
@@ -106,7 +106,7 @@ def test_cocos_mean_precision_is_the_last_line_of_its_block(tmp_path):
     assert (run.measure, run.final) == ("mAP", pytest.approx(37.1))
 
 
-def test_gluoncv_logs_of_segmentation_are_read(tmp_path):
+def test_gluoncv_segmentation_logs_are_read(tmp_path):
     text = "".join(
         f"Epoch {n} iteration 0000/0100: training loss 2.500\n"
         f"Epoch {n} iteration 0099/0100: training loss 1.250\n"
@@ -116,7 +116,7 @@ def test_gluoncv_logs_of_segmentation_are_read(tmp_path):
     assert (run.measure, run.final, run.epochs[0].loss) == ("mIoU", pytest.approx(70), 1.25)
 
 
-def test_gluoncv_logs_of_fine_tuning_are_read(tmp_path):
+def test_gluoncv_fine_tuning_logs_are_read(tmp_path):
     text = "".join(f"[Epoch {n}] Train-acc: 0.512, loss: 1.234 | Val-acc: {1 - error:.3f} | "
                    "time: 35.1\n" for n, error in enumerate((0.5, 0.25)))
     run, = read_text(tmp_path, text)
@@ -124,17 +124,17 @@ def test_gluoncv_logs_of_fine_tuning_are_read(tmp_path):
     assert (run.epochs[1].loss, run.epochs[1].seconds, run.metric) == (1.234, 35.1, "accuracy")
 
 
-def test_steps_of_our_jsonl_are_read(tmp_path):
+def test_steps_of_own_jsonl_are_read(tmp_path):
     run, = read_text(tmp_path, logs.steps([0.5, 0.4], seed=3), "log.jsonl")
     assert top1(run) == {0: 0.5, 1: 0.4}
     assert run.seed == "3"
     assert (run.epochs[1].loss, run.epochs[1].validation_loss) == (0.5, pytest.approx(0.6))
     assert run.steps["loss"][:2] == [(0, 0, 2), (0, 1, 1.8)]
-    assert run.steps["gradient_norm"][0] == (0, 1, 2)  # none of the step that was skipped
+    assert run.steps["gradient_norm"][0] == (0, 1, 2)  # no entry for the skipped step
     assert run.trace[:2] == [(0, 0, 2048, 1), (0, 1, 1024, 1)]
 
 
-def test_runs_of_one_file_have_the_names_that_their_arguments_come_with(tmp_path):
+def test_runs_of_one_file_are_named_by_run_field(tmp_path):
     text = "".join(logs.steps([error], seed=seed).replace("{", f'{{"run": "seed {seed}", ', 1)
                    for seed, error in enumerate([0.5, 0.4, 0.3]))
     runs = read_text(tmp_path, text + logs.steps([0.2], seed=3))
@@ -142,7 +142,7 @@ def test_runs_of_one_file_have_the_names_that_their_arguments_come_with(tmp_path
     assert [run.final for run in runs] == pytest.approx([50, 60, 70, 80])
 
 
-def test_event_files_without_the_package_that_reads_them_are_one_line(tmp_path, monkeypatch):
+def test_event_files_without_tensorboard_are_refused_in_one_line(tmp_path, monkeypatch):
     for name in [name for name in sys.modules if name.split(".")[0] == "tensorboard"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "tensorboard", None)
@@ -153,12 +153,12 @@ def test_event_files_without_the_package_that_reads_them_are_one_line(tmp_path, 
 
 
 @pytest.mark.parametrize("version", ["3", "0", "-1", '"2"', "true"])
-def test_another_version_of_our_jsonl_is_refused(version, tmp_path):
+def test_other_version_of_own_jsonl_is_refused(version, tmp_path):
     with pytest.raises(ValueError, match=r"a\.log: log.jsonl of version .* Valid: 1 to 2"):
         read_text(tmp_path, logs.steps([0.5]).replace('"version": 2', f'"version": {version}'))
 
 
-def test_a_long_series_of_steps_is_thinned_evenly_enough(tmp_path):
+def test_long_series_is_thinned_evenly(tmp_path):
     lines = [json.dumps({"epoch": 0, "batch": n, "loss": 1.0}) for n in range(10_000)]
     run, = read_text(tmp_path, "\n".join([*lines, '{"epoch": 0, "err_top1": 0.5}', ""]))
     series = run.steps["loss"]
@@ -169,12 +169,12 @@ def test_a_long_series_of_steps_is_thinned_evenly_enough(tmp_path):
 
 @given(speeds=st.lists(st.integers(1, 10 ** 7).map(lambda n: n / 100), min_size=1, max_size=9))
 @SAME_FOLDER
-def test_an_epochs_speed_is_that_of_its_images_over_its_time(speeds, tmp_path):
+def test_speed_of_epoch_is_images_over_time(speeds, tmp_path):
     run, = read_text(tmp_path, logs.module([0.5], speeds=speeds))
     assert run.speed == pytest.approx(harmonic_mean(speeds))
 
 
-def test_a_speed_of_0_does_not_count(tmp_path):
+def test_speed_of_0_is_ignored(tmp_path):
     run, = read_text(tmp_path, logs.module([0.5], speeds=[0, 100, 100]))
     assert run.speed == 100
 
@@ -186,7 +186,7 @@ def test_a_speed_of_0_does_not_count(tmp_path):
     ({"batch_size": [1]}, ("", None)), ({"pretrained": False, "model": "vgg"}, ("vgg", None)),
     ({"pretrained": True, "model": "models/vgg"}, ("vgg", None)),
     ({"model": None, "network": "resnet", "num_layers": 20}, ("resnet20", None))])
-def test_the_model_and_the_batch_size_are_told_by_arguments(arguments, expected, tmp_path):
+def test_model_and_batch_size_come_from_arguments(arguments, expected, tmp_path):
     run, = read_text(tmp_path, logs.jsonl([0.5], **arguments))
     assert (run.model, run.batch_size) == expected
 
@@ -194,7 +194,7 @@ def test_the_model_and_the_batch_size_are_told_by_arguments(arguments, expected,
 @pytest.mark.parametrize(("name", "dtype"), [
     ("resnet-fp16.log", "float16"), ("Float32_2.log", "float32"), ("x_bfloat16.log", "bfloat16"),
     ("bf16.log", "bfloat16"), ("conf16.log", "unknown")])
-def test_without_arguments_the_dtype_is_told_by_the_name(name, dtype, tmp_path):
+def test_dtype_comes_from_file_name_without_arguments(name, dtype, tmp_path):
     assert read_text(tmp_path, logs.gluoncv([0.5]), name)[0].dtype == dtype
 
 
@@ -202,7 +202,7 @@ def test_without_arguments_the_dtype_is_told_by_the_name(name, dtype, tmp_path):
     (["a.log", "b.log"], ["a", "b"]), (["a/log.jsonl", "b/log.jsonl"], ["a", "b"]),
     (["x/a.log", "y/a.log"], ["x/a", "y/a"]), (["a.log", "a.jsonl"], ["a.log", "a.jsonl"]),
     (["lr0.1", "lr0.2"], ["lr0.1", "lr0.2"]), (["a.log", "a.log"], ["a", "a [2]"])])
-def test_runs_are_named_by_as_little_of_their_paths_as_tells_them_apart(files, names, tmp_path):
+def test_runs_are_named_by_shortest_distinct_paths(files, names, tmp_path):
     for name in files:
         path = tmp_path / name
         path.parent.mkdir(exist_ok=True)
@@ -210,7 +210,7 @@ def test_runs_are_named_by_as_little_of_their_paths_as_tells_them_apart(files, n
     assert [run.name for run in read([tmp_path / name for name in files])] == names
 
 
-# ---- what is no log
+# ---- files that are no logs
 
 @pytest.mark.parametrize(("text", "message"), [
     ("", "it has no whole epoch"),
@@ -224,12 +224,12 @@ def test_runs_are_named_by_as_little_of_their_paths_as_tells_them_apart(files, n
     ("epoch;top1_err\n0;0.5\n", "its first odd line is line 1: 'epoch;top1_err'"),
     ("Namespace(a=1)\n[20:35:14] src/io\n", "it has no whole epoch"),
     ("".join(logs.gluoncv([0.5]).splitlines(True)[:3]) + "Traceback\n", "it has no whole epoch")])
-def test_a_file_that_is_no_log_is_named_with_its_first_odd_line(text, message, tmp_path):
+def test_other_file_is_refused_with_its_first_odd_line(text, message, tmp_path):
     with pytest.raises(ValueError, match=f"a.log is no training log: {message}"):
         read_text(tmp_path, text)
 
 
-def test_folders_pipes_and_files_that_are_not_there_are_told(tmp_path, monkeypatch):
+def test_folders_pipes_and_missing_files_are_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for folder in (".", tmp_path):
         with pytest.raises(ValueError, match=r"is a folder\. Give its logs"):
@@ -244,7 +244,7 @@ def test_folders_pipes_and_files_that_are_not_there_are_told(tmp_path, monkeypat
 @given(content=st.binary(max_size=300) | st.text(
     st.sampled_from("Epoch[0] 1Batch:.=,\n\t{}\"'()Namespacevalidation#errtop"), max_size=200))
 @settings(SAME_FOLDER, max_examples=200)
-def test_any_file_is_read_or_refused_with_its_name(content, tmp_path):
+def test_arbitrary_file_is_read_or_refused_by_name(content, tmp_path):
     try:
         assert read_text(tmp_path, content)
     except ValueError as error:
@@ -260,7 +260,7 @@ resnet50_v1,1024,0,0.9,100,0.8,220,0.1
 """
 
 
-def test_a_wide_csv_has_a_run_for_each_name_before_the_quantities(tmp_path):
+def test_wide_csv_has_a_run_for_each_column_prefix(tmp_path):
     high, low = read_text(tmp_path, WIDE, "a.csv")
     assert [run.dtype for run in (high, low)] == ["float32", "float16"]
     assert (top1(high), top1(low)) == ({0: 0.9, 1: 0.5}, {0: 0.8, 1: 0.6})
@@ -269,7 +269,7 @@ def test_a_wide_csv_has_a_run_for_each_name_before_the_quantities(tmp_path):
     assert high.notes == ['Source: "a paper", its table 1']
 
 
-def test_a_tidy_csv_has_a_run_for_each_combination_left_of_epoch(tmp_path):
+def test_tidy_csv_has_a_run_for_each_key_combination(tmp_path):
     text = "\ufeffRun, DType ,epoch,val_acc,Seconds\r\n" + "".join(
         f"{name}, {dtype},{n},{accuracy},3600\r\n" for name, dtype in
         (("a", "float32"), ("b, c", "float16")) for n, accuracy in ((0, 0.25), (1, 0.5))
@@ -279,18 +279,18 @@ def test_a_tidy_csv_has_a_run_for_each_combination_left_of_epoch(tmp_path):
         ("a", "float32", {0: 0.75, 1: 0.5}, [1, 2]), ("b, c", "float16", {0: 0.75, 1: 0.5}, [1, 2])]
 
 
-def test_errors_of_training_are_no_errors(tmp_path):
+def test_training_errors_are_not_read_as_validation(tmp_path):
     text = "epoch,train_acc,training_top1_err,val_acc\n0,0.9,0.1,0.75\n"
     run, = read_text(tmp_path, text, "a.csv")
     assert top1(run) == {0: 0.25}
 
 
-def test_percent_are_shares_in_all_columns(tmp_path):
+def test_percentages_apply_to_all_columns(tmp_path):
     runs = read_text(tmp_path, "epoch,fp32_err,fp16_err\n0,1.25,0.75\n1,0.5,nan\n", "a.csv")
     assert [top1(run) for run in runs] == [{0: 0.0125, 1: 0.005}, {0: 0.0075}]
 
 
-def test_one_is_a_share(tmp_path):
+def test_one_is_a_share_not_a_percentage(tmp_path):
     runs = read_text(tmp_path, "epoch,fp32_err,fp16_acc\n0,1,1\n1,0,0.0\n", "a.csv")
     assert [top1(run) for run in runs] == [{0: 1, 1: 0}, {0: 0, 1: 1}]
 
@@ -298,11 +298,11 @@ def test_one_is_a_share(tmp_path):
 @given(errors=st.dictionaries(st.integers(0, 10 ** 6), st.floats(0, 1), min_size=1),
        random=st.randoms())
 @SAME_FOLDER
-def test_rows_may_come_in_any_order(errors, random, tmp_path):
+def test_csv_rows_can_be_in_any_order(errors, random, tmp_path):
     rows = [f"{epoch},{error!r}\n" for epoch, error in errors.items()]
     random.shuffle(rows)
     run, = read_text(tmp_path, "epoch,top1_err\n" + "".join(rows), "a.csv")
-    first = int(min(errors) == 1)  # a table that counts epochs from 1
+    first = int(min(errors) == 1)  # a table that numbers epochs from 1
     assert {number + first: epoch.top1 for number, epoch in run.epochs.items()} == errors
     assert list(run.epochs) == sorted(run.epochs)
 
@@ -311,7 +311,7 @@ def test_rows_may_come_in_any_order(errors, random, tmp_path):
                       min_size=1, max_size=3))
 @example(cells=["0\x1f", ""])
 @SAME_FOLDER
-def test_csv_of_any_text_is_read_or_refused_with_its_place(cells, tmp_path):
+def test_arbitrary_csv_is_read_or_refused_with_line(cells, tmp_path):
     try:
         read_text(tmp_path, "epoch,top1_err\n0,0.5\n" + ",".join(cells) + "\n", "a.csv")
     except ValueError as error:
@@ -327,14 +327,14 @@ def test_csv_of_any_text_is_read_or_refused_with_its_place(cells, tmp_path):
     ("epoch,top1_err\n", "a.csv has no rows under its header"),
     (f"epoch,top1_err\n0,{'1' * 200000}\n", "a.csv, line 2: field larger than field limit"),
     ("epoch,mood\n0,1\n", r"a.csv has a column epoch, but right of it no quantity that is known")])
-def test_a_bad_cell_is_named_with_its_place(text, message, tmp_path):
+def test_bad_csv_cell_is_refused_with_line(text, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         read_text(tmp_path, text, "a.csv")
 
 
-# ---- size, and the real ones
+# ---- size, and real logs
 
-def test_a_long_log_takes_no_more_memory_than_a_short_one(tmp_path):
+def test_memory_does_not_grow_with_length_of_log(tmp_path):
     with open(tmp_path / "a.log", "w") as file:
         while file.tell() < 6 * 10 ** 6:
             file.write(logs.gluoncv([0.5], prefix="INFO:root:", batches=20000) + "noise\n" * 10000)
@@ -350,7 +350,7 @@ def test_a_long_log_takes_no_more_memory_than_a_short_one(tmp_path):
 
 @pytest.mark.skipif(not (SHARED / "imagenet").is_dir(),
                     reason="needs the logs of ImageNet in ../shared or $GLUON_AMP_DATA")
-def test_the_real_logs_of_imagenet_end_as_known():
+def test_real_imagenet_logs_have_known_results():
     low, high = read(sorted((SHARED / "imagenet" / "logs").glob("*.log")))
     assert (low.dtype, high.dtype) == ("float16", "float32")
     for run, end, speed in ((low, 0.2234, 5000), (high, 0.2290, 2800)):
@@ -380,7 +380,7 @@ def test_arguments_with_any_characters_are_read_as_text(tmp_path):
 
 # ---- GluonCV
 
-def test_gluoncvs_amp_flag_is_the_type_of_number(tmp_path):
+def test_gluoncv_amp_flag_is_number_type(tmp_path):
     runs = [run for amp in (False, True) for run in read_text(
         tmp_path, logs.header(network="vgg16_atrous", dataset="voc", amp=amp, seed=233)
         + "[Epoch 0] Validation: \nmAP=0.5\n", f"{amp}.log")]
@@ -389,26 +389,26 @@ def test_gluoncvs_amp_flag_is_the_type_of_number(tmp_path):
     assert comparison.differences == {}
 
 
-def test_a_mean_precision_of_nearly_nothing_is_read(tmp_path):
+def test_map_in_exponent_notation_is_read(tmp_path):
     run, = read_text(tmp_path, "[Epoch 0] Validation: \na=nan\nmAP=5.123e-05\n")
     assert top1(run) == {0: pytest.approx(1 - 5.123e-05)}
 
 
-def test_mask_rcnns_precision_is_that_of_its_masks(tmp_path):
+def test_mask_rcnn_map_is_that_of_masks(tmp_path):
     run, = read_text(tmp_path, "[Epoch 0] Validation: \n~~~~ Mean AP for bbox ~~~~\n=38.3\n"
                                "~~~~ Summary segm metrics ~~~~\n=x\n"
                                "~~~~ Mean AP for segm ~~~~\n=34.7\n")
     assert (run.measure, run.final) == ("mask mAP", pytest.approx(34.7))
 
 
-def test_train_recognizers_percent_are_percent(tmp_path):
+def test_train_recognizer_percentages_are_read(tmp_path):
     run, = read_text(tmp_path, "[Epoch 000] training: acc=70.100000\t loss=1.200000\n"
                                "[Epoch 000] validation: acc-top1=71.250000 acc-top5=90.500000 "
                                "loss=1.100000\n")
     assert (top1(run), run.epochs[0].top5) == ({0: 0.2875}, pytest.approx(0.095))
 
 
-def test_train_horovods_log_is_read(tmp_path):
+def test_train_horovod_log_is_read(tmp_path):
     text = logs.header("INFO:root:", model="resnet50_v1", dtype="float16") + "".join(
         f"INFO:root:Epoch[{n}] Batch[50] Loss[2.300]\n"
         f"INFO:root:Epoch[{n}] Rank[0] Batch[50]\taccuracy=0.250000\tlr=0.100000\n"
@@ -422,7 +422,7 @@ def test_train_horovods_log_is_read(tmp_path):
     assert (last.seconds, last.speed, last.top5) == (12.5, 1234.5, pytest.approx(0.1))
 
 
-def test_a_log_with_a_carriage_return_in_each_line_is_read(tmp_path):
+def test_log_with_crlf_line_ends_is_read(tmp_path):
     for text in ("Epoch 0 iteration 0099/0100: training loss 1.250\n"
                  "Epoch 0 validation pixAcc: 0.900, mIoU: 0.500\n",
                  logs.gluoncv([0.5]), logs.module([0.5]), "[Epoch 0] Validation: \nmAP=0.5\n"):
@@ -430,10 +430,10 @@ def test_a_log_with_a_carriage_return_in_each_line_is_read(tmp_path):
         assert top1(run) == {0: 0.5}
 
 
-# ---- what counts, and what cannot be
+# ---- valid and invalid values
 
 @pytest.mark.parametrize("write", [logs.gluoncv, logs.jsonl])
-def test_epochs_that_a_log_counts_from_1_are_as_many_as_were_trained(write, tmp_path):
+def test_epochs_numbered_from_1_are_shifted(write, tmp_path):
     run, = read_text(tmp_path, write([0.5, 0.4, 0.3], start=1, model="a", num_epochs=4))
     assert (run.done, list(run.epochs)) == (3, [0, 1, 2])
     resumed, = read_text(tmp_path, write([0.5, 0.4], start=1, model="a", resume_epoch=1))
@@ -441,12 +441,12 @@ def test_epochs_that_a_log_counts_from_1_are_as_many_as_were_trained(write, tmp_
 
 
 @pytest.mark.parametrize("error", [-0.5, 1.5, 25.3])
-def test_what_is_no_share_is_refused(error, tmp_path):
+def test_error_outside_0_to_1_is_refused(error, tmp_path):
     with pytest.raises(ValueError, match=r"a\.log: epoch 1 has an error of .* Valid: shares"):
         read_text(tmp_path, logs.jsonl([0.5, error]))
 
 
-def test_what_cannot_be_measured_is_not_known(tmp_path):
+def test_impossible_measurements_are_ignored(tmp_path):
     text = logs.jsonl([0.5, 0.4]).replace("1000.0", "-7").replace("100.0", "-3")
     text = text.replace('"lr": 0.1', '"lr": 1e300')
     run, = read_text(tmp_path, text.replace("0.4", "true"))
@@ -455,7 +455,7 @@ def test_what_cannot_be_measured_is_not_known(tmp_path):
     assert run.epochs[1].top1 is None
 
 
-def test_a_file_that_begins_with_a_byte_order_mark_is_read_from_its_first_line(tmp_path):
+def test_byte_order_mark_is_skipped(tmp_path):
     run, = read_text(tmp_path, "\ufeff" + logs.jsonl([0.5], dtype="float16"))
     assert run.dtype == "float16"
 
@@ -467,26 +467,26 @@ def test_a_file_that_begins_with_a_byte_order_mark_is_read_from_its_first_line(t
     "epoch,train_loss,valid_loss,accuracy,time\n0,1.1,1.2,0.5,01:20\n1,1,1.1,0.6,01:21\n",
     "epoch,step,train_loss,val_acc,val_loss\n0,9,,0.5,1.2\n0,9,1.1,,\n1,19,,0.6,1.1\n1,19,1,,\n",
     "epoch,accuracy,loss,test_loss\n1,0.5,1.1,1.2\n2,0.6,1,1.1\n"])
-def test_the_tables_of_other_tools_are_read(text, tmp_path):
+def test_tables_of_other_tools_are_read(text, tmp_path):
     run, = read_text(tmp_path, text, "a.csv")
     assert top1(run) == {0: 0.5, 1: 0.4}
     assert [(e.loss, e.validation_loss) for e in run.epochs.values()] == [(1.1, 1.2), (1.0, 1.1)]
 
 
-def test_rows_of_one_epoch_that_say_different_things_are_refused(tmp_path):
+def test_conflicting_rows_of_one_epoch_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r"line 3: epoch 0 has another top1_err .* left of"):
         read_text(tmp_path, "epoch,seed,top1_err\n0,0,0.5\n0,1,0.4\n", "a.csv")
 
 
-def test_a_cell_that_is_no_share_is_refused(tmp_path):
+def test_cell_that_is_no_share_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"a\.csv, line 2: top1_acc 150 is no share"):
         read_text(tmp_path, "epoch,top1_acc\n0,150\n", "a.csv")
 
 
-# ---- logs that were cut, resumed or joined
+# ---- truncated, resumed and concatenated logs
 
 def values(run):
-    """(number of an epoch, value), and the loss scale whenever it changed."""
+    """(epoch, value) pairs, and (epoch, loss scale) for each change."""
     return {(number, value) for number, epoch in run.epochs.items()
             for value in (epoch.top1, epoch.top5, epoch.seconds, epoch.speed, epoch.lr, epoch.scale)
             if value is not None} | {(number, scale) for number, _, scale, _ in run.trace}
@@ -499,7 +499,7 @@ FORMATS = pytest.mark.parametrize(("write", "arguments"), [
 
 
 @FORMATS
-def test_a_log_cut_anywhere_gives_no_number_that_it_did_not_have(write, arguments, tmp_path):
+def test_truncated_log_gives_no_wrong_values(write, arguments, tmp_path):
     text = write([0.912345, 0.512345], **arguments).encode()
     whole, = read_text(tmp_path, text)
     read_cuts = 0
@@ -515,9 +515,9 @@ def test_a_log_cut_anywhere_gives_no_number_that_it_did_not_have(write, argument
 
 
 @FORMATS
-def test_a_log_cut_anywhere_may_be_followed_by_another_one(write, arguments, tmp_path):
+def test_truncated_log_can_be_followed_by_another(write, arguments, tmp_path):
     first = write([0.912345, 0.512345], **arguments).encode()
-    second = logs.gluoncv([0.8, 0.7], prefix=logs.ASCTIME,  # its digits could go on with a number
+    second = logs.gluoncv([0.8, 0.7], prefix=logs.ASCTIME,  # its digits could continue a number
                           speed=2000, seconds=50, model="b", dtype="float32")
     known, = read_text(tmp_path, first)
     other, = read_text(tmp_path, second)
@@ -531,7 +531,7 @@ def test_a_log_cut_anywhere_may_be_followed_by_another_one(write, arguments, tmp
 
 @st.composite
 def parts(draw):
-    """The epochs of a run and of its resumptions, as (first, end)."""
+    """Epochs of a run and of its resumptions, as (first, end)."""
     found = [(0, draw(st.integers(1, 6)))]
     for _ in range(draw(st.integers(0, 4))):
         first = draw(st.integers(1, found[-1][1]))
@@ -542,7 +542,7 @@ def parts(draw):
 @given(parts=parts(), headers=st.booleans())
 @pytest.mark.parametrize("write", [logs.gluoncv, logs.module, logs.jsonl])
 @SAME_FOLDER
-def test_however_a_run_was_resumed_the_later_epochs_win(write, parts, headers, tmp_path):
+def test_later_epochs_of_resumed_run_win(write, parts, headers, tmp_path):
     text, expected = "", {}
     for i, (first, end) in enumerate(parts):
         errors = [(100 * i + n + 1) / 1000 for n in range(first, end)]
@@ -556,13 +556,13 @@ def test_however_a_run_was_resumed_the_later_epochs_win(write, parts, headers, t
     assert run.trace == [point for point in run.trace if point[0] in run.epochs]
 
 
-def test_a_resumed_run_says_where(tmp_path):
+def test_resumption_is_noted(tmp_path):
     run, = read_text(tmp_path, logs.gluoncv([0.9, 0.8, 0.7]) + logs.gluoncv([0.6], start=1))
     assert run.notes == ["resumed after 1 epoch"]
     assert top1(run) == {0: 0.9, 1: 0.6}
 
 
-def test_joined_logs_of_all_formats_are_runs_of_their_own(tmp_path):
+def test_concatenated_logs_are_separate_runs(tmp_path):
     text = (logs.gluoncv([0.9, 0.8], **RECIPE) + logs.module([0.7, 0.6], network="vgg")
             + logs.jsonl([0.6, 0.5], model="a") + logs.gluoncv([0.4, 0.3]))
     runs = read_text(tmp_path, text)
@@ -571,13 +571,13 @@ def test_joined_logs_of_all_formats_are_runs_of_their_own(tmp_path):
     assert [run.model for run in runs] == ["resnet50_v1b", "vgg", "a", ""]
 
 
-def test_lines_that_were_logged_twice_count_once(tmp_path):
+def test_lines_logged_twice_count_once(tmp_path):
     text = logs.gluoncv(ERRORS, **RECIPE)
     run, = read_text(tmp_path, "".join(2 * line for line in text.splitlines(True)))
     assert (top1(run), run.hours[-1], run.notes) == (numbered(ERRORS), pytest.approx(1 / 12), [])
 
 
-def test_epochs_may_be_missing_and_times_too(tmp_path):
+def test_missing_epochs_and_times_are_allowed(tmp_path):
     untimed = logs.gluoncv([0.4], start=7).replace("\ttime cost: 100.000000", "")
     run, = read_text(tmp_path, logs.gluoncv([0.5]) + untimed + logs.gluoncv([0.3], start=8))
     assert top1(run) == {0: 0.5, 7: 0.4, 8: 0.3}
@@ -585,13 +585,13 @@ def test_epochs_may_be_missing_and_times_too(tmp_path):
     assert run.hours_to(0.1) is None
 
 
-def test_a_run_killed_before_its_last_time_keeps_the_hours_before(tmp_path):
+def test_missing_last_time_keeps_earlier_hours(tmp_path):
     text = logs.gluoncv([0.5, 0.4]) + "[Epoch 2] training: accuracy=0.250000\n"
     run, = read_text(tmp_path, text)
     assert run.hours == pytest.approx([1 / 36, 2 / 36])
 
 
-def test_what_is_not_finite_is_not_known(tmp_path):
+def test_nonfinite_values_are_ignored(tmp_path):
     text = logs.gluoncv([0.5, float("nan"), float("inf")])
     run, = read_text(tmp_path, text)
     assert top1(run) == {0: 0.5}

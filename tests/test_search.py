@@ -1,4 +1,4 @@
-"""`search`: the fewest nodes to keep in float32 such that a network trains as in float32."""
+"""`search`: the fewest nodes to keep so that a network trains as in float32."""
 import gluon_amp as amp
 import mxnet as mx
 import numpy as np
@@ -15,7 +15,7 @@ QUICK = {"steps": 4, "seeds": 1, "progress": False}
 
 
 def root_mean_square(F, x):
-    """A norm by hand: the squares of such numbers lie beyond float16."""
+    """A norm written by hand, whose squares overflow float16."""
     x = x * 512
     return F.broadcast_mul(x, F.rsqrt(F.mean(F.square(x), axis=1, keepdims=True) + 1))
 
@@ -38,7 +38,7 @@ def batches(count=3):
             for _ in range(count)]
 
 
-def test_what_a_policy_without_rules_overflows_is_found_and_mends_it():
+def test_search_finds_overflowing_nodes_and_keep_fixes_them():
     net = network(root_mean_square)
     assert amp.xray(net, batches(1), LOSS).findings
     found = amp.search(net, batches(), LOSS, budget=120.0, **QUICK)
@@ -52,18 +52,18 @@ def test_what_a_policy_without_rules_overflows_is_found_and_mends_it():
     assert amp.explain(net, batches(1)[0], LOSS) is None
 
 
-def test_a_network_that_float16_suits_keeps_nothing():
+def test_network_suitable_for_float16_keeps_nothing():
     found = amp.search(network(), batches(), LOSS, budget=120.0, **QUICK)
     assert (found.keep, found.verified, found.best.share) == ([], True, 1.0)
 
 
-def test_products_are_kept_where_nothing_else_makes_gradients_true_enough():
+def test_products_are_kept_only_if_gradients_require_it():
     found = amp.search(network(), batches(), LOSS, budget=120.0, snr=1000.0, **QUICK)
     assert found.best.share == 0.0
     assert found.keep[:1] == ["net_dense0"]
 
 
-def test_no_choice_of_the_front_is_beaten_by_another_and_the_best_is_one_of_them():
+def test_front_is_pareto_optimal_and_contains_best():
     found = amp.search(network(root_mean_square), batches(), LOSS, budget=120.0, **QUICK)
     front = found.front
     assert found.best in front
@@ -74,7 +74,7 @@ def test_no_choice_of_the_front_is_beaten_by_another_and_the_best_is_one_of_them
                        for other in values)
 
 
-def test_weights_and_random_numbers_are_as_before():
+def test_weights_and_random_state_are_unchanged():
     net = network(root_mean_square)
     net(batches(1)[0][0])
     bits = [p.data().asnumpy().tobytes() for p in net.collect_params().values()]
@@ -86,7 +86,7 @@ def test_weights_and_random_numbers_are_as_before():
     assert [p.data().asnumpy().tobytes() for p in net.collect_params().values()] == bits
 
 
-def test_it_goes_on_from_its_file_and_gives_the_same(tmp_path, capsys):
+def test_search_resumes_from_file_with_same_result(tmp_path, capsys):
     file = str(tmp_path / "search.json")
     net = network(root_mean_square)
     first = amp.search(net, batches(), LOSS, budget=120.0, file=file, steps=4, seeds=1)
@@ -108,7 +108,7 @@ def test_it_goes_on_from_its_file_and_gives_the_same(tmp_path, capsys):
             amp.search(net, batches(), LOSS, budget=120.0, file=wrong, **QUICK)
 
 
-def test_what_ends_it_early_leaves_the_best_so_far():
+def test_search_stopped_early_returns_best_so_far():
     spent = amp.search(network(root_mean_square), batches(), LOSS, budget=1e-9, **QUICK)
     assert not spent.verified
     assert "budget is spent" in spent.notes[0]
@@ -137,13 +137,13 @@ def test_what_ends_it_early_leaves_the_best_so_far():
      "batch 1: the loss or a gradient is not finite in float32 either"),
     ({"budget": 9.0, "net": nn.Dense(2)}, TypeError, "gluon_amp.convert has converted"),
 ])
-def test_what_cannot_be_searched_is_refused(given, error, said):
+def test_unsupported_arguments_are_refused(given, error, said):
     given = {"net": network(), "batches": batches(), "loss_fn": LOSS, **QUICK, **given}
     with pytest.raises(error, match=said):
         amp.search(**given)
 
 
-def test_the_arithmetic_of_products_is_counted():
+def test_multiply_adds_of_products_are_counted():
     x = mx.sym.var("x")
     y = mx.sym.Convolution(x, kernel=(3, 3), num_filter=8, num_group=2, name="conv")
     y = mx.sym.Deconvolution(y, kernel=(2, 2), stride=(2, 2), num_filter=6, name="up")

@@ -1,5 +1,5 @@
-"""Training logs of given errors, as GluonCV, MXNet's Module and our recipes write them, and what
-is read of them."""
+"""Training logs with given errors in the formats of GluonCV, MXNet's Module and gluon_amp's
+recipes, and the values read from them."""
 import json
 
 from gluon_amp.report import read
@@ -55,7 +55,7 @@ def jsonl(errors, start=0, scales=None, **arguments):
 
 
 def steps(errors, dtype="float16", **arguments):
-    """log.jsonl of version 2: what each step was, one of them skipped, and the losses."""
+    """log.jsonl of version 2, with each step, one of which is skipped, and losses."""
     lines = [{"version": 2, "arguments": {"dtype": dtype, **arguments}}]
     scale = 1024.0 if dtype == "float16" else 1.0
     for epoch, error in enumerate(errors):
