@@ -134,7 +134,7 @@ def cannot_repeat_backward(store, rank):
 
 
 def sweeps_learning_rates(store, rank):
-    """Weights after a sweep of learning rates and a step, on ranks with different initial weights."""
+    """Weights after a sweep of learning rates and a step; ranks start with different weights."""
     mx.random.seed(rank)
     net = network(in_units=0)
     trainer = trainer_for(net, store)

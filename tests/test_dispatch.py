@@ -1,5 +1,5 @@
-"""MXNet's own operators run float16 arrays on a CPU: float32's results, rounded once, whichever way
-they are called."""
+"""MXNet's operators accept float16 arrays on a CPU and give float32's results, rounded once, in
+every kind of call."""
 import gluon_amp  # noqa: F401
 import mxnet as mx
 import numpy as np
@@ -17,7 +17,7 @@ def array(values):
 
 
 def backward(call, x, *head):
-    """The result of a call of x, which has its gradient then."""
+    """The result of a call with x, after a backward pass."""
     x.attach_grad()
     with autograd.record():
         out = call(x)
@@ -27,7 +27,7 @@ def backward(call, x, *head):
 
 # ---- calls outside of graphs ---------------------------------------------------------------
 
-def test_numpys_operators_take_float16(rng):
+def test_numpy_operators_accept_float16(rng):
     a, b = halves(rng, 4, 5), halves(rng, 5, 3)
     x, y = mx.np.array(a, dtype="float16"), mx.np.array(b, dtype="float16")
     exact = a.astype(F32) @ b.astype(F32)
@@ -54,14 +54,14 @@ def test_numpys_operators_take_float16(rng):
     (lambda x: nd.maximum(x, 0.1), lambda a, c: np.maximum(a, c(0.1))),
     (lambda x: x ** 2.0, lambda a, c: a ** 2),
 ])
-def test_a_constant_is_rounded_to_float16_first_as_on_a_gpu(call, expected, rng):
+def test_constant_is_rounded_to_float16_as_on_gpu(call, expected, rng):
     values = halves(rng, 300)
     found = call(array(values)).asnumpy()
     exact = expected(values.astype(F32), lambda number: F32(F16(number)))
     assert_half(found, exact)
 
 
-def test_nan_to_num_uses_float16s_limits():
+def test_nan_to_num_uses_limits_of_float16():
     values = mx.np.array([np.inf, -np.inf, np.nan, 1.5], dtype="float16")
     assert mx.np.nan_to_num(values).asnumpy().tolist() == [65504, -65504, 0, 1.5]
     assert mx.np.nan_to_num(values, posinf=7).asnumpy().tolist() == [7, -65504, 0, 1.5]
@@ -71,7 +71,7 @@ def test_nan_to_num_uses_float16s_limits():
     assert unsaid.asnumpy().tolist() == [65504, -65504, 0, 1.5]
 
 
-def test_a_constants_gradient_uses_the_rounded_constant(rng):
+def test_gradient_of_constant_product_uses_rounded_constant(rng):
     values = halves(rng, 300)
     x = array(values)
     backward(lambda x: x * 0.1, x, array(values))
@@ -87,8 +87,8 @@ def test_casts_to_and_from_float16(dtype):
     assert np.array_equal(there.astype("float16").asnumpy(), values.astype(dtype).astype(F16))
 
 
-def test_results_go_where_they_are_asked_for(rng):
-    """Given arrays, parts of arrays, and the memory of an input."""
+def test_out_argument_and_views_and_in_place_results(rng):
+    """Into given arrays, parts of arrays, and the memory of an input."""
     a, b = halves(rng, 6, 5), halves(rng, 6, 5)
     x, y, z = array(a), array(b), nd.zeros((6, 5), dtype="float16")
     nd.broadcast_add(x, y, out=z)
@@ -110,8 +110,8 @@ def test_results_go_where_they_are_asked_for(rng):
 
 
 @pytest.mark.parametrize("shapes", [[(5, 2, 12)], [(5, 2, 12), (4, 5, 5)]])
-def test_attention_runs_in_an_executor_for_inference(shapes, rng):
-    """MXNet makes a subgraph of oneDNN of it there."""
+def test_attention_runs_in_inference_executor(shapes, rng):
+    """MXNet replaces it by a subgraph of oneDNN there."""
     name = ("qk", "valatt")[len(shapes) - 1]
     variables = [mx.sym.var(f"x{i}") for i in range(len(shapes))]
     symbol = getattr(mx.sym.contrib, f"interleaved_matmul_selfatt_{name}")(*variables, heads=2)
@@ -127,13 +127,13 @@ def test_attention_runs_in_an_executor_for_inference(shapes, rng):
 
 
 @pytest.mark.parametrize("call", [nd.relu, lambda x: nd.Activation(x, act_type="relu")])
-def test_relus_gradient_is_nan_where_its_input_is(call):
+def test_relu_gradient_is_nan_at_nan_input(call):
     x = array(np.array([np.nan, 1, -1, 0], F16))
     backward(call, x)
     assert np.array_equal(x.grad.asnumpy(), [np.nan, 1, 0, 0], equal_nan=True)
 
 
-def test_a_state_that_a_backward_pass_writes_is_written(rng):
+def test_state_written_by_backward_pass_is_updated(rng):
     values, averages = halves(rng, 6, 3), []
     for dtype in (F16, F32):
         x, average = nd.array(values, dtype=dtype), nd.ones(3, dtype=dtype) / 2
@@ -146,7 +146,7 @@ def test_a_state_that_a_backward_pass_writes_is_written(rng):
     assert (averages[0] != 0.5).all()
 
 
-def test_a_view_is_read_and_written_through(rng):
+def test_views_are_read_and_written(rng):
     a = halves(rng, 6, 4)
     x = array(a)
     x[1:3] = nd.relu(x[3:5])
@@ -165,14 +165,14 @@ def test_empty_arrays_stay_empty():
 
 
 @pytest.mark.parametrize("count", [2, 3, 9])
-def test_sums_of_arrays(count, rng):
+def test_add_n_of_float16_arrays(count, rng):
     values = [halves(rng, 33) for _ in range(count)]
     exact = np.sum([v.astype(F32) for v in values], 0, dtype=F32)
     assert_half(nd.add_n(*map(array, values)).asnumpy(), exact, 1)
 
 
-def test_gradients_add_up(rng):
-    """With grad_req="add", and where a tensor is read several times."""
+def test_gradients_accumulate(rng):
+    """With grad_req="add", and for a tensor with several readers."""
     a = halves(rng, 4, 5)
     x = array(a)
     x.attach_grad("add")
@@ -183,7 +183,7 @@ def test_gradients_add_up(rng):
     assert_half(x.grad.asnumpy(), 2 * (3 + (a > 0)))
 
 
-def test_a_sparse_array_runs_mxnets_code(rng):
+def test_sparse_arrays_use_mxnet_code(rng):
     dense = halves(rng, 4, 3).astype(F32)
     rows = nd.array(dense).tostype("row_sparse")
     assert np.array_equal((rows * 2).asnumpy(), dense * 2)
@@ -201,7 +201,7 @@ def test_a_sparse_array_runs_mxnets_code(rng):
     lambda x: nd.elemwise_add(x, nd.ones((4, 5))),
     lambda x: nd.LayerNorm(x, nd.ones(5), nd.ones(5)),
     lambda x: nd.dot(x, nd.ones((5, 3)))])
-def test_mxnet_refuses_mixed_types_as_before(call):
+def test_mixed_types_are_refused_as_in_mxnet(call):
     with pytest.raises(mx.MXNetError, match="expected float16, got float32"):
         call(nd.ones((4, 5), dtype="float16")).wait_to_read()
 
@@ -215,7 +215,7 @@ def test_mxnet_refuses_mixed_types_as_before(call):
     (lambda x: nd.contrib.MultiBoxPrior(x.reshape((1, 1, 3, 3)), sizes=(0.5, 0.2)), (3, 3)),
     (lambda x: nd.Crop(x.reshape((1, 1, 3, 3)), h_w=(2, 2)), (3, 3)),
 ])
-def test_operators_whose_types_mxnet_restricts_without_a_reason(call, shape, rng):
+def test_operators_with_needless_type_checks_accept_float16(call, shape, rng):
     values = halves(rng, *shape) + 3 * np.eye(3, dtype=F16)
     values = (values + values.T) / 2
     found, exact = call(array(values)), call(nd.array(values, dtype=F32))
@@ -227,7 +227,7 @@ def test_operators_whose_types_mxnet_restricts_without_a_reason(call, shape, rng
 
 
 class Scale(autograd.Function):
-    """Two times its input, by a function with a gradient of its own."""
+    """Doubles its input, with a custom gradient."""
 
     def forward(self, x):
         assert x.dtype == F16
@@ -238,7 +238,7 @@ class Scale(autograd.Function):
         return nd.dot(dy, nd.ones((dy.shape[0], 3), dtype="float16"))
 
 
-def test_a_function_of_the_users_takes_float16(rng):
+def test_autograd_function_accepts_float16(rng):
     values = halves(rng, 4, 3)
     x = array(values)
     out = backward(lambda x: nd.relu(Scale()(x * 1)), x)
@@ -263,7 +263,7 @@ class DoubledProp(mx.operator.CustomOpProp):
 
 
 @pytest.mark.parametrize("symbolic", [False, True])
-def test_a_custom_operator_takes_float16(symbolic, rng):
+def test_custom_operator_accepts_float16(symbolic, rng):
     values = halves(rng, 4, 3)
     net = nn.HybridLambda(lambda F, x: F.relu(F.Custom(x, op_type="dispatch_doubled")) + 1)
     x = array(values)

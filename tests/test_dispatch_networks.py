@@ -1,4 +1,4 @@
-"""Networks cast to float16 train on a CPU by every way that MXNet has to run them."""
+"""Networks cast to float16 train on a CPU in every way that MXNet runs them."""
 import json
 import threading
 
@@ -20,7 +20,7 @@ CLASSES = 4
 
 
 def batches(count, size, rng, batch=16):
-    """Images whose class is the quarter that is brighter."""
+    """Images whose class is their brightest quarter."""
     for _ in range(count):
         images = rng.standard_normal((batch, 3, size, size)).astype("float32")
         labels = rng.integers(0, CLASSES, batch)
@@ -39,7 +39,7 @@ def same_weights(make, seed=5):
 
 
 def train(net, data, dtype, scale=1.0, rate=0.02):
-    """As the tutorial publishes it: a weighted loss, and rescale_grad to match. Returns losses."""
+    """Trains as in the tutorial, with a weighted loss and matching rescale_grad. Returns losses."""
     loss_fn = gluon.loss.SoftmaxCrossEntropyLoss(weight=scale)
     trainer = gluon.Trainer(net.collect_params(), "sgd", {
         "learning_rate": rate, "momentum": 0.5, "multi_precision": True,
@@ -61,7 +61,7 @@ NETWORKS = {"resnet18_v1": 0.01, "resnet18_v2": 0.01, "mobilenet0_25": 0.03}  # 
 
 
 @pytest.mark.parametrize("name", NETWORKS)
-def test_the_published_gluon_tutorial_trains_as_float32_does(name, rng):
+def test_published_gluon_tutorial_trains_as_in_float32(name, rng):
     data = list(batches(24, 32, rng))
     ends = {}
     for dtype in ("float32", "float16"):
@@ -77,7 +77,7 @@ def test_the_published_gluon_tutorial_trains_as_float32_does(name, rng):
 
 
 def symbolic(name, dtype, scale):
-    """The network between two casts, under a softmax in float32."""
+    """The network between two casts, and a float32 softmax."""
     net = same_weights(lambda: getattr(vision, name)(classes=CLASSES))
     data = mx.sym.Variable("data")
     if dtype == "float16":
@@ -88,7 +88,7 @@ def symbolic(name, dtype, scale):
 
 
 @pytest.mark.parametrize("name", NETWORKS)
-def test_the_published_symbolic_tutorial_trains_as_float32_does(name, rng):
+def test_published_symbolic_tutorial_trains_as_in_float32(name, rng):
     images, labels = (np.concatenate([a.asnumpy() for a in arrays])
                       for arrays in zip(*batches(24, 32, rng)))
     ends = {}
@@ -122,7 +122,7 @@ def small_network():
     return net
 
 
-def test_every_way_to_run_a_network_gives_the_same_bits(rng):
+def test_all_execution_modes_are_bitwise_identical(rng):
     data = list(batches(4, 12, rng))
     found = {}
     for way, flags in WAYS.items():
@@ -138,7 +138,7 @@ def test_every_way_to_run_a_network_gives_the_same_bits(rng):
         assert all(map(np.array_equal, found[way], found["imperative"])), way
 
 
-def test_a_cast_network_gives_the_bits_of_a_converted_one(rng):
+def test_cast_network_matches_converted_network_bitwise(rng):
     data = list(batches(4, 12, rng))
     weights = []
     for convert in (False, True):
@@ -153,7 +153,7 @@ def test_a_cast_network_gives_the_bits_of_a_converted_one(rng):
 
 
 @pytest.mark.parametrize("mode", ["always", "training"])
-def test_dropouts_gradient_has_the_mask_of_its_forward_pass(mode):
+def test_dropout_gradient_uses_mask_of_forward_pass(mode):
     x = nd.ones((64, 64), dtype="float16")
     x.attach_grad()
     masks = []
@@ -165,7 +165,7 @@ def test_dropouts_gradient_has_the_mask_of_its_forward_pass(mode):
         first = x.grad.asnumpy()
         assert np.array_equal(first, out.asnumpy().astype("float16"))
         assert 0.2 < (first == 0).mean() < 0.3
-        if dtype == "float16":  # MXNet's float32 code forgets its mask here
+        if dtype == "float16":  # MXNet's float32 kernel frees its mask here
             out.backward()
             assert np.array_equal(x.grad.asnumpy(), first)
         masks.append(first == 0)
@@ -226,7 +226,7 @@ def test_symbol_blocks_and_executors_run_float16(rng):
     assert_half(block(nd.array(wide["data"])).asnumpy(), exact)
 
 
-def test_a_bucketing_module_trains_in_float16(rng):
+def test_bucketing_module_trains_in_float16(rng):
     def graph(length):
         data = mx.sym.Cast(mx.sym.Variable("data"), dtype="float16")
         out = mx.sym.FullyConnected(mx.sym.mean(data, axis=1), num_hidden=2, name="dense")
@@ -261,8 +261,8 @@ def test_a_bucketing_module_trains_in_float16(rng):
 @pytest.mark.parametrize(("name", "settings"), [
     ("sgd", {}), ("sgd", {"momentum": 0.9}), ("sgd", {"momentum": 0.9, "aggregate_num": 1}),
     ("sgd", {"aggregate_num": 1}), ("nag", {"momentum": 0.9}), ("adam", {})])
-def test_multi_precision_updates_have_float32s_bits(name, settings, clip, rng):
-    """Of masters and states, and weights are masters rounded."""
+def test_multi_precision_updates_match_float32_bitwise(name, settings, clip, rng):
+    """Master weights and states match, and weights are rounded master weights."""
     shapes = [(3, 5), (300,), (70, 7)]
     weights = [halves(rng, *shape) for shape in shapes]
     settings = {"learning_rate": 0.05, "wd": 0.01, "rescale_grad": 0.5, "clip_gradient": clip,
@@ -297,7 +297,7 @@ def is_master(state, weight):
 
 
 @pytest.mark.parametrize("kind", ["local", "device"])
-def test_a_kvstore_sums_float16(kind, rng):
+def test_kvstore_sums_float16(kind, rng):
     store = mx.kv.create(kind)
     values = [halves(rng, 40) for _ in range(3)]
     store.init("w", nd.zeros(40, dtype="float16"))
@@ -311,7 +311,7 @@ def test_a_kvstore_sums_float16(kind, rng):
 # ---- threads, workers, processes -------------------------------------------------------
 
 
-def test_two_threads_predict_what_one_does(rng):
+def test_predictions_of_two_threads_match_one(rng):
     net = same_weights(small_network)
     net.cast("float16")
     net.hybridize()
@@ -363,7 +363,7 @@ print(repr(float(total)))
 """
 
 
-def test_four_workers_and_forked_loaders_give_the_bits_of_one(rng):
+def test_four_workers_and_forked_loaders_match_one_bitwise(rng):
     found = {printed(WORKERS, MXNET_CPU_WORKER_NTHREADS=count) for count in ("1", "4")}
     assert len(found) == 1
     assert np.isfinite(float(found.pop()))
@@ -401,7 +401,7 @@ print(json.dumps(losses))
 """
 
 
-def test_contrib_amp_trains_on_a_cpu():
+def test_contrib_amp_trains_on_cpu():
     losses = json.loads(printed(CONTRIB).splitlines()[-1])
     assert losses[0] > 1
     assert np.mean(losses[-4:]) < 0.2
@@ -411,7 +411,7 @@ def test_contrib_amp_trains_on_a_cpu():
                                   "mobilenet0_25", "squeezenet1_1", "densenet121"])
 def test_contrib_amp_converts_hybrid_blocks(name, rng):
     net = getattr(vision, name)(classes=10)
-    net.initialize(mx.init.Xavier("gaussian", "in", 2))  # keeps the outputs in float16's range
+    net.initialize(mx.init.Xavier("gaussian", "in", 2))  # keeps the outputs in the range of float16
     net.hybridize()
     size = 224 if name in ("squeezenet1_1", "densenet121") else 64
     x = nd.array(rng.standard_normal((1, 3, size, size)))

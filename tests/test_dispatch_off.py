@@ -1,5 +1,5 @@
-"""Arrays of other types than float16 give the bits of MXNet alone, and GLUON_AMP_ENGINE=off leaves
-MXNet as it is."""
+"""Arrays of types other than float16 give the bits of MXNet alone, and GLUON_AMP_ENGINE=off does
+not change MXNet."""
 import pickle
 import re
 
@@ -8,7 +8,7 @@ from mxnet_alone import MXNET_ALONE
 from processes import printed
 from test_engine_operators import HERE, candidates
 
-# Calls each operator forward and backward before gluon_amp is imported, and again behind it.
+# Calls each operator forward and backward before and after the import of gluon_amp.
 CALLS = """
 import ctypes, pickle, sys
 import numpy as np
@@ -60,14 +60,14 @@ OF_INTEGERS = "(elemwise|broadcast)_(add|sub|mul)|_npi_(add|multiply)|_(plus|mul
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "int32"])
-def test_other_types_give_the_bits_of_mxnet_alone(dtype, rng, tmp_path):
+def test_other_types_match_mxnet_alone_bitwise(dtype, rng, tmp_path):
     calls = [(name, *case) for name in HERE for case in candidates(name, rng)
              if dtype != "int32" or re.fullmatch(OF_INTEGERS, name)]
     (tmp_path / "calls").write_bytes(pickle.dumps(calls))
     differ, ran = printed(MXNET_ALONE + CALLS, tmp_path / "calls", dtype,
                           MXNET_SAFE_ACCUMULATION="1").splitlines()[-2:]
     assert differ == "[]"
-    assert int(ran) > 0.95 * len(calls)  # MXNet reads memory that it has not written in a few
+    assert int(ran) > 0.95 * len(calls)  # a few of MXNet's operators read uninitialized memory
 
 
 OFF = """
@@ -89,5 +89,5 @@ except amp.KernelError as error:
 """
 
 
-def test_off_leaves_mxnet_as_it_is():
+def test_engine_off_does_not_change_mxnet():
     printed(OFF, GLUON_AMP_ENGINE="off")

@@ -1,5 +1,5 @@
-"""Grids other than float16's have float32 arrays: an operator rounds what it writes to bfloat16,
-or, on the grid "float32", nothing, and then all is as in float32."""
+"""Grids other than float16 use float32 arrays: an operator rounds its results to bfloat16, or, on
+the grid "float32", does not round them, and equals the float32 operator."""
 import mxnet as mx
 import numpy as np
 import pytest
@@ -68,14 +68,14 @@ def used(symbol, arrays):
 
 
 @pytest.mark.parametrize("name", OPERATORS)
-def test_an_operator_rounds_to_bfloat16_once(name, rng):
+def test_operator_rounds_once_to_bfloat16(name, rng):
     symbol, make, reads_result = OPERATORS[name]
     arrays = used(symbol, on_bfloat16(make(rng)))
     heads = heads_for(symbol, arrays, rng)
     outputs, gradients = run(symbol, arrays, heads, grid="bfloat16")
     wide, wide_gradients = stock(symbol, arrays, heads)
     for ours, theirs in zip(outputs, wide):
-        if name == "RNN":  # each step reads the state before it, rounded
+        if name == "RNN":  # each step reads the rounded state before it
             assert_near(ours, theirs)
         else:
             assert_bfloat16(ours, theirs)
@@ -90,7 +90,7 @@ def assert_near(ours, theirs):
 
 
 def assert_bfloat16(ours, theirs):
-    """Rounded once; a float32 sum in another order may fall on another side of a tie."""
+    """Rounded once; a float32 sum in another order may round a tie the other way."""
     expected = bfloat16(theirs)
     apart = np.abs(ours.astype(np.float32) - expected)
     assert (apart <= np.abs(expected) * 2.0 ** -7 + 1e-6).all()
@@ -99,10 +99,10 @@ def assert_bfloat16(ours, theirs):
 
 
 @pytest.mark.parametrize("name", OPERATORS)
-def test_without_rounding_an_operator_is_float32s(name, rng):
+def test_operator_without_rounding_equals_float32(name, rng):
     symbol, make, _ = OPERATORS[name]
     arrays = used(symbol, make(rng))
-    symbol = sym.Group([out * 1.7 + 0.3 for out in symbol])  # what lies between is not rounded
+    symbol = sym.Group([out * 1.7 + 0.3 for out in symbol])  # intermediate values are not rounded
     heads = heads_for(symbol, arrays, rng)
     outputs, gradients = run(symbol, arrays, heads, grid="float32")
     wide, wide_gradients = stock(symbol, arrays, heads)
@@ -115,7 +115,7 @@ def test_without_rounding_an_operator_is_float32s(name, rng):
 
 
 @pytest.mark.parametrize("grid", ["bfloat16", "float32"])
-def test_a_batch_norm_on_another_grid(grid, rng):
+def test_batch_norm_on_other_grids(grid, rng):
     names = ("x", "gamma", "beta", "mean", "var")
     symbol = sym.BatchNorm(*map(sym.var, names), fix_gamma=False, eps=1e-3, momentum=0.5)
     x = bfloat16(rng.standard_normal((4, 3, 5, 5)) + 2).astype(np.float16)
@@ -143,8 +143,8 @@ def test_a_batch_norm_on_another_grid(grid, rng):
 
 
 @pytest.mark.parametrize("grid", ["bfloat16", "float32", "float16"])
-def test_dropout_drops_the_same_on_every_grid(grid, rng):
-    symbol = sym.Dropout(X, p=0.5)  # what is kept is doubled: exact on every grid
+def test_dropout_mask_is_same_on_every_grid(grid, rng):
+    symbol = sym.Dropout(X, p=0.5)  # kept values are doubled: exact on every grid
     arrays = {"x": bfloat16(rng.uniform(1, 2, (50, 40))).astype(np.float16)}
     head = bfloat16(rng.standard_normal((50, 40))).astype(np.float16)
     mx.random.seed(3)
@@ -155,8 +155,8 @@ def test_dropout_drops_the_same_on_every_grid(grid, rng):
     assert np.array_equal(gradients["x"], wide_gradients["x"])
 
 
-def test_a_gradient_that_is_added_is_rounded_before_and_after(rng):
-    """As in the body of a loop, whose variables may be on the grid themselves."""
+def test_accumulated_gradient_is_rounded_before_and_after_sum(rng):
+    """As in the body of a loop, whose variables may be on the grid."""
     x, head = (bfloat16(rng.standard_normal(200)) for _ in "xy")
     grid = FORMATS["bfloat16"].for_engine
     settings = {"__gluon_amp_inputs__": "1", "__gluon_amp_outputs__": "1", **{
@@ -174,7 +174,7 @@ def test_a_gradient_that_is_added_is_rounded_before_and_after(rng):
 
 
 @pytest.mark.parametrize("grid", ["bfloat16", "float16"])
-def test_constants_lie_on_the_grid(grid):
+def test_constants_are_rounded_to_grid(grid):
     (out,), _ = run(X * 0.1, {"x": np.float16([1])}, grid=grid)
     expected = np.float16(0.1) if grid == "float16" else bfloat16([0.1])[0]
     assert out[0] == expected

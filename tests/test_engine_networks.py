@@ -1,5 +1,5 @@
-"""Converted networks on a CPU: the same bits however their memory is planned and however often a
-graph is walked back; nothing outside of them changes."""
+"""Converted networks on a CPU are bitwise identical for every memory plan and every repeated
+backward pass; float32 networks do not change."""
 import hashlib
 import threading
 from pathlib import Path
@@ -49,8 +49,8 @@ def attention_inputs(rng):
     return [nd.array(rng.standard_normal((2, 5, 32))), nd.ones((2, 1, 5))]
 
 
-# MXNet's own Dropout forgets its mask after the first backward pass: of the attention network, all
-# is float16 here, where Dropout is ours.
+# MXNet's Dropout frees its mask in the first backward pass: the attention network is all float16
+# here, so that the engine's Dropout runs.
 NETS = {"plain": (plain, networks.images(12), "float16"),
         "residual": (Residual, networks.images(9), "float16"),
         "attention": (networks.Encoder, attention_inputs, "pure_float16"),
@@ -74,7 +74,7 @@ def converted(name, rng=None, **flags):
 
 
 def trained(name, request, flags):
-    """Outputs and gradients of three steps, each walked back twice, and what batch norms have."""
+    """Outputs and gradients of three steps with two backward passes each, and statistics."""
     net, inputs = converted(name, **flags)
     parameters = [p for p in net.collect_params().values() if p.grad_req != "null"]
     for parameter in parameters:
@@ -96,7 +96,7 @@ def trained(name, request, flags):
 
 @pytest.mark.parametrize("request_", ["write", "add"])
 @pytest.mark.parametrize("name", NETS)
-def test_memory_plans_change_no_bit(name, request_):
+def test_memory_plans_are_bitwise_identical(name, request_):
     _, expected = trained(name, request_, FLAGS[0])
     for flags in FLAGS[1:]:
         _, found = trained(name, request_, flags)
@@ -106,7 +106,7 @@ def test_memory_plans_change_no_bit(name, request_):
 
 
 @pytest.mark.parametrize("name", NETS)
-def test_a_retained_graph_walks_back_to_the_same_bits(name):
+def test_repeated_backward_of_retained_graph_is_bitwise_identical(name):
     count, found = trained(name, "write", {})
     for step in range(3):
         first = 1 + step * (1 + 2 * count)
@@ -116,7 +116,7 @@ def test_a_retained_graph_walks_back_to_the_same_bits(name):
             assert np.array_equal(one, other)
 
 
-def test_gradients_that_are_asked_for_are_those_of_backward(rng):
+def test_autograd_grad_matches_backward(rng):
     net, inputs = converted("residual", rng)
     inputs[0].attach_grad()
     weight = net.stem.weight
@@ -138,8 +138,8 @@ SECOND = ["sigmoid", "exp", "tanh", "sin", "square", "log", "sqrt", "arctan", "r
 
 
 @pytest.mark.parametrize("name", SECOND)
-def test_second_derivatives_where_mxnet_has_them(name, rng):
-    """Off from float32's by the rounding of what lies between."""
+def test_second_derivatives_supported_by_mxnet(name, rng):
+    """They differ from float32's by the rounding of intermediate values."""
     values = rng.uniform(0.1, 0.9, (3, 4)).astype(np.float16)
     symbol = getattr(sym, name)(X)
     results = []
@@ -158,7 +158,7 @@ def test_second_derivatives_where_mxnet_has_them(name, rng):
         np.testing.assert_allclose(half, wide, rtol=8e-3, atol=1e-3)
 
 
-def test_two_threads_may_call_one_network(rng):
+def test_two_threads_can_call_one_network(rng):
     net, _ = converted("residual", rng)
     inputs = [networks.images(9)(rng) for _ in range(2)]
     expected = [net(*x).asnumpy() for x in inputs]
@@ -185,8 +185,8 @@ def trained_on(net, x):
 
 @pytest.mark.parametrize("other", [trained_on, lambda net, x: net(x.astype("float16"))],
                          ids=["in training", "on another type"])
-def test_a_thread_may_call_a_network_while_another_one_calls_it(other, monkeypatch):
-    """In another mode, or on data of another type: then it runs another graph."""
+def test_thread_can_call_network_during_call_of_another(other, monkeypatch):
+    """In another mode, or with data of another type, it runs another graph."""
     out, x = nn.Dense(8, in_units=8), nd.ones((2, 8))
     net = networks.Calling(lambda F, x, out: out(x) * (2 - autograd.is_training()), out)
     net.initialize(mx.init.Xavier())
@@ -205,11 +205,11 @@ def test_a_thread_may_call_a_network_while_another_one_calls_it(other, monkeypat
     assert np.array_equal(net(x).asnumpy(), expected)
 
 
-# ---- what stays as it was --------------------------------------------------------------
+# ---- float32 is unchanged --------------------------------------------------------------
 
 
-def test_float32_is_what_it_was_before_the_import():
-    """Bit by bit."""
+def test_float32_is_bitwise_unchanged_by_import():
+    """Every result has the same bits."""
     printed(MXNET_ALONE + FLOAT32, MXNET_SAFE_ACCUMULATION="1")
 
 
@@ -260,12 +260,12 @@ def bfloat16(x):
     return (bits & np.uint32(0xFFFF0000)).view(np.float32)
 
 
-FACTORS = [1, -1, 2, -2, 4, -4, 8, -8, 0.5, -0.5, 0.25]  # like readers would become one
+FACTORS = [1, -1, 2, -2, 4, -4, 8, -8, 0.5, -0.5, 0.25]  # equal readers would be merged
 
 
 @pytest.mark.parametrize("readers", [2, 3, 7])
-def test_a_sum_of_gradients_is_rounded_before_it_is_read(readers, rng):
-    """MXNet sums the gradients of a tensor's readers; more than eight one by one."""
+def test_sum_of_gradients_is_rounded_before_it_is_read(readers, rng):
+    """MXNet sums the gradients of a tensor's readers, and adds more than eight one by one."""
     h = X * 3
     symbol = sym.Group([h * factor for factor in FACTORS[:readers]])
     heads = [bfloat16(rng.integers(128, 256, 300) / 128 * 2.0 ** -rng.integers(0, 5, 300))
@@ -282,8 +282,8 @@ def test_a_sum_of_gradients_is_rounded_before_it_is_read(readers, rng):
     assert_half(gradients["x"], total.astype(np.float16).astype(float) * 3)
 
 
-def test_each_seed_and_process_gives_the_same_bits():
-    """Nothing depends on where memory lies, or on what it held before."""
+def test_results_are_reproducible_in_another_process():
+    """Results do not depend on addresses, or on previous contents of memory."""
     code = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n" \
            "import gluon_amp, hashlib, test_engine_networks as nets\n" \
            "found = nets.trained('residual', 'write', {})[1]\n" \

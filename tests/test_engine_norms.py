@@ -1,5 +1,5 @@
-"""Norms, convolutions and dense layers, which have code of their own: a batch norm is numpy's,
-moves its statistics in its forward pass and once; the others are the generic operator's.
+"""Dedicated kernels for norms, convolutions and dense layers: batch norm matches numpy and updates
+its statistics once, in the forward pass; the others match the generic operator.
 """
 
 import mxnet as mx
@@ -16,7 +16,7 @@ STATIC = (("static_alloc", True), ("static_shape", True))
 
 
 class Layer:
-    """A CPU graph with its arrays: gradients and statistics stay in them from call to call."""
+    """A CPU graph with its arrays, which keep gradients and statistics between calls."""
 
     def __init__(self, symbol, arrays, request="write", flags=()):
         types = {name: array.dtype.name for name, array in arrays.items()}
@@ -43,7 +43,7 @@ class Layer:
 
 
 def assert_step(actual, expected):
-    """Within a step of float16; near 0, where float32's differences cancel, of numbers of 1/256."""
+    """Within a unit of float16; near 0, where float32 differences cancel, within that of 1/256."""
     assert actual.dtype == np.float16
     assert actual.shape == expected.shape
     expected = expected.astype(np.float16)
@@ -110,7 +110,7 @@ SETTINGS = [{}, {"use_global_stats": True}, {"fix_gamma": True},
 @pytest.mark.parametrize(("shape", "axis"), SHAPES)
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("training", [True, False])
-def test_a_batch_norm_is_numpys(shape, axis, settings, training, rng):
+def test_batch_norm_matches_numpy(shape, axis, settings, training, rng):
     arrays = norm_arrays(rng, shape, axis)
     given = bool(settings.get("use_global_stats")) or not training
     expected = Expected(arrays, axis, 1e-3, given, settings.get("fix_gamma"))
@@ -136,7 +136,7 @@ def test_a_batch_norm_is_numpys(shape, axis, settings, training, rng):
 
 @pytest.mark.parametrize("flags", [(), STATIC])
 @pytest.mark.parametrize("training", [True, False])
-def test_a_batch_norms_mean_and_deviation_do_not_take_the_place_of_its_gamma(training, flags, rng):
+def test_batch_norm_mean_and_deviation_do_not_overwrite_gamma(training, flags, rng):
     arrays = norm_arrays(rng, (4, 6, 5, 5))
     x, gamma, beta, *moving = map(sym.var, NAMES)
     out = sym.BatchNorm(x, gamma * 1, beta * 1, *moving, fix_gamma=False, eps=1e-3,
@@ -150,7 +150,7 @@ def test_a_batch_norms_mean_and_deviation_do_not_take_the_place_of_its_gamma(tra
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
-def test_a_batch_norm_with_relu_is_the_norm_and_the_relu(settings, rng):
+def test_batch_norm_with_relu_matches_norm_then_relu(settings, rng):
     arrays = norm_arrays(rng, (4, 17, 5, 5))
     head = halves(rng, 4, 17, 5, 5)
     results = []
@@ -163,7 +163,7 @@ def test_a_batch_norm_with_relu_is_the_norm_and_the_relu(settings, rng):
         assert np.array_equal(*both)
 
 
-def test_the_generic_batch_norm_agrees(rng):
+def test_generic_batch_norm_matches(rng):
     for shape, axis in SHAPES[:6]:
         arrays = norm_arrays(rng, shape, axis)
         head = halves(rng, *shape)
@@ -185,10 +185,10 @@ def test_the_generic_batch_norm_agrees(rng):
         np.testing.assert_allclose(results[0][2], results[1][2], rtol=1e-5, atol=1e-6)
 
 
-# ---- when statistics move ------------------------------------------------------------
+# ---- update of statistics ------------------------------------------------------------
 
 
-def test_statistics_move_in_the_forward_pass_and_only_once(rng):
+def test_statistics_are_updated_once_in_forward_pass(rng):
     arrays = norm_arrays(rng, (4, 3, 5, 5))
     layer = Layer(norm(), arrays)
     batch = arrays["x"].astype(float).mean((0, 2, 3))
@@ -204,7 +204,7 @@ def test_statistics_move_in_the_forward_pass_and_only_once(rng):
     assert_moved(0)
     layer(training=True)
     assert_moved(1)
-    out, = layer(recorded=True)  # and no backward pass
+    out, = layer(recorded=True)  # and a backward pass does not
     assert_moved(1)
     out.backward(retain_graph=True)
     assert_moved(0)
@@ -220,7 +220,7 @@ def test_statistics_move_in_the_forward_pass_and_only_once(rng):
     assert_moved(0)
 
 
-def test_prediction_follows_the_statistics_that_training_moved(rng):
+def test_prediction_uses_statistics_updated_by_training(rng):
     arrays = norm_arrays(rng, (4, 3, 5, 5))
     layer = Layer(norm(), arrays, flags=STATIC)
     for _ in range(3):
@@ -229,8 +229,8 @@ def test_prediction_follows_the_statistics_that_training_moved(rng):
         assert_step(layer(training=False)[0].asnumpy(), Expected(now, 1, 1e-3, True).y)
 
 
-def test_large_means_do_not_hide_small_deviations(rng):
-    """Sums of squares around 0 would cancel in float32."""
+def test_small_deviations_from_large_means_are_exact(rng):
+    """Sums of squares would cancel in float32."""
     arrays = norm_arrays(rng, (16, 4, 9, 9))
     arrays["x"] = (1000 + 0.5 * rng.integers(-2, 3, arrays["x"].shape)).astype(np.float16)
     out, = Layer(norm(eps=1e-5), arrays)()
@@ -241,7 +241,7 @@ def test_large_means_do_not_hide_small_deviations(rng):
 
 
 @pytest.mark.parametrize("shape", [(6, 8), (2, 3, 17), (1, 1), (5, 1000), (300, 130)])
-def test_a_layer_norm_is_numpys(shape, rng):
+def test_layer_norm_matches_numpy(shape, rng):
     x = halves(rng, *shape, scale=2) + np.float16(3)
     cast = sym.amp_cast(sym.var("x"), dtype="float32")
     symbol = sym.LayerNorm(cast, sym.var("gamma"), sym.var("beta"))
@@ -266,8 +266,8 @@ def test_a_layer_norm_is_numpys(shape, rng):
                                atol=1e-4)
 
 
-def test_a_layer_norm_of_a_float32_sum_of_casts_is_not_mxnets_slow_code(rng):
-    """A residual sum of mixed precision: MXNet's float32 code has other bits, and is slow."""
+def test_layer_norm_of_float32_residual_sum_uses_fast_kernel(rng):
+    """A residual sum of mixed precision: MXNet's float32 kernel gives other bits, and is slow."""
     cast = sym.amp_cast(sym.var("x"), dtype="float32") + sym.var("r")
     arrays = {"x": halves(rng, 64, 200, scale=2), "r": rng.standard_normal((64, 200)).astype("f"),
               "gamma": np.ones(200, "f"), "beta": np.zeros(200, "f")}
@@ -281,14 +281,14 @@ def test_a_layer_norm_of_a_float32_sum_of_casts_is_not_mxnets_slow_code(rng):
     assert not np.array_equal(y, theirs)
 
 
-def test_a_layer_norm_along_another_axis_is_mxnets(rng):
+def test_layer_norm_along_another_axis_matches_mxnet(rng):
     symbol = sym.LayerNorm(*map(sym.var, "xyz"), axis=1)
     arrays = {"x": halves(rng, 4, 5, 6), "y": halves(rng, 5), "z": halves(rng, 5)}
     head = halves(rng, 4, 5, 6)
     (y,), gradients = run(symbol, arrays, [head])
     (wide,), expected = stock(symbol, arrays, [head])
     assert_half(y, wide)
-    for name, gradient in gradients.items():  # reads the mean and the deviation, rounded
+    for name, gradient in gradients.items():  # reads the rounded mean and deviation
         np.testing.assert_allclose(gradient, expected[name], rtol=5e-3, atol=5e-3)
 
 
@@ -349,7 +349,7 @@ DENSE = {
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("name", [*CONVOLUTIONS, *DECONVOLUTIONS, *DENSE])
-def test_a_layer_of_own_code_is_the_generic_one(name, bias, rng):
+def test_dedicated_kernel_matches_generic_operator(name, bias, rng):
     operator = sym.Convolution if name in CONVOLUTIONS else \
         sym.Deconvolution if name in DECONVOLUTIONS else sym.FullyConnected
     settings, shape, weight = {**CONVOLUTIONS, **DECONVOLUTIONS, **DENSE}[name]
@@ -381,7 +381,7 @@ def test_a_layer_of_own_code_is_the_generic_one(name, bias, rng):
 
 
 @pytest.mark.parametrize("shape", [(513, 64), (7, 73, 64)])
-def test_a_dense_layer_that_predicts_in_two_pieces_is_the_generic_one(shape, rng):
+def test_dense_prediction_in_two_pieces_matches_generic_operator(shape, rng):
     symbol = sym.FullyConnected(*map(sym.var, "xyz"), num_hidden=256, flatten=False)
     arrays = {"x": halves(rng, *shape), "y": halves(rng, 256, 64, scale=0.2), "z": halves(rng, 256)}
     (own,), _ = run(symbol, arrays, training=False)
@@ -394,7 +394,7 @@ def test_a_dense_layer_that_predicts_in_two_pieces_is_the_generic_one(shape, rng
 
 
 def assert_alike(ours, theirs):
-    """Float32 sums in another order: a step, or next to nothing beside the largest."""
+    """Float32 sums in another order: one unit, or negligible relative to the largest."""
     assert ours.dtype == theirs.dtype == np.float16
     ours, theirs = ours.astype(np.float64), theirs.astype(np.float64)
     np.testing.assert_allclose(ours, theirs, rtol=1e-3, atol=2e-5 * np.abs(theirs).max())

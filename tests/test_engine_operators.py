@@ -1,5 +1,5 @@
-"""Each of MXNet's operators gives float32's results on the same float16 or bfloat16 values, rounded
-once, and the gradients that float32's backward pass gives of the rounded results."""
+"""Each of MXNet's operators gives float32's results for float16 or bfloat16 values, rounded once,
+and float32's gradients for the rounded results."""
 import re
 from ctypes import POINTER, byref, c_char_p, c_uint, c_void_p
 
@@ -20,7 +20,7 @@ NORM = [(2, 3, 4, 4), *(np.array(v, F32) for v in ([1, 2, 3], [0, 1, 2], [0, 1, 
 KERNEL = {"kernel": (3, 3), "num_filter": 4}
 ROI = {"pooled_size": (2, 2), "spatial_scale": 1}
 
-# operator: attributes, inputs (a shape stands for random halves) where no simple ones do
+# operator: attributes, inputs (a shape means random halves) unless simple ones work
 CASES = {
     "Activation": ({"act_type": "softrelu"},), "Cast": ({"dtype": "float16"},),
     "Concat": ({"num_args": 2, "dim": 0},), "amp_cast": ({"dtype": "float32"},),
@@ -116,7 +116,7 @@ CASES = {
     "_image_resize": ({"size": (2, 2)}, [(4, 4, 3)]), "_image_to_tensor": ({}, [(4, 4, 3)]),
 }
 
-# What is not called here, by a pattern of names, and why.
+# Operators that are not called here, by a pattern of names, with the reason.
 NOT_HERE = {
     "a gradient: called through its operator": ".*backward.*",
     "draws random numbers: below": "(_random|_sample|_image_random)_.*|_shuffle|_npi_powerd|"
@@ -138,13 +138,12 @@ NOT_HERE = {
 }
 OPERATORS = sorted(library.dispatched())
 HERE = [name for name in OPERATORS if not any(re.fullmatch(p, name) for p in NOT_HERE.values())]
-# Their backward passes read results that users do not see, rounded: how far gradients may be from
-# float32's, beside the largest.
+# Their backward passes read rounded hidden results: tolerance relative to the largest gradient.
 HIDDEN = {"CTCLoss": 2e-3, "GridGenerator": 1e-3, "GroupNorm": 1e-2, "L2Normalization": 1e-3,
           "LayerNorm": 5e-3, "SpatialTransformer": 1e-2, "_npi_average": 5e-3, "_npi_norm": 1e-3}
 
 
-# ---- how they are called ---------------------------------------------------------------
+# ---- calls of operators ---------------------------------------------------------------
 
 
 def handle(name):
@@ -154,7 +153,7 @@ def handle(name):
 
 
 def counter(name):
-    """The attribute that says how many inputs an operator has, if it takes any number."""
+    """The attribute with the number of inputs of a variadic operator."""
     texts, lists, count = [c_char_p() for _ in range(4)], [POINTER(c_char_p)() for _ in "123"], \
         c_uint()
     mx.base.check_call(mx.base._LIB.MXSymbolGetAtomicSymbolInfo(
@@ -193,7 +192,7 @@ def candidates(name, rng):
 
 
 class Call:
-    """An operator called outside of graphs; `low`: what float16 arrays and attributes become."""
+    """An operator called outside of graphs; `low` is the type that replaces float16."""
 
     def __init__(self, name, attributes, inputs, low):
         self.low = low
@@ -223,13 +222,13 @@ class Call:
 
 
 def in_numpy(array):
-    """The numbers of an array; of bfloat16 the bits."""
+    """The values of an array, or the bits of bfloat16."""
     numbers = array.asnumpy()
     return bfloat16_bits(numbers) if is_bfloat16(array.dtype) else numbers
 
 
 def values(made):
-    """The numbers that `in_numpy` has given."""
+    """The values of a result of `in_numpy`."""
     if made.dtype != np.uint16:
         return made
     return np.asarray(made.astype(np.uint32) << np.uint32(16), np.uint32).view(F32)
@@ -254,17 +253,17 @@ def assert_close(ours, theirs, tolerance):
 @pytest.mark.parametrize("low", ["float16", "bfloat16"])
 @pytest.mark.parametrize("name", HERE)
 @pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")
-def test_an_operator_gives_float32s_result_rounded_once(name, low, rng):
+def test_operator_matches_float32_rounded_once(name, low, rng):
     called = False
     with mx.util.np_shape(name.startswith("_np")):
         for attributes, inputs in candidates(name, rng):
-            if low == "bfloat16":  # its numbers of this size are float16's, too
+            if low == "bfloat16":  # its values of this size are exact in float16
                 inputs = [as_bfloat16(x).astype(F16) if x.dtype == F16 else x for x in inputs]
             wide = Call(name, attributes, inputs, "float32")
             try:
                 expected = wide.forward()
             except mx.MXNetError:
-                continue  # not of these shapes
+                continue  # these shapes are not supported
             called = True
             results = Call(name, attributes, inputs, low).forward()
             assert max(map(steps, results, expected), default=0) == 0
@@ -273,7 +272,7 @@ def test_an_operator_gives_float32s_result_rounded_once(name, low, rng):
                 expected = wide.gradients(heads, None if name in HIDDEN else results)
                 nd.waitall()
             except mx.MXNetError:
-                continue  # no gradient, or MXNet's own code fails
+                continue  # no gradient, or MXNet's kernel fails
             found = Call(name, attributes, inputs, low).gradients(heads)
             for ours, theirs in zip(found, expected):
                 if ours is not None and name in HIDDEN:
@@ -295,8 +294,8 @@ ELEMENTWISE = ("hard_sigmoid relu sigmoid tanh softsign abs sign sin cos exp erf
 
 
 @pytest.mark.parametrize("policy", ["float16", "mixed_bfloat16", "float32 nodes"])
-def test_a_gradient_that_two_operators_read_is_not_written_over(policy):
-    """In (f(x) + x) * 2 both f and the sum of gradients read the sum's."""
+def test_gradient_read_by_two_operators_is_not_overwritten(policy):
+    """In (f(x) + x) * 2, both f and the sum of gradients read the gradient of the sum."""
     def forward(F, x):
         rows = F.split(x, num_outputs=len(ELEMENTWISE), axis=0)
         return F.concat(*((getattr(F, name)(row) + row) * 2

@@ -1,5 +1,5 @@
-"""Operators with code of their own give what the generic operator gives, which runs MXNet's float32
-code: to the bit where values only move, else within a step of float16."""
+"""Dedicated kernels match the generic operator, which runs MXNet's float32 kernels: bitwise if
+values are only moved, else within a unit of float16."""
 import mxnet as mx
 import numpy as np
 import pytest
@@ -44,7 +44,7 @@ def heads_for(symbol, arrays, rng):
     return [halves(rng, *o.shape).astype(o.dtype) for o in outputs]
 
 
-# ---- each row of code of its own ----------------------------------------------------------
+# ---- each dedicated kernel ---------------------------------------------------------------
 
 
 def unary(function):
@@ -57,7 +57,7 @@ def binary(function):
 
 
 def with_extremes(rng, shape):
-    """Random halves, and some that are special. NaN is apart: see below."""
+    """Random halves and special values except NaN, which a test below covers."""
     x = halves(rng, *shape, scale=3)
     special = np.float16([0, -0.0, np.inf, -np.inf, 6e-8, -6e-8, 65504, -65504, 1, -1])
     x.ravel()[:special.size] = special[:x.size]
@@ -76,8 +76,8 @@ def leaky(**settings):
     return unary(lambda x: sym.LeakyReLU(x, **settings))
 
 
-# operator: (the symbol of x, arrays for a shape), steps of the result, steps of the gradient.
-# The gradient of a function that reads its result may be another step away: the results differ.
+# operator: (symbol of x, arrays for a shape), units in the result, units in the gradient. The
+# gradient of a function that reads its result may be another unit off, as the results differ.
 ANY_SHAPE = {
     "relu": (*unary(sym.relu), 0, 0),
     "sigmoid": (*unary(sym.sigmoid), 1, 2),
@@ -116,14 +116,14 @@ SHAPES = [(0,), (1,), (17,), (3, 5, 7), (2, 5, 3, 11), (33000,)]
 
 
 @pytest.mark.parametrize("name", ANY_SHAPE)
-def test_own_code_gives_what_the_generic_operator_gives(name, rng):
+def test_dedicated_kernel_matches_generic_operator(name, rng):
     function, make, steps, gradient_steps = ANY_SHAPE[name]
     with mx.util.np_shape(True):  # without it, MXNet reads 0 as "unknown"
         for shape in SHAPES:
             symbol = function(X)
             arrays = make(rng, shape)
             if shape == (0,) and ("softmax" in name or "amp_cast" in name):
-                continue  # MXNet's own code fails
+                continue  # MXNet's kernel fails
             heads = heads_for(symbol, arrays, rng)
             for request in ("write", "add"):
                 own = outcome(symbol, arrays, heads, request)
@@ -141,7 +141,7 @@ def compare(own, generic, steps, gradient_steps):
 
 
 def assert_close(ours, theirs, steps):
-    """Near 0, where a gradient is a difference, steps are those of numbers of size 1/16."""
+    """Near 0, where a gradient is a difference, units are those of numbers of size 1/16."""
     assert ours.dtype == theirs.dtype
     if ours.dtype != np.float16:
         np.testing.assert_allclose(ours, theirs, rtol=2e-6, atol=1e-6)
@@ -157,8 +157,8 @@ def apart_near_zero(ours, theirs):
 
 
 @pytest.mark.parametrize("name", [n for n in ANY_SHAPE if n not in ("Cast", "Cast to float64")])
-def test_results_may_lie_where_inputs_lay(name, rng):
-    """With static memory, a result takes the place of an input that nobody reads again."""
+def test_results_can_overwrite_inputs(name, rng):
+    """With static memory, a result overwrites an input that is not read again."""
     function, make, _, _ = ANY_SHAPE[name]
     symbol = -function(-X)
     arrays = make(rng, (5, 77))
@@ -187,7 +187,7 @@ def fixed(*shapes, **others):
     return lambda rng: {**{n: halves(rng, *s) for n, s in zip("xyz", shapes)}, **others}
 
 
-# operator: symbol, arrays; these only move values, or add what lands on one place
+# operator: symbol, arrays; these only move values, or add those with one destination
 MOVES = {
     "slice": (sym.slice(X, begin=(1, None, 0), end=(3, 2, None)), fixed((7, 6, 5))),
     "slice by steps": (sym.slice(X, begin=(5, 0), end=(1, None), step=(-2, 2)), fixed((7, 6, 5))),
@@ -219,14 +219,14 @@ GATHERS = {
 
 
 @pytest.mark.parametrize("name", MOVES)
-def test_operators_that_move_values_move_every_bit(name, rng):
+def test_operators_that_move_values_are_bitwise_exact(name, rng):
     symbol, make = MOVES[name]
     moved(symbol, make(rng), rng)
 
 
 @pytest.mark.parametrize("dtype", ["int32", "float32", "int64"])
 @pytest.mark.parametrize("name", GATHERS)
-def test_operators_that_gather_take_any_index(name, dtype, rng):
+def test_gather_operators_accept_any_index(name, dtype, rng):
     arrays = {"x": indices(rng, 4, 3, dtype=dtype), "y": halves(rng, 7, 7)[:, :5]}
     forward, _, _ = outcome(GATHERS[name], arrays)
     with generic_code():
@@ -248,8 +248,8 @@ def embedding_gradient(words, weight, head, request):
 
 @pytest.mark.parametrize("dtype", ["int32", "float32", "int64", "float64"])
 @pytest.mark.parametrize("request_", ["write", "add"])
-def test_the_gradient_of_an_embedding_is_the_generic_operators(dtype, request_, rng):
-    words = rng.integers(-2, 9, (50, 3)).astype(dtype)  # beyond both ends, too
+def test_embedding_gradient_matches_generic_operator(dtype, request_, rng):
+    words = rng.integers(-2, 9, (50, 3)).astype(dtype)  # including indices out of range
     weight, head = halves(rng, 7, 5), halves(rng, 50, 3, 5)
     found = embedding_gradient(words, weight, head, request_)
     with generic_code():
@@ -265,8 +265,8 @@ def moved(symbol, arrays, rng):
                 assert_equal(own, outcome(symbol, arrays, heads, request, flags))
 
 
-def test_gradients_of_results_that_are_read_back(rng):
-    """MXNet's generic sigmoid and tanh as an Activation compute their result again."""
+def test_sigmoid_and_tanh_gradients_read_results(rng):
+    """MXNet's Activation computes sigmoid and tanh again in the backward pass."""
     arrays = {"x": halves(rng, 300, scale=3)}
     head = halves(rng, 300)
     slopes = {"sigmoid": lambda y: y * (1 - y), "tanh": lambda y: 1 - y * y}
@@ -277,7 +277,7 @@ def test_gradients_of_results_that_are_read_back(rng):
         assert_half(gradients["x"], head.astype(float) * slope(y.astype(float)), 1)
 
 
-def test_gelu_is_nearer_to_the_truth_than_one_step(rng):
+def test_gelu_is_within_one_unit_of_exact_value(rng):
     from math import erf, exp, pi, sqrt
     arrays = {"x": halves(rng, 3000, scale=3)}
     head = np.ones(3000, np.float16)
@@ -296,7 +296,7 @@ def below_tail(v):
 
 
 @pytest.mark.parametrize("axis", [0, 1, 2, -1, -3])
-def test_a_softmax_along_any_axis_is_float32s(axis, rng):
+def test_softmax_along_any_axis_matches_float32(axis, rng):
     arrays, heads = {"x": halves(rng, 3, 4, 5, scale=2)}, [halves(rng, 3, 4, 5)]
     symbol = sym.softmax(X, axis=axis, temperature=1.5)
     (y,), gradients, _ = outcome(symbol, arrays, heads)
@@ -307,7 +307,7 @@ def test_a_softmax_along_any_axis_is_float32s(axis, rng):
     np.testing.assert_allclose(gradients["x"], slope, rtol=1e-3, atol=1e-6)
 
 
-def test_a_softmax_of_given_lengths_leaves_out_what_lies_behind(rng):
+def test_softmax_with_lengths_ignores_padding(rng):
     arrays = {"x": halves(rng, 3, 5), "y": np.int32([2, 5, 1])}
     out, = outcome(sym.softmax(X, Y, use_length=True), arrays)[0]
     for row, x, length in zip(out, arrays["x"], arrays["y"]):
@@ -316,7 +316,7 @@ def test_a_softmax_of_given_lengths_leaves_out_what_lies_behind(rng):
         assert not row[length:].any()
 
 
-PIECES, BLOCKS = (5, 20, 128, 128), (3, 32, 9, 7)  # two images are a piece: the last has one
+PIECES, BLOCKS = (5, 20, 128, 128), (3, 32, 9, 7)  # a piece has two images, the last one has one
 MAXIMUM = {"pool_type": "max"}
 
 
@@ -333,13 +333,13 @@ MAXIMUM = {"pool_type": "max"}
     ((3, 16, 7, 5), {"kernel": (1, 1), "stride": (2, 1), "pooling_convention": "full",
                      "pool_type": "avg"}),
     ((2, 16, 7, 6), {"kernel": (2, 2), "stride": (2, 2), "pooling_convention": "full",
-                     "pool_type": "avg"}),  # oneDNN does not run it
+                     "pool_type": "avg"}),  # oneDNN does not support it
     ((3, 32, 5, 9, 8), {"kernel": (1, 2, 2), "stride": (1, 2, 2), **MAXIMUM}),
     ((2, 17, 4, 6, 6), {"kernel": (2, 3, 3), "stride": (2, 2, 2), **MAXIMUM}),
 ], ids=str)
-def test_a_pooling_gives_the_same_bits_by_its_own_code(shape, settings, rng):
+def test_dedicated_pooling_is_bitwise_identical(shape, settings, rng):
     symbol = sym.Pooling(X, **settings)
-    arrays = {"x": np.maximum(halves(rng, *shape), np.float16(0))}  # often 0: the first gets all
+    arrays = {"x": np.maximum(halves(rng, *shape), np.float16(0))}  # with ties at 0
     heads = heads_for(symbol, arrays, rng)
     for request, training in (("write", True), ("add", True), ("write", False)):
         with_heads = heads if training or settings["pool_type"] == "avg" else None
@@ -349,13 +349,13 @@ def test_a_pooling_gives_the_same_bits_by_its_own_code(shape, settings, rng):
         assert np.array_equal(found[0][0], expected[0][0])
         if not with_heads:
             continue
-        # with AVX2 oneDNN adds in another order where an array is plain
+        # with AVX2, oneDNN adds in another order for a plain layout
         another = library.load() != "avx512" and settings["pool_type"] == "avg"
         np.testing.assert_allclose(found[1]["x"].astype(float), expected[1]["x"],
                                    rtol=0.001 * another, atol=0.001 * another)
 
 
-def test_nan_stays_nan():
+def test_nan_is_propagated():
     nan = {"x": np.float16([np.nan, 1])}
     for symbol in (sym.relu(X), sym.Activation(X, act_type="relu"), sym.sigmoid(X), sym.tanh(X),
                    sym.clip(X, -1, 1), sym.LeakyReLU(X), sym.LeakyReLU(X, act_type="gelu"), X * 2,

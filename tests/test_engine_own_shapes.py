@@ -1,5 +1,4 @@
-"""Operators with code of their own for arrays of several shapes, or for some values at a time, give
-what the generic operator gives."""
+"""Dedicated kernels for broadcasting, or for blocks of values, match the generic operator."""
 import re
 
 import gluon_amp as amp
@@ -32,7 +31,7 @@ ARITHMETIC = {
     "_npi_multiply": lambda x, y: x.as_np_ndarray() * y.as_np_ndarray(),
     "_npi_true_divide": lambda x, y: x.as_np_ndarray() / y.as_np_ndarray(),
 }
-# a channel's numbers, a row's, a mask's; both larger somewhere; few and short rows; one for all
+# a value per channel, per row, a mask; both broadcast; few and short rows; a scalar
 PAIRS = [((2, 17, 5, 7), (2, 17, 1, 1)), ((2, 17, 5, 7), (1, 17, 1, 1)),
          ((6, 8, 9, 9), (1, 1, 9, 9)), ((3, 1, 20), (1, 4, 20)), ((1, 9), (9, 1)),
          ((70, 3), (70, 1)), ((3, 5, 7), (1, 1, 1)), ((4, 1), (4, 1)), ((3, 5, 7), (3, 5, 7)),
@@ -40,7 +39,7 @@ PAIRS = [((2, 17, 5, 7), (2, 17, 1, 1)), ((2, 17, 5, 7), (1, 17, 1, 1)),
 
 
 @pytest.mark.parametrize("name", ARITHMETIC)
-def test_arithmetic_between_shapes_is_the_generic_operators(name, rng):
+def test_broadcast_arithmetic_matches_generic_operator(name, rng):
     symbol = ARITHMETIC[name](X, Y)
     with mx.util.np_shape("npi" in name):
         for shapes in PAIRS:
@@ -55,8 +54,8 @@ def test_arithmetic_between_shapes_is_the_generic_operators(name, rng):
                     compare(own, generic, 0, 1 + (request == "add"))
 
 
-def test_sums_of_very_many_numbers_are_exact(rng):
-    """One half's rounding, though float32's errors of so many terms would add up."""
+def test_broadcast_gradient_of_many_numbers_is_exact(rng):
+    """Rounded once, although float32 errors of so many terms would accumulate."""
     arrays = {"x": halves(rng, 30_000, 8), "y": halves(rng, 1, 8)}
     head = np.full((30_000, 8), 0.01, np.float16)
     _, gradients, _ = outcome(sym.broadcast_add(X, Y), arrays, [head])
@@ -64,7 +63,7 @@ def test_sums_of_very_many_numbers_are_exact(rng):
                           .astype(np.float16))
 
 
-# as many numbers as several pieces have
+# more values than one block has
 MANY = 150_001
 ONE_AT_A_TIME = {
     **{name: getattr(sym, name)(X) for name in (
@@ -78,7 +77,7 @@ ONE_AT_A_TIME = {
 
 
 @pytest.mark.parametrize("name", ONE_AT_A_TIME)
-def test_some_values_at_a_time_give_the_same_bits(name, rng):
+def test_processing_in_blocks_is_bitwise_identical(name, rng):
     symbol = ONE_AT_A_TIME[name]
     y = halves(rng, MANY)
     y[::3] = 1 if name == "elemwise_div" else 0
@@ -115,14 +114,14 @@ MORE_MOVES = {
 
 
 @pytest.mark.parametrize("name", MORE_MOVES)
-def test_more_operators_that_move_values_move_every_bit(name, rng):
+def test_more_operators_that_move_values_are_bitwise_exact(name, rng):
     symbol, make = MORE_MOVES[name]
     moved(symbol, make(rng), rng)
 
 
 @pytest.mark.parametrize("settings", [{}, {"axis": 1}, {"mode": "wrap"}], ids=str)
 @pytest.mark.parametrize("request_", ["write", "add"])
-def test_the_gradient_of_a_take_is_the_generic_operators(settings, request_, rng):
+def test_take_gradient_matches_generic_operator(settings, request_, rng):
     symbol = sym.take(X, sym.BlockGrad(Y), **settings)
     arrays = {"x": halves(rng, 7, 5, 3), "y": rng.integers(-2, 9, (50, 3)).astype("float32")}
     heads = heads_for(symbol, arrays, rng)
@@ -132,7 +131,7 @@ def test_the_gradient_of_a_take_is_the_generic_operators(settings, request_, rng
 
 
 IMAGES, MATRICES = (3, 40, 40, 41), (20, 70, 64)
-# as many numbers as several pieces have
+# more values than one block has
 SOME_AT_A_TIME = {
     "LRN": (sym.LRN(X, nsize=5), [IMAGES]),
     "batch_dot": (sym.batch_dot(X, Y), [MATRICES, (20, 64, 90)]),
@@ -146,8 +145,8 @@ SOME_AT_A_TIME = {
 
 
 @pytest.mark.parametrize("name", SOME_AT_A_TIME)
-def test_some_of_a_batch_at_a_time_gives_what_all_of_it_gives(name, rng):
-    """MXNet's threads add the gradients of a resized image in any order."""
+def test_processing_part_of_batch_matches_whole_batch(name, rng):
+    """MXNet's threads add the gradients of a resized image in arbitrary order."""
     symbol, shapes = SOME_AT_A_TIME[name]
     arrays = {n: halves(rng, *shape, scale=0.5) for n, shape in zip("xy", shapes)}
     heads = heads_for(symbol, arrays, rng)
@@ -166,8 +165,8 @@ MAXIMA = [{"kernel": (3, 3), "stride": (2, 2), "pad": (1, 1)}, {"kernel": (2, 2)
 
 @pytest.mark.parametrize("shape", [(2, 3, 7, 9), (2, 16, 33, 34), (1, 17, 20, 65)], ids=str)
 @pytest.mark.parametrize("settings", MAXIMA, ids=str)
-def test_predicted_maxima_have_the_generic_operators_bits(settings, shape, rng):
-    """Many are equal, of 0 and -0 the first counts, and NaN does not."""
+def test_max_pooling_prediction_is_bitwise_identical(settings, shape, rng):
+    """With many equal values; of 0 and -0 the first one is the maximum, and NaN is ignored."""
     x = rng.choice(np.float16([-0.0, 0, 1, -1, np.inf, -np.inf, np.nan, 65504]), shape)
     x[:, ::2] = halves(rng, *x[:, ::2].shape)
     symbol = sym.Pooling(X, pool_type="max", **settings)
@@ -177,7 +176,7 @@ def test_predicted_maxima_have_the_generic_operators_bits(settings, shape, rng):
     assert np.array_equal(own.view(np.int16), generic.view(np.int16))
 
 
-def test_every_row_of_own_code_is_tested():
+def test_every_dedicated_kernel_is_tested():
     rows = library.own_code()
     assert len(rows) > 50
     here = {name.split()[0] for name in (*ANY_SHAPE, *MOVES, *GATHERS, *ARITHMETIC, *MORE_MOVES,
@@ -197,8 +196,8 @@ def test_every_row_of_own_code_is_tested():
     assert rows - forward <= gradients | {"_backward_add", "_backward_cast", "_backward_reshape"}
 
 
-def test_a_deconvolution_to_one_channel_has_gradients():
-    """With AVX2 alone MXNet's float32 has none, so the oracle has a second channel of weights 0."""
+def test_deconvolution_to_one_channel_has_gradients():
+    """With AVX2 alone, MXNet's float32 has none: the reference has a second channel of zeros."""
     rng = np.random.default_rng(1)
     data, head = rng.standard_normal((4, 16, 5, 5)), rng.standard_normal((4, 1, 10, 10))
     weight = rng.standard_normal((16, 1, 4, 4))

@@ -1,4 +1,4 @@
-"""What the engine does on machines, and with MXNets, that differ from the developers'."""
+"""The engine with other settings, processors and builds of MXNet."""
 import ctypes
 import os
 import shutil
@@ -134,7 +134,7 @@ print((x * 7e4).asnumpy())
 
 
 def python(code, folder=PACKAGE.parent, **variables):
-    """What the code prints, in a process of its own."""
+    """The output of the code, run in a new process."""
     hidden = ("GLUON_AMP_ISA", "MXNET_ENGINE_TYPE", "DNNL_MAX_CPU_ISA", "PYTHONWARNINGS")
     env = {name: value for name, value in os.environ.items() if name not in hidden}
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], cwd=folder, text=True,
@@ -147,9 +147,9 @@ def python(code, folder=PACKAGE.parent, **variables):
 # ---- settings of MXNet and oneDNN --------------------------------------------------------
 
 
-def test_four_workers_predict_the_same_a_thousand_times_and_train_beside_forked_processes():
-    """MXNet rearranges weights on its workers, while the memory they were in serves others. The
-    processes that read data are forked from one in which the engine runs."""
+def test_repeated_predictions_with_four_workers_and_forked_loaders():
+    """MXNet reorders weights on its workers, while their old memory is reused. The processes that
+    read data are forked from one in which the engine runs."""
     said = python(PREDICT + TRAIN.replace("WORKERS", "2"), MXNET_CPU_WORKER_NTHREADS="4")
     assert "the same" in said
 
@@ -163,33 +163,33 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_a_network_learns_with(name):
+def test_network_learns_with(name):
     features = [library.__cpu_features__.get(f) for f in library.VARIANTS["avx2"]]
     if "AVX2" in name and not all(features):
         pytest.skip("this processor has no AVX2")
     python(START + TRAIN.replace("WORKERS", "0"), **SETTINGS[name])
 
 
-def test_a_constant_overflows_to_infinity_after_an_overflow_in_libm():
-    """MXNet's parser refuses "inf" while errno, which it does not clear, is ERANGE."""
+def test_constant_overflows_to_infinity_after_erange():
+    """MXNet's parser does not clear errno, and refuses "inf" if it is ERANGE."""
     assert python(ERRNO, MXNET_ENGINE_TYPE="NaiveEngine") == "[inf inf]\n"
 
 
-def test_an_operator_begins_no_threads_of_its_own():
-    """OpenMP has some that wait; new ones wait milliseconds for a core, and end with the call."""
+def test_operator_starts_no_threads():
+    """OpenMP has waiting threads; new ones would wait milliseconds for a core in every call."""
     assert python(ADD, OMP_NUM_THREADS="2") == "none\n"
 
 
-def test_a_step_takes_the_memory_of_the_step_before():
-    """The system clears new pages one by one, which costs more than what is done in them."""
+def test_step_reuses_memory_of_previous_step():
+    """The kernel clears new pages one by one, which costs more than the computation."""
     assert float(python(PAGES, OMP_NUM_THREADS="2")) < 100
 
 
-# ---- what the library shows of itself ----------------------------------------------------
+# ---- exported symbols --------------------------------------------------------------------
 
 
-def test_the_library_shows_one_name():
-    """Others of the process might be taken for MXNet's, or MXNet's for ours."""
+def test_library_exports_one_symbol():
+    """Other symbols could collide with MXNet's."""
     if not shutil.which("nm"):
         pytest.skip("nm is not installed (binutils)")
     shown = subprocess.run(["nm", "-D", "--defined-only", str(library.PATH)], text=True,
@@ -203,7 +203,7 @@ def test_the_library_shows_one_name():
 @pytest.mark.parametrize(("version", "compiler"), [
     ("1.9.1", b"GCC: (GNU) 9.4.0\0"), ("1.9.0", b"GCC: (GNU) 4.8.5 20150623\0"),
     ("2.0.0", b"clang version 14\0"), ("1.9.1", b"")])
-def test_another_mxnet_is_refused_in_one_sentence(version, compiler):
+def test_other_mxnet_is_refused_in_one_sentence(version, compiler):
     with pytest.raises(library.KernelError) as error:
         library.check_mxnet(version, compiler)
     assert str(error.value).startswith("float16 on a CPU needs the wheel mxnet 1.9.1")
@@ -212,7 +212,7 @@ def test_another_mxnet_is_refused_in_one_sentence(version, compiler):
     assert "\0" not in str(error.value)
 
 
-def test_this_mxnet_is_taken():
+def test_installed_mxnet_is_accepted():
     names = library.compilers(Path(mx.base._LIB._name))
     assert library.COMPILER in names
     library.check_mxnet(mx.__version__, names)
@@ -220,15 +220,15 @@ def test_this_mxnet_is_taken():
 
 @pytest.mark.parametrize("content", [b"", b"\x7fELF", b"MZ" + b"\0" * 100,
                                      b"\x7fELF\x01" + b"\0" * 100, b"GCC: (GNU) 4.8.5"])
-def test_what_is_no_library_is_refused(content, tmp_path):
+def test_file_that_is_no_library_is_refused(content, tmp_path):
     path = tmp_path / "libmxnet.so"
     path.write_bytes(content)
     with pytest.raises(library.KernelError, match="is not a 64-bit ELF library"):
         library.compilers(path)
 
 
-def test_a_library_without_a_compilers_name_has_none(tmp_path):
-    """Two sections: none, and the names of sections, which has no .comment."""
+def test_library_without_comment_section_has_no_compiler(tmp_path):
+    """Two sections: the null section, and section names without .comment."""
     sections = bytearray(128)
     struct.pack_into("<QQ", sections, 64 + 24, 192, 8)
     path = tmp_path / "libmxnet.so"
@@ -237,7 +237,7 @@ def test_a_library_without_a_compilers_name_has_none(tmp_path):
 
 
 def elf(size=64, sections=0, each=64, names=0, more=b"", machine=62):
-    """A 64-bit ELF library's header, which says where its sections are, and what follows it."""
+    """The header of a 64-bit ELF library with the offset of its sections, and data behind it."""
     header = bytearray(64)
     header[:5] = b"\x7fELF\x02"
     struct.pack_into("<H", header, 18, machine)
@@ -246,7 +246,7 @@ def elf(size=64, sections=0, each=64, names=0, more=b"", machine=62):
     return bytes(header) + more
 
 
-def test_the_wheel_for_aarch64_is_refused_in_one_sentence(tmp_path):
+def test_aarch64_wheel_is_refused_in_one_sentence(tmp_path):
     path = tmp_path / "libmxnet.so"
     path.write_bytes(elf(machine=183))
     with pytest.raises(library.KernelError, match=r"needs MXNet's wheel for x86-64. Received: .*"
@@ -260,8 +260,8 @@ def test_the_wheel_for_aarch64_is_refused_in_one_sentence(tmp_path):
     elf(sections=1, more=b"\xff" * 64)],
     ids=["forty bytes", "no sections", "sections behind the end", "sections nowhere",
          "a section nowhere", "small sections", "names in no section", "a section of ones"])
-def test_a_library_that_does_not_tell_its_compiler_has_none(content, tmp_path):
-    """A stripped one, or a part of one: the import goes on; float16 is refused by a sentence."""
+def test_library_with_damaged_sections_has_no_compiler(content, tmp_path):
+    """A stripped or truncated library: the import succeeds, and float16 is refused."""
     path = tmp_path / "libmxnet.so"
     path.write_bytes(content)
     assert library.compilers(path) == b""
@@ -269,22 +269,22 @@ def test_a_library_that_does_not_tell_its_compiler_has_none(content, tmp_path):
         library.check_mxnet("1.9.1", library.compilers(path))
 
 
-def test_a_library_of_another_version_is_refused(monkeypatch):
-    """In a checkout whose Python files are newer than what was compiled."""
+def test_library_of_another_version_is_refused(monkeypatch):
+    """In a checkout whose Python files are newer than the compiled library."""
     grown = type("_Table", (library._Table,), {"_fields_": [("more", ctypes.c_void_p)]})
     monkeypatch.setattr(library, "_Table", grown)
     with pytest.raises(library.KernelError, match=r"are of another version.* or build them in a"):
         library.table.__wrapped__()
 
 
-def test_a_library_that_is_not_ours_is_refused(monkeypatch):
+def test_unrelated_library_is_refused(monkeypatch):
     monkeypatch.setattr(library, "PATH", Path(mx.base._LIB._name))
     with pytest.raises(library.KernelError, match=r"kernels are not in .*libmxnet"):
         library.table.__wrapped__()
 
 
 class Memory:
-    """Bytes, among them addresses of other bytes."""
+    """A buffer that can hold addresses of other buffers."""
 
     def __init__(self, size=4096):
         self.bytes = ctypes.create_string_buffer(size)
@@ -297,17 +297,17 @@ class Memory:
 
 
 def fits(name, memory, *arguments):
-    """One of the library's checks, of bytes and of an address or a number."""
+    """Calls one of the library's checks of memory, with addresses or numbers."""
     address = ctypes.cast(getattr(library.table(), name), ctypes.c_void_p).value
     check = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, *[ctypes.c_int64] * len(arguments))
     return bool(check(address)(memory.address, *arguments))
 
 
-NODE = 0x123456  # of an operator's only input
+NODE = 0x123456  # the only input of an operator
 
 
-def test_a_nodes_inputs_are_looked_for_in_one_place():
-    entry = Memory().put(0, NODE)  # of a list of inputs: which node, which of its outputs
+def test_inputs_of_node_are_found_at_one_offset_only():
+    entry = Memory().put(0, NODE)  # of a list of inputs: a node, and the index of its output
     begin = entry.address
 
     def found(at, *words, node=NODE):
@@ -325,7 +325,7 @@ def test_a_nodes_inputs_are_looked_for_in_one_place():
         assert not found(at, *words), words
 
 
-def test_an_attributes_map_has_the_size_of_its_operators():
+def test_attribute_map_must_have_size_of_operators():
     begin, each = 0x10000, 40  # a std::function of 32 bytes, and a number
 
     def found(*words, operators=700):
@@ -339,7 +339,7 @@ def test_an_attributes_map_has_the_size_of_its_operators():
         assert not found(*words), words
 
 
-def test_an_arrays_description_is_looked_for_behind_24_bytes():
+def test_array_description_is_found_at_offset_24():
     def found(at=24, dimensions=(2, 3, 5, 7), axes=4, kind=3):  # 3: floats
         memory = Memory().put(at, axes, kind=ctypes.c_int32).put(at + 8, *dimensions)
         return fits("description_fits", memory.put(at + 8 + 12 * 8, kind, kind=ctypes.c_int32))
@@ -375,7 +375,7 @@ assert np.allclose(net(x).asnumpy(), before, rtol=1e-3, atol=1e-3)
 """
 
 
-def test_with_another_mxnet_only_float16_on_a_cpu_does_not_run():
+def test_other_mxnet_disables_only_float16_on_cpu():
     other = "import mxnet; mxnet.__version__ = '1.9.9'"
     said = python(MXNET_ALONE + other + START + FLOAT32)
     assert said.startswith("float16 on a CPU needs the wheel mxnet 1.9.1")
@@ -384,20 +384,20 @@ def test_with_another_mxnet_only_float16_on_a_cpu_does_not_run():
 
 
 @pytest.mark.parametrize("check", ["choose", "compilers", "check_mxnet", "table"])
-def test_any_check_that_fails_is_told_at_the_first_use(check, monkeypatch):
+def test_failed_check_is_reported_at_first_use(check, monkeypatch):
     def refuse(*_):
         raise library.KernelError("not this one")
 
     monkeypatch.setattr(library, "_variant", None)
     monkeypatch.setattr(library, "_error", None)
     monkeypatch.setattr(library, check, refuse)
-    library.start()  # as the import does: says nothing
+    library.start()  # as in the import: raises nothing
     for _ in range(2):
         with pytest.raises(library.KernelError, match="not this one"):
             library.load()
 
 
-def test_a_layout_that_does_not_fit_is_told_in_one_sentence(monkeypatch):
+def test_unfit_memory_layout_is_refused_in_one_sentence(monkeypatch):
     class Probed:
         def probe(self, *_):
             return b"operators have no code for CPUs"

@@ -1,5 +1,5 @@
-"""Operators that keep something from their forward pass to their backward pass: recurrent layers,
-dropout, MXNet's older operators. Their results are float32's, rounded; so are their gradients."""
+"""Operators with a state between forward and backward pass: recurrent layers, dropout, MXNet's
+legacy operators. Their results and gradients are float32's, rounded."""
 from itertools import product
 from pathlib import Path
 
@@ -17,7 +17,7 @@ STATIC = (("static_alloc", True), ("static_shape", True))
 
 
 class Op:
-    """A graph of operators, in float16 on a CPU or in float32 by MXNet itself."""
+    """A graph of operators, in float16 on a CPU or in MXNet's float32."""
 
     def __init__(self, symbol, arrays, wide=False, request="write", flags=()):
         names = symbol.list_inputs()
@@ -107,7 +107,7 @@ def rnn(rng, mode, layers=1, both_ways=False, projection=None, inputs=4, width=6
 @pytest.mark.parametrize("states", [False, True])
 @pytest.mark.parametrize(("layers", "both_ways"), [(1, False), (1, True), (2, False), (2, True)])
 @pytest.mark.parametrize("mode", GATES)
-def test_a_recurrent_layer_is_float32s(mode, layers, both_ways, states, flags, rng):
+def test_recurrent_layer_matches_float32(mode, layers, both_ways, states, flags, rng):
     symbol, arrays = rnn(rng, mode, layers, both_ways, state_outputs=states)
     wide = Op(symbol, arrays, wide=True)
     ours = Op(symbol, arrays, flags=flags)
@@ -116,7 +116,7 @@ def test_a_recurrent_layer_is_float32s(mode, layers, both_ways, states, flags, r
     assert len(ours.numbers()) == (1 if not states else 3 if mode == "lstm" else 2)
     heads = [halves(rng, *o.shape) for o in wide.forward()]
     expected = wide.gradients(heads)
-    assert_gradients(ours.gradients(heads), expected, 2e-3)  # reads its results, rounded
+    assert_gradients(ours.gradients(heads), expected, 2e-3)  # reads its rounded results
     assert_gradients(Op(symbol, arrays, request="add", flags=flags).gradients(heads), expected,
                      2e-3, base=1)
 
@@ -124,8 +124,8 @@ def test_a_recurrent_layer_is_float32s(mode, layers, both_ways, states, flags, r
 @pytest.mark.parametrize("flags", [(), STATIC])
 @pytest.mark.parametrize("states", [False, True])
 @pytest.mark.parametrize("mode", GATES)
-def test_a_prediction_of_a_recurrent_layer_has_gradients(mode, states, flags, rng):
-    """A recorded prediction, also after one that was not, and twice over one graph."""
+def test_recorded_prediction_of_recurrent_layer_has_gradients(mode, states, flags, rng):
+    """A recorded prediction, also after an unrecorded one, and two backward passes."""
     symbol, arrays = rnn(rng, mode, 2, state_outputs=states)
     wide, ours = Op(symbol, arrays, wide=True), Op(symbol, arrays, flags=flags)
     heads = [halves(rng, *o.shape) for o in wide.forward()]
@@ -140,9 +140,9 @@ def test_a_prediction_of_a_recurrent_layer_has_gradients(mode, states, flags, rn
 
 
 @pytest.mark.parametrize("mode", GATES)
-def test_a_prediction_of_sequences_of_given_lengths_has_gradients(mode, rng):
+def test_recorded_prediction_with_sequence_lengths_has_gradients(mode, rng):
     symbol, arrays = rnn(rng, mode, use_sequence_length=True, sequence_length=sym.var("n"))
-    arrays["n"] = np.int32([5, 2, 4])  # on CPUs MXNet leaves them out of account
+    arrays["n"] = np.int32([5, 2, 4])  # MXNet ignores them on CPUs
     heads = [halves(rng, 5, 3, 6)]
     assert_gradients(Op(symbol, arrays).gradients(heads, training=False),
                      Op(symbol, arrays, wide=True).gradients(heads), 2e-3)
@@ -161,8 +161,8 @@ for flags in ((), STATIC):
 """
 
 
-def test_a_prediction_of_a_recurrent_layer_needs_no_workspace_of_training():
-    """MXNet does not say to static graphs whether gradients are needed."""
+def test_recurrent_prediction_needs_no_training_workspace():
+    """MXNet does not pass to static graphs whether gradients are needed."""
     said = printed(PREDICTS, Path(__file__).parent, DNNL_VERBOSE="1")
     assert ",rnn," in said
     assert "forward_inference" in said
@@ -170,7 +170,7 @@ def test_a_prediction_of_a_recurrent_layer_needs_no_workspace_of_training():
 
 
 @pytest.mark.parametrize("both_ways", [False, True])
-def test_a_projected_lstm_predicts(both_ways, rng):
+def test_projected_lstm_predicts(both_ways, rng):
     symbol, arrays = rnn(rng, "lstm", 2, both_ways, projection=3, state_outputs=True)
     ours = Op(symbol, arrays).numbers(training=False)
     assert_all_half(ours, Op(symbol, arrays, wide=True).numbers(training=False))
@@ -196,8 +196,8 @@ LAYERS = {
 
 @pytest.mark.parametrize("flags", [(), STATIC])
 @pytest.mark.parametrize("name", LAYERS)
-def test_no_layer_keeps_weights_of_an_earlier_call(name, flags, rng):
-    """MXNet keeps rearranged weights for inference."""
+def test_layers_cache_no_weights_of_earlier_calls(name, flags, rng):
+    """MXNet caches reordered weights for inference."""
     symbol, arrays = LAYERS[name](rng)
     ours = Op(symbol, arrays, flags=flags)
     for training in (True, False, False, True, True, False):
@@ -214,20 +214,20 @@ def test_no_layer_keeps_weights_of_an_earlier_call(name, flags, rng):
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_a_retained_graph_gives_the_same_gradients_again(name, rng):
+def test_retained_graph_gives_same_gradients_again(name, rng):
     symbol, arrays = LAYERS[name](rng)
     ours = Op(symbol, arrays)
     outputs = ours.forward(recorded=True)
     heads = [halves(rng, *o.shape) for o in outputs]
     ours.backward(outputs, heads, retain_graph=True)
     first = ours.collected()
-    Op(symbol, arrays).gradients(heads)  # others use the same scratch memory meanwhile
+    Op(symbol, arrays).gradients(heads)  # other calls use the same scratch memory meanwhile
     ours.backward(outputs, heads)
     for key, gradient in ours.collected().items():
         assert np.array_equal(gradient, first[key]), key
 
 
-def test_two_forward_passes_keep_their_own_states_up_to_their_backward_passes(rng):
+def test_interleaved_forward_passes_keep_their_states(rng):
     symbol, arrays = rnn(rng, "lstm", 2, True)
     heads = [halves(rng, 5, 3, 12)]
     others = {**arrays, "x": halves(rng, 5, 3, 4)}
@@ -249,7 +249,7 @@ def test_two_forward_passes_keep_their_own_states_up_to_their_backward_passes(rn
                                       {"p": 0.3, "axes": (0, 2)}])
 @pytest.mark.parametrize("flags", [(), STATIC])
 @pytest.mark.parametrize("training", [True, False])
-def test_dropout_drops_what_float32_drops_from_the_same_seed(settings, flags, training, rng):
+def test_dropout_mask_matches_float32_with_same_seed(settings, flags, training, rng):
     symbol = sym.Dropout(X, **settings)
     arrays = {"x": rng.uniform(0.5, 3, (5, 300, 4)).astype(np.float16)}
     heads = [halves(rng, 5, 300, 4)]
@@ -265,13 +265,13 @@ def test_dropout_drops_what_float32_drops_from_the_same_seed(settings, flags, tr
         assert_half(ours.collected()["x"], wide.collected()["x"])
 
 
-def test_another_seed_drops_others(rng):
+def test_dropout_mask_depends_on_seed(rng):
     ours = Op(sym.Dropout(X), {"x": np.ones((5, 300), np.float16)})
     assert np.array_equal(ours.numbers(seed=1)[0], ours.numbers(seed=1)[0])
     assert not np.array_equal(ours.numbers(seed=1)[0], ours.numbers(seed=2)[0])
 
 
-# ---- older operators -----------------------------------------------------------------
+# ---- legacy operators----------------------------------------------------------------
 
 LENGTHS = np.float32([1, 4, 2, 3])
 BOX = np.float16([[0, 0, 0, 4, 4]])
@@ -299,7 +299,7 @@ def einsum(subscripts, names):
     return Graph([Entry(Node("_npi_einsum", "op", attributes, inputs))]).symbol()
 
 
-# name: symbol, arrays, how far gradients may be from float32's, beside the largest; None: rounded
+# name: symbol, arrays, tolerance of gradients relative to the largest; None: rounded once
 OLDER = {
     "split": (sym.split(X, num_outputs=3, axis=1), images, None),
     "split, the second alone": (sym.split(X, num_outputs=3, axis=1)[1], images, None),
@@ -349,7 +349,7 @@ OLDER = {
 
 
 @pytest.mark.parametrize("name", OLDER)
-def test_an_older_operator_is_float32s(name, rng):
+def test_legacy_operator_matches_float32(name, rng):
     symbol, make, tolerance = OLDER[name]
     arrays = make(rng)
     wide = Op(symbol, arrays, wide=True)
@@ -380,14 +380,14 @@ def assert_near(found, expected, tolerance):
 
 
 def leave_nan_in_scratch():
-    """Scratch memory of the next calls holds NaN: an operator has to write all of its results."""
+    """Fills scratch memory with NaN: an operator must write all of its results."""
     names = [f"x{i}" for i in range(24)]
-    for size in (3, 3, 1000, 40000):  # the smallest that fits is taken
+    for size in (3, 3, 1000, 40000):  # the smallest one that fits is reused
         nan = np.full(size, np.nan, np.float16)
         Op(sym.add_n(*map(sym.var, names)), dict.fromkeys(names, nan)).numbers()
 
 
-def test_shapes_may_change_from_call_to_call(rng):
+def test_shapes_can_change_between_calls(rng):
     for mode, length, batch in product(GATES, (1, 7), (1, 5)):
         symbol, arrays = rnn(rng, mode, 1, True)
         arrays["x"] = halves(rng, length, batch, 4)

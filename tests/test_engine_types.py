@@ -1,5 +1,4 @@
-"""Types that an operator is asked for, numbers that it draws, results that nobody reads, arrays
-that are parts of others or empty: as in float32, rounded."""
+"""Requested types, random numbers, unused results, views, empty arrays as in float32, rounded."""
 import mxnet as mx
 import numpy as np
 import pytest
@@ -14,7 +13,7 @@ X, Y = sym.var("x"), sym.var("y")
 
 
 def wide_results(symbol, arrays):
-    """What MXNet gives in float32."""
+    """MXNet's results in float32."""
     values = [nd.array(arrays[n], dtype=F32 if arrays[n].dtype == F16 else arrays[n].dtype)
               for n in symbol.list_inputs()]
     op = as_function(symbol)
@@ -32,7 +31,7 @@ def node(op, inputs=("x",), **attributes):
     ("argsort", {"axis": 0, "is_ascend": False}), ("one_hot", {"depth": 60, "on_value": 0.5}),
     ("softmax", {}), ("log_softmax", {"axis": 0})])
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
-def test_an_operator_gives_the_type_that_it_is_asked_for(op, settings, dtype, rng):
+def test_dtype_argument_is_respected(op, settings, dtype, rng):
     x = rng.permutation(35).astype(F16).reshape(5, 7)
     outputs, _ = run(getattr(sym, op)(X, dtype=dtype, **settings), {"x": x}, training=False)
     expected = wide_results(getattr(sym, op)(X, dtype="float32", **settings), {"x": x})
@@ -44,7 +43,7 @@ def test_an_operator_gives_the_type_that_it_is_asked_for(op, settings, dtype, rn
 
 @pytest.mark.parametrize("op", ["sort", "argmax", "argmin"])
 @pytest.mark.parametrize("axis", [0, 1, None])
-def test_sorted_halves_are_sorted_floats(op, axis, rng):
+def test_sort_and_argmax_match_float32(op, axis, rng):
     symbol = sym.BlockGrad(getattr(sym, op)(X, axis=axis))
     if op == "sort" and axis is None:
         symbol = sym.BlockGrad(node("sort", axis="None"))
@@ -60,7 +59,7 @@ DRAWN = {"uniform": {"low": -1, "high": 2}, "normal": {"loc": 1, "scale": 2},
 
 
 @pytest.mark.parametrize("name", DRAWN)
-def test_numbers_drawn_in_float16_are_float32s_rounded(name, rng):
+def test_random_numbers_match_float32_rounded(name, rng):
     x = halves(rng, 40, 50)
     settings = DRAWN[name]
     alike = node(f"_random_{name}_like", **settings)
@@ -75,7 +74,7 @@ def test_numbers_drawn_in_float16_are_float32s_rounded(name, rng):
 
 
 @pytest.mark.parametrize("name", DRAWN)
-def test_numbers_drawn_for_float16_parameters_are_float32s(name):
+def test_random_numbers_with_float16_parameters_match_float32(name):
     inputs = "xy"[:len(DRAWN[name])]
     symbol = node(f"_sample_{name}", inputs, shape="(30,)")
     arrays = {"x": F16([1, 2, 3]), "y": F16([0.5, 0.25, 0.75])}
@@ -88,7 +87,7 @@ def test_numbers_drawn_for_float16_parameters_are_float32s(name):
     assert len(np.unique(out)) > 5
 
 
-def test_float64_stays_float64_beside_halves(rng):
+def test_float64_stays_float64_beside_float16(rng):
     symbol = sym.broadcast_add(sym.Cast(X, dtype="float64"), Y * 1.1)
     arrays = {"x": halves(rng, 9), "y": rng.standard_normal(9)}
     (out,), gradients = run(symbol, arrays, [np.ones(9)])
@@ -99,7 +98,7 @@ def test_float64_stays_float64_beside_halves(rng):
     assert_half(out, arrays["y"].astype(F16) * F16(3))
 
 
-def test_outputs_that_nobody_reads_need_no_room(rng):
+def test_unused_outputs_are_not_allocated(rng):
     x = halves(rng, 4, 6)
     parts = sym.split(X, num_outputs=3, axis=1)
     (out,), gradients = run(parts[1] * 2, {"x": x}, [np.ones((4, 2), F16)])
@@ -112,7 +111,7 @@ def test_outputs_that_nobody_reads_need_no_room(rng):
 
 
 @pytest.mark.parametrize("op", ["exp", "relu", "negative", "softmax", "square"])
-def test_a_view_is_read_where_it_lies(op, rng):
+def test_view_is_read_in_place(op, rng):
     types = {"x": "float16"}
     ours = as_function(build(Graph.read(getattr(sym, op)(X)), types).symbol())
     whole = nd.array(halves(rng, 9, 7), dtype="float16")
@@ -124,8 +123,8 @@ def test_a_view_is_read_where_it_lies(op, rng):
 
 @pytest.mark.parametrize("flags", [[], [("static_alloc", True), ("static_shape", True)]])
 @pytest.mark.parametrize("dtype", ["float32", "float64", "int32", "int64", "uint8"])
-def test_results_of_other_types_do_not_overwrite_what_is_still_read(dtype, flags, rng):
-    """By indices or lengths that are halves; the result could take the place of the data."""
+def test_results_of_other_types_do_not_overwrite_live_inputs(dtype, flags, rng):
+    """With float16 indices or lengths; the result could reuse the memory of the data."""
     backward = np.arange(64, dtype=F16)[::-1]
     cases = [(sym.gather_nd(X * 2, Y * 1) * 1, backward[None], 64),
              (sym.take(X * 2, Y * 1) * 1, backward, 64),
@@ -140,7 +139,7 @@ def test_results_of_other_types_do_not_overwrite_what_is_still_read(dtype, flags
         assert np.array_equal(out.asnumpy(), 2 * x[::-1])
 
 
-def test_rows_that_a_mask_chooses_are_found_as_in_float32(rng):
+def test_boolean_mask_matches_float32(rng):
     arrays = {"x": halves(rng, 4, 3), "y": np.array([1, 0, 1, 1], F32)}
     head = halves(rng, 3, 3)
     (out,), gradients = run(sym.contrib.boolean_mask(X * 2, Y), arrays, [head])

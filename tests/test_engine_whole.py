@@ -1,4 +1,4 @@
-"""Every operator of MXNet dispatches on type on a CPU, or stands here with its reason."""
+"""Every operator of MXNet dispatches on type on a CPU, or is listed here with the reason."""
 import re
 from ctypes import POINTER, byref, c_char_p, c_uint, c_void_p
 
@@ -10,7 +10,7 @@ LIB = mx.base._LIB
 
 
 def own_name(name):
-    """An operator's own name; others are its aliases."""
+    """The primary name of an operator."""
     handle = c_void_p()
     mx.base.check_call(LIB.NNGetOpHandle(c_char_p(name.encode()), byref(handle)))
     own, text, inputs, result = c_char_p(), c_char_p(), c_char_p(), c_char_p()
@@ -53,13 +53,13 @@ def test_every_operator_dispatches_or_has_a_reason():
     assert len(library.dispatched()) > 750
 
 
-def test_the_engine_registers_no_operator_beside_one_of_mxnets():
+def test_engine_registers_only_its_own_operators():
     assert OURS == OF_THE_ENGINE
     assert not OURS & set(ALL)
 
 
 @pytest.mark.parametrize(("alias", "name"), [("sum_axis", "sum"), ("concat", "Concat"),
                                              ("_plus", "elemwise_add")])
-def test_an_alias_dispatches_as_its_operator(alias, name):
+def test_alias_dispatches_as_its_operator(alias, name):
     assert own_name(alias) == own_name(name) == name
     assert name in library.dispatched()
