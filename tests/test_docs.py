@@ -1,4 +1,4 @@
-"""README.md and docs/: their code runs, their commands exist, and Sphinx builds them."""
+"""README.md and docs/: code blocks run, commands exist, and Sphinx builds the site."""
 import argparse
 import contextlib
 import doctest
@@ -30,10 +30,10 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").g
          *sorted((ROOT / "docs" / "api").glob("*.md"))]
 NOTEBOOKS = sorted((ROOT / "docs" / "tutorial").glob("*.md"))  # tests/test_tutorial.py runs them
 COMMANDS = {"sh", "console"}
-# Not run: what commands print, and Sphinx's own.
+# Not run: output of commands, and Sphinx's own blocks.
 LANGUAGES = {"python", "python process", "output", "diff", "diff mxnet", "text", "text mxnet",
              *COMMANDS}
-# MXNet without gluon_amp, imported with the names that numpy has removed.
+# MXNet without gluon_amp, imported with the names removed from numpy.
 MXNET_ALONE = f"""import runpy
 runpy.run_path({str(ROOT / "gluon_amp" / "_numpy.py")!r})["install"]()
 import mxnet as mx
@@ -57,12 +57,12 @@ def of_page(page):
 
 
 class Runner:
-    """Runs the blocks of a page in its namespace, one after the other.
+    """Runs the blocks of a page in order, in one namespace.
 
     python           is run
-    python process   is run in a process of its own, after the page's python blocks before it
-    output           is what the blocks since the last one have printed, `...` for any text
-    diff             is two scripts, of which both are run; the names of the new one stay
+    python process   is run in a new process, after the preceding python blocks of the page
+    output           is the output of the blocks since the last one, `...` for any text
+    diff             is two scripts, both of which are run; the names of the new one remain
     diff mxnet       is the same, with the old one in a process without gluon_amp: it fails, or
                      prints the `text mxnet` before it
     """
@@ -78,7 +78,7 @@ class Runner:
                         CodeBlockParser("text mxnet", self.message)]
 
     def run(self, page):
-        with mx.name.NameManager():  # names such as dense0_ are counted from 0
+        with mx.name.NameManager():  # names such as dense0_ start from 0
             for example in Document.parse(str(page), *self.parsers):
                 example.evaluate()
 
@@ -116,7 +116,7 @@ class Runner:
         alone = "" if "import mxnet" in old else MXNET_ALONE
         done = processes.run("-c", alone + old, folder=".", PYTHONPATH="")
         if not alone and "bool" in vars(np):
-            expected = "Error"  # numpy 2 has another np.bool, and lacks other names
+            expected = "Error"  # numpy 2 has another np.bool, and lacks some names
         if expected.strip() not in done.stdout + done.stderr:
             raise AssertionError(f"{example.path}:{example.line}: MXNet alone prints\n"
                                  f"{done.stdout}{done.stderr}")
@@ -131,7 +131,7 @@ class Runner:
 
 @pytest.fixture()
 def same_log():
-    """A page may switch the log on."""
+    """A page may enable logging."""
     log = logging.getLogger("gluon_amp")
     level, handlers = log.level, list(log.handlers)
     yield
@@ -145,8 +145,8 @@ def test_code_runs(page, tmp_path, monkeypatch, same_log):
     Runner().run(page)
 
 
-def test_the_first_page_shows_the_readmes_diff():
-    """Which is run there."""
+def test_readme_diff_is_on_first_page():
+    """The diff of the README is run there."""
     readme, first = ([t.content for t in of_page(page) if t.info == "diff"]
                      for page in (ROOT / "README.md", ROOT / "docs" / "index.md"))
     assert readme == first != []
@@ -154,7 +154,7 @@ def test_the_first_page_shows_the_readmes_diff():
 
 @each_page
 def test_every_block_has_a_language(page):
-    """So none escapes the tests."""
+    """A block without a language would not be tested."""
     for token in of_page(page):
         assert token.type != "code_block", f"line {token.map[0] + 1}: indented, not fenced"
         if token.type == "fence":
@@ -238,8 +238,8 @@ def test_commands_exist(page, monkeypatch, capsys):
             pytest.fail(f"{line}: {capsys.readouterr().err or error}")
 
 
-def test_the_scripts_have_the_flags_of_the_table(monkeypatch):
-    """Its first two columns are MXNet's and GluonCV's; "both", "all" and "the same" mean these."""
+def test_scripts_have_flags_of_table(monkeypatch):
+    """Two columns are flags of MXNet and GluonCV, which "both", "all" and "the same" refer to."""
     table = re.findall(r"(?m)^\| (?:`--.* )?\|.*\|.*\|.*\|$",
                        (ROOT / "docs" / "flags.md").read_text())
     assert len(table) > 25
@@ -256,7 +256,7 @@ def test_the_scripts_have_the_flags_of_the_table(monkeypatch):
 
 
 @each_page
-def test_links_lead_somewhere(page):
+def test_links_have_targets(page):
     for token in of_page(page):
         links = [(token.attrs or {}).get(name, "") for name in ("href", "src")]
         if token.type == "html_block":
@@ -269,7 +269,7 @@ def test_links_lead_somewhere(page):
     "gluon-amp train", "gluon-amp demo --epochs many", "make tea", "pip install '.[cpu,tpu]'",
     "python example/image_classification.py --no-such-flag", "python example/missing.py",
     "python example/lr_find.py --stepss 3", "python missing.py", "conda install mxnet"])
-def test_a_wrong_command_is_found(line, monkeypatch, capsys):
+def test_wrong_command_is_detected(line, monkeypatch, capsys):
     with pytest.raises((AssertionError, SystemExit)):
         check_command(line, monkeypatch)
 
@@ -279,7 +279,7 @@ def test_a_wrong_command_is_found(line, monkeypatch, capsys):
     "```diff\n-x = 1\n+x = 2\n assert x == 2\n```", "```diff\nx = 1\n```",
     "```text mxnet\nno number\n```\n\n```diff mxnet\n-1 / 0\n+1 / 1\n```",
     "```diff mxnet\n-1 / 0\n+1 / 1\n```"])
-def test_a_wrong_block_is_found(page, tmp_path):
+def test_wrong_block_is_detected(page, tmp_path):
     (tmp_path / "page.md").write_text(page + "\n")
     with pytest.raises((AssertionError, ZeroDivisionError)):
         Runner().run(tmp_path / "page.md")
@@ -290,7 +290,7 @@ def test_a_wrong_block_is_found(page, tmp_path):
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
-    """What `make docs` does, into another folder, without running the notebooks again."""
+    """The site as of `make docs`, in another folder, without running the notebooks."""
     html = tmp_path_factory.mktemp("site") / "html"
     sphinx = "-m sphinx -W --keep-going -n -q -b html -D nb_execution_mode=off".split()
     done = subprocess.run(
@@ -301,7 +301,7 @@ def built(tmp_path_factory):
     return html
 
 
-def test_sphinx_builds_without_a_warning(built):
+def test_sphinx_builds_without_warnings(built):
     for page in (ROOT / "docs").rglob("*.md"):
         text = (built / page.relative_to(ROOT / "docs").with_suffix(".html")).read_text()
         assert "<h1>" in text
@@ -309,7 +309,7 @@ def test_sphinx_builds_without_a_warning(built):
 
 
 @pytest.mark.parametrize("page", NOTEBOOKS, ids=lambda page: page.stem)
-def test_a_notebook_is_downloaded_from_its_page(built, page):
+def test_notebook_can_be_downloaded_from_its_page(built, page):
     text = (built / "tutorial" / f"{page.stem}.html").read_text()
     file = re.search(r'href="\.\./(_downloads/\w+/[\w-]+\.ipynb)"', text)[1]
     cells = json.loads((built / file).read_text())["cells"]
@@ -322,8 +322,8 @@ def test_a_notebook_is_downloaded_from_its_page(built, page):
             assert picture.startswith("data:image/png;base64,")
 
 
-def test_pages_from_elsewhere_are_pages_of_the_site(built):
-    """Links between them stay in the site, and those to scripts download these."""
+def test_links_to_included_pages_stay_in_site(built):
+    """Links between pages stay in the site, and links to scripts download them."""
     readme = (built / "readme.html").read_text()
     for link in ("results.html", "benchmarks.html", "imagenet.html", "contributing.html",
                  "tutorial.html", r"_downloads/\w+/fine_tune.py"):
@@ -331,7 +331,7 @@ def test_pages_from_elsewhere_are_pages_of_the_site(built):
     assert 'href="readme.html' in (built / "index.html").read_text()
 
 
-def test_every_picture_has_one_for_dark_pages(built):
+def test_every_picture_has_a_dark_variant(built):
     for page in "index", "tensor_cores", "tutorial/ten_minutes", "imagenet":
         images = re.findall(r'<img[^>]*class="([^"]*)"', (built / f"{page}.html").read_text())
         light, dark = ([i for i in images if f"only-{which}" in i] for which in ("light", "dark"))
@@ -341,25 +341,25 @@ def test_every_picture_has_one_for_dark_pages(built):
 
 
 @pytest.mark.parametrize("page", NOTEBOOKS, ids=lambda page: page.stem)
-def test_lines_of_notebooks_are_read_without_scrolling(page):
+def test_notebook_lines_fit_80_columns(page):
     assert [line for line in page.read_text().splitlines() if len(line) > 80] == []
 
 
-def test_every_public_name_is_in_the_reference(built):
+def test_every_public_name_is_in_reference(built):
     reference = "".join(page.read_text() for page in (built / "api").glob("*.html"))
     for name in gluon_amp.__all__:
         assert re.search(rf'id="(module-)?gluon_amp\.{name}"', reference), name
 
 
-def test_examples_in_docstrings_are_code(built):
-    """An indented part of a docstring, not a quotation."""
+def test_docstring_examples_are_code_blocks(built):
+    """Indented examples are rendered as code, not as quotations."""
     reference = (built / "api" / "training.html").read_text()
     assert "<blockquote" not in reference
     assert len(re.findall('<div class="highlight', reference)) >= 4
 
 
 def test_every_figure_is_drawn_by_its_script(tmp_path, monkeypatch):
-    """Of short trainings and sums: longer ones change what lines show."""
+    """With short trainings and sums, which change only the curves."""
     monkeypatch.syspath_prepend(str(ROOT / "docs"))
     import figures
     for name, small in (("STEPS", 3), ("STEPS_OF_SCALE", 20), ("LENGTHS", [16, 5000])):

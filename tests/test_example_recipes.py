@@ -22,7 +22,7 @@ def losses(out):
 
 
 @pytest.mark.parametrize("dtype", TYPES)
-def test_a_language_model_learns_to_predict_the_next_character(dtype, tmp_path, capsys):
+def test_language_model_learns_next_character(dtype, tmp_path, capsys):
     text = tmp_path / "text.txt"
     text.write_text("the quick brown fox jumps over the lazy dog\n" * 200)
     file = tmp_path / "net.params"
@@ -37,13 +37,13 @@ def test_a_language_model_learns_to_predict_the_next_character(dtype, tmp_path, 
     assert set(written) <= set(text.read_text())
 
 
-def test_a_language_model_reads_pythons_help_where_it_has_no_text(capsys):
+def test_language_model_defaults_to_text_of_python_help(capsys):
     language_model.main([*SMALL, "--steps", "2", "--characters", "0"])
     assert int(capsys.readouterr().out.split()[0]) > 100_000
 
 
 @pytest.mark.parametrize("dtype", TYPES)
-def test_a_detector_learns_to_find_objects(dtype, tmp_path, capsys):
+def test_detector_learns_to_find_objects(dtype, tmp_path, capsys):
     file = tmp_path / "net.params"
     object_detection.main(["--dtype", dtype, "--save", str(file), *QUICK])
     out = capsys.readouterr().out
@@ -53,7 +53,7 @@ def test_a_detector_learns_to_find_objects(dtype, tmp_path, capsys):
     assert file.exists()
 
 
-def test_objects_lie_where_their_labels_are():
+def test_boxes_match_their_objects():
     images, labels = object_detection.drawn(np.random.RandomState(0), 8, 64)
     for image, label in zip(images, labels):
         boxes = label[label[:, 0] >= 0, 1:]
@@ -66,7 +66,7 @@ def test_objects_lie_where_their_labels_are():
         assert np.abs(image[:, inside]).mean() > 1.5 * np.abs(image[:, ~inside]).mean()
 
 
-def test_average_precision_is_the_area_under_precision_by_recall():
+def test_average_precision_is_area_under_precision_recall_curve():
     labels = np.array([[[0, 0, 0, .5, .5], [0, .5, .5, 1, 1]], [[1, 0, 0, 1, 1], [-1] * 5]])
     right, wrong = [0, .9, 0, 0, .5, .5], [0, .8, 0, .5, .5, 1]
     late, twice = [0, .7, .5, .5, 1, 1], [0, .6, .5, .5, 1, 1]
@@ -87,7 +87,7 @@ def test_average_precision_is_the_area_under_precision_by_recall():
     (language_model.main, "--gpus 0,1", "--gpus: one is enough"),
     (object_detection.main, "--image-size 50", "--image-size must be a multiple of 16. Rec"),
     (object_detection.main, "--gpus 0,1", "--gpus: one is enough")])
-def test_a_flag_that_makes_no_sense_is_one_line(main, flags, message, tmp_path, capsys):
+def test_invalid_flag_is_one_line(main, flags, message, tmp_path, capsys):
     (tmp_path / "empty").write_text("a text")
     with pytest.raises(SystemExit):
         main(flags.format(empty=tmp_path / "empty").split())
@@ -98,7 +98,7 @@ def test_a_flag_that_makes_no_sense_is_one_line(main, flags, message, tmp_path, 
 @pytest.mark.parametrize("script", [fine_tune, image_classification, language_model, lr_find,
                                     object_detection, symbolic_fine_tune, train_imagenet],
                          ids=lambda script: script.__name__)
-def test_the_help_of_a_recipe_shows_flags_in_groups(script, capsys):
+def test_help_of_recipe_groups_flags(script, capsys):
     with pytest.raises(SystemExit):
         script.main(["--help"])
     text = capsys.readouterr().out.replace("\noptional arguments:\n", "\noptions:\n")  # before 3.10

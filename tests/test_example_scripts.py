@@ -1,4 +1,4 @@
-"""The scripts in example/ are for copying: public names, one shared module, each fact once."""
+"""The scripts in example/ can be copied: public names, one shared module, no duplicated code."""
 import argparse
 import ast
 import importlib
@@ -30,7 +30,7 @@ each_script = pytest.mark.parametrize("script", SCRIPTS)
 
 
 def imported(tree):
-    """Modules, and names from modules, that a script imports anywhere."""
+    """Modules and names from modules that a script imports anywhere."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from ((alias.name, None) for alias in node.names)
@@ -39,7 +39,7 @@ def imported(tree):
 
 
 @each_script
-def test_only_public_names_of_gluon_amp_are_used(script):
+def test_only_public_names_are_used(script):
     for module, name in imported(SCRIPTS[script]):
         if module.split(".")[0] == "gluon_amp":
             assert module == "gluon_amp" and name in {None, *gluon_amp.__all__} \
@@ -52,29 +52,29 @@ def test_only_public_names_of_gluon_amp_are_used(script):
 
 
 def beside(script, seen=()):
-    """The other scripts that one needs, also by way of another."""
+    """The other scripts that a script needs, directly or indirectly."""
     names = {module for module, _ in imported(SCRIPTS[script])} & set(SCRIPTS) - {script, *seen}
     return names.union(*(beside(name, (script, *seen)) for name in names))
 
 
 @each_script
-def test_a_script_needs_the_shared_module_and_at_most_one_other_script(script):
+def test_script_needs_shared_module_and_at_most_one_other(script):
     assert "recipes" in {module for module, _ in imported(SCRIPTS[script])}
     assert len(beside(script)) <= 1
 
 
-def test_the_package_says_where_the_scripts_module_is():
+def test_package_attribute_error_names_location_of_recipes():
     with pytest.raises(AttributeError, match=r"'recipes'\. .* module is example/recipes\.py of"):
         gluon_amp.recipes  # noqa: B018
     with pytest.raises(AttributeError, match=r"has no attribute 'recipe'$"):
         gluon_amp.recipe  # noqa: B018
 
 
-def test_no_function_is_written_in_two_scripts():
+def test_no_function_is_defined_in_two_scripts():
     functions = [node.name for tree in SCRIPTS.values() for node in tree.body
                  if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and node.name != "main"]
     both = {name for name in functions if functions.count(name) > 1}
-    assert both <= {"add_arguments", "network"}  # of Gluon, and of a Module; new, and pretrained
+    assert both <= {"add_arguments", "network"}  # for Gluon and for a Module; new and pretrained
     assert not set(functions) & set(dir(recipes))
 
 
@@ -96,13 +96,13 @@ def parser_of(script, monkeypatch):
 
 
 @each_script
-def test_every_flag_has_a_line_of_help(script, monkeypatch):
+def test_every_flag_has_help(script, monkeypatch):
     parser = parser_of(script, monkeypatch)
     assert [a.dest for a in parser._actions if not a.help] == []
-    parser.format_help()  # its % are right
+    parser.format_help()  # its % signs are escaped
 
 
-def test_every_policy_that_has_a_name_can_be_chosen(monkeypatch):
+def test_every_named_policy_can_be_chosen(monkeypatch):
     actions = parser_of("image_classification", monkeypatch)._actions
     policy, = (action for action in actions if action.dest == "policy")
     assert list(policy.choices) == [*POLICIES, *APEX]
@@ -128,7 +128,7 @@ def test_every_policy_that_has_a_name_can_be_chosen(monkeypatch):
     ("train_imagenet", "--rec-train a.rec --rec-val b.rec",
      "--data-train a.rec --data-val b.rec"),
     ("train_imagenet", "--momentum 0.8 --kvstore local", "--mom 0.8 --kv-store local")])
-def test_flags_have_the_names_of_gluoncv_too(script, theirs, ours, monkeypatch):
+def test_gluoncv_flag_names_are_accepted(script, theirs, ours, monkeypatch):
     parser = parser_of(script, monkeypatch)
     assert vars(parser.parse_args(theirs.split())) == vars(parser.parse_args(ours.split()))
 
@@ -140,7 +140,7 @@ def test_flags_have_the_names_of_gluoncv_too(script, theirs, ours, monkeypatch):
     "--use-rec --last-gamma --no-wd --label-smoothing --save-dir params --logging-file best.log",
     "--num-epochs 240 --mode hybrid --num-gpus 2 -j 8 --batch-size 64 --wd 0.0001 --lr 0.1 "
     "--lr-decay 0.1 --lr-decay-epoch 80,160 --model cifar_resnet20_v1"])
-def test_commands_that_gluoncv_publishes_are_understood(command, monkeypatch):
+def test_published_gluoncv_commands_are_accepted(command, monkeypatch):
     parser_of("image_classification", monkeypatch).parse_args(command.split())
 
 
@@ -149,7 +149,7 @@ def test_commands_that_gluoncv_publishes_are_understood(command, monkeypatch):
                                "no-wd": False, "gpus": None, "lr": 0.5, "num-epochs": 2})),
     ("flags.yaml", "batch-size: 8\nlr_decay_epoch: [3, 4]\nmixup: true\nno-wd: false\ngpus:\n"
                    "lr: 0.5\nnum-epochs: 2\n")])
-def test_flags_can_stand_in_a_file_and_the_command_line_counts_more(name, text, tmp_path,
+def test_command_line_overrides_flags_from_file(name, text, tmp_path,
                                                                   monkeypatch):
     (tmp_path / name).write_text(text)
     parser = parser_of("image_classification", monkeypatch)
@@ -166,7 +166,7 @@ def test_flags_can_stand_in_a_file_and_the_command_line_counts_more(name, text, 
     ("flags.json", "{", "Expecting property name"),
     ("flags.yaml", "config: other.yaml", "--config is written in full, and in the command line"),
     ("other.yaml", "", "flags.yaml does not exist")])
-def test_a_wrong_file_of_flags_is_one_line(name, text, message, tmp_path, monkeypatch, capsys):
+def test_invalid_flag_file_is_one_line(name, text, message, tmp_path, monkeypatch, capsys):
     (tmp_path / name).write_text(text)
     path = tmp_path / name.replace("other", "flags")
     with pytest.raises(SystemExit):
@@ -197,7 +197,7 @@ def test_a_wrong_file_of_flags_is_one_line(name, text, message, tmp_path, monkey
     ("train_imagenet", "--loss cross", "argument --loss: invalid choice: 'cross'"),
     ("train_imagenet", "--load-epoch 0", "--load-epoch: must be a whole number from 1 on"),
     ("train_imagenet", "--rgb-mean 127", "--rgb-mean: takes three numbers, of red, green and")])
-def test_a_flag_that_makes_no_sense_is_one_line(script, flags, message, capsys):
+def test_invalid_flag_is_one_line(script, flags, message, capsys):
     with pytest.raises(SystemExit):
         importlib.import_module(script).main(flags.split())
     line, = capsys.readouterr().err.splitlines()
@@ -211,13 +211,13 @@ def test_a_flag_that_makes_no_sense_is_one_line(script, flags, message, capsys):
      "without --crop-ratio, --random-crop, --mean"),
     ("--input-size 64", "the images of digits are used as they are, without --image-size"),
     ("--rec-train-idx a.idx", "--rec-train-idx is for a .rec file. Received: digits")])
-def test_a_flag_that_the_dataset_would_pass_over_is_refused(flags, message):
+def test_flag_ignored_by_dataset_is_refused(flags, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         recipes.image_loaders(recipe.parse(flags.split()), recipes.Ranks())
 
 
-def test_a_dataset_that_is_not_there_is_named_before_the_run_that_is(monkeypatch, tmp_path):
-    monkeypatch.setattr(logging, "basicConfig", lambda **kwargs: None)  # it is the process's
+def test_missing_dataset_is_named_before_existing_run(monkeypatch, tmp_path):
+    monkeypatch.setattr(logging, "basicConfig", lambda **kwargs: None)  # global
     (tmp_path / "last.json").write_text("{}")
     flags = ["--dataset", str(tmp_path / "missing"), "--save-dir", str(tmp_path)]
     with pytest.raises(ValueError, match="missing does not exist"):
@@ -234,13 +234,13 @@ def test_impossible_sizes_are_one_line(flags, message):
 
 @pytest.mark.parametrize(("optimizer", "momentum"), [
     ("sgd", 0.8), ("SGD", 0.8), ("lbsgd", 0.8), ("nag", 0.8), ("adam", None), ("adamw", None)])
-def test_the_momentum_reaches_every_optimizer_that_has_one(optimizer, momentum):
+def test_momentum_reaches_every_optimizer_that_has_one(optimizer, momentum):
     args = recipe.parse(["--optimizer", optimizer, "--momentum", "0.8"])
     trainer = recipe.trainer_of(args, recipe.network(args, [mx.cpu()]))
     assert getattr(trainer.optimizer, "momentum", None) == momentum
 
 
-def test_the_rate_is_looked_for_on_the_images_that_are_trained_on():
+def test_lr_find_uses_training_images():
     lr_find = importlib.import_module("lr_find")
     loader = [(mx.nd.arange(4).reshape((4, 1)), mx.nd.arange(4))]
     for flags, shape in (([], (4,)), (["--mixup"], (4, 10))):
@@ -249,7 +249,7 @@ def test_the_rate_is_looked_for_on_the_images_that_are_trained_on():
         assert label.shape == shape
 
 
-def test_help_tells_no_default_of_pixels_to_255_that_is_of_pixels_to_1(monkeypatch):
+def test_help_shows_defaults_for_scaled_pixels_only(monkeypatch):
     text = parser_of("image_classification", monkeypatch).format_help()
     assert re.search(r"--mean of pixels\s+from 0 to 255\n", text)
 
@@ -259,7 +259,7 @@ def rates(steps, **options):
     return [round(schedule(step), 6) for step in steps]
 
 
-def test_the_schedule_warms_up_and_falls():
+def test_schedule_warms_up_and_decays():
     assert rates([1, 20, 21, 31], decay_epochs=[2, 3], decay=0.5) == [0.8, 0.8, 0.4, 0.2]
     assert rates([0, 5, 10], warmup_epochs=1, warmup_lr=0.2) == [0.2, 0.5, 0.8]
     assert rates([0, 9, 10], warmup_epochs=1, warmup_lr=0.2, warmup_strategy="constant") == [
@@ -272,7 +272,7 @@ def test_the_schedule_warms_up_and_falls():
      r"--lr-decay-epoch is for --lr-mode step\. Received: --"),
     (lambda: rates([1], mode="cosine", warmup_epochs=4),
      r"below the 4 epochs of the training\. Received: 4"),
-    (lambda: recipes.zoo_network("zzzz"), r"model zoo has zzzz$"),  # which is like no other
+    (lambda: recipes.zoo_network("zzzz"), r"model zoo has zzzz$"),  # which has no similar name
     (lambda: recipes.zoo_network("resnet18_v1", last_gamma=True),
      "resnet18_v1 does not take all of last_gamma"),
     (lambda: recipe.network(recipe.parse(["--last-gamma"]), [mx.cpu()]),
@@ -284,14 +284,14 @@ def test_the_schedule_warms_up_and_falls():
      "resnet18_v1 has 1000 classes, and the network 10"),
     (lambda: recipes.check_network(get_symbol("alexnet", 10, "3,48,48", "float16"), (3, 48, 48)),
      r"does not take --image-shape 3,48,48: .*exceeds")])
-def test_what_does_not_fit_together_is_refused(call, message):
+def test_incompatible_flags_are_refused(call, message):
     with pytest.raises(ValueError, match=message):
         call()
 
 
 @pytest.mark.parametrize(("name", "near"), [
     ("resnet19_v1", "resnet18_v1"), ("mobilnet1.0", "mobilenet1.0"), ("vgg61", "vgg16")])
-def test_a_mistyped_network_brings_up_its_right_name(name, near):
+def test_mistyped_network_suggests_correct_name(name, near):
     with pytest.raises(ValueError, match=re.escape("Did you mean")) as raised:
         recipes.zoo_network(name)
     guesses = str(raised.value).partition("Did you mean ")[2].rstrip("?").split(" or ")
@@ -301,7 +301,7 @@ def test_a_mistyped_network_brings_up_its_right_name(name, near):
 
 @pytest.mark.skipif(find_spec("gluoncv") is None, reason="gluoncv is not installed")
 @pytest.mark.parametrize("before", ["", "import torch; "])
-def test_gluoncvs_networks_are_found_beside_pytorch_2(before, tmp_path):
+def test_gluoncv_networks_load_beside_pytorch_2(before, tmp_path):
     (tmp_path / "torch.py").write_text("__version__ = '2.13.0'")
     code = (f"import recipes; {before}recipes.zoo_network('cifar_resnet20_v1'); "
             "import torch; print(torch.__version__)")
@@ -309,7 +309,7 @@ def test_gluoncvs_networks_are_found_beside_pytorch_2(before, tmp_path):
     assert printed(code, PYTHONPATH=path) == "2.13.0\n"
 
 
-def test_batch_norm_makes_a_vgg_with_batch_norms():
+def test_batch_norm_flag_adds_batch_norms_to_vgg():
     plain, normed = (recipe.network(recipe.parse(["--model", "vgg11", *flags]),
                                     [mx.cpu()]).collect_params()
                      for flags in ([], ["--batch-norm"]))
@@ -317,7 +317,7 @@ def test_batch_norm_makes_a_vgg_with_batch_norms():
     assert [name for name in normed if "batchnorm" in name]
 
 
-def test_weight_decay_spares_biases_and_norms_where_it_is_told_to():
+def test_no_wd_excludes_biases_and_norms_from_weight_decay():
     args = recipe.parse(["--no-wd"])
     net = recipe.network(args, [mx.cpu()])
     recipe.trainer_of(args, net)
@@ -327,7 +327,7 @@ def test_weight_decay_spares_biases_and_norms_where_it_is_told_to():
     assert [p.wd_mult for name, p in net.collect_params(".*weight").items()] == [1.0] * 4
 
 
-def test_random_crops_of_gluon_have_the_scale_of_validation(monkeypatch):
+def test_random_crops_have_scale_of_validation(monkeypatch):
     parser = parser_of("image_classification", monkeypatch)
     columns = np.broadcast_to(np.arange(60, dtype="uint8")[None, :, None], (40, 60, 3))
 
@@ -336,8 +336,8 @@ def test_random_crops_of_gluon_have_the_scale_of_validation(monkeypatch):
         image = recipes.image_transform(args, 35, train)(mx.nd.array(columns, dtype="uint8"))
         return (255 * image.asnumpy()[0, 0]).round()
 
-    flags = ["--crop-ratio", "0.875", "--random-crop"]  # 35 / 0.875 is 40: nothing is stretched
-    np.testing.assert_array_equal(pixels(False, *flags), np.arange(12, 47))  # the middle
+    flags = ["--crop-ratio", "0.875", "--random-crop"]  # 35 / 0.875 is 40: no scaling
+    np.testing.assert_array_equal(pixels(False, *flags), np.arange(12, 47))  # the center
     begins = set()
     for _ in range(20):
         row = pixels(True, *flags)
@@ -351,7 +351,7 @@ def test_random_crops_of_gluon_have_the_scale_of_validation(monkeypatch):
 
 # ---- the shared module: folders of runs, progress, distillation
 
-PNG = b"\x89PNG"  # how an image begins
+PNG = b"\x89PNG"  # the first bytes of an image
 
 
 def flags(folder, **values):
@@ -362,7 +362,7 @@ def flags(folder, **values):
 
 @pytest.fixture()
 def cut(tmp_path):
-    """A run of which two epochs are done."""
+    """An interrupted run with two finished epochs."""
     folder = tmp_path / "run"
     folder.mkdir()
     (folder / "last.json").write_text(json.dumps({"epoch": 1}))
@@ -396,7 +396,7 @@ def contents(folder):
     ("log.jsonl", '{"arguments": {"batch_size": null}}', "log.jsonl is damaged: batch_size and"),
     ("epoch-1.params", None, "epoch-1.params does not exist"),
     ("epoch-1.states", None, "epoch-1.states does not exist")])
-def test_resume_says_which_file_is_missing_or_damaged_and_leaves_all_as_it_is(name, text, message,
+def test_resume_reports_missing_or_damaged_file_and_changes_nothing(name, text, message,
                                                                              cut):
     (cut / name).unlink()
     if text is not None:
@@ -408,19 +408,19 @@ def test_resume_says_which_file_is_missing_or_damaged_and_leaves_all_as_it_is(na
     assert contents(cut) == before
 
 
-def test_a_log_without_the_last_epoch_is_of_another_run(cut):
+def test_log_without_last_epoch_is_refused(cut):
     log = cut / "log.jsonl"
     log.write_text("".join(log.read_text().splitlines(True)[:-1]))
     with pytest.raises(ValueError, match=r"log.jsonl has no end of epoch 1, which .*last.json"):
         recipes.RunFolder(flags(cut), recipes.Ranks()).resume(None, None)
 
 
-def test_a_run_that_was_killed_in_its_first_save_begins_again(tmp_path):
+def test_run_killed_in_first_save_starts_again(tmp_path):
     (tmp_path / "epoch-0.params").write_bytes(b"half")
     assert recipes.RunFolder(flags(tmp_path), recipes.Ranks()).resume(None, None) == (0, [])
 
 
-def test_a_run_that_resumes_by_itself_begins_with_the_parameters_and_the_epoch_that_it_is_given(
+def test_resume_without_checkpoint_uses_given_parameters_and_epoch(
         tmp_path):
     def network():
         net = recipes.small_network(2)
@@ -435,7 +435,7 @@ def test_a_run_that_resumes_by_itself_begins_with_the_parameters_and_the_epoch_t
     assert np.array_equal(net[0].weight.data().asnumpy(), given[0].weight.data().asnumpy())
 
 
-def test_a_step_of_a_resumed_run_is_as_large_as_before_on_as_many_ranks_as_one_likes(cut):
+def test_resumed_run_must_keep_total_batch_size(cut):
     message = "begun: batch_size was 8, is 16"
     for values in ({"batch_size": 16}, {"workers": 2}):
         with pytest.raises(ValueError, match=message):
@@ -445,7 +445,7 @@ def test_a_step_of_a_resumed_run_is_as_large_as_before_on_as_many_ranks_as_one_l
         folder.resume(recipes.small_network(2), None)
 
 
-def test_a_second_run_on_one_folder_is_refused_until_the_first_has_ended(tmp_path):
+def test_second_run_in_same_folder_is_refused(tmp_path):
     (read, told), (end, ended) = os.pipe(), os.pipe()
     child = os.fork()
     if child == 0:
@@ -464,7 +464,7 @@ def test_a_second_run_on_one_folder_is_refused_until_the_first_has_ended(tmp_pat
     recipes.RunFolder(flags(tmp_path), recipes.Ranks())
 
 
-def test_lines_of_the_log_are_due_by_batches_and_by_time():
+def test_log_lines_are_written_by_batches_or_time():
     for seconds, due in ((60.0, [(False, False), (True, True)]), (0.0, [(False, True),
                                                                        (True, True)])):
         args = Namespace(epochs=2, log_interval=2, log_seconds=seconds)
@@ -473,7 +473,7 @@ def test_lines_of_the_log_are_due_by_batches_and_by_time():
         assert [(shown, speed > 0) for shown, speed in told] == due
 
 
-def test_a_terminal_shows_epoch_loss_scale_speed_and_the_time_left(monkeypatch):
+def test_progress_bar_shows_loss_scale_speed_and_time_left(monkeypatch):
     class Terminal(io.StringIO):
         def isatty(self):
             return True
@@ -488,11 +488,11 @@ def test_a_terminal_shows_epoch_loss_scale_speed_and_the_time_left(monkeypatch):
     line = next(text for text in reversed(shown) if "loss" in text)
     assert line.startswith("epoch 2/3:")
     assert "loss 0.25, scale 128" in line
-    assert "/32 [" in line  # of 32 samples; then the time, and the time left
+    assert "/32 [" in line  # 32 samples; then elapsed and remaining time
     assert "samples/s" in line
 
 
-def test_what_a_teacher_says_is_learned_as_hinton_has_it():
+def test_distillation_loss_matches_hinton():
     args = recipe.parse(["--temperature", "3", "--hard-weight", "0.25", "--classes", "4"])
     rng = np.random.default_rng(0)
     out, taught = rng.standard_normal((2, 5, 4))
@@ -507,7 +507,7 @@ def test_what_a_teacher_says_is_learned_as_hinton_has_it():
     np.testing.assert_allclose(found.asnumpy(), 0.25 * hard + 0.75 * 9 * soft, rtol=1e-5)
 
 
-def test_a_checkpoint_of_another_network_or_type_is_not_gone_on_with(tmp_path):
+def test_checkpoint_of_another_network_or_type_is_refused(tmp_path):
 
     def network(dtype, **flags):
         return get_symbol("resnet-v1", 10, "3,32,32", dtype, **flags)
@@ -526,7 +526,7 @@ def test_a_checkpoint_of_another_network_or_type_is_not_gone_on_with(tmp_path):
     (0, b"no image", "has a record at byte 36 that is no image"),
     (0, b"", "has a record at byte 36 that is no image"),
     (1, PNG, None)])
-def test_a_record_that_is_no_image_or_of_no_class_is_told_before_training(label, contents, message,
+def test_invalid_record_is_refused_before_training(label, contents, message,
                                                                          tmp_path):
     path = str(tmp_path / "a.rec")
     record = mx.recordio.MXRecordIO(path, "w")
@@ -540,7 +540,7 @@ def test_a_record_that_is_no_image_or_of_no_class_is_told_before_training(label,
             recipes.records(path, 2)
 
 
-def test_an_index_that_is_missing_is_named(tmp_path):
+def test_missing_index_is_named(tmp_path):
     record = mx.recordio.MXRecordIO(str(tmp_path / "a.rec"), "w")
     record.write(mx.recordio.pack(mx.recordio.IRHeader(0, 1, 0, 0), PNG))
     record.close()
@@ -557,31 +557,31 @@ def test_an_index_that_is_missing_is_named(tmp_path):
 
 
 @pytest.mark.parametrize("loss", [2.0, float("nan"), float("inf"), None])
-def test_an_epoch_whose_predictions_are_not_finite_is_told(loss, caplog):
+def test_nonfinite_predictions_are_logged(loss, caplog):
     args = Namespace(tensorboard=None, batch_size=1, seed=0, lr=0.1)
     recipes.TrainingLog(args, None).add_epoch({"epoch": 3, "validation_loss": loss})
     told = "epoch 3: the network's predictions are not finite" in caplog.text
     assert told == (loss not in (2.0, None))
 
 
-def test_epochs_that_are_skipped_count_for_the_learning_rate(monkeypatch, tmp_path):
+def test_skipped_epochs_count_for_learning_rate(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(logging, "basicConfig", lambda **kwargs: None)  # it is the process's
+    monkeypatch.setattr(logging, "basicConfig", lambda **kwargs: None)  # global
     line, = recipe.main(["--examples", "16", "--batch-size", "8", "--epochs", "4", "--lr", "0.8",
                          "--resume-epoch", "3", "--lr-decay-epoch", "2"])
     assert line["epoch"] == 3
     assert line["lr"] == pytest.approx(0.08)
 
 
-def test_a_run_that_begins_behind_its_last_epoch_is_refused(monkeypatch, tmp_path):
+def test_resume_epoch_beyond_last_is_refused(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(logging, "basicConfig", lambda **kwargs: None)  # it is the process's
+    monkeypatch.setattr(logging, "basicConfig", lambda **kwargs: None)  # global
     with pytest.raises(ValueError, match=r"--resume-epoch 4 leaves none of the 4 epochs"):
         recipe.main(["--examples", "16", "--batch-size", "8", "--epochs", "4", "--resume-epoch",
                      "4"])
 
 
-def test_without_a_package_that_writes_tensorboards_files_a_line_says_why(tmp_path, monkeypatch):
+def test_missing_tensorboard_package_is_one_line(tmp_path, monkeypatch):
     for name in [name for name in sys.modules if name.split(".")[0] == "tensorboard"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "tensorboard", None)

@@ -1,5 +1,5 @@
-"""The examples' networks: their sizes, and that the casts written by hand and those of
-convert_symbol make the same network."""
+"""Networks of the examples: parameter counts, and that casts written by hand match those of
+convert_symbol."""
 import sys
 from pathlib import Path
 
@@ -78,7 +78,7 @@ def operators(symbol, op):
     (152, 1, 60_192_808),
     (18, 2, 11_687_854), (34, 2, 21_796_014), (50, 2, 25_549_486), (101, 2, 44_541_614),
     (152, 2, 60_185_262)])
-def test_an_imagenet_resnet_has_the_published_number_of_parameters(layers, version, parameters):
+def test_imagenet_resnet_has_published_number_of_parameters(layers, version, parameters):
     symbol = resnet.get_symbol(1000, layers, version=version)
     assert count(symbol, (1, 3, 224, 224)) == parameters
     main = [n for n in operators(symbol, "Convolution") if not n.name.endswith("_shortcut")]
@@ -87,7 +87,7 @@ def test_an_imagenet_resnet_has_the_published_number_of_parameters(layers, versi
 
 @pytest.mark.parametrize("version", [1, 2])
 @pytest.mark.parametrize("layers", [20, 32, 44, 56, 110])
-def test_a_cifar_resnet_has_the_number_of_parameters_of_its_formula(layers, version):
+def test_cifar_resnet_parameters_match_formula(layers, version):
     n = (layers - 2) // 6
     first, head = 3 * 16 * 9, 64 * 10 + 10
     wanted, before = first + head, 16
@@ -95,7 +95,7 @@ def test_a_cifar_resnet_has_the_number_of_parameters_of_its_formula(layers, vers
         wanted += 9 * filters * (before + (2 * n - 1) * filters) + n * 2 * 2 * filters
         if filters != before:
             wanted += before * filters
-            # version 1 has a norm at the shortcut, version 2 a norm before the first convolution
+            # version 1 has a norm in the shortcut, version 2 one before the first convolution
             wanted += 2 * filters if version == 1 else 2 * (before - filters)
         before = filters
     wanted += 2 * 16 if version == 1 else 2 * 3 + 2 * 64  # bn0; data_bn, bn1
@@ -105,15 +105,15 @@ def test_a_cifar_resnet_has_the_number_of_parameters_of_its_formula(layers, vers
     assert len(main) + 1 == layers
 
 
-def test_a_resnet_of_20_layers_has_270_thousand_parameters():
-    """0.27M in the paper, whose shortcuts hold none: 269,722."""
+def test_resnet20_has_270_thousand_parameters():
+    """0.27M in the paper, whose shortcuts have no parameters: 269,722."""
     assert count(resnet.get_symbol(10, 20, "3,32,32"), (1, 3, 32, 32)) == 272_474
     assert 272_474 - 269_722 == 16 * 32 + 2 * 32 + 32 * 64 + 2 * 64
 
 
 @pytest.mark.parametrize(("multiplier", "parameters"), [
     (1.0, 4_231_976), (0.75, 2_585_560), (0.5, 1_331_592), (0.25, 470_072)])
-def test_a_mobilenet_has_the_published_number_of_parameters(multiplier, parameters):
+def test_mobilenet_has_published_number_of_parameters(multiplier, parameters):
     assert count(mobilenet.get_symbol(1000, multiplier), (1, 3, 224, 224)) == parameters
 
 
@@ -135,20 +135,20 @@ def test_a_mobilenet_has_the_published_number_of_parameters(multiplier, paramete
     # of Keras': with the moving averages, two for each channel of a norm
     ("mobilenetv2", {}, 3_538_984 - 2 * 17_056),
     ("mobilenetv2", {"multiplier": 0.5}, 1_987_224 - 2 * 9_272)])
-def test_a_network_has_the_published_number_of_parameters(network, options, parameters):
+def test_network_has_published_number_of_parameters(network, options, parameters):
     size = 299 if network == "inception-v3" else 224
     symbol = symbols.get_symbol(network, 1000, f"3,{size},{size}", "float32", **options)
     assert count(symbol, (1, 3, size, size)) == parameters
 
 
 @pytest.mark.parametrize("network", symbols.NETWORKS)
-def test_every_network_learns_other_classes(network):
+def test_every_network_supports_other_numbers_of_classes(network):
     symbol = symbols.get_symbol(network, 7, "3,224,224", "float16", num_layers=None)
     assert symbol.infer_shape(data=(2, 3, 224, 224))[1] == [(2, 7)]
 
 
 @pytest.mark.parametrize("layers", [1, 2, 3])
-def test_an_lstm_has_the_number_of_parameters_of_its_formula(layers):
+def test_lstm_parameters_match_formula(layers):
     vocab, hidden, classes = 1000, 24, 50
     symbol = lstm.get_symbol(classes, vocab, hidden, layers, seq_len=5)
     one = 4 * hidden * (hidden + hidden + 2)
@@ -157,7 +157,7 @@ def test_an_lstm_has_the_number_of_parameters_of_its_formula(layers):
 
 
 @pytest.mark.parametrize("height", [32, 33])
-def test_the_image_decides_which_resnet_it_is(height):
+def test_image_size_selects_resnet_variant(height):
     wanted = {32: [64, 8], 33: [512, 2]}[height]  # channels and size before the pooling
     symbol = resnet.get_symbol(10, 20 if height == 32 else 18, f"3,{height},{height}")
     inside = symbol.get_internals()[f"stage{3 if height == 32 else 4}_unit2_relu_output"]
@@ -179,8 +179,8 @@ def test_names_are_systematic():
 
 @pytest.fixture
 def smaller(monkeypatch):
-    """The large networks with a unit in each stage, or with an eighth of their filters: types do
-    not depend on either."""
+    """Shrinks large networks to one unit in each stage, or an eighth of the filters, on which types
+    do not depend."""
     def conv(net, filters, *args, **kwargs):
         return layers.conv(net, max(8, filters // 8), *args, **kwargs)
 
@@ -192,7 +192,7 @@ def smaller(monkeypatch):
 
 
 @pytest.mark.parametrize("name", NETWORKS)
-def test_the_types_differ_in_the_casts_only(name):
+def test_types_differ_only_in_casts(name):
     wide, half = make(name, "float32"), make(name, "float16")
     assert operators(wide, "Cast") == []
     casts = [node.attrs["dtype"] for node in operators(half, "Cast")]
@@ -206,7 +206,7 @@ def test_the_types_differ_in_the_casts_only(name):
 
 
 def draw(rng, name, shape):
-    """Values for a parameter that keep the size of activations."""
+    """Values for a parameter that preserve the size of activations."""
     scale = np.sqrt(2 / np.prod(shape[1:])) if len(shape) > 1 else 0.1
     return mx.nd.array(scale * rng.standard_normal(shape) + name.endswith("gamma"))
 
@@ -220,10 +220,10 @@ def run(symbol, name, arguments, auxiliary, data, label):
     batch = mx.io.DataBatch([data], [label])
     module.forward(batch, is_train=False)
     found = {"predicted": module.get_outputs()[0].copy()}
-    mx.nd.waitall()  # MXNet's executors take up the next call's is_train while they still run
-    mx.random.seed(1)  # of dropouts
+    mx.nd.waitall()  # MXNet's executors apply is_train of the next call while they run
+    mx.random.seed(1)  # for dropout
     module.forward_backward(batch)
-    mx.nd.waitall()  # MXNet's own norms write their statistics without its engine's knowledge
+    mx.nd.waitall()  # MXNet's norms write their statistics without a dependency in its engine
     executor = module._exec_group.execs[0]
     found.update(trained=module.get_outputs()[0], **executor.aux_dict,
                  **{f"{n}_grad": g.copy() for n, g in executor.grad_dict.items() if g is not None})
@@ -234,7 +234,7 @@ def run(symbol, name, arguments, auxiliary, data, label):
 
 
 @pytest.mark.parametrize("name", NETWORKS)
-def test_casts_by_hand_and_convert_symbol_give_the_same_bits(name, rng, smaller):
+def test_hand_written_casts_match_convert_symbol_bitwise(name, rng, smaller):
     wide = make(name, "float32")
     _, size, options = NETWORKS[name]
     words = options.get("vocab", CLASSES)
@@ -263,7 +263,7 @@ def test_casts_by_hand_and_convert_symbol_give_the_same_bits(name, rng, smaller)
         np.testing.assert_allclose(hand[key][1], float32[key][1], atol=0.03, err_msg=key)
 
 
-# ---- what they refuse
+# ---- refused arguments
 
 @pytest.mark.parametrize(("module", "bad", "message"), [
     (resnet, {"num_layers": 20},
@@ -280,7 +280,7 @@ def test_casts_by_hand_and_convert_symbol_give_the_same_bits(name, rng, smaller)
     (inception, {"version": "v4"}, "version. Valid: googlenet, bn, v3. Received: 'v4'"),
     (mobilenetv2, {"multiplier": -1}, "multiplier. Valid: numbers above 0. Received: -1"),
     (lstm, {"dtype": None}, "dtype. Valid: float32, float16. Received: None")])
-def test_bad_arguments_are_refused_with_the_valid_ones(module, bad, message):
+def test_bad_arguments_are_refused_with_valid_ones(module, bad, message):
     with pytest.raises(ValueError, match="Valid") as error:
         module.get_symbol(10, **bad)
     assert message in str(error.value)
@@ -291,7 +291,7 @@ def test_bad_arguments_are_refused_with_the_valid_ones(module, bad, message):
     ("mobilenet", {"num_layers": 50}, "mobilenet has no --num-layers. Valid: --multiplier"),
     ("resnet", {"multiplier": 0.5}, "resnet has no --multiplier. Valid: --num-layers"),
     ("resnet", {"batch_norm": True}, "resnet has no --batch-norm. Valid: --num-layers")])
-def test_a_flag_of_another_network_is_refused(network, flags, message):
+def test_flag_of_another_network_is_refused(network, flags, message):
     flags = {"num_layers": None, "multiplier": None, "batch_norm": None, **flags}
     with pytest.raises(ValueError, match="Valid") as error:
         symbols.get_symbol(network, 10, "3,224,224", "float32", **flags)
