@@ -1,4 +1,4 @@
-"""For tests of `export_onnx`: files run in onnxruntime, whole and operator by operator."""
+"""For tests of `export_onnx`: runs files in onnxruntime, whole or operator by operator."""
 import mxnet as mx
 import numpy as np
 import onnx
@@ -20,7 +20,7 @@ def run(model, data):
 
 
 def engine_tensors(network, data):
-    """Each tensor of a float16 graph as our engine computes it, by the name that MXNet has for it.
+    """Each tensor of a float16 graph as the engine computes it, by its name in MXNet.
 
     Args:
         network: the graph with its casts, its variables' types and its parameters.
@@ -31,7 +31,7 @@ def engine_tensors(network, data):
     symbol = build(Graph(entries), types).symbol()
     values = {name: mx.nd.array(array, dtype=types[name])
               for name, array in {**arrays, **data}.items()}
-    labels = set(symbol.list_arguments()) - set(values)  # which nothing reads in prediction
+    labels = set(symbol.list_arguments()) - set(values)  # which is not read in prediction
     shapes = dict(zip(symbol.list_arguments(), symbol.infer_shape(
         **{n: a.shape for n, a in values.items() if n in symbol.list_inputs()})[0]))
     values.update((name, mx.nd.zeros(shapes[name])) for name in labels)
@@ -43,12 +43,12 @@ def engine_tensors(network, data):
 
 
 def cut(model, tensors):
-    """The model with each operator alone: what reads one of these tensors reads a new input, and
-    each of them is an output. So no rounding of one operator reaches another one."""
+    """The model with each operator alone: readers of these tensors read new inputs, and each tensor
+    is an output, so that roundings do not propagate between operators."""
     cut_model = onnx.ModelProto()
     cut_model.CopyFrom(model)
     graph = cut_model.graph
-    # what a cast behind it returns has its name
+    # the output of a cast behind it has its name
     tensors = {f"{n}_1" if n in [o.name for o in model.graph.output] else n: a
                for n, a in tensors.items()}
     made = [name for node in graph.node for name in node.output if name in tensors]
@@ -64,8 +64,8 @@ def cut(model, tensors):
 
 
 def off_by(found, expected):
-    """The largest difference, in units of what one rounding may change at most: half a
-    float16 unit on each side, and the float32 rounding of a sum's largest terms."""
+    """The largest difference, in units of the largest change by one rounding: half a float16 unit
+    on each side, and the float32 rounding of the largest terms of a sum."""
     wide, exact = found.astype(np.float64), expected.astype(np.float64)
     unit = np.spacing(np.abs(expected)).astype(np.float64)
     sums = 2.0 ** -20 * (np.abs(exact).max() if exact.size else 0)
@@ -73,12 +73,12 @@ def off_by(found, expected):
 
 
 def settle(net, data):
-    """Gives batch norms averages that are half this batch's: activations have usual sizes."""
+    """Sets moving averages to half those of this batch, for activations of usual size."""
     def forget(block):
         if isinstance(block, mx.gluon.nn.BatchNorm):
             block._kwargs["momentum"] = 0.5
     net.apply(forget)
     with mx.autograd.record():
         made = net(data)
-    made.backward()  # in which MXNet moves them
+    made.backward()  # in which MXNet updates them
     mx.nd.waitall()

@@ -1,6 +1,6 @@
-"""`export_onnx`: what onnxruntime computes from the file is what MXNet computes.
+"""`export_onnx`: results of onnxruntime match those of MXNet.
 
-GLUON_AMP_ONNX=1 takes larger networks, too.
+GLUON_AMP_ONNX=1 adds larger networks.
 """
 import os
 import re
@@ -25,13 +25,13 @@ x = sym.var("data")
 
 
 def rows_data(name):
-    """The data for a row's test."""
+    """The data for the test of a row."""
     shapes = {"flat": (2, 4), "ids": (2, 3), "positive": (2, 4, 6, 6), "steps": (5, 2, 3),
               "batches": (3, 4, 5), "triple": (2, 3, 4), "line": (2, 4, 9), "cube": (1, 2, 4, 5, 3)}
     made = np.random.RandomState(1).normal(size=shapes.get(name, DATA.shape)).astype(np.float32)
     if name == "positive":
         made = np.abs(made) + 0.1
-    if name == "ids":  # the first and last ones lie beyond the table
+    if name == "ids":  # the first and last ones are out of range
         made = np.array([[-3, 0, 5], [2, 9, 1]], np.float32)
     return made
 
@@ -50,7 +50,7 @@ def rnn(mode, layers, bidirectional, outputs):
                    state_size=6, bidirectional=bidirectional, state_outputs=outputs, name="op")
 
 
-# For each operator: what it is made of, and the name of its data, if not four axes of numbers.
+# For each operator: its symbol, and the name of its data, unless it has four axes of numbers.
 CASES = {
     **{name: (getattr(sym, name)(x),) for name in (
         "relu sigmoid tanh exp sin cos softsign floor ceil erf negative abs square "
@@ -142,7 +142,7 @@ NOT_AS_PARAMETERS = {"data", "lin_label", "mae_label", "logistic_label", "softma
 
 
 def parameters(symbol, shape):
-    """Random ones, and variances that are positive."""
+    """Random parameters, with positive variances."""
     draw = np.random.RandomState(2)
     arguments, _, auxiliary = symbol.infer_shape(data=shape)
     found = [{name: nd.array(draw.normal(size=size) * 0.3 + ("var" in name) * 2)
@@ -153,7 +153,7 @@ def parameters(symbol, shape):
 
 
 def mxnets(symbol, params, data):
-    """What MXNet computes in float32, with its own operators."""
+    """Results of MXNet's operators in float32."""
     arrays = {**params[0], **params[1], "data": nd.array(data)}
     executor = symbol.simple_bind(mx.cpu(), grad_req="null", data=data.shape)
     for found in (executor.arg_dict, executor.aux_dict):
@@ -163,10 +163,10 @@ def mxnets(symbol, params, data):
 
 
 def check_alone(network, data):
-    """Each operator of a float16 network, by itself, is within one rounding of our engine's.
+    """Checks that each operator of a float16 network alone is within one rounding of the engine's.
 
     Returns:
-        how many tensors were compared.
+        the number of compared tensors.
     """
     shape = {name: array.shape for name, array in data.items()}
     model, tensors = cut(export._model(onnx, network, shape), engine_tensors(network, data))
@@ -183,7 +183,7 @@ def check_alone(network, data):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_an_operator_computes_in_onnx_what_it_computes_in_mxnet(case, tmp_path):
+def test_operator_matches_mxnet(case, tmp_path):
     symbol, data = CASES[case][0], rows_data((*CASES[case], "")[1])
     params = parameters(symbol, data.shape)
     file = str(tmp_path / "one.onnx")
@@ -194,10 +194,10 @@ def test_an_operator_computes_in_onnx_what_it_computes_in_mxnet(case, tmp_path):
         np.testing.assert_allclose(one, expected, rtol=2e-5, atol=2e-6)
     amp.export_onnx(symbol, file, data.shape, params=params)
     compared = check_alone(export._symbol(symbol, params, "float16"), {"data": data})
-    assert compared or case.endswith("RegressionOutput")  # which have nothing left to compute
+    assert compared or case.endswith("RegressionOutput")  # which are identities in prediction
 
 
-def test_every_operator_that_is_written_stands_in_these_tests():
+def test_every_exported_operator_is_tested():
     tested = {node.op for case in CASES.values()
               for node in export.Graph.read(case[0]).nodes()}
     aliases = {name for name, row in ROWS.items()
@@ -224,7 +224,7 @@ def classifier(name):
 
 
 @pytest.mark.parametrize("name", NETWORKS)
-def test_a_network_in_float32_predicts_as_in_mxnet(name, tmp_path):
+def test_float32_network_predicts_as_in_mxnet(name, tmp_path):
     net, data = classifier(name)
     file = str(tmp_path / "net.onnx")
     amp.export_onnx(net, file, data.shape, "float32")
@@ -234,13 +234,13 @@ def test_a_network_in_float32_predicts_as_in_mxnet(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", NETWORKS)
-def test_each_operator_of_a_float16_network_is_within_one_rounding(name):
+def test_each_operator_of_float16_network_is_within_one_rounding(name):
     net, data = classifier(name)
     amp.convert(net)
     assert check_alone(export._block(net, 1, "float16"), {"data": data.asnumpy()}) > 20
 
 
-def test_a_converted_network_and_one_that_is_not_give_the_same_file(tmp_path):
+def test_converted_and_unconverted_networks_give_same_file(tmp_path):
     net, data = classifier("mobilenetv2_0.25")
     files = [tmp_path / "before.onnx", tmp_path / "after.onnx"]
     amp.export_onnx(net, str(files[0]), data.shape)
@@ -251,7 +251,7 @@ def test_a_converted_network_and_one_that_is_not_give_the_same_file(tmp_path):
         onnx.TensorProto.FLOAT16, onnx.TensorProto.FLOAT}
 
 
-def test_an_lstm_of_gluons_is_exported_with_its_embedding(tmp_path):
+def test_lstm_with_embedding_is_exported(tmp_path):
     net = nn.HybridSequential()
     net.add(nn.Embedding(20, 6), gluon.rnn.LSTM(8, num_layers=2, bidirectional=True),
             nn.Dense(20, flatten=False))
@@ -266,11 +266,11 @@ def test_an_lstm_of_gluons_is_exported_with_its_embedding(tmp_path):
     half = net(ids).asnumpy()
     amp.export_onnx(net, file, ids.shape)
     found, = run(file, {"data": ids.asnumpy()}).values()
-    assert off_by(found.astype(np.float16), half.astype(np.float16)) <= 2  # two products behind
+    assert off_by(found.astype(np.float16), half.astype(np.float16)) <= 2  # after two products
     assert check_alone(export._block(net, 1, "float16"), {"data": ids.asnumpy()})
 
 
-def test_what_keep_names_is_float32_in_the_file(tmp_path):
+def test_kept_layers_are_float32_in_file(tmp_path):
     net = nn.HybridSequential()
     net.add(nn.Dense(4, in_units=3), nn.Dense(4, in_units=4))
     net.initialize()
@@ -294,7 +294,7 @@ def test_several_inputs_and_outputs_have_names_and_shapes(tmp_path):
 
 # ---- any batch size ----------------------------------------------------------
 
-# cases that have no axis of any size, and why
+# cases without an axis of any size, and the reason
 REFUSED = {"reshape_like": "MXNet refuses a batch of 3: .*Cannot reshape",
            "squeeze": "the shape .* has fewer axes for a batch of 1",
            **dict.fromkeys((case for case in CASES if case.startswith("RNN")), "Shape inconsist")}
@@ -302,7 +302,7 @@ REFUSED = {"reshape_like": "MXNet refuses a batch of 3: .*Cannot reshape",
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize("case", CASES)
-def test_a_file_for_any_batch_size_predicts_each_size(case, dtype, tmp_path):
+def test_file_for_any_batch_size_predicts_each_size(case, dtype, tmp_path):
     symbol, data = CASES[case][0], rows_data((*CASES[case], "")[1])
     axis = 1 if case.startswith("RNN") else 0
     params, file = parameters(symbol, data.shape), str(tmp_path / "any.onnx")
@@ -325,7 +325,7 @@ def test_a_file_for_any_batch_size_predicts_each_size(case, dtype, tmp_path):
                 assert all(np.array_equal(a, b) for a, b in zip(found.values(), same.values()))
 
 
-def test_a_network_for_any_batch_size(tmp_path):
+def test_network_for_any_batch_size(tmp_path):
     net, data = classifier("cifar_resnet20_v1")
     file = str(tmp_path / "net.onnx")
     amp.export_onnx(net, file, (None, *data.shape[1:]), "float32")
@@ -338,7 +338,7 @@ def test_a_network_for_any_batch_size(tmp_path):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-def test_an_lstm_begins_with_states_for_any_batch_size(dtype, tmp_path):
+def test_initial_lstm_states_fit_any_batch_size(dtype, tmp_path):
     net = nn.HybridSequential()
     net.add(gluon.rnn.LSTM(8, num_layers=2, bidirectional=True), nn.Dense(5, flatten=False))
     net.initialize(mx.init.Xavier())
@@ -352,7 +352,7 @@ def test_an_lstm_begins_with_states_for_any_batch_size(dtype, tmp_path):
         np.testing.assert_allclose(found, net(data).asnumpy(), rtol=error, atol=error)
 
 
-def test_several_inputs_have_one_batch_size(tmp_path):
+def test_several_inputs_share_any_batch_size(tmp_path):
     net = nn.HybridLambda(lambda F, a, b: F.concat(a, b, dim=1))
     file = str(tmp_path / "two.onnx")
     amp.export_onnx(net, file, [(None, 3), (None, 4)], "float32")
@@ -362,7 +362,7 @@ def test_several_inputs_have_one_batch_size(tmp_path):
 
 
 @pytest.mark.parametrize("shapes", [(None, None, 6, 6), (None, 0, 6, 6), (None, 4.0, 6, 6)])
-def test_a_shape_has_one_batch_size(shapes, tmp_path):
+def test_shape_has_at_most_one_batch_axis(shapes, tmp_path):
     with pytest.raises(ValueError, match=r"with one None for any batch size, .*Received"):
         amp.export_onnx(sym.relu(x), str(tmp_path / "net.onnx"), shapes, params={})
 
@@ -371,7 +371,7 @@ def test_a_shape_has_one_batch_size(shapes, tmp_path):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_an_operator_computes_in_bfloat16_what_our_engine_computes(case, tmp_path):
+def test_bfloat16_operator_matches_engine(case, tmp_path):
     symbol, data = CASES[case][0], rows_data((*CASES[case], "")[1])
     params = parameters(symbol, data.shape)
     file = str(tmp_path / "one.onnx")
@@ -390,7 +390,7 @@ def test_an_operator_computes_in_bfloat16_what_our_engine_computes(case, tmp_pat
         np.testing.assert_allclose(one, expected.asnumpy(), rtol=0.02, atol=0.02 * scale)
 
 
-def test_a_network_in_bfloat16_has_its_weights_in_two_bytes(tmp_path):
+def test_bfloat16_network_stores_weights_in_two_bytes(tmp_path):
     net, data = classifier("cifar_resnet20_v1")
     files = {dtype: tmp_path / dtype for dtype in ("float32", "bfloat16")}
     for dtype, file in files.items():
@@ -408,7 +408,7 @@ def test_a_network_in_bfloat16_has_its_weights_in_two_bytes(tmp_path):
 
 
 def chain(*factors):
-    """Dense layers whose results go up and down by these factors."""
+    """Dense layers whose results change by these factors."""
     net = nn.HybridSequential()
     for _ in factors:
         net.add(nn.Dense(16, in_units=16, use_bias=False))
@@ -423,7 +423,7 @@ def chain(*factors):
     ((1, 1e5, 1e-5, 1), [1, 2])])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("convert", [False, True])
-def test_calibration_keeps_what_the_type_does_not_hold(factors, of_float16, dtype, convert,
+def test_calibration_keeps_tensors_beyond_range_of_type(factors, of_float16, dtype, convert,
                                                        tmp_path):
     net, data = chain(*factors)
     expected = net(data).asnumpy()
@@ -438,7 +438,7 @@ def test_calibration_keeps_what_the_type_does_not_hold(factors, of_float16, dtyp
     assert np.abs(found - expected).max() < 0.03 * np.abs(expected).max()
 
 
-def test_what_calibration_keeps_is_what_keep_takes(tmp_path):
+def test_calibration_result_is_valid_keep_argument(tmp_path):
     net, data = chain(1e3, 1e3, 1e-3, 1e-3)
     net.hybridize()
     expected = net(data).asnumpy()
@@ -449,7 +449,7 @@ def test_what_calibration_keeps_is_what_keep_takes(tmp_path):
     assert np.abs(found - expected).max() < 0.01 * np.abs(expected).max()
 
 
-def test_a_large_input_is_not_rounded_and_ids_may_be_large(tmp_path):
+def test_large_inputs_are_kept_and_ids_are_ignored_by_calibration(tmp_path):
     net = nn.HybridSequential()
     net.add(nn.Embedding(70_000, 4), nn.Dense(2))
     net.initialize()
@@ -461,7 +461,7 @@ def test_a_large_input_is_not_rounded_and_ids_may_be_large(tmp_path):
     assert kept == [layer.name + "_fwd" for layer in net]
 
 
-def test_a_symbol_is_calibrated_on_batches_of_all_its_inputs(tmp_path):
+def test_symbol_is_calibrated_on_batches_of_all_inputs(tmp_path):
     a, b = sym.var("a"), sym.var("b")
     big = sym.FullyConnected(sym.concat(a, b), num_hidden=4, no_bias=True, name="big")
     small = sym.FullyConnected(big, num_hidden=4, no_bias=True, name="small")
@@ -480,7 +480,7 @@ def test_a_symbol_is_calibrated_on_batches_of_all_its_inputs(tmp_path):
     ([(np.ones((8, 16)), 1)], r"must be an array for each input: data\. Received: 2"),
     ([np.full((8, 16), np.nan)], "data is not finite in float32"),
     ([np.full((8, 16), 1e38)], r"dense\w* is not finite in float32")])
-def test_batches_that_say_nothing_are_refused(batches, message, tmp_path):
+def test_useless_calibration_batches_are_refused(batches, message, tmp_path):
     net, _ = chain(1, 1e3)
     with pytest.raises(ValueError, match=message):
         amp.export_onnx(net, str(tmp_path / "net.onnx"), (8, 16), calibration=batches)
@@ -502,7 +502,7 @@ def test_batches_that_say_nothing_are_refused(batches, message, tmp_path):
     (sym.Pooling(x, kernel=(3, 3), pool_type="lp", p_value=2, name="op"), r"pool_type must be max"),
     (sym.sum(x, axis=1, exclude=True, name="op"), r"op \(sum\): exclude"),
 ])
-def test_what_onnx_has_no_equal_for_is_refused_by_name_and_no_file_is_left(symbol, said, tmp_path):
+def test_unsupported_operators_are_refused_and_no_file_is_left(symbol, said, tmp_path):
     file = tmp_path / "net.onnx"
     params = parameters(symbol, (1, 6, 6, 4))
     with pytest.raises(ValueError, match=said):
@@ -510,7 +510,7 @@ def test_what_onnx_has_no_equal_for_is_refused_by_name_and_no_file_is_left(symbo
     assert list(tmp_path.iterdir()) == []
 
 
-def test_networks_in_numpy_mode_are_exported_or_refused_by_name(tmp_path):
+def test_numpy_mode_networks_are_exported_or_refused_by_name(tmp_path):
     mx.npx.set_np()
     try:
         net = nn.HybridSequential()
@@ -560,7 +560,7 @@ def test_wrong_calls_are_refused(tmp_path):
     amp.export_onnx(net, file, (1, 3), "float32")
 
 
-def test_an_attribute_that_no_rule_reads_is_refused(tmp_path, monkeypatch):
+def test_attribute_not_read_by_rule_is_refused(tmp_path, monkeypatch):
     write = ROWS["clip"].write
     monkeypatch.setitem(ROWS, "clip", ROWS["clip"]._replace(
         write=lambda node: (write(node), node.unread.add("a_max"))[0]))
@@ -568,7 +568,7 @@ def test_an_attribute_that_no_rule_reads_is_refused(tmp_path, monkeypatch):
         amp.export_onnx(sym.clip(x, 0, 1), str(tmp_path / "a"), (1, 3), "float32")
 
 
-def test_a_tensor_of_another_shape_or_type_than_mxnets_is_refused(tmp_path, monkeypatch):
+def test_tensor_with_wrong_shape_or_type_is_refused(tmp_path, monkeypatch):
     monkeypatch.setitem(ROWS, "relu", ROWS["Flatten"]._replace(
         write=lambda node: node.reshape(node.input(0), (1, 4))))
     with pytest.raises(ValueError, match=r"it would be float32 \(1, 4\) there. Expected: float32"):

@@ -1,4 +1,4 @@
-"""amp.optimizer: float32 masters for every optimizer, masters that follow; and adamw."""
+"""amp.optimizer: float32 master weights for every optimizer, also after writes; and adamw."""
 
 import gluon_amp as amp
 import mxnet as mx
@@ -11,16 +11,16 @@ NAMES = sorted(mx.optimizer.Optimizer.opt_registry)
 ALL = [*((name, {}) for name in NAMES),
        # not dcasgd, which in MXNet 1.9.1 fails with a momentum
        *((name, {"momentum": 0.9}) for name in ("ccsgd", "lbsgd", "nag", "sgd")),
-       # whose correction for schedules MXNet makes in the first call of a step only
+       # whose correction for schedules MXNet applies in the first call of a step only
        ("lars", {"momentum": 0.9, "momentum_correction": False}), ("signum", {"momentum": 0}),
        ("rmsprop", {"centered": True}), ("lbsgd", {"batch_scale": 2, "warmup_strategy": "lars"})]
-SHAPES = [(3, 7), (5, 1), (41, 1000), (2, 3)]  # 2-D for groupadagrad, and one worth threads
+SHAPES = [(3, 7), (5, 1), (41, 1000), (2, 3)]  # 2-D for groupadagrad, and a large one for threads
 MIXED = ["float16", "float32", "float16", "float32"]
 MASTER_LAST = (mx.optimizer.SGD, mx.optimizer.NAG, mx.optimizer.LARS)
 
 
 def arguments(name, kwargs=()):
-    """Some of everything that an optimizer takes."""
+    """Arguments of an optimizer that cover all its settings."""
     return {"learning_rate": 0.05, "wd": 0 if name == "groupadagrad" else 0.01,
             "lr_scheduler": mx.lr_scheduler.FactorScheduler(2, 0.5, base_lr=0.05),
             "rescale_grad": 0.5, "clip_gradient": 1.5, **dict(kwargs)}
@@ -39,15 +39,15 @@ def update(updater, weights, rng, gradients="float16", steps=5):
 
 
 def masters(updater, weights):
-    """Float32's own are themselves."""
+    """Float32 arrays are returned unchanged."""
     last = isinstance(updater.optimizer, MASTER_LAST)
     return [updater.states[i][1 if last else 0].asnumpy() if w.dtype is np.float16 else w.asnumpy()
             for i, w in enumerate(weights)]
 
 
 def train(optimizer, types, in_lists=True, gradients="float16"):
-    """Weights of these types before and after some steps, and their masters."""
-    mx.random.seed(3)  # sgld draws
+    """Weights of these types before and after some steps, and their master weights."""
+    mx.random.seed(3)  # sgld draws random numbers
     rng = np.random.default_rng(7)
     updater, weights = mx.optimizer.Updater(optimizer), values(rng, types)
     updater.aggregate_updates = in_lists and updater.aggregate_updates
@@ -67,17 +67,17 @@ def assert_as_in_float32(name, kwargs, *args):
         np.testing.assert_array_equal(weight, exact.astype(weight.dtype))
 
 
-# Float32 masters
+# Float32 master weights
 
 
 @pytest.mark.parametrize("in_lists", [False, True])
 @pytest.mark.parametrize(("name", "kwargs"), ALL)
-def test_float16_weights_are_those_of_float32_training_rounded(name, kwargs, in_lists):
+def test_float16_weights_match_rounded_float32_training(name, kwargs, in_lists):
     assert_as_in_float32(name, kwargs, in_lists)
 
 
 @pytest.mark.parametrize("name", ["adam", "adamw", "lamb", "lars", "nag", "sgd"])
-def test_gradients_of_float16_weights_may_be_float32(name):
+def test_float32_gradients_of_float16_weights_are_accepted(name):
     assert_as_in_float32(name, {}, True, "float32")
 
 
@@ -92,16 +92,16 @@ def test_weights_of_one_type_are_updated_in_one_call(name):
 
 @pytest.mark.parametrize(("name", "dtype"), [*((name, "float16") for name in NAMES),
                                              ("adamw", "float32"), ("adadelta", "float32")])
-def test_gradients_are_only_read(name, dtype):
+def test_gradients_are_not_modified(name, dtype):
     updater = mx.optimizer.Updater(amp.optimizer(name, rescale_grad=0.5, clip_gradient=0.1))
     weight, grad = nd.ones((2, 3), dtype=dtype), nd.full((2, 3), 2, dtype=dtype)
     updater(0, grad, weight)
-    mx.nd.waitall()  # MXNet does not wait for a write that it does not know of
+    mx.nd.waitall()  # MXNet does not wait for a write without a dependency
     assert (grad.asnumpy() == 2).all()
 
 
 @pytest.mark.parametrize(("name", "kwargs"), ALL)
-def test_saved_states_and_optimizer_continue_bit_by_bit(name, kwargs):
+def test_saved_states_and_optimizer_continue_bitwise(name, kwargs):
     rng = np.random.default_rng(7)
     updater, revived = (mx.optimizer.Updater(amp.optimizer(name, **arguments(name, kwargs)))
                         for _ in range(2))
@@ -129,14 +129,14 @@ def one_step(name, dtype, **kwargs):
 
 
 @pytest.mark.parametrize("name", ["adam", "ftml", "nadam"])
-def test_an_epsilon_that_is_0_in_float16_is_refused_for_float16_state(name):
+def test_epsilon_that_underflows_is_refused_for_float16_state(name):
     with pytest.raises(ValueError, match=r"epsilon=1e-08 is 0. .* such as 1e-4. "
                                          r"Leave multi_precision at True"):
         one_step(name, "float16", multi_precision=False)
 
 
 @pytest.mark.parametrize("name", ["adam", "ftml", "nadam"])
-def test_an_epsilon_that_float16_has_is_accepted(name):
+def test_epsilon_representable_in_float16_is_accepted(name):
     with pytest.warns(UserWarning, match="Accumulating with float16"):
         weight = one_step(name, "float16", multi_precision=False, epsilon=1e-4)
     assert ((weight < 1) & (weight > 0.5)).all()
@@ -144,18 +144,18 @@ def test_an_epsilon_that_float16_has_is_accepted(name):
 
 @pytest.mark.parametrize("name", ["adamw", "rmsprop", "ftrl", "adagrad", "adadelta",
                                   "groupadagrad"])
-def test_optimizers_whose_state_mxnet_makes_float32_want_masters(name):
+def test_optimizers_with_float32_state_require_master_weights(name):
     with pytest.raises(ValueError, match="updates float16 weights with master weights only"):
         one_step(name, "float16", multi_precision=False)
 
 
 @pytest.mark.parametrize("name", EPSILON)
-def test_any_epsilon_fits_float32_state(name):
+def test_any_epsilon_is_accepted_with_float32_state(name):
     for weight in (one_step(name, "float16"), one_step(name, "float32", multi_precision=False)):
         assert ((weight < 1) & (weight > 0.5)).all()
 
 
-# Masters follow what is written into their weights
+# Master weights follow writes into weights
 
 WRITTEN = [("sgd", {}), ("sgd", {"momentum": 0.9}), ("nag", {"momentum": 0.9}), ("adam", {}),
            ("adamw", {"wd": 0.1}), ("lamb", {}), ("lars", {"momentum": 0.9})]
@@ -175,7 +175,7 @@ def parameter(value, dtype, **kwargs):
 
 
 def step(trainer, grad):
-    """One step of a Trainer with one parameter, whose gradient is this."""
+    """One step of a Trainer with one parameter and this gradient."""
     (param,) = trainer._params
     with autograd.record():
         loss = (param.data() * nd.array(grad, dtype=param.dtype)).sum()
@@ -184,7 +184,7 @@ def step(trainer, grad):
 
 
 def assert_continues_from(name, kwargs, value, write):
-    """As float32 training in which just what is written is replaced, bit by bit."""
+    """Matches float32 training bitwise in which only written elements are replaced."""
     half, wide = (parameter(value, dtype) for dtype in ("float16", "float32"))
     kwargs = {"learning_rate": 0.1, **kwargs}
     trainers = [gluon.Trainer([half], amp.optimizer(name, **kwargs)),
@@ -209,12 +209,12 @@ def assert_continues_from(name, kwargs, value, write):
 
 @pytest.mark.parametrize("write", WRITES)
 @pytest.mark.parametrize(("name", "kwargs"), WRITTEN)
-def test_a_step_continues_from_what_somebody_wrote(name, kwargs, write, rng):
+def test_step_continues_from_written_weights(name, kwargs, write, rng):
     assert_continues_from(name, kwargs, halves(rng, 4, 6), WRITES[write])
 
 
-@pytest.mark.parametrize(("name", "kwargs"), WRITTEN[:5])  # the others' norms mix the elements
-def test_any_half_may_be_written(name, kwargs):
+@pytest.mark.parametrize(("name", "kwargs"), WRITTEN[:5])  # norms of the others mix elements
+def test_any_float16_value_can_be_written(name, kwargs):
     new = nd.array([np.nan, np.inf, -np.inf, -0.0, 0, 2**-24, -3 * 2**-24, 2**-14, 65504],
                    dtype="float16")
     end = assert_continues_from(name, kwargs, np.full(9, 2.0), lambda p: p.set_data(new))
@@ -223,7 +223,7 @@ def test_any_half_may_be_written(name, kwargs):
 
 @pytest.mark.parametrize("name", ["adam", "sgd"])
 @pytest.mark.parametrize(("make", "expected"), [(amp.optimizer, 5), (mx.optimizer.create, 1)])
-def test_mxnets_own_masters_take_back_what_was_written_and_these_do_not(name, make, expected):
+def test_writes_survive_a_step_unlike_with_mxnet_master_weights(name, make, expected):
     weight = parameter(np.ones(3), "float16")
     trainer = gluon.Trainer([weight], make(name, multi_precision=True))
     step(trainer, np.zeros(3))
@@ -232,7 +232,7 @@ def test_mxnets_own_masters_take_back_what_was_written_and_these_do_not(name, ma
     assert (weight.data().asnumpy() == expected).all()
 
 
-def test_loaded_parameters_are_where_the_next_step_starts(tmp_path, rng):
+def test_step_after_load_parameters_starts_from_loaded_values(tmp_path, rng):
     file, x = str(tmp_path / "net.params"), nd.array(rng.standard_normal((8, 3)))
     net = amp.convert(gluon.nn.Dense(4, in_units=3))
     net.initialize(mx.init.Normal(1))
@@ -253,7 +253,7 @@ def test_loaded_parameters_are_where_the_next_step_starts(tmp_path, rng):
 
 @pytest.mark.parametrize(("old", "new"), [("float16", "float32"), ("float32", "float16")])
 @pytest.mark.parametrize("name", ["adam", "adamw", "sgd"])
-def test_a_cast_between_two_steps_asks_for_a_new_trainer(name, old, new):
+def test_cast_between_steps_requires_new_trainer(name, old, new):
     net = gluon.Block(prefix="net_")
     weight = net.params.get("weight", shape=(3,), dtype=old, init="ones")
     net.initialize()
@@ -270,14 +270,14 @@ def test_a_cast_between_two_steps_asks_for_a_new_trainer(name, old, new):
 
 # adamw
 
-# MXNet's operator computes v as beta2 * (v - g * g) + g * g, which rounds 1 / (1 - beta2) times
-# as much as the formula does: these are betas with which that is little.
+# MXNet's operator computes v as beta2 * (v - g * g) + g * g, whose rounding error is that of the
+# formula times 1 / (1 - beta2): with these betas, it is small.
 BETAS = {"beta1": 0.5, "beta2": 0.75}
 
 
 def adamw(weight, grads, rates, wd=0.0, beta1=0.9, beta2=0.999, epsilon=1e-8, rescale_grad=1.0,
           clip_gradient=np.inf):
-    """Its docstring's formula in float64."""
+    """The formula of the docstring in float64."""
     m = v = 0.0
     for t, (g, lr) in enumerate(zip(grads, rates), 1):
         g = np.clip(rescale_grad * g.astype(float), -clip_gradient, clip_gradient)
@@ -289,7 +289,7 @@ def adamw(weight, grads, rates, wd=0.0, beta1=0.9, beta2=0.999, epsilon=1e-8, re
 
 
 def steps_of(name, kwargs, **mults):
-    """A float32 weight, 20 gradients, and the weight after them with a gluon.Trainer."""
+    """A float32 weight, 20 gradients, and the weight after 20 steps of a gluon.Trainer."""
     rng = np.random.default_rng(3)
     weight = rng.uniform(-1, 1, 1003).astype(np.float32)
     grads = rng.standard_normal((20, 1003)).astype(np.float32)
@@ -301,7 +301,7 @@ def steps_of(name, kwargs, **mults):
 
 
 def assert_float32(actual, expected):
-    """Equal but for two roundings of the weight, here below 2, in each of 20 steps."""
+    """Equal up to two roundings of the weight, which is below 2, in each of 20 steps."""
     assert np.abs(expected).max() < 2
     np.testing.assert_allclose(actual, expected, rtol=0, atol=20 * 2 * 2**-24)
 
@@ -310,7 +310,7 @@ def assert_float32(actual, expected):
     {}, {"wd": 0.5}, {"clip_gradient": 0.5}, {"rescale_grad": 1 / 128}, {"epsilon": 0.1},
     {"beta1": 0.75, "beta2": 0.625},
     {"wd": 0.5, "clip_gradient": 0.01, "rescale_grad": 1 / 128, "epsilon": 1e-4}])
-def test_adamw_is_its_formula(kwargs):
+def test_adamw_matches_its_formula(kwargs):
     kwargs = {**BETAS, **kwargs}
     weight, grads, actual = steps_of("adamw", {"learning_rate": 0.03, **kwargs})
     assert_float32(actual, adamw(weight, grads, [0.03] * 20, **kwargs))
@@ -330,12 +330,12 @@ def test_adamw_follows_schedules_and_multipliers(mults):
 @pytest.mark.parametrize("kwargs", [
     {}, {"clip_gradient": 0.5, "rescale_grad": 0.25}, {"clip_gradient": 0},
     {"learning_rate": 0.03, "beta2": 0.75, "epsilon": 1e-3}])
-def test_adamw_without_weight_decay_is_mxnets_adam(kwargs):
+def test_adamw_without_weight_decay_matches_mxnet_adam(kwargs):
     assert_float32(*(steps_of(name, kwargs)[-1] for name in ("adamw", "adam")))
 
 
 @pytest.mark.parametrize("in_lists", [False, True])
-def test_adamw_has_the_same_masters_by_mxnets_operator_which_a_gpu_runs(in_lists):
+def test_adamw_master_weights_match_mxnet_operator(in_lists):
     ours, stock = (train(make("adamw", multi_precision=True, **arguments("adamw")), MIXED, in_lists)
                    for make in (amp.optimizer, mx.optimizer.create))
     for mine, its in zip(ours[1] + ours[2], stock[1] + stock[2]):
@@ -343,8 +343,8 @@ def test_adamw_has_the_same_masters_by_mxnets_operator_which_a_gpu_runs(in_lists
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
-def test_adamw_takes_row_sparse_gradients_as_dense_ones(dtype, rng):
-    """Every row decays and moves on, also those that a gradient has not."""
+def test_adamw_treats_row_sparse_gradients_as_dense(dtype, rng):
+    """Every row is decayed and updated, including rows without a gradient."""
     value, ends = halves(rng, 5, 3), []
     for stype in ("row_sparse", "default"):
         updater = mx.optimizer.Updater(amp.optimizer("adamw", learning_rate=0.1, wd=0.1))
@@ -358,13 +358,13 @@ def test_adamw_takes_row_sparse_gradients_as_dense_ones(dtype, rng):
 
 
 @pytest.mark.parametrize("name", ["sgdd", None, 3])
-def test_an_unknown_optimizer_lists_the_valid_ones(name):
+def test_unknown_optimizer_lists_valid_ones(name):
     with pytest.raises(ValueError, match=r"Valid: .*adam, .*sgd") as caught:
         amp.optimizer(name)
     assert f"Received: {name!r}" in str(caught.value)
 
 
-def test_an_optimizer_is_still_what_it_was():
+def test_optimizer_keeps_its_class():
     optimizer = amp.optimizer("SGD", learning_rate=0.1)
     assert isinstance(optimizer, mx.optimizer.SGD)
     assert optimizer.multi_precision

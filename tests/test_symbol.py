@@ -1,4 +1,4 @@
-"""convert_symbol and convert_model: where casts go, which names stay, what is refused."""
+"""convert_symbol and convert_model: placement of casts, names, and refused arguments."""
 import json
 
 import gluon_amp as amp
@@ -72,14 +72,14 @@ def loop():
 
 
 def by_hand():
-    """As in MXNet's own float16 examples."""
+    """A network with casts as in MXNet's float16 examples."""
     x = S.FullyConnected(S.Cast(S.var("data"), dtype="float16", name="in16"), num_hidden=4,
                          name="fc1")
     x = S.FullyConnected(S.Activation(x, act_type="relu", name="relu"), num_hidden=3, name="fc2")
     return S.SoftmaxOutput(S.Cast(x, dtype="float32", name="out32"), name="softmax")
 
 
-NETWORKS = {  # and the shape of their data
+NETWORKS = {  # with the shape of their data
     "conv": (lambda: HEADS["SoftmaxOutput"](body()), (4, 3, 8, 8)), "heads": (heads, (4, 3, 8, 8)),
     "fused": (fused, (4, 4, 6)), "unrolled": (unrolled, (4, 4)), "dot": (dot, (4, 6)),
     "loop": (loop, (4, 4, 6)), "by_hand": (by_hand, (4, 6)),
@@ -91,7 +91,7 @@ def nodes(sym):
 
 
 def types(sym):
-    """The type of every tensor, by name; float32 where MXNet leaves it open."""
+    """The type of every tensor by name, float32 if MXNet does not infer it."""
     inner = sym.get_internals()
     return {name: np.dtype(t or "float32").name for name, t in
             zip(inner.list_outputs(), inner.infer_type_partial(data="float32")[1])}
@@ -112,7 +112,7 @@ def inputs(sym, shape, rng):
 
 
 def trained(sym, shape, rng, values=None, module=amp.Module):
-    """Outputs of a step, and by how much it moved the parameters."""
+    """Outputs of a step, and the change of parameters."""
     batch, data, label = inputs(sym, shape, rng)
     made = module(sym, label_names=[name for name, _ in label])
     made.bind(data, label or None)
@@ -134,9 +134,9 @@ def check_near(mine, theirs, rel):
     assert np.abs(mine - theirs).max() <= rel * np.abs(theirs).max() + 1e-6
 
 
-# ---- where casts go
+# ---- placement of casts
 
-def test_a_cast_follows_the_data_and_another_precedes_the_loss():
+def test_casts_follow_data_and_precede_loss():
     sym = amp.convert_symbol(HEADS["SoftmaxOutput"](body()))
     assert nodes(sym) == [
         ("Cast", "data_cast_float16"), ("Convolution", "conv"), ("BatchNorm", "bn"),
@@ -144,7 +144,7 @@ def test_a_cast_follows_the_data_and_another_precedes_the_loss():
         ("SoftmaxOutput", "head")]
 
 
-def test_the_body_is_float16_and_the_norm_float32():
+def test_body_is_float16_and_norm_is_float32():
     found = types(amp.convert_symbol(HEADS["SoftmaxOutput"](body())))
     half = {"data_cast_float16_output", "conv_weight", "conv_bias", "conv_output", "bn_output",
             "relu_output", "fc_weight", "fc_bias", "fc_output"}
@@ -173,7 +173,7 @@ def test_each_policy_stores_parameters_in_its_type():
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", NETWORKS)
-def test_names_and_their_order_stay_and_converting_twice_is_converting_once(name, policy):
+def test_names_are_kept_and_conversion_is_idempotent(name, policy):
     sym = NETWORKS[name][0]()
     before = sym.tojson()
     once = amp.convert_symbol(sym, policy)
@@ -182,13 +182,13 @@ def test_names_and_their_order_stay_and_converting_twice_is_converting_once(name
     assert amp.convert_symbol(once, policy).tojson() == once.tojson()
 
 
-def test_casts_that_are_there_stay_and_get_no_second_one():
+def test_existing_casts_are_not_duplicated():
     assert nodes(amp.convert_symbol(by_hand())) == nodes(by_hand())
 
 
 @pytest.mark.parametrize("policy", HALF_POLICIES)
 @pytest.mark.parametrize("name", NETWORKS)
-def test_a_saved_symbol_loads_with_all_its_casts(name, policy, tmp_path):
+def test_saved_symbol_loads_with_all_casts(name, policy, tmp_path):
     sym = amp.convert_symbol(NETWORKS[name][0](), policy)
     sym.save(str(tmp_path / "net.json"))
     loaded = S.load(str(tmp_path / "net.json"))
@@ -198,7 +198,7 @@ def test_a_saved_symbol_loads_with_all_its_casts(name, policy, tmp_path):
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_mxnets_own_module_binds_the_symbol(policy):
+def test_mxnet_module_binds_the_symbol(policy):
     module = mx.mod.Module(amp.convert_symbol(HEADS["SoftmaxOutput"](body()), policy),
                            label_names=["head_label"])
     module.bind([("data", (4, 3, 8, 8))], [("head_label", (4,))])
@@ -219,12 +219,12 @@ def test_kept_layers_stay_float32(keep):
     (["cnv"], ValueError, "matches nothing.*conv"),
     (["con"], ValueError, "matches nothing"),  # whole names only
     (["("], ValueError, "not a regular expression"), ([3], TypeError, "3")])
-def test_a_bad_keep_is_a_clear_error(keep, error, message):
+def test_bad_keep_is_refused(keep, error, message):
     with pytest.raises(error, match=message):
         amp.convert_symbol(body(), keep=keep)
 
 
-def test_bad_arguments_are_clear_errors():
+def test_bad_arguments_are_refused():
     with pytest.raises(TypeError, match=r"Use gluon_amp\.convert"):
         amp.convert_symbol(gluon.nn.Dense(3))
     with pytest.raises(TypeError, match="Received: NDArray"):
@@ -245,7 +245,7 @@ def checkpoint(rng):
     return sym, args, dict(zip(sym.list_auxiliary_states(), map(mx.nd.ones, aux)))
 
 
-def test_a_checkpoint_is_rounded_once_and_left_as_it_was(rng):
+def test_checkpoint_is_rounded_once_and_not_modified(rng):
     sym, args, aux = checkpoint(rng)
     before = {name: a.asnumpy() for name, a in args.items()}
     converted, new, new_aux = amp.convert_model(sym, args, aux)
@@ -268,7 +268,7 @@ def test_missing_and_misnamed_parameters_are_listed(rng):
         amp.convert_model(sym, args, aux)
 
 
-def test_a_checkpoint_that_float16_cannot_hold_is_refused(rng, tmp_path):
+def test_checkpoint_beyond_float16_is_refused(rng, tmp_path):
     sym, args, aux = checkpoint(rng)
     args["fc_weight"][0] = 1e5
     with pytest.raises(ValueError, match=r"keep=.*Received: fc_weight \(up to 100000\)"):
@@ -283,11 +283,11 @@ def test_a_checkpoint_that_float16_cannot_hold_is_refused(rng, tmp_path):
         amp.Module.load(str(tmp_path / "net"), 1)
 
 
-# ---- they run
+# ---- execution
 
 @pytest.mark.parametrize("policy", HALF_POLICIES)
 @pytest.mark.parametrize("name", sorted(set(NETWORKS) - {"loop"}))  # MXNet cannot bind it either
-def test_outputs_and_updates_are_those_of_float32_within_rounding(name, policy, rng):
+def test_outputs_and_updates_match_float32_within_rounding(name, policy, rng):
     make, shape = NETWORKS[name]
     state = rng.bit_generator.state
     if name == "heads":
@@ -304,13 +304,13 @@ def test_outputs_and_updates_are_those_of_float32_within_rounding(name, policy, 
 
 @pytest.mark.parametrize("name", ["resnet18_v1", "resnet18_v2", "mobilenetv2_0.25", "vgg11_bn",
                                   "squeezenet1.1"])
-def test_networks_of_the_model_zoo_convert_as_symbols(name, rng):
+def test_model_zoo_networks_convert_as_symbols(name, rng):
     make, sample = networks.ZOO[name]
     net, shape = make(), sample(rng)[0].shape
     sym = net(S.var("data"))
     converted = amp.convert_symbol(sym)
     assert names(converted) == names(sym)
-    # (parameters carry float32 in Gluon's symbols)
+    # (Gluon's symbols declare parameters as float32)
     assert "float16" in types(converted).values()
     x = mx.nd.array(rng.standard_normal(shape))
     net.initialize(mx.init.Xavier())

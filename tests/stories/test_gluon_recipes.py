@@ -29,7 +29,7 @@ def run(script, *arguments, fails=False, **options):
 
 @pytest.fixture(scope="module")
 def pretrained(tmp_path_factory):
-    """A small network of the model zoo: its files in both types, and exported."""
+    """A small network of the model zoo: parameter files in both types, and an export."""
     folder = tmp_path_factory.mktemp("pretrained")
     net = gluon.model_zoo.vision.get_model("mobilenet0.25", classes=7)
     net.initialize(mx.init.Xavier())
@@ -43,7 +43,7 @@ def pretrained(tmp_path_factory):
 
 
 @pytest.mark.parametrize("kind", ["float32", "float16", "exported"])
-def test_pretrained_files_of_either_type_and_exported_ones_are_fine_tuned(kind, pretrained):
+def test_fine_tuning_from_parameter_files_and_exported_networks(kind, pretrained):
     files = ["--pretrained-symbol", str(pretrained / "net-symbol.json"), "--pretrained-params",
              str(pretrained / "net-0000.params")] if kind == "exported" else \
         ["--pretrained", "mobilenet0.25", "--pretrained-params", str(pretrained / f"{kind}.params")]
@@ -53,7 +53,7 @@ def test_pretrained_files_of_either_type_and_exported_ones_are_fine_tuned(kind, 
     assert re.search(r"^\[Epoch 0\] validation: err-top1=\d\.\d{6} .*skipped=\d+$", log, re.M)
 
 
-def test_the_parts_do_what_they_say(pretrained):
+def test_pretrained_features_and_freezing_and_bn_momentum(pretrained):
     args = Namespace(
         pretrained_symbol=str(pretrained / "net-symbol.json"), pretrained="mobilenet0.25",
         pretrained_params=str(pretrained / "net-0000.params"), bn_momentum=0.5)
@@ -85,7 +85,7 @@ def test_bad_arguments_are_one_line(arguments, message):
     assert message in run("fine_tune.py", *arguments, *SMALL, fails=True).splitlines()[-1]
 
 
-def test_a_network_without_a_fully_connected_layer_is_refused_in_one_line(tmp_path):
+def test_network_without_fully_connected_layer_is_refused_in_one_line(tmp_path):
     path = str(tmp_path / "net.params")
     mx.nd.save(path, {"arg:conv_weight": nd.ones((2, 3, 1, 1))})
     error = run("fine_tune.py", "--pretrained", "squeezenet1.1", "--pretrained-params", path,
@@ -93,7 +93,7 @@ def test_a_network_without_a_fully_connected_layer_is_refused_in_one_line(tmp_pa
     assert f"{path} has no weight of a fully connected layer" in error.splitlines()[-1]
 
 
-def test_lr_find_proposes_a_rate_and_draws_it(tmp_path):
+def test_lr_find_proposes_rate_and_draws_plot(tmp_path):
     log = run("lr_find.py", "--dtype", "float16", "--steps", "60", "--plot",
               str(tmp_path / "rates.png"), new_process=True)
     assert 1e-4 < float(re.search(r"proposed: (\S+)", log)[1]) < 1
@@ -102,7 +102,7 @@ def test_lr_find_proposes_a_rate_and_draws_it(tmp_path):
 
 @pytest.mark.skipif(not (SHARED / "models").is_dir(),
                     reason="needs cifar_resnet20_v1 in ../shared or $GLUON_AMP_DATA")
-def test_a_network_of_gluoncv_is_fine_tuned_on_photos():
+def test_gluoncv_network_is_fine_tuned_on_photos():
     log = run("fine_tune.py", "--pretrained", "cifar_resnet20_v1", "--pretrained-params",
               str(SHARED / "models" / "cifar_resnet20_v1-0000.params"),
               "--dataset", str(SHARED / "data" / "caltech10_128_train.rec"),

@@ -30,7 +30,7 @@ def run(folder, *arguments, fails=False, **options):
 
 
 def result(folder, epoch):
-    """What does not depend on the clock."""
+    """Results that do not depend on the clock."""
     lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()][1:]
     for line in lines:
         line.pop("seconds", None), line.pop("samples_per_second", None)
@@ -43,7 +43,7 @@ def same(a, b):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_digits_are_learned_and_logged_as_gluoncv_does(dtype, tmp_path):
+def test_digits_are_learned_and_logged_in_gluoncv_format(dtype, tmp_path):
     log = run(tmp_path, "--dtype", dtype, "--epochs", "2", new_process=dtype == "float16")
     number = r"\d+\.\d{6}"
     scale = r"\tloss-scale=\d+\tskipped=\d+"
@@ -62,14 +62,14 @@ def test_digits_are_learned_and_logged_as_gluoncv_does(dtype, tmp_path):
     assert 0 < epochs[1]["validation_loss"] < epochs[0]["validation_loss"]
 
 
-def test_log_jsonl_has_what_happened_in_steps_and_none_is_skipped_at_the_start(tmp_path):
+def test_log_jsonl_has_steps_and_none_is_skipped_at_start(tmp_path):
     output = run(tmp_path, "--dtype", "float16", "--epochs", "2")
     run_read, = read([tmp_path / "log.jsonl"])
     lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     assert lines[0]["version"] == 2
     steps = [line for line in lines if "batch" in line]
     assert "step skipped" not in output
-    assert "hybridized, because" not in output  # the script does so itself
+    assert "hybridized, because" not in output  # the script hybridizes
     assert not any(line.get("skip") for line in steps)
     assert [line["batch"] for line in steps] == [4, 9, 14, 19, 4, 9, 14, 19]
     assert all(0 < line["gradient_norm"] < 100 for line in steps)
@@ -78,9 +78,9 @@ def test_log_jsonl_has_what_happened_in_steps_and_none_is_skipped_at_the_start(t
     assert len(run_read.steps["loss"]) == len(steps)
 
 
-def test_tensorboards_files_say_what_log_jsonl_says(tmp_path):
+def test_tensorboard_files_match_log_jsonl(tmp_path):
     pytest.importorskip("tensorboard")
-    for epochs in "2", "3":  # of the resumed run there are two files
+    for epochs in "2", "3":  # the resumed run writes a second file
         run(tmp_path / "run", "--dtype", "float16", "--epochs", epochs, "--resume",
             "--tensorboard", str(tmp_path / "events"))
     theirs, = read(sorted((tmp_path / "events").iterdir()))
@@ -92,7 +92,7 @@ def test_tensorboards_files_say_what_log_jsonl_says(tmp_path):
     assert len(theirs.steps["loss"]) == len(ours.steps["loss"])
 
 
-def test_killed_at_any_moment_a_resumed_run_equals_an_unbroken_one(tmp_path):
+def test_run_killed_at_any_moment_resumes_bitwise(tmp_path):
     options = ["--dtype", "float16", "--epochs", "4", "--label-smoothing", "0.1"]
     run(tmp_path / "whole", *options)
     for stop in (r"Epoch\[0\] Batch \[4\]", r"\[Epoch 0\] validation", r"Epoch\[2\] Batch \[9\]"):
@@ -104,11 +104,11 @@ def test_killed_at_any_moment_a_resumed_run_equals_an_unbroken_one(tmp_path):
         process.communicate()
     run(tmp_path / "cut", *options, "--resume", "--xray", str(tmp_path / "xray"), "--xray-steps",
         "1")
-    assert (tmp_path / "xray" / "epoch-3" / "xray.html").exists()  # and it changes no bit
+    assert (tmp_path / "xray" / "epoch-3" / "xray.html").exists()  # bitwise identical
     assert same(result(tmp_path / "whole", 3), result(tmp_path / "cut", 3))
 
 
-def test_a_run_is_not_written_over_and_goes_on_only_as_it_was_begun(tmp_path):
+def test_run_is_not_overwritten_and_resumes_only_with_same_arguments(tmp_path):
     begun = ["--epochs", "2", "--dtype", "float16"]
     assert "nothing to resume" in run(tmp_path, *begun, "--resume")
     before = (tmp_path / "log.jsonl").read_bytes()
@@ -121,7 +121,7 @@ def test_a_run_is_not_written_over_and_goes_on_only_as_it_was_begun(tmp_path):
     assert (tmp_path / "log.jsonl").read_bytes() == before
 
 
-def test_a_run_of_another_script_is_not_gone_on_with(tmp_path):
+def test_run_of_another_script_is_not_resumed(tmp_path):
     run(tmp_path, "--epochs", "1")
     log = (tmp_path / "log.jsonl").read_text().splitlines(True)
     (tmp_path / "log.jsonl").write_text(log[0].replace('"lr"', '"rate"') + log[1])
@@ -130,7 +130,7 @@ def test_a_run_of_another_script_is_not_gone_on_with(tmp_path):
     assert "lr was not there, is 0.1" in error
 
 
-def test_random_crops_are_those_of_the_seed(tmp_path):
+def test_random_crops_depend_on_seed_only(tmp_path):
     rng = np.random.default_rng(0)
     for i in range(16):
         folder = tmp_path / "images" / "ab"[i % 2]
@@ -180,8 +180,8 @@ def test_bad_arguments_are_one_line(arguments, message, tmp_path):
     assert message in run(tmp_path, *arguments, fails=True).strip().splitlines()[-1]
 
 
-def test_data_that_cannot_be_downloaded_is_named(tmp_path, monkeypatch):
-    monkeypatch.setenv("MXNET_GLUON_REPO", "http://localhost:1/")  # nobody listens there
+def test_missing_data_without_download_is_named(tmp_path, monkeypatch):
+    monkeypatch.setenv("MXNET_GLUON_REPO", "http://localhost:1/")  # no server there
     (tmp_path / "train-images-idx3-ubyte.gz").write_bytes(b"damaged")
     error = run(tmp_path / "save", "--dataset", "mnist", "--data-dir", str(tmp_path), fails=True)
     assert f"Missing in {tmp_path}: train-labels-idx1-ubyte.gz" in error.splitlines()[-1]
@@ -189,7 +189,7 @@ def test_data_that_cannot_be_downloaded_is_named(tmp_path, monkeypatch):
 
 @pytest.mark.skipif(not (SHARED / "data").is_dir(),
                     reason="needs cifar10 in ../shared or $GLUON_AMP_DATA")
-def test_a_record_file_trains(tmp_path):
+def test_record_file_trains(tmp_path):
     data = SHARED / "data"
     log = run(tmp_path, "--dataset", str(data / "cifar10_test.rec"), "--val",
               str(data / "cifar10_test.rec"), "--image-size", "32", "--dtype", "float16",
@@ -197,18 +197,18 @@ def test_a_record_file_trains(tmp_path):
     assert "[Epoch 0] validation: err-top1=0." in log
 
 
-def test_a_finished_run_goes_on_to_more_epochs(tmp_path):
+def test_finished_run_continues_to_more_epochs(tmp_path):
     run(tmp_path, "--dtype", "float16", "--epochs", "2")
     log = run(tmp_path, "--dtype", "float16", "--epochs", "3", "--resume")
     assert "epochs done: 2; to follow: 1, at their rates in a run of 3" in log
     lines, _ = result(tmp_path, 2)
     assert [line["epoch"] for line in lines if "batch" not in line] == [0, 1, 2]
     rates = [line["lr"] for line in lines if "batch" in line and line["epoch"] == 2]
-    assert 0.01 < rates[0] < 0.1  # of a cosine that ends with the third epoch
+    assert 0.01 < rates[0] < 0.1  # a cosine schedule that ends with the third epoch
     assert (tmp_path / "best.params").exists()
 
 
-def test_flags_of_gluoncv_do_what_they_do_there(tmp_path):
+def test_gluoncv_flags_have_their_effects(tmp_path):
     log = run(tmp_path / "run", "--dtype", "float16", "--epochs", "3", "--mixup", "--no-wd",
               "--mixup-off-epoch", "1", "--save-period", "2", "--optimizer", "adam", "--lr",
               "0.01", "--warmup-epochs", "1", "--warmup-lr", "0.001",
@@ -218,7 +218,7 @@ def test_flags_of_gluoncv_do_what_they_do_there(tmp_path):
     assert (tmp_path / "train.log").read_text().splitlines() == [
         line for line in log.splitlines() if not line.startswith("\r")]
     losses = [epoch.loss for epoch in read([tmp_path / "run" / "log.jsonl"])[0].epochs.values()]
-    assert losses[1] > 2 * losses[2]  # of mixed labels, and of those of the last epoch
+    assert losses[1] > 2 * losses[2]  # with mixed labels, and with those of the last epoch
     again = run(tmp_path / "again", "--epochs", "4", "--optimizer", "adam", "--resume-epoch", "3",
                 "--dtype", "float16", "--resume-params", str(tmp_path / "run" / "epoch-2.params"),
                 "--resume-states", str(tmp_path / "run" / "epoch-2.states"), "--lr", "0.01",
@@ -228,7 +228,7 @@ def test_flags_of_gluoncv_do_what_they_do_there(tmp_path):
     assert float(epochs[0][1]) < 0.1
 
 
-def test_what_a_networks_flags_do_not_fit_is_one_line(tmp_path):
+def test_unfit_network_flags_are_one_line(tmp_path):
     for arguments, message in (
             (["--temperature", "0"], "--temperature: must be a finite number above 0"),
             (["--batch-norm", "--model", "resnet18_v1"], "--batch-norm is for a VGG"),

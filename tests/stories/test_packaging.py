@@ -1,4 +1,4 @@
-"""From a checkout to a wheel to a network that trains in an environment with nothing else in it."""
+"""From a checkout to a wheel to training in an environment that contains nothing else."""
 import re
 import shutil
 import sys
@@ -13,7 +13,7 @@ from pythons import MINORS, ROOT, TRAIN, environment, find_python, numpys, outpu
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
-    """What git would archive, with the changes that are not committed yet."""
+    """The files that git would archive, with uncommitted changes."""
     if run("git", "rev-parse", "--git-dir", cwd=ROOT).returncode:
         pytest.skip("this is no git checkout")
     folder = tmp_path_factory.mktemp("source")
@@ -28,8 +28,8 @@ def source(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def built(source, tmp_path_factory):
-    """The sdist, and the wheel that is built from it, by `make wheel`. What `make test` has
-    compiled from the same text with the same flags is not compiled again."""
+    """The sdist, and the wheel built from it by `make wheel`, which reuses objects that `make test`
+    compiled from the same sources with the same flags."""
     output("make", "wheel", f"PYTHON={sys.executable}", cwd=source, timeout=1200,
            GLUON_AMP_OBJECTS=str(ROOT / "build" / "objects"))
     dist = source / "dist"
@@ -47,8 +47,7 @@ def modules(source):
 
 
 def train_in_new_environment(python, wheel, folder, numpy):
-    """Installs the wheel with MXNet, in a folder that is far from the checkout, with no compiler
-    on PATH, and trains."""
+    """Installs the wheel with MXNet outside of the checkout, without a compiler, and trains."""
     installed = environment(python, wheel, folder / "env", numpy)
     shows = "\nprint(amp.__file__)\nprint(amp.__version__)"
     *_, file, version = output(installed, "-c", TRAIN + shows, cwd=folder).splitlines()
@@ -61,33 +60,33 @@ def train_in_new_environment(python, wheel, folder, numpy):
 # ---- the wheel and the sdist -----------------------------------------------
 
 
-def test_one_wheel_serves_every_python_3_on_linux_with_glibc_2_27(built):
+def test_one_wheel_serves_every_python_3_with_glibc_2_27(built):
     assert re.fullmatch(r"gluon_amp-[^-]+-py3-none-manylinux_2_27_x86_64\.whl", built.wheel.name)
 
 
-def test_the_wheel_holds_every_module_and_the_types(built, source):
+def test_wheel_contains_every_module_and_type_marker(built, source):
     assert modules(source) | {"gluon_amp/py.typed", "gluon_amp/gpu/recording/record.cc",
                               "gluon_amp/gpu/recording/record.h"} <= built.in_wheel
 
 
-def test_the_wheel_holds_one_library_and_no_openmp_runtime_of_its_own(built):
+def test_wheel_contains_one_library_and_no_openmp_runtime(built):
     kernels = {name for name in built.in_wheel if ".so" in name}
     assert kernels == {"gluon_amp/cpu/_engine.so"}
 
 
-def test_the_sdist_holds_all_that_a_build_needs(built, source):
+def test_sdist_contains_all_build_inputs(built, source):
     assert modules(source) | {"gluon_amp/py.typed", "gluon_amp/cpu/native.h", "setup.py",
                               "pyproject.toml", "LICENSE", "README.md", "CHANGELOG.md",
                               "CONTRIBUTING.md", "CITATION.cff"} \
         <= built.in_sdist
 
 
-def test_nothing_that_was_compiled_here_is_in_the_sdist(built):
+def test_sdist_contains_no_compiled_files(built):
     assert not [name for name in built.in_sdist if name.endswith((".so", ".o", ".pyc"))]
 
 
 @pytest.mark.parametrize("which", ["oldest", "newest"])
-def test_a_network_trains_from_the_wheel_alone_on_the_oldest_and_the_newest_python(
+def test_network_trains_from_wheel_on_oldest_and_newest_python(
         which, built, tmp_path):
     found = {sys.version_info[1]: sys.executable,
              **{minor: find_python(minor) for minor in MINORS if find_python(minor)}}
@@ -112,19 +111,19 @@ def complaint(**variables):
     return done.stderr
 
 
-def test_make_is_content_with_this_machine():
+def test_make_check_succeeds_on_this_machine():
     done = make_check()
     assert done.returncode == 0, done.stderr
 
 
-def test_make_without_python_says_which_to_install():
+def test_make_without_python_names_package_to_install():
     message = complaint(PYTHON="python3.99")
     assert "python3.99 is not installed" in message
     assert "Install Python 3.8 to 3.13: apt install python3 python3-venv" in message
 
 
 @pytest.mark.parametrize("minor", [7, 14])
-def test_make_with_a_python_that_mxnet_cannot_run_on_says_which_can(minor):
+def test_make_with_unsupported_python_names_supported_ones(minor):
     path = find_python(minor)
     if path is None:
         pytest.skip(f"not on PATH nor in pyenv: python3.{minor}")
@@ -134,7 +133,7 @@ def test_make_with_a_python_that_mxnet_cannot_run_on_says_which_can(minor):
     assert "PYTHON=python3.11 make" in message
 
 
-def test_building_without_a_compiler_says_what_to_install(source, tmp_path):
+def test_build_without_compiler_names_package_to_install(source, tmp_path):
     done = run(sys.executable, "setup.py", "build_ext", cwd=source, PATH=str(tmp_path))
     assert done.returncode == 1, done.stdout
     assert done.stderr.splitlines()[-1].startswith(
@@ -142,7 +141,7 @@ def test_building_without_a_compiler_says_what_to_install(source, tmp_path):
     assert done.stderr.endswith(": apt install g++\n")
 
 
-def test_building_with_a_compiler_without_openmp_says_what_to_install(source, tmp_path):
+def test_build_with_compiler_without_openmp_names_package_to_install(source, tmp_path):
     compiler = tmp_path / "clang"
     compiler.write_text("""#!/bin/sh
         echo "<stdin>:1:10: fatal error: 'omp.h' file not found" >&2
@@ -156,7 +155,7 @@ def test_building_with_a_compiler_without_openmp_says_what_to_install(source, tm
         f"{compiler}, which says <stdin>:1:10: fatal error: 'omp.h' file not found")
 
 
-def test_only_what_has_changed_is_compiled_again(tmp_path):
+def test_only_changed_sources_are_recompiled(tmp_path):
     compiler, log, cpu = tmp_path / "compiler", tmp_path / "log", tmp_path / "gluon_amp" / "cpu"
     shutil.copy(ROOT / "setup.py", tmp_path)
     (cpu / "kernels").mkdir(parents=True)
@@ -187,7 +186,7 @@ done""")
     assert compiled() == ["one.cc", *["three.cc"] * 6, "two.cc"]
 
 
-def test_building_for_another_processor_is_refused(source):
+def test_build_for_another_processor_is_refused(source):
     build = "import platform, runpy, sys; platform.machine = lambda: 'aarch64'; " \
             "sys.argv = ['setup.py', 'build_ext']; runpy.run_path('setup.py')"
     done = run(sys.executable, "-c", build, cwd=source)
@@ -197,6 +196,6 @@ def test_building_for_another_processor_is_refused(source):
         "Received: aarch64")
 
 
-def test_make_without_a_compiler_says_what_to_install():
+def test_make_without_compiler_names_package_to_install():
     assert "no C++ compiler (no-such-compiler): apt install g++" in complaint(
         CXX="no-such-compiler")

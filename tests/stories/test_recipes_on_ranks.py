@@ -14,7 +14,7 @@ from arrays import same
 from PIL import Image
 
 EXAMPLES = Path(__file__).parents[2] / "example"
-# Runs the script, and leaves what each rank has seen and held; and the run as it was after epoch 0.
+# Runs the script, and saves the data and weights of each rank, and the run folder after epoch 0.
 PROGRAM = """
 import shutil, sys
 sys.path.insert(0, sys.argv[1])
@@ -68,14 +68,14 @@ def arrays(path):
 
 
 def lines_of(folder):
-    """What does not depend on the clock."""
+    """Results that do not depend on the clock."""
     lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()][1:]
     for line in lines:
         line.pop("seconds", None), line.pop("samples_per_second", None)
     return lines
 
 
-def test_two_ranks_train_one_network_on_parts_and_go_on_bit_by_bit(tmp_path):
+def test_two_ranks_train_on_parts_and_resume_bitwise(tmp_path):
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     log = launch(tmp_path, whole)
     weights = arrays(tmp_path / "rank0.params")
@@ -84,12 +84,12 @@ def test_two_ranks_train_one_network_on_parts_and_go_on_bit_by_bit(tmp_path):
     for epoch in "01":
         seen = np.concatenate([part[epoch] for part in parts]).astype(int)
         assert sorted(seen) == list(range(256))
-    assert log.count("[Epoch 1] validation") == 1  # rank 1 says nothing, and saves nothing
+    assert log.count("[Epoch 1] validation") == 1  # rank 1 prints and saves nothing
     assert {path.name for path in whole.iterdir()} == {
         ".lock", "best.params", "epoch-1.params", "epoch-1.states", "last.json", "log.jsonl"}
     assert len([line for line in lines_of(whole) if "batch" in line]) == 2 * 4
     err = lines_of(whole)[-1]["err_top1"]
-    assert err == 1 - right(whole / "epoch-1.params") / 450  # of all images, each once
+    assert err == 1 - right(whole / "epoch-1.params") / 450  # each image once
 
     launch(tmp_path, cut, "--resume")
     assert same(weights, arrays(tmp_path / "rank0.params"))
@@ -97,7 +97,7 @@ def test_two_ranks_train_one_network_on_parts_and_go_on_bit_by_bit(tmp_path):
     assert lines_of(cut) == lines_of(whole)
 
 
-def test_two_ranks_train_in_float32_too(tmp_path):
+def test_two_ranks_train_in_float32(tmp_path):
     log = launch(tmp_path, tmp_path / "run", "--dtype", "float32", "--epochs", "1",
                  "--examples", "128")
     assert same(*(arrays(tmp_path / f"rank{rank}.params") for rank in "01"))
@@ -105,7 +105,7 @@ def test_two_ranks_train_in_float32_too(tmp_path):
 
 
 def right(params):
-    """How many of the digits' validation images one process finds with these parameters."""
+    """The number of digits that one process classifies correctly with these parameters."""
     net = recipes.small_network(10)
     net.load_parameters(str(params))
     gluon_amp.convert(net)
@@ -116,7 +116,7 @@ def right(params):
     return int((found.asnumpy().argmax(1) == labels[order]).sum())
 
 
-def test_parts_of_a_record_file_are_validated_whole(tmp_path):
+def test_parts_of_record_file_are_validated_completely(tmp_path):
     path = str(tmp_path / "images.rec")
     record = mx.recordio.MXIndexedRecordIO(str(tmp_path / "images.idx"), path, "w")
     for i in range(23):

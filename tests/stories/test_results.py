@@ -1,4 +1,4 @@
-"""results/: rebuilt byte for byte; imagenet: true to its sources, and its page in a browser."""
+"""results/: rebuilt byte for byte; imagenet: matches its sources; its page in a browser."""
 import csv
 import importlib.util
 import os
@@ -40,7 +40,7 @@ def needs_versions_that_draw_the_same():
             pytest.skip(f"needs {name} {version}: pip install 'gluon-amp[results]'")
 
 
-def test_the_studies_files_give_the_table_and_the_picture_that_are_committed(tmp_path):
+def test_study_files_give_committed_table_and_picture(tmp_path):
     needs_versions_that_draw_the_same()
     for path in RESULTS.parent.glob("*.py"):
         shutil.copy(path, tmp_path)
@@ -55,7 +55,7 @@ def test_the_studies_files_give_the_table_and_the_picture_that_are_committed(tmp
         (RESULTS.parent / "differences.png").read_bytes()
 
 
-def test_make_results_draws_what_is_committed_byte_for_byte(tmp_path):
+def test_make_results_reproduces_committed_files(tmp_path):
     needs_versions_that_draw_the_same()
     subprocess.run([sys.executable, "-W", "ignore", str(RESULTS / "build.py"), str(tmp_path)],
                    check=True, timeout=120)
@@ -69,7 +69,7 @@ def test_make_results_draws_what_is_committed_byte_for_byte(tmp_path):
         assert path.read_bytes() == (RESULTS / name).read_bytes(), name
 
 
-def test_published_curves_end_where_the_tutorial_says():
+def test_published_curves_have_results_of_tutorial():
     runs = read([RESULTS / "published.csv"])
     ends = {(row["dtype"], int(row["batch_size"])): row
             for row in table(RESULTS / "published_ends.csv")}
@@ -94,7 +94,7 @@ def test_only_runs_of_one_recipe_have_a_speedup():
         RESULTS / "gluoncv" / "report.md").read_text().replace("\\", "")
 
 
-def test_nvidias_seeds_differ_at_90_epochs_only_and_stay_within_a_quarter_point():
+def test_nvidia_seeds_differ_only_at_90_epochs_within_margin():
     text = (RESULTS / "README.md").read_text()
     rows = re.findall(r"^\| (50|90|250) \|.*\| (\S+) \| (\S+) \| ([a-z, ]+) \|$", text, re.M)
     assert [(epochs, p, verdict) for epochs, p, _, verdict in rows] == [
@@ -103,14 +103,14 @@ def test_nvidias_seeds_differ_at_90_epochs_only_and_stay_within_a_quarter_point(
     assert all(float(within.lstrip("<")) < 0.05 for _, _, within, _ in rows)
 
 
-def test_every_table_says_where_it_is_from():
+def test_every_table_names_its_source():
     for path in RESULTS.glob("*.csv"):
         assert path.read_text().startswith("# Source: ")
         assert path.read_text().splitlines()[0][2:] in (RESULTS / "README.md").read_text()
 
 
 @NO_SOURCES
-def test_the_tables_are_those_of_their_sources():
+def test_tables_match_their_sources():
     sources = SHARED / "imagenet"
     ours = read([RESULTS / "gluoncv.csv"])
     theirs = read([sources / "resnet50_gluoncv_fp32_vs_fp16_per_epoch.csv"])
@@ -133,7 +133,7 @@ def test_the_tables_are_those_of_their_sources():
 
 
 @NO_SOURCES
-def test_the_table_of_gluoncv_is_what_its_logs_say():
+def test_gluoncv_table_matches_its_logs():
     rows = read([RESULTS / "gluoncv.csv"])
     for log in read(sorted((SHARED / "imagenet" / "logs").glob("*.log"))):
         row, = (r for r in rows if (r.model, r.dtype) == (log.model, log.dtype))
@@ -156,7 +156,7 @@ def browse(page, tmp_path, *arguments):
 
 
 @IN_BROWSER
-def test_the_table_is_sorted_by_clicks_on_its_head(tmp_path):
+def test_clicks_on_header_sort_table(tmp_path):
     text = (RESULTS / "gluoncv" / "report.html").read_text()
     page = tmp_path / "page.html"
     page.write_text(text.replace("</body>", """<script>
@@ -183,7 +183,7 @@ def test_the_table_is_sorted_by_clicks_on_its_head(tmp_path):
 
 
 @IN_BROWSER
-def test_rows_are_filtered_by_text_and_the_pointer_shows_values(tmp_path):
+def test_filter_hides_rows_and_pointer_shows_values(tmp_path):
     logs = [RESULTS.parent / "digits.jsonl"]
     page = report(logs, tmp_path / "out")
     page.write_text(page.read_text().replace("</body>", """<script>
@@ -210,7 +210,7 @@ def test_rows_are_filtered_by_text_and_the_pointer_shows_values(tmp_path):
 @IN_BROWSER
 @pytest.mark.parametrize(("dark", "colors", "paper"), [
     (False, COLORS, "#ffffff"), (True, DARK, "#16181d")])
-def test_plots_are_seen_without_network_in_light_and_dark(dark, colors, paper, tmp_path):
+def test_plots_are_visible_offline_in_light_and_dark(dark, colors, paper, tmp_path):
     picture = tmp_path / "page.png"
     browse(RESULTS / "published" / "report.html", tmp_path, f"--screenshot={picture}",
            *["--blink-settings=preferredColorScheme=0"] * dark)
@@ -224,12 +224,12 @@ def test_plots_are_seen_without_network_in_light_and_dark(dark, colors, paper, t
     assert all(count(color) > 200 for color in (colors["float32"], colors["float16"]))
 
 
-def test_the_page_asks_for_nothing_from_elsewhere():
+def test_page_loads_nothing_from_elsewhere():
     for path in RESULTS.rglob("*.html"):
         assert not re.search(r"(src|href)=\"?[^#\"]|url\([^#]|@import|fetch\(", path.read_text())
 
 
-def test_the_script_is_imported_without_building(tmp_path, monkeypatch):
+def test_import_of_build_script_builds_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["build.py", str(tmp_path / "out")])
     spec = importlib.util.spec_from_file_location("build", RESULTS / "build.py")
     spec.loader.exec_module(importlib.util.module_from_spec(spec))

@@ -1,4 +1,4 @@
-"""Train, be killed, go on in a new process: bit by bit what an unbroken run gives."""
+"""A run that is killed and resumed in a new process is bitwise identical to an unbroken run."""
 import os
 import pickle
 import signal
@@ -55,7 +55,7 @@ def run(folder, first, last, overflows=(), saves=False, **options):
 
 
 def result(folder):
-    """Parameters, and all of the trainer's state."""
+    """Parameters and the complete state of the trainer."""
     parameters = mx.nd.load(str(folder / "net.params"))
     with open(folder / "trainer.states", "rb") as file:
         states, optimizer = pickle.load(file)
@@ -72,7 +72,7 @@ def same(a, b):
 
 @pytest.mark.parametrize("overflows", [(), (9, 10), (2, 9, 10, 11, 15)],
                          ids=["no overflow", "just before and after the cut", "many"])
-def test_ten_steps_a_new_process_and_ten_more_are_twenty(overflows, tmp_path):
+def test_resumed_run_is_bitwise_identical(overflows, tmp_path):
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     for folder, first, last in ((whole, 0, 20), (cut, 0, 10), (cut, 10, 20)):
         process = run(folder, first, last, overflows, new_process=len(overflows) > 2)
@@ -84,8 +84,8 @@ def test_ten_steps_a_new_process_and_ten_more_are_twenty(overflows, tmp_path):
     assert expected[2] == 20 - len(overflows)
 
 
-def test_killed_while_saving_the_files_are_whole(tmp_path):
-    """They are the last step's or the one's before."""
+def test_files_are_complete_if_killed_while_saving(tmp_path):
+    """They are those of the last step or of the one before it."""
     for kill_after in (3, 5, 8):
         process = run(tmp_path / "cut", 0, 10 ** 6, saves=True)
         for line in process.stderr:

@@ -1,4 +1,4 @@
-"""The Symbolic API's scripts, as a user runs them: small images, and a small checkpoint."""
+"""Scripts of the Symbolic API, as a user runs them, with small images and a small checkpoint."""
 import io
 import json
 import logging
@@ -26,7 +26,7 @@ SMALL = ["--num-layers", "20", "--image-shape", "3,32,32", "--num-classes", "4",
 
 
 def run(script, *arguments, fails=False, **options):
-    """What the script logs."""
+    """Runs the script and returns its log."""
     process = scripts.start(EXAMPLES / script, *arguments, **options)
     log = process.communicate()[1]
     assert (process.returncode != 0) is fails, log
@@ -58,7 +58,7 @@ def train(images, *arguments, **kwargs):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_train_imagenet_logs_what_mxnets_example_logs(dtype, images, tmp_path):
+def test_train_imagenet_logs_in_format_of_mxnet_example(dtype, images, tmp_path):
     log = train(images, "--dtype", dtype, "--num-epochs", "2", "--top-k", "2", "--save-dir",
                 str(tmp_path), new_process=dtype == "float16")
     ours, = read([tmp_path / "log.jsonl"])  # for machines, with steps and losses
@@ -82,20 +82,20 @@ def test_train_imagenet_logs_what_mxnets_example_logs(dtype, images, tmp_path):
         assert re.search(head + line + "\n", log), log
 
 
-def test_training_goes_on_from_a_checkpoint_as_if_unbroken(images, tmp_path):
+def test_training_continues_from_checkpoint(images, tmp_path):
     options = ["--dtype", "float16", "--lr-step-epochs", "2", "--loss-scale", "64"]
     whole, cut = str(tmp_path / "whole"), str(tmp_path / "cut")
     train(images, *options, "--num-epochs", "3", "--model-prefix", whole)
     train(images, *options, "--num-epochs", "1", "--model-prefix", cut)
     train(images, *options, "--num-epochs", "3", "--model-prefix", cut, "--load-epoch", "1")
     unbroken, resumed = (mx.nd.load(f"{p}-0003.params") for p in (whole, cut))
-    # The images come in another order in a new process, so not bit by bit.
+    # A new process reads images in another order, so the results are not bitwise identical.
     assert set(unbroken) == set(resumed)
     assert all(np.isfinite(v.asnumpy()).all() for v in resumed.values())
     assert "_gluon_amp" not in Path(f"{cut}-symbol.json").read_text()
 
 
-def test_a_finished_training_goes_on_to_more_epochs(images, tmp_path):
+def test_finished_training_continues_to_more_epochs(images, tmp_path):
     options = ["--model-prefix", str(tmp_path / "net"), "--save-dir", str(tmp_path), "--resume"]
     assert "--resume: epochs done: 0" in train(images, *options, "--num-epochs", "1")
     log = train(images, *options, "--num-epochs", "2")
@@ -106,7 +106,7 @@ def test_a_finished_training_goes_on_to_more_epochs(images, tmp_path):
     assert list(ours.epochs) == [0, 1]
 
 
-def test_an_epoch_whose_save_was_cut_short_is_trained_again(tmp_path):
+def test_epoch_with_incomplete_save_is_trained_again(tmp_path):
     prefix = str(tmp_path / "net")
     assert train_imagenet.last_whole_epoch(prefix) == 0
     for name in ("0001.params", "0001.states", "0002.params"):
@@ -119,7 +119,7 @@ def test_an_epoch_whose_save_was_cut_short_is_trained_again(tmp_path):
 
 @pytest.mark.parametrize(("dtype", "scale"), [
     ("float32", None), ("float16", 64), ("float16", "dynamic")])
-def test_a_macrobatch_trains_as_a_large_batch_does(dtype, scale, rng):
+def test_macrobatch_matches_large_batch(dtype, scale, rng):
     net = mx.sym.Convolution(mx.sym.var("data"), num_filter=8, kernel=(3, 3), name="conv")
     net = mx.sym.FullyConnected(mx.sym.Activation(net, act_type="relu"), num_hidden=3, name="fc")
     net = amp.convert_symbol(mx.sym.SoftmaxOutput(net, name="softmax"), dtype)
@@ -143,7 +143,7 @@ def test_a_macrobatch_trains_as_a_large_batch_does(dtype, scale, rng):
         assert np.abs(weight - begin[name].asnumpy()).max() > 10 * tolerance, name
 
 
-def test_benchmark_needs_no_data_and_can_be_xrayed(tmp_path):
+def test_benchmark_needs_no_data_and_supports_xray(tmp_path):
     log = run("train_imagenet.py", *SMALL, "--benchmark", "1", "--num-examples", "60",
               "--num-epochs", "1", "--dtype", "float16", "--network", "resnet-v2",
               "--xray", str(tmp_path), "--xray-steps", "1")
@@ -179,7 +179,7 @@ def test_bad_arguments_are_one_line(arguments, message, images):
     (["--num-layers", "18", "--resume"], "--resume needs --model-prefix"),
     (["--num-layers", "18", "--load-epoch", "3"], "--load-epoch needs --model-prefix"),
     (["--num-layers", "18", "--load-epoch", "3", "--resume"], "--load-epoch and --resume both")])
-def test_flags_that_do_not_fit_are_refused_before_data_is_read(arguments, message, capsys,
+def test_unfit_flags_are_refused_before_data_is_read(arguments, message, capsys,
                                                                monkeypatch):
     monkeypatch.setattr(logging, "basicConfig", lambda **kwargs: None)
     with pytest.raises(SystemExit) as error:
@@ -191,7 +191,7 @@ def test_flags_that_do_not_fit_are_refused_before_data_is_read(arguments, messag
     (lambda b: b"", "is empty"), (lambda b: b[:-5], "is cut short"),
     (lambda b: b[:4] + b"\xff" * 4 + b[8:], "is cut short|is no RecordIO file"),
     (lambda b: b"\x89PNG" + b, "is no RecordIO file")])
-def test_a_damaged_record_file_is_an_error_before_the_first_epoch(content, message, images,
+def test_damaged_record_file_is_refused_before_first_epoch(content, message, images,
                                                                  tmp_path):
     damaged = tmp_path / "damaged.rec"
     damaged.write_bytes(content(Path(images).read_bytes()))
@@ -204,7 +204,7 @@ def test_a_damaged_record_file_is_an_error_before_the_first_epoch(content, messa
 
 @pytest.fixture(scope="module")
 def pretrained(tmp_path_factory):
-    """A checkpoint in which layers of the body have "fc" in their names, too."""
+    """A checkpoint with "fc" in the names of layers of its body, too."""
     net = mx.sym.var("data")
     for i in range(2):
         net = mx.sym.Convolution(net, num_filter=8, kernel=(3, 3), name=f"fconv{i}")
@@ -231,7 +231,7 @@ def fine_tune(pretrained, images, *arguments, **kwargs):
 
 @pytest.mark.parametrize("options", [[], ["--freeze", "1"],
                                      ["--layer-before-fullc", "fc_hidden_output"]])
-def test_fine_tuning_keeps_the_body_and_drops_exactly_the_old_head(options, pretrained, images,
+def test_fine_tuning_keeps_body_and_replaces_head(options, pretrained, images,
                                                                   tmp_path):
     prefix = str(tmp_path / "tuned")
     fine_tune(f"{pretrained},2", images, "--dtype", "float16", "--model-prefix", prefix,
@@ -277,7 +277,7 @@ def test_efficientnet_fine_tunes_on_photos_in_float16():
     assert float(re.findall(r"Validation-accuracy=(\d\.\d+)", log)[-1]) > 0.85  # of ten classes
 
 
-def test_flags_of_mxnets_example_do_what_they_do_there(images, tmp_path):
+def test_mxnet_example_flags_have_their_effects(images, tmp_path):
     prefix = str(tmp_path / "net")
     log = train(images, "--dtype", "float16", "--num-epochs", "2", "--save-period", "2", "--loss",
                 "ce,nll", "--initializer", "msra", "--use-imagenet-data-augmentation", "1",
@@ -289,7 +289,7 @@ def test_flags_of_mxnets_example_do_what_they_do_there(images, tmp_path):
     assert sorted(path.name for path in tmp_path.glob("*.params")) == ["net-0002.params"]
 
 
-def test_the_augmentation_for_imagenet_leaves_what_is_given():
+def test_imagenet_augmentation_keeps_given_flags():
     parser = recipes.Parser("")
     train_imagenet.add_arguments(parser)
     args = train_imagenet.parse_flags(parser, ["--use-imagenet-data-augmentation", "1",
@@ -302,13 +302,13 @@ def test_the_augmentation_for_imagenet_leaves_what_is_given():
     assert args.rgb_std == "1,1,1"
 
 
-def test_reading_alone_is_timed(images):
+def test_test_io_times_reading_alone(images):
     log = train(images, "--test-io", "1")
     assert re.search(r"Batch \[2\]\tSpeed: \d+\.\d\d samples/sec", log)
     assert "2 batches in" in log
     assert "Epoch[0]" not in log
 
 
-def test_gradient_compression_is_refused_with_the_reason(images):
+def test_gradient_compression_is_refused_with_reason(images):
     last = train(images, "--gc-type", "2bit", fails=True).strip().splitlines()[-1]
     assert "MXNet compresses no float16 gradients" in last
