@@ -3,7 +3,7 @@ import numpy as np
 
 
 def flat(nest):
-    """The arrays, one after the other."""
+    """Yields the arrays in order."""
     if isinstance(nest, (list, tuple, dict)):
         for part in nest.values() if isinstance(nest, dict) else nest:
             yield from flat(part)
@@ -16,7 +16,7 @@ def numbers(nest):
 
 
 def same(one, other):
-    """Whether two lists or two dictionaries hold the same."""
+    """Whether two lists or two dictionaries have equal arrays."""
     if isinstance(one, dict):
         return one.keys() == other.keys() and same([*one.values()], [other[key] for key in one])
     return len(one) == len(other) and all(map(np.array_equal, one, other))

@@ -4,7 +4,7 @@ from collections import Counter
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "2")
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # waiting threads leave busy cores to others
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # waiting threads do not occupy cores
 sys.path.insert(0, str(Path(__file__).parent))
 
 import gluon_amp  # noqa: F401  (before mxnet: it makes numpy 1.24 and later fit)
@@ -16,13 +16,13 @@ from ranks import Ranks
 # They run on a software GPU: make test-gpu.
 collect_ignore = [] if "RECORDING_GPU_LOG" in os.environ else ["gpu", "gpu_computing"]
 
-# Beside the stories: files of few tests that take long.
+# Files of few long tests, besides the stories.
 LONG = ("test_docs", "test_tutorial", "test_launch", "test_distributed", "test_horovod",
         "test_rank_mistakes", "test_networks", "test_zoo", "test_xray")
 
 
 def pytest_collection_modifyitems(items):
-    """Long files first: where two processes take file by file, neither waits for the last one."""
+    """Runs long files first, so that two processes that share the files end together."""
     tests = Counter(item.path for item in items)
     items.sort(key=lambda item: (
         item.path.name != "test_packaging.py", "stories" not in item.path.parts,
@@ -31,7 +31,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(autouse=True)
 def same_numbers():
-    """Every test draws the same random numbers, and none leaves work undone in MXNet."""
+    """Seeds random numbers before each test, and waits for MXNet after it."""
     mx.random.seed(7)
     np.random.seed(7)
     yield

@@ -1,4 +1,4 @@
-"""Float16 for tests: run one CPU graph, and what numpy says it should give."""
+"""Float16 for tests: runs one CPU graph, and expected results in numpy."""
 import os
 import subprocess
 import sys
@@ -15,7 +15,7 @@ from gluon_amp.policy import Policy
 
 
 def as_function(symbol, flags=()):
-    """A symbol as a function of the arrays of its variables, in their order."""
+    """A symbol as a function of the arrays of its variables in their order."""
     return cached_op(symbol, symbol.list_inputs(), {}, flags)[0]
 
 
@@ -52,8 +52,8 @@ NOT_ROUNDED = Format("not_rounded", exponent=8, fraction=23, saturate=True)
 
 
 def on_grid(graph, types, grid):
-    """What a CPU runs for the graph. `grid`: "float16", another format, in which float16 tensors
-    are then computed, or "float32", which rounds nothing."""
+    """The graph that a CPU runs. `grid` is "float16", another format to compute float16 tensors in,
+    or "float32", which does not round."""
     if grid == "float16":
         return build(graph, types)
     format_ = NOT_ROUNDED if grid == "float32" else FORMATS[grid]
@@ -70,13 +70,13 @@ def on_grid(graph, types, grid):
 
 
 def adding_as(gpu, graph, types, split=None):
-    """What a CPU runs for the graph if products add as this GPU's."""
+    """The graph that a CPU runs if products accumulate as on this GPU."""
     return build(graph, types, Policy("test", compute="float16", accumulate=gpu, split=split))
 
 
 @contextmanager
 def generic_code():
-    """No operator has code of its own meanwhile."""
+    """Disables dedicated kernels meanwhile."""
     mx.nd.waitall()
     library.table().use_generic_code(1)
     try:
@@ -87,7 +87,7 @@ def generic_code():
 
 
 def stock(symbol, arrays, heads):
-    """The same in float32 by MXNet itself: outputs and gradients before any rounding."""
+    """The same in MXNet's float32: outputs and gradients before any rounding."""
     values = {n: mx.nd.array(a, dtype="float32" if a.dtype == np.float16 else a.dtype)
               for n, a in arrays.items()}
     for value in values.values():
@@ -107,8 +107,8 @@ def halves(rng, *shape, scale=1.0):
 
 
 def ulps(a, b):
-    """How many float16 steps apart two float16 arrays are; NaN equals NaN."""
-    def line(x):  # the halves in order on the integers
+    """The distance of two float16 arrays in units of float16; NaN equals NaN."""
+    def line(x):  # maps halves to integers in order
         bits = x.view(np.int16).astype(np.int32)
         return np.where(bits < 0, -(bits & 0x7FFF), bits)
     a, b = np.asarray(a, np.float16), np.asarray(b, np.float16)
@@ -122,14 +122,14 @@ def as_bfloat16(x):
 
 
 def bfloat16_bits(x):
-    """The upper halves of float32 numbers that bfloat16 holds."""
+    """The upper halves of float32 numbers that are exact in bfloat16."""
     bits = np.asarray(x, np.float32).view(np.uint32)
     assert not (bits & 0xFFFF).any()
     return (bits >> 16).astype(np.uint16)
 
 
 def bfloat16_ulps(a, b):
-    """How many bfloat16 steps apart two float32 arrays are, once rounded; NaN equals NaN."""
+    """The distance of two float32 arrays in units of bfloat16 after rounding; NaN equals NaN."""
     def line(x):
         bits = as_bfloat16(x).view(np.int32)
         return np.where(bits < 0, -(bits & 0x7FFFFFFF), bits) >> 16
@@ -137,7 +137,7 @@ def bfloat16_ulps(a, b):
 
 
 def assert_half(actual, expected, steps=0):
-    """`actual` is float16 and within so many float16 steps of `expected`, rounded once."""
+    """Checks that `actual` is float16 and within `steps` units of `expected`, rounded once."""
     assert actual.dtype == np.float16, actual.dtype
     assert actual.shape == expected.shape
     with np.errstate(over="ignore"):
@@ -148,11 +148,11 @@ def assert_half(actual, expected, steps=0):
 
 
 def run_with(isa, *arguments):
-    """Tests in a process of their own, with the kernels of this instruction set."""
+    """Runs tests in a new process with the kernels of this instruction set."""
     if os.environ.get("GLUON_AMP_ISA"):
         pytest.skip("this is the inner run")
     if isa == library.load():
-        return  # tested by this very run
+        return  # this run tests it
     done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider",
                            *arguments], capture_output=True, text=True,
                           env={**os.environ, "GLUON_AMP_ISA": isa})

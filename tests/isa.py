@@ -1,4 +1,4 @@
-"""The engine's tests, once for each set of instructions that this processor has: `make test-isa`.
+"""`make test-isa`: the engine's tests, for each instruction set of this processor.
 
 GLUON_AMP_ISA limits the engine's own loops, DNNL_MAX_CPU_ISA those of oneDNN.
 """
@@ -9,7 +9,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 FLAGS = set(Path("/proc/cpuinfo").read_text().split())
-LIMITS = (  # the processor's flag, the engine's limit, oneDNN's
+LIMITS = (  # flag of the processor, limits of the engine and of oneDNN
     ("avx2", "avx2", "AVX2"), ("avx512bw", "avx512", "AVX512_CORE"),
     ("avx512_bf16", "avx512", "AVX512_CORE_BF16"), ("amx_bf16", "avx512", "AVX512_CORE_AMX"),
     ("sse2", None, None))

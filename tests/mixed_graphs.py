@@ -1,4 +1,4 @@
-"""Graphs as gluon_amp casts them, with the type of each of their entries, to look into."""
+"""Graphs with gluon_amp's casts, and the type of each entry, for inspection."""
 import json
 
 import gluon_amp as amp
@@ -36,7 +36,7 @@ class Mixed:
 
 
 def mixed(net, *inputs, policy="float16", keep=()):
-    """Converts a net, runs it once, and gives the graph for these inputs."""
+    """Converts a net, runs it once, and returns the graph for these inputs."""
     net.initialize(mx.init.Xavier())
     amp.convert(net, policy, keep=keep)
     net(*inputs)

@@ -27,7 +27,7 @@ LONGEST = 1800
 WORKERS = 2
 
 
-# ---- a plugin of pytest
+# ---- the plugin of pytest
 
 
 def pytest_configure(config):
@@ -41,8 +41,8 @@ def pytest_configure(config):
 
 
 def _scale_expected():
-    """MXNet's tests of random numbers expect frequencies that only nearly add up to those observed,
-    which scipy allowed then."""
+    """MXNet's tests of random numbers pass expected frequencies whose sum differs slightly from
+    that of the observed ones, which old scipy allowed."""
     from scipy import stats
     chisquare = stats.chisquare
     stats.chisquare = lambda f_obs, f_exp: chisquare(
@@ -69,7 +69,7 @@ def on_cpu(symbols, contexts):
 
 
 def mentions(function, word, seen):
-    """Whether a word stands in a function, or in one of the same folder that it names."""
+    """Whether a word occurs in a function, or in a function of the same folder that it names."""
     function = inspect.unwrap(function)
     if function in seen or not inspect.isfunction(function):
         return False
@@ -106,7 +106,7 @@ pytest_runtest_logreport = mxnets_tests.pytest_runtest_logreport
 
 
 def run(folder, name, off):
-    """The outcome of each of a file's tests, by its name, and with which words."""
+    """The outcome and message of each test of a file, by name."""
     made = {}
     path = [ROOT, ROOT / "tests", *(folder / part for part in ("unittest", "gpu", "common"))]
     place = "gpu" if name == GPU else "unittest"
@@ -127,7 +127,7 @@ def run(folder, name, off):
             ended[test] = "failed", f"it ends the process: {done.returncode}"
         made.update(ended)
         if not open_:
-            if done.returncode not in (0, 1, 5):  # 1: tests failed, 5: none is selected
+            if done.returncode not in (0, 1, 5):  # 1: tests failed, 5: none was selected
                 sys.exit(f"{name} did not end:\n{done.stdout}{done.stderr}")
             return made
 

@@ -27,9 +27,9 @@ NEEDED = (*(f"unittest/{name}" for name in (*FILES, "common.py")), "common/model
           "train/test_bucketing.py")
 # test_gluon.py is about blocks: of its tests, those that have a Trainer or a Module
 APPLIES = re.compile(r"\b(Trainer|Module)\b")
-ARMS = ("None", "1024", "dynamic")  # of loss_scale
-NO_NETWORK = r"ConnectionError|URLError|gaierror"  # some fetch data
-# their modules are imported as modules of MXNet's time are, not rewritten by pytest
+ARMS = ("None", "1024", "dynamic")  # values of loss_scale
+NO_NETWORK = r"ConnectionError|URLError|gaierror"  # some download data
+# their modules are imported without assertion rewriting by pytest
 PYTEST = (sys.executable, "-W", "ignore", "-m", "pytest", "-q", "--tb=short", "--no-header",
           "--assert=plain", "-p", "no:cacheprovider", "-c", os.devnull)
 NUMPY_FILES = tuple(f"test_{name}.py" for name in """
@@ -39,11 +39,11 @@ NUMPY_FILES = tuple(f"test_{name}.py" for name in """
     runtime sparse_ndarray symbol test_utils thread_local viz""".split())
 
 
-# ---- a plugin of pytest
+# ---- the plugin of pytest
 
 
 def prepare(folders):
-    """Imports MXNet such that its tests in these folders can be imported."""
+    """Imports MXNet so that its tests in these folders can be imported."""
     _make_nose()
     from gluon_amp import _numpy
     _numpy.PACKAGES.update(path.stem for folder in folders for path in folder.glob("*.py"))
@@ -89,7 +89,7 @@ def note(test, outcome, said):
 
 
 def _wrap_around(numpy):
-    """MXNet's tests have 200 as int8 in their data; numpy 1 wrapped it, numpy 2 refuses it."""
+    """MXNet's tests contain 200 as int8, which numpy 1 wrapped and numpy 2 refuses."""
     refusing = numpy.array
 
     def wrapping(object, dtype=None, **kwargs):
@@ -101,7 +101,7 @@ def _wrap_around(numpy):
 
 
 def _make_nose():
-    """What MXNet's tests take of nose, which no Python of today runs."""
+    """The part of nose that MXNet's tests use; nose does not run on current Python."""
     def decorator(original):
         def as_original(made):
             made.__name__, made.__doc__ = original.__name__, original.__doc__
@@ -133,7 +133,7 @@ def _make_nose():
 
 
 def run(folder, arm, files=FILES):
-    """The outcome of each test, by its name: passed, skipped or failed, and with which words."""
+    """The outcome (passed, skipped, failed) and message of each test, by name."""
     with tempfile.TemporaryDirectory() as scratch:
         outcomes = Path(scratch) / "outcomes"
         theirs = [str(folder / part) for part in ("unittest", "common", "train")]
@@ -152,7 +152,7 @@ def run(folder, arm, files=FILES):
 
 
 def expected_failures(listed):
-    """For each test that may fail, a pattern of the error's words."""
+    """For each test that may fail, a pattern of its error message."""
     words, expected = "", {}
     for line in (ROOT / "tests" / listed).read_text().splitlines():
         if line.startswith("words: "):

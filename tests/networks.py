@@ -1,5 +1,5 @@
-"""The networks that conversion is tested on: {name: (make, inputs)}. `make()` gives an
-uninitialized net, `inputs(rng)` its arguments as NDArrays."""
+"""Networks for tests of conversion: {name: (make, inputs)}. `make()` returns an uninitialized net,
+`inputs(rng)` its arguments as NDArrays."""
 import mxnet as mx
 import numpy as np
 from mxnet import gluon, nd
@@ -19,7 +19,7 @@ def zoo(name, **kwargs):
 
 
 class Calling(gluon.HybridBlock):
-    """Is called as function(F, its arguments, its layers)."""
+    """A network that calls function(F, *arguments, *layers)."""
 
     def __init__(self, function, *layers, **kwargs):
         super().__init__(**kwargs)
@@ -61,7 +61,7 @@ class Encoder(gluon.HybridBlock):
 
 
 class SelfAttention(gluon.HybridBlock):
-    """The interleaved products that BERT uses."""
+    """The interleaved products of BERT."""
 
     def __init__(self, width=32, heads=4, **kwargs):
         super().__init__(**kwargs)
@@ -77,7 +77,7 @@ class SelfAttention(gluon.HybridBlock):
 
 
 class Tied(gluon.HybridBlock):
-    """A language model whose output layer is its embedding."""
+    """A language model whose output layer shares the weight of its embedding."""
 
     def __init__(self, vocabulary=50, width=16, **kwargs):
         super().__init__(**kwargs)
@@ -92,7 +92,7 @@ class Tied(gluon.HybridBlock):
 
 
 class Arithmetic(gluon.HybridBlock):
-    """Operators on arrays, written as one writes them."""
+    """Overloaded operators on arrays."""
 
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
@@ -126,7 +126,7 @@ class Loop(gluon.HybridBlock):
 
 
 class While(gluon.HybridBlock):
-    """MXNet's while_loop trains only where the first state needs a gradient itself."""
+    """MXNet's while_loop trains only if the first state requires a gradient."""
 
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
@@ -143,7 +143,7 @@ class While(gluon.HybridBlock):
 
 
 class Cond(gluon.HybridBlock):
-    """MXNet's cond leaves gradients of float32 networks undefined, too: only run it forward."""
+    """MXNet's cond leaves gradients undefined in float32 too: run it forward only."""
 
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
@@ -157,13 +157,13 @@ class Cond(gluon.HybridBlock):
 
 
 def nested():
-    """Several inputs; outputs in a nest."""
+    """Several inputs and nested outputs."""
     return Calling(lambda F, x, pair, a, b: (
         a(x), [b(pair[0]), (a(pair[0] + pair[1]), x + pair[1])]), nn.Dense(4), nn.Dense(5))
 
 
 class Plain(gluon.Block):
-    """No hybrid block, but its children are."""
+    """A plain block with hybrid children."""
 
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
@@ -174,7 +174,7 @@ class Plain(gluon.Block):
 
     def forward(self, x):
         x = self.body(x)
-        if x.mean().asscalar() > 1e6:  # what no graph can do
+        if x.mean().asscalar() > 1e6:  # not possible in a graph
             x = x * 0
         return self.out(x * 0.5)
 
@@ -191,7 +191,7 @@ def fused(layer):
 
 
 def exported(folder):
-    """A SymbolBlock, from the files of `export`."""
+    """A SymbolBlock from the files of `export`."""
     net = nn.HybridSequential(prefix="exported_")
     with net.name_scope():
         net.add(nn.Conv2D(8, 3, in_channels=3), nn.BatchNorm(in_channels=8), nn.Activation("relu"),

@@ -1,8 +1,8 @@
-"""`make test-pythons` and `make test-wheel`: the wheel on each CPython from 3.8 to 3.13 there is.
+"""`make test-pythons` and `make test-wheel`: the wheel on each installed CPython from 3.8 to 3.13.
 
-Each Python gets an empty environment under .pythons, with MXNet as README says and no compiler on
-PATH: once with each numpy of `NUMPYS`. `test-wheel` imports and trains there; `test-pythons` runs
-pythons_story.py. PYTHONS="3.8 3.13" picks some.
+Each Python gets an empty environment under .pythons for each numpy of `NUMPYS`, with MXNet as in
+README and no compiler on PATH. `test-wheel` imports and trains there; `test-pythons` runs
+pythons_story.py. PYTHONS="3.8 3.13" selects versions.
 """
 import functools
 import os
@@ -14,13 +14,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 MINORS = range(8, 14)
-NEWEST_NUMPY_1, NUMPY_2 = "numpy 1", "numpy 2"  # the newest that the Python has
-# numpy 1.20, with the last pillow for it: later ones, with which reports are drawn, require 1.21
+NEWEST_NUMPY_1, NUMPY_2 = "numpy 1", "numpy 2"  # the newest for the Python
+# numpy 1.20, with the last pillow for it: later ones, which reports use, require 1.21
 NUMPYS = {8: ("numpy==1.20.3 pillow==10.2.0", NEWEST_NUMPY_1), 13: (NUMPY_2,)}
-# Of a `make` that runs this, and of the checkout.
+# Set by `make` and by the checkout.
 INHERITED = ("PYTHONPATH", "PYTHONHOME", "PYTHONWARNINGS", "VIRTUAL_ENV", "GLUON_AMP_ISA",
              "MAKEFLAGS", "MFLAGS", "MAKELEVEL", "MAKEOVERRIDES", "PYTHON", "CXX")
-# A network learns, in float16.
+# A network learns in float16.
 TRAIN = """
 import gluon_amp as amp, mxnet as mx, numpy
 from mxnet import autograd, gluon, nd
@@ -57,7 +57,7 @@ def output(*command, **kwargs):
 
 @functools.lru_cache(maxsize=None)
 def find_python(minor):
-    """A Python 3.minor that can make environments, from PATH or pyenv, or None."""
+    """A Python 3.minor with venv from PATH or pyenv, or None."""
     name = f"python3.{minor}"
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"), "versions")
     for path in [shutil.which(name), *sorted(pyenv.glob(f"3.{minor}.*/bin/{name}"))]:
@@ -71,8 +71,8 @@ def numpys(minor):
 
 
 def environment(python, wheel, folder, numpy):
-    """An environment with the wheel and MXNet, installed by README's lines; its Python. No command
-    is on PATH."""
+    """The Python of an environment with the wheel and MXNet, installed as in README. PATH has no
+    commands."""
     output(python, "-m", "venv", folder)
     installed = folder / "bin" / "python"
 
@@ -88,7 +88,7 @@ def environment(python, wheel, folder, numpy):
 
 
 def attempt(python, wheel, folder, numpy, code):
-    """The last line that is said, or the error."""
+    """The last line of the output, or the error."""
     try:
         installed = environment(python, wheel, folder, numpy)
         return True, output(installed, *code, cwd=folder, OMP_NUM_THREADS="2").splitlines()[-1]

@@ -1,6 +1,6 @@
-"""What `make test-pythons` runs in an environment with the wheel, MXNet, and nothing of ours else.
+"""`make test-pythons` runs this file in an environment with only the wheel and MXNet.
 
-A float16 network from its data to its report, in a minute. Warnings are errors, but for those of
+A float16 network from its data to its report in a minute. Warnings are errors, except those of
 MXNet and matplotlib.
 """
 import json
@@ -41,7 +41,7 @@ def network():
 
 
 class Images(gluon.data.Dataset):
-    """Four kinds of 8x8 images: which quarter is bright."""
+    """8x8 images of four classes: the bright quarter."""
 
     def __len__(self):
         return 64

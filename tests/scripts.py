@@ -1,10 +1,10 @@
-"""Scripts as a user runs them, each in the fork of one process that has imported what they import.
+"""Scripts as a user runs them, each in a fork of one process with their imports.
 
     process = start(EXAMPLES / "image_classification.py", "--epochs", "2")
     out, err = process.communicate()
 
-For most of what the tests let them do, the imports would take longer than all the rest. Each script
-is also run in a new process of its own somewhere: `new_process=True`.
+In most tests, the imports would take longer than all the rest. Each script also runs in a new
+process in some test: `new_process=True`.
 """
 import atexit
 import contextlib
@@ -22,7 +22,7 @@ EXAMPLES = Path(__file__).parents[1] / "example"
 
 
 class Fork:
-    """A script that runs, with what tests use of subprocess.Popen."""
+    """A running script, with the part of subprocess.Popen that tests use."""
 
     def __init__(self, server, job, folder):
         self._server, self._out = server, Path(job["out"])
@@ -34,7 +34,7 @@ class Fork:
         self._folder = folder
 
     def communicate(self):
-        """Waits for its end. Returns what it wrote to stdout, and the rest of stderr."""
+        """Waits for its end. Returns its stdout, and the rest of its stderr."""
         with self.stderr, self._folder:
             err = self.stderr.read()
             self.returncode = int(self._server.stdout.readline())
@@ -45,7 +45,7 @@ _servers = []
 
 
 def start(script, *arguments, cwd=None, new_process=False):
-    """Starts a script with arguments; one at a time, and each with `communicate` in the end."""
+    """Starts a script with arguments. Only one runs at a time; call `communicate` at the end."""
     arguments = [str(script), *map(str, arguments)]
     if new_process:
         return subprocess.Popen([sys.executable, "-W", "ignore", *arguments], cwd=cwd, text=True,
@@ -54,7 +54,7 @@ def start(script, *arguments, cwd=None, new_process=False):
         _servers.append(subprocess.Popen(
             [sys.executable, "-W", "ignore", __file__], text=True, stdin=subprocess.PIPE,
             stdout=subprocess.PIPE))
-        atexit.register(_servers[0].communicate)  # which closes its stdin: it ends
+        atexit.register(_servers[0].communicate)  # closes its stdin, which ends it
     folder = tempfile.TemporaryDirectory()
     job = {"arguments": arguments, "cwd": str(cwd or os.getcwd()), "environment": dict(os.environ),
            "out": f"{folder.name}/out", "err": f"{folder.name}/err"}
@@ -62,12 +62,12 @@ def start(script, *arguments, cwd=None, new_process=False):
 
 
 def heeds_ctrl_c():
-    """What a shell starts in the background does not."""
+    """Restores SIGINT, which background processes of a shell ignore."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def serve():
-    """Forks a process for each line; tells its id, and how it ended."""
+    """Forks a process for each line; writes its id and its exit status."""
     sys.path.insert(0, str(EXAMPLES))
     for name in ("recipes", "matplotlib.figure", "gluoncv.model_zoo", "sklearn.datasets"):
         with contextlib.suppress(ImportError):
@@ -84,7 +84,7 @@ def serve():
 
 
 def become(job):
-    """Runs the script, as `python script` would. What it raises goes on."""
+    """Runs the script as `python script` does. Its exceptions propagate."""
     for number, path, flags in ((0, os.devnull, os.O_RDONLY), (1, job["out"], os.O_CREAT),
                                 (2, job["err"], 0)):
         file = os.open(path, flags | (os.O_WRONLY if number else 0), 0o600)

@@ -1,4 +1,4 @@
-"""Holds `tensor_core_dot` against the measured results of a checkout of MATLAB-tensor-core.
+"""Compares `tensor_core_dot` with measured results in a checkout of MATLAB-tensor-core.
 
     make test-tensor-cores SOURCES=FOLDER
 

@@ -37,22 +37,22 @@ def cycle(graph):
     return next(filter(None, map(visit, sorted(graph))), [])
 
 
-def test_no_files_import_each_other_in_a_cycle():
+def test_files_have_no_import_cycle():
     assert cycle(imports()) == []
 
 
-def test_no_packages_import_each_other_in_a_cycle():
+def test_packages_have_no_import_cycle():
     assert cycle(packages()) == []
 
 
-def test_the_architecture_page_names_every_file():
+def test_architecture_page_names_every_file():
     text = (DOCS / "architecture.md").read_text()
     names = [f"{name}.py" for name in files() if not name.split("/")[-1].startswith("__")]
     names += [path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.cc")]
     assert [name for name in names if f"`{name.split('/')[-1]}`" not in text] == []
 
 
-def test_the_architecture_page_orders_packages_by_their_imports():
+def test_architecture_page_orders_packages_by_imports():
     table = (DOCS / "architecture.md").read_text().partition("## Packages")[2].partition("\n## ")[0]
     order = re.findall(r"(?m)^\| `(\w+)/` \|", table)
     for package, targets in packages().items():
@@ -60,20 +60,20 @@ def test_the_architecture_page_orders_packages_by_their_imports():
             assert order.index(target) <= order.index(package), f"{package} imports {target}"
 
 
-def test_the_picture_of_the_packages_shows_each():
+def test_package_diagram_shows_every_package():
     drawn = {text.get_text() for text in picture().axes[0].texts}
     assert {f"{name}/" for name in packages()} <= drawn
 
 
 def listed():
-    """The docs' table: of what, and its private names."""
+    """The table of the docs: object, and its private names."""
     table = (DOCS / "mxnet_names.md").read_text()
     rows = [line.split("|") for line in table.splitlines() if line.startswith("| `")]
     return {row[1].strip(" `"): re.findall(r"`(_\w+)`", row[2]) for row in rows}
 
 
 def private_names_used():
-    """Private names that files use or assign, also as text, and those that they define."""
+    """Private names that files use or assign, also as strings, and those that they define."""
     used, defined = set(), set()
     for tree in files().values():
         for node in ast.walk(tree):
@@ -95,19 +95,19 @@ def private_names_used():
             for names in (used, defined))
 
 
-def test_the_docs_list_every_private_name_of_mxnet():
+def test_docs_list_every_private_name_of_mxnet():
     used, defined = private_names_used()
     names = {name for row in listed().values() for name in row}
     others = {"_replace", "_exit", "_actions", "_getframe",  # of tuples, os, argparse, sys
-              "_bound_types", "_clean", "_options", "_reshaped", "_monitor"}  # ours, of executors
+              "_bound_types", "_clean", "_options", "_reshaped", "_monitor"}  # own, of executors
     assert sorted(used - defined - names - others) == []
     assert sorted(names - used) == []
-    # What ours overrides; two names are the same by chance.
+    # Names that gluon_amp overrides; two names are equal by coincidence.
     theirs = {name for one in objects().values() for name in dir(one)}
     assert sorted((used | defined) & theirs - names - {"_monitor", "_shape"}) == []
 
 
-def test_mxnet_has_the_local_variable_that_is_looked_at():
+def test_mxnet_has_the_local_variable_that_is_read():
     assert "v" in mx.gluon.ParameterDict.get.__code__.co_varnames
 
 

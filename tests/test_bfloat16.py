@@ -1,4 +1,4 @@
-"""bfloat16 in MXNet's Python: names, casts, numpy, files, layers of Gluon, updates of weights."""
+"""bfloat16 in MXNet's Python API: names, casts, numpy, files, Gluon layers, updates of weights."""
 import numpy as np
 import pytest
 from gluon_amp._mxnet import mx
@@ -24,7 +24,7 @@ def low(x):
     lambda: nd.ones((2, 3)).astype("bfloat16"), lambda: nd.cast(nd.ones((2, 3)), "bfloat16"),
     lambda: nd.ones((2, 3), dtype="float16").astype("bfloat16"),
     lambda: nd.zeros_like(low(np.ones((2, 3)))), lambda: low(np.ones((2, 3))).copy()])
-def test_an_array_is_made_of_bfloat16(make):
+def test_creation_functions_accept_bfloat16(make):
     made = make()
     assert is_bfloat16(made.dtype)
     assert made.asnumpy().dtype == np.float32
@@ -39,7 +39,7 @@ def test_any_float_is_rounded_to_nearest_even(x):
     assert np.array_equal(np.signbit(ours), np.signbit(x))
 
 
-def test_every_bfloat16_is_widened_exactly_and_rounded_to_itself():
+def test_every_bfloat16_is_widened_exactly_and_round_trips():
     every = (np.arange(65536, dtype=np.uint32) << 16).view(np.float32)
     found = low(every).asnumpy()
     numbers = ~np.isnan(every)
@@ -54,7 +54,7 @@ def test_ties_are_rounded_to_even():
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64", "int32", "uint8"])
-def test_casts_both_ways(dtype):
+def test_casts_to_and_from_bfloat16(dtype):
     x = nd.array([0, 1, 2.5, 200], dtype=dtype)
     assert low([0, 1, 2.5, 200]).astype(dtype).asnumpy().tolist() == x.asnumpy().tolist()
     there = x.astype("bfloat16")
@@ -65,7 +65,7 @@ def test_casts_both_ways(dtype):
     assert into.asnumpy().tolist() == x.asnumpy().tolist()
 
 
-def test_numbers_are_written_into_an_array():
+def test_assignment_to_bfloat16_array():
     x = nd.zeros((2, 3), dtype="bfloat16")
     x[:] = np.float32([[1, 2, 3], [4, 5, 6]]) / 7
     assert np.array_equal(x.asnumpy(), as_bfloat16(np.arange(1, 7).reshape(2, 3) / np.float32(7)))
@@ -76,7 +76,7 @@ def test_numbers_are_written_into_an_array():
     assert x[1, 2].asscalar() == 9
 
 
-def test_files_hold_float32(tmp_path):
+def test_files_store_float32(tmp_path):
     path = str(tmp_path / "arrays")
     nd.save(path, {"x": low([1.5, 2.5]), "i": nd.array([3], dtype="int32")})
     loaded = nd.load(path)
@@ -85,7 +85,7 @@ def test_files_hold_float32(tmp_path):
     assert loaded["i"].dtype == np.int32
 
 
-def test_parameters_go_through_files(tmp_path):
+def test_parameters_round_trip_through_files(tmp_path):
     path = str(tmp_path / "net.params")
     nets = [nn.Dense(3, in_units=4) for _ in range(3)]
     for net in nets:
@@ -121,8 +121,8 @@ LAYERS = {
 
 @pytest.mark.parametrize("hybridized", [False, True])
 @pytest.mark.parametrize("name", LAYERS)
-def test_a_layer_that_is_cast_runs_forward_and_backward(name, hybridized, rng):
-    """Near float32's results of the same numbers: within some roundings of the largest."""
+def test_cast_layer_runs_forward_and_backward(name, hybridized, rng):
+    """Near float32's results for the same values: within some roundings of the largest."""
     make, shape = LAYERS[name]
     mx.random.seed(3)
     net = make()
@@ -132,7 +132,7 @@ def test_a_layer_that_is_cast_runs_forward_and_backward(name, hybridized, rng):
     x = rng.standard_normal(shape) if shape else np.array([1, 5, 1, 0])
     head, made = None, []
     for dtype in ("bfloat16", "float32"):
-        net.cast(dtype)  # float32 gets what bfloat16 has left
+        net.cast(dtype)  # float32 gets the rounded bfloat16 values
         data = nd.array(x, dtype="bfloat16" if shape else "float32").astype(
             dtype if shape else "float32")
         if shape:
@@ -150,7 +150,7 @@ def test_a_layer_that_is_cast_runs_forward_and_backward(name, hybridized, rng):
         np.testing.assert_allclose(ours, theirs, atol=0.02 * np.abs(theirs).max(), rtol=0)
 
 
-def test_a_batch_norm_keeps_float32_parameters():
+def test_batch_norm_keeps_float32_parameters():
     net = nn.HybridSequential()
     net.add(nn.Conv2D(4, 1, in_channels=2), nn.BatchNorm(in_channels=4))
     net.cast("bfloat16")
@@ -163,7 +163,7 @@ def test_a_batch_norm_keeps_float32_parameters():
     assert types == {name: "conv" in name for name in types}
 
 
-def test_dropout_scales_what_it_keeps():
+def test_dropout_scales_kept_values():
     x = nd.ones((100, 100), dtype="bfloat16")
     x.attach_grad()
     with autograd.record():
@@ -175,8 +175,8 @@ def test_dropout_scales_what_it_keeps():
 
 
 @pytest.mark.parametrize("name", ["sgd", "adam", "nag", "signum"])
-def test_mxnets_update_rounds_weights_once(name):
-    """MXNet's own code for bfloat16 drops the lower bits: sums of small steps drift."""
+def test_mxnet_update_rounds_weights_once(name):
+    """MXNet's bfloat16 kernel truncates, so that sums of small steps drift."""
     weights = [nd.array([1, -2, 0.5]), low([1, -2, 0.5])]
     gradient = nd.array([0.3, 0.2, -0.1]).astype("bfloat16")
     for weight, grad in zip(weights, (gradient.astype("float32"), gradient)):
@@ -185,7 +185,7 @@ def test_mxnets_update_rounds_weights_once(name):
     assert np.array_equal(weights[1].asnumpy(), as_bfloat16(weights[0].asnumpy()))
 
 
-def test_gradients_are_zeroed_together():
+def test_zero_grad_zeroes_bfloat16_gradients():
     net = nn.Dense(3, in_units=2)
     net.initialize()
     net.cast("bfloat16")
@@ -200,7 +200,7 @@ def test_gradients_are_zeroed_together():
 
 
 @pytest.mark.parametrize(("value", "finite"), [(3e38, 1), (np.inf, 0), (np.nan, 0)])
-def test_arrays_are_checked_for_finite_numbers(value, finite):
+def test_all_finite_accepts_bfloat16(value, finite):
     x = low([1, value, -2])
     assert nd.all_finite(x) == finite
     assert nd.multi_all_finite(x, low([1]), num_arrays=2) == finite

@@ -1,5 +1,5 @@
-"""Float32 parameters of convolutions and dense layers of bfloat16 data: the weight is rounded where
-it is read; biases and all gradients of parameters are not."""
+"""Float32 parameters of convolutions and dense layers with bfloat16 data: the weight is rounded
+when it is read; biases and gradients of parameters are not rounded."""
 import gluon_amp as amp
 import numpy as np
 import pytest
@@ -29,7 +29,7 @@ def layer(make):
     mx.random.seed(5)
     net = make()
     net.initialize(mx.init.Normal(0.3))
-    if net.bias is not None:  # one that bfloat16 holds
+    if net.bias is not None:  # one that is exact in bfloat16
         net.bias.set_data(nd.array(as_bfloat16(np.linspace(-1, 1, net.bias.shape[0]))))
     return net
 
@@ -51,7 +51,7 @@ def trained(net, x, head, request="write"):
 @pytest.mark.parametrize("request_", ["write", "add"])
 @pytest.mark.parametrize("generic", [False, True])
 @pytest.mark.parametrize("name", LAYERS)
-def test_a_weight_is_rounded_where_it_is_read_and_its_gradient_is_not(name, generic, request_, rng):
+def test_weight_is_rounded_when_read_and_its_gradient_is_not(name, generic, request_, rng):
     make, shape = LAYERS[name]
     cast, ours = layer(make), amp.convert(layer(make), "mixed_bfloat16")
     cast.cast("bfloat16")
@@ -73,7 +73,7 @@ def test_a_weight_is_rounded_where_it_is_read_and_its_gradient_is_not(name, gene
     assert np.mean(as_bfloat16(of_weight) != of_weight) > 0.5
 
 
-def test_a_bias_is_not_rounded():
+def test_bias_is_not_rounded():
     net = amp.convert(layer(lambda: nn.Dense(1, in_units=1)), "mixed_bfloat16")
     net.weight.set_data(nd.zeros((1, 1)))
     net.bias.set_data(nd.array([1 + 3 * 2.0 ** -9]))  # rounds to 1 + 2 ** -7
@@ -82,7 +82,7 @@ def test_a_bias_is_not_rounded():
     assert net(nd.ones((1, 1))).asnumpy() == 3 * 2.0 ** -9
 
 
-def test_what_a_layer_reads_of_them_changes_with_them(rng):
+def test_layer_uses_updated_parameters(rng):
     net = amp.convert(layer(lambda: nn.Conv2D(16, 3, in_channels=16)), "mixed_bfloat16")
     net.hybridize(static_alloc=True, static_shape=True)
     x = nd.array(as_bfloat16(rng.standard_normal((2, 16, 6, 6))))
@@ -92,7 +92,7 @@ def test_what_a_layer_reads_of_them_changes_with_them(rng):
     assert np.array_equal(net(x).asnumpy(), 2 * before)
 
 
-def test_a_weight_that_two_layers_share_has_the_sum_of_its_gradients(rng):
+def test_shared_weight_has_sum_of_gradients(rng):
     first = layer(lambda: nn.Dense(8, in_units=8))
     net = nn.HybridSequential()
     net.add(first, nn.Dense(8, in_units=8, params=first.params))

@@ -1,5 +1,5 @@
-"""bfloat16 products by the processor's instructions and by widening to float32 differ by the order
-of sums alone: by at most one step of bfloat16, but where large numbers have cancelled."""
+"""bfloat16 products by processor instructions and by widening to float32 differ only in the order
+of sums: by at most one unit of bfloat16, unless large numbers cancel."""
 import os
 from collections import Counter
 from pathlib import Path
@@ -36,7 +36,7 @@ ISAS = {"AVX2": None, "AVX512_CORE": None, "AVX512_CORE_BF16": "avx512_bf16",
 
 
 @pytest.mark.parametrize("isa", ISAS)
-def test_products_run_the_processors_instructions_where_it_has_them(isa):
+def test_products_use_processor_instructions_if_available(isa):
     lines = printed("""
 import gluon_amp, mxnet as mx
 from mxnet import autograd, nd
@@ -75,7 +75,7 @@ def test_each_instruction_set(isa):
 
 
 def made(call, arrays, request, rng):
-    """The result and the gradients, which are added to ones for "add"."""
+    """The result and the gradients, which accumulate on ones for "add"."""
     values = [nd.array(a).astype("bfloat16") for a in arrays]
     for value in values:
         value.attach_grad(request)
@@ -140,7 +140,7 @@ def test_dense_layers(shape, request_, bias, rng):
                  request_)
 
 
-def test_a_dense_layer_along_the_last_axis(rng):
+def test_dense_layer_along_last_axis(rng):
     arrays = [rng.standard_normal(s) for s in ((2, 3, 8), (4, 8), (4,))]
     assert_alike(lambda *a: nd.FullyConnected(*a, num_hidden=4, flatten=False), arrays, rng)
 
@@ -149,7 +149,7 @@ def test_a_dense_layer_along_the_last_axis(rng):
 @pytest.mark.parametrize("b", [False, True])
 @pytest.mark.parametrize("name", ["dot", "batch_dot"])
 @pytest.mark.parametrize("request_", ["write", "add"])
-def test_products_of_matrices(name, a, b, request_, rng):
+def test_matrix_products(name, a, b, request_, rng):
     first, second = ((9, 5)[::-1] if a else (9, 5)), ((5, 13)[::-1] if b else (5, 13))
     batch = (4,) * (name == "batch_dot")
     arrays = [rng.standard_normal(batch + shape) for shape in (first, second)]
@@ -161,7 +161,7 @@ def test_products_of_matrices(name, a, b, request_, rng):
     (lambda *a: nd.Convolution(*a, kernel=(3, 3), num_filter=16),
      ((2, 16, 8, 8), (16, 16, 3, 3), (16,)), 72),
     (lambda *a: nd.FullyConnected(*a, num_hidden=16), ((5, 4), (16, 4), (16,)), 5)])
-def test_a_bias_alone_has_its_gradient(call, shapes, places, rng):
+def test_gradient_of_bias_alone(call, shapes, places, rng):
     x, w, b = (nd.array(rng.standard_normal(s)).astype("bfloat16") for s in shapes)
     b.attach_grad()
     with autograd.record():
@@ -170,7 +170,7 @@ def test_a_bias_alone_has_its_gradient(call, shapes, places, rng):
     assert b.grad.asnumpy().tolist() == [places] * 16
 
 
-def test_a_product_with_an_empty_axis(rng):
+def test_product_with_empty_axis(rng):
     with mx.util.np_shape(True):
         x = nd.zeros((0, 4)).astype("bfloat16")
         assert nd.dot(x, nd.ones((4, 3)).astype("bfloat16")).shape == (0, 3)
@@ -180,8 +180,8 @@ def test_a_product_with_an_empty_axis(rng):
 @pytest.mark.parametrize("make", [
     lambda: nn.Dense(512, in_units=512, use_bias=False),
     lambda: nn.Conv2D(512, 1, in_channels=512, use_bias=False)], ids=["dense", "convolution"])
-def test_a_result_on_the_memory_of_what_is_read(make, policy, rng):
-    """Static graphs plan so where a layer has as many outputs as inputs."""
+def test_result_can_overwrite_input(make, policy, rng):
+    """Static graphs plan memory so for layers with as many outputs as inputs."""
     net = nn.HybridSequential()
     for _ in range(3):
         net.add(make())

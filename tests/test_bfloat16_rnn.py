@@ -1,4 +1,4 @@
-"""RNN, LSTM and GRU of bfloat16 arrays: what products read is bfloat16, all else float32."""
+"""RNN, LSTM and GRU of bfloat16 arrays: inputs of products are bfloat16, all else is float32."""
 import numpy as np
 import pytest
 from gluon_amp._mxnet import mx
@@ -14,7 +14,7 @@ def sigmoid(x):
 
 
 def layer_of(mode, x, wx, wh, bx, bh, h, c):
-    """One direction of a layer: outputs, the last state and the last cell, not yet rounded."""
+    """One direction of a layer: unrounded outputs, last state and last cell."""
     states, cell = [], c if mode == "lstm" else h
     for step in x:
         to_x, to_h = (a.reshape(len(h), GATES[mode], -1).swapaxes(0, 1)
@@ -33,7 +33,7 @@ def layer_of(mode, x, wx, wh, bx, bh, h, c):
 
 
 def reference(mode, layers, directions, x, w, h, c=None):
-    """What the engine's forward pass is to give, in numpy."""
+    """The forward pass in numpy."""
     at, sizes, weights = 0, [DATA] + (layers - 1) * [directions * UNITS], []
     all_gates = GATES[mode] * UNITS
 
@@ -75,7 +75,7 @@ def call_of(mode, layers, directions, states=True, **settings):
 
 
 def outcome(call, arrays, rng, request="write", dtype="bfloat16", training=True):
-    """Outputs, and the gradients of all arrays, to which `request` "add" adds."""
+    """Outputs, and the gradients of all arrays with grad_req=request."""
     values = [nd.array(a).astype(dtype) for a in arrays]
     for value in values:
         value.attach_grad(request)
@@ -93,7 +93,7 @@ SHAPES = pytest.mark.parametrize(("layers", "directions"), [(1, 1), (1, 2), (2, 
 
 @SHAPES
 @pytest.mark.parametrize("mode", GATES)
-def test_the_forward_pass_reads_bfloat16_and_carries_float32(mode, layers, directions, rng):
+def test_forward_pass_reads_bfloat16_and_accumulates_in_float32(mode, layers, directions, rng):
     arrays = drawn(rng, mode, layers, directions)
     ours, _ = outcome(call_of(mode, layers, directions), arrays, rng)
     predicted = call_of(mode, layers, directions)(*(nd.array(a).astype("bfloat16") for a in arrays))
@@ -110,9 +110,9 @@ def test_the_forward_pass_reads_bfloat16_and_carries_float32(mode, layers, direc
 @pytest.mark.parametrize("states", [False, True])
 @SHAPES
 @pytest.mark.parametrize("mode", GATES)
-def test_gradients_are_near_float32s(mode, layers, directions, states, training, request_, rng):
-    """Within some roundings of the largest, but where rounding turns a relu on or off; a recorded
-    prediction has them, too."""
+def test_gradients_are_near_float32(mode, layers, directions, states, training, request_, rng):
+    """Within some roundings of the largest, unless rounding switches a relu; also for a recorded
+    prediction."""
     arrays, call = drawn(rng, mode, layers, directions), call_of(mode, layers, directions, states)
     seed = rng.integers(2 ** 32)
     _, ours = outcome(call, arrays, np.random.default_rng(seed), request_, training=training)
@@ -124,7 +124,7 @@ def test_gradients_are_near_float32s(mode, layers, directions, states, training,
 
 
 @pytest.mark.parametrize("mode", GATES)
-def test_a_gradient_twice_and_gradients_of_some_inputs(mode, rng):
+def test_repeated_and_partial_gradients(mode, rng):
     values = [nd.array(a).astype("bfloat16") for a in drawn(rng, mode, 2, 2)]
     found = []
     for wanted in (values, values[1:2], values[:1]):
@@ -142,8 +142,8 @@ def test_a_gradient_twice_and_gradients_of_some_inputs(mode, rng):
 
 
 @pytest.mark.parametrize("flags", [{}, {"static_alloc": True, "static_shape": True}])
-def test_results_may_have_the_memory_of_inputs(flags, rng):
-    """A static graph plans so: what is read between writes must not change."""
+def test_results_can_overwrite_inputs(flags, rng):
+    """Static graphs plan memory so: inputs must not change before they are read."""
     block = mx.gluon.nn.HybridSequential()
     block.add(*(mx.gluon.rnn.GRU(UNITS, 2, input_size=UNITS) for _ in range(2)))
     block.initialize(mx.init.Uniform(0.3))
@@ -165,7 +165,7 @@ def test_results_may_have_the_memory_of_inputs(flags, rng):
 @pytest.mark.parametrize("settings", [
     {"num_layers": 2, "p": 0.5},
     {"num_layers": 1, "lstm_state_clip_min": -0.1, "lstm_state_clip_max": 0.1}])
-def test_what_it_has_no_code_for_runs_in_float32(settings, rng):
+def test_unsupported_settings_run_in_float32(settings, rng):
     arrays = drawn(rng, "lstm", settings["num_layers"], 1)
     results = []
     for dtype in ("bfloat16", "float32"):

@@ -1,4 +1,4 @@
-"""Training in bfloat16: optimizers, several devices, Module, X-ray; what is refused."""
+"""Training in bfloat16: optimizers, several devices, Module, X-ray; refused policies."""
 import gluon_amp as amp
 import mxnet as mx
 import numpy as np
@@ -34,7 +34,7 @@ def weights(net, ctx=None):
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", ["sgd", "adam"])
-def test_a_network_learns_without_a_loss_scale(policy, name, rng):
+def test_network_learns_without_loss_scale(policy, name, rng):
     net, (data, label) = network(policy), batch(rng)
     trainer = amp.Trainer(net.collect_params(), name, {"learning_rate": 0.02})
     losses = []
@@ -49,7 +49,7 @@ def test_a_network_learns_without_a_loss_scale(policy, name, rng):
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_two_devices_hold_the_same_weights(policy, rng):
+def test_two_devices_have_same_weights(policy, rng):
     devices = [mx.cpu(0), mx.cpu(1)]
     net = network(policy, devices)
     trainer = amp.Trainer(net.collect_params(".*(weight|bias|gamma|beta)"), "sgd",
@@ -64,7 +64,7 @@ def test_two_devices_hold_the_same_weights(policy, rng):
         assert np.array_equal(one, other)
 
 
-def test_gradients_of_two_devices_are_added_in_float32_and_rounded_once():
+def test_gradients_of_two_devices_are_summed_in_float32():
     devices = [mx.cpu(0), mx.cpu(1)]
     net = nn.Dense(1, in_units=2, use_bias=False)
     net.initialize(mx.init.One(), ctx=devices)
@@ -80,7 +80,7 @@ def test_gradients_of_two_devices_are_added_in_float32_and_rounded_once():
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_module_learns(policy, rng):
+def test_module_learns(policy, rng):
     data, label = (x.asnumpy() for x in batch(rng))
     symbol = mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=4)
     symbol = amp.convert_symbol(mx.sym.SoftmaxOutput(symbol, name="softmax"), policy)
@@ -92,14 +92,14 @@ def test_a_module_learns(policy, rng):
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_an_xray_shows_that_any_loss_scale_fits(policy, rng):
+def test_xray_reports_that_any_loss_scale_fits(policy, rng):
     view = amp.xray(network(policy), [batch(rng)], LOSS)
     assert view.first_overflow is None
     assert view.loss_scale[0] < 1
     assert view.loss_scale[1] > 2.0 ** 100
 
 
-def test_tensor_cores_sums_of_bfloat16_networks_are_refused():
+def test_tensor_core_accumulation_is_refused():
     with pytest.raises(ValueError, match="float16"):
         amp.Policy("mine", compute="bfloat16", accumulate="A100")
 
@@ -107,7 +107,7 @@ def test_tensor_cores_sums_of_bfloat16_networks_are_refused():
 @pytest.mark.parametrize("roles", [
     {"parameter": "bfloat16", "compute": "float16"},
     {"parameter": "float16", "compute": "bfloat16"}])
-def test_parameters_of_the_other_type_are_cast_where_they_are_used(roles, rng):
+def test_parameters_of_another_type_are_cast_on_use(roles, rng):
     net, (data, label) = network(amp.Policy("mine", **roles)), batch(rng)
     trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.05})
     with autograd.record():

@@ -1,4 +1,4 @@
-"""The graphs that a GPU would run: which operator computes in which type."""
+"""Graphs for a GPU: the type in which each operator computes."""
 import gluon_amp as amp
 import mxnet as mx
 import networks
@@ -25,7 +25,7 @@ NORMS = {"LayerNorm": lambda x, g, b: mx.sym.LayerNorm(x, g, b),
 @pytest.mark.parametrize("parameters", ["float16", "float32"])
 @pytest.mark.parametrize("data", ["float16", "float32"])
 @pytest.mark.parametrize("op", NORMS)
-def test_norms_run_in_float32_and_return_the_type_of_their_data(op, data, parameters):
+def test_norms_run_in_float32_and_return_type_of_data(op, data, parameters):
     norm = NORMS[op](var("x"), var("g"), var("b"))
     graph = casting(mx.sym.relu(norm), {"x": data, "g": parameters, "b": parameters}, "gb")
     (node,) = graph.ops(op)
@@ -34,7 +34,7 @@ def test_norms_run_in_float32_and_return_the_type_of_their_data(op, data, parame
     assert graph.inputs(relu) == [data]
 
 
-def test_a_layer_norm_between_float16_layers_returns_float16():
+def test_layer_norm_between_float16_layers_returns_float16():
     net = nn.HybridSequential()
     net.add(nn.Dense(8), nn.LayerNorm(), nn.Dense(8))
     graph = mixed(net, nd.ones((2, 4)))
@@ -46,7 +46,7 @@ def test_a_layer_norm_between_float16_layers_returns_float16():
     assert [graph.inputs(n) for n in graph.ops("FullyConnected")] == [["float16"] * 3] * 2
 
 
-def test_a_norms_other_outputs_are_not_mistaken_for_its_first():
+def test_other_outputs_of_norm_stay_float32():
     norm = mx.sym.LayerNorm(var("x"), var("g"), var("b"), output_mean_var=True)
     graph = casting(mx.sym.Group([norm[0] + 1, norm[1] + 1, norm[2] + 1]),
                     {"x": "float16", "g": "float32", "b": "float32"}, "gb")
@@ -66,14 +66,14 @@ SENSITIVE = {
 
 
 @pytest.mark.parametrize("op", SENSITIVE)
-def test_exponents_and_sums_run_in_float32(op):
+def test_exponentials_and_sums_run_in_float32(op):
     graph = computing(SENSITIVE[op], some(2, 3))
     (node,) = graph.ops(op)
     assert graph.inputs(node) == ["float32"]
     assert graph.outputs == ["float32"]
 
 
-def test_losses_run_in_float32_and_their_labels_are_not_rounded():
+def test_losses_run_in_float32_with_unrounded_labels():
     graph = computing(lambda F, x, label, w: F.SoftmaxOutput(F.dot(x, w), label), some(2, 3),
                       some(2, dtype="float32"), w=(3, 4))
     (node,) = graph.ops("SoftmaxOutput")
@@ -81,7 +81,7 @@ def test_losses_run_in_float32_and_their_labels_are_not_rounded():
     assert node.inputs[1].node.is_variable
 
 
-def test_soft_relus_run_in_float32_and_others_do_not():
+def test_softrelu_and_selu_run_in_float32_other_activations_in_float16():
     for name, dtype in (("softrelu", "float32"), ("relu", "float16"), ("tanh", "float16")):
         graph = computing(lambda F, x, name=name: F.Activation(x, act_type=name), some(2, 3))
         (node,) = graph.ops("Activation")
@@ -107,7 +107,7 @@ MATRIX = {
 @pytest.mark.parametrize("y", ["float32", "float16"])
 @pytest.mark.parametrize("x", ["float32", "float16"])
 @pytest.mark.parametrize("op", MATRIX)
-def test_matrix_work_runs_in_float16(op, x, y):
+def test_matrix_products_run_in_float16(op, x, y):
     graph = casting(mx.sym.relu(MATRIX[op](mx.sym)), {"x": x, "y": y})
     (node,) = graph.ops(op)
     assert set(graph.inputs(node)) == {"float16"}
@@ -118,7 +118,7 @@ def test_matrix_work_runs_in_float16(op, x, y):
 @pytest.mark.parametrize(("op", "batched", "dtype"), [
     ("batch_dot", None, "float32"), ("batch_dot", "float16", "float16"),
     ("_linalg_gemm2", None, "float32"), ("_linalg_gemm2", "float16", "float32")])
-def test_batched_products_run_in_the_policys_type_for_them_and_give_float16(op, batched, dtype):
+def test_batched_products_run_in_policy_type_and_return_float16(op, batched, dtype):
     make = {"batch_dot": mx.sym.batch_dot, "_linalg_gemm2": mx.sym.linalg.gemm2}[op]
     policy = amp.Policy("mine", parameter="float16", compute="float16", batched=batched)
     graph = casting(mx.sym.relu(make(var("x"), var("y"))), {"x": "float16", "y": "float16"},
@@ -128,14 +128,14 @@ def test_batched_products_run_in_the_policys_type_for_them_and_give_float16(op, 
     assert graph.inputs(graph.ops("relu")[0]) == ["float16"]
 
 
-def test_a_policy_refuses_other_formats_for_batched_products():
+def test_other_formats_for_batched_products_are_refused():
     with pytest.raises(ValueError, match="must be float32 or float16"):
         amp.Policy("mine", compute="float16", batched="bfloat16")
     assert amp.Policy("mine", compute="bfloat16").batched.name == "bfloat16"
 
 
 @pytest.mark.parametrize("op", ["_linalg_makediag", "Crop"])
-def test_what_mxnet_has_no_float16_code_for_on_a_gpu_runs_in_float32_between_casts(op):
+def test_operators_without_float16_gpu_kernel_run_in_float32(op):
     x = mx.sym.linalg.makediag(var("x")) if op != "Crop" else \
         mx.sym.Crop(var("x"), num_args=1, h_w=(2, 2))
     graph = casting(mx.sym.relu(x), {"x": "float16"})
@@ -144,20 +144,20 @@ def test_what_mxnet_has_no_float16_code_for_on_a_gpu_runs_in_float32_between_cas
     assert graph.inputs(graph.ops("relu")[0]) == ["float16"]
 
 
-def test_a_fused_rnn_runs_in_float16():
+def test_fused_rnn_runs_in_float16():
     graph = mixed(networks.fused(gluon.rnn.LSTM(4, 2)), nd.ones((5, 2, 3)))
     (node,) = graph.ops("RNN")
     assert set(graph.inputs(node)) == {"float16"}
 
 
-def test_the_parameters_of_an_rnn_are_cast_before_they_are_joined():
-    """MXNet's float32 code takes longer to join them than all casts take."""
+def test_rnn_parameters_are_cast_before_concatenation():
+    """MXNet's float32 concatenation takes longer than all casts."""
     graph = mixed(networks.fused(gluon.rnn.LSTM(4, 2)), nd.ones((5, 2, 3)))
     (node,) = graph.ops("_rnn_param_concat")
     assert set(graph.inputs(node)) == {"float16"}
 
 
-def test_the_lengths_of_an_rnns_sequences_are_not_cast():
+def test_sequence_lengths_of_rnn_are_not_cast():
     rnn = mx.sym.RNN(data=var("x"), parameters=var("p"), state=var("h"), state_size=4, mode="gru",
                      sequence_length=var("length"), num_layers=1, use_sequence_length=True)
     for dtype in ("int32", "float32"):
@@ -166,7 +166,7 @@ def test_the_lengths_of_an_rnns_sequences_are_not_cast():
         assert graph.inputs(node) == ["float16"] * 3 + [dtype]
 
 
-def test_arithmetic_of_float16_stays_float16():
+def test_float16_arithmetic_stays_float16():
     graph = casting(var("x") * 2 + var("y"), {"x": "float16", "y": "float16"},
                     policy="pure_float16")
     assert not graph.ops("amp_cast")
@@ -179,7 +179,7 @@ PAIRS = [lambda a, b: a + b, lambda a, b: mx.sym.broadcast_mul(a, b),
 
 
 @pytest.mark.parametrize("pair", PAIRS)
-def test_a_float32_parameter_follows_float16_activations(pair):
+def test_float32_parameter_is_cast_to_float16_activations(pair):
     graph = casting(pair(mx.sym.relu(var("x")), var("p")), {"x": "float16", "p": "float32"}, "p",
                     "pure_float16")
     assert graph.outputs == ["float16"]
@@ -187,7 +187,7 @@ def test_a_float32_parameter_follows_float16_activations(pair):
 
 
 @pytest.mark.parametrize("pair", PAIRS)
-def test_what_is_made_of_parameters_follows_too(pair):
+def test_tensors_computed_from_parameters_are_cast_to_activations(pair):
     made = mx.sym.relu(var("p") * 2)
     graph = casting(pair(mx.sym.relu(var("x")), made), {"x": "float16", "p": "float32"}, "p",
                     "pure_float16")
@@ -195,7 +195,7 @@ def test_what_is_made_of_parameters_follows_too(pair):
 
 
 @pytest.mark.parametrize("pair", PAIRS)
-def test_float32_data_widens_the_float16_activations_that_it_meets(pair):
+def test_float32_data_promotes_float16_activations(pair):
     graph = casting(pair(mx.sym.relu(var("x")), mx.sym.relu(var("y"))),
                     {"x": "float16", "y": "float32"})
     assert {n.attrs["dtype"] for n in graph.ops("amp_cast")} == {"float32"}
@@ -203,12 +203,12 @@ def test_float32_data_widens_the_float16_activations_that_it_meets(pair):
     assert graph.graph.outputs[0].node.op != "amp_cast"
 
 
-def test_a_float16_parameter_follows_float32_data():
+def test_float16_parameter_is_cast_to_float32_data():
     graph = casting(mx.sym.broadcast_add(var("x"), var("p")), {"x": "float32", "p": "float16"}, "p")
     assert graph.inputs(graph.ops("broadcast_add")[0]) == ["float32"] * 2
 
 
-def test_constants_follow_activations():
+def test_constants_take_type_of_activations():
     graph = casting(var("x") + mx.sym.ones((2, 3)), {"x": "float16"}, policy="pure_float16")
     assert graph.outputs == ["float16"]
     assert not graph.ops("amp_cast")
@@ -243,7 +243,7 @@ def test_float32_ids_are_not_cast(op, policy):
     assert [graph.types[e] for e in ids] == ["float32"]
 
 
-def test_what_is_one_cast_serves_all_its_readers():
+def test_one_cast_serves_all_readers():
     x = mx.sym.relu(var("x"))
     graph = casting(mx.sym.Group([mx.sym.exp(x), mx.sym.log(x), mx.sym.softmax(x)]),
                     {"x": "float16"})
@@ -258,7 +258,7 @@ def test_kept_nodes_run_in_float32():
     assert (graph.inputs(one), graph.inputs(two)) == (["float16"] * 2, ["float32"] * 2)
 
 
-def test_float64_data_is_narrowed_where_it_must_be():
+def test_float64_data_is_cast_for_products():
     graph = casting(mx.sym.FullyConnected(var("x"), var("w"), num_hidden=3, no_bias=True),
                     {"x": "float64", "w": "float16"}, "w")
     assert graph.inputs(graph.ops("FullyConnected")[0]) == ["float16"] * 2
@@ -276,7 +276,7 @@ def image_graph(request):
     return mixed(net, nd.ones((1, 3, 32, 32)))
 
 
-def test_a_convolutional_net_holds_two_casts(image_graph):
+def test_convolutional_net_has_two_casts(image_graph):
     casts = image_graph.ops("amp_cast")
     assert len(casts) == 2
     assert image_graph.inputs(casts[0]) == ["float32"]  # the data
@@ -286,7 +286,7 @@ def test_a_convolutional_net_holds_two_casts(image_graph):
     assert not [n for n in image_graph.nodes if "multicast" in n.op or n.op == "Cast"]
 
 
-def test_a_gpus_graph_holds_none_of_our_operators(image_graph):
+def test_gpu_graph_has_no_gluon_amp_operators(image_graph):
     assert not [n for n in image_graph.json() if "gluon_amp" in n["op"] + n["name"]]
 
 
@@ -299,14 +299,14 @@ def test_batch_norms_read_float16_data_and_float32_statistics(image_graph):
         assert image_graph.output(norm) == "float16"
 
 
-def test_all_else_in_a_convolutional_net_runs_in_float16(image_graph):
+def test_other_nodes_of_convolutional_net_run_in_float16(image_graph):
     for node in image_graph.nodes:
         if not node.is_variable and node.op not in ("amp_cast", "BatchNorm"):
             assert set(image_graph.inputs(node)) == {"float16"}, node
     assert image_graph.outputs == ["float32"]
 
 
-def test_mixed_float16_casts_every_weight_once_at_its_use():
+def test_mixed_float16_casts_each_weight_once():
     net = gluon.model_zoo.vision.resnet18_v1(classes=10)
     graph = mixed(net, nd.ones((1, 3, 32, 32)), policy="mixed_float16")
     assert set(graph.variables.values()) == {"float32"}
@@ -319,20 +319,20 @@ def test_mixed_float16_casts_every_weight_once_at_its_use():
         assert set(graph.inputs(node)) == {"float16"}
 
 
-def test_mixed_float16_casts_a_tied_weight_once():
+def test_mixed_float16_casts_tied_weight_once():
     graph = mixed(networks.Tied(), nd.zeros((2, 3)), policy="mixed_float16")
     assert len([n for n in graph.ops("amp_cast") if "embedding0_weight" in n.name]) == 1
     (product,) = [n for n in graph.ops("FullyConnected") if n.name.endswith("dense1_fwd")]
     assert graph.inputs(product) == ["float16"] * 3
 
 
-def test_pure_float16_returns_float16_and_runs_all_in_it():
+def test_pure_float16_runs_and_returns_float16():
     graph = mixed(networks.Encoder(), some(2, 7, 32), some(2, 7, 7), policy="pure_float16")
     assert graph.outputs == ["float16"]
     assert not graph.ops("amp_cast")
 
 
-def test_float32_inserts_nothing():
+def test_float32_policy_inserts_no_casts():
     var = mx.sym.var
     y = mx.sym.softmax(mx.sym.FullyConnected(var("x"), var("w"), var("b"), num_hidden=3))
     graph = casting(y, dict.fromkeys("xwb", "float32"), "wb", "float32")
@@ -345,7 +345,7 @@ ALL = {**networks.OTHERS, "cond": (networks.Cond, networks.floats(3, 4)),
 
 @pytest.mark.parametrize("policy", ["float16", "mixed_float16", "pure_float16"])
 @pytest.mark.parametrize("name", sorted(set(ALL) - {"plain", "nested"}))
-def test_mxnet_infers_the_types_of_the_graph(name, policy, rng):
+def test_mxnet_infers_the_types_of_graph(name, policy, rng):
     make, inputs = ALL[name]
     graph = mixed(make(), *inputs(rng), policy=policy)
     symbol = graph.graph.symbol()
@@ -371,7 +371,7 @@ def body_of(graph):
 
 
 class Loop(networks.Loop):
-    """With a state that is float16."""
+    """With a float16 state."""
 
     def hybrid_forward(self, F, x, state):
         return super().hybrid_forward(F, x, self.cell(state))
@@ -379,7 +379,7 @@ class Loop(networks.Loop):
 
 @pytest.mark.parametrize("policy", ["float16", "mixed_float16"])
 @pytest.mark.parametrize(("cls", "state"), [(networks.Loop, "float32"), (Loop, "float16")])
-def test_the_body_of_a_loop_is_converted_and_its_states_keep_their_type(cls, state, policy):
+def test_loop_body_is_converted_and_states_keep_their_type(cls, state, policy):
     graph = mixed(cls(), nd.ones((5, 3, 8)), nd.ones((3, 8)), policy=policy)
     loop, body, types = body_of(graph)
     (dense,) = [n for n in body.nodes() if n.op == "FullyConnected"]
@@ -391,7 +391,7 @@ def test_the_body_of_a_loop_is_converted_and_its_states_keep_their_type(cls, sta
     assert graph.outputs == ["float32"] * 2
 
 
-def test_a_kept_block_in_a_loop_runs_in_float32():
+def test_kept_block_in_loop_runs_in_float32():
     net = networks.Loop()
     graph = mixed(net, nd.ones((5, 3, 8)), nd.ones((3, 8)), keep=net.cell)
     _, body, types = body_of(graph)
@@ -399,7 +399,7 @@ def test_a_kept_block_in_a_loop_runs_in_float32():
     assert {types[e] for e in dense.inputs} == {"float32"}
 
 
-def test_the_branches_of_a_condition_return_the_same_types():
+def test_branches_of_condition_return_same_types():
     graph = mixed(networks.Cond(), nd.ones((3, 4)))
     (node,) = graph.ops("_cond")
     found = []
@@ -415,7 +415,7 @@ class Undecided(networks.Cond):
         return F.contrib.cond(F.max(h) < 1e3, lambda: self.b(h), lambda: h * 2)
 
 
-def test_a_condition_may_be_made_of_float16():
+def test_condition_can_depend_on_float16():
     graph = mixed(Undecided(), nd.ones((3, 4)))
     assert graph.inputs(graph.ops("max")[0]) == ["float16"]
     assert graph.outputs == ["float32"]
@@ -428,6 +428,6 @@ class WhileSmall(networks.While):
                                     [self.first(x)], max_iterations=3)[1][0]
 
 
-def test_a_loops_condition_may_be_made_of_float16():
+def test_loop_condition_can_depend_on_float16():
     graph = mixed(WhileSmall(), nd.ones((3, 4)))
     assert graph.outputs == ["float32"]

@@ -1,4 +1,4 @@
-"""The command `gluon-amp`, as one types it."""
+"""The command `gluon-amp`."""
 import json
 import os
 import signal
@@ -29,7 +29,7 @@ sys.meta_path.insert(0, Absent())
 
 
 def start(*arguments, before="", **options):
-    """The command in a process of its own."""
+    """Starts the command in a new process."""
     code = f"{before}\nfrom gluon_amp_command import main\nmain()"
     env = {**os.environ, **options.pop("variables", {})}
     return subprocess.Popen([sys.executable, "-c", code, *arguments], cwd=ROOT, text=True, env=env,
@@ -37,7 +37,7 @@ def start(*arguments, before="", **options):
 
 
 def run(*arguments, **options):
-    """Its exit code, and what it writes to stdout and stderr."""
+    """Exit code, stdout and stderr of the command."""
     process = start(*arguments, **options)
     out, err = process.communicate(timeout=120)
     return process.returncode, out, err
@@ -56,11 +56,11 @@ def failing(monkeypatch):
 # ---- the demo
 
 
-def test_the_demo_ends_with_a_table(capsys):
+def test_demo_ends_with_a_table(capsys):
     pytest.importorskip("sklearn", reason="scikit-learn is not installed")
     assert main(["demo", "--epochs", "2"]) == 0
     captured = capsys.readouterr()
-    assert "step/s" not in captured.err  # the bar is for terminals
+    assert "step/s" not in captured.err  # the progress bar is for terminals only
     header, float32, float16 = (line.split() for line in captured.out.splitlines())
     assert header[0] == "dtype"
     assert (float32[0], float16[0]) == ("float32", "float16")
@@ -70,7 +70,7 @@ def test_the_demo_ends_with_a_table(capsys):
     assert 0.5 <= half / whole < 0.51
 
 
-def test_the_demo_without_scikit_learn_says_how_to_install_it(capsys, monkeypatch):
+def test_demo_without_scikit_learn_names_install_command(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
     assert main(["demo"]) == 1
     captured = capsys.readouterr()
@@ -82,14 +82,14 @@ def test_the_demo_without_scikit_learn_says_how_to_install_it(capsys, monkeypatc
 # ---- usage: exit code 2
 
 
-def test_it_tells_its_version(capsys):
+def test_version_flag(capsys):
     with pytest.raises(SystemExit) as end:
         main(["--version"])
     assert end.value.code == 0
     assert capsys.readouterr().out.strip() == f"gluon-amp {__version__}"
 
 
-def test_without_a_subcommand_it_lists_them(capsys):
+def test_command_without_subcommand_lists_subcommands(capsys):
     assert main([]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
@@ -99,7 +99,7 @@ def test_without_a_subcommand_it_lists_them(capsys):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_help_of_a_subcommand_has_examples_that_it_takes(name, capsys):
+def test_help_of_subcommand_has_valid_examples(name, capsys):
     with pytest.raises(SystemExit) as end:
         main([name, "--help"])
     assert end.value.code == 0
@@ -121,7 +121,7 @@ def test_the_help_of_a_subcommand_has_examples_that_it_takes(name, capsys):
     (["demo", "--epochs", "-1"], "a whole number from 1 on. Received: '-1'"),
     (["demo", "--epochs", "many"], "a whole number from 1 on. Received: 'many'"),
     (["demo", "--epoch", "8"], "unrecognized arguments: --epoch 8. Did you mean --epochs?")])
-def test_bad_usage_is_named(arguments, said, capsys):
+def test_bad_usage_is_reported_in_one_line(arguments, said, capsys):
     with pytest.raises(SystemExit) as end:
         main(arguments)
     assert end.value.code == 2
@@ -131,7 +131,7 @@ def test_bad_usage_is_named(arguments, said, capsys):
     assert said in line
 
 
-# ---- what a user can mend: one line, exit code 1
+# ---- errors of the user: one line, exit code 1
 
 
 @pytest.mark.parametrize("error", [
@@ -145,13 +145,13 @@ def test_errors_are_one_line_on_stderr(error, failing, capsys):
 
 
 @pytest.mark.parametrize("arguments", [["--debug", "demo"], ["demo", "--debug"]])
-def test_debug_shows_the_traceback(arguments, failing):
+def test_debug_flag_shows_traceback(arguments, failing):
     failing(ValueError("no such thing"))
     with pytest.raises(ValueError, match="no such thing"):
         main(arguments)
 
 
-def test_a_fault_of_ours_shows_its_traceback_anyway(failing):
+def test_internal_error_shows_traceback(failing):
     failing(KeyError("a fault"))
     with pytest.raises(KeyError, match="a fault"):
         main(["demo"])
@@ -159,7 +159,7 @@ def test_a_fault_of_ours_shows_its_traceback_anyway(failing):
 
 @pytest.mark.parametrize(("model", "said"), [
     ("resnet19", "resnet18_v1, "), ("there-is-none.json", "No such file or directory")])
-def test_a_model_that_is_not_there_is_named(model, said, capsys):
+def test_missing_model_is_named(model, said, capsys):
     assert main(["doctor", "--model", model]) == 1
     captured = capsys.readouterr()
     assert captured.out == ""
@@ -172,7 +172,7 @@ def test_a_model_that_is_not_there_is_named(model, said, capsys):
 # ---- the doctor
 
 
-def test_the_doctors_json_has_what_its_text_has(capsys):
+def test_doctor_json_matches_its_text(capsys):
     arguments = ["doctor", "--model", "squeezenet1.1", "--batch-size", "8"]
     assert main([*arguments, "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
@@ -185,13 +185,13 @@ def test_the_doctors_json_has_what_its_text_has(capsys):
     assert f"{facts['network']['bytes']['float16']['activations'] / 1e6:.1f}" in text
 
 
-def test_where_float16_does_not_train_the_exit_code_is_1_and_the_reason_comes_first():
+def test_doctor_exits_with_1_and_reason_if_float16_does_not_train():
     code, out, err = run("doctor", variables={"GLUON_AMP_ISA": "nonsense"})
     assert (code, err) == (1, "")
     assert out.startswith("float16 does not train here: GLUON_AMP_ISA must be one of ")
 
 
-def test_without_an_mxnet_that_can_be_imported_the_reason_is_a_line():
+def test_doctor_without_mxnet_reports_reason_in_one_line():
     code, out, err = run("doctor", before=WITHOUT_MXNET)
     assert (code, out) == (1, "")
     assert err.startswith("gluon-amp: gluon_amp needs MXNet 1.9.1: pip install ")
@@ -202,7 +202,7 @@ def test_without_an_mxnet_that_can_be_imported_the_reason_is_a_line():
     assert json.loads(out) == {"trains": False, "reason": err.strip().partition(": ")[2]}
 
 
-def test_with_debug_its_traceback_is_shown():
+def test_doctor_debug_without_mxnet_shows_traceback():
     code, _, err = run("doctor", "--debug", before=WITHOUT_MXNET)
     assert code == 1
     assert "Traceback" in err
@@ -214,7 +214,7 @@ def test_with_debug_its_traceback_is_shown():
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    """A folder with exported networks, and with batches."""
+    """A folder with exported networks and batches."""
     folder = tmp_path_factory.mktemp("files")
     mx.random.seed(1)
     rng = np.random.default_rng(1)
@@ -249,7 +249,7 @@ def files(tmp_path_factory):
 
 
 def xray(files, tmp_path, model="net", data="batch", *others):
-    """The command's arguments."""
+    """The arguments of the command."""
     data = [str(files / f"{name}.npz") for name in data.split()]
     return ["xray", "--model", str(files / f"{model}-symbol.json"), "--params",
             str(files / f"{model}-0000.params"), "--data", *data, "-o", str(tmp_path / "out"),
@@ -267,7 +267,7 @@ def steps_in(folder):
     ("net", "batch", "--batch-size 4 --steps 5", 5),
     ("net", "target", "--label target --loss l2", 1),
     ("module", "batch", "--batch-size 20", 2), ("module", "column", "", 1)])
-def test_an_xray_of_files_prints_a_verdict_and_writes_a_page(
+def test_xray_of_files_prints_verdict_and_writes_page(
         model, data, others, steps, files, tmp_path, capsys):
     assert main([*xray(files, tmp_path, model, data), *others.split()]) == 0
     out = capsys.readouterr().out
@@ -277,7 +277,7 @@ def test_an_xray_of_files_prints_a_verdict_and_writes_a_page(
     assert len(steps_in(tmp_path / "out")) == steps
 
 
-def test_an_xray_of_files_names_what_to_keep(files, tmp_path, capsys):
+def test_xray_of_files_prints_nodes_to_keep(files, tmp_path, capsys):
     assert main(xray(files, tmp_path, "broken")) == 0
     out = capsys.readouterr().out
     assert "overflow begins in scaled__mulscalar1" in out
@@ -304,7 +304,7 @@ def test_an_xray_of_files_names_what_to_keep(files, tmp_path, capsys):
     ("net", "batch", "--params nothing", "no such file: nothing"),
     ("none", "batch", "", "No such file"), ("resnet18_v1", "batch", "--model resnet18_v1",
                                             "such as net-symbol.json. Received: resnet18_v1")])
-def test_an_xray_of_files_refuses_what_does_not_fit(model, data, others, said, files, tmp_path,
+def test_xray_refuses_unfit_files(model, data, others, said, files, tmp_path,
                                                     capsys):
     assert main([*xray(files, tmp_path, model, data), *others.split()]) == 1
     captured = capsys.readouterr()
@@ -314,7 +314,7 @@ def test_an_xray_of_files_refuses_what_does_not_fit(model, data, others, said, f
     assert not (tmp_path / "out").exists()
 
 
-def test_parameters_of_another_network_are_named(files, tmp_path, capsys):
+def test_parameters_of_another_network_are_refused(files, tmp_path, capsys):
     other = str(files / "module-0000.params")
     assert main([*xray(files, tmp_path), "--params", other]) == 1
     said = capsys.readouterr().err
@@ -327,7 +327,7 @@ def test_parameters_of_another_network_are_named(files, tmp_path, capsys):
     assert "a file that numpy.savez has written" in capsys.readouterr().err
 
 
-def test_an_output_that_exists_is_refused(files, tmp_path, capsys):
+def test_existing_output_is_refused(files, tmp_path, capsys):
     (tmp_path / "out").mkdir()
     assert main(xray(files, tmp_path)) == 1
     assert "--output is a new folder. Received: " in capsys.readouterr().err
@@ -339,7 +339,7 @@ def test_an_output_that_exists_is_refused(files, tmp_path, capsys):
     ("--model a.json", "--model needs --params and --data. Valid: FOLDER, or --model FILE"),
     ("--model a.json --params b", "--model needs --data. Valid: FOLDER, or --model FILE"),
     ("folder --steps 3 --policy float16", "--policy, --steps: only with --model. Valid: FOLDER")])
-def test_flags_of_an_xray_that_exclude_each_other_are_named(arguments, said, capsys):
+def test_mutually_exclusive_xray_flags_are_refused(arguments, said, capsys):
     assert main(["xray", *arguments.split()]) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert said in line
@@ -348,7 +348,7 @@ def test_flags_of_an_xray_that_exclude_each_other_are_named(arguments, said, cap
 @pytest.mark.parametrize(("name", "groups"), [
     ("doctor", ["input", "output"]), ("report", ["input", "output", "comparison"]),
     ("xray", ["a saved X-ray", "a new X-ray: model", "a new X-ray: data", "a new X-ray: output"])])
-def test_the_help_shows_flags_in_groups(name, groups, capsys):
+def test_help_groups_flags(name, groups, capsys):
     with pytest.raises(SystemExit):
         main([name, "--help"])
     text = capsys.readouterr().out.replace("optional arguments:", "options:")  # before 3.10
@@ -360,19 +360,19 @@ def test_the_help_shows_flags_in_groups(name, groups, capsys):
 
 
 @pytest.mark.parametrize("arguments", [["doctor"], ["doctor", "--help"]])
-def test_a_reader_who_goes_away_is_no_error(arguments):
+def test_closed_stdout_is_no_error(arguments):
     with start(*arguments, variables={"PYTHONUNBUFFERED": ""}) as process:
         process.stdout.close()
         assert process.stderr.read() == ""
     assert process.returncode == 141
 
 
-def test_ctrl_c_ends_it_with_130():
+def test_ctrl_c_exits_with_130():
     pytest.importorskip("sklearn", reason="scikit-learn is not installed")
     process = start("demo", "--epochs", "1000", preexec_fn=heeds_ctrl_c,
                     before="import logging\nlogging.basicConfig(level=logging.INFO)")
     shown = ""
-    while "loss scale" not in shown:  # found by the first step: it trains
+    while "loss scale" not in shown:  # printed in the first step
         read = process.stderr.read(1)
         assert read, shown
         shown += read
@@ -382,6 +382,6 @@ def test_ctrl_c_ends_it_with_130():
     assert "Traceback" not in err
 
 
-def test_python_m_gluon_amp_is_the_same_command():
+def test_python_m_gluon_amp_is_same_command():
     done = processes.run("-m", "gluon_amp", "--version")
     assert done.stdout == f"gluon-amp {__version__}\n", done.stderr

@@ -1,4 +1,4 @@
-"""amp.data: data is cast, labels never are."""
+"""amp.data: data is cast, labels are not."""
 import gluon_amp as amp
 import mxnet as mx
 import numpy as np
@@ -6,7 +6,7 @@ import pytest
 from mxnet import gluon, nd
 
 
-def test_a_loaders_data_is_float16_and_its_labels_stay(rng):
+def test_data_loader_casts_data_and_not_labels(rng):
     x, y = rng.standard_normal((8, 3)).astype("float32"), np.arange(5000, 5008, dtype="int32")
     for transformed in (gluon.data.ArrayDataset(x, y).transform(amp.data.Cast()),
                         gluon.data.ArrayDataset(x, y).transform_first(amp.data.Cast())):
@@ -17,7 +17,7 @@ def test_a_loaders_data_is_float16_and_its_labels_stay(rng):
         assert np.array_equal(label.asnumpy(), y)
 
 
-def test_numpy_and_mxnet_arrays_are_cast_alike(rng):
+def test_numpy_and_mxnet_arrays_are_cast_equally(rng):
     x = rng.standard_normal(1000).astype("float32")
     cast = amp.data.Cast()
     assert np.array_equal(cast(x), cast(nd.array(x)).asnumpy())
@@ -26,7 +26,7 @@ def test_numpy_and_mxnet_arrays_are_cast_alike(rng):
 
 
 @pytest.mark.parametrize("prefetched", [False, True])
-def test_an_iterators_data_is_float16_and_its_labels_stay(prefetched, rng):
+def test_iterator_casts_data_and_not_labels(prefetched, rng):
     x, y = rng.standard_normal((20, 3)).astype("float32"), np.arange(4000, 4020, dtype="float32")
     plain = mx.io.NDArrayIter(x, y, 5)
     it = amp.data.CastIter(mx.io.PrefetchingIter(plain) if prefetched else plain)
@@ -40,7 +40,7 @@ def test_an_iterators_data_is_float16_and_its_labels_stay(prefetched, rng):
         it.reset()
 
 
-def test_a_module_takes_the_iterator(rng):
+def test_module_accepts_cast_iterator(rng):
     x, y = rng.standard_normal((20, 3)).astype("float32"), rng.integers(0, 2, 20)
     net = mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=2, name="fc")
     net = amp.convert_symbol(mx.sym.SoftmaxOutput(net, name="softmax"))
@@ -51,7 +51,7 @@ def test_a_module_takes_the_iterator(rng):
 
 @pytest.mark.parametrize("label", [np.array([1, 2050], "float16"), nd.array([3e4], dtype="float16"),
                                    np.float16(4096)])
-def test_float16_labels_that_count_too_far_are_an_error(label):
+def test_large_float16_labels_are_refused(label):
     with pytest.raises(ValueError, match=r"labels are float16, which counts to 2048 only"):
         amp.data.Cast()(np.zeros(3, "float32"), label)
     if isinstance(label, nd.NDArray):
@@ -70,7 +70,7 @@ class _Batches(mx.io.DataIter):
         return mx.io.DataBatch([nd.zeros((1, 3))], [self.label], 0)
 
 
-def test_small_float16_labels_and_others_pass():
+def test_small_float16_labels_and_other_types_are_accepted():
     for label in (np.array([2048], "float16"), np.array([10 ** 6], "int64"), 7, 3.5):
         assert amp.data.Cast()(np.zeros(3, "float32"), label)[1] is label
 

@@ -32,7 +32,7 @@ def estimator(net, trainer, **kwargs):
     return made
 
 
-def test_it_trains_as_a_loop_by_hand_does(batches):
+def test_estimator_matches_training_loop(batches):
     by_hand, fitted = network(), network()
     trainers = [amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.5, "momentum": 0.9},
                             loss_scale=1024, clip_norm=1.0) for net in (by_hand, fitted)]
@@ -49,7 +49,7 @@ def test_it_trains_as_a_loop_by_hand_does(batches):
     assert made.val_metrics[0].get()[1] > 0.8
 
 
-def test_a_scale_that_is_too_large_is_mended_without_losing_a_step(batches):
+def test_too_large_scale_is_corrected_without_skipping_a_step(batches):
     net = network()
     trainer = amp.Trainer(net.collect_params(), "sgd", loss_scale=amp.DynamicLossScale(2.0 ** 24))
     estimator(net, trainer).fit(batches, epochs=1)
@@ -68,7 +68,7 @@ def test_several_devices_share_a_step(batches):
     assert np.array_equal(one.asnumpy(), two.asnumpy())
 
 
-def test_another_trainer_is_refused(batches):
+def test_gluon_trainer_is_refused(batches):
     net = network()
     made = estimator(net, gluon.Trainer(net.collect_params(), "sgd", {"multi_precision": True}))
     with pytest.raises(TypeError, match=r"Valid: a gluon_amp\.Trainer\. "

@@ -1,4 +1,4 @@
-"""Files are whole or not there."""
+"""Files are written atomically."""
 import threading
 from pathlib import Path
 
@@ -8,7 +8,7 @@ import pytest
 from gluon_amp.files import replace_file
 
 
-def test_several_that_write_one_file_each_leave_it_whole(tmp_path):
+def test_concurrent_writers_leave_a_complete_file(tmp_path):
     path, failed = tmp_path / "trainer.states", []
 
     def save(text):
@@ -31,7 +31,7 @@ def test_several_that_write_one_file_each_leave_it_whole(tmp_path):
 @pytest.mark.parametrize("write", [
     lambda path: amp.export_onnx(mx.sym.relu(mx.sym.var("data")), path, (1, 2)),
     lambda path: replace_file(path, lambda beside: None)])
-def test_a_missing_folder_is_an_error_that_names_the_file_as_given(write, tmp_path):
+def test_missing_folder_error_names_file_as_given(write, tmp_path):
     path = tmp_path / "missing" / "net.onnx"
     with pytest.raises(FileNotFoundError) as caught:
         write(str(path))

@@ -1,5 +1,5 @@
-"""Float8 products: a scale for each tensor, from itself or from those before it; and rounding at
-random, which a seed repeats."""
+"""Float8 products: current or delayed scaling for each tensor, and reproducible stochastic
+rounding."""
 import copy
 import gc
 import pickle
@@ -28,7 +28,7 @@ def policy(scaling="delayed", **more):
 
 
 def scaled(format_, x, largest=None):
-    """Rounded with the scale for this largest number; what is beyond becomes the largest."""
+    """Rounded with the scale for this largest number, and saturated."""
     largest = np.abs(x).max() if largest is None else largest
     scale = 2.0 ** np.floor(np.log2(format_.largest / largest))
     return format_.round(np.clip(x * scale, -format_.largest, format_.largest)) / scale
@@ -56,7 +56,7 @@ def normal(rng, *shape, scale=1.0):
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1e-6, 1.0, 1e6])
-def test_current_scales_make_any_size_fit(scale, rng):
+def test_current_scaling_fits_tensors_of_any_size(scale, rng):
     x, w, head = normal(rng, 5, 7, scale=scale), normal(rng, 3, 7), normal(rng, 5, 3, scale=scale)
     out, dx, dw = step(dense(policy("current"), w), x, head)
     x, w, head = scaled(E4M3, x), scaled(E4M3, w), scaled(E5M2, head)
@@ -65,7 +65,7 @@ def test_current_scales_make_any_size_fit(scale, rng):
     np.testing.assert_allclose(dw, head.T @ x, rtol=1e-5, atol=1e-6 * scale ** 2)
 
 
-def test_delayed_scales_come_from_the_last_tensors(rng):
+def test_delayed_scaling_uses_last_tensors(rng):
     w, sizes = normal(rng, 3, 7), [1.0, 8.0, 100.0, 0.01, 0.01, 0.01]
     net, xs, heads = dense(policy(history=2), w), [], []
     for size in sizes:
@@ -81,10 +81,10 @@ def test_delayed_scales_come_from_the_last_tensors(rng):
         np.testing.assert_allclose(dw, head.T @ x, rtol=1e-5, atol=1e-5)
 
 
-def test_predictions_use_histories_and_leave_them(rng):
+def test_predictions_use_histories_without_changing_them(rng):
     w, x = normal(rng, 3, 7), normal(rng, 5, 7)
     net = dense(policy(history=1), w)
-    first = net(nd.array(1000 * x)).asnumpy()  # nothing is known: by itself
+    first = net(nd.array(1000 * x)).asnumpy()  # without a history: current scaling
     np.testing.assert_allclose(first, scaled(E4M3, 1000 * x) @ scaled(E4M3, w).T, rtol=1e-5,
                                atol=1e-3)
     step(net, x, np.ones((5, 3), np.float32))
@@ -94,10 +94,10 @@ def test_predictions_use_histories_and_leave_them(rng):
                                    atol=1e-3)
 
 
-def test_a_recorded_prediction_reads_the_same_numbers_on_the_way_back(rng):
+def test_backward_of_recorded_prediction_reads_same_values(rng):
     w, x, head = normal(rng, 3, 7), normal(rng, 5, 7, scale=1e-6), normal(rng, 5, 3)
     net, data = dense(policy(history=1), w), nd.array(x)
-    for size in (1.0, 50.0):  # of a network that was never trained, and of one that was
+    for size in (1.0, 50.0):  # before and after training
         with autograd.record(train_mode=False):
             out = net(data)
         out.backward(nd.array(head))
@@ -107,7 +107,7 @@ def test_a_recorded_prediction_reads_the_same_numbers_on_the_way_back(rng):
         step(net, 50 * x, head)
 
 
-def test_a_prediction_before_the_way_back_changes_nothing_there(rng):
+def test_prediction_before_backward_does_not_change_gradients(rng):
     w, x, head = normal(rng, 3, 7), normal(rng, 5, 7), normal(rng, 5, 3)
     made = []
     for predicts in (False, True):
@@ -123,7 +123,7 @@ def test_a_prediction_before_the_way_back_changes_nothing_there(rng):
 
 
 @pytest.mark.parametrize("scaling", ["current", "delayed"])
-def test_what_is_infinite_stays_no_number(scaling, rng):
+def test_infinity_is_propagated(scaling, rng):
     net, x = dense(policy(scaling), normal(rng, 3, 7)), normal(rng, 5, 7)
     head = np.ones((5, 3), np.float32)
     head[0, 0] = np.inf
@@ -136,7 +136,7 @@ def test_what_is_infinite_stays_no_number(scaling, rng):
     assert np.isfinite(np.delete(out, 1, 0)).all()
 
 
-def test_a_layer_that_is_called_twice_reads_each_input_in_its_own_scale(rng):
+def test_layer_called_twice_scales_each_input_separately(rng):
     w, x, head = normal(rng, 3, 7), normal(rng, 5, 7), np.ones((5, 3), np.float32)
     layer = dense("float32", w)
     net = amp.convert(Calling(lambda F, x, layer: layer(x) + layer(1000 * x), layer),
@@ -152,7 +152,7 @@ def test_a_layer_that_is_called_twice_reads_each_input_in_its_own_scale(rng):
                                atol=1e-3)
 
 
-def test_a_margin_leaves_room(rng):
+def test_margin_adds_headroom(rng):
     w, x = normal(rng, 3, 7), normal(rng, 5, 7)
     net = dense(policy(history=1, margin=3), w)
     step(net, x, np.ones((5, 3), np.float32))
@@ -168,16 +168,16 @@ def test_a_margin_leaves_room(rng):
     ({"margin": -1}, "margin must be a whole number from 0 on. Received: -1"),
     ({"product": "float16"}, "scaling is for products whose format differs"),
     ({"between": "float8_e4m3"}, "scaling is for products whose format differs")])
-def test_a_scaling_is_checked_when_it_is_made(more, said):
+def test_scaling_arguments_are_checked(more, said):
     with pytest.raises(ValueError, match=said):
         amp.Policy("mine", **{"product": "float8_e4m3", "scaling": "delayed", **more})
 
 
-# ---- training, and going on
+# ---- training and resuming
 
 def network(name="mixed_float8"):
     mx.random.seed(1)
-    net = gluon.nn.HybridSequential()  # MXNet numbers its prefix anew each time
+    net = gluon.nn.HybridSequential()  # MXNet gives it a new prefix each time
     with net.name_scope():
         net.add(gluon.nn.Conv2D(8, 3, in_channels=1), gluon.nn.Activation("relu"),
                 gluon.nn.Dense(10, in_units=8 * 36), gluon.nn.Dense(4, in_units=10))
@@ -210,7 +210,7 @@ def histories(net):
     return scales_of(net.collect_params().values())
 
 
-def test_float8_learns_and_is_not_bfloat16():
+def test_float8_learns_and_differs_from_bfloat16():
     nets = [network(name) for name in ("mixed_float8", "mixed_bfloat16")]
     losses = [train(net, trainer_of(net), 12) for net in nets]
     assert losses[0][-1] < 0.5 * losses[0][0]
@@ -218,7 +218,7 @@ def test_float8_learns_and_is_not_bfloat16():
 
 
 @pytest.mark.parametrize("history", [2, 16])
-def test_training_resumes_bit_by_bit(history, tmp_path):
+def test_training_resumes_bitwise(history, tmp_path):
     float8 = replace(get_policy("mixed_float8"), history=history)
     net = network(float8)
     trainer = trainer_of(net)
@@ -235,7 +235,7 @@ def test_training_resumes_bit_by_bit(history, tmp_path):
     assert same(weights(net), weights(other))
     assert [s.read() for s in histories(net)] == [s.read() for s in histories(other)] != [""]
 
-    forgetful = network(float8)  # the histories do matter
+    forgetful = network(float8)  # histories have an effect
     anew = trainer_of(forgetful)
     forgetful.load_parameters(str(tmp_path / "net"))
     anew.load_states(str(tmp_path / "states"))
@@ -245,7 +245,7 @@ def test_training_resumes_bit_by_bit(history, tmp_path):
     assert not same(weights(net), weights(forgetful))
 
 
-def test_histories_go_on_on_another_device(tmp_path):
+def test_histories_continue_on_another_device(tmp_path):
     net = network()
     trainer = trainer_of(net)
     train(net, trainer, 3)
@@ -259,7 +259,7 @@ def test_histories_go_on_on_another_device(tmp_path):
         line.replace(" cpu0", f" cpu{device}") for line in expected for device in (1, 2))
 
 
-def test_a_layer_that_is_added_later_belongs_to_the_network(tmp_path):
+def test_layer_added_later_belongs_to_network(tmp_path):
     net, twin = network(), network("float32")
     for one in (net, twin):
         one.add(gluon.nn.Dense(4, in_units=4))
@@ -270,11 +270,11 @@ def test_a_layer_that_is_added_later_belongs_to_the_network(tmp_path):
     other.load_states(str(tmp_path / "states"))
     trained = histories(net)[0].read()
     assert histories(twin)[0].read() == trained
-    train(twin, other, 1)  # goes on with these, and adds none under other names
+    train(twin, other, 1)  # continues with these, and adds no others
     assert len(histories(twin)[0].read().splitlines()) == len(trained.splitlines())
 
 
-def test_states_with_histories_are_refused_where_there_are_none(tmp_path):
+def test_states_with_histories_are_refused_without_float8_networks(tmp_path):
     net = network()
     trainer = trainer_of(net)
     train(net, trainer, 1)
@@ -284,7 +284,7 @@ def test_states_with_histories_are_refused_where_there_are_none(tmp_path):
         other.load_states(str(tmp_path / "states"))
 
 
-def test_a_copy_has_histories_of_its_own(rng):
+def test_copy_has_its_own_histories(rng):
     w, x = normal(rng, 3, 7), normal(rng, 5, 7)
     net = dense(policy(history=2), w)
     step(net, x, np.ones((5, 3), np.float32))
@@ -294,8 +294,8 @@ def test_a_copy_has_histories_of_its_own(rng):
     assert not np.array_equal(net(nd.array(9 * x)).asnumpy(), twin(nd.array(9 * x)).asnumpy())
 
 
-def test_converted_networks_are_copied_where_the_engine_does_not_run(monkeypatch):
-    """As on a machine with GPUs whose MXNet is built otherwise."""
+def test_converted_networks_can_be_copied_without_engine(monkeypatch):
+    """As on a GPU machine with another build of MXNet."""
     def missing():
         raise amp.KernelError("the CPU kernels are missing")
     net = network("float16")
@@ -305,8 +305,8 @@ def test_converted_networks_are_copied_where_the_engine_does_not_run(monkeypatch
         assert same(weights(net), weights(twin))
 
 
-def test_products_by_two_nodes_on_the_way_back_have_histories_each(rng):
-    """dot's gradients are two more dots, which both read the gradient."""
+def test_two_gradient_products_have_separate_histories(rng):
+    """The gradients of dot are two dots that both read the output gradient."""
     net = gluon.nn.HybridLambda(lambda F, a, b: F.dot(a, b))
     amp.convert(net, policy(history=1))
     formats, largest = (E4M3, E4M3, E5M2), [None] * 3
@@ -324,9 +324,9 @@ def test_products_by_two_nodes_on_the_way_back_have_histories_each(rng):
         largest = [np.abs(x).max() for x in arrays]
 
 
-# ---- which inputs
+# ---- rounded inputs
 
-def test_a_bias_is_no_factor(rng):
+def test_bias_is_not_rounded(rng):
     net = gluon.nn.Dense(3, in_units=7)
     net.initialize()
     bias = normal(rng, 3)
@@ -336,7 +336,7 @@ def test_a_bias_is_no_factor(rng):
     assert np.array_equal(net(nd.ones((1, 7))).asnumpy()[0], bias)
 
 
-def test_einsum_of_several_formats_is_refused():
+def test_einsum_with_several_formats_is_refused():
     net = gluon.nn.HybridLambda(lambda F, a, b: F.np.einsum("ij,jk->ik", a, b))
     amp.convert(net, policy())
     mx.npx.set_np()
@@ -347,9 +347,9 @@ def test_einsum_of_several_formats_is_refused():
         mx.npx.reset_np()
 
 
-# ---- at random
+# ---- stochastic rounding
 
-def test_a_seed_repeats_training_with_stochastic_rounding():
+def test_seed_reproduces_training_with_stochastic_rounding():
     def trained(seed):
         net = network(amp.Policy("mine", compute=AT_RANDOM))
         mx.random.seed(seed)
@@ -360,9 +360,9 @@ def test_a_seed_repeats_training_with_stochastic_rounding():
     assert not same(first, trained(6))
 
 
-# ---- how long the engine remembers a network's tensors, and which of them together
+# ---- lifetime and grouping of histories
 
-def test_histories_are_freed_some_time_after_their_network(rng):
+def test_histories_are_freed_after_their_network(rng):
     net = amp.convert(gluon.nn.Dense(3, in_units=7), "mixed_float8")
     net.initialize()
     with autograd.record():
@@ -376,7 +376,7 @@ def test_histories_are_freed_some_time_after_their_network(rng):
     assert not table().scales(number)
 
 
-def test_a_backward_pass_may_outlive_its_network(rng):
+def test_backward_pass_can_outlive_its_network(rng):
     gradients = []
     for early in (False, True):
         net = gluon.nn.Dense(3, in_units=7, use_bias=False)
@@ -396,7 +396,7 @@ def test_a_backward_pass_may_outlive_its_network(rng):
 
 
 class Step(gluon.HybridBlock):
-    """Multiplies by a weight before a loop, and in each of its rounds."""
+    """Multiplies by a weight before a loop and in each iteration."""
 
     def __init__(self):
         super().__init__()
@@ -410,7 +410,7 @@ class Step(gluon.HybridBlock):
             F.expand_dims(x, 0), [F.zeros((1,))])[0]
 
 
-def test_a_loops_products_have_histories_of_their_own():
+def test_products_in_loop_have_their_own_histories():
     net = Step()
     net.initialize()
     amp.convert(net, amp.Policy("mine", product="float8_e4m3", scaling="delayed", history=1))

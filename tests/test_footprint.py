@@ -1,4 +1,4 @@
-"""What a network costs in each policy, and how `gluon-amp doctor` tells it."""
+"""Memory and work of a network in each policy, as reported by `gluon-amp doctor`."""
 import re
 
 import gluon_amp as amp
@@ -47,14 +47,14 @@ IMAGES, OUTPUT, DATA = 3 * 8 * 16 * 4 * 4, 8 * 10, 8 * 3 * 4 * 4
     ("mixed_bfloat16", 4 * (WEIGHTS + TRAINED_OF_NORM + STATISTICS),
      4 * (WEIGHTS + TRAINED_OF_NORM), 0, 2 * (WEIGHTS + DATA + IMAGES + OUTPUT) + 4 * OUTPUT),
 ])
-def test_bytes_of_a_small_network(policy, parameters, gradients, masters, activations):
+def test_bytes_of_small_network(policy, parameters, gradients, masters, activations):
     assert costs(net())["bytes"][policy] == {
         "parameters": parameters, "gradients": gradients, "masters": masters,
         "activations": activations, "total": parameters + gradients + masters + activations}
 
 
 @pytest.mark.parametrize("policy", list(POLICIES))
-def test_they_are_the_bytes_that_training_takes(policy):
+def test_bytes_match_those_of_training(policy):
     expected = costs(net())["bytes"][policy]
     made = net()
     made.initialize()
@@ -75,7 +75,7 @@ def size(array):
     return array.size * np.dtype(array.dtype).itemsize
 
 
-def test_layers_that_do_not_fit_are_named_with_their_share():
+def test_layers_unfit_for_tensor_cores_are_named_with_share():
     made = nn.HybridSequential(prefix="net_")
     with made.name_scope():
         made.add(nn.Conv2D(16, 3, padding=1), nn.Conv2D(16, 3, padding=1), nn.Dense(10))
@@ -91,7 +91,7 @@ def test_layers_that_do_not_fit_are_named_with_their_share():
     assert found["share_off"] == pytest.approx((first + last) / (first + second + last))
 
 
-def test_a_network_without_layers_has_no_work(tmp_path):
+def test_network_without_layers_has_no_work(tmp_path):
     found = costs(nn.Activation("relu"))
     assert (found["layers"], found["multiply_adds"], found["share_off"]) == (0, 0, 0)
     mx.sym.softmax(mx.sym.var("data")).save(str(tmp_path / "net-symbol.json"))
@@ -100,7 +100,7 @@ def test_a_network_without_layers_has_no_work(tmp_path):
     assert "fit Tensor Cores" not in text
 
 
-def test_the_text_has_the_costs_of_the_json():
+def test_text_matches_json():
     facts = examine("resnet18_v1")
     text = describe(facts)
     assert "resnet18_v1, batches of 32x3x224x224: 21 layers, 58.1 billion multiply-adds" in text
@@ -115,13 +115,13 @@ def test_the_text_has_the_costs_of_the_json():
     assert facts["network"]["bytes"]["float32"]["parameters"] == 4 * (11_689_512 + 9_600)
 
 
-def test_a_small_network_is_told_in_units_that_fit():
+def test_units_fit_small_network():
     text = describe(examine("mobilenet0.25", 1, (3, 32, 32)))
     assert re.search(r"28 layers, \d\.?\d* million multiply-adds", text), text
     assert "of float32's bytes. In kB:" in text
 
 
-def test_of_many_layers_the_ten_with_most_work_are_shown():
+def test_ten_layers_with_most_work_are_shown():
     text = describe(examine("mobilenet0.25", 8, (3, 32, 32)))
     shown = [line for line in text.splitlines() if "_fwd" in line]
     assert len(shown) == 10
@@ -130,7 +130,7 @@ def test_of_many_layers_the_ten_with_most_work_are_shown():
     assert "  and 4 more" in text
 
 
-def test_layers_that_all_fit_are_said_to(tmp_path):
+def test_report_if_all_layers_fit_tensor_cores(tmp_path):
     made = nn.Dense(16, in_units=16)
     made(mx.sym.var("data")).save(str(tmp_path / "net.json"))
     text = describe(examine(str(tmp_path / "net.json"), 8, (16,)))
@@ -138,7 +138,7 @@ def test_layers_that_all_fit_are_said_to(tmp_path):
     assert "No multiple of 8" not in text
 
 
-def test_an_exported_network_costs_what_it_did_before(tmp_path):
+def test_exported_network_has_same_costs(tmp_path):
     made = gluon.model_zoo.vision.squeezenet1_1(prefix="net_")
     made.initialize()
     made.hybridize()
@@ -148,7 +148,7 @@ def test_an_exported_network_costs_what_it_did_before(tmp_path):
     assert exported == costs(made, (8, 3, 224, 224))
 
 
-def test_a_symbol_with_a_loss_head_has_labels_that_are_no_parameters():
+def test_labels_of_loss_head_are_no_parameters():
     body = mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=8, name="fc")
     found = footprint(mx.sym.SoftmaxOutput(body, name="softmax"), (4, 16))["bytes"]
     assert found["float16"]["parameters"] == 2 * (8 * 16 + 8)
@@ -163,41 +163,41 @@ def test_a_symbol_with_a_loss_head_has_labels_that_are_no_parameters():
     (lambda: nn.MaxPool2D(9)(mx.sym.var("data")),
      r"does not take a batch of \(8, 3, 4, 4\): Error in operator .*fwd: kernel size"),
 ])
-def test_a_network_whose_costs_cannot_be_told(symbol, message):
+def test_networks_of_unknown_cost_are_refused(symbol, message):
     with pytest.raises(ValueError, match=message):
         footprint(symbol(), BATCH)
 
 
-def test_an_unknown_model_gets_the_names_of_those_there_are():
+def test_unknown_model_lists_valid_ones():
     with pytest.raises(ValueError, match=r"NAME-symbol\.json.* alexnet, .*resnet50_v1.*"
                                          r"Received: resnet19"):
         load("resnet19")
 
 
-def test_a_file_that_is_no_symbol_is_named(tmp_path):
+def test_file_that_is_no_symbol_is_named(tmp_path):
     for content in (b"{}", b"no json", b"", b"\xff\x00"):
         tmp_path.joinpath("net.json").write_bytes(content)
         with pytest.raises(ValueError, match=r"cannot read this .*Received: .*net\.json"):
             load(str(tmp_path / "net.json"))
 
 
-def test_operators_that_stay_float32_for_a_constants_sake_are_named():
+def test_operators_in_float32_due_to_constants_are_named():
     dense = mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=8, name="dense")
     small = dense + 1e-12
     assert footprint(small, (8, 8))["constants"] == [small.name]
     assert footprint(dense, (8, 8))["constants"] == []
 
 
-def test_what_is_printed_fits_80_columns_and_loses_no_word():
+def test_text_fits_80_columns_without_losing_words():
     text = describe(examine("mobilenet1.0", 20))
     fitted = fit_width(text)
-    paths = [str(library.PATH)]  # has no place to break
+    paths = [str(library.PATH)]  # cannot be broken
     assert [line for line in fitted.splitlines()
             if len(line) > 80 and line.strip() not in paths] == []
     assert fitted.split() == text.split()
     assert "depthwise: each channel has a filter" in text
 
 
-def test_a_mistyped_network_brings_up_its_right_name():
+def test_mistyped_network_suggests_correct_name():
     with pytest.raises(ValueError, match=r"Received: resnet18v1\. Did you mean resnet18_v1"):
         examine("resnet18v1")

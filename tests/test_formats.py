@@ -1,4 +1,4 @@
-"""Number formats as parts of a policy: what each role rounds, forward and backward."""
+"""Number formats in the roles of a policy: rounding in forward and backward passes."""
 import sys
 
 import gluon_amp as amp
@@ -36,7 +36,7 @@ def dense(policy, rng):
     return (x, w, head), (out.asnumpy(), data.grad.asnumpy(), net.weight.grad().asnumpy())
 
 
-# policy; what rounds the inputs of products, what lies between, gradients
+# policy; rounding of inputs of products, of other tensors, and of gradients
 ROLES = {
     "tf32": (get_policy("tf32"), TF32, exact, TF32),
     "bfloat16": (get_policy("mixed_bfloat16"), BFLOAT16, BFLOAT16, BFLOAT16),
@@ -56,7 +56,7 @@ ROLES = {
 
 
 @pytest.mark.parametrize("name", ROLES)
-def test_a_product_reads_its_format_and_gives_what_lies_between(name, rng):
+def test_product_reads_its_format_and_returns_between_format(name, rng):
     policy, product, between, gradient = ROLES[name]
     (x, w, head), (out, dx, dw) = dense(policy, rng)
     x, w, head = product(between(x)), product(between(w)), gradient(between(head))
@@ -64,14 +64,14 @@ def test_a_product_reads_its_format_and_gives_what_lies_between(name, rng):
     of_weight = exact if name == "bfloat16" else between
     for ours, expected, rounded in ((out, x @ w.T, between), (dx, head @ w, between),
                                     (dw, head.T @ x, of_weight)):
-        near = 1e-5 if rounded is exact else 2.0 ** -7  # the unit of bfloat16
+        near = 1e-5 if rounded is exact else 2.0 ** -7  # unit roundoff of bfloat16
         np.testing.assert_allclose(ours, rounded(expected), rtol=near, atol=1e-6)
         assert rounded is exact or np.mean(ours != rounded(expected)) < 0.1
 
 
 @pytest.mark.parametrize("between", ["bfloat16", "tf32", "float8_e5m2"])
-def test_float16_products_give_float16_and_then_what_lies_between(between, rng):
-    """As between two dense layers: casts lead from float16 arrays to the format, and back."""
+def test_float16_products_are_rounded_to_between_format(between, rng):
+    """As between two dense layers: casts convert from float16 arrays to the format, and back."""
     net = gluon.nn.HybridLambda(lambda F, x, w: F.dot(F.dot(x, w), w))
     amp.convert(net, amp.Policy("f", product="float16", between=between))
     x, w = (rng.standard_normal((5, 5)).astype(np.float32) for _ in "xw")
@@ -83,7 +83,7 @@ def test_float16_products_give_float16_and_then_what_lies_between(between, rng):
 
 
 @pytest.mark.parametrize("static", [False, True])
-def test_what_a_product_reads_rounded_others_read_as_it_is(static, rng):
+def test_product_rounding_does_not_affect_other_readers(static, rng):
     def forward(F, x, *dense):
         y = F.softmax(x)
         return (dense[0](y) if dense else y), F.log_softmax(y)
@@ -97,7 +97,7 @@ def test_what_a_product_reads_rounded_others_read_as_it_is(static, rng):
     assert np.array_equal(*made)
 
 
-def test_gradients_have_a_format_of_their_own(rng):
+def test_gradients_have_their_own_format(rng):
     net = gluon.nn.HybridLambda(lambda F, x: F.sigmoid(x))
     amp.convert(net, amp.Policy("mine", compute="float16", gradient="float8_e5m2"))
     x = nd.array(rng.standard_normal(50), dtype="float16")
@@ -112,7 +112,7 @@ def test_gradients_have_a_format_of_their_own(rng):
     assert np.array_equal(E5M2(x.grad.asnumpy()), x.grad.asnumpy())
 
 
-def test_what_an_operator_reads_again_does_not_get_the_gradients_format(rng):
+def test_saved_inputs_of_operator_are_not_rounded_to_gradient_format(rng):
     net = gluon.nn.HybridLambda(lambda F, x: F.L2Normalization(x))
     amp.convert(net, amp.Policy("mine", compute="bfloat16", norm="bfloat16",
                                 gradient="float8_e5m2"))
@@ -131,7 +131,7 @@ def test_what_an_operator_reads_again_does_not_get_the_gradients_format(rng):
 @pytest.mark.parametrize(("op", "shapes"), [
     ("Convolution_v1", [(1, 2, 6, 6), (3, 2, 3, 3)]),
     ("DeformableConvolution", [(1, 2, 6, 6), (1, 18, 4, 4), (3, 2, 3, 3)])])
-def test_products_that_would_not_be_rounded_are_refused(op, shapes):
+def test_products_without_rounding_support_are_refused(op, shapes):
     def forward(F, *arrays):
         return getattr(F if op == "Convolution_v1" else F.contrib, op)(
             *arrays, kernel=(3, 3), num_filter=3, no_bias=True)
@@ -162,7 +162,7 @@ def test_products_that_would_not_be_rounded_are_refused(op, shapes):
      "no channels-last Convolution. Valid: layout NCW, .*Received: NHWC"),
     (lambda: gluon.nn.Conv2DTranspose(4, 3, layout="NHWC"), (2, 8, 8, 3),
      "no channels-last Deconvolution.*Received: NHWC")])
-def test_what_has_no_code_is_refused_by_the_call_and_not_when_results_are_read(block, shape, said,
+def test_unsupported_operators_are_refused_at_call(block, shape, said,
                                                                                policy):
     net = block()
     net.initialize()
@@ -172,7 +172,7 @@ def test_what_has_no_code_is_refused_by_the_call_and_not_when_results_are_read(b
         net(nd.ones(shape), **lengths)
 
 
-def test_dropout_between_layers_of_an_rnn_is_no_matter_for_predictions():
+def test_rnn_dropout_is_refused_only_in_training():
     net = gluon.rnn.LSTM(5, num_layers=2, dropout=0.5)
     net.initialize()
     amp.convert(net, "tf32")
@@ -202,23 +202,23 @@ def test_dropout_between_layers_of_an_rnn_is_no_matter_for_predictions():
     ({"compute": "bfloat16", "gradient": "tf32"}, "gradients of bfloat16 arrays are bfloat16 num"),
     ({"parameter": "tf32"}, "parameter must be float32, float16 or bfloat16. Received: tf32"),
     ({"output": "tf32"}, "output must be float32, float16 or bfloat16")])
-def test_a_policy_is_checked_when_it_is_made(roles, said):
+def test_policy_arguments_are_checked(roles, said):
     with pytest.raises(ValueError, match=said):
         amp.Policy("mine", **roles)
 
 
 @pytest.mark.parametrize("name", ["", None, 8, ["mine"]])
-def test_a_policy_has_a_name(name):
+def test_policy_requires_a_name(name):
     with pytest.raises(ValueError, match="a policy's name must be a string"):
         amp.Policy(name, compute="float16")
 
 
-def test_what_a_policy_does_depends_on_its_formats_and_not_on_its_name():
+def test_policy_behaviour_depends_on_formats_not_name():
     net = gluon.nn.Dense(3, in_units=4)
     net.initialize()
     amp.convert(net, amp.Policy("float32", parameter="float16", compute="float16"))
     assert net.weight.dtype == "float16"
-    half = amp.Format("half", exponent=5, fraction=10)  # is float16, whatever it is called
+    half = amp.Format("half", exponent=5, fraction=10)  # equals float16 under another name
     amp.restore(net)
     amp.convert(net, amp.Policy("mine", parameter=half, compute=half))
     assert net.weight.dtype == "float16"
@@ -234,12 +234,12 @@ def test_what_a_policy_does_depends_on_its_formats_and_not_on_its_name():
     (("int8", 4, 3), "int8 is a type of MXNet's arrays: choose another name"),
     (("float16", 4, 3), "float16 is a type of MXNet's arrays"),
     (("bfloat16", 4, 3), "bfloat16 is a type of MXNet's arrays")])
-def test_a_format_is_checked_when_it_is_made(given, said):
+def test_format_arguments_are_checked(given, said):
     with pytest.raises(ValueError, match=said):
         amp.Format(*given)
 
 
-def test_a_format_knows_its_range():
+def test_format_has_correct_range():
     ends = {name: (f.largest, f.smallest, f.counts_to, f.bytes) for name, f in FORMATS.items()}
     assert ends["float16"] == (65504, 2.0 ** -24, 2048, 2)
     assert ends["float8_e4m3"] == (448, 2.0 ** -9, 16, 1)
@@ -260,7 +260,7 @@ def test_other_formats_are_not_exported_as_casts(policy, tmp_path):
 
 
 def test_float64_numbers_are_rounded_once():
-    """Made float32 first, the number would be a tie."""
+    """After rounding to float32, the number would be a tie."""
     above = 1 + 2.0 ** -8 + 2.0 ** -40
     assert FORMATS["bfloat16"].round([above, -above]).tolist() == [1.0078125, -1.0078125]
     assert FORMATS["float16"].round(65520 - 2.0 ** -30) == 65504
@@ -269,12 +269,12 @@ def test_float64_numbers_are_rounded_once():
 
 
 @pytest.mark.parametrize("values", ["one", [1j], np.ones(1, np.longdouble)])
-def test_what_is_no_number_is_not_rounded(values):
+def test_round_refuses_other_types(values):
     with pytest.raises(TypeError, match="round takes numbers of 64 bits at most"):
         FORMATS["float16"].round(values)
 
 
-def test_products_may_add_as_a_gpu_does(rng):
+def test_products_accumulate_as_a_gpu(rng):
     (x, w, head), (out, dx, dw) = dense(
         amp.Policy("v100", parameter="float16", compute="float16", accumulate="V100", split=4), rng)
     x, w, head = (a.astype(np.float16) for a in (x, w, head))
@@ -288,21 +288,21 @@ def test_products_may_add_as_a_gpu_does(rng):
     ({"compute": "bfloat16", "accumulate": "V100"}, "accumulate='V100' is for float16 products"),
     ({"compute": "float16", "split": 4}, "split is for accumulate="),
     ({"compute": "float16", "accumulate": "V100", "split": 0}, "split must be a whole number")])
-def test_what_cannot_add_as_a_gpu_does_is_refused(roles, said):
+def test_unsupported_accumulation_is_refused(roles, said):
     with pytest.raises(ValueError, match=said):
         amp.Policy("mine", **roles)
 
 
-def test_a_gpu_has_no_arrays_of_such_formats():
+def test_policies_with_other_formats_are_cpu_only():
     assert [get_policy(name).cpu_only for name in ("float16", "mixed_bfloat16", "tf32")] \
         == [False, True, True]
     mx.nd.waitall()
 
 
-# ---- at random, and toward zero
+# ---- stochastic rounding, and rounding toward zero
 
 def read_by_a_product(format_, x):
-    """What a product reads of numbers: it multiplies them by 1."""
+    """The numbers as rounded by a product, which multiplies them by 1."""
     net = gluon.nn.HybridLambda(lambda F, x: F.batch_dot(x, F.ones_like(x)))
     amp.convert(net, amp.Policy("mine", product=format_))
     return net(nd.array(x.reshape(-1, 1, 1))).asnumpy().reshape(x.shape)
@@ -312,9 +312,9 @@ def read_by_a_product(format_, x):
     AT_RANDOM, amp.Format("half_at_random", 5, 10, rounding="stochastic"),
     amp.Format("e4m3_at_random", 4, 3, infinities=False, rounding="stochastic")],
     ids=lambda f: f.name)
-def test_stochastic_rounding_is_right_on_average(format_):
-    """The mean of n roundings lies within 5 of its standard deviations, each to a neighbor."""
-    n, tiny = 10_000, max(format_.smallest, 2.0 ** -120)  # a sum flushes float32's own subnormals
+def test_stochastic_rounding_is_unbiased(format_):
+    """Each rounding is to a neighbor, and the mean of n lies within 5 standard deviations."""
+    n, tiny = 10_000, max(format_.smallest, 2.0 ** -120)  # a sum flushes float32 subnormals
     numbers = np.float32([1.003, -1.7, 0.3333, 1.1 * format_.smallest_normal, 2.6 * tiny,
                           -0.3 * tiny])
     mx.random.seed(1)
@@ -327,7 +327,7 @@ def test_stochastic_rounding_is_right_on_average(format_):
         assert abs(row.mean() - number) < 5 * step * np.sqrt(part * (1 - part) / n)
 
 
-def test_two_tensors_are_rounded_at_random_apart():
+def test_two_tensors_are_rounded_independently():
     x = nd.array(np.full((2000, 1, 1), 1 + 2.0 ** -8, np.float32))
     net = gluon.nn.HybridLambda(lambda F, a, b: F.batch_dot(a, b))
     amp.convert(net, amp.Policy("mine", product=AT_RANDOM))
@@ -336,7 +336,7 @@ def test_two_tensors_are_rounded_at_random_apart():
     assert abs(both_down - 0.25) < 0.05
 
 
-def test_toward_zero_never_rounds_away(rng):
+def test_rounding_toward_zero_never_increases_magnitude(rng):
     x = rng.standard_normal(1000).astype(np.float32)
     cut = amp.Format("cut", exponent=5, fraction=10, rounding="zero")
     read = read_by_a_product(cut, x)
@@ -350,7 +350,7 @@ NAMES = ["float16", "bfloat16", "tf32", "float8_e4m3", "float8_e5m2"]
 IEEE = [Format("e4m3_with_infinities", 4, 3), Format("e3m4", 3, 4)]
 ALL = [*map(FORMATS.get, NAMES), *IEEE]
 
-# What numpy and ml_dtypes call them.
+# Names in numpy and ml_dtypes.
 THEIRS = {"bfloat16": "bfloat16", "float8_e4m3": "float8_e4m3fn", "float8_e5m2": "float8_e5m2",
           "e4m3_with_infinities": "float8_e4m3", "e3m4": "float8_e3m4"}
 
@@ -365,7 +365,7 @@ def dtype_of(format_):
 
 
 def every_number(format_):
-    """All finite numbers from 0 on, in order; of formats with many, those of every 13th binade."""
+    """All nonnegative finite numbers in order; for large formats, those of every 13th binade."""
     steps = np.arange(2 ** format_.fraction, dtype=np.float64)
     exponents = np.arange(1 - format_.bias, int(np.log2(format_.largest)) + 1)
     if format_.fraction + format_.exponent > 15:
@@ -376,7 +376,7 @@ def every_number(format_):
 
 
 def around(format_):
-    """Each number, the ties above it, the floats on both sides of both, and what is no number."""
+    """Each number, the ties above, the floats on both sides of both, infinities and NaN."""
     numbers = every_number(format_)
     step = np.diff(numbers, append=2 * numbers[-1] - numbers[-2])
     with np.errstate(over="ignore"):
@@ -386,12 +386,12 @@ def around(format_):
     most = np.finfo(np.float32).max
     rest = np.concatenate([numbers[-3:], tiny, [most, np.inf, np.nan, 0]])
     made = np.concatenate([at, *beside, rest, -rest]).astype(np.float32)
-    made[1:-len(rest):2] *= -1  # others with either sign in turn: the sign is a bit of its own
+    made[1:-len(rest):2] *= -1  # others with alternating signs: the sign is a separate bit
     return made
 
 
 def assert_same(ours, theirs, x):
-    """Equal, zeros by their signs, too."""
+    """Equal, including signs of zeros."""
     theirs = np.asarray(theirs).astype(np.float32)
     differs = ~(np.isnan(ours) & np.isnan(theirs)) \
         & (ours.view(np.uint32) != theirs.view(np.uint32))
@@ -399,7 +399,7 @@ def assert_same(ours, theirs, x):
 
 
 @pytest.mark.parametrize("format_", [f for f in ALL if f.name != "tf32"], ids=lambda f: f.name)
-def test_every_code_of_the_format_is_a_number_of_it(format_):
+def test_every_code_of_format_round_trips(format_):
     dtype = dtype_of(format_)
     codes = np.arange(2 ** (8 * dtype.itemsize)).astype(f"u{dtype.itemsize}")
     values = codes.view(dtype).astype(np.float32)
@@ -431,21 +431,21 @@ def rounded_by_gfloat(format_, x, mode, **more):
 
 
 def some(x):
-    """Of many numbers a tenth and the last, for gfloat is slow."""
+    """A tenth of many numbers and the last one, as gfloat is slow."""
     return np.concatenate([x[:-100:11], x[-100:]]) if len(x) > 20000 else x
 
 
 @pytest.mark.parametrize("saturate", [False, True])
 @pytest.mark.parametrize(("rounding", "mode"), [("nearest", "TiesToEven"), ("zero", "TowardZero")])
 @pytest.mark.parametrize("format_", ALL, ids=lambda f: f.name)
-def test_numbers_round_as_gfloat_rounds_them(format_, rounding, mode, saturate):
+def test_rounding_matches_gfloat(format_, rounding, mode, saturate):
     ours = variant(format_, rounding, saturate)
     x = some(around(format_))
     assert_same(ours.round(x), rounded_by_gfloat(ours, x, mode), x)
 
 
 @pytest.mark.parametrize("format_", ALL, ids=lambda f: f.name)
-def test_the_same_random_bits_round_to_the_same_numbers_as_gfloats(format_):
+def test_stochastic_rounding_matches_gfloat_for_same_random_bits(format_):
     ours, key = variant(format_, "stochastic"), 0x123456789abcdef0
     x = np.random.default_rng(1).permutation(some(around(format_)))
     bits, dropped = random_bits(key, x.size).astype(np.int64), 23 - ours.fraction
@@ -464,7 +464,7 @@ def variant(format_, rounding, saturate=False):
 
 @pytest.mark.parametrize("rounding", ["nearest", "zero", "stochastic"])
 @pytest.mark.parametrize("format_", ALL, ids=lambda f: f.name)
-def test_the_engine_rounds_as_formats_py_says(format_, rounding):
+def test_engine_rounding_matches_formats_py(format_, rounding):
     key = 2 ** 63 + 12345
     for saturate in (False, True):
         ours = variant(format_, rounding, saturate)
@@ -475,7 +475,7 @@ def test_the_engine_rounds_as_formats_py_says(format_, rounding):
         assert_same(engines.asnumpy(), expected, x)
 
 
-# ---- RNN, LSTM and GRU whose products have a format of their own
+# ---- RNN, LSTM and GRU with a format for products
 
 TIME, BATCH, DATA, UNITS = 4, 3, 5, 6
 MODES = {"rnn_relu": gluon.rnn.RNN, "rnn_tanh": gluon.rnn.RNN, "lstm": gluon.rnn.LSTM,
@@ -509,7 +509,7 @@ def outcome(net, rng):
 @pytest.mark.parametrize("settings", [{}, {"num_layers": 2, "bidirectional": True}],
                          ids=["one layer", "two layers, both ways"])
 @pytest.mark.parametrize("mode", MODES)
-def test_in_a_fine_format_it_is_float32s(mode, settings, rng):
+def test_rnn_in_fine_format_matches_float32(mode, settings, rng):
     state = rng.bit_generator.state
     exact = outcome(layer(mode, **settings), rng)
     rng.bit_generator.state = state
@@ -519,7 +519,7 @@ def test_in_a_fine_format_it_is_float32s(mode, settings, rng):
     assert any((one != other).any() for one, other in zip(ours, exact))
 
 
-def test_a_product_reads_its_format_and_outputs_lie_on_the_one_between(rng):
+def test_rnn_product_reads_its_format_and_outputs_have_between_format(rng):
     e4m3, bfloat16 = (FORMATS[name].round for name in ("float8_e4m3", "bfloat16"))
     net = layer("rnn_tanh")
     weights = {name.split("_", 1)[1]: bfloat16(p.data().asnumpy())
@@ -538,8 +538,8 @@ def test_a_product_reads_its_format_and_outputs_lie_on_the_one_between(rng):
         h = ours
 
 
-def test_gradients_of_gates_are_rounded_before_products_read_them(rng):
-    """One step of tanh: the gradient of the data is that of the sum, rounded, times a weight."""
+def test_rnn_gate_gradients_are_rounded_before_products(rng):
+    """One step of tanh: the data gradient is the rounded gradient of the sum times a weight."""
     e5m2 = FORMATS["float8_e5m2"].round
     net = layer("rnn_tanh")
     weight = net.l0_i2h_weight.data().asnumpy()
@@ -560,7 +560,7 @@ def test_gradients_of_gates_are_rounded_before_products_read_them(rng):
     "halves", product="float8_e4m3", between="float16", gradient="float8_e5m2", scaling="current"),
     amp.Policy("random", product=amp.Format("f", 5, 4, rounding="stochastic"))],
     ids=["tf32", "mixed_float8", "between halves", "stochastic"])
-def test_it_is_near_float32(policy, mode, rng):
+def test_rnn_in_low_precision_is_near_float32(policy, mode, rng):
     state = rng.bit_generator.state
     exact = outcome(layer(mode, num_layers=2, bidirectional=True), rng)
     made = []
@@ -575,8 +575,8 @@ def test_it_is_near_float32(policy, mode, rng):
         assert 0 < np.linalg.norm(one - other) < closeness * np.linalg.norm(other)
 
 
-def test_tensors_of_any_size_fit_with_scales(rng):
-    """What a small input does is lost in float8 without scales."""
+def test_rnn_tensors_of_any_size_fit_with_scaling(rng):
+    """The effect of a small input would be lost in float8 without scaling."""
     net = amp.convert(layer("rnn_relu"), "mixed_float8")
     for p in net.collect_params(".*bias").values():
         p.set_data(nd.zeros(p.shape))
@@ -591,7 +591,7 @@ def test_tensors_of_any_size_fit_with_scales(rng):
 @pytest.mark.parametrize("mode", ["lstm", "gru"])
 @pytest.mark.parametrize("flags", [{}, {"static_alloc": True, "static_shape": True}],
                          ids=["", "static"])
-def test_a_recorded_prediction_has_the_gradients_of_training(mode, flags, rng):
+def test_recorded_rnn_prediction_has_gradients_of_training(mode, flags, rng):
     policy = amp.Policy("m", product="tf32", between="bfloat16")
     net = amp.convert(layer(mode, num_layers=2), policy)
     net.hybridize(**flags)

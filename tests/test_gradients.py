@@ -1,5 +1,5 @@
-"""Every block of Gluon that has parameters: float16 gives the gradients of its parameters and of
-its data that float32 gives for the same rounded values."""
+"""Every Gluon block with parameters: float16 gradients of parameters and data match float32's for
+the same rounded values."""
 import inspect
 from functools import partial
 
@@ -16,8 +16,8 @@ from networks import Calling, unrolled
 
 
 def between(block, last):
-    """A block between other operators, which halve and double: MXNet may then write results
-    over inputs, and gradients over gradients."""
+    """A block between operators that halve and double, so that MXNet may overwrite inputs with
+    results, and gradients with gradients."""
     return Calling(lambda F, x, block: block(x * 0.5) if last else block(x * 0.5) * 2, block)
 
 
@@ -27,7 +27,7 @@ def cell(made):
 
 
 class Operator(gluon.HybridBlock):
-    """An operator that no block uses, with its parameters."""
+    """An operator with parameters that no block uses."""
 
     def __init__(self, name, settings, **shapes):
         super().__init__()
@@ -77,11 +77,11 @@ BLOCKS = {
     "Convolution_v1": (lambda: Operator("Convolution_v1", {"kernel": (3, 3), "num_filter": 6},
                                         weight=(6, 4, 3, 3), bias=(6,)), IMAGE),
 }
-# MXNet 1.9.1 has no code for a CPU that goes backward through the first, and leaves the second
-# without its statistics outside of graphs.
-# The third is an Embedding that only plain blocks use.
+# MXNet 1.9.1 has no backward kernel for the first on a CPU, and does not pass statistics to the
+# second outside of graphs.
+# The third is an Embedding for plain blocks only.
 NOT_HERE = {"_contrib_ModulatedDeformableConvolution", "BatchNorm_v1", "_contrib_SparseEmbedding"}
-# Modify what a cell of one's own does, or hold other blocks; or are plain blocks.
+# Modifiers of other cells, containers, and plain blocks.
 NO_PARAMETERS_OF_THEIR_OWN = """
     Block HybridBlock SymbolBlock Sequential HybridSequential Lambda HybridLambda Concurrent
     HybridConcurrent RecurrentCell HybridRecurrentCell SequentialRNNCell HybridSequentialRNNCell
@@ -95,13 +95,13 @@ def rounded(rng, shape):
 
 
 def gradients(name, policy, keep=()):
-    """Of the parameters and of data, unless these are words; and the graph's operators."""
+    """Gradients of parameters and of data that are not ids; and operators of the graph."""
     make, shape = BLOCKS[name]
     rng = np.random.default_rng(3)
     mx.random.seed(3)
     np.random.seed(3)
-    # MXNet's own float32 PReLU writes the data's gradient over the gradient that it still has to
-    # read for the slope's, unless the latter is the one that the user gives.
+    # MXNet's float32 PReLU overwrites the output gradient before it reads it for the gradient of
+    # the slope, unless the user gives the output gradient.
     exact = policy == "float32"
     net = between(make(), last=exact)
     net.initialize(mx.init.Normal(0.5))
@@ -132,30 +132,30 @@ CASES.remove(("InstanceNorm", "pure_float16"))
 
 
 @pytest.mark.parametrize(("name", "policy"), CASES)
-def test_gradients_are_those_of_float32(name, policy):
+def test_gradients_match_float32(name, policy):
     assert_alike(gradients(name, policy)[0], gradients(name, "float32")[0],
                  steps=8 if name.endswith("Cell") else 4)
 
 
 def assert_alike(found, expected, steps):
-    """Within so many float16 steps of the largest."""
+    """Within this number of float16 units of the largest."""
     assert len(expected) == len(found) > 0
     for wide, half in zip(expected, found):
         assert half.shape == wide.shape
         assert np.abs(half - wide).max() <= steps * 2 ** -11 * np.abs(wide).max()
 
 
-def test_a_prelu_that_stays_float32_has_the_right_slope_gradient():
+def test_slope_gradient_of_float32_prelu_is_correct():
     assert_alike(gradients("PReLU", "float16", keep=nn.PReLU)[0],
                  gradients("PReLU", "float32")[0], steps=4)
 
 
-def test_an_instance_norm_under_pure_float16():
+def test_instance_norm_under_pure_float16():
     assert_alike(gradients("InstanceNorm", "pure_float16")[0],
                  gradients("InstanceNorm", "float32")[0], steps=4)
 
 
-def test_every_block_that_has_parameters_is_tried():
+def test_every_block_with_parameters_is_tested():
     blocks = {name for module in (nn, rnn, contrib.nn, contrib.rnn, contrib.cnn)
               for name, cls in vars(module).items()
               if inspect.isclass(cls) and issubclass(cls, gluon.Block)}
@@ -165,7 +165,7 @@ def test_every_block_that_has_parameters_is_tried():
     assert blocks - without - set(NO_PARAMETERS_OF_THEIR_OWN) <= set(BLOCKS)
 
 
-def test_every_operator_that_has_parameters_is_tried():
+def test_every_operator_with_parameters_is_tested():
     takes = {name for name in sorted(set(OPERATORS) - {"CuDNNBatchNorm"})  # not in a CPU build
              if {"weight", "gamma", "parameters"} & set(get_operator_arguments(name).names)
              and "quantized" not in name and "update" not in name}

@@ -1,5 +1,5 @@
-"""`Policy(high_precision=)`: a layer's output, its data's gradient or its weight's by a product in
-high precision, beside others in low precision."""
+"""`Policy(high_precision=)`: the output, data gradient or weight gradient of a layer is a product
+in high precision, with the others in low precision."""
 from itertools import combinations
 
 import gluon_amp as amp
@@ -14,7 +14,7 @@ SUBSETS = [chosen for count in range(4) for chosen in combinations(PRODUCTS, cou
 E4M3, E5M2 = FORMATS["float8_e4m3"], FORMATS["float8_e5m2"]
 
 def layers_of(rows, inputs, outputs):
-    """Of each layer what multiplies, and the shapes of its data and its weight."""
+    """The product of each layer, and the shapes of its data and weight."""
     return {
         "Dense": (lambda F, x, w: F.FullyConnected(x, w, num_hidden=outputs, no_bias=True),
                   (rows, inputs), (outputs, inputs)),
@@ -30,12 +30,12 @@ def layers_of(rows, inputs, outputs):
 
 
 LAYERS = layers_of(5, 7, 3)
-# of long sums, of which a GPU rounds each part
+# long sums, whose parts a GPU rounds
 LONG = {name: layers_of(*(size,) * 3)[name] for name, size in zip(LAYERS, (300, 32, 32, 300, 300))}
 
 
 class Product(gluon.HybridBlock):
-    """A layer of one product with a weight, and maybe a bias."""
+    """A layer with one product, a weight and optionally a bias."""
 
     def __init__(self, multiply, shape, bias=0):
         super().__init__()
@@ -76,14 +76,14 @@ def inputs(name, rng, scale=1.0):
 
 
 def chosen_of(name, high, exact, rounded):
-    """What each product is of these inputs in float32: the exact ones where it is in `high`."""
+    """Each product in float32, with exact inputs if it is in `high`."""
     made = [step(layer(name, "float32", tensors[1]), tensors[0], tensors[2])
             for tensors in (rounded, exact)]
     return [made[product in high][i] for i, product in enumerate(PRODUCTS)]
 
 
 def fitting(format_, x):
-    """Rounded by the scale with which its largest number just fits."""
+    """Rounded with the scale for which the largest number just fits."""
     scale = 2.0 ** np.floor(np.log2(format_.largest / np.abs(x).max()))
     return format_.round(x * scale) / scale
 
@@ -91,7 +91,7 @@ def fitting(format_, x):
 @pytest.mark.parametrize("flags", [{}, {"static_alloc": True, "static_shape": True}])
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("high", SUBSETS, ids="+".join)
-def test_a_product_in_high_precision_reads_its_inputs_unrounded(high, name, flags, rng):
+def test_high_precision_product_reads_unrounded_inputs(high, name, flags, rng):
     policy = amp.Policy("mine", product="float8_e4m3", gradient="float8_e5m2", scaling="current",
                         high_precision=high)
     x, w, head = exact = inputs(name, rng)
@@ -104,7 +104,7 @@ def test_a_product_in_high_precision_reads_its_inputs_unrounded(high, name, flag
 
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("high", SUBSETS, ids="+".join)
-def test_high_precision_is_of_what_lies_between(high, name, rng):
+def test_high_precision_inputs_have_between_format(high, name, rng):
     between, dtype = FORMATS["bfloat16"], 2.0 ** -8
     policy = amp.Policy("mine", product="float8_e4m3", between="bfloat16", gradient="float8_e5m2",
                         high_precision=high)
@@ -116,7 +116,7 @@ def test_high_precision_is_of_what_lies_between(high, name, rng):
 
 
 @pytest.mark.parametrize("high", SUBSETS, ids="+".join)
-def test_delayed_scales_of_a_product_come_from_its_own_tensors(high, rng):
+def test_delayed_scales_come_from_rounded_products_only(high, rng):
     policy = amp.Policy("mine", product="float8_e4m3", gradient="float8_e5m2", scaling="delayed",
                         history=1, high_precision=high)
     x, w, head = exact = inputs("Dense", rng, scale=1e-6)
@@ -129,7 +129,7 @@ def test_delayed_scales_of_a_product_come_from_its_own_tensors(high, rng):
 
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("high", SUBSETS, ids="+".join)
-def test_float16_products_in_high_precision_add_in_float32(high, name, rng, monkeypatch):
+def test_float16_high_precision_products_add_in_float32(high, name, rng, monkeypatch):
     monkeypatch.setitem(LAYERS, name, LONG[name])
     x, w, head = (np.abs(a).astype(np.float16).astype(np.float32) for a in inputs(name, rng, 0.1))
     policies = [amp.Policy("mine", compute="float16", batched="float16", **options) for options in (
@@ -141,7 +141,7 @@ def test_float16_products_in_high_precision_add_in_float32(high, name, rng, monk
 
 
 @pytest.mark.parametrize("high", [(), "weight_gradient"])
-def test_the_gradient_of_a_bias_goes_with_the_weights(high, rng):
+def test_bias_gradient_follows_weight_gradient(high, rng):
     net = Product(lambda F, x, w, b: F.FullyConnected(x, w, b, num_hidden=3), (3, 7), bias=3)
     net.initialize()
     amp.convert(net, amp.Policy("mine", product="float8_e4m3", gradient="float8_e5m2",
@@ -153,7 +153,7 @@ def test_the_gradient_of_a_bias_goes_with_the_weights(high, rng):
 
 
 @pytest.mark.parametrize("high", PRODUCTS)
-def test_numpys_products_have_it_too(high, rng):
+def test_numpy_products_support_high_precision(high, rng):
     x, w, head = (rng.standard_normal(shape).astype(np.float32)
                   for shape in ((5, 7), (7, 3), (5, 3)))
     policy = amp.Policy("mine", product="float8_e4m3", high_precision=high)
@@ -184,7 +184,7 @@ def test_numpys_products_have_it_too(high, rng):
         mx.npx.reset_np()
 
 
-def test_a_first_layer_without_a_gradient_of_its_data_trains(rng):
+def test_first_layer_without_data_gradient_trains(rng):
     x, w, head = inputs("Dense", rng)
     net = layer("Dense", amp.Policy("mine", product="tf32", high_precision="weight_gradient"), w)
     with autograd.record():
@@ -214,7 +214,7 @@ def test_kept_layers_and_products_in_loops(rng):
     np.testing.assert_allclose(dw, np.einsum("tbo,tbi->oi", head, x), rtol=1e-5, atol=1e-5)
 
 
-def test_a_product_without_code_for_it_is_refused():
+def test_unsupported_product_is_refused():
     net = gluon.rnn.LSTM(4, input_size=3)
     net.initialize()
     amp.convert(net, amp.Policy("mine", product="tf32", high_precision="forward"))
@@ -223,7 +223,7 @@ def test_a_product_without_code_for_it_is_refused():
 
 
 @pytest.mark.parametrize("given", ["backward", ["forward", "x"], 1, None])
-def test_an_unknown_product_is_refused(given):
+def test_unknown_product_name_is_refused(given):
     with pytest.raises(ValueError, match=r"unknown high_precision\. Valid: forward, data_gradient, "
                                          r"weight_gradient, or a sequence of these\. Received: "):
         amp.Policy("mine", product="tf32", high_precision=given)
@@ -231,12 +231,12 @@ def test_an_unknown_product_is_refused(given):
 
 @pytest.mark.parametrize("formats", [{}, {"compute": "float16"}, {"compute": "bfloat16"},
                                      {"product": "float16"}, {"compute": "float8_e5m2"}])
-def test_it_is_refused_where_no_product_rounds_what_it_reads(formats):
+def test_high_precision_is_refused_without_rounded_products(formats):
     with pytest.raises(ValueError, match=r"high_precision is for products that round their"):
         amp.Policy("mine", **formats, high_precision="forward")
 
 
-def test_names_have_one_order_and_policies_are_equal():
+def test_names_are_sorted_and_policies_compare_equal():
     mine = amp.Policy("mine", product="tf32", high_precision=["weight_gradient", "forward"])
     assert mine.high_precision == ("forward", "weight_gradient")
     assert mine == amp.Policy("mine", product="tf32", high_precision={*mine.high_precision})

@@ -1,4 +1,4 @@
-"""What `import gluon_amp` says where it cannot work, and what it leaves alone where it does."""
+"""`import gluon_amp`: error messages of incomplete installations, and no side effects."""
 import os
 import re
 import shutil
@@ -63,7 +63,7 @@ def import_error(code, folder=PACKAGE.parent, *options):
 
 @pytest.fixture
 def machine(tmp_path):
-    """A folder of packages with gluon_amp and numpy in it, and nothing else."""
+    """A folder of packages with only gluon_amp and numpy."""
     installed = Path(np.__file__).parents[1]
     for path in (PACKAGE, *installed.glob("numpy"), *installed.glob("numpy.libs")):
         (tmp_path / path.name).symlink_to(path)
@@ -83,17 +83,17 @@ def on_machine(folder):
     return import_error("import gluon_amp", folder, "-S")
 
 
-# ---- what is missing -------------------------------------------------------
+# ---- missing packages------------------------------------------------------
 
 
-def test_without_mxnet_the_error_is_the_command_that_installs_it(machine):
+def test_missing_mxnet_error_has_install_command(machine):
     message = on_machine(machine)
     assert "gluon_amp needs MXNet 1.9.1" in message
     assert INSTALL in message
     assert "for NVIDIA GPUs" in message
 
 
-def test_two_mxnet_builds_are_both_named_with_the_way_back_to_one(machine):
+def test_two_mxnet_builds_are_named_with_remedy(machine):
     install(machine, "mxnet", code="")
     install(machine, "mxnet-cu112")
     message = on_machine(machine)
@@ -103,14 +103,14 @@ def test_two_mxnet_builds_are_both_named_with_the_way_back_to_one(machine):
     assert INSTALL in message
 
 
-def test_packages_with_names_like_mxnet_are_no_second_build(machine):
+def test_packages_with_similar_names_are_no_second_build(machine):
     install(machine, "mxnet-cu112", code="raise OSError('libcuda.so.1: cannot open')")
     for name in ("mxnet-model-server", "gluoncv", "keras-mxnet"):
         install(machine, name)
     assert "two MXNet builds" not in on_machine(machine)
 
 
-def test_what_a_broken_install_left_behind_does_not_matter(machine):
+def test_leftovers_of_broken_install_are_ignored(machine):
     machine.joinpath("~xnet-1.9.1.dist-info").mkdir()
     message = import_error("import gluon_amp", machine, "-S", "-W", "error")
     assert "gluon_amp needs MXNet 1.9.1" in message
@@ -122,7 +122,7 @@ def test_what_a_broken_install_left_behind_does_not_matter(machine):
                                      "pip install 'gluon-amp[cpu]'"]),
     ("mxnet-cu112", "libcudart.so.11.0", ["libcudart.so.11.0", "pip install 'gluon-amp[cu112]'"]),
     ("mxnet", "libgomp.so.1", ["MXNet needs the system's libgomp: apt install libgomp1"])])
-def test_a_library_that_a_build_needs_is_named_with_where_it_comes_from(name, library_, said,
+def test_missing_system_library_is_named_with_its_package(name, library_, said,
                                                                         machine):
     install(machine, name, code=f"raise OSError('{library_}: cannot open shared object file: No "
                                 "such file or directory')")
@@ -132,12 +132,12 @@ def test_a_library_that_a_build_needs_is_named_with_where_it_comes_from(name, li
 
 @pytest.mark.parametrize(("module", "package"), [("requests", "requests"),
                                                  ("distutils", "setuptools")])
-def test_a_package_that_mxnet_lacks_is_named(module, package):
+def test_missing_dependency_of_mxnet_is_named(module, package):
     message = import_error(WITHOUT.format(module) + "import gluon_amp")
     assert message == f"MXNet needs the package {package}: pip install {package}"
 
 
-# ---- what is there ---------------------------------------------------------
+# ---- successful import------------------------------------------------------
 
 
 def test_mxnet_can_be_imported_after_gluon_amp():
@@ -149,7 +149,7 @@ def test_mxnet_can_be_imported_after_gluon_amp():
 NAMES = "{name: id(value) for name, value in vars(numpy).items()}"
 
 
-def test_numpy_is_left_as_it_is():
+def test_numpy_is_not_modified():
     assert output(f"""
 import numpy
 import numpy.testing, numpy.random, scipy.stats, matplotlib.pyplot  # submodules become names
@@ -160,7 +160,7 @@ print({{name for name in {{*before, *after}} if before.get(name) != after.get(na
 """) == "set()"
 
 
-def test_mxnet_has_the_names_that_numpy_has_removed_also_where_it_reads_them_late():
+def test_mxnet_has_names_removed_from_numpy():
     assert output("""
 import gluon_amp
 import mxnet as mx
@@ -175,8 +175,8 @@ print(mx.nd.moveaxis(mx.nd.zeros((3, 4, 5)), 0, 1).shape,      # np.core
 """) == "(4, 3, 5) (4, 5) False [2.0, 8.0] 6 (2, 3)"
 
 
-def test_shapes_of_numpys_numbers_reach_mxnets_library():
-    """numpy 2 writes them as np.int64(2)."""
+def test_numpy_integers_in_shapes_are_accepted():
+    """The repr of numpy 2 is np.int64(2)."""
     assert output("""
 import gluon_amp
 import mxnet as mx, numpy as np
@@ -190,7 +190,7 @@ print(mx.nd.zeros((two, three)).shape, mx.nd.ones((4, 3)).reshape((two, -1)).sha
 
 
 def test_records_with_many_labels_are_packed():
-    """MXNet calls `tostring`, which numpy 2.3 has removed."""
+    """MXNet calls `tostring`, which numpy 2.3 removed."""
     assert output("""
 import gluon_amp
 import mxnet as mx
@@ -199,7 +199,7 @@ print(*mx.recordio.unpack(mx.recordio.pack(header, b"data")))
 """) == "HEADER(flag=2, label=array([1. , 2.5], dtype=float32), id=7, id2=0) b'data'"
 
 
-def test_metrics_add_up_in_float64():
+def test_metrics_accumulate_in_float64():
     assert output("""
 import gluon_amp
 import mxnet as mx
@@ -212,12 +212,12 @@ print(metric.get())
 """) == "3.0 3.0\n('loss', nan)"
 
 
-def test_what_numpy_no_longer_computes_says_where_it_is():
+def test_functions_removed_from_numpy_name_their_package():
     assert "numpy-financial" in error("RuntimeError", "import gluon_amp, mxnet as mx; "
                                       "mx.np.npv(0.1, [1, 2])")
 
 
-def test_a_package_of_mxnets_time_has_the_names_and_others_have_not(tmp_path):
+def test_only_packages_of_mxnet_ecosystem_get_removed_numpy_names(tmp_path):
     code = """
 import numpy as np
 import numpy.random as rnd
@@ -237,7 +237,7 @@ def late():
     assert "float" in error("ImportError", f"{path}import of_today")
 
 
-def test_after_an_import_of_mxnet_that_failed_the_next_one_works():
+def test_import_works_after_failed_import_of_mxnet():
     assert output("""
 import numpy
 try:
@@ -250,19 +250,19 @@ print(mx.nd.ones(3).sum().asscalar())
 """).endswith("3.0")
 
 
-def test_the_import_itself_warns_of_nothing():
+def test_import_emits_no_warnings():
     assert output("import warnings\n"
                   "warnings.filterwarnings('ignore', module=r'(.*/)?mxnet\\b')\n"
                   "import gluon_amp; print('quiet')", PACKAGE.parent, "-W", "error") == "quiet"
 
 
 @pytest.mark.parametrize(("users", "then"), [({}, "1"), ({"MXNET_SAFE_ACCUMULATION": "0"}, "0")])
-def test_float16_sums_are_made_in_float32_unless_the_user_says_no(users, then):
+def test_safe_accumulation_is_default_and_can_be_disabled(users, then):
     assert output("import gluon_amp, os; print(os.environ['MXNET_SAFE_ACCUMULATION'])",
                   **users) == then
 
 
-def test_running_a_converted_net_rebinds_nothing_of_mxnet():
+def test_converted_net_rebinds_nothing_in_mxnet():
     assert output("""
 import gluon_amp, mxnet as mx
 modules = [mx.nd, mx.nd.op, mx.nd._internal, mx.nd.contrib, mx.nd.linalg, mx.nd.image,
@@ -288,14 +288,14 @@ def without_kernels(tmp_path):
     return tmp_path
 
 
-def test_an_unknown_instruction_set_gets_the_names_of_those_there_are():
+def test_unknown_instruction_set_lists_valid_ones():
     message = error("KernelError", NET, GLUON_AMP_ISA="nonsense")
     assert message.startswith("GLUON_AMP_ISA must be one of ")
     assert "portable on this processor" in message
     assert message.endswith("Received: 'nonsense'")
 
 
-def test_a_processor_without_avx_gets_the_portable_kernels_and_only_those(monkeypatch):
+def test_processor_without_avx_uses_portable_kernels(monkeypatch):
     monkeypatch.delenv("GLUON_AMP_ISA", raising=False)
     monkeypatch.setattr(library, "__cpu_features__", {})
     assert library.choose() == "portable"
@@ -304,7 +304,7 @@ def test_a_processor_without_avx_gets_the_portable_kernels_and_only_those(monkey
         library.choose()
 
 
-def test_the_best_instruction_set_is_taken_unless_the_user_picks_one(monkeypatch):
+def test_best_instruction_set_is_chosen_unless_overridden(monkeypatch):
     monkeypatch.delenv("GLUON_AMP_ISA", raising=False)
     monkeypatch.setattr(library, "__cpu_features__", dict.fromkeys(
         ["AVX512F", "AVX512BW", "AVX512VL", "AVX512DQ", "AVX2", "F16C", "FMA3"], True))
@@ -316,7 +316,7 @@ def test_the_best_instruction_set_is_taken_unless_the_user_picks_one(monkeypatch
 @pytest.mark.parametrize(("content", "said"), [(None, "CPU kernels are missing"),
                                                ("a text, and no library\n" * 100, "CPU kernels do "
                                                 "not load: .*invalid ELF header")])
-def test_kernels_that_do_not_load_are_named_with_the_way_to_build_them(content, said,
+def test_missing_kernels_are_reported_with_build_command(content, said,
                                                                        without_kernels):
     if content:
         (without_kernels / "gluon_amp" / "cpu" / library.PATH.name).write_text(content)

@@ -1,4 +1,4 @@
-"""The C++ kernels, against numpy, with each instruction set this processor has."""
+"""The C++ kernels against numpy, for each instruction set of this processor."""
 from pathlib import Path
 
 import mxnet as mx
@@ -17,7 +17,7 @@ SIZES = [0, 1, 2, 7, 15, 16, 17, 31, 33, 4095, 4096, 4097, 32768, 100003]
 
 
 def same_bits(a, b):
-    """Equal, NaN to NaN and signed zeros apart."""
+    """Bitwise equal, except that any NaN equals any NaN."""
     a, b = np.asarray(a), np.asarray(b)
     nan = np.isnan(a) & np.isnan(b)
     bits = f"u{a.dtype.itemsize}"
@@ -51,21 +51,21 @@ def test_widen_is_exact_for_every_half():
     assert same_bits(call("widen", ALL_HALVES), ALL_HALVES.astype(np.float32))
 
 
-def test_narrow_gives_every_half_back():
+def test_narrow_round_trips_every_half():
     assert same_bits(call("narrow", ALL_HALVES.astype(np.float32)), ALL_HALVES)
 
 
-def test_narrow_rounds_ties_to_even_everywhere():
+def test_narrow_rounds_ties_to_even():
     points = around_every_half()
     assert same_bits(call("narrow", points), to_half(points))
 
 
-def test_a_master_follows_where_its_weight_is_not_it_rounded():
+def test_master_weight_follows_written_weight():
     masters = around_every_half()
     rounded = to_half(masters)
     assert same_bits(call("follow", masters, rounded), masters)
     written = np.roll(rounded, 1)
-    changed = written != rounded  # 0 and -0 are no change
+    changed = written != rounded  # 0 and -0 are equal
     written[5], changed[5] = np.nan, True
     followed = np.where(changed, written.astype(np.float32), masters)
     assert changed.mean() > 0.9
@@ -98,7 +98,7 @@ def formats(draw):
 
 
 def boundaries(format_):
-    """Numbers of the format, the points halfway between two, and the floats beside each."""
+    """Numbers of the format, the midpoints between them, and the adjacent floats."""
     mantissas = 1 + np.arange(0, 2, 2.0 ** -min(format_.fraction + 1, 5))
     powers = 2.0 ** np.arange(max(-126, 1 - format_.bias), min(126, format_.bias + 2))
     numbers = np.concatenate([
@@ -112,7 +112,7 @@ def boundaries(format_):
 
 
 @pytest.mark.parametrize("format_", [*FORMATS.values()], ids=list(FORMATS))
-def test_the_engine_rounds_as_formats_py_says_at_every_boundary(format_):
+def test_engine_rounding_matches_formats_py_at_boundaries(format_):
     x = boundaries(format_)
     rounded = call("round_to_grid", x, grid=format_.for_engine)
     assert same_numbers(rounded, format_.round(x))
@@ -127,7 +127,7 @@ def test_any_float_to_any_format(format_, x):
 
 
 def same_numbers(a, b):
-    """All equal, signs of zero too; one NaN is as good as another."""
+    """Equal, including signs of zero; any NaN equals any NaN."""
     return np.array_equal(a, b, equal_nan=True) and \
         np.array_equal(np.signbit(a[~np.isnan(a)]), np.signbit(b[~np.isnan(b)]))
 
@@ -144,6 +144,6 @@ def test_activations_of_halves(name, attributes, function, rng):
 
 @pytest.mark.parametrize("isa", list(library.VARIANTS))
 def test_each_instruction_set(isa):
-    """This file again, and batch norms."""
+    """Runs this file and the tests of batch norm."""
     run_with(isa, __file__, f"{Path(__file__).parent}/test_engine_norms.py", "-k",
              "not norms or batch_norm_matches_numpy")

@@ -18,7 +18,7 @@ NOT_COUNTS = [-1, 1.0, float("nan"), "1", True, None]
 
 
 def message(start, value):
-    """A regular expression for an error that shows what was received."""
+    """A regular expression for an error that shows the received value."""
     return f"^{start}.*" + re.escape(f" Received: {value!r}") + "$"
 
 
@@ -46,7 +46,7 @@ def value_and_gradient(loss, inputs):
 @pytest.mark.parametrize("weight", [{}, {"weight": 0.3}], ids=["default", "weight"])
 @pytest.mark.parametrize("name", sorted({getattr(gluon.loss, name).__name__ for name in
                                          gluon.loss.__all__} - {"Loss", "SDMLLoss"}))
-def test_values_and_gradients_of_every_loss_are_multiplied_by_the_scale(name, weight, rng):
+def test_scale_multiplies_values_and_gradients_of_every_loss(name, weight, rng):
     cls, inputs = getattr(gluon.loss, name), loss_inputs(name, rng)
     plain = value_and_gradient(cls(**weight), inputs)
     assert all(a.any() for a in plain)
@@ -56,14 +56,14 @@ def test_values_and_gradients_of_every_loss_are_multiplied_by_the_scale(name, we
             np.testing.assert_allclose(b, a * np.float32(scale), rtol=rtol)
 
 
-def test_other_arguments_reach_the_loss_and_no_weight_is_the_default_of_the_class():
+def test_loss_arguments_are_passed_and_none_weight_uses_class_default():
     loss = StaticLossScale(8).loss(gluon.loss.HuberLoss, rho=3, batch_axis=1, weight=None)
     assert (loss._rho, loss._batch_axis, loss._weight) == (3, 1, 8)
     init = {"__init__": lambda self, weight=0.5: L2Loss.__init__(self, weight)}
     assert StaticLossScale(8).loss(type("Half", (L2Loss,), init))._weight == 4
 
 
-def test_what_no_weight_scales_is_refused():
+def test_losses_without_weight_are_refused():
     unweighted = type("Unweighted", (L2Loss,), {"__init__": lambda self: None})
     for cls in (gluon.loss.SDMLLoss, unweighted):
         with pytest.raises(TypeError, match=rf"^{cls.__name__} .*: use gluon_amp\.Trainer, which"):
@@ -74,14 +74,14 @@ def test_what_no_weight_scales_is_refused():
 
 
 @pytest.mark.parametrize("value", NOT_POSITIVE, ids=repr)
-def test_what_is_no_positive_finite_number_is_neither_a_scale_nor_a_batch_size(value):
+def test_scale_and_batch_size_must_be_positive_and_finite(value):
     with pytest.raises(ValueError, match=message("scale must be a positive", value)):
         StaticLossScale(value)
     with pytest.raises(ValueError, match=message("batch_size must be a positive", value)):
         StaticLossScale(8).module_optimizer("sgd", batch_size=value)
 
 
-def test_any_positive_number_is_a_scale_and_stays():
+def test_static_scale_accepts_any_positive_number():
     for value in (128, 128.0, np.float32(128), np.int64(128)):
         scale = StaticLossScale(value)
         assert repr(scale) == "StaticLossScale(scale=128.0)"
@@ -89,7 +89,7 @@ def test_any_positive_number_is_a_scale_and_stays():
         scale.scale = 2.0
 
 
-def test_the_optimizer_undoes_the_scale_and_keeps_masters():
+def test_optimizer_divides_by_scale_and_has_master_weights():
     scale = StaticLossScale(128)
     assert scale.optimizer("sgd").rescale_grad == 1 / 128
     adam = scale.optimizer("Adam", rescale_grad=0.5, learning_rate=0.25)
@@ -98,7 +98,7 @@ def test_the_optimizer_undoes_the_scale_and_keeps_masters():
     assert (nag.rescale_grad, nag.momentum, nag.multi_precision) == (0.5 / (128 * 32), 0.9, True)
 
 
-def test_lbsgd_is_refused_since_no_scale_fits_it():
+def test_lbsgd_is_refused():
     scale = StaticLossScale(8)
     for make, more in ((scale.optimizer, {}), (scale.module_optimizer, {"batch_size": 4})):
         with pytest.raises(ValueError, match=r"no loss scale fits it\. Use lars or lamb"):
@@ -106,7 +106,7 @@ def test_lbsgd_is_refused_since_no_scale_fits_it():
 
 
 def train(scale, name, policy="float32", weight=1.0, **settings):
-    """20 steps: how far each parameter went, and the parameters and losses in the end."""
+    """20 steps: the change of each parameter, and the final parameters and losses."""
     mx.random.seed(7)
     rng = np.random.default_rng(7)
     net = nn.HybridSequential(prefix="")
@@ -141,13 +141,13 @@ def assert_same(plain, pair):
 
 
 def assert_close(plain, pair, rtol):
-    """Apart by no more than this part of the way gone, and one step of the numbers' type."""
+    """Differences within this fraction of the change, and one unit of the type."""
     for name, way in plain[0].items():
         a, b = plain[1][name], pair[1][name]
         assert (np.abs(a.astype("float32") - b) <= rtol * way + np.spacing(np.abs(a))).all(), name
 
 
-# All but lbsgd, which is refused, and "test", which climbs the loss until it is infinite.
+# All but lbsgd, which is refused, and "test", which increases the loss to infinity.
 NAMES = sorted(set(mx.optimizer.Optimizer.opt_registry) - {"lbsgd", "test"})
 OPTIMIZERS = [*((name, settings) for name in NAMES
                 for settings in ({}, {"clip_gradient": 0.02, "rescale_grad": 0.3})),
@@ -160,7 +160,7 @@ OPTIMIZERS = [*((name, settings) for name in NAMES
 # Every one of these optimizers first multiplies by rescale_grad, in float32 (lars the norms of
 # gradients, too), and a float32 times a power of two and divided by it is what it was.
 @pytest.mark.parametrize(("name", "settings"), OPTIMIZERS)
-def test_float32_trains_as_without_bit_by_bit_when_scaled_by_a_power_of_two(name, settings):
+def test_float32_with_power_of_two_scale_is_bitwise_identical(name, settings):
     plain = train(None, name, **settings)
     assert_same(plain, train(StaticLossScale(2.0 ** 16), name, **settings))
     assert_close(plain, train(StaticLossScale(100), name, **settings), rtol=5e-5)
@@ -170,14 +170,14 @@ def test_float32_trains_as_without_bit_by_bit_when_scaled_by_a_power_of_two(name
 @pytest.mark.parametrize(("name", "settings"), [
     *((name, {}) for name in ("sgd", "adam", "adamw", "lamb", "rmsprop", "adagrad")),
     ("sgd", {"momentum": 0.9}), ("nag", {"momentum": 0.9}), ("lars", {"eta": 0.5})])
-def test_float16_trains_as_without_where_gradients_need_no_scale(name, settings):
+def test_float16_with_scale_matches_training_without(name, settings):
     plain = train(None, name, "float16", **settings)
     assert plain[1]["one_weight"].dtype == np.float16
     assert_same(plain, train(StaticLossScale(2.0 ** 8), name, "float16", **settings))
     assert_close(plain, train(StaticLossScale(100), name, "float16", **settings), rtol=2e-2)
 
 
-def test_gradients_too_small_for_float16_train_with_a_scale_and_vanish_without():
+def test_tiny_gradients_train_only_with_scale():
     tiny, fast = 2.0 ** -30, {"learning_rate": 0.01 * 2.0 ** 30}
     usual = train(None, "sgd", "float16", learning_rate=0.01)
     plain = train(None, "sgd", "float16", weight=tiny, **fast)
@@ -206,7 +206,7 @@ def train_module(optimizer, grad_scale, devices):
 # Without weight decay: biases, too, decay by an optimizer that a Module gets as an object.
 @pytest.mark.parametrize("devices", [[mx.cpu()], [mx.cpu(0), mx.cpu(1)]], ids=["one", "two"])
 @pytest.mark.parametrize(("name", "settings"), [("sgd", {"momentum": 0.9}), ("adam", {})])
-def test_a_module_with_the_pair_trains_bit_by_bit_as_without(name, settings, devices):
+def test_module_with_static_pair_is_bitwise_identical(name, settings, devices):
     plain = train_module(mx.optimizer.create(name, rescale_grad=1 / 8, **settings), 1, devices)
     optimizer = StaticLossScale(128).module_optimizer(name, batch_size=8, **settings)
     with pytest.warns(UserWarning, match="rescale_grad is not normalized to 1.0/batch_size"):
@@ -226,7 +226,7 @@ def settings_and_steps(draw):
 
 
 def model(settings, steps):
-    """The scale after each step, None where it has come to its end."""
+    """The scale after each step, None after an error."""
     scale, in_a_row, tolerated = settings["initial"], 0, settings["hysteresis"] - 1
     for finite in steps:
         in_a_row += finite
@@ -244,11 +244,11 @@ def model(settings, steps):
 @pytest.mark.parametrize("resumed", [False, True])
 @hypothesis.settings(deadline=None)
 @hypothesis.given(settings_and_steps())
-def test_the_scale_backs_off_for_the_next_step_and_grows_after_finite_ones(resumed, drawn):
+def test_scale_backs_off_after_overflow_and_grows_after_finite_steps(resumed, drawn):
     settings, steps = drawn
     scale = DynamicLossScale(**settings)
     for finite, expected in zip(steps, model(settings, steps)):
-        if resumed:  # from JSON, before each step
+        if resumed:  # from JSON before each step
             saved, scale = json.dumps(scale.state_dict()), DynamicLossScale(**settings)
             scale.load_state_dict(json.loads(saved))
         if expected is None:
@@ -261,7 +261,7 @@ def test_the_scale_backs_off_for_the_next_step_and_grows_after_finite_ones(resum
             assert scale.scale == expected
 
 
-def test_the_error_at_the_floor_names_some_parameters_and_the_way_out():
+def test_error_at_minimum_names_parameters_and_remedy():
     scale, names = DynamicLossScale(0.25, minimum=0.25), list("abcdef")
     for count, named in ((0, "finite at"), (5, "in a, b, c, d, e at"), (6, "d, e and 1 more at")):
         with pytest.raises(LossScaleError, match=rf"{named} .*, 0\.25: .*convert\(keep=\.\.\.\)"):
@@ -273,7 +273,7 @@ def test_the_error_at_the_floor_names_some_parameters_and_the_way_out():
       for name in ("initial", "growth_factor", "backoff_factor", "minimum", "maximum")),
     *((name, value) for value in [0, *NOT_COUNTS] for name in ("growth_interval", "hysteresis")),
     ("growth_factor", 1), ("backoff_factor", 1), ("initial", 0.5), ("initial", 2.0 ** 25)])
-def test_each_argument_is_checked_and_the_error_shows_what_was_received(name, value):
+def test_each_argument_is_checked(name, value):
     with pytest.raises(ValueError, match=message(f"{name} must", value)):
         DynamicLossScale(**{name: value})
     with pytest.raises(ValueError, match=r"above maximum\. Received: minimum=8, maximum=4$"):
@@ -286,7 +286,7 @@ def test_each_argument_is_checked_and_the_error_shows_what_was_received(name, va
     {"scale": 8.0, "finite_steps": 1, "overflows": -1},
     *({"scale": 8.0, "finite_steps": value} for value in NOT_COUNTS),
     *({"scale": value, "finite_steps": 3} for value in [*NOT_POSITIVE, 3.9, 64.1])], ids=repr)
-def test_a_state_that_does_not_fit_is_an_error_and_changes_nothing(state):
+def test_unfit_state_is_refused_and_changes_nothing(state):
     scale = DynamicLossScale(16, minimum=4, maximum=64)
     scale.update(True)
     with pytest.raises(ValueError, match="Received: "):
@@ -296,14 +296,14 @@ def test_a_state_that_does_not_fit_is_an_error_and_changes_nothing(state):
     assert repr(scale) == "DynamicLossScale(scale=16.0, finite_steps=1)"
 
 
-def test_a_state_of_before_there_was_a_search_is_settled():
+def test_state_without_search_is_settled():
     scale = DynamicLossScale()
     scale.load_state_dict({"scale": 8.0, "finite_steps": 3})
     assert scale.state_dict() == {"scale": 8.0, "finite_steps": 3, "overflows": 0,
                                   "settled": True}
 
 
-def test_the_second_overflow_lowers_a_scale_of_hysteresis_two(caplog):
+def test_hysteresis_2_backs_off_at_second_overflow(caplog):
     net = nn.Dense(1, in_units=1, prefix="dense_")
     net.initialize(mx.init.One())
     loss_scale = DynamicLossScale(8, hysteresis=2, growth_interval=3)
@@ -322,7 +322,7 @@ def test_the_second_overflow_lowers_a_scale_of_hysteresis_two(caplog):
     assert caplog.messages == ["step skipped: gradients not finite in dense_weight; loss scale 8, "
                                "kept by its hysteresis"]
     assert scale_after(60000) == 4
-    assert scale_after(60000) == 2  # until it grows
+    assert scale_after(60000) == 2  # then it grows
     assert scale_after(1, 1, 1) == 4
     assert scale_after(60000) == 4
     assert trainer.skipped == 4
@@ -331,29 +331,29 @@ def test_the_second_overflow_lowers_a_scale_of_hysteresis_two(caplog):
 # ---- the search
 
 def searched(limit, initial=2.0 ** 16, **kwargs):
-    """A scale that has searched where gradients overflow above a limit; the number of its passes,
-    and the scales at which it went back."""
+    """A scale after a search in which gradients overflow above a limit; the number of passes, and
+    the scales that were tried."""
     scale, tried = DynamicLossScale(initial, **kwargs), []
     passes = scale.search(lambda s: bool(tried.append(s)) or s > limit)
     return scale, passes, tried
 
 
 @pytest.mark.parametrize("exponent", range(16))
-def test_a_search_finds_a_fitting_scale_in_at_most_six_passes(exponent):
+def test_search_finds_fitting_scale_in_at_most_six_passes(exponent):
     scale, passes, tried = searched(2.0 ** exponent)
     assert 2 <= passes <= 6
     assert passes == 1 + len(tried)
-    assert tried[-1] == scale.scale  # what gradients stand at
+    assert tried[-1] == scale.scale  # the scale of the gradients
     largest = 2.0 ** exponent
     assert scale.scale == largest if exponent >= 8 else largest / 8 <= scale.scale <= largest
 
 
-def test_a_search_goes_down_by_16_then_up_by_4_and_2():
+def test_search_divides_by_16_then_multiplies_by_4_and_2():
     assert searched(2.0 ** 11)[2] == [2.0 ** 12, 2.0 ** 8, 2.0 ** 10, 2.0 ** 11]
     assert searched(2.0 ** 14)[2] == [2.0 ** 12, 2.0 ** 14, 2.0 ** 15, 2.0 ** 14]
 
 
-def test_where_nothing_fits_the_scale_stays_and_where_passes_ran_out_it_is_lower():
+def test_search_without_fitting_scale():
     scale, passes, tried = searched(0.5)
     assert (scale.scale, passes, tried[-1]) == (2.0 ** 16, 0, 1)
     scale, passes, tried = searched(1, 2.0 ** 40, maximum=2.0 ** 40)
@@ -363,7 +363,7 @@ def test_where_nothing_fits_the_scale_stays_and_where_passes_ran_out_it_is_lower
 
 
 @pytest.mark.parametrize(("interval", "steps"), [(2000, 100), (30, 30), (1, 1)])
-def test_a_scale_is_settled_after_so_many_finite_steps_in_a_row(interval, steps):
+def test_scale_is_settled_after_consecutive_finite_steps(interval, steps):
     scale = DynamicLossScale(growth_interval=interval)
     for _ in range(steps - 1):
         scale.update(True)
@@ -377,7 +377,7 @@ def test_a_scale_is_settled_after_so_many_finite_steps_in_a_row(interval, steps)
     assert scale.settled
 
 
-def test_loss_scale_takes_a_scale_or_a_number_or_dynamic_or_none_and_nothing_else():
+def test_valid_values_of_loss_scale():
     for scale in (StaticLossScale(8), DynamicLossScale()):
         assert as_loss_scale(scale) is scale
     assert as_loss_scale(None).scale == 1

@@ -1,4 +1,4 @@
-"""amp.lr_find: proposes a rate, draws it, and leaves everything as it was."""
+"""amp.lr_find: suggests a rate, draws it, and restores the network and trainer."""
 import pickle
 
 import gluon_amp as amp
@@ -53,7 +53,7 @@ def same(a, b):
 @pytest.mark.parametrize(("policy", "cls", "name"), [
     ("float16", amp.Trainer, "sgd"), ("float16", amp.Trainer, "adam"),
     ("mixed_float8", amp.Trainer, "sgd"), ("float32", gluon.Trainer, "adam")])
-def test_everything_is_as_it_was_and_training_goes_on_as_without(policy, cls, name, trained,
+def test_state_is_restored_and_training_continues_unchanged(policy, cls, name, trained,
                                                                  batches):
     pairs = [made(policy, cls, name) for _ in range(2)]
     for net, trainer in pairs:
@@ -69,7 +69,7 @@ def test_everything_is_as_it_was_and_training_goes_on_as_without(policy, cls, na
 
 
 @pytest.mark.parametrize("cls", [amp.Trainer, gluon.Trainer])
-def test_gradients_that_add_up_give_the_same_rates(cls, batches):
+def test_grad_req_add_gives_same_rates(cls, batches):
     found = []
     for request in ("write", "add"):
         net, trainer = made("float32", cls)
@@ -82,7 +82,7 @@ def test_gradients_that_add_up_give_the_same_rates(cls, batches):
                    for g in p.list_grad())
 
 
-def test_the_proposed_rate_learns_and_the_sweep_ends_where_it_diverges(batches):
+def test_suggested_rate_learns_and_sweep_ends_at_divergence(batches):
     found = amp.lr_find(*made(), LOSS, batches, start=1e-5, end=1e4)
     assert found.rates[-1] < 1e4
     assert 1e-3 < found.suggestion < 10
@@ -95,7 +95,7 @@ def test_the_proposed_rate_learns_and_the_sweep_ends_where_it_diverges(batches):
     assert sum(float(LOSS(net(x), y).mean().asscalar()) for x, y in batches) < 0.3 * before
 
 
-def test_skipped_steps_do_not_count(batches):
+def test_skipped_steps_are_not_counted(batches):
     results = [amp.lr_find(*made(loss_scale=amp.DynamicLossScale(initial=scale, maximum=2.0 ** 30)),
                            LOSS, batches[:1], end=1e-2, steps=20)
                for scale in (2.0 ** 6, 2.0 ** 30)]
@@ -103,7 +103,7 @@ def test_skipped_steps_do_not_count(batches):
     np.testing.assert_allclose(results[0].losses, results[1].losses, rtol=0.02)
 
 
-def test_a_schedule_comes_back(batches):
+def test_schedule_is_restored(batches):
     net, _ = made()
     schedule = mx.lr_scheduler.FactorScheduler(3, 0.5, base_lr=0.3)
     trainer = amp.Trainer(net.collect_params(), "sgd", {"lr_scheduler": schedule})
@@ -112,14 +112,14 @@ def test_a_schedule_comes_back(batches):
     assert isinstance(trainer.optimizer.lr_scheduler, mx.lr_scheduler.FactorScheduler)
 
 
-def test_where_nothing_falls_nothing_is_proposed(batches):
+def test_no_suggestion_if_loss_does_not_decrease(batches):
     net, trainer = made()
     found = amp.lr_find(net, trainer, lambda out, y: (out * 0).sum() + 1, batches, steps=12)
     assert found.suggestion is None
 
 
 @pytest.mark.parametrize("kind", ["png", "svg"])
-def test_the_plot_is_a_file_of_its_kind(kind, batches, tmp_path):
+def test_plot_has_requested_file_type(kind, batches, tmp_path):
     path = tmp_path / f"rates.{kind}"
     amp.lr_find(*made(), LOSS, batches, plot=str(path))
     assert {"png": b"\x89PNG", "svg": b"<?xml"}[kind] in path.read_bytes()[:10]
@@ -138,8 +138,8 @@ def test_bad_arguments_are_refused(kwargs, message, batches):
     assert same(before, everything(net, trainer))
 
 
-def test_a_first_batch_that_is_hard_is_no_fall_of_the_loss(batches):
-    """The average begins with one batch: what it does at first says nothing of rates."""
+def test_high_first_loss_is_not_mistaken_for_decrease(batches):
+    """The average starts with one batch, so its first changes are not due to rates."""
     losses = iter([5.0, 2.5] + [2.5 - 0.001 * i for i in range(38)]
                   + [2.4 - 0.1 * i for i in range(20)])
 

@@ -1,4 +1,4 @@
-"""`Monitor`: statistics of tensors every so many steps of a training that stays as it is."""
+"""`Monitor`: statistics of tensors at regular steps, without changes to training."""
 import json
 import logging
 
@@ -55,7 +55,7 @@ def dense(policy="float16"):
 
 @pytest.mark.parametrize("policy", ["float16", "mixed_float16", "bfloat16", "mixed_float8", "tf32"])
 @pytest.mark.parametrize("interval", [1, 2])
-def test_training_stays_as_it_is_bit_by_bit(policy, interval, tmp_path):
+def test_training_is_bitwise_unchanged(policy, interval, tmp_path):
     results = []
     for monitored in (False, True):
         net, trainer = made(policy)
@@ -69,7 +69,7 @@ def test_training_stays_as_it_is_bit_by_bit(policy, interval, tmp_path):
     assert {line["step"] for line in lines(tmp_path / "a.jsonl")} == {*range(interval, 6, interval)}
 
 
-def test_statistics_are_of_the_tensors_numbers(tmp_path, rng):
+def test_statistics_match_values_of_tensors(tmp_path, rng):
     net, file = dense(), tmp_path / "a.jsonl"
     trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 0}, loss_scale=8.0)
     x, label = rng.standard_normal((5, 6)).astype("float16"), nd.arange(5) % 4
@@ -94,7 +94,7 @@ def test_statistics_are_of_the_tensors_numbers(tmp_path, rng):
     assert gradient["rms"] == pytest.approx(np.sqrt((scaled ** 2).mean()), rel=1e-2)
 
 
-def test_what_overflows_and_what_becomes_zero_is_told(tmp_path):
+def test_overflow_and_underflow_are_reported(tmp_path):
     net, file = dense(), tmp_path / "a.jsonl"
     net[0].weight.set_data(nd.array([[1e-4] * 6, [1.0] * 6, [3e4] * 6, [0.0] * 6]))
     trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 0}, loss_scale=None)
@@ -130,7 +130,7 @@ def test_predictions_between_steps_are_not_counted(tmp_path):
     assert {line["numbers"] for line in lines(file) if line["kind"] == "output"} == {12}
 
 
-def test_passes_of_one_step_add_up_and_a_repeated_one_counts_once(tmp_path):
+def test_passes_of_one_step_add_up_and_repeated_pass_counts_once(tmp_path):
     net, file = dense(), tmp_path / "a.jsonl"
     net.collect_params().setattr("grad_req", "add")
     # the first scale overflows, and the backward pass is repeated at lower ones
@@ -151,7 +151,7 @@ def test_passes_of_one_step_add_up_and_a_repeated_one_counts_once(tmp_path):
     assert gradient["loss_scale"] == trainer.loss_scale < 2.0 ** 24
 
 
-def test_mxnets_own_trainer_is_observed_too(tmp_path):
+def test_gluon_trainer_is_supported(tmp_path):
     net, file = dense("mixed_bfloat16"), tmp_path / "a.jsonl"
     trainer = gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.1})
     with amp.Monitor(net, trainer, file, 2) as monitor:
@@ -160,7 +160,7 @@ def test_mxnets_own_trainer_is_observed_too(tmp_path):
             and line["node"].endswith("dense_fwd")} == {(2, "bfloat16"), (4, "bfloat16")}
 
 
-def test_scalars_for_tensorboard(tmp_path):
+def test_tensorboard_scalars(tmp_path):
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     net, trainer = made()
     with amp.Monitor(net, trainer, tmp_path / "a.jsonl", 2, "net_dense0_fwd",
@@ -176,7 +176,7 @@ def test_scalars_for_tensorboard(tmp_path):
     assert [event.value for event in shown] == pytest.approx([line["rms"] for line in told])
 
 
-def test_parts_of_a_plain_block_are_observed_and_a_file_goes_on(tmp_path):
+def test_parts_of_plain_block_are_observed_and_file_is_appended(tmp_path):
     class Plain(gluon.Block):
         def __init__(self):
             super().__init__(prefix="plain_")
@@ -197,7 +197,7 @@ def test_parts_of_a_plain_block_are_observed_and_a_file_goes_on(tmp_path):
         == ["plain_dense0_fwd", "plain_dense1_fwd"] * 2
 
 
-def test_a_step_without_training_is_a_warning(tmp_path, caplog):
+def test_step_without_training_warns(tmp_path, caplog):
     net, trainer = made()
     with amp.Monitor(net, trainer, tmp_path / "a.jsonl", 1) as monitor:
         train(net, trainer, batches(), 1, monitor)
@@ -206,7 +206,7 @@ def test_a_step_without_training_is_a_warning(tmp_path, caplog):
     assert "no statistics of step 2, because the network did not train" in caplog.text
 
 
-def test_what_cannot_be_observed_is_refused(tmp_path):
+def test_unsupported_arguments_are_refused(tmp_path):
     net, trainer = made()
     file = tmp_path / "a.jsonl"
     with pytest.raises(TypeError, match=r"network that gluon_amp\.convert has converted.*Dense"):

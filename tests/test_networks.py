@@ -1,4 +1,4 @@
-"""Networks of all kinds train in float16 as they do in float32."""
+"""Networks of all kinds train in float16 as in float32."""
 from importlib.util import find_spec
 
 import gluon_amp as amp
@@ -52,7 +52,7 @@ def both(make, inputs, policy="float16", **kwargs):
 
 
 def assert_alike(float32, float16, tolerance=0.02):
-    """Outputs, losses and gradients agree as far as float16 goes.
+    """Outputs, losses and gradients agree within float16 precision.
 
     `tolerance` is that of the outputs. Deep convolutional networks with batch norms over
     few numbers amplify any noise; that their graphs are right is tested without rounding.
@@ -86,13 +86,13 @@ FAR = {"inceptionv3": 3e-3}
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_without_rounding_the_graph_is_float32s(name, rng):
+def test_unrounded_graph_matches_float32(name, rng):
     make, inputs = ALL[name]
     inputs = inputs(rng)
     net = make()
     net.initialize(mx.init.Xavier())
     amp.convert(net, Policy("not rounded", parameter="float16", compute=NOT_ROUNDED))
-    net(*inputs)  # initializes, which draws random numbers
+    net(*inputs)  # initialization draws random numbers
     results = []
     for ours in (True, False):
         if not ours:
@@ -110,7 +110,7 @@ def test_without_rounding_the_graph_is_float32s(name, rng):
     far = FAR.get(name, 1e-3)
     for ours, theirs in zip(outputs, wide_outputs):
         np.testing.assert_allclose(ours, theirs, atol=far / 10 * np.abs(theirs).max(), rtol=1e-4)
-    # a float32 sum in another order flips a relu here and there
+    # a float32 sum in another order switches a few relus
     assert cosine(gradients, wide_gradients) > 1 - far
 
 
@@ -134,7 +134,7 @@ def test_gluoncv_trains_as_in_float32(name, rng):
 
 @pytest.mark.parametrize("policy", ["mixed_float16", "pure_float16", "mixed_bfloat16"])
 @pytest.mark.parametrize("name", ["resnet18_v1", "lstm", "encoder", "arithmetic", "loop", "tied"])
-def test_other_policies_train_too(name, policy, rng):
+def test_other_policies_train(name, policy, rng):
     make, inputs = ALL[name]
     float32, low = both(make, inputs(rng), policy)
     if policy == "pure_float16":
@@ -153,7 +153,7 @@ def test_symbol_block_trains_as_in_float32(tmp_path, rng):
     assert {n for n, t in types.items() if t == "float32"} == {n for n in types if "batchnorm" in n}
 
 
-def test_two_devices_share_the_work(rng):
+def test_two_devices_share_the_batch(rng):
     devices = [mx.cpu(0), mx.cpu(1)]
     net = networks.zoo("resnet18_v1")()
     net.initialize(mx.init.Xavier(), ctx=devices)
@@ -171,7 +171,7 @@ def test_two_devices_share_the_work(rng):
             assert np.array_equal(first, second)
 
 
-def test_an_input_may_change_its_shape_and_type(rng):
+def test_input_can_change_shape_and_type(rng):
     net = amp.convert(networks.zoo("resnet18_v1")())
     net.initialize()
     small, large = (nd.array(rng.standard_normal((2, 3, px, px))) for px in (32, 64))
@@ -182,7 +182,7 @@ def test_an_input_may_change_its_shape_and_type(rng):
     assert np.array_equal(net(small.astype("float16")).asnumpy(), net(rounded).asnumpy())
 
 
-def test_training_and_prediction_differ_as_in_float32(rng):
+def test_training_and_prediction_modes_differ_as_in_float32(rng):
     x = networks.images(16, 8)(rng)[0]
     net = amp.convert(networks.Plain())
     net.initialize()
@@ -199,7 +199,7 @@ def test_training_and_prediction_differ_as_in_float32(rng):
     assert net.out.weight.grad().asnumpy().any()
 
 
-def test_gradients_are_added_with_grad_req_add(rng):
+def test_gradients_accumulate_with_grad_req_add(rng):
     x = networks.images(16, 8)(rng)[0]
     net = amp.convert(networks.Plain())
     net.initialize()
@@ -221,7 +221,7 @@ def test_gradients_are_added_with_grad_req_add(rng):
         np.testing.assert_allclose(twice[name], 2 * once[name], rtol=2e-3, atol=1e-3)
 
 
-def test_an_inputs_gradient_is_added_too(rng):
+def test_input_gradient_accumulates_with_grad_req_add(rng):
     net = amp.convert(networks.Plain())
     net.initialize()
     x = networks.images(16, 8)(rng)[0]
@@ -239,12 +239,12 @@ def test_an_inputs_gradient_is_added_too(rng):
 @pytest.mark.parametrize("policy", ["float16", "mixed_float16", "mixed_bfloat16"])
 @pytest.mark.parametrize(("layer", "shape"), [
     (lambda: nn.Dense(4, in_units=3), (5, 3)),
-    (lambda: nn.Dense(512, in_units=512), (1100, 512)),  # which runs in pieces
+    (lambda: nn.Dense(512, in_units=512), (1100, 512)),  # which runs in blocks
     (lambda: nn.Conv2D(4, 3, in_channels=3), (2, 3, 5, 5)),
     (lambda: nn.BatchNorm(in_channels=3), (2, 3, 5, 5)),
     (lambda: nn.LayerNorm(in_channels=3), (5, 3))],
     ids=["dense", "large dense", "convolution", "batch norm", "layer norm"])
-def test_a_frozen_weight_leaves_the_gradient_of_the_bias(layer, shape, policy):
+def test_frozen_weight_does_not_change_gradient_of_bias(layer, shape, policy):
     net = layer()
     net.initialize(mx.init.Normal(0.1))
     amp.convert(net, policy)
@@ -263,7 +263,7 @@ def test_a_frozen_weight_leaves_the_gradient_of_the_bias(layer, shape, policy):
     assert np.abs(of_bias).max() > 0
 
 
-def test_frozen_parameters_stay(rng):
+def test_frozen_parameters_are_not_updated(rng):
     net = amp.convert(networks.Plain())
     net.initialize()
     x = networks.images(16, 8)(rng)[0]
@@ -275,7 +275,7 @@ def test_frozen_parameters_stay(rng):
 
 
 @pytest.mark.parametrize("again", [False, True])
-def test_parameters_start_from_the_values_of_float32(again, rng):
+def test_initial_parameters_match_float32(again, rng):
     x = networks.images(32)(rng)[0]
     values = []
     for when in ("never", "before", "after"):
@@ -288,7 +288,7 @@ def test_parameters_start_from_the_values_of_float32(again, rng):
         mx.random.seed(5)
         np.random.seed(5)
         net.initialize(mx.init.Xavier(), force_reinit=again)
-        net(x).wait_to_read()  # asnumpy does not wait for a prediction that rearranges weights
+        net(x).wait_to_read()  # asnumpy does not wait for a prediction that reorders weights
         if when == "after":
             amp.convert(net)
         values.append({n: p.data().asnumpy().astype(np.float16)
@@ -301,8 +301,8 @@ def test_parameters_start_from_the_values_of_float32(again, rng):
 @pytest.mark.parametrize("pooling", [lambda: nn.MaxPool2D(3, 2, 1), nn.GlobalMaxPool2D,
                                      lambda: nn.MaxPool2D(2, layout="NHWC")])
 @pytest.mark.parametrize("static", [False, True])
-def test_gradients_of_a_recorded_prediction_go_through_max_pooling(policy, pooling, static):
-    """As saliency maps take them; MXNet writes the places of maxima in training only."""
+def test_recorded_prediction_has_gradients_through_max_pooling(policy, pooling, static):
+    """As for saliency maps; MXNet stores the positions of maxima in training only."""
     net = nn.HybridSequential()
     net.add(nn.Conv2D(16, 3, in_channels=3), pooling(), nn.Flatten(), nn.Dense(4))
     net.initialize(mx.init.Xavier())

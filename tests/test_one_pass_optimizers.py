@@ -1,5 +1,5 @@
-"""Updates of float16 and float32 weights in one pass on a CPU: bit by bit what MXNet's float32
-optimizers make of the same gradients, for every setting, any size and all instruction sets."""
+"""Updates of float16 and float32 weights in one pass on a CPU are bitwise identical to MXNet's
+float32 optimizers for the same gradients, for every setting, size and instruction set."""
 
 import gluon_amp as amp
 import mxnet as mx
@@ -10,7 +10,7 @@ from gluon_amp.cpu import library
 from gluon_amp.training import one_pass
 from halves import halves, run_with
 
-SIZES = [1, 2, 7, 16, 33, 1003, 32769]  # the last is worth threads
+SIZES = [1, 2, 7, 16, 33, 1003, 32769]  # the last one uses threads
 OPTIMIZERS = [("sgd", {}), ("sgd", {"momentum": 0.9}), ("nag", {"momentum": 0.9}), ("nag", {}),
               ("adam", {}),
               ("adamw", {}), ("rmsprop", {}), ("rmsprop", {"centered": True}), ("lamb", {})]
@@ -35,7 +35,7 @@ OF_ITS_OWN = [
 
 @pytest.fixture
 def in_one_pass(monkeypatch):
-    """The calls of the engine's operator."""
+    """Calls of the engine's operator."""
     calls, original = [], library.call
 
     def call(name, inputs, out=None, **attrs):
@@ -47,7 +47,7 @@ def in_one_pass(monkeypatch):
 
 
 def train(optimizer, dtype, steps=4):
-    """Weights after so many steps, and all float32 arrays of their states: the masters first."""
+    """Weights after some steps, and all float32 arrays of their states, master weights first."""
     rng = np.random.default_rng(5)
     updater = mx.optimizer.Updater(optimizer)
     weights = [mx.nd.array(halves(rng, size), dtype=dtype) for size in SIZES]
@@ -88,7 +88,7 @@ def assert_as_in_float32(name, settings, calls):
 
 
 def decimal(settings):
-    """MXNet reads 1/192 in its decimal form as gluon_amp hands it over."""
+    """MXNet parses the decimal form of 1/192 as gluon_amp passes it."""
     if "rescale_grad" in settings:
         made = amp.optimizer("sgd", rescale_grad=settings["rescale_grad"])
         updater, weight = mx.optimizer.Updater(made), mx.nd.ones(1)
@@ -99,7 +99,7 @@ def decimal(settings):
 
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 @pytest.mark.parametrize(("name", "kwargs"), OPTIMIZERS)
-def test_masters_and_states_are_those_of_float32_training(name, kwargs, settings, in_one_pass):
+def test_master_weights_and_states_match_float32_training(name, kwargs, settings, in_one_pass):
     assert_as_in_float32(name, {**kwargs, **settings}, in_one_pass)
 
 
@@ -109,7 +109,7 @@ def test_settings_of_one_optimizer(name, kwargs, in_one_pass):
 
 
 @pytest.mark.parametrize(("name", "kwargs"), OPTIMIZERS)
-def test_learning_rates_follow_a_schedule(name, kwargs, in_one_pass):
+def test_learning_rates_follow_schedule(name, kwargs, in_one_pass):
     weights = []
     for make, dtype in ((amp.optimizer, "float16"), (mx.optimizer.create, "float32")):
         schedule = mx.lr_scheduler.PolyScheduler(8, base_lr=0.1, warmup_steps=3)
@@ -122,7 +122,7 @@ def test_learning_rates_follow_a_schedule(name, kwargs, in_one_pass):
 
 
 @pytest.mark.parametrize(("name", "kwargs"), OPTIMIZERS[1:])
-def test_a_gradient_that_is_not_finite_goes_where_it_does_in_float32(name, kwargs):
+def test_nonfinite_gradient_propagates_as_in_float32(name, kwargs):
     ends = []
     for make, dtype in ((amp.optimizer, "float16"), (mx.optimizer.create, "float32")):
         optimizer = make(name, learning_rate=0.1, clip_gradient=1.0, **kwargs)
@@ -137,7 +137,7 @@ def test_a_gradient_that_is_not_finite_goes_where_it_does_in_float32(name, kwarg
 
 @pytest.mark.parametrize("name", ["nag", "sgd"])
 @pytest.mark.parametrize(("first", "then"), [(0.9, 0), (0.9, 0.5), (0.5, -0.1)])
-def test_a_momentum_may_be_changed(name, first, then):
+def test_momentum_can_be_changed(name, first, then):
     ends = []
     for make, dtype in ((amp.optimizer, "float16"), (mx.optimizer.create, "float32")):
         optimizer = make(name, learning_rate=0.125, momentum=first, wd=0.01)
@@ -150,7 +150,7 @@ def test_a_momentum_may_be_changed(name, first, then):
 
 
 class MyAdam(mx.optimizer.Adam):
-    """Moves at half the rate."""
+    """Updates at half the rate."""
 
     def _get_lr(self, index):
         return super()._get_lr(index) / 2
@@ -159,7 +159,7 @@ class MyAdam(mx.optimizer.Adam):
 @pytest.mark.parametrize("optimizer", [
     MyAdam(), mx.optimizer.NAG(momentum=-0.5), mx.optimizer.SGD(momentum=-0.5),
     mx.optimizer.Adamax()], ids=["a user's", "negative nag", "negative sgd", "adamax"])
-def test_other_optimizers_go_mxnets_way(optimizer, in_one_pass):
+def test_other_optimizers_use_mxnet_updates(optimizer, in_one_pass):
     optimizer.multi_precision = True
     update = mx.optimizer.Updater(amp.training.optimizer.with_masters(optimizer))
     weights, gradients = ([mx.nd.ones((2, 3), dtype="float16") for _ in range(3)]
@@ -170,13 +170,13 @@ def test_other_optimizers_go_mxnets_way(optimizer, in_one_pass):
 
 
 @pytest.mark.parametrize("name", ["adam", "nag", "rmsprop"])
-def test_an_optimizer_that_was_saved_when_it_took_one_weight_at_a_time_goes_on(name):
+def test_optimizer_saved_without_aggregation_continues(name):
     update = mx.optimizer.Updater(amp.optimizer(name, momentum=0.9) if name == "nag"
                                   else amp.optimizer(name))
     weights, gradients = ([mx.nd.ones((2, 3), dtype="float16") for _ in range(3)]
                           for _ in range(2))
     update([0, 1, 2], gradients, weights)
-    update.optimizer.aggregate_num = 0  # as before gluon_amp grouped them
+    update.optimizer.aggregate_num = 0  # as before aggregation in gluon_amp
     update.set_states(update.get_states(dump_optimizer=True))
     before = weights[2].asnumpy()
     update([0, 1, 2], gradients, weights)
@@ -185,16 +185,16 @@ def test_an_optimizer_that_was_saved_when_it_took_one_weight_at_a_time_goes_on(n
 
 @pytest.mark.parametrize("name", ["adam", "lamb", "sgd"])
 @pytest.mark.parametrize(("size", "calls"), [("4", [4, 3]), ("1", [1] * 7)])
-def test_mxnets_variable_sets_how_many_weights_one_call_updates(name, size, calls, monkeypatch,
+def test_mxnet_variable_sets_weights_per_call(name, size, calls, monkeypatch,
                                                                 in_one_pass):
     monkeypatch.setenv("MXNET_OPTIMIZER_AGGREGATION_SIZE", size)
     if name == "lamb" and size == "1":
-        calls = []  # then MXNet sums in another order
+        calls = []  # MXNet sums in another order then
     train(amp.optimizer(name), "float16", 1)
     assert [count for call, count in in_one_pass if call == "_gluon_amp_update"] == calls
 
 
-def test_arrays_that_do_not_fit_are_refused():
+def test_mismatched_arrays_are_refused():
     weight, gradient, master = (mx.nd.ones(3, dtype=t) for t in ("float16", "float16", "float32"))
     settings = {"rule": "sgd", "num_weights": 1, "wds": "0"}
     library.call("_gluon_amp_update", [weight, gradient, master], out=[weight], lrs="", **settings)
@@ -208,7 +208,7 @@ def test_arrays_that_do_not_fit_are_refused():
                      **settings)
 
 
-def test_every_rule_is_tested():
+def test_every_update_rule_is_tested():
     tested = {amp.training.optimizer.optimizer_class(name) for name, _ in OPTIMIZERS}
     assert tested == set(one_pass.ROWS)
 

@@ -1,5 +1,4 @@
-"""Each operator of MXNet has its line in the table, and runs in what the line says, whichever
-namespace calls it."""
+"""Each operator of MXNet has a row in the table, and runs in its type from every namespace."""
 import re
 
 import gluon_amp as amp
@@ -18,26 +17,26 @@ from mxnet import gluon, nd
 sym = mx.sym
 ALL = {name for name in mx.operator.get_all_registered_operators()
        if not name.startswith(library.PREFIX)}
-# Other names of the same operators stand in no graph: MXNet writes the first one.
+# Aliases do not occur in graphs: MXNet writes the primary name.
 PRIMARY = library.dispatched()
 
 
-def test_every_operator_of_mxnet_has_a_line():
+def test_every_operator_of_mxnet_has_a_row():
     forward = {name for name in PRIMARY if "_backward" not in name}
     assert sorted(forward - set(operators.OPERATORS)) == []
 
 
-def test_the_table_names_no_operator_that_mxnet_does_not_have():
-    of_gpus = {"CuDNNBatchNorm"}  # in MXNet's CUDA build alone
+def test_table_has_no_unknown_operators():
+    of_gpus = {"CuDNNBatchNorm"}  # in MXNet's CUDA build only
     assert sorted(set(operators.OPERATORS) - ALL - of_gpus) == []
 
 
-def test_no_operator_stands_in_two_lines():
+def test_no_operator_has_two_rows():
     words = [name for _, _, names in operators._TABLE for name in names.split()]
     assert len(words) == len(set(words))
 
 
-def test_operators_with_code_of_their_own_are_those_of_the_engine():
+def test_operators_with_dedicated_kernels_exist_in_mxnet():
     assert "BatchNorm" in library.own_code()
     assert "Correlation" not in library.own_code()
     assert library.own_code() <= ALL
@@ -55,14 +54,14 @@ def calling(function, policy="float16"):
 
 
 @pytest.mark.parametrize("policy", ["float16", "pure_float16"])
-def test_numpys_round_which_takes_no_float16_runs_in_float32(policy):
+def test_numpy_round_runs_in_float32(policy):
     net = calling(lambda F, x: F.np.round(x * 2), policy)
     with mx.util.np_shape(True), mx.util.np_array(True):
         out = net(mx.np.array([0.3, 1.7], dtype="float16"))
     assert np.array_equal(out.asnumpy(), [1, 3])
 
 
-def test_places_in_an_array_are_no_float16_numbers():
+def test_slice_indices_are_not_rounded_to_float16():
     places = {"start": "2049", "stop": "2053", "step": "1", "axis": "0"}
     inputs = [Entry(Node("null", name)) for name in "xy"]
     graph = Graph([Entry(Node("_npi_insert_slice", "n", places, inputs))])
@@ -75,14 +74,14 @@ def test_places_in_an_array_are_no_float16_numbers():
     assert np.array_equal(found.asnumpy(), np.insert(x, slice(2049, 2053), y, axis=0))
 
 
-# what numpy mode must compute in float32: the function, a value whose result is no float16
+# functions that numpy mode must compute in float32, and a value whose result overflows float16
 NUMPY = {"degrees": 3000, "exp": 12, "square": 300,
          "expm1": 12, "cosh": 12, "sinh": 12, "reciprocal": 1e-5,
          "log": 3, "log2": 3, "log10": 3, "log1p": 3, "tan": 1.5, "arcsin": 0.5}
 
 
 @pytest.mark.parametrize("name", NUMPY)
-def test_numpys_functions_run_in_float32_where_nds_do(name):
+def test_numpy_functions_run_in_float32_as_their_nd_counterparts(name):
     check_numpy(lambda np_, x: getattr(np_, name)(x), NUMPY[name])
 
 
@@ -91,7 +90,7 @@ def test_numpys_functions_run_in_float32_where_nds_do(name):
     (lambda np_, v: np_.power(v, 4), 40), (lambda np_, v: v ** 4, 40), (lambda np_, v: 1 / v, 1e-5),
     (lambda np_, v: np_.power(3, v), 12), (lambda np_, v: np_.prod(np_.stack([v, v, v, v])), 40),
     (lambda np_, v: np_.std(np_.stack([v, -v])), 300), (lambda np_, v: np_.hypot(v, v), 60000)])
-def test_numpys_powers_and_products_run_in_float32(function, value):
+def test_numpy_powers_and_products_run_in_float32(function, value):
     check_numpy(function, value)
 
 
@@ -104,7 +103,7 @@ def check_numpy(function, value):
     np.testing.assert_allclose(result.ravel(), expected.ravel(), rtol=1e-5)
 
 
-# what gives the classes 2999 and 3001, as floats
+# functions that return the classes 2999 and 3001 as floats
 CLASSES = {
     "argmax": lambda F, x: F.argmax(x, axis=1),
     "argmin": lambda F, x: F.argmin(-x, axis=1),
@@ -121,11 +120,11 @@ CLASSES = {
 }
 
 
-# The output of linspace is a number, and no index: under pure_float16 it is float16.
+# The output of linspace is not an index: under pure_float16 it is float16.
 @pytest.mark.parametrize(("name", "policy"), [
     (name, policy) for name in CLASSES for policy in ("float16", "pure_float16", "mixed_bfloat16")
     if (name, policy) != ("linspace", "pure_float16")])
-def test_a_class_above_2048_stays_what_it_is(name, policy):
+def test_class_indices_above_2048_are_exact(name, policy):
     x = np.zeros((2, 4000), np.float16)
     x[0, 2999], x[1, 3001] = 1, 1
 
@@ -134,7 +133,7 @@ def test_a_class_above_2048_stays_what_it_is(name, policy):
     assert net(x).asnumpy().tolist() == [2999, 3001]
 
 
-def test_what_is_drawn_may_lie_beyond_float16_and_counts_are_exact():
+def test_random_numbers_beyond_float16_and_counts_are_exact():
     def draw(F, x):
         zeros = F.relu(x) * 0
         return (zeros + F.random.uniform(1e5, 2e5, shape=(300,)),
@@ -148,21 +147,21 @@ def test_what_is_drawn_may_lie_beyond_float16_and_counts_are_exact():
         assert abs(found.mean() - 4000) < 40
 
 
-def test_a_division_by_1e_minus_5_is_as_wide_as_a_product_with_1e5():
+def test_division_by_1e_minus_5_matches_product_with_1e5():
     net = calling(lambda F, x: (F.relu(x) / 1e-5, F.relu(x) * 1e5))
     for found in net(nd.array([1, 2], dtype="float16")):
         np.testing.assert_allclose(found.asnumpy(), [1e5, 2e5], rtol=1e-4)
 
 
 @mx.util.use_np
-def test_a_logarithmic_range_may_end_beyond_float16():
+def test_logspace_can_end_beyond_float16():
     net = calling(lambda F, x: x * F.np.logspace(0, 8, 3))
     found = net(mx.np.ones(3, dtype="float16")).asnumpy()
     np.testing.assert_allclose(found, [1, 1e4, 1e8], rtol=1e-5)
 
 
 @pytest.mark.parametrize("policy", ["float16", "mixed_float16", "pure_float16", "mixed_bfloat16"])
-def test_a_mask_of_minus_1e18_and_an_epsilon_of_1e_minus_12_keep_their_values(policy):
+def test_large_mask_and_small_epsilon_keep_their_values(policy):
     def forward(F, x, mask):
         masked = F.where(mask, x, -1e18 * F.ones_like(x))
         return F.softmax(masked), x / (F.relu(x) * 0 + 1e-12)
@@ -187,7 +186,7 @@ NUMBERS = {
 
 
 @pytest.mark.parametrize("name", NUMBERS)
-def test_numbers_beyond_float16_that_a_network_makes_stay_finite(name):
+def test_constants_beyond_float16_stay_finite(name):
     net, x = calling(lambda F, x: NUMBERS[name](F, F.relu(x))), nd.array([[1, 2], [3, 4]])
     found = net(x.astype("float16")).asnumpy()
     np.testing.assert_allclose(found, amp.restore(net)(x).asnumpy())
@@ -199,7 +198,7 @@ def test_numbers_beyond_float16_that_a_network_makes_stay_finite(name):
     (1e-10, lambda F, x, c: F.rsqrt(F.broadcast_add(x * 0, c)) * 1e-5),
     (4097, lambda F, x, c: F.broadcast_mul(F.ones_like(x), c) - 4096)],
     ids=["mask", "epsilon", "number"])
-def test_a_constant_parameter_that_float16_does_not_hold_keeps_its_value(value, apply, policy):
+def test_constant_parameter_beyond_float16_keeps_its_value(value, apply, policy):
     class Net(gluon.HybridBlock):
         def __init__(self):
             super().__init__()
@@ -217,20 +216,20 @@ def test_a_constant_parameter_that_float16_does_not_hold_keeps_its_value(value, 
                                rtol=1e-4)
 
 
-def test_a_division_by_what_is_small_keeps_its_numerator_in_pure_float16():
+def test_small_numerator_is_kept_in_pure_float16():
     net = calling(lambda F, x: (1e-9 / (x * 1e-3)) * 1e6, "pure_float16")
     found = net(nd.array([1, 2], dtype="float16")).asnumpy()
     np.testing.assert_allclose(found, [1, 0.5], rtol=1e-3)
 
 
 @mx.util.use_np
-def test_numbers_in_the_place_of_what_is_not_finite_may_be_beyond_float16():
+def test_nan_to_num_replacements_can_be_beyond_float16():
     net = calling(lambda F, x: F.np.nan_to_num(x, posinf=1e6, neginf=-1e6, nan=1e9) * 1e-6)
     x = mx.np.array([np.inf, -np.inf, np.nan, 0], dtype="float16")
     np.testing.assert_allclose(net(x).asnumpy(), [1, -1, 1e3, 0])
 
 
-def test_a_constant_that_float16_does_not_hold_makes_float32_of_its_node_on_gpus_too():
+def test_constant_beyond_float16_promotes_node_to_float32():
     x = sym.var("x")
     kinds = types_of(sym.relu((sym.relu(x) + 1e-12) * 2.0))
     assert [v for k, v in kinds.items() if "plus" in k] == [("float32", "float32")]
@@ -240,7 +239,7 @@ def test_a_constant_that_float16_does_not_hold_makes_float32_of_its_node_on_gpus
 
 
 @pytest.mark.parametrize("name", list(FORMATS))
-def test_which_constants_a_format_holds(name):
+def test_constants_representable_in_a_format(name):
     format_ = FORMATS[name]
 
     def holds(number):
@@ -258,14 +257,14 @@ def test_which_constants_a_format_holds(name):
         assert not holds(format_.largest * 2)
 
 
-def test_pools_that_sum_run_in_float32():
+def test_sum_and_lp_pooling_run_in_float32():
     x = sym.var("x")
     for kind, low in (("max", True), ("avg", True), ("sum", False), ("lp", False)):
         pool = sym.Pooling(x, kernel=(2, 2), pool_type=kind, p_value=2, name="pool")
         assert (types_of(pool)["pool"][0] == "float16") == low
 
 
-def test_the_reason_stands_beside_every_rule():
+def test_every_rule_has_a_reason():
     assert all(re.search(r"\w{3}", rule.why) for rule in operators.OPERATORS.values())
 
 
@@ -274,8 +273,8 @@ def test_the_reason_stands_beside_every_rule():
     lambda F, x: F.np.nan_to_num(x), lambda F, x: F.np.nan_to_num(x, posinf=1e9, neginf=-1e9),
     lambda F, x: F.np.clip(x, -3e38, 3e38)], ids=["limits", "numbers", "clip"])
 @pytest.mark.parametrize("policy", ["pure_float16", "float16"])
-def test_what_is_made_finite_in_float32_is_finite_where_it_is_cast(write, policy):
-    """MXNet's float16 writes its own limits."""
+def test_values_made_finite_in_float32_stay_finite_after_cast(write, policy):
+    """MXNet's float16 kernel uses the limits of float16."""
     def numbers(net):
         return net(mx.np.array([[np.inf], [-np.inf], [2]])).astype("float32").asnumpy().ravel()
 
@@ -301,7 +300,7 @@ def test_what_is_made_finite_in_float32_is_finite_where_it_is_cast(write, policy
 
 
 @mx.util.use_np
-def test_infinite_bounds_stay():
+def test_infinite_bounds_are_kept():
     net = calling(lambda F, x: F.np.clip(x, -float("inf"), 100), "pure_float16")
     x = mx.np.array([np.inf, -np.inf, 2])
     assert net(x).astype("float32").asnumpy().tolist() == [100, -np.inf, 2]

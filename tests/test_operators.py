@@ -1,4 +1,4 @@
-"""Graphs of float16 operators round each result once, forward and backward, and nothing between."""
+"""Graphs of float16 operators round each result once, in forward and backward passes."""
 import mxnet as mx
 import numpy as np
 from gluon_amp.graph.graph import Graph
@@ -16,13 +16,13 @@ def round_constants(node):
             node.attrs[key] = repr(float(np.float16(node.attrs[key])))
 
 
-def test_a_rounded_sum_of_many_terms_is_accumulated_in_float32():
+def test_long_sum_is_accumulated_in_float32():
     x = np.full((1, 4096), 1, np.float16)
     (out,), _ = run(sym.FullyConnected(X, Y, no_bias=True, num_hidden=1), {"x": x, "y": x})
     assert out == 4096  # summed in float16, it would stay at 2048
 
 
-def test_overflow_becomes_infinity_and_underflow_zero():
+def test_overflow_becomes_infinity_and_underflow_becomes_zero():
     big, small = np.float16([60000]), np.float16([6e-8])
     (out,), _ = run(X + Y, {"x": big, "y": big})
     assert np.isinf(out).all()
@@ -30,19 +30,19 @@ def test_overflow_becomes_infinity_and_underflow_zero():
     assert out == 0
 
 
-def test_activation_gradients_underflow_where_a_gpus_would():
+def test_activation_gradients_underflow_as_on_gpu():
     symbol = (X * 0.001) * 0.001
     _, gradients = run(symbol, {"x": np.float16([1])}, [np.float16([1e-3])])
     # 1e-3 * 1e-3 = 1e-6 fits, 1e-9 does not
     assert gradients["x"] == 0
 
 
-def test_activation_gradients_overflow_where_a_gpus_would():
+def test_activation_gradients_overflow_as_on_gpu():
     _, gradients = run((X * 1000) * 1000, {"x": np.float16([1e-4])}, [np.float16([1])])
     assert np.isinf(gradients["x"]).all()
 
 
-def test_gradients_of_a_float32_tensor_with_many_consumers_add_up():
+def test_gradients_of_float32_tensor_with_many_readers_accumulate():
     x = sym.Cast(X, dtype="float32") * 1.0
     total = sym.Cast(x, dtype="float16") * 1.0
     for _ in range(9):
@@ -67,7 +67,7 @@ BINARY = [lambda a, b: a + b, lambda a, b: a * b, lambda a, b: a - b, sym.broadc
 
 @st.composite
 def graphs(draw):
-    """A graph of 6x6 tensors over x, y and w, each step on any earlier result."""
+    """A graph of 6x6 tensors over x, y and w; each step uses any earlier results."""
     values = [sym.Cast(X, dtype="float16"), sym.Cast(Y, dtype="float16")]
     for _ in range(draw(st.integers(1, 12))):
         pick = st.sampled_from(values)
@@ -81,7 +81,7 @@ def graphs(draw):
 
 
 def reference(symbol, arrays):
-    """The graph node by node: float32 in MXNet, and numpy rounds what has type float16."""
+    """The graph node by node in MXNet's float32; numpy rounds tensors of type float16."""
     graph = Graph.read(symbol)
     types = graph.types({name: a.dtype.name for name, a in arrays.items()})
     values = {}
@@ -107,7 +107,7 @@ def reference(symbol, arrays):
 
 @given(graphs(), st.integers(0, 2**16))
 @settings(deadline=None, max_examples=60)
-def test_random_graphs_round_where_their_types_say(symbol, seed):
+def test_random_graphs_round_at_their_types(symbol, seed):
     rng = np.random.default_rng(seed)
     arrays = {"x": halves(rng, 6, 6), "y": halves(rng, 6, 6),
               "w": halves(rng, 6, 6, scale=0.3)}
@@ -115,7 +115,7 @@ def test_random_graphs_round_where_their_types_say(symbol, seed):
     (out,), gradients = run(symbol, arrays, [halves(rng, 6, 6)])
     expected = reference(symbol, arrays)
     assert out.dtype == np.float16
-    # Different float32 sums next to a tie may differ by a step, and a later sum may cancel.
+    # Different float32 sums near a tie may differ by a unit, and a later sum may cancel.
     np.testing.assert_allclose(out.astype(np.float32), expected, rtol=4e-3, atol=4e-3)
     assert np.mean(out.astype(np.float32) != expected) < 0.2
     assert all(g.dtype == np.float16 and np.isfinite(g).all() for g in gradients.values())

@@ -1,4 +1,4 @@
-"""example/plot_imagenet.py: a figure of any logs, in the colors of reports."""
+"""example/plot_imagenet.py draws logs in the colors of reports."""
 import runpy
 from pathlib import Path
 
@@ -9,12 +9,12 @@ from gluon_amp.report.colors import COLORS
 SCRIPT = runpy.run_path(str(Path(__file__).parents[1] / "example" / "plot_imagenet.py"))
 
 
-def test_its_colors_are_those_of_reports():
+def test_colors_match_reports():
     assert SCRIPT["COLORS"] == {"" if name == "other" else name: color
                                 for name, color in COLORS.items()}
 
 
-def test_types_and_measures_are_drawn_as_they_are_called(tmp_path):
+def test_legend_and_axis_show_types_and_measures(tmp_path):
     for dtype in ("mixed_bfloat16", "float32", "e3m4"):
         (tmp_path / f"{dtype}.log").write_text(logs.header(policy=dtype) + "".join(
             f"[Epoch {n}] Validation: \nmAP=0.{n + 5}\n" for n in range(3)))
@@ -24,7 +24,7 @@ def test_types_and_measures_are_drawn_as_they_are_called(tmp_path):
     assert "mAP validation error, %" in drawn
 
 
-def test_logs_without_a_result_are_an_error(tmp_path, capsys):
+def test_logs_without_results_are_refused(tmp_path, capsys):
     (tmp_path / "a.log").write_text("[Epoch 0] Training cost: 9.500, loss=1.000\n")
     with pytest.raises(SystemExit):
         SCRIPT["main"]([str(tmp_path / "a.log"), "-o", str(tmp_path / "a.png")])

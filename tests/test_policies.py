@@ -1,4 +1,4 @@
-"""Policies: frozen, found by their names and apex's; unknown names are refused."""
+"""Policies: immutability, lookup by their names and apex's, refusal of unknown names."""
 import dataclasses
 
 import gluon_amp as amp
@@ -21,7 +21,7 @@ def test_policies_are_frozen():
     ("pure_float16", ("float16",) * 5),
     ("bfloat16", ("bfloat16", "bfloat16", "float32", "float32", "float32")),
     ("mixed_bfloat16", ("float32", "bfloat16", "float32", "float32", "float32"))])
-def test_a_policy_is_found_by_its_name(name, types):
+def test_policy_is_found_by_name(name, types):
     found = get_policy(name)
     roles = found.parameter, found.between, found.norm, found.sensitive, found.output
     assert (found.name, *(format_.name for format_ in roles)) == (name, *types)
@@ -29,13 +29,13 @@ def test_a_policy_is_found_by_its_name(name, types):
     assert get_policy(found) is found
 
 
-def test_apexs_levels_are_names_of_policies():
+def test_apex_levels_name_policies():
     assert [get_policy(f"O{i}").name for i in range(4)] \
         == ["float32", "mixed_float16", "float16", "pure_float16"]
 
 
 @pytest.mark.parametrize("name", ["O4", "half", "", None, 3, ["float16"]])
-def test_an_unknown_policy_is_refused(name):
+def test_unknown_policy_is_refused(name):
     with pytest.raises(ValueError, match=r"unknown policy\. Valid: float32, float16") as caught:
         get_policy(name)
     assert str(caught.value).endswith(f"Received: {name!r}")

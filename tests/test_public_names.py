@@ -19,21 +19,21 @@ MOVED = {"average_statistics": "gluon_amp.parallel", "RankEndedError": "gluon_am
          "BatchProcessor": "gluon_amp.training.estimator"}
 
 
-def test_the_public_names_are_these():
+def test_public_names():
     assert sorted(gluon_amp.__all__) == sorted(PUBLIC)
     assert len(PUBLIC) <= 30
     assert all(hasattr(gluon_amp, name) for name in PUBLIC)
 
 
 @pytest.mark.parametrize("name", MOVED)
-def test_a_name_that_has_moved_says_where_it_is(name):
+def test_moved_name_reports_its_new_location(name):
     with pytest.raises(AttributeError, match=f"from {MOVED[name]} import {name}$"):
         getattr(gluon_amp, name)
     assert hasattr(importlib.import_module(MOVED[name]), name)
 
 
 @pytest.mark.parametrize("name", [n for n in contrib_amp.__all__ if n not in PUBLIC])
-def test_a_name_of_contrib_amp_says_what_stands_for_it(name):
+def test_contrib_amp_name_reports_its_replacement(name):
     with pytest.raises(AttributeError, match=r"which mx\.contrib\.amp has\. Use") as caught:
         getattr(gluon_amp, name)
     named = re.findall(r"gluon_amp\.(\w+)", str(caught.value))
@@ -41,6 +41,6 @@ def test_a_name_of_contrib_amp_says_what_stands_for_it(name):
     assert set(named) <= set(PUBLIC)
 
 
-def test_a_name_that_never_was_is_an_ordinary_attribute_error():
+def test_unknown_name_raises_plain_attribute_error():
     with pytest.raises(AttributeError, match=r"has no attribute 'Trainr'$"):
         _ = gluon_amp.Trainr

@@ -1,8 +1,8 @@
-"""Random networks of 5 to 30 operators: a converted one is as near to the exact one as that of
-MXNet's own float64 operators whose every result is rounded to float16.
+"""Random networks of 5 to 30 operators: a converted one is as near to the exact results as MXNet's
+float64 operators with each result rounded to float16.
 
-GLUON_AMP_GRAPHS is how many (6); GLUON_AMP_GRAPHS_FROM the first one's seed. Nothing here takes a
-maximum over numbers, which rounding may make equal: their gradients are other ones then.
+GLUON_AMP_GRAPHS is the number of networks (6), GLUON_AMP_GRAPHS_FROM the first seed. No network
+takes a maximum over numbers, since rounding may create ties, which change gradients.
 """
 import os
 import random
@@ -30,7 +30,7 @@ def four(apply):
     return on_images
 
 
-# name: what it does to one tensor and its own weights; their shapes
+# name: function of one tensor and its weights; shapes of weights
 ONE = {
     "relu": (unary("relu"), ()), "tanh": (unary("tanh"), ()), "sigmoid": (unary("sigmoid"), ()),
     "softsign": (unary("softsign"), ()), "abs": (unary("abs"), ()), "erf": (unary("erf"), ()),
@@ -111,7 +111,7 @@ TWO = {
 
 
 def plan(seed):
-    """Which operators, and of which results: the network and its inputs' places."""
+    """Operators and their inputs: the network, and positions of inputs."""
     draw = random.Random(seed)
     steps = []
     for i in range(draw.randint(5, 30)):
@@ -149,11 +149,11 @@ class RandomNet(gluon.HybridBlock):
 
 
 class Eager:
-    """MXNet's float64 operators, called one by one. (Its backward pass then crashes in some graphs,
-    where a deconvolution gets no gradient, for one.)
+    """MXNet's float64 operators, called one by one. (Its own backward pass crashes for some graphs,
+    such as a deconvolution without a gradient.)
 
     Args:
-        rounds: whether each result, and each gradient on the way back, is rounded to float16.
+        rounds: whether each result and each gradient is rounded to float16.
     """
 
     def __init__(self, rounds):
@@ -162,7 +162,7 @@ class Eager:
     def __getattr__(self, name):
         def call(*args, **kwargs):
             arrays = [a.array if isinstance(a, Array) else a for a in args]
-            if name in ("InstanceNorm", "L2Normalization"):  # which have no float64
+            if name in ("InstanceNorm", "L2Normalization"):  # which do not support float64
                 out = getattr(nd, name)(*(a.astype("float32") for a in arrays), **kwargs)
                 return Array(out.astype("float64"), self.rounds)
             out = getattr(nd, name)(*arrays, **kwargs)

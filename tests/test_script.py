@@ -1,4 +1,4 @@
-"""`python -m gluon_amp SCRIPT`: scripts of MXNet's time run as they are."""
+"""`python -m gluon_amp SCRIPT` runs old scripts for MXNet unchanged."""
 
 import gluon_amp
 import processes
@@ -52,7 +52,7 @@ def script(tmp_path):
     return write
 
 
-def test_a_published_script_trains_unchanged(script, tmp_path):
+def test_published_script_trains_unchanged(script, tmp_path):
     tmp_path.joinpath("common").mkdir()
     tmp_path.joinpath("common", "data.py").write_text(
         "import numpy\ndef square(i):\n    return numpy.int(i) ** 2\n")
@@ -60,7 +60,7 @@ def test_a_published_script_trains_unchanged(script, tmp_path):
     assert done.stdout == "epochs 2 True True\n", done.stderr
 
 
-def test_it_is_the_main_program(script):
+def test_script_runs_as_main(script):
     path = script("import pickle, sys\n"
                   "class Mine: pass\n"
                   "assert type(pickle.loads(pickle.dumps(Mine()))) is Mine\n"
@@ -69,7 +69,7 @@ def test_it_is_the_main_program(script):
         == f"__main__ {path} {[str(path), 'report', '-x']} {path.parent}\n"
 
 
-def test_its_exit_code_and_its_errors_are_its_own(script):
+def test_exit_code_and_errors_of_script_are_kept(script):
     assert run(script("import sys; sys.exit(3)")).returncode == 3
     done = run(script("import mxnet\nundefined"))
     assert done.returncode == 1
@@ -77,18 +77,18 @@ def test_its_exit_code_and_its_errors_are_its_own(script):
     assert 'train.py", line 2' in done.stderr
 
 
-def test_what_others_import_is_numpy_as_it_is(script):
+def test_other_modules_get_unmodified_numpy(script):
     assert run(script("import numpy as np, scipy.stats, sys\n"
                       "print('float' in vars(np), 'float' in vars(sys.modules['numpy']),"
                       " scipy.stats.norm.cdf(np.float(0)))")).stdout == "True False 0.5\n"
 
 
-def test_a_script_that_is_not_there_is_told_in_a_line():
+def test_missing_script_is_one_line():
     done = run("nosuch.py")
     assert (done.returncode, done.stderr) == (1, "gluon-amp: there is no script nosuch.py\n")
 
 
-def test_without_a_script_it_is_the_command():
+def test_module_without_script_runs_gluon_amp_command():
     assert run("--version").stdout == f"gluon-amp {gluon_amp.__version__}\n"
     assert run().returncode == 2
     assert "report" in run("report", "--help").stdout

@@ -12,7 +12,7 @@ WEIGHTS = "a b".split()
 
 
 class Pair(gluon.Block):
-    """Two parameters whose gradients are the data: each is trained by a Trainer of its own."""
+    """Two parameters whose gradients are the data, each with its own Trainer."""
 
     def __init__(self):
         super().__init__()
@@ -20,7 +20,7 @@ class Pair(gluon.Block):
             self.params.get(name, shape=(4,), dtype="float16", init="ones")
         self.initialize()
 
-    def forward(self, x, y):  # "* 1": MXNet's cast alone does not add gradients up
+    def forward(self, x, y):  # "* 1": MXNet's cast alone does not accumulate gradients
         a, b = ((self.params.get(name).data() * 1).astype("float32") for name in WEIGHTS)
         return (a * x + b * y).sum().reshape(1)
 
@@ -38,7 +38,7 @@ def trainers_of(net, cls, *scales):
 
 @pytest.mark.parametrize("scales", [(None, None), (1024, 1024), ("dynamic", "dynamic"),
                                     (16, "dynamic")])
-def test_float32_trains_bit_by_bit_as_with_gluons_trainers(scales, rng):
+def test_float32_training_matches_gluon_trainers_bitwise(scales, rng):
     net, stock = make(), make()
     ours = trainers_of(net, amp.Trainer, *scales)
     theirs = trainers_of(stock, gluon.Trainer)
@@ -56,7 +56,7 @@ def test_float32_trains_bit_by_bit_as_with_gluons_trainers(scales, rng):
 
 
 @pytest.mark.parametrize("large", WEIGHTS)
-def test_a_search_finds_one_scale_for_all(large, caplog):
+def test_search_finds_one_scale_for_all_trainers(large, caplog):
     caplog.set_level(logging.INFO, logger="gluon_amp")
     net = Pair()
     trainers = net.trainers("dynamic", "dynamic")
@@ -70,11 +70,11 @@ def test_a_search_finds_one_scale_for_all(large, caplog):
     assert "found in 5 backward passes" in caplog.text
 
 
-def test_a_trainer_whose_gradients_overflow_skips_its_step_alone():
+def test_overflow_in_one_trainer_skips_its_step_only():
     net = Pair()
     scales = [amp.DynamicLossScale(2.0 ** power) for power in (16, 14)]
     for scale in scales:
-        scale.settled = True  # it searches no more
+        scale.settled = True  # no search
     trainers = net.trainers(*scales)
     amp.backward(recorded(net, ones(100.0), ones(0.25)), trainers)
     assert [trainer.step(1) for trainer in trainers] == [False, True]
@@ -82,7 +82,7 @@ def test_a_trainer_whose_gradients_overflow_skips_its_step_alone():
     assert values(net)[1].tolist() == [0.875] * 4
 
 
-def test_gradients_of_two_passes_add_up():
+def test_gradients_of_two_passes_accumulate():
     net = Pair()
     net.collect_params().setattr("grad_req", "add")
     trainers = net.trainers(1024, 16)
@@ -93,7 +93,7 @@ def test_gradients_of_two_passes_add_up():
     assert [v[0] for v in values(net)] == [0.875, 0.75]
 
 
-def test_an_operator_that_begins_gradients_is_refused():
+def test_operator_that_starts_gradients_is_refused():
     net = Pair()
     trainers = net.trainers(1024, 1024)
     with autograd.record():
@@ -102,7 +102,7 @@ def test_an_operator_that_begins_gradients_is_refused():
         amp.backward(loss, trainers)
 
 
-def test_mistakes_are_refused():
+def test_invalid_arguments_are_refused():
     net = Pair()
     one, other = net.trainers(1024, 16)
     loss = recorded(net, ones(), ones())
@@ -121,7 +121,7 @@ def test_mistakes_are_refused():
         one.step(1)
 
 
-def test_one_trainer_is_as_its_own_backward():
+def test_one_trainer_matches_trainer_backward():
     net = Pair()
     trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.5}, loss_scale=1024)
     amp.backward(recorded(net, ones(), ones()), [trainer])

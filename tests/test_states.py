@@ -1,4 +1,4 @@
-"""Trainer.save_states and load_states: what a file holds, and files that do not fit."""
+"""Trainer.save_states and load_states: contents of files, and refusal of unfit files."""
 import os
 import pickle
 import re
@@ -39,7 +39,7 @@ def values(net):
 
 
 def everything(net, trainer):
-    """All that a step depends on."""
+    """The complete state that a step depends on."""
     return [*values(net), *numbers(trainer._updaters[0].states), trainer.loss_scale,
             trainer.skipped, trainer.optimizer.num_update]
 
@@ -56,7 +56,7 @@ def path(tmp_path):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_loaded_trainer_goes_on_bit_by_bit(name, path, tmp_path):
+def test_loaded_trainer_continues_bitwise(name, path, tmp_path):
     net = make()
     trainer = of(net, name)
     fit(net, trainer, 10)
@@ -79,7 +79,7 @@ def test_a_loaded_trainer_goes_on_bit_by_bit(name, path, tmp_path):
 
 @pytest.mark.parametrize("name", ["sgd", "adam"])
 @pytest.mark.parametrize("policy", ["float16", "float32"])
-def test_a_file_of_gluons_trainer_loads(name, policy, path, tmp_path):
+def test_file_of_gluon_trainer_loads(name, policy, path, tmp_path):
     net = make(policy)
     stock = gluon.Trainer(net.collect_params(), name,
                           {"learning_rate": 0.01, "multi_precision": True})
@@ -92,12 +92,12 @@ def test_a_file_of_gluons_trainer_loads(name, policy, path, tmp_path):
     assert trainer.optimizer.num_update == 4
     assert trainer.loss_scale == 2.0 ** 16
     fit(other, trainer, 4)
-    other[0].weight.set_data(nd.zeros((4, 3)))  # masters follow in it, too
+    other[0].weight.set_data(nd.zeros((4, 3)))  # master weights follow writes there, too
     fit(other, trainer, 1)
     assert np.abs(other[0].weight.data().asnumpy()).max() < 0.05
 
 
-def test_gluons_trainer_loads_the_file(path):
+def test_gluon_trainer_loads_the_file(path):
     net = make("float32")
     trainer = of(net, "adam")
     fit(net, trainer, 4)
@@ -108,7 +108,7 @@ def test_gluons_trainer_loads_the_file(path):
 
 
 @pytest.mark.filterwarnings("ignore:unclosed file", "ignore:Exception ignored")  # MXNet's kvstore
-def test_states_on_the_kvstore_are_saved_too(path):
+def test_states_on_kvstore_are_saved(path):
     devices = [mx.cpu(0), mx.cpu(1)]
 
     def trained(load=None):
@@ -128,7 +128,7 @@ def test_states_on_the_kvstore_are_saved_too(path):
 
 
 @pytest.mark.parametrize("cut", [0, 1, 100, 0.5, -1])
-def test_a_truncated_file_is_an_error_and_changes_nothing(cut, path):
+def test_truncated_file_is_refused_and_changes_nothing(cut, path):
     net = make()
     trainer = of(net)
     fit(net, trainer, 4)
@@ -149,7 +149,7 @@ def check_refused(trainer, net, path, message):
 
 @pytest.mark.parametrize("content", [
     b"these are no states", b"\x80\x04]\x94.", pickle.dumps(({}, {})), pickle.dumps([1, 2])])
-def test_a_foreign_file_is_an_error_and_changes_nothing(content, path):
+def test_foreign_file_is_refused_and_changes_nothing(content, path):
     Path(path).write_bytes(content)
     net = make()
     check_refused(of(net), net, path, "holds no optimizer states")
@@ -162,7 +162,7 @@ def test_a_foreign_file_is_an_error_and_changes_nothing(content, path):
     ({}, {"policy": "float32"}, "does not fit .*_weight, .* float32"),
     ({"extra": True}, {}, "holds a state of parameter number 6; here are 6"),
 ], ids=["optimizer", "shape", "from float32", "to float32", "more parameters"])
-def test_a_file_that_does_not_fit_is_an_error_and_changes_nothing(saved, loading, message, path):
+def test_unfit_file_is_refused_and_changes_nothing(saved, loading, message, path):
     def build(name="sgd", extra=False, policy="float16", width=4):
         net = make(policy, width)
         params = [p for p in net.collect_params().values() if p.grad_req != "null"]
@@ -185,7 +185,7 @@ def test_a_file_that_does_not_fit_is_an_error_and_changes_nothing(saved, loading
 
 
 @pytest.mark.parametrize("names", [["dense9_", "dense10_"], ["dense99_", "dense100_"]])
-def test_layers_that_sort_in_another_order_than_when_saved_are_an_error(names, path):
+def test_changed_sort_order_of_layers_is_refused(names, path):
     """dense9 sorts behind dense10, and dense10 before dense11."""
     def trained(names):
         net = nn.HybridSequential()
@@ -202,7 +202,7 @@ def test_layers_that_sort_in_another_order_than_when_saved_are_an_error(names, p
     trainer.load_states(path)
 
 
-def test_a_scale_out_of_bounds_is_an_error_and_changes_nothing(path):
+def test_scale_out_of_bounds_is_refused_and_changes_nothing(path):
     net = make()
     trainer = of(net)
     fit(net, trainer)
@@ -212,12 +212,12 @@ def test_a_scale_out_of_bounds_is_an_error_and_changes_nothing(path):
                   "scale must lie between minimum=1.0 and maximum=8.0")
 
 
-def test_a_missing_file_is_pythons_own_error(path):
+def test_missing_file_raises_file_not_found_error(path):
     with pytest.raises(FileNotFoundError):
         of(make()).load_states(path)
 
 
-def test_a_failing_save_leaves_the_old_file_whole(path, tmp_path, monkeypatch):
+def test_failed_save_leaves_old_file_intact(path, tmp_path, monkeypatch):
     net = make()
     trainer = of(net)
     fit(net, trainer)
@@ -237,7 +237,7 @@ def test_a_failing_save_leaves_the_old_file_whole(path, tmp_path, monkeypatch):
 
 
 def saved_and_loaded(trainer, net, other, path):
-    """A Trainer of the other network; that gets the weights of this one, and it the states."""
+    """A Trainer of the other network, with the weights and states of this one."""
     trainer.save_states(path)
     for mine, theirs in zip(other.collect_params().values(), net.collect_params().values()):
         mine.set_data(theirs.data())
@@ -248,7 +248,7 @@ def saved_and_loaded(trainer, net, other, path):
 
 @pytest.mark.parametrize("before", [[mx.cpu(0)], [mx.cpu(1)], [mx.cpu(0), mx.cpu(1)]])
 @pytest.mark.parametrize("after", [[mx.cpu(0)], [mx.cpu(1)], [mx.cpu(0), mx.cpu(1)]])
-def test_states_go_on_on_other_devices(before, after, path):
+def test_states_continue_on_other_devices(before, after, path):
     def step(net, trainer):
         devices = net[0].weight.list_ctx()
         with autograd.record():
@@ -290,11 +290,11 @@ def test_states_of_row_sparse_weights_are_loaded(path):
     np.testing.assert_allclose(weight.row_sparse_data(rows).asnumpy(), 1 - 0.1 - 0.15, rtol=1e-6)
 
 
-# ---- what a file may hold
+# ---- contents of files
 
 @pytest.mark.parametrize("name", ["adam", "adamw"])
-def test_files_of_0_1_0_load(name):
-    """Its optimizers were in other modules, and it wrote no checksum."""
+def test_files_of_version_0_1_0_load(name):
+    """Version 0.1.0 had optimizers in other modules and no checksum."""
     net = make()
     trainer = of(net, name, loss_scale=amp.DynamicLossScale())
     trainer.load_states(str(Path(__file__).parent / "files" / f"trainer-0.1.0-{name}.states"))
@@ -311,7 +311,7 @@ class Evil:
 
 
 @pytest.mark.parametrize("where", ["states", "optimizer"])
-def test_a_file_that_names_other_functions_is_refused_before_they_run(where, path, tmp_path,
+def test_file_that_names_other_functions_is_refused_before_execution(where, path, tmp_path,
                                                                        monkeypatch):
     monkeypatch.chdir(tmp_path)
     made = mx.optimizer.SGD()
@@ -325,15 +325,15 @@ def test_a_file_that_names_other_functions_is_refused_before_they_run(where, pat
 
 
 @pytest.mark.parametrize("core", ["numpy.core", "numpy._core"])
-def test_files_load_whether_numpy_1_or_numpy_2_has_written_them(core, path):
-    """They name numpy's own modules, which numpy 2 has moved."""
+def test_files_written_with_numpy_1_or_2_load(core, path):
+    """They name internal modules of numpy, which numpy 2 moved."""
     net = make()
     trainer = of(net)
     fit(net, trainer)
     states, optimizer = pickle.loads(trainer._updaters[0].get_states(dump_optimizer=True))
     optimizer.param_dict, optimizer.trainer_state = {}, {}
     optimizer.lr, optimizer.table = np.float64(0.25), np.arange(3)
-    written = pickle.dumps((states, optimizer), protocol=3)  # names modules in plain letters
+    written = pickle.dumps((states, optimizer), protocol=3)  # writes names of modules as plain text
     both = re.sub(rb"cnumpy\._?core\.", f"c{core}.".encode(), written)
     Path(path).write_bytes(both)
     trainer.load_states(path)
@@ -346,7 +346,7 @@ class Halving(mx.lr_scheduler.LRScheduler):
         return self.base_lr / 2 ** num_update
 
 
-def test_a_scheduler_of_ones_own_loads_where_the_trainer_has_one_of_its_class(path):
+def test_custom_scheduler_loads_if_trainer_uses_its_class(path):
     def trainer(**kwargs):
         net = make()
         return net, amp.Trainer(net.collect_params(), "sgd", kwargs, loss_scale=8)
@@ -361,7 +361,7 @@ def test_a_scheduler_of_ones_own_loads_where_the_trainer_has_one_of_its_class(pa
     check_refused(other, net, path, "names test_states.Halving, which was not called")
 
 
-def test_an_optimizer_of_ones_own_loads_where_the_trainer_has_one_of_its_class(path):
+def test_custom_optimizer_loads_if_trainer_uses_its_class(path):
     net = make()
     trainer = amp.Trainer(net.collect_params(), Slow(learning_rate=0.5), loss_scale=8)
     fit(net, trainer)
@@ -379,7 +379,7 @@ class Slow(mx.optimizer.SGD):
 
 # ---- damaged files
 
-def test_a_single_flipped_bit_is_told(path):
+def test_single_flipped_bit_is_refused(path):
     net = make()
     trainer = of(net)
     fit(net, trainer)
@@ -394,8 +394,8 @@ def test_a_single_flipped_bit_is_told(path):
     assert same(before, everything(net, trainer))
 
 
-@pytest.mark.filterwarnings("ignore:Exception ignored")  # MXNet's, where an array is half made
-def test_flipped_bits_of_a_file_without_a_checksum_are_one_error_or_load(path):
+@pytest.mark.filterwarnings("ignore:Exception ignored")  # MXNet's, for an incomplete array
+def test_flipped_bits_without_checksum_are_refused_or_load(path):
     def load():
         try:
             trainer.load_states(path)
@@ -426,7 +426,7 @@ def test_flipped_bits_of_a_file_without_a_checksum_are_one_error_or_load(path):
     lambda o: setattr(o, "trainer_state", {"skipped": "many"}),
     lambda o: setattr(o, "trainer_state", {"names": 3}),
     lambda o: setattr(o, "trainer_state", {"loss_scale": 5})])
-def test_contents_that_make_no_sense_are_one_error_that_names_the_file(change, path):
+def test_invalid_contents_are_refused_with_file_name(change, path):
     net = make()
     trainer = of(net)
     fit(net, trainer)

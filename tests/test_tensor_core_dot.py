@@ -1,4 +1,4 @@
-"""`tensor_core_dot` gives, bit by bit, what GPUs have given, and refuses what it cannot know."""
+"""`tensor_core_dot` matches measured results of GPUs bitwise, and refuses unknown cases."""
 import itertools
 import math
 import os
@@ -20,19 +20,19 @@ each_gpu = pytest.mark.parametrize("gpu", GPUS)
 
 
 def assert_bits(made, wanted):
-    """The same bits, zeros' signs too; a NaN is NVIDIA's."""
+    """Bitwise equal, including signs of zeros; NaN is NVIDIA's."""
     assert made.dtype == wanted.dtype == np.float32
     nan = np.isnan(wanted)
     np.testing.assert_array_equal(made.view("uint32")[nan], np.uint32(0x7fffffff))
     np.testing.assert_array_equal(made.view("uint32")[~nan], wanted.view("uint32")[~nan])
 
 
-# ---- what GPUs have given
+# ---- measured results of GPUs
 
 @pytest.mark.skipif(not (SHARED / "tensor_cores").is_dir(),
                     reason="needs GPUs' results in ../shared/tensor_cores or $GLUON_AMP_DATA")
 @pytest.mark.parametrize("gpu", MEASURED)
-def test_all_measured_results_of_a_gpu(gpu):
+def test_measured_results_of_gpu_match(gpu):
     file = SHARED / "tensor_cores" / f"{gpu}.npz"
     if not file.exists():
         pytest.skip(f"no results of {gpu} in {file.parent.name}/ (make test-tensor-cores has them)")
@@ -46,7 +46,7 @@ def test_all_measured_results_of_a_gpu(gpu):
         assert_bits(np.array(amp.tensor_core_dot(a[i], b[i], c[i], gpu=gpu)), d[i])
 
 
-# ---- what the rule gives
+# ---- the rule
 
 def numbers(rng, *shape):
     return rng.standard_normal(shape).astype("float16")
@@ -66,7 +66,7 @@ def many_zeros(rng, *shape):
 
 
 def largest(rng, *shape):
-    """Sums as long as they can be."""
+    """The longest sums."""
     return np.full(shape, 65504, "float16")
 
 
@@ -81,7 +81,7 @@ def any_accumulator(rng, *shape):
 
 
 def close_accumulator(rng, *shape):
-    """As large as the sums of the largest halves."""
+    """Numbers as large as sums of the largest halves."""
     return (rng.uniform(-2, 2, shape) * 2.0 ** 35).astype("float32")
 
 
@@ -93,7 +93,7 @@ def endless_accumulator(rng, *shape):
 @pytest.mark.parametrize("accumulator", [any_accumulator, close_accumulator, endless_accumulator])
 @pytest.mark.parametrize("factors", [numbers, any_finite, subnormal, many_zeros, largest,
                                      seldom_endless])
-def test_every_bit_is_the_rules(factors, accumulator, gpu, rng):
+def test_every_bit_matches_the_rule(factors, accumulator, gpu, rng):
     rule = GPUS[gpu]
     for rows, depth, columns, split in ((1, 1, 1, None), (3, 33, 70, None), (5, 600, 2, None),
                                         (4, 50, 19, 24), (17, 12, 5, 5)):
@@ -104,25 +104,25 @@ def test_every_bit_is_the_rules(factors, accumulator, gpu, rng):
 
 
 @each_gpu
-def test_the_engine_has_room_for_an_instructions_sum(gpu):
-    """It adds two halves of a block in 32 bits each: products are below 4, c below 2."""
+def test_engine_accumulator_holds_the_sum_of_an_instruction(gpu):
+    """Each half of a block is summed in 32 bits: products are below 4, c below 2."""
     block, fraction = GPUS[gpu][:2]
     assert 4 * (block // 2) + 2 <= 2 ** (31 - fraction)
     assert block % 2 == 0
 
 
 @pytest.mark.parametrize("isa", list(library.VARIANTS))
-def test_each_instruction_set_gives_the_rules_bits(isa):
+def test_each_instruction_set_matches_the_rule(isa):
     run_with(isa, __file__, "-k", "every_bit and (V100 or H100)")
 
 
-# ---- how far from the exact sum
+# ---- error bounds
 
 @each_gpu
 @pytest.mark.parametrize("factors", [numbers, any_finite])
-def test_an_instruction_is_closer_to_the_exact_sum_than_its_bound(factors, gpu, rng):
-    """What is cut off each addend is less than a unit under the largest, and the largest loses
-    nothing; what is cut off the sum is less than a unit of the result."""
+def test_error_of_an_instruction_is_within_its_bound(factors, gpu, rng):
+    """The truncation of each addend but the largest is less than a unit of the largest, and that of
+    the sum is less than a unit of the result."""
     rule = GPUS[gpu]
     a, b = factors(rng, 300, rule.block), factors(rng, 300, rule.block)
     c = factors(rng, 300).astype("float32") * factors(rng, 300).astype("float32")
@@ -153,21 +153,21 @@ def test_sums_of_positive_numbers_are_never_too_large(gpu, rng):
 # ---- other formats
 
 def row(format, gpu, a, b, c=0.0, **more):
-    """The product of two vectors, whose numbers the format holds."""
+    """The product of two vectors of numbers of the format."""
     kind = "float16" if format == "float16" else "float32"
     made = amp.tensor_core_dot(np.array(a, kind), np.array(b, kind), c, gpu, format=format, **more)
     return float(made)
 
 
 @pytest.mark.parametrize("format", ["float16", "bfloat16"])
-def test_bfloat16_adds_as_float16_does(format):
+def test_bfloat16_accumulates_as_float16(format):
     a = [4096, 1, 1, 1, 1]
     assert [row(format, gpu, a, a) for gpu in ("A100", "H100")] == [2 ** 24 + 4] * 2
-    assert row(format, "Ada", [2 ** 12, 2 ** -2], [2 ** 12, 1]) == 2 ** 24  # cut: 24 bits
+    assert row(format, "Ada", [2 ** 12, 2 ** -2], [2 ** 12, 1]) == 2 ** 24  # truncated: 24 bits
     assert row(format, "H100", [2 ** 12, 0.5, 0.5, 0.5, 0.5], [2 ** 12, 1, 1, 1, 1]) == 2 ** 24 + 2
 
 
-def test_bfloat16_and_tf32_have_float32s_range():
+def test_bfloat16_and_tf32_have_range_of_float32():
     for format in "bfloat16", "tf32":
         assert row(format, "A100", [2.0 ** 100, 1], [2.0 ** 20, 1]) == 2.0 ** 120
         assert row(format, "A100", [2.0 ** -100], [2.0 ** -48]) == 2.0 ** -148
@@ -175,41 +175,41 @@ def test_bfloat16_and_tf32_have_float32s_range():
         assert np.isnan(row(format, "A100", [np.inf, 1], [1, -np.inf]))
 
 
-def test_blocks_of_tf32_are_half_as_long():
+def test_tf32_blocks_are_half_as_long():
     a = [4096, 1, 1, 1, 1]
-    assert row("tf32", "A100", a, a) == 2 ** 24 + 2  # 3 are cut to 2, and 2 + 1 to 2
+    assert row("tf32", "A100", a, a) == 2 ** 24 + 2  # 3 is truncated to 2, and 2 + 1 to 2
     assert row("tf32", "H100", a, a) == 2 ** 24 + 4
 
 
 @pytest.mark.parametrize("format", ["float8_e4m3", "float8_e5m2"])
-def test_float8_keeps_13_bits_but_on_a_b200(format):
+def test_float8_keeps_13_bits_except_on_b200(format):
     a, b = [128, 0.5], [64, 1]
     assert [row(format, gpu, a, b) for gpu in ("Ada", "H100", "H200")] == [2 ** 13] * 3
     assert row(format, "B200", a, b) == 2 ** 13 + 0.5
-    ones = [1] * 18  # Ada: the last 2 come when the unit is 2
+    ones = [1] * 18  # Ada: the last 2 are added when the unit is 2
     assert row(format, "Ada", ones, ones, 2 ** 14 - 16) == 2 ** 14
     assert row(format, "H100", ones, ones, 2 ** 14 - 16) == 2 ** 14 + 2
 
 
-def test_a_b200_adds_the_accumulator_last_and_rounds_to_nearest():
+def test_b200_adds_accumulator_last_and_rounds_to_nearest():
     assert row("float8_e4m3", "B200", [1, 0.5], [1, 1], 2.0 ** 24) == 2 ** 24 + 2
     assert row("float16", "B200", [1, 0.5], [1, 1], 2.0 ** 24) == 2 ** 24
 
 
-def test_float16_sums_round_each_instruction_once_to_nearest():
+def test_float16_sums_round_each_instruction_to_nearest():
     for gpu in "V100", "A100", "H100":
         assert row("float16", gpu, [2048, 1], [1, 1], sums="float16") == 2048
         assert row("float16", gpu, [2048, 3], [1, 1], sums="float16") == 2052
         assert row("float16", gpu, [60000, 60000], [1, 1], sums="float16") == np.inf
     a = [1, 1, 1, 0, 1, 1, 1, 0]
-    assert row("float16", "V100", a, a, 2048, sums="float16") == 2056  # by way of 2052
+    assert row("float16", "V100", a, a, 2048, sums="float16") == 2056  # through 2052
     assert row("float16", "A100", a, a, 2048, sums="float16") == 2054
     made = amp.tensor_core_dot(mx.nd.ones((2, 3), dtype="float16"),
                                mx.nd.ones((3, 2), dtype="float16"), sums="float16")
     assert made.dtype == np.float16
 
 
-def test_other_formats_take_stacks_pieces_and_arrays_of_mxnet(rng):
+def test_other_formats_accept_stacks_splits_and_ndarrays(rng):
     f = amp.Format("bfloat16", 8, 7)
     a, b = f.round(rng.standard_normal((2, 3, 40))), f.round(rng.standard_normal((40, 5)))
     made = amp.tensor_core_dot(mx.nd.array(a), mx.nd.array(b), gpu="A100", format="bfloat16",
@@ -223,7 +223,7 @@ def test_other_formats_take_stacks_pieces_and_arrays_of_mxnet(rng):
 
 # ---- arrays of every kind
 
-def test_vectors_matrices_and_stacks_have_the_shapes_of_matmul(rng):
+def test_shapes_follow_matmul(rng):
     for left, right in (((7,), (7,)), ((3, 7), (7,)), ((7,), (7, 4)), ((3, 7), (7, 4)),
                         ((2, 3, 7), (7, 4)), ((2, 1, 3, 7), (5, 7, 4)), ((0, 7), (7, 4)),
                         ((3, 0), (0, 4))):
@@ -237,7 +237,7 @@ def test_vectors_matrices_and_stacks_have_the_shapes_of_matmul(rng):
         np.testing.assert_allclose(start, wanted + 3, rtol=1e-5, atol=1e-5)
 
 
-def test_arrays_of_mxnet_give_arrays_of_mxnet(rng):
+def test_ndarrays_give_ndarrays(rng):
     a, b = numbers(rng, 3, 9), numbers(rng, 9, 4)
     c = rng.standard_normal((3, 4)).astype("float32")
     made = amp.tensor_core_dot(mx.nd.array(a, dtype="float16"), mx.nd.array(b, dtype="float16"),
@@ -248,7 +248,7 @@ def test_arrays_of_mxnet_give_arrays_of_mxnet(rng):
     assert amp.tensor_core_dot(vector, vector, mx.nd.ones(1)).shape == (1,)
 
 
-def test_arrays_of_mxnets_numpy_give_such_arrays(rng):
+def test_numpy_ndarrays_give_numpy_ndarrays(rng):
     a, b = numbers(rng, 3, 9), numbers(rng, 9)
     with mx.util.np_shape(True):
         made = amp.tensor_core_dot(mx.np.array(a, dtype="float16"), b)
@@ -258,23 +258,23 @@ def test_arrays_of_mxnets_numpy_give_such_arrays(rng):
         assert_bits(made.asnumpy(), amp.tensor_core_dot(a, b))
 
 
-def test_a_sum_of_nothing_is_what_was_there():
+def test_empty_sum_returns_accumulator():
     c = np.float32([[1, -0.0], [np.nan, np.inf]])
     made = amp.tensor_core_dot(np.zeros((2, 0), "float16"), np.zeros((0, 2), "float16"), c)
     assert_bits(made, c + np.float32(0))
 
 
-def test_a_split_may_be_any_whole_number(rng):
+def test_split_can_be_any_whole_number(rng):
     a, b = numbers(rng, 5, 100), numbers(rng, 100, 5)
     assert_bits(amp.tensor_core_dot(a, b, split=10 ** 40), amp.tensor_core_dot(a, b))
 
 
-def test_arrays_that_are_transposed_or_not_contiguous_are_taken_as_they_look(rng):
+def test_transposed_and_strided_arrays_are_accepted(rng):
     a, b = numbers(rng, 40, 6).T[:, ::2], numbers(rng, 8, 20).T
     assert_bits(amp.tensor_core_dot(a, b), amp.tensor_core_dot(a.copy(), b.copy()))
 
 
-def test_large_matrices_are_what_their_parts_are(rng):
+def test_large_matrices_match_their_parts(rng):
     a, b = numbers(rng, 1100, 20), numbers(rng, 20, 2100)
     c = rng.standard_normal((1100, 2100)).astype("float32")
     made = amp.tensor_core_dot(a, b, c)
@@ -284,12 +284,12 @@ def test_large_matrices_are_what_their_parts_are(rng):
             assert_bits(made[rows, columns], part)
 
 
-def test_a_split_as_long_as_the_sum_is_none(rng):
+def test_split_as_long_as_sum_has_no_effect(rng):
     a, b = numbers(rng, 5, 100), numbers(rng, 100, 5)
     assert_bits(amp.tensor_core_dot(a, b, split=100), amp.tensor_core_dot(a, b))
 
 
-def test_a_chain_is_its_instructions_one_after_the_other(rng):
+def test_chain_matches_consecutive_instructions(rng):
     a, b = numbers(rng, 5, 12), numbers(rng, 12, 5)
     chain = np.zeros((5, 5), "float32")
     for k in range(0, 12, 4):
@@ -297,13 +297,13 @@ def test_a_chain_is_its_instructions_one_after_the_other(rng):
     assert_bits(amp.tensor_core_dot(a, b), chain)
 
 
-def test_names_of_gpus_may_be_written_in_other_ways(rng):
+def test_gpu_names_ignore_case_and_spaces(rng):
     a, b = numbers(rng, 5, 100), numbers(rng, 100, 5)
     assert_bits(amp.tensor_core_dot(a, b, gpu="RTX30"), amp.tensor_core_dot(a, b, gpu="RTX 30"))
     assert_bits(amp.tensor_core_dot(a, b, gpu="ada"), amp.tensor_core_dot(a, b, gpu="Ada"))
 
 
-# ---- what is refused
+# ---- refused arguments
 
 @pytest.mark.parametrize(("arguments", "error", "said"), [
     ({"gpu": "K80"}, ValueError, "unknown GPU. Valid: V100, T4, A2, .*Received: 'K80'"),
@@ -331,13 +331,13 @@ def test_names_of_gpus_may_be_written_in_other_ways(rng):
     ({"format": "bfloat16", "gpu": "A100", "b": np.full((4, 5), 1.01)}, TypeError,
      "b must hold numbers of bfloat16. Received: float64, with others"),
 ])
-def test_what_cannot_be_right_is_refused(arguments, error, said):
+def test_invalid_arguments_are_refused(arguments, error, said):
     given = {"a": np.ones((3, 4), "float16"), "b": np.ones((4, 5), "float16"), **arguments}
     with pytest.raises(error, match=said):
         amp.tensor_core_dot(**given)
 
 
-# ---- networks whose arrays are empty
+# ---- networks with empty arrays
 
 @pytest.mark.parametrize("policy", ["mixed_float8", amp.Policy(
     "gpu", "float16", "float16", accumulate="V100")], ids=["mixed_float8", "as a GPU"])
@@ -347,7 +347,7 @@ def test_what_cannot_be_right_is_refused(arguments, error, said):
     ("matmul", (2, 3, 0), (2, 0, 4), (2, 3, 4)), ("matmul", (0, 3, 5), (0, 5, 4), (0, 3, 4)),
     ("fully_connected", (0, 3), (4, 3), (0, 4)),
     ("convolution", (0, 3, 5, 5), (4, 3, 3, 3), (0, 4, 3, 3))])
-def test_sums_of_nothing_are_0_in_networks(op, a, b, shape, policy):
+def test_empty_sums_are_0_in_networks(op, a, b, shape, policy):
     more = {"fully_connected": {"num_hidden": 4, "no_bias": True},
             "convolution": {"num_filter": 4, "kernel": (3, 3), "no_bias": True}}.get(op, {})
     mx.npx.set_np()
@@ -367,7 +367,7 @@ def test_sums_of_nothing_are_0_in_networks(op, a, b, shape, policy):
         mx.npx.reset_np()
 
 
-# ---- networks' products with `accumulate`: as the plain rule
+# ---- products of networks with `accumulate` match the plain rule
 
 sym = mx.sym
 X, Y, Z = (sym.var(name) for name in "xyz")
@@ -381,7 +381,7 @@ def coarse_gpus(monkeypatch):
 
 
 def outcome(symbol, arrays, gpu, split, head=None):
-    """The output, and with a head gradient all gradients."""
+    """The output, and all gradients if a head gradient is given."""
     names = symbol.list_inputs()
     graph = adding_as(gpu, Graph.read(symbol), dict.fromkeys(names, "float16"), split)
     op = as_function(graph.symbol())
@@ -421,7 +421,7 @@ def assert_same(made, wanted):
 @pytest.mark.parametrize(("gpu", "split"), RULES)
 @pytest.mark.parametrize(("ta", "tb"), [*itertools.product([False, True], repeat=2)])
 @pytest.mark.parametrize("operator", [sym.dot, sym.batch_dot, sym.linalg.gemm2])
-def test_matrices(operator, ta, tb, gpu, split):
+def test_matrix_products(operator, ta, tb, gpu, split):
     rng = np.random.default_rng(1)
     stack = () if operator is sym.dot else (3,)
     a, b, head = (numbers(rng, *stack, *shape) for shape in ((5, 70), (70, 9), (5, 9)))
@@ -461,7 +461,7 @@ def numpys(op, **attrs):
     ("_npi_matmul", {}, (2, 3, 4, 40), (2, 3, 40, 5)), ("_npi_matmul", {}, (40,), (40, 5)),
     ("_npi_tensordot_int_axes", {"axes": "2"}, (3, 4, 10), (4, 10, 2, 3)),
     ("_npi_tensordot_int_axes", {"axes": "1"}, (3, 40), (40, 2))])
-def test_products_of_numpys_names(op, attrs, a, b, gpu, split):
+def test_numpy_matrix_products(op, attrs, a, b, gpu, split):
     rng = np.random.default_rng(8)
     depth = 40
     stack = a[:-2] if len(b) > 2 and op == "_npi_matmul" else ()
@@ -477,7 +477,7 @@ def test_products_of_numpys_names(op, attrs, a, b, gpu, split):
 
 
 @pytest.mark.parametrize(("gpu", "split"), RULES)
-def test_what_gemm_adds_is_added_in_float32(gpu, split):
+def test_gemm_adds_in_float32(gpu, split):
     rng = np.random.default_rng(9)
     a, b, c, head = (numbers(rng, 2, *shape) for shape in ((5, 70), (70, 9), (5, 9), (5, 9)))
     symbol = sym.linalg.gemm(X, Y, Z, alpha=0.5, beta=3)
@@ -490,7 +490,7 @@ def test_what_gemm_adds_is_added_in_float32(gpu, split):
 @pytest.mark.parametrize(("op", "a", "b", "said"), [
     ("_np_dot", (3, 4), (2, 4, 5), "for np.dot a second array of one or two axes. Received:"),
     ("_npi_matmul", (3, 4), (2, 4, 5), "for np.matmul two stacks of one shape, or a second array")])
-def test_other_shapes_of_numpys_products_are_refused_at_the_call(op, a, b, said):
+def test_other_shapes_of_numpy_products_are_refused_at_call(op, a, b, said):
     graph = adding_as("V100", Graph.read(numpys(op)), dict.fromkeys("xy", "float16"))
     with pytest.raises(mx.MXNetError, match=rf"{said}.*\[3,4\] and \[2,4,5\]"):
         as_function(graph.symbol())(*(mx.nd.ones(shape, dtype="float16") for shape in (a, b)))
@@ -514,14 +514,14 @@ def test_dense(bias, flatten, gpu, split):
     if bias:
         wanted.append(head.astype("float32").sum(0))
     assert_same(made[:3], wanted[:3])
-    for one, other in zip(made[3:], wanted[3:]):  # a sum in float32, in no order of a GPU's
+    for one, other in zip(made[3:], wanted[3:]):  # a float32 sum in another order than a GPU's
         np.testing.assert_allclose(one, other, rtol=1e-3, atol=1e-3)
 
 
 # ---- attention
 
 @pytest.mark.parametrize(("gpu", "split"), RULES)
-def test_attention_of_a_sequence_to_itself(gpu, split):
+def test_self_attention(gpu, split):
     rng = np.random.default_rng(4)
     time, batch, heads, width = 11, 2, 3, 20
     x = numbers(rng, time, batch, heads, 3, width)
@@ -548,7 +548,7 @@ def test_attention_of_a_sequence_to_itself(gpu, split):
 
 
 @pytest.mark.parametrize(("gpu", "split"), RULES)
-def test_attention_to_another_sequence(gpu, split):
+def test_cross_attention(gpu, split):
     rng = np.random.default_rng(5)
     time, other, batch, heads, width = 7, 11, 2, 3, 20
     x, kv = numbers(rng, time, batch, heads, width), numbers(rng, other, batch, heads, 2, width)
@@ -577,10 +577,9 @@ def test_attention_to_another_sequence(gpu, split):
 # ---- convolutions
 
 def windows(x, places, start, step, along):
-    """What windows see of x (batch, channels, *places): (channels * window, batch * places).
+    """Windows of x (batch, channels, *positions): (channels * window, batch * positions).
 
-    In each axis the window's element `tap` looks, for place p, at p * step + start[tap] of x; where
-    x has nothing, at a zero.
+    Element `tap` of the window at position p is x[p * step + start[tap]], with zeros outside of x.
     """
     made = []
     for tap in itertools.product(*[range(len(s)) for s in start]):
@@ -592,7 +591,7 @@ def windows(x, places, start, step, along):
             mask = inside.reshape([-1 if k == axis + 2 else 1 for k in range(x.ndim)])
             seen = np.where(mask, seen, np.float16(0))
         made.append(seen)
-    made = np.stack(made, 2)  # batch, channels, window, places
+    made = np.stack(made, 2)  # batch, channels, window, positions
     return np.moveaxis(made, 0, 2).reshape(made.shape[1] * made.shape[2], -1)
 
 
@@ -602,7 +601,7 @@ def of_large(large, places, g):
 
 
 def of_small(small, places, g):
-    """The small array with zeros between its places, as far apart as the stride."""
+    """The small array dilated with zeros by the stride."""
     far = [(n - 1) * s + 1 for n, s in zip(small.shape[2:], g["stride"])]
     spread = np.zeros((*small.shape[:2], *far), "float16")
     spread[(slice(None), slice(None), *(slice(None, None, s) for s in g["stride"]))] = small
@@ -693,7 +692,7 @@ def test_deconvolution(name, gpu, split):
                        weight_of(head, x, g, gpu, split)])
 
 
-def test_deconvolution_to_a_target_shape():
+def test_deconvolution_to_target_shape():
     rng = np.random.default_rng(8)
     x, w = numbers(rng, 2, 3, 5, 6), numbers(rng, 3, 4, 3, 3)
     symbol = sym.Deconvolution(X, Y, num_filter=4, kernel=(3, 3), stride=(2, 2),
@@ -703,7 +702,7 @@ def test_deconvolution_to_a_target_shape():
     assert_same(made, [large_of(x, w, (10, 12), g, "V100", None)])
 
 
-def test_a_coarse_gpu_shows():
+def test_coarse_gpu_rule_changes_results():
     rng = np.random.default_rng(9)
     a, b = numbers(rng, 20, 70), numbers(rng, 70, 30)
     coarse, coarser, fine = (outcome(sym.dot(X, Y), {"x": a, "y": b}, *rule)[0] for rule in RULES)
@@ -711,7 +710,7 @@ def test_a_coarse_gpu_shows():
     assert np.mean(coarse != coarser) > 0.9
 
 
-def test_a_gradient_of_a_gradient_of_a_dense_layer_is_refused():
+def test_second_derivative_of_dense_layer_is_refused():
     graph = adding_as("V100", Graph.read(sym.FullyConnected(X, Y, no_bias=True, num_hidden=3)),
                       dict.fromkeys("xy", "float16"))
     x, w = mx.nd.ones((2, 4), dtype="float16"), mx.nd.ones((3, 4), dtype="float16")
@@ -733,18 +732,18 @@ def test_a_gradient_of_a_gradient_of_a_dense_layer_is_refused():
     sym.SpatialTransformer(X, Y, target_shape=(4, 4), transform_type="affine",
                            sampler_type="bilinear", name="mine")],
     ids=lambda symbol: Graph.read(symbol).outputs[0].node.op)
-def test_what_has_no_code_is_refused_by_name(symbol):
+def test_unsupported_operators_are_refused_by_name(symbol):
     op = Graph.read(symbol).outputs[0].node.op
     with pytest.raises(ValueError, match=rf"no code for .*{op[-5:]} \(mine\).*keep=.*Valid: "):
         adding_as("V100", Graph.read(symbol), dict.fromkeys("xyz", "float16"))
 
 
 @pytest.mark.parametrize("batched", [None, "float16"])
-def test_batched_products_of_a_converted_network_add_as_the_policy_says(batched, rng):
+def test_batched_products_of_converted_network_follow_policy(batched, rng):
     same = mx.gluon.nn.Dense(2000, use_bias=False, flatten=False, in_units=2000)
     net = Calling(lambda F, x, y, same: F.batch_dot(same(x), same(y), transpose_b=True) * 2, same)
     net.initialize()
-    same.weight.set_data(mx.nd.eye(2000))  # gives its data, in float16
+    same.weight.set_data(mx.nd.eye(2000))  # returns its data in float16
     amp.convert(net, amp.Policy("mine", compute="float16", accumulate="V100", batched=batched))
     a, b = (rng.random((2, 6, 2000)).astype("float16") for _ in "ab")
     made = net(*(mx.nd.array(x, dtype="float32") for x in (a, b))).asnumpy()
@@ -754,7 +753,7 @@ def test_batched_products_of_a_converted_network_add_as_the_policy_says(batched,
     assert not np.array_equal(exact, sums.astype("float16"))
 
 
-def test_what_multiplies_no_matrices_runs():
+def test_operators_without_products_run():
     for symbol in (sym.UpSampling(X, scale=2, sample_type="nearest"),
                    sym.GridGenerator(X, transform_type="warp")):
         adding_as("V100", Graph.read(symbol), {"x": "float16"})

@@ -1,8 +1,8 @@
-"""RNN, LSTM and GRU with `accumulate`: products as a GPU's Tensor Cores make them.
+"""RNN, LSTM and GRU with `accumulate`: products as on Tensor Cores of a GPU.
 
-The reference is plain numpy over the package's plain rule. Its exponentials may differ from
-the engine's in the last bit of float32, so that one half in some thousands may be its neighbour;
-wrong products would show everywhere, since this GPU keeps few bits."""
+The reference is numpy with the package's plain rule. Its exponentials may differ from the engine's
+in the last bit of float32, which changes one half in some thousands by a unit; wrong products would
+change most, since this GPU keeps few bits."""
 from contextlib import suppress
 
 import mxnet as mx
@@ -192,7 +192,7 @@ def test_outputs_and_gradients(mode, layers, directions, rng):
 
 
 @pytest.mark.parametrize("mode", GATES)
-def test_with_a_fine_gpu_it_is_near_float32(mode, rng):
+def test_fine_gpu_rule_is_near_float32(mode, rng):
     arrays, heads = arrays_for(mode, 2, 2, rng)
     if mode != "lstm":
         del arrays["c"], heads[2]
@@ -204,7 +204,7 @@ def test_with_a_fine_gpu_it_is_near_float32(mode, rng):
         np.testing.assert_allclose(one, other, rtol=0.02, atol=0.02 * abs(other).max())
 
 
-def test_without_the_states_as_outputs_and_without_training(rng):
+def test_without_state_outputs_and_in_prediction(rng):
     arrays, heads = arrays_for("lstm", 1, 1, rng)
     heads[1:] = [np.zeros_like(head) for head in heads[1:]]
     made, gradients = reference("lstm", 1, 1, *arrays.values(), heads)
@@ -221,5 +221,5 @@ def test_dropout_between_layers_is_refused(rng):
                         p=0.5)
     with pytest.raises(mx.MXNetError, match="accumulate=: RNN with dropout between its layers"):
         outcome(symbol, arrays, heads[:1])
-    with suppress(mx.MXNetError):  # the gradients' own
+    with suppress(mx.MXNetError):  # the error of the gradients
         mx.nd.waitall()

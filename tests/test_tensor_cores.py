@@ -1,4 +1,4 @@
-"""Layers whose sizes keep them off Tensor Cores are found by name."""
+"""Layers whose sizes do not fit Tensor Cores are reported by name."""
 import gluon_amp as amp
 import mxnet as mx
 import pytest
@@ -32,7 +32,7 @@ def test_layers_and_their_channels():
 
 
 def measured(block, *shape):
-    """The one layer of a block, for data of that shape."""
+    """The only layer of a block for data of this shape."""
     symbol = block(mx.sym.var("data"))
     internals = symbol.get_internals()
     shapes = dict(zip(internals.list_outputs(), internals.infer_shape(data=shape)[1]))
@@ -56,11 +56,11 @@ def measured(block, *shape):
     (lambda: nn.Dense(32, in_units=16, flatten=False), (2, 4, 16),
      ((32, 16), 8, 8 * 32 * 16, True)),
 ])
-def test_rows_and_multiply_adds_where_the_shapes_of_outputs_are_known(block, shape, expected):
+def test_rows_and_multiply_adds_with_known_output_shapes(block, shape, expected):
     assert measured(block(), *shape) == expected
 
 
-def test_the_recipes_point_them_out(monkeypatch):
+def test_recipes_report_unfit_layers(monkeypatch):
     monkeypatch.setenv("MXNET_CUDNN_AUTOTUNE_DEFAULT", "0")
     assert tensor_core_hints(net(), 20, 2) == [
         "no multiples of 8, so off Tensor Cores or slower on them: net_conv0_fwd (16, 3), "

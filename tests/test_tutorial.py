@@ -1,4 +1,4 @@
-"""The tutorial's notebooks run, and end as their text says."""
+"""The tutorial's notebooks run with the results that their text states."""
 import contextlib
 import io
 import logging
@@ -16,7 +16,7 @@ TUTORIAL = Path(__file__).parents[1] / "docs" / "tutorial"
 
 @pytest.fixture()
 def run(tmp_path, monkeypatch):
-    """Runs a notebook's cells in an empty folder. Gives its names, and what it has printed."""
+    """Runs the cells of a notebook in an empty folder. Returns its names and its output."""
     monkeypatch.chdir(tmp_path)
     backend = matplotlib.get_backend()
     matplotlib.use("agg")
@@ -39,7 +39,7 @@ def run(tmp_path, monkeypatch):
     matplotlib.use(backend)
 
 
-def test_ten_minutes_train_both_types_to_the_same_accuracy(run):
+def test_ten_minutes_reaches_same_accuracy_in_both_types(run):
     names, _ = run("ten_minutes")
     accuracy = names["accuracy"]
     assert min(accuracy.values()) > 0.95
@@ -47,13 +47,13 @@ def test_ten_minutes_train_both_types_to_the_same_accuracy(run):
     assert names["trainer"].skipped == 0
 
 
-def test_fine_tuning_learns_new_digits_from_few_images(run):
+def test_fine_tune_learns_new_digits_from_few_images(run):
     names, _ = run("fine_tune")
     assert len(names["few"]._dataset) == 24
-    assert names["tuned"] > 0.8  # a third is chance
+    assert names["tuned"] > 0.8  # chance level is 1/3
 
 
-def test_the_symbolic_api_trains_and_a_softmax_in_float16_loses_small_probabilities(run):
+def test_symbolic_trains_and_float16_softmax_loses_small_probabilities(run):
     names, _ = run("symbolic")
     assert min(names["accuracy"].values()) > 0.9
     whole, half = names["smallest"].values()
@@ -62,7 +62,7 @@ def test_the_symbolic_api_trains_and_a_softmax_in_float16_loses_small_probabilit
     assert np.median(names["ours"] / names["alone"]) == pytest.approx(1, rel=0.01)
 
 
-def test_a_network_that_breaks_is_found_and_mended(run):
+def test_when_it_goes_wrong_finds_and_fixes_the_network(run):
     names, printed = run("when_it_goes_wrong")
     assert "LossScaleError: 16 steps skipped in a row" in printed
     assert names["view"].keep == ["net_pool"]
@@ -73,7 +73,7 @@ def test_a_network_that_breaks_is_found_and_mended(run):
     assert "gluon.Trainer: [nan nan nan]" in printed
 
 
-def test_pieces_devices_and_processes_train_one_network(run):
+def test_workers_accumulates_and_uses_devices_and_processes(run):
     names, printed = run("workers")
     assert names["added_up"] > 0.93
     assert names["on_two_devices"] > 0.93
@@ -81,14 +81,14 @@ def test_pieces_devices_and_processes_train_one_network(run):
     assert "worker 1 of 2" in printed
 
 
-def test_the_verdict_of_ten_seeds_is_told(run):
+def test_reading_results_prints_verdict_of_ten_seeds(run):
     names, printed = run("reading_results")
     assert names["verdict"].startswith("- **DIFFERENT: float16, scale dynamic")
     assert "10 paired seeds, p = 0.024" in names["verdict"]
     assert "5 seeds: mean +0.62" in printed
 
 
-def test_text_is_classified_in_float16_as_in_float32_whatever_its_padding(run):
+def test_text_classification_matches_float32(run):
     names, printed = run("text")
     labels = names["labels"][:600]
     for predicted in names["predicted"].values():
@@ -98,7 +98,7 @@ def test_text_is_classified_in_float16_as_in_float32_whatever_its_padding(run):
     assert names["difference"] < 0.01
 
 
-def test_both_networks_of_a_gan_learn_and_reach_every_cluster(run):
+def test_gan_trains_and_covers_every_cluster(run):
     names, _ = run("gan")
     for points in names["made"].values():
         inside, shares = names["judge"](points)

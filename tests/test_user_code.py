@@ -53,7 +53,7 @@ def loss_and_gradients(net, data, label, seed):
 
 
 @pytest.mark.parametrize("keep", [None, [], ".*conv.*"])
-def test_a_custom_operator_between_convolutions_reads_what_they_wrote(keep, rng):
+def test_custom_operator_between_convolutions_reads_plain_layout(keep, rng):
     data, label = batch(rng)
     plain, net = Net(custom=False), Net()
     for made in (plain, net):
@@ -69,7 +69,7 @@ def test_a_custom_operator_between_convolutions_reads_what_they_wrote(keep, rng)
             assert np.abs(found - wanted).max() <= tolerance * np.abs(wanted).max()
 
 
-def test_an_xray_takes_a_custom_operator_without_keywords(rng):
+def test_xray_accepts_custom_operator_without_keywords(rng):
     net, loss = Net(), gluon.loss.SoftmaxCrossEntropyLoss()
     net.initialize(mx.init.Xavier())
     amp.convert(net)
@@ -83,7 +83,7 @@ def test_an_xray_takes_a_custom_operator_without_keywords(rng):
 
 @mx.operator.register("pulls_to_zero")
 class PullProp(mx.operator.CustomOpProp):
-    """Its gradient is its input, whatever comes from above."""
+    """Its gradient is its input, regardless of the output gradient."""
 
     def __init__(self):
         super().__init__(need_top_grad=False)
@@ -96,7 +96,7 @@ class PullProp(mx.operator.CustomOpProp):
 
 
 def module(head, loss_scale, cls=amp.Module, **kwargs):
-    """A softmax beside a Custom operator of a layer below it."""
+    """A softmax, and a Custom operator on a layer below it."""
     shared = mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=4, name="shared")
     custom = mx.sym.Custom(mx.sym.FullyConnected(shared, num_hidden=4, name="own"), op_type=head)
     out = mx.sym.FullyConnected(shared + custom, num_hidden=3, name="out")
@@ -116,7 +116,7 @@ BATCH = mx.io.DataBatch([nd.array(np.random.default_rng(0).standard_normal((4, 5
 
 
 @pytest.mark.parametrize("scale", [1024, "dynamic"])
-def test_a_module_refuses_a_custom_operator_that_begins_a_gradient(scale):
+def test_module_refuses_custom_operator_that_starts_a_gradient(scale):
     mod = module("pulls_to_zero", scale)
     mod.forward(BATCH)
     with pytest.raises(ValueError, match=r"Custom.*shared_weight.*Module\(loss_scale=None\)"):
@@ -128,7 +128,7 @@ def test_a_module_refuses_a_custom_operator_that_begins_a_gradient(scale):
 
 @pytest.mark.parametrize("scale", [1024, "dynamic"])
 @pytest.mark.parametrize("request_", ["write", "add"])
-def test_a_module_takes_a_custom_operator_that_passes_gradients_on(scale, request_):
+def test_module_accepts_custom_operator_that_propagates_gradients(scale, request_):
     mods = [module("squares_without_keywords", scale, grad_req=request_),
             module("squares_without_keywords", None, mx.mod.Module, grad_req=request_)]
     for _ in range(3):
@@ -188,6 +188,6 @@ atexit.register(ending.set)
 
 
 @pytest.mark.parametrize("hybrid", [True, False])
-def test_a_process_ends_when_its_custom_operators_have(hybrid):
+def test_process_exits_after_its_custom_operators(hybrid):
     code = END if hybrid else END.replace("amp.convert(net)", "")
     assert printed(code).split() == ["ran"]

@@ -1,6 +1,6 @@
-"""Small networks of each family that GluonCV, GluonNLP, GluonTS and MXNet's examples have, in their
-own loops with the three lines of gluon_amp. `make test-zoo` installs these packages; tests of those
-that are not there are skipped."""
+"""Small networks of each family in GluonCV, GluonNLP, GluonTS and MXNet's examples, in their loops
+with the three lines of gluon_amp. `make test-zoo` installs these packages; tests of missing
+packages are skipped."""
 import gluon_amp as amp
 import mxnet as mx
 import numpy as np
@@ -9,12 +9,12 @@ from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
 from recipes import import_gluoncv
 
-pytestmark = pytest.mark.filterwarnings("default")  # those of the packages
+pytestmark = pytest.mark.filterwarnings("default")  # warnings of the packages
 WORDS = 40
 
 
 def train(net, loss_fn, inputs, label, steps=12, rate=3e-3):
-    """The README's loop on one batch."""
+    """The training loop of the README on one batch."""
     net.initialize(mx.init.Xavier(), force_reinit=False)
     amp.convert(net)
     trainer = amp.Trainer(net.collect_params(), "adam", {"learning_rate": rate})
@@ -54,7 +54,7 @@ def detection(size):
 
 
 def loop(net, losses_of, steps=12, scale="dynamic"):
-    """A loop over losses that a network's own code computes."""
+    """A loop over losses that the network computes."""
     amp.convert(net)
     trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 1e-3}, loss_scale=scale)
     values = []
@@ -75,7 +75,7 @@ def ssd_of_mobilenet(cv):
 
 
 def ssd_of_vgg(cv):
-    """Its features scale their inputs by a constant, and slice their stages."""
+    """Features that scale their inputs by a constant and slice their stages."""
     from gluoncv.model_zoo.ssd.ssd import SSD
     from gluoncv.model_zoo.ssd.vgg_atrous import VGGAtrousExtractor
 
@@ -104,7 +104,7 @@ def test_ssd_detects(make, cv):
         return total
 
     loop(net, losses)
-    assert net(images)[0].shape[0] == 2  # predicting, it returns other things
+    assert net(images)[0].shape[0] == 2  # prediction has other outputs
 
 
 def test_yolo_detects(cv):
@@ -120,7 +120,7 @@ def test_yolo_detects(cv):
 
 
 def test_faster_rcnn_detects(cv, monkeypatch):
-    monkeypatch.setattr(np, "float", float, raising=False)  # which GluonCV 0.10.5 still writes
+    monkeypatch.setattr(np, "float", float, raising=False)  # GluonCV 0.10.5 uses it
     from gluoncv.model_zoo.rcnn.faster_rcnn import FasterRCNN
     from gluoncv.model_zoo.rcnn.rpn.rpn_target import RPNTargetGenerator
     features, top = nn.HybridSequential(), nn.HybridSequential()
@@ -136,7 +136,7 @@ def test_faster_rcnn_detects(cv, monkeypatch):
     images, boxes, ids = images[:1], boxes[:1], ids[:1]
     with autograd.train_mode():
         anchors = net(images, boxes, ids)[7]
-    # whether each anchor is an object's, where it is, and whether that counts
+    # labels of anchors, targets of boxes, and their masks
     objects, places, counts = (nd.array(a).expand_dims(0) for a in RPNTargetGenerator(
         num_sample=32)(boxes[0], anchors[0], 96, 96))
     binary = gluon.loss.SigmoidBinaryCrossEntropyLoss(from_sigmoid=False)
@@ -153,11 +153,11 @@ def test_faster_rcnn_detects(cv, monkeypatch):
     assert net(images)[2].shape[-1] == 4
 
 
-# MXNet's examples, written anew and small
+# small versions of MXNet's examples
 
 
 class WordModel(gluon.Block):
-    """The decoder has the embedding's weights."""
+    """The decoder shares the weights of the embedding."""
 
     def __init__(self, width=16):
         super().__init__()
@@ -171,7 +171,7 @@ class WordModel(gluon.Block):
         return self.decode(out), state
 
 
-def test_a_word_model_carries_its_state_and_is_clipped():
+def test_word_model_carries_state_and_clips_gradients():
     net = WordModel()
     net.initialize(mx.init.Xavier())
     amp.convert(net)
@@ -219,13 +219,13 @@ def losses_of_a_critic(policy):
     return np.array(losses)
 
 
-def test_a_generator_and_its_critic_train_in_turns_as_in_float32():
+def test_generator_and_critic_train_as_in_float32():
     np.testing.assert_allclose(losses_of_a_critic("float16"), losses_of_a_critic("float32"),
                                atol=0.03)
 
 
 class Tagger(gluon.Block):
-    """A conditional random field: an LSTM gives scores of tags, a matrix those of pairs."""
+    """A conditional random field: an LSTM gives scores of tags, a matrix scores of pairs."""
 
     def __init__(self, tags=5, width=8):
         super().__init__()
@@ -242,7 +242,7 @@ class Tagger(gluon.Block):
     def loss(self, words, tags):
         """Minus the logarithm of the probability of these tags."""
         scores, follows = self(words), self.follows.data()
-        every = scores[0]  # batch, tags: the logarithm of the sum over all ways to get there
+        every = scores[0]  # batch, tags: the log of the sum over all paths
         taken = nd.pick(scores[0], tags[0])
         for i in range(1, len(words)):
             ways = every.expand_dims(2) + follows.expand_dims(0)
@@ -253,7 +253,7 @@ class Tagger(gluon.Block):
         return every.exp().sum(axis=1).log() - taken
 
 
-def test_a_tagger_with_a_random_field_learns():
+def test_tagger_with_conditional_random_field_learns():
     net = Tagger()
     net.initialize(mx.init.Xavier())
     amp.convert(net)
@@ -284,7 +284,7 @@ def test_bert_classifies(nlp):
           [words(4, 12), nd.zeros((4, 12)), nd.array([12, 5, 7, 9])], nd.array([0, 1, 0, 1]))
 
 
-def test_the_transformer_translates(nlp):
+def test_transformer_translates(nlp):
     encoder, decoder, one_step = nlp.model.transformer.get_transformer_encoder_decoder(
         num_layers=2, num_heads=4, units=32, hidden_size=64, max_src_length=16, max_tgt_length=16)
     vocabulary = nlp.Vocab(nlp.data.count_tokens([str(i) for i in range(WORDS - 4)]))
@@ -314,7 +314,7 @@ def ts():
 
 
 def gluonts_trainer(ts, steps=24):
-    """What GluonTS calls with a network and batches, with gluon_amp's three lines."""
+    """The trainer that GluonTS calls with a network and batches, with gluon_amp's three lines."""
     class Trainer(ts.Trainer):
         def __call__(self, net, train_iter, validation_iter=None):
             batches = iter(train_iter)
@@ -330,7 +330,7 @@ def gluonts_trainer(ts, steps=24):
                 trainer.backward(loss)
                 if trainer.step(len(loss)):
                     losses.append(loss.mean().asscalar())
-            amp.restore(net)  # GluonTS makes its predictor of it
+            amp.restore(net)  # GluonTS creates its predictor from it
 
     losses = []
     return Trainer(), losses
@@ -354,7 +354,7 @@ ESTIMATORS = {
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)
-def test_estimators_of_gluonts_train_and_forecast(name, ts):
+def test_gluonts_estimators_train_and_forecast(name, ts):
     from gluonts.dataset.common import ListDataset
     data = ListDataset([{"start": "2020-01-01", "target": 5 + np.sin(np.arange(80) + i),
                          "feat_static_cat": [0]} for i in range(4)], freq="D")

@@ -1,4 +1,4 @@
-"""`make test-zoo`: runs test_zoo.py in a venv for each package of zoo.txt, which it makes first."""
+"""`make test-zoo`: creates a venv for each package of zoo.txt and runs test_zoo.py in it."""
 import os
 import subprocess
 import sys
@@ -12,14 +12,14 @@ TOOLS = ("pytest==8.3.5", "setuptools==59.8.0", "wheel==0.45.1", "matplotlib==3.
 
 
 def packages(file="zoo.txt"):
-    """The version of Python and the requirements of each package of a file."""
+    """The Python version and requirements of each package in a file."""
     lines = (line.split() for line in (ROOT / "tests" / file).read_text().splitlines()
              if not line.startswith("#"))
     return {package: (version, requirements) for package, version, *requirements in lines}
 
 
 def venv(package, file="zoo.txt"):
-    """The Python of the package's venv, which is made first; exits if there is no such Python."""
+    """Creates the package's venv and returns its Python; exits if no such Python is installed."""
     version, requirements = packages(file)[package]
     python = FOLDER / package / "bin" / "python"
     if not (FOLDER / package / "installed").exists():
@@ -30,7 +30,7 @@ def venv(package, file="zoo.txt"):
         install = [str(python), "-m", "pip", "install", "-q"]
         *before, last = requirements
         subprocess.run([*install, *TOOLS, *(r for r in before if r != "--no-deps")], check=True)
-        # the package itself last: some are built with what was installed before
+        # the package last: some are built with packages installed before
         options = ["--no-build-isolation", *(r for r in before if r == "--no-deps")]
         subprocess.run([*install, *options, last], check=True)
         (FOLDER / package / "installed").touch()
