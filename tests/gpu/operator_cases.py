@@ -1,4 +1,4 @@
-"""Every operator of the table, alone: attributes and inputs for it, or why it is not called."""
+"""Attributes and inputs for each operator of the table, or the reason why it is not called."""
 import re
 
 import mxnet as mx
@@ -13,7 +13,7 @@ from test_engine_operators import NORM, candidates, handle
 
 F16, F32 = np.float16, np.float32
 
-# Beside those of tests/test_engine_operators.py: (attributes, inputs); a shape stands for numbers.
+# In addition to tests/test_engine_operators.py: (attributes, inputs); a shape means random numbers.
 CASES = {
     "RNN": ({"mode": "lstm", "state_size": 8, "num_layers": 1},
             [(3, 2, 8), (576,), (1, 2, 8), (1, 2, 8)]),
@@ -100,7 +100,7 @@ def cases(name):
 
 
 class Alone:
-    """An operator in a graph of its own, as a GPU runs it.
+    """A graph of one operator as a GPU runs it.
 
     Args:
         policy: None for float32.

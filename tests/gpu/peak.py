@@ -1,5 +1,5 @@
-"""peak.py gluon_amp|contrib OPTIMIZER: prints the most bytes of GPU memory that three steps of
-ResNet-18 take, in a process of its own."""
+"""peak.py gluon_amp|contrib OPTIMIZER: prints the peak GPU memory, in bytes, of three steps of
+ResNet-18."""
 import sys
 
 import gluon_amp as amp

@@ -1,4 +1,4 @@
-"""Training steps on a recording GPU, and what they called."""
+"""Training steps on a recording GPU, and their calls."""
 import os
 from collections import Counter
 
@@ -24,7 +24,7 @@ def mean_square(outputs):
 
 
 def layers(count=3, norm=True):
-    """A network with so many convolutions."""
+    """A network with this number of convolutions."""
     net = nn.HybridSequential()
     for _ in range(count):
         net.add(nn.Conv2D(8, 3, padding=1, in_channels=8, use_bias=False))
@@ -39,7 +39,7 @@ class Training:
     """A network and its trainer.
 
     Args:
-        policy: None for float32 and MXNet's own Trainer.
+        policy: None for float32 and MXNet's Trainer.
     """
 
     def __init__(self, net, policy="float16", optimizer="sgd", context=GPU, **kwargs):
@@ -69,7 +69,7 @@ class Training:
 
 
 def calls_of(run):
-    """What a call of `run` calls."""
+    """The GPU calls of `run`."""
     begin = recording.position()
     run()
     recording.position()
@@ -77,7 +77,7 @@ def calls_of(run):
 
 
 def settled(training, *data, steps=3):
-    """The calls of the last of these steps, once a scale is settled; the update's among them."""
+    """Calls of the last of these steps: of its forward and backward pass, and of its update."""
     for _ in range(steps - 1):
         training.step(*data)
     forward = calls_of(lambda: training.backward(*data))
@@ -86,19 +86,19 @@ def settled(training, *data, steps=3):
 
 
 def counted(calls):
-    """Launches, casts, synchronizations, copies to the host."""
+    """Counts of launches, casts, synchronizations, copies to the host."""
     return Counter(launches=sum(c.is_launch for c in calls), casts=sum(c.is_cast for c in calls),
                    synchronizations=sum(c.is_synchronization for c in calls),
                    copies=sum(c.is_copy_to_host for c in calls))
 
 
 def multiset(calls):
-    """The calls that compute or copy, whatever their order."""
+    """The calls that compute or copy, in any order."""
     return Counter(str(c) for c in calls if c.is_launch or "way" in c.record)
 
 
 def own_log():
-    """The environment of a process that does not write into this one's log."""
+    """An environment for processes that do not write into the log of this one."""
     return {**os.environ, "RECORDING_GPU_LOG": ""}
 
 

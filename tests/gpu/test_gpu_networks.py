@@ -1,4 +1,4 @@
-"""Networks train on a GPU: every call is one that it takes, and steps are alike."""
+"""Networks train on a GPU with valid calls only, and steps make the same calls."""
 import networks
 import numpy as np
 import pytest
@@ -6,7 +6,7 @@ from gluon_amp.gpu import recording
 from steps import GPU, Training, calls_of, counted, multiset, put, settled
 
 TABLE = {**networks.ZOO, **networks.OTHERS}
-del TABLE["while"]  # it reads values, which no kernel computes here
+del TABLE["while"]  # it reads values, which the recording GPU does not compute
 
 
 def trained(name, policy):
@@ -16,13 +16,13 @@ def trained(name, policy):
 
 @pytest.mark.parametrize("policy", ["float16", "mixed_float16"])
 @pytest.mark.parametrize("name", TABLE)
-def test_a_network_trains_and_predicts_and_its_steps_are_alike(name, policy):
+def test_network_trains_and_predicts_with_same_calls_each_step(name, policy):
     training, data = trained(name, policy)
     for _ in range(2):
         training.step(*data)
     steps = [calls_of(lambda: training.step(*data)) for _ in range(2)]
     assert multiset(steps[0]) == multiset(steps[1])
-    assert counted(steps[1])["copies"] == 1 + (name == "plain")  # whose block reads a mean
+    assert counted(steps[1])["copies"] == 1 + (name == "plain")  # its block reads a mean
     training.net(*put(data))
 
 
@@ -33,35 +33,35 @@ def test_pure_float16_runs(name):
 
 
 @pytest.mark.parametrize("name", ["resnet18_v1", "resnet50_v1", "vgg11", "mobilenetv2_0.25"])
-def test_products_of_a_convolutional_network_are_halves_on_tensor_cores(name):
+def test_convolutional_products_run_in_float16_on_tensor_cores(name):
     training, data = trained(name, "float16")
     forward, _ = settled(training, *data)
     products = [call for call in forward if call.is_product]
     assert products
     assert {(c.factors, c.sums, c.on_tensor_cores) for c in products} == {("half", "float", True)}
-    assert counted(forward)["casts"] <= 4  # the data's, the output's, and their gradients'
+    assert counted(forward)["casts"] <= 4  # of the data, the output, and their gradients
 
 
 @pytest.mark.parametrize("name", ["encoder", "interleaved"])
-def test_no_product_of_attention_adds_in_half(name):
+def test_attention_products_accumulate_in_float32(name):
     training, data = trained(name, "float16")
     forward, _ = settled(training, *data)
     products = [call for call in forward if call.is_product]
     assert {call.sums for call in products} == {"float"}
     scores = [call for call in products if "Batched" in call.name]
-    # the other batched product reads a softmax, which the policy keeps in float32
+    # the other batched product reads a softmax, which is float32
     kinds = {"half", "float"} if name == "encoder" else {"half"}
     assert {call.factors for call in scores} == kinds
 
 
-def test_recurrent_layers_get_cudnns_default_math():
+def test_recurrent_layers_use_cudnn_default_math():
     training, data = trained("lstm", "float16")
     forward, _ = settled(training, *data)
     rnns = [call for call in forward if call.name.startswith("cudnnRNN")]
     assert {(c.factors, c.sums, c.record["math"]) for c in rnns} == {("half", "float", "DEFAULT")}
 
 
-def test_a_dropout_costs_what_float32s_costs_and_runs_backward_twice():
+def test_dropout_costs_as_in_float32_and_supports_repeated_backward():
     import mxnet as mx
     from gluon_amp import convert
     from mxnet import autograd
@@ -78,5 +78,5 @@ def test_a_dropout_costs_what_float32s_costs_and_runs_backward_twice():
                if call.is_launch and "Dropout" in call.operator] for _ in range(2)]
     assert passes[0] == passes[1]
     assert len(passes[0]) == 1
-    assert "cudnnDropoutBackward" in passes[0][0]  # MXNet's own second pass copies
+    assert "cudnnDropoutBackward" in passes[0][0]  # MXNet's second pass copies
     assert recording.violations() == 0

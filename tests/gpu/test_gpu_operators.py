@@ -1,17 +1,17 @@
-"""Each operator of the table runs on a GPU, forward and backward, in what the table says."""
+"""Each operator of the table runs forward and backward on a GPU in the type of the table."""
 import mxnet as mx
 import pytest
 from gluon_amp.gpu import recording
 from operator_cases import CALLED, NOT_CALLED, Alone, cases
 from steps import GPU, calls_of
 
-# MXNet's own float32 code does not run them on a GPU either.
+# MXNet's float32 kernels do not run them on a GPU either.
 NOT_ON_GPUS = {"_contrib_BatchNormWithReLU", "_image_adjust_lighting", "_image_flip_left_right",
                "_image_flip_top_bottom", "_contrib_RROIAlign", "khatri_rao"}
-# The table's cases have no shapes for them.
+# The cases have no shapes for them.
 NO_CASE = {"_contrib_hawkesll", "_npi_pinv", "_npi_tensorinv", "_npi_tensorsolve",
            "_npi_percentile"}
-# Gradients that MXNet adds in float16: docs/gpu.md. Those of the first three without compensation.
+# Gradients that MXNet sums in float16: docs/gpu.md. The first three without compensation.
 ADD_IN_HALF = {
     "Embedding", "_contrib_SparseEmbedding", "take",
     "broadcast_axis", "broadcast_like", "broadcast_to", "repeat", "tile",
@@ -20,7 +20,7 @@ ADD_IN_HALF = {
 
 
 def attempt(run):
-    """What a call raises, or nothing."""
+    """The error of a call, or None."""
     try:
         run()
     except (mx.MXNetError, ValueError) as error:
@@ -29,7 +29,7 @@ def attempt(run):
 
 
 def in_float32(name):
-    """A case that MXNet's own float32 code takes, and whether its backward pass runs."""
+    """A case that runs in MXNet's float32, and whether its backward pass runs."""
     for attributes, inputs in cases(name):
         alone = Alone(name, attributes, inputs, None, GPU)
         before = recording.violations()
@@ -41,7 +41,7 @@ def in_float32(name):
 
 @pytest.mark.parametrize("policy", ["float16", "mixed_float16"])
 @pytest.mark.parametrize("name", CALLED)
-def test_an_operator_runs_where_float32_does(name, policy):
+def test_operator_runs_if_it_does_in_float32(name, policy):
     with mx.util.np_shape(name.startswith("_np")):
         case, goes_back = in_float32(name)
         assert (case is None) == (name in NOT_ON_GPUS | NO_CASE)
@@ -55,7 +55,7 @@ def test_an_operator_runs_where_float32_does(name, policy):
     assert name in ADD_IN_HALF or not in_half
 
 
-def test_what_is_not_called_stands_in_the_table():
+def test_operators_not_called_are_in_the_table():
     import re
 
     from gluon_amp.graph.operators import OPERATORS
@@ -64,7 +64,7 @@ def test_what_is_not_called_stands_in_the_table():
 
 
 @pytest.mark.parametrize("name", ["batch_dot", "_npi_matmul"])
-def test_batched_products_add_in_float32_unless_the_policy_says_float16(name):
+def test_batched_products_add_in_float32_unless_policy_says_float16(name):
     import gluon_amp as amp
     with mx.util.np_shape(name.startswith("_np")):
         case, _ = in_float32(name)

@@ -30,15 +30,15 @@ def test_two_gpus_train(kvstore, optimizer):
         steps[count] = last_step(count)
         assert steps[count]["casts"] == 0
         if optimizer == "sgd" and kvstore is None:
-            # on each GPU: two updates, of halves and of floats, and two sums of squares of each
+            # on each GPU: float16 and float32 updates, and two sums of squares for each type
             assert steps[count]["launches"] <= 12
-    if kvstore != "local":  # which sums on the host
+    if kvstore != "local":  # it sums on the host
         assert steps[2]["copies"] == steps[8]["copies"]
 
 
 @pytest.mark.parametrize("context", [[GPU], TWO])
 @pytest.mark.parametrize("policy", ["float16", "mixed_float16", "pure_float16"])
-def test_a_synchronized_batch_norm_runs_in_float32_between_casts(policy, context):
+def test_sync_batch_norm_runs_in_float32_between_casts(policy, context):
     net = nn.HybridSequential()
     net.add(nn.Conv2D(8, 3, in_channels=8),
             gluon.contrib.nn.SyncBatchNorm(in_channels=8, num_devices=len(context)),
@@ -52,7 +52,7 @@ def test_a_synchronized_batch_norm_runs_in_float32_between_casts(policy, context
 
 @pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adam"])
 @pytest.mark.parametrize("context", [[GPU], TWO])
-def test_a_module_trains_and_updates_in_few_launches(context, optimizer):
+def test_module_trains_and_updates_in_few_launches(context, optimizer):
     made = modules.made(modules.net(), optimizer=optimizer, context=context, loss_scale="dynamic")
     for i in range(3):
         modules.learn(made, modules.batch(i))
@@ -66,7 +66,7 @@ def test_a_module_trains_and_updates_in_few_launches(context, optimizer):
     made.get_params()
 
 
-def test_files_are_written_and_read_and_networks_move_between_devices(tmp_path):
+def test_files_round_trip_and_networks_move_between_devices(tmp_path):
     training = Training(layers(2), optimizer="adam")
     training.step(numbers(*DATA))
     training.trainer.save_states(str(tmp_path / "states"))
@@ -89,7 +89,7 @@ def test_files_are_written_and_read_and_networks_move_between_devices(tmp_path):
     ["train_imagenet.py", "--benchmark", "1", "--dtype", "float16", "--num-layers", "20",
      "--image-shape", "3,32,32", "--num-classes", "10", "--num-examples", "64",
      "--batch-size", "16"]])
-def test_the_recipes_train(script, gpus, tmp_path):
+def test_recipes_train(script, gpus, tmp_path):
     name, *flags = script
     folder = ["--save-dir", tmp_path / "run"] if name == "image_classification.py" else []
     done = subprocess.run(
@@ -101,7 +101,7 @@ def test_the_recipes_train(script, gpus, tmp_path):
 
 @pytest.mark.parametrize("name", sorted(
     set(mx.optimizer.Optimizer.opt_registry) - {"lbsgd", "test", "ccsgd", "groupadagrad"}))
-def test_every_optimizer_updates_with_masters(name):
+def test_every_optimizer_updates_with_master_weights(name):
     training = Training(layers(2), optimizer=name)
     for _ in range(2):
         training.step(numbers(*DATA))

@@ -1,4 +1,4 @@
-"""What a step costs a GPU, against float32 of the same network."""
+"""The cost of a step on a GPU, compared to float32 training of the same network."""
 import gluon_amp as amp
 import mxnet as mx
 import networks
@@ -21,16 +21,16 @@ def update_of(count, policy, optimizer):
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_an_update_takes_at_most_four_launches_more_than_float32s(optimizer):
+def test_update_takes_at_most_four_launches_more_than_float32(optimizer):
     float32, float16 = (update_of(10, policy, optimizer) for policy in (None, "float16"))
-    # LAMB takes six launches for weights of a type, and there are float32 ones (norms'), too
+    # LAMB takes six launches for each type of weights, and norms have float32 weights
     assert float16["launches"] <= float32["launches"] + (6 if optimizer == "lamb" else 4)
     assert float16["casts"] == 0
     assert float16["copies"] <= float32["copies"] + (optimizer == "adamw")
     assert float16["synchronizations"] <= max(float32["synchronizations"], 6)
 
 
-def test_a_step_runs_where_the_gpu_is_the_current_context():
+def test_step_runs_with_gpu_as_current_context():
     training = Training(layers(2), "float16", "sgd")
     with GPU:
         for _ in range(2):
@@ -39,14 +39,14 @@ def test_a_step_runs_where_the_gpu_is_the_current_context():
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw", "lamb"])
-def test_an_updates_launches_do_not_depend_on_the_number_of_weights(optimizer):
+def test_launches_of_update_do_not_depend_on_number_of_weights(optimizer):
     few, many = (update_of(count, "float16", optimizer) for count in (2, 12))
     assert few["launches"] == many["launches"] <= 16
     assert few["synchronizations"] == many["synchronizations"]
 
 
 @pytest.mark.parametrize("name", ["resnet18_v1", "resnet50_v1", "encoder", "lstm"])
-def test_a_step_costs_nearly_what_float32s_does(name):
+def test_step_costs_nearly_as_in_float32(name):
     make, inputs = {**networks.ZOO, **networks.OTHERS}[name]
     float32, float16 = (
         counted([call for calls in settled(Training(make(), policy),
@@ -58,7 +58,7 @@ def test_a_step_costs_nearly_what_float32s_does(name):
         assert float16["launches"] <= float32["launches"] * 1.06
 
 
-def test_weights_that_a_static_graph_counts_as_written_are_not_looked_at():
+def test_unwritten_weights_of_static_graph_are_not_compared():
     net = zoo_network("ssd_512_mobilenet1.0_custom", classes=["one", "two"],
                       pretrained_base=False)
     _, update = settled(Training(net), numbers(2, 3, 128, 128))
@@ -67,7 +67,7 @@ def test_weights_that_a_static_graph_counts_as_written_are_not_looked_at():
 
 @pytest.mark.parametrize("how", ["set_data", "in place", "loaded"])
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
-def test_a_master_follows_a_weight_that_somebody_writes_and_no_other(how, optimizer, tmp_path):
+def test_master_weight_follows_only_a_written_weight(how, optimizer, tmp_path):
     training = Training(layers(3), optimizer=optimizer)
     settled(training, numbers(*DATA))
     weight = training.net[0].weight
@@ -95,11 +95,11 @@ def test_a_master_follows_a_weight_that_somebody_writes_and_no_other(how, optimi
 
 def settled_scale():
     scale = amp.DynamicLossScale(1024)
-    scale.settled = True  # it searches no more
+    scale.settled = True  # no search
     return scale
 
 
-def test_gradients_that_add_up_are_looked_at_once_in_a_step():
+def test_accumulated_gradients_are_checked_once_per_step():
     training = Training(layers(3), loss_scale=settled_scale())
     training.net.collect_params().setattr("grad_req", "add")
     data = numbers(*DATA)
@@ -110,7 +110,7 @@ def test_gradients_that_add_up_are_looked_at_once_in_a_step():
     assert counted(update)["copies"] == 1
 
 
-def test_clipping_reads_the_same_sums_of_squares():
+def test_clipping_reuses_sums_of_squares():
     training = Training(layers(3), clip_norm=1.0)
     data = numbers(*DATA)
     for _ in range(3):
@@ -118,7 +118,7 @@ def test_clipping_reads_the_same_sums_of_squares():
     assert counted(calls_of(lambda: training.step(data)))["copies"] == 1
 
 
-def test_scale_loss_costs_what_backward_does():
+def test_scale_loss_costs_as_backward():
     training = Training(layers(3))
     data = numbers(*DATA).as_in_context(GPU)
 
@@ -133,7 +133,7 @@ def test_scale_loss_costs_what_backward_does():
     assert counted(calls_of(step))["copies"] == 1
 
 
-def test_an_overflow_skips_the_update_and_lowers_the_scale():
+def test_overflow_skips_update_and_lowers_scale():
     training = Training(layers(2), loss_scale=settled_scale())
     data = numbers(*DATA)
     for _ in range(3):
@@ -147,7 +147,7 @@ def test_an_overflow_skips_the_update_and_lowers_the_scale():
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
-def test_memory_is_at_most_that_of_mxnets_own_amp(optimizer):
+def test_memory_is_at_most_that_of_contrib_amp(optimizer):
     import subprocess
     import sys
     from pathlib import Path
@@ -159,7 +159,7 @@ def test_memory_is_at_most_that_of_mxnets_own_amp(optimizer):
     assert 0 < ours <= mxnets
 
 
-def test_two_optimizers_of_one_network_do_not_share_what_they_know():
+def test_two_optimizers_of_one_network_do_not_share_state():
     net = layers(1, norm=False)
     first = Training(net)
     data = numbers(*DATA)

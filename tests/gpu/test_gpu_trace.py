@@ -1,4 +1,4 @@
-"""What a GPU is called for, told to users."""
+"""`gpu_trace`: reports of GPU calls."""
 import json
 
 import gluon_amp as amp
@@ -18,7 +18,7 @@ def net_and_data(name):
     return net, data
 
 
-def test_a_trace_tells_products_casts_and_copies_of_a_network():
+def test_trace_reports_products_casts_and_copies():
     net, data = net_and_data("encoder")
     trace = amp.gpu_trace(net, data)
     facts = trace.facts()
@@ -29,10 +29,10 @@ def test_a_trace_tells_products_casts_and_copies_of_a_network():
         ("cublasGemmEx", ""), ("cublasGemmStridedBatchedEx", ""),
         ("cublasSgemmStridedBatched", "its factors are float")}
     assert facts["refused"] == []
-    assert not net._active  # it stays as it is
+    assert not net._active  # it is not modified
 
 
-def test_a_trace_of_a_converted_network_has_its_policy_and_what_it_keeps():
+def test_trace_of_converted_network_has_its_policy_and_kept_blocks():
     net, data = net_and_data("encoder")
     amp.convert(net, "mixed_float16", keep=[net.ffn1])
     net(*data)
@@ -42,12 +42,12 @@ def test_a_trace_of_a_converted_network_has_its_policy_and_what_it_keeps():
     assert {p["part"] for p in kept} == {"forward", "backward"}
 
 
-def test_recurrent_layers_are_said_to_be_off_tensor_cores():
+def test_recurrent_layers_are_reported_off_tensor_cores():
     text = str(amp.gpu_trace(*net_and_data("lstm")))
     assert "no: MXNet requests cuDNN's default math" in text
 
 
-def test_what_adds_in_float16_is_named():
+def test_sums_in_float16_are_reported():
     class Biased(gluon.HybridBlock):
         def __init__(self):
             super().__init__()
@@ -64,13 +64,13 @@ def test_what_adds_in_float16_is_named():
     assert "Sums in float16" in str(trace)
 
 
-def test_the_doctor_prints_a_trace_of_a_network_of_the_zoo(capsys):
+def test_doctor_prints_trace_of_zoo_network(capsys):
     assert cli.main(["doctor", "--gpu-trace", "squeezenet1.1", "--batch-size", "2"]) == 0
     assert "on Tensor Cores" in capsys.readouterr().out
     assert cli.main(["doctor", "--gpu-trace", "squeezenet1.1", "--batch-size", "2", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["compute capability"] == 7.0
 
 
-def test_a_policy_for_cpus_alone_is_refused():
+def test_cpu_only_policy_is_refused():
     with pytest.raises(ValueError, match="mixed_bfloat16 runs on CPUs only"):
         amp.gpu_trace(*net_and_data("lstm"), policy="mixed_bfloat16")

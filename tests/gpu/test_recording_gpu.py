@@ -1,4 +1,4 @@
-"""The recording GPU refuses what a GPU refuses."""
+"""The recording GPU refuses calls that a GPU refuses."""
 import ctypes
 import os
 import subprocess
@@ -13,8 +13,8 @@ FLOAT, HALF = 0, 2
 
 
 @pytest.fixture(autouse=True)
-def nothing_that_a_gpu_would_refuse():
-    """Here calls are refused."""
+def no_refused_calls():
+    """Overrides the check of conftest.py: calls are refused here."""
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +23,7 @@ def cuda():
 
 
 def refused(run):
-    """What a call says that is refused, if it is."""
+    """The message of a refused call, or an empty string."""
     found = [call.record["why"] for call in calls_of(run) if call.name == "VIOLATION"]
     return found[0] if found else ""
 
@@ -49,7 +49,7 @@ def gemm(cuda, memory):
     return run
 
 
-def test_a_product_that_cublas_has_is_taken(gemm):
+def test_supported_cublas_product_is_accepted(gemm):
     assert refused(gemm) == ""
     assert gemm() == 0
 
@@ -57,21 +57,21 @@ def test_a_product_that_cublas_has_is_taken(gemm):
 @pytest.mark.parametrize(("types", "sums"), [((HALF, FLOAT, FLOAT), FLOAT),
                                              ((FLOAT, FLOAT, HALF), FLOAT),
                                              ((HALF, HALF, FLOAT), HALF)])
-def test_types_that_cublas_does_not_have_are_refused(gemm, types, sums):
+def test_unsupported_cublas_types_are_refused(gemm, types, sums):
     assert gemm(types=types, sums=sums) == 15
     assert refused(lambda: gemm(types=types, sums=sums)).startswith("types: ")
 
 
-def test_a_matrix_that_is_larger_than_its_memory_is_refused(gemm):
+def test_matrix_larger_than_its_memory_is_refused(gemm):
     assert "bytes needed, 1024 there" in refused(lambda: gemm(n=32))
 
 
-def test_an_address_between_two_numbers_is_refused(gemm, memory):
+def test_misaligned_address_is_refused(gemm, memory):
     odd = ctypes.c_void_p(memory.value + 1)
     assert refused(lambda: gemm(a=odd)) == "A is not aligned to 2 bytes"
 
 
-def test_memory_that_was_freed_is_refused(cuda, gemm):
+def test_freed_memory_is_refused(cuda, gemm):
     p = ctypes.c_void_p()
     cuda.cudaMalloc(ctypes.byref(p), ctypes.c_size_t(1024))
     cuda.cudaFree(p)
@@ -79,17 +79,17 @@ def test_memory_that_was_freed_is_refused(cuda, gemm):
     assert "freed" in refused(lambda: cuda.cudaFree(p))
 
 
-def test_host_memory_is_refused_where_device_memory_is_needed(gemm):
+def test_host_memory_is_refused_as_device_memory(gemm):
     assert refused(lambda: gemm(a=ctypes.create_string_buffer(1024))) == "A is no device memory"
 
 
-def test_a_copy_beyond_the_end_is_refused(cuda, memory):
+def test_copy_beyond_end_of_memory_is_refused(cuda, memory):
     host = ctypes.create_string_buffer(2048)
     assert "bytes needed" in refused(
         lambda: cuda.cudaMemcpy(memory, host, ctypes.c_size_t(2048), 1))
 
 
-def test_a_stream_that_was_destroyed_is_refused(cuda):
+def test_destroyed_stream_is_refused(cuda):
     stream = ctypes.c_void_p()
     cuda.cudaStreamCreate(ctypes.byref(stream))
     assert refused(lambda: cuda.cudaStreamSynchronize(stream)) == ""
@@ -107,7 +107,7 @@ def descriptor(cuda, kind, *settings, call=None):
 @pytest.mark.parametrize(("weight", "sums", "workspace", "why"), [
     (HALF, FLOAT, 1 << 16, ""), (FLOAT, FLOAT, 1 << 16, "types differ"),
     (HALF, 1, 1 << 16, "type of the sums"), (HALF, FLOAT, 100, "workspace: 65536 bytes needed")])
-def test_a_convolution_with_other_types_or_a_small_workspace_is_refused(
+def test_convolution_with_wrong_types_or_small_workspace_is_refused(
         cuda, weight, sums, workspace, why):
     big = ctypes.c_void_p()
     cuda.cudaMalloc(ctypes.byref(big), ctypes.c_size_t(1 << 20))
@@ -131,7 +131,7 @@ def process(code, **kwargs):
                           capture_output=True, text=True, env=made)
 
 
-def test_the_host_cannot_read_a_gpus_memory():
+def test_host_cannot_read_gpu_memory():
     done = process("""import ctypes
 p = ctypes.c_void_p()
 ctypes.CDLL('libcudart.so.11.0').cudaMalloc(ctypes.byref(p), ctypes.c_size_t(64))
@@ -141,7 +141,7 @@ ctypes.string_at(p, 4)""")
 
 
 @pytest.mark.parametrize("capability", [70, 75, 80, 86])
-def test_the_wheel_has_code_for_gpus_from_7_0_to_8_6(capability):
+def test_wheel_has_kernels_for_gpus_from_7_0_to_8_6(capability):
     done = process("""import mxnet as mx
 from gluon_amp.gpu import recording
 (mx.nd.ones((3, 4), ctx=mx.gpu(0)) * 2).wait_to_read()
@@ -152,13 +152,13 @@ assert recording.violations() == 0""", capability=capability)
 
 
 @pytest.mark.parametrize("capability", [37, 90])
-def test_a_gpu_that_the_wheel_has_no_code_for_is_refused(capability):
+def test_gpu_without_kernels_in_wheel_is_refused(capability):
     done = process("import mxnet as mx; mx.nd.ones((3, 4), ctx=mx.gpu(0)).wait_to_read()",
                    capability=capability)
     assert "no kernel image is available for execution on the device" in done.stderr
 
 
-def test_what_the_host_reads_is_what_it_wrote_and_memory_is_given_back():
+def test_host_reads_written_values_and_memory_is_freed():
     array = mx.nd.array([1, 2, 3], ctx=GPU)
     assert array.asnumpy().tolist() == [1, 2, 3]
     recording.begin_peak()

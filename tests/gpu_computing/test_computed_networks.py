@@ -1,4 +1,4 @@
-"""A network computes on a GPU what it computes on a CPU."""
+"""Networks give the same results on a GPU as on a CPU."""
 import gluon_amp as amp
 import mxnet as mx
 import networks
@@ -8,13 +8,13 @@ from arrays import flat
 from mxnet import autograd, nd
 
 TABLE = {**networks.ZOO, **networks.OTHERS}
-# Some minutes each: `make results-gpu` has them.
+# Some minutes each: `make results-gpu` runs them.
 LARGE = {"alexnet", "densenet121", "inceptionv3", "resnet50_v1", "resnet50_v2", "vgg11", "vgg11_bn",
          "squeezenet1.1", "mobilenet0.25", "resnet18_v2"}
 
 
 def without_dropout(block):
-    """Each device draws numbers of its own."""
+    """Disables dropout, since each device draws its own random numbers."""
     for name in "_rate", "_dropout":
         if hasattr(block, name):
             setattr(block, name, 0)
@@ -36,7 +36,7 @@ def made(name, policy, context):
     if policy != "float32":
         amp.convert(net, policy)
     net(*data)
-    mx.nd.waitall()  # MXNet's CPU reorders weights of a prediction behind its back
+    mx.nd.waitall()  # MXNet on a CPU reorders weights in prediction without a dependency
     return net, list(net.collect_params().values()), data
 
 
@@ -50,7 +50,7 @@ def computed(name, policy, context, weights, nudge=0):
     """Outputs, and gradients of the weights.
 
     Args:
-        nudge: what weights are made larger by, relatively.
+        nudge: the relative increase of weights.
     """
     net, parameters, data = made(name, policy, context)
     for parameter, weight in zip(parameters, weights):
@@ -73,8 +73,8 @@ def distance(one, other):
 
 
 def compare(name):
-    """Distances from a CPU's float32, each of outputs and gradients: of a GPU's float32; of a CPU's
-    with weights that differ in their last bits; of float16 on a CPU, and on a GPU."""
+    """Distances from float32 on a CPU, for outputs and gradients: of float32 on a GPU; of float32
+    on a CPU with weights that differ in their last bits; of float16 on a CPU and on a GPU."""
     weights = drawn(name)
     cpu = computed(name, "float32", mx.cpu(), weights)
     others = [computed(name, "float32", mx.gpu(0), weights),
@@ -84,7 +84,7 @@ def compare(name):
 
 
 @pytest.mark.parametrize("name", [name for name in TABLE if name not in LARGE])
-def test_a_gpu_is_as_near_to_a_cpus_float32_as_a_cpu(name):
+def test_gpu_results_are_as_near_to_float32_as_cpu_results(name):
     for gpu, nudged, half, half_on_gpu in zip(*compare(name)):
         assert nudged < 0.02
         assert gpu < 10 * nudged + 1e-6

@@ -1,5 +1,5 @@
-"""Each operator of the table computes on a GPU what it computes on a CPU, or an unknown kernel of
-its own stands in unknown_kernels.txt.
+"""Each operator of the table gives the same results on a GPU as on a CPU, or its unknown kernel is
+listed in unknown_kernels.txt.
 
     FILE=tests/gpu_computing/test_computed_operators.py
     python -m gluon_amp.gpu --compute --log build/log.jsonl python $FILE
@@ -24,7 +24,7 @@ from operator_cases import CALLED, Alone, cases  # noqa: E402
 from test_gpu_operators import NO_CASE, NOT_ON_GPUS  # noqa: E402
 
 LIST = HERE / "unknown_kernels.txt"
-# They draw numbers, each device in its own way; MXNet's GPU code copies half of an int64.
+# They draw device-dependent random numbers; MXNet's GPU code copies half of an int64.
 DIFFERENT = {"Dropout", "_shuffle", "_random_uniform_like", "_random_normal_like", "size_array"}
 # The CPU does not run the case, or there are no inputs to run it with.
 NOT_COMPARED = {
@@ -42,7 +42,7 @@ NAMES = [name for name in CALLED if name not in NOT_ON_GPUS | NO_CASE | DIFFEREN
 
 
 def computed(name, case, context):
-    """Outputs and gradients; None where the backward pass does not run."""
+    """Outputs and gradients; None if the backward pass does not run."""
     alone = Alone(name, *case, "float16", context)
     names = alone.symbol.list_inputs()
     auxiliary = set(alone.symbol.list_auxiliary_states())
@@ -67,7 +67,7 @@ def computed(name, case, context):
 
 
 def position():
-    """Where the log ends, once all has run or failed."""
+    """The end of the log after all calls have run or failed."""
     with contextlib.suppress(mx.MXNetError):
         mx.nd.waitall()
     return recording.position()
@@ -86,8 +86,8 @@ def unknown_kernels(begin):
 
 
 def outcome(name):
-    """The unknown kernels of an operator, and its largest difference from the CPU's results beside
-    their largest number."""
+    """The unknown kernels of an operator, and the largest difference from the CPU's results,
+    relative to their largest number."""
     with mx.util.np_shape(name.startswith("_np")):
         for case in cases(name):
             begin = position()
@@ -119,7 +119,7 @@ def listed():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_an_operator_computes_as_on_a_cpu(name):
+def test_operator_matches_cpu(name):
     unknown, difference = outcome(name)
     assert "; ".join(unknown) == listed().get(name, "")
     assert unknown or difference < 4e-3

@@ -1,4 +1,4 @@
-"""A GPU trains as a CPU does."""
+"""Training on a GPU matches training on a CPU."""
 import os
 import subprocess
 import sys
@@ -60,14 +60,14 @@ def weights(net, context):
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adam", "adamw", "lamb", "nag", "rmsprop"])
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_losses_fall_as_on_a_cpu(optimizer, dtype):
+def test_losses_decrease_as_on_cpu(optimizer, dtype):
     on_cpu, on_gpu = (train(contexts, 10, dtype, optimizer)[2] for contexts in (CPU, GPU))
     assert on_cpu[-1] < 0.7 * on_cpu[0]
     np.testing.assert_allclose(on_gpu, on_cpu, rtol=1e-4 if dtype == "float32" else 2e-2)
 
 
 @pytest.mark.parametrize("norm", [nn.BatchNorm, gluon.contrib.nn.SyncBatchNorm])
-def test_two_gpus_hold_the_same_weights(norm):
+def test_two_gpus_have_same_weights(norm):
     if norm is not nn.BatchNorm:
         def norm(in_channels):
             return gluon.contrib.nn.SyncBatchNorm(in_channels=in_channels, num_devices=2)
@@ -76,18 +76,18 @@ def test_two_gpus_hold_the_same_weights(norm):
     for parameter in trained:
         one, other = (parameter.data(context).asnumpy() for context in GPUS)
         assert np.array_equal(one, other)
-    if norm is not nn.BatchNorm:  # statistics of both halves of a batch: those of one GPU
+    if norm is not nn.BatchNorm:  # statistics of both halves of a batch are those of one GPU
         np.testing.assert_allclose(losses, train(GPU)[2], rtol=2e-2)
 
 
-def test_a_search_finds_a_scale_and_loses_no_step():
+def test_search_finds_scale_without_skipping_a_step():
     _, trainer, losses = train(GPU, loss_scale=amp.DynamicLossScale(2.0 ** 24))
     assert trainer.loss_scale < 2 ** 24
     assert trainer.skipped == 0
     np.testing.assert_allclose(losses, train(CPU)[2], rtol=2e-2)
 
 
-def test_an_overflow_later_skips_its_step_and_lowers_the_scale():
+def test_later_overflow_skips_step_and_lowers_scale():
     scale = amp.DynamicLossScale(1024)
     scale.settled = True
     net = network(GPU)
@@ -101,7 +101,7 @@ def test_an_overflow_later_skips_its_step_and_lowers_the_scale():
     assert all(np.array_equal(before[i], after[i]) for i in trained)
 
 
-def test_masters_keep_what_float16_weights_lose():
+def test_master_weights_keep_updates_lost_in_float16():
     net, trainer, _ = train(GPU, 1)
     kinds = {np.dtype(p.dtype) for p in net.collect_params(".*weight").values()}
     assert kinds == {np.dtype("float16")}
@@ -110,10 +110,10 @@ def test_masters_keep_what_float16_weights_lose():
     for batch in batches(60):
         step(net, trainer, *batch, GPU)
     changed = np.concatenate([(a != b).ravel() for a, b in zip(before, weights(net, GPU[0]))])
-    assert changed.mean() > 0.01  # one such step changes no float16 number
+    assert changed.mean() > 0.01  # one such step does not change float16 weights
 
 
-def test_a_resumed_training_is_the_unbroken_one_bit_by_bit(tmp_path):
+def test_resumed_training_is_bitwise_identical(tmp_path):
     net, trainer, _ = train(GPU, 3, loss_scale="dynamic")
     net.save_parameters(str(tmp_path / "net"))
     trainer.save_states(str(tmp_path / "states"))
@@ -127,7 +127,7 @@ def test_a_resumed_training_is_the_unbroken_one_bit_by_bit(tmp_path):
         assert np.array_equal(one, two)
 
 
-def test_accumulated_gradients_are_those_of_a_larger_batch():
+def test_accumulated_gradients_match_a_larger_batch():
     results = []
     for contexts, parts in ((GPU, 1), (GPU, 4), (CPU, 4)):
         net = network(contexts, norm=lambda in_channels: nn.Activation("relu"))
@@ -146,7 +146,7 @@ def test_accumulated_gradients_are_those_of_a_larger_batch():
         np.testing.assert_allclose(other, results[0], atol=2e-3)
 
 
-def test_clipped_gradients_are_as_short_on_a_gpu():
+def test_clipping_matches_cpu():
     for settings in ({"clip_norm": 0.1}, {}):
         on_cpu, on_gpu = (train(contexts, 3, **settings)[2] for contexts in (CPU, GPU))
         np.testing.assert_allclose(on_gpu, on_cpu, rtol=2e-2)
@@ -167,7 +167,7 @@ def test_scale_loss_trains():
     assert losses[-1] < 0.9 * losses[0]
 
 
-def test_a_module_trains_as_on_a_cpu():
+def test_module_training_matches_cpu():
     data = mx.sym.var("data")
     hidden = mx.sym.Activation(mx.sym.FullyConnected(data, num_hidden=16), act_type="relu")
     symbol = mx.sym.SoftmaxOutput(mx.sym.FullyConnected(hidden, num_hidden=10), name="softmax")
@@ -188,7 +188,7 @@ def test_a_module_trains_as_on_a_cpu():
     np.testing.assert_allclose(*results, atol=2e-2)
 
 
-def test_an_unknown_kernel_is_named():
+def test_unknown_kernel_is_named():
     with pytest.raises(mx.MXNetError, match="error of the recording GPU"):
         mx.nd.SequenceReverse(nd.ones((3, 4), ctx=GPU[0])).asnumpy()
 
@@ -211,7 +211,7 @@ assert np.array_equal(y.reshape(8, 16), sums.astype("float16"))
 """
 
 
-def test_products_may_add_as_tensor_cores_do():
+def test_products_can_accumulate_as_tensor_cores():
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", TENSOR_CORE], check=False,
                           env={**os.environ, "RECORDING_GPU_TENSOR_CORE": "8,24",
                                "RECORDING_GPU_LOG": ""}, capture_output=True, text=True)
