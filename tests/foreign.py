@@ -1,20 +1,20 @@
-"""`make test-foreign SOURCES=FOLDER`: others' scripts, unmodified, in 16 bits on a CPU.
+"""`make test-foreign SOURCES=FOLDER`: unmodified third-party scripts in 16 bits on a CPU.
 
 SOURCES has the checkouts that SCRIPTS name (mxnet: tag 1.9.1; mxnet-pull-14367: the head of that
-pull request). Each script runs for some dozen steps on drawn data in float32, in float16, and in
-bfloat16. Where a script has a flag for float16, that is what switches it on. Elsewhere this file
-puts `gluon_amp.convert`, `Trainer` and `Module` in place of MXNet's.
+pull request). Each script runs for a dozen steps on random data in float32, float16 and bfloat16.
+A script's own flag selects float16 if there is one. Otherwise this file replaces MXNet's Trainer
+and Module with gluon_amp's, and applies `gluon_amp.convert`.
 
-A script passes where the losses of 16 bits differ from float32's by no more than SHARE of the range
-of float32's (root mean square over all steps), or by no more than twice what those of a float32
-run differ whose initial weights are changed by up to NOISE of themselves. Losses that are equal at
-all steps fail: nothing ran in 16 bits. Scripts that fail in float32 are listed with the error.
+A script passes if the losses in 16 bits differ from float32's by at most SHARE of the range of
+float32's (root mean square over all steps), or by at most twice the difference of a float32 run
+whose initial weights are changed by a relative NOISE. Losses that are equal at all steps fail:
+nothing ran in 16 bits. Scripts that fail in float32 are listed with the error.
 
-Of imgclsmob, the first network of each file takes two steps; the larger loss of float32 is in place
-of the range.
+The first network of each file of imgclsmob takes two steps; the larger float32 loss replaces the
+range.
 
-NAMES="arcface hand" runs the scripts whose path or arguments hold a name: NAMES=imgclsmob all of
-its files, NAMES=msdnet one. Without NAMES, every sixth of them runs.
+NAMES="arcface hand" runs the scripts whose path or arguments contain a name: NAMES=imgclsmob all
+of its files, NAMES=msdnet one. Without NAMES, every sixth of its files runs.
 
 In the scripts' processes, this file makes the substitutions and records the losses.
 """
@@ -40,13 +40,13 @@ NOISE = {"float16": 2**-6, "bfloat16": 2**-4}
 SHARE = {"float16": 0.01, "bfloat16": 0.08}  # of the range of float32's losses
 WORKERS = 2
 
-# own: the arguments that switch float16 on; none: this file converts what the script makes.
-# missing: packages that are not there; given: what the script reads or downloads otherwise.
+# own: the arguments that enable float16; without them, this file converts the script's networks.
+# missing: packages that are not installed; given: files that the script would download.
 # substituted, start: functions of this file, the latter in place of running the script.
-# loss: the outputs of a Module that have it; "Loss": what gluon's losses return, where the script
-# scales what it goes back from. here: runs in this environment, not in that of foreign.txt.
-# keep: what `convert` is to keep in float32. scale: the Trainer's loss scale in float16. onednn: 0
-# where oneDNN fails in float32.
+# loss: the outputs of a Module with the loss; "Loss": the results of Gluon losses, if the script
+# scales its loss. here: runs in this environment, not in that of foreign.txt.
+# keep: the argument of `convert`. scale: the Trainer's loss scale in float16. onednn: 0 if oneDNN
+# fails in float32.
 Script = namedtuple(
     "Script", "path arguments own missing given substituted start loss here keep scale "
     "onednn",
@@ -122,7 +122,7 @@ SCRIPTS = [
            substituted=("no_constraint",)),
 ]
 
-# What imgclsmob's files need other than their defaults. The blocks of KEPT read shapes or call an
+# Arguments of imgclsmob's files other than defaults. The blocks of KEPT read shapes or call an
 # autograd.Function; in float32, oneDNN "could not construct a sub-memory" of NO_SUB_MEMORY.
 FAMILIES = "imgclsmob/gluon/gluoncv2/models"
 SMALL, FIXED, AUDIO = (
@@ -154,7 +154,7 @@ NO_SUB_MEMORY = (
 
 
 def begin():
-    """Sets seeds, makes the substitutions, records losses, and converts what the script makes."""
+    """Sets seeds, makes the substitutions, records losses, and converts the script's networks."""
     from gluon_amp._mxnet import mx
     published.seed(mx)
     run = os.environ["GLUON_AMP_RUN"]
@@ -189,7 +189,7 @@ class Recorder:
             lambda: self.outputs(module), update, module)
 
     def around(self, losses, run, *args, **kwargs):
-        """Records before it runs, unless it runs within another that records."""
+        """Records a call before it runs, unless it is nested in a recorded call."""
         if not self._depth and self._loss != "Loss":
             self.write(losses())
         self._depth += 1
@@ -202,7 +202,7 @@ class Recorder:
         if losses is None:
             return
         self.begun = True
-        if not self._left:  # other threads may wait for what never comes
+        if not self._left:  # other threads may wait forever
             sys.stdout.flush()
             for child in multiprocessing.active_children():
                 child.terminate()
@@ -222,7 +222,7 @@ class Recorder:
         return sum(float(head.asnumpy().astype("float64").mean()) for head in heads)
 
     def outputs(self, module):
-        """The mean of a Module's losses: of its probabilities, logits, or whatever it is."""
+        """The mean loss of a Module, from probabilities, logits, or other outputs."""
         losses = [self.output(output, module._exec_group.label_arrays)
                   for name, output in zip(module.output_names, module.get_outputs())
                   if re.search(self._loss, name)]
@@ -241,7 +241,7 @@ class Recorder:
 
 
 def add_noise(mx, dtype, record):
-    """Changes each initial weight by up to NOISE of itself."""
+    """Changes each initial weight by a relative NOISE at most."""
     import numpy as np
     rng = np.random.RandomState(1)
     initialize, set_data = mx.init.Initializer.__call__, mx.gluon.Parameter.set_data
@@ -259,7 +259,7 @@ def add_noise(mx, dtype, record):
 
 
 def convert(mx, policy, record):
-    """Puts gluon_amp's Trainer and Module in place of MXNet's, and converts what they train."""
+    """Replaces MXNet's Trainer and Module with gluon_amp's, and converts their networks."""
     import gluon_amp as amp
     trainers, converted, settings = [], [], {}
     if policy == "float16" and os.environ["GLUON_AMP_SCALE"] == "dynamic":
@@ -294,13 +294,13 @@ def convert(mx, policy, record):
 
 
 def kept(net):
-    """The blocks that are to stay in float32."""
+    """The blocks to keep in float32."""
     names = os.environ["GLUON_AMP_KEEP"]
     return [b for b in within(net) if names and re.fullmatch(names, b.name)]
 
 
 def hybridize(mx, *_):
-    """What `convert` does, too: then both draw random numbers in the same order."""
+    """Hybridizes as `convert` does, so that both draw random numbers in the same order."""
     class Trainer(mx.gluon.Trainer):
         def __init__(self, params, *args, **kwargs):
             for net in networks(mx, params):
@@ -318,7 +318,7 @@ def within(block):
 
 
 def replace_class(package, cls):
-    """For those who import it from now on; MXNet's own module keeps its class."""
+    """Replaces the class for later imports; MXNet's module keeps its own."""
     name = f"{package.__name__}.{cls.__name__.lower()}"
     own = sys.modules[name]
     sys.modules[name] = ModuleType(name)
@@ -327,7 +327,7 @@ def replace_class(package, cls):
 
 
 def networks(mx, params):
-    """The outermost blocks that have some of these parameters."""
+    """The outermost blocks with some of these parameters."""
     wanted = {id(p) for p in (params.values() if hasattr(params, "values") else params)}
     blocks = [b for b in gc.get_objects() if isinstance(b, mx.gluon.Block)
               and any(id(p) in wanted for p in b.collect_params().values())]
@@ -466,7 +466,7 @@ def imgclsmob(sources, *families):
         for call in (lambda family=family: two_steps(mx, family)), mx.nd.waitall:
             try:
                 call()
-            except Exception as error:  # of whatever kind: the next one goes on
+            except Exception as error:  # any error: continue with the next one
                 said = f"{type(error).__name__}: {str(error).strip()}".splitlines()[0]
                 errors.setdefault(family, said)
         losses = Path(os.environ["GLUON_AMP_LOSSES"])
@@ -632,7 +632,7 @@ def handwriting(sources, *arguments):
     runpy.run_module("ocr.handwriting_line_recognition", run_name="__main__", alter_sys=True)
 
 
-# ---- the files that scripts read
+# ---- files that scripts read
 
 
 def faces(folder, sources):
@@ -854,12 +854,12 @@ def kinds_of(script):
 
 
 def rms(losses, others):
-    """How much losses differ: NaN where one of them is."""
+    """The difference of losses, NaN if one of them is NaN."""
     return (sum((a - b)**2 for a, b in zip(losses, others)) / (len(losses) or 1))**0.5
 
 
 def judge(script, done, kind, sources):
-    """The difference of a type, its bound, and what is wrong."""
+    """The difference of a type, its bound, and the failure if any."""
     (losses, said), (losses16, said16) = done["float32"], done[kind]
     one_network = script.start == "imgclsmob"
     steps = 2 if one_network else STEPS
@@ -927,7 +927,7 @@ def rows(script, done, sources):
 
 
 def files_of(folder, chosen):
-    """Scripts for the files of imgclsmob, some to a process."""
+    """Scripts for the files of imgclsmob, several in one process."""
     names = sorted(path.stem for path in Path(folder, FAMILIES).glob("*.py"))
     names = chosen([n for n in names if n not in ("__init__", "common", "model_store")])
     for onednn in (1, 0):

@@ -1,12 +1,12 @@
 """`make fuzz N=100000`: random calls of MXNet's operators in float16 against MXNet's float32 code.
 
-A call is drawn from its seed: an operator, its attributes, shapes, types and values; imperative, by
-a CachedOp (static or not) or an executor; with a backward pass or without; gradients written, added
-or not requested; results in new arrays, given arrays, parts of arrays, or in an input's place;
-empty arrays. The reference is MXNet's imperative float32 code of the same numbers. Each float16
-result must be the reference rounded once, to the bit, unless EXPLAINED has a row.
+A seed determines a call: an operator, its attributes, shapes, types and values; imperative, by a
+CachedOp (static or not) or an executor; with or without a backward pass; gradients written, added
+or not requested; results in new arrays, given arrays, parts of arrays, or in-place; empty arrays.
+The reference is MXNet's imperative float32 operator on the same numbers. Each float16 result must
+be bitwise equal to the reference rounded once, unless EXPLAINED has a row.
 
-`make fuzz SEED=123` repeats one call and prints it. Calls run in processes of their own, since some
+`make fuzz SEED=123` repeats one call and prints it. Calls run in separate processes, since some
 attributes crash MXNet's float32 code; such calls, and those that MXNet refuses, do not count.
 """
 import collections
@@ -26,18 +26,18 @@ from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-WORKERS, CHUNK = 2, 1000  # processes, and calls of one
-LONGEST = 20  # seconds of a call
+WORKERS, CHUNK = 2, 1000  # processes, and calls per process
+LONGEST = 20  # seconds per call
 F16, F32 = "float16", "float32"
 
-# Not given infinities and NaN: they are made integers, or sums of them depend on the order.
+# Not given infinities and NaN: they are cast to integers, or their sums depend on the order.
 NO_SPECIALS = "ROI|CTC|_sample_|Norm|_contrib_Deform|_contrib_Modulated|box|Box|Proposal|GridGen" \
               "|Bilinear|Spatial|_npi_average"
 
-NO_NAN = ("Activation", "LeakyReLU")  # oneDNN makes 0 of NaN, or its gradient 1
-NO_MAXIMUM = re.compile("softm")  # oneDNN makes 0 of numbers beside an infinite maximum, not NaN
+NO_NAN = ("Activation", "LeakyReLU")  # oneDNN maps NaN to 0, or its gradient to 1
+NO_MAXIMUM = re.compile("softm")  # oneDNN maps numbers beside an infinite maximum to 0, not NaN
 
-# Not drawn, by a pattern of their names.
+# Operators that are not drawn, by a pattern of names.
 NOT_DRAWN = {
     r"backward": "run by the backward passes of the others",
     r"dgl|_sparse_retain|cast_storage|getnnz|edge_id|square_sum|_scatter_": "of sparse arrays",
@@ -76,7 +76,7 @@ class Draw(random.Random):
 
 
 def attribute(draw, name, kind, shape):
-    """A value for one attribute as MXNet describes it, or None to leave it out."""
+    """A value for an attribute by MXNet's description, or None to omit it."""
     ndim, choices = len(shape), re.findall(r"'([^']*)'", kind.split("}")[0])
     if name == "dtype" and F16 in choices:
         return draw.choice([F16, F16, F16, *choices])
@@ -284,7 +284,7 @@ def lengths(draw):
     return {"use_sequence_length": draw.maybe(.7), "axis": 0}, [shape]
 
 
-def layer_norm(draw):  # fewer numbers cancel in its gradient
+def layer_norm(draw):  # less cancellation in its gradient
     shape = [draw.randint(1, 5) for _ in range(draw.randint(1, 4))]
     axis = draw.axis(len(shape))
     shape[axis] = draw.randint(4, 40)
@@ -336,7 +336,7 @@ def update(states):
 
 
 def arange(draw):
-    """Of float16 numbers: the shape hangs on them before they are rounded."""
+    """Float16 numbers, since the shape depends on them before rounding."""
     return {"start": draw.randint(-2, 2), "stop": draw.choice([3, 4.5, 9]),
             "step": draw.choice([.5, .25, 2]), "repeat": draw.randint(1, 2)}, []
 
@@ -352,8 +352,8 @@ def spatial(draw):
         [(2, 3, 5, 5), (2, 6)]
 
 
-# Attributes and shapes of the first inputs for operators that fit few that are drawn blindly; MXNet
-# infers the shapes of the rest. A name that ends with * stands for all that begin so.
+# Attributes and shapes of the first inputs for operators that accept few random ones; MXNet infers
+# the shapes of the rest. A name that ends with * is a prefix.
 RECIPES = {
     "Convolution*": convolution, "Deconvolution": convolution, "Pooling*": pooling,
     "FullyConnected": dense, "dot": product(0), "_np_dot": product(0, False),
@@ -492,11 +492,11 @@ POSITIVE = re.compile("_sample_|multinomial|_random_pdf|potr|cholesky")
 
 
 class Refused(Exception):
-    """MXNet takes no such call."""
+    """MXNet does not accept the call."""
 
 
 class Call:
-    """What a seed stands for: everything that is random about one call."""
+    """A random call, determined by its seed."""
 
     def __init__(self, seed, operators):
         self.seed, self.low, draw = seed, F16, Draw(seed)
@@ -530,13 +530,13 @@ class Call:
         self.training = self.backward or draw.maybe(.5)
         self.place = draw.choice(["new", "new", "given", "part", "input"])
         self.parts = draw.maybe(.3)       # the inputs are parts of larger arrays
-        self.wraps = draw.maybe(.6)       # in graphs: the inputs and outputs belong to other nodes
+        self.wraps = draw.maybe(.6)       # in graphs: inputs and outputs belong to other nodes
         self.shares = draw.maybe(.3)      # in graphs: the inputs have another reader
         self.scale = draw.choice([1, 1, 1, 3, .1, 50])
         self.special = draw.maybe(.15) and not re.search(NO_SPECIALS, self.name)
 
     def prepare(self, mx, np, reference_attrs):
-        """Shapes, types and values of the inputs; raises where MXNet takes none such."""
+        """Shapes, types and values of the inputs; raises if MXNet does not accept them."""
         draw, symbol = self.draw, self.symbol(mx, self.attrs)
         names = symbol.list_inputs()
         auxiliary = set(symbol.list_auxiliary_states())
@@ -563,7 +563,7 @@ class Call:
         self.reference_attrs = reference_attrs(self)
 
     def _inferred(self, symbol, np):
-        """As MXNet infers them from the first input, where it does."""
+        """Shapes that MXNet infers from the first input, if it does."""
         try:
             given = dict(zip(symbol.list_inputs()[:1], self.types))
             arguments, _, states = symbol.infer_type_partial(**given)
@@ -635,7 +635,7 @@ class Runner:
         self.operators = sorted(self._operators())
 
     def _operators(self):
-        """MXNet's operators that dispatch on type, and what each says of its arguments."""
+        """MXNet's operators that dispatch on type, and descriptions of their arguments."""
         mx, text = self.mx, ctypes.c_char_p
         for name in self.library.dispatched():
             if any(re.search(pattern, name) for pattern in NOT_DRAWN):
@@ -648,7 +648,7 @@ class Runner:
             yield name, [(lists[0][i].decode(), lists[1][i].decode()) for i in range(count.value)]
 
     def reference_attrs(self, call):
-        """What stands for the attributes in float32: constants that float16 has."""
+        """The attributes for float32: constants rounded to float16."""
         made = dict(call.attrs)
         for key, value in call.attrs.items():
             places = f"{call.name}.{key}" in {f"{name}.{end}" for name in self.library.RANGES
@@ -685,13 +685,13 @@ class Runner:
         return list(made) if isinstance(made, (list, tuple)) else [made]
 
     def reference(self, call, halves, fill, into=None):
-        """By MXNet's float32 code.
+        """The call in MXNet's float32.
 
         Args:
-            halves: which outputs are float16 in the call; they are rounded before the backward pass
+            halves: outputs that are float16 in the call; they are rounded before the backward pass
                 reads them.
-            fill: what is in gradients before.
-            into: results in whose like it writes, which also hold `fill` before.
+            fill: initial value of gradients.
+            into: results whose like it writes into, also initialized with `fill`.
         """
         mx, np = self.mx, self.np
         arrays = [self.array(v.astype(F32) if v.dtype == F16 else v)[0] for v in call.arrays]
@@ -723,7 +723,7 @@ class Runner:
         return exact, gradients, [a.asnumpy() for a in arrays]
 
     def call(self, call, exact):
-        """In float16, the way that the call says."""
+        """The call in float16, in its drawn mode."""
         mx = self.mx
         before = [self.np.random.RandomState(call.seed + 2).standard_normal(a.shape).astype(a.dtype)
                   for a in call.arrays]
@@ -782,7 +782,7 @@ class Runner:
         return outputs, gradients, shared
 
     def _graph(self, call):
-        """The operator between others, which multiply by 1, so that arrays share memory."""
+        """The operator between multiplications by 1, so that arrays share memory."""
         sym = self.mx.sym
         node = call.symbol(self.mx, call.attrs)
         halves = [i for i, (n, t) in enumerate(zip(call.names, call.types))
@@ -871,7 +871,7 @@ class Runner:
                 f"{found[where]!r}, not {expected[where]!r}, at {where}"
 
     def run(self, seed, phase):
-        """What became of a call: refused, or a list of differences."""
+        """The outcome of a call: refused, or a list of differences."""
         mx, np = self.mx, self.np
         call = Call(seed, self.operators)
         with mx.util.np_shape(call.np_shape):
@@ -887,7 +887,7 @@ class Runner:
                 if call.shares and call.wraps and call.how != "imperative":
                     call.requests = ["write" if r == "add" else r for r in call.requests]
                 call.backward = any(r != "null" for r in call.requests)
-                if "BatchNorm" in call.name:  # whose moving averages MXNet advances backward
+                if "BatchNorm" in call.name:  # MXNet updates averages backward
                     call.training = call.backward
                 call.out_types = self._out_types(call, symbol)
                 if F16 not in call.types and F16 not in (call.out_types or ()):
@@ -919,7 +919,7 @@ class Runner:
                 return call, "different", [("call", np.inf, np.inf, f"{type(error).__name__}: "
                                             f"{said[:300]}")]
             differences = self._compare(call, found, wide)
-            if differences:  # where MXNet leaves what was in memory, there is nothing to compare
+            if differences:  # uninitialized memory is not compared
                 phase("reference", call.name)
                 again = self._again(call, halves, wide)
                 differences = self._compare(call, found, wide, again)
@@ -931,7 +931,7 @@ class Runner:
         return call, "different" if differences else "same", differences
 
     def _in_float32(self, call, exact):
-        """What MXNet's float32 code makes of the call the way that this one is made."""
+        """The results of MXNet's float32 in the same mode."""
         wide = copy.copy(call)
         wide.low = F32
         wide.attrs = call.reference_attrs
@@ -958,7 +958,7 @@ class Runner:
         return outputs and [self.np.dtype(t).name for t in outputs]
 
     def _again(self, call, halves, wide):
-        """The reference once more, in memory that holds other numbers."""
+        """The reference once more, with other initial memory contents."""
         noise = [self.mx.nd.array(self.np.full(n, 1e30), dtype=F32) for n in range(1, 600)]
         self.mx.nd.waitall()
         del noise
@@ -1002,9 +1002,9 @@ class Runner:
 
 # ---- explained differences ------------------------------------------------------------------
 
-# (operators, what, steps, share, reason): a difference of at most so many steps, or of so much of
-# the largest number (of the array, or of the gradients of the outputs), is explained. For a "call"
-# that raises, the words of the error.
+# (operators, what, steps, share, reason): explains a difference of at most `steps` units, or of
+# `share` of the largest number (of the array, or of the gradients of the outputs). For a "call"
+# that raises, the error message.
 EXPLAINED = [
     ("(_contrib_)?(Sync)?BatchNorm.*", "input 1", 1e99, 0,
      "MXNet's CPU code writes ones into gamma, which it only reads, where fix_gamma is set"),
@@ -1048,7 +1048,7 @@ def explanation(name, difference):
 
 
 def work(first, last, stand, outcomes):
-    """Runs calls in this process: a line for each into a file, and where it stands into another."""
+    """Runs calls in this process; writes a line for each to a file, and the position to another."""
     runner = Runner()
     file = os.open(stand, os.O_WRONLY | os.O_CREAT)
     for seed in range(first, last):
@@ -1067,11 +1067,11 @@ def work(first, last, stand, outcomes):
             rows.write(json.dumps([seed, call.name, outcome, call.backward, said, text]) + "\n")
 
 
-CHECKED = {"MALLOC_CHECK_": "3", "LD_PRELOAD": "libc_malloc_debug.so.0"}  # abort at a damaged heap
+CHECKED = {"MALLOC_CHECK_": "3", "LD_PRELOAD": "libc_malloc_debug.so.0"}  # abort on heap corruption
 
 
 def process(*words, output=subprocess.DEVNULL, **environment):
-    """The exit status of this script in a process of its own."""
+    """The exit status of this script in a new process."""
     try:
         return subprocess.run(
             [sys.executable, "-W", "ignore", __file__, *map(str, words)], stdout=output,
@@ -1084,7 +1084,7 @@ def process(*words, output=subprocess.DEVNULL, **environment):
 
 
 def culprit(first, seed, folder):
-    """The call that damaged the heap of a process, and whether MXNet's float32 code did it."""
+    """The call that corrupted the heap of a process, and whether MXNet's float32 code did it."""
     if process("reference", seed, **CHECKED):
         return seed, True
     stand = Path(folder, "checked")
@@ -1095,9 +1095,9 @@ def culprit(first, seed, folder):
 
 
 def run_all(first, last):
-    """What became of calls first to last - 1, which run in a process, and another after a crash.
+    """Outcomes of calls first to last - 1, run in a process, and in another after a crash.
 
-    The call at which a process ends runs again where an earlier one damaged the heap.
+    The call at which a process ends runs again if an earlier one corrupted the heap.
     """
     made = []
     with tempfile.TemporaryDirectory() as folder:
@@ -1128,7 +1128,7 @@ def run_all(first, last):
 
 
 def main(count, first):
-    """Runs calls from a seed on until so many have run."""
+    """Runs this number of calls from a seed on."""
     outcomes, reasons, refused = (collections.Counter() for _ in range(3))
     ran, different, backwards, at, start = set(), [], 0, first, time.time()
     with ThreadPoolExecutor(WORKERS) as pool:
@@ -1173,7 +1173,7 @@ def main(count, first):
 
 
 def reference(seed):
-    """Ends where the call is to begin."""
+    """Exits at the start of the call."""
     Runner().run(seed, lambda phase, name: phase == "call" and sys.exit())
 
 

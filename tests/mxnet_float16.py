@@ -2,11 +2,11 @@
 
 They are the tests of `tests/python/gpu/test_operator_gpu.py` that compare contexts, with the
 contexts float64, float32 and float16 on the CPU, and all tests of `tests/python/unittest` that have
-float16 in them or in a helper that they call. mxnet_float16.txt lists each that does not pass, and
-the reason; any difference from it is an error. `--off` runs them without the engine.
+float16 in them or in a helper that they call. mxnet_float16.txt lists each failing test with the
+reason; any difference from it is an error. `--off` runs them without the engine.
 
-Each file runs in a process of its own, and again from behind the test that ends the process or that
-takes longer than LONGEST seconds. As a plugin of pytest, this file selects the tests.
+Each file runs in a new process, which continues after a test that ends the process or takes longer
+than LONGEST seconds. As a plugin of pytest, this file selects the tests.
 """
 import inspect
 import json

@@ -1,14 +1,14 @@
 """`make test-mxnet MXNET_TESTS=FOLDER`: runs MXNet 1.9.1's own tests with `amp.Trainer` and
 `amp.Module` in place of MXNet's, without a loss scale and with one.
 
-What passes with MXNet's passes without a loss scale. With one, a test may fail by a refusal that
-stands in mxnets_tests.txt: MXNet's tests call `loss.backward()`, for one.
+Tests that pass with MXNet's pass without a loss scale. With one, a test may fail with an error
+listed in mxnets_tests.txt: MXNet's tests call `loss.backward()`, for example.
 
-`make test-mxnet-numpy MXNET_TESTS=FOLDER`: runs MXNet's tests of what numpy has to do with, as they
-are, with the numpy that is installed. What fails with it stands in mxnets_tests_numpy.txt.
+`make test-mxnet-numpy MXNET_TESTS=FOLDER`: runs MXNet's tests that involve numpy, unmodified,
+with the installed numpy. Tests that fail with it are listed in mxnets_tests_numpy.txt.
 
-As a plugin of pytest, this file runs them with what GLUON_AMP_IN_PLACE says: "mxnet", "None", or a
-loss scale; or "numpy".
+As a plugin of pytest, this file runs them as GLUON_AMP_IN_PLACE selects: "mxnet", "None" or a loss
+scale; or "numpy".
 """
 import inspect
 import json

@@ -6,9 +6,9 @@ v0.10.0) and `gluon-nlp` (dmlc/gluon-nlp, tag v0.10.0). Each script runs as
 scripts run in this environment, the others in those of zoo.py. All take a CPU unless a flag names
 GPUs.
 
-A script passes where float32 takes at least STEPS steps and its loss falls, and float16's loss
-differs from it at no step by more than BOUND of that fall. Losses that are equal at all steps fail:
-nothing ran in float16. The table that the run prints lists what is substituted.
+A script passes if float32 makes at least STEPS steps with a decreasing loss, and float16's loss
+differs at no step by more than BOUND of that decrease. Losses that are equal at all steps fail:
+nothing ran in float16. The printed table lists the substitutions.
 
 In the scripts' processes, this file makes the substitutions and records the losses.
 """
@@ -33,8 +33,8 @@ PACKAGES = {"mxnet": None, "gluon-cv": "gluoncv", "gluon-nlp": "gluonnlp"}  # of
 EXAMPLES = 192
 WORDS = "a an the film story is was good great fine bad poor dull and but very quite".split()
 
-# float16: arguments that float16 adds; substituted: functions of this file; given: files that the
-# script downloads otherwise; ends: the exception that ends it in float32, too
+# float16: additional arguments for float16; substituted: functions of this file; given: files that
+# the script would download; ends: the exception that ends it, in float32 too
 Script = namedtuple("Script", "path arguments float16 substituted given ends",
                     defaults=("--dtype float16", (), (), None))
 
@@ -62,8 +62,8 @@ SCRIPTS = [
     Script("gluon-cv/scripts/classification/cifar/train_cifar10.py", "--model cifar_resnet20_v1 "
            "--mode hybrid -j 0 --batch-size 32 --num-epochs 4 --lr 0.01", float16="",
            substituted=("any_sha1", "amp_init"), given=(IMAGES,)),
-    # It clips gradients while they are multiplied by the loss scale: with its own epsilon, Adam's
-    # steps in float16 would be smaller, on a GPU, too.
+    # It clips scaled gradients: with its own epsilon, Adam's steps in float16 would be smaller, on a
+    # GPU too.
     Script("gluon-nlp/scripts/bert/finetune_classifier.py", "--task_name SST --max_len 16 "
            "--batch_size 16 --epochs 2 --lr 5e-4 --epsilon 1e-13",
            substituted=("any_sha1", "small_bert"), given=(f"{EXAMPLES} drawn sentences",)),
@@ -132,7 +132,7 @@ def small_bert(mx):
         mx.init.Normal(0.02), ctx=ctx)
 
 
-# ---- the files that scripts download otherwise
+# ---- files that scripts would download
 
 
 def png(image):
@@ -185,8 +185,8 @@ def draw(folder):
 
 
 def run_recorded(python, command, substituted, scratch, begins, environment):
-    """Runs a script in a folder, with one of these files at its begin. Returns the loss of each
-    step, and the last line of output if it failed."""
+    """Runs a script in a folder, after one of these files. Returns the loss of each step, and the
+    last line of output if it failed."""
     losses = scratch / "losses"
     losses.touch()
     (scratch / "sitecustomize.py").write_text(f"import {begins}\n{begins}.begin()\n")
@@ -214,11 +214,11 @@ def train(script, dtype, sources, files):
 
 
 def judge(script, full, half):
-    """The largest difference, as a part of float32's fall, and what is wrong."""
+    """The largest difference relative to the decrease in float32, and the failure if any."""
     (losses, said), (losses16, said16) = full, half
     fall = losses[0] - losses[-1] if losses else 0
     differences = [abs(a - b) / (fall or 1) for a, b in zip(losses, losses16)]
-    largest = max(differences, key=lambda d: (d != d, d), default=0)  # of which NaN is the largest
+    largest = max(differences, key=lambda d: (d != d, d), default=0)  # NaN counts as the largest
     for dtype, error in (("float32", said), ("float16", said16)):
         if bool(error) != bool(script.ends) or error and not re.search(script.ends, error):
             return largest, f"{dtype} ends with {error or 'no error'}"

@@ -258,8 +258,8 @@ def test_aarch64_wheel_is_refused_in_one_sentence(tmp_path):
     elf()[:40], elf(), elf(sections=3), elf(size=2 ** 63), elf(size=2 ** 63, sections=1),
     elf(sections=1, each=8, more=b"\0" * 64), elf(sections=1, names=7, more=b"\0" * 64),
     elf(sections=1, more=b"\xff" * 64)],
-    ids=["forty bytes", "no sections", "sections behind the end", "sections nowhere",
-         "a section nowhere", "small sections", "names in no section", "a section of ones"])
+    ids=["truncated header", "no sections", "truncated table", "table out of range",
+         "section out of range", "small entries", "invalid names index", "section of ones"])
 def test_library_with_damaged_sections_has_no_compiler(content, tmp_path):
     """A stripped or truncated library: the import succeeds, and float16 is refused."""
     path = tmp_path / "libmxnet.so"

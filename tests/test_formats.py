@@ -507,7 +507,7 @@ def outcome(net, rng):
 
 
 @pytest.mark.parametrize("settings", [{}, {"num_layers": 2, "bidirectional": True}],
-                         ids=["one layer", "two layers, both ways"])
+                         ids=["one layer", "two layers, bidirectional"])
 @pytest.mark.parametrize("mode", MODES)
 def test_rnn_in_fine_format_matches_float32(mode, settings, rng):
     state = rng.bit_generator.state

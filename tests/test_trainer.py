@@ -633,7 +633,7 @@ def test_overflowed_names_parameters_of_newest_gradients():
         assert trainer.overflowed == ()
 
 
-def test_gradients_on_two_devices_are_clipped_by_hand_without_a_loss_scale():
+def test_clip_norm_on_two_devices_without_loss_scale():
     contexts = [mx.cpu(0), mx.cpu(1)]
     net = gluon.nn.Dense(1, in_units=2, prefix="fc_")
     net.initialize(mx.init.One(), ctx=contexts)

@@ -17,16 +17,16 @@ def batches(*shape):
     return [(nd.array(rng.standard_normal((8, *shape))), nd.arange(8) % 4) for _ in range(2)]
 
 
-def added(F, scores, later):
+def additive_mask(F, scores, later):
     return F.broadcast_add(scores, later * -1e4)
 
 
-def put(F, scores, later):
-    endless = F.ones_like(scores) * -np.inf
-    return F.where(F.broadcast_add(later, F.zeros_like(scores)), endless, scores)
+def where_mask(F, scores, later):
+    infinite = F.ones_like(scores) * -np.inf
+    return F.where(F.broadcast_add(later, F.zeros_like(scores)), infinite, scores)
 
 
-@pytest.mark.parametrize("mask", [added, put])
+@pytest.mark.parametrize("mask", [additive_mask, where_mask])
 def test_attention_mask_is_no_false_positive(mask):
     """Masked values have no gradients, and softmax maps minus infinity to 0."""
     def forward(F, x, qkv, out):

@@ -265,31 +265,37 @@ def of_two(out, label):
 # differs)
 HEADS = {
     "softmax": (lambda x: S.SoftmaxOutput(x, name="head"), CLASSES, CE, None),
-    "a share of it": (lambda x: S.SoftmaxOutput(x, name="head", grad_scale=0.25,
-                                                normalization="batch"),
-                      CLASSES, lambda out, label: CE(out, label) / 24, CE),
-    "some ignored": (lambda x: S.SoftmaxOutput(x, name="head", use_ignore=True, ignore_label=2),
-                     CLASSES, lambda out, label: CE(out, label) * (label != 2), None),
-    "labels turned round": (
+    "scaled softmax": (
+        lambda x: S.SoftmaxOutput(x, name="head", grad_scale=0.25, normalization="batch"),
+        CLASSES, lambda out, label: CE(out, label) / 24, CE),
+    "ignored label": (
+        lambda x: S.SoftmaxOutput(x, name="head", use_ignore=True, ignore_label=2),
+        CLASSES, lambda out, label: CE(out, label) * (label != 2), None),
+    "reversed labels": (
         lambda x: S.SoftmaxOutput(x, S.reverse(S.var("head_label"), axis=0), name="head"),
         CLASSES, lambda out, label: CE(out, label[::-1]), None),
-    "shares as labels": (lambda x: S.SoftmaxOutput(x, name="head"), nd.softmax(NUMBERS),
-                         mx.gluon.loss.SoftmaxCrossEntropyLoss(sparse_label=False), None),
-    "places": (lambda x: S.SoftmaxOutput(x.reshape((6, 2, 2)), name="head", multi_output=True),
-               nd.array(rng.integers(0, 2, (6, 2))),
-               lambda out, label: of_two(out, label) / 2, of_two),
-    "squares": (lambda x: S.LinearRegressionOutput(x, name="head"), NUMBERS,
-                lambda out, label: off(out, label).square() / 8,
-                lambda out, label: off(out, label).square() / 2),
-    "distances": (lambda x: S.MAERegressionOutput(x, name="head"), NUMBERS,
-                  lambda out, label: off(out, label).abs() / 4,
-                  lambda out, label: off(out, label).abs()),
-    "two classes": (lambda x: S.LogisticRegressionOutput(x, name="head"), NUMBERS > 0,
-                    mx.gluon.loss.SigmoidBinaryCrossEntropyLoss(), None),
-    "hinges": (lambda x: S.SVMOutput(x, name="head", use_linear=True), CLASSES, hinge, None),
-    "squared hinges": (lambda x: S.SVMOutput(x, name="head", regularization_coefficient=0.5),
-                       CLASSES, lambda out, label: hinge(out, label).square() / 2,
-                       lambda out, label: hinge(out, label).square()),
+    "probabilities as labels": (
+        lambda x: S.SoftmaxOutput(x, name="head"), nd.softmax(NUMBERS),
+        mx.gluon.loss.SoftmaxCrossEntropyLoss(sparse_label=False), None),
+    "multi_output softmax": (
+        lambda x: S.SoftmaxOutput(x.reshape((6, 2, 2)), name="head", multi_output=True),
+        nd.array(rng.integers(0, 2, (6, 2))), lambda out, label: of_two(out, label) / 2, of_two),
+    "linear regression": (
+        lambda x: S.LinearRegressionOutput(x, name="head"), NUMBERS,
+        lambda out, label: off(out, label).square() / 8,
+        lambda out, label: off(out, label).square() / 2),
+    "MAE regression": (
+        lambda x: S.MAERegressionOutput(x, name="head"), NUMBERS,
+        lambda out, label: off(out, label).abs() / 4, lambda out, label: off(out, label).abs()),
+    "logistic regression": (
+        lambda x: S.LogisticRegressionOutput(x, name="head"), NUMBERS > 0,
+        mx.gluon.loss.SigmoidBinaryCrossEntropyLoss(), None),
+    "linear SVM": (
+        lambda x: S.SVMOutput(x, name="head", use_linear=True), CLASSES, hinge, None),
+    "squared SVM": (
+        lambda x: S.SVMOutput(x, name="head", regularization_coefficient=0.5), CLASSES,
+        lambda out, label: hinge(out, label).square() / 2,
+        lambda out, label: hinge(out, label).square()),
 }
 
 
@@ -323,7 +329,7 @@ def test_head_loss_matches_the_gradient_it_starts(name):
     assert worths(right)
     assert worths(view) == pytest.approx(worths(right), rel=0.02)
     wanted = (shown or loss_fn)(nd.array(output(mod)), label)
-    if name == "two classes":
+    if name == "logistic regression":
         wanted = wanted.mean(axis=0)
     assert view.losses == pytest.approx([float(wanted.mean().asscalar())], rel=0.01)
 
