@@ -485,7 +485,7 @@ def recipe_for(name):
 
 # ---- a call ----------------------------------------------------------------------------------
 
-# names of inputs that hold small integers
+# names of inputs with small integers
 INDICES = re.compile("ind|label|length|rois|matches|samples|^h$")
 KEEPS_RESULTS = {"RNN"}  # unrounded, for its backward pass
 POSITIVE = re.compile("_sample_|multinomial|_random_pdf|potr|cholesky")
@@ -834,9 +834,9 @@ class Runner:
     # ---- comparing
 
     def wrong(self, found, exact, before, terms):
-        """How many steps of its type an array is from the exact one, rounded once, at most; how
-        large the differences of more than one step are (of a single step where there are no
-        others), beside the largest number of the array or of `terms`; and both in words."""
+        """The largest difference from the exact array, rounded once, in units of the type; the
+        largest difference of more than one unit (of one unit if there are no others), relative to
+        the largest number of the array or of `terms`; and a text with both."""
         np = self.np
         with np.errstate(all="ignore"):
             expected = exact.astype(found.dtype)
@@ -855,7 +855,7 @@ class Runner:
                 steps = np.abs(line(np.ascontiguousarray(found))
                                - line(np.ascontiguousarray(expected))).astype(float)
                 steps = np.where(np.isnan(found) & np.isnan(expected), 0, steps)
-                if before is not None:  # the sum may be small beside what was added to it
+                if before is not None:  # the sum may be small relative to its terms
                     own = np.abs(found.astype(float) - expected.astype(float)) \
                         / np.spacing(np.abs(exact.astype(found.dtype))).astype(float)
                     steps = np.where(own < steps, np.ceil(own), steps)

@@ -62,8 +62,8 @@ SCRIPTS = [
     Script("gluon-cv/scripts/classification/cifar/train_cifar10.py", "--model cifar_resnet20_v1 "
            "--mode hybrid -j 0 --batch-size 32 --num-epochs 4 --lr 0.01", float16="",
            substituted=("any_sha1", "amp_init"), given=(IMAGES,)),
-    # It clips scaled gradients: with its own epsilon, Adam's steps in float16 would be smaller, on a
-    # GPU too.
+    # It clips scaled gradients: with the default epsilon, Adam's steps in float16 would be smaller,
+    # on a GPU too.
     Script("gluon-nlp/scripts/bert/finetune_classifier.py", "--task_name SST --max_len 16 "
            "--batch_size 16 --epochs 2 --lr 5e-4 --epsilon 1e-13",
            substituted=("any_sha1", "small_bert"), given=(f"{EXAMPLES} drawn sentences",)),

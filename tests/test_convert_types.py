@@ -34,7 +34,7 @@ def test_integer_input_can_be_an_output():
 # Numbers outside the range of float16
 
 
-def with_a_large_bias(largest):
+def with_large_bias(largest):
     net = holding(nn.Dense(4, in_units=3), nn.Dense(2, in_units=4))
     net[0].bias.set_data(nd.array([0, 1, -largest, 2]))
     return net
@@ -42,7 +42,7 @@ def with_a_large_bias(largest):
 
 @pytest.mark.parametrize("policy", ["float16", "pure_float16"])
 def test_parameter_beyond_float16_stays_float32_and_is_logged(policy, caplog):
-    net = amp.convert(with_a_large_bias(65520), policy)
+    net = amp.convert(with_large_bias(65520), policy)
     assert net[0].bias.data().asnumpy()[2] == -65520
     assert "dense0_bias (up to 65520)" in caplog.text.replace(net[0].prefix, "dense0_")
     assert [net[i].weight.dtype for i in (0, 1)] == ["float16"] * 2
@@ -52,15 +52,15 @@ def test_parameter_beyond_float16_stays_float32_and_is_logged(policy, caplog):
 
 @pytest.mark.parametrize("largest", [65519, float("inf"), float("nan")])
 def test_parameter_within_float16_or_nonfinite_becomes_float16(largest, caplog):
-    net = amp.convert(with_a_large_bias(largest))
+    net = amp.convert(with_large_bias(largest))
     assert net[0].bias.dtype == "float16"
     assert "stay float32" not in caplog.text
 
 
 def test_loading_numbers_beyond_float16_is_refused(tmp_path):
     path = str(tmp_path / "net.params")
-    with_a_large_bias(1e5).save_parameters(path)
-    net = amp.convert(with_a_large_bias(3))
+    with_large_bias(1e5).save_parameters(path)
+    net = amp.convert(with_large_bias(3))
     for load in (lambda: net.load_parameters(path),
                  lambda: net[0].bias.set_data(nd.array([0, 1e5, 0, 0]))):
         with pytest.raises(ValueError, match=r"bias is float16.*Received: up to 100000"):

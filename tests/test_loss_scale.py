@@ -158,7 +158,7 @@ OPTIMIZERS = [*((name, settings) for name in NAMES
 
 
 # Every one of these optimizers first multiplies by rescale_grad, in float32 (lars the norms of
-# gradients, too), and a float32 times a power of two and divided by it is what it was.
+# gradients, too), and multiplying and dividing a float32 by a power of two is exact.
 @pytest.mark.parametrize(("name", "settings"), OPTIMIZERS)
 def test_float32_with_power_of_two_scale_is_bitwise_identical(name, settings):
     plain = train(None, name, **settings)
@@ -203,7 +203,7 @@ def train_module(optimizer, grad_scale, devices):
     return {name: value.asnumpy() for name, value in module.get_params()[0].items()}
 
 
-# Without weight decay: biases, too, decay by an optimizer that a Module gets as an object.
+# Without weight decay, which a Module with an optimizer object applies to biases, too.
 @pytest.mark.parametrize("devices", [[mx.cpu()], [mx.cpu(0), mx.cpu(1)]], ids=["one", "two"])
 @pytest.mark.parametrize(("name", "settings"), [("sgd", {"momentum": 0.9}), ("adam", {})])
 def test_module_with_static_pair_is_bitwise_identical(name, settings, devices):

@@ -167,7 +167,7 @@ def test_xray_with_trainer_trains_and_counts_updates():
     assert len(view.losses) == 3
     weights = {w.name: w for w in view.weights}
     assert weights["net_conv0_weight"].updates.numbers == 3 * 16 * 27
-    assert weights["net_dense0_weight"].without_master > 0.5  # such steps vanish in float16
+    assert weights["net_dense0_weight"].without_master > 0.5  # such updates vanish in float16
     assert weights["net_batchnorm0_gamma"].counts.numbers == 16
 
 

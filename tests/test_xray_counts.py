@@ -1,4 +1,4 @@
-"""What the engine counts of watched tensors: exact numbers, and the bits stay as they are."""
+"""Counts of watched tensors in the engine are exact, and results are bitwise unchanged."""
 import gluon_amp as amp
 import mxnet as mx
 import networks
@@ -19,7 +19,7 @@ sym = mx.sym
 
 
 def watched(symbol, head=1.0, watch=True, **arrays):
-    """Runs a graph forward and backward: its output, its gradients, what was counted."""
+    """Runs a graph forward and backward. Returns its output, gradients and counts."""
     types = {name: a.dtype.name for name, a in arrays.items()}
     made = build(Graph.read(symbol), types, watch=watch).symbol()
     names = made.list_inputs()
@@ -35,7 +35,7 @@ def watched(symbol, head=1.0, watch=True, **arrays):
 
 
 def assert_counted(counts, exact):
-    """Counts are those that numpy finds in the exact float32 numbers."""
+    """Checks that counts match numpy's for the exact float32 numbers."""
     exact = np.asarray(exact, np.float32).ravel()
     finite = exact[np.isfinite(exact) & (exact != 0)]
     bins = np.bincount(np.maximum(np.frexp(finite)[1] - 1 + 127, 0), minlength=256)
@@ -66,7 +66,7 @@ def test_exponents_are_counted_before_rounding_forward_and_backward(size, rng):
 
 
 def numbers_of_kinds(rng):
-    """Arrays whose exponents are near each other, far apart, change on the way, or are none."""
+    """Arrays with near, distant or varying exponents, or without an exponent."""
     plain = rng.standard_normal(150001).astype(np.float32)
     zeros = np.maximum(plain, 0)
     zeros[5000:20000] = 0
@@ -190,7 +190,7 @@ def batch_norm(x, g):
 ONES = {"gamma": np.full(40, 1e-7, np.float32), "beta": np.zeros(40, np.float32)}
 HALF = {"gamma": np.full(40, 2.0 ** -23, np.float16), "beta": np.zeros(40, np.float16)}
 STATISTICS = {"mean": np.zeros(40, np.float32), "var": np.ones(40, np.float32)}
-OWN_CODE = {  # operators with code of their own; what they compute, and their gradients
+OWN_CODE = {  # operators with dedicated kernels, their results and gradients
     "leaky relu": (lambda x, **_: sym.LeakyReLU(x, slope=1e-4, name="op"), leaky, {}),
     "sigmoid": (lambda x, **_: sym.sigmoid(x, name="op"), sigmoid, {}),
     "tanh": (lambda x, **_: sym.Activation(x, act_type="tanh", name="op"), tanh, {}),

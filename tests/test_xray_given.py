@@ -28,7 +28,7 @@ def two_layers(fault=None):
     return amp.convert(net)
 
 
-def spoiled(number=np.nan):
+def nonfinite(number=np.nan):
     data, label = rows(1)[0]
     data[1, 2] = number
     return data, label
@@ -53,11 +53,11 @@ for _ in range(20):
 @pytest.mark.parametrize("number", [np.nan, np.inf])
 def test_nonfinite_data_is_reported_and_nothing_is_kept(number):
     net = two_layers()
-    view = amp.xray(net, [spoiled(number)], LOSS)
+    view = amp.xray(net, [nonfinite(number)], LOSS)
     assert str(view.first_overflow) == "batch 0: the input data is not finite"
     assert (view.findings, view.keep, view.window) == ([], [], None)
     assert "No operator needs" not in str(view)
-    assert amp.explain(net, spoiled(number), LOSS).node == "data"
+    assert amp.explain(net, nonfinite(number), LOSS).node == "data"
 
 
 def test_nonfinite_weight_is_reported():
@@ -70,7 +70,7 @@ def test_nonfinite_weight_is_reported():
 
 def test_advice_ignores_batches_with_nonfinite_data(tmp_path):
     right = amp.xray(two_layers(lambda F, x: x * 1e6), rows(2), LOSS)
-    view = amp.xray(two_layers(lambda F, x: x * 1e6), [rows(2)[0], spoiled(), rows(2)[1]], LOSS)
+    view = amp.xray(two_layers(lambda F, x: x * 1e6), [rows(2)[0], nonfinite(), rows(2)[1]], LOSS)
     assert (view.findings, view.keep, view.window) == (right.findings, right.keep, right.window)
     assert view.findings
     assert any("batch 1: the input data is not finite" in note for note in view.notes)
@@ -79,7 +79,7 @@ def test_advice_ignores_batches_with_nonfinite_data(tmp_path):
 
 
 def test_reading_in_another_format_ignores_left_out_batches(tmp_path):
-    for name, given in (("all", [spoiled(), *rows(1)]), ("sound", rows(1))):
+    for name, given in (("all", [nonfinite(), *rows(1)]), ("sound", rows(1))):
         amp.xray(two_layers(), given, LOSS).save(str(tmp_path / name))
     seen, right = (read(str(tmp_path / name), FORMATS["bfloat16"]) for name in ("all", "sound"))
     assert (seen.findings, seen.notes) == ([], [])
@@ -110,12 +110,12 @@ def noisy():
     return Calling(forward, nn.Dense(8), nn.Dense(4))
 
 
-def of_a_symbol():
+def symbol_block():
     x = mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=4, name="fc")
     return gluon.SymbolBlock(mx.sym.tanh(x), [mx.sym.var("data")])
 
 
-@pytest.mark.parametrize("make", [noisy, of_a_symbol])
+@pytest.mark.parametrize("make", [noisy, symbol_block])
 def test_xray_of_network_that_has_not_run_leaves_training_unchanged(make):
     def trained(looked_at):
         mx.random.seed(4)

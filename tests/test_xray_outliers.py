@@ -22,12 +22,12 @@ def with_largest(*numbers):
     return given
 
 
-def of_a_logarithm(F, x, dense, out):
+def with_exp(F, x, dense, out):
     return out(F.tanh(dense(F.exp(x)) * 1e-3))
 
 
 def test_exp_near_overflow_in_one_batch_is_reported():
-    net = calling(of_a_logarithm, *layers(8, 4))
+    net = calling(with_exp, *layers(8, 4))
     view = amp.xray(net, with_largest(8.0, 7.0, 10.5), LOSS)
     assert view.first_overflow is None
     assert (view.findings[0].node, view.findings[0].reason) == ("net_exp0", "range above")
@@ -38,11 +38,11 @@ def test_exp_near_overflow_in_one_batch_is_reported():
 
 @pytest.mark.parametrize("largest", [(8.0, 7.0, 8.5), (10.5, 10.5, 10.5)])
 def test_exp_with_headroom_or_constant_size_is_no_finding(largest):
-    assert amp.xray(calling(of_a_logarithm, *layers(8, 4)), with_largest(*largest),
+    assert amp.xray(calling(with_exp, *layers(8, 4)), with_largest(*largest),
                     LOSS).findings == []
 
 
-def near_the_end(value):
+def headroom_notes(value):
     def forward(F, x, dense, out):
         return out(((dense(x) * 0 + value) * 1e4) * 1e-4)
     view = amp.xray(calling(forward, *layers(8, 4)), rows(), LOSS)
@@ -50,14 +50,14 @@ def near_the_end(value):
 
 
 def test_headroom_below_factor_2_is_noted():
-    view, (note,) = near_the_end(5.0)
+    view, (note,) = headroom_notes(5.0)
     assert view.findings == []
     assert "net__mulscalar1 is within a factor of 1.32 of float16's largest number, 65504" in note
 
 
 def test_larger_headroom_and_overflow_are_not_noted():
-    assert near_the_end(3.0)[1] == []
-    view, notes = near_the_end(7.0)
+    assert headroom_notes(3.0)[1] == []
+    view, notes = headroom_notes(7.0)
     assert view.findings[0].severity == "error"
     assert notes == []
 
@@ -108,7 +108,7 @@ def test_gradients_that_need_scale_below_1_show_how_to_set_it(tmp_path):
 
 
 def exploding(*before):
-    """Blocks, and behind them 12 layers whose numbers grow beyond float16."""
+    """Blocks followed by 12 layers whose values grow beyond float16."""
     net = nn.HybridSequential(prefix="net_")
     with net.name_scope():
         net.add(*before, *(Calling(lambda F, x, inner: x + inner(x), nn.Dense(6, in_units=6))
@@ -265,20 +265,20 @@ def test_gradient_rounded_by_cast_is_reported_with_producing_line():
 # ---- batches that advice is based on
 
 
-def with_a_root():
+def with_sqrt():
     return calling(lambda F, x, dense, out: out(F.sqrt(F.abs(dense(x)))), *layers(8, 4))
 
 
 def test_batch_with_nonfinite_gradients_does_not_lower_loss_scale():
     (data, label), good = rows()
-    view = amp.xray(with_a_root(), [(data * 0, label), good], LOSS, reference=False)
+    view = amp.xray(with_sqrt(), [(data * 0, label), good], LOSS, reference=False)
     first, second = (scale for scale, _ in view.steps)
     assert first < 1 < second == view.scale
 
 
 def test_nonfinite_float32_gradients_under_trainer_are_noted():
     (data, label), good = rows()
-    net = with_a_root()
+    net = with_sqrt()
     trainer = amp.Trainer(net.collect_params(), "sgd", loss_scale="dynamic")
     view = amp.xray(net, [(data * 0, label), good], LOSS, trainer)
     assert "\nnote: batch 0: gradients are not finite in float32 either" in str(view)
