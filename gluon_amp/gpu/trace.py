@@ -102,14 +102,15 @@ class Trace:
         rows.append(("peak memory, MiB", "", "", "", f"{self.step.peak / 2 ** 20:.0f}",
                      f"{self.float32.peak / 2 ** 20:.0f}"))
         lines = [f"One step: policy {self.policy.name}, data {shapes}, compute capability "
-                 f"{self.capability / 10}.", "It is recorded: nothing is computed.", "",
+                 f"{self.capability / 10}.", "The calls are recorded, not executed.", "",
                  *_aligned(rows), "", "Products:"]
         lines += _aligned([("calls", "part", "call", "multiplies", "adds in", "Tensor Cores"), *(
             (str(p["calls"]), p["part"], p["call"], p["factors"], p["sums"],
              f"no: {p['not on Tensor Cores']}" if p["not on Tensor Cores"] else "yes")
             for p in self.products())])
-        for title, named in (("Casts, by what makes them:", self._named(lambda c: c.is_cast)),
-                             ("Sums in float16 (compensated, but in products):",
+        for title, named in (("Casts, by the operator that inserts them:",
+                              self._named(lambda c: c.is_cast)),
+                             ("Sums in float16 (compensated, except in products):",
                               self._named(lambda c: c.adds_in_half))):
             if named:
                 lines += ["", title, *_aligned([(str(n), name) for name, n in named.items()])]
@@ -175,7 +176,7 @@ def gpu_trace(net: Network, batch: Union["mx.nd.NDArray", Sequence["mx.nd.NDArra
 def trace_symbol(symbol: "mx.sym.Symbol", names: Sequence[str], data: Data,
                  policy: Union[str, Policy] = "float16", optimizer: str = "sgd",
                  capability: int = 70, keep: Sequence[str] = ()) -> Trace:
-    """Records the same of a symbol, with the names, shapes and types of its inputs."""
+    """Records the calls of a symbol, given the names, shapes and types of its inputs."""
     policy = get_policy(policy)
     if policy.cpu_only:
         raise ValueError(f"policy {policy.name} runs on CPUs only. Valid: float16, mixed_float16, "

@@ -1,10 +1,10 @@
-// A GPU that computes, on the host: what the recording GPU records, run at once and in order.
+// A computing GPU: executes the calls of the recording GPU on the host, synchronously and in order.
 //
-//   RECORDING_GPU_COMPUTES=1       kernels and library calls compute; device memory is the host's
+//   RECORDING_GPU_COMPUTES=1       execute kernels and library calls; device memory is host memory
 //   RECORDING_GPU_TENSOR_CORE=8,24 Tensor Cores add 8 products with 24 bits of fraction (docs/tensor_cores.md)
 //
-// Numbers are computed in double or float32 and rounded to an array's type where they are stored. An
-// operation that is unknown is a violation, which names it.
+// Results are computed in double or float32, and rounded to an array's type when they are stored. An unknown
+// operation is a violation that names it.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -19,7 +19,7 @@ bool computes();
 
 enum class Type { kFloat, kDouble, kHalf, kBool, kUint8, kInt8, kInt32, kInt64 };
 size_t width(Type type);
-extern const float* const g_halves;  // of all 65,536
+extern const float* const g_halves;  // the values of all 65,536
 uint16_t to_half(float value);
 inline float as_half(float value) { return g_halves[to_half(value)]; }
 
@@ -50,12 +50,12 @@ struct Array {
       default: ((uint8_t*)data)[i] = (uint8_t)value;
     }
   }
-  // As MXNet's requests say: 0 nothing, 1 and 2 write, 3 add.
+  // MXNet's requests: 0 no output, 1 and 2 write, 3 add.
   void assign(ll i, int request, double value) const {
     if (request == 3) set(i, (*this)[i] + rounded(value));
     else if (request) set(i, value);
   }
-  double rounded(double value) const {  // to the type
+  double rounded(double value) const {  // to the array's type
     return type == Type::kHalf ? as_half((float)value) : type == Type::kFloat ? (float)value : value;
   }
 };
@@ -66,10 +66,10 @@ struct Name {
   std::string id;           // "mul", "1", "float"
   std::vector<Name> args;   // of the template
   bool pointer = false;
-  int type = -1;            // a Type, if it is one of numbers
+  int type = -1;            // a Type, if the name is a numeric type
 };
 
-struct Signature {  // of a kernel: its template arguments, its parameters' types
+struct Signature {  // a kernel's template arguments and parameter types
   Name kernel;
   std::vector<Name> types;
 };
@@ -83,7 +83,7 @@ struct Launch {
   template <class T> const T& value(size_t i) const { return *(const T*)args[i]; }
   double number(size_t i) const;  // a scalar argument
   ll integer(size_t i) const { return (ll)number(i); }
-  Array array(size_t i) const;    // what a pointer points to
+  Array array(size_t i) const;    // the array of a pointer
 };
 
 Type type_of(const Name& name);
@@ -91,8 +91,8 @@ inline bool is_type(const Name& name) { return name.type >= 0; }
 
 using Run = std::function<void(const Launch&)>;
 std::map<std::string, Run>& kernels();            // by name, without namespaces
-std::map<std::string, Run>& generic_kernels();    // mxnet_generic_kernel, by the name of its operation
-struct Family {  // registers kernels as the library is loaded
+std::map<std::string, Run>& generic_kernels();    // mxnet_generic_kernel, by operation
+struct Family {  // registers kernels when the library is loaded
   Family(std::map<std::string, Run>& table, std::initializer_list<std::pair<const std::string, Run>> rows) {
     for (auto& row : rows) table.insert(row);
   }
@@ -103,21 +103,21 @@ using BinaryFunction = double (*)(double, double);
 UnaryFunction unary_function(const std::string& name);    // null if unknown
 BinaryFunction binary_function(const std::string& name);
 
-// Throws std::runtime_error with what is unknown.
+// Throws std::runtime_error that names the unknown operation.
 void compute(const std::string& demangled, const unsigned grid[3], const unsigned block[3], void** args);
 [[noreturn]] void unknown(const std::string& what);
 
 // ---- products
 
-enum class Sums { kFloat, kHalf, kTensorCore };  // the last: float32's, where no GPU is named
-// The sums of a product whose factors are halves or not, that adds in float16 or not, and may use Tensor Cores or not.
+enum class Sums { kFloat, kHalf, kTensorCore };  // kTensorCore without a GPU's rule: float32
+// The sums of a product, by the types of its factors and its sum, and whether it may use Tensor Cores.
 Sums sums_of(bool half_factors, bool half_sums, bool tensor_cores);
 
 // c (m x n) = a (m x k) * b (k x n), all row-major and dense.
 void product(ll m, ll n, ll k, const float* a, const float* b, float* c, Sums sums);
 std::vector<float> transposed(const float* x, ll rows, ll columns);
 
-// Softmax of n numbers, or its logarithm: read(i) is the i-th, write(i, result) takes it.
+// Softmax of n numbers, or its logarithm: read(i) returns the i-th, write(i, result) stores it.
 template <class Read, class Write> void soft_max(ll n, bool log, Read read, Write write) {
   double most = -INFINITY, total = 0;
   for (ll i = 0; i < n; i++) most = std::max<double>(most, read(i));

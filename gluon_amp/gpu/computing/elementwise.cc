@@ -1,4 +1,4 @@
-// MXNet's generic kernels: an operation for each element.
+// MXNet's generic elementwise kernels.
 #include <math.h>
 
 #include "compute.h"
@@ -169,7 +169,7 @@ void op_with_req(const Launch& launch) {
     scalar.push_back(pointer ? 0 : launch.number(k + 2));
   }
   const auto read = [&](size_t k, ll i) { return in[k].data ? in[k][i] : scalar[k]; };
-  const size_t first = backward;  // behind the gradient of the output
+  const size_t first = backward;  // after the gradient of the output
   const UnaryFunction one = inputs - first == 1 ? unary_function(of.id) : nullptr;
   const BinaryFunction two = inputs - first == 2 ? binary_function(of.id) : nullptr;
   if (!one && !two) unknown("operation " + of.id);

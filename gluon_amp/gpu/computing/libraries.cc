@@ -46,7 +46,7 @@ ll count(const std::vector<int>& dims) {
 // f(position in memory, position in a dense array) for each element
 template <class F> void each(D d, F f) {
   std::vector<int> strides = d->strides;
-  if (d->format == 1 && d->dims.size() == 4) {  // channels-last, filters, too
+  if (d->format == 1 && d->dims.size() == 4) {  // channels-last, also for filters
     const auto& n = d->dims;
     strides = {n[1] * n[2] * n[3], 1, n[3] * n[1], n[1]};
   }
@@ -72,7 +72,7 @@ template <class F> void write(V alpha, V beta, D d, V data, F value) {
   each(d, [&](ll place, ll i) { to.set(place, a * value(i) + (b ? b * to[place] : 0)); });
 }
 
-// ---- convolutions, by a matrix of windows for each image and group
+// ---- convolutions, by im2col for each image and group
 
 struct Convolution {
   D xd, wd, conv, yd;
@@ -87,7 +87,7 @@ struct Convolution {
       pixels *= xd->dims[k + 2];
     }
   }
-  // f(row of the matrix, place, pixel) for each element that lies in the image
+  // f(row of the matrix, position, pixel) for each element inside the image
   template <class F> void windows(F f) const {
     for (ll tap = 0; tap < window; tap++)
       for (ll place = 0; place < places; place++) {
@@ -180,7 +180,7 @@ void add_tensor(V alpha, D ad, V a, V beta, D cd, V c) {  // a's axes of length 
 
 namespace {
 
-// Numbers of an element's parameters, and how many elements share them.
+// The number of parameters, the elements of each, and the parameter of an element.
 struct Groups {
   ll parameters, pixels, each;
   bool spatial;
@@ -194,7 +194,7 @@ struct Groups {
 };
 Array parameters(const Norm& norm, V data) { return {of_cuda(norm.pd->type), (void*)data}; }
 
-struct Moments {  // of each group
+struct Moments {  // moments of each group
   std::vector<double> mean, variance;
   Moments(const Groups& group, const std::vector<float>& data) : mean(group.parameters), variance(group.parameters) {
     for (size_t i = 0; i < data.size(); i++) mean[group(i)] += data[i] / (double)group.each;
@@ -348,7 +348,7 @@ void pooling_backward(D p, V alpha, D yd, V y, V dy, D xd, V x, V beta, V dx) {
   pools(p, xd, yd, [&](ll i, const std::vector<ll>& window, ll n) {
     if (is_maximum(p)) {
       for (ll at : window)
-        if (data[at] == out[i]) {  // the first of equal ones
+        if (data[at] == out[i]) {  // the first maximum
           made[at] += gradient[i];
           break;
         }
@@ -359,7 +359,7 @@ void pooling_backward(D p, V alpha, D yd, V y, V dy, D xd, V x, V beta, V dx) {
   write(alpha, beta, xd, dx, [&](ll i) { return made[i]; });
 }
 
-// ---- softmax, over channels (mode 1) or all of an image (mode 0)
+// ---- softmax, over channels (mode 1) or the whole image (mode 0)
 
 namespace {
 
@@ -391,7 +391,7 @@ void softmax_backward(int algorithm, int mode, V alpha, D yd, V y, V dy, V beta,
   write(alpha, beta, yd, dx, [&](ll i) { return made[i]; });
 }
 
-// ---- dropout: a bit of the reserve space for each number that stays
+// ---- dropout: the reserve space has a bit for each kept element
 
 void dropout(D d, D xd, V x, V y, V reserve) {
   static auto& random = *new std::mt19937(number("RECORDING_GPU_SEED", 1));

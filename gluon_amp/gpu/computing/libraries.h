@@ -1,9 +1,9 @@
-// What calls of cuBLAS, cuDNN and NCCL compute. Scalars alpha and beta are float32, or double for double arrays.
+// The computations of cuBLAS, cuDNN and NCCL. Scalars alpha and beta are float32, or double for double arrays.
 #pragma once
 #include "../recording/dnn.h"
 #include "compute.h"
 
-Type of_cuda(int type);   // cudaDataType and cudnnDataType_t of float, double, half, int8 are alike
+Type of_cuda(int type);   // cudaDataType and cudnnDataType_t agree on float, double, half, int8
 
 struct Factor { const void* data; Type type; bool transposed; int ld; ll stride; };
 // c = alpha * a * b + beta * c for column-major matrices.
@@ -21,7 +21,7 @@ void add_tensor(V alpha, D ad, V a, V beta, D cd, V c);
 struct Norm {
   int mode;
   V alpha, beta;
-  D xd, pd;  // of data, of parameters
+  D xd, pd;  // data, parameters
   double epsilon, factor;
 };
 void norm_training(const Norm& norm, V x, V y, V gamma, V bias, V running_mean, V running_var, V mean, V inverse);

@@ -38,7 +38,7 @@ uint16_t to_half(float value) {
   const uint16_t sign = bits >> 16 & 0x8000;
   bits &= 0x7fffffff;
   if (bits > 0x7f800000) return sign | 0x7e00;
-  if (bits >= 0x477ff000) return sign | 0x7c00;  // what rounds to 65536
+  if (bits >= 0x477ff000) return sign | 0x7c00;  // rounds to 65536
   if (bits < 0x38800000) {                       // subnormal: adding 0.5 rounds at float16's last place
     float size, half = 0.5f;
     memcpy(&size, &bits, sizeof size);
@@ -68,7 +68,7 @@ std::vector<float> transposed(const float* x, ll rows, ll columns) {
   return made;
 }
 
-// ---- sums of Tensor Cores: one instruction after the other, as docs/tensor_cores.md says
+// ---- sums of Tensor Cores, instruction by instruction (docs/tensor_cores.md)
 
 namespace {
 
@@ -178,7 +178,7 @@ class Parser {
     return made;
   }
 
-  std::vector<Name> list(char close) {  // from an opening bracket to behind the closing one
+  std::vector<Name> list(char close) {  // from an opening bracket past the closing one
     std::vector<Name> made;
     at_++;
     while (at_ < text_.size() && text_[at_] != close) {
@@ -191,7 +191,7 @@ class Parser {
   bool at(char c) const { return at_ < text_.size() && text_[at_] == c; }
 
  private:
-  void finish(Name* made) {  // " const*" and the like behind template arguments
+  void finish(Name* made) {  // " const*" and the like after template arguments
     for (; at_ < text_.size(); at_++) {
       const char c = text_[at_];
       if (c == '*') made->pointer = true;

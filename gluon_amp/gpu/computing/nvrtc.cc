@@ -1,8 +1,8 @@
-// NVRTC: CUDA C++ that MXNet writes as it runs, compiled by g++ behind a header, cached by source.
+// NVRTC: compiles CUDA C++ that MXNet generates at run time with g++ and a header; caches by source.
 //
-//   RECORDING_GPU_CACHE=folder   of what is compiled; CXX=compiler (g++)
+//   RECORDING_GPU_CACHE=folder   for compiled kernels; CXX=compiler (g++)
 //
-// Threads of a launch run one after the other, so a kernel with __syncthreads is refused.
+// Threads of a launch run sequentially, so kernels with __syncthreads are refused.
 #include "nvrtc.h"
 
 #include <dlfcn.h>
@@ -70,7 +70,7 @@ extern "C" void gluon_amp_launch(void** args, const unsigned* grid, const unsign
 }
 )code";
 
-// The two instructions of PTX in MXNet's own source, as calls; what stands behind them in the line goes.
+// Replaces the two PTX instructions in MXNet's source, and the rest of their lines, by calls.
 std::string without_ptx(std::string source) {
   const std::pair<const char*, const char*> calls[] = {
       {"asm(\"{  cvt.rn.f16.f32", "val.__x = gluon_amp_narrow(f);//"},

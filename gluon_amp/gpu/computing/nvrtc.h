@@ -1,4 +1,4 @@
-// Kernels that MXNet writes as it runs.
+// Kernels that MXNet generates at run time.
 #pragma once
 #include "compute.h"
 

@@ -1,4 +1,4 @@
-// Optimizers' kernels, sums of squares, and random numbers.
+// Optimizers, sums of squares, and random numbers.
 #include <algorithm>
 #include <random>
 #include <unordered_map>
@@ -213,7 +213,7 @@ struct Squares {
   int sizes[110];
   unsigned char array_of_block[320];
   int chunk_of_block[320];
-  int chunks;  // of the longest array
+  int chunks;  // chunks of the longest array
 };
 void squares(const Launch& l) {  // (length of a chunk, lists, partial sums, number of the first array)
   const auto& p = l.value<Squares>(1);
@@ -237,7 +237,7 @@ void squares_of_arrays(const Launch& l) {  // (lists, partial sums, results)
   }
 }
 
-// ---- random numbers: of another generator than a GPU's, by the address of its states
+// ---- random numbers: another generator than a GPU's, by the address of its states
 
 std::mt19937& generator(const void* states) {
   static auto& all = *new std::unordered_map<const void*, std::mt19937>();

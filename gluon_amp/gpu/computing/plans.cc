@@ -1,7 +1,7 @@
-// mshadow's kernels: an expression, whose template arguments say what it is, for each element.
+// mshadow's kernels: evaluate an expression, described by template arguments, for each element.
 //
-// A kernel receives a Plan of the expression by value. Its members stand one behind the other, as in any struct:
-// the parser below follows the template arguments through them.
+// A kernel receives a Plan of the expression by value, with the usual struct layout. The parser below maps template
+// arguments to its members.
 #include <stdlib.h>
 #include <string.h>
 
@@ -18,7 +18,7 @@ struct Plan {
 };
 using Made = std::unique_ptr<Plan>;
 
-// What a struct holds: `at` is aligned for each member, and the struct's size is a multiple of its alignment.
+// A struct's members: `at` is aligned for each member, and the size is a multiple of the struct's alignment.
 struct Members {
   const char* data;
   size_t at = 0;
@@ -74,7 +74,7 @@ struct MapPlan : Plan {  // a function of one or two expressions, rounded to the
     return round_to(type, one ? one(a->eval(y, x)) : two ? two(a->eval(y, x), b->eval(y, x)) : a->eval(y, x));
   }
 };
-struct ReducePlan : Plan {  // over an axis; `place`: where the result lies on it
+struct ReducePlan : Plan {  // over an axis; `place`: the result's position on it
   Made source;
   std::string reducer;
   ll columns, trailing, size, last;
@@ -92,7 +92,7 @@ struct ReducePlan : Plan {  // over an axis; `place`: where the result lies on i
     return place ? (double)found : total;
   }
 };
-struct MovePlan : Plan {  // another place of an expression
+struct MovePlan : Plan {  // an expression at another position
   Made source;
   std::function<std::pair<ll, ll>(ll, ll)> place;
   double eval(ll y, ll x) const override {
@@ -107,9 +107,9 @@ struct MovePlan : Plan {  // another place of an expression
 
 Made expression(const Name& e, const Name& type, Members* outer);
 
-// The Plan of an expression within a struct: aligned, and as long as a struct is.
+// The Plan of an expression within a struct, aligned and padded as a struct.
 Made member(const Name& e, const Name& type, Members* outer) {
-  Members probe{outer->data, 0};  // finds the alignment, which does not depend on the place
+  Members probe{outer->data, 0};  // finds the alignment, which does not depend on the position
   std::unique_ptr<char[]> zeros(new char[4096]());
   probe.data = zeros.get();
   expression(e, type, &probe);

@@ -1,4 +1,4 @@
-// Kernels that add up, sort or move: reductions, softmax, layer norms, biases, embeddings, transposes.
+// Reductions, softmax, layer norms, biases, embeddings, sorting and transposes.
 #include <string.h>
 
 #include <algorithm>
@@ -34,9 +34,9 @@ ll unravel_dot(ll i, Shape shape, Shape stride, int dims) {
   return made;
 }
 
-struct Reducer {  // red::sum with Kahan's compensation, as MXNet's; maximum, minimum, product
+struct Reducer {  // red::sum with Kahan summation, as in MXNet; maximum, minimum, product
   std::string id;
-  Type type;  // that it computes in
+  Type type;  // of the accumulator
   double total, rest = 0;
   Reducer(const std::string& name, Type t) : id(name), type(t) {
     total = id == "product" ? 1 : id == "maximum" ? -INFINITY : id == "minimum" ? INFINITY : 0;
@@ -59,7 +59,7 @@ struct Reducer {  // red::sum with Kahan's compensation, as MXNet's; maximum, mi
 };
 
 // reduce_kernel<REDUCER, dims, ADDED, IN, OUT, OP, unroll>, or <REDUCER, dims, TYPE, OP1, OP2, unroll> of big, lhs
-// and rhs; the same with _M1, where nothing is added up
+// and rhs; the same with _M1, without a reduction
 void reduce(const Launch& launch) {
   const bool single = launch.kernel.id == "reduce_kernel_M1";
   const auto& t = launch.kernel.args;
@@ -108,7 +108,7 @@ void reduce_lines(const Launch& launch) {
   }
 }
 
-// ---- softmax. Rows start at `base` and are `step` apart; those behind `length` are 0.
+// ---- softmax. Elements of a row start at `base`, `step` apart; those beyond `length` are 0.
 
 struct Row { ll base, step, length, m; double temperature; };
 
@@ -128,7 +128,7 @@ template <class F> void each_row(const Launch& launch, size_t first, int dims, F
     f({unravel_dot(row, shape, stride, dims), step, length(row), m, launch.number(first + 4)});
 }
 
-int dims_of(const Launch& launch, size_t shape) {  // of the shape among the parameters, 0 if there is none
+int dims_of(const Launch& launch, size_t shape) {  // dimensions of the shape parameter, 0 without one
   return launch.types.size() > shape && launch.types[shape].id == "Shape" ? std::stoi(launch.types[shape].args.at(0).id) : 0;
 }
 
@@ -320,7 +320,7 @@ void embedding_grad(const Launch& launch) {
     }
 }
 
-// transpose_pseudo2D<TYPE, LOADED, add>(out, in, m, n, ...): (k, m, n) to (k, n, m); the grid says k
+// transpose_pseudo2D<TYPE, LOADED, add>(out, in, m, n, ...): (k, m, n) to (k, n, m); k is from the grid
 void transpose(const Launch& launch) {
   const Array out = launch.array(0), in = launch.array(1);
   const ll m = launch.integer(2), n = launch.integer(3), k = launch.grid[2] * launch.integer(5);

@@ -1,4 +1,4 @@
-// cuDNN's recurrent layers. What a forward pass computes is kept beside its reserve space, for the backward pass.
+// cuDNN's recurrent layers. The forward pass keeps its results for the backward pass, by its reserve space.
 #include <algorithm>
 #include <memory>
 #include <random>
@@ -15,9 +15,9 @@ float sigmoid(float a) { return 1 / (1 + std::exp(-a)); }
 // One direction of one layer.
 struct Way {
   ll in, gates;                  // width of the input; gates * hidden
-  ll w, r, bw, br;               // places of weights and biases in the parameters
+  ll w, r, bw, br;               // offsets of weights and biases in the parameters
   bool backward;                 // in time
-  Floats input, mask;            // (T, N, in); what dropout multiplied the input by, if it did
+  Floats input, mask;            // (T, N, in); the dropout mask, if any
   Floats h, c, gate, inner;      // (T + 1, N, hidden) from the first state on; (T, N, gates); GRU: r's new gate
   Floats dgate, dinner;
 };
@@ -72,7 +72,7 @@ std::shared_ptr<Kept> plan(D r, D xd) {
   return all;
 }
 
-// The time of a way's step: its own first step may be the last in time.
+// The time of a direction's step: backward starts at the last time.
 ll time_of(const Kept& all, const Way& one, ll step) { return one.backward ? all.steps - 1 - step : step; }
 
 void forward(const Kept& all, Way* one, const Floats& w, const Array& rounding) {
@@ -112,7 +112,7 @@ void forward(const Kept& all, Way* one, const Floats& w, const Array& rounding) 
   }
 }
 
-// dh, dc: gradients of the last states, which become those of the first; returns the input's gradient.
+// dh, dc: gradients of the last states, replaced by those of the first; returns the input's gradient.
 Floats backward(const Kept& all, Way* one, const Floats& w, const Floats& dy, ll offset, float* dh, float* dc) {
   const ll n = all.batch, hidden = all.hidden, gates = one->gates, out = hidden * all.ways;
   one->dgate.assign(one->gate.size(), 0);

@@ -22,13 +22,13 @@ const char* math_name(int m) {
 struct Matrix { const void* data; int type, ld; ll stride = 0; };
 struct Scalars { const void *alpha, *beta; };
 
-// What sums are made in, by cudaDataType or cublasComputeType_t.
+// The type in which sums accumulate, by cudaDataType or cublasComputeType_t.
 int sum_type(int compute) {
   return compute == 0 || compute == 68 ? FLOAT : compute == 2 || compute == 64 ? HALF
       : compute == 1 || compute == 70 ? DOUBLE : -1;
 }
 
-// Which types cuBLAS multiplies: all alike, or halves that are summed in float.
+// The types that cuBLAS supports: one type, or halves with float sums.
 bool supported(const Matrix& a, const Matrix& b, const Matrix& c, int sum) {
   if (a.type != b.type) return false;
   if (a.type == HALF && sum == FLOAT) return c.type == HALF || c.type == FLOAT;
@@ -45,7 +45,7 @@ int gemm(const char* call, Blas* h, int ta, int tb, int m, int n, int k, Scalars
                ", summed as " + type_name(sum), NOT_SUPPORTED);
   if (m < 0 || n < 0 || k < 0 || batch < 0 || a.ld < (ta ? k : m) || b.ld < (tb ? n : k) || c.ld < m)
     return bad(call, "sizes or leading dimensions", INVALID);
-  // column-major: the last column has only the rows that are used
+  // column-major: the last column ends after its used rows
   auto fits = [&](const char* what, const Matrix& x, int rows, int columns) {
     size_t bytes = width(x.type) * ((size_t)x.stride * (batch - 1) + (size_t)x.ld * (columns - 1) + rows);
     return check(call, what, x.data, bytes, width(x.type));

@@ -34,7 +34,7 @@ API int cudaDeviceGetAttribute(int* value, int which, int) {
     return bad("cudaDeviceGetAttribute", "unknown attribute " + std::to_string(which), 1);
   return 0;
 }
-struct Properties {  // the beginning of cudaDeviceProp, as in CUDA 11
+struct Properties {  // the first members of CUDA 11's cudaDeviceProp
   char name[256], uuid[16], luid[8];
   unsigned luid_mask;
   size_t memory, shared;
@@ -91,7 +91,7 @@ static void* added(std::set<void*>& all) {
 }
 static int removed(const char* call, std::set<void*>& all, void* one) {
   bool was;
-  { std::lock_guard<std::mutex> lock(g_mutex); was = all.erase(one); }  // not freed: its address stays its own
+  { std::lock_guard<std::mutex> lock(g_mutex); was = all.erase(one); }  // not freed: no other object gets its address
   return was ? 0 : bad(call, "it was destroyed before, or never made", 400);
 }
 
@@ -124,7 +124,7 @@ API int cudaEventRecord(void* e, void* s) {
   return live("cudaEventRecord", s) && live_event("cudaEventRecord", e) ? 0 : 400;
 }
 
-// ---- the driver's answers to `gluon-amp doctor`
+// ---- the driver functions of `gluon-amp doctor`
 
 API int cuInit(unsigned) { return 0; }
 API int cuDriverGetVersion(int* v) { *v = 11020; return 0; }

@@ -1,4 +1,4 @@
-// cuDNN: what its files share. Each descriptor, of whatever kind, has what it needs of Desc.
+// cuDNN: common declarations. Desc has the members of all kinds of descriptors.
 #pragma once
 #include "record.h"
 
@@ -15,7 +15,7 @@ struct Desc {
 typedef Desc* D;
 typedef const void* V;
 
-// A tensor of a call: its memory is checked, its type is written down.
+// Checks the memory of a call's tensor, and records its type.
 struct T { const char* name; D desc; V data; };
 
 std::string list(const std::vector<int>& v);
@@ -23,5 +23,5 @@ std::string tensor(const char* name, const Desc* d);
 const char* math_name(int m);
 bool fits(const char* call, const T& t);
 int call_with(const char* call, std::initializer_list<T> tensors, const std::string& more = "");
-// The same for tensors that must have one type.
+// The same for tensors that must have the same type.
 int call_with_one_type(const char* call, std::initializer_list<T> tensors, const std::string& more = "");

@@ -21,7 +21,7 @@ static std::string conv_text(D x, D w, D c, D y) {
       list(c->pad) + ",\"stride\":" + list(c->stride) + ",\"layout\":\"" + (w->format ? "NHWC" : "NCHW") + "\"";
 }
 
-// What cuDNN refuses: types that differ, sums of another type; dimensions that do not fit.
+// The checks of cuDNN: types, the type of sums, dimensions.
 static int conv_check(const char* call, D x, D w, D c, D y) {
   auto refuse = [&](const char* why, int status) { return bad(call, std::string(why) + ": " + conv_text(x, w, c, y), status); };
   if (x->type != w->type || x->type != y->type) return refuse("types differ", BAD_PARAM);
@@ -43,7 +43,7 @@ static int conv_check(const char* call, D x, D w, D c, D y) {
 static const size_t kWorkspace = 1 << 16;
 static size_t need(int algorithm) { return algorithm == 0 ? 0 : kWorkspace; }
 
-// As cuDNN answers: Tensor Cores first where they are allowed, then the same without.
+// The results of cuDNN: algorithms on Tensor Cores first, if allowed, then those without.
 static int find(const char* call, D x, D w, D c, D y, int asked, int* count, Found* out) {
   if (int e = conv_check(call, x, w, c, y)) return e;
   int n = 0;

@@ -9,7 +9,7 @@ API int cudnnDeriveBNTensorDescriptor(D d, D x, int mode) {
   d->contiguous();
   return 0;
 }
-// Float16 data beside float32 statistics, or all of one type.
+// Float16 data with float32 statistics, or all of one type.
 static int norm_check(const char* call, D x, D y, D p) {
   if (x->type != y->type || (x->type == 2 ? p->type != 0 : p->type != x->type)) return bad(call, "types", NOT_SUPPORTED);
   return 0;

@@ -1,7 +1,7 @@
 // cuDNN: recurrent layers.
 #include "../computing/libraries.h"
 
-static const size_t kSpace = 1 << 20;  // of workspaces and of what training keeps
+static const size_t kSpace = 1 << 20;  // bytes of workspaces and reserve spaces
 
 API int cudnnSetRNNDescriptor_v6(void*, D d, int hidden, int layers, D dropout, int input, int direction, int mode, int al,
                                  int compute) {
@@ -45,7 +45,7 @@ static int rnn(const char* call, D r, std::initializer_list<T> tensors) {
   std::string text;
   for (const T& t : tensors) {
     if (t.desc && t.desc->type != tensors.begin()->desc->type) return bad(call, std::string("type of ") + t.name, BAD_PARAM);
-    if (!t.data) continue;  // states need not be given
+    if (!t.data) continue;  // states are optional
     all &= fits(call, t);
     (text += text.empty() ? "" : ",") += tensor(t.name, t.desc);
   }

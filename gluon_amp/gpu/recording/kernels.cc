@@ -1,4 +1,4 @@
-// Kernels: which there are, for which GPUs, and their launches.
+// Kernels, the GPUs that they support, and their launches.
 #include "../computing/nvrtc.h"
 
 #include <string.h>
@@ -10,11 +10,11 @@ namespace {
 
 struct dim3 { unsigned x, y, z; };
 
-// ---- the code that a fat binary has: native code for compute capabilities, and PTX
+// ---- fat binaries: native code for compute capabilities, and PTX
 
 struct Binary { std::set<int> native, ptx; };
 
-struct Wrapper { int magic, version; const char* data; void* more; };  // what __cudaRegisterFatBinary gets
+struct Wrapper { int magic, version; const char* data; void* more; };  // the argument of __cudaRegisterFatBinary
 struct Header { uint32_t magic; uint16_t version, size; uint64_t bytes; };
 struct Entry { uint16_t kind, version; uint32_t size; uint64_t bytes; uint32_t compressed, options; uint16_t minor, major; uint32_t arch; };
 
@@ -35,7 +35,7 @@ Binary* read(const Wrapper* wrapper) {
   return found;
 }
 
-// Native code runs on the same major version from its minor one on; PTX is compiled for what is as new or newer.
+// Native code runs on its major version, from its minor version on; PTX on its version and later ones.
 bool runs(const Binary* binary) {
   int sm = compute_capability();
   for (int arch : binary->native)
@@ -53,10 +53,10 @@ std::unordered_map<const void*, Registered>& registered() {
 
 struct Kernel {
   std::string name;
-  std::vector<int> pointers;  // of each argument: 0, or the width of what it points to
+  std::vector<int> pointers;  // for each argument: 0, or the size of the type that it points to
   bool has_code = false;
 };
-auto& g_kernels = *new std::unordered_map<const void*, Kernel>();  // those that were launched
+auto& g_kernels = *new std::unordered_map<const void*, Kernel>();  // the launched kernels
 
 int width_behind(const std::string& type) {
   auto has = [&](const char* word) { return type.find(word) != std::string::npos; };
@@ -67,7 +67,7 @@ int width_behind(const std::string& type) {
   return 1;
 }
 
-// The arguments of a demangled function: its last brackets, split at commas.
+// The arguments of a demangled function: its last parentheses, split at commas.
 std::vector<int> pointers(const std::string& name) {
   std::vector<int> out;
   if (name.empty() || name.back() != ')') return out;
@@ -104,7 +104,7 @@ Kernel* kernel_of(const void* host) {
   return k;
 }
 
-// ---- what launches write in place of the kernels
+// ---- values that launches write in place of kernels
 
 struct Poke { std::string name; int argument; float value; int count; };
 auto& g_pokes = *new std::vector<Poke>();
@@ -124,8 +124,8 @@ thread_local std::vector<Configuration>& t_launches = *new std::vector<Configura
 
 }  // namespace
 
-// From now on a launch of a kernel whose name has this text writes `count` floats where that argument points: as
-// many as its grid is wide, if count is -1; none, if it is 0.
+// Makes launches of kernels whose names contain `name` write `count` floats to the array of an argument: as many as
+// the grid has blocks along x if count is -1, none if it is 0.
 API void recording_gpu_poke(const char* name, int argument, float value, int count) {
   std::lock_guard<std::mutex> lock(g_mutex);
   for (auto& p : g_pokes)
@@ -164,7 +164,7 @@ API int __cudaPopCallConfiguration(dim3* grid, dim3* block, size_t* shared, void
 static int launch(const void* host, dim3 grid, dim3 block, void** args, size_t shared, void* stream) {
   Kernel* k = kernel_of(host);
   const char* name = k->name.c_str();
-  if (k->name == "?") return bad("cudaLaunchKernel", "a kernel that nobody registered", 98);
+  if (k->name == "?") return bad("cudaLaunchKernel", "an unregistered kernel", 98);
   if (!k->has_code) return bad(name, "no code for compute capability " + std::to_string(compute_capability()), 209);
   if (!live(name, stream)) return 400;
   if (!grid.x || !grid.y || !grid.z || !block.x || (ll)block.x * block.y * block.z > 1024 || block.z > 64 ||
@@ -172,7 +172,7 @@ static int launch(const void* host, dim3 grid, dim3 block, void** args, size_t s
     return bad(name, "grid, block or shared memory out of range", 9);
   for (size_t i = 0; args && i < k->pointers.size(); i++) {
     void* p = k->pointers[i] ? *(void**)args[i] : nullptr;
-    // an address right behind an allocation is that of no numbers
+    // an array without elements may start at the end of an allocation
     if (p && !check(name, ("argument " + std::to_string(i)).c_str(), p, 0, k->pointers[i])) return 700;
   }
   if (!computes()) poke(*k, args, grid.x);
@@ -184,7 +184,7 @@ static int launch(const void* host, dim3 grid, dim3 block, void** args, size_t s
 
 API int cudaLaunchKernel(const void* host, dim3 grid, dim3 block, void** args, size_t shared, void* stream) {
   int status = launch(host, grid, block, args, shared, stream);
-  if (status || computes()) t_last_error = status;  // where it computes, an unknown kernel does not end all others
+  if (status || computes()) t_last_error = status;  // a computing GPU resets the error: later launches succeed
   return status;
 }
 
@@ -200,7 +200,7 @@ API int cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int* n, const voi
   return 0;
 }
 
-// ---- kernels that MXNet writes as it runs: NVRTC and the driver
+// ---- kernels that MXNet generates at run time: NVRTC and the driver
 
 struct Program {
   std::string source, name;

@@ -1,7 +1,6 @@
-// Device memory: two mappings of one size. Programs get addresses of the first, which nobody can read (a read by
-// host code is a segmentation fault, as with a GPU); copies go to the second. A GPU that computes has one mapping, as
-// structs of a kernel hold addresses. Memory is zero when it is given, and
-// stays so but for copies, memsets and `recording_gpu_poke`.
+// Device memory: two mappings of one size. Programs get addresses of the first, which is not readable: host code that
+// reads it has a segmentation fault, as with a GPU. Copies use the second. A computing GPU has one mapping, because
+// structs of kernels contain addresses. Allocated memory is zero; copies, memsets and `recording_gpu_poke` write it.
 #include "record.h"
 
 #include <stdio.h>
@@ -14,7 +13,7 @@
 namespace {
 
 struct Device {
-  char *seen, *real;               // what programs see, and where the bytes are
+  char *seen, *real;               // the program's addresses, and the readable mapping
   size_t size, used = 0, peak = 0;
   std::map<size_t, size_t> taken;  // offset -> bytes
 };
@@ -35,7 +34,7 @@ std::vector<Device>& devices() {
 
 size_t rounded(size_t bytes) { return bytes ? (bytes + 511) & ~(size_t)511 : 512; }
 
-// Makes memory zero, and gives whole pages of it back.
+// Zeroes memory, and frees its whole pages.
 void clear(char* a, size_t bytes) {
   char* b = a + bytes;
   char* page = (char*)(((uintptr_t)a + 4095) & ~(uintptr_t)4095);
@@ -102,7 +101,7 @@ API int cudaMalloc(void** p, size_t bytes) {
   {
     std::lock_guard<std::mutex> lock(g_mutex);
     size_t at = 0;
-    for (auto& piece : d.taken) {  // the first gap that is large enough
+    for (auto& piece : d.taken) {  // first fit
       if (piece.first - at >= need) break;
       at = piece.first + rounded(piece.second);
     }
@@ -119,7 +118,7 @@ API int cudaMalloc(void** p, size_t bytes) {
 }
 
 API ll recording_gpu_used(int i) { return devices()[i].used; }
-API ll recording_gpu_peak(int i) { return devices()[i].peak; }  // the most that was taken at once
+API ll recording_gpu_peak(int i) { return devices()[i].peak; }  // peak usage
 API void recording_gpu_begin_peak(int i) { devices()[i].peak = devices()[i].used; }
 
 API int cudaFree(void* p) {

@@ -1,4 +1,4 @@
-// cuRAND, whose numbers are made on the host; NCCL.
+// cuRAND, with numbers from the host; NCCL.
 #include "../computing/libraries.h"
 
 #include <string.h>
@@ -37,7 +37,7 @@ API int curandGenerateNormalDouble(Random* g, double* to, size_t n, double mean,
 // ---- NCCL
 
 static int collective(const char* call, const void* from, const void* to, size_t count, int type, void* stream) {
-  static const size_t bytes[] = {1, 1, 4, 4, 8, 8, 2, 4, 8};  // of ncclDataType_t
+  static const size_t bytes[] = {1, 1, 4, 4, 8, 8, 2, 4, 8};  // sizes of ncclDataType_t
   if (type < 0 || type > 8) return bad(call, "type", 4);
   size_t n = count * bytes[type];
   if (!live(call, stream) || (from && !check(call, "source", from, n, bytes[type])) ||
@@ -56,7 +56,7 @@ API int ncclCommInitAll(void** made, int n, const int*) {
 }
 API int ncclCommDestroy(void*) { return 0; }
 API int ncclGroupStart() { t_group.clear(); return 0; }
-// Calls of one root and one kind, one of each rank, are one collective.
+// One call of each rank, with the same root and kind, forms a collective.
 API int ncclGroupEnd() {
   return then_compute("ncclGroupEnd", 0, 4, [] {
     static const Type types[] = {Type::kInt8, Type::kUint8, Type::kInt32, Type::kInt32, Type::kInt64, Type::kInt64,

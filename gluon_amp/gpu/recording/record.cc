@@ -13,7 +13,7 @@
 #include <stdexcept>
 #include <unordered_map>
 
-// What lives here is never destroyed: MXNet still calls while the process ends.
+// These objects are never destroyed: MXNet makes calls while the process ends.
 std::mutex& g_mutex = *new std::mutex();
 static FILE* g_log;
 static int g_on = -1;
@@ -67,7 +67,7 @@ static const std::string& frame_name(void* address) {
   return names[address] = name;
 }
 
-// The outermost function of MXNet's operators that is under way; else what else of MXNet's is.
+// The outermost mxnet::op function on the stack; without one, the outermost function of MXNet.
 static std::string operator_on_stack() {
   void* frames[64];
   int n = backtrace(frames, 64);
@@ -117,7 +117,7 @@ int then_compute(const char* call, int status, int failed, const std::function<v
   }
 }
 
-// Functions without code of their own. On a GPU that computes, those that would compute are refused.
+// Functions without an implementation. A computing GPU refuses those that compute.
 API int recording_gpu_default(const char* name) {
   say(name, "\"default\":1");
   const std::string text(name);

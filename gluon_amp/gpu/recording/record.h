@@ -1,12 +1,12 @@
-// A recording GPU: the functions that libmxnet.so of mxnet-cu112 1.9.1 imports of CUDA 11.2, cuDNN 8, cuBLAS,
-// cuRAND, cuFFT, cuSOLVER, NVRTC, NCCL and the driver, without a GPU. Kernels do not run: each launch and each
-// call of a library is checked, and written to a log.
+// A recording GPU: the functions that libmxnet.so of mxnet-cu112 1.9.1 imports from CUDA 11.2, cuDNN 8, cuBLAS,
+// cuRAND, cuFFT, cuSOLVER, NVRTC, NCCL and the driver, without a GPU. Kernels do not run: the functions check each
+// launch and library call, and write it to a log.
 //
 //   RECORDING_GPU_LOG=file   one JSON object a line     RECORDING_GPU_COUNT=2   devices (1)
 //   RECORDING_GPU_SM=80      compute capability (70)    RECORDING_GPU_GB=16     memory of each
 //
-// A call that a GPU would refuse is a violation: it is written to the log, counted, and where the real function
-// would return an error, so does this one. Values are not computed, unless RECORDING_GPU_COMPUTES=1 (../computing).
+// A call that a GPU would refuse is a violation: it is logged and counted, and returns an error if the real
+// function would. Values are computed only with RECORDING_GPU_COMPUTES=1 (../computing).
 #pragma once
 #include <stddef.h>
 #include <stdint.h>
@@ -37,11 +37,10 @@ extern thread_local int t_device;  // the calling thread's device
 int count_of_devices();
 size_t bytes_of_device();
 size_t free_bytes(int device);
-// The device that an address belongs to, -1 for none; bytes that are left from there in its allocation, -1 in none.
+// The device of an address, -1 for none; the remaining bytes of its allocation, -1 for none.
 int device_of(const void* p, ll* left = nullptr);
-void* real(const void* p);  // where the bytes of a device's address are
-// Whether `bytes` from p on are one live piece of device memory, aligned to `width`; null is fine where nothing is
-// needed.
+void* real(const void* p);  // the host address of a device's address
+// Whether `bytes` from p on are live device memory, aligned to `width`; null is valid for 0 bytes.
 bool check(const char* call, const char* what, const void* p, size_t bytes, size_t width = 1);
 
 // ---- devices.cc: devices, streams, events
@@ -49,15 +48,15 @@ bool check(const char* call, const char* what, const void* p, size_t bytes, size
 int compute_capability();  // 70 for 7.0
 extern thread_local int t_last_error;  // what cudaGetLastError returns
 bool live(const char* call, void* stream);  // whether a stream is the default one or not yet destroyed
-void* made_handle();  // of a library: some memory
+void* made_handle();  // a library's handle: some memory
 
-// ---- ../computing: what follows a call that passed the checks, if this GPU computes
+// ---- ../computing: executes a call that passed the checks, on a computing GPU
 
 bool computes();
-// Returns `status`, or runs f and returns 0; where f throws, a violation that says why, and `failed`.
+// Returns a nonzero `status`, or runs f and returns 0; if f throws, records a violation and returns `failed`.
 int then_compute(const char* call, int status, int failed, const std::function<void()>& f);
 
-// ---- blas.cc: numbers of types, which cuBLAS and cuDNN share
+// ---- blas.cc: type codes, common to cuBLAS and cuDNN
 
 const char* type_name(int type);
 size_t width(int type);
