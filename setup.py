@@ -1,4 +1,4 @@
-"""Compiles the engine, one library for all instruction sets; the rest is in pyproject.toml."""
+"""Compiles the engine, one library for all instruction sets; pyproject.toml has the rest."""
 import contextlib
 import hashlib
 import importlib.util
@@ -18,8 +18,8 @@ from setuptools.command.build_ext import build_ext
 CPU = Path("gluon_amp", "cpu")
 FLAGS = ["-std=c++17", "-fopenmp", "-fPIC", "-fvisibility=hidden", "-g0", "-ffp-contract=off",
          "-Wall", "-Wextra"]
-# `make sanitize` looks with these for reads and writes out of bounds, and undefined behaviour; not
-# at the values of bools, since MXNet leaves some of its OpContext uninitialized, which we copy.
+# `make sanitize` detects out-of-bounds accesses and undefined behaviour with these flags, except
+# invalid bools: the engine copies MXNet's OpContext, which is partly uninitialized.
 SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize=bool", "-fno-sanitize-recover=undefined",
             "-g1"] if os.environ.get("GLUON_AMP_SANITIZE") else []
 KEPT = os.environ.get("GLUON_AMP_OBJECTS")
@@ -27,16 +27,16 @@ AVX2 = ["-mavx2", "-mf16c", "-mfma"]
 VARIANTS = {  # as in gluon_amp/cpu/library.py
     "portable": [], "avx2": AVX2,
     "avx512": [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq"]}
-# As MXNet's wheels were compiled: see gluon_amp/cpu/native.h.
+# The macros of MXNet's wheels: see gluon_amp/cpu/native.h.
 AS_MXNET = [("_GLIBCXX_USE_CXX11_ABI", "0"), ("MSHADOW_USE_CBLAS", "0"), ("MSHADOW_USE_MKL", "0"),
             ("MSHADOW_USE_CUDA", "0"), ("MSHADOW_USE_F16C", "0"), ("MXNET_USE_MKLDNN", "1")]
 
 
 def mxnet_folder() -> Path:
-    """Where MXNet's headers and library are: the installed one's, else those of its wheel.
+    """Returns the folder of MXNet's headers and library: installed, or unpacked from its wheel.
 
-    The wheel is not installed for the build, since it requires numpy below 2, which some Pythons
-    would have to compile.
+    The build does not install the wheel, which requires numpy below 2: some Pythons would have to
+    compile that.
     """
     spec = importlib.util.find_spec("mxnet")
     if spec is not None and spec.submodule_search_locations:
@@ -56,25 +56,25 @@ def mxnet_folder() -> Path:
                 archive.extractall(scratch, [
                     name for name in archive.namelist() if name.startswith("mxnet/include/")
                     or name in ("mxnet/libinfo.py", "mxnet/libmxnet.so")])
-            with contextlib.suppress(OSError):  # another build was faster
+            with contextlib.suppress(OSError):  # another build has unpacked it
                 Path(scratch, "mxnet").replace(folder)
     return folder
 
 
-# What the engine asks of a compiler: C++17, OpenMP, and the standard library of MXNet.
+# The requirements for the compiler: C++17, OpenMP, and MXNet's standard library.
 PROBE = """#include <omp.h>
 #include <optional>
 #if __cplusplus < 201703L || !defined(_OPENMP) || !defined(__GLIBCXX__)
-#error "it has not all of these"
+#error "requirements are missing"
 #endif
 """
 
 
 def check_machine(compiler) -> None:
-    """Says in a line what is missing, before many lines say it."""
+    """Checks the build requirements and reports the first that is missing."""
     if platform.machine() not in ("x86_64", "AMD64"):
-        raise SystemExit("gluon_amp's engine is for x86-64, as are the wheels of MXNet 1.9.1 whose "
-                         f"layout it knows. Received: {platform.machine()}")
+        raise SystemExit("gluon_amp's engine supports x86-64 only, like the wheels of MXNet "
+                         f"1.9.1. Received: {platform.machine()}")
     for command in (compiler.compiler_so, compiler.compiler_cxx):
         if shutil.which(command[0]) is None:
             raise SystemExit(f"compiling gluon_amp's engine needs a C++ compiler, and there is no "
@@ -85,11 +85,11 @@ def check_machine(compiler) -> None:
         why = next((line for line in tried.stderr.splitlines() if "error" in line), "it fails")
         raise SystemExit("compiling gluon_amp's engine needs a compiler with C++17, OpenMP and "
                          "GCC's standard library: apt install g++, or for clang also its "
-                         f"libomp-dev. Received: {compiler.compiler_so[0]}, which says {why}")
+                         f"libomp-dev. Received: {compiler.compiler_so[0]}: {why}")
 
 
 def keep(made: str, kept: Path) -> None:
-    """Copies an object to where it is kept, whole or not at all, in place of the one before."""
+    """Copies an object to the cache atomically, and removes its old version."""
     kept.parent.mkdir(parents=True, exist_ok=True)
     new = kept.with_suffix(f".{os.getpid()}")
     shutil.copy(made, new)
@@ -99,10 +99,10 @@ def keep(made: str, kept: Path) -> None:
 
 
 class BuildEngine(build_ext):
-    """The engine is a library for MXNet, not a Python module: no ABI in its name.
+    """Builds the engine, a library for MXNet and not a Python module, so its name has no ABI.
 
-    The folder $GLUON_AMP_OBJECTS keeps the objects, each under the digest of all that it was
-    compiled from: what has not changed is not compiled again.
+    The folder $GLUON_AMP_OBJECTS caches objects by the digest of their sources, flags and
+    compiler.
     """
 
     def get_ext_filename(self, fullname):
@@ -118,7 +118,7 @@ class BuildEngine(build_ext):
         depends = [str(path) for path in ours]
         shared = hashlib.sha256(repr((self.compiler.compiler_so, FLAGS, SANITIZE)).encode())
         shared.update(subprocess.check_output([self.compiler.compiler_so[0], "--version"]))
-        of_kernels = shared.copy()  # which include their own headers alone
+        of_kernels = shared.copy()  # kernels include only their own headers
         for path in (*ours, mxnet / "libinfo.py"):
             for digest in (shared, of_kernels) if path.parent.name == "kernels" else (shared,):
                 digest.update(path.name.encode() + path.read_bytes())
@@ -147,10 +147,10 @@ class BuildEngine(build_ext):
 
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             objects = list(pool.map(compile_one, jobs))
-        # One name goes out, and our own names are bound to our own code: other libraries over
-        # MXNet share the process and many of its templates.
+        # Exports one name, and binds internal names to this library: other libraries for MXNet
+        # in the process instantiate the same templates.
         exports = Path(self.build_temp, "exports")
-        exports.parent.mkdir(parents=True, exist_ok=True)  # where nothing was compiled
+        exports.parent.mkdir(parents=True, exist_ok=True)  # missing if all objects are cached
         exports.write_text("{ global: gluon_amp_engine; local: *; };\n")
         self.compiler.link_shared_object(
             objects, self.get_ext_fullpath(ext.name), target_lang="c++",
@@ -159,8 +159,8 @@ class BuildEngine(build_ext):
 
 
 def wheel_command():
-    """The command that makes one wheel for all Python versions, on this platform; none where wheels
-    cannot be made, which `setup.py build_ext` does not need."""
+    """Returns the command for a wheel of this platform for all Python versions; empty without
+    the package wheel, which `setup.py build_ext` does not need."""
     try:
         from setuptools.command.bdist_wheel import bdist_wheel
     except ImportError:  # setuptools before 70.1

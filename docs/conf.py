@@ -1,4 +1,4 @@
-"""Builds the documentation: `make docs`. Every warning is an error there."""
+"""Sphinx configuration of the documentation: `make docs`, where warnings are errors."""
 import base64
 import json
 import logging
@@ -15,7 +15,7 @@ from sphinx.transforms import SphinxTransform
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent
-# Pages of the site whose text stands elsewhere in the project.
+# Pages of the site with sources elsewhere in the project.
 PUBLISHED = {"readme": "README.md", "results": "results/README.md",
              "imagenet": "results/imagenet/README.md",
              "tensor_core_results": "results/tensor_cores/README.md",
@@ -29,7 +29,7 @@ project = "gluon_amp"
 version = release = gluon_amp.__version__
 project_copyright = "the gluon_amp contributors, Apache-2.0"
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.autosummary", "sphinx.ext.napoleon"]
-autosummary_generate = False  # its tables only
+autosummary_generate = False  # only its tables
 exclude_patterns = ["_build", "figures"]
 
 html_theme = "furo"
@@ -43,7 +43,7 @@ html_show_sourcelink = False
 
 myst_heading_anchors = 3
 myst_enable_extensions = ["colon_fence"]
-smartquotes_action = "D"           # quotation marks stay as they are written
+smartquotes_action = "D"           # no smart quotes
 default_role = "code"             # `name` in a docstring
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented_params"
@@ -52,7 +52,7 @@ autodoc_inherit_docstrings = False
 autodoc_member_order = "bysource"
 napoleon_use_ivar = True
 
-# ---- the tutorial's notebooks: run at each build, each in a folder of its own
+# ---- the tutorial's notebooks: run at each build, each in its own folder
 
 nb_execution_mode = "force"
 nb_execution_in_temp = True
@@ -60,21 +60,21 @@ nb_execution_timeout = 300
 nb_execution_raise_on_error = True
 nb_execution_show_tb = True
 nb_merge_streams = True
-nb_output_stderr = "remove"  # MXNet's messages; tests/test_tutorial.py sees to warnings
+nb_output_stderr = "remove"  # MXNet's messages; tests/test_tutorial.py checks warnings
 for name, value in {
         "OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "passive",
-        # MXNet 1.9.1 is older than what it imports
+        # MXNet 1.9.1 imports newer packages with deprecations
         "PYTHONWARNINGS": "ignore::DeprecationWarning,ignore::FutureWarning",
         "MATPLOTLIBRC": str(HERE / "_static" / "matplotlibrc")}.items():
     os.environ.setdefault(name, value)
-# Types without a page here: of other packages, and parts of results
+# Types without a page: from other packages, and parts of results
 nitpick_ignore_regex = [
     ("py:class", r"(mxnet|mx|numpy|dataclasses|os|pathlib)\..*|NoneType"),
     ("py:class", r"gluon_amp\.(inspection|report|gpu|tools|training)\.\w+\.\w+")]
 
 
 def remove_any(app, what, name, obj, options, lines):
-    """Removes types that state nothing: MXNet has no type hints."""
+    """Removes types that are Any: MXNet has no type hints."""
     nothing = r"\[(?:str, )?~?(?:typing\.)?Any(?:, ~?(?:typing\.)?Any)*\]"
     for types in app.env.current_document.autodoc_annotations.values():
         for parameter, hint in list(types.items()):
@@ -86,7 +86,7 @@ def remove_any(app, what, name, obj, options, lines):
 
 
 def code_blocks(app, what, name, obj, options, lines):
-    """Docstrings are plain text: an indented part behind an empty line is code, or a formula."""
+    """Marks indented parts after empty lines of plain-text docstrings as code."""
     text, result = list(lines), []
     indents = [len(line) - len(line.lstrip()) for line in text]
     outer, code = 0, False
@@ -105,7 +105,7 @@ def code_blocks(app, what, name, obj, options, lines):
 
 
 def read_page(app, name, text):
-    """Takes the text of a published file, sets its links right, and offers a notebook as file."""
+    """Includes the text of a file, with links adapted, and a download link of a notebook."""
     folder = (HERE / name).parent
     if name in PUBLISHED:
         source = ROOT / PUBLISHED[name]
@@ -123,7 +123,7 @@ def read_page(app, name, text):
 
 
 def finish_notebooks(app, error):
-    """Makes the notebooks that are downloaded whole: with pictures in them, and no role."""
+    """Writes the notebooks for download, with embedded pictures and without roles."""
     for path in () if error else Path(app.outdir).glob("_downloads/*/*.ipynb"):
         notebook = json.loads(path.read_text())
         for cell in notebook["cells"]:
@@ -139,14 +139,14 @@ def _embedded(picture):
 
 
 def _both_widths(picture):
-    """The two drawings of a picture, of which site.css shows one."""
+    """Returns the light and dark versions of a picture; site.css shows one."""
     narrow, wide, alt = (" ".join(part.split()) for part in picture.groups())
     return "\n\n".join(f":::{{container}} {width}\n![{alt}]({path})\n:::"
                        for width, path in (("wide", wide), ("narrow", narrow)))
 
 
 def _link(target, folder, here):
-    """A link of a file in `folder`, as one of a page in `here`."""
+    """Returns a link of a file in `folder` as a link of a page in `here`."""
     path = (folder / target).resolve()
     if "://" in target or not path.exists():
         return target
@@ -154,12 +154,12 @@ def _link(target, folder, here):
         if path == ROOT / file:
             path = HERE / f"{page}.md"
     if path.is_dir() or path.suffix == ".md" and HERE not in path.parents:
-        path = path / "README.md" if path.is_dir() else path.with_suffix(".html")  # of a report
+        path = path / "README.md" if path.is_dir() else path.with_suffix(".html")  # a report
     return os.path.relpath(path, here)
 
 
 class DarkImages(SphinxTransform):
-    """Behind each picture comes one for dark pages; the theme shows one of the two."""
+    """Adds a dark version after each picture; the theme shows one of them."""
 
     default_priority = 400
 
@@ -168,7 +168,7 @@ class DarkImages(SphinxTransform):
             path = Path(self.env.relfn2path(image["uri"])[1])
             if path.suffix == ".png" and path.exists():
                 with Image.open(path) as file:
-                    image["classes"] += ["small"] * (file.width <= 820)  # its type is large
+                    image["classes"] += ["small"] * (file.width <= 820)  # it has large text
                 other = image.deepcopy()
                 other["uri"] = "/" + os.path.relpath(darkened(path, self.app), self.app.srcdir)
                 other["classes"].append("only-dark")
@@ -177,7 +177,7 @@ class DarkImages(SphinxTransform):
 
 
 class WholeWords(SphinxTransform):
-    """Short code, such as the name of a flag, is not broken at its hyphens."""
+    """Prevents line breaks at hyphens of short code, such as names of flags."""
 
     default_priority = 400
 
@@ -188,20 +188,20 @@ class WholeWords(SphinxTransform):
 
 
 def darkened(path, app):
-    """A picture with dark and light exchanged, and its hues as they are. Returns its path."""
+    """Inverts the lightness of a picture and keeps its hues. Returns its path."""
     inside = path.relative_to(ROOT) if ROOT in path.parents else path.name  # a notebook's output
     to = Path(app.doctreedir) / "dark" / inside
     to.parent.mkdir(parents=True, exist_ok=True)
     with Image.open(path) as file:
         light = np.asarray(file.convert("RGB")) / 255
     dark = light + 1 - light.max(2, keepdims=True) - light.min(2, keepdims=True)
-    page = np.array([19, 20, 22]) / 255  # the theme's dark paper, in place of black
+    page = np.array([19, 20, 22]) / 255  # the theme's dark background, in place of black
     Image.fromarray(np.uint8(np.round(255 * (page + dark * (1 - page))))).save(to)
     return to
 
 
 def draw_figures(app):
-    """Those that a checkout has are kept: their last bits depend on the processor."""
+    """Draws missing figures. Existing ones are kept: their last bits depend on the processor."""
     if (HERE / "figures").exists():
         return
     logging.getLogger("gluon_amp").setLevel(logging.WARNING)

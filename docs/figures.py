@@ -18,16 +18,16 @@ from gluon_amp.tools.demo import digits, network
 from matplotlib.figure import Figure
 from mxnet import autograd, gluon
 
-BLUE, SKY, GREEN, RED = "#0072b2", "#56b4e9", "#009e73", "#d55e00"  # of what is no type of numbers
-WIDTH = 5.4  # inches: read on a telephone
-LEAST, LEAST_NORMAL = 2.0 ** -24, 2.0 ** -14  # of float16: at all, and with all bits
-STEPS, STEPS_OF_SCALE = 600, 300  # of the trainings
+BLUE, SKY, GREEN, RED = "#0072b2", "#56b4e9", "#009e73", "#d55e00"  # for other lines than types
+WIDTH = 5.4  # inches: legible on a phone
+LEAST, LEAST_NORMAL = 2.0 ** -24, 2.0 ** -14  # the smallest subnormal and normal numbers of float16
+STEPS, STEPS_OF_SCALE = 600, 300  # of training
 LENGTHS = [16, 64, 256, 1024, 2048, 4096, 12544, 25088, 50176]  # of Tensor Cores' sums
 
 
 def draw(folder):
-    """Writes all figures as PNG files. The site makes those for dark pages of them."""
-    matplotlib.rcdefaults()  # whatever style the caller has
+    """Writes all figures as PNG files. The build derives those for dark pages."""
+    matplotlib.rcdefaults()  # independent of the caller's style
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     for name, figure in (("float16", what_float16_holds()), ("gradients", gradients()),
@@ -39,10 +39,10 @@ def draw(folder):
         figure.savefig(folder / f"{name}.png", dpi=150)
 
 
-# ---- what float16 holds
+# ---- the precision of float16
 
 def what_float16_holds():
-    """The rounding error of numbers from 1e-9 to 1e7, in three types."""
+    """Draws the rounding error of numbers from 1e-9 to 1e7 in three types."""
     numbers = np.logspace(-9, 7, 6001)
     figure = Figure(figsize=(WIDTH, 3.8), layout="constrained")
     axes = figure.add_subplot()
@@ -67,7 +67,7 @@ def what_float16_holds():
 # ---- a network that overflows in float16
 
 class Bilinear(gluon.HybridBlock):
-    """A classifier of products of channels, summed over the image: bilinear pooling."""
+    """A classifier with bilinear pooling: products of channels, summed over the image."""
 
     def __init__(self, **names):
         super().__init__(**names)
@@ -83,13 +83,13 @@ class Bilinear(gluon.HybridBlock):
 
 
 def large_digits(size, seed=0):
-    """Batches of digits of 16 x 16 pixels from 0 to 255."""
+    """Returns batches of digits of 16 x 16 pixels from 0 to 255."""
     for data, label in batches(size, seed):
         yield 127.5 * (data.repeat(2, axis=2).repeat(2, axis=3) + 1), label
 
 
 def overflow():
-    """Losses in float32, in float16, and with what X-ray names kept in float32; X-ray's counts."""
+    """Draws losses in float32, float16, and float16 with X-ray's keep=; and X-ray's counts."""
     def fresh():
         mx.random.seed(1)
         net = Bilinear(prefix="net_")
@@ -97,7 +97,7 @@ def overflow():
         net.hybridize()
         return net
 
-    loss_fn, kept = gluon.loss.SoftmaxCrossEntropyLoss(), "float16, as X-ray says"
+    loss_fn, kept = gluon.loss.SoftmaxCrossEntropyLoss(), "float16, X-ray's keep="
     source = large_digits(64)
     net = amp.convert(fresh())
     view = amp.xray(net, [next(source) for _ in range(3)], loss_fn)
@@ -128,7 +128,7 @@ def overflow():
 
 
 def _draw_counts(axes, view):
-    """How many numbers have which exponent, for four operators."""
+    """Draws the histograms of exponents of four operators."""
     with tempfile.TemporaryDirectory() as folder:
         view.save(Path(folder, "view"))
         text = Path(folder, "view", "xray.jsonl").read_text()
@@ -151,7 +151,7 @@ def _draw_counts(axes, view):
 # ---- gradients of a small network
 
 def batches(size, seed=0):
-    """Batches of digits, for ever."""
+    """Yields batches of digits endlessly."""
     images, labels, _, _ = digits()
     order = np.random.RandomState(seed)
     while True:
@@ -169,7 +169,7 @@ def new_network():
 
 
 def activation_gradients(steps):
-    """The gradients of all activations in float32, after so many steps."""
+    """Returns the gradients of all activations in float32, after some steps."""
     net, loss_fn = new_network(), gluon.loss.SoftmaxCrossEntropyLoss()
     trainer = gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.05, "momentum": 0.9})
     source = batches(64)
@@ -180,7 +180,7 @@ def activation_gradients(steps):
         loss.backward()
         trainer.step(len(label))
     x, label = next(source)
-    zeros = []  # added to the activations: their gradients are the activations'
+    zeros = []  # added to activations, so their gradients are those of the activations
     with autograd.record():
         for layer in net:
             x = layer(x)
@@ -193,9 +193,9 @@ def activation_gradients(steps):
 
 
 def gradients():
-    """Their histogram against float16's range, without and with a scale."""
+    """Draws the histogram of gradients and float16's range, without and with a loss scale."""
     found = activation_gradients(STEPS)
-    found = found[found > 0]  # behind a relu many are 0 in any type
+    found = found[found > 0]  # after a ReLU many are 0 in any type
     bins = np.arange(-38, 18)
     figure = Figure(figsize=(WIDTH, 4.8), layout="constrained")
     panels = figure.subplots(2, 1, sharex=True, sharey=True)
@@ -222,10 +222,10 @@ def gradients():
     return figure
 
 
-# ---- the life of a dynamic scale
+# ---- a dynamic loss scale over time
 
 def scale_over_steps(steps):
-    """The scale and whether it updated, at each step of a float16 training."""
+    """Draws the loss scale and the skipped steps of a float16 training."""
     net = amp.convert(new_network())
     loss_fn, source = gluon.loss.SoftmaxCrossEntropyLoss(), batches(64)
     scale = amp.DynamicLossScale(initial=2.0 ** 24, maximum=2.0 ** 24, growth_interval=15)
@@ -264,12 +264,12 @@ def life_of_a_loss_scale():
 # ---- Tensor Cores
 
 def one_instruction():
-    """What a V100 and an H100 keep of five numbers: the bits of each, under the largest."""
+    """Draws the bits of five numbers that a V100 and an H100 keep, aligned to the largest."""
     pairs = ((1.337, 2.75), (-0.7, 0.9), (0.013, 0.11), (0.002, 0.003))
     largest, rows = 3, [("c = 12.3", 3, 3 - 23)]  # name, first and last bit
     for a, b in pairs:
         first, last = math.floor(math.log2(abs(a * b))), -20
-        last += math.floor(math.log2(abs(a))) + math.floor(math.log2(b))  # 10 bits under each
+        last += math.floor(math.log2(abs(a))) + math.floor(math.log2(b))  # 10 fraction bits of each
         rows.append((f"{a} x {b}", first, last))
     figure = Figure(figsize=(WIDTH, 2.9), layout="constrained")
     axes = figure.add_subplot()
@@ -289,7 +289,7 @@ def one_instruction():
 
 
 def long_sums():
-    """How many float16 results a GPU's chains change, over the length of the sum."""
+    """Draws the share of float16 results that a GPU's chains change, over the sum's length."""
     ways = (("V100", None, RED, "-"), ("A100", None, GREEN, "-"), ("H100", None, BLUE, "-"),
             ("V100", 4096, RED, ":"), ("A100", 4096, GREEN, ":"), ("H100", 4096, BLUE, ":"))
     random = np.random.RandomState(1)
@@ -300,7 +300,7 @@ def long_sums():
             a, b = (random.randn(*s).astype("float16") for s in ((48, length), (length, 48)))
             if positive:
                 a, b = abs(a), abs(b)
-            small = np.float32(2.0 ** -8)  # else long sums leave float16's range
+            small = np.float32(2.0 ** -8)  # keeps long sums in float16's range
             wanted = (a.astype("float64") @ b.astype("float64") * small).astype("float16")
             for (gpu, split, _, _), share in zip(ways, shares):
                 made = (amp.tensor_core_dot(a, b, gpu=gpu, split=split) * small).astype("float16")
@@ -319,7 +319,7 @@ def long_sums():
 
 
 def long_gradients():
-    """How much shorter a chain makes the weight gradients of ResNet-20's layers."""
+    """Draws the shortening of ResNet-20's weight gradients by one chain."""
     measured = Path(__file__).parents[1] / "results" / "tensor_cores" / "gradients.jsonl"
     rows = [json.loads(line) for line in measured.read_text().splitlines()]
     rows = [row for row in rows if row["study"] == "cifar10"]

@@ -1,4 +1,4 @@
-"""The imports of gluon_amp's files, and the picture of its packages."""
+"""Reads the imports of gluon_amp's files, and draws its packages."""
 import ast
 from pathlib import Path
 
@@ -13,13 +13,13 @@ ACROSS = {"cpu": 0.5, "graph": 0.3, "parallel": 0.75, "gluon": 0.2, "training": 
 
 
 def files():
-    """The syntax tree of each Python file, by its path without the suffix."""
+    """Returns the syntax tree of each Python file, by its path without the suffix."""
     return {path.relative_to(PACKAGE).with_suffix("").as_posix(): ast.parse(path.read_text())
             for path in sorted(PACKAGE.rglob("*.py"))}
 
 
 def imports():
-    """The files that each file imports, also inside functions."""
+    """Returns the files that each file imports, also inside functions."""
     trees = files()
     return {name: set(_imported(name, tree, trees)) for name, tree in trees.items()}
 
@@ -39,7 +39,7 @@ def _imported(name, tree, names):
 
 
 def packages():
-    """The packages that each package imports."""
+    """Returns the packages that each package imports."""
     found = {}
     for name, targets in imports().items():
         if "/" in name:
@@ -51,8 +51,8 @@ def packages():
 
 
 def picture():
-    """The packages in layers. An arrow leads to each package that is imported, unless another
-    imported package leads there."""
+    """Returns a picture of the packages in layers. An arrow leads to each imported package, unless
+    another imported package imports it."""
     direct = packages()
 
     def all_below(package):
@@ -64,7 +64,7 @@ def picture():
     drawn = {package: sorted(below for below in direct[package] if not any(
         below in all_below(other) for other in direct[package])) for package in direct}
     places = {package: (ACROSS[package], height(package)) for package in sorted(direct)}
-    # What imports no package stands below the first that imports it.
+    # A package without imports is below the first that imports it.
     places.update({package: (ACROSS[package], min(
         places[other][1] for other in direct if package in direct[other]) - 1)
         for package in direct if not direct[package]})

@@ -152,7 +152,7 @@ def test_build_with_compiler_without_openmp_names_package_to_install(source, tmp
     assert done.stderr.splitlines()[-1] == (
         "compiling gluon_amp's engine needs a compiler with C++17, OpenMP and GCC's standard "
         "library: apt install g++, or for clang also its libomp-dev. Received: "
-        f"{compiler}, which says <stdin>:1:10: fatal error: 'omp.h' file not found")
+        f"{compiler}: <stdin>:1:10: fatal error: 'omp.h' file not found")
 
 
 def test_only_changed_sources_are_recompiled(tmp_path):
@@ -192,7 +192,7 @@ def test_build_for_another_processor_is_refused(source):
     done = run(sys.executable, "-c", build, cwd=source)
     assert done.returncode == 1, done.stdout
     assert done.stderr.splitlines()[-1] == (
-        "gluon_amp's engine is for x86-64, as are the wheels of MXNet 1.9.1 whose layout it knows. "
+        "gluon_amp's engine supports x86-64 only, like the wheels of MXNet 1.9.1. "
         "Received: aarch64")
 
 
