@@ -1,9 +1,8 @@
-"""Trains what this folder tells of: python results/run.py [STUDY ...]
+"""Runs the trainings of this folder: python results/run.py [STUDY ...]
 
-Writes results/STUDY.jsonl: the log.jsonl of each run, one behind the other, named KIND-seedN. What
-is there is not trained again, so a second call goes on where the first stopped; remove a study's
-file to train it anew. As many runs train side by side as there are processors, each with one
-thread. The data is the shared one, beside the checkout or in $GLUON_AMP_DATA.
+It writes results/STUDY.jsonl: the concatenated log.jsonl of runs named KIND-seedN. Completed runs
+are skipped, so another call continues; remove a study's file to repeat it. It trains one run per
+CPU in parallel, each with one thread. The data is in ../shared or $GLUON_AMP_DATA.
 """
 import argparse
 import json
@@ -44,8 +43,8 @@ STUDIES = {
         "--pretrained cifar_resnet20_v1 "
         "--pretrained-params SHARED/models/cifar_resnet20_v1-0000.params --image-size 32 "
         "--bn-momentum 0.8 --epochs 6 --log-interval 9", 30),
-    # One recipe with Gluon and with the Symbolic API: crops of 112 pixels out of photos whose
-    # shorter side is 128, mirrored; validated on the middle.
+    # One recipe with Gluon and with the Symbolic API: random, mirrored crops of 112 pixels of
+    # photos whose shorter side is 128; validation on center crops.
     "fine_tune_efficientnet": Study(
         "fine_tune.py",
         f"--dataset {PHOTOS}_train.rec --val {PHOTOS}_test.rec --classes 10 "
@@ -76,7 +75,7 @@ def file_of(name):
 
 
 def train(name, kind, seed):
-    """The lines of one run's log.jsonl. Where it has not ended well, that is an error."""
+    """Trains a run, and returns the lines of its log.jsonl; raises an error if it fails."""
     script, flags, _, kinds = STUDIES[name]
     with tempfile.TemporaryDirectory(dir=HERE, prefix=".run") as scratch:
         saved = Path(scratch, "saved")
@@ -90,9 +89,9 @@ def train(name, kind, seed):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("studies", nargs="*", metavar="STUDY",
-                        help=f"{', '.join(STUDIES)}; all where none is named")
+                        help=f"{', '.join(STUDIES)}; default: all")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), metavar="N",
-                        help="runs side by side (%(default)s)")
+                        help="number of parallel runs (%(default)s)")
     args = parser.parse_args()
     unknown = set(args.studies) - set(STUDIES)
     if unknown:

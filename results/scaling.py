@@ -1,7 +1,8 @@
-"""Where loss scaling matters: digits, with a loss of tiny weight, in float16.
+"""Shows where loss scaling matters: digits in float16, with a loss of tiny weight.
 
-A loss that is one of many is often weighted down. Here it is multiplied by WEIGHT, and the
-learning rate divided by it: in exact arithmetic nothing changes. Writes results/scaling.csv.
+In a sum of losses, one often has a small weight. Here the loss is multiplied by WEIGHT and the
+learning rate is divided by it, which has no effect in exact arithmetic. It writes
+results/scaling.csv.
 """
 import csv
 import logging

@@ -1,5 +1,5 @@
-"""What the studies of this folder share: where their data lies, one run of a recipe, and files of
-what is done, so that a second call goes on where the first stopped."""
+"""Common code of the studies in this folder: their data, runs of recipes, and files of completed
+runs, with which another call continues."""
 import argparse
 import json
 import os
@@ -12,17 +12,17 @@ from gluon_amp.files import replace_text
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 SHARED = Path(os.environ.get("GLUON_AMP_DATA", CHECKOUT.parent / "shared")).resolve()
-# What logs say of time is left out: runs are trained side by side, and not all on one machine.
+# Times in logs are dropped: runs are parallel, and not all on one machine.
 TIMES = {"seconds", "samples_per_second"}
 PYTHON = [sys.executable, "-W", "ignore"]
 
 
 def train(script, flags, folder, launcher=()):
-    """Runs a script of example/, with one thread, which saves into a folder.
+    """Runs a script of example/ with one thread, and saves to a folder.
 
     Args:
-        flags: as in a command line; SHARED stands for the folder of data.
-        launcher: words of the command line before the script's.
+        flags: its flags; SHARED stands for the folder of data.
+        launcher: the command before the script.
     """
     words = shlex.split(flags.replace("SHARED", shlex.quote(str(SHARED))))
     done = subprocess.run([*launcher, *PYTHON, str(CHECKOUT / "example" / script), "--save-dir",
@@ -33,12 +33,12 @@ def train(script, flags, folder, launcher=()):
 
 
 def lines(path):
-    """The lines of a file of JSON lines; none where there is no file."""
+    """Returns the lines of a file of JSON lines; none without the file."""
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def add(path, *made):
-    """Adds lines to such a file, which is whole at any moment."""
+    """Appends lines to such a file atomically."""
     _write(path, [*lines(path), *made])
 
 
@@ -48,7 +48,7 @@ def _write(path, made):
 
 
 def runs(path):
-    """The runs of a file that holds the log.jsonl of each, one behind the other: lines by name."""
+    """Returns the runs of a file of concatenated log.jsonl files: lines by name."""
     found = {}
     for line in lines(path):
         if "run" in line:
@@ -58,14 +58,14 @@ def runs(path):
 
 
 def put_run(path, name, of_run):
-    """Adds a run to such a file; its first line gets the run's name."""
+    """Appends a run to such a file; its first line gets the run's name."""
     head, *rest = of_run
     made = {**runs(path), name: [{"run": name, **head}, *rest]}
     _write(path, [line for _, of_run in sorted(made.items()) for line in of_run])
 
 
 def left(path, wanted):
-    """Those of the wanted lines that are not there yet; each is told as what it begins with."""
+    """Yields and prints the wanted runs that a file lacks."""
     for line in wanted:
         if not any(line.items() <= there.items() for there in lines(path)):
             print(", ".join(f"{name} {value}" for name, value in line.items()), flush=True)
@@ -73,13 +73,14 @@ def left(path, wanted):
 
 
 def parser(description, studies):
-    """The command line of a study of several parts."""
+    """Returns the argument parser of a study with several parts."""
     made = argparse.ArgumentParser(description=description.splitlines()[0])
-    made.add_argument("--only", choices=studies, help="one of them")
-    made.add_argument("--tables", action="store_true", help="only print what is there")
+    made.add_argument("--only", choices=studies, help="run only this part")
+    made.add_argument("--tables", action="store_true",
+                      help="only print the tables of completed runs")
     return made
 
 
 def chosen(args, studies):
-    """The parts that are to be trained."""
+    """Returns the parts to train."""
     return [] if args.tables else [args.only] if args.only else list(studies)

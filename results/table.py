@@ -1,7 +1,7 @@
-"""The table of this folder's trainings: python results/table.py results/*.jsonl
+"""Prints the table of this folder's trainings: python results/table.py results/*.jsonl
 
-Also draws differences.png. Runs of one seed begin with the same weights and see the images in the
-same order, so they are compared one by one, as `gluon-amp report` compares them.
+It also draws differences.png. Runs of one seed have the same initial weights and the same order of
+images, so they are compared in pairs, as in `gluon-amp report`.
 """
 import sys
 from pathlib import Path
@@ -17,8 +17,8 @@ MARGIN = 0.5  # points of accuracy
 
 
 def results(path):
-    """What each kind of runs ended with, by seed: test accuracy after the last epoch, in percent,
-    and how many steps were skipped."""
+    """Returns the results of each kind of runs by seed: test accuracy after the last epoch, in
+    percent, and the number of skipped steps."""
     found = {}
     for name, lines in study.runs(path).items():
         kind, seed = name.rsplit("-seed", 1)
@@ -28,7 +28,7 @@ def results(path):
 
 
 def rows(path):
-    """Cells of a table for each kind, and its difference to float32 with the pairs'."""
+    """Yields the table cells of each kind, and its paired differences to float32."""
     found = results(path)
     for kind, runs in found.items():
         accuracies = [accuracy for accuracy, _ in runs.values()]
@@ -48,7 +48,7 @@ def rows(path):
 
 
 def answer(difference):
-    """The verdict, with the p of the test that it rests on."""
+    """Returns the verdict, with the p of its test."""
     word = outcome(difference, MARGIN)
     if word == "different":
         return f"different, p = {difference.p:.3f}"
@@ -56,7 +56,7 @@ def answer(difference):
 
 
 def draw(found, path):
-    """Differences of all pairs of seeds, their mean, and the interval that the tests go by."""
+    """Draws the differences of all pairs of seeds, their mean, and the interval of the tests."""
     shown = [row for row in found if row[2]]
     figure = Figure(figsize=(5.4, 0.9 + 0.55 * len(shown)), layout="constrained")
     axes = figure.add_subplot()

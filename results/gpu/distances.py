@@ -1,4 +1,4 @@
-"""Prints how far each network of the tests on a GPU is from the CPU, as CSV.
+"""Prints the relative errors of the test networks on a GPU, compared with the CPU, as CSV.
 
     python -m gluon_amp.gpu --compute python results/gpu/distances.py [NETWORK ...]
 """
@@ -20,7 +20,7 @@ COLUMNS = [f"{what} {part}" for what in ("GPU float32", "nudged", "CPU float16",
 
 
 class SSDHeads(gluon.HybridBlock):
-    """Classes and boxes of the anchors of three scales."""
+    """An SSD head: classes and boxes of the anchors of three scales."""
 
     def __init__(self, anchors=4, classes=5, **kwargs):
         super().__init__(**kwargs)

@@ -1,7 +1,7 @@
-"""Compares a software GPU, on which MXNet's CUDA build runs, with the CPU: `make results-gpu`.
+"""Compares MXNet's CUDA build on a software GPU with the CPU: `make results-gpu`.
 
-Writes networks.csv, digits.csv, recipes.csv and README.md beside this file; what stands in a CSV
-file is not run again.
+It writes networks.csv, digits.csv, recipes.csv and README.md to this folder, and skips runs that
+are in a CSV file already.
 """
 import csv
 import subprocess
@@ -12,7 +12,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE)]
 
-import study  # noqa: E402  (behind its folder)
+import study  # noqa: E402  (after its folder)
 from distances import TABLE  # noqa: E402
 from mxnet import recordio  # noqa: E402
 
@@ -70,7 +70,7 @@ def rows_of(path):
 
 
 def add(path, header, lines):
-    """Adds lines to a CSV file."""
+    """Appends lines to a CSV file."""
     with open(path, "a") as file:
         file.write("".join(f"{line}\n" for line in ([] if file.tell() else [header]) + lines))
 
@@ -101,7 +101,7 @@ def run_digits(path):
 
 
 def first_records(source, target):
-    """The first records of a .rec file, as one, with its index."""
+    """Writes the first records of a .rec file to a new one, with an index."""
     reader = recordio.MXRecordIO(str(source), "r")
     writer = recordio.MXIndexedRecordIO(str(target.with_suffix(".idx")), str(target), "w")
     for i in range(RECORDS):

@@ -1,6 +1,6 @@
-"""Draws and writes all of results/imagenet from the CSV files beside this script: `make results`.
+"""Writes results/imagenet from the CSV files in this folder: `make results`.
 
-The same versions of matplotlib and pillow (the extra "results") give the same bytes.
+With the matplotlib and pillow of the extra "results" the files are identical byte for byte.
 """
 import csv
 import os
@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
 HERE = Path(__file__).parent
-MARGIN = 0.25  # points: what NVIDIA's eight seeds can show
+MARGIN = 0.25  # points: detectable with NVIDIA's eight seeds
 README = """# ResNet-50 on ImageNet: float32 and float16
 
 Published results of ResNet-50 in MXNet: on GPUs, float16 trains faster and ends within 0.25 points
@@ -78,7 +78,7 @@ TF32](nvidia.png)
 
 
 def read_table(name):
-    """The rows of a table, and where it is from."""
+    """Returns the rows of a table, and its source."""
     lines = (HERE / name).read_text().splitlines()
     return list(csv.DictReader(line for line in lines if line[0] != "#")), "\n".join(
         f"- {line[2:]}" for line in lines if line[0] == "#")
@@ -90,8 +90,8 @@ def table(rows):
 
 
 def draw_published(runs, narrow=False):
-    """Error by hours: float16 is there sooner; and the last ten epochs by epoch, enlarged: that is
-    where the runs could differ. For narrow screens the two stand one above the other."""
+    """Draws the error over hours, where float16 finishes earlier, and enlarged the last ten
+    epochs, where runs may differ. On narrow screens one plot is above the other."""
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(3.6, 4.6) if narrow else (7.2, 4.2), layout="constrained")
         if narrow:
@@ -122,7 +122,7 @@ def draw_published(runs, narrow=False):
 
 
 def draw_nvidia(rows):
-    """Images per second of one GPU: mixed precision beside float32."""
+    """Draws images per second of one GPU in mixed precision and float32."""
     rows = [row for row in rows if row["measure"] == "images/s"]
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(7.2, 4.6), layout="constrained")
@@ -148,7 +148,7 @@ def draw_nvidia(rows):
 
 
 def differences(rows):
-    """Mixed precision minus float32, by epochs."""
+    """Draws mixed precision minus float32 for each number of epochs."""
     return {row["epochs"]: unpaired(*(
         Sample(int(row["seeds"]), float(row[f"{kind}_mean"]), float(row[f"{kind}_sd"]))
         for kind in ("mixed", "float32"))) for row in rows}
@@ -194,7 +194,7 @@ def draw_seeds(found):
 
 
 def build(folder):
-    """Writes everything, and returns the paths."""
+    """Writes all files and returns their paths."""
     folder.mkdir(parents=True, exist_ok=True)
     made = [report([HERE / "published.csv"], folder / "published", "ResNet-50 v1b as published",
                    0.76, claim_speed=True),

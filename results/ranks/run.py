@@ -1,9 +1,8 @@
-"""What many ranks do to training: `python results/ranks/run.py`.
+"""Measures the effect of the number of ranks on accuracy: `python results/ranks/run.py`.
 
-Trains the same networks in float16 on 1, 2 and 4 ranks of MXNet's parameter server, whose batches
-are together as large as the one of a single process. What is done stands in runs.jsonl beside this
-file; a second call goes on where the first stopped. At the end it prints the tables of README.md
-(at once with --tables).
+It trains the same networks in float16 on 1, 2 and 4 ranks of MXNet's parameter server, with the
+same total batch size. runs.jsonl in this folder has the completed runs; another call continues. At
+the end it prints the tables of README.md; with --tables it only prints them.
 """
 import sys
 import tempfile
@@ -21,7 +20,7 @@ RANKS = (1, 2, 4)
 
 class Study(NamedTuple):
     flags: str
-    batch: int  # of all ranks together
+    batch: int  # batch size over all ranks
     seeds: int
     margin: float  # points of accuracy
 
@@ -36,7 +35,7 @@ STUDIES = {
 
 
 def train(name, ranks, seed):
-    """One run; returns its line of runs.jsonl."""
+    """Runs one training; returns its line of runs.jsonl."""
     flags, batch = STUDIES[name].flags, STUDIES[name].batch // ranks
     flags = f"--dtype float16 --seed {seed} --batch-size {batch} {flags}"
     launcher = []
@@ -52,7 +51,7 @@ def train(name, ranks, seed):
 
 
 def print_table(name):
-    """Of the seeds that all numbers of ranks have been trained with."""
+    """Prints the table of the seeds with runs for all numbers of ranks."""
     runs = {(run["ranks"], run["seed"]): run for run in study.lines(RUNS) if run["study"] == name}
     seeds = sorted({seed for _, seed in runs if all((ranks, seed) in runs for ranks in RANKS)})
     if len(seeds) < 2:

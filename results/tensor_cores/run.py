@@ -1,9 +1,9 @@
-"""What a GPU's way to add does to training: `python results/tensor_cores/run.py`.
+"""Measures the effect of Tensor Cores' sums on training: `python results/tensor_cores/run.py`.
 
-Trains the same networks with float32 sums and with the sums of V100 and A100, in one chain and in
-pieces, and compares the gradients of weights of one batch. What is done stands in runs.jsonl and
-gradients.jsonl beside this file; a second call goes on where the first stopped. At the end it
-prints the tables of README.md (at once with --tables).
+It trains the same networks with float32 sums and with the sums of V100 and A100, in one chain and
+in pieces, and compares the weight gradients of one batch. runs.jsonl and gradients.jsonl in this
+folder have the completed runs; another call continues. At the end it prints the tables of
+README.md; with --tables it only prints them.
 """
 import argparse
 import subprocess
@@ -23,17 +23,17 @@ from recipes import small_network, zoo_network
 RUNS = Path(__file__).with_name("runs.jsonl")
 GRADIENTS = Path(__file__).with_name("gradients.jsonl")
 
-# Name: the GPU, and whether its chains are cut.
+# Name: the GPU, and whether its chains are split.
 SUMS = {"float32": (None, False), "V100": ("V100", False), "V100 in pieces": ("V100", True),
         "A100": ("A100", False), "A100 in pieces": ("A100", True)}
 # Epochs, batch size, learning rate, products in a piece, seeds.
 STUDIES = {"digits": (6, 64, 0.1, 512, 10), "cifar10": (2, 50, 0.02, 4096, 5)}
 
 
-# ---- what is trained
+# ---- trainings
 
 def digits():
-    """Training and test images and labels of scikit-learn's digits."""
+    """Returns training and test images and labels of scikit-learn's digits."""
     from sklearn.datasets import load_digits
     data = load_digits()
     images = (data.images[:, None].astype("float32") / 16 - 0.45) / 0.25
@@ -43,7 +43,7 @@ def digits():
 
 
 def cifar10(train=1000, test=1000):
-    """The first images of the two files."""
+    """Returns the first images of the two files."""
     def first(name, count):
         dataset = gluon.data.vision.ImageRecordDataset(str(shared.SHARED / "data" / name))
         pairs = [dataset[i] for i in range(count)]
@@ -63,8 +63,8 @@ def network(study, sums):
 
 
 def take_trained_values(net, but=()):
-    """Gives ResNet-20 the values of a trained one, but for parameters with such words in their
-    names."""
+    """Loads the parameters of a trained ResNet-20, except those whose names contain given words.
+    """
     file = nd.load(str(shared.SHARED / "models" / "cifar_resnet20_v1-0000.params"))
     parameters = net.collect_params()
     assert [n.split("_")[-1] for n in file] == [n.split("_")[-1] for n in parameters]
@@ -74,8 +74,8 @@ def take_trained_values(net, but=()):
 
 
 def train(study, sums, seed):
-    """One run: test accuracy and mean training loss of each epoch. Of cifar10 a run is short: it
-    begins with a trained network whose classifier is made anew, and trains all of it."""
+    """Trains a run: returns test accuracy and mean training loss of each epoch. A run of cifar10 is
+    short: it fine-tunes a trained network with a new classifier."""
     epochs, batch, rate, _, _ = STUDIES[study]
     mx.random.seed(seed)
     np.random.seed(seed)
@@ -110,8 +110,8 @@ def train(study, sums, seed):
 
 
 def weight_gradients(study, seed):
-    """For each layer: how long its weight gradient's sums are, and for each way to add the part of
-    the float32 gradient by which it is too long, <g - f, f> / <f, f>, and the relative error."""
+    """Returns for each layer the length of its weight gradient's sums; and for each kind of sums
+    the excess length along the float32 gradient, <g - f, f> / <f, f>, and the relative error."""
     batch = 100
     (x, y), _ = globals()[study]()
     grown = {}
@@ -142,7 +142,7 @@ def weight_gradients(study, seed):
 
 
 def _lengths(net, shape):
-    """How many products each convolution's weight gradient sums, by the weight's name."""
+    """Returns the length of each convolution's weight gradient sums, by the weight's name."""
     inner = net(mx.sym.var("data")).get_internals()
     _, shapes, _ = inner.infer_shape(data=shape)
     outputs = dict(zip(inner.list_outputs(), shapes))
@@ -190,15 +190,15 @@ def print_tables():
 
 
 def too_long(row, gpu):
-    """The part by which a gradient is longer in one chain than in pieces. In ResNet-20 both have
-    the same forward pass and the same gradients of data, whose sums are shorter than a piece."""
+    """Returns the relative excess length of a gradient in one chain over that in pieces. In
+    ResNet-20 both have the same forward pass and data gradients, with sums shorter than a piece."""
     return row[gpu][0] - row[f"{gpu} in pieces"][0]
 
 
-# ---- what is done, and what is left
+# ---- completed and remaining runs
 
 def one(study, sums, seed):
-    """What a process of its own does: a run, or with seed -1 the gradients."""
+    """Executes a run, or with seed -1 the gradients, in a new process."""
     if seed < 0:
         shared.add(GRADIENTS, *({"study": study, **row} for row in weight_gradients(study, 0)))
     else:
@@ -222,7 +222,7 @@ def main():
 
 
 def alone(study, sums, seed):
-    """In a process of its own."""
+    """Starts a process for a run."""
     subprocess.run([*shared.PYTHON, __file__, "--one", study, sums, str(seed)], check=True)
 
 

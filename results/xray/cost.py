@@ -1,10 +1,9 @@
-"""What does an X-ray cost? Steps and memory under it, over plain ones, of networks of make bench.
+"""Measures the cost of X-rays of `make bench`'s networks: time and memory over plain steps.
 
-Counted is the processors' time of this process, since machines are busy: that of some steps in
-turns: plain, watched, watched with a reference in float32. A step is timed from one call of the
-loss to the next. What is set up is left out: the first step of each kind, and what is before and
-after. Memory is the most that a process of its own has, above what importing takes: one that
-trains, and one that trains and then looks at four steps.
+Time is the CPU time of this process, because machines are busy. Plain steps, X-rayed steps and
+X-rayed steps with a float32 reference alternate. A step lasts from one call of the loss to the
+next, without set-up: the first step of each kind is excluded. Memory is the peak of a separate
+process above that of imports: one that trains, and one that trains and then X-rays four steps.
 
     python results/xray/cost.py [--networks NAME ...] [--pairs N]
 """
@@ -24,7 +23,7 @@ STEPS = 4
 
 
 def prepared(name):
-    """A network that trains, its Trainer, a batch and the loss."""
+    """Returns a network, its Trainer, a batch and the loss."""
     net, data, target = harness.build(name, "float16")
     trainer = amp.Trainer(net.collect_params(), "sgd", harness.SGD)
     loss_of = harness.NETWORKS[name].loss
@@ -44,7 +43,7 @@ def step(net, trainer, batch, loss_of):
 
 
 def costs(name, pairs):
-    """The medians of pairs: watched, and watched with a reference, over plain."""
+    """Returns median ratios to plain steps: X-rayed, and X-rayed with a reference."""
     net, trainer, batch, loss_of = prepared(name)
     calls = []
 
@@ -57,7 +56,7 @@ def costs(name, pairs):
             step(net, trainer, batch, timed_loss)
 
     def seconds(function, passes):
-        """Of a step, the median; it has so many passes."""
+        """Returns the median time of a step with some number of passes."""
         calls.clear()
         function()
         begun = calls[passes::passes][:STEPS + 1]
@@ -77,7 +76,7 @@ def look(net, batch, loss_of, trainer, steps, reference):
 
 
 def peak(name, kind):
-    """The most memory of plain steps, or of these and a look at four: "watched", "reference"."""
+    """Returns the peak memory of plain steps, or with an X-ray: "watched", "reference"."""
     before = harness.high_water()
     net, trainer, batch, loss_of = prepared(name)
     for _ in range(4):
@@ -88,7 +87,7 @@ def peak(name, kind):
 
 
 def memory(name):
-    """The memory of both looks over that of plain steps, each in a process of its own."""
+    """Returns the memory of both X-rays over plain steps, each in a separate process."""
     command = [sys.executable, "-W", "ignore", __file__, "--networks", name, "--memory-of"]
     bytes_of = {kind: int(subprocess.run([*command, kind], check=True, stdout=subprocess.PIPE,
                                          text=True).stdout.split()[-1])
@@ -101,7 +100,7 @@ def main():
     parser.add_argument("--networks", nargs="*", default=list(harness.NETWORKS), metavar="NAME")
     parser.add_argument("--pairs", type=int, default=3)
     parser.add_argument("--memory-of", choices=["plain", "watched", "reference"],
-                        help="only print a network's peak in bytes, for one kind of steps")
+                        help="only print a network's peak memory in bytes, for one kind of steps")
     options = parser.parse_args()
     if options.memory_of:
         return print(peak(options.networks[0], options.memory_of))

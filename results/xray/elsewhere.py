@@ -1,4 +1,4 @@
-"""Other faults than those of planted.py, in other networks.
+"""Checks X-rays of other faults than those of planted.py, in other networks.
 
     python results/xray/elsewhere.py [--output CSV]
 """

@@ -1,7 +1,8 @@
-"""Does what an X-ray keeps hold over 50 steps, on networks that are awkward by themselves?
+"""Checks that an X-ray's keep= suffices for 50 steps, on networks that are difficult in float16.
 
-X-rays each, keeps what it says, looks again, and trains it in float32 and in float16: nothing may
-be named any more, and the mean loss of the last ten steps must be within 1 % of float32's.
+It X-rays each network, applies keep=, X-rays again, and trains in float32 and float16. The second
+X-ray must have no findings, and the mean loss of the last ten steps must be within 1 % of
+float32's.
 
     python results/xray/keep.py [NAME ...]
 """
@@ -15,7 +16,7 @@ from planted import CLASSES, LOSS, chain, images, pooled, rows, sequences
 
 
 class Masked(gluon.HybridBlock):
-    """Causal attention by hand: a mask of -1e9, a softmax by exponents."""
+    """Causal attention with a mask of -1e9 and a softmax of exponentials."""
 
     def __init__(self, width=32):
         super().__init__()
@@ -48,7 +49,7 @@ class RootMeanSquare(gluon.HybridBlock):
 
 
 class Variance(gluon.HybridBlock):
-    """The mean of squares less the square of the mean, which cancel."""
+    """The mean of squares minus the square of the mean, with cancellation."""
 
     def hybrid_forward(self, F, x):
         y = x + 30
@@ -58,7 +59,7 @@ class Variance(gluon.HybridBlock):
 
 
 class Cosine(gluon.HybridBlock):
-    """Rows of length 1, of small numbers."""
+    """Rows of small numbers, normalized to length 1."""
 
     def hybrid_forward(self, F, x):
         y = x * 1e-3
@@ -104,7 +105,7 @@ NETWORKS = {
 
 
 def holds(name):
-    """Prints a line; returns whether what is kept holds."""
+    """Prints a line; returns whether keep= suffices."""
     net, batches = planted.made(name, None)
     keep = amp.xray(net, batches, LOSS, steps=2).keep
     kept, _ = planted.made(name, None, keep=keep)

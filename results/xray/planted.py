@@ -1,8 +1,8 @@
-"""Does an X-ray find faults that were planted?
+"""Checks that an X-ray finds planted faults.
 
-Plants each fault in each network, X-rays it, and asks whether the planted block is among the first
-three nodes named, and whether the network trains as in float32 once what the X-ray says is kept.
-Then the same networks without a fault: nothing may be named.
+It plants each fault in each network and X-rays it. The planted block must be among the first three
+findings, and with the X-ray's keep= the network must train as in float32. Without a fault there
+must be no findings.
 
     python results/xray/planted.py [--networks NAME ...] [--faults NAME ...]
 """
@@ -21,7 +21,7 @@ from mxnet.gluon import nn, rnn
 STEPS = 30
 CLASSES = 4
 
-# ---- faults: blocks that take a tensor and give one of the same shape -------------------------
+# ---- faults: blocks that map a tensor to one of the same shape --------------------------------
 
 
 class Fault(gluon.HybridBlock):
@@ -74,7 +74,7 @@ FAULTS = {
 
 
 class Net(gluon.HybridBlock):
-    """Parts, the fault, other parts."""
+    """A network of parts, the fault, and other parts."""
 
     def __init__(self, before, after, fault):
         super().__init__(prefix="net_")
@@ -187,11 +187,11 @@ def made(name, fault, policy="float16", keep=()):
 
 
 def trained(name, fault, policy, keep=(), scale=2.0 ** 16, seed=None):
-    """The mean of the last ten losses.
+    """Returns the mean of the last ten losses.
 
     Args:
-        scale: the loss scale to begin with.
-        seed: changes the first weights by up to 2^-12 of them.
+        scale: the initial loss scale.
+        seed: changes the initial weights by up to 2^-12 of their values.
     """
     logging.getLogger("gluon_amp").setLevel(logging.ERROR)
     net, batches = made(name, fault, policy, keep)
@@ -215,7 +215,7 @@ def trained(name, fault, policy, keep=(), scale=2.0 ** 16, seed=None):
 
 
 def examine(name, fault):
-    """A row of the table."""
+    """Returns a row of the table."""
     net, batches = made(name, FAULTS.get(fault))
     view = amp.xray(net, batches, LOSS, steps=2)
     first = [finding.node for finding in view.findings[:3]]
@@ -261,9 +261,9 @@ def conclude(table, output):
     healthy = [row for row in table if row["fault"] == "none"]
     for what, group in (("planted faults", planted), ("healthy networks", healthy)):
         if group:
-            print(f"{what}: {sum(r['found'] for r in group)} of {len(group)} judged right; "
-                  f"{sum(r['trains'] for r in group)} train as in float32; of "
-                  f"{sum(not r['named after'] for r in group)} nothing is named once it is kept")
+            print(f"{what}: {sum(r['found'] for r in group)} of {len(group)} correct; "
+                  f"{sum(r['trains'] for r in group)} train as in float32; "
+                  f"{sum(not r['named after'] for r in group)} have no findings with keep=")
     if output:
         write_csv(output, ["network", "fault", "found", "named", "keep", "named after", "trains",
                            "float32", "float16", "float32 from itself", "error"], table)

@@ -1,8 +1,8 @@
-"""Does a search find what the operators' table knows?
+"""Compares `amp.search` with the operator table.
 
-Converts five networks with a policy without rules (norms, softmax, exponents, sums, losses: all in
-float16), lets `amp.search` find what to keep in float32, and compares that with what the rules of
-the policy float16 keep: nodes, casts, and how true the gradients are.
+It converts five networks with a policy without rules, where norms, softmax, exponentials, sums and
+losses run in float16, and runs `amp.search` for keep=. It compares the result with the policy
+float16: nodes in float32, casts, and the signal-to-noise ratio of gradients.
 
     python results/xray/search.py [--networks NAME ...] [--budget SECONDS]
 """
@@ -27,7 +27,7 @@ COLUMNS = ("network", "bare_db", "bare_casts", "rules_nodes", "rules_db", "rules
 
 
 class Classifier(gluon.HybridBlock):
-    """A body, and the cross entropy of its output in the graph."""
+    """A body with the cross entropy of its output in the graph."""
 
     def __init__(self, body):
         super().__init__(prefix="net_")
@@ -39,7 +39,7 @@ class Classifier(gluon.HybridBlock):
 
 
 class RootMeanSquare(gluon.HybridBlock):
-    """A norm by hand, of numbers of some hundreds: their squares lie beyond float16."""
+    """A hand-written norm of numbers of some hundreds, whose squares overflow float16."""
 
     def hybrid_forward(self, F, x):
         x = x * 256
@@ -48,7 +48,7 @@ class RootMeanSquare(gluon.HybridBlock):
 
 
 class Autoencoder(gluon.HybridBlock):
-    """A variational autoencoder, whose loss is a sum over its pixels, beyond float16, and a
+    """A variational autoencoder. Its loss is a sum over pixels, which overflows float16, and a
     divergence."""
 
     def __init__(self, hidden=8):
@@ -68,7 +68,7 @@ class Autoencoder(gluon.HybridBlock):
 
 
 class Contrast(gluon.HybridBlock):
-    """Two views of the same rows: of all pairs, those that belong together are to be near."""
+    """A contrastive loss on two views of the same rows."""
 
     def __init__(self):
         super().__init__(prefix="net_")
@@ -123,7 +123,7 @@ NETWORKS = {
 
 
 def made(name, policy):
-    """A network, initialized and converted, and its batches."""
+    """Returns an initialized and converted network, and its batches."""
     make, inputs = NETWORKS[name]
     mx.random.seed(3)
     np.random.seed(3)
@@ -141,7 +141,7 @@ def loss_of(output, _):
 
 
 def measured(net, batches):
-    """How true the gradients of a converted network are, and how many casts it has."""
+    """Returns the signal-to-noise ratio of a network's gradients, and its number of casts."""
     settings = Settings(2, 1, 0, "adam", ())
     session = Session(net, batches, loss_of, len(batches), "search")
     measure = Measure(session, 1e9, settings, None, lambda text: None)
@@ -149,7 +149,7 @@ def measured(net, batches):
 
 
 def by_the_rules(name):
-    """What the policy float16 keeps: how many nodes, how true gradients are, and casts."""
+    """Returns nodes in float32, the ratio and casts under the policy float16."""
     net, batches = made(name, "float16")
     graph, _ = net.mixed_graph(["float32"] * (len(batches[0]) - 1))
     kept = [n for n in graph.nodes() if not n.is_variable and runs_in(n) in (NORM, SENSITIVE)]
@@ -157,7 +157,7 @@ def by_the_rules(name):
 
 
 def examine(name, budget):
-    """A row of the table."""
+    """Returns a row of the table."""
     net, batches = made(name, BARE)
     found = amp.search(net, batches, loss_of, budget=budget,
                        optimizer_params={"learning_rate": 0.002})
@@ -179,7 +179,7 @@ def main():
         table.append(examine(name, options.budget))
         print(", ".join(f"{key} {value}" for key, value in table[-1].items()), flush=True)
     fewer = sum(r["search_nodes"] <= r["rules_nodes"] and r["verified"] for r in table)
-    print(f"{fewer} of {len(table)}: no more nodes than by the rules, and trains as in float32")
+    print(f"{fewer} of {len(table)}: no more nodes than with the rules, and trains as in float32")
     if options.output:
         write_csv(options.output, COLUMNS, table)
     return 0
