@@ -85,7 +85,7 @@ def test_accuracies_of_0_and_1_are_valid(errors, tmp_path):
 def test_training_on_changed_labels_is_noted(
         arguments, words, tmp_path):
     page, _ = report(tmp_path, logs.gluoncv([0.5], model="net", **arguments))
-    said = f"a: trained with {words}: the accuracy that its log gives of training is of changed"
+    said = f"a: trained with {words}, so the training accuracy in its log is of modified labels"
     assert said in " ".join(Page(page.read_text()).texts["li"])
     assert said in (page.parent / "report.md").read_text().replace("\\", "")
 
@@ -101,11 +101,11 @@ def test_stopped_and_resumed_runs_are_noted(tmp_path):
         logs.gluoncv([0.5], start=4, model="b"),
         logs.gluoncv([0.5, 0.4, 0.3], model="c") + logs.gluoncv([0.3], start=1))
     assert Page(page.read_text()).texts["li"] == [
-        "Nothing is compared: that takes float32 runs, and others of lower precision, of one "
-        "network and dataset.",
-        "a: stopped after 2 of 9 epochs.", "b: begun after 4 epochs; times count from there.",
-        "c: resumed after 1 epoch", "a: 1 of 1 runs did not come to its end, and is in no "
-        "verdict."]
+        "No comparison: it needs float32 runs and runs of lower precision, with the same network "
+        "and dataset.",
+        "a: stopped after 2 of 9 epochs.", "b: started after 4 epochs; times count from there.",
+        "c: resumed after 1 epoch", "a: 1 of 1 runs did not finish, and is excluded from "
+        "verdicts."]
 
 
 @pytest.mark.parametrize(("kwargs", "message"), [

@@ -94,11 +94,11 @@ def test_recipe_differences_precede_any_claim():
     verdict, = headline(comparisons(*runs), 0.5)
     assert verdict.outcome == "recipes differ"
     assert verdict.text == (
-        "float16 and float32 are not the same recipe, and nothing is claimed. They differ in: "
+        "float16 and float32 have different recipes: no verdict. They differ in: "
         "wd (0.0001 in float32, 0.2 in float16), "
         "label_smoothing (not given in float32, True in float16). "
-        "The top-1 accuracy of float16 ends 2.00 points above float32, which says nothing of the "
-        "type of numbers.")
+        "The top-1 accuracy of float16 ends 2.00 points above float32, which is no evidence about "
+        "the type.")
 
 
 @pytest.mark.parametrize("arguments", [
@@ -154,7 +154,7 @@ def test_logs_without_arguments_give_no_claim():
     assert found.speedup is None
     verdict, = headline([found], 0.5)
     assert verdict.outcome == "recipe not known"
-    assert "are the same recipe is not in their logs, and nothing is claimed" in verdict.text
+    assert "have the same recipe: no verdict" in verdict.text
 
 
 def test_policies_with_apex_names_are_compared():
@@ -229,8 +229,8 @@ def test_differing_comparisons_come_first_with_expected_chance_count():
         runs += seeds("float32", [70, 70.1, 70.2], wd=wd)
         runs += seeds("float16", [60, 60.2, 60.1] if wd == 6 else [70.1, 70, 70.2], wd=wd)
     first, second, *others = headline(comparisons(*runs), 0.5)
-    assert first.text == ("6 comparisons: 5 the same, 1 different. Of 6 tests chance alone finds "
-                          "0.3 different. The first 5:")
+    assert first.text == ("6 comparisons: 5 the same, 1 different. By chance alone, 0.3 of 6 "
+                          "tests find a difference. The first 5:")
     assert (second.outcome, len(others)) == ("different", 4)
 
 
@@ -239,7 +239,7 @@ def test_single_runs_give_no_verdict():
     assert verdict.outcome == "too few runs"
     assert "There is one finished run of float16 and of float32" in verdict.text
     verdict, = headline(comparisons(*seeds("float32", [70]), *seeds("float16", [71, 72])), 0.5)
-    assert "one finished run of float32: what chance does is not known" in verdict.text
+    assert "one finished run of float32: the variance between runs is unknown" in verdict.text
 
 
 def test_unfinished_runs_are_in_no_verdict():
@@ -248,7 +248,7 @@ def test_unfinished_runs_are_in_no_verdict():
     found = groups(runs)
     comparison, = compare(found)
     assert comparison.difference.seeds == 2
-    assert any("1 of 3 runs did not come to its end" in note
+    assert any("1 of 3 runs did not finish" in note
                for note in remarks(found, [comparison]))
 
 
@@ -262,7 +262,7 @@ def test_margin_argument_changes_verdict():
 
 def test_report_without_comparisons_has_a_note(tmp_path):
     page, _ = report(tmp_path, logs.gluoncv([0.5], dtype="float16"))
-    assert "Nothing is compared" in page.read_text()
+    assert "No comparison" in page.read_text()
     assert (page.parent / "verdicts.csv").read_text() == "\n"
 
 
@@ -328,7 +328,7 @@ def test_notes_name_dataset_if_there_are_several():
             for dtype in ("float32", "float16") for seed in range(3)]
     del runs[-1].epochs[1]
     found = groups(runs)
-    assert "faces: float16: 1 of 3 runs did not come to its end, and is in no verdict." in remarks(
+    assert "faces: float16: 1 of 3 runs did not finish, and is excluded from verdicts." in remarks(
         found, compare(found))
 
 
@@ -545,4 +545,4 @@ def test_run_without_validation_is_not_reported_as_stopped(tmp_path):
     path = tmp_path / "a.log"
     path.write_text("Epoch[0] Train-perplexity=2.0\nEpoch[0] Time cost=1.000\n")
     assert remarks(groups(read([path])), []) == [
-        "a: 1 of 1 runs was never validated, and is in no verdict."]
+        "a: 1 of 1 runs was never validated, and is excluded from verdicts."]

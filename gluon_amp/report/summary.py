@@ -16,14 +16,14 @@ MOST_SENTENCES = 5
 # In the order of the headline, if there are many.
 OUTCOMES = ("different", "different, within the margin", "undecided", "the same", "too few runs",
             "recipes differ", "recipe not known")
-MOST_NAMES = 5  # of runs, in one remark
+MOST_NAMES = 5  # the number of run names in a remark
 Cells = Dict[str, str]  # column: text, empty if the logs lack it
 
 
 # ---- the headline
 
 class Verdict(NamedTuple):
-    outcome: str  # in a word or two; empty where nothing was compared
+    outcome: str  # one or two words; empty without a comparison
     text: str
     figure: str = ""  # such as "float16, top-1 accuracy +0.22 points (higher)"
 
@@ -43,13 +43,13 @@ def headline(comparisons: Sequence[Comparison], margin: float) -> List[Verdict]:
     found = [Verdict(outcomes[id(comparison)], _verdict(comparison, margin), _figure(comparison))
              for comparison in comparisons[:MOST_SENTENCES]]
     if not comparisons:
-        return [Verdict("", "Nothing is compared: that takes float32 runs, and others of lower "
-                        "precision, of one network and dataset.")]
+        return [Verdict("", "No comparison: it needs float32 runs and runs of lower precision, "
+                        "with the same network and dataset.")]
     if len(comparisons) > MOST_SENTENCES:
         counts = Counter(outcomes.values())
         tested = sum(comparison.difference is not None and not comparison.differences
                      for comparison in comparisons)
-        chance = f" Of {tested} tests chance alone finds {tested * LEVEL:.2g} different." \
+        chance = f" By chance alone, {tested * LEVEL:.2g} of {tested} tests find a difference." \
             if tested else ""
         found.insert(0, Verdict("", f"{len(comparisons)} comparisons: " + ", ".join(
             f"{count} {word}" for word, count in counts.most_common())
@@ -71,7 +71,7 @@ def _verdict(comparison: Comparison, margin: float) -> str:
     low, found = comparison.low.name, comparison.difference
     high = comparison.float32.name
     if comparison.low.model and high.startswith(f"{comparison.low.model}, "):
-        high = high[len(f"{comparison.low.model}, "):]  # the name of low has it
+        high = high[len(f"{comparison.low.model}, "):]  # the name of low includes the model
     ends = [[run.final for run in group.finished if run.final is not None]
             for group in (comparison.low, comparison.float32)]
     apart = comparison.factor * (mean(ends[0]) - mean(ends[1])) if all(ends) else 0.0
@@ -79,20 +79,20 @@ def _verdict(comparison: Comparison, margin: float) -> str:
     if ended:
         ended = f"The {comparison.low.first.measured} of {ended}"
     if comparison.recipe_unknown:
-        said = f" {ended}, which says nothing of the type of numbers." if ended else ""
-        return f"Whether {low} and {high} are the same recipe is not in their logs, and nothing " \
-               f"is claimed.{said}"
+        said = f" {ended}, which is no evidence about the type." if ended else ""
+        return f"The logs do not show whether {low} and {high} have the same recipe: no verdict." \
+               f"{said}"
     if comparison.differences:
-        said = f" {ended}, which says nothing of the type of numbers." if ended else ""
-        return f"{low} and {high} are not the same recipe, and nothing is claimed. They differ " \
+        said = f" {ended}, which is no evidence about the type." if ended else ""
+        return f"{low} and {high} have different recipes: no verdict. They differ " \
                f"in: {comparison.explain()}.{said}"
     if not ended:
         return f"{low} and {high}: no results to compare."
     if found is None:
         few = [group.name for group in (comparison.low, comparison.float32)
                if len(group.finished) < 2]
-        return f"{ended}. There is one finished run of {' and of '.join(few)}: what chance does " \
-               "is not known. Train both with three seeds or more."
+        return f"{ended}. There is one finished run of {' and of '.join(few)}: the variance " \
+               "between runs is unknown. Train both with three seeds or more."
     return sentence(low, high, found, margin, comparison.low.first.measured) + _speed(comparison)
 
 
@@ -262,24 +262,25 @@ def remarks(groups: Sequence[Group], comparisons: Sequence[Comparison]) -> List[
     for group in groups:
         never = sum(run.final is None for run in group.runs)
         missing = len(group.runs) - len(group.finished) - never
-        for count, what in ((missing, f"did not come to {_one(missing, 'its', 'their')} end"),
+        for count, what in ((missing, "did not finish"),
                             (never, f"{_one(never, 'was', 'were')} never validated")):
             if count:
                 found.append(f"{group.named(several)}: {count} of {len(group.runs)} runs {what}, "
-                             f"and {_one(count, 'is', 'are')} in no verdict.")
+                             f"and {_one(count, 'is', 'are')} excluded from verdicts.")
     for comparison in comparisons:
         left = comparison.without_partner
         if left:
-            found.append(f"{comparison.low.named(several)} and {comparison.float32.name}: pairs "
-                         f"of one seed are compared; {left} {_one(left, 'run has', 'runs have')} "
-                         f"no partner, and {_one(left, 'is', 'are')} in no verdict.")
+            found.append(f"{comparison.low.named(several)} and {comparison.float32.name}: runs "
+                         f"are paired by seed; {left} {_one(left, 'run has', 'runs have')} "
+                         f"no partner, and {_one(left, 'is', 'are')} excluded from verdicts.")
     if any(comparison.speedup for comparison in comparisons):
-        found.append("Speedup: samples per second, or else time, against float32, medians. All "
-                     "had the machine to themselves, as their logs or --claim-speed say.")
+        found.append("Speedup over float32: the ratio of median samples per second, or else of "
+                     "times. Logs or --claim-speed confirm that each run had its machine to "
+                     "itself.")
     elif any(group.speeds for group in groups) and comparisons:
-        found.append("No speedup is claimed: it takes one recipe, and logs that say that the "
-                     "machine was theirs alone (--claim-speed). Times and speeds are what the "
-                     "logs have.")
+        found.append("No speedup: it needs runs of one recipe, and logs or --claim-speed that "
+                     "confirm that each run had its machine to itself. Times and speeds are those "
+                     "of the logs.")
     return found
 
 
@@ -292,9 +293,8 @@ def _remarks(run: Run) -> List[str]:
     found = []
     smoothed = [name for name in SMOOTHED if run.arguments.get(name) and name in recipe(run)]
     if smoothed and run.metric:
-        found.append(f"{{}}: trained with {' and '.join(smoothed)}: the {run.metric} that its "
-                     "log gives of training is of changed labels. It is no accuracy, and is left "
-                     "out.")
+        found.append(f"{{}}: trained with {' and '.join(smoothed)}, so the training "
+                     f"{run.metric} in its log is of modified labels, and is left out.")
     lost = [number for number, epoch in run.epochs.items() if not epoch.finite]
     if lost:
         found.append(f"{{}}: the loss is not finite in {len(lost)} of {len(run.epochs)} epochs, "
@@ -302,7 +302,7 @@ def _remarks(run: Run) -> List[str]:
     if run.planned and run.epochs and run.done < run.planned:
         found.append(f"{{}}: stopped after {run.done} of {run.planned} epochs.")
     if run.epochs and min(run.epochs) > 0 and not run.get("load_epoch", "resume_epoch"):
-        found.append(f"{{}}: begun after {counted(min(run.epochs), 'epoch')}; times count "
+        found.append(f"{{}}: started after {counted(min(run.epochs), 'epoch')}; times count "
                      "from there.")
     return found + [note.replace("{}", "{ }") for note in run.notes]
 
