@@ -6,7 +6,7 @@
     python fine_tune.py --pretrained-symbol NET-symbol.json --pretrained-params NET-0000.params ...
 
 The order matters: load, put the features into a new network, initialize the new head, convert to
-float16, make the Trainer. Takes the flags of image_classification.py besides.
+float16, create the Trainer. The script also takes the flags of image_classification.py.
 """
 import os
 import warnings
@@ -19,7 +19,7 @@ from mxnet.gluon import nn
 
 
 def pretrained_features(args, device):
-    """The features of the pretrained network, loaded; files of either type fit."""
+    """Returns the loaded features of the pretrained network; float16 files are valid, too."""
     path = args.pretrained_params
     if path and not os.path.exists(path):
         raise SystemExit(f"{path} does not exist")
@@ -40,15 +40,15 @@ def pretrained_features(args, device):
         saved = mx.nd.load(path)
         classes = [v.shape[0] for n, v in saved.items() if n.endswith("weight") and v.ndim == 2]
         if not classes:
-            raise SystemExit(f"{path} has no weight of a fully connected layer, which tells "
-                             "how many classes the network has")
+            raise SystemExit(f"{path} has no weight of a fully connected layer, which has "
+                             "the number of classes of the network")
         net = recipes.zoo_network(args.pretrained, classes=classes[-1])
         if any(name.startswith("arg:") for name in saved):  # of an exported network
             net.collect_params().load(path, device, cast_dtype=True)
         else:
             net.load_parameters(path, device, cast_dtype=True)
     if not hasattr(net, "features"):
-        raise SystemExit(f"{args.pretrained} has no features of its own; export it, and give "
+        raise SystemExit(f"{args.pretrained} has no attribute features: export it, and pass "
                          "--pretrained-symbol and --pretrained-params")
     if args.bn_momentum is not None:
         set_momentum(net.features, args.bn_momentum)
@@ -56,7 +56,7 @@ def pretrained_features(args, device):
 
 
 class Network(nn.HybridBlock):
-    """Pretrained features and a new head."""
+    """A network of pretrained features and a new head."""
 
     def __init__(self, features, classes, **kwargs):
         super().__init__(**kwargs)
@@ -69,7 +69,7 @@ class Network(nn.HybridBlock):
 
 
 def set_momentum(features, momentum):
-    """Of all batch norms: in a short training the usual moving averages lag."""
+    """Sets the momentum of all batch norms: the default is too slow for a short training."""
     def one(block):
         if isinstance(block, nn.BatchNorm):
             block._kwargs["momentum"] = momentum
@@ -77,7 +77,7 @@ def set_momentum(features, momentum):
 
 
 def freeze(features, layers):
-    """The first so many layers that have parameters are not trained."""
+    """Freezes the first `count` layers with parameters."""
     names = list(dict.fromkeys(n.rsplit("_", 1)[0] for n in features.collect_params()))
     for name, parameter in features.collect_params().items():
         if name.rsplit("_", 1)[0] in names[:layers]:
@@ -85,7 +85,7 @@ def freeze(features, layers):
 
 
 def network(args, devices):
-    """The pretrained features behind a new head, which has no shape yet."""
+    """Returns the pretrained features with a new head, whose shapes are deferred."""
     features = pretrained_features(args, devices)
     freeze(features, args.freeze)
     net = Network(features, recipes.classes_of(args))
@@ -97,21 +97,22 @@ def network(args, devices):
 def main(arguments=None):
     parser = recipes.Parser(__doc__)
     add = parser.add_argument_group("pretrained network").add_argument
-    add("--pretrained", help="a name of MXNet's or gluoncv's model zoo")
-    add("--pretrained-params", help="its parameters, in a file")
-    add("--pretrained-symbol", help="an exported network's -symbol.json")
-    add("--layer-before-fullc", help="the layer whose output the new head reads, with "
-        "--pretrained-symbol; none: the last fully connected layer is replaced")
-    add("--freeze", type=recipes.whole, default=0, help="layers at the input to keep")
+    add("--pretrained", help="a network of MXNet's or gluoncv's model zoo")
+    add("--pretrained-params", help="the file of its parameters")
+    add("--pretrained-symbol", help="the -symbol.json of an exported network")
+    add("--layer-before-fullc", help="the layer whose output the new head takes, with "
+        "--pretrained-symbol (default: the input of the last fully connected layer)")
+    add("--freeze", type=recipes.whole, default=0,
+        help="the number of layers to freeze, counted from the input")
     add("--head-lr-mult", type=recipes.decimal, default=1.0,
-        help="the new head's learning rate, as a multiple of --lr")
+        help="multiplier of --lr for the new head")
     add("--bn-momentum", type=recipes.share,
-        help="of batch norms' moving averages, such as 0.8, if not the network's")
+        help="momentum of batch norms' moving averages (default: the network's)")
     recipe.add_arguments(parser, folder="runs/fine_tune")
     parser.set_defaults(lr=0.01, epochs=3, batch_size=32)
     args = parser.parse_args(arguments)
     if not args.pretrained and not (args.pretrained_symbol and args.pretrained_params):
-        parser.error("give the network: --pretrained NAME, or --pretrained-symbol NET-symbol.json "
+        parser.error("pass a network: --pretrained NAME, or --pretrained-symbol NET-symbol.json "
                      "--pretrained-params NET-0000.params")
     return recipe.train(args, network, validates_first=True)
 

@@ -5,9 +5,9 @@
         --batch-size 128 --epochs 60 --lr-mode cosine --warmup-epochs 2 --gpus 0
     python image_classification.py --dataset train.rec --val test.rec --model resnet18_v1
 
-Log lines are GluonCV's, with the loss scale and the skipped steps at their ends; SAVE_DIR/log.jsonl
-holds more for machines (docs/recipes.md says what). Killed at any moment, `--resume` goes on behind
-the last whole epoch as if nothing had been: bit by bit, with --num-workers 0.
+Log lines have GluonCV's format, followed by the loss scale and the number of skipped steps.
+SAVE_DIR/log.jsonl is machine-readable (docs/recipes.md describes it). After an interruption,
+`--resume` continues from the last complete epoch, bit for bit with --num-workers 0.
 """
 import functools
 import logging
@@ -34,61 +34,70 @@ def parse(arguments=None):
 
 
 def add_network_arguments(parser):
-    """Those of a network that is not given: fine_tune.py has one."""
+    """Adds the flags that select a network; fine_tune.py has its own."""
     add = parser.add_argument_group("network").add_argument
-    add("--model", default="small", help="small, or a name of MXNet's or gluoncv's model zoo")
-    add("--use-pretrained", action="store_true", help="begin with the model zoo's parameters")
-    add("--batch-norm", action="store_true", help="a VGG with batch norms")
+    add("--model", default="small", help="small, or a network of MXNet's or gluoncv's model zoo")
+    add("--use-pretrained", action="store_true", help="load the model zoo's parameters")
+    add("--batch-norm", action="store_true", help="use the VGG variant with batch norms")
     add("--last-gamma", action="store_true",
-        help="the last batch norm of each residual block begins with 0 (gluoncv's networks)")
+        help="initialize gamma of each residual block's last batch norm to 0 (gluoncv)")
 
 
 def add_arguments(parser, folder="runs/image_classification"):
     recipes.add_image_flags(parser)
     training = parser.add_argument_group("training")
-    add = training.add_argument  # the second names are those of GluonCV's scripts
+    add = training.add_argument  # the second names are from GluonCV's scripts
     add("--dtype", default="float32", choices=("float32", "float16", "bfloat16"),
-        help="of the network; bfloat16 on CPUs, with --loss-scale none")
-    add("--policy", choices=recipes.POLICIES, help="of gluon_amp.convert, if not --dtype")
+        help="type of the network; bfloat16: CPUs only, with --loss-scale none")
+    add("--policy", choices=recipes.POLICIES,
+        help="policy of gluon_amp.convert, in place of --dtype")
     add("--loss-scale", type=recipes.loss_scale, default="dynamic",
-        help="dynamic, a number or none")
-    add("--batch-size", type=recipes.positive, default=64, help="of all GPUs of a process together")
+        help="loss scale: dynamic, a number or none")
+    add("--batch-size", type=recipes.positive, default=64,
+        help="batch size of a process, over all its GPUs")
     add("--epochs", "--num-epochs", type=recipes.positive, default=10,
-        help="passes over the data; with --resume a finished run goes on to more")
-    add("--optimizer", default="sgd", help="a name of MXNet's, or adamw")
-    add("--lr", type=recipes.decimal, default=0.1, help="the learning rate")
+        help="number of epochs; a larger one with --resume extends a finished run")
+    add("--optimizer", default="sgd", help="an optimizer of MXNet, or adamw")
+    add("--lr", type=recipes.decimal, default=0.1, help="learning rate")
     add("--lr-mode", choices=("step", "cosine"),
-        help="how it falls; if not given: step with --lr-decay-epoch, else cosine")
+        help="learning rate schedule (default: step with --lr-decay-epoch, else cosine)")
     add("--lr-decay-epoch", type=recipes.numbers, default=[],
-        help="of step: after which epochs, such as 30,60; none: it stays as it is")
-    add("--lr-decay", type=recipes.decimal, default=0.1, help="of step: by which factor")
-    add("--warmup-epochs", type=recipes.decimal, default=0, help="in which the rate rises")
-    add("--warmup-lr", type=recipes.decimal, default=0.0, help="from which rate on")
+        help="epochs after which step decays the rate, such as 30,60")
+    add("--lr-decay", type=recipes.decimal, default=0.1, help="decay factor of step")
+    add("--warmup-epochs", type=recipes.decimal, default=0, help="number of warm-up epochs")
+    add("--warmup-lr", type=recipes.decimal, default=0.0,
+        help="learning rate at the start of warm-up")
     add("--wd", type=recipes.decimal, default=1e-4, help="weight decay")
-    add("--no-wd", action="store_true", help="none for biases, and for batch norms' parameters")
-    add("--momentum", type=recipes.share, default=0.9, help="of optimizers that have one")
-    add("--mode", default="hybrid", choices=("hybrid", "imperative"), help="how the network runs")
+    add("--no-wd", action="store_true",
+        help="no weight decay for biases and batch norms' parameters")
+    add("--momentum", type=recipes.share, default=0.9,
+        help="momentum, for optimizers that have one")
+    add("--mode", default="hybrid", choices=("hybrid", "imperative"),
+        help="execution mode of the network")
     recipes.add_gpus(training)
     recipes.add_kvstore_flag(training)
-    add("--seed", type=recipes.whole, default=0, help="of all random numbers")
+    add("--seed", type=recipes.whole, default=0, help="seed of all random numbers")
     add = parser.add_argument_group("regularization and distillation").add_argument
     add("--label-smoothing", type=recipes.share, default=0, nargs="?", const=0.1, metavar="SHARE",
-        help="the share of all classes in a label; 0.1 where the flag has no number")
-    add("--mixup", action="store_true", help="train on weighted sums of two images and labels")
+        help="amount of label smoothing; 0.1 for the flag without a number")
+    add("--mixup", action="store_true",
+        help="train on weighted sums of two images and of their labels")
     add("--mixup-alpha", type=recipes.above_0, default=0.2,
-        help="of the beta distribution of the weights")
+        help="parameter of the beta distribution of mixup's weights")
     add("--mixup-off-epoch", type=recipes.whole, default=0,
-        help="so many epochs at the end without mixup")
-    add("--teacher", metavar="MODEL", help="also learn what this network says (distillation)")
-    add("--teacher-params", metavar="FILE", help="its parameters, if not the model zoo's")
+        help="number of last epochs without mixup")
+    add("--teacher", metavar="MODEL", help="also train on this network's outputs (distillation)")
+    add("--teacher-params", metavar="FILE",
+        help="parameters of the teacher (default: the model zoo's)")
     add("--temperature", type=recipes.above_0, default=20.0,
-        help="by which both networks' outputs are divided before they are compared")
+        help="divisor of both networks' logits")
     add("--hard-weight", type=recipes.share, default=0.5,
-        help="of the labels; the teacher has the rest")
+        help="weight of the labels' loss; the teacher's has the rest")
     output = parser.add_argument_group("output and resuming")
     add = output.add_argument
-    add("--benchmark", action="store_true", help="random images; samples/s and peak memory")
-    add("--logging-file", metavar="FILE", help="also write the log there")
+    add("--benchmark", action="store_true",
+        help="train on random images, and print samples/s and peak memory")
+    add("--logging-file", metavar="FILE", help="write the log to this file, too")
     recipes.add_progress_flags(output)
     recipes.add_folder_flags(output, folder)
     recipes.add_log_flags(output)
@@ -98,7 +107,7 @@ def add_arguments(parser, folder="runs/image_classification"):
 # ---- network
 
 def network(args, devices):
-    """The classifier, initialized."""
+    """Returns an initialized classifier."""
     classes, options = recipes.classes_of(args), options_of(args)
     if args.model == "small":
         net = recipes.small_network(classes)
@@ -112,14 +121,14 @@ def network(args, devices):
 
 
 def converted(args, net):
-    """In the precision that is asked for; hybridized first, since float16 runs as a graph."""
+    """Converts to the precision of the flags; hybridizes first, because float16 runs as a graph."""
     if args.mode == "hybrid":
         net.hybridize(static_alloc=True, static_shape=True)
     return amp.convert(net, args.policy or args.dtype)
 
 
 def teacher_of(args, devices):
-    """The network that --teacher names; None without it."""
+    """Returns the network of --teacher; None without it."""
     if not args.teacher:
         return None
     if not args.teacher_params:
@@ -135,7 +144,7 @@ def teacher_of(args, devices):
 
 
 def options_of(args):
-    """What the model zoos are told besides."""
+    """Returns the keyword arguments for the model zoos."""
     if args.batch_norm and not args.model.startswith("vgg"):
         raise ValueError(f"--batch-norm is for a VGG. Received: --model {args.model}")
     if args.model == "small" and (args.last_gamma or args.use_pretrained):
@@ -161,7 +170,7 @@ def trainer_of(args, net, kvstore="device", **schedule):
 
 
 def loss_of(args):
-    """Softmax cross entropy in float32, of smoothed labels if they are to be."""
+    """Softmax cross entropy in float32, with label smoothing if the flags set it."""
     smooth, classes = args.label_smoothing, recipes.classes_of(args)
     hot, soft = args.temperature, 1 - args.hard_weight
     if hot <= 0 or not 0 <= soft <= 1:
@@ -177,7 +186,7 @@ def loss_of(args):
         return loss(out, label * (1 - smooth) + smooth / classes if smooth else label)
 
     def loss_fn(out, label, taught=None):
-        out = out.astype("float32")  # under pure_float16 the network's is float16
+        out = out.astype("float32")  # under pure_float16 the network returns float16
         if taught is None:
             return of_labels(out, label)
         if taught.shape != out.shape:
@@ -191,7 +200,7 @@ def loss_of(args):
 # ---- training
 
 def mixup_of(args, epoch, rank):
-    """What makes weighted sums of two images, and of their labels; None where it is off."""
+    """Returns a function that mixes images and labels; None without --mixup."""
     if not args.mixup or epoch >= args.epochs - args.mixup_off_epoch:
         return None
     rng = np.random.RandomState([args.seed, epoch, rank] if rank else [args.seed, epoch])
@@ -206,7 +215,7 @@ def mixup_of(args, epoch, rank):
 
 
 def norm(net, divisor):
-    """Of the gradient that has just updated the network: summed over devices and ranks, and
+    """Returns the norm of the gradient of the last update: summed over devices and ranks, and
     unscaled."""
     return recipes.gradient_norm(p.list_grad()[0] for p in net.collect_params().values()
                                  if p.grad_req != "null") / divisor
@@ -217,7 +226,7 @@ def scale_text(trainer):
 
 
 def peak_megabytes(devices):
-    """Of each GPU what is taken now (MXNet keeps what it has had); else the process's most."""
+    """Returns the memory of the GPUs, which MXNet does not free, or the peak of the process."""
     if devices[0].device_type == "gpu":
         free_and_total = [mx.context.gpu_memory_info(d.device_id) for d in devices]
         return sum(total - free for free, total in free_and_total) / 2 ** 20
@@ -225,8 +234,8 @@ def peak_megabytes(devices):
 
 
 def validate(ranks, net, loader, devices, loss_fn):
-    """Top-1 and top-5 errors, and the loss, over all ranks' parts; of fewer than five classes all
-    are among the first five."""
+    """Returns top-1 and top-5 errors, and the loss, over all ranks. With fewer than five classes
+    the top-5 error is 0."""
     top1, top5, count, loss = 0, 0, 0, 0.0
     for data, label in loader:
         datas, labels = (gluon.utils.split_and_load(x, devices, even_split=False)
@@ -240,9 +249,9 @@ def validate(ranks, net, loader, devices, loss_fn):
 
 
 def train(args, make_network, validates_first=False):
-    """Trains the network that `make_network(args, devices)` returns, from where --resume finds it.
+    """Trains the network that `make_network(args, devices)` returns; --resume continues a run.
     Returns the epochs' lines of log.jsonl."""
-    # The processes that train one network, this one's devices, where it writes, its random numbers
+    # Ranks, devices of this process, the output folder, random numbers
     args.lr_mode = args.lr_mode or ("step" if args.lr_decay_epoch else "cosine")
     ranks = recipes.Ranks(args.kvstore)
     ranks.start_log("%(message)s")
@@ -255,7 +264,7 @@ def train(args, make_network, validates_first=False):
     folder = recipes.RunFolder(args, ranks, writes=not args.benchmark)
     log.info("%s", args)
     if len(devices) > 1:
-        log.info("each of the %d GPUs gets %g images of a batch: --batch-size is of all",
+        log.info("each of the %d GPUs gets %g images of a batch: --batch-size is their sum",
                  len(devices), args.batch_size / len(devices))
     mx.random.seed(args.seed)
     np.random.seed(args.seed)
@@ -265,24 +274,24 @@ def train(args, make_network, validates_first=False):
     order, loader, val_loader = recipes.image_loaders(args, ranks)
     images = args.batch_size * ranks.workers  # of a step
     net = converted(args, make_network(args, devices))
-    out = net(next(iter(val_loader))[0][:1].as_in_context(devices[0]))  # makes all parameters
+    out = net(next(iter(val_loader))[0][:1].as_in_context(devices[0]))  # allocates all parameters
     classes = recipes.classes_of(args)
     if out.shape[1] != classes:
         raise ValueError(f"{args.model} has {out.shape[1]} classes, and the data {classes}: "
-                         "fine_tune.py puts a new head on it")
+                         "fine_tune.py replaces the head")
     teacher, loss_fn = teacher_of(args, devices), loss_of(args)
     if validates_first:
         log.info("before: err-top1=%f err-top5=%f",
                  *validate(ranks, net, val_loader, devices, loss_fn)[:2])
 
-    # The Trainer, which scales the loss, and what a run has that goes on
+    # The Trainer, which scales the loss, and the state of a resumed run
     trainer = trainer_of(args, net, ranks.store, lr_scheduler=schedule_of(args, len(loader)))
     if args.gpus:
         for hint in recipes.tensor_core_hints(net, args.batch_size, len(devices)):
             log.info("%s", hint)
     begin, lines = folder.resume(net, trainer)
-    ranks.check_same(begin, "epochs that are done")
-    if not args.resume_states and trainer.optimizer.num_update == 0:  # else the states know
+    ranks.check_same(begin, "completed epochs")
+    if not args.resume_states and trainer.optimizer.num_update == 0:  # else the states have it
         trainer.optimizer.begin_num_update = trainer.optimizer.num_update = begin * len(loader)
     record = folder.start_record(lines, begin * len(loader))
 
@@ -291,8 +300,8 @@ def train(args, make_network, validates_first=False):
         if ranks.rank == 0:
             recipes.xray_epoch(args, epoch, net, loader, loss_fn)
         seed = args.seed + 1 + epoch + 1_000_000 * ranks.rank
-        mx.random.seed(seed)  # of dropout and MXNet's augmentation
-        random.seed(seed)  # of Gluon's crops
+        mx.random.seed(seed)  # for dropout and MXNet's augmentation
+        random.seed(seed)  # for Gluon's crops
         mix = mixup_of(args, epoch, ranks.rank)
         metric, total, count, start = mx.metric.Accuracy(), 0.0, 0, time.time()
         record.start_epoch()

@@ -3,8 +3,8 @@
     python language_model.py --dtype float16
     python language_model.py --text shakespeare.txt --steps 5000 --gpus 0
 
-Without --text it reads the English text of Python's own help, which comes with Python. At the end
-it writes a text of its own. bfloat16 is for CPUs.
+Without --text it trains on the English text of Python's help. At the end it generates a text.
+bfloat16 runs on CPUs only.
 """
 import math
 import time
@@ -20,7 +20,7 @@ from mxnet.gluon import nn
 
 
 class Attention(gluon.HybridBlock):
-    """Causal self-attention of some heads."""
+    """Causal multi-head self-attention."""
 
     def __init__(self, width, heads, length):
         super().__init__()
@@ -28,11 +28,11 @@ class Attention(gluon.HybridBlock):
         with self.name_scope():
             self.qkv = nn.Dense(3 * width, flatten=False, in_units=width)
             self.out = nn.Dense(width, flatten=False, in_units=width)
-            # float16 holds -1e4, whose exponential is 0
+            # representable in float16; its exponential is 0
             self.mask = self.params.get_constant("mask", -1e4 * np.triu(np.ones((length,) * 2), 1))
 
     def hybrid_forward(self, F, x, mask):
-        def split(part):  # (batch, place, width) to (batch * heads, place, width / heads)
+        def split(part):  # (batch, position, width) to (batch * heads, position, width / heads)
             part = F.reshape(part, (0, 0, self.heads, -1))
             return F.reshape(F.transpose(part, (0, 2, 1, 3)), (-3, 0, 0))
 
@@ -44,7 +44,7 @@ class Attention(gluon.HybridBlock):
 
 
 class Layer(gluon.HybridBlock):
-    """Attention and two dense layers, each behind a norm and beside a residual connection."""
+    """Attention and a two-layer MLP, each after a norm and with a residual connection."""
 
     def __init__(self, width, heads, length, dropout):
         super().__init__()
@@ -62,7 +62,7 @@ class Layer(gluon.HybridBlock):
 
 
 class GPT(gluon.HybridBlock):
-    """From characters to the scores of each next one; the first and last layers share a weight."""
+    """Returns logits of each next character; the first and last layers share a weight."""
 
     def __init__(self, characters, width, layers, heads, length, dropout):
         super().__init__()
@@ -82,36 +82,38 @@ class GPT(gluon.HybridBlock):
 
 
 def main(arguments=None):
-    """The recipe, from its flags to a text."""
+    """Trains with the flags, and prints a generated text."""
     parser = recipes.Parser(__doc__)
     add = parser.add_argument_group("network").add_argument
-    add("--layers", type=recipes.positive, default=4, help="of attention")
-    add("--heads", type=recipes.positive, default=4, help="of each")
-    add("--width", type=recipes.positive, default=128, help="of the residual stream")
-    add("--length", type=recipes.positive, default=64, help="characters that it reads")
-    add("--dropout", type=recipes.share, default=0.0, help="in each layer")
+    add("--layers", type=recipes.positive, default=4, help="number of layers")
+    add("--heads", type=recipes.positive, default=4, help="attention heads of a layer")
+    add("--width", type=recipes.positive, default=128, help="width of the residual stream")
+    add("--length", type=recipes.positive, default=64, help="context length in characters")
+    add("--dropout", type=recipes.share, default=0.0, help="dropout rate of each layer")
     training = parser.add_argument_group("training")
     add = training.add_argument
-    add("--text", metavar="FILE", help="to learn from; none: Python's help")
+    add("--text", metavar="FILE", help="text to train on (default: Python's help)")
     recipes.add_types(training)
-    add("--batch-size", type=recipes.positive, default=32, help="parts of the text in a step")
-    add("--steps", type=recipes.positive, default=1000, help="updates")
-    add("--lr", type=recipes.above_0, default=1e-3, help="the highest learning rate")
-    add("--warmup", type=recipes.whole, default=100, help="steps in which the rate rises")
+    add("--batch-size", type=recipes.positive, default=32, help="sequences in a step")
+    add("--steps", type=recipes.positive, default=1000, help="number of updates")
+    add("--lr", type=recipes.above_0, default=1e-3, help="peak learning rate")
+    add("--warmup", type=recipes.whole, default=100, help="number of warm-up steps")
     add("--wd", type=recipes.decimal, default=0.1, help="weight decay of matrices")
-    add("--clip", type=recipes.above_0, default=1.0, help="the gradient's norm")
-    add("--seed", type=recipes.whole, default=0, help="of all random numbers")
+    add("--clip", type=recipes.above_0, default=1.0, help="maximum norm of the gradient")
+    add("--seed", type=recipes.whole, default=0, help="seed of all random numbers")
     recipes.add_gpus(training)
     add = parser.add_argument_group("output").add_argument
-    add("--log-interval", type=recipes.positive, default=100, help="steps between two lines")
-    add("--characters", type=recipes.whole, default=200, help="to write at the end")
-    add("--save", metavar="FILE", help="parameters")
+    add("--log-interval", type=recipes.positive, default=100,
+        help="number of steps between two log lines")
+    add("--characters", type=recipes.whole, default=200,
+        help="number of characters to generate at the end")
+    add("--save", metavar="FILE", help="file to save the parameters to")
     args = parser.parse_args(arguments)
     if args.width % args.heads:
         parser.error(f"--width must be a multiple of --heads {args.heads}. Received: {args.width}")
     device, rng = recipes.begin(parser, args)
 
-    # The text as numbers: the last tenth validates
+    # The text as numbers; the last tenth is for validation
     text = Path(args.text).read_text() if args.text else "".join(map(topics.get, sorted(topics)))
     alphabet = sorted(set(text))
     number = {character: i for i, character in enumerate(alphabet)}
@@ -122,19 +124,19 @@ def main(arguments=None):
                      f"{args.length} characters. Received: {len(text)} characters")
 
     def batch_of(part):
-        """Parts of the text, and the same one character later."""
+        """Returns sequences, and the same shifted by one character."""
         begins = rng.randint(len(part) - args.length, size=(args.batch_size, 1))
         read = part[begins + np.arange(args.length + 1)]
         return [nd.array(each, device) for each in (read[:, :-1], read[:, 1:])]
 
-    # The network, in the type that is asked for
+    # The network, in the type of --dtype
     net = GPT(len(alphabet), args.width, args.layers, args.heads, args.length, args.dropout)
     net.initialize(mx.init.Normal(0.02), device)
     amp.convert(net, args.dtype)
     net.hybridize(static_alloc=True, static_shape=True)
     loss_fn = gluon.loss.SoftmaxCrossEntropyLoss()
 
-    # The Trainer: it scales the loss, and updates float32 masters
+    # The Trainer scales the loss and updates float32 master weights
     net.collect_params(".*(bias|gamma|beta|places)").setattr("wd_mult", 0.0)
     schedule = recipes.schedule(args.lr, 1, args.steps, "cosine",
                                 warmup_epochs=min(args.warmup, args.steps - 1))
@@ -166,7 +168,7 @@ def main(arguments=None):
     if args.save:
         net.save_parameters(args.save)
 
-    # One character after the other, each by its probability
+    # Sample one character after the other
     written = list(validation[:args.length])
     for _ in range(args.characters):
         scores = net(nd.array([written[-args.length:]], device))[0, -1].asnumpy().astype(float)

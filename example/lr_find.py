@@ -1,10 +1,10 @@
-"""Which learning rate? Sweeps it over one network and dataset, and draws the loss.
+"""Runs a learning rate range test on a network and a dataset, and plots the loss.
 
     python lr_find.py --dataset digits --dtype float16 --plot rates.png
     python lr_find.py --dataset cifar10 --model cifar_resnet20_v1 --gpus 0
 
-Takes the flags of image_classification.py, so that a command is tried under this script's name.
-Those of the rate, of epochs, of log lines and of files of a run have nothing to do here.
+The flags are those of image_classification.py: only the script's name in a command changes. Flags
+of the learning rate, epochs, logs and output files have no effect.
 """
 import random
 
@@ -17,17 +17,17 @@ import recipes
 def main(arguments=None):
     parser = recipes.Parser(__doc__)
     add = parser.add_argument_group("learning rates").add_argument
-    add("--plot", default="rates.png", help="a PNG or SVG file")
-    add("--start", type=recipes.above_0, default=1e-5, help="the first rate")
-    add("--end", type=recipes.above_0, default=10.0, help="the last one")
-    add("--steps", type=recipes.positive, default=100, help="how many rates")
+    add("--plot", default="rates.png", help="output file, PNG or SVG")
+    add("--start", type=recipes.above_0, default=1e-5, help="first learning rate")
+    add("--end", type=recipes.above_0, default=10.0, help="last learning rate")
+    add("--steps", type=recipes.positive, default=100, help="number of learning rates")
     recipe.add_arguments(parser)
     recipe.add_network_arguments(parser)
     args = parser.parse_args(arguments)
     for name in ("teacher", "resume", "resume_params", "resume_states", "resume_epoch"):
         if getattr(args, name):
             parser.error(f"--{name.replace('_', '-')}: the sweep begins with a new network, or "
-                         "--use-pretrained, and learns from labels alone")
+                         "--use-pretrained, and trains on labels alone")
     if len(args.gpus) > 1 and args.kvstore != "horovod":
         parser.error("--gpus: one is enough")
     ranks = recipes.Ranks(args.kvstore)
@@ -38,7 +38,7 @@ def main(arguments=None):
     _, loader, _ = recipes.image_loaders(args, ranks)
     net = recipe.network(args, [device])
     recipe.converted(args, net)
-    net(next(iter(loader))[0].as_in_context(device))  # shapes of all parameters
+    net(next(iter(loader))[0].as_in_context(device))  # initializes deferred shapes
     trainer, loss_fn = recipe.trainer_of(args, net, ranks.store), recipe.loss_of(args)
     batches = Batches(args, ranks, loader, device)
     if ranks.rank == 0:
@@ -53,7 +53,7 @@ def main(arguments=None):
 
 
 class Batches:
-    """What image_classification.py trains on in its first epoch, on the device."""
+    """Yields the batches of image_classification.py's first epoch, on the device."""
 
     def __init__(self, args, ranks, loader, device):
         self.args, self.ranks, self.loader, self.device = args, ranks, loader, device

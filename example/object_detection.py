@@ -3,8 +3,8 @@
     python object_detection.py --dtype float16
     python object_detection.py --steps 2000 --batch-size 64 --gpus 0
 
-The images are noise with one to three squares, discs and triangles. The detector says where each
-is, and what it is. bfloat16 is for CPUs.
+The images are noise with one to three squares, discs and triangles. The detector predicts the
+bounding box and the class of each. bfloat16 runs on CPUs only.
 """
 import time
 
@@ -16,15 +16,15 @@ from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
 
 CLASSES = ("square", "disc", "triangle")
-MOST = 3  # objects in an image
-SIZES = ((0.2, 0.27), (0.37, 0.45))  # of the anchors of each map, as a share of the image
+MOST = 3  # maximum number of objects in an image
+SIZES = ((0.2, 0.27), (0.37, 0.45))  # sizes of each map's anchors, as shares of the image
 RATIOS = (1.0, 2.0, 0.5)
-ANCHORS = len(SIZES[0]) + len(RATIOS) - 1  # at each place
+ANCHORS = len(SIZES[0]) + len(RATIOS) - 1  # anchors at each position
 
 
 def drawn(rng, count, size):
-    """Images, and for each three rows of a class, left, top, right and bottom; -1 where there is
-    none."""
+    """Returns images, and for each image three rows of class, left, top, right and bottom. Rows of
+    -1 are padding."""
     images = rng.normal(0.0, 0.3, (count, 3, size, size)).astype(np.float32)
     labels = np.full((count, MOST, 5), -1, np.float32)
     y, x = np.mgrid[:size, :size] + 0.5
@@ -45,7 +45,7 @@ def drawn(rng, count, size):
 
 
 def convolutions(*channels):
-    """Each with a batch norm; the last one is pooled."""
+    """Convolutions with batch norms and a pooling layer at the end."""
     net = nn.HybridSequential()
     for each in channels:
         net.add(nn.Conv2D(each, 3, padding=1, use_bias=False), nn.BatchNorm(),
@@ -55,7 +55,7 @@ def convolutions(*channels):
 
 
 class SSD(gluon.HybridBlock):
-    """From images to anchors, and for each the scores of classes, and where the object lies."""
+    """Returns anchors, and for each the class scores and the offsets of the box."""
 
     def __init__(self, width):
         super().__init__()
@@ -82,14 +82,14 @@ class SSD(gluon.HybridBlock):
 
 
 def overlap(box, others):
-    """Intersection over union."""
+    """Returns the intersection over union."""
     low, high = np.maximum(box[:2], others[:, :2]), np.minimum(box[2:], others[:, 2:])
     both = np.prod(np.maximum(high - low, 0), 1)
     return both / (np.prod(box[2:] - box[:2]) + np.prod(others[:, 2:] - others[:, :2], 1) - both)
 
 
 def average_precision(detections, labels, kind):
-    """Of one class: the area under precision by recall, where boxes overlap by half."""
+    """Returns the average precision of a class at an IoU of 0.5."""
     objects = [label[label[:, 0] == kind, 1:] for label in labels]
     found = [np.zeros(len(each), bool) for each in objects]
     mine = [(row[1], i, row[2:]) for i, rows in enumerate(detections)
@@ -106,39 +106,42 @@ def average_precision(detections, labels, kind):
 
 
 def main(arguments=None):
-    """The recipe, from its flags to the mean average precision."""
+    """Trains with the flags, and prints the mean average precision."""
     parser = recipes.Parser(__doc__)
     add = parser.add_argument_group("network").add_argument
-    add("--image-size", type=recipes.positive, default=64, help="pixels, a multiple of 16")
+    add("--image-size", type=recipes.positive, default=64,
+        help="height and width in pixels, a multiple of 16")
     add("--width", type=recipes.positive, default=16, help="channels of the first convolution")
     training = parser.add_argument_group("training")
     add = training.add_argument
     recipes.add_types(training)
     add("--batch-size", type=recipes.positive, default=32, help="images in a step")
-    add("--steps", type=recipes.positive, default=1000, help="updates")
-    add("--lr", type=recipes.above_0, default=0.05, help="the highest learning rate")
-    add("--momentum", type=recipes.share, default=0.9, help="of SGD")
+    add("--steps", type=recipes.positive, default=1000, help="number of updates")
+    add("--lr", type=recipes.above_0, default=0.05, help="peak learning rate")
+    add("--momentum", type=recipes.share, default=0.9, help="momentum of SGD")
     add("--wd", type=recipes.decimal, default=5e-4, help="weight decay")
-    add("--seed", type=recipes.whole, default=0, help="of all random numbers")
+    add("--seed", type=recipes.whole, default=0, help="seed of all random numbers")
     recipes.add_gpus(training)
     add = parser.add_argument_group("output").add_argument
-    add("--log-interval", type=recipes.positive, default=50, help="steps between two lines")
-    add("--validation-images", type=recipes.positive, default=128, help="drawn once")
-    add("--save", metavar="FILE", help="parameters")
+    add("--log-interval", type=recipes.positive, default=50,
+        help="number of steps between two log lines")
+    add("--validation-images", type=recipes.positive, default=128,
+        help="number of validation images")
+    add("--save", metavar="FILE", help="file to save the parameters to")
     args = parser.parse_args(arguments)
     if args.image_size % 16:
         parser.error(f"--image-size must be a multiple of 16. Received: {args.image_size}")
     device, rng = recipes.begin(parser, args)
 
-    # The network, in the type that is asked for
+    # The network, in the type of --dtype
     net = SSD(args.width)
     net.initialize(mx.init.Xavier(), device)
     amp.convert(net, args.dtype)
     net.hybridize(static_alloc=True, static_shape=True)
     class_loss, box_loss = gluon.loss.SoftmaxCrossEntropyLoss(), gluon.loss.HuberLoss()
 
-    # The Trainer: it scales the loss, and updates float32 masters
-    net(nd.zeros((1, 3, args.image_size, args.image_size), device))  # makes all parameters
+    # The Trainer scales the loss and updates float32 master weights
+    net(nd.zeros((1, 3, args.image_size, args.image_size), device))  # allocates all parameters
     scaled = args.dtype == "float16" and args.loss_scale != "none"
     schedule = recipes.schedule(args.lr, 1, args.steps, "cosine",
                                 warmup_epochs=min(50, args.steps - 1))
@@ -153,7 +156,7 @@ def main(arguments=None):
         data, label = nd.array(images, device), nd.array(labels, device)
         with autograd.record():
             anchors, scores, boxes = net(data)
-            with autograd.pause():  # which anchor has which object; of others the hardest count
+            with autograd.pause():  # matches anchors to objects; hard negative mining for others
                 box_target, box_mask, class_target = nd.contrib.MultiBoxTarget(
                     anchors, label, scores.transpose((0, 2, 1)), negative_mining_ratio=3)
             loss = class_loss(scores, class_target, (class_target >= 0).expand_dims(-1)) \
@@ -170,7 +173,7 @@ def main(arguments=None):
     if args.save:
         net.save_parameters(args.save)
 
-    # What it finds in images that it has not seen
+    # Detections in validation images
     rng = np.random.RandomState(args.seed + 1)
     images, labels = drawn(rng, args.validation_images, args.image_size)
     detections = []

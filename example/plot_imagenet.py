@@ -1,29 +1,30 @@
-"""Draws validation error by epoch, float32 against float16, from training logs.
+"""Plots the validation error of float32 and float16 over epochs, from training logs.
 
     python plot_imagenet.py float32.log float16.log -o imagenet.png
 
-Reads what `gluon-amp report` reads, and is short, so that a figure of your own can start from it.
+It reads the logs that `gluon-amp report` reads: a short starting point for other figures.
 """
 import gluon_amp as amp
 import recipes
 from matplotlib.figure import Figure
 
 COLORS = {"float32": "#1f2329", "bfloat16": "#009e73", "float16": "#0072b2", "float8": "#d55e00",
-          "tf32": "#cc79a7", "": "#e69f00"}  # by what is in the type's name, as in reports
+          "tf32": "#cc79a7", "": "#e69f00"}  # by a part of the type's name, as in reports
 
 
 def main(arguments=None):
     parser = recipes.Parser(__doc__)
-    parser.add_argument("logs", nargs="+", help="of GluonCV, of a Module, log.jsonl, or CSV")
-    parser.add_argument("-o", "--output", default="imagenet.png", help="a PNG, SVG or PDF file")
+    parser.add_argument("logs", nargs="+", help="log of GluonCV or of a Module, log.jsonl, or CSV")
+    parser.add_argument("-o", "--output", default="imagenet.png",
+        help="output file, PNG, SVG or PDF")
     args = parser.parse_args(arguments)
     runs = [run for run in amp.read_logs(args.logs) if run.best]
     if not runs:
-        parser.error("the logs have no results of validation")
+        parser.error("the logs have no validation results")
 
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.add_subplot()
-    styles = {}  # of each type and network, one for each of its runs
+    styles = {}  # one curve for each run of a type and network
     for run in runs:
         epochs, errors = zip(*[(n + 1, 100 * epoch.top1) for n, epoch in run.epochs.items()
                                if epoch.top1 is not None])

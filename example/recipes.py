@@ -1,7 +1,6 @@
-"""What the training scripts beside this file share: flags, images, networks, ranks, logs.
+"""The common code of the training scripts: flags, images, networks, ranks, logs.
 
-This file uses modules of gluon_amp that are no part of its public names: take it from the checkout
-of the version that is installed.
+It uses private modules of gluon_amp: take it from a checkout of the installed version.
 """
 import argparse
 import contextlib
@@ -30,7 +29,7 @@ from gluon_amp.files import must_exist, replace_text
 from gluon_amp.parallel import average_statistics
 from gluon_amp.parallel.store import make_store, shared_store
 from gluon_amp.parallel.sync import Workers
-from gluon_amp.policy import NAMES as POLICIES  # noqa: F401  (what --policy takes)
+from gluon_amp.policy import NAMES as POLICIES  # noqa: F401  (choices of --policy)
 from gluon_amp.policy import get_policy
 from gluon_amp.tools.tensor_cores import matrix_layers
 
@@ -40,30 +39,35 @@ log = logging.getLogger("recipes")
 # ---- the command line
 
 class _Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
-    """The description as it is written, and all defaults."""
+    """Prints the description verbatim, and the defaults of flags that have one."""
+
+    def _get_help_string(self, action):
+        if "(default" in action.help or action.default is False or action.default in (None, "", []):
+            return action.help
+        return super()._get_help_string(action)
 
 
 class Parser(checks.Parser):
     """The parser of a script, with `--config FILE`: flags in a YAML or JSON file, by their names.
 
-    What stands in the command line counts more than what stands in the file.
+    Flags on the command line override those of the file.
     """
 
     def __init__(self, description):
         super().__init__(description=description, formatter_class=_Help)
         self.add_argument("--config", metavar="FILE", default=argparse.SUPPRESS,
-                          help="a YAML or JSON file of flags, such as `batch-size: 64`; flags of "
-                               "the command line count more")
+                          help="a YAML or JSON file of flags, such as `batch-size: 64`; flags on "
+                               "the command line override it")
 
     def parse_args(self, args=None, namespace=None):
-        """The flags of the command line, behind those of the file."""
+        """Parses the flags of the file, then those of the command line."""
         first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
         first.add_argument("--config")
         found, rest = first.parse_known_args(args)
         words = args if found.config is None else [*self._from_file(found.config), *rest]
         flags = super().parse_args(words, namespace)
-        if hasattr(flags, "config"):  # which argparse took in, and nobody has read
-            self.error("--config is written in full, and in the command line")
+        if hasattr(flags, "config"):  # an abbreviation, or a flag of the file
+            self.error("--config must be spelled out, and on the command line")
         return flags
 
     def _from_file(self, path):
@@ -97,15 +101,15 @@ def _read_config(path):
         try:
             flags = yaml.safe_load(text)
         except yaml.YAMLError as error:
-            raise ValueError(f"{path} is no YAML: {error}") from None
+            raise ValueError(f"{path} is not valid YAML: {error}") from None
     if not isinstance(flags, dict):
-        raise ValueError(f"{path} must hold names of flags and their values. "
+        raise ValueError(f"{path} must map names of flags to values. "
                          f"Received: {type(flags).__name__}")
     return flags
 
 
 def _words(flag, value):
-    """A flag of a file as words of a command line."""
+    """Returns a flag of a file as command-line arguments."""
     if value is None or value is False:
         return []
     if value is True:
@@ -125,40 +129,40 @@ def _list_of(number, text, wanted):
 
 
 def numbers(text):
-    """Whole numbers from 0 on, with commas between them."""
+    """Parses comma-separated non-negative integers."""
     return _list_of(lambda part: positive(part) if part.strip("0") else 0, text,
                     "whole numbers, such as 0,2")
 
 
 def decimals(text):
-    """Numbers with commas between them."""
+    """Parses comma-separated numbers."""
     return _list_of(float, text, "numbers, such as 0.5 or 0.5,0.4,0.4")
 
 
 def whole(text):
-    """A whole number from 0 on."""
+    """Parses a non-negative integer."""
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"must be a whole number from 0 on. Received: {text!r}")
     return int(text)
 
 
 def decimal(text):
-    """A finite number from 0 on."""
+    """Parses a finite non-negative number."""
     return in_range(text, 0, math.inf, "must be a finite number from 0 on")
 
 
 def share(text):
-    """A number from 0 to 1."""
+    """Parses a number from 0 to 1."""
     return in_range(text, 0, 1, "must be a number from 0 to 1")
 
 
 def above_0(text):
-    """A finite number above 0."""
+    """Parses a finite positive number."""
     return in_range(text, sys.float_info.min, math.inf, "must be a finite number above 0")
 
 
 def in_range(text, least, most, wanted):
-    """A finite number from `least` to `most`, or an error that says what is wanted."""
+    """Parses a finite number from `least` to `most`; errors name the valid range."""
     try:
         number = float(text)
     except ValueError:
@@ -169,7 +173,7 @@ def in_range(text, least, most, wanted):
 
 
 def loss_scale(text):
-    """`dynamic`, `none`, or a number: what `Trainer` and `Module` take, with None for `none`."""
+    """Parses `dynamic`, `none` or a number as the `loss_scale` of `Trainer` and `Module`."""
     if text in ("dynamic", "none"):
         return text
     try:
@@ -180,34 +184,35 @@ def loss_scale(text):
 
 
 def add_gpus(parser):
-    """`--gpus 0,1`, and GluonCV's `--num-gpus 2` for the same."""
+    """Adds `--gpus 0,1`, and GluonCV's equivalent `--num-gpus 2`."""
     add = parser.add_argument
-    add("--gpus", type=numbers, default=[], help="such as 0 or 0,2,5; none: the CPU")
+    add("--gpus", type=numbers, default=[],
+        help="GPUs to use, such as 0 or 0,2,5 (default: the CPU)")
     add("--num-gpus", dest="gpus", metavar="N", default=argparse.SUPPRESS,
-        type=lambda text: list(range(whole(text))), help="the first N GPUs")
+        type=lambda text: list(range(whole(text))), help="use the first N GPUs")
 
 
 def add_types(parser):
-    """`--dtype` and `--loss-scale` of a network in float32, float16 or bfloat16."""
+    """Adds `--dtype` and `--loss-scale` for float32, float16 or bfloat16."""
     parser.add_argument("--dtype", default="float32", choices=("float32", "float16", "bfloat16"),
-                        help="of the network")
+                        help="type of the network")
     parser.add_argument("--loss-scale", type=loss_scale, default="dynamic",
-                        help="of float16: dynamic, a number or none")
+                        help="loss scale of float16: dynamic, a number or none")
 
 
-# ---- what flags say
+# ---- values of flags
 
 def devices_of(gpus):
-    """The GPUs of these numbers, or the CPU if there are none."""
+    """Returns the GPUs with these numbers; without numbers the CPU."""
     if not gpus:
         return [mx.cpu()]
     if max(gpus) >= mx.context.num_gpus():
-        raise ValueError(f"--gpus {max(gpus)}: MXNet sees {mx.context.num_gpus()} GPUs")
+        raise ValueError(f"--gpus {max(gpus)}: MXNet finds {mx.context.num_gpus()} GPUs")
     return [mx.gpu(i) for i in gpus]
 
 
 def begin(parser, args):
-    """Seeds all random numbers. Returns the one device of `--gpus`, and numpy's generator."""
+    """Seeds all random numbers. Returns the device of `--gpus`, and numpy's generator."""
     if len(args.gpus) > 1:
         parser.error("--gpus: one is enough")
     device, = devices_of(args.gpus)
@@ -216,24 +221,24 @@ def begin(parser, args):
 
 
 def is_float32(policy):
-    """Whether a policy of this name changes nothing."""
+    """Returns whether a policy is float32."""
     return get_policy(policy).is_float32
 
 
 def momentum_of(optimizer, momentum):
-    """The argument `momentum` for an optimizer of that name; nothing, if it takes none."""
+    """Returns the argument `momentum`, if the optimizer has one."""
     takes = inspect.signature(type(amp.optimizer(optimizer))).parameters
     return {"momentum": momentum} if "momentum" in takes else {}
 
 
 def schedule(lr, steps, epochs, mode="step", decay_epochs=(), decay=0.1, warmup_epochs=0,
              warmup_lr=0.0, warmup_strategy="linear"):
-    """A learning rate that warms up and then falls.
+    """Returns a learning rate schedule with warm-up and decay.
 
     Args:
         steps: updates in an epoch.
-        mode: `step` multiplies the rate by `decay` after each of `decay_epochs`; `cosine` lets it
-            fall to 0 in `epochs`.
+        mode: `step` multiplies the rate by `decay` after each of `decay_epochs`; `cosine` decays
+            it to 0 over `epochs`.
         warmup_strategy: `linear` rises from `warmup_lr` to `lr`; `constant` stays at `warmup_lr`.
     """
     warmup_steps = int(warmup_epochs * steps)
@@ -243,7 +248,7 @@ def schedule(lr, steps, epochs, mode="step", decay_epochs=(), decay=0.1, warmup_
         if decay_epochs:
             raise ValueError("--lr-decay-epoch is for --lr-mode step. Received: --lr-mode cosine")
         if warmup_steps >= epochs * steps:
-            raise ValueError(f"no epoch is left to the cosine: --warmup-epochs must be below the "
+            raise ValueError(f"no epochs are left to the cosine: --warmup-epochs must be below the "
                              f"{epochs} epochs of the training. Received: {warmup_epochs:g}")
         return mx.lr_scheduler.CosineScheduler(epochs * steps, lr, **warmup)
     after = [int(epoch * steps) for epoch in decay_epochs] or [1 << 60]
@@ -251,7 +256,7 @@ def schedule(lr, steps, epochs, mode="step", decay_epochs=(), decay=0.1, warmup_
 
 
 def run(main):
-    """Runs a script's `main`; an error that a user can mend is one line, without a traceback."""
+    """Runs a script's `main`; prints errors of the user's in one line, without a traceback."""
     try:
         main()
     except (ValueError, AssertionError, OSError, mx.MXNetError) as error:
@@ -268,40 +273,40 @@ MANY = ("dist_sync", "dist_device_sync", "horovod")
 
 
 def add_kvstore_flag(parser):
-    """The flag that says how `Ranks` are made."""
+    """Adds the flag that selects the kvstore of `Ranks`."""
     parser.add_argument(
         "--kvstore", "--kv-store", dest="kvstore", default="device",
         choices=("local", "device", *MANY),
-        help="how gradients are summed: in one process by local or device; by dist_sync or "
-             "dist_device_sync, MXNet's parameter server (gluon-amp launch -n 2 python ...), or "
-             "by horovod (horovodrun -np 2 python ...), over processes that each read a part of "
-             "the data in batches of --batch-size: scale --lr yourself")
+        help="all-reduce of gradients: local or device in one process; dist_sync or "
+             "dist_device_sync by MXNet's parameter server (gluon-amp launch -n 2 python ...); "
+             "horovod (horovodrun -np 2 python ...). Each process reads a part of the data, in "
+             "batches of --batch-size; --lr is not scaled")
 
 
 class Ranks:
-    """The processes that train one network: a single one, unless the kvstore is for many.
+    """The processes that train one network: one, unless the kvstore is distributed.
 
     Args:
-        kvstore: what --kvstore names.
-        names: True for a Module, whose stores know parameters by names; a Trainer's, by numbers.
+        kvstore: the value of --kvstore.
+        names: True for a Module, whose keys in the store are names; those of a Trainer are numbers.
 
     Attributes:
         store: the `kvstore=` of a Trainer, or of `Module.fit`.
-        rank: this process's number, from 0 on. Rank 0 logs and saves.
-        workers: how many there are.
+        rank: the rank of this process. Rank 0 logs and saves.
+        workers: the number of ranks.
     """
 
     def __init__(self, kvstore="device", names=False):
         self.store = kvstore
         if kvstore in MANY:
-            os.environ["MXNET_UPDATE_ON_KVSTORE"] = "0"  # servers that update tell ranks nothing
+            os.environ["MXNET_UPDATE_ON_KVSTORE"] = "0"  # updating servers report no overflow
             self.store = shared_store(make_store(kvstore, None))
         self._workers = Workers(self.store if kvstore in MANY else None, names)
         self.rank, self.workers = self._workers.rank, self._workers.count
         self._by_horovod = kvstore == "horovod"
 
     def devices(self, gpus):
-        """Which of these GPUs are this process's: with Horovod one, by its number here."""
+        """Returns the GPUs of this process; with Horovod one, by its local rank."""
         if not self._by_horovod or not gpus:
             return gpus
         import horovod.mxnet as hvd
@@ -311,41 +316,40 @@ class Ranks:
         return [gpus[hvd.local_rank()]]
 
     def start_log(self, format):
-        """Rank 0 logs; the others only say what went wrong."""
+        """Sets up logging: rank 0 logs everything, other ranks errors only."""
         logging.basicConfig(level=logging.ERROR if self.rank else logging.INFO, format=format,
                             force=True)
 
     def sum(self, *numbers):
-        """Each number, summed over all ranks in their order: all get the same bits."""
+        """Sums each number over ranks, in rank order: the result is the same on all ranks."""
         layout = struct.Struct(f"{len(numbers)}d")
         rows = self._workers.gather(layout.pack(*map(float, numbers)))
         return [sum(column) for column in zip(*map(layout.unpack, rows))]
 
     def check_same(self, number, what):
-        """Raises an error where ranks hold different numbers, since they would wait for each other.
-        """
+        """Raises an error if ranks have different numbers, which would deadlock."""
         numbers = [int(row) for row in self._workers.gather(b"%20d" % number)]
         if len(set(numbers)) > 1:
             raise ValueError(f"ranks have different numbers of {what}. Rank 0, 1, ...: "
                              f"{', '.join(map(str, numbers))}. All must read the same files")
 
     def sum_metric(self, metric):
-        """Sums a metric, or those of a CompositeEvalMetric, since it was reset."""
+        """All-reduces the sums of a metric or of a CompositeEvalMetric."""
         for one in getattr(metric, "metrics", [metric]):
             one.sum_metric, one.num_inst = self.sum(one.global_sum_metric, one.global_num_inst)
             one.global_sum_metric, one.global_num_inst = one.sum_metric, one.num_inst
 
 
 class Part(mx.gluon.data.Sampler):
-    """A rank's part of training data: all ranks have as many, and none has another's.
+    """A sampler of a rank's part of training data: equal, disjoint parts.
 
-    The order of an epoch is its own, and the same in every run.
+    Each epoch has its own order, which is the same in every run.
 
     Args:
-        length: of all data.
+        length: the length of all data.
 
     Attributes:
-        epoch: to be set before each.
+        epoch: the epoch; set it before each epoch.
     """
 
     def __init__(self, length, seed, ranks):
@@ -361,7 +365,7 @@ class Part(mx.gluon.data.Sampler):
 
 
 class ValidationPart(mx.gluon.data.Sampler):
-    """A rank's part of validation data: together the ranks have all of it, each example once."""
+    """Returns a rank's part of validation data; each example is in one part."""
 
     def __init__(self, length, ranks):
         if length < ranks.workers:
@@ -377,15 +381,16 @@ class ValidationPart(mx.gluon.data.Sampler):
 
 # ---- RecordIO files
 
-_MAGIC = 0xCED7230A  # begins each record
-# What begins images that OpenCV reads: JPEG, PNG, BMP, WebP, TIFF, JPEG 2000, PNM, EXR, HDR, Sun.
+_MAGIC = 0xCED7230A  # the start of each record
+# The first bytes of images that OpenCV reads: JPEG, PNG, BMP, WebP, TIFF, JPEG 2000, PNM, EXR,
+# HDR, Sun.
 _IMAGES = (b"\xff\xd8", b"\x89PNG", b"BM", b"RIFF", b"II*\0", b"MM\0*", b"\0\0\0\x0cjP", b"P1",
            b"P2", b"P3", b"P4", b"P5", b"P6", b"v/1\x01", b"#?R", b"\x59\xa6\x6a\x95")
 
 
 def records(path, classes):
-    """The bytes at which the records of a RecordIO file begin. It is an error if the file is
-    missing, empty or cut short, if a record holds no image, or if a label is no class."""
+    """Returns the offsets of the records of a RecordIO file. Raises an error if the file is
+    missing, empty or truncated, a record is not an image, or a label is not a class."""
     if not os.path.exists(path):
         raise ValueError(f"{path} does not exist")
     size, at = os.path.getsize(path), 0
@@ -398,29 +403,29 @@ def records(path, classes):
             header = file.read(64).ljust(64, b"\0")
             magic, length, labels, label = struct.unpack("<IIIf", header[:16])
             if magic != _MAGIC:
-                raise ValueError(f"{path} is no RecordIO file, or damaged: no record begins at "
+                raise ValueError(f"{path} is not a RecordIO file, or damaged: no record starts at "
                                  f"byte {at}")
             part, length = length >> 29, length & (1 << 29) - 1
-            if part in (0, 1):  # a record's only or first part
+            if part in (0, 1):  # a whole record or its first part
                 begins.append(at)
-                one_label = labels == 0  # so it says
+                one_label = labels == 0  # its declared length
                 if one_label and not (0 <= label < classes and label == int(label)):
                     raise ValueError(f"{path} has a label {label:g}, and the network {classes} "
                                      "classes, from 0 on: --num-classes")
                 image = header[32 + 4 * labels:] if length > 24 else b""
                 if labels <= 4 and at + 8 + length <= size and not image.startswith(_IMAGES):
-                    raise ValueError(f"{path} has a record at byte {at} that is no image of a kind "
-                                     "that MXNet reads")
+                    raise ValueError(f"{path} has a record at byte {at} that is not an image "
+                                     "that MXNet can read")
             at += 8 + (length + 3) // 4 * 4
     if at > size:
-        raise ValueError(f"{path} is cut short: its last record ends {at - size} bytes behind it")
+        raise ValueError(f"{path} is truncated: {at - size} bytes of its last record are missing")
     return begins
 
 
 def records_of_part(path, index, begins, part, parts):
-    """How many records a rank reads that gives MXNet's iterators this `part_index` and `num_parts`.
-    MXNet cuts the index, or else the file, into parts of one length; a record belongs to the part
-    in which it begins."""
+    """Returns the number of records that MXNet's iterators read for `part_index` and `num_parts`.
+    MXNet splits the index, or else the file, into equal parts; a record belongs to the part in
+    which it starts."""
     if index:
         with open(index) as file:
             count = sum(1 for line in file if line.strip())
@@ -431,12 +436,12 @@ def records_of_part(path, index, begins, part, parts):
 
 
 class Unpadded(mx.io.DataIter):
-    """A DataIter without what fills up its last batch, which a Module would count.
+    """A DataIter without the padding of its last batch, which a Module would count.
 
     Args:
-        data_iter: one that begins anew after a reset, as with `round_batch=False`.
-        examples: how many it has.
-        least: the smallest last batch, since every device needs an example.
+        data_iter: restarts after a reset, as with `round_batch=False`.
+        examples: the number of its examples.
+        least: the smallest last batch: every device needs an example.
     """
 
     def __init__(self, data_iter, examples, least=1):
@@ -459,7 +464,7 @@ class Unpadded(mx.io.DataIter):
                                [array[:count] for array in batch.label], pad=0)
 
 
-# ---- images to train a classifier on
+# ---- images of classifiers
 
 SHAPES = {"digits": (1, 8, 8), "mnist": (1, 28, 28), "cifar10": (3, 32, 32)}
 CLASSES = {"digits": 10, "mnist": 10, "cifar10": 10, "caltech101": 101, "imagenet": 1000}
@@ -470,34 +475,36 @@ _TAKEN = "digits, cifar10, mnist, caltech101, imagenet, dummy, a folder of folde
 
 
 def add_image_flags(parser):
-    """The flags about images; the second names are those of GluonCV's scripts."""
+    """Adds the flags of images; second names are from GluonCV's scripts."""
     add = parser.add_argument_group("data").add_argument
     add("--dataset", "--rec-train", default="digits", help=_TAKEN)
-    add("--val", "--rec-val", help="validation data, where the dataset is a folder or a .rec")
-    add("--use-rec", action="store_true", help="the dataset is a .rec: it is known by its name")
-    add("--rec-train-idx", metavar="FILE", help="its index, which lies beside it")
-    add("--rec-val-idx", metavar="FILE", help="that of the validation data")
-    add("--data-dir", help="where the dataset lies, if not in MXNet's own place")
-    add("--examples", type=positive, help="how many training images to use, if not all")
-    add("--classes", "--num-classes", type=positive, help="if not the dataset's")
-    add("--image-size", "--input-size", type=positive, help="if not the dataset's, or 224")
+    add("--val", "--rec-val", help="validation data, if the dataset is a folder or a .rec")
+    add("--use-rec", action="store_true", help="require that the dataset is a .rec")
+    add("--rec-train-idx", metavar="FILE", help="its index, which must be next to it")
+    add("--rec-val-idx", metavar="FILE", help="index of the validation data")
+    add("--data-dir", help="folder of the dataset (default: MXNet's)")
+    add("--examples", type=positive, help="number of training images to use (default: all)")
+    add("--classes", "--num-classes", type=positive,
+        help="number of classes (default: the dataset's)")
+    add("--image-size", "--input-size", type=positive,
+        help="height and width in pixels (default: the dataset's, or 224)")
     add("--crop-ratio", type=_share, default=1.0,
-        help="validation takes this share of an image, from its middle: 0.875 for ImageNet")
-    add("--random-crop", action="store_true", help="training takes that share, too, from anywhere; "
-        "else 40 to 100 %% of an image, stretched")
+        help="share of an image's center that validation crops, such as 0.875 for ImageNet")
+    add("--random-crop", action="store_true", help="crop that share at a random place in training "
+        "(default: 40 to 100 %% of the image's area, resized)")
     add("--num-workers", "--num-data-workers", "-j", type=whole, default=0,
-        help="processes that load images")
+        help="number of processes that load images")
     add("--mean", type=decimals, default=[0.45],
-        help="of pixels from 0 to 1: one number, or one each channel")
-    add("--std", type=_deviations, default=[0.25], help="the same")
+        help="mean of pixels from 0 to 1: one number, or one for each channel")
+    add("--std", type=_deviations, default=[0.25], help="standard deviation of pixels from 0 to 1")
     for flag, name in (("--rgb-mean", "mean"), ("--rgb-std", "std")):
         add(flag, dest=name, default=argparse.SUPPRESS, metavar="R,G,B",
             type=functools.partial(_of_255, decimals if name == "mean" else _deviations),
-            help=f"--{name} of pixels from 0 to 255")
+            help=f"--{name} for pixels from 0 to 255")
 
 
 def three_numbers(text):
-    """The type of a flag that has a number each for red, green and blue: the text as it is."""
+    """Checks numbers for red, green and blue; returns the text."""
     if len(decimals(text)) != 3:
         raise argparse.ArgumentTypeError("takes three numbers, of red, green and blue. "
                                          f"Received: {text!r}")
@@ -505,7 +512,7 @@ def three_numbers(text):
 
 
 def three_deviations(text):
-    """The same for three numbers that something is divided by: they must be above 0."""
+    """Checks positive numbers for red, green and blue; returns the text."""
     _deviations(three_numbers(text))
     return text
 
@@ -526,13 +533,13 @@ def _share(text):
 
 
 def image_loaders(args, ranks):
-    """This rank's part of the training data, and loaders of its parts of both."""
+    """Returns the sampler of this rank's training data, and its training and validation loaders."""
     check_dataset(args)
     train_data, val_data = _datasets(args)
     if args.examples:
         train_data = train_data.take(args.examples)
     ranks.check_same(len(train_data), "training images")
-    ranks.check_same(len(val_data), "images to validate")
+    ranks.check_same(len(val_data), "validation images")
     DataLoader = mx.gluon.data.DataLoader
     order = Part(len(train_data), args.seed, ranks)
     loader = DataLoader(train_data, args.batch_size, sampler=order, last_batch="discard",
@@ -544,12 +551,12 @@ def image_loaders(args, ranks):
 
 
 def classes_of(args):
-    """How many classes the labels have."""
+    """Returns the number of classes of the labels."""
     return args.classes or CLASSES.get(args.dataset, 10)
 
 
 def check_labels(args, label):
-    """Refuses a batch that has a label beyond the classes: MXNet takes it without a word."""
+    """Refuses a batch with labels that are not classes, which MXNet accepts silently."""
     largest, classes = label.max().asscalar(), classes_of(args)
     if largest >= classes:
         raise ValueError(f"the data has a label {largest:g}, and the network {classes} classes, "
@@ -557,7 +564,7 @@ def check_labels(args, label):
 
 
 def check_dataset(args):
-    """Refuses a dataset that is not there, and flags that it would pass over."""
+    """Refuses a missing dataset, and flags that it would ignore."""
     if args.benchmark:
         return
     if args.dataset not in (*CLASSES, "dummy"):
@@ -569,22 +576,22 @@ def check_dataset(args):
         if getattr(args, flag[2:].replace("-", "_")) and not file.endswith(".rec"):
             raise ValueError(f"{flag} is for a .rec file. Received: {file or 'no --rec-val'}")
     if args.val and (name in CLASSES or name == "dummy"):
-        raise ValueError(f"--val is for a folder or a .rec file: {name} has images of its own to "
-                         f"validate. Received: --val {args.val}")
+        raise ValueError(f"--val is for a folder or a .rec file: {name} has its own validation "
+                         f"images. Received: --val {args.val}")
     ready = {"digits": {"image_size": None}, "dummy": {}}.get(name)
     if ready is not None:
         usual = {"crop_ratio": 1.0, "random_crop": False, "mean": [0.45], "std": [0.25], **ready}
         given = [f"--{flag.replace('_', '-')}" for flag, value in usual.items()
                  if getattr(args, flag) != value]
         if given:
-            raise ValueError(f"the images of {name} are used as they are, without "
+            raise ValueError(f"the images of {name} are not preprocessed: remove "
                              f"{', '.join(given)}")
 
 
 # ---- datasets: pairs of an image and a label
 
 def _datasets(args):
-    """Training and validation data."""
+    """Returns training and validation data."""
     name = args.dataset
     if args.benchmark or name == "dummy":
         return _dummy(args), _dummy(args)
@@ -598,12 +605,12 @@ def _datasets(args):
 
 
 def _known(args):
-    """A dataset by its name."""
+    """Returns the training and validation data of a named dataset."""
     name, vision = args.dataset, mx.gluon.data.vision
     if name in ("caltech101", "imagenet"):
         if not args.data_dir:
-            raise ValueError(f"{name} is not downloaded by this script: --data-dir names a "
-                             "folder with train/ and val/, of a folder for each class")
+            raise ValueError(f"this script does not download {name}: pass --data-dir FOLDER with "
+                             "train/ and val/, each with a folder for each class")
         return [vision.ImageFolderDataset(_existing(os.path.join(args.data_dir, part)))
                 for part in ("train", "val")]
     cls = vision.CIFAR10 if name == "cifar10" else vision.MNIST
@@ -614,26 +621,26 @@ def _known(args):
         root = args.data_dir or os.path.join(mx.base.data_dir(), "datasets", name)
         missing = [f for f in _FILES[name] if not os.path.exists(os.path.join(root, f))]
         raise ValueError(f"{name} could not be downloaded ({type(error).__name__}). Missing in "
-                         f"{root}: {', '.join(missing)}. --data-dir names a folder that has "
-                         "them") from None
+                         f"{root}: {', '.join(missing)}. Pass a folder with these files as "
+                         "--data-dir") from None
 
 
 def _files(args):
-    """Folders of folders, or RecordIO files, which are looked through first."""
+    """Returns the data of folders of folders or of RecordIO files, which it checks first."""
     vision = mx.gluon.data.vision
     paths = [_existing(path) for path in (args.dataset, args.val or args.dataset)]
     if not args.val:
-        log.warning("no --val: what is called validation is of the training data")
+        log.warning("no --val: validation uses the training data")
     if not args.dataset.endswith(".rec"):
         return [vision.ImageFolderDataset(path) for path in paths]
     for path, index in {paths[1]: args.rec_val_idx, paths[0]: args.rec_train_idx}.items():
         records(path, classes_of(args))
         beside = f"{os.path.splitext(path)[0]}.idx"
         if index and os.path.abspath(index) != os.path.abspath(beside):
-            raise ValueError(f"MXNet reads the index that lies beside {path}. Valid: {beside}. "
+            raise ValueError(f"MXNet reads the index next to {path}. Valid: {beside}. "
                              f"Received: {index}")
         if not os.path.exists(beside):
-            raise ValueError(f"{path} needs its index, a file beside it that ends with .idx")
+            raise ValueError(f"{path} needs an index next to it, with the suffix .idx")
     return [vision.ImageRecordDataset(path) for path in paths]
 
 
@@ -681,7 +688,7 @@ def image_transform(args, size, train):
 
 
 class _RandomCrop(mx.gluon.Block):
-    """Cuts a square out of an image, at a random place."""
+    """Crops a random square."""
 
     def __init__(self, size):
         super().__init__()
@@ -692,7 +699,7 @@ class _RandomCrop(mx.gluon.Block):
 
 
 class _RandomMirror(mx.gluon.Block):
-    """Mirrors every second image; MXNet's own transform leaves out the middle of odd widths."""
+    """Mirrors half of the images; MXNet's transform drops the middle column of odd widths."""
 
     def forward(self, image):
         return image.flip(axis=1) if random.random() < 0.5 else image
@@ -701,7 +708,7 @@ class _RandomMirror(mx.gluon.Block):
 # ---- networks
 
 def small_network(classes):
-    """Three convolutions and a dense layer: learns small images in seconds, on a CPU."""
+    """A network of three convolutions and a dense layer, which trains in seconds on a CPU."""
     nn = mx.gluon.nn
     net = nn.HybridSequential()
     for channels, stride in ((32, 1), (64, 2), (128, 2)):
@@ -712,7 +719,7 @@ def small_network(classes):
 
 
 def zoo_network(name, **options):
-    """The network of that name, from MXNet's model zoo or else from gluoncv's.
+    """Returns a network of MXNet's model zoo, or else of gluoncv's.
 
     Args:
         options: for the zoo, such as `classes=10` or `pretrained=True`.
@@ -721,7 +728,7 @@ def zoo_network(name, **options):
         return _from_zoo(mx.gluon.model_zoo.vision.get_model, name, options)
     except ValueError as error:
         names = str(error).split("\n\t")[1:]
-        if not names:  # it is not the name that is wrong
+        if not names:  # an error of something other than the name
             raise
     try:
         model_zoo = import_gluoncv().model_zoo
@@ -737,10 +744,10 @@ def zoo_network(name, **options):
 
 
 def import_gluoncv():
-    """gluoncv, which refuses to be imported beside PyTorch 2, though its networks of MXNet need no
-    PyTorch: so it is imported as if there were none."""
+    """Imports gluoncv with PyTorch hidden: it refuses PyTorch 2, which its MXNet networks do not
+    need."""
     torch = sys.modules.pop("torch", None)
-    sys.modules["torch"] = None  # Python's way to say that there is none
+    sys.modules["torch"] = None  # makes `import torch` raise ImportError
     try:
         import gluoncv
     finally:
@@ -762,8 +769,8 @@ def _from_zoo(get_model, name, options):
 
 
 def check_network(symbol, image, prefix=None):
-    """It is an error if a network does not take images of this shape, or if the checkpoint that
-    it goes on from is of another network or of another type."""
+    """Raises an error if a network does not support images of this shape, or its checkpoint is of
+    another network or type."""
     try:
         asked = _signature(symbol, image)
     except mx.MXNetError as error:
@@ -778,23 +785,23 @@ def check_network(symbol, image, prefix=None):
     except mx.MXNetError:
         saved = None
     if saved != asked:
-        raise ValueError(f"{prefix}-symbol.json is of another network, or of another --dtype, than "
-                         "the flags name: give those that the training was begun with")
+        raise ValueError(f"{prefix}-symbol.json has another network or --dtype than the flags: "
+                         "pass those of the original run")
 
 
 def _signature(symbol, image):
-    """Names, shapes and types of what a network learns and gives."""
+    """Returns names, shapes and types of a network's parameters and outputs."""
     return (symbol.list_arguments(), symbol.infer_shape(data=(1, *image)),
             symbol.infer_type(data="float32"))
 
 
 def without_head(symbol, layer=None, bn_momentum=None, freeze=False):
-    """A classifier's features: its symbol up to the input of its last fully connected layer.
+    """Returns a classifier's features: its symbol up to its last fully connected layer.
 
     Args:
-        layer: the features end with the output of this layer instead.
-        bn_momentum: of all batch norms; in a short training their usual moving averages lag.
-        freeze: batch norms use their statistics and do not move them.
+        layer: the last layer of the features instead.
+        bn_momentum: the momentum of all batch norms; a short training needs a lower one.
+        freeze: whether batch norms use their moving statistics, without updates.
     """
     graph = json.loads(symbol.tojson(remove_amp_cast=False))
     for node in graph["nodes"]:
@@ -806,66 +813,66 @@ def without_head(symbol, layer=None, bn_momentum=None, freeze=False):
     name = (layer or _head(graph)).replace("_output", "")
     layers = [one[:-len("_output")] for one in internals.list_outputs() if one.endswith("_output")]
     if name not in layers:
-        raise ValueError(f"--layer-before-fullc: there is no layer {name}. Near it: "
+        raise ValueError(f"--layer-before-fullc: there is no layer {name}. Similar: "
                          f"{', '.join(nearest(name, layers))}")
     features = internals[f"{name}_output"]
     features = features if layer else features.get_children()[0]
     if "data" not in features.list_arguments():
-        raise ValueError("the network has no argument named data. Its arguments begin with "
+        raise ValueError("the network has no argument named data. Its first arguments: "
                          f"{', '.join(features.list_arguments()[:3])}")
     return features
 
 
 def _head(graph):
-    """The name of the last fully connected layer."""
+    """Returns the name of the last fully connected layer."""
     nodes, i = graph["nodes"], graph["heads"][0][0]
     while nodes[i]["op"] != "FullyConnected":
         if not nodes[i]["inputs"]:
             layers = [node["name"] for node in nodes if node["op"] != "null"]
-            raise ValueError("the network's head is unknown: no FullyConnected lies before its "
-                             "output. Choose --layer-before-fullc among "
+            raise ValueError("the network has no FullyConnected layer before its output. Pass "
+                             "--layer-before-fullc, such as one of "
                              f"{', '.join(layers[-5:])}")
         i = nodes[i]["inputs"][0][0]
     return nodes[i]["name"]
 
 
 def tensor_core_hints(net, batch_size, devices):
-    """Sentences about what keeps a GPU's Tensor Cores from their full speed with this network."""
+    """Returns the reasons why a network does not run at full speed on Tensor Cores."""
     hints = []
     shapes = {p.name: p.shape for p in net.collect_params().values()}
     slow = [f"{layer.name} {layer.sizes}" for layer in
             matrix_layers(net(mx.sym.var("data")), shapes) if not layer.fits]
     if slow:
-        hints.append("no multiples of 8, so off Tensor Cores or slower on them: "
+        hints.append("sizes that are not multiples of 8 run slower, or off Tensor Cores: "
                      f"{', '.join(slow)}")
     if batch_size % (8 * devices):
-        hints.append(f"so does a batch of {batch_size / devices:g} for each GPU")
+        hints.append(f"a batch of {batch_size / devices:g} for each GPU is not a multiple of 8")
     if os.environ.get("MXNET_CUDNN_AUTOTUNE_DEFAULT") == "0":
-        hints.append("MXNET_CUDNN_AUTOTUNE_DEFAULT=0: cuDNN does not look for its fastest "
-                     "algorithms")
+        hints.append("MXNET_CUDNN_AUTOTUNE_DEFAULT=0: cuDNN does not search for its "
+                     "fastest algorithms")
     return hints
 
 
 # ---- log.jsonl, and TensorBoard's files
 
 def add_log_flags(parser):
-    """The flags that a `TrainingLog` reads."""
+    """Adds the flags of a `TrainingLog`."""
     add = parser.add_argument
     add("--tensorboard", metavar="FOLDER",
-        help="also write TensorBoard's event files there: pip install tensorboard")
+        help="write TensorBoard event files to this folder (pip install tensorboard)")
     add("--claim-speed", action="store_true",
-        help="nothing else runs on this machine: reports may compare the speed")
+        help="confirm that nothing else runs on this machine: reports compare the speed")
 
 
 class TrainingLog:
-    """Takes in the steps and epochs of a run, and writes them where they were asked for.
+    """Collects the steps and epochs of a run, and writes log.jsonl and TensorBoard files.
 
     Args:
-        args: the script's flags; `tensorboard` is read.
-        path: of log.jsonl; None for none.
-        lines: those of a run that is resumed.
-        steps: how many steps it had made.
-        writes: False for a rank that only takes in; rank 0 writes.
+        args: the script's flags; it reads `tensorboard`.
+        path: the path of log.jsonl; None for none.
+        lines: the lines of a resumed run.
+        steps: the number of its steps.
+        writes: whether this rank writes; rank 0 does.
     """
 
     def __init__(self, args, path, lines=(), steps=0, writes=True):
@@ -879,14 +886,14 @@ class TrainingLog:
             self.writer.add_text("arguments", json.dumps(vars(args)))
 
     def add_step(self, epoch, batch, loss, updated, shown, **values):
-        """Takes in a step.
+        """Adds a step.
 
         Args:
-            loss: of the step.
+            loss: the loss of the step.
             updated: whether it updated the network.
-            shown: whether a line of the log is due.
+            shown: whether to write a log line.
             values: lr, loss_scale, skipped and gradient_norm, each a number or a function that
-                gives it.
+                returns it.
         """
         self.steps += 1
         self.losses.append(loss)
@@ -903,17 +910,17 @@ class TrainingLog:
         self._draw("step", line, self.steps - 1)
 
     def add_epoch(self, line):
-        """Takes in the end of an epoch; warns where the network predicted infinities or NaNs."""
+        """Adds the end of an epoch; warns of infinities or NaNs in predictions."""
         if self.writes and not math.isfinite(line.get("validation_loss") or 0):
             log.warning("epoch %d: the network's predictions are not finite. They use the batch "
-                        "norms' moving averages, which lag behind in the first steps: a deep "
-                        "float16 network may then pass 65504, until it has trained more steps",
+                        "norms' moving averages, which lag in the first steps: a deep float16 "
+                        "network may exceed 65504 until they have converged",
                         line["epoch"])
         self.lines.append({name: _finite(value) for name, value in line.items()})
         self._draw("epoch", line, line["epoch"])
 
     def save(self):
-        """Writes log.jsonl; killed at any moment, the old one or the new one is there."""
+        """Writes log.jsonl atomically."""
         if not self.path:
             return
         arguments = {"version": 2, "arguments": vars(self.args)}
@@ -921,11 +928,11 @@ class TrainingLog:
             json.dumps(line) + "\n" for line in [arguments, *self.lines]))
 
     def start_epoch(self):
-        """To be called before an epoch's first step."""
+        """Call it before the first step of an epoch."""
         self.losses = []
 
     def end(self):
-        """To be called when the run is over."""
+        """Call it at the end of the run."""
         if self.writer:
             self.writer.close()
 
@@ -938,12 +945,11 @@ class TrainingLog:
 
 
 class ModuleLog:
-    """Writes what `Module.fit` trains into a `TrainingLog`: the callbacks of `fit` are methods of
-    this.
+    """Logs `Module.fit` to a `TrainingLog`; its methods are the callbacks of `fit`.
 
     Args:
-        interval: batches from one line of the log to the next.
-        ranks: those that train; all have to use these callbacks.
+        interval: the number of batches between two log lines.
+        ranks: the ranks; all of them must use these callbacks.
     """
 
     def __init__(self, log, module, interval, batch_size, ranks=None):
@@ -976,8 +982,8 @@ class ModuleLog:
             loss_scale=scale, skipped=self.skipped)
 
     def epoch_end(self, *_):
-        """fit's `epoch_end_callback`: validation follows. The first of these callbacks, so that
-        others save what ranks agree on."""
+        """The `epoch_end_callback` of `fit`, before validation. Pass it as the first callback, so
+        that later ones save a synchronized state."""
         self.seconds, self.validation = time.time() - self.began, []
         self.ranks.sum_metric(self.metric)
         self.training = dict(self.metric.get_global_name_value())
@@ -1014,34 +1020,34 @@ class ModuleLog:
 
 
 def cross_entropy(probabilities, label):
-    """The mean over a batch, of a softmax's outputs."""
+    """Returns the mean cross entropy of softmax outputs over a batch."""
     likely = probabilities.astype("float32").pick(label.as_in_context(probabilities.context))
     return float(-(likely + 1e-12).log().mean().asscalar())
 
 
 def gradient_norm(gradients):
-    """The norm of the whole gradient, which is given as the arrays of all parameters."""
+    """Returns the global norm of gradients."""
     return math.sqrt(sum(float(g.astype("float32").norm().asscalar()) ** 2 for g in gradients))
 
 
 def read_log(path):
-    """The arguments and the lines of a log.jsonl, of either version."""
+    """Returns the arguments and the lines of a log.jsonl of version 1 or 2."""
     found = []
     with open(path, encoding="utf-8", errors="replace") as file:
         for number, line in enumerate(file, 1):
             try:
                 found.append(json.loads(line))
             except (ValueError, RecursionError):
-                raise ValueError(f"{path} is damaged: line {number} is no JSON") from None
+                raise ValueError(f"{path} is damaged: line {number} is not JSON") from None
     if not found or not isinstance(found[0], dict):
-        raise ValueError(f"{path} is damaged: it should hold a run's arguments, and then a line "
+        raise ValueError(f"{path} is damaged: it must have a run's arguments, and then a line "
                          "for each step and epoch")
     for number, line in enumerate(found[1:], 2):
         if not _is_step_or_epoch(line):
-            raise ValueError(f"{path} is damaged: line {number} is of no step and no epoch")
+            raise ValueError(f"{path} is damaged: line {number} is neither a step nor an epoch")
     arguments = found[0].get("arguments", {})
     if not isinstance(arguments, dict):
-        raise ValueError(f"{path} is damaged: its first line should hold a run's arguments")
+        raise ValueError(f"{path} is damaged: its first line must have a run's arguments")
     return arguments, found[1:]
 
 
@@ -1053,13 +1059,13 @@ def _is_step_or_epoch(line):
 
 
 class _EventFile:
-    """What TensorBoard's own `summary.Writer` does, and texts."""
+    """Writes scalars and texts to a TensorBoard event file."""
 
     def __init__(self, folder):
         try:
             from tensorboard.compat.proto import event_pb2, summary_pb2, tensor_pb2
             from tensorboard.summary.writer.event_file_writer import EventFileWriter
-        except (ImportError, TypeError) as error:  # TypeError: older than the protobuf beside it
+        except (ImportError, TypeError) as error:  # TypeError: too old for protobuf
             raise ValueError("--tensorboard needs a package: pip install tensorboard. "
                              f"{str(error).splitlines()[0]}") from None
         self.event, self.summary, self.tensor = event_pb2.Event, summary_pb2, tensor_pb2.TensorProto
@@ -1087,49 +1093,49 @@ def _mean(values):
 
 
 def _finite(value):
-    """The value; None for a number that is not finite, which JSON cannot hold."""
+    """Returns the value; None for a number that is not finite, which JSON does not support."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 # ---- the folder of a run
 
-# Flags that a run may go on with other values of.
+# Flags that may change when a run is resumed.
 MAY_DIFFER = ("resume", "save_dir", "log_interval", "log_seconds", "num_workers", "gpus",
               "data_dir", "tensorboard", "claim_speed", "logging_file", "save_period",
               "kvstore", "workers", "xray", "xray_steps", "teacher_params")
 
 
 def add_folder_flags(parser, folder):
-    """The flags that a `RunFolder` reads, and GluonCV's names of some."""
+    """Adds the flags of a `RunFolder`, some with GluonCV's names, too."""
     add = parser.add_argument
-    add("--save-dir", default=folder, help="where all files of the run go")
+    add("--save-dir", default=folder, help="folder for all files of the run")
     add("--save-period", "--save-frequency", type=positive, metavar="N",
-        help="keep the parameters of each so many epochs; those of the last one are always there")
-    add("--resume", action="store_true", help="go on from the last epoch in --save-dir; "
-        "where there is none, begin")
-    add("--resume-params", metavar="FILE", help="begin with these parameters")
-    add("--resume-states", metavar="FILE", help="and with this state of the Trainer")
-    add("--resume-epoch", type=whole, default=0, help="and with this epoch, from 0 on")
+        help="keep the parameters of every Nth epoch, besides the last")
+    add("--resume", action="store_true", help="resume from the last epoch in "
+        "--save-dir; without one start a new run")
+    add("--resume-params", metavar="FILE", help="start with these parameters")
+    add("--resume-states", metavar="FILE", help="start with these states of the Trainer")
+    add("--resume-epoch", type=whole, default=0, help="start with this epoch, counted from 0")
 
 
 def hold(folder):
-    """Locks a folder for this process until it ends; other processes are refused."""
+    """Locks a folder until this process ends; raises an error if another process has it."""
     os.makedirs(folder, exist_ok=True)
     file = os.open(os.path.join(folder, ".lock"), os.O_RDWR | os.O_CREAT, 0o644)  # stays open
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # a loader's processes do not inherit it
     except OSError:
         os.close(file)
-        raise ValueError(f"another run writes into {folder}: --save-dir names another "
-                         "place") from None
+        raise ValueError(f"another run writes to {folder}: pass another "
+                         "--save-dir") from None
 
 
 class RunFolder:
-    """What `args.save_dir` holds. Rank 0 writes, all read.
+    """The folder `args.save_dir`. Rank 0 writes to it, all ranks read it.
 
     Args:
-        args: a script's flags; those of `add_folder_flags`, `epochs` and `batch_size` are read.
-        writes: whether anything is to be written at all.
+        args: a script's flags; it reads those of `add_folder_flags`, `epochs` and `batch_size`.
+        writes: whether the run writes files.
     """
 
     def __init__(self, args, ranks, writes=True):
@@ -1138,18 +1144,18 @@ class RunFolder:
         if not writes:
             return
         if os.path.exists(self._file("last.json")) and not args.resume:
-            raise ValueError(f"{self.path} has a run: --resume goes on with it, --save-dir names "
-                             "another place")
+            raise ValueError(f"{self.path} has a run: pass --resume to continue it, or another "
+                             "--save-dir")
         if self.writes:
             hold(self.path)
 
     def start_record(self, lines, steps):
-        """The run's log, which goes on behind the lines and steps of before."""
+        """Returns the run's log, which continues earlier lines and steps."""
         path = self._file("log.jsonl") if self.writes else None
         return TrainingLog(self.args, path, lines, steps, writes=self.ranks.rank == 0)
 
     def save(self, net, trainer, epoch, record):
-        """Parameters, states and log of an epoch."""
+        """Saves the parameters, states and log of an epoch."""
         if not self.writes:
             return
         net.save_parameters(self._file(f"epoch-{epoch}.params"))
@@ -1165,8 +1171,8 @@ class RunFolder:
                 os.remove(self._file(old))
 
     def resume(self, net, trainer):
-        """Puts a network and its Trainer where the run has stopped, or where `--resume-params`
-        and the like say. Returns the epochs that are done, and their lines of the log."""
+        """Loads a network and its Trainer from the last epoch, or from the files of the flags.
+        Returns the number of completed epochs, and their log lines."""
         args = self.args
         if not args.resume:
             return self._begin(net, trainer)
@@ -1182,19 +1188,19 @@ class RunFolder:
         done = [line["epoch"] for line in lines if "batch" not in line]
         if epoch not in done:
             raise ValueError(f"{self._file('log.jsonl')} has no end of epoch {epoch}, which "
-                             f"{self._file('last.json')} names: one of them is of another run")
+                             f"{self._file('last.json')} has: the files are of different runs")
         _load_parameters(net, self._file(f"epoch-{epoch}.params"))
         _load_states(trainer, self._file(f"epoch-{epoch}.states"))
         if epoch + 1 >= args.epochs:
-            log.info("no epoch is left to train; a number above --epochs %d goes on", args.epochs)
+            log.info("no epochs are left to train; --epochs above %d continues", args.epochs)
         return epoch + 1, [line for line in lines if line["epoch"] <= epoch]
 
     def _begin(self, net, trainer):
-        """Begins a run: anew, or with what `--resume-params` and the like name."""
+        """Starts a run: from scratch, or from the files of `--resume-params` and the like."""
         args = self.args
         if args.resume_epoch >= args.epochs:
             raise ValueError(f"--resume-epoch {args.resume_epoch} leaves none of the {args.epochs} "
-                             "epochs to train: --epochs counts those before it, too")
+                             "epochs to train: --epochs includes earlier epochs")
         if args.resume_params:
             must_exist(args.resume_params)
             _load_parameters(net, args.resume_params)
@@ -1207,14 +1213,14 @@ class RunFolder:
         return os.path.join(self.path, name)
 
     def _check_nothing_is_there(self):
-        """Without last.json there may be files of a first epoch whose saving was cut short."""
+        """Refuses a folder without last.json, unless its first epoch was interrupted."""
         found = sorted(os.path.basename(path) for pattern in ("epoch-*.params", "best.params")
                        for path in glob.glob(self._file(pattern)))
         later = [name for name in found if name != f"epoch-{self.args.resume_epoch}.params"]
         if later:
             raise ValueError(f"{self._file('last.json')} is missing, and there is {later[0]}: "
-                             "nothing is started over. Put it back, such as "
-                             '{"epoch": 3} beside epoch-3.params and epoch-3.states')
+                             "no new run is started. Restore last.json, such as "
+                             '{"epoch": 3} for epoch-3.params and epoch-3.states')
 
     def _last_epoch(self):
         path = self._file("last.json")
@@ -1224,69 +1230,68 @@ class RunFolder:
             if isinstance(epoch, bool) or not isinstance(epoch, int) or epoch < 0:
                 raise ValueError
         except (ValueError, KeyError, TypeError, RecursionError):
-            raise ValueError(f'{path} is damaged: it should hold {{"epoch": 3}}, with the number '
-                             "of the last whole epoch") from None
+            raise ValueError(f'{path} is damaged: it must be {{"epoch": 3}}, with the number '
+                             "of the last complete epoch") from None
         return epoch
 
     def _check_same_run(self, was, epoch):
-        """`--resume` goes on with the run as it was begun; a finished one may get more epochs."""
+        """Refuses flags that differ from the original run's, except more epochs at its end."""
         args, now = self.args, json.loads(json.dumps(vars(self.args)))
-        for run in (was, now):  # as many ranks as one likes go on with it, if a step is as large
+        for run in (was, now):  # the number of ranks may change, not the size of a step
             sizes = run.get("batch_size", 0), run.get("workers", 1)
             if any(type(size) is not int for size in sizes):
                 raise ValueError(f"{self._file('log.jsonl')} is damaged: batch_size and workers "
-                                 f"should be whole numbers. Received: {sizes}")
+                                 f"must be integers. Received: {sizes}")
             run["batch_size"] = sizes[0] * sizes[1]
         if epoch + 1 == was.get("epochs") < args.epochs:
-            log.info("epochs done: %d; to follow: %d, at their rates in a run of %d",
+            log.info("completed epochs: %d; remaining: %d, with the schedule of %d epochs",
                      epoch + 1, args.epochs - epoch - 1, args.epochs)
             was["epochs"] = args.epochs
-        differ = [f"{name} was {was.get(name, 'not there')}, is {now.get(name, 'not there')}"
+        differ = [f"{name} was {was.get(name, 'unset')}, is {now.get(name, 'unset')}"
                   for name in {**was, **now} if name not in MAY_DIFFER
                   and was.get(name) != now.get(name)]
         if differ:
-            raise ValueError("--resume goes on with the run as it was begun: "
+            raise ValueError("--resume needs the flags of the original run: "
                              f"{'; '.join(differ)}")
 
 
 def _load_parameters(net, path):
     try:
         net.load_parameters(path)
-    except (mx.MXNetError, AssertionError, ValueError) as error:  # which name no file
-        raise ValueError(f"{path} holds other parameters, or is damaged: {message(error)}") \
+    except (mx.MXNetError, AssertionError, ValueError) as error:  # the errors lack the path
+        raise ValueError(f"{path} has other parameters, or is damaged: {message(error)}") \
             from None
 
 
 def _load_states(trainer, path):
-    """Loads states, but keeps this run's own schedule, which may have more epochs than the one
-    before."""
+    """Loads states, but keeps the schedule of this run, which may have more epochs."""
     schedule = trainer.optimizer.lr_scheduler
     trainer.load_states(path)
     trainer.optimizer.lr_scheduler = schedule
 
 
-# ---- what a terminal shows
+# ---- the progress bar
 
 def add_progress_flags(parser):
-    """The flags that a `Progress` reads."""
+    """Adds the flags of a `Progress`."""
     add = parser.add_argument
-    add("--log-interval", type=positive, default=20, help="batches of a line of the log")
+    add("--log-interval", type=positive, default=20, help="number of batches between two log lines")
     add("--log-seconds", type=decimal, default=60.0,
-        help="seconds after which there is a line in any case; in the text, not in log.jsonl")
+        help="maximum seconds between two lines of the text log, but not of log.jsonl")
 
 
 class Progress:
-    """Goes through the batches of an epoch. On a terminal a bar shows epoch, loss, scale,
-    samples/s and the time left.
+    """Iterates over the batches of an epoch. On a terminal a bar shows epoch, loss, scale,
+    samples/s and the remaining time.
 
     Args:
-        args: a script's flags; those of `add_progress_flags` and `epochs` are read.
-        samples: how many examples a step takes in, of all ranks together.
+        args: a script's flags; it reads those of `add_progress_flags` and `epochs`.
+        samples: the number of examples of a step over all ranks.
         shows: False on ranks that do not log.
     """
 
     def __init__(self, args, batches, epoch, samples, shows=True):
-        from tqdm import tqdm  # which takes a tenth of gluon_amp's import
+        from tqdm import tqdm  # imported late: a tenth of gluon_amp's import time
         self.args, self.samples, self.shows = args, samples, shows
         self.bar = tqdm(batches, f"epoch {epoch + 1}/{args.epochs}", leave=False,
                         disable=None if shows else True, unit=" samples", unit_scale=samples,
@@ -1300,11 +1305,11 @@ class Progress:
             yield from enumerate(self.bar)
 
     def step(self, batch, loss, scale):
-        """After each step: shows it.
+        """Shows a step.
 
         Returns:
-            whether --log-interval makes this step a line in both logs; and the samples/s since
-            the line before, where one of text is due; else 0.
+            Whether --log-interval makes this step a line in both logs; and the samples/s since
+            the last line if a line of text is due, else 0.
         """
         self.bar.set_postfix_str(f"loss {loss:.3g}, scale {scale:g}", refresh=False)
         self._batches += 1
@@ -1320,26 +1325,26 @@ class Progress:
 # ---- --xray
 
 def add_xray_flags(parser):
-    """The flags that `xray_epoch` reads."""
+    """Adds the flags of `xray_epoch`."""
     add = parser.add_argument
-    add("--xray", metavar="FOLDER", help="write there, for each epoch, what float16 does to every "
-        "tensor in its first steps (docs/xray.md); training stays as it is, bit by bit")
-    add("--xray-steps", type=positive, default=3, help="how many steps")
+    add("--xray", metavar="FOLDER", help="write an X-ray of each epoch's first steps to this "
+        "folder (docs/xray.md), without any effect on training")
+    add("--xray-steps", type=positive, default=3, help="number of steps of an X-ray")
 
 
 class XrayedIter(mx.io.DataIter):
-    """An iterator of a Module's batches that has the first of each epoch X-rayed before it hands
-    them out, as they are and in their order.
+    """An iterator over a Module's batches that X-rays the first batches of each epoch, and then
+    yields all batches unchanged and in order.
 
     Args:
-        batches: the iterator itself.
+        batches: the wrapped iterator.
         epoch: the number of the first epoch.
     """
 
     def __init__(self, args, epoch, module, batches):
         super().__init__(batches.batch_size)
         self.args, self.epoch, self.module, self.batches = args, epoch, module, batches
-        self.first = None  # of this epoch; None before they are read
+        self.first = None  # batches of this epoch; None before they are read
 
     @property
     def provide_data(self):
@@ -1363,20 +1368,20 @@ class XrayedIter(mx.io.DataIter):
 
 
 def _copied(batch):
-    """An iterator may use the arrays of a batch again for the next."""
+    """Copies a batch: an iterator may reuse its arrays for the next."""
     return mx.io.DataBatch([array.copy() for array in batch.data],
                            [array.copy() for array in batch.label], batch.pad, batch.index,
                            batch.bucket_key, batch.provide_data, batch.provide_label)
 
 
 def xray_epoch(args, epoch, net, batches, loss_fn=None):
-    """X-rays an epoch's first batches before it is trained, on copies: FOLDER/epoch-0 and so on.
-    To be called before the epoch's random numbers are seeded."""
+    """X-rays copies of an epoch's first batches, into FOLDER/epoch-0 and so on. Call it before the
+    epoch, and before its random seed is set."""
     if not args.xray:
         return
     folder = os.path.join(args.xray, f"epoch-{epoch}")
     if os.path.exists(folder):
-        log.info("%s is there already", folder)
+        log.info("%s exists", folder)
         return
     os.makedirs(args.xray, exist_ok=True)
     view = amp.xray(net, itertools.islice(batches, args.xray_steps), loss_fn, steps=args.xray_steps)
@@ -1386,10 +1391,10 @@ def xray_epoch(args, epoch, net, batches, loss_fn=None):
 # ---- --macrobatch-size
 
 class AddingModule(amp.Module):
-    """A Module that updates with the sum of the gradients of some batches.
+    """A Module with gradient accumulation.
 
     Args:
-        batches: how many make an update.
+        batches: the number of batches of an update.
     """
 
     def __init__(self, *args, batches=1, **kwargs):

@@ -4,9 +4,9 @@
         --num-classes 10 --image-shape 3,112,112 --rgb-mean 127,127,127 --rgb-std 128,128,128 \\
         --bn-momentum 0.8 --data-train train.rec --data-val test.rec
 
-reads my_network-symbol.json and my_network-0090.params. The old head is what lies between the
-last fully connected layer and the output; a new one takes its place. Batch norm's moving averages
-may lag in short trainings: --bn-momentum 0.8.
+reads my_network-symbol.json and my_network-0090.params. A new head replaces the old one, from the
+last fully connected layer to the output. In a short training batch norm's moving averages need a
+lower momentum: --bn-momentum 0.8.
 """
 import os
 
@@ -17,7 +17,7 @@ import train_imagenet as recipe
 
 
 def load(name):
-    """The symbol and the parameters of PREFIX[,EPOCH], or of a network of the model zoo."""
+    """Returns the symbol and parameters of PREFIX[,EPOCH], or of a model zoo's network."""
     prefix, _, epoch = name.partition(",")
     if os.path.exists(f"{prefix}-symbol.json"):
         params = f"{prefix}-{int(epoch or 0):04d}.params"
@@ -36,7 +36,7 @@ def load(name):
 
 
 def with_new_head(symbol, num_classes, before=None, bn_momentum=None, freeze=False):
-    """The network up to that layer, and a new classifier behind it."""
+    """Returns the network up to a layer, with a new classifier."""
     features = recipes.without_head(symbol, before, bn_momentum, freeze)
     head = mx.sym.FullyConnected(features, num_hidden=num_classes, name="new_fc")
     return features, mx.sym.SoftmaxOutput(head, name="softmax")
@@ -46,10 +46,10 @@ def main(arguments=None):
     parser = recipes.Parser(__doc__)
     add = parser.add_argument_group("pretrained network").add_argument
     add("--pretrained-model", required=True, metavar="PREFIX[,EPOCH]",
-        help="a checkpoint, or a name of the model zoo")
-    add("--layer-before-fullc", help="found by itself where not given")
+        help="a checkpoint, or a network of the model zoo")
+    add("--layer-before-fullc", help="the layer before the head (default: detected)")
     add("--freeze", type=int, default=0, choices=(0, 1), help="1: train the new head only")
-    add("--bn-momentum", type=recipes.share, help="of all batch norms")
+    add("--bn-momentum", type=recipes.share, help="momentum of all batch norms")
     recipe.add_arguments(parser)
     parser.set_defaults(num_epochs=3, lr=0.01, lr_step_epochs=[2], batch_size=32)
     args = recipe.parse_flags(parser, arguments)

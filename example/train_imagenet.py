@@ -1,10 +1,10 @@
-"""Trains ImageNet, or any images in RecordIO files, with the Symbolic API.
+"""Trains on ImageNet, or any images in RecordIO files, with the Symbolic API.
 
     python train_imagenet.py --gpus 0,1,2,3 --dtype float16 --batch-size 1024 --lr 0.4 \\
         --data-train train.rec --data-val val.rec
     python train_imagenet.py --benchmark 1 --dtype float16 --num-layers 18 --batch-size 8
 
-The flags and the log lines are those of MXNet's own example/image-classification.
+The flags and the log format are those of MXNet's example/image-classification.
 """
 import argparse
 import glob
@@ -21,89 +21,93 @@ from gluon_amp.symbolic.module import Speedometer
 
 
 def add_arguments(parser):
-    """The flags of training and data; the second names are those of image_classification.py."""
+    """Adds the flags of training and data; second names are from image_classification.py."""
     positive, numbers = recipes.positive, recipes.numbers
     training = parser.add_argument_group("training")
     recipes.add_gpus(training)
     add = training.add_argument
     add("--gc-type", default="none", choices=("none", "2bit"),
-        help="gradient compression: none, since MXNet has none for float16")
-    add("--gc-threshold", type=float, default=0.5, help="of --gc-type 2bit")
-    add("--batch-size", type=positive, default=128, help="of all GPUs together")
-    add("--macrobatch-size", type=positive, help="images of an update, of all ranks: gradients of "
-        "several batches are added up; a multiple of --batch-size, if not one batch")
-    add("--num-epochs", "--epochs", type=positive, default=80, help="passes over the data")
-    add("--lr", type=recipes.decimal, default=0.1, help="the learning rate")
+        help="gradient compression: none, as MXNet cannot compress float16")
+    add("--gc-threshold", type=float, default=0.5, help="threshold of --gc-type 2bit")
+    add("--batch-size", type=positive, default=128, help="batch size over all GPUs")
+    add("--macrobatch-size", type=positive, help="images of an update over all ranks, for gradient "
+        "accumulation; a multiple of --batch-size (default: one batch)")
+    add("--num-epochs", "--epochs", type=positive, default=80, help="number of epochs")
+    add("--lr", type=recipes.decimal, default=0.1, help="learning rate")
     add("--lr-factor", "--lr-decay", type=recipes.decimal, default=0.1,
-        help="what it is multiplied by")
+        help="decay factor of the learning rate")
     add("--lr-step-epochs", "--lr-decay-epoch", type=numbers, default=[30, 60],
-        help="after which epochs the rate is multiplied by --lr-factor")
-    add("--warmup-epochs", type=recipes.decimal, default=0, help="in which the rate rises")
-    add("--warmup-lr", type=recipes.decimal, default=0.0, help="from which rate on")
+        help="epochs after which the rate decays, such as 30,60")
+    add("--warmup-epochs", type=recipes.decimal, default=0, help="number of warm-up epochs")
+    add("--warmup-lr", type=recipes.decimal, default=0.0,
+        help="learning rate at the start of warm-up")
     add("--warmup-strategy", default="linear", choices=("linear", "constant"),
-        help="linear: it rises; constant: it stays at --warmup-lr, then jumps")
-    add("--optimizer", default="sgd", help="a name of MXNet's, or adamw")
+        help="linear: the rate rises to --lr; constant: it stays at --warmup-lr")
+    add("--optimizer", default="sgd", help="an optimizer of MXNet, or adamw")
     add("--mom", "--momentum", type=recipes.share, default=0.9,
-        help="of optimizers that have one")
+        help="momentum, for optimizers that have one")
     add("--wd", type=recipes.decimal, default=1e-4, help="weight decay")
     add("--initializer", default="default", choices=("default", "xavier", "msra", "orthogonal",
                                                      "normal", "uniform", "one", "zero"),
-        help="of weights; default: normal for alexnet, xavier for vgg, and for others xavier, "
-        "gaussian, by inputs, of magnitude 2")
-    add("--dtype", default="float32", choices=("float32", "float16"), help="of the network")
+        help="initializer of weights (default: normal for alexnet, xavier for vgg, else Gaussian "
+        "xavier by fan-in of magnitude 2)")
+    add("--dtype", default="float32", choices=("float32", "float16"), help="type of the network")
     add("--loss-scale", type=recipes.loss_scale,
-        help="a number, dynamic or none; if not given: dynamic for float16, else none")
-    add("--load-epoch", type=positive, help="go on from --model-prefix behind so many epochs")
-    add("--resume", action="store_true", help="go on from the last epoch of --model-prefix, if "
-        "there is any; with a larger --num-epochs a finished run goes on, too")
-    add("--test-io", type=int, default=0, choices=(0, 1), help="1: only read the images, and "
-        "log how fast that is")
-    add("--seed", type=recipes.whole, default=0, help="of all random numbers")
+        help="loss scale: a number, dynamic or none (default: dynamic for float16, else none)")
+    add("--load-epoch", type=positive, help="resume from this epoch of --model-prefix")
+    add("--resume", action="store_true", help="resume from the last checkpoint of "
+        "--model-prefix, if any; a larger --num-epochs extends a finished run")
+    add("--test-io", type=int, default=0, choices=(0, 1), help="1: only read the images, "
+        "and log the speed")
+    add("--seed", type=recipes.whole, default=0, help="seed of all random numbers")
     recipes.add_kvstore_flag(training)
     output = parser.add_argument_group("output and resuming")
     add = output.add_argument
-    add("--model-prefix", help="save epochs under this name")
-    add("--save-period", type=positive, default=1, help="each so many epochs")
-    add("--save-dir", help="write log.jsonl there (docs/recipes.md says what is in it)")
+    add("--model-prefix", help="save checkpoints under this prefix")
+    add("--save-period", type=positive, default=1, help="number of epochs between two checkpoints")
+    add("--save-dir", help="write log.jsonl to this folder (see docs/recipes.md)")
     add("--disp-batches", "--log-interval", type=positive, default=20,
-        help="batches of a line of the log")
+        help="number of batches between two log lines")
     add("--loss", default="", choices=LOSSES, metavar="NAMES",
-        help="also log losses: ce, nll, or both as ce,nll")
-    add("--top-k", type=recipes.whole, default=0, help="also log the top-k accuracy")
+        help="log these losses: ce, nll, or both as ce,nll")
+    add("--top-k", type=recipes.whole, default=0, help="log the top-k accuracy, too")
     add("--monitor", type=recipes.whole, default=0,
-        help="log outputs' sizes every so many batches")
+        help="number of batches between two logs of the outputs' sizes")
     recipes.add_log_flags(output)
     recipes.add_xray_flags(output)
     add = parser.add_argument_group("data").add_argument
     add("--data-train", "--rec-train", help="RecordIO file of training images")
-    add("--data-train-idx", "--rec-train-idx", default="", help="its index: shuffles all images")
+    add("--data-train-idx", "--rec-train-idx", default="",
+        help="its index, for shuffling over the whole file")
     add("--data-val", "--rec-val", help="RecordIO file of validation images")
     add("--data-val-idx", "--rec-val-idx", default="", help="its index")
-    add("--use-rec", action="store_true", help="images are in RecordIO files: they always are")
+    add("--use-rec", action="store_true", help="no effect: images always come from RecordIO files")
     add("--image-shape", default="3,224,224", help="channels,height,width")
     add("--input-size", dest="image_shape", metavar="N", default=argparse.SUPPRESS,
         type=lambda text: "3,{0},{0}".format(positive(text)), help="--image-shape 3,N,N")
-    add("--num-classes", "--classes", type=positive, default=1000, help="that labels have")
-    add("--num-examples", type=positive, help="training images in an epoch, for the schedule, "
-        "if not as many as the file has")
+    add("--num-classes", "--classes", type=positive, default=1000, help="number of classes")
+    add("--num-examples", type=positive, help="training images in an epoch, for the schedule "
+        "(default: those of the file)")
     add("--rgb-mean", type=recipes.three_numbers, default="123.68,116.779,103.939",
-        help="of pixels from 0 to 255")
-    add("--rgb-std", type=recipes.three_deviations, default="1,1,1", help="the same")
+        help="mean of pixels from 0 to 255")
+    add("--rgb-std", type=recipes.three_deviations, default="1,1,1",
+        help="standard deviation of pixels from 0 to 255")
     add("--data-nthreads", "--num-data-workers", "-j", type=positive, default=4,
-        help="threads that decode images")
-    add("--benchmark", type=int, default=0, choices=(0, 1), help="1: random images, no files")
+        help="number of threads that decode images")
+    add("--benchmark", type=int, default=0, choices=(0, 1),
+        help="1: train on random images, without files")
     add_augmentation(parser)
 
 
-# What --loss takes: MXNet's names of these metrics.
+# The values of --loss, and MXNet's names of the metrics.
 LOSSES = {"": [], "ce": ["ce"], "nll": ["nll_loss"], "ce,nll": ["ce", "nll_loss"]}
 
 
 def add_augmentation(parser):
     augment = parser.add_argument_group("augmentation (as in MXNet's image-classification example)")
     augment.add_argument("--use-imagenet-data-augmentation", type=int, default=0, choices=(0, 1),
-                         help="1: what ResNets on ImageNet are usually trained with, "
-                         "and --rgb-std 58.393,57.12,57.375; what is given besides counts more")
+                         help="1: the usual augmentation of ResNets on ImageNet, with "
+                         "--rgb-std 58.393,57.12,57.375; other flags override it")
     for flag, kind, default in (
             ("pad-size", int, 0), ("fill-value", int, 127), ("random-crop", int, 0),
             ("random-mirror", int, 0), ("random-resized-crop", int, 0),
@@ -115,10 +119,10 @@ def add_augmentation(parser):
             ("min-crop-size", int, -1), ("max-crop-size", int, -1), ("brightness", float, 0.0),
             ("contrast", float, 0.0), ("saturation", float, 0.0), ("pca-noise", float, 0.0)):
         augment.add_argument(f"--{flag}", type=kind, default=default,
-                             help="of mx.io.ImageRecordIter")
+                             help="argument of mx.io.ImageRecordIter")
 
 
-# Crops of 8 to 100 % of an image, mirrored, with other colors; pixels divided by their deviation.
+# Random crops of 8 to 100 % of an image, mirroring, color jitter, and normalization.
 IMAGENET = {"random_resized_crop": 1, "random_mirror": 1, "min_random_area": 0.08,
             "min_random_aspect_ratio": 3 / 4, "max_random_aspect_ratio": 4 / 3,
             "brightness": 0.4, "contrast": 0.4, "saturation": 0.4, "pca_noise": 0.1,
@@ -126,7 +130,7 @@ IMAGENET = {"random_resized_crop": 1, "random_mirror": 1, "min_random_area": 0.0
 
 
 def parse_flags(parser, arguments):
-    """The flags; --use-imagenet-data-augmentation sets others, where they are not given."""
+    """Parses the flags; --use-imagenet-data-augmentation sets the defaults of others."""
     args = parser.parse_args(arguments)
     if args.use_imagenet_data_augmentation:
         parser.set_defaults(**IMAGENET)
@@ -148,7 +152,7 @@ def image_shape(args):
 
 
 def iterators(args, part=0, parts=1):
-    """Training and validation data, and how many training images there are."""
+    """Returns training and validation data, and the number of training images."""
     shape = image_shape(args)
     if args.benchmark:
         examples = args.num_examples or 100 * args.batch_size
@@ -181,7 +185,7 @@ def iterators(args, part=0, parts=1):
         min_random_area=args.min_random_area, min_crop_size=args.min_crop_size,
         max_crop_size=args.max_crop_size, brightness=args.brightness, contrast=args.contrast,
         saturation=args.saturation, pca_noise=args.pca_noise, **common)
-    if parts > 1:  # parts of a file are not alike, and all ranks make as many steps
+    if parts > 1:  # parts of a file differ in size; all ranks take the same number of steps
         train = mx.io.ResizeIter(train, examples // parts // args.batch_size, reset_internal=False)
     val = None
     if args.data_val:
@@ -196,7 +200,7 @@ def iterators(args, part=0, parts=1):
 
 
 class _Random(mx.io.DataIter):
-    """The same batch of random numbers, again and again."""
+    """Repeats one batch of random numbers."""
 
     def __init__(self, shape, classes, examples):
         super().__init__(shape[0])
@@ -219,14 +223,14 @@ class _Random(mx.io.DataIter):
 # ---- training
 
 def fit(args, symbol, arg_params=None, aux_params=None, fixed=None):
-    """Trains, and returns the module."""
+    """Trains and returns the module."""
     mx.random.seed(args.seed)
     np.random.seed(args.seed)
     if args.batch_size % max(1, len(args.gpus)):
         raise SystemExit(f"--batch-size {args.batch_size} does not divide over {len(args.gpus)} "
                          "GPUs")
     if args.gc_type != "none":
-        raise SystemExit("--gc-type: MXNet compresses no float16 gradients, and for float32 it "
+        raise SystemExit("--gc-type: MXNet cannot compress float16 gradients, and for float32 it "
                          "does so only where the kvstore updates, which loss scaling excludes. "
                          f"Valid: none. Received: {args.gc_type}")
     if args.top_k and not 2 <= args.top_k <= args.num_classes:
@@ -239,7 +243,7 @@ def fit(args, symbol, arg_params=None, aux_params=None, fixed=None):
     contexts = recipes.devices_of(ranks.devices(args.gpus))
     ranks.start_log(f"%(asctime)-15s Node[{ranks.rank}] %(message)s")
     per_update, begin = batches_of_update(args, ranks.workers), epoch_to_begin(args)
-    ranks.check_same(begin, "epochs that are done")
+    ranks.check_same(begin, "completed epochs")
     train, val, examples = iterators(args, ranks.rank, ranks.workers)
     ranks.check_same(examples, "images")
     logging.info("start with arguments %s", args)
@@ -248,10 +252,10 @@ def fit(args, symbol, arg_params=None, aux_params=None, fixed=None):
     if args.test_io:
         return test_reading(train, args)
     batches = max(1, examples // ranks.workers // args.batch_size)
-    if per_update > 1:  # no update has batches of two epochs
+    if per_update > 1:  # an update never spans two epochs
         if batches < per_update:
             raise SystemExit(f"--macrobatch-size {args.macrobatch_size}: an epoch has {examples} "
-                             "images, which are fewer")
+                             "images, which is less")
         batches = batches // per_update * per_update
         train = mx.io.ResizeIter(train, batches, reset_internal=False)
     epoch_size = batches // per_update
@@ -261,7 +265,7 @@ def fit(args, symbol, arg_params=None, aux_params=None, fixed=None):
     if begin:
         states = has_states(args.model_prefix, begin)
         if not states:
-            logging.warning("%s-%04d.states does not exist: the optimizer begins anew",
+            logging.warning("%s-%04d.states does not exist: the optimizer starts with new states",
                             args.model_prefix, begin)
         module = recipes.AddingModule.load(args.model_prefix, begin, states, **options)
     else:
@@ -277,7 +281,7 @@ def fit(args, symbol, arg_params=None, aux_params=None, fixed=None):
         metrics.append(mx.metric.create("top_k_accuracy", top_k=args.top_k))
     metrics += [mx.metric.create(name) for name in LOSSES[args.loss]]
     record = start_record(args, ranks, begin, batches)
-    # Lines tell the norm of a gradient, which is whole after the last batch of an update.
+    # The gradient is complete after the last batch of an update: log lines have its norm.
     interval = -(-args.disp_batches // per_update) * per_update
     callbacks = recipes.ModuleLog(record, module, interval, args.batch_size, ranks)
     epoch_ends = [callbacks.epoch_end]
@@ -303,7 +307,7 @@ def fit(args, symbol, arg_params=None, aux_params=None, fixed=None):
 
 
 def batches_of_update(args, workers):
-    """How many batches of each rank make the macrobatch."""
+    """Returns the number of batches of each rank in a macrobatch."""
     count, rest = divmod(args.macrobatch_size or args.batch_size * workers,
                          args.batch_size * workers)
     if rest:
@@ -314,28 +318,28 @@ def batches_of_update(args, workers):
 
 
 def epoch_to_begin(args):
-    """Where --load-epoch or --resume goes on: behind that many epochs."""
+    """Returns the number of completed epochs, from --load-epoch or --resume."""
     begin = args.load_epoch or 0
     if begin and args.resume:
-        raise SystemExit("--load-epoch and --resume both say where to go on: give one of them")
+        raise SystemExit("--load-epoch and --resume exclude each other")
     if (begin or args.resume) and not args.model_prefix:
         raise SystemExit(f"--{'load-epoch' if begin else 'resume'} needs --model-prefix")
     if args.resume:
         begin = last_whole_epoch(args.model_prefix)
-        logging.info("--resume: epochs done: %d", begin)
+        logging.info("--resume: completed epochs: %d", begin)
     if begin >= args.num_epochs:
-        logging.info("no epoch is left to train: --num-epochs %d", args.num_epochs)
+        logging.info("no epochs are left to train: --num-epochs %d", args.num_epochs)
     return begin
 
 
 def last_whole_epoch(prefix):
-    """Of those that stand under this name: an epoch's states are written behind its parameters."""
+    """Returns the last epoch saved with this prefix; states are written after parameters."""
     saved = [int(path[-len("0000.params"):-len(".params")])
              for path in glob.glob(glob.escape(prefix) + "-[0-9][0-9][0-9][0-9].params")]
     whole = [epoch for epoch in saved if has_states(prefix, epoch)]
     if saved and not whole:
         raise SystemExit(f"{prefix}-{max(saved):04d}.states does not exist, which --resume needs: "
-                         f"--load-epoch {max(saved)} goes on with a new optimizer")
+                         f"--load-epoch {max(saved)} continues with a new optimizer")
     return max(whole, default=0)
 
 
@@ -353,7 +357,7 @@ def initializer_of(args):
 
 
 def test_reading(train, args):
-    """Reads all images of an epoch, and logs how fast."""
+    """Reads all images of an epoch, and logs the speed."""
     begun, tic = time.time(), time.time()
     for i, _ in enumerate(train, 1):
         if i % args.disp_batches == 0:
@@ -364,7 +368,7 @@ def test_reading(train, args):
 
 
 def start_record(args, ranks, begin, batches):
-    """The run's record; with --load-epoch behind what log.jsonl has of the epochs before."""
+    """Returns the run's log; --load-epoch keeps the lines of earlier epochs in log.jsonl."""
     if not args.save_dir or ranks.rank:
         return recipes.TrainingLog(args, None, steps=begin * batches, writes=not ranks.rank)
     os.makedirs(args.save_dir, exist_ok=True)
@@ -372,21 +376,23 @@ def start_record(args, ranks, begin, batches):
     if begin and os.path.exists(path):
         lines = [line for line in recipes.read_log(path)[1] if line["epoch"] < begin]
     elif os.path.exists(path):
-        raise SystemExit(f"{path} is there: --save-dir names another place, --load-epoch goes on")
+        raise SystemExit(f"{path} exists: pass another --save-dir, or --load-epoch to continue")
     return recipes.TrainingLog(args, path, lines, begin * batches)
 
 
 def main(arguments=None):
-    from symbols import NETWORKS, get_symbol  # which symbolic_fine_tune.py does without
+    from symbols import NETWORKS, get_symbol  # symbolic_fine_tune.py does not have these
 
     parser = recipes.Parser(__doc__)
     add = parser.add_argument_group("network").add_argument
     add("--network", default="resnet", choices=NETWORKS, metavar="NAME",
-        help=f"{', '.join(NETWORKS)}; resnet is resnet-v1")
-    add("--num-layers", type=int, help="of a resnet or resnext, if not 50; of a vgg, if not 16")
-    add("--multiplier", type=float, help="of a mobilenet's or mobilenetv2's filters, if not 1")
-    add("--batch-norm", action="store_true", default=None, help="a vgg with batch norms")
-    add("--num-group", type=int, help="of a resnext's convolutions, if not 32")
+        help=f"{', '.join(NETWORKS)}; resnet: resnet-v1")
+    add("--num-layers", type=int, help="depth of a resnet or resnext (default: 50), or a vgg (16)")
+    add("--multiplier", type=float,
+        help="width multiplier of a mobilenet or mobilenetv2 (default: 1)")
+    add("--batch-norm", action="store_true", default=None,
+        help="use the vgg variant with batch norms")
+    add("--num-group", type=int, help="groups of a resnext's 3x3 convolutions (default: 32)")
     add_arguments(parser)
     args = parse_flags(parser, arguments)
     image_shape(args)

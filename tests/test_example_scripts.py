@@ -161,10 +161,10 @@ def test_command_line_overrides_flags_from_file(name, text, tmp_path,
 @pytest.mark.parametrize(("name", "text", "message"), [
     ("flags.yaml", "batchsize: 8", "there is no flag --batchsize. Did you mean --batch-size"),
     ("flags.yaml", "batch-size: 0", "--batch-size: must be a whole number from 1 on. Received"),
-    ("flags.yaml", "[1, 2]", "must hold names of flags and their values. Received: list"),
-    ("flags.yaml", "a: [", "flags.yaml is no YAML"),
+    ("flags.yaml", "[1, 2]", "must map names of flags to values. Received: list"),
+    ("flags.yaml", "a: [", "flags.yaml is not valid YAML"),
     ("flags.json", "{", "Expecting property name"),
-    ("flags.yaml", "config: other.yaml", "--config is written in full, and in the command line"),
+    ("flags.yaml", "config: other.yaml", "--config must be spelled out, and on the command line"),
     ("other.yaml", "", "flags.yaml does not exist")])
 def test_invalid_flag_file_is_one_line(name, text, message, tmp_path, monkeypatch, capsys):
     (tmp_path / name).write_text(text)
@@ -206,10 +206,10 @@ def test_invalid_flag_is_one_line(script, flags, message, capsys):
 
 @pytest.mark.parametrize(("flags", "message"), [
     ("--use-rec", "--use-rec needs --rec-train FILE.rec. Received: --dataset digits"),
-    ("--rec-val a.rec", "digits has images of its own to validate. Received: --val a.rec"),
-    ("--crop-ratio 0.875 --random-crop --rgb-mean 1", "the images of digits are used as they are, "
-     "without --crop-ratio, --random-crop, --mean"),
-    ("--input-size 64", "the images of digits are used as they are, without --image-size"),
+    ("--rec-val a.rec", "digits has its own validation images. Received: --val a.rec"),
+    ("--crop-ratio 0.875 --random-crop --rgb-mean 1", "the images of digits are not preprocessed: "
+     "remove --crop-ratio, --random-crop, --mean"),
+    ("--input-size 64", "the images of digits are not preprocessed: remove --image-size"),
     ("--rec-train-idx a.idx", "--rec-train-idx is for a .rec file. Received: digits")])
 def test_flag_ignored_by_dataset_is_refused(flags, message):
     with pytest.raises(ValueError, match=re.escape(message)):
@@ -251,7 +251,7 @@ def test_lr_find_uses_training_images():
 
 def test_help_shows_defaults_for_scaled_pixels_only(monkeypatch):
     text = parser_of("image_classification", monkeypatch).format_help()
-    assert re.search(r"--mean of pixels\s+from 0 to 255\n", text)
+    assert re.search(r"--mean for pixels\s+from 0 to 255\n", text)
 
 
 def rates(steps, **options):
@@ -379,20 +379,20 @@ def contents(folder):
 
 
 @pytest.mark.parametrize(("name", "text", "message"), [
-    ("last.json", None, "last.json is missing, and there is best.params: nothing is started over"),
-    ("last.json", "", "last.json is damaged: it should hold"),
-    ("last.json", "[" * 100000, "last.json is damaged: it should hold"),
-    ("last.json", "[1]", "last.json is damaged: it should hold"),
-    ("last.json", '{"epoch": "1"}', "last.json is damaged: it should hold"),
+    ("last.json", None, "last.json is missing, and there is best.params: no new run is started"),
+    ("last.json", "", "last.json is damaged: it must be"),
+    ("last.json", "[" * 100000, "last.json is damaged: it must be"),
+    ("last.json", "[1]", "last.json is damaged: it must be"),
+    ("last.json", '{"epoch": "1"}', "last.json is damaged: it must be"),
     ("last.json", '{"epoch": 2}', "epoch-2.params does not exist"),
     ("log.jsonl", None, "log.jsonl does not exist"),
-    ("log.jsonl", "", "log.jsonl is damaged: it should hold a run's arguments"),
-    ("log.jsonl", "\0\0", "log.jsonl is damaged: line 1 is no JSON"),
+    ("log.jsonl", "", "log.jsonl is damaged: it must have a run's arguments"),
+    ("log.jsonl", "\0\0", "log.jsonl is damaged: line 1 is not JSON"),
     ("log.jsonl", '{"arguments": []}', "log.jsonl is damaged: its first line"),
-    ("log.jsonl", "[" * 100000, "log.jsonl is damaged: line 1 is no JSON"),
-    ("log.jsonl", '{"arguments": {}}\n[]', "log.jsonl is damaged: line 2 is of no step"),
-    ("log.jsonl", '{}\n{"epoch": "1"}', "log.jsonl is damaged: line 2 is of no step"),
-    ("log.jsonl", '{}\n{"epoch": 1, "err_top1": "0.4"}', "log.jsonl is damaged: line 2 is of"),
+    ("log.jsonl", "[" * 100000, "log.jsonl is damaged: line 1 is not JSON"),
+    ("log.jsonl", '{"arguments": {}}\n[]', "log.jsonl is damaged: line 2 is neither a step"),
+    ("log.jsonl", '{}\n{"epoch": "1"}', "log.jsonl is damaged: line 2 is neither a step"),
+    ("log.jsonl", '{}\n{"epoch": 1, "err_top1": "0.4"}', "log.jsonl is damaged: line 2 is"),
     ("log.jsonl", '{"arguments": {"batch_size": null}}', "log.jsonl is damaged: batch_size and"),
     ("epoch-1.params", None, "epoch-1.params does not exist"),
     ("epoch-1.states", None, "epoch-1.states does not exist")])
@@ -436,12 +436,12 @@ def test_resume_without_checkpoint_uses_given_parameters_and_epoch(
 
 
 def test_resumed_run_must_keep_total_batch_size(cut):
-    message = "begun: batch_size was 8, is 16"
+    message = "original run: batch_size was 8, is 16"
     for values in ({"batch_size": 16}, {"workers": 2}):
         with pytest.raises(ValueError, match=message):
             recipes.RunFolder(flags(cut, **values), recipes.Ranks()).resume(None, None)
     folder = recipes.RunFolder(flags(cut, batch_size=4, workers=2), recipes.Ranks())
-    with pytest.raises(ValueError, match=r"epoch-1.params holds other parameters, or is damaged"):
+    with pytest.raises(ValueError, match=r"epoch-1.params has other parameters, or is damaged"):
         folder.resume(recipes.small_network(2), None)
 
 
@@ -456,7 +456,7 @@ def test_second_run_in_same_folder_is_refused(tmp_path):
         os._exit(0)
     os.read(read, 1)
     try:
-        with pytest.raises(ValueError, match=r"another run writes into .*: --save-dir names"):
+        with pytest.raises(ValueError, match=r"another run writes to .*: pass another --save-dir"):
             recipes.RunFolder(flags(tmp_path), recipes.Ranks())
     finally:
         os.close(ended)
@@ -516,15 +516,15 @@ def test_checkpoint_of_another_network_or_type_is_refused(tmp_path):
     network("float16", num_layers=20).save(f"{prefix}-symbol.json")
     recipes.check_network(network("float16", num_layers=20), (3, 32, 32), prefix)
     for other in (network("float32", num_layers=20), network("float16", num_layers=32)):
-        with pytest.raises(ValueError, match=r"net-symbol.json is of another network, or of "):
+        with pytest.raises(ValueError, match=r"net-symbol.json has another network or --dtype"):
             recipes.check_network(other, (3, 32, 32), prefix)
 
 
 @pytest.mark.parametrize(("label", "contents", "message"), [
     (float("nan"), PNG, "has a label nan"), (-1, PNG, "has a label -1"),
     (0.5, PNG, "has a label 0.5"),
-    (0, b"no image", "has a record at byte 36 that is no image"),
-    (0, b"", "has a record at byte 36 that is no image"),
+    (0, b"no image", "has a record at byte 36 that is not an image"),
+    (0, b"", "has a record at byte 36 that is not an image"),
     (1, PNG, None)])
 def test_invalid_record_is_refused_before_training(label, contents, message,
                                                                          tmp_path):
@@ -545,14 +545,14 @@ def test_missing_index_is_named(tmp_path):
     record.write(mx.recordio.pack(mx.recordio.IRHeader(0, 1, 0, 0), PNG))
     record.close()
     args = recipe.parse(["--dataset", str(tmp_path / "a.rec"), "--batch-size", "1"])
-    with pytest.raises(ValueError, match=r"a.rec needs its index, a file beside it .* .idx"):
+    with pytest.raises(ValueError, match=r"a.rec needs an index next to it, with the suffix .idx"):
         recipes.image_loaders(args, recipes.Ranks())
     args.rec_train_idx = "b.idx"
     with pytest.raises(ValueError, match=r"Valid: .*a\.idx\. Received: b\.idx"):
         recipes.image_loaders(args, recipes.Ranks())
     whole = (tmp_path / "a.rec").read_bytes()
     (tmp_path / "a.rec").write_bytes(whole[:-4])
-    with pytest.raises(ValueError, match=r"a.rec is cut short"):
+    with pytest.raises(ValueError, match=r"a.rec is truncated"):
         recipes.image_loaders(args, recipes.Ranks())
 
 

@@ -28,5 +28,5 @@ def test_logs_without_results_are_refused(tmp_path, capsys):
     (tmp_path / "a.log").write_text("[Epoch 0] Training cost: 9.500, loss=1.000\n")
     with pytest.raises(SystemExit):
         SCRIPT["main"]([str(tmp_path / "a.log"), "-o", str(tmp_path / "a.png")])
-    assert "the logs have no results of validation" in capsys.readouterr().err
+    assert "the logs have no validation results" in capsys.readouterr().err
     assert not (tmp_path / "a.png").exists()

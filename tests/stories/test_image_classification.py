@@ -113,11 +113,11 @@ def test_run_is_not_overwritten_and_resumes_only_with_same_arguments(tmp_path):
     assert "nothing to resume" in run(tmp_path, *begun, "--resume")
     before = (tmp_path / "log.jsonl").read_bytes()
     for arguments, message in (
-            (begun, "has a run: --resume goes on with it, --save-dir names another place"),
-            ([*begun, "--resume", "--epochs", "1"], "as it was begun: epochs was 2, is 1"),
+            (begun, "has a run: pass --resume to continue it, or another --save-dir"),
+            ([*begun, "--resume", "--epochs", "1"], "original run: epochs was 2, is 1"),
             ([*begun, "--resume", "--lr", "1", "--seed", "5"], "lr was 0.1, is 1.0; seed was 0")):
         assert message in run(tmp_path, *arguments, fails=True).splitlines()[-1]
-    assert "above --epochs 2 goes on" in run(tmp_path, *begun, "--resume", "--num-workers", "1")
+    assert "--epochs above 2 continues" in run(tmp_path, *begun, "--resume", "--num-workers", "1")
     assert (tmp_path / "log.jsonl").read_bytes() == before
 
 
@@ -163,10 +163,10 @@ def test_benchmark_needs_no_data(arguments, message, tmp_path):
 
 @pytest.mark.parametrize(("arguments", "message"), [
     (["--dataset", "nowhere"], "nowhere does not exist. --dataset takes digits"),
-    (["--dataset", "imagenet"], "--data-dir names a folder"),
+    (["--dataset", "imagenet"], "pass --data-dir FOLDER"),
     (["--policy", "float17"], "invalid choice: 'float17' (choose from 'float32', 'float16'"),
     (["--loss-scale", "-3"], "takes a positive number, dynamic or none. Received: -3"),
-    (["--gpus", "99"], "--gpus 99: MXNet sees"),
+    (["--gpus", "99"], "--gpus 99: MXNet finds"),
     (["--gpus", "0,x"], "must be whole numbers, such as 0,2. Received: '0,x'"),
     (["--gpus=-1"], "must be whole numbers, such as 0,2. Received: '-1'"),
     (["--crop-ratio", "0"], "--crop-ratio: must be above 0, and at most 1. Received: '0'"),
@@ -200,7 +200,7 @@ def test_record_file_trains(tmp_path):
 def test_finished_run_continues_to_more_epochs(tmp_path):
     run(tmp_path, "--dtype", "float16", "--epochs", "2")
     log = run(tmp_path, "--dtype", "float16", "--epochs", "3", "--resume")
-    assert "epochs done: 2; to follow: 1, at their rates in a run of 3" in log
+    assert "completed epochs: 2; remaining: 1, with the schedule of 3 epochs" in log
     lines, _ = result(tmp_path, 2)
     assert [line["epoch"] for line in lines if "batch" not in line] == [0, 1, 2]
     rates = [line["lr"] for line in lines if "batch" in line and line["epoch"] == 2]

@@ -97,9 +97,9 @@ def test_training_continues_from_checkpoint(images, tmp_path):
 
 def test_finished_training_continues_to_more_epochs(images, tmp_path):
     options = ["--model-prefix", str(tmp_path / "net"), "--save-dir", str(tmp_path), "--resume"]
-    assert "--resume: epochs done: 0" in train(images, *options, "--num-epochs", "1")
+    assert "--resume: completed epochs: 0" in train(images, *options, "--num-epochs", "1")
     log = train(images, *options, "--num-epochs", "2")
-    assert "--resume: epochs done: 1" in log
+    assert "--resume: completed epochs: 1" in log
     assert "Epoch[1] Train-accuracy=" in log
     assert "Epoch[0] Train-accuracy=" not in log
     ours, = read([tmp_path / "log.jsonl"])
@@ -155,11 +155,11 @@ def test_benchmark_needs_no_data_and_supports_xray(tmp_path):
 @pytest.mark.parametrize(("arguments", "message"), [
     (["--data-train", "nowhere.rec"], "nowhere.rec does not exist"),
     (["--num-layers", "21"], "num_layers"),
-    (["--macrobatch-size", "60"], "an epoch has 40 images, which are fewer"),
+    (["--macrobatch-size", "60"], "an epoch has 40 images, which is less"),
     (["--image-shape", "32"], "--image-shape takes channels,height,width"),
     (["--loss-scale", "big"], "takes a positive number, dynamic or none. Received: big"),
     (["--loss-scale", "0"], "takes a positive number, dynamic or none. Received: 0"),
-    (["--gpus", "0"], "--gpus 0: MXNet sees 0 GPUs"),
+    (["--gpus", "0"], "--gpus 0: MXNet finds 0 GPUs"),
     (["--load-epoch", "3", "--model-prefix", "nowhere"], "nowhere-symbol.json does not exist"),
     (["--batch-size", "41"], "has 40 images, fewer than one batch of 41"),
     (["--gpus", "0,1,2"], "--batch-size 20 does not divide over 3 GPUs"),
@@ -178,7 +178,7 @@ def test_bad_arguments_are_one_line(arguments, message, images):
      "--macrobatch-size must be a multiple of --batch-size 20. Received: 50"),
     (["--num-layers", "18", "--resume"], "--resume needs --model-prefix"),
     (["--num-layers", "18", "--load-epoch", "3"], "--load-epoch needs --model-prefix"),
-    (["--num-layers", "18", "--load-epoch", "3", "--resume"], "--load-epoch and --resume both")])
+    (["--num-layers", "18", "--load-epoch", "3", "--resume"], "--resume exclude each other")])
 def test_unfit_flags_are_refused_before_data_is_read(arguments, message, capsys,
                                                                monkeypatch):
     monkeypatch.setattr(logging, "basicConfig", lambda **kwargs: None)
@@ -188,9 +188,9 @@ def test_unfit_flags_are_refused_before_data_is_read(arguments, message, capsys,
 
 
 @pytest.mark.parametrize(("content", "message"), [
-    (lambda b: b"", "is empty"), (lambda b: b[:-5], "is cut short"),
-    (lambda b: b[:4] + b"\xff" * 4 + b[8:], "is cut short|is no RecordIO file"),
-    (lambda b: b"\x89PNG" + b, "is no RecordIO file")])
+    (lambda b: b"", "is empty"), (lambda b: b[:-5], "is truncated"),
+    (lambda b: b[:4] + b"\xff" * 4 + b[8:], "is truncated|is not a RecordIO file"),
+    (lambda b: b"\x89PNG" + b, "is not a RecordIO file")])
 def test_damaged_record_file_is_refused_before_first_epoch(content, message, images,
                                                                  tmp_path):
     damaged = tmp_path / "damaged.rec"
@@ -252,7 +252,7 @@ def test_bad_checkpoints_and_heads_are_one_line(pretrained, images, tmp_path):
 
     assert "nothing-symbol.json does not exist" in last("nothing", images)
     assert "net-0007.params does not exist" in last(f"{pretrained},7", images)
-    assert "there is no layer fc_hiden. Near it: fc_hidden" in last(
+    assert "there is no layer fc_hiden. Similar: fc_hidden" in last(
         f"{pretrained},2", images, "--layer-before-fullc", "fc_hiden")
     symbol, args, aux = mx.model.load_checkpoint(pretrained, 2)
     del args["fconv1_weight"]
@@ -260,7 +260,7 @@ def test_bad_checkpoints_and_heads_are_one_line(pretrained, images, tmp_path):
     assert "less lacks parameters: fconv1_weight" in last(str(tmp_path / "less"), images)
     headless = mx.sym.Activation(mx.sym.var("data"), act_type="relu", name="only")
     mx.model.save_checkpoint(str(tmp_path / "headless"), 0, headless, {}, {})
-    assert "head is unknown" in last(str(tmp_path / "headless"), images)
+    assert "no FullyConnected layer before its output" in last(str(tmp_path / "headless"), images)
 
 
 @pytest.mark.skipif(not (SHARED / "models").is_dir(),
@@ -311,4 +311,4 @@ def test_test_io_times_reading_alone(images):
 
 def test_gradient_compression_is_refused_with_reason(images):
     last = train(images, "--gc-type", "2bit", fails=True).strip().splitlines()[-1]
-    assert "MXNet compresses no float16 gradients" in last
+    assert "MXNet cannot compress float16 gradients" in last
