@@ -1,7 +1,7 @@
-"""Where the command `gluon-amp` begins: outside the package, whose import itself can fail.
+"""The entry point of the command `gluon-amp`, outside the package, because its import can fail.
 
-`gluon_amp/_mxnet.py` says in one sentence why MXNet cannot be imported. Here that becomes a line on
-stderr, and the exit code 1.
+If MXNet cannot be imported, the command prints the error of `gluon_amp/_mxnet.py` in one line to
+stderr, and exits with 1.
 """
 import json
 import sys

@@ -75,7 +75,7 @@ def test_demo_without_scikit_learn_names_install_command(capsys, monkeypatch):
     assert main(["demo"]) == 1
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert captured.err == "gluon-amp demo: the demo's images come with scikit-learn: " \
+    assert captured.err == "gluon-amp demo: the demo needs scikit-learn for its images: " \
                            "pip install 'gluon-amp[demo]'\n"
 
 
@@ -287,13 +287,13 @@ def test_xray_of_files_prints_nodes_to_keep(files, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(("model", "data", "others", "said"), [
-    ("net", "data", "", "has no loss, so a loss needs a label: an array called 'label'"),
+    ("net", "data", "", "has no loss, so --loss needs a label: an array called 'label'"),
     ("net", "image", "", "must have arrays called data, label. Received: image (40, 6), label"),
     ("net", "batch", "--label target", "must have arrays called data, target. Received: data"),
     ("module", "data", "", "must have arrays called data, softmax_label or label. Received: data"),
     ("net", "text", "", "arrays must hold numbers. Received: data of <U1"),
-    ("net", "apart", "--batch-size 4", "cuts arrays of one length"),
-    ("net", "short", "--batch-size 5", "of 5 or more. Received: data (4, 6), label (4,)"),
+    ("net", "apart", "--batch-size 4", "needs arrays of equal length"),
+    ("net", "short", "--batch-size 5", "length, 5 or more. Received: data (4, 6), label (4,)"),
     ("net", "none", "", "No such file"),
     ("net", "batch", "--loss l3", "--loss is one of softmax, sigmoid, l1, l2. Received: l3"),
     ("module", "batch", "--loss l2", "this one has its own: softmax_output. Received: --loss l2"),
@@ -324,13 +324,13 @@ def test_parameters_of_another_network_are_refused(files, tmp_path, capsys):
         assert main([*xray(files, tmp_path), "--params", str(files / wrong)]) == 1
         assert "MXNet cannot read parameters from" in capsys.readouterr().err
     assert main([*xray(files, tmp_path), "--data", other]) == 1
-    assert "a file that numpy.savez has written" in capsys.readouterr().err
+    assert "must be a file of numpy.savez" in capsys.readouterr().err
 
 
 def test_existing_output_is_refused(files, tmp_path, capsys):
     (tmp_path / "out").mkdir()
     assert main(xray(files, tmp_path)) == 1
-    assert "--output is a new folder. Received: " in capsys.readouterr().err
+    assert "--output must be a new folder. Received: " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("arguments", "said"), [

@@ -91,7 +91,7 @@ def test_driver_error_is_reported(driver):
 
 def test_driver_without_gpu_is_reported(driver):
     driver(init=100)
-    assert examine()["why_no_gpus"] == "the NVIDIA driver shows no GPU"
+    assert examine()["why_no_gpus"] == "the NVIDIA driver finds no GPU"
 
 
 def test_missing_driver_is_reported(monkeypatch):
@@ -110,10 +110,10 @@ def test_matrix_formats_of_gpu(name, capability, formats):
 def test_tf32_is_reported_for_gpus_that_have_it(monkeypatch):
     a100 = GPU("NVIDIA A100-SXM4-40GB", (8, 0), 40 * 10 ** 9)
     text = describe(machine(monkeypatch, a100, cuda=True))
-    assert "they have float16, TF32, bfloat16; MXNet 1.9.1 uses float16 and TF32" in text
-    assert "GPUs from A100 on round what float32 products read to TF32" in text
+    assert "formats: float16, TF32, bfloat16; MXNet 1.9.1 uses float16 and TF32" in text
+    assert "GPUs from A100 on round the inputs of float32 products to TF32" in text
     monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")
-    assert "float32 products are float32's on every GPU" in describe(examine())
+    assert "float32 products do not use TF32" in describe(examine())
 
 
 def test_cudnn_version_number_is_decoded():
@@ -136,7 +136,7 @@ def test_unused_gpu_with_cpu_build_is_noted_with_remedy(monkeypatch):
     facts = machine(monkeypatch, T4, cuda=False)
     assert [d["device"] for d in facts["devices"]] == ["cpu"]
     (note,) = facts["notes"]
-    assert "Tesla T4 stays unused" in note
+    assert "Tesla T4 is not used" in note
     assert "pip uninstall -y mxnet; pip install 'gluon-amp[cu112]'" in note
 
 
@@ -154,7 +154,7 @@ def test_supported_gpus_are_first_and_keep_their_ids(monkeypatch):
     first = describe(facts).splitlines()[0]
     assert first.startswith("float16 trains here: on gpu(1) (Tesla T4, Tensor Cores) and gpu(2) "
                             "(Tesla P100-PCIE-16GB, no Tensor Cores) and the CPU (")
-    assert any("P100" in note and "saves memory there, not time" in note
+    assert any("P100" in note and "saves memory, not time" in note
                for note in facts["notes"])
 
 
@@ -218,8 +218,8 @@ def test_mxnet_error_is_reported_without_traceback(monkeypatch):
 
 def test_wrong_result_of_step_is_the_reason(monkeypatch):
     monkeypatch.setattr(doctor, "convert", lambda net: net)
-    assert examine()["reason"] == "a step gave a weight 0.9375 of float32; 0.9375 of float16 " \
-                                  "would be right"
+    assert examine()["reason"] == "a training step gives a float32 weight of 0.9375. " \
+                                  "Expected: a float16 weight of 0.9375"
 
 
 @pytest.mark.parametrize(("fails", "said"), [
@@ -234,9 +234,9 @@ def test_mxnet_error_is_one_line(fails, said, monkeypatch):
 
 
 @pytest.mark.parametrize(("value", "shown", "meaning"), [
-    (None, "unset (1)", "looks for its fastest algorithms in a limited workspace"),
-    ("0", "0  ", "does not look"), ("false", "false", "does not look"),
-    ("2", "2  ", "whatever workspace"), ("7", "7", "")])
+    (None, "unset (1)", "searches for its fastest algorithms in a limited workspace"),
+    ("0", "0  ", "does not search"), ("false", "false", "does not search"),
+    ("2", "2  ", "any workspace"), ("7", "7", "")])
 def test_environment_variables_are_explained(monkeypatch, value, shown, meaning):
     name = "MXNET_CUDNN_AUTOTUNE_DEFAULT"
     monkeypatch.delenv(name, raising=False)

@@ -96,7 +96,7 @@ def test_network_without_layers_has_no_work(tmp_path):
     assert (found["layers"], found["multiply_adds"], found["share_off"]) == (0, 0, 0)
     mx.sym.softmax(mx.sym.var("data")).save(str(tmp_path / "net-symbol.json"))
     text = describe(examine(str(tmp_path / "net-symbol.json")))
-    assert "No convolution and no fully connected layer" in text
+    assert "No convolutions and no fully connected layers" in text
     assert "fit Tensor Cores" not in text
 
 
@@ -118,7 +118,7 @@ def test_text_matches_json():
 def test_units_fit_small_network():
     text = describe(examine("mobilenet0.25", 1, (3, 32, 32)))
     assert re.search(r"28 layers, \d\.?\d* million multiply-adds", text), text
-    assert "of float32's bytes. In kB:" in text
+    assert "of float32's memory. In kB:" in text
 
 
 def test_ten_layers_with_most_work_are_shown():
@@ -135,7 +135,7 @@ def test_report_if_all_layers_fit_tensor_cores(tmp_path):
     made(mx.sym.var("data")).save(str(tmp_path / "net.json"))
     text = describe(examine(str(tmp_path / "net.json"), 8, (16,)))
     assert "All of them fit Tensor Cores" in text
-    assert "No multiple of 8" not in text
+    assert "not multiples of 8" not in text
 
 
 def test_exported_network_has_same_costs(tmp_path):
@@ -157,9 +157,9 @@ def test_labels_of_loss_head_are_no_parameters():
 
 @pytest.mark.parametrize(("symbol", "message"), [
     (lambda: mx.sym.FullyConnected(mx.sym.var("words"), num_hidden=8, name="fc"),
-     "must be called data. Received: one with words, fc_weight, fc_bias"),
+     "must be called data. Received: inputs words, fc_weight, fc_bias"),
     (lambda: mx.sym.broadcast_add(mx.sym.var("data"), mx.sym.var("extra")), "unknown: extra"),
-    (lambda: amp.convert_symbol(net()(mx.sym.var("data"))), "in float16 already"),
+    (lambda: amp.convert_symbol(net()(mx.sym.var("data"))), "is float16 already"),
     (lambda: nn.MaxPool2D(9)(mx.sym.var("data")),
      r"does not take a batch of \(8, 3, 4, 4\): Error in operator .*fwd: kernel size"),
 ])
@@ -195,7 +195,7 @@ def test_text_fits_80_columns_without_losing_words():
     assert [line for line in fitted.splitlines()
             if len(line) > 80 and line.strip() not in paths] == []
     assert fitted.split() == text.split()
-    assert "depthwise: each channel has a filter" in text
+    assert "depthwise convolutions: they have no matrix product" in text
 
 
 def test_mistyped_network_suggests_correct_name():

@@ -1,1 +1,1 @@
-"""What stands around training: the command, its doctor, the demo."""
+"""Command-line tools: gluon-amp, its doctor, demo and X-ray."""

@@ -1,9 +1,9 @@
 """The command `gluon-amp`.
 
-A subcommand is an entry of `COMMANDS`. Its `run` imports the room that does the work, and
-returns the exit code, or None for 0. What a user can mend (a value, a file, a package that is
-missing, kernels that do not load) is told in one line on stderr, with the exit code 1; any other
-exception is a fault of this package, and shows its traceback, as `--debug` does for all.
+A subcommand is an entry of `COMMANDS`. Its `run` imports the module that implements it, and
+returns the exit code, or None for 0. Errors of the user's (a wrong value, a missing file or
+package, kernels that do not load) print one line to stderr, with exit code 1. All other errors
+show a traceback; with `--debug` all errors do.
 """
 import argparse
 import json
@@ -15,12 +15,12 @@ from ..checks import Parser, positive
 from ..cpu.library import KernelError
 from ..version import __version__
 
-_MENDABLE = (ValueError, OSError, ImportError, KernelError)
+_USER_ERRORS = (ValueError, OSError, ImportError, KernelError)
 
 
 class _Command(NamedTuple):
-    """A subcommand: its name, a sentence for the help, lines that show its use, what adds its
-    arguments, and what runs it."""
+    """A subcommand: its name, help and examples, and functions that add its arguments and run it.
+    """
     name: str
     help: str
     examples: Tuple[str, ...]
@@ -29,15 +29,15 @@ class _Command(NamedTuple):
 
 
 def main(arguments: Optional[List[str]] = None) -> int:
-    """Runs a subcommand, and returns the exit code."""
+    """Runs a subcommand and returns its exit code."""
     try:
         try:
             return _run(arguments)
         finally:
             sys.stdout.flush()
-    except BrokenPipeError:  # nobody reads on, as in `gluon-amp doctor | head -1`
+    except BrokenPipeError:  # closed pipe, as in `gluon-amp doctor | head -1`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141  # as of a program that the signal ends
+        return 141  # the exit code after SIGPIPE
     except KeyboardInterrupt:
         return 130
 
@@ -50,7 +50,7 @@ def _run(arguments: Optional[List[str]]) -> int:
         return 2
     try:
         return options.run(options) or 0
-    except _MENDABLE as error:
+    except _USER_ERRORS as error:
         if isinstance(error, BrokenPipeError) or "debug" in options:
             raise
         print(f"gluon-amp {options.command}: {' '.join(str(error).split())}", file=sys.stderr)
@@ -60,7 +60,7 @@ def _run(arguments: Optional[List[str]]) -> int:
 def make_parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="gluon-amp", description="Mixed-precision training for Apache MXNet Gluon.",
-        epilog="gluon-amp COMMAND --help tells more, with examples. python -m gluon_amp SCRIPT.py "
+        epilog="gluon-amp COMMAND --help shows flags and examples. python -m gluon_amp SCRIPT.py "
                "... runs a script with gluon_amp imported first.")
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
@@ -83,15 +83,16 @@ def make_parser() -> argparse.ArgumentParser:
 def _doctor_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("input").add_argument
     add("--model", metavar="NAME",
-        help="a network: of MXNet's model zoo, or an exported NAME-symbol.json")
-    add("--batch-size", type=positive, default=32, metavar="N", help="(32)")
-    add("--image-shape", type=_shape, default=(3, 224, 224), metavar="C,H,W", help="(3,224,224)")
+        help="a network of MXNet's model zoo, or an exported NAME-symbol.json")
+    add("--batch-size", type=positive, default=32, metavar="N", help="batch size (32)")
+    add("--image-shape", type=_shape, default=(3, 224, 224), metavar="C,H,W",
+        help="channels, height and width (3,224,224)")
     add = parser.add_argument_group("output").add_argument
-    add("--gpu-trace", metavar="NAME", help="a network, as for --model: only the GPU calls of one "
-        "step of it; needs MXNet's CUDA wheel, and no GPU")
-    add("--types", action="store_true", help="only which operator of the network runs in which "
-        "type, and why")
-    add("--json", action="store_true", help="the same facts as JSON")
+    add("--gpu-trace", metavar="NAME", help="print only the GPU calls of one training step of a "
+        "network, as for --model; needs MXNet's CUDA wheel, but no GPU")
+    add("--types", action="store_true", help="print only the type of each operator of --model, "
+        "with the reason")
+    add("--json", action="store_true", help="print JSON")
 
 
 def _shape(text: str) -> Tuple[int, ...]:
@@ -118,7 +119,7 @@ def _types(options: argparse.Namespace) -> int:
     from .footprint import load
     from .types import types
     if not options.model:
-        raise ValueError("--types tells of a network: name one with --model")
+        raise ValueError("--types needs a network: pass --model NAME")
     found = types(convert_symbol(load(options.model)))
     print(json.dumps([vars(row) for row in found], indent=2) if options.json else found)
     return 0
@@ -134,7 +135,7 @@ def _gpu_trace(options: argparse.Namespace) -> int:
 
 
 def _demo_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--epochs", type=positive, default=8, help="passes over the images (8)")
+    parser.add_argument("--epochs", type=positive, default=8, help="number of epochs (8)")
 
 
 def _demo(options: argparse.Namespace) -> None:
@@ -147,16 +148,15 @@ def _report_arguments(parser: argparse.ArgumentParser) -> None:
     add("logs", nargs="+", metavar="LOG", help="logs of GluonCV and of MXNet's Module, log.jsonl "
         "of the recipes, TensorBoard's event files, CSV of errors by epoch")
     add = parser.add_argument_group("output").add_argument
-    add("-o", "--output", default="report", metavar="DIR", help="the folder to write to (report)")
-    add("--title", default="Training report", help="(Training report)")
+    add("-o", "--output", default="report", metavar="DIR", help="folder of the report (report)")
+    add("--title", default="Training report", help="title of the report (Training report)")
     add = parser.add_argument_group("comparison").add_argument
     add("--accuracy", type=float, metavar="SHARE", help="report the time to this accuracy, such as "
-        "0.76 (default: what nine in ten runs reach)")
-    add("--margin", type=float, default=0.5, metavar="POINTS", help="the verdict tests whether "
-        "results are within it; in percent of a metric that is no share, such as a perplexity "
-        "(0.5)")
-    add("--claim-speed", action="store_true", help="compare speeds: each run had its machine to "
-        "itself (default: only where the logs say so)")
+        "0.76 (default: one that 90 %% of the runs reach)")
+    add("--margin", type=float, default=0.5, metavar="POINTS", help="margin of the "
+        "equivalence test; in percent for metrics that are not shares, such as perplexity (0.5)")
+    add("--claim-speed", action="store_true", help="compare speeds, which is valid if each run "
+        "had its machine to itself (default: if the logs confirm it)")
 
 
 def _report(options: argparse.Namespace) -> None:
@@ -167,15 +167,15 @@ def _report(options: argparse.Namespace) -> None:
 
 def _launch_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-n", "--workers", type=positive, required=True, metavar="N",
-                        help="how many times the program is started")
+                        help="number of workers")
     parser.add_argument("-s", "--servers", type=positive, default=1, metavar="N",
-                        help="processes that sum gradients (1)")
-    parser.add_argument("-H", "--hosts", metavar="FILE", help="a file with a host on each line: "
-                        "ssh starts the workers there, by turns, in this folder (default: here)")
-    parser.add_argument("--horovod", action="store_true", help="for kvstore='horovod': no servers; "
-                        "Horovod's own horovodrun starts the program")
+                        help="number of server processes, which sum gradients (1)")
+    parser.add_argument("-H", "--hosts", metavar="FILE", help="a file with one host per line: "
+                        "start workers there with ssh, round-robin, in this folder (default: here)")
+    parser.add_argument("--horovod", action="store_true",
+                        help="start the program with horovodrun, for kvstore='horovod'")
     parser.add_argument("program", nargs=argparse.REMAINDER, metavar="PROGRAM ...",
-                        help="what trains with kvstore='dist_sync' or 'dist_device_sync'")
+                        help="the training program, with kvstore='dist_sync' or 'dist_device_sync'")
 
 
 def _launch(options: argparse.Namespace) -> int:
@@ -192,31 +192,31 @@ def _launch(options: argparse.Namespace) -> int:
 
 def _xray_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("a saved X-ray").add_argument
-    add("folder", nargs="?", metavar="FOLDER", help="what view.save or --output has written")
+    add("folder", nargs="?", metavar="FOLDER", help="a folder that view.save or --output wrote")
     add("--format", metavar="NAME", help="evaluate this format on the same run, and write "
-        "xray-NAME.html into the folder")
+        "xray-NAME.html to the folder")
     add = parser.add_argument_group("a new X-ray: model").add_argument
     add("--model", metavar="FILE", help="an exported symbol, such as net-symbol.json")
     add("--params", metavar="FILE", help="its parameters, such as net-0000.params")
-    add("--policy", metavar="NAME", help="as for convert, such as mixed_float16 (float16)")
-    add("--loss", metavar="NAME", help="for a symbol without a loss: softmax, sigmoid, l1 or l2 "
-        "(softmax, the cross entropy of logits)")
+    add("--policy", metavar="NAME", help="a policy of convert, such as mixed_float16 (float16)")
+    add("--loss", metavar="NAME", help="loss for a symbol without one: softmax, sigmoid, l1 or "
+        "l2 (softmax, the cross entropy of logits)")
     add = parser.add_argument_group("a new X-ray: data").add_argument
-    add("--data", nargs="+", metavar="NPZ", help="files of numpy.savez, with an array for each "
-        "input, such as data, and the label; a file is a batch")
-    add("--label", metavar="NAME", help="the array that is the label (label)")
-    add("--batch-size", type=positive, metavar="N", help="cut each file into batches of N; an "
-        "incomplete last batch is left out")
-    add("--steps", type=positive, metavar="N", help="the largest number of batches (20)")
+    add("--data", nargs="+", metavar="NPZ", help="files of numpy.savez with an array for each "
+        "input, such as data, and the label; one batch per file")
+    add("--label", metavar="NAME", help="name of the label array (label)")
+    add("--batch-size", type=positive, metavar="N", help="split each file into batches of N, "
+        "without an incomplete last batch")
+    add("--steps", type=positive, metavar="N", help="maximum number of batches (20)")
     add = parser.add_argument_group("a new X-ray: output").add_argument
-    add("-o", "--output", metavar="DIR", help="a new folder for xray.html and its tables (xray)")
+    add("-o", "--output", metavar="DIR", help="new folder for xray.html and its tables (xray)")
 
 
-_OF_MODEL = ("params", "policy", "loss", "data", "label", "batch_size", "steps", "output")
+_MODEL_FLAGS = ("params", "policy", "loss", "data", "label", "batch_size", "steps", "output")
 
 
 def _xray(options: argparse.Namespace) -> None:
-    given = {name: getattr(options, name) for name in _OF_MODEL if getattr(options, name)}
+    given = {name: getattr(options, name) for name in _MODEL_FLAGS if getattr(options, name)}
     flags = ", ".join("--" + name.replace("_", "-") for name in given)
     valid = "Valid: FOLDER, or --model FILE --params FILE --data NPZ. "
     if options.folder and options.model:
@@ -238,7 +238,7 @@ def _xray(options: argparse.Namespace) -> None:
                          f"Received: {', '.join(['--model', *filter(None, [flags])])}")
     output = given.pop("output", "xray")
     if os.path.exists(output):
-        raise ValueError(f"--output is a new folder. Received: {output}, which exists")
+        raise ValueError(f"--output must be a new folder. Received: {output}, which exists")
     from .xray_files import xray_files
     view = xray_files(options.model, **given)
     print(f"{view}\n{view.save(output)}")
@@ -254,11 +254,11 @@ def _saved_xray(options: argparse.Namespace) -> None:
 
 
 COMMANDS = (
-    _Command("report", "a verdict, tables and plots of training logs", (
+    _Command("report", "write a report of training logs: verdict, tables and plots", (
         "gluon-amp report float32.log float16.log -o report",
         "gluon-amp report runs/*/log.jsonl -o report --accuracy 0.76 --margin 0.25",
     ), _report_arguments, _report),
-    _Command("doctor", "what float16 would do here: the machine, and a network's costs", (
+    _Command("doctor", "check float16 on this machine, and a network's costs", (
         "gluon-amp doctor",
         "gluon-amp doctor --model resnet50_v1 --batch-size 64",
         "gluon-amp doctor --model net-symbol.json --image-shape 1,28,28 --json",
@@ -269,14 +269,14 @@ COMMANDS = (
         "gluon-amp demo",
         "gluon-amp demo --epochs 2",
     ), _demo_arguments, _demo),
-    _Command("xray", "what a format does to every tensor of a model, new or saved", (
+    _Command("xray", "show the effect of a format on every tensor of a model, new or saved", (
         "gluon-amp xray --model net-symbol.json --params net-0000.params --data batch.npz",
         "gluon-amp xray --model net-symbol.json --params net-0000.params --data train.npz "
         "--batch-size 32 --policy mixed_float16 -o folder",
         "gluon-amp xray FOLDER",
         "gluon-amp xray FOLDER --format bfloat16",
     ), _xray_arguments, _xray),
-    _Command("launch", "start a program as many workers, of MXNet's parameter server or Horovod", (
+    _Command("launch", "start several workers, of MXNet's parameter server or Horovod", (
         "gluon-amp launch -n 2 python train.py --kvstore dist_sync",
         "gluon-amp launch -n 8 -s 2 -H hosts.txt python train.py --kvstore dist_device_sync",
         "gluon-amp launch -n 2 --horovod python train.py --kvstore horovod",

@@ -1,7 +1,7 @@
-"""`gluon-amp demo`: float32 and float16 side by side, on scikit-learn's digits.
+"""`gluon-amp demo`: trains float32 and float16 side by side, on scikit-learn's digits.
 
-Both networks start from the same numbers and see the same batches. Their steps
-alternate, so that a busy machine slows both.
+Both networks have the same initial weights and batches. Their steps alternate, so that other load
+on the machine slows down both.
 """
 import time
 from statistics import median
@@ -18,12 +18,12 @@ TYPES = ("float32", "float16")
 
 
 def digits() -> Tuple[Any, Any, Any, Any]:
-    """1,797 scanned digits of 8x8 pixels: training images and labels, test images and labels."""
+    """Returns 1,797 scanned digits of 8x8 pixels: training images and labels, then for the test."""
     try:
         from sklearn.datasets import load_digits
         from sklearn.model_selection import train_test_split
     except ImportError:
-        raise ImportError("the demo's images come with scikit-learn: pip install "
+        raise ImportError("the demo needs scikit-learn for its images: pip install "
                           "'gluon-amp[demo]'") from None
     images, labels = load_digits(return_X_y=True)
     images = (images / 8 - 1).reshape(-1, 1, 8, 8).astype("float32")
@@ -45,7 +45,7 @@ def network() -> Block:
 
 
 class _Run:
-    """One of the two: its network, its trainer, and the seconds of its steps."""
+    """One of the two runs: its network, its trainer, and the seconds of its steps."""
 
     def __init__(self, dtype: str, seed: int):
         mx.random.seed(seed)
@@ -80,7 +80,7 @@ class _Run:
 
 
 def demo(epochs: int = 8, batch: int = 64, seed: int = 1) -> None:
-    """Trains both and prints the table."""
+    """Trains both networks and prints a table."""
     images, labels, test_images, test_labels = digits()
     runs = {dtype: _Run(dtype, seed) for dtype in TYPES}
     steps = len(labels) // batch

@@ -1,11 +1,10 @@
-"""`gluon-amp doctor`: what would float16 do for me here?
+"""`gluon-amp doctor`: reports what float16 does on this machine.
 
-    examine   looks at the machine, trains one float16 step on each device that MXNet could
-              use, and costs a network if one is named: a plain dict
-    describe  the same as text, conclusions first
+`examine` inspects the machine, trains one float16 step on each device that MXNet supports, and
+computes the costs of a network. `describe` formats its result as text.
 
-Float16 trains here if such a step succeeds on one device at least; if not, the reason is that
-of the CPU.
+Float16 trains here if the step succeeds on at least one device; if not, the reason is the error on
+the CPU.
 """
 import ctypes
 import os
@@ -26,67 +25,67 @@ from ..version import __version__
 from .footprint import footprint, load
 
 _DRIVER = "libcuda.so.1"
-_CODE_FOR = ((5, 0), (6, 0), (7, 0), (8, 0), (8, 6))  # in MXNet 1.9.1's CUDA builds, and no PTX
+_CODE_FOR = ((5, 0), (6, 0), (7, 0), (8, 0), (8, 6))  # of MXNet 1.9.1's CUDA builds, without PTX
 _FEATURES = ("CUDA", "CUDNN", "NCCL", "MKLDNN", "ONEDNN", "OPENMP", "F16C", "CPU_AVX", "CPU_AVX2",
              "INT64_TENSOR_SIZE")
-# Name: MXNet's value if it is unset, and what each value does.
+# Name: MXNet's default, and the effect of each value.
 _VARIABLES: Dict[str, Tuple[str, Dict[str, str]]] = {
     "MXNET_SAFE_ACCUMULATION": ("0", {
-        "0": "float16 sums are made in float16: expect worse results",
-        "1": "float16 sums are made in float32 (gluon_amp sets it)"}),
+        "0": "float16 sums accumulate in float16: expect worse results",
+        "1": "float16 sums accumulate in float32 (gluon_amp sets it)"}),
     "MXNET_CUDNN_AUTOTUNE_DEFAULT": ("1", {
-        "0": "cuDNN does not look for its fastest algorithms",
-        "1": "cuDNN looks for its fastest algorithms in a limited workspace",
-        "2": "cuDNN looks for its fastest algorithms, whatever workspace they take"}),
+        "0": "cuDNN does not search for its fastest algorithms",
+        "1": "cuDNN searches for its fastest algorithms in a limited workspace",
+        "2": "cuDNN searches for its fastest algorithms in any workspace"}),
     "MXNET_CUDA_ALLOW_TENSOR_CORE": ("1", {
         "0": "GPUs do not use their Tensor Cores for float16",
         "1": "GPUs use their Tensor Cores for float16"}),
     "NVIDIA_TF32_OVERRIDE": ("on", {
-        "0": "float32 products are float32's on every GPU",
-        "on": "GPUs from A100 on round what float32 products read to TF32"}),
+        "0": "float32 products do not use TF32",
+        "on": "GPUs from A100 on round the inputs of float32 products to TF32"}),
     "MXNET_FC_TRUE_FP16": ("0", {
-        "0": "fully connected layers on GPUs sum in float32",
-        "1": "fully connected layers on GPUs sum in float16: expect worse results"}),
-    "OMP_NUM_THREADS": ("half", {"half": "MXNet computes on half of the processors, on x86"}),
-    "GLUON_AMP_ISA": ("best", {"best": "the best CPU kernels that this processor can run"}),
+        "0": "fully connected layers on GPUs accumulate in float32",
+        "1": "fully connected layers on GPUs accumulate in float16: expect worse results"}),
+    "OMP_NUM_THREADS": ("half", {"half": "MXNet uses half of the logical CPUs on x86"}),
+    "GLUON_AMP_ISA": ("best", {"best": "the fastest CPU kernels that this processor supports"}),
 }
 
 
 # ---- GPUs
 
 class GPU(NamedTuple):
-    """A graphics processor; `bytes` is its memory."""
+    """A GPU; `bytes` is its memory."""
     name: str
     capability: Tuple[int, int]
     bytes: int
 
     @property
     def served(self) -> bool:
-        """Whether MXNet's CUDA builds have code for it: of the same major version, and of no
-        higher minor one."""
+        """Whether MXNet's CUDA builds support it: code of the same major version, and of its minor
+        version or a lower one."""
         major, minor = self.capability
         return any(major == code[0] and minor >= code[1] for code in _CODE_FOR)
 
     @property
     def tensor_cores(self) -> bool:
-        """From 7.0 on, but for small ones of 7.5, which are known by name only."""
+        """Whether it has Tensor Cores: from 7.0 on, except small GPUs of 7.5, listed by name."""
         small = r"GTX 16|MX[45]50|\bT([456]|10|12|20)\d0\b"
         return self.capability >= (7, 0) and not (
             self.capability == (7, 5) and re.search(small, self.name))
 
     @property
     def formats(self) -> List[str]:
-        """What its Tensor Cores multiply, of the formats that a `Policy` may name."""
+        """The formats of a `Policy` that its Tensor Cores multiply."""
         since = (("float16", (7, 0)), ("TF32", (8, 0)), ("bfloat16", (8, 0)), ("float8", (8, 9)))
         return [name for name, first in since if self.tensor_cores and self.capability >= first]
 
 
 def gpus() -> List[GPU]:
-    """Those that the CUDA driver shows. OSError: there is no driver, or it fails."""
+    """Returns the GPUs of the CUDA driver; raises OSError if it is missing or fails."""
     cuda = ctypes.CDLL(_DRIVER)
 
-    def ask(function: str, *arguments: Any) -> int:
-        """What the driver writes into its first argument."""
+    def query(function: str, *arguments: Any) -> int:
+        """Returns what a function of the driver writes to its first argument."""
         found = ctypes.c_size_t()  # or an int, in its first bytes
         status = getattr(cuda, function)(byref(found), *arguments)
         if status:
@@ -94,31 +93,31 @@ def gpus() -> List[GPU]:
         return found.value
 
     def gpu(number: int) -> GPU:
-        device, name = ask("cuDeviceGet", number), ctypes.create_string_buffer(100)
+        device, name = query("cuDeviceGet", number), ctypes.create_string_buffer(100)
         cuda.cuDeviceGetName(name, len(name), device)
-        major, minor = (ask("cuDeviceGetAttribute", what, device) for what in (75, 76))
-        return GPU(name.value.decode(), (major, minor), ask("cuDeviceTotalMem_v2", device))
+        major, minor = (query("cuDeviceGetAttribute", what, device) for what in (75, 76))
+        return GPU(name.value.decode(), (major, minor), query("cuDeviceTotalMem_v2", device))
 
     status = cuda.cuInit(0)
     if status:
-        raise OSError("the NVIDIA driver shows no GPU" if status == 100 else
+        raise OSError("the NVIDIA driver finds no GPU" if status == 100 else
                       f"the NVIDIA driver's cuInit fails with error {status}")
-    return [gpu(number) for number in range(ask("cuDeviceGetCount"))]
+    return [gpu(number) for number in range(query("cuDeviceGetCount"))]
 
 
 def version_of_cudnn(number: int) -> str:
-    """8.5.0 for 8500."""
+    """Returns cuDNN's version as text: 8.5.0 for 8500."""
     return f"{number // 1000}.{number % 1000 // 100}.{number % 100}"
 
 
-# ---- what there is
+# ---- the examination
 
 def examine(model: Optional[str] = None, batch_size: int = 32,
             image_shape: Tuple[int, ...] = (3, 224, 224)) -> Dict[str, Any]:
-    """All facts, as what JSON can hold.
+    """Returns all facts as JSON-serializable values.
 
     Args:
-        model: a name of MXNet's model zoo, or the file of an exported symbol.
+        model: a network of MXNet's model zoo, or the file of an exported symbol.
     """
     network = model and {"model": model, **footprint(load(model), (batch_size, *image_shape))}
     enabled = {feature.name for feature in mx.runtime.feature_list() if feature.enabled}
@@ -154,7 +153,7 @@ def _gpus() -> Dict[str, Any]:
 
 
 def _cudnn() -> str:
-    version = getattr(mx.base._LIB, "cudnnGetVersion", None)  # of a library that MXNet's needs
+    version = getattr(mx.base._LIB, "cudnnGetVersion", None)  # of a library that MXNet loads
     if version is None:
         return "of unknown version"
     version.restype = ctypes.c_size_t
@@ -179,7 +178,7 @@ def _environment() -> Iterator[Dict[str, Any]]:
 
 
 def _error_of_a_step(device: Context) -> Optional[str]:
-    """Trains one float16 layer for one step; what went wrong, if anything did."""
+    """Trains a float16 layer for one step; returns the error, or None."""
     try:
         net = mx.gluon.nn.Dense(8, in_units=8)
         net.initialize(mx.init.One(), ctx=device)
@@ -190,12 +189,12 @@ def _error_of_a_step(device: Context) -> Optional[str]:
         trainer.backward(loss)
         trainer.step(1)
         weight = net.weight.data().asnumpy()
-    except Exception as error:  # whatever it is, it is the answer
+    except Exception as error:  # any error is the result
         return message(error)
     right = 1 - 0.5 / 8  # the gradient of each weight is 1/8
     if weight.dtype != np.float16 or (weight != right).any():
-        return f"a step gave a weight {weight.flat[0]} of {weight.dtype}; {right} of float16 " \
-               "would be right"
+        return f"a training step gives a {weight.dtype} weight of {weight.flat[0]}. Expected: " \
+               f"a float16 weight of {right}"
     return None
 
 
@@ -204,12 +203,12 @@ def _notes(facts: Dict[str, Any]) -> Iterator[str]:
     for gpu in facts["gpus"]:
         if not gpu["served"]:
             yield f"{gpu['name']}: its compute capability is {gpu['capability']}, and MXNet " \
-                  "1.9.1's CUDA builds have code for 5.0 to 8.x; float16 runs on the CPU"
+                  "1.9.1's CUDA builds support 5.0 to 8.x; float16 runs on the CPU"
         elif not cuda:
-            yield f"{gpu['name']} stays unused, since this MXNet is a CPU build: pip uninstall " \
+            yield f"{gpu['name']} is not used, because this MXNet is a CPU build: pip uninstall " \
                   f"-y {' '.join(facts['mxnet']['builds'])}; pip install 'gluon-amp[cu112]'"
         elif not gpu["tensor_cores"]:
-            yield f"{gpu['name']} has no Tensor Cores: float16 saves memory there, not time"
+            yield f"{gpu['name']} has no Tensor Cores: float16 saves memory, not time"
     if cuda and not facts["gpus"]:
         yield "this MXNet is a CUDA build, and there is no GPU; float16 runs on the CPU"
     for device in facts["devices"]:
@@ -220,7 +219,7 @@ def _notes(facts: Dict[str, Any]) -> Iterator[str]:
 # ---- as text
 
 def describe(facts: Dict[str, Any]) -> str:
-    """The facts in words, conclusions first."""
+    """Returns the facts as text, conclusions first."""
     lines = [_conclusion(facts), *facts["notes"], "", *_aligned(_machine(facts)), "",
              *_aligned((v["name"], v["value"] or f"unset ({v['default']})", v["meaning"])
                        for v in facts["environment"])]
@@ -228,7 +227,7 @@ def describe(facts: Dict[str, Any]) -> str:
 
 
 def fit_width(text: str, width: int = 80) -> str:
-    """Breaks lines that are longer; what follows stands under the last column of its line."""
+    """Wraps longer lines, with the rest aligned to the last column."""
     lines: List[str] = []
     for line in text.splitlines():
         columns = [gap.end() for gap in re.finditer(r"  +", line) if gap.end() < width - 20]
@@ -261,7 +260,7 @@ def _machine(facts: Dict[str, Any]) -> Iterator[Tuple[str, str]]:
         yield "GPU", f"{gpu['name']}, {gpu['bytes'] / 1e9:.1f} GB, compute capability " \
                      f"{gpu['capability']}, {_tensor_cores(gpu)}"
         if gpu["formats"]:
-            yield "", f"they have {', '.join(gpu['formats'])}; MXNet 1.9.1 uses " \
+            yield "", f"formats: {', '.join(gpu['formats'])}; MXNet 1.9.1 uses " \
                       f"{' and '.join(gpu['formats'][:2])}"
     if not facts["gpus"]:
         yield "GPU", f"none: {facts['why_no_gpus']}"
@@ -287,9 +286,9 @@ def _network(costs: Optional[Dict[str, Any]]) -> Iterator[str]:
     yield f"{costs['model']}, batches of {'x'.join(map(str, costs['batch']))}: " \
           f"{counted(costs['layers'], 'layer')}, {amount} multiply-adds forward."
     if not costs["layers"]:
-        yield "No convolution and no fully connected layer; others, such as RNN, are not counted."
+        yield "No convolutions and no fully connected layers; others, such as RNN, are not counted."
     elif off:
-        yield "No multiple of 8, so off Tensor Cores or slower on them: " \
+        yield "Slower, or off Tensor Cores, because sizes are not multiples of 8: " \
               f"{counted(len(off), 'layer')}, {costs['share_off']:.1%} of " \
               "the work."
         yield from _aligned([("  layer", "channels", "rows", "share"), *(
@@ -298,32 +297,32 @@ def _network(costs: Optional[Dict[str, Any]]) -> Iterator[str]:
         if len(off) > 10:
             yield f"  and {len(off) - 10} more"
         if any(list(layer["sizes"]) == [1, 1] for layer in off):
-            yield "Layers with channels \"1 from 1\" are depthwise: each channel has a filter of " \
-                  "its own, so there is no product of matrices for Tensor Cores. They are bound " \
-                  "by memory, and float16 halves its traffic."
+            yield "Layers with channels \"1 from 1\" are depthwise convolutions: they have no " \
+                  "matrix product for Tensor Cores. They are memory-bound, and float16 halves " \
+                  "their memory traffic."
     else:
         yield "All of them fit Tensor Cores: their sizes are multiples of 8."
     if costs["rnns"]:
-        yield f"Off Tensor Cores on a GPU: {counted(costs['rnns'], 'RNN')}. MXNet has cuDNN use " \
-              "its default math there."
+        yield f"Off Tensor Cores on a GPU: {counted(costs['rnns'], 'RNN')}. MXNet runs cuDNN's " \
+              "RNNs with default math."
     table = costs["bytes"]
     whole, half = table["float32"]["total"], table["float16"]["total"]
     yield ""
     unit, size = ("MB", 1e6) if whole >= 1e7 else ("kB", 1e3)
-    yield f"On a GPU, float16 takes {half / whole:.0%} of float32's bytes. In {unit}:"
+    yield f"On a GPU, float16 needs {half / whole:.0%} of float32's memory. In {unit}:"
     yield f"{'':14}" + "".join(f"{kind:>13}" for kind in table["float32"])
     for name, parts in table.items():
         yield f"{name:14}" + "".join(f"{count / size:13.1f}" for count in parts.values())
     only = [name for name, policy in POLICIES.items() if policy.cpu_only]
-    yield f"{', '.join(sorted(only))} are for CPUs only, in float32's bytes."
+    yield f"{', '.join(sorted(only))} run on CPUs only, with the memory of float32."
     if costs["constants"]:
         names = costs["constants"]
         yield ""
-        yield f"Run in float32, since float16 does not hold a constant{in_names(names)}."
+        yield f"Run in float32, because float16 cannot represent a constant{in_names(names)}."
 
 
 def _aligned(rows: Iterable[Tuple[str, ...]]) -> Iterator[str]:
-    """Columns with two blanks between them."""
+    """Yields lines of columns with two spaces between them."""
     rows = list(rows)
     widths = [max(map(len, column)) for column in zip(*rows)]
     for row in rows:

@@ -1,20 +1,20 @@
-"""What a network costs: multiply-adds of its layers, and bytes under each policy.
+"""The costs of a network: multiply-adds of its layers, and bytes under each policy.
 
-Counted are, for one training step of one batch,
+The bytes of one training step of one batch:
 
-    parameters    as they are stored, with the statistics of batch norms
-    gradients     one for each parameter but statistics, in the parameter's type
-    masters       the optimizer's float32 copies of the float16 parameters that have gradients
-    activations   what operators return, each output once, in its type after the policy's
-                  casts; what a cast makes of a parameter is among them
+    parameters    in their stored type, with the statistics of batch norms
+    gradients     one for each parameter except statistics, in the parameter's type
+    masters       the optimizer's float32 master weights of float16 parameters with gradients
+    activations   the outputs of operators, in their type after the policy's casts, and casts of
+                  parameters
 
-Types and shapes are those that MXNet infers for the graph of `convert_symbol`, which casts as
-`convert` does. Activations are an upper bound of what their outputs take: MXNet writes some in
-place of others. Not counted are the batch itself, gradients of activations, momenta, and what
-operators keep for themselves (workspaces, masks of dropout, statistics of the batch).
+MXNet infers types and shapes of the graph of `convert_symbol`, which inserts the casts of
+`convert`. Activations are an upper bound, because MXNet computes some in-place. The bytes exclude
+the batch, gradients of activations, momenta, and buffers within operators (workspaces, dropout
+masks, batch statistics).
 
-float16 counts two bytes, on a CPU as on a GPU. Policies of other formats, which are for CPUs only,
-round float32 arrays (see graph/build.py), and are counted so.
+float16 counts as two bytes, also on a CPU. Policies of other formats run on CPUs only and round
+float32 arrays (see graph/build.py), which count as four.
 """
 from math import prod
 from typing import Any, Dict, Set, Tuple
@@ -28,39 +28,39 @@ from ..policy import POLICIES, Policy
 from ..symbolic.convert import convert_symbol, declared_types, parameter_names
 from .tensor_cores import matrix_layers
 
-_DATA = "data"  # the input of Gluon's exported networks, and of most others
+_DATA = "data"  # the input's name in Gluon's exported networks, and in most others
 
 
 def load(name: str) -> "mx.sym.Symbol":
-    """The symbol in a file, or of a network in MXNet's model zoo."""
+    """Returns the symbol of a file, or of a network in MXNet's model zoo."""
     if name.endswith(".json"):
         with open(name, "rb") as file:
             content = file.read()
         try:
             return mx.sym.load_json(content.decode())
-        except (mx.MXNetError, UnicodeDecodeError):  # of the file, or of MXNet's own message
+        except (mx.MXNetError, UnicodeDecodeError):  # in the file, or in MXNet's message
             raise ValueError(f"MXNet cannot read this as a symbol. Received: {name}") from None
     try:
         return mx.gluon.model_zoo.vision.get_model(name)(mx.sym.var(_DATA))
     except ValueError as error:
         names = str(error).split("\n\t")[1:]
-        raise ValueError("a network is an exported symbol (NAME-symbol.json), or one of MXNet's "
+        raise ValueError("a network is an exported symbol (NAME-symbol.json), or in MXNet's "
                          f"model zoo: {', '.join(names)}. Received: {name}"
                          f"{did_you_mean(name, names)}") from None
 
 
 def footprint(symbol: "mx.sym.Symbol", batch: Tuple[int, ...]) -> Dict[str, Any]:
-    """What the network costs for a batch of this shape, as numbers and names."""
+    """Returns the costs of a network for a batch of this shape, as JSON-serializable values."""
     inputs = set(symbol.list_inputs())
     if _DATA not in inputs:
-        raise ValueError(f"the input of a network must be called {_DATA}. Received: one with "
+        raise ValueError(f"the input of a network must be called {_DATA}. Received: inputs "
                          f"{', '.join(symbol.list_inputs()[:5])}")
     graph = Graph.read(symbol)
     if "float16" in declared_types(graph).values():
-        raise ValueError("the network is in float16 already: give the float32 one")
+        raise ValueError("the network is float16 already: pass the float32 network")
     parameters = parameter_names(graph) | set(symbol.list_auxiliary_states())
     data = inputs - parameters
-    layers = matrix_layers(symbol, {  # data is an output, of nobody: it is no weight
+    layers = matrix_layers(symbol, {  # data counts as an output: it is not a weight
         f"{name}_output" if name in data else name: shape
         for name, shape in _shapes(symbol, batch).items()})
     total = sum(layer.multiply_adds for layer in layers)
@@ -75,7 +75,7 @@ def footprint(symbol: "mx.sym.Symbol", batch: Tuple[int, ...]) -> Dict[str, Any]
 
 
 def _shapes(symbol: "mx.sym.Symbol", batch: Tuple[int, ...]) -> Dict[str, Tuple[int, ...]]:
-    """The shapes of all variables and outputs, by name."""
+    """Returns the shapes of all variables and outputs, by name."""
     internals = symbol.get_internals()
     try:
         _, shapes, _ = internals.infer_shape_partial(**{_DATA: batch})
@@ -85,14 +85,14 @@ def _shapes(symbol: "mx.sym.Symbol", batch: Tuple[int, ...]) -> Dict[str, Tuple[
     named = dict(zip(internals.list_outputs(), shapes))
     unknown = [name for name, shape in named.items() if not shape or min(shape) < 1]
     if unknown:
-        raise ValueError(f"a batch of {batch} does not tell the shapes of the whole network; "
+        raise ValueError(f"the shapes of some variables do not follow from a batch of {batch}; "
                          f"unknown: {', '.join(unknown[:5])}")
     return named
 
 
 def _bytes(symbol: "mx.sym.Symbol", batch: Tuple[int, ...], policy: Policy,
            parameters: Set[str]) -> Dict[str, int]:
-    if policy.is_emulated:  # of its formats, those of arrays alone take less memory
+    if policy.is_emulated:  # emulated formats use float32 arrays
         policy = Policy(policy.name, compute=policy.between if policy.between.is_array_type
                         else "float32")
     mixed = convert_symbol(symbol, policy)

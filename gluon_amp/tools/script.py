@@ -1,7 +1,7 @@
-"""`python -m gluon_amp SCRIPT`: a script of MXNet's time, unchanged.
+"""`python -m gluon_amp SCRIPT`: runs a script for old versions of numpy unchanged.
 
-It runs as `python SCRIPT` does, with gluon_amp imported first; so MXNet imports with any numpy. It
-and the modules of its folder see the names that numpy has removed, as MXNet does.
+The script runs like `python SCRIPT`, with gluon_amp imported first, so MXNet imports with any
+numpy. For the script, the modules in its folder and MXNet, numpy has the names that it removed.
 """
 import runpy
 import sys
@@ -12,13 +12,12 @@ from .. import _numpy
 
 
 def is_script(name: str) -> bool:
-    """Whether this is a script's path, and no subcommand."""
+    """Returns whether an argument is a script's path instead of a subcommand."""
     return name.endswith(".py") or "/" in name
 
 
 def run(path: str, arguments: List[str]) -> None:
-    """Runs a script as the main program. Its folder takes the place of the working folder in the
-    modules' path."""
+    """Runs a script as the main program. Its folder replaces the working folder in sys.path."""
     if not Path(path).is_file():
         sys.exit(f"gluon-amp: there is no script {path}")
     folder = Path(path).resolve().parent

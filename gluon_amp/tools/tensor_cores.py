@@ -1,7 +1,7 @@
-"""Which layers stay off a GPU's Tensor Cores: those with sizes that are no multiples of 8.
+"""Finds layers that do not fit Tensor Cores: their sizes are not multiples of 8.
 
-From version 7.6.3 cuDNN, and from version 11 cuBLAS, use them for other sizes, too, but are
-slower there.
+cuDNN from version 7.6.3 and cuBLAS from version 11 use Tensor Cores for other sizes, too, but are
+slower.
 """
 from math import prod
 from typing import Dict, List, NamedTuple, Optional, Sequence
@@ -18,11 +18,11 @@ class Layer(NamedTuple):
     """A layer with matrix work.
 
     Attributes:
-        sizes: its output and input channels. A depthwise convolution, which has no matrix
-            product, has those of one group.
-        rows: how many vectors a fully connected layer takes: the batch. None if that is
-            not known, and for convolutions, which have a row for each pixel.
-        multiply_adds: of the forward pass; 0 if the shapes of outputs are not known.
+        sizes: its output and input channels; of one group for a depthwise convolution, which has
+            no matrix product.
+        rows: the number of input vectors of a fully connected layer. None if it is unknown, and
+            for convolutions, which have a row for each pixel.
+        multiply_adds: those of the forward pass; 0 if the shapes of outputs are unknown.
     """
     name: str
     sizes: Sequence[int]
@@ -35,11 +35,11 @@ class Layer(NamedTuple):
 
 
 def matrix_layers(symbol: Symbol, shapes: Dict[str, Sequence[int]]) -> List[Layer]:
-    """Convolutions and fully connected layers of a symbol.
+    """Returns the convolutions and fully connected layers of a symbol.
 
     Args:
-        shapes: of the parameters; and of outputs, under the names that the symbol's
-            internals have, where rows and multiply-adds are to be known.
+        shapes: the shapes of parameters by name; for rows and multiply-adds also those of outputs,
+            by their names in the symbol's internals.
     """
     layers = []
     for node in Graph.read(symbol).nodes():
@@ -56,7 +56,7 @@ def _layer(node: Node, weight: Sequence[int], shapes: Dict[str, Sequence[int]]) 
     sizes = first, second * groups
     if groups > 1 and second == 1:
         sizes = first // groups, 1
-    elif node.op == "Deconvolution":  # its weight begins with the channels of the input
+    elif node.op == "Deconvolution":  # its weight starts with the input channels
         sizes = second * groups, first
     output, read = shapes.get(f"{node.name}_output"), node.inputs[0].node.name
     data = shapes.get(read, shapes.get(f"{read}_output", ()))

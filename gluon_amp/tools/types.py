@@ -1,4 +1,4 @@
-"""Which operator of a network runs in which type, and why: `types`."""
+"""The types that the operators of a network run in, with the reasons."""
 import itertools
 from dataclasses import dataclass
 from typing import Collection, List, Mapping, Optional, Tuple
@@ -22,8 +22,8 @@ class Row:
         operator: the name of the operator.
         inputs: the types of its inputs.
         output: the type of its first output.
-        rule: the rule that decided.
-        casts: how many of its inputs are cast.
+        rule: the reason for the type.
+        casts: the number of inputs that are cast.
     """
     node: str
     operator: str
@@ -47,12 +47,12 @@ class Types(List[Row]):
                  for row in cells]
         low = sum(r.output not in ("float32", "float64") for r in self)
         casts = sum(r.casts for r in self)
-        return "\n".join([*table, f"{low} of {len(self)} nodes give less than float32; "
+        return "\n".join([*table, f"{low} of {len(self)} nodes return less than float32; "
                                   f"{casts} inputs are cast."])
 
 
 def types(net: Network) -> Types:
-    """Returns the type that each operator runs in, with the rule that decided.
+    """Returns the type that each operator runs in, with the reason.
 
     Args:
         net: a converted HybridBlock that has run once, a symbol of `convert_symbol`, or a Module.
@@ -75,7 +75,7 @@ def types(net: Network) -> Types:
         raise TypeError("types takes a converted HybridBlock or a symbol. "
                         f"Received: {type(net).__name__}")
     if not net._cached_graph:
-        raise RuntimeError(f"types needs the graph: run {net.name} on data once before")
+        raise RuntimeError(f"types needs the graph: run {net.name} on data once first")
     graph, known = net.mixed_graph(["float32"] * len(net._cached_graph[0]))
     return _rows(graph, known, net._amp.keep_nodes, net._amp.policy.between)
 
@@ -105,11 +105,11 @@ def _rule(node: Node, inputs: Collection[str], kept: Collection[str], between: F
     rule: Optional[operators.Rule] = operators.OPERATORS.get(node.op)
     runs = operators.runs_in(node)
     if rule is None:
-        return "the type of its inputs: no rule knows it"
+        return "the type of its inputs: it is not in the table"
     if runs == operators.INPUTS:
         if "float32" in inputs and not operators.holds_numbers(node, between):
             numbers = ", ".join(f"{number:g}" for _, number in operators.numbers(node))
-            return f"float32, since {between.name} does not hold its constant {numbers}"
+            return f"float32: {between.name} cannot represent its constant {numbers}"
         return f"the type of its inputs: {rule.why}"
     if runs != rule.runs:  # sensitive with these attributes only
         return f"{runs}, with these attributes"

@@ -1,4 +1,4 @@
-"""An X-ray of files: an exported symbol, its parameters, and batches as numpy writes them."""
+"""X-rays of files: an exported symbol, its parameters, and batches in numpy files."""
 import itertools
 import os
 import re
@@ -31,8 +31,8 @@ class _Model(NamedTuple):
 
     Attributes:
         inputs: the names of the data.
-        labels: those of the labels that the symbol's own losses read.
-        has_loss: whether it has such losses.
+        labels: the names of the labels of its losses.
+        has_loss: whether the symbol has losses.
     """
     symbol: Any
     arguments: Arrays
@@ -50,17 +50,17 @@ def xray_files(model: str, params: str, data: Sequence[str], label: str = "label
     Args:
         model: an exported symbol.
         params: its parameters.
-        data: .npz files. Each has an array for each input of the symbol, and the label.
-        label: the name of the array that is the label.
+        data: .npz files with an array for each input of the symbol, and the label.
+        label: the name of the label array.
         loss: softmax, sigmoid, l1 or l2, for a symbol that has no loss; None: softmax.
-        policy: as for `convert`.
-        batch_size: the arrays are cut into batches of this length, without an incomplete last
-            one; None: a file is a batch.
-        steps: the largest number of batches.
+        policy: a policy of `convert`.
+        batch_size: splits the arrays into batches of this length, without an incomplete last one;
+            None: one batch per file.
+        steps: the maximum number of batches.
     """
     chosen = get_policy(policy)
     if chosen.is_float32:
-        raise ValueError("an X-ray is of a policy with other types than float32, such as float16. "
+        raise ValueError("an X-ray needs a policy with other types than float32, such as float16. "
                          f"Received: --policy {policy}")
     if loss is not None and loss not in _LOSSES:
         raise ValueError(f"--loss is one of {', '.join(_LOSSES)}. Received: {loss}")
@@ -74,8 +74,8 @@ def xray_files(model: str, params: str, data: Sequence[str], label: str = "label
         view = _of_module(made, batches, chosen)
     else:
         if any(len(labels) == 0 for _, labels in batches):
-            raise ValueError(f"{model} has no loss, so a loss needs a label: an array called "
-                             f"{label!r}, or the name that --label gives. Received: {data[0]} with "
+            raise ValueError(f"{model} has no loss, so --loss needs a label: an array called "
+                             f"{label!r}, or the one of --label. Received: {data[0]} with "
                              f"{_described(_read(data[0]))}")
         view = _of_block(made, batches, chosen, loss or "softmax")
     view.name = re.sub(r"(-symbol)?\.json$", "", os.path.basename(model))
@@ -93,7 +93,7 @@ def _model(path: str, params: str) -> _Model:
     graph = Graph.read(symbol)
     if {*HALVES} & {*declared_types(graph).values()}:
         raise ValueError("the symbol is in mixed precision already. Valid: its float32 symbol, "
-                         "which takes the same parameters, such as what convert_symbol was given. "
+                         "with the same parameters, such as the argument of convert_symbol. "
                          f"Received: {path}")
     arrays = _parameters(params)
     auxiliary = {*symbol.list_auxiliary_states()}
@@ -113,14 +113,14 @@ def _model(path: str, params: str) -> _Model:
 
 
 def _labels(heads: List[Any]) -> List[str]:
-    """The variables that only labels of losses are computed from."""
+    """Returns the variables that only the labels of losses depend on."""
     read = _variables(head.inputs[0] for head in heads)
     return [name for name in _variables(e for head in heads for e in head.inputs[1:])
             if name not in read]
 
 
 def _variables(entries: Iterable[Entry]) -> Dict[str, None]:
-    """The names of the variables that these are computed from."""
+    """Returns the names of the variables that entries depend on."""
     return {node.name: None for node in Graph(list(entries)).nodes() if node.is_variable}
 
 
@@ -132,19 +132,19 @@ def _parameters(path: str) -> Arrays:
             raise FileNotFoundError(f"no such file: {path}") from None
         raise ValueError(f"MXNet cannot read parameters from {path}: {message(error)}") from None
     if not isinstance(found, dict):
-        raise ValueError(f"{path} has arrays without names: it is no file of parameters")
+        raise ValueError(f"{path} has arrays without names: it is not a file of parameters")
     return {name.split(":", 1)[-1]: to_float32(array) for name, array in found.items()}
 
 
 def _read(path: str) -> Arrays:
-    """The arrays of a .npz file."""
+    """Returns the arrays of a .npz file."""
     try:
         with np.load(path, allow_pickle=False) as file:
             found = {name: file[name] for name in file.files}
     except _NOT_ZIP:
         if not os.path.exists(path):
             raise
-        raise ValueError("--data is a file that numpy.savez has written, with an array for each "
+        raise ValueError("--data must be a file of numpy.savez, with an array for each "
                          f"input. Received: {path}") from None
     wrong = [name for name, array in found.items() if array.dtype.kind not in "biuf"]
     if wrong:
@@ -159,7 +159,7 @@ def _described(arrays: Arrays) -> str:
 
 def _batches(path: str, model: _Model, label: str, batch_size: Optional[int]
              ) -> Iterator[Tuple[List[Any], List[Any]]]:
-    """Data and labels of each batch in a file."""
+    """Yields data and labels of each batch in a file."""
     found = _read(path)
     given = dict(found)
     wanted = model.labels or ([] if model.has_loss else [label])
@@ -176,7 +176,7 @@ def _batches(path: str, model: _Model, label: str, batch_size: Optional[int]
         lengths = {array.shape[0] if array.ndim else 0 for array in given.values()}
         length = lengths.pop()
         if lengths or length < batch_size:
-            raise ValueError(f"{path}: --batch-size cuts arrays of one length, of {batch_size} or "
+            raise ValueError(f"{path}: --batch-size needs arrays of equal length, {batch_size} or "
                              f"more. Received: {_described(found)}")
         parts = [{name: array[begin:begin + batch_size] for name, array in given.items()}
                  for begin in range(0, length - batch_size + 1, batch_size)]
@@ -189,7 +189,7 @@ def _batches(path: str, model: _Model, label: str, batch_size: Optional[int]
 
 
 def _of_module(model: _Model, batches: List[Any], policy: Policy) -> View:
-    """Of a symbol with its losses."""
+    """Returns the X-ray of a symbol with losses."""
     data, labels = batches[0]
     module = Module(convert_symbol(model.symbol, policy), data_names=model.inputs,
                     label_names=model.labels, context=mx.cpu())
@@ -200,7 +200,7 @@ def _of_module(model: _Model, batches: List[Any], policy: Policy) -> View:
 
 
 def _of_block(model: _Model, batches: List[Any], policy: Policy, loss: str) -> View:
-    """Of a symbol without a loss."""
+    """Returns the X-ray of a symbol without a loss."""
     ends = [e.node for e in Graph.read(model.symbol).outputs if e.node.op in _PROBABILITIES]
     if ends and loss in ("softmax", "sigmoid"):
         raise ValueError(f"--loss {loss} takes logits, and the symbol ends in {ends[0].op} "
