@@ -17,20 +17,21 @@ class Policy:
 
     Attributes:
         name: the name in errors and logs.
-        parameter: of stored parameters: float32, float16 or bfloat16.
-        product: of the inputs of convolutions, dense layers and other products. If it and
-            `gradient` are float16 or bfloat16, products return arrays of that type.
-        between: of the results of operators.
-        gradient: of gradients. If `product` differs from `between`, or both are float32, of the
-            gradients that products read, and all others have `between`. Default: `product`.
-        norm: in which norms compute: float32 or `between`.
-        sensitive: in which softmax, losses, exponentials and large sums compute: float32 or
-            `between`.
-        output: of the network's result: float32, float16 or bfloat16.
-        batched: of the inputs of batched products (`batch_dot`, `np.matmul`): float32 or
-            `product`. The default for float16 is float32, because MXNet accumulates these in
+        parameter: the format of stored parameters: float32, float16 or bfloat16.
+        product: the format of the inputs of convolutions, dense layers and other products. If it
+            and `gradient` are float16 or bfloat16, products return arrays of that type.
+        between: the format of the results of operators.
+        gradient: the format of gradients. If `product` differs from `between`, or both are
+            float32, only the format of gradients that products read; all others have `between`.
+            Default: `product`.
+        norm: the format in which norms compute: float32 or `between`.
+        sensitive: the format in which softmax, losses, exponentials and large sums compute:
+            float32 or `between`.
+        output: the format of the network's result: float32, float16 or bfloat16.
+        batched: the format of the inputs of batched products (`batch_dot`, `np.matmul`): float32
+            or `product`. The default for float16 is float32, because MXNet accumulates these in
             float16 on a GPU.
-        compute: sets `product` and `between`.
+        compute: one format for both `product` and `between`.
         accumulate: a GPU, such as "V100": float16 products on a CPU sum as its Tensor Cores do
             (`gluon_amp.tensor_core_dot`), forward and backward. None sums in float32.
         split: the number of terms that `accumulate` sums in one chain; None: all.

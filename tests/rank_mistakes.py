@@ -261,7 +261,7 @@ def module_trains_without_scale(store, rank):
         module_for(rank, store)
     with pytest.raises(ValueError, match="in use by a Module of this process"):
         trainer_for(network(), "dist_sync")
-    with pytest.raises(ValueError, match="one store of MXNet's servers, here dist_sync: give it"):
+    with pytest.raises(ValueError, match="servers, here dist_sync: pass that store"):
         trainer_for(network(), "dist_device_sync")
     return before
 

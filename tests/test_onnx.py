@@ -536,7 +536,7 @@ def test_wrong_calls_are_refused(tmp_path):
     net = nn.Dense(2)
     file = str(tmp_path / "net.onnx")
     net.initialize()
-    with pytest.raises(RuntimeError, match=r"run dense\w+ on data once before"):
+    with pytest.raises(RuntimeError, match=r"run dense\w+ on data once first"):
         amp.export_onnx(net, file, (1, 3))
     net(nd.ones((1, 3)))
     with pytest.raises(ValueError, match=r"dtype must be float16, bfloat16 or float32\. Rec"):

@@ -41,7 +41,8 @@ bool run_dense(const Call& call, bool backward) {
 
 constexpr int64_t kWeights = int64_t(1) << 18;  // floats of a piece of the weight: 1 MB
 constexpr int64_t kFewRows = 256;
-constexpr int64_t kOutputs = 64;  // the outputs of a piece are a multiple: oneDNN is up to 3 times slower else
+// The outputs of a piece are a multiple of it: oneDNN is up to 3 times slower with other sizes.
+constexpr int64_t kOutputs = 64;
 
 // Runs pieces of the outputs: rows of the weight, and columns of y.
 bool run_by_outputs(const Call& call, bool backward) {

@@ -96,8 +96,8 @@ void run_engine(const Call& call, const Watch& watch, F generic) {
   if (of.product && setting(call.attrs, kAccumulateKey)) return of.product(call);
   const OwnCode* own = of.own;
   const bool usable = own && !(generic_only && of.has_generic()) &&
-                      !(call.rounding.any && !(own->knows & kGrids)) && !overlaps(call, *own);
-  if (usable && watch && own->knows & kFloats && show_own_code(call, *own)) return;
+                      !(call.rounding.any && !(own->supports & kGrids)) && !overlaps(call, *own);
+  if (usable && watch && own->supports & kFloats && show_own_code(call, *own)) return;
   if (!usable || !own->run(call)) generic();
 }
 

@@ -271,7 +271,7 @@ constexpr uint32_t kAnyPlace = ~0u;  // any output may share memory with any inp
 struct OwnCode {
   bool (*run)(const Call& call);
   uint32_t places;  // output 0 may share memory with this many of the first inputs, or kAnyPlace
-  int knows = 0;  // kGrids: emulated formats; others: see show_own_code in watch.h
+  int supports = 0;  // kGrids: emulated formats; others: see show_own_code in watch.h
 };
 constexpr int kGrids = 1, kFloats = 2, kNumbers = 4 | kFloats;
 const OwnCode* own_code(const std::string& name);

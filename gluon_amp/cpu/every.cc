@@ -1,7 +1,7 @@
 // The generic operator: runs MXNet's float32 code on float16 and bfloat16 arrays.
 //
-// It widens inputs into scratch, runs X's code, and rounds the results once. All 16-bit inputs are read before
-// any output is written, so an output may share memory with any of them. It also supports other grids on
+// It widens inputs into scratch, runs MXNet's operator, and rounds the results once. It reads all 16-bit inputs
+// before it writes any output, so an output may share memory with any of them. It also supports other grids on
 // float32 arrays: it then rounds inputs (MXNet's sums of gradients are not rounded yet) and outputs.
 #include <locale.h>
 #include <stdlib.h>

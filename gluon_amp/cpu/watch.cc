@@ -131,7 +131,7 @@ bool show_own_code(const Call& call, const OwnCode& own) {
   if (call.rounding.any || word(call.attrs, "act_type", "") == "relu" ||  // relu is exact
       std::none_of(call.out.begin(), call.out.end(), [](const TBlob& to) { return is_half(to); }))
     return false;
-  if ((own.knows & kNumbers) == kNumbers &&
+  if ((own.supports & kNumbers) == kNumbers &&
       some_numbers_at_a_time(call, shown_at_a_time(),
                              [&](const Call& piece) { return show_own_code(piece, own); }))
     return true;

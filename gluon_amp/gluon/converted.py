@@ -335,7 +335,7 @@ class ConvertedHybridBlock(ConvertedBlock):
                 parameters in their own types. Valid under float16 policies without `accumulate`.
         """
         if not self._cached_graph or not self._cached_op_args:
-            raise RuntimeError(f"export needs the graph: run {self.name} on data once before")
+            raise RuntimeError(f"export needs the graph: run {self.name} on data once first")
         policy = self._amp.policy
         if not remove_amp_cast and policy.cpu_only:
             raise ValueError("MXNet's files support float16 and float32 only. Valid "
@@ -365,8 +365,8 @@ class ConvertedHybridBlock(ConvertedBlock):
 def check_backend(backend: Optional[str]) -> None:
     """Refuses a backend, which would partition the float32 graph."""
     if backend:
-        raise ValueError("a converted network runs its own graph, which no backend of MXNet can "
-                         f"partition. Valid: hybridize() without backend=. Received: {backend!r}")
+        raise ValueError("MXNet's backends cannot partition the graph of a converted network. "
+                         f"Valid: hybridize() without backend=. Received: {backend!r}")
 
 
 # Errors of a hybrid_forward that accepts arrays only.

@@ -200,7 +200,7 @@ _TABLE = (
         _npi_copysign _npi_copysign_scalar _npi_rcopysign_scalar
         _npi_diff _npi_ediff1d _npi_percentile
     """),
-    (INPUTS, "one elementwise sum, product or quotient", """
+    (INPUTS, "elementwise arithmetic with one rounding", """
         elemwise_add broadcast_add _npi_add _grad_add add_n
         elemwise_sub broadcast_sub _npi_subtract
         elemwise_mul broadcast_mul _npi_multiply

@@ -383,11 +383,13 @@ def check(net: Network, batch: Batch) -> None:
     """Refuses networks and data that an X-ray does not support."""
     blocks = list(blocks_in(net)) if isinstance(net, ConvertedBlock) else []
     if not any(isinstance(b, ConvertedHybridBlock) for b in blocks):
+        plain = isinstance(net, mx.gluon.Block) and not blocks
+        hint = ", which is float32: convert it to a 16-bit policy" if plain else ""
         raise TypeError("xray takes a network that gluon_amp.convert has converted, with a "
                         "HybridBlock in it, whose graph it inspects. "
-                        f"Received: {type(net).__name__}")
+                        f"Received: {type(net).__name__}{hint}")
     if net._amp.policy.is_float32:
-        raise ValueError("the network is all float32: convert it with another policy")
+        raise ValueError("the network is float32: convert it to a 16-bit policy")
     own = [name for b in blocks if not isinstance(b, mx.gluon.HybridBlock) for name in b.params]
     if own:
         raise ValueError("xray inspects graphs, and a plain Block has parameters of its own: move "

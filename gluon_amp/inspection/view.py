@@ -189,9 +189,8 @@ class View:
         if whole is not None and not whole.sound:
             what = "gradients are" if math.isfinite(whole.loss) else "the loss is"
             self.left_out.append(number)
-            self.notes.append(f"batch {number}: {what} not finite in float32 either: look at the "
-                              "data, the learning rate and the loss first. No advice is from this "
-                              "batch")
+            self.notes.append(f"batch {number}: {what} not finite in float32 either: check the "
+                              "data, the learning rate and the loss first. This batch is ignored")
         if overflow is not None and not overflow.op:
             self.left_out = list(dict.fromkeys([*self.left_out, number]))
             self.notes.append(f"{overflow}: no advice is from this batch")
@@ -231,7 +230,7 @@ def xray(net: Network, batches: Iterable[Any], loss_fn: Optional[LossFunction] =
         batches: tuples of arrays, data first, and last the label or a list of labels. For a Module,
             the batches of its iterator.
         loss_fn: called with the network's output and the label. A Module needs none.
-        trainer: takes a step on each batch; None leaves the weights.
+        trainer: a Trainer that updates the weights on each batch. None: no updates.
         steps: the number of batches.
         reference: whether to run each step in float32 too and measure errors against it.
         lost: the share of a gradient's norm that may underflow at the lowest loss scale that fits.
@@ -243,7 +242,7 @@ def xray(net: Network, batches: Iterable[Any], loss_fn: Optional[LossFunction] =
 
     Raises:
         TypeError: `net` is not converted, or an argument has another type.
-        ValueError: the network is all float32 or on a GPU, or a batch or `loss_fn` does not fit.
+        ValueError: the network is float32 or on a GPU, or a batch or `loss_fn` does not fit.
     """
     whole_number(steps, "steps", least=1)
     if batch_size is not None:
@@ -268,7 +267,7 @@ def xray(net: Network, batches: Iterable[Any], loss_fn: Optional[LossFunction] =
         updates.watched.ops.clear()  # frees memory
         _try_keeping(session, right, view)
     if at_first and view.keep and all(f.backward for f in view.findings):
-        view.notes += [f"or with nothing kept: {said}" for said in at_first.notes]
+        view.notes += [f"alternatively, without keep=: {said}" for said in at_first.notes]
     view.notes += view.window.notes if view.window else []
     view.weights = updates.weights()
     _find_line(low, session.batches[0], view.first_overflow)

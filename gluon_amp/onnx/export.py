@@ -123,7 +123,7 @@ def _block(net: Network, count: int, dtype: str,
     parameters = net.collect_params()
     if any(p._data is None for p in parameters.values()):
         raise RuntimeError("export_onnx needs all parameters initialized: run "
-                           f"{net.name} on data once before")
+                           f"{net.name} on data once first")
     numpy_mode = mx.util.is_np_array()
     data = [mx.sym.var(name) for name in names]
     with autograd.pause():

@@ -58,7 +58,7 @@ class Servers:
             self._store = kvstore
         elif kind != self._store.type or kvstore not in (kind, self._store):
             raise ValueError(f"a process has one store of MXNet's servers, here {self._store.type}:"
-                             f" give it, or its name. Received: another one, {kind}")
+                             f" pass that store or its name. Received: another one, {kind}")
         return self._store
 
     def free(self) -> None:

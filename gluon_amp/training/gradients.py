@@ -84,9 +84,10 @@ class Gradients:
     def _refuse(self, names: Sequence[str]) -> NoReturn:
         self._step.forget()
         raise RuntimeError(f"the gradients{in_names(names)} were written by another backward pass: "
-                           "a loss.backward(), or that of another Trainer, of another scale. For "
-                           "several Trainers over one loss, call gluon_amp.backward(loss, "
-                           "[trainer, other]); else step before it, or call zero_grad() after it")
+                           "loss.backward() or another Trainer's backward pass with another loss "
+                           "scale. For several Trainers over one loss, call "
+                           "gluon_amp.backward(loss, [trainer, other]); else step before it, or "
+                           "call zero_grad() after it")
 
     def add_up(self) -> List["mx.nd.NDArray"]:
         """Returns the gradients to which each backward pass adds."""

@@ -101,8 +101,8 @@ class DynamicLossScale(LossScale):
         growth_interval: the number of finite steps before the scale grows.
         minimum: the smallest scale. An overflow there raises LossScaleError.
         maximum: the largest scale.
-        hysteresis: the overflow that lowers the scale, counted since the scale last grew. Earlier
-            ones only skip their step. The search of the first scale ignores it.
+        hysteresis: the number of overflows since the last growth at which the scale backs off.
+            Earlier overflows only skip their step. The search of the first scale ignores it.
 
     Attributes:
         settled: whether the search of the first scale is over: after 100 (or `growth_interval`)

@@ -105,8 +105,8 @@ def check_scalable(made: Optimizer) -> None:
     scale = getattr(made, "static_loss_scale", None)
     if scale is not None:
         raise ValueError(f"this optimizer is one half of the static pair of {scale:g}, for "
-                         "MXNet's own Trainer and Module: it would undo that scale, too. Give "
-                         "an optimizer of gluon_amp.optimizer, or no loss_scale")
+                         "MXNet's own Trainer and Module: it would unscale the gradients twice. "
+                         "Give an optimizer of gluon_amp.optimizer, or no loss_scale")
     if issubclass(made if isinstance(made, type) else type(made), mx.optimizer.LBSGD):
         raise ValueError("lbsgd adds up and measures gradients before they are unscaled, so no "
                          "loss scale fits it. Use lars or lamb. Received: lbsgd")

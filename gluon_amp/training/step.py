@@ -270,14 +270,14 @@ class Step:
             self.forget()
             if unscaled is not None:
                 raise RuntimeError(f"the gradients{in_names(dict.fromkeys(written))} were written "
-                                   "after trainer.unscale(), but the update uses what that "
-                                   "returned: change that")
+                                   "after trainer.unscale(), but the update uses the arrays that "
+                                   "unscale() returned. Modify those arrays")
             raise RuntimeError(
                 f"the gradients{in_names(dict.fromkeys(written))} were written between the "
                 f"backward pass and the step. They are multiplied by the loss scale, {scale:g}, "
-                "which that write leaves out. To clip them, call "
-                "trainer.clip_norm(max_norm, batch_size), or give clip_norm=; to change them, "
-                "change what trainer.unscale() returns")
+                "which such a write ignores. To clip them, call "
+                "trainer.clip_norm(max_norm, batch_size), or give clip_norm=. To change them, "
+                "modify the arrays that trainer.unscale() returns")
 
     # ---- the sum over devices and workers
 

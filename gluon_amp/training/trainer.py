@@ -485,9 +485,9 @@ class Trainer(mx.gluon.Trainer):
         reached, anywhere = self._reached()
         if self._workers.any(reached != anywhere):
             raise consistency.RanksDifferError(
-                "the losses of some ranks reach parameters that those of others do not, and what "
-                "these held is in the sum: call step(batch_size, ignore_stale_grad=True), which "
-                "counts their gradients as zeros")
+                "the losses of some ranks reach parameters that those of others do not, and their "
+                "stale gradients are in the sum: call step(batch_size, ignore_stale_grad=True), "
+                "which counts these gradients as zeros")
 
     def _reached(self) -> Tuple[List[int], List[int]]:
         """Returns the indices of parameters with new gradients, on this and on any rank."""
