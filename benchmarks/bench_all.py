@@ -1,7 +1,7 @@
-"""Everything that is measured, without a limit of time: `make bench-all`.
+"""Runs all benchmarks, without a time limit: `make bench-all`.
 
-Each line is a process of its own. Its result is appended to out/COMMIT.jsonl as it comes, and a
-second call goes on where the first stopped.
+Each line runs in a separate process, and its result is appended to out/COMMIT.jsonl. Another call
+continues an interrupted run.
 """
 import argparse
 import datetime
@@ -24,14 +24,14 @@ ISAS = ("avx2", "portable")
 
 
 class Line(NamedTuple):
-    """What is measured: a script of this folder, its arguments, and environment variables."""
+    """A benchmark: a script of this folder, its arguments, and environment variables."""
     name: str
     command: Sequence[str]
     variables: Sequence[Tuple[str, str]] = ()
 
 
 def lines() -> List[Line]:
-    """All of them, what takes long last."""
+    """Returns all lines, long ones last."""
     found = [Line("start", ["start_time.py"]), Line("loss scaling", ["scaler_time.py"]),
              Line("report", ["report_speed.py"]), Line("ranks", ["ranks_time.py"])]
     found += [Line(f"optimizer: {name}", ["optimizer_time.py", name])
@@ -49,12 +49,12 @@ def lines() -> List[Line]:
     if find_spec("torch"):
         found.append(Line("PyTorch", ["torch_nets.py"]))
     else:
-        print("PyTorch is left out: it is not installed (pip install 'gluon-amp[bench]')")
+        print("PyTorch is skipped: it is not installed (pip install 'gluon-amp[bench]')")
     return found
 
 
 def measure(line):
-    """The rows that the line's script prints."""
+    """Returns the rows that the line's script prints."""
     command = [sys.executable, "-W", "ignore", str(HERE / line.command[0]), *line.command[1:],
                "--json"]
     printed = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True,
@@ -65,8 +65,8 @@ def measure(line):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--anew", action="store_true", help="start over")
-    parser.add_argument("--only", default="", help="part of a line's name")
-    parser.add_argument("--list", action="store_true", help="only say the lines' names")
+    parser.add_argument("--only", default="", help="run only lines with this text in their name")
+    parser.add_argument("--list", action="store_true", help="only print the names of lines")
     args = parser.parse_args()
     path = HERE / "out" / f"{step_time.commit()}.jsonl"
     path.parent.mkdir(exist_ok=True)

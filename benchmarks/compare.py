@@ -1,9 +1,9 @@
 """Compares the float16 steps of two commits or work trees: `compare.py OLD NEW`.
 
-Each is built into a temporary folder, with the MXNet that runs this. Then processes of both take
-turns. Each times some steps of one network by its own harness.py. A row has the median of the
-ratios of the pairs, below 1 where NEW is faster, the interval that holds the true median in 95 of
-100 cases, and the ratio of the peak memory of ten steps.
+It builds each into a temporary folder, with the installed MXNet. Processes of both alternate; each
+times some steps of one network with its own harness.py. A row has the median ratio of the pairs
+(below 1: NEW is faster), its 95 % confidence interval, and the ratio of the peak memory of ten
+steps.
 """
 import argparse
 import json
@@ -22,14 +22,14 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 class Tree:
-    """A commit, or a folder's files as they are, installed into a new folder."""
+    """Installs a commit, or the current files of a folder, into a new folder."""
 
     def __init__(self, which, folder):
         self.folder, self.source = folder, Path(f"{folder}.source")
         build(which, self.source, folder)
 
     def run(self, *args):
-        """What its harness.py prints."""
+        """Returns the output of its harness.py."""
         done = subprocess.run(
             [sys.executable, "-W", "ignore", self.source / "benchmarks/harness.py",
              *map(str, args)], check=True, stdout=subprocess.PIPE, text=True,
@@ -52,7 +52,7 @@ def build(which, source, folder):
 
 
 def interval(values):
-    """The 95 % interval of the median: the values of the ranks that hold it that often at least."""
+    """Returns the 95 % confidence interval of the median, from order statistics."""
     rank, outside = 0, 0.0
     while outside + comb(len(values), rank) / 2 ** len(values) <= 0.025:
         outside += comb(len(values), rank) / 2 ** len(values)
@@ -62,15 +62,17 @@ def interval(values):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("old", help="a commit, or a folder")
+    parser.add_argument("old", help="a commit or a folder")
     parser.add_argument("new")
-    parser.add_argument("--only", default="", help="part of a network's name")
+    parser.add_argument("--only", default="", help="run only networks with this text in their name")
     parser.add_argument("--policy", default="float16")
-    parser.add_argument("--pairs", type=int, default=15, help="of processes, 6 at least (15)")
-    parser.add_argument("--steps", type=int, default=10, help="in each process (10)")
+    parser.add_argument("--pairs", type=int, default=15,
+                        help="number of pairs of processes, at least 6 (15)")
+    parser.add_argument("--steps", type=int, default=10,
+                        help="number of steps in each process (10)")
     args = parser.parse_args()
     if args.pairs < 6:
-        parser.error("--pairs: fewer than 6 have no 95 % interval")
+        parser.error("--pairs: a 95 % interval needs 6 or more")
     with tempfile.TemporaryDirectory() as temporary:
         old, new = (Tree(which, Path(temporary, name))
                     for name, which in (("old", args.old), ("new", args.new)))

@@ -1,8 +1,7 @@
-"""What dispatch on type costs a call with float32 arrays: `mx.nd.add` of 16 numbers.
+"""Measures the overhead of dispatch for float32 calls: `mx.nd.add` of 16 numbers.
 
-Processes with the engine and without it (GLUON_AMP_ENGINE=off) take turns. Shown are the medians,
-and the median of the pairs' differences with the interval that holds the true median in 95 of 100
-cases, in microseconds.
+Processes with the engine and without it (GLUON_AMP_ENGINE=off) alternate. It prints the medians,
+and the median difference of the pairs with its 95 % confidence interval, in microseconds.
 """
 import argparse
 import os
@@ -35,7 +34,8 @@ def microseconds(**variables):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--pairs", type=int, default=30, help="of processes, 6 at least (30)")
+    parser.add_argument("--pairs", type=int, default=30,
+                        help="number of pairs of processes, at least 6 (30)")
     args = parser.parse_args()
     pairs = [(microseconds(GLUON_AMP_ENGINE="off"), microseconds()) for _ in range(args.pairs)]
     off, on = zip(*pairs)

@@ -1,9 +1,9 @@
-"""What other formats cost on a CPU beside float16, and beside float32 bfloat16 (`--bfloat16`) and
-Tensor Cores' sums (`--sums`): `python formats_time.py [NETWORK ...]`.
+"""Measures formats on a CPU relative to float16: `python formats_time.py [NETWORK ...]`. With
+`--bfloat16` and `--sums` it measures bfloat16 and Tensor Cores' sums relative to float32.
 
-A policy's steps and the other's take turns, and what counts is their processor time, which others
-on the machine change little; each ratio is the median of the turns. Formats without arrays of their
-own are rounded in float32 arrays: twice the bytes, and a pass for each rounding.
+Steps of both policies alternate. The time is CPU time, which other load on the machine changes
+little; a ratio is the median of the pairs. Emulated formats round float32 arrays: twice the bytes,
+and one pass for each rounding.
 """
 import argparse
 import time
@@ -35,7 +35,8 @@ def processor_ms(step):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("networks", nargs="*")
-    parser.add_argument("--sums", action="store_true", help="of Tensor Cores, beside float32")
+    parser.add_argument("--sums", action="store_true",
+                        help="measure Tensor Cores' sums relative to float32")
     parser.add_argument("--bfloat16", action="store_true", help="beside float32")
     parser.add_argument("--turns", type=int, default=10)
     parser.add_argument("--json", action="store_true", help="for bench_all.py")

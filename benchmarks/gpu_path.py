@@ -1,8 +1,8 @@
-"""What a training step runs on a GPU, recorded without one: make bench-gpu-path.
+"""Records the GPU calls of training steps without a GPU: make bench-gpu-path.
 
-Writes docs/gpu_table.txt: each network of networks.py in float32, under mx.contrib.amp and under
-gluon_amp, and docs/gpu_resnet50.txt, a step of ResNet-50. SGD with momentum, the scale settled.
-Each step runs in a process of its own, `gpu_path.py NAME HOW`.
+It writes docs/gpu_table.txt, with each network of networks.py in float32, under mx.contrib.amp and
+under gluon_amp, and docs/gpu_resnet50.txt, a step of ResNet-50. The optimizer is SGD with momentum;
+the loss scale is settled. Each step runs in a separate process, `gpu_path.py NAME HOW`.
 """
 import json
 import subprocess
@@ -26,7 +26,7 @@ def on_gpu(arrays):
 
 
 def one(name, how):
-    """In a process that has a recording GPU."""
+    """Records a step, in a process with a recording GPU."""
     steps.begin(how)
     import mxnet as mx
     from networks import NETWORKS

@@ -1,10 +1,10 @@
-"""Times pairs of steps, and finds the memory that a process needs: what all benchmarks share.
+"""Common code of the benchmarks: times pairs of steps, and measures memory.
 
-Steps of two kinds alternate in one process, and what counts are the ratios of the pairs: the
-machine may be busy with other things. Memory is that of a process of its own, which is this file:
+Steps of two kinds alternate in one process. The result is the ratio of pairs, because other load
+may slow down the machine. Memory is that of a separate process, which runs this file:
 
-    python harness.py memory NETWORK POLICY step|prediction    bytes above what importing takes
-    python harness.py seconds NETWORK POLICY COUNT             of each of so many steps
+    python harness.py memory NETWORK POLICY step|prediction    bytes above those of imports
+    python harness.py seconds NETWORK POLICY COUNT             seconds of each step
 """
 import json
 import os
@@ -29,12 +29,12 @@ from mxnet.contrib import amp as contrib_amp
 from networks import NETWORKS
 
 SGD = {"learning_rate": 0.001, "momentum": 0.9}
-CAST = "net.cast"  # in place of a policy: the network as MXNet's tutorial makes it float16
-CONTRIB = "mx.contrib.amp"  # the same: in bfloat16, in a process with GLUON_AMP_ENGINE=off
+CAST = "net.cast"  # in place of a policy: float16 as in MXNet's tutorial
+CONTRIB = "mx.contrib.amp"  # the same in bfloat16, in a process with GLUON_AMP_ENGINE=off
 
 
 def build(name, policy):
-    """The network with its parameters, in float16 and hybridized, and a batch."""
+    """Returns an initialized, converted and hybridized network, and a batch."""
     mx.random.seed(1)
     np.random.seed(1)
     network = NETWORKS[name]
@@ -51,7 +51,7 @@ def build(name, policy):
 
 
 def stepper(name, policy):
-    """A function that trains one step and waits for it. The loss scale has found its size."""
+    """Returns a function that trains one step and waits for it, with a settled loss scale."""
     if policy == CONTRIB:
         contrib_amp.init("bfloat16")
     net, data, target = build(name, policy)
@@ -90,7 +90,7 @@ def in_float32(output):
 
 
 def predictor(name, policy):
-    """A function that predicts one batch and waits for it."""
+    """Returns a function that predicts one batch and waits for it."""
     net, data, _ = build(name, policy)
 
     def predict():
@@ -104,19 +104,19 @@ MAKERS = {"step": stepper, "prediction": predictor}
 
 
 class Ratios(NamedTuple):
-    """What pairs have shown."""
-    seconds: float  # of the first, the median
+    """The result of pairs."""
+    seconds: float  # median time of the first
     lowest: float  # ratio of the second to the first
     median: float
     highest: float
     pairs: int
-    busy: float  # the processors' time that others took in these pairs, 0 to 1
+    busy: float  # the share of CPU time of other processes during these pairs
 
 
 def ratios(first, second, pairs=25, budget=20.0):
-    """Times the two in turns, until so many pairs are quiet or the seconds of the budget are over,
-    but at least 5. Others take less than a tenth of the processors in a quiet pair; where 5 are
-    quiet, the rest does not count. What is quick runs for a tenth of a second in each pair."""
+    """Times two functions alternately, for a number of quiet pairs or until the budget of seconds
+    ends, but at least 5 pairs. In a quiet pair other processes use less than a tenth of the CPU
+    time; 5 quiet pairs or more replace all others. Fast functions are repeated for 0.1 seconds."""
     first(), second()
     times = max(1, int(0.1 / seconds(first)))
     found, quiet, end = [], [], time.perf_counter() + budget
@@ -134,7 +134,7 @@ def ratios(first, second, pairs=25, budget=20.0):
 
 
 def seconds(function, times=1):
-    """The mean of so many calls."""
+    """Returns the mean time of a number of calls."""
     start = time.perf_counter()
     for _ in range(times):
         function()
@@ -142,20 +142,19 @@ def seconds(function, times=1):
 
 
 def others_seconds():
-    """Processor time of all other processes; and of the hypervisor's, where this is a machine of
-    its."""
+    """Returns the CPU time of all other processes, and on a virtual machine of the hypervisor."""
     user, nice, system, _, _, *rest = map(int, Path("/proc/stat").read_text().split()[1:9])
     return (user + nice + system + sum(rest)) / os.sysconf("SC_CLK_TCK") - time.process_time()
 
 
 def high_water():
-    """The most bytes that this process has had in memory."""
+    """Returns the peak memory of this process in bytes."""
     status = Path("/proc/self/status").read_text()
     return 1024 * int(re.search(r"VmHWM:\s+(\d+)", status).group(1))
 
 
 def peak_bytes(name, policy, kind):
-    """Memory of 10 steps, or of one prediction, above what importing has taken."""
+    """Returns the memory of 10 steps, or of one prediction, above that of imports."""
     before = high_water()
     function = MAKERS[kind](name, policy)
     for _ in range(10 if kind == "step" else 1):
@@ -164,8 +163,8 @@ def peak_bytes(name, policy, kind):
 
 
 def child(*args, file=__file__, stderr=None, **variables):
-    """What a file, this one if not given, prints as a process of its own, with these environment
-    variables."""
+    """Runs a file, by default this one, in a new process with some environment variables. Returns
+    its output."""
     command = [sys.executable, "-W", "ignore", str(file), *map(str, args)]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, stderr=stderr, text=True,
                           env={**os.environ, **variables})
@@ -180,35 +179,35 @@ def machine():
 
 
 def contrib_ratio(name, steps):
-    """The step of mx.contrib.amp in bfloat16 over float32's: medians of processes, since it patches
-    MXNet. Where it fails, the error."""
+    """Returns the bfloat16 step of mx.contrib.amp over the float32 step, or its error: the median
+    of processes, because it patches MXNet."""
     def took(policy, **variables):
         return median(child("seconds", name, policy, steps, stderr=subprocess.PIPE,
                             **variables)[2:])
 
     try:
-        # AMX would end a process in which nothing requests it
+        # AMX ends a process that has not requested it
         return took(CONTRIB, GLUON_AMP_ENGINE="off", DNNL_MAX_CPU_ISA="") / took("float32")
     except subprocess.CalledProcessError as failed:
         return f"fails: {failed.stderr.splitlines()[-1]}"
 
 
 def torch_ratio(name, seconds):
-    """PyTorch's step in bfloat16 over its float32 step, or - where torch_nets.py has no such
-    network or PyTorch is not installed."""
+    """Returns PyTorch's bfloat16 step over its float32 step; - without PyTorch, and for networks
+    that torch_nets.py does not have."""
     if not find_spec("torch"):
         return "-"
     try:
         row = child("--only", name, "--dtype", "bfloat16", "--seconds", seconds, "--json",
                     file=Path(__file__).with_name("torch_nets.py"))
-    except IndexError:  # it has printed no row
+    except IndexError:  # no row in its output
         return "-"
     return row["bfloat16 autocast / float32"]
 
 
 def memory_ratio(name, policy, kind, runs=1, **variables):
-    """The memory of a policy over float32's, medians over so many processes, which run side by
-    side: what a process needs does not depend on its speed."""
+    """Returns the memory of a policy over float32's, the median of parallel processes: memory does
+    not depend on speed."""
     variables.setdefault("OMP_WAIT_POLICY", "passive")
 
     def needed(policy):
@@ -220,7 +219,7 @@ def memory_ratio(name, policy, kind, runs=1, **variables):
 
 
 class Table:
-    """Prints rows as they come: Markdown, or a JSON object in each line for bench_all.py."""
+    """Prints rows as Markdown, or for bench_all.py as JSON objects, one per line."""
 
     def __init__(self, *columns, as_json=False):
         self.columns, self.as_json = columns, as_json
@@ -237,7 +236,7 @@ class Table:
 
 
 def shown(cell):
-    """Numbers from 100 on without decimals, others with three digits."""
+    """Formats numbers from 100 on without decimals, others with three digits."""
     if isinstance(cell, float):
         return f"{cell:.0f}" if abs(cell) >= 100 else f"{cell:.3g}"
     return str(cell)

@@ -1,7 +1,7 @@
-"""The networks that are timed, their batches and their losses.
+"""The networks of the benchmarks, their batches and losses.
 
-Five are those that the tables of benchmarks/README.md have had from the start, with their loss, the
-mean of the outputs' squares. The others have a loss of their kind, against random targets.
+The loss of the first five is the mean of the outputs' squares. The others have a loss of their
+task, with random targets.
 """
 import sys
 from importlib.util import find_spec
@@ -16,13 +16,13 @@ from recipes import zoo_network
 
 
 class Network(NamedTuple):
-    make: Callable[[], Any]  # the network, not initialized
+    make: Callable[[], Any]  # the uninitialized network
     batch: Callable[[], Any]  # data, target
-    loss: Callable[[Any, Any], Any]  # of the output and the target
+    loss: Callable[[Any, Any], Any]  # loss of the output and the target
 
 
 class LSTM(gluon.HybridBlock):
-    """Two layers of 256, over 35 steps of a batch of 32."""
+    """An LSTM of two layers of 256, with 35 time steps and a batch of 32."""
 
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
@@ -35,7 +35,7 @@ class LSTM(gluon.HybridBlock):
 
 
 class Encoder(gluon.HybridBlock):
-    """One encoder layer: attention of so many heads, then GELU between four times the width."""
+    """A transformer encoder layer: multi-head attention, and an MLP of four times the width."""
 
     def __init__(self, width, heads, dropout=0.0, **kwargs):
         super().__init__(**kwargs)
@@ -66,7 +66,7 @@ class Encoder(gluon.HybridBlock):
 
 
 class Bert(gluon.HybridBlock):
-    """BERT-base with a classifier of two classes on the first word."""
+    """BERT-base with a classifier of two classes on the first token."""
 
     def __init__(self, layers=12, width=768, heads=12, length=128, words=30522, dropout=0.1,
                  **kwargs):
@@ -87,14 +87,14 @@ class Bert(gluon.HybridBlock):
 
 
 def attention():
-    """Two encoder layers of 64, and a classifier."""
+    """Two encoder layers of width 64, and a classifier."""
     net = nn.HybridSequential()
     net.add(Encoder(64, 4), Encoder(64, 4), nn.Dense(10))
     return net
 
 
 class UNet(gluon.HybridBlock):
-    """Two convolutions on the way down and two on the way up, at each level."""
+    """A U-Net with two convolutions at each level, down and up."""
 
     def __init__(self, channels, levels=4, **kwargs):
         super().__init__(**kwargs)
@@ -126,8 +126,8 @@ def convolutions(width):
 
 
 class Inverted(gluon.HybridBlock):
-    """An inverted residual: widens, convolves each channel, and narrows. Where its stride is 2 it
-    pads as TensorFlow does, one more below and on the right."""
+    """An inverted residual: expansion, depthwise convolution, projection. With stride 2 the padding
+    is TensorFlow's: one more at the bottom and on the right."""
 
     def __init__(self, inputs, width, expand, kernel, stride, **kwargs):
         super().__init__(**kwargs)
@@ -157,7 +157,7 @@ class ReLU6(gluon.HybridBlock):
 
 
 def lite(width, kernel, stride=1, groups=1):
-    """A convolution of EfficientNet-Lite and its batch norm."""
+    """A convolution of EfficientNet-Lite with its batch norm."""
     pads = [Pad(kernel)] if stride > 1 else []
     return [*pads, nn.Conv2D(width, kernel, stride, 0 if pads else kernel // 2, groups=groups,
                              use_bias=False), nn.BatchNorm(momentum=0.99, epsilon=1e-3)]
@@ -179,10 +179,10 @@ def efficientnet_lite0():
 
 
 def ssd():
-    """gluoncv's, for the 20 classes of VOC; a prediction suppresses overlapping boxes."""
+    """gluoncv's SSD for the 20 classes of VOC; predictions include non-maximum suppression."""
     net = zoo_network("ssd_512_mobilenet1.0_custom", classes=[f"class{i}" for i in range(20)],
                       pretrained_base=False)
-    net.collect_params(".*(gamma|var)").setattr("init", "ones")  # Xavier would not take them
+    net.collect_params(".*(gamma|var)").setattr("init", "ones")  # Xavier does not support them
     net.collect_params(".*(beta|mean)").setattr("init", "zeros")
     return net
 
@@ -250,5 +250,5 @@ NETWORKS = {
     "demo": Network(demo.network, images(64, 8, channels=1, classes=10), cross_entropy),
 }
 if not find_spec("gluoncv"):
-    print("ssd-mobilenet is left out: gluoncv is not installed", file=sys.stderr)
+    print("ssd-mobilenet is skipped: gluoncv is not installed", file=sys.stderr)
     del NETWORKS["ssd-mobilenet 256px b4"]

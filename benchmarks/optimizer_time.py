@@ -1,6 +1,6 @@
-"""Time of an update of float16 weights with float32 masters, over its float32 update.
+"""Measures updates of float16 weights with float32 master weights relative to float32 updates.
 
-The weights and gradients are of ResNet-50's shapes; updates of the two types alternate.
+Weights and gradients have ResNet-50's shapes; updates of the two types alternate.
 """
 import argparse
 
@@ -22,7 +22,7 @@ def shapes():
 
 
 def updater(name, dtype):
-    """A function that updates all weights once and waits for it."""
+    """Returns a function that updates all weights once and waits for it."""
     make = amp.optimizer if dtype == "float16" or name == "adamw" else mx.optimizer.create
     update = mx.optimizer.get_updater(make(name.split()[0], learning_rate=1e-4, **OPTIMIZERS[name]))
     weights, gradients = ([nd.random.normal(scale=0.01, shape=shape).astype(dtype)
@@ -38,8 +38,9 @@ def updater(name, dtype):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", metavar="optimizer", default=list(OPTIMIZERS),
-                        help=f"by itself, all of {', '.join(OPTIMIZERS)}")
-    parser.add_argument("--seconds", type=float, default=10, help="for an optimizer's pairs (10)")
+                        help=f"default: all of {', '.join(OPTIMIZERS)}")
+    parser.add_argument("--seconds", type=float, default=10,
+                        help="time for the pairs of an optimizer (10)")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     table = harness.Table("optimizer", "float32 ms", "lowest", "float16 / float32", "highest",

@@ -1,11 +1,11 @@
-"""A step with 1 and 2 ranks on this machine, and the bytes that a rank gets for it.
+"""Measures a step with 1 and 2 ranks on this machine, and the bytes that a rank receives.
 
     python benchmarks/ranks_time.py
 
-ResNet-18, 8 images of 64x64 on each rank, one thread each; medians of some steps, one store after
-the other, so that times tell little on a machine that is busy. Bytes are TCP's, as the system
-counts them, of one rank: with 1 rank those that a parameter server sends to it. Where gradients are
-float32, both wires of Horovod send them as they are.
+ResNet-18 with 8 images of 64x64 and one thread on each rank. Times are medians of steps, one store
+after another, so they are unreliable on a busy machine. Bytes are the system's TCP counts of one
+rank; with 1 rank those from the parameter server. Both wires of Horovod send float32 gradients
+unchanged.
 """
 import argparse
 import sys

@@ -1,22 +1,20 @@
-"""What sums over many workers lose in float16, by simulation: 8 to 4,096 workers.
+"""Simulates the error of float16 gradient sums over 8 to 4,096 workers.
 
     python benchmarks/reduction_error.py
 
-The gradients are real: of the recipe for image classification (its network, on its scanned digits),
-after 0 and 3 epochs, a worker's batch each; where there are more workers than batches, batches are
-drawn again. They are
-scaled by the largest power of two at which no sum overflows, and added up in five ways:
+The gradients are those of example/image_classification.py on digits after 0 and 3 epochs, one batch
+per worker; with more workers than batches, batches repeat. They are scaled by the largest power of
+two without overflow, and summed in five ways:
 
-    float16 ring   each worker adds its gradient to what it gets, and rounds
-    float16 tree   in pairs, then pairs of pairs, each sum rounded
-    float32 sum    rounded once, at the end: what MXNet's server does
-    float32 wire   never rounded: what the update gets from amp.Horovod(wire="float32")
-    divided ring   each gradient divided by the number of workers first, then the float16 ring,
-                   at the scale of one worker
+    float16 ring   each worker adds its gradient to the received sum, and rounds
+    float16 tree   in pairs, then pairs of pairs, with each sum rounded
+    float32 sum    rounded once at the end, as in MXNet's server
+    float32 wire   never rounded, as with amp.Horovod(wire="float32")
+    divided ring   the float16 ring of gradients divided by the number of workers, at the scale of
+                   one worker
 
-Error: of the whole gradient, |sum - exact sum| / |exact sum|, with gradients that are float16 as
-they leave the workers. Lost: numbers that are 0 in the sum, and not in the exact one. Scale: the
-power of two.
+Error: |sum - exact sum| / |exact sum| of the whole gradient, for float16 gradients of the workers.
+Lost: elements that are 0 in the sum, but not in the exact sum. Scale: the power of two.
 """
 import math
 import sys
@@ -34,7 +32,7 @@ WORKERS = [8, 32, 128, 512, 1024, 4096]
 
 
 def gradients(epochs):
-    """Some numbers of the gradients of each batch, of all layers: (BATCHES, NUMBERS)."""
+    """Returns a sample of the gradients of each batch, from all layers: (BATCHES, NUMBERS)."""
     from sklearn.datasets import load_digits
     images, labels = load_digits(return_X_y=True)
     images = (images / 16).reshape(-1, 1, 8, 8).astype("float32")
@@ -92,7 +90,7 @@ WAYS = {"float16 ring": ring, "float16 tree": tree,
 
 
 def largest_scale(rows, way):
-    """The largest power of two at which neither the gradients nor their sum overflow."""
+    """Returns the largest power of two at which neither gradients nor sums overflow."""
     scale = 2.0 ** math.floor(math.log2(65504 / np.abs(rows).max()))
     while not np.isfinite(way((rows * scale).astype("float16"))).all():
         scale /= 2
@@ -107,7 +105,7 @@ def judge(total, exact):
 
 
 def results(found):
-    """A row for each number of workers and way: workers, way, scale, error, lost."""
+    """Yields rows of workers, kind of sum, scale, error and lost elements."""
     random = np.random.RandomState(1)
     for workers in WORKERS:
         rows = found[random.randint(len(found), size=workers)]

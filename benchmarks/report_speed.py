@@ -1,8 +1,7 @@
-"""How fast logs are read, and in how much memory; with --runs N, how long N runs take to report.
+"""Measures the speed and memory of reading logs; with --runs N, the time of a report of N runs.
 
-A log of 1 GB in a temporary folder, in the formats that GluonCV has used over time, is read once:
-lines with and without a logger's prefix, of accuracies and of errors, with a loss scale, and what
-other libraries print between them.
+It reads a log of 1 GB in a temporary folder, in GluonCV's formats: lines with and without a
+logger's prefix, with accuracies or errors, with a loss scale, and output of other libraries.
 """
 import argparse
 import tempfile
@@ -17,7 +16,7 @@ NOISE = "[20:35:14] src/io/iter_image_recordio_2.cc:170: ImageRecordIOParser2: u
 
 
 def epoch(number, prefix, metric, tail, batches=5000):
-    """The lines of one epoch."""
+    """Returns the lines of one epoch."""
     return "".join([
         *(f"{prefix}Epoch[{number}] Batch [{i}]\tSpeed: {2800 + i % 97:f} samples/sec\t"
           f"{metric}=0.{i:06d}\tlr=0.1{i:05d}{tail}\n" for i in range(49, 50 * batches, 50)),
@@ -28,7 +27,7 @@ def epoch(number, prefix, metric, tail, batches=5000):
 
 
 def report_of_many(args):
-    """Half float32, half float16; pairs of one recipe each, of 20 epochs."""
+    """Writes logs of 20 epochs, half float32 and half float16, in pairs of one recipe."""
     with tempfile.TemporaryDirectory() as folder:
         for i in range(args.runs):
             with open(Path(folder) / f"run{i}.log", "w") as file:
@@ -47,7 +46,7 @@ def report_of_many(args):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--megabytes", type=int, default=1000, help="(1000)")
-    parser.add_argument("--runs", type=int, help="a report of so many short runs instead")
+    parser.add_argument("--runs", type=int, help="report this number of short runs instead")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     if args.runs:

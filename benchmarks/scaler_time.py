@@ -1,8 +1,8 @@
-"""What loss scaling and clipping add to a step.
+"""Measures the overhead of loss scaling and clipping.
 
-The same float32 gradients go through gluon_amp.Trainer and through `mx.contrib.amp`'s scaler
-with its `unscale` and `gluon.utils.clip_global_norm`, in turns. The optimizer does nothing,
-and what gluon.Trainer's own step takes is subtracted from both. Medians of rounds.
+On the same float32 gradients, steps of gluon_amp.Trainer alternate with those of `mx.contrib.amp`
+with its `unscale` and `gluon.utils.clip_global_norm`. The optimizer has no effect, and the time of
+gluon.Trainer's step is subtracted from both. Results are medians.
 """
 import argparse
 import time
@@ -15,7 +15,7 @@ from mxnet import autograd, gluon
 from mxnet.contrib.amp.amp import scale_loss, unscale
 from mxnet.contrib.amp.loss_scaler import LossScaler
 
-CASES = [  # parameters, of this size, on so many devices
+CASES = [  # number of parameters, their size, number of devices
     (160, 160000, 1), (2000, 12800, 1), (160, 12800, 1), (500, 12800, 1), (160, 160000, 2),
     (2000, 12800, 2)]
 
@@ -31,7 +31,7 @@ class Nothing(mx.optimizer.Optimizer):
 
 
 class Net(gluon.Block):
-    """So many parameters of one size; its output uses each."""
+    """A network of parameters of one size, which all affect its output."""
 
     def __init__(self, count, size):
         super().__init__()
@@ -43,7 +43,7 @@ class Net(gluon.Block):
 
 
 def step(net, devices, trainer, kind):
-    """Seconds of everything after the backward pass."""
+    """Returns the seconds of everything after the backward pass."""
     with autograd.record():
         losses = [net(mx.nd.full(1, 1e-3, ctx=d)) for d in devices]
         if kind == "contrib":
@@ -68,7 +68,7 @@ def step(net, devices, trainer, kind):
 
 
 def measure(count, size, devices, rounds=15):
-    """Milliseconds that ours and contrib's add to a step."""
+    """Returns the overhead of gluon_amp and mx.contrib.amp in milliseconds."""
     times = {"gluon": [], "contrib": [], "ours": []}
     nets = {}
     for kind in times:
@@ -79,7 +79,7 @@ def measure(count, size, devices, rounds=15):
             trainer = amp.Trainer(parameters, Nothing(), loss_scale="dynamic", clip_norm=1.0)
         else:
             trainer = gluon.Trainer(parameters, Nothing(), update_on_kvstore=False)
-        if kind == "contrib":  # what init_trainer does, without init's changes to all operators
+        if kind == "contrib":  # as in init_trainer, but without init's patches of operators
             trainer._amp_loss_scaler, trainer._amp_original_scale = LossScaler(), trainer._scale
         nets[kind] = net, trainer
     for _ in range(rounds):

@@ -1,8 +1,8 @@
-"""What starting takes: `import gluon_amp` over `import mxnet`, and conversion of ResNet-152.
+"""Measures start-up: `import gluon_amp` after `import mxnet`, and the conversion of ResNet-152.
 
-A process imports MXNet first and gluon_amp behind it, which takes what gluon_amp adds: between two
-processes the import of MXNet alone differs by more. The conversions are made in turns, and what
-counts is the median of the differences.
+A process imports MXNet and then gluon_amp, whose time is the overhead: MXNet's import alone differs
+more between two processes. Conversions alternate with float32 networks; the result is the median
+difference.
 """
 import argparse
 import gc
@@ -16,7 +16,7 @@ import harness
 from harness import amp
 from mxnet import gluon, nd
 
-# MXNet alone does not import with numpy 1.24 and later: _numpy.py gives it what it lacks.
+# MXNet does not import with numpy 1.24 and later: _numpy.py adds the removed names.
 IMPORTS = f"""
 import sys, time
 sys.path.insert(0, {str(Path(amp.__file__).parent)!r})
@@ -33,8 +33,8 @@ print(times[1] - times[0], times[2] - times[1])
 
 
 def import_seconds():
-    """Seconds that MXNet and gluon_amp take; not in the checkout's folder, and with compiled
-    Python files, as they are where they were installed."""
+    """Returns the import times of MXNet and gluon_amp in seconds, outside the checkout and with
+    compiled Python files, as in an installation."""
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
     command = [sys.executable, "-W", "ignore", "-c", IMPORTS]
     done = subprocess.run(command, check=True, cwd=Path(__file__).parent, env=environment,
@@ -43,12 +43,12 @@ def import_seconds():
 
 
 def first_forward(policy):
-    """Seconds of conversion and the first forward of ResNet-152."""
+    """Returns the seconds of conversion and the first forward pass of ResNet-152."""
     net = gluon.model_zoo.vision.resnet152_v1()
     net.initialize()
     data = nd.zeros((1, 3, 64, 64))
     net.hybridize()
-    gc.collect()  # the networks before this one, which would else be freed while it is timed
+    gc.collect()  # frees earlier networks before the measurement
 
     def forward():
         if policy != "float32":
@@ -59,7 +59,7 @@ def first_forward(policy):
 
 
 def conversion_seconds():
-    """Seconds that the float32 network takes, and how many more the float16 network does."""
+    """Returns the seconds of the float32 network, and the difference of the float16 network."""
     float32, float16 = map(first_forward, ("float32", "float16"))
     return float32, float16 - float32
 
@@ -73,7 +73,7 @@ def main():
                           as_json=args.json)
     for name, measure in (("import", import_seconds),
                           ("convert and first forward of ResNet-152", conversion_seconds)):
-        times = [measure() for _ in range(args.pairs + 1)][1:]  # the first fills caches
+        times = [measure() for _ in range(args.pairs + 1)][1:]  # the first run fills caches
         table.row(name, 1e3 * median(a for a, _ in times), 1e3 * median(b for _, b in times),
                   args.pairs)
 

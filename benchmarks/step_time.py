@@ -1,11 +1,11 @@
-"""Step time, prediction time and memory of float16 over float32: `make bench`.
+"""Measures step time, prediction time and memory of float16 relative to float32: `make bench`.
 
-A step is what users write: in float32 `gluon.Trainer` with MXNet's SGD, in float16 `amp.convert`
-and `amp.Trainer`, whose scale is dynamic; momentum 0.9; hybridized static nets in both. Steps of
-the two types alternate, and lowest, median and highest of the pairs' ratios are shown, and
-how busy others kept the processors. "net.cast / converted" compares MXNet's way to float16,
-`net.cast` with `gluon.Trainer` and a static scale, with the converted network's step. A prediction
-is one forward. Memory is the most that a process of its own has, above what importing takes.
+A float32 step uses `gluon.Trainer` with MXNet's SGD; a float16 step uses `amp.convert` and
+`amp.Trainer` with a dynamic loss scale. Both use momentum 0.9 and static hybridized networks. Steps
+of the two types alternate. The table has the minimum, median and maximum ratio of the pairs, and
+the CPU share of other processes. "net.cast / converted" compares MXNet's float16, `net.cast` with
+`gluon.Trainer` and a static scale, with the converted network. A prediction is one forward pass.
+Memory is the peak of a separate process, above that of imports.
 """
 import argparse
 import csv
@@ -16,7 +16,7 @@ from pathlib import Path
 import harness
 from harness import amp
 
-COLUMNS = {  # what can be measured, and the columns that it fills
+COLUMNS = {  # measurements, and their columns
     "step": ("float32 ms", "lowest", "float16 / float32", "highest", "pairs", "busy"),
     "cast": ("net.cast / converted",),
     "prediction": ("prediction float32 ms", "prediction"),
@@ -32,7 +32,7 @@ HISTORY = Path(__file__).with_name("history.csv")
 
 
 def measure(what, name, policy, pairs, budget):
-    """The cells of one of COLUMNS for one network."""
+    """Returns the cells of one of COLUMNS for one network."""
     if what in harness.MAKERS:
         make = harness.MAKERS[what]
         budget = budget if what == "step" else budget / 4
@@ -51,14 +51,14 @@ def measure(what, name, policy, pairs, budget):
         return (harness.contrib_ratio(name, 7),)
     if what == "torch":
         return (harness.torch_ratio(name, budget / 2),)
-    if what == "workers-memory":  # it differs by some percent from one process to the next
+    if what == "workers-memory":  # differs by some percent between processes
         return (harness.memory_ratio(name, policy, "step", 3, MXNET_CPU_WORKER_NTHREADS="4"),)
     kind = "prediction" if what == "prediction-memory" else "step"
     return (harness.memory_ratio(name, policy, kind),)
 
 
 def commit():
-    """That of the gluon_amp that is measured; with a + where its files have changed since."""
+    """Returns the commit of the measured gluon_amp, with a + if its files have changed."""
     def git(*args):
         return subprocess.run(["git", "-C", str(Path(amp.__file__).parent), *args], check=True,
                               stdout=subprocess.PIPE, text=True).stdout.strip()
@@ -67,7 +67,7 @@ def commit():
 
 
 def record(name, found):
-    """Appends one network's ratios to history.csv."""
+    """Appends the ratios of a network to history.csv."""
     with open(HISTORY, "a", newline="") as file:
         csv.writer(file, lineterminator="\n").writerow([
             datetime.date.today(), commit(), harness.machine(), name,
@@ -77,14 +77,14 @@ def record(name, found):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--policy", default="float16")
-    parser.add_argument("--only", default="", help="part of a network's name")
+    parser.add_argument("--only", default="", help="run only networks with this text in their name")
     parser.add_argument("--pairs", type=int, default=25,
-                        help="where others leave the processors alone (25)")
+                        help="number of pairs without other load (25)")
     parser.add_argument("--seconds", type=float, default=12,
-                        help="when to stop, after 5 pairs; predictions have a quarter (12)")
+                        help="time limit after 5 pairs; a quarter for predictions (12)")
     parser.add_argument("--columns", nargs="+", choices=COLUMNS, metavar="COLUMN",
                         default=[c for c in COLUMNS if c != "workers-memory"],
-                        help=f"of {', '.join(COLUMNS)}; by itself, all but the last")
+                        help=f"columns out of {', '.join(COLUMNS)} (default: all but the last)")
     parser.add_argument("--record", action="store_true", help=f"append to {HISTORY.name}")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()

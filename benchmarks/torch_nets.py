@@ -1,7 +1,7 @@
-"""PyTorch's step under its autocast on CPUs, over its float32 step: in bfloat16 with channels last.
+"""Measures PyTorch's step under CPU autocast relative to float32: bfloat16, channels-last.
 
-Five of networks.py: layers, strides and biases are those of MXNet's model zoo, so the numbers of
-parameters are the same.
+It has five networks of networks.py, with the layers, strides and biases of MXNet's model zoo, and
+so the same numbers of parameters.
 """
 import argparse
 
@@ -13,7 +13,7 @@ torch.set_num_threads(2)
 
 
 def conv(inputs, outputs, kernel, stride=1, groups=1, bias=False):
-    """A convolution that keeps the size, up to its stride, and its batch norm."""
+    """A convolution with same padding, and its batch norm."""
     return [nn.Conv2d(inputs, outputs, kernel, stride, kernel // 2, groups=groups, bias=bias),
             nn.BatchNorm2d(outputs)]
 
@@ -35,7 +35,7 @@ def basic(inputs, outputs, stride):
 
 
 def bottleneck(inputs, outputs, stride):
-    """As gluon's resnet50_v1: the stride is in the first convolution, and two have biases."""
+    """A bottleneck of gluon's resnet50_v1: stride in the first convolution, biases in two."""
     width = outputs // 4
     return [*conv(inputs, width, 1, stride, bias=True), nn.ReLU(),
             *conv(width, width, 3), nn.ReLU(),
@@ -81,7 +81,7 @@ class LSTM(nn.Module):
     def forward(self, x):
         try:
             hidden, _ = self.lstm(x)
-        except RuntimeError:  # oneDNN has no float16 LSTM for this CPU: PyTorch's own, then
+        except RuntimeError:  # oneDNN has no float16 LSTM for this CPU: use PyTorch's
             with torch.backends.mkldnn.flags(enabled=False):
                 hidden, _ = self.lstm(x)
         return self.out(hidden)
@@ -92,7 +92,7 @@ def transformer():
                                       activation="gelu", batch_first=True)
 
 
-NETS = {  # by the first word of their names in networks.py
+NETS = {  # keys: the first words of names in networks.py
     "resnet50": lambda: resnet(bottleneck, (3, 4, 6, 3), (256, 512, 1024, 2048)),
     "resnet18": lambda: resnet(basic, (2, 2, 2, 2), (64, 128, 256, 512)),
     "mobilenetv2": mobilenetv2,
@@ -102,7 +102,7 @@ NETS = {  # by the first word of their names in networks.py
 
 
 def stepper(name, dtype):
-    """A function that trains one step. `dtype`: of the autocast, or None: there is none."""
+    """Returns a function that trains one step. `dtype`: the type of autocast, or None."""
     torch.manual_seed(1)
     net = NETS[name.split()[0]]()
     data, _ = harness.NETWORKS[name].batch()
@@ -124,8 +124,9 @@ def stepper(name, dtype):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", default="", help="part of a network's name")
-    parser.add_argument("--seconds", type=float, default=20, help="for a network's pairs (20)")
+    parser.add_argument("--only", default="", help="run only networks with this text in their name")
+    parser.add_argument("--seconds", type=float, default=20,
+                        help="time for the pairs of a network (20)")
     parser.add_argument("--dtype", choices=("float16", "bfloat16"), default="float16")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
